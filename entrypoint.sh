@@ -1,0 +1,81 @@
+#!/usr/bin/env bash
+# Starts, supervises and stops the two kinds of process: the worker, which owns the device, and the web processes.
+#
+#   entrypoint.sh [serve] [flags]     serves (--help lists the flags; each has an environment variable too)
+#
+# Exit code: 0 after SIGTERM or SIGINT, 2 when what was asked for cannot be served (one line says why), 1 when a process
+# died. Nothing survives: no process, no socket file.
+set -u -m # -m: a process group for each child, so that Ctrl-C reaches this script alone and it ends them in order
+
+here=$(cd "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")" && pwd)
+python=${PYTHON:-python3}
+
+[ "${1:-}" != serve ] || shift
+for argument in "$@"; do
+    case $argument in -h | --help) exec "$python" "$here/config.py" --help ;; esac
+done
+
+# Private (0700) and new for each run: two servers never meet, and what a killed one left behind does not matter.
+run_dir=$(mktemp -d "${TMPDIR:-/tmp}/neuron-textgen.XXXXXXXX") || exit 1
+trap 'rm -rf "$run_dir"' EXIT
+"$python" "$here/config.py" "$@" >"$run_dir/config.json" || exit $?
+export NEURON_TEXTGEN_RUN_DIR=$run_dir
+setting() { sed -n "s/^ *\"$1\": \([0-9]*\).*/\1/p" "$run_dir/config.json"; }
+boot_deadline=$((SECONDS + $(setting startup_timeout)))
+grace=$(setting graceful_termination_timeout)
+
+signal=
+trap 'signal=TERM' TERM
+trap 'signal=INT' INT
+"$python" "$here/worker.py" &
+worker=$!
+"$python" "$here/web.py" &
+web=$!
+
+running() { kill -0 "$1" 2>/dev/null; }
+
+# Waits until a process has ended, at most $2 seconds.
+ended_within() {
+    local deadline=$((SECONDS + $2))
+    while running "$1" && [ "$SECONDS" -le "$deadline" ]; do sleep 0.05; done
+    ! running "$1"
+}
+
+# Ends whatever is left, and gives the exit code of the run.
+finish() {
+    kill -KILL -- "-$worker" "-$web" 2>/dev/null
+    wait
+    exit "$1"
+}
+
+while running "$worker" && running "$web" && [ -z "$signal" ]; do
+    if [ ! -e "$run_dir/ready" ] && [ "$SECONDS" -ge "$boot_deadline" ]; then
+        echo "error: the model was not ready within --startup-timeout (STARTUP_TIMEOUT) $(setting startup_timeout) s" >&2
+        finish 1
+    fi
+    sleep 0.2 &
+    wait -n "$worker" "$web" $!
+done
+
+if [ -n "$signal" ]; then
+    # First the web processes: they take nothing new and finish what runs, for which they need the worker.
+    kill -TERM "$web" 2>/dev/null
+    ended_within "$web" "$((grace + 2))"
+    kill -TERM "$worker" 2>/dev/null
+    ended_within "$worker" 5
+    finish 0
+fi
+
+if ! running "$worker"; then
+    wait "$worker"
+    code=$?
+    [ "$code" -eq 2 ] || echo "error: the worker process ended with code $code" >&2
+    kill -TERM "$web" 2>/dev/null # open requests have been answered with an error by now; these answers may go out
+    ended_within "$web" 2
+else
+    wait "$web"
+    code=$?
+    [ "$code" -eq 2 ] || echo "error: the web server ended with code $code" >&2
+fi
+[ "$code" -eq 2 ] || code=1
+finish "$code"

@@ -1,0 +1,301 @@
+"""How web processes and the worker talk: the message types and both ends of the socket.
+
+The worker binds one ROUTER in the private folder of this run; each web process connects one DEALER. Each end is a thread
+that owns its socket (ZeroMQ sockets must not be shared) and hands messages over in memory, so neither a step on the device
+nor a request in HTTP waits for the other. Messages are msgspec structs in msgpack, never pickle. This layer does not know
+what the messages are for.
+
+A request's life on the wire: `Generate`, then `Token`s inside the `Tokens` of each step, until exactly one terminal word:
+a `Token` with a `finish_reason`, or an `End`. `Cancel` asks for the end early; it is answered by the same rule.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterable
+
+import msgspec
+import zmq
+
+logger = logging.getLogger("protocol")
+
+HEARTBEAT_S = 0.25
+
+
+class Sampling(msgspec.Struct, frozen=True):
+    """How the next token is chosen from the logits. `seed` None means greedily: the likeliest token."""
+
+    seed: int | None = None
+    temperature: float = 1.0
+    top_k: int = 0  # 0: off
+    top_p: float = 1.0
+    typical_p: float = 1.0
+    repetition_penalty: float = 1.0
+    frequency_penalty: float = 0.0
+
+
+class Generate(msgspec.Struct, tag="generate", frozen=True):
+    """Web → worker: continue `prompt`. `id` is random, 63 bits, unique among all web processes."""
+
+    id: int
+    prompt: list[int]
+    max_new_tokens: int
+    sampling: Sampling = Sampling()
+    top_n_tokens: int = 0
+
+
+class Cancel(msgspec.Struct, tag="cancel", frozen=True):
+    """Web → worker: nobody wants the rest. `reason` is for the log: a stop sequence, a client that hung up."""
+
+    id: int
+    reason: str
+
+
+class Hello(msgspec.Struct, tag="hello", frozen=True):
+    """Web → worker: a web process is there; `ready` once it can take requests."""
+
+    pid: int
+    ready: bool
+
+
+class Token(msgspec.Struct, array_like=True, frozen=True, gc=False):
+    """One generated token. `logprob` is of the model's own distribution; `top` holds (token id, logprob), likeliest first."""
+
+    id: int
+    token: int
+    logprob: float
+    top: list[tuple[int, float]] = []
+    finish_reason: str | None = None  # "length" or "eos_token" on the last token
+
+
+class Tokens(msgspec.Struct, tag="tokens", frozen=True):
+    """Worker → web: everything that one step brought for one web process."""
+
+    tokens: list[Token]
+
+
+class End(msgspec.Struct, tag="end", frozen=True):
+    """Worker → web: the request `id` ends without a (further) token.
+
+    `reason`: "cancelled", "overloaded" (refused at once), or "failed" with a `message` that a client may read.
+    """
+
+    id: int
+    reason: str
+    message: str = ""
+
+
+class Status(msgspec.Struct, tag="status", frozen=True):
+    """Worker → web, every HEARTBEAT_S: what the worker does.
+
+    `phase` is "ready" when requests are taken, before that what is going on. `progress_at` is CLOCK_MONOTONIC, in seconds,
+    of the last step or change of phase.
+    """
+
+    phase: str
+    progress_at: float
+    steps: int = 0
+    running: int = 0
+    queued: int = 0
+
+
+class Facts(msgspec.Struct, tag="facts", frozen=True):
+    """Worker → web: what is served, so that the web side never guesses. Limits are in tokens."""
+
+    model_name: str
+    model_sha: str | None
+    tokenizer_dir: str
+    vocab_size: int
+    eos_token_ids: list[int]
+    batch_size: int
+    max_input_tokens: int
+    max_total_tokens: int
+    device: str
+    dtype: str
+
+
+FromWeb = Generate | Cancel | Hello
+FromWorker = Tokens | End | Status | Facts
+
+
+class Gone(msgspec.Struct, frozen=True):
+    """Put into the worker's inbox when a web process is no longer there. Never sent."""
+
+
+_encode = msgspec.msgpack.Encoder().encode
+
+
+class _SocketThread:
+    """A thread that owns a socket: wakes for what arrives, for what others want to send, and every HEARTBEAT_S."""
+
+    def __init__(self, name: str):
+        self._outbox: queue.SimpleQueue = queue.SimpleQueue()
+        self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._closing = threading.Event()
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+
+    def _post(self, item) -> None:
+        self._outbox.put(item)
+        os.eventfd_write(self._wake_fd, 1)
+
+    def _drain_outbox(self) -> Iterable:
+        try:
+            os.eventfd_read(self._wake_fd)
+        except BlockingIOError:
+            pass
+        while True:
+            try:
+                yield self._outbox.get_nowait()
+            except queue.Empty:
+                return
+
+    def close(self) -> None:
+        """Sends what is still in the outbox, then ends the thread. Idempotent."""
+        self._closing.set()
+        os.eventfd_write(self._wake_fd, 1)
+        if self._thread.is_alive():
+            self._thread.join(timeout=5)
+
+    def _run(self) -> None:
+        raise NotImplementedError
+
+
+class WorkerEnd(_SocketThread):
+    """The worker's end. `send` and `announce` may be called from any thread; `receive` from one."""
+
+    def __init__(self, address: str):
+        super().__init__("worker-socket")
+        self.status = Status(phase="starting", progress_at=time.monotonic())
+        self._facts: Facts | None = None
+        self._inbox: queue.SimpleQueue = queue.SimpleQueue()
+        context = zmq.Context()
+        self._socket = context.socket(zmq.ROUTER)
+        self._socket.set_hwm(0)
+        self._socket.router_mandatory = True  # else a message to a peer that is gone vanishes without a sound
+        self._socket.linger = 1000
+        self._context = context
+        self._socket.bind(address)
+        self._thread.start()
+
+    def receive(self, block: bool, timeout: float | None = None) -> list[tuple[bytes, FromWeb | Gone]]:
+        """What arrived, as (peer, message) in order; with `block`, waits until there is something or `timeout` is over."""
+        received = []
+        try:
+            received.append(self._inbox.get(block, timeout))
+            while True:
+                received.append(self._inbox.get_nowait())
+        except queue.Empty:
+            return [item for item in received if item is not None]
+
+    def interrupt(self) -> None:
+        """Makes a waiting `receive` return. May be called from a signal handler."""
+        self._inbox.put(None)
+
+    def send(self, peer: bytes, message: FromWorker) -> None:
+        self._post((peer, message))
+
+    def announce(self, facts: Facts) -> None:
+        """Tells `facts` to every web process that is there, and to each that says hello later."""
+        self._facts = facts
+        self._post((None, facts))
+
+    def _run(self) -> None:
+        decoder = msgspec.msgpack.Decoder(FromWeb)
+        poller = zmq.Poller()
+        poller.register(self._socket, zmq.POLLIN)
+        poller.register(self._wake_fd, zmq.POLLIN)
+        peers: set[bytes] = set()
+        next_beat = 0.0
+        while True:
+            poller.poll(max(0.0, next_beat - time.monotonic()) * 1000)
+            closing = self._closing.is_set()
+            for peer, message in self._drain_outbox():
+                for receiver in list(peers) if peer is None else [peer]:
+                    self._send_to(receiver, message, peers)
+            if closing:
+                break
+            while True:
+                try:
+                    peer, body = self._socket.recv_multipart(zmq.NOBLOCK)
+                except zmq.Again:
+                    break
+                try:
+                    message = decoder.decode(body)
+                except msgspec.DecodeError:
+                    logger.exception("a message that is none of ours is dropped")
+                    continue
+                if peer not in peers:
+                    peers.add(peer)
+                    self._send_to(peer, self.status, peers)
+                    if self._facts is not None:
+                        self._send_to(peer, self._facts, peers)
+                self._inbox.put((peer, message))
+            if time.monotonic() >= next_beat:
+                next_beat = time.monotonic() + HEARTBEAT_S
+                for peer in list(peers):
+                    self._send_to(peer, self.status, peers)
+        self._context.destroy(linger=1000)
+
+    def _send_to(self, peer: bytes, message: FromWorker, peers: set[bytes]) -> None:
+        if peer not in peers:
+            return
+        try:
+            self._socket.send_multipart([peer, _encode(message)])
+        except zmq.ZMQError as error:
+            if error.errno != zmq.EHOSTUNREACH:
+                raise
+            peers.discard(peer)
+            self._inbox.put((peer, Gone()))
+
+
+class WebEnd(_SocketThread):
+    """A web process' end. `on_message` and `on_lost` are called on its thread and must not block.
+
+    To be made after fork. `on_lost` is called once, when the worker is gone for good.
+    """
+
+    def __init__(self, address: str, on_message: Callable[[FromWorker], None], on_lost: Callable[[], None]):
+        super().__init__("web-socket")
+        self._address = address
+        self._on_message = on_message
+        self._on_lost = on_lost
+        self._thread.start()
+
+    def send(self, message: FromWeb) -> None:
+        self._post(message)
+
+    def _run(self) -> None:
+        context = zmq.Context()
+        dealer = context.socket(zmq.DEALER)
+        dealer.set_hwm(0)
+        dealer.linger = 0
+        monitor = dealer.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+        dealer.connect(self._address)
+        decoder = msgspec.msgpack.Decoder(FromWorker)
+        poller = zmq.Poller()
+        for source in (dealer, monitor, self._wake_fd):
+            poller.register(source, zmq.POLLIN)
+        while not self._closing.is_set():
+            ready = dict(poller.poll())
+            for message in self._drain_outbox():
+                dealer.send(_encode(message))
+            if dealer in ready:
+                self._read(dealer, decoder)
+            if monitor in ready:  # a worker is never started twice in a run: gone once is gone for good
+                self._read(dealer, decoder)
+                self._on_lost()
+                break
+        dealer.disable_monitor()
+        context.destroy(linger=0)
+
+    def _read(self, dealer: zmq.Socket, decoder: msgspec.msgpack.Decoder) -> None:
+        while True:
+            try:
+                body = dealer.recv(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            self._on_message(decoder.decode(body))

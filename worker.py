@@ -1,0 +1,331 @@
+"""The one process that owns the device: the queue, the slots, the prefill/decode loop, and the word on how it is doing.
+
+Requests arrive as token ids and leave as token ids; text and HTTP never reach this layer. Each turn of the loop takes what
+arrived, prefills at most one waiting prompt into a free slot, runs one decode step for every busy slot, and sends each web
+process what its requests gained. Every request gets exactly one terminal word, whatever happens to it.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import signal
+import subprocess
+import sys
+import time
+from collections import defaultdict, deque
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import torch
+
+import config as configuration
+from config import HERE, Config, ConfigError, Manifest
+from model import ModelError, StaticBatchModel, fetch, load
+from protocol import Cancel, End, Facts, Generate, Gone, Hello, Status, Token, Tokens, WorkerEnd
+from sampling import Choice, Sampler, SamplingError, sample
+
+logger = logging.getLogger("worker")
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """A request that the worker knows: waiting, or running in a slot. Times are CLOCK_MONOTONIC, in seconds."""
+
+    peer: bytes
+    generate: Generate
+    arrived_at: float
+    sampler: Sampler
+    started_at: float = 0.0  # taken from the queue
+    prefilled_at: float = 0.0
+    generated: int = 0
+    last_token: int = 0
+
+    @property
+    def position(self) -> int:
+        """Where the last token stands, which the next step runs on."""
+        return len(self.generate.prompt) + self.generated - 1
+
+
+@dataclass(slots=True)
+class Slots:
+    """Which request runs in which row of the batch. The lowest free slot is given first: a step costs by its highest."""
+
+    requests: list[Request | None]
+
+    def free(self) -> int | None:
+        return next((slot for slot, request in enumerate(self.requests) if request is None), None)
+
+    def live(self) -> Iterator[tuple[int, Request]]:
+        return ((slot, request) for slot, request in enumerate(self.requests) if request is not None)
+
+    @property
+    def busy(self) -> int:
+        return sum(request is not None for request in self.requests)
+
+
+@dataclass
+class Worker:
+    """The loop around one model. `end` is where requests come from and tokens go to."""
+
+    model: StaticBatchModel
+    end: WorkerEnd
+    eos_token_ids: frozenset[int]
+    max_concurrent_requests: int
+    web_processes: int = 0  # how many to wait for before saying "Connected"
+    queue: deque[Request] = field(default_factory=deque)
+    steps: int = 0
+    stopping: bool = False
+
+    def __post_init__(self):
+        self.slots = Slots([None] * self.model.batch_size)
+        self._known: dict[int, Request] = {}
+        self._ready_web_processes: set[int] = set()
+        self._gained: dict[bytes, list[Token]] = defaultdict(list)
+
+    def run(self) -> None:
+        """Serves until `stop`."""
+        while not self.stopping:
+            self.receive()
+            self.admit()
+            self.decode()
+            self.send()
+        for request in list(self._known.values()):
+            self._end(request, "failed", "the server is stopping")
+
+    def stop(self) -> None:
+        """Ends the loop after the step that is running. May be called from a signal handler."""
+        self.stopping = True
+        self.end.interrupt()
+
+    def receive(self) -> None:
+        """Takes in what arrived; waits for it when there is nothing else to do."""
+        for peer, message in self.end.receive(block=not self._known):
+            if isinstance(message, Generate):
+                self._enqueue(peer, message)
+            elif isinstance(message, Cancel):
+                if message.id in self._known:  # else it has ended already
+                    self._end(self._known[message.id], "cancelled", log_reason=message.reason)
+            elif isinstance(message, Gone):
+                for request in [r for r in self._known.values() if r.peer == peer]:
+                    self._end(request, "cancelled", log_reason="web process gone")
+            elif isinstance(message, Hello):
+                self._greet(message)
+
+    def admit(self) -> None:
+        """Prefills the prompt that has waited longest into a free slot, if there are both."""
+        slot = self.slots.free()
+        if slot is None or not self.queue:
+            return
+        request = self.queue.popleft()
+        request.started_at = time.monotonic()
+        self.slots.requests[slot] = request
+        try:
+            logits = self.model.prefill(slot, request.generate.prompt)
+        except Exception:
+            logger.exception("prefill of request %016x failed", request.generate.id)
+            self._end(request, "failed", "the prompt could not be run on the device")
+            return
+        request.prefilled_at = time.monotonic()
+        self._gain([request], logits[None])
+
+    def decode(self) -> None:
+        """One step: every busy slot gains one token."""
+        live = list(self.slots.live())
+        if not live:
+            return
+        slots, requests = zip(*live)
+        try:
+            logits = self.model.decode(
+                torch.tensor([request.last_token for request in requests]),
+                torch.tensor([request.position for request in requests]),
+                torch.tensor(slots),
+            )
+        except Exception:
+            logger.exception("a step of %d slots failed", len(slots))
+            for request in requests:
+                self._end(request, "failed", "a step on the device failed")
+            return
+        self._gain(requests, logits)
+
+    def send(self) -> None:
+        """Everything that this turn brought: one message for each web process, and how the worker is doing."""
+        for peer, tokens in self._gained.items():
+            self.end.send(peer, Tokens(tokens))
+        self._gained.clear()
+        self.steps += 1
+        self.end.status = Status(
+            phase="ready",
+            progress_at=time.monotonic(),
+            steps=self.steps,
+            running=self.slots.busy,
+            queued=len(self.queue),
+        )
+
+    def _enqueue(self, peer: bytes, generate: Generate) -> None:
+        if len(self._known) >= self.max_concurrent_requests:
+            self.end.send(peer, End(generate.id, "overloaded"))
+            return
+        request = Request(
+            peer=peer,
+            generate=generate,
+            arrived_at=time.monotonic(),
+            sampler=Sampler(generate.sampling, generate.prompt, generate.top_n_tokens),
+        )
+        self._known[generate.id] = request
+        self.queue.append(request)
+
+    def _gain(self, requests: list[Request], logits: torch.Tensor) -> None:
+        """Chooses the next token of each request. logits: float32 [requests, vocab]."""
+        for request, choice in zip(requests, sample(logits, [request.sampler for request in requests])):
+            if isinstance(choice, Choice):
+                self._take(request, choice)
+            elif isinstance(choice, SamplingError):
+                self._end(request, "failed", str(choice))
+            else:
+                logger.error("no token for request %016x", request.generate.id, exc_info=choice)
+                self._end(request, "failed", "the next token could not be chosen")
+
+    def _take(self, request: Request, choice: Choice) -> None:
+        request.generated += 1
+        request.last_token = choice.token
+        finish_reason = None
+        if choice.token in self.eos_token_ids:
+            finish_reason = "eos_token"
+        elif request.generated >= request.generate.max_new_tokens or request.position + 1 >= self.model.max_total_tokens:
+            finish_reason = "length"
+        token = Token(request.generate.id, choice.token, choice.logprob, choice.top, finish_reason)
+        self._gained[request.peer].append(token)
+        if finish_reason:
+            self._forget(request, finish_reason)
+
+    def _end(self, request: Request, reason: str, message: str = "", log_reason: str | None = None) -> None:
+        """Ends a request with a word instead of a token; what it gained in this turn goes out first."""
+        if tokens := self._gained.pop(request.peer, None):
+            self.end.send(request.peer, Tokens(tokens))
+        self.end.send(request.peer, End(request.generate.id, reason, message))
+        self._forget(request, log_reason or reason)
+
+    def _forget(self, request: Request, reason: str) -> None:
+        """Frees everything that a request holds, and logs it."""
+        del self._known[request.generate.id]
+        if request in self.slots.requests:
+            self.slots.requests[self.slots.requests.index(request)] = None
+        else:
+            self.queue.remove(request)
+        now = time.monotonic()
+        started_at = request.started_at or now
+        prefilled_at = request.prefilled_at or now
+        logger.info(
+            "request finished",
+            extra={
+                "fields": {
+                    "id": f"{request.generate.id:016x}",
+                    "input_tokens": len(request.generate.prompt),
+                    "generated_tokens": request.generated,
+                    "queue_ms": round((started_at - request.arrived_at) * 1000, 1),
+                    "prefill_ms": round((prefilled_at - started_at) * 1000, 1),
+                    "decode_ms": round((now - prefilled_at) * 1000, 1),
+                    "finish_reason": reason.replace(" ", "_"),
+                }
+            },
+        )
+
+    def _greet(self, hello: Hello) -> None:
+        if hello.ready and self.web_processes:
+            self._ready_web_processes.add(hello.pid)
+            if len(self._ready_web_processes) >= self.web_processes:
+                self.web_processes = 0
+                (configuration.run_dir() / "ready").touch()
+                logger.info("Connected")
+
+
+def boot(config: Config, end: WorkerEnd) -> Worker:
+    """Fetches and loads the model, telling each phase. Raises ConfigError or ModelError for what cannot be served."""
+    with _phase(end, "downloading" if not config.is_local else "checking", config.model_name):
+        folder, sha = fetch(config)
+        manifest = Manifest.read(folder)
+        config = config.with_manifest(manifest)
+    # The tokenizer is text's business and none of this process': it is looked after beside the weights.
+    command = [sys.executable, str(HERE / "text.py"), str(folder), str(configuration.run_dir())]
+    preparing = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    try:
+        with _phase(end, "loading", "weights"):
+            model = load(config, folder, manifest)
+        printed, complaint = preparing.communicate()
+    finally:
+        preparing.kill()
+    if preparing.returncode:
+        raise ConfigError((complaint.strip().splitlines() or [f"the tokenizer of {folder} cannot be used"])[-1])
+    tokenizer = json.loads(printed)
+    eos_token_ids = list(dict.fromkeys([*manifest.eos_token_ids, *tokenizer["eos_token_ids"]]))
+    end.announce(
+        Facts(
+            model_name=config.model_name,
+            model_sha=sha,
+            tokenizer_dir=tokenizer["tokenizer_dir"],
+            vocab_size=model.vocab_size,
+            eos_token_ids=eos_token_ids,
+            batch_size=model.batch_size,
+            max_input_tokens=model.max_input_tokens,
+            max_total_tokens=model.max_total_tokens,
+            device=model.device,
+            dtype=model.dtype,
+        )
+    )
+    logger.info(
+        "%s on %s in %s: %d slots of %d tokens, prompts up to %d, ends on ids %s",
+        config.model_name,
+        model.device,
+        model.dtype,
+        model.batch_size,
+        model.max_total_tokens,
+        model.max_input_tokens,
+        eos_token_ids,
+    )
+    return Worker(
+        model=model,
+        end=end,
+        eos_token_ids=frozenset(eos_token_ids),
+        max_concurrent_requests=config.max_concurrent_requests,
+        web_processes=config.web_concurrency,
+    )
+
+
+class _phase:
+    """A phase of the boot: told to the web processes, and logged with its time."""
+
+    def __init__(self, end: WorkerEnd, phase: str, what: str):
+        self._what = f"{phase} {what}"
+        end.status = Status(phase=phase, progress_at=time.monotonic())
+
+    def __enter__(self):
+        self._started_at = time.monotonic()
+        logger.info("%s", self._what[:1].upper() + self._what[1:])
+
+    def __exit__(self, failed, *_):
+        if not failed:
+            logger.info("Done %s in %.1f s", self._what, time.monotonic() - self._started_at)
+
+
+def main() -> int:
+    configuration.die_with_parent()
+    config = configuration.load()
+    configuration.set_up_logging(config.json_output)
+    if config.is_demo:
+        logger.info("No model is named: serving the built-in demonstration model. Name one with --model-id or MODEL_ID.")
+    end = WorkerEnd(configuration.socket_address())
+    try:
+        worker = boot(config, end)
+        signal.signal(signal.SIGTERM, lambda *_: worker.stop())
+        worker.run()
+    except (ConfigError, ModelError) as error:
+        logger.error("%s", error)
+        return 2
+    finally:
+        end.close()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
