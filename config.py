@@ -207,8 +207,6 @@ class Config:
                 f"`max_input_tokens`({self.max_input_tokens}) must be < `max_total_tokens`({self.max_total_tokens}): "
                 "lower --max-input-tokens (MAX_INPUT_TOKENS) or raise --max-total-tokens (MAX_TOTAL_TOKENS)"
             )
-        if self.is_local:
-            Manifest.read(self.model_id)
 
     @property
     def is_demo(self) -> bool:
@@ -297,13 +295,17 @@ def flag_name(setting: dataclasses.Field) -> str:
 def parse(argv: Sequence[str], environ: Mapping[str, str]) -> Config:
     """Flags beat environment variables, which beat defaults.
 
-    Raises ConfigError naming the setting, the value and what it must be; an unknown flag names the nearest known one.
+    Raises ConfigError naming the setting, the value and what it must be; an unknown flag names the nearest known one, and a
+    local folder that holds no model says so.
     """
     values = {}
     for entry in dataclasses.fields(Config):
         values.update(_from_environment(entry, environ))
     values.update(_from_flags(argv))
-    return Config(**values)
+    config = Config(**values)
+    if config.is_local:
+        Manifest.read(config.model_id)
+    return config
 
 
 def _from_environment(entry: dataclasses.Field, environ: Mapping[str, str]) -> dict[str, Any]:

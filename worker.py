@@ -2,7 +2,7 @@
 
 Requests arrive as token ids and leave as token ids; text and HTTP never reach this layer. Each turn of the loop takes what
 arrived, prefills at most one waiting prompt into a free slot, runs one decode step for every busy slot, and sends each web
-process what its requests gained. Every request gets exactly one terminal word, whatever happens to it.
+process what its requests gained by either. Every request gets exactly one terminal word, whatever happens to it.
 """
 
 from __future__ import annotations
@@ -85,9 +85,11 @@ class Worker:
 
     def run(self) -> None:
         """Serves until `stop`."""
+        self._report()
         while not self.stopping:
             self.receive()
             self.admit()
+            self.send()  # a first token does not wait for the others' step
             self.decode()
             self.send()
         for request in list(self._known.values()):
@@ -146,14 +148,17 @@ class Worker:
             for request in requests:
                 self._end(request, "failed", "a step on the device failed")
             return
+        self.steps += 1
         self._gain(requests, logits)
 
     def send(self) -> None:
-        """Everything that this turn brought: one message for each web process, and how the worker is doing."""
+        """What a prefill or a step brought: one message for each web process, and how the worker is doing."""
         for peer, tokens in self._gained.items():
             self.end.send(peer, Tokens(tokens))
         self._gained.clear()
-        self.steps += 1
+        self._report()
+
+    def _report(self) -> None:
         self.end.status = Status(
             phase="ready",
             progress_at=time.monotonic(),

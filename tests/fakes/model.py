@@ -1,0 +1,71 @@
+"""A static-batch model whose logits follow from each slot's own tokens alone, and which is strict about how it is called.
+
+Any mix-up of slots, positions or tokens changes the text, and any call that a device would punish raises.
+"""
+
+import hashlib
+import threading
+
+import torch
+
+VOCABULARY = 50
+EOS = 0
+
+
+def next_logits(tokens: list[int], vocabulary: int = VOCABULARY) -> torch.Tensor:
+    """The logits after `tokens`: float32 [vocab], a fixed function of all of them."""
+    seed = int.from_bytes(hashlib.blake2b(bytes(str(tokens), "ascii"), digest_size=7).digest(), "big")
+    return torch.randn(vocabulary, generator=torch.Generator().manual_seed(seed)) * 3
+
+
+def greedy(prompt: list[int], max_new_tokens: int, vocabulary: int = VOCABULARY) -> list[int]:
+    """What a request for `prompt` must generate."""
+    tokens = list(prompt)
+    while len(tokens) - len(prompt) < max_new_tokens and (len(tokens) == len(prompt) or tokens[-1] != EOS):
+        tokens.append(int(next_logits(tokens, vocabulary).argmax()))
+    return tokens[len(prompt) :]
+
+
+class FakeModel:
+    """Implements StaticBatchModel."""
+
+    device = "fake"
+    dtype = "float32"
+
+    def __init__(self, batch_size: int = 3, max_total_tokens: int = 40, vocab_size: int = VOCABULARY):
+        self.batch_size = batch_size
+        self.vocab_size = vocab_size
+        self.max_total_tokens = max_total_tokens
+        self.max_input_tokens = max_total_tokens - 1
+        self.cache: list[list[int]] = [[] for _ in range(batch_size)]
+        self.decoded_slots: list[list[int]] = []
+        self.fail_next_prefill = False
+        self.fail_next_decode = False
+        self.nan_slots: set[int] = set()
+        self.may_decode = threading.Event()  # cleared: the device hangs in its next step
+        self.may_decode.set()
+
+    def prefill(self, slot: int, prompt: list[int]) -> torch.Tensor:
+        assert 1 <= len(prompt) <= self.max_input_tokens
+        if self.fail_next_prefill:
+            self.fail_next_prefill = False
+            raise RuntimeError("prefill failed on purpose")
+        self.cache[slot] = list(prompt)
+        return next_logits(prompt, self.vocab_size)
+
+    def decode(self, tokens: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
+        assert tokens.dtype == positions.dtype == slots.dtype == torch.int64
+        names = slots.tolist()
+        assert names == sorted(set(names)), "slots are named once, ascending"
+        self.decoded_slots.append(names)
+        assert self.may_decode.wait(60)
+        if self.fail_next_decode:
+            self.fail_next_decode = False
+            raise RuntimeError("decode failed on purpose")
+        rows = []
+        for token, position, slot in zip(tokens.tolist(), positions.tolist(), names):
+            assert position == len(self.cache[slot]) < self.max_total_tokens, "a token goes right behind the last one"
+            self.cache[slot].append(token)
+            logits = next_logits(self.cache[slot], self.vocab_size)
+            rows.append(torch.full_like(logits, float("nan")) if slot in self.nan_slots else logits)
+        return torch.stack(rows)

@@ -1,0 +1,162 @@
+"""The socket between web processes and the worker: nothing is lost, order holds, and who is gone is noticed."""
+
+import queue
+import threading
+
+import pytest
+
+from protocol import Cancel, End, Facts, Generate, Gone, Hello, Sampling, Status, Token, Tokens, WebEnd, WorkerEnd
+
+WAIT_S = 20
+FACTS = Facts("m", None, "/t", 50, [0], 4, 39, 40, "cpu", "float32")
+
+
+class Web:
+    """A web process' end that keeps what it gets."""
+
+    def __init__(self, address):
+        self.got = queue.SimpleQueue()
+        self.lost = threading.Event()
+        self.end = WebEnd(address, self.got.put, self.lost.set)
+        self.end.send(Hello(1, False))
+
+    def next(self, kind):
+        """The next message of one kind; the others are skipped."""
+        while not isinstance(message := self.got.get(timeout=WAIT_S), kind):
+            pass
+        return message
+
+
+@pytest.fixture
+def address(tmp_path):
+    return f"ipc://{tmp_path}/worker.sock"
+
+
+@pytest.fixture
+def worker(address):
+    end = WorkerEnd(address)
+    yield end
+    end.close()
+
+
+@pytest.fixture
+def connect(address):
+    webs = []
+
+    def make():
+        webs.append(Web(address))
+        return webs[-1]
+
+    yield make
+    for web in webs:
+        web.end.close()
+
+
+def receive(worker, count=1):
+    got = []
+    while len(got) < count:
+        arrived = worker.receive(block=True, timeout=WAIT_S)
+        assert arrived, f"only {len(got)} of {count} messages came"
+        got += arrived
+    return got
+
+
+def test_messages_arrive_as_they_were_sent(worker, connect):
+    web = connect()
+    request = Generate(2**63 - 1, [1, 2, 3], 9, Sampling(seed=2**64 - 1, temperature=0.5, top_k=3), 5)
+    web.end.send(request)
+    web.end.send(Cancel(7, "client hung up"))
+    (peer, hello), (_, got), (_, cancel) = receive(worker, 3)
+    assert (hello, got, cancel) == (Hello(1, False), request, Cancel(7, "client hung up"))
+    step = Tokens([Token(1, 5, -0.25, [(5, -0.25), (6, -3.0)], "eos_token"), Token(2, 6, -1.0)])
+    worker.send(peer, step)
+    assert web.next(Tokens) == step
+
+
+def test_each_web_process_gets_its_own_messages(worker, connect):
+    first, second = connect(), connect()
+    first.end.send(Cancel(1, ""))
+    second.end.send(Cancel(2, ""))
+    peers = {message.id: peer for peer, message in receive(worker, 4) if isinstance(message, Cancel)}
+    worker.send(peers[1], End(1, "cancelled"))
+    worker.send(peers[2], End(2, "cancelled"))
+    assert (first.next(End).id, second.next(End).id) == (1, 2)
+
+
+def test_nothing_is_dropped_and_order_holds_when_a_reader_is_slow(worker, connect):
+    count = 5000  # ZeroMQ would drop silently beyond 1,000
+    web = connect()
+    ((peer, _),) = receive(worker)
+    for i in range(count):
+        worker.send(peer, Tokens([Token(i, i, -1.0)]))
+    assert [web.next(Tokens).tokens[0].id for _ in range(count)] == list(range(count))
+
+
+def test_facts_reach_who_was_there_and_who_comes_later(worker, connect):
+    early = connect()
+    receive(worker)
+    worker.announce(FACTS)
+    late = connect()
+    assert early.next(Facts) == FACTS
+    assert late.next(Facts) == FACTS
+
+
+def test_the_state_of_the_worker_is_told_without_being_asked(worker, connect):
+    web = connect()
+    worker.status = Status("loading", 1.0)
+    while web.next(Status).phase != "loading":
+        pass
+
+
+def test_a_web_process_that_ends_is_reported_once(worker, connect):
+    web, other = connect(), connect()
+    peers = [peer for peer, _ in receive(worker, 2)]
+    web.end.close()
+    ((peer, message),) = receive(worker)
+    assert isinstance(message, Gone)
+    assert peer in peers
+    worker.send(peer, End(1, "late"))
+    other.end.send(Cancel(5, ""))
+    assert [message for _, message in receive(worker)] == [Cancel(5, "")]
+
+
+def test_a_worker_that_ends_is_noticed_after_its_last_words(worker, connect):
+    web = connect()
+    ((peer, _),) = receive(worker)
+    worker.send(peer, End(1, "failed", "the server is stopping"))
+    worker.close()
+    assert web.next(End).message == "the server is stopping"
+    assert web.lost.wait(WAIT_S)
+
+
+def test_a_message_that_is_none_of_ours_harms_nobody(worker, connect):
+    web = connect()
+    receive(worker)
+    web.end.send(FACTS)  # not for the worker
+    web.end.send(Cancel(5, ""))
+    assert [message for _, message in receive(worker)] == [Cancel(5, "")]
+
+
+def test_waiting_for_messages_can_be_interrupted(worker):
+    threading.Timer(0.05, worker.interrupt).start()
+    assert worker.receive(block=True, timeout=WAIT_S) == []
+
+
+def test_closing_twice_is_once(worker, connect):
+    web = connect()
+    receive(worker)
+    web.end.close()
+    web.end.close()
+    worker.close()
+    worker.close()
+
+
+def test_two_servers_do_not_meet(tmp_path):
+    ends = [WorkerEnd(f"ipc://{tmp_path}/{name}.sock") for name in "ab"]
+    webs = [Web(f"ipc://{tmp_path}/{name}.sock") for name in "ab"]
+    for number, web in enumerate(webs):
+        web.end.send(Cancel(number, ""))
+    for number, end in enumerate(ends):
+        assert [m.id for _, m in receive(end, 2) if isinstance(m, Cancel)] == [number]
+    for end in [web.end for web in webs] + ends:
+        end.close()
