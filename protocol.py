@@ -191,6 +191,13 @@ class WorkerEnd(_SocketThread):
         except queue.Empty:
             return [item for item in received if item is not None]
 
+    def report(self, status: Status) -> None:
+        """What every heartbeat says from now on; a change of phase is told at once."""
+        changed = status.phase != self.status.phase
+        self.status = status
+        if changed:
+            self._post((None, status))
+
     def interrupt(self) -> None:
         """Makes a waiting `receive` return. May be called from a signal handler."""
         self._inbox.put(None)

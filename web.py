@@ -53,6 +53,7 @@ class Worker:
         self.tokenizer: Tokenizer | None = None
         self._status: Status | None = None
         self._lost = False
+        self._said_ready = False
         self._inboxes: dict[int, queue.SimpleQueue | None] = {}  # None: nobody reads, but the end is not heard of yet
         self._end = WebEnd(address, self._on_message, self._on_lost)
         self._end.send(Hello(os.getpid(), ready=False))
@@ -90,6 +91,7 @@ class Worker:
             self._deliver(message, last=True)
         elif isinstance(message, Status):
             self._status = message
+            self._say_when_ready()
         elif self.facts is None:
             self.facts = message
             threading.Thread(target=self._load_tokenizer, name="load-tokenizer", daemon=True).start()
@@ -101,7 +103,12 @@ class Worker:
 
     def _load_tokenizer(self) -> None:
         self.tokenizer = Tokenizer(self.facts.tokenizer_dir, self.facts.eos_token_ids)
-        self._end.send(Hello(os.getpid(), ready=True))
+        self._say_when_ready()
+
+    def _say_when_ready(self) -> None:
+        if not self._said_ready and self.phase == "ready":
+            self._said_ready = True
+            self._end.send(Hello(os.getpid(), ready=True))
 
     def _on_lost(self) -> None:
         self._lost = True

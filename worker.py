@@ -159,12 +159,14 @@ class Worker:
         self._report()
 
     def _report(self) -> None:
-        self.end.status = Status(
-            phase="ready",
-            progress_at=time.monotonic(),
-            steps=self.steps,
-            running=self.slots.busy,
-            queued=len(self.queue),
+        self.end.report(
+            Status(
+                phase="ready",
+                progress_at=time.monotonic(),
+                steps=self.steps,
+                running=self.slots.busy,
+                queued=len(self.queue),
+            )
         )
 
     def _enqueue(self, peer: bytes, generate: Generate) -> None:
@@ -302,7 +304,7 @@ class _phase:
 
     def __init__(self, end: WorkerEnd, phase: str, what: str):
         self._what = f"{phase} {what}"
-        end.status = Status(phase=phase, progress_at=time.monotonic())
+        end.report(Status(phase=phase, progress_at=time.monotonic()))
 
     def __enter__(self):
         self._started_at = time.monotonic()

@@ -103,8 +103,11 @@ def test_facts_reach_who_was_there_and_who_comes_later(worker, connect):
 
 def test_the_state_of_the_worker_is_told_without_being_asked(worker, connect):
     web = connect()
-    worker.status = Status("loading", 1.0)
-    while web.next(Status).phase != "loading":
+    worker.report(Status("loading", 1.0, steps=1))
+    while web.next(Status) != Status("loading", 1.0, steps=1):
+        pass
+    worker.report(Status("loading", 2.0, steps=2))
+    while web.next(Status) != Status("loading", 2.0, steps=2):
         pass
 
 

@@ -7,7 +7,7 @@ import time
 
 import pytest
 from fakes.model import EOS, FakeModel, greedy
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+from fakes.tokenizer import VOCABULARY, byte_tokenizer
 
 import web
 from config import Config
@@ -16,20 +16,7 @@ from worker import Worker
 
 WAIT_S = 20
 WINDOW = 60
-VOCABULARY = 257
 LIMITS = {"max_concurrent_requests": 6, "payload_limit": 5000}
-
-
-def byte_tokenizer(folder):
-    """One token a byte (ids 1 to 256) and an EOS (id 0)."""
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    vocabulary = {"<eos>": EOS} | {character: i for i, character in enumerate(alphabet, 1)}
-    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens([AddedToken("<eos>", special=True)])
-    tokenizer.save(str(folder / "tokenizer.json"))
-    return tokenizer
 
 
 class Served:

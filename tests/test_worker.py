@@ -28,6 +28,9 @@ class Wire:
     def send(self, peer, message):
         self.sent.append((peer, message))
 
+    def report(self, status):
+        self.status = status
+
     def interrupt(self):
         pass
 

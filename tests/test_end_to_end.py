@@ -1,0 +1,312 @@
+"""The whole server as its users meet it: real processes, real signals, real HTTP, the built-in model."""
+
+import concurrent.futures
+import json
+import os
+import signal
+import socket
+
+import pytest
+from fakes.tokenizer import VOCABULARY, byte_tokenizer
+from processes import Server, events, memory_mb, wait_until
+from tiny_models import GROUPED, save_checkpoint
+from transformers import LlamaConfig
+
+from config import DEMO_MODEL
+
+QUESTIONS = ["What is Deep Learning?", "What is continuous batching?", "What is AWS Inferentia?", "Hello"]
+
+
+@pytest.fixture(scope="module")
+def server():
+    with Server("--max-batch-size", "4") as server:
+        yield server.wait_ready()
+        assert server.stop() == 0
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left_over(request):
+    yield
+    if "server" in request.fixturenames:
+        request.getfixturevalue("server").wait_idle()
+
+
+@pytest.fixture(scope="module")
+def tiny_model(tmp_path_factory):
+    """A model with random weights and a long window: it goes on as long as it is let."""
+    folder = tmp_path_factory.mktemp("tiny")
+    save_tiny_model(folder)
+    byte_tokenizer(folder)
+    return str(folder)
+
+
+def save_tiny_model(folder):
+    save_checkpoint(folder, LlamaConfig(**GROUPED | {"vocab_size": VOCABULARY, "max_position_embeddings": 4096}))
+
+
+def test_a_question_is_answered_and_the_answer_ends_by_itself(server):
+    stream = server.stream("What is Deep Learning?", details=True)
+    assert "learning" in stream[-1]["generated_text"].lower()
+    assert stream[-1]["details"]["finish_reason"] == "eos_token"
+    assert "".join(e["token"]["text"] for e in stream if not e["token"]["special"]) == stream[-1]["generated_text"]
+
+
+def test_tokens_come_one_by_one_while_the_answer_is_written(server):
+    response = server.request("POST", "/generate_stream", {"inputs": QUESTIONS[0]})
+    stream = events(response)
+    first = next(stream)
+    assert first["generated_text"] is None
+    assert server.status().running == 1, "the first token is here while the request still runs"
+    assert list(stream)[-1]["generated_text"]
+
+
+def test_32_streams_on_4_slots_all_get_the_right_text(server):
+    alone = {question: server.generate(question)[1]["generated_text"] for question in QUESTIONS}
+    asked = QUESTIONS * 8
+    with concurrent.futures.ThreadPoolExecutor(32) as pool:
+        answers = list(pool.map(lambda q: server.stream(q)[-1]["generated_text"], asked))
+    assert answers == [alone[question] for question in asked]
+
+
+def test_a_seed_gives_the_same_text_alone_and_in_a_crowd(server):
+    parameters = {"seed": 7, "temperature": 1.2, "top_p": 0.95, "max_new_tokens": 30}
+    alone = server.generate("Tell me about", **parameters)[1]
+    with concurrent.futures.ThreadPoolExecutor(8) as pool:
+        crowd = [pool.submit(server.generate, q, seed=i, temperature=1.0) for i, q in enumerate(QUESTIONS)]
+        again = pool.submit(server.generate, "Tell me about", **parameters).result()[1]
+        assert all(answer.result()[0] == 200 for answer in crowd)
+    assert again == alone
+    assert server.generate("Tell me about", **(parameters | {"seed": 8}))[1] != alone
+
+
+def test_bad_bodies_disturb_nobody(server):
+    alone = server.generate(QUESTIONS[0])[1]
+    bad = [
+        b"{",
+        b"\xff\xfe",
+        b"[]",
+        {"inputs": ""},
+        {"inputs": 1},
+        {"inputs": "a", "parameters": {"top_p": 7}},
+        {"inputs": "a " * 5000},
+    ]
+    with concurrent.futures.ThreadPoolExecutor(8) as pool:
+        good = [pool.submit(server.generate, QUESTIONS[0]) for _ in range(4)]
+        statuses = [server.request("POST", route, body).status for body in bad for route in ("/generate", "/generate_stream")]
+    assert all(status in (400, 422) for status in statuses)
+    assert all(answer.result() == (200, alone) for answer in good)
+
+
+@pytest.mark.parametrize("route", ["/generate", "/generate_stream"])
+def test_a_slot_is_free_soon_after_its_client_hangs_up(tiny_model, route):
+    with Server("--model-id", tiny_model, "--max-total-tokens", "4096", "--max-batch-size", "1") as server:
+        server.wait_ready()
+        body = json.dumps({"inputs": "ab", "parameters": {"max_new_tokens": 4000}}).encode()
+        client = socket.create_connection(("127.0.0.1", server.port))
+        client.sendall(
+            f"POST {route} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n".encode()
+            + body
+        )
+        wait_until(lambda: server.status().running == 1, "the request runs")
+        client.close()
+        server.wait_idle()
+        assert "finish_reason=client_hung_up" in server.log
+
+
+def test_every_web_process_answers_and_none_carries_torch(server):
+    master, *web = server.pids("web.py")
+    assert len(web) == 2
+    for pid in (master, *web):
+        with open(f"/proc/{pid}/maps") as maps:
+            assert "torch" not in maps.read()
+        assert memory_mb(pid) < 150
+
+
+def test_health_live_and_info(server):
+    assert server.get("/health") == (200, "")
+    assert server.get("/live") == (200, "")
+    status, body = server.get("/info")
+    info = json.loads(body)
+    assert (status, info["model_id"], info["max_batch_size"]) == (200, "neuron-textgen/demo", 4)
+
+
+def test_each_finished_request_is_one_line_in_the_log(server):
+    before = server.log.count("request finished")
+    server.generate("Hello", max_new_tokens=3)
+    wait_until(lambda: server.log.count("request finished") == before + 1, "the line")
+    line = server.log.strip().splitlines()[-1]
+    for name in (
+        "id=",
+        "input_tokens=",
+        "generated_tokens=3",
+        "queue_ms=",
+        "prefill_ms=",
+        "decode_ms=",
+        "finish_reason=length",
+    ):
+        assert name in line
+
+
+def test_ctrl_c_ends_it_with_code_0():
+    with Server(command=("./entrypoint.sh",)) as server:
+        server.wait_ready()
+        os.killpg(server.process.pid, signal.SIGINT)  # what a terminal does
+        assert server.wait_exit() == 0
+
+
+def test_sigterm_lets_a_running_stream_finish(tiny_model):
+    with Server("--model-id", tiny_model, "--max-total-tokens", "600") as server:
+        server.wait_ready()
+        stream = events(server.request("POST", "/generate_stream", {"inputs": "ab", "parameters": {"max_new_tokens": 500}}))
+        next(stream)
+        server.process.send_signal(signal.SIGTERM)
+        last = list(stream)[-1]
+        assert last["generated_text"] is not None
+        assert last["index"] == 500
+        assert server.wait_exit() == 0
+
+
+def test_sigterm_while_it_still_loads_ends_it_with_code_0():
+    with Server() as server:
+        wait_until(lambda: server.pids("worker.py"), "the worker")
+        assert server.stop() == 0
+
+
+def test_a_killed_worker_ends_streams_with_an_error_and_the_server_with_1(tiny_model):
+    with Server("--model-id", tiny_model, "--max-total-tokens", "4096") as server:
+        server.wait_ready()
+        stream = events(server.request("POST", "/generate_stream", {"inputs": "ab", "parameters": {"max_new_tokens": 4000}}))
+        next(stream)
+        os.kill(server.pids("worker.py")[0], signal.SIGKILL)
+        assert list(stream)[-1]["error_type"] == "unavailable"
+        assert server.wait_exit() == 1
+        assert "the worker process ended with code 137" in server.log
+
+
+def test_a_killed_web_server_ends_everything_with_1(tiny_model):
+    with Server("--model-id", tiny_model) as server:
+        server.wait_ready()
+        os.kill(server.pids("web.py")[0], signal.SIGKILL)
+        assert server.wait_exit() == 1
+
+
+def test_a_killed_web_process_is_replaced_and_its_requests_are_cancelled(tiny_model):
+    with Server("--model-id", tiny_model, "--max-total-tokens", "4096", "--web-concurrency", "1") as server:
+        server.wait_ready()
+        stream = events(server.request("POST", "/generate_stream", {"inputs": "ab", "parameters": {"max_new_tokens": 4000}}))
+        next(stream)
+        killed = server.pids("web.py")[1]
+        os.kill(killed, signal.SIGKILL)
+        server.wait_idle()
+        wait_until(lambda: len(server.pids("web.py")) == 2 and killed not in server.pids("web.py"), "a new web process")
+        wait_until(lambda: server.get("/health")[0] == 200, "health")
+        assert server.generate("ab", max_new_tokens=3)[0] == 200
+
+
+def test_a_killed_supervisor_takes_everything_with_it(tiny_model):
+    with Server("--model-id", tiny_model) as server:
+        server.wait_ready()
+        server.process.kill()
+        server.process.wait()
+        wait_until(lambda: not server.survivors(), "the end of every process", 5)
+
+
+def test_a_model_that_is_not_ready_in_time_is_given_up():
+    with Server("--startup-timeout", "0.1") as server:
+        assert server.wait_exit() == 1
+        assert "--startup-timeout" in server.log
+
+
+def test_json_logs_are_json_to_the_last_line(tiny_model):
+    with Server("--model-id", tiny_model, "--json-output") as server:
+        server.wait_ready()
+        server.generate("ab", max_new_tokens=2)
+        assert server.stop() == 0
+        lines = [json.loads(line) for line in server.log.splitlines()]
+    assert {"timestamp", "level", "target", "fields"} == set(lines[0])
+    (finished,) = [line["fields"] for line in lines if line["fields"]["message"] == "request finished"]
+    assert finished["generated_tokens"] == 2
+
+
+def refused(*arguments, **environment):
+    """Starts a server that cannot be served. Returns the one line that says so."""
+    with Server(*arguments, **environment) as server:
+        assert server.wait_exit() == 2, server.log
+        log = server.log
+    assert "Traceback" not in log
+    errors = [line for line in log.splitlines() if "error" in line.lower()]
+    assert len(errors) == 1, log
+    return errors[0]
+
+
+def test_an_unknown_flag_names_the_nearest():
+    assert "did you mean --max-batch-size?" in refused("--max-batch-sise", "3")
+
+
+def test_limits_that_make_no_sense_are_refused():
+    line = refused("--max-input-tokens", "100", MAX_TOTAL_TOKENS="100")
+    assert "`max_input_tokens`(100) must be < `max_total_tokens`(100)" in line
+
+
+def test_more_positions_than_the_model_has_are_refused():
+    assert "MAX_TOTAL_TOKENS" in refused("--max-total-tokens", "100000")
+
+
+def test_a_port_in_use_is_refused():
+    with socket.create_server(("0.0.0.0", 0)) as taken:
+        line = refused(PORT=str(taken.getsockname()[1]))
+    assert "--port" in line
+    assert "in use" in line
+
+
+def test_a_folder_that_is_not_there_is_refused():
+    assert "there is no such folder" in refused("--model-id", "/nowhere/model")
+
+
+def test_a_model_without_a_tokenizer_is_refused(tmp_path):
+    save_tiny_model(tmp_path)
+    assert "holds no tokenizer" in refused("--model-id", str(tmp_path))
+
+
+def test_corrupt_weights_are_refused(tmp_path):
+    save_tiny_model(tmp_path)
+    byte_tokenizer(tmp_path)
+    weights = tmp_path / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:1000])
+    assert "cannot be loaded" in refused("--model-id", str(tmp_path))
+
+
+def test_a_corrupt_tokenizer_is_refused(tmp_path):
+    save_tiny_model(tmp_path)
+    (tmp_path / "tokenizer.json").write_text("{")
+    assert "cannot be read as a tokenizer" in refused("--model-id", str(tmp_path))
+
+
+def test_a_kind_of_model_that_cannot_work_is_refused(tmp_path):
+    config = {"model_type": "t5", "architectures": ["T5ForConditionalGeneration"], "d_model": 8, "num_heads": 1}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert "t5" in refused("--model-id", str(tmp_path))
+
+
+def test_a_model_that_cannot_be_downloaded_is_refused(tmp_path):
+    line = refused("--model-id", "nobody/nothing", HF_HUB_OFFLINE="1", HF_HOME=str(tmp_path))
+    assert "nobody/nothing" in line
+
+
+def test_help_fits_a_terminal_and_starts_nothing():
+    with Server("--help", COLUMNS="80") as server:
+        assert server.wait_exit() == 0
+        assert all(len(line) <= 80 for line in server.log.splitlines())
+        assert "--max-batch-size" in server.log
+
+
+def test_two_servers_on_one_machine_do_not_meet(server, tiny_model):
+    with Server("--model-id", tiny_model) as other:
+        other.wait_ready()
+        assert json.loads(other.get("/info")[1])["model_id"] == tiny_model
+        assert json.loads(server.get("/info")[1])["model_id"] == "neuron-textgen/demo"
+        assert other.stop() == 0
+
+
+def test_the_built_in_model_is_small(server):
+    assert sum(f.stat().st_size for f in DEMO_MODEL.iterdir()) <= 8_000_000

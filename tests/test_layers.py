@@ -1,0 +1,79 @@
+"""The house rules: imports go one way, web processes carry no torch, and the README tells the truth about the settings."""
+
+import ast
+import subprocess
+import sys
+
+import pytest
+
+import config
+from config import HERE
+
+MAY_IMPORT = {
+    "web": {"schema", "text", "protocol", "config"},
+    "worker": {"sampling", "model", "protocol", "config"},
+    "sampling": {"protocol"},
+    "schema": {"protocol", "config"},
+    "text": {"config"},
+    "model": {"config"},
+    "protocol": set(),
+    "config": set(),
+}
+NEVER = {
+    "config": {"flask", "gunicorn", "socket", "zmq", "torch", "transformers"},
+    "schema": {"flask", "gunicorn", "zmq", "torch", "transformers"},
+    "text": {"flask", "gunicorn", "socket", "zmq", "torch", "transformers"},
+    "web": {"torch", "transformers", "numpy"},
+    "protocol": {"flask", "gunicorn", "torch", "transformers"},
+    "worker": {"flask", "gunicorn", "tokenizers", "transformers"},
+    "sampling": {"zmq", "socket", "flask", "transformers"},
+    "model": {"flask", "gunicorn", "zmq", "msgspec"},
+}
+
+
+def imports_of(module):
+    """Every module that a file imports, at its top or anywhere inside."""
+    found = set()
+    for node in ast.walk(ast.parse((HERE / f"{module}.py").read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name.split(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            found.add(node.module.split(".")[0])
+    return found
+
+
+def test_every_layer_is_under_the_rules():
+    assert {path.stem for path in HERE.glob("*.py")} == set(MAY_IMPORT)
+
+
+@pytest.mark.parametrize("module", MAY_IMPORT)
+def test_imports_go_one_way(module):
+    assert imports_of(module) & set(MAY_IMPORT) <= MAY_IMPORT[module]
+
+
+@pytest.mark.parametrize("module", NEVER)
+def test_a_layer_does_not_know_what_is_none_of_its_business(module):
+    assert not imports_of(module) & NEVER[module]
+
+
+def test_nothing_but_the_model_layer_imports_transformers():
+    assert [module for module in MAY_IMPORT if "transformers" in imports_of(module)] == ["model"]
+
+
+def test_a_web_process_does_not_load_torch():
+    code = "import sys, web; print([m for m in ('torch', 'transformers', 'numpy') if m in sys.modules])"
+    loaded = subprocess.run([sys.executable, "-c", code], cwd=HERE, capture_output=True, text=True, check=True)
+    assert loaded.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize("module", MAY_IMPORT)
+def test_a_file_says_in_its_first_lines_what_it_owns(module):
+    assert len(ast.get_docstring(ast.parse((HERE / f"{module}.py").read_text())).splitlines()) >= 3
+
+
+def test_the_readme_has_the_table_of_settings_as_it_is():
+    assert config.markdown_table() in (HERE / "README.md").read_text()
+
+
+def test_the_version_is_told_once():
+    assert f'version = "{config.VERSION}"' in (HERE / "pyproject.toml").read_text()
