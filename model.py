@@ -11,7 +11,10 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
+import statistics
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Protocol
@@ -228,6 +231,8 @@ class TorchModel:
         self._cache = _SlotCache(self.batch_size, self.max_total_tokens)
         self._mask_is_given = False
         self._adopt(folder, text_config, manifest.model_type)
+        if device == "cpu" and "OMP_NUM_THREADS" not in os.environ:
+            self._choose_threads()
 
     def prefill(self, slot: int, prompt: list[int]) -> torch.Tensor:
         assert 0 <= slot < self.batch_size and 1 <= len(prompt) <= self.max_input_tokens
@@ -286,6 +291,31 @@ class TorchModel:
             f"{error:.2g} (of {expected.abs().max():.2g}), because they keep positions, masks or state in a way that slots "
             "cannot share"
         )
+
+    def _choose_threads(self) -> None:
+        """Takes the number of threads whose steps are shortest on this machine as it is now.
+
+        More is not better for a small model, nor where other processes (our own web processes among them) need the cores:
+        OpenMP's threads spin while they wait for each other, and a step can take ten times as long.
+        """
+        everything = torch.get_num_threads()
+        taken = {}
+        for threads in sorted({1, max(1, everything // 2), everything}):
+            torch.set_num_threads(threads)
+            taken[threads] = self._step_time()
+        best = min(taken, key=taken.get)
+        torch.set_num_threads(best)
+        logger.info("%d of %d threads: a step of %d slots takes %.1f ms", best, everything, self.batch_size, taken[best] * 1e3)
+
+    def _step_time(self) -> float:
+        """The median of a few full steps, in seconds."""
+        slots = torch.arange(self.batch_size)
+        times: list[float] = []
+        while len(times) < 6 and sum(times) < 1.0:
+            started_at = time.perf_counter()
+            self.decode(torch.zeros_like(slots), torch.zeros_like(slots), slots)
+            times.append(time.perf_counter() - started_at)
+        return statistics.median(times[1:] or times)
 
     def _tolerance(self, expected: torch.Tensor) -> float:
         relative = 1e-3 if self._model.dtype == torch.float32 else 0.05

@@ -47,6 +47,11 @@ def overloaded() -> ApiError:
     return ApiError(429, "overloaded", "Model is overloaded", retry_after_s=1)
 
 
+def too_large(limit: int) -> ApiError:
+    what = "Failed to buffer the request body: length limit exceeded"
+    return ApiError(413, "validation", f"{what} (at most {limit} bytes; --payload-limit raises it)")
+
+
 def generation_failed(message: str) -> ApiError:
     return ApiError(424, "generation", f"Request failed during generation: {message}")
 

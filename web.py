@@ -204,17 +204,17 @@ def _hang_up_detector(client: socket.socket | None) -> Callable[[], bool]:
 def create_app(config: Config, worker: Worker) -> Flask:
     """The WSGI application. Serves from the first moment; until the model is ready it says so with 503."""
     app = Flask("neuron-textgen", static_folder=None)
-    app.config["MAX_CONTENT_LENGTH"] = config.payload_limit
+    app.config["MAX_CONTENT_LENGTH"] = config.payload_limit + 1  # werkzeug cuts a chunked body here without a word
 
     @app.get("/live")
     def live() -> Response:
-        return Response(status=200)
+        return _empty()
 
     @app.get("/health")
     def health() -> Response:
         if worker.phase != "ready":
             raise schema.unhealthy(worker.phase)
-        return Response(status=200)
+        return _empty()
 
     @app.get("/info")
     def info() -> Response:
@@ -276,13 +276,14 @@ def _http_error(error: HTTPException, config: Config) -> ApiError:
     if error.code == 405:
         return ApiError(405, "method_not_allowed", f"{request.path} does not take {request.method}")
     if error.code == 413:
-        return ApiError(
-            413,
-            "validation",
-            "Failed to buffer the request body: length limit exceeded "
-            f"(at most {config.payload_limit} bytes; --payload-limit raises it)",
-        )
+        return schema.too_large(config.payload_limit)
     return ApiError(error.code or 500, "http", error.description or error.name)
+
+
+def _empty() -> Response:
+    response = Response(status=200)
+    del response.headers["Content-Type"]
+    return response
 
 
 def _json(body) -> Response:
@@ -300,8 +301,10 @@ def _start(config: Config, worker: Worker, streaming: bool) -> Generation:
     facts = _facts(worker)
     if not (request.mimetype == "application/json" or request.mimetype.endswith("+json")):
         raise ApiError(415, "validation", "Expected request with `Content-Type: application/json`")
-    body = schema.parse(request.get_data(), schema.GenerateRequest)
-    job = schema.check(body, config, facts, streaming)
+    body = request.get_data()
+    if len(body) > config.payload_limit:
+        raise schema.too_large(config.payload_limit)
+    job = schema.check(schema.parse(body, schema.GenerateRequest), config, facts, streaming)
     try:
         prompt = worker.tokenizer.encode(job.inputs)
     except Exception as error:

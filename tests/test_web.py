@@ -1,5 +1,6 @@
 """HTTP as clients see it: a real app and a real socket, with a worker on a fake model behind it."""
 
+import io
 import json
 import socket
 import threading
@@ -238,6 +239,16 @@ def test_what_http_refuses_is_json_too(served):
     too_large = served.post("/generate", {"inputs": "a" * LIMITS["payload_limit"]})
     assert too_large.status_code == 413
     assert str(LIMITS["payload_limit"]) in too_large.json["error"]
+
+
+@pytest.mark.parametrize("excess", [1, 1000])
+def test_a_chunked_body_that_is_too_large_is_refused_whole(served, excess):
+    fits = json.dumps({"inputs": "Hi", "parameters": {"max_new_tokens": 1}}).encode()
+    body = io.BytesIO(fits.ljust(LIMITS["payload_limit"] + excess))
+    chunked = {"wsgi.input_terminated": True, "CONTENT_LENGTH": None, "wsgi.input": body}
+    assert served.post("/generate", b"", environ_overrides=chunked).status_code == 413
+    body = io.BytesIO(fits.ljust(LIMITS["payload_limit"]))
+    assert served.post("/generate", b"", environ_overrides=chunked | {"wsgi.input": body}).status_code == 200
 
 
 def test_one_request_too_many_is_429_and_the_others_do_not_notice(served):

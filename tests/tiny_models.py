@@ -1,4 +1,4 @@
-"""Tiny checkpoints with random weights, saved into a folder as `transformers` saves them; a vocabulary of 97 and few layers.
+"""Tiny checkpoints with random weights, saved into a folder the way `transformers` saves them; and tiny tokenizers.
 
 The weights are drawn wide, so that attention is sharp and greedy text varies: a key that is read from the wrong position, or
 not read at all, changes the tokens. They are the same in every run.
@@ -6,70 +6,178 @@ not read at all, changes the tokens. They are the same in every run.
 
 from __future__ import annotations
 
+import io
 import json
 from collections.abc import Callable
 from pathlib import Path
 
+import tokenizers
 import torch
 import transformers
 
 VOCABULARY = 97
-POSITIONS = 32
+POSITIONS = 32  # as many as a slot's window: the last position of a slot is the last that the model has
 SLIDING = 8
+ROPE_THETA = 40.0  # far from the usual 10000, at which a text of 32 tokens turns most of its angles very little
 
-COMMON = {"vocab_size": VOCABULARY, "bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
-SMALL = COMMON | {"hidden_size": 48, "num_attention_heads": 4, "num_hidden_layers": 2, "max_position_embeddings": POSITIONS}
-GROUPED = SMALL | {"num_key_value_heads": 2, "intermediate_size": 64}
-NARROW = COMMON | {"n_embd": 48, "n_layer": 2, "n_head": 4, "n_positions": POSITIONS}
+_VOCABULARY = {"vocab_size": VOCABULARY, "bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
+_SMALL = _VOCABULARY | {
+    "hidden_size": 48,
+    "num_attention_heads": 4,
+    "num_hidden_layers": 2,
+    "max_position_embeddings": POSITIONS,
+    "tie_word_embeddings": False,
+}
+_GROUPED = _SMALL | {"num_key_value_heads": 2, "intermediate_size": 64}
+_NARROW = _VOCABULARY | {"n_embd": 48, "n_head": 4, "n_layer": 2, "n_positions": POSITIONS}
 
 
-def rope(theta: float, **more) -> dict:
-    return {"rope_parameters": {"rope_type": "default", "rope_theta": theta, **more}}
+def llama(**changes) -> transformers.PretrainedConfig:
+    """Two query heads to a key head."""
+    return transformers.LlamaConfig(**_GROUPED | {"rope_parameters": rope()} | changes)
 
 
-FAMILIES: dict[str, Callable[[], transformers.PretrainedConfig]] = {
-    "llama": lambda: transformers.LlamaConfig(**GROUPED, **rope(40.0)),
-    "mistral": lambda: transformers.MistralConfig(**GROUPED, sliding_window=SLIDING),
-    "qwen2": lambda: transformers.Qwen2Config(**GROUPED),
-    "qwen2-sliding": lambda: transformers.Qwen2Config(
-        **GROUPED | {"num_hidden_layers": 3}, use_sliding_window=True, sliding_window=SLIDING, max_window_layers=1
-    ),
-    "gpt2": lambda: transformers.GPT2Config(**NARROW),
-    "gpt-neox": lambda: transformers.GPTNeoXConfig(**SMALL, intermediate_size=64),
-    "phi": lambda: transformers.PhiConfig(**GROUPED),
-    "gemma2": lambda: transformers.Gemma2Config(
-        **GROUPED | {"num_hidden_layers": 3},
-        head_dim=16,
-        query_pre_attn_scalar=20,
-        sliding_window=SLIDING,
-        attn_logit_softcapping=3.0,
-        final_logit_softcapping=4.0,
-    ),
+def rope(**changes) -> dict:
+    return {"rope_type": "default", "rope_theta": ROPE_THETA} | changes
+
+
+def mistral(**changes) -> transformers.PretrainedConfig:
+    return transformers.MistralConfig(**_GROUPED | {"sliding_window": SLIDING} | changes)
+
+
+def qwen2(**changes) -> transformers.PretrainedConfig:
+    return transformers.Qwen2Config(**_GROUPED | changes)
+
+
+def qwen2_sliding(**changes) -> transformers.PretrainedConfig:
+    """Full attention in the first of three layers, a sliding window in the others."""
+    return qwen2(
+        **{"num_hidden_layers": 3, "use_sliding_window": True, "sliding_window": SLIDING, "max_window_layers": 1} | changes
+    )
+
+
+def gemma2(**changes) -> transformers.PretrainedConfig:
+    """Sliding windows in every other layer, and softcaps tight enough to matter."""
+    return transformers.Gemma2Config(
+        **_GROUPED
+        | {"num_hidden_layers": 3, "head_dim": 16, "query_pre_attn_scalar": 20, "sliding_window": SLIDING}
+        | {"attn_logit_softcapping": 3.0, "final_logit_softcapping": 4.0}
+        | changes
+    )
+
+
+def phi3(**changes) -> transformers.PretrainedConfig:
+    return transformers.Phi3Config(**_GROUPED | {"sliding_window": SLIDING} | changes)
+
+
+def gpt2(**changes) -> transformers.PretrainedConfig:
+    return transformers.GPT2Config(**_NARROW | changes)
+
+
+FAMILIES: dict[str, Callable[..., transformers.PretrainedConfig]] = {
+    "llama": llama,
+    "mistral": mistral,
+    "qwen2": qwen2,
+    "qwen2-sliding": qwen2_sliding,
+    "gpt2": gpt2,
+    "gpt-neox": lambda: transformers.GPTNeoXConfig(**_SMALL, intermediate_size=64),
+    "phi": lambda: transformers.PhiConfig(**_GROUPED),
+    "gemma2": gemma2,
 }
 
-# Families whose attention is their own, and what is served besides.
-OTHER_FAMILIES: dict[str, Callable[[], transformers.PretrainedConfig]] = {
-    "falcon": lambda: transformers.FalconConfig(**SMALL, alibi=False, new_decoder_architecture=False, multi_query=True),
-    "gpt-j": lambda: transformers.GPTJConfig(**NARROW, rotary_dim=8, tie_word_embeddings=False),
-    "mpt": lambda: transformers.MptConfig(
-        **COMMON, d_model=48, n_heads=4, n_layers=2, max_seq_len=POSITIONS, expansion_ratio=2
-    ),
-    "phi3": lambda: transformers.Phi3Config(**GROUPED, sliding_window=SLIDING),
-    "mixtral": lambda: transformers.MixtralConfig(**GROUPED, num_local_experts=4, num_experts_per_tok=2, sliding_window=None),
-    "opt": lambda: transformers.OPTConfig(**SMALL, ffn_dim=64, word_embed_proj_dim=48, do_layer_norm_before=True),
+WITH_THEIR_OWN_ATTENTION: dict[str, Callable[..., transformers.PretrainedConfig]] = {
+    "falcon": lambda: transformers.FalconConfig(**_SMALL, alibi=False, multi_query=True),
+    "gpt-j": lambda: transformers.GPTJConfig(**_NARROW, rotary_dim=8, tie_word_embeddings=False),
+    "mpt": lambda: transformers.MptConfig(**_VOCABULARY, d_model=48, n_heads=4, n_layers=2, max_seq_len=POSITIONS),
 }
 
+OTHERS: dict[str, Callable[..., transformers.PretrainedConfig]] = {
+    "phi3": phi3,
+    "mixtral": lambda: transformers.MixtralConfig(**_GROUPED, num_local_experts=4, num_experts_per_tok=2),
+    "opt": lambda: transformers.OPTConfig(**_SMALL, ffn_dim=64, word_embed_proj_dim=48),
+    "llama-linear": lambda: llama(rope_parameters=rope(rope_type="linear", factor=2.0)),
+    "llama-3": lambda: llama(
+        rope_parameters=rope(
+            rope_type="llama3",
+            factor=4.0,
+            low_freq_factor=1.0,
+            high_freq_factor=4.0,
+            original_max_position_embeddings=POSITIONS // 2,
+        )
+    ),
+    "llama-yarn": lambda: llama(
+        rope_parameters=rope(rope_type="yarn", factor=2.0, original_max_position_embeddings=POSITIONS // 2)
+    ),
+    "llama-dynamic": lambda: llama(rope_parameters=rope(rope_type="dynamic", factor=2.0)),
+}
 
-def save_checkpoint(folder: Path, config: transformers.PretrainedConfig, model_class=transformers.AutoModelForCausalLM) -> Path:
-    """Saves a model of `config` with random weights, the same in every run, into `folder`."""
-    with torch.random.fork_rng():
+ALL = FAMILIES | WITH_THEIR_OWN_ATTENTION | OTHERS
+
+
+def save_checkpoint(folder: Path, config: transformers.PretrainedConfig, model_class=None, dtype=torch.float32) -> Path:
+    """Saves a model of `config` with random weights; of `model_class` where it is no causal language model."""
+    with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        make = getattr(model_class, "from_config", model_class)
-        model = make(config).float()
+        model = model_class(config) if model_class else transformers.AutoModelForCausalLM.from_config(config)
         with torch.no_grad():
             for parameter in model.parameters():
                 if parameter.dim() > 1:
                     parameter.normal_(0, 0.3)
     model.generation_config = transformers.GenerationConfig()
-    model.save_pretrained(folder)
-    return Path(folder)
+    model.to(dtype).save_pretrained(folder)
+    return folder
+
+
+def edit_config(folder: Path, remove: tuple[str, ...] = (), **changes) -> Path:
+    """Rewrites the `config.json` of a folder."""
+    path = folder / "config.json"
+    config = json.loads(path.read_text())
+    for name in remove:
+        del config[name]
+    path.write_text(json.dumps(config | changes, indent=1))
+    return folder
+
+
+TEXTS = [
+    "the quick brown fox jumps over the lazy dog",
+    "Hello world, hello there!",
+    "naïve café, déjà vu",
+    "numbers 12345 and 67890",
+    "日本語のテキスト and emoji 🙂",
+    "two  spaces\nand a new line ",
+    "",
+]
+
+
+def save_byte_level_bpe(folder: Path) -> Path:
+    """A slow tokenizer in GPT-2's two files, `vocab.json` and `merges.txt`, without a `tokenizer.json`."""
+    bpe = tokenizers.ByteLevelBPETokenizer()
+    bpe.train_from_iterator(TEXTS * 20, vocab_size=400, special_tokens=["<|endoftext|>"], show_progress=False)
+    bpe.save_model(str(folder))
+    end = dict.fromkeys(("bos_token", "eos_token", "unk_token"), "<|endoftext|>")
+    (folder / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "GPT2Tokenizer"} | end))
+    (folder / "config.json").write_text(json.dumps({"model_type": "gpt2"}))
+    return folder
+
+
+def save_sentencepiece(folder: Path) -> Path:
+    """A slow tokenizer in Llama's one file, `tokenizer.model`, as sentencepiece trains it."""
+    import sentencepiece
+
+    model = io.BytesIO()
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(text for text in TEXTS * 20 if text),
+        model_writer=model,
+        vocab_size=400,
+        model_type="bpe",
+        byte_fallback=True,
+        normalization_rule_name="identity",
+        remove_extra_whitespaces=False,
+        split_digits=True,
+        minloglevel=2,
+    )
+    (folder / "tokenizer.model").write_bytes(model.getvalue())
+    marks = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>", "add_bos_token": True, "add_eos_token": False}
+    (folder / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "LlamaTokenizer"} | marks))
+    (folder / "config.json").write_text(json.dumps({"model_type": "llama"}))
+    return folder

@@ -1,0 +1,606 @@
+"""What a slot generates is what `transformers` alone would generate, whoever is in the other slots; and what is refused.
+
+The checkpoints are tiny and random (`tiny_models`); the expected tokens come from `generate`, greedily, one prompt at a time
+or several of one length, up to the last position of the window.
+"""
+
+import itertools
+import json
+import os
+import subprocess
+import sys
+from collections import deque
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+
+import pytest
+import tiny_models
+import torch
+import transformers
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
+from tiny_models import POSITIONS, VOCABULARY, edit_config, save_checkpoint
+from tokenizers import Tokenizer
+
+import model as model_module
+from config import HERE, Config, Manifest
+from model import ModelError, convert_tokenizer, load
+
+LENGTHS = (1, 2, 5, 11, 20, POSITIONS - 1)  # around the sliding window of 8, and as long as a prompt can be
+PROMPTS_PER_LENGTH = 2
+CANDIDATES = 6
+MARGIN = 1e-3  # a smaller lead of the likeliest token could turn with the order in which numbers are added up
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread():
+    """Steps this small only wait for one another on several threads."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@dataclass(frozen=True)
+class Reference:
+    """A prompt and all that `generate` continues it with, up to the last position."""
+
+    prompt: list[int]
+    tokens: list[int]
+
+
+class Zoo:
+    """One checkpoint per family, and what each must generate; everything is made once, when it is first asked for."""
+
+    def __init__(self, root: Path):
+        self._root = root
+        self.folder = cache(self._save)
+        self.references = cache(self._generate)
+        self.served = cache(self._serve)
+
+    def _save(self, family: str) -> Path:
+        return save_checkpoint(self._root / family, tiny_models.ALL[family]())
+
+    def _generate(self, family: str) -> list[Reference]:
+        reference = reference_model(self.folder(family))
+        random = torch.Generator().manual_seed(1)
+        return [
+            found for length in LENGTHS for found in itertools.islice(clear_cut(reference, length, random), PROMPTS_PER_LENGTH)
+        ]
+
+    def _serve(self, family: str, slots: int):
+        return serve(self.folder(family), max_batch_size=slots)
+
+    def of_length(self, family: str, *lengths: int) -> list[Reference]:
+        """References of these lengths in this order: the second of a length that is asked for twice."""
+        found = {n: iter([r for r in self.references(family) if len(r.prompt) == n]) for n in LENGTHS}
+        return [next(found[length]) for length in lengths]
+
+
+@pytest.fixture(scope="session")
+def zoo(tmp_path_factory):
+    return Zoo(tmp_path_factory.mktemp("zoo"))
+
+
+def reference_model(folder, **changes):
+    """`transformers`' own model. Eager, because its faster attention leaves Gemma-2's softcaps out."""
+    config = transformers.AutoConfig.from_pretrained(folder)
+    for name, value in changes.items():
+        setattr(config, name, value)
+    return transformers.AutoModelForCausalLM.from_pretrained(folder, config=config, attn_implementation="eager").eval()
+
+
+def generate(reference, prompts: list[list[int]], window: int = POSITIONS) -> tuple[list[list[int]], list[float]]:
+    """What `transformers` continues each prompt with, all of one length, and the smallest lead of a chosen token in each."""
+    ids = torch.tensor(prompts)
+    out = reference.generate(
+        ids,
+        attention_mask=torch.ones_like(ids),
+        do_sample=False,
+        max_new_tokens=window - ids.shape[1],
+        eos_token_id=None,
+        pad_token_id=0,
+        return_dict_in_generate=True,
+        output_logits=True,
+    )
+    best, second = torch.stack(out.logits).topk(2).values.unbind(-1)
+    return out.sequences[:, ids.shape[1] :].tolist(), (best - second).min(0).values.tolist()
+
+
+def clear_cut(reference, length: int, random: torch.Generator):
+    """References whose every token is the likeliest by a clear margin."""
+    while True:
+        prompts = torch.randint(0, VOCABULARY, (CANDIDATES, length), generator=random).tolist()
+        for prompt, tokens, margin in zip(prompts, *generate(reference, prompts)):
+            if margin > MARGIN:
+                yield Reference(prompt, tokens)
+
+
+def serve(folder, max_total_tokens: int | None = POSITIONS, device: str = "cpu", **changes):
+    manifest = Manifest.read(folder)
+    config = Config(model_id=str(folder), device=device, max_total_tokens=max_total_tokens, **changes).with_manifest(manifest)
+    return load(config, folder, manifest)
+
+
+@dataclass
+class Text:
+    prompt: list[int]
+    tokens: list[int] = field(default_factory=list)
+
+
+class Batch:
+    """The slots of a model as the worker uses them: the lowest free one first, one step for all that live."""
+
+    def __init__(self, model):
+        self.model = model
+        self.live: dict[int, Text] = {}
+
+    @property
+    def free(self) -> int | None:
+        return next((slot for slot in range(self.model.batch_size) if slot not in self.live), None)
+
+    def join(self, reference: Reference) -> Text:
+        slot, text = self.free, Text(reference.prompt)
+        self.live[slot] = text
+        self._gain(slot, self.model.prefill(slot, text.prompt))
+        return text
+
+    def step(self) -> None:
+        live = sorted(self.live.items())
+        tokens = torch.tensor([text.tokens[-1] for _slot, text in live])
+        positions = torch.tensor([len(text.prompt) + len(text.tokens) - 1 for _slot, text in live])
+        logits = self.model.decode(tokens, positions, torch.tensor([slot for slot, _text in live]))
+        for (slot, _text), row in zip(live, logits):
+            self._gain(slot, row)
+
+    def _gain(self, slot: int, logits: torch.Tensor) -> None:
+        text = self.live[slot]
+        text.tokens.append(int(logits.argmax()))
+        if len(text.prompt) + len(text.tokens) == self.model.max_total_tokens:
+            del self.live[slot]
+
+    def leave(self, text: Text) -> None:
+        self.live = {slot: other for slot, other in self.live.items() if other is not text}
+
+    def steps(self, n: int) -> None:
+        for _ in range(n):
+            self.step()
+
+    def run(self) -> None:
+        while self.live:
+            self.step()
+
+
+def continued(model, reference: Reference) -> list[int]:
+    """What a prompt that is alone in the batch generates, to the end of the window."""
+    batch = Batch(model)
+    text = batch.join(reference)
+    batch.run()
+    return text.tokens
+
+
+each_family = pytest.mark.parametrize("family", tiny_models.FAMILIES)
+
+
+@pytest.mark.parametrize("family", tiny_models.ALL)
+def test_a_prompt_alone_generates_what_transformers_does_up_to_the_last_position(zoo, family):
+    model = serve(zoo.folder(family), max_batch_size=3)
+    for reference in zoo.references(family):
+        tokens = continued(model, reference)
+        assert tokens == reference.tokens
+        assert len(reference.prompt) + len(tokens) == POSITIONS
+
+
+@pytest.mark.parametrize("family", tiny_models.ALL)
+def test_a_full_batch_generates_what_each_would_alone(zoo, family):
+    references = zoo.of_length(family, 20, 1, 5, 11)
+    batch = Batch(serve(zoo.folder(family), max_batch_size=4))
+    texts = [batch.join(reference) for reference in references]
+    batch.run()
+    assert [text.tokens for text in texts] == [reference.tokens for reference in references]
+
+
+@pytest.mark.parametrize("family", tiny_models.WITH_THEIR_OWN_ATTENTION)
+def test_a_family_with_an_attention_of_its_own_gets_a_mask(zoo, family):
+    assert zoo.served(family, 4)._mask_is_given
+
+
+@each_family
+def test_a_late_joiner_changes_nobody(zoo, family):
+    references = zoo.of_length(family, 5, 2, 20, 1)
+    batch = Batch(serve(zoo.folder(family), max_batch_size=4))
+    texts = [batch.join(reference) for reference in references[:2]]
+    batch.steps(6)
+    texts.append(batch.join(references[2]))
+    batch.steps(3)
+    texts.append(batch.join(references[3]))
+    batch.run()
+    assert [text.tokens for text in texts] == [reference.tokens for reference in references]
+
+
+@each_family
+def test_a_slot_used_again_remembers_nothing(zoo, family):
+    references = zoo.of_length(family, 20, 1, 11, 2, POSITIONS - 1, 5)
+    batch = Batch(serve(zoo.folder(family), max_batch_size=1))
+    texts = []
+    for reference in references:
+        texts.append(batch.join(reference))
+        batch.run()
+    assert [text.tokens for text in texts] == [reference.tokens for reference in references]
+
+
+@each_family
+def test_a_slot_used_again_mid_way_changes_neither_its_neighbour_nor_its_new_text(zoo, family):
+    neighbour, long, short, long_again = references = zoo.of_length(family, 1, 20, 5, 11)
+    batch = Batch(serve(zoo.folder(family), max_batch_size=2))
+    texts = [batch.join(neighbour), batch.join(long)]
+    batch.steps(4)
+    batch.leave(texts[1])
+    texts.append(batch.join(short))
+    batch.steps(3)
+    batch.leave(texts[2])
+    texts.append(batch.join(long_again))
+    batch.run()
+    lengths = [len(neighbour.tokens), 5, 4, len(long_again.tokens)]
+    assert [text.tokens for text in texts] == [reference.tokens[:n] for reference, n in zip(references, lengths)]
+
+
+@each_family
+def test_free_rows_among_the_live_ones_change_nobody(zoo, family):
+    first, second, third, last, newcomer = references = zoo.of_length(family, 11, 2, 1, 5, 20)
+    batch = Batch(serve(zoo.folder(family), max_batch_size=4))
+    texts = [batch.join(reference) for reference in (first, second, third, last)]
+    batch.steps(2)
+    batch.leave(texts[1])
+    batch.leave(texts[2])
+    batch.steps(3)
+    batch.leave(texts[0])
+    batch.steps(3)
+    texts.append(batch.join(newcomer))
+    batch.run()
+    lengths = [6, 3, 3, len(last.tokens), len(newcomer.tokens)]
+    assert [text.tokens for text in texts] == [reference.tokens[:n] for reference, n in zip(references, lengths)]
+
+
+@dataclass(frozen=True)
+class Visit:
+    """A prompt that comes `wait` steps after the one before it, and leaves after `tokens` tokens, or at the end."""
+
+    reference: int
+    wait: int
+    tokens: int | None
+
+
+visits = st.builds(
+    Visit,
+    reference=st.integers(0, len(LENGTHS) * PROMPTS_PER_LENGTH - 1),
+    wait=st.integers(0, 8),
+    tokens=st.none() | st.integers(1, 12),
+)
+
+
+@each_family
+@given(slots=st.integers(3, 4), schedule=st.lists(visits, min_size=1, max_size=8))
+@settings(max_examples=26, deadline=None, suppress_health_check=[HealthCheck.too_slow])  # 8 families: 208 schedules
+def test_whoever_comes_and_goes_everybody_gets_their_own_tokens(zoo, family, slots, schedule):
+    references = zoo.references(family)
+    batch = Batch(zoo.served(family, slots))
+    due = itertools.accumulate(visit.wait for visit in schedule)
+    arrivals, texts = deque(zip(due, schedule)), []
+    step = 0
+    while arrivals or batch.live:
+        while arrivals and arrivals[0][0] <= step and batch.free is not None:
+            visit = arrivals.popleft()[1]
+            texts.append(batch.join(references[visit.reference]))
+        for visit, text in zip(schedule, texts):
+            if len(text.tokens) == visit.tokens:
+                batch.leave(text)
+        if batch.live:
+            batch.step()
+        step += 1
+    expected = [references[visit.reference].tokens[: visit.tokens] for visit in schedule]
+    assert [text.tokens for text in texts] == expected
+
+
+@pytest.mark.parametrize("family", tiny_models.ALL)
+def test_the_texts_differ_so_that_a_mix_up_would_show(zoo, family):
+    references = zoo.references(family)
+    assert len({tuple(reference.tokens) for reference in references}) >= len(references) - 1  # of two texts of one token
+    assert len({token for reference in references for token in reference.tokens}) > 15
+
+
+@pytest.mark.parametrize(
+    ("family", "changes"),
+    [
+        ("mistral", {"sliding_window": None}),
+        ("phi3", {"sliding_window": None}),
+        ("qwen2-sliding", {"layer_types": ["full_attention"] * 3}),
+        ("qwen2-sliding", {"layer_types": ["sliding_attention"] * 3}),
+        ("gemma2", {"layer_types": ["full_attention"] * 3}),
+        ("gemma2", {"attn_logit_softcapping": None}),
+        ("llama", {"rope_parameters": tiny_models.rope(rope_theta=10000.0)}),
+    ],
+)
+def test_what_makes_a_family_special_matters_to_its_texts(zoo, family, changes):
+    reference = zoo.of_length(family, 5)[0]
+    without = reference_model(zoo.folder(family), **changes)
+    assert generate(without, [reference.prompt])[0] != [reference.tokens]
+
+
+@pytest.mark.parametrize("window", [6, 12, POSITIONS - 1])
+@pytest.mark.parametrize("family", ["llama", "mistral", "gpt2", "gpt-j"])
+def test_a_window_smaller_than_the_models_ends_a_text_early_and_changes_nothing_else(zoo, family, window):
+    reference = zoo.of_length(family, 5)[0]
+    model = serve(zoo.folder(family), max_total_tokens=window)
+    assert continued(model, reference) == reference.tokens[: window - 5]
+
+
+@pytest.mark.parametrize(("slots", "window", "longest"), [(1, 2, 1), (3, 2, 1), (1, POSITIONS, 2), (3, POSITIONS, 5)])
+def test_limits_may_be_as_small_as_they_get(zoo, slots, window, longest):
+    reference = zoo.of_length("llama", longest)[0]
+    model = serve(zoo.folder("llama"), max_batch_size=slots, max_total_tokens=window, max_input_tokens=longest)
+    assert (model.batch_size, model.max_total_tokens, model.max_input_tokens) == (slots, window, longest)
+    assert continued(model, reference) == reference.tokens[: window - longest]
+
+
+def test_a_model_says_what_it_is(zoo):
+    model = serve(zoo.folder("llama"), max_batch_size=3, max_total_tokens=None)
+    facts = (model.batch_size, model.max_total_tokens, model.max_input_tokens, model.vocab_size, model.device, model.dtype)
+    assert facts == (3, POSITIONS, POSITIONS - 1, VOCABULARY, "cpu", "float32")
+
+
+def test_logits_come_as_float32_one_row_for_each_slot_that_was_named(zoo):
+    reference = zoo.of_length("llama", 5)[0]
+    model = serve(zoo.folder("llama"), max_batch_size=3)
+    after_prompt = [model.prefill(slot, reference.prompt) for slot in range(3)]
+    first = torch.tensor([reference.tokens[0]] * 2)
+    rows = model.decode(first, torch.tensor([5, 5]), torch.tensor([0, 2]))
+    assert [(tuple(row.shape), row.dtype) for row in after_prompt] == [((VOCABULARY,), torch.float32)] * 3
+    assert (tuple(rows.shape), rows.dtype) == ((2, VOCABULARY), torch.float32)
+    with torch.inference_mode():
+        expected = reference_model(zoo.folder("llama"))(torch.tensor([[*reference.prompt, reference.tokens[0]]])).logits[0]
+    torch.testing.assert_close(after_prompt[1], expected[4], rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(rows, expected[5].expand(2, -1), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("family", tiny_models.FAMILIES | tiny_models.WITH_THEIR_OWN_ATTENTION)
+def test_bfloat16_is_near_and_its_logits_come_as_float32(zoo, family):
+    reference = zoo.of_length(family, 20)[0]
+    exact, rounded = (serve(zoo.folder(family), dtype=dtype) for dtype in ("float32", "bfloat16"))
+    after_prompt = [model.prefill(0, reference.prompt) for model in (exact, rounded)]
+    step = torch.tensor([[reference.tokens[0]], [20], [0]])
+    after_step = [model.decode(*step)[0] for model in (exact, rounded)]
+    assert (exact.dtype, rounded.dtype) == ("float32", "bfloat16")
+    for expected, found in (after_prompt, after_step):
+        assert found.dtype == torch.float32
+        assert 0 < (found - expected).abs().max() < 0.15 * expected.abs().max()
+
+
+def test_a_cpu_computes_in_float32_unless_it_is_told_otherwise(tmp_path):
+    folder = save_checkpoint(tmp_path, tiny_models.llama(), dtype=torch.bfloat16)
+    assert serve(folder).dtype == "float32"
+    assert serve(folder, dtype="bfloat16").dtype == "bfloat16"
+
+
+@pytest.mark.parametrize("scaling", [None, {"type": "linear", "factor": 2.0}])
+def test_checkpoints_of_transformers_4_and_5_give_the_same_tokens(tmp_path, scaling):
+    new_rope = tiny_models.rope() if scaling is None else tiny_models.rope(rope_type="linear", factor=2.0)
+    new = save_checkpoint(tmp_path / "new", tiny_models.llama(rope_parameters=new_rope))
+    old, other = (save_checkpoint(tmp_path / name, tiny_models.llama(rope_parameters=new_rope)) for name in ("old", "other"))
+    written = json.loads((new / "config.json").read_text())
+    assert "rope_parameters" in written and "dtype" in written and "rope_theta" not in written
+    form = {"rope_scaling": scaling, "torch_dtype": "float32", "transformers_version": "4.48.3"}
+    edit_config(old, remove=("rope_parameters", "dtype"), rope_theta=tiny_models.ROPE_THETA, **form)
+    edit_config(other, remove=("rope_parameters", "dtype"), rope_theta=10000.0, **form)
+
+    reference = next(clear_cut(reference_model(new), 5, torch.Generator().manual_seed(1)))
+    tokens = {folder.name: continued(serve(folder), reference) for folder in (new, old, other)}
+
+    assert tokens["new"] == tokens["old"] == reference.tokens
+    assert tokens["other"] != tokens["new"]
+
+
+def refusal(folder, **changes) -> str:
+    """The one line that a person reads who wants to serve `folder`."""
+    with pytest.raises(ModelError) as caught:
+        serve(folder, **changes)
+    message = str(caught.value)
+    assert message.strip() and "\n" not in message
+    return message
+
+
+def test_an_encoder_decoder_is_refused(tmp_path):
+    transformers.T5Config(vocab_size=VOCABULARY, n_positions=POSITIONS).save_pretrained(tmp_path)
+    assert refusal(tmp_path) == "t5 models do not continue text token by token (no causal language model); nothing to serve"
+
+
+def test_a_model_that_is_no_language_model_is_refused(tmp_path):
+    transformers.ViTConfig().save_pretrained(tmp_path)
+    assert "vit models do not continue text" in refusal(tmp_path, max_total_tokens=POSITIONS)
+
+
+UNFIT = {
+    "bert": lambda: transformers.BertConfig(**tiny_models._GROUPED | {"pad_token_id": 0}),
+    "mamba": lambda: transformers.MambaConfig(**tiny_models._VOCABULARY, hidden_size=48, num_hidden_layers=2, state_size=8),
+    "gpt_neo": lambda: transformers.GPTNeoConfig(
+        **tiny_models._SMALL | {"num_layers": 2, "num_heads": 4},
+        attention_types=[[["global", "local"], 1]],
+        window_size=8,
+    ),
+    "gpt_oss": lambda: transformers.GptOssConfig(
+        **tiny_models._GROUPED,
+        head_dim=12,
+        sliding_window=8,
+        layer_types=["sliding_attention", "full_attention"],
+        num_local_experts=4,
+        num_experts_per_tok=2,
+    ),
+    "bloom": lambda: transformers.BloomConfig(**tiny_models._VOCABULARY, hidden_size=48, n_head=4, n_layer=2),
+    "lfm2": lambda: transformers.Lfm2Config(**tiny_models._GROUPED, layer_types=["conv", "full_attention"]),
+}
+
+
+@pytest.mark.parametrize("family", UNFIT)
+def test_a_family_that_slots_cannot_share_is_refused(tmp_path, family):
+    """BERT looks ahead, Mamba and LFM2 keep a state, GPT-Neo's window and BLOOM's bias are their own, gpt-oss has sinks."""
+    folder = save_checkpoint(tmp_path, UNFIT[family]())
+    assert "static batch" in refusal(folder)
+
+
+@pytest.mark.parametrize("family", ["mamba", "bloom", "lfm2"])
+def test_a_family_that_cannot_even_run_in_slots_is_named(tmp_path, family):
+    folder = save_checkpoint(tmp_path, UNFIT[family]())
+    assert refusal(folder).startswith(f"{family} models cannot be served on a static batch")
+
+
+def test_a_folder_without_weights_is_refused(tmp_path):
+    tiny_models.llama().save_pretrained(tmp_path)
+    (tmp_path / "pytorch_model.bin").write_bytes(b"pickle is never read")
+    assert refusal(tmp_path) == f"{tmp_path} holds no weights (*.safetensors)"
+
+
+def truncate(path: Path) -> None:
+    os.truncate(path, path.stat().st_size // 2)
+
+
+def overwrite_header(path: Path) -> None:
+    path.write_bytes(b"<!doctype html>" + path.read_bytes()[15:])
+
+
+def empty(path: Path) -> None:
+    path.write_bytes(b"")
+
+
+@pytest.mark.parametrize("damage", [truncate, overwrite_header, empty])
+def test_a_damaged_weights_file_is_refused(tmp_path, damage):
+    folder = save_checkpoint(tmp_path, tiny_models.llama())
+    damage(folder / "model.safetensors")
+    assert refusal(folder).startswith(f"{folder} cannot be loaded: SafetensorError: ")
+
+
+def test_a_checkpoint_that_lacks_a_shard_is_refused(tmp_path):
+    folder = save_checkpoint(tmp_path, tiny_models.llama())
+    weights = load_file(folder / "model.safetensors")
+    os.rename(folder / "model.safetensors", folder / "model-00001-of-00002.safetensors")
+    files = {name: "model-00001-of-00002.safetensors" for name in weights} | {
+        "lm_head.weight": "model-00002-of-00002.safetensors"
+    }
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": files}))
+    assert "model-00002-of-00002.safetensors" in refusal(folder)
+
+
+def test_a_checkpoint_that_lacks_a_tensor_is_refused_and_the_tensor_named(tmp_path):
+    folder = save_checkpoint(tmp_path, tiny_models.llama())
+    weights = load_file(folder / "model.safetensors")
+    del weights["model.layers.1.mlp.up_proj.weight"]
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    assert refusal(folder) == f"{folder} lacks 1 of its weights, model.layers.1.mlp.up_proj.weight among them"
+
+
+def test_a_checkpoint_with_a_tensor_of_another_shape_is_refused_and_the_tensor_named(tmp_path):
+    folder = save_checkpoint(tmp_path, tiny_models.llama())
+    weights = load_file(folder / "model.safetensors")
+    weights["model.norm.weight"] = torch.ones(40)
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    assert "model.norm.weight" in refusal(folder)
+
+
+def test_an_unknown_model_type_is_refused_by_name(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama7000"}))
+    assert "llama7000" in refusal(tmp_path)
+
+
+def test_a_quantized_checkpoint_is_refused(tmp_path):
+    folder = save_checkpoint(tmp_path, tiny_models.llama())
+    edit_config(folder, quantization_config={"quant_method": "gptq", "bits": 4, "group_size": 128, "desc_act": False})
+    assert "this llama checkpoint is quantized" in refusal(folder)
+
+
+@pytest.mark.parametrize("form", ["new", "old"])
+def test_positions_that_stretch_with_the_longest_text_are_refused_beyond_what_they_were_trained_for(tmp_path, form):
+    rope = tiny_models.rope(rope_type="dynamic", factor=2.0)
+    folder = save_checkpoint(tmp_path, tiny_models.llama(rope_parameters=rope, max_position_embeddings=POSITIONS // 2))
+    if form == "old":
+        old_rope = {"type": "dynamic", "factor": 2.0}
+        edit_config(folder, remove=("rope_parameters",), rope_theta=tiny_models.ROPE_THETA, rope_scaling=old_rope)
+    manifest = Manifest.read(folder)
+    config = Config(model_id=str(folder), device="cpu", max_total_tokens=POSITIONS // 2 + 1, max_input_tokens=POSITIONS // 2)
+    with pytest.raises(ModelError, match=f"give --max-total-tokens {POSITIONS // 2} or less"):
+        load(config, folder, manifest)
+    assert serve(folder, max_total_tokens=POSITIONS // 2).max_total_tokens == POSITIONS // 2
+
+
+def test_code_that_comes_with_a_model_is_not_run_unasked(tmp_path):
+    ran = tmp_path / "ran"
+    (tmp_path / "configuration_own.py").write_text(f"open({str(ran)!r}, 'w').close()")
+    own = {"AutoConfig": "configuration_own.OwnConfig", "AutoModelForCausalLM": "configuration_own.OwnModel"}
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "own", "auto_map": own}))
+    assert "trust_remote_code" in refusal(tmp_path)
+    assert not ran.exists()
+
+
+def test_cuda_is_refused_where_there_is_none(zoo, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    message = refusal(zoo.folder("llama"), device="cuda")
+    assert message == "--device cuda: torch sees no CUDA GPU on this machine; use --device cpu or auto"
+
+
+def test_neuron_is_refused_by_this_version(zoo):
+    assert refusal(zoo.folder("llama"), device="neuron").startswith("--device neuron: ")
+
+
+def saved_tokenizer(kind: str, folder: Path) -> Path:
+    folder.mkdir()
+    if kind == "byte-level-bpe":
+        return tiny_models.save_byte_level_bpe(folder)
+    pytest.importorskip("sentencepiece", reason="sentencepiece is not installed, so there is nothing to convert")
+    return tiny_models.save_sentencepiece(folder)
+
+
+@pytest.mark.parametrize("kind", ["byte-level-bpe", "sentencepiece"])
+def test_a_slow_tokenizer_is_converted_to_one_that_does_the_same(tmp_path, kind):
+    folder, target = saved_tokenizer(kind, tmp_path / "model"), tmp_path / "target"
+    target.mkdir()
+    convert_tokenizer(folder, target)
+    slow, fast = transformers.AutoTokenizer.from_pretrained(folder), Tokenizer.from_file(str(target / "tokenizer.json"))
+    end = slow.eos_token
+    for text in [*tiny_models.TEXTS, " leading space", f"a{end}b{end}", "characters it has never seen: Ωж"]:
+        ids = fast.encode(text).ids
+        assert ids == slow(text)["input_ids"]
+        assert fast.decode(ids) == slow.decode(ids, skip_special_tokens=True)
+        assert fast.decode(ids, skip_special_tokens=False) == slow.decode(ids)
+        assert fast.decode(ids) == text.replace(end, "") or text[:1] == " "
+    assert not (folder / "tokenizer.json").exists()
+
+
+def test_a_converted_sentencepiece_tokenizer_agrees_with_sentencepiece_itself(tmp_path):
+    folder, target = saved_tokenizer("sentencepiece", tmp_path / "model"), tmp_path / "target"
+    target.mkdir()
+    convert_tokenizer(folder, target)
+    import sentencepiece
+
+    own = sentencepiece.SentencePieceProcessor(model_file=str(folder / "tokenizer.model"))
+    fast = Tokenizer.from_file(str(target / "tokenizer.json"))
+    assert [fast.encode(text).ids for text in tiny_models.TEXTS] == [own.encode(t, add_bos=True) for t in tiny_models.TEXTS]
+
+
+def test_a_tokenizer_is_converted_in_a_process_of_its_own(tmp_path):
+    folder, target = saved_tokenizer("byte-level-bpe", tmp_path / "model"), tmp_path / "target"
+    target.mkdir()
+    command = [sys.executable, HERE / "model.py", folder, target]
+    done = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"HF_HUB_OFFLINE": "1"})
+    assert (done.returncode, done.stdout) == (0, "")
+    assert Tokenizer.from_file(str(target / "tokenizer.json")).encode("Hello").ids
+
+
+def test_a_tokenizer_that_cannot_be_converted_is_refused_in_one_line(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama"}))
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "LlamaTokenizer"}))
+    (tmp_path / "tokenizer.model").write_bytes(b"no sentencepiece model")
+    with pytest.raises(ModelError) as caught:
+        model_module.convert_tokenizer(tmp_path, tmp_path)
+    assert str(caught.value).startswith(f"{tmp_path} cannot be read for its tokenizer: ")
+    assert "\n" not in str(caught.value)
+    assert not (tmp_path / "tokenizer.json").exists()

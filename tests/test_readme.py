@@ -1,0 +1,68 @@
+"""The README is the front door: its commands are run as they are written, and what it shows is what comes out."""
+
+import json
+import re
+import subprocess
+
+import pytest
+from processes import Server, wait_until
+
+from config import HERE
+
+README = (HERE / "README.md").read_text()
+COMMANDS = re.findall(r"```sh\n(.*?)```", README, flags=re.DOTALL)
+CURLS = [command for command in COMMANDS if command.startswith("curl")]
+
+
+@pytest.fixture(scope="module")
+def made_and_run():
+    """`make run`, on a port of its own."""
+    (command,) = [command for command in COMMANDS if command.startswith("make run")]
+    with Server(command=("bash", "-c", command)) as server:
+        server.wait_ready()
+        yield server
+        server.stop()
+
+
+def run(command, server):
+    command = command.replace("localhost:8080", f"127.0.0.1:{server.port}")
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=True, timeout=120)
+    return done.stdout
+
+
+def test_there_are_the_commands_that_this_file_promises_to_run():
+    assert [command.split("#")[0].strip() for command in COMMANDS if command.startswith("make")] == ["make run", "make test"]
+    assert len(CURLS) == 4
+
+
+def test_make_test_runs_the_tests():
+    """Only collected here: these are the tests that `make test` is running."""
+    done = subprocess.run(["make", "test", "ARGS=--collect-only"], cwd=HERE, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert "test_make_test_runs_the_tests" in done.stdout
+
+
+def test_the_first_command_streams_what_the_readme_shows(made_and_run):
+    printed = run(CURLS[0], made_and_run)
+    last = json.loads(printed.strip().split("\n\n")[-1].removeprefix("data:"))
+    assert "learning" in last["generated_text"].lower()
+    shown = [line for line in README.splitlines() if line.startswith("data: {")]
+    assert len(shown) >= 2
+    for line in shown:
+        assert line in printed.splitlines()
+
+
+def test_the_second_command_tells_what_is_known_of_every_token(made_and_run):
+    answer = json.loads(run(CURLS[1], made_and_run))
+    assert answer["details"]["seed"] == 1
+    assert len(answer["details"]["tokens"]) == answer["details"]["generated_tokens"]
+
+
+def test_health_and_info_answer_as_written(made_and_run):
+    assert "200 OK" in run(CURLS[2], made_and_run)
+    assert json.loads(run(CURLS[3], made_and_run))["model_id"] == "neuron-textgen/demo"
+
+
+def test_the_second_run_is_quick_to_its_first_line(made_and_run):
+    wait_until(lambda: "starts; model" in made_and_run.log, "the first line")
+    assert "Installing" not in made_and_run.log, "what is installed is installed again"

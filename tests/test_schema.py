@@ -1,0 +1,589 @@
+"""The public contract: what is accepted and refused, in which words, at both sides of every limit, and every shape on the wire."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import struct
+from dataclasses import replace
+
+import msgspec
+import pytest
+from hypothesis import HealthCheck, example, given, settings
+from hypothesis import strategies as st
+
+import schema
+from config import VERSION, Config
+from protocol import Facts, Sampling
+from schema import ApiError, GenerateRequest, Job, Parameters, TokenOut, check, encode, fit, parse, shortest_float
+
+CONFIG = Config(max_stop_sequences=4, max_top_n_tokens=5)
+FACTS = Facts(
+    model_name="someone/model",
+    model_sha="abc123",
+    tokenizer_dir="/somewhere",
+    vocab_size=50,
+    eos_token_ids=[2, 7],
+    batch_size=8,
+    max_input_tokens=100,
+    max_total_tokens=120,
+    device="cpu",
+    dtype="float32",
+)
+FIELDS = Parameters.__struct_fields__
+WRONG_TYPE = "Failed to deserialize the JSON body into the target type: "
+NOT_JSON = "Failed to parse the request body as JSON: "
+
+thorough = settings(max_examples=500, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+
+
+def job(parameters=None, inputs="Hello", streaming=False, **more) -> Job:
+    """A request for `inputs` with these `parameters`, all the way from its bytes."""
+    body = {"inputs": inputs, **more} if parameters is None else {"inputs": inputs, "parameters": parameters, **more}
+    return check(parse(json.dumps(body).encode(), GenerateRequest), CONFIG, FACTS, streaming)
+
+
+def refusal(parameters=None, **more) -> ApiError:
+    with pytest.raises(ApiError) as refused:
+        job(parameters, **more)
+    return refused.value
+
+
+def assert_invalid(error: ApiError, detail: str) -> None:
+    assert error.status == 422
+    assert error.body == {"error": f"Input validation error: {detail}", "error_type": "validation"}
+
+
+# Rules of the fields
+
+STOPS = "`stop` supports up to 4 stop sequences. Given: "
+TOP_N = "`top_n_tokens` must be >= 0 and <= 5. Given: "
+TRUNCATE = "`truncate` must be strictly positive and less than 100. Given: "
+PENALTY = "`frequency_penalty` must be >= -2.0 and <= 2.0"
+LIMITS = [  # field, what is just right, what is just wrong, the detail
+    ("temperature", [1e-30, 0.01, 1, 1.0, 1000], [0, 0.0, -0.0, 1e-999, -1e-30, -1], "`temperature` must be strictly positive"),
+    ("repetition_penalty", [1e-30, 1, 1.3], [0, 0.0, -1e-30, -1.3], "`repetition_penalty` must be strictly positive"),
+    ("frequency_penalty", [-2, -2.0, 0, 2, 2.0], [-2.0001, 2.0001, 3], PENALTY),
+    ("top_p", [1e-30, 0.5, 1, 1.0], [0, 0.0, -0.1, 1.0000001, 2], "`top_p` must be > 0.0 and < 1.0"),
+    ("typical_p", [1e-30, 0.5, 1, 1.0], [0, 0.0, -0.1, 1.0000001, 2], "`typical_p` must be > 0.0 and < 1.0"),
+    ("top_k", [1, 2**31 - 1], [0, -1, -(2**31)], "`top_k` must be strictly positive"),
+    ("max_new_tokens", [1, 2**32 - 1], [0], "`max_new_tokens` must be strictly positive"),
+    ("stop", [[], ["a"] * 4, ["", "b", "", ""]], [["a"] * 5], STOPS + "5"),
+    ("stop", [["x" * 10_000]], [["a"] * 100], STOPS + "100"),
+    ("top_n_tokens", [0, 5], [6], TOP_N + "6"),
+    ("top_n_tokens", [1], [2**32 - 1], TOP_N + str(2**32 - 1)),
+    ("truncate", [1, 100], [0], TRUNCATE + "0"),
+    ("truncate", [99], [101], TRUNCATE + "101"),
+    ("best_of", [0, 1], [2, 2**32 - 1], "`best_of` != 1 is not allowed for this endpoint"),
+    ("decoder_input_details", [False], [True], "`decoder_input_details` is not supported"),
+    ("watermark", [False], [True], "`watermark` is not supported"),
+    ("adapter_id", [""], ["someone/adapter"], "`adapter_id` is not supported"),
+    ("grammar", [None], [{}, {"type": "regex", "value": "a+"}, {"type": "json"}], "`grammar` is not supported"),
+]
+ACCEPTED = [(field, value) for field, right, _, _ in LIMITS for value in right]
+REFUSED = [(field, value, detail) for field, _, wrong, detail in LIMITS for value in wrong]
+
+
+@pytest.mark.parametrize(("field", "value"), ACCEPTED)
+def test_what_is_just_inside_a_limit_is_accepted(field, value):
+    assert isinstance(job({field: value}), Job)
+
+
+@pytest.mark.parametrize(("field", "value", "detail"), REFUSED)
+def test_what_is_just_outside_a_limit_is_refused_in_tgis_words(field, value, detail):
+    assert_invalid(refusal({field: value}), detail)
+
+
+def test_the_limits_are_those_of_the_configuration_and_the_model():
+    request = GenerateRequest("x", Parameters(stop=["a"] * 9, top_n_tokens=9, truncate=900))
+    larger = replace(CONFIG, max_stop_sequences=9, max_top_n_tokens=9)
+    assert check(request, larger, msgspec.structs.replace(FACTS, max_input_tokens=900), streaming=False).top_n_tokens == 9
+    for config, facts, words in [
+        (replace(larger, max_stop_sequences=8), FACTS, "`stop` supports up to 8 stop sequences. Given: 9"),
+        (replace(larger, max_top_n_tokens=8), FACTS, "`top_n_tokens` must be >= 0 and <= 8. Given: 9"),
+        (larger, FACTS, "`truncate` must be strictly positive and less than 100. Given: 900"),
+    ]:
+        with pytest.raises(ApiError) as refused:
+            check(request, config, facts, streaming=False)
+        assert_invalid(refused.value, words)
+
+
+def test_empty_inputs_are_refused():
+    assert_invalid(refusal(inputs=""), "`inputs` cannot be empty")
+    assert job(inputs=" ").inputs == " "
+
+
+@pytest.mark.parametrize(
+    ("field", "right", "wrong", "detail"),
+    [
+        ("best_of", 1, 2, "`best_of` != 1 is not supported when streaming tokens"),
+        ("best_of", None, 0, "`best_of` != 1 is not supported when streaming tokens"),
+        ("decoder_input_details", False, True, "`decoder_input_details` == true is not supported when streaming tokens"),
+    ],
+)
+def test_a_stream_refuses_what_tgi_refuses_in_a_stream(field, right, wrong, detail):
+    assert isinstance(job({field: right}, streaming=True), Job)
+    assert_invalid(refusal({field: wrong}, streaming=True), detail)
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_of_several_wrong_fields_the_first_in_tgis_order_is_told(streaming):
+    wrong = {
+        "best_of": (2, "`best_of`"),
+        "temperature": (0, "`temperature`"),
+        "repetition_penalty": (0, "`repetition_penalty`"),
+        "frequency_penalty": (3, "`frequency_penalty`"),
+        "top_p": (0, "`top_p`"),
+        "typical_p": (0, "`typical_p`"),
+        "top_k": (0, "`top_k`"),
+        "max_new_tokens": (0, "`max_new_tokens`"),
+        "stop": (["a"] * 5, "`stop`"),
+        "top_n_tokens": (6, "`top_n_tokens`"),
+        "inputs": ("", "`inputs`"),
+        "truncate": (0, "`truncate`"),
+    }
+    for first, second in itertools.combinations(wrong, 2):
+        body = {"inputs": "x", second: wrong[second][0], first: wrong[first][0]}
+        inputs = body.pop("inputs")
+        told = refusal(body, inputs=inputs, streaming=streaming).body["error"]
+        assert told.startswith(f"Input validation error: {wrong[first][1]}"), (first, second)
+
+
+def test_a_wrong_type_is_told_before_a_wrong_value():
+    assert "parameters.top_n_tokens" in refusal({"temperature": 0, "top_n_tokens": -1}).body["error"]
+    assert "parameters.seed" in refusal({"best_of": 2, "seed": 2**64}).body["error"]
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+@pytest.mark.parametrize("field", FIELDS)
+def test_null_means_absent(field, streaming):
+    assert job({field: None}, streaming=streaming) == job({}, streaming=streaming)
+
+
+def test_parameters_that_are_null_empty_or_absent_are_the_same():
+    assert job(parameters={}) == job() == check(parse(b'{"inputs":"Hello","parameters":null}', GenerateRequest), CONFIG, FACTS, False)
+    assert job() == Job("Hello", Sampling(), None, [], None, 0, False, False)
+
+
+def test_unknown_fields_are_ignored():
+    unknown = {"model": "x", "stream": True, "nested": {"deep": [1, None, {}]}, "top_q": -5}
+    assert job(unknown, **unknown) == job()
+
+
+def test_what_is_asked_for_arrives():
+    asked = job({"max_new_tokens": 7, "stop": ["a", "b"], "truncate": 9, "top_n_tokens": 3, "details": True, "return_full_text": True})
+    assert asked == Job("Hello", Sampling(), 7, ["a", "b"], 9, 3, True, True)
+
+
+# Types
+
+INTEGERS = ["best_of", "top_k", "max_new_tokens", "truncate", "seed", "top_n_tokens"]
+NUMBERS = ["temperature", "repetition_penalty", "frequency_penalty", "top_p", "typical_p"]
+SWITCHES = ["do_sample", "return_full_text", "watermark", "details", "decoder_input_details"]
+WRONG_VALUES = {
+    **dict.fromkeys(INTEGERS, ["1", 1.0, 1.5, 1e3, True, [1], {}]),
+    **dict.fromkeys(NUMBERS, ["0.5", True, [0.5], {}]),
+    **dict.fromkeys(SWITCHES, [0, 1, "true", [], {}]),
+    "stop": ["a", 1, {"a": 1}, True],
+    "grammar": ["a", 1, [], True],
+    "adapter_id": [1, [], {}, True],
+}
+
+
+def test_every_field_has_its_wrong_types():
+    assert set(WRONG_VALUES) == set(FIELDS)
+
+
+@pytest.mark.parametrize(("field", "value"), [(field, value) for field in WRONG_VALUES for value in WRONG_VALUES[field]])
+def test_a_wrong_type_is_told_with_the_path_of_its_field(field, value):
+    error = refusal({field: value})
+    assert (error.status, error.error_type) == (422, "validation")
+    assert error.body["error"].startswith(f"{WRONG_TYPE}parameters.{field}: Expected ")
+    assert list(error.body) == ["error", "error_type"]
+
+
+@pytest.mark.parametrize(
+    ("field", "right", "wrong", "words"),
+    [
+        ("best_of", 0, -1, "Expected `int` >= 0"),
+        ("top_k", 2**31 - 1, 2**31, "Expected `int` <= 2147483647"),
+        ("top_k", 1, -(2**31) - 1, "Expected `int` >= -2147483648"),
+        ("max_new_tokens", 2**32 - 1, 2**32, "Expected `int` <= 4294967295"),
+        ("max_new_tokens", 1, -1, "Expected `int` >= 0"),
+        ("truncate", 1, -1, "Expected `int` >= 0"),
+        ("top_n_tokens", 0, -1, "Expected `int` >= 0"),
+        ("seed", 0, -1, "Expected `int` >= 0"),
+        ("seed", 2**64 - 1, 2**64, "Expected `int` <= 18446744073709551615"),
+        ("seed", 2**63, 10**400, "Expected `int` <= 18446744073709551615"),
+    ],
+)
+def test_an_integer_beyond_its_width_is_a_wrong_type(field, right, wrong, words):
+    assert isinstance(job({field: right}), Job)
+    assert refusal({field: wrong}).body == {"error": f"{WRONG_TYPE}parameters.{field}: {words}", "error_type": "validation"}
+
+
+@pytest.mark.parametrize(
+    ("body", "told"),
+    [
+        (b"{}", "Object missing required field `inputs`"),
+        (b'{"inputs":null}', "inputs: Expected `str`, got `null`"),
+        (b'{"inputs":["a"]}', "inputs: Expected `str`, got `array`"),
+        (b'{"inputs":5}', "inputs: Expected `str`, got `int`"),
+        (b'{"inputs":"a","parameters":[]}', "parameters: Expected `object | null`, got `array`"),
+        (b'{"inputs":"a","parameters":"b"}', "parameters: Expected `object | null`, got `str`"),
+        (b'{"inputs":"a","parameters":{"stop":["b",1]}}', "parameters.stop[1]: Expected `str`, got `int`"),
+        (b'{"inputs":"a","parameters":{"temperature":1e999}}', "parameters.temperature: Number out of range"),
+        (b'{"inputs":"a","parameters":{"seed":' + b"1" * 5000 + b"}}", "parameters.seed: Integer value out of range"),
+        (b"[]", "Expected `object`, got `array`"),
+        (b"null", "Expected `object`, got `null`"),
+        (b'"inputs"', "Expected `object`, got `str`"),
+    ],
+)
+def test_json_of_the_wrong_shape_is_answered_with_422_and_the_path(body, told):
+    with pytest.raises(ApiError) as refused:
+        parse(body, GenerateRequest)
+    assert refused.value.status == 422
+    assert refused.value.body == {"error": WRONG_TYPE + told, "error_type": "validation"}
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"",
+        b" ",
+        b"{",
+        b'{"inputs":"a"',
+        b'{"inputs":"a",}',
+        b'{"inputs":"a"} b',
+        b"{'inputs':'a'}",
+        b'{"inputs":a}',
+        b'{"inputs":"a\nb"}',
+        b'{"inputs":"a\x00b"}',
+        b'{"inputs":"\xff"}',
+        b'{"inputs":"\xed\xa0\x80"}',
+        b'{"inputs":"\\ud800"}',
+        b'{"inputs":"\\udc00"}',
+        b'{"inputs":"\\ud800\\ud800"}',
+        b'{"inputs":"\\x41"}',
+        b'\xef\xbb\xbf{"inputs":"a"}',
+        b'{"inputs":"a","parameters":{"temperature":NaN}}',
+        b'{"inputs":"a","parameters":{"temperature":-Infinity}}',
+        b'{"inputs":"a","parameters":{"temperature":01}}',
+        b'{"inputs":"a","unknown":' + b"[" * 100_000,
+        b'{"inputs":"a","unknown":' + b"[" * 100_000 + b"]" * 100_000 + b"}",
+        b'{"inputs":"a","parameters":{"grammar":' + b'{"a":' * 100_000 + b"1" + b"}" * 100_000 + b"}}",
+    ],
+    ids=lambda body: repr(body[:50]),
+)
+def test_what_is_no_json_is_answered_with_400(body):
+    with pytest.raises(ApiError) as refused:
+        parse(body, GenerateRequest)
+    assert (refused.value.status, refused.value.error_type) == (400, "validation")
+    assert refused.value.body["error"].startswith(NOT_JSON)
+    json.loads(refused.value.json)
+
+
+def job_or_refusal(body: bytes, streaming: bool) -> None:
+    """Fails on any other exception, and on a job that promises what it must not."""
+    try:
+        asked = check(parse(body, GenerateRequest), CONFIG, FACTS, streaming)
+    except ApiError as error:
+        assert error.status in (400, 422)
+        assert json.loads(error.json).keys() == {"error", "error_type"}
+        return
+    sampling = asked.sampling
+    assert asked.inputs
+    assert sampling.seed is None or 0 <= sampling.seed < 2**64
+    assert 0 < sampling.temperature < math.inf
+    assert 0 < sampling.repetition_penalty < math.inf
+    assert 0 < sampling.top_p <= 1
+    assert 0 < sampling.typical_p <= 1
+    assert 0 <= sampling.top_k < 2**31
+    assert -2 <= sampling.frequency_penalty <= 2
+    assert asked.max_new_tokens is None or 0 < asked.max_new_tokens < 2**32
+    assert asked.truncate is None or 0 < asked.truncate <= FACTS.max_input_tokens
+    assert len(asked.stop) <= CONFIG.max_stop_sequences
+    assert 0 <= asked.top_n_tokens <= CONFIG.max_top_n_tokens
+
+
+NUMBER = st.one_of(st.integers(-5, 10), st.integers(), st.floats(allow_nan=False, allow_infinity=False), st.floats(-3, 3))
+ANY_JSON = st.recursive(
+    st.one_of(st.none(), st.booleans(), NUMBER, st.text(max_size=5)),
+    lambda inner: st.one_of(st.lists(inner, max_size=3), st.dictionaries(st.text(max_size=3), inner, max_size=3)),
+    max_leaves=5,
+)
+# Mostly what a field could be, so that many bodies get past the first check.
+LIKELY = {
+    **dict.fromkeys(INTEGERS, NUMBER),
+    **dict.fromkeys(NUMBERS, NUMBER),
+    **dict.fromkeys(SWITCHES, st.booleans()),
+    "stop": st.lists(st.text(max_size=3), max_size=6),
+}
+ANY_PARAMETERS = st.fixed_dictionaries(
+    {}, optional={field: st.one_of(LIKELY[field], ANY_JSON) if field in LIKELY else ANY_JSON for field in FIELDS}
+)
+
+
+@given(parameters=st.one_of(ANY_PARAMETERS, ANY_JSON), inputs=st.one_of(st.text(max_size=5), ANY_JSON), streaming=st.booleans())
+@thorough
+def test_any_values_give_a_job_or_a_refusal(parameters, inputs, streaming):
+    job_or_refusal(json.dumps({"inputs": inputs, "parameters": parameters}).encode(), streaming)
+
+
+@given(field=st.sampled_from(sorted(LIKELY)), data=st.data(), streaming=st.booleans())
+@thorough
+def test_any_value_of_one_field_gives_a_job_or_a_refusal(field, data, streaming):
+    value = data.draw(LIKELY[field])
+    job_or_refusal(json.dumps({"inputs": "x", "parameters": {field: value}}).encode(), streaming)
+
+
+@given(body=st.binary(max_size=60))
+@thorough
+def test_any_bytes_give_a_job_or_a_refusal(body):
+    job_or_refusal(body, streaming=False)
+
+
+@given(at=st.integers(0, 200), length=st.integers(0, 9), inserted=st.binary(max_size=6))
+@example(at=62, length=3, inserted=b"1e999")
+@thorough
+def test_any_damage_to_a_good_body_gives_a_job_or_a_refusal(at, length, inserted):
+    good = b'{"inputs":"a \\u00e9 \\ud83d\\ude00","parameters":{"temperature":0.5,"top_k":3,"stop":["a"],"seed":7,"x":{"y":[null]}}}'
+    job_or_refusal(good[:at] + inserted + good[at + length :], streaming=True)
+
+
+# Sampling
+
+
+def test_sampling_is_on_exactly_when_something_asks_for_it():
+    choices = {
+        "do_sample": [..., None, False, True],
+        "temperature": [..., None, 1.0, 0.5],
+        "top_k": [..., None, 1, 50],
+        "top_p": [..., None, 1.0, 0.9],
+        "typical_p": [..., None, 1.0, 0.9],
+    }
+    asking = {("do_sample", True), ("temperature", 1.0), ("temperature", 0.5), ("top_k", 1), ("top_k", 50)}
+    asking |= {("top_p", 0.9), ("typical_p", 0.9)}
+    for values in itertools.product(*choices.values()):
+        parameters = {field: value for field, value in zip(choices, values) if value is not ...}
+        asks = any(pair in asking for pair in parameters.items())
+        assert (job(parameters).sampling.seed is not None) == asks, parameters
+
+
+@pytest.mark.parametrize("parameters", [{"seed": 5}, {"repetition_penalty": 1.2}, {"frequency_penalty": 1}, {"top_n_tokens": 2}])
+def test_a_seed_a_penalty_or_a_wish_for_details_alone_does_not_turn_sampling_on(parameters):
+    assert job(parameters).sampling.seed is None
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2**63, 2**64 - 1])
+def test_a_seed_that_is_given_is_kept(seed):
+    assert job({"do_sample": True, "seed": seed}).sampling.seed == seed
+
+
+def test_a_seed_is_drawn_when_none_is_given():
+    seeds = {job({"do_sample": True}).sampling.seed for _ in range(50)}
+    assert len(seeds) == 50
+    assert all(0 <= seed < 2**64 for seed in seeds)
+    assert max(seeds) >= 2**56, "all 64 bits are used"
+
+
+def test_sampling_takes_the_values_that_are_given_and_does_nothing_otherwise():
+    values = {"temperature": 0.7, "top_k": 40, "top_p": 0.9, "typical_p": 0.95, "repetition_penalty": 1.1, "frequency_penalty": -0.5}
+    assert job({**values, "seed": 9}).sampling == Sampling(seed=9, **values)
+    assert job({"do_sample": True, "seed": 9}).sampling == Sampling(9, 1.0, 0, 1.0, 1.0, 1.0, 0.0)
+    assert job().sampling == Sampling(None, 1.0, 0, 1.0, 1.0, 1.0, 0.0)
+
+
+# Lengths
+
+
+def asked(max_new_tokens=None, truncate=None) -> Job:
+    return replace(job(), max_new_tokens=max_new_tokens, truncate=truncate)
+
+
+def unfit(length: int, token: int = 1, **limits) -> ApiError:
+    with pytest.raises(ApiError) as refused:
+        fit(asked(**limits), [token] * length, FACTS)
+    return refused.value
+
+
+def test_prompt_and_answer_together_fill_the_window_and_no_more():
+    assert fit(asked(max_new_tokens=40), [1] * 80, FACTS) == ([1] * 80, 40)
+    told = "`inputs` tokens + `max_new_tokens` must be <= 120. Given: 80 `inputs` tokens and 41 `max_new_tokens`"
+    assert_invalid(unfit(80, max_new_tokens=41), told)
+
+
+def test_a_long_answer_is_checked_whole():
+    told = "`inputs` tokens + `max_new_tokens` must be <= 120. Given: 10 `inputs` tokens and 100000 `max_new_tokens`"
+    assert_invalid(unfit(10, max_new_tokens=100_000), told)
+
+
+def test_the_longest_prompt_is_max_input_tokens():
+    assert fit(asked(max_new_tokens=20), [1] * 100, FACTS) == ([1] * 100, 20)
+    assert_invalid(unfit(101, max_new_tokens=19), "`inputs` must have less than 100 tokens. Given: 101")
+    assert_invalid(unfit(101), "`inputs` must have less than 100 tokens. Given: 101")
+    assert_invalid(unfit(5000), "`inputs` must have less than 100 tokens. Given: 5000")
+
+
+def test_when_both_lengths_are_wrong_the_sum_is_told():
+    told = "`inputs` tokens + `max_new_tokens` must be <= 120. Given: 101 `inputs` tokens and 20 `max_new_tokens`"
+    assert_invalid(unfit(101, max_new_tokens=20), told)
+
+
+@pytest.mark.parametrize("length", [1, 60, 100])
+def test_max_new_tokens_that_is_omitted_fills_the_window(length):
+    assert fit(asked(), [1] * length, FACTS) == ([1] * length, 120 - length)
+
+
+def test_truncate_keeps_the_last_tokens():
+    prompt = list(range(1, 41))
+    assert fit(asked(truncate=3), prompt, FACTS) == ([38, 39, 40], 117)
+    assert fit(asked(truncate=40), prompt, FACTS)[0] == prompt
+    assert fit(asked(truncate=100), prompt, FACTS)[0] == prompt
+    assert fit(asked(truncate=100, max_new_tokens=20), [1] * 5000, FACTS) == ([1] * 100, 20)
+
+
+def test_nothing_is_truncated_unless_asked():
+    assert_invalid(unfit(101), "`inputs` must have less than 100 tokens. Given: 101")
+
+
+def test_a_prompt_without_tokens_is_refused():
+    assert_invalid(unfit(0), "`inputs` cannot be empty")
+    assert_invalid(unfit(0, max_new_tokens=5), "`inputs` cannot be empty")
+
+
+def test_a_token_that_the_model_does_not_have_is_refused():
+    assert fit(asked(), [49], FACTS)[0] == [49]
+    assert_invalid(unfit(2, token=50), "`inputs` holds token 50, but the model's vocabulary has only 50 tokens")
+    assert fit(asked(truncate=1), [50, 49], FACTS)[0] == [49]
+
+
+@given(length=st.integers(0, 250), max_new_tokens=st.none() | st.integers(1, 250), truncate=st.none() | st.integers(1, 100))
+@thorough
+def test_what_fits_is_never_more_than_the_slot_holds(length, max_new_tokens, truncate):
+    kept = min(length, truncate or length)
+    fits = 0 < kept <= 100 and kept + (max_new_tokens or 0) <= 120
+    if fits:
+        prompt, follow = fit(asked(max_new_tokens, truncate), [1] * length, FACTS)
+        assert len(prompt) == kept
+        assert follow == (max_new_tokens or 120 - kept)
+    else:
+        assert unfit(length, max_new_tokens=max_new_tokens, truncate=truncate).status == 422
+
+
+# Shapes on the wire
+
+X = TokenOut(5, " x", -0.5, False)
+END = TokenOut(2, "</s>", -0.25, True)
+
+
+def test_an_event_of_a_stream():
+    assert encode(schema.StreamResponse(1, X)) == (
+        b'{"index":1,"token":{"id":5,"text":" x","logprob":-0.5,"special":false},"generated_text":null,"details":null}'
+    )
+
+
+def test_an_event_with_top_tokens():
+    assert encode(schema.StreamResponse(1, X, top_tokens=[X, END])) == (
+        b'{"index":1,"token":{"id":5,"text":" x","logprob":-0.5,"special":false},"top_tokens":['
+        b'{"id":5,"text":" x","logprob":-0.5,"special":false},{"id":2,"text":"</s>","logprob":-0.25,"special":true}],'
+        b'"generated_text":null,"details":null}'
+    )
+
+
+def test_the_last_event_of_a_stream():
+    details = schema.StreamDetails("eos_token", 2, None, 7)
+    assert encode(schema.StreamResponse(2, END, generated_text=" x y", details=details)) == (
+        b'{"index":2,"token":{"id":2,"text":"</s>","logprob":-0.25,"special":true},"generated_text":" x y",'
+        b'"details":{"finish_reason":"eos_token","generated_tokens":2,"seed":null,"input_length":7}}'
+    )
+    assert b'"generated_text":" x","details":null}' in encode(schema.StreamResponse(2, END, generated_text=" x"))
+
+
+def test_an_answer_without_details():
+    assert encode(schema.GenerateResponse(" x é\n")) == '{"generated_text":" x é\\n"}'.encode()
+
+
+def test_an_answer_with_details():
+    details = schema.Details("length", 1, None, [], [X])
+    assert encode(schema.GenerateResponse(" x", details)) == (
+        b'{"generated_text":" x","details":{"finish_reason":"length","generated_tokens":1,"seed":null,"prefill":[],'
+        b'"tokens":[{"id":5,"text":" x","logprob":-0.5,"special":false}]}}'
+    )
+
+
+def test_an_answer_with_top_tokens_and_a_seed():
+    details = schema.Details("stop_sequence", 1, 2**64 - 1, [], [X], [[X]])
+    assert encode(schema.GenerateResponse(" x", details)) == (
+        b'{"generated_text":" x","details":{"finish_reason":"stop_sequence","generated_tokens":1,"seed":18446744073709551615,'
+        b'"prefill":[],"tokens":[{"id":5,"text":" x","logprob":-0.5,"special":false}],'
+        b'"top_tokens":[[{"id":5,"text":" x","logprob":-0.5,"special":false}]]}}'
+    )
+
+
+def test_a_logprob_that_is_no_number_is_null():
+    for value in (math.nan, -math.inf):
+        assert b'"logprob":null' in encode(TokenOut(5, "x", shortest_float(value), False))
+
+
+def test_info_tells_tgis_keys_in_their_order_and_then_ours():
+    config = replace(CONFIG, max_concurrent_requests=77, web_concurrency=3)
+    assert encode(schema.Info.of(config, FACTS)).decode() == (
+        '{"model_id":"someone/model","model_sha":"abc123","model_pipeline_tag":null,"max_concurrent_requests":77,'
+        '"max_best_of":1,"max_stop_sequences":4,"max_input_tokens":100,"max_total_tokens":120,"validation_workers":3,'
+        f'"max_client_batch_size":1,"router":"neuron-textgen","version":"{VERSION}","sha":null,"docker_label":null,'
+        '"max_batch_size":8,"model_device_type":"cpu","model_dtype":"float32","eos_token_ids":[2,7]}'
+    )
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "retry_after_s", "body"),
+    [
+        (schema.invalid("no"), 422, None, b'{"error":"Input validation error: no","error_type":"validation"}'),
+        (schema.overloaded(), 429, 1, b'{"error":"Model is overloaded","error_type":"overloaded"}'),
+        (
+            schema.generation_failed("it broke"),
+            424,
+            None,
+            b'{"error":"Request failed during generation: it broke","error_type":"generation"}',
+        ),
+        (schema.incomplete(), 500, None, b'{"error":"Incomplete generation","error_type":"incomplete_generation"}'),
+        (schema.unhealthy("loading"), 503, 5, b'{"error":"unhealthy","error_type":"healthcheck","phase":"loading"}'),
+        (
+            schema.not_ready("loading"),
+            503,
+            5,
+            b'{"error":"The model cannot take requests now: loading","error_type":"unavailable","phase":"loading"}',
+        ),
+    ],
+    ids=lambda value: getattr(value, "error_type", None),
+)
+def test_errors_are_told_in_tgis_shape(error, status, retry_after_s, body):
+    assert (error.status, error.retry_after_s, error.json) == (status, retry_after_s, body)
+    assert str(error) == error.body["error"]
+
+
+# Numbers
+
+
+def float32(value: float) -> float:
+    return struct.unpack("<f", struct.pack("<f", value))[0]
+
+
+@pytest.mark.parametrize(
+    "text", ["-0.34", "-0.5", "-1.0", "0.0", "-0.1", "-12.345679", "-0.000123456", "-16.777217", "-100.12346", "-1.1920929e-07"]
+)
+def test_a_logprob_is_written_as_tgi_writes_it(text):
+    written = shortest_float(float32(float(text)))
+    assert encode(written) == encode(float(text))
+
+
+@given(st.floats(-300, 0, width=32, allow_subnormal=False))
+@thorough
+def test_a_logprob_has_the_fewest_digits_that_tell_it_apart(value):
+    written = shortest_float(value)
+    assert float32(written) == value, "read back as a float32 it is the same"
+    digits = len(f"{written!r}".split("e")[0].replace("-", "").replace(".", "").strip("0"))
+    assert digits <= 9
+    assert digits <= 1 or float32(float(f"{value:.{digits - 1}g}")) != value, "one digit less would be another number"
