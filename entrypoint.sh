@@ -24,9 +24,8 @@ setting() { sed -n "s/^ *\"$1\": \([0-9]*\).*/\1/p" "$run_dir/config.json"; }
 boot_deadline=$((SECONDS + $(setting startup_timeout)))
 grace=$(setting graceful_termination_timeout)
 
-signal=
-trap 'signal=TERM' TERM
-trap 'signal=INT' INT
+stops=0 # how often we were asked to stop; bash runs no trap inside a trap, so the handler only counts
+trap 'stops=$((stops + 1))' TERM INT
 "$python" "$here/worker.py" &
 worker=$!
 "$python" "$here/web.py" &
@@ -34,11 +33,10 @@ web=$!
 
 running() { kill -0 "$1" 2>/dev/null; }
 
-# Waits until a process has ended, at most $2 seconds.
-ended_within() {
+# Waits until a process has ended, at most $2 seconds, or until we were asked to stop more than $3 times.
+wait_for() {
     local deadline=$((SECONDS + $2))
-    while running "$1" && [ "$SECONDS" -le "$deadline" ]; do sleep 0.05; done
-    ! running "$1"
+    while running "$1" && [ "$SECONDS" -le "$deadline" ] && [ "$stops" -le "${3:-$stops}" ]; do sleep 0.05; done
 }
 
 # Ends whatever is left, and gives the exit code of the run.
@@ -48,21 +46,23 @@ finish() {
     exit "$1"
 }
 
-while running "$worker" && running "$web" && [ -z "$signal" ]; do
+while running "$worker" && running "$web" && [ "$stops" -eq 0 ]; do
     if [ ! -e "$run_dir/ready" ] && [ "$SECONDS" -ge "$boot_deadline" ]; then
         echo "error: the model was not ready within --startup-timeout (STARTUP_TIMEOUT) $(setting startup_timeout) s" >&2
         finish 1
     fi
-    sleep 0.2 &
+    sleep 0.5 &
     wait -n "$worker" "$web" $!
 done
 
-if [ -n "$signal" ]; then
-    # First the web processes: they take nothing new and finish what runs, for which they need the worker.
+if [ "$stops" -gt 0 ]; then
+    # The web processes take nothing new and finish what runs, for which they need the worker. When that takes too long, or
+    # when we are asked again, the worker ends first, and what still runs is told so.
     kill -TERM "$web" 2>/dev/null
-    ended_within "$web" "$((grace + 2))"
+    wait_for "$web" "$grace" 1
     kill -TERM "$worker" 2>/dev/null
-    ended_within "$worker" 5
+    wait_for "$worker" 5
+    wait_for "$web" 2
     finish 0
 fi
 
@@ -70,8 +70,8 @@ if ! running "$worker"; then
     wait "$worker"
     code=$?
     [ "$code" -eq 2 ] || echo "error: the worker process ended with code $code" >&2
-    kill -TERM "$web" 2>/dev/null # open requests have been answered with an error by now; these answers may go out
-    ended_within "$web" 2
+    kill -TERM "$web" 2>/dev/null # open requests are being answered with an error; these answers may go out
+    wait_for "$web" 2
 else
     wait "$web"
     code=$?

@@ -79,7 +79,7 @@ class Worker:
 
     def leave(self, request_id: int, reason: str) -> None:
         """Gives up a request. Nothing happens when it has ended; else its id is kept until the worker has ended it."""
-        if request_id in self._inboxes:
+        if self._inboxes.get(request_id) is not None:
             self._inboxes[request_id] = None
             self._end.send(Cancel(request_id, reason))
 
@@ -407,7 +407,7 @@ class Server(gunicorn.app.base.BaseApplication):
             "worker_connections": max(1000, 2 * threads),
             "keepalive": 75,
             "timeout": 120,  # of gunicorn's own heartbeat, not of a request
-            "graceful_timeout": int(self._config.graceful_termination_timeout),
+            "graceful_timeout": int(self._config.graceful_termination_timeout) + 5,  # entrypoint.sh is the one that counts
             "worker_tmp_dir": "/dev/shm" if Path("/dev/shm").is_dir() else None,
             "control_socket_disable": True,
             "logger_class": _GunicornLog,

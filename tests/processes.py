@@ -1,5 +1,6 @@
 """Starts the real server, as a person would, and sees to it that nothing of it is left."""
 
+import contextlib
 import http.client
 import json
 import os
@@ -50,9 +51,10 @@ class Server:
 
     def __exit__(self, *_):
         self.process.kill()
-        for pid in self.survivors():
-            os.kill(pid, signal.SIGKILL)
         self.process.wait()
+        for pid in self.survivors():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
         subprocess.run(["rm", "-rf", str(self.tmp)], check=True)
 
     @property
@@ -100,6 +102,10 @@ class Server:
     def pids(self, script):
         """The processes that run `script`, the oldest first (for web.py that is gunicorn's master)."""
         return sorted(pid for pid, command in self.processes() if script in command)
+
+    def listens(self):
+        with socket.socket() as s:
+            return s.connect_ex(("127.0.0.1", self.port)) == 0
 
     def request(self, method, path, body=None, **headers):
         """An open http.client response; close it when done."""

@@ -9,8 +9,7 @@ import socket
 import pytest
 from fakes.tokenizer import VOCABULARY, byte_tokenizer
 from processes import Server, events, memory_mb, wait_until
-from tiny_models import GROUPED, save_checkpoint
-from transformers import LlamaConfig
+from tiny_models import llama, save_checkpoint
 
 from config import DEMO_MODEL
 
@@ -41,7 +40,7 @@ def tiny_model(tmp_path_factory):
 
 
 def save_tiny_model(folder):
-    save_checkpoint(folder, LlamaConfig(**GROUPED | {"vocab_size": VOCABULARY, "max_position_embeddings": 4096}))
+    save_checkpoint(folder, llama(vocab_size=VOCABULARY, max_position_embeddings=4096))
 
 
 def test_a_question_is_answered_and_the_answer_ends_by_itself(server):
@@ -111,6 +110,18 @@ def test_a_slot_is_free_soon_after_its_client_hangs_up(tiny_model, route):
         client.close()
         server.wait_idle()
         assert "finish_reason=client_hung_up" in server.log
+
+
+def test_a_second_sigterm_ends_at_once_and_the_streams_are_told(tiny_model):
+    with Server("--model-id", tiny_model, "--max-total-tokens", "4096", "--max-batch-size", "1") as server:
+        server.wait_ready()
+        stream = events(server.request("POST", "/generate_stream", {"inputs": "ab", "parameters": {"max_new_tokens": 4000}}))
+        next(stream)
+        server.process.send_signal(signal.SIGTERM)
+        wait_until(lambda: not server.listens(), "the first signal has its effect")
+        server.process.send_signal(signal.SIGTERM)
+        assert list(stream)[-1]["error"].endswith("the server is stopping")
+        assert server.wait_exit() == 0
 
 
 def test_every_web_process_answers_and_none_carries_torch(server):

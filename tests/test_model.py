@@ -29,7 +29,7 @@ from config import HERE, Config, Manifest
 from model import ModelError, convert_tokenizer, load
 
 LENGTHS = (1, 2, 5, 11, 20, POSITIONS - 1)  # around the sliding window of 8, and as long as a prompt can be
-PROMPTS_PER_LENGTH = 2
+PROMPTS_PER_LENGTH = 2  # one for the families that are only looked at quickly
 CANDIDATES = 6
 MARGIN = 1e-3  # a smaller lead of the likeliest token could turn with the order in which numbers are added up
 
@@ -66,9 +66,8 @@ class Zoo:
     def _generate(self, family: str) -> list[Reference]:
         reference = reference_model(self.folder(family))
         random = torch.Generator().manual_seed(1)
-        return [
-            found for length in LENGTHS for found in itertools.islice(clear_cut(reference, length, random), PROMPTS_PER_LENGTH)
-        ]
+        most = PROMPTS_PER_LENGTH if family in tiny_models.FAMILIES else 1
+        return [found for length in LENGTHS for found in itertools.islice(clear_cut(reference, length, random), most)]
 
     def _serve(self, family: str, slots: int):
         return serve(self.folder(family), max_batch_size=slots)
@@ -418,7 +417,7 @@ def test_an_encoder_decoder_is_refused(tmp_path):
 
 def test_a_model_that_is_no_language_model_is_refused(tmp_path):
     transformers.ViTConfig().save_pretrained(tmp_path)
-    assert "vit models do not continue text" in refusal(tmp_path, max_total_tokens=POSITIONS)
+    assert "vit models do not continue text" in refusal(tmp_path)
 
 
 UNFIT = {
@@ -438,13 +437,15 @@ UNFIT = {
         num_experts_per_tok=2,
     ),
     "bloom": lambda: transformers.BloomConfig(**tiny_models._VOCABULARY, hidden_size=48, n_head=4, n_layer=2),
+    "openai-gpt": lambda: transformers.OpenAIGPTConfig(**tiny_models._NARROW),
     "lfm2": lambda: transformers.Lfm2Config(**tiny_models._GROUPED, layer_types=["conv", "full_attention"]),
 }
 
 
 @pytest.mark.parametrize("family", UNFIT)
 def test_a_family_that_slots_cannot_share_is_refused(tmp_path, family):
-    """BERT looks ahead, Mamba and LFM2 keep a state, GPT-Neo's window and BLOOM's bias are their own, gpt-oss has sinks."""
+    """BERT looks ahead, Mamba and LFM2 keep a state, gpt-oss has sinks, GPT-Neo's window and BLOOM's bias are their own, and
+    the first GPT has no cache."""
     folder = save_checkpoint(tmp_path, UNFIT[family]())
     assert "static batch" in refusal(folder)
 
@@ -452,7 +453,8 @@ def test_a_family_that_slots_cannot_share_is_refused(tmp_path, family):
 @pytest.mark.parametrize("family", ["mamba", "bloom", "lfm2"])
 def test_a_family_that_cannot_even_run_in_slots_is_named(tmp_path, family):
     folder = save_checkpoint(tmp_path, UNFIT[family]())
-    assert refusal(folder).startswith(f"{family} models cannot be served on a static batch")
+    message = refusal(folder)
+    assert f"{family} model" in message and "static batch" in message
 
 
 def test_a_folder_without_weights_is_refused(tmp_path):
@@ -484,9 +486,7 @@ def test_a_checkpoint_that_lacks_a_shard_is_refused(tmp_path):
     folder = save_checkpoint(tmp_path, tiny_models.llama())
     weights = load_file(folder / "model.safetensors")
     os.rename(folder / "model.safetensors", folder / "model-00001-of-00002.safetensors")
-    files = {name: "model-00001-of-00002.safetensors" for name in weights} | {
-        "lm_head.weight": "model-00002-of-00002.safetensors"
-    }
+    files = dict.fromkeys(weights, "model-00001-of-00002.safetensors") | {"lm_head.weight": "model-00002-of-00002.safetensors"}
     (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": files}))
     assert "model-00002-of-00002.safetensors" in refusal(folder)
 
@@ -537,7 +537,7 @@ def test_code_that_comes_with_a_model_is_not_run_unasked(tmp_path):
     (tmp_path / "configuration_own.py").write_text(f"open({str(ran)!r}, 'w').close()")
     own = {"AutoConfig": "configuration_own.OwnConfig", "AutoModelForCausalLM": "configuration_own.OwnModel"}
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "own", "auto_map": own}))
-    assert "trust_remote_code" in refusal(tmp_path)
+    assert "code" in refusal(tmp_path)
     assert not ran.exists()
 
 
@@ -571,7 +571,7 @@ def test_a_slow_tokenizer_is_converted_to_one_that_does_the_same(tmp_path, kind)
         assert ids == slow(text)["input_ids"]
         assert fast.decode(ids) == slow.decode(ids, skip_special_tokens=True)
         assert fast.decode(ids, skip_special_tokens=False) == slow.decode(ids)
-        assert fast.decode(ids) == text.replace(end, "") or text[:1] == " "
+    assert [fast.decode(fast.encode(text).ids) for text in tiny_models.TEXTS] == tiny_models.TEXTS
     assert not (folder / "tokenizer.json").exists()
 
 

@@ -1,0 +1,343 @@
+"""From logits to token ids: the distribution is exact, a seed decides alone, and no row and no parameter spoils another.
+
+The exact distributions are computed with transformers' own processors, in the order that is promised: penalties,
+temperature, top-k, top-p, typical-p.
+"""
+
+import math
+from collections import Counter
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import (
+    RepetitionPenaltyLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+    TypicalLogitsWarper,
+)
+
+from protocol import Sampling
+from sampling import Choice, Sampler, SamplingError, sample
+
+INF = math.inf
+VOCABULARY = 12
+LOGITS = torch.tensor([0.3, -1.2, 2.1, 1.9, 0.0, -0.4, 1.1, -2.5, 0.8, 1.5, -0.9, -INF])
+PROMPT = [2, 2, 5, 8, 11]
+GENERATED = [3, 3, 6, 3]
+DRAWS = 3000
+
+
+def exact_distribution(logits: torch.Tensor, sampling: Sampling, prompt: list[int], generated: list[int]) -> np.ndarray:
+    """What transformers would draw from, float64 [vocab]. The frequency penalty, which it lacks, is OpenAI's formula."""
+    ids, scores = torch.tensor([prompt + generated]), logits.double()[None].clone()
+    if sampling.repetition_penalty != 1.0:
+        scores = RepetitionPenaltyLogitsProcessor(sampling.repetition_penalty)(ids, scores)
+    for token in generated:
+        scores[0, token] -= sampling.frequency_penalty
+    scores = TemperatureLogitsWarper(sampling.temperature)(ids, scores)
+    if sampling.top_k:
+        scores = TopKLogitsWarper(sampling.top_k)(ids, scores)
+    if sampling.top_p < 1.0:
+        scores = TopPLogitsWarper(sampling.top_p)(ids, scores)
+    if sampling.typical_p < 1.0:
+        scores = TypicalLogitsWarper(sampling.typical_p)(ids, scores)
+    return torch.softmax(scores[0], dim=-1).numpy()
+
+
+def chi_square_excess(counts: Counter, expected: np.ndarray) -> float:
+    """Pearson's statistic over its critical value at p = 0.001: above 1, the counts are not drawn from `expected`.
+
+    Cells that expect fewer than five are added up. The critical value is Wilson and Hilferty's approximation (1931).
+    """
+    total = sum(counts.values())
+    if any(expected[token] == 0 for token in counts):
+        return INF
+    cells = sorted((share * total, counts[token]) for token, share in enumerate(expected) if share > 0)
+    rare = [cell for cell in cells if cell[0] < 5]
+    cells = cells[len(rare) :] + ([(sum(e for e, _ in rare), sum(o for _, o in rare))] if rare else [])
+    freedom = len(cells) - 1
+    statistic = sum((observed - expected) ** 2 / expected for expected, observed in cells)
+    if freedom == 0:
+        return 0.0
+    z = 3.0902  # of the normal distribution at 0.999
+    return statistic / (freedom * (1 - 2 / (9 * freedom) + z * math.sqrt(2 / (9 * freedom))) ** 3)
+
+
+def tokens_of(choices: list[Choice | Exception]) -> list[int]:
+    for choice in choices:
+        if isinstance(choice, Exception):
+            raise choice
+    return [choice.token for choice in choices]
+
+
+def sampler_after(sampling: Sampling, prompt: list[int], generated: list[int]) -> Sampler:
+    sampler = Sampler(sampling, prompt)
+    for token in generated:
+        sampler.record(token)
+    return sampler
+
+
+def first_draws(prompt: list[int], generated: list[int], **parameters) -> Counter:
+    """What the seeds 0, 1, 2, ... choose as the token after `prompt` and `generated`."""
+    samplers = [sampler_after(Sampling(seed=seed, **parameters), prompt, generated) for seed in range(DRAWS)]
+    return Counter(tokens_of(sample(LOGITS.expand(DRAWS, -1), samplers)))
+
+
+PARAMETERS = [
+    {},
+    {"temperature": 0.5},
+    {"temperature": 1.7},
+    {"top_k": 1},
+    {"top_k": 4},
+    {"top_k": 100},
+    {"top_p": 0.6},
+    {"top_p": 0.95},
+    {"typical_p": 0.2},
+    {"typical_p": 0.7},
+    {"typical_p": 0.95},
+    {"repetition_penalty": 1.4},
+    {"repetition_penalty": 0.7},
+    {"frequency_penalty": 0.6},
+    {"frequency_penalty": -0.5},
+    {"temperature": 1.3, "top_k": 7, "top_p": 0.9},
+    {"temperature": 1.5, "top_k": 8, "typical_p": 0.8},
+    {"temperature": 0.8, "top_k": 9, "top_p": 0.95, "typical_p": 0.9, "repetition_penalty": 1.2, "frequency_penalty": 0.4},
+]
+
+
+@pytest.mark.parametrize("parameters", PARAMETERS, ids=str)
+def test_tokens_are_drawn_from_exactly_the_distribution_that_was_asked_for(parameters):
+    expected = exact_distribution(LOGITS, Sampling(**parameters), PROMPT, GENERATED)
+    assert chi_square_excess(first_draws(PROMPT, GENERATED, **parameters), expected) < 1
+
+
+@pytest.mark.parametrize("parameters", [{}, {"temperature": 0.6, "top_k": 6}, {"temperature": 2.0, "top_p": 0.9}], ids=str)
+def test_the_tokens_of_one_seed_follow_the_distribution_too(parameters):
+    sampler = Sampler(Sampling(seed=7, **parameters), PROMPT)
+    counts = Counter(tokens_of(sample(LOGITS[None], [sampler]))[0] for _ in range(DRAWS))
+    assert chi_square_excess(counts, exact_distribution(LOGITS, Sampling(**parameters), PROMPT, [])) < 1
+
+
+@pytest.mark.parametrize(
+    ("drawn", "claimed"),
+    [
+        ({"temperature": 1.0}, {"temperature": 1.2}),
+        ({"top_k": 5}, {"top_k": 6}),
+        ({"top_p": 0.9}, {"top_p": 0.95}),
+        ({"typical_p": 0.6}, {"top_p": 0.6}),
+        ({"repetition_penalty": 1.1}, {"repetition_penalty": 1.3}),
+        ({"frequency_penalty": 0.4}, {"frequency_penalty": 0.6}),
+    ],
+    ids=str,
+)
+def test_the_chi_square_test_tells_near_distributions_apart(drawn, claimed):
+    expected = exact_distribution(LOGITS, Sampling(**claimed), PROMPT, GENERATED)
+    assert chi_square_excess(first_draws(PROMPT, GENERATED, **drawn), expected) > 1
+
+
+def test_the_repetition_penalty_counts_the_prompt_and_the_frequency_penalty_does_not():
+    logits = torch.tensor([[2.0, 1.9, -1.0]])
+
+    def greedy(prompt, **penalty):
+        return tokens_of(sample(logits, [Sampler(Sampling(**penalty), prompt)]))
+
+    assert greedy([2], repetition_penalty=1.5) == [0]
+    assert greedy([0], repetition_penalty=1.5) == [1]
+    assert greedy([0, 1, 2], repetition_penalty=100.0) == [0]
+    assert greedy([0, 0, 0], frequency_penalty=2.0) == [0]
+
+
+def test_greedy_applies_a_repetition_penalty_to_what_it_generated():
+    sampler = Sampler(Sampling(repetition_penalty=1.5), [3])
+    logits = torch.tensor([[3.0, 2.5, 2.2, -1.0]])
+    assert [tokens_of(sample(logits, [sampler]))[0] for _ in range(4)] == [0, 1, 2, 0]
+
+
+def test_greedy_applies_a_frequency_penalty_once_for_each_time_a_token_was_generated():
+    sampler = Sampler(Sampling(frequency_penalty=0.5), [0])
+    logits = torch.tensor([[3.0, 2.2, 1.9, -1.0]])
+    # 3.0 | 2.5 | 2.0 2.2 | 2.0 1.7 | 1.5 1.7 1.9 | 1.5 1.7 1.4
+    assert [tokens_of(sample(logits, [sampler]))[0] for _ in range(6)] == [0, 0, 1, 0, 2, 1]
+
+
+def test_a_penalty_below_one_draws_a_token_back():
+    logits = torch.tensor([[2.0, 1.9, -1.0]])
+    assert tokens_of(sample(logits, [Sampler(Sampling(repetition_penalty=0.5), [1])])) == [1]
+    sampler = Sampler(Sampling(frequency_penalty=-1.0), [0])
+    sampler.record(1)
+    assert tokens_of(sample(logits, [sampler])) == [1]
+
+
+MANY_KINDS = [
+    Sampling(),
+    Sampling(seed=1),
+    Sampling(seed=2, temperature=0.7, top_k=5),
+    Sampling(seed=3, top_p=0.8, repetition_penalty=1.3),
+    Sampling(seed=4, typical_p=0.7, frequency_penalty=0.5),
+    Sampling(seed=1),
+    Sampling(repetition_penalty=1.2),
+]
+STEPS = 12
+
+
+def texts(order: list[int]) -> dict[int, list[Choice]]:
+    """What each request of MANY_KINDS in `order` generates in STEPS steps, all in one batch; each has its own logits."""
+    logits = torch.randn(STEPS, len(MANY_KINDS), 50, generator=torch.Generator().manual_seed(0)) * 2
+    samplers = [Sampler(MANY_KINDS[request], [1, 2, 3], top_n_tokens=request % 3) for request in order]
+    steps = [sample(logits[step, order], samplers) for step in range(STEPS)]
+    return {request: [step[row] for step in steps] for row, request in enumerate(order)}
+
+
+@given(order=st.permutations(range(len(MANY_KINDS))), crowd=st.integers(1, len(MANY_KINDS)))
+@settings(max_examples=60, deadline=None)
+def test_a_request_generates_the_same_alone_and_in_any_row_of_a_crowd(order, crowd):
+    together = texts(order[:crowd])
+    for request, choices in together.items():
+        assert choices == texts([request])[request]
+
+
+def test_a_seed_decides_and_another_seed_decides_otherwise():
+    logits = torch.zeros(1, 1000)
+
+    def text(seed):
+        sampler = Sampler(Sampling(seed=seed), [0])
+        return tuple(tokens_of(sample(logits, [sampler]))[0] for _ in range(10))
+
+    seeds = [0, 1, 2, 2**32, 2**63, 2**64 - 1]
+    assert len({text(seed) for seed in seeds}) == len(seeds)
+    assert [text(seed) for seed in seeds] == [text(seed) for seed in seeds]
+
+
+anything = st.floats(allow_nan=False, allow_infinity=False, width=32)
+numbers = st.floats(-30, 30, width=32) | st.floats(-(2**17), 2**17, width=32) | anything | st.just(-INF)
+rows = st.lists(numbers, min_size=1, max_size=40).filter(lambda row: max(row) > -INF)
+
+
+def log_softmax(row: list[float]) -> list[float]:
+    """The definition, in float64."""
+    peak = max(row)
+    normalizer = math.log(math.fsum(math.exp(x - peak) for x in row))
+    return [x - peak - normalizer for x in row]
+
+
+@given(row=rows, seed=st.none() | st.integers(0, 2**64 - 1), temperature=st.floats(0.1, 3.0), data=st.data())
+@settings(max_examples=300, deadline=None)
+def test_log_probabilities_are_log_softmax_of_the_models_own_logits(row, seed, temperature, data):
+    prompt = data.draw(st.lists(st.integers(0, len(row) - 1), min_size=1, max_size=5))
+    sampling = Sampling(seed=seed, temperature=temperature, repetition_penalty=1.2, frequency_penalty=0.3)
+    (choice,) = sample(torch.tensor([row]), [Sampler(sampling, prompt, top_n_tokens=len(row))])
+    expected = log_softmax(row)
+    assert choice.logprob == pytest.approx(expected[choice.token], abs=1e-4, rel=1e-6)
+    assert dict(choice.top) == pytest.approx(dict(enumerate(expected)), abs=1e-4, rel=1e-6)
+
+
+@given(row=rows, n=st.integers(1, 50))
+@settings(max_examples=300, deadline=None)
+def test_greedy_is_the_likeliest_and_top_tokens_are_the_likeliest_ones_in_order(row, n):
+    (choice,) = sample(torch.tensor([row]), [Sampler(Sampling(), [0], top_n_tokens=n)])
+    ranking = sorted(range(len(row)), key=lambda token: (-row[token], token))
+    assert choice.token == ranking[0]
+    assert [token for token, _logprob in choice.top] == ranking[:n]
+
+
+def test_no_top_tokens_unless_they_are_asked_for():
+    (choice,) = sample(LOGITS[None], [Sampler(Sampling(), [0])])
+    assert choice.top == []
+
+
+def test_logits_stay_as_they_are():
+    logits = LOGITS.expand(3, -1).clone()
+    kinds = [Sampling(), Sampling(seed=1, top_p=0.5), Sampling(repetition_penalty=2.0, frequency_penalty=1.0)]
+    samplers = [sampler_after(sampling, PROMPT, GENERATED) for sampling in kinds]
+    tokens_of(sample(logits, samplers))
+    assert torch.equal(logits, LOGITS.expand(3, -1))
+
+
+EXTREMES = [
+    {"temperature": 1e-300},
+    {"temperature": 5e-324},
+    {"temperature": 1e300},
+    {"repetition_penalty": 1e-300},
+    {"repetition_penalty": 1e300},
+    {"repetition_penalty": 1e300, "temperature": 1e300},
+    {"repetition_penalty": 1e-300, "temperature": 1e-300},
+    {"frequency_penalty": 2.0, "temperature": 1e-300},
+    {"frequency_penalty": -2.0, "temperature": 1e300},
+    {"top_k": 10**9},
+    {"top_k": 2**31 - 1, "top_p": 1e-300},
+    {"top_p": 1e-300},
+    {"top_p": 1 - 1e-16},
+    {"typical_p": 1e-300},
+    {"typical_p": 1 - 1e-16, "temperature": 1e300},
+    {"typical_p": 0.5, "top_p": 1e-300, "top_k": 1, "temperature": 1e-300},
+]
+EXTREME_ROWS = {
+    "usual": LOGITS.tolist(),
+    "all equal": [1.0] * VOCABULARY,
+    "all negative": [-float(token) - 1 for token in range(VOCABULARY)],
+    "huge": [3e38, -3e38, 1e30, -1e30, 3.3e38, 0.0, 1e-38, -1e-38, 1e-45, 1.0, -1.0, -INF],
+    "one is possible": [-INF] * 7 + [-5.0] + [-INF] * 4,
+}
+
+
+@pytest.mark.parametrize("seed", [None, 0, 2**64 - 1])
+@pytest.mark.parametrize("row", EXTREME_ROWS)
+@pytest.mark.parametrize("parameters", EXTREMES, ids=str)
+def test_extreme_parameters_always_choose_a_possible_token(parameters, row, seed):
+    logits = torch.tensor([EXTREME_ROWS[row]])
+    sampler = sampler_after(Sampling(seed=seed, **parameters), list(range(VOCABULARY)), GENERATED)
+    for _ in range(10):
+        (choice,) = sample(logits, [sampler])
+        assert isinstance(choice, Choice), choice
+        assert 0 <= choice.token < VOCABULARY
+        assert logits[0, choice.token] > -INF
+        assert -INF < choice.logprob <= 1e-6
+
+
+parameters = st.fixed_dictionaries(
+    {
+        "seed": st.none() | st.integers(0, 2**64 - 1),
+        "temperature": st.floats(0, exclude_min=True, allow_infinity=False, allow_nan=False),
+        "top_k": st.integers(0, 2**31 - 1),
+        "top_p": st.floats(0, 1, exclude_min=True),
+        "typical_p": st.floats(0, 1, exclude_min=True),
+        "repetition_penalty": st.floats(0, exclude_min=True, allow_infinity=False, allow_nan=False),
+        "frequency_penalty": st.floats(-2, 2),
+    }
+)
+
+
+@given(row=rows, parameters=parameters, data=st.data())
+@settings(max_examples=500, deadline=None)
+def test_no_parameters_and_no_logits_bring_anything_but_a_possible_token(row, parameters, data):
+    ids = st.lists(st.integers(0, len(row) - 1), min_size=1, max_size=8)
+    sampler = sampler_after(Sampling(**parameters), data.draw(ids), data.draw(ids))
+    (choice,) = sample(torch.tensor([row]), [sampler])
+    assert isinstance(choice, Choice), choice
+    assert row[choice.token] > -INF
+
+
+@pytest.mark.parametrize("sampling", [Sampling(), Sampling(seed=3), Sampling(repetition_penalty=1.2)])
+@pytest.mark.parametrize("spoilt", [math.nan, INF])
+def test_a_row_that_is_no_number_fails_alone(sampling, spoilt):
+    logits = LOGITS.expand(3, -1).clone()
+    logits[1, 4] = spoilt
+    first, failed, last = sample(logits, [Sampler(sampling, [0]) for _ in range(3)])
+    (alone,) = sample(LOGITS[None], [Sampler(sampling, [0])])
+    assert isinstance(failed, SamplingError)
+    assert first == last == alone
+
+
+@pytest.mark.parametrize("value", [math.nan, INF, -INF])
+def test_a_row_of_nothing_but_spoilt_logits_fails(value):
+    (failed,) = sample(torch.full((1, VOCABULARY), value), [Sampler(Sampling(seed=1), [0])])
+    assert isinstance(failed, SamplingError)
+
+
+def test_a_vocabulary_of_one_token_leaves_no_choice():
+    sampler = Sampler(Sampling(seed=1, top_k=1, top_p=0.5, typical_p=0.5), [0], top_n_tokens=5)
+    assert sample(torch.tensor([[4.0]]), [sampler]) == [Choice(0, 0.0, [(0, 0.0)])]
