@@ -33,10 +33,9 @@ web=$!
 
 running() { kill -0 "$1" 2>/dev/null; }
 
-# Waits until a process has ended, at most $2 seconds, or until we were asked to stop more than $3 times.
+# Waits until a process has ended, until $2 (in SECONDS), or until we were asked to stop more than $3 times.
 wait_for() {
-    local deadline=$((SECONDS + $2))
-    while running "$1" && [ "$SECONDS" -le "$deadline" ] && [ "$stops" -le "${3:-$stops}" ]; do sleep 0.05; done
+    while running "$1" && [ "$SECONDS" -le "$2" ] && [ "$stops" -le "${3:-$stops}" ]; do sleep 0.05; done
 }
 
 # Ends whatever is left, and gives the exit code of the run.
@@ -56,13 +55,15 @@ while running "$worker" && running "$web" && [ "$stops" -eq 0 ]; do
 done
 
 if [ "$stops" -gt 0 ]; then
-    # The web processes take nothing new and finish what runs, for which they need the worker. When that takes too long, or
-    # when we are asked again, the worker ends first, and what still runs is told so.
-    kill -TERM "$web" 2>/dev/null
-    wait_for "$web" "$grace" 1
+    # The worker takes nothing new, finishes what it has, and ends; the web processes answer 503 meanwhile. When that takes
+    # too long, or when we are asked again, a second signal ends it at once, and what still runs is told so.
+    deadline=$((SECONDS + grace))
     kill -TERM "$worker" 2>/dev/null
-    wait_for "$worker" 5
-    wait_for "$web" 2
+    wait_for "$worker" "$deadline" 1
+    kill -TERM "$worker" 2>/dev/null
+    wait_for "$worker" $((SECONDS + 5))
+    kill -TERM "$web" 2>/dev/null # what is still being written may be read to its end
+    wait_for "$web" $((SECONDS + 2 > deadline ? SECONDS + 2 : deadline)) 1
     finish 0
 fi
 
@@ -71,7 +72,7 @@ if ! running "$worker"; then
     code=$?
     [ "$code" -eq 2 ] || echo "error: the worker process ended with code $code" >&2
     kill -TERM "$web" 2>/dev/null # open requests are being answered with an error; these answers may go out
-    wait_for "$web" 2
+    wait_for "$web" $((SECONDS + 2))
 else
     wait "$web"
     code=$?

@@ -81,7 +81,7 @@ class Tokens(msgspec.Struct, tag="tokens", frozen=True):
 class End(msgspec.Struct, tag="end", frozen=True):
     """Worker → web: the request `id` ends without a (further) token.
 
-    `reason`: "cancelled", "overloaded" (refused at once), or "failed" with a `message` that a client may read.
+    `reason`: "cancelled", "overloaded" or "draining" (refused at once), or "failed" with a `message` that a client may read.
     """
 
     id: int

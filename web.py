@@ -61,10 +61,10 @@ class Worker:
     @property
     def phase(self) -> str:
         """ "ready" when requests are taken, else what is going on."""
-        if self._lost:
-            return "dead"
         if self._status is None:
-            return "starting"
+            return "dead" if self._lost else "starting"
+        if self._lost and self._status.phase != "draining":
+            return "dead"
         if self._status.phase == "ready" and self.tokenizer is None:
             return "loading"
         return self._status.phase
@@ -113,7 +113,7 @@ class Worker:
     def _on_lost(self) -> None:
         self._lost = True
         for request_id in list(self._inboxes):
-            self._deliver(End(request_id, "lost"), last=True)
+            self._deliver(End(request_id, "dead"), last=True)
 
 
 class Generation:
@@ -185,8 +185,8 @@ class Generation:
 def _why_it_ended(end: End) -> ApiError:
     if end.reason == "overloaded":
         return schema.overloaded()
-    if end.reason == "lost":
-        return schema.not_ready("dead")
+    if end.reason in ("draining", "dead"):
+        return schema.not_ready(end.reason)
     if end.reason == "failed":
         return schema.generation_failed(end.message)
     return schema.incomplete()
@@ -394,13 +394,13 @@ class Server(gunicorn.app.base.BaseApplication):
 
     def __init__(self, config: Config, listener: socket.socket):
         self._config = config
-        self._listener = listener
+        self._listener_fd = listener.detach()  # gunicorn's from now on
         super().__init__()
 
     def load_config(self) -> None:
         threads = self._config.max_concurrent_requests + PROBE_THREADS
         settings = {
-            "bind": [f"fd://{self._listener.fileno()}"],
+            "bind": [f"fd://{self._listener_fd}"],
             "workers": self._config.web_concurrency,
             "worker_class": "gthread",
             "threads": threads,

@@ -75,7 +75,8 @@ class Worker:
     web_processes: int = 0  # how many to wait for before saying "Connected"
     queue: deque[Request] = field(default_factory=deque)
     steps: int = 0
-    stopping: bool = False
+    draining: bool = False  # nothing new is taken
+    stopping: bool = False  # what runs is given up, too
 
     def __post_init__(self):
         self.slots = Slots([None] * self.model.batch_size)
@@ -84,9 +85,9 @@ class Worker:
         self._gained: dict[bytes, list[Token]] = defaultdict(list)
 
     def run(self) -> None:
-        """Serves until `stop`."""
+        """Serves until `stop`, or until everything is done after `drain`."""
         self._report()
-        while not self.stopping:
+        while not self.stopping and (self._known or not self.draining):
             self.receive()
             self.admit()
             self.send()  # a first token does not wait for the others' step
@@ -94,6 +95,11 @@ class Worker:
             self.send()
         for request in list(self._known.values()):
             self._end(request, "failed", "the server is stopping")
+
+    def drain(self) -> None:
+        """Refuses what is new; the loop ends with the last request. May be called from a signal handler."""
+        self.draining = True
+        self.end.interrupt()
 
     def stop(self) -> None:
         """Ends the loop after the step that is running. May be called from a signal handler."""
@@ -161,7 +167,7 @@ class Worker:
     def _report(self) -> None:
         self.end.report(
             Status(
-                phase="ready",
+                phase="draining" if self.draining else "ready",
                 progress_at=time.monotonic(),
                 steps=self.steps,
                 running=self.slots.busy,
@@ -170,8 +176,8 @@ class Worker:
         )
 
     def _enqueue(self, peer: bytes, generate: Generate) -> None:
-        if len(self._known) >= self.max_concurrent_requests:
-            self.end.send(peer, End(generate.id, "overloaded"))
+        if self.draining or len(self._known) >= self.max_concurrent_requests:
+            self.end.send(peer, End(generate.id, "draining" if self.draining else "overloaded"))
             return
         request = Request(
             peer=peer,
@@ -324,7 +330,7 @@ def main() -> int:
     end = WorkerEnd(configuration.socket_address())
     try:
         worker = boot(config, end)
-        signal.signal(signal.SIGTERM, lambda *_: worker.stop())
+        signal.signal(signal.SIGTERM, lambda *_: worker.stop() if worker.draining else worker.drain())
         worker.run()
     except (ConfigError, ModelError) as error:
         logger.error("%s", error)

@@ -103,10 +103,6 @@ class Server:
         """The processes that run `script`, the oldest first (for web.py that is gunicorn's master)."""
         return sorted(pid for pid, command in self.processes() if script in command)
 
-    def listens(self):
-        with socket.socket() as s:
-            return s.connect_ex(("127.0.0.1", self.port)) == 0
-
     def request(self, method, path, body=None, **headers):
         """An open http.client response; close it when done."""
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=WAIT_S)

@@ -102,10 +102,8 @@ def test_a_slot_is_free_soon_after_its_client_hangs_up(tiny_model, route):
         server.wait_ready()
         body = json.dumps({"inputs": "ab", "parameters": {"max_new_tokens": 4000}}).encode()
         client = socket.create_connection(("127.0.0.1", server.port))
-        client.sendall(
-            f"POST {route} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n".encode()
-            + body
-        )
+        head = f"POST {route} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
+        client.sendall(head.encode() + body)
         wait_until(lambda: server.status().running == 1, "the request runs")
         client.close()
         server.wait_idle()
@@ -118,7 +116,7 @@ def test_a_second_sigterm_ends_at_once_and_the_streams_are_told(tiny_model):
         stream = events(server.request("POST", "/generate_stream", {"inputs": "ab", "parameters": {"max_new_tokens": 4000}}))
         next(stream)
         server.process.send_signal(signal.SIGTERM)
-        wait_until(lambda: not server.listens(), "the first signal has its effect")
+        wait_until(lambda: server.get("/health")[0] == 503, "the first signal has its effect")
         server.process.send_signal(signal.SIGTERM)
         assert list(stream)[-1]["error"].endswith("the server is stopping")
         assert server.wait_exit() == 0
@@ -165,15 +163,18 @@ def test_ctrl_c_ends_it_with_code_0():
         assert server.wait_exit() == 0
 
 
-def test_sigterm_lets_a_running_stream_finish(tiny_model):
-    with Server("--model-id", tiny_model, "--max-total-tokens", "600") as server:
+def test_sigterm_refuses_what_is_new_and_lets_a_running_stream_finish(tiny_model):
+    with Server("--model-id", tiny_model, "--max-total-tokens", "4096") as server:
         server.wait_ready()
-        stream = events(server.request("POST", "/generate_stream", {"inputs": "ab", "parameters": {"max_new_tokens": 500}}))
+        stream = events(server.request("POST", "/generate_stream", {"inputs": "ab", "parameters": {"max_new_tokens": 2000}}))
         next(stream)
         server.process.send_signal(signal.SIGTERM)
+        wait_until(lambda: server.get("/health")[0] == 503, "health says so")
+        status, refusal = server.generate("ab", max_new_tokens=2)
+        assert (status, refusal["phase"]) == (503, "draining")
         last = list(stream)[-1]
         assert last["generated_text"] is not None
-        assert last["index"] == 500
+        assert last["index"] == 2000
         assert server.wait_exit() == 0
 
 

@@ -308,6 +308,19 @@ def test_stopping_ends_every_open_request():
     assert bench.worker.slots.busy == 0
 
 
+def test_draining_finishes_what_is_known_and_refuses_what_is_new():
+    bench = Bench(batch_size=1)
+    bench.arrive(Generate(1, [1, 2], 6))
+    bench.arrive(Generate(2, [3], 6))
+    bench.turn()
+    bench.worker.drain()
+    bench.arrive(Generate(3, [4], 6))
+    bench.worker.run()
+    assert bench.ends[3] == "draining"
+    assert [bench.tokens[1], bench.tokens[2]] == [greedy([1, 2], 6), greedy([3], 6)]
+    assert bench.wire.status.phase == "draining"
+
+
 def test_sampled_tokens_do_not_depend_on_the_company():
     sampling = Sampling(seed=11, temperature=1.3, top_k=20)
     alone, crowded = Bench(), Bench()
