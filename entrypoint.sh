@@ -29,7 +29,7 @@ trap 'stops=$((stops + 1))' TERM INT
 "$python" "$here/worker.py" &
 worker=$!
 "$python" "$here/web.py" &
-web=$!
+web=$! nap=$!
 
 running() { kill -0 "$1" 2>/dev/null; }
 
@@ -40,7 +40,7 @@ wait_for() {
 
 # Ends whatever is left, and gives the exit code of the run.
 finish() {
-    kill -KILL -- "-$worker" "-$web" 2>/dev/null
+    kill -KILL -- "-$worker" "-$web" "-$nap" 2>/dev/null
     wait
     exit "$1"
 }
@@ -50,8 +50,11 @@ while running "$worker" && running "$web" && [ "$stops" -eq 0 ]; do
         echo "error: the model was not ready within --startup-timeout (STARTUP_TIMEOUT) $(setting startup_timeout) s" >&2
         finish 1
     fi
-    sleep 0.5 &
-    wait -n "$worker" "$web" $!
+    # Any end of a process or signal wakes us; the nap is for the deadline, and for a signal that comes just before the wait.
+    if [ -e "$run_dir/ready" ]; then sleep 2 & else sleep 0.2 & fi
+    nap=$!
+    wait -n "$worker" "$web" "$nap"
+    kill "$nap" 2>/dev/null
 done
 
 if [ "$stops" -gt 0 ]; then

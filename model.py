@@ -170,7 +170,7 @@ class _SlotCache(Cache):
         return 0  # positions are always given, so nobody has to ask how many there are
 
 
-_step: _Step | None = None  # the pass that is being run; a process runs one at a time
+_step: _Step | None = None  # the pass that runs now, or ran last; a process runs one at a time
 
 
 def _attend(
@@ -230,7 +230,7 @@ class TorchModel:
         self.dtype = str(self._model.dtype).removeprefix("torch.")
         self._cache = _SlotCache(self.batch_size, self.max_total_tokens)
         self._mask_is_given = False
-        self._adopt(folder, text_config, manifest.model_type)
+        self._adopt(text_config, manifest.model_type)
         if device == "cpu" and "OMP_NUM_THREADS" not in os.environ:
             self._choose_threads()
 
@@ -255,26 +255,23 @@ class TorchModel:
         """tokens: int64 [rows, q] → float32 [rows, vocab], the logits after the last of them."""
         global _step
         _step = self._cache.step = step
-        try:
-            out = self._model(
-                input_ids=tokens,
-                position_ids=step.positions,
-                past_key_values=self._cache,
-                attention_mask=step.additive_mask(self._model.dtype) if self._mask_is_given else None,
-                use_cache=True,
-                logits_to_keep=1,
-            )
-        finally:
-            _step = self._cache.step = None
+        out = self._model(
+            input_ids=tokens,
+            position_ids=step.positions,
+            past_key_values=self._cache,
+            attention_mask=step.additive_mask(self._model.dtype) if self._mask_is_given else None,
+            use_cache=True,
+            logits_to_keep=1,
+        )
         return out.logits[:, -1].float()
 
-    def _adopt(self, folder: Path, text_config, model_type: str) -> None:
+    def _adopt(self, text_config, model_type: str) -> None:
         """Finds out how this family works on a static batch, or raises ModelError.
 
         Most families hand their queries to our attention. Those with an attention of their own get a mask instead, which
         serves them as long as it depends on nothing but the mask: no window, no bias by distance.
         """
-        with _loading(folder, "run on a static batch"):
+        with _reported_as(f"{model_type} models cannot be served on a static batch"):
             ids, expected = self._reference()
             self._model.set_attn_implementation(ATTENTION)
             windows, error = self._compare(ids, expected)
@@ -339,26 +336,10 @@ class TorchModel:
             found += [self.prefill(0, ids[:long])]
             wanted += [expected[long - 1]]
             live.insert(0, (ids[long], long, 0))
-        with self._recorded_windows() as windows:
-            found += list(self.decode(*torch.tensor(live).T))
+        found += list(self.decode(*torch.tensor(live).T))
         wanted += [expected[position] for _token, position, _slot in live]
         error = (torch.stack(found) - torch.stack(wanted)).abs().max().item()
-        return windows, error if error == error else float("inf")
-
-    @contextlib.contextmanager
-    def _recorded_windows(self) -> Iterator[dict[int, int | None]]:
-        windows: dict[int, int | None] = {}
-        forward = self._forward
-
-        def recording(tokens, step):
-            step.windows = windows
-            return forward(tokens, step)
-
-        self._forward = recording
-        try:
-            yield windows
-        finally:
-            del self._forward
+        return self._cache.step.windows, error if error == error else float("inf")
 
     def _check_windows(self, text_config, model_type: str, windows: dict[int, int | None]) -> None:
         """A sliding window that a family does not tell to its attention function would silently not slide."""
@@ -379,15 +360,15 @@ class TorchModel:
 
 
 @contextlib.contextmanager
-def _loading(folder: Path, verb: str) -> Iterator[None]:
-    """What goes wrong in here becomes a ModelError of one line."""
+def _reported_as(failure: str) -> Iterator[None]:
+    """What goes wrong in here becomes a ModelError of one line that begins with `failure`."""
     try:
         yield
     except ModelError:
         raise
     except Exception as error:
-        logger.debug("%s cannot be %s", folder, verb, exc_info=True)
-        raise ModelError(f"{folder} cannot be {verb}: {type(error).__name__}: {_first_line(error)}") from None
+        logger.debug(failure, exc_info=True)
+        raise ModelError(f"{failure}: {type(error).__name__}: {_first_line(error)}") from None
 
 
 def _first_line(error: BaseException) -> str:
@@ -396,7 +377,7 @@ def _first_line(error: BaseException) -> str:
 
 
 def _load_pretrained(config: Config, folder: Path, device: str) -> torch.nn.Module:
-    with _loading(folder, "read as a model"):
+    with _reported_as(f"{folder} cannot be read as a model"):
         hf_config = AutoConfig.from_pretrained(folder, trust_remote_code=config.trust_remote_code)
     _refuse_what_cannot_work(config, hf_config)
     if not any(folder.glob("*.safetensors")):
@@ -405,7 +386,7 @@ def _load_pretrained(config: Config, folder: Path, device: str) -> torch.nn.Modu
     if not sys.stderr.isatty():
         transformers.utils.logging.disable_progress_bar()
     transformers.utils.logging.set_verbosity_error()
-    with _loading(folder, "loaded"):
+    with _reported_as(f"{folder} cannot be loaded"):
         model, report = AutoModelForCausalLM.from_pretrained(
             folder,
             config=hf_config,
@@ -443,7 +424,7 @@ def _refuse_what_cannot_work(config: Config, hf_config) -> None:
 
 def convert_tokenizer(folder: Path, target: Path) -> None:
     """Writes `tokenizer.json` into `target` for a model that has only a slow or sentencepiece tokenizer."""
-    with _loading(folder, "read for its tokenizer"):
+    with _reported_as(f"{folder} cannot be read for its tokenizer"):
         tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
         tokenizer.backend_tokenizer.save(str(target / "tokenizer.json"))
 

@@ -421,24 +421,26 @@ def test_a_model_that_is_no_language_model_is_refused(tmp_path):
 
 
 UNFIT = {
-    "bert": lambda: transformers.BertConfig(**tiny_models._GROUPED | {"pad_token_id": 0}),
-    "mamba": lambda: transformers.MambaConfig(**tiny_models._VOCABULARY, hidden_size=48, num_hidden_layers=2, state_size=8),
+    "bert": lambda: transformers.BertConfig(**tiny_models.GROUPED | {"pad_token_id": 0}),
+    "mamba": lambda: transformers.MambaConfig(
+        **tiny_models.NO_SPECIAL_TOKENS, hidden_size=48, num_hidden_layers=2, state_size=8
+    ),
     "gpt_neo": lambda: transformers.GPTNeoConfig(
-        **tiny_models._SMALL | {"num_layers": 2, "num_heads": 4},
+        **tiny_models.SMALL | {"num_layers": 2, "num_heads": 4},
         attention_types=[[["global", "local"], 1]],
         window_size=8,
     ),
     "gpt_oss": lambda: transformers.GptOssConfig(
-        **tiny_models._GROUPED,
+        **tiny_models.GROUPED,
         head_dim=12,
         sliding_window=8,
         layer_types=["sliding_attention", "full_attention"],
         num_local_experts=4,
         num_experts_per_tok=2,
     ),
-    "bloom": lambda: transformers.BloomConfig(**tiny_models._VOCABULARY, hidden_size=48, n_head=4, n_layer=2),
-    "openai-gpt": lambda: transformers.OpenAIGPTConfig(**tiny_models._NARROW),
-    "lfm2": lambda: transformers.Lfm2Config(**tiny_models._GROUPED, layer_types=["conv", "full_attention"]),
+    "bloom": lambda: transformers.BloomConfig(**tiny_models.NO_SPECIAL_TOKENS, hidden_size=48, n_head=4, n_layer=2),
+    "openai-gpt": lambda: transformers.OpenAIGPTConfig(**tiny_models.NARROW),
+    "lfm2": lambda: transformers.Lfm2Config(**tiny_models.GROUPED, layer_types=["conv", "full_attention"]),
 }
 
 
@@ -455,6 +457,22 @@ def test_a_family_that_cannot_even_run_in_slots_is_named(tmp_path, family):
     folder = save_checkpoint(tmp_path, UNFIT[family]())
     message = refusal(folder)
     assert f"{family} model" in message and "static batch" in message
+
+
+def test_a_window_that_the_attention_is_not_told_of_is_refused_where_it_would_have_to_slide(tmp_path):
+    folder = save_checkpoint(tmp_path, tiny_models.llama())
+    edit_config(folder, sliding_window=tiny_models.SLIDING)
+    assert "give --max-total-tokens 8 or less" in refusal(folder)
+    assert serve(folder, max_total_tokens=tiny_models.SLIDING).max_total_tokens == tiny_models.SLIDING
+
+
+def test_attention_in_chunks_is_refused_by_name(tmp_path):
+    config = transformers.Llama4TextConfig(
+        **tiny_models.GROUPED | {"attention_chunk_size": 8, "head_dim": 12, "intermediate_size_mlp": 64},
+        num_local_experts=2,
+    )
+    folder = save_checkpoint(tmp_path, config)
+    assert refusal(folder) == "llama4_text models with chunked_attention layers cannot be served on a static batch yet"
 
 
 def test_a_folder_without_weights_is_refused(tmp_path):

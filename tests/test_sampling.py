@@ -157,6 +157,11 @@ def test_greedy_applies_a_repetition_penalty_to_what_it_generated():
     assert [tokens_of(sample(logits, [sampler]))[0] for _ in range(4)] == [0, 1, 2, 0]
 
 
+def test_a_repetition_penalty_lowers_negative_logits_too():
+    logits = torch.tensor([[-1.0, -1.2]])
+    assert tokens_of(sample(logits, [Sampler(Sampling(repetition_penalty=1.5), [0])])) == [1]
+
+
 def test_greedy_applies_a_frequency_penalty_once_for_each_time_a_token_was_generated():
     sampler = Sampler(Sampling(frequency_penalty=0.5), [0])
     logits = torch.tensor([[3.0, 2.2, 1.9, -1.0]])

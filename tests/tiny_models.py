@@ -20,21 +20,21 @@ POSITIONS = 32  # as many as a slot's window: the last position of a slot is the
 SLIDING = 8
 ROPE_THETA = 40.0  # far from the usual 10000, at which a text of 32 tokens turns most of its angles very little
 
-_VOCABULARY = {"vocab_size": VOCABULARY, "bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
-_SMALL = _VOCABULARY | {
+NO_SPECIAL_TOKENS = {"vocab_size": VOCABULARY, "bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
+SMALL = NO_SPECIAL_TOKENS | {
     "hidden_size": 48,
     "num_attention_heads": 4,
     "num_hidden_layers": 2,
     "max_position_embeddings": POSITIONS,
     "tie_word_embeddings": False,
 }
-_GROUPED = _SMALL | {"num_key_value_heads": 2, "intermediate_size": 64}
-_NARROW = _VOCABULARY | {"n_embd": 48, "n_head": 4, "n_layer": 2, "n_positions": POSITIONS}
+GROUPED = SMALL | {"num_key_value_heads": 2, "intermediate_size": 64}
+NARROW = NO_SPECIAL_TOKENS | {"n_embd": 48, "n_head": 4, "n_layer": 2, "n_positions": POSITIONS}
 
 
 def llama(**changes) -> transformers.PretrainedConfig:
     """Two query heads to a key head."""
-    return transformers.LlamaConfig(**_GROUPED | {"rope_parameters": rope()} | changes)
+    return transformers.LlamaConfig(**GROUPED | {"rope_parameters": rope()} | changes)
 
 
 def rope(**changes) -> dict:
@@ -42,11 +42,11 @@ def rope(**changes) -> dict:
 
 
 def mistral(**changes) -> transformers.PretrainedConfig:
-    return transformers.MistralConfig(**_GROUPED | {"sliding_window": SLIDING} | changes)
+    return transformers.MistralConfig(**GROUPED | {"sliding_window": SLIDING} | changes)
 
 
 def qwen2(**changes) -> transformers.PretrainedConfig:
-    return transformers.Qwen2Config(**_GROUPED | changes)
+    return transformers.Qwen2Config(**GROUPED | changes)
 
 
 def qwen2_sliding(**changes) -> transformers.PretrainedConfig:
@@ -59,7 +59,7 @@ def qwen2_sliding(**changes) -> transformers.PretrainedConfig:
 def gemma2(**changes) -> transformers.PretrainedConfig:
     """Sliding windows in every other layer, and softcaps tight enough to matter."""
     return transformers.Gemma2Config(
-        **_GROUPED
+        **GROUPED
         | {"num_hidden_layers": 3, "head_dim": 16, "query_pre_attn_scalar": 20, "sliding_window": SLIDING}
         | {"attn_logit_softcapping": 3.0, "final_logit_softcapping": 4.0}
         | changes
@@ -67,11 +67,11 @@ def gemma2(**changes) -> transformers.PretrainedConfig:
 
 
 def phi3(**changes) -> transformers.PretrainedConfig:
-    return transformers.Phi3Config(**_GROUPED | {"sliding_window": SLIDING} | changes)
+    return transformers.Phi3Config(**GROUPED | {"sliding_window": SLIDING} | changes)
 
 
 def gpt2(**changes) -> transformers.PretrainedConfig:
-    return transformers.GPT2Config(**_NARROW | changes)
+    return transformers.GPT2Config(**NARROW | changes)
 
 
 FAMILIES: dict[str, Callable[..., transformers.PretrainedConfig]] = {
@@ -80,21 +80,21 @@ FAMILIES: dict[str, Callable[..., transformers.PretrainedConfig]] = {
     "qwen2": qwen2,
     "qwen2-sliding": qwen2_sliding,
     "gpt2": gpt2,
-    "gpt-neox": lambda: transformers.GPTNeoXConfig(**_SMALL, intermediate_size=64),
-    "phi": lambda: transformers.PhiConfig(**_GROUPED),
+    "gpt-neox": lambda: transformers.GPTNeoXConfig(**SMALL, intermediate_size=64),
+    "phi": lambda: transformers.PhiConfig(**GROUPED),
     "gemma2": gemma2,
 }
 
 WITH_THEIR_OWN_ATTENTION: dict[str, Callable[..., transformers.PretrainedConfig]] = {
-    "falcon": lambda: transformers.FalconConfig(**_SMALL, alibi=False, multi_query=True),
-    "gpt-j": lambda: transformers.GPTJConfig(**_NARROW, rotary_dim=8, tie_word_embeddings=False),
-    "mpt": lambda: transformers.MptConfig(**_VOCABULARY, d_model=48, n_heads=4, n_layers=2, max_seq_len=POSITIONS),
+    "falcon": lambda: transformers.FalconConfig(**SMALL, alibi=False, multi_query=True),
+    "gpt-j": lambda: transformers.GPTJConfig(**NARROW, rotary_dim=8, tie_word_embeddings=False),
+    "mpt": lambda: transformers.MptConfig(**NO_SPECIAL_TOKENS, d_model=48, n_heads=4, n_layers=2, max_seq_len=POSITIONS),
 }
 
 OTHERS: dict[str, Callable[..., transformers.PretrainedConfig]] = {
     "phi3": phi3,
-    "mixtral": lambda: transformers.MixtralConfig(**_GROUPED, num_local_experts=4, num_experts_per_tok=2),
-    "opt": lambda: transformers.OPTConfig(**_SMALL, ffn_dim=64, word_embed_proj_dim=48),
+    "mixtral": lambda: transformers.MixtralConfig(**GROUPED, num_local_experts=4, num_experts_per_tok=2),
+    "opt": lambda: transformers.OPTConfig(**SMALL, ffn_dim=64, word_embed_proj_dim=48),
     "llama-linear": lambda: llama(rope_parameters=rope(rope_type="linear", factor=2.0)),
     "llama-3": lambda: llama(
         rope_parameters=rope(
