@@ -16,6 +16,7 @@ import difflib
 import ipaddress
 import json
 import logging
+import math
 import os
 import shutil
 import signal
@@ -53,23 +54,33 @@ def _text(value: str) -> str:
     return value
 
 
+def _whole(value: str) -> int:
+    try:
+        return int(value)
+    except ValueError:
+        raise ValueError("must be a whole number") from None
+
+
 def _count(value: str) -> int:
-    number = int(value)
+    number = _whole(value)
     if number < 1:
         raise ValueError("must be at least 1")
     return number
 
 
 def _port(value: str) -> int:
-    number = int(value)
+    number = _whole(value)
     if not 1 <= number <= 65535:
         raise ValueError("must be between 1 and 65535")
     return number
 
 
 def _seconds(value: str) -> float:
-    number = float(value)
-    if not 0 < number < float("inf"):
+    try:
+        number = float(value)
+    except ValueError:
+        number = math.nan
+    if not 0 < number < math.inf:
         raise ValueError("must be a positive number of seconds")
     return number
 
@@ -281,7 +292,7 @@ def read_json(path: Path, required: bool = False) -> dict[str, Any]:
         if required:
             raise ConfigError(f"{path.parent} holds no {path.name}, so it is no model folder") from None
         return {}
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
         raise ConfigError(f"{path} cannot be read as JSON: {error}") from None
     if not isinstance(data, dict):
         raise ConfigError(f"{path} should hold a JSON object, not {type(data).__name__}")
@@ -334,10 +345,7 @@ def _parse_value(entry: dataclasses.Field, source: str, value: str) -> Any:
     try:
         return entry.metadata["parse"](value)
     except ValueError as error:
-        reason = str(error)
-        if "invalid literal" in reason or "could not convert" in reason:
-            reason = "must be a number"
-        raise ConfigError(f"{source} {value!r}: {reason}") from None
+        raise ConfigError(f"{source} {value!r}: {error}") from None
 
 
 def _from_flags(argv: Sequence[str]) -> dict[str, Any]:
@@ -358,9 +366,9 @@ def _from_flags(argv: Sequence[str]) -> dict[str, Any]:
         if not has_value and entry.metadata["parse"] is _flag:
             value = words.pop(0) if words and words[0].lower() in ("true", "false") else "true"
         elif not has_value:
-            if not words or words[0].startswith("--"):
-                raise ConfigError(f"{flag} needs a value")
-            value = words.pop(0)
+            value = words.pop(0) if words and not words[0].startswith("--") else ""
+        if not value.strip():
+            raise ConfigError(f"{flag} needs a value")
         values[entry.name] = _parse_value(entry, flag, value)
     return values
 

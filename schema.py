@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 import secrets
+import struct
 from dataclasses import dataclass
 from typing import Annotated, Any, TypeVar
 
@@ -21,6 +22,7 @@ from protocol import Facts, Sampling
 
 U32 = Annotated[int, Meta(ge=0, le=2**32 - 1)]
 I32 = Annotated[int, Meta(ge=-(2**31), le=2**31 - 1)]
+FLOAT32 = struct.Struct("<f")
 U64_MAX = 2**64 - 1  # msgspec's constraints end at 63 bits
 
 
@@ -329,4 +331,8 @@ def fit(job: Job, prompt: list[int], facts: Facts) -> tuple[list[int], int]:
 
 def shortest_float(logprob: float) -> float:
     """A float32 written with as few digits as tell it apart, as TGI writes it, not with a float64's seventeen."""
-    return float(f"{logprob:.7g}") if math.isfinite(logprob) else logprob
+    if not math.isfinite(logprob):
+        return logprob
+    exact = FLOAT32.pack(logprob)
+    candidates = (float(f"{FLOAT32.unpack(exact)[0]:.{digits}g}") for digits in (6, 7, 8, 9))  # nine are always enough
+    return next(short for short in candidates if FLOAT32.pack(short) == exact)

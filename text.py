@@ -89,8 +89,9 @@ class Tokenizer:
 
     def _find_anchor(self) -> list[int]:
         """A token to stand before another one, so that the other does not lose the space that begins a text."""
-        for token_id in self._tokenizer.encode("a", add_special_tokens=False).ids[-1:]:
-            if token_id not in self.special_ids:
+        ids = self._tokenizer.encode("a", add_special_tokens=False).ids
+        for token_id in (*ids[-1:], *range(self._tokenizer.get_vocab_size())):
+            if self.decode([token_id]).isalnum():
                 return [token_id]
         return []
 
@@ -146,16 +147,23 @@ class _ByteLevel:
             if len(tail) >= 4:
                 break
         self._decoder.decode(tail)
+        self._has_begun = False  # until then what is held is the prompt's
 
     @property
     def holds_text(self) -> bool:
-        return bool(self._decoder.getstate()[0])
+        return self._has_begun and bool(self._decoder.getstate()[0])
 
     def push(self, token_id: int) -> str:
-        return self._decoder.decode(self._bytes_of(token_id))
+        added = self._bytes_of(token_id)
+        self._has_begun = self._has_begun or bool(added)
+        return self._decoder.decode(added)
 
     def finish(self) -> str:
-        return self._decoder.decode(b"", final=True)
+        return self._decoder.decode(b"", final=True) if self._has_begun else ""
+
+
+MIN_CONTEXT = 8  # tokens: a character can take 4, and another one have begun with 3
+MAX_HELD = 16  # tokens: each can end one character and begin another
 
 
 class _Windowed:
@@ -169,6 +177,9 @@ class _Windowed:
         self._tokenizer = tokenizer
         self._context, self._new = self._prompt_tail(prompt), []
         self._context_text = tokenizer.decode(self._context)
+        if self._context_text.endswith("\ufffd"):  # inside a character, which the answer may complete: it is not told yet
+            shorter = (tokenizer.decode(self._context[: len(self._context) - n]) for n in range(4))
+            self._context_text = max((text.rstrip("\ufffd") for text in shorter), key=len)
 
     def _prompt_tail(self, prompt: Sequence[int]) -> list[int]:
         """The last tokens of the prompt, far enough back that they have a text and no run of bytes is cut."""
@@ -176,7 +187,7 @@ class _Windowed:
         while start > 0:
             start -= 1
             whole_run = start == 0 or not (self._in_byte_run(prompt[start]) or self._in_byte_run(prompt[start - 1]))
-            if whole_run and len(prompt) - start >= 2 and self._tokenizer.decode(prompt[start:]):
+            if whole_run and len(prompt) - start >= MIN_CONTEXT and self._tokenizer.decode(prompt[start:]):
                 break
         return list(prompt[start:])
 
@@ -202,7 +213,7 @@ class _Windowed:
 
     def _release(self, final: bool = False) -> str:
         text = self._tokenizer.decode(self._context + self._new)
-        if text.endswith("\ufffd") and len(self._new) < 4 and not final:  # perhaps inside a character, 4 bytes at the most
+        if text.endswith("\ufffd") and len(self._new) < MAX_HELD and not final:  # perhaps inside a character
             return ""
         added = text[len(self._context_text) :]
         if added:
@@ -311,10 +322,10 @@ def prepare(folder: Path, target: Path) -> dict[str, Any]:
     if not tokenizer.encode("a"):
         raise ConfigError(f"{tokenizer_dir / 'tokenizer.json'} turns text into nothing, so it does not fit any model")
     eos = read_json(folder / "tokenizer_config.json").get("eos_token")
-    names = [eos.get("content") if isinstance(eos, dict) else eos, *END_OF_TURN]
-    ids = [tokenizer._tokenizer.token_to_id(name) for name in names if isinstance(name, str)]
-    eos_token_ids = [i for i in ids if i is not None and (i in tokenizer.special_ids or i == ids[0])]
-    return {"tokenizer_dir": str(tokenizer_dir), "eos_token_ids": list(dict.fromkeys(eos_token_ids))}
+    eos = eos.get("content") if isinstance(eos, dict) else eos
+    ids = {name: tokenizer._tokenizer.token_to_id(name) for name in (eos, *END_OF_TURN) if isinstance(name, str)}
+    eos_token_ids = [i for name, i in ids.items() if i is not None and (i in tokenizer.special_ids or name == eos)]
+    return {"tokenizer_dir": str(tokenizer_dir), "eos_token_ids": eos_token_ids}
 
 
 if __name__ == "__main__":

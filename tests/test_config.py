@@ -120,7 +120,7 @@ def test_an_empty_variable_counts_as_unset(entry, name, empty):
 
 
 def test_space_around_a_value_of_the_environment_does_not_matter():
-    assert of(PORT=" 9000\n").port == 9000
+    assert of(DEVICE=" cpu\n", PORT=" 9000 ") == of(DEVICE="cpu", PORT="9000")
 
 
 @pytest.mark.parametrize(
@@ -228,8 +228,7 @@ def test_the_short_name_of_the_port_is_the_port():
 WHOLE_NUMBERS = dict.fromkeys(("many", "2.5", "1e3", "0x10", "5 GB"), "must be a whole number")
 COUNT = WHOLE_NUMBERS | dict.fromkeys(("0", "-1"), "must be at least 1")
 PORT = WHOLE_NUMBERS | dict.fromkeys(("0", "65536", "-1"), "must be between 1 and 65535")
-SECONDS = dict.fromkeys(("soon", "5s"), "must be a number")
-SECONDS |= dict.fromkeys(("0", "-1", "inf", "nan", "1e999"), "must be a positive number of seconds")
+SECONDS = dict.fromkeys(("soon", "5s", "0", "-1", "inf", "nan", "1e999"), "must be a positive number of seconds")
 WRONG = {
     **{entry.name: COUNT for entry in SETTINGS if entry.name.startswith(("max_", "web_", "payload_"))},
     **{entry.name: SECONDS for entry in SETTINGS if entry.name.endswith("_timeout")},

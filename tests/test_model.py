@@ -468,7 +468,7 @@ def test_a_window_that_the_attention_is_not_told_of_is_refused_where_it_would_ha
 
 def test_attention_in_chunks_is_refused_by_name(tmp_path):
     config = transformers.Llama4TextConfig(
-        **tiny_models.GROUPED | {"attention_chunk_size": 8, "head_dim": 12, "intermediate_size_mlp": 64},
+        **tiny_models.GROUPED | {"attention_chunk_size": POSITIONS // 2, "head_dim": 12, "intermediate_size_mlp": 64},
         num_local_experts=2,
     )
     folder = save_checkpoint(tmp_path, config)

@@ -128,8 +128,8 @@ def ends_inside_a_character(kind: Kind, prompt: Sequence[int], ids: Sequence[int
     told = kind.decode(prompt)
     if told.endswith("\ufffd"):
         return True
-    ordinary = [i for i in prompt if kind.decode([i])]
-    ends_in_a_byte = bool(ordinary) and (kind.raw.id_to_token(ordinary[-1]) or "").startswith("<0x")
+    tokens = [kind.raw.id_to_token(i) or "" for i in prompt if i not in kind.tokenizer.special_ids]
+    ends_in_a_byte = next(filter(None, reversed(tokens)), "").startswith("<0x")
     return ends_in_a_byte and not kind.decode([*prompt, *ids]).startswith(told)
 
 
@@ -227,16 +227,17 @@ def test_tokens_inside_a_character_are_empty_and_the_one_that_completes_it_carri
     ids = kind.ids("😀")
     assert len(ids) == 4
     stream = TextStream(kind.tokenizer, kind.ids("dog"))
-    released = [piece for i in ids for piece in stream.push(i, -0.5, [])]
-    assert [piece.text for piece in released] == ["", "", "", "😀"]
+    released = [[piece.text for piece in stream.push(i, -0.5, [])] for i in ids]
+    assert released == [[], [""], [""], ["", "😀"]], "only the last piece waits"
     assert stream.text == "😀", "nothing is held back once the character is complete"
 
 
 def test_bytes_that_may_still_change_come_with_the_token_behind_them(kinds):
     kind = kinds("llama")
     ids = [kind.id(f"<0x{byte:02X}>") for byte in "😀".encode()]
-    _, pieces = run(kind.tokenizer, kind.ids("dog"), [*ids, kind.id("f")])
-    assert [piece.text for piece in pieces] == ["", "", "", "", "😀f"]
+    stream = TextStream(kind.tokenizer, kind.ids("dog"))
+    released = [[piece.text for piece in stream.push(i, -0.5, [])] for i in [*ids, kind.id("f")]]
+    assert released == [[], [""], [""], [""], ["", "😀f"]], "only the last piece waits"
     assert [piece.text for piece in run(kind.tokenizer, kind.ids("dog"), ids)[1]] == ["", "", "", "😀"]
 
 
@@ -438,10 +439,10 @@ def test_a_token_costs_the_same_late_as_early(kinds, name, monkeypatch):
     sentence = kind.ids("The dog reads 日本語 😀 and the café minds.\n")
     prompt, ids = sentence * 100, sentence * 100
     tokenizer.decoded = []
-    stream, _ = run(tokenizer, prompt, ids, ["never", "at all"])
-    assert stream.text == kind.added_text(prompt, ids)
+    for stops in (["never", "at all"], ["#"]):
+        assert run(tokenizer, prompt, ids, stops)[0].text == kind.added_text(prompt, ids)
     assert max(tokenizer.decoded, default=0) <= 40
-    assert len(tokenizer.decoded) <= 2 * len(ids) + 10
+    assert len(tokenizer.decoded) <= 2 * (2 * len(ids) + 10)
     assert max(searched) <= 60
     assert bool(tokenizer.decoded) == (not tokenizer.is_byte_level), "the count counts"
 
@@ -526,7 +527,7 @@ def test_an_eos_token_that_names_none_is_passed_over(tmp_path, eos):
     assert prepare(save(tiny_tokenizers.byte_level(), tmp_path, eos_token=eos), tmp_path)["eos_token_ids"] == []
 
 
-@pytest.mark.parametrize("end_of_turn", text.END_OF_TURN)
+@pytest.mark.parametrize("end_of_turn", ["<|eot_id|>", "<|im_end|>", "<end_of_turn>"])
 def test_an_end_of_turn_token_ends_answers_too(tmp_path, end_of_turn):
     raw = tiny_tokenizers.byte_level()
     raw.add_special_tokens([end_of_turn])
@@ -536,7 +537,7 @@ def test_an_end_of_turn_token_ends_answers_too(tmp_path, end_of_turn):
 
 
 @pytest.mark.parametrize("eos", [None, "</s>"])
-@pytest.mark.parametrize("end_of_turn", text.END_OF_TURN)
+@pytest.mark.parametrize("end_of_turn", ["<|eot_id|>", "<|im_end|>", "<end_of_turn>"])
 def test_text_that_looks_like_an_end_of_turn_ends_nothing(tmp_path, end_of_turn, eos):
     raw = tiny_tokenizers.byte_level()
     raw.add_tokens([end_of_turn])  # not a special token: an answer may well contain it
