@@ -52,6 +52,7 @@ class Sampler:
     def _has_penalty(self) -> bool:
         return self.sampling.repetition_penalty != 1.0 or self.sampling.frequency_penalty != 0.0
 
+    @np.errstate(over="ignore", divide="ignore", invalid="ignore")  # -inf is what an impossible token scores
     def choose(self, logits: np.ndarray) -> int:
         """The next token id for `logits`, float32 [vocab], which stay as they are.
 
@@ -77,13 +78,14 @@ class Sampler:
         if self._seen is not None:
             seen = scores[self._seen]
             penalty = self.sampling.repetition_penalty
-            scores[self._seen] = np.clip(np.where(seen > 0, seen / penalty, seen * penalty), -1e30, 1e30)
+            penalized = np.where(seen > 0, seen / penalty, seen * penalty)
+            # Kept finite, so that differences stay numbers; an impossible token stays impossible.
+            scores[self._seen] = np.where(np.isneginf(seen), seen, np.clip(penalized, -1e30, 1e30))
         if self._counts:
             ids = np.fromiter(self._counts, dtype=np.int64)
             scores[ids] -= self.sampling.frequency_penalty * np.fromiter(self._counts.values(), dtype=np.float64)
         return scores
 
-    @np.errstate(over="ignore", divide="ignore", invalid="ignore")  # -inf is what an impossible token scores
     def _candidates(self, scores: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """The ids that may be drawn, ascending, and how likely each is (not normalized)."""
         sampling = self.sampling
@@ -131,7 +133,8 @@ def sample(logits: torch.Tensor, samplers: list[Sampler]) -> list[Choice | Excep
     A row that fails yields its exception in its place; the others do not notice.
     """
     likeliest = logits.argmax(dim=-1).tolist()
-    normalizers = torch.logsumexp(logits, dim=-1).tolist()
+    # Counted from the largest, because float32 would round the sum for large logits by more than a log-probability may err.
+    normalizers = torch.logsumexp(logits - logits.amax(dim=-1, keepdim=True), dim=-1).tolist()
     rows = logits.numpy()
     choices: list[Choice | Exception] = []
     for row, sampler in enumerate(samplers):
@@ -145,12 +148,13 @@ def sample(logits: torch.Tensor, samplers: list[Sampler]) -> list[Choice | Excep
 def _choose(logits: np.ndarray, sampler: Sampler, likeliest: int, normalizer: float) -> Choice:
     if not np.isfinite(normalizer):
         raise SamplingError("the model's output is not a number")
+    peak = float(logits[likeliest])
     token = likeliest if sampler.takes_likeliest else sampler.choose(logits)
     sampler.record(token)
     top = []
     if sampler.top_n_tokens:
         n = min(sampler.top_n_tokens, len(logits))
-        best = np.argpartition(-logits, n - 1)[:n]
-        best = best[np.lexsort((best, -logits[best]))]
-        top = [(int(i), float(logits[i]) - normalizer) for i in best]
-    return Choice(token, float(logits[token]) - normalizer, top)
+        best = np.flatnonzero(logits >= np.partition(logits, -n)[-n])  # ascending: of equals the lowest id, as in argmax
+        best = best[np.argsort(-logits[best], kind="stable")][:n]
+        top = [(int(i), float(logits[i]) - peak - normalizer) for i in best]
+    return Choice(token, float(logits[token]) - peak - normalizer, top)

@@ -28,7 +28,7 @@ import model as model_module
 from config import HERE, Config, Manifest
 from model import ModelError, convert_tokenizer, load
 
-LENGTHS = (1, 2, 5, 11, 20, POSITIONS - 1)  # around the sliding window of 8, and as long as a prompt can be
+LENGTHS = (1, 2, 5, 11, 16, POSITIONS - 1)  # around the sliding window of 8, and as long as a prompt can be
 PROMPTS_PER_LENGTH = 2  # one for the families that are only looked at quickly
 CANDIDATES = 6
 MARGIN = 1e-3  # a smaller lead of the likeliest token could turn with the order in which numbers are added up
@@ -194,7 +194,7 @@ def test_a_prompt_alone_generates_what_transformers_does_up_to_the_last_position
 
 @pytest.mark.parametrize("family", tiny_models.ALL)
 def test_a_full_batch_generates_what_each_would_alone(zoo, family):
-    references = zoo.of_length(family, 20, 1, 5, 11)
+    references = zoo.of_length(family, 16, 1, 5, 11)
     batch = Batch(serve(zoo.folder(family), max_batch_size=4))
     texts = [batch.join(reference) for reference in references]
     batch.run()
@@ -208,7 +208,7 @@ def test_a_family_with_an_attention_of_its_own_gets_a_mask(zoo, family):
 
 @each_family
 def test_a_late_joiner_changes_nobody(zoo, family):
-    references = zoo.of_length(family, 5, 2, 20, 1)
+    references = zoo.of_length(family, 5, 2, 16, 1)
     batch = Batch(serve(zoo.folder(family), max_batch_size=4))
     texts = [batch.join(reference) for reference in references[:2]]
     batch.steps(6)
@@ -221,7 +221,7 @@ def test_a_late_joiner_changes_nobody(zoo, family):
 
 @each_family
 def test_a_slot_used_again_remembers_nothing(zoo, family):
-    references = zoo.of_length(family, 20, 1, 11, 2, POSITIONS - 1, 5)
+    references = zoo.of_length(family, 16, 1, 11, 2, POSITIONS - 1, 5)
     batch = Batch(serve(zoo.folder(family), max_batch_size=1))
     texts = []
     for reference in references:
@@ -232,7 +232,7 @@ def test_a_slot_used_again_remembers_nothing(zoo, family):
 
 @each_family
 def test_a_slot_used_again_mid_way_changes_neither_its_neighbour_nor_its_new_text(zoo, family):
-    neighbour, long, short, long_again = references = zoo.of_length(family, 1, 20, 5, 11)
+    neighbour, long, short, long_again = references = zoo.of_length(family, 1, 16, 5, 11)
     batch = Batch(serve(zoo.folder(family), max_batch_size=2))
     texts = [batch.join(neighbour), batch.join(long)]
     batch.steps(4)
@@ -248,7 +248,7 @@ def test_a_slot_used_again_mid_way_changes_neither_its_neighbour_nor_its_new_tex
 
 @each_family
 def test_free_rows_among_the_live_ones_change_nobody(zoo, family):
-    first, second, third, last, newcomer = references = zoo.of_length(family, 11, 2, 1, 5, 20)
+    first, second, third, last, newcomer = references = zoo.of_length(family, 11, 2, 1, 5, 16)
     batch = Batch(serve(zoo.folder(family), max_batch_size=4))
     texts = [batch.join(reference) for reference in (first, second, third, last)]
     batch.steps(2)
@@ -366,10 +366,10 @@ def test_logits_come_as_float32_one_row_for_each_slot_that_was_named(zoo):
 
 @pytest.mark.parametrize("family", tiny_models.FAMILIES | tiny_models.WITH_THEIR_OWN_ATTENTION)
 def test_bfloat16_is_near_and_its_logits_come_as_float32(zoo, family):
-    reference = zoo.of_length(family, 20)[0]
+    reference = zoo.of_length(family, 16)[0]
     exact, rounded = (serve(zoo.folder(family), dtype=dtype) for dtype in ("float32", "bfloat16"))
     after_prompt = [model.prefill(0, reference.prompt) for model in (exact, rounded)]
-    step = torch.tensor([[reference.tokens[0]], [20], [0]])
+    step = torch.tensor([[reference.tokens[0]], [16], [0]])
     after_step = [model.decode(*step)[0] for model in (exact, rounded)]
     assert (exact.dtype, rounded.dtype) == ("float32", "bfloat16")
     for expected, found in (after_prompt, after_step):
@@ -439,15 +439,16 @@ UNFIT = {
         num_experts_per_tok=2,
     ),
     "bloom": lambda: transformers.BloomConfig(**tiny_models.NO_SPECIAL_TOKENS, hidden_size=48, n_head=4, n_layer=2),
-    "openai-gpt": lambda: transformers.OpenAIGPTConfig(**tiny_models.NARROW),
+    "rwkv": lambda: transformers.RwkvConfig(
+        vocab_size=VOCABULARY, hidden_size=48, num_hidden_layers=2, context_length=POSITIONS
+    ),
     "lfm2": lambda: transformers.Lfm2Config(**tiny_models.GROUPED, layer_types=["conv", "full_attention"]),
 }
 
 
 @pytest.mark.parametrize("family", UNFIT)
 def test_a_family_that_slots_cannot_share_is_refused(tmp_path, family):
-    """BERT looks ahead, Mamba and LFM2 keep a state, gpt-oss has sinks, GPT-Neo's window and BLOOM's bias are their own, and
-    the first GPT has no cache."""
+    """BERT looks ahead; Mamba, RWKV and LFM2 keep a state; gpt-oss has sinks; GPT-Neo's window, BLOOM's bias are their own."""
     folder = save_checkpoint(tmp_path, UNFIT[family]())
     assert "static batch" in refusal(folder)
 

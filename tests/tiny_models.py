@@ -16,9 +16,9 @@ import torch
 import transformers
 
 VOCABULARY = 97
-POSITIONS = 32  # as many as a slot's window: the last position of a slot is the last that the model has
+POSITIONS = 24  # as many as a slot's window: the last position of a slot is the last that the model has
 SLIDING = 8
-ROPE_THETA = 40.0  # far from the usual 10000, at which a text of 32 tokens turns most of its angles very little
+ROPE_THETA = 40.0  # far from the usual 10000, at which a text of this length turns most of its angles very little
 
 NO_SPECIAL_TOKENS = {"vocab_size": VOCABULARY, "bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
 SMALL = NO_SPECIAL_TOKENS | {
