@@ -38,23 +38,31 @@ wait_for() {
     while running "$1" && [ "$SECONDS" -le "$2" ] && [ "$stops" -le "${3:-$stops}" ]; do sleep 0.05; done
 }
 
+complain() {
+    if grep -q '"json_output": true' "$run_dir/config.json"; then
+        printf '{"timestamp": "%s", "level": "ERROR", "target": "entrypoint", "fields": {"message": "%s"}}\n' \
+            "$(date -u +%FT%TZ)" "$1"
+    else
+        echo "error: $1"
+    fi >&2
+}
+
 # Ends whatever is left, and gives the exit code of the run.
 finish() {
-    kill -KILL -- "-$worker" "-$web" "-$nap" 2>/dev/null
-    wait
+    { kill -KILL -- "-$worker" "-$web" "-$nap"; wait; } 2>/dev/null
     exit "$1"
 }
 
 while running "$worker" && running "$web" && [ "$stops" -eq 0 ]; do
     if [ ! -e "$run_dir/ready" ] && [ "$SECONDS" -ge "$boot_deadline" ]; then
-        echo "error: the model was not ready within --startup-timeout (STARTUP_TIMEOUT) $(setting startup_timeout) s" >&2
+        complain "the model was not ready within --startup-timeout (STARTUP_TIMEOUT) $(setting startup_timeout) s"
         finish 1
     fi
     # Any end of a process or signal wakes us; the nap is for the deadline, and for a signal that comes just before the wait.
     if [ -e "$run_dir/ready" ]; then sleep 2 & else sleep 0.2 & fi
     nap=$!
-    wait -n "$worker" "$web" "$nap"
-    kill "$nap" 2>/dev/null
+    # Without 2>/dev/null bash would tell of each end in our log.
+    { wait -n "$worker" "$web" "$nap"; kill "$nap"; wait "$nap"; } 2>/dev/null
 done
 
 if [ "$stops" -gt 0 ]; then
@@ -71,15 +79,15 @@ if [ "$stops" -gt 0 ]; then
 fi
 
 if ! running "$worker"; then
-    wait "$worker"
+    wait "$worker" 2>/dev/null
     code=$?
-    [ "$code" -eq 2 ] || echo "error: the worker process ended with code $code" >&2
+    [ "$code" -eq 2 ] || complain "the worker process ended with code $code"
     kill -TERM "$web" 2>/dev/null # open requests are being answered with an error; these answers may go out
     wait_for "$web" $((SECONDS + 2))
 else
-    wait "$web"
+    wait "$web" 2>/dev/null
     code=$?
-    [ "$code" -eq 2 ] || echo "error: the web server ended with code $code" >&2
+    [ "$code" -eq 2 ] || complain "the web server ended with code $code"
 fi
 [ "$code" -eq 2 ] || code=1
 finish "$code"

@@ -240,6 +240,15 @@ def test_json_logs_are_json_to_the_last_line(tiny_model):
     assert finished["generated_tokens"] == 2
 
 
+def test_the_last_words_about_a_killed_worker_are_json_too(tiny_model):
+    with Server("--model-id", tiny_model, "--json-output") as server:
+        server.wait_ready()
+        os.kill(server.pids("worker.py")[0], signal.SIGKILL)
+        assert server.wait_exit() == 1
+        lines = [json.loads(line) for line in server.log.splitlines()]
+    assert "the worker process ended with code 137" in [line["fields"]["message"] for line in lines]
+
+
 def refused(*arguments, **environment):
     """Starts a server that cannot be served. Returns the one line that says so."""
     with Server(*arguments, **environment) as server:

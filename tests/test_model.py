@@ -24,7 +24,6 @@ from safetensors.torch import load_file, save_file
 from tiny_models import POSITIONS, VOCABULARY, edit_config, save_checkpoint
 from tokenizers import Tokenizer
 
-import model as model_module
 from config import HERE, Config, Manifest
 from model import ModelError, convert_tokenizer, load
 
@@ -614,12 +613,26 @@ def test_a_tokenizer_is_converted_in_a_process_of_its_own(tmp_path):
     assert Tokenizer.from_file(str(target / "tokenizer.json")).encode("Hello").ids
 
 
+def test_code_that_comes_with_a_tokenizer_is_not_run_and_nobody_is_asked_whether_it_may(tmp_path, monkeypatch):
+    ran = tmp_path / "ran"
+    (tmp_path / "tokenization_own.py").write_text(f"open({str(ran)!r}, 'w').close()")
+    own = {"tokenizer_class": "OwnTokenizer", "auto_map": {"AutoTokenizer": ["tokenization_own.OwnTokenizer", None]}}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(own))
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama"}))
+    questions = []
+    monkeypatch.setattr("builtins.input", lambda question="": questions.append(question) or "y")
+    with pytest.raises(ModelError):
+        convert_tokenizer(tmp_path, tmp_path)
+    assert not ran.exists()
+    assert questions == []
+
+
 def test_a_tokenizer_that_cannot_be_converted_is_refused_in_one_line(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama"}))
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "LlamaTokenizer"}))
     (tmp_path / "tokenizer.model").write_bytes(b"no sentencepiece model")
     with pytest.raises(ModelError) as caught:
-        model_module.convert_tokenizer(tmp_path, tmp_path)
+        convert_tokenizer(tmp_path, tmp_path)
     assert str(caught.value).startswith(f"{tmp_path} cannot be read for its tokenizer: ")
     assert "\n" not in str(caught.value)
     assert not (tmp_path / "tokenizer.json").exists()
