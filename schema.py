@@ -310,7 +310,7 @@ def fit(job: Job, prompt: list[int], facts: Facts) -> tuple[list[int], int]:
     if job.truncate is not None:
         prompt = prompt[-job.truncate :]
     length, window = len(prompt), facts.max_total_tokens
-    max_new_tokens = job.max_new_tokens if job.max_new_tokens is not None else max(0, window - length)
+    max_new_tokens = job.max_new_tokens if job.max_new_tokens is not None else window - length
     _require(
         length + max_new_tokens <= window or job.max_new_tokens is None,
         f"`inputs` tokens + `max_new_tokens` must be <= {window}. Given: {length} `inputs` tokens and {max_new_tokens} "
