@@ -426,7 +426,7 @@ def _refuse_what_cannot_work(config: Config, hf_config) -> None:
 def convert_tokenizer(folder: Path, target: Path) -> None:
     """Writes `tokenizer.json` into `target` for a model that has only a slow or sentencepiece tokenizer."""
     with _reported_as(f"{folder} cannot be read for its tokenizer"):
-        tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+        tokenizer = transformers.AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
         tokenizer.backend_tokenizer.save(str(target / "tokenizer.json"))
 
 

@@ -251,32 +251,32 @@ def test_a_chunked_body_that_is_too_large_is_refused_whole(served, excess):
     assert served.post("/generate", b"", environ_overrides=chunked | {"wsgi.input": body}).status_code == 200
 
 
-def test_one_request_too_many_is_429_and_the_others_do_not_notice(served):
+def test_two_requests_too_many_are_429_and_the_others_do_not_notice(served):
     served.model.may_decode.clear()
     body = {"inputs": "Hello", "parameters": {"max_new_tokens": 6}}
+    most = LIMITS["max_concurrent_requests"]
     answers = []
-    threads = [
-        threading.Thread(target=lambda: answers.append(served.post("/generate", body)))
-        for _ in range(LIMITS["max_concurrent_requests"])
-    ]
+    threads = [threading.Thread(target=lambda: answers.append(served.post("/generate", body))) for _ in range(most + 2)]
     for thread in threads:
         thread.start()
-    wait_until(lambda: len(served.seen._inboxes) == LIMITS["max_concurrent_requests"])
-    wait_until(lambda: served.end.status.running or served.model.decoded_slots)
-    refused = []
-    for route in ("/generate", "/generate_stream"):
-        late = threading.Thread(target=lambda route=route: refused.append(served.post(route, body)))
-        late.start()
-        threads.append(late)
-    wait_until(lambda: len(served.seen._inboxes) == LIMITS["max_concurrent_requests"] + 2)
+    wait_until(lambda: len(served.seen._inboxes) == most + 2)
     served.model.may_decode.set()
     for thread in threads:
         thread.join(WAIT_S)
-    assert [response.status_code for response in refused] == [429, 429]
-    assert refused[0].json == {"error": "Model is overloaded", "error_type": "overloaded"}
-    assert int(refused[0].headers["Retry-After"]) > 0
+    refused = [response for response in answers if response.status_code == 429]
+    assert len(refused) == 2
+    for response in refused:
+        assert response.json == {"error": "Model is overloaded", "error_type": "overloaded"}
+        assert int(response.headers["Retry-After"]) > 0
     text = served.tokenizer.decode(served.expected("Hello", 6))
-    assert [response.json["generated_text"] for response in answers] == [text] * LIMITS["max_concurrent_requests"]
+    assert [response.json["generated_text"] for response in answers if response not in refused] == [text] * most
+
+
+def test_a_stream_too_many_is_429_before_its_first_byte(served):
+    served.worker.max_concurrent_requests = 0
+    response = served.post("/generate_stream", {"inputs": "Hello"})
+    assert response.status_code == 429
+    assert response.content_type == "application/json"
 
 
 @pytest.mark.parametrize("route", ["/generate", "/generate_stream"])
