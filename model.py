@@ -26,7 +26,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.cache_utils import Cache
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from config import Config, Manifest
+from config import Config, Manifest, read_json
 
 logger = logging.getLogger("model")
 
@@ -348,10 +348,8 @@ class TorchModel:
             size = None
         kinds = getattr(text_config, "layer_types", None)
         for layer, seen in windows.items():
-            kind = kinds[layer] if kinds else ("sliding_attention" if size else "full_attention")
-            expected = size if kind == "sliding_attention" else None
-            if kind not in ("full_attention", "sliding_attention"):
-                raise ModelError(f"{model_type} models with {kind} layers cannot be served on a static batch yet")
+            slides = kinds[layer] == "sliding_attention" if kinds else bool(size)
+            expected = size if slides else None
             if expected and seen != expected and self.max_total_tokens > expected:
                 raise ModelError(
                     f"this {model_type} model slides its attention over {expected} positions in a way that cannot be served "
@@ -377,6 +375,11 @@ def _first_line(error: BaseException) -> str:
 
 
 def _load_pretrained(config: Config, folder: Path, device: str) -> torch.nn.Module:
+    told = read_json(folder / "config.json", required=True)
+    if told["model_type"] not in transformers.CONFIG_MAPPING and "auto_map" in told and not config.trust_remote_code:
+        raise ModelError(
+            f"{told['model_type']} models come with Python code of their own; --trust-remote-code (TRUST_REMOTE_CODE) runs it"
+        )
     with _reported_as(f"{folder} cannot be read as a model"):
         hf_config = AutoConfig.from_pretrained(folder, trust_remote_code=config.trust_remote_code)
     _refuse_what_cannot_work(config, hf_config)
@@ -397,9 +400,11 @@ def _load_pretrained(config: Config, folder: Path, device: str) -> torch.nn.Modu
             ignore_mismatched_sizes=True,  # reported below, by name
             output_loading_info=True,
         )
-    absent = sorted(report["missing_keys"]) + sorted(map(str, report["mismatched_keys"]))
+    absent = sorted(report["missing_keys"])
     if absent:  # transformers would fill them with random numbers
         raise ModelError(f"{folder} lacks {len(absent)} of its weights, {absent[0]} among them")
+    for name, found, expected in sorted(report["mismatched_keys"]):
+        raise ModelError(f"{folder} holds {name} in the shape {list(found)}, where its config.json asks for {list(expected)}")
     return model.to(device).eval()
 
 
@@ -412,6 +417,9 @@ def _refuse_what_cannot_work(config: Config, hf_config) -> None:
         raise ModelError(f"{kind} models do not continue text token by token (no causal language model); nothing to serve")
     if getattr(hf_config, "quantization_config", None):
         raise ModelError(f"this {kind} checkpoint is quantized, which cannot be served yet; use its unquantized form")
+    for layer_type in getattr(text_config, "layer_types", None) or []:
+        if layer_type not in ("full_attention", "sliding_attention"):
+            raise ModelError(f"{kind} models with {layer_type} layers cannot be served on a static batch yet")
     rope = getattr(text_config, "rope_parameters", None) or {}
     for parameters in [rope] + [p for p in rope.values() if isinstance(p, dict)]:
         trained = parameters.get("original_max_position_embeddings") or getattr(text_config, "max_position_embeddings", 0)
