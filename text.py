@@ -70,6 +70,9 @@ class Tokenizer:
     def id_to_token(self, token_id: int) -> str | None:
         return self._tokenizer.id_to_token(token_id)
 
+    def token_to_id(self, token: str) -> int | None:
+        return self._tokenizer.token_to_id(token)
+
     def token_text(self, token_id: int) -> str:
         """The text of one token by itself, as it reads in the middle of a text; special tokens show their name."""
         if token_id in self.special_ids:
@@ -323,7 +326,7 @@ def prepare(folder: Path, target: Path) -> dict[str, Any]:
         raise ConfigError(f"{tokenizer_dir / 'tokenizer.json'} turns text into nothing, so it does not fit any model")
     eos = read_json(folder / "tokenizer_config.json").get("eos_token")
     eos = eos.get("content") if isinstance(eos, dict) else eos
-    ids = {name: tokenizer._tokenizer.token_to_id(name) for name in (eos, *END_OF_TURN) if isinstance(name, str)}
+    ids = {name: tokenizer.token_to_id(name) for name in (eos, *END_OF_TURN) if isinstance(name, str)}
     eos_token_ids = [i for name, i in ids.items() if i is not None and (i in tokenizer.special_ids or name == eos)]
     return {"tokenizer_dir": str(tokenizer_dir), "eos_token_ids": eos_token_ids}
 
