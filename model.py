@@ -1,8 +1,9 @@
 """Static-batch models behind one interface: a fixed number of slots, each with its own positions in one KV cache.
 
-`load` turns a model id into a `StaticBatchModel`, or raises `ModelError` with the reason in one line. `TorchModel` serves
-any decoder-only model of `transformers` that uses its attention interface, on a CPU or a CUDA GPU. This layer is the only
-one that imports transformers. It knows no requests and no sampling parameters.
+`fetch` finds or downloads a model's folder and `load` turns it into a `StaticBatchModel`, or both raise `ModelError` with the
+reason in one line. `TorchModel` serves decoder-only models of `transformers` on a CPU or a CUDA GPU, once it has seen that
+they give the same logits on slots. This layer is the only one that imports transformers. It knows no requests and no sampling
+parameters.
 
 A new prompt is written into the rows of its slot and nothing else moves: no other slot's cache is rebuilt or copied.
 """
