@@ -33,6 +33,8 @@ logger = logging.getLogger("model")
 
 ATTENTION = "static_batch"
 CHECK_TOKENS = 12
+CHECK_CHUNK = 5
+SCORE_CHUNK = 128  # tokens; the logits of 2,048 tokens at once would be 1 GB for a vocabulary of 128k
 
 
 class ModelError(Exception):
@@ -46,9 +48,14 @@ class StaticBatchModel(Protocol):
     vocab_size: int
     device: str
     dtype: str
+    gives_prompt_logits: bool  # whether `score` can be used
 
     def prefill(self, slot: int, prompt: list[int]) -> torch.Tensor:
         """Runs a prompt of 1 to max_input_tokens ids into `slot`. Returns the logits after it: float32 [vocab]."""
+
+    def score(self, slot: int, prompt: list[int]) -> Iterator[torch.Tensor]:
+        """Does what `prefill` does, and yields the logits after each token of the prompt, in order: float32 [n, vocab] with
+        at most SCORE_CHUNK tokens at a time. Nothing else may run on the model until it is exhausted."""
 
     def decode(self, tokens: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
         """One step for all live slots: int64 [n] each, slots ascending. Returns float32 [n, vocab]."""
@@ -65,10 +72,12 @@ def fetch(config: Config) -> tuple[Path, str | None]:
     if not sys.stderr.isatty():
         disable_progress_bars()
     patterns = ["*.json", "*.safetensors", "*.model", "*.jinja", "*.txt"] + ["*.py"] * config.trust_remote_code
+    known = os.environ.get("HF_TOKEN") or os.environ.get("HUGGING_FACE_HUB_TOKEN")  # huggingface_hub reads these itself
     try:
         folder = snapshot_download(
             config.model_id,
             revision=config.revision,
+            token=None if known else os.environ.get("HF_API_TOKEN") or None,  # TGI's older name
             cache_dir=config.huggingface_hub_cache,
             allow_patterns=patterns,
             ignore_patterns=["*/*"],
@@ -110,7 +119,7 @@ class _Step:
     """One forward pass: which rows of the cache it runs on, and where each of its tokens stands.
 
     rows: the slots, a range; positions: int64 [rows, q], the position of each token; filled: how much of the window the
-    longest of them uses, this pass included.
+    longest of them uses, this pass included. More than one token a row are a prompt, or a part of one, in one row.
     """
 
     def __init__(self, rows: slice, positions: torch.Tensor, filled: int):
@@ -118,6 +127,7 @@ class _Step:
         self.positions = positions
         self.filled = filled
         self.is_prefill = positions.shape[1] > 1
+        self.begin = filled - positions.shape[1]  # of a prefill: where its first token stands
         self.windows: dict[int, int | None] = {}  # sliding window that each layer asked for
         self._masks: dict[int | None, torch.Tensor] = {}
 
@@ -162,7 +172,7 @@ class _SlotCache(Cache):
     def _write(self, store: torch.Tensor, states: torch.Tensor) -> torch.Tensor:
         step, rows = self.step, store[self.step.rows]
         if step.is_prefill:
-            rows[:, :, : states.shape[2]] = states
+            rows[:, :, step.begin : step.filled] = states
         else:
             rows[torch.arange(rows.shape[0], device=rows.device), :, step.positions[:, 0]] = states[:, :, 0]
         return rows[:, :, : step.filled]
@@ -197,7 +207,7 @@ def _attend(
     window = sliding_window if sliding_window is not None and sliding_window < filled else None
     if q_length > 1 and softcap is None:
         grouped = {"enable_gqa": True} if heads != kv_heads else {}
-        causal = {"is_causal": True} if window is None else {"attn_mask": _step.mask(window)}
+        causal = {"is_causal": True} if window is None and _step.begin == 0 else {"attn_mask": _step.mask(window)}
         out = F.scaled_dot_product_attention(query, key, value, scale=scaling, **causal, **grouped)
         return out.transpose(1, 2), None
     # [rows, kv heads, heads of the group x q, head size]
@@ -231,15 +241,29 @@ class TorchModel:
         self.dtype = str(self._model.dtype).removeprefix("torch.")
         self._cache = _SlotCache(self.batch_size, self.max_total_tokens)
         self._mask_is_given = False
+        self.gives_prompt_logits = False
         self._adopt(text_config, manifest.model_type)
         if device == "cpu" and "OMP_NUM_THREADS" not in os.environ:
             self._choose_threads()
 
     def prefill(self, slot: int, prompt: list[int]) -> torch.Tensor:
         assert 0 <= slot < self.batch_size and 1 <= len(prompt) <= self.max_input_tokens
-        tokens = torch.tensor([prompt], dtype=torch.int64, device=self.device)
-        positions = torch.arange(len(prompt), device=self.device)[None]
-        return self._forward(tokens, _Step(slice(slot, slot + 1), positions, len(prompt)))[0].cpu()
+        return self._run_prompt(slot, prompt, 0, logits_to_keep=1)[0]
+
+    def score(self, slot: int, prompt: list[int]) -> Iterator[torch.Tensor]:
+        assert self.gives_prompt_logits and 0 <= slot < self.batch_size and 1 <= len(prompt) <= self.max_input_tokens
+        return self._score(slot, prompt, SCORE_CHUNK)
+
+    def _score(self, slot: int, prompt: list[int], chunk: int) -> Iterator[torch.Tensor]:
+        for begin in range(0, len(prompt), chunk):
+            yield self._run_prompt(slot, prompt[begin : begin + chunk], begin, logits_to_keep=0)
+
+    def _run_prompt(self, slot: int, ids: list[int], begin: int, logits_to_keep: int) -> torch.Tensor:
+        """Runs the part of a prompt that begins at position `begin`. Returns float32 [logits_to_keep, vocab]; 0: all."""
+        tokens = torch.tensor([ids], dtype=torch.int64, device=self.device)
+        filled = begin + len(ids)
+        positions = torch.arange(begin, filled, device=self.device)[None]
+        return self._forward(tokens, _Step(slice(slot, slot + 1), positions, filled), logits_to_keep)[0].cpu()
 
     def decode(self, tokens: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
         filled, rows = int(positions.max()) + 1, int(slots[-1]) + 1
@@ -248,12 +272,12 @@ class TorchModel:
         row_tokens, row_positions = torch.zeros(2, rows, 1, dtype=torch.int64)
         row_tokens[slots, 0], row_positions[slots, 0] = tokens, positions
         step = _Step(slice(0, rows), row_positions.to(self.device), filled)
-        logits = self._forward(row_tokens.to(self.device), step).cpu()
+        logits = self._forward(row_tokens.to(self.device), step, logits_to_keep=1)[:, 0].cpu()
         return logits if len(slots) == rows else logits[slots]
 
     @torch.inference_mode()
-    def _forward(self, tokens: torch.Tensor, step: _Step) -> torch.Tensor:
-        """tokens: int64 [rows, q] → float32 [rows, vocab], the logits after the last of them."""
+    def _forward(self, tokens: torch.Tensor, step: _Step, logits_to_keep: int) -> torch.Tensor:
+        """tokens: int64 [rows, q] → float32 [rows, logits_to_keep, vocab], the logits after the last of them; 0: all."""
         global _step
         _step = self._cache.step = step
         out = self._model(
@@ -262,9 +286,9 @@ class TorchModel:
             past_key_values=self._cache,
             attention_mask=step.additive_mask(self._model.dtype) if self._mask_is_given else None,
             use_cache=True,
-            logits_to_keep=1,
+            logits_to_keep=logits_to_keep,
         )
-        return out.logits[:, -1].float()
+        return out.logits[:, -logits_to_keep:].float()  # not every family knows logits_to_keep
 
     def _adopt(self, text_config, model_type: str) -> None:
         """Finds out how this family works on a static batch, or raises ModelError.
@@ -277,13 +301,14 @@ class TorchModel:
             self._model.set_attn_implementation(ATTENTION)
             windows, error = self._compare(ids, expected)
             if windows and error <= self._tolerance(expected):
-                return self._check_windows(text_config, model_type, windows)
+                self._check_windows(text_config, model_type, windows)
+                return self._check_score(ids, expected, model_type)
             has_window = any(getattr(text_config, name, None) for name in ("sliding_window", "window_size"))
             if not windows and not has_window:
                 self._mask_is_given = True
                 error = self._compare(ids, expected)[1]
                 if error <= self._tolerance(expected):
-                    return None
+                    return self._check_score(ids, expected, model_type)
         raise ModelError(
             f"{model_type} models cannot be served on a static batch: their logits would differ from transformers' own by "
             f"{error:.2g} (of {expected.abs().max():.2g}), because they keep positions, masks or state in a way that slots "
@@ -341,6 +366,19 @@ class TorchModel:
         wanted += [expected[position] for _token, position, _slot in live]
         error = (torch.stack(found) - torch.stack(wanted)).abs().max().item()
         return self._cache.step.windows, error if error == error else float("inf")
+
+    def _check_score(self, ids: list[int], expected: torch.Tensor, model_type: str) -> None:
+        """A family that can only run a prompt as a whole is served, too, but gives no log-probabilities of prompts."""
+        prompt = ids[:-1]
+        try:
+            found = torch.cat(list(self._score(self.batch_size - 1, prompt, CHECK_CHUNK)))
+            error = (found - expected[: len(prompt)]).abs().max().item()
+        except Exception:
+            logger.debug("scoring failed", exc_info=True)
+            error = float("nan")
+        self.gives_prompt_logits = error <= self._tolerance(expected)
+        if not self.gives_prompt_logits:
+            logger.warning("%s models cannot run a prompt in parts: no log-probabilities of prompts", model_type)
 
     def _check_windows(self, text_config, model_type: str, windows: dict[int, int | None]) -> None:
         """A sliding window that a family does not tell to its attention function would silently not slide."""

@@ -5,8 +5,9 @@ that owns its socket (ZeroMQ sockets must not be shared) and hands messages over
 nor a request in HTTP waits for the other. Messages are msgspec structs in msgpack, never pickle. This layer does not know
 what the messages are for.
 
-A request's life on the wire: `Generate`, then `Token`s inside the `Tokens` of each step, until exactly one terminal word:
-a `Token` with a `finish_reason`, or an `End`. `Cancel` asks for the end early; it is answered by the same rule.
+A request's life on the wire: `Generate`, then a `Prompt` and `Token`s inside the `Tokens` of each step, until exactly one
+terminal word: a `Token` with a `finish_reason`, or an `End`. `Cancel` asks for the end early; it is answered by the same rule.
+What has nothing to do with the loop (`ASIDE`) goes past it: a step may take long, the metrics may not.
 """
 
 from __future__ import annotations
@@ -36,6 +37,8 @@ class Sampling(msgspec.Struct, frozen=True):
     typical_p: float = 1.0
     repetition_penalty: float = 1.0
     frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    logit_bias: list[tuple[int, float]] = []  # (token id, what is added to its logit)
 
 
 class Generate(msgspec.Struct, tag="generate", frozen=True):
@@ -46,6 +49,10 @@ class Generate(msgspec.Struct, tag="generate", frozen=True):
     max_new_tokens: int
     sampling: Sampling = Sampling()
     top_n_tokens: int = 0
+    min_new_tokens: int = 0  # no end-of-sequence token before that many
+    ignore_eos: bool = False  # an end-of-sequence token does not end the answer
+    prompt_logprobs: bool = False
+    sent_at: float = 0.0  # CLOCK_MONOTONIC in seconds, one for all processes; 0: not told
 
 
 class Cancel(msgspec.Struct, tag="cancel", frozen=True):
@@ -62,6 +69,31 @@ class Hello(msgspec.Struct, tag="hello", frozen=True):
     ready: bool
 
 
+class Answered(msgspec.Struct, tag="answered", frozen=True):
+    """Web → worker: one HTTP request is over, for the metrics.
+
+    `outcome` is None for a route that generates no text, else "success" or why not: overloaded, validation, incomplete,
+    template, generation, dropped. `first_token_s` counts from the arrival of the HTTP request.
+    """
+
+    status: int  # HTTP; 499: the client hung up
+    outcome: str | None = None
+    duration_s: float = 0.0
+    validation_s: float = 0.0
+    queue_s: float = 0.0
+    inference_s: float = 0.0
+    first_token_s: float | None = None
+    input_tokens: int = 0
+    generated_tokens: int = 0
+    max_new_tokens: int = 0
+
+
+class AskMetrics(msgspec.Struct, tag="ask_metrics", frozen=True):
+    """Web → worker: asks for `Metrics` with the same `id`."""
+
+    id: int
+
+
 class Token(msgspec.Struct, array_like=True, frozen=True, gc=False):
     """One generated token. `logprob` is of the model's own distribution; `top` holds (token id, logprob), likeliest first."""
 
@@ -72,10 +104,21 @@ class Token(msgspec.Struct, array_like=True, frozen=True, gc=False):
     finish_reason: str | None = None  # "length" or "eos_token" on the last token
 
 
+class Prompt(msgspec.Struct, array_like=True, frozen=True, gc=False):
+    """The prompt of a request has been run. `logprobs` are of its tokens from the second on, if they were asked for; `top`
+    holds the `top_n_tokens` likeliest (token id, logprob) at each of these places."""
+
+    id: int
+    queued_s: float
+    logprobs: list[float] = []
+    top: list[list[tuple[int, float]]] = []
+
+
 class Tokens(msgspec.Struct, tag="tokens", frozen=True):
-    """Worker → web: everything that one step brought for one web process."""
+    """Worker → web: everything that one step brought for one web process; no token comes before its request's `Prompt`."""
 
     tokens: list[Token]
+    prompts: list[Prompt] = []
 
 
 class End(msgspec.Struct, tag="end", frozen=True):
@@ -116,10 +159,20 @@ class Facts(msgspec.Struct, tag="facts", frozen=True):
     max_total_tokens: int
     device: str
     dtype: str
+    model_dir: str = ""
+    prompt_logprobs: bool = True  # whether this device can give log-probabilities of a prompt
 
 
-FromWeb = Generate | Cancel | Hello
-FromWorker = Tokens | End | Status | Facts
+class Metrics(msgspec.Struct, tag="metrics", frozen=True):
+    """Worker → web: all metrics, in Prometheus' text format."""
+
+    id: int
+    text: bytes
+
+
+FromWeb = Generate | Cancel | Hello | Answered | AskMetrics
+FromWorker = Tokens | End | Status | Facts | Metrics
+ASIDE = (Answered, AskMetrics)  # handled on the socket's thread, never by the loop
 
 
 class Gone(msgspec.Struct, frozen=True):
@@ -165,10 +218,15 @@ class _SocketThread:
 
 
 class WorkerEnd(_SocketThread):
-    """The worker's end. `send` and `announce` may be called from any thread; `receive` from one."""
+    """The worker's end. `send` and `announce` may be called from any thread; `receive` from one.
 
-    def __init__(self, address: str):
+    `on_aside` is called on the socket's thread with each message of `ASIDE`, and must not block. What it returns is sent to
+    that peer. Without it they are dropped.
+    """
+
+    def __init__(self, address: str, on_aside: Callable[[FromWeb], FromWorker | None] | None = None):
         super().__init__("worker-socket")
+        self._on_aside = on_aside
         self.status = Status(phase="starting", progress_at=time.monotonic())
         self._facts: Facts | None = None
         self._inbox: queue.SimpleQueue = queue.SimpleQueue()
@@ -240,12 +298,26 @@ class WorkerEnd(_SocketThread):
                     self._send_to(peer, self.status, peers)
                     if self._facts is not None:
                         self._send_to(peer, self._facts, peers)
-                self._inbox.put((peer, message))
+                if isinstance(message, ASIDE):
+                    self._answer_aside(peer, message, peers)
+                else:
+                    self._inbox.put((peer, message))
             if time.monotonic() >= next_beat:
                 next_beat = time.monotonic() + HEARTBEAT_S
                 for peer in list(peers):
                     self._send_to(peer, self.status, peers)
         self._context.destroy(linger=1000)
+
+    def _answer_aside(self, peer: bytes, message: FromWeb, peers: set[bytes]) -> None:
+        if self._on_aside is None:
+            return
+        try:
+            reply = self._on_aside(message)
+        except Exception:  # without this thread nobody would hear from the worker again
+            logger.exception("%s could not be handled", type(message).__name__)
+            return
+        if reply is not None:
+            self._send_to(peer, reply, peers)
 
     def _send_to(self, peer: bytes, message: FromWorker, peers: set[bytes]) -> None:
         if peer not in peers:

@@ -1,14 +1,16 @@
-"""Logits to token ids: penalties, temperature, top-k, top-p, typical-p, seeds and log-probabilities.
+"""Logits to token ids: penalties, biases, temperature, top-k, top-p, typical-p, seeds and log-probabilities.
 
 `sample` chooses the next token of every row of a step, each row with its own `Sampler`: that request's parameters, its own
 random stream and its own history. What a row yields depends on its own logits, parameters and seed alone, never on its
-neighbours. Log-probabilities are of the model's own distribution, before any parameter changes it.
+neighbours. Log-probabilities are of the model's own distribution, before any parameter changes it; `prompt_logprobs` gives
+those of a prompt.
 
 This layer knows neither slots nor sockets.
 """
 
 from __future__ import annotations
 
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -33,32 +35,44 @@ class Choice:
 class Sampler:
     """What one request brings to the choice of its next token.
 
-    `prompt` counts for the repetition penalty (as in transformers), not for the frequency penalty (as in OpenAI's API).
+    `prompt` counts for the repetition penalty (as in transformers), not for the frequency and presence penalties (as in
+    OpenAI's API). The ids in `banned` are not chosen for the first `banned_for` tokens. The ids of a logit bias must differ
+    and be in the vocabulary; a banned one need not be.
     """
 
-    def __init__(self, sampling: Sampling, prompt: list[int], top_n_tokens: int = 0):
+    def __init__(
+        self,
+        sampling: Sampling,
+        prompt: list[int],
+        top_n_tokens: int = 0,
+        banned: Collection[int] = (),
+        banned_for: int = 0,
+    ):
         self.sampling = sampling
         self.top_n_tokens = top_n_tokens
         self._random = None if sampling.seed is None else np.random.Generator(np.random.Philox(key=sampling.seed))
         self._seen = np.unique(prompt) if sampling.repetition_penalty != 1.0 else None
+        self._counts_tokens = sampling.frequency_penalty != 0.0 or sampling.presence_penalty != 0.0
         self._counts: dict[int, int] = {}
+        self._bias_ids = np.array([token for token, _bias in sampling.logit_bias], dtype=np.int64)
+        self._bias = np.array([bias for _token, bias in sampling.logit_bias], dtype=np.float64)
+        self._banned = np.array(list(banned), dtype=np.int64)
+        self._banned_for = banned_for if banned else 0
 
     @property
     def takes_likeliest(self) -> bool:
-        """Greedy without a penalty: the largest logit is the answer."""
-        return self._random is None and not self._has_penalty
-
-    @property
-    def _has_penalty(self) -> bool:
-        return self.sampling.repetition_penalty != 1.0 or self.sampling.frequency_penalty != 0.0
+        """Greedy, and nothing changes the logits: the largest is the answer."""
+        changes = self._seen is not None or self._counts_tokens or len(self._bias_ids) or self._banned_for > 0
+        return self._random is None and not changes
 
     @np.errstate(over="ignore", divide="ignore", invalid="ignore")  # -inf is what an impossible token scores
     def choose(self, logits: np.ndarray) -> int:
         """The next token id for `logits`, float32 [vocab], which stay as they are.
 
-        The order is transformers' and TGI's: penalties, temperature, top-k, top-p, typical-p.
+        The order is transformers' and TGI's: penalties, temperature, top-k, top-p, typical-p. Raises SamplingError when
+        only banned tokens are possible.
         """
-        scores = self._penalized(logits.astype(np.float64))
+        scores = self._changed(logits.astype(np.float64))
         if self._random is None:
             return int(scores.argmax())
         # One number is drawn for each token whatever the parameters, so a stream's n-th draw is its n-th token's.
@@ -69,12 +83,13 @@ class Sampler:
 
     def record(self, token: int) -> None:
         """Tells which token was taken, for the penalties of the next one."""
-        if self.sampling.frequency_penalty != 0.0:
+        self._banned_for -= 1
+        if self._counts_tokens:
             self._counts[token] = self._counts.get(token, 0) + 1
         if self._seen is not None and token not in self._seen:
             self._seen = np.append(self._seen, token)
 
-    def _penalized(self, scores: np.ndarray) -> np.ndarray:
+    def _changed(self, scores: np.ndarray) -> np.ndarray:
         if self._seen is not None:
             seen = scores[self._seen]
             penalty = self.sampling.repetition_penalty
@@ -83,7 +98,13 @@ class Sampler:
             scores[self._seen] = np.where(np.isneginf(seen), seen, np.clip(penalized, -1e30, 1e30))
         if self._counts:
             ids = np.fromiter(self._counts, dtype=np.int64)
-            scores[ids] -= self.sampling.frequency_penalty * np.fromiter(self._counts.values(), dtype=np.float64)
+            counts = np.fromiter(self._counts.values(), dtype=np.float64)
+            scores[ids] -= self.sampling.frequency_penalty * counts + self.sampling.presence_penalty
+        scores[self._bias_ids] += self._bias
+        if self._banned_for > 0:
+            scores[self._banned[self._banned < len(scores)]] = -np.inf
+            if np.isneginf(scores.max()):
+                raise SamplingError("no token is possible but those that may not come yet (min_new_tokens)")
         return scores
 
     def _candidates(self, scores: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -127,34 +148,78 @@ def _first_share(order: np.ndarray, probabilities: np.ndarray, share: float) -> 
     return np.sort(order[:count])
 
 
+@dataclass(frozen=True, slots=True)
+class _Row:
+    """The logits of one place, float32 [vocab], and what turns them into the model's own log-probabilities."""
+
+    logits: np.ndarray
+    likeliest: int
+    normalizer: float
+
+    def check(self) -> None:
+        if not np.isfinite(self.normalizer):
+            raise SamplingError("the model's output is not a number")
+
+    def logprob(self, token: int) -> float:
+        return float(self.logits[token]) - float(self.logits[self.likeliest]) - self.normalizer
+
+    def top(self, n: int) -> list[tuple[int, float]]:
+        """The `n` likeliest (token id, log-probability), likeliest first."""
+        n = min(n, len(self.logits))
+        if n == 0:
+            return []
+        # Ascending: of equals the lowest id, as in argmax.
+        best = np.flatnonzero(self.logits >= np.partition(self.logits, -n)[-n])
+        best = best[np.argsort(-self.logits[best], kind="stable")][:n]
+        return [(int(token), self.logprob(token)) for token in best]
+
+
+def _rows(logits: torch.Tensor) -> Iterator[_Row]:
+    """logits: float32 [rows, vocab], on the CPU."""
+    likeliest = logits.argmax(dim=-1).tolist()
+    # Counted from the largest, because float32 would round the sum for large logits by more than a log-probability may err.
+    normalizers = torch.logsumexp(logits - logits.amax(dim=-1, keepdim=True), dim=-1).tolist()
+    return map(_Row, logits.numpy(), likeliest, normalizers)
+
+
 def sample(logits: torch.Tensor, samplers: list[Sampler]) -> list[Choice | Exception]:
     """The next token of each row. logits: float32 [rows, vocab], on the CPU, one sampler a row.
 
     A row that fails yields its exception in its place; the others do not notice.
     """
-    likeliest = logits.argmax(dim=-1).tolist()
-    # Counted from the largest, because float32 would round the sum for large logits by more than a log-probability may err.
-    normalizers = torch.logsumexp(logits - logits.amax(dim=-1, keepdim=True), dim=-1).tolist()
-    rows = logits.numpy()
     choices: list[Choice | Exception] = []
-    for row, sampler in enumerate(samplers):
+    for row, sampler in zip(_rows(logits), samplers):
         try:
-            choices.append(_choose(rows[row], sampler, likeliest[row], normalizers[row]))
+            choices.append(_choose(row, sampler))
         except Exception as error:
             choices.append(error)
     return choices
 
 
-def _choose(logits: np.ndarray, sampler: Sampler, likeliest: int, normalizer: float) -> Choice:
-    if not np.isfinite(normalizer):
-        raise SamplingError("the model's output is not a number")
-    peak = float(logits[likeliest])
-    token = likeliest if sampler.takes_likeliest else sampler.choose(logits)
+def _choose(row: _Row, sampler: Sampler) -> Choice:
+    row.check()
+    token = row.likeliest if sampler.takes_likeliest else sampler.choose(row.logits)
     sampler.record(token)
-    top = []
-    if sampler.top_n_tokens:
-        n = min(sampler.top_n_tokens, len(logits))
-        best = np.flatnonzero(logits >= np.partition(logits, -n)[-n])  # ascending: of equals the lowest id, as in argmax
-        best = best[np.argsort(-logits[best], kind="stable")][:n]
-        top = [(int(i), float(logits[i]) - peak - normalizer) for i in best]
-    return Choice(token, float(logits[token]) - peak - normalizer, top)
+    return Choice(token, row.logprob(token), row.top(sampler.top_n_tokens))
+
+
+def prompt_logprobs(
+    chunks: Iterable[torch.Tensor], prompt: list[int], top_n: int
+) -> tuple[torch.Tensor, list[float], list[list[tuple[int, float]]]]:
+    """What the model thought of a prompt. chunks: the logits after each of its tokens in order, float32 [n, vocab] each.
+
+    Returns the logits after the last token, float32 [vocab]; the log-probability of each token from the second on; and as
+    many lists of the `top_n` likeliest (token id, log-probability) at each of these places. Chunks are not kept. Raises
+    SamplingError for logits that are no numbers.
+    """
+    last = torch.empty(0)
+    logprobs: list[float] = []
+    top: list[list[tuple[int, float]]] = []
+    followers = iter(prompt[1:])  # the logits after a token are about the next one
+    for chunk in chunks:
+        last = chunk[-1].clone()  # a view would hold the chunk
+        for row, token in zip(_rows(chunk), followers):  # in this order: zip takes one too many of its first
+            row.check()
+            logprobs.append(row.logprob(token))
+            top.append(row.top(top_n))
+    return last, logprobs, top

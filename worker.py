@@ -14,16 +14,30 @@ import subprocess
 import sys
 import time
 from collections import defaultdict, deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
 
 import config as configuration
 from config import HERE, Config, ConfigError, Manifest
+from metrics import Metrics
 from model import ModelError, StaticBatchModel, fetch, load
-from protocol import Cancel, End, Facts, Generate, Gone, Hello, Status, Token, Tokens, WorkerEnd
-from sampling import Choice, Sampler, SamplingError, sample
+from protocol import (
+    Answered,
+    Cancel,
+    End,
+    Facts,
+    Generate,
+    Gone,
+    Hello,
+    Prompt,
+    Status,
+    Token,
+    Tokens,
+    WorkerEnd,
+)
+from sampling import Choice, Sampler, SamplingError, prompt_logprobs, sample
 
 logger = logging.getLogger("worker")
 
@@ -45,6 +59,11 @@ class Request:
     def position(self) -> int:
         """Where the last token stands, which the next step runs on."""
         return len(self.generate.prompt) + self.generated - 1
+
+    @property
+    def most_tokens(self) -> int:
+        """How long prompt and answer may become, the window apart."""
+        return len(self.generate.prompt) + self.generate.max_new_tokens
 
 
 @dataclass(slots=True)
@@ -77,12 +96,25 @@ class Worker:
     steps: int = 0
     draining: bool = False  # nothing new is taken
     stopping: bool = False  # what runs is given up, too
+    metrics: Metrics = field(default_factory=Metrics)
 
     def __post_init__(self):
         self.slots = Slots([None] * self.model.batch_size)
         self._known: dict[int, Request] = {}
         self._ready_web_processes: set[int] = set()
-        self._gained: dict[bytes, list[Token]] = defaultdict(list)
+        self._gained: dict[bytes, Tokens] = defaultdict(lambda: Tokens([]))
+        self._progress_at = 0.0  # when the device last finished something, or was given something after it had nothing
+        self._tokens_at = 0.0  # when tokens last went to those that run
+        self.metrics.set_limits(self.model.batch_size, self.model.max_input_tokens, self.model.max_total_tokens)
+        # Read when they are asked for, on the socket's thread: so they are true while a step takes long, and cost it nothing.
+        for name, read in (
+            ("queue_size", lambda: len(self.queue)),
+            ("slots_busy", lambda: self.slots.busy),
+            ("batch_current_size", lambda: self.slots.busy),
+            ("batch_current_max_tokens", self._most_tokens),
+            ("last_step_age_seconds", lambda: time.monotonic() - self._progress_at if self.slots.busy else 0.0),
+        ):
+            self.metrics.series(name).set_function(read)
 
     def run(self) -> None:
         """Serves until `stop`, or until everything is done after `drain`."""
@@ -116,6 +148,8 @@ class Worker:
                     self._end(self._known[message.id], "cancelled", log_reason=message.reason)
             elif isinstance(message, Gone):
                 for request in [r for r in self._known.values() if r.peer == peer]:
+                    tokens = {"input_tokens": len(request.generate.prompt), "max_new_tokens": request.generate.max_new_tokens}
+                    self.metrics.aside(Answered(499, "dropped", **tokens))  # nobody else can say so any more
                     self._end(request, "cancelled", log_reason="web process gone")
             elif isinstance(message, Hello):
                 self._greet(message)
@@ -126,16 +160,36 @@ class Worker:
         if slot is None or not self.queue:
             return
         request = self.queue.popleft()
+        generate = request.generate
+        joins = self.slots.busy > 0
         request.started_at = time.monotonic()
+        if not joins:
+            self._progress_at = request.started_at
         self.slots.requests[slot] = request
+        self.metrics.series("batch_next_size").observe(1)
+        self.metrics.series("batch_inference_count", "prefill").inc()
+        logprobs, top = [], []
         try:
-            logits = self.model.prefill(slot, request.generate.prompt)
-        except Exception:
-            logger.exception("prefill of request %016x failed", request.generate.id)
-            self._end(request, "failed", "the prompt could not be run on the device")
+            if generate.prompt_logprobs:
+                chunks = self.model.score(slot, generate.prompt)
+                logits, logprobs, top = prompt_logprobs(chunks, generate.prompt, generate.top_n_tokens)
+            else:
+                logits = self.model.prefill(slot, generate.prompt)
+        except Exception as error:
+            logger.exception("prefill of request %016x failed", generate.id)
+            self.metrics.series("batch_inference_failure", "prefill").inc()
+            readable = isinstance(error, SamplingError)
+            self._end(request, "failed", str(error) if readable else "the prompt could not be run on the device")
             return
         request.prefilled_at = time.monotonic()
-        self._gain([request], logits[None])
+        queued_s = request.started_at - request.arrived_at
+        self._gained[request.peer].prompts.append(Prompt(generate.id, queued_s, logprobs, top))
+        self._gain("prefill", [request], logits[None], request.started_at)
+        if joins:
+            self.metrics.series("batch_concat", "backpressure").inc()
+            self.metrics.series("batch_concat_duration", "decode").observe(self._progress_at - request.started_at)
+        else:
+            self._tokens_at = self._progress_at
 
     def decode(self) -> None:
         """One step: every busy slot gains one token."""
@@ -143,6 +197,8 @@ class Worker:
         if not live:
             return
         slots, requests = zip(*live)
+        started_at = time.monotonic()
+        self.metrics.series("batch_inference_count", "decode").inc()
         try:
             logits = self.model.decode(
                 torch.tensor([request.last_token for request in requests]),
@@ -151,16 +207,20 @@ class Worker:
             )
         except Exception:
             logger.exception("a step of %d slots failed", len(slots))
+            self.metrics.series("batch_inference_failure", "decode").inc()
             for request in requests:
                 self._end(request, "failed", "a step on the device failed")
             return
         self.steps += 1
-        self._gain(requests, logits)
+        self.metrics.series("steps").inc()
+        self._gain("decode", requests, logits, started_at)
+        self.metrics.series("inter_token_latency_duration").observe(self._progress_at - self._tokens_at)
+        self._tokens_at = self._progress_at
 
     def send(self) -> None:
         """What a prefill or a step brought: one message for each web process, and how the worker is doing."""
-        for peer, tokens in self._gained.items():
-            self.end.send(peer, Tokens(tokens))
+        for peer, gained in self._gained.items():
+            self.end.send(peer, gained)
         self._gained.clear()
         self._report()
 
@@ -182,15 +242,24 @@ class Worker:
         request = Request(
             peer=peer,
             generate=generate,
-            arrived_at=time.monotonic(),
-            sampler=Sampler(generate.sampling, generate.prompt, generate.top_n_tokens),
+            arrived_at=generate.sent_at or time.monotonic(),
+            sampler=Sampler(
+                generate.sampling,
+                generate.prompt,
+                generate.top_n_tokens,
+                banned=self.eos_token_ids,
+                banned_for=generate.min_new_tokens,
+            ),
         )
         self._known[generate.id] = request
         self.queue.append(request)
 
-    def _gain(self, requests: list[Request], logits: torch.Tensor) -> None:
+    def _gain(self, method: str, requests: Sequence[Request], logits: torch.Tensor, started_at: float) -> None:
         """Chooses the next token of each request. logits: float32 [requests, vocab]."""
-        for request, choice in zip(requests, sample(logits, [request.sampler for request in requests])):
+        ran_at = time.monotonic()
+        choices = sample(logits, [request.sampler for request in requests])
+        chosen_at = time.monotonic()
+        for request, choice in zip(requests, choices):
             if isinstance(choice, Choice):
                 self._take(request, choice)
             elif isinstance(choice, SamplingError):
@@ -198,24 +267,27 @@ class Worker:
             else:
                 logger.error("no token for request %016x", request.generate.id, exc_info=choice)
                 self._end(request, "failed", "the next token could not be chosen")
+        self._progress_at = time.monotonic()
+        self.metrics.series("generated_tokens").inc(sum(isinstance(choice, Choice) for choice in choices))
+        self.metrics.step(method, started_at, ran_at, chosen_at, self._progress_at)
 
     def _take(self, request: Request, choice: Choice) -> None:
         request.generated += 1
         request.last_token = choice.token
         finish_reason = None
-        if choice.token in self.eos_token_ids:
+        if choice.token in self.eos_token_ids and not request.generate.ignore_eos:
             finish_reason = "eos_token"
         elif request.generated >= request.generate.max_new_tokens or request.position + 1 >= self.model.max_total_tokens:
             finish_reason = "length"
         token = Token(request.generate.id, choice.token, choice.logprob, choice.top, finish_reason)
-        self._gained[request.peer].append(token)
+        self._gained[request.peer].tokens.append(token)
         if finish_reason:
             self._forget(request, finish_reason)
 
     def _end(self, request: Request, reason: str, message: str = "", log_reason: str | None = None) -> None:
         """Ends a request with a word instead of a token; what it gained in this turn goes out first."""
-        if tokens := self._gained.pop(request.peer, None):
-            self.end.send(request.peer, Tokens(tokens))
+        if gained := self._gained.pop(request.peer, None):
+            self.end.send(request.peer, gained)
         self.end.send(request.peer, End(request.generate.id, reason, message))
         self._forget(request, log_reason or reason)
 
@@ -244,6 +316,9 @@ class Worker:
             },
         )
 
+    def _most_tokens(self) -> int:
+        return sum(min(request.most_tokens, self.model.max_total_tokens) for _slot, request in self.slots.live())
+
     def _greet(self, hello: Hello) -> None:
         if hello.ready and self.web_processes:
             self._ready_web_processes.add(hello.pid)
@@ -253,17 +328,19 @@ class Worker:
                 logger.info("Connected")
 
 
-def boot(config: Config, end: WorkerEnd) -> Worker:
+def boot(config: Config, end: WorkerEnd, metrics: Metrics) -> Worker:
     """Fetches and loads the model, telling each phase. Raises ConfigError or ModelError for what cannot be served."""
-    with _phase(end, "downloading" if not config.is_local else "checking", config.model_name):
+    with _phase(end, metrics, "downloading" if not config.is_local else "checking", config.model_name):
         folder, sha = fetch(config)
         manifest = Manifest.read(folder)
         config = config.with_manifest(manifest)
+        metrics.set_limits(config.max_batch_size, config.max_input_tokens, config.max_total_tokens)
     # The tokenizer is text's business and none of this process': it is looked after beside the weights.
     command = [sys.executable, str(HERE / "text.py"), str(folder), str(configuration.run_dir())]
+    command += [config.tokenizer_config_path] if config.tokenizer_config_path else []
     preparing = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     try:
-        with _phase(end, "loading", "weights"):
+        with _phase(end, metrics, "loading", "weights"):
             model = load(config, folder, manifest)
         printed, complaint = preparing.communicate()
     finally:
@@ -284,6 +361,8 @@ def boot(config: Config, end: WorkerEnd) -> Worker:
             max_total_tokens=model.max_total_tokens,
             device=model.device,
             dtype=model.dtype,
+            model_dir=str(folder),
+            prompt_logprobs=model.gives_prompt_logits,
         )
     )
     logger.info(
@@ -302,13 +381,15 @@ def boot(config: Config, end: WorkerEnd) -> Worker:
         eos_token_ids=frozenset(eos_token_ids),
         max_concurrent_requests=config.max_concurrent_requests,
         web_processes=config.web_concurrency,
+        metrics=metrics,
     )
 
 
 class _phase:
     """A phase of the boot: told to the web processes, and logged with its time."""
 
-    def __init__(self, end: WorkerEnd, phase: str, what: str):
+    def __init__(self, end: WorkerEnd, metrics: Metrics, phase: str, what: str):
+        self._taken = metrics.series("boot_phase_seconds", phase)
         self._what = f"{phase} {what}"
         end.report(Status(phase=phase, progress_at=time.monotonic()))
 
@@ -318,6 +399,7 @@ class _phase:
 
     def __exit__(self, failed, *_):
         if not failed:
+            self._taken.set(time.monotonic() - self._started_at)
             logger.info("Done %s in %.1f s", self._what, time.monotonic() - self._started_at)
 
 
@@ -327,9 +409,10 @@ def main() -> int:
     configuration.set_up_logging(config.json_output)
     if config.is_demo:
         logger.info("No model is named: serving the built-in demonstration model. Name one with --model-id or MODEL_ID.")
-    end = WorkerEnd(configuration.socket_address())
+    metrics = Metrics()
+    end = WorkerEnd(configuration.socket_address(), on_aside=metrics.aside)
     try:
-        worker = boot(config, end)
+        worker = boot(config, end, metrics)
         signal.signal(signal.SIGTERM, lambda *_: worker.stop() if worker.draining else worker.drain())
         worker.run()
     except (ConfigError, ModelError) as error:

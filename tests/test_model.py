@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 
+import huggingface_hub
 import pytest
 import tiny_models
 import torch
@@ -24,8 +25,9 @@ from safetensors.torch import load_file, save_file
 from tiny_models import POSITIONS, VOCABULARY, edit_config, save_checkpoint
 from tokenizers import Tokenizer
 
+import model as model_module
 from config import HERE, Config, Manifest
-from model import ModelError, convert_tokenizer, load
+from model import ModelError, convert_tokenizer, fetch, load
 
 LENGTHS = (1, 2, 5, 11, 16, POSITIONS - 1)  # around the sliding window of 8, and as long as a prompt can be
 PROMPTS_PER_LENGTH = 2  # one for the families that are only looked at quickly
@@ -144,6 +146,14 @@ class Batch:
         self.live[slot] = text
         self._gain(slot, self.model.prefill(slot, text.prompt))
         return text
+
+    def join_scored(self, reference: Reference) -> tuple[Text, torch.Tensor]:
+        """Joins by `score`; the logits after each token of the prompt come, too."""
+        slot, text = self.free, Text(reference.prompt)
+        self.live[slot] = text
+        logits = torch.cat(list(self.model.score(slot, text.prompt)))
+        self._gain(slot, logits[-1])
+        return text, logits
 
     def step(self) -> None:
         live = sorted(self.live.items())
@@ -363,6 +373,61 @@ def test_logits_come_as_float32_one_row_for_each_slot_that_was_named(zoo):
     torch.testing.assert_close(rows, expected[5].expand(2, -1), rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("chunk", [3, 128], ids=["in parts", "whole"])
+@pytest.mark.parametrize("family", tiny_models.ALL)
+def test_a_scored_prompt_has_transformers_logits_and_goes_on_as_a_prefilled_one(zoo, family, chunk, monkeypatch):
+    monkeypatch.setattr(model_module, "SCORE_CHUNK", chunk)
+    model = zoo.served(family, 4)
+    assert model.gives_prompt_logits
+    expected = reference_model(zoo.folder(family))
+    for reference in zoo.references(family):
+        batch = Batch(model)
+        text, logits = batch.join_scored(reference)
+        with torch.inference_mode():
+            torch.testing.assert_close(logits, expected(torch.tensor([reference.prompt])).logits[0], rtol=1e-4, atol=1e-4)
+        batch.run()
+        assert text.tokens == reference.tokens
+
+
+@each_family
+def test_scoring_changes_no_neighbour_and_finds_nothing_of_who_was_there(zoo, family, monkeypatch):
+    monkeypatch.setattr(model_module, "SCORE_CHUNK", 5)  # 16 = 5 + 5 + 5 + 1, 11 = 5 + 5 + 1
+    first, second, scored, scored_again = references = zoo.of_length(family, 5, 2, 16, 11)
+    batch = Batch(serve(zoo.folder(family), max_batch_size=3))
+    texts = [batch.join(first), batch.join(second)]
+    batch.steps(4)
+    texts.append(batch.join_scored(scored)[0])
+    batch.steps(3)
+    batch.leave(texts[2])
+    texts.append(batch.join_scored(scored_again)[0])
+    batch.run()
+    lengths = [len(first.tokens), len(second.tokens), 4, len(scored_again.tokens)]
+    assert [text.tokens for text in texts] == [reference.tokens[:n] for reference, n in zip(references, lengths)]
+
+
+def test_the_logits_of_a_prompt_come_in_parts_of_bounded_size(zoo, monkeypatch):
+    monkeypatch.setattr(model_module, "SCORE_CHUNK", 3)
+    parts = list(zoo.served("llama", 4).score(1, list(range(10))))
+    assert [(tuple(part.shape), part.dtype) for part in parts] == [((n, VOCABULARY), torch.float32) for n in (3, 3, 3, 1)]
+
+
+@pytest.mark.parametrize("failure", ["other logits", "an exception"])
+def test_a_model_that_cannot_run_a_prompt_in_parts_is_served_without_prompt_logits(zoo, failure, monkeypatch, caplog):
+    run_prompt = model_module.TorchModel._run_prompt
+
+    def fails_in_parts(self, slot, ids, begin, logits_to_keep):
+        if begin > 0 and failure == "an exception":
+            raise RuntimeError("only whole prompts")
+        return run_prompt(self, slot, ids, begin, logits_to_keep) + begin
+
+    monkeypatch.setattr(model_module.TorchModel, "_run_prompt", fails_in_parts)
+    reference = zoo.of_length("llama", 5)[0]
+    model = serve(zoo.folder("llama"))
+    assert not model.gives_prompt_logits
+    assert "llama models cannot run a prompt in parts" in caplog.text
+    assert continued(model, reference) == reference.tokens
+
+
 @pytest.mark.parametrize("family", tiny_models.FAMILIES | tiny_models.WITH_THEIR_OWN_ATTENTION)
 def test_bfloat16_is_near_and_its_logits_come_as_float32(zoo, family):
     reference = zoo.of_length(family, 16)[0]
@@ -567,6 +632,28 @@ def test_cuda_is_refused_where_there_is_none(zoo, monkeypatch):
 
 def test_neuron_is_refused_by_this_version(zoo):
     assert refusal(zoo.folder("llama"), device="neuron").startswith("--device neuron: ")
+
+
+@pytest.mark.parametrize(
+    ("environ", "given"),
+    [
+        ({}, None),
+        ({"HF_API_TOKEN": "older"}, "older"),
+        ({"HF_API_TOKEN": ""}, None),
+        ({"HF_API_TOKEN": "older", "HF_TOKEN": "newer"}, None),
+        ({"HF_API_TOKEN": "older", "HUGGING_FACE_HUB_TOKEN": "newer"}, None),
+    ],
+    ids=str,
+)
+def test_the_older_name_of_the_hubs_token_counts_where_no_newer_one_is_given(environ, given, tmp_path, monkeypatch):
+    asked = []
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda model_id, **how: asked.append(how) or str(tmp_path))
+    for name in ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "HF_API_TOKEN"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environ.items():
+        monkeypatch.setenv(name, value)
+    assert fetch(Config(model_id="someone/something")) == (tmp_path, tmp_path.name)
+    assert [how["token"] for how in asked] == [given]
 
 
 def saved_tokenizer(kind: str, folder: Path) -> Path:

@@ -5,7 +5,24 @@ import threading
 
 import pytest
 
-from protocol import Cancel, End, Facts, Generate, Gone, Hello, Sampling, Status, Token, Tokens, WebEnd, WorkerEnd
+from protocol import (
+    Answered,
+    AskMetrics,
+    Cancel,
+    End,
+    Facts,
+    Generate,
+    Gone,
+    Hello,
+    Metrics,
+    Prompt,
+    Sampling,
+    Status,
+    Token,
+    Tokens,
+    WebEnd,
+    WorkerEnd,
+)
 
 WAIT_S = 20
 FACTS = Facts("m", None, "/t", 50, [0], 4, 39, 40, "cpu", "float32")
@@ -63,12 +80,14 @@ def receive(worker, count=1):
 
 def test_messages_arrive_as_they_were_sent(worker, connect):
     web = connect()
-    request = Generate(2**63 - 1, [1, 2, 3], 9, Sampling(seed=2**64 - 1, temperature=0.5, top_k=3), 5)
+    sampling = Sampling(seed=2**64 - 1, temperature=0.5, top_k=3, presence_penalty=-0.5, logit_bias=[(7, -100.0), (8, 0.25)])
+    request = Generate(2**63 - 1, [1, 2, 3], 9, sampling, 5, min_new_tokens=2, ignore_eos=True, prompt_logprobs=True)
     web.end.send(request)
     web.end.send(Cancel(7, "client hung up"))
     (peer, hello), (_, got), (_, cancel) = receive(worker, 3)
     assert (hello, got, cancel) == (Hello(1, False), request, Cancel(7, "client hung up"))
-    step = Tokens([Token(1, 5, -0.25, [(5, -0.25), (6, -3.0)], "eos_token"), Token(2, 6, -1.0)])
+    prompts = [Prompt(1, 0.5, [-0.25], [[(5, -0.25), (6, -3.0)]]), Prompt(2, 0.0)]
+    step = Tokens([Token(1, 5, -0.25, [(5, -0.25), (6, -3.0)], "eos_token"), Token(2, 6, -1.0)], prompts)
     worker.send(peer, step)
     assert web.next(Tokens) == step
 
@@ -163,3 +182,58 @@ def test_two_servers_do_not_meet(tmp_path):
         assert [m.id for _, m in receive(end, 2) if isinstance(m, Cancel)] == [number]
     for end in [web.end for web in webs] + ends:
         end.close()
+
+
+ANSWERED = Answered(200, "success", 3.0, 0.1, 0.2, 2.5, 0.5, 10, 20, 30)
+
+
+@pytest.fixture
+def worker_with(address):
+    """Makes a worker's end with a function for the messages that go past the loop."""
+    ends = []
+
+    def make(on_aside):
+        ends.append(WorkerEnd(address, on_aside))
+        return ends[-1]
+
+    yield make
+    for end in ends:
+        end.close()
+
+
+def test_what_goes_past_the_loop_is_answered_while_the_loop_reads_nothing(worker_with, connect):
+    heard = []
+
+    def answer(message):
+        heard.append(message)
+        return Metrics(message.id, b"text") if isinstance(message, AskMetrics) else None
+
+    worker = worker_with(answer)
+    web, other = connect(), connect()
+    web.end.send(ANSWERED)
+    web.end.send(AskMetrics(7))
+    other.end.send(AskMetrics(8))
+    assert web.next(Metrics) == Metrics(7, b"text")
+    assert other.next(Metrics) == Metrics(8, b"text")
+    assert sorted(heard, key=str) == sorted([ANSWERED, AskMetrics(7), AskMetrics(8)], key=str)
+    web.end.send(Cancel(5, ""))
+    assert sorted(map(str, (message for _, message in receive(worker, 3)))) == [str(Cancel(5, ""))] + [str(Hello(1, False))] * 2
+
+
+def test_a_failure_past_the_loop_is_logged_and_harms_nobody(worker_with, connect, caplog):
+    worker = worker_with(lambda message: Metrics(message.id, b"") if message.id else 1 // 0)
+    web = connect()
+    web.end.send(AskMetrics(0))
+    web.end.send(AskMetrics(1))
+    web.end.send(Cancel(5, ""))
+    assert web.next(Metrics) == Metrics(1, b"")
+    assert [message for _, message in receive(worker, 2)] == [Hello(1, False), Cancel(5, "")]
+    assert "AskMetrics could not be handled" in caplog.text
+
+
+def test_what_goes_past_the_loop_is_dropped_where_nobody_takes_it(worker, connect):
+    web = connect()
+    web.end.send(AskMetrics(1))
+    web.end.send(ANSWERED)
+    web.end.send(Cancel(5, ""))
+    assert [message for _, message in receive(worker, 2)] == [Hello(1, False), Cancel(5, "")]

@@ -4,6 +4,7 @@ The exact distributions are computed with transformers' own processors, in the o
 temperature, top-k, top-p, typical-p.
 """
 
+import itertools
 import math
 from collections import Counter
 
@@ -21,7 +22,7 @@ from transformers import (
 )
 
 from protocol import Sampling
-from sampling import Choice, Sampler, SamplingError, sample
+from sampling import Choice, Sampler, SamplingError, prompt_logprobs, sample
 
 INF = math.inf
 VOCABULARY = 12
@@ -32,12 +33,16 @@ DRAWS = 3000
 
 
 def exact_distribution(logits: torch.Tensor, sampling: Sampling, prompt: list[int], generated: list[int]) -> np.ndarray:
-    """What transformers would draw from, float64 [vocab]. The frequency penalty, which it lacks, is OpenAI's formula."""
+    """What transformers would draw from, float64 [vocab]. What it lacks are OpenAI's formulas."""
     ids, scores = torch.tensor([prompt + generated]), logits.double()[None].clone()
     if sampling.repetition_penalty != 1.0:
         scores = RepetitionPenaltyLogitsProcessor(sampling.repetition_penalty)(ids, scores)
     for token in generated:
         scores[0, token] -= sampling.frequency_penalty
+    for token in set(generated):
+        scores[0, token] -= sampling.presence_penalty
+    for token, bias in sampling.logit_bias:
+        scores[0, token] += bias
     scores = TemperatureLogitsWarper(sampling.temperature)(ids, scores)
     if sampling.top_k:
         scores = TopKLogitsWarper(sampling.top_k)(ids, scores)
@@ -103,6 +108,10 @@ PARAMETERS = [
     {"repetition_penalty": 0.7},
     {"frequency_penalty": 0.6},
     {"frequency_penalty": -0.5},
+    {"presence_penalty": 0.9},
+    {"presence_penalty": -0.7, "frequency_penalty": 0.4, "repetition_penalty": 1.3},
+    {"logit_bias": [(7, 3.0), (2, -1.5), (11, 100.0)]},
+    {"logit_bias": [(3, 1.0)], "repetition_penalty": 1.5, "presence_penalty": 0.5, "top_p": 0.9},
     {"temperature": 1.3, "top_k": 7, "top_p": 0.9},
     {"temperature": 1.5, "top_k": 8, "typical_p": 0.8},
     {"temperature": 0.8, "top_k": 9, "top_p": 0.95, "typical_p": 0.9, "repetition_penalty": 1.2, "frequency_penalty": 0.4},
@@ -131,6 +140,9 @@ def test_the_tokens_of_one_seed_follow_the_distribution_too(parameters):
         ({"typical_p": 0.6}, {"top_p": 0.6}),
         ({"repetition_penalty": 1.1}, {"repetition_penalty": 1.3}),
         ({"frequency_penalty": 0.4}, {"frequency_penalty": 0.6}),
+        ({"presence_penalty": 0.6}, {"presence_penalty": 0.9}),
+        ({"presence_penalty": 0.6}, {"frequency_penalty": 0.6}),
+        ({"logit_bias": [(2, 0.5)]}, {"logit_bias": [(2, 0.8)]}),
     ],
     ids=str,
 )
@@ -169,6 +181,82 @@ def test_greedy_applies_a_frequency_penalty_once_for_each_time_a_token_was_gener
     assert [tokens_of(sample(logits, [sampler]))[0] for _ in range(6)] == [0, 0, 1, 0, 2, 1]
 
 
+def test_greedy_applies_a_presence_penalty_once_however_often_a_token_was_generated():
+    sampler = Sampler(Sampling(presence_penalty=0.5), [0])
+    logits = torch.tensor([[3.0, 2.7, 2.4, -1.0]])
+    # 3.0 | 2.5 2.7 | 2.5 2.2 2.4, and so it stays until 2 was there: never
+    assert [tokens_of(sample(logits, [sampler]))[0] for _ in range(5)] == [0, 1, 0, 0, 0]
+
+
+def test_frequency_and_presence_penalties_add_up():
+    sampler = Sampler(Sampling(presence_penalty=0.5, frequency_penalty=0.5), [0])
+    logits = torch.tensor([[3.0, 2.2, 1.9, -1.0]])
+    # 3.0 | 2.0 2.2 | 2.0 1.2 1.9 | 1.5 1.2 1.9
+    assert [tokens_of(sample(logits, [sampler]))[0] for _ in range(4)] == [0, 1, 0, 2]
+
+
+def test_greedy_follows_a_bias_and_the_log_probability_is_still_the_models():
+    logits = torch.tensor([[3.0, 2.0, -1.0, 0.0]])
+    (plain,) = sample(logits, [Sampler(Sampling(), [0], top_n_tokens=4)])
+    (biased,) = sample(logits, [Sampler(Sampling(logit_bias=[(2, 4.5)]), [0], top_n_tokens=4)])
+    (forbidden,) = sample(logits, [Sampler(Sampling(logit_bias=[(0, -100.0)]), [0], top_n_tokens=4)])
+    assert [plain.token, biased.token, forbidden.token] == [0, 2, 1]
+    assert plain.top == biased.top == forbidden.top
+    assert [biased.logprob, forbidden.logprob] == [dict(plain.top)[2], dict(plain.top)[1]]
+
+
+def test_a_bias_does_not_make_an_impossible_token_possible():
+    logits = torch.tensor([[3.0, -INF]])
+    assert tokens_of(sample(logits, [Sampler(Sampling(logit_bias=[(1, 100.0)]), [0])])) == [0]
+
+
+def test_the_repetition_penalty_is_of_the_models_logit_not_of_the_bias():
+    logits = torch.tensor([[2.0, 4.0]])
+    # 2 / 2 + 4 = 5 beats 4; (2 + 4) / 2 = 3 would not
+    assert tokens_of(sample(logits, [Sampler(Sampling(repetition_penalty=2.0, logit_bias=[(0, 4.0)]), [0])])) == [0]
+
+
+@pytest.mark.parametrize("sampling", [Sampling(), Sampling(seed=5), Sampling(repetition_penalty=1.1)], ids=str)
+def test_banned_tokens_do_not_come_before_their_time_and_may_come_then(sampling):
+    logits = torch.tensor([[9.0, 8.0, 1.0, 0.5]])
+    sampler = Sampler(sampling, [3], banned=frozenset([0, 1]), banned_for=3)
+    tokens = [tokens_of(sample(logits, [sampler]))[0] for _ in range(9)]
+    assert not {0, 1} & set(tokens[:3])
+    assert set(tokens[3:]) <= {0, 1}
+
+
+def test_a_ban_leaves_the_log_probabilities_of_the_model():
+    sampler = Sampler(Sampling(), [0], top_n_tokens=2, banned=(2, 3), banned_for=1)
+    (banned,), (plain,) = sample(LOGITS[None], [sampler]), sample(LOGITS[None], [Sampler(Sampling(), [0], VOCABULARY)])
+    assert banned.token == 9
+    assert [token for token, _ in banned.top] == [2, 3]
+    assert banned.logprob == dict(plain.top)[9]
+
+
+@pytest.mark.parametrize("seed", [None, 4])
+def test_a_ban_that_leaves_nothing_fails_that_row_alone(seed):
+    logits = torch.tensor([[1.0, 2.0, -INF], [1.0, 2.0, -INF]])
+    sampling = Sampling(seed=seed)
+    failed, other = sample(logits, [Sampler(sampling, [0], banned=[0, 1], banned_for=1), Sampler(sampling, [0])])
+    assert isinstance(failed, SamplingError)
+    assert isinstance(other, Choice)
+
+
+def test_a_banned_token_need_not_be_in_the_vocabulary():
+    assert tokens_of(sample(torch.tensor([[1.0, 2.0]]), [Sampler(Sampling(), [0], banned=[1, 50], banned_for=1)])) == [0]
+
+
+def test_only_what_needs_it_goes_the_long_way():
+    plain = Sampler(Sampling(), [0], banned=[1])
+    assert plain.takes_likeliest
+    assert not Sampler(Sampling(presence_penalty=0.1), [0]).takes_likeliest
+    assert not Sampler(Sampling(logit_bias=[(1, 0.1)]), [0]).takes_likeliest
+    banned = Sampler(Sampling(), [0], banned=[1], banned_for=1)
+    assert not banned.takes_likeliest
+    banned.record(2)
+    assert banned.takes_likeliest
+
+
 def test_a_penalty_below_one_draws_a_token_back():
     logits = torch.tensor([[2.0, 1.9, -1.0]])
     assert tokens_of(sample(logits, [Sampler(Sampling(repetition_penalty=0.5), [1])])) == [1]
@@ -185,6 +273,7 @@ MANY_KINDS = [
     Sampling(seed=4, typical_p=0.7, frequency_penalty=0.5),
     Sampling(seed=1),
     Sampling(repetition_penalty=1.2),
+    Sampling(presence_penalty=0.7, logit_bias=[(4, 2.0)]),
 ]
 STEPS = 12
 
@@ -272,6 +361,10 @@ EXTREMES = [
     {"repetition_penalty": 1e-300, "temperature": 1e-300},
     {"frequency_penalty": 2.0, "temperature": 1e-300},
     {"frequency_penalty": -2.0, "temperature": 1e300},
+    {"presence_penalty": 2.0, "temperature": 1e-300},
+    {"presence_penalty": -2.0, "frequency_penalty": -2.0, "temperature": 1e300},
+    {"logit_bias": [(0, 100.0), (1, -100.0)], "temperature": 1e-300},
+    {"logit_bias": [(11, 100.0)], "repetition_penalty": 1e-300, "temperature": 1e300},
     {"top_k": 10**9},
     {"top_k": 2**31 - 1, "top_p": 1e-300},
     {"top_p": 1e-300},
@@ -312,6 +405,7 @@ parameters = st.fixed_dictionaries(
         "typical_p": st.floats(0, 1, exclude_min=True),
         "repetition_penalty": st.floats(0, exclude_min=True, allow_infinity=False, allow_nan=False),
         "frequency_penalty": st.floats(-2, 2),
+        "presence_penalty": st.floats(-2, 2),
     }
 )
 
@@ -320,7 +414,9 @@ parameters = st.fixed_dictionaries(
 @settings(max_examples=500, deadline=None)
 def test_no_parameters_and_no_logits_bring_anything_but_a_possible_token(row, parameters, data):
     ids = st.lists(st.integers(0, len(row) - 1), min_size=1, max_size=8)
-    sampler = sampler_after(Sampling(**parameters), data.draw(ids), data.draw(ids))
+    bias = data.draw(st.dictionaries(st.integers(0, len(row) - 1), st.floats(-100, 100), max_size=4))
+    sampling = Sampling(**parameters, logit_bias=list(bias.items()))
+    sampler = sampler_after(sampling, data.draw(ids), data.draw(ids))
     (choice,) = sample(torch.tensor([row]), [sampler])
     assert isinstance(choice, Choice), choice
     assert row[choice.token] > -INF
@@ -346,3 +442,67 @@ def test_a_row_of_nothing_but_spoilt_logits_fails(value):
 def test_a_vocabulary_of_one_token_leaves_no_choice():
     sampler = Sampler(Sampling(seed=1, top_k=1, top_p=0.5, typical_p=0.5), [0], top_n_tokens=5)
     assert sample(torch.tensor([[4.0]]), [sampler]) == [Choice(0, 0.0, [(0, 0.0)])]
+
+
+def chunked(logits: torch.Tensor, sizes: list[int]):
+    """logits in chunks of these sizes, over and over."""
+    rest = logits
+    for size in itertools.cycle(sizes):
+        if not len(rest):
+            return
+        yield rest[:size]
+        rest = rest[size:]
+
+
+@given(
+    row_and_prompt=st.integers(1, 12).flatmap(
+        lambda vocabulary: st.lists(
+            st.tuples(
+                st.lists(numbers, min_size=vocabulary, max_size=vocabulary).filter(lambda row: max(row) > -INF),
+                st.integers(0, vocabulary - 1),
+            ),
+            min_size=1,
+            max_size=9,
+        )
+    ),
+    sizes=st.lists(st.integers(1, 4), min_size=1, max_size=3),
+    n=st.integers(1, 15),
+)
+@settings(max_examples=200, deadline=None)
+def test_prompt_log_probabilities_are_of_the_next_prompt_token_whatever_the_chunks(row_and_prompt, sizes, n):
+    logits, prompt = torch.tensor([row for row, _ in row_and_prompt]), [token for _, token in row_and_prompt]
+    last, logprobs, top = prompt_logprobs(chunked(logits, sizes), prompt, n)
+    assert torch.equal(last, logits[-1])
+    assert len(logprobs) == len(top) == len(prompt) - 1
+    for row, token, logprob, likeliest in zip(logits.tolist(), prompt[1:], logprobs, top):
+        expected = log_softmax(row)
+        assert logprob == pytest.approx(expected[token], abs=1e-4, rel=1e-6)
+        ranking = sorted(range(len(row)), key=lambda i: (-row[i], i))
+        assert [i for i, _ in likeliest] == ranking[:n]
+
+
+def test_a_place_in_a_prompt_is_told_as_a_generated_token_is():
+    logits = torch.randn(5, VOCABULARY, generator=torch.Generator().manual_seed(3))
+    chosen = sample(logits, [Sampler(Sampling(), [0], top_n_tokens=3) for _ in range(5)])
+    prompt = [0, *(choice.token for choice in chosen[:-1])]
+    _last, logprobs, top = prompt_logprobs(chunked(logits, [2]), prompt, 3)
+    assert logprobs == [choice.logprob for choice in chosen[:-1]]
+    assert top == [choice.top for choice in chosen[:-1]]
+
+
+def test_no_likeliest_tokens_of_a_prompt_unless_they_are_asked_for():
+    assert prompt_logprobs([LOGITS.expand(3, -1)], [1, 2, 3], 0)[2] == [[], []]
+
+
+def test_a_prompt_of_one_token_has_no_log_probabilities():
+    last, logprobs, top = prompt_logprobs([LOGITS[None]], [1], 5)
+    assert torch.equal(last, LOGITS)
+    assert (logprobs, top) == ([], [])
+
+
+@pytest.mark.parametrize("spoilt", [math.nan, INF])
+def test_a_prompt_whose_logits_are_no_numbers_fails(spoilt):
+    logits = LOGITS.expand(4, -1).clone()
+    logits[1, 4] = spoilt
+    with pytest.raises(SamplingError, match="not a number"):
+        prompt_logprobs(chunked(logits, [2]), [1, 2, 3, 4], 0)

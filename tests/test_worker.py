@@ -1,15 +1,41 @@
-"""The worker's loop on a fake model: who gets which slot, who gets which tokens, and that everybody gets one end."""
+"""The worker's loop on a fake model: who gets which slot, who gets which tokens, that everybody gets one end; and what
+Prometheus is told of it."""
 
+import json
+import queue
+import re
+import threading
 from collections import Counter, defaultdict
 
 import pytest
-from fakes.model import EOS, FakeModel, greedy
+import torch
+from fakes.model import EOS, FakeModel, greedy, next_logits
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from prometheus_client.parser import text_string_to_metric_families
 
 import worker as worker_module
-from protocol import Cancel, End, Generate, Gone, Hello, Sampling, Token, Tokens
+from config import HERE
+from metrics import Metrics
+from protocol import (
+    Answered,
+    AskMetrics,
+    Cancel,
+    End,
+    Generate,
+    Gone,
+    Hello,
+    Sampling,
+    Status,
+    Token,
+    Tokens,
+    WebEnd,
+    WorkerEnd,
+)
+from protocol import Metrics as MetricsText
 from worker import Worker
+
+WAIT_S = 20
 
 
 class Wire:
@@ -81,6 +107,18 @@ class Bench:
             for token in getattr(message, "tokens", []):
                 tokens[token.id].append(token.token)
         return tokens
+
+    @property
+    def prompts(self):
+        """Request id → its `Prompt`; fails when there are two, or when a token came before it."""
+        prompts, begun = {}, set()
+        for _peer, message in self.wire.sent:
+            for prompt in getattr(message, "prompts", []):
+                assert prompt.id not in prompts | dict.fromkeys(begun)
+                prompts[prompt.id] = prompt
+            begun |= {token.id for token in getattr(message, "tokens", [])}
+            assert begun <= set(prompts), "a token before its prompt"
+        return prompts
 
     @property
     def ends(self):
@@ -379,6 +417,7 @@ def test_whatever_happens_everyone_gets_exactly_one_end_and_nothing_leaks(schedu
     bench.model.fail_next_prefill = bench.model.fail_next_decode = False
     bench.run()
     assert set(bench.ends) == set(range(len(schedule)))
+    assert set(bench.tokens) <= set(bench.prompts)
     for i, (_arrives, prompt, most, _peer, _cancelled) in enumerate(schedule):
         expected = greedy(prompt, min(most, 24 - len(prompt)))
         assert bench.tokens[i] == expected[: len(bench.tokens[i])]
@@ -395,3 +434,444 @@ def test_a_token_says_what_its_logits_say():
     assert isinstance(token, Token)
     assert token.top[0] == (token.token, token.logprob)
     assert [lp for _i, lp in token.top] == sorted((lp for _i, lp in token.top), reverse=True)
+
+
+def test_every_prompt_that_was_run_is_told_before_its_first_token_with_how_long_it_waited(monkeypatch):
+    now = [100.0]
+    monkeypatch.setattr(worker_module.time, "monotonic", lambda: now[0])
+    bench = Bench(batch_size=1)
+    bench.arrive(Generate(1, [1, 2], 2))
+    bench.arrive(Generate(2, [3], 2))
+    bench.worker.receive()
+    now[0] = 101.5
+    bench.run()
+    assert [(prompt.id, prompt.queued_s, prompt.logprobs, prompt.top) for prompt in bench.prompts.values()] == [
+        (1, 1.5, [], []),
+        (2, 1.5, [], []),
+    ]
+
+
+def test_log_probabilities_of_a_prompt_come_with_it_and_its_tokens_stay_the_same():
+    prompt = [5, 6, 7, 8, 9]
+    bench = Bench()
+    bench.arrive(Generate(1, prompt, 4, top_n_tokens=2, prompt_logprobs=True))
+    bench.arrive(Generate(2, prompt, 4, top_n_tokens=2))
+    bench.run()
+    assert bench.tokens[1] == bench.tokens[2] == greedy(prompt, 4)
+    expected = [torch.log_softmax(next_logits(prompt[: n + 1]), -1) for n in range(4)]
+    told = bench.prompts[1]
+    assert told.logprobs == pytest.approx([row[token].item() for row, token in zip(expected, prompt[1:])], abs=1e-5)
+    assert [[token for token, _ in place] for place in told.top] == [row.topk(2).indices.tolist() for row in expected]
+    assert (bench.prompts[2].logprobs, bench.prompts[2].top) == ([], [])
+
+
+@pytest.mark.parametrize("failure", ["prefill", "not a number"])
+def test_a_failure_while_a_prompt_is_scored_ends_that_request_alone(failure, monkeypatch):
+    bench = Bench()
+    bench.arrive(Generate(1, [1, 2], 8))
+    bench.turn()
+    if failure == "prefill":
+        bench.model.fail_next_prefill = True
+    else:
+        monkeypatch.setattr(bench.model, "score", lambda slot, prompt: iter([torch.full((len(prompt), 50), float("nan"))]))
+    bench.arrive(Generate(2, [3, 4, 5], 8, prompt_logprobs=True))
+    bench.run()
+    assert bench.ends[2] == "failed"
+    assert bench.tokens[1] == greedy([1, 2], 8)
+
+
+@pytest.fixture(scope="module")
+def early_end():
+    """A prompt whose third token is an EOS, of at most 8."""
+    return next([a, b] for a in range(50) for b in range(50) if len(t := greedy([a, b], 8)) == 3 and t[-1] == EOS)
+
+
+def test_no_eos_before_min_new_tokens(early_end):
+    bench = Bench()
+    bench.arrive(Generate(1, early_end, 8, min_new_tokens=5))
+    bench.run()
+    assert EOS not in bench.tokens[1][:5]
+    assert len(bench.tokens[1]) >= 5
+    assert bench.tokens[1][:2] == greedy(early_end, 2)
+
+
+def test_an_eos_that_is_ignored_does_not_end_a_request(early_end):
+    bench = Bench()
+    bench.arrive(Generate(1, early_end, 8, ignore_eos=True))
+    bench.run()
+    assert bench.tokens[1][2] == EOS
+    assert len(bench.tokens[1]) == 8
+    assert bench.ends == {1: "length"}
+
+
+def samples(metrics):
+    """(name, labels) → value, as Prometheus' own parser reads it; counters by the name they are written with."""
+    found = {}
+    for line in metrics.render().decode().splitlines():
+        if not line.startswith("#"):
+            name = re.match(r"\w+", line)[0]
+            ((parsed,),) = (family.samples for family in text_string_to_metric_families(line + "\n"))
+            key = (name, *(f"{k}={v}" for k, v in sorted(parsed.labels.items())))
+            assert key not in found
+            found[key] = parsed.value
+    return found
+
+
+def types(metrics):
+    lines = metrics.render().decode().splitlines()
+    return dict(line.split()[2:] for line in lines if line.startswith("# TYPE"))
+
+
+def bounds(metrics, name):
+    """The upper bounds of a histogram's buckets, the same for each label."""
+    return list(dict.fromkeys(float(key[1].removeprefix("le=")) for key in samples(metrics) if key[0] == f"{name}_bucket"))
+
+
+def with_limits():
+    metrics = Metrics()
+    metrics.set_limits(4, 200, 400)
+    return metrics
+
+
+TGI = {
+    "counter": "request_count request_success request_failure batch_inference_count batch_inference_success "
+    "batch_inference_failure batch_concat",
+    "gauge": "queue_size batch_current_size batch_current_max_tokens batch_max_total_tokens",
+    "summary": "request_skipped_tokens",
+    "histogram": "request_duration request_validation_duration request_queue_duration request_inference_duration "
+    "request_mean_time_per_token_duration request_generated_tokens request_input_length request_max_new_tokens "
+    "batch_next_size batch_inference_duration batch_forward_duration batch_decode_duration batch_filter_duration "
+    "batch_concat_duration",
+}
+
+
+def test_the_metrics_of_tgi_are_there_by_name_and_type():
+    found = types(with_limits())
+    expected = {f"tgi_{name}": kind for kind, names in TGI.items() for name in names.split()}
+    assert expected.items() <= found.items()
+    assert all(name.startswith("tgi_") for name in found)
+
+
+def test_the_text_is_what_prometheus_reads():
+    metrics = with_limits()
+    families = list(text_string_to_metric_families(metrics.render().decode()))
+    assert {family.name: family.type for family in families} == types(metrics)
+    assert all(family.documentation for family in families)
+
+
+def test_every_series_is_there_from_the_start_and_counters_have_no_suffix():
+    found = samples(with_limits())
+    for err in ("overloaded", "validation", "incomplete", "template", "generation", "dropped"):
+        assert found["tgi_request_failure", f"err={err}"] == 0
+    for method in ("prefill", "decode"):
+        for name in ("inference_count", "inference_success", "inference_failure", "forward_duration_count"):
+            assert found[f"tgi_batch_{name}", f"method={method}"] == 0
+    for reason in ("backpressure", "wait_exceeded"):
+        assert found["tgi_batch_concat", f"reason={reason}"] == 0
+    assert found["tgi_request_count",] == found["tgi_steps",] == found["tgi_request_skipped_tokens_sum",] == 0
+    assert {value for key, value in found.items() if key[0] not in ("tgi_slots_total", "tgi_batch_max_total_tokens")} == {0}
+    assert (found["tgi_slots_total",], found["tgi_batch_max_total_tokens",]) == (4, 1600)
+    suffixed = {key[0] for key in found if key[0].endswith(("_total", "_created"))}
+    assert suffixed == {"tgi_slots_total"}
+
+
+def test_buckets_are_tgis():
+    metrics = with_limits()
+    infinity = [float("inf")]
+    durations = [0.0001 * 1.5**k for k in range(1, 36)]
+    for name in [name for name in types(metrics) if name.endswith("duration")]:
+        assert bounds(metrics, name) == pytest.approx(durations + infinity)
+    assert ("tgi_batch_forward_duration_bucket", "le=0.00015000000000000001", "method=decode") in samples(metrics)
+    assert bounds(metrics, "tgi_batch_next_size") == [*range(1, 1025), *infinity]
+    assert bounds(metrics, "tgi_request_input_length") == pytest.approx([2 * n for n in range(1, 101)] + infinity)
+    for name in ("tgi_request_generated_tokens", "tgi_request_max_new_tokens"):
+        assert bounds(metrics, name) == pytest.approx([4 * n for n in range(1, 101)] + infinity)
+
+
+def test_before_the_limits_are_known_everything_else_is_there():
+    missing = set(types(with_limits())) - set(types(Metrics()))
+    assert missing == {"tgi_request_input_length", "tgi_request_generated_tokens", "tgi_request_max_new_tokens"}
+
+
+SUCCESS = Answered(
+    status=200,
+    outcome="success",
+    duration_s=4.0,
+    validation_s=0.25,
+    queue_s=0.5,
+    inference_s=3.0,
+    first_token_s=1.0,
+    input_tokens=10,
+    generated_tokens=6,
+    max_new_tokens=20,
+)
+
+
+def changed(metrics, *answered):
+    """The series that these answers change, buckets apart → by how much."""
+    before = samples(metrics)
+    for message in answered:
+        assert metrics.aside(message) is None
+    after = samples(metrics)
+    names = [key for key in after if "_bucket" not in key[0] and after[key] != before.get(key, 0)]
+    return {" ".join(key).removeprefix("tgi_"): after[key] - before.get(key, 0) for key in names}
+
+
+def test_a_request_that_ends_well_is_counted_once_with_all_its_times():
+    assert changed(with_limits(), SUCCESS) == {
+        "request_count": 1,
+        "request_success": 1,
+        "request_duration_count": 1,
+        "request_duration_sum": 4.0,
+        "request_validation_duration_count": 1,
+        "request_validation_duration_sum": 0.25,
+        "request_queue_duration_count": 1,
+        "request_queue_duration_sum": 0.5,
+        "request_inference_duration_count": 1,
+        "request_inference_duration_sum": 3.0,
+        "request_mean_time_per_token_duration_count": 1,
+        "request_mean_time_per_token_duration_sum": 0.5,
+        "request_time_to_first_token_duration_count": 1,
+        "request_time_to_first_token_duration_sum": 1.0,
+        "request_generated_tokens_count": 1,
+        "request_generated_tokens_sum": 6,
+        "request_input_length_count": 1,
+        "request_input_length_sum": 10,
+        "request_max_new_tokens_count": 1,
+        "request_max_new_tokens_sum": 20,
+    }
+
+
+def test_a_success_without_a_token_divides_by_nothing():
+    found = changed(with_limits(), Answered(200, "success"))
+    assert found["request_success"] == 1
+    assert "request_mean_time_per_token_duration_count" not in found
+
+
+@pytest.mark.parametrize(
+    ("answered", "found"),
+    [
+        (Answered(422, "validation"), {"request_count": 1, "request_failure err=validation": 1, "http_errors status=422": 1}),
+        (Answered(500, "other"), {"request_count": 1, "request_failure err=generation": 1, "http_errors status=500": 1}),
+        (Answered(499, "dropped"), {"request_count": 1, "request_failure err=dropped": 1, "client_hang_ups": 1}),
+        (Answered(200, "dropped"), {"request_count": 1, "request_failure err=dropped": 1, "client_hang_ups": 1}),
+        (Answered(404), {"http_errors status=404": 1}),
+        (Answered(418), {"http_errors status=418": 1}),
+        (Answered(200), {}),
+    ],
+    ids=str,
+)
+def test_what_does_not_end_well_is_counted_by_its_reason(answered, found):
+    assert changed(with_limits(), answered) == found
+
+
+def test_a_refused_request_counts_its_prompt_where_it_was_counted():
+    found = changed(with_limits(), Answered(429, "overloaded", input_tokens=10, max_new_tokens=20))
+    assert (found["request_input_length_sum"], found["request_max_new_tokens_sum"]) == (10, 20)
+    assert "request_duration_count" not in found
+
+
+def test_requests_whose_web_process_died_count_as_dropped():
+    bench = Bench()
+    bench.arrive(Generate(1, [1, 2], 8), b"gone")
+    bench.arrive(Generate(2, [3, 4], 2), b"here")
+    bench.turn()
+    bench.arrive(Gone(), b"gone")
+    bench.run()
+    found = samples(bench.worker.metrics)
+    assert found["tgi_request_count",] == found["tgi_request_failure", "err=dropped"] == found["tgi_client_hang_ups",] == 1
+    assert found["tgi_request_input_length_sum",] == 2
+
+
+def test_prefills_and_steps_are_counted_and_timed_and_so_are_their_failures():
+    bench = Bench(batch_size=2)
+    prompts = [[a, 9] for a in range(50) if EOS not in greedy([a, 9], 4)][:3]
+    for i, prompt in enumerate(prompts):
+        bench.arrive(Generate(i, prompt, 4))
+    bench.run()  # two join one after the other, the third when the first is done, beside the second
+    bench.model.fail_next_prefill = True
+    bench.arrive(Generate(3, prompts[0], 4))
+    bench.run()
+    bench.model.fail_next_decode = True
+    bench.arrive(Generate(4, prompts[0], 4))
+    bench.run()
+    found = samples(bench.worker.metrics)
+    steps = bench.worker.steps
+    by_method = {
+        (name, method): found[f"tgi_batch_inference_{name}", f"method={method}"]
+        for name in ("count", "success", "failure")
+        for method in ("prefill", "decode")
+    }
+    assert by_method == {
+        ("count", "prefill"): 5,
+        ("count", "decode"): steps + 1,
+        ("success", "prefill"): 4,
+        ("success", "decode"): steps,
+        ("failure", "prefill"): 1,
+        ("failure", "decode"): 1,
+    }
+    for name in ("inference", "forward", "decode", "filter"):
+        assert found[f"tgi_batch_{name}_duration_count", "method=prefill"] == 4
+        assert found[f"tgi_batch_{name}_duration_count", "method=decode"] == steps
+    assert found["tgi_batch_concat", "reason=backpressure"] == 2
+    assert found["tgi_batch_concat_duration_count", "method=decode"] == 2
+    assert found["tgi_batch_next_size_sum",] == found["tgi_batch_next_size_count",] == 5
+    assert found["tgi_steps",] == found["tgi_inter_token_latency_duration_count",] == steps > 0
+    assert found["tgi_generated_tokens",] == 3 * 4 + 1
+
+
+def test_the_time_between_tokens_counts_what_others_held_up_but_not_the_time_when_nothing_ran(monkeypatch):
+    now = [100.0]
+    monkeypatch.setattr(worker_module.time, "monotonic", lambda: now[0])
+    bench = Bench()
+
+    def slow(run, seconds):
+        def slowly(*arguments):
+            now[0] += seconds
+            return run(*arguments)
+
+        return slowly
+
+    monkeypatch.setattr(bench.model, "prefill", slow(bench.model.prefill, 2.0))
+    monkeypatch.setattr(bench.model, "decode", slow(bench.model.decode, 0.5))
+    prompt = next([a, 9] for a in range(50) if EOS not in greedy([a, 9], 9))
+    bench.arrive(Generate(1, prompt, 9))
+    bench.turn()  # 2 s until the first token, which follows none; then 0.5 s
+    bench.turn()  # 0.5 s
+    bench.arrive(Generate(2, prompt, 2))
+    bench.turn()  # 2.5 s: a prompt joined
+    found = samples(bench.worker.metrics)
+    assert found["tgi_inter_token_latency_duration_sum",] == 0.5 + 0.5 + 2.5
+    assert found["tgi_batch_concat_duration_sum", "method=decode"] == 2.0
+    assert found["tgi_batch_forward_duration_sum", "method=prefill"] == 4.0
+    assert found["tgi_batch_forward_duration_sum", "method=decode"] == 1.5
+    bench.run()
+    before = samples(bench.worker.metrics)["tgi_inter_token_latency_duration_sum",]
+    now[0] += 1000
+    bench.arrive(Generate(3, prompt, 2))
+    bench.run()
+    assert samples(bench.worker.metrics)["tgi_inter_token_latency_duration_sum",] == before + 0.5
+
+
+def test_the_gauges_say_how_it_is_at_the_moment(monkeypatch):
+    now = [100.0]
+    monkeypatch.setattr(worker_module.time, "monotonic", lambda: now[0])
+    bench = Bench(batch_size=1, max_total_tokens=40)
+
+    def gauges():
+        names = ["queue_size", "slots_busy", "batch_current_size", "batch_current_max_tokens", "last_step_age_seconds"]
+        found = samples(bench.worker.metrics)
+        return [found[f"tgi_{name}",] for name in names]
+
+    assert gauges() == [0, 0, 0, 0, 0]
+    now[0] = 500.0
+    prompt = next([a, 9] for a in range(50) if EOS not in greedy([a, 9], 30))
+    bench.arrive(Generate(1, prompt, 30))
+    bench.arrive(Generate(2, prompt, 100))
+    bench.turn()
+    assert gauges() == [1, 1, 1, 32, 0]
+    now[0] = 507.0
+    assert gauges() == [1, 1, 1, 32, 7]
+    bench.turn()
+    assert gauges() == [1, 1, 1, 32, 0]
+    bench.arrive(Cancel(1, "test"))
+    bench.turn()
+    assert gauges() == [0, 1, 1, 40, 0]
+    bench.run()
+    now[0] = 600.0
+    assert gauges() == [0, 0, 0, 0, 0]
+
+
+def test_the_age_of_the_last_step_grows_while_the_first_prompt_hangs(monkeypatch):
+    now = [100.0]
+    monkeypatch.setattr(worker_module.time, "monotonic", lambda: now[0])
+    bench, ages = Bench(), []
+
+    def hang(slot, prompt):
+        now[0] += 30
+        ages.append(samples(bench.worker.metrics)["tgi_last_step_age_seconds",])
+        return next_logits(prompt)
+
+    monkeypatch.setattr(bench.model, "prefill", hang)
+    bench.arrive(Generate(1, [1], 1))
+    bench.run()
+    assert ages == [30]
+
+
+def test_a_phase_of_the_boot_tells_its_time(monkeypatch):
+    now = [100.0]
+    monkeypatch.setattr(worker_module.time, "monotonic", lambda: now[0])
+    metrics, wire = Metrics(), Wire()
+    with worker_module._phase(wire, metrics, "loading", "weights"):
+        now[0] = 112.5
+    assert wire.status == Status("loading", 100.0)
+    assert samples(metrics)["tgi_boot_phase_seconds", "phase=loading"] == 12.5
+
+
+def test_labels_and_help_cannot_break_the_text():
+    metrics = with_limits()
+    nasty = 'a"b\\c\nd{}'
+    metrics.series("boot_phase_seconds", nasty).set(1.5)
+    (family,) = [f for f in text_string_to_metric_families(metrics.render().decode()) if f.name == "tgi_boot_phase_seconds"]
+    assert [(sample.labels, sample.value) for sample in family.samples] == [({"phase": nasty}, 1.5)]
+
+
+class Served:
+    """A worker that runs on a thread behind a real socket, and a web process' end that keeps what it gets."""
+
+    def __init__(self, folder):
+        metrics = Metrics()
+        self.end = WorkerEnd(f"ipc://{folder}/worker.sock", on_aside=metrics.aside)
+        self.model = FakeModel()
+        self.worker = Worker(self.model, self.end, frozenset([EOS]), 10, metrics=metrics)
+        self.thread = threading.Thread(target=self.worker.run)
+        self.thread.start()
+        self.got = queue.SimpleQueue()
+        self.web = WebEnd(f"ipc://{folder}/worker.sock", self.got.put, lambda: None)
+
+    def next(self, kind):
+        while not isinstance(message := self.got.get(timeout=WAIT_S), kind):
+            pass
+        return message
+
+    def close(self):
+        self.model.may_decode.set()
+        self.worker.stop()
+        self.thread.join(WAIT_S)
+        self.web.close()
+        self.end.close()
+
+
+@pytest.fixture
+def served(tmp_path):
+    served = Served(tmp_path)
+    yield served
+    served.close()
+
+
+def test_metrics_are_answered_while_the_device_hangs_in_a_step(served):
+    served.model.may_decode.clear()
+    served.web.send(Generate(1, [1, 2], 8))
+    assert served.next(Tokens).prompts[0].id == 1  # the first token is there: what follows is the step
+    served.web.send(SUCCESS)
+    served.web.send(AskMetrics(7))
+    answer = served.next(MetricsText)
+    assert answer.id == 7
+    assert b"\ntgi_slots_busy 1.0\n" in answer.text
+    assert b"\ntgi_request_count 1.0\n" in answer.text
+    assert not served.model.may_decode.is_set()
+
+
+def queries(dashboard):
+    panels = dashboard["panels"] + [inner for panel in dashboard["panels"] for inner in panel.get("panels", [])]
+    return [target["expr"] for panel in panels for target in panel.get("targets", [])]
+
+
+def test_the_dashboard_asks_for_nothing_that_is_not_there():
+    dashboard = json.loads((HERE / "deploy" / "grafana-dashboard.json").read_text())
+    metrics = with_limits()
+    metrics.series("boot_phase_seconds", "loading").set(1)
+    exposed = {key[0] for key in samples(metrics)}
+    asked = {name for query in queries(dashboard) for name in re.findall(r"tgi_\w+", query)}
+    assert asked <= exposed
+    assert {"tgi_request_time_to_first_token_duration_bucket", "tgi_slots_busy", "tgi_last_step_age_seconds"} <= asked

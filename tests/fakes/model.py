@@ -5,11 +5,13 @@ Any mix-up of slots, positions or tokens changes the text, and any call that a d
 
 import hashlib
 import threading
+from collections.abc import Iterator
 
 import torch
 
 VOCABULARY = 50
 EOS = 0
+SCORE_CHUNK = 3
 
 
 def next_logits(tokens: list[int], vocabulary: int = VOCABULARY) -> torch.Tensor:
@@ -31,6 +33,7 @@ class FakeModel:
 
     device = "fake"
     dtype = "float32"
+    gives_prompt_logits = True
 
     def __init__(self, batch_size: int = 3, max_total_tokens: int = 40, vocab_size: int = VOCABULARY):
         self.batch_size = batch_size
@@ -52,6 +55,13 @@ class FakeModel:
             raise RuntimeError("prefill failed on purpose")
         self.cache[slot] = list(prompt)
         return next_logits(prompt, self.vocab_size)
+
+    def score(self, slot: int, prompt: list[int]) -> Iterator[torch.Tensor]:
+        assert self.gives_prompt_logits
+        self.prefill(slot, prompt)
+        rows = [next_logits(prompt[: n + 1], self.vocab_size) for n in range(len(prompt))]
+        for begin in range(0, len(prompt), SCORE_CHUNK):
+            yield torch.stack(rows[begin : begin + SCORE_CHUNK])
 
     def decode(self, tokens: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
         assert tokens.dtype == positions.dtype == slots.dtype == torch.int64
