@@ -1,29 +1,42 @@
-"""Text to token ids and back: the tokenizer, text that streams as its tokens arrive, and stop strings.
+"""Chats to text, text to token ids and back: the model's chat template, its tokenizer, text that streams as its tokens
+arrive, and stop strings.
 
 Rests on the bare `tokenizers.Tokenizer`, which many threads may share because nothing here changes it after loading. This
 layer knows no HTTP, no sockets, no torch.
 
-    python3 text.py MODEL_FOLDER TARGET     prepares a model's tokenizer at boot, in a process of its own: checks it, has a
-                                            slow one converted into TARGET, and prints what the worker must know of it
+    python3 text.py MODEL_FOLDER TARGET [TOKENIZER_CONFIG]
+        prepares a model's tokenizer at boot, in a process of its own: checks it and the chat template, has a slow one
+        converted into TARGET, and prints what the worker must know of it
 """
 
 from __future__ import annotations
 
 import codecs
+import datetime
+import functools
+import itertools
 import json
+import re
+import secrets
 import subprocess
 import sys
+from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import jinja2
+import jinja2.ext
+import jinja2.nodes
+import jinja2.sandbox
 import tokenizers
 
 from config import HERE, ConfigError, read_json
 
 # End-of-turn tokens that some chat checkpoints leave out of their list of EOS ids, so that their answers never end.
 END_OF_TURN = ("<|eot_id|>", "<|eot|>", "<|im_end|>", "<end_of_turn>")
+_BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")
 
 
 class Tokenizer:
@@ -63,6 +76,12 @@ class Tokenizer:
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         return self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
 
+    def spans(self, text: str, add_special_tokens: bool = True) -> list[tuple[int, int, int]]:
+        """Each token's id, and where in the UTF-8 bytes of `text` it begins and ends; 0, 0 if the tokenizer put it there."""
+        encoding = self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
+        at = [0, *itertools.accumulate(len(character.encode()) for character in text)]
+        return [(i, at[start], at[stop]) for i, (start, stop) in zip(encoding.ids, encoding.offsets)]
+
     def decode(self, ids: Sequence[int]) -> str:
         """The text of `ids` as a whole, without special tokens."""
         return self._tokenizer.decode([i for i in ids if i not in self.special_ids], skip_special_tokens=True)
@@ -86,9 +105,25 @@ class Tokenizer:
             self._bytes[token_id] = _byte_level_bytes(token or "")
         return self._bytes[token_id]
 
+    def piece_bytes(self, token_id: int) -> bytes | None:
+        """The bytes that a token adds to any text; None for special tokens, and where the text around it has a say."""
+        if token_id in self.special_ids:
+            return None
+        if self.is_byte_level:
+            return self.token_bytes(token_id)
+        if self.has_byte_fallback and self.is_byte_token(token_id):
+            return bytes.fromhex((self.id_to_token(token_id) or "")[3:5])
+        return None
+
+    def prompt_texts(self, ids: Sequence[int]) -> list[str]:
+        """One text a token of a prompt, as a stream of them would show it: all but the names of special tokens add up to
+        `decode(ids)`."""
+        stream, last = TextStream(self, ()), len(ids) - 1
+        return [piece.text for n, token_id in enumerate(ids) for piece in stream.push(token_id, 0.0, [], last=n == last)]
+
     def is_byte_token(self, token_id: int) -> bool:
         token = self.id_to_token(token_id) or ""
-        return len(token) == 6 and token.startswith("<0x") and token.endswith(">")
+        return _BYTE_TOKEN.fullmatch(token) is not None
 
     def _find_anchor(self) -> list[int]:
         """A token to stand before another one, so that the other does not lose the space that begins a text."""
@@ -238,6 +273,15 @@ def find_stop(text: str, stops: Sequence[str], scanned: int) -> int | None:
     return min(ends, default=None)
 
 
+def stop_begun(text: str, stops: Sequence[str]) -> str:
+    """The longest end of `text` that more text could make a stop string of; empty if there is none."""
+    longest = max(map(len, stops), default=1) - 1
+    for at in range(max(0, len(text) - longest), len(text)):
+        if any(len(stop) > len(text) - at and stop.startswith(text[at:]) for stop in stops):
+            return text[at:]
+    return ""
+
+
 @dataclass
 class Piece:
     """One generated token as clients see it."""
@@ -252,64 +296,241 @@ class Piece:
 class TextStream:
     """One request's tokens as pieces of text, with its stop strings.
 
-    `push` returns the pieces whose text is certain. While text is held back its last piece is held back too, so that the
-    texts of the pieces that are not special add up to `text` whatever the last token is.
+    `push` returns the pieces whose text is certain, one for each token. While text is held back its last piece is held back
+    too, so that the texts of the pieces that are not special add up to `text` whatever the last token is.
+
+    The text ends behind the stop string that is complete first, or, without `keep_stop`, before it: then the end of a text
+    that may yet become a stop string is held back until it is certain which. If several are complete at once, the text ends
+    before the longest of them. Stop strings that are complete before the token number `min_tokens` are ordinary text; one
+    that ends with that token's text or later counts, wherever it began.
     """
 
-    def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int], stops: Sequence[str] = ()):
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        prompt: Sequence[int],
+        stops: Sequence[str] = (),
+        keep_stop: bool = True,
+        min_tokens: int = 0,
+    ):
         self._tokenizer = tokenizer
         self._detokenizer = Detokenizer(tokenizer, prompt)
         self._stops = [stop for stop in stops if stop]
+        self._keep_stop = keep_stop
+        self._min_tokens = min_tokens
         self._parts: list[str] = []
-        self._recent = ""  # the end of the text, in which a stop string may have begun
-        self._overlap = max((len(stop) for stop in self._stops), default=1) - 1
-        self._pending: list[Piece] = []
+        self._length = 0  # characters: of all the text,
+        self._certain = 0  # of that which stays, whatever comes,
+        self._released = 0  # and of that which was returned
+        self._recent = ""  # the end of the text, in which a stop string has begun
+        self._pending: deque[Piece] = deque()
+        self._carrier: Piece | None = None  # the newest piece that is not special; text goes to it
         self.tokens = 0
-        self.stopped = False  # a stop string is complete; the text ends with it
+        self.stopped = False  # a stop string is complete; the text ends with it, or before it
 
     @property
     def text(self) -> str:
-        return "".join(self._parts)
+        return "".join(self._parts)[: self._certain]
 
     def push(self, token_id: int, logprob: float, top: list[tuple[int, float]], last: bool = False) -> list[Piece]:
         """Takes the next token. After the `last` one, and once `stopped`, everything has been returned."""
         self.tokens += 1
         special = token_id in self._tokenizer.special_ids
+        name = (self._tokenizer.id_to_token(token_id) or "") if special else ""
+        piece = Piece(token_id, name, logprob, special, top)
         text = self._detokenizer.push(token_id)
-        self._pending.append(
-            Piece(token_id, (self._tokenizer.id_to_token(token_id) or "") if special else "", logprob, special, top)
-        )
+        self._pending.append(piece)
         if not special:
+            self._carrier = piece
             self._add(text)
         if last and not self.stopped:
-            self._add(self._detokenizer.finish())
-        if last or self.stopped:
-            return self._release(len(self._pending))
-        held = [n for n, piece in enumerate(self._pending) if not piece.special] if self._detokenizer.holds_text else []
-        return self._release(held[-1] if held else len(self._pending))
+            return self.finish()
+        return self._release(everything=self.stopped)
+
+    def finish(self) -> list[Piece]:
+        """What was held back, when no token comes any more."""
+        self._add(self._detokenizer.finish())
+        if not self.stopped:
+            self._certain = self._length  # nothing comes that could complete a stop string
+        return self._release(everything=True)
 
     def _add(self, text: str) -> None:
-        """Gives certain text to the newest piece that can carry it, up to the end of a stop string."""
+        """Gives text to the newest piece that can carry it, and looks whether a stop string ends in it."""
         if not text:
             return
-        if self._stops:
-            recent = self._recent + text
-            end = find_stop(recent, self._stops, len(self._recent))
-            if end is not None:
-                text = text[: end - len(self._recent)]
-                self.stopped = True
-            self._recent = recent[-self._overlap :] if self._overlap else ""
-        carrier = next((piece for piece in reversed(self._pending) if not piece.special), self._pending[-1])
-        carrier.text += text
+        assert self._carrier is not None, "only such a token brings text"
+        self._carrier.text += text
         self._parts.append(text)
+        self._length += len(text)
+        recent = self._recent + text
+        end = find_stop(recent, self._stops, len(self._recent)) if self.tokens >= self._min_tokens else None
+        if end is None:
+            self._recent = stop_begun(recent, self._stops)
+            self._certain = self._length - (0 if self._keep_stop else len(self._recent))
+            return
+        self.stopped = True
+        if not self._keep_stop:  # the longest that ends here, so that nothing shows of any
+            end -= max(len(stop) for stop in self._stops if recent.endswith(stop, 0, end))
+        self._cut(len(recent) - end)
 
-    def _release(self, count: int) -> list[Piece]:
-        released, self._pending = self._pending[:count], self._pending[count:]
+    def _cut(self, excess: int) -> None:
+        """Takes that many characters off the end of the text, which no piece that was returned has a part in."""
+        self._length = self._certain = self._length - excess
+        for piece in reversed(self._pending):
+            if not piece.special and excess:
+                kept = max(0, len(piece.text) - excess)
+                excess -= len(piece.text) - kept
+                piece.text = piece.text[:kept]
+
+    def _release(self, everything: bool) -> list[Piece]:
+        released: list[Piece] = []
+        while self._pending:
+            piece = self._pending[0]
+            end = self._released + (0 if piece.special else len(piece.text))
+            if not everything and (end > self._certain or (piece is self._carrier and self._detokenizer.holds_text)):
+                break
+            self._released = end
+            released.append(self._pending.popleft())
         return released
 
 
-def prepare(folder: Path, target: Path) -> dict[str, Any]:
-    """Makes sure that the model's tokenizer works. Returns where it is and the EOS ids that the tokenizer knows of."""
+class TemplateError(Exception):
+    """A chat that the model's template cannot write; the message is for the client."""
+
+
+class ChatTemplate:
+    """How a model wants its chats written: a Jinja template, and the special tokens that it may name.
+
+    Safe to share between threads. What templates may use is what transformers' `apply_chat_template` gives them.
+    """
+
+    def __init__(self, source: str, special_tokens: dict[str, str]):
+        self._source = source
+        self._special_tokens = special_tokens
+
+    @classmethod
+    def load(cls, model_dir: str | Path, tokenizer_config_path: str | Path | None = None) -> ChatTemplate | None:
+        """The template of a model folder; None if it has none.
+
+        `tokenizer_config_path` names a file that takes the place of the folder's tokenizer_config.json, and whose template
+        goes before every other. Raises ConfigError for a file that cannot be read. A template that does not compile is
+        found out by `render`: it harms nothing but chats.
+        """
+        folder = Path(model_dir)
+        config_path = Path(tokenizer_config_path or folder / "tokenizer_config.json")
+        if tokenizer_config_path and not config_path.exists():
+            raise ConfigError(f"{config_path}: there is no such file")
+        config = read_json(config_path)
+        source = (
+            (_template_in(config) if tokenizer_config_path else None)
+            or _read_if_there(folder / "chat_template.jinja")
+            or _template_in(read_json(folder / "chat_template.json"))
+            or _template_in(config)
+        )
+        if not source:
+            return None
+        special_tokens: dict[str, str] = {}
+        for name, token in [*read_json(folder / "special_tokens_map.json").items(), *config.items()]:
+            token = token.get("content") if isinstance(token, dict) else token
+            if name.endswith("_token") and isinstance(token, str):
+                special_tokens[name] = token
+        return cls(source, special_tokens)
+
+    def render(self, messages: list[dict], tools: list[dict] | None = None) -> str:
+        """The chat as the model reads it, up to where its answer begins.
+
+        A last message of the assistant's is continued: the text ends right behind its content. Raises TemplateError.
+        """
+        last = messages[-1] if messages else {}
+        if last.get("role") != "assistant":
+            return self._write(messages, tools, add_generation_prompt=True)
+        content = last.get("content") or ""
+        if not content.strip():  # nothing to continue; a call of a tool stays part of the chat
+            kept = messages if last.get("tool_calls") else messages[:-1]
+            return self._write(kept, tools, add_generation_prompt=True)
+        # The content itself may occur anywhere in the chat, or be trimmed; this occurs nowhere else and is no space.
+        marker = secrets.token_hex(16)
+        marked = [*messages[:-1], {**last, "content": content + marker}]
+        text, found, _ = self._write(marked, tools, add_generation_prompt=False).rpartition(marker)
+        if not found:
+            raise TemplateError(
+                "this model's chat template does not print the last message of the assistant, so it cannot be continued"
+            )
+        return text.replace(marker, "").rstrip()  # the template may have printed it before
+
+    @functools.cached_property
+    def _template(self) -> jinja2.Template:
+        return _TemplateEnvironment().from_string(self._source)
+
+    def _write(self, messages: list[dict], tools: list[dict] | None, add_generation_prompt: bool) -> str:
+        try:
+            return self._template.render(
+                **self._special_tokens,
+                messages=messages,
+                tools=tools,
+                documents=None,
+                add_generation_prompt=add_generation_prompt,
+            )
+        except jinja2.TemplateSyntaxError as error:
+            raise TemplateError(f"this model's chat template does not compile: {error.message} (line {error.lineno})") from None
+        except Exception as error:  # a template is a program, which can fail in every way
+            raise TemplateError(str(error) or type(error).__name__) from None
+
+
+class _Generation(jinja2.ext.Extension):
+    """`{% generation %}` marks for training what the assistant says; here it prints it."""
+
+    tags = frozenset({"generation"})
+
+    def parse(self, parser: jinja2.parser.Parser) -> jinja2.nodes.Node:
+        line = next(parser.stream).lineno
+        return jinja2.nodes.Scope(parser.parse_statements(("name:endgeneration",), drop_needle=True), lineno=line)
+
+
+class _TemplateEnvironment(jinja2.sandbox.ImmutableSandboxedEnvironment):
+    """What chat templates are written for: transformers' settings, filters and functions. They are not trusted."""
+
+    def __init__(self):
+        super().__init__(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols])
+        self.filters["tojson"] = _tojson
+        self.globals["raise_exception"] = _raise_exception
+        self.globals["strftime_now"] = lambda format: datetime.datetime.now().strftime(format)
+
+    def unsafe_undefined(self, obj: Any, attribute: str) -> jinja2.Undefined:
+        # Jinja's own waits until it is used, and prints as nothing.
+        raise jinja2.sandbox.SecurityError(f"the template may not use `{attribute}` of a {type(obj).__name__}")
+
+
+def _tojson(value: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys: bool = False) -> str:
+    """Unlike Jinja's own it escapes nothing for HTML."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+def _raise_exception(message: Any) -> None:
+    raise TemplateError(str(message))
+
+
+def _template_in(config: dict[str, Any]) -> str | None:
+    """The one that is there, or of several with names the default one."""
+    template = config.get("chat_template")
+    if isinstance(template, list):
+        entries = [entry for entry in template if isinstance(entry, dict)]
+        chosen = [entry for entry in entries if entry.get("name") == "default"] or entries
+        template = chosen[0].get("template") if len(chosen) == 1 else None
+    return template if isinstance(template, str) else None
+
+
+def _read_if_there(path: Path) -> str | None:
+    try:
+        return path.read_text(encoding="utf-8") if path.exists() else None
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} cannot be read as text: {error}") from None
+
+
+def prepare(folder: Path, target: Path, tokenizer_config_path: str | None = None) -> dict[str, Any]:
+    """Makes sure that the model's tokenizer works and that the files of its chat template can be read. Returns where the
+    tokenizer is and the EOS ids that it knows of."""
+    ChatTemplate.load(folder, tokenizer_config_path)
     tokenizer_dir = folder
     if not (folder / "tokenizer.json").exists():
         slow = [name for name in ("tokenizer.model", "vocab.json", "spiece.model") if (folder / name).exists()]
@@ -333,6 +554,6 @@ def prepare(folder: Path, target: Path) -> dict[str, Any]:
 
 if __name__ == "__main__":
     try:
-        print(json.dumps(prepare(Path(sys.argv[1]), Path(sys.argv[2]))))
+        print(json.dumps(prepare(Path(sys.argv[1]), Path(sys.argv[2]), *sys.argv[3:])))
     except ConfigError as error:
         sys.exit(str(error))

@@ -1,30 +1,34 @@
 """Text as it streams is the text as a whole, whatever the tokenizer: nothing lost, nothing doubled, nothing half a character.
 
 Each promise is held for every kind of tokenizer in `tiny_tokenizers` and for the demonstration model's own. The reference is
-always the library's decoding of all ids at once.
+always the library's decoding of all ids at once; for chats it is transformers' `apply_chat_template`.
 """
 
 from __future__ import annotations
 
 import functools
 import json
+import re
 import subprocess
 import sys
 import threading
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
+import jinja2
 import pytest
 import tiny_tokenizers
 import tokenizers
+from fakes.tokenizer import byte_tokenizer
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 from tiny_tokenizers import save
 
 import text
 from config import DEMO_MODEL, HERE, ConfigError
-from text import Detokenizer, Piece, TextStream, Tokenizer, find_stop, prepare
+from text import ChatTemplate, Detokenizer, Piece, TemplateError, TextStream, Tokenizer, find_stop, prepare, stop_begun
 
 thorough = settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 brief = settings(thorough, max_examples=100)
@@ -106,9 +110,9 @@ def stream_text(kind: Kind, prompt: Sequence[int], ids: Sequence[int]) -> str:
     return "".join([*map(detokenizer.push, ids), detokenizer.finish()])
 
 
-def run(tokenizer: Tokenizer, prompt: Sequence[int], ids: Sequence[int], stops: Sequence[str] = ()):
+def run(tokenizer: Tokenizer, prompt: Sequence[int], ids: Sequence[int], stops: Sequence[str] = (), **options):
     """Streams `ids` as a request does; the last of them ends it, and so does a stop string."""
-    stream, pieces = TextStream(tokenizer, prompt, stops), []
+    stream, pieces = TextStream(tokenizer, prompt, stops, **options), []
     for n, token_id in enumerate(ids):
         pieces += stream.push(token_id, -0.5, [], last=n == len(ids) - 1)
         if stream.stopped:
@@ -322,6 +326,75 @@ def test_token_text_is_what_the_token_adds_in_the_middle_of_a_text(kinds, name):
         assert kind.tokenizer.token_text(token_id) == expected
 
 
+# Tokens and the bytes and texts they stand for
+
+
+@pytest.mark.parametrize("name", [*tiny_tokenizers.KINDS, "demo"])
+@given(string=ANY_TEXT, add_special_tokens=st.booleans())
+@brief
+def test_spans_are_the_librarys_offsets_counted_in_bytes(kinds, name, string, add_special_tokens):
+    kind = kinds(name)
+    encoding = kind.raw.encode(string, add_special_tokens=add_special_tokens)
+    spans = kind.tokenizer.spans(string, add_special_tokens)
+    assert [token_id for token_id, _, _ in spans] == encoding.ids
+    for (_, start, stop), (first, behind) in zip(spans, encoding.offsets):
+        assert len(string[:first].encode()) == start
+        assert string.encode()[start:stop].decode() == string[first:behind]
+
+
+def test_tokens_that_the_tokenizer_adds_itself_span_nothing(kinds):
+    kind = kinds("llama")
+    (start, *rest) = kind.tokenizer.spans("é 😀dog</s>")
+    assert start == (kind.id("<s>"), 0, 0)
+    assert rest[-1] == (kind.id("</s>"), 10, 14), "one that is written in the text is where it is written"
+    assert kind.tokenizer.spans("é", add_special_tokens=False)[-1][1:] == (0, 2)
+
+
+@pytest.mark.parametrize("name", ["byte-level", "byte-level-with-added", "demo"])
+@given(data=st.data())
+@brief
+def test_bytes_of_byte_level_tokens_add_up_to_the_text(kinds, name, data):
+    kind = kinds(name)
+    pieces = [(i, kind.tokenizer.piece_bytes(i)) for i in data.draw(any_ids(kind, 10))]
+    assert [i for i, piece in pieces if piece is None] == [i for i, _ in pieces if i in kind.tokenizer.special_ids]
+    told = b"".join(piece for _, piece in pieces if piece is not None)
+    assert told.decode(errors="replace") == kind.decode([i for i, _ in pieces])
+
+
+def test_bytes_are_told_of_tokens_that_stand_for_one_byte_and_not_where_the_text_around_has_a_say(kinds):
+    for name in ["llama", "gemma"]:
+        kind = kinds(name)
+        told = {kind.raw.id_to_token(i): kind.tokenizer.piece_bytes(i) for i in range(kind.raw.get_vocab_size() + 5)}
+        known = {token: piece for token, piece in told.items() if piece is not None}
+        assert known == {f"<0x{byte:02X}>": bytes([byte]) for byte in range(256)}
+    assert {kinds("metaspace-bpe").tokenizer.piece_bytes(i) for i in range(300)} == {None}
+
+
+def test_a_token_that_only_looks_like_a_byte_has_no_bytes(tmp_path):
+    raw = tiny_tokenizers.gemma()
+    raw.add_tokens(["<0xZZ>"])
+    assert Tokenizer(save(raw, tmp_path)).piece_bytes(raw.token_to_id("<0xZZ>")) is None
+    raw = tiny_tokenizers.metaspace_bpe()  # whose decoder knows no such tokens
+    raw.add_tokens(["<0x41>"])
+    assert Tokenizer(save(raw, tmp_path)).piece_bytes(raw.token_to_id("<0x41>")) is None
+
+
+@pytest.mark.parametrize("name", EXACT)
+@given(data=st.data())
+@brief
+def test_the_texts_of_a_prompts_tokens_add_up_to_it_and_special_ones_give_their_name(kinds, name, data):
+    kind = kinds(name)
+    ids = data.draw(any_ids(kind, 10))
+    texts = list(zip(ids, kind.tokenizer.prompt_texts(ids), strict=True))
+    assert "".join(told for i, told in texts if i not in kind.tokenizer.special_ids) == kind.tokenizer.decode(ids)
+    assert all(told == kind.raw.id_to_token(i) for i, told in texts if i in kind.tokenizer.special_ids)
+
+
+def test_in_a_prompts_texts_a_character_is_with_the_token_that_completes_it(kinds):
+    kind = kinds("byte-level")
+    assert kind.tokenizer.prompt_texts([kind.id("</s>"), *kind.ids("😀a")]) == ["</s>", "", "", "", "😀", "a"]
+
+
 # Stop strings
 
 
@@ -415,6 +488,110 @@ def test_find_stop_finds_the_end_of_the_first_complete_stop_string(string, stops
     assert find_stop(string, stops, scanned) == (ends[0] if ends else None)
 
 
+@given(string=st.text("ab", max_size=12), stops=st.lists(st.text("ab", min_size=1, max_size=4), max_size=3))
+@thorough
+def test_stop_begun_is_the_longest_end_that_may_become_a_stop_string(string, stops):
+    ends = [string[n:] for n in range(len(string) + 1)]
+    assert stop_begun(string, stops) == next(
+        end for end in ends if end == "" or any(stop.startswith(end) and stop != end for stop in stops)
+    )
+
+
+def began(string: str, stops: Sequence[str]) -> int:
+    """How many characters at the end of `string` may become a stop string, the plain way."""
+    return max((n for stop in stops for n in range(len(stop)) if string.endswith(stop[:n])), default=0)
+
+
+@pytest.mark.parametrize("name", EXACT)
+@given(data=st.data())
+@thorough
+def test_without_keep_stop_nothing_of_a_stop_string_is_ever_shown_and_nothing_else_is_missing(kinds, name, data):
+    kind = kinds(name)
+    prompt, ids = kind.ids("The dog"), data.draw(any_ids(kind, 12))
+    whole = kind.added_text(prompt, ids)
+    cuts = st.tuples(st.integers(0, len(whole)), st.integers(1, 6)).map(lambda cut: whole[cut[0] : cut[0] + cut[1]])
+    near_misses = st.tuples(cuts, ANY_TEXT).map("".join)
+    stops = data.draw(st.lists(st.one_of(cuts, near_misses, ANY_TEXT), max_size=4), label="stops")
+    real = [stop for stop in stops if stop]
+    min_tokens = data.draw(st.integers(0, len(ids) + 1), label="min_tokens")
+    keep_stop = data.draw(st.booleans(), label="keep_stop")
+
+    detokenizer = Detokenizer(kind.tokenizer, prompt)
+    arrived = [detokenizer.push(i) for i in ids]  # by token
+    before = len("".join(arrived[: max(0, min_tokens - 1)]))
+    ends = range(before + 1, len(whole) + 1) if min_tokens <= len(ids) else range(0)
+    end = next((n for n in ends if any(whole[:n].endswith(stop) for stop in real)), None)
+    final = whole[:end]
+    if end is not None and not keep_stop:
+        final = final[: end - max(len(stop) for stop in real if final.endswith(stop))]
+
+    stream, pieces = TextStream(kind.tokenizer, prompt, stops, keep_stop, min_tokens), []
+    for n, token_id in enumerate(ids):
+        pieces += stream.push(token_id, -0.5, [], last=n == len(ids) - 1)
+        if stream.stopped:
+            break
+        assert stream.text.startswith(text_of(pieces))
+        if n < len(ids) - 1:
+            certain = "".join(arrived[: n + 1])
+            assert stream.text == certain[: len(certain) - (0 if keep_stop else began(certain, real))]
+            assert final.startswith(stream.text)
+    assert stream.text == text_of(pieces) == final
+    assert stream.stopped == (end is not None)
+    assert [piece.id for piece in pieces] == ids[: stream.tokens]
+    names = [piece.text for piece in pieces if piece.special]
+    assert names == [kind.raw.id_to_token(i) for i in ids[: stream.tokens] if i in kind.tokenizer.special_ids]
+
+
+def released(kind: Kind, tokens: Sequence[str], stops: Sequence[str], **options) -> list[list[str]]:
+    """The pieces' texts that each of `tokens` sets free, the last one ending the answer."""
+    stream, ids = TextStream(kind.tokenizer, [], stops, keep_stop=False, **options), [kind.id(token) for token in tokens]
+    return [[piece.text for piece in stream.push(i, -0.5, [], last=n == len(ids) - 1)] for n, i in enumerate(ids)]
+
+
+def test_without_keep_stop_pieces_wait_while_they_may_become_a_stop_string(kinds):
+    kind = kinds("byte-level")
+    assert released(kind, "xSTyz", ["STOP"]) == [["x"], [], [], ["S", "T", "y"], ["z"]]
+    assert released(kind, "SSTOz", ["STOP"]) == [[], ["S"], [], [], ["S", "T", "O", "z"]], "only as many as must"
+    assert released(kind, "xST", ["STOP"]) == [["x"], [], ["S", "T"]], "the last token sets them free"
+    assert released(kind, "xSTOP", ["STOP"]) == [["x"], [], [], [], ["", "", "", ""]]
+
+
+def test_without_keep_stop_a_piece_in_which_a_stop_string_begins_is_cut_there(kinds):
+    kind = kinds("byte-level-with-added")
+    assert released(kind, ["new line", "a"], ["linea"]) == [[], ["new ", ""]]
+    assert released(kind, ["new line", "b"], ["linea"]) == [[], ["new line", "b"]]
+
+
+def test_without_keep_stop_a_special_token_among_held_pieces_keeps_its_place_and_its_name(kinds):
+    kind = kinds("byte-level")
+    assert released(kind, ["S", "</s>", "T", "x"], ["ST"]) == [[], [], ["", "</s>", ""], ["x"]]
+    assert released(kind, ["S", "</s>", "x"], ["ST"]) == [[], [], ["S", "</s>", "x"]]
+    assert released(kind, ["</s>", "x", "</s>", "y"], ["ST"]) == [["</s>"], ["x"], ["</s>"], ["y"]]
+
+
+def test_without_keep_stop_the_longest_of_those_complete_at_once_is_left_out(kinds):
+    kind = kinds("byte-level")
+    for stops in (["OP", "STOP", "P"], ["STOP", "P", "OP"]):
+        assert run(kind.tokenizer, [], [kind.id(c) for c in "xSTOPy"], stops, keep_stop=False)[0].text == "x"
+
+
+@pytest.mark.parametrize(
+    ("min_tokens", "expected"), [(0, "ab"), (2, "ab"), (3, "abab"), (4, "abab"), (5, "ababx"), (6, "ababx"), (99, "ababx")]
+)
+def test_a_stop_string_counts_if_it_ends_with_the_token_min_tokens_or_later(kinds, min_tokens, expected):
+    kind = kinds("byte-level")
+    ids = [kind.id(character) for character in "ababx"]
+    stream, _ = run(kind.tokenizer, [], ids, ["ab"], min_tokens=min_tokens)
+    assert (stream.text, stream.stopped) == (expected, expected != "ababx")
+
+
+def test_a_stop_string_may_begin_before_the_token_min_tokens(kinds):
+    kind = kinds("byte-level")
+    ids = [kind.id(character) for character in "xSTOPy"]
+    stream, pieces = run(kind.tokenizer, [], ids, ["STOP"], keep_stop=False, min_tokens=5)
+    assert (stream.text, text_of(pieces), stream.tokens) == ("x", "x", 5)
+
+
 # What it costs
 
 
@@ -445,6 +622,17 @@ def test_a_token_costs_the_same_late_as_early(kinds, name, monkeypatch):
     assert len(tokenizer.decoded) <= 2 * (2 * len(ids) + 10)
     assert max(searched) <= 60
     assert bool(tokenizer.decoded) == (not tokenizer.is_byte_level), "the count counts"
+
+
+def test_a_token_costs_the_same_late_as_early_without_keep_stop(kinds, monkeypatch):
+    kind = kinds("byte-level")
+    searched = []
+    monkeypatch.setattr(text, "find_stop", lambda *args: searched.append(len(args[0])) or find_stop(*args))
+    monkeypatch.setattr(text, "stop_begun", lambda *args: searched.append(len(args[0])) or stop_begun(*args))
+    sentence = "The dog reads 日本語 😀 and the café minds.\n"
+    stream, _ = run(kind.tokenizer, [], kind.ids(sentence) * 100, ["minds. Not", "\n\n"], keep_stop=False)
+    assert stream.text == sentence * 100
+    assert 0 < max(searched) <= 30
 
 
 def test_a_long_run_of_bytes_costs_no_more_than_its_length(kinds):
@@ -482,6 +670,290 @@ def test_threads_may_share_a_tokenizer(kinds):
     finally:
         sys.setswitchinterval(interval)
     assert wrong == []
+
+
+# Chats
+
+# Written in the manner of the models they are named after.
+TEMPLATES = {
+    "llama 2": (
+        "{% if messages[0]['role'] == 'system' %}{% set system = messages[0]['content'] %}{% set turns = messages[1:] %}"
+        "{% else %}{% set system = false %}{% set turns = messages %}{% endif %}"
+        "{% for turn in turns %}"
+        "{% if (turn['role'] == 'user') != (loop.index0 is even) %}{{ raise_exception('Roles must take turns') }}{% endif %}"
+        "{% if loop.first and system %}{% set said = '<<SYS>>\\n' + system + '\\n<</SYS>>\\n\\n' + turn['content'] %}"
+        "{% else %}{% set said = turn['content'] %}{% endif %}"
+        "{% if turn['role'] == 'user' %}{{ bos_token + '[INST] ' + said.strip() + ' [/INST]' }}"
+        "{% else %}{{ ' ' + said.strip() + ' ' + eos_token }}{% endif %}{% endfor %}"
+    ),
+    "llama 3": (
+        "{{- bos_token }}\n{%- set ns = namespace(system='', date=strftime_now('%d %b %Y')) %}\n"
+        "{%- for message in messages %}\n    {%- if message.role == 'system' %}\n"
+        "        {%- set ns.system = message.content | trim %}\n        {%- continue %}\n    {%- endif %}\n"
+        "    {%- if ns.system and not ns.told %}\n        {{- 'Today: ' + ns.date + '\\n' + ns.system + '<|eot|>' }}\n"
+        "        {%- set ns.told = true %}\n    {%- endif %}\n"
+        "    {{- '<|head|>' + message.role + '<|/head|>\\n\\n' + message.content | trim + '<|eot|>' }}\n{%- endfor %}\n"
+        "{%- if add_generation_prompt %}\n    {{- '<|head|>assistant<|/head|>\\n\\n' }}\n{%- endif %}\n"
+    ),
+    "mistral": (
+        "{{ bos_token }}{% for m in messages %}{% if m['role'] == 'system' %}"
+        "{{ raise_exception('No system <message> & such, ' ~ m['content'] | length ~ ' characters') }}"
+        "{% elif m['role'] == 'user' %}{% if loop.last and tools %}[TOOLS]{{ tools | tojson }}[/TOOLS]{% endif %}"
+        "[INST] {{ m['content'] }} [/INST]{% else %}{{ m['content'] }}{{ eos_token }}{% endif %}{% endfor %}"
+    ),
+    "qwen": (
+        "{%- if tools %}\n{{- '<|im_start|>system\\n# Tools\\n' }}\n{%- for tool in tools %}\n"
+        "{{- tool | tojson(indent=2, sort_keys=true) + '\\n' }}\n{%- endfor %}\n{%- endif %}\n"
+        "{%- set ns = namespace(last=-1) %}\n{%- for m in messages[::-1] %}\n{%- if m.role == 'user' %}\n"
+        "{%- set ns.last = loop.revindex0 %}\n{%- break %}\n{%- endif %}\n{%- endfor %}\n"
+        "{%- for m in messages %}\n{{- '<|im_start|>' + m.role + (' (last)' if loop.index0 == ns.last else '') }}\n"
+        "{{- '\\n' + m.content + '<|im_end|>' + '\\n' }}\n{%- endfor %}\n"
+        "{%- if add_generation_prompt %}\n{{- '<|im_start|>assistant\\n' }}\n{%- endif %}\n"
+    ),
+    "gemma": (
+        "{{ bos_token }}{% for m in messages %}{% set role = 'model' if m['role'] == 'assistant' else m['role'] %}"
+        "{{ '<start_of_turn>' + role + '\n' + m['content'] | trim + '<end_of_turn>\n' }}{% endfor %}"
+        "{% if add_generation_prompt %}{{ '<start_of_turn>model\n' }}{% endif %}"
+    ),
+    "zephyr": (  # leans on trim_blocks and lstrip_blocks
+        "{% for m in messages %}\n  {% if m['role'] == 'user' %}\n{{ '<|user|>\n' + m['content'] + eos_token }}\n"
+        "  {% elif m['role'] == 'system' %}\n{{ '<|system|>\n' + m['content'] + eos_token }}\n"
+        "  {% else %}\n{{ '<|assistant|>\n' + m['content'] + eos_token }}\n  {% endif %}\n"
+        "  {% if loop.last and add_generation_prompt %}\n{{ '<|assistant|>' }}\n  {% endif %}\n{% endfor %}\n"
+    ),
+    "for training": (
+        "{% for m in messages %}\n{% if m.role == 'assistant' %}\n{% generation %}\n  {% set said = m.content %}\n"
+        "A: {{ said }}{{ loop.index }}{{ eos_token }}\n{% endgeneration %}\n({{ said }})\n"
+        "{% else %}\n{{ m.role }}: {{ m.content }}{{ said }}{{ pad_token }}{{ nothing }}\n{% endif %}\n{% endfor %}\n"
+        "{% if documents is none and tools is none and sep_token is undefined %}\nend{% endif %}"
+    ),
+    "demo": json.loads((DEMO_MODEL / "tokenizer_config.json").read_text())["chat_template"],
+}
+USER = {"role": "user", "content": "  Is <b>1 < 2</b> & 'é' an \"emoji\" 😀?\n"}
+CHATS = {
+    "one question": [USER],
+    "with a system message": [{"role": "system", "content": "Be brief. "}, USER],
+    "several turns": [USER, {"role": "assistant", "content": "No,\n\n  it is not. "}, {**USER, "content": "Why?"}],
+    "out of turn": [USER, USER],
+    "an answer to go on with": [USER, {"role": "assistant", "content": "No, because"}],
+    "an answer that the user has said before": [{"role": "user", "content": "No"}, {"role": "assistant", "content": "No"}],
+}
+TOOLS = [{"type": "function", "function": {"name": "look_up", "description": "Finds <é> & 'such'", "parameters": {}}}]
+SPECIAL_TOKENS = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
+
+
+@pytest.fixture(scope="session")
+def transformers_tokenizer():
+    from transformers import PreTrainedTokenizerFast
+
+    return PreTrainedTokenizerFast(tokenizer_object=tiny_tokenizers.byte_level(), **SPECIAL_TOKENS)
+
+
+@pytest.mark.parametrize("tools", [None, TOOLS], ids=["no tools", "tools"])
+@pytest.mark.parametrize("messages", CHATS.values(), ids=CHATS)
+@pytest.mark.parametrize("template", TEMPLATES.values(), ids=TEMPLATES)
+def test_a_chat_is_written_as_transformers_writes_it(transformers_tokenizer, template, messages, tools):
+    to_continue = messages[-1]["role"] == "assistant"
+    try:
+        expected = transformers_tokenizer.apply_chat_template(
+            messages,
+            tools,
+            chat_template=template,
+            tokenize=False,
+            add_generation_prompt=not to_continue,
+            continue_final_message=to_continue,
+        )
+    except jinja2.TemplateError as error:
+        with pytest.raises(TemplateError, match=f"^{re.escape(str(error))}$"):
+            ChatTemplate(template, SPECIAL_TOKENS).render(messages, tools)
+    else:
+        assert ChatTemplate(template, SPECIAL_TOKENS).render(messages, tools) == expected
+
+
+@pytest.mark.parametrize("template", TEMPLATES.values(), ids=TEMPLATES)
+@given(content=ANY_TEXT.filter(str.strip), asked=ANY_TEXT)
+@brief
+def test_an_answer_that_is_continued_ends_right_behind_what_it_says(template, content, asked):
+    messages = [{"role": "user", "content": asked}, {"role": "assistant", "content": content}]
+    chat = ChatTemplate(template, SPECIAL_TOKENS)
+    text = chat.render(messages)
+    assert text.endswith(content.strip())
+    assert messages[-1]["content"] == content, "the caller's messages stay as they are"
+    if template != TEMPLATES["for training"]:  # which has no generation prompt
+        assert text.startswith(chat.render(messages[:-1]).rstrip())
+
+
+@pytest.mark.parametrize("template", TEMPLATES.values(), ids=TEMPLATES)
+@pytest.mark.parametrize("content", ["", " \n"])
+def test_an_answer_that_says_nothing_yet_is_begun(template, content):
+    chat = ChatTemplate(template, SPECIAL_TOKENS)
+    assert chat.render([USER, {"role": "assistant", "content": content}]) == chat.render([USER])
+
+
+def test_the_demo_model_is_asked_for_an_answer_and_continues_one():
+    chat = ChatTemplate.load(DEMO_MODEL)
+    assert chat.render([{"role": "user", "content": "Hi"}]) == "<|user|>Hi<|assistant|>"
+    answer = {"role": "assistant", "content": "Hello "}
+    assert chat.render([{"role": "user", "content": "Hi"}, answer]) == "<|user|>Hi<|assistant|>Hello"
+
+
+def test_an_answer_that_is_printed_twice_is_continued_at_the_second_place():
+    chat = ChatTemplate("{{ messages[-1].content }} {{ add_generation_prompt }} {{ messages[-1].content }}!", {})
+    assert chat.render([USER, {"role": "assistant", "content": "No"}]) == "No False No"
+
+
+def test_an_answer_that_the_template_does_not_print_cannot_be_continued():
+    chat = ChatTemplate("{% for m in messages if m.role == 'user' %}{{ m.content }}{% endfor %}", {})
+    with pytest.raises(TemplateError, match="does not print the last message of the assistant, so it cannot be continued"):
+        chat.render([USER, {"role": "assistant", "content": "No"}])
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{{ ''.__class__ }}",
+        "{{ messages.__class__.__mro__ }}",
+        "{{ messages | attr('__len__') }}",
+        "{{ raise_exception.__globals__ }}",
+        "{{ '{0.__class__}'.format(messages) }}",
+        "{{ messages.append(1) }}",
+        "{% set _ = messages[0].update(role='system') %}",
+        "{{ messages[0].clear() }}",
+        "{{ messages.pop() }}",
+    ],
+)
+def test_a_template_that_reaches_for_more_than_the_chat_is_refused(template):
+    messages = [dict(USER)]
+    with pytest.raises(TemplateError):
+        ChatTemplate(template, {}).render(messages)
+    assert messages == [USER]
+
+
+@pytest.mark.parametrize(
+    ("template", "reason"),
+    [
+        ("{{ raise_exception('Only <one> question') }}", "Only <one> question"),
+        ("{{ raise_exception(7) }}", "7"),
+        ("{{ 1 / 0 }}", "division by zero"),
+        ("{{ 'a' + 1 }}", 'can only concatenate str (not "int") to str'),
+        ("{{ nothing.at.all }}", "'nothing' is undefined"),
+        ("{{ nothing | tojson }}", "Object of type Undefined is not JSON serializable"),
+        ("{{ messages[0].content.absent.more }}", "'str object' has no attribute 'absent'"),
+        ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "maximum recursion depth exceeded"),
+        ("{% for n in range(10 ** 9) %}{% endfor %}", "Range too big"),
+        ("{% include 'x' %}", "no loader for this environment specified"),
+        ("{{ strftime_now(1) }}", "must be str, not int"),
+        ("{{ messages | sort(attribute='role') | map('f') | list }}", "No filter named 'f'."),
+    ],
+)
+def test_what_goes_wrong_in_a_template_is_told_in_one_line(template, reason):
+    with pytest.raises(TemplateError) as refused:
+        ChatTemplate(template, {}).render([USER])
+    assert reason in str(refused.value)
+    assert len(str(refused.value).splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    "source", ["{% if %}", "{{", "{% generation %}", "{% nothing %}", "a\n{{ b | f }}", "(" * 9 + "{{" + "(" * 9999]
+)
+def test_a_template_that_does_not_compile_fails_chats_and_not_the_loading(tmp_path, source):
+    (tmp_path / "chat_template.jinja").write_text(source)
+    chat = ChatTemplate.load(tmp_path)
+    for _ in range(2):
+        with pytest.raises(TemplateError) as refused:
+            chat.render([USER])
+        assert len(str(refused.value).splitlines()) == 1
+
+
+def write_json(path: Path, content) -> Path:
+    path.write_text(json.dumps(content))
+    return path
+
+
+def test_the_template_comes_from_the_first_place_that_has_one(tmp_path):
+    def rendered(*given):
+        return ChatTemplate.load(tmp_path, *given).render([USER])
+
+    assert ChatTemplate.load(tmp_path) is None
+    write_json(tmp_path / "tokenizer_config.json", {"chat_template": "config"})
+    assert rendered() == "config"
+    write_json(tmp_path / "chat_template.json", {"chat_template": "json"})
+    assert rendered() == "json"
+    (tmp_path / "chat_template.jinja").write_text("jinja é")
+    assert rendered() == "jinja é"
+    other = write_json(tmp_path / "other.json", {"chat_template": "other"})
+    assert rendered(other) == rendered(str(other)) == "other"
+
+
+def test_another_tokenizer_config_takes_the_place_of_the_models(tmp_path):
+    write_json(tmp_path / "tokenizer_config.json", {"chat_template": "config", "eos_token": "E"})
+    other = write_json(tmp_path / "other.json", {"bos_token": "B"})
+    assert ChatTemplate.load(tmp_path, other) is None
+    write_json(tmp_path / "chat_template.json", {"chat_template": "{{ bos_token }}{{ eos_token }}"})
+    assert ChatTemplate.load(tmp_path, other).render([USER]) == "B"
+    assert ChatTemplate.load(tmp_path).render([USER]) == "E"
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [
+        ([{"name": "tool_use", "template": "t"}, {"name": "default", "template": "d"}], "d"),
+        ([{"name": "rag", "template": "r"}], "r"),
+        ([{"name": "tool_use", "template": "t"}, {"name": "rag", "template": "r"}], None),
+        ([{"name": ["default"], "template": "t"}, "x"], "t"),
+        ([{"name": "default"}], None),
+        ([], None),
+        ("", None),
+        (None, None),
+        ({"default": "d"}, None),
+    ],
+)
+def test_of_several_templates_the_default_one_or_the_only_one_is_taken(tmp_path, value, expected):
+    write_json(tmp_path / "tokenizer_config.json", {"chat_template": value})
+    chat = ChatTemplate.load(tmp_path)
+    assert (chat and chat.render([USER])) == expected
+
+
+def test_special_tokens_come_from_the_tokenizer_config_and_those_it_lacks_from_their_own_file(tmp_path):
+    shown = "{{ bos_token }} {{ eos_token }} {{ unk_token }} {{ pad_token is defined }} {{ add_bos_token is defined }}"
+    config = {"chat_template": shown, "bos_token": {"content": "B"}, "eos_token": "E", "unk_token": None, "add_bos_token": True}
+    write_json(tmp_path / "tokenizer_config.json", config)
+    assert ChatTemplate.load(tmp_path).render([USER]) == "B E  False False"
+    write_json(tmp_path / "special_tokens_map.json", {"bos_token": "other", "unk_token": {"content": "U"}, "pad_token": "P"})
+    assert ChatTemplate.load(tmp_path).render([USER]) == "B E U True False"
+
+
+@pytest.mark.parametrize("content", [None, b"{", b"[]", b"\xff"])
+def test_a_tokenizer_config_that_was_asked_for_and_cannot_be_read_is_refused(tmp_path, content):
+    path = tmp_path / "mine.json"
+    if content is not None:
+        path.write_bytes(content)
+    with pytest.raises(ConfigError, match=re.escape(str(path))):
+        ChatTemplate.load(DEMO_MODEL, path)
+
+
+def test_a_template_that_is_no_text_is_refused_with_its_name(tmp_path):
+    (tmp_path / "chat_template.jinja").write_bytes(b"\xff\xfe")
+    with pytest.raises(ConfigError, match=r"chat_template\.jinja cannot be read as text"):
+        ChatTemplate.load(tmp_path)
+
+
+def test_threads_may_share_a_chat_template():
+    chat = ChatTemplate(TEMPLATES["llama 3"], SPECIAL_TOKENS)
+    chats = [[{"role": "user", "content": f"{n} {m}"} for m in range(20)] for n in range(8)]
+    expected = [ChatTemplate(TEMPLATES["llama 3"], SPECIAL_TOKENS).render(messages) for messages in chats]
+    start, interval = threading.Barrier(8), sys.getswitchinterval()
+
+    def work(messages: list[dict]) -> set[str]:
+        start.wait()
+        return {chat.render(messages) for _ in range(20)}
+
+    sys.setswitchinterval(1e-5)
+    try:
+        with ThreadPoolExecutor(8) as pool:
+            assert list(pool.map(work, chats)) == [{text} for text in expected]
+    finally:
+        sys.setswitchinterval(interval)
 
 
 # Preparing a model's tokenizer at boot
@@ -615,3 +1087,34 @@ def test_as_a_process_it_says_in_one_line_what_is_wrong(tmp_path):
     assert done.stdout == ""
     assert done.stderr.count("\n") == 1
     assert done.stderr.startswith(f"{tmp_path} holds no tokenizer")
+
+
+@pytest.mark.parametrize("keep_stop", [True, False])
+def test_what_is_held_back_comes_out_when_no_token_follows(keep_stop, tmp_path):
+    byte_tokenizer(tmp_path)
+    tokenizer = Tokenizer(tmp_path)
+    stream = TextStream(tokenizer, [], ["xyz"], keep_stop=keep_stop)
+    ids = tokenizer.encode("axy") + tokenizer.encode("é")[:1]
+    told = [piece for token_id in ids for piece in stream.push(token_id, 0.0, [])]
+    told += stream.finish()
+    assert "".join(piece.text for piece in told) == stream.text == "axy\ufffd"
+    assert len(told) == len(ids)
+    assert not stream.stopped
+
+
+def test_a_broken_file_of_a_chat_template_stops_the_boot_with_its_name(tmp_path):
+    byte_tokenizer(tmp_path)
+    (tmp_path / "mine.json").write_text("{")
+    command = [sys.executable, HERE / "text.py", tmp_path, tmp_path, tmp_path / "mine.json"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 1
+    assert done.stderr.strip().startswith(f"{tmp_path / 'mine.json'} cannot be read as JSON")
+    assert len(done.stderr.strip().splitlines()) == 1
+
+
+def test_a_call_of_a_tool_at_the_end_of_a_chat_is_not_lost():
+    template = ChatTemplate(
+        "{% for m in messages %}[{{ m.role }}{{ m.tool_calls }}]{% endfor %}{{ add_generation_prompt }}", {}
+    )
+    text = template.render([{"role": "assistant", "content": "", "tool_calls": ["x"]}])
+    assert text == "[assistant['x']]True"
