@@ -18,6 +18,7 @@ import json
 import logging
 import math
 import os
+import re
 import shutil
 import signal
 import sys
@@ -31,6 +32,7 @@ from typing import Any
 VERSION = "0.1.0"
 HERE = Path(__file__).resolve().parent
 DEMO_MODEL = HERE / "demo" / "model"
+SAGEMAKER_MODEL = Path("/opt/ml/model")  # where SageMaker unpacks an endpoint's model
 DEFAULT_MAX_TOTAL_TOKENS = 2048
 
 DTYPES = {
@@ -52,6 +54,12 @@ class ConfigError(Exception):
 
 def _text(value: str) -> str:
     return value
+
+
+def _file(value: str) -> str:
+    if not Path(value).expanduser().is_file():
+        raise ValueError("there is no such file")
+    return str(Path(value).expanduser().absolute())
 
 
 def _whole(value: str) -> int:
@@ -96,6 +104,25 @@ def _ip(value: str) -> str:
     return str(ipaddress.ip_address("127.0.0.1" if value == "localhost" else value))
 
 
+def _one_device(value: str) -> int:
+    if _count(value) != 1:
+        raise ValueError("must be 1: this version does not spread a model over several devices")
+    return 1
+
+
+def _unquantized(value: str) -> None:
+    if value.lower() != "none":
+        raise ValueError("must be none: this version serves no quantized weights")
+
+
+def _origins(value: str) -> str:
+    origins = [origin.strip().rstrip("/") for origin in value.split(",") if origin.strip()]
+    for origin in origins:
+        if origin != "*" and not re.fullmatch(r"[a-z][a-z0-9+.-]*://[^/?#\s]+", origin):
+            raise ValueError(f"{origin!r} is no origin; one looks like https://example.com")
+    return ",".join(origins)
+
+
 def _one_of(*choices: str):
     def parse(value: str) -> str:
         if value not in choices:
@@ -126,7 +153,7 @@ class Config:
         "MODEL_ID",
         "HF_MODEL_ID",
         help="Model to serve: a hub id or a local folder.",
-        default_help="the built-in demonstration model",
+        default_help="the model in /opt/ml/model (SageMaker), else the built-in demonstration model",
     )
     revision: str | None = setting(None, _text, "REVISION", "HF_MODEL_REVISION", help="Branch, tag or commit of a hub model.")
     huggingface_hub_cache: str | None = setting(
@@ -144,6 +171,13 @@ class Config:
         "HF_MODEL_TRUST_REMOTE_CODE",
         help="Run Python code that comes with the model. Only for models that you trust.",
     )
+    tokenizer_config_path: str | None = setting(
+        None,
+        _file,
+        "TOKENIZER_CONFIG_PATH",
+        help="A tokenizer_config.json to take the chat template and the special tokens from.",
+        default_help="the model's own",
+    )
     device: str = setting(
         "auto",
         _one_of("auto", "cpu", "cuda", "neuron"),
@@ -156,6 +190,12 @@ class Config:
         "DTYPE",
         "HF_AUTO_CAST_TYPE",
         help="Arithmetic: auto, float32, bfloat16 or float16. auto is float32 on a CPU, elsewhere the checkpoint's own.",
+    )
+    quantize: str | None = setting(
+        None, _unquantized, "QUANTIZE", "HF_MODEL_QUANTIZE", help="Only none so far; anything else stops the boot."
+    )
+    num_shard: int = setting(
+        1, _one_device, "NUM_SHARD", "SM_NUM_GPUS", help="Devices that a model is spread over. Only 1 so far."
     )
     max_batch_size: int = setting(
         4,
@@ -186,6 +226,13 @@ class Config:
         "MAX_CONCURRENT_REQUESTS",
         help="Requests running and waiting; one more is answered with 429.",
     )
+    max_client_batch_size: int = setting(
+        4,
+        _count,
+        "MAX_CLIENT_BATCH_SIZE",
+        help="Most prompts of a request (`/v1/completions`, `/vertex`), and most choices (`n`) for each.",
+    )
+    max_best_of: int = setting(2, _count, "MAX_BEST_OF", help="Largest `best_of` of a request.")
     max_stop_sequences: int = setting(4, _count, "MAX_STOP_SEQUENCES", help="Most stop sequences of a request.")
     max_top_n_tokens: int = setting(5, _count, "MAX_TOP_N_TOKENS", help="Most `top_n_tokens` of a request.")
     hostname: str = setting(
@@ -194,10 +241,31 @@ class Config:
         "HOSTNAME",
         help="IP address to listen on. A HOSTNAME variable that is no IP address (containers and shells set one) is not used.",
     )
-    port: int = setting(8080, _port, "PORT", help="Port to listen on.")
+    port: int = setting(
+        8080, _port, "SAGEMAKER_BIND_TO_PORT", "PORT", help="Port to listen on. What SageMaker sets comes before PORT."
+    )
+    api_key: str | None = setting(
+        None, _text, "API_KEY", help="When set, all but health and metrics asks for `Authorization: Bearer` with this key."
+    )
+    cors_allow_origin: str = setting(
+        "*",
+        _origins,
+        "CORS_ALLOW_ORIGIN",
+        help="Origins that browsers may call from, separated by commas; the flag may be repeated.",
+    )
     web_concurrency: int = setting(2, _count, "WEB_CONCURRENCY", help="Web processes (HTTP, tokenizing, streaming).")
     payload_limit: int = setting(
         2_000_000, _count, "PAYLOAD_LIMIT", help="Largest request body, in bytes; a larger one is answered with 413."
+    )
+    response_deadline: float | None = setting(
+        None,
+        _seconds,
+        "RESPONSE_DEADLINE",
+        help="Seconds after which an answer that is not streamed ends with the text so far, as `length`.",
+        default_help="55 on `/invocations` (SageMaker waits 60), else none",
+    )
+    compute_type: str | None = setting(
+        None, _text, "COMPUTE_TYPE", help="What the header `x-compute-type` says.", default_help="the device"
     )
     startup_timeout: float = setting(
         3600.0, _seconds, "STARTUP_TIMEOUT", help="Seconds that the model may take to become ready."
@@ -313,6 +381,8 @@ def parse(argv: Sequence[str], environ: Mapping[str, str]) -> Config:
     for entry in dataclasses.fields(Config):
         values.update(_from_environment(entry, environ))
     values.update(_from_flags(argv))
+    if "model_id" not in values and (SAGEMAKER_MODEL / "config.json").is_file():
+        values["model_id"] = str(SAGEMAKER_MODEL)
     config = Config(**values)
     if config.is_local:
         Manifest.read(config.model_id)
@@ -361,7 +431,7 @@ def _from_flags(argv: Sequence[str]) -> dict[str, Any]:
             hint = f"; did you mean {nearest[0]}?" if nearest else ""
             raise ConfigError(f"unknown argument {flag!r}{hint} (--help lists the settings)")
         entry = known[flag]
-        if entry.name in values:
+        if entry.name in values and entry.name != "cors_allow_origin":
             raise ConfigError(f"{flag} is given twice")
         if not has_value and entry.metadata["parse"] is _flag:
             value = words.pop(0) if words and words[0].lower() in ("true", "false") else "true"
@@ -369,6 +439,8 @@ def _from_flags(argv: Sequence[str]) -> dict[str, Any]:
             value = words.pop(0) if words and not words[0].startswith("--") else ""
         if not value.strip():
             raise ConfigError(f"{flag} needs a value")
+        if entry.name == "cors_allow_origin" and entry.name in values:
+            value = f"{values[entry.name]},{value}"
         values[entry.name] = _parse_value(entry, flag, value)
     return values
 
@@ -387,7 +459,7 @@ def _default_text(entry: dataclasses.Field) -> str:
 def help_text(width: int) -> str:
     """The table of settings for a terminal of `width` columns."""
     lines = [
-        "neuron-textgen: serves a large language model over TGI's HTTP API, on Inferentia2, Trainium, CUDA or a CPU.",
+        "neuron-textgen: serves a large language model over TGI's and OpenAI's HTTP APIs.",
         "",
         "Usage: entrypoint.sh [serve] [flags]      A flag beats its environment variable, which beats the default.",
         "",

@@ -1,17 +1,21 @@
-"""The public contract: the types of requests and responses, the rules of every field, the catalogue of errors.
+"""The public contract: the types of requests and responses, the rules of every field, the errors, the OpenAPI document.
 
-A request body becomes a typed struct, is checked against its rules in TGI's order, and comes out as a `Job`: what to
+A request body becomes a typed struct, is checked against its rules in TGI's order, and comes out as `Job`s: what to
 generate, with nothing left to doubt. The only place that knows a field's rule. It knows neither Flask nor ZeroMQ.
 
-Source of shapes and words: the HTTP API of Text Generation Inference 3.3; `null` means absent, everywhere.
+Source of shapes and words: the HTTP API of Text Generation Inference 3.3 and OpenAI's API reference (chat completions,
+completions, models); `null` means absent, everywhere, and what is not named here is ignored.
 """
 
 from __future__ import annotations
 
+import json
 import math
+import re
 import secrets
 import struct
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Annotated, Any, TypeVar
 
 import msgspec
@@ -27,31 +31,84 @@ U64_MAX = 2**64 - 1  # msgspec's constraints end at 63 bits
 
 
 class ApiError(Exception):
-    """An answer that is not 200: its status, its `error_type` and the sentence that the client reads."""
+    """An answer that is not 200: its status, its `error_type` and the sentence that the client reads.
 
-    def __init__(self, status: int, error_type: str, message: str, retry_after_s: int | None = None, **extra: str):
+    It has two shapes: `json` for TGI's routes and `openai_json` for OpenAI's, which a `code` of theirs makes exact.
+    """
+
+    def __init__(
+        self,
+        status: int,
+        error_type: str,
+        message: str,
+        retry_after_s: int | None = None,
+        code: str | None = None,
+        phase: str | None = None,
+        param: str | None = None,
+    ):
         super().__init__(message)
         self.status = status
         self.error_type = error_type
         self.retry_after_s = retry_after_s
-        self.body = {"error": message, "error_type": error_type, **extra}
+        self._code = code or error_type
+        self._param = param
+        self._phase = {} if phase is None else {"phase": phase}
+
+    @property
+    def body(self) -> dict[str, str]:
+        return {"error": str(self), "error_type": self.error_type, **self._phase}
 
     @property
     def json(self) -> bytes:
         return encode(self.body)
 
+    @property
+    def openai_json(self) -> bytes:
+        kind = "server_error" if self.status >= 500 or self.status == 424 else "invalid_request_error"
+        named = re.search(r"`(\w+)", str(self)) if self.status == 422 else None
+        error = {
+            "message": str(self),
+            "type": "rate_limit_error" if self.status == 429 else kind,
+            "param": self._param or (named[1] if named else None),
+            "code": self._code,
+        }
+        return encode({"error": error | self._phase})
 
-def invalid(detail: str) -> ApiError:
-    return ApiError(422, "validation", f"Input validation error: {detail}")
+    @property
+    def outcome(self) -> str:
+        """The word that TGI's metric of failures has for it."""
+        words = {"overloaded": "overloaded", "template_error": "template", "incomplete_generation": "incomplete"}
+        return words.get(self.error_type, "validation" if self.status < 424 else "generation")
+
+
+def invalid(detail: str, code: str | None = None) -> ApiError:
+    return ApiError(422, "validation", f"Input validation error: {detail}", code=code)
+
+
+def unauthorized() -> ApiError:
+    what = "Unauthorized: this server asks for the header `Authorization: Bearer` with its API key"
+    return ApiError(401, "unauthorized", what, code="invalid_api_key")
+
+
+def template_failed(message: str) -> ApiError:
+    return ApiError(422, "template_error", f"Template error: {message}")
 
 
 def overloaded() -> ApiError:
-    return ApiError(429, "overloaded", "Model is overloaded", retry_after_s=1)
+    return ApiError(429, "overloaded", "Model is overloaded", retry_after_s=1, code="rate_limit_exceeded")
 
 
 def too_large(limit: int) -> ApiError:
     what = "Failed to buffer the request body: length limit exceeded"
     return ApiError(413, "validation", f"{what} (at most {limit} bytes; --payload-limit raises it)")
+
+
+def wrong_content_type() -> ApiError:
+    return ApiError(415, "validation", "Expected request with `Content-Type: application/json`")
+
+
+def no_such_model(name: str, served: str) -> ApiError:
+    return ApiError(404, "not_found", f"The model {name!r} is not here; {served!r} is", code="model_not_found")
 
 
 def generation_failed(message: str) -> ApiError:
@@ -88,24 +145,33 @@ class Parameters(Struct):
     watermark: bool | None = None
     details: bool | None = None
     decoder_input_details: bool | None = None
-    seed: Annotated[int, Meta(ge=0)] | None = None
+    seed: Annotated[int, Meta(ge=0, extra_json_schema={"maximum": U64_MAX})] | None = None
     top_n_tokens: U32 | None = None
     grammar: dict[str, Any] | None = None
     adapter_id: str | None = None
 
 
 class GenerateRequest(Struct):
-    """Body of `POST /generate` and `/generate_stream`."""
+    """Body of the native routes; `stream` counts on `POST /` and `/invocations` alone."""
 
     inputs: str
     parameters: Parameters | None = None
+    stream: bool | None = None
 
 
 class TokenOut(Struct):
     id: int
     text: str
-    logprob: float
+    logprob: float | None
     special: bool
+
+
+class PrefillToken(Struct):
+    """A token of the prompt; the first has no log-probability, for nothing stands before it."""
+
+    id: int
+    text: str
+    logprob: float | None
 
 
 class StreamDetails(Struct):
@@ -125,18 +191,265 @@ class StreamResponse(Struct):
     details: StreamDetails | None = None
 
 
+class BestOfSequence(Struct):
+    """One of the sequences that `best_of` did not choose."""
+
+    generated_text: str
+    finish_reason: str
+    generated_tokens: int
+    seed: int | None
+    prefill: list[PrefillToken]
+    tokens: list[TokenOut]
+    top_tokens: list[list[TokenOut]] | UnsetType = UNSET
+
+
 class Details(Struct):
     finish_reason: str
     generated_tokens: int
     seed: int | None
-    prefill: list[TokenOut]
+    prefill: list[PrefillToken]
     tokens: list[TokenOut]
+    best_of_sequences: list[BestOfSequence] | UnsetType = UNSET
     top_tokens: list[list[TokenOut]] | UnsetType = UNSET
 
 
 class GenerateResponse(Struct):
     generated_text: str
     details: Details | UnsetType = UNSET
+
+
+class SimpleToken(Struct):
+    """A token of a text and where it stands in it, in bytes of UTF-8."""
+
+    id: int
+    text: str
+    start: int
+    stop: int
+
+
+class ChatTokenizeResponse(Struct):
+    tokenize_response: list[SimpleToken]
+    templated_text: str
+
+
+class Part(Struct):
+    type: str
+    text: str | None = None
+
+
+class Message(Struct, omit_defaults=True):
+    """One message of a chat. `content` may be a list of text parts, which are put together."""
+
+    role: str
+    content: str | list[Part] | None = None
+    name: str | None = None
+    tool_calls: list[dict[str, Any]] | None = None
+    tool_call_id: str | None = None
+
+
+class StreamOptions(Struct):
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+
+
+class OpenAIRequest(Struct, kw_only=True):
+    """What chat and completion requests have in common. `top_k`, `repetition_penalty`, `ignore_eos` and `min_tokens` are
+    not OpenAI's, but clients of such servers send them."""
+
+    max_tokens: U32 | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: I32 | None = None
+    n: U32 | None = None
+    stop: str | list[str] | None = None
+    seed: int | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    logit_bias: dict[str, float] | None = None
+    min_tokens: U32 | None = None
+    ignore_eos: bool | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+
+
+class ChatRequest(OpenAIRequest, kw_only=True):
+    """Body of `POST /v1/chat/completions`. The fields after `top_logprobs` are known only to be refused by name."""
+
+    messages: list[Message]
+    max_completion_tokens: U32 | None = None
+    logprobs: bool | None = None
+    top_logprobs: U32 | None = None
+    response_format: dict[str, Any] | None = None
+    tools: list[Any] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    functions: list[Any] | None = None
+    function_call: str | dict[str, Any] | None = None
+    modalities: list[str] | None = None
+    audio: dict[str, Any] | None = None
+    web_search_options: dict[str, Any] | None = None
+
+
+class CompletionRequest(OpenAIRequest, kw_only=True):
+    """Body of `POST /v1/completions`: one prompt or several, each a text or a list of token ids."""
+
+    prompt: str | list[str | int | list[int]]
+    best_of: U32 | None = None
+    echo: bool | None = None
+    logprobs: U32 | None = None
+    suffix: str | None = None
+
+
+class InvocationRequest(Struct):
+    """Body of `POST /invocations`: a native, a chat or a completion request, told apart by the field that it must have."""
+
+    inputs: Any = None
+    messages: Any = None
+    prompt: Any = None
+
+
+class VertexRequest(Struct):
+    """Body of `POST /vertex`; each instance is `inputs` with `parameters`, or a chat request."""
+
+    instances: list[msgspec.Raw]  # each is parsed as what it turns out to be
+
+
+class VertexResponse(Struct):
+    predictions: list[str]
+
+
+class Usage(Struct):
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+
+
+class TopLogprob(Struct):
+    token: str
+    logprob: float | None
+    bytes: list[int] | None
+
+
+class TokenLogprob(Struct):
+    """`bytes` is null for a special token, which stands for no text."""
+
+    token: str
+    logprob: float | None
+    bytes: list[int] | None
+    top_logprobs: list[TopLogprob]
+
+
+class ChatLogprobs(Struct):
+    content: list[TokenLogprob]
+
+
+class ChatMessage(Struct):
+    role: str
+    content: str
+
+
+class ChatChoice(Struct):
+    index: int
+    message: ChatMessage
+    logprobs: ChatLogprobs | None
+    finish_reason: str
+
+
+class ChatCompletion(Struct):
+    id: str
+    object: str
+    created: int
+    model: str
+    system_fingerprint: str
+    choices: list[ChatChoice]
+    usage: Usage
+
+
+class Delta(Struct, omit_defaults=True):
+    role: str | None = None
+    content: str | None = None
+
+
+class ChunkChoice(Struct):
+    index: int
+    delta: Delta
+    logprobs: ChatLogprobs | None = None
+    finish_reason: str | None = None
+
+
+class ChatChunk(Struct):
+    id: str
+    object: str
+    created: int
+    model: str
+    system_fingerprint: str
+    choices: list[ChunkChoice]
+    usage: Usage | None = None
+
+
+class CompletionLogprobs(Struct):
+    """A list for each column, an entry for each token; `text_offset` counts characters of the choice's text."""
+
+    tokens: list[str]
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float | None] | None] | None
+    text_offset: list[int]
+
+
+class CompletionChoice(Struct):
+    index: int
+    text: str
+    logprobs: CompletionLogprobs | None = None
+    finish_reason: str | None = None
+
+
+class Completion(Struct):
+    id: str
+    object: str
+    created: int
+    model: str
+    system_fingerprint: str
+    choices: list[CompletionChoice]
+    usage: Usage | None = None
+
+
+class ModelCard(Struct):
+    id: str
+    object: str
+    created: int
+    owned_by: str
+    max_model_len: int
+
+    @classmethod
+    def of(cls, facts: Facts) -> ModelCard:
+        return cls(facts.model_name, "model", 0, facts.model_name, facts.max_total_tokens)
+
+
+class ModelList(Struct):
+    object: str
+    data: list[ModelCard]
+
+
+class ErrorBody(Struct, omit_defaults=True):
+    """An error of the native routes; `phase` says what a server that is not ready does."""
+
+    error: str
+    error_type: str
+    phase: str | None = None
+
+
+class OpenAIErrorDetail(Struct, omit_defaults=True):
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+    phase: str | None = None
+
+
+class OpenAIErrorBody(Struct):
+    """An error of OpenAI's routes."""
+
+    error: OpenAIErrorDetail
 
 
 class Info(Struct):
@@ -168,12 +481,12 @@ class Info(Struct):
             model_sha=facts.model_sha,
             model_pipeline_tag=None,
             max_concurrent_requests=config.max_concurrent_requests,
-            max_best_of=1,
+            max_best_of=config.max_best_of,
             max_stop_sequences=config.max_stop_sequences,
             max_input_tokens=facts.max_input_tokens,
             max_total_tokens=facts.max_total_tokens,
             validation_workers=config.web_concurrency,
-            max_client_batch_size=1,
+            max_client_batch_size=config.max_client_batch_size,
             router="neuron-textgen",
             version=VERSION,
             sha=None,
@@ -212,16 +525,33 @@ def wrong_type(message: str) -> ApiError:
 
 @dataclass(frozen=True)
 class Job:
-    """A checked request: what to generate and what to tell of it. `max_new_tokens` None: what is left of the window."""
+    """A checked prompt: what to generate from it. `max_new_tokens` None: what is left of the window; 0: the prompt is only
+    scored. The names are those that its route has for prompt and limit, so that an error speaks the client's language."""
 
-    inputs: str
+    prompt: str | list[int]
     sampling: Sampling
-    max_new_tokens: int | None
-    stop: list[str]
-    truncate: int | None
-    top_n_tokens: int
-    details: bool
-    return_full_text: bool
+    sequences: int = 1
+    max_new_tokens: int | None = None
+    min_new_tokens: int = 0
+    ignore_eos: bool = False
+    stop: Sequence[str] = ()
+    keep_stop: bool = True
+    truncate: int | None = None
+    add_special_tokens: bool = True
+    top_n_tokens: int = 0
+    prompt_logprobs: bool = False
+    prompt_name: str = "inputs"
+    limit_name: str = "max_new_tokens"
+
+    @property
+    def characters(self) -> int:
+        return len(self.prompt) if isinstance(self.prompt, str) else 0
+
+    def sampling_of(self, sequence: int) -> Sampling:
+        """Each sequence has a random stream of its own, which the request's seed decides."""
+        if sequence == 0 or self.sampling.seed is None:
+            return self.sampling
+        return msgspec.structs.replace(self.sampling, seed=(self.sampling.seed + sequence) & U64_MAX)
 
 
 def check(request: GenerateRequest, config: Config, facts: Facts, streaming: bool) -> Job:
@@ -229,7 +559,237 @@ def check(request: GenerateRequest, config: Config, facts: Facts, streaming: boo
     p = request.parameters or Parameters()
     if p.seed is not None and p.seed > U64_MAX:
         raise wrong_type(f"Expected `int` <= {U64_MAX} - at `$.parameters.seed`")
-    _refuse_what_is_not_built(p, streaming)
+    if streaming:
+        _require(p.best_of in (None, 1), "`best_of` != 1 is not supported when streaming tokens")
+        _require(not p.decoder_input_details, "`decoder_input_details` == true is not supported when streaming tokens")
+    best_of = p.best_of or 1
+    if best_of > 1:
+        _require(config.max_best_of > 1, "`best_of` != 1 is not allowed for this endpoint")
+        _require(best_of <= config.max_best_of, f"`best_of` must be > 0 and <= {config.max_best_of}. Given: {best_of}")
+        _require(_samples(p), "you must use sampling when `best_of` is > 1")
+    _check_sampling(p)
+    _require(p.max_new_tokens != 0, "`max_new_tokens` must be strictly positive")
+    stop = p.stop or []
+    _check_stop(stop, config)
+    _require(best_of == 1 or p.seed is None, "`seed` must not be set when `best_of` > 1")
+    _check_top_n(p.top_n_tokens, "top_n_tokens", config)
+    _require(request.inputs != "", "`inputs` cannot be empty")
+    _require(
+        p.truncate is None or 1 <= p.truncate <= facts.max_input_tokens,
+        f"`truncate` must be strictly positive and less than {facts.max_input_tokens}. Given: {p.truncate}",
+    )
+    # What TGI knows and this server does not do; asking for nothing with them is fine.
+    _require(p.grammar is None, "`grammar` is not supported")
+    _require(not p.watermark, "`watermark` is not supported")
+    _require(not p.adapter_id, "`adapter_id` is not supported")
+    _check_prompt_logprobs(bool(p.decoder_input_details), "decoder_input_details", facts)
+    return Job(
+        prompt=request.inputs,
+        sampling=_sampling(p),
+        sequences=best_of,
+        max_new_tokens=p.max_new_tokens,
+        stop=stop,
+        truncate=p.truncate,
+        top_n_tokens=p.top_n_tokens or 0,
+        prompt_logprobs=bool(p.decoder_input_details),
+    )
+
+
+def check_chat(request: ChatRequest, config: Config, facts: Facts) -> Job:
+    """Checks a chat request. Raises ApiError. The prompt of the job is for the chat template to make."""
+    for name, asks in (
+        ("tools", request.tools),
+        ("functions", request.functions),
+        ("tool_choice", request.tool_choice not in (None, "none", "auto")),
+        ("function_call", request.function_call not in (None, "none", "auto")),
+        ("response_format", (request.response_format or {"type": "text"}).get("type") != "text"),
+        ("modalities", set(request.modalities or ()) - {"text"}),
+        ("audio", request.audio),
+        ("web_search_options", request.web_search_options is not None),
+    ):
+        _require(not asks, f"`{name}` is not supported")
+    _require(request.logprobs or not request.top_logprobs, "`top_logprobs` needs `logprobs` to be true")
+    limits = {"max_completion_tokens": request.max_completion_tokens, "max_tokens": request.max_tokens}
+    limit_name = next((name for name, value in limits.items() if value is not None), "max_tokens")
+    _require(limits[limit_name] != 0, f"`{limit_name}` must be strictly positive")
+    job = _check_openai(request, "", limits[limit_name], config, facts)
+    _check_top_n(request.top_logprobs, "top_logprobs", config)
+    return replace(
+        job,
+        top_n_tokens=request.top_logprobs or 0,
+        add_special_tokens=False,  # the template has put them where they belong
+        prompt_name="messages",
+        limit_name=limit_name,
+    )
+
+
+def check_completion(request: CompletionRequest, config: Config, facts: Facts) -> list[Job]:
+    """Checks a completion request. Returns a job for each of its prompts; raises ApiError."""
+    prompts = _prompts(request.prompt)
+    if len(prompts) > config.max_client_batch_size:
+        limit = f"Number of prompts exceeds the maximum allowed batch size of {config.max_client_batch_size}"
+        raise ApiError(422, "batch size exceeded", f"{limit} (--max-client-batch-size raises it). Given: {len(prompts)}")
+    if request.suffix:
+        what = "Suffix is not supported and can be achieved by preprocessing the prompt."
+        raise ApiError(422, "suffix not supported", what, param="suffix")
+    n, best_of = _n(request, config), request.best_of or request.n or 1
+    if best_of != n:
+        _require(not request.stream, "`best_of` > `n` is not supported when streaming tokens")
+        _require(best_of > n, f"`best_of` must be >= `n`. Given: {best_of} and {n}")
+        _require(best_of <= config.max_best_of, f"`best_of` must be > 0 and <= {config.max_best_of}. Given: {best_of}")
+    _require(
+        request.max_tokens != 0 or request.echo,
+        "`max_tokens` must be strictly positive, unless `echo` asks for the prompt alone",
+    )
+    _check_top_n(request.logprobs, "logprobs", config)
+    prompt_logprobs = bool(request.echo) and request.logprobs is not None
+    _check_prompt_logprobs(prompt_logprobs, "logprobs` with `echo", facts)
+    jobs = []
+    for prompt in prompts:
+        _require(len(prompt) > 0, "`prompt` cannot be empty")
+        if isinstance(prompt, list):
+            _check_ids(prompt, "prompt", facts)
+        job = _check_openai(request, prompt, request.max_tokens, config, facts)
+        jobs.append(replace(job, sequences=best_of, top_n_tokens=request.logprobs or 0, prompt_logprobs=prompt_logprobs))
+    return jobs
+
+
+def _prompts(prompt: str | list[str | int | list[int]]) -> list[str] | list[list[int]]:
+    """OpenAI's four forms of a prompt as a list of prompts."""
+    if isinstance(prompt, str):
+        return [prompt]
+    if not prompt:
+        raise wrong_type("Empty array detected. Do not use an empty array for the prompt. - at `$.prompt`")
+    kinds = {type(item) for item in prompt}
+    if len(kinds) > 1:
+        raise wrong_type("Expected strings, token ids or arrays of token ids, not a mixture - at `$.prompt`")
+    return [prompt] if kinds == {int} else prompt
+
+
+def _n(request: OpenAIRequest, config: Config) -> int:
+    most, n = config.max_client_batch_size, 1 if request.n is None else request.n
+    _require(1 <= n <= most, f"`n` must be > 0 and <= {most} (--max-client-batch-size raises it). Given: {n}")
+    return n
+
+
+def _check_openai(request: OpenAIRequest, prompt: str | list[int], limit: int | None, config: Config, facts: Facts) -> Job:
+    """What chat and completions have in common. They sample unless the temperature is 0, as OpenAI's do."""
+    greedy = request.temperature == 0
+    stop = [request.stop] if isinstance(request.stop, str) else request.stop or []
+    p = Parameters(
+        temperature=None if greedy else request.temperature,
+        repetition_penalty=request.repetition_penalty,
+        frequency_penalty=request.frequency_penalty,
+        top_k=None if greedy or request.top_k in (-1, 0) else request.top_k,  # how other servers say: all
+        top_p=request.top_p,
+        do_sample=not greedy,
+        seed=None if request.seed is None else request.seed & U64_MAX,  # OpenAI's may be negative
+    )
+    n = _n(request, config)
+    _check_sampling(p)
+    _require(
+        request.presence_penalty is None or -2 <= request.presence_penalty <= 2,
+        "`presence_penalty` must be >= -2.0 and <= 2.0",
+    )
+    _check_stop(stop, config)
+    min_tokens = request.min_tokens or 0
+    _require(
+        limit is None or min_tokens <= limit,
+        f"`min_tokens` must be <= the most tokens that may follow the prompt. Given: {min_tokens} and {limit}",
+    )
+    sampling = _sampling(p)
+    if greedy:
+        sampling = msgspec.structs.replace(sampling, seed=None)
+    return Job(
+        prompt=prompt,
+        sampling=msgspec.structs.replace(
+            sampling,
+            presence_penalty=request.presence_penalty or 0.0,
+            logit_bias=_logit_bias(request.logit_bias or {}, facts),
+        ),
+        sequences=n,
+        max_new_tokens=limit,
+        min_new_tokens=min_tokens,
+        ignore_eos=bool(request.ignore_eos),
+        stop=stop,
+        keep_stop=False,
+        prompt_name="prompt",
+        limit_name="max_tokens",
+    )
+
+
+MAX_LOGIT_BIAS = 1024  # tokens: more would cost more than the step
+
+
+def _logit_bias(given: dict[str, float], facts: Facts) -> list[tuple[int, float]]:
+    for token, bias in given.items():
+        _require(token.isascii() and token.isdigit(), f"`logit_bias` maps token ids to numbers. Given: {token[:40]!r}")
+        _require(-100 <= bias <= 100, f"`logit_bias` must be >= -100 and <= 100. Given: {bias}")
+    _require(len(given) <= MAX_LOGIT_BIAS, f"`logit_bias` takes up to {MAX_LOGIT_BIAS} tokens. Given: {len(given)}")
+    _check_ids([int(token[:20]) for token in given], "logit_bias", facts)
+    return list({int(token): bias for token, bias in given.items()}.items())
+
+
+def messages_of(messages: list[Message]) -> list[dict[str, Any]]:
+    """Messages as a chat template reads them, each content a text. Raises ApiError for what is none."""
+    _require(len(messages) > 0, "`messages` cannot be empty")
+    return [_message(n, message) for n, message in enumerate(messages)]
+
+
+def _message(n: int, message: Message) -> dict[str, Any]:
+    content = message.content
+    if isinstance(content, list):
+        for part in content:
+            _require(part.type == "text", f"`messages[{n}].content`: {part.type} is not supported, only text is")
+            _require(part.text is not None, f"`messages[{n}].content`: a text part needs `text`")
+        content = "".join(part.text for part in content)
+    _require(content is not None or message.tool_calls, f"`messages[{n}]` needs `content`")
+    told = {"role": message.role, "content": content or ""}
+    for name in ("name", "tool_call_id"):
+        if getattr(message, name) is not None:
+            told[name] = getattr(message, name)
+    if message.tool_calls:
+        told["tool_calls"] = [_with_arguments(call) for call in message.tool_calls]
+    return told
+
+
+def _with_arguments(call: dict[str, Any]) -> dict[str, Any]:
+    """A tool call with its arguments as an object: OpenAI sends them as JSON in a string, templates expect the object."""
+    function = call.get("function")
+    if isinstance(function, dict) and isinstance(function.get("arguments"), str):
+        try:
+            return call | {"function": function | {"arguments": json.loads(function["arguments"])}}
+        except (ValueError, RecursionError):
+            pass
+    return call
+
+
+def vertex_instances(request: VertexRequest, config: Config) -> list[GenerateRequest | ChatRequest]:
+    """The instances of a Vertex request, each as the request that it is. Raises ApiError."""
+    if not request.instances:
+        raise ApiError(422, "Input validation error", "Input validation error: `instances` cannot be empty")
+    if len(request.instances) > config.max_client_batch_size:
+        limit = f"Number of instances exceeds the maximum allowed batch size of {config.max_client_batch_size}"
+        raise ApiError(422, "batch size exceeded", f"{limit} (--max-client-batch-size raises it)")
+    kinds = {"inputs": GenerateRequest, "messages": ChatRequest}
+    return [parse(instance, kind_of(instance, kinds)) for instance in request.instances]
+
+
+def kind_of(body: bytes, kinds: dict[str, type[Struct]]) -> type[Struct]:
+    """Which of `kinds` a body is, told by the field that each of them must have. Raises ApiError."""
+    told = parse(body, InvocationRequest)
+    for name, kind in kinds.items():
+        if getattr(told, name) is not None:
+            return kind
+    raise wrong_type(f"data did not match any variant: one of {', '.join(f'`{name}`' for name in kinds)} is needed")
+
+
+def _require(holds: bool | Any, detail: str) -> None:
+    if not holds:
+        raise invalid(detail)
+
+
+def _check_sampling(p: Parameters) -> None:
     _require(p.temperature is None or p.temperature > 0, "`temperature` must be strictly positive")
     _require(p.repetition_penalty is None or p.repetition_penalty > 0, "`repetition_penalty` must be strictly positive")
     _require(p.frequency_penalty is None or -2 <= p.frequency_penalty <= 2, "`frequency_penalty` must be >= -2.0 and <= 2.0")
@@ -237,59 +797,41 @@ def check(request: GenerateRequest, config: Config, facts: Facts, streaming: boo
     _require(p.top_p is None or 0 < p.top_p <= 1, "`top_p` must be > 0.0 and < 1.0")
     _require(p.typical_p is None or 0 < p.typical_p <= 1, "`typical_p` must be > 0.0 and < 1.0")
     _require(p.top_k is None or p.top_k > 0, "`top_k` must be strictly positive")
-    _require(p.max_new_tokens != 0, "`max_new_tokens` must be strictly positive")
-    stop = p.stop or []
-    _require(
-        len(stop) <= config.max_stop_sequences,
-        f"`stop` supports up to {config.max_stop_sequences} stop sequences. Given: {len(stop)}",
-    )
-    top_n_tokens = p.top_n_tokens or 0
-    _require(
-        top_n_tokens <= config.max_top_n_tokens,
-        f"`top_n_tokens` must be >= 0 and <= {config.max_top_n_tokens}. Given: {top_n_tokens}",
-    )
-    _require(request.inputs != "", "`inputs` cannot be empty")
-    _require(
-        p.truncate is None or 1 <= p.truncate <= facts.max_input_tokens,
-        f"`truncate` must be strictly positive and less than {facts.max_input_tokens}. Given: {p.truncate}",
-    )
-    return Job(
-        inputs=request.inputs,
-        sampling=_sampling(p),
-        max_new_tokens=p.max_new_tokens,
-        stop=stop,
-        truncate=p.truncate,
-        top_n_tokens=top_n_tokens,
-        details=bool(p.details),
-        return_full_text=bool(p.return_full_text),
-    )
 
 
-def _require(holds: bool, detail: str) -> None:
-    if not holds:
-        raise invalid(detail)
+def _check_stop(stop: list[str], config: Config) -> None:
+    most = config.max_stop_sequences
+    _require(len(stop) <= most, f"`stop` supports up to {most} stop sequences. Given: {len(stop)}")
 
 
-def _refuse_what_is_not_built(p: Parameters, streaming: bool) -> None:
-    """Parameters that TGI knows and this server does not honour yet; asking for nothing with them is fine."""
-    if streaming:
-        _require(p.best_of in (None, 1), "`best_of` != 1 is not supported when streaming tokens")
-        _require(not p.decoder_input_details, "`decoder_input_details` == true is not supported when streaming tokens")
-    _require((p.best_of or 1) == 1, "`best_of` != 1 is not allowed for this endpoint")
-    _require(not p.decoder_input_details, "`decoder_input_details` is not supported")
-    _require(not p.watermark, "`watermark` is not supported")
-    _require(not p.adapter_id, "`adapter_id` is not supported")
-    _require(p.grammar is None, "`grammar` is not supported")
+def _check_top_n(n: int | None, name: str, config: Config) -> None:
+    most = config.max_top_n_tokens
+    _require((n or 0) <= most, f"`{name}` must be >= 0 and <= {most}. Given: {n}")
+
+
+def _check_prompt_logprobs(asked: bool, name: str, facts: Facts) -> None:
+    _require(facts.prompt_logprobs or not asked, f"`{name}` is not supported: this device gives no logits of the prompt")
+
+
+def _check_ids(ids: list[int], name: str, facts: Facts) -> None:
+    for token in ids:
+        _require(
+            0 <= token < facts.vocab_size,
+            f"`{name}` holds token {token}, but the model's vocabulary has the tokens 0 to {facts.vocab_size - 1}",
+        )
+
+
+def _samples(p: Parameters) -> bool:
+    """Sampling is on when asked for, or when a parameter is given that means nothing without it (a 1.0 that does nothing
+    does not count)."""
+    return bool(
+        p.do_sample or p.temperature is not None or p.top_k is not None or (p.top_p or 1.0) < 1.0 or (p.typical_p or 1.0) < 1.0
+    )
 
 
 def _sampling(p: Parameters) -> Sampling:
-    """Sampling is on when asked for, or when a parameter is given that means nothing without it (a 1.0 that does nothing
-    does not count)."""
-    samples = (
-        p.do_sample or p.temperature is not None or p.top_k is not None or (p.top_p or 1.0) < 1.0 or (p.typical_p or 1.0) < 1.0
-    )
     seed = None
-    if samples:
+    if _samples(p):
         seed = p.seed if p.seed is not None else secrets.randbits(64)
     return Sampling(
         seed=seed,
@@ -309,24 +851,20 @@ def fit(job: Job, prompt: list[int], facts: Facts) -> tuple[list[int], int]:
     """
     if job.truncate is not None:
         prompt = prompt[-job.truncate :]
-    length, window = len(prompt), facts.max_total_tokens
+    length, window, too_long = len(prompt), facts.max_total_tokens, "context_length_exceeded"
     max_new_tokens = job.max_new_tokens if job.max_new_tokens is not None else window - length
-    _require(
-        length + max_new_tokens <= window or job.max_new_tokens is None,
-        f"`inputs` tokens + `max_new_tokens` must be <= {window}. Given: {length} `inputs` tokens and {max_new_tokens} "
-        "`max_new_tokens`",
-    )
-    _require(
-        length <= facts.max_input_tokens,
-        f"`inputs` must have less than {facts.max_input_tokens} tokens. Given: {length}",
-    )
-    _require(length > 0, "`inputs` cannot be empty")
-    largest = max(prompt)
-    _require(
-        largest < facts.vocab_size,
-        f"`inputs` holds token {largest}, but the model's vocabulary has only {facts.vocab_size} tokens",
-    )
-    return prompt, max_new_tokens
+    if length + max_new_tokens > window and job.max_new_tokens is not None:
+        raise invalid(
+            f"`{job.prompt_name}` tokens + `{job.limit_name}` must be <= {window}. Given: {length} `{job.prompt_name}` "
+            f"tokens and {max_new_tokens} `{job.limit_name}`",
+            code=too_long,
+        )
+    if length > facts.max_input_tokens:
+        most = facts.max_input_tokens
+        raise invalid(f"`{job.prompt_name}` must have less than {most} tokens. Given: {length}", code=too_long)
+    _require(length > 0, f"`{job.prompt_name}` cannot be empty")
+    _check_ids([max(prompt)], job.prompt_name, facts)
+    return prompt, max(max_new_tokens, 1)  # a prompt that is only scored is run for one token, which is dropped
 
 
 def shortest_float(logprob: float) -> float:
@@ -336,3 +874,108 @@ def shortest_float(logprob: float) -> float:
     exact = FLOAT32.pack(logprob)
     candidates = (float(f"{FLOAT32.unpack(exact)[0]:.{digits}g}") for digits in (6, 7, 8, 9))  # nine are always enough
     return next(short for short in candidates if FLOAT32.pack(short) == exact)
+
+
+@dataclass(frozen=True)
+class Route:
+    """One line of the contract. `answers` are the types of its 200 in JSON, if it has any; `streams`: it may be a stream of
+    events; `parameter`: where the one that it has stands, and its name."""
+
+    method: str
+    path: str
+    summary: str
+    bodies: tuple = ()
+    answers: tuple = ()
+    streams: bool = False
+    parameter: tuple[str, str] | None = None
+    needs_key: bool = True
+    content_type: str | None = None  # of an answer that is no JSON
+
+
+NATIVE, CHAT, COMPLETION = (GenerateRequest,), (ChatRequest,), (CompletionRequest,)
+ROUTES = (
+    Route("POST", "/generate", "Generate text, in one piece", NATIVE, (GenerateResponse,)),
+    Route("POST", "/generate_stream", "Generate text, an event a token", NATIVE, streams=True),
+    Route("POST", "/", "The two above: `stream` says which", NATIVE, (list[GenerateResponse],), streams=True),
+    Route("POST", "/v1", "The same as `POST /`", NATIVE, (list[GenerateResponse],), streams=True),
+    Route("POST", "/tokenize", "The tokens of `inputs`", NATIVE, (list[SimpleToken],)),
+    Route("POST", "/chat_tokenize", "The text and the tokens of a chat", CHAT, (ChatTokenizeResponse,)),
+    Route("POST", "/v1/chat/completions", "OpenAI's chat completions", CHAT, (ChatCompletion,), streams=True),
+    Route("POST", "/v1/completions", "OpenAI's completions", COMPLETION, (Completion,), streams=True),
+    Route("GET", "/v1/models", "The model that is served, in a list", answers=(ModelList,)),
+    Route("GET", "/v1/models/{name}", "The model that is served", answers=(ModelCard,), parameter=("path", "name")),
+    Route(
+        "POST",
+        "/invocations",
+        "SageMaker: a native, a chat or a completion request, told apart by their fields",
+        NATIVE + CHAT + COMPLETION,
+        (list[GenerateResponse], ChatCompletion, Completion),
+        streams=True,
+    ),
+    Route("POST", "/vertex", "Vertex AI: several requests at once", (VertexRequest,), (VertexResponse,)),
+    Route(
+        "GET",
+        "/infer",
+        "The Ray Serve blueprint for Inferentia: the sentence and what follows it",
+        answers=(list[str],),
+        parameter=("query", "sentence"),
+    ),
+    Route("GET", "/info", "The model, and the limits in force", answers=(Info,)),
+    Route("GET", "/health", "200 when requests are taken", needs_key=False),
+    Route("GET", "/ping", "The same, as SageMaker asks", needs_key=False),
+    Route("GET", "/", "The same", needs_key=False),
+    Route("GET", "/live", "200 when this web process answers", needs_key=False),
+    Route("GET", "/metrics", "Metrics for Prometheus", needs_key=False, content_type="text/plain"),
+    Route("GET", "/docs/", "This document, to read and to try", content_type="text/html"),
+    Route("GET", "/api-doc/openapi.json", "This document", answers=(dict[str, Any],)),
+)
+
+
+def openapi() -> dict[str, Any]:
+    """The contract as an OpenAPI 3.1 document, from the types that requests are parsed into and answers are made of."""
+    used = [kind for route in ROUTES for kind in (*route.bodies, *route.answers)] + [StreamResponse, ErrorBody, OpenAIErrorBody]
+    refs, components = msgspec.json.schema_components(used, ref_template="#/components/schemas/{name}")
+    schema_of = {str(kind): ref for kind, ref in zip(used, refs)}
+    components["VertexRequest"]["properties"]["instances"]["items"] = _any_of([schema_of[str(kind)] for kind in NATIVE + CHAT])
+    paths: dict[str, Any] = {}
+    for route in ROUTES:
+        paths.setdefault(route.path, {})[route.method.lower()] = _operation(route, schema_of)
+    return {
+        "openapi": "3.1.0",
+        "info": {"title": "neuron-textgen", "version": VERSION},
+        "paths": paths,
+        "components": {"schemas": components, "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}}},
+    }
+
+
+def _operation(route: Route, schema_of: dict[str, Any]) -> dict[str, Any]:
+    def content(kinds: tuple) -> dict[str, Any]:
+        return {"application/json": {"schema": _any_of([schema_of[str(kind)] for kind in kinds])}}
+
+    ok: dict[str, Any] = {"description": "OK"}
+    if route.answers or route.streams or route.content_type:
+        ok["content"] = content(route.answers) if route.answers else {}
+        if route.streams:  # each event is `data: `, JSON and an empty line
+            ok["content"]["text/event-stream"] = {"schema": {"type": "string"}}
+        if route.content_type:
+            ok["content"][route.content_type] = {"schema": {"type": "string"}}
+    speaks_openai = route.path.startswith("/v1/")
+    shapes = {True: (OpenAIErrorBody,), False: (ErrorBody,)}[speaks_openai]
+    if route.path == "/invocations":
+        shapes = (ErrorBody, OpenAIErrorBody)
+    operation: dict[str, Any] = {
+        "summary": route.summary,
+        "responses": {"200": ok} | {"default": {"description": "What went wrong", "content": content(shapes)}},
+    }
+    if route.needs_key:
+        operation["security"] = [{"key": []}, {}]
+    if route.bodies:
+        operation["requestBody"] = {"required": True, "content": content(route.bodies)}
+    if route.parameter:
+        place, name = route.parameter
+        operation["parameters"] = [{"in": place, "name": name, "required": True, "schema": {"type": "string", "minLength": 1}}]
+    return operation
+
+
+def _any_of(schemas: list[dict[str, Any]]) -> dict[str, Any]:
+    return schemas[0] if len(schemas) == 1 else {"anyOf": schemas}

@@ -1,4 +1,4 @@
-"""HTTP: the Flask app, its routes, streaming, clients that hang up, and the gunicorn server around it.
+"""HTTP: the Flask app, its routes, streaming, API key and CORS, clients that hang up, and the gunicorn server around it.
 
 A web process parses and checks requests, turns text into token ids, asks the worker, and turns its tokens back into text.
 Whatever a client can get wrong is answered here, before the worker hears of it. This layer knows no torch, no model and no
@@ -9,6 +9,7 @@ slots; it never waits for the device, only for messages.
 
 from __future__ import annotations
 
+import hmac
 import logging
 import os
 import queue
@@ -19,26 +20,47 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import gunicorn.app.base
 import gunicorn.glogging
-from flask import Flask, Response, request
-from msgspec import UNSET
+from flask import Flask, Response, g, request
+from flask_swagger_ui import get_swaggerui_blueprint
 from werkzeug.exceptions import HTTPException
 
 import config as configuration
 import schema
+from answers import Answer, ChatAnswer, CompletionAnswer, InferAnswer, NativeAnswer, PredictionsAnswer, Sequence
 from config import Config
-from protocol import Cancel, End, Facts, FromWorker, Generate, Hello, Status, Token, Tokens, WebEnd
-from schema import ApiError, Job
-from text import Piece, TextStream, Tokenizer
+from protocol import (
+    Answered,
+    AskMetrics,
+    Cancel,
+    End,
+    Facts,
+    FromWorker,
+    Generate,
+    Hello,
+    Metrics,
+    Prompt,
+    Status,
+    Token,
+    Tokens,
+    WebEnd,
+)
+from schema import ApiError, ChatRequest, CompletionRequest, GenerateRequest, Job, Parameters
+from text import ChatTemplate, Piece, TemplateError, Tokenizer
 
 logger = logging.getLogger("web")
 
 HANG_UP_POLL_S = 0.1  # how often a waiting request looks whether its client is still there
 KEEP_ALIVE_S = 15.0  # a stream without an event for this long carries a comment, so that proxies keep it open
+METRICS_TIMEOUT_S = 2.0
+SAGEMAKER_DEADLINE_S = 55.0  # SageMaker gives up on an answer after 60
 PROBE_THREADS = 16  # for health, info and refusals while every request that is allowed holds a thread
+OPEN_ROUTES = {"/", "/health", "/ping", "/live", "/metrics"}  # GET needs no key: probes and scrapers have none
+HANG_UP = 499  # the status of an answer that nobody reads
 
 
 class ClientGone(Exception):
@@ -48,9 +70,11 @@ class ClientGone(Exception):
 class Worker:
     """The worker as this web process sees it: what it serves, how it is doing, and the requests that it has of ours."""
 
-    def __init__(self, address: str):
+    def __init__(self, address: str, tokenizer_config_path: str | None = None):
         self.facts: Facts | None = None
         self.tokenizer: Tokenizer | None = None
+        self.template: ChatTemplate | None = None
+        self._tokenizer_config_path = tokenizer_config_path
         self._status: Status | None = None
         self._lost = False
         self._said_ready = False
@@ -69,13 +93,12 @@ class Worker:
             return "loading"
         return self._status.phase
 
-    def start(self, generate: Generate) -> queue.SimpleQueue:
-        """Sends a request off. Its Tokens and its End come to the queue that is returned."""
-        inbox = self._inboxes[generate.id] = queue.SimpleQueue()
+    def start(self, generate: Generate, inbox: queue.SimpleQueue) -> None:
+        """Sends a request off. Its Prompt, its Tokens and its End come to `inbox`."""
+        self._inboxes[generate.id] = inbox
         self._end.send(generate)
         if self._lost:
             self._on_lost()
-        return inbox
 
     def leave(self, request_id: int, reason: str) -> None:
         """Gives up a request. Nothing happens when it has ended; else its id is kept until the worker has ended it."""
@@ -83,11 +106,33 @@ class Worker:
             self._inboxes[request_id] = None
             self._end.send(Cancel(request_id, reason))
 
+    def account(self, answered: Answered) -> None:
+        """Has an HTTP request counted, in the one registry there is."""
+        if not self._lost:
+            self._end.send(answered)
+
+    def metrics(self) -> bytes:
+        """What the registry holds, from the worker. Raises ApiError when it does not say."""
+        inbox: queue.SimpleQueue = queue.SimpleQueue()
+        request_id = secrets.randbits(63)
+        self._inboxes[request_id] = inbox
+        try:
+            if not self._lost:
+                self._end.send(AskMetrics(request_id))
+                return inbox.get(timeout=METRICS_TIMEOUT_S).text
+        except (queue.Empty, AttributeError):  # an End has no text: the worker died meanwhile
+            pass
+        finally:
+            self._inboxes.pop(request_id, None)
+        raise schema.not_ready(self.phase if self.phase != "ready" else "busy")
+
     def _on_message(self, message: FromWorker) -> None:
         if isinstance(message, Tokens):
+            for prompt in message.prompts:
+                self._deliver(prompt, last=False)
             for token in message.tokens:
                 self._deliver(token, last=token.finish_reason is not None)
-        elif isinstance(message, End):
+        elif isinstance(message, (End, Metrics)):
             self._deliver(message, last=True)
         elif isinstance(message, Status):
             self._status = message
@@ -96,12 +141,13 @@ class Worker:
             self.facts = message
             threading.Thread(target=self._load_tokenizer, name="load-tokenizer", daemon=True).start()
 
-    def _deliver(self, message: Token | End, last: bool) -> None:
+    def _deliver(self, message: Prompt | Token | End | Metrics, last: bool) -> None:
         inbox = self._inboxes.pop(message.id, None) if last else self._inboxes.get(message.id)
         if inbox is not None:
             inbox.put(message)
 
     def _load_tokenizer(self) -> None:
+        self.template = ChatTemplate.load(self.facts.model_dir, self._tokenizer_config_path)
         self.tokenizer = Tokenizer(self.facts.tokenizer_dir, self.facts.eos_token_ids)
         self._say_when_ready()
 
@@ -116,55 +162,99 @@ class Worker:
             self._deliver(End(request_id, "dead"), last=True)
 
 
-class Generation:
-    """One request in flight. Iterating yields its pieces of text as they become certain, in batches.
+class Call:
+    """One HTTP request in flight, with the sequences that are generated for it. Times are CLOCK_MONOTONIC, in seconds.
 
-    An empty batch means that KEEP_ALIVE_S passed without a token. Raises ApiError when the worker refuses or fails, and
-    ClientGone when `client_is_gone` says so. `close` frees everything, at any time, as often as one likes.
+    Iterating yields what became certain, as (sequence, pieces), each sequence once, until all have finished; an empty list
+    means that KEEP_ALIVE_S passed without a token. Raises ApiError when the worker refuses or fails, and ClientGone when
+    `client_is_gone` says so. What is unfinished at `deadline_at` ends there. `close` frees everything, at any time, as often
+    as one likes.
     """
 
-    def __init__(self, worker: Worker, job: Job, prompt: list[int], max_new_tokens: int, client_is_gone: Callable[[], bool]):
-        self.job = job
-        self.prompt_tokens = len(prompt)
-        self.finish_reason: str | None = None
-        self.stream = TextStream(worker.tokenizer, prompt, job.stop)
+    def __init__(
+        self,
+        worker: Worker,
+        jobs: list[Job],
+        started_at: float,
+        deadline_at: float = float("inf"),
+        client_is_gone: Callable[[], bool] = lambda: False,
+    ):
+        self.started_at = started_at
+        self.first_token_at: float | None = None
         self._worker = worker
+        self._deadline_at = deadline_at
         self._client_is_gone = client_is_gone
-        self._looked_at = time.monotonic()
-        self._id = secrets.randbits(63)
-        self._inbox = worker.start(Generate(self._id, prompt, max_new_tokens, job.sampling, job.top_n_tokens))
-
-    def __iter__(self) -> Iterator[list[Piece]]:
-        while self.finish_reason is None:
-            pieces: list[Piece] = []
-            for message in self._receive():
-                if isinstance(message, End):
-                    raise _why_it_ended(message)
-                if self.finish_reason is None:
-                    pieces += self._take(message)
-            yield pieces
-
-    def close(self, reason: str = "client hung up") -> None:
-        self._worker.leave(self._id, reason)
+        self._inbox: queue.SimpleQueue = queue.SimpleQueue()
+        prompts = [(job, *schema.fit(job, _tokenize(worker.tokenizer, job), worker.facts)) for job in jobs]
+        self.sent_at = self._looked_at = time.monotonic()
+        self._by_id: dict[int, Sequence] = {}
+        for job, prompt, max_new_tokens in prompts:
+            for number in range(job.sequences):
+                sequence = Sequence(worker.tokenizer, job, prompt, max_new_tokens, number, len(self._by_id))
+                request_id = secrets.randbits(63)
+                self._by_id[request_id] = sequence
+                generate = Generate(
+                    id=request_id,
+                    prompt=prompt,
+                    max_new_tokens=max_new_tokens,
+                    sampling=sequence.sampling,
+                    top_n_tokens=job.top_n_tokens,
+                    min_new_tokens=job.min_new_tokens,
+                    ignore_eos=job.ignore_eos,
+                    prompt_logprobs=job.prompt_logprobs,
+                    sent_at=self.sent_at,
+                )
+                worker.start(generate, self._inbox)
 
     @property
-    def text(self) -> str:
-        return (self.job.inputs if self.job.return_full_text else "") + self.stream.text
+    def sequences(self) -> list[Sequence]:
+        return list(self._by_id.values())
 
-    def _take(self, token: Token) -> list[Piece]:
-        last = token.finish_reason is not None
-        pieces = self.stream.push(token.token, token.logprob, token.top, last)
-        if self.stream.stopped:
-            self.finish_reason = "stop_sequence"
-            self.close("stop sequence")
-        elif last:
-            self.finish_reason = token.finish_reason
+    @property
+    def _unfinished(self) -> list[Sequence]:
+        return [sequence for sequence in self._by_id.values() if sequence.finish_reason is None]
+
+    def __iter__(self) -> Iterator[list[tuple[Sequence, list[Piece]]]]:
+        while self._unfinished:
+            gained: dict[Sequence, list[Piece]] = {}
+            for message in self._receive():
+                sequence = self._by_id[message.id]
+                if sequence.finish_reason is not None:  # what still comes after a stop string
+                    continue
+                if isinstance(message, End):
+                    raise _why_it_ended(message)
+                if isinstance(message, Prompt):
+                    sequence.ran = message
+                else:
+                    gained.setdefault(sequence, []).extend(self._take(message, sequence))
+            if self._unfinished and time.monotonic() >= self._deadline_at:
+                for sequence, pieces in self._cut():
+                    gained.setdefault(sequence, []).extend(pieces)
+            yield list(gained.items())
+
+    def close(self, reason: str = "client hung up") -> None:
+        for request_id in self._by_id:
+            self._worker.leave(request_id, reason)
+
+    def _take(self, token: Token, sequence: Sequence) -> list[Piece]:
+        if self.first_token_at is None:
+            self.first_token_at = time.monotonic()
+        pieces = sequence.take(token)
+        if sequence.finish_reason is not None and token.finish_reason is None:
+            self._worker.leave(token.id, "stop sequence")
         return pieces
 
-    def _receive(self) -> list[Token | End]:
-        """All messages that wait, at least one unless KEEP_ALIVE_S passes."""
-        give_up_at = time.monotonic() + KEEP_ALIVE_S
-        messages: list[Token | End] = []
+    def _cut(self) -> list[tuple[Sequence, list[Piece]]]:
+        if self.first_token_at is None:
+            raise schema.overloaded()  # it has only waited, which coming back later may mend
+        cut = [(sequence, sequence.cut()) for sequence in self._unfinished]
+        self.close("deadline")
+        return cut
+
+    def _receive(self) -> list[Prompt | Token | End]:
+        """All messages that wait, at least one unless KEEP_ALIVE_S passes or the deadline comes."""
+        give_up_at = min(time.monotonic() + KEEP_ALIVE_S, self._deadline_at)
+        messages: list[Prompt | Token | End] = []
         while not messages:
             try:
                 messages.append(self._inbox.get(timeout=HANG_UP_POLL_S))
@@ -180,6 +270,15 @@ class Generation:
             if now >= give_up_at:
                 break
         return messages
+
+
+def _tokenize(tokenizer: Tokenizer, job: Job) -> list[int]:
+    if not isinstance(job.prompt, str):
+        return job.prompt
+    try:
+        return tokenizer.encode(job.prompt, job.add_special_tokens)
+    except Exception as error:
+        raise schema.invalid(f"tokenizer error {error}") from None
 
 
 def _why_it_ended(end: End) -> ApiError:
@@ -201,16 +300,132 @@ def _hang_up_detector(client: socket.socket | None) -> Callable[[], bool]:
     return lambda: bool(poller.poll(0))
 
 
+class Readers:
+    """Bodies of requests to answers: what has to run, and how it is told. Each raises ApiError for what is wrong."""
+
+    def __init__(self, config: Config, worker: Worker):
+        self._config = config
+        self._worker = worker
+
+    def generate(self, body: bytes) -> Answer:
+        return self._native(schema.parse(body, GenerateRequest), streams=False)
+
+    def generate_stream(self, body: bytes) -> Answer:
+        return self._native(schema.parse(body, GenerateRequest), streams=True)
+
+    def compat(self, body: bytes) -> Answer:
+        """`POST /`: streams when the body says so, and gives the prompt back unless it says not to."""
+        generate = schema.parse(body, GenerateRequest)
+        return self._native(generate, streams=bool(generate.stream), in_list=True, full_text=True)
+
+    def chat(self, body: bytes) -> Answer:
+        chat = schema.parse(body, ChatRequest)
+        return ChatAnswer([self._chat_job(chat)], *self._parts(chat.stream), request=chat)
+
+    def completion(self, body: bytes) -> Answer:
+        completion = schema.parse(body, CompletionRequest)
+        jobs = schema.check_completion(completion, self._config, self._worker.facts)
+        return CompletionAnswer(jobs, *self._parts(completion.stream), request=completion)
+
+    def invocation(self, body: bytes) -> Answer:
+        readers = {GenerateRequest: self.compat, ChatRequest: self.chat, CompletionRequest: self.completion}
+        kinds = {"inputs": GenerateRequest, "messages": ChatRequest, "prompt": CompletionRequest}
+        kind = schema.kind_of(body, kinds)
+        g.speaks_openai = kind is not GenerateRequest
+        return readers[kind](body)
+
+    def vertex(self, body: bytes) -> Answer:
+        jobs, prefixes = [], []
+        for instance in schema.vertex_instances(schema.parse(body, schema.VertexRequest), self._config):
+            if isinstance(instance, ChatRequest):
+                jobs.append(self._chat_job(instance))
+                prefixes.append("")
+            else:
+                jobs.append(schema.check(instance, self._config, self._worker.facts, streaming=False))
+                wants_prompt = instance.parameters and instance.parameters.return_full_text
+                prefixes.append(instance.inputs if wants_prompt else "")
+        return PredictionsAnswer(jobs, *self._parts(), prefixes=prefixes)
+
+    def infer(self, sentence: str) -> Answer:
+        job = schema.check(GenerateRequest(sentence), self._config, self._worker.facts, streaming=False)
+        return InferAnswer([replace(job, prompt_name="sentence")], *self._parts(), prefixes=[sentence])
+
+    def chat_prompt(self, chat: ChatRequest) -> str:
+        """The text that the model's chat template makes of the messages."""
+        messages = schema.messages_of(chat.messages)
+        if self._worker.template is None:
+            raise schema.template_failed("template not found")
+        try:
+            return self._worker.template.render(messages)
+        except TemplateError as error:
+            raise schema.template_failed(str(error)) from None
+
+    def _native(self, generate: GenerateRequest, streams: bool, in_list: bool = False, full_text: bool = False) -> Answer:
+        parameters = generate.parameters or Parameters()
+        if parameters.return_full_text is None:
+            parameters.return_full_text = full_text
+        job = schema.check(generate, self._config, self._worker.facts, streams)
+        return NativeAnswer([job], *self._parts(streams), parameters=parameters, in_list=in_list)
+
+    def _chat_job(self, chat: ChatRequest) -> Job:
+        job = schema.check_chat(chat, self._config, self._worker.facts)
+        return replace(job, prompt=self.chat_prompt(chat))
+
+    def _parts(self, streams: bool | None = False) -> tuple[Facts, Tokenizer, bool]:
+        return self._worker.facts, self._worker.tokenizer, bool(streams)
+
+
 def create_app(config: Config, worker: Worker) -> Flask:
     """The WSGI application. Serves from the first moment; until the model is ready it says so with 503."""
     app = Flask("neuron-textgen", static_folder=None)
     app.config["MAX_CONTENT_LENGTH"] = config.payload_limit + 1  # werkzeug cuts a chunked body here without a word
+    app.register_blueprint(get_swaggerui_blueprint("/docs", "/api-doc/openapi.json"))
+    readers = Readers(config, worker)
+    _guard(app, config)
+    _answer_errors(app, config, worker)
+
+    def generates(path: str, read: Callable[[bytes], Answer], deadline_s: float | None = config.response_deadline) -> None:
+        """A route that generates text from a JSON body."""
+
+        def view() -> Response:
+            return _respond(config, worker, lambda: read(_body(config)), deadline_s)
+
+        app.add_url_rule(path, f"POST {path}", view, methods=["POST"])
+
+    generates("/", readers.compat)
+    generates("/v1", readers.compat)  # for huggingface_hub's text_generation with a base_url that ends in /v1
+    generates("/generate", readers.generate)
+    generates("/generate_stream", readers.generate_stream)
+    generates("/v1/chat/completions", readers.chat)
+    generates("/v1/completions", readers.completion)
+    generates("/invocations", readers.invocation, config.response_deadline or SAGEMAKER_DEADLINE_S)
+    generates("/vertex", readers.vertex)
+
+    @app.get("/infer")
+    def infer() -> Response:
+        sentence = request.args.get("sentence", "")
+        return _respond(config, worker, lambda: readers.infer(sentence), config.response_deadline)
+
+    @app.post("/tokenize")
+    def tokenize() -> Response:
+        _facts(worker)
+        inputs = schema.parse(_body(config), GenerateRequest).inputs
+        return _json(_simple_tokens(worker.tokenizer, inputs, add_special_tokens=True))
+
+    @app.post("/chat_tokenize")
+    def chat_tokenize() -> Response:
+        _facts(worker)
+        text = readers.chat_prompt(schema.parse(_body(config), ChatRequest))
+        tokens = _simple_tokens(worker.tokenizer, text, add_special_tokens=False)
+        return _json(schema.ChatTokenizeResponse(tokens, text))
 
     @app.get("/live")
     def live() -> Response:
         return _empty()
 
+    @app.get("/")
     @app.get("/health")
+    @app.get("/ping")
     def health() -> Response:
         if worker.phase != "ready":
             raise schema.unhealthy(worker.phase)
@@ -220,44 +435,76 @@ def create_app(config: Config, worker: Worker) -> Flask:
     def info() -> Response:
         return _json(schema.Info.of(config, _facts(worker)))
 
-    @app.post("/generate")
-    def generate() -> Response:
-        generation = _start(config, worker, streaming=False)
-        try:
-            return _json(_whole_response(generation, worker.tokenizer))
-        except ClientGone:
-            return Response(status=499)  # nobody reads it
-        finally:
-            generation.close()
+    @app.get("/metrics")
+    def metrics() -> Response:
+        return Response(worker.metrics(), content_type="text/plain; version=0.0.4; charset=utf-8")
 
-    @app.post("/generate_stream")
-    def generate_stream() -> Response:
-        generation = _start(config, worker, streaming=True)
-        try:
-            batches = iter(generation)
-            first = next(batches)  # what fails before the first token is answered with its own status
-        except ClientGone:
-            generation.close()
-            return Response(status=499)
-        except BaseException:
-            generation.close()
-            raise
-        response = Response(_events(generation, first, batches, worker.tokenizer), content_type="text/event-stream")
-        response.headers["Cache-Control"] = "no-cache"
-        response.headers["X-Accel-Buffering"] = "no"
-        response.call_on_close(generation.close)
+    @app.get("/v1/models")
+    def models() -> Response:
+        return _json(schema.ModelList("list", [schema.ModelCard.of(_facts(worker))]))
+
+    @app.get("/v1/models/<path:name>")
+    def model(name: str) -> Response:
+        card = schema.ModelCard.of(_facts(worker))
+        if name != card.id:
+            raise schema.no_such_model(name, card.id)
+        return _json(card)
+
+    @app.get("/api-doc/openapi.json")
+    def openapi() -> Response:
+        return _json(schema.openapi())
+
+    return app
+
+
+def _guard(app: Flask, config: Config) -> None:
+    """API key and CORS, before and after every route."""
+    origins = config.cors_allow_origin.split(",")
+    key = config.api_key.encode() if config.api_key else None
+
+    @app.before_request
+    def check_key() -> Response | None:
+        if request.method == "OPTIONS":
+            return _empty()  # a browser asks first, and without the key
+        if key is None or (request.path in OPEN_ROUTES and request.method in ("GET", "HEAD")):
+            return None
+        scheme, _, given = request.headers.get("Authorization", "").partition(" ")
+        if scheme.lower() != "bearer" or not hmac.compare_digest(given.strip().encode("utf-8", "replace"), key):
+            raise schema.unauthorized()
+        return None
+
+    @app.after_request
+    def allow_origins(response: Response) -> Response:
+        origin = request.headers.get("Origin", "")
+        response.vary.update(["origin", "access-control-request-method", "access-control-request-headers"])
+        if "*" in origins:
+            response.headers["Access-Control-Allow-Origin"] = "*"
+        elif origin in origins:
+            response.headers["Access-Control-Allow-Origin"] = origin
+        if request.method == "OPTIONS":
+            response.headers["Access-Control-Allow-Methods"] = "GET,POST"
+            response.headers["Access-Control-Allow-Headers"] = "authorization,content-type"
         return response
+
+
+def _answer_errors(app: Flask, config: Config, worker: Worker) -> None:
+    """Whatever goes wrong is told in JSON, in the shape of the route's own API, and counted."""
 
     @app.errorhandler(ApiError)
     def api_error(error: ApiError) -> Response:
-        response = Response(error.json, error.status, mimetype="application/json")
+        speaks_openai = g.get("speaks_openai", request.path.startswith("/v1/"))
+        response = Response(error.openai_json if speaks_openai else error.json, error.status, mimetype="application/json")
         if error.retry_after_s is not None:
             response.headers["Retry-After"] = str(error.retry_after_s)
+        if error.status == 401:
+            response.headers["WWW-Authenticate"] = "Bearer"
+        if "generates" in g:
+            g.outcome = error.outcome
         return response
 
     @app.errorhandler(HTTPException)
     def http_error(error: HTTPException) -> Response:
-        response = Response(_http_error(error, config).json, error.code, mimetype="application/json")
+        response = api_error(_http_error(error, config))
         if allowed := getattr(error, "valid_methods", None):
             response.headers["Allow"] = ", ".join(allowed)
         return response
@@ -265,9 +512,13 @@ def create_app(config: Config, worker: Worker) -> Flask:
     @app.errorhandler(Exception)
     def bug(error: Exception) -> Response:
         logger.error("%s %s failed", request.method, request.path, exc_info=error)
-        return Response(ApiError(500, "internal", "Internal server error").json, 500, mimetype="application/json")
+        return api_error(ApiError(500, "internal", "Internal server error"))
 
-    return app
+    @app.after_request
+    def account(response: Response) -> Response:
+        if response.status_code >= 400:
+            worker.account(Answered(response.status_code, g.get("outcome")))
+        return response
 
 
 def _http_error(error: HTTPException, config: Config) -> ApiError:
@@ -296,89 +547,146 @@ def _facts(worker: Worker) -> Facts:
     return worker.facts
 
 
-def _start(config: Config, worker: Worker, streaming: bool) -> Generation:
-    """Checks the request that is being handled, and sends it to the worker. Raises ApiError for what is wrong with it."""
-    facts = _facts(worker)
+def _body(config: Config) -> bytes:
     if not (request.mimetype == "application/json" or request.mimetype.endswith("+json")):
-        raise ApiError(415, "validation", "Expected request with `Content-Type: application/json`")
+        raise schema.wrong_content_type()
     body = request.get_data()
     if len(body) > config.payload_limit:
         raise schema.too_large(config.payload_limit)
-    job = schema.check(schema.parse(body, schema.GenerateRequest), config, facts, streaming)
-    try:
-        prompt = worker.tokenizer.encode(job.inputs)
-    except Exception as error:
-        raise schema.invalid(f"tokenizer error {error}") from None
-    prompt, max_new_tokens = schema.fit(job, prompt, facts)
+    return body
+
+
+def _simple_tokens(tokenizer: Tokenizer, text: str, add_special_tokens: bool) -> list[schema.SimpleToken]:
+    raw = text.encode()
+    spans = tokenizer.spans(text, add_special_tokens)
+    return [schema.SimpleToken(i, raw[start:stop].decode(errors="replace"), start, stop) for i, start, stop in spans]
+
+
+def _respond(config: Config, worker: Worker, read: Callable[[], Answer], deadline_s: float | None) -> Response:
+    """Generates what `read` asks for, and answers in one piece or as a stream."""
+    g.generates = True
+    started_at = time.monotonic()
+    _facts(worker)
+    answer = read()
+    deadline_at = started_at + deadline_s if deadline_s and not answer.streams else float("inf")
     client_is_gone = _hang_up_detector(request.environ.get("gunicorn.socket"))
-    return Generation(worker, job, prompt, max_new_tokens, client_is_gone)
-
-
-def _whole_response(generation: Generation, tokenizer: Tokenizer) -> schema.GenerateResponse:
-    pieces = [piece for batch in generation for piece in batch]
-    response = schema.GenerateResponse(generation.text)
-    if generation.job.details:
-        response.details = schema.Details(
-            finish_reason=generation.finish_reason,
-            generated_tokens=generation.stream.tokens,
-            seed=generation.job.sampling.seed,
-            prefill=[],
-            tokens=[_token(piece) for piece in pieces],
-            top_tokens=[_top_tokens(piece, tokenizer) for piece in pieces] if generation.job.top_n_tokens else UNSET,
-        )
+    call = Call(worker, answer.jobs, started_at, deadline_at, client_is_gone)
+    try:
+        if not answer.streams:
+            return _whole(config, worker, answer, call)
+        batches = iter(call)
+        first = next(batches)  # what fails before the first token is answered with its own status
+    except BaseException as error:
+        call.close()
+        if not isinstance(error, ClientGone):
+            raise
+        g.outcome = "dropped"
+        return Response(status=HANG_UP)
+    response = Response(_events(worker, answer, call, first, batches), content_type="text/event-stream")
+    response.headers["Cache-Control"] = "no-cache"
+    response.headers["X-Accel-Buffering"] = "no"
+    response.headers.extend(_compute_headers(config, worker, answer))
+    response.call_on_close(call.close)
     return response
 
 
-def _events(generation: Generation, first: list[Piece], rest: Iterator[list[Piece]], tokenizer: Tokenizer) -> Iterator[bytes]:
-    """The body of a stream. Pieces that wait together go out in one write."""
-    index = 0
+def _whole(config: Config, worker: Worker, answer: Answer, call: Call) -> Response:
+    for batch in call:
+        for sequence, pieces in batch:
+            sequence.pieces += pieces
+    response = _json(answer.whole(call.sequences))
+    response.headers.extend(_compute_headers(config, worker, answer) | _timing_headers(call))
+    worker.account(_answered(call, 200, "success"))
+    return response
 
-    def event(piece: Piece, is_last: bool) -> bytes:
-        response = schema.StreamResponse(index, _token(piece))
-        if piece.top:
-            response.top_tokens = _top_tokens(piece, tokenizer)
-        if is_last:
-            response.generated_text = generation.text
-            if generation.job.details:
-                response.details = schema.StreamDetails(
-                    finish_reason=generation.finish_reason,
-                    generated_tokens=generation.stream.tokens,
-                    seed=generation.job.sampling.seed,
-                    input_length=generation.prompt_tokens,
-                )
-        return b"data: " + schema.encode(response) + b"\n\n"
 
+def _events(
+    worker: Worker,
+    answer: Answer,
+    call: Call,
+    batch: list[tuple[Sequence, list[Piece]]] | None,
+    rest: Iterator[list[tuple[Sequence, list[Piece]]]],
+) -> Iterator[bytes]:
+    """The body of a stream. What became certain together goes out in one write."""
+    outcome = "dropped"  # unless it comes to its end
+    spoke_at = call.started_at
     try:
-        batch: list[Piece] | None = first
-        waited = not first
         while batch is not None:
-            events = []
-            for piece in batch:
-                index += 1
-                events.append(event(piece, is_last=generation.finish_reason is not None and piece is batch[-1]))
-            if events:
-                yield b"".join(events)
-            elif waited:
+            if written := b"".join(answer.events(sequence, pieces) for sequence, pieces in batch):
+                spoke_at = time.monotonic()
+                yield written
+            elif time.monotonic() - spoke_at >= KEEP_ALIVE_S:
+                spoke_at = time.monotonic()
                 yield b":\n\n"
             batch = next(rest, None)
-            waited = True
+        outcome = "success"
+        if closing := answer.closing(call.sequences):
+            yield closing
     except ApiError as error:
-        yield b"data: " + error.json + b"\n\n"
+        outcome = error.outcome
+        yield answer.failure(error)
     except ClientGone:
         pass
+    except Exception:
+        outcome = "generation"
+        logger.exception("a stream of %s failed", type(answer).__name__)
+        yield answer.failure(ApiError(500, "internal", "Internal server error"))
     finally:
-        generation.close()
+        call.close()
+        worker.account(_answered(call, HANG_UP if outcome == "dropped" else 200, outcome))
 
 
-def _token(piece: Piece) -> schema.TokenOut:
-    return schema.TokenOut(piece.id, piece.text, schema.shortest_float(piece.logprob), piece.special)
+def _compute_headers(config: Config, worker: Worker, answer: Answer) -> dict[str, str]:
+    characters = sum(job.characters for job in answer.jobs)
+    return {
+        "x-compute-type": config.compute_type or worker.facts.device,
+        "x-compute-characters": str(characters),
+    }
 
 
-def _top_tokens(piece: Piece, tokenizer: Tokenizer) -> list[schema.TokenOut]:
-    return [
-        schema.TokenOut(i, tokenizer.token_text(i), schema.shortest_float(logprob), i in tokenizer.special_ids)
-        for i, logprob in piece.top
-    ]
+def _timing_headers(call: Call) -> dict[str, str]:
+    """TGI's, in whole milliseconds; of several sequences the sums."""
+    sequences = call.sequences
+    total_s = sum(sequence.finished_at - call.started_at for sequence in sequences)
+    validation_s = (call.sent_at - call.started_at) * len(sequences)
+    queue_s = sum(sequence.queue_s for sequence in sequences)
+    inference_s = max(0.0, total_s - validation_s - queue_s)
+    generated = sum(sequence.tokens for sequence in sequences)
+    times = {
+        "x-total-time": total_s,
+        "x-validation-time": validation_s,
+        "x-queue-time": queue_s,
+        "x-inference-time": inference_s,
+        "x-time-per-token": inference_s / max(1, generated),
+    }
+    return (
+        {"x-compute-time": f"{time.monotonic() - call.started_at:.6f}"}
+        | {name: str(int(seconds * 1000)) for name, seconds in times.items()}
+        | {
+            "x-prompt-tokens": str(sum(len(sequence.prompt) for sequence in sequences if sequence.number == 0)),
+            "x-generated-tokens": str(generated),
+        }
+    )
+
+
+def _answered(call: Call, status: int, outcome: str) -> Answered:
+    """What the metrics are to know of a call that is over."""
+    sequences = call.sequences
+    duration_s = time.monotonic() - call.started_at
+    validation_s = call.sent_at - call.started_at
+    queue_s = max(sequence.queue_s for sequence in sequences)
+    return Answered(
+        status=status,
+        outcome=outcome,
+        duration_s=duration_s,
+        validation_s=validation_s,
+        queue_s=queue_s,
+        inference_s=max(0.0, duration_s - validation_s - queue_s),
+        first_token_s=None if call.first_token_at is None else call.first_token_at - call.started_at,
+        input_tokens=sum(len(sequence.prompt) for sequence in sequences if sequence.number == 0),
+        generated_tokens=sum(sequence.tokens for sequence in sequences),
+        max_new_tokens=sum(sequence.max_new_tokens for sequence in sequences),
+    )
 
 
 class _GunicornLog(gunicorn.glogging.Logger):
@@ -406,6 +714,9 @@ class Server(gunicorn.app.base.BaseApplication):
             "threads": threads,
             "worker_connections": max(1000, 2 * threads),
             "keepalive": 75,
+            "limit_request_line": 8190,  # the most that gunicorn takes: GET /infer carries its sentence there
+            "limit_request_fields": 100,
+            "limit_request_field_size": 8190,
             "timeout": 120,  # of gunicorn's own heartbeat, not of a request
             "graceful_timeout": int(self._config.graceful_termination_timeout) + 5,  # entrypoint.sh is the one that counts
             "worker_tmp_dir": "/dev/shm" if Path("/dev/shm").is_dir() else None,
@@ -418,7 +729,8 @@ class Server(gunicorn.app.base.BaseApplication):
     def load(self) -> Flask:
         """Runs in each web process, after the fork: a ZeroMQ context must not be carried across one."""
         configuration.die_with_parent()
-        return create_app(self._config, Worker(configuration.socket_address()))
+        worker = Worker(configuration.socket_address(), self._config.tokenizer_config_path)
+        return create_app(self._config, worker)
 
 
 def main() -> int:

@@ -2,4 +2,39 @@
 
 import os
 
-os.environ["OMP_NUM_THREADS"] = "1"
+import pytest
+
+os.environ["OMP_NUM_THREADS"] = "1"  # before torch is imported
+
+collect_ignore = ["clients"]  # each client has an environment of its own: `make test-clients`
+
+
+@pytest.fixture
+def serve(tmp_path):
+    """Makes a server with settings of its own; see served.py."""
+    from served import Served
+
+    made = []
+
+    def make(**settings):
+        folder = tmp_path / str(len(made))
+        folder.mkdir()
+        made.append(Served(folder, **settings))
+        return made[-1]
+
+    yield make
+    for served in made:
+        served.close()
+
+
+@pytest.fixture
+def booting(serve):
+    return serve()
+
+
+@pytest.fixture
+def served(booting):
+    booting.get_ready()
+    yield booting
+    booting.model.may_decode.set()
+    booting.assert_idle()

@@ -10,8 +10,10 @@ import config
 from config import HERE
 
 MAY_IMPORT = {
-    "web": {"schema", "text", "protocol", "config"},
-    "worker": {"sampling", "model", "protocol", "config"},
+    "web": {"answers", "schema", "text", "protocol", "config"},
+    "answers": {"schema", "text", "protocol", "config"},
+    "worker": {"metrics", "sampling", "model", "protocol", "config"},
+    "metrics": {"protocol"},
     "sampling": {"protocol"},
     "schema": {"protocol", "config"},
     "text": {"config"},
@@ -23,7 +25,9 @@ NEVER = {
     "config": {"flask", "gunicorn", "socket", "zmq", "torch", "transformers"},
     "schema": {"flask", "gunicorn", "zmq", "torch", "transformers"},
     "text": {"flask", "gunicorn", "socket", "zmq", "torch", "transformers"},
-    "web": {"torch", "transformers", "numpy"},
+    "answers": {"flask", "gunicorn", "socket", "zmq", "torch", "transformers"},
+    "web": {"torch", "transformers", "numpy", "prometheus_client"},
+    "metrics": {"zmq", "socket", "torch", "transformers", "flask"},
     "protocol": {"flask", "gunicorn", "torch", "transformers"},
     "worker": {"flask", "gunicorn", "tokenizers", "transformers"},
     "sampling": {"zmq", "socket", "flask", "transformers"},

@@ -36,7 +36,7 @@ def run(command, server):
 
 def test_there_are_the_commands_that_this_file_promises_to_run():
     assert [command.split("#")[0].strip() for command in COMMANDS if command.startswith("make")] == ["make run", "make test"]
-    assert len(CURLS) == 4
+    assert len(CURLS) == 5
 
 
 def test_make_test_runs_the_tests():
@@ -64,9 +64,15 @@ def test_the_second_command_tells_what_is_known_of_every_token(made_and_run):
     assert len(answer["details"]["tokens"]) == answer["details"]["generated_tokens"]
 
 
+def test_a_chat_is_answered(made_and_run):
+    (choice,) = json.loads(run(CURLS[2], made_and_run))["choices"]
+    assert choice["message"]["content"].startswith("Deep learning is")
+    assert choice["finish_reason"] == "stop"
+
+
 def test_health_and_info_answer_as_written(made_and_run):
-    assert "200 OK" in run(CURLS[2], made_and_run)
-    assert json.loads(run(CURLS[3], made_and_run))["model_id"] == "neuron-textgen/demo"
+    assert "200 OK" in run(CURLS[3], made_and_run)
+    assert json.loads(run(CURLS[4], made_and_run))["model_id"] == "neuron-textgen/demo"
 
 
 def test_the_second_run_is_quick_to_its_first_line(made_and_run):

@@ -18,7 +18,7 @@ from config import VERSION, Config
 from protocol import Facts, Sampling
 from schema import ApiError, GenerateRequest, Job, Parameters, TokenOut, check, encode, fit, parse, shortest_float
 
-CONFIG = Config(max_stop_sequences=4, max_top_n_tokens=5)
+CONFIG = Config(max_stop_sequences=4, max_top_n_tokens=5, max_best_of=3, max_client_batch_size=4)
 FACTS = Facts(
     model_name="someone/model",
     model_sha="abc123",
@@ -75,8 +75,8 @@ LIMITS = [  # field, what is just right, what is just wrong, the detail
     ("top_n_tokens", [1], [2**32 - 1], TOP_N + str(2**32 - 1)),
     ("truncate", [1, 100], [0], TRUNCATE + "0"),
     ("truncate", [99], [101], TRUNCATE + "101"),
-    ("best_of", [0, 1], [2, 2**32 - 1], "`best_of` != 1 is not allowed for this endpoint"),
-    ("decoder_input_details", [False], [True], "`decoder_input_details` is not supported"),
+    ("best_of", [0, 1], [4], "`best_of` must be > 0 and <= 3. Given: 4"),
+    ("best_of", [None], [2, 3], "you must use sampling when `best_of` is > 1"),
     ("watermark", [False], [True], "`watermark` is not supported"),
     ("adapter_id", [""], ["someone/adapter"], "`adapter_id` is not supported"),
     ("grammar", [None], [{}, {"type": "regex", "value": "a+"}, {"type": "json"}], "`grammar` is not supported"),
@@ -111,7 +111,7 @@ def test_the_limits_are_those_of_the_configuration_and_the_model():
 
 def test_empty_inputs_are_refused():
     assert_invalid(refusal(inputs=""), "`inputs` cannot be empty")
-    assert job(inputs=" ").inputs == " "
+    assert job(inputs=" ").prompt == " "
 
 
 @pytest.mark.parametrize(
@@ -130,7 +130,7 @@ def test_a_stream_refuses_what_tgi_refuses_in_a_stream(field, right, wrong, deta
 @pytest.mark.parametrize("streaming", [False, True])
 def test_of_several_wrong_fields_the_first_in_tgis_order_is_told(streaming):
     wrong = {
-        "best_of": (2, "`best_of`"),
+        "best_of": (4, "`best_of`"),
         "temperature": (0, "`temperature`"),
         "repetition_penalty": (0, "`repetition_penalty`"),
         "frequency_penalty": (3, "`frequency_penalty`"),
@@ -167,7 +167,7 @@ def test_parameters_that_are_null_empty_or_absent_are_the_same():
         == job()
         == check(parse(b'{"inputs":"Hello","parameters":null}', GenerateRequest), CONFIG, FACTS, False)
     )
-    assert job() == Job("Hello", Sampling(), None, [], None, 0, False, False)
+    assert job() == Job("Hello", Sampling(), stop=[])
 
 
 def test_unknown_fields_are_ignored():
@@ -176,10 +176,33 @@ def test_unknown_fields_are_ignored():
 
 
 def test_what_is_asked_for_arrives():
-    asked = job(
-        {"max_new_tokens": 7, "stop": ["a", "b"], "truncate": 9, "top_n_tokens": 3, "details": True, "return_full_text": True}
-    )
-    assert asked == Job("Hello", Sampling(), 7, ["a", "b"], 9, 3, True, True)
+    asked = job({"max_new_tokens": 7, "stop": ["a", "b"], "truncate": 9, "top_n_tokens": 3, "details": True})
+    assert asked == Job("Hello", Sampling(), max_new_tokens=7, stop=["a", "b"], truncate=9, top_n_tokens=3)
+
+
+def test_best_of_draws_several_sequences_with_a_random_stream_each():
+    asked = job({"best_of": 3, "temperature": 0.5})
+    assert asked.sequences == 3
+    assert len({asked.sampling_of(n).seed for n in range(3)}) == 3
+    assert_invalid(refusal({"best_of": 2, "temperature": 0.5, "seed": 1}), "`seed` must not be set when `best_of` > 1")
+    with pytest.raises(ApiError) as refused:
+        check(GenerateRequest("x", Parameters(best_of=2, top_k=3)), replace(CONFIG, max_best_of=1), FACTS, streaming=False)
+    assert_invalid(refused.value, "`best_of` != 1 is not allowed for this endpoint")
+
+
+def test_the_seeds_of_several_sequences_follow_from_the_first_and_stay_64_bits_wide():
+    asked = replace(job(), sampling=Sampling(seed=2**64 - 1))
+    assert [asked.sampling_of(n).seed for n in range(3)] == [2**64 - 1, 0, 1]
+    assert job().sampling_of(1).seed is None
+
+
+def test_log_probabilities_of_the_prompt_are_refused_where_the_device_has_none():
+    assert job({"decoder_input_details": True}).prompt_logprobs
+    blind = msgspec.structs.replace(FACTS, prompt_logprobs=False)
+    with pytest.raises(ApiError) as refused:
+        check(GenerateRequest("x", Parameters(decoder_input_details=True)), CONFIG, blind, streaming=False)
+    assert refused.value.status == 422
+    assert "`decoder_input_details`" in refused.value.body["error"]
 
 
 # Types
@@ -299,7 +322,7 @@ def job_or_refusal(body: bytes, streaming: bool) -> None:
         assert json.loads(error.json).keys() == {"error", "error_type"}
         return
     sampling = asked.sampling
-    assert asked.inputs
+    assert asked.prompt
     assert sampling.seed is None or 0 <= sampling.seed < 2**64
     assert 0 < sampling.temperature < math.inf
     assert 0 < sampling.repetition_penalty < math.inf
@@ -470,7 +493,7 @@ def test_a_prompt_without_tokens_is_refused():
 
 def test_a_token_that_the_model_does_not_have_is_refused():
     assert fit(asked(), [49], FACTS)[0] == [49]
-    assert_invalid(unfit(2, token=50), "`inputs` holds token 50, but the model's vocabulary has only 50 tokens")
+    assert_invalid(unfit(2, token=50), "`inputs` holds token 50, but the model's vocabulary has the tokens 0 to 49")
     assert fit(asked(truncate=1), [50, 49], FACTS)[0] == [49]
 
 
@@ -529,7 +552,7 @@ def test_an_answer_with_details():
 
 
 def test_an_answer_with_top_tokens_and_a_seed():
-    details = schema.Details("stop_sequence", 1, 2**64 - 1, [], [X], [[X]])
+    details = schema.Details("stop_sequence", 1, 2**64 - 1, [], [X], top_tokens=[[X]])
     assert encode(schema.GenerateResponse(" x", details)) == (
         b'{"generated_text":" x","details":{"finish_reason":"stop_sequence","generated_tokens":1,"seed":18446744073709551615,'
         b'"prefill":[],"tokens":[{"id":5,"text":" x","logprob":-0.5,"special":false}],'
@@ -546,8 +569,8 @@ def test_info_tells_tgis_keys_in_their_order_and_then_ours():
     config = replace(CONFIG, max_concurrent_requests=77, web_concurrency=3)
     assert encode(schema.Info.of(config, FACTS)).decode() == (
         '{"model_id":"someone/model","model_sha":"abc123","model_pipeline_tag":null,"max_concurrent_requests":77,'
-        '"max_best_of":1,"max_stop_sequences":4,"max_input_tokens":100,"max_total_tokens":120,"validation_workers":3,'
-        f'"max_client_batch_size":1,"router":"neuron-textgen","version":"{VERSION}","sha":null,"docker_label":null,'
+        '"max_best_of":3,"max_stop_sequences":4,"max_input_tokens":100,"max_total_tokens":120,"validation_workers":3,'
+        f'"max_client_batch_size":4,"router":"neuron-textgen","version":"{VERSION}","sha":null,"docker_label":null,'
         '"max_batch_size":8,"model_device_type":"cpu","model_dtype":"float32","eos_token_ids":[2,7]}'
     )
 

@@ -7,87 +7,11 @@ import threading
 import time
 
 import pytest
-from fakes.model import EOS, FakeModel, greedy
-from fakes.tokenizer import VOCABULARY, byte_tokenizer
+from prometheus_client.parser import text_string_to_metric_families
+from served import LIMITS, WAIT_S, WINDOW, events, wait_until
 
+import schema
 import web
-from config import Config
-from protocol import Facts, WorkerEnd
-from worker import Worker
-
-WAIT_S = 20
-WINDOW = 60
-LIMITS = {"max_concurrent_requests": 6, "payload_limit": 5000}
-
-
-class Served:
-    """An app, the worker behind it, and the model behind that."""
-
-    def __init__(self, folder):
-        self.tokenizer = byte_tokenizer(folder)
-        self.model = FakeModel(batch_size=2, max_total_tokens=WINDOW, vocab_size=VOCABULARY)
-        address = f"ipc://{folder}/worker.sock"
-        self.end = WorkerEnd(address)
-        self.worker = Worker(self.model, self.end, frozenset([EOS]), LIMITS["max_concurrent_requests"])
-        self.seen = web.Worker(address)
-        self.client = web.create_app(Config(**LIMITS), self.seen).test_client()
-        self.facts = Facts("m", None, str(folder), VOCABULARY, [EOS], 2, WINDOW - 1, WINDOW, "fake", "float32")
-        self.thread = threading.Thread(target=self.worker.run, daemon=True)
-
-    def get_ready(self):
-        self.end.announce(self.facts)
-        self.thread.start()
-        wait_until(lambda: self.seen.phase == "ready")
-        return self
-
-    def post(self, route, body, **options):
-        options.setdefault("content_type", "application/json")
-        return self.client.post(route, data=body if isinstance(body, bytes) else json.dumps(body), **options)
-
-    def expected(self, text, most):
-        return greedy(self.tokenizer.encode(text).ids, most, VOCABULARY)
-
-    def assert_idle(self):
-        wait_until(lambda: not self.worker._known and not self.seen._inboxes)
-        assert self.worker.slots.busy == 0
-
-    def close(self):
-        self.model.may_decode.set()
-        self.worker.stop()
-        if self.thread.is_alive():
-            self.thread.join(WAIT_S)
-        self.end.close()
-        self.seen._end.close()
-
-
-def wait_until(holds):
-    deadline = time.monotonic() + WAIT_S
-    while not holds():
-        assert time.monotonic() < deadline, "it did not happen"
-        time.sleep(0.01)
-
-
-@pytest.fixture
-def booting(tmp_path):
-    served = Served(tmp_path)
-    yield served
-    served.close()
-
-
-@pytest.fixture
-def served(booting):
-    booting.get_ready()
-    yield booting
-    booting.model.may_decode.set()
-    booting.assert_idle()
-
-
-def events(response):
-    text = response.get_data(as_text=True)
-    assert text.endswith("\n\n")
-    parts = [part for part in text.split("\n\n") if part and not part.startswith(":")]
-    assert all(part.startswith("data: {") for part in parts)
-    return [json.loads(part.removeprefix("data: ")) for part in parts]
 
 
 def test_before_the_model_is_ready_everything_says_what_is_going_on(booting):
@@ -390,3 +314,297 @@ def test_a_bug_of_ours_is_an_answer_too(served, monkeypatch, caplog):
     assert response.status_code == 500
     assert response.json == {"error": "Internal server error", "error_type": "internal"}
     assert "ZeroDivisionError" in caplog.text
+
+
+# What every route has in common
+
+
+def body_of(route):
+    """A small request for each route that takes one."""
+    if "chat" in route:
+        return {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 3, "temperature": 0}
+    if route == "/v1/completions":
+        return {"prompt": "Hi", "max_tokens": 3, "temperature": 0}
+    instance = {"inputs": "Hi", "parameters": {"max_new_tokens": 3}}
+    return {"instances": [instance]} if route == "/vertex" else instance
+
+
+def ask(served, route, **options):
+    path = route.path.replace("{name}", "m") + ("?sentence=Hi" if route.path == "/infer" else "")
+    if route.method == "GET":
+        return served.client.get(path, **options)
+    return served.post(path, body_of(path), **options)
+
+
+def test_the_openapi_document_tells_every_route_and_no_other(served):
+    document = served.client.get("/api-doc/openapi.json").json
+    told = {(method.upper(), path) for path, methods in document["paths"].items() for method in methods}
+    rules = served.client.application.url_map.iter_rules()
+    there = {(method, rule.rule) for rule in rules for method in rule.methods - {"OPTIONS", "HEAD"}}
+    there = {(method, path.replace("<path:name>", "{name}")) for method, path in there}
+    assert told == {(method, path) for method, path in there if path not in ("/docs/<path:path>", "/docs/dist/<path:filename>")}
+
+
+@pytest.mark.parametrize("route", schema.ROUTES, ids=lambda route: f"{route.method} {route.path}")
+def test_every_route_answers_in_the_type_that_it_promises(served, route):
+    response = ask(served, route)
+    assert response.status_code == 200
+    promised = served.client.get("/api-doc/openapi.json").json["paths"][route.path][route.method.lower()]["responses"]["200"]
+    kinds = promised.get("content")
+    assert (response.mimetype or None) in (kinds or [None])
+
+
+def test_the_page_of_the_document_needs_no_other_server(served):
+    page = served.client.get("/docs/").get_data(as_text=True)
+    assert "swagger" in page
+    assert "http://" not in page.replace("http://localhost/", "")
+    assert "https://" not in page
+
+
+@pytest.mark.parametrize("route", schema.ROUTES, ids=lambda route: f"{route.method} {route.path}")
+def test_with_an_api_key_only_health_and_metrics_are_open(serve, route):
+    served = serve(api_key="Secret").get_ready()
+    refused = ask(served, route)
+    if not route.needs_key:
+        assert refused.status_code == 200
+        return
+    assert refused.status_code == 401
+    assert refused.headers["WWW-Authenticate"] == "Bearer"
+    for wrong in ("Secret", "Bearer secret", "Bearer", "Bearer Secre", "Bearer Secrets", "Basic Secret", "Bearer Sécret"):
+        assert ask(served, route, headers={"Authorization": wrong}).status_code == 401
+    for right in ("Bearer Secret", "bearer Secret"):
+        assert ask(served, route, headers={"Authorization": right}).status_code == 200
+
+
+def test_a_refusal_for_want_of_the_key_has_the_shape_of_its_api(serve):
+    served = serve(api_key="Secret").get_ready()
+    assert served.post("/generate", {"inputs": "a"}).json["error_type"] == "unauthorized"
+    assert served.post("/v1/completions", {"prompt": "a"}).json["error"]["code"] == "invalid_api_key"
+    assert served.client.get("/nowhere").status_code == 401, "what is there is nobody's business"
+
+
+@pytest.mark.parametrize("path", ["/generate", "/v1/chat/completions", "/nowhere"])
+def test_browsers_may_ask_from_anywhere_unless_told_otherwise(serve, path):
+    served = serve(api_key="Secret").get_ready()
+    asked = served.client.options(path, headers={"Origin": "https://a.example", "Access-Control-Request-Method": "POST"})
+    assert asked.status_code == 200
+    assert asked.headers["Access-Control-Allow-Origin"] == "*"
+    assert asked.headers["Access-Control-Allow-Methods"] == "GET,POST"
+    assert {"authorization", "content-type"} <= set(asked.headers["Access-Control-Allow-Headers"].split(","))
+    refused = served.client.get(path)
+    assert refused.headers["Access-Control-Allow-Origin"] == "*"
+    assert "origin" in refused.headers["Vary"].lower()
+
+
+def test_with_a_list_of_origins_only_these_may_ask(serve):
+    served = serve(cors_allow_origin="https://a.example,https://b.example").get_ready()
+    for origin in ("https://a.example", "https://b.example"):
+        response = served.client.get("/health", headers={"Origin": origin})
+        assert response.headers["Access-Control-Allow-Origin"] == origin
+    for origin in ("https://c.example", "https://a.example.evil", ""):
+        assert "Access-Control-Allow-Origin" not in served.client.get("/health", headers={"Origin": origin}).headers
+
+
+def test_errors_of_openais_routes_have_openais_shape(served):
+    for response, status, code in [
+        (served.post("/v1/completions", b"{"), 400, "validation"),
+        (served.client.get("/v1/nothing"), 404, "not_found"),
+        (served.client.get("/v1/completions"), 405, "method_not_allowed"),
+        (served.post("/v1/completions", b" " * (LIMITS["payload_limit"] + 1)), 413, "validation"),
+        (served.post("/v1/completions", {"prompt": "a"}, content_type="text/plain"), 415, "validation"),
+        (served.post("/v1/completions", {}), 422, "validation"),
+    ]:
+        assert response.status_code == status
+        assert list(response.json) == ["error"]
+        assert response.json["error"]["code"] == code
+        assert response.json["error"]["type"] == "invalid_request_error"
+    served.worker.max_concurrent_requests = 0
+    refused = served.post("/v1/completions", {"prompt": "a", "stream": True})
+    assert (refused.status_code, refused.json["error"]["type"]) == (429, "rate_limit_error")
+    assert int(refused.headers["Retry-After"]) > 0
+
+
+def test_an_openai_stream_that_fails_says_so_and_is_done(served):
+    served.model.may_decode.clear()
+    with served.post("/v1/completions", {"prompt": "Hello", "stream": True, "temperature": 0}) as response:
+        assert response.status_code == 200
+        served.model.fail_next_decode = True
+        served.model.may_decode.set()
+        text = response.get_data(as_text=True)
+    *_, error, done, rest = text.split("\n\n")
+    assert json.loads(error.removeprefix("data: "))["error"]["code"] == "generation"
+    assert (done, rest) == ("data: [DONE]", "")
+
+
+def test_the_headers_tell_what_a_request_took(served):
+    response = served.post("/generate", {"inputs": "Héllo", "parameters": {"max_new_tokens": 4}})
+    headers = {name: value for name, value in response.headers.items() if name.startswith("x-")}
+    assert headers.pop("x-compute-type") == "fake"
+    assert headers.pop("x-compute-characters") == "5"
+    assert 0 < float(headers.pop("x-compute-time")) < WAIT_S
+    assert headers.pop("x-prompt-tokens") == "6"
+    assert headers.pop("x-generated-tokens") == str(len(served.expected("Héllo", 4)))
+    milliseconds = {name: int(value) for name, value in headers.items()}
+    assert set(milliseconds) == {"x-total-time", "x-validation-time", "x-queue-time", "x-inference-time", "x-time-per-token"}
+    parts = sum(milliseconds[f"x-{part}-time"] for part in ("validation", "queue", "inference"))
+    assert parts <= milliseconds["x-total-time"] <= parts + 3
+    stream = served.post("/generate_stream", {"inputs": "Hi", "parameters": {"max_new_tokens": 2}})
+    assert (stream.headers["x-compute-type"], stream.headers["x-compute-characters"]) == ("fake", "2")
+    assert "x-total-time" not in stream.headers
+    stream.get_data()
+
+
+def test_the_time_in_the_queue_is_told_apart_from_the_rest(served):
+    served.model.may_decode.clear()
+    running = threading.Thread(target=served.post, args=("/generate", {"inputs": "a"}))
+    running.start()
+    wait_until(lambda: served.worker.slots.busy == 1)
+    answers = []
+    body = {"inputs": "c", "parameters": {"max_new_tokens": 1}}
+    waiting = threading.Thread(target=lambda: answers.append(served.post("/generate", body)))
+    waiting.start()
+    wait_until(lambda: len(served.seen._inboxes) == 2)
+    sent_at = time.monotonic()
+    wait_until(lambda: time.monotonic() - sent_at > 0.1)
+    served.model.may_decode.set()
+    for thread in (running, waiting):
+        thread.join(WAIT_S)
+    assert int(answers[0].headers["x-queue-time"]) >= 50
+    assert int(answers[0].headers["x-inference-time"]) < int(answers[0].headers["x-queue-time"])
+
+
+def test_a_request_of_several_sequences_tells_their_sums(served):
+    body = {"prompt": ["Hi", "Ho"], "n": 2, "max_tokens": 3, "temperature": 0, "ignore_eos": True}
+    headers = served.post("/v1/completions", body).headers
+    assert (headers["x-compute-characters"], headers["x-prompt-tokens"], headers["x-generated-tokens"]) == ("4", "4", "12")
+
+
+# Deadlines
+
+
+def late(served, route, body):
+    """Answers while the device stands still after the first token, until the deadline."""
+    served.model.may_decode.clear()
+    response = served.post(route, body)
+    served.model.may_decode.set()
+    return response
+
+
+def test_an_answer_ends_at_its_deadline_with_the_text_so_far(serve):
+    served = serve(response_deadline=0.3).get_ready()
+    first = served.tokenizer.decode(served.expected("Hello", 1))
+    response = late(served, "/generate", {"inputs": "Hello", "parameters": {"details": True}})
+    assert (response.status_code, response.json["generated_text"]) == (200, first)
+    assert (response.json["details"]["finish_reason"], response.json["details"]["generated_tokens"]) == ("length", 1)
+    served.assert_idle()
+    response = late(served, "/v1/completions", {"prompt": "Hello", "temperature": 0})
+    assert response.json["choices"][0]["finish_reason"] == "length"
+    assert response.json["usage"]["completion_tokens"] == 1
+    served.assert_idle()
+
+
+def test_an_invocation_has_a_deadline_of_its_own(serve, monkeypatch):
+    monkeypatch.setattr(web, "SAGEMAKER_DEADLINE_S", 0.3)
+    served = serve().get_ready()
+    body = {"inputs": "Hello", "parameters": {"return_full_text": False}}
+    assert late(served, "/invocations", body).json[0]["generated_text"] == served.tokenizer.decode(served.expected("Hello", 1))
+    served.assert_idle()
+
+
+def test_a_stream_has_no_deadline(serve):
+    served = serve(response_deadline=1e-9).get_ready()
+    stream = events(served.post("/generate_stream", {"inputs": "Hello", "parameters": {"max_new_tokens": 12}}))
+    assert len(stream) == len(served.expected("Hello", 12))
+
+
+def test_who_has_only_waited_until_the_deadline_is_told_to_come_again(serve):
+    served = serve(response_deadline=0.3).get_ready()
+    served.model.may_decode.clear()
+    busy = [served.post("/generate_stream", {"inputs": text}, buffered=False) for text in "ab"]
+    response = served.post("/generate", {"inputs": "c"})
+    assert (response.status_code, response.json["error_type"]) == (429, "overloaded")
+    assert "Retry-After" in response.headers
+    served.model.may_decode.set()
+    for stream in busy:
+        stream.close()
+    served.assert_idle()
+
+
+# Metrics
+
+
+def metrics(served):
+    text = served.client.get("/metrics").get_data(as_text=True)
+    return {
+        sample.name + "".join(f",{value}" for label, value in sample.labels.items() if label != "le"): sample.value
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+        if not sample.name.endswith("_bucket")
+    }
+
+
+def counted(served, name, value):
+    wait_until(lambda: metrics(served)[name] == value)
+
+
+def test_every_request_for_text_is_counted_once(served):
+    assert metrics(served)["tgi_request_count_total"] == 0
+    small = {"max_new_tokens": 3, "temperature": 0.5}
+    served.post("/generate", {"inputs": "a", "parameters": small | {"best_of": 2}})
+    served.post("/v1/completions", {"prompt": ["a", "b"], "n": 2, "max_tokens": 3})
+    served.post("/v1/chat/completions", body_of("/v1/chat/completions") | {"stream": True}).get_data()
+    served.post("/vertex", {"instances": [{"inputs": "a", "parameters": small}] * 2})
+    counted(served, "tgi_request_success_total", 4)
+    served.post("/generate", {"inputs": ""})
+    served.post("/v1/completions", b"{")
+    served.post("/v1/chat/completions", {"messages": [{"role": "forbidden", "content": "x"}]})
+    served.model.fail_next_prefill = True
+    served.post("/generate", {"inputs": "a"})
+    counted(served, "tgi_request_count_total", 8)
+    seen = metrics(served)
+    assert seen["tgi_request_success_total"] == seen["tgi_request_duration_count"] == 4
+    assert seen["tgi_request_time_to_first_token_duration_count"] == 4
+    failures = {name: value for name, value in seen.items() if name.startswith("tgi_request_failure") and value}
+    assert failures == {
+        f"tgi_request_failure_total,{err}": n for err, n in (("validation", 2), ("template", 1), ("generation", 1))
+    }
+
+
+def test_what_is_no_request_for_text_is_not_counted_as_one(served):
+    served.client.get("/health")
+    served.client.get("/info")
+    served.post("/tokenize", {"inputs": "a"})
+    served.client.get("/nowhere")
+    served.client.get("/generate")
+    served.post("/tokenize", b"{")
+    counted(served, "tgi_http_errors_total,400", 1)
+    seen = metrics(served)
+    assert (seen["tgi_http_errors_total,404"], seen["tgi_http_errors_total,405"]) == (1, 1)
+    assert seen["tgi_request_count_total"] == 0
+
+
+def test_who_hangs_up_is_counted_as_dropped(served):
+    served.model.may_decode.clear()
+    response = served.post("/generate_stream", {"inputs": "Hello"}, buffered=False)
+    next(iter(response.response))
+    response.close()
+    counted(served, "tgi_client_hang_ups_total", 1)
+    assert metrics(served)["tgi_request_failure_total,dropped"] == 1
+    served.model.may_decode.set()
+
+
+def test_metrics_are_there_while_the_device_stands_still_and_before_it_is_ready(booting):
+    assert "tgi_request_count 0.0" in booting.client.get("/metrics").get_data(as_text=True)
+    booting.get_ready()
+    booting.model.may_decode.clear()
+    stream = booting.post("/generate_stream", {"inputs": "Hello"}, buffered=False)
+    assert metrics(booting)["tgi_slots_busy"] == 1
+    booting.model.may_decode.set()
+    stream.close()
+
+
+def test_without_a_worker_there_are_no_metrics_and_it_is_told(booting):
+    booting.get_ready()
+    booting.end.close()
+    wait_until(lambda: booting.seen.phase == "dead")
+    assert booting.client.get("/metrics").status_code == 503

@@ -1,0 +1,392 @@
+"""What clients read: generated tokens become the bodies and events of TGI's, OpenAI's and Vertex' APIs.
+
+A `Sequence` is one answer to one prompt while it grows. An `Answer` is what one HTTP request is told: the jobs that have to
+run for it, and how their sequences are written, whole or event by event. This layer knows neither Flask nor sockets, and
+no rule of any field: it is handed jobs that are checked.
+"""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Iterator
+from itertools import accumulate
+
+from msgspec import UNSET, Struct
+
+import schema
+from config import VERSION
+from protocol import Facts, Prompt, Token
+from schema import ApiError, ChatRequest, CompletionRequest, Job, Parameters
+from text import Piece, TextStream, Tokenizer
+
+OPENAI_FINISH_REASONS = {"length": "length", "eos_token": "stop", "stop_sequence": "stop"}
+
+
+class Sequence:
+    """One answer to the prompt of `job`. Times are CLOCK_MONOTONIC, in seconds."""
+
+    def __init__(self, tokenizer: Tokenizer, job: Job, prompt: list[int], max_new_tokens: int, number: int, index: int):
+        self.job = job
+        self.prompt = prompt
+        self.max_new_tokens = max_new_tokens
+        self.number = number  # among the sequences of its job
+        self.index = index  # among all of its request
+        self.sampling = job.sampling_of(number)
+        self.stream = TextStream(tokenizer, prompt, job.stop, job.keep_stop, job.min_new_tokens)
+        self.pieces: list[Piece] = []  # filled for an answer that is not streamed
+        self.ran: Prompt | None = None
+        self.finish_reason: str | None = None
+        self.finished_at = 0.0
+        self._logprobs = 0.0
+
+    @property
+    def tokens(self) -> int:
+        """How many tokens were generated."""
+        return self.stream.tokens
+
+    @property
+    def mean_logprob(self) -> float:
+        return self._logprobs / max(1, self.tokens)
+
+    @property
+    def queue_s(self) -> float:
+        return self.ran.queued_s if self.ran else 0.0
+
+    def take(self, token: Token) -> list[Piece]:
+        """The pieces whose text has become certain with `token`."""
+        if self.job.max_new_tokens == 0:  # only the prompt was asked about
+            return self._finish("length")
+        self._logprobs += token.logprob
+        pieces = self.stream.push(token.token, token.logprob, token.top, token.finish_reason is not None)
+        if self.stream.stopped:
+            self._finish("stop_sequence")
+        elif token.finish_reason is not None:
+            self._finish(token.finish_reason)
+        return pieces
+
+    def cut(self) -> list[Piece]:
+        """Ends it here, because there is no more time; what was held back comes out."""
+        pieces = self.stream.finish()
+        self._finish("stop_sequence" if self.stream.stopped else "length")
+        return pieces
+
+    def _finish(self, reason: str) -> list[Piece]:
+        self.finish_reason = reason
+        self.finished_at = time.monotonic()
+        return []
+
+
+class Answer:
+    """What one HTTP request is told. Each API has a subclass of its own, and this is what they share."""
+
+    def __init__(self, jobs: list[Job], facts: Facts, tokenizer: Tokenizer, streams: bool):
+        self.jobs = jobs
+        self.facts = facts
+        self.tokenizer = tokenizer
+        self.streams = streams
+
+    def whole(self, sequences: list[Sequence]) -> Struct | list:
+        """The body, when all is generated. `sequences`: those of the first job, then those of the second, and so on."""
+        raise NotImplementedError
+
+    def events(self, sequence: Sequence, pieces: list[Piece]) -> bytes:
+        """What `pieces` add to a stream; the last of them when `sequence` has finished. May be nothing."""
+        raise NotImplementedError
+
+    def closing(self, sequences: list[Sequence]) -> bytes:
+        """What ends a stream in which nothing went wrong."""
+        return b""
+
+    def failure(self, error: ApiError) -> bytes:
+        """What ends a stream in which something did."""
+        return event(error.json)
+
+    def _prompt_texts(self, sequence: Sequence) -> list[str]:
+        return self.tokenizer.prompt_texts(sequence.prompt)
+
+    def _prompt_logprobs(self, sequence: Sequence) -> list[float | None]:
+        """One for each token of the prompt; None for the first, before which nothing stands."""
+        return [None, *map(schema.shortest_float, sequence.ran.logprobs)]
+
+
+def event(body: bytes) -> bytes:
+    return b"data: " + body + b"\n\n"
+
+
+class NativeAnswer(Answer):
+    """TGI's own shapes. `in_list`: `POST /` puts the answer into a list."""
+
+    def __init__(self, *args, parameters: Parameters, in_list: bool = False):
+        super().__init__(*args)
+        self._in_list = in_list
+        self._prefix = self.jobs[0].prompt if parameters.return_full_text else ""
+        self._wants_details = bool(parameters.details or parameters.decoder_input_details)
+        self._index = 0
+
+    def whole(self, sequences: list[Sequence]) -> Struct | list:
+        best = max(sequences, key=lambda sequence: sequence.mean_logprob)
+        response = schema.GenerateResponse(self._prefix + best.stream.text)
+        if self._wants_details:
+            response.details = schema.Details(**self._details(best))
+            if len(sequences) > 1:
+                response.details.best_of_sequences = [
+                    schema.BestOfSequence(generated_text=self._prefix + other.stream.text, **self._details(other))
+                    for other in sequences
+                    if other is not best
+                ]
+        return [response] if self._in_list else response
+
+    def events(self, sequence: Sequence, pieces: list[Piece]) -> bytes:
+        return b"".join(self._event(sequence, piece, is_last=piece is pieces[-1]) for piece in pieces)
+
+    def _event(self, sequence: Sequence, piece: Piece, is_last: bool) -> bytes:
+        self._index += 1
+        response = schema.StreamResponse(self._index, _token(piece))
+        if piece.top:
+            response.top_tokens = self._top_tokens(piece)
+        if is_last and sequence.finish_reason is not None:
+            response.generated_text = self._prefix + sequence.stream.text
+            if self._wants_details:
+                response.details = schema.StreamDetails(
+                    finish_reason=sequence.finish_reason,
+                    generated_tokens=sequence.tokens,
+                    seed=sequence.sampling.seed,
+                    input_length=len(sequence.prompt),
+                )
+        return event(schema.encode(response))
+
+    def _details(self, sequence: Sequence) -> dict:
+        prefill = []
+        if sequence.job.prompt_logprobs:
+            columns = sequence.prompt, self._prompt_texts(sequence), self._prompt_logprobs(sequence)
+            prefill = [schema.PrefillToken(*row) for row in zip(*columns)]
+        return {
+            "finish_reason": sequence.finish_reason,
+            "generated_tokens": sequence.tokens,
+            "seed": sequence.sampling.seed,
+            "prefill": prefill,
+            "tokens": [_token(piece) for piece in sequence.pieces],
+            "top_tokens": [self._top_tokens(p) for p in sequence.pieces] if sequence.job.top_n_tokens else UNSET,
+        }
+
+    def _top_tokens(self, piece: Piece) -> list[schema.TokenOut]:
+        return [
+            schema.TokenOut(i, self.tokenizer.token_text(i), schema.shortest_float(logprob), i in self.tokenizer.special_ids)
+            for i, logprob in piece.top
+        ]
+
+
+def _token(piece: Piece) -> schema.TokenOut:
+    return schema.TokenOut(piece.id, piece.text, schema.shortest_float(piece.logprob), piece.special)
+
+
+class PredictionsAnswer(Answer):
+    """Vertex' shape: the texts, an instance each."""
+
+    def __init__(self, *args, prefixes: list[str]):
+        super().__init__(*args)
+        self._prefixes = prefixes
+
+    def whole(self, sequences: list[Sequence]) -> Struct | list:
+        return schema.VertexResponse([prefix + text for prefix, text in zip(self._prefixes, self._texts(sequences))])
+
+    def _texts(self, sequences: list[Sequence]) -> Iterator[str]:
+        """The best text of each job."""
+        at = 0
+        for job in self.jobs:
+            best = max(sequences[at : at + job.sequences], key=lambda sequence: sequence.mean_logprob)
+            at += job.sequences
+            yield best.stream.text
+
+
+class InferAnswer(PredictionsAnswer):
+    """The shape of the Ray Serve blueprint for Inferentia: a list of one text, the prompt in front."""
+
+    def whole(self, sequences: list[Sequence]) -> list[str]:
+        return super().whole(sequences).predictions
+
+
+class OpenAIAnswer(Answer):
+    """What chat and completions share: ids, usage and the end of a stream."""
+
+    kind = ""
+    id_prefix = ""
+
+    def __init__(self, *args, options: schema.StreamOptions | None):
+        super().__init__(*args)
+        options = options or schema.StreamOptions()
+        self._usage_at_end = bool(options.include_usage)
+        self._usage_always = bool(options.continuous_usage_stats) and self._usage_at_end
+        self._begun: set[Sequence] = set()  # those that a stream has told something of
+        self._envelope = {
+            "id": f"{self.id_prefix}-{secrets.token_hex(12)}",
+            "object": self.kind,
+            "created": int(time.time()),
+            "model": self.facts.model_name,
+            "system_fingerprint": f"{VERSION}-native",
+        }
+
+    def closing(self, sequences: list[Sequence]) -> bytes:
+        usage = self._chunk([], self._usage(sequences)) if self._usage_at_end else b""
+        return usage + event(b"[DONE]")
+
+    def failure(self, error: ApiError) -> bytes:
+        return event(error.openai_json) + event(b"[DONE]")
+
+    def _chunk(self, choices: list, usage: schema.Usage | None) -> bytes:
+        raise NotImplementedError
+
+    def _usage(self, sequences: list[Sequence]) -> schema.Usage:
+        """Tokens fed and produced. A prompt counts once, however many choices were made from it."""
+        prompt_tokens = sum(len(sequence.prompt) for sequence in sequences if sequence.number == 0)
+        completion_tokens = sum(sequence.tokens for sequence in sequences)
+        return schema.Usage(prompt_tokens, completion_tokens, prompt_tokens + completion_tokens)
+
+    def _event(self, sequence: Sequence, choice: Struct) -> bytes:
+        return self._chunk([choice], self._usage([sequence]) if self._usage_always else None)
+
+    def _bytes(self, token_id: int, text: str) -> list[int] | None:
+        if token_id in self.tokenizer.special_ids:
+            return None
+        exact = self.tokenizer.piece_bytes(token_id)
+        return list(text.encode() if exact is None else exact)
+
+
+class ChatAnswer(OpenAIAnswer):
+    """`/v1/chat/completions`."""
+
+    kind = "chat.completion"
+    id_prefix = "chatcmpl"
+
+    def __init__(self, *args, request: ChatRequest):
+        super().__init__(*args, options=request.stream_options)
+        self._wants_logprobs = bool(request.logprobs)
+        if self.streams:
+            self._envelope["object"] = "chat.completion.chunk"
+
+    def whole(self, sequences: list[Sequence]) -> Struct:
+        choices = [
+            schema.ChatChoice(
+                index,
+                schema.ChatMessage("assistant", sequence.stream.text),
+                self._logprobs(sequence.pieces),
+                OPENAI_FINISH_REASONS[sequence.finish_reason],
+            )
+            for index, sequence in enumerate(sequences)
+        ]
+        return schema.ChatCompletion(**self._envelope, choices=choices, usage=self._usage(sequences))
+
+    def events(self, sequence: Sequence, pieces: list[Piece]) -> bytes:
+        deltas = []
+        if sequence not in self._begun:
+            self._begun.add(sequence)
+            deltas.append((schema.Delta(role="assistant", content=""), None, None))
+        for piece in pieces:
+            text = "" if piece.special else piece.text
+            if text or self._wants_logprobs:
+                deltas.append((schema.Delta(content=text), self._logprobs([piece]), None))
+        if sequence.finish_reason is not None:
+            deltas.append((schema.Delta(), None, OPENAI_FINISH_REASONS[sequence.finish_reason]))
+        return b"".join(self._event(sequence, schema.ChunkChoice(sequence.index, *delta)) for delta in deltas)
+
+    def _chunk(self, choices: list, usage: schema.Usage | None) -> bytes:
+        return event(schema.encode(schema.ChatChunk(**self._envelope, choices=choices, usage=usage)))
+
+    def _logprobs(self, pieces: list[Piece]) -> schema.ChatLogprobs | None:
+        if not self._wants_logprobs:
+            return None
+        return schema.ChatLogprobs(
+            [
+                schema.TokenLogprob(
+                    token=piece.text,
+                    logprob=schema.shortest_float(piece.logprob),
+                    bytes=self._bytes(piece.id, piece.text),
+                    top_logprobs=[self._top_logprob(*top) for top in piece.top],
+                )
+                for piece in pieces
+            ]
+        )
+
+    def _top_logprob(self, token_id: int, logprob: float) -> schema.TopLogprob:
+        text = self.tokenizer.token_text(token_id)
+        return schema.TopLogprob(text, schema.shortest_float(logprob), self._bytes(token_id, text))
+
+
+class CompletionAnswer(OpenAIAnswer):
+    """`/v1/completions`. The choices of the first prompt come first; of `best_of` sequences the best `n` are told."""
+
+    kind = "text_completion"
+    id_prefix = "cmpl"
+
+    def __init__(self, *args, request: CompletionRequest):
+        super().__init__(*args, options=request.stream_options)
+        self._n = request.n or 1
+        self._echoes = bool(request.echo)
+        self._top_n = request.logprobs
+        self._told: dict[Sequence, int] = {}  # characters of each stream that are out, for the offsets of log-probabilities
+
+    def whole(self, sequences: list[Sequence]) -> Struct:
+        choices: list[schema.CompletionChoice] = []
+        at = 0
+        for job in self.jobs:
+            candidates = sequences[at : at + job.sequences]
+            at += job.sequences
+            if job.sequences > self._n:
+                candidates = sorted(candidates, key=lambda sequence: -sequence.mean_logprob)[: self._n]
+            for sequence in candidates:
+                prompt = self._echoed(sequence)
+                choices.append(
+                    schema.CompletionChoice(
+                        index=len(choices),
+                        text=prompt + sequence.stream.text,
+                        logprobs=self._logprobs(sequence, sequence.pieces, with_prompt=self._echoes),
+                        finish_reason=OPENAI_FINISH_REASONS[sequence.finish_reason],
+                    )
+                )
+        return schema.Completion(**self._envelope, choices=choices, usage=self._usage(sequences))
+
+    def events(self, sequence: Sequence, pieces: list[Piece]) -> bytes:
+        choices = []
+        if self._echoes and sequence not in self._begun:
+            self._begun.add(sequence)
+            choices.append((self._echoed(sequence), self._logprobs(sequence, [], with_prompt=True), None))
+        for piece in pieces:
+            text = "" if piece.special else piece.text
+            if text or self._top_n is not None:
+                choices.append((text, self._logprobs(sequence, [piece]), None))
+        if sequence.finish_reason is not None:
+            choices.append(("", None, OPENAI_FINISH_REASONS[sequence.finish_reason]))
+        return b"".join(self._event(sequence, schema.CompletionChoice(sequence.index, *choice)) for choice in choices)
+
+    def _chunk(self, choices: list, usage: schema.Usage | None) -> bytes:
+        return event(schema.encode(schema.Completion(**self._envelope, choices=choices, usage=usage)))
+
+    def _echoed(self, sequence: Sequence) -> str:
+        if not self._echoes:
+            return ""
+        prompt = sequence.job.prompt
+        return prompt if isinstance(prompt, str) else self.tokenizer.decode(prompt)
+
+    def _logprobs(self, sequence: Sequence, pieces: list[Piece], with_prompt: bool = False) -> schema.CompletionLogprobs | None:
+        if self._top_n is None:
+            return None
+        rows = []
+        if with_prompt:
+            texts, logprobs = self._prompt_texts(sequence), self._prompt_logprobs(sequence)
+            tops = [[], *(sequence.ran.top or [[]] * (len(texts) - 1))]
+            special = [i in self.tokenizer.special_ids for i in sequence.prompt]
+            rows = list(zip(texts, logprobs, tops, special))
+        rows += [(piece.text, schema.shortest_float(piece.logprob), piece.top, piece.special) for piece in pieces]
+        start = self._told.get(sequence, 0)
+        ends = list(accumulate((0 if special else len(text) for text, _, _, special in rows), initial=start))
+        self._told[sequence] = ends[-1]
+        return schema.CompletionLogprobs(
+            tokens=[row[0] for row in rows],
+            token_logprobs=[row[1] for row in rows],
+            top_logprobs=[self._top(row[2]) for row in rows] if self._top_n else None,
+            text_offset=ends[:-1],
+        )
+
+    def _top(self, top: list[tuple[int, float]]) -> dict[str, float] | None:
+        return {self.tokenizer.token_text(i): schema.shortest_float(logprob) for i, logprob in top} or None
