@@ -26,6 +26,13 @@ from protocol import Facts, Sampling
 
 U32 = Annotated[int, Meta(ge=0, le=2**32 - 1)]
 I32 = Annotated[int, Meta(ge=-(2**31), le=2**31 - 1)]
+# What the document says of a field, and a check below says in TGI's words.
+AtLeastOne = Annotated[U32, Meta(extra_json_schema={"minimum": 1})]
+TopK = Annotated[I32, Meta(extra_json_schema={"minimum": 1})]
+Positive = Annotated[float, Meta(extra_json_schema={"exclusiveMinimum": 0})]
+NotNegative = Annotated[float, Meta(extra_json_schema={"minimum": 0})]
+Share = Annotated[float, Meta(extra_json_schema={"exclusiveMinimum": 0, "maximum": 1})]
+Penalty = Annotated[float, Meta(extra_json_schema={"minimum": -2, "maximum": 2})]
 FLOAT32 = struct.Struct("<f")
 U64_MAX = 2**64 - 1  # msgspec's constraints end at 63 bits
 
@@ -131,14 +138,14 @@ class Parameters(Struct):
     """`parameters` of the native routes (TGI's GenerateParameters)."""
 
     best_of: U32 | None = None
-    temperature: float | None = None
-    repetition_penalty: float | None = None
-    frequency_penalty: float | None = None
-    top_k: I32 | None = None
-    top_p: float | None = None
-    typical_p: float | None = None
+    temperature: Positive | None = None
+    repetition_penalty: Positive | None = None
+    frequency_penalty: Penalty | None = None
+    top_k: TopK | None = None
+    top_p: Share | None = None
+    typical_p: Share | None = None
     do_sample: bool | None = None
-    max_new_tokens: U32 | None = None
+    max_new_tokens: AtLeastOne | None = None
     return_full_text: bool | None = None
     stop: list[str] | None = None
     truncate: U32 | None = None
@@ -257,15 +264,15 @@ class OpenAIRequest(Struct, kw_only=True):
     not OpenAI's, but clients of such servers send them."""
 
     max_tokens: U32 | None = None
-    temperature: float | None = None
-    top_p: float | None = None
+    temperature: NotNegative | None = None
+    top_p: Share | None = None
     top_k: I32 | None = None
-    n: U32 | None = None
+    n: AtLeastOne | None = None
     stop: str | list[str] | None = None
     seed: int | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    repetition_penalty: float | None = None
+    presence_penalty: Penalty | None = None
+    frequency_penalty: Penalty | None = None
+    repetition_penalty: Positive | None = None
     logit_bias: dict[str, float] | None = None
     min_tokens: U32 | None = None
     ignore_eos: bool | None = None
@@ -955,8 +962,8 @@ def _operation(route: Route, schema_of: dict[str, Any]) -> dict[str, Any]:
     ok: dict[str, Any] = {"description": "OK"}
     if route.answers or route.streams or route.content_type:
         ok["content"] = content(route.answers) if route.answers else {}
-        if route.streams:  # each event is `data: `, JSON and an empty line
-            ok["content"]["text/event-stream"] = {"schema": {"type": "string"}}
+        if route.streams:
+            ok["content"]["text/event-stream"] = {"schema": {"type": "object", "properties": {"data": {"type": "string"}}}}
         if route.content_type:
             ok["content"][route.content_type] = {"schema": {"type": "string"}}
     speaks_openai = route.path.startswith("/v1/")

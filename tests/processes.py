@@ -73,6 +73,17 @@ class Server:
         wait_until(ready, f"ready; log so far:\n{self.log}")
         return self
 
+    def wait_healthy(self):
+        """As `wait_ready`, for a log that does not tell."""
+
+        def healthy():
+            assert self.process.poll() is None, f"it ended with {self.process.returncode}:\n{self.log}"
+            with contextlib.suppress(OSError):
+                return self.get("/health")[0] == 200
+
+        wait_until(healthy, f"health; log so far:\n{self.log}")
+        return self
+
     def wait_exit(self, seconds=WAIT_S):
         """The exit code; fails when anything of the run is left behind."""
         code = self.process.wait(seconds)
