@@ -27,8 +27,8 @@ from protocol import Facts, Sampling
 U32 = Annotated[int, Meta(ge=0, le=2**32 - 1)]
 I32 = Annotated[int, Meta(ge=-(2**31), le=2**31 - 1)]
 # What the document says of a field, and a check below says in TGI's words.
-AtLeastOne = Annotated[U32, Meta(extra_json_schema={"minimum": 1})]
-TopK = Annotated[I32, Meta(extra_json_schema={"minimum": 1})]
+AtLeastOne = Annotated[U32, Meta(extra_json_schema={"exclusiveMinimum": 0})]
+TopK = Annotated[I32, Meta(extra_json_schema={"exclusiveMinimum": 0})]
 Positive = Annotated[float, Meta(extra_json_schema={"exclusiveMinimum": 0})]
 NotNegative = Annotated[float, Meta(extra_json_schema={"minimum": 0})]
 Share = Annotated[float, Meta(extra_json_schema={"exclusiveMinimum": 0, "maximum": 1})]

@@ -36,6 +36,7 @@ from config import HERE, ConfigError, read_json
 
 # End-of-turn tokens that some chat checkpoints leave out of their list of EOS ids, so that their answers never end.
 END_OF_TURN = ("<|eot_id|>", "<|eot|>", "<|im_end|>", "<end_of_turn>")
+TOKEN_TEXTS = 16_384  # how many are kept for log-probabilities
 _BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")
 
 
@@ -62,6 +63,9 @@ class Tokenizer:
         self._decoder_types = [step["type"] for step in steps]
         self._bytes: dict[int, bytes] = {}
         self._anchor = self._find_anchor()
+        self._anchor_text = self.decode(self._anchor)
+        # Five likeliest tokens for every token that is told are many texts, and mostly the same ones.
+        self.token_text = functools.lru_cache(TOKEN_TEXTS)(self._token_text)
 
     @property
     def is_byte_level(self) -> bool:
@@ -92,11 +96,11 @@ class Tokenizer:
     def token_to_id(self, token: str) -> int | None:
         return self._tokenizer.token_to_id(token)
 
-    def token_text(self, token_id: int) -> str:
+    def _token_text(self, token_id: int) -> str:
         """The text of one token by itself, as it reads in the middle of a text; special tokens show their name."""
         if token_id in self.special_ids:
             return self.id_to_token(token_id) or ""
-        return self.decode([*self._anchor, token_id])[len(self.decode(self._anchor)) :]
+        return self.decode([*self._anchor, token_id])[len(self._anchor_text) :]
 
     def token_bytes(self, token_id: int) -> bytes:
         """The bytes of one token of a byte-level tokenizer; none for special and unknown ids."""

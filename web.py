@@ -25,6 +25,7 @@ from pathlib import Path
 
 import gunicorn.app.base
 import gunicorn.glogging
+import gunicorn.util
 from flask import Flask, Response, g, request
 from flask_swagger_ui import get_swaggerui_blueprint
 from werkzeug.exceptions import HTTPException
@@ -689,6 +690,13 @@ def _answered(call: Call, status: int, outcome: str) -> Answered:
     )
 
 
+def _write_error(client: socket.socket, status: int, reason: str, message: str) -> None:
+    """What gunicorn answers to what is no HTTP, or more of it than it takes: in JSON instead of HTML."""
+    body = ApiError(status, "http", f"{reason}: {message}").json
+    head = f"HTTP/1.1 {status} {reason}\r\nConnection: close\r\nContent-Type: application/json\r\n"
+    gunicorn.util.write_nonblock(client, f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
+
+
 class _GunicornLog(gunicorn.glogging.Logger):
     """Gunicorn's warnings go where our own log goes, in its form."""
 
@@ -729,6 +737,7 @@ class Server(gunicorn.app.base.BaseApplication):
     def load(self) -> Flask:
         """Runs in each web process, after the fork: a ZeroMQ context must not be carried across one."""
         configuration.die_with_parent()
+        gunicorn.util.write_error = _write_error
         worker = Worker(configuration.socket_address(), self._config.tokenizer_config_path)
         return create_app(self._config, worker)
 

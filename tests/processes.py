@@ -132,6 +132,13 @@ class Server:
         response = self.request("POST", "/generate", {"inputs": inputs, "parameters": parameters})
         return response.status, json.loads(response.read())
 
+    def post(self, path, body):
+        """The answer to a request that goes well."""
+        response = self.request("POST", path, body)
+        answer = json.loads(response.read())
+        assert response.status == 200, answer
+        return answer
+
     def stream(self, inputs, **parameters):
         """All events of a stream."""
         response = self.request("POST", "/generate_stream", {"inputs": inputs, "parameters": parameters})

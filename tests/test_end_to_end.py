@@ -1,14 +1,16 @@
 """The whole server as its users meet it: real processes, real signals, real HTTP, the built-in model."""
 
 import concurrent.futures
+import http.client
 import json
 import os
+import re
 import signal
 import socket
 
 import pytest
 from fakes.tokenizer import VOCABULARY, byte_tokenizer
-from processes import Server, events, memory_mb, wait_until
+from processes import Server, events, free_port, memory_mb, wait_until
 from tiny_models import llama, save_checkpoint
 
 from config import DEMO_MODEL
@@ -137,6 +139,69 @@ def test_health_live_and_info(server):
     status, body = server.get("/info")
     info = json.loads(body)
     assert (status, info["model_id"], info["max_batch_size"]) == (200, "neuron-textgen/demo", 4)
+
+
+def test_every_web_process_tells_the_same_metrics(server):
+    def count():
+        status, text = server.get("/metrics")
+        assert status == 200
+        return int(float(re.search(r"^tgi_request_success (\S+)$", text, flags=re.MULTILINE)[1]))
+
+    before = count()
+    for _ in range(6):  # each on a connection of its own, so that both web processes have some
+        server.generate("Hello", max_new_tokens=1)
+    wait_until(lambda: count() >= before + 6, "the count of all six")
+    assert {count() for _ in range(10)} == {before + 6}
+
+
+def test_chats_and_completions_in_a_crowd_say_what_they_say_alone(server):
+    def ask(n):
+        if n % 2:
+            body = {"prompt": [QUESTIONS[0], "Hello"], "n": 2, "max_tokens": 12, "seed": n, "logprobs": 1, "echo": True}
+            answer = server.post("/v1/completions", body)
+            return [(choice["text"], choice["logprobs"]["tokens"]) for choice in answer["choices"]]
+        message = {"role": "user", "content": QUESTIONS[n % len(QUESTIONS)]}
+        body = {"messages": [message], "max_tokens": 12, "seed": n, "stop": ["e"]}
+        return server.post("/v1/chat/completions", body)["choices"][0]["message"]["content"]
+
+    alone = [ask(n) for n in range(8)]
+    with concurrent.futures.ThreadPoolExecutor(8) as pool:
+        assert list(pool.map(ask, range(8))) == alone
+    assert not any("e" in text for text in alone[::2])
+
+
+@pytest.mark.parametrize(
+    ("sent", "status"),
+    [
+        (b"nonsense\r\n\r\n", 400),
+        (b"GET /infer?sentence=" + b"a" * 9000 + b" HTTP/1.1\r\n\r\n", 414),
+        (b"GET /health HTTP/1.1\r\nX: " + b"a" * 9000 + b"\r\n\r\n", 431),
+        (b"GET /health HTTP/1.1\r\n" + b"X: a\r\n" * 101 + b"\r\n", 431),
+    ],
+    ids=lambda value: str(value)[:30],
+)
+def test_what_is_no_http_or_too_much_of_it_is_refused_in_json(server, sent, status):
+    with socket.create_connection(("127.0.0.1", server.port), timeout=20) as client:
+        client.sendall(sent)
+        response = http.client.HTTPResponse(client)
+        response.begin()
+        assert (response.status, response.headers["Content-Type"]) == (status, "application/json")
+        assert json.loads(response.read())["error_type"] == "http"
+
+
+def test_as_sagemaker_starts_it(tiny_model):
+    """`serve` as argument, its names for the settings, its port, and no more."""
+    port = str(free_port())
+    settings = {"HF_MODEL_ID": tiny_model, "SM_NUM_GPUS": "1", "SAGEMAKER_BIND_TO_PORT": port, "PORT": port}
+    with Server("--max-batch-size", "2", **settings | {"RESPONSE_DEADLINE": "0.5"}) as server:
+        server.wait_ready()
+        assert server.get("/ping") == (200, "")
+        response = server.request("POST", "/invocations", {"inputs": "Hello"})
+        (answer,) = json.loads(response.read())
+        assert answer["generated_text"].startswith("Hello")
+        assert 0 < int(response.headers["x-generated-tokens"]) < 4000
+        server.wait_idle()
+        assert server.stop() == 0
 
 
 def test_each_finished_request_is_one_line_in_the_log(server):
