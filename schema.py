@@ -602,6 +602,12 @@ def check(request: GenerateRequest, config: Config, facts: Facts, streaming: boo
     )
 
 
+def check_sentence(sentence: str, config: Config, facts: Facts) -> Job:
+    """Checks what `GET /infer` is asked. Raises ApiError."""
+    _require(sentence != "", "`sentence` cannot be empty")
+    return replace(check(GenerateRequest(sentence), config, facts, streaming=False), prompt_name="sentence")
+
+
 def check_chat(request: ChatRequest, config: Config, facts: Facts) -> Job:
     """Checks a chat request. Raises ApiError. The prompt of the job is for the chat template to make."""
     for name, asks in (
@@ -779,7 +785,11 @@ def vertex_instances(request: VertexRequest, config: Config) -> list[GenerateReq
         limit = f"Number of instances exceeds the maximum allowed batch size of {config.max_client_batch_size}"
         raise ApiError(422, "batch size exceeded", f"{limit} (--max-client-batch-size raises it)")
     kinds = {"inputs": GenerateRequest, "messages": ChatRequest}
-    return [parse(instance, kind_of(instance, kinds)) for instance in request.instances]
+    instances = [parse(instance, kind_of(instance, kinds)) for instance in request.instances]
+    for instance in instances:
+        _require(not instance.stream, "`stream` is not supported in `instances`")
+        _require((getattr(instance, "n", None) or 1) == 1, "`n` != 1 is not supported in `instances`")
+    return instances
 
 
 def kind_of(body: bytes, kinds: dict[str, type[Struct]]) -> type[Struct]:

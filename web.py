@@ -120,12 +120,14 @@ class Worker:
         try:
             if not self._lost:
                 self._end.send(AskMetrics(request_id))
-                return inbox.get(timeout=METRICS_TIMEOUT_S).text
-        except (queue.Empty, AttributeError):  # an End has no text: the worker died meanwhile
+                message = inbox.get(timeout=METRICS_TIMEOUT_S)
+                if isinstance(message, Metrics):
+                    return message.text
+        except queue.Empty:
             pass
         finally:
             self._inboxes.pop(request_id, None)
-        raise schema.not_ready(self.phase if self.phase != "ready" else "busy")
+        raise schema.not_ready("busy" if self.phase == "ready" else self.phase)
 
     def _on_message(self, message: FromWorker) -> None:
         if isinstance(message, Tokens):
@@ -182,6 +184,7 @@ class Call:
     ):
         self.started_at = started_at
         self.first_token_at: float | None = None
+        self._is_settled = False
         self._worker = worker
         self._deadline_at = deadline_at
         self._client_is_gone = client_is_gone
@@ -236,6 +239,32 @@ class Call:
     def close(self, reason: str = "client hung up") -> None:
         for request_id in self._by_id:
             self._worker.leave(request_id, reason)
+
+    def settle(self, outcome: str) -> None:
+        """Closes, and has the request counted; only the first word on how it went counts."""
+        self.close()
+        if not self._is_settled:
+            self._is_settled = True
+            self._worker.account(self._answered(outcome))
+
+    def _answered(self, outcome: str) -> Answered:
+        """What the metrics are to know of it."""
+        sequences = self.sequences
+        duration_s = time.monotonic() - self.started_at
+        validation_s = self.sent_at - self.started_at
+        queue_s = max(sequence.queue_s for sequence in sequences)
+        return Answered(
+            status=HANG_UP if outcome == "dropped" else 200,
+            outcome=outcome,
+            duration_s=duration_s,
+            validation_s=validation_s,
+            queue_s=queue_s,
+            inference_s=max(0.0, duration_s - validation_s - queue_s),
+            first_token_s=None if self.first_token_at is None else self.first_token_at - self.started_at,
+            input_tokens=sum(len(sequence.prompt) for sequence in sequences if sequence.number == 0),
+            generated_tokens=sum(sequence.tokens for sequence in sequences),
+            max_new_tokens=sum(sequence.max_new_tokens for sequence in sequences),
+        )
 
     def _take(self, token: Token, sequence: Sequence) -> list[Piece]:
         if self.first_token_at is None:
@@ -348,8 +377,8 @@ class Readers:
         return PredictionsAnswer(jobs, *self._parts(), prefixes=prefixes)
 
     def infer(self, sentence: str) -> Answer:
-        job = schema.check(GenerateRequest(sentence), self._config, self._worker.facts, streaming=False)
-        return InferAnswer([replace(job, prompt_name="sentence")], *self._parts(), prefixes=[sentence])
+        job = schema.check_sentence(sentence, self._config, self._worker.facts)
+        return InferAnswer([job], *self._parts(), prefixes=[sentence])
 
     def chat_prompt(self, chat: ChatRequest) -> str:
         """The text that the model's chat template makes of the messages."""
@@ -583,11 +612,11 @@ def _respond(config: Config, worker: Worker, read: Callable[[], Answer], deadlin
             raise
         g.outcome = "dropped"
         return Response(status=HANG_UP)
-    response = Response(_events(worker, answer, call, first, batches), content_type="text/event-stream")
+    response = Response(_events(answer, call, first, batches), content_type="text/event-stream")
     response.headers["Cache-Control"] = "no-cache"
     response.headers["X-Accel-Buffering"] = "no"
     response.headers.extend(_compute_headers(config, worker, answer))
-    response.call_on_close(call.close)
+    response.call_on_close(lambda: call.settle("dropped"))  # a client may be gone before the first event is asked for
     return response
 
 
@@ -597,12 +626,11 @@ def _whole(config: Config, worker: Worker, answer: Answer, call: Call) -> Respon
             sequence.pieces += pieces
     response = _json(answer.whole(call.sequences))
     response.headers.extend(_compute_headers(config, worker, answer) | _timing_headers(call))
-    worker.account(_answered(call, 200, "success"))
+    call.settle("success")
     return response
 
 
 def _events(
-    worker: Worker,
     answer: Answer,
     call: Call,
     batch: list[tuple[Sequence, list[Piece]]] | None,
@@ -633,8 +661,7 @@ def _events(
         logger.exception("a stream of %s failed", type(answer).__name__)
         yield answer.failure(ApiError(500, "internal", "Internal server error"))
     finally:
-        call.close()
-        worker.account(_answered(call, HANG_UP if outcome == "dropped" else 200, outcome))
+        call.settle(outcome)
 
 
 def _compute_headers(config: Config, worker: Worker, answer: Answer) -> dict[str, str]:
@@ -667,26 +694,6 @@ def _timing_headers(call: Call) -> dict[str, str]:
             "x-prompt-tokens": str(sum(len(sequence.prompt) for sequence in sequences if sequence.number == 0)),
             "x-generated-tokens": str(generated),
         }
-    )
-
-
-def _answered(call: Call, status: int, outcome: str) -> Answered:
-    """What the metrics are to know of a call that is over."""
-    sequences = call.sequences
-    duration_s = time.monotonic() - call.started_at
-    validation_s = call.sent_at - call.started_at
-    queue_s = max(sequence.queue_s for sequence in sequences)
-    return Answered(
-        status=status,
-        outcome=outcome,
-        duration_s=duration_s,
-        validation_s=validation_s,
-        queue_s=queue_s,
-        inference_s=max(0.0, duration_s - validation_s - queue_s),
-        first_token_s=None if call.first_token_at is None else call.first_token_at - call.started_at,
-        input_tokens=sum(len(sequence.prompt) for sequence in sequences if sequence.number == 0),
-        generated_tokens=sum(sequence.tokens for sequence in sequences),
-        max_new_tokens=sum(sequence.max_new_tokens for sequence in sequences),
     )
 
 

@@ -447,13 +447,17 @@ def test_vertex_predicts_a_text_for_each_instance(served):
     wrong = served.post("/vertex", {"instances": [instances[0], {"inputs": "", "parameters": greedy}]})
     assert (wrong.status_code, wrong.json["error"]) == (422, "Input validation error: `inputs` cannot be empty")
     assert served.post("/vertex", {"instances": [instances[0]] * 5}).json["error_type"] == "batch size exceeded"
+    for cannot in ({"n": 2}, {"stream": True}):
+        refused = served.post("/vertex", {"instances": [MESSAGES | cannot]})
+        assert (refused.status_code, f"`{next(iter(cannot))}`" in refused.json["error"]) == (422, True)
 
 
 def test_the_route_of_the_ray_blueprint_gives_prompt_and_answer_in_a_list(served):
     text = whole(served, "/generate", {"inputs": "Hi there"})["generated_text"]
     response = served.client.get("/infer?sentence=Hi%20there")
     assert (response.status_code, response.json) == (200, ["Hi there" + text])
-    assert served.client.get("/infer").status_code == 422
+    for path in ("/infer", "/infer?sentence="):
+        assert "`sentence` cannot be empty" in served.client.get(path).json["error"]
 
 
 def test_tokenize_tells_where_each_token_stands(served):

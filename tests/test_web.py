@@ -593,6 +593,12 @@ def test_who_hangs_up_is_counted_as_dropped(served):
     served.model.may_decode.set()
 
 
+def test_who_hangs_up_before_the_first_event_is_counted_too(served):
+    served.post("/generate_stream", {"inputs": "Hello"}, buffered=False).close()
+    counted(served, "tgi_request_failure_total,dropped", 1)
+    assert metrics(served)["tgi_request_count_total"] == 1
+
+
 def test_metrics_are_there_while_the_device_stands_still_and_before_it_is_ready(booting):
     assert "tgi_request_count 0.0" in booting.client.get("/metrics").get_data(as_text=True)
     booting.get_ready()
