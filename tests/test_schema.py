@@ -381,6 +381,136 @@ def test_any_damage_to_a_good_body_gives_a_job_or_a_refusal(at, length, inserted
     job_or_refusal(good[:at] + inserted + good[at + length :], streaming=True)
 
 
+# OpenAI's requests
+
+
+def chat(**fields) -> Job:
+    body = {"messages": [{"role": "user", "content": "Hi"}], **fields}
+    return schema.check_chat(parse(json.dumps(body).encode(), schema.ChatRequest), CONFIG, FACTS)
+
+
+def completion(prompt="Hello", **fields) -> list[Job]:
+    body = json.dumps({"prompt": prompt, **fields}).encode()
+    return schema.check_completion(parse(body, schema.CompletionRequest), CONFIG, FACTS)
+
+
+def test_what_openais_clients_ask_for_arrives():
+    asked = {
+        "temperature": 0.5,
+        "top_p": 0.9,
+        "top_k": 7,
+        "seed": 3,
+        "presence_penalty": 0.5,
+        "frequency_penalty": -0.5,
+        "repetition_penalty": 1.5,
+        "logit_bias": {"7": 1.5, "07": 2, "0": -100},
+    }
+    sampling = Sampling(3, 0.5, 7, 0.9, 1.0, 1.5, -0.5, presence_penalty=0.5, logit_bias=[(7, 2.0), (0, -100.0)])
+    assert chat(**asked).sampling == completion(**asked)[0].sampling == sampling
+    more = {"max_tokens": 9, "min_tokens": 4, "ignore_eos": True, "stop": "x", "n": 2}
+    for job in (chat(**more), completion(**more)[0]):
+        assert (job.max_new_tokens, job.min_new_tokens, job.ignore_eos, job.sequences) == (9, 4, True, 2)
+        assert (job.stop, job.keep_stop) == (["x"], False)
+    assert not chat().add_special_tokens, "the template has put them"
+    assert completion()[0].add_special_tokens
+
+
+@pytest.mark.parametrize("ask", [chat, lambda **fields: completion(**fields)[0]])
+def test_openai_takes_the_likeliest_token_at_temperature_nought_and_samples_otherwise(ask):
+    assert ask(temperature=0, top_p=0.5, top_k=4, seed=1).sampling.seed is None
+    assert ask(temperature=0.0).sampling.seed is None
+    for seed in (ask().sampling.seed, ask(temperature=1).sampling.seed, ask(top_p=0.5).sampling.seed):
+        assert 0 <= seed < 2**64
+    assert ask(seed=-1).sampling.seed == 2**64 - 1
+    assert ask(top_k=-1).sampling.top_k == ask(top_k=0).sampling.top_k == 0
+
+
+@pytest.mark.parametrize("kind", [schema.ChatRequest, schema.CompletionRequest])
+def test_null_means_absent_in_openais_requests_too(kind):
+    ask, needed = {schema.ChatRequest: (chat, "messages"), schema.CompletionRequest: (completion, "prompt")}[kind]
+    without = ask(temperature=0)
+    for field in set(kind.__struct_fields__) - {needed, "temperature"}:
+        assert ask(temperature=0, **{field: None}) == without, field
+
+
+@pytest.mark.parametrize(
+    ("messages", "told"),
+    [
+        ([{"role": "user", "content": "a"}], [{"role": "user", "content": "a"}]),
+        ([{"role": "user", "content": []}], [{"role": "user", "content": ""}]),
+        ([{"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]}], None),
+        ([{"role": "x", "content": "a", "name": "n", "tool_calls": None, "refusal": None}], None),
+        ([{"role": "tool", "content": "a", "tool_call_id": "1"}], [{"role": "tool", "content": "a", "tool_call_id": "1"}]),
+    ],
+)
+def test_messages_come_as_templates_read_them(messages, told):
+    body = json.dumps({"messages": messages}).encode()
+    got = schema.messages_of(parse(body, schema.ChatRequest).messages)
+    if told is None:
+        told = [{"role": messages[0]["role"], "content": "ab" if isinstance(messages[0]["content"], list) else "a"}]
+        told[0] |= {"name": "n"} if "name" in messages[0] else {}
+    assert got == told
+
+
+@pytest.mark.parametrize(
+    ("arguments", "read"), [('{"a": 1}', {"a": 1}), ({"a": 1}, {"a": 1}), ("nonsense", "nonsense"), ("[" * 9999, "[" * 9999)]
+)
+def test_the_arguments_of_a_tool_call_are_read_where_they_can_be(arguments, read):
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": arguments}}
+    (message,) = schema.messages_of([schema.Message("assistant", None, tool_calls=[call])])
+    assert message["content"] == ""
+    assert message["tool_calls"][0]["function"] == {"name": "f", "arguments": read}
+
+
+def test_errors_have_openais_shape_too():
+    told = json.loads(schema.invalid("`top_p` must be > 0.0 and < 1.0").openai_json)["error"]
+    assert told == {
+        "message": "Input validation error: `top_p` must be > 0.0 and < 1.0",
+        "type": "invalid_request_error",
+        "param": "top_p",
+        "code": "validation",
+    }
+    told = json.loads(schema.overloaded().openai_json)["error"]
+    assert (told["type"], told["param"], told["code"]) == ("rate_limit_error", None, "rate_limit_exceeded")
+    told = json.loads(schema.not_ready("loading").openai_json)["error"]
+    assert (told["type"], told["code"], told["phase"]) == ("server_error", "unavailable", "loading")
+
+
+OPENAI_LIKELY = {
+    **dict.fromkeys(("max_tokens", "top_k", "n", "seed", "min_tokens", "best_of", "logprobs"), NUMBER),
+    **dict.fromkeys(("temperature", "top_p", "presence_penalty", "frequency_penalty", "repetition_penalty"), NUMBER),
+    **dict.fromkeys(("ignore_eos", "stream", "echo"), st.booleans()),
+    "stop": st.text(max_size=2) | st.lists(st.text(max_size=3), max_size=6),
+    "logit_bias": st.dictionaries(st.integers(-2, 60).map(str) | st.text(max_size=3), NUMBER, max_size=3),
+}
+ANY_IDS = st.lists(st.integers(-2, 60))
+ANY_PROMPT = st.text(max_size=3) | st.lists(st.text(max_size=2) | st.integers(-2, 60) | ANY_IDS, max_size=5)
+    st.text(max_size=2) | st.integers(-2, 60) | st.lists(st.integers(-2, 60)), max_size=5
+)
+
+
+@given(
+    prompt=ANY_PROMPT | ANY_JSON,
+    fields=st.fixed_dictionaries({}, optional={name: value | ANY_JSON for name, value in OPENAI_LIKELY.items()}),
+)
+@thorough
+def test_any_completion_request_gives_jobs_that_can_run_or_a_refusal(prompt, fields):
+    try:
+        jobs = completion(prompt, **fields)
+    except ApiError as error:
+        assert error.status in (400, 422)
+        assert json.loads(error.openai_json)["error"].keys() == {"message", "type", "param", "code"}
+        return
+    assert 1 <= len(jobs) <= CONFIG.max_client_batch_size
+    for job in jobs:
+        assert 1 <= job.sequences <= CONFIG.max_client_batch_size
+        assert 0 <= job.top_n_tokens <= CONFIG.max_top_n_tokens
+        assert all(0 <= token < FACTS.vocab_size and abs(bias) <= 100 for token, bias in job.sampling.logit_bias)
+        assert job.max_new_tokens is None or job.min_new_tokens <= job.max_new_tokens
+        if isinstance(job.prompt, list):
+            assert all(0 <= token < FACTS.vocab_size for token in job.prompt)
+
+
 # Sampling
 
 
