@@ -485,8 +485,6 @@ OPENAI_LIKELY = {
 }
 ANY_IDS = st.lists(st.integers(-2, 60))
 ANY_PROMPT = st.text(max_size=3) | st.lists(st.text(max_size=2) | st.integers(-2, 60) | ANY_IDS, max_size=5)
-    st.text(max_size=2) | st.integers(-2, 60) | st.lists(st.integers(-2, 60)), max_size=5
-)
 
 
 @given(
