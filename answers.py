@@ -7,10 +7,11 @@ no rule of any field: it is handed jobs that are checked.
 
 from __future__ import annotations
 
+import math
 import secrets
 import time
 from collections.abc import Iterator
-from itertools import accumulate
+from itertools import accumulate, zip_longest
 
 from msgspec import UNSET, Struct
 
@@ -47,7 +48,7 @@ class Sequence:
 
     @property
     def mean_logprob(self) -> float:
-        return self._logprobs / max(1, self.tokens)
+        return self._logprobs / self.tokens if self.tokens else -math.inf
 
     @property
     def queue_s(self) -> float:
@@ -106,7 +107,9 @@ class Answer:
         return self.tokenizer.prompt_texts(sequence.prompt)
 
     def _prompt_logprobs(self, sequence: Sequence) -> list[float | None]:
-        """One for each token of the prompt; None for the first, before which nothing stands."""
+        """One for each token of the prompt; None for the first, before which nothing stands, and for all that never ran."""
+        if sequence.ran is None:
+            return [None] * len(sequence.prompt)
         return [None, *map(schema.shortest_float, sequence.ran.logprobs)]
 
 
@@ -246,11 +249,12 @@ class OpenAIAnswer(Answer):
     def _event(self, sequence: Sequence, choice: Struct) -> bytes:
         return self._chunk([choice], self._usage([sequence]) if self._usage_always else None)
 
-    def _bytes(self, token_id: int, text: str) -> list[int] | None:
+    def _bytes(self, token_id: int, text: str, cut: int = 0) -> list[int] | None:
+        """The token's own bytes without those that a stop string took, or where it has none the bytes of its text."""
         if token_id in self.tokenizer.special_ids:
             return None
         exact = self.tokenizer.piece_bytes(token_id)
-        return list(text.encode() if exact is None else exact)
+        return list(text.encode() if exact is None else exact[: max(0, len(exact) - cut)])
 
 
 class ChatAnswer(OpenAIAnswer):
@@ -301,7 +305,7 @@ class ChatAnswer(OpenAIAnswer):
                 schema.TokenLogprob(
                     token=piece.text,
                     logprob=schema.shortest_float(piece.logprob),
-                    bytes=self._bytes(piece.id, piece.text),
+                    bytes=self._bytes(piece.id, piece.text, piece.cut),
                     top_logprobs=[self._top_logprob(*top) for top in piece.top],
                 )
                 for piece in pieces
@@ -373,20 +377,40 @@ class CompletionAnswer(OpenAIAnswer):
             return None
         rows = []
         if with_prompt:
-            texts, logprobs = self._prompt_texts(sequence), self._prompt_logprobs(sequence)
-            tops = [[], *(sequence.ran.top or [[]] * (len(texts) - 1))]
-            special = [i in self.tokenizer.special_ids for i in sequence.prompt]
-            rows = list(zip(texts, logprobs, tops, special))
-        rows += [(piece.text, schema.shortest_float(piece.logprob), piece.top, piece.special) for piece in pieces]
-        start = self._told.get(sequence, 0)
-        ends = list(accumulate((0 if special else len(text) for text, _, _, special in rows), initial=start))
+            rows = list(self._prompt_rows(sequence))
+        rows += [
+            (piece.text, 0 if piece.special else len(piece.text), piece.logprob, [*piece.top, (piece.id, piece.logprob)])
+            for piece in pieces
+        ]
+        ends = list(accumulate((length for _, length, _, _ in rows), initial=self._told.get(sequence, 0)))
         self._told[sequence] = ends[-1]
         return schema.CompletionLogprobs(
-            tokens=[row[0] for row in rows],
-            token_logprobs=[row[1] for row in rows],
-            top_logprobs=[self._top(row[2]) for row in rows] if self._top_n else None,
+            tokens=[text for text, *_ in rows],
+            token_logprobs=[logprob if logprob is None else schema.shortest_float(logprob) for _, _, logprob, _ in rows],
+            top_logprobs=[self._top(top) for *_, top in rows] if self._top_n else None,
             text_offset=ends[:-1],
         )
 
+    def _prompt_rows(self, sequence: Sequence) -> Iterator[tuple[str, int, float | None, list[tuple[int, float]]]]:
+        """Each token of the prompt: its text, how much of it the echo shows, its log-probability and the likeliest."""
+        echoed, at = self._echoed(sequence), 0
+        tops = sequence.ran.top if sequence.ran else []
+        columns = zip_longest(sequence.prompt, self._prompt_texts(sequence), self._prompt_logprobs(sequence), [[], *tops])
+        for token, text, logprob, top in columns:
+            special = token in self.tokenizer.special_ids
+            length = len(text) if not special or echoed.startswith(text, at) else 0
+            at += length
+            yield text, length, logprob, [*(top or []), (token, logprob)] if logprob is not None else []
+
     def _top(self, top: list[tuple[int, float]]) -> dict[str, float] | None:
-        return {self.tokenizer.token_text(i): schema.shortest_float(logprob) for i, logprob in top} or None
+        """OpenAI's form: the likeliest and the token itself, by their texts; of equal texts the likelier one counts."""
+        told: dict[str, float] = {}
+        for token, logprob in top:
+            told.setdefault(self._name(token), schema.shortest_float(logprob))
+        return told or None
+
+    def _name(self, token: int) -> str:
+        """A token's text; where it is but a part of a character, its bytes as OpenAI writes them."""
+        text = self.tokenizer.token_text(token)
+        exact = self.tokenizer.piece_bytes(token) if "\ufffd" in text else None
+        return text if exact is None else "bytes:" + "".join(f"\\x{byte:02x}" for byte in exact)

@@ -18,7 +18,7 @@ from protocol import Metrics as MetricsText
 
 METHODS = ("prefill", "decode")
 FAILURES = ("overloaded", "validation", "incomplete", "template", "generation", "dropped")
-HTTP_ERRORS = ("400", "404", "405", "413", "415", "422", "424", "429", "500", "503")
+HTTP_ERRORS = ("400", "401", "404", "405", "413", "415", "422", "424", "429", "500", "503")
 REASONS = ("backpressure", "wait_exceeded")
 
 # (class, name without "tgi_", help, label name, the label's values that are there from the start)
@@ -127,7 +127,7 @@ class Metrics:
             metric.labels(value)
 
     def _count_answered(self, answered: Answered) -> None:
-        if answered.status == 499 or answered.outcome == "dropped":
+        if answered.status == 499:
             self.series("client_hang_ups").inc()
         elif answered.status >= 400:
             self.series("http_errors", str(answered.status)).inc()

@@ -5,8 +5,9 @@ that owns its socket (ZeroMQ sockets must not be shared) and hands messages over
 nor a request in HTTP waits for the other. Messages are msgspec structs in msgpack, never pickle. This layer does not know
 what the messages are for.
 
-A request's life on the wire: `Generate`, then a `Prompt` and `Token`s inside the `Tokens` of each step, until exactly one
-terminal word: a `Token` with a `finish_reason`, or an `End`. `Cancel` asks for the end early; it is answered by the same rule.
+A request's life on the wire: `Generate` (in a `GenerateAll`), then a `Prompt` and `Token`s inside the `Tokens` of each step,
+until exactly one terminal word: a `Token` with a `finish_reason`, or an `End`. `Cancel` asks for the end early; it is answered
+by the same rule.
 What has nothing to do with the loop (`ASIDE`) goes past it: a step may take long, the metrics may not.
 """
 
@@ -41,8 +42,8 @@ class Sampling(msgspec.Struct, frozen=True):
     logit_bias: list[tuple[int, float]] = []  # (token id, what is added to its logit)
 
 
-class Generate(msgspec.Struct, tag="generate", frozen=True):
-    """Web → worker: continue `prompt`. `id` is random, 63 bits, unique among all web processes."""
+class Generate(msgspec.Struct, frozen=True):
+    """Continue `prompt`. `id` is random, 63 bits, unique among all web processes."""
 
     id: int
     prompt: list[int]
@@ -53,6 +54,12 @@ class Generate(msgspec.Struct, tag="generate", frozen=True):
     ignore_eos: bool = False  # an end-of-sequence token does not end the answer
     prompt_logprobs: bool = False
     sent_at: float = 0.0  # CLOCK_MONOTONIC in seconds, one for all processes; 0: not told
+
+
+class GenerateAll(msgspec.Struct, tag="generate", frozen=True):
+    """Web → worker: what one HTTP request asks for. All of it is taken, or all of it is refused."""
+
+    generates: list[Generate]
 
 
 class Cancel(msgspec.Struct, tag="cancel", frozen=True):
@@ -76,7 +83,7 @@ class Answered(msgspec.Struct, tag="answered", frozen=True):
     template, generation, dropped. `first_token_s` counts from the arrival of the HTTP request.
     """
 
-    status: int  # HTTP; 499: the client hung up
+    status: int  # HTTP; 499: the client hung up; 0: there was nobody to answer
     outcome: str | None = None
     duration_s: float = 0.0
     validation_s: float = 0.0
@@ -170,7 +177,7 @@ class Metrics(msgspec.Struct, tag="metrics", frozen=True):
     text: bytes
 
 
-FromWeb = Generate | Cancel | Hello | Answered | AskMetrics
+FromWeb = GenerateAll | Cancel | Hello | Answered | AskMetrics
 FromWorker = Tokens | End | Status | Facts | Metrics
 ASIDE = (Answered, AskMetrics)  # handled on the socket's thread, never by the loop
 
@@ -345,7 +352,8 @@ class WebEnd(_SocketThread):
         self._thread.start()
 
     def send(self, message: FromWeb) -> None:
-        self._post(message)
+        """Raises what msgspec raises for a message that cannot be encoded: here, where it harms nobody else."""
+        self._post(_encode(message))
 
     def _run(self) -> None:
         context = zmq.Context()
@@ -360,8 +368,8 @@ class WebEnd(_SocketThread):
             poller.register(source, zmq.POLLIN)
         while not self._closing.is_set():
             ready = dict(poller.poll())
-            for message in self._drain_outbox():
-                dealer.send(_encode(message))
+            for body in self._drain_outbox():
+                dealer.send(body)
             if dealer in ready:
                 self._read(dealer, decoder)
             if monitor in ready:  # a worker is never started twice in a run: gone once is gone for good

@@ -52,13 +52,15 @@ class ApiError(Exception):
         code: str | None = None,
         phase: str | None = None,
         param: str | None = None,
+        names_param: bool = True,
     ):
         super().__init__(message)
         self.status = status
         self.error_type = error_type
         self.retry_after_s = retry_after_s
         self._code = code or error_type
-        self._param = param
+        named = re.search(r"`(\w+)", message) if status == 422 and names_param else None
+        self._param = param or (named[1] if named else None)
         self._phase = {} if phase is None else {"phase": phase}
 
     @property
@@ -72,11 +74,10 @@ class ApiError(Exception):
     @property
     def openai_json(self) -> bytes:
         kind = "server_error" if self.status >= 500 or self.status == 424 else "invalid_request_error"
-        named = re.search(r"`(\w+)", str(self)) if self.status == 422 else None
         error = {
             "message": str(self),
             "type": "rate_limit_error" if self.status == 429 else kind,
-            "param": self._param or (named[1] if named else None),
+            "param": self._param,
             "code": self._code,
         }
         return encode({"error": error | self._phase})
@@ -523,11 +524,10 @@ def parse(body: bytes, kind: type[T]) -> T:
 def wrong_type(message: str) -> ApiError:
     message, _, path = message.partition(" - at `$")
     path = path.strip("`.")
-    return ApiError(
-        422,
-        "validation",
-        "Failed to deserialize the JSON body into the target type: " + (f"{path}: {message}" if path else message),
-    )
+    missing = re.search(r"required field `(\w+)`", message)
+    param = ".".join(filter(None, [path, missing[1] if missing else ""])) or None
+    what = "Failed to deserialize the JSON body into the target type: " + (f"{path}: {message}" if path else message)
+    return ApiError(422, "validation", what, param=param, names_param=False)
 
 
 @dataclass(frozen=True)
@@ -586,7 +586,7 @@ def check(request: GenerateRequest, config: Config, facts: Facts, streaming: boo
         f"`truncate` must be strictly positive and less than {facts.max_input_tokens}. Given: {p.truncate}",
     )
     # What TGI knows and this server does not do; asking for nothing with them is fine.
-    _require(p.grammar is None, "`grammar` is not supported")
+    _require(not p.grammar, "`grammar` is not supported")
     _require(not p.watermark, "`watermark` is not supported")
     _require(not p.adapter_id, "`adapter_id` is not supported")
     _check_prompt_logprobs(bool(p.decoder_input_details), "decoder_input_details", facts)
@@ -615,7 +615,7 @@ def check_chat(request: ChatRequest, config: Config, facts: Facts) -> Job:
         ("functions", request.functions),
         ("tool_choice", request.tool_choice not in (None, "none", "auto")),
         ("function_call", request.function_call not in (None, "none", "auto")),
-        ("response_format", (request.response_format or {"type": "text"}).get("type") != "text"),
+        ("response_format", ((request.response_format or {}).get("type") or "text") != "text"),
         ("modalities", set(request.modalities or ()) - {"text"}),
         ("audio", request.audio),
         ("web_search_options", request.web_search_options is not None),
@@ -641,7 +641,8 @@ def check_completion(request: CompletionRequest, config: Config, facts: Facts) -
     prompts = _prompts(request.prompt)
     if len(prompts) > config.max_client_batch_size:
         limit = f"Number of prompts exceeds the maximum allowed batch size of {config.max_client_batch_size}"
-        raise ApiError(422, "batch size exceeded", f"{limit} (--max-client-batch-size raises it). Given: {len(prompts)}")
+        given = f"{limit} (--max-client-batch-size raises it). Given: {len(prompts)}"
+        raise ApiError(422, "batch size exceeded", given, param="prompt")
     if request.suffix:
         what = "Suffix is not supported and can be achieved by preprocessing the prompt."
         raise ApiError(422, "suffix not supported", what, param="suffix")
@@ -693,7 +694,7 @@ def _check_openai(request: OpenAIRequest, prompt: str | list[int], limit: int | 
         temperature=None if greedy else request.temperature,
         repetition_penalty=request.repetition_penalty,
         frequency_penalty=request.frequency_penalty,
-        top_k=None if greedy or request.top_k in (-1, 0) else request.top_k,  # how other servers say: all
+        top_k=None if request.top_k in (-1, 0) else request.top_k,  # how other servers say: all
         top_p=request.top_p,
         do_sample=not greedy,
         seed=None if request.seed is None else request.seed & U64_MAX,  # OpenAI's may be negative
@@ -736,11 +737,13 @@ MAX_LOGIT_BIAS = 1024  # tokens: more would cost more than the step
 
 def _logit_bias(given: dict[str, float], facts: Facts) -> list[tuple[int, float]]:
     for token, bias in given.items():
-        _require(token.isascii() and token.isdigit(), f"`logit_bias` maps token ids to numbers. Given: {token[:40]!r}")
+        is_id = token.isascii() and token.isdigit() and len(token) <= 10
+        _require(is_id, f"`logit_bias` maps token ids to numbers. Given: {token[:40]!r}")
         _require(-100 <= bias <= 100, f"`logit_bias` must be >= -100 and <= 100. Given: {bias}")
     _require(len(given) <= MAX_LOGIT_BIAS, f"`logit_bias` takes up to {MAX_LOGIT_BIAS} tokens. Given: {len(given)}")
-    _check_ids([int(token[:20]) for token in given], "logit_bias", facts)
-    return list({int(token): bias for token, bias in given.items()}.items())
+    biases = {int(token): bias for token, bias in given.items()}
+    _check_ids(list(biases), "logit_bias", facts)
+    return list(biases.items())
 
 
 def messages_of(messages: list[Message]) -> list[dict[str, Any]]:
@@ -895,15 +898,15 @@ def shortest_float(logprob: float) -> float:
 
 @dataclass(frozen=True)
 class Route:
-    """One line of the contract. `answers` are the types of its 200 in JSON, if it has any; `streams`: it may be a stream of
-    events; `parameter`: where the one that it has stands, and its name."""
+    """One line of the contract. `answers` are the types of its 200 in JSON, if it has any; `events` those of its events, if
+    it may be a stream; `parameter`: where the one that it has stands, and its name."""
 
     method: str
     path: str
     summary: str
     bodies: tuple = ()
     answers: tuple = ()
-    streams: bool = False
+    events: tuple = ()
     parameter: tuple[str, str] | None = None
     needs_key: bool = True
     content_type: str | None = None  # of an answer that is no JSON
@@ -912,13 +915,13 @@ class Route:
 NATIVE, CHAT, COMPLETION = (GenerateRequest,), (ChatRequest,), (CompletionRequest,)
 ROUTES = (
     Route("POST", "/generate", "Generate text, in one piece", NATIVE, (GenerateResponse,)),
-    Route("POST", "/generate_stream", "Generate text, an event a token", NATIVE, streams=True),
-    Route("POST", "/", "The two above: `stream` says which", NATIVE, (list[GenerateResponse],), streams=True),
-    Route("POST", "/v1", "The same as `POST /`", NATIVE, (list[GenerateResponse],), streams=True),
+    Route("POST", "/generate_stream", "Generate text, an event a token", NATIVE, events=(StreamResponse,)),
+    Route("POST", "/", "The two above: `stream` says which", NATIVE, (list[GenerateResponse],), (StreamResponse,)),
+    Route("POST", "/v1", "The same as `POST /`", NATIVE, (list[GenerateResponse],), (StreamResponse,)),
     Route("POST", "/tokenize", "The tokens of `inputs`", NATIVE, (list[SimpleToken],)),
     Route("POST", "/chat_tokenize", "The text and the tokens of a chat", CHAT, (ChatTokenizeResponse,)),
-    Route("POST", "/v1/chat/completions", "OpenAI's chat completions", CHAT, (ChatCompletion,), streams=True),
-    Route("POST", "/v1/completions", "OpenAI's completions", COMPLETION, (Completion,), streams=True),
+    Route("POST", "/v1/chat/completions", "OpenAI's chat completions", CHAT, (ChatCompletion,), (ChatChunk,)),
+    Route("POST", "/v1/completions", "OpenAI's completions", COMPLETION, (Completion,), (Completion,)),
     Route("GET", "/v1/models", "The model that is served, in a list", answers=(ModelList,)),
     Route("GET", "/v1/models/{name}", "The model that is served", answers=(ModelCard,), parameter=("path", "name")),
     Route(
@@ -927,7 +930,7 @@ ROUTES = (
         "SageMaker: a native, a chat or a completion request, told apart by their fields",
         NATIVE + CHAT + COMPLETION,
         (list[GenerateResponse], ChatCompletion, Completion),
-        streams=True,
+        (StreamResponse, ChatChunk, Completion),
     ),
     Route("POST", "/vertex", "Vertex AI: several requests at once", (VertexRequest,), (VertexResponse,)),
     Route(
@@ -950,7 +953,7 @@ ROUTES = (
 
 def openapi() -> dict[str, Any]:
     """The contract as an OpenAPI 3.1 document, from the types that requests are parsed into and answers are made of."""
-    used = [kind for route in ROUTES for kind in (*route.bodies, *route.answers)] + [StreamResponse, ErrorBody, OpenAIErrorBody]
+    used = [kind for route in ROUTES for kind in (*route.bodies, *route.answers, *route.events)] + [ErrorBody, OpenAIErrorBody]
     refs, components = msgspec.json.schema_components(used, ref_template="#/components/schemas/{name}")
     schema_of = {str(kind): ref for kind, ref in zip(used, refs)}
     components["VertexRequest"]["properties"]["instances"]["items"] = _any_of([schema_of[str(kind)] for kind in NATIVE + CHAT])
@@ -966,14 +969,18 @@ def openapi() -> dict[str, Any]:
 
 
 def _operation(route: Route, schema_of: dict[str, Any]) -> dict[str, Any]:
+    def of(kinds: tuple) -> dict[str, Any]:
+        return _any_of([schema_of[str(kind)] for kind in kinds])
+
     def content(kinds: tuple) -> dict[str, Any]:
-        return {"application/json": {"schema": _any_of([schema_of[str(kind)] for kind in kinds])}}
+        return {"application/json": {"schema": of(kinds)}}
 
     ok: dict[str, Any] = {"description": "OK"}
-    if route.answers or route.streams or route.content_type:
+    if route.answers or route.events or route.content_type:
         ok["content"] = content(route.answers) if route.answers else {}
-        if route.streams:
-            ok["content"]["text/event-stream"] = {"schema": {"type": "object", "properties": {"data": {"type": "string"}}}}
+        if route.events:
+            data = {"type": "string", "contentMediaType": "application/json", "contentSchema": of(route.events)}
+            ok["content"]["text/event-stream"] = {"schema": {"type": "object", "properties": {"data": data}}}
         if route.content_type:
             ok["content"][route.content_type] = {"schema": {"type": "string"}}
     speaks_openai = route.path.startswith("/v1/")

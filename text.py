@@ -36,6 +36,7 @@ from config import HERE, ConfigError, read_json
 
 # End-of-turn tokens that some chat checkpoints leave out of their list of EOS ids, so that their answers never end.
 END_OF_TURN = ("<|eot_id|>", "<|eot|>", "<|im_end|>", "<end_of_turn>")
+ALL_BYTES = 1_000_000  # more than any token has
 TOKEN_TEXTS = 16_384  # how many are kept for log-probabilities
 _BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")
 
@@ -78,11 +79,12 @@ class Tokenizer:
         return "ByteFallback" in self._decoder_types
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        return self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+        # A batch, because only that lets other threads run meanwhile: a text of a megabyte takes a second.
+        return self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
 
     def spans(self, text: str, add_special_tokens: bool = True) -> list[tuple[int, int, int]]:
         """Each token's id, and where in the UTF-8 bytes of `text` it begins and ends; 0, 0 if the tokenizer put it there."""
-        encoding = self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
+        (encoding,) = self._tokenizer.encode_batch([text], add_special_tokens=add_special_tokens)
         at = [0, *itertools.accumulate(len(character.encode()) for character in text)]
         return [(i, at[start], at[stop]) for i, (start, stop) in zip(encoding.ids, encoding.offsets)]
 
@@ -295,6 +297,7 @@ class Piece:
     logprob: float
     special: bool
     top: list[tuple[int, float]] = field(default_factory=list)
+    cut: int = 0  # how many bytes of its end a stop string took
 
 
 class TextStream:
@@ -329,6 +332,7 @@ class TextStream:
         self._recent = ""  # the end of the text, in which a stop string has begun
         self._pending: deque[Piece] = deque()
         self._carrier: Piece | None = None  # the newest piece that is not special; text goes to it
+        self._opener: Piece | None = None  # the piece in which the character began that is not complete yet
         self.tokens = 0
         self.stopped = False  # a stop string is complete; the text ends with it, or before it
 
@@ -347,6 +351,8 @@ class TextStream:
         if not special:
             self._carrier = piece
             self._add(text)
+            if text or self._opener is None or not self._detokenizer.holds_text:
+                self._opener = piece if self._detokenizer.holds_text else None
         if last and not self.stopped:
             return self.finish()
         return self._release(everything=self.stopped)
@@ -380,18 +386,23 @@ class TextStream:
     def _cut(self, excess: int) -> None:
         """Takes that many characters off the end of the text, which no piece that was returned has a part in."""
         self._length = self._certain = self._length - excess
+        is_gone = False  # the whole text of the piece behind, and with it a character that began before that piece
         for piece in reversed(self._pending):
-            if not piece.special and excess:
-                kept = max(0, len(piece.text) - excess)
-                excess -= len(piece.text) - kept
-                piece.text = piece.text[:kept]
+            if piece.special or not (excess or (is_gone and not piece.text)):
+                continue
+            kept = max(0, len(piece.text) - excess)
+            excess -= len(piece.text) - kept
+            piece.cut = len(piece.text[kept:].encode()) or ALL_BYTES
+            piece.text, is_gone = piece.text[:kept], kept == 0
 
     def _release(self, everything: bool) -> list[Piece]:
         released: list[Piece] = []
+        # Where a stop string may begin with that character, all of its bytes are held back.
+        held = (self._carrier if self._keep_stop else self._opener) if self._detokenizer.holds_text else None
         while self._pending:
             piece = self._pending[0]
             end = self._released + (0 if piece.special else len(piece.text))
-            if not everything and (end > self._certain or (piece is self._carrier and self._detokenizer.holds_text)):
+            if not everything and (end > self._certain or piece is held):
                 break
             self._released = end
             released.append(self._pending.popleft())

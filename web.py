@@ -9,6 +9,7 @@ slots; it never waits for the device, only for messages.
 
 from __future__ import annotations
 
+import contextlib
 import hmac
 import logging
 import os
@@ -28,7 +29,8 @@ import gunicorn.glogging
 import gunicorn.util
 from flask import Flask, Response, g, request
 from flask_swagger_ui import get_swaggerui_blueprint
-from werkzeug.exceptions import HTTPException
+from gunicorn.http.errors import ParseException
+from werkzeug.exceptions import ClientDisconnected, HTTPException
 
 import config as configuration
 import schema
@@ -42,6 +44,7 @@ from protocol import (
     Facts,
     FromWorker,
     Generate,
+    GenerateAll,
     Hello,
     Metrics,
     Prompt,
@@ -58,10 +61,14 @@ logger = logging.getLogger("web")
 HANG_UP_POLL_S = 0.1  # how often a waiting request looks whether its client is still there
 KEEP_ALIVE_S = 15.0  # a stream without an event for this long carries a comment, so that proxies keep it open
 METRICS_TIMEOUT_S = 2.0
+LONG_TEXT = 100_000  # characters
 SAGEMAKER_DEADLINE_S = 55.0  # SageMaker gives up on an answer after 60
 PROBE_THREADS = 16  # for health, info and refusals while every request that is allowed holds a thread
 OPEN_ROUTES = {"/", "/health", "/ping", "/live", "/metrics"}  # GET needs no key: probes and scrapers have none
 HANG_UP = 499  # the status of an answer that nobody reads
+
+
+_long_texts = threading.BoundedSemaphore(2)
 
 
 class ClientGone(Exception):
@@ -94,10 +101,11 @@ class Worker:
             return "loading"
         return self._status.phase
 
-    def start(self, generate: Generate, inbox: queue.SimpleQueue) -> None:
-        """Sends a request off. Its Prompt, its Tokens and its End come to `inbox`."""
-        self._inboxes[generate.id] = inbox
-        self._end.send(generate)
+    def start(self, generates: list[Generate], inbox: queue.SimpleQueue) -> None:
+        """Sends requests off, of which all are taken or none. Their Prompts, Tokens and Ends come to `inbox`."""
+        for generate in generates:
+            self._inboxes[generate.id] = inbox
+        self._end.send(GenerateAll(generates))
         if self._lost:
             self._on_lost()
 
@@ -184,7 +192,7 @@ class Call:
     ):
         self.started_at = started_at
         self.first_token_at: float | None = None
-        self._is_settled = False
+        self.is_settled = False
         self._worker = worker
         self._deadline_at = deadline_at
         self._client_is_gone = client_is_gone
@@ -192,6 +200,7 @@ class Call:
         prompts = [(job, *schema.fit(job, _tokenize(worker.tokenizer, job), worker.facts)) for job in jobs]
         self.sent_at = self._looked_at = time.monotonic()
         self._by_id: dict[int, Sequence] = {}
+        generates = []
         for job, prompt, max_new_tokens in prompts:
             for number in range(job.sequences):
                 sequence = Sequence(worker.tokenizer, job, prompt, max_new_tokens, number, len(self._by_id))
@@ -208,7 +217,8 @@ class Call:
                     prompt_logprobs=job.prompt_logprobs,
                     sent_at=self.sent_at,
                 )
-                worker.start(generate, self._inbox)
+                generates.append(generate)
+        worker.start(generates, self._inbox)
 
     @property
     def sequences(self) -> list[Sequence]:
@@ -240,21 +250,21 @@ class Call:
         for request_id in self._by_id:
             self._worker.leave(request_id, reason)
 
-    def settle(self, outcome: str) -> None:
+    def settle(self, outcome: str, status: int = 200) -> None:
         """Closes, and has the request counted; only the first word on how it went counts."""
         self.close()
-        if not self._is_settled:
-            self._is_settled = True
-            self._worker.account(self._answered(outcome))
+        if not self.is_settled:
+            self.is_settled = True
+            self._worker.account(self._answered(outcome, status))
 
-    def _answered(self, outcome: str) -> Answered:
+    def _answered(self, outcome: str, status: int) -> Answered:
         """What the metrics are to know of it."""
         sequences = self.sequences
         duration_s = time.monotonic() - self.started_at
         validation_s = self.sent_at - self.started_at
         queue_s = max(sequence.queue_s for sequence in sequences)
         return Answered(
-            status=HANG_UP if outcome == "dropped" else 200,
+            status=HANG_UP if outcome == "dropped" else status,
             outcome=outcome,
             duration_s=duration_s,
             validation_s=validation_s,
@@ -302,11 +312,19 @@ class Call:
         return messages
 
 
+@contextlib.contextmanager
+def _patience(text: str) -> Iterator[None]:
+    """Few long texts at a time: the tokens of a megabyte take a hundred."""
+    with _long_texts if len(text) >= LONG_TEXT else contextlib.nullcontext():
+        yield
+
+
 def _tokenize(tokenizer: Tokenizer, job: Job) -> list[int]:
     if not isinstance(job.prompt, str):
         return job.prompt
     try:
-        return tokenizer.encode(job.prompt, job.add_special_tokens)
+        with _patience(job.prompt):
+            return tokenizer.encode(job.prompt, job.add_special_tokens)
     except Exception as error:
         raise schema.invalid(f"tokenizer error {error}") from None
 
@@ -445,7 +463,7 @@ def create_app(config: Config, worker: Worker) -> Flask:
     @app.post("/chat_tokenize")
     def chat_tokenize() -> Response:
         _facts(worker)
-        text = readers.chat_prompt(schema.parse(_body(config), ChatRequest))
+        text = readers.chat(_body(config)).jobs[0].prompt
         tokens = _simple_tokens(worker.tokenizer, text, add_special_tokens=False)
         return _json(schema.ChatTokenizeResponse(tokens, text))
 
@@ -499,7 +517,8 @@ def _guard(app: Flask, config: Config) -> None:
         if key is None or (request.path in OPEN_ROUTES and request.method in ("GET", "HEAD")):
             return None
         scheme, _, given = request.headers.get("Authorization", "").partition(" ")
-        if scheme.lower() != "bearer" or not hmac.compare_digest(given.strip().encode("utf-8", "replace"), key):
+        # WSGI hands the bytes of a header over as Latin-1.
+        if scheme.lower() != "bearer" or not hmac.compare_digest(given.strip().encode("latin-1", "replace"), key):
             raise schema.unauthorized()
         return None
 
@@ -513,7 +532,8 @@ def _guard(app: Flask, config: Config) -> None:
             response.headers["Access-Control-Allow-Origin"] = origin
         if request.method == "OPTIONS":
             response.headers["Access-Control-Allow-Methods"] = "GET,POST"
-            response.headers["Access-Control-Allow-Headers"] = "authorization,content-type"
+            asked = request.headers.get("Access-Control-Request-Headers", "")  # clients of OpenAI's send many of their own
+            response.headers["Access-Control-Allow-Headers"] = ",".join(filter(None, ["authorization,content-type", asked]))
         return response
 
 
@@ -534,6 +554,9 @@ def _answer_errors(app: Flask, config: Config, worker: Worker) -> None:
 
     @app.errorhandler(HTTPException)
     def http_error(error: HTTPException) -> Response:
+        if isinstance(error, ClientDisconnected):
+            g.outcome = "dropped" if "generates" in g else None
+            return _hung_up()
         response = api_error(_http_error(error, config))
         if allowed := getattr(error, "valid_methods", None):
             response.headers["Allow"] = ", ".join(allowed)
@@ -546,7 +569,7 @@ def _answer_errors(app: Flask, config: Config, worker: Worker) -> None:
 
     @app.after_request
     def account(response: Response) -> Response:
-        if response.status_code >= 400:
+        if response.status_code >= 400 and not ("call" in g and g.call.is_settled):
             worker.account(Answered(response.status_code, g.get("outcome")))
         return response
 
@@ -567,6 +590,11 @@ def _empty() -> Response:
     return response
 
 
+def _hung_up() -> Response:
+    """For the log and the metrics; nobody reads it."""
+    return Response(status=HANG_UP)
+
+
 def _json(body) -> Response:
     return Response(schema.encode(body), mimetype="application/json")
 
@@ -580,7 +608,10 @@ def _facts(worker: Worker) -> Facts:
 def _body(config: Config) -> bytes:
     if not (request.mimetype == "application/json" or request.mimetype.endswith("+json")):
         raise schema.wrong_content_type()
-    body = request.get_data()
+    try:
+        body = request.get_data()
+    except ParseException as error:  # chunks that are none
+        raise ApiError(400, "validation", f"Failed to read the request body: {error}") from None
     if len(body) > config.payload_limit:
         raise schema.too_large(config.payload_limit)
     return body
@@ -588,7 +619,8 @@ def _body(config: Config) -> bytes:
 
 def _simple_tokens(tokenizer: Tokenizer, text: str, add_special_tokens: bool) -> list[schema.SimpleToken]:
     raw = text.encode()
-    spans = tokenizer.spans(text, add_special_tokens)
+    with _patience(text):
+        spans = tokenizer.spans(text, add_special_tokens)
     return [schema.SimpleToken(i, raw[start:stop].decode(errors="replace"), start, stop) for i, start, stop in spans]
 
 
@@ -600,18 +632,21 @@ def _respond(config: Config, worker: Worker, read: Callable[[], Answer], deadlin
     answer = read()
     deadline_at = started_at + deadline_s if deadline_s and not answer.streams else float("inf")
     client_is_gone = _hang_up_detector(request.environ.get("gunicorn.socket"))
-    call = Call(worker, answer.jobs, started_at, deadline_at, client_is_gone)
+    call = g.call = Call(worker, answer.jobs, started_at, deadline_at, client_is_gone)
     try:
         if not answer.streams:
             return _whole(config, worker, answer, call)
         batches = iter(call)
         first = next(batches)  # what fails before the first token is answered with its own status
-    except BaseException as error:
-        call.close()
-        if not isinstance(error, ClientGone):
-            raise
-        g.outcome = "dropped"
-        return Response(status=HANG_UP)
+    except ClientGone:
+        call.settle("dropped")
+        return _hung_up()
+    except ApiError as error:
+        call.settle(error.outcome, error.status)
+        raise
+    except BaseException:
+        call.settle("generation", 500)
+        raise
     response = Response(_events(answer, call, first, batches), content_type="text/event-stream")
     response.headers["Cache-Control"] = "no-cache"
     response.headers["X-Accel-Buffering"] = "no"
@@ -729,6 +764,7 @@ class Server(gunicorn.app.base.BaseApplication):
             "threads": threads,
             "worker_connections": max(1000, 2 * threads),
             "keepalive": 75,
+            "forwarder_headers": "",  # nobody may say under which path we are mounted
             "limit_request_line": 8190,  # the most that gunicorn takes: GET /infer carries its sentence there
             "limit_request_fields": 100,
             "limit_request_field_size": 8190,

@@ -29,6 +29,7 @@ from protocol import (
     End,
     Facts,
     Generate,
+    GenerateAll,
     Gone,
     Hello,
     Prompt,
@@ -47,6 +48,7 @@ class Request:
     """A request that the worker knows: waiting, or running in a slot. Times are CLOCK_MONOTONIC, in seconds."""
 
     peer: bytes
+    call: int  # the same for all that one HTTP request asked for
     generate: Generate
     arrived_at: float
     sampler: Sampler
@@ -125,8 +127,10 @@ class Worker:
             self.send()  # a first token does not wait for the others' step
             self.decode()
             self.send()
+        self.draining = True
+        self.receive()  # what came meanwhile is refused, not left
         for request in list(self._known.values()):
-            self._end(request, "failed", "the server is stopping")
+            self._end(request, "draining")
 
     def drain(self) -> None:
         """Refuses what is new; the loop ends with the last request. May be called from a signal handler."""
@@ -140,16 +144,17 @@ class Worker:
 
     def receive(self) -> None:
         """Takes in what arrived; waits for it when there is nothing else to do."""
-        for peer, message in self.end.receive(block=not self._known):
-            if isinstance(message, Generate):
-                self._enqueue(peer, message)
+        for peer, message in self.end.receive(block=not self._known and not self.draining and not self.stopping):
+            if isinstance(message, GenerateAll):
+                self._enqueue(peer, message.generates)
             elif isinstance(message, Cancel):
                 if message.id in self._known:  # else it has ended already
                     self._end(self._known[message.id], "cancelled", log_reason=message.reason)
             elif isinstance(message, Gone):
-                for request in [r for r in self._known.values() if r.peer == peer]:
-                    tokens = {"input_tokens": len(request.generate.prompt), "max_new_tokens": request.generate.max_new_tokens}
-                    self.metrics.aside(Answered(499, "dropped", **tokens))  # nobody else can say so any more
+                lost = [request for request in self._known.values() if request.peer == peer]
+                for _ in {request.call for request in lost}:
+                    self.metrics.aside(Answered(0, "dropped"))  # nobody else can say so any more
+                for request in lost:
                     self._end(request, "cancelled", log_reason="web process gone")
             elif isinstance(message, Hello):
                 self._greet(message)
@@ -235,24 +240,35 @@ class Worker:
             )
         )
 
-    def _enqueue(self, peer: bytes, generate: Generate) -> None:
-        if self.draining or len(self._known) >= self.max_concurrent_requests:
-            self.end.send(peer, End(generate.id, "draining" if self.draining else "overloaded"))
+    def _enqueue(self, peer: bytes, generates: list[Generate]) -> None:
+        """Takes all that an HTTP request asks for, or refuses all of it."""
+        refusal = "draining" if self.draining else "overloaded"
+        if self.draining or len(self._known) + len(generates) > self.max_concurrent_requests:
+            for generate in generates:
+                self.end.send(peer, End(generate.id, refusal))
             return
-        request = Request(
-            peer=peer,
-            generate=generate,
-            arrived_at=generate.sent_at or time.monotonic(),
-            sampler=Sampler(
-                generate.sampling,
-                generate.prompt,
-                generate.top_n_tokens,
-                banned=self.eos_token_ids,
-                banned_for=generate.min_new_tokens,
-            ),
-        )
-        self._known[generate.id] = request
-        self.queue.append(request)
+        for generate in generates:
+            try:
+                sampler = Sampler(
+                    generate.sampling,
+                    generate.prompt,
+                    generate.top_n_tokens,
+                    banned=self.eos_token_ids,
+                    banned_for=generate.min_new_tokens,
+                )
+            except Exception:  # the web side has checked everything, but nothing that a client sends may end the loop
+                logger.exception("request %016x cannot be sampled for", generate.id)
+                self.end.send(peer, End(generate.id, "failed", "the request cannot be run"))
+                continue
+            request = Request(
+                peer=peer,
+                call=generates[0].id,
+                generate=generate,
+                arrived_at=generate.sent_at or time.monotonic(),
+                sampler=sampler,
+            )
+            self._known[generate.id] = request
+            self.queue.append(request)
 
     def _gain(self, method: str, requests: Sequence[Request], logits: torch.Tensor, started_at: float) -> None:
         """Chooses the next token of each request. logits: float32 [requests, vocab]."""

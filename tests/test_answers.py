@@ -177,7 +177,7 @@ REFUSED_IN_CHAT = {
     "top_p": 1.5,
     "presence_penalty": 2.5,
     "frequency_penalty": -3,
-    "logit_bias": {"1000": 1},
+    "logit_bias": {"0" * 20 + str(2**64 - 1): 1},
     "max_tokens": 0,
     "max_completion_tokens": 0,
     "stop": ["a"] * 5,
@@ -343,7 +343,7 @@ def test_log_probabilities_of_a_completion_tell_of_prompt_and_answer(served, top
         assert text.startswith(token, offset) or token == "<eos>"
     if top:
         assert told["top_logprobs"][0] is None
-        assert all(0 < len(entry) <= top for entry in told["top_logprobs"][1:])
+        assert all(top <= len(entry) <= top + 1 for entry in told["top_logprobs"][1:])
     else:
         assert told["top_logprobs"] is None
     pieces = [c["logprobs"] for chunk in chunks(served, COMPLETION, body) for c in chunk["choices"] if c["logprobs"]]
@@ -371,6 +371,63 @@ def test_the_best_of_several_is_the_one_that_the_model_finds_likeliest(served):
     assert "`best_of`" in refusal(served, COMPLETION, body | {"best_of": 2, "stream": True})["message"]
     assert "`best_of`" in refusal(served, COMPLETION, body | {"best_of": 3})["message"]
     assert "`best_of`" in refusal(served, COMPLETION, body | {"n": 3, "best_of": 2})["message"]
+
+
+@pytest.mark.parametrize("token", ["0" * 20 + "9" * 30, "0" * 4000 + "1", "9" * 30, "1000", "-1", "1.0", "", " 1", "٣"])
+def test_a_bias_of_what_is_no_token_is_refused_and_harms_nobody(served, token):
+    error = refusal(served, COMPLETION, PROMPT | {"logit_bias": {token: 1}})
+    assert error["param"] == "logit_bias"
+    assert whole(served, COMPLETION, PROMPT)["choices"][0]["text"]
+
+
+@pytest.mark.parametrize(
+    ("route", "body", "param"),
+    [
+        (CHAT, MESSAGES | {"logprobs": 1}, "logprobs"),
+        (CHAT, MESSAGES | {"stream": "true"}, "stream"),
+        (CHAT, MESSAGES | {"seed": 1.5}, "seed"),
+        (CHAT, {}, "messages"),
+        (CHAT, {"messages": [{"content": "x"}]}, "messages[0].role"),
+        (COMPLETION, PROMPT | {"prompt": None}, "prompt"),
+        (COMPLETION, PROMPT | {"prompt": []}, "prompt"),
+        (COMPLETION, PROMPT | {"prompt": ["a"] * 5}, "prompt"),
+        (COMPLETION, PROMPT | {"logit_bias": [1]}, "logit_bias"),
+        (COMPLETION, b"{", None),
+    ],
+)
+def test_an_error_names_the_parameter_that_it_is_about(served, route, body, param):
+    response = served.post(route, body)
+    assert response.json["error"]["param"] == param
+
+
+def test_of_several_tokens_with_the_same_text_the_likeliest_is_told(served):
+    prompt = "☀☀"
+    told = whole(served, COMPLETION, {"prompt": prompt, "max_tokens": 1, "temperature": 0, "echo": True, "logprobs": 5})
+    ids = served.tokenizer.encode(prompt).ids
+    for n, entry in list(enumerate(told["choices"][0]["logprobs"]["top_logprobs"]))[1 : len(ids)]:
+        logprobs = log_softmax(ids[:n])
+        best = logprobs.topk(5).values.tolist()
+        expected = best if logprobs[ids[n]] >= best[-1] else [*best, logprobs[ids[n]].item()]
+        assert sorted(entry.values(), reverse=True) == pytest.approx(expected, abs=1e-5)
+    assert any(key.startswith("bytes:\\x") for key in entry)
+
+
+def test_offsets_count_what_the_echo_shows_of_special_tokens(served):
+    body = {"prompt": "<eos>Hi", "max_tokens": 1, "temperature": 0, "echo": True, "logprobs": 0}
+    choice = whole(served, COMPLETION, body)["choices"][0]
+    assert choice["text"].startswith("<eos>Hi")
+    served.seen.tokenizer._tokenizer.encode_special_tokens = True  # then it is five letters
+    for token, offset in zip(choice["logprobs"]["tokens"], choice["logprobs"]["text_offset"]):
+        assert choice["text"].startswith(token, offset)
+
+
+def test_no_part_of_a_stop_string_shows_in_the_bytes_of_log_probabilities(served):
+    full = whole(served, CHAT, MESSAGES)["choices"][0]["message"]["content"]
+    for start in range(len(full) - 2):
+        stop = full[start : start + 2]
+        choice = whole(served, CHAT, MESSAGES | {"stop": stop, "logprobs": True})["choices"][0]
+        spelled = b"".join(bytes(token["bytes"] or []) for token in choice["logprobs"]["content"])
+        assert spelled.decode(errors="replace") == choice["message"]["content"] == full.split(stop)[0]
 
 
 def test_a_suffix_is_refused_by_name(served):

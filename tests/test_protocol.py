@@ -12,6 +12,7 @@ from protocol import (
     End,
     Facts,
     Generate,
+    GenerateAll,
     Gone,
     Hello,
     Metrics,
@@ -81,7 +82,8 @@ def receive(worker, count=1):
 def test_messages_arrive_as_they_were_sent(worker, connect):
     web = connect()
     sampling = Sampling(seed=2**64 - 1, temperature=0.5, top_k=3, presence_penalty=-0.5, logit_bias=[(7, -100.0), (8, 0.25)])
-    request = Generate(2**63 - 1, [1, 2, 3], 9, sampling, 5, min_new_tokens=2, ignore_eos=True, prompt_logprobs=True)
+    asked = Generate(2**63 - 1, [1, 2, 3], 9, sampling, 5, min_new_tokens=2, ignore_eos=True, prompt_logprobs=True)
+    request = GenerateAll([asked, Generate(1, [4], 1)])
     web.end.send(request)
     web.end.send(Cancel(7, "client hung up"))
     (peer, hello), (_, got), (_, cancel) = receive(worker, 3)
@@ -90,6 +92,14 @@ def test_messages_arrive_as_they_were_sent(worker, connect):
     step = Tokens([Token(1, 5, -0.25, [(5, -0.25), (6, -3.0)], "eos_token"), Token(2, 6, -1.0)], prompts)
     worker.send(peer, step)
     assert web.next(Tokens) == step
+
+
+def test_a_message_that_cannot_be_encoded_harms_only_who_sends_it(worker, connect):
+    web = connect()
+    with pytest.raises(OverflowError):
+        web.end.send(Cancel(2**64, ""))
+    web.end.send(Cancel(7, ""))
+    assert [message for _, message in receive(worker, 2)] == [Hello(1, False), Cancel(7, "")]
 
 
 def test_each_web_process_gets_its_own_messages(worker, connect):

@@ -79,7 +79,7 @@ LIMITS = [  # field, what is just right, what is just wrong, the detail
     ("best_of", [None], [2, 3], "you must use sampling when `best_of` is > 1"),
     ("watermark", [False], [True], "`watermark` is not supported"),
     ("adapter_id", [""], ["someone/adapter"], "`adapter_id` is not supported"),
-    ("grammar", [None], [{}, {"type": "regex", "value": "a+"}, {"type": "json"}], "`grammar` is not supported"),
+    ("grammar", [None, {}], [{"type": "regex", "value": "a+"}, {"type": "json"}], "`grammar` is not supported"),
 ]
 ACCEPTED = [(field, value) for field, right, _, _ in LIMITS for value in right]
 REFUSED = [(field, value, detail) for field, _, wrong, detail in LIMITS for value in wrong]

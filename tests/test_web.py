@@ -7,8 +7,10 @@ import threading
 import time
 
 import pytest
+from gunicorn.http.errors import InvalidChunkSize
 from prometheus_client.parser import text_string_to_metric_families
 from served import LIMITS, WAIT_S, WINDOW, events, wait_until
+from werkzeug.exceptions import ClientDisconnected
 
 import schema
 import web
@@ -424,6 +426,81 @@ def test_errors_of_openais_routes_have_openais_shape(served):
     assert int(refused.headers["Retry-After"]) > 0
 
 
+def test_a_request_of_several_sequences_is_refused_before_its_first_byte_or_not_at_all(served):
+    served.worker.max_concurrent_requests = 2
+    body = {"prompt": "Hello", "n": 3, "stream": True}
+    for _ in range(5):
+        assert served.post("/v1/completions", body).status_code == 429
+
+
+def test_when_the_server_stops_who_still_waits_is_told_so(booting):
+    booting.get_ready()
+    booting.model.may_decode.clear()
+    stream = booting.post("/generate_stream", {"inputs": "Hello"}, buffered=False)
+    answers = []
+    waiting = threading.Thread(target=lambda: answers.append(booting.post("/generate", {"inputs": "Hello"})))
+    waiting.start()
+    wait_until(lambda: len(booting.seen._inboxes) == 2)
+    booting.worker.stop()
+    booting.model.may_decode.set()
+    waiting.join(WAIT_S)
+    assert (answers[0].status_code, answers[0].json["phase"]) == (503, "draining")
+    assert "Retry-After" in answers[0].headers
+    assert events(stream)[-1]["error_type"] == "unavailable"
+
+
+class BrokenBody(io.BytesIO):
+    """A request body that ends in an error, as gunicorn's do."""
+
+    def __init__(self, error):
+        self.error = error
+
+    def read(self, *_):
+        raise self.error
+
+    readinto = readline = read
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "counts"),
+    [(InvalidChunkSize(b"zz"), 400, "tgi_http_errors_total,400"), (ClientDisconnected(), 499, "tgi_client_hang_ups_total")],
+)
+def test_a_body_that_does_not_come_to_its_end_is_told_or_counted_as_what_it_is(served, error, status, counts):
+    broken = {"wsgi.input_terminated": True, "CONTENT_LENGTH": None, "wsgi.input": BrokenBody(error)}
+    response = served.post("/generate", b"", environ_overrides=broken)
+    assert response.status_code == status
+    counted(served, counts, 1)
+    assert metrics(served)["tgi_request_count_total"] == 1
+    assert "failed" not in (response.get_data(as_text=True) if status == 499 else "")
+
+
+def test_a_key_beyond_ascii_works_as_curl_sends_it(serve):
+    served = serve(api_key="Schlüssel").get_ready()
+    sent = "Bearer Schlüssel".encode().decode("latin-1")
+    assert served.client.get("/info", headers={"Authorization": sent}).status_code == 200
+
+
+def test_a_long_text_is_tokenized_while_others_are_answered(served):
+    """The library lets other threads run only while it works on a batch."""
+    text, gaps, done = "a" * 1_000_000, [], threading.Event()
+
+    def watch():
+        last = time.monotonic()
+        while not done.is_set():
+            time.sleep(0.001)
+            gaps.append(time.monotonic() - last)
+            last = time.monotonic()
+
+    watching = threading.Thread(target=watch)
+    watching.start()
+    started_at = time.monotonic()
+    served.seen.tokenizer.encode(text)
+    taken = time.monotonic() - started_at
+    done.set()
+    watching.join()
+    assert max(gaps) < taken / 2, f"{max(gaps):.2f} of {taken:.2f} s nobody else could run"
+
+
 def test_an_openai_stream_that_fails_says_so_and_is_done(served):
     served.model.may_decode.clear()
     with served.post("/v1/completions", {"prompt": "Hello", "stream": True, "temperature": 0}) as response:
@@ -501,6 +578,31 @@ def test_an_answer_ends_at_its_deadline_with_the_text_so_far(serve):
     assert response.json["choices"][0]["finish_reason"] == "length"
     assert response.json["usage"]["completion_tokens"] == 1
     served.assert_idle()
+
+
+@pytest.fixture
+def narrow(serve):
+    """One slot and a deadline: of several sequences only the first has begun when it comes."""
+    served = serve(response_deadline=0.3)
+    served.worker.slots.requests[1:] = []
+    served.get_ready()
+    yield served
+    served.assert_idle()
+
+
+def test_at_the_deadline_the_best_is_one_that_has_begun(narrow):
+    parameters = {"best_of": 2, "temperature": 0.5, "details": True, "decoder_input_details": True}
+    response = late(narrow, "/generate", {"inputs": "Hello", "parameters": parameters})
+    assert response.status_code == 200
+    assert response.json["details"]["generated_tokens"] == 1
+    (other,) = response.json["details"]["best_of_sequences"]
+    assert (other["generated_tokens"], other["generated_text"]) == (0, "")
+    assert [token["logprob"] for token in other["prefill"]] == [None] * 5
+    narrow.assert_idle()
+    body = {"prompt": ["Hello", "Hi"], "echo": True, "logprobs": 1, "temperature": 0}
+    response = late(narrow, "/v1/completions", body)
+    assert response.status_code == 200
+    assert [len(choice["logprobs"]["tokens"]) for choice in response.json["choices"]] == [6, 2]
 
 
 def test_an_invocation_has_a_deadline_of_its_own(serve, monkeypatch):

@@ -23,6 +23,7 @@ from protocol import (
     Cancel,
     End,
     Generate,
+    GenerateAll,
     Gone,
     Hello,
     Sampling,
@@ -70,6 +71,8 @@ class Bench:
         self.worker = Worker(self.model, self.wire, frozenset([EOS]), max_concurrent_requests)
 
     def arrive(self, message, peer=b"web"):
+        if isinstance(message, Generate):
+            message = GenerateAll([message])
         self.wire.arrivals.append((peer, message))
 
     def turn(self):
@@ -654,7 +657,7 @@ def test_a_success_without_a_token_divides_by_nothing():
         (Answered(422, "validation"), {"request_count": 1, "request_failure err=validation": 1, "http_errors status=422": 1}),
         (Answered(500, "other"), {"request_count": 1, "request_failure err=generation": 1, "http_errors status=500": 1}),
         (Answered(499, "dropped"), {"request_count": 1, "request_failure err=dropped": 1, "client_hang_ups": 1}),
-        (Answered(200, "dropped"), {"request_count": 1, "request_failure err=dropped": 1, "client_hang_ups": 1}),
+        (Answered(0, "dropped"), {"request_count": 1, "request_failure err=dropped": 1}),
         (Answered(404), {"http_errors status=404": 1}),
         (Answered(418), {"http_errors status=418": 1}),
         (Answered(200), {}),
@@ -671,16 +674,16 @@ def test_a_refused_request_counts_its_prompt_where_it_was_counted():
     assert "request_duration_count" not in found
 
 
-def test_requests_whose_web_process_died_count_as_dropped():
+def test_a_request_whose_web_process_died_counts_as_dropped_once():
     bench = Bench()
-    bench.arrive(Generate(1, [1, 2], 8), b"gone")
-    bench.arrive(Generate(2, [3, 4], 2), b"here")
+    bench.arrive(GenerateAll([Generate(1, [1, 2], 8), Generate(2, [1, 2], 8)]), b"gone")
+    bench.arrive(Generate(3, [3, 4], 2), b"here")
     bench.turn()
     bench.arrive(Gone(), b"gone")
     bench.run()
     found = samples(bench.worker.metrics)
-    assert found["tgi_request_count",] == found["tgi_request_failure", "err=dropped"] == found["tgi_client_hang_ups",] == 1
-    assert found["tgi_request_input_length_sum",] == 2
+    assert found["tgi_request_count",] == found["tgi_request_failure", "err=dropped"] == 1
+    assert found["tgi_client_hang_ups",] == 0, "no client did"
 
 
 def test_prefills_and_steps_are_counted_and_timed_and_so_are_their_failures():
@@ -851,7 +854,7 @@ def served(tmp_path):
 
 def test_metrics_are_answered_while_the_device_hangs_in_a_step(served):
     served.model.may_decode.clear()
-    served.web.send(Generate(1, [1, 2], 8))
+    served.web.send(GenerateAll([Generate(1, [1, 2], 8)]))
     assert served.next(Tokens).prompts[0].id == 1  # the first token is there: what follows is the step
     served.web.send(SUCCESS)
     served.web.send(AskMetrics(7))
@@ -875,3 +878,22 @@ def test_the_dashboard_asks_for_nothing_that_is_not_there():
     asked = {name for query in queries(dashboard) for name in re.findall(r"tgi_\w+", query)}
     assert asked <= exposed
     assert {"tgi_request_time_to_first_token_duration_bucket", "tgi_slots_busy", "tgi_last_step_age_seconds"} <= asked
+
+
+def test_what_one_http_request_asks_for_is_taken_as_a_whole_or_not_at_all():
+    bench = Bench(max_concurrent_requests=4)
+    bench.arrive(Generate(1, [1], 3))
+    bench.arrive(GenerateAll([Generate(i, [1], 3) for i in (2, 3, 4, 5)]))
+    bench.arrive(GenerateAll([Generate(i, [1], 3) for i in (6, 7, 8)]))
+    bench.run()
+    assert {i for i, end in bench.ends.items() if end == "overloaded"} == {2, 3, 4, 5}
+    assert set(bench.tokens) == {1, 6, 7, 8}
+
+
+def test_a_request_that_cannot_be_sampled_for_ends_alone():
+    bench = Bench()
+    impossible = Generate(1, [1], 3, Sampling(logit_bias=[(2**64 - 1, 1.0)]))
+    bench.arrive(GenerateAll([impossible, Generate(2, [1], 2)]))
+    bench.run()
+    assert bench.ends[1] == "failed"
+    assert len(bench.tokens[2]) == 2
