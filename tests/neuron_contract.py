@@ -1,10 +1,7 @@
 """What transformers-neuronx does with the calls of a server, as tests that the library and its fake must both pass.
 
-`test_neuron_fake.py` runs them against the fake. The library itself runs on a CPU with a simulator of its device packages:
-
-    PYTHONPATH=<simulator>/shim:<transformers-neuronx>/src python -m pytest -c /dev/null tests/neuron_contract.py
-
-Only the library's own interface is used, and nothing that it does silently wrong.
+`test_neuron_fake.py` runs them against the fake. The library itself runs on a CPU with the simulator of its device packages
+(`neuron_sim`), when both are on the path. Only the library's own interface is used, and nothing that it does silently wrong.
 """
 
 from __future__ import annotations
@@ -706,8 +703,9 @@ def test_what_a_static_batch_must_look_like(static, rows):
         call(static, prompt, None, zeros(rows)[:, None])
     with pytest.raises(AssertionError):
         call(static, step, torch.tensor([len(A)]), zeros(rows)[:, None])
-    with pytest.raises(KeyError):
-        call(static, prompt, None, zeros(rows + 1))
+    for given, error in ((3 - rows, AssertionError), (3, KeyError)):
+        with pytest.raises(error):
+            call(static, prompt, None, zeros(given))
     with pytest.raises(ValueError):
         call(static, prompt, places + 2, zeros(rows))
     with pytest.raises(IndexError):

@@ -1,0 +1,3 @@
+from transformers_neuronx.models import BloomForSampling
+
+__all__ = ["BloomForSampling"]

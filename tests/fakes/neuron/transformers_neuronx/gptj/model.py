@@ -1,0 +1,3 @@
+from transformers_neuronx.models import GPTJForSampling
+
+__all__ = ["GPTJForSampling"]

@@ -1,0 +1,3 @@
+from transformers_neuronx.models import GPTNeoXForSampling
+
+__all__ = ["GPTNeoXForSampling"]

@@ -1,0 +1,3 @@
+from transformers_neuronx.models import LlamaForSampling
+
+__all__ = ["LlamaForSampling"]

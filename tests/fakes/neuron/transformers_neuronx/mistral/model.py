@@ -1,0 +1,3 @@
+from transformers_neuronx.models import MistralForSampling
+
+__all__ = ["MistralForSampling"]

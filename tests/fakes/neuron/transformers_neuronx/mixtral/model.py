@@ -1,0 +1,3 @@
+from transformers_neuronx.models import MixtralForSampling
+
+__all__ = ["MixtralForSampling"]

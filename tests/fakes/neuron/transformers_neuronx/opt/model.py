@@ -1,0 +1,3 @@
+from transformers_neuronx.models import OPTForSampling
+
+__all__ = ["OPTForSampling"]
