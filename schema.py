@@ -892,8 +892,14 @@ def shortest_float(logprob: float) -> float:
     if not math.isfinite(logprob):
         return logprob
     exact = FLOAT32.pack(logprob)
-    candidates = (float(f"{FLOAT32.unpack(exact)[0]:.{digits}g}") for digits in (6, 7, 8, 9))  # nine are always enough
-    return next(short for short in candidates if FLOAT32.pack(short) == exact)
+    (value,) = FLOAT32.unpack(exact)
+    shortest = float(f"{value:.9g}")  # nine digits are always enough, six never too many
+    for form in ("%.8g", "%.7g", "%.6g"):
+        shorter = float(form % value)
+        if FLOAT32.pack(shorter) != exact:
+            break
+        shortest = shorter
+    return shortest
 
 
 @dataclass(frozen=True)

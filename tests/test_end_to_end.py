@@ -120,7 +120,7 @@ def test_a_second_sigterm_ends_at_once_and_the_streams_are_told(tiny_model):
         server.process.send_signal(signal.SIGTERM)
         wait_until(lambda: server.get("/health")[0] == 503, "the first signal has its effect")
         server.process.send_signal(signal.SIGTERM)
-        assert list(stream)[-1]["error"].endswith("the server is stopping")
+        assert list(stream)[-1]["error"].endswith("draining")
         assert server.wait_exit() == 0
 
 
