@@ -34,6 +34,7 @@ HERE = Path(__file__).resolve().parent
 DEMO_MODEL = HERE / "demo" / "model"
 SAGEMAKER_MODEL = Path("/opt/ml/model")  # where SageMaker unpacks an endpoint's model
 DEFAULT_MAX_TOTAL_TOKENS = 2048
+DEFAULT_BATCH_SIZE = 4
 
 DTYPES = {
     "auto": "auto",
@@ -110,9 +111,14 @@ def _one_device(value: str) -> int:
     return 1
 
 
-def _unquantized(value: str) -> None:
-    if value.lower() != "none":
-        raise ValueError("must be none: this version serves no quantized weights")
+def _quantize(value: str) -> str | None:
+    if value.lower() not in ("none", "int8"):
+        raise ValueError("must be none or int8: no other quantized weights are served")
+    return None if value.lower() == "none" else "int8"
+
+
+def _counts(value: str) -> tuple[int, ...]:
+    return tuple(sorted({_count(part.strip()) for part in value.split(",")}))
 
 
 def _origins(value: str) -> str:
@@ -192,17 +198,26 @@ class Config:
         help="Arithmetic: auto, float32, bfloat16 or float16. auto is float32 on a CPU, elsewhere the checkpoint's own.",
     )
     quantize: str | None = setting(
-        None, _unquantized, "QUANTIZE", "HF_MODEL_QUANTIZE", help="Only none so far; anything else stops the boot."
+        None, _quantize, "QUANTIZE", "HF_MODEL_QUANTIZE", help="none, or int8 for the weights, on Neuron only."
     )
     num_shard: int = setting(
         1, _one_device, "NUM_SHARD", "SM_NUM_GPUS", help="Devices that a model is spread over. Only 1 so far."
     )
-    max_batch_size: int = setting(
-        4,
+    tp_degree: int | None = setting(
+        None,
+        _count,
+        "TP_DEGREE",
+        "HF_NUM_CORES",
+        help="NeuronCores that a model is spread over.",
+        default_help="all that NEURON_RT_VISIBLE_CORES names, else all that there are",
+    )
+    max_batch_size: int | None = setting(
+        None,
         _count,
         "MAX_BATCH_SIZE",
         "HF_BATCH_SIZE",
         help="Slots: how many requests are decoded together. The others wait in line.",
+        default_help=f"{DEFAULT_BATCH_SIZE}; 1 for models that cannot batch on Neuron",
     )
     max_input_tokens: int | None = setting(
         None,
@@ -219,6 +234,27 @@ class Config:
         "HF_SEQUENCE_LENGTH",
         help="Longest prompt plus answer, in tokens: the window of a slot.",
         default_help=f"the model's window, at most {DEFAULT_MAX_TOTAL_TOKENS}",
+    )
+    prefill_buckets: tuple[int, ...] | None = setting(
+        None,
+        _counts,
+        "PREFILL_BUCKETS",
+        help="Lengths of prompts that are compiled for Neuron, separated by commas; max_input_tokens is always one.",
+        default_help="powers of two from 128",
+    )
+    position_buckets: tuple[int, ...] | None = setting(
+        None,
+        _counts,
+        "POSITION_BUCKETS",
+        help="Lengths of prompt plus answer that are compiled for Neuron; max_total_tokens is always one.",
+        default_help="powers of two from 128",
+    )
+    compile_workers: int | None = setting(
+        None,
+        _count,
+        "COMPILE_WORKERS",
+        help="Programs that are compiled for Neuron at the same time; each takes gigabytes of memory.",
+        default_help="the library's",
     )
     max_concurrent_requests: int = setting(
         128,
@@ -319,7 +355,7 @@ class Config:
 
     @classmethod
     def from_json(cls, text: str | bytes) -> Config:
-        return cls(**json.loads(text))
+        return cls(**{name: tuple(value) if isinstance(value, list) else value for name, value in json.loads(text).items()})
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 # Starts, supervises and stops the two kinds of process: the worker, which owns the device, and the web processes.
 #
 #   entrypoint.sh [serve] [flags]     serves (--help lists the flags; each has an environment variable too)
+#   entrypoint.sh plan [flags]        tells what fits on Inferentia2 and Trainium (plan --help)
 #
 # Exit code: 0 after SIGTERM or SIGINT, 2 when what was asked for cannot be served (one line says why), 1 when a process
 # died. Nothing survives: no process, no socket file.
@@ -10,7 +11,10 @@ set -u -m # -m: a process group for each child, so that Ctrl-C reaches this scri
 here=$(cd "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")" && pwd)
 python=${PYTHON:-python3}
 
-[ "${1:-}" != serve ] || shift
+case ${1:-} in
+    serve) shift ;;
+    plan) exec "$python" "$here/plan.py" "${@:2}" ;;
+esac
 for argument in "$@"; do
     case $argument in -h | --help) exec "$python" "$here/config.py" --help ;; esac
 done

@@ -75,11 +75,11 @@ class Metrics:
         return metric.labels(*label) if label else metric
 
     def set_limits(self, batch_size: int, max_input_tokens: int, max_total_tokens: int) -> None:
-        """Adds what depends on the limits. Said twice is said once."""
-        if "request_input_length" in self._metrics:
-            return
+        """Tells the limits and adds what depends on them. `batch_size` may be 0 until the model has decided it."""
         self.series("slots_total").set(batch_size)
         self.series("batch_max_total_tokens").set(batch_size * max_total_tokens)
+        if "request_input_length" in self._metrics:
+            return
         for name, about, longest in (
             ("request_input_length", "Tokens of a request's prompt", max_input_tokens),
             ("request_max_new_tokens", "Tokens that a request may generate", max_total_tokens),

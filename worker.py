@@ -16,13 +16,14 @@ import time
 from collections import defaultdict, deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import torch
 
 import config as configuration
 from config import HERE, Config, ConfigError, Manifest
 from metrics import Metrics
-from model import ModelError, StaticBatchModel, fetch, load
+from model import DeviceLost, ModelError, StaticBatchModel, choose_device, fetch
 from protocol import (
     Answered,
     Cancel,
@@ -185,6 +186,8 @@ class Worker:
             self.metrics.series("batch_inference_failure", "prefill").inc()
             readable = isinstance(error, SamplingError)
             self._end(request, "failed", str(error) if readable else "the prompt could not be run on the device")
+            if isinstance(error, DeviceLost):
+                raise
             return
         request.prefilled_at = time.monotonic()
         queued_s = request.started_at - request.arrived_at
@@ -210,11 +213,13 @@ class Worker:
                 torch.tensor([request.position for request in requests]),
                 torch.tensor(slots),
             )
-        except Exception:
+        except Exception as error:
             logger.exception("a step of %d slots failed", len(slots))
             self.metrics.series("batch_inference_failure", "decode").inc()
             for request in requests:
                 self._end(request, "failed", "a step on the device failed")
+            if isinstance(error, DeviceLost):
+                raise
             return
         self.steps += 1
         self.metrics.series("steps").inc()
@@ -350,7 +355,7 @@ def boot(config: Config, end: WorkerEnd, metrics: Metrics) -> Worker:
         folder, sha = fetch(config)
         manifest = Manifest.read(folder)
         config = config.with_manifest(manifest)
-        metrics.set_limits(config.max_batch_size, config.max_input_tokens, config.max_total_tokens)
+        metrics.set_limits(config.max_batch_size or 0, config.max_input_tokens, config.max_total_tokens)
     # The tokenizer is text's business and none of this process': it is looked after beside the weights.
     command = [sys.executable, str(HERE / "text.py"), str(folder), str(configuration.run_dir())]
     command += [config.tokenizer_config_path] if config.tokenizer_config_path else []
@@ -401,6 +406,23 @@ def boot(config: Config, end: WorkerEnd, metrics: Metrics) -> Worker:
     )
 
 
+def load(config: Config, folder: Path, manifest: Manifest) -> StaticBatchModel:
+    """Loads the model that `config` names, with its limits filled in (`Config.with_manifest`).
+
+    Raises ModelError when it cannot be served, with the reason.
+    """
+    device = choose_device(config.device)
+    if device == "neuron":
+        from neuron_model import NeuronModel  # each needs its own version of transformers: only one of them can be imported
+
+        return NeuronModel(config, folder, manifest, configuration.run_dir())
+    from torch_model import TorchModel
+
+    if config.quantize:
+        raise ModelError(f"--quantize {config.quantize} (QUANTIZE) works on Neuron only; leave it out")
+    return TorchModel(config, folder, manifest, device)
+
+
 class _phase:
     """A phase of the boot: told to the web processes, and logged with its time."""
 
@@ -434,6 +456,9 @@ def main() -> int:
     except (ConfigError, ModelError) as error:
         logger.error("%s", error)
         return 2
+    except DeviceLost as error:
+        logger.error("the device is lost, and only a new process can have it back: %s", error)
+        return 1
     finally:
         end.close()
     return 0

@@ -26,11 +26,15 @@ VALUES = {
     "tokenizer_config_path": [(str(HERE / "README.md"), str(HERE / "README.md")), (__file__, __file__)],
     "device": [("cpu", "cpu"), ("neuron", "neuron")],
     "dtype": [("bf16", "bfloat16"), ("FP32", "float32")],
-    "quantize": [("none", None), ("None", None)],
+    "quantize": [("int8", "int8"), ("none", None)],
     "num_shard": [("1", 1), ("01", 1)],
+    "tp_degree": [("7", 7), ("9", 9)],
     "max_batch_size": [("7", 7), ("9", 9)],
     "max_input_tokens": [("70", 70), ("90", 90)],
     "max_total_tokens": [("700", 700), ("900", 900)],
+    "prefill_buckets": [("7", (7,)), ("9, 8,9", (8, 9))],
+    "position_buckets": [("7", (7,)), ("9,8", (8, 9))],
+    "compile_workers": [("7", 7), ("9", 9)],
     "max_concurrent_requests": [("7", 7), ("9", 9)],
     "max_client_batch_size": [("7", 7), ("9", 9)],
     "max_best_of": [("7", 7), ("9", 9)],
@@ -104,7 +108,7 @@ def test_origins_may_be_given_in_a_list_and_by_repeating_the_flag():
 
 def test_what_cannot_be_honoured_yet_stops_the_boot_by_name():
     assert "SM_NUM_GPUS '4': must be 1" in refusal(SM_NUM_GPUS="4")
-    assert "HF_MODEL_QUANTIZE 'awq': must be none" in refusal(HF_MODEL_QUANTIZE="awq")
+    assert "HF_MODEL_QUANTIZE 'awq': must be none or int8" in refusal(HF_MODEL_QUANTIZE="awq")
     assert "--tokenizer-config-path '/nowhere': there is no such file" in refusal("--tokenizer-config-path", "/nowhere")
 
 

@@ -12,12 +12,15 @@ from config import HERE
 MAY_IMPORT = {
     "web": {"answers", "schema", "text", "protocol", "config"},
     "answers": {"schema", "text", "protocol", "config"},
-    "worker": {"metrics", "sampling", "model", "protocol", "config"},
+    "worker": {"metrics", "sampling", "model", "torch_model", "neuron_model", "protocol", "config"},
+    "torch_model": {"model", "config"},
+    "neuron_model": {"model", "config"},
     "metrics": {"protocol"},
     "sampling": {"protocol"},
     "schema": {"protocol", "config"},
     "text": {"config"},
     "model": {"config"},
+    "plan": {"config"},
     "protocol": set(),
     "config": set(),
 }
@@ -32,6 +35,8 @@ NEVER = {
     "worker": {"flask", "gunicorn", "tokenizers", "transformers"},
     "sampling": {"zmq", "socket", "flask", "transformers"},
     "model": {"flask", "gunicorn", "zmq", "msgspec"},
+    "torch_model": {"flask", "gunicorn", "zmq", "msgspec", "transformers_neuronx"},
+    "neuron_model": {"flask", "gunicorn", "zmq", "msgspec", "transformers"},
 }
 
 
@@ -60,8 +65,9 @@ def test_a_layer_does_not_know_what_is_none_of_its_business(module):
     assert not imports_of(module) & NEVER[module]
 
 
-def test_nothing_but_the_model_layer_imports_transformers():
-    assert [module for module in MAY_IMPORT if "transformers" in imports_of(module)] == ["model"]
+def test_nothing_but_the_model_layers_imports_transformers():
+    assert {module for module in MAY_IMPORT if "transformers" in imports_of(module)} == {"model", "torch_model"}
+    assert {module for module in MAY_IMPORT if "transformers_neuronx" in imports_of(module)} == {"neuron_model"}
 
 
 def test_a_web_process_does_not_load_torch():

@@ -25,9 +25,10 @@ from safetensors.torch import load_file, save_file
 from tiny_models import POSITIONS, VOCABULARY, edit_config, save_checkpoint
 from tokenizers import Tokenizer
 
-import model as model_module
+import torch_model
 from config import HERE, Config, Manifest
-from model import ModelError, convert_tokenizer, fetch, load
+from model import ModelError, convert_tokenizer, fetch
+from worker import load
 
 LENGTHS = (1, 2, 5, 11, 16, POSITIONS - 1)  # around the sliding window of 8, and as long as a prompt can be
 PROMPTS_PER_LENGTH = 2  # one for the families that are only looked at quickly
@@ -376,7 +377,7 @@ def test_logits_come_as_float32_one_row_for_each_slot_that_was_named(zoo):
 @pytest.mark.parametrize("chunk", [3, 128], ids=["in parts", "whole"])
 @pytest.mark.parametrize("family", tiny_models.ALL)
 def test_a_scored_prompt_has_transformers_logits_and_goes_on_as_a_prefilled_one(zoo, family, chunk, monkeypatch):
-    monkeypatch.setattr(model_module, "SCORE_CHUNK", chunk)
+    monkeypatch.setattr(torch_model, "SCORE_CHUNK", chunk)
     model = zoo.served(family, 4)
     assert model.gives_prompt_logits
     expected = reference_model(zoo.folder(family))
@@ -391,7 +392,7 @@ def test_a_scored_prompt_has_transformers_logits_and_goes_on_as_a_prefilled_one(
 
 @each_family
 def test_scoring_changes_no_neighbour_and_finds_nothing_of_who_was_there(zoo, family, monkeypatch):
-    monkeypatch.setattr(model_module, "SCORE_CHUNK", 5)  # 16 = 5 + 5 + 5 + 1, 11 = 5 + 5 + 1
+    monkeypatch.setattr(torch_model, "SCORE_CHUNK", 5)  # 16 = 5 + 5 + 5 + 1, 11 = 5 + 5 + 1
     first, second, scored, scored_again = references = zoo.of_length(family, 5, 2, 16, 11)
     batch = Batch(serve(zoo.folder(family), max_batch_size=3))
     texts = [batch.join(first), batch.join(second)]
@@ -406,21 +407,21 @@ def test_scoring_changes_no_neighbour_and_finds_nothing_of_who_was_there(zoo, fa
 
 
 def test_the_logits_of_a_prompt_come_in_parts_of_bounded_size(zoo, monkeypatch):
-    monkeypatch.setattr(model_module, "SCORE_CHUNK", 3)
+    monkeypatch.setattr(torch_model, "SCORE_CHUNK", 3)
     parts = list(zoo.served("llama", 4).score(1, list(range(10))))
     assert [(tuple(part.shape), part.dtype) for part in parts] == [((n, VOCABULARY), torch.float32) for n in (3, 3, 3, 1)]
 
 
 @pytest.mark.parametrize("failure", ["other logits", "an exception"])
 def test_a_model_that_cannot_run_a_prompt_in_parts_is_served_without_prompt_logits(zoo, failure, monkeypatch, caplog):
-    run_prompt = model_module.TorchModel._run_prompt
+    run_prompt = torch_model.TorchModel._run_prompt
 
     def fails_in_parts(self, slot, ids, begin, logits_to_keep):
         if begin > 0 and failure == "an exception":
             raise RuntimeError("only whole prompts")
         return run_prompt(self, slot, ids, begin, logits_to_keep) + begin
 
-    monkeypatch.setattr(model_module.TorchModel, "_run_prompt", fails_in_parts)
+    monkeypatch.setattr(torch_model.TorchModel, "_run_prompt", fails_in_parts)
     reference = zoo.of_length("llama", 5)[0]
     model = serve(zoo.folder("llama"))
     assert not model.gives_prompt_logits
@@ -628,10 +629,6 @@ def test_cuda_is_refused_where_there_is_none(zoo, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     message = refusal(zoo.folder("llama"), device="cuda")
     assert message == "--device cuda: torch sees no CUDA GPU on this machine; use --device cpu or auto"
-
-
-def test_neuron_is_refused_by_this_version(zoo):
-    assert refusal(zoo.folder("llama"), device="neuron").startswith("--device neuron: ")
 
 
 @pytest.mark.parametrize(

@@ -49,10 +49,21 @@ def serving(port_name="PORT", **settings):
             _wait_ready(url, process, log)
             yield url
             process.send_signal(signal.SIGTERM)
-            assert process.wait(WAIT_S) == 0, log.read_text()
+            assert _exit_code(process) == 0, log.read_text() + _processes()
         finally:
             process.kill()  # what it started ends with it
             process.wait()
+
+
+def _exit_code(process):
+    """None when it does not end in time."""
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        return process.wait(WAIT_S)
+
+
+def _processes():
+    """Every process and what it waits for, to see what holds up one that does not end."""
+    return subprocess.run(["sh", "-c", "ps -eo pid,ppid,stat,wchan:20,etimes,args"], capture_output=True, text=True).stdout
 
 
 def _free_port():

@@ -1,0 +1,156 @@
+"""The server's NeuronModel on the real library: greedy text equals transformers', whoever else is in the batch."""
+
+import json
+import random
+import tempfile
+from pathlib import Path
+
+import pytest
+import torch
+from test_simulator import VOCABULARY, Reference, reference  # noqa: F401
+
+import neuron_model
+from config import Config, Manifest
+from neuron_model import NeuronModel
+
+WINDOW = 48
+
+
+@pytest.fixture(autouse=True)
+def cores(monkeypatch):
+    monkeypatch.setenv("NEURON_RT_VISIBLE_CORES", "0-7")
+
+
+def serve(made, tmp_path, folder=None, **settings):
+    settings = {"max_total_tokens": WINDOW, "max_input_tokens": WINDOW - 1, "dtype": "float32", "tp_degree": 1} | settings
+    folder = Path(folder or made.folder)
+    manifest = Manifest.read(folder)
+    config = Config(model_id=str(folder), device="neuron", **settings).with_manifest(manifest)
+    return NeuronModel(config, folder, manifest, Path(tempfile.mkdtemp(dir=tmp_path)))
+
+
+class Batch:
+    """Requests on slots, each continued with the likeliest token, as the worker does it."""
+
+    def __init__(self, model):
+        self.model = model
+        self.texts = {}
+
+    def join(self, slot, prompt):
+        self.texts[slot] = [*prompt, int(self.model.prefill(slot, list(prompt)).argmax())]
+
+    def step(self):
+        slots = sorted(self.texts)
+        tokens = torch.tensor([self.texts[slot][-1] for slot in slots])
+        positions = torch.tensor([len(self.texts[slot]) - 1 for slot in slots])
+        for slot, row in zip(slots, self.model.decode(tokens, positions, torch.tensor(slots))):
+            self.texts[slot].append(int(row.argmax()))
+
+    def leave(self, slot):
+        return self.texts.pop(slot)
+
+
+def assert_like(made, prompt, text):
+    assert text == [*prompt, *made.greedy(prompt, len(text) - len(prompt))]
+
+
+@pytest.mark.parametrize("tp_degree", [1, 2, 4])
+@pytest.mark.parametrize("name", ["llama", "llama, grouped", "mistral", "mixtral"])
+def test_requests_that_come_and_go_get_transformers_text(reference, tmp_path, name, tp_degree):  # noqa: F811
+    if name == "mixtral" and tp_degree > 1:
+        pytest.skip("the library takes other degrees for Mixtral")
+    made = reference(name)
+    batch = Batch(serve(made, tmp_path, max_batch_size=3, tp_degree=tp_degree))
+    prompts = {0: [3, 100, 7], 2: [9], 1: list(range(1, WINDOW))}
+    batch.join(0, prompts[0])
+    batch.step()
+    batch.join(2, prompts[2])
+    batch.step()
+    batch.join(1, prompts[1])
+    assert_like(made, prompts[1], batch.leave(1))
+    for _ in range(8):
+        batch.step()
+    assert_like(made, prompts[0], batch.leave(0))
+    batch.join(0, [50, 60])
+    while len(batch.texts[2]) < WINDOW:
+        batch.step()
+    assert_like(made, prompts[2], batch.leave(2))
+    assert_like(made, [50, 60], batch.leave(0))
+
+
+def test_random_schedules_over_eight_slots_give_everyone_his_own_text(reference, tmp_path):  # noqa: F811
+    made = reference("llama, grouped")
+    batch = Batch(serve(made, tmp_path, max_batch_size=8, prefill_buckets=(8, 16), position_buckets=(16, 32)))
+    chance, prompts = random.Random(0), {}
+    for _ in range(40):
+        slot = chance.randrange(8)
+        if slot in batch.texts:
+            assert_like(made, prompts[slot], batch.leave(slot))
+        prompts[slot] = [chance.randrange(1, VOCABULARY) for _ in range(chance.randrange(1, 30))]
+        batch.join(slot, prompts[slot])
+        for _ in range(chance.randrange(4)):
+            for full in [s for s, text in batch.texts.items() if len(text) >= WINDOW]:
+                assert_like(made, prompts[full], batch.leave(full))
+            if batch.texts:
+                batch.step()
+    for slot in list(batch.texts):
+        assert_like(made, prompts[slot], batch.leave(slot))
+
+
+@pytest.mark.parametrize("length", [1, 2, 7, 8, 9, 15, 16, 17, 31, 32, 33, WINDOW - 1])
+def test_borders_of_the_buckets_are_no_borders_of_the_text(reference, tmp_path, length):  # noqa: F811
+    made = reference("llama")
+    key = "borders"
+    if key not in _kept:
+        _kept[key] = serve(made, tmp_path, max_batch_size=2, prefill_buckets=(8, 16, 32), position_buckets=(8, 16, 32))
+    batch = Batch(_kept[key])
+    prompt = [(3 + 5 * n) % 250 + 1 for n in range(length)]
+    batch.join(0, [3, 4])
+    batch.join(1, prompt)
+    while len(batch.texts[1]) < WINDOW:
+        batch.step()
+    assert_like(made, prompt, batch.leave(1))
+    assert_like(made, [3, 4], batch.leave(0))
+
+
+_kept = {}  # one model for all lengths: building it is what takes long
+
+
+@pytest.mark.parametrize("name", ["gpt2", "gpt_neox", "bloom"])
+def test_families_that_cannot_batch_run_one_request_at_a_time(reference, tmp_path, name):  # noqa: F811
+    made = reference(name)
+    model = serve(made, tmp_path)
+    assert model.batch_size == 1
+    for prompt in ([3, 100, 7], [9]):
+        batch = Batch(model)
+        batch.join(0, prompt)
+        for _ in range(8):
+            batch.step()
+        assert_like(made, prompt, batch.leave(0))
+
+
+@pytest.mark.parametrize("form", [4, 5])
+def test_a_rotary_base_of_its_own_gives_the_right_text_in_both_forms(reference, tmp_path, form):  # noqa: F811
+    """In transformers 5's form the library alone would take 10000 and talk nonsense."""
+    import transformers
+    from test_simulator import SMALL
+
+    folder = tmp_path / "theta"
+    made = Reference(transformers.LlamaConfig(**SMALL, rope_theta=500000.0), folder)
+    if form == 5:
+        told = json.loads((folder / "config.json").read_text())
+        told["rope_parameters"] = {"rope_theta": told.pop("rope_theta"), "rope_type": "default"}
+        told["dtype"] = told.pop("torch_dtype", told.pop("dtype", "float32"))
+        told.pop("rope_scaling", None)
+        (folder / "config.json").write_text(json.dumps(told))
+    batch = Batch(serve(made, tmp_path, folder=folder, max_batch_size=2))
+    prompt = list(range(1, 30))
+    batch.join(0, prompt)
+    for _ in range(10):
+        batch.step()
+    assert_like(made, prompt, batch.leave(0))
+
+
+def test_the_library_is_the_real_one():
+    assert "site-packages" in neuron_model._library().__file__
+    assert not hasattr(neuron_model._library(), "fake")

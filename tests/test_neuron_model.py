@@ -1,0 +1,376 @@
+"""NeuronModel on a fake of transformers-neuronx that raises wherever the library would silently go wrong."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+import torch
+from fakes.tokenizer import VOCABULARY, byte_tokenizer
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from processes import Server, events
+
+from config import Config, ConfigError, Manifest
+from model import DeviceLost, ModelError
+
+FAKE = str(Path(__file__).parent / "fakes" / "neuron")
+sys.path.insert(0, FAKE)
+from transformers_neuronx import fake  # noqa: E402
+
+from neuron_model import NeuronModel, buckets, explain, legacy_config  # noqa: E402
+
+sys.path.remove(FAKE)
+
+LLAMA = {
+    "model_type": "llama",
+    "vocab_size": VOCABULARY,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "rope_theta": 10000.0,
+    "torch_dtype": "bfloat16",
+    "eos_token_id": 0,
+}
+WINDOW = 24
+FAMILIES = {
+    "llama": LLAMA,
+    "mistral": LLAMA | {"model_type": "mistral", "sliding_window": None},
+    "mixtral": LLAMA | {"model_type": "mixtral", "num_local_experts": 4},
+    "gpt2": {"model_type": "gpt2", "vocab_size": VOCABULARY, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64},
+    "opt": LLAMA | {"model_type": "opt", "ffn_dim": 64},
+    "bloom": {"model_type": "bloom", "vocab_size": VOCABULARY, "hidden_size": 32, "n_layer": 2, "n_head": 4},
+    "gpt_neox": LLAMA | {"model_type": "gpt_neox"},
+}
+BATCHING = ["llama", "mistral", "mixtral"]
+
+
+@pytest.fixture(autouse=True)
+def machine(tmp_path, monkeypatch):
+    """A machine with two cores, of which nothing is left over."""
+    for name in [name for name in os.environ if name.startswith(("FAKE_NEURON_", "NEURON_"))]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("FAKE_NEURON_STATE_DIR", str(tmp_path / "machine"))
+    monkeypatch.setenv("NEURON_RT_NUM_CORES", "")  # so that what the model sets is undone
+    monkeypatch.delenv("NEURON_RT_NUM_CORES")
+    fake.restart()
+    yield
+    fake.restart()
+    os.environ.pop("NEURON_RT_NUM_CORES", None)
+    assert not fake.violations
+
+
+def checkpoint(folder, config=LLAMA):
+    folder.mkdir(exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "model.safetensors").touch()
+    return folder
+
+
+def load(tmp_path, config=LLAMA, **settings):
+    settings = {"device": "neuron", "max_total_tokens": WINDOW, "max_input_tokens": WINDOW - 1} | settings
+    folder = checkpoint(tmp_path / "model", config)
+    manifest = Manifest.read(folder)
+    work_dir = Path(tempfile.mkdtemp(dir=tmp_path))
+    wanted = Config(model_id=str(folder), **settings).with_manifest(manifest)
+    return NeuronModel(wanted, folder, manifest, work_dir)
+
+
+def refusal(tmp_path, config=LLAMA, **settings):
+    with pytest.raises((ModelError, ConfigError)) as refused:
+        load(tmp_path, config, **settings)
+    message = str(refused.value)
+    assert len(message.splitlines()) == 1
+    return message
+
+
+class Batch:
+    """Requests on slots, each continued with the likeliest token, as the worker does it."""
+
+    def __init__(self, model):
+        self.model = model
+        self.texts = {}  # slot → all tokens so far
+
+    def join(self, slot, prompt):
+        logits = self.model.prefill(slot, prompt)
+        assert logits.shape == (VOCABULARY,) and logits.dtype == torch.float32
+        self.texts[slot] = [*prompt, int(logits.argmax())]
+
+    def step(self):
+        slots = sorted(self.texts)
+        tokens = torch.tensor([self.texts[slot][-1] for slot in slots])
+        positions = torch.tensor([len(self.texts[slot]) - 1 for slot in slots])
+        logits = self.model.decode(tokens, positions, torch.tensor(slots))
+        assert logits.shape == (len(slots), VOCABULARY)
+        for slot, row in zip(slots, logits):
+            self.texts[slot].append(int(row.argmax()))
+
+    def leave(self, slot):
+        return self.texts.pop(slot)
+
+
+def alone(prompt, length):
+    """What a prompt must become when nobody else is there."""
+    tokens = list(prompt)
+    while len(tokens) < length:
+        tokens.append(int(fake.expected_logits(tokens, VOCABULARY).argmax()))
+    return tokens
+
+
+@pytest.mark.parametrize("family", BATCHING)
+def test_requests_that_come_and_go_get_the_text_that_they_get_alone(tmp_path, family):
+    batch = Batch(load(tmp_path, FAMILIES[family], max_batch_size=4))
+    batch.join(0, [5, 6, 7])
+    batch.step()
+    batch.join(2, [8])  # a prompt of one token
+    batch.step()
+    batch.join(1, [9, 10])
+    batch.step()
+    assert batch.leave(0) == alone([5, 6, 7], 7)
+    batch.step()
+    batch.join(0, [11] * (WINDOW - 1))  # the slot again, with the longest prompt
+    assert batch.leave(0) == alone([11] * (WINDOW - 1), WINDOW)
+    while len(batch.texts[2]) < WINDOW:
+        batch.step()
+    assert batch.leave(2) == alone([8], WINDOW)
+    assert batch.leave(1) == alone([9, 10], len(batch.texts.get(1, alone([9, 10], WINDOW))))
+
+
+@given(st.lists(st.tuples(st.integers(0, 7), st.integers(1, 20), st.integers(0, 5)), min_size=1, max_size=25))
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_any_schedule_over_eight_slots_gives_everyone_the_text_of_his_own(tmp_path, schedule):
+    fake.restart()
+    batch = Batch(load(tmp_path, max_batch_size=8))
+    prompts = {}
+    for n, (slot, length, steps) in enumerate(schedule):
+        if slot in batch.texts:
+            text = batch.leave(slot)
+            assert text == alone(prompts[slot], len(text))
+        prompts[slot] = [n % VOCABULARY] * length
+        batch.join(slot, prompts[slot])
+        for _ in range(steps):
+            for full in [s for s, text in batch.texts.items() if len(text) >= WINDOW]:
+                assert batch.leave(full) == alone(prompts[full], WINDOW)
+            if batch.texts:
+                batch.step()
+    for slot, text in batch.texts.items():
+        assert text == alone(prompts[slot], len(text))
+
+
+@pytest.mark.parametrize("length", [1, 2, 7, 8, 9, 15, 16, 17, 22, 23])
+def test_borders_of_prompt_and_position_buckets_are_no_borders_of_the_text(tmp_path, length):
+    model = load(tmp_path, max_batch_size=2, prefill_buckets=(8, 16), position_buckets=(8, 16))
+    batch = Batch(model)
+    batch.join(0, [3, 4])
+    batch.join(1, list(range(1, length + 1)))
+    while len(batch.texts[1]) < WINDOW:
+        batch.step()
+    assert batch.leave(1) == alone(range(1, length + 1), WINDOW)
+    text = batch.leave(0)
+    assert text == alone([3, 4], len(text))
+
+
+@pytest.mark.parametrize("family", sorted(set(FAMILIES) - set(BATCHING)))
+def test_families_that_cannot_batch_run_one_request_at_a_time(tmp_path, family):
+    model = load(tmp_path, FAMILIES[family])
+    assert model.batch_size == 1
+    for prompt in ([5, 6, 7], [8]):
+        batch = Batch(model)
+        batch.join(0, prompt)
+        for _ in range(5):
+            batch.step()
+        assert batch.leave(0) == alone(prompt, len(prompt) + 6)
+    assert f"{family} models run one request at a time on Neuron; give 1" in refusal(
+        tmp_path, FAMILIES[family], max_batch_size=2
+    )
+
+
+def test_a_slot_that_a_step_did_not_name_is_not_taken_up_again(tmp_path):
+    model = load(tmp_path, max_batch_size=2)
+    batch = Batch(model)
+    batch.join(0, [5, 6])
+    batch.join(1, [7, 8])
+    forgotten = batch.leave(1)
+    batch.step()
+    batch.texts[1] = forgotten
+    with pytest.raises(AssertionError, match="slot 1 holds None positions"):
+        batch.step()
+
+
+def test_a_position_that_is_not_the_next_one_is_not_run(tmp_path):
+    model = load(tmp_path, max_batch_size=2)
+    model.prefill(0, [5, 6])
+    for position in (1, 3):
+        with pytest.raises(AssertionError):
+            model.decode(torch.tensor([1]), torch.tensor([position]), torch.tensor([0]))
+
+
+# What is compiled
+
+
+@pytest.mark.parametrize(
+    ("given", "limit", "made"),
+    [
+        (None, 100, [100]),
+        (None, 128, [128]),
+        (None, 129, [128, 129]),
+        (None, 2048, [128, 256, 512, 1024, 2048]),
+        (None, 2047, [128, 256, 512, 1024, 2047]),
+        ((64, 512), 2048, [64, 512, 2048]),
+        ((2048,), 2048, [2048]),
+    ],
+)
+def test_buckets_reach_up_to_the_limit(given, limit, made):
+    assert buckets(given, limit, "--prefill-buckets") == made
+
+
+def test_buckets_beyond_the_limit_are_refused(tmp_path):
+    assert "--prefill-buckets 64: more than the 23 tokens" in refusal(tmp_path, prefill_buckets=(64,))
+    assert "--position-buckets 64: more than the 24 tokens" in refusal(tmp_path, position_buckets=(64,))
+
+
+@pytest.mark.parametrize("version", [4, 5])
+@pytest.mark.parametrize("theta", [10000.0, 500000.0])
+def test_the_rotary_base_reaches_the_library_in_whichever_form_it_was_saved(tmp_path, version, theta):
+    """With transformers 5's form it would go on with 10000, and without a word."""
+    config = LLAMA | {"rope_theta": theta}
+    if version == 5:
+        del config["rope_theta"], config["torch_dtype"]
+        config |= {"rope_parameters": {"rope_theta": theta, "rope_type": "default"}, "dtype": "bfloat16"}
+    model = load(tmp_path, config)
+    assert model._model.config.rope_theta == theta
+    assert model.dtype == "bfloat16"
+
+
+def test_a_scaled_rotary_base_keeps_its_scaling():
+    rope = {"rope_theta": 5e5, "rope_type": "llama3", "factor": 8.0, "original_max_position_embeddings": 8192}
+    legacy = legacy_config({"model_type": "llama", "rope_parameters": rope})
+    assert legacy["rope_theta"] == 5e5
+    scaling = {"rope_type": "llama3", "type": "llama3", "factor": 8.0, "original_max_position_embeddings": 8192}
+    assert legacy["rope_scaling"] == scaling
+
+
+@pytest.mark.parametrize(
+    ("config", "settings", "told"),
+    [
+        ({"model_type": "gptj"}, {}, "computes gptj models wrongly after their first token"),
+        ({"model_type": "qwen2"}, {}, "transformers-neuronx has no qwen2 models; it has llama, mistral"),
+        ({"head_dim": 16}, {}, "has heads of 16; only 8 can be served on Neuron"),
+        ({"attention_bias": True}, {}, "has biases in its attention"),
+        ({"rope_scaling": {"type": "yarn", "factor": 2}}, {}, "stretches its positions (yarn)"),
+        ({"model_type": "mistral", "sliding_window": 20}, {}, "slides its attention over 20 positions"),
+        ({}, {"tp_degree": 4}, "the model cannot be brought onto the device"),
+    ],
+)
+def test_what_cannot_work_is_refused_with_the_reason(tmp_path, config, settings, told):
+    assert told in refusal(tmp_path, LLAMA | config, **settings)
+
+
+# Cores and the device
+
+
+def test_the_runtime_takes_no_more_cores_than_the_model_needs(tmp_path, monkeypatch):
+    load(tmp_path, tp_degree=1)
+    assert os.environ["NEURON_RT_NUM_CORES"] == "1"
+
+
+@pytest.mark.parametrize(("visible", "cores"), [("0", 1), ("1", 1), ("0-1", 2), ("0,1", 2)])
+def test_the_visible_cores_are_counted_and_left_as_they_are(tmp_path, monkeypatch, visible, cores):
+    monkeypatch.setenv("NEURON_RT_VISIBLE_CORES", visible)
+    load(tmp_path)
+    assert os.environ["NEURON_RT_VISIBLE_CORES"] == visible
+    assert "NEURON_RT_NUM_CORES" not in os.environ
+    if cores == 1:
+        assert "needs more cores than the 1 of NEURON_RT_VISIBLE_CORES" in refusal(tmp_path, tp_degree=2)
+
+
+@pytest.mark.parametrize(
+    ("fault", "told"),
+    [("init", "no Neuron device can be used here"), ("oom", "the device has too little memory"), ("compile", "compiler")],
+)
+def test_what_fails_while_it_loads_is_one_line_that_a_person_understands(tmp_path, monkeypatch, fault, told):
+    monkeypatch.setenv("FAKE_NEURON_FAIL", fault)
+    assert told in refusal(tmp_path)
+
+
+@pytest.mark.parametrize("fault", ["prefill:2", "step:2"])
+def test_an_error_of_the_device_means_that_it_is_lost(tmp_path, monkeypatch, fault):
+    monkeypatch.setenv("FAKE_NEURON_FAIL", fault)
+    batch = Batch(load(tmp_path, max_batch_size=2))
+    batch.join(0, [5, 6])
+    with pytest.raises(DeviceLost):
+        for n in range(3):
+            batch.step()
+            batch.join(1, [7, n])
+
+
+def test_what_the_runtime_says_is_explained_where_it_is_known():
+    told = explain(RuntimeError("NRT: NeuronCore(s) not available - Requested:nc1-nc1 Available:0"))
+    assert told.startswith("the cores are held by another process")
+    assert explain(ValueError("something new\nand more")) == "ValueError: something new"
+    assert explain(StopIteration()) == "StopIteration"
+
+
+# The whole server
+
+
+@pytest.fixture
+def on_neuron(tmp_path):
+    folder = checkpoint(tmp_path / "model")
+    byte_tokenizer(folder)
+
+    def serve(**environment):
+        environment = {"PYTHONPATH": FAKE, "FAKE_NEURON_STATE_DIR": str(tmp_path / "machine")} | environment
+        flags = ("--model-id", str(folder), "--device", "neuron", "--max-total-tokens", "60", "--max-batch-size", "4")
+        return Server(*flags, **environment)
+
+    return serve
+
+
+def test_the_whole_server_serves_a_crowd_on_neuron(on_neuron, tmp_path):
+    with on_neuron() as server:
+        server.wait_ready()
+        assert json.loads(server.get("/info")[1])["model_device_type"] == "neuron"
+        streams = [server.request("POST", "/generate_stream", {"inputs": text}) for text in ("a", "bc", "d" * 40, "e", "fgh")]
+        for text, stream in zip(("a", "bc", "d" * 40, "e", "fgh"), streams):
+            status, answer = server.generate(text)
+            assert status == 200
+            assert list(events(stream))[-1]["generated_text"] == answer["generated_text"]
+        status, refused = server.generate("a", decoder_input_details=True)
+        assert (status, "`decoder_input_details` is not supported" in refused["error"]) == (422, True)
+        server.wait_idle()
+        assert server.stop() == 0
+    assert not (tmp_path / "machine" / "violations.log").exists()
+
+
+def test_when_the_device_fails_everyone_is_told_and_the_container_ends(on_neuron):
+    with on_neuron(FAKE_NEURON_FAIL="step:9", FAKE_NEURON_STEP_S="0.02") as server:
+        server.wait_ready()
+        stream = list(events(server.request("POST", "/generate_stream", {"inputs": "abc", "parameters": {"stop": []}})))
+        assert stream[-1].get("error_type") in ("generation", None)
+        if "error_type" not in stream[-1]:  # that text ended before: the next one meets the fault
+            assert server.generate("b")[0] in (424, 503)
+        assert server.wait_exit() == 1
+        assert "the device is lost" in server.log
+
+
+def test_what_cannot_be_served_on_neuron_ends_the_boot_with_one_line(on_neuron):
+    with on_neuron(HF_NUM_CORES="4") as server:
+        assert server.wait_exit() == 2
+        assert "the model cannot be brought onto the device" in server.log
+        assert "Traceback" not in server.log
+
+
+def test_without_the_library_it_says_what_is_needed(tmp_path):
+    folder = checkpoint(tmp_path / "model")
+    byte_tokenizer(folder)
+    with Server("--model-id", str(folder), "--device", "neuron") as server:
+        assert server.wait_exit() == 2
+        assert "--device neuron needs transformers-neuronx" in server.log

@@ -1,0 +1,370 @@
+"""Decoder-only models of `transformers` on a CPU or a CUDA GPU, as static batches. `TorchModel` implements StaticBatchModel.
+
+The library's own attention is replaced by one that reads the filled part of the slots' cache, and at boot it is seen to that
+the logits stay the same. Written for transformers 5.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import statistics
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+import transformers
+from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.cache_utils import Cache
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from config import DEFAULT_BATCH_SIZE, Config, Manifest, read_json
+from model import ModelError, reported_as
+
+logger = logging.getLogger("model")
+
+ATTENTION = "static_batch"
+CHECK_TOKENS = 12
+CHECK_CHUNK = 5
+SCORE_CHUNK = 128  # tokens; the logits of 2,048 tokens at once would be 1 GB for a vocabulary of 128k
+
+
+class _Step:
+    """One forward pass: which rows of the cache it runs on, and where each of its tokens stands.
+
+    rows: the slots, a range; positions: int64 [rows, q], the position of each token; filled: how much of the window the
+    longest of them uses, this pass included. More than one token a row are a prompt, or a part of one, in one row.
+    """
+
+    def __init__(self, rows: slice, positions: torch.Tensor, filled: int):
+        self.rows = rows
+        self.positions = positions
+        self.filled = filled
+        self.is_prefill = positions.shape[1] > 1
+        self.begin = filled - positions.shape[1]  # of a prefill: where its first token stands
+        self.windows: dict[int, int | None] = {}  # sliding window that each layer asked for
+        self._masks: dict[int | None, torch.Tensor] = {}
+
+    def additive_mask(self, dtype: torch.dtype) -> torch.Tensor:
+        """The mask without a window, as numbers to add to the scores: [rows, 1, q, filled]."""
+        return torch.zeros((), dtype=dtype).where(self.mask(None), torch.finfo(dtype).min)
+
+    def mask(self, window: int | None) -> torch.Tensor:
+        """Which positions each token may look at: bool [rows, 1, q, filled], True: it may."""
+        if window not in self._masks:
+            at = self.positions[:, None, :, None]
+            key_at = torch.arange(self.filled, device=at.device)
+            allowed = key_at <= at
+            if window is not None:
+                allowed &= key_at > at - window
+            self._masks[window] = allowed
+        return self._masks[window]
+
+
+class _SlotCache(Cache):
+    """Keys and values of all slots, [slots, kv heads, window, head size] a layer, made at the first pass.
+
+    Follows transformers' cache protocol: each attention module hands in the keys and values of the tokens of this pass and
+    takes back those that they may look at.
+    """
+
+    def __init__(self, slots: int, window: int):
+        super().__init__(layers=[])
+        self.slots = slots
+        self.window = window
+        self.step: _Step | None = None
+        self._keys: dict[int, torch.Tensor] = {}
+        self._values: dict[int, torch.Tensor] = {}
+
+    def update(self, key_states, value_states, layer_idx, *args, **kwargs):
+        if layer_idx not in self._keys:
+            for store, states in ((self._keys, key_states), (self._values, value_states)):
+                shape = (self.slots, states.shape[1], self.window, states.shape[3])
+                store[layer_idx] = torch.zeros(shape, dtype=states.dtype, device=states.device)
+        return self._write(self._keys[layer_idx], key_states), self._write(self._values[layer_idx], value_states)
+
+    def _write(self, store: torch.Tensor, states: torch.Tensor) -> torch.Tensor:
+        step, rows = self.step, store[self.step.rows]
+        if step.is_prefill:
+            rows[:, :, step.begin : step.filled] = states
+        else:
+            rows[torch.arange(rows.shape[0], device=rows.device), :, step.positions[:, 0]] = states[:, :, 0]
+        return rows[:, :, : step.filled]
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        return 0  # positions are always given, so nobody has to ask how many there are
+
+
+_step: _Step | None = None  # the pass that runs now, or ran last; a process runs one at a time
+
+
+def _attend(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    **_,
+) -> tuple[torch.Tensor, None]:
+    """Attention over the filled part of the rows, each token from its own position (transformers' attention interface).
+
+    query: [rows, heads, q, head size]; key, value: [rows, kv heads, filled, head size]. Returns [rows, q, heads, head size].
+    Query heads that share a key head are multiplied together, so that keys and values are read once and never repeated.
+    """
+    rows, heads, q_length, _head_size = query.shape
+    kv_heads, filled = key.shape[1], key.shape[2]
+    scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
+    _step.windows[module.layer_idx] = sliding_window
+    window = sliding_window if sliding_window is not None and sliding_window < filled else None
+    if q_length > 1 and softcap is None:
+        grouped = {"enable_gqa": True} if heads != kv_heads else {}
+        causal = {"is_causal": True} if window is None and _step.begin == 0 else {"attn_mask": _step.mask(window)}
+        out = F.scaled_dot_product_attention(query, key, value, scale=scaling, **causal, **grouped)
+        return out.transpose(1, 2), None
+    # [rows, kv heads, heads of the group x q, head size]
+    query = query.reshape(rows, kv_heads, heads // kv_heads * q_length, -1)
+    scores = torch.matmul(query, key.transpose(-1, -2)) * scaling
+    if softcap is not None:
+        scores = torch.tanh(scores / softcap) * softcap
+    scores = scores.view(rows, heads, q_length, filled).masked_fill(~_step.mask(window), float("-inf"))
+    weights = torch.softmax(scores, dim=-1, dtype=torch.float32).to(value.dtype)
+    out = torch.matmul(weights.view(rows, kv_heads, -1, filled), value).view(rows, heads, q_length, -1)
+    return out.transpose(1, 2), None
+
+
+ALL_ATTENTION_FUNCTIONS.register(ATTENTION, _attend)
+
+
+class TorchModel:
+    """A decoder-only model of `transformers` on a CPU or a CUDA GPU. Implements StaticBatchModel.
+
+    The lowest free slot should be used first: a step runs on the rows up to the highest live one.
+    """
+
+    def __init__(self, config: Config, folder: Path, manifest: Manifest, device: str):
+        self.batch_size = config.max_batch_size or DEFAULT_BATCH_SIZE
+        self.max_total_tokens = config.max_total_tokens
+        self.max_input_tokens = config.max_input_tokens
+        self.device = device
+        self._model = _load_pretrained(config, folder, device)
+        text_config = self._model.config.get_text_config()
+        self.vocab_size = text_config.vocab_size
+        self.dtype = str(self._model.dtype).removeprefix("torch.")
+        self._cache = _SlotCache(self.batch_size, self.max_total_tokens)
+        self._mask_is_given = False
+        self.gives_prompt_logits = False
+        self._adopt(text_config, manifest.model_type)
+        if device == "cpu" and "OMP_NUM_THREADS" not in os.environ:
+            self._choose_threads()
+
+    def prefill(self, slot: int, prompt: list[int]) -> torch.Tensor:
+        assert 0 <= slot < self.batch_size and 1 <= len(prompt) <= self.max_input_tokens
+        return self._run_prompt(slot, prompt, 0, logits_to_keep=1)[0]
+
+    def score(self, slot: int, prompt: list[int]) -> Iterator[torch.Tensor]:
+        assert self.gives_prompt_logits and 0 <= slot < self.batch_size and 1 <= len(prompt) <= self.max_input_tokens
+        return self._score(slot, prompt, SCORE_CHUNK)
+
+    def _score(self, slot: int, prompt: list[int], chunk: int) -> Iterator[torch.Tensor]:
+        for begin in range(0, len(prompt), chunk):
+            yield self._run_prompt(slot, prompt[begin : begin + chunk], begin, logits_to_keep=0)
+
+    def _run_prompt(self, slot: int, ids: list[int], begin: int, logits_to_keep: int) -> torch.Tensor:
+        """Runs the part of a prompt that begins at position `begin`. Returns float32 [logits_to_keep, vocab]; 0: all."""
+        tokens = torch.tensor([ids], dtype=torch.int64, device=self.device)
+        filled = begin + len(ids)
+        positions = torch.arange(begin, filled, device=self.device)[None]
+        return self._forward(tokens, _Step(slice(slot, slot + 1), positions, filled), logits_to_keep)[0].cpu()
+
+    def decode(self, tokens: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
+        filled, rows = int(positions.max()) + 1, int(slots[-1]) + 1
+        assert filled <= self.max_total_tokens and rows <= self.batch_size
+        # Free rows below the highest live one run too, on token 0 at position 0: the next prefill overwrites that.
+        row_tokens, row_positions = torch.zeros(2, rows, 1, dtype=torch.int64)
+        row_tokens[slots, 0], row_positions[slots, 0] = tokens, positions
+        step = _Step(slice(0, rows), row_positions.to(self.device), filled)
+        logits = self._forward(row_tokens.to(self.device), step, logits_to_keep=1)[:, 0].cpu()
+        return logits if len(slots) == rows else logits[slots]
+
+    @torch.inference_mode()
+    def _forward(self, tokens: torch.Tensor, step: _Step, logits_to_keep: int) -> torch.Tensor:
+        """tokens: int64 [rows, q] → float32 [rows, logits_to_keep, vocab], the logits after the last of them; 0: all."""
+        global _step
+        _step = self._cache.step = step
+        out = self._model(
+            input_ids=tokens,
+            position_ids=step.positions,
+            past_key_values=self._cache,
+            attention_mask=step.additive_mask(self._model.dtype) if self._mask_is_given else None,
+            use_cache=True,
+            logits_to_keep=logits_to_keep,
+        )
+        return out.logits[:, -logits_to_keep:].float()  # not every family knows logits_to_keep
+
+    def _adopt(self, text_config, model_type: str) -> None:
+        """Finds out how this family works on a static batch, or raises ModelError.
+
+        Most families hand their queries to our attention. Those with an attention of their own get a mask instead, which
+        serves them as long as it depends on nothing but the mask: no window, no bias by distance.
+        """
+        with reported_as(f"{model_type} models cannot be served on a static batch"):
+            ids, expected = self._reference()
+            self._model.set_attn_implementation(ATTENTION)
+            windows, error = self._compare(ids, expected)
+            if windows and error <= self._tolerance(expected):
+                self._check_windows(text_config, model_type, windows)
+                return self._check_score(ids, expected, model_type)
+            has_window = any(getattr(text_config, name, None) for name in ("sliding_window", "window_size"))
+            if not windows and not has_window:
+                self._mask_is_given = True
+                error = self._compare(ids, expected)[1]
+                if error <= self._tolerance(expected):
+                    return self._check_score(ids, expected, model_type)
+        raise ModelError(
+            f"{model_type} models cannot be served on a static batch: their logits would differ from transformers' own by "
+            f"{error:.2g} (of {expected.abs().max():.2g}), because they keep positions, masks or state in a way that slots "
+            "cannot share"
+        )
+
+    def _choose_threads(self) -> None:
+        """Takes the number of threads whose steps are shortest on this machine as it is now.
+
+        More is not better for a small model, nor where other processes (our own web processes among them) need the cores:
+        OpenMP's threads spin while they wait for each other, and a step can take ten times as long.
+        """
+        everything = torch.get_num_threads()
+        taken = {}
+        for threads in sorted({1, max(1, everything // 2), everything}):
+            torch.set_num_threads(threads)
+            taken[threads] = self._step_time()
+        best = min(taken, key=taken.get)
+        torch.set_num_threads(best)
+        logger.info("%d of %d threads: a step of %d slots takes %.1f ms", best, everything, self.batch_size, taken[best] * 1e3)
+
+    def _step_time(self) -> float:
+        """The median of a few full steps, in seconds."""
+        slots = torch.arange(self.batch_size)
+        times: list[float] = []
+        while len(times) < 6 and sum(times) < 1.0:
+            started_at = time.perf_counter()
+            self.decode(torch.zeros_like(slots), torch.zeros_like(slots), slots)
+            times.append(time.perf_counter() - started_at)
+        return statistics.median(times[1:] or times)
+
+    def _tolerance(self, expected: torch.Tensor) -> float:
+        relative = 1e-3 if self._model.dtype == torch.float32 else 0.05
+        return relative * max(1.0, expected.abs().max().item())
+
+    def _reference(self) -> tuple[list[int], torch.Tensor]:
+        """A few token ids, and transformers' own logits after each of them: float32 [tokens, vocab]."""
+        n = min(CHECK_TOKENS, self.max_input_tokens + 1)
+        ids = torch.randint(0, self.vocab_size, (n,), generator=torch.Generator().manual_seed(0)).tolist()
+        with torch.inference_mode():
+            out = self._model(input_ids=torch.tensor([ids], device=self.device), use_cache=False)
+        return ids, out.logits[0].float().cpu()
+
+    def _compare(self, ids: list[int], expected: torch.Tensor) -> tuple[dict[int, int | None], float]:
+        """Runs `ids` through two slots at different positions. Returns the windows that our attention was asked for, a
+        layer each (none when it was not asked at all), and the largest difference to the `expected` logits."""
+        long, short, last = len(ids) - 1, max(1, len(ids) // 2), self.batch_size - 1
+        found, wanted = [self.prefill(last, ids[:short])], [expected[short - 1]]
+        live = [(ids[short], short, last)]
+        if last > 0:
+            found += [self.prefill(0, ids[:long])]
+            wanted += [expected[long - 1]]
+            live.insert(0, (ids[long], long, 0))
+        found += list(self.decode(*torch.tensor(live).T))
+        wanted += [expected[position] for _token, position, _slot in live]
+        error = (torch.stack(found) - torch.stack(wanted)).abs().max().item()
+        return self._cache.step.windows, error if error == error else float("inf")
+
+    def _check_score(self, ids: list[int], expected: torch.Tensor, model_type: str) -> None:
+        """A family that can only run a prompt as a whole is served, too, but gives no log-probabilities of prompts."""
+        prompt = ids[:-1]
+        try:
+            found = torch.cat(list(self._score(self.batch_size - 1, prompt, CHECK_CHUNK)))
+            error = (found - expected[: len(prompt)]).abs().max().item()
+        except Exception:
+            logger.debug("scoring failed", exc_info=True)
+            error = float("nan")
+        self.gives_prompt_logits = error <= self._tolerance(expected)
+        if not self.gives_prompt_logits:
+            logger.warning("%s models cannot run a prompt in parts: no log-probabilities of prompts", model_type)
+
+    def _check_windows(self, text_config, model_type: str, windows: dict[int, int | None]) -> None:
+        """A sliding window that a family does not tell to its attention function would silently not slide."""
+        size = getattr(text_config, "sliding_window", None)
+        if not getattr(text_config, "use_sliding_window", True):
+            size = None
+        kinds = getattr(text_config, "layer_types", None)
+        for layer, seen in windows.items():
+            slides = kinds[layer] == "sliding_attention" if kinds else bool(size)
+            expected = size if slides else None
+            if expected and seen != expected and self.max_total_tokens > expected:
+                raise ModelError(
+                    f"this {model_type} model slides its attention over {expected} positions in a way that cannot be served "
+                    f"yet; give --max-total-tokens {expected} or less"
+                )
+
+
+def _load_pretrained(config: Config, folder: Path, device: str) -> torch.nn.Module:
+    told = read_json(folder / "config.json", required=True)
+    if told["model_type"] not in transformers.CONFIG_MAPPING and "auto_map" in told and not config.trust_remote_code:
+        raise ModelError(
+            f"{told['model_type']} models come with Python code of their own; --trust-remote-code (TRUST_REMOTE_CODE) runs it"
+        )
+    with reported_as(f"{folder} cannot be read as a model"):
+        hf_config = AutoConfig.from_pretrained(folder, trust_remote_code=config.trust_remote_code)
+    _refuse_what_cannot_work(config, hf_config)
+    if not any(folder.glob("*.safetensors")):
+        raise ModelError(f"{folder} holds no weights (*.safetensors)")
+    dtype = config.dtype if config.dtype != "auto" else ("float32" if device == "cpu" else "auto")
+    if not sys.stderr.isatty():
+        transformers.utils.logging.disable_progress_bar()
+    transformers.utils.logging.set_verbosity_error()
+    with reported_as(f"{folder} cannot be loaded"):
+        model, report = AutoModelForCausalLM.from_pretrained(
+            folder,
+            config=hf_config,
+            dtype=dtype,
+            attn_implementation="eager",
+            trust_remote_code=config.trust_remote_code,
+            use_safetensors=True,
+            ignore_mismatched_sizes=True,  # reported below, by name
+            output_loading_info=True,
+        )
+    absent = sorted(report["missing_keys"])
+    if absent:  # transformers would fill them with random numbers
+        raise ModelError(f"{folder} lacks {len(absent)} of its weights, {absent[0]} among them")
+    for name, found, expected in sorted(report["mismatched_keys"]):
+        raise ModelError(f"{folder} holds {name} in the shape {list(found)}, where its config.json asks for {list(expected)}")
+    return model.to(device).eval()
+
+
+def _refuse_what_cannot_work(config: Config, hf_config) -> None:
+    kind, text_config = hf_config.model_type, hf_config.get_text_config()
+    known = type(hf_config) in transformers.MODEL_FOR_CAUSAL_LM_MAPPING or "AutoModelForCausalLM" in getattr(
+        hf_config, "auto_map", {}
+    )
+    if hf_config.is_encoder_decoder or not known:
+        raise ModelError(f"{kind} models do not continue text token by token (no causal language model); nothing to serve")
+    if getattr(hf_config, "quantization_config", None):
+        raise ModelError(f"this {kind} checkpoint is quantized, which cannot be served yet; use its unquantized form")
+    for layer_type in getattr(text_config, "layer_types", None) or []:
+        if layer_type not in ("full_attention", "sliding_attention"):
+            raise ModelError(f"{kind} models with {layer_type} layers cannot be served on a static batch yet")
+    rope = getattr(text_config, "rope_parameters", None) or {}
+    for parameters in [rope] + [p for p in rope.values() if isinstance(p, dict)]:
+        trained = parameters.get("original_max_position_embeddings") or getattr(text_config, "max_position_embeddings", 0)
+        if parameters.get("rope_type") in ("dynamic", "longrope") and config.max_total_tokens > trained:
+            # These change every row's angles with the longest row of the batch, so one request would change another.
+            raise ModelError(
+                f"this {kind} model stretches its positions ({parameters['rope_type']}) beyond {trained} tokens, which slots "
+                f"cannot share; give --max-total-tokens {trained} or less"
+            )
