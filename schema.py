@@ -893,8 +893,10 @@ def shortest_float(logprob: float) -> float:
         return logprob
     exact = FLOAT32.pack(logprob)
     (value,) = FLOAT32.unpack(exact)
-    shortest = float(f"{value:.9g}")  # nine digits are always enough, six never too many
-    for form in ("%.8g", "%.7g", "%.6g"):
+    shortest = float(f"{value:.8g}")
+    if FLOAT32.pack(shortest) != exact:
+        return float(f"{value:.9g}")  # nine digits are always enough
+    for form in ("%.7g", "%.6g"):
         shorter = float(form % value)
         if FLOAT32.pack(shorter) != exact:
             break

@@ -61,22 +61,14 @@ class Tokenizer:
         self.special_ids = frozenset(i for i, token in added.items() if token.special) | frozenset(eos_token_ids)
         decoder = json.loads(self._tokenizer.to_str()).get("decoder")
         steps = (decoder.get("decoders") or [decoder]) if decoder else []
-        self._decoder_types = [step["type"] for step in steps]
+        kinds = [step["type"] for step in steps]
+        self.is_byte_level = kinds == ["ByteLevel"]  # every token is a run of bytes and nothing else changes the text
+        self.has_byte_fallback = "ByteFallback" in kinds  # tokens like <0xE2> stand for single bytes
         self._bytes: dict[int, bytes] = {}
         self._anchor = self._find_anchor()
         self._anchor_text = self.decode(self._anchor)
         # Five likeliest tokens for every token that is told are many texts, and mostly the same ones.
         self.token_text = functools.lru_cache(TOKEN_TEXTS)(self._token_text)
-
-    @property
-    def is_byte_level(self) -> bool:
-        """Every token is a run of bytes and nothing else changes the text."""
-        return self._decoder_types == ["ByteLevel"]
-
-    @property
-    def has_byte_fallback(self) -> bool:
-        """Tokens like <0xE2> stand for single bytes."""
-        return "ByteFallback" in self._decoder_types
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         # A batch, because only that lets other threads run meanwhile: a text of a megabyte takes a second.
