@@ -231,7 +231,8 @@ class Call:
     def __iter__(self) -> Iterator[list[tuple[Sequence, list[Piece]]]]:
         while self._unfinished:
             gained: dict[Sequence, list[Piece]] = {}
-            for message in self._receive():
+            messages = self._receive()
+            for message in messages:
                 sequence = self._by_id[message.id]
                 if sequence.finish_reason is not None:  # what still comes after a stop string
                     continue
@@ -244,7 +245,8 @@ class Call:
             if self._unfinished and time.monotonic() >= self._deadline_at:
                 for sequence, pieces in self._cut():
                     gained.setdefault(sequence, []).extend(pieces)
-            yield list(gained.items())
+            if gained or not messages:  # a prompt that has been run is no reason yet to begin an answer
+                yield list(gained.items())
 
     def close(self, reason: str = "client hung up") -> None:
         for request_id in self._by_id:

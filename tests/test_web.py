@@ -14,6 +14,7 @@ from werkzeug.exceptions import ClientDisconnected
 
 import schema
 import web
+from protocol import End, Prompt
 
 
 def test_before_the_model_is_ready_everything_says_what_is_going_on(booting):
@@ -214,6 +215,18 @@ def test_a_failure_before_the_first_token_has_its_own_status(served, route):
         "error": "Request failed during generation: the prompt could not be run on the device",
         "error_type": "generation",
     }
+
+
+def test_a_prompt_that_has_been_run_does_not_begin_an_answer_that_then_fails(served, monkeypatch):
+    failed = schema.parse(b'{"inputs":"a"}', schema.GenerateRequest)
+    call = web.Call(served.seen, [schema.check(failed, served.config, served.facts, streaming=True)], time.monotonic())
+    (request_id,) = call._by_id
+    told = iter([[Prompt(request_id, 0.0)], [End(request_id, "failed", "no number")]])
+    monkeypatch.setattr(call, "_receive", lambda: next(told))
+    with pytest.raises(schema.ApiError) as error:
+        next(iter(call))
+    assert error.value.status == 424
+    call.close()
 
 
 def test_a_failure_in_the_middle_of_a_stream_is_an_event(served):
