@@ -1,9 +1,11 @@
 # make run           serves on port 8080; settings come as variables: PORT=8081 MODEL_ID=... ARGS="--max-batch-size 8"
 # make test          runs the tests
 # make test-clients  runs the real clients against the real server: huggingface_hub, openai, boto3 and others
+# make test-neuron   runs transformers-neuronx on a simulator of its accelerator: TRANSFORMERS_NEURONX=/path/to/a/checkout
+# make image         builds the container image for Inferentia2 and Trainium; make image DEVICE=cpu the one for CPUs
 # make lint          ruff, as CI runs it
 # make clean         removes the environments
-.PHONY: run test test-clients lint clean
+.PHONY: run test test-clients test-neuron image lint clean
 
 VENV := .venv
 # The python3 of the machine if it is 3.10 to 3.12, else one of those by name.
@@ -12,7 +14,10 @@ PYTHON ?= $(shell for p in python3 python3.12 python3.11 python3.10; do \
 BIN := $(abspath $(VENV))/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet install
 TORCH := $(shell sed -n 's/.*"\(torch==[^"]*\)".*/\1/p' pyproject.toml)
+TORCH_INDEX := https://download.pytorch.org/whl/cpu
 PYTEST := $(shell sed -nE 's/.*"(pytest(-timeout)?==[^"]*)".*/\1/p' pyproject.toml)
+IMAGE := ghcr.io/neuron-textgen/neuron-textgen
+VERSION := $(shell sed -n 's/^version = "\(.*\)"/\1/p' pyproject.toml)
 
 # The clients do not fit into one environment. What stands behind each name is in tests/clients/requirements-NAME.txt, and
 # these are the tests that it runs.
@@ -20,6 +25,11 @@ CLIENTS := hub-0.36 hub-1 hub-2
 hub-0.36 := test_hub.py test_text_generation.py
 hub-1 := test_hub.py test_langchain.py test_litellm.py
 hub-2 := test_hub.py test_openai.py test_sagemaker.py
+
+# The package in a checkout of transformers-neuronx or in a folder of installed packages; nothing where there is none.
+NEURON := $(shell for folder in "$(TRANSFORMERS_NEURONX)/src" "$(TRANSFORMERS_NEURONX)"; do \
+	test -f "$$folder/transformers_neuronx/__init__.py" && cd "$$folder/transformers_neuronx" && pwd && break; done)
+NEURON_BIN := $(abspath $(VENV)-neuron)/bin
 
 run: $(VENV)/run.installed
 	@PATH="$(BIN):$$PATH" exec ./entrypoint.sh serve $(ARGS)
@@ -32,12 +42,34 @@ test-clients: $(VENV)/run.installed
 	@$(foreach client,$(CLIENTS),echo "$(client):" && SERVER_PYTHON=$(BIN)/python $(VENV)-clients/$(client)/bin/python \
 		-m pytest -c tests/clients/pytest.ini $(addprefix tests/clients/,$($(client))) $(ARGS) &&) true
 
+# What runs in this environment finds the library and the stand-ins for what it imports (tests/neuron_sim/README.md).
+test-neuron: $(if $(NEURON),$(VENV)-neuron/test.installed)
+	@test -n "$(NEURON)" || { echo "error: no transformers_neuronx in TRANSFORMERS_NEURONX='$(TRANSFORMERS_NEURONX)'; it takes" \
+		"a checkout (git clone https://github.com/aws-neuron/transformers-neuronx)" >&2; echo "or the FOLDER of: pip install" \
+		"--no-deps --target FOLDER --extra-index-url https://pip.repos.neuron.amazonaws.com transformers-neuronx" >&2; exit 2; }
+	@ln -sfn "$(NEURON)" $(CURDIR)/tests/neuron_sim/shim/* "$$($(NEURON_BIN)/python -c \
+		'import sysconfig; print(sysconfig.get_path("purelib"))')"
+	$(NEURON_BIN)/python -m pytest -c tests/neuron_sim/pytest.ini tests/neuron_sim tests/neuron_contract.py $(ARGS)
+
+# docker where its daemon answers, else podman, which keeps health checks in Docker's format only.
+image: ENGINE := $(or $(ENGINE),$(shell for e in docker podman; do $$e info >/dev/null 2>&1 && { echo $$e; break; }; done))
+image: DEVICE := $(or $(DEVICE),neuron)
+image: BASE_IMAGE := $(or $(BASE_IMAGE),$(if $(filter cpu,$(DEVICE)),python:3.11-slim-bookworm))
+image:
+	@case $(DEVICE) in neuron|cpu) ;; *) echo "error: DEVICE is neuron or cpu, not $(DEVICE)" >&2; exit 2;; esac
+	@test -n "$(ENGINE)" || { echo "error: neither docker nor podman answers here; one of them builds the image" >&2; exit 2; }
+	BUILDAH_FORMAT=docker $(ENGINE) build $(BASE_IMAGE:%=--build-arg BASE_IMAGE=%) \
+		--build-arg TORCH_INDEX=$(TORCH_INDEX) --build-arg VERSION=$(VERSION) \
+		--build-arg REVISION=$(shell git rev-parse HEAD 2>/dev/null) \
+		$(if $(filter cpu,$(DEVICE)),-t $(IMAGE):$(VERSION)-cpu -t $(IMAGE):cpu,-t $(IMAGE):$(VERSION) -t $(IMAGE):latest) \
+		$(ARGS) .
+
 lint: $(VENV)/test.installed
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 
 clean:
-	rm -rf $(VENV) $(VENV)-clients
+	rm -rf $(VENV) $(VENV)-clients $(VENV)-neuron
 
 $(VENV)/bin/python:
 	@test -n "$(PYTHON)" || { echo "error: Python 3.10, 3.11 or 3.12 is needed (make PYTHON=/path/to/python3)" >&2; exit 2; }
@@ -50,7 +82,7 @@ $(VENV)/bin/python:
 $(VENV)/run.installed: pyproject.toml | $(VENV)/bin/python
 	@echo "Installing what the server needs into $(VENV) (once)" >&2
 	@nvidia-smi -L >/dev/null 2>&1 || $(PIP) --no-deps --retries 1 --timeout 15 \
-		--extra-index-url https://download.pytorch.org/whl/cpu $(TORCH)
+		--extra-index-url $(TORCH_INDEX) $(TORCH)
 	@$(PIP) ".[cpu]"
 	@touch $@
 
@@ -62,4 +94,14 @@ $(VENV)-clients/%.installed: tests/clients/requirements-%.txt | $(VENV)/bin/pyth
 	@echo "Installing the clients of $* into $(VENV)-clients (once)" >&2
 	@$(BIN)/python -m venv --clear $(VENV)-clients/$*
 	@$(subst $(BIN),$(VENV)-clients/$*/bin,$(PIP)) --no-compile $(PYTEST) -r $<
+	@touch $@
+
+$(VENV)-neuron/test.installed: tests/neuron_sim/requirements.txt pyproject.toml | $(VENV)/bin/python
+	@$(BIN)/python -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "error: the simulator needs Python 3.11 or" \
+		"3.12 in $(VENV) (make clean, then make test-neuron PYTHON=/path/to/python3)" >&2; exit 2; }
+	@echo "Installing what transformers-neuronx needs into $(VENV)-neuron (once)" >&2
+	@$(BIN)/python -m venv --clear $(VENV)-neuron
+	@$(subst $(BIN),$(NEURON_BIN),$(PIP)) --no-compile --no-deps --retries 1 --timeout 15 \
+		--extra-index-url $(TORCH_INDEX) $(TORCH)
+	@$(subst $(BIN),$(NEURON_BIN),$(PIP)) --no-compile . $(TORCH) $(PYTEST) -r $<
 	@touch $@
