@@ -14,7 +14,7 @@ import contextlib
 import logging
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Protocol
 
@@ -97,15 +97,16 @@ def choose_device(wanted: str) -> str:
 
 
 @contextlib.contextmanager
-def reported_as(failure: str) -> Iterator[None]:
-    """What goes wrong in here becomes a ModelError of one line that begins with `failure`."""
+def reported_as(failure: str, explain: Callable[[BaseException], str] | None = None) -> Iterator[None]:
+    """What goes wrong in here becomes a ModelError of one line: `failure`, and what `explain` makes of the exception."""
     try:
         yield
     except ModelError:
         raise
     except Exception as error:
         logger.debug(failure, exc_info=True)
-        raise ModelError(f"{failure}: {type(error).__name__}: {first_line(error)}") from None
+        why = explain(error) if explain else f"{type(error).__name__}: {first_line(error)}"
+        raise ModelError(f"{failure}: {why}") from None
 
 
 def first_line(error: BaseException) -> str:

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 
 from config import DEFAULT_BATCH_SIZE, Config, Manifest, read_json
-from model import DeviceLost, ModelError
+from model import DeviceLost, ModelError, reported_as
 
 logger = logging.getLogger("model")
 
@@ -99,7 +99,7 @@ class NeuronModel:
         self._filled: list[int | None] = [None] * self.batch_size  # positions that each slot holds; None: it is free
         library = _library()
         view = lay_out(folder, legacy, work_dir / "checkpoint")
-        with _reported(f"{manifest.model_type} cannot be built for Neuron"):
+        with reported_as(f"{manifest.model_type} cannot be built for Neuron", explain):
             self._model = getattr(library, family.name).from_pretrained(
                 str(view),
                 batch_size=self.batch_size,
@@ -110,7 +110,7 @@ class NeuronModel:
             )
             if family.batches:
                 _check_rope(self._model, legacy)
-        with _reported("the model cannot be brought onto the device"), _progress():
+        with reported_as("the model cannot be brought onto the device", explain), _progress():
             self._model.to_neuron()
 
     def _lengths(self, config: Config, family: Family) -> dict[str, Any]:
@@ -281,18 +281,6 @@ def _neuron_config(library, config: Config, family: Family, slots: int, amp: str
     if config.compile_workers:
         options["compilation_worker_count"] = config.compile_workers
     return library.NeuronConfig(**options)
-
-
-@contextlib.contextmanager
-def _reported(failure: str) -> Iterator[None]:
-    """What goes wrong in here becomes a ModelError of one line."""
-    try:
-        yield
-    except ModelError:
-        raise
-    except Exception as error:
-        logger.debug(failure, exc_info=True)
-        raise ModelError(f"{failure}: {explain(error)}") from None
 
 
 @contextlib.contextmanager
