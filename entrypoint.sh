@@ -21,25 +21,32 @@ done
 
 # Private (0700) and new for each run: two servers never meet, and what a killed one left behind does not matter.
 run_dir=$(mktemp -d "${TMPDIR:-/tmp}/neuron-textgen.XXXXXXXX") || exit 1
-trap 'rm -rf "$run_dir"' EXIT
+# A process of ours that a signal ends before it has become what it is to be would run this trap, too.
+trap '[ "$BASHPID" != $$ ] || rm -rf "$run_dir"' EXIT
 "$python" "$here/config.py" "$@" >"$run_dir/config.json" || exit $?
 export NEURON_TEXTGEN_RUN_DIR=$run_dir
 setting() { sed -n "s/^ *\"$1\": \([0-9]*\).*/\1/p" "$run_dir/config.json"; }
 boot_deadline=$((SECONDS + $(setting startup_timeout)))
 grace=$(setting graceful_termination_timeout)
 
+# Nobody writes into this pipe: reading from it with a timeout is a nap that costs no process. (`wait -n` would be woken by
+# any end or signal, but a signal that comes at a bad moment can leave it deaf to both.)
+mkfifo "$run_dir/idle" && exec 9<>"$run_dir/idle" || exit 1
+nap() { read -r -t "$1" -u 9; }
+
 stops=0 # how often we were asked to stop; bash runs no trap inside a trap, so the handler only counts
 trap 'stops=$((stops + 1))' TERM INT
-"$python" "$here/worker.py" &
+exec 8>&2 2>/dev/null # what bash has to say of each end stays out of the log; ours goes through 8
+"$python" "$here/worker.py" 2>&8 8>&- 9<&- &
 worker=$!
-"$python" "$here/web.py" &
-web=$! nap=$!
+"$python" "$here/web.py" 2>&8 8>&- 9<&- &
+web=$!
 
-running() { kill -0 "$1" 2>/dev/null; }
+running() { kill -0 "$1"; }
 
 # Waits until a process has ended, until $2 (in SECONDS), or until we were asked to stop more than $3 times.
 wait_for() {
-    while running "$1" && [ "$SECONDS" -le "$2" ] && [ "$stops" -le "${3:-$stops}" ]; do sleep 0.05; done
+    while running "$1" && [ "$SECONDS" -le "$2" ] && [ "$stops" -le "${3:-$stops}" ]; do nap 0.05; done
 }
 
 complain() {
@@ -48,12 +55,13 @@ complain() {
             "$(date -u +%FT%TZ)" "$1"
     else
         echo "error: $1"
-    fi >&2
+    fi >&8
 }
 
 # Ends whatever is left, and gives the exit code of the run.
 finish() {
-    { kill -KILL -- "-$worker" "-$web" "-$nap"; wait; } 2>/dev/null
+    kill -KILL -- "-$worker" "-$web"
+    wait
     exit "$1"
 }
 
@@ -62,34 +70,30 @@ while running "$worker" && running "$web" && [ "$stops" -eq 0 ]; do
         complain "the model was not ready within --startup-timeout (STARTUP_TIMEOUT) $(setting startup_timeout) s"
         finish 1
     fi
-    # Any end of a process or signal wakes us; the nap is for the deadline, and for a signal that comes just before the wait.
-    if [ -e "$run_dir/ready" ]; then sleep 2 & else sleep 0.2 & fi
-    nap=$!
-    # Without 2>/dev/null bash would tell of each end in our log.
-    { wait -n "$worker" "$web" "$nap"; kill "$nap"; wait "$nap"; } 2>/dev/null
+    nap 0.1
 done
 
 if [ "$stops" -gt 0 ]; then
     # The worker takes nothing new, finishes what it has, and ends; the web processes answer 503 meanwhile. When that takes
     # too long, or when we are asked again, a second signal ends it at once, and what still runs is told so.
     deadline=$((SECONDS + grace))
-    kill -TERM "$worker" 2>/dev/null
+    kill -TERM "$worker"
     wait_for "$worker" "$deadline" 1
-    kill -TERM "$worker" 2>/dev/null
+    kill -TERM "$worker"
     wait_for "$worker" $((SECONDS + 5))
-    kill -TERM "$web" 2>/dev/null # what is still being written may be read to its end
+    kill -TERM "$web" # what is still being written may be read to its end
     wait_for "$web" $((SECONDS + 2 > deadline ? SECONDS + 2 : deadline)) 1
     finish 0
 fi
 
 if ! running "$worker"; then
-    wait "$worker" 2>/dev/null
+    wait "$worker"
     code=$?
     [ "$code" -eq 2 ] || complain "the worker process ended with code $code"
-    kill -TERM "$web" 2>/dev/null # open requests are being answered with an error; these answers may go out
+    kill -TERM "$web" # open requests are being answered with an error; these answers may go out
     wait_for "$web" $((SECONDS + 2))
 else
-    wait "$web" 2>/dev/null
+    wait "$web"
     code=$?
     [ "$code" -eq 2 ] || complain "the web server ended with code $code"
 fi
