@@ -2,13 +2,13 @@
 
 This layer owns the sizes: the instance types and their prices, how heads and weights are spread over cores, the memory that
 weights and KV cache take of each, which tp_degree, batch size and length to pick, and the speeds that others published. It
-also looks at which machine this is. `serve` asks it before anything is loaded; `plan` prints it for a person. It knows no
+also looks at which machine this is. `plan` prints it for a person; `serve` does not ask it yet. It knows no
 torch, no HTTP, no sockets, and never sees a weight.
 
     python3 plan.py --model-id X [--instance inf2.48xlarge | --cores N] [--max-total-tokens N] [--max-batch-size N]
 
-"neuron.md" is this project's reference on transformers-neuronx; "T/" its source (0.13.322), "SDK@" and "ON@" the public
-repositories aws-neuron-sdk and optimum-neuron at that tag.
+Sources stand beside the facts: "T/" is the code of transformers-neuronx 0.13.322, "SDK@" and "ON@" are the public repositories
+aws-neuron-sdk and optimum-neuron at that tag.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ from config import DTYPES, Config, ConfigError, read_json
 
 GIB = 1 << 30
 CORE_BYTES = 16 * GIB  # HBM of a NeuronCore-v2 (SDK@v2.25.0:general/arch/neuron-hardware/inf2-arch.rst:32-70)
-HEADROOM = 0.8  # of a core; compiled code, scratch, logits and the runtime need the rest (neuron.md 6.3)
+HEADROOM = 0.8  # of a core; compiled code, scratch, logits and the runtime need the rest (an estimate)
 MAX_BATCH_SIZE = 32  # what is chosen without being asked for; a larger one may be asked for
 MAX_LENGTH = 4096
 WIDTHS = {"float32": 4, "bfloat16": 2, "float16": 2}  # bytes
 
-# What is known to load: the developer guide's values, the application note's 12, the runtime's 16 on trn1 (neuron.md 6.2).
+# What is known to load: the developer guide's values, the application note's 12, the runtime's 16 on trn1.
 TP_DEGREES = {"inf2": (1, 2, 4, 8, 12, 24), "trn1": (1, 2, 8, 16, 32)}
 
-CONTINUOUS_BATCHING = ("llama", "mistral", "mixtral")  # neuron.md 1.5
+CONTINUOUS_BATCHING = ("llama", "mistral", "mixtral")
 ONE_SLOT = ("gpt2", "opt", "bloom", "gpt_neox")
 GATED = CONTINUOUS_BATCHING  # three matrices in the MLP, RMSNorm, no biases
 
@@ -139,7 +139,7 @@ class Shape:
                 f"config.json: hidden_size {hidden}, {heads} attention heads and {shape.kv_heads} key-value heads do not "
                 "divide each other"
             )
-        if data.get("head_dim") not in (None, shape.head_dim):  # neuron.md 1.4
+        if data.get("head_dim") not in (None, shape.head_dim):
             raise ConfigError(
                 f"head_dim {data['head_dim']} is not served on Neuron: transformers-neuronx takes hidden_size / "
                 f"num_attention_heads, which is {shape.head_dim} here"
@@ -171,7 +171,7 @@ class Shape:
 
     @property
     def host_bytes(self) -> int:
-        """Host memory while it loads: the whole checkpoint and the embedding tables (neuron.md 6.3); compiling adds to it."""
+        """Host memory while it loads: the whole checkpoint and the embedding tables; compiling adds to it."""
         return self.parameters * WIDTHS[self.dtype] + self.embedding_bytes
 
     @property
@@ -250,8 +250,8 @@ def fits(
     """The memory of one core, and whether it is at most 80 % of it and the model can be spread like that.
 
     weights = matrices / tp_degree with padded heads, plus what every core repeats; the embedding table is on the host. KV =
-    2 · layers · length · batch_size · (cached heads / tp_degree) · head_dim · bytes (neuron.md 6.3). `dtype`: one of
-    config.DTYPES, auto is the checkpoint's. `quantize`: None, or int8 for the matrices of the layers (neuron.md 2.4).
+    2 · layers · length · batch_size · (cached heads / tp_degree) · head_dim · bytes. `dtype`: one of
+    config.DTYPES, auto is the checkpoint's. `quantize`: None, or int8 for the matrices of the layers.
     """
     sizing = _size(shape, tp_degree, batch_size, length, dtype, quantize)
     reason = _objection(shape, sizing, quantize)
@@ -289,7 +289,7 @@ def _objection(shape: Shape, sizing: Sizing, quantize: str | None) -> str | None
         return f"batch size {sizing.batch_size}: {shape.model_type} has no continuous batching on Neuron; 1 would work"
     if shape.model_type == "gpt_neox" and quantize:  # T/gptneox/model.py
         return "--quantize int8: gpt_neox cannot be quantized on Neuron; none would work"
-    if shape.model_type == "gpt_neox" and shape.heads % tp_degree:  # neuron.md 6.2
+    if shape.model_type == "gpt_neox" and shape.heads % tp_degree:
         return f"tp_degree {tp_degree} does not divide the {shape.heads} heads; {_degrees(shape.heads)} would"
     if shape.experts and shape.experts % tp_degree and tp_degree % shape.experts:  # T/mixtral/config.py:61
         return f"tp_degree {tp_degree} and {shape.experts} experts: one has to divide the other; {shape.experts} would work"
@@ -427,9 +427,9 @@ def detect(
 ) -> Machine | None:
     """What this machine is; None without a Neuron device (in a container: without one that was passed in).
 
-    Devices are /dev/neuronN; cores come from sysfs, else from `neuron-ls -j`, else 2 for each (neuron.md 5.2).
+    Devices are /dev/neuronN; cores come from sysfs, else from `neuron-ls -j`, else 2 for each.
     NEURON_RT_VISIBLE_CORES or else NEURON_RT_NUM_CORES limits them; raises ConfigError for a value that the runtime would
-    refuse (neuron.md 5.1, 5.3).
+    refuse.
     """
     root = Path(root)
     devices = {int(path.name[6:]) for path in root.glob("dev/neuron*") if re.fullmatch(r"neuron\d+", path.name)}
@@ -533,7 +533,7 @@ PUBLISHED_SHAPES = {
     "Mistral-7B": (32, 4096, 32, 8, 14336, 32000),
 }
 # SDK@v2.25.0:general/benchmarks/{inf2,trn1}/{latency,throughput}_data_decoder.csv: transformers-neuronx of SDK 2.18 at
-# its largest tp_degree, FP16 with products in BF16 (neuron.md 6.4). Each row: total length, prompt, tokens/s, ms to the first
+# its largest tp_degree, FP16 with products in BF16. Each row: total length, prompt, tokens/s, ms to the first
 # token, ms a token (medians), line of the file.
 _SDK_ROWS = {
     ("inf2.48xlarge", 24, 1, "latency"): {

@@ -418,8 +418,10 @@ def load(config: Config, folder: Path, manifest: Manifest) -> StaticBatchModel:
         return NeuronModel(config, folder, manifest, configuration.run_dir())
     from torch_model import TorchModel
 
-    if config.quantize:
-        raise ModelError(f"--quantize {config.quantize} (QUANTIZE) works on Neuron only; leave it out")
+    for name in ("quantize", "tp_degree", "prefill_buckets", "position_buckets", "compile_workers"):
+        if getattr(config, name):
+            flag = "--" + name.replace("_", "-")
+            raise ModelError(f"{flag} ({name.upper()}) is for Neuron, and this is served on {device}; leave it out")
     return TorchModel(config, folder, manifest, device)
 
 

@@ -632,6 +632,17 @@ def test_cuda_is_refused_where_there_is_none(zoo, monkeypatch):
 
 
 @pytest.mark.parametrize(
+    "setting",
+    [{"quantize": "int8"}, {"tp_degree": 2}, {"prefill_buckets": (8,)}, {"position_buckets": (8,)}, {"compile_workers": 1}],
+    ids=str,
+)
+def test_what_is_for_neuron_alone_is_refused_by_name_elsewhere(zoo, setting):
+    (name,) = setting
+    message = refusal(zoo.folder("llama"), device="cpu", **setting)
+    assert message.startswith(f"--{name.replace('_', '-')} ({name.upper()}) is for Neuron")
+
+
+@pytest.mark.parametrize(
     ("environ", "given"),
     [
         ({}, None),
