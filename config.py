@@ -365,6 +365,7 @@ class Manifest:
     model_type: str
     max_positions: int | None  # longest sequence the positions were trained for, in tokens
     eos_token_ids: tuple[int, ...]
+    is_compiled: bool = False  # for Neuron
 
     @classmethod
     def read(cls, folder: str | Path) -> Manifest:
@@ -385,6 +386,7 @@ class Manifest:
             model_type=config["model_type"],
             max_positions=next((w for w in windows if isinstance(w, int) and w > 0), None),
             eos_token_ids=tuple(dict.fromkeys(eos)),
+            is_compiled="neuron" in config,
         )
 
 

@@ -2,6 +2,7 @@
 # Starts, supervises and stops the two kinds of process: the worker, which owns the device, and the web processes.
 #
 #   entrypoint.sh [serve] [flags]     serves (--help lists the flags; each has an environment variable too)
+#   entrypoint.sh compile [flags]     compiles a model into a folder (compile --help)
 #   entrypoint.sh plan [flags]        tells what fits on Inferentia2 and Trainium (plan --help)
 #
 # Exit code: 0 after SIGTERM or SIGINT, 2 when what was asked for cannot be served (one line says why), 1 when a process
@@ -13,6 +14,7 @@ python=${PYTHON:-python3}
 
 case ${1:-} in
     serve) shift ;;
+    compile) exec "$python" "$here/export.py" "${@:2}" ;;
     plan) exec "$python" "$here/plan.py" "${@:2}" ;;
 esac
 for argument in "$@"; do

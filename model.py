@@ -14,7 +14,9 @@ import contextlib
 import logging
 import os
 import sys
-from collections.abc import Callable, Iterator
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -53,37 +55,100 @@ class StaticBatchModel(Protocol):
         """One step for all live slots: int64 [n] each, slots ascending. Returns float32 [n, vocab]."""
 
 
+FACTS = ("*.json", "*.model", "*.jinja", "*.txt")
+WEIGHTS = (("*.safetensors",), ("pytorch_model*.bin",))  # the second, which is pickled, only where there is nothing else
+# Below other folders, and under other names, are the same weights in other formats.
+OTHER_FORMATS = ("*/*", "consolidated*")
+ARTIFACT = ("compiled/*", "checkpoint/*")
+DOWNLOADING_S = 30.0  # how often a long download says that it is still at it
+
+
 def fetch(config: Config) -> tuple[Path, str | None]:
-    """The model's folder and its commit on the hub (None for a local one), downloaded if it has to be."""
+    """The model's folder with all but the weights, and its commit on the hub (None for a local one)."""
     if config.is_local:
         return Path(config.model_id).expanduser(), None
+    patterns = [*FACTS, "*.py"] if config.trust_remote_code else FACTS
+    folder = _download(config, config.model_id, config.revision, patterns, OTHER_FORMATS)
+    return folder, folder.name
+
+
+def fetch_weights(config: Config, folder: Path) -> Path:
+    """The folder that `fetch` gave, with the weights in it: downloaded if they have to be."""
+    return folder if config.is_local else _with_weights(config, config.model_id, folder)
+
+
+def fetch_checkpoint(config: Config, model_id: str, revision: str | None) -> Path:
+    """The folder of another model on the hub: what compiled programs were made from."""
+    return _with_weights(config, model_id, _download(config, model_id, revision, FACTS, OTHER_FORMATS))
+
+
+def fetch_artifact(config: Config, folder: Path) -> None:
+    """Downloads what a compiled model on the hub has in its folders."""
+    if not config.is_local:
+        _download(config, config.model_id, folder.name, ARTIFACT, ())
+
+
+def _with_weights(config: Config, model_id: str, folder: Path) -> Path:
+    for patterns in WEIGHTS:
+        _download(config, model_id, folder.name, patterns, OTHER_FORMATS)
+        if any(next(folder.glob(pattern), None) for pattern in patterns):
+            return folder
+    offline = ", not in the cache, and HF_HUB_OFFLINE is set" if os.environ.get("HF_HUB_OFFLINE") else ""
+    raise ModelError(f"{model_id} holds no weights: there is no *.safetensors and no pytorch_model*.bin{offline}")
+
+
+def _download(config: Config, model_id: str, revision: str | None, patterns: Sequence[str], ignored: Sequence[str]) -> Path:
+    """The folder of a model on the hub with all files that match. Raises ModelError, in one line, where that cannot be."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
     from huggingface_hub.utils import disable_progress_bars
 
     if not sys.stderr.isatty():
         disable_progress_bars()
-    patterns = ["*.json", "*.safetensors", "*.model", "*.jinja", "*.txt"] + ["*.py"] * config.trust_remote_code
     known = os.environ.get("HF_TOKEN") or os.environ.get("HUGGING_FACE_HUB_TOKEN")  # huggingface_hub reads these itself
     try:
-        folder = snapshot_download(
-            config.model_id,
-            revision=config.revision,
-            token=None if known else os.environ.get("HF_API_TOKEN") or None,  # TGI's older name
-            cache_dir=config.huggingface_hub_cache,
-            allow_patterns=patterns,
-            ignore_patterns=["*/*"],
-        )
+        with still_at_it(f"downloading {model_id}", DOWNLOADING_S):
+            folder = snapshot_download(
+                model_id,
+                revision=revision,
+                token=None if known else os.environ.get("HF_API_TOKEN") or None,  # TGI's older name
+                cache_dir=config.huggingface_hub_cache,
+                allow_patterns=list(patterns),
+                ignore_patterns=list(ignored) or None,
+            )
     except HFValidationError as error:
-        raise ModelError(f"--model-id {config.model_id!r} is neither a folder nor a hub id: {first_line(error)}") from None
+        raise ModelError(f"--model-id {model_id!r} is neither a folder nor a hub id: {first_line(error)}") from None
     except LocalEntryNotFoundError as error:
         raise ModelError(
-            f"{config.model_id} is not in the cache and the hub cannot be reached ({first_line(error)}); give a local folder "
+            f"{model_id} is not in the cache and the hub cannot be reached ({first_line(error)}); give a local folder "
             "with --model-id, or see to the network"
         ) from None
+    except PermissionError as error:
+        raise ModelError(
+            f"{model_id} cannot be kept in {error.filename}: it may not be written by user {os.getuid()}; give that user the "
+            "folder (chown), or another one with --huggingface-hub-cache or HF_HOME"
+        ) from None
     except (HfHubHTTPError, OSError) as error:
-        raise ModelError(f"{config.model_id} cannot be downloaded: {first_line(error)}") from None
-    return Path(folder), Path(folder).name
+        raise ModelError(f"{model_id} cannot be downloaded: {first_line(error)}") from None
+    return Path(folder)
+
+
+@contextlib.contextmanager
+def still_at_it(what: str, every_s: float) -> Iterator[None]:
+    """Says in the log, every `every_s` seconds, that `what` goes on."""
+    done, started_at = threading.Event(), time.monotonic()
+
+    def tell() -> None:
+        while not done.wait(every_s):
+            logger.info("Still %s after %.0f s", what, time.monotonic() - started_at)
+
+    teller = threading.Thread(target=tell, name="progress", daemon=True)
+    teller.start()
+    try:
+        yield
+    finally:
+        done.set()
+        teller.join()
 
 
 def choose_device(wanted: str) -> str:

@@ -1,8 +1,9 @@
 """Static-batch models on Inferentia2 and Trainium, through transformers-neuronx 0.13. Implements StaticBatchModel.
 
-All shapes are fixed when the model is compiled: slots, prompt buckets, position buckets. What the library asks for and does
-not check (a live slot that a step does not name, a prompt of one token, positions, dtypes) is seen to here, so that no caller
-can break it. Knows no requests and no sampling parameters; the library is imported when a model is made, never before.
+All shapes are fixed when the model is compiled: slots, prompt buckets, position buckets. `Build` decides them before a weight
+is read: from what a compiled model says of itself, else from the settings and from what fits on this machine. What the library
+asks for and does not check (a live slot that a step does not name, a prompt of one token, positions, dtypes) is seen
+to here, so that no caller can break it. Knows no requests; the library is imported when a model is made, never before.
 
 Source of the library's rules: its public code at 0.13.322, and AWS' developer guide for continuous batching.
 """
@@ -10,24 +11,39 @@ Source of the library's rules: its public code at 0.13.322, and AWS' developer g
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import importlib
 import json
 import logging
 import os
-import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from config import DEFAULT_BATCH_SIZE, Config, Manifest, read_json
-from model import DeviceLost, ModelError, reported_as
+import artifact
+import plan
+from artifact import Artifact, Cache, Programs
+from config import Config, ConfigError, Manifest, read_json
+from model import (
+    DeviceLost,
+    ModelError,
+    fetch_artifact,
+    fetch_checkpoint,
+    fetch_weights,
+    reported_as,
+    still_at_it,
+)
 
 logger = logging.getLogger("model")
 
 PROGRESS_S = 30.0  # how often a long compilation says that it is still at it
+CORES_WAIT_S = 60.0  # how long to wait for cores that another process holds; a container that is being replaced needs some
+CORES_NAP_S = 2.0
+COMPILER_BYTES = 8 << 30  # host memory that a compiler may take; 8B models have been seen to take several GB
 
 
 @dataclass(frozen=True)
@@ -38,6 +54,7 @@ class Family:
     name: str
     batches: bool = False
     has_prefill: bool = True
+    is_saved: bool = True  # its programs can be saved and loaded
     options: dict[str, Any] = field(default_factory=dict)  # of NeuronConfig
 
 
@@ -48,7 +65,7 @@ FAMILIES = {
     "gpt2": Family("GPT2ForSamplingWithContextBroadcasting"),
     "opt": Family("OPTForSampling"),
     "bloom": Family("BloomForSampling"),
-    "gpt_neox": Family("GPTNeoXForSampling", has_prefill=False),
+    "gpt_neox": Family("GPTNeoXForSampling", has_prefill=False, is_saved=False),
 }
 AMP = {"float32": "f32", "bfloat16": "bf16", "float16": "f16"}
 
@@ -75,51 +92,145 @@ def explain(error: BaseException) -> str:
     return next((f"{meaning} ({told})" for words, meaning in MEANINGS if words.lower() in str(error).lower()), told)
 
 
+@dataclass(frozen=True)
+class Build:
+    """Everything that is decided before a weight is read."""
+
+    config: Config  # with all that was left open filled in
+    programs: Programs
+    family: Family
+    legacy: dict[str, Any]  # the checkpoint's config.json as the library reads it
+    folder: Path
+    artifact: Artifact | None  # a compiled model; None: a plain checkpoint
+    compile_workers: int
+
+    @classmethod
+    def decide(cls, config: Config, folder: Path, manifest: Manifest) -> Build:
+        """For the model in `folder`, of which the weights need not be there yet.
+
+        Raises ConfigError or ModelError for what cannot be served, with the reason.
+        """
+        _library()
+        told = read_json(folder / "config.json", required=True)
+        legacy = legacy_config(told)
+        shape = plan.Shape.from_config(told)
+        family, machine, found = FAMILIES[shape.model_type], plan.detect(), Artifact.read(folder)
+        _check(config, legacy, shape.model_type)
+        if found:
+            artifact.check_versions(found.programs, *_versions(), config.model_name)
+            config = artifact.agreed(config, found.programs, config.model_name)
+            family = _family_of(found.programs, family, config.model_name)
+        window = _window(legacy, shape)
+        if config.max_total_tokens:
+            _check_length(config, manifest, window)
+        cores = _cores(config, machine)
+        if not found:
+            config = _sized(config, dataclasses.replace(shape, window=window), cores, machine)
+        config = config.with_manifest(manifest)
+        most = min(os.cpu_count() or 1, (plan.host_memory() or 0) // COMPILER_BYTES)
+        return cls(
+            config=config,
+            programs=found.programs if found else _programs(config, family),
+            family=family,
+            legacy=legacy,
+            folder=folder,
+            artifact=found,
+            compile_workers=config.compile_workers or max(1, most),
+        )
+
+    def checkpoint(self) -> Path:
+        """The folder with the weights, downloaded if they have to be."""
+        if self.artifact is None:
+            return fetch_weights(self.config, self.folder)
+        fetch_artifact(self.config, self.folder)
+        if self.artifact.checkpoint:
+            return self.artifact.checkpoint
+        if not self.artifact.checkpoint_id:
+            raise ModelError(
+                f"{self.config.model_name} has no folder `{artifact.CHECKPOINT}` and names no checkpoint_id to fetch its "
+                "weights by; compile it again"
+            )
+        return fetch_checkpoint(self.config, self.artifact.checkpoint_id, self.artifact.checkpoint_revision)
+
+
 class NeuronModel:
     """A model on NeuronCores. One call at a time, from the thread that made it."""
 
     device = "neuron"
     gives_prompt_logits = False
 
-    def __init__(self, config: Config, folder: Path, manifest: Manifest, work_dir: Path):
-        """`work_dir` is a folder of this run, in which the checkpoint is laid out as the library can read it.
+    def __init__(self, build: Build, work_dir: Path, announce: Callable[[str], None] = lambda phase: None):
+        """`work_dir` is a folder of this run, in which the checkpoint is laid out as the library can read it. `announce` is
+        called with "compiling" before anything is compiled.
 
         Raises ModelError for what cannot be served, with the reason.
         """
-        told = read_json(folder / "config.json", required=True)
-        family = _family(manifest.model_type)
-        self.batch_size = _slots(config, manifest.model_type, family)
+        config = build.config
+        self.batch_size = config.max_batch_size
         self.max_input_tokens, self.max_total_tokens = config.max_input_tokens, config.max_total_tokens
-        self.vocab_size = told["vocab_size"]
-        legacy = legacy_config(told)
-        self.dtype = config.dtype if config.dtype != "auto" else legacy.get("torch_dtype") or "bfloat16"
-        _check(legacy, manifest.model_type, self.max_total_tokens)
-        tp_degree = _tp_degree(config)
-        self._batches = family.batches
+        self.vocab_size = build.legacy["vocab_size"]
+        self.dtype = build.programs.dtype
+        self._batches = build.programs.continuous_batching
         self._filled: list[int | None] = [None] * self.batch_size  # positions that each slot holds; None: it is free
-        library = _library()
-        view = lay_out(folder, legacy, work_dir / "checkpoint")
-        with reported_as(f"{manifest.model_type} cannot be built for Neuron", explain):
-            self._model = getattr(library, family.name).from_pretrained(
-                str(view),
-                batch_size=self.batch_size,
-                **self._lengths(config, family),
-                tp_degree=tp_degree,
-                amp=AMP[self.dtype],
-                neuron_config=_neuron_config(library, config, family, self.batch_size, AMP[self.dtype]),
-            )
-            if family.batches:
-                _check_rope(self._model, legacy)
-        with reported_as("the model cannot be brought onto the device", explain), _progress():
-            self._model.to_neuron()
+        _limit_cores(build.programs.tp_degree)
+        self._announce = announce
+        self._model = make(build, work_dir)
+        if build.artifact:
+            self._load(build.artifact.compiled)
+        elif build.family.is_saved:
+            self._load_or_compile(build, Cache.here())
+        else:
+            self._compile(build)
 
-    def _lengths(self, config: Config, family: Family) -> dict[str, Any]:
-        """What programs are compiled for. The families that do not batch take single numbers."""
-        positions = buckets(config.position_buckets, self.max_total_tokens, "--position-buckets")
-        prompts = buckets(config.prefill_buckets, self.max_input_tokens, "--prefill-buckets")
-        if family.batches:
-            return {"n_positions": positions, "context_length_estimate": prompts}
-        return {"n_positions": positions[-1]} | ({"context_length_estimate": prompts[-1]} if family.has_prefill else {})
+    def _load(self, compiled: Path) -> None:
+        """Raises ModelError when a program is not there: it was compiled for something else, or by something else."""
+        logger.info("Loading the compiled programs of %s", compiled)
+        self._model.load(str(compiled))
+        with reported_as("the model cannot be brought onto the device", explain):
+            try:
+                self._to_device()
+            except FileNotFoundError:
+                raise ModelError(
+                    f"{compiled} lacks a program of this model: it was compiled from another checkpoint, or by a library that "
+                    "builds other programs than this one; compile it again"
+                ) from None
+
+    def _load_or_compile(self, build: Build, cache: Cache | None) -> None:
+        key = artifact.model_key(build.legacy)
+        if cache is None:
+            logger.info("The compiler's cache is %s; it may have the programs", os.environ["NEURON_COMPILE_CACHE_URL"])
+            return self._compile(build)
+        if entry := cache.find(key, build.programs):
+            try:
+                return self._load(entry)
+            except ModelError as error:
+                cache.remove(entry)
+                raise DeviceLost(f"{error}. They are removed, and the next start compiles them") from None
+        logger.info("Compiling, because %s", cache.missing(key, build.programs))
+        self._compile(build)
+        try:
+            entry = cache.add(key, build.programs, self._model.save)
+            logger.info("Kept the compiled programs in %s for the next start", entry)
+        except OSError as error:
+            logger.warning("The compiled programs cannot be kept, so each start compiles them anew: %s", _writable(error))
+
+    def _compile(self, build: Build) -> None:
+        self._announce("compiling")
+        with compiling(build), reported_as("the model cannot be brought onto the device", explain):
+            self._to_device()
+
+    def _to_device(self) -> None:
+        """Waits for cores that another process holds, for a while."""
+        deadline = time.monotonic() + CORES_WAIT_S
+        with still_at_it("compiling or loading programs", PROGRESS_S):
+            while True:
+                try:
+                    return self._model.to_neuron()
+                except RuntimeError as error:
+                    if not _cores_are_held(error) or time.monotonic() > deadline:
+                        raise
+                    logger.warning("The cores are held by another process%s; trying again", _holders())
+                time.sleep(CORES_NAP_S)
 
     def prefill(self, slot: int, prompt: list[int]) -> torch.Tensor:
         assert 0 <= slot < self.batch_size and 1 <= len(prompt) <= self.max_input_tokens
@@ -168,7 +279,7 @@ def buckets(given: Sequence[int] | None, limit: int, flag: str) -> list[int]:
 def legacy_config(told: dict[str, Any]) -> dict[str, Any]:
     """A `config.json` as transformers 4 wrote it. transformers 5 moved the rotary base and the dtype to other names, which the
     library does not read: it would go on with its defaults, without a word, and talk nonsense."""
-    legacy = dict(told)
+    legacy = {name: value for name, value in told.items() if name != "neuron"}  # that section is about compiled programs
     rope = legacy.pop("rope_parameters", None)
     if rope is not None:
         if any(isinstance(value, dict) for value in rope.values()):
@@ -192,29 +303,113 @@ def lay_out(folder: Path, legacy: dict[str, Any], target: Path) -> Path:
     return target
 
 
-def _family(model_type: str) -> Family:
-    if model_type == "gptj":
-        raise ModelError("transformers-neuronx computes gptj models wrongly after their first token, so they are not served")
-    if model_type not in FAMILIES:
-        raise ModelError(f"transformers-neuronx has no {model_type} models; it has {', '.join(FAMILIES)}")
-    return FAMILIES[model_type]
-
-
-def _slots(config: Config, model_type: str, family: Family) -> int:
-    wanted = config.max_batch_size
-    if wanted is not None and wanted > 1 and not family.batches:
-        raise ModelError(
-            f"--max-batch-size {wanted} (MAX_BATCH_SIZE): {model_type} models run one request at a time on Neuron; give 1"
+def make(build: Build, work_dir: Path):
+    """The library's model with its weights in host memory; nothing is compiled or on the device yet."""
+    library, family, programs, config = _library(), build.family, build.programs, build.config
+    view = lay_out(build.checkpoint(), build.legacy, work_dir / "checkpoint")
+    with reported_as(f"{config.model_name} cannot be built for Neuron", explain):
+        model = getattr(library, family.name).from_pretrained(
+            str(view),
+            batch_size=programs.batch_size,
+            **_lengths(programs, family),
+            tp_degree=programs.tp_degree,
+            amp=AMP[programs.dtype],
+            neuron_config=_neuron_config(library, build),
         )
-    return wanted or (DEFAULT_BATCH_SIZE if family.batches else 1)
+        if family.batches:
+            _check_rope(model, build.legacy)
+    return model
 
 
-def _check(legacy: dict[str, Any], model_type: str, max_total_tokens: int) -> None:
+def _lengths(programs: Programs, family: Family) -> dict[str, Any]:
+    """What programs are compiled for. The families that do not batch take single numbers."""
+    positions, prompts = list(programs.position_buckets), list(programs.prefill_buckets)
+    if programs.continuous_batching:
+        return {"n_positions": positions, "context_length_estimate": prompts}
+    if programs.exporter == artifact.OPTIMUM or not family.has_prefill:
+        return {"n_positions": positions[-1]}
+    return {"n_positions": positions[-1], "context_length_estimate": prompts[-1]}
+
+
+def _programs(config: Config, family: Family) -> Programs:
+    """What is compiled for a plain checkpoint."""
+    compiler_version, library_version = _versions()
+    return Programs(
+        batch_size=config.max_batch_size,
+        tp_degree=config.tp_degree,
+        dtype=config.dtype,
+        prefill_buckets=tuple(buckets(config.prefill_buckets, config.max_input_tokens, "--prefill-buckets")),
+        position_buckets=tuple(buckets(config.position_buckets, config.max_total_tokens, "--position-buckets")),
+        continuous_batching=family.batches,
+        quantize=config.quantize,
+        sampling="host",
+        compiler_version=compiler_version,
+        library_version=library_version,
+    )
+
+
+def _family_of(programs: Programs, family: Family, name: str) -> Family:
+    """How a compiled model runs: what optimum-neuron compiled differs from ours in some options."""
+    if not programs.continuous_batching and programs.batch_size > 1:
+        raise ModelError(f"{name} was compiled for batches of {programs.batch_size} that all begin together; compile it again")
+    if programs.continuous_batching and not family.batches:
+        raise ModelError(f"{name} was compiled for continuous batching, which its family has not; compile it again")
+    if programs.exporter != artifact.OPTIMUM:
+        return family
+    if family.name == "GPT2ForSamplingWithContextBroadcasting":
+        raise ModelError(f"{name} was compiled by optimum-neuron for another class of GPT-2; compile it again")
+    return dataclasses.replace(family, options={"fuse_qkv": True} | family.options, batches=programs.continuous_batching)
+
+
+def _cores(config: Config, machine: plan.Machine | None) -> int:
+    """How many cores there are. Without a device the library speaks for itself; it is taken to have what was asked for."""
+    named, source = (machine.cores, machine.source) if machine else plan.usable_cores(None, os.environ)
+    cores = named or config.tp_degree or 1
+    if config.tp_degree and config.tp_degree > cores:
+        raise ConfigError(
+            f"--tp-degree {config.tp_degree} (HF_NUM_CORES) needs more cores than the {cores} that there are ({source}); "
+            f"give at most {cores}"
+        )
+    return cores
+
+
+def _sized(config: Config, shape: plan.Shape, cores: int, machine: plan.Machine | None) -> Config:
+    """With a tp_degree, a batch size, a length and a dtype that fit on this machine, where they were left open.
+
+    Raises ConfigError where nothing fits.
+    """
+    try:
+        choice = plan.choose(
+            shape,
+            cores,
+            machine.host_bytes if machine else None,
+            family=machine.family if machine else None,
+            tp_degree=config.tp_degree,
+            batch_size=config.max_batch_size,
+            length=config.max_total_tokens,
+            dtype=config.dtype,
+            quantize=config.quantize,
+        )
+    except ConfigError as error:
+        raise ConfigError(f"{error} (--tp-degree, --max-batch-size, --max-total-tokens, --quantize)") from None
+    logger.info("%s%s", f"{machine.instance or machine.family or 'this machine'}: " if machine else "", choice.reason)
+    if choice.warning:
+        logger.warning("%s", choice.warning)
+    return dataclasses.replace(
+        config,
+        tp_degree=choice.sizing.tp_degree,
+        max_batch_size=choice.sizing.batch_size,
+        max_total_tokens=choice.sizing.length,
+        dtype=shape.served_in(config.dtype),
+    )
+
+
+def _check(config: Config, legacy: dict[str, Any], model_type: str) -> None:
     """What the library would compute wrongly, or refuse in words for its authors."""
-    heads, hidden = legacy.get("num_attention_heads"), legacy.get("hidden_size")
-    if legacy.get("head_dim") and heads and hidden and legacy["head_dim"] != hidden // heads:
+    if (config.max_batch_size or 1) > 1 and not FAMILIES[model_type].batches:
         raise ModelError(
-            f"this {model_type} model has heads of {legacy['head_dim']}; only {hidden // heads} can be served on Neuron"
+            f"--max-batch-size {config.max_batch_size} (MAX_BATCH_SIZE): {model_type} models run one request at a time on "
+            "Neuron; give 1"
         )
     if legacy.get("attention_bias") and FAMILIES[model_type].batches:
         raise ModelError(f"this {model_type} model has biases in its attention, which transformers-neuronx leaves out")
@@ -222,10 +417,19 @@ def _check(legacy: dict[str, Any], model_type: str, max_total_tokens: int) -> No
     kind = scaling.get("rope_type", scaling.get("type", "default"))
     if kind not in ("default", "llama3"):
         raise ModelError(f"this {model_type} model stretches its positions ({kind}), which cannot be served on Neuron")
-    window = legacy.get("sliding_window") if model_type == "mistral" else None
-    if window and max_total_tokens > window:
+
+
+def _window(legacy: dict[str, Any], shape: plan.Shape) -> int | None:
+    """Positions that a slot may have: a Mistral that slides its attention works only as far as it need not."""
+    slides = legacy.get("sliding_window", 4096) if shape.model_type == "mistral" else None  # 4096: transformers' default
+    return min(filter(None, (shape.window, slides)), default=None)
+
+
+def _check_length(config: Config, manifest: Manifest, window: int | None) -> None:
+    config.with_manifest(manifest)  # the model's own limit, in its own words
+    if window and config.max_total_tokens > window:
         raise ModelError(
-            f"--max-total-tokens {max_total_tokens} (MAX_TOTAL_TOKENS): this model slides its attention over {window} "
+            f"--max-total-tokens {config.max_total_tokens} (MAX_TOTAL_TOKENS): this model slides its attention over {window} "
             f"positions, which slots on Neuron cannot; give at most {window}"
         )
 
@@ -236,30 +440,36 @@ def _check_rope(model, legacy: dict[str, Any]) -> None:
         raise ModelError(f"the library reads rope_theta {found} where config.json says {expected}; it needs transformers 4")
 
 
-def _tp_degree(config: Config) -> int:
-    """Cores that the model is spread over. The runtime takes no more of them, unless somebody said which it may take."""
-    visible = _visible_cores(os.environ.get("NEURON_RT_VISIBLE_CORES", ""))
-    chips = len(list(Path("/dev").glob("neuron[0-9]*")))
-    tp_degree = config.tp_degree or visible or 2 * chips or 1
-    if visible and tp_degree > visible:
-        raise ModelError(
-            f"--tp-degree {tp_degree} (HF_NUM_CORES) needs more cores than the {visible} of NEURON_RT_VISIBLE_CORES "
-            f"{os.environ['NEURON_RT_VISIBLE_CORES']}; give at most {visible}"
-        )
-    if not visible:
+def _limit_cores(tp_degree: int) -> None:
+    """The runtime takes no more cores than the model needs, unless somebody said which it may take."""
+    if not os.environ.get("NEURON_RT_VISIBLE_CORES"):
         os.environ.setdefault("NEURON_RT_NUM_CORES", str(tp_degree))
-    return tp_degree
 
 
-def _visible_cores(text: str) -> int:
-    """How many cores NEURON_RT_VISIBLE_CORES names: `3`, `0-3`, `0,1,4-7`; 0 when it is not set."""
-    count = 0
-    for part in filter(None, (part.strip() for part in text.split(","))):
-        first, _, last = part.partition("-")
-        if not (first.isdigit() and (last or first).isdigit()):
-            raise ModelError(f"NEURON_RT_VISIBLE_CORES {text!r} is no list of cores such as 0-3")
-        count += int(last or first) - int(first) + 1
-    return count
+def _cores_are_held(error: RuntimeError) -> bool:
+    told = str(error).lower()
+    # The runtime writes the reason to the console, not always into the exception: with a device there is one left.
+    return "not available" in told or ("could not be initialized" in told and plan.detect() is not None)
+
+
+def _holders() -> str:
+    pids = plan.holders()
+    return f" ({', '.join(f'{command} with pid {pid}' for pid, command in pids)})" if pids else ""
+
+
+def _versions() -> tuple[str, str]:
+    """Of the compiler and of the library."""
+    compiler, library = (importlib.import_module(name) for name in ("neuronxcc", "transformers_neuronx"))
+    return str(compiler.__version__), str(library.__version__)
+
+
+def _writable(error: OSError) -> str:
+    if isinstance(error, PermissionError):
+        return (
+            f"{error.filename} may not be written by user {os.getuid()}; give that user the folder (chown), or another one "
+            "with NEURON_COMPILE_CACHE_URL"
+        )
+    return str(error)
 
 
 def _library():
@@ -272,30 +482,44 @@ def _library():
     return transformers_neuronx
 
 
-def _neuron_config(library, config: Config, family: Family, slots: int, amp: str):
-    options = dict(family.options)
-    if family.batches:
-        options["continuous_batching"] = library.ContinuousBatchingConfig(batch_size_for_shared_caches=slots)
-    if config.quantize == "int8":
-        options["quant"] = library.QuantizationConfig(quant_dtype="s8", dequant_dtype=amp)
-    if config.compile_workers:
-        options["compilation_worker_count"] = config.compile_workers
-    return library.NeuronConfig(**options)
+def _neuron_config(library, build: Build):
+    programs, options = build.programs, dict(build.family.options)
+    if programs.continuous_batching:
+        options["continuous_batching"] = library.ContinuousBatchingConfig(batch_size_for_shared_caches=programs.batch_size)
+    if programs.quantize == "int8":
+        options["quant"] = library.QuantizationConfig(quant_dtype="s8", dequant_dtype=AMP[programs.dtype])
+    return library.NeuronConfig(**options, compilation_worker_count=build.compile_workers)
 
 
 @contextlib.contextmanager
-def _progress() -> Iterator[None]:
-    """Compiling may take an hour; the log says so now and then."""
-    done, started_at = threading.Event(), time.monotonic()
-
-    def tell() -> None:
-        while not done.wait(PROGRESS_S):
-            logger.info("Still compiling or loading programs after %.0f s", time.monotonic() - started_at)
-
-    teller = threading.Thread(target=tell, name="progress", daemon=True)
-    teller.start()
+def compiling(build: Build) -> Iterator[None]:
+    """Says in the log what is compiled, each program when it is done, and how long all took."""
+    programs, started_at = build.programs, time.monotonic()
+    logger.info(
+        "Compiling programs for prompts up to %s tokens and positions up to %s, %d at a time",
+        ", ".join(map(str, programs.prefill_buckets)),
+        ", ".join(map(str, programs.position_buckets)),
+        build.compile_workers,
+    )
+    compiler = importlib.import_module("transformers_neuronx.compiler")
+    compile_one = compiler.compile_hlo_module
+    compiler.compile_hlo_module = _told_of(compile_one)
     try:
         yield
     finally:
-        done.set()
-        teller.join()
+        compiler.compile_hlo_module = compile_one
+    logger.info("Compiled in %.0f s", time.monotonic() - started_at)
+
+
+def _told_of(compile_one):
+    """The library calls it for each program, in processes that it forks."""
+
+    def compile_and_tell(hlo_module, tag=None, *more, **named):
+        started_at = time.monotonic()
+        program = compile_one(hlo_module, tag, *more, **named)
+        kind, _, length = (tag or "").partition("-seqlen")
+        what = {"context": "prompts up to", "token": "positions up to"}.get(kind, tag)
+        logger.info("Compiled %s %s in %.1f s", what, length.partition("-")[0], time.monotonic() - started_at)
+        return program
+
+    return compile_and_tell

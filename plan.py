@@ -445,16 +445,21 @@ def detect(
         cores, source = 2 * len(devices), "/dev/neuron*, 2 cores for each"
     name = _read(root / "sys/devices/virtual/dmi/id/product_name")  # EC2's Nitro machines tell their type here
     families = (name.split(".")[0], _read(folder / f"neuron{min(devices)}/info/architecture/instance_type").lower())
-    limits = (_kib(_read(root / "proc/meminfo")), _number(_read(root / "sys/fs/cgroup/memory.max")))
-    usable, limited_by = _usable_cores(cores, environ)
+    usable, limited_by = usable_cores(cores, environ)
     return Machine(
         cores=usable,
         # a trn1n is a trn1 with more network
         family=next((known for known in TP_DEGREES for told in families if told.startswith(known)), None),
         instance=name if name in INSTANCES else None,
-        host_bytes=min((limit for limit in limits if limit), default=None),
+        host_bytes=host_memory(root),
         source=f"{source}, {limited_by}" if limited_by else source,
     )
+
+
+def host_memory(root: Path = Path("/")) -> int | None:
+    """Bytes that this machine has, or this container where it has a limit."""
+    limits = (_kib(_read(root / "proc/meminfo")), _number(_read(root / "sys/fs/cgroup/memory.max")))
+    return min((limit for limit in limits if limit), default=None)
 
 
 def _read(path: Path) -> str:
@@ -473,17 +478,35 @@ def _kib(meminfo: str) -> int | None:
     return int(total[1]) * 1024 if total else None
 
 
-def _listed_cores(command: Sequence[str], devices: set[int]) -> int:
-    """Cores of `devices` as neuron-ls counts them; 0 when it is not there or says nothing useful."""
+def _listed(command: Sequence[str]) -> list[dict[str, Any]]:
+    """What neuron-ls tells of each device; nothing when it is not there or says nothing useful."""
     try:
         listed = json.loads(subprocess.run(command, capture_output=True, timeout=30, check=True).stdout)
-        return sum(entry["nc_count"] for entry in listed if entry["neuron_device"] in devices)
-    except (OSError, subprocess.SubprocessError, ValueError, KeyError, TypeError):
+    except (OSError, subprocess.SubprocessError, ValueError):
+        return []
+    return [entry for entry in listed if isinstance(entry, dict)] if isinstance(listed, list) else []
+
+
+def _listed_cores(command: Sequence[str], devices: set[int]) -> int:
+    """Cores of `devices` as neuron-ls counts them; 0 when it does not."""
+    try:
+        return sum(entry["nc_count"] for entry in _listed(command) if entry["neuron_device"] in devices)
+    except (KeyError, TypeError):
         return 0
 
 
-def _usable_cores(cores: int, environ: Mapping[str, str]) -> tuple[int, str]:
-    """How many of `cores` the runtime will take, and the variable that says so."""
+def holders(neuron_ls: Sequence[str] = ("neuron-ls", "-j")) -> list[tuple[int, str]]:
+    """(pid, command) of each process that holds cores of this machine, as far as neuron-ls can see them; this one apart."""
+    found = {}
+    for entry in _listed(neuron_ls):
+        for process in entry.get("neuron_processes") or ():
+            if isinstance(process.get("pid"), int) and process["pid"] != os.getpid():
+                found[process["pid"]] = str(process.get("command", "a process")).split()[0]
+    return sorted(found.items())
+
+
+def usable_cores(cores: int | None, environ: Mapping[str, str]) -> tuple[int | None, str]:
+    """How many of `cores` the runtime will take, and the variable that says so. None: nobody knows how many there are."""
     visible, number = (environ.get(name, "").strip() for name in ("NEURON_RT_VISIBLE_CORES", "NEURON_RT_NUM_CORES"))
     if visible:
         name, value = "NEURON_RT_VISIBLE_CORES", visible
@@ -498,7 +521,7 @@ def _usable_cores(cores: int, environ: Mapping[str, str]) -> tuple[int, str]:
             raise ConfigError(f"{name} {number!r} should be a number of cores, 0 for all")
     else:
         return cores, ""
-    if wanted > cores:
+    if cores is not None and wanted > cores:
         raise ConfigError(f"{name} {value!r} asks for {wanted} cores and there are {cores}")
     return wanted or cores, f"{name}={value}"
 

@@ -14,7 +14,7 @@ import subprocess
 import sys
 import time
 from collections import defaultdict, deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -23,7 +23,7 @@ import torch
 import config as configuration
 from config import HERE, Config, ConfigError, Manifest
 from metrics import Metrics
-from model import DeviceLost, ModelError, StaticBatchModel, choose_device, fetch
+from model import DeviceLost, ModelError, StaticBatchModel, choose_device, fetch, fetch_weights
 from protocol import (
     Answered,
     Cancel,
@@ -354,7 +354,7 @@ def boot(config: Config, end: WorkerEnd, metrics: Metrics) -> Worker:
     with _phase(end, metrics, "downloading" if not config.is_local else "checking", config.model_name):
         folder, sha = fetch(config)
         manifest = Manifest.read(folder)
-        config = config.with_manifest(manifest)
+        config, load = prepare(config, folder, manifest)
         metrics.set_limits(config.max_batch_size or 0, config.max_input_tokens, config.max_total_tokens)
     # The tokenizer is text's business and none of this process': it is looked after beside the weights.
     command = [sys.executable, str(HERE / "text.py"), str(folder), str(configuration.run_dir())]
@@ -362,7 +362,7 @@ def boot(config: Config, end: WorkerEnd, metrics: Metrics) -> Worker:
     preparing = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     try:
         with _phase(end, metrics, "loading", "weights"):
-            model = load(config, folder, manifest)
+            model = load(lambda phase: end.report(Status(phase=phase, progress_at=time.monotonic())))
         printed, complaint = preparing.communicate()
     finally:
         preparing.kill()
@@ -406,23 +406,31 @@ def boot(config: Config, end: WorkerEnd, metrics: Metrics) -> Worker:
     )
 
 
-def load(config: Config, folder: Path, manifest: Manifest) -> StaticBatchModel:
-    """Loads the model that `config` names, with its limits filled in (`Config.with_manifest`).
+Load = Callable[[Callable[[str], None]], StaticBatchModel]
 
-    Raises ModelError when it cannot be served, with the reason.
+
+def prepare(config: Config, folder: Path, manifest: Manifest) -> tuple[Config, Load]:
+    """The configuration with all that was left open filled in, and what loads the model, weights and all. That calls what it
+    is given with the name of a phase that takes long.
+
+    Both raise ConfigError or ModelError for what cannot be served, with the reason.
     """
     device = choose_device(config.device)
     if device == "neuron":
-        from neuron_model import NeuronModel  # each needs its own version of transformers: only one of them can be imported
+        from neuron_model import Build, NeuronModel  # each needs its own version of transformers: only one can be imported
 
-        return NeuronModel(config, folder, manifest, configuration.run_dir())
+        build = Build.decide(config, folder, manifest)
+        return build.config, lambda announce: NeuronModel(build, configuration.run_dir(), announce)
     from torch_model import TorchModel
 
     for name in ("quantize", "tp_degree", "prefill_buckets", "position_buckets", "compile_workers"):
         if getattr(config, name):
             flag = "--" + name.replace("_", "-")
             raise ModelError(f"{flag} ({name.upper()}) is for Neuron, and this is served on {device}; leave it out")
-    return TorchModel(config, folder, manifest, device)
+    if manifest.is_compiled:
+        raise ModelError(f"{config.model_name} is compiled for Neuron and is to be served on {device}; give its checkpoint")
+    config = config.with_manifest(manifest)
+    return config, lambda _announce: TorchModel(config, fetch_weights(config, folder), manifest, device)
 
 
 class _phase:

@@ -14,7 +14,9 @@ MAY_IMPORT = {
     "answers": {"schema", "text", "protocol", "config"},
     "worker": {"metrics", "sampling", "model", "torch_model", "neuron_model", "protocol", "config"},
     "torch_model": {"model", "config"},
-    "neuron_model": {"model", "config"},
+    "neuron_model": {"artifact", "model", "plan", "config"},
+    "export": {"artifact", "neuron_model", "model", "plan", "config"},
+    "artifact": {"config"},
     "metrics": {"protocol"},
     "sampling": {"protocol"},
     "schema": {"protocol", "config"},
@@ -37,6 +39,8 @@ NEVER = {
     "model": {"flask", "gunicorn", "zmq", "msgspec"},
     "torch_model": {"flask", "gunicorn", "zmq", "msgspec", "transformers_neuronx"},
     "neuron_model": {"flask", "gunicorn", "zmq", "msgspec", "transformers"},
+    "export": {"flask", "gunicorn", "zmq", "msgspec", "transformers"},
+    "artifact": {"flask", "gunicorn", "zmq", "msgspec", "torch", "transformers", "transformers_neuronx"},
 }
 
 

@@ -28,7 +28,7 @@ from tokenizers import Tokenizer
 import torch_model
 from config import HERE, Config, Manifest
 from model import ModelError, convert_tokenizer, fetch
-from worker import load
+from worker import prepare
 
 LENGTHS = (1, 2, 5, 11, 16, POSITIONS - 1)  # around the sliding window of 8, and as long as a prompt can be
 PROMPTS_PER_LENGTH = 2  # one for the families that are only looked at quickly
@@ -121,8 +121,9 @@ def clear_cut(reference, length: int, random: torch.Generator):
 
 def serve(folder, max_total_tokens: int | None = POSITIONS, device: str = "cpu", **changes):
     manifest = Manifest.read(folder)
-    config = Config(model_id=str(folder), device=device, max_total_tokens=max_total_tokens, **changes).with_manifest(manifest)
-    return load(config, folder, manifest)
+    config = Config(model_id=str(folder), device=device, max_total_tokens=max_total_tokens, **changes)
+    _config, load = prepare(config, folder, manifest)
+    return load(lambda phase: None)
 
 
 @dataclass
@@ -612,7 +613,7 @@ def test_positions_that_stretch_with_the_longest_text_are_refused_beyond_what_th
     manifest = Manifest.read(folder)
     config = Config(model_id=str(folder), device="cpu", max_total_tokens=POSITIONS // 2 + 1, max_input_tokens=POSITIONS // 2)
     with pytest.raises(ModelError, match=f"give --max-total-tokens {POSITIONS // 2} or less"):
-        load(config, folder, manifest)
+        torch_model.TorchModel(config, folder, manifest, "cpu")
     assert serve(folder, max_total_tokens=POSITIONS // 2).max_total_tokens == POSITIONS // 2
 
 

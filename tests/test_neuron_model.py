@@ -20,9 +20,10 @@ from model import DeviceLost, ModelError
 
 FAKE = str(Path(__file__).parent / "fakes" / "neuron")
 sys.path.insert(0, FAKE)
+import neuronxcc  # noqa: E402, F401
 from transformers_neuronx import fake  # noqa: E402
 
-from neuron_model import NeuronModel, buckets, explain, legacy_config  # noqa: E402
+from neuron_model import Build, NeuronModel, buckets, explain, legacy_config  # noqa: E402
 
 sys.path.remove(FAKE)
 
@@ -58,6 +59,7 @@ def machine(tmp_path, monkeypatch):
     for name in [name for name in os.environ if name.startswith(("FAKE_NEURON_", "NEURON_"))]:
         monkeypatch.delenv(name)
     monkeypatch.setenv("FAKE_NEURON_STATE_DIR", str(tmp_path / "machine"))
+    monkeypatch.setenv("NEURON_COMPILE_CACHE_URL", str(tmp_path / "cache"))
     monkeypatch.setenv("NEURON_RT_NUM_CORES", "")  # so that what the model sets is undone
     monkeypatch.delenv("NEURON_RT_NUM_CORES")
     fake.restart()
@@ -75,12 +77,14 @@ def checkpoint(folder, config=LLAMA):
 
 
 def load(tmp_path, config=LLAMA, **settings):
-    settings = {"device": "neuron", "max_total_tokens": WINDOW, "max_input_tokens": WINDOW - 1} | settings
+    settings = {"max_total_tokens": WINDOW, "max_input_tokens": WINDOW - 1} | settings
     folder = checkpoint(tmp_path / "model", config)
-    manifest = Manifest.read(folder)
-    work_dir = Path(tempfile.mkdtemp(dir=tmp_path))
-    wanted = Config(model_id=str(folder), **settings).with_manifest(manifest)
-    return NeuronModel(wanted, folder, manifest, work_dir)
+    return serve(folder, **settings)
+
+
+def serve(folder, **settings):
+    build = Build.decide(Config(model_id=str(folder), device="neuron", **settings), folder, Manifest.read(folder))
+    return NeuronModel(build, Path(tempfile.mkdtemp(dir=folder.parent)))
 
 
 def refusal(tmp_path, config=LLAMA, **settings):
@@ -261,9 +265,9 @@ def test_a_scaled_rotary_base_keeps_its_scaling():
 @pytest.mark.parametrize(
     ("config", "settings", "told"),
     [
-        ({"model_type": "gptj"}, {}, "computes gptj models wrongly after their first token"),
-        ({"model_type": "qwen2"}, {}, "transformers-neuronx has no qwen2 models; it has llama, mistral"),
-        ({"head_dim": 16}, {}, "has heads of 16; only 8 can be served on Neuron"),
+        ({"model_type": "gptj"}, {}, "gptj is not served on Neuron: its answers are wrong after the first token"),
+        ({"model_type": "qwen2"}, {}, "model_type 'qwen2' is not served on Neuron; these are: llama, mistral"),
+        ({"head_dim": 16}, {}, "head_dim 16 is not served on Neuron"),
         ({"attention_bias": True}, {}, "has biases in its attention"),
         ({"rope_scaling": {"type": "yarn", "factor": 2}}, {}, "stretches its positions (yarn)"),
         ({"model_type": "mistral", "sliding_window": 20}, {}, "slides its attention over 20 positions"),
@@ -289,7 +293,7 @@ def test_the_visible_cores_are_counted_and_left_as_they_are(tmp_path, monkeypatc
     assert os.environ["NEURON_RT_VISIBLE_CORES"] == visible
     assert "NEURON_RT_NUM_CORES" not in os.environ
     if cores == 1:
-        assert "needs more cores than the 1 of NEURON_RT_VISIBLE_CORES" in refusal(tmp_path, tp_degree=2)
+        assert "needs more cores than the 1 that there are (NEURON_RT_VISIBLE_CORES=" in refusal(tmp_path, tp_degree=2)
 
 
 @pytest.mark.parametrize(
@@ -328,7 +332,11 @@ def on_neuron(tmp_path):
     byte_tokenizer(folder)
 
     def serve(**environment):
-        environment = {"PYTHONPATH": FAKE, "FAKE_NEURON_STATE_DIR": str(tmp_path / "machine")} | environment
+        environment = {
+            "PYTHONPATH": FAKE,
+            "FAKE_NEURON_STATE_DIR": str(tmp_path / "machine"),
+            "NEURON_COMPILE_CACHE_URL": str(tmp_path / "cache"),
+        } | environment
         flags = ("--model-id", str(folder), "--device", "neuron", "--max-total-tokens", "60", "--max-batch-size", "4")
         return Server(*flags, **environment)
 

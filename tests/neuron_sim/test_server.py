@@ -11,22 +11,23 @@ from test_simulator import VOCABULARY, Reference, reference  # noqa: F401
 
 import neuron_model
 from config import Config, Manifest
-from neuron_model import NeuronModel
+from neuron_model import Build, NeuronModel
 
 WINDOW = 48
 
 
 @pytest.fixture(autouse=True)
-def cores(monkeypatch):
+def cores(monkeypatch, tmp_path):
     monkeypatch.setenv("NEURON_RT_VISIBLE_CORES", "0-7")
+    monkeypatch.setenv("NEURON_COMPILE_CACHE_URL", str(tmp_path / "cache"))
 
 
 def serve(made, tmp_path, folder=None, **settings):
     settings = {"max_total_tokens": WINDOW, "max_input_tokens": WINDOW - 1, "dtype": "float32", "tp_degree": 1} | settings
     folder = Path(folder or made.folder)
     manifest = Manifest.read(folder)
-    config = Config(model_id=str(folder), device="neuron", **settings).with_manifest(manifest)
-    return NeuronModel(config, folder, manifest, Path(tempfile.mkdtemp(dir=tmp_path)))
+    build = Build.decide(Config(model_id=str(folder), device="neuron", **settings), folder, manifest)
+    return NeuronModel(build, Path(tempfile.mkdtemp(dir=tmp_path)))
 
 
 class Batch:

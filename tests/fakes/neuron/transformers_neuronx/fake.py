@@ -35,6 +35,8 @@ from pathlib import Path
 
 import torch
 
+from transformers_neuronx import compiler
+
 TENSOR_PARALLEL_DEGREES = (1, 2, 4, 8, 12, 16, 24, 32)
 FAVOURED = 3  # ids 0 to 2, among which most models have their end of text
 
@@ -67,12 +69,12 @@ def state_dir() -> Path:
 def violate(told: str) -> None:
     """Writes `told` down and raises FakeNeuronViolation, if the fake is strict."""
     violations.append(told)
-    _append("violations.log", told)
+    append("violations.log", told)
     if os.environ.get("FAKE_NEURON_STRICT", "1") != "0":
         raise FakeNeuronViolation(told)
 
 
-def _append(name: str, line: str) -> None:
+def append(name: str, line: str) -> None:
     with open(state_dir() / name, "a") as file:
         file.write(f"{os.getpid()} {line}\n")
 
@@ -247,15 +249,14 @@ def restart() -> None:
     compiles.clear()
 
 
-def compile_programs(names: list[str], workers: int | None) -> None:
-    """All at once, or as many at a time as there are workers."""
+def compile_programs(programs: dict[str, str], workers: int | None) -> None:
+    """All at once, or as many at a time as there are workers. programs: file name → tag."""
     if _must_fail("compile"):
-        raise BrokenProcessPool("a compiler process ended abruptly")
-    rounds = -(-len(names) // (workers or len(names) or 1))
+        raise BrokenProcessPool("A process in the process pool was terminated abruptly while the future was running.")
+    rounds = -(-len(programs) // (workers or len(programs) or 1))
     time.sleep(_seconds("FAKE_NEURON_COMPILE_S") * rounds)
-    for name in names:
-        compiles.append(name)
-        _append("compiles.log", name)
+    for name, tag in programs.items():
+        compiler.compile_hlo_module(name, tag, 1)
 
 
 def _core_list(told: str) -> list[int]:

@@ -172,8 +172,8 @@ class NeuronModel:
         elif not any(is_there(folder / name) for name, is_there in CHECKPOINTS):
             raise FileNotFoundError(f"Can not find model.safetensors or pytorch_model.bin in {folder}")
 
-    def _name_programs(self) -> list[str]:
-        """The file name of each program, which any change of what is compiled changes."""
+    def _name_programs(self) -> dict[str, str]:
+        """The file name of each program, which any change of what is compiled changes, and its tag."""
         neuron_config = self.neuron_config.to_json()
         neuron_config.pop("compilation_worker_count")
         generation = neuron_config["on_device_generation"]
@@ -189,10 +189,11 @@ class NeuronModel:
         programs += [("context", self.context_unroll, *context) for context in contexts]
         # what runs on a part of the layers leaves the logits to a program of their own
         programs += [("logits", *rest) for rest in programs if rest[1] < self.config.num_hidden_layers]
-        names = []
+        names = {}
         for program in programs:
             text = json.dumps([same, program], sort_keys=True, default=str)
-            names.append(hashlib.sha256(text.encode()).hexdigest()[:20] + ".neff")
+            kind = "context" if "context" in program else "token"
+            names[hashlib.sha256(text.encode()).hexdigest()[:20] + ".neff"] = f"{kind}-seqlen{program[-2]}-batch{program[-1]}"
         return names
 
     def _bytes_per_core(self) -> int:
