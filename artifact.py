@@ -74,11 +74,17 @@ class Programs:
     def from_section(cls, told: Mapping[str, Any], source: Path) -> Programs:
         """Raises ConfigError when `told`, the `neuron` section of the file `source`, lacks something."""
 
-        def value(name: str, kind: type, default: Any = None) -> Any:
-            found = told.get(name, default)
+        def value(name: str, kind: type) -> Any:
+            found = told.get(name)
             if type(found) is not kind or (kind is int and found < 1):
                 raise ConfigError(f"{source}: `neuron.{name}` is {found!r}; compile the model again")
             return found
+
+        def lengths(name: str) -> tuple[int, ...]:
+            found = value(name, list)
+            if not found or any(type(length) is not int or length < 1 for length in found):
+                raise ConfigError(f"{source}: `neuron.{name}` is {found!r}; compile the model again")
+            return tuple(found)
 
         if told.get("task", "text-generation") != "text-generation":
             raise ConfigError(f"{source} is of a model that was compiled for {told['task']}, not for text-generation")
@@ -104,8 +110,8 @@ class Programs:
             )
         return cls(
             **same,
-            prefill_buckets=tuple(value("prefill_buckets", list)),
-            position_buckets=tuple(value("position_buckets", list)),
+            prefill_buckets=lengths("prefill_buckets"),
+            position_buckets=lengths("position_buckets"),
             continuous_batching=value("continuous_batching", bool),
             quantize=told.get("quantize"),
             sampling=value("sampling", str),

@@ -34,6 +34,7 @@ from model import (
     fetch_artifact,
     fetch_checkpoint,
     fetch_weights,
+    first_line,
     reported_as,
     still_at_it,
 )
@@ -67,11 +68,11 @@ FAMILIES = {
     "bloom": Family("BloomForSampling"),
     "gpt_neox": Family("GPTNeoXForSampling", has_prefill=False, is_saved=False),
 }
+OPTIMUM_BATCHES = ("LlamaForSampling", "MistralForSampling")  # what optimum-neuron batches continuously
 AMP = {"float32": "f32", "bfloat16": "bf16", "float16": "f16"}
 
 # What the runtime and the compiler say, and what it means to a person. The first that occurs counts.
 MEANINGS = (
-    ("not available", "the cores are held by another process (neuron-ls shows which); stop it, or set NEURON_RT_VISIBLE_CORES"),
     ("Allocation Failure", "the device has too little memory for this model; lower --max-batch-size or --max-total-tokens"),
     ("status=4", "the device has too little memory for this model; lower --max-batch-size or --max-total-tokens"),
     ("status=2", "this tp_degree does not work on this machine; give another with --tp-degree (HF_NUM_CORES)"),
@@ -227,8 +228,13 @@ class NeuronModel:
                 try:
                     return self._model.to_neuron()
                 except RuntimeError as error:
-                    if not _cores_are_held(error) or time.monotonic() > deadline:
+                    if not _cores_are_held(error):
                         raise
+                    if time.monotonic() > deadline:
+                        raise ModelError(
+                            f"the cores are held by another process{_holders()}, also after {CORES_WAIT_S:.0f} s; stop it, or "
+                            f"name other cores with NEURON_RT_VISIBLE_CORES ({first_line(error)})"
+                        ) from None
                     logger.warning("The cores are held by another process%s; trying again", _holders())
                 time.sleep(CORES_NAP_S)
 
@@ -350,12 +356,10 @@ def _programs(config: Config, family: Family) -> Programs:
 
 def _family_of(programs: Programs, family: Family, name: str) -> Family:
     """How a compiled model runs: what optimum-neuron compiled differs from ours in some options."""
-    if not programs.continuous_batching and programs.batch_size > 1:
-        raise ModelError(f"{name} was compiled for batches of {programs.batch_size} that all begin together; compile it again")
-    if programs.continuous_batching and not family.batches:
-        raise ModelError(f"{name} was compiled for continuous batching, which its family has not; compile it again")
     if programs.exporter != artifact.OPTIMUM:
         return family
+    if programs.batch_size > 1 and family.name not in OPTIMUM_BATCHES:
+        raise ModelError(f"{name} was compiled for {programs.batch_size} requests that all begin together; compile it again")
     if family.name == "GPT2ForSamplingWithContextBroadcasting":
         raise ModelError(f"{name} was compiled by optimum-neuron for another class of GPT-2; compile it again")
     return dataclasses.replace(family, options={"fuse_qkv": True} | family.options, batches=programs.continuous_batching)

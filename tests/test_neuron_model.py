@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
 import sys
 import tempfile
 from pathlib import Path
@@ -15,14 +16,18 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from processes import Server, events
 
+import config as configuration
 from config import Config, ConfigError, Manifest
 from model import DeviceLost, ModelError
 
 FAKE = str(Path(__file__).parent / "fakes" / "neuron")
 sys.path.insert(0, FAKE)
-import neuronxcc  # noqa: E402, F401
+import neuronxcc  # noqa: E402
 from transformers_neuronx import fake  # noqa: E402
 
+import export  # noqa: E402
+import neuron_model  # noqa: E402
+import plan  # noqa: E402
 from neuron_model import Build, NeuronModel, buckets, explain, legacy_config  # noqa: E402
 
 sys.path.remove(FAKE)
@@ -62,6 +67,8 @@ def machine(tmp_path, monkeypatch):
     monkeypatch.setenv("NEURON_COMPILE_CACHE_URL", str(tmp_path / "cache"))
     monkeypatch.setenv("NEURON_RT_NUM_CORES", "")  # so that what the model sets is undone
     monkeypatch.delenv("NEURON_RT_NUM_CORES")
+    monkeypatch.setattr(neuron_model, "CORES_WAIT_S", -1.0)
+    monkeypatch.setattr(configuration, "set_up_logging", lambda json_output: None)  # the logs of this process are pytest's
     fake.restart()
     yield
     fake.restart()
@@ -82,9 +89,9 @@ def load(tmp_path, config=LLAMA, **settings):
     return serve(folder, **settings)
 
 
-def serve(folder, **settings):
+def serve(folder, announce=lambda phase: None, **settings):
     build = Build.decide(Config(model_id=str(folder), device="neuron", **settings), folder, Manifest.read(folder))
-    return NeuronModel(build, Path(tempfile.mkdtemp(dir=folder.parent)))
+    return NeuronModel(build, Path(tempfile.mkdtemp(dir=folder.parent)), announce)
 
 
 def refusal(tmp_path, config=LLAMA, **settings):
@@ -271,7 +278,7 @@ def test_a_scaled_rotary_base_keeps_its_scaling():
         ({"attention_bias": True}, {}, "has biases in its attention"),
         ({"rope_scaling": {"type": "yarn", "factor": 2}}, {}, "stretches its positions (yarn)"),
         ({"model_type": "mistral", "sliding_window": 20}, {}, "slides its attention over 20 positions"),
-        ({}, {"tp_degree": 4}, "the model cannot be brought onto the device"),
+        ({}, {"tp_degree": 4}, "the cores are held by another process"),
     ],
 )
 def test_what_cannot_work_is_refused_with_the_reason(tmp_path, config, settings, told):
@@ -317,10 +324,312 @@ def test_an_error_of_the_device_means_that_it_is_lost(tmp_path, monkeypatch, fau
 
 
 def test_what_the_runtime_says_is_explained_where_it_is_known():
-    told = explain(RuntimeError("NRT: NeuronCore(s) not available - Requested:nc1-nc1 Available:0"))
-    assert told.startswith("the cores are held by another process")
+    told = explain(RuntimeError('nrt_tensor_allocate status=4 message="Allocation Failure"'))
+    assert told.startswith("the device has too little memory for this model")
     assert explain(ValueError("something new\nand more")) == "ValueError: something new"
     assert explain(StopIteration()) == "StopIteration"
+
+
+@pytest.fixture
+def holder(tmp_path):
+    """Another process that holds all cores of the machine."""
+    script = """if True:
+        import fcntl, os, sys
+        locks = [open(os.path.join(sys.argv[1], f"core-{core}.lock"), "w") for core in range(2)]
+        for lock in locks:
+            fcntl.lockf(lock, fcntl.LOCK_EX)
+        print("held", flush=True)
+        sys.stdin.read()
+    """
+    (tmp_path / "machine").mkdir(exist_ok=True)
+    command = [sys.executable, "-c", script, str(tmp_path / "machine")]
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    assert process.stdout.readline() == b"held\n"
+    yield process
+    process.kill()
+    process.communicate()
+
+
+def test_cores_that_another_process_holds_are_waited_for(tmp_path, monkeypatch, holder):
+    monkeypatch.setattr(neuron_model, "CORES_WAIT_S", 60.0)
+    monkeypatch.setattr(neuron_model, "CORES_NAP_S", 0.0)
+    monkeypatch.setattr(plan, "holders", lambda: holder.communicate() and [])  # it ends while we wait
+    batch = Batch(load(tmp_path))
+    batch.join(0, [5, 6])
+    assert batch.leave(0) == alone([5, 6], 3)
+
+
+def test_who_holds_the_cores_is_named_when_he_does_not_let_go(tmp_path, monkeypatch, holder):
+    tools = tmp_path / "tools"
+    tools.mkdir()
+    processes = [{"pid": holder.pid, "command": "python3 serve.py", "neuron_runtime_version": "2"}]
+    listed = [{"neuron_device": 0, "nc_count": 2, "neuron_processes": processes}]
+    (tools / "neuron-ls").write_text(f"#!/bin/sh\ncat <<'END'\n{json.dumps(listed)}\nEND\n")
+    (tools / "neuron-ls").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tools}:{os.environ['PATH']}")
+    message = refusal(tmp_path)
+    assert message.startswith(f"the cores are held by another process (python3 with pid {holder.pid})")
+    assert "NEURON_RT_VISIBLE_CORES" in message
+
+
+# What a machine is given when nothing is said
+
+
+def test_sizes_that_are_left_open_are_chosen_for_the_machine(tmp_path, monkeypatch, caplog):
+    caplog.set_level("INFO")
+    monkeypatch.setattr(plan, "detect", lambda: plan.Machine(2, "inf2", "inf2.xlarge", 16 << 30, "sysfs"))
+    model = load(tmp_path, LLAMA | {"max_position_embeddings": 512}, max_total_tokens=None, max_input_tokens=None)
+    assert (model.batch_size, model.max_total_tokens, model.max_input_tokens) == (plan.MAX_BATCH_SIZE, 512, 511)
+    assert os.environ["NEURON_RT_NUM_CORES"] == "2"
+    assert "inf2.xlarge: tp_degree 2 of 2 cores, batch size 32, length 512" in caplog.text
+
+
+def test_what_cannot_fit_is_refused_before_a_weight_is_read(tmp_path, monkeypatch):
+    monkeypatch.setattr(plan, "detect", lambda: plan.Machine(2, "inf2", "inf2.xlarge", 16 << 30, "sysfs"))
+    large = {"hidden_size": 8192, "num_hidden_layers": 80, "num_attention_heads": 64, "intermediate_size": 28672}
+    (tmp_path / "large").mkdir()
+    (tmp_path / "large" / "config.json").write_text(json.dumps(LLAMA | large | {"num_key_value_heads": 8}))
+    with pytest.raises(ConfigError, match=r"does not fit on 2 cores: .* GiB a core .*--tp-degree"):
+        serve(tmp_path / "large")
+
+
+def test_a_window_that_slides_bounds_the_length_that_is_chosen(tmp_path):
+    model = load(tmp_path, FAMILIES["mistral"] | {"sliding_window": 20}, max_total_tokens=None, max_input_tokens=None)
+    assert model.max_total_tokens == 20
+
+
+# Compiled models
+
+
+def compiled(tmp_path, *flags, config=LLAMA):
+    """What `compile` makes of a checkpoint, in this process."""
+    folder = checkpoint(tmp_path / "model", config)
+    byte_tokenizer(folder)
+    output = tmp_path / "compiled"
+    words = ["--model-id", str(folder), "--output", str(output), "--tp-degree", "2", "--max-total-tokens", str(WINDOW), *flags]
+    assert export.main(words) == 0
+    fake.restart()  # what was compiled by this process is forgotten
+    return output
+
+
+def complaint(capsys, *words):
+    assert export.main(words) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    return line
+
+
+def test_a_compiled_model_is_served_without_compiling(tmp_path):
+    output = compiled(tmp_path, "--max-batch-size", "4")
+    model = serve(output)
+    assert not fake.compiles
+    assert (model.batch_size, model.max_total_tokens, model.max_input_tokens) == (4, WINDOW, WINDOW - 1)
+    batch = Batch(model)
+    batch.join(3, [5, 6])
+    batch.step()
+    assert batch.leave(3) == alone([5, 6], 4)
+
+
+def test_a_compiled_model_is_compiled_without_a_device(tmp_path, monkeypatch):
+    monkeypatch.setenv("FAKE_NEURON_CORES", "0")
+    assert list((compiled(tmp_path) / "compiled").glob("*.neff"))
+
+
+def test_a_compiled_model_may_be_served_with_smaller_limits(tmp_path):
+    output = compiled(tmp_path, "--max-batch-size", "4", "--prefill-buckets", "8", "--position-buckets", "8,16")
+    model = serve(output, max_batch_size=2, max_total_tokens=20, max_input_tokens=10)
+    assert not fake.compiles
+    assert (model.batch_size, model.max_total_tokens, model.max_input_tokens) == (2, 20, 10)
+    batch = Batch(model)
+    batch.join(0, list(range(1, 11)))
+    batch.join(1, [7])
+    for _ in range(5):
+        batch.step()
+    assert batch.leave(0) == alone(range(1, 11), 16)
+    assert batch.leave(1) == alone([7], 7)
+
+
+def test_a_compiled_model_holds_the_weights_of_a_local_checkpoint_once(tmp_path):
+    weights = compiled(tmp_path) / "checkpoint" / "model.safetensors"
+    assert weights.samefile(tmp_path / "model" / "model.safetensors")
+    assert {path.name for path in (tmp_path / "compiled").iterdir()} >= {"config.json", "tokenizer.json", "compiled"}
+
+
+@pytest.mark.parametrize(
+    ("settings", "told"),
+    [
+        ({"max_batch_size": 8}, "--max-batch-size 8 (MAX_BATCH_SIZE, HF_BATCH_SIZE) is more than the 4 slots"),
+        ({"dtype": "float32"}, "which was compiled for bfloat16"),
+        ({"tp_degree": 1}, "which was compiled for 2"),
+        ({"quantize": "int8"}, "which was compiled for none"),
+    ],
+    ids=str,
+)
+def test_settings_that_contradict_a_compiled_model_are_refused(tmp_path, settings, told):
+    output = compiled(tmp_path, "--max-batch-size", "4")
+    with pytest.raises(ConfigError) as refused:
+        serve(output, **settings)
+    assert told in str(refused.value) and str(output) in str(refused.value)
+
+
+def test_a_compiled_model_needs_the_cores_it_was_compiled_for(tmp_path, monkeypatch):
+    output = compiled(tmp_path)
+    monkeypatch.setenv("NEURON_RT_VISIBLE_CORES", "0")
+    with pytest.raises(ConfigError, match=r"--tp-degree 2 .* needs more cores than the 1 that there are"):
+        serve(output)
+
+
+def test_a_program_that_is_not_there_is_one_line(tmp_path):
+    output = compiled(tmp_path)
+    next((output / "compiled").glob("*.neff")).unlink()
+    with pytest.raises(ModelError, match=r"lacks a program of this model.*compile it again") as refused:
+        serve(output)
+    assert "\n" not in str(refused.value)
+
+
+def test_programs_of_another_compiler_or_library_are_refused_with_both_versions(tmp_path, monkeypatch):
+    output = compiled(tmp_path)
+    monkeypatch.setattr(neuronxcc, "__version__", "2.16.372.0")
+    with pytest.raises(ConfigError, match=r"compiled by neuronx-cc 2\.20.*, and here is 2.16.372.0, which is older"):
+        serve(output)
+    monkeypatch.undo()
+
+
+def test_int8_comes_from_the_manifest(tmp_path):
+    model = serve(compiled(tmp_path, "--quantize", "int8"))
+    assert model._model.neuron_config.quant.quant_dtype == "s8"
+
+
+def optimum(tmp_path, config=LLAMA, **section):
+    """A folder as optimum-neuron leaves it, with programs for what it would ask the library for."""
+    told = {"task": "text-generation", "batch_size": 4, "num_cores": 2, "auto_cast_type": "bf16", "sequence_length": WINDOW}
+    told |= {"compiler_type": "neuronx-cc", "compiler_version": "2.16.372.0", "checkpoint_id": None} | section
+    folder = tmp_path / "optimum"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(config | {"neuron": told}))
+    checkpoint(folder / "checkpoint", config)
+    library = sys.modules["transformers_neuronx"]
+    lengths, options = {"n_positions": WINDOW}, {"attention_layout": "BSH", "fuse_qkv": True}
+    if told["batch_size"] > 1:
+        lengths = {"n_positions": [WINDOW], "context_length_estimate": [WINDOW]}
+        options["continuous_batching"] = library.ContinuousBatchingConfig(batch_size_for_shared_caches=told["batch_size"])
+    model = library.LlamaForSampling.from_pretrained(
+        str(folder / "checkpoint"),
+        batch_size=told["batch_size"],
+        tp_degree=2,
+        amp="bf16",
+        neuron_config=library.NeuronConfig(**options),
+        **lengths,
+    )
+    model.cpu_compile()
+    model.save(str(folder / "compiled"))
+    fake.restart()
+    return folder
+
+
+@pytest.mark.parametrize("batch_size", [4, 1])
+def test_what_optimum_neuron_compiled_is_served_as_it_is(tmp_path, batch_size):
+    model = serve(optimum(tmp_path, batch_size=batch_size))
+    assert not fake.compiles
+    assert (model.batch_size, model.max_total_tokens, model.max_input_tokens) == (batch_size, WINDOW, WINDOW - 1)
+    for prompt in ([5, 6, 7], [8], [9] * (WINDOW - 2)):
+        batch = Batch(model)
+        batch.join(0, prompt)
+        batch.step()
+        assert batch.leave(0) == alone(prompt, len(prompt) + 2)
+
+
+def test_what_optimum_neuron_compiled_for_batches_that_begin_together_is_refused(tmp_path):
+    folder = optimum(tmp_path)
+    (folder / "config.json").write_text((folder / "config.json").read_text().replace('"llama"', '"mixtral"'))
+    with pytest.raises(ModelError, match="compiled for 4 requests that all begin together"):
+        serve(folder)
+
+
+def test_a_folder_without_weights_names_what_it_lacks(tmp_path):
+    folder = optimum(tmp_path)
+    (folder / "checkpoint").rename(tmp_path / "elsewhere")
+    with pytest.raises(ModelError, match="has no folder `checkpoint` and names no checkpoint_id"):
+        serve(folder)
+
+
+def test_weights_are_fetched_by_the_id_and_the_commit_that_a_compiled_model_names(tmp_path, monkeypatch):
+    folder = optimum(tmp_path, checkpoint_id="someone/llama", checkpoint_revision="abc")
+    elsewhere = (folder / "checkpoint").rename(tmp_path / "elsewhere")
+    asked = []
+    monkeypatch.setattr(neuron_model, "fetch_checkpoint", lambda config, *named: asked.append(named) or elsewhere)
+    assert serve(folder).batch_size == 4
+    assert asked == [("someone/llama", "abc")]
+
+
+def test_a_plain_checkpoint_is_compiled_once(tmp_path, caplog):
+    caplog.set_level("INFO")
+    phases = []
+    load(tmp_path, max_batch_size=2, announce=phases.append)
+    programs = len(fake.compiles)
+    assert programs and phases == ["compiling"]
+    assert "holds none of this model" in caplog.text and "Compiled prompts up to 23 in" in caplog.text
+    fake.restart()
+    load(tmp_path, max_batch_size=2, announce=phases.append)
+    assert not fake.compiles and phases == ["compiling"]
+    fake.restart()
+    caplog.clear()
+    load(tmp_path, max_batch_size=3)
+    assert len(fake.compiles) == programs
+    assert "other values: batch_size 3 instead of 2" in caplog.text
+
+
+def test_programs_that_cannot_be_kept_do_not_keep_a_model_from_being_served(tmp_path, monkeypatch, caplog):
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("NEURON_COMPILE_CACHE_URL", str(tmp_path / "file"))
+    assert load(tmp_path).batch_size
+    assert "cannot be kept, so each start compiles them anew" in caplog.text
+
+
+def test_kept_programs_that_do_not_fit_any_more_are_removed_and_compiled_at_the_next_start(tmp_path):
+    load(tmp_path)
+    (entry,) = (tmp_path / "cache" / "neuron-textgen").iterdir()
+    next(entry.glob("*.neff")).unlink()
+    fake.restart()
+    with pytest.raises(DeviceLost, match="the next start compiles them"):
+        load(tmp_path)
+    fake.restart()
+    load(tmp_path)
+    assert fake.compiles
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["--model-id", "{model}"], "--output is missing"),
+        (["--output", "{output}"], "--model-id is missing"),
+        (["--model-id", "{model}", "--output", "{model}"], "is there and not empty"),
+        (["--model-id", "{model}", "--output", "{output}"], "there is no Neuron device here whose cores could be counted"),
+        (
+            ["--model-id", "{model}", "--output", "{output}", "--device", "cpu"],
+            "--device cpu: programs are compiled for Neuron",
+        ),
+        (["--model-id", "{model}", "--output", "{output}", "--tp-degree", "3"], "tp_degree 3 cannot be had with 3 cores"),
+        (["--model-id", "{model}", "--output", "{output}", "--max-batch", "3"], "unknown argument '--max-batch'"),
+        (["--model-id", "{compiled}", "--output", "{output}", "--tp-degree", "2"], "is compiled already"),
+    ],
+    ids=str,
+)
+def test_what_compile_cannot_do_is_one_line(tmp_path, capsys, words, told):
+    places = {"model": checkpoint(tmp_path / "model"), "output": tmp_path / "output", "compiled": tmp_path / "compiled"}
+    if "{compiled}" in words:
+        compiled(tmp_path)
+        capsys.readouterr()
+    assert told in complaint(capsys, *(word.format(**places) for word in words))
+    assert not places["output"].exists()
+
+
+def test_a_compilation_that_fails_leaves_nothing_behind(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("FAKE_NEURON_FAIL", "compile")
+    folder = checkpoint(tmp_path / "model")
+    words = ["--model-id", str(folder), "--output", str(tmp_path / "deep" / "output"), "--tp-degree", "1"]
+    assert export.main(words) == 2
+    assert "the compiler ran out of the machine's memory" in capsys.readouterr().err.splitlines()[-1]
+    assert list((tmp_path / "deep").iterdir()) == []
 
 
 # The whole server
@@ -371,9 +680,9 @@ def test_when_the_device_fails_everyone_is_told_and_the_container_ends(on_neuron
 
 
 def test_what_cannot_be_served_on_neuron_ends_the_boot_with_one_line(on_neuron):
-    with on_neuron(HF_NUM_CORES="4") as server:
+    with on_neuron(FAKE_NEURON_FAIL="oom") as server:
         assert server.wait_exit() == 2
-        assert "the model cannot be brought onto the device" in server.log
+        assert "the model cannot be brought onto the device: the device has too little memory" in server.log
         assert "Traceback" not in server.log
 
 
