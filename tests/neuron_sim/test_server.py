@@ -2,15 +2,19 @@
 
 import json
 import random
+import subprocess
+import sys
 import tempfile
 from pathlib import Path
 
 import pytest
 import torch
 from test_simulator import VOCABULARY, Reference, reference  # noqa: F401
+from transformers_neuronx import compiler
 
 import neuron_model
-from config import Config, Manifest
+from config import HERE, Config, Manifest
+from model import ModelError
 from neuron_model import Build, NeuronModel
 
 WINDOW = 48
@@ -150,6 +154,42 @@ def test_a_rotary_base_of_its_own_gives_the_right_text_in_both_forms(reference, 
     for _ in range(10):
         batch.step()
     assert_like(made, prompt, batch.leave(0))
+
+
+def refuse_to_compile(*arguments):
+    raise AssertionError("this was compiled before")
+
+
+@pytest.mark.parametrize("tp_degree", [1, 2])
+def test_what_another_process_compiled_without_the_device_is_loaded(reference, tmp_path, monkeypatch, tp_degree):  # noqa: F811
+    made = reference("llama, grouped")
+    output = tmp_path / "compiled"
+    words = ["--model-id", str(made.folder), "--output", str(output), "--tp-degree", str(tp_degree), "--dtype", "float32"]
+    words += ["--max-batch-size", "3", "--max-total-tokens", str(WINDOW), "--prefill-buckets", "8", "--position-buckets", "16"]
+    subprocess.run([sys.executable, str(HERE / "export.py"), *words], check=True)
+    monkeypatch.setattr(compiler, "compile_hlo_module", refuse_to_compile)
+    manifest = Manifest.read(output)
+    config = Config(model_id=str(output), device="neuron", max_batch_size=2)
+    batch = Batch(NeuronModel(Build.decide(config, output, manifest), Path(tempfile.mkdtemp(dir=tmp_path))))
+    prompts = {0: [3, 100, 7], 1: list(range(1, 20))}
+    for slot, prompt in prompts.items():
+        batch.join(slot, prompt)
+    for _ in range(10):
+        batch.step()
+    for slot, prompt in prompts.items():
+        assert_like(made, prompt, batch.leave(slot))
+
+
+def test_a_plain_checkpoint_is_compiled_once(reference, tmp_path, monkeypatch):  # noqa: F811
+    made = reference("mistral")
+    serve(made, tmp_path, max_batch_size=2)
+    monkeypatch.setattr(compiler, "compile_hlo_module", refuse_to_compile)
+    batch = Batch(serve(made, tmp_path, max_batch_size=2))
+    batch.join(1, [3, 100, 7])
+    batch.step()
+    assert_like(made, [3, 100, 7], batch.leave(1))
+    with pytest.raises(ModelError):
+        serve(made, tmp_path, max_batch_size=3)
 
 
 def test_the_library_is_the_real_one():
