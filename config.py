@@ -209,7 +209,7 @@ class Config:
         "TP_DEGREE",
         "HF_NUM_CORES",
         help="NeuronCores that a model is spread over.",
-        default_help="all that NEURON_RT_VISIBLE_CORES names, else all that there are",
+        default_help="what leaves a core the fewest bytes, of those that there are or NEURON_RT_VISIBLE_CORES names",
     )
     max_batch_size: int | None = setting(
         None,
@@ -217,7 +217,7 @@ class Config:
         "MAX_BATCH_SIZE",
         "HF_BATCH_SIZE",
         help="Slots: how many requests are decoded together. The others wait in line.",
-        default_help=f"{DEFAULT_BATCH_SIZE}; 1 for models that cannot batch on Neuron",
+        default_help=f"{DEFAULT_BATCH_SIZE}; on Neuron what fits, up to 32",
     )
     max_input_tokens: int | None = setting(
         None,
@@ -233,7 +233,7 @@ class Config:
         "MAX_TOTAL_TOKENS",
         "HF_SEQUENCE_LENGTH",
         help="Longest prompt plus answer, in tokens: the window of a slot.",
-        default_help=f"the model's window, at most {DEFAULT_MAX_TOTAL_TOKENS}",
+        default_help=f"the model's window, at most {DEFAULT_MAX_TOTAL_TOKENS}; on Neuron what fits, up to 4096",
     )
     prefill_buckets: tuple[int, ...] | None = setting(
         None,
@@ -254,7 +254,7 @@ class Config:
         _count,
         "COMPILE_WORKERS",
         help="Programs that are compiled for Neuron at the same time; each takes gigabytes of memory.",
-        default_help="the library's",
+        default_help="one for each processor and 8 GiB of memory",
     )
     max_concurrent_requests: int = setting(
         128,
@@ -499,7 +499,9 @@ def help_text(width: int) -> str:
     lines = [
         "neuron-textgen: serves a large language model over TGI's and OpenAI's HTTP APIs.",
         "",
-        "Usage: entrypoint.sh [serve] [flags]      A flag beats its environment variable, which beats the default.",
+        "Usage: entrypoint.sh [serve] [flags]   serves; a flag beats its environment variable",
+        "       entrypoint.sh compile [flags]   compiles a model for Neuron (compile --help)",
+        "       entrypoint.sh plan [flags]      tells what fits on Neuron machines (plan --help)",
         "",
     ]
     lines = [part for line in lines for part in (textwrap.wrap(line, width) or [""])]

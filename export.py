@@ -117,8 +117,6 @@ def main(argv: Sequence[str]) -> int:
     try:
         output, rest = _output(argv)
         config = configuration.parse(rest, os.environ)
-        if config.is_demo:
-            raise ConfigError("--model-id is missing")
         configuration.set_up_logging(config.json_output)
         if config.device not in ("auto", "neuron"):
             raise ConfigError(f"--device {config.device}: programs are compiled for Neuron alone; leave it out")

