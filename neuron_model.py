@@ -2,7 +2,8 @@
 
 All shapes are fixed when the model is compiled: slots, prompt buckets, position buckets. What the library asks for and does
 not check (a live slot that a step does not name, a prompt of one token, positions, dtypes) is seen to here, so that no caller
-can break it. Knows no requests and no sampling parameters; the library is imported when a model is made, never before.
+can break it. Knows no requests; of sampling only what the device does itself. The library is imported when a model is made,
+never before.
 
 Source of the library's rules: its public code at 0.13.322, and AWS' developer guide for continuous batching.
 """
@@ -22,7 +23,7 @@ from typing import Any
 
 import torch
 
-from config import DEFAULT_BATCH_SIZE, Config, Manifest, read_json
+from config import DEFAULT_BATCH_SIZE, DEVICE_TOP_K, Config, Manifest, read_json
 from model import DeviceLost, ModelError, reported_as
 
 logger = logging.getLogger("model")
@@ -33,17 +34,18 @@ PROGRESS_S = 30.0  # how often a long compilation says that it is still at it
 @dataclass(frozen=True)
 class Family:
     """How the library serves one kind of model. Without `batches` it runs one request at a time, and without `has_prefill`
-    even a prompt goes token by token."""
+    even a prompt goes token by token; with `samples` the device can choose the tokens."""
 
     name: str
     batches: bool = False
     has_prefill: bool = True
+    samples: bool = False
     options: dict[str, Any] = field(default_factory=dict)  # of NeuronConfig
 
 
 FAMILIES = {
-    "llama": Family("LlamaForSampling", batches=True, options={"attention_layout": "BSH", "fuse_qkv": True}),
-    "mistral": Family("MistralForSampling", batches=True, options={"fuse_qkv": True}),
+    "llama": Family("LlamaForSampling", batches=True, samples=True, options={"attention_layout": "BSH", "fuse_qkv": True}),
+    "mistral": Family("MistralForSampling", batches=True, samples=True, options={"fuse_qkv": True}),
     "mixtral": Family("MixtralForSampling", batches=True),
     "gpt2": Family("GPT2ForSamplingWithContextBroadcasting"),
     "opt": Family("OPTForSampling"),
@@ -95,9 +97,11 @@ class NeuronModel:
         self.dtype = config.dtype if config.dtype != "auto" else legacy.get("torch_dtype") or "bfloat16"
         _check(legacy, manifest.model_type, self.max_total_tokens)
         tp_degree = _tp_degree(config)
+        self.sampling = _sampling(config, manifest.model_type, family)
         self._batches = family.batches
         self._filled: list[int | None] = [None] * self.batch_size  # positions that each slot holds; None: it is free
         library = _library()
+        self._lines = DeviceSampling(library, self.batch_size, self.vocab_size) if self.sampling == "device" else None
         view = lay_out(folder, legacy, work_dir / "checkpoint")
         with reported_as(f"{manifest.model_type} cannot be built for Neuron", explain):
             self._model = getattr(library, family.name).from_pretrained(
@@ -106,7 +110,7 @@ class NeuronModel:
                 **self._lengths(config, family),
                 tp_degree=tp_degree,
                 amp=AMP[self.dtype],
-                neuron_config=_neuron_config(library, config, family, self.batch_size, AMP[self.dtype]),
+                neuron_config=_neuron_config(library, config, family, self.batch_size, AMP[self.dtype], self._lines),
             )
             if family.batches:
                 _check_rope(self._model, legacy)
@@ -121,13 +125,21 @@ class NeuronModel:
             return {"n_positions": positions, "context_length_estimate": prompts}
         return {"n_positions": positions[-1]} | ({"context_length_estimate": prompts[-1]} if family.has_prefill else {})
 
+    def set_sampling(self, slot: int, top_k: int, top_p: float, temperature: float) -> None:
+        assert self._lines is not None and 0 <= slot < self.batch_size
+        if self._lines.change(slot, top_k, top_p, temperature):
+            try:
+                self._model.update_generation_config(self._lines.config())
+            except Exception as error:
+                raise DeviceLost(explain(error)) from error
+
     def prefill(self, slot: int, prompt: list[int]) -> torch.Tensor:
         assert 0 <= slot < self.batch_size and 1 <= len(prompt) <= self.max_input_tokens
         # A prompt of one token would be taken for a decode step, which damages every other slot.
         ids, positions = (prompt, range(len(prompt))) if len(prompt) > 1 or not self._batches else ([*prompt, 0], (0, 0))
-        logits = self._run(torch.tensor([ids]), torch.tensor([list(positions)]), torch.tensor([slot]))
+        output = self._run(torch.tensor([ids]), torch.tensor([list(positions)]), torch.tensor([slot]))
         self._filled[slot] = len(prompt)
-        return logits[0]
+        return output[0]
 
     def decode(self, tokens: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
         named = slots.tolist()
@@ -136,21 +148,62 @@ class NeuronModel:
             assert position == self._filled[slot] < self.max_total_tokens, f"slot {slot} holds {self._filled[slot]} positions"
         # The library writes over the first position of each slot that is not named: it is lost from here on.
         self._filled = [filled if slot in named else None for slot, filled in enumerate(self._filled)]
-        logits = self._run(tokens[:, None], positions[:, None], slots)
+        output = self._run(tokens[:, None], positions[:, None], slots)
         for slot in named:
             self._filled[slot] += 1
-        return logits
+        return output
 
     def _run(self, ids: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
-        """int64 [n, q], [n, q], [n] → float32 [n, vocab]. After an error of the runtime nothing works until a restart."""
+        """int64 [n, q], [n, q], [n] → float32 [n, vocab], or int64 [n] where the device samples. After an error of the runtime
+        nothing works until a restart."""
         try:
             with torch.inference_mode():
                 if not self._batches:  # all rows share a position, which a prompt does not name
                     positions, slots = None if ids.shape[1] > 1 else positions[0], torch.zeros(1, dtype=torch.int64)
-                logits = self._model(ids, positions, slots)
+                output = self._model(ids, positions, slots)
         except Exception as error:
             raise DeviceLost(explain(error)) from error
-        return logits[:, : self.vocab_size].float()
+        if self._lines is not None:
+            return output[:, 0].long()  # they come as int32, and the next step's must have the dtype of its positions
+        return output[:, : self.vocab_size].float()
+
+
+class DeviceSampling:
+    """What the device samples with: top_k, top_p and temperature of each slot.
+
+    It is done in the model's own dtype, among the DEVICE_TOP_K likeliest at most. A filtered token gets a logit of -30000
+    there, whatever the temperature made of the others: that limits how low it may be, and float16 how high.
+    """
+
+    GREEDY = (1, 1.0, 1.0)
+    LOWEST, HIGHEST = 0.01, 10000.0  # temperatures: what is beyond is the likeliest token, and chance
+
+    def __init__(self, library, slots: int, vocab_size: int):
+        self._library = library
+        self._most = min(DEVICE_TOP_K, vocab_size)
+        self._lines = [self.GREEDY] * slots
+
+    def change(self, slot: int, top_k: int, top_p: float, temperature: float) -> bool:
+        """Notes what a slot samples with. Returns whether that is new: to tell the device costs time."""
+        line = (min(top_k or self._most, self._most), top_p, min(temperature, self.HIGHEST))
+        if top_k == 1 or temperature < self.LOWEST:
+            line = self.GREEDY
+        is_new = line != self._lines[slot]
+        self._lines[slot] = line
+        return is_new
+
+    def config(self):
+        """Made anew each time, because the library writes into the one that it is given."""
+        top_k, top_p, temperature = map(list, zip(*self._lines))
+        return self._library.GenerationConfig(
+            do_sample=True,
+            dynamic=True,
+            per_batch_line=True,
+            global_top_k=self._most,
+            top_k=top_k,
+            top_p=top_p,
+            temperature=temperature,
+        )
 
 
 def buckets(given: Sequence[int] | None, limit: int, flag: str) -> list[int]:
@@ -207,6 +260,14 @@ def _slots(config: Config, model_type: str, family: Family) -> int:
             f"--max-batch-size {wanted} (MAX_BATCH_SIZE): {model_type} models run one request at a time on Neuron; give 1"
         )
     return wanted or (DEFAULT_BATCH_SIZE if family.batches else 1)
+
+
+def _sampling(config: Config, model_type: str, family: Family) -> str:
+    if config.sampling == "device" and not family.samples:
+        raise ModelError(
+            f"--sampling device (SAMPLING): transformers-neuronx cannot do that for {model_type} models; give SAMPLING=host"
+        )
+    return config.sampling or "host"
 
 
 def _check(legacy: dict[str, Any], model_type: str, max_total_tokens: int) -> None:
@@ -272,8 +333,10 @@ def _library():
     return transformers_neuronx
 
 
-def _neuron_config(library, config: Config, family: Family, slots: int, amp: str):
+def _neuron_config(library, config: Config, family: Family, slots: int, amp: str, lines: DeviceSampling | None):
     options = dict(family.options)
+    if lines is not None:
+        options["on_device_generation"] = lines.config()
     if family.batches:
         options["continuous_batching"] = library.ContinuousBatchingConfig(batch_size_for_shared_caches=slots)
     if config.quantize == "int8":
