@@ -863,8 +863,8 @@ def _check_for_device(p: Parameters, samples: bool, facts: Facts) -> None:
 def _require_host(facts: Facts, **asked: Any) -> None:
     """Where the device samples, refuses the first parameter that is `asked` to do something."""
     for name, asks in asked.items():
-        what = f"`{name}` needs SAMPLING=host: this server samples on the device"
-        _require(facts.sampling == "host" or not asks, what)
+        if asks and facts.sampling == "device":
+            raise invalid(f"`{name}` needs SAMPLING=host: this server samples on the device")
 
 
 def _check_ids(ids: list[int], name: str, facts: Facts) -> None:

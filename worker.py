@@ -52,7 +52,7 @@ class Request:
     call: int  # the same for all that one HTTP request asked for
     generate: Generate
     arrived_at: float
-    sampler: Sampler
+    sampler: Sampler  # not asked where the device samples
     started_at: float = 0.0  # taken from the queue
     prefilled_at: float = 0.0
     generated: int = 0

@@ -258,6 +258,12 @@ def test_a_device_that_samples_refuses_what_it_cannot_do_and_takes_what_does_not
         assert json.loads(refused.value.openai_json)["error"]["param"] == field
 
 
+def test_the_document_says_that_log_probabilities_and_seeds_may_be_null():
+    schemas = schema.openapi()["components"]["schemas"]
+    for kind, field in [("TokenOut", "logprob"), ("Details", "seed"), ("StreamDetails", "seed"), ("BestOfSequence", "seed")]:
+        assert {"type": "null"} in schemas[kind]["properties"][field]["anyOf"]
+
+
 def test_a_device_draws_from_256_tokens_at_most():
     for route in ("native", "chat"):
         assert asked_of(route, ON_DEVICE, top_k=256)[0].sampling.top_k == 256
