@@ -58,7 +58,7 @@ class Sequence:
         """The pieces whose text has become certain with `token`."""
         if self.job.max_new_tokens == 0:  # only the prompt was asked about
             return self._finish("length")
-        self._logprobs += token.logprob
+        self._logprobs += token.logprob or 0.0  # a device that samples tells none, and nothing is ranked there
         pieces = self.stream.push(token.token, token.logprob, token.top, token.finish_reason is not None)
         if self.stream.stopped:
             self._finish("stop_sequence")
@@ -154,7 +154,7 @@ class NativeAnswer(Answer):
                 response.details = schema.StreamDetails(
                     finish_reason=sequence.finish_reason,
                     generated_tokens=sequence.tokens,
-                    seed=sequence.sampling.seed,
+                    seed=self._seed(sequence),
                     input_length=len(sequence.prompt),
                 )
         return event(schema.encode(response))
@@ -167,11 +167,15 @@ class NativeAnswer(Answer):
         return {
             "finish_reason": sequence.finish_reason,
             "generated_tokens": sequence.tokens,
-            "seed": sequence.sampling.seed,
+            "seed": self._seed(sequence),
             "prefill": prefill,
             "tokens": [_token(piece) for piece in sequence.pieces],
             "top_tokens": [self._top_tokens(p) for p in sequence.pieces] if sequence.job.top_n_tokens else UNSET,
         }
+
+    def _seed(self, sequence: Sequence) -> int | None:
+        """A device draws without it."""
+        return sequence.sampling.seed if self.facts.sampling == "host" else None
 
     def _top_tokens(self, piece: Piece) -> list[schema.TokenOut]:
         return [
@@ -386,7 +390,7 @@ class CompletionAnswer(OpenAIAnswer):
         self._told[sequence] = ends[-1]
         return schema.CompletionLogprobs(
             tokens=[text for text, *_ in rows],
-            token_logprobs=[logprob if logprob is None else schema.shortest_float(logprob) for _, _, logprob, _ in rows],
+            token_logprobs=[schema.shortest_float(logprob) for _, _, logprob, _ in rows],
             top_logprobs=[self._top(top) for *_, top in rows] if self._top_n else None,
             text_offset=ends[:-1],
         )

@@ -173,7 +173,7 @@ def agreed(config: Config, programs: Programs, name: str) -> Config:
                 f"{_flag(setting, given)} is more than the {most} {what} that {name} was compiled for; give at most {most}, "
                 "or compile it again"
             )
-    for setting in ("tp_degree", "dtype", "quantize", "prefill_buckets", "position_buckets"):
+    for setting in ("tp_degree", "dtype", "quantize", "sampling", "prefill_buckets", "position_buckets"):
         given, compiled = getattr(config, setting), getattr(programs, setting)
         is_some = isinstance(given, tuple) and set(given) <= set(compiled)  # the limits are buckets unasked
         if given not in (None, "auto", compiled) and not is_some:
@@ -190,6 +190,7 @@ def agreed(config: Config, programs: Programs, name: str) -> Config:
         tp_degree=programs.tp_degree,
         dtype=programs.dtype,
         quantize=programs.quantize,
+        sampling=programs.sampling,
     )
 
 

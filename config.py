@@ -35,6 +35,7 @@ DEMO_MODEL = HERE / "demo" / "model"
 SAGEMAKER_MODEL = Path("/opt/ml/model")  # where SageMaker unpacks an endpoint's model
 DEFAULT_MAX_TOTAL_TOKENS = 2048
 DEFAULT_BATCH_SIZE = 4
+DEVICE_TOP_K = 256  # most tokens that a device draws from, with SAMPLING=device
 
 DTYPES = {
     "auto": "auto",
@@ -255,6 +256,13 @@ class Config:
         "COMPILE_WORKERS",
         help="Programs that are compiled for Neuron at the same time; each takes gigabytes of memory.",
         default_help="one for each processor and 8 GiB of memory",
+    )
+    sampling: str | None = setting(
+        None,
+        _one_of("host", "device"),
+        "SAMPLING",
+        help="Where tokens are chosen: host or device. device is for Neuron, and refuses the parameters that only host has.",
+        default_help="host",
     )
     max_concurrent_requests: int = setting(
         128,

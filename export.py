@@ -24,7 +24,7 @@ import plan
 from artifact import Artifact
 from config import Config, ConfigError, Manifest, read_json
 from model import ModelError, fetch, reported_as, still_at_it
-from neuron_model import PROGRESS_S, Build, compiling, explain, make
+from neuron_model import PROGRESS_S, Build, DeviceSampling, compiling, explain, make
 
 logger = logging.getLogger("compile")
 
@@ -46,7 +46,7 @@ def export(config: Config, output: Path) -> None:
     if not build.family.is_saved:
         raise ModelError(f"the library cannot save compiled {manifest.model_type} models; serve them as they are")
     with tempfile.TemporaryDirectory() as work_dir, _beside(output) as made:
-        model = make(build, Path(work_dir))
+        model = make(build, Path(work_dir), DeviceSampling(build) if build.programs.sampling == "device" else None)
         with compiling(build), still_at_it("compiling", PROGRESS_S), reported_as("it cannot be compiled", explain):
             model.cpu_compile()
         model.save(str(made / artifact.COMPILED))
@@ -107,7 +107,8 @@ Usage: entrypoint.sh compile --model-id X --output DIR [flags]
 Compiles a model for Inferentia2 or Trainium into the folder DIR, with or without a device on this machine; then
 `serve --model-id DIR` loads it in seconds and never compiles. The flags are those of `serve` (--help lists them); what a
 program is compiled for are: --max-batch-size --max-total-tokens --max-input-tokens --prefill-buckets --position-buckets
---tp-degree --dtype --quantize. The weights of a local model are put into DIR, those of a hub model are fetched by its id."""
+--tp-degree --dtype --quantize --sampling. The weights of a local model are put into DIR, those of a hub model are fetched
+by its id."""
 
 
 def main(argv: Sequence[str]) -> int:

@@ -1,7 +1,7 @@
 """Static-batch models behind one interface: a fixed number of slots, each with its own positions in one KV cache.
 
 `fetch` finds or downloads a model's folder; `torch_model.py` and `neuron_model.py` turn it into a `StaticBatchModel`, or raise
-`ModelError` with the reason in one line. This layer knows no requests and no sampling parameters.
+`ModelError` with the reason in one line. This layer knows no requests, and of sampling only what a device does itself.
 
 A new prompt is written into the rows of its slot and nothing else moves: no other slot's cache is rebuilt or copied.
 
@@ -43,6 +43,11 @@ class StaticBatchModel(Protocol):
     device: str
     dtype: str
     gives_prompt_logits: bool  # whether `score` can be used
+    sampling: str  # "host", or "device": then prefill and decode return ids that it chose instead of logits, int64 [] and [n]
+
+    def set_sampling(self, slot: int, top_k: int, top_p: float, temperature: float) -> None:
+        """How the device chooses for `slot` from its next prefill on; only for one that samples. top_k 1 takes the likeliest,
+        0 leaves it out. An id that it chose may be outside of the vocabulary."""
 
     def prefill(self, slot: int, prompt: list[int]) -> torch.Tensor:
         """Runs a prompt of 1 to max_input_tokens ids into `slot`. Returns the logits after it: float32 [vocab]."""

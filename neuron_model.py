@@ -3,7 +3,8 @@
 All shapes are fixed when the model is compiled: slots, prompt buckets, position buckets. `Build` decides them before a weight
 is read: from what a compiled model says of itself, else from the settings and from what fits on this machine. What the library
 asks for and does not check (a live slot that a step does not name, a prompt of one token, positions, dtypes) is seen
-to here, so that no caller can break it. Knows no requests; the library is imported when a model is made, never before.
+to here, so that no caller can break it. Knows no requests, and of sampling only what the device does itself. The
+library is imported when a model is made, never before.
 
 Source of the library's rules: its public code at 0.13.322, and AWS' developer guide for continuous batching.
 """
@@ -27,7 +28,7 @@ import torch
 import artifact
 import plan
 from artifact import Artifact, Cache, Programs
-from config import Config, ConfigError, Manifest, read_json
+from config import DEVICE_TOP_K, Config, ConfigError, Manifest, read_json
 from model import (
     DeviceLost,
     ModelError,
@@ -50,18 +51,19 @@ COMPILER_BYTES = 8 << 30  # host memory that a compiler may take; 8B models have
 @dataclass(frozen=True)
 class Family:
     """How the library serves one kind of model. Without `batches` it runs one request at a time, and without `has_prefill`
-    even a prompt goes token by token."""
+    even a prompt goes token by token; with `samples` the device can choose the tokens."""
 
     name: str
     batches: bool = False
     has_prefill: bool = True
     is_saved: bool = True  # its programs can be saved and loaded
+    samples: bool = False  # on the device, if it is asked to
     options: dict[str, Any] = field(default_factory=dict)  # of NeuronConfig
 
 
 FAMILIES = {
-    "llama": Family("LlamaForSampling", batches=True, options={"attention_layout": "BSH", "fuse_qkv": True}),
-    "mistral": Family("MistralForSampling", batches=True, options={"fuse_qkv": True}),
+    "llama": Family("LlamaForSampling", batches=True, samples=True, options={"attention_layout": "BSH", "fuse_qkv": True}),
+    "mistral": Family("MistralForSampling", batches=True, samples=True, options={"fuse_qkv": True}),
     "mixtral": Family("MixtralForSampling", batches=True),
     "gpt2": Family("GPT2ForSamplingWithContextBroadcasting"),
     "opt": Family("OPTForSampling"),
@@ -171,11 +173,13 @@ class NeuronModel:
         self.max_input_tokens, self.max_total_tokens = config.max_input_tokens, config.max_total_tokens
         self.vocab_size = build.legacy["vocab_size"]
         self.dtype = build.programs.dtype
+        self.sampling = build.programs.sampling
         self._batches = build.programs.continuous_batching
         self._filled: list[int | None] = [None] * self.batch_size  # positions that each slot holds; None: it is free
         _limit_cores(build.programs.tp_degree)
         self._announce = announce
-        self._model = make(build, work_dir)
+        self._lines = DeviceSampling(build) if self.sampling == "device" else None
+        self._model = make(build, work_dir, self._lines)
         if build.artifact:
             self._load(build.artifact.compiled)
         elif build.family.is_saved:
@@ -238,13 +242,21 @@ class NeuronModel:
                     logger.warning("The cores are held by another process%s; trying again", _holders())
                 time.sleep(CORES_NAP_S)
 
+    def set_sampling(self, slot: int, top_k: int, top_p: float, temperature: float) -> None:
+        assert self._lines is not None and 0 <= slot < self.batch_size
+        if self._lines.change(slot, top_k, top_p, temperature):
+            try:
+                self._model.update_generation_config(self._lines.config())
+            except Exception as error:
+                raise DeviceLost(explain(error)) from error
+
     def prefill(self, slot: int, prompt: list[int]) -> torch.Tensor:
         assert 0 <= slot < self.batch_size and 1 <= len(prompt) <= self.max_input_tokens
         # A prompt of one token would be taken for a decode step, which damages every other slot.
         ids, positions = (prompt, range(len(prompt))) if len(prompt) > 1 or not self._batches else ([*prompt, 0], (0, 0))
-        logits = self._run(torch.tensor([ids]), torch.tensor([list(positions)]), torch.tensor([slot]))
+        output = self._run(torch.tensor([ids]), torch.tensor([list(positions)]), torch.tensor([slot]))
         self._filled[slot] = len(prompt)
-        return logits[0]
+        return output[0]
 
     def decode(self, tokens: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
         named = slots.tolist()
@@ -253,21 +265,61 @@ class NeuronModel:
             assert position == self._filled[slot] < self.max_total_tokens, f"slot {slot} holds {self._filled[slot]} positions"
         # The library writes over the first position of each slot that is not named: it is lost from here on.
         self._filled = [filled if slot in named else None for slot, filled in enumerate(self._filled)]
-        logits = self._run(tokens[:, None], positions[:, None], slots)
+        output = self._run(tokens[:, None], positions[:, None], slots)
         for slot in named:
             self._filled[slot] += 1
-        return logits
+        return output
 
     def _run(self, ids: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
-        """int64 [n, q], [n, q], [n] → float32 [n, vocab]. After an error of the runtime nothing works until a restart."""
+        """int64 [n, q], [n, q], [n] → float32 [n, vocab], or int64 [n] where the device samples. After an error of the runtime
+        nothing works until a restart."""
         try:
             with torch.inference_mode():
                 if not self._batches:  # all rows share a position, which a prompt does not name
                     positions, slots = None if ids.shape[1] > 1 else positions[0], torch.zeros(1, dtype=torch.int64)
-                logits = self._model(ids, positions, slots)
+                output = self._model(ids, positions, slots)
         except Exception as error:
             raise DeviceLost(explain(error)) from error
-        return logits[:, : self.vocab_size].float()
+        if self._lines is not None:
+            return output[:, 0].long()  # they come as int32, and the next step's must have the dtype of its positions
+        return output[:, : self.vocab_size].float()
+
+
+class DeviceSampling:
+    """What the device samples with: top_k, top_p and temperature of each slot.
+
+    It is done in the model's own dtype, among the DEVICE_TOP_K likeliest at most. A filtered token gets a logit of -30000
+    there, whatever the temperature made of the others: that limits how low it may be, and float16 how high.
+    """
+
+    GREEDY = (1, 1.0, 1.0)
+    LOWEST, HIGHEST = 0.01, 10000.0  # temperatures: what is beyond is the likeliest token, and chance
+
+    def __init__(self, build: Build):
+        self._most = min(DEVICE_TOP_K, build.legacy["vocab_size"])
+        self._lines = [self.GREEDY] * build.programs.batch_size
+
+    def change(self, slot: int, top_k: int, top_p: float, temperature: float) -> bool:
+        """Notes what a slot samples with. Returns whether that is new: to tell the device costs time."""
+        line = (min(top_k or self._most, self._most), top_p, min(temperature, self.HIGHEST))
+        if top_k == 1 or temperature < self.LOWEST:
+            line = self.GREEDY
+        is_new = line != self._lines[slot]
+        self._lines[slot] = line
+        return is_new
+
+    def config(self):
+        """Made anew each time, because the library writes into the one that it is given."""
+        top_k, top_p, temperature = map(list, zip(*self._lines))
+        return _library().GenerationConfig(
+            do_sample=True,
+            dynamic=True,
+            per_batch_line=True,
+            global_top_k=self._most,
+            top_k=top_k,
+            top_p=top_p,
+            temperature=temperature,
+        )
 
 
 def buckets(given: Sequence[int] | None, limit: int, flag: str) -> list[int]:
@@ -309,7 +361,7 @@ def lay_out(folder: Path, legacy: dict[str, Any], target: Path) -> Path:
     return target
 
 
-def make(build: Build, work_dir: Path):
+def make(build: Build, work_dir: Path, lines: DeviceSampling | None):
     """The library's model with its weights in host memory; nothing is compiled or on the device yet."""
     library, family, programs, config = _library(), build.family, build.programs, build.config
     view = lay_out(build.checkpoint(), build.legacy, work_dir / "checkpoint")
@@ -320,7 +372,7 @@ def make(build: Build, work_dir: Path):
             **_lengths(programs, family),
             tp_degree=programs.tp_degree,
             amp=AMP[programs.dtype],
-            neuron_config=_neuron_config(library, build),
+            neuron_config=_neuron_config(library, build, lines),
         )
         if family.batches:
             _check_rope(model, build.legacy)
@@ -348,7 +400,7 @@ def _programs(config: Config, family: Family) -> Programs:
         position_buckets=tuple(buckets(config.position_buckets, config.max_total_tokens, "--position-buckets")),
         continuous_batching=family.batches,
         quantize=config.quantize,
-        sampling="host",
+        sampling=config.sampling or "host",
         compiler_version=compiler_version,
         library_version=library_version,
     )
@@ -410,6 +462,10 @@ def _sized(config: Config, shape: plan.Shape, cores: int, machine: plan.Machine 
 
 def _check(config: Config, legacy: dict[str, Any], model_type: str) -> None:
     """What the library would compute wrongly, or refuse in words for its authors."""
+    if config.sampling == "device" and not FAMILIES[model_type].samples:
+        raise ModelError(
+            f"--sampling device (SAMPLING): transformers-neuronx cannot do that for {model_type} models; give SAMPLING=host"
+        )
     if (config.max_batch_size or 1) > 1 and not FAMILIES[model_type].batches:
         raise ModelError(
             f"--max-batch-size {config.max_batch_size} (MAX_BATCH_SIZE): {model_type} models run one request at a time on "
@@ -486,8 +542,10 @@ def _library():
     return transformers_neuronx
 
 
-def _neuron_config(library, build: Build):
+def _neuron_config(library, build: Build, lines: DeviceSampling | None):
     programs, options = build.programs, dict(build.family.options)
+    if lines is not None:
+        options["on_device_generation"] = lines.config()
     if programs.continuous_batching:
         options["continuous_batching"] = library.ContinuousBatchingConfig(batch_size_for_shared_caches=programs.batch_size)
     if programs.quantize == "int8":

@@ -102,11 +102,12 @@ class AskMetrics(msgspec.Struct, tag="ask_metrics", frozen=True):
 
 
 class Token(msgspec.Struct, array_like=True, frozen=True, gc=False):
-    """One generated token. `logprob` is of the model's own distribution; `top` holds (token id, logprob), likeliest first."""
+    """One generated token. `logprob` is of the model's own distribution, None where the device does not tell it; `top` holds
+    (token id, logprob), likeliest first."""
 
     id: int
     token: int
-    logprob: float
+    logprob: float | None
     top: list[tuple[int, float]] = []
     finish_reason: str | None = None  # "length" or "eos_token" on the last token
 
@@ -168,6 +169,7 @@ class Facts(msgspec.Struct, tag="facts", frozen=True):
     dtype: str
     model_dir: str = ""
     prompt_logprobs: bool = True  # whether this device can give log-probabilities of a prompt
+    sampling: str = "host"  # or "device": it tells ids, and no log-probabilities
 
 
 class Metrics(msgspec.Struct, tag="metrics", frozen=True):

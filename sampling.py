@@ -3,7 +3,7 @@
 `sample` chooses the next token of every row of a step, each row with its own `Sampler`: that request's parameters, its own
 random stream and its own history. What a row yields depends on its own logits, parameters and seed alone, never on its
 neighbours. Log-probabilities are of the model's own distribution, before any parameter changes it; `prompt_logprobs` gives
-those of a prompt.
+those of a prompt. Where the device chooses itself, `device_parameters` are what it is told, and `drawn` reads what it says.
 
 This layer knows neither slots nor sockets.
 """
@@ -25,10 +25,11 @@ class SamplingError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """The next token of a row: its id, its log-probability, and the likeliest (id, log-probability) pairs if asked for."""
+    """The next token of a row: its id, its log-probability (None where the device chose), and the likeliest (id,
+    log-probability) pairs if asked for."""
 
     token: int
-    logprob: float
+    logprob: float | None
     top: list[tuple[int, float]]
 
 
@@ -201,6 +202,21 @@ def _choose(row: _Row, sampler: Sampler) -> Choice:
     token = row.likeliest if sampler.takes_likeliest else sampler.choose(row.logits)
     sampler.record(token)
     return Choice(token, row.logprob(token), row.top(sampler.top_n_tokens))
+
+
+def device_parameters(sampling: Sampling) -> tuple[int, float, float]:
+    """top_k, top_p and temperature for a device that samples; the likeliest token is the one that top_k 1 leaves."""
+    if sampling.seed is None:
+        return 1, 1.0, 1.0
+    return sampling.top_k, sampling.top_p, sampling.temperature
+
+
+def drawn(ids: torch.Tensor, vocab_size: int) -> list[Choice | Exception]:
+    """What the device chose for each row: int64 [rows]. An id that is no token yields an exception in its place."""
+    return [
+        Choice(token, None, []) if 0 <= token < vocab_size else SamplingError("the device chose a token that does not exist")
+        for token in ids.tolist()
+    ]
 
 
 def prompt_logprobs(

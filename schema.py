@@ -21,7 +21,7 @@ from typing import Annotated, Any, TypeVar
 import msgspec
 from msgspec import UNSET, Meta, Struct, UnsetType
 
-from config import VERSION, Config
+from config import DEVICE_TOP_K, VERSION, Config
 from protocol import Facts, Sampling
 
 U32 = Annotated[int, Meta(ge=0, le=2**32 - 1)]
@@ -168,6 +168,8 @@ class GenerateRequest(Struct):
 
 
 class TokenOut(Struct):
+    """A token of the answer; a device that samples tells no log-probability."""
+
     id: int
     text: str
     logprob: float | None
@@ -481,6 +483,7 @@ class Info(Struct):
     model_device_type: str
     model_dtype: str
     eos_token_ids: list[int]
+    sampling: str
 
     @classmethod
     def of(cls, config: Config, facts: Facts) -> Info:
@@ -503,6 +506,7 @@ class Info(Struct):
             model_device_type=facts.device,
             model_dtype=facts.dtype,
             eos_token_ids=facts.eos_token_ids,
+            sampling=facts.sampling,
         )
 
 
@@ -590,6 +594,8 @@ def check(request: GenerateRequest, config: Config, facts: Facts, streaming: boo
     _require(not p.watermark, "`watermark` is not supported")
     _require(not p.adapter_id, "`adapter_id` is not supported")
     _check_prompt_logprobs(bool(p.decoder_input_details), "decoder_input_details", facts)
+    _check_for_device(p, _samples(p), facts)
+    _require_host(facts, best_of=best_of > 1, top_n_tokens=p.top_n_tokens)
     return Job(
         prompt=request.inputs,
         sampling=_sampling(p),
@@ -627,6 +633,7 @@ def check_chat(request: ChatRequest, config: Config, facts: Facts) -> Job:
     _require(limits[limit_name] != 0, f"`{limit_name}` must be strictly positive")
     job = _check_openai(request, "", limits[limit_name], config, facts)
     _check_top_n(request.top_logprobs, "top_logprobs", config)
+    _require_host(facts, logprobs=request.logprobs)
     return replace(
         job,
         top_n_tokens=request.top_logprobs or 0,
@@ -658,6 +665,7 @@ def check_completion(request: CompletionRequest, config: Config, facts: Facts) -
     _check_top_n(request.logprobs, "logprobs", config)
     prompt_logprobs = bool(request.echo) and request.logprobs is not None
     _check_prompt_logprobs(prompt_logprobs, "logprobs` with `echo", facts)
+    _require_host(facts, logprobs=request.logprobs is not None, best_of=best_of > n)
     jobs = []
     for prompt in prompts:
         _require(len(prompt) > 0, "`prompt` cannot be empty")
@@ -711,6 +719,10 @@ def _check_openai(request: OpenAIRequest, prompt: str | list[int], limit: int | 
         limit is None or min_tokens <= limit,
         f"`min_tokens` must be <= the most tokens that may follow the prompt. Given: {min_tokens} and {limit}",
     )
+    logit_bias = _logit_bias(request.logit_bias or {}, facts)
+    _check_for_device(p, not greedy, facts)
+    biased = any(bias for _token, bias in logit_bias)
+    _require_host(facts, presence_penalty=request.presence_penalty, logit_bias=biased, min_tokens=min_tokens)
     sampling = _sampling(p)
     if greedy:
         sampling = msgspec.structs.replace(sampling, seed=None)
@@ -719,7 +731,7 @@ def _check_openai(request: OpenAIRequest, prompt: str | list[int], limit: int | 
         sampling=msgspec.structs.replace(
             sampling,
             presence_penalty=request.presence_penalty or 0.0,
-            logit_bias=_logit_bias(request.logit_bias or {}, facts),
+            logit_bias=logit_bias,
         ),
         sequences=n,
         max_new_tokens=limit,
@@ -833,6 +845,28 @@ def _check_prompt_logprobs(asked: bool, name: str, facts: Facts) -> None:
     _require(facts.prompt_logprobs or not asked, f"`{name}` is not supported: this device gives no logits of the prompt")
 
 
+def _check_for_device(p: Parameters, samples: bool, facts: Facts) -> None:
+    """What a device cannot do that samples itself. A greedy text has no use for a seed or a top_k, so it may have both."""
+    _require_host(
+        facts,
+        seed=samples and p.seed is not None,
+        repetition_penalty=(p.repetition_penalty or 1.0) != 1.0,
+        frequency_penalty=p.frequency_penalty,
+        typical_p=(p.typical_p or 1.0) < 1.0,
+    )
+    _require(
+        facts.sampling == "host" or not samples or (p.top_k or 0) <= DEVICE_TOP_K,
+        f"`top_k` above {DEVICE_TOP_K} needs SAMPLING=host: this server samples on the device. Given: {p.top_k}",
+    )
+
+
+def _require_host(facts: Facts, **asked: Any) -> None:
+    """Where the device samples, refuses the first parameter that is `asked` to do something."""
+    for name, asks in asked.items():
+        if asks and facts.sampling == "device":
+            raise invalid(f"`{name}` needs SAMPLING=host: this server samples on the device")
+
+
 def _check_ids(ids: list[int], name: str, facts: Facts) -> None:
     for token in ids:
         _require(
@@ -887,9 +921,9 @@ def fit(job: Job, prompt: list[int], facts: Facts) -> tuple[list[int], int]:
     return prompt, max(max_new_tokens, 1)  # a prompt that is only scored is run for one token, which is dropped
 
 
-def shortest_float(logprob: float) -> float:
+def shortest_float(logprob: float | None) -> float | None:
     """A float32 written with as few digits as tell it apart, as TGI writes it, not with a float64's seventeen."""
-    if not math.isfinite(logprob):
+    if logprob is None or not math.isfinite(logprob):
         return logprob
     exact = FLOAT32.pack(logprob)
     (value,) = FLOAT32.unpack(exact)

@@ -286,7 +286,7 @@ class Piece:
 
     id: int
     text: str
-    logprob: float
+    logprob: float | None
     special: bool
     top: list[tuple[int, float]] = field(default_factory=list)
     cut: int = 0  # how many bytes of its end a stop string took
@@ -332,7 +332,7 @@ class TextStream:
     def text(self) -> str:
         return "".join(self._parts)[: self._certain]
 
-    def push(self, token_id: int, logprob: float, top: list[tuple[int, float]], last: bool = False) -> list[Piece]:
+    def push(self, token_id: int, logprob: float | None, top: list[tuple[int, float]], last: bool = False) -> list[Piece]:
         """Takes the next token. After the `last` one, and once `stopped`, everything has been returned."""
         self.tokens += 1
         special = token_id in self._tokenizer.special_ids

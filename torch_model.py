@@ -147,6 +147,8 @@ class TorchModel:
     The lowest free slot should be used first: a step runs on the rows up to the highest live one.
     """
 
+    sampling = "host"
+
     def __init__(self, config: Config, folder: Path, manifest: Manifest, device: str):
         self.batch_size = config.max_batch_size or DEFAULT_BATCH_SIZE
         self.max_total_tokens = config.max_total_tokens

@@ -39,7 +39,7 @@ from protocol import (
     Tokens,
     WorkerEnd,
 )
-from sampling import Choice, Sampler, SamplingError, prompt_logprobs, sample
+from sampling import Choice, Sampler, SamplingError, device_parameters, drawn, prompt_logprobs, sample
 
 logger = logging.getLogger("worker")
 
@@ -52,7 +52,7 @@ class Request:
     call: int  # the same for all that one HTTP request asked for
     generate: Generate
     arrived_at: float
-    sampler: Sampler
+    sampler: Sampler  # not asked where the device samples
     started_at: float = 0.0  # taken from the queue
     prefilled_at: float = 0.0
     generated: int = 0
@@ -178,9 +178,11 @@ class Worker:
         try:
             if generate.prompt_logprobs:
                 chunks = self.model.score(slot, generate.prompt)
-                logits, logprobs, top = prompt_logprobs(chunks, generate.prompt, generate.top_n_tokens)
+                output, logprobs, top = prompt_logprobs(chunks, generate.prompt, generate.top_n_tokens)
             else:
-                logits = self.model.prefill(slot, generate.prompt)
+                if self.model.sampling == "device":
+                    self.model.set_sampling(slot, *device_parameters(generate.sampling))
+                output = self.model.prefill(slot, generate.prompt)
         except Exception as error:
             logger.exception("prefill of request %016x failed", generate.id)
             self.metrics.series("batch_inference_failure", "prefill").inc()
@@ -192,7 +194,7 @@ class Worker:
         request.prefilled_at = time.monotonic()
         queued_s = request.started_at - request.arrived_at
         self._gained[request.peer].prompts.append(Prompt(generate.id, queued_s, logprobs, top))
-        self._gain("prefill", [request], logits[None], request.started_at)
+        self._gain("prefill", [request], output[None], request.started_at)
         if joins:
             self.metrics.series("batch_concat", "backpressure").inc()
             self.metrics.series("batch_concat_duration", "decode").observe(self._progress_at - request.started_at)
@@ -208,7 +210,7 @@ class Worker:
         started_at = time.monotonic()
         self.metrics.series("batch_inference_count", "decode").inc()
         try:
-            logits = self.model.decode(
+            output = self.model.decode(
                 torch.tensor([request.last_token for request in requests]),
                 torch.tensor([request.position for request in requests]),
                 torch.tensor(slots),
@@ -223,7 +225,7 @@ class Worker:
             return
         self.steps += 1
         self.metrics.series("steps").inc()
-        self._gain("decode", requests, logits, started_at)
+        self._gain("decode", requests, output, started_at)
         self.metrics.series("inter_token_latency_duration").observe(self._progress_at - self._tokens_at)
         self._tokens_at = self._progress_at
 
@@ -275,10 +277,14 @@ class Worker:
             self._known[generate.id] = request
             self.queue.append(request)
 
-    def _gain(self, method: str, requests: Sequence[Request], logits: torch.Tensor, started_at: float) -> None:
-        """Chooses the next token of each request. logits: float32 [requests, vocab]."""
+    def _gain(self, method: str, requests: Sequence[Request], output: torch.Tensor, started_at: float) -> None:
+        """Chooses the next token of each request. output: the logits, float32 [requests, vocab], or what the device chose:
+        int64 [requests]."""
         ran_at = time.monotonic()
-        choices = sample(logits, [request.sampler for request in requests])
+        if self.model.sampling == "device":
+            choices = drawn(output, self.model.vocab_size)
+        else:
+            choices = sample(output, [request.sampler for request in requests])
         chosen_at = time.monotonic()
         for request, choice in zip(requests, choices):
             if isinstance(choice, Choice):
@@ -384,6 +390,7 @@ def boot(config: Config, end: WorkerEnd, metrics: Metrics) -> Worker:
             dtype=model.dtype,
             model_dir=str(folder),
             prompt_logprobs=model.gives_prompt_logits,
+            sampling=model.sampling,
         )
     )
     logger.info(
@@ -427,6 +434,8 @@ def prepare(config: Config, folder: Path, manifest: Manifest) -> tuple[Config, L
         if getattr(config, name):
             flag = "--" + name.replace("_", "-")
             raise ModelError(f"{flag} ({name.upper()}) is for Neuron, and this is served on {device}; leave it out")
+    if config.sampling == "device":
+        raise ModelError(f"--sampling device (SAMPLING) is for Neuron, and this is served on {device}; leave it out")
     if manifest.is_compiled:
         raise ModelError(f"{config.model_name} is compiled for Neuron and is to be served on {device}; give its checkpoint")
     config = config.with_manifest(manifest)

@@ -4,6 +4,7 @@ import json
 import threading
 import time
 
+import msgspec
 from fakes.model import EOS, FakeModel, greedy
 from fakes.tokenizer import VOCABULARY, byte_tokenizer
 
@@ -28,7 +29,8 @@ class Served:
     def __init__(self, folder, **settings):
         self.tokenizer = byte_tokenizer(folder)
         (folder / "chat_template.jinja").write_text(TEMPLATE)
-        self.model = FakeModel(batch_size=2, max_total_tokens=WINDOW, vocab_size=VOCABULARY)
+        sampling = settings.get("sampling", "host")
+        self.model = FakeModel(batch_size=2, max_total_tokens=WINDOW, vocab_size=VOCABULARY, sampling=sampling)
         address = f"ipc://{folder}/worker.sock"
         self.metrics = Metrics()
         self.end = WorkerEnd(address, on_aside=self.metrics.aside)
@@ -36,9 +38,9 @@ class Served:
         self.seen = web.Worker(address)
         self.config = Config(**LIMITS | settings)
         self.client = web.create_app(self.config, self.seen).test_client()
-        self.facts = Facts(
-            "m", None, str(folder), VOCABULARY, [EOS], 2, WINDOW - 1, WINDOW, "fake", "float32", model_dir=str(folder)
-        )
+        limits = (VOCABULARY, [EOS], 2, WINDOW - 1, WINDOW)
+        facts = Facts("m", None, str(folder), *limits, "fake", "float32", model_dir=str(folder), sampling=sampling)
+        self.facts = msgspec.structs.replace(facts, prompt_logprobs=self.model.gives_prompt_logits)
         self.thread = threading.Thread(target=self.worker.run, daemon=True)
 
     def get_ready(self):

@@ -153,7 +153,7 @@ def test_what_is_left_open_comes_from_the_manifest():
 
 def test_smaller_limits_are_fine():
     config = Config(model_id="/x", max_batch_size=2, max_total_tokens=300, max_input_tokens=100)
-    assert agreed(config, PROGRAMS, "/x") == dataclasses.replace(config, tp_degree=2, dtype="bfloat16")
+    assert agreed(config, PROGRAMS, "/x") == dataclasses.replace(config, tp_degree=2, dtype="bfloat16", sampling="host")
     assert agreed(Config(model_id="/x", max_total_tokens=300), PROGRAMS, "/x").max_input_tokens == 299
 
 
@@ -178,6 +178,7 @@ def test_the_same_values_are_fine():
             {"prefill_buckets": (64, 128)},
             "--prefill-buckets 64,128 (PREFILL_BUCKETS) contradicts /x, which was comp",
         ),
+        ({"sampling": "device"}, "--sampling device (SAMPLING) contradicts /x, which was compiled for host"),
         ({"position_buckets": (256,)}, "--position-buckets 256 (POSITION_BUCKETS) contradicts /x"),
     ],
     ids=str,

@@ -35,6 +35,7 @@ VALUES = {
     "prefill_buckets": [("7", (7,)), ("9, 8,9", (8, 9))],
     "position_buckets": [("7", (7,)), ("9,8", (8, 9))],
     "compile_workers": [("7", 7), ("9", 9)],
+    "sampling": [("host", "host"), ("device", "device")],
     "max_concurrent_requests": [("7", 7), ("9", 9)],
     "max_client_batch_size": [("7", 7), ("9", 9)],
     "max_best_of": [("7", 7), ("9", 9)],

@@ -643,6 +643,12 @@ def test_what_is_for_neuron_alone_is_refused_by_name_elsewhere(zoo, setting):
     assert message.startswith(f"--{name.replace('_', '-')} ({name.upper()}) is for Neuron")
 
 
+def test_sampling_on_the_device_is_refused_where_there_is_no_neuron_device(zoo):
+    told = "--sampling device (SAMPLING) is for Neuron, and this is served on cpu; leave it out"
+    assert refusal(zoo.folder("llama"), device="cpu", sampling="device") == told
+    assert serve(zoo.folder("llama"), sampling="host").sampling == "host"
+
+
 @pytest.mark.parametrize(
     ("environ", "given"),
     [

@@ -678,6 +678,13 @@ def test_rule_26_the_device_keeps_to_top_k_and_top_p():
     assert drawn(temperature=0.01) == {0}
 
 
+def test_rule_26_the_device_makes_token_0_of_what_is_no_number(folder, machine, monkeypatch):
+    monkeypatch.setenv("FAKE_NEURON_FAIL", "nan:1")
+    model = on_device(load_slots(folder, neuron=sampling(top_k=5)))
+    first = int(prefill(model, A, 0))
+    assert int(decode(model, [first], [len(A)], [0])) == 0
+
+
 def test_rule_26_the_device_has_a_seed(folder, machine, monkeypatch):
     def tokens(seed):
         fake.restart()

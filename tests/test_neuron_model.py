@@ -17,12 +17,13 @@ from hypothesis import strategies as st
 from processes import Server, events
 
 import config as configuration
-from config import Config, ConfigError, Manifest
+from config import DEVICE_TOP_K, Config, ConfigError, Manifest
 from model import DeviceLost, ModelError
 
 FAKE = str(Path(__file__).parent / "fakes" / "neuron")
 sys.path.insert(0, FAKE)
 import neuronxcc  # noqa: E402
+import transformers_neuronx  # noqa: E402
 from transformers_neuronx import fake  # noqa: E402
 
 import export  # noqa: E402
@@ -102,26 +103,36 @@ def refusal(tmp_path, config=LLAMA, **settings):
     return message
 
 
+GREEDY = (1, 1.0, 1.0)
+
+
 class Batch:
-    """Requests on slots, each continued with the likeliest token, as the worker does it."""
+    """Requests on slots, each continued with the likeliest token, or with what the device chose, as the worker does it."""
 
     def __init__(self, model):
         self.model = model
         self.texts = {}  # slot → all tokens so far
 
-    def join(self, slot, prompt):
-        logits = self.model.prefill(slot, prompt)
-        assert logits.shape == (VOCABULARY,) and logits.dtype == torch.float32
-        self.texts[slot] = [*prompt, int(logits.argmax())]
+    def join(self, slot, prompt, sampling=GREEDY):
+        if self.model.sampling == "device":
+            self.model.set_sampling(slot, *sampling)
+        self.texts[slot] = [*prompt, *self._chosen(self.model.prefill(slot, prompt)[None])]
+
+    def _chosen(self, output):
+        if self.model.sampling == "device":
+            assert output.ndim == 1 and output.dtype == torch.int64
+            return output.tolist()
+        assert output.shape[1:] == (VOCABULARY,) and output.dtype == torch.float32
+        return output.argmax(-1).tolist()
 
     def step(self):
         slots = sorted(self.texts)
         tokens = torch.tensor([self.texts[slot][-1] for slot in slots])
         positions = torch.tensor([len(self.texts[slot]) - 1 for slot in slots])
-        logits = self.model.decode(tokens, positions, torch.tensor(slots))
-        assert logits.shape == (len(slots), VOCABULARY)
-        for slot, row in zip(slots, logits):
-            self.texts[slot].append(int(row.argmax()))
+        chosen = self._chosen(self.model.decode(tokens, positions, torch.tensor(slots)))
+        assert len(chosen) == len(slots)
+        for slot, token in zip(slots, chosen):
+            self.texts[slot].append(token)
 
     def leave(self, slot):
         return self.texts.pop(slot)
@@ -135,9 +146,11 @@ def alone(prompt, length):
     return tokens
 
 
-@pytest.mark.parametrize("family", BATCHING)
-def test_requests_that_come_and_go_get_the_text_that_they_get_alone(tmp_path, family):
-    batch = Batch(load(tmp_path, FAMILIES[family], max_batch_size=4))
+@pytest.mark.parametrize(
+    ("family", "sampling"), [*((family, "host") for family in BATCHING), ("llama", "device"), ("mistral", "device")]
+)
+def test_requests_that_come_and_go_get_the_text_that_they_get_alone(tmp_path, family, sampling):
+    batch = Batch(load(tmp_path, FAMILIES[family], max_batch_size=4, sampling=sampling))
     batch.join(0, [5, 6, 7])
     batch.step()
     batch.join(2, [8])  # a prompt of one token
@@ -222,6 +235,139 @@ def test_a_position_that_is_not_the_next_one_is_not_run(tmp_path):
     for position in (1, 3):
         with pytest.raises(AssertionError):
             model.decode(torch.tensor([1]), torch.tensor([position]), torch.tensor([0]))
+
+
+# Sampling on the device
+
+
+@pytest.fixture
+def updates(monkeypatch):
+    """What the device was told since it has the model: one entry a time, top_k, top_p and temperature of each slot."""
+    told = []
+    update = transformers_neuronx.LlamaForSampling.update_generation_config
+
+    def listen(model, new):
+        told.append(list(zip(new.top_k, new.top_p, new.temperature)))
+        update(model, new)
+
+    monkeypatch.setattr(transformers_neuronx.LlamaForSampling, "update_generation_config", listen)
+    return told
+
+
+JOINS = st.tuples(
+    st.integers(0, 3), st.integers(1, 20), st.integers(0, 4), st.sampled_from([GREEDY, (0, 1.0, 5.0), (9, 0.7, 2.0)])
+)
+
+
+@given(st.lists(JOINS, min_size=1, max_size=20))
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_greedy_requests_on_the_device_get_their_own_text_whatever_is_sampled_beside_them(tmp_path, updates, schedule):
+    fake.restart()
+    updates.clear()
+    batch, lines, changes = Batch(load(tmp_path, max_batch_size=4, sampling="device")), [GREEDY] * 4, 0
+    prompts = {}
+
+    def leave(slot):
+        text = batch.leave(slot)
+        assert text[: len(prompts[slot])] == prompts[slot]
+        assert lines[slot] != GREEDY or text == alone(prompts[slot], len(text))
+
+    for n, (slot, length, steps, sampling) in enumerate(schedule):
+        if slot in batch.texts:
+            leave(slot)
+        prompts[slot] = [n % VOCABULARY] * length
+        changes += lines[slot] != sampling
+        lines[slot] = sampling
+        batch.join(slot, prompts[slot], sampling)
+        for _ in range(steps):
+            for full in [s for s, text in batch.texts.items() if len(text) >= WINDOW]:
+                leave(full)
+            if batch.texts:
+                batch.step()
+    for slot in list(batch.texts):
+        leave(slot)
+    assert len(updates) == changes
+    everything = [(top_k or min(VOCABULARY, DEVICE_TOP_K), top_p, temperature) for top_k, top_p, temperature in lines]
+    assert not updates or updates[-1] == everything
+
+
+def test_the_device_is_told_only_what_is_new(tmp_path, updates):
+    batch = Batch(load(tmp_path, max_batch_size=2, sampling="device"))
+    batch.join(1, [5, 6])
+    batch.step()
+    assert updates == []
+    batch.join(0, [7], (3, 0.5, 2.0))
+    assert updates == [[(3, 0.5, 2.0), GREEDY]]
+    batch.leave(0)
+    batch.join(0, [8], (3, 0.5, 2.0))
+    batch.step()
+    assert len(updates) == 1
+
+
+@pytest.mark.parametrize(
+    ("asked", "told"),
+    [
+        ((1, 0.5, 9.0), GREEDY),  # there is but one to draw from
+        ((0, 0.5, 0.009), GREEDY),
+        ((5, 0.5, 1e-300), GREEDY),
+        ((5, 0.5, 0.01), (5, 0.5, 0.01)),
+        ((0, 1.0, 1.0), (256, 1.0, 1.0)),
+        ((256, 1.0, 1.0), (256, 1.0, 1.0)),
+        ((5, 1e-30, 1e300), (5, 1e-30, 10000.0)),
+    ],
+)
+def test_what_the_device_cannot_compute_with_is_brought_within_its_bounds(tmp_path, updates, asked, told):
+    model = load(tmp_path, LLAMA | {"vocab_size": 300}, max_batch_size=2, sampling="device")
+    model.set_sampling(0, 7, 1.0, 7.0)
+    model.set_sampling(0, *asked)
+    assert updates[1] == [told, GREEDY]
+    assert 0 <= int(model.prefill(0, [5, 6])) < 300
+
+
+def test_of_a_small_vocabulary_the_device_draws_from_all(tmp_path, updates):
+    model = load(tmp_path, LLAMA | {"vocab_size": 100}, sampling="device")
+    assert model._model.neuron_config.on_device_generation.global_top_k == 100
+    model.set_sampling(0, 256, 1.0, 1.0)
+    assert updates[0][0] == (100, 1.0, 1.0)
+
+
+def test_a_sampled_slot_draws_by_chance_from_its_first_token_on(tmp_path):
+    model = load(tmp_path, max_batch_size=2, sampling="device")
+    likeliest = alone([5, 6], 3)[-1]
+    model.set_sampling(1, 0, 1.0, 50.0)
+    assert len({int(model.prefill(1, [5, 6])) for _ in range(20)}) > 5
+    model.set_sampling(0, *GREEDY)
+    assert {int(model.prefill(0, [5, 6])) for _ in range(20)} == {likeliest}
+
+
+def test_ids_beyond_the_vocabulary_are_handed_on_as_they_are(tmp_path, monkeypatch):
+    """The worker ends the request of such a row, and that alone."""
+    model = load(tmp_path, max_batch_size=2, sampling="device")
+    forward = type(model._model).forward
+    monkeypatch.setattr(type(model._model), "forward", lambda *call: torch.full_like(forward(*call), VOCABULARY + 7))
+    assert int(model.prefill(0, [5, 6])) == VOCABULARY + 7
+
+
+def test_a_device_that_fails_while_it_is_told_is_lost(tmp_path, monkeypatch):
+    model = load(tmp_path, max_batch_size=2, sampling="device")
+    monkeypatch.setattr(model._model, "update_generation_config", lambda new: torch.tensor([], dtype=torch.int64)[0])
+    with pytest.raises(DeviceLost):
+        model.set_sampling(0, 5, 1.0, 1.0)
+
+
+def test_on_the_host_is_what_is_not_asked_otherwise(tmp_path):
+    model = load(tmp_path)
+    assert model.sampling == "host"
+    assert model._model.neuron_config.on_device_generation is None
+
+
+@pytest.mark.parametrize("family", sorted(set(FAMILIES) - {"llama", "mistral"}))
+def test_families_that_the_device_cannot_sample_are_refused(tmp_path, family):
+    told = refusal(tmp_path, FAMILIES[family], sampling="device")
+    assert told == (
+        f"--sampling device (SAMPLING): transformers-neuronx cannot do that for {family} models; give SAMPLING=host"
+    )
+    assert load(tmp_path, FAMILIES[family], sampling="host").sampling == "host"
 
 
 # What is compiled
@@ -499,6 +645,16 @@ def test_int8_comes_from_the_manifest(tmp_path):
     assert model._model.neuron_config.quant.quant_dtype == "s8"
 
 
+def test_where_tokens_are_chosen_comes_from_the_manifest(tmp_path):
+    output = compiled(tmp_path, "--sampling", "device", "--max-batch-size", "4")
+    model = serve(output, max_batch_size=2)
+    assert model.sampling == "device" and not fake.compiles
+    model.set_sampling(1, 1, 1.0, 1.0)
+    assert int(model.prefill(1, [5, 6])) == alone([5, 6], 3)[-1]
+    with pytest.raises(ConfigError, match=r"--sampling host \(SAMPLING\) contradicts"):
+        serve(output, sampling="host")
+
+
 def optimum(tmp_path, config=LLAMA, **section):
     """A folder as optimum-neuron leaves it, with programs for what it would ask the library for."""
     told = {"task": "text-generation", "batch_size": 4, "num_cores": 2, "auto_cast_type": "bf16", "sequence_length": WINDOW}
@@ -662,6 +818,37 @@ def test_the_whole_server_serves_a_crowd_on_neuron(on_neuron, tmp_path):
             assert list(events(stream))[-1]["generated_text"] == answer["generated_text"]
         status, refused = server.generate("a", decoder_input_details=True)
         assert (status, "`decoder_input_details` is not supported" in refused["error"]) == (422, True)
+        server.wait_idle()
+        assert server.stop() == 0
+    assert not (tmp_path / "machine" / "violations.log").exists()
+
+
+def test_the_whole_server_samples_on_the_device(on_neuron, tmp_path):
+    texts = ("a", "bc", "d" * 40, "e", "fgh")
+    with on_neuron() as server:
+        server.wait_ready()
+        assert json.loads(server.get("/info")[1])["sampling"] == "host"
+        on_host = [server.generate(text, details=True)[1] for text in texts]
+        assert server.stop() == 0
+    with on_neuron(SAMPLING="device", FAKE_NEURON_STEP_S="0.005") as server:
+        server.wait_ready()
+        assert json.loads(server.get("/info")[1])["sampling"] == "device"
+        body = {"inputs": "zz", "parameters": {"temperature": 3.0, "top_k": 200, "max_new_tokens": 50}}
+        noise = [server.request("POST", "/generate_stream", body) for _ in range(2)]
+        streams = [server.request("POST", "/generate_stream", {"inputs": text}) for text in texts]
+        for told, stream in zip(on_host, streams):
+            tokens = list(events(stream))
+            assert tokens[-1]["generated_text"] == told["generated_text"]
+            assert [event["token"]["id"] for event in tokens] == [token["id"] for token in told["details"]["tokens"]]
+            assert {event["token"]["logprob"] for event in tokens} == {None}
+        assert len({list(events(stream))[-1]["generated_text"] for stream in noise}) == 2
+        status, answer = server.generate("a", details=True, temperature=0.5)
+        assert (status, answer["details"]["seed"]) == (200, None)
+        for parameters in ({"do_sample": True, "seed": 1}, {"repetition_penalty": 1.1}, {"top_n_tokens": 2}):
+            status, refused = server.generate("a", **parameters)
+            name = list(parameters)[-1]
+            assert status == 422
+            assert refused["error"].endswith(f"`{name}` needs SAMPLING=host: this server samples on the device")
         server.wait_idle()
         assert server.stop() == 0
     assert not (tmp_path / "machine" / "violations.log").exists()

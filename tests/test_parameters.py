@@ -126,6 +126,39 @@ def stop_of(served, route, body):
     return text[2]
 
 
+DEVICE_TABLE = table("Sampling on the device")
+ONLY_SAMPLED = {"seed", "best_of", "top_k", "typical_p"}
+
+
+@pytest.mark.parametrize("route", ["/generate", CHAT, COMPLETION])
+def test_what_the_readme_says_of_sampling_on_the_device_is_so(serve, route):
+    """Each parameter that is honoured elsewhere is tried; `top_k` with more than there is to draw from."""
+    served = serve(sampling="device").get_ready()
+    tables = {
+        "/generate": (NATIVE_TABLE, NATIVE_VALUES),
+        CHAT: (CHAT_TABLE, CHAT_VALUES),
+        COMPLETION: (COMPLETION_TABLE, COMPLETION_VALUES),
+    }
+    said, values = tables[route]
+    refused = set()
+    for name in (name for name, word in said.items() if word == "honoured" and name != "decoder_input_details"):
+        given = {name: 257 if name == "top_k" else ["a"] if name == "stop" else values[name][1]}
+        if name == "top_logprobs":
+            given["logprobs"] = True  # which is what it is refused for
+        if route == "/generate":
+            sampled = {"do_sample": True} if name in ONLY_SAMPLED else {}
+            body = {"inputs": "Hi", "parameters": {"max_new_tokens": 2} | sampled | given}
+        else:
+            body = {"messages": [USER], "prompt": "Hi", "max_tokens": 4} | given
+        response = served.post(route, body)
+        if response.status_code == 422:
+            assert "needs SAMPLING=host: this server samples on the device" in response.get_data(as_text=True)
+            refused.add(name)
+    assert refused == set(DEVICE_TABLE) & {name for name, word in said.items() if word == "honoured"}
+    assert set(DEVICE_TABLE.values()) == {"refused"}
+    served.assert_idle()
+
+
 CASES = [
     *(("/generate", name, said, *NATIVE_VALUES[name]) for name, said in NATIVE_TABLE.items()),
     *((CHAT, name, said, *CHAT_VALUES[name]) for name, said in CHAT_TABLE.items()),

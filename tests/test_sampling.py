@@ -22,7 +22,7 @@ from transformers import (
 )
 
 from protocol import Sampling
-from sampling import Choice, Sampler, SamplingError, prompt_logprobs, sample
+from sampling import Choice, Sampler, SamplingError, device_parameters, drawn, prompt_logprobs, sample
 
 INF = math.inf
 VOCABULARY = 12
@@ -506,3 +506,23 @@ def test_a_prompt_whose_logits_are_no_numbers_fails(spoilt):
     logits[1, 4] = spoilt
     with pytest.raises(SamplingError, match="not a number"):
         prompt_logprobs(chunked(logits, [2]), [1, 2, 3, 4], 0)
+
+
+@pytest.mark.parametrize(
+    ("sampling", "told"),
+    [
+        (Sampling(), (1, 1.0, 1.0)),
+        (Sampling(temperature=0.5, top_k=7, top_p=0.2), (1, 1.0, 1.0)),  # greedy, because there is no seed
+        (Sampling(seed=5), (0, 1.0, 1.0)),
+        (Sampling(seed=5, temperature=0.5, top_k=7, top_p=0.2), (7, 0.2, 0.5)),
+    ],
+)
+def test_a_device_is_told_what_it_can_do(sampling, told):
+    assert device_parameters(sampling) == told
+
+
+def test_what_the_device_chose_is_taken_unless_it_is_no_token():
+    first, negative, last, beyond = drawn(torch.tensor([0, -1, VOCABULARY - 1, VOCABULARY]), VOCABULARY)
+    assert (first, last) == (Choice(0, None, []), Choice(VOCABULARY - 1, None, []))
+    assert [str(refused) for refused in (negative, beyond)] == ["the device chose a token that does not exist"] * 2
+    assert isinstance(negative, SamplingError)

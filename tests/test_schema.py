@@ -205,6 +205,87 @@ def test_log_probabilities_of_the_prompt_are_refused_where_the_device_has_none()
     assert "`decoder_input_details`" in refused.value.body["error"]
 
 
+# A device that samples
+
+ON_DEVICE = msgspec.structs.replace(FACTS, sampling="device")
+USER = [{"role": "user", "content": "Hi"}]
+NEEDS_HOST = [  # route, field, what does nothing and so is taken, what is refused
+    ("native", "seed", [None, 5], []),  # a greedy text needs no seed
+    ("native", "repetition_penalty", [None, 1, 1.0], [0.9, 1.2]),
+    ("native", "frequency_penalty", [None, 0, -0.0], [0.1, -2]),
+    ("native", "typical_p", [None, 1, 1.0], [0.95]),
+    ("native", "top_n_tokens", [None, 0], [1, 5]),
+    ("native", "best_of", [None, 0, 1], []),
+    ("sampled", "seed", [None], [0, 5]),
+    ("sampled", "best_of", [None, 1], [2, 3]),
+    ("sampled", "repetition_penalty", [1], [1.2]),
+    ("chat", "seed", [None], [0, -1]),
+    ("chat", "logprobs", [None, False], [True]),
+    ("chat", "presence_penalty", [None, 0], [0.1]),
+    ("chat", "logit_bias", [None, {}, {"5": 0}], [{"5": 1}, {"5": 0, "6": -1}]),
+    ("chat", "min_tokens", [None, 0], [1]),
+    ("greedy chat", "seed", [None, 5], []),
+    ("greedy chat", "frequency_penalty", [0], [1]),
+    ("completion", "seed", [None], [5]),
+    ("completion", "logprobs", [None], [0, 1]),
+    ("completion", "best_of", [None, 1], [2]),
+    ("completion", "repetition_penalty", [1], [1.1]),
+]
+
+
+def asked_of(route, facts, **fields):
+    """The jobs of a request of that kind, all the way from its bytes."""
+    if route in ("native", "sampled"):
+        parameters = {"do_sample": route == "sampled"} | fields
+        body = json.dumps({"inputs": "Hello", "parameters": parameters}).encode()
+        return [check(parse(body, GenerateRequest), CONFIG, facts, streaming=False)]
+    if route.endswith("chat"):
+        fields |= {"messages": USER} | ({"temperature": 0} if route.startswith("greedy") else {})
+        return [schema.check_chat(parse(json.dumps(fields).encode(), schema.ChatRequest), CONFIG, facts)]
+    body = json.dumps({"prompt": "Hello"} | fields).encode()
+    return schema.check_completion(parse(body, schema.CompletionRequest), CONFIG, facts)
+
+
+@pytest.mark.parametrize(("route", "field", "right", "wrong"), NEEDS_HOST)
+def test_a_device_that_samples_refuses_what_it_cannot_do_and_takes_what_does_nothing(route, field, right, wrong):
+    for value in right:
+        assert asked_of(route, ON_DEVICE, **{field: value})
+    for value in wrong:
+        assert asked_of(route, FACTS, **{field: value})
+        with pytest.raises(ApiError) as refused:
+            asked_of(route, ON_DEVICE, **{field: value})
+        assert_invalid(refused.value, f"`{field}` needs SAMPLING=host: this server samples on the device")
+        assert json.loads(refused.value.openai_json)["error"]["param"] == field
+
+
+def test_the_document_says_that_log_probabilities_and_seeds_may_be_null():
+    schemas = schema.openapi()["components"]["schemas"]
+    for kind, field in [("TokenOut", "logprob"), ("Details", "seed"), ("StreamDetails", "seed"), ("BestOfSequence", "seed")]:
+        assert {"type": "null"} in schemas[kind]["properties"][field]["anyOf"]
+
+
+def test_a_device_draws_from_256_tokens_at_most():
+    for route in ("native", "chat"):
+        assert asked_of(route, ON_DEVICE, top_k=256)[0].sampling.top_k == 256
+        assert asked_of(route, FACTS, top_k=257)[0].sampling.top_k == 257
+        with pytest.raises(ApiError) as refused:
+            asked_of(route, ON_DEVICE, top_k=257)
+        assert_invalid(refused.value, "`top_k` above 256 needs SAMPLING=host: this server samples on the device. Given: 257")
+    assert asked_of("greedy chat", ON_DEVICE, top_k=5000)[0].sampling.seed is None
+    for everything in (0, -1):
+        assert asked_of("chat", ON_DEVICE, top_k=everything)[0].sampling.top_k == 0
+
+
+def test_a_device_that_samples_takes_all_that_it_can_do():
+    everything = {"top_k": 256, "top_p": 0.5, "temperature": 0.1, "max_new_tokens": 5, "stop": ["a"], "details": True}
+    (native,) = asked_of("sampled", ON_DEVICE, **everything)
+    assert (native.sampling.top_k, native.sampling.top_p, native.sampling.temperature) == (256, 0.5, 0.1)
+    fields = {"n": 2, "ignore_eos": True, "max_tokens": 5, "top_p": 0.5, "stop": "a"}
+    (chat,) = asked_of("chat", ON_DEVICE, **fields)
+    assert (chat.sequences, chat.ignore_eos, list(chat.stop)) == (2, True, ["a"])
+    assert asked_of("completion", ON_DEVICE, **fields, best_of=2)[0].sequences == 2
+
+
 # Types
 
 INTEGERS = ["best_of", "top_k", "max_new_tokens", "truncate", "seed", "top_n_tokens"]
@@ -509,6 +590,43 @@ def test_any_completion_request_gives_jobs_that_can_run_or_a_refusal(prompt, fie
             assert all(0 <= token < FACTS.vocab_size for token in job.prompt)
 
 
+@given(
+    route=st.sampled_from(["native", "sampled", "chat", "greedy chat", "completion"]),
+    fields=st.fixed_dictionaries(
+        {},
+        optional={
+            **dict.fromkeys(("top_k", "seed", "min_tokens", "best_of", "top_n_tokens"), st.none() | st.integers(0, 300)),
+            **dict.fromkeys(("presence_penalty", "frequency_penalty"), st.sampled_from([None, 0, 0.5])),
+            **dict.fromkeys(("temperature", "top_p", "typical_p", "repetition_penalty"), st.sampled_from([None, 1, 0.5])),
+            "logprobs": st.none() | st.booleans() | st.integers(0, 2),
+            "logit_bias": st.none() | st.dictionaries(st.sampled_from(["5", "6"]), st.sampled_from([0, 1])),
+        },
+    ),
+)
+@thorough
+def test_a_device_that_samples_takes_a_request_as_the_host_does_or_names_what_it_cannot_do(route, fields):
+    def ask(facts):
+        try:
+            jobs = asked_of(route, facts, **fields)
+        except ApiError as error:
+            return str(error)
+        for n, job in enumerate(jobs):  # a seed that is not given is drawn
+            drawn = job.sampling.seed is not None and fields.get("seed") is None
+            jobs[n] = replace(job, sampling=msgspec.structs.replace(job.sampling, seed=0)) if drawn else job
+        return jobs
+
+    on_host, on_device = ask(FACTS), ask(ON_DEVICE)
+    if on_device != on_host:
+        assert "needs SAMPLING=host: this server samples on the device" in on_device
+        return
+    for job in on_device if isinstance(on_device, list) else []:
+        can = {"seed": job.sampling.seed, "temperature": job.sampling.temperature, "top_p": job.sampling.top_p}
+        bias = [(token, 0) for token, _bias in job.sampling.logit_bias]
+        assert job.sampling == Sampling(**can, top_k=job.sampling.top_k, logit_bias=bias)
+        assert job.sampling.seed is None or (job.sampling.top_k <= 256 and fields.get("seed") is None)
+        assert (job.top_n_tokens, job.min_new_tokens) == (0, 0)
+
+
 # Sampling
 
 
@@ -699,7 +817,7 @@ def test_info_tells_tgis_keys_in_their_order_and_then_ours():
         '{"model_id":"someone/model","model_sha":"abc123","model_pipeline_tag":null,"max_concurrent_requests":77,'
         '"max_best_of":3,"max_stop_sequences":4,"max_input_tokens":100,"max_total_tokens":120,"validation_workers":3,'
         f'"max_client_batch_size":4,"router":"neuron-textgen","version":"{VERSION}","sha":null,"docker_label":null,'
-        '"max_batch_size":8,"model_device_type":"cpu","model_dtype":"float32","eos_token_ids":[2,7]}'
+        '"max_batch_size":8,"model_device_type":"cpu","model_dtype":"float32","eos_token_ids":[2,7],"sampling":"host"}'
     )
 
 

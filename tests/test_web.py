@@ -75,6 +75,46 @@ def test_a_stream_says_the_same_as_a_whole_response(served):
     }
 
 
+@pytest.fixture
+def sampled(serve):
+    """Behind it is a device that samples."""
+    served = serve(sampling="device").get_ready()
+    yield served
+    served.assert_idle()
+
+
+def test_a_device_that_samples_gives_the_same_greedy_text_and_null_for_what_it_does_not_tell(sampled):
+    assert sampled.client.get("/info").json["sampling"] == "device"
+    expected = sampled.expected("Hello", 8)
+    for more in ({}, {"do_sample": True, "top_k": 1}):
+        body = {"inputs": "Hello", "parameters": {"max_new_tokens": 8, "details": True} | more}
+        whole = sampled.post("/generate", body).json
+        assert [token["id"] for token in whole["details"]["tokens"]] == expected
+        assert whole["generated_text"] == sampled.tokenizer.decode(expected)
+        assert {token["logprob"] for token in whole["details"]["tokens"]} == {None}
+        assert whole["details"]["seed"] is None
+        stream = events(sampled.post("/generate_stream", body))
+        assert [event["token"] for event in stream] == whole["details"]["tokens"]
+        assert stream[-1]["details"]["seed"] is None
+
+
+def test_a_device_that_samples_serves_openais_routes_and_the_others(sampled):
+    chat = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 9, "n": 2, "top_p": 0.9, "stop": "zz"}
+    answer = sampled.post("/v1/chat/completions", chat).json
+    assert [(choice["index"], choice["logprobs"]) for choice in answer["choices"]] == [(0, None), (1, None)]
+    completion = {"prompt": "Hello", "max_tokens": 8, "temperature": 0, "seed": 1, "ignore_eos": True, "echo": True}
+    expected = sampled.tokenizer.decode(sampled.expected("Hello", 8))
+    assert sampled.post("/v1/completions", completion).json["choices"][0]["text"].startswith("Hello" + expected)
+    assert sampled.client.get("/infer?sentence=Hello").json[0].startswith("Hello" + expected)
+    predictions = sampled.post("/vertex", {"instances": [{"inputs": "Hello", "parameters": {"max_new_tokens": 8}}]}).json
+    assert predictions == {"predictions": [expected]}
+
+
+def test_a_device_that_samples_draws_when_it_is_asked_to(sampled):
+    body = {"inputs": "Hello", "parameters": {"max_new_tokens": 30, "temperature": 5.0}}
+    assert len({sampled.post("/generate", body).json["generated_text"] for _ in range(4)}) > 1
+
+
 def test_return_full_text_puts_the_prompt_first(served):
     body = {"inputs": "Hello", "parameters": {"max_new_tokens": 3, "return_full_text": True}}
     whole = served.post("/generate", body).json["generated_text"]

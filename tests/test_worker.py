@@ -314,6 +314,34 @@ def test_an_exception_in_one_sampler_ends_that_request_alone(monkeypatch):
     assert bench.tokens[1] == greedy([1, 2], 8)
 
 
+def test_a_device_that_samples_is_told_how_before_each_prompt_and_gives_no_log_probabilities():
+    bench = Bench(batch_size=2, sampling="device")
+    bench.arrive(Generate(1, [1, 2], 8))
+    bench.arrive(Generate(2, [3], 8, Sampling(seed=7, top_k=5, top_p=0.5, temperature=2.0)))
+    bench.turn()
+    bench.turn()
+    assert bench.model.lines == {0: (1, 1.0, 1.0), 1: (5, 0.5, 2.0)}
+    bench.arrive(Generate(3, [4, 5], 8))
+    bench.run()
+    assert bench.tokens[1] == greedy([1, 2], 8)
+    assert bench.tokens[3] == greedy([4, 5], 8)
+    logprobs = {token.logprob for _peer, message in bench.wire.sent for token in getattr(message, "tokens", [])}
+    assert logprobs == {None}
+
+
+def test_an_id_that_is_none_from_the_device_ends_that_request_alone():
+    bench = Bench(sampling="device")
+    bench.arrive(Generate(1, [1, 2], 8))
+    bench.arrive(Generate(2, [3], 8))
+    bench.turn()
+    bench.turn()
+    bench.model.nan_slots = {1}
+    bench.run()
+    failed = next(message for _peer, message in bench.wire.sent if isinstance(message, End))
+    assert (failed.id, failed.message) == (2, "the device chose a token that does not exist")
+    assert bench.tokens[1] == greedy([1, 2], 8)
+
+
 def test_a_failed_step_ends_what_runs_and_the_loop_goes_on():
     bench = Bench(batch_size=2)
     for i in (1, 2, 3):

@@ -1,6 +1,7 @@
 """A static-batch model whose logits follow from each slot's own tokens alone, and which is strict about how it is called.
 
-Any mix-up of slots, positions or tokens changes the text, and any call that a device would punish raises.
+It may choose the tokens itself, as a device does that samples. Any mix-up of slots, positions or tokens changes the text, and
+any call that a device would punish raises.
 """
 
 import hashlib
@@ -33,9 +34,12 @@ class FakeModel:
 
     device = "fake"
     dtype = "float32"
-    gives_prompt_logits = True
 
-    def __init__(self, batch_size: int = 3, max_total_tokens: int = 40, vocab_size: int = VOCABULARY):
+    def __init__(self, batch_size: int = 3, max_total_tokens: int = 40, vocab_size: int = VOCABULARY, sampling: str = "host"):
+        self.sampling = sampling
+        self.lines: dict[int, tuple[int, float, float]] = {}  # slot → top_k, top_p, temperature
+        self.ready_slots: set[int] = set()  # told how to sample, and not prefilled yet
+        self.gives_prompt_logits = sampling == "host"
         self.batch_size = batch_size
         self.vocab_size = vocab_size
         self.max_total_tokens = max_total_tokens
@@ -54,7 +58,28 @@ class FakeModel:
             self.fail_next_prefill = False
             raise RuntimeError("prefill failed on purpose")
         self.cache[slot] = list(prompt)
-        return next_logits(prompt, self.vocab_size)
+        if self.sampling == "device":
+            assert slot in self.ready_slots, "a prompt's first token is sampled, too"
+            self.ready_slots.remove(slot)
+        return self._answer(next_logits(prompt, self.vocab_size)[None], [slot])[0]
+
+    def set_sampling(self, slot: int, top_k: int, top_p: float, temperature: float) -> None:
+        assert self.sampling == "device" and 0 <= slot < self.batch_size
+        self.lines[slot] = (top_k, top_p, temperature)
+        self.ready_slots.add(slot)
+
+    def _answer(self, logits: torch.Tensor, slots: list[int]) -> torch.Tensor:
+        if self.sampling == "host":
+            return logits
+        return torch.tensor([self._draw(row, slot) for row, slot in zip(logits, slots)])
+
+    def _draw(self, row: torch.Tensor, slot: int) -> int:
+        """Of the `top_k` likeliest, by chance; from numbers that are none comes an id that is none."""
+        top_k, _top_p, temperature = self.lines[slot]
+        if row.isnan().any():
+            return self.vocab_size
+        likeliest = row.topk(min(top_k or self.vocab_size, self.vocab_size))
+        return int(likeliest.indices[torch.multinomial(torch.softmax(likeliest.values / temperature, -1), 1)])
 
     def score(self, slot: int, prompt: list[int]) -> Iterator[torch.Tensor]:
         assert self.gives_prompt_logits
@@ -78,4 +103,4 @@ class FakeModel:
             self.cache[slot].append(token)
             logits = next_logits(self.cache[slot], self.vocab_size)
             rows.append(torch.full_like(logits, float("nan")) if slot in self.nan_slots else logits)
-        return torch.stack(rows)
+        return self._answer(torch.stack(rows), names)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from test_simulator import VOCABULARY, Reference, reference  # noqa: F401
+from test_simulator import ARCHITECTURES, VOCABULARY, Reference, reference  # noqa: F401
 from transformers_neuronx import compiler
 
 import neuron_model
@@ -34,22 +34,30 @@ def serve(made, tmp_path, folder=None, **settings):
     return NeuronModel(build, Path(tempfile.mkdtemp(dir=tmp_path)))
 
 
+GREEDY = (1, 1.0, 1.0)
+
+
 class Batch:
-    """Requests on slots, each continued with the likeliest token, as the worker does it."""
+    """Requests on slots, each continued with the likeliest token, or with what the device chose, as the worker does it."""
 
     def __init__(self, model):
         self.model = model
         self.texts = {}
 
-    def join(self, slot, prompt):
-        self.texts[slot] = [*prompt, int(self.model.prefill(slot, list(prompt)).argmax())]
+    def join(self, slot, prompt, sampling=GREEDY):
+        if self.model.sampling == "device":
+            self.model.set_sampling(slot, *sampling)
+        self.texts[slot] = [*prompt, *self._chosen(self.model.prefill(slot, list(prompt))[None])]
+
+    def _chosen(self, output):
+        return (output if self.model.sampling == "device" else output.argmax(-1)).tolist()
 
     def step(self):
         slots = sorted(self.texts)
         tokens = torch.tensor([self.texts[slot][-1] for slot in slots])
         positions = torch.tensor([len(self.texts[slot]) - 1 for slot in slots])
-        for slot, row in zip(slots, self.model.decode(tokens, positions, torch.tensor(slots))):
-            self.texts[slot].append(int(row.argmax()))
+        for slot, token in zip(slots, self._chosen(self.model.decode(tokens, positions, torch.tensor(slots)))):
+            self.texts[slot].append(token)
 
     def leave(self, slot):
         return self.texts.pop(slot)
@@ -59,13 +67,14 @@ def assert_like(made, prompt, text):
     assert text == [*prompt, *made.greedy(prompt, len(text) - len(prompt))]
 
 
+@pytest.mark.parametrize("sampling", ["host", "device"])
 @pytest.mark.parametrize("tp_degree", [1, 2, 4])
 @pytest.mark.parametrize("name", ["llama", "llama, grouped", "mistral", "mixtral"])
-def test_requests_that_come_and_go_get_transformers_text(reference, tmp_path, name, tp_degree):  # noqa: F811
-    if name == "mixtral" and tp_degree > 1:
-        pytest.skip("the library takes other degrees for Mixtral")
+def test_requests_that_come_and_go_get_transformers_text(reference, tmp_path, name, tp_degree, sampling):  # noqa: F811
+    if name == "mixtral" and (tp_degree > 1 or sampling == "device"):
+        pytest.skip("the library takes other degrees for Mixtral, and does not sample it")
     made = reference(name)
-    batch = Batch(serve(made, tmp_path, max_batch_size=3, tp_degree=tp_degree))
+    batch = Batch(serve(made, tmp_path, max_batch_size=3, tp_degree=tp_degree, sampling=sampling))
     prompts = {0: [3, 100, 7], 2: [9], 1: list(range(1, WINDOW))}
     batch.join(0, prompts[0])
     batch.step()
@@ -100,6 +109,102 @@ def test_random_schedules_over_eight_slots_give_everyone_his_own_text(reference,
                 batch.step()
     for slot in list(batch.texts):
         assert_like(made, prompts[slot], batch.leave(slot))
+
+
+@pytest.mark.parametrize("tp_degree", [1, 2])
+def test_what_is_sampled_in_some_slots_leaves_the_greedy_ones_alone(reference, tmp_path, tp_degree):  # noqa: F811
+    made = reference("llama, grouped")
+    batch = Batch(serve(made, tmp_path, max_batch_size=4, tp_degree=tp_degree, sampling="device"))
+    chance, prompts, lines, drawn = random.Random(1), {}, {}, []
+
+    def leave(slot):
+        text, length = batch.leave(slot), len(prompts[slot])
+        if lines[slot] == GREEDY:
+            assert_like(made, prompts[slot], text)
+        else:
+            drawn.append(text[length:] != made.greedy(prompts[slot], len(text) - length))
+
+    for _ in range(30):
+        slot = chance.randrange(4)
+        if slot in batch.texts:
+            leave(slot)
+        prompts[slot] = [chance.randrange(1, VOCABULARY) for _ in range(chance.randrange(1, 30))]
+        lines[slot] = chance.choice([GREEDY, (0, 1.0, 50.0), (100, 0.99, 50.0)])
+        batch.join(slot, prompts[slot], lines[slot])
+        for _ in range(chance.randrange(4)):
+            for full in [s for s, text in batch.texts.items() if len(text) >= WINDOW]:
+                leave(full)
+            if batch.texts:
+                batch.step()
+    assert len(drawn) > 10 and drawn.count(False) <= 2
+
+
+@pytest.mark.parametrize("slot", [0, 2])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_prompts_and_steps_are_sampled_with_what_is_set_for_their_slot(reference, tmp_path, dtype, slot):  # noqa: F811
+    """The first token too, though a prompt has a program of its own with but one row."""
+    made, prompt = reference("llama"), [3, 100, 7]
+    model = serve(made, tmp_path, max_batch_size=3, sampling="device", dtype=dtype)
+    others = [other for other in range(3) if other != slot]
+    for other in others:
+        model.set_sampling(other, *GREEDY)
+    model.set_sampling(slot, 4, 1.0, 2.0)
+    first, second = [], []
+    for _ in range(300):
+        first.append(int(model.prefill(slot, prompt)))
+        second.append(int(model.decode(torch.tensor([9]), torch.tensor([len(prompt)]), torch.tensor([slot]))))
+    for text, drawn in ((prompt, first), ([*prompt, 9], second)):
+        logits, ids = made.logits(text).topk(4)
+        likely = torch.softmax(logits / 2.0, -1)
+        shares = torch.tensor([drawn.count(token) / len(drawn) for token in ids.tolist()])
+        assert (shares - likely).abs().max() < 0.13  # four standard deviations, and what bfloat16 rounds
+        assert set(drawn) <= set(ids.tolist())
+        for other in others:
+            assert {int(model.prefill(other, text)) for _ in range(5)} == {int(ids[0])}
+
+
+def test_top_p_leaves_the_fewest_that_reach_it(reference, tmp_path):  # noqa: F811
+    made, prompt = reference("llama"), [3, 100, 7]
+    likely, ids = made.logits(prompt).softmax(-1).topk(4)
+    model = serve(made, tmp_path, max_batch_size=2, sampling="device")
+    for count in (1, 2, 3):
+        model.set_sampling(1, 0, float(likely[:count].sum()) - 0.005, 1.0)
+        assert {int(model.prefill(1, prompt)) for _ in range(100)} <= set(ids[:count].tolist())
+    model.set_sampling(1, 0, 1e-30, 1e300)
+    assert {int(model.prefill(1, prompt)) for _ in range(20)} == {int(ids[0])}
+
+
+@pytest.mark.parametrize("temperature", [1e-300, 0.0099, 0.01, 1.0, 1e4, 1e300])
+def test_any_temperature_gives_tokens_of_the_vocabulary(reference, tmp_path, temperature):  # noqa: F811
+    key = "temperatures"
+    if key not in _kept:
+        _kept[key] = serve(reference("llama"), tmp_path, max_batch_size=2, sampling="device", dtype="float16")
+    likeliest = reference("llama").logits([3, 100, 7]).topk(3).indices.tolist()
+    for top_k in (0, 3):
+        _kept[key].set_sampling(1, top_k, 1.0, temperature)
+        drawn = {int(_kept[key].prefill(1, [3, 100, 7])) for _ in range(60)}
+        assert 0 <= min(drawn) <= max(drawn) < VOCABULARY
+        if temperature < 1:
+            assert drawn == {likeliest[0]}
+        elif top_k:
+            assert drawn == set(likeliest)
+
+
+@pytest.mark.parametrize("temperature", [1e-5, 3e-4, 0.0099, 0.01, 0.02])
+def test_a_low_temperature_does_not_bring_back_what_top_k_left_out(tmp_path, temperature):
+    """The library gives what it filters the logit -30000, after the temperature: -20 / 3e-4 would come below that."""
+    key = "negative logits"
+    if key not in _kept:
+        made, states = Reference(ARCHITECTURES["llama"](), tmp_path / "made"), []
+        with made.model.model.norm.register_forward_hook(lambda module, given, state: states.append(state[0, -1])):
+            made.logits([3, 100, 7])
+        unlikely = -20 * states[0] / states[0].dot(states[0])
+        made.model.lm_head.weight.data[:] = unlikely * (1 + 0.01 * torch.arange(VOCABULARY)[:, None])
+        made.model.save_pretrained(made.folder)
+        assert made.logits([3, 100, 7])[:3].tolist() == pytest.approx([-20.0, -20.2, -20.4], abs=1e-3)
+        _kept[key] = serve(made, tmp_path, max_batch_size=2, sampling="device")
+    _kept[key].set_sampling(1, 3, 1.0, temperature)
+    assert {int(_kept[key].prefill(1, [3, 100, 7])) for _ in range(20)} == {0}
 
 
 @pytest.mark.parametrize("length", [1, 2, 7, 8, 9, 15, 16, 17, 31, 32, 33, WINDOW - 1])

@@ -279,6 +279,16 @@ def test_the_device_draws_each_token_as_often_as_it_is_likely(reference):
     assert ((drawn == tokens).float().mean(0) - likely / likely.sum()).abs().max() < 0.12  # four standard deviations
 
 
+def test_of_what_is_no_number_the_device_makes_token_0_without_a_word(tmp_path):
+    spoilt = Reference(ARCHITECTURES["llama"](), tmp_path)
+    spoilt.model.model.norm.weight.data.fill_(float("nan"))
+    spoilt.model.save_pretrained(tmp_path)
+    generation = {"do_sample": True, "dynamic": True, "per_batch_line": True, "global_top_k": 16}
+    model = built(spoilt, neuron=generating(**generation | LINES))
+    assert device_tokens(prefill(model, SHORT, 1)) == [0]
+    assert device_tokens(decode(model, [5], [len(SHORT)], [1])) == [0]
+
+
 def test_what_was_saved_is_loaded_without_compiling(reference, tmp_path, monkeypatch):
     built(reference()).save(tmp_path)
     assert len(list(tmp_path.glob("*.neff"))) == 3  # two context buckets and 128 positions

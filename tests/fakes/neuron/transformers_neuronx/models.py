@@ -543,6 +543,9 @@ class NeuronModel:
         given = self._sampling or {name: getattr(self._generation, name) for name in SAMPLING}
         tokens = []
         for row, line in zip(logits, lines):
+            if row.isnan().any():  # nothing is greater than such a number, so the library counts none
+                tokens.append(0)
+                continue
             if not (self._generation.do_sample or self._generation.dynamic):
                 tokens.append(int(row.argmax()))
                 continue
