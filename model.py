@@ -11,6 +11,7 @@ A new prompt is written into the rows of its slot and nothing else moves: no oth
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import logging
 import os
 import sys
@@ -163,6 +164,11 @@ def choose_device(wanted: str) -> str:
         return wanted
     if list(Path("/dev").glob("neuron[0-9]*")):
         return "neuron"
+    if importlib.util.find_spec("transformers_neuronx"):  # nobody installs that to be served by a CPU without a word
+        raise ModelError(
+            "transformers-neuronx is here and no Neuron device: in a container pass it with --device=/dev/neuron0, "
+            "on a machine see to its driver (aws-neuronx-dkms); --device cpu (DEVICE) serves without one"
+        )
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 

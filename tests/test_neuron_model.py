@@ -795,14 +795,14 @@ def on_neuron(tmp_path):
     folder = checkpoint(tmp_path / "model")
     byte_tokenizer(folder)
 
-    def serve(**environment):
+    def serve(flags=("--device", "neuron"), **environment):
         environment = {
             "PYTHONPATH": FAKE,
             "FAKE_NEURON_STATE_DIR": str(tmp_path / "machine"),
             "NEURON_COMPILE_CACHE_URL": str(tmp_path / "cache"),
         } | environment
-        flags = ("--model-id", str(folder), "--device", "neuron", "--max-total-tokens", "60", "--max-batch-size", "4")
-        return Server(*flags, **environment)
+        limits = ("--max-total-tokens", "60", "--max-batch-size", "4")
+        return Server("--model-id", str(folder), *limits, *flags, **environment)
 
     return serve
 
@@ -870,6 +870,12 @@ def test_what_cannot_be_served_on_neuron_ends_the_boot_with_one_line(on_neuron):
         assert server.wait_exit() == 2
         assert "the model cannot be brought onto the device: the device has too little memory" in server.log
         assert "Traceback" not in server.log
+
+
+def test_a_machine_that_has_the_library_and_no_device_is_not_served_by_its_cpu_without_a_word(on_neuron):
+    with on_neuron(flags=("--device", "auto")) as server:
+        assert server.wait_exit() == 2
+        assert "is here and no Neuron device: in a container pass it with --device=/dev/neuron0" in server.log
 
 
 def test_without_the_library_it_says_what_is_needed(tmp_path):
