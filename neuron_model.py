@@ -156,6 +156,10 @@ class Build:
         return fetch_checkpoint(self.config, self.artifact.checkpoint_id, self.artifact.checkpoint_revision)
 
 
+class ProgramMissing(ModelError):
+    """The library asks for a program that a folder does not have."""
+
+
 class NeuronModel:
     """A model on NeuronCores. One call at a time, from the thread that made it."""
 
@@ -188,14 +192,14 @@ class NeuronModel:
             self._compile(build)
 
     def _load(self, compiled: Path) -> None:
-        """Raises ModelError when a program is not there: it was compiled for something else, or by something else."""
+        """Raises ProgramMissing when they were compiled for something else, or by something else."""
         logger.info("Loading the compiled programs of %s", compiled)
         self._model.load(str(compiled))
         with reported_as("the model cannot be brought onto the device", explain):
             try:
                 self._to_device()
             except FileNotFoundError:
-                raise ModelError(
+                raise ProgramMissing(
                     f"{compiled} lacks a program of this model: it was compiled from another checkpoint, or by a library that "
                     "builds other programs than this one; compile it again"
                 ) from None
@@ -208,7 +212,7 @@ class NeuronModel:
         if entry := cache.find(key, build.programs):
             try:
                 return self._load(entry)
-            except ModelError as error:
+            except ProgramMissing as error:
                 cache.remove(entry)
                 raise DeviceLost(f"{error}. They are removed, and the next start compiles them") from None
         logger.info("Compiling, because %s", cache.missing(key, build.programs))

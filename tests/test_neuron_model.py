@@ -753,6 +753,16 @@ def test_kept_programs_that_do_not_fit_any_more_are_removed_and_compiled_at_the_
     assert fake.compiles
 
 
+@pytest.mark.parametrize("fault", ["oom", "init"])
+def test_a_device_that_fails_costs_no_kept_programs(tmp_path, monkeypatch, fault):
+    load(tmp_path)
+    kept = sorted((tmp_path / "cache").rglob("*.neff"))
+    fake.restart()
+    monkeypatch.setenv("FAKE_NEURON_FAIL", fault)
+    refusal(tmp_path)
+    assert sorted((tmp_path / "cache").rglob("*.neff")) == kept
+
+
 @pytest.mark.parametrize(
     ("words", "told"),
     [
