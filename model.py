@@ -23,7 +23,9 @@ from typing import Protocol
 
 import torch
 
+import hub
 from config import Config
+from hub import first_line
 
 logger = logging.getLogger("model")
 
@@ -106,36 +108,20 @@ def _with_weights(config: Config, model_id: str, folder: Path) -> Path:
 def _download(config: Config, model_id: str, revision: str | None, patterns: Sequence[str], ignored: Sequence[str]) -> Path:
     """The folder of a model on the hub with all files that match. Raises ModelError, in one line, where that cannot be."""
     from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
-    from huggingface_hub.utils import disable_progress_bars
 
-    if not sys.stderr.isatty():
-        disable_progress_bars()
-    known = os.environ.get("HF_TOKEN") or os.environ.get("HUGGING_FACE_HUB_TOKEN")  # huggingface_hub reads these itself
-    try:
-        with still_at_it(f"downloading {model_id}", DOWNLOADING_S):
-            folder = snapshot_download(
-                model_id,
-                revision=revision,
-                token=None if known else os.environ.get("HF_API_TOKEN") or None,  # TGI's older name
-                cache_dir=config.huggingface_hub_cache,
-                allow_patterns=list(patterns),
-                ignore_patterns=list(ignored) or None,
-            )
-    except HFValidationError as error:
-        raise ModelError(f"--model-id {model_id!r} is neither a folder nor a hub id: {first_line(error)}") from None
-    except LocalEntryNotFoundError as error:
-        raise ModelError(
-            f"{model_id} is not in the cache and the hub cannot be reached ({first_line(error)}); give a local folder "
-            "with --model-id, or see to the network"
-        ) from None
-    except PermissionError as error:
-        raise ModelError(
-            f"{model_id} cannot be kept in {error.filename}: it may not be written by user {os.getuid()}; give that user the "
-            "folder (chown), or another one with --huggingface-hub-cache or HF_HOME"
-        ) from None
-    except (HfHubHTTPError, OSError) as error:
-        raise ModelError(f"{model_id} cannot be downloaded: {first_line(error)}") from None
+    hub.hush()
+    with (
+        reported_as(f"{model_id} cannot be downloaded", lambda error: hub.complaint(error, revision)),
+        still_at_it(f"downloading {model_id}", DOWNLOADING_S),
+    ):
+        folder = snapshot_download(
+            model_id,
+            revision=revision,
+            token=hub.token(),
+            cache_dir=config.huggingface_hub_cache,
+            allow_patterns=list(patterns),
+            ignore_patterns=list(ignored) or None,
+        )
     return Path(folder)
 
 
@@ -183,11 +169,6 @@ def reported_as(failure: str, explain: Callable[[BaseException], str] | None = N
         logger.debug(failure, exc_info=True)
         why = explain(error) if explain else f"{type(error).__name__}: {first_line(error)}"
         raise ModelError(f"{failure}: {why}") from None
-
-
-def first_line(error: BaseException) -> str:
-    lines = str(error).strip().splitlines()
-    return lines[0].strip() if lines else type(error).__name__
 
 
 def convert_tokenizer(folder: Path, target: Path) -> None:

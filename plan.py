@@ -25,6 +25,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import hub
 from config import DTYPES, Config, ConfigError, read_json
 
 GIB = 1 << 30
@@ -661,18 +662,16 @@ def read_config(model_id: str, revision: str | None = None) -> dict[str, Any]:
         return read_json(path / "config.json", required=True)
     try:
         from huggingface_hub import hf_hub_download
-        from huggingface_hub.utils import disable_progress_bars, logging
     except ImportError:
         raise ConfigError(
             f"--model-id {model_id}: no such folder, and huggingface_hub is not installed to ask the hub"
         ) from None
-    disable_progress_bars()
-    logging.set_verbosity_error()  # the error says it all
+    hub.hush()
     try:
-        return read_json(Path(hf_hub_download(model_id, "config.json", revision=revision)), required=True)
-    except (OSError, ValueError) as error:  # what the hub's library raises is one of these
-        first = str(error).strip().partition("\n")[0]
-        raise ConfigError(f"--model-id {model_id}: its config.json cannot be had: {first}") from None
+        path = Path(hf_hub_download(model_id, "config.json", revision=revision, token=hub.token()))
+    except Exception as error:
+        raise ConfigError(f"--model-id {model_id}: its config.json cannot be had: {hub.complaint(error, revision)}") from None
+    return read_json(path, required=True)
 
 
 class _Parser(argparse.ArgumentParser):

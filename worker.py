@@ -360,13 +360,17 @@ def boot(config: Config, end: WorkerEnd, metrics: Metrics) -> Worker:
     with _phase(end, metrics, "downloading" if not config.is_local else "checking", config.model_name):
         folder, sha = fetch(config)
         manifest = Manifest.read(folder)
-        config, load = prepare(config, folder, manifest)
+        is_remote = not config.is_local
+        config, fetch_rest, load = prepare(config, folder, manifest)
         metrics.set_limits(config.max_batch_size or 0, config.max_input_tokens, config.max_total_tokens)
     # The tokenizer is text's business and none of this process': it is looked after beside the weights.
     command = [sys.executable, str(HERE / "text.py"), str(folder), str(configuration.run_dir())]
     command += [config.tokenizer_config_path] if config.tokenizer_config_path else []
     preparing = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     try:
+        if is_remote:
+            with _phase(end, metrics, "downloading", f"the weights of {config.model_name}"):
+                fetch_rest()
         with _phase(end, metrics, "loading", "weights"):
             model = load(lambda phase: end.report(Status(phase=phase, progress_at=time.monotonic())))
         printed, complaint = preparing.communicate()
@@ -416,18 +420,18 @@ def boot(config: Config, end: WorkerEnd, metrics: Metrics) -> Worker:
 Load = Callable[[Callable[[str], None]], StaticBatchModel]
 
 
-def prepare(config: Config, folder: Path, manifest: Manifest) -> tuple[Config, Load]:
-    """The configuration with all that was left open filled in, and what loads the model, weights and all. That calls what it
-    is given with the name of a phase that takes long.
+def prepare(config: Config, folder: Path, manifest: Manifest) -> tuple[Config, Callable[[], Path], Load]:
+    """The configuration with all that was left open filled in, what downloads the weights, and what loads the model. That
+    calls what it is given with the name of a phase that takes long.
 
-    Both raise ConfigError or ModelError for what cannot be served, with the reason.
+    All three raise ConfigError or ModelError for what cannot be served, with the reason.
     """
     device = choose_device(config.device)
     if device == "neuron":
         from neuron_model import Build, NeuronModel  # each needs its own version of transformers: only one can be imported
 
         build = Build.decide(config, folder, manifest)
-        return build.config, lambda announce: NeuronModel(build, configuration.run_dir(), announce)
+        return build.config, build.checkpoint, lambda announce: NeuronModel(build, configuration.run_dir(), announce)
     from torch_model import TorchModel
 
     for name in ("quantize", "tp_degree", "prefill_buckets", "position_buckets", "compile_workers"):
@@ -439,7 +443,7 @@ def prepare(config: Config, folder: Path, manifest: Manifest) -> tuple[Config, L
     if manifest.is_compiled:
         raise ModelError(f"{config.model_name} is compiled for Neuron and is to be served on {device}; give its checkpoint")
     config = config.with_manifest(manifest)
-    return config, lambda _announce: TorchModel(config, fetch_weights(config, folder), manifest, device)
+    return config, lambda: fetch_weights(config, folder), lambda _announce: TorchModel(config, folder, manifest, device)
 
 
 class _phase:
@@ -456,7 +460,7 @@ class _phase:
 
     def __exit__(self, failed, *_):
         if not failed:
-            self._taken.set(time.monotonic() - self._started_at)
+            self._taken.inc(time.monotonic() - self._started_at)  # some come twice
             logger.info("Done %s in %.1f s", self._what, time.monotonic() - self._started_at)
 
 

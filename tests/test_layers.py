@@ -21,8 +21,9 @@ MAY_IMPORT = {
     "sampling": {"protocol"},
     "schema": {"protocol", "config"},
     "text": {"config"},
-    "model": {"config"},
-    "plan": {"config"},
+    "model": {"hub", "config"},
+    "plan": {"hub", "config"},
+    "hub": set(),
     "protocol": set(),
     "config": set(),
 }
@@ -40,6 +41,7 @@ NEVER = {
     "torch_model": {"flask", "gunicorn", "zmq", "msgspec", "transformers_neuronx"},
     "neuron_model": {"flask", "gunicorn", "zmq", "msgspec", "transformers"},
     "export": {"flask", "gunicorn", "zmq", "msgspec", "transformers"},
+    "hub": {"flask", "gunicorn", "zmq", "msgspec", "torch", "transformers"},
     "artifact": {"flask", "gunicorn", "zmq", "msgspec", "torch", "transformers", "transformers_neuronx"},
 }
 

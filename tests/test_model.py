@@ -122,7 +122,7 @@ def clear_cut(reference, length: int, random: torch.Generator):
 def serve(folder, max_total_tokens: int | None = POSITIONS, device: str = "cpu", **changes):
     manifest = Manifest.read(folder)
     config = Config(model_id=str(folder), device=device, max_total_tokens=max_total_tokens, **changes)
-    _config, load = prepare(config, folder, manifest)
+    _config, _fetch_rest, load = prepare(config, folder, manifest)
     return load(lambda phase: None)
 
 

@@ -571,7 +571,7 @@ def test_plan_refuses_in_one_line_with_code_2(folder, tmp_path, argv, words):
 def test_plan_fetches_nothing_but_the_config_of_a_hub_model(monkeypatch, folder):
     asked = []
 
-    def download(model_id, name, revision):
+    def download(model_id, name, revision, token):
         asked.append((model_id, name, revision))
         return str(folder("TinyLlama") / name)
 
