@@ -153,8 +153,7 @@ class Sampler:
     def _top_k(self, row: _Row) -> np.ndarray:
         """The ids of the `top_k` likeliest, and of those as likely as the last of them, ascending."""
         k, temperature = self.sampling.top_k, self.sampling.temperature
-        floor = row.floor(k)
-        ids = row.at_least(floor)
+        floor, ids = row.shortlist(k)
         scores = row.scaled(row.scores[ids], temperature)
         kth = np.partition(scores, -k)[-k]
         if kth > row.scaled(_below(floor), temperature):  # so none but these can reach it
@@ -167,18 +166,18 @@ class Sampler:
         """The ids of the fewest likeliest tokens whose share reaches `top_p`, ascending."""
         top_p, temperature = self.sampling.top_p, self.sampling.temperature
         total = row.masses(temperature).sum()
-        # Below the second floor all together have a share of less than 1 - top_p.
-        rest = 0.9 * (1.0 - top_p) * total / len(row.scores)
-        for floor in (row.floor(SHORTLIST), row.highest + temperature * np.log(rest)):
+        floor, ids = row.shortlist(SHORTLIST)
+        weights = row.weights(row.scores[ids], temperature)
+        if not weights.sum() > top_p * total:
+            # Below this floor all together have a share of less than 1 - top_p.
+            floor = row.highest + temperature * np.log(0.9 * (1.0 - top_p) * total / len(row.scores))
             ids = row.at_least(floor)
             weights = row.weights(row.scores[ids], temperature)
-            if not weights.sum() > top_p * total:
-                continue
-            kept = _top_p(weights, top_p, total, FAST_ERROR)
-            if kept is None:
-                kept = _top_p(weights, top_p, row.weights(row.scores, temperature).sum(), FULL_ERROR)
-            if kept is not None and weights[kept].min() > row.weights(_below(floor), temperature):
-                return ids[kept]
+        kept = _top_p(weights, top_p, total, FAST_ERROR)
+        if kept is None:
+            kept = _top_p(weights, top_p, row.weights(row.scores, temperature).sum(), FULL_ERROR)
+        if kept is not None and weights[kept].min() > row.weights(_below(floor), temperature):
+            return ids[kept]
         self.in_full += 1
         return _top_p(row.weights(row.scores, temperature), top_p)
 
@@ -188,11 +187,16 @@ def _top_p(weights: np.ndarray, top_p: float, total: float | None = None, error:
 
     Their share is of `total`, by default of their sum. None if a total that is wrong by `error` could give others.
     """
-    order = np.argsort(-weights, kind="stable")
-    cumulative = np.cumsum(weights[order])
+    largest_first = np.sort(weights)[::-1]
+    cumulative = np.cumsum(largest_first)
     wanted = top_p * (cumulative[-1] if total is None else total)
     last, at_most = np.searchsorted(cumulative, (wanted * (1.0 - error), wanted * (1.0 + error)))
-    return np.sort(order[: last + 1]) if last == at_most < len(order) else None
+    if last != at_most or last == len(weights):
+        return None
+    kept = weights > largest_first[last]
+    # Of equals the lowest ids, as many as are needed.
+    kept[np.flatnonzero(weights == largest_first[last])[: last + 1 - np.count_nonzero(kept)]] = True
+    return np.flatnonzero(kept)
 
 
 def _typical_p(probabilities: np.ndarray, typical_p: float) -> np.ndarray:
@@ -228,6 +232,8 @@ class _Row:
         self._scores = scores
         self._scratch = scratch
         self._likeliest: int | None = None
+        self._peaks: np.ndarray | None = None
+        self._masses: np.ndarray | None = None
         self._normalizer = 0.0
 
     def like(self, scores: np.ndarray) -> _Row:
@@ -247,7 +253,8 @@ class _Row:
 
     def normalize(self) -> None:
         """Makes ready for `logprob` and `top`. Raises SamplingError for scores that are no numbers."""
-        total = float(self.masses(1.0).sum())
+        self._masses = self._sums(1.0)
+        total = float(self._masses.sum())
         if not total < np.inf:
             raise SamplingError("the model's output is not a number")
         self._normalizer = math.log(total)
@@ -261,7 +268,7 @@ class _Row:
         if n == 0:
             return []
         # Ascending: of equals the lowest id, as in argmax.
-        best = self.at_least(self.floor(n))
+        _floor, best = self.shortlist(n)
         best = best[np.argsort(-self.scores[best], kind="stable")][:n]
         return [(int(token), self.logprob(token)) for token in best]
 
@@ -273,26 +280,38 @@ class _Row:
         return np.exp(self.scaled(scores, temperature))
 
     def masses(self, temperature: float) -> np.ndarray:
-        """The sum of the weights of each block, float64 [blocks], right to FAST_ERROR; not numbers if that is impossible."""
-        weights = self._scratch.view(-1)[: len(self.scores)]
-        scale = 1.0 / temperature
-        # exp is a hundred times slower on what is below -87, and that is next to nothing: so it must not be there often.
+        """The sum of the weights of each block, float64 [blocks], right to FAST_ERROR; not numbers if that cannot be had."""
+        if temperature == 1.0 and self._masses is not None:
+            return self._masses
+        return self._sums(temperature)
+
+    def _sums(self, temperature: float) -> np.ndarray:
+        weights, scale = self._scratch.view(-1)[: len(self.scores)], 1.0 / temperature
+        # exp is a hundred times slower on what is below -87, and that is next to nothing: there must not be much of it.
         if self.scores[:: BLOCK - 1].min() * scale > -80.0:
             torch.exp(self._scores if scale == 1.0 else torch.mul(self._scores, scale, out=weights), out=weights)
-            masses, one = self._scratch.sum(dim=-1).numpy(), float(weights[self.likeliest])
-            if one > 1e-25 and masses.max() < np.inf:
-                return masses.astype(np.float64) / one
+            sums, one = self._scratch.sum(dim=-1).numpy().astype(np.float64), float(weights[self.likeliest])
+            if one > 1e-25 and sums.sum() < np.inf:
+                return sums / one
         torch.sub(self._scores, self.highest, out=weights).mul_(scale).clamp_(min=-80.0).exp_()
         return self._scratch.sum(dim=-1).numpy().astype(np.float64)
 
-    def floor(self, n: int) -> float:
-        """A score that at least `n` tokens reach, or all if there are fewer; and few more do."""
+    def shortlist(self, n: int) -> tuple[float, np.ndarray]:
+        """A score that at least `n` tokens reach (all, if there are fewer) and few more, and the ids of these, ascending."""
         n, blocks = min(n, len(self.scores)), len(self.scores) // BLOCK
         if n > blocks // 2:
-            return float(np.partition(self.scores, -n)[-n])
-        # The n-th largest of the largest of each block.
-        peaks = self._scores[: blocks * BLOCK].view(blocks, BLOCK).amax(dim=-1).numpy()
-        return float(np.partition(peaks, -n)[-n])
+            floor = np.partition(self.scores, -n)[-n]
+            return floor, self.at_least(floor)
+        begin_of_rest = blocks * BLOCK
+        if self._peaks is None:
+            self._peaks = self._scores[:begin_of_rest].view(blocks, BLOCK).amax(dim=-1).numpy()
+        floor = np.partition(self._peaks, -n)[-n]  # n blocks have a token that reaches it
+        reaching = np.flatnonzero(self._peaks >= floor)
+        inside = np.flatnonzero(self.scores[:begin_of_rest].reshape(blocks, BLOCK)[reaching] >= floor)
+        ids = reaching[inside // BLOCK] * BLOCK + inside % BLOCK
+        if begin_of_rest < len(self.scores):
+            ids = np.append(ids, begin_of_rest + np.flatnonzero(self.scores[begin_of_rest:] >= floor))
+        return floor, ids
 
     def at_least(self, floor: float) -> np.ndarray:
         """The ids of the scores that reach `floor`, ascending."""

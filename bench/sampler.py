@@ -16,10 +16,10 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-import torch  # noqa: E402
+import torch
 
-from protocol import Sampling  # noqa: E402
-from sampling import Choice, Sampler, sample  # noqa: E402
+from protocol import Sampling
+from sampling import Choice, Sampler, sample
 
 WARM = {"temperature": 0.8}
 # name: (the most passes that it should take, sampling parameters without the seed or None for greedy, top tokens)
