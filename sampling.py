@@ -135,51 +135,52 @@ class Sampler:
         """The ids that may be drawn, ascending, and the weight of each."""
         sampling = self.sampling
         if self._has_top_k(row):
-            ids = self._top_k(row)
+            ids, weights = self._top_k(row)
+            if sampling.top_p < 1.0:
+                kept = _top_p(weights, sampling.top_p)
+                ids, weights = ids[kept], weights[kept]
         elif sampling.top_p < 1.0:
-            ids = self._nucleus(row)
+            ids, weights = self._nucleus(row)
         else:
             self.in_full += 1
-            ids = np.arange(len(row.scores))
-        weights = row.weights(row.scores[ids], sampling.temperature)
-        if self._has_top_k(row) and sampling.top_p < 1.0:
-            kept = _top_p(weights, sampling.top_p)
-            ids, weights = ids[kept], weights[kept]
+            ids, weights = np.arange(len(row.scores)), np.exp(row.scaled(row.scores, sampling.temperature))
         if sampling.typical_p < 1.0:
             kept = _typical_p(weights, sampling.typical_p)
             ids, weights = ids[kept], weights[kept]
         return ids, weights
 
-    def _top_k(self, row: _Row) -> np.ndarray:
-        """The ids of the `top_k` likeliest, and of those as likely as the last of them, ascending."""
+    def _top_k(self, row: _Row) -> tuple[np.ndarray, np.ndarray]:
+        """The `top_k` likeliest, and those as likely as the last of them: ids, ascending, and weights."""
         k, temperature = self.sampling.top_k, self.sampling.temperature
         floor, ids = row.shortlist(k)
         scores = row.scaled(row.scores[ids], temperature)
         kth = np.partition(scores, -k)[-k]
-        if kth > row.scaled(_below(floor), temperature):  # so none but these can reach it
-            return ids[scores >= kth]
-        self.in_full += 1
-        scores = row.scaled(row.scores, temperature)
-        return np.flatnonzero(scores >= np.partition(scores, -k)[-k])
+        if not kth > row.scaled(_below(floor), temperature):  # others may be as likely
+            self.in_full += 1
+            ids, scores = np.arange(len(row.scores)), row.scaled(row.scores, temperature)
+            kth = np.partition(scores, -k)[-k]
+        kept = scores >= kth
+        return ids[kept], np.exp(scores[kept])
 
-    def _nucleus(self, row: _Row) -> np.ndarray:
-        """The ids of the fewest likeliest tokens whose share reaches `top_p`, ascending."""
+    def _nucleus(self, row: _Row) -> tuple[np.ndarray, np.ndarray]:
+        """The fewest likeliest whose share of all weights reaches `top_p`: ids, ascending, and weights."""
         top_p, temperature = self.sampling.top_p, self.sampling.temperature
         total = row.masses(temperature).sum()
         floor, ids = row.shortlist(SHORTLIST)
-        weights = row.weights(row.scores[ids], temperature)
+        weights = np.exp(row.scaled(row.scores[ids], temperature))
         if not weights.sum() > top_p * total:
             # Below this floor all together have a share of less than 1 - top_p.
             floor = row.highest + temperature * np.log(0.9 * (1.0 - top_p) * total / len(row.scores))
             ids = row.at_least(floor)
-            weights = row.weights(row.scores[ids], temperature)
+            weights = np.exp(row.scaled(row.scores[ids], temperature))
         kept = _top_p(weights, top_p, total, FAST_ERROR)
         if kept is None:
-            kept = _top_p(weights, top_p, row.weights(row.scores, temperature).sum(), FULL_ERROR)
-        if kept is not None and weights[kept].min() > row.weights(_below(floor), temperature):
-            return ids[kept]
-        self.in_full += 1
-        return _top_p(row.weights(row.scores, temperature), top_p)
+            kept = _top_p(weights, top_p, np.exp(row.scaled(row.scores, temperature)).sum(), FULL_ERROR)
+        if kept is None or not weights[kept].min() > np.exp(row.scaled(_below(floor), temperature)):
+            self.in_full += 1
+            ids, weights = np.arange(len(row.scores)), np.exp(row.scaled(row.scores, temperature))
+            kept = _top_p(weights, top_p)
+        return ids[kept], weights[kept]
 
 
 def _top_p(weights: np.ndarray, top_p: float, total: float | None = None, error: float = 0.0) -> np.ndarray | None:
@@ -188,15 +189,15 @@ def _top_p(weights: np.ndarray, top_p: float, total: float | None = None, error:
     Their share is of `total`, by default of their sum. None if a total that is wrong by `error` could give others.
     """
     largest_first = np.sort(weights)[::-1]
-    cumulative = np.cumsum(largest_first)
+    cumulative = largest_first.cumsum()
     wanted = top_p * (cumulative[-1] if total is None else total)
-    last, at_most = np.searchsorted(cumulative, (wanted * (1.0 - error), wanted * (1.0 + error)))
-    if last != at_most or last == len(weights):
+    last = cumulative.searchsorted(wanted * (1.0 - error))
+    if last == len(weights) or (error and cumulative[last] < wanted * (1.0 + error)):
         return None
     kept = weights > largest_first[last]
     # Of equals the lowest ids, as many as are needed.
-    kept[np.flatnonzero(weights == largest_first[last])[: last + 1 - np.count_nonzero(kept)]] = True
-    return np.flatnonzero(kept)
+    kept[(weights == largest_first[last]).nonzero()[0][: last + 1 - np.count_nonzero(kept)]] = True
+    return kept.nonzero()[0]
 
 
 def _typical_p(probabilities: np.ndarray, typical_p: float) -> np.ndarray:
@@ -211,13 +212,21 @@ def _typical_p(probabilities: np.ndarray, typical_p: float) -> np.ndarray:
 
 def _drawn(weights: np.ndarray, draw: float) -> int:
     """The index at the share `draw` of all weights, 0 <= draw < 1; never that of a weight of 0."""
-    cumulative = np.cumsum(weights)
-    return min(int(np.searchsorted(cumulative, draw * cumulative[-1], side="right")), len(weights) - 1)
+    cumulative = weights.cumsum()
+    return min(int(cumulative.searchsorted(draw * cumulative[-1], side="right")), len(weights) - 1)
 
 
-def _below(score: float) -> np.float32:
+def _below(score: float) -> float:
     """The largest float32 that does not reach `score`."""
-    return np.nextafter(np.float32(score), np.float32(-np.inf))
+    return float(np.nextafter(np.float32(score), np.float32(-np.inf)))
+
+
+class _Scratch:
+    """Where the float32 weights of one row after the other lie, in blocks; the last of these ends in noughts."""
+
+    def __init__(self, vocab: int):
+        self.blocks = torch.zeros(-(-vocab // BLOCK), BLOCK)
+        self.weights = self.blocks.view(-1)[:vocab]
 
 
 class _Row:
@@ -226,10 +235,9 @@ class _Row:
     A token's weight is exp((its score - the highest) / temperature): 1 for the likeliest, whatever the temperature.
     """
 
-    def __init__(self, scores: torch.Tensor, scratch: torch.Tensor):
-        """scratch: float32 [blocks, BLOCK], noughts beyond the vocabulary; what is computed of a row lies there a while."""
+    def __init__(self, scores: torch.Tensor, scratch: _Scratch):
         self.scores = scores.numpy()
-        self._scores = scores
+        self._tensor = scores
         self._scratch = scratch
         self._likeliest: int | None = None
         self._peaks: np.ndarray | None = None
@@ -272,12 +280,11 @@ class _Row:
         best = best[np.argsort(-self.scores[best], kind="stable")][:n]
         return [(int(token), self.logprob(token)) for token in best]
 
-    def scaled(self, scores: np.ndarray | np.float32, temperature: float) -> np.ndarray:
+    def scaled(self, scores: np.ndarray | float, temperature: float) -> np.ndarray | float:
         """The logarithms of weights, float64. From the highest down, so that a tiny temperature brings no infinities."""
-        return (np.asarray(scores, dtype=np.float64) - self.highest) / temperature
-
-    def weights(self, scores: np.ndarray | np.float32, temperature: float) -> np.ndarray:
-        return np.exp(self.scaled(scores, temperature))
+        if isinstance(scores, np.ndarray):
+            scores = scores.astype(np.float64)
+        return (scores - self.highest) / temperature
 
     def masses(self, temperature: float) -> np.ndarray:
         """The sum of the weights of each block, float64 [blocks], right to FAST_ERROR; not numbers if that cannot be had."""
@@ -286,15 +293,16 @@ class _Row:
         return self._sums(temperature)
 
     def _sums(self, temperature: float) -> np.ndarray:
-        weights, scale = self._scratch.view(-1)[: len(self.scores)], 1.0 / temperature
+        scale, weights = 1.0 / temperature, self._scratch.weights
         # exp is a hundred times slower on what is below -87, and that is next to nothing: there must not be much of it.
         if self.scores[:: BLOCK - 1].min() * scale > -80.0:
-            torch.exp(self._scores if scale == 1.0 else torch.mul(self._scores, scale, out=weights), out=weights)
-            sums, one = self._scratch.sum(dim=-1).numpy().astype(np.float64), float(weights[self.likeliest])
+            torch.exp(self._tensor if scale == 1.0 else torch.mul(self._tensor, scale, out=weights), out=weights)
+            sums = self._scratch.blocks.sum(dim=-1).numpy().astype(np.float64)
+            one = weights[self.likeliest].item()
             if one > 1e-25 and sums.sum() < np.inf:
                 return sums / one
-        torch.sub(self._scores, self.highest, out=weights).mul_(scale).clamp_(min=-80.0).exp_()
-        return self._scratch.sum(dim=-1).numpy().astype(np.float64)
+        torch.sub(self._tensor, self.highest, out=weights).mul_(scale).clamp_(min=-80.0).exp_()
+        return self._scratch.blocks.sum(dim=-1).numpy().astype(np.float64)
 
     def shortlist(self, n: int) -> tuple[float, np.ndarray]:
         """A score that at least `n` tokens reach (all, if there are fewer) and few more, and the ids of these, ascending."""
@@ -304,10 +312,10 @@ class _Row:
             return floor, self.at_least(floor)
         begin_of_rest = blocks * BLOCK
         if self._peaks is None:
-            self._peaks = self._scores[:begin_of_rest].view(blocks, BLOCK).amax(dim=-1).numpy()
+            self._peaks = self._tensor[:begin_of_rest].view(blocks, BLOCK).amax(dim=-1).numpy()
         floor = np.partition(self._peaks, -n)[-n]  # n blocks have a token that reaches it
-        reaching = np.flatnonzero(self._peaks >= floor)
-        inside = np.flatnonzero(self.scores[:begin_of_rest].reshape(blocks, BLOCK)[reaching] >= floor)
+        reaching = (self._peaks >= floor).nonzero()[0]
+        inside = (self.scores[:begin_of_rest].reshape(blocks, BLOCK)[reaching] >= floor).ravel().nonzero()[0]
         ids = reaching[inside // BLOCK] * BLOCK + inside % BLOCK
         if begin_of_rest < len(self.scores):
             ids = np.append(ids, begin_of_rest + np.flatnonzero(self.scores[begin_of_rest:] >= floor))
@@ -320,20 +328,20 @@ class _Row:
     def draw(self, temperature: float, draw: float) -> int | None:
         """The token at the share `draw` of all weights: first its block, then itself. None if float32 cannot tell."""
         masses = self.masses(temperature)
-        cumulative = np.cumsum(masses)
+        cumulative = masses.cumsum()
         wanted = draw * cumulative[-1]
         if not wanted < np.inf:
             return None
-        block = int(np.searchsorted(cumulative, wanted, side="right"))
+        block = int(cumulative.searchsorted(wanted, side="right"))
         share = (wanted - (cumulative[block - 1] if block else 0.0)) / masses[block]
         begin = block * BLOCK
-        weights = self.weights(self.scores[begin : begin + BLOCK], temperature)
+        weights = np.exp(self.scaled(self.scores[begin : begin + BLOCK], temperature))
         return begin + _drawn(weights, min(share, 1.0 - 2.0**-53)) if weights.any() else None
 
 
 def _rows(logits: torch.Tensor) -> Iterator[_Row]:
     """logits: float32 [rows, vocab], on the CPU. A row is good until the next one is asked for."""
-    scratch = torch.zeros(-(-logits.shape[-1] // BLOCK), BLOCK)
+    scratch = _Scratch(logits.shape[-1])
     for scores in logits:
         yield _Row(scores, scratch)
 
