@@ -2,10 +2,10 @@
 
     .venv/bin/python bench/sampler.py [--rows 32] [--vocab 128256] [--threads 1 2] [--rounds 5]
 
-The pass is `torch.amax(dim=-1)` of the same logits with as many threads, taken right before and after each round. Logits come
-in two kinds: "model", whose probabilities fall with their rank as a language model's do (a power of -1.5), and "flat", which
-are normally distributed with a deviation of 2.5, so that top-p takes thousands of tokens. Log-probabilities of the chosen
-tokens are in all figures, as they are in all answers.
+The pass is `torch.amax(dim=-1)` of the same logits with as many threads. The two take turns, and a round is the shortest of
+each, because other processes make either longer. Logits come in two kinds: "model", whose probabilities fall with their rank
+as a language model's do (a power of -1.5), and "flat", normally distributed with a deviation of 2.5, of which top-p takes
+thousands of tokens. Log-probabilities of the chosen tokens are in all figures, as they are in all answers.
 """
 
 import argparse
@@ -21,6 +21,7 @@ import torch
 from protocol import Sampling
 from sampling import Choice, Sampler, sample
 
+TURNS = 9  # a round
 WARM = {"temperature": 0.8}
 # name: (the most passes that it should take, sampling parameters without the seed or None for greedy, top tokens)
 CASES = {
@@ -47,19 +48,15 @@ def logits_of(kind: str, rows: int, vocab: int) -> torch.Tensor:
 
 
 def samplers_of(rows: int, parameters: dict | None, top: int) -> list[Sampler]:
-    prompt = list(range(0, 3000, 3))
+    prompt = list(range(1000))
     sampling = [Sampling() if parameters is None else Sampling(seed=row, **parameters) for row in range(rows)]
     return [Sampler(each, prompt, top_n_tokens=top) for each in sampling]
 
 
-def taken_ms(what) -> float:
-    """The median of a few calls."""
-    times = []
-    for _ in range(5):
-        started_at = time.perf_counter()
-        what()
-        times.append((time.perf_counter() - started_at) * 1e3)
-    return statistics.median(times)
+def timed_ms(what) -> float:
+    started_at = time.perf_counter()
+    what()
+    return (time.perf_counter() - started_at) * 1e3
 
 
 def measure(rows: int = 32, vocab: int = 128256, threads: tuple[int, ...] = (1, 2), rounds: int = 5) -> list[dict]:
@@ -88,9 +85,9 @@ def _case(name: str, reach: float, logits: torch.Tensor, samplers: list[Sampler]
     choose(), read_once()
     times, ratios = [], []
     for _ in range(rounds):
-        before, taken, after = taken_ms(read_once), taken_ms(choose), taken_ms(read_once)
-        times.append(taken)
-        ratios.append(taken / ((before + after) / 2))
+        passes, choices = zip(*((timed_ms(read_once), timed_ms(choose)) for _ in range(TURNS)))
+        times.append(min(choices))
+        ratios.append(min(choices) / min(passes))
     ratio = statistics.median(ratios)
     return [
         _figure(f"sampler: {name}", ratios, "passes") | {"reach": reach, "met": ratio <= reach},

@@ -7,6 +7,7 @@ temperature, top-k, top-p, typical-p.
 import itertools
 import math
 from collections import Counter
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -642,6 +643,36 @@ def test_what_is_usual_is_decided_by_few_candidates(size, filters):
     samplers = [Sampler(Sampling(seed=seed, temperature=0.8, **filters), [0]) for seed in range(50)]
     tokens_of(sample(row.expand(50, -1), samplers))
     assert sum(sampler.in_full for sampler in samplers) == 0
+
+
+def test_a_nucleus_of_thousands_is_decided_without_sorting_the_whole_vocabulary():
+    row = large_row("normal", 128256, 2, scale=2.5)
+    sampling = Sampling(seed=8, temperature=0.8, top_p=0.95)
+    sampler = Sampler(sampling, [0])
+    expected = [plain_choice(row, sampling, draw) for draw in draws_of(8, 5)]
+    assert [tokens_of(sample(torch.from_numpy(row)[None], [sampler]))[0] for _ in range(5)] == expected
+    assert sampler.in_full == 0
+
+
+def test_what_float64_cannot_tell_apart_is_equally_likely_however_many_there_are():
+    row = np.arange(20000, dtype=np.float32) * np.float32(1e-30)
+    row[5] = 1.0
+    sampling = Sampling(seed=2, top_k=2)
+    sampler = Sampler(sampling, [0])
+    expected = [plain_choice(row, sampling, draw) for draw in draws_of(2, 5)]
+    assert [tokens_of(sample(torch.from_numpy(row)[None], [sampler]))[0] for _ in range(5)] == expected
+    assert sampler.in_full == 5
+
+
+@pytest.mark.parametrize("draw", [0.0, 1.0 - 2.0**-53])
+@pytest.mark.parametrize("filters", [{}, {"temperature": 0.01}, {"top_p": 0.999}, {"top_k": 700}, {"typical_p": 0.9}], ids=str)
+def test_the_smallest_and_the_largest_draw_fall_on_a_possible_token(filters, draw, monkeypatch):
+    row = large_row("normal", 1000, 9)
+    row[:300] = row[900:] = -INF
+    sampler = Sampler(Sampling(seed=1, **filters), [0])
+    monkeypatch.setattr(sampler, "_random", SimpleNamespace(random=lambda: draw))
+    (token,) = tokens_of(sample(torch.from_numpy(row)[None], [sampler]))
+    assert row[token] > -INF
 
 
 @pytest.mark.parametrize(
