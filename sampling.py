@@ -106,7 +106,7 @@ class Sampler:
             self._seen = np.append(self._seen, token)
 
     def _changed(self, row: _Row) -> _Row:
-        """The row with its penalties, biases and bans; itself if there are none."""
+        """The row with its penalties, biases and bans, rounded to float32 as in transformers; itself if there are none."""
         if not (self._seen is not None or self._counts or len(self._bias_ids) or self._banned_for > 0):
             return row
         scores = row.scores.copy()
