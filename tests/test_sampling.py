@@ -7,6 +7,7 @@ temperature, top-k, top-p, typical-p.
 import itertools
 import math
 from collections import Counter
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -22,7 +23,7 @@ from transformers import (
 )
 
 from protocol import Sampling
-from sampling import Choice, Sampler, SamplingError, device_parameters, drawn, prompt_logprobs, sample
+from sampling import FAST_ERROR, Choice, Sampler, SamplingError, _rows, device_parameters, drawn, prompt_logprobs, sample
 
 INF = math.inf
 VOCABULARY = 12
@@ -526,3 +527,233 @@ def test_what_the_device_chose_is_taken_unless_it_is_no_token():
     assert (first, last) == (Choice(0, None, []), Choice(VOCABULARY - 1, None, []))
     assert [str(refused) for refused in (negative, beyond)] == ["the device chose a token that does not exist"] * 2
     assert isinstance(negative, SamplingError)
+
+
+def plain_cumulative(scores: np.ndarray, sampling: Sampling) -> tuple[np.ndarray, np.ndarray]:
+    """Over the whole vocabulary in float64, step by step: the ids that may be drawn, ascending, and their cumulative weight."""
+    scores = (scores.astype(np.float64) - float(scores.max())) / sampling.temperature
+    ids = np.arange(len(scores))
+    if 0 < sampling.top_k < len(scores):
+        ids = np.flatnonzero(scores >= np.sort(scores)[-sampling.top_k])
+    weights = np.exp(scores[ids])
+
+    def first(order, share):
+        cumulative = np.cumsum(weights[order])
+        return np.sort(order[: np.searchsorted(cumulative, share * cumulative[-1]) + 1])
+
+    if sampling.top_p < 1.0:
+        kept = first(np.argsort(-weights, kind="stable"), sampling.top_p)
+        ids, weights = ids[kept], weights[kept]
+    if sampling.typical_p < 1.0:
+        shares = weights / weights.sum()
+        surprise = -np.log(shares)
+        entropy = np.sum(shares * surprise, where=shares > 0)
+        kept = first(np.argsort(np.abs(surprise - entropy), kind="stable"), sampling.typical_p)
+        ids, weights = ids[kept], weights[kept]
+    return ids, np.cumsum(weights)
+
+
+def plain_choice(scores: np.ndarray, sampling: Sampling, draw: float) -> int:
+    ids, cumulative = plain_cumulative(scores, sampling)
+    return int(ids[np.searchsorted(cumulative, draw * cumulative[-1], side="right")])
+
+
+def draws_of(seed: int, count: int) -> list[float]:
+    return list(np.random.Generator(np.random.Philox(key=seed)).random(count))
+
+
+SHAPES = ("normal", "plateaus", "two values", "equal", "ranks", "one peak", "rising", "peaks in one block")
+
+
+def large_row(shape: str, size: int, seed: int, scale: float = 2.0, offset: float = 0.0, impossible: float = 0.0) -> np.ndarray:
+    """float32 [size]: that shape, stretched by `scale`, moved by `offset`, a share of it -inf."""
+    random = np.random.default_rng(seed)
+    row = {
+        "normal": lambda: random.standard_normal(size),
+        "plateaus": lambda: np.round(random.standard_normal(size)),
+        "two values": lambda: (random.random(size) < 0.01).astype(float),
+        "equal": lambda: np.zeros(size),
+        "ranks": lambda: -np.log(random.permutation(size) + 1.0),
+        "one peak": lambda: np.where(np.arange(size) == random.integers(size), 9.0, random.standard_normal(size)),
+        "rising": lambda: np.linspace(-5, 5, size),
+        "peaks in one block": lambda: random.standard_normal(size) + 5.0 * (np.arange(size) // 256 == size // 512),
+    }[shape]()
+    row = (row * scale + offset).astype(np.float32)
+    row[random.random(size) < impossible] = -INF
+    if row.max() == -INF:
+        row[random.integers(size)] = offset
+    return row
+
+
+sizes = st.sampled_from([1, 2, 255, 256, 257, 1000, 5120, 20000, 33001])
+large_rows = st.builds(
+    large_row,
+    shape=st.sampled_from(SHAPES),
+    size=sizes,
+    seed=st.integers(0, 2**32 - 1),
+    scale=st.sampled_from([0.0, 1e-6, 0.1, 1.0, 2.5, 10.0, 300.0]),
+    offset=st.sampled_from([0.0, 20.0, -70.0, 95.0, -1000.0, 1e6]),
+    impossible=st.sampled_from([0.0, 0.0, 0.01, 0.5, 0.999]),
+)
+temperatures = st.sampled_from([0.01, 0.3, 0.8, 1.0, 1.5, 5.0]) | st.floats(1e-300, 1e300) | st.floats(0.1, 2.0)
+shares = st.sampled_from([1e-300, 1e-6, 0.25, 0.5, 0.9, 0.95, 0.99999, 1 - 1e-16]) | st.floats(0.01, 0.999)
+filters = st.one_of(
+    st.fixed_dictionaries({"top_k": st.integers(1, 600)}),
+    st.fixed_dictionaries({"top_p": shares}),
+    st.fixed_dictionaries({"top_k": st.integers(1, 600), "top_p": shares}),
+    st.fixed_dictionaries({"top_k": st.integers(0, 100), "top_p": shares, "typical_p": shares}),
+)
+
+
+@given(row=large_rows, temperature=temperatures, filters=filters, seed=st.integers(0, 2**64 - 1))
+@settings(max_examples=400, deadline=None)
+def test_few_candidates_choose_the_very_token_that_the_whole_vocabulary_would(row, temperature, filters, seed):
+    sampling = Sampling(seed=seed, temperature=temperature, **filters)
+    sampler = Sampler(sampling, [0])
+    with np.errstate(all="ignore"):
+        expected = [plain_choice(row, sampling, draw) for draw in draws_of(seed, 4)]
+    assert [tokens_of(sample(torch.from_numpy(row)[None], [sampler]))[0] for _ in range(4)] == expected
+
+
+@given(row=large_rows, temperature=temperatures, seed=st.integers(0, 2**64 - 1))
+@settings(max_examples=300, deadline=None)
+def test_with_a_temperature_alone_a_draw_falls_on_the_token_whose_share_of_all_weights_it_is_in(row, temperature, seed):
+    sampling = Sampling(seed=seed, temperature=temperature)
+    sampler = Sampler(sampling, [0])
+    with np.errstate(all="ignore"):
+        _ids, cumulative = plain_cumulative(row, sampling)
+    cumulative /= cumulative[-1]
+    for draw in draws_of(seed, 4):
+        (token,) = tokens_of(sample(torch.from_numpy(row)[None], [sampler]))
+        assert (cumulative[token - 1] if token else 0.0) - FAST_ERROR <= draw <= cumulative[token] + FAST_ERROR
+        assert row[token] > -INF
+
+
+@given(row=large_rows, temperature=st.floats(1e-3, 1e3))
+@settings(max_examples=300, deadline=None)
+def test_the_masses_of_blocks_are_as_right_as_the_proof_of_a_shortlist_needs(row, temperature):
+    (place,) = _rows(torch.from_numpy(row)[None])
+    weights = np.exp((row.astype(np.float64) - float(row.max())) / temperature)
+    exact = np.add.reduceat(weights, range(0, len(row), 256))
+    masses = place.masses(temperature)
+    assert masses.sum() == pytest.approx(exact.sum(), rel=FAST_ERROR / 2)
+    assert masses == pytest.approx(exact, rel=FAST_ERROR / 2, abs=1e-12 * exact.sum())
+
+
+@given(row=large_rows)
+@settings(max_examples=200, deadline=None)
+def test_log_probabilities_of_a_large_vocabulary_are_right_to_a_hundred_thousandth(row):
+    (choice,) = sample(torch.from_numpy(row)[None], [Sampler(Sampling(), [0], top_n_tokens=9)])
+    exact = row.astype(np.float64) - float(row.max())
+    exact -= math.log(np.exp(exact).sum())
+    assert choice.logprob == pytest.approx(exact[choice.token], abs=1e-5)
+    assert choice.logprob <= 0
+    ranking = np.argsort(-row, kind="stable")[:9]
+    assert [token for token, _ in choice.top] == ranking.tolist()
+    assert [logprob for _, logprob in choice.top] == pytest.approx(exact[ranking], abs=1e-5)
+
+
+COMMON = [{"top_k": 50}, {"top_k": 50, "top_p": 0.95}, {"top_p": 0.95}, {"top_p": 0.5}, {"top_k": 1}, {}]
+
+
+@pytest.mark.parametrize("filters", COMMON, ids=str)
+@pytest.mark.parametrize("size", [32000, 50257, 128256])
+def test_what_is_usual_is_decided_by_few_candidates(size, filters):
+    row = torch.from_numpy(large_row("ranks", size, 1, scale=1.5, offset=18.0))
+    samplers = [Sampler(Sampling(seed=seed, temperature=0.8, **filters), [0]) for seed in range(50)]
+    tokens_of(sample(row.expand(50, -1), samplers))
+    assert sum(sampler.in_full for sampler in samplers) == 0
+
+
+def test_a_nucleus_of_thousands_is_decided_without_sorting_the_whole_vocabulary():
+    row = large_row("normal", 128256, 2, scale=2.5)
+    sampling = Sampling(seed=8, temperature=0.8, top_p=0.95)
+    sampler = Sampler(sampling, [0])
+    expected = [plain_choice(row, sampling, draw) for draw in draws_of(8, 5)]
+    assert [tokens_of(sample(torch.from_numpy(row)[None], [sampler]))[0] for _ in range(5)] == expected
+    assert sampler.in_full == 0
+
+
+def test_what_float64_cannot_tell_apart_is_equally_likely_however_many_there_are():
+    row = np.arange(20000, dtype=np.float32) * np.float32(1e-30)
+    row[5] = 1.0
+    sampling = Sampling(seed=2, top_k=2)
+    sampler = Sampler(sampling, [0])
+    expected = [plain_choice(row, sampling, draw) for draw in draws_of(2, 5)]
+    assert [tokens_of(sample(torch.from_numpy(row)[None], [sampler]))[0] for _ in range(5)] == expected
+    assert sampler.in_full == 5
+
+
+@pytest.mark.parametrize("draw", [0.0, 1.0 - 2.0**-53])
+@pytest.mark.parametrize("filters", [{}, {"temperature": 0.01}, {"top_p": 0.999}, {"top_k": 700}, {"typical_p": 0.9}], ids=str)
+def test_the_smallest_and_the_largest_draw_fall_on_a_possible_token(filters, draw, monkeypatch):
+    row = large_row("normal", 1000, 9)
+    row[:300] = row[900:] = -INF
+    sampler = Sampler(Sampling(seed=1, **filters), [0])
+    monkeypatch.setattr(sampler, "_random", SimpleNamespace(random=lambda: draw))
+    (token,) = tokens_of(sample(torch.from_numpy(row)[None], [sampler]))
+    assert row[token] > -INF
+
+
+@pytest.mark.parametrize(
+    ("shape", "filters"),
+    [
+        ("equal", {"top_p": 0.5}),
+        ("ranks", {"top_p": 1 - 1e-16}),
+        ("ranks", {"typical_p": 0.5}),
+    ],
+    ids=str,
+)
+def test_what_few_candidates_cannot_decide_is_computed_in_full_and_counted(shape, filters):
+    row = large_row(shape, 128256, 3)
+    sampling = Sampling(seed=5, **filters)
+    sampler = Sampler(sampling, [0])
+    assert tokens_of(sample(torch.from_numpy(row)[None], [sampler])) == [plain_choice(row, sampling, draws_of(5, 1)[0])]
+    assert sampler.in_full == 1
+
+
+def test_a_penalized_row_is_drawn_from_like_any_other():
+    row = large_row("ranks", 128256, 4, scale=1.5, offset=18.0)
+    prompt = np.argsort(-row)[:40].tolist()
+    sampling = Sampling(seed=3, temperature=0.9, top_k=50, top_p=0.9, repetition_penalty=1.3)
+    penalized = row.copy()
+    penalized[prompt] = np.where(row[prompt] > 0, row[prompt].astype(float) / 1.3, row[prompt].astype(float) * 1.3)
+    sampler = Sampler(sampling, prompt)
+    assert tokens_of(sample(torch.from_numpy(row)[None], [sampler])) == [plain_choice(penalized, sampling, draws_of(3, 1)[0])]
+    assert sampler.in_full == 0
+
+
+def test_the_tokens_of_several_blocks_are_drawn_as_often_as_they_should_be():
+    row = large_row("normal", 700, 6, scale=1.0)
+    samplers = [Sampler(Sampling(seed=seed, temperature=0.7), [0]) for seed in range(20000)]
+    counts = Counter(tokens_of(sample(torch.from_numpy(row).expand(20000, -1), samplers)))
+    expected = torch.softmax(torch.from_numpy(row).double() / 0.7, dim=-1).numpy()
+    assert chi_square_excess(counts, expected) < 1
+    tilted = torch.softmax(torch.from_numpy(row).double() / 0.75, dim=-1).numpy()
+    assert chi_square_excess(counts, tilted) > 1
+
+
+def kinds_on(logits: torch.Tensor, order: list[int]) -> list[Choice | Exception]:
+    """What row `i` of the logits yields with the parameters of its own, for each `i` of `order`, in one batch."""
+    samplers = [Sampler(MANY_KINDS[i % len(MANY_KINDS)], [1, 2, 3], top_n_tokens=i % 7) for i in order]
+    return sample(logits[order], samplers)
+
+
+@pytest.mark.parametrize("size", [32001, 50257, 128256])
+def test_not_a_bit_of_a_large_row_depends_on_its_neighbours_its_place_or_the_threads(size):
+    logits = torch.from_numpy(np.stack([large_row("normal", size, seed, offset=3.0 * seed) for seed in range(16)]))
+    threads = torch.get_num_threads()
+    together = kinds_on(logits, list(range(16)))
+    try:
+        for count in (1, 2, 3):
+            torch.set_num_threads(count)
+            assert kinds_on(logits, list(range(15, -1, -1))) == together[::-1]
+            assert [kinds_on(logits, [i])[0] for i in range(16)] == together
+    finally:
+        torch.set_num_threads(threads)
+
+
+def test_a_prompt_is_told_the_same_whatever_its_chunks():
+    logits = torch.from_numpy(np.stack([large_row("normal", 50257, seed) for seed in range(6)]))
+    results = [prompt_logprobs(chunked(logits, [size]), [1, 2, 3, 4, 5, 6], 4)[1:] for size in (1, 2, 6)]
+    assert results[0] == results[1] == results[2]
