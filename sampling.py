@@ -16,6 +16,7 @@ This layer knows neither slots nor sockets.
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
@@ -354,12 +355,25 @@ def sample(logits: torch.Tensor, samplers: list[Sampler]) -> list[Choice | Excep
     A row that fails yields its exception in its place; the others do not notice.
     """
     choices: list[Choice | Exception] = []
-    for row, sampler in zip(_rows(logits), samplers):
-        try:
-            choices.append(_choose(row, sampler))
-        except Exception as error:
-            choices.append(error)
+    with _one_thread():
+        for row, sampler in zip(_rows(logits), samplers):
+            try:
+                choices.append(_choose(row, sampler))
+            except Exception as error:
+                choices.append(error)
     return choices
+
+
+@contextlib.contextmanager
+def _one_thread() -> Iterator[None]:
+    """A row is a handful of calls of microseconds each. Several threads would meet after each of them, and wait for one that
+    has lost its processor to a web process: a hundred times as long as the call itself."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
 
 
 def _choose(row: _Row, sampler: Sampler) -> Choice:
@@ -400,8 +414,9 @@ def prompt_logprobs(
     followers = iter(prompt[1:])  # the logits after a token are about the next one
     for chunk in chunks:
         last = chunk[-1].clone()  # a view would hold the chunk
-        for row, token in zip(_rows(chunk), followers):  # in this order: zip takes one too many of its first
-            row.normalize()
-            logprobs.append(row.logprob(token))
-            top.append(row.top(top_n))
+        with _one_thread():
+            for row, token in zip(_rows(chunk), followers):  # in this order: zip takes one too many of its first
+                row.normalize()
+                logprobs.append(row.logprob(token))
+                top.append(row.top(top_n))
     return last, logprobs, top

@@ -753,6 +753,19 @@ def test_not_a_bit_of_a_large_row_depends_on_its_neighbours_its_place_or_the_thr
         torch.set_num_threads(threads)
 
 
+def test_rows_are_gone_through_by_one_thread_and_the_model_keeps_its_own(monkeypatch):
+    seen = []
+    choose = Sampler.choose
+    monkeypatch.setattr(Sampler, "choose", lambda self, row: seen.append(torch.get_num_threads()) or choose(self, row))
+    threads = torch.get_num_threads()
+    try:
+        torch.set_num_threads(2)
+        sample(torch.randn(2, VOCABULARY), [Sampler(Sampling(seed=1), [0]), Sampler(Sampling(seed=2), [0])])
+        assert (seen, torch.get_num_threads()) == ([1, 1], 2)
+    finally:
+        torch.set_num_threads(threads)
+
+
 def test_a_prompt_is_told_the_same_whatever_its_chunks():
     logits = torch.from_numpy(np.stack([large_row("normal", 50257, seed) for seed in range(6)]))
     results = [prompt_logprobs(chunked(logits, [size]), [1, 2, 3, 4, 5, 6], 4)[1:] for size in (1, 2, 6)]
