@@ -13,7 +13,8 @@ MAY_IMPORT = {
     "web": {"answers", "schema", "text", "protocol", "config"},
     "answers": {"schema", "text", "protocol", "config"},
     "worker": {"metrics", "sampling", "model", "torch_model", "neuron_model", "protocol", "config"},
-    "torch_model": {"model", "config"},
+    "torch_model": {"decoder", "model", "config"},
+    "decoder": set(),
     "neuron_model": {"model", "config"},
     "metrics": {"protocol"},
     "sampling": {"protocol"},
@@ -36,6 +37,7 @@ NEVER = {
     "sampling": {"zmq", "socket", "flask", "transformers"},
     "model": {"flask", "gunicorn", "zmq", "msgspec"},
     "torch_model": {"flask", "gunicorn", "zmq", "msgspec", "transformers_neuronx"},
+    "decoder": {"flask", "gunicorn", "zmq", "msgspec", "transformers", "transformers_neuronx"},
     "neuron_model": {"flask", "gunicorn", "zmq", "msgspec", "transformers"},
 }
 
