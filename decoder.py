@@ -7,6 +7,8 @@ knows no checkpoints and no settings.
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -14,13 +16,19 @@ import torch.nn.functional as F
 from torch import nn
 
 PACKED_FOR_ROWS = 16  # oneDNN's layout for a single row is slow for several; that for several is the same for any number
+BLOCK = 16  # positions; without whole blocks, the last bits of a row's attention would depend on how long the others are
+
+
+def in_blocks(tokens: int, window: int) -> int:
+    """How much of a window a decode step looks at when its longest row has so many tokens: whole blocks."""
+    return min(-(-tokens // BLOCK) * BLOCK, window)
 
 
 class Step:
     """One forward pass: which rows of the cache it runs on, and where each of its tokens stands.
 
-    rows: the slots, a range; positions: int64 [rows, q], the position of each token; filled: how much of the window the
-    longest of them uses, this pass included. More than one token a row are a prompt, or a part of one, in one row.
+    rows: the slots, a range; positions: int64 [rows, q], the position of each token; filled: how much of the window is looked
+    at, this pass included. More than one token a row are a prompt, or a part of one, in one row.
     """
 
     def __init__(self, rows: slice, positions: torch.Tensor, filled: int):
@@ -31,6 +39,8 @@ class Step:
         self.begin = filled - positions.shape[1]  # of a prefill: where its first token stands
         self.windows: dict[int, int | None] = {}  # sliding window that each layer asked for
         self._masks: dict[int | None, torch.Tensor] = {}
+        self._row_index = torch.arange(rows.start, rows.stop, device=positions.device)
+        self._key_index = positions[:, 0]
 
     def mask(self, window: int | None) -> torch.Tensor:
         """Which positions each token may look at: bool [rows, 1, q, filled], True: it may."""
@@ -48,18 +58,16 @@ class Step:
             self._masks[window] = torch.zeros((), dtype=dtype, device=self.positions.device).where(self.mask(window), lowest)
         return self._masks[window]
 
-    def write(self, store: torch.Tensor, states: torch.Tensor) -> torch.Tensor:
-        """Puts the keys and values of this pass, [2, rows, kv heads, q, head size], where they belong in the slots' store,
-        [2, slots, kv heads, window, head size]. Returns the filled part of the rows: [2, rows, kv heads, filled, head size].
-        Either may come alone, as [1, ...].
+    def write(self, store: torch.Tensor, states: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Puts the keys and values of this pass, [rows, q, 2, kv heads, head size], where they belong in the slots' store,
+        [2, slots, kv heads, window, head size]. Returns those of the filled part: [rows, kv heads, filled, head size] each.
+        Either may come alone, as one instead of two.
         """
-        stored = store[:, self.rows]
         if self.is_prefill:
-            stored[:, :, :, self.begin : self.filled] = states
+            store[:, self.rows, :, self.begin : self.filled] = states.permute(2, 0, 3, 1, 4)
         else:
-            index = torch.arange(stored.shape[1], device=stored.device)
-            stored[:, index, :, self.positions[:, 0]] = states[:, :, :, 0].transpose(0, 1)
-        return stored[:, :, :, : self.filled]
+            store[:, self._row_index, :, self._key_index] = states[:, 0]
+        return store[:, self.rows, :, : self.filled].unbind()
 
 
 def attend(
@@ -107,7 +115,7 @@ class Packed(nn.Module):
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None):
         super().__init__()
         self.weight = torch.ops.mkldnn._reorder_linear_weight(weight.detach().contiguous(), PACKED_FOR_ROWS)
-        self.bias = None if bias is None else bias.detach()
+        self.bias = None if bias is None else bias.detach().clone()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return _packed_linear(x, self.weight, self.bias, "none", [], "")
@@ -124,22 +132,27 @@ def can_pack(dtype: torch.dtype) -> bool:
 
 
 def pack(model: nn.Module) -> None:
-    """Replaces the linear layers of a transformers model (GPT-2's Conv1D, its transpose, too), and lets their weights go."""
+    """Replaces the linear layers of a transformers model (GPT-2's Conv1D, its transpose, too), and lets their weights go.
+
+    What is left is copied: transformers maps a checkpoint's file, and one small tensor of it would keep all of it in memory.
+    """
     for parent in list(model.modules()):
         for name, child in parent.named_children():
             if type(child) is nn.Linear:
                 setattr(parent, name, Packed(child.weight, child.bias))
             elif type(child).__name__ == "Conv1D":
                 setattr(parent, name, Packed(child.weight.T, child.bias))
+    for parameter in model.parameters():
+        parameter.data = parameter.data.clone()
 
 
 class _Layer(NamedTuple):
     input_norm: torch.Tensor
-    qkv: nn.Module
-    out: nn.Module
+    qkv: Callable[[torch.Tensor], torch.Tensor]
+    out: Callable[[torch.Tensor], torch.Tensor]
     norm: torch.Tensor
-    gate_up: nn.Module
-    down: nn.Module
+    gate_up: Callable[[torch.Tensor], torch.Tensor]
+    down: Callable[[torch.Tensor], torch.Tensor]
     scaling: float
     window: int | None
     store: torch.Tensor  # keys and values: [2, slots, kv heads, window, head size]
@@ -199,31 +212,30 @@ class Decoder:
         )
 
     def pack(self) -> None:
-        self._head = Packed(self._head.weight, self._head.bias)
+        self._head, self._embedding, self._norm = _packed(self._head), self._embedding.clone(), self._norm.clone()
         for number, layer in enumerate(self._layers):
-            plain = {name: getattr(layer, name) for name in ("qkv", "out", "gate_up", "down")}
-            self._layers[number] = layer._replace(**{name: Packed(m.weight, m.bias) for name, m in plain.items()})
+            linears = {name: _packed(getattr(layer, name)) for name in ("qkv", "out", "gate_up", "down")}
+            norms = {name: getattr(layer, name).clone() for name in ("input_norm", "norm")}  # see `pack`
+            self._layers[number] = layer._replace(**linears, **norms)
 
     def __call__(self, tokens: torch.Tensor, step: Step, logits_to_keep: int) -> torch.Tensor:
         """tokens: int64 [rows, q] → [rows, logits_to_keep, vocab], the logits after the last of them; 0: all."""
         rows, length = tokens.shape
-        heads, kv_heads, head_size = self._heads, self._kv_heads, self._head_size
+        heads, kv_heads, half, epsilon = self._heads, self._kv_heads, self._head_size // 2, self._epsilon
+        heads_shape = (rows, length, heads + 2 * kv_heads, self._head_size)
+        kv_shape = (rows, length, 2, kv_heads, self._head_size)
         x = F.embedding(tokens, self._embedding)
         norm_shape = x.shape[-1:]
         cos, sin = self._angles(x, step.positions)
-        for layer in self._layers:
-            h = F.rms_norm(x, norm_shape, layer.input_norm, self._epsilon)
-            qkv = layer.qkv(h).view(rows, length, -1, head_size)
-            qkv = torch.addcmul(qkv * cos, torch.roll(qkv, head_size // 2, -1), sin).transpose(1, 2)
-            key_value = qkv[:, heads:].unflatten(1, (2, kv_heads)).transpose(0, 1)
-            key, value = step.write(layer.store, key_value)
-            out = attend(step, qkv[:, :heads], key, value, layer.scaling, layer.window)
-            x = x + layer.out(out.transpose(1, 2).reshape(rows, length, -1))
-            h = F.rms_norm(x, norm_shape, layer.norm, self._epsilon)
-            gate, up = layer.gate_up(h).chunk(2, -1)
-            x = x + layer.down(self._activation(gate).mul_(up))
-        x = F.rms_norm(x[:, -logits_to_keep:], norm_shape, self._norm, self._epsilon)
-        return self._head(x)
+        for input_norm, qkv_of, out_of, norm, gate_up_of, down_of, scaling, window, store in self._layers:
+            qkv = qkv_of(torch.rms_norm(x, norm_shape, input_norm, epsilon)).view(heads_shape)
+            qkv = torch.addcmul(qkv * cos, torch.roll(qkv, half, -1), sin)
+            key, value = step.write(store, qkv[:, :, heads:].view(kv_shape))
+            out = attend(step, qkv[:, :, :heads].transpose(1, 2), key, value, scaling, window)
+            x = x + out_of(out.transpose(1, 2).reshape(rows, length, -1))
+            gate, up = gate_up_of(torch.rms_norm(x, norm_shape, norm, epsilon)).chunk(2, -1)
+            x = x + down_of(self._activation(gate).mul_(up))
+        return self._head(torch.rms_norm(x[:, -logits_to_keep:], norm_shape, self._norm, epsilon))
 
     def _angles(self, x: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Cosines and sines, [rows, q, query, key and value heads, head size], that turn a token's queries and keys by its
@@ -240,15 +252,16 @@ def _parts(module: nn.Module | None) -> set[str]:
     return {name for name, _ in module.named_children()} if isinstance(module, nn.Module) else set()
 
 
-def _joined(*linears: nn.Linear) -> nn.Linear:
-    """One layer that gives what all of them give, side by side; its weight is theirs from now on."""
-    with torch.no_grad(), torch.device("meta"):
-        joined = nn.Linear(1, 1)
-    joined.weight = nn.Parameter(
-        torch.cat([linear.weight for linear in linears]) if len(linears) > 1 else linears[0].weight, False
-    )
-    biases = [linear.bias for linear in linears]
-    joined.bias = None if biases[0] is None else nn.Parameter(torch.cat(biases), False)
-    for linear, weight in zip(linears, joined.weight.split([linear.out_features for linear in linears])):
-        linear.weight = nn.Parameter(weight, False)
-    return joined
+def _joined(*linears: nn.Linear) -> functools.partial:
+    """A linear layer that gives what all of them give, side by side; its weight is theirs from now on."""
+    weight, bias = linears[0].weight.detach(), linears[0].bias
+    if len(linears) > 1:
+        weight = torch.cat([linear.weight.detach() for linear in linears])
+        bias = None if bias is None else torch.cat([linear.bias for linear in linears])
+        for linear, part in zip(linears, weight.split([linear.out_features for linear in linears])):
+            linear.weight = nn.Parameter(part, requires_grad=False)
+    return functools.partial(F.linear, weight=weight, bias=bias if bias is None else bias.detach())
+
+
+def _packed(linear: functools.partial) -> Callable[[torch.Tensor], torch.Tensor]:
+    return Packed(**linear.keywords).forward  # the method itself: calling a module costs as much as a small product

@@ -7,6 +7,7 @@ of transformers, whichever of these a model gets. Written for transformers 5.
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import statistics
@@ -22,7 +23,7 @@ from transformers.cache_utils import Cache
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from config import DEFAULT_BATCH_SIZE, Config, Manifest, read_json
-from decoder import Decoder, Step, attend, can_pack, pack
+from decoder import Decoder, Step, attend, can_pack, in_blocks, pack
 from model import ModelError, reported_as
 
 logger = logging.getLogger("model")
@@ -55,7 +56,7 @@ class _SlotCache(Cache):
                 shape = (self.slots, states.shape[1], self.window, states.shape[3])
                 store[layer_idx] = torch.zeros(shape, dtype=states.dtype, device=states.device)
         stores = ((self._keys[layer_idx], key_states), (self._values[layer_idx], value_states))
-        return tuple(self.step.write(store[None], states[None])[0] for store, states in stores)
+        return tuple(self.step.write(store[None], states.transpose(1, 2)[:, :, None])[0] for store, states in stores)
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         return 0  # positions are always given, so nobody has to ask how many there are
@@ -137,14 +138,18 @@ class TorchModel:
         return self._forward(tokens, Step(slice(slot, slot + 1), positions, filled), logits_to_keep)[0].cpu()
 
     def decode(self, tokens: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
-        filled, rows = int(positions.max()) + 1, int(slots[-1]) + 1
-        assert filled <= self.max_total_tokens and rows <= self.batch_size
-        # Free rows below the highest live one run too, on token 0 at position 0: the next prefill overwrites that.
-        row_tokens, row_positions = torch.zeros(2, rows, 1, dtype=torch.int64)
-        row_tokens[slots, 0], row_positions[slots, 0] = tokens, positions
-        step = Step(slice(0, rows), row_positions.to(self.device), filled)
-        logits = self._forward(row_tokens.to(self.device), step, logits_to_keep=1)[:, 0].cpu()
-        return logits if len(slots) == rows else logits[slots]
+        longest, rows = int(positions.max()) + 1, int(slots[-1]) + 1
+        assert longest <= self.max_total_tokens and rows <= self.batch_size
+        # Kernels for a single row add up in another order: a text alone would differ in its last bits from one in company.
+        rows = min(max(rows, 2), self.batch_size)
+        has_free_rows = len(slots) < rows
+        if has_free_rows:  # they run too, on token 0 at position 0: the next prefill overwrites that
+            of_rows = torch.zeros(2, rows, dtype=torch.int64)
+            of_rows[:, slots] = torch.stack((tokens, positions))
+            tokens, positions = of_rows
+        step = Step(slice(0, rows), positions[:, None].to(self.device), in_blocks(longest, self.max_total_tokens))
+        logits = self._forward(tokens[:, None].to(self.device), step, logits_to_keep=1)[:, 0].cpu()
+        return logits[slots] if has_free_rows else logits
 
     @torch.inference_mode()
     def _forward(self, tokens: torch.Tensor, step: Step, logits_to_keep: int) -> torch.Tensor:
@@ -196,7 +201,8 @@ class TorchModel:
             windows = self._cache.step.windows
             self._decoder = Decoder(self._model, self.batch_size, self.max_total_tokens, windows)
             if self._compare(ids, expected) <= self._tolerance(expected):
-                self._model = self._cache = None  # packing a layer lets go of its weights only where nobody else has them
+                self._model = self._cache = None
+                gc.collect()  # so that nobody else has the weights that packing a layer lets go of
                 if packs:
                     self._decoder.pack()
             else:
