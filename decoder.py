@@ -206,6 +206,7 @@ class Decoder:
             and _parts(layer.self_attn) == {"q_proj", "k_proj", "v_proj", "o_proj"}
             and _parts(layer.mlp) == {"gate_proj", "up_proj", "down_proj", "act_fn"}
             and hasattr(layer.self_attn, "scaling")
+            and hasattr(layer.self_attn, "head_dim")
             and hasattr(layer.input_layernorm, "variance_epsilon")
             and len({layer.self_attn.get_submodule(name).bias is None for name in ("q_proj", "k_proj", "v_proj")}) == 1
             for layer in body.layers

@@ -520,6 +520,18 @@ def test_what_only_looks_like_llama_is_left_to_transformers(tmp_path, changes):
     assert continued(model, reference) == reference.tokens
 
 
+def test_what_differs_from_llama_in_long_texts_alone_is_left_to_transformers(tmp_path):
+    rope = tiny_models.rope(llama_4_scaling_beta=4.0, original_max_position_embeddings=POSITIONS // 2 + 1)
+    folder = save_checkpoint(
+        tmp_path, transformers.Ministral3Config(**tiny_models.GROUPED | {"head_dim": 12, "rope_parameters": rope})
+    )
+    reference = next(clear_cut(reference_model(folder), 5, torch.Generator().manual_seed(1)))
+    model = serve(folder)
+    assert model._decoder is None
+    assert continued(model, reference) == reference.tokens
+    assert serve(folder, max_total_tokens=POSITIONS // 2 + 1)._decoder is not None
+
+
 @pytest.mark.parametrize("family", tiny_models.FAMILIES | tiny_models.WITH_THEIR_OWN_ATTENTION)
 @pytest.mark.parametrize("chunk", [1, 4, 5])
 def test_a_long_prompt_runs_in_parts(zoo, family, chunk, monkeypatch):
