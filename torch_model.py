@@ -1,11 +1,13 @@
 """Decoder-only models of `transformers` on a CPU or a CUDA GPU, as static batches. `TorchModel` implements StaticBatchModel.
 
-The library's own attention is replaced by one that reads the filled part of the slots' cache, and at boot it is seen to that
-the logits stay the same. Written for transformers 5.
+The library's own attention is replaced by one that reads the filled part of the slots' cache. On a CPU the linear layers are
+packed, and models built like Llama run in a forward of our own (`decoder.py`). At boot it is seen to that the logits stay those
+of transformers, whichever of these a model gets. Written for transformers 5.
 """
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import statistics
@@ -15,13 +17,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import torch
-import torch.nn.functional as F
 import transformers
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.cache_utils import Cache
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from config import DEFAULT_BATCH_SIZE, Config, Manifest, read_json
+from decoder import Decoder, Step, attend, can_pack, in_blocks, pack
 from model import ModelError, reported_as
 
 logger = logging.getLogger("model")
@@ -29,39 +31,8 @@ logger = logging.getLogger("model")
 ATTENTION = "static_batch"
 CHECK_TOKENS = 12
 CHECK_CHUNK = 5
+PREFILL_CHUNK = 1024  # tokens; what a prompt takes while it runs grows with this, not with its length
 SCORE_CHUNK = 128  # tokens; the logits of 2,048 tokens at once would be 1 GB for a vocabulary of 128k
-
-
-class _Step:
-    """One forward pass: which rows of the cache it runs on, and where each of its tokens stands.
-
-    rows: the slots, a range; positions: int64 [rows, q], the position of each token; filled: how much of the window the
-    longest of them uses, this pass included. More than one token a row are a prompt, or a part of one, in one row.
-    """
-
-    def __init__(self, rows: slice, positions: torch.Tensor, filled: int):
-        self.rows = rows
-        self.positions = positions
-        self.filled = filled
-        self.is_prefill = positions.shape[1] > 1
-        self.begin = filled - positions.shape[1]  # of a prefill: where its first token stands
-        self.windows: dict[int, int | None] = {}  # sliding window that each layer asked for
-        self._masks: dict[int | None, torch.Tensor] = {}
-
-    def additive_mask(self, dtype: torch.dtype) -> torch.Tensor:
-        """The mask without a window, as numbers to add to the scores: [rows, 1, q, filled]."""
-        return torch.zeros((), dtype=dtype).where(self.mask(None), torch.finfo(dtype).min)
-
-    def mask(self, window: int | None) -> torch.Tensor:
-        """Which positions each token may look at: bool [rows, 1, q, filled], True: it may."""
-        if window not in self._masks:
-            at = self.positions[:, None, :, None]
-            key_at = torch.arange(self.filled, device=at.device)
-            allowed = key_at <= at
-            if window is not None:
-                allowed &= key_at > at - window
-            self._masks[window] = allowed
-        return self._masks[window]
 
 
 class _SlotCache(Cache):
@@ -75,7 +46,7 @@ class _SlotCache(Cache):
         super().__init__(layers=[])
         self.slots = slots
         self.window = window
-        self.step: _Step | None = None
+        self.step: Step | None = None
         self._keys: dict[int, torch.Tensor] = {}
         self._values: dict[int, torch.Tensor] = {}
 
@@ -84,21 +55,14 @@ class _SlotCache(Cache):
             for store, states in ((self._keys, key_states), (self._values, value_states)):
                 shape = (self.slots, states.shape[1], self.window, states.shape[3])
                 store[layer_idx] = torch.zeros(shape, dtype=states.dtype, device=states.device)
-        return self._write(self._keys[layer_idx], key_states), self._write(self._values[layer_idx], value_states)
-
-    def _write(self, store: torch.Tensor, states: torch.Tensor) -> torch.Tensor:
-        step, rows = self.step, store[self.step.rows]
-        if step.is_prefill:
-            rows[:, :, step.begin : step.filled] = states
-        else:
-            rows[torch.arange(rows.shape[0], device=rows.device), :, step.positions[:, 0]] = states[:, :, 0]
-        return rows[:, :, : step.filled]
+        stores = ((self._keys[layer_idx], key_states), (self._values[layer_idx], value_states))
+        return tuple(self.step.write(store[None], states.transpose(1, 2)[:, :, None])[0] for store, states in stores)
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         return 0  # positions are always given, so nobody has to ask how many there are
 
 
-_step: _Step | None = None  # the pass that runs now, or ran last; a process runs one at a time
+_step: Step | None = None  # the pass that runs now, or ran last; a process runs one at a time
 
 
 def _attend(
@@ -112,30 +76,10 @@ def _attend(
     softcap: float | None = None,
     **_,
 ) -> tuple[torch.Tensor, None]:
-    """Attention over the filled part of the rows, each token from its own position (transformers' attention interface).
-
-    query: [rows, heads, q, head size]; key, value: [rows, kv heads, filled, head size]. Returns [rows, q, heads, head size].
-    Query heads that share a key head are multiplied together, so that keys and values are read once and never repeated.
-    """
-    rows, heads, q_length, _head_size = query.shape
-    kv_heads, filled = key.shape[1], key.shape[2]
+    """`attend` as transformers' attention modules call it. Returns [rows, q, heads, head size]."""
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
     _step.windows[module.layer_idx] = sliding_window
-    window = sliding_window if sliding_window is not None and sliding_window < filled else None
-    if q_length > 1 and softcap is None:
-        grouped = {"enable_gqa": True} if heads != kv_heads else {}
-        causal = {"is_causal": True} if window is None and _step.begin == 0 else {"attn_mask": _step.mask(window)}
-        out = F.scaled_dot_product_attention(query, key, value, scale=scaling, **causal, **grouped)
-        return out.transpose(1, 2), None
-    # [rows, kv heads, heads of the group x q, head size]
-    query = query.reshape(rows, kv_heads, heads // kv_heads * q_length, -1)
-    scores = torch.matmul(query, key.transpose(-1, -2)) * scaling
-    if softcap is not None:
-        scores = torch.tanh(scores / softcap) * softcap
-    scores = scores.view(rows, heads, q_length, filled).masked_fill(~_step.mask(window), float("-inf"))
-    weights = torch.softmax(scores, dim=-1, dtype=torch.float32).to(value.dtype)
-    out = torch.matmul(weights.view(rows, kv_heads, -1, filled), value).view(rows, heads, q_length, -1)
-    return out.transpose(1, 2), None
+    return attend(_step, query, key, value, scaling, sliding_window, softcap).transpose(1, 2), None
 
 
 ALL_ATTENTION_FUNCTIONS.register(ATTENTION, _attend)
@@ -157,17 +101,28 @@ class TorchModel:
         self._model = _load_pretrained(config, folder, device)
         text_config = self._model.config.get_text_config()
         self.vocab_size = text_config.vocab_size
-        self.dtype = str(self._model.dtype).removeprefix("torch.")
-        self._cache = _SlotCache(self.batch_size, self.max_total_tokens)
+        self._dtype = self._model.dtype
+        self.dtype = str(self._dtype).removeprefix("torch.")
+        self._cache: _SlotCache | None = None
+        self._decoder: Decoder | None = None  # runs in place of both
         self._mask_is_given = False
         self.gives_prompt_logits = False
-        self._adopt(text_config, manifest.model_type)
+        ids, expected = self._reference()
+        self._adopt(ids, expected, text_config, manifest.model_type)
+        if device == "cpu" and not self._run_faster(ids, expected):
+            logger.warning("%s: packed for this CPU, it gives other logits; it runs as it is, slower", manifest.model_type)
+            self._model = _load_pretrained(config, folder, device)
+            self._adopt(ids, expected, text_config, manifest.model_type)
+        self._check_score(ids, expected, manifest.model_type)
         if device == "cpu" and "OMP_NUM_THREADS" not in os.environ:
             self._choose_threads()
 
     def prefill(self, slot: int, prompt: list[int]) -> torch.Tensor:
         assert 0 <= slot < self.batch_size and 1 <= len(prompt) <= self.max_input_tokens
-        return self._run_prompt(slot, prompt, 0, logits_to_keep=1)[0]
+        chunk = PREFILL_CHUNK if self.gives_prompt_logits else len(prompt)
+        for begin in range(0, len(prompt), chunk):
+            logits = self._run_prompt(slot, prompt[begin : begin + chunk], begin, logits_to_keep=1)
+        return logits[0]
 
     def score(self, slot: int, prompt: list[int]) -> Iterator[torch.Tensor]:
         assert self.gives_prompt_logits and 0 <= slot < self.batch_size and 1 <= len(prompt) <= self.max_input_tokens
@@ -182,57 +137,82 @@ class TorchModel:
         tokens = torch.tensor([ids], dtype=torch.int64, device=self.device)
         filled = begin + len(ids)
         positions = torch.arange(begin, filled, device=self.device)[None]
-        return self._forward(tokens, _Step(slice(slot, slot + 1), positions, filled), logits_to_keep)[0].cpu()
+        return self._forward(tokens, Step(slice(slot, slot + 1), positions, filled), logits_to_keep)[0].cpu()
 
     def decode(self, tokens: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
-        filled, rows = int(positions.max()) + 1, int(slots[-1]) + 1
-        assert filled <= self.max_total_tokens and rows <= self.batch_size
-        # Free rows below the highest live one run too, on token 0 at position 0: the next prefill overwrites that.
-        row_tokens, row_positions = torch.zeros(2, rows, 1, dtype=torch.int64)
-        row_tokens[slots, 0], row_positions[slots, 0] = tokens, positions
-        step = _Step(slice(0, rows), row_positions.to(self.device), filled)
-        logits = self._forward(row_tokens.to(self.device), step, logits_to_keep=1)[:, 0].cpu()
-        return logits if len(slots) == rows else logits[slots]
+        longest, rows = int(positions.max()) + 1, int(slots[-1]) + 1
+        assert longest <= self.max_total_tokens and rows <= self.batch_size
+        # Kernels for a single row add up in another order: a text alone would differ in its last bits from one in company.
+        rows = min(max(rows, 2), self.batch_size)
+        has_free_rows = len(slots) < rows
+        if has_free_rows:  # they run too, on token 0 at position 0: the next prefill overwrites that
+            of_rows = torch.zeros(2, rows, dtype=torch.int64)
+            of_rows[:, slots] = torch.stack((tokens, positions))
+            tokens, positions = of_rows
+        step = Step(slice(0, rows), positions[:, None].to(self.device), in_blocks(longest, self.max_total_tokens))
+        logits = self._forward(tokens[:, None].to(self.device), step, logits_to_keep=1)[:, 0].cpu()
+        return logits[slots] if has_free_rows else logits
 
     @torch.inference_mode()
-    def _forward(self, tokens: torch.Tensor, step: _Step, logits_to_keep: int) -> torch.Tensor:
+    def _forward(self, tokens: torch.Tensor, step: Step, logits_to_keep: int) -> torch.Tensor:
         """tokens: int64 [rows, q] → float32 [rows, logits_to_keep, vocab], the logits after the last of them; 0: all."""
+        if self._decoder:
+            return self._decoder(tokens, step, logits_to_keep).float()
         global _step
         _step = self._cache.step = step
         out = self._model(
             input_ids=tokens,
             position_ids=step.positions,
             past_key_values=self._cache,
-            attention_mask=step.additive_mask(self._model.dtype) if self._mask_is_given else None,
+            attention_mask=step.additive_mask(None, self._dtype) if self._mask_is_given else None,
             use_cache=True,
             logits_to_keep=logits_to_keep,
         )
         return out.logits[:, -logits_to_keep:].float()  # not every family knows logits_to_keep
 
-    def _adopt(self, text_config, model_type: str) -> None:
+    def _adopt(self, ids: list[int], expected: torch.Tensor, text_config, model_type: str) -> None:
         """Finds out how this family works on a static batch, or raises ModelError.
 
         Most families hand their queries to our attention. Those with an attention of their own get a mask instead, which
         serves them as long as it depends on nothing but the mask: no window, no bias by distance.
         """
+        self._cache, self._decoder = _SlotCache(self.batch_size, self.max_total_tokens), None
         with reported_as(f"{model_type} models cannot be served on a static batch"):
-            ids, expected = self._reference()
             self._model.set_attn_implementation(ATTENTION)
-            windows, error = self._compare(ids, expected)
+            error = self._compare(ids, expected)
+            windows = self._cache.step.windows
             if windows and error <= self._tolerance(expected):
-                self._check_windows(text_config, model_type, windows)
-                return self._check_score(ids, expected, model_type)
+                return self._check_windows(text_config, model_type, windows)
             has_window = any(getattr(text_config, name, None) for name in ("sliding_window", "window_size"))
             if not windows and not has_window:
                 self._mask_is_given = True
-                error = self._compare(ids, expected)[1]
+                error = self._compare(ids, expected)
                 if error <= self._tolerance(expected):
-                    return self._check_score(ids, expected, model_type)
+                    return
         raise ModelError(
             f"{model_type} models cannot be served on a static batch: their logits would differ from transformers' own by "
             f"{error:.2g} (of {expected.abs().max():.2g}), because they keep positions, masks or state in a way that slots "
             "cannot share"
         )
+
+    def _run_faster(self, ids: list[int], expected: torch.Tensor) -> bool:
+        """Packs the linear layers for this CPU, and takes the flat forward if the model is built like Llama. Returns whether
+        the logits are still right; if they are not, the model has to be loaded again."""
+        packs = can_pack(self._dtype)
+        if not self._mask_is_given and Decoder.suits(self._model):
+            windows, far = self._cache.step.windows, self._run_far(ids)
+            self._decoder = Decoder(self._model, self.batch_size, self.max_total_tokens, windows)
+            error, far_error = self._compare(ids, expected), (self._run_far(ids) - far).abs().max().item()
+            if error <= self._tolerance(expected) and far_error <= self._tolerance(far):
+                self._model = self._cache = None
+                gc.collect()  # so that nobody else has the weights that packing a layer lets go of
+                if packs:
+                    self._decoder.pack()
+            else:
+                self._decoder = None  # built like Llama to look at: Gemma, Granite
+        if packs and self._decoder is None:
+            pack(self._model)
+        return self._compare(ids, expected) <= self._tolerance(expected)
 
     def _choose_threads(self) -> None:
         """Takes the number of threads whose steps are shortest on this machine as it is now.
@@ -260,20 +240,19 @@ class TorchModel:
         return statistics.median(times[1:] or times)
 
     def _tolerance(self, expected: torch.Tensor) -> float:
-        relative = 1e-3 if self._model.dtype == torch.float32 else 0.05
+        relative = 1e-3 if self._dtype == torch.float32 else 0.05
         return relative * max(1.0, expected.abs().max().item())
 
     def _reference(self) -> tuple[list[int], torch.Tensor]:
         """A few token ids, and transformers' own logits after each of them: float32 [tokens, vocab]."""
         n = min(CHECK_TOKENS, self.max_input_tokens + 1)
         ids = torch.randint(0, self.vocab_size, (n,), generator=torch.Generator().manual_seed(0)).tolist()
-        with torch.inference_mode():
+        with torch.inference_mode(), reported_as(f"{self._model.config.model_type} models cannot be served on a static batch"):
             out = self._model(input_ids=torch.tensor([ids], device=self.device), use_cache=False)
         return ids, out.logits[0].float().cpu()
 
-    def _compare(self, ids: list[int], expected: torch.Tensor) -> tuple[dict[int, int | None], float]:
-        """Runs `ids` through two slots at different positions. Returns the windows that our attention was asked for, a
-        layer each (none when it was not asked at all), and the largest difference to the `expected` logits."""
+    def _compare(self, ids: list[int], expected: torch.Tensor) -> float:
+        """Runs `ids` through two slots at different positions. Returns the largest difference to the `expected` logits."""
         long, short, last = len(ids) - 1, max(1, len(ids) // 2), self.batch_size - 1
         found, wanted = [self.prefill(last, ids[:short])], [expected[short - 1]]
         live = [(ids[short], short, last)]
@@ -284,7 +263,14 @@ class TorchModel:
         found += list(self.decode(*torch.tensor(live).T))
         wanted += [expected[position] for _token, position, _slot in live]
         error = (torch.stack(found) - torch.stack(wanted)).abs().max().item()
-        return self._cache.step.windows, error if error == error else float("inf")
+        return error if error == error else float("inf")
+
+    def _run_far(self, ids: list[int]) -> torch.Tensor:
+        """The logits of a prompt whose tokens are told that they stand at the window's end: float32 [tokens, vocab]. What a
+        family does to texts beyond some length shows in them."""
+        tokens = torch.tensor([ids], device=self.device)
+        positions = torch.arange(self.max_total_tokens - len(ids), self.max_total_tokens, device=self.device)[None]
+        return self._forward(tokens, Step(slice(0, 1), positions, len(ids)), logits_to_keep=0)[0].cpu()
 
     def _check_score(self, ids: list[int], expected: torch.Tensor, model_type: str) -> None:
         """A family that can only run a prompt as a whole is served, too, but gives no log-probabilities of prompts."""

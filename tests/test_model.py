@@ -25,6 +25,7 @@ from safetensors.torch import load_file, save_file
 from tiny_models import POSITIONS, VOCABULARY, edit_config, save_checkpoint
 from tokenizers import Tokenizer
 
+import decoder
 import torch_model
 from config import HERE, Config, Manifest
 from model import ModelError, convert_tokenizer, fetch
@@ -441,6 +442,134 @@ def test_bfloat16_is_near_and_its_logits_come_as_float32(zoo, family):
     for expected, found in (after_prompt, after_step):
         assert found.dtype == torch.float32
         assert 0 < (found - expected).abs().max() < 0.15 * expected.abs().max()
+
+
+LIKE_LLAMA = ["llama", "llama-3", "llama-yarn", "mistral", "qwen2", "qwen2-sliding"]
+packs = pytest.mark.skipif(not decoder.can_pack(torch.float32), reason="this torch has no packed kernels for this CPU")
+
+
+@pytest.mark.parametrize("family", LIKE_LLAMA)
+def test_a_model_built_like_llama_runs_without_transformers_and_its_weights_are_there_once(zoo, family):
+    model = zoo.served(family, 4)
+    assert model._decoder is not None
+    assert model._model is None
+
+
+@packs
+@pytest.mark.parametrize("family", sorted(tiny_models.ALL.keys() - {*LIKE_LLAMA, "llama-linear", "llama-dynamic"}))
+def test_any_other_model_has_its_linear_layers_packed(zoo, family):
+    kinds = [type(module).__name__ for module in zoo.served(family, 4)._model.modules()]
+    assert "Packed" in kinds
+    assert not {"Linear", "Conv1D"} & set(kinds)
+
+
+@packs
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 0.01)])
+@given(
+    shape=st.lists(st.integers(0, 20), max_size=2),
+    inside=st.integers(1, 130),
+    outside=st.integers(1, 130),
+    has_bias=st.booleans(),
+)
+def test_a_packed_layer_gives_what_the_plain_one_does(dtype, tolerance, shape, inside, outside, has_bias):
+    random = torch.Generator().manual_seed(inside)
+    weight, bias, x = (torch.randn(s, generator=random).to(dtype) for s in ((outside, inside), outside, (*shape, inside)))
+    layer = torch.nn.functional.linear(x, weight, bias if has_bias else None)
+    packed = decoder.Packed(weight, bias if has_bias else None)(x)
+    assert packed.shape == layer.shape
+    torch.testing.assert_close(packed, layer, rtol=tolerance, atol=tolerance * inside**0.5)
+
+
+@each_family
+def test_a_machine_without_packed_kernels_serves_the_same(zoo, family, monkeypatch):
+    monkeypatch.setattr(torch_model, "can_pack", lambda dtype: False)
+    references = zoo.of_length(family, 11, 5)
+    batch = Batch(serve(zoo.folder(family), max_batch_size=2))
+    texts = [batch.join(reference) for reference in references]
+    batch.run()
+    assert [text.tokens for text in texts] == [reference.tokens for reference in references]
+
+
+@pytest.mark.parametrize("where", ["", "AVX2 is as far as it goes"], ids=["no oneDNN", "no such kernel"])
+def test_missing_kernels_are_noticed_and_no_error(where, monkeypatch):
+    def missing(*_):
+        raise RuntimeError(where)
+
+    monkeypatch.setattr(decoder, "_packed_linear", missing if where else None)
+    assert not decoder.can_pack(torch.float32)
+
+
+@packs
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_packed_weights_that_give_other_logits_are_not_used(zoo, family, monkeypatch, caplog):
+    forward = decoder.Packed.forward
+    monkeypatch.setattr(decoder.Packed, "forward", lambda self, x: forward(self, x) * 1.1)
+    monkeypatch.setattr(torch_model, "can_pack", lambda dtype: True)
+    reference = zoo.of_length(family, 5)[0]
+    assert continued(serve(zoo.folder(family)), reference) == reference.tokens
+    assert "packed for this CPU, it gives other logits" in caplog.text
+
+
+@pytest.mark.parametrize(
+    "changes", [{}, {"residual_multiplier": 0.5}, {"embedding_multiplier": 3.0}, {"logits_scaling": 2.0}], ids=str
+)
+def test_what_only_looks_like_llama_is_left_to_transformers(tmp_path, changes):
+    folder = save_checkpoint(tmp_path, transformers.GraniteConfig(**tiny_models.GROUPED | changes))
+    reference = next(clear_cut(reference_model(folder), 5, torch.Generator().manual_seed(1)))
+    model = serve(folder)
+    assert (model._decoder is None) == bool(changes)
+    assert continued(model, reference) == reference.tokens
+
+
+def test_what_differs_from_llama_in_long_texts_alone_is_left_to_transformers(tmp_path):
+    rope = tiny_models.rope(llama_4_scaling_beta=4.0, original_max_position_embeddings=POSITIONS // 2 + 1)
+    folder = save_checkpoint(
+        tmp_path, transformers.Ministral3Config(**tiny_models.GROUPED | {"head_dim": 12, "rope_parameters": rope})
+    )
+    reference = next(clear_cut(reference_model(folder), 5, torch.Generator().manual_seed(1)))
+    model = serve(folder)
+    assert model._decoder is None
+    assert continued(model, reference) == reference.tokens
+    assert serve(folder, max_total_tokens=POSITIONS // 2 + 1)._decoder is not None
+
+
+@pytest.mark.parametrize("family", tiny_models.FAMILIES | tiny_models.WITH_THEIR_OWN_ATTENTION)
+@pytest.mark.parametrize("chunk", [1, 4, 5])
+def test_a_long_prompt_runs_in_parts(zoo, family, chunk, monkeypatch):
+    model = zoo.served(family, 4)
+    monkeypatch.setattr(torch_model, "PREFILL_CHUNK", chunk)
+    widest = []
+    run_prompt = torch_model.TorchModel._run_prompt
+    monkeypatch.setattr(
+        torch_model.TorchModel,
+        "_run_prompt",
+        lambda self, slot, ids, begin, logits_to_keep: (
+            widest.append(len(ids)) or run_prompt(self, slot, ids, begin, logits_to_keep)
+        ),
+    )
+    for reference in zoo.of_length(family, 16, 1, 11):
+        assert continued(model, reference) == reference.tokens
+    assert max(widest) == chunk
+
+
+@packs
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("family", ["llama", "wide-llama", "mistral", "gpt2"])
+def test_company_does_not_change_a_single_bit(zoo, family, dtype, tmp_path):
+    is_wide = family == "wide-llama"  # sums so long that a kernel for one row would split them
+    folder = save_checkpoint(tmp_path, tiny_models.llama(intermediate_size=2048)) if is_wide else zoo.folder(family)
+    references = zoo.of_length("llama" if is_wide else family, 5, 1, 16, 11)
+    model = serve(folder, max_batch_size=4, dtype=dtype)
+    position = torch.tensor([len(reference.prompt) for reference in references])
+    token = torch.tensor([reference.tokens[0] for reference in references])
+    alone = []
+    for i, reference in enumerate(references):
+        model.prefill(0, reference.prompt)
+        alone.append(model.decode(token[i : i + 1], position[i : i + 1], torch.tensor([0]))[0])
+    for slot, reference in enumerate(references):
+        model.prefill(slot, reference.prompt)
+    together = model.decode(token, position, torch.arange(4))
+    assert torch.equal(together, torch.stack(alone))
 
 
 def test_a_cpu_computes_in_float32_unless_it_is_told_otherwise(tmp_path):

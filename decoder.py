@@ -1,0 +1,268 @@
+"""What makes a forward pass on the slots short: attention over the filled part of their cache, linear layers packed for the
+CPU it runs on, and one flat forward for models that are built like Llama.
+
+`torch_model.py` decides which of these a model gets, and sees to it that the logits stay those of transformers. This layer
+knows no checkpoints and no settings.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+PACKED_FOR_ROWS = 16  # oneDNN's layout for a single row is slow for several; that for several is the same for any number
+BLOCK = 16  # positions; without whole blocks, the last bits of a row's attention would depend on how long the others are
+
+
+def in_blocks(tokens: int, window: int) -> int:
+    """How much of a window a decode step looks at when its longest row has so many tokens: whole blocks."""
+    return min(-(-tokens // BLOCK) * BLOCK, window)
+
+
+class Step:
+    """One forward pass: which rows of the cache it runs on, and where each of its tokens stands.
+
+    rows: the slots, a range; positions: int64 [rows, q], the position of each token; filled: how much of the window is looked
+    at, this pass included. More than one token a row are a prompt, or a part of one, in one row.
+    """
+
+    def __init__(self, rows: slice, positions: torch.Tensor, filled: int):
+        self.rows = rows
+        self.positions = positions
+        self.filled = filled
+        self.is_prefill = positions.shape[1] > 1
+        self.begin = filled - positions.shape[1]  # of a prefill: where its first token stands
+        self.windows: dict[int, int | None] = {}  # sliding window that each layer asked for
+        self._masks: dict[int | None, torch.Tensor] = {}
+        self._row_index = torch.arange(rows.start, rows.stop, device=positions.device)
+        self._key_index = positions[:, 0]
+
+    def mask(self, window: int | None) -> torch.Tensor:
+        """Which positions each token may look at: bool [rows, 1, q, filled], True: it may."""
+        at = self.positions[:, None, :, None]
+        key_at = torch.arange(self.filled, device=at.device)
+        allowed = key_at <= at
+        return allowed if window is None else allowed & (key_at > at - window)
+
+    def additive_mask(self, window: int | None, dtype: torch.dtype) -> torch.Tensor:
+        """The same as numbers to add to the scores."""
+        if window is not None and window >= self.filled:
+            window = None
+        if window not in self._masks:
+            lowest = torch.finfo(dtype).min
+            self._masks[window] = torch.zeros((), dtype=dtype, device=self.positions.device).where(self.mask(window), lowest)
+        return self._masks[window]
+
+    def write(self, store: torch.Tensor, states: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Puts the keys and values of this pass, [rows, q, 2, kv heads, head size], where they belong in the slots' store,
+        [2, slots, kv heads, window, head size]. Returns those of the filled part: [rows, kv heads, filled, head size] each.
+        Either may come alone, as one instead of two.
+        """
+        if self.is_prefill:
+            store[:, self.rows, :, self.begin : self.filled] = states.permute(2, 0, 3, 1, 4)
+        else:
+            store[:, self._row_index, :, self._key_index] = states[:, 0]
+        return store[:, self.rows, :, : self.filled].unbind()
+
+
+def attend(
+    step: Step,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    scaling: float,
+    window: int | None = None,
+    softcap: float | None = None,
+) -> torch.Tensor:
+    """Attention over the filled part of the rows, each token from its own position.
+
+    query: [rows, heads, q, head size]; key, value: [rows, kv heads, filled, head size]. Returns [rows, heads, q, head size].
+    The query heads that share a key head go in as if they were so many tokens: keys and values are read once, never repeated.
+    """
+    rows, heads, length, _head_size = query.shape
+    kv_heads, filled = key.shape[1:3]
+    if length > 1 and softcap is None:
+        if step.begin == 0 and (window is None or window >= filled):
+            return F.scaled_dot_product_attention(
+                query, key, value, scale=scaling, is_causal=True, enable_gqa=heads != kv_heads
+            )
+        mask = step.additive_mask(window, query.dtype)
+        return F.scaled_dot_product_attention(query, key, value, mask, scale=scaling, enable_gqa=heads != kv_heads)
+    grouped = query.reshape(rows, kv_heads, heads // kv_heads * length, -1)
+    if softcap is None:
+        out = F.scaled_dot_product_attention(grouped, key, value, step.additive_mask(window, query.dtype), scale=scaling)
+        return out.view(rows, heads, 1, -1)
+    scores = torch.tanh(torch.matmul(grouped, key.transpose(-1, -2)) * (scaling / softcap)) * softcap
+    scores = scores.view(rows, heads, length, filled) + step.additive_mask(window, query.dtype)
+    weights = torch.softmax(scores, dim=-1, dtype=torch.float32).to(value.dtype)
+    return torch.matmul(weights.view(rows, kv_heads, -1, filled), value).view(rows, heads, length, -1)
+
+
+_packed_linear = torch.ops.mkldnn._linear_pointwise.default if torch.backends.mkldnn.is_available() else None
+
+
+class Packed(nn.Module):
+    """A linear layer whose weight is laid out once as oneDNN's kernels want it, not anew at every call.
+
+    [..., in] → [..., out]. Unlike torch's own choice of kernels, a row's result hardly depends on the number of rows.
+    """
+
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None):
+        super().__init__()
+        self.weight = torch.ops.mkldnn._reorder_linear_weight(weight.detach().contiguous(), PACKED_FOR_ROWS)
+        self.bias = None if bias is None else bias.detach().clone()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return _packed_linear(x, self.weight, self.bias, "none", [], "")
+
+
+def can_pack(dtype: torch.dtype) -> bool:
+    """Whether this build of torch on this CPU has the kernels, and they are right."""
+    weight, bias, x = (torch.linspace(-1, 1, n).to(dtype) for n in (48 * 32, 48, 3 * 32))
+    weight, x = weight.view(48, 32), x.view(3, 32)
+    try:
+        return torch.allclose(Packed(weight, bias)(x), F.linear(x, weight, bias), rtol=0.02, atol=0.02)
+    except Exception:
+        return False
+
+
+def pack(model: nn.Module) -> None:
+    """Replaces the linear layers of a transformers model (GPT-2's Conv1D, its transpose, too), and lets their weights go.
+
+    What is left is copied: transformers maps a checkpoint's file, and one small tensor of it would keep all of it in memory.
+    """
+    for parent in list(model.modules()):
+        for name, child in parent.named_children():
+            if type(child) is nn.Linear:
+                setattr(parent, name, Packed(child.weight, child.bias))
+            elif type(child).__name__ == "Conv1D":
+                setattr(parent, name, Packed(child.weight.T, child.bias))
+    for parameter in model.parameters():
+        parameter.data = parameter.data.clone()
+
+
+class _Layer(NamedTuple):
+    input_norm: torch.Tensor
+    qkv: Callable[[torch.Tensor], torch.Tensor]
+    out: Callable[[torch.Tensor], torch.Tensor]
+    norm: torch.Tensor
+    gate_up: Callable[[torch.Tensor], torch.Tensor]
+    down: Callable[[torch.Tensor], torch.Tensor]
+    scaling: float
+    window: int | None
+    store: torch.Tensor  # keys and values: [2, slots, kv heads, window, head size]
+
+
+class Decoder:
+    """The forward pass of a model that is built like Llama, without transformers: RMSNorm, rotary positions, grouped queries
+    and a gated MLP (Llama, Mistral, Qwen2, SmolLM and others).
+
+    It does in some 20 calls a layer what takes transformers' modules 60: queries, keys and values come of one product, gate
+    and up of another. The weights are shared with `model` until `pack`; whoever packs lets go of the model first.
+    """
+
+    def __init__(self, model: nn.Module, slots: int, window: int, windows: dict[int, int | None]):
+        body = model.model
+        attention = body.layers[0].self_attn
+        self._head_size = attention.head_dim
+        self._heads = attention.q_proj.out_features // self._head_size
+        self._kv_heads = attention.k_proj.out_features // self._head_size
+        self._epsilon = body.norm.variance_epsilon
+        self._embedding = body.embed_tokens.weight.detach()
+        self._rotary = body.rotary_emb
+        self._activation = body.layers[0].mlp.act_fn
+        self._norm = body.norm.weight.detach()
+        self._head = _joined(model.lm_head)
+        shape = (2, slots, self._kv_heads, window, self._head_size)
+        self._layers = [
+            _Layer(
+                layer.input_layernorm.weight.detach(),
+                _joined(layer.self_attn.q_proj, layer.self_attn.k_proj, layer.self_attn.v_proj),
+                _joined(layer.self_attn.o_proj),
+                layer.post_attention_layernorm.weight.detach(),
+                _joined(layer.mlp.gate_proj, layer.mlp.up_proj),
+                _joined(layer.mlp.down_proj),
+                layer.self_attn.scaling,
+                windows[number],
+                torch.zeros(shape, dtype=self._embedding.dtype, device=self._embedding.device),
+            )
+            for number, layer in enumerate(body.layers)
+        ]
+
+    @staticmethod
+    def suits(model: nn.Module) -> bool:
+        """Whether a model has the parts, and no others. Whether they do the same, its logits tell."""
+        body = getattr(model, "model", None)
+        if _parts(model) != {"model", "lm_head"} or _parts(body) != {"embed_tokens", "layers", "norm", "rotary_emb"}:
+            return False
+        parts = {"input_layernorm", "self_attn", "post_attention_layernorm", "mlp"}
+        return all(
+            _parts(layer) == parts
+            and _parts(layer.self_attn) == {"q_proj", "k_proj", "v_proj", "o_proj"}
+            and _parts(layer.mlp) == {"gate_proj", "up_proj", "down_proj", "act_fn"}
+            and hasattr(layer.self_attn, "scaling")
+            and hasattr(layer.self_attn, "head_dim")
+            and hasattr(layer.input_layernorm, "variance_epsilon")
+            and len({layer.self_attn.get_submodule(name).bias is None for name in ("q_proj", "k_proj", "v_proj")}) == 1
+            for layer in body.layers
+        )
+
+    def pack(self) -> None:
+        self._head, self._embedding, self._norm = _packed(self._head), self._embedding.clone(), self._norm.clone()
+        for number, layer in enumerate(self._layers):
+            linears = {name: _packed(getattr(layer, name)) for name in ("qkv", "out", "gate_up", "down")}
+            norms = {name: getattr(layer, name).clone() for name in ("input_norm", "norm")}  # see `pack`
+            self._layers[number] = layer._replace(**linears, **norms)
+
+    def __call__(self, tokens: torch.Tensor, step: Step, logits_to_keep: int) -> torch.Tensor:
+        """tokens: int64 [rows, q] → [rows, logits_to_keep, vocab], the logits after the last of them; 0: all."""
+        rows, length = tokens.shape
+        heads, kv_heads, half, epsilon = self._heads, self._kv_heads, self._head_size // 2, self._epsilon
+        heads_shape = (rows, length, heads + 2 * kv_heads, self._head_size)
+        kv_shape = (rows, length, 2, kv_heads, self._head_size)
+        x = F.embedding(tokens, self._embedding)
+        norm_shape = x.shape[-1:]
+        cos, sin = self._angles(x, step.positions)
+        for input_norm, qkv_of, out_of, norm, gate_up_of, down_of, scaling, window, store in self._layers:
+            qkv = qkv_of(torch.rms_norm(x, norm_shape, input_norm, epsilon)).view(heads_shape)
+            qkv = torch.addcmul(qkv * cos, torch.roll(qkv, half, -1), sin)
+            key, value = step.write(store, qkv[:, :, heads:].view(kv_shape))
+            out = attend(step, qkv[:, :, :heads].transpose(1, 2), key, value, scaling, window)
+            x = x + out_of(out.transpose(1, 2).reshape(rows, length, -1))
+            gate, up = gate_up_of(torch.rms_norm(x, norm_shape, norm, epsilon)).chunk(2, -1)
+            x = x + down_of(self._activation(gate).mul_(up))
+        return self._head(torch.rms_norm(x[:, -logits_to_keep:], norm_shape, self._norm, epsilon))
+
+    def _angles(self, x: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Cosines and sines, [rows, q, query, key and value heads, head size], that turn a token's queries and keys by its
+        position when `x` and `x` rolled by half a head are multiplied with them, and leave its values as they are."""
+        cos, sin = self._rotary(x, position_ids=positions)
+        half = self._head_size // 2
+        sin = torch.cat((-sin[..., :half], sin[..., half:]), -1)
+        turned, left = self._heads + self._kv_heads, (*positions.shape, self._kv_heads, self._head_size)
+        cos, sin = (t[:, :, None].expand(-1, -1, turned, -1) for t in (cos, sin))
+        return torch.cat((cos, cos.new_ones(left)), 2), torch.cat((sin, sin.new_zeros(left)), 2)
+
+
+def _parts(module: nn.Module | None) -> set[str]:
+    return {name for name, _ in module.named_children()} if isinstance(module, nn.Module) else set()
+
+
+def _joined(*linears: nn.Linear) -> functools.partial:
+    """A linear layer that gives what all of them give, side by side; its weight is theirs from now on."""
+    weight, bias = linears[0].weight.detach(), linears[0].bias
+    if len(linears) > 1:
+        weight = torch.cat([linear.weight.detach() for linear in linears])
+        bias = None if bias is None else torch.cat([linear.bias for linear in linears])
+        for linear, part in zip(linears, weight.split([linear.out_features for linear in linears])):
+            linear.weight = nn.Parameter(part, requires_grad=False)
+    return functools.partial(F.linear, weight=weight, bias=bias if bias is None else bias.detach())
+
+
+def _packed(linear: functools.partial) -> Callable[[torch.Tensor], torch.Tensor]:
+    return Packed(**linear.keywords).forward  # the method itself: calling a module costs as much as a small product
