@@ -270,6 +270,13 @@ class Config:
         "MAX_CONCURRENT_REQUESTS",
         help="Requests running and waiting; one more is answered with 429.",
     )
+    max_queue_time: float | None = setting(
+        None,
+        _seconds,
+        "MAX_QUEUE_TIME",
+        help="Seconds that a request may wait for a slot; then it is answered with 429.",
+        default_help="no limit",
+    )
     max_client_batch_size: int = setting(
         4,
         _count,
@@ -301,6 +308,12 @@ class Config:
     payload_limit: int = setting(
         2_000_000, _count, "PAYLOAD_LIMIT", help="Largest request body, in bytes; a larger one is answered with 413."
     )
+    client_timeout: float = setting(
+        30.0,
+        _seconds,
+        "CLIENT_TIMEOUT",
+        help="Seconds that a client may take to send a request, or not read while it is answered.",
+    )
     response_deadline: float | None = setting(
         None,
         _seconds,
@@ -313,6 +326,12 @@ class Config:
     )
     startup_timeout: float = setting(
         3600.0, _seconds, "STARTUP_TIMEOUT", help="Seconds that the model may take to become ready."
+    )
+    stuck_timeout: float = setting(
+        120.0,
+        _seconds,
+        "STUCK_TIMEOUT",
+        help="Seconds that the device may be stuck (many times longer at a step than usual); then the server ends with code 1.",
     )
     graceful_termination_timeout: float = setting(
         25.0,

@@ -21,10 +21,15 @@ for argument in "$@"; do
     case $argument in -h | --help) exec "$python" "$here/config.py" --help ;; esac
 done
 
-# Private (0700) and new for each run: two servers never meet, and what a killed one left behind does not matter.
+# Private (0700) and new for each run: two servers never meet. Each process of a run holds its lock, so a lock that is free
+# belongs to a run that was killed, in this container or another that shares the folder; what it left behind is removed.
+for lock in "${TMPDIR:-/tmp}"/neuron-textgen.*/lock; do
+    [ -O "${lock%/lock}" ] && [ ! -L "${lock%/lock}" ] && [ -f "$lock" ] && flock -n "$lock" rm -rf "${lock%/lock}"
+done
 run_dir=$(mktemp -d "${TMPDIR:-/tmp}/neuron-textgen.XXXXXXXX") || exit 1
 # A process of ours that a signal ends before it has become what it is to be would run this trap, too.
 trap '[ "$BASHPID" != $$ ] || rm -rf "$run_dir"' EXIT
+exec 7>"$run_dir/lock.new" && flock 7 && mv "$run_dir/lock.new" "$run_dir/lock" # nobody sees it before it is locked
 "$python" "$here/config.py" "$@" >"$run_dir/config.json" || exit $?
 export NEURON_TEXTGEN_RUN_DIR=$run_dir
 setting() { sed -n "s/^ *\"$1\": \([0-9]*\).*/\1/p" "$run_dir/config.json"; }
@@ -67,7 +72,7 @@ finish() {
     exit "$1"
 }
 
-while running "$worker" && running "$web" && [ "$stops" -eq 0 ]; do
+while running "$worker" && running "$web" && [ "$stops" -eq 0 ] && [ ! -e "$run_dir/stuck" ]; do
     if [ ! -e "$run_dir/ready" ] && [ "$SECONDS" -ge "$boot_deadline" ]; then
         complain "the model was not ready within --startup-timeout (STARTUP_TIMEOUT) $(setting startup_timeout) s"
         finish 1
@@ -83,12 +88,19 @@ if [ "$stops" -gt 0 ]; then
     wait_for "$worker" "$deadline" 1
     kill -TERM "$worker"
     wait_for "$worker" $((SECONDS + 5))
+    kill -KILL -- "-$worker" # it did not hear us: the web processes see it gone, and tell those who wait for it
     kill -TERM "$web" # what is still being written may be read to its end
     wait_for "$web" $((SECONDS + 2 > deadline ? SECONDS + 2 : deadline)) 1
     finish 0
 fi
 
-if ! running "$worker"; then
+if [ -e "$run_dir/stuck" ]; then
+    complain "the worker was stuck for longer than --stuck-timeout (STUCK_TIMEOUT) $(setting stuck_timeout) s"
+    kill -KILL -- "-$worker"
+    kill -TERM "$web" # open requests have been answered with an error; these answers may go out
+    wait_for "$web" $((SECONDS + 2))
+    finish 1
+elif ! running "$worker"; then
     wait "$worker"
     code=$?
     [ "$code" -eq 2 ] || complain "the worker process ended with code $code"

@@ -26,6 +26,7 @@ import zmq
 logger = logging.getLogger("protocol")
 
 HEARTBEAT_S = 0.25
+SILENCE_S = 20 * HEARTBEAT_S  # a worker that was not heard of for that long is not running
 
 
 class Sampling(msgspec.Struct, frozen=True):
@@ -144,7 +145,8 @@ class Status(msgspec.Struct, tag="status", frozen=True):
     """Worker → web, every HEARTBEAT_S: what the worker does.
 
     `phase` is "ready" when requests are taken, before that what is going on. `progress_at` is CLOCK_MONOTONIC, in seconds,
-    of the last step or change of phase.
+    of the last step or change of phase; `due_at` is when the next progress must have come at the latest, for all that is known
+    of this device, or 0 when it has nothing to do. (On Linux that clock stands still while the machine is suspended.)
     """
 
     phase: str
@@ -152,6 +154,7 @@ class Status(msgspec.Struct, tag="status", frozen=True):
     steps: int = 0
     running: int = 0
     queued: int = 0
+    due_at: float = 0.0
 
 
 class Facts(msgspec.Struct, tag="facts", frozen=True):
@@ -338,16 +341,24 @@ class WorkerEnd(_SocketThread):
 
 
 class WebEnd(_SocketThread):
-    """A web process' end. `on_message` and `on_lost` are called on its thread and must not block.
+    """A web process' end. All callbacks are called on its thread and must not block.
 
-    To be made after fork. `on_lost` is called once, when the worker is gone for good.
+    To be made after fork. `on_lost` is called once, when the worker is gone for good; `on_beat` about every HEARTBEAT_S, after
+    what has arrived by then.
     """
 
-    def __init__(self, address: str, on_message: Callable[[FromWorker], None], on_lost: Callable[[], None]):
+    def __init__(
+        self,
+        address: str,
+        on_message: Callable[[FromWorker], None],
+        on_lost: Callable[[], None],
+        on_beat: Callable[[], None] = lambda: None,
+    ):
         super().__init__("web-socket")
         self._address = address
         self._on_message = on_message
         self._on_lost = on_lost
+        self._on_beat = on_beat
         self._thread.start()
 
     def send(self, message: FromWeb) -> None:
@@ -365,8 +376,9 @@ class WebEnd(_SocketThread):
         poller = zmq.Poller()
         for source in (dealer, monitor, self._wake_fd):
             poller.register(source, zmq.POLLIN)
+        next_beat = 0.0
         while not self._closing.is_set():
-            ready = dict(poller.poll())
+            ready = dict(poller.poll(HEARTBEAT_S * 1000))
             if self._wake_fd in ready:
                 for body in self._drain_outbox():
                     dealer.send(body)
@@ -376,6 +388,9 @@ class WebEnd(_SocketThread):
                 self._read(dealer, decoder)
                 self._on_lost()
                 break
+            if time.monotonic() >= next_beat:
+                next_beat = time.monotonic() + HEARTBEAT_S
+                self._on_beat()
         dealer.disable_monitor()
         context.destroy(linger=0)
 

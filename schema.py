@@ -511,6 +511,11 @@ class Info(Struct):
 
 
 encode = msgspec.json.Encoder().encode
+# Made here, where there is one thread: several that make msgspec learn a type at the same time bring the process down (0.22.0).
+_decoders = {
+    kind: msgspec.json.Decoder(kind)
+    for kind in (GenerateRequest, ChatRequest, CompletionRequest, InvocationRequest, VertexRequest)
+}
 
 T = TypeVar("T", bound=Struct)
 
@@ -518,7 +523,7 @@ T = TypeVar("T", bound=Struct)
 def parse(body: bytes, kind: type[T]) -> T:
     """A request body as `kind`. Raises ApiError: 400 when it is no JSON, 422 when a field has the wrong type."""
     try:
-        return msgspec.json.decode(body, type=kind)
+        return _decoders[kind].decode(body)
     except msgspec.ValidationError as error:
         raise wrong_type(str(error)) from None
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
@@ -631,6 +636,9 @@ def check_chat(request: ChatRequest, config: Config, facts: Facts) -> Job:
     limits = {"max_completion_tokens": request.max_completion_tokens, "max_tokens": request.max_tokens}
     limit_name = next((name for name, value in limits.items() if value is not None), "max_tokens")
     _require(limits[limit_name] != 0, f"`{limit_name}` must be strictly positive")
+    most = facts.max_input_tokens
+    held = f"each takes a token at least, and a prompt may have {most} (--max-input-tokens raises it)"
+    _require(len(request.messages) <= most, f"`messages` holds {len(request.messages)}: {held}")
     job = _check_openai(request, "", limits[limit_name], config, facts)
     _check_top_n(request.top_logprobs, "top_logprobs", config)
     _require_host(facts, logprobs=request.logprobs)
@@ -742,6 +750,13 @@ def _check_openai(request: OpenAIRequest, prompt: str | list[int], limit: int | 
         prompt_name="prompt",
         limit_name="max_tokens",
     )
+
+
+MAX_TOLD_TOKENS = 100_000  # of /tokenize: an answer of 4 MB
+
+
+def too_many_to_tell(count: int, most: int) -> ApiError:
+    return invalid(f"the text has {count} tokens, of which at most {most} are told")
 
 
 MAX_LOGIT_BIAS = 1024  # tokens: more would cost more than the step

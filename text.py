@@ -16,10 +16,13 @@ import datetime
 import functools
 import itertools
 import json
+import math
 import re
 import secrets
 import subprocess
 import sys
+import threading
+import time
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -38,6 +41,8 @@ from config import HERE, ConfigError, read_json
 END_OF_TURN = ("<|eot_id|>", "<|eot|>", "<|im_end|>", "<end_of_turn>")
 ALL_BYTES = 1_000_000  # more than any token has
 TOKEN_TEXTS = 16_384  # how many are kept for log-probabilities
+TEMPLATE_S = 10.0  # for a chat template, which is a program that runs as long as the messages make it
+TEMPLATE_CHARACTERS = 20_000_000
 _BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")
 
 
@@ -74,9 +79,14 @@ class Tokenizer:
         # A batch, because only that lets other threads run meanwhile: a text of a megabyte takes a second.
         return self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
 
-    def spans(self, text: str, add_special_tokens: bool = True) -> list[tuple[int, int, int]]:
-        """Each token's id, and where in the UTF-8 bytes of `text` it begins and ends; 0, 0 if the tokenizer put it there."""
+    def spans(self, text: str, add_special_tokens: bool = True, most: float = math.inf) -> list[tuple[int, int, int]]:
+        """Each token's id, and where in the UTF-8 bytes of `text` it begins and ends; 0, 0 if the tokenizer put it there.
+
+        Raises TooManyTokens when there are more than `most`.
+        """
         (encoding,) = self._tokenizer.encode_batch([text], add_special_tokens=add_special_tokens)
+        if len(encoding) > most:
+            raise TooManyTokens(len(encoding))
         at = [0, *itertools.accumulate(len(character.encode()) for character in text)]
         return [(i, at[start], at[stop]) for i, (start, stop) in zip(encoding.ids, encoding.offsets)]
 
@@ -401,6 +411,14 @@ class TextStream:
         return released
 
 
+class TooManyTokens(Exception):
+    """A text is longer than was asked for."""
+
+    def __init__(self, count: int):
+        super().__init__(f"{count} tokens")
+        self.count = count
+
+
 class TemplateError(Exception):
     """A chat that the model's template cannot write; the message is for the client."""
 
@@ -470,14 +488,23 @@ class ChatTemplate:
         return _TemplateEnvironment().from_string(self._source)
 
     def _write(self, messages: list[dict], tools: list[dict] | None, add_generation_prompt: bool) -> str:
+        written, characters = [], 0
         try:
-            return self._template.render(
+            self._template.environment.limit_time()
+            for piece in self._template.generate(
                 **self._special_tokens,
                 messages=messages,
                 tools=tools,
                 documents=None,
                 add_generation_prompt=add_generation_prompt,
-            )
+            ):
+                written.append(piece)
+                characters += len(piece)
+                if characters > TEMPLATE_CHARACTERS:
+                    raise TemplateError(f"the model's chat template writes more than {TEMPLATE_CHARACTERS} characters")
+            return "".join(written)
+        except TemplateError:
+            raise
         except jinja2.TemplateSyntaxError as error:
             raise TemplateError(f"this model's chat template does not compile: {error.message} (line {error.lineno})") from None
         except Exception as error:  # a template is a program, which can fail in every way
@@ -502,6 +529,23 @@ class _TemplateEnvironment(jinja2.sandbox.ImmutableSandboxedEnvironment):
         self.filters["tojson"] = _tojson
         self.globals["raise_exception"] = _raise_exception
         self.globals["strftime_now"] = lambda format: datetime.datetime.now().strftime(format)
+        self._running = threading.local()
+
+    def limit_time(self) -> None:
+        """Ends what a template does from now on in this thread after TEMPLATE_S: looked at whenever it looks at anything."""
+        self._running.until = time.monotonic() + TEMPLATE_S
+
+    def getitem(self, obj: Any, argument: Any) -> Any:
+        self._check_time()
+        return super().getitem(obj, argument)
+
+    def getattr(self, obj: Any, attribute: str) -> Any:
+        self._check_time()
+        return super().getattr(obj, attribute)
+
+    def _check_time(self) -> None:
+        if time.monotonic() > self._running.until:
+            raise TemplateError(f"the model's chat template takes longer than {TEMPLATE_S:g} s for it")
 
     def unsafe_undefined(self, obj: Any, attribute: str) -> jinja2.Undefined:
         # Jinja's own waits until it is used, and prints as nothing.

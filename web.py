@@ -33,10 +33,13 @@ from gunicorn.http.errors import ParseException
 from werkzeug.exceptions import ClientDisconnected, HTTPException
 
 import config as configuration
+import connections
 import schema
 from answers import Answer, ChatAnswer, CompletionAnswer, InferAnswer, NativeAnswer, PredictionsAnswer, Sequence
 from config import Config
 from protocol import (
+    HEARTBEAT_S,
+    SILENCE_S,
     Answered,
     AskMetrics,
     Cancel,
@@ -54,7 +57,7 @@ from protocol import (
     WebEnd,
 )
 from schema import ApiError, ChatRequest, CompletionRequest, GenerateRequest, Job, Parameters
-from text import ChatTemplate, Piece, TemplateError, Tokenizer
+from text import ChatTemplate, Piece, TemplateError, Tokenizer, TooManyTokens
 
 logger = logging.getLogger("web")
 
@@ -63,8 +66,9 @@ KEEP_ALIVE_S = 15.0  # a stream without an event for this long carries a comment
 METRICS_TIMEOUT_S = 2.0
 LONG_TEXT = 100_000  # characters
 SAGEMAKER_DEADLINE_S = 55.0  # SageMaker gives up on an answer after 60
-PROBE_THREADS = 16  # for health, info and refusals while every request that is allowed holds a thread
+SPARE_THREADS = 16  # for what is neither generated text nor a probe, and for answers that clients are still reading
 OPEN_ROUTES = {"/", "/health", "/ping", "/live", "/metrics"}  # GET needs no key: probes and scrapers have none
+PROBES = OPEN_ROUTES | {"/info", "/v1/models"}  # answered from memory, whatever else runs
 HANG_UP = 499  # the status of an answer that nobody reads
 
 
@@ -78,28 +82,48 @@ class ClientGone(Exception):
 class Worker:
     """The worker as this web process sees it: what it serves, how it is doing, and the requests that it has of ours."""
 
-    def __init__(self, address: str, tokenizer_config_path: str | None = None):
+    def __init__(
+        self,
+        address: str,
+        tokenizer_config_path: str | None = None,
+        stuck_timeout_s: float = float("inf"),
+        on_stuck: Callable[[], None] = lambda: None,
+    ):
         self.facts: Facts | None = None
         self.tokenizer: Tokenizer | None = None
         self.template: ChatTemplate | None = None
         self._tokenizer_config_path = tokenizer_config_path
         self._status: Status | None = None
-        self._lost = False
+        self._lost: str | None = None  # "dead" or "stuck" when it is given up
+        self._stuck_timeout_s = stuck_timeout_s
+        self._on_stuck = on_stuck
+        self._heard_at = self._beat_at = time.monotonic()
+        self._stuck_s = 0.0
         self._said_ready = False
         self._inboxes: dict[int, queue.SimpleQueue | None] = {}  # None: nobody reads, but the end is not heard of yet
-        self._end = WebEnd(address, self._on_message, self._on_lost)
+        self._end = WebEnd(address, self._on_message, self._on_lost, self._on_beat)
         self._end.send(Hello(os.getpid(), ready=False))
 
     @property
     def phase(self) -> str:
         """ "ready" when requests are taken, else what is going on."""
         if self._status is None:
-            return "dead" if self._lost else "starting"
+            return self._lost or "starting"
         if self._lost and self._status.phase != "draining":
-            return "dead"
-        if self._status.phase == "ready" and self.tokenizer is None:
+            return self._lost
+        if self._status.phase != "ready":
+            return self._status.phase
+        if self.tokenizer is None:
             return "loading"
-        return self._status.phase
+        return "stuck" if self._is_stuck else "ready"
+
+    @property
+    def _is_stuck(self) -> bool:
+        """Whether the worker is at a step that lasts many times longer than usual, or says nothing at all."""
+        if self._status is None or self._status.phase not in ("ready", "draining"):  # a boot may take its time, and be silent
+            return False
+        now = time.monotonic()
+        return 0 < self._status.due_at < now or now - self._heard_at > SILENCE_S
 
     def start(self, generates: list[Generate], inbox: queue.SimpleQueue) -> None:
         """Sends requests off, of which all are taken or none. Their Prompts, Tokens and Ends come to `inbox`."""
@@ -138,6 +162,7 @@ class Worker:
         raise schema.not_ready("busy" if self.phase == "ready" else self.phase)
 
     def _on_message(self, message: FromWorker) -> None:
+        self._heard_at = time.monotonic()
         if isinstance(message, Tokens):
             for prompt in message.prompts:
                 self._deliver(prompt, last=False)
@@ -167,10 +192,23 @@ class Worker:
             self._said_ready = True
             self._end.send(Hello(os.getpid(), ready=True))
 
+    def _on_beat(self) -> None:
+        """Gives the worker up when it has been stuck for too long."""
+        now = time.monotonic()
+        # Beats are counted and not the time between two: when this process was stopped itself, the worker may be well.
+        passed_s, self._beat_at = min(now - self._beat_at, 2 * HEARTBEAT_S), now
+        was_stuck, is_stuck = self._stuck_s > 0, self._is_stuck
+        self._stuck_s = self._stuck_s + passed_s if is_stuck else 0.0
+        if is_stuck != was_stuck:
+            logger.warning("the worker %s", "makes no progress" if is_stuck else "makes progress again")
+        if self._stuck_s >= self._stuck_timeout_s and not self._lost:
+            self._on_lost()
+            self._on_stuck()
+
     def _on_lost(self) -> None:
-        self._lost = True
+        self._lost = self._lost or ("stuck" if self._stuck_s else "dead")
         for request_id in list(self._inboxes):
-            self._deliver(End(request_id, "dead"), last=True)
+            self._deliver(End(request_id, self._lost), last=True)
 
 
 class Call:
@@ -334,7 +372,7 @@ def _tokenize(tokenizer: Tokenizer, job: Job) -> list[int]:
 def _why_it_ended(end: End) -> ApiError:
     if end.reason == "overloaded":
         return schema.overloaded()
-    if end.reason in ("draining", "dead"):
+    if end.reason in ("draining", "dead", "stuck"):
         return schema.not_ready(end.reason)
     if end.reason == "failed":
         return schema.generation_failed(end.message)
@@ -524,6 +562,13 @@ def _guard(app: Flask, config: Config) -> None:
             raise schema.unauthorized()
         return None
 
+    @app.before_request
+    def refuse_a_crowd() -> None:
+        if request.environ.get(connections.CROWDED):
+            if request.endpoint in app.view_functions and request.endpoint.startswith("POST "):
+                g.generates = True
+            raise schema.overloaded()
+
     @app.after_request
     def allow_origins(response: Response) -> Response:
         origin = request.headers.get("Origin", "")
@@ -621,8 +666,11 @@ def _body(config: Config) -> bytes:
 
 def _simple_tokens(tokenizer: Tokenizer, text: str, add_special_tokens: bool) -> list[schema.SimpleToken]:
     raw = text.encode()
-    with _patience(text):
-        spans = tokenizer.spans(text, add_special_tokens)
+    try:
+        with _patience(text):
+            spans = tokenizer.spans(text, add_special_tokens, schema.MAX_TOLD_TOKENS)
+    except TooManyTokens as error:
+        raise schema.too_many_to_tell(error.count, schema.MAX_TOLD_TOKENS) from None
     return [schema.SimpleToken(i, raw[start:stop].decode(errors="replace"), start, stop) for i, start, stop in spans]
 
 
@@ -754,17 +802,19 @@ class Server(gunicorn.app.base.BaseApplication):
 
     def __init__(self, config: Config, listener: socket.socket):
         self._config = config
+        self.limits = connections.Limits(config.payload_limit, config.client_timeout, frozenset(PROBES))
+        self._connections = connections.prepare(listener, self.limits)
         self._listener_fd = listener.detach()  # gunicorn's from now on
         super().__init__()
 
     def load_config(self) -> None:
-        threads = self._config.max_concurrent_requests + PROBE_THREADS
+        threads = self._config.max_concurrent_requests + SPARE_THREADS
         settings = {
             "bind": [f"fd://{self._listener_fd}"],
             "workers": self._config.web_concurrency,
-            "worker_class": "gthread",
+            "worker_class": connections.ConnectionWorker,
             "threads": threads,
-            "worker_connections": max(1000, 2 * threads),
+            "worker_connections": min(max(1000, 2 * threads), self._connections),
             "keepalive": 75,
             "forwarder_headers": "",  # nobody may say under which path we are mounted
             "limit_request_line": 8190,  # the most that gunicorn takes: GET /infer carries its sentence there
@@ -783,7 +833,12 @@ class Server(gunicorn.app.base.BaseApplication):
         """Runs in each web process, after the fork: a ZeroMQ context must not be carried across one."""
         configuration.die_with_parent()
         gunicorn.util.write_error = _write_error
-        worker = Worker(configuration.socket_address(), self._config.tokenizer_config_path)
+        worker = Worker(
+            configuration.socket_address(),
+            self._config.tokenizer_config_path,
+            self._config.stuck_timeout,
+            on_stuck=(configuration.run_dir() / "stuck").touch,  # entrypoint.sh looks for it
+        )
         return create_app(self._config, worker)
 
 

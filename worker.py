@@ -86,6 +86,29 @@ class Slots:
         return sum(request is not None for request in self.requests)
 
 
+class Pace:
+    """How long the device may take before it must be thought stuck, learned from how long it takes."""
+
+    MANY_TIMES = 20
+    LEAST_S = 5.0  # a busy machine delays everything by that much now and then
+    FIRST_S = 100.0  # the first of a kind, of which nothing is known, and a second for each of its tokens
+    WEIGHT = 0.2  # of the newest in the running mean
+
+    def __init__(self):
+        self._seconds: dict[str, float] = {}  # a token, by kind of work
+
+    def patience_s(self, kind: str, tokens: int = 1) -> float:
+        typical = self._seconds.get(kind)
+        if typical is None:
+            return self.FIRST_S + tokens
+        return max(self.LEAST_S, self.MANY_TIMES * typical * tokens)
+
+    def learn(self, kind: str, seconds: float, tokens: int = 1) -> None:
+        seconds /= tokens
+        typical = self._seconds.setdefault(kind, seconds)
+        self._seconds[kind] = typical + self.WEIGHT * (seconds - typical)
+
+
 @dataclass
 class Worker:
     """The loop around one model. `end` is where requests come from and tokens go to."""
@@ -94,6 +117,7 @@ class Worker:
     end: WorkerEnd
     eos_token_ids: frozenset[int]
     max_concurrent_requests: int
+    max_queue_time_s: float = float("inf")
     web_processes: int = 0  # how many to wait for before saying "Connected"
     queue: deque[Request] = field(default_factory=deque)
     steps: int = 0
@@ -106,6 +130,7 @@ class Worker:
         self._known: dict[int, Request] = {}
         self._ready_web_processes: set[int] = set()
         self._gained: dict[bytes, Tokens] = defaultdict(lambda: Tokens([]))
+        self._pace = Pace()
         self._progress_at = 0.0  # when the device last finished something, or was given something after it had nothing
         self._tokens_at = 0.0  # when tokens last went to those that run
         self.metrics.set_limits(self.model.batch_size, self.model.max_input_tokens, self.model.max_total_tokens)
@@ -125,6 +150,7 @@ class Worker:
         while not self.stopping and (self._known or not self.draining):
             self.receive()
             self.admit()
+            self.turn_away()
             self.send()  # a first token does not wait for the others' step
             self.decode()
             self.send()
@@ -160,6 +186,16 @@ class Worker:
             elif isinstance(message, Hello):
                 self._greet(message)
 
+    def turn_away(self) -> None:
+        """Refuses who has waited too long for a slot. An HTTP request of which something runs already is not torn apart."""
+        waited_since = time.monotonic() - self.max_queue_time_s
+        if not self.queue or self.queue[0].arrived_at > waited_since or self.slots.free() is not None:
+            return
+        begun = {request.call for _slot, request in self.slots.live()}
+        for request in list(self.queue):
+            if request.arrived_at <= waited_since and request.call not in begun:
+                self._end(request, "overloaded", log_reason="waited too long")
+
     def admit(self) -> None:
         """Prefills the prompt that has waited longest into a free slot, if there are both."""
         slot = self.slots.free()
@@ -175,6 +211,8 @@ class Worker:
         self.metrics.series("batch_next_size").observe(1)
         self.metrics.series("batch_inference_count", "prefill").inc()
         logprobs, top = [], []
+        kind = "score" if generate.prompt_logprobs else "prefill"
+        self._report(self._pace.patience_s(kind, len(generate.prompt)))
         try:
             if generate.prompt_logprobs:
                 chunks = self.model.score(slot, generate.prompt)
@@ -195,6 +233,7 @@ class Worker:
         queued_s = request.started_at - request.arrived_at
         self._gained[request.peer].prompts.append(Prompt(generate.id, queued_s, logprobs, top))
         self._gain("prefill", [request], output[None], request.started_at)
+        self._pace.learn(kind, self._progress_at - request.started_at, len(generate.prompt))
         if joins:
             self.metrics.series("batch_concat", "backpressure").inc()
             self.metrics.series("batch_concat_duration", "decode").observe(self._progress_at - request.started_at)
@@ -226,6 +265,7 @@ class Worker:
         self.steps += 1
         self.metrics.series("steps").inc()
         self._gain("decode", requests, output, started_at)
+        self._pace.learn("decode", self._progress_at - started_at)
         self.metrics.series("inter_token_latency_duration").observe(self._progress_at - self._tokens_at)
         self._tokens_at = self._progress_at
 
@@ -234,16 +274,19 @@ class Worker:
         for peer, gained in self._gained.items():
             self.end.send(peer, gained)
         self._gained.clear()
-        self._report()
+        self._report(self._pace.patience_s("decode") if self.slots.busy else None)
 
-    def _report(self) -> None:
+    def _report(self, patience_s: float | None = None) -> None:
+        """How the worker is doing; `patience_s` is what the device may take for what it is given next."""
+        now = time.monotonic()
         self.end.report(
             Status(
                 phase="draining" if self.draining else "ready",
-                progress_at=time.monotonic(),
+                progress_at=now,
                 steps=self.steps,
                 running=self.slots.busy,
                 queued=len(self.queue),
+                due_at=0.0 if patience_s is None else now + patience_s,
             )
         )
 
@@ -281,19 +324,25 @@ class Worker:
         """Chooses the next token of each request. output: the logits, float32 [requests, vocab], or what the device chose:
         int64 [requests]."""
         ran_at = time.monotonic()
-        if self.model.sampling == "device":
-            choices = drawn(output, self.model.vocab_size)
-        else:
-            choices = sample(output, [request.sampler for request in requests])
+        try:
+            if self.model.sampling == "device":
+                choices = drawn(output, self.model.vocab_size)
+            else:
+                choices = sample(output, [request.sampler for request in requests])
+        except Exception as error:
+            choices = [error] * len(requests)
         chosen_at = time.monotonic()
         for request, choice in zip(requests, choices):
-            if isinstance(choice, Choice):
-                self._take(request, choice)
-            elif isinstance(choice, SamplingError):
-                self._end(request, "failed", str(choice))
-            else:
+            try:
+                if isinstance(choice, Choice):
+                    self._take(request, choice)
+                    continue
+            except Exception as error:
+                choice = error
+            readable = isinstance(choice, SamplingError)
+            if not readable:
                 logger.error("no token for request %016x", request.generate.id, exc_info=choice)
-                self._end(request, "failed", "the next token could not be chosen")
+            self._end(request, "failed", str(choice) if readable else "the next token could not be chosen")
         self._progress_at = time.monotonic()
         self.metrics.series("generated_tokens").inc(sum(isinstance(choice, Choice) for choice in choices))
         self.metrics.step(method, started_at, ran_at, chosen_at, self._progress_at)
@@ -412,6 +461,7 @@ def boot(config: Config, end: WorkerEnd, metrics: Metrics) -> Worker:
         end=end,
         eos_token_ids=frozenset(eos_token_ids),
         max_concurrent_requests=config.max_concurrent_requests,
+        max_queue_time_s=config.max_queue_time or float("inf"),
         web_processes=config.web_concurrency,
         metrics=metrics,
     )

@@ -37,6 +37,7 @@ VALUES = {
     "compile_workers": [("7", 7), ("9", 9)],
     "sampling": [("host", "host"), ("device", "device")],
     "max_concurrent_requests": [("7", 7), ("9", 9)],
+    "max_queue_time": [("7", 7.0), ("0.5", 0.5)],
     "max_client_batch_size": [("7", 7), ("9", 9)],
     "max_best_of": [("7", 7), ("9", 9)],
     "max_stop_sequences": [("7", 7), ("9", 9)],
@@ -47,9 +48,11 @@ VALUES = {
     "cors_allow_origin": [("https://a.example", "https://a.example"), ("http://b.example:80", "http://b.example:80")],
     "web_concurrency": [("7", 7), ("9", 9)],
     "payload_limit": [("7", 7), ("9", 9)],
+    "client_timeout": [("7", 7.0), ("0.5", 0.5)],
     "response_deadline": [("7", 7.0), ("0.5", 0.5)],
     "compute_type": [("inf2", "inf2"), ("cpu", "cpu")],
     "startup_timeout": [("7", 7.0), ("0.5", 0.5)],
+    "stuck_timeout": [("7", 7.0), ("0.5", 0.5)],
     "graceful_termination_timeout": [("7", 7.0), ("1e1", 10.0)],
     "json_output": [("true", True), ("false", False)],
 }
@@ -274,7 +277,7 @@ PORT = WHOLE_NUMBERS | dict.fromkeys(("0", "65536", "-1"), "must be between 1 an
 SECONDS = dict.fromkeys(("soon", "5s", "0", "-1", "inf", "nan", "1e999"), "must be a positive number of seconds")
 WRONG = {
     **{entry.name: COUNT for entry in SETTINGS if entry.name.startswith(("max_", "web_", "payload_"))},
-    **{entry.name: SECONDS for entry in SETTINGS if entry.name.endswith("_timeout")},
+    **{entry.name: SECONDS for entry in SETTINGS if entry.name.endswith(("_timeout", "_time"))},
     **{entry.name: {"maybe": "must be true or false"} for entry in SETTINGS if isinstance(entry.default, bool)},
     "port": PORT,
     "device": {"tpu": "must be one of auto, cpu, cuda, neuron", "CPU": "must be one of auto, cpu, cuda, neuron"},

@@ -10,8 +10,9 @@ import config
 from config import HERE
 
 MAY_IMPORT = {
-    "web": {"answers", "schema", "text", "protocol", "config"},
+    "web": {"answers", "connections", "schema", "text", "protocol", "config"},
     "answers": {"schema", "text", "protocol", "config"},
+    "connections": set(),
     "worker": {"metrics", "sampling", "model", "torch_model", "neuron_model", "protocol", "config"},
     "torch_model": {"decoder", "model", "config"},
     "decoder": set(),
@@ -34,6 +35,7 @@ NEVER = {
     "text": {"flask", "gunicorn", "socket", "zmq", "torch", "transformers"},
     "answers": {"flask", "gunicorn", "socket", "zmq", "torch", "transformers"},
     "web": {"torch", "transformers", "numpy", "prometheus_client"},
+    "connections": {"flask", "zmq", "msgspec", "torch", "transformers"},
     "metrics": {"zmq", "socket", "torch", "transformers", "flask"},
     "protocol": {"flask", "gunicorn", "torch", "transformers"},
     "worker": {"flask", "gunicorn", "tokenizers", "transformers"},

@@ -6,6 +6,8 @@ import itertools
 import json
 import math
 import struct
+import subprocess
+import sys
 from dataclasses import replace
 
 import msgspec
@@ -14,7 +16,7 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 import schema
-from config import VERSION, Config
+from config import HERE, VERSION, Config
 from protocol import Facts, Sampling
 from schema import ApiError, GenerateRequest, Job, Parameters, TokenOut, check, encode, fit, parse, shortest_float
 
@@ -543,6 +545,14 @@ def test_the_arguments_of_a_tool_call_are_read_where_they_can_be(arguments, read
     assert message["tool_calls"][0]["function"] == {"name": "f", "arguments": read}
 
 
+def test_more_messages_than_a_prompt_has_tokens_are_refused():
+    body = {"messages": [{"role": "user", "content": "a"}] * 100}
+    assert chat(**body)
+    body["messages"].append({"role": "user", "content": "a"})
+    with pytest.raises(ApiError, match=r"`messages` holds 101: .* may have 100 \(--max-input-tokens"):
+        chat(**body)
+
+
 def test_errors_have_openais_shape_too():
     told = json.loads(schema.invalid("`top_p` must be > 0.0 and < 1.0").openai_json)["error"]
     assert told == {
@@ -882,3 +892,22 @@ def test_a_logprob_has_the_fewest_digits_that_tell_it_apart(value):
     digits = len(f"{written!r}".split("e")[0].replace("-", "").replace(".", "").strip("0"))
     assert digits <= 9
     assert digits <= 1 or float32(float(f"{value:.{digits - 1}g}")) != value, "one digit less would be another number"
+
+
+def test_the_first_requests_of_a_process_may_come_all_at_once():
+    """msgspec crashes when several threads make it learn a type, so none of them may be the first to need it."""
+    program = """
+import sys, threading
+import schema
+sys.setswitchinterval(1e-6)
+body = b'{"inputs": "a", "parameters": {"max_new_tokens": 3, "stop": ["x"]}}'
+together = threading.Barrier(64)
+def parse():
+    together.wait()
+    schema.parse(body, schema.GenerateRequest)
+threads = [threading.Thread(target=parse) for _ in range(64)]
+for thread in threads: thread.start()
+for thread in threads: thread.join()
+"""
+    for _ in range(15):
+        subprocess.run([sys.executable, "-c", program], cwd=HERE, check=True)

@@ -12,6 +12,7 @@ import re
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -851,6 +852,33 @@ def test_what_goes_wrong_in_a_template_is_told_in_one_line(template, reason):
         ChatTemplate(template, {}).render([USER])
     assert reason in str(refused.value)
     assert len(str(refused.value).splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{% for a in messages %}{% for b in messages %}{{ b.content }}{% endfor %}{% endfor %}",
+        "{% for a in messages %}{% for b in messages %}{% set c = b['content'] %}{% endfor %}{% endfor %}",
+        "{% for a in messages %}{% for b in messages if b.role == a.content %}{% endfor %}{% endfor %}",
+    ],
+    ids=["writes", "reads", "filters"],
+)
+def test_a_template_that_messages_keep_busy_is_stopped(template, monkeypatch):
+    monkeypatch.setattr(text, "TEMPLATE_S", 0.1)
+    chat = ChatTemplate(template, {})
+    started_at = time.monotonic()
+    with pytest.raises(TemplateError, match=r"longer than 0\.1 s"):
+        chat.render([{"role": "user", "content": ""}] * 5000)
+    assert time.monotonic() - started_at < 5, "25 million turns take longer"
+    assert chat.render([{"role": "user", "content": ""}]) == "", "and the next chat has all the time again"
+
+
+def test_a_template_that_writes_too_much_is_stopped(monkeypatch):
+    monkeypatch.setattr(text, "TEMPLATE_CHARACTERS", 1000)
+    chat = ChatTemplate("{% for m in messages %}{{ m.content }}{% endfor %}", {})
+    assert chat.render([{"role": "user", "content": "a" * 1000}])
+    with pytest.raises(TemplateError, match="more than 1000 characters"):
+        chat.render([{"role": "user", "content": "a" * 1001}])
 
 
 @pytest.mark.parametrize(

@@ -226,7 +226,7 @@ def test_two_requests_too_many_are_429_and_the_others_do_not_notice(served):
     threads = [threading.Thread(target=lambda: answers.append(served.post("/generate", body))) for _ in range(most + 2)]
     for thread in threads:
         thread.start()
-    wait_until(lambda: len(served.seen._inboxes) == most + 2)
+    wait_until(lambda: len(served.worker._known) + served.end._inbox.qsize() == most + 2)  # all have reached the worker
     served.model.may_decode.set()
     for thread in threads:
         thread.join(WAIT_S)
@@ -769,3 +769,14 @@ def test_without_a_worker_there_are_no_metrics_and_it_is_told(booting):
     booting.end.close()
     wait_until(lambda: booting.seen.phase == "dead")
     assert booting.client.get("/metrics").status_code == 503
+
+
+def test_a_text_of_too_many_tokens_is_not_told_token_by_token(served, monkeypatch):
+    monkeypatch.setattr(schema, "MAX_TOLD_TOKENS", 10)
+    assert len(served.post("/tokenize", {"inputs": "a" * 10}).json) == 10
+    refused = served.post("/tokenize", {"inputs": "a" * 11})
+    assert (refused.status_code, refused.json["error"].split(": ")[1]) == (
+        422,
+        "the text has 11 tokens, of which at most 10 are told",
+    )
+    assert served.post("/chat_tokenize", {"messages": [{"role": "user", "content": "a" * 11}]}).status_code == 422

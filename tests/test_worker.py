@@ -5,6 +5,7 @@ import json
 import queue
 import re
 import threading
+import time
 from collections import Counter, defaultdict
 
 import pytest
@@ -34,7 +35,7 @@ from protocol import (
     WorkerEnd,
 )
 from protocol import Metrics as MetricsText
-from worker import Worker
+from worker import Pace, Worker
 
 WAIT_S = 20
 
@@ -78,6 +79,7 @@ class Bench:
     def turn(self):
         self.worker.receive()
         self.worker.admit()
+        self.worker.turn_away()
         self.worker.send()
         self.worker.decode()
         self.worker.send()
@@ -340,6 +342,78 @@ def test_an_id_that_is_none_from_the_device_ends_that_request_alone():
     failed = next(message for _peer, message in bench.wire.sent if isinstance(message, End))
     assert (failed.id, failed.message) == (2, "the device chose a token that does not exist")
     assert bench.tokens[1] == greedy([1, 2], 8)
+
+
+def test_an_exception_in_one_slots_bookkeeping_ends_that_request_alone(monkeypatch):
+    bench = Bench()
+    bench.arrive(Generate(1, [1, 2], 8))
+    bench.arrive(Generate(2, [3], 8))
+    bench.turn()
+    bench.turn()
+    take = bench.worker._take
+    monkeypatch.setattr(
+        bench.worker, "_take", lambda request, choice: take(request, choice if request.generate.id == 1 else None)
+    )
+    bench.run()
+    assert bench.ends[2] == "failed"
+    assert bench.tokens[1] == greedy([1, 2], 8)
+
+
+def test_when_no_token_can_be_chosen_at_all_what_runs_ends_and_the_loop_goes_on(monkeypatch):
+    bench = Bench(batch_size=2)
+    for i in (1, 2, 3):
+        bench.arrive(Generate(i, [i], 8))
+    bench.turn()
+    bench.turn()
+
+    def out_of_memory(*_):
+        monkeypatch.undo()
+        raise MemoryError
+
+    monkeypatch.setattr(worker_module, "sample", out_of_memory)
+    bench.run()
+    assert [bench.ends[1], bench.ends[2]] == ["failed", "failed"]
+    assert bench.tokens[3] == greedy([3], 8)
+
+
+def test_who_has_waited_too_long_is_turned_away_and_nobody_else():
+    bench = Bench(batch_size=1)
+    bench.worker.max_queue_time_s = 10.0
+    bench.arrive(GenerateAll([Generate(i, [i], 8, sent_at=time.monotonic() - 11) for i in (1, 2)]))
+    bench.turn()  # the first of the two has a slot, so both may stay
+    bench.arrive(Generate(3, [3], 8, sent_at=time.monotonic() - 11))
+    bench.arrive(Generate(4, [4], 8, sent_at=time.monotonic() - 9))
+    bench.worker.receive()
+    bench.worker.turn_away()
+    assert bench.ends == {3: "overloaded"}
+    bench.run()
+    for i in (1, 2, 4):
+        assert bench.tokens[i] == greedy([i], 8)
+
+
+def test_it_is_told_when_progress_is_due_and_that_none_is_when_there_is_nothing_to_do(monkeypatch):
+    bench = Bench()
+    due = []
+    prefill = bench.model.prefill
+    monkeypatch.setattr(bench.model, "prefill", lambda *a: due.append(bench.wire.status.due_at) or prefill(*a))
+    bench.arrive(Generate(1, [1, 2], 3))
+    bench.turn()
+    assert due[0] > time.monotonic() + Pace.FIRST_S / 2
+    assert bench.wire.status.due_at > time.monotonic()
+    bench.run()
+    assert bench.wire.status.due_at == 0
+
+
+def test_patience_follows_the_pace_of_the_device():
+    pace = Pace()
+    assert pace.patience_s("prefill", 4000) > 4000, "nothing is known of a device yet, and it may be slow"
+    pace.learn("decode", 30.0)  # the first takes long
+    assert pace.patience_s("decode") > 30.0
+    for _ in range(50):
+        pace.learn("decode", 0.02)
+    assert pace.patience_s("decode") == Pace.LEAST_S
+    pace.learn("prefill", 10.0, tokens=100)
+    assert pace.patience_s("prefill", 1000) == pytest.approx(2000), "a long prompt may take as much longer"
 
 
 def test_a_failed_step_ends_what_runs_and_the_loop_goes_on():

@@ -1,0 +1,357 @@
+"""Connections: from accepting one to a request that has wholly arrived, and from its answer to the close.
+
+gunicorn's thread worker gives a thread to a connection before its request is there, so clients that are slow or silent use
+up the threads. Here the main loop of each web process keeps every connection that has no request running, reads what arrives
+without waiting, and gives a thread only to a complete request. What a client sends too slowly ends after a time, what it
+reads too slowly too; and when there are too many connections, the one that has waited longest makes room.
+
+Probes and refusals have threads of their own: neither waits behind requests that run long. What a request means, and how it
+is answered, this layer does not know; its framing is gunicorn's parser's to judge, and only guessed ahead here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import re
+import resource
+import selectors
+import socket
+import struct
+import time
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+
+from gunicorn import util
+from gunicorn.http.parser import RequestParser
+from gunicorn.workers.gthread import TConn, ThreadWorker
+
+PROBE_THREADS = 8
+REFUSAL_THREADS = 2  # more would only be in each other's way
+HEAD_LIMIT = 65536  # bytes of a request line with its headers; gunicorn's own limits are per line
+HELD_LIMIT = 64_000_000  # bytes of unfinished requests in a web process
+READ_BYTES = 65536
+EXPIRY_S = 0.25  # how often deadlines are looked at
+LINGER_S = 2.0  # for a client to take its last answer and close
+STOP_LINGER_S = 0.3
+SPARE_FDS = 200  # for what is no connection
+CROWDED = "textgen.crowded"  # in the WSGI environ: whether all threads have a request, so that this one is to be refused
+
+_LENGTH = re.compile(rb"\r\ncontent-length:[ \t]*(\d+)[ \t]*\r\n", re.IGNORECASE)
+_CHUNKED = re.compile(rb"\r\ntransfer-encoding:[^\r]*chunked[ \t]*\r\n", re.IGNORECASE)
+_EXPECTS = re.compile(rb"\r\nexpect:[ \t]*100-continue[ \t]*\r\n", re.IGNORECASE)
+_CHUNK_SIZE = re.compile(rb"[0-9a-fA-F]{1,15}")
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What a client may take. `probes` are the paths that are answered whatever else runs."""
+
+    payload_bytes: int
+    client_timeout_s: float
+    probes: frozenset[str]
+
+
+class Arrival:
+    """The bytes of a request as they come, and whether they suffice.
+
+    `is_complete`: the parser has all that it will ask for; where the request is malformed, it has enough to say so.
+    `is_cut`: more belongs to the request than we take, so its connection cannot be used again. `refusal` is what is wrong
+    with it when it cannot even be parsed: (status, reason, message).
+    """
+
+    def __init__(self, payload_bytes: int):
+        self.data = bytearray()
+        self.is_complete = False
+        self.is_cut = False
+        self.refusal: tuple[int, str, str] | None = None
+        self.wants_continue = False  # the client waits for a word before it sends the body
+        self._most = payload_bytes + 1  # one more than is allowed, for the app to see that it is too much
+        self._need = 0  # length at which it is complete; 0: the head has not ended
+        self._chunks_at: int | None = None  # where the next size of a chunk begins
+        self._decoded = 0  # bytes that the chunks before it carry
+
+    def feed(self, data: bytes) -> None:
+        searched = max(0, len(self.data) - 3)
+        self.data += data
+        if not self._need and self._chunks_at is None:
+            self._end_head(searched)
+        if self._chunks_at is not None:
+            self._end_chunks()
+        elif self._need and len(self.data) >= self._need:
+            self.is_complete = True
+
+    def _end_head(self, searched: int) -> None:
+        end = self.data.find(b"\r\n\r\n", searched)
+        if end < 0:
+            if self.data.count(b"\n") != self.data.count(b"\r\n"):
+                self.is_complete = self.is_cut = True  # the parser refuses it
+            elif len(self.data) > HEAD_LIMIT:
+                self.refusal = (431, "Request Header Fields Too Large", f"more than {HEAD_LIMIT} bytes of headers")
+            return
+        head = bytes(self.data[: end + 2])
+        length, chunked = _LENGTH.search(head), _CHUNKED.search(head)
+        body_at = self._need = end + 4
+        if chunked and not length:  # with both, the parser refuses it
+            self._need, self._chunks_at = 0, body_at
+        elif length and not chunked:
+            if len(length[1]) > 18 or int(length[1]) > self._most:
+                self.is_cut = True
+            else:
+                self._need += int(length[1])
+        self.wants_continue = not self.is_cut and bool(_EXPECTS.search(head))
+
+    def _end_chunks(self) -> None:
+        """Goes through the chunks as far as they have come."""
+        while (end := self.data.find(b"\r\n", self._chunks_at)) >= 0:
+            size = _CHUNK_SIZE.match(self.data, self._chunks_at)
+            if not size:
+                self.is_complete = self.is_cut = True
+                return
+            if not int(size[0], 16):
+                ended = self.data.startswith(b"\r\n", end + 2) or self.data.find(b"\r\n\r\n", end + 2) >= 0
+                self.is_complete = self.is_complete or ended
+                break
+            if self._decoded + min(int(size[0], 16), len(self.data) - end - 2) >= self._most:
+                self.is_complete = self.is_cut = True
+                return
+            next_at = end + 4 + int(size[0], 16)
+            if len(self.data) < next_at:
+                break
+            if not self.data.startswith(b"\r\n", next_at - 2):
+                self.is_complete = self.is_cut = True
+                return
+            self._decoded += int(size[0], 16)
+            self._chunks_at = next_at
+        if not self.is_complete and len(self.data) > 2 * (self._decoded + self._most) + HEAD_LIMIT:
+            self.refusal = (413, "Content Too Large", "the body takes more bytes for its chunks than for what is in them")
+        elif self._chunks_at > HEAD_LIMIT + 2 * self._decoded:
+            self.refusal = (400, "Bad Request", "the chunks of the body are too small")
+
+
+class Connection(TConn):
+    """A connection, which is in one of three states: waiting for (the rest of) a request, running one, or lingering."""
+
+    def __init__(self, cfg, sock: socket.socket, client, server, limits: Limits):
+        super().__init__(cfg, sock, client, server)
+        self.initialized = True  # so that gunicorn neither waits nor makes a parser of its own
+        self.limits = limits
+        self.lingers = False  # it has had its last answer
+        self.told_to_continue = False
+        self.await_request()
+
+    def await_request(self) -> None:
+        self.arrival = Arrival(self.limits.payload_bytes)
+        self.told_to_continue = False
+
+    @property
+    def is_probe(self) -> bool:
+        method, _, rest = bytes(self.arrival.data[:64]).partition(b" ")
+        path = rest.split(b" ", 1)[0].split(b"?", 1)[0]
+        return method in (b"GET", b"HEAD") and path.decode("latin-1") in self.limits.probes
+
+
+def prepare(listener: socket.socket, limits: Limits) -> int:
+    """Bounds how long what is written to clients of `listener` may wait for them, at no cost a write: kernel's business,
+    inherited by each connection. Returns how many connections this process can have."""
+    seconds, rest = divmod(limits.client_timeout_s, 1)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", int(seconds), int(rest * 1e6)))
+    listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(limits.client_timeout_s * 1000))
+    _soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = 65536 if hard == resource.RLIM_INFINITY else min(hard, 65536)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+    return max(SPARE_FDS, most - SPARE_FDS)
+
+
+class ConnectionWorker(ThreadWorker):
+    """gunicorn's thread worker with the loop around its connections replaced. All but `handle_request` runs on one thread."""
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.limits: Limits = self.app.limits
+        self._probes: ThreadPoolExecutor | None = None
+        self._refusals: ThreadPoolExecutor | None = None
+        self._running = 0  # requests that have one of the threads
+        self._refused: set[socket.socket] = set()
+        self._waiting: dict[Connection, None] = {}  # without a request that runs; who waits longest is first
+        self._held = 0  # bytes of unfinished requests
+        self._expiry_at = 0.0
+
+    def init_process(self) -> None:
+        self._probes = ThreadPoolExecutor(PROBE_THREADS)
+        self._refusals = ThreadPoolExecutor(REFUSAL_THREADS)
+        super().init_process()
+
+    def load_wsgi(self) -> None:
+        super().load_wsgi()
+        app = self.wsgi
+
+        def telling_whether_it_is_crowded(environ, start_response):
+            environ[CROWDED] = environ["gunicorn.socket"] in self._refused
+            return app(environ, start_response)
+
+        self.wsgi = telling_whether_it_is_crowded
+
+    def run(self) -> None:
+        self.poller.register(self.method_queue.fileno(), selectors.EVENT_READ, self.method_queue.run_callbacks)
+        while self.alive and self.is_parent_alive():
+            self.set_accept_enabled(self.nr_conns < self.worker_connections or bool(self._waiting))
+            self._turn()
+        self.set_accept_enabled(False)
+        stop_at = time.monotonic() + self.cfg.graceful_timeout
+        for connection in [c for c in self._waiting if not c.lingers]:
+            self._drop(connection)
+        for connection in self._waiting:
+            connection.timeout = min(connection.timeout, time.monotonic() + STOP_LINGER_S)
+        while self.nr_conns and time.monotonic() < stop_at:
+            self._turn()
+        for connection in list(self._waiting):
+            self._drop(connection)
+        for pool in (self.tpool, self._probes, self._refusals):
+            pool.shutdown(wait=False)
+        self.poller.close()
+        self.method_queue.close()
+        for listener in self.sockets:
+            listener.close()
+
+    def _turn(self) -> None:
+        self.notify()
+        self.wait_for_and_dispatch_events(timeout=EXPIRY_S if self._waiting else 1.0)
+        now = time.monotonic()
+        if now >= self._expiry_at:
+            self._expiry_at = now + EXPIRY_S
+            for connection in [c for c in self._waiting if c.timeout <= now]:
+                self._expire(connection)
+
+    def accept(self, listener) -> None:
+        if self.nr_conns >= self.worker_connections and self._waiting:
+            self._drop(next(iter(self._waiting)))
+        try:
+            sock, client = listener.accept()
+        except OSError as error:
+            if error.errno in (errno.EMFILE, errno.ENFILE) and self._waiting:
+                self._drop(next(iter(self._waiting)))
+            return
+        self.nr_conns += 1
+        self._wait_for(Connection(self.cfg, sock, client, listener.getsockname(), self.limits), self.limits.client_timeout_s)
+
+    def _wait_for(self, connection: Connection, seconds: float) -> None:
+        connection.timeout = time.monotonic() + seconds
+        self._waiting[connection] = None
+        self.poller.register(connection.sock, selectors.EVENT_READ, partial(self._read, connection))
+
+    def _leave(self, connection: Connection) -> None:
+        """It no longer waits."""
+        del self._waiting[connection]
+        self._held -= len(connection.arrival.data)
+        self.poller.unregister(connection.sock)
+
+    def _drop(self, connection: Connection) -> None:
+        self._leave(connection)
+        self.nr_conns -= 1
+        connection.close()
+
+    def _read(self, connection: Connection, _sock) -> None:
+        if connection not in self._waiting:
+            return  # dropped by what came before it in the same turn
+        try:
+            data = connection.sock.recv(READ_BYTES)
+        except BlockingIOError:
+            return
+        except OSError:
+            data = b""
+        if not data:
+            self._drop(connection)
+        elif not connection.lingers:  # what a client still sends after its last answer is of no interest
+            if not connection.arrival.data:
+                connection.timeout = time.monotonic() + self.limits.client_timeout_s
+            self._held += len(data)
+            connection.arrival.feed(data)
+            self._go_on(connection)
+
+    def _go_on(self, connection: Connection) -> None:
+        """Gives a request that has arrived to a thread."""
+        arrival = connection.arrival
+        if arrival.refusal:
+            self._refuse(connection, *arrival.refusal)
+        elif arrival.is_complete:
+            self._leave(connection)
+            self.enqueue_req(connection)
+        elif self._held > HELD_LIMIT:
+            self._refuse(connection, 503, "Service Unavailable", "too many requests are still arriving")
+        elif arrival.wants_continue and not connection.told_to_continue:
+            connection.told_to_continue = True
+            with contextlib.suppress(OSError):
+                connection.sock.send(b"HTTP/1.1 100 Continue\r\n\r\n")
+
+    def enqueue_req(self, connection: Connection) -> None:
+        connection.parser = RequestParser(self.cfg, iter((bytes(connection.arrival.data),)), connection.client)
+        if connection.is_probe:
+            pool = self._probes
+        elif self._running < self.cfg.threads:
+            pool = self.tpool
+            self._running += 1
+        else:
+            pool = self._refusals
+            self._refused.add(connection.sock)
+        connection.arrival.data.clear()
+        future = pool.submit(self.handle, connection)
+        future.add_done_callback(lambda done: self.method_queue.defer(self._finish, connection, pool, done))
+
+    def _finish(self, connection: Connection, pool: ThreadPoolExecutor, future: Future) -> None:
+        """The request has had its answer."""
+        self._running -= pool is self.tpool
+        self._refused.discard(connection.sock)
+        if connection.sock.fileno() < 0:  # gunicorn closes what broke in the middle of an answer by itself
+            self.nr_conns -= 1
+            return
+        goes_on = not future.cancelled() and future.exception() is None and future.result() and self.alive
+        connection.sock.setblocking(False)
+        if not goes_on:
+            self._linger(connection)
+            return
+        read_ahead = connection.parser.unreader.take_buffered()
+        connection.await_request()
+        self._wait_for(connection, self.limits.client_timeout_s if read_ahead else self.cfg.keepalive)
+        if read_ahead:
+            self._held += len(read_ahead)
+            connection.arrival.feed(read_ahead)
+            self._go_on(connection)
+
+    def _linger(self, connection: Connection) -> None:
+        """Closes our end, then leaves the client time to read: to close while it still sends would take the answer back."""
+        connection.lingers = True
+        connection.await_request()
+        self._wait_for(connection, LINGER_S if self.alive else STOP_LINGER_S)
+        try:
+            connection.sock.shutdown(socket.SHUT_WR)
+        except OSError:
+            self._drop(connection)
+
+    def _refuse(self, connection: Connection, status: int, reason: str, message: str) -> None:
+        with contextlib.suppress(OSError):
+            util.write_error(connection.sock, status, reason, message)
+        self._leave(connection)
+        self._linger(connection)
+
+    def _expire(self, connection: Connection) -> None:
+        """Its time is over, unless more has come that we were too busy to read."""
+        self._read(connection, None)
+        if connection not in self._waiting or connection.timeout > time.monotonic():
+            return
+        if connection.arrival.data and not connection.lingers:
+            limit = f"the request did not arrive within --client-timeout (CLIENT_TIMEOUT) {self.limits.client_timeout_s:g} s"
+            self._refuse(connection, 408, "Request Timeout", limit)
+        else:
+            self._drop(connection)
+
+    def handle_request(self, req, conn: Connection):
+        """On one of the threads."""
+        if conn.arrival.is_cut:
+            req.force_close()
+        req._expected_100_continue = False  # it has been told
+        try:
+            return super().handle_request(req, conn)
+        except (BlockingIOError, TimeoutError) as error:  # the client does not read: as good as gone
+            raise ConnectionResetError(errno.ECONNRESET, str(error)) from error

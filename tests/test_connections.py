@@ -1,0 +1,166 @@
+"""When a request has arrived: told from its bytes, however they come in pieces, and gunicorn's parser agrees."""
+
+import socket
+import subprocess
+import sys
+
+import pytest
+from gunicorn.config import Config
+from gunicorn.http.parser import RequestParser
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import connections
+from config import HERE
+from connections import Arrival
+
+LIMIT = 300
+
+
+def arrival_of(data, cuts=()):
+    """All of `data`, in pieces, and how much had come when it was complete."""
+    arrival = Arrival(LIMIT)
+    at = 0
+    for cut in [*sorted({c for c in cuts if 0 < c < len(data)}), len(data)]:
+        arrival.feed(data[at:cut])
+        at = cut
+        if arrival.is_complete or arrival.refusal:
+            break
+    return arrival, at
+
+
+def chunked(pieces, trailer=b""):
+    chunks = b"".join(b"%x;ext=1\r\n%s\r\n" % (len(piece), piece) for piece in pieces)
+    return b"POST / HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n" + chunks + b"0\r\n" + trailer + b"\r\n"
+
+
+def sized(body):
+    return b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(body) + body
+
+
+REQUESTS = st.one_of(
+    st.just(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n"),
+    st.binary(max_size=LIMIT).map(sized),
+    st.lists(st.binary(min_size=1, max_size=40), max_size=6).map(chunked),
+    st.lists(st.binary(min_size=1, max_size=40), max_size=6).map(lambda pieces: chunked(pieces, b"X: y\r\n")),
+)
+
+
+@settings(deadline=None)
+@given(REQUESTS, st.lists(st.integers(1, 500), max_size=12))
+def test_a_request_is_complete_with_its_last_byte_and_not_before(request, cuts):
+    arrival, _ = arrival_of(request, cuts)
+    assert (arrival.is_complete, arrival.is_cut, arrival.refusal) == (True, False, None)
+    arrival, _ = arrival_of(request[:-1], cuts)
+    assert (arrival.is_complete, arrival.refusal) == (False, None)
+
+
+@settings(deadline=None)
+@given(st.lists(st.binary(min_size=1, max_size=40), max_size=6), st.booleans(), st.binary(max_size=50))
+def test_the_parser_finds_the_whole_body_in_it_and_leaves_what_was_sent_ahead(pieces, in_chunks, ahead):
+    body = b"".join(pieces)
+    arrival, _ = arrival_of((chunked(pieces) if in_chunks else sized(body)) + ahead)
+    parser = RequestParser(Config(), iter((bytes(arrival.data),)), ("127.0.0.1", 1))
+    assert next(parser).body.read() == body
+    assert parser.finish_body()
+    assert parser.unreader.take_buffered() == ahead
+
+
+@settings(deadline=None)
+@given(st.binary(max_size=400) | REQUESTS.flatmap(lambda r: st.integers(0, len(r)).map(lambda n: r[:n] + b"\r\n\r\n" + r[n:])))
+def test_what_is_no_http_neither_raises_nor_hides_a_request(data):
+    arrival, _ = arrival_of(data)
+    assert isinstance(arrival.is_complete, bool)
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        sized(b"a" * (LIMIT + 2)),
+        chunked([b"a" * 200, b"b" * 200]),
+        b"POST / HTTP/1.1\r\nContent-Length: " + b"9" * 5000 + b"\r\n\r\n",
+        b"POST / HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n",
+        b"POST / HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\n1\r\nabcd",
+        b"GET / HTTP/1.1\nHost: x\n\n",
+    ],
+    ids=["too long", "too many chunks", "endless length", "no size", "no end of a chunk", "bare newlines"],
+)
+def test_a_request_that_will_not_be_taken_is_not_waited_for(data):
+    arrival, _ = arrival_of(data)
+    assert (arrival.is_complete, arrival.is_cut) == (True, True)
+
+
+def test_one_byte_more_than_allowed_arrives_for_the_app_to_refuse():
+    arrival, _ = arrival_of(sized(b"a" * (LIMIT + 1)))
+    assert (arrival.is_complete, arrival.is_cut) == (True, False)
+
+
+def test_endless_headers_and_crumbs_of_chunks_are_refused():
+    assert arrival_of(b"GET / HTTP/1.1\r\n" + b"X: y\r\n" * 20_000)[0].refusal[0] == 431
+    crumbs = Arrival(10_000_000)
+    crumbs.feed(b"POST / HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\n")
+    sent = 0
+    while not crumbs.refusal:
+        crumbs.feed(b"1\r\nx\r\n" * 1000)
+        sent += 6000
+        assert sent < 4 * connections.HEAD_LIMIT
+    assert crumbs.refusal[0] == 400
+
+
+@pytest.mark.parametrize("length", [5, LIMIT + 2])
+def test_a_client_is_told_to_go_on_unless_its_body_will_not_be_taken(length):
+    arrival, _ = arrival_of(b"POST / HTTP/1.1\r\nexpect: 100-Continue\r\nContent-Length: %d\r\n\r\n" % length)
+    assert arrival.wants_continue == (length == 5)
+
+
+APP = """
+import socket, sys
+import gunicorn.app.base
+import connections
+
+class Server(gunicorn.app.base.BaseApplication):
+    limits = connections.Limits(payload_bytes=100, client_timeout_s=20, probes=frozenset())
+    def load_config(self):
+        settings = {"bind": [f"fd://{listener.fileno()}"], "worker_class": connections.ConnectionWorker, "threads": 4}
+        for name, value in (settings | {"control_socket_disable": True, "accesslog": None}).items():
+            self.cfg.set(name, value)
+    def load(self):
+        def app(environ, start_response):
+            start_response("200 OK", [("Content-Type", "text/plain")])
+            yield b"begun"
+            if environ["PATH_INFO"] == "/breaks":
+                raise RuntimeError("on purpose")
+            environ["wsgi.input"].read()
+        return app
+
+listener = socket.create_server(("127.0.0.1", 0))
+connections.prepare(listener, Server.limits)
+print(listener.getsockname()[1], flush=True)
+Server().run()
+"""
+
+
+def test_an_app_that_breaks_in_the_middle_of_an_answer_ends_that_connection_alone():
+    server = subprocess.Popen([sys.executable, "-c", APP], cwd=HERE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    try:
+        address = ("127.0.0.1", int(server.stdout.readline()))
+
+        def ask(client, path):
+            client.sendall(b"GET %s HTTP/1.1\r\nHost: x\r\n\r\n" % path)
+            data = b""
+            while not data.endswith(b"0\r\n\r\n") and (piece := client.recv(1000)):
+                data += piece
+            return data
+
+        with socket.create_connection(address, timeout=20) as steady:
+            assert b"200 OK" in ask(steady, b"/")
+            for _ in range(3):
+                with socket.create_connection(address, timeout=20) as broken:
+                    data = ask(broken, b"/breaks")
+                    assert b"begun" in data and not data.endswith(b"0\r\n\r\n"), "it is cut off, and does not end"
+            assert b"200 OK" in ask(steady, b"/")
+    finally:
+        server.terminate()
+        _, log = server.communicate(timeout=20)
+    assert log.count("RuntimeError: on purpose") == 3
+    assert log.count("Booting worker") == 1, "the process went on"

@@ -1,0 +1,655 @@
+"""Nothing is lost: crowds, clients that hang up or dawdle, processes that die or stop, and a device that hangs.
+
+Real processes, real signals, real connections; the device is a simulated one whose steps take 20 ms.
+"""
+
+import concurrent.futures
+import contextlib
+import http.client
+import json
+import os
+import signal
+import socket
+import time
+from collections import Counter
+from pathlib import Path
+
+import pytest
+from fakes.tokenizer import byte_tokenizer
+from processes import Server, memory_mb, wait_until
+
+FAKE = str(Path(__file__).parent / "fakes" / "neuron")
+LLAMA = {
+    "model_type": "llama",
+    "vocab_size": 257,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 4096,
+    "rope_theta": 10000.0,
+    "torch_dtype": "bfloat16",
+    "eos_token_id": 0,
+}
+MOST = 64  # requests at a time
+CLIENT_TIMEOUT_S = 2
+SOON_S = 5  # bounds for what takes milliseconds on an idle machine; these tests run beside others
+
+
+@pytest.fixture(scope="module")
+def start(tmp_path_factory):
+    """Starts a server on a simulated device of its own. `server.fail("hang")` makes its next step do so."""
+    folder = tmp_path_factory.mktemp("model")
+    (folder / "config.json").write_text(json.dumps(LLAMA))
+    (folder / "model.safetensors").touch()
+    byte_tokenizer(folder)
+
+    def start(*flags, **environment):
+        machine = tmp_path_factory.mktemp("machine")
+        environment = {
+            "PYTHONPATH": FAKE,
+            "FAKE_NEURON_STATE_DIR": str(machine),
+            "FAKE_NEURON_STEP_S": "0.02",
+            "MAX_BATCH_SIZE": "4",
+            "MAX_CONCURRENT_REQUESTS": str(MOST),
+            "CLIENT_TIMEOUT": str(CLIENT_TIMEOUT_S),
+        } | environment
+        always = ("--model-id", str(folder), "--device", "neuron", "--max-total-tokens", "4000")
+        server = Server(*always, *flags, **environment)
+        server.machine = environment["FAKE_NEURON_STATE_DIR"]
+        server.fail = (machine / "fail").write_text
+        return server
+
+    return start
+
+
+def descriptors(pid):
+    """What a process has open, connections apart from listeners told by their count."""
+    links = []
+    for fd in Path(f"/proc/{pid}/fd").iterdir():
+        with contextlib.suppress(FileNotFoundError):
+            links.append(os.readlink(fd))
+    return Counter(link.split(":")[0] for link in links)
+
+
+def held(server):
+    """What the processes of a server hold that a request could leave behind."""
+    return {
+        "processes": {pid: Path(f"/proc/{pid}/cmdline").read_bytes() for pid in server.survivors()},
+        "descriptors": {pid: descriptors(pid) for pid in server.survivors()},
+        "files": sorted(path.name for path in server.run_dir.iterdir()),
+        "shared memory": sorted(path.name for path in Path("/dev/shm").glob("*textgen*")),
+    }
+
+
+def threads(server):
+    return sum(len(list(Path(f"/proc/{pid}/task").iterdir())) for pid in server.pids("web.py"))
+
+
+@pytest.fixture(scope="module")
+def shared(start):
+    with start() as server:
+        server.wait_ready()
+        crowd(server, 2 * MOST, "/generate", {"inputs": "warm", "parameters": {"max_new_tokens": 1}})
+        server.wait_idle()
+        yield server
+        assert server.stop() == 0
+        assert "Traceback" not in server.log
+
+
+@pytest.fixture
+def server(shared):
+    """The server that most tests share, with the leak check around each."""
+    wait_until(lambda: not any(sockets_to(pid, shared.port) for pid in shared.pids("web.py")), "no connection is left")
+    before = held(shared)
+    yield shared
+    hang_up()
+    shared.wait_idle()
+
+    def nothing_is_left():
+        return held(shared) == before
+
+    try:
+        wait_until(nothing_is_left, "everything given back", 10)
+    except AssertionError:
+        assert held(shared) == before
+    # threads are kept for the next request: at most as many as there may be requests, and what is aside, in two processes
+    assert threads(shared) <= 2 * (MOST + 16 + 10) + 20
+
+
+def head_of(path, body, *more):
+    lines = [f"POST {path} HTTP/1.1", "Host: x", "Content-Type: application/json", f"Content-Length: {len(body)}", *more]
+    return "".join(line + "\r\n" for line in [*lines, ""]).encode()
+
+
+opened = []
+
+
+def hang_up():
+    while opened:
+        opened.pop().close()
+
+
+@pytest.fixture(autouse=True)
+def nobody_stays():
+    yield
+    hang_up()
+
+
+def connect(server, receive_bytes=None):
+    client = socket.socket()
+    opened.append(client)
+    client.settimeout(60)
+    if receive_bytes:
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_bytes)
+    client.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    client.connect(("127.0.0.1", server.port))
+    return client
+
+
+def send(server, path, body):
+    """A connection with a request sent off, nothing read."""
+    client = connect(server)
+    body = json.dumps(body).encode()
+    client.sendall(head_of(path, body) + body)
+    return client
+
+
+def answer(client):
+    with client:
+        response = http.client.HTTPResponse(client)
+        response.begin()
+        return response.status, response.headers, response.read()
+
+
+def last_word(body):
+    """The answer, or the last event of a stream before the line that ends it."""
+    return [line for line in body.splitlines() if line and line != b"data: [DONE]"][-1]
+
+
+def endless(stream=True):
+    """A completion of 3,900 tokens: more than a minute."""
+    return {"prompt": "ab", "max_tokens": 3900, "temperature": 0, "ignore_eos": True, "stream": stream}
+
+
+def some(tokens, stream=True):
+    return endless(stream) | {"max_tokens": tokens}
+
+
+COMPLETIONS = "/v1/completions"
+
+
+def crowd(server, clients, path, body):
+    """The answers to as many clients at once."""
+    connections = [send(server, path, body) for _ in range(clients)]
+    with concurrent.futures.ThreadPoolExecutor(32) as pool:
+        return list(pool.map(answer, connections))
+
+
+def well(server):
+    """Seconds until /health says yes, and until a new request is answered."""
+    started_at = time.monotonic()
+    assert server.get("/health")[0] == 200
+    healthy_at = time.monotonic()
+    assert server.generate("ab", max_new_tokens=2)[0] == 200
+    return healthy_at - started_at, time.monotonic() - healthy_at
+
+
+def test_of_500_clients_at_once_exactly_the_surplus_is_refused(server):
+    connections = [send(server, COMPLETIONS, some(20)) for _ in range(500)]
+    assert server.get("/health")[0] == 200
+    assert server.get("/metrics")[0] == 200
+    with concurrent.futures.ThreadPoolExecutor(500) as pool:
+        answers = list(pool.map(answer, connections))
+    refused = [(headers, body) for status, headers, body in answers if status == 429]
+    served = [body for status, _, body in answers if status == 200]
+    assert (len(served), len(refused)) == (MOST, 500 - MOST)
+    assert all(int(headers["Retry-After"]) > 0 for headers, _ in refused)
+    assert all(json.loads(body)["error"]["code"] == "rate_limit_exceeded" for _, body in refused)
+    texts = {
+        "".join(json.loads(line[6:])["choices"][0]["text"] for line in body.splitlines() if line.startswith(b"data: {"))
+        for body in served
+    }
+    assert len(texts) == 1, "all asked the same, alone or in a crowd"
+    assert all(body.endswith(b"data: [DONE]\n\n") for body in served)
+
+
+def test_health_metrics_and_info_answer_while_every_place_is_taken(server):
+    streams = [send(server, COMPLETIONS, endless()) for _ in range(MOST)]
+    wait_until(lambda: server.status().queued == MOST - 4, "a full house")
+    started_at = time.monotonic()
+    for _ in range(10):
+        for path in ("/health", "/metrics", "/info", "/live"):
+            assert server.get(path)[0] == 200
+    assert server.generate("ab")[0] == 429
+    assert time.monotonic() - started_at < 2 * SOON_S
+    for stream in streams:
+        stream.close()
+
+
+def test_who_waits_longer_than_allowed_is_told_to_come_back(start):
+    with start("--max-batch-size", "1", "--max-queue-time", "0.5") as server:
+        server.wait_ready()
+        running = send(server, COMPLETIONS, some(150))
+        wait_until(lambda: server.status().running == 1, "the first runs")
+        status, headers, body = answer(send(server, COMPLETIONS, some(5)))
+        assert (status, json.loads(body)["error"]["type"]) == (429, "rate_limit_error")
+        assert int(headers["Retry-After"]) > 0
+        assert answer(running)[0] == 200
+        assert server.generate("ab", max_new_tokens=2)[0] == 200
+        server.wait_idle()
+
+
+@pytest.mark.parametrize("stream", [True, False], ids=["streaming", "whole"])
+@pytest.mark.parametrize("queued", [True, False], ids=["queued", "decoding"])
+def test_a_hang_up_frees_what_the_request_had(server, stream, queued):
+    others = [send(server, COMPLETIONS, endless()) for _ in range(4 if queued else 0)]
+    wait_until(lambda: server.status().running == len(others), "the others run")
+    client = send(server, COMPLETIONS, endless(stream))
+    known = len(others) + 1
+    wait_until(lambda: server.status().running + server.status().queued == known, "the request is there")
+    client.close()
+    wait_until(lambda: server.status().running + server.status().queued == len(others), "it is gone", SOON_S)
+    for other in others:
+        other.close()
+
+
+def test_a_storm_of_1000_hang_ups_leaves_nothing_behind(server):
+    steady = send(server, COMPLETIONS, some(400))
+    for _ in range(20):
+        clients = [send(server, COMPLETIONS, endless(stream=bool(n % 2))) for n in range(50)]
+        for client in clients:
+            client.close()
+    status, _, body = answer(steady)
+    assert (status, body.endswith(b"data: [DONE]\n\n")) == (200, True)
+    wait_until(lambda: (server.status().running, server.status().queued) == (0, 0), "nobody is left", SOON_S)
+
+
+SLOW = {
+    "nothing": (b"", b""),
+    "a byte of a header at a time": (b"POST /generate HTTP/1.1\r\nX: ", b"a"),
+    "a byte of a body at a time": (head_of("/generate", b"x" * 1000), b"x"),
+    "a chunk at a time": (b"POST /generate HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n", b"1\r\nx\r\n"),
+}
+
+
+@pytest.mark.parametrize("kind", SLOW)
+def test_300_clients_that_send_slowly_keep_nobody_waiting(server, kind):
+    first, then = SLOW[kind]
+    clients = [connect(server) for _ in range(300)]
+    for client in clients:
+        client.sendall(first)
+    for _ in range(3):
+        for client in clients:
+            client.sendall(then)
+        assert sum(well(server)) < SOON_S
+    endings = [end_of(client) for client in clients]
+    assert set(endings) == {None if kind == "nothing" else 408}
+
+
+def end_of(client):
+    """The status with which the server ends a connection; None: it just closes."""
+    with client:
+        data = b""
+        with contextlib.suppress(ConnectionResetError):
+            while piece := client.recv(4096):
+                data += piece
+        return int(data.split()[1]) if data else None
+
+
+def test_readers_that_do_not_read_delay_nobody_and_are_given_up(server):
+    body = {"inputs": "ab " * 30_000}
+    clients = []
+    for _ in range(20):
+        client = connect(server, receive_bytes=1024)
+        raw = json.dumps(body).encode()
+        client.sendall(head_of("/tokenize", raw) + raw)
+        clients.append(client)
+    assert sum(well(server)) < 4 * SOON_S
+    web = server.pids("web.py")[1:]
+    wait_until(lambda: not any(sockets_to(pid, server.port) for pid in web), "they are given up")
+    for client in clients:
+        client.close()
+
+
+def sockets_to(pid, port):
+    """How many connections to `port` a process holds."""
+    mine = set()
+    for fd in Path(f"/proc/{pid}/fd").iterdir():
+        with contextlib.suppress(FileNotFoundError):
+            mine.add(os.readlink(fd))
+    rows = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
+    return sum(row[1].endswith(f":{port:04X}") and row[3] != "0A" and f"socket:[{row[9]}]" in mine for row in rows)
+
+
+def test_more_connections_than_there_is_room_for_make_the_oldest_go(server):
+    clients = [connect(server) for _ in range(2500)]
+    assert sum(well(server)) < 4 * SOON_S
+    for client in clients:
+        client.close()
+
+
+def test_a_body_that_is_too_large_is_answered_while_it_is_still_being_sent(server):
+    body = b'{"inputs": "' + b"a" * 20_000_000 + b'"}'
+    client = connect(server)
+    client.sendall(head_of("/generate", body))
+    with contextlib.suppress(ConnectionError):
+        client.sendall(body)
+    status, headers, told = answer(client)
+    assert (status, headers["Connection"]) == (413, "close")
+    assert json.loads(told)["error_type"] == "validation"
+
+
+def test_bodies_that_never_end_are_held_up_to_a_bound(server):
+    head, part = head_of("/generate", b"a" * 2_000_000), b"a" * 1_900_000
+    clients = [connect(server) for _ in range(100)]  # three times what the two web processes hold
+
+    def send_most(client):
+        with contextlib.suppress(OSError):
+            client.sendall(head + part)
+
+    with concurrent.futures.ThreadPoolExecutor(20) as pool:
+        list(pool.map(send_most, clients))
+        assert sum(well(server)) < 4 * SOON_S
+        assert all(memory_mb(pid) < 400 for pid in server.pids("web.py"))
+        endings = Counter(pool.map(end_of, clients))
+    assert endings[503] > 0 and endings[503] + endings[408] + endings[None] == 100
+
+
+def test_a_client_that_asks_first_is_told_to_send_or_not_to(server):
+    body = json.dumps({"inputs": "ab", "parameters": {"max_new_tokens": 2}}).encode()
+    with connect(server) as client:
+        client.sendall(head_of("/generate", body, "Expect: 100-continue"))
+        assert client.recv(100) == b"HTTP/1.1 100 Continue\r\n\r\n"
+        client.sendall(body)
+        response = http.client.HTTPResponse(client)
+        response.begin()
+        assert response.status == 200
+        response.read()
+    with connect(server) as client:
+        client.sendall(head_of("/generate", b"a" * 3_000_000, "Expect: 100-continue"))
+        assert client.recv(12) == b"HTTP/1.1 413"
+
+
+def test_requests_sent_ahead_on_one_connection_are_all_answered_in_order(server):
+    bodies = [json.dumps({"inputs": "ab", "parameters": {"max_new_tokens": n}}).encode() for n in (1, 2, 3)]
+    with connect(server) as client:
+        client.sendall(b"".join(head_of("/generate", body) + body for body in bodies))
+        texts = []
+        for _ in bodies:
+            response = http.client.HTTPResponse(client)
+            response.begin()
+            texts.append(json.loads(response.read())["generated_text"])
+    assert texts[0] < texts[1] < texts[2]
+
+
+LONG = 600_000  # characters
+BAD = {
+    "not UTF-8": (b'{"inputs":"\xff\xfe"}', 400),
+    "half a character": (b'{"inputs":"\\ud800"}', 400),
+    "deep": (b'{"inputs":"a","x":' + b"[" * LONG + b"]" * LONG + b"}", 400),
+    "deep where a text belongs": (b'{"inputs":' + b"[" * LONG + b"]" * LONG + b"}", 422),
+    "a number without end": (b'{"inputs":"a","parameters":{"seed":' + b"9" * LONG + b"}}", 422),
+    "not a number": (b'{"inputs":"a","parameters":{"temperature":NaN}}', 400),
+    "infinity": (b'{"inputs":"a","parameters":{"temperature":Infinity}}', 400),
+    "more than any float": (b'{"inputs":"a","parameters":{"temperature":1e999}}', 422),
+    "one word": (json.dumps({"inputs": "a" * LONG}).encode(), 422),
+    "nothing but spaces": (json.dumps({"inputs": " " * LONG}).encode(), 422),
+    "accents without letters": (json.dumps({"inputs": "\u0301" * LONG}, ensure_ascii=False).encode(), 422),
+    "stop sequences": (json.dumps({"inputs": "a", "parameters": {"stop": ["x"] * 100_000}}).encode(), 422),
+}
+
+
+@pytest.mark.parametrize("kind", BAD)
+def test_a_bad_body_is_refused_and_harms_nobody(server, kind):
+    body, status = BAD[kind]
+    steady = send(server, COMPLETIONS, some(20))
+    response = server.request("POST", "/generate", body)
+    assert (response.status, response.headers["Content-Type"]) == (status, "application/json")
+    told = response.read()
+    assert len(told) < 2000 and json.loads(told)["error"]
+    assert answer(steady)[0] == 200
+    # a prompt of a token a byte takes a hundred bytes of memory a byte, for a moment
+    assert all(memory_mb(pid) < 400 for pid in server.pids("web.py"))
+
+
+def test_many_bad_bodies_at_once_leave_health_and_others_served(server):
+    clients = [connect(server) for _ in range(40)]
+    bodies = [body for body, _ in BAD.values()]
+    with concurrent.futures.ThreadPoolExecutor(40) as pool:
+
+        def refused(n):
+            body = bodies[n % len(bodies)]
+            clients[n].sendall(head_of("/generate", body) + body)
+            return answer(clients[n])[0]
+
+        statuses = [pool.submit(refused, n) for n in range(40)]
+        assert sum(well(server)) < 4 * SOON_S
+        assert {status.result() for status in statuses} <= {400, 422}
+
+
+PRIVATE = ["/", "/infer?sentence=a", "/info", "/v1/models", "/v1/models/x", "/docs/", "/api-doc/openapi.json", "/nothing"]
+PRIVATE_POST = ["/", "/v1", "/generate", "/generate_stream", COMPLETIONS, "/v1/chat/completions", "/invocations", "/vertex"]
+PRIVATE_POST += ["/tokenize", "/chat_tokenize", "/health", "/metrics", "/info"]
+
+
+def test_with_a_key_set_only_health_and_metrics_are_open_and_nobody_tells_it(start):
+    key, secret = "the-key-of-the-house", "hf_a_token_of_the_hub"
+    with start(API_KEY=key, HF_TOKEN=secret) as server:
+        server.wait_ready()
+        said = []
+        for path in ("/health", "/ping", "/live", "/metrics", "/"):
+            response = server.request("GET", path)
+            said.append(response.read())
+            assert response.status == 200
+        wrong = ({}, {"Authorization": "Bearer no"}, {"Authorization": key}, {"Authorization": f"Bearer {key.upper()}"})
+        for headers in wrong:
+            for method, paths in (("GET", PRIVATE[1:]), ("POST", PRIVATE_POST), ("PUT", ["/generate"]), ("HEAD", ["/info"])):
+                for path in paths:
+                    response = server.request(method, path, {"inputs": "a"} if method == "POST" else None, **headers)
+                    said.append(response.read())
+                    assert response.status == 401, (method, path)
+        right = {"Authorization": f"Bearer {key}"}
+        for path in ("/info", "/nothing", "/v1/models"):
+            said.append(server.request("GET", path, **right).read())
+        for body in (b"{", {"inputs": 1}, {"inputs": "a", "parameters": {"top_p": 9}}):
+            said.append(server.request("POST", "/generate", body, **right).read())
+        folder = server.run_dir
+        assert folder.stat().st_mode & 0o777 == 0o700
+        assert server.stop() == 0
+        everything = b"".join(said).decode() + server.log
+    for what in (key, secret, str(folder), "Traceback"):
+        assert what not in everything
+
+
+def test_a_second_server_on_the_same_port_says_so_in_one_line(shared, start):
+    with start(PORT=str(shared.port)) as second:
+        assert second.wait_exit() == 2
+        (line,) = [line for line in second.log.splitlines() if "ERROR" in line]
+    assert f"port {shared.port}" in line and "--port" in line
+    assert well(shared)
+
+
+def test_a_second_server_on_the_same_device_says_so_in_one_line(shared, start):
+    with start("--tp-degree", "2", FAKE_NEURON_STATE_DIR=shared.machine) as second:
+        assert second.wait_exit() == 2
+        (line,) = [line for line in second.log.splitlines() if "ERROR" in line and "worker:" in line]
+    assert "in use" in line or "cores" in line
+    assert well(shared)
+
+
+def test_what_a_killed_run_left_behind_is_removed_at_the_next_start_and_nothing_of_a_live_one(start):
+    with start() as killed, start() as live:
+        for server in (killed, live):
+            server.wait_ready()
+        left = killed.run_dir
+        killed.process.kill()
+        wait_until(lambda: not killed.survivors(), "the end of every process")
+        assert (left / "worker.sock").exists()
+        other = live.run_dir.rename(left.parent / live.run_dir.name)  # as if both had used the same folder
+        try:
+            with start(TMPDIR=str(left.parent)) as following:
+                following.wait_ready()
+                assert not left.exists()
+                assert (other / "config.json").exists()
+                assert following.process.send_signal(signal.SIGTERM) is None and following.process.wait(60) == 0
+        finally:
+            other.rename(live.tmp / other.name)
+        assert well(live)
+        assert live.stop() == 0
+
+
+def test_sigterm_ends_it_at_once_when_only_idle_connections_are_left(start):
+    with start() as server:
+        server.wait_ready()
+        idle = [http.client.HTTPConnection("127.0.0.1", server.port) for _ in range(20)]
+        for connection in idle:
+            connection.request("GET", "/health")
+            connection.getresponse().read()
+        silent = [connect(server) for _ in range(20)]
+        started_at = time.monotonic()
+        assert server.stop() == 0
+        assert time.monotonic() - started_at < SOON_S
+        for connection in [*idle, *silent]:
+            connection.close()
+
+
+def test_sigterm_under_load_lets_every_stream_come_to_its_end(start):
+    with start() as server:
+        server.wait_ready()
+        streams = [send(server, COMPLETIONS, some(40)) for _ in range(20)]
+        wait_until(lambda: server.status().queued == 16, "all are there")
+        server.process.send_signal(signal.SIGTERM)
+        wait_until(lambda: server.get("/health")[0] == 503, "health says so")
+        assert server.generate("ab")[0] == 503
+        answers = [answer(stream) for stream in streams]
+        assert all(status == 200 and body.endswith(b"data: [DONE]\n\n") for status, _, body in answers)
+        assert server.wait_exit() == 0
+
+
+def test_the_end_of_the_grace_ends_streams_with_an_error(start):
+    with start("--graceful-termination-timeout", "1") as server:
+        server.wait_ready()
+        streams = [send(server, COMPLETIONS, endless()) for _ in range(6)]
+        wait_until(lambda: server.status().queued == 2, "all are there")
+        server.process.send_signal(signal.SIGTERM)
+        answers = [answer(stream) for stream in streams]
+        assert sorted(status for status, _, _ in answers) == [200] * 4 + [503] * 2
+        assert all(b'"error"' in last_word(body) for _, _, body in answers)
+        assert server.wait_exit() == 0
+
+
+@pytest.mark.parametrize("how", ["kill", "step", "SIGKILL", "SIGABRT", "SIGSEGV"])
+def test_when_the_worker_dies_everyone_is_told_and_the_server_ends(start, how):
+    with start() as server:
+        server.wait_ready()
+        streams = [send(server, COMPLETIONS, endless()) for _ in range(8)]
+        wait_until(lambda: server.status().queued == 4, "half of them wait")
+        if how.startswith("SIG"):
+            os.kill(server.pids("worker.py")[0], signal.Signals[how])
+        else:
+            server.fail(how)
+        started_at = time.monotonic()
+        answers = [answer(stream) for stream in streams]
+        assert time.monotonic() - started_at < SOON_S
+        assert sorted(status for status, _, _ in answers) == [200] * 4 + [503] * 4
+        assert all(b'"error"' in last_word(body) for _, _, body in answers)
+        assert server.wait_exit() == 1
+
+
+def test_a_killed_web_process_takes_nobody_elses_requests_with_it(start):
+    with start() as server:
+        server.wait_ready()
+        web = server.pids("web.py")[1:]
+        streams = []
+        while not all(any(owner == pid for owner, _ in streams) for pid in web):  # one at least on each
+            client = send(server, COMPLETIONS, some(100))
+            wait_until(lambda: sum(sockets_to(pid, server.port) for pid in web) == len(streams) + 1, "it is taken")
+            counts = {pid: sockets_to(pid, server.port) - sum(owner == pid for owner, _ in streams) for pid in web}
+            streams.append((next(pid for pid, more in counts.items() if more), client))
+        os.kill(web[0], signal.SIGKILL)
+        for owner, client in streams:
+            if owner == web[0]:
+                assert end_of(client) in (200, None)
+            else:
+                status, _, body = answer(client)
+                assert (status, body.endswith(b"data: [DONE]\n\n")) == (200, True)
+        server.wait_idle()
+        wait_until(lambda: len(server.pids("web.py")) == 3, "a new web process")
+        assert well(server)
+        assert server.stop() == 0
+
+
+def test_a_killed_supervisor_takes_everything_with_it_under_load(start):
+    with start() as server:
+        server.wait_ready()
+        streams = [send(server, COMPLETIONS, endless()) for _ in range(8)]
+        wait_until(lambda: server.status().running == 4, "they run")
+        server.process.kill()
+        wait_until(lambda: not server.survivors(), "the end of every process", SOON_S)
+        for stream in streams:
+            stream.close()
+
+
+def stop_worker(server):
+    os.kill(server.pids("worker.py")[0], signal.SIGSTOP)
+
+
+@pytest.mark.parametrize("fault", [lambda server: server.fail("hang"), stop_worker], ids=["a step hangs", "SIGSTOP"])
+def test_a_stuck_device_is_told_and_then_ended(start, fault):
+    with start("--stuck-timeout", "2") as server:
+        server.wait_ready()
+        streams = [send(server, COMPLETIONS, endless()) for _ in range(6)]
+        wait_until(lambda: server.status().steps > 20, "a pace to judge by")
+        fault(server)
+        told = wait_until(
+            lambda: (said := server.request("GET", "/health")).status == 503 and json.loads(said.read()), "health"
+        )
+        assert told["phase"] == "stuck"
+        answers = [answer(stream) for stream in streams]
+        assert sorted(status for status, _, _ in answers) == [200] * 4 + [503] * 2
+        assert all(b"stuck" in last_word(body) for _, _, body in answers)
+        assert server.wait_exit() == 1
+        assert "--stuck-timeout (STUCK_TIMEOUT)" in server.log
+
+
+def test_sigterm_while_the_device_hangs_tells_those_who_wait_and_ends(start):
+    with start("--graceful-termination-timeout", "1") as server:
+        server.wait_ready()
+        streams = [send(server, COMPLETIONS, endless()) for _ in range(6)]
+        wait_until(lambda: server.status().steps > 20, "they run")
+        server.fail("hang")
+        server.process.send_signal(signal.SIGTERM)
+        answers = [answer(stream) for stream in streams]
+        assert sorted(status for status, _, _ in answers) == [200] * 4 + [503] * 2
+        assert all(b'"error"' in last_word(body) for _, _, body in answers)
+        assert server.wait_exit() == 0
+
+
+def test_a_worker_that_goes_on_after_a_while_is_well_again(start):
+    with start("--stuck-timeout", "60") as server:
+        server.wait_ready()
+        stream = send(server, COMPLETIONS, some(150))
+        wait_until(lambda: server.status().steps > 20, "it runs")
+        stop_worker(server)
+        wait_until(lambda: server.get("/health")[0] == 503, "health says stuck")
+        os.kill(server.pids("worker.py")[0], signal.SIGCONT)
+        status, _, body = answer(stream)
+        assert (status, body.endswith(b"data: [DONE]\n\n")) == (200, True)
+        assert server.get("/health")[0] == 200
+        assert server.stop() == 0
+
+
+def test_web_processes_that_were_stopped_for_long_do_not_take_the_worker_for_stuck(start):
+    with start("--stuck-timeout", "1") as server:
+        server.wait_ready()
+        web = server.pids("web.py")
+        for pid in web:
+            os.kill(pid, signal.SIGSTOP)
+        time.sleep(8)  # the length of the silence is what is tried
+        for pid in web:
+            os.kill(pid, signal.SIGCONT)
+        wait_until(lambda: server.get("/health")[0] == 200, "health", SOON_S)
+        assert well(server)
+        assert server.stop() == 0
