@@ -46,7 +46,8 @@ trap 'stops=$((stops + 1))' TERM INT
 exec 8>&2 2>/dev/null # what bash has to say of each end stays out of the log; ours goes through 8
 "$python" "$here/worker.py" 2>&8 8>&- 9<&- &
 worker=$!
-"$python" "$here/web.py" 2>&8 8>&- 9<&- &
+# glibc keeps memory for each of many threads; what long texts took is given back with these.
+MALLOC_ARENA_MAX=2 MALLOC_TRIM_THRESHOLD_=131072 "$python" "$here/web.py" 2>&8 8>&- 9<&- &
 web=$!
 
 running() { kill -0 "$1"; }
