@@ -201,15 +201,17 @@ class TorchModel:
         packs = can_pack(self._dtype)
         if not self._mask_is_given and Decoder.suits(self._model):
             windows, far = self._cache.step.windows, self._run_far(ids)
+            self._cache = None  # the decoder has its own, as large
             self._decoder = Decoder(self._model, self.batch_size, self.max_total_tokens, windows)
             error, far_error = self._compare(ids, expected), (self._run_far(ids) - far).abs().max().item()
             if error <= self._tolerance(expected) and far_error <= self._tolerance(far):
-                self._model = self._cache = None
+                self._model = None
                 gc.collect()  # so that nobody else has the weights that packing a layer lets go of
                 if packs:
                     self._decoder.pack()
             else:
-                self._decoder = None  # built like Llama to look at: Gemma, Granite
+                # Built like Llama to look at: Granite, Ministral 3.
+                self._decoder, self._cache = None, _SlotCache(self.batch_size, self.max_total_tokens)
         if packs and self._decoder is None:
             pack(self._model)
         return self._compare(ids, expected) <= self._tolerance(expected)

@@ -452,7 +452,7 @@ packs = pytest.mark.skipif(not decoder.can_pack(torch.float32), reason="this tor
 def test_a_model_built_like_llama_runs_without_transformers_and_its_weights_are_there_once(zoo, family):
     model = zoo.served(family, 4)
     assert model._decoder is not None
-    assert model._model is None
+    assert model._model is None and model._cache is None
 
 
 @packs
