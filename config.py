@@ -95,6 +95,16 @@ def _seconds(value: str) -> float:
     return number
 
 
+def _share(value: str) -> float:
+    try:
+        number = float(value)
+    except ValueError:
+        number = math.nan
+    if not 0 <= number < math.inf:
+        raise ValueError("must be a number of at least 0")
+    return number
+
+
 def _flag(value: str) -> bool:
     words = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False, "": False}
     if value.lower() not in words:
@@ -276,6 +286,25 @@ class Config:
         "MAX_QUEUE_TIME",
         help="Seconds that a request may wait for a slot; then it is answered with 429.",
         default_help="no limit",
+    )
+    max_batch_prefill_tokens: int | None = setting(
+        None,
+        _count,
+        "MAX_BATCH_PREFILL_TOKENS",
+        help="Tokens of prompts that may be run between two steps of the running requests; one prompt may always.",
+        default_help="one prompt, or one part of it",
+    )
+    waiting_served_ratio: float = setting(
+        0.0,
+        _share,
+        "WAITING_SERVED_RATIO",
+        help="Prompts that have to wait, as a share of the running requests, before these are held up for a prompt.",
+    )
+    max_waiting_tokens: int = setting(
+        20,
+        _count,
+        "MAX_WAITING_TOKENS",
+        help="Steps after which a prompt is run although fewer wait than --waiting-served-ratio asks for.",
     )
     max_client_batch_size: int = setting(
         4,

@@ -46,6 +46,7 @@ class StaticBatchModel(Protocol):
     device: str
     dtype: str
     gives_prompt_logits: bool  # whether `score` can be used
+    prompt_part: int | None  # tokens of a prompt that `prefill_part` runs at a time; None: a prompt runs as a whole
     sampling: str  # "host", or "device": then prefill and decode return ids that it chose instead of logits, int64 [] and [n]
 
     def set_sampling(self, slot: int, top_k: int, top_p: float, temperature: float) -> None:
@@ -54,6 +55,11 @@ class StaticBatchModel(Protocol):
 
     def prefill(self, slot: int, prompt: list[int]) -> torch.Tensor:
         """Runs a prompt of 1 to max_input_tokens ids into `slot`. Returns the logits after it: float32 [vocab]."""
+
+    def prefill_part(self, slot: int, prompt: list[int], begin: int) -> torch.Tensor | None:
+        """Runs the part of a prompt that begins at `begin`, `prompt_part` tokens or what is left: the first call with 0. Steps
+        of other slots may come between. Returns what `prefill` returns with the last part, else None. Only where `prompt_part`
+        is not None."""
 
     def score(self, slot: int, prompt: list[int]) -> Iterator[torch.Tensor]:
         """Does what `prefill` does, and yields the logits after each token of the prompt, in order: float32 [n, vocab] with

@@ -31,7 +31,7 @@ logger = logging.getLogger("model")
 ATTENTION = "static_batch"
 CHECK_TOKENS = 12
 CHECK_CHUNK = 5
-PREFILL_CHUNK = 1024  # tokens; what a prompt takes while it runs grows with this, not with its length
+PREFILL_CHUNK = 128  # tokens of a prompt between two steps of the others; always the same, as the last bits depend on it
 SCORE_CHUNK = 128  # tokens; the logits of 2,048 tokens at once would be 1 GB for a vocabulary of 128k
 
 
@@ -107,6 +107,7 @@ class TorchModel:
         self._decoder: Decoder | None = None  # runs in place of both
         self._mask_is_given = False
         self.gives_prompt_logits = False
+        self._held = [0] * self.batch_size  # positions that the prompts of the slots have filled so far
         ids, expected = self._reference()
         self._adopt(ids, expected, text_config, manifest.model_type)
         if device == "cpu" and not self._run_faster(ids, expected):
@@ -119,10 +120,23 @@ class TorchModel:
 
     def prefill(self, slot: int, prompt: list[int]) -> torch.Tensor:
         assert 0 <= slot < self.batch_size and 1 <= len(prompt) <= self.max_input_tokens
-        chunk = PREFILL_CHUNK if self.gives_prompt_logits else len(prompt)
-        for begin in range(0, len(prompt), chunk):
-            logits = self._run_prompt(slot, prompt[begin : begin + chunk], begin, logits_to_keep=1)
-        return logits[0]
+        for begin in range(0, len(prompt), self.prompt_part or len(prompt)):
+            logits = self._prefill(slot, prompt, begin)
+        return logits
+
+    def prefill_part(self, slot: int, prompt: list[int], begin: int) -> torch.Tensor | None:
+        assert 0 <= slot < self.batch_size and 0 <= begin < len(prompt) <= self.max_input_tokens
+        logits = self._prefill(slot, prompt, begin)
+        return logits if self._held[slot] == len(prompt) else None
+
+    def _prefill(self, slot: int, prompt: list[int], begin: int) -> torch.Tensor:
+        part = prompt[begin : begin + (self.prompt_part or len(prompt))]
+        self._held[slot] = begin + len(part)
+        return self._run_prompt(slot, part, begin, logits_to_keep=1)[0]
+
+    @property
+    def prompt_part(self) -> int | None:
+        return PREFILL_CHUNK if self.gives_prompt_logits else None  # else this family's prompts cannot be run in parts
 
     def score(self, slot: int, prompt: list[int]) -> Iterator[torch.Tensor]:
         assert self.gives_prompt_logits and 0 <= slot < self.batch_size and 1 <= len(prompt) <= self.max_input_tokens
@@ -145,8 +159,8 @@ class TorchModel:
         # Kernels for a single row add up in another order: a text alone would differ in its last bits from one in company.
         rows = min(max(rows, 2), self.batch_size)
         has_free_rows = len(slots) < rows
-        if has_free_rows:  # they run too, on token 0 at position 0: the next prefill overwrites that
-            of_rows = torch.zeros(2, rows, dtype=torch.int64)
+        if has_free_rows:  # they run too, on token 0 where a prompt that is run in parts goes on: its next part overwrites that
+            of_rows = torch.tensor([[0] * rows, self._held[:rows]])
             of_rows[:, slots] = torch.stack((tokens, positions))
             tokens, positions = of_rows
         step = Step(slice(0, rows), positions[:, None].to(self.device), in_blocks(longest, self.max_total_tokens))

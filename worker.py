@@ -1,8 +1,8 @@
 """The one process that owns the device: the queue, the slots, the prefill/decode loop, and the word on how it is doing.
 
 Requests arrive as token ids and leave as token ids; text and HTTP never reach this layer. Each turn of the loop takes what
-arrived, prefills at most one waiting prompt into a free slot, runs one decode step for every busy slot, and sends each web
-process what its requests gained by either. Every request gets exactly one terminal word, whatever happens to it.
+arrived, prefills a waiting prompt (or a part of it) into a free slot, runs one decode step for every busy slot, and sends each
+web process what its requests gained by either. Every request gets exactly one terminal word, whatever happens to it.
 """
 
 from __future__ import annotations
@@ -79,7 +79,8 @@ class Slots:
         return next((slot for slot, request in enumerate(self.requests) if request is None), None)
 
     def live(self) -> Iterator[tuple[int, Request]]:
-        return ((slot, request) for slot, request in enumerate(self.requests) if request is not None)
+        """Those whose prompt has been run."""
+        return ((slot, request) for slot, request in enumerate(self.requests) if request is not None and request.generated)
 
     @property
     def busy(self) -> int:
@@ -110,6 +111,17 @@ class Pace:
 
 
 @dataclass
+class Prompting:
+    """The prompt that is being run, in parts where the model can."""
+
+    slot: int
+    request: Request
+    joins: bool  # others run meanwhile
+    begin: int = 0  # tokens of it that have been run
+    ran_s: float = 0.0  # without what came between its parts
+
+
+@dataclass
 class Worker:
     """The loop around one model. `end` is where requests come from and tokens go to."""
 
@@ -118,6 +130,9 @@ class Worker:
     eos_token_ids: frozenset[int]
     max_concurrent_requests: int
     max_queue_time_s: float = float("inf")
+    max_batch_prefill_tokens: int = 1  # between two steps; a prompt, or a part of it, may always run
+    waiting_served_ratio: float = 0.0
+    max_waiting_tokens: int = 20
     web_processes: int = 0  # how many to wait for before saying "Connected"
     queue: deque[Request] = field(default_factory=deque)
     steps: int = 0
@@ -128,6 +143,8 @@ class Worker:
     def __post_init__(self):
         self.slots = Slots([None] * self.model.batch_size)
         self._known: dict[int, Request] = {}
+        self._prompting: Prompting | None = None
+        self._steps_since_prompt = 0
         self._ready_web_processes: set[int] = set()
         self._gained: dict[bytes, Tokens] = defaultdict(lambda: Tokens([]))
         self._pace = Pace()
@@ -197,26 +214,50 @@ class Worker:
                 self._end(request, "overloaded", log_reason="waited too long")
 
     def admit(self) -> None:
-        """Prefills the prompt that has waited longest into a free slot, if there are both."""
-        slot = self.slots.free()
+        """Runs waiting prompts into free slots, or a part of one: as many tokens as may come between two steps."""
+        left = self.max_batch_prefill_tokens
+        while left > 0 and (self._prompting or self._take_up(left)):
+            left -= self._run_prompt(self._prompting)
+            if left > 0:
+                self.send()  # a first token does not wait for the next prompt
+
+    def _take_up(self, most_tokens: int) -> bool:
+        """Gives a free slot to the request that has waited longest, if those that run can be held up for it."""
+        slot, running = self.slots.free(), self.slots.busy
         if slot is None or not self.queue:
-            return
+            return False
+        if most_tokens < min(self.max_batch_prefill_tokens, len(self.queue[0].generate.prompt)):
+            return False  # something was run in this turn already, and this is too much to follow it
+        enough_wait = len(self.queue) >= int(running * self.waiting_served_ratio)
+        if running and not enough_wait and self._steps_since_prompt < self.max_waiting_tokens:
+            return False
         request = self.queue.popleft()
-        generate = request.generate
-        joins = self.slots.busy > 0
         request.started_at = time.monotonic()
-        if not joins:
+        if not running:
             self._progress_at = request.started_at
         self.slots.requests[slot] = request
+        self._prompting = Prompting(slot, request, joins=running > 0)
         self.metrics.series("batch_next_size").observe(1)
         self.metrics.series("batch_inference_count", "prefill").inc()
+        return True
+
+    def _run_prompt(self, prompting: Prompting) -> int:
+        """Runs the prompt, or the next part of it. Returns how many tokens that were."""
+        slot, request, generate = prompting.slot, prompting.request, prompting.request.generate
+        in_parts = self.model.prompt_part is not None and not generate.prompt_logprobs
+        tokens = len(generate.prompt) - prompting.begin
+        if in_parts:
+            tokens = min(tokens, self.model.prompt_part)
+        began_at = time.monotonic()
         logprobs, top = [], []
         kind = "score" if generate.prompt_logprobs else "prefill"
-        self._report(self._pace.patience_s(kind, len(generate.prompt)))
+        self._report(self._pace.patience_s(kind, tokens))
         try:
             if generate.prompt_logprobs:
                 chunks = self.model.score(slot, generate.prompt)
                 output, logprobs, top = prompt_logprobs(chunks, generate.prompt, generate.top_n_tokens)
+            elif in_parts:
+                output = self.model.prefill_part(slot, generate.prompt, prompting.begin)
             else:
                 if self.model.sampling == "device":
                     self.model.set_sampling(slot, *device_parameters(generate.sampling))
@@ -228,17 +269,24 @@ class Worker:
             self._end(request, "failed", str(error) if readable else "the prompt could not be run on the device")
             if isinstance(error, DeviceLost):
                 raise
-            return
+            return tokens
+        self._progress_at = time.monotonic()
+        self._pace.learn(kind, self._progress_at - began_at, tokens)
+        prompting.begin += tokens
+        prompting.ran_s += self._progress_at - began_at
+        if output is None:
+            return tokens
+        self._prompting, self._steps_since_prompt = None, 0
         request.prefilled_at = time.monotonic()
         queued_s = request.started_at - request.arrived_at
         self._gained[request.peer].prompts.append(Prompt(generate.id, queued_s, logprobs, top))
-        self._gain("prefill", [request], output[None], request.started_at)
-        self._pace.learn(kind, self._progress_at - request.started_at, len(generate.prompt))
-        if joins:
+        self._gain("prefill", [request], output[None], request.prefilled_at - prompting.ran_s)
+        if prompting.joins:
             self.metrics.series("batch_concat", "backpressure").inc()
-            self.metrics.series("batch_concat_duration", "decode").observe(self._progress_at - request.started_at)
+            self.metrics.series("batch_concat_duration", "decode").observe(prompting.ran_s)
         else:
             self._tokens_at = self._progress_at
+        return tokens
 
     def decode(self) -> None:
         """One step: every busy slot gains one token."""
@@ -263,6 +311,7 @@ class Worker:
                 raise
             return
         self.steps += 1
+        self._steps_since_prompt += 1
         self.metrics.series("steps").inc()
         self._gain("decode", requests, output, started_at)
         self._pace.learn("decode", self._progress_at - started_at)
@@ -370,6 +419,8 @@ class Worker:
     def _forget(self, request: Request, reason: str) -> None:
         """Frees everything that a request holds, and logs it."""
         del self._known[request.generate.id]
+        if self._prompting and self._prompting.request is request:
+            self._prompting = None
         if request in self.slots.requests:
             self.slots.requests[self.slots.requests.index(request)] = None
         else:
@@ -461,6 +512,9 @@ def boot(config: Config, end: WorkerEnd, metrics: Metrics) -> Worker:
         end=end,
         eos_token_ids=frozenset(eos_token_ids),
         max_concurrent_requests=config.max_concurrent_requests,
+        max_batch_prefill_tokens=config.max_batch_prefill_tokens or 1,
+        waiting_served_ratio=config.waiting_served_ratio,
+        max_waiting_tokens=config.max_waiting_tokens,
         max_queue_time_s=config.max_queue_time or float("inf"),
         web_processes=config.web_concurrency,
         metrics=metrics,

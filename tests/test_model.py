@@ -552,6 +552,25 @@ def test_a_long_prompt_runs_in_parts(zoo, family, chunk, monkeypatch):
     assert max(widest) == chunk
 
 
+@pytest.mark.parametrize("family", tiny_models.FAMILIES | tiny_models.WITH_THEIR_OWN_ATTENTION)
+def test_steps_of_others_between_the_parts_of_a_prompt_change_neither(zoo, family, monkeypatch):
+    monkeypatch.setattr(torch_model, "PREFILL_CHUNK", 3)
+    model = zoo.served(family, 4)
+    long, other = zoo.of_length(family, 16, 5)
+    tokens = [int(model.prefill(2, other.prompt).argmax())]
+    logits = None
+    for begin in range(0, 16, 3):
+        assert logits is None
+        logits = model.prefill_part(1, long.prompt, begin)
+        step = model.decode(torch.tensor([tokens[-1]]), torch.tensor([4 + len(tokens)]), torch.tensor([2]))
+        tokens.append(int(step[0].argmax()))
+    ids = [int(logits.argmax())]
+    while len(ids) < len(long.tokens):
+        ids.append(int(model.decode(torch.tensor([ids[-1]]), torch.tensor([15 + len(ids)]), torch.tensor([1]))[0].argmax()))
+    assert ids == long.tokens
+    assert tokens[: len(other.tokens)] == other.tokens[: len(tokens)]
+
+
 @packs
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("family", ["llama", "wide-llama", "mistral", "gpt2"])

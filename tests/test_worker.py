@@ -416,6 +416,89 @@ def test_patience_follows_the_pace_of_the_device():
     assert pace.patience_s("prefill", 1000) == pytest.approx(2000), "a long prompt may take as much longer"
 
 
+def test_a_long_prompt_is_run_in_parts_and_the_others_gain_a_token_after_each():
+    bench = Bench()
+    bench.model.prompt_part = 4
+    bench.arrive(Generate(1, [1, 2], 20))
+    bench.turn()
+    bench.arrive(Generate(2, list(range(1, 11)), 5))
+    gained = [len(bench.tokens[1])]
+    while not bench.tokens[2]:
+        bench.turn()
+        gained.append(len(bench.tokens[1]))
+    assert gained == [gained[0] + n for n in range(4)]  # 10 tokens are three parts
+    bench.run()
+    assert bench.tokens[1] == greedy([1, 2], 20)
+    assert bench.tokens[2] == greedy(list(range(1, 11)), 5)
+
+
+@pytest.mark.parametrize("goes", ["cancel", "gone"])
+def test_who_goes_in_the_middle_of_his_prompt_leaves_nothing_behind(goes):
+    bench = Bench(batch_size=1)
+    bench.model.prompt_part = 2
+    bench.arrive(Generate(1, [1, 2, 3, 4, 5], 5))
+    bench.turn()
+    assert bench.worker.slots.busy == 1 and not bench.tokens[1]
+    bench.arrive(Cancel(1, "hung up") if goes == "cancel" else Gone())
+    bench.arrive(Generate(2, [6, 7, 8], 5), peer=b"other")
+    bench.run()
+    assert bench.tokens[2] == greedy([6, 7, 8], 5)
+
+
+def test_a_part_that_fails_ends_that_request_alone():
+    bench = Bench()
+    bench.model.prompt_part = 2
+    bench.arrive(Generate(1, [1], 8))
+    bench.turn()
+    bench.model.fail_next_prefill = True  # the fake meets it in the last part
+    bench.arrive(Generate(2, [1, 2, 3], 8))
+    bench.run()
+    assert bench.ends[2] == "failed"
+    assert bench.tokens[1] == greedy([1], 8)
+
+
+def prompts_of_turn(bench):
+    """How many prompts one turn runs."""
+    before = len(bench.worker.queue)
+    bench.turn()
+    return before - len(bench.worker.queue)
+
+
+@pytest.mark.parametrize(("most", "of_turns"), [(1, [1, 1, 1]), (5, [2, 1]), (100, [3])])
+def test_as_many_tokens_of_prompts_are_run_between_two_steps_as_are_allowed(most, of_turns):
+    bench = Bench()
+    bench.worker.max_batch_prefill_tokens = most
+    for i in (1, 2, 3):
+        bench.arrive(Generate(i, [i, i], 30))
+    bench.worker.receive()
+    assert [prompts_of_turn(bench) for _ in of_turns] == of_turns
+    bench.run()
+
+
+def test_a_prompt_that_is_longer_than_what_is_allowed_is_run_all_the_same():
+    bench = Bench()
+    bench.worker.max_batch_prefill_tokens = 2
+    bench.arrive(Generate(1, [1, 2, 3, 4, 5], 5))
+    bench.run()
+    assert bench.tokens[1] == greedy([1, 2, 3, 4, 5], 5)
+
+
+def test_those_that_run_are_held_up_only_for_enough_prompts_or_after_enough_steps():
+    bench = Bench(batch_size=4)
+    bench.worker.waiting_served_ratio, bench.worker.max_waiting_tokens = 1.0, 3
+    bench.arrive(GenerateAll([Generate(1, [1], 30), Generate(2, [2], 30)]))
+    bench.turn()  # nothing runs: the first is taken at once
+    assert bench.worker.slots.busy == 1
+    bench.turn()  # one waits for one that runs: enough
+    assert bench.worker.slots.busy == 2
+    bench.arrive(Generate(3, [3], 30))
+    steps = bench.worker.steps
+    while bench.worker.slots.busy == 2:
+        bench.turn()
+    assert bench.worker.steps - steps == 3
+    bench.run()
+
+
 def test_a_failed_step_ends_what_runs_and_the_loop_goes_on():
     bench = Bench(batch_size=2)
     for i in (1, 2, 3):

@@ -36,6 +36,7 @@ class FakeModel:
     dtype = "float32"
 
     def __init__(self, batch_size: int = 3, max_total_tokens: int = 40, vocab_size: int = VOCABULARY, sampling: str = "host"):
+        self.prompt_part: int | None = None
         self.sampling = sampling
         self.lines: dict[int, tuple[int, float, float]] = {}  # slot → top_k, top_p, temperature
         self.ready_slots: set[int] = set()  # told how to sample, and not prefilled yet
@@ -62,6 +63,13 @@ class FakeModel:
             assert slot in self.ready_slots, "a prompt's first token is sampled, too"
             self.ready_slots.remove(slot)
         return self._answer(next_logits(prompt, self.vocab_size)[None], [slot])[0]
+
+    def prefill_part(self, slot: int, prompt: list[int], begin: int) -> torch.Tensor | None:
+        assert begin == (len(self.cache[slot]) if begin else 0), "parts follow each other"
+        if begin + self.prompt_part >= len(prompt):
+            return self.prefill(slot, prompt)
+        self.cache[slot] = prompt[: begin + self.prompt_part]
+        return None
 
     def set_sampling(self, slot: int, top_k: int, top_p: float, temperature: float) -> None:
         assert self.sampling == "device" and 0 <= slot < self.batch_size
