@@ -1,0 +1,86 @@
+"""A device that takes the time it is told to take, behind the interface of transformers-neuronx that the server uses.
+
+With `bench/simulated` on PYTHONPATH and `--device neuron` the unmodified server runs on it. A call sleeps until its time is
+over, as one on a device would wait, without the interpreter's lock, and gives logits that were computed beforehand:
+
+    SIMULATED_STEP_MS      of a decode step (10)
+    SIMULATED_PREFILL_MS   of a prompt (10)
+
+Probabilities fall with a token's rank as a language model's do, each row has another likeliest token, and the end-of-text
+token never comes. A step takes rows that it has not taken for the last steps, so that they are read from memory and not
+from the processor's cache. There is no KV cache, no weight, and no check of what is asked: for that there is tests/fakes.
+"""
+
+import ctypes
+import json
+import os
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import torch
+
+__version__ = "0.0.0+simulated"
+POOL_BYTES = 64 << 20  # more than processors cache, as a rule
+PR_SET_TIMERSLACK = 29
+
+
+class _Settings:
+    def __init__(self, **settings):
+        self.__dict__.update(settings)
+
+
+class NeuronConfig(_Settings):
+    pass
+
+
+class ContinuousBatchingConfig(_Settings):
+    pass
+
+
+class LlamaForSampling:
+    @classmethod
+    def from_pretrained(cls, folder, **settings):
+        return cls(json.loads((Path(folder) / "config.json").read_text()), **settings)
+
+    def __init__(self, told: dict, batch_size: int, neuron_config: NeuronConfig, **_shapes):
+        if hasattr(neuron_config, "on_device_generation"):
+            raise NotImplementedError("the simulated device does not choose tokens; give --sampling host")
+        self.config = SimpleNamespace(**told)
+        self._slots = batch_size
+        self._step_s = float(os.environ.get("SIMULATED_STEP_MS", 10)) / 1e3
+        self._prefill_s = float(os.environ.get("SIMULATED_PREFILL_MS", 10)) / 1e3
+        self._next = 0
+
+    def to_neuron(self) -> None:
+        self._logits = _logits(self._slots, self.config.vocab_size, self.config.eos_token_id)
+        # A device ends a wait by an interrupt. A sleeping thread may be woken up to 50 us late, unless it asks not to be.
+        ctypes.CDLL(None).prctl(PR_SET_TIMERSLACK, 1, 0, 0, 0)
+
+    def save(self, directory) -> None:
+        Path(directory).mkdir(parents=True, exist_ok=True)
+
+    def load(self, directory) -> None:
+        pass
+
+    def __call__(self, ids: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
+        """int64 [n, q], [n, q], [n] → float32 [n, vocab], a view into the pool."""
+        started_at = time.perf_counter()
+        is_step = ids.shape[1] == 1
+        rows = len(slots)
+        self._next = self._next + rows if self._next + 2 * rows <= len(self._logits) else 0
+        output = self._logits[self._next : self._next + rows]
+        time.sleep(max(0.0, started_at + (self._step_s if is_step else self._prefill_s) - time.perf_counter()))
+        return output
+
+
+def _logits(slots: int, vocab: int, eos_token_id: int) -> torch.Tensor:
+    """float32 [rows, vocab]: enough rows for several steps."""
+    random = torch.Generator().manual_seed(0)
+    rows = max(2 * slots, POOL_BYTES // (4 * vocab))
+    one = 18.0 - 1.5 * torch.log(torch.randperm(vocab, generator=random).float() + 1)
+    one += 0.5 * torch.randn(vocab, generator=random)
+    shifts = torch.randint(vocab, (rows,), generator=random).tolist()
+    logits = torch.stack([one.roll(shift) for shift in shifts])
+    logits[:, eos_token_id] = -100.0
+    return logits
