@@ -7,13 +7,16 @@ one run, with the least and the most, and no figure is compared with one of anot
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import statistics
 import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from pathlib import Path
+from typing import TypeVar
 from urllib.parse import urlsplit
 
 import sampler
@@ -35,7 +38,8 @@ from load import (
 
 KINDS = {"greedy": None, "sampled": SAMPLED}
 FLAT = 0.05
-WINDOW_TOKENS = 320  # how many of a window's last positions are looked at
+Key = TypeVar("Key")
+WINDOW_TOKENS = 330  # how many of a window's last positions are looked at
 
 
 @dataclass(frozen=True)
@@ -103,43 +107,56 @@ class Plan:
 
 FULL = Plan(((LLAMA_31_8B, 0.97), (FAST, 0.90), (LLAMA_2_7B, 0.98)), FAST)
 _SMALL = Device("a small device", 2, 5.0, 32000, 2, 2.0, 512)
-SMOKE = Plan(((_SMALL, 0.9),), _SMALL, (1, 2), (1,), (512,), (1, 2), 1, 0.2, 3, (2, 2048, (1,)))
+SMOKE = Plan(((_SMALL, 0.9),), _SMALL, (2,), (1,), (512,), (1, 2), 1, 0.2, 3, (2, 2048, (1,)))
 
 
-@dataclass
-class Load:
-    """Saturated rounds on one server, and what CPU time they cost."""
+@dataclass(frozen=True)
+class Round:
+    """Saturated streams for a while, and the CPU time that went by meanwhile, in seconds."""
 
-    windows: list[Window]
-    marks: list[tuple[float, float, float, float]]  # CPU time so far: of the worker, the web processes, us, the machine
-
-    def cores(self, which: int) -> list[float]:
-        spans = [window.closed_at - window.opened_at for window in self.windows]
-        return [(after[which] - before[which]) / span for before, after, span in zip(self.marks, self.marks[1:], spans)]
+    window: Window
+    worker_s: float
+    web_s: float
+    load_s: float
+    machine_s: float
 
     @property
-    def others(self) -> list[float]:
-        """Processes that have nothing to do with this: what they took was not there for the server."""
-        return [max(0.0, most - sum(ours)) for most, *ours in zip(*(self.cores(which) for which in (3, 0, 1, 2)))]
-
-    def us_per_token(self, *which: int) -> list[float]:
-        taken = [sum(after[each] - before[each] for each in which) for before, after in zip(self.marks, self.marks[1:])]
-        return [seconds / window.tokens * 1e6 for seconds, window in zip(taken, self.windows)]
+    def cores(self) -> dict[str, float]:
+        """How many were busy, by whom. What everybody else took was not there for the server."""
+        seconds = {"the worker": self.worker_s, "the web process": self.web_s, "the load generator": self.load_s}
+        seconds["everybody else"] = max(0.0, self.machine_s - sum(seconds.values()))
+        return {name: taken / (self.window.closed_at - self.window.opened_at) for name, taken in seconds.items()}
 
 
-WORKER, WEB, US = 0, 1, 2
+@dataclass(frozen=True)
+class Subject:
+    """A server, and streams that keep it busy."""
+
+    server: Server
+    target: Target
+    requests: list[bytes]
+
+    def rounds(self, plan: Plan, count: int) -> list[Round]:
+        worker, web = self.server.worker_pids, self.server.web_pids
+        marks = []
+
+        def mark() -> None:
+            marks.append((cpu_s(worker), cpu_s(web), cpu_s([os.getpid()]), machine_busy_s()))
+
+        windows = asyncio.run(saturate(self.target, self.requests, count, plan.seconds, min(0.5, plan.seconds), mark))
+        spent = ([now - then for now, then in zip(after, before)] for before, after in pairwise(marks))
+        return [Round(window, *seconds) for window, seconds in zip(windows, spent)]
 
 
-def load(server: Server, target: Target, requests: Sequence[bytes], plan: Plan, tick: Callable[[], None]) -> Load:
-    worker, web = server.worker_pids, server.web_pids
-    marks = []
-
-    def mark() -> None:
-        marks.append((cpu_s(worker), cpu_s(web), cpu_s([os.getpid()]), machine_busy_s()))
-
-    windows = asyncio.run(saturate(target, requests, plan.rounds, plan.seconds, min(0.5, plan.seconds), mark))
-    tick()
-    return Load(windows, marks)
+def in_turns(subjects: dict[Key, Subject], plan: Plan, tick: Callable[[], None]) -> dict[Key, list[Round]]:
+    """A round of each, again and again: what changes on the machine meanwhile changes all alike."""
+    found: dict[Key, list[Round]] = {key: [] for key in subjects}
+    plan = replace(plan, seconds=0.6 * plan.seconds)
+    for _ in range(plan.rounds):
+        for key, subject in subjects.items():
+            found[key] += subject.rounds(plan, 1)
+        tick()
+    return found
 
 
 def streams_for(target: Target, device: Device, count: int, sampling: dict | None = None) -> list[bytes]:
@@ -147,28 +164,27 @@ def streams_for(target: Target, device: Device, count: int, sampling: dict | Non
     return [target.request(prompt_of(20, number), device.window - 100, sampling) for number in range(count)]
 
 
-def efficiency(loaded: Load, device: Device) -> list[float]:
-    return [window.tokens_per_s / device.tokens_per_s for window in loaded.windows]
+def efficiency(rounds: Sequence[Round], device: Device) -> list[float]:
+    return [each.window.tokens_per_s / device.tokens_per_s for each in rounds]
 
 
 def measure(plan: Plan, results: Results, tick: Callable[[], None]) -> None:
     """Everything that the plan names, into `results`. `tick` is called as often as `ticks` says."""
     first = plan.devices[0][0]
-    loads: dict[Device, Load] = {}
     for device, reach in plan.devices:
         with serve(device) as server:
             target = find(server.url)
             for kind, sampling in KINDS.items():
-                loaded = load(server, target, streams_for(target, device, device.slots, sampling), plan, tick)
-                loads[device] = loads.get(device, loaded)
-                _efficiency(results, loaded, device, kind, reach)
+                rounds = Subject(server, target, streams_for(target, device, device.slots, sampling)).rounds(plan, plan.rounds)
+                _efficiency(results, rounds, device, kind, reach)
+                if device is first and sampling is None:
+                    _jitter(results, rounds, device)
+                tick()
             if device is first:
-                _jitter(results, loads[device], device)
                 _latency(results, target, device, plan, tick)
                 _concurrency(results, server, target, device, plan, tick)
-                written = asyncio.run(_some_events(target))
-    _web(results, loads[first], first, written, plan, tick)
-    _growth(results, loads, plan, tick)
+                _web(results, server, target, device, plan, tick)
+    _growth(results, plan, tick)
     for device, _reach in plan.devices[:2]:
         for kind, sampling in KINDS.items():
             _timeline(results, device, kind, sampling, plan, tick)
@@ -181,23 +197,22 @@ def measure(plan: Plan, results: Results, tick: Callable[[], None]) -> None:
 def ticks(plan: Plan) -> int:
     """How many steps the progress bar has."""
     cases = 2 * len(sampler.CASES) * len(plan.sampler[2])
-    known = {device for device, _reach in plan.devices}
-    grown = len({replace(plan.grown, slots=slots) for slots in plan.slots} - known)
-    grown += sum(count > 1 for count in plan.web_processes) + len(plan.windows)
-    return 2 * len(plan.devices) + 1 + len(plan.concurrencies) + 1 + grown + 2 * len(plan.devices[:2]) + cases
+    return 2 * len(plan.devices) + 1 + len(plan.concurrencies) + 4 * plan.rounds + 2 * len(plan.devices[:2]) + cases
 
 
-def _efficiency(results: Results, loaded: Load, device: Device, kind: str, reach: float) -> None:
-    what = f"{device.slots} slots of {device.step_ms:g} ms, vocabulary {device.vocab}, {kind}"
-    results.add(f"serving efficiency: {what}", efficiency(loaded, device), "of the device", reach, at_least=True)
-    results.add(f"throughput: {what}", [window.tokens_per_s for window in loaded.windows], "tokens/s")
-    for which, name in enumerate(("worker", "web process", "load generator")):
-        results.add(f"CPU of the {name}: {what}", loaded.cores(which), "cores")
-    results.add(f"CPU of everybody else: {what}", loaded.others, "cores")
+def _efficiency(results: Results, rounds: Sequence[Round], device: Device, kind: str, reach: float) -> None:
+    results.add(f"serving efficiency: {named(device, kind)}", efficiency(rounds, device), "of the device", reach, at_least=True)
+    results.add(f"throughput: {named(device, kind)}", [each.window.tokens_per_s for each in rounds], "tokens/s")
+    for name in rounds[0].cores:
+        results.add(f"CPU of {name}: {named(device, kind)}", [each.cores[name] for each in rounds], "cores")
 
 
-def _jitter(results: Results, loaded: Load, device: Device) -> None:
-    gaps = [[gap * 1e3 for gap in window.gaps_s] for window in loaded.windows]
+def named(device: Device, kind: str) -> str:
+    return f"{device.slots} slots of {device.step_ms:g} ms, vocabulary {device.vocab}, {kind}"
+
+
+def _jitter(results: Results, rounds: Sequence[Round], device: Device) -> None:
+    gaps = [[gap * 1e3 for gap in each.window.gaps_s] for each in rounds]
     ratios = [percentile(each, 0.99) / device.step_ms for each in gaps]
     results.add(f"added jitter: inter-token p99, {device.slots} slots full", ratios, "steps", 1.25)
     results.itl_ms[f"{device.slots} slots full, a step of {device.step_ms:g} ms"] = [gap for each in gaps for gap in each]
@@ -222,12 +237,26 @@ def _concurrency(
 ) -> None:
     measured, possible = [], []
     for count in plan.concurrencies:
-        loaded = load(server, target, streams_for(target, device, count), plan, tick)
-        rates = [window.tokens_per_s for window in loaded.windows]
+        rounds = Subject(server, target, streams_for(target, device, count)).rounds(plan, 3)
+        rates = [each.window.tokens_per_s for each in rounds]
         results.add(f"throughput: {count} of {device.slots} slots busy", rates, "tokens/s")
         measured.append((count, statistics.median(rates)))
         possible.append((count, count / device.step_ms * 1e3))
+        tick()
     results.throughput |= {"measured": measured, "if the device never waited": possible}
+
+
+def _web(results: Results, server: Server, target: Target, device: Device, plan: Plan, tick: Callable[[], None]) -> None:
+    requests = streams_for(target, device, device.slots)
+    with serve_bare(asyncio.run(_some_events(target)), device.step_ms) as bare:
+        subjects = {"the server": Subject(server, target, requests)}
+        subjects["a bare generator"] = Subject(bare, Target(urlsplit(bare.url)), requests)
+        found = in_turns(subjects, plan, tick)
+    costs = {name: [each.web_s / each.window.tokens * 1e6 for each in rounds] for name, rounds in found.items()}
+    ratios = [ours / least for ours, least in zip(*costs.values())]
+    results.add(f"web process: CPU per token over a bare generator's, {device.slots} streams", ratios, "times", 2.0)
+    for name, values in costs.items():
+        results.add(f"web process: CPU per 1,000 streamed tokens, {name}", values, "ms")
 
 
 async def _some_events(target: Target) -> list[str]:
@@ -237,58 +266,45 @@ async def _some_events(target: Target) -> list[str]:
     return [f"data: {event.decode()}\n\n" for _at, event in events(stream.reads)][:-1]
 
 
-def _web(results: Results, ours: Load, device: Device, written: list[str], plan: Plan, tick: Callable[[], None]) -> None:
-    with serve_bare(written, device.step_ms) as server:
-        target = Target(urlsplit(server.url))
-        bare = load(server, target, streams_for(target, device, device.slots), plan, tick)
-    costs = {"the server": ours.us_per_token(WEB), "a bare generator": bare.us_per_token(WEB)}
-    ratios = [mine / least for mine, least in zip(*costs.values())]
-    results.add(f"web process: CPU per token over a bare generator's, {device.slots} streams", ratios, "times", 2.0)
-    for name, values in costs.items():
-        results.add(f"web process: CPU per 1,000 streamed tokens, {name}", values, "ms")
-
-
-def _growth(results: Results, loads: dict[Device, Load], plan: Plan, tick: Callable[[], None]) -> None:
+def _growth(results: Results, plan: Plan, tick: Callable[[], None]) -> None:
     base = plan.grown
-    by_slots = {}
-    for slots in plan.slots:
-        device = replace(base, slots=slots)
-        if device not in loads:
-            with serve(device) as server:
+    by_slots = {f"{slots} slot{'s' * (slots > 1)}": (replace(base, slots=slots), 1) for slots in plan.slots}
+    by_web = {f"{count} web process{'es' * (count > 1)}": (base, count) for count in plan.web_processes}
+    for what, grown in (("slots", by_slots), ("web processes", by_web)):
+        with contextlib.ExitStack() as stack:
+            subjects = {}
+            for name, (device, count) in grown.items():
+                server = stack.enter_context(serve(device, count))
                 target = find(server.url)
-                loads[device] = load(server, target, streams_for(target, device, slots), plan, tick)
-        by_slots[f"{slots} slots"] = efficiency(loads[device], device)
-    by_web = {}
-    for count in plan.web_processes:
-        if count == 1:
-            by_web["1 web process"] = efficiency(loads[base], base)
-            continue
-        with serve(base, count) as server:
-            target = find(server.url)
-            loaded = load(server, target, streams_for(target, base, base.slots), plan, tick)
-        by_web[f"{count} web processes"] = efficiency(loaded, base)
-    for what, measured in (("slots", by_slots), ("web processes", by_web)):
+                subjects[name] = Subject(server, target, streams_for(target, device, device.slots))
+            found = in_turns(subjects, plan, tick)
+        measured = {name: efficiency(rounds, grown[name][0]) for name, rounds in found.items()}
         spreads = [1 - min(values) / max(values) for values in zip(*measured.values())]
-        results.add(f"growth: efficiency, least below most, by {what}", spreads, "of the most", FLAT)
+        results.add(f"growth: efficiency, how far the least is below the most, by {what}", spreads, "of the most", FLAT)
         for name, values in measured.items():
-            results.add(f"growth: efficiency, {name} of {base.step_ms:g} ms", values, "of the device")
-    costs = {window: _cost_at(replace(LLAMA_2_7B, window=window), plan, tick) for window in plan.windows}
+            results.add(f"growth: efficiency, {name}, a step of {base.step_ms:g} ms", values, "of the device")
+    _growth_of_windows(results, plan, tick)
+
+
+def _growth_of_windows(results: Results, plan: Plan, tick: Callable[[], None]) -> None:
+    """CPU time that a token takes at the end of a window."""
+    with contextlib.ExitStack() as stack:
+        subjects = {}
+        for window in plan.windows:
+            device = replace(LLAMA_2_7B, window=window)
+            server = stack.enter_context(serve(device))
+            target = find(server.url)
+            parameters = {"do_sample": False, "truncate": window - WINDOW_TOKENS}
+            request = target.request(prompt_of(window), WINDOW_TOKENS, parameters)
+            subjects[window] = Subject(server, target, [request] * device.slots)
+        found = in_turns(subjects, plan, tick)
+    costs = {
+        window: [(each.worker_s + each.web_s) / each.window.tokens * 1e6 for each in rounds] for window, rounds in found.items()
+    }
     changes = [max(values) / min(values) - 1 for values in zip(*costs.values())]
-    results.add("growth: cost per token, most over least, by window", changes, "of the least", FLAT)
+    results.add("growth: CPU per token, how far the most is above the least, by window", changes, "of the least", FLAT)
     for window, values in costs.items():
         results.add(f"growth: CPU of the server per token, at the end of a window of {window}", values, "us")
-
-
-def _cost_at(device: Device, plan: Plan, tick: Callable[[], None]) -> list[float]:
-    """CPU time that a token takes at the end of the window, in microseconds."""
-    long = prompt_of(device.window)
-    parameters = {"do_sample": False, "truncate": device.window - WINDOW_TOKENS}
-    with serve(device) as server:
-        target = find(server.url)
-        requests = [target.request(long, WINDOW_TOKENS, parameters)] * device.slots
-        most_s = (WINDOW_TOKENS - 30) * device.step_ms / 1e3 / 1.3 - 0.5  # steps take longer than the device
-        loaded = load(server, target, requests, replace(plan, seconds=min(plan.seconds, most_s / plan.rounds)), tick)
-    return loaded.us_per_token(WORKER, WEB)
 
 
 def _timeline(results: Results, device: Device, kind: str, sampling: dict | None, plan: Plan, tick: Callable[[], None]) -> None:
@@ -296,14 +312,15 @@ def _timeline(results: Results, device: Device, kind: str, sampling: dict | None
         path = Path(name) / "timeline.json"
         with serve(device, timeline=path) as server:
             target = find(server.url)
-            load(server, target, streams_for(target, device, device.slots, sampling), replace(plan, rounds=1), tick)
+            Subject(server, target, streams_for(target, device, device.slots, sampling)).rounds(plan, 1)
         steps = timeline.steps(path)
-    what = f"{device.slots} slots of {device.step_ms:g} ms, vocabulary {device.vocab}, {kind}"
+    what = named(device, kind)
     for part in timeline.PARTS:
         results.add(f"between two steps: {part}: {what}", quartiles([step.seconds(part) * 1e6 for step in steps]), "us")
     gaps = [step.gap_s * 1e6 for step in steps]
     results.add(f"between two steps: all that the device waits: {what}", quartiles(gaps), "us")
     results.steps[what] = sorted(steps, key=lambda step: step.gap_s)[len(steps) // 2]
+    tick()
 
 
 def quartiles(values: Sequence[float]) -> list[float]:

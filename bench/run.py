@@ -17,7 +17,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import figures
-import report
+import pages
 from load import LoadError, find
 
 
@@ -63,8 +63,8 @@ def main() -> int:
     except (LoadError, RuntimeError) as error:
         print(f"\nerror: {error}", file=sys.stderr)
         return 1
-    written = report.write(args.out, subject, results)
-    print(report.table(results))
+    written = pages.write(args.out, subject, results)
+    print(pages.table(results))
     print("\n".join(map(str, written)))
     return 0
 
