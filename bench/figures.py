@@ -143,7 +143,11 @@ class Subject:
         def mark() -> None:
             marks.append((cpu_s(worker), cpu_s(web), cpu_s([os.getpid()]), machine_busy_s()))
 
-        windows = asyncio.run(saturate(self.target, self.requests, count, plan.seconds, min(0.5, plan.seconds), mark))
+        settle_s = min(0.5, plan.seconds)
+        try:
+            windows = asyncio.run(saturate(self.target, self.requests, count, plan.seconds, settle_s, mark))
+        except FileNotFoundError:  # in /proc
+            raise LoadError(f"a process of the server died under the load; the end of its log:\n{self.server.log}") from None
         spent = ([now - then for now, then in zip(after, before)] for before, after in pairwise(marks))
         return [Round(window, *seconds) for window, seconds in zip(windows, spent)]
 
@@ -237,7 +241,9 @@ def _concurrency(
 ) -> None:
     measured, possible = [], []
     for count in plan.concurrencies:
-        rounds = Subject(server, target, streams_for(target, device, count)).rounds(plan, 3)
+        rounds = Subject(server, target, streams_for(target, device, count)).rounds(
+            replace(plan, seconds=0.5 * plan.seconds), 3
+        )
         rates = [each.window.tokens_per_s for each in rounds]
         results.add(f"throughput: {count} of {device.slots} slots busy", rates, "tokens/s")
         measured.append((count, statistics.median(rates)))

@@ -12,7 +12,7 @@ from importlib import metadata
 from pathlib import Path
 
 from figures import Figure, Results
-from timeline import SOCKET, Step
+from timeline import Step
 
 WIDTH, HEIGHT = 720, 300
 LEFT, RIGHT, TOP, BOTTOM = 64, 24, 30, 44
@@ -136,23 +136,24 @@ def shares_plot(values: dict[str, Sequence[float]], unit: str) -> str:
 
 
 def step_plot(step: Step) -> str:
-    """What the loop, and the thread of its socket, did from the end of a call to the device to the start of the next."""
+    """What the loop, and the thread of its socket, did from the end of a call to the device on, and when the next began."""
     began = step.device[2]
     parts = {name: step.seconds(name) * 1e6 for name in dict.fromkeys(name for name, _start, _end in step.parts)}
-    width = (max([step.next_at, *(span[2] for span in step.socket)]) - began) * 1e6
+    end = began + 1.1 * (max([step.next_at, *(span[2] for span in step.socket)]) - began)
+    width = (end - began) * 1e6
+    rows = {"device": [("the next call", step.next_at, end)], "loop": step.parts, "socket": step.socket}
     call_ms = (began - step.device[1]) * 1e3
     drawn = [_axes(0.0, width, 0.0, f"us after the end of the device's call of {call_ms:.2f} ms", "")]
-    told = f"the device waits {step.gap_s * 1e6:.0f} us for its next call"
-    drawn.append(_tag("text", told, x=LEFT, y=36))
-    for row, (label, spans) in enumerate((("loop", step.parts), ("socket", step.socket))):
-        top = 60 + 90 * row
-        drawn.append(_tag("text", label, x=LEFT - 8, y=top + 30, text_anchor="end"))
+    drawn.append(_tag("text", f"the device waits {step.gap_s * 1e6:.0f} us for its next call", x=LEFT, y=30))
+    for row, (label, spans) in enumerate(rows.items()):
+        top = 44 + 70 * row
+        drawn.append(_tag("text", label, x=LEFT - 8, y=top + 28, text_anchor="end"))
         for name, start, stop in spans:
-            left, right = (_x(max(0.0, at - began) * 1e6, 0.0, width) for at in (start, stop))
+            left, right = (_x((at - began) * 1e6, 0.0, width) for at in (start, stop))
             colour = _colour(list(parts).index(name) if name in parts else len(parts))
             hint = _tag("title", f"{name}: {(stop - start) * 1e6:.0f} us")
-            drawn.append(_tag("rect", hint, x=left, y=top, width=max(0.5, right - left), height=50, fill=colour))
-    return _svg(drawn, [*(f"{name}: {taken:.0f} us" for name, taken in parts.items()), SOCKET])
+            drawn.append(_tag("rect", hint, x=left, y=top, width=max(0.5, right - left), height=48, fill=colour))
+    return _svg(drawn, [*(f"{name}: {taken:.0f} us" for name, taken in parts.items()), "device, socket"])
 
 
 def _at(ordered: Sequence[float], share: float) -> float:

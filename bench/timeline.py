@@ -1,8 +1,8 @@
 """The worker with a watch on it: what its loop does from the end of one call to the device to the start of the next.
 
 Runs `worker.py` as it is, with a timer around the calls that its loop consists of, and writes what it saw into the file that
-TIMELINE names when it ends: spans of [name, start, end], in seconds. `steps` makes a table of them. The timers themselves
-cost about a microsecond a span.
+TIMELINE names when it ends: spans of [name, start, end], in seconds. `steps` reads them. The timers themselves cost about a
+microsecond a span.
 """
 
 from __future__ import annotations
@@ -10,9 +10,9 @@ from __future__ import annotations
 import functools
 import json
 import os
-import statistics
 import sys
-from collections.abc import Sequence
+from bisect import bisect
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -35,7 +35,7 @@ class Step:
 
     device: Span
     parts: list[Span]
-    socket: list[Span]  # what the other thread did meanwhile
+    socket: list[Span]  # what the other thread did until the next call's end
     next_at: float
 
     @property
@@ -47,47 +47,40 @@ class Step:
         return sum(end - start for part, start, end in self.parts if part == name)
 
 
+def begin(span: Span) -> float:
+    return span[1]
+
+
 def steps(path: Path) -> list[Step]:
     """All steps between which nothing was prefilled, the first few apart."""
     spans: Sequence[Span] = json.loads(path.read_text())
     loop = sorted((span for span in spans if span[0] != SOCKET), key=lambda span: (span[1], -span[2]))
-    socket = sorted(span for span in spans if span[0] == SOCKET)
+    socket = sorted((span for span in spans if span[0] == SOCKET), key=begin)
     calls = [index for index, span in enumerate(loop) if span[0] == DEVICE]
-    found = []
+    found: list[Step] = []
     for first, second in pairwise(calls[10:]):
-        device, next_at = loop[first], loop[second][1]
-        # The decode() that made the call began before it. What comes after the call in it belongs to this gap.
-        own = [span for span in loop[max(0, first - 2) : first] if span[0] == "decode" and span[2] > device[2]]
-        marks = [*own, *loop[first + 1 : second]]
-        if any(name == "prefill" for name, _start, _end in marks):
+        decode, device, between = loop[first - 1], loop[first], loop[first + 1 : second]
+        _name, next_at, next_end = loop[second]
+        if any(name == "prefill" for name, _start, _end in between):
             continue
-        parts = list(_parts(marks, device[2], next_at))
-        meanwhile = [span for span in socket if device[1] <= span[1] < next_at] if len(found) < 2000 else []
-        found.append(Step(device, parts, meanwhile, next_at))
+        sent = socket[bisect(socket, device[2], key=begin) : bisect(socket, next_end, key=begin)]
+        found.append(Step(device, list(_parts(device[2], decode[2], between, next_at)), sent, next_at))
     return found
 
 
-def _parts(marks: Sequence[Span], start: float, end: float):
-    """What the loop did from `start` to `end`, one after the other."""
+def _parts(start: float, decoded_at: float, between: Sequence[Span], end: float) -> Iterator[Span]:
+    """What the loop did from `start` to `end`, one after the other; `decode` returned at `decoded_at`."""
     at = start
-    for name, began, ended in marks:
-        if name == "decode" and began <= start:
-            after_sampling = [stop for other, _begin, stop in marks if other == "sampling"]
-            sampled = [begin for other, begin, _stop in marks if other == "sampling"]
-            yield "model", start, sampled[0]
-            yield "sampling", sampled[0], after_sampling[0]
-            yield "bookkeeping", after_sampling[0], ended
-            at = ended
+    for name, began, ended in between:
+        if name == "sampling":
+            yield "model", at, began
+            yield "sampling", began, ended
+            yield "bookkeeping", ended, decoded_at
+            at = decoded_at
         elif name in ("send", "receive", "admit"):
             yield name, at, ended
             at = ended
     yield "prepare", at, end
-
-
-def table(found: Sequence[Step]) -> dict[str, float]:
-    """The median of each part and of the whole gap, in microseconds."""
-    told = {name: statistics.median(step.seconds(name) for step in found) * 1e6 for name in PARTS}
-    return told | {"gap": statistics.median(step.gap_s for step in found) * 1e6}
 
 
 def main() -> int:

@@ -6,9 +6,10 @@ over, as one on a device would wait, without the interpreter's lock, and gives l
     SIMULATED_STEP_MS      of a decode step (10)
     SIMULATED_PREFILL_MS   of a prompt (10)
 
-Probabilities fall with a token's rank as a language model's do, each row has another likeliest token, and the end-of-text
-token never comes. A step takes rows that it has not taken for the last steps, so that they are read from memory and not
-from the processor's cache. There is no KV cache, no weight, and no check of what is asked: for that there is tests/fakes.
+Probabilities fall with a token's rank as a language model's do, and the end-of-text token never comes. From step to step each
+slot gets other logits, of a few that take turns: where memory is cached by the processor they are, too, as those are that a
+driver has just copied from a device. There is no KV cache, no weight, and no check of what is asked: for that there is
+tests/fakes.
 """
 
 import ctypes
@@ -21,7 +22,7 @@ from types import SimpleNamespace
 import torch
 
 __version__ = "0.0.0+simulated"
-POOL_BYTES = 64 << 20  # more than processors cache, as a rule
+TURNS = 8  # steps until a slot gets the same logits again
 PR_SET_TIMERSLACK = 29
 
 
@@ -50,7 +51,7 @@ class LlamaForSampling:
         self._slots = batch_size
         self._step_s = float(os.environ.get("SIMULATED_STEP_MS", 10)) / 1e3
         self._prefill_s = float(os.environ.get("SIMULATED_PREFILL_MS", 10)) / 1e3
-        self._next = 0
+        self._calls = 0
 
     def to_neuron(self) -> None:
         self._logits = _logits(self._slots, self.config.vocab_size, self.config.eos_token_id)
@@ -67,20 +68,19 @@ class LlamaForSampling:
         """int64 [n, q], [n, q], [n] → float32 [n, vocab], a view into the pool."""
         started_at = time.perf_counter()
         is_step = ids.shape[1] == 1
-        rows = len(slots)
-        self._next = self._next + rows if self._next + 2 * rows <= len(self._logits) else 0
-        output = self._logits[self._next : self._next + rows]
+        self._calls += 1
+        turn = self._calls % TURNS
+        output = self._logits[turn : turn + len(slots)]
         time.sleep(max(0.0, started_at + (self._step_s if is_step else self._prefill_s) - time.perf_counter()))
         return output
 
 
 def _logits(slots: int, vocab: int, eos_token_id: int) -> torch.Tensor:
-    """float32 [rows, vocab]: enough rows for several steps."""
+    """float32 [rows, vocab]: a step takes as many of them as it has slots, each time one further on."""
     random = torch.Generator().manual_seed(0)
-    rows = max(2 * slots, POOL_BYTES // (4 * vocab))
     one = 18.0 - 1.5 * torch.log(torch.randperm(vocab, generator=random).float() + 1)
     one += 0.5 * torch.randn(vocab, generator=random)
-    shifts = torch.randint(vocab, (rows,), generator=random).tolist()
+    shifts = torch.randint(vocab, (slots + TURNS,), generator=random).tolist()
     logits = torch.stack([one.roll(shift) for shift in shifts])
     logits[:, eos_token_id] = -100.0
     return logits
