@@ -106,8 +106,8 @@ class Plan:
 
 
 FULL = Plan(((LLAMA_31_8B, 0.97), (FAST, 0.90), (LLAMA_2_7B, 0.98)), FAST)
-_SMALL = Device("a small device", 2, 5.0, 32000, 2, 2.0, 512)
-SMOKE = Plan(((_SMALL, 0.9),), _SMALL, (2,), (1,), (512,), (1, 2), 1, 0.2, 3, (2, 2048, (1,)))
+_SMALL = Device("a small device", 2, 5.0, 32000, 2, 2.0)
+SMOKE = Plan(((_SMALL, 0.9),), _SMALL, (2,), (1,), (512,), (1, 2), 1, 1.0, 3, (2, 2048, (1,)))
 
 
 @dataclass(frozen=True)

@@ -237,10 +237,11 @@ class Window:
         return [after - before for times in self._times() for before, after in pairwise(times)]
 
     def _times(self) -> list[list[float]]:
+        """Of the streams that brought two tokens or more: one that stood still adds nothing."""
         found = [[at for at in answer.times if self.opened_at <= at < self.closed_at] for answer in self.answers]
-        if min(map(len, found)) < 2:
-            raise LoadError(next((answer.error for answer in self.answers if answer.error), "a stream ended too early"))
-        return found
+        if not any(len(times) > 1 for times in found):
+            raise LoadError(f"no stream brought two tokens within {self.closed_at - self.opened_at:.1f} s")
+        return [times for times in found if len(times) > 1]
 
 
 async def saturate(
@@ -258,6 +259,11 @@ async def saturate(
             on_round()
             if number < rounds:
                 await asyncio.sleep(seconds)
+        if ended := [stream for stream in streams if stream.done.done()]:
+            told = Answer.of(ended[0]).error or "it was too short"
+            raise LoadError(f"{len(ended)} of {len(streams)} streams ended while they were measured: {told}")
+    except asyncio.TimeoutError:
+        raise LoadError(f"not every stream began within {TIMEOUT_S:.0f} s: are there as many slots as streams?") from None
     finally:
         for stream in streams:
             stream.close()
