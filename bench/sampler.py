@@ -12,6 +12,7 @@ import argparse
 import statistics
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -59,8 +60,21 @@ def timed_ms(what) -> float:
     return (time.perf_counter() - started_at) * 1e3
 
 
-def measure(rows: int = 32, vocab: int = 128256, threads: tuple[int, ...] = (1, 2), rounds: int = 5) -> list[dict]:
-    """Ratios as figures: name, value (the median), min, max, unit, reach (at most that), met; and times, with no reach."""
+def tell(name: str) -> None:
+    print(name, file=sys.stderr)
+
+
+def measure(
+    rows: int = 32,
+    vocab: int = 128256,
+    threads: tuple[int, ...] = (1, 2),
+    rounds: int = 5,
+    begin: Callable[[str], None] = tell,
+) -> list[dict]:
+    """Ratios as figures: name, value (the median), min, max, unit, reach (at most that), met; and times, with no reach.
+
+    `begin` is called with the name of each case before it is measured.
+    """
     figures = []
     threads_before = torch.get_num_threads()
     for count in threads:
@@ -69,7 +83,7 @@ def measure(rows: int = 32, vocab: int = 128256, threads: tuple[int, ...] = (1, 
             logits = logits_of(kind, rows, vocab)
             for case, (reach, parameters, top) in CASES.items():
                 name = f"{case}, {kind} logits, {count} thread{'s' * (count > 1)}"
-                print(name, file=sys.stderr)
+                begin(name)
                 figures += _case(name, reach, logits, samplers_of(rows, parameters, top), rounds)
     torch.set_num_threads(threads_before)
     return figures

@@ -1,0 +1,86 @@
+"""A device that takes the time it is told to take, behind the interface of transformers-neuronx that the server uses.
+
+With `bench/simulated` on PYTHONPATH and `--device neuron` the unmodified server runs on it. A call sleeps until its time is
+over, as one on a device would wait, without the interpreter's lock, and gives logits that were computed beforehand:
+
+    SIMULATED_STEP_MS      of a decode step (10)
+    SIMULATED_PREFILL_MS   of a prompt (10)
+
+Probabilities fall with a token's rank as a language model's do, and the end-of-text token never comes. From step to step each
+slot gets other logits, of a few that take turns: where memory is cached by the processor they are, too, as those are that a
+driver has just copied from a device. There is no KV cache, no weight, and no check of what is asked: for that there is
+tests/fakes.
+"""
+
+import ctypes
+import json
+import os
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import torch
+
+__version__ = "0.0.0+simulated"
+TURNS = 8  # steps until a slot gets the same logits again
+PR_SET_TIMERSLACK = 29
+
+
+class _Settings:
+    def __init__(self, **settings):
+        self.__dict__.update(settings)
+
+
+class NeuronConfig(_Settings):
+    pass
+
+
+class ContinuousBatchingConfig(_Settings):
+    pass
+
+
+class LlamaForSampling:
+    @classmethod
+    def from_pretrained(cls, folder, **settings):
+        return cls(json.loads((Path(folder) / "config.json").read_text()), **settings)
+
+    def __init__(self, told: dict, batch_size: int, neuron_config: NeuronConfig, **_shapes):
+        if hasattr(neuron_config, "on_device_generation"):
+            raise NotImplementedError("the simulated device does not choose tokens; give --sampling host")
+        self.config = SimpleNamespace(**told)
+        self._slots = batch_size
+        self._step_s = float(os.environ.get("SIMULATED_STEP_MS", 10)) / 1e3
+        self._prefill_s = float(os.environ.get("SIMULATED_PREFILL_MS", 10)) / 1e3
+        self._calls = 0
+
+    def to_neuron(self) -> None:
+        self._logits = _logits(self._slots, self.config.vocab_size, self.config.eos_token_id)
+        # A device ends a wait by an interrupt. A sleeping thread may be woken up to 50 us late, unless it asks not to be.
+        ctypes.CDLL(None).prctl(PR_SET_TIMERSLACK, 1, 0, 0, 0)
+
+    def save(self, directory) -> None:
+        Path(directory).mkdir(parents=True, exist_ok=True)
+
+    def load(self, directory) -> None:
+        pass
+
+    def __call__(self, ids: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
+        """int64 [n, q], [n, q], [n] → float32 [n, vocab], a view into the pool."""
+        started_at = time.perf_counter()
+        is_step = ids.shape[1] == 1
+        self._calls += 1
+        turn = self._calls % TURNS
+        output = self._logits[turn : turn + len(slots)]
+        time.sleep(max(0.0, started_at + (self._step_s if is_step else self._prefill_s) - time.perf_counter()))
+        return output
+
+
+def _logits(slots: int, vocab: int, eos_token_id: int) -> torch.Tensor:
+    """float32 [rows, vocab]: a step takes as many of them as it has slots, each time one further on."""
+    random = torch.Generator().manual_seed(0)
+    one = 18.0 - 1.5 * torch.log(torch.randperm(vocab, generator=random).float() + 1)
+    one += 0.5 * torch.randn(vocab, generator=random)
+    shifts = torch.randint(vocab, (slots + TURNS,), generator=random).tolist()
+    logits = torch.stack([one.roll(shift) for shift in shifts])
+    logits[:, eos_token_id] = -100.0
+    return logits
