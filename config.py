@@ -304,7 +304,7 @@ class Config:
         20,
         _count,
         "MAX_WAITING_TOKENS",
-        help="Steps after which a prompt is run although fewer wait than --waiting-served-ratio asks for.",
+        help="Steps after which a prompt is run although fewer wait than waiting_served_ratio asks for.",
     )
     max_client_batch_size: int = setting(
         4,

@@ -39,7 +39,7 @@ VALUES = {
     "max_concurrent_requests": [("7", 7), ("9", 9)],
     "max_queue_time": [("7", 7.0), ("0.5", 0.5)],
     "max_batch_prefill_tokens": [("7", 7), ("4096", 4096)],
-    "waiting_served_ratio": [("0", 0.0), ("1.2", 1.2)],
+    "waiting_served_ratio": [("0.3", 0.3), ("1.2", 1.2)],
     "max_waiting_tokens": [("7", 7), ("20", 20)],
     "max_client_batch_size": [("7", 7), ("9", 9)],
     "max_best_of": [("7", 7), ("9", 9)],
