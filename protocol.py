@@ -194,6 +194,16 @@ class Gone(msgspec.Struct, frozen=True):
 _encode = msgspec.msgpack.Encoder().encode
 
 
+def _decoded(decoder: msgspec.msgpack.Decoder, frames: list[bytes]):
+    """The message in `frames`; None, and a word in the log, for what is none of ours: it must not end who listens."""
+    try:
+        (body,) = frames
+        return decoder.decode(body)
+    except (ValueError, RecursionError):  # of msgspec, of UTF-8, and of more frames than one
+        logger.exception("a message that is none of ours is dropped")
+        return None
+
+
 class _SocketThread:
     """A thread that owns a socket: wakes for what arrives, for what others want to send, and every HEARTBEAT_S."""
 
@@ -296,11 +306,9 @@ class WorkerEnd(_SocketThread):
             if closing:
                 break
             while self._socket.getsockopt(zmq.EVENTS) & zmq.POLLIN:
-                peer, body = self._socket.recv_multipart(zmq.NOBLOCK)
-                try:
-                    message = decoder.decode(body)
-                except msgspec.DecodeError:
-                    logger.exception("a message that is none of ours is dropped")
+                peer, *frames = self._socket.recv_multipart(zmq.NOBLOCK)
+                message = _decoded(decoder, frames)
+                if message is None:
                     continue
                 if peer not in peers:
                     peers.add(peer)
@@ -396,4 +404,6 @@ class WebEnd(_SocketThread):
 
     def _read(self, dealer: zmq.Socket, decoder: msgspec.msgpack.Decoder) -> None:
         while dealer.getsockopt(zmq.EVENTS) & zmq.POLLIN:  # cheaper than an exception for each message
-            self._on_message(decoder.decode(dealer.recv(zmq.NOBLOCK)))
+            message = _decoded(decoder, dealer.recv_multipart(zmq.NOBLOCK))
+            if message is not None:
+                self._on_message(message)

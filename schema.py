@@ -783,7 +783,7 @@ def _message(n: int, message: Message) -> dict[str, Any]:
     content = message.content
     if isinstance(content, list):
         for part in content:
-            _require(part.type == "text", f"`messages[{n}].content`: {part.type} is not supported, only text is")
+            _require(part.type == "text", f"`messages[{n}].content`: {part.type[:40]} is not supported, only text is")
             _require(part.text is not None, f"`messages[{n}].content`: a text part needs `text`")
         content = "".join(part.text for part in content)
     _require(content is not None or message.tool_calls, f"`messages[{n}]` needs `content`")

@@ -347,6 +347,9 @@ class Worker:
                 self.end.send(peer, End(generate.id, refusal))
             return
         for generate in generates:
+            if generate.id in self._known:  # an id has one end, which two requests cannot share
+                logger.error("a second request %016x is dropped while the first one is not over", generate.id)
+                continue
             try:
                 sampler = Sampler(
                     generate.sampling,

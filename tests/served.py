@@ -27,6 +27,7 @@ class Served:
     """An app, the worker behind it, and the model behind that."""
 
     def __init__(self, folder, **settings):
+        self.folder = folder
         self.tokenizer = byte_tokenizer(folder)
         (folder / "chat_template.jinja").write_text(TEMPLATE)
         sampling = settings.get("sampling", "host")

@@ -1,0 +1,486 @@
+"""Whatever anybody sends: HTTP bodies, texts and chats, and the messages between the processes.
+
+A few seconds of it run with the other tests, always the same cases. HYPOTHESIS_PROFILE=long runs FUZZ_CASES (10,000) new ones
+in each test, which takes about half an hour; -s tells how many there were of what.
+"""
+
+import itertools
+import json
+import os
+import threading
+from collections import Counter
+
+import msgspec
+import pytest
+import tiny_tokenizers
+import zmq
+from hypothesis import HealthCheck, example, given, settings
+from hypothesis import strategies as st
+
+import protocol
+import schema
+from config import DEMO_MODEL
+from protocol import (
+    Answered,
+    AskMetrics,
+    Cancel,
+    End,
+    Facts,
+    Generate,
+    GenerateAll,
+    Hello,
+    Metrics,
+    Prompt,
+    Sampling,
+    Status,
+    Token,
+    Tokens,
+    WebEnd,
+)
+from schema import ApiError, ChatRequest, CompletionRequest, Parameters
+from text import ChatTemplate, Detokenizer, TemplateError, TextStream, Tokenizer
+
+IS_LONG = os.environ.get("HYPOTHESIS_PROFILE") == "long"
+LONG_CASES = int(os.environ.get("FUZZ_CASES", "10000"))
+WAIT_S = 20
+LONGEST_ERROR = 1000  # bytes: a client's own words are not sent back to it in full
+pytestmark = pytest.mark.timeout(0 if IS_LONG else 180)
+
+
+def fuzz(cases):
+    return settings(
+        max_examples=LONG_CASES if IS_LONG else cases,
+        derandomize=not IS_LONG,
+        deadline=None,
+        suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow, HealthCheck.data_too_large],
+    )
+
+
+# JSON, and what looks like it, as text: so that it may say what no Python value says.
+
+
+def mostly(values, others, share=12):
+    """`others` once in `share` times; `|` would count the branches inside of either."""
+    return st.integers(1, share).flatmap(lambda drawn: others if drawn == share else values)
+
+
+NUMBERS = mostly(
+    st.one_of(
+        st.integers(-3, 12).map(str),
+        st.integers().map(str),
+        st.floats(allow_nan=False, allow_infinity=False).map(json.dumps),
+        st.sampled_from(["1e308", "1e-999", "-0", "0.0", "1E+2", "2" * 400, "9" * 5000]),
+        st.sampled_from([n + d for n in (2**31, 2**32, 2**63, 2**64, -(2**31), -(2**63)) for d in (-1, 0, 1)]).map(str),
+    ),
+    st.sampled_from(["1e999", "-1e999", "NaN", "Infinity", "-Infinity", "01", "1.", ".5", "+1", "0x10", "-"]),
+)
+STRINGS = st.one_of(
+    st.text(max_size=6),
+    st.sampled_from(["<eos>", "user", "assistant", "system", "forbidden", "text", "1", "256", "257", "\x00", "\ufffd"]),
+)
+HALVES = st.text(st.characters(codec=None), max_size=6)  # surrogates that have no other half may be among them
+TEXTS = mostly(
+    st.one_of(STRINGS.map(json.dumps), STRINGS.map(lambda text: json.dumps(text, ensure_ascii=False))),
+    st.one_of(
+        HALVES.map(json.dumps),
+        HALVES.map(lambda text: json.dumps(text, ensure_ascii=False)),
+        st.sampled_from(['"\\ud800"', '"\\udc00\\ud800"', '"\\u00"', '"\\x"', '"\t"', '"', "'a'"]),
+    ),
+)
+WORDS = mostly(st.sampled_from(["null", "true", "false", "[]", "{}"]), st.sampled_from(["nan", "undefined", "", "True"]))
+ATOMS = st.integers(1, 3).flatmap(lambda drawn: [NUMBERS, TEXTS, WORDS][drawn - 1])
+
+
+def array_of(values, **sizes):
+    return st.lists(values, **sizes).map(lambda items: "[" + ",".join(items) + "]")
+
+
+def object_of(keys, values, **sizes):
+    """Keys may come twice."""
+    return st.lists(st.tuples(keys, values), **sizes).map(written)
+
+
+def written(pairs):
+    return "{" + ",".join(f"{key}:{value}" for key, value in pairs) + "}"
+
+
+DEPTHS = st.sampled_from([10, 200, 990, 1000, 1010, 3000])  # about Python's limit, and far beyond it
+DEEP = st.tuples(DEPTHS, st.sampled_from([("[", "]"), ('{"a":', "}"), ("[", ""), ('{"type":[', "]}")])).map(
+    lambda drawn: drawn[1][0] * drawn[0] + "1" * (drawn[1] != ("[", "")) + drawn[1][1] * drawn[0]
+)
+VALUES = st.recursive(
+    ATOMS,
+    lambda values: array_of(values, max_size=3) | object_of(TEXTS, values, max_size=3),
+    max_leaves=6,
+)
+ANYTHING = st.integers(0, 9).flatmap(lambda drawn: VALUES if drawn < 9 else DEEP)
+
+
+def field(pair):
+    name, values = pair
+    return st.tuples(st.just(json.dumps(name)), mostly(values, ANYTHING))
+
+
+def body_of(required, known):
+    """A body that has what it must have, mostly, and some of what it may have, mostly of the right type."""
+    must = [field(pair) for pair in required.items()]
+    stray = st.tuples(TEXTS, ANYTHING)
+    may = mostly(st.one_of([field(pair) for pair in known.items()]), stray) if known else stray
+    return st.tuples(st.tuples(*must), st.lists(may, max_size=4)).map(lambda parts: written([*parts[0], *parts[1]]))
+
+
+SHORT = mostly(st.sampled_from(['"ab"', '"a"', '"  "', '"The quick"', '"é€😀"', '"<eos>"']), TEXTS)
+COUNT = mostly(st.integers(1, 4).map(str), NUMBERS)
+SHARE = mostly(st.sampled_from(["0.1", "0.9", "1", "1.0", "1e-9", "1e-320", "null"]), NUMBERS)
+SWITCH = st.sampled_from(["true", "false", "null"])
+STOPS = array_of(SHORT, max_size=5)
+BIASES = object_of(st.sampled_from(['"0"', '"1"', '"256"', '"257"', '"-1"', '"1e3"', '"٣"', '""']), COUNT, max_size=3)
+CALLS = array_of(object_of(st.just('"function"'), object_of(st.just('"arguments"'), TEXTS, max_size=1), max_size=1), max_size=2)
+PARTS = array_of(body_of({"type": mostly(st.just('"text"'), TEXTS), "text": SHORT}, {"text": SHORT}), max_size=3)
+ROLES = mostly(st.sampled_from(['"user"', '"assistant"', '"system"', '"forbidden"', '"tool"']), TEXTS)
+MESSAGE = body_of(
+    {"role": ROLES, "content": st.one_of(SHORT, SHORT, PARTS)},
+    {"name": SHORT, "tool_calls": CALLS, "tool_call_id": SHORT, "content": PARTS, "role": ROLES},
+)
+NOTHING = st.sampled_from(["null", "[]", "{}", '"none"', '["text"]', '{"type":"text"}'])
+LIKELY = {bool: SWITCH, int: COUNT, float: SHARE, str: SHORT}
+
+
+def known_of(kind, **given):
+    """A strategy for each field of a request, by its type where none is given."""
+    known = {}
+    for info in msgspec.structs.fields(kind):
+        words = str(info.type)
+        simple = next((values for type_, values in LIKELY.items() if type_.__name__ in words), mostly(NOTHING, ANYTHING, 3))
+        known[info.name] = given.get(info.name, simple)
+    return known
+
+
+PARAMETERS = body_of({}, known_of(Parameters, stop=STOPS, max_new_tokens=COUNT, grammar=ANYTHING))
+OPENAI = {"max_tokens": COUNT, "stop": STOPS | SHORT, "logit_bias": BIASES, "n": st.integers(0, 3).map(str)}
+IDS = array_of(COUNT, max_size=4)
+PROMPTS = st.one_of(SHORT, array_of(SHORT, max_size=3), IDS, array_of(IDS, max_size=3))
+NATIVE_BODY = body_of({"inputs": SHORT, "parameters": PARAMETERS}, {"stream": SWITCH, "inputs": SHORT})
+CHAT_BODY = body_of({"messages": array_of(MESSAGE, max_size=3), "max_tokens": COUNT}, known_of(ChatRequest, **OPENAI))
+COMPLETION_BODY = body_of({"prompt": PROMPTS, "max_tokens": COUNT}, known_of(CompletionRequest, prompt=PROMPTS, **OPENAI))
+VERTEX_BODY = body_of({"instances": array_of(NATIVE_BODY | CHAT_BODY, max_size=3)}, {})
+BODIES = {
+    "/": NATIVE_BODY,
+    "/v1": NATIVE_BODY,
+    "/generate": NATIVE_BODY,
+    "/generate_stream": NATIVE_BODY,
+    "/tokenize": NATIVE_BODY,
+    "/chat_tokenize": CHAT_BODY,
+    "/v1/chat/completions": CHAT_BODY,
+    "/v1/completions": COMPLETION_BODY,
+    "/invocations": NATIVE_BODY | CHAT_BODY | COMPLETION_BODY,
+    "/vertex": VERTEX_BODY,
+}
+
+
+def encoded(text):
+    return text.encode("utf-8", "surrogatepass")
+
+
+@st.composite
+def damaged(draw, bodies):
+    data = bytearray(draw(bodies))
+    for _ in range(draw(st.integers(1, 3))):
+        at = draw(st.integers(0, len(data)))
+        data[at : at + draw(st.integers(0, 4))] = draw(st.binary(max_size=4))
+    return bytes(data)
+
+
+def posts(bodies):
+    bodies = bodies.map(encoded)
+    return mostly(bodies, st.one_of(damaged(bodies), ANYTHING.map(encoded), st.binary(max_size=40)), share=4)
+
+
+def strict(text):
+    """JSON as the standard has it: no NaN, no Infinity, no half of a character."""
+    read = json.loads(text, parse_constant=lambda constant: pytest.fail(f"{constant} is no JSON"))
+    json.dumps(read, ensure_ascii=False).encode()
+    return read
+
+
+def assert_error(told, shapes):
+    if isinstance(told.get("error"), dict):
+        assert "openai" in shapes
+        error = told["error"]
+        assert set(error) == {"message", "type", "param", "code"}
+        assert error["message"] and error["type"] == "invalid_request_error"
+    else:
+        assert "native" in shapes
+        assert set(told) == {"error", "error_type"}
+        assert told["error"] and told["error_type"]
+
+
+def assert_answered(response, route):
+    """A whole answer, a stream that ends as one should, or an error that is the client's and is told in the route's shape."""
+    body = response.get_data()
+    if response.status_code == 200 and response.mimetype == "text/event-stream":
+        events = body.decode().split("\n\n")
+        assert events.pop() == "" and all(event.startswith("data: ") for event in events)
+        if events[-1] == "data: [DONE]":
+            events.pop()
+        told = [strict(event.removeprefix("data: ")) for event in events]
+        assert told and not any("error" in event for event in told)
+        return
+    assert response.mimetype == "application/json"
+    told = strict(body)
+    if response.status_code == 200:
+        return
+    assert response.status_code in (400, 413, 422), told
+    assert len(body) < LONGEST_ERROR
+    shapes = {"openai"} if route.startswith("/v1/") else {"openai", "native"} if route == "/invocations" else {"native"}
+    assert_error(told, shapes)
+
+
+counted = Counter()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def tell_how_many():
+    yield
+    print("\n" + "\n".join(f"{count:9,d} {what}" for what, count in sorted(counted.items(), key=str)))
+
+
+@pytest.fixture
+def roomy(serve):
+    served = serve(payload_limit=100_000, max_client_batch_size=2).get_ready()  # 2 x 2 is what the worker takes
+    yield served
+    served.assert_idle()
+
+
+@pytest.mark.parametrize("route", BODIES)
+def test_any_body_is_answered_or_refused_as_documented(roomy, route):
+    @fuzz(100)
+    @given(body=posts(BODIES[route]))
+    def any_body(body):
+        response = roomy.post(route, body)
+        counted[route, response.status_code] += 1
+        assert_answered(response, route)
+
+    any_body()
+
+
+def test_the_routes_that_are_tried_are_all_there_are():
+    assert set(BODIES) == {route.path for route in schema.ROUTES if route.method == "POST"}
+
+
+def test_a_refusal_does_not_send_long_words_back(served):
+    message = {"role": "user", "content": [{"type": "a" * 4000}]}
+    response = served.post("/generate_stream", {"inputs": "a", "parameters": {"grammar": {"a" * 4000: 1}}})
+    assert response.status_code == 422 and len(response.get_data()) < LONGEST_ERROR
+    response = served.post("/v1/chat/completions", {"messages": [message]})
+    assert response.status_code == 422 and len(response.get_data()) < LONGEST_ERROR
+
+
+# Texts, chats and tokens.
+
+
+@pytest.fixture(scope="module")
+def tokenizers(tmp_path_factory):
+    found = {"demo": Tokenizer(DEMO_MODEL)}
+    for name, make in tiny_tokenizers.KINDS.items():
+        found[name] = Tokenizer(tiny_tokenizers.save(make(), tmp_path_factory.mktemp(name)))
+    return found
+
+
+TOKENIZERS = ["demo", *tiny_tokenizers.KINDS]
+TELLING = ["<s>", "</s>", "<unk>", "<|im_end|>", "<0xE2>", "\u2581", "\u0120", "\r\n", "e\u0301", "\x00", " "]
+UNICODE = st.one_of(
+    st.text(max_size=20),
+    st.text(st.characters(categories=["Cc", "Cf", "Co", "Cn", "Mn", "Zs", "Zl"]), max_size=12),
+    st.lists(st.sampled_from(TELLING), max_size=8).map("".join),
+)
+
+
+@pytest.mark.parametrize("name", TOKENIZERS)
+def test_any_text_becomes_tokens_that_stand_where_they_say_and_text_again(tokenizers, name):
+    tokenizer = tokenizers[name]
+
+    @fuzz(40)
+    @given(text=UNICODE, add_special_tokens=st.booleans())
+    @example(text="\x00", add_special_tokens=True)
+    def any_text(text, add_special_tokens):
+        counted["text", name] += 1
+        ids = tokenizer.encode(text, add_special_tokens)
+        spans = tokenizer.spans(text, add_special_tokens)
+        length = len(text.encode())
+        assert [i for i, _, _ in spans] == ids
+        assert all(0 <= start <= stop <= length for _, start, stop in spans)
+        tokenizer.decode(ids).encode()
+        "".join(tokenizer.prompt_texts(ids)).encode()
+
+    any_text()
+
+
+@pytest.mark.parametrize("name", TOKENIZERS)
+def test_any_tokens_stream_as_a_text_that_their_pieces_add_up_to(tokenizers, name):
+    tokenizer = tokenizers[name]
+    least = st.integers(0, 5)
+    ids = st.lists(st.integers(0, 450) | st.sampled_from([2**31, 2**32 - 1]), max_size=12)
+
+    @fuzz(40)
+    @given(prompt=ids, tokens=ids, stops=st.lists(st.text(max_size=4), max_size=3), keep_stop=st.booleans(), least=least)
+    def any_tokens(prompt, tokens, stops, keep_stop, least):
+        counted["stream", name] += 1
+        stream, pieces = TextStream(tokenizer, prompt, stops, keep_stop, least), []
+        for token in tokens:
+            pieces += stream.push(token, -0.5, [])
+            if stream.stopped:
+                break
+        pieces += stream.finish()
+        assert [piece.id for piece in pieces] == tokens[: stream.tokens]
+        assert "".join(piece.text for piece in pieces if not piece.special) == stream.text
+        stream.text.encode()
+        if not stops:
+            detokenizer = Detokenizer(tokenizer, prompt)
+            assert stream.text == "".join([*map(detokenizer.push, tokens), detokenizer.finish()])
+
+    any_tokens()
+
+
+DEMO_TEMPLATE = ChatTemplate.load(DEMO_MODEL)
+
+
+@fuzz(250)
+@given(body=array_of(MESSAGE, max_size=4).map(lambda messages: encoded('{"messages":' + messages + "}")))
+def test_any_chat_becomes_a_text_that_can_be_tokenized_or_is_refused(tokenizers, body):
+    try:
+        messages = schema.messages_of(schema.parse(body, ChatRequest).messages)
+        text = DEMO_TEMPLATE.render(messages)
+    except (ApiError, TemplateError) as error:
+        counted["chat", type(error).__name__] += 1
+        assert str(error)
+        return
+    counted["chat", "written"] += 1
+    assert isinstance(text, str)
+    tokenizers["demo"].encode(text, add_special_tokens=False)
+
+
+# The wire.
+
+GOOD = [
+    Hello(1, ready=True),
+    Cancel(7, "client hung up"),
+    GenerateAll([Generate(11, [97, 98], 3)]),
+    GenerateAll([Generate(12, [97], 2, Sampling(seed=3, temperature=0.7, logit_bias=[(5, 1.5)]), 2, 1, True, True, 1.0)]),
+    Answered(200, "success", 3.0, 0.1, 0.2, 2.5, 0.5, 10, 20, 30),
+    AskMetrics(9),
+    Tokens([Token(5, 3, -0.5, [(3, -0.5)], "length")], [Prompt(5, 0.1, [-1.0], [[(1, -2.0)]])]),
+    End(5, "failed", "why"),
+    Status("ready", 1.0, 5, 1, 2, 3.0),
+    Facts("m", None, "/t", 50, [0], 4, 39, 40, "cpu", "float32"),
+    Metrics(9, b"tgi 1"),
+]
+ENCODED = [msgspec.msgpack.encode(message) for message in GOOD]
+PACKED = st.recursive(
+    st.none() | st.booleans() | st.integers(-(2**63), 2**64 - 1) | st.floats() | st.text(max_size=5) | st.binary(max_size=5),
+    lambda values: st.lists(values, max_size=4) | st.dictionaries(st.text(max_size=6), values, max_size=4),
+    max_leaves=8,
+)
+KEYS = sorted({name for message in GOOD for name in type(message).__struct_fields__})
+
+
+def packed(tag, fields):
+    return msgspec.msgpack.encode({"type": tag, **fields})
+
+
+WIRE = st.one_of(
+    st.binary(max_size=30),
+    damaged(st.sampled_from(ENCODED)),
+    damaged(st.sampled_from(ENCODED)),
+    PACKED.map(msgspec.msgpack.encode),
+    st.builds(
+        packed,
+        st.sampled_from([type(message).__struct_config__.tag for message in GOOD]),
+        st.dictionaries(st.sampled_from(KEYS), PACKED, max_size=6),
+    ),
+)
+FRAMES = st.one_of(*[WIRE.map(lambda body: [body])] * 4, st.lists(WIRE, min_size=2, max_size=3))
+NO_TEXT = [b"\x82\xa4type\xa6cancel\xa6reason\xa2\xff\xfe"]
+TOO_DEEP = [b"\x82\xa4type\xa6cancel\xa1x" + b"\x91" * 5000 + b"\xc0"]
+
+
+@pytest.fixture
+def context():
+    context = zmq.Context()
+    yield context
+    context.destroy(linger=0)
+
+
+def test_any_message_leaves_the_worker_serving(served, context, caplog):
+    caplog.set_level("CRITICAL")
+    peer = context.socket(zmq.DEALER)
+    peer.connect(f"ipc://{served.folder}/worker.sock")
+    text = "".join(map(chr, range(97, 103)))
+    expected = served.post("/generate", {"inputs": text, "parameters": {"max_new_tokens": 3}}).get_json()
+    decoder = msgspec.msgpack.Decoder(protocol.FromWorker)
+    marks = itertools.count(10**12)
+
+    @fuzz(300)
+    @given(frames=FRAMES)
+    @example(NO_TEXT)
+    @example(TOO_DEEP)
+    @example([b"", b""])
+    @example([b""])
+    @example([packed("generate", {"generates": [Generate(5, [97], 40), Generate(5, [97], 40)]})])
+    def any_message(frames):
+        mark = next(marks)
+        peer.send_multipart(frames)
+        peer.send(msgspec.msgpack.encode(GenerateAll([Generate(mark, [97], 1)])))
+        while True:
+            assert peer.poll(WAIT_S * 1000), "the worker says nothing"
+            message = decoder.decode(peer.recv())
+            if isinstance(message, End) and message.id == mark:
+                break
+            if isinstance(message, Tokens) and any(token.id == mark and token.finish_reason for token in message.tokens):
+                break
+        assert served.thread.is_alive(), "the loop has ended"
+        counted["worker's end", type(message).__name__] += 1
+
+    any_message()
+    served.assert_idle()
+    assert served.thread.is_alive()
+    answer = served.post("/generate", {"inputs": text, "parameters": {"max_new_tokens": 3}})
+    assert answer.get_json() == expected
+
+
+def test_any_message_leaves_a_web_process_listening(context, tmp_path, caplog):
+    caplog.set_level("CRITICAL")
+    address = f"ipc://{tmp_path}/worker.sock"
+    router = context.socket(zmq.ROUTER)
+    router.bind(address)
+    heard, lost, marked = [], threading.Event(), threading.Event()
+
+    def take(message):
+        heard.append(message)
+        if message == End(4321, "cancelled"):
+            marked.set()
+
+    end = WebEnd(address, take, lost.set)
+    end.send(Hello(1, ready=False))
+    peer, _ = router.recv_multipart()
+
+    @fuzz(300)
+    @given(frames=FRAMES)
+    @example(NO_TEXT)
+    @example(TOO_DEEP)
+    @example([b"", b""])
+    @example([b"\x00"])
+    def any_message(frames):
+        heard.clear()
+        marked.clear()
+        router.send_multipart([peer, *frames])
+        router.send_multipart([peer, msgspec.msgpack.encode(End(4321, "cancelled"))])
+        assert marked.wait(WAIT_S), "the socket's thread does not listen"
+        assert all(isinstance(message, protocol.FromWorker) for message in heard) and len(heard) <= 2
+        assert not lost.is_set()
+        counted["web's end", "messages"] += 1
+
+    try:
+        any_message()
+    finally:
+        end.close()
