@@ -3,10 +3,11 @@
 # make test-clients  runs the real clients against the real server: huggingface_hub, openai, boto3 and others
 # make test-neuron   runs transformers-neuronx on a simulator of its accelerator: TRANSFORMERS_NEURONX=/path/to/a/checkout
 # make bench         measures the server on simulated devices and writes bench/report.html; make bench URL=http://... any server
+# make soak          ten minutes of everything that clients do, to a server that loses web processes; MINUTES=1, URL=http://...
 # make image         builds the container image for Inferentia2 and Trainium; make image DEVICE=cpu the one for CPUs
 # make lint          ruff, as CI runs it
 # make clean         removes the environments
-.PHONY: run test test-clients test-neuron bench image lint clean
+.PHONY: run test test-clients test-neuron bench soak image lint clean
 
 VENV := .venv
 # The python3 of the machine if it is 3.10 to 3.12, else one of those by name.
@@ -54,6 +55,9 @@ test-neuron: $(if $(NEURON),$(VENV)-neuron/test.installed)
 
 bench: $(VENV)/run.installed
 	@$(BIN)/python bench/run.py $(if $(URL),--url "$(URL)") $(ARGS)
+
+soak: $(VENV)/run.installed
+	@$(BIN)/python bench/soak.py --minutes $(or $(MINUTES),10) $(if $(URL),--url $(URL)) $(ARGS)
 
 # docker where its daemon answers, else podman, which keeps health checks in Docker's format only.
 image: ENGINE := $(or $(ENGINE),$(shell for e in docker podman; do $$e info >/dev/null 2>&1 && { echo $$e; break; }; done))
