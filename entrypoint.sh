@@ -46,8 +46,8 @@ trap 'stops=$((stops + 1))' TERM INT
 exec 8>&2 2>/dev/null # what bash has to say of each end stays out of the log; ours goes through 8
 "$python" "$here/worker.py" 2>&8 8>&- 9<&- &
 worker=$!
-# glibc keeps memory for each of many threads; what long texts took is given back with these.
-MALLOC_ARENA_MAX=2 MALLOC_TRIM_THRESHOLD_=131072 "$python" "$here/web.py" 2>&8 8>&- 9<&- &
+# A heap for each of many threads would keep what the largest request in each has taken; what is free is given back early.
+MALLOC_ARENA_MAX=${MALLOC_ARENA_MAX:-2} MALLOC_TRIM_THRESHOLD_=131072 "$python" "$here/web.py" 2>&8 8>&- 9<&- &
 web=$!
 
 running() { kill -0 "$1"; }

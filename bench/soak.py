@@ -238,9 +238,9 @@ class Connection:
     """A connection of ours, by its local port, so that it is known whose sockets a killed process held."""
 
     port: int
-    reader: asyncio.StreamReader
-    writer: asyncio.StreamWriter
     was_killed: bool = False
+    reader: asyncio.StreamReader | None = None
+    writer: asyncio.StreamWriter | None = None
 
 
 class ClientLeft(Exception):
@@ -266,14 +266,16 @@ class Traffic:
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         if receive_bytes:
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_bytes)
+        sock.bind(("", 0))  # it is to be known by its port before a process can have it
+        connection = self.connections[sock.getsockname()[1]] = Connection(sock.getsockname()[1])
         try:
             await asyncio.get_running_loop().sock_connect(sock, (self.host, self.port))
+            streams = await asyncio.open_connection(sock=sock, limit=receive_bytes or 2**20)
+            connection.reader, connection.writer = streams
         except BaseException:
+            del self.connections[connection.port]
             sock.close()
             raise
-        reader, writer = await asyncio.open_connection(sock=sock, limit=receive_bytes or 2**20)
-        connection = Connection(sock.getsockname()[1], reader, writer)
-        self.connections[connection.port] = connection
         return connection
 
     def close(self, connection: Connection, abruptly: bool = False) -> None:
@@ -281,7 +283,8 @@ class Traffic:
             linger = struct.pack("ii", 1, 0)
             connection.writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, linger)
             connection.writer.transport.abort()
-        self.connections.pop(connection.port, None)
+        if self.connections.get(connection.port) is connection:  # the port may be another's already
+            del self.connections[connection.port]
         connection.writer.close()
 
     async def count(self, kind: str, wanted: set[int], check: Callable[[bytes], None] | None, exchange, session=None) -> bool:
@@ -343,6 +346,9 @@ class Traffic:
         raw = post(ask.path, json.dumps(ask.body).encode(), *(() if session else ("Connection: close",)))
         return await self.count(ask.kind, {200}, self.is_right(ask), lambda c: exchange(c, raw), session)
 
+    async def ask_once(self) -> None:
+        await self.ask(self.some())
+
     async def stay(self) -> None:
         """Several requests on one connection."""
         try:
@@ -383,7 +389,6 @@ class Traffic:
 
     async def send_nonsense(self) -> None:
         raw, status = self.bad[self.random.choice(list(self.bad))]
-        # What is too large is cut off at once by who refuses it for its size.
         await self.count("no request", {status}, None, lambda c: exchange(c, raw))
 
     async def write_slowly(self) -> None:
@@ -424,8 +429,8 @@ class Traffic:
 
         await self.count("does not read", set(), None, wait_and_leave)
 
-    async def infer(self) -> None:
-        raw = get("/infer?sentence=" + quote(self.random.choice(PROMPTS)))
+    async def infer(self, prompt: str | None = None) -> None:
+        raw = get("/infer?sentence=" + quote(prompt or self.random.choice(PROMPTS)))
         ask = Ask("whole", "infer " + raw.decode(), "/infer", {}, lambda body: tuple(json.loads(body)))
         await self.count("whole", {200}, self.is_right(ask), lambda c: exchange(c, raw))
 
@@ -436,14 +441,14 @@ class Traffic:
         for ask in {ask.family: ask for ask in reversed(self.asks)}.values():
             while ask.family not in self.texts and not self.ledger.wrong:
                 await self.ask(ask)
+        for prompt in PROMPTS:
+            await self.infer(prompt)
 
     async def client(self) -> None:
-        acts = {self.stay: 2, self.hang_up: 4, self.send_nonsense: 3, self.write_slowly: 1, self.read_slowly: 1}
-        acts |= {self.never_read: 1, self.infer: 0.3}
+        acts = {self.ask_once: 8, self.hang_up: 4, self.send_nonsense: 3, self.stay: 2, self.infer: 0.3}
+        acts |= {self.write_slowly: 1, self.read_slowly: 1, self.never_read: 1}
         if self.is_ours:  # of others it is not known how long they wait
             acts[self.never_finish_writing] = 0.5
-        one = lambda: self.ask(self.some())  # noqa: E731
-        acts[one] = 8
         while time.monotonic() < self.until:
             await self.random.choices(list(acts), list(acts.values()))[0]()
             await asyncio.sleep(self.random.expovariate(20))
@@ -453,7 +458,7 @@ class Traffic:
             await asyncio.sleep(CROWD_EVERY_S * self.random.uniform(0.3, 1.7))
             left = self.until - time.monotonic()
             if left > 0:
-                crowd = [self.ask(self.some()) for _ in range(CROWD)] + [self.hang_up() for _ in range(CROWD // 4)]
+                crowd = [self.ask_once() for _ in range(CROWD)] + [self.hang_up() for _ in range(CROWD // 4)]
                 await asyncio.gather(*crowd)
 
 
@@ -626,10 +631,11 @@ class Server:
         for fd in Path(f"/proc/{pid}/fd").iterdir():
             with contextlib.suppress(OSError):
                 inodes.add(os.readlink(fd))
-        for row in map(str.split, Path("/proc/net/tcp").read_text().splitlines()[1:]):
-            connection = traffic.connections.get(int(row[2].split(":")[1], 16))
-            if f"socket:[{row[9]}]" in inodes and row[1].endswith(f":{self.port:04X}") and connection:
-                connection.was_killed = True
+        for _ in range(5):  # the table is read in pieces, and where it changes meanwhile rows are left out
+            for row in map(str.split, Path("/proc/net/tcp").read_text().splitlines()[1:]):
+                connection = traffic.connections.get(int(row[2].split(":")[1], 16))
+                if f"socket:[{row[9]}]" in inodes and row[1].endswith(f":{self.port:04X}") and connection:
+                    connection.was_killed = True
         os.kill(pid, signal.SIGKILL)
         self.kills += 1
 
