@@ -44,9 +44,9 @@ CROWD_EVERY_S, KILL_EVERY_S, PROBE_EVERY_S, SAMPLE_EVERY_S, TELL_EVERY_S = 6.0, 
 ANSWER_S = 60  # nothing takes that long here
 IDLE_S = 20  # for everything to be given back after the last client
 WEB_THREADS = CONCURRENT + 16 + 8 + 2  # what a web process may have besides those of the start
-WARM_UP = 1 / 3  # of a process' life, which does not count for its growth
+WARM_UP = 1 / 2  # of a process' life, which does not count for its growth
 JUDGED_S = 120  # growth is judged when it was watched for that long after it
-GROWTH_MB = 8  # along the line through the samples
+GROWTH_MB = 10  # along the line through the samples
 
 PROMPTS = ["What is Deep Learning?", "What is continuous batching?", "Who are you?"]
 SETTINGS = [

@@ -4,6 +4,7 @@ A few seconds of it run with the other tests, always the same cases. HYPOTHESIS_
 in each test, which takes about half an hour; -s tells how many there were of what.
 """
 
+import gc
 import itertools
 import json
 import os
@@ -243,6 +244,16 @@ counted = Counter()
 def tell_how_many():
     yield
     print("\n" + "\n".join(f"{count:9,d} {what}" for what, count in sorted(counted.items(), key=str)))
+
+
+@pytest.fixture(autouse=True)
+def garbage_is_collected_between_tests():
+    """What hypothesis keeps of many cases takes seconds to go through, in which the server under test stands still."""
+    if IS_LONG:
+        gc.collect()
+        gc.disable()
+    yield
+    gc.enable()
 
 
 @pytest.fixture

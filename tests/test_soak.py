@@ -147,4 +147,4 @@ def test_growth_is_the_slope_after_the_warm_up():
     server.rss = {7: [(minute, 100 + 50 * min(minute, 3) + 2 * max(0, minute - 3)) for minute in range(10)]}
     (told,) = server.growth()
     assert told["mb_per_minute"] == pytest.approx(2)
-    assert (told["first_mb"], told["last_mb"], told["minutes"]) == (100, 262, 6)
+    assert (told["first_mb"], told["last_mb"], told["minutes"]) == (100, 262, 4)
