@@ -755,6 +755,14 @@ def _check_openai(request: OpenAIRequest, prompt: str | list[int], limit: int | 
 MAX_TOLD_TOKENS = 100_000  # of /tokenize: an answer of 4 MB
 
 
+def check_sequences(jobs: Sequence[Job], config: Config) -> None:
+    """A request is taken as a whole or not at all; one that could never be taken is not told to come back."""
+    asked, most = sum(job.sequences for job in jobs), config.max_concurrent_requests
+    if asked > most:
+        limit = f"at most {most} may run and wait (--max-concurrent-requests)"
+        raise invalid(f"the request asks for {asked} sequences, and {limit}")
+
+
 def too_many_to_tell(count: int, most: int) -> ApiError:
     return invalid(f"the text has {count} tokens, of which at most {most} are told")
 

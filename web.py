@@ -682,6 +682,7 @@ def _respond(config: Config, worker: Worker, read: Callable[[], Answer], deadlin
     answer = read()
     deadline_at = started_at + deadline_s if deadline_s and not answer.streams else float("inf")
     client_is_gone = _hang_up_detector(request.environ.get("gunicorn.socket"))
+    schema.check_sequences(answer.jobs, config)
     call = g.call = Call(worker, answer.jobs, started_at, deadline_at, client_is_gone)
     try:
         if not answer.streams:

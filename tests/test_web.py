@@ -702,6 +702,14 @@ def counted(served, name, value):
     wait_until(lambda: metrics(served)[name] == value)
 
 
+def test_a_request_for_more_sequences_than_may_ever_run_and_wait_is_not_told_to_come_back(serve):
+    served = serve(max_concurrent_requests=2, max_client_batch_size=4).get_ready()
+    response = served.post("/v1/completions", {"prompt": ["a", "b"], "n": 2, "temperature": 1})
+    assert response.status_code == 422
+    assert "the request asks for 4 sequences, and at most 2" in response.json["error"]["message"]
+    assert served.post("/v1/completions", {"prompt": ["a", "b"], "max_tokens": 2}).status_code == 200
+
+
 def test_every_request_for_text_is_counted_once(served):
     assert metrics(served)["tgi_request_count_total"] == 0
     small = {"max_new_tokens": 3, "temperature": 0.5}
