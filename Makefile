@@ -36,8 +36,9 @@ NEURON_BIN := $(abspath $(VENV)-neuron)/bin
 run: $(VENV)/run.installed
 	@PATH="$(BIN):$$PATH" exec ./entrypoint.sh serve $(ARGS)
 
+# Most tests wait for processes, so there may be more of them at a time than processors.
 test: $(VENV)/test.installed
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest --numprocesses $(or $(TESTS_AT_A_TIME),3) --dist worksteal $(ARGS)
 
 test-clients: $(VENV)/run.installed
 	@$(MAKE) --silent --no-print-directory -j $(words $(CLIENTS)) $(CLIENTS:%=$(VENV)-clients/%.installed)

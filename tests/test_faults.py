@@ -5,6 +5,7 @@ Real processes, real signals, real connections; the device is a simulated one wh
 
 import concurrent.futures
 import contextlib
+import fcntl
 import http.client
 import json
 import os
@@ -485,6 +486,15 @@ def test_a_second_server_on_the_same_device_says_so_and_waits_until_the_first_ha
             assert well(second.wait_ready())
 
 
+def is_free(lock):
+    with open(lock) as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+    return True
+
+
 def test_what_a_killed_run_left_behind_is_removed_at_the_next_start_and_nothing_of_a_live_one(start):
     with start() as killed, start() as live:
         for server in (killed, live):
@@ -493,6 +503,7 @@ def test_what_a_killed_run_left_behind_is_removed_at_the_next_start_and_nothing_
         killed.process.kill()
         wait_until(lambda: not killed.survivors(), "the end of every process")
         assert (left / "worker.sock").exists()
+        wait_until(lambda: is_free(left / "lock"), "the lock of its run")  # a process that ends lets go of its files last
         other = live.run_dir.rename(left.parent / live.run_dir.name)  # as if both had used the same folder
         try:
             with start(TMPDIR=str(left.parent)) as following:
