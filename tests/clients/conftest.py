@@ -1,7 +1,9 @@
 """A server for the clients, and no network beyond this machine. Started by `make test-clients`."""
 
+import json
 import os
 import sys
+import urllib.request
 
 import pytest
 from demo_server import serving
@@ -37,3 +39,13 @@ def url():
     """Of a server that has room for few requests at once: who asks for more answers is told of an overload."""
     with serving(MAX_CONCURRENT_REQUESTS="4", MAX_BEST_OF="8", MAX_CLIENT_BATCH_SIZE="8") as url:
         yield url
+
+
+@pytest.fixture
+def busy(url):
+    """While three of the four sequences that may run belong to somebody else."""
+    asked = {"prompt": "Hello", "n": 3, "temperature": 1, "max_tokens": 1000, "ignore_eos": True, "stream": True}
+    request = urllib.request.Request(f"{url}/v1/completions", json.dumps(asked).encode(), {"Content-Type": "application/json"})
+    with urllib.request.urlopen(request) as stream:
+        assert stream.readline().startswith(b"data: ")
+        yield

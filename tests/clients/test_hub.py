@@ -123,9 +123,9 @@ def test_a_prompt_that_is_too_long_is_a_validation_error_with_the_numbers(client
         client.text_generation("deep learning " * 750)
 
 
-def test_a_busy_server_is_an_overloaded_error(client):
+def test_a_busy_server_is_an_overloaded_error(client, busy):
     with pytest.raises(OverloadedError, match="Model is overloaded"):
-        client.text_generation(QUESTION, best_of=8, do_sample=True)
+        client.text_generation(QUESTION, best_of=2, do_sample=True)
 
 
 def test_a_chat_is_answered(chat_client):

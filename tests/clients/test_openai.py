@@ -175,9 +175,9 @@ def test_a_wrong_value_is_unprocessable_and_the_message_names_it(chat, wrong, na
     assert caught.value.type == "invalid_request_error"
 
 
-def test_a_busy_server_is_a_rate_limit_error(chat):
+def test_a_busy_server_is_a_rate_limit_error(chat, busy):
     with pytest.raises(openai.RateLimitError, match="Model is overloaded"):
-        chat(n=8, temperature=1)
+        chat(n=2, temperature=1)
 
 
 def test_a_completion_goes_on_where_the_prompt_ends(complete):

@@ -72,9 +72,9 @@ def test_a_limit_beyond_the_window_is_a_validation_error(client):
         list(client.generate_stream(QUESTION, max_new_tokens=5000))
 
 
-def test_a_busy_server_is_an_overloaded_error(client):
+def test_a_busy_server_is_an_overloaded_error(client, busy):
     with pytest.raises(OverloadedError, match="Model is overloaded"):
-        client.generate(QUESTION, best_of=8, do_sample=True)
+        client.generate(QUESTION, best_of=2, do_sample=True)
 
 
 def test_a_chat_is_answered(client):
