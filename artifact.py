@@ -44,7 +44,7 @@ class Programs:
     quantize: str | None
     sampling: str  # host or device
     compiler_version: str
-    library_version: str | None = None  # not told by optimum-neuron
+    transformers_neuronx_version: str | None = None  # not told by optimum-neuron
     exporter: str = OURS
 
     @property
@@ -115,7 +115,7 @@ class Programs:
             continuous_batching=value("continuous_batching", bool),
             quantize=told.get("quantize"),
             sampling=value("sampling", str),
-            library_version=value("library_version", str),
+            transformers_neuronx_version=value("transformers_neuronx_version", str),
         )
 
 
@@ -205,20 +205,22 @@ def _told(value: Any) -> str:
     return "none" if value is None else str(value)
 
 
-def check_versions(programs: Programs, compiler_version: str, library_version: str, name: str) -> None:
-    """Programs of a newer compiler do not run on an older runtime, and the library finds only its own.
+def check_versions(programs: Programs, compiler: str, library: str, name: str) -> None:
+    """Programs of a newer compiler do not run on an older runtime, and the library finds only its own. `compiler` and
+    `library` are the versions that are here.
 
     Raises ConfigError with both versions.
     """
-    if _number(programs.compiler_version) > _number(compiler_version):
+    if _number(programs.compiler_version) > _number(compiler):
         raise ConfigError(
-            f"{name} was compiled by neuronx-cc {programs.compiler_version}, and here is {compiler_version}, which is older; "
-            "use an image with the newer one, or compile it again"
+            f"{name} was compiled by neuronx-cc {programs.compiler_version}, and here is {compiler}, which is older; use an "
+            "image with the newer one, or compile it again"
         )
-    if programs.library_version not in (None, library_version):
+    compiled_with = programs.transformers_neuronx_version
+    if compiled_with not in (None, library):
         raise ConfigError(
-            f"{name} was compiled with transformers-neuronx {programs.library_version}, and here is {library_version}; use an "
-            "image with the same one, or compile it again"
+            f"{name} was compiled with transformers-neuronx {compiled_with}, and here is {library}; use an image with the same "
+            "one, or compile it again"
         )
 
 

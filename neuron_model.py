@@ -396,7 +396,7 @@ def _lengths(programs: Programs, family: Family) -> dict[str, Any]:
 
 def _programs(config: Config, family: Family) -> Programs:
     """What is compiled for a plain checkpoint."""
-    compiler_version, library_version = _versions()
+    compiler, library = _versions()
     return Programs(
         batch_size=config.max_batch_size,
         tp_degree=config.tp_degree,
@@ -406,8 +406,8 @@ def _programs(config: Config, family: Family) -> Programs:
         continuous_batching=family.batches,
         quantize=config.quantize,
         sampling=config.sampling or "host",
-        compiler_version=compiler_version,
-        library_version=library_version,
+        compiler_version=compiler,
+        transformers_neuronx_version=library,
     )
 
 

@@ -23,7 +23,7 @@ PROGRAMS = Programs(
     quantize=None,
     sampling="host",
     compiler_version="2.20.9961.0",
-    library_version="0.13.1216",
+    transformers_neuronx_version="0.13.1216",
 )
 OPTIMUM = {
     "task": "text-generation",
@@ -66,7 +66,7 @@ def refusal(call, *arguments):
         quantize=st.sampled_from([None, "int8"]),
         sampling=st.sampled_from(["host", "device"]),
         compiler_version=st.text(min_size=1),
-        library_version=st.text(min_size=1),
+        transformers_neuronx_version=st.text(min_size=1),
     )
 )
 def test_what_is_written_into_a_manifest_is_read_from_it(programs):
