@@ -2,7 +2,7 @@
 
 This layer owns the sizes: the instance types and their prices, how heads and weights are spread over cores, the memory that
 weights and KV cache take of each, which tp_degree, batch size and length to pick, and the speeds that others published. It
-also looks at which machine this is. `plan` prints it for a person; `serve` does not ask it yet. It knows no
+also looks at which machine this is. `plan` prints it for a person; `serve` on Neuron chooses by it. It knows no
 torch, no HTTP, no sockets, and never sees a weight.
 
     python3 plan.py --model-id X [--instance inf2.48xlarge | --cores N] [--max-total-tokens N] [--max-batch-size N]
