@@ -45,7 +45,7 @@ logger = logging.getLogger("model")
 PROGRESS_S = 30.0  # how often a long compilation says that it is still at it
 CORES_WAIT_S = 60.0  # how long to wait for cores that another process holds; a container that is being replaced needs some
 CORES_NAP_S = 2.0
-COMPILER_BYTES = 8 << 30  # host memory that a compiler may take; 8B models have been seen to take several GB
+COMPILER_BYTES = 8 << 30  # host memory that is set aside for each compiler: an estimate, it takes several GB for a large model
 
 
 @dataclass(frozen=True)
