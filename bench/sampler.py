@@ -1,11 +1,12 @@
-"""What the choice of tokens costs: the time that `sampling.sample` takes for a batch, over that of one pass over its logits.
+"""What the choice of tokens costs: the time that it takes for a batch, over that of one pass over its logits.
 
     .venv/bin/python bench/sampler.py [--rows 32] [--vocab 128256] [--threads 1 2] [--rounds 5]
 
 The pass is `torch.amax(dim=-1)` of the same logits with as many threads. The two take turns, and a round is the shortest of
 each, because other processes make either longer. Logits come in two kinds: "model", whose probabilities fall with their rank
 as a language model's do (a power of -1.5), and "flat", normally distributed with a deviation of 2.5, of which top-p takes
-thousands of tokens. Log-probabilities of the chosen tokens are in all figures, as they are in all answers.
+thousands of tokens. Cases "with log-probabilities" are `sampling.choose` and `sampling.describe`; the others are what a device
+waits for, `sampling.choose`.
 """
 
 import argparse
@@ -20,38 +21,38 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import torch
 
 from protocol import Sampling
-from sampling import Choice, Sampler, sample
+from sampling import Sampler, choose, describe
 
 TURNS = 9  # a round
 WARM = {"temperature": 0.8}
-# name: (the most passes that it should take, sampling parameters without the seed or None for greedy, top tokens)
+# name: (the most passes that it should take, sampling parameters without the seed or None for greedy, top tokens or None)
 CASES = {
-    "greedy": (1.5, None, 0),
-    "top-k 50, top-p 0.95": (4.0, WARM | {"top_k": 50, "top_p": 0.95}, 0),
-    "top-p 0.95": (4.0, WARM | {"top_p": 0.95}, 0),
-    "temperature alone": (4.0, WARM, 0),
-    "temperature of 1 alone": (4.0, {}, 0),
-    "greedy, 5 top tokens": (6.0, None, 5),
-    "top-k 50, top-p 0.95, 5 top tokens": (6.0, WARM | {"top_k": 50, "top_p": 0.95}, 5),
-    "top-p 0.95, 5 top tokens": (6.0, WARM | {"top_p": 0.95}, 5),
-    "temperature alone, 5 top tokens": (6.0, WARM, 5),
-    "repetition penalty, top-k 50, top-p 0.95": (6.0, WARM | {"top_k": 50, "top_p": 0.95, "repetition_penalty": 1.1}, 0),
+    "greedy": (1.5, None, None),
+    "top-k 50, top-p 0.95": (4.0, WARM | {"top_k": 50, "top_p": 0.95}, None),
+    "top-p 0.95": (4.0, WARM | {"top_p": 0.95}, None),
+    "temperature alone": (4.0, WARM, None),
+    "temperature of 1 alone": (4.0, {}, None),
+    "repetition penalty, top-k 50, top-p 0.95": (6.0, WARM | {"top_k": 50, "top_p": 0.95, "repetition_penalty": 1.1}, None),
+    "greedy, with log-probabilities and 5 top tokens": (6.0, None, 5),
+    "top-k 50, top-p 0.95, with log-probabilities and 5 top tokens": (6.0, WARM | {"top_k": 50, "top_p": 0.95}, 5),
+    "top-p 0.95, with log-probabilities and 5 top tokens": (6.0, WARM | {"top_p": 0.95}, 5),
+    "temperature alone, with log-probabilities and 5 top tokens": (6.0, WARM, 5),
 }
 
 
 def logits_of(kind: str, rows: int, vocab: int) -> torch.Tensor:
-    """float32 [rows, vocab]."""
+    """float32 [rows, vocab], with what all rows have for a token side by side in memory, as transformers-neuronx gives them."""
     random = torch.Generator().manual_seed(0)
     if kind == "flat":
-        return torch.randn(rows, vocab, generator=random) * 2.5
-    ranks = torch.stack([torch.randperm(vocab, generator=random) for _ in range(rows)]) + 1
-    return 18.0 - 1.5 * torch.log(ranks.float()) + 0.5 * torch.randn(rows, vocab, generator=random)
+        return (torch.randn(vocab, rows, generator=random) * 2.5).t()
+    ranks = torch.stack([torch.randperm(vocab, generator=random) for _ in range(rows)], dim=1) + 1
+    return (18.0 - 1.5 * torch.log(ranks.float()) + 0.5 * torch.randn(vocab, rows, generator=random)).t()
 
 
-def samplers_of(rows: int, parameters: dict | None, top: int) -> list[Sampler]:
+def samplers_of(rows: int, parameters: dict | None) -> list[Sampler]:
     prompt = list(range(1000))
     sampling = [Sampling() if parameters is None else Sampling(seed=row, **parameters) for row in range(rows)]
-    return [Sampler(each, prompt, top_n_tokens=top) for each in sampling]
+    return [Sampler(each, prompt) for each in sampling]
 
 
 def timed_ms(what) -> float:
@@ -84,22 +85,25 @@ def measure(
             for case, (reach, parameters, top) in CASES.items():
                 name = f"{case}, {kind} logits, {count} thread{'s' * (count > 1)}"
                 begin(name)
-                figures += _case(name, reach, logits, samplers_of(rows, parameters, top), rounds)
+                figures += _case(name, reach, logits, samplers_of(rows, parameters), top, rounds)
     torch.set_num_threads(threads_before)
     return figures
 
 
-def _case(name: str, reach: float, logits: torch.Tensor, samplers: list[Sampler], rounds: int) -> list[dict]:
-    def choose():
-        assert all(isinstance(choice, Choice) for choice in sample(logits, samplers))
+def _case(name: str, reach: float, logits: torch.Tensor, samplers: list[Sampler], top: int | None, rounds: int) -> list[dict]:
+    def sample():
+        tokens = choose(logits, samplers)
+        assert all(isinstance(token, int) for token in tokens)
+        if top is not None:
+            assert all(isinstance(told, tuple) for told in describe(logits, tokens, [top] * len(tokens)))
 
     def read_once():
         torch.amax(logits, dim=-1)
 
-    choose(), read_once()
+    sample(), read_once()
     times, ratios = [], []
     for _ in range(rounds):
-        passes, choices = zip(*((timed_ms(read_once), timed_ms(choose)) for _ in range(TURNS)))
+        passes, choices = zip(*((timed_ms(read_once), timed_ms(sample)) for _ in range(TURNS)))
         times.append(min(choices))
         ratios.append(min(choices) / min(passes))
     ratio = statistics.median(ratios)

@@ -8,6 +8,7 @@ import itertools
 import math
 from collections import Counter
 from types import SimpleNamespace
+from typing import NamedTuple
 
 import numpy as np
 import pytest
@@ -23,7 +24,19 @@ from transformers import (
 )
 
 from protocol import Sampling
-from sampling import FAST_ERROR, Choice, Sampler, SamplingError, _rows, device_parameters, drawn, prompt_logprobs, sample
+from sampling import (
+    BLOCK,
+    FAST_ERROR,
+    Sampler,
+    SamplingError,
+    _Blocks,
+    _rows,
+    choose,
+    describe,
+    device_parameters,
+    drawn,
+    prompt_logprobs,
+)
 
 INF = math.inf
 VOCABULARY = 12
@@ -31,6 +44,23 @@ LOGITS = torch.tensor([0.3, -1.2, 2.1, 1.9, 0.0, -0.4, 1.1, -2.5, 0.8, 1.5, -0.9
 PROMPT = [2, 2, 5, 8, 11]
 GENERATED = [3, 3, 6, 3]
 DRAWS = 3000
+
+
+class Choice(NamedTuple):
+    token: int
+    logprob: float
+    top: list[tuple[int, float]]
+
+
+def sample(logits: torch.Tensor, samplers: list[Sampler]) -> list[Choice | Exception]:
+    """Chooses and describes."""
+    chosen = choose(logits, samplers)
+    tokens = [0 if isinstance(token, Exception) else token for token in chosen]
+    described = describe(logits, tokens, [sampler.top_n_tokens for sampler in samplers])
+    return [
+        token if isinstance(token, Exception) else what if isinstance(what, Exception) else Choice(token, *what)
+        for token, what in zip(chosen, described)
+    ]
 
 
 def exact_distribution(logits: torch.Tensor, sampling: Sampling, prompt: list[int], generated: list[int]) -> np.ndarray:
@@ -247,15 +277,17 @@ def test_a_banned_token_need_not_be_in_the_vocabulary():
     assert tokens_of(sample(torch.tensor([[1.0, 2.0]]), [Sampler(Sampling(), [0], banned=[1, 50], banned_for=1)])) == [0]
 
 
-def test_only_what_needs_it_goes_the_long_way():
-    plain = Sampler(Sampling(), [0], banned=[1])
-    assert plain.takes_likeliest
-    assert not Sampler(Sampling(presence_penalty=0.1), [0]).takes_likeliest
-    assert not Sampler(Sampling(logit_bias=[(1, 0.1)]), [0]).takes_likeliest
+def test_scores_are_changed_only_while_there_is_something_to_change():
+    assert not Sampler(Sampling(), [0], banned=[1]).changes_scores
+    assert Sampler(Sampling(logit_bias=[(1, 0.1)]), [0]).changes_scores
+    penalized = Sampler(Sampling(presence_penalty=0.1), [0])
+    assert not penalized.changes_scores
+    penalized.record(2)
+    assert penalized.changes_scores
     banned = Sampler(Sampling(), [0], banned=[1], banned_for=1)
-    assert not banned.takes_likeliest
+    assert banned.changes_scores
     banned.record(2)
-    assert banned.takes_likeliest
+    assert not banned.changes_scores
 
 
 def test_a_penalty_below_one_draws_a_token_back():
@@ -524,18 +556,17 @@ def test_a_device_is_told_what_it_can_do(sampling, told):
 
 def test_what_the_device_chose_is_taken_unless_it_is_no_token():
     first, negative, last, beyond = drawn(torch.tensor([0, -1, VOCABULARY - 1, VOCABULARY]), VOCABULARY)
-    assert (first, last) == (Choice(0, None, []), Choice(VOCABULARY - 1, None, []))
+    assert (first, last) == (0, VOCABULARY - 1)
     assert [str(refused) for refused in (negative, beyond)] == ["the device chose a token that does not exist"] * 2
     assert isinstance(negative, SamplingError)
 
 
 def plain_cumulative(scores: np.ndarray, sampling: Sampling) -> tuple[np.ndarray, np.ndarray]:
     """Over the whole vocabulary in float64, step by step: the ids that may be drawn, ascending, and their cumulative weight."""
-    scores = (scores.astype(np.float64) - float(scores.max())) / sampling.temperature
     ids = np.arange(len(scores))
     if 0 < sampling.top_k < len(scores):
         ids = np.flatnonzero(scores >= np.sort(scores)[-sampling.top_k])
-    weights = np.exp(scores[ids])
+    weights = np.exp((scores[ids].astype(np.float64) - float(scores.max())) / sampling.temperature)
 
     def first(order, share):
         cumulative = np.cumsum(weights[order])
@@ -576,7 +607,7 @@ def large_row(shape: str, size: int, seed: int, scale: float = 2.0, offset: floa
         "ranks": lambda: -np.log(random.permutation(size) + 1.0),
         "one peak": lambda: np.where(np.arange(size) == random.integers(size), 9.0, random.standard_normal(size)),
         "rising": lambda: np.linspace(-5, 5, size),
-        "peaks in one block": lambda: random.standard_normal(size) + 5.0 * (np.arange(size) // 256 == size // 512),
+        "peaks in one block": lambda: random.standard_normal(size) + 5.0 * (np.arange(size) // BLOCK == size // (2 * BLOCK)),
     }[shape]()
     row = (row * scale + offset).astype(np.float32)
     row[random.random(size) < impossible] = -INF
@@ -585,7 +616,7 @@ def large_row(shape: str, size: int, seed: int, scale: float = 2.0, offset: floa
     return row
 
 
-sizes = st.sampled_from([1, 2, 255, 256, 257, 1000, 5120, 20000, 33001])
+sizes = st.sampled_from([1, 2, BLOCK - 1, BLOCK, BLOCK + 1, 1000, 5120, 20000, 33001])
 large_rows = st.builds(
     large_row,
     shape=st.sampled_from(SHAPES),
@@ -615,6 +646,49 @@ def test_few_candidates_choose_the_very_token_that_the_whole_vocabulary_would(ro
     assert [tokens_of(sample(torch.from_numpy(row)[None], [sampler]))[0] for _ in range(4)] == expected
 
 
+def by_token(logits: torch.Tensor) -> torch.Tensor:
+    """The same, with what all rows have for a token side by side in memory."""
+    return logits.t().contiguous().t()
+
+
+@pytest.mark.parametrize("rows", [1, 2, 3, 8, 12, 20, 32, 33, 64])
+@pytest.mark.parametrize("size", [1, 63, 700, 4096, 20001])
+def test_logits_may_lie_in_memory_row_by_row_or_token_by_token(rows, size):
+    logits = torch.from_numpy(np.stack([large_row("normal", size, seed) for seed in range(rows)]))
+    assert choose(by_token(logits), [Sampler(Sampling(), [0])] * rows) == logits.argmax(dim=1).tolist()
+    kinds = [Sampling(seed=row, **MIXED[row % len(MIXED)]) for row in range(rows)]
+    samplers = [[Sampler(kind, [0], top_n_tokens=3) for kind in kinds] for _ in range(3)]
+    among_others = by_token(torch.cat([logits, torch.zeros(3, size)]))[:rows]
+    assert sample(among_others, samplers[0]) == sample(by_token(logits), samplers[1]) == sample(logits, samplers[2])
+
+
+MIXED = [{"top_k": 20}, {}, {"top_p": 0.8, "temperature": 0.5}, {"repetition_penalty": 1.5, "top_k": 5}, {"typical_p": 0.5}]
+
+
+@given(
+    crowd=st.lists(st.tuples(st.integers(0, 2**32 - 1), temperatures, filters | st.just({})), min_size=2, max_size=6),
+    size=st.sampled_from([20000, 33001]),
+    shape=st.sampled_from(SHAPES),
+    offset=st.sampled_from([0.0, 95.0, -1000.0]),
+    laid=st.sampled_from([torch.Tensor.contiguous, by_token]),
+)
+@settings(max_examples=150, deadline=None)
+def test_a_crowd_of_large_rows_chooses_what_each_of_them_would_choose_alone(crowd, size, shape, offset, laid):
+    logits = torch.from_numpy(np.stack([large_row(shape, size, seed, offset=offset) for seed, _temperature, _filters in crowd]))
+    kinds = [Sampling(seed=seed, temperature=temperature, **filters) for seed, temperature, filters in crowd]
+    together = [Sampler(sampling, [0]) for sampling in kinds]
+    alone = [Sampler(sampling, [0]) for sampling in kinds]
+    for turn in range(2):
+        turned = logits.roll(turn, dims=0)
+        tokens = choose(laid(turned), together)
+        assert tokens == [choose(turned[[row]], [sampler])[0] for row, sampler in enumerate(alone)]
+        for row, sampling in enumerate(kinds):
+            if sampling.top_k or sampling.top_p < 1.0 or sampling.typical_p < 1.0:
+                with np.errstate(all="ignore"):
+                    draw = draws_of(sampling.seed, turn + 1)[turn]
+                    assert tokens[row] == plain_choice(turned[row].numpy(), sampling, draw)
+
+
 @given(row=large_rows, temperature=temperatures, seed=st.integers(0, 2**64 - 1))
 @settings(max_examples=300, deadline=None)
 def test_with_a_temperature_alone_a_draw_falls_on_the_token_whose_share_of_all_weights_it_is_in(row, temperature, seed):
@@ -632,11 +706,13 @@ def test_with_a_temperature_alone_a_draw_falls_on_the_token_whose_share_of_all_w
 @given(row=large_rows, temperature=st.floats(1e-3, 1e3))
 @settings(max_examples=300, deadline=None)
 def test_the_masses_of_blocks_are_as_right_as_the_proof_of_a_shortlist_needs(row, temperature):
-    (place,) = _rows(torch.from_numpy(row)[None])
     weights = np.exp((row.astype(np.float64) - float(row.max())) / temperature)
-    exact = np.add.reduceat(weights, range(0, len(row), 256))
-    masses = place.masses(temperature)
-    assert masses.sum() == pytest.approx(exact.sum(), rel=FAST_ERROR / 2)
+    exact = np.add.reduceat(weights, range(0, len(row), BLOCK))
+    ((masses,), (place,)) = (
+        _Blocks(torch.from_numpy(row)[None])._masses([0], np.array([temperature])),
+        _rows(torch.from_numpy(row)[None]),
+    )
+    assert place.total(temperature) == pytest.approx(exact.sum(), rel=FAST_ERROR / 2)
     assert masses == pytest.approx(exact, rel=FAST_ERROR / 2, abs=1e-12 * exact.sum())
 
 
@@ -674,14 +750,13 @@ def test_a_nucleus_of_thousands_is_decided_without_sorting_the_whole_vocabulary(
     assert sampler.in_full == 0
 
 
-def test_what_float64_cannot_tell_apart_is_equally_likely_however_many_there_are():
-    row = np.arange(20000, dtype=np.float32) * np.float32(1e-30)
+@pytest.mark.parametrize("size", [5120, 20000])
+def test_top_k_takes_the_highest_even_where_a_temperature_makes_all_of_them_equally_likely(size):
+    row = np.arange(size, dtype=np.float32) * np.float32(1e-30)
     row[5] = 1.0
-    sampling = Sampling(seed=2, top_k=2)
-    sampler = Sampler(sampling, [0])
-    expected = [plain_choice(row, sampling, draw) for draw in draws_of(2, 5)]
-    assert [tokens_of(sample(torch.from_numpy(row)[None], [sampler]))[0] for _ in range(5)] == expected
-    assert sampler.in_full == 5
+    sampler = Sampler(Sampling(seed=2, top_k=2, temperature=1e20), [0])
+    drawn = {tokens_of(sample(torch.from_numpy(row)[None], [sampler]))[0] for _ in range(30)}
+    assert drawn == {5, size - 1}
 
 
 @pytest.mark.parametrize("draw", [0.0, 1.0 - 2.0**-53])
@@ -739,6 +814,30 @@ def kinds_on(logits: torch.Tensor, order: list[int]) -> list[Choice | Exception]
     return sample(logits[order], samplers)
 
 
+@given(
+    size=st.sampled_from([700, 5120, 20001]),
+    seed=st.integers(0, 2**32 - 1),
+    crowd=st.integers(1, 70),
+    temperature=st.floats(1e-3, 1e3),
+)
+@settings(max_examples=60, deadline=None)
+def test_not_a_bit_of_a_mass_depends_on_how_many_rows_there_are(size, seed, crowd, temperature):
+    logits = by_token(torch.from_numpy(np.stack([large_row("normal", size, seed + row) for row in range(crowd)])))
+    rows = list(range(crowd))
+    with np.errstate(all="ignore"):
+        together = _Blocks(logits)._masses(rows, np.full(crowd, temperature))
+        for count in range(1, crowd, 9):
+            temperatures = np.full(count, temperature)
+            fewer = _Blocks(by_token(logits[:count]))._masses(rows[:count], temperatures)
+            assert np.array_equal(fewer, together[:count])
+            assert np.array_equal(_Blocks(logits)._masses(rows[:count], temperatures), fewer)
+            assert np.array_equal(_Blocks(logits.contiguous())._masses(rows[:count], temperatures), fewer)
+    for row in range(0, crowd, 13):
+        weights = np.exp((logits[row].double().numpy() - float(logits[row].max())) / temperature)
+        exact = np.add.reduceat(weights, range(0, size, BLOCK))
+        assert together[row] == pytest.approx(exact, rel=FAST_ERROR / 2, abs=1e-12 * exact.sum())
+
+
 @pytest.mark.parametrize("size", [32001, 50257, 128256])
 def test_not_a_bit_of_a_large_row_depends_on_its_neighbours_its_place_or_the_threads(size):
     logits = torch.from_numpy(np.stack([large_row("normal", size, seed, offset=3.0 * seed) for seed in range(16)]))
@@ -755,8 +854,8 @@ def test_not_a_bit_of_a_large_row_depends_on_its_neighbours_its_place_or_the_thr
 
 def test_rows_are_gone_through_by_one_thread_and_the_model_keeps_its_own(monkeypatch):
     seen = []
-    choose = Sampler.choose
-    monkeypatch.setattr(Sampler, "choose", lambda self, row: seen.append(torch.get_num_threads()) or choose(self, row))
+    draw = Sampler.draw
+    monkeypatch.setattr(Sampler, "draw", lambda self: seen.append(torch.get_num_threads()) or draw(self))
     threads = torch.get_num_threads()
     try:
         torch.set_num_threads(2)

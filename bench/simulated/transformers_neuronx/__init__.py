@@ -65,22 +65,24 @@ class LlamaForSampling:
         pass
 
     def __call__(self, ids: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
-        """int64 [n, q], [n, q], [n] → float32 [n, vocab], a view into the pool."""
+        """int64 [n, q], [n, q], [n] → float32 [n, vocab], a view into the pool. As in the library, what all rows have for a
+        token lies side by side in memory."""
         started_at = time.perf_counter()
         is_step = ids.shape[1] == 1
         self._calls += 1
-        turn = self._calls % TURNS
-        output = self._logits[turn : turn + len(slots)]
+        output = self._logits[self._calls % TURNS][:, : len(slots)].t()
         time.sleep(max(0.0, started_at + (self._step_s if is_step else self._prefill_s) - time.perf_counter()))
         return output
 
 
-def _logits(slots: int, vocab: int, eos_token_id: int) -> torch.Tensor:
-    """float32 [rows, vocab]: a step takes as many of them as it has slots, each time one further on."""
+def _logits(slots: int, vocab: int, eos_token_id: int) -> list[torch.Tensor]:
+    """float32 [vocab, slots], TURNS times."""
     random = torch.Generator().manual_seed(0)
     one = 18.0 - 1.5 * torch.log(torch.randperm(vocab, generator=random).float() + 1)
     one += 0.5 * torch.randn(vocab, generator=random)
-    shifts = torch.randint(vocab, (slots + TURNS,), generator=random).tolist()
-    logits = torch.stack([one.roll(shift) for shift in shifts])
-    logits[:, eos_token_id] = -100.0
-    return logits
+    turns = []
+    for _ in range(TURNS):
+        shifts = torch.randint(vocab, (slots,), generator=random).tolist()
+        turns.append(torch.stack([one.roll(shift) for shift in shifts], dim=1))
+        turns[-1][eos_token_id] = -100.0
+    return turns
