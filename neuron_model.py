@@ -44,6 +44,7 @@ logger = logging.getLogger("model")
 
 PROGRESS_S = 30.0  # how often a long compilation says that it is still at it
 CORES_WAIT_S = 60.0  # how long to wait for cores that another process holds; a container that is being replaced needs some
+FREE = -1
 CORES_NAP_S = 2.0
 COMPILER_BYTES = 8 << 30  # host memory that is set aside for each compiler: an estimate, it takes several GB for a large model
 
@@ -180,7 +181,7 @@ class NeuronModel:
         self.dtype = build.programs.dtype
         self.sampling = build.programs.sampling
         self._batches = build.programs.continuous_batching
-        self._filled: list[int | None] = [None] * self.batch_size  # positions that each slot holds; None: it is free
+        self._filled = torch.full((self.batch_size,), FREE)  # positions that each slot holds
         _limit_cores(build.programs.tp_degree)
         self._announce = announce
         self._lines = DeviceSampling(build) if self.sampling == "device" else None
@@ -264,16 +265,12 @@ class NeuronModel:
         return output[0]
 
     def decode(self, tokens: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
-        named = slots.tolist()
-        assert named == sorted(set(named)) and named, "slots are named once, ascending"
-        for slot, position in zip(named, positions.tolist()):
-            assert position == self._filled[slot] < self.max_total_tokens, f"slot {slot} holds {self._filled[slot]} positions"
+        assert len(slots) and (len(slots) == 1 or (slots.diff() > 0).all()), "slots are named once, ascending"
+        filled = self._filled[slots]
+        assert torch.equal(positions, filled) and filled.max() < self.max_total_tokens, f"{slots=} hold {filled} positions"
         # The library writes over the first position of each slot that is not named: it is lost from here on.
-        self._filled = [filled if slot in named else None for slot, filled in enumerate(self._filled)]
-        output = self._run(tokens[:, None], positions[:, None], slots)
-        for slot in named:
-            self._filled[slot] += 1
-        return output
+        self._filled = torch.full_like(self._filled, FREE).index_copy(0, slots, filled + 1)
+        return self._run(tokens[:, None], positions[:, None], slots)
 
     def _run(self, ids: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
         """int64 [n, q], [n, q], [n] → float32 [n, vocab], or int64 [n] where the device samples. After an error of the runtime

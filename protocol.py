@@ -204,6 +204,14 @@ def _decoded(decoder: msgspec.msgpack.Decoder, frames: list[bytes]):
         return None
 
 
+def _made(make: Callable[[], Iterable]) -> list:
+    try:
+        return list(make())
+    except Exception:  # without this thread nobody would hear from the worker again
+        logger.exception("a message could not be made")
+        return []
+
+
 class _SocketThread:
     """A thread that owns a socket: wakes for what arrives, for what others want to send, and every HEARTBEAT_S."""
 
@@ -285,6 +293,10 @@ class WorkerEnd(_SocketThread):
     def send(self, peer: bytes, message: FromWorker) -> None:
         self._post((peer, message))
 
+    def send_made(self, make: Callable[[], Iterable[tuple[bytes, FromWorker]]]) -> None:
+        """Sends what `make` gives, which is called on the socket's thread when its turn has come."""
+        self._post(make)
+
     def announce(self, facts: Facts) -> None:
         """Tells `facts` to every web process that is there, and to each that says hello later."""
         self._facts = facts
@@ -300,9 +312,10 @@ class WorkerEnd(_SocketThread):
         while True:
             poller.poll(max(0.0, next_beat - time.monotonic()) * 1000)
             closing = self._closing.is_set()
-            for peer, message in self._drain_outbox():
-                for receiver in list(peers) if peer is None else [peer]:
-                    self._send_to(receiver, message, peers)
+            for item in self._drain_outbox():
+                for peer, message in _made(item) if callable(item) else [item]:
+                    for receiver in list(peers) if peer is None else [peer]:
+                        self._send_to(receiver, message, peers)
             if closing:
                 break
             while self._socket.getsockopt(zmq.EVENTS) & zmq.POLLIN:

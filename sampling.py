@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import math
+import itertools
 from collections.abc import Collection, Iterable, Iterator, Sequence
 
 import numpy as np
@@ -32,6 +32,7 @@ BLOCK = 64
 SHORTLIST = 64  # as a rule, top-p takes fewer tokens
 LONGEST_SHORTLIST = 256  # with more, rows are quicker one by one
 FEW_ROWS = 4
+NO_NUMBER = "the model's output is not a number"
 LEAST_EXPONENT = -80.0  # below -87 exp is a hundred times slower in float32, and that is next to nothing
 # By what share a mass may be wrong. In float32: an exponent of up to 80 is rounded three times, then exp, then the sum.
 FAST_ERROR, FULL_ERROR = 2e-5, 1e-10
@@ -218,7 +219,6 @@ class _Row:
     def __init__(self, scores: torch.Tensor):
         self.scores = scores.numpy()
         self._tensor = scores
-        self._normalizer = 0.0
 
     @functools.cached_property
     def _blocks(self) -> torch.Tensor:
@@ -233,26 +233,6 @@ class _Row:
     def highest(self) -> float:
         """Not a number if one of them is none."""
         return float(self._tensor.amax())
-
-    def normalize(self) -> None:
-        """Makes ready for `logprob` and `top`. Raises SamplingError for scores that are no numbers."""
-        total = (self._tensor - self.highest).clamp_(min=LEAST_EXPONENT).exp_().sum().item()
-        if not total < np.inf:
-            raise SamplingError("the model's output is not a number")
-        self._normalizer = math.log(total)
-
-    def logprob(self, token: int) -> float:
-        return float(self.scores[token]) - self.highest - self._normalizer
-
-    def top(self, n: int) -> list[tuple[int, float]]:
-        """The `n` likeliest (token id, log-probability), likeliest first."""
-        n = min(n, len(self.scores))
-        if n == 0:
-            return []
-        # Ascending: of equals the lowest id, as in argmax.
-        _floor, best = self.shortlist(n)
-        best = best[np.argsort(-self.scores[best], kind="stable")][:n]
-        return [(int(token), self.logprob(token)) for token in best]
 
     def weights(self, scores: np.ndarray | float, temperature: float) -> np.ndarray | float:
         """float64. From the highest down, so that a tiny temperature brings no infinities."""
@@ -282,12 +262,6 @@ class _Row:
         return np.flatnonzero(self.scores >= np.float32(floor))
 
 
-def _rows(logits: torch.Tensor) -> Iterator[_Row]:
-    """logits: float32 [rows, vocab], on the CPU."""
-    for scores in logits.contiguous():
-        yield _Row(scores)
-
-
 @np.errstate(over="ignore", divide="ignore", invalid="ignore")  # -inf is what an impossible token scores
 def choose(logits: torch.Tensor, samplers: Sequence[Sampler]) -> list[int | Exception]:
     """The next token of each row. logits: float32 [rows, vocab], on the CPU, one sampler a row.
@@ -295,9 +269,18 @@ def choose(logits: torch.Tensor, samplers: Sequence[Sampler]) -> list[int | Exce
     A row that fails yields its exception in its place; the others do not notice.
     """
     with _one_thread():
-        draws = [sampler.draw() for sampler in samplers]
+        draws: list[float] = []
+        failed: dict[int, Exception] = {}
+        for row, sampler in enumerate(samplers):
+            try:
+                draws.append(sampler.draw())
+            except Exception as error:
+                draws.append(0.0)
+                failed[row] = error
         blocks = _Blocks(logits)
         chosen = blocks.choose(samplers, draws)
+        for row, error in failed.items():
+            chosen[row] = error
         changed: dict[int, np.ndarray] = {}
         for row, sampler in enumerate(samplers):
             if sampler.changes_scores and not isinstance(chosen[row], Exception):
@@ -327,12 +310,15 @@ def describe(
     logits: as in `choose`. A row that fails yields its exception."""
     described: list[tuple[float, list[tuple[int, float]]] | Exception] = []
     with _one_thread():
-        for row, token, n in zip(_rows(logits), tokens, top_n):
+        blocks = _Blocks(logits)
+        logprobs = blocks.logprobs(tokens)
+        for row, (logprob, n) in enumerate(zip(logprobs.tolist(), top_n)):
             try:
-                row.normalize()
-                described.append((row.logprob(token), row.top(n)))
+                described.append((logprob, blocks.top(row, n)))
             except Exception as error:
                 described.append(error)
+        for row in blocks.broken.tolist():
+            described[row] = SamplingError(NO_NUMBER)
     return described
 
 
@@ -389,11 +375,45 @@ class _Blocks:
             self._rows = self._logits.contiguous()
         return self._logits[index].contiguous() if self._rows is None else self._rows[index]
 
+    @functools.cached_property
+    def _normalizers(self) -> np.ndarray:
+        """The logarithms of the sums of all weights at a temperature of 1, float64 [rows]."""
+        # Not the blocks' sums: what is far apart in the vocabulary is added, because that is quicker row by row, too.
+        if self._by_token:
+            far_apart = [self._blocks.reshape(BLOCK, -1, len(self._logits))]
+        else:
+            far_apart = [row.view(BLOCK, -1, 1) for row in self._blocks]
+        highest = np.split(self._highest, len(far_apart))
+        ones = np.ones(len(highest[0]))
+        sums = [_masses(scores.transpose(0, 1), of, ones) for scores, of in zip(far_apart, highest)]
+        return np.log(np.concatenate(sums).sum(axis=1))
+
+    def logprobs(self, tokens: Sequence[int]) -> np.ndarray:
+        """Of one token of each row, float64 [rows]."""
+        ids = np.array(tokens)
+        every = np.arange(len(ids))
+        return self._inside(every, ids // BLOCK)[every, ids % BLOCK] - self._highest - self._normalizers
+
+    def top(self, row: int, n: int) -> list[tuple[int, float]]:
+        """The `n` likeliest (token id, log-probability) of a row, likeliest first."""
+        n = min(n, self._logits.shape[-1])
+        if n == 0:
+            return []
+        peaks = self._peaks[row]
+        floor = np.partition(peaks, -n)[-n] if n <= len(peaks) else -np.inf
+        blocks = (peaks >= floor).nonzero()[0]
+        inside = self._inside(np.full(len(blocks), row), blocks)
+        found = (inside >= floor).ravel().nonzero()[0]
+        found = found[np.argsort(-inside.ravel()[found], kind="stable")][:n]  # of equals the lowest ids, as in argmax
+        ids = blocks[found // BLOCK] * BLOCK + found % BLOCK
+        logprobs = inside.ravel()[found] - self._highest[row] - self._normalizers[row]
+        return list(zip(ids.tolist(), logprobs.tolist()))
+
     def choose(self, samplers: Sequence[Sampler], draws: Sequence[float]) -> list[int | Exception]:
         """The next token of each row, for scores that are changed already."""
         chosen: list[int | Exception] = self.likeliest.tolist()
         for row in self.broken.tolist():
-            chosen[row] = SamplingError("the model's output is not a number")
+            chosen[row] = SamplingError(NO_NUMBER)
         drawing = [row for row, sampler in enumerate(samplers) if not (sampler.is_greedy or isinstance(chosen[row], Exception))]
         if not drawing:
             return chosen
@@ -520,10 +540,13 @@ def _masses(scores: torch.Tensor, highest: np.ndarray, temperatures: np.ndarray)
     scales = torch.from_numpy(np.minimum(1.0 / temperatures, 1e38)).float()
     masses = torch.empty(blocks, rows)
     some = max(1, 262144 // (BLOCK * rows))  # as many as stay in the processor's cache
-    scratch = torch.empty(some, BLOCK, rows)
+    weights = torch.empty(0)
     for begin in range(0, blocks, some):
         part = scores[begin : begin + some]
-        weights = scratch[: len(part)]
+        if len(weights) != len(part):  # always one piece of memory: at the ends of several exp would round otherwise
+            lies_in_blocks = scores.stride(0) >= scores.stride(1)
+            shape = (len(part), BLOCK, rows) if lies_in_blocks else (BLOCK, len(part), rows)
+            weights = torch.empty(shape) if lies_in_blocks else torch.empty(shape).transpose(0, 1)
         torch.sub(part, highest, out=weights).mul_(scales).clamp_(min=LEAST_EXPONENT).exp_()
         half = BLOCK // 2
         while half > 1:
@@ -594,9 +617,13 @@ def prompt_logprobs(
     followers = iter(prompt[1:])  # the logits after a token are about the next one
     for chunk in chunks:
         last = chunk[-1].clone()  # a view would hold the chunk
+        told = list(itertools.islice(followers, len(chunk)))
+        if not told:
+            continue
         with _one_thread():
-            for row, token in zip(_rows(chunk), followers):  # in this order: zip takes one too many of its first
-                row.normalize()
-                logprobs.append(row.logprob(token))
-                top.append(row.top(top_n))
+            blocks = _Blocks(chunk[: len(told)])
+            if len(blocks.broken):
+                raise SamplingError(NO_NUMBER)
+            logprobs += blocks.logprobs(told).tolist()
+            top += [blocks.top(row, top_n) for row in range(len(told))]
     return last, logprobs, top

@@ -1,19 +1,23 @@
 """The one process that owns the device: the queue, the slots, the prefill/decode loop, and the word on how it is doing.
 
 Requests arrive as token ids and leave as token ids; text and HTTP never reach this layer. Each turn of the loop takes what
-arrived, prefills a waiting prompt (or a part of it) into a free slot, runs one decode step for every busy slot, and sends each
-web process what its requests gained by either. Every request gets exactly one terminal word, whatever happens to it.
+arrived, prefills a waiting prompt (or a part of it) into a free slot, and runs one decode step for every busy slot. Every
+request gets exactly one terminal word, whatever happens to it.
+
+Between two calls to the device is done what the device waits for: the next tokens are chosen. What a call gave is told while
+the next one runs: log-probabilities, messages, metrics, the log.
 """
 
 from __future__ import annotations
 
 import json
 import logging
+import queue
 import signal
 import subprocess
 import sys
 import time
-from collections import defaultdict, deque
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -39,7 +43,7 @@ from protocol import (
     Tokens,
     WorkerEnd,
 )
-from sampling import Choice, Sampler, SamplingError, device_parameters, drawn, prompt_logprobs, sample
+from sampling import Sampler, SamplingError, choose, describe, device_parameters, drawn, prompt_logprobs
 
 logger = logging.getLogger("worker")
 
@@ -57,11 +61,8 @@ class Request:
     prefilled_at: float = 0.0
     generated: int = 0
     last_token: int = 0
-
-    @property
-    def position(self) -> int:
-        """Where the last token stands, which the next step runs on."""
-        return len(self.generate.prompt) + self.generated - 1
+    position: int = 0  # where the last token stands, which the next step runs on
+    is_broken: bool = False  # one of its tokens could not be told
 
     @property
     def most_tokens(self) -> int:
@@ -110,6 +111,23 @@ class Pace:
         self._seconds[kind] = typical + self.WEIGHT * (seconds - typical)
 
 
+@dataclass(frozen=True, slots=True)
+class Gain:
+    """What a call to the device gave to the requests that it was for. Times are CLOCK_MONOTONIC, in seconds."""
+
+    method: str  # "prefill" or "decode"
+    requests: Sequence[Request]
+    tokens: list[int | None]  # None for a request that has failed
+    finish_reasons: list[str | None]
+    logits: torch.Tensor | None  # float32 [requests, vocab]; None where the device chooses
+    prompt: Prompt | None  # of a prefill
+    started_at: float
+    ran_at: float
+    chosen_at: float
+    done_at: float
+    interval_s: float | None  # since those who run had their last token; of a step
+
+
 @dataclass
 class Prompting:
     """The prompt that is being run, in parts where the model can."""
@@ -146,7 +164,10 @@ class Worker:
         self._prompting: Prompting | None = None
         self._steps_since_prompt = 0
         self._ready_web_processes: set[int] = set()
-        self._gained: dict[bytes, Tokens] = defaultdict(lambda: Tokens([]))
+        self._untold: list[Gain] = []
+        self._unlogged: list[dict] = []  # of requests that ended
+        self._tells_aside = self.model.device != "cpu"  # else the next call would share its processor with the telling
+        self._broken: queue.SimpleQueue[Request] = queue.SimpleQueue()
         self._pace = Pace()
         self._progress_at = 0.0  # when the device last finished something, or was given something after it had nothing
         self._tokens_at = 0.0  # when tokens last went to those that run
@@ -168,13 +189,12 @@ class Worker:
             self.receive()
             self.admit()
             self.turn_away()
-            self.send()  # a first token does not wait for the others' step
             self.decode()
-            self.send()
         self.draining = True
         self.receive()  # what came meanwhile is refused, not left
         for request in list(self._known.values()):
             self._end(request, "draining")
+        self.tell()
 
     def drain(self) -> None:
         """Refuses what is new; the loop ends with the last request. May be called from a signal handler."""
@@ -188,6 +208,12 @@ class Worker:
 
     def receive(self) -> None:
         """Takes in what arrived; waits for it when there is nothing else to do."""
+        if not self._known:
+            self.tell()
+        while not self._broken.empty():
+            request = self._broken.get()
+            if request.generate.id in self._known:
+                self._end(request, "failed", "the next token could not be told")
         for peer, message in self.end.receive(block=not self._known and not self.draining and not self.stopping):
             if isinstance(message, GenerateAll):
                 self._enqueue(peer, message.generates)
@@ -218,8 +244,6 @@ class Worker:
         left = self.max_batch_prefill_tokens
         while left > 0 and (self._prompting or self._take_up(left)):
             left -= self._run_prompt(self._prompting)
-            if left > 0:
-                self.send()  # a first token does not wait for the next prompt
 
     def _take_up(self, most_tokens: int) -> bool:
         """Gives a free slot to the request that has waited longest, if those that run can be held up for it."""
@@ -251,7 +275,7 @@ class Worker:
         began_at = time.monotonic()
         logprobs, top = [], []
         kind = "score" if generate.prompt_logprobs else "prefill"
-        self._report(self._pace.patience_s(kind, tokens))
+        self.tell(self._pace.patience_s(kind, tokens))
         try:
             if generate.prompt_logprobs:
                 chunks = self.model.score(slot, generate.prompt)
@@ -278,9 +302,8 @@ class Worker:
             return tokens
         self._prompting, self._steps_since_prompt = None, 0
         request.prefilled_at = time.monotonic()
-        queued_s = request.started_at - request.arrived_at
-        self._gained[request.peer].prompts.append(Prompt(generate.id, queued_s, logprobs, top))
-        self._gain("prefill", [request], output[None], request.prefilled_at - prompting.ran_s)
+        prompt = Prompt(generate.id, request.started_at - request.arrived_at, logprobs, top)
+        self._gain([request], output[None], request.prefilled_at - prompting.ran_s, prompt)
         if prompting.joins:
             self.metrics.series("batch_concat", "backpressure").inc()
             self.metrics.series("batch_concat_duration", "decode").observe(prompting.ran_s)
@@ -292,10 +315,10 @@ class Worker:
         """One step: every busy slot gains one token."""
         live = list(self.slots.live())
         if not live:
-            return
+            return self.tell()
         slots, requests = zip(*live)
+        self.tell()
         started_at = time.monotonic()
-        self.metrics.series("batch_inference_count", "decode").inc()
         try:
             output = self.model.decode(
                 torch.tensor([request.last_token for request in requests]),
@@ -304,6 +327,7 @@ class Worker:
             )
         except Exception as error:
             logger.exception("a step of %d slots failed", len(slots))
+            self.metrics.series("batch_inference_count", "decode").inc()
             self.metrics.series("batch_inference_failure", "decode").inc()
             for request in requests:
                 self._end(request, "failed", "a step on the device failed")
@@ -312,21 +336,25 @@ class Worker:
             return
         self.steps += 1
         self._steps_since_prompt += 1
-        self.metrics.series("steps").inc()
-        self._gain("decode", requests, output, started_at)
+        self._gain(requests, output, started_at)
         self._pace.learn("decode", self._progress_at - started_at)
-        self.metrics.series("inter_token_latency_duration").observe(self._progress_at - self._tokens_at)
-        self._tokens_at = self._progress_at
 
-    def send(self) -> None:
-        """What a prefill or a step brought: one message for each web process, and how the worker is doing."""
-        for peer, gained in self._gained.items():
-            self.end.send(peer, gained)
-        self._gained.clear()
-        self._report(self._pace.patience_s("decode") if self.slots.busy else None)
+    def tell(self, patience_s: float | None = None) -> None:
+        """Tells what was gained, and how the worker is doing: the device may take `patience_s` for what it is given next, by
+        default what a step may take."""
+        if self._untold or self._unlogged:
+            gains, ended = self._untold, self._unlogged
+            self._untold, self._unlogged = [], []
+            if self._tells_aside:
+                self.end.send_made(lambda: self._tell(gains, ended))
+            else:
+                for peer, message in self._tell(gains, ended):
+                    self.end.send(peer, message)
+        if patience_s is None and self.slots.busy:
+            patience_s = self._pace.patience_s("decode")
+        self._report(patience_s)
 
     def _report(self, patience_s: float | None = None) -> None:
-        """How the worker is doing; `patience_s` is what the device may take for what it is given next."""
         now = time.monotonic()
         self.end.report(
             Status(
@@ -368,59 +396,117 @@ class Worker:
                 generate=generate,
                 arrived_at=generate.sent_at or time.monotonic(),
                 sampler=sampler,
+                position=len(generate.prompt) - 1,
             )
             self._known[generate.id] = request
             self.queue.append(request)
 
-    def _gain(self, method: str, requests: Sequence[Request], output: torch.Tensor, started_at: float) -> None:
+    def _gain(self, requests: Sequence[Request], output: torch.Tensor, started_at: float, prompt: Prompt | None = None) -> None:
         """Chooses the next token of each request. output: the logits, float32 [requests, vocab], or what the device chose:
-        int64 [requests]."""
+        int64 [requests]. `prompt` is what a prefill tells besides."""
         ran_at = time.monotonic()
+        is_drawn = self.model.sampling == "device"
         try:
-            if self.model.sampling == "device":
-                choices = drawn(output, self.model.vocab_size)
+            if is_drawn:
+                chosen = drawn(output, self.model.vocab_size)
             else:
-                choices = sample(output, [request.sampler for request in requests])
+                chosen = choose(output, [request.sampler for request in requests])
         except Exception as error:
-            choices = [error] * len(requests)
+            chosen = [error] * len(requests)
         chosen_at = time.monotonic()
-        for request, choice in zip(requests, choices):
-            try:
-                if isinstance(choice, Choice):
-                    self._take(request, choice)
+        finish_reasons: list[str | None] = [None] * len(requests)
+        for row, request in enumerate(requests):
+            error = chosen[row]
+            if not isinstance(error, Exception):
+                try:
+                    finish_reasons[row] = self._take(request, chosen[row])
                     continue
-            except Exception as error:
-                choice = error
-            readable = isinstance(choice, SamplingError)
+                except Exception as trouble:
+                    error = trouble
+            chosen[row] = None
+            readable = isinstance(error, SamplingError)
             if not readable:
-                logger.error("no token for request %016x", request.generate.id, exc_info=choice)
-            self._end(request, "failed", str(choice) if readable else "the next token could not be chosen")
+                logger.error("no token for request %016x", request.generate.id, exc_info=error)
+            self._end(request, "failed", str(error) if readable else "the next token could not be chosen")
         self._progress_at = time.monotonic()
-        self.metrics.series("generated_tokens").inc(sum(isinstance(choice, Choice) for choice in choices))
-        self.metrics.step(method, started_at, ran_at, chosen_at, self._progress_at)
+        gain = Gain(
+            method="prefill" if prompt else "decode",
+            requests=requests,
+            tokens=chosen,
+            finish_reasons=finish_reasons,
+            logits=None if is_drawn else output,
+            prompt=prompt,
+            started_at=started_at,
+            ran_at=ran_at,
+            chosen_at=chosen_at,
+            done_at=self._progress_at,
+            interval_s=None if prompt else self._progress_at - self._tokens_at,
+        )
+        if not prompt:
+            self._tokens_at = self._progress_at
+        self._untold.append(gain)
 
-    def _take(self, request: Request, choice: Choice) -> None:
+    def _take(self, request: Request, token: int) -> str | None:
+        """Notes a token, and frees the slot if it is the last one. Returns the reason then."""
         request.generated += 1
-        request.last_token = choice.token
-        finish_reason = None
-        if choice.token in self.eos_token_ids and not request.generate.ignore_eos:
+        request.position += 1
+        request.last_token = token
+        if token in self.eos_token_ids and not request.generate.ignore_eos:
             finish_reason = "eos_token"
         elif request.generated >= request.generate.max_new_tokens or request.position + 1 >= self.model.max_total_tokens:
             finish_reason = "length"
-        token = Token(request.generate.id, choice.token, choice.logprob, choice.top, finish_reason)
-        self._gained[request.peer].tokens.append(token)
-        if finish_reason:
-            self._forget(request, finish_reason)
+        else:
+            return None
+        self._forget(request, finish_reason)
+        return finish_reason
+
+    def _tell(self, gains: list[Gain], ended: list[dict]) -> Iterator[tuple[bytes, Tokens | End]]:
+        """What web processes are to hear of gains. May run on the socket's thread: it changes nothing of the loop's."""
+        for gain in gains:
+            yield from self._words(gain)
+            self.metrics.step(gain.method, gain.started_at, gain.ran_at, gain.chosen_at, gain.done_at)
+            self.metrics.series("generated_tokens").inc(sum(token is not None for token in gain.tokens))
+            if gain.interval_s is not None:
+                self.metrics.series("batch_inference_count", "decode").inc()
+                self.metrics.series("steps").inc()
+                self.metrics.series("inter_token_latency_duration").observe(gain.interval_s)
+        for fields in ended:
+            logger.info("request finished", extra={"fields": fields})
+
+    def _words(self, gain: Gain) -> Iterator[tuple[bytes, Tokens | End]]:
+        told: list = [(None, [])] * len(gain.requests)
+        if gain.logits is not None:
+            top_n = [request.generate.top_n_tokens for request in gain.requests]
+            told = describe(gain.logits, [token or 0 for token in gain.tokens], top_n)
+        words: dict[bytes, Tokens] = {}
+        for request, token, finish_reason, what in zip(gain.requests, gain.tokens, gain.finish_reasons, told):
+            if token is None:
+                continue
+            generate = request.generate
+            if isinstance(what, Exception) and not request.is_broken:
+                logger.error("a token of request %016x cannot be told", generate.id, exc_info=what)
+                request.is_broken = True
+                if not finish_reason:
+                    self._broken.put(request)  # for the loop to end it
+            if not request.is_broken:
+                message = words.get(request.peer)
+                if message is None:
+                    message = words[request.peer] = Tokens([])
+                if gain.prompt:
+                    message.prompts.append(gain.prompt)
+                message.tokens.append(Token(generate.id, token, *what, finish_reason))
+            elif finish_reason:
+                yield request.peer, End(generate.id, "failed", "the next token could not be told")
+        yield from words.items()
 
     def _end(self, request: Request, reason: str, message: str = "", log_reason: str | None = None) -> None:
-        """Ends a request with a word instead of a token; what it gained in this turn goes out first."""
-        if gained := self._gained.pop(request.peer, None):
-            self.end.send(request.peer, gained)
+        """Ends a request with a word instead of a token; what it has gained goes out first."""
+        self.tell()
         self.end.send(request.peer, End(request.generate.id, reason, message))
         self._forget(request, log_reason or reason)
 
     def _forget(self, request: Request, reason: str) -> None:
-        """Frees everything that a request holds, and logs it."""
+        """Frees everything that a request holds."""
         del self._known[request.generate.id]
         if self._prompting and self._prompting.request is request:
             self._prompting = None
@@ -431,19 +517,16 @@ class Worker:
         now = time.monotonic()
         started_at = request.started_at or now
         prefilled_at = request.prefilled_at or now
-        logger.info(
-            "request finished",
-            extra={
-                "fields": {
-                    "id": f"{request.generate.id:016x}",
-                    "input_tokens": len(request.generate.prompt),
-                    "generated_tokens": request.generated,
-                    "queue_ms": round((started_at - request.arrived_at) * 1000, 1),
-                    "prefill_ms": round((prefilled_at - started_at) * 1000, 1),
-                    "decode_ms": round((now - prefilled_at) * 1000, 1),
-                    "finish_reason": reason.replace(" ", "_"),
-                }
-            },
+        self._unlogged.append(
+            {
+                "id": f"{request.generate.id:016x}",
+                "input_tokens": len(request.generate.prompt),
+                "generated_tokens": request.generated,
+                "queue_ms": round((started_at - request.arrived_at) * 1000, 1),
+                "prefill_ms": round((prefilled_at - started_at) * 1000, 1),
+                "decode_ms": round((now - prefilled_at) * 1000, 1),
+                "finish_reason": reason.replace(" ", "_"),
+            }
         )
 
     def _most_tokens(self) -> int:

@@ -23,7 +23,7 @@ sys.path.insert(0, str(HERE))
 
 DEVICE, SOCKET = "device", "socket thread"
 # In the order in which a turn of the loop goes through them, from the end of a call to the device on.
-PARTS = ("model", "sampling", "bookkeeping", "send", "receive", "admit", "prepare")
+PARTS = ("model", "choose", "bookkeeping", "receive", "admit", "tell", "prepare")
 MOST_SPANS = 200_000
 
 Span = tuple[str, float, float]
@@ -59,7 +59,8 @@ def steps(path: Path) -> list[Step]:
     calls = [index for index, span in enumerate(loop) if span[0] == DEVICE]
     found: list[Step] = []
     for first, second in pairwise(calls[10:]):
-        decode, device, between = loop[first - 1], loop[first], loop[first + 1 : second]
+        device, between = loop[first], loop[first + 1 : second]
+        decode = next(span for span in reversed(loop[:first]) if span[0] == "decode")
         _name, next_at, next_end = loop[second]
         if any(name == "prefill" for name, _start, _end in between):
             continue
@@ -72,12 +73,12 @@ def _parts(start: float, decoded_at: float, between: Sequence[Span], end: float)
     """What the loop did from `start` to `end`, one after the other; `decode` returned at `decoded_at`."""
     at = start
     for name, began, ended in between:
-        if name == "sampling":
+        if name == "choose":
             yield "model", at, began
-            yield "sampling", began, ended
+            yield "choose", began, ended
             yield "bookkeeping", ended, decoded_at
             at = decoded_at
-        elif name in ("send", "receive", "admit"):
+        elif name in ("receive", "admit", "tell"):
             yield name, at, ended
             at = ended
     yield "prepare", at, end
@@ -108,9 +109,10 @@ def main() -> int:
     transformers_neuronx.LlamaForSampling.__call__ = lambda self, ids, *rest: (step if ids.shape[1] == 1 else prefill)(
         self, ids, *rest
     )
-    worker.sample = timed("sampling", worker.sample)
-    for name in ("receive", "admit", "decode", "send"):
+    worker.choose = timed("choose", worker.choose)
+    for name in ("receive", "admit", "decode", "tell"):
         setattr(worker.Worker, name, timed(name, getattr(worker.Worker, name)))
+    protocol._made = timed(SOCKET, protocol._made)
     protocol.WorkerEnd._send_to = timed(SOCKET, protocol.WorkerEnd._send_to)
     try:
         return worker.main()

@@ -56,6 +56,9 @@ class Wire:
     def send(self, peer, message):
         self.sent.append((peer, message))
 
+    def send_made(self, make):
+        self.sent += make()
+
     def report(self, status):
         self.status = status
 
@@ -80,9 +83,8 @@ class Bench:
         self.worker.receive()
         self.worker.admit()
         self.worker.turn_away()
-        self.worker.send()
         self.worker.decode()
-        self.worker.send()
+        self.worker.tell()
 
     def run(self, most=500):
         """Turns until nothing is known any more."""
@@ -92,16 +94,15 @@ class Bench:
             if not self.worker._known:
                 break
             self.worker.admit()
-            self.worker.send()
             self.worker.decode()
-            self.worker.send()
+            self.worker.tell()
         assert not self.worker._known, "requests are left over"
         self.assert_idle()
 
     def assert_idle(self):
         assert self.worker.slots.busy == 0
         assert not self.worker.queue
-        assert not self.worker._gained
+        assert not self.worker._untold
         assert (self.wire.status.running, self.wire.status.queued) == (0, 0)
 
     @property
@@ -227,7 +228,7 @@ def test_a_first_token_does_not_wait_for_the_step_of_the_others():
     bench.arrive(Generate(1, [1, 2], 8))
     bench.worker.receive()
     bench.worker.admit()
-    bench.worker.send()
+    bench.worker.tell()
     assert bench.tokens[1] == greedy([1, 2], 1)
 
 
@@ -310,7 +311,7 @@ def test_an_exception_in_one_sampler_ends_that_request_alone(monkeypatch):
     bench.turn()
     bench.turn()
     broken = bench.worker._known[2].sampler
-    monkeypatch.setattr(broken, "choose", lambda logits: 1 // 0)
+    monkeypatch.setattr(broken, "draw", lambda: 1 // 0)
     bench.run()
     assert bench.ends[2] == "failed"
     assert bench.tokens[1] == greedy([1, 2], 8)
@@ -351,9 +352,7 @@ def test_an_exception_in_one_slots_bookkeeping_ends_that_request_alone(monkeypat
     bench.turn()
     bench.turn()
     take = bench.worker._take
-    monkeypatch.setattr(
-        bench.worker, "_take", lambda request, choice: take(request, choice if request.generate.id == 1 else None)
-    )
+    monkeypatch.setattr(bench.worker, "_take", lambda request, token: take(request, token if request.generate.id == 1 else []))
     bench.run()
     assert bench.ends[2] == "failed"
     assert bench.tokens[1] == greedy([1, 2], 8)
@@ -370,7 +369,7 @@ def test_when_no_token_can_be_chosen_at_all_what_runs_ends_and_the_loop_goes_on(
         monkeypatch.undo()
         raise MemoryError
 
-    monkeypatch.setattr(worker_module, "sample", out_of_memory)
+    monkeypatch.setattr(worker_module, "choose", out_of_memory)
     bench.run()
     assert [bench.ends[1], bench.ends[2]] == ["failed", "failed"]
     assert bench.tokens[3] == greedy([3], 8)
@@ -518,7 +517,7 @@ def test_what_a_request_gained_goes_out_before_the_word_that_ends_it():
     bench.worker.admit()
     bench.model.fail_next_decode = True
     bench.worker.decode()
-    bench.worker.send()
+    bench.worker.tell()
     kinds = [type(message) for _peer, message in bench.wire.sent]
     assert kinds == [Tokens, End]
 

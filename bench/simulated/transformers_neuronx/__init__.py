@@ -70,19 +70,18 @@ class LlamaForSampling:
         started_at = time.perf_counter()
         is_step = ids.shape[1] == 1
         self._calls += 1
-        output = self._logits[self._calls % TURNS][:, : len(slots)].t()
+        turn = self._calls % TURNS
+        output = self._logits[turn : turn + self.config.vocab_size, : len(slots)].t()
         time.sleep(max(0.0, started_at + (self._step_s if is_step else self._prefill_s) - time.perf_counter()))
         return output
 
 
-def _logits(slots: int, vocab: int, eos_token_id: int) -> list[torch.Tensor]:
-    """float32 [vocab, slots], TURNS times."""
+def _logits(slots: int, vocab: int, eos_token_id: int) -> torch.Tensor:
+    """float32 [tokens, slots]: a step takes as many tokens as the vocabulary has, each time from one further on."""
     random = torch.Generator().manual_seed(0)
-    one = 18.0 - 1.5 * torch.log(torch.randperm(vocab, generator=random).float() + 1)
-    one += 0.5 * torch.randn(vocab, generator=random)
-    turns = []
-    for _ in range(TURNS):
-        shifts = torch.randint(vocab, (slots,), generator=random).tolist()
-        turns.append(torch.stack([one.roll(shift) for shift in shifts], dim=1))
-        turns[-1][eos_token_id] = -100.0
-    return turns
+    one = 18.0 - 1.5 * torch.log(torch.randperm(vocab + TURNS, generator=random).float() + 1)
+    one += 0.5 * torch.randn(vocab + TURNS, generator=random)
+    shifts = torch.randint(vocab, (slots,), generator=random).tolist()
+    logits = torch.stack([one.roll(shift) for shift in shifts], dim=1)
+    logits[eos_token_id : eos_token_id + TURNS] = -100.0
+    return logits
