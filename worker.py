@@ -336,6 +336,7 @@ class Worker:
                 running=self.slots.busy,
                 queued=len(self.queue),
                 due_at=0.0 if patience_s is None else now + patience_s,
+                full=len(self._known) >= self.max_concurrent_requests,
             )
         )
 
