@@ -299,6 +299,23 @@ def test_a_hang_up_frees_what_the_request_had(server, stream, queued):
         other.close()
 
 
+def test_a_hang_up_while_the_device_runs_its_prompt_frees_the_slot_after_it(start):
+    with start(FAKE_NEURON_PREFILL_S="1") as server:
+        server.wait_ready()
+        steady = send(server, COMPLETIONS, some(60))
+        wait_until(lambda: server.status().steps > 0, "it runs")
+        client = send(server, COMPLETIONS, endless())
+        wait_until(lambda: server.status().running == 2, "its prompt is run")
+        client.close()
+        wait_until(lambda: "finish_reason=client_hung_up" in server.log, "it is over", SOON_S)
+        (line,) = [line for line in server.log.splitlines() if "finish_reason=client_hung_up" in line]
+        assert "generated_tokens=1 " in line or "generated_tokens=0 " in line
+        assert answer(send(server, COMPLETIONS, some(2)))[0] == 200
+        status, _, body = answer(steady)
+        assert (status, body.endswith(b"data: [DONE]\n\n")) == (200, True)
+        server.wait_idle()
+
+
 def test_a_storm_of_1000_hang_ups_leaves_nothing_behind(server):
     steady = send(server, COMPLETIONS, some(400))
     for _ in range(20):

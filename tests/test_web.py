@@ -14,6 +14,7 @@ from served import LIMITS, WAIT_S, WINDOW, events, wait_until
 from werkzeug.exceptions import ClientDisconnected
 
 import schema
+import text
 import web
 from protocol import End, Prompt
 
@@ -442,6 +443,37 @@ def test_a_client_that_hangs_up_frees_its_place(served, route, place):
     assert list(served.seen._inboxes.values()).count(None) == 1, "the id is kept until the worker has ended it"
     served.model.may_decode.set()
     served.assert_idle()
+    ours.close()
+
+
+@pytest.mark.parametrize("route", ["/generate", "/generate_stream"])
+def test_a_client_that_hangs_up_while_its_prompt_is_run_frees_its_place_after_the_part_that_runs(served, route):
+    began, there, may_go_on, run_part = [], threading.Event(), threading.Event(), served.model.prefill_part
+
+    def prefill_part(slot, prompt, begin):
+        if len(prompt) > 30:
+            began.append(begin)
+            if begin == 4:
+                there.set()
+                assert may_go_on.wait(WAIT_S)
+        return run_part(slot, prompt, begin)
+
+    served.model.prompt_part, served.model.prefill_part = 2, prefill_part
+    other = served.post("/generate_stream", {"inputs": "Hello", "parameters": {"max_new_tokens": 50}}, buffered=False)
+    ours, theirs = socket.socketpair()
+    asking = threading.Thread(
+        target=lambda: served.post(route, {"inputs": "a" * 40}, environ_overrides={"gunicorn.socket": ours}, buffered=False)
+    )
+    asking.start()
+    assert there.wait(WAIT_S)
+    theirs.close()
+    asking.join(WAIT_S)
+    assert not asking.is_alive(), "it waits for the device, though nobody reads"
+    wait_until(lambda: served.end._inbox.qsize())  # the worker has been told
+    may_go_on.set()
+    assert b"".join(other.response).count(b"data: ") == len(served.expected("Hello", 50))
+    served.assert_idle()
+    assert began == [0, 2, 4]
     ours.close()
 
 
@@ -897,6 +929,23 @@ def test_without_a_worker_there_are_no_metrics_and_it_is_told(booting):
     booting.end.close()
     wait_until(lambda: booting.seen.phase == "dead")
     assert booting.client.get("/metrics").status_code == 503
+
+
+def test_a_template_without_an_end_fails_its_chat_and_holds_up_nobody(serve, monkeypatch):
+    monkeypatch.setattr(text, "TEMPLATE_S", 1.0)
+    served = serve()
+    endless = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
+    (served.folder / "chat_template.jinja").write_text(endless)
+    served.get_ready()
+    chats = []
+    chat = threading.Thread(target=lambda: chats.append(served.post("/v1/chat/completions", body_of("/v1/chat/completions"))))
+    chat.start()
+    assert served.post("/generate", {"inputs": "a", "parameters": {"max_new_tokens": 2}}).status_code == 200
+    assert served.client.get("/health").status_code == 200
+    assert chat.is_alive(), "it is still at it"
+    chat.join(WAIT_S)
+    (refused,) = chats
+    assert refused.status_code == 422 and "longer than 1 s" in refused.json["error"]["message"]
 
 
 def test_a_text_of_too_many_tokens_is_not_told_token_by_token(served, monkeypatch):
