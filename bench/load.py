@@ -296,13 +296,14 @@ async def besiege(target: Target, requests: Sequence[bytes], clients: int, settl
     opened_at = time.perf_counter()
     await asyncio.sleep(seconds)
     closed_at = time.perf_counter()
+    ended = [Answer.of(stream) for stream in streams if stream.done.done() and not stream.is_refused]
     for task in tasks:
         task.cancel()
-    if failed := [end for end in await asyncio.gather(*tasks, return_exceptions=True) if isinstance(end, Exception)]:
-        raise LoadError(f"{len(failed)} of {clients} clients failed, the first with: {failed[0]!r}")
+    if broken := [end for end in await asyncio.gather(*tasks, return_exceptions=True) if isinstance(end, Exception)]:
+        raise LoadError(f"{len(broken)} of {clients} clients failed, the first with: {broken[0]!r}")
+    if failed := [answer.error for answer in ended if answer.error]:
+        raise LoadError(f"{len(failed)} of {len(ended)} requests failed, the first with: {failed[0]}")
     answers = [Answer.of(stream) for stream in streams if stream.reads and not stream.is_refused]
-    if failed := [answer.error for answer in answers if answer.error and answer.times == []]:
-        raise LoadError(f"{len(failed)} of {len(answers)} requests failed, the first with: {failed[0]}")
     return Window(opened_at, closed_at, answers)
 
 
