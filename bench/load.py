@@ -285,7 +285,7 @@ async def besiege(target: Target, requests: Sequence[bytes], clients: int, settl
         while True:
             streams.append(stream := await open_stream(target, next(waiting)))
             try:
-                await asyncio.wait_for(stream.done, TIMEOUT_S)
+                await stream.done
             finally:
                 stream.close()
             if stream.is_refused:
