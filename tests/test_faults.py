@@ -309,7 +309,8 @@ def test_a_hang_up_while_the_device_runs_its_prompt_frees_the_slot_after_it(star
         client.close()
         wait_until(lambda: "finish_reason=client_hung_up" in server.log, "it is over", SOON_S)
         (line,) = [line for line in server.log.splitlines() if "finish_reason=client_hung_up" in line]
-        assert "generated_tokens=1 " in line or "generated_tokens=0 " in line
+        generated = int(line.split("generated_tokens=")[1].split()[0])
+        assert generated <= 2, "the first, and that of the step in the same turn"
         assert answer(send(server, COMPLETIONS, some(2)))[0] == 200
         status, _, body = answer(steady)
         assert (status, body.endswith(b"data: [DONE]\n\n")) == (200, True)
