@@ -5,8 +5,10 @@ up the threads. Here the main loop of each web process keeps every connection th
 without waiting, and gives a thread only to a complete request. What a client sends too slowly ends after a time, what it
 reads too slowly too; and when there are too many connections, the one that has waited longest makes room.
 
-Probes and refusals have threads of their own: neither waits behind requests that run long. What a request means, and how it
-is answered, this layer does not know; its framing is gunicorn's parser's to judge, and only guessed ahead here.
+Probes have threads of their own, which do not wait behind requests that run long. When every other thread has a request, a
+new one is refused right here: everything that has arrived is looked at, and the surplus refused, before any thread is set to
+work on what it may keep, so that a crowd does not wait for its refusals. What a request means, and how it is answered or
+refused, this layer does not know; its framing is gunicorn's parser's to judge, and only guessed ahead here.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ import selectors
 import socket
 import struct
 import time
+from collections import deque
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -28,15 +31,14 @@ from gunicorn.http.parser import RequestParser
 from gunicorn.workers.gthread import TConn, ThreadWorker
 
 PROBE_THREADS = 8
-REFUSAL_THREADS = 2  # more would only be in each other's way
 HEAD_LIMIT = 65536  # bytes of a request line with its headers; gunicorn's own limits are per line
 HELD_LIMIT = 64_000_000  # bytes of unfinished requests in a web process
 READ_BYTES = 65536
 EXPIRY_S = 0.25  # how often deadlines are looked at
+ADMITTED_A_TURN = 2  # threads that are set to work before this one looks again at what has arrived: they keep it waiting
 LINGER_S = 2.0  # for a client to take its last answer and close
 STOP_LINGER_S = 0.3
 SPARE_FDS = 200  # for what is no connection
-CROWDED = "textgen.crowded"  # in the WSGI environ: whether all threads have a request, so that this one is to be refused
 
 _LENGTH = re.compile(rb"\r\ncontent-length:[ \t]*(\d+)[ \t]*\r\n", re.IGNORECASE)
 _CHUNKED = re.compile(rb"\r\ntransfer-encoding:[^\r]*chunked[ \t]*\r\n", re.IGNORECASE)
@@ -165,33 +167,35 @@ def prepare(listener: socket.socket, limits: Limits) -> int:
 
 
 class ConnectionWorker(ThreadWorker):
-    """gunicorn's thread worker with the loop around its connections replaced. All but `handle_request` runs on one thread."""
+    """gunicorn's thread worker with the loop around its connections replaced. It runs on one thread, but for `handle`.
+
+    The app has two attributes for it: its `limits`, and `refusal`, a WSGI application for requests that find every thread
+    taken, which is run by the loop itself and so must not wait for anything.
+    """
 
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
         self.limits: Limits = self.app.limits
         self._probes: ThreadPoolExecutor | None = None
-        self._refusals: ThreadPoolExecutor | None = None
-        self._running = 0  # requests that have one of the threads
-        self._refused: set[socket.socket] = set()
+        self._running = 0  # requests that have one of the threads, or are about to
+        self._admitted: deque[Connection] = deque()  # those that are about to
+        self._refusing: socket.socket | None = None
         self._waiting: dict[Connection, None] = {}  # without a request that runs; who waits longest is first
         self._held = 0  # bytes of unfinished requests
         self._expiry_at = 0.0
 
     def init_process(self) -> None:
         self._probes = ThreadPoolExecutor(PROBE_THREADS)
-        self._refusals = ThreadPoolExecutor(REFUSAL_THREADS)
         super().init_process()
 
     def load_wsgi(self) -> None:
         super().load_wsgi()
-        app = self.wsgi
+        app, refusal = self.wsgi, self.app.refusal
 
-        def telling_whether_it_is_crowded(environ, start_response):
-            environ[CROWDED] = environ["gunicorn.socket"] in self._refused
-            return app(environ, start_response)
+        def app_or_refusal(environ, start_response):
+            return (refusal if environ["gunicorn.socket"] is self._refusing else app)(environ, start_response)
 
-        self.wsgi = telling_whether_it_is_crowded
+        self.wsgi = app_or_refusal
 
     def run(self) -> None:
         self.poller.register(self.method_queue.fileno(), selectors.EVENT_READ, self.method_queue.run_callbacks)
@@ -208,7 +212,7 @@ class ConnectionWorker(ThreadWorker):
             self._turn()
         for connection in list(self._waiting):
             self._drop(connection)
-        for pool in (self.tpool, self._probes, self._refusals):
+        for pool in (self.tpool, self._probes):
             pool.shutdown(wait=False)
         self.poller.close()
         self.method_queue.close()
@@ -217,12 +221,14 @@ class ConnectionWorker(ThreadWorker):
 
     def _turn(self) -> None:
         self.notify()
-        self.wait_for_and_dispatch_events(timeout=EXPIRY_S if self._waiting else 1.0)
+        self.wait_for_and_dispatch_events(0 if self._admitted else EXPIRY_S if self._waiting else 1.0)
         now = time.monotonic()
         if now >= self._expiry_at:
             self._expiry_at = now + EXPIRY_S
             for connection in [c for c in self._waiting if c.timeout <= now]:
                 self._expire(connection)
+        for _ in range(min(ADMITTED_A_TURN, len(self._admitted))):
+            self._run_on(self.tpool, self._admitted.popleft())
 
     def accept(self, listener) -> None:
         if self.nr_conns >= self.worker_connections and self._waiting:
@@ -238,14 +244,22 @@ class ConnectionWorker(ThreadWorker):
 
     def _wait_for(self, connection: Connection, seconds: float) -> None:
         connection.timeout = time.monotonic() + seconds
+        if connection in self._waiting:
+            del self._waiting[connection]  # it is the last one now
+        else:
+            self.poller.register(connection.sock, selectors.EVENT_READ, partial(self._read, connection))
         self._waiting[connection] = None
-        self.poller.register(connection.sock, selectors.EVENT_READ, partial(self._read, connection))
 
     def _leave(self, connection: Connection) -> None:
         """It no longer waits."""
         del self._waiting[connection]
-        self._held -= len(connection.arrival.data)
+        self._let_go(connection)
         self.poller.unregister(connection.sock)
+
+    def _let_go(self, connection: Connection) -> None:
+        """What has arrived is no longer needed."""
+        self._held -= len(connection.arrival.data)
+        connection.arrival.data.clear()
 
     def _drop(self, connection: Connection) -> None:
         self._leave(connection)
@@ -271,12 +285,13 @@ class ConnectionWorker(ThreadWorker):
             self._go_on(connection)
 
     def _go_on(self, connection: Connection) -> None:
-        """Gives a request that has arrived to a thread."""
+        """Gives a request that has arrived to a thread. Does nothing while there is none."""
+        if connection not in self._waiting:
+            return
         arrival = connection.arrival
         if arrival.refusal:
             self._refuse(connection, *arrival.refusal)
         elif arrival.is_complete:
-            self._leave(connection)
             self.enqueue_req(connection)
         elif self._held > HELD_LIMIT:
             self._refuse(connection, 503, "Service Unavailable", "too many requests are still arriving")
@@ -288,27 +303,48 @@ class ConnectionWorker(ThreadWorker):
     def enqueue_req(self, connection: Connection) -> None:
         connection.parser = RequestParser(self.cfg, iter((bytes(connection.arrival.data),)), connection.client)
         if connection.is_probe:
-            pool = self._probes
+            self._leave(connection)
+            self._run_on(self._probes, connection)
         elif self._running < self.cfg.threads:
-            pool = self.tpool
+            self._leave(connection)
             self._running += 1
+            self._admitted.append(connection)
         else:
-            pool = self._refusals
-            self._refused.add(connection.sock)
-        connection.arrival.data.clear()
+            self._refuse_crowd(connection)
+
+    def _run_on(self, pool: ThreadPoolExecutor, connection: Connection) -> None:
         future = pool.submit(self.handle, connection)
         future.add_done_callback(lambda done: self.method_queue.defer(self._finish, connection, pool, done))
 
     def _finish(self, connection: Connection, pool: ThreadPoolExecutor, future: Future) -> None:
         """The request has had its answer."""
         self._running -= pool is self.tpool
-        self._refused.discard(connection.sock)
+        self._await_next(connection, not future.cancelled() and future.exception() is None and future.result())
+
+    def _refuse_crowd(self, connection: Connection) -> None:
+        """Lets the app refuse the request, as `handle` lets it answer one, without waiting for the client to read."""
+        self._let_go(connection)
+        self._refusing, request, goes_on = connection.sock, None, False
+        try:
+            request = next(connection.parser)
+            goes_on = self._keepalive_after(connection, self.handle_request(request, connection))
+        except (OSError, StopIteration):
+            pass
+        except Exception as error:
+            self.handle_error(request, connection.sock, connection.client, error)
+        self._refusing = None
+        self._await_next(connection, goes_on)
+
+    def _await_next(self, connection: Connection, goes_on: bool) -> None:
+        """A request has had its answer: waits for the next one on its connection, or for the client to close."""
         if connection.sock.fileno() < 0:  # gunicorn closes what broke in the middle of an answer by itself
             self.nr_conns -= 1
+            if connection in self._waiting:
+                self._leave(connection)
             return
-        goes_on = not future.cancelled() and future.exception() is None and future.result() and self.alive
-        connection.sock.setblocking(False)
-        if not goes_on:
+        if connection.sock.gettimeout() != 0:
+            connection.sock.setblocking(False)
+        if not (goes_on and self.alive):
             self._linger(connection)
             return
         read_ahead = connection.parser.unreader.take_buffered()
@@ -317,7 +353,7 @@ class ConnectionWorker(ThreadWorker):
         if read_ahead:
             self._held += len(read_ahead)
             connection.arrival.feed(read_ahead)
-            self._go_on(connection)
+            self.method_queue.defer(self._go_on, connection)  # others have their turn before
 
     def _linger(self, connection: Connection) -> None:
         """Closes our end, then leaves the client time to read: to close while it still sends would take the answer back."""
@@ -332,7 +368,7 @@ class ConnectionWorker(ThreadWorker):
     def _refuse(self, connection: Connection, status: int, reason: str, message: str) -> None:
         with contextlib.suppress(OSError):
             util.write_error(connection.sock, status, reason, message)
-        self._leave(connection)
+        self._let_go(connection)
         self._linger(connection)
 
     def _expire(self, connection: Connection) -> None:

@@ -18,7 +18,7 @@ from protocol import Metrics as MetricsText
 
 METHODS = ("prefill", "decode")
 FAILURES = ("overloaded", "validation", "incomplete", "template", "generation", "dropped")
-HTTP_ERRORS = ("400", "401", "404", "405", "413", "415", "422", "424", "429", "500", "503")
+HTTP_ERRORS = ("400", "401", "404", "405", "408", "413", "414", "415", "422", "424", "429", "431", "500", "501", "503")
 REASONS = ("backpressure", "wait_exceeded")
 
 # (class, name without "tgi_", help, label name, the label's values that are there from the start)
@@ -128,12 +128,12 @@ class Metrics:
 
     def _count_answered(self, answered: Answered) -> None:
         if answered.status == 499:
-            self.series("client_hang_ups").inc()
+            self.series("client_hang_ups").inc(answered.times)
         elif answered.status >= 400:
-            self.series("http_errors", str(answered.status)).inc()
+            self.series("http_errors", str(answered.status)).inc(answered.times)
         if answered.outcome is None:
             return
-        self.series("request_count").inc()
+        self.series("request_count").inc(answered.times)
         if answered.first_token_s is not None:
             self.series("request_time_to_first_token_duration").observe(answered.first_token_s)
         if answered.input_tokens > 0:
@@ -141,7 +141,7 @@ class Metrics:
             self.series("request_max_new_tokens").observe(answered.max_new_tokens)
         if answered.outcome != "success":
             err = answered.outcome if answered.outcome in FAILURES else "generation"
-            self.series("request_failure", err).inc()
+            self.series("request_failure", err).inc(answered.times)
             return
         self.series("request_success").inc()
         self.series("request_duration").observe(answered.duration_s)

@@ -78,7 +78,7 @@ class Hello(msgspec.Struct, tag="hello", frozen=True):
 
 
 class Answered(msgspec.Struct, tag="answered", frozen=True):
-    """Web → worker: one HTTP request is over, for the metrics.
+    """Web → worker: an HTTP request is over, or several that were refused alike; for the metrics.
 
     `outcome` is None for a route that generates no text, else "success" or why not: overloaded, validation, incomplete,
     template, generation, dropped. `first_token_s` counts from the arrival of the HTTP request.
@@ -94,6 +94,7 @@ class Answered(msgspec.Struct, tag="answered", frozen=True):
     input_tokens: int = 0
     generated_tokens: int = 0
     max_new_tokens: int = 0
+    times: int = 1  # as many requests went like that
 
 
 class AskMetrics(msgspec.Struct, tag="ask_metrics", frozen=True):
@@ -146,7 +147,8 @@ class Status(msgspec.Struct, tag="status", frozen=True):
 
     `phase` is "ready" when requests are taken, before that what is going on. `progress_at` is CLOCK_MONOTONIC, in seconds,
     of the last step or change of phase; `due_at` is when the next progress must have come at the latest, for all that is known
-    of this device, or 0 when it has nothing to do. (On Linux that clock stands still while the machine is suspended.)
+    of this device, or 0 when it has nothing to do. (On Linux that clock stands still while the machine is suspended.) `full`:
+    whatever comes now is refused as too much.
     """
 
     phase: str
@@ -155,6 +157,7 @@ class Status(msgspec.Struct, tag="status", frozen=True):
     running: int = 0
     queued: int = 0
     due_at: float = 0.0
+    full: bool = False
 
 
 class Facts(msgspec.Struct, tag="facts", frozen=True):
@@ -280,8 +283,8 @@ class WorkerEnd(_SocketThread):
             return [item for item in received if item is not None]
 
     def report(self, status: Status) -> None:
-        """What every heartbeat says from now on; a change of phase is told at once."""
-        changed = status.phase != self.status.phase
+        """What every heartbeat says from now on; a change of `phase` or `full` is told at once."""
+        changed = (status.phase, status.full) != (self.status.phase, self.status.full)
         self.status = status
         if changed:
             self._post((None, status))

@@ -532,18 +532,30 @@ class _TemplateEnvironment(jinja2.sandbox.ImmutableSandboxedEnvironment):
         self._running = threading.local()
 
     def limit_time(self) -> None:
-        """Ends what a template does from now on in this thread after TEMPLATE_S: looked at whenever it looks at anything."""
+        """Ends what a template does from now on in this thread after TEMPLATE_S: looked at whenever it looks at anything, and
+        in each turn of whatever it repeats."""
         self._running.until = time.monotonic() + TEMPLATE_S
 
+    def _parse(self, source: str, name: str | None, filename: str | None) -> jinja2.nodes.Template:
+        template = super()._parse(source, name, filename)
+        for node in template.find_all((jinja2.nodes.For, jinja2.nodes.Macro)):
+            look = jinja2.nodes.Call(jinja2.nodes.EnvironmentAttribute("check_time"), [], [], None, None)
+            node.body.insert(0, jinja2.nodes.ExprStmt(look).set_lineno(node.lineno))
+        return template
+
+    def call_filter(self, name: str, value: Any, *more: Any, **named: Any) -> Any:
+        self.check_time()  # `map` and its like call it for each of their items
+        return super().call_filter(name, value, *more, **named)
+
     def getitem(self, obj: Any, argument: Any) -> Any:
-        self._check_time()
+        self.check_time()
         return super().getitem(obj, argument)
 
     def getattr(self, obj: Any, attribute: str) -> Any:
-        self._check_time()
+        self.check_time()
         return super().getattr(obj, attribute)
 
-    def _check_time(self) -> None:
+    def check_time(self) -> None:
         if time.monotonic() > self._running.until:
             raise TemplateError(f"the model's chat template takes longer than {TEMPLATE_S:g} s for it")
 

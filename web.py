@@ -20,13 +20,16 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
+from http import HTTPStatus
 from pathlib import Path
 
 import gunicorn.app.base
 import gunicorn.glogging
 import gunicorn.util
+import msgspec
 from flask import Flask, Response, g, request
 from flask_swagger_ui import get_swaggerui_blueprint
 from gunicorn.http.errors import ParseException
@@ -100,6 +103,7 @@ class Worker:
         self._heard_at = self._beat_at = time.monotonic()
         self._stuck_s = 0.0
         self._said_ready = False
+        self._refused: queue.SimpleQueue[Answered] = queue.SimpleQueue()  # not counted yet
         self._inboxes: dict[int, queue.SimpleQueue | None] = {}  # None: nobody reads, but the end is not heard of yet
         self._end = WebEnd(address, self._on_message, self._on_lost, self._on_beat)
         self._end.send(Hello(os.getpid(), ready=False))
@@ -116,6 +120,11 @@ class Worker:
         if self.tokenizer is None:
             return "loading"
         return "stuck" if self._is_stuck else "ready"
+
+    @property
+    def is_full(self) -> bool:
+        """Whether a request for text would be refused now, whatever it asks for."""
+        return self.phase == "ready" and self._status.full
 
     @property
     def _is_stuck(self) -> bool:
@@ -144,6 +153,18 @@ class Worker:
         if not self._lost:
             self._end.send(answered)
 
+    def account_refused(self, answered: Answered) -> None:
+        """As `account`, for refusals, of which there may be hundreds at once: they are sent together, a little later."""
+        self._refused.put(answered)
+
+    def _send_refused(self) -> None:
+        refused: Counter[Answered] = Counter()
+        with contextlib.suppress(queue.Empty):
+            while True:
+                refused[self._refused.get_nowait()] += 1
+        for answered, times in refused.items():
+            self.account(msgspec.structs.replace(answered, times=times))
+
     def metrics(self) -> bytes:
         """What the registry holds, from the worker. Raises ApiError when it does not say."""
         inbox: queue.SimpleQueue = queue.SimpleQueue()
@@ -151,6 +172,7 @@ class Worker:
         self._inboxes[request_id] = inbox
         try:
             if not self._lost:
+                self._send_refused()
                 self._end.send(AskMetrics(request_id))
                 message = inbox.get(timeout=METRICS_TIMEOUT_S)
                 if isinstance(message, Metrics):
@@ -194,6 +216,7 @@ class Worker:
 
     def _on_beat(self) -> None:
         """Gives the worker up when it has been stuck for too long."""
+        self._send_refused()
         now = time.monotonic()
         # Beats are counted and not the time between two: when this process was stopped itself, the worker may be well.
         passed_s, self._beat_at = min(now - self._beat_at, 2 * HEARTBEAT_S), now
@@ -469,7 +492,7 @@ def create_app(config: Config, worker: Worker) -> Flask:
     app.config["MAX_CONTENT_LENGTH"] = config.payload_limit + 1  # werkzeug cuts a chunked body here without a word
     app.register_blueprint(get_swaggerui_blueprint("/docs", "/api-doc/openapi.json"))
     readers = Readers(config, worker)
-    _guard(app, config)
+    _guard(app, Guard(config))
     _answer_errors(app, config, worker)
 
     def generates(path: str, read: Callable[[bytes], Answer], deadline_s: float | None = config.response_deadline) -> None:
@@ -545,43 +568,96 @@ def create_app(config: Config, worker: Worker) -> Flask:
     return app
 
 
-def _guard(app: Flask, config: Config) -> None:
+class Guard:
+    """Who may ask, and what a browser is told about it: API key and CORS."""
+
+    def __init__(self, config: Config):
+        self._origins = config.cors_allow_origin.split(",")
+        self._key = config.api_key.encode() if config.api_key else None
+
+    def lets_in(self, method: str, path: str, authorization: str) -> bool:
+        if self._key is None or (path in OPEN_ROUTES and method in ("GET", "HEAD")):
+            return True
+        scheme, _, given = authorization.partition(" ")
+        # WSGI hands the bytes of a header over as Latin-1.
+        return scheme.lower() == "bearer" and hmac.compare_digest(given.strip().encode("latin-1", "replace"), self._key)
+
+    def headers(self, method: str, origin: str, asked: str) -> dict[str, str]:
+        """`asked`: which headers a browser wants to send; clients of OpenAI's send many of their own."""
+        headers = {"Vary": "origin, access-control-request-method, access-control-request-headers"}
+        if "*" in self._origins:
+            headers["Access-Control-Allow-Origin"] = "*"
+        elif origin in self._origins:
+            headers["Access-Control-Allow-Origin"] = origin
+        if method == "OPTIONS":
+            headers["Access-Control-Allow-Methods"] = "GET,POST"
+            headers["Access-Control-Allow-Headers"] = ",".join(filter(None, ["authorization,content-type", asked]))
+        return headers
+
+
+def _guard(app: Flask, guard: Guard) -> None:
     """API key and CORS, before and after every route."""
-    origins = config.cors_allow_origin.split(",")
-    key = config.api_key.encode() if config.api_key else None
 
     @app.before_request
     def check_key() -> Response | None:
         if request.method == "OPTIONS":
             return _empty()  # a browser asks first, and without the key
-        if key is None or (request.path in OPEN_ROUTES and request.method in ("GET", "HEAD")):
-            return None
-        scheme, _, given = request.headers.get("Authorization", "").partition(" ")
-        # WSGI hands the bytes of a header over as Latin-1.
-        if scheme.lower() != "bearer" or not hmac.compare_digest(given.strip().encode("latin-1", "replace"), key):
+        if not guard.lets_in(request.method, request.path, request.headers.get("Authorization", "")):
             raise schema.unauthorized()
         return None
 
-    @app.before_request
-    def refuse_a_crowd() -> None:
-        if request.environ.get(connections.CROWDED):
-            if request.endpoint in app.view_functions and request.endpoint.startswith("POST "):
-                g.generates = True
-            raise schema.overloaded()
-
     @app.after_request
     def allow_origins(response: Response) -> Response:
-        origin = request.headers.get("Origin", "")
-        response.vary.update(["origin", "access-control-request-method", "access-control-request-headers"])
-        if "*" in origins:
-            response.headers["Access-Control-Allow-Origin"] = "*"
-        elif origin in origins:
-            response.headers["Access-Control-Allow-Origin"] = origin
-        if request.method == "OPTIONS":
-            response.headers["Access-Control-Allow-Methods"] = "GET,POST"
-            asked = request.headers.get("Access-Control-Request-Headers", "")  # clients of OpenAI's send many of their own
-            response.headers["Access-Control-Allow-Headers"] = ",".join(filter(None, ["authorization,content-type", asked]))
+        asked = request.headers.get("Access-Control-Request-Headers", "")
+        response.headers.extend(guard.headers(request.method, request.headers.get("Origin", ""), asked))
         return response
+
+
+Wsgi = Callable[[dict, Callable], Iterable[bytes]]
+
+
+def with_refusals(app: Flask, config: Config, worker: Worker) -> tuple[Wsgi, Wsgi]:
+    """The app as it is served, and what takes its place for requests that find every thread taken.
+
+    That one, the refusal, says what the app would say without a look at the body, in a fraction of the time: so a crowd is told
+    to come back before those that may stay are read. The app gives way to it for what the worker would refuse anyway.
+    """
+    guard = Guard(config)
+    generates = {rule.rule for rule in app.url_map.iter_rules() if rule.endpoint.startswith("POST ")}
+
+    def refusal(environ: dict, start_response: Callable) -> Iterable[bytes]:
+        method, path = environ["REQUEST_METHOD"], environ["PATH_INFO"]
+        asked = environ.get("HTTP_ACCESS_CONTROL_REQUEST_HEADERS", "")
+        cors = guard.headers(method, environ.get("HTTP_ORIGIN", ""), asked)
+        if method == "OPTIONS":
+            start_response("200 OK", [("Content-Length", "0"), *cors.items()])
+            return []
+        error, outcome = schema.overloaded(), None
+        if not guard.lets_in(method, path, environ.get("HTTP_AUTHORIZATION", "")):
+            error = schema.unauthorized()
+        elif method == "POST" and path in generates:
+            outcome = error.outcome
+        worker.account_refused(Answered(error.status, outcome))
+        body, headers = _told(error, speaks_openai=path.startswith("/v1/"))
+        status = f"{error.status} {HTTPStatus(error.status).phrase.upper()}"
+        start_response(status, [*headers.items(), ("Content-Length", str(len(body))), *cors.items()])
+        return [] if method == "HEAD" else [body]
+
+    def app_or_refusal(environ: dict, start_response: Callable) -> Iterable[bytes]:
+        is_in_vain = worker.is_full and environ["REQUEST_METHOD"] == "POST" and environ["PATH_INFO"] in generates
+        return (refusal if is_in_vain else app)(environ, start_response)
+
+    return app_or_refusal, refusal
+
+
+def _told(error: ApiError, speaks_openai: bool) -> tuple[bytes, dict[str, str]]:
+    """The body of an error, and the headers that go with it."""
+    headers = {"Content-Type": "application/json"}
+    if error.retry_after_s is not None:
+        headers["Retry-After"] = str(error.retry_after_s)
+    if error.status == 401:
+        headers["WWW-Authenticate"] = "Bearer"
+    return (error.openai_json if speaks_openai else error.json), headers
 
 
 def _answer_errors(app: Flask, config: Config, worker: Worker) -> None:
@@ -590,11 +666,8 @@ def _answer_errors(app: Flask, config: Config, worker: Worker) -> None:
     @app.errorhandler(ApiError)
     def api_error(error: ApiError) -> Response:
         speaks_openai = g.get("speaks_openai", request.path.startswith("/v1/"))
-        response = Response(error.openai_json if speaks_openai else error.json, error.status, mimetype="application/json")
-        if error.retry_after_s is not None:
-            response.headers["Retry-After"] = str(error.retry_after_s)
-        if error.status == 401:
-            response.headers["WWW-Authenticate"] = "Bearer"
+        body, headers = _told(error, speaks_openai)
+        response = Response(body, error.status, headers)
         if "generates" in g:
             g.outcome = error.outcome
         return response
@@ -830,17 +903,23 @@ class Server(gunicorn.app.base.BaseApplication):
         for name, value in settings.items():
             self.cfg.set(name, value)
 
-    def load(self) -> Flask:
+    def load(self) -> Wsgi:
         """Runs in each web process, after the fork: a ZeroMQ context must not be carried across one."""
         configuration.die_with_parent()
-        gunicorn.util.write_error = _write_error
         worker = Worker(
             configuration.socket_address(),
             self._config.tokenizer_config_path,
             self._config.stuck_timeout,
             on_stuck=(configuration.run_dir() / "stuck").touch,  # entrypoint.sh looks for it
         )
-        return create_app(self._config, worker)
+
+        def write_error(client: socket.socket, status: int, reason: str, message: str) -> None:
+            worker.account_refused(Answered(status))
+            _write_error(client, status, reason, message)
+
+        gunicorn.util.write_error = write_error
+        app, self.refusal = with_refusals(create_app(self._config, worker), self._config, worker)
+        return app
 
 
 def main() -> int:

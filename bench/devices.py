@@ -22,6 +22,7 @@ from pathlib import Path
 
 HERE = Path(__file__).resolve().parent.parent
 BOOT_S = 120
+WAITING = 4  # times as many requests as slots are taken; what is more is refused
 
 # Of the two models, as their config.json has it.
 SHAPES = {
@@ -152,7 +153,8 @@ def _answers(port: int) -> bool:
 
 def flags_for(device: Device, model: Path) -> list[str]:
     flags = ["--model-id", str(model), "--device", "neuron", "--dtype", "bfloat16", "--tp-degree", str(device.tp_degree)]
-    return [*flags, "--max-batch-size", str(device.slots), "--max-total-tokens", str(device.window)]
+    flags += ["--max-batch-size", str(device.slots), "--max-total-tokens", str(device.window)]
+    return [*flags, "--max-concurrent-requests", str(WAITING * device.slots)]
 
 
 def environment_for(device: Device, folder: Path) -> dict[str, str]:

@@ -27,6 +27,7 @@ from load import (
     LoadError,
     Target,
     Window,
+    besiege,
     closed_loop,
     events,
     find,
@@ -99,6 +100,8 @@ class Plan:
     web_processes: tuple[int, ...] = (1, 2, 4)
     windows: tuple[int, ...] = (512, 8192)
     concurrencies: tuple[int, ...] = (1, 2, 4, 8, 16, 32)
+    clients: tuple[int, ...] = (1, 2, 4, 8)  # times the slots; more than devices.WAITING times are refused
+    answer_tokens: int = 50  # of each of theirs
     rounds: int = 5
     seconds: float = 2.0  # of a round
     requests: int = 60  # of a round
@@ -107,7 +110,7 @@ class Plan:
 
 FULL = Plan(((LLAMA_31_8B, 0.97), (FAST, 0.90), (LLAMA_2_7B, 0.98)), FAST)
 _SMALL = Device("a small device", 2, 5.0, 32000, 2, 2.0)
-SMOKE = Plan(((_SMALL, 0.9),), _SMALL, (2,), (1,), (512,), (1, 2), 1, 1.0, 3, (2, 2048, (1,)))
+SMOKE = Plan(((_SMALL, 0.9),), _SMALL, (2,), (1,), (512,), (1, 2), (1, 8), 20, 1, 1.0, 3, (2, 2048, (1,)))
 
 
 @dataclass(frozen=True)
@@ -187,6 +190,7 @@ def measure(plan: Plan, results: Results, tick: Callable[[], None]) -> None:
             if device is first:
                 _latency(results, target, device, plan, tick)
                 _concurrency(results, server, target, device, plan, tick)
+                _past_saturation(results, target, device, plan, tick)
                 _web(results, server, target, device, plan, tick)
     _growth(results, plan, tick)
     for device, _reach in plan.devices[:2]:
@@ -201,7 +205,7 @@ def measure(plan: Plan, results: Results, tick: Callable[[], None]) -> None:
 def ticks(plan: Plan) -> int:
     """How many steps the progress bar has."""
     cases = 2 * len(sampler.CASES) * len(plan.sampler[2])
-    return 2 * len(plan.devices) + 1 + len(plan.concurrencies) + 4 * plan.rounds + 2 * len(plan.devices[:2]) + cases
+    return 2 * len(plan.devices) + 1 + len(plan.concurrencies) + 5 * plan.rounds + 2 * len(plan.devices[:2]) + cases
 
 
 def _efficiency(results: Results, rounds: Sequence[Round], device: Device, kind: str, reach: float) -> None:
@@ -250,6 +254,25 @@ def _concurrency(
         possible.append((count, count / device.step_ms * 1e3))
         tick()
     results.throughput |= {"measured": measured, "if the device never waited": possible}
+
+
+def _past_saturation(results: Results, target: Target, device: Device, plan: Plan, tick: Callable[[], None]) -> None:
+    """Clients with short requests, up to more than the server takes, in turns."""
+    rates: dict[int, list[float]] = {times: [] for times in plan.clients}
+    settle_s = plan.answer_tokens * device.step_ms / 1e3  # until the first of them have had their answers
+    for number in range(plan.rounds):
+        for times, found in rates.items():
+            count = times * device.slots
+            requests = [target.request(prompt_of(20, number * count + n), plan.answer_tokens) for n in range(count)]
+            window = asyncio.run(besiege(target, requests, count, settle_s, plan.seconds))
+            found.append(window.tokens / (window.closed_at - window.opened_at))
+        tick()
+    peaks = [max(values) for values in zip(*rates.values())]
+    beyond = [min(values) for values in zip(*(found for times, found in rates.items() if times > 1))]
+    name = f"throughput past saturation: the least over the peak, up to {max(rates)} clients a slot"
+    results.add(name, [least / peak for least, peak in zip(beyond, peaks)], "of the peak", 0.9, at_least=True)
+    for times, found in rates.items():
+        results.add(f"throughput: {times * device.slots} clients on {device.slots} slots, short answers", found, "tokens/s")
 
 
 def _web(results: Results, server: Server, target: Target, device: Device, plan: Plan, tick: Callable[[], None]) -> None:

@@ -21,10 +21,11 @@ import urllib.error
 import urllib.request
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
+from itertools import cycle, pairwise
 from urllib.parse import SplitResult, urlsplit
 
 TIMEOUT_S = 120.0
+RETRY_S = 1.0  # as the server's Retry-After says
 LAST_CHUNK = b"\r\n0\r\n\r\n"
 SAMPLED = {"temperature": 0.8, "top_p": 0.95, "top_k": 50, "seed": 1}
 
@@ -100,6 +101,10 @@ class Stream(asyncio.Protocol):
 
     def close(self) -> None:
         self._transport.abort()
+
+    @property
+    def is_refused(self) -> bool:
+        return bool(self.reads) and b" 429 " in self.reads[0][1][:15]
 
 
 @dataclass
@@ -269,6 +274,37 @@ async def saturate(
             stream.close()
     answers = [Answer.of(stream) for stream in streams]
     return [Window(opened_at, closed_at, answers) for opened_at, closed_at in pairwise(marks)]
+
+
+async def besiege(target: Target, requests: Sequence[bytes], clients: int, settle_s: float, seconds: float) -> Window:
+    """So many clients for a while: each asks again when it has had its answer, or RETRY_S after it was refused."""
+    streams: list[Stream] = []
+    waiting = cycle(requests)
+
+    async def client() -> None:
+        while True:
+            streams.append(stream := await open_stream(target, next(waiting)))
+            try:
+                await stream.done
+            finally:
+                stream.close()
+            if stream.is_refused:
+                await asyncio.sleep(RETRY_S)
+
+    tasks = [asyncio.create_task(client()) for _ in range(clients)]
+    await asyncio.sleep(settle_s)
+    opened_at = time.perf_counter()
+    await asyncio.sleep(seconds)
+    closed_at = time.perf_counter()
+    ended = [Answer.of(stream) for stream in streams if stream.done.done() and not stream.is_refused]
+    for task in tasks:
+        task.cancel()
+    if broken := [end for end in await asyncio.gather(*tasks, return_exceptions=True) if isinstance(end, Exception)]:
+        raise LoadError(f"{len(broken)} of {clients} clients failed, the first with: {broken[0]!r}")
+    if failed := [answer.error for answer in ended if answer.error]:
+        raise LoadError(f"{len(failed)} of {len(ended)} requests failed, the first with: {failed[0]}")
+    answers = [Answer.of(stream) for stream in streams if stream.reads and not stream.is_refused]
+    return Window(opened_at, closed_at, answers)
 
 
 def percentile(values: Sequence[float], share: float) -> float:

@@ -44,7 +44,15 @@ def smoke(tmp_path_factory):
 def test_every_row_of_the_table_has_its_figures(smoke):
     figures = smoke[0]["figures"]
     rows = {figure["name"].partition(":")[0] for figure in figures if figure["reach"] is not None}
-    assert rows == {"serving efficiency", "added latency", "added jitter", "sampler", "web process", "growth"}
+    assert rows == {
+        "serving efficiency",
+        "added latency",
+        "added jitter",
+        "sampler",
+        "web process",
+        "growth",
+        "throughput past saturation",
+    }
     for figure in figures:
         assert figure.keys() == {"name", "value", "min", "max", "unit", "reach", "met"}
         assert figure["min"] <= figure["value"] <= figure["max"]

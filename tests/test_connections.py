@@ -1,5 +1,8 @@
 """When a request has arrived: told from its bytes, however they come in pieces, and gunicorn's parser agrees."""
 
+import contextlib
+import os
+import signal
 import socket
 import subprocess
 import sys
@@ -114,23 +117,34 @@ def test_a_client_is_told_to_go_on_unless_its_body_will_not_be_taken(length):
 
 
 APP = """
-import socket, sys
+import socket, sys, threading
 import gunicorn.app.base
 import connections
 
 class Server(gunicorn.app.base.BaseApplication):
-    limits = connections.Limits(payload_bytes=100, client_timeout_s=20, probes=frozenset())
+    limits = connections.Limits(payload_bytes=100, client_timeout_s=20, probes=frozenset(["/go"]))
     def load_config(self):
         settings = {"bind": [f"fd://{listener.fileno()}"], "worker_class": connections.ConnectionWorker, "threads": 4}
         for name, value in (settings | {"control_socket_disable": True, "accesslog": None}).items():
             self.cfg.set(name, value)
     def load(self):
+        go = threading.Event()
         def app(environ, start_response):
             start_response("200 OK", [("Content-Type", "text/plain")])
             yield b"begun"
+            if environ["PATH_INFO"] == "/go":
+                go.set()
+            if environ["PATH_INFO"] == "/waits":
+                go.wait()
             if environ["PATH_INFO"] == "/breaks":
                 raise RuntimeError("on purpose")
             environ["wsgi.input"].read()
+        def refusal(environ, start_response):
+            start_response("503 Service Unavailable", [("Content-Length", "2")])
+            if environ["PATH_INFO"] == "/breaks":
+                raise RuntimeError("on purpose")
+            return [] if environ["REQUEST_METHOD"] == "HEAD" else [b"no"]
+        self.refusal = refusal
         return app
 
 listener = socket.create_server(("127.0.0.1", 0))
@@ -140,27 +154,136 @@ Server().run()
 """
 
 
-def test_an_app_that_breaks_in_the_middle_of_an_answer_ends_that_connection_alone():
-    server = subprocess.Popen([sys.executable, "-c", APP], cwd=HERE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    try:
-        address = ("127.0.0.1", int(server.stdout.readline()))
+class Running:
+    """A server of four threads, and its log when it has ended."""
 
-        def ask(client, path):
-            client.sendall(b"GET %s HTTP/1.1\r\nHost: x\r\n\r\n" % path)
-            data = b""
-            while not data.endswith(b"0\r\n\r\n") and (piece := client.recv(1000)):
-                data += piece
-            return data
+    def __init__(self):
+        command, pipes = [sys.executable, "-c", APP], {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+        self.process = subprocess.Popen(command, cwd=HERE, text=True, start_new_session=True, **pipes)
+        self.address = ("127.0.0.1", int(self.process.stdout.readline()))
 
-        with socket.create_connection(address, timeout=20) as steady:
-            assert b"200 OK" in ask(steady, b"/")
-            for _ in range(3):
-                with socket.create_connection(address, timeout=20) as broken:
-                    data = ask(broken, b"/breaks")
-                    assert b"begun" in data and not data.endswith(b"0\r\n\r\n"), "it is cut off, and does not end"
-            assert b"200 OK" in ask(steady, b"/")
-    finally:
-        server.terminate()
-        _, log = server.communicate(timeout=20)
+    def connect(self):
+        return socket.create_connection(self.address, timeout=20)
+
+    def end(self, how=signal.SIGTERM):
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, how)
+        _, log = self.process.communicate(timeout=20)
+        return log
+
+
+@pytest.fixture
+def running():
+    running = Running()
+    yield running
+    if running.process.poll() is None:
+        running.end(signal.SIGKILL)
+
+
+def get(path, method=b"GET"):
+    return b"%s %s HTTP/1.1\r\nHost: x\r\n\r\n" % (method, path)
+
+
+def read_until(client, end):
+    data = b""
+    while not data.endswith(end) and (piece := client.recv(65536)):
+        data += piece
+    return data
+
+
+def ask(client, path):
+    client.sendall(get(path))
+    return read_until(client, b"0\r\n\r\n")
+
+
+def test_an_app_that_breaks_in_the_middle_of_an_answer_ends_that_connection_alone(running):
+    with running.connect() as steady:
+        assert b"200 OK" in ask(steady, b"/")
+        for _ in range(3):
+            with running.connect() as broken:
+                data = ask(broken, b"/breaks")
+                assert b"begun" in data and not data.endswith(b"0\r\n\r\n"), "it is cut off, and does not end"
+        assert b"200 OK" in ask(steady, b"/")
+    log = running.end()
     assert log.count("RuntimeError: on purpose") == 3
     assert log.count("Booting worker") == 1, "the process went on"
+
+
+@pytest.fixture
+def crowded(running):
+    """The same with a request in each thread; `ask(client, b"/go")` ends them."""
+    waiting = [running.connect() for _ in range(4)]
+    for client in waiting:
+        client.sendall(get(b"/waits"))
+        assert b"begun" in read_until(client, b"begun\r\n")
+    running.waiting = waiting
+    yield running
+    for client in waiting:
+        client.close()
+
+
+REFUSED = b"Content-Length: 2\r\n\r\nno"
+
+
+def test_what_finds_every_thread_taken_is_refused_and_its_connection_lives_on(crowded):
+    with crowded.connect() as client, crowded.connect() as probe:
+        for path in (b"/", b"/waits", b"/else"):
+            client.sendall(get(path))
+            answer = read_until(client, b"no")
+            assert answer.startswith(b"HTTP/1.1 503") and answer.endswith(REFUSED) and b"Connection: keep-alive" in answer
+        client.sendall(get(b"/", b"HEAD"))
+        assert read_until(client, b"\r\n\r\n").endswith(b"Content-Length: 2\r\n\r\n")
+        assert b"200 OK" in ask(probe, b"/go")
+        for waiting in crowded.waiting:
+            assert read_until(waiting, b"0\r\n\r\n")
+        assert b"200 OK" in ask(client, b"/")
+
+
+def test_refusals_sent_ahead_by_the_thousand_are_all_made(crowded):
+    most = 3000
+    with crowded.connect() as client, crowded.connect() as other:
+        client.sendall(get(b"/") * most)
+        other.sendall(get(b"/"))
+        assert read_until(other, b"no").endswith(REFUSED)
+        data = b""
+        while data.count(REFUSED) < most:
+            piece = client.recv(65536)
+            assert piece, f"closed after {data.count(REFUSED)}"
+            data += piece
+
+
+def test_a_refused_request_that_is_no_http_is_told_so(crowded):
+    with crowded.connect() as client:
+        client.sendall(b"GET / HTTP/1.1\r\nHo st: x\r\n\r\n")
+        assert read_until(client, b"never").startswith(b"HTTP/1.1 400")
+
+
+@pytest.mark.parametrize("length", [101, 70_000, 10_000_000])
+def test_a_refused_request_with_too_long_a_body_is_answered_and_its_connection_ends(crowded, length):
+    with crowded.connect() as client:
+        client.sendall(b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % length + b"a" * min(length, 101))
+        if length > 101:  # the rest is not waited for
+            assert b"Connection: close" in (answer := read_until(client, b"never"))
+        else:
+            answer = read_until(client, b"no")
+        assert answer.endswith(REFUSED)
+
+
+def test_a_client_that_sends_on_and_never_reads_its_refusals_holds_up_nobody(crowded):
+    with crowded.connect() as deaf, crowded.connect() as client:
+        deaf.settimeout(0.2)
+        with contextlib.suppress(OSError):
+            while True:
+                deaf.sendall(get(b"/") * 1000)
+        client.sendall(get(b"/"))
+        assert read_until(client, b"no").endswith(REFUSED)
+
+
+def test_a_refusal_that_breaks_ends_its_connection_alone(crowded):
+    with crowded.connect() as broken, crowded.connect() as client:
+        broken.sendall(get(b"/breaks"))
+        assert read_until(broken, b"never").startswith(b"HTTP/1.1 500")
+        client.sendall(get(b"/"))
+        assert read_until(client, b"no").endswith(REFUSED)
+        assert b"200 OK" in ask(client, b"/go")
+    assert crowded.end().count("Booting worker") == 1, "the process went on"

@@ -199,6 +199,12 @@ def well(server):
     return healthy_at - started_at, time.monotonic() - healthy_at
 
 
+def counts(server):
+    """What /metrics says, by name without "tgi_"."""
+    lines = [line.rsplit(" ", 1) for line in server.get("/metrics")[1].splitlines() if line.startswith("tgi_")]
+    return {name.removeprefix("tgi_"): float(value) for name, value in lines}
+
+
 def test_of_500_clients_at_once_exactly_the_surplus_is_refused(server):
     first = [send(server, COMPLETIONS, some(400)) for _ in range(4)]
     wait_until(lambda: server.status().running == 4, "every slot is taken, for longer than the others need to come")
@@ -210,14 +216,47 @@ def test_of_500_clients_at_once_exactly_the_surplus_is_refused(server):
     refused = [(headers, body) for status, headers, body in answers if status == 429]
     served = [body for status, _, body in answers if status == 200]
     assert (len(served), len(refused)) == (MOST, 500 - MOST)
-    assert all(int(headers["Retry-After"]) > 0 for headers, _ in refused)
-    assert all(json.loads(body)["error"]["code"] == "rate_limit_exceeded" for _, body in refused)
+    (headers,) = {tuple((name, value) for name, value in headers.items() if name != "Date") for headers, _ in refused}
+    (body,) = {body for _, body in refused}  # whoever refuses: the worker, a web process before it asks, or one in a crowd
+    assert int(dict(headers)["Retry-After"]) > 0 and dict(headers)["Access-Control-Allow-Origin"] == "*"
+    assert json.loads(body)["error"]["code"] == "rate_limit_exceeded"
     assert all(body.endswith(b"data: [DONE]\n\n") for body in served)
     texts = Counter(
         "".join(json.loads(line[6:])["choices"][0]["text"] for line in body.splitlines() if line.startswith(b"data: {"))
         for body in served
     )
     assert sorted(texts.values()) == [4, MOST - 4], "all that asked the same got the same"
+
+
+def test_what_is_refused_is_counted_whoever_refuses_it(start):
+    raw = {
+        400: b"GET / HTTP/1.1\r\nHo st: x\r\n\r\n",
+        408: b"GET / HTTP/1.1\r\nHo",
+        413: b"POST / HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\n1;" + b"x" * 6_000_000,
+        414: b"GET /" + b"x" * 9000 + b" HTTP/1.1\r\n\r\n",
+        431: b"GET / HTTP/1.1\r\n" + b"X: y\r\n" * 20_000,
+    }
+    with start(MAX_CONCURRENT_REQUESTS="8") as server:
+        server.wait_ready()
+        first = [send(server, COMPLETIONS, some(400)) for _ in range(8)]
+        wait_until(lambda: server.status().full, "a full house, for longer than the others need to come")
+        assert [status for status, _, _ in crowd(server, 100, COMPLETIONS, some(5))] == [429] * 100
+        for status, sent in raw.items():
+            with connect(server) as client:
+                with contextlib.suppress(ConnectionError):
+                    client.sendall(sent)
+                assert end_of(client) == status
+        assert [answer(client)[0] for client in first] == [200] * 8
+        wait_until(lambda: counts(server)["request_count"] == 108, "all are counted")
+        found = counts(server)
+        assert (found["request_success"], found['request_failure{err="overloaded"}']) == (8, 100)
+        expected = dict.fromkeys(raw, 1) | {429: 100}
+
+        def told():
+            seen = counts(server)
+            return {status: seen[f'http_errors{{status="{status}"}}'] for status in expected}
+
+        wait_until(lambda: told() == expected, "every status is counted")
 
 
 def test_health_metrics_and_info_answer_while_every_place_is_taken(server):
@@ -258,6 +297,24 @@ def test_a_hang_up_frees_what_the_request_had(server, stream, queued):
     wait_until(lambda: server.status().running + server.status().queued == len(others), "it is gone", SOON_S)
     for other in others:
         other.close()
+
+
+def test_a_hang_up_while_the_device_runs_its_prompt_frees_the_slot_after_it(start):
+    with start(FAKE_NEURON_PREFILL_S="1") as server:
+        server.wait_ready()
+        steady = send(server, COMPLETIONS, some(60))
+        wait_until(lambda: server.status().steps > 0, "it runs")
+        client = send(server, COMPLETIONS, endless())
+        wait_until(lambda: server.status().running == 2, "its prompt is run")
+        client.close()
+        wait_until(lambda: "finish_reason=client_hung_up" in server.log, "it is over", SOON_S)
+        (line,) = [line for line in server.log.splitlines() if "finish_reason=client_hung_up" in line]
+        generated = int(line.split("generated_tokens=")[1].split()[0])
+        assert generated <= 2, "the first, and that of the step in the same turn"
+        assert answer(send(server, COMPLETIONS, some(2)))[0] == 200
+        status, _, body = answer(steady)
+        assert (status, body.endswith(b"data: [DONE]\n\n")) == (200, True)
+        server.wait_idle()
 
 
 def test_a_storm_of_1000_hang_ups_leaves_nothing_behind(server):
@@ -348,6 +405,7 @@ def test_a_body_that_is_too_large_is_answered_while_it_is_still_being_sent(serve
 
 def test_bodies_that_never_end_are_held_up_to_a_bound(server):
     head, part = head_of("/generate", b"a" * 2_000_000), b"a" * 1_900_000
+    before = counts(server)
     clients = [connect(server) for _ in range(100)]  # three times what the two web processes hold
 
     def send_most(client):
@@ -359,6 +417,8 @@ def test_bodies_that_never_end_are_held_up_to_a_bound(server):
         assert sum(well(server)) < 4 * SOON_S
         assert all(memory_mb(pid) < 400 for pid in server.pids("web.py"))
         endings = Counter(pool.map(end_of, clients))
+    refused = 'http_errors{status="503"}'
+    wait_until(lambda: counts(server)[refused] == before[refused] + endings[503], "they are counted")
     assert endings[503] > 0 and endings[503] + endings[408] + endings[None] == 100
 
 

@@ -873,6 +873,28 @@ def test_a_template_that_messages_keep_busy_is_stopped(template, monkeypatch):
     assert chat.render([{"role": "user", "content": ""}]) == "", "and the next chat has all the time again"
 
 
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
+        "{% set r = range(99999) %}{% for a in r %}{% for b in r %}{% for c in r %}{% endfor %}{% endfor %}{% endfor %}",
+        "{% set r = range(99999) %}{% for a in r if a < 0 %}{% else %}"
+        "{% for b in r %}{% for c in r %}{% endfor %}{% endfor %}{% endfor %}",
+        "{% macro m(n) %}{% if n %}{{ m(n - 1) }}{{ m(n - 1) }}{% endif %}{% endmacro %}{{ m(60) }}",
+        "{% for a in [range(99999)] recursive %}{{ loop(a) if a is iterable and a is not string }}"
+        "{% for b in range(99999) %}{% endfor %}{% endfor %}",
+        "{% set r = range(99999) %}{{ ([r] * 99999) | map('sum') | list | length }}",
+    ],
+    ids=["loops", "loops in a loop", "loops for nothing", "macros", "a loop that calls itself", "map"],
+)
+def test_a_template_that_keeps_itself_busy_is_stopped(template, monkeypatch):
+    monkeypatch.setattr(text, "TEMPLATE_S", 0.1)
+    started_at = time.monotonic()
+    with pytest.raises(TemplateError, match=r"longer than 0\.1 s"):
+        ChatTemplate(template, {}).render([USER])
+    assert time.monotonic() - started_at < 5, "it would take minutes or years"
+
+
 def test_a_template_that_writes_too_much_is_stopped(monkeypatch):
     monkeypatch.setattr(text, "TEMPLATE_CHARACTERS", 1000)
     chat = ChatTemplate("{% for m in messages %}{{ m.content }}{% endfor %}", {})

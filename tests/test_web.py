@@ -7,12 +7,14 @@ import threading
 import time
 
 import pytest
+import werkzeug.test
 from gunicorn.http.errors import InvalidChunkSize
 from prometheus_client.parser import text_string_to_metric_families
 from served import LIMITS, WAIT_S, WINDOW, events, wait_until
 from werkzeug.exceptions import ClientDisconnected
 
 import schema
+import text
 import web
 from protocol import End, Prompt
 
@@ -239,6 +241,125 @@ def test_two_requests_too_many_are_429_and_the_others_do_not_notice(served):
     assert [response.json["generated_text"] for response in answers if response not in refused] == [text] * most
 
 
+GENERATE = ["/", "/v1", "/generate", "/generate_stream", "/v1/completions", "/v1/chat/completions", "/invocations", "/vertex"]
+BROWSER = {
+    "Origin": "http://a.example",
+    "Access-Control-Request-Headers": "x-one,x-two",
+    "Access-Control-Request-Method": "POST",
+}
+KEY = "the-key"
+
+
+def with_refusals(served):
+    """Clients of the app as gunicorn runs it, and of what refuses in its place."""
+    return [werkzeug.test.Client(wsgi) for wsgi in web.with_refusals(served.client.application, served.config, served.seen)]
+
+
+def full(served):
+    served.worker.max_concurrent_requests = 0
+    served.worker._report()
+    wait_until(lambda: served.seen.is_full)
+
+
+def told(response):
+    return response.status, sorted(response.headers), response.get_data()
+
+
+@pytest.mark.parametrize("origins", ["*", "http://a.example,http://b.example", "http://b.example"])
+@pytest.mark.parametrize("key", ["", KEY])
+def test_a_refusal_of_a_crowd_is_what_the_app_would_say(serve, origins, key):
+    served = serve(cors_allow_origin=origins, api_key=key or None).get_ready()
+    served.worker.max_concurrent_requests = 0
+    refusal = with_refusals(served)[1]
+    authorized = {"Authorization": f"Bearer {key}"} if key else {}
+    for path in GENERATE:
+        body = {"json": body_of(path)} if path != "/invocations" else {"json": {"inputs": "a"}}
+        for more in ({}, BROWSER):
+            headers = authorized | more
+            refused = refusal.post(path, **body, headers=headers)
+            assert told(refused) == told(served.client.post(path, **body, headers=headers)), path
+            assert refused.status_code == 429 and int(refused.headers["Retry-After"]) > 0
+    for method, path in [("OPTIONS", "/generate"), ("OPTIONS", "/v1/completions"), ("OPTIONS", "/nowhere"), ("OPTIONS", "/")]:
+        for headers in ({}, BROWSER):
+            answer = refusal.open(path, method=method, headers=headers)
+            assert told(answer) == told(served.client.open(path, method=method, headers=headers))
+            assert answer.status_code == 200
+    wrong = [{}, {"Authorization": "Bearer no"}, {"Authorization": key}, {"Authorization": f"Bearer {key.upper()}"}, BROWSER]
+    for method, path in [
+        ("POST", "/generate"),
+        ("POST", "/v1/completions"),
+        ("HEAD", "/docs/"),
+        ("PUT", "/v1/models"),
+        ("GET", "/x"),
+    ]:
+        for headers in wrong if key else []:
+            answer = refusal.open(path, method=method, headers=headers)
+            assert told(answer) == told(served.client.open(path, method=method, headers=headers))
+            assert answer.status_code == 401
+    native, openai = (
+        served.post("/generate", {"inputs": "a"}, headers=authorized),
+        served.post("/v1/completions", {"prompt": "a"}, headers=authorized),
+    )
+    others = [
+        ("GET", "/docs/", native),
+        ("POST", "/tokenize", native),
+        ("PUT", "/generate", native),
+        ("GET", "/nowhere", native),
+    ]
+    for method, path, expected in [*others, ("GET", "/v1/nowhere", openai), ("DELETE", "/v1/completions", openai)]:
+        assert told(refusal.open(path, method=method, headers=authorized)) == told(expected)
+    head = refusal.head("/docs/", headers=authorized)
+    assert told(head) == (*told(native)[:2], b"")
+
+
+def test_what_the_worker_would_refuse_is_refused_without_a_look_at_it_and_nothing_else_is(served):
+    app = with_refusals(served)[0]
+    assert app.post("/generate", json={"inputs": ""}).status_code == 422
+    full(served)
+    for path in GENERATE:
+        assert app.post(path, data=b"{").status_code == 429
+    for method, path, status in [
+        ("GET", "/health", 200),
+        ("GET", "/generate", 405),
+        ("POST", "/nowhere", 404),
+        ("GET", "/info", 200),
+    ]:
+        assert app.open(path, method=method).status_code == status
+    assert app.post("/tokenize", json={"inputs": "a"}).status_code == 200
+    served.worker.max_concurrent_requests = 1
+    served.worker._report()
+    wait_until(lambda: not served.seen.is_full)
+    assert app.post("/generate", json={"inputs": "a"}).status_code == 200
+
+
+def test_a_full_house_is_told_before_anyone_asks_and_so_is_a_free_place(served):
+    served.worker.max_concurrent_requests = 1
+    served.model.may_decode.clear()
+    with served.post("/generate_stream", {"inputs": "Hello", "parameters": {"max_new_tokens": 2}}, buffered=False) as stream:
+        wait_until(lambda: served.seen.is_full)
+        served.model.may_decode.set()
+        assert b"".join(stream.response).count(b"data: ") == 2
+    wait_until(lambda: not served.seen.is_full)
+
+
+def test_every_refusal_of_a_crowd_is_counted(serve):
+    served = serve(api_key=KEY).get_ready()
+    refusal = with_refusals(served)[1]
+    authorized = {"Authorization": f"Bearer {KEY}"}
+    for _ in range(20):
+        refusal.post("/generate", data=b"", headers=authorized)
+    for _ in range(3):
+        refusal.post("/tokenize", data=b"", headers=authorized)
+        refusal.post("/generate", data=b"")
+        refusal.options("/generate")
+    seen = metrics(served)  # asks the same process, which tells what it has counted first
+    assert (seen["tgi_http_errors_total,429"], seen["tgi_http_errors_total,401"]) == (23, 3)
+    assert seen["tgi_request_count_total"] == seen["tgi_request_failure_total,overloaded"] == 20
+    refusal.post("/generate", data=b"", headers=authorized)
+    counted = served.metrics.series("request_count")._value
+    wait_until(lambda: counted.get() == 21)  # though nobody asks this process
+
+
 def test_a_stream_too_many_is_429_before_its_first_byte(served):
     served.worker.max_concurrent_requests = 0
     response = served.post("/generate_stream", {"inputs": "Hello"})
@@ -322,6 +443,37 @@ def test_a_client_that_hangs_up_frees_its_place(served, route, place):
     assert list(served.seen._inboxes.values()).count(None) == 1, "the id is kept until the worker has ended it"
     served.model.may_decode.set()
     served.assert_idle()
+    ours.close()
+
+
+@pytest.mark.parametrize("route", ["/generate", "/generate_stream"])
+def test_a_client_that_hangs_up_while_its_prompt_is_run_frees_its_place_after_the_part_that_runs(served, route):
+    began, there, may_go_on, run_part = [], threading.Event(), threading.Event(), served.model.prefill_part
+
+    def prefill_part(slot, prompt, begin):
+        if len(prompt) > 30:
+            began.append(begin)
+            if begin == 4:
+                there.set()
+                assert may_go_on.wait(WAIT_S)
+        return run_part(slot, prompt, begin)
+
+    served.model.prompt_part, served.model.prefill_part = 2, prefill_part
+    other = served.post("/generate_stream", {"inputs": "Hello", "parameters": {"max_new_tokens": 50}}, buffered=False)
+    ours, theirs = socket.socketpair()
+    asking = threading.Thread(
+        target=lambda: served.post(route, {"inputs": "a" * 40}, environ_overrides={"gunicorn.socket": ours}, buffered=False)
+    )
+    asking.start()
+    assert there.wait(WAIT_S)
+    theirs.close()
+    asking.join(WAIT_S)
+    assert not asking.is_alive(), "it waits for the device, though nobody reads"
+    wait_until(lambda: served.end._inbox.qsize())  # the worker has been told
+    may_go_on.set()
+    assert b"".join(other.response).count(b"data: ") == len(served.expected("Hello", 50))
+    served.assert_idle()
+    assert began == [0, 2, 4]
     ours.close()
 
 
@@ -777,6 +929,23 @@ def test_without_a_worker_there_are_no_metrics_and_it_is_told(booting):
     booting.end.close()
     wait_until(lambda: booting.seen.phase == "dead")
     assert booting.client.get("/metrics").status_code == 503
+
+
+def test_a_template_without_an_end_fails_its_chat_and_holds_up_nobody(serve, monkeypatch):
+    monkeypatch.setattr(text, "TEMPLATE_S", 1.0)
+    served = serve()
+    endless = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
+    (served.folder / "chat_template.jinja").write_text(endless)
+    served.get_ready()
+    chats = []
+    chat = threading.Thread(target=lambda: chats.append(served.post("/v1/chat/completions", body_of("/v1/chat/completions"))))
+    chat.start()
+    assert served.post("/generate", {"inputs": "a", "parameters": {"max_new_tokens": 2}}).status_code == 200
+    assert served.client.get("/health").status_code == 200
+    assert chat.is_alive(), "it is still at it"
+    chat.join(WAIT_S)
+    (refused,) = chats
+    assert refused.status_code == 422 and "longer than 1 s" in refused.json["error"]["message"]
 
 
 def test_a_text_of_too_many_tokens_is_not_told_token_by_token(served, monkeypatch):

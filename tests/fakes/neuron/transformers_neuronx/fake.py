@@ -8,6 +8,7 @@ The environment says what machine it is and what goes wrong on it:
     FAKE_NEURON_CORE_BYTES  memory of a core (16 GiB)
     FAKE_NEURON_COMPILE_S   seconds that a program takes to compile (0)
     FAKE_NEURON_STEP_S      seconds that a decode step takes (0)
+    FAKE_NEURON_PREFILL_S   seconds that a prompt takes (0)
     FAKE_NEURON_SEED        of the sampling on the device (0)
     FAKE_NEURON_SDK         compiled programs of another SDK are not found (2.25.0)
     FAKE_NEURON_TRANSFORMERS  the version of transformers that the library is said to run on (4.48.3)
@@ -207,6 +208,7 @@ class Runtime:
 
     def prefill(self) -> None:
         self.prefills += 1
+        time.sleep(_seconds("FAKE_NEURON_PREFILL_S"))
         if _must_fail("prefill", self.prefills):
             self.die('nrt_execute status=1004 message="Execution error"')
 
