@@ -364,7 +364,7 @@ class Call:
             self._inbox.put(messages)
 
     def _relayed(self, messages: list[Prompt | Token | End]) -> bool:
-        """Whether all is done; what is not stays in `messages`."""
+        """Whether nothing is left to do for its own thread; what it has to handle itself stays in `messages`."""
         if not all(type(message) is Token and message.finish_reason is None for message in messages):
             return False
         try:
@@ -377,7 +377,7 @@ class Call:
         return relay_goes_on and any(sequence.finish_reason is None for sequence in self._by_id.values())
 
     def _receive(self) -> list[Prompt | Token | End]:
-        """All messages that wait. None when KEEP_ALIVE_S pass without one, when the deadline comes, and when the relay ends."""
+        """All messages that wait; none when KEEP_ALIVE_S pass, when the deadline comes, and when the relay has ended."""
         self._quiet_since = time.monotonic()
         with self._lock:
             self._is_lent = self.relay is not None and self._inbox.empty()
@@ -392,17 +392,18 @@ class Call:
 
     def _wait(self) -> list[Prompt | Token | End]:
         while True:
+            messages = None
             with contextlib.suppress(queue.Empty):
-                messages = self._inbox.get(timeout=HANG_UP_POLL_S)
-                with contextlib.suppress(queue.Empty):
-                    while messages:
-                        messages += self._inbox.get_nowait()
-                return messages
+                messages = self._inbox.get(timeout=max(0.0, min(HANG_UP_POLL_S, self._deadline_at - time.monotonic())))
+                while messages:  # the word that the relay has ended comes alone: what it left goes out first
+                    messages += self._inbox.get_nowait()
             now = time.monotonic()
             if now - self._looked_at >= HANG_UP_POLL_S:
                 self._looked_at = now
                 if self._client_is_gone():
                     raise ClientGone
+            if messages is not None:
+                return messages
             if now >= min(self._quiet_since + KEEP_ALIVE_S, self._deadline_at):
                 return []
 
@@ -521,6 +522,7 @@ class Readers:
 def create_app(config: Config, worker: Worker) -> Flask:
     """The WSGI application. Serves from the first moment; until the model is ready it says so with 503."""
     app = Flask("neuron-textgen", static_folder=None)
+    "idna".encode("idna")  # loads what werkzeug needs for the first Host that it sees
     app.config["MAX_CONTENT_LENGTH"] = config.payload_limit + 1  # werkzeug cuts a chunked body here without a word
     app.register_blueprint(get_swaggerui_blueprint("/docs", "/api-doc/openapi.json"))
     readers = Readers(config, worker)

@@ -275,10 +275,15 @@ def test_a_whole_answer_wakes_its_thread_when_it_ends_and_not_before(served, mon
     assert len(wakes) <= 3, "once for the prompt, once for the end"
 
 
+def call_on(served, **options):
+    request = schema.parse(json.dumps({"inputs": "Hello", "parameters": LONG}).encode(), schema.GenerateRequest)
+    job = schema.check(request, served.config, served.facts, streaming=True)
+    return web.Call(served.seen, [job], time.monotonic(), **options)
+
+
 def test_what_a_client_did_not_take_goes_before_what_comes_after(served):
     """The word that the relay is over is handed out alone, so that what it left is flushed before a failure is told."""
-    request = schema.parse(json.dumps({"inputs": "Hello", "parameters": LONG}).encode(), schema.GenerateRequest)
-    call = web.Call(served.seen, [schema.check(request, served.config, served.facts, streaming=True)], time.monotonic())
+    call = call_on(served)
     call.close()
     while call._inbox.qsize():
         call._inbox.get()
@@ -286,3 +291,12 @@ def test_what_a_client_did_not_take_goes_before_what_comes_after(served):
     call._take_in([])
     call._take_in([end])
     assert [call._wait(), call._wait()] == [[], [end]]
+
+
+def test_a_hang_up_is_noticed_though_messages_keep_coming(served, monkeypatch):
+    monkeypatch.setattr(web, "HANG_UP_POLL_S", 0.0)
+    call = call_on(served, client_is_gone=lambda: True)
+    wait_until(call._inbox.qsize)
+    with pytest.raises(web.ClientGone):
+        next(iter(call))
+    call.close()
