@@ -41,6 +41,7 @@ class Client:
         self.ours, self.theirs = socket.socketpair()
         self.ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
         self.calls, self.past = [], []  # what went past gunicorn
+        self.past_before_head = None
         self.data = b""
         self.error = None
         self._asking = None
@@ -76,7 +77,9 @@ class Client:
         environ = {"gunicorn.socket": self.ours, "SERVER_PROTOCOL": self.protocol}
         response = self.served.post(route, body, environ_overrides=environ, buffered=False)
         try:
-            for part in response.response:
+            for part in response.response:  # with the first of them goes the head
+                if self.past_before_head is None:
+                    self.past_before_head = list(self.past)
                 util.write(self.ours, part, chunked=self.protocol == "HTTP/1.1")
             self.ours.shutdown(socket.SHUT_WR)
         except OSError as error:
@@ -253,6 +256,7 @@ def test_nothing_goes_past_gunicorn_before_the_head_of_the_answer(served, client
     wait_until(lambda: client.calls and client.calls[0].first_token_at)
     served.model.may_decode.set()
     assert client.read() == expected
+    assert client.past_before_head == []
 
 
 @pytest.mark.parametrize("route", ["/generate", "/v1/chat/completions"])
