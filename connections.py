@@ -154,6 +154,35 @@ class Connection(TConn):
         return method in (b"GET", b"HEAD") and path.decode("latin-1") in self.limits.probes
 
 
+class Outlet:
+    """Where the next parts of an answer can go past gunicorn, framed as it would frame them, once its first part has gone.
+
+    `write` may be called from any thread, but by one at a time; it never waits. `flush` does, and belongs to the answer's own
+    thread. Both raise OSError when the client is gone.
+    """
+
+    def __init__(self, environ: dict):
+        self._sock: socket.socket = environ["gunicorn.socket"]
+        self._is_chunked = environ["SERVER_PROTOCOL"] != "HTTP/1.0"
+        self._left = b""
+
+    def write(self, part: bytes) -> bool:
+        """Whether the client has taken all of `part`. If not, nothing else may be written before a `flush`."""
+        if self._is_chunked:
+            part = b"%X\r\n%b\r\n" % (len(part), part)
+        try:
+            sent = self._sock.send(part, socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            sent = 0
+        self._left = part[sent:]
+        return not self._left
+
+    def flush(self) -> None:
+        """Sends what a client did not take at once."""
+        left, self._left = self._left, b""
+        self._sock.sendall(left)
+
+
 def prepare(listener: socket.socket, limits: Limits) -> int:
     """Bounds how long what is written to clients of `listener` may wait for them, at no cost a write: kernel's business,
     inherited by each connection. Returns how many connections this process can have."""

@@ -75,6 +75,9 @@ PROBES = OPEN_ROUTES | {"/info", "/v1/models"}  # answered from memory, whatever
 HANG_UP = 499  # the status of an answer that nobody reads
 
 
+Batch = list[tuple[Sequence, list[Piece]]]  # what became certain together
+Inbox = Callable[[list], None]  # takes messages that came together
+
 _long_texts = threading.BoundedSemaphore(2)
 
 
@@ -104,7 +107,7 @@ class Worker:
         self._stuck_s = 0.0
         self._said_ready = False
         self._refused: queue.SimpleQueue[Answered] = queue.SimpleQueue()  # not counted yet
-        self._inboxes: dict[int, queue.SimpleQueue | None] = {}  # None: nobody reads, but the end is not heard of yet
+        self._inboxes: dict[int, Inbox | None] = {}  # None: nobody reads, but the end is not heard of yet
         self._end = WebEnd(address, self._on_message, self._on_lost, self._on_beat)
         self._end.send(Hello(os.getpid(), ready=False))
 
@@ -134,8 +137,9 @@ class Worker:
         now = time.monotonic()
         return 0 < self._status.due_at < now or now - self._heard_at > SILENCE_S
 
-    def start(self, generates: list[Generate], inbox: queue.SimpleQueue) -> None:
-        """Sends requests off, of which all are taken or none. Their Prompts, Tokens and Ends come to `inbox`."""
+    def start(self, generates: list[Generate], inbox: Inbox) -> None:
+        """Sends requests off, of which all are taken or none. Their Prompts, Tokens and Ends come to `inbox`, which must not
+        block."""
         for generate in generates:
             self._inboxes[generate.id] = inbox
         self._end.send(GenerateAll(generates))
@@ -167,14 +171,14 @@ class Worker:
 
     def metrics(self) -> bytes:
         """What the registry holds, from the worker. Raises ApiError when it does not say."""
-        inbox: queue.SimpleQueue = queue.SimpleQueue()
+        told: queue.SimpleQueue = queue.SimpleQueue()
         request_id = secrets.randbits(63)
-        self._inboxes[request_id] = inbox
+        self._inboxes[request_id] = told.put
         try:
             if not self._lost:
                 self._send_refused()
                 self._end.send(AskMetrics(request_id))
-                message = inbox.get(timeout=METRICS_TIMEOUT_S)
+                (message,) = told.get(timeout=METRICS_TIMEOUT_S)
                 if isinstance(message, Metrics):
                     return message.text
         except queue.Empty:
@@ -186,12 +190,9 @@ class Worker:
     def _on_message(self, message: FromWorker) -> None:
         self._heard_at = time.monotonic()
         if isinstance(message, Tokens):
-            for prompt in message.prompts:
-                self._deliver(prompt, last=False)
-            for token in message.tokens:
-                self._deliver(token, last=token.finish_reason is not None)
+            self._deliver([*message.prompts, *message.tokens])
         elif isinstance(message, (End, Metrics)):
-            self._deliver(message, last=True)
+            self._deliver([message])
         elif isinstance(message, Status):
             self._status = message
             self._say_when_ready()
@@ -199,10 +200,15 @@ class Worker:
             self.facts = message
             threading.Thread(target=self._load_tokenizer, name="load-tokenizer", daemon=True).start()
 
-    def _deliver(self, message: Prompt | Token | End | Metrics, last: bool) -> None:
-        inbox = self._inboxes.pop(message.id, None) if last else self._inboxes.get(message.id)
-        if inbox is not None:
-            inbox.put(message)
+    def _deliver(self, messages: list[Prompt | Token | End | Metrics]) -> None:
+        """Each inbox gets all that is for it at once."""
+        parts: dict[Inbox, list] = {}
+        for message in messages:
+            inbox = self._inboxes.get(message.id) if _goes_on(message) else self._inboxes.pop(message.id, None)
+            if inbox is not None:
+                parts.setdefault(inbox, []).append(message)
+        for inbox, part in parts.items():
+            inbox(part)
 
     def _load_tokenizer(self) -> None:
         self.template = ChatTemplate.load(self.facts.model_dir, self._tokenizer_config_path)
@@ -230,17 +236,25 @@ class Worker:
 
     def _on_lost(self) -> None:
         self._lost = self._lost or ("stuck" if self._stuck_s else "dead")
-        for request_id in list(self._inboxes):
-            self._deliver(End(request_id, self._lost), last=True)
+        self._deliver([End(request_id, self._lost) for request_id in list(self._inboxes)])
+
+
+def _goes_on(message: Prompt | Token | End | Metrics) -> bool:
+    """Whether more is to come for the same id."""
+    return message.finish_reason is None if type(message) is Token else type(message) is Prompt
 
 
 class Call:
     """One HTTP request in flight, with the sequences that are generated for it. Times are CLOCK_MONOTONIC, in seconds.
 
     Iterating yields what became certain, as (sequence, pieces), each sequence once, until all have finished; an empty list
-    means that KEEP_ALIVE_S passed without a token. Raises ApiError when the worker refuses or fails, and ClientGone when
-    `client_is_gone` says so. What is unfinished at `deadline_at` ends there. `close` frees everything, at any time, as often
-    as one likes.
+    means that KEEP_ALIVE_S passed without a token, or no more than that it is time to look. Raises ApiError when the worker
+    refuses or fails, and ClientGone when `client_is_gone` says so. What is unfinished at `deadline_at` ends there. `close`
+    frees everything, at any time, as often as one likes.
+
+    To wake a thread for each token costs more than all that is done with it. So who iterates may name a `relay`: while it
+    waits, what becomes certain goes there instead, on the thread of the socket. A relay must not block, and returns whether
+    it can take more; it is not asked when a sequence comes to its end, nor again before the iteration has gone on.
     """
 
     def __init__(
@@ -254,10 +268,15 @@ class Call:
         self.started_at = started_at
         self.first_token_at: float | None = None
         self.is_settled = False
+        self.relay: Callable[[Batch], bool] | None = None
         self._worker = worker
         self._deadline_at = deadline_at
         self._client_is_gone = client_is_gone
-        self._inbox: queue.SimpleQueue = queue.SimpleQueue()
+        self._inbox: queue.SimpleQueue = queue.SimpleQueue()  # of lists of messages
+        self._lock = threading.Lock()  # who holds it may change what follows, and relay
+        self._is_lent = False  # its thread waits, and the relay has its place
+        self._relay_error: Exception | None = None
+        self._quiet_since = 0.0
         prompts = [(job, *schema.fit(job, _tokenize(worker.tokenizer, job), worker.facts)) for job in jobs]
         self.sent_at = self._looked_at = time.monotonic()
         self._by_id: dict[int, Sequence] = {}
@@ -279,7 +298,7 @@ class Call:
                     sent_at=self.sent_at,
                 )
                 generates.append(generate)
-        worker.start(generates, self._inbox)
+        worker.start(generates, self._take_in)
 
     @property
     def sequences(self) -> list[Sequence]:
@@ -289,25 +308,29 @@ class Call:
     def _unfinished(self) -> list[Sequence]:
         return [sequence for sequence in self._by_id.values() if sequence.finish_reason is None]
 
-    def __iter__(self) -> Iterator[list[tuple[Sequence, list[Piece]]]]:
+    def __iter__(self) -> Iterator[Batch]:
         while self._unfinished:
-            gained: dict[Sequence, list[Piece]] = {}
             messages = self._receive()
-            for message in messages:
-                sequence = self._by_id[message.id]
-                if sequence.finish_reason is not None:  # what still comes after a stop string
-                    continue
-                if isinstance(message, End):
-                    raise _why_it_ended(message)
-                if isinstance(message, Prompt):
-                    sequence.ran = message
-                else:
-                    gained.setdefault(sequence, []).extend(self._take(message, sequence))
+            gained = self._advance(messages)
             if self._unfinished and time.monotonic() >= self._deadline_at:
                 for sequence, pieces in self._cut():
                     gained.setdefault(sequence, []).extend(pieces)
             if gained or not messages:  # a prompt that has been run is no reason yet to begin an answer
                 yield list(gained.items())
+
+    def _advance(self, messages: list[Prompt | Token | End]) -> dict[Sequence, list[Piece]]:
+        gained: dict[Sequence, list[Piece]] = {}
+        for message in messages:
+            sequence = self._by_id[message.id]
+            if sequence.finish_reason is not None:  # what still comes after a stop string
+                continue
+            if isinstance(message, End):
+                raise _why_it_ended(message)
+            if isinstance(message, Prompt):
+                sequence.ran = message
+            else:
+                gained.setdefault(sequence, []).extend(self._take(message, sequence))
+        return gained
 
     def close(self, reason: str = "client hung up") -> None:
         for request_id in self._by_id:
@@ -354,25 +377,58 @@ class Call:
         self.close("deadline")
         return cut
 
+    def _take_in(self, messages: list[Prompt | Token | End]) -> None:
+        """On the thread of the socket: relays messages, or wakes who waits for them."""
+        with self._lock:
+            if self._is_lent:
+                if self._relayed(messages):
+                    return
+                self._is_lent = False
+            self._inbox.put(messages)
+
+    def _relayed(self, messages: list[Prompt | Token | End]) -> bool:
+        """Whether nothing is left to do for its own thread; what it has to handle itself stays in `messages`."""
+        if not all(type(message) is Token and message.finish_reason is None for message in messages):
+            return False
+        try:
+            relay_goes_on = self.relay(list(self._advance(messages).items()))
+        except Exception as error:
+            self._relay_error = error
+            relay_goes_on = False
+        messages.clear()
+        self._quiet_since = time.monotonic()
+        return relay_goes_on and any(sequence.finish_reason is None for sequence in self._by_id.values())
+
     def _receive(self) -> list[Prompt | Token | End]:
-        """All messages that wait, at least one unless KEEP_ALIVE_S passes or the deadline comes."""
-        give_up_at = min(time.monotonic() + KEEP_ALIVE_S, self._deadline_at)
-        messages: list[Prompt | Token | End] = []
-        while not messages:
-            try:
-                messages.append(self._inbox.get(timeout=HANG_UP_POLL_S))
-                while True:
-                    messages.append(self._inbox.get_nowait())
-            except queue.Empty:
-                pass
+        """All messages that wait; none when KEEP_ALIVE_S pass, when the deadline comes, and when the relay has ended."""
+        self._quiet_since = time.monotonic()
+        with self._lock:
+            self._is_lent = self.relay is not None and self._inbox.empty()
+        try:
+            messages = self._wait()
+        finally:
+            with self._lock:
+                self._is_lent = False
+        if self._relay_error:
+            raise self._relay_error
+        return messages
+
+    def _wait(self) -> list[Prompt | Token | End]:
+        while True:
+            messages = None
+            with contextlib.suppress(queue.Empty):
+                messages = self._inbox.get(timeout=max(0.0, min(HANG_UP_POLL_S, self._deadline_at - time.monotonic())))
+                while messages:  # the word that the relay has ended comes alone: what it left goes out first
+                    messages += self._inbox.get_nowait()
             now = time.monotonic()
             if now - self._looked_at >= HANG_UP_POLL_S:
                 self._looked_at = now
                 if self._client_is_gone():
                     raise ClientGone
-            if now >= give_up_at:
-                break
-        return messages
+            if messages is not None:
+                return messages
+            if now >= min(self._quiet_since + KEEP_ALIVE_S, self._deadline_at):
+                return []
 
 
 @contextlib.contextmanager
@@ -489,6 +545,7 @@ class Readers:
 def create_app(config: Config, worker: Worker) -> Flask:
     """The WSGI application. Serves from the first moment; until the model is ready it says so with 503."""
     app = Flask("neuron-textgen", static_folder=None)
+    "idna".encode("idna")  # loads what werkzeug needs for the first Host that it sees
     app.config["MAX_CONTENT_LENGTH"] = config.payload_limit + 1  # werkzeug cuts a chunked body here without a word
     app.register_blueprint(get_swaggerui_blueprint("/docs", "/api-doc/openapi.json"))
     readers = Readers(config, worker)
@@ -771,7 +828,8 @@ def _respond(config: Config, worker: Worker, read: Callable[[], Answer], deadlin
     except BaseException:
         call.settle("generation", 500)
         raise
-    response = Response(_events(answer, call, first, batches), content_type="text/event-stream")
+    outlet = connections.Outlet(request.environ) if "gunicorn.socket" in request.environ else None
+    response = Response(_events(answer, call, first, batches, outlet), content_type="text/event-stream")
     response.headers["Cache-Control"] = "no-cache"
     response.headers["X-Accel-Buffering"] = "no"
     response.headers.extend(_compute_headers(config, worker, answer))
@@ -780,9 +838,14 @@ def _respond(config: Config, worker: Worker, read: Callable[[], Answer], deadlin
 
 
 def _whole(config: Config, worker: Worker, answer: Answer, call: Call) -> Response:
-    for batch in call:
+    def keep(batch: Batch) -> bool:
         for sequence, pieces in batch:
             sequence.pieces += pieces
+        return True
+
+    call.relay = keep
+    for batch in call:
+        keep(batch)
     response = _json(answer.whole(call.sequences))
     response.headers.extend(_compute_headers(config, worker, answer) | _timing_headers(call))
     call.settle("success")
@@ -790,23 +853,37 @@ def _whole(config: Config, worker: Worker, answer: Answer, call: Call) -> Respon
 
 
 def _events(
-    answer: Answer,
-    call: Call,
-    batch: list[tuple[Sequence, list[Piece]]] | None,
-    rest: Iterator[list[tuple[Sequence, list[Piece]]]],
+    answer: Answer, call: Call, batch: Batch | None, rest: Iterator[Batch], outlet: connections.Outlet | None
 ) -> Iterator[bytes]:
-    """The body of a stream. What became certain together goes out in one write."""
+    """The body of a stream. What became certain together goes out in one write; where there is an `outlet`, through it as
+    long as the client reads, and this yields only the rest."""
     outcome = "dropped"  # unless it comes to its end
     spoke_at = call.started_at
+
+    def written(batch: Batch) -> bytes:
+        nonlocal spoke_at
+        told = b"".join(answer.events(sequence, pieces) for sequence, pieces in batch)
+        now = time.monotonic()
+        if not told and now - spoke_at >= KEEP_ALIVE_S:
+            told = b":\n\n"
+        spoke_at = now if told else spoke_at
+        return told
+
+    def relay(batch: Batch) -> bool:
+        told = written(batch)
+        try:
+            return not told or outlet.write(told)
+        except OSError as error:
+            raise ClientGone from error
+
     try:
         while batch is not None:
-            if written := b"".join(answer.events(sequence, pieces) for sequence, pieces in batch):
-                spoke_at = time.monotonic()
-                yield written
-            elif time.monotonic() - spoke_at >= KEEP_ALIVE_S:
-                spoke_at = time.monotonic()
-                yield b":\n\n"
+            if told := written(batch):
+                yield told
+                call.relay = outlet and relay  # the head is out
             batch = next(rest, None)
+            if outlet:
+                outlet.flush()
         outcome = "success"
         if closing := answer.closing(call.sequences):
             yield closing
@@ -815,6 +892,8 @@ def _events(
         yield answer.failure(error)
     except ClientGone:
         pass
+    except OSError:  # of the outlet, for who serves the connection
+        raise
     except Exception:
         outcome = "generation"
         logger.exception("a stream of %s failed", type(answer).__name__)

@@ -30,6 +30,7 @@ from sampling import (
     Sampler,
     SamplingError,
     _Blocks,
+    _Row,
     choose,
     describe,
     device_parameters,
