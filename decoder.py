@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import math
+import time
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -142,6 +143,20 @@ def can_pack(dtype: torch.dtype) -> bool:
         return torch.allclose(Packed(weight, bias)(x), F.linear(x, weight, bias), rtol=0.02, atol=0.02)
     except Exception:
         return False
+
+
+def packing_pays(weight: torch.Tensor) -> bool:
+    """Whether one row is multiplied sooner by a packed weight, on this machine: several are, but float32 has good kernels for
+    one row that want the weight as it is."""
+    x, packed = weight.new_ones(1, weight.shape[1]), Packed(weight, None)
+    taken = {packed.forward: [], functools.partial(F.linear, weight=weight): []}
+    for _ in range(5):
+        for multiply, times in taken.items():
+            started_at = time.perf_counter()
+            multiply(x)
+            times.append(time.perf_counter() - started_at)
+    of_packed, of_plain = (min(times) for times in taken.values())
+    return of_packed < of_plain
 
 
 class Int8:

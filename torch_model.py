@@ -23,7 +23,7 @@ from transformers.cache_utils import Cache
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from config import DEFAULT_BATCH_SIZE, Config, Manifest, read_json
-from decoder import Decoder, Int8, Packed, Step, attend, can_pack, can_quantize, in_blocks, pack, zeros
+from decoder import Decoder, Int8, Packed, Step, attend, can_pack, can_quantize, in_blocks, pack, packing_pays, zeros
 from model import ModelError, reported_as
 
 logger = logging.getLogger("model")
@@ -216,6 +216,8 @@ class TorchModel:
         """Packs the linear layers for this CPU, and takes the flat forward if the model is built like Llama. Returns whether
         the logits are still right; if they are not, the model has to be loaded again."""
         packs = can_pack(self._dtype)
+        if packs and self.batch_size == 1:  # a row that never has company may be computed as a single row
+            packs = packing_pays(self._model.get_output_embeddings().weight.detach())
         is_flat = self._run_flat(ids, expected)
         if packs and is_flat:
             self._decoder.lay_out(Packed)

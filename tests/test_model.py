@@ -480,6 +480,23 @@ def test_a_packed_layer_gives_what_the_plain_one_does(dtype, tolerance, shape, i
     torch.testing.assert_close(packed, layer, rtol=tolerance, atol=tolerance * inside**0.5)
 
 
+@packs
+@pytest.mark.parametrize(("slots", "pays"), [(1, True), (1, False), (2, False)])
+def test_a_single_slot_takes_the_form_that_is_faster_for_a_single_row(zoo, slots, pays, monkeypatch):
+    """Of two slots each may have company, so that their rows need kernels that do the same for any number."""
+    monkeypatch.setattr(torch_model, "packing_pays", lambda weight: pays)
+    reference = zoo.of_length("llama", 5)[0]
+    model = serve(zoo.folder("llama"), max_batch_size=slots)
+    assert isinstance(getattr(model._decoder._head, "__self__", None), decoder.Packed) == (pays or slots > 1)
+    assert continued(model, reference) == reference.tokens
+
+
+@packs
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_which_form_is_faster_can_be_told_of_any_weight(dtype):
+    assert decoder.packing_pays(torch.ones(64, 32, dtype=dtype)) in (True, False)
+
+
 @each_family
 def test_a_machine_without_packed_kernels_serves_the_same(zoo, family, monkeypatch):
     monkeypatch.setattr(torch_model, "can_pack", lambda dtype: False)
