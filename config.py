@@ -209,7 +209,11 @@ class Config:
         help="Arithmetic: auto, float32, bfloat16 or float16. auto is float32 on a CPU, elsewhere the checkpoint's own.",
     )
     quantize: str | None = setting(
-        None, _quantize, "QUANTIZE", "HF_MODEL_QUANTIZE", help="none, or int8 for the weights, on Neuron only."
+        None,
+        _quantize,
+        "QUANTIZE",
+        "HF_MODEL_QUANTIZE",
+        help="none, or int8: weights in 8 bits on Neuron; on a CPU weights and products, of models built like Llama.",
     )
     num_shard: int = setting(
         1, _one_device, "NUM_SHARD", "SM_NUM_GPUS", help="Devices that a model is spread over. Only 1 so far."

@@ -8,20 +8,32 @@ knows no checkpoints and no settings.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+import math
+import time
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 PACKED_FOR_ROWS = 16  # oneDNN's layout for a single row is slow for several; that for several is the same for any number
 BLOCK = 16  # positions; without whole blocks, the last bits of a row's attention would depend on how long the others are
+INT8_MOST = 127.0
+SMALLEST = 1e-30  # what stands for nothing but noughts, which have no largest number to be divided by
 
 
 def in_blocks(tokens: int, window: int) -> int:
     """How much of a window a decode step looks at when its longest row has so many tokens: whole blocks."""
     return min(-(-tokens // BLOCK) * BLOCK, window)
+
+
+def zeros(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Noughts that take memory, and time, where something is written over them, and not before: torch writes its own."""
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    return torch.from_numpy(np.zeros(math.prod(shape) * dtype.itemsize, np.uint8)).view(dtype).view(shape)
 
 
 class Step:
@@ -103,7 +115,9 @@ def attend(
     return torch.matmul(weights.view(rows, kv_heads, -1, filled), value).view(rows, heads, length, -1)
 
 
-_packed_linear = torch.ops.mkldnn._linear_pointwise.default if torch.backends.mkldnn.is_available() else None
+_has_onednn = torch.backends.mkldnn.is_available()
+_packed_linear = torch.ops.mkldnn._linear_pointwise.default if _has_onednn else None
+_int8_linear = torch.ops.onednn.qlinear_pointwise.default if _has_onednn else None
 
 
 class Packed(nn.Module):
@@ -127,6 +141,60 @@ def can_pack(dtype: torch.dtype) -> bool:
     weight, x = weight.view(48, 32), x.view(3, 32)
     try:
         return torch.allclose(Packed(weight, bias)(x), F.linear(x, weight, bias), rtol=0.02, atol=0.02)
+    except Exception:
+        return False
+
+
+def packing_pays(weight: torch.Tensor) -> bool:
+    """Whether one row is multiplied sooner by a packed weight, on this machine: several are, but float32 has good kernels for
+    one row that want the weight as it is."""
+    x, packed = weight.new_ones(1, weight.shape[1]), Packed(weight, None)
+    taken = {packed.forward: [], functools.partial(F.linear, weight=weight): []}
+    for _ in range(5):
+        for multiply, times in taken.items():
+            started_at = time.perf_counter()
+            multiply(x)
+            times.append(time.perf_counter() - started_at)
+    of_packed, of_plain = (min(times) for times in taken.values())
+    return of_packed < of_plain
+
+
+class Int8:
+    """A linear layer in int8: a scale for each output, and one for each token, made when it comes, of its largest number.
+
+    [..., in] → [..., out]. The products are added up as whole numbers, so a row's result does not depend on its company.
+    """
+
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None):
+        weight = weight.detach().float()
+        steps = weight.abs().amax(1).clamp_min_(SMALLEST) / INT8_MOST
+        rounded = (weight / steps[:, None]).round_().to(torch.int8)
+        self._weight = torch.ops.onednn.qlinear_prepack(rounded, None)
+        self._steps = steps / INT8_MOST  # a token's own step is its largest number / INT8_MOST
+        self._offsets = torch.zeros(len(steps), dtype=torch.int64)
+        self._bias = None if bias is None else bias.detach().clone()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        largest = x.abs().amax(-1, keepdim=True).float().clamp_min_(SMALLEST)
+        rounded = (x * (INT8_MOST / largest)).round_().to(torch.int8)
+        if is_alone := largest.numel() == 1:
+            rounded = torch.cat((rounded, rounded))  # oneDNN's fast kernels are for two rows or more
+        out = _int8_linear(
+            rounded, 1.0, 0, self._weight, self._steps, self._offsets, None, 1.0, 0, x.dtype, "none", [], ""
+        ).mul_(largest)
+        if is_alone:
+            out = out[:1]
+        return out if self._bias is None else out.add_(self._bias)
+
+
+def can_quantize(dtype: torch.dtype) -> bool:
+    """Whether this build of torch on this CPU has the kernel, and adds up without an overflow."""
+    x = torch.full((3, 1024), -1.0, dtype=dtype)
+    x[1, ::2] = 0.5
+    weight = torch.ones(48, 1024)
+    weight[::2, 512:] = -1.0
+    try:
+        return torch.allclose(Int8(weight, None).forward(x).float(), x.float() @ weight.T, rtol=0.02, atol=0.5)
     except Exception:
         return False
 
@@ -163,7 +231,7 @@ class Decoder:
     and a gated MLP (Llama, Mistral, Qwen2, SmolLM and others).
 
     It does in some 20 calls a layer what takes transformers' modules 60: queries, keys and values come of one product, gate
-    and up of another. The weights are shared with `model` until `pack`; whoever packs lets go of the model first.
+    and up of another. The weights are shared with `model` until `lay_out`; whoever calls it lets go of the model first.
     """
 
     def __init__(self, model: nn.Module, slots: int, window: int, windows: dict[int, int | None]):
@@ -189,7 +257,7 @@ class Decoder:
                 _joined(layer.mlp.down_proj),
                 layer.self_attn.scaling,
                 windows[number],
-                torch.zeros(shape, dtype=self._embedding.dtype, device=self._embedding.device),
+                zeros(shape, self._embedding.dtype, self._embedding.device),
             )
             for number, layer in enumerate(body.layers)
         ]
@@ -212,10 +280,11 @@ class Decoder:
             for layer in body.layers
         )
 
-    def pack(self) -> None:
-        self._head, self._embedding, self._norm = _packed(self._head), self._embedding.clone(), self._norm.clone()
+    def lay_out(self, form: type[Packed] | type[Int8]) -> None:
+        """Gives every linear layer another form, and lets their weights go."""
+        self._head, self._embedding, self._norm = _as(form, self._head), self._embedding.clone(), self._norm.clone()
         for number, layer in enumerate(self._layers):
-            linears = {name: _packed(getattr(layer, name)) for name in ("qkv", "out", "gate_up", "down")}
+            linears = {name: _as(form, getattr(layer, name)) for name in ("qkv", "out", "gate_up", "down")}
             norms = {name: getattr(layer, name).clone() for name in ("input_norm", "norm")}  # see `pack`
             self._layers[number] = layer._replace(**linears, **norms)
 
@@ -264,5 +333,5 @@ def _joined(*linears: nn.Linear) -> functools.partial:
     return functools.partial(F.linear, weight=weight, bias=bias if bias is None else bias.detach())
 
 
-def _packed(linear: functools.partial) -> Callable[[torch.Tensor], torch.Tensor]:
-    return Packed(**linear.keywords).forward  # the method itself: calling a module costs as much as a small product
+def _as(form: type[Packed] | type[Int8], linear: functools.partial) -> Callable[[torch.Tensor], torch.Tensor]:
+    return form(**linear.keywords).forward  # the method itself: calling a module costs as much as a small product

@@ -45,6 +45,7 @@ class StaticBatchModel(Protocol):
     vocab_size: int
     device: str
     dtype: str
+    quantize: str | None  # "int8" where the weights are rounded to it
     gives_prompt_logits: bool  # whether `score` can be used
     prompt_part: int | None  # tokens of a prompt that `prefill_part` runs at a time; None: a prompt runs as a whole
     sampling: str  # "host", or "device": then prefill and decode return ids that it chose instead of logits, int64 [] and [n]

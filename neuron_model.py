@@ -179,6 +179,7 @@ class NeuronModel:
         self.max_input_tokens, self.max_total_tokens = config.max_input_tokens, config.max_total_tokens
         self.vocab_size = build.legacy["vocab_size"]
         self.dtype = build.programs.dtype
+        self.quantize = build.programs.quantize
         self.sampling = build.programs.sampling
         self._batches = build.programs.continuous_batching
         self._filled = torch.full((self.batch_size,), FREE)  # positions that each slot holds

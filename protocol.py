@@ -176,6 +176,7 @@ class Facts(msgspec.Struct, tag="facts", frozen=True):
     model_dir: str = ""
     prompt_logprobs: bool = True  # whether this device can give log-probabilities of a prompt
     sampling: str = "host"  # or "device": it tells ids, and no log-probabilities
+    quantize: str | None = None  # or "int8"
 
 
 class Metrics(msgspec.Struct, tag="metrics", frozen=True):

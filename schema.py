@@ -484,6 +484,7 @@ class Info(Struct):
     model_dtype: str
     eos_token_ids: list[int]
     sampling: str
+    quantize: str | None
 
     @classmethod
     def of(cls, config: Config, facts: Facts) -> Info:
@@ -507,6 +508,7 @@ class Info(Struct):
             model_dtype=facts.dtype,
             eos_token_ids=facts.eos_token_ids,
             sampling=facts.sampling,
+            quantize=facts.quantize,
         )
 
 

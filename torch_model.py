@@ -23,7 +23,7 @@ from transformers.cache_utils import Cache
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from config import DEFAULT_BATCH_SIZE, Config, Manifest, read_json
-from decoder import Decoder, Step, attend, can_pack, in_blocks, pack
+from decoder import Decoder, Int8, Packed, Step, attend, can_pack, can_quantize, in_blocks, pack, packing_pays, zeros
 from model import ModelError, reported_as
 
 logger = logging.getLogger("model")
@@ -54,7 +54,7 @@ class _SlotCache(Cache):
         if layer_idx not in self._keys:
             for store, states in ((self._keys, key_states), (self._values, value_states)):
                 shape = (self.slots, states.shape[1], self.window, states.shape[3])
-                store[layer_idx] = torch.zeros(shape, dtype=states.dtype, device=states.device)
+                store[layer_idx] = zeros(shape, states.dtype, states.device)
         stores = ((self._keys[layer_idx], key_states), (self._values[layer_idx], value_states))
         return tuple(self.step.write(store[None], states.transpose(1, 2)[:, :, None])[0] for store, states in stores)
 
@@ -105,12 +105,15 @@ class TorchModel:
         self.dtype = str(self._dtype).removeprefix("torch.")
         self._cache: _SlotCache | None = None
         self._decoder: Decoder | None = None  # runs in place of both
+        self.quantize: str | None = None  # how the weights are rounded by now
         self._mask_is_given = False
         self.gives_prompt_logits = False
         self._held = [0] * self.batch_size  # positions that the prompts of the slots have filled so far
         ids, expected = self._reference()
         self._adopt(ids, expected, text_config, manifest.model_type)
-        if device == "cpu" and not self._run_faster(ids, expected):
+        if config.quantize:
+            self._run_in_int8(ids, expected, manifest.model_type)
+        elif device == "cpu" and not self._run_faster(ids, expected):
             logger.warning("%s: packed for this CPU, it gives other logits; it runs as it is, slower", manifest.model_type)
             self._model = _load_pretrained(config, folder, device)
             self._adopt(ids, expected, text_config, manifest.model_type)
@@ -213,22 +216,47 @@ class TorchModel:
         """Packs the linear layers for this CPU, and takes the flat forward if the model is built like Llama. Returns whether
         the logits are still right; if they are not, the model has to be loaded again."""
         packs = can_pack(self._dtype)
-        if not self._mask_is_given and Decoder.suits(self._model):
-            windows, far = self._cache.step.windows, self._run_far(ids)
-            self._cache = None  # the decoder has its own, as large
-            self._decoder = Decoder(self._model, self.batch_size, self.max_total_tokens, windows)
-            error, far_error = self._compare(ids, expected), (self._run_far(ids) - far).abs().max().item()
-            if error <= self._tolerance(expected) and far_error <= self._tolerance(far):
-                self._model = None
-                gc.collect()  # so that nobody else has the weights that packing a layer lets go of
-                if packs:
-                    self._decoder.pack()
-            else:
-                # Built like Llama to look at: Granite, Ministral 3.
-                self._decoder, self._cache = None, _SlotCache(self.batch_size, self.max_total_tokens)
-        if packs and self._decoder is None:
+        if packs and self.batch_size == 1:  # a row that never has company may be computed as a single row
+            packs = packing_pays(self._model.get_output_embeddings().weight.detach())
+        is_flat = self._run_flat(ids, expected)
+        if packs and is_flat:
+            self._decoder.lay_out(Packed)
+        elif packs:
             pack(self._model)
         return self._compare(ids, expected) <= self._tolerance(expected)
+
+    def _run_flat(self, ids: list[int], expected: torch.Tensor) -> bool:
+        """Takes the flat forward in the place of transformers' if it gives the same logits. Returns whether it does."""
+        if self._mask_is_given or not Decoder.suits(self._model):
+            return False
+        windows, far = self._cache.step.windows, self._run_far(ids)
+        self._cache = None  # the decoder has its own, as large
+        self._decoder = Decoder(self._model, self.batch_size, self.max_total_tokens, windows)
+        error, far_error = self._compare(ids, expected), (self._run_far(ids) - far).abs().max().item()
+        if error <= self._tolerance(expected) and far_error <= self._tolerance(far):
+            self._model = None
+            gc.collect()  # so that nobody else has the weights that packing a layer lets go of
+            return True
+        # Built like Llama to look at: Granite, Ministral 3.
+        self._decoder, self._cache = None, _SlotCache(self.batch_size, self.max_total_tokens)
+        return False
+
+    def _run_in_int8(self, ids: list[int], expected: torch.Tensor, model_type: str) -> None:
+        """Rounds the weights to int8. Raises ModelError where that cannot be done, or changes too much."""
+        setting = "--quantize int8 (QUANTIZE)"
+        if not can_quantize(self._dtype):
+            raise ModelError(f"{setting}: torch has no int8 kernels for {self.dtype} on this CPU; none would work")
+        if not self._run_flat(ids, expected):
+            raise ModelError(f"{setting}: on a CPU it is for models built like Llama, not for {model_type}; none would work")
+        self._decoder.lay_out(Int8)
+        self.quantize = "int8"
+        error, largest = self._compare(ids, expected), expected.abs().max().item()
+        if error > self._tolerance(expected):
+            raise ModelError(
+                f"{setting}: the logits of this {model_type} model would differ by {error:.2g} (of {largest:.2g}); "
+                "none would work"
+            )
+        logger.info("int8 changes the logits of a few random tokens by up to %.2g (of %.2g)", error, largest)
 
     def _choose_threads(self) -> None:
         """Takes the number of threads whose steps are shortest on this machine as it is now.
@@ -256,7 +284,7 @@ class TorchModel:
         return statistics.median(times[1:] or times)
 
     def _tolerance(self, expected: torch.Tensor) -> float:
-        relative = 1e-3 if self._dtype == torch.float32 else 0.05
+        relative = 0.25 if self.quantize else 1e-3 if self._dtype == torch.float32 else 0.05
         return relative * max(1.0, expected.abs().max().item())
 
     def _reference(self) -> tuple[list[int], torch.Tensor]:

@@ -583,6 +583,7 @@ def boot(config: Config, end: WorkerEnd, metrics: Metrics) -> Worker:
             model_dir=str(folder),
             prompt_logprobs=model.gives_prompt_logits,
             sampling=model.sampling,
+            quantize=model.quantize,
         )
     )
     logger.info(
@@ -627,7 +628,7 @@ def prepare(config: Config, folder: Path, manifest: Manifest) -> tuple[Config, C
     from torch_model import TorchModel
 
     for name in ("quantize", "tp_degree", "prefill_buckets", "position_buckets", "compile_workers"):
-        if getattr(config, name):
+        if getattr(config, name) and (name, device) != ("quantize", "cpu"):
             flag = "--" + name.replace("_", "-")
             raise ModelError(f"{flag} ({name.upper()}) is for Neuron, and this is served on {device}; leave it out")
     if config.sampling == "device":

@@ -313,17 +313,18 @@ def percentile(values: Sequence[float], share: float) -> float:
     return ordered[max(0, -(-int(len(ordered) * share * 1000) // 1000) - 1)]
 
 
-def find(url: str, api_key: str | None = None) -> Target:
-    """Which API a server speaks. Raises LoadError where it speaks neither."""
+def find(url: str, api_key: str | None = None, model: str | None = None) -> Target:
+    """Which API a server speaks; with the name of a model, how it speaks OpenAI's. Raises LoadError where it speaks neither."""
     target = Target(urlsplit(url.rstrip("/") if "://" in url else f"http://{url.rstrip('/')}"), api_key=api_key)
-    if _get(target, "/info").get("model_id"):
-        return target
-    models = _get(target, "/v1/models").get("data")
-    if not models:
-        raise LoadError(f"{url}: neither GET /info (TGI) nor GET /v1/models (OpenAI) tells a model; is it ready?")
-    target = Target(target.url, models[0]["id"], api_key)
+    if model is None:
+        if _get(target, "/info").get("model_id"):
+            return target
+        models = _get(target, "/v1/models").get("data")
+        if not models:
+            raise LoadError(f"{url}: neither GET /info (TGI) nor GET /v1/models (OpenAI) tells a model; is it ready?")
+        model = models[0]["id"]
     for ignores_eos in (True, False):
-        target = Target(target.url, target.model, api_key, ignores_eos)
+        target = Target(target.url, model, api_key, ignores_eos)
         answer = asyncio.run(ask(target, target.request("Hello", 2)))
         if answer.error is None:
             return target

@@ -480,6 +480,23 @@ def test_a_packed_layer_gives_what_the_plain_one_does(dtype, tolerance, shape, i
     torch.testing.assert_close(packed, layer, rtol=tolerance, atol=tolerance * inside**0.5)
 
 
+@packs
+@pytest.mark.parametrize(("slots", "pays"), [(1, True), (1, False), (2, False)])
+def test_a_single_slot_takes_the_form_that_is_faster_for_a_single_row(zoo, slots, pays, monkeypatch):
+    """Of two slots each may have company, so that their rows need kernels that do the same for any number."""
+    monkeypatch.setattr(torch_model, "packing_pays", lambda weight: pays)
+    reference = zoo.of_length("llama", 5)[0]
+    model = serve(zoo.folder("llama"), max_batch_size=slots)
+    assert isinstance(getattr(model._decoder._head, "__self__", None), decoder.Packed) == (pays or slots > 1)
+    assert continued(model, reference) == reference.tokens
+
+
+@packs
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_which_form_is_faster_can_be_told_of_any_weight(dtype):
+    assert decoder.packing_pays(torch.ones(64, 32, dtype=dtype)) in (True, False)
+
+
 @each_family
 def test_a_machine_without_packed_kernels_serves_the_same(zoo, family, monkeypatch):
     monkeypatch.setattr(torch_model, "can_pack", lambda dtype: False)
@@ -571,14 +588,21 @@ def test_steps_of_others_between_the_parts_of_a_prompt_change_neither(zoo, famil
     assert tokens[: len(other.tokens)] == other.tokens[: len(tokens)]
 
 
+IN_EACH_TYPE = [
+    (family, dtype, None) for family in ("llama", "wide-llama", "mistral", "gpt2") for dtype in ("float32", "bfloat16")
+]
+IN_EACH_TYPE += [(family, dtype, "int8") for family in ("llama", "wide-llama", "qwen2") for dtype in ("float32", "bfloat16")]
+
+
 @packs
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("family", ["llama", "wide-llama", "mistral", "gpt2"])
-def test_company_does_not_change_a_single_bit(zoo, family, dtype, tmp_path):
+@pytest.mark.parametrize(("family", "dtype", "quantize"), IN_EACH_TYPE)
+def test_company_does_not_change_a_single_bit(zoo, family, dtype, quantize, tmp_path):
+    if quantize and not decoder.can_quantize(torch.float32):
+        pytest.skip("this torch has no int8 kernels for this CPU")
     is_wide = family == "wide-llama"  # sums so long that a kernel for one row would split them
     folder = save_checkpoint(tmp_path, tiny_models.llama(intermediate_size=2048)) if is_wide else zoo.folder(family)
     references = zoo.of_length("llama" if is_wide else family, 5, 1, 16, 11)
-    model = serve(folder, max_batch_size=4, dtype=dtype)
+    model = serve(folder, max_batch_size=4, dtype=dtype, quantize=quantize)
     position = torch.tensor([len(reference.prompt) for reference in references])
     token = torch.tensor([reference.tokens[0] for reference in references])
     alone = []
@@ -589,6 +613,98 @@ def test_company_does_not_change_a_single_bit(zoo, family, dtype, tmp_path):
         model.prefill(slot, reference.prompt)
     together = model.decode(token, position, torch.arange(4))
     assert torch.equal(together, torch.stack(alone))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_noughts_are_of_their_type_and_shape_and_can_be_written(dtype):
+    noughts = decoder.zeros((2, 3, 5), dtype, torch.device("cpu"))
+    assert (noughts.shape, noughts.dtype) == ((2, 3, 5), dtype) and noughts.is_contiguous() and not noughts.any()
+    noughts[1, 2] = 1.0
+    assert noughts.sum() == 5.0
+
+
+quantizes = pytest.mark.skipif(not decoder.can_quantize(torch.float32), reason="this torch has no int8 kernels for this CPU")
+
+
+@quantizes
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@given(rows=st.integers(1, 9), inside=st.integers(1, 130), outside=st.integers(1, 130), has_bias=st.booleans())
+def test_a_layer_in_int8_is_off_by_no_more_than_the_two_roundings(dtype, rows, inside, outside, has_bias):
+    random = torch.Generator().manual_seed(inside)
+    weight, bias, x = (torch.randn(s, generator=random).to(dtype) for s in ((outside, inside), outside, (rows, inside)))
+    bias = bias if has_bias else None
+    found = decoder.Int8(weight, bias).forward(x).float()
+    exact = torch.nn.functional.linear(x.float(), weight.float(), None if bias is None else bias.float())
+    # Half a step of a weight times the token, half a step of the token times the weights, and the type's own rounding.
+    of_weights = weight.float().abs().amax(1) / 254 * x.float().abs().sum(1, keepdim=True)
+    of_tokens = (
+        x.float().abs().amax(1, keepdim=True) / 254 * (weight.float().abs() + weight.float().abs().amax(1, True) / 254).sum(1)
+    )
+    own = 4 * torch.finfo(dtype).eps * (exact.abs() + of_weights + of_tokens + 1)
+    assert ((found - exact).abs() <= 1.01 * (of_weights + of_tokens) + own).all()
+
+
+@quantizes
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@given(data=st.data(), rows=st.integers(2, 40), inside=st.integers(1, 130), loudest=st.sampled_from([1e-3, 1.0, 1e4]))
+def test_a_row_in_int8_does_not_depend_on_its_company(dtype, data, rows, inside, loudest):
+    random = torch.Generator().manual_seed(rows)
+    layer = decoder.Int8(torch.randn(70, inside, generator=random), None)
+    x = torch.randn(rows, inside, generator=random)
+    x[data.draw(st.integers(0, rows - 1))] *= loudest
+    x = x.to(dtype)
+    assert torch.equal(layer.forward(x), torch.cat([layer.forward(x[i : i + 1]) for i in range(rows)]))
+
+
+@quantizes
+@pytest.mark.parametrize("what", [0.0, float("nan"), float("inf")])
+def test_a_row_of_noughts_or_of_no_numbers_in_int8_changes_no_other(what):
+    layer = decoder.Int8(torch.randn(20, 30, generator=torch.Generator().manual_seed(1)), None)
+    x = torch.ones(3, 30)
+    expected = layer.forward(x)
+    x[1] = what
+    found = layer.forward(x)
+    assert torch.equal(found[::2], expected[::2])
+    if what == 0.0:
+        assert not found[1].any()
+    else:
+        assert not found[1].isfinite().any()
+
+
+@quantizes
+@pytest.mark.parametrize(("family", "dtype"), [*((family, "float32") for family in LIKE_LLAMA), ("llama", "bfloat16")])
+def test_a_model_in_int8_is_near_and_says_so(zoo, family, dtype):
+    reference = zoo.of_length(family, 16)[0]
+    exact, rounded = serve(zoo.folder(family), dtype=dtype), serve(zoo.folder(family), dtype=dtype, quantize="int8")
+    assert (exact.quantize, rounded.quantize, rounded.dtype) == (None, "int8", dtype)
+    after_prompt = [model.prefill(0, reference.prompt) for model in (exact, rounded)]
+    step = torch.tensor([[reference.tokens[0]], [16], [0]])
+    after_step = [model.decode(*step)[0] for model in (exact, rounded)]
+    for expected, found in (after_prompt, after_step):
+        assert found.dtype == torch.float32
+        assert 0 < (found - expected).abs().max() < 0.25 * expected.abs().max()
+
+
+@quantizes
+@pytest.mark.parametrize("family", ["gpt2", "phi3"])
+def test_int8_is_refused_for_models_that_are_not_built_like_llama(zoo, family):
+    message = refusal(zoo.folder(family), device="cpu", quantize="int8")
+    told = f"on a CPU it is for models built like Llama, not for {family}; none would work"
+    assert message == f"--quantize int8 (QUANTIZE): {told}"
+
+
+def test_int8_is_refused_where_torch_has_no_kernels_for_it(zoo, monkeypatch):
+    monkeypatch.setattr(decoder, "_int8_linear", None)
+    message = refusal(zoo.folder("llama"), device="cpu", quantize="int8")
+    assert message == "--quantize int8 (QUANTIZE): torch has no int8 kernels for float32 on this CPU; none would work"
+
+
+@quantizes
+def test_int8_that_gives_quite_other_logits_is_refused(zoo, monkeypatch):
+    forward = decoder.Int8.forward
+    monkeypatch.setattr(decoder.Int8, "forward", lambda self, x: forward(self, x).roll(1, -1))
+    monkeypatch.setattr(torch_model, "can_quantize", lambda dtype: True)
+    assert "the logits of this llama model would differ by" in refusal(zoo.folder("llama"), device="cpu", quantize="int8")
 
 
 def test_a_cpu_computes_in_float32_unless_it_is_told_otherwise(tmp_path):
@@ -782,7 +898,7 @@ def test_cuda_is_refused_where_there_is_none(zoo, monkeypatch):
 
 @pytest.mark.parametrize(
     "setting",
-    [{"quantize": "int8"}, {"tp_degree": 2}, {"prefill_buckets": (8,)}, {"position_buckets": (8,)}, {"compile_workers": 1}],
+    [{"tp_degree": 2}, {"prefill_buckets": (8,)}, {"position_buckets": (8,)}, {"compile_workers": 1}],
     ids=str,
 )
 def test_what_is_for_neuron_alone_is_refused_by_name_elsewhere(zoo, setting):

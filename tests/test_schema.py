@@ -827,8 +827,10 @@ def test_info_tells_tgis_keys_in_their_order_and_then_ours():
         '{"model_id":"someone/model","model_sha":"abc123","model_pipeline_tag":null,"max_concurrent_requests":77,'
         '"max_best_of":3,"max_stop_sequences":4,"max_input_tokens":100,"max_total_tokens":120,"validation_workers":3,'
         f'"max_client_batch_size":4,"router":"neuron-textgen","version":"{VERSION}","sha":null,"docker_label":null,'
-        '"max_batch_size":8,"model_device_type":"cpu","model_dtype":"float32","eos_token_ids":[2,7],"sampling":"host"}'
+        '"max_batch_size":8,"model_device_type":"cpu","model_dtype":"float32","eos_token_ids":[2,7],"sampling":"host",'
+        '"quantize":null}'
     )
+    assert schema.Info.of(config, msgspec.structs.replace(FACTS, quantize="int8")).quantize == "int8"
 
 
 @pytest.mark.parametrize(

@@ -41,6 +41,7 @@ class FakeModel:
         self.lines: dict[int, tuple[int, float, float]] = {}  # slot → top_k, top_p, temperature
         self.ready_slots: set[int] = set()  # told how to sample, and not prefilled yet
         self.gives_prompt_logits = sampling == "host"
+        self.quantize = None
         self.batch_size = batch_size
         self.vocab_size = vocab_size
         self.max_total_tokens = max_total_tokens
