@@ -54,6 +54,7 @@ METRICS = (
     (Gauge, "last_step_age_seconds", "Seconds since the device finished a prefill or step; 0 while no request runs"),
     (Counter, "steps", "Decode steps"),
     (Counter, "generated_tokens", "Generated tokens"),
+    (Counter, "generated_tokens_in_full", "Generated tokens that only a computation over the whole vocabulary could tell"),
     (Counter, "http_errors", "HTTP answers with a status of 400 or more, hang-ups apart", "status", HTTP_ERRORS),
     (Counter, "client_hang_ups", "Requests whose client did not wait for the end"),
 )

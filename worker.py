@@ -530,6 +530,8 @@ class Worker:
                 "finish_reason": reason.replace(" ", "_"),
             }
         )
+        if request.sampler.in_full:
+            self.metrics.series("generated_tokens_in_full").inc(request.sampler.in_full)
 
     def _most_tokens(self) -> int:
         return sum(min(request.most_tokens, self.model.max_total_tokens) for _slot, request in self.slots.live())

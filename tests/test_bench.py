@@ -67,7 +67,7 @@ def test_the_simulated_device_is_not_outrun(smoke):
 
 def test_the_gap_between_two_steps_is_the_sum_of_its_parts(smoke):
     medians = {figure["name"]: figure["value"] for figure in smoke[0]["figures"] if figure["name"].startswith("between")}
-    names = ("model", "sampling", "bookkeeping", "send", "receive", "admit", "prepare", "all that the device waits")
+    names = ("model", "choose", "bookkeeping", "receive", "admit", "tell", "prepare", "all that the device waits")
     assert {name.split(": ")[1] for name in medians} == set(names)
     assert all(value > 0 for value in medians.values())
 

@@ -15,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from prometheus_client.parser import text_string_to_metric_families
 
+import sampling as sampling_module
 import worker as worker_module
 from config import HERE
 from metrics import Metrics
@@ -315,6 +316,35 @@ def test_an_exception_in_one_sampler_ends_that_request_alone(monkeypatch):
     bench.run()
     assert bench.ends[2] == "failed"
     assert bench.tokens[1] == greedy([1, 2], 8)
+
+
+@pytest.mark.parametrize("failing_at", range(1, 9))  # the last is the token with which it is forgotten
+def test_a_token_that_cannot_be_told_ends_that_request_alone_and_once(failing_at, monkeypatch):
+    bench = Bench()
+    bench.arrive(Generate(1, [1, 2], 8))
+    bench.arrive(Generate(2, [3], 8, top_n_tokens=1, ignore_eos=True))
+    left = [failing_at]
+
+    def describe(logits, tokens, top_n):
+        described = sampling_module.describe(logits, tokens, top_n)
+        if 1 in top_n:
+            left[0] -= 1
+            if left[0] == 0:
+                described[top_n.index(1)] = RuntimeError("on purpose")
+        return described
+
+    monkeypatch.setattr(worker_module, "describe", describe)
+    bench.run()
+    assert bench.ends[2] == "failed"
+    assert len(bench.tokens[2]) == failing_at - 1
+    assert bench.tokens[1] == greedy([1, 2], 8)
+
+
+def test_tokens_that_only_a_whole_row_could_tell_are_counted():
+    bench = Bench()
+    bench.arrive(Generate(1, [1, 2], 8, Sampling(seed=7, typical_p=0.9), ignore_eos=True))
+    bench.run()
+    assert samples(bench.worker.metrics)["tgi_generated_tokens_in_full",] == 8
 
 
 def test_a_device_that_samples_is_told_how_before_each_prompt_and_gives_no_log_probabilities():
