@@ -278,16 +278,17 @@ def choose(logits: torch.Tensor, samplers: Sequence[Sampler]) -> list[int | Exce
                 draws.append(0.0)
                 failed[row] = error
         blocks = _Blocks(logits)
-        chosen = blocks.choose(samplers, draws)
+        changing = [row for row, sampler in enumerate(samplers) if sampler.changes_scores]
+        chosen = blocks.choose(samplers, draws, changing)
         for row, error in failed.items():
             chosen[row] = error
         changed: dict[int, np.ndarray] = {}
-        for row, sampler in enumerate(samplers):
-            if sampler.changes_scores and not isinstance(chosen[row], Exception):
-                try:
-                    changed[row] = sampler.changed(blocks.row(row).numpy())
-                except Exception as error:
-                    chosen[row] = error
+        for row in changing:
+            try:
+                if not isinstance(chosen[row], Exception):
+                    changed[row] = samplers[row].changed(blocks.row(row).numpy())
+            except Exception as error:
+                chosen[row] = error
         if changed:
             scores = torch.from_numpy(np.stack(list(changed.values())))
             tokens = _Blocks(scores).choose([samplers[row] for row in changed], [draws[row] for row in changed])
@@ -409,18 +410,24 @@ class _Blocks:
         logprobs = inside.ravel()[found] - self._highest[row] - self._normalizers[row]
         return list(zip(ids.tolist(), logprobs.tolist()))
 
-    def choose(self, samplers: Sequence[Sampler], draws: Sequence[float]) -> list[int | Exception]:
-        """The next token of each row, for scores that are changed already."""
+    def choose(
+        self, samplers: Sequence[Sampler], draws: Sequence[float], others: Collection[int] = ()
+    ) -> list[int | Exception]:
+        """The next token of each row, for scores that are changed already; of `others` the likeliest."""
         chosen: list[int | Exception] = self.likeliest.tolist()
         for row in self.broken.tolist():
             chosen[row] = SamplingError(NO_NUMBER)
-        drawing = [row for row, sampler in enumerate(samplers) if not (sampler.is_greedy or isinstance(chosen[row], Exception))]
+        drawing = [
+            row
+            for row, sampler in enumerate(samplers)
+            if not (sampler.is_greedy or row in others or isinstance(chosen[row], Exception))
+        ]
         if not drawing:
             return chosen
         listed = [row for row in drawing if 0 < samplers[row].shortlist <= self._longest_shortlist]
         unfiltered = [row for row in drawing if samplers[row].is_unfiltered]
         masses: dict[int, np.ndarray] = {}
-        if weighed := unfiltered + [row for row in listed if not samplers[row].sampling.top_k]:
+        if weighed := sorted(unfiltered + [row for row in listed if not samplers[row].sampling.top_k]):
             temperatures = np.array([samplers[row].sampling.temperature for row in weighed])
             masses = dict(zip(weighed, self._masses(weighed, temperatures)))
         tokens = {}
@@ -438,7 +445,7 @@ class _Blocks:
         return chosen
 
     def _masses(self, rows: list[int], temperatures: np.ndarray) -> np.ndarray:
-        """The sum of the weights of each block of some rows, as `_masses` gives them."""
+        """The sum of the weights of each block of some rows, ascending, as `_masses` gives them."""
         highest = self._highest[rows]
         if self._by_token:
             blocks = self._blocks if len(rows) == len(self._peaks) else self._blocks.index_select(-1, torch.tensor(rows))

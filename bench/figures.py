@@ -191,7 +191,7 @@ def measure(plan: Plan, results: Results, tick: Callable[[], None]) -> None:
                 _latency(results, target, device, plan, tick)
                 _concurrency(results, server, target, device, plan, tick)
                 _web(results, server, target, device, plan, tick)
-                _past_saturation(results, target, device, plan, tick)  # the last: its clients leave the server busy for a moment
+                _past_saturation(results, target, device, plan, tick)  # last: it leaves the server busy for a moment
     _growth(results, plan, tick)
     for device, _reach in plan.devices[:2]:
         for kind, sampling in KINDS.items():

@@ -665,6 +665,13 @@ def test_logits_may_lie_in_memory_row_by_row_or_token_by_token(rows, size):
 MIXED = [{"top_k": 20}, {}, {"top_p": 0.8, "temperature": 0.5}, {"repetition_penalty": 1.5, "top_k": 5}, {"typical_p": 0.5}]
 
 
+def test_nuclei_and_whole_distributions_may_be_asked_for_side_by_side():
+    logits = by_token(torch.from_numpy(np.stack([large_row("ranks", 20000, seed) for seed in range(6)])))
+    kinds = [Sampling(seed=row, **({"top_p": 0.9} if row < 3 else {})) for row in range(6)]
+    together = choose(logits, [Sampler(kind, [0]) for kind in kinds])
+    assert together == [choose(logits[[row]], [Sampler(kind, [0])])[0] for row, kind in enumerate(kinds)]
+
+
 @given(
     crowd=st.lists(st.tuples(st.integers(0, 2**32 - 1), temperatures, filters | st.just({})), min_size=2, max_size=6),
     size=st.sampled_from([20000, 33001]),
@@ -783,6 +790,13 @@ def test_what_few_candidates_cannot_decide_is_computed_in_full_and_counted(shape
     sampling = Sampling(seed=5, **filters)
     sampler = Sampler(sampling, [0])
     assert tokens_of(sample(torch.from_numpy(row)[None], [sampler])) == [plain_choice(row, sampling, draws_of(5, 1)[0])]
+    assert sampler.in_full == 1
+
+
+def test_a_row_is_computed_in_full_once_also_where_its_scores_are_changed():
+    row = torch.from_numpy(large_row("normal", 20000, 4))
+    sampler = Sampler(Sampling(seed=3, typical_p=0.9, logit_bias=[(1, 0.5)]), [0])
+    tokens_of(sample(row[None], [sampler]))
     assert sampler.in_full == 1
 
 
