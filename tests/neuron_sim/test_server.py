@@ -16,6 +16,8 @@ import neuron_model
 from config import HERE, Config, Manifest
 from model import ModelError
 from neuron_model import Build, NeuronModel
+from protocol import Sampling
+from sampling import Sampler, choose
 
 WINDOW = 48
 
@@ -90,6 +92,24 @@ def test_requests_that_come_and_go_get_transformers_text(reference, tmp_path, na
         batch.step()
     assert_like(made, prompts[2], batch.leave(2))
     assert_like(made, [50, 60], batch.leave(0))
+
+
+def test_logits_lie_token_by_token_as_the_sampler_takes_them(reference, tmp_path):  # noqa: F811
+    """The layout that sampling.py and bench/simulated/ are made for; what lies otherwise is chosen from all the same."""
+    made = reference("llama")
+    model = serve(made, tmp_path, max_batch_size=4, tp_degree=2)
+    texts = {slot: [slot + 1, 7, 9 * slot + 2] for slot in range(4)}
+    for slot, text in texts.items():
+        text.append(int(model.prefill(slot, text).argmax()))
+    for slots in ([0, 1, 2, 3], [0, 1, 2], [0]):
+        tokens, positions = ([texts[slot][-1] for slot in slots], [len(texts[slot]) - 1 for slot in slots])
+        logits = model.decode(torch.tensor(tokens), torch.tensor(positions), torch.tensor(slots))
+        assert logits.stride() == (1, 4)
+        chosen = choose(logits, [Sampler(Sampling(), [0])] * len(slots))
+        assert chosen == logits.argmax(dim=1).tolist()
+        for slot, token in zip(slots, chosen):
+            texts[slot].append(token)
+            assert_like(made, texts[slot][:3], texts[slot])
 
 
 def test_random_schedules_over_eight_slots_give_everyone_his_own_text(reference, tmp_path):  # noqa: F811
