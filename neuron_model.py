@@ -268,8 +268,9 @@ class NeuronModel:
     def decode(self, tokens: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
         assert len(slots) and (len(slots) == 1 or (slots.diff() > 0).all()), "slots are named once, ascending"
         filled = self._filled[slots]
-        told = f"slots {slots.tolist()} hold {filled.tolist()} positions ({FREE}: none), not {positions.tolist()}"
-        assert torch.equal(positions, filled) and filled.max() < self.max_total_tokens, told
+        assert torch.equal(positions, filled) and filled.max() < self.max_total_tokens, (
+            f"slots {slots.tolist()} hold {filled.tolist()} positions ({FREE}: none), not {positions.tolist()}"
+        )
         # The library writes over the first position of each slot that is not named: it is lost from here on.
         self._filled = torch.full_like(self._filled, FREE).index_copy(0, slots, filled + 1)
         return self._run(tokens[:, None], positions[:, None], slots)
