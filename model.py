@@ -67,7 +67,8 @@ class StaticBatchModel(Protocol):
         at most SCORE_CHUNK tokens at a time. Nothing else may run on the model until it is exhausted."""
 
     def decode(self, tokens: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
-        """One step for all live slots: int64 [n] each, slots ascending. Returns float32 [n, vocab]."""
+        """One step for all live slots: int64 [n] each, slots ascending. Returns float32 [n, vocab], which later calls leave as
+        it is. It may lie in memory in any order; sampling.py is quick with the two usual ones."""
 
 
 FACTS = ("*.json", "*.model", "*.jinja", "*.txt")

@@ -17,6 +17,7 @@ import queue
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -47,6 +48,8 @@ from protocol import (
 from sampling import Sampler, SamplingError, choose, describe, device_parameters, drawn, prompt_logprobs
 
 logger = logging.getLogger("worker")
+
+MOST_UNTOLD = 2  # calls to the device whose gains wait to be told; the next one waits for the telling then
 
 
 @dataclass(slots=True, eq=False)
@@ -168,6 +171,7 @@ class Worker:
         self._untold: list[Gain] = []
         self._unlogged: list[dict] = []  # of requests that ended
         self._tells_aside = self.model.device != "cpu"  # else the next call would share its processor with the telling
+        self._telling = threading.Semaphore(MOST_UNTOLD)  # each holds the logits of a step
         self._broken: queue.SimpleQueue[Request] = queue.SimpleQueue()
         self._pace = Pace()
         self._progress_at = 0.0  # when the device last finished something, or was given something after it had nothing
@@ -347,7 +351,8 @@ class Worker:
             gains, ended = self._untold, self._unlogged
             self._untold, self._unlogged = [], []
             if self._tells_aside:
-                self.end.send_made(lambda: self._tell(gains, ended))
+                self._telling.acquire()
+                self.end.send_made(lambda: self._told_aside(gains, ended))
             else:
                 for peer, message in self._tell(gains, ended):
                     self.end.send(peer, message)
@@ -462,6 +467,12 @@ class Worker:
         self._forget(request, finish_reason)
         return finish_reason
 
+    def _told_aside(self, gains: list[Gain], ended: list[dict]) -> list[tuple[bytes, Tokens | End]]:
+        try:
+            return list(self._tell(gains, ended))
+        finally:
+            self._telling.release()
+
     def _tell(self, gains: list[Gain], ended: list[dict]) -> Iterator[tuple[bytes, Tokens | End]]:
         """What web processes are to hear of gains. May run on the socket's thread: it changes nothing of the loop's."""
         for gain in gains:
@@ -479,7 +490,10 @@ class Worker:
         told: list = [(None, [])] * len(gain.requests)
         if gain.logits is not None:
             top_n = [request.generate.top_n_tokens for request in gain.requests]
-            told = describe(gain.logits, [token or 0 for token in gain.tokens], top_n)
+            try:
+                told = describe(gain.logits, [token or 0 for token in gain.tokens], top_n)
+            except Exception as error:
+                told = [error] * len(gain.requests)
         words: dict[bytes, Tokens] = {}
         for request, token, finish_reason, what in zip(gain.requests, gain.tokens, gain.finish_reasons, told):
             if token is None:

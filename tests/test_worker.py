@@ -340,6 +340,41 @@ def test_a_token_that_cannot_be_told_ends_that_request_alone_and_once(failing_at
     assert bench.tokens[1] == greedy([1, 2], 8)
 
 
+def test_when_no_token_can_be_told_at_all_what_ran_ends_once_and_the_loop_goes_on(monkeypatch):
+    bench = Bench(batch_size=2)
+    for i in (1, 2, 3):
+        bench.arrive(Generate(i, [i], 8))
+    bench.turn()
+    bench.turn()
+
+    def out_of_memory(*_):
+        monkeypatch.undo()
+        raise MemoryError
+
+    monkeypatch.setattr(worker_module, "describe", out_of_memory)
+    bench.run()
+    assert [bench.ends[1], bench.ends[2]] == ["failed", "failed"]
+    assert bench.tokens[3] == greedy([3], 8)
+
+
+def test_the_device_does_not_run_ahead_of_what_can_be_told():
+    bench = Bench(batch_size=1)
+    makes = queue.SimpleQueue()
+    bench.wire.send_made = makes.put
+    bench.arrive(Generate(1, [1, 2], 8))
+    running = threading.Thread(target=bench.run, daemon=True)
+    running.start()
+    waiting = [makes.get(timeout=WAIT_S) for _ in range(worker_module.MOST_UNTOLD)]
+    running.join(0.2)
+    assert running.is_alive() and makes.empty()
+    while running.is_alive():
+        if waiting or not makes.empty():
+            bench.wire.sent += (waiting.pop(0) if waiting else makes.get())()
+    while not makes.empty():
+        bench.wire.sent += makes.get()()
+    assert bench.tokens[1] == greedy([1, 2], 8)
+
+
 def test_tokens_that_only_a_whole_row_could_tell_are_counted():
     bench = Bench()
     bench.arrive(Generate(1, [1, 2], 8, Sampling(seed=7, typical_p=0.9), ignore_eos=True))
