@@ -53,6 +53,7 @@ class Generate(msgspec.Struct, frozen=True):
     top_n_tokens: int = 0
     min_new_tokens: int = 0  # no end-of-sequence token before that many
     ignore_eos: bool = False  # an end-of-sequence token does not end the answer
+    logprobs: bool = True  # of its tokens; a device that samples has none anyway
     prompt_logprobs: bool = False
     sent_at: float = 0.0  # CLOCK_MONOTONIC in seconds, one for all processes; 0: not told
 

@@ -557,6 +557,7 @@ class Job:
     truncate: int | None = None
     add_special_tokens: bool = True
     top_n_tokens: int = 0
+    logprobs: bool = True
     prompt_logprobs: bool = False
     prompt_name: str = "inputs"
     limit_name: str = "max_new_tokens"
@@ -647,6 +648,7 @@ def check_chat(request: ChatRequest, config: Config, facts: Facts) -> Job:
     return replace(
         job,
         top_n_tokens=request.top_logprobs or 0,
+        logprobs=bool(request.logprobs),
         add_special_tokens=False,  # the template has put them where they belong
         prompt_name="messages",
         limit_name=limit_name,
@@ -682,7 +684,8 @@ def check_completion(request: CompletionRequest, config: Config, facts: Facts) -
         if isinstance(prompt, list):
             _check_ids(prompt, "prompt", facts)
         job = _check_openai(request, prompt, request.max_tokens, config, facts)
-        jobs.append(replace(job, sequences=best_of, top_n_tokens=request.logprobs or 0, prompt_logprobs=prompt_logprobs))
+        wanted = {"top_n_tokens": request.logprobs or 0, "prompt_logprobs": prompt_logprobs}
+        jobs.append(replace(job, sequences=best_of, logprobs=request.logprobs is not None or best_of > n, **wanted))
     return jobs
 
 

@@ -294,6 +294,7 @@ class Call:
                     top_n_tokens=job.top_n_tokens,
                     min_new_tokens=job.min_new_tokens,
                     ignore_eos=job.ignore_eos,
+                    logprobs=job.logprobs,
                     prompt_logprobs=job.prompt_logprobs,
                     sent_at=self.sent_at,
                 )

@@ -488,7 +488,7 @@ class Worker:
 
     def _words(self, gain: Gain) -> Iterator[tuple[bytes, Tokens | End]]:
         told: list = [(None, [])] * len(gain.requests)
-        if gain.logits is not None:
+        if gain.logits is not None and any(request.generate.logprobs for request in gain.requests):
             top_n = [request.generate.top_n_tokens for request in gain.requests]
             try:
                 told = describe(gain.logits, [token or 0 for token in gain.tokens], top_n)
@@ -499,6 +499,8 @@ class Worker:
             if token is None:
                 continue
             generate = request.generate
+            if not generate.logprobs:
+                what = (None, [])
             if isinstance(what, Exception) and not request.is_broken:
                 logger.error("a token of request %016x cannot be told", generate.id, exc_info=what)
                 request.is_broken = True

@@ -340,6 +340,25 @@ def test_a_token_that_cannot_be_told_ends_that_request_alone_and_once(failing_at
     assert bench.tokens[1] == greedy([1, 2], 8)
 
 
+def test_who_wants_no_log_probabilities_gets_none_and_nobody_else_notices():
+    def logprobs(*generates):
+        bench = Bench()
+        for generate in generates:
+            bench.arrive(generate)
+        bench.run()
+        told = {}
+        for _peer, message in bench.wire.sent:
+            for token in message.tokens:
+                told.setdefault(token.id, []).append((token.logprob, token.top))
+        return told
+
+    plain = Generate(1, [1, 2], 8, top_n_tokens=2)
+    spared = Generate(2, [3], 8, logprobs=False)
+    together = logprobs(plain, spared)
+    assert together[1] == logprobs(plain)[1]
+    assert set(map(str, together[2])) == set(map(str, logprobs(spared)[2])) == {"(None, [])"}
+
+
 def test_when_no_token_can_be_told_at_all_what_ran_ends_once_and_the_loop_goes_on(monkeypatch):
     bench = Bench(batch_size=2)
     for i in (1, 2, 3):
