@@ -637,7 +637,7 @@ filters = st.one_of(
 
 
 @given(row=large_rows, temperature=temperatures, filters=filters, seed=st.integers(0, 2**64 - 1))
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=200, deadline=None)
 def test_few_candidates_choose_the_very_token_that_the_whole_vocabulary_would(row, temperature, filters, seed):
     sampling = Sampling(seed=seed, temperature=temperature, **filters)
     sampler = Sampler(sampling, [0])
@@ -679,7 +679,7 @@ def test_nuclei_and_whole_distributions_may_be_asked_for_side_by_side():
     offset=st.sampled_from([0.0, 95.0, -1000.0]),
     laid=st.sampled_from([torch.Tensor.contiguous, by_token]),
 )
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=80, deadline=None)
 def test_a_crowd_of_large_rows_chooses_what_each_of_them_would_choose_alone(crowd, size, shape, offset, laid):
     logits = torch.from_numpy(np.stack([large_row(shape, size, seed, offset=offset) for seed, _temperature, _filters in crowd]))
     kinds = [Sampling(seed=seed, temperature=temperature, **filters) for seed, temperature, filters in crowd]
@@ -813,11 +813,11 @@ def test_a_penalized_row_is_drawn_from_like_any_other():
 
 def test_the_tokens_of_several_blocks_are_drawn_as_often_as_they_should_be():
     row = large_row("normal", 700, 6, scale=1.0)
-    samplers = [Sampler(Sampling(seed=seed, temperature=0.7), [0]) for seed in range(20000)]
-    counts = Counter(tokens_of(sample(torch.from_numpy(row).expand(20000, -1), samplers)))
+    samplers = [Sampler(Sampling(seed=seed, temperature=0.7), [0]) for seed in range(8000)]
+    counts = Counter(tokens_of(sample(torch.from_numpy(row).expand(8000, -1), samplers)))
     expected = torch.softmax(torch.from_numpy(row).double() / 0.7, dim=-1).numpy()
     assert chi_square_excess(counts, expected) < 1
-    tilted = torch.softmax(torch.from_numpy(row).double() / 0.75, dim=-1).numpy()
+    tilted = torch.softmax(torch.from_numpy(row).double() / 0.8, dim=-1).numpy()
     assert chi_square_excess(counts, tilted) > 1
 
 
@@ -833,7 +833,7 @@ def kinds_on(logits: torch.Tensor, order: list[int]) -> list[Choice | Exception]
     crowd=st.integers(1, 70),
     temperature=st.floats(1e-3, 1e3),
 )
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=25, deadline=None)
 def test_not_a_bit_of_a_mass_depends_on_how_many_rows_there_are(size, seed, crowd, temperature):
     logits = by_token(torch.from_numpy(np.stack([large_row("normal", size, seed + row) for row in range(crowd)])))
     rows = list(range(crowd))
