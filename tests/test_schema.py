@@ -919,4 +919,4 @@ def test_log_probabilities_are_computed_for_who_reads_them_or_is_ranked_by_them(
     assert [chat(logprobs=wanted).logprobs for wanted in (None, False, True)] == [False, False, True]
     wanted = [{}, {"logprobs": 0}, {"best_of": 2}, {"n": 2}]
     assert [completion(**fields)[0].logprobs for fields in wanted] == [False, True, True, False]
-    assert check(GenerateRequest("x", Parameters()), streaming=False).logprobs
+    assert check(GenerateRequest("x", Parameters()), CONFIG, FACTS, streaming=False).logprobs
