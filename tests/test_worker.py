@@ -359,23 +359,6 @@ def test_who_wants_no_log_probabilities_gets_none_and_nobody_else_notices():
     assert set(map(str, together[2])) == set(map(str, logprobs(spared)[2])) == {"(None, [])"}
 
 
-def test_when_no_token_can_be_told_at_all_what_ran_ends_once_and_the_loop_goes_on(monkeypatch):
-    bench = Bench(batch_size=2)
-    for i in (1, 2, 3):
-        bench.arrive(Generate(i, [i], 8))
-    bench.turn()
-    bench.turn()
-
-    def out_of_memory(*_):
-        monkeypatch.undo()
-        raise MemoryError
-
-    monkeypatch.setattr(worker_module, "describe", out_of_memory)
-    bench.run()
-    assert [bench.ends[1], bench.ends[2]] == ["failed", "failed"]
-    assert bench.tokens[3] == greedy([3], 8)
-
-
 def test_the_device_does_not_run_ahead_of_what_can_be_told():
     bench = Bench(batch_size=1)
     makes = queue.SimpleQueue()
@@ -442,7 +425,8 @@ def test_an_exception_in_one_slots_bookkeeping_ends_that_request_alone(monkeypat
     assert bench.tokens[1] == greedy([1, 2], 8)
 
 
-def test_when_no_token_can_be_chosen_at_all_what_runs_ends_and_the_loop_goes_on(monkeypatch):
+@pytest.mark.parametrize("what", ["choose", "describe"])
+def test_when_no_token_can_be_chosen_or_told_what_runs_ends_and_the_loop_goes_on(what, monkeypatch):
     bench = Bench(batch_size=2)
     for i in (1, 2, 3):
         bench.arrive(Generate(i, [i], 8))
@@ -453,7 +437,7 @@ def test_when_no_token_can_be_chosen_at_all_what_runs_ends_and_the_loop_goes_on(
         monkeypatch.undo()
         raise MemoryError
 
-    monkeypatch.setattr(worker_module, "choose", out_of_memory)
+    monkeypatch.setattr(worker_module, what, out_of_memory)
     bench.run()
     assert [bench.ends[1], bench.ends[2]] == ["failed", "failed"]
     assert bench.tokens[3] == greedy([3], 8)
