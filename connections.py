@@ -9,6 +9,9 @@ Probes have threads of their own, which do not wait behind requests that run lon
 new one is refused right here: everything that has arrived is looked at, and the surplus refused, before any thread is set to
 work on what it may keep, so that a crowd does not wait for its refusals. What a request means, and how it is answered or
 refused, this layer does not know; its framing is gunicorn's parser's to judge, and only guessed ahead here.
+
+An `Outlet` is the way past gunicorn for the parts of an answer that follow its first: whoever has one writes it to the client
+without waking the thread that the request has.
 """
 
 from __future__ import annotations

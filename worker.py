@@ -489,7 +489,7 @@ class Worker:
     def _words(self, gain: Gain) -> Iterator[tuple[bytes, Tokens | End]]:
         told: list = [(None, [])] * len(gain.requests)
         if gain.logits is not None and any(request.generate.logprobs for request in gain.requests):
-            top_n = [request.generate.top_n_tokens for request in gain.requests]
+            top_n = [request.sampler.top_n_tokens for request in gain.requests]
             try:
                 told = describe(gain.logits, [token or 0 for token in gain.tokens], top_n)
             except Exception as error:
