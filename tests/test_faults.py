@@ -9,6 +9,7 @@ import fcntl
 import http.client
 import json
 import os
+import select
 import signal
 import socket
 import time
@@ -623,6 +624,7 @@ def test_when_the_worker_dies_everyone_is_told_and_the_server_ends(start, how):
         server.wait_ready()
         streams = [send(server, COMPLETIONS, endless()) for _ in range(8)]
         wait_until(lambda: server.status().queued == 4, "half of them wait")
+        wait_until(lambda: len(select.select(streams, [], [], 0)[0]) == 4, "the others' answers have begun")
         if how.startswith("SIG"):
             os.kill(server.pids("worker.py")[0], signal.Signals[how])
         else:
