@@ -39,6 +39,7 @@ HELD_LIMIT = 64_000_000  # bytes of unfinished requests in a web process
 READ_BYTES = 65536
 EXPIRY_S = 0.25  # how often deadlines are looked at
 ADMITTED_A_TURN = 2  # threads that are set to work before this one looks again at what has arrived: they keep it waiting
+NOTIFY_S = 0.5  # how often gunicorn's master is told, by a system call, that this process lives
 LINGER_S = 2.0  # for a client to take its last answer and close
 STOP_LINGER_S = 0.3
 SPARE_FDS = 200  # for what is no connection
@@ -142,19 +143,48 @@ class Connection(TConn):
         super().__init__(cfg, sock, client, server)
         self.initialized = True  # so that gunicorn neither waits nor makes a parser of its own
         self.limits = limits
+        self.is_refused = False  # its request, by the loop
         self.lingers = False  # it has had its last answer
         self.told_to_continue = False
+        self.method = self.path = ""
         self.await_request()
 
     def await_request(self) -> None:
         self.arrival = Arrival(self.limits.payload_bytes)
         self.told_to_continue = False
 
+    def look(self) -> None:
+        """Guesses what is asked for, which the parser will tell for certain."""
+        method, _, rest = bytes(self.arrival.data[:64]).decode("latin-1").partition(" ")
+        self.method, self.path = method, rest.split(" ", 1)[0].split("?", 1)[0]
+
     @property
     def is_probe(self) -> bool:
-        method, _, rest = bytes(self.arrival.data[:64]).partition(b" ")
-        path = rest.split(b" ", 1)[0].split(b"?", 1)[0]
-        return method in (b"GET", b"HEAD") and path.decode("latin-1") in self.limits.probes
+        return self.method in ("GET", "HEAD") and self.path in self.limits.probes
+
+
+class _Sender:
+    """The socket of an answer as gunicorn writes to it: the head waits for what follows, to go out with it in one packet."""
+
+    def __init__(self, sock: socket.socket, is_refusal: bool):
+        self.is_refusal = is_refusal
+        self._sock = sock
+        self._head: bytes | None = None
+
+    def sendall(self, data: bytes) -> None:
+        if self._head is None:
+            self._head = data
+        else:
+            head, self._head = self._head, b""
+            self._sock.sendall(head + data if head else data)
+
+    def flush(self) -> None:
+        """For an answer that is nothing but its head."""
+        if self._head:
+            self._sock.sendall(self._head)
+
+    def __getattr__(self, name: str):
+        return getattr(self._sock, name)
 
 
 class Outlet:
@@ -202,7 +232,8 @@ class ConnectionWorker(ThreadWorker):
     """gunicorn's thread worker with the loop around its connections replaced. It runs on one thread, but for `handle`.
 
     The app has two attributes for it: its `limits`, and `refusal`, a WSGI application for requests that find every thread
-    taken, which is run by the loop itself and so must not wait for anything.
+    taken, or that come to nothing anyway: for which its `is_due(method, path)` says so. Both are called by the loop itself and
+    so must not wait for anything.
     """
 
     def __init__(self, *args, **kwargs):
@@ -211,10 +242,9 @@ class ConnectionWorker(ThreadWorker):
         self._probes: ThreadPoolExecutor | None = None
         self._running = 0  # requests that have one of the threads, or are about to
         self._admitted: deque[Connection] = deque()  # those that are about to
-        self._refusing: socket.socket | None = None
         self._waiting: dict[Connection, None] = {}  # without a request that runs; who waits longest is first
         self._held = 0  # bytes of unfinished requests
-        self._expiry_at = 0.0
+        self._expiry_at = self._notify_at = 0.0
 
     def init_process(self) -> None:
         self._probes = ThreadPoolExecutor(PROBE_THREADS)
@@ -225,7 +255,7 @@ class ConnectionWorker(ThreadWorker):
         app, refusal = self.wsgi, self.app.refusal
 
         def app_or_refusal(environ, start_response):
-            return (refusal if environ["gunicorn.socket"] is self._refusing else app)(environ, start_response)
+            return (refusal if environ["gunicorn.socket"].is_refusal else app)(environ, start_response)
 
         self.wsgi = app_or_refusal
 
@@ -251,6 +281,12 @@ class ConnectionWorker(ThreadWorker):
         for listener in self.sockets:
             listener.close()
 
+    def notify(self) -> None:
+        now = time.monotonic()
+        if now >= self._notify_at:
+            self._notify_at = now + NOTIFY_S
+            super().notify()
+
     def _turn(self) -> None:
         self.notify()
         self.wait_for_and_dispatch_events(0 if self._admitted else EXPIRY_S if self._waiting else 1.0)
@@ -260,7 +296,12 @@ class ConnectionWorker(ThreadWorker):
             for connection in [c for c in self._waiting if c.timeout <= now]:
                 self._expire(connection)
         for _ in range(min(ADMITTED_A_TURN, len(self._admitted))):
-            self._run_on(self.tpool, self._admitted.popleft())
+            connection = self._admitted.popleft()
+            if self._refusal_is_due(connection):
+                self._running -= 1
+                self._refuse_crowd(connection)
+            else:
+                self._run_on(self.tpool, connection)
 
     def accept(self, listener) -> None:
         if self.nr_conns >= self.worker_connections and self._waiting:
@@ -334,15 +375,19 @@ class ConnectionWorker(ThreadWorker):
 
     def enqueue_req(self, connection: Connection) -> None:
         connection.parser = RequestParser(self.cfg, iter((bytes(connection.arrival.data),)), connection.client)
+        connection.look()
         if connection.is_probe:
             self._leave(connection)
             self._run_on(self._probes, connection)
-        elif self._running < self.cfg.threads:
+        elif self._running < self.cfg.threads and not self._refusal_is_due(connection):
             self._leave(connection)
             self._running += 1
             self._admitted.append(connection)
         else:
             self._refuse_crowd(connection)
+
+    def _refusal_is_due(self, connection: Connection) -> bool:
+        return self.app.refusal.is_due(connection.method, connection.path)
 
     def _run_on(self, pool: ThreadPoolExecutor, connection: Connection) -> None:
         future = pool.submit(self.handle, connection)
@@ -356,7 +401,8 @@ class ConnectionWorker(ThreadWorker):
     def _refuse_crowd(self, connection: Connection) -> None:
         """Lets the app refuse the request, as `handle` lets it answer one, without waiting for the client to read."""
         self._let_go(connection)
-        self._refusing, request, goes_on = connection.sock, None, False
+        request, goes_on = None, False
+        connection.is_refused = True
         try:
             request = next(connection.parser)
             goes_on = self._keepalive_after(connection, self.handle_request(request, connection))
@@ -364,7 +410,7 @@ class ConnectionWorker(ThreadWorker):
             pass
         except Exception as error:
             self.handle_error(request, connection.sock, connection.client, error)
-        self._refusing = None
+        connection.is_refused = False
         self._await_next(connection, goes_on)
 
     def _await_next(self, connection: Connection, goes_on: bool) -> None:
@@ -415,11 +461,17 @@ class ConnectionWorker(ThreadWorker):
             self._drop(connection)
 
     def handle_request(self, req, conn: Connection):
-        """On one of the threads."""
+        """On one of the threads, or on the loop's own when it refuses."""
         if conn.arrival.is_cut:
             req.force_close()
         req._expected_100_continue = False  # it has been told
+        sock = conn.sock
+        conn.sock = sender = _Sender(sock, conn.is_refused)
         try:
-            return super().handle_request(req, conn)
+            goes_on = super().handle_request(req, conn)
+            sender.flush()
+            return goes_on
         except (BlockingIOError, TimeoutError) as error:  # the client does not read: as good as gone
             raise ConnectionResetError(errno.ECONNRESET, str(error)) from error
+        finally:
+            conn.sock = sock

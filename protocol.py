@@ -256,12 +256,14 @@ class WorkerEnd(_SocketThread):
     """The worker's end. `send` and `announce` may be called from any thread; `receive` from one.
 
     `on_aside` is called on the socket's thread with each message of `ASIDE`, and must not block. What it returns is sent to
-    that peer. Without it they are dropped.
+    that peer. Without it they are dropped. `refuses` is asked there about each GenerateAll; all of one for which it gives a
+    reason ends with that at once, whatever the loop is busy with.
     """
 
     def __init__(self, address: str, on_aside: Callable[[FromWeb], FromWorker | None] | None = None):
         super().__init__("worker-socket")
         self._on_aside = on_aside
+        self.refuses: Callable[[GenerateAll], str | None] = lambda _message: None
         self.status = Status(phase="starting", progress_at=time.monotonic())
         self._facts: Facts | None = None
         self._inbox: queue.SimpleQueue = queue.SimpleQueue()
@@ -335,6 +337,9 @@ class WorkerEnd(_SocketThread):
                         self._send_to(peer, self._facts, peers)
                 if isinstance(message, ASIDE):
                     self._answer_aside(peer, message, peers)
+                elif isinstance(message, GenerateAll) and (reason := self.refuses(message)):
+                    for generate in message.generates:
+                        self._send_to(peer, End(generate.id, reason), peers)
                 else:
                     self._inbox.put((peer, message))
             if time.monotonic() >= next_beat:

@@ -671,41 +671,39 @@ def _guard(app: Flask, guard: Guard) -> None:
         return response
 
 
-Wsgi = Callable[[dict, Callable], Iterable[bytes]]
+class Refusal:
+    """What takes the app's place for requests that find every thread taken, and for those that the worker would refuse anyway.
 
-
-def with_refusals(app: Flask, config: Config, worker: Worker) -> tuple[Wsgi, Wsgi]:
-    """The app as it is served, and what takes its place for requests that find every thread taken.
-
-    That one, the refusal, says what the app would say without a look at the body, in a fraction of the time: so a crowd is told
-    to come back before those that may stay are read. The app gives way to it for what the worker would refuse anyway.
+    Says what the app would say without a look at the body, in a fraction of the time: so a crowd is told to come back before
+    those that may stay are read.
     """
-    guard = Guard(config)
-    generates = {rule.rule for rule in app.url_map.iter_rules() if rule.endpoint.startswith("POST ")}
 
-    def refusal(environ: dict, start_response: Callable) -> Iterable[bytes]:
+    def __init__(self, app: Flask, config: Config, worker: Worker):
+        self._guard = Guard(config)
+        self._worker = worker
+        self._generates = {rule.rule for rule in app.url_map.iter_rules() if rule.endpoint.startswith("POST ")}
+
+    def is_due(self, method: str, path: str) -> bool:
+        """Whether there is no place for what is asked for."""
+        return method == "POST" and path in self._generates and self._worker.is_full
+
+    def __call__(self, environ: dict, start_response: Callable) -> Iterable[bytes]:
         method, path = environ["REQUEST_METHOD"], environ["PATH_INFO"]
         asked = environ.get("HTTP_ACCESS_CONTROL_REQUEST_HEADERS", "")
-        cors = guard.headers(method, environ.get("HTTP_ORIGIN", ""), asked)
+        cors = self._guard.headers(method, environ.get("HTTP_ORIGIN", ""), asked)
         if method == "OPTIONS":
             start_response("200 OK", [("Content-Length", "0"), *cors.items()])
             return []
         error, outcome = schema.overloaded(), None
-        if not guard.lets_in(method, path, environ.get("HTTP_AUTHORIZATION", "")):
+        if not self._guard.lets_in(method, path, environ.get("HTTP_AUTHORIZATION", "")):
             error = schema.unauthorized()
-        elif method == "POST" and path in generates:
+        elif method == "POST" and path in self._generates:
             outcome = error.outcome
-        worker.account_refused(Answered(error.status, outcome))
+        self._worker.account_refused(Answered(error.status, outcome))
         body, headers = _told(error, speaks_openai=path.startswith("/v1/"))
         status = f"{error.status} {HTTPStatus(error.status).phrase.upper()}"
         start_response(status, [*headers.items(), ("Content-Length", str(len(body))), *cors.items()])
         return [] if method == "HEAD" else [body]
-
-    def app_or_refusal(environ: dict, start_response: Callable) -> Iterable[bytes]:
-        is_in_vain = worker.is_full and environ["REQUEST_METHOD"] == "POST" and environ["PATH_INFO"] in generates
-        return (refusal if is_in_vain else app)(environ, start_response)
-
-    return app_or_refusal, refusal
 
 
 def _told(error: ApiError, speaks_openai: bool) -> tuple[bytes, dict[str, str]]:
@@ -983,7 +981,7 @@ class Server(gunicorn.app.base.BaseApplication):
         for name, value in settings.items():
             self.cfg.set(name, value)
 
-    def load(self) -> Wsgi:
+    def load(self) -> Flask:
         """Runs in each web process, after the fork: a ZeroMQ context must not be carried across one."""
         configuration.die_with_parent()
         worker = Worker(
@@ -998,7 +996,8 @@ class Server(gunicorn.app.base.BaseApplication):
             _write_error(client, status, reason, message)
 
         gunicorn.util.write_error = write_error
-        app, self.refusal = with_refusals(create_app(self._config, worker), self._config, worker)
+        app = create_app(self._config, worker)
+        self.refusal = Refusal(app, self._config, worker)
         return app
 
 

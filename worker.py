@@ -24,6 +24,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import msgspec
 import torch
 
 import config as configuration
@@ -165,6 +166,9 @@ class Worker:
     def __post_init__(self):
         self.slots = Slots([None] * self.model.batch_size)
         self._known: dict[int, Request] = {}
+        self._places_taken = 0  # by those that are known, and by what has arrived since the loop looked
+        self._places_lock = threading.Lock()
+        self.end.refuses = self.refuses
         self._prompting: Prompting | None = None
         self._steps_since_prompt = 0
         self._ready_web_processes: set[int] = set()
@@ -362,28 +366,47 @@ class Worker:
 
     def _report(self, patience_s: float | None = None) -> None:
         now = time.monotonic()
-        self.end.report(
-            Status(
-                phase="draining" if self.draining else "ready",
-                progress_at=now,
-                steps=self.steps,
-                running=self.slots.busy,
-                queued=len(self.queue),
-                due_at=0.0 if patience_s is None else now + patience_s,
-                full=len(self._known) >= self.max_concurrent_requests,
+        with self._places_lock:
+            self.end.report(
+                Status(
+                    phase="draining" if self.draining else "ready",
+                    progress_at=now,
+                    steps=self.steps,
+                    running=self.slots.busy,
+                    queued=len(self.queue),
+                    due_at=0.0 if patience_s is None else now + patience_s,
+                    full=self._places_taken >= self.max_concurrent_requests,
+                )
             )
-        )
+
+    def refuses(self, message: GenerateAll) -> str | None:
+        """Why a request is not taken, or None: then its places are. All that it asks for is taken, or nothing of it.
+
+        On the thread of the socket, so that nobody waits for a step to hear that there is no place.
+        """
+        if self.draining:
+            return "draining"
+        with self._places_lock:
+            if self._places_taken + len(message.generates) > self.max_concurrent_requests:
+                return "overloaded"
+            self._places_taken += len(message.generates)
+            if self._places_taken >= self.max_concurrent_requests:
+                self.end.report(msgspec.structs.replace(self.end.status, full=True))
+        return None
+
+    def _give_place_back(self) -> None:
+        with self._places_lock:
+            self._places_taken -= 1
 
     def _enqueue(self, peer: bytes, generates: list[Generate]) -> None:
-        """Takes all that an HTTP request asks for, or refuses all of it."""
-        refusal = "draining" if self.draining else "overloaded"
-        if self.draining or len(self._known) + len(generates) > self.max_concurrent_requests:
-            for generate in generates:
-                self.end.send(peer, End(generate.id, refusal))
-            return
         for generate in generates:
             if generate.id in self._known:  # an id has one end, which two requests cannot share
                 logger.error("a second request %016x is dropped while the first one is not over", generate.id)
+                self._give_place_back()
+                continue
+            if self.draining:
+                self.end.send(peer, End(generate.id, "draining"))
+                self._give_place_back()
                 continue
             try:
                 sampler = Sampler(
@@ -396,6 +419,7 @@ class Worker:
             except Exception:  # the web side has checked everything, but nothing that a client sends may end the loop
                 logger.exception("request %016x cannot be sampled for", generate.id)
                 self.end.send(peer, End(generate.id, "failed", "the request cannot be run"))
+                self._give_place_back()
                 continue
             request = Request(
                 peer=peer,
@@ -526,6 +550,7 @@ class Worker:
     def _forget(self, request: Request, reason: str) -> None:
         """Frees everything that a request holds."""
         del self._known[request.generate.id]
+        self._give_place_back()
         if self._prompting and self._prompting.request is request:
             self._prompting = None
         if request in self.slots.requests:

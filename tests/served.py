@@ -59,7 +59,7 @@ class Served:
 
     def assert_idle(self):
         wait_until(lambda: not self.worker._known and not self.seen._inboxes)
-        assert self.worker.slots.busy == 0
+        assert self.worker.slots.busy == self.worker._places_taken == 0
 
     def close(self):
         self.model.may_decode.set()

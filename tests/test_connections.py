@@ -147,6 +147,7 @@ class Server(gunicorn.app.base.BaseApplication):
             if environ["PATH_INFO"] == "/breaks":
                 raise RuntimeError("on purpose")
             return [] if environ["REQUEST_METHOD"] == "HEAD" else [b"no"]
+        refusal.is_due = lambda method, path: (method, path) == ("POST", "/never")
         self.refusal = refusal
         return app
 
@@ -240,6 +241,14 @@ def test_what_finds_every_thread_taken_is_refused_and_its_connection_lives_on(cr
         for waiting in crowded.waiting:
             assert read_until(waiting, b"0\r\n\r\n")
         assert b"200 OK" in ask(client, b"/")
+
+
+def test_what_comes_to_nothing_anyway_is_refused_while_threads_are_free_and_its_body_with_it(running):
+    with running.connect() as client:
+        for body in (b"", b"abc"):
+            client.sendall(b"POST /never?x HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(body) + body)
+            assert read_until(client, b"no").endswith(REFUSED)
+        assert b"200 OK" in ask(client, b"/never")
 
 
 def test_refusals_sent_ahead_by_the_thousand_are_all_made(crowded):

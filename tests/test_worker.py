@@ -47,7 +47,7 @@ class Wire:
     def __init__(self):
         self.arrivals = []
         self.sent = []
-        self.status = None
+        self.status = Status("ready", 0.0)
 
     def receive(self, block):
         assert self.arrivals or not block, "the worker would wait for ever"
@@ -78,6 +78,9 @@ class Bench:
     def arrive(self, message, peer=b"web"):
         if isinstance(message, Generate):
             message = GenerateAll([message])
+        if isinstance(message, GenerateAll) and (reason := self.wire.refuses(message)):
+            self.wire.sent += [(peer, End(generate.id, reason)) for generate in message.generates]
+            return
         self.wire.arrivals.append((peer, message))
 
     def turn(self):
@@ -104,6 +107,7 @@ class Bench:
         assert self.worker.slots.busy == 0
         assert not self.worker.queue
         assert not self.worker._untold
+        assert self.worker._places_taken == 0
         assert (self.wire.status.running, self.wire.status.queued) == (0, 0)
 
     @property
