@@ -42,6 +42,7 @@ END_OF_TURN = ("<|eot_id|>", "<|eot|>", "<|im_end|>", "<end_of_turn>")
 ALL_BYTES = 1_000_000  # more than any token has
 TOKEN_TEXTS = 16_384  # how many are kept for log-probabilities
 TEMPLATE_S = 10.0  # for a chat template, which is a program that runs as long as the messages make it
+TEMPLATE_INTEGER_BITS = 10_000
 TEMPLATE_CHARACTERS = 20_000_000
 _BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")
 
@@ -524,6 +525,8 @@ class _Generation(jinja2.ext.Extension):
 class _TemplateEnvironment(jinja2.sandbox.ImmutableSandboxedEnvironment):
     """What chat templates are written for: transformers' settings, filters and functions. They are not trusted."""
 
+    intercepted_binops = frozenset({"*", "**"})  # one of these can take all time and memory by itself
+
     def __init__(self):
         super().__init__(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols])
         self.filters["tojson"] = _tojson
@@ -558,6 +561,18 @@ class _TemplateEnvironment(jinja2.sandbox.ImmutableSandboxedEnvironment):
     def check_time(self) -> None:
         if time.monotonic() > self._running.until:
             raise TemplateError(f"the model's chat template takes longer than {TEMPLATE_S:g} s for it")
+
+    def call_binop(self, context: jinja2.runtime.Context, operator: str, left: Any, right: Any) -> Any:
+        if isinstance(left, int) and isinstance(right, int):
+            bits = left.bit_length() * right if operator == "**" else left.bit_length() + right.bit_length()
+            is_huge = bits > TEMPLATE_INTEGER_BITS
+        else:
+            times, repeated = (left, right) if isinstance(left, int) else (right, left)
+            can_repeat = operator == "*" and isinstance(times, int) and isinstance(repeated, (str, list, tuple))
+            is_huge = can_repeat and len(repeated) * times > TEMPLATE_CHARACTERS
+        if is_huge:
+            raise TemplateError(f"the model's chat template computes more with `{operator}` than fits")
+        return super().call_binop(context, operator, left, right)
 
     def unsafe_undefined(self, obj: Any, attribute: str) -> jinja2.Undefined:
         # Jinja's own waits until it is used, and prints as nothing.

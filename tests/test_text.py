@@ -895,6 +895,17 @@ def test_a_template_that_keeps_itself_busy_is_stopped(template, monkeypatch):
     assert time.monotonic() - started_at < 5, "it would take minutes or years"
 
 
+@pytest.mark.parametrize("bomb", ["9**(9**9)", "'ab' * 1000000000", "1000000000 * [1, 2]", "2**9999 * 2**9999", "10**9**9**99"])
+def test_one_operation_in_a_template_cannot_take_all_time_and_memory(bomb):
+    with pytest.raises(TemplateError, match=r"computes more with `\*+` than fits"):
+        ChatTemplate("{{ " + bomb + " }}", {}).render([USER])
+
+
+def test_a_template_may_multiply():
+    template = "{{ 2**10 }} {{ 2**-1 }} {{ '=' * 5 }} {{ 3 * [0] }} {{ 1.5 * 4 }} {{ 'x' * -1 }}"
+    assert ChatTemplate(template, {}).render([USER]) == "1024 0.5 ===== [0, 0, 0] 6.0 "
+
+
 def test_a_template_that_writes_too_much_is_stopped(monkeypatch):
     monkeypatch.setattr(text, "TEMPLATE_CHARACTERS", 1000)
     chat = ChatTemplate("{% for m in messages %}{{ m.content }}{% endfor %}", {})
