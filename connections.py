@@ -295,12 +295,14 @@ class ConnectionWorker(ThreadWorker):
             self._expiry_at = now + EXPIRY_S
             for connection in [c for c in self._waiting if c.timeout <= now]:
                 self._expire(connection)
-        for _ in range(min(ADMITTED_A_TURN, len(self._admitted))):
+        begun = 0
+        while self._admitted and begun < ADMITTED_A_TURN:
             connection = self._admitted.popleft()
             if self._refusal_is_due(connection):
                 self._running -= 1
                 self._refuse_crowd(connection)
             else:
+                begun += 1
                 self._run_on(self.tpool, connection)
 
     def accept(self, listener) -> None:
