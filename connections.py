@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import mmap
 import re
 import resource
 import selectors
@@ -57,6 +58,7 @@ class Limits:
     payload_bytes: int
     client_timeout_s: float
     probes: frozenset[str]
+    most_begun: int  # by all web processes together, of the requests that take a place
 
 
 class Arrival:
@@ -146,21 +148,34 @@ class Connection(TConn):
         self.is_refused = False  # its request, by the loop
         self.lingers = False  # it has had its last answer
         self.told_to_continue = False
-        self.method = self.path = ""
+        self.takes_place = False
         self.await_request()
 
     def await_request(self) -> None:
         self.arrival = Arrival(self.limits.payload_bytes)
         self.told_to_continue = False
 
-    def look(self) -> None:
-        """Guesses what is asked for, which the parser will tell for certain."""
-        method, _, rest = bytes(self.arrival.data[:64]).decode("latin-1").partition(" ")
-        self.method, self.path = method, rest.split(" ", 1)[0].split("?", 1)[0]
 
-    @property
-    def is_probe(self) -> bool:
-        return self.method in ("GET", "HEAD") and self.path in self.limits.probes
+class Begun:
+    """How many requests that take a place each web process has begun to answer, in memory that all of them share."""
+
+    def __init__(self, processes: int):
+        self._free = list(range(2 * processes + 8))
+        self._counts = memoryview(mmap.mmap(-1, 8 * len(self._free))).cast("q")
+
+    def __call__(self) -> int:
+        return sum(self._counts)
+
+    def join(self, process: ConnectionWorker) -> None:
+        """In the process that forks, which is one: so no two ever have the same count."""
+        process.own_count = self._free.pop()
+
+    def leave(self, process: ConnectionWorker) -> None:
+        self._counts[process.own_count] = 0
+        self._free.append(process.own_count)
+
+    def add(self, process: ConnectionWorker, number: int) -> None:
+        self._counts[process.own_count] += number
 
 
 class _Sender:
@@ -232,8 +247,8 @@ class ConnectionWorker(ThreadWorker):
     """gunicorn's thread worker with the loop around its connections replaced. It runs on one thread, but for `handle`.
 
     The app has two attributes for it: its `limits`, and `refusal`, a WSGI application for requests that find every thread
-    taken, or that come to nothing anyway: for which its `is_due(method, path)` says so. Both are called by the loop itself and
-    so must not wait for anything.
+    taken, and for those that take a place (`refusal.takes_place(method, path)`) when there is none (`refusal.is_full`). All
+    are called by the loop itself and so must not wait for anything.
     """
 
     def __init__(self, *args, **kwargs):
@@ -298,8 +313,8 @@ class ConnectionWorker(ThreadWorker):
         begun = 0
         while self._admitted and begun < ADMITTED_A_TURN:
             connection = self._admitted.popleft()
-            if self._refusal_is_due(connection):
-                self._running -= 1
+            if connection.takes_place and self.app.refusal.is_full:
+                self._begin(connection, -1)
                 self._refuse_crowd(connection)
             else:
                 begun += 1
@@ -377,19 +392,27 @@ class ConnectionWorker(ThreadWorker):
 
     def enqueue_req(self, connection: Connection) -> None:
         connection.parser = RequestParser(self.cfg, iter((bytes(connection.arrival.data),)), connection.client)
-        connection.look()
-        if connection.is_probe:
+        method, _, rest = bytes(connection.arrival.data[:64]).decode("latin-1").partition(" ")
+        path = rest.split(" ", 1)[0].split("?", 1)[0]
+        connection.takes_place = self.app.refusal.takes_place(method, path)
+        if method in ("GET", "HEAD") and path in self.limits.probes:
             self._leave(connection)
             self._run_on(self._probes, connection)
-        elif self._running < self.cfg.threads and not self._refusal_is_due(connection):
+        elif self._running < self.cfg.threads and not self._is_in_vain(connection):
             self._leave(connection)
-            self._running += 1
+            self._begin(connection, 1)
             self._admitted.append(connection)
         else:
             self._refuse_crowd(connection)
 
-    def _refusal_is_due(self, connection: Connection) -> bool:
-        return self.app.refusal.is_due(connection.method, connection.path)
+    def _is_in_vain(self, connection: Connection) -> bool:
+        return connection.takes_place and (self.app.refusal.is_full or self.app.begun() >= self.limits.most_begun)
+
+    def _begin(self, connection: Connection, number: int) -> None:
+        """One request more that has one of the threads, or one less."""
+        self._running += number
+        if connection.takes_place:
+            self.app.begun.add(self, number)
 
     def _run_on(self, pool: ThreadPoolExecutor, connection: Connection) -> None:
         future = pool.submit(self.handle, connection)
@@ -397,7 +420,8 @@ class ConnectionWorker(ThreadWorker):
 
     def _finish(self, connection: Connection, pool: ThreadPoolExecutor, future: Future) -> None:
         """The request has had its answer."""
-        self._running -= pool is self.tpool
+        if pool is self.tpool:
+            self._begin(connection, -1)
         self._await_next(connection, not future.cancelled() and future.exception() is None and future.result())
 
     def _refuse_crowd(self, connection: Connection) -> None:

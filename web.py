@@ -683,9 +683,12 @@ class Refusal:
         self._worker = worker
         self._generates = {rule.rule for rule in app.url_map.iter_rules() if rule.endpoint.startswith("POST ")}
 
-    def is_due(self, method: str, path: str) -> bool:
-        """Whether there is no place for what is asked for."""
-        return method == "POST" and path in self._generates and self._worker.is_full
+    @property
+    def is_full(self) -> bool:
+        return self._worker.is_full
+
+    def takes_place(self, method: str, path: str) -> bool:
+        return method == "POST" and path in self._generates
 
     def __call__(self, environ: dict, start_response: Callable) -> Iterable[bytes]:
         method, path = environ["REQUEST_METHOD"], environ["PATH_INFO"]
@@ -697,7 +700,7 @@ class Refusal:
         error, outcome = schema.overloaded(), None
         if not self._guard.lets_in(method, path, environ.get("HTTP_AUTHORIZATION", "")):
             error = schema.unauthorized()
-        elif method == "POST" and path in self._generates:
+        elif self.takes_place(method, path):
             outcome = error.outcome
         self._worker.account_refused(Answered(error.status, outcome))
         body, headers = _told(error, speaks_openai=path.startswith("/v1/"))
@@ -954,7 +957,13 @@ class Server(gunicorn.app.base.BaseApplication):
 
     def __init__(self, config: Config, listener: socket.socket):
         self._config = config
-        self.limits = connections.Limits(config.payload_limit, config.client_timeout, frozenset(PROBES))
+        self.limits = connections.Limits(
+            config.payload_limit,
+            config.client_timeout,
+            frozenset(PROBES),
+            most_begun=config.max_concurrent_requests + SPARE_THREADS,
+        )
+        self.begun = connections.Begun(config.web_concurrency)
         self._connections = connections.prepare(listener, self.limits)
         self._listener_fd = listener.detach()  # gunicorn's from now on
         super().__init__()
@@ -977,6 +986,8 @@ class Server(gunicorn.app.base.BaseApplication):
             "worker_tmp_dir": "/dev/shm" if Path("/dev/shm").is_dir() else None,
             "control_socket_disable": True,
             "logger_class": _GunicornLog,
+            "pre_fork": lambda _arbiter, process: self.begun.join(process),
+            "child_exit": lambda _arbiter, process: self.begun.leave(process),
         }
         for name, value in settings.items():
             self.cfg.set(name, value)

@@ -3,10 +3,12 @@
 import contextlib
 import itertools
 import os
+import re
 import signal
 import socket
 import subprocess
 import sys
+import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -120,20 +122,24 @@ def test_a_client_is_told_to_go_on_unless_its_body_will_not_be_taken(length):
 
 
 APP = """
-import socket, sys, threading
+import os, socket, sys, threading
 import gunicorn.app.base
 import connections
 
 class Server(gunicorn.app.base.BaseApplication):
-    limits = connections.Limits(payload_bytes=100, client_timeout_s=20, probes=frozenset(["/go"]))
+    limits = connections.Limits(payload_bytes=100, client_timeout_s=20, probes=frozenset(["/go"]), most_begun=3)
+    begun = connections.Begun(2)
     def load_config(self):
         settings = {"bind": [f"fd://{listener.fileno()}"], "worker_class": connections.ConnectionWorker, "threads": 4}
+        settings["workers"] = int(sys.argv[1])
+        settings["pre_fork"] = lambda _arbiter, process: self.begun.join(process)
+        settings["child_exit"] = lambda _arbiter, process: self.begun.leave(process)
         for name, value in (settings | {"control_socket_disable": True, "accesslog": None}).items():
             self.cfg.set(name, value)
     def load(self):
         go = threading.Event()
         def app(environ, start_response):
-            start_response("200 OK", [("Content-Type", "text/plain")])
+            start_response("200 OK", [("Content-Type", "text/plain"), ("X-Process", str(os.getpid()))])
             yield b"begun"
             if environ["PATH_INFO"] == "/go":
                 go.set()
@@ -147,7 +153,8 @@ class Server(gunicorn.app.base.BaseApplication):
             if environ["PATH_INFO"] == "/breaks":
                 raise RuntimeError("on purpose")
             return [] if environ["REQUEST_METHOD"] == "HEAD" else [b"no"]
-        refusal.is_due = lambda method, path: (method, path) == ("POST", "/never")
+        refusal.takes_place = lambda method, path: method == "POST"
+        refusal.is_full = False
         self.refusal = refusal
         return app
 
@@ -159,10 +166,10 @@ Server().run()
 
 
 class Running:
-    """A server of four threads, and its log when it has ended."""
+    """A server of four threads a process, and its log when it has ended."""
 
-    def __init__(self):
-        command, pipes = [sys.executable, "-c", APP], {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    def __init__(self, processes=1):
+        command, pipes = [sys.executable, "-c", APP, str(processes)], {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
         self.process = subprocess.Popen(command, cwd=HERE, text=True, start_new_session=True, **pipes)
         self.address = ("127.0.0.1", int(self.process.stdout.readline()))
 
@@ -176,9 +183,9 @@ class Running:
         return log
 
 
-@pytest.fixture
-def running():
-    running = Running()
+@pytest.fixture(params=[1])
+def running(request):
+    running = Running(request.param)
     yield running
     if running.process.poll() is None:
         running.end(signal.SIGKILL)
@@ -243,12 +250,27 @@ def test_what_finds_every_thread_taken_is_refused_and_its_connection_lives_on(cr
         assert b"200 OK" in ask(client, b"/")
 
 
-def test_what_comes_to_nothing_anyway_is_refused_while_threads_are_free_and_its_body_with_it(running):
-    with running.connect() as client:
-        for body in (b"", b"abc"):
-            client.sendall(b"POST /never?x HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(body) + body)
-            assert read_until(client, b"no").endswith(REFUSED)
-        assert b"200 OK" in ask(client, b"/never")
+@pytest.mark.parametrize("running", [2], indirect=True)
+def test_what_takes_a_place_is_counted_over_all_processes_and_a_killed_one_counts_no_more(running):
+    def begin(client):
+        """Which process has begun with a request that takes a place; None if it was refused."""
+        client.sendall(get(b"/waits", b"POST"))
+        process = re.search(rb"X-Process: (\d+)", client.recv(65536))
+        return process and int(process[1])
+
+    with contextlib.ExitStack() as stack:
+        clients = iter(stack.enter_context(running.connect()) for _ in range(200))
+        begun = [process for process in map(begin, itertools.islice(clients, 20)) if process]
+        assert len(begun) == 3, "fewer than one process has threads"
+        os.kill(begun[0], signal.SIGKILL)
+        left = 3 - begun.count(begun[0])
+        for client in clients:
+            left += begin(client) is not None
+            if left == 3:
+                break
+            time.sleep(0.05)
+        assert left == 3, "its places are free"
+        assert all(begin(client) is None for client in itertools.islice(clients, 10))
 
 
 def test_refusals_sent_ahead_by_the_thousand_are_all_made(crowded):

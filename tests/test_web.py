@@ -313,18 +313,18 @@ def test_a_refusal_of_a_crowd_is_what_the_app_would_say(serve, origins, key):
     assert told(head) == (*told(native)[:2], b"")
 
 
-def test_a_refusal_is_due_for_what_the_worker_would_refuse_and_for_nothing_else(served):
+def test_a_place_is_taken_by_what_generates_text_and_by_nothing_else(served):
     refusal = refusal_of(served)
-    assert not refusal.is_due("POST", "/generate")
-    full(served)
     for path in GENERATE:
-        assert refusal.is_due("POST", path)
+        assert refusal.takes_place("POST", path)
     for method, path in [("GET", "/health"), ("GET", "/generate"), ("POST", "/nowhere"), ("POST", "/tokenize"), ("", "")]:
-        assert not refusal.is_due(method, path)
+        assert not refusal.takes_place(method, path)
+    assert not refusal.is_full
+    full(served)
+    assert refusal.is_full
     served.worker.max_concurrent_requests = 1
     served.worker._report()
-    wait_until(lambda: not served.seen.is_full)
-    assert not refusal.is_due("POST", "/generate")
+    wait_until(lambda: not refusal.is_full)
 
 
 def test_a_full_house_is_told_before_anyone_asks_and_so_is_a_free_place(served):
