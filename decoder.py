@@ -214,11 +214,28 @@ def pack(model: nn.Module) -> None:
         parameter.data = parameter.data.clone()
 
 
+class _Norm:
+    """RMSNorm. On a CPU as the layer normalization of `x` beside its negative, of which the mean is nought and the variance
+    the mean square: that is one kernel there, and torch's own RMSNorm a dozen."""
+
+    def __init__(self, weight: torch.Tensor, epsilon: float):
+        self._epsilon = epsilon
+        self._weight, self._signs = weight.detach(), None
+        if weight.device.type == "cpu":
+            self._weight, self._signs = torch.cat((self._weight, self._weight)), weight.new_tensor([[1.0], [-1.0]])
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        if self._signs is None:
+            return torch.rms_norm(x, self._weight.shape, self._weight, self._epsilon)
+        both = (x.unsqueeze(-2) * self._signs).flatten(-2)
+        return F.layer_norm(both, self._weight.shape, self._weight, None, self._epsilon)[..., : x.shape[-1]]
+
+
 class _Layer(NamedTuple):
-    input_norm: torch.Tensor
+    input_norm: _Norm
     qkv: Callable[[torch.Tensor], torch.Tensor]
     out: Callable[[torch.Tensor], torch.Tensor]
-    norm: torch.Tensor
+    norm: _Norm
     gate_up: Callable[[torch.Tensor], torch.Tensor]
     down: Callable[[torch.Tensor], torch.Tensor]
     scaling: float
@@ -240,19 +257,18 @@ class Decoder:
         self._head_size = attention.head_dim
         self._heads = attention.q_proj.out_features // self._head_size
         self._kv_heads = attention.k_proj.out_features // self._head_size
-        self._epsilon = body.norm.variance_epsilon
         self._embedding = body.embed_tokens.weight.detach()
         self._rotary = body.rotary_emb
         self._activation = body.layers[0].mlp.act_fn
-        self._norm = body.norm.weight.detach()
+        self._norm = _Norm(body.norm.weight, body.norm.variance_epsilon)
         self._head = _joined(model.lm_head)
         shape = (2, slots, self._kv_heads, window, self._head_size)
         self._layers = [
             _Layer(
-                layer.input_layernorm.weight.detach(),
+                _Norm(layer.input_layernorm.weight, layer.input_layernorm.variance_epsilon),
                 _joined(layer.self_attn.q_proj, layer.self_attn.k_proj, layer.self_attn.v_proj),
                 _joined(layer.self_attn.o_proj),
-                layer.post_attention_layernorm.weight.detach(),
+                _Norm(layer.post_attention_layernorm.weight, layer.post_attention_layernorm.variance_epsilon),
                 _joined(layer.mlp.gate_proj, layer.mlp.up_proj),
                 _joined(layer.mlp.down_proj),
                 layer.self_attn.scaling,
@@ -282,30 +298,28 @@ class Decoder:
 
     def lay_out(self, form: type[Packed] | type[Int8]) -> None:
         """Gives every linear layer another form, and lets their weights go."""
-        self._head, self._embedding, self._norm = _as(form, self._head), self._embedding.clone(), self._norm.clone()
+        self._head, self._embedding = _as(form, self._head), self._embedding.clone()  # see `pack`
         for number, layer in enumerate(self._layers):
             linears = {name: _as(form, getattr(layer, name)) for name in ("qkv", "out", "gate_up", "down")}
-            norms = {name: getattr(layer, name).clone() for name in ("input_norm", "norm")}  # see `pack`
-            self._layers[number] = layer._replace(**linears, **norms)
+            self._layers[number] = layer._replace(**linears)
 
     def __call__(self, tokens: torch.Tensor, step: Step, logits_to_keep: int) -> torch.Tensor:
         """tokens: int64 [rows, q] → [rows, logits_to_keep, vocab], the logits after the last of them; 0: all."""
         rows, length = tokens.shape
-        heads, kv_heads, half, epsilon = self._heads, self._kv_heads, self._head_size // 2, self._epsilon
+        heads, kv_heads, half = self._heads, self._kv_heads, self._head_size // 2
         heads_shape = (rows, length, heads + 2 * kv_heads, self._head_size)
         kv_shape = (rows, length, 2, kv_heads, self._head_size)
         x = F.embedding(tokens, self._embedding)
-        norm_shape = x.shape[-1:]
         cos, sin = self._angles(x, step.positions)
         for input_norm, qkv_of, out_of, norm, gate_up_of, down_of, scaling, window, store in self._layers:
-            qkv = qkv_of(torch.rms_norm(x, norm_shape, input_norm, epsilon)).view(heads_shape)
+            qkv = qkv_of(input_norm(x)).view(heads_shape)
             qkv = torch.addcmul(qkv * cos, torch.roll(qkv, half, -1), sin)
             key, value = step.write(store, qkv[:, :, heads:].view(kv_shape))
             out = attend(step, qkv[:, :, :heads].transpose(1, 2), key, value, scaling, window)
             x = x + out_of(out.transpose(1, 2).reshape(rows, length, -1))
-            gate, up = gate_up_of(torch.rms_norm(x, norm_shape, norm, epsilon)).chunk(2, -1)
+            gate, up = gate_up_of(norm(x)).chunk(2, -1)
             x = x + down_of(self._activation(gate).mul_(up))
-        return self._head(torch.rms_norm(x[:, -logits_to_keep:], norm_shape, self._norm, epsilon))
+        return self._head(self._norm(x[:, -logits_to_keep:]))
 
     def _angles(self, x: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Cosines and sines, [rows, q, query, key and value heads, head size], that turn a token's queries and keys by its
