@@ -206,7 +206,8 @@ class Config:
         _dtype,
         "DTYPE",
         "HF_AUTO_CAST_TYPE",
-        help="Arithmetic: auto, float32, bfloat16 or float16. auto is float32 on a CPU, elsewhere the checkpoint's own.",
+        help="Arithmetic: auto, float32, bfloat16 or float16. auto is the checkpoint's own; on a CPU float32, "
+        "or bfloat16 where both the checkpoint and the CPU have it.",
     )
     quantize: str | None = setting(
         None,

@@ -145,18 +145,25 @@ def can_pack(dtype: torch.dtype) -> bool:
         return False
 
 
-def packing_pays(weight: torch.Tensor) -> bool:
-    """Whether one row is multiplied sooner by a packed weight, on this machine: several are, but float32 has good kernels for
-    one row that want the weight as it is."""
-    x, packed = weight.new_ones(1, weight.shape[1]), Packed(weight, None)
-    taken = {packed.forward: [], functools.partial(F.linear, weight=weight): []}
+def multiplies_bfloat16() -> bool:
+    """Whether this CPU has instructions for it, and torch knows of them."""
+    return _has_onednn and (torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported())
+
+
+def packing_pays(weights: Sequence[torch.Tensor]) -> bool:
+    """Whether one row gets through some linear layers sooner when they are packed, on this machine. Several rows do, but
+    float32 has good kernels for one row that want the weight as it is."""
+    plain = [functools.partial(F.linear, weight=weight) for weight in weights]
+    packed = [Packed(weight, None).forward for weight in weights]
+    inputs = [weight.new_ones(1, weight.shape[1]) for weight in weights]
+    taken: tuple[list[float], list[float]] = ([], [])
     for _ in range(5):
-        for multiply, times in taken.items():
+        for layers, times in zip((packed, plain), taken):
             started_at = time.perf_counter()
-            multiply(x)
+            for multiply, x in zip(layers, inputs):
+                multiply(x)
             times.append(time.perf_counter() - started_at)
-    of_packed, of_plain = (min(times) for times in taken.values())
-    return of_packed < of_plain
+    return min(taken[0]) < min(taken[1])
 
 
 class Int8:

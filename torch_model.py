@@ -23,12 +23,26 @@ from transformers.cache_utils import Cache
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from config import DEFAULT_BATCH_SIZE, Config, Manifest, read_json
-from decoder import Decoder, Int8, Packed, Step, attend, can_pack, can_quantize, in_blocks, pack, packing_pays, zeros
+from decoder import (
+    Decoder,
+    Int8,
+    Packed,
+    Step,
+    attend,
+    can_pack,
+    can_quantize,
+    in_blocks,
+    multiplies_bfloat16,
+    pack,
+    packing_pays,
+    zeros,
+)
 from model import ModelError, reported_as
 
 logger = logging.getLogger("model")
 
 ATTENTION = "static_batch"
+A_LAYER = 7  # linear layers, or about as many
 CHECK_TOKENS = 12
 CHECK_CHUNK = 5
 PREFILL_CHUNK = 128  # tokens of a prompt between two steps of the others; always the same, as the last bits depend on it
@@ -217,7 +231,8 @@ class TorchModel:
         the logits are still right; if they are not, the model has to be loaded again."""
         packs = can_pack(self._dtype)
         if packs and self.batch_size == 1:  # a row that never has company may be computed as a single row
-            packs = packing_pays(self._model.get_output_embeddings().weight.detach())
+            linears = [module.weight.detach() for module in self._model.modules() if type(module) is torch.nn.Linear]
+            packs = packing_pays(linears[:A_LAYER] + linears[-1:])
         is_flat = self._run_flat(ids, expected)
         if packs and is_flat:
             self._decoder.lay_out(Packed)
@@ -356,7 +371,11 @@ def _load_pretrained(config: Config, folder: Path, device: str) -> torch.nn.Modu
     _refuse_what_cannot_work(config, hf_config)
     if not any(folder.glob("*.safetensors")):
         raise ModelError(f"{folder} holds no weights (*.safetensors)")
-    dtype = config.dtype if config.dtype != "auto" else ("float32" if device == "cpu" else "auto")
+    dtype = config.dtype
+    if dtype == "auto" and device == "cpu":  # what the CPU does not multiply itself is slower there than float32
+        is_bfloat16 = str(hf_config.get_text_config().dtype).endswith("bfloat16")
+        is_demo = config.is_demo  # which says the same on every machine
+        dtype = "bfloat16" if is_bfloat16 and multiplies_bfloat16() and not is_demo else "float32"
     if not sys.stderr.isatty():
         transformers.utils.logging.disable_progress_bar()
     transformers.utils.logging.set_verbosity_error()

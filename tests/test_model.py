@@ -484,7 +484,7 @@ def test_a_packed_layer_gives_what_the_plain_one_does(dtype, tolerance, shape, i
 @pytest.mark.parametrize(("slots", "pays"), [(1, True), (1, False), (2, False)])
 def test_a_single_slot_takes_the_form_that_is_faster_for_a_single_row(zoo, slots, pays, monkeypatch):
     """Of two slots each may have company, so that their rows need kernels that do the same for any number."""
-    monkeypatch.setattr(torch_model, "packing_pays", lambda weight: pays)
+    monkeypatch.setattr(torch_model, "packing_pays", lambda weights: pays)
     reference = zoo.of_length("llama", 5)[0]
     model = serve(zoo.folder("llama"), max_batch_size=slots)
     assert isinstance(getattr(model._decoder._head, "__self__", None), decoder.Packed) == (pays or slots > 1)
@@ -493,8 +493,8 @@ def test_a_single_slot_takes_the_form_that_is_faster_for_a_single_row(zoo, slots
 
 @packs
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_which_form_is_faster_can_be_told_of_any_weight(dtype):
-    assert decoder.packing_pays(torch.ones(64, 32, dtype=dtype)) in (True, False)
+def test_which_form_is_faster_can_be_told_of_any_weights(dtype):
+    assert decoder.packing_pays([torch.ones(64, 32, dtype=dtype), torch.ones(5, 64, dtype=dtype)]) in (True, False)
 
 
 @each_family
@@ -707,10 +707,22 @@ def test_int8_that_gives_quite_other_logits_is_refused(zoo, monkeypatch):
     assert "the logits of this llama model would differ by" in refusal(zoo.folder("llama"), device="cpu", quantize="int8")
 
 
-def test_a_cpu_computes_in_float32_unless_it_is_told_otherwise(tmp_path):
-    folder = save_checkpoint(tmp_path, tiny_models.llama(), dtype=torch.bfloat16)
-    assert serve(folder).dtype == "float32"
+@pytest.mark.parametrize("can_multiply", [True, False])
+@pytest.mark.parametrize("saved", ["float32", "bfloat16", "float16"])
+def test_a_cpu_computes_in_bfloat16_where_it_and_the_checkpoint_do_and_else_in_float32(
+    tmp_path, saved, can_multiply, monkeypatch
+):
+    monkeypatch.setattr(torch_model, "multiplies_bfloat16", lambda: can_multiply)
+    folder = save_checkpoint(tmp_path, tiny_models.llama(), dtype=getattr(torch, saved))
+    expected = "bfloat16" if saved == "bfloat16" and can_multiply else "float32"
+    assert serve(folder).dtype == expected
     assert serve(folder, dtype="bfloat16").dtype == "bfloat16"
+
+
+def test_whether_this_cpu_multiplies_bfloat16_can_be_told():
+    flags = Path("/proc/cpuinfo").read_text()
+    expected = ("avx512_bf16" in flags or "amx_tile" in flags) and torch.backends.mkldnn.is_available()
+    assert decoder.multiplies_bfloat16() == expected
 
 
 @pytest.mark.parametrize("scaling", [None, {"type": "linear", "factor": 2.0}])
