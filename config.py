@@ -297,7 +297,7 @@ class Config:
         _count,
         "MAX_BATCH_PREFILL_TOKENS",
         help="Tokens of prompts that may be run between two steps of the running requests; one prompt may always.",
-        default_help="one prompt, or one part of it",
+        default_help="one prompt, or one part of it; 2048 while many wait for free slots",
     )
     waiting_served_ratio: float = setting(
         0.0,

@@ -50,6 +50,8 @@ from sampling import Sampler, SamplingError, choose, describe, device_parameters
 
 logger = logging.getLogger("worker")
 
+MOST_PROMPT_TOKENS = 2048  # that those who run are held up for while many wait
+MANY_WAITING = 0.3  # of those who run
 MOST_UNTOLD = 2  # calls to the device whose gains wait to be told; the next one waits for the telling then
 
 
@@ -153,7 +155,7 @@ class Worker:
     eos_token_ids: frozenset[int]
     max_concurrent_requests: int
     max_queue_time_s: float = float("inf")
-    max_batch_prefill_tokens: int = 1  # between two steps; a prompt, or a part of it, may always run
+    max_batch_prefill_tokens: int | None = None  # between two steps; None: as `_most_prompt_tokens` decides
     waiting_served_ratio: float = 0.0
     max_waiting_tokens: int = 20
     web_processes: int = 0  # how many to wait for before saying "Connected"
@@ -250,17 +252,34 @@ class Worker:
 
     def admit(self) -> None:
         """Runs waiting prompts into free slots, or a part of one: as many tokens as may come between two steps."""
-        left = self.max_batch_prefill_tokens
-        while left > 0 and (self._prompting or self._take_up(left)):
-            left -= self._run_prompt(self._prompting)
+        ran = 0
+        while ran < self._most_prompt_tokens() and (self._prompting or self._take_up(ran)):
+            ran += self._run_prompt(self._prompting)
+            if self._known:
+                self.receive()  # for who hangs up meanwhile
 
-    def _take_up(self, most_tokens: int) -> bool:
-        """Gives a free slot to the request that has waited longest, if those that run can be held up for it."""
+    def _most_prompt_tokens(self) -> int:
+        """How many tokens of prompts may come between two steps; a prompt, or a part of it, always may.
+
+        Unless it was set, no more than that, so that those who run wait least; but more while so many wait for a slot that is
+        free that the free slots cost more than those who run would lose.
+        """
+        if self.max_batch_prefill_tokens:
+            return self.max_batch_prefill_tokens
+        if self._prompting:  # it is long
+            return 1
+        running = sum(1 for _ in self.slots.live())
+        waiting = min(len(self.queue), self.model.batch_size - running)
+        return MOST_PROMPT_TOKENS if waiting > MANY_WAITING * running > 0 else 1
+
+    def _take_up(self, ran: int) -> bool:
+        """Gives a free slot to the request that has waited longest, if those that run can be held up for it. `ran`: for how
+        many tokens they have been in this turn."""
         slot, running = self.slots.free(), self.slots.busy
         if slot is None or not self.queue:
             return False
-        if most_tokens < min(self.max_batch_prefill_tokens, len(self.queue[0].generate.prompt)):
-            return False  # something was run in this turn already, and this is too much to follow it
+        if ran and ran + len(self.queue[0].generate.prompt) > self._most_prompt_tokens():
+            return False
         enough_wait = len(self.queue) >= int(running * self.waiting_served_ratio)
         if running and not enough_wait and self._steps_since_prompt < self.max_waiting_tokens:
             return False
@@ -644,7 +663,7 @@ def boot(config: Config, end: WorkerEnd, metrics: Metrics) -> Worker:
         end=end,
         eos_token_ids=frozenset(eos_token_ids),
         max_concurrent_requests=config.max_concurrent_requests,
-        max_batch_prefill_tokens=config.max_batch_prefill_tokens or 1,
+        max_batch_prefill_tokens=config.max_batch_prefill_tokens,
         waiting_served_ratio=config.waiting_served_ratio,
         max_waiting_tokens=config.max_waiting_tokens,
         max_queue_time_s=config.max_queue_time or float("inf"),

@@ -100,6 +100,7 @@ class Bench:
             self.worker.admit()
             self.worker.decode()
             self.worker.tell()
+        self.worker.tell()
         assert not self.worker._known, "requests are left over"
         self.assert_idle()
 
@@ -193,6 +194,7 @@ def test_a_newcomer_joins_while_others_run_and_disturbs_nobody():
 
 def test_first_come_first_served_and_the_lowest_free_slot_first():
     bench = Bench(batch_size=2)
+    bench.worker.max_batch_prefill_tokens = 1
     for i in range(4):
         bench.arrive(Generate(i, [10 + i], 3))
     bench.turn()
@@ -546,6 +548,66 @@ def test_as_many_tokens_of_prompts_are_run_between_two_steps_as_are_allowed(most
     bench.run()
 
 
+@pytest.mark.parametrize(
+    ("running", "waiting", "free", "prompts"),
+    [(0, 8, 8, 7), (1, 1, 7, 1), (1, 7, 7, 6), (3, 5, 5, 4), (4, 1, 4, 1), (8, 2, 8, 1), (8, 4, 8, 2), (8, 4, 1, 1)],
+)
+def test_those_who_run_are_held_up_while_many_wait_for_free_slots(running, waiting, free, prompts):
+    """Until they are no more than three for ten who run; nobody is held up for whom there is no slot."""
+    bench = Bench(batch_size=running + free)
+    for i in range(running):
+        bench.arrive(Generate(i + 1, [1], 40))
+        bench.turn()
+    for i in range(waiting):
+        bench.arrive(Generate(100 + i, [1, 2], 30))
+    bench.worker.receive()
+    assert prompts_of_turn(bench) == prompts
+    bench.run()
+
+
+def test_they_are_held_up_for_no_more_than_so_many_tokens(monkeypatch):
+    monkeypatch.setattr(worker_module, "MOST_PROMPT_TOKENS", 10)
+    bench = Bench(batch_size=16)
+    for i in range(12):
+        bench.arrive(Generate(i + 1, [1, 2, 3, 4], 30))
+    bench.worker.receive()
+    assert [prompts_of_turn(bench) for _ in range(5)] == [2, 2, 2, 2, 2]
+    bench.run()
+
+
+def test_a_prompt_in_parts_holds_nobody_up_for_more_than_one():
+    bench = Bench(batch_size=4, max_total_tokens=64)
+    bench.model.prompt_part = 2
+    bench.arrive(Generate(1, [1], 30))
+    bench.turn()
+    for i in (2, 3, 4):
+        bench.arrive(Generate(i, [1, 2, 3, 4, 5], 30))
+    bench.worker.receive()
+    steps = bench.worker.steps
+    while bench.worker.queue or bench.worker._prompting:
+        bench.turn()
+    assert bench.worker.steps - steps >= 6, "a step after every part but those that end a prompt"
+    bench.run()
+
+
+def test_who_hangs_up_while_prompts_are_run_is_gone_before_the_next_one():
+    bench = Bench(batch_size=4)
+    prefill = bench.model.prefill
+
+    def hang_up(slot, prompt):
+        bench.arrive(Cancel(2, "client hung up"))
+        return prefill(slot, prompt)
+
+    bench.model.prefill = hang_up
+    for i in (1, 2, 3):
+        bench.arrive(Generate(i, [i], 30))
+    bench.worker.receive()
+    bench.worker.admit()
+    assert bench.ends == {2: "cancelled"}
+    assert [request.generate.id for _, request in bench.worker.slots.live()] == [1, 3]
+    bench.run()
+
+
 def test_a_prompt_that_is_longer_than_what_is_allowed_is_run_all_the_same():
     bench = Bench()
     bench.worker.max_batch_prefill_tokens = 2
@@ -557,6 +619,7 @@ def test_a_prompt_that_is_longer_than_what_is_allowed_is_run_all_the_same():
 def test_those_that_run_are_held_up_only_for_enough_prompts_or_after_enough_steps():
     bench = Bench(batch_size=4)
     bench.worker.waiting_served_ratio, bench.worker.max_waiting_tokens = 1.0, 3
+    bench.worker.max_batch_prefill_tokens = 1
     bench.arrive(GenerateAll([Generate(1, [1], 30), Generate(2, [2], 30)]))
     bench.turn()  # nothing runs: the first is taken at once
     assert bench.worker.slots.busy == 1
@@ -944,6 +1007,7 @@ def test_a_request_whose_web_process_died_counts_as_dropped_once():
 
 def test_prefills_and_steps_are_counted_and_timed_and_so_are_their_failures():
     bench = Bench(batch_size=2)
+    bench.worker.max_batch_prefill_tokens = 1
     prompts = [[a, 9] for a in range(50) if EOS not in greedy([a, 9], 4)][:3]
     for i, prompt in enumerate(prompts):
         bench.arrive(Generate(i, prompt, 4))
