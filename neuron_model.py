@@ -20,6 +20,7 @@ import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -182,7 +183,7 @@ class NeuronModel:
         self.quantize = build.programs.quantize
         self.sampling = build.programs.sampling
         self._batches = build.programs.continuous_batching
-        self._filled = torch.full((self.batch_size,), FREE)  # positions that each slot holds
+        self._filled = [FREE] * self.batch_size  # positions that each slot holds; a list, because the device waits for it
         _limit_cores(build.programs.tp_degree)
         self._announce = announce
         self._lines = DeviceSampling(build) if self.sampling == "device" else None
@@ -266,13 +267,16 @@ class NeuronModel:
         return output[0]
 
     def decode(self, tokens: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
-        assert len(slots) and (len(slots) == 1 or (slots.diff() > 0).all()), "slots are named once, ascending"
-        filled = self._filled[slots]
-        assert torch.equal(positions, filled) and filled.max() < self.max_total_tokens, (
-            f"slots {slots.tolist()} hold {filled.tolist()} positions ({FREE}: none), not {positions.tolist()}"
+        named, given = slots.tolist(), positions.tolist()
+        assert named and all(a < b for a, b in pairwise(named)), "slots are named once, ascending"
+        filled = [self._filled[slot] for slot in named]
+        assert filled == given and max(filled) < self.max_total_tokens, (
+            f"slots {named} hold {filled} positions ({FREE}: none), not {given}"
         )
         # The library writes over the first position of each slot that is not named: it is lost from here on.
-        self._filled = torch.full_like(self._filled, FREE).index_copy(0, slots, filled + 1)
+        self._filled = [FREE] * self.batch_size
+        for slot, position in zip(named, filled):
+            self._filled[slot] = position + 1
         return self._run(tokens[:, None], positions[:, None], slots)
 
     def _run(self, ids: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:

@@ -13,6 +13,7 @@ What has nothing to do with the loop (`ASIDE`) goes past it: a step may take lon
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import queue
@@ -217,6 +218,13 @@ def _made(make: Callable[[], Iterable]) -> list:
         return []
 
 
+def _give_way() -> None:
+    """Has this thread wait for a processor rather than take that of the thread that woke it: Linux lets who has slept long
+    interrupt who runs, even where another processor is idle, and the worker's loop had to wait for milliseconds."""
+    with contextlib.suppress(OSError):  # where that is forbidden, all works as well, a little later
+        os.sched_setscheduler(threading.get_native_id(), os.SCHED_BATCH, os.sched_param(0))
+
+
 class _SocketThread:
     """A thread that owns a socket: wakes for what arrives, for what others want to send, and every HEARTBEAT_S."""
 
@@ -310,6 +318,7 @@ class WorkerEnd(_SocketThread):
         self._post((None, facts))
 
     def _run(self) -> None:
+        _give_way()
         decoder = msgspec.msgpack.Decoder(FromWeb)
         poller = zmq.Poller()
         poller.register(self._socket, zmq.POLLIN)
