@@ -218,13 +218,6 @@ def _made(make: Callable[[], Iterable]) -> list:
         return []
 
 
-def _give_way() -> None:
-    """Has this thread wait for a processor rather than take that of the thread that woke it: Linux lets who has slept long
-    interrupt who runs, even where another processor is idle, and the worker's loop had to wait for milliseconds."""
-    with contextlib.suppress(OSError):  # where that is forbidden, all works as well, a little later
-        os.sched_setscheduler(threading.get_native_id(), os.SCHED_BATCH, os.sched_param(0))
-
-
 class _SocketThread:
     """A thread that owns a socket: wakes for what arrives, for what others want to send, and every HEARTBEAT_S."""
 
@@ -312,13 +305,18 @@ class WorkerEnd(_SocketThread):
         """Sends what `make` gives, which is called on the socket's thread when its turn has come."""
         self._post(make)
 
+    def give_way(self) -> None:
+        """Has the socket's thread wait for a processor rather than take that of the thread that wakes it. Linux lets who has
+        slept long interrupt who runs, even where another processor is idle; the worker's loop lost milliseconds by that."""
+        with contextlib.suppress(OSError):  # where that is forbidden, all works as well, a little later
+            os.sched_setscheduler(self._thread.native_id, os.SCHED_BATCH, os.sched_param(0))
+
     def announce(self, facts: Facts) -> None:
         """Tells `facts` to every web process that is there, and to each that says hello later."""
         self._facts = facts
         self._post((None, facts))
 
     def _run(self) -> None:
-        _give_way()
         decoder = msgspec.msgpack.Decoder(FromWeb)
         poller = zmq.Poller()
         poller.register(self._socket, zmq.POLLIN)

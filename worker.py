@@ -177,6 +177,8 @@ class Worker:
         self._untold: list[Gain] = []
         self._unlogged: list[dict] = []  # of requests that ended
         self._tells_aside = self.model.device != "cpu"  # else the next call would share its processor with the telling
+        if self._tells_aside:
+            self.end.give_way()
         self._telling = threading.Semaphore(MOST_UNTOLD)  # each holds the logits of a step
         self._broken: queue.SimpleQueue[Request] = queue.SimpleQueue()
         self._pace = Pace()

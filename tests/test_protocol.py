@@ -1,5 +1,6 @@
 """The socket between web processes and the worker: nothing is lost, order holds, and who is gone is noticed."""
 
+import os
 import queue
 import threading
 
@@ -247,3 +248,27 @@ def test_what_goes_past_the_loop_is_dropped_where_nobody_takes_it(worker, connec
     web.end.send(ANSWERED)
     web.end.send(Cancel(5, ""))
     assert [message for _, message in receive(worker, 2)] == [Hello(1, False), Cancel(5, "")]
+
+
+def test_what_is_refused_hears_it_at_once_while_the_loop_reads_nothing(worker, connect):
+    worker.refuses = lambda message: "overloaded" if len(message.generates) > 1 else None
+    web = connect()
+    web.end.send(GenerateAll([Generate(1, [1], 1), Generate(2, [1], 1)]))
+    web.end.send(GenerateAll([Generate(3, [1], 1)]))
+    assert [web.next(End), web.next(End)] == [End(1, "overloaded"), End(2, "overloaded")]
+    assert [message for _, message in receive(worker, 2)] == [Hello(1, False), GenerateAll([Generate(3, [1], 1)])]
+
+
+def test_the_socket_thread_gives_way_where_it_may(worker, connect, monkeypatch):
+    worker.give_way()
+    assert os.sched_getscheduler(worker._thread.native_id) == os.SCHED_BATCH
+    assert os.sched_getscheduler(0) == os.SCHED_OTHER, "and nobody else does"
+
+    def forbidden(*_):
+        raise PermissionError
+
+    monkeypatch.setattr(os, "sched_setscheduler", forbidden)
+    worker.give_way()
+    web = connect()
+    web.end.send(Cancel(5, ""))
+    assert receive(worker, 2)

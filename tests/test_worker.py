@@ -66,6 +66,9 @@ class Wire:
     def interrupt(self):
         pass
 
+    def give_way(self):
+        pass
+
 
 class Bench:
     """A worker on a fake model, driven turn by turn."""
