@@ -545,6 +545,7 @@ def _masses(scores: torch.Tensor, highest: np.ndarray, temperatures: np.ndarray)
     blocks, _, rows = scores.shape
     highest = torch.from_numpy(highest).float()
     scales = torch.from_numpy(np.minimum(1.0 / temperatures, 1e38)).float()
+    is_scaled = bool((temperatures != 1.0).any())  # by 1 nothing would change
     masses = torch.empty(blocks, rows)
     some = max(1, 262144 // (BLOCK * rows))  # as many as stay in the processor's cache
     weights = torch.empty(0)
@@ -554,7 +555,10 @@ def _masses(scores: torch.Tensor, highest: np.ndarray, temperatures: np.ndarray)
             lies_in_blocks = scores.stride(0) >= scores.stride(1)
             shape = (len(part), BLOCK, rows) if lies_in_blocks else (BLOCK, len(part), rows)
             weights = torch.empty(shape) if lies_in_blocks else torch.empty(shape).transpose(0, 1)
-        torch.sub(part, highest, out=weights).mul_(scales).clamp_(min=LEAST_EXPONENT).exp_()
+        torch.sub(part, highest, out=weights)
+        if is_scaled:
+            weights.mul_(scales)
+        weights.clamp_(min=LEAST_EXPONENT).exp_()
         half = BLOCK // 2
         while half > 1:
             weights[:, :half].add_(weights[:, half : 2 * half])
