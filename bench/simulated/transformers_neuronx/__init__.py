@@ -55,6 +55,7 @@ class LlamaForSampling:
 
     def to_neuron(self) -> None:
         self._logits = _logits(self._slots, self.config.vocab_size, self.config.eos_token_id)
+        self._prompt_logits = self._logits[:, :1].clone()  # a prompt's program has one row
         # A device ends a wait by an interrupt. A sleeping thread may be woken up to 50 us late, unless it asks not to be.
         ctypes.CDLL(None).prctl(PR_SET_TIMERSLACK, 1, 0, 0, 0)
 
@@ -65,13 +66,14 @@ class LlamaForSampling:
         pass
 
     def __call__(self, ids: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
-        """int64 [n, q], [n, q], [n] → float32 [n, vocab], a view into the pool. As in the library, what all rows have for a
+        """int64 [n, q], [n, q], [n] → float32 [n, vocab], a view into a pool. As in the library, what all rows have for a
         token lies side by side in memory."""
         started_at = time.perf_counter()
         is_step = ids.shape[1] == 1
         self._calls += 1
         turn = self._calls % TURNS
-        output = self._logits[turn : turn + self.config.vocab_size, : len(slots)].t()
+        logits = self._logits if is_step else self._prompt_logits
+        output = logits[turn : turn + self.config.vocab_size, : len(slots)].t()
         time.sleep(max(0.0, started_at + (self._step_s if is_step else self._prefill_s) - time.perf_counter()))
         return output
 
