@@ -263,8 +263,9 @@ class _Row:
 
 
 @np.errstate(over="ignore", divide="ignore", invalid="ignore")  # -inf is what an impossible token scores
-def choose(logits: torch.Tensor, samplers: Sequence[Sampler]) -> list[int | Exception]:
-    """The next token of each row. logits: float32 [rows, vocab], on the CPU, one sampler a row.
+def choose(logits: torch.Tensor, samplers: Sequence[Sampler]) -> tuple[list[int | Exception], Blocks]:
+    """The next token of each row, and the logits as they were looked at, for `describe`. logits: float32 [rows, vocab], on the
+    CPU, one sampler a row.
 
     A row that fails yields its exception in its place; the others do not notice.
     """
@@ -277,7 +278,7 @@ def choose(logits: torch.Tensor, samplers: Sequence[Sampler]) -> list[int | Exce
             except Exception as error:
                 draws.append(0.0)
                 failed[row] = error
-        blocks = _Blocks(logits)
+        blocks = Blocks(logits)
         changing = [row for row, sampler in enumerate(samplers) if sampler.changes_scores]
         chosen = blocks.choose(samplers, draws, changing)
         for row, error in failed.items():
@@ -291,7 +292,7 @@ def choose(logits: torch.Tensor, samplers: Sequence[Sampler]) -> list[int | Exce
                 chosen[row] = error
         if changed:
             scores = torch.from_numpy(np.stack(list(changed.values())))
-            tokens = _Blocks(scores).choose([samplers[row] for row in changed], [draws[row] for row in changed])
+            tokens = Blocks(scores).choose([samplers[row] for row in changed], [draws[row] for row in changed])
             for row, token in zip(changed, tokens):
                 chosen[row] = token
     for row, sampler in enumerate(samplers):
@@ -300,18 +301,17 @@ def choose(logits: torch.Tensor, samplers: Sequence[Sampler]) -> list[int | Exce
                 sampler.record(chosen[row])
             except Exception as error:
                 chosen[row] = error
-    return chosen
+    return chosen, blocks
 
 
 @np.errstate(over="ignore", divide="ignore", invalid="ignore")
 def describe(
-    logits: torch.Tensor, tokens: Sequence[int], top_n: Sequence[int]
+    blocks: Blocks, tokens: Sequence[int], top_n: Sequence[int]
 ) -> list[tuple[float, list[tuple[int, float]]] | Exception]:
     """The log-probability of the token that was chosen for each row, and the `top_n` likeliest (token id, log-probability).
-    logits: as in `choose`. A row that fails yields its exception."""
+    blocks: what `choose` gave. A row that fails yields its exception."""
     described: list[tuple[float, list[tuple[int, float]]] | Exception] = []
     with _one_thread():
-        blocks = _Blocks(logits)
         logprobs = blocks.logprobs(tokens)
         for row, (logprob, n) in enumerate(zip(logprobs.tolist(), top_n)):
             try:
@@ -323,7 +323,7 @@ def describe(
     return described
 
 
-class _Blocks:
+class Blocks:
     """The logits of a step by blocks, and what the largest of each tell. logits: float32 [rows, vocab].
 
     They may lie in memory row by row, as they do on a CPU, or token by token, as a sharded device brings them; to turn that
@@ -632,7 +632,7 @@ def prompt_logprobs(
         if not told:
             continue
         with _one_thread():
-            blocks = _Blocks(chunk[: len(told)])
+            blocks = Blocks(chunk[: len(told)])
             if len(blocks.broken):
                 raise SamplingError(NO_NUMBER)
             logprobs += blocks.logprobs(told).tolist()

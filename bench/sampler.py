@@ -92,10 +92,10 @@ def measure(
 
 def _case(name: str, reach: float, logits: torch.Tensor, samplers: list[Sampler], top: int | None, rounds: int) -> list[dict]:
     def sample():
-        tokens = choose(logits, samplers)
+        tokens, blocks = choose(logits, samplers)
         assert all(isinstance(token, int) for token in tokens)
         if top is not None:
-            assert all(isinstance(told, tuple) for told in describe(logits, tokens, [top] * len(tokens)))
+            assert all(isinstance(told, tuple) for told in describe(blocks, tokens, [top] * len(tokens)))
 
     def read_once():
         torch.amax(logits, dim=-1)

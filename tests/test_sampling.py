@@ -27,9 +27,9 @@ from protocol import Sampling
 from sampling import (
     BLOCK,
     FAST_ERROR,
+    Blocks,
     Sampler,
     SamplingError,
-    _Blocks,
     _Row,
     choose,
     describe,
@@ -54,9 +54,9 @@ class Choice(NamedTuple):
 
 def sample(logits: torch.Tensor, samplers: list[Sampler]) -> list[Choice | Exception]:
     """Chooses and describes."""
-    chosen = choose(logits, samplers)
+    chosen, blocks = choose(logits, samplers)
     tokens = [0 if isinstance(token, Exception) else token for token in chosen]
-    described = describe(logits, tokens, [sampler.top_n_tokens for sampler in samplers])
+    described = describe(blocks, tokens, [sampler.top_n_tokens for sampler in samplers])
     return [
         token if isinstance(token, Exception) else what if isinstance(what, Exception) else Choice(token, *what)
         for token, what in zip(chosen, described)
@@ -655,7 +655,7 @@ def by_token(logits: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize("size", [1, 63, 700, 4096, 20001])
 def test_logits_may_lie_in_memory_row_by_row_or_token_by_token(rows, size):
     logits = torch.from_numpy(np.stack([large_row("normal", size, seed) for seed in range(rows)]))
-    assert choose(by_token(logits), [Sampler(Sampling(), [0])] * rows) == logits.argmax(dim=1).tolist()
+    assert choose(by_token(logits), [Sampler(Sampling(), [0])] * rows)[0] == logits.argmax(dim=1).tolist()
     kinds = [Sampling(seed=row, **MIXED[row % len(MIXED)]) for row in range(rows)]
     samplers = [[Sampler(kind, [0], top_n_tokens=3) for kind in kinds] for _ in range(3)]
     among_others = by_token(torch.cat([logits, torch.zeros(3, size)]))[:rows]
@@ -668,8 +668,8 @@ MIXED = [{"top_k": 20}, {}, {"top_p": 0.8, "temperature": 0.5}, {"repetition_pen
 def test_nuclei_and_whole_distributions_may_be_asked_for_side_by_side():
     logits = by_token(torch.from_numpy(np.stack([large_row("ranks", 20000, seed) for seed in range(6)])))
     kinds = [Sampling(seed=row, **({"top_p": 0.9} if row < 3 else {})) for row in range(6)]
-    together = choose(logits, [Sampler(kind, [0]) for kind in kinds])
-    assert together == [choose(logits[[row]], [Sampler(kind, [0])])[0] for row, kind in enumerate(kinds)]
+    together, _ = choose(logits, [Sampler(kind, [0]) for kind in kinds])
+    assert together == [choose(logits[[row]], [Sampler(kind, [0])])[0][0] for row, kind in enumerate(kinds)]
 
 
 @given(
@@ -687,8 +687,8 @@ def test_a_crowd_of_large_rows_chooses_what_each_of_them_would_choose_alone(crow
     alone = [Sampler(sampling, [0]) for sampling in kinds]
     for turn in range(2):
         turned = logits.roll(turn, dims=0)
-        tokens = choose(laid(turned), together)
-        assert tokens == [choose(turned[[row]], [sampler])[0] for row, sampler in enumerate(alone)]
+        tokens, _ = choose(laid(turned), together)
+        assert tokens == [choose(turned[[row]], [sampler])[0][0] for row, sampler in enumerate(alone)]
         for row, sampling in enumerate(kinds):
             if sampling.top_k or sampling.top_p < 1.0 or sampling.typical_p < 1.0:
                 with np.errstate(all="ignore"):
@@ -716,7 +716,7 @@ def test_the_masses_of_blocks_are_as_right_as_the_proof_of_a_shortlist_needs(row
     weights = np.exp((row.astype(np.float64) - float(row.max())) / temperature)
     exact = np.add.reduceat(weights, range(0, len(row), BLOCK))
     logits = torch.from_numpy(row)[None]
-    (masses,) = _Blocks(logits)._masses([0], np.array([temperature]))
+    (masses,) = Blocks(logits)._masses([0], np.array([temperature]))
     place = _Row(logits[0])
     assert place.total(temperature) == pytest.approx(exact.sum(), rel=FAST_ERROR / 2)
     assert masses == pytest.approx(exact, rel=FAST_ERROR / 2, abs=1e-12 * exact.sum())
@@ -838,13 +838,13 @@ def test_not_a_bit_of_a_mass_depends_on_how_many_rows_there_are(size, seed, crow
     logits = by_token(torch.from_numpy(np.stack([large_row("normal", size, seed + row) for row in range(crowd)])))
     rows = list(range(crowd))
     with np.errstate(all="ignore"):
-        together = _Blocks(logits)._masses(rows, np.full(crowd, temperature))
+        together = Blocks(logits)._masses(rows, np.full(crowd, temperature))
         for count in range(1, crowd, 9):
             temperatures = np.full(count, temperature)
-            fewer = _Blocks(by_token(logits[:count]))._masses(rows[:count], temperatures)
+            fewer = Blocks(by_token(logits[:count]))._masses(rows[:count], temperatures)
             assert np.array_equal(fewer, together[:count])
-            assert np.array_equal(_Blocks(logits)._masses(rows[:count], temperatures), fewer)
-            assert np.array_equal(_Blocks(logits.contiguous())._masses(rows[:count], temperatures), fewer)
+            assert np.array_equal(Blocks(logits)._masses(rows[:count], temperatures), fewer)
+            assert np.array_equal(Blocks(logits.contiguous())._masses(rows[:count], temperatures), fewer)
     for row in range(0, crowd, 13):
         weights = np.exp((logits[row].double().numpy() - float(logits[row].max())) / temperature)
         exact = np.add.reduceat(weights, range(0, size, BLOCK))

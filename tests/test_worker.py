@@ -334,8 +334,8 @@ def test_a_token_that_cannot_be_told_ends_that_request_alone_and_once(failing_at
     bench.arrive(Generate(2, [3], 8, top_n_tokens=1, ignore_eos=True))
     left = [failing_at]
 
-    def describe(logits, tokens, top_n):
-        described = sampling_module.describe(logits, tokens, top_n)
+    def describe(blocks, tokens, top_n):
+        described = sampling_module.describe(blocks, tokens, top_n)
         if 1 in top_n:
             left[0] -= 1
             if left[0] == 0:
