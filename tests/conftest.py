@@ -1,10 +1,13 @@
 """One thread for torch: the models of the tests are tiny, and threads that spin would take the cores from the servers."""
 
 import os
+import signal
 
 import pytest
 
 os.environ["OMP_NUM_THREADS"] = "1"  # before torch is imported
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a job in the background ignores Ctrl-C, and so would its servers
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 collect_ignore = ["clients"]  # each client has an environment of its own: `make test-clients`
 
