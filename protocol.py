@@ -8,7 +8,8 @@ what the messages are for.
 A request's life on the wire: `Generate` (in a `GenerateAll`), then a `Prompt` and `Token`s inside the `Tokens` of each step,
 until exactly one terminal word: a `Token` with a `finish_reason`, or an `End`. `Cancel` asks for the end early; it is answered
 by the same rule.
-What has nothing to do with the loop (`ASIDE`) goes past it: a step may take long, the metrics may not.
+What has nothing to do with the loop (`ASIDE`) goes past it, and so does the refusal of what finds no place: a step may take
+long, these may not.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The one process that owns the device: the queue, the slots, the prefill/decode loop, and the word on how it is doing.
 
 Requests arrive as token ids and leave as token ids; text and HTTP never reach this layer. Each turn of the loop takes what
-arrived, prefills a waiting prompt (or a part of it) into a free slot, and runs one decode step for every busy slot. Every
-request gets exactly one terminal word, whatever happens to it.
+arrived, prefills a waiting prompt (a part of it, or several) into a free slot, and runs one decode step for every busy slot.
+Every request gets exactly one terminal word, whatever happens to it.
 
 Between two calls to the device is done what the device waits for: the next tokens are chosen. What a call gave is told while
 the next one runs: log-probabilities, messages, metrics, the log.
