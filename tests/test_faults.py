@@ -594,7 +594,7 @@ def test_sigterm_ends_it_at_once_when_only_idle_connections_are_left(start):
 
 
 def test_sigterm_under_load_lets_every_stream_come_to_its_end(start):
-    with start() as server:
+    with start("--graceful-termination-timeout", "90") as server:
         server.wait_ready()
         streams = [send(server, COMPLETIONS, some(40)) for _ in range(20)]
         wait_until(lambda: server.status().queued == 16, "all are there")
