@@ -6,9 +6,10 @@ without waiting, and gives a thread only to a complete request. What a client se
 reads too slowly too; and when there are too many connections, the one that has waited longest makes room.
 
 Probes have threads of their own, which do not wait behind requests that run long. When every other thread has a request, a
-new one is refused right here: everything that has arrived is looked at, and the surplus refused, before any thread is set to
-work on what it may keep, so that a crowd does not wait for its refusals. What a request means, and how it is answered or
-refused, this layer does not know; its framing is gunicorn's parser's to judge, and only guessed ahead here.
+new one is refused right here, and so is one that takes a place when there is none, or when all web processes together have
+begun as many as they may: everything that has arrived is looked at, and the surplus refused, before any thread is set to work
+on what it may keep, so that a crowd does not wait for its refusals. What a request means, and how it is answered or refused,
+this layer does not know; its framing is gunicorn's parser's to judge, and only guessed ahead here.
 
 An `Outlet` is the way past gunicorn for the parts of an answer that follow its first: whoever has one writes it to the client
 without waking the thread that the request has.
@@ -246,9 +247,9 @@ def prepare(listener: socket.socket, limits: Limits) -> int:
 class ConnectionWorker(ThreadWorker):
     """gunicorn's thread worker with the loop around its connections replaced. It runs on one thread, but for `handle`.
 
-    The app has two attributes for it: its `limits`, and `refusal`, a WSGI application for requests that find every thread
-    taken, and for those that take a place (`refusal.takes_place(method, path)`) when there is none (`refusal.is_full`). All
-    are called by the loop itself and so must not wait for anything.
+    The app has three attributes for it: its `limits`, what is `begun`, and `refusal`, a WSGI application for requests that find
+    every thread taken, and for those that take a place (`refusal.takes_place(method, path)`) when there is none
+    (`refusal.is_full`). All are called by the loop itself and so must not wait for anything.
     """
 
     def __init__(self, *args, **kwargs):
