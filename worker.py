@@ -29,6 +29,7 @@ import torch
 
 import config as configuration
 from config import HERE, Config, ConfigError, Manifest
+from logits import Logits
 from metrics import Metrics
 from model import DeviceLost, ModelError, StaticBatchModel, choose_device, fetch, fetch_weights
 from protocol import (
@@ -46,7 +47,7 @@ from protocol import (
     Tokens,
     WorkerEnd,
 )
-from sampling import Blocks, Sampler, SamplingError, choose, describe, device_parameters, drawn, prompt_logprobs
+from sampling import Sampler, SamplingError, choose, describe, device_parameters, drawn, prompt_logprobs
 
 logger = logging.getLogger("worker")
 
@@ -126,7 +127,7 @@ class Gain:
     requests: Sequence[Request]
     tokens: list[int | None]  # None for a request that has failed
     finish_reasons: list[str | None]
-    blocks: Blocks | None  # of the logits; None where the device chooses
+    logits: Logits | None  # as they were looked at; None where the device chooses
     prompt: Prompt | None  # of a prefill
     started_at: float
     ran_at: float
@@ -457,12 +458,12 @@ class Worker:
         """Chooses the next token of each request. output: the logits, float32 [requests, vocab], or what the device chose:
         int64 [requests]. `prompt` is what a prefill tells besides."""
         ran_at = time.monotonic()
-        blocks = None
+        logits = None
         try:
             if self.model.sampling == "device":
                 chosen = drawn(output, self.model.vocab_size)
             else:
-                chosen, blocks = choose(output, [request.sampler for request in requests])
+                chosen, logits = choose(output, [request.sampler for request in requests])
         except Exception as error:
             chosen = [error] * len(requests)
         chosen_at = time.monotonic()
@@ -486,7 +487,7 @@ class Worker:
             requests=requests,
             tokens=chosen,
             finish_reasons=finish_reasons,
-            blocks=blocks,
+            logits=logits,
             prompt=prompt,
             started_at=started_at,
             ran_at=ran_at,
@@ -533,10 +534,10 @@ class Worker:
 
     def _words(self, gain: Gain) -> Iterator[tuple[bytes, Tokens | End]]:
         told: list = [(None, [])] * len(gain.requests)
-        if gain.blocks is not None and any(request.generate.logprobs for request in gain.requests):
+        if gain.logits is not None and any(request.generate.logprobs for request in gain.requests):
             top_n = [request.sampler.top_n_tokens for request in gain.requests]
             try:
-                told = describe(gain.blocks, [token or 0 for token in gain.tokens], top_n)
+                told = describe(gain.logits, [token or 0 for token in gain.tokens], top_n)
             except Exception as error:
                 told = [error] * len(gain.requests)
         words: dict[bytes, Tokens] = {}

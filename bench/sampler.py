@@ -49,10 +49,10 @@ def logits_of(kind: str, rows: int, vocab: int) -> torch.Tensor:
     return (18.0 - 1.5 * torch.log(ranks.float()) + 0.5 * torch.randn(vocab, rows, generator=random)).t()
 
 
-def samplers_of(rows: int, parameters: dict | None) -> list[Sampler]:
+def samplers_of(rows: int, parameters: dict | None, top: int | None = None) -> list[Sampler]:
     prompt = list(range(1000))
     sampling = [Sampling() if parameters is None else Sampling(seed=row, **parameters) for row in range(rows)]
-    return [Sampler(each, prompt) for each in sampling]
+    return [Sampler(each, prompt, top or 0) for each in sampling]
 
 
 def timed_ms(what) -> float:
@@ -85,17 +85,17 @@ def measure(
             for case, (reach, parameters, top) in CASES.items():
                 name = f"{case}, {kind} logits, {count} thread{'s' * (count > 1)}"
                 begin(name)
-                figures += _case(name, reach, logits, samplers_of(rows, parameters), top, rounds)
+                figures += _case(name, reach, logits, samplers_of(rows, parameters, top), top, rounds)
     torch.set_num_threads(threads_before)
     return figures
 
 
 def _case(name: str, reach: float, logits: torch.Tensor, samplers: list[Sampler], top: int | None, rounds: int) -> list[dict]:
     def sample():
-        tokens, blocks = choose(logits, samplers)
+        tokens, looked_at = choose(logits, samplers)
         assert all(isinstance(token, int) for token in tokens)
         if top is not None:
-            assert all(isinstance(told, tuple) for told in describe(blocks, tokens, [top] * len(tokens)))
+            assert all(isinstance(told, tuple) for told in describe(looked_at, tokens, [top] * len(tokens)))
 
     def read_once():
         torch.amax(logits, dim=-1)

@@ -23,11 +23,10 @@ from transformers import (
     TypicalLogitsWarper,
 )
 
+from logits import ABREAST, MASS_BLOCK, Logits
 from protocol import Sampling
 from sampling import (
-    BLOCK,
     FAST_ERROR,
-    Blocks,
     Sampler,
     SamplingError,
     _Row,
@@ -54,9 +53,9 @@ class Choice(NamedTuple):
 
 def sample(logits: torch.Tensor, samplers: list[Sampler]) -> list[Choice | Exception]:
     """Chooses and describes."""
-    chosen, blocks = choose(logits, samplers)
+    chosen, looked_at = choose(logits, samplers)
     tokens = [0 if isinstance(token, Exception) else token for token in chosen]
-    described = describe(blocks, tokens, [sampler.top_n_tokens for sampler in samplers])
+    described = describe(looked_at, tokens, [sampler.top_n_tokens for sampler in samplers])
     return [
         token if isinstance(token, Exception) else what if isinstance(what, Exception) else Choice(token, *what)
         for token, what in zip(chosen, described)
@@ -607,7 +606,9 @@ def large_row(shape: str, size: int, seed: int, scale: float = 2.0, offset: floa
         "ranks": lambda: -np.log(random.permutation(size) + 1.0),
         "one peak": lambda: np.where(np.arange(size) == random.integers(size), 9.0, random.standard_normal(size)),
         "rising": lambda: np.linspace(-5, 5, size),
-        "peaks in one block": lambda: random.standard_normal(size) + 5.0 * (np.arange(size) // BLOCK == size // (2 * BLOCK)),
+        "peaks in one block": lambda: (
+            random.standard_normal(size) + 5.0 * (np.arange(size) // ABREAST == size // (2 * ABREAST))
+        ),
     }[shape]()
     row = (row * scale + offset).astype(np.float32)
     row[random.random(size) < impossible] = -INF
@@ -616,7 +617,7 @@ def large_row(shape: str, size: int, seed: int, scale: float = 2.0, offset: floa
     return row
 
 
-sizes = st.sampled_from([1, 2, BLOCK - 1, BLOCK, BLOCK + 1, 1000, 5120, 20000, 33001])
+sizes = st.sampled_from([1, 2, ABREAST - 1, ABREAST, ABREAST + 1, 1000, 5120, 20000, 33001])
 large_rows = st.builds(
     large_row,
     shape=st.sampled_from(SHAPES),
@@ -714,11 +715,9 @@ def test_with_a_temperature_alone_a_draw_falls_on_the_token_whose_share_of_all_w
 @settings(max_examples=300, deadline=None)
 def test_the_masses_of_blocks_are_as_right_as_the_proof_of_a_shortlist_needs(row, temperature):
     weights = np.exp((row.astype(np.float64) - float(row.max())) / temperature)
-    exact = np.add.reduceat(weights, range(0, len(row), BLOCK))
-    logits = torch.from_numpy(row)[None]
-    (masses,) = Blocks(logits)._masses([0], np.array([temperature]))
-    place = _Row(logits[0])
-    assert place.total(temperature) == pytest.approx(exact.sum(), rel=FAST_ERROR / 2)
+    exact = np.add.reduceat(weights, range(0, len(row), MASS_BLOCK))
+    (masses,) = Logits(torch.from_numpy(row)[None], [1]).masses(np.array([temperature]))
+    assert _Row(row).total(temperature) == pytest.approx(exact.sum(), rel=FAST_ERROR / 2)
     assert masses == pytest.approx(exact, rel=FAST_ERROR / 2, abs=1e-12 * exact.sum())
 
 
@@ -836,18 +835,18 @@ def kinds_on(logits: torch.Tensor, order: list[int]) -> list[Choice | Exception]
 @settings(max_examples=25, deadline=None)
 def test_not_a_bit_of_a_mass_depends_on_how_many_rows_there_are(size, seed, crowd, temperature):
     logits = by_token(torch.from_numpy(np.stack([large_row("normal", size, seed + row) for row in range(crowd)])))
-    rows = list(range(crowd))
-    with np.errstate(all="ignore"):
-        together = Blocks(logits)._masses(rows, np.full(crowd, temperature))
-        for count in range(1, crowd, 9):
-            temperatures = np.full(count, temperature)
-            fewer = Blocks(by_token(logits[:count]))._masses(rows[:count], temperatures)
-            assert np.array_equal(fewer, together[:count])
-            assert np.array_equal(Blocks(logits)._masses(rows[:count], temperatures), fewer)
-            assert np.array_equal(Blocks(logits.contiguous())._masses(rows[:count], temperatures), fewer)
+
+    def masses(logits: torch.Tensor) -> np.ndarray:
+        return Logits(logits, [1] * len(logits)).masses(np.full(len(logits), temperature))
+
+    together = masses(logits)
+    for count in range(1, crowd, 9):
+        assert np.array_equal(masses(by_token(logits[:count])), together[:count])
+        assert np.array_equal(masses(logits[:count]), together[:count])
+        assert np.array_equal(masses(logits[:count].contiguous()), together[:count])
     for row in range(0, crowd, 13):
         weights = np.exp((logits[row].double().numpy() - float(logits[row].max())) / temperature)
-        exact = np.add.reduceat(weights, range(0, size, BLOCK))
+        exact = np.add.reduceat(weights, range(0, size, MASS_BLOCK))
         assert together[row] == pytest.approx(exact, rel=FAST_ERROR / 2, abs=1e-12 * exact.sum())
 
 
@@ -861,19 +860,6 @@ def test_not_a_bit_of_a_large_row_depends_on_its_neighbours_its_place_or_the_thr
             torch.set_num_threads(count)
             assert kinds_on(logits, list(range(15, -1, -1))) == together[::-1]
             assert [kinds_on(logits, [i])[0] for i in range(16)] == together
-    finally:
-        torch.set_num_threads(threads)
-
-
-def test_rows_are_gone_through_by_one_thread_and_the_model_keeps_its_own(monkeypatch):
-    seen = []
-    draw = Sampler.draw
-    monkeypatch.setattr(Sampler, "draw", lambda self: seen.append(torch.get_num_threads()) or draw(self))
-    threads = torch.get_num_threads()
-    try:
-        torch.set_num_threads(2)
-        sample(torch.randn(2, VOCABULARY), [Sampler(Sampling(seed=1), [0]), Sampler(Sampling(seed=2), [0])])
-        assert (seen, torch.get_num_threads()) == ([1, 1], 2)
     finally:
         torch.set_num_threads(threads)
 

@@ -1,0 +1,345 @@
+"""The logits of a step as the choice of tokens sees them: the likeliest tokens of each row, and the sums of all weights.
+
+A vocabulary is large, and few of its tokens can be drawn. So the logits are read from memory once, for the highest of each 16
+tokens (a leaf) and of each 16 leaves (a branch). The k likeliest are in the k branches with the highest, and in these in the
+few leaves that have one as high. Weights of all tokens are summed where a parameter asks for it (`masses`), in float32. A
+row's sums are taken over the same numbers in the same order whatever else is in the batch and however it lies in memory, so
+that not a bit of a row depends on its neighbours.
+
+These are loops over millions of numbers while a device waits, so numba compiles them for this processor, and keeps what it
+made beside this file or in the user's cache. They run in one thread, because one that has to be woken comes too late, and
+without the interpreter's lock.
+
+This layer knows neither parameters nor draws: sampling.py does.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Sequence
+
+import numba
+import numpy as np
+import torch
+from llvmlite import ir
+from numba.core import cgutils, types
+from numba.extending import intrinsic
+
+ABREAST = 32  # neighbouring tokens that are looked at side by side: they fill the processor's vectors also for a single row
+LEAF, BRANCH = 16, 16
+MASS_STEPS = 8
+LINE = 16  # numbers of the processor's cache
+MASS_BLOCK = MASS_STEPS * ABREAST  # neighbouring tokens whose weights are summed
+AHEAD = 16  # how many times ABREAST tokens of all rows before they are needed memory is asked for them, at most
+FEW_ROWS = 4
+LOWEST = np.finfo(np.float32).min
+LEAST_POWER = np.float32(-115.0)  # of 2: exp(-80), which is next to nothing, and in float32 still a normal number
+LOG2_E = math.log2(math.e)
+# 2 ** x for |x| <= 1/2, by Taylor: wrong by less than 2e-7.
+POWER_1, POWER_2, POWER_3, POWER_4, POWER_5, POWER_6 = (np.float32(math.log(2.0) ** n / math.factorial(n)) for n in range(1, 7))
+TO_WHOLE = np.float32(1.5 * 2**23)  # float32 that large have no fraction: what is added to them is rounded
+
+
+def compiled(loops):
+    """A function of numpy arrays and numbers as machine code. What divides by nothing gets an infinity, as in numpy."""
+    options = {"nogil": True, "error_model": "numpy", "fastmath": {"contract"}}  # a product and a sum are one operation
+    try:
+        return numba.njit(loops, cache=True, **options)
+    except RuntimeError:  # nowhere to keep it
+        return numba.njit(loops, **options)
+
+
+@intrinsic
+def _prefetch(_context, array, plane, step, lane):
+    """Asks memory for array[plane, step, lane] without waiting for it. What comes step by step the processor would ask for
+    itself, but by far not as early as can be when nothing of it is in its caches."""
+
+    def generate(context, builder, signature, arguments):
+        values = context.make_array(signature.args[0])(context, builder, arguments[0])
+        address = cgutils.get_item_pointer(context, builder, signature.args[0], values, arguments[1:], wraparound=False)
+        byte, number = ir.IntType(8).as_pointer(), ir.IntType(32)
+        kind = ir.FunctionType(ir.VoidType(), [byte, number, number, number])
+        function = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0")
+        to_read, into_all_caches, data = (ir.Constant(number, value) for value in (0, 3, 1))
+        builder.call(function, [builder.bitcast(address, byte), to_read, into_all_caches, data])
+        return context.get_dummy_value()
+
+    return types.void(array, plane, step, lane), generate
+
+
+@compiled
+def _higher(a, b):
+    return a if a > b else b
+
+
+@compiled
+def _peaks(lanes, leaves, branches, sums):
+    """The highest of each leaf and branch of each lane, and the sums of all lanes, which are numbers only if all they have is.
+
+    lanes: float32 [planes, steps, lanes]; leaves, branches: as many lanes; sums: [planes, lanes], noughts.
+    """
+    planes, steps, width = lanes.shape
+    ahead = max(4, AHEAD * ABREAST // width)
+    for plane in range(planes):
+        total = sums[plane]
+        for b in range(branches.shape[1]):
+            branch = branches[plane, b]
+            branch[:] = -np.inf
+            for f in range(b * BRANCH, min((b + 1) * BRANCH, leaves.shape[1])):
+                leaf = leaves[plane, f]
+                leaf[:] = -np.inf
+                step, end = f * LEAF, min((f + 1) * LEAF, steps)
+                while step + 4 <= end:
+                    if step + ahead + 4 <= steps:
+                        for coming in range(step + ahead, step + ahead + 4):
+                            for lane in range(0, width, LINE):
+                                _prefetch(lanes, plane, coming, lane)
+                    one, two = lanes[plane, step], lanes[plane, step + 1]
+                    three, four = lanes[plane, step + 2], lanes[plane, step + 3]
+                    for lane in range(width):
+                        highest = _higher(_higher(one[lane], two[lane]), _higher(three[lane], four[lane]))
+                        leaf[lane] = _higher(leaf[lane], highest)
+                        total[lane] += (one[lane] + two[lane]) + (three[lane] + four[lane])
+                    step += 4
+                while step < end:
+                    one = lanes[plane, step]
+                    for lane in range(width):
+                        leaf[lane] = _higher(leaf[lane], one[lane])
+                        total[lane] += one[lane]
+                    step += 1
+                for lane in range(width):
+                    branch[lane] = _higher(branch[lane], leaf[lane])
+
+
+@compiled
+def nth_highest(numbers, n):
+    """The n-th highest, 1 <= n <= len(numbers) (Hoare's algorithm). None of them may be NaN. Their order is lost."""
+    low, high, wanted = 0, len(numbers) - 1, n - 1
+    while low < high:
+        pivot = numbers[(low + high) // 2]
+        i, j = low, high
+        while i <= j:
+            while numbers[i] > pivot:
+                i += 1
+            while numbers[j] < pivot:
+                j -= 1
+            if i <= j:
+                numbers[i], numbers[j] = numbers[j], numbers[i]
+                i += 1
+                j -= 1
+        if wanted <= j:
+            high = j
+        elif wanted >= i:
+            low = i
+        else:
+            break
+    return numbers[wanted]
+
+
+@compiled
+def _floor(peaks, row, rows, n):
+    """The n-th highest of the peaks of a row, float32 [groups, lanes]: at least n tokens reach it."""
+    groups, width = peaks.shape
+    own = np.empty(groups * (width // rows), np.float32)
+    found = 0
+    for group in range(groups):
+        for lane in range(row, width, rows):
+            own[found] = peaks[group, lane]
+            found += 1
+    return _higher(nth_highest(own, n), LOWEST)
+
+
+@compiled
+def _find(lanes, rows, leaves, branches, sums, wanted, scores, ids, counts, floors, highest, likeliest):
+    """The likeliest tokens of each row: at least as many as are wanted, if as many are possible, and all that reach its floor.
+
+    rows: of a plane; wanted: int64 [all rows], at least 1; scores, ids: [all rows, room]; the others: [all rows]. A count is -1
+    where there is no room for them; the highest of a row with NaN is NaN.
+    """
+    planes, steps, width = lanes.shape
+    across = width // rows
+    reaching = np.empty((leaves.shape[1] * across, 2), np.int64)
+    for plane in range(planes):
+        for row in range(rows):
+            at = plane * rows + row
+            top = LOWEST
+            is_suspect = False
+            for lane in range(row, width, rows):
+                is_suspect |= math.isnan(sums[plane, lane])
+                for branch in range(branches.shape[1]):
+                    top = _higher(top, branches[plane, branch, lane])
+            if is_suspect:  # or there are infinities of both kinds
+                for step in range(steps):
+                    for lane in range(row, width, rows):
+                        if math.isnan(lanes[plane, step, lane]):
+                            top = np.nan
+            highest[at], counts[at], floors[at], likeliest[at] = top, 0, LOWEST, 0
+            if math.isnan(top):
+                continue
+            n = wanted[at]
+            if n == 1:
+                floor = top
+            elif 4 * n <= 3 * branches.shape[1] * across:
+                floor = _floor(branches[plane], row, rows, n)
+            elif 4 * n <= 3 * leaves.shape[1] * across:
+                floor = _floor(leaves[plane], row, rows, n)
+            else:
+                floor = LOWEST
+            floors[at] = floor
+            found = 0
+            for branch in range(branches.shape[1]):
+                for lane in range(row, width, rows):
+                    if branches[plane, branch, lane] >= floor:
+                        for leaf in range(branch * BRANCH, min((branch + 1) * BRANCH, leaves.shape[1])):
+                            if leaves[plane, leaf, lane] >= floor:
+                                reaching[found, 0], reaching[found, 1] = leaf, lane
+                                found += 1
+                                for step in range(leaf * LEAF, min((leaf + 1) * LEAF, steps)):
+                                    _prefetch(lanes, plane, step, lane)
+            count = 0
+            likeliest[at] = across * steps
+            for leaf, lane in reaching[:found]:
+                for step in range(leaf * LEAF, min((leaf + 1) * LEAF, steps)):
+                    score = lanes[plane, step, lane]
+                    if score >= floor:
+                        token = step * across + lane // rows
+                        if score == top:
+                            likeliest[at] = min(likeliest[at], token)
+                        if count < scores.shape[1]:
+                            scores[at, count], ids[at, count] = score, token
+                        count += 1
+            counts[at] = count if count <= scores.shape[1] else -1
+            if count == 0:  # the highest is as impossible as the rest
+                highest[at] = -np.inf
+
+
+@compiled
+def _look(lanes, rows, wanted):
+    """The arrays of `Logits`. lanes: float32 [planes, steps, lanes] of `rows` rows a plane; wanted: int64 [all rows]."""
+    planes, steps, width = lanes.shape
+    leaves = np.empty((planes, (steps + LEAF - 1) // LEAF, width), np.float32)
+    branches = np.empty((planes, (leaves.shape[1] + BRANCH - 1) // BRANCH, width), np.float32)
+    sums = np.zeros((planes, width), np.float32)
+    _peaks(lanes, leaves, branches, sums)
+    room = 2 * wanted.max() + 64
+    scores, ids = np.empty((len(wanted), room), np.float32), np.empty((len(wanted), room), np.int64)
+    counts, likeliest = np.empty(len(wanted), np.int64), np.empty(len(wanted), np.int64)
+    floors, highest = np.empty(len(wanted), np.float32), np.empty(len(wanted), np.float64)
+    _find(lanes, rows, leaves, branches, sums, wanted, scores, ids, counts, floors, highest, likeliest)
+    return scores, ids, counts, floors, highest, likeliest
+
+
+@compiled
+def _masses(lanes, rows, highest, scales, masses):
+    """The sums of the weights of each MASS_BLOCK tokens of each row: float64 [all rows] each → [all rows, blocks]."""
+    planes, steps, width = lanes.shape
+    ahead = max(1, AHEAD * ABREAST // width)
+    sums = np.empty(width, np.float32)
+    top = np.empty(width, np.float32)
+    scale = np.empty(width, np.float32)
+    for plane in range(planes):
+        if (scales[plane * rows : (plane + 1) * rows] == 0.0).all():
+            continue
+        for lane in range(width):
+            top[lane] = highest[plane * rows + lane % rows]
+            scale[lane] = min(scales[plane * rows + lane % rows] * LOG2_E, 1e38)
+        for block in range(masses.shape[1]):
+            sums[:] = 0.0
+            for step in range(block * MASS_STEPS, min((block + 1) * MASS_STEPS, steps)):
+                if step + ahead < steps:
+                    for lane in range(0, width, LINE):
+                        _prefetch(lanes, plane, step + ahead, lane)
+                for lane in range(width):
+                    power = (lanes[plane, step, lane] - top[lane]) * scale[lane]
+                    power = power if power > LEAST_POWER else LEAST_POWER
+                    whole = (power + TO_WHOLE) - TO_WHOLE
+                    x = power - whole
+                    mantissa = POWER_3 + x * (POWER_4 + x * (POWER_5 + x * POWER_6))
+                    mantissa = np.float32(1.0) + x * (POWER_1 + x * (POWER_2 + x * mantissa))
+                    exponent = (np.int32(whole) + np.int32(127)) << np.int32(23)
+                    sums[lane] += mantissa * np.int32(exponent).view(np.float32)
+            half = width // 2
+            while half >= rows:
+                for lane in range(half):
+                    sums[lane] += sums[half + lane]
+                half //= 2
+            for row in range(rows):
+                masses[plane * rows + row, block] = sums[row]
+
+
+class Logits:
+    """The logits of a step. logits: float32 [rows, vocab], on the CPU, which must stay as they are; wanted: for each row how
+    many of the likeliest tokens are wanted, at least 1.
+
+    They may lie in memory row by row, as they do on a CPU, or token by token, as a sharded device brings them; to turn that
+    round would take longer than all the rest. Of both kinds ABREAST tokens are looked at together: `lanes`, float32 [planes,
+    steps, lanes], where a plane has one row or all of them, and lane `l` of a plane of `n` rows has row `l % n`.
+
+    rows_abreast  int: the `n` of above
+    highest       float64 [rows]: NaN where one of them is, -inf or inf where no other can be chosen
+    likeliest     int64 [rows]: of equals the lowest id; of a row that has no highest it means nothing
+    counts        int64 [rows]: of likeliest tokens; fewer than wanted where no others are possible, -1 where there are too many
+    scores, ids   float32, int64 [rows, >= counts]: theirs
+    floors        float32 [rows]: what they reach, and no other token
+    """
+
+    def __init__(self, logits: torch.Tensor, wanted: Sequence[int]):
+        self._scores = logits.detach().numpy()
+        rows, self.vocab_size = logits.shape
+        by_token = rows > 1 and logits.stride(0) == 1
+        abreast = self._scores.T if by_token else self._scores
+        missing = -self.vocab_size % ABREAST
+        if missing:  # up to whole lanes
+            abreast = np.pad(abreast, [(0, missing * by_token), (0, missing * (not by_token))], constant_values=-np.inf)
+        self.rows_abreast = rows if by_token else 1
+        self.lanes = np.ascontiguousarray(abreast).reshape(rows // self.rows_abreast, -1, ABREAST * self.rows_abreast)
+        self._turned: np.ndarray | None = None
+        self._fetched = 0
+        # What a leaf has lies together in memory if as few tokens as fill the vectors are abreast.
+        few = next(n for n in (1, 2, 4, 8, 16, ABREAST) if n * self.rows_abreast % ABREAST == 0)
+        lanes = self.lanes.reshape(len(self.lanes), -1, few * self.rows_abreast)
+        self.found = _look(lanes, self.rows_abreast, np.asarray(wanted))
+        self.scores, self.ids, self.counts, self.floors, self.highest, self.likeliest = self.found
+
+    @property
+    def broken(self) -> list[int]:
+        """The rows that have no highest score which is a number."""
+        return (~np.isfinite(self.highest)).nonzero()[0].tolist()
+
+    def masses(self, temperatures: np.ndarray) -> np.ndarray:
+        """The sums of the weights of each MASS_BLOCK tokens: float64 [rows] → float32 [rows, blocks]. Where a row is broken
+        or its temperature infinite they mean nothing. A token's weight is exp((its score - the highest) / temperature)."""
+        masses = np.empty((len(self.highest), -(-self.lanes.shape[1] // MASS_STEPS)), dtype=np.float32)
+        _masses(self.lanes, self.rows_abreast, self.highest, 1.0 / temperatures, masses)
+        return masses
+
+    def row(self, index: int) -> np.ndarray:
+        """float32 [vocab], contiguous. Some are fetched one by one, but many by turning the whole round."""
+        self._fetched += 1
+        if self._turned is None and (self.rows_abreast == 1 or self._fetched > FEW_ROWS):
+            self._turned = np.ascontiguousarray(self._scores)
+        return np.ascontiguousarray(self._scores[index]) if self._turned is None else self._turned[index]
+
+    @functools.cached_property
+    def _normalizers(self) -> np.ndarray:
+        return np.log(self.masses(np.ones(len(self.highest))).sum(axis=1, dtype=np.float64))
+
+    def logprobs(self, tokens: Sequence[int]) -> np.ndarray:
+        """Of one token of each row, float64 [rows]."""
+        return self._scores[np.arange(len(tokens)), tokens] - self.highest - self._normalizers
+
+    def top(self, row: int, n: int) -> list[tuple[int, float]]:
+        """The `n` likeliest (token id, log-probability) of a row, likeliest first; of equals the lowest id first."""
+        n = min(n, self.vocab_size)
+        if n == 0:
+            return []
+        count = self.counts[row]
+        scores, ids = self.scores[row, :count], self.ids[row, :count]
+        if count < n:
+            scores = self.row(row)
+            ids = np.flatnonzero(scores >= np.partition(scores, -n)[-n])
+            scores = scores[ids]
+        best = np.lexsort((ids, -scores))[:n]
+        logprobs = scores[best] - self.highest[row] - self._normalizers[row]
+        return list(zip(ids[best].tolist(), logprobs.tolist()))
