@@ -28,7 +28,7 @@ from numba.extending import intrinsic
 
 ABREAST = 32  # neighbouring tokens that are looked at side by side: they fill the processor's vectors also for a single row
 LEAF, BRANCH = 16, 16
-MASS_STEPS = 8
+MASS_STEPS = 4
 LINE = 16  # numbers of the processor's cache
 MASS_BLOCK = MASS_STEPS * ABREAST  # neighbouring tokens whose weights are summed
 AHEAD = 16  # how many times ABREAST tokens of all rows before they are needed memory is asked for them, at most
@@ -36,13 +36,20 @@ FEW_ROWS = 4
 LOWEST = np.finfo(np.float32).min
 LEAST_POWER = np.float32(-115.0)  # of 2: exp(-80), which is next to nothing, and in float32 still a normal number
 LOG2_E = math.log2(math.e)
-# 2 ** x for |x| <= 1/2, by Taylor: wrong by less than 2e-7.
-POWER_1, POWER_2, POWER_3, POWER_4, POWER_5, POWER_6 = (np.float32(math.log(2.0) ** n / math.factorial(n)) for n in range(1, 7))
-TO_WHOLE = np.float32(1.5 * 2**23)  # float32 that large have no fraction: what is added to them is rounded
+# 2 ** x for |x| <= 1/2 is 1 and the polynomial with these, wrong by less than 1e-7 (Remez's algorithm).
+POWER_1, POWER_2, POWER_3, POWER_4, POWER_5 = (
+    np.float32(factor) for factor in (0.693146978, 0.240222421, 0.0555073374, 0.00967151276, 0.00132647274)
+)
+TO_WHOLE = np.float32(
+    1.5 * 2**23
+)  # with this added a float32 has no room for a fraction, and its last bits are the whole number
 
 
 def compiled(loops):
-    """A function of numpy arrays and numbers as machine code. What divides by nothing gets an infinity, as in numpy."""
+    """A function of numpy arrays and numbers as machine code. What divides by nothing gets an infinity, as in numpy.
+
+    What was kept is made anew when its own file has changed. So it must not take a constant or a function from another one.
+    """
     options = {"nogil": True, "error_model": "numpy", "fastmath": {"contract"}}  # a product and a sum are one operation
     try:
         return numba.njit(loops, cache=True, **options)
@@ -151,14 +158,16 @@ def _floor(peaks, row, rows, n):
 
 
 @compiled
-def _find(lanes, rows, leaves, branches, sums, wanted, scores, ids, counts, floors, highest, likeliest):
-    """The likeliest tokens of each row: at least as many as are wanted, if as many are possible, and all that reach its floor.
+def _find(lanes, rows, leaves, branches, sums, wanted, scores, ids, counts, highest, likeliest):
+    """The likeliest tokens of each row, likeliest first: at least as many as are wanted, if as many are possible.
 
     rows: of a plane; wanted: int64 [all rows], at least 1; scores, ids: [all rows, room]; the others: [all rows]. A count is -1
     where there is no room for them; the highest of a row with NaN is NaN.
     """
     planes, steps, width = lanes.shape
     across = width // rows
+    room = scores.shape[1]
+    keys = np.empty(room, np.int64)
     reaching = np.empty((leaves.shape[1] * across, 2), np.int64)
     for plane in range(planes):
         for row in range(rows):
@@ -174,7 +183,7 @@ def _find(lanes, rows, leaves, branches, sums, wanted, scores, ids, counts, floo
                     for lane in range(row, width, rows):
                         if math.isnan(lanes[plane, step, lane]):
                             top = np.nan
-            highest[at], counts[at], floors[at], likeliest[at] = top, 0, LOWEST, 0
+            highest[at], counts[at], likeliest[at] = top, 0, 0
             if math.isnan(top):
                 continue
             n = wanted[at]
@@ -186,7 +195,6 @@ def _find(lanes, rows, leaves, branches, sums, wanted, scores, ids, counts, floo
                 floor = _floor(leaves[plane], row, rows, n)
             else:
                 floor = LOWEST
-            floors[at] = floor
             found = 0
             for branch in range(branches.shape[1]):
                 for lane in range(row, width, rows):
@@ -197,21 +205,60 @@ def _find(lanes, rows, leaves, branches, sums, wanted, scores, ids, counts, floo
                                 found += 1
                                 for step in range(leaf * LEAF, min((leaf + 1) * LEAF, steps)):
                                     _prefetch(lanes, plane, step, lane)
-            count = 0
-            likeliest[at] = across * steps
+            count, first = 0, np.int64(-(2**63))
             for leaf, lane in reaching[:found]:
                 for step in range(leaf * LEAF, min((leaf + 1) * LEAF, steps)):
                     score = lanes[plane, step, lane]
                     if score >= floor:
-                        token = step * across + lane // rows
-                        if score == top:
-                            likeliest[at] = min(likeliest[at], token)
-                        if count < scores.shape[1]:
-                            scores[at, count], ids[at, count] = score, token
+                        key = _key(score, step * across + lane // rows)
+                        first = max(first, key)
+                        if count < room:
+                            keys[count] = key
                         count += 1
-            counts[at] = count if count <= scores.shape[1] else -1
             if count == 0:  # the highest is as impossible as the rest
                 highest[at] = -np.inf
+                continue
+            likeliest[at] = _token(first)
+            counts[at] = count if count <= room else -1
+            ranked = np.sort(keys[: max(0, counts[at])])[::-1]
+            for i in range(len(ranked)):
+                scores[at, i], ids[at, i] = _score(ranked[i]), _token(ranked[i])
+
+
+@compiled
+def _key(score, token):
+    """An int64 that is the higher the higher the score, and of equal scores for the lower token."""
+    bits = np.int64(np.float32(score + np.float32(0.0)).view(np.int32))  # of two noughts one
+    return ((bits ^ 0x7FFFFFFF if bits < 0 else bits) << 32) | (0xFFFFFFFF - token)
+
+
+@compiled
+def _token(key):
+    return 0xFFFFFFFF - (key & 0xFFFFFFFF)
+
+
+@compiled
+def _score(key):
+    bits = key >> 32
+    return np.int32(bits ^ 0x7FFFFFFF if bits < 0 else bits).view(np.float32)
+
+
+@compiled
+def _keys(scores, floor):
+    keys = np.empty(len(scores), np.int64)
+    count = 0
+    for token in range(len(scores)):
+        if scores[token] >= floor:
+            keys[count] = _key(scores[token], token)
+            count += 1
+    return keys[:count]
+
+
+def ranked(scores: np.ndarray, floor: float) -> np.ndarray:
+    """The tokens of a row whose scores reach `floor`, likeliest first, of equals the lowest id: float32 [vocab] → int64 [n]."""
+    keys = _keys(scores, float(floor))
+    keys.sort()
+    return 0xFFFFFFFF - (keys[::-1] & 0xFFFFFFFF)
 
 
 @compiled
@@ -225,9 +272,9 @@ def _look(lanes, rows, wanted):
     room = 2 * wanted.max() + 64
     scores, ids = np.empty((len(wanted), room), np.float32), np.empty((len(wanted), room), np.int64)
     counts, likeliest = np.empty(len(wanted), np.int64), np.empty(len(wanted), np.int64)
-    floors, highest = np.empty(len(wanted), np.float32), np.empty(len(wanted), np.float64)
-    _find(lanes, rows, leaves, branches, sums, wanted, scores, ids, counts, floors, highest, likeliest)
-    return scores, ids, counts, floors, highest, likeliest
+    highest = np.empty(len(wanted), np.float64)
+    _find(lanes, rows, leaves, branches, sums, wanted, scores, ids, counts, highest, likeliest)
+    return scores, ids, counts, highest, likeliest
 
 
 @compiled
@@ -253,12 +300,12 @@ def _masses(lanes, rows, highest, scales, masses):
                 for lane in range(width):
                     power = (lanes[plane, step, lane] - top[lane]) * scale[lane]
                     power = power if power > LEAST_POWER else LEAST_POWER
-                    whole = (power + TO_WHOLE) - TO_WHOLE
-                    x = power - whole
-                    mantissa = POWER_3 + x * (POWER_4 + x * (POWER_5 + x * POWER_6))
-                    mantissa = np.float32(1.0) + x * (POWER_1 + x * (POWER_2 + x * mantissa))
-                    exponent = (np.int32(whole) + np.int32(127)) << np.int32(23)
-                    sums[lane] += mantissa * np.int32(exponent).view(np.float32)
+                    rounded = np.float32(power + TO_WHOLE)
+                    x = power - (rounded - TO_WHOLE)
+                    factor = np.float32(1.0) + x * (POWER_1 + x * (POWER_2 + x * (POWER_3 + x * (POWER_4 + x * POWER_5))))
+                    # Times 2 to the whole number: that is added to the exponent.
+                    bits = np.float32(factor).view(np.int32) + (rounded.view(np.int32) << np.int32(23))
+                    sums[lane] += np.int32(bits).view(np.float32)
             half = width // 2
             while half >= rows:
                 for lane in range(half):
@@ -280,8 +327,7 @@ class Logits:
     highest       float64 [rows]: NaN where one of them is, -inf or inf where no other can be chosen
     likeliest     int64 [rows]: of equals the lowest id; of a row that has no highest it means nothing
     counts        int64 [rows]: of likeliest tokens; fewer than wanted where no others are possible, -1 where there are too many
-    scores, ids   float32, int64 [rows, >= counts]: theirs
-    floors        float32 [rows]: what they reach, and no other token
+    scores, ids   float32, int64 [rows, >= counts]: theirs, likeliest first, of equals the lowest id first
     """
 
     def __init__(self, logits: torch.Tensor, wanted: Sequence[int]):
@@ -300,7 +346,7 @@ class Logits:
         few = next(n for n in (1, 2, 4, 8, 16, ABREAST) if n * self.rows_abreast % ABREAST == 0)
         lanes = self.lanes.reshape(len(self.lanes), -1, few * self.rows_abreast)
         self.found = _look(lanes, self.rows_abreast, np.asarray(wanted))
-        self.scores, self.ids, self.counts, self.floors, self.highest, self.likeliest = self.found
+        self.scores, self.ids, self.counts, self.highest, self.likeliest = self.found
 
     @property
     def broken(self) -> list[int]:
@@ -334,12 +380,6 @@ class Logits:
         n = min(n, self.vocab_size)
         if n == 0:
             return []
-        count = self.counts[row]
-        scores, ids = self.scores[row, :count], self.ids[row, :count]
-        if count < n:
-            scores = self.row(row)
-            ids = np.flatnonzero(scores >= np.partition(scores, -n)[-n])
-            scores = scores[ids]
-        best = np.lexsort((ids, -scores))[:n]
-        logprobs = scores[best] - self.highest[row] - self._normalizers[row]
-        return list(zip(ids[best].tolist(), logprobs.tolist()))
+        ids = self.ids[row, :n] if self.counts[row] >= n else ranked(self.row(row), -np.inf)[:n]
+        logprobs = self._scores[row, ids] - self.highest[row] - self._normalizers[row]
+        return list(zip(ids.tolist(), logprobs.tolist()))

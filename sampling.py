@@ -21,7 +21,7 @@ from collections.abc import Collection, Iterable, Sequence
 import numpy as np
 import torch
 
-from logits import MASS_BLOCK, MASS_STEPS, Logits, compiled, nth_highest
+from logits import MASS_STEPS, Logits, compiled, nth_highest, ranked
 from protocol import Sampling
 
 SHORTLIST = 64  # as a rule, top-p takes fewer tokens
@@ -80,10 +80,38 @@ class Sampler:
         """0 <= draw < 1. One number for each token whatever the parameters, so a stream's n-th draw is its n-th token's."""
         return 0.0 if self.is_greedy else self._random.random()
 
-    def choose(self, row: _Row, draw: float) -> int:
-        """The next token id for scores that are changed already, from the whole row."""
-        ids, weights = self._candidates(row)
-        return int(ids[_drawn(weights, draw)])
+    def choose(self, scores: np.ndarray, total: float, draw: float) -> int:
+        """The next token id, from the whole row: float32 [vocab], changed already. total: the sum of all weights, right to
+        FAST_ERROR, needed for top-p without top-k. A token's weight is exp((its score - the highest) / temperature)."""
+        sampling = self.sampling
+
+        def weights_of(ids: np.ndarray) -> np.ndarray:
+            return np.exp((scores[ids].astype(np.float64) - float(scores.max())) / sampling.temperature)
+
+        ids = np.arange(len(scores))
+        if sampling.top_k:  # and what is as likely as the last of them
+            ids = ranked(scores, nth_highest(scores.copy(), min(sampling.top_k, len(scores))))
+        elif sampling.top_p < 1.0:
+            # All together that do not reach this have a share of less than 1 - top_p.
+            floor = np.log(0.9 * (1.0 - sampling.top_p) * total / len(scores))
+            ids = ranked(scores, float(scores.max()) + sampling.temperature * floor)
+        else:
+            self.in_full += 1
+        weights = weights_of(ids)
+        if sampling.top_p < 1.0:
+            if sampling.top_k:
+                count = _top_p(weights, sampling.top_p, weights.cumsum()[-1], 0.0)
+            else:
+                count = _top_p(weights, sampling.top_p, weights_of(np.arange(len(scores))).sum(), FULL_ERROR)
+            if not count:
+                self.in_full += 1
+                weights = weights_of(ids := ranked(scores, -np.inf))
+                count = _top_p(weights, sampling.top_p, weights.cumsum()[-1], 0.0)
+            ids, weights = ids[:count], weights[:count]
+        if sampling.typical_p < 1.0:
+            kept = _typical_p(weights, sampling.typical_p)
+            ids, weights = ids[kept], weights[kept]
+        return int(ids[_place(weights, draw)])
 
     def record(self, token: int) -> None:
         """Tells which token was taken, for the penalties of the next one."""
@@ -117,72 +145,6 @@ class Sampler:
         if self._banned_for > 0:
             scores[self._banned[self._banned < len(scores)]] = -np.inf
 
-    def _has_top_k(self, row: _Row) -> bool:
-        return 0 < self.sampling.top_k < len(row.scores)
-
-    def _candidates(self, row: _Row) -> tuple[np.ndarray, np.ndarray]:
-        """The ids that may be drawn, ascending, and the weight of each."""
-        sampling = self.sampling
-        if self._has_top_k(row):
-            ids, weights = self._top_k(row)
-            if sampling.top_p < 1.0:
-                kept = _top_p(weights, sampling.top_p)
-                ids, weights = ids[kept], weights[kept]
-        elif sampling.top_p < 1.0:
-            ids, weights = self._nucleus(row)
-        else:
-            self.in_full += 1
-            ids, weights = np.arange(len(row.scores)), row.weights(row.scores, sampling.temperature)
-        if sampling.typical_p < 1.0:
-            kept = _typical_p(weights, sampling.typical_p)
-            ids, weights = ids[kept], weights[kept]
-        return ids, weights
-
-    def _top_k(self, row: _Row) -> tuple[np.ndarray, np.ndarray]:
-        """The `top_k` likeliest, and those as likely as the last of them: ids, ascending, and weights."""
-        k = self.sampling.top_k
-        _floor, ids = row.shortlist(k)
-        scores = row.scores[ids]
-        kept = scores >= np.partition(scores, -k)[-k]
-        return ids[kept], row.weights(scores[kept], self.sampling.temperature)
-
-    def _nucleus(self, row: _Row) -> tuple[np.ndarray, np.ndarray]:
-        """The fewest likeliest whose share of all weights reaches `top_p`: ids, ascending, and weights."""
-        top_p, temperature = self.sampling.top_p, self.sampling.temperature
-        total = row.total(temperature)
-        floor, ids = row.shortlist(SHORTLIST)
-        weights = row.weights(row.scores[ids], temperature)
-        if not weights.sum() > top_p * total:
-            # Below this floor all together have a share of less than 1 - top_p.
-            floor = row.highest + temperature * np.log(0.9 * (1.0 - top_p) * total / len(row.scores))
-            ids = row.at_least(floor)
-            weights = row.weights(row.scores[ids], temperature)
-        kept = _top_p(weights, top_p, total, FAST_ERROR)
-        if kept is None:
-            kept = _top_p(weights, top_p, row.weights(row.scores, temperature).sum(), FULL_ERROR)
-        if kept is None or not weights[kept].min() > row.weights(_below(floor), temperature):
-            self.in_full += 1
-            ids, weights = np.arange(len(row.scores)), row.weights(row.scores, temperature)
-            kept = _top_p(weights, top_p)
-        return ids[kept], weights[kept]
-
-
-def _top_p(weights: np.ndarray, top_p: float, total: float | None = None, error: float = 0.0) -> np.ndarray | None:
-    """Nucleus sampling (Holtzman et al. 2019): the fewest largest weights whose share reaches `top_p`. Indices, ascending.
-
-    Their share is of `total`, by default of their sum. None if a total that is wrong by `error` could give others.
-    """
-    largest_first = np.sort(weights)[::-1]
-    cumulative = largest_first.cumsum()
-    wanted = top_p * (cumulative[-1] if total is None else total)
-    last = cumulative.searchsorted(wanted * (1.0 - error))
-    if last == len(weights) or (error and cumulative[last] < wanted * (1.0 + error)):
-        return None
-    kept = weights > largest_first[last]
-    # Of equals the lowest ids, as many as are needed.
-    kept[(weights == largest_first[last]).nonzero()[0][: last + 1 - np.count_nonzero(kept)]] = True
-    return kept.nonzero()[0]
-
 
 def _typical_p(probabilities: np.ndarray, typical_p: float) -> np.ndarray:
     """Locally typical sampling (Meister et al. 2022): those whose surprise is nearest to the expected one, up to a share."""
@@ -192,51 +154,6 @@ def _typical_p(probabilities: np.ndarray, typical_p: float) -> np.ndarray:
     order = np.argsort(np.abs(surprise - entropy), kind="stable")
     cumulative = np.cumsum(probabilities[order])
     return np.sort(order[: np.searchsorted(cumulative, typical_p * cumulative[-1]) + 1])
-
-
-def _drawn(weights: np.ndarray, draw: float) -> int:
-    """The index at the share `draw` of all weights, 0 <= draw < 1; never that of a weight of 0."""
-    cumulative = weights.cumsum()
-    return min(int(cumulative.searchsorted(draw * cumulative[-1], side="right")), len(weights) - 1)
-
-
-def _below(score: float) -> float:
-    """The largest float32 that does not reach `score`."""
-    return float(np.nextafter(np.float32(score), np.float32(-np.inf)))
-
-
-class _Row:
-    """The scores of one place, float32 [vocab], and what can be found out about them.
-
-    A token's weight is exp((its score - the highest) / temperature): 1 for the likeliest, whatever the temperature.
-    """
-
-    def __init__(self, scores: np.ndarray):
-        self.scores = scores
-        self.highest = float(scores.max())
-
-    def weights(self, scores: np.ndarray | float, temperature: float) -> np.ndarray | float:
-        """float64. From the highest down, so that a tiny temperature brings no infinities."""
-        if isinstance(scores, np.ndarray):
-            scores = scores.astype(np.float64)
-        return np.exp((scores - self.highest) / temperature)
-
-    def total(self, temperature: float) -> float:
-        """The sum of all weights, right to FAST_ERROR."""
-        return float(Logits(torch.from_numpy(self.scores)[None], [1]).masses(np.array([temperature])).sum(dtype=np.float64))
-
-    def shortlist(self, n: int) -> tuple[float, np.ndarray]:
-        """A score that at least `n` tokens reach (all, if there are fewer) and few more, and the ids of these, ascending."""
-        n = min(n, len(self.scores))
-        logits = Logits(torch.from_numpy(self.scores)[None], [n])
-        if logits.counts[0] >= n:
-            return logits.floors[0], np.sort(logits.ids[0, : logits.counts[0]])
-        floor = np.partition(self.scores, -n)[-n]
-        return floor, self.at_least(floor)
-
-    def at_least(self, floor: float) -> np.ndarray:
-        """The ids of the scores that reach `floor`, ascending."""
-        return np.flatnonzero(self.scores >= np.float32(floor))
 
 
 @np.errstate(over="ignore", divide="ignore", invalid="ignore")  # -inf is what an impossible token scores
@@ -330,9 +247,9 @@ class _Plan:
         self.asked = np.array(self.drawing), is_listed, is_unfiltered, top_k, top_p, temperatures
         # At which temperature the weights of all its tokens are needed.
         self.weighed_at = np.full(len(samplers), np.inf)
-        for row, needed, temperature in zip(self.drawing, is_unfiltered | (is_listed & (top_k == 0)), temperatures):
-            if needed:
-                self.weighed_at[row] = temperature
+        for row, each in zip(self.drawing, own):
+            if each.top_k == 0 and (each.top_p < 1.0 or each.typical_p == 1.0):
+                self.weighed_at[row] = each.temperature
         self.weighs = bool(np.isfinite(self.weighed_at).any())
 
 
@@ -355,76 +272,73 @@ def _choose(
         return chosen, logits
     masses = logits.masses(plan.weighed_at) if plan.weighs else np.empty((len(samplers), 0), dtype=np.float32)
     wanted = np.array([draws[row] for row in plan.drawing])
-    tokens = _draw(*plan.asked, wanted, logits.lanes, logits.rows_abreast, masses, *logits.found)
+    tokens = _draw(*plan.asked, wanted, logits.lanes, logits.rows_abreast, masses, MASS_STEPS, *logits.found)
     for row, token in zip(plan.drawing, tokens.tolist()):
         if row in broken or row in failed:
             continue
         chosen[row] = token
         if token < 0:
             try:
-                chosen[row] = samplers[row].choose(_Row(logits.row(row)), draws[row])
+                chosen[row] = samplers[row].choose(logits.row(row), masses[row].sum(dtype=np.float64), draws[row])
             except Exception as error:
                 chosen[row] = error
     return chosen, logits
 
 
 @compiled
-def _draw(rows, is_listed, is_unfiltered, top_k, top_p, temperatures, draws, lanes, abreast, masses, *found):
+def _draw(rows, is_listed, is_unfiltered, top_k, top_p, temperatures, draws, lanes, abreast, masses, mass_steps, *found):
     """The tokens of some rows, -1 where the likeliest tokens or float32 cannot tell. Of these rows: all up to `draws`, as in
     `Sampling`. Of every row: the others, as in `Logits`."""
-    scores, ids, counts, floors, highest, _likeliest = found
+    scores, ids, counts, highest, _likeliest = found
     tokens = np.full(len(rows), -1)
     for i, row in enumerate(rows):
         if is_listed[i] and counts[row] > 0:
             listed = scores[row, : counts[row]], ids[row, : counts[row]]
             total = masses[row].astype(np.float64).sum() if top_k[i] == 0 else np.nan
-            limits = floors[row], highest[row], total
-            tokens[i] = _draw_listed(*listed, *limits, top_k[i], top_p[i], temperatures[i], draws[i])
+            tokens[i] = _draw_listed(*listed, highest[row], total, top_k[i], top_p[i], temperatures[i], draws[i])
         elif is_unfiltered[i]:
-            plane = lanes[row // abreast]
-            tokens[i] = _draw_unfiltered(plane, row % abreast, abreast, masses[row], highest[row], temperatures[i], draws[i])
+            own = lanes[row // abreast, :, row % abreast :: abreast]
+            tokens[i] = _draw_unfiltered(own, masses[row], mass_steps, highest[row], temperatures[i], draws[i])
     return tokens
 
 
 @compiled
-def _draw_listed(scores, ids, floor, highest, total, top_k, top_p, temperature, draw):
-    """What `Sampler.choose` would give, from the tokens that reach `floor`: their scores and ids, float32 and int64 [n]."""
-    order = np.argsort(ids)
-    weights = np.exp((scores[order].astype(np.float64) - highest) / temperature)
-    if 0 < top_k < len(scores):
-        weights[scores[order] < nth_highest(scores.copy(), top_k)] = 0.0
+def _draw_listed(scores, ids, highest, total, top_k, top_p, temperature, draw):
+    """What `Sampler.choose` would give, from the likeliest tokens in their order: scores and ids, float32 and int64 [n]."""
+    count, error = len(scores), FAST_ERROR
+    if top_k > 0:
+        count, error = min(top_k, count), 0.0
+        while count < len(scores) and scores[count] == scores[count - 1]:
+            count += 1
+    weights = np.exp((scores[:count].astype(np.float64) - highest) / temperature)
     if top_p < 1.0:
-        descending = np.sort(weights)[::-1]
-        error = FAST_ERROR
-        if top_k > 0:
-            total, error = descending.cumsum()[-1], 0.0
-        cumulative, last = descending[0], 0
-        while cumulative < top_p * total * (1.0 - error) and last + 1 < len(weights):
-            last += 1
-            cumulative += descending[last]
-        least = descending[last]
-        if top_k == 0 and not (cumulative >= top_p * total * (1.0 + error) and least > np.exp((floor - highest) / temperature)):
-            return -1
-        # Of those that weigh as much as the least the first, as many as are needed.
-        needed = last + 1 - np.count_nonzero(weights > least)
-        for i in range(len(weights)):
-            if weights[i] == least and needed > 0:
-                needed -= 1
-            elif weights[i] <= least:
-                weights[i] = 0.0
-    return ids[order[_place(weights, draw)]]
+        weights = weights[: _top_p(weights, top_p, weights.cumsum()[-1] if top_k > 0 else total, error)]
+    return ids[_place(weights, draw)] if len(weights) else -1
 
 
 @compiled
-def _draw_unfiltered(lanes, row, rows, masses, highest, temperature, draw):
-    """The token at the share `draw` of all weights: its block, then itself. lanes: float32 [steps, lanes] of one plane."""
+def _top_p(weights, top_p, total, error):
+    """Nucleus sampling (Holtzman et al. 2019): how many of the likeliest it takes until their share of `total` reaches `top_p`;
+    0 if a total that is wrong by the share `error` could give another number. weights: float64 [n], of the likeliest tokens."""
+    cumulative = 0.0
+    for i in range(len(weights)):
+        cumulative += weights[i]
+        if cumulative >= top_p * total * (1.0 - error):
+            return i + 1 if cumulative >= top_p * total * (1.0 + error) else 0
+    return 0
+
+
+@compiled
+def _draw_unfiltered(scores, masses, mass_steps, highest, temperature, draw):
+    """The token at the share `draw` of all weights: its block, then itself. scores: float32 [steps, tokens abreast]."""
     masses = masses.astype(np.float64)
     block = _place(masses, draw)
     before = masses[:block].sum()
     share = min((draw * masses.sum() - before) / masses[block], 1.0 - 2.0**-53)
-    steps = lanes[block * MASS_STEPS : (block + 1) * MASS_STEPS, row::rows]
-    weights = np.exp((steps.copy().reshape(-1).astype(np.float64) - highest) / temperature)
-    return block * MASS_BLOCK + _place(weights, share) if weights.max() > 0.0 else -1
+    first = block * mass_steps
+    inside = scores[first : first + mass_steps].copy().reshape(-1).astype(np.float64)
+    weights = np.exp((inside - highest) / temperature)
+    return first * scores.shape[1] + _place(weights, share) if weights.max() > 0.0 else -1
 
 
 @compiled
