@@ -212,17 +212,20 @@ def _find(lanes, rows, leaves, branches, sums, wanted, scores, ids, counts, high
                     if score >= floor:
                         key = _key(score, step * across + lane // rows)
                         first = max(first, key)
-                        if count < room:
-                            keys[count] = key
+                        if count < room:  # goes to its place among those that were found before
+                            place = count
+                            while place > 0 and keys[place - 1] < key:
+                                keys[place] = keys[place - 1]
+                                place -= 1
+                            keys[place] = key
                         count += 1
             if count == 0:  # the highest is as impossible as the rest
                 highest[at] = -np.inf
                 continue
             likeliest[at] = _token(first)
             counts[at] = count if count <= room else -1
-            ranked = np.sort(keys[: max(0, counts[at])])[::-1]
-            for i in range(len(ranked)):
-                scores[at, i], ids[at, i] = _score(ranked[i]), _token(ranked[i])
+            for i in range(counts[at]):
+                scores[at, i], ids[at, i] = _score(keys[i]), _token(keys[i])
 
 
 @compiled
@@ -262,14 +265,14 @@ def ranked(scores: np.ndarray, floor: float) -> np.ndarray:
 
 
 @compiled
-def _look(lanes, rows, wanted):
-    """The arrays of `Logits`. lanes: float32 [planes, steps, lanes] of `rows` rows a plane; wanted: int64 [all rows]."""
+def _look(lanes, rows, wanted, room):
+    """The arrays of `Logits`. lanes: float32 [planes, steps, lanes] of `rows` rows a plane; wanted: int64 [all rows]; room: for
+    how many likeliest tokens of a row."""
     planes, steps, width = lanes.shape
     leaves = np.empty((planes, (steps + LEAF - 1) // LEAF, width), np.float32)
     branches = np.empty((planes, (leaves.shape[1] + BRANCH - 1) // BRANCH, width), np.float32)
     sums = np.zeros((planes, width), np.float32)
     _peaks(lanes, leaves, branches, sums)
-    room = 2 * wanted.max() + 64
     scores, ids = np.empty((len(wanted), room), np.float32), np.empty((len(wanted), room), np.int64)
     counts, likeliest = np.empty(len(wanted), np.int64), np.empty(len(wanted), np.int64)
     highest = np.empty(len(wanted), np.float64)
@@ -286,11 +289,13 @@ def _masses(lanes, rows, highest, scales, masses):
     top = np.empty(width, np.float32)
     scale = np.empty(width, np.float32)
     for plane in range(planes):
-        if (scales[plane * rows : (plane + 1) * rows] == 0.0).all():
-            continue
+        is_needed = False
         for lane in range(width):
             top[lane] = highest[plane * rows + lane % rows]
             scale[lane] = min(scales[plane * rows + lane % rows] * LOG2_E, 1e38)
+            is_needed |= scales[plane * rows + lane % rows] > 0.0
+        if not is_needed:
+            continue
         for block in range(masses.shape[1]):
             sums[:] = 0.0
             for step in range(block * MASS_STEPS, min((block + 1) * MASS_STEPS, steps)):
@@ -345,7 +350,7 @@ class Logits:
         # What a leaf has lies together in memory if as few tokens as fill the vectors are abreast.
         few = next(n for n in (1, 2, 4, 8, 16, ABREAST) if n * self.rows_abreast % ABREAST == 0)
         lanes = self.lanes.reshape(len(self.lanes), -1, few * self.rows_abreast)
-        self.found = _look(lanes, self.rows_abreast, np.asarray(wanted))
+        self.found = _look(lanes, self.rows_abreast, np.asarray(wanted), 2 * max(wanted) + 64)
         self.scores, self.ids, self.counts, self.highest, self.likeliest = self.found
 
     @property

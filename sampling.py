@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import math
 from collections.abc import Collection, Iterable, Sequence
 
 import numpy as np
@@ -100,13 +101,13 @@ class Sampler:
         weights = weights_of(ids)
         if sampling.top_p < 1.0:
             if sampling.top_k:
-                count = _top_p(weights, sampling.top_p, weights.cumsum()[-1], 0.0)
+                count = _top_p(weights, sampling.top_p, _sum(weights), 0.0)
             else:
                 count = _top_p(weights, sampling.top_p, weights_of(np.arange(len(scores))).sum(), FULL_ERROR)
             if not count:
                 self.in_full += 1
                 weights = weights_of(ids := ranked(scores, -np.inf))
-                count = _top_p(weights, sampling.top_p, weights.cumsum()[-1], 0.0)
+                count = _top_p(weights, sampling.top_p, _sum(weights), 0.0)
             ids, weights = ids[:count], weights[:count]
         if sampling.typical_p < 1.0:
             kept = _typical_p(weights, sampling.typical_p)
@@ -272,7 +273,8 @@ def _choose(
         return chosen, logits
     masses = logits.masses(plan.weighed_at) if plan.weighs else np.empty((len(samplers), 0), dtype=np.float32)
     wanted = np.array([draws[row] for row in plan.drawing])
-    tokens = _draw(*plan.asked, wanted, logits.lanes, logits.rows_abreast, masses, MASS_STEPS, *logits.found)
+    tokens = np.full(len(plan.drawing), -1)
+    _draw(tokens, *plan.asked, wanted, logits.lanes, logits.rows_abreast, masses, MASS_STEPS, *logits.found)
     for row, token in zip(plan.drawing, tokens.tolist()):
         if row in broken or row in failed:
             continue
@@ -286,20 +288,21 @@ def _choose(
 
 
 @compiled
-def _draw(rows, is_listed, is_unfiltered, top_k, top_p, temperatures, draws, lanes, abreast, masses, mass_steps, *found):
-    """The tokens of some rows, -1 where the likeliest tokens or float32 cannot tell. Of these rows: all up to `draws`, as in
-    `Sampling`. Of every row: the others, as in `Logits`."""
+def _draw(
+    tokens, rows, is_listed, is_unfiltered, top_k, top_p, temperatures, draws, lanes, abreast, masses, mass_steps, *found
+):
+    """Puts the tokens of some rows into `tokens` where the likeliest tokens and float32 can tell. Of these rows: all up to
+    `draws`, as in `Sampling`. Of every row: the others, as in `Logits`."""
     scores, ids, counts, highest, _likeliest = found
-    tokens = np.full(len(rows), -1)
-    for i, row in enumerate(rows):
+    for i in range(len(rows)):
+        row = rows[i]
         if is_listed[i] and counts[row] > 0:
             listed = scores[row, : counts[row]], ids[row, : counts[row]]
-            total = masses[row].astype(np.float64).sum() if top_k[i] == 0 else np.nan
+            total = _sum(masses[row]) if top_k[i] == 0 else np.nan
             tokens[i] = _draw_listed(*listed, highest[row], total, top_k[i], top_p[i], temperatures[i], draws[i])
         elif is_unfiltered[i]:
             own = lanes[row // abreast, :, row % abreast :: abreast]
             tokens[i] = _draw_unfiltered(own, masses[row], mass_steps, highest[row], temperatures[i], draws[i])
-    return tokens
 
 
 @compiled
@@ -310,9 +313,11 @@ def _draw_listed(scores, ids, highest, total, top_k, top_p, temperature, draw):
         count, error = min(top_k, count), 0.0
         while count < len(scores) and scores[count] == scores[count - 1]:
             count += 1
-    weights = np.exp((scores[:count].astype(np.float64) - highest) / temperature)
+    weights = np.empty(count, np.float64)
+    for i in range(count):
+        weights[i] = math.exp((scores[i] - highest) / temperature)
     if top_p < 1.0:
-        weights = weights[: _top_p(weights, top_p, weights.cumsum()[-1] if top_k > 0 else total, error)]
+        weights = weights[: _top_p(weights, top_p, _sum(weights) if top_k > 0 else total, error)]
     return ids[_place(weights, draw)] if len(weights) else -1
 
 
@@ -331,20 +336,28 @@ def _top_p(weights, top_p, total, error):
 @compiled
 def _draw_unfiltered(scores, masses, mass_steps, highest, temperature, draw):
     """The token at the share `draw` of all weights: its block, then itself. scores: float32 [steps, tokens abreast]."""
-    masses = masses.astype(np.float64)
     block = _place(masses, draw)
-    before = masses[:block].sum()
-    share = min((draw * masses.sum() - before) / masses[block], 1.0 - 2.0**-53)
-    first = block * mass_steps
-    inside = scores[first : first + mass_steps].copy().reshape(-1).astype(np.float64)
-    weights = np.exp((inside - highest) / temperature)
-    return first * scores.shape[1] + _place(weights, share) if weights.max() > 0.0 else -1
+    share = min((draw * _sum(masses) - _sum(masses[:block])) / masses[block], 1.0 - 2.0**-53)
+    first, abreast = block * mass_steps, scores.shape[1]
+    weights = np.empty(min(mass_steps, len(scores) - first) * abreast, np.float64)
+    for i in range(len(weights)):
+        weights[i] = math.exp((scores[first + i // abreast, i % abreast] - highest) / temperature)
+    return first * abreast + _place(weights, share) if _sum(weights) > 0.0 else -1
+
+
+@compiled
+def _sum(weights):
+    """In float64, one after the other."""
+    total = 0.0
+    for i in range(len(weights)):
+        total += weights[i]
+    return total
 
 
 @compiled
 def _place(weights, draw):
-    """The index at the share `draw` of all weights, float64 [n], never that of a weight of 0."""
-    wanted = draw * weights.cumsum()[-1]
+    """The index at the share `draw` of all weights [n], never that of a weight of 0."""
+    wanted = draw * _sum(weights)
     place, cumulative = 0, 0.0
     for i in range(len(weights)):
         if weights[i] > 0.0:
@@ -353,6 +366,13 @@ def _place(weights, draw):
             if cumulative > wanted:
                 break
     return place
+
+
+def compile_loops() -> None:
+    """Makes the machine code that the first choices would wait for. It takes seconds, unless it was kept from another time."""
+    kinds = Sampling(seed=0), Sampling(seed=0, top_k=2, top_p=0.5), Sampling(seed=0, top_k=2, typical_p=0.5)
+    chosen, looked_at = choose(torch.arange(3.0).expand(3, 3).contiguous(), [Sampler(kind, [0]) for kind in kinds])
+    describe(looked_at, chosen, [1, 2, 3])
 
 
 def device_parameters(sampling: Sampling) -> tuple[int, float, float]:

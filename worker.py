@@ -47,7 +47,7 @@ from protocol import (
     Tokens,
     WorkerEnd,
 )
-from sampling import Sampler, SamplingError, choose, describe, device_parameters, drawn, prompt_logprobs
+from sampling import Sampler, SamplingError, choose, compile_loops, describe, device_parameters, drawn, prompt_logprobs
 
 logger = logging.getLogger("worker")
 
@@ -624,6 +624,9 @@ def boot(config: Config, end: WorkerEnd, metrics: Metrics) -> Worker:
         if is_remote:
             with _phase(end, metrics, "downloading", f"the weights of {config.model_name}"):
                 fetch_rest()
+        if config.sampling != "device":
+            with _phase(end, metrics, "compiling", "the choice of tokens"):
+                compile_loops()
         with _phase(end, metrics, "loading", "weights"):
             model = load(lambda phase: end.report(Status(phase=phase, progress_at=time.monotonic())))
         printed, complaint = preparing.communicate()
