@@ -331,7 +331,9 @@ class ConnectionWorker(ThreadWorker):
                 self._drop(next(iter(self._waiting)))
             return
         self.nr_conns += 1
-        self._wait_for(Connection(self.cfg, sock, client, listener.getsockname(), self.limits), self.limits.client_timeout_s)
+        connection = Connection(self.cfg, sock, client, listener.getsockname(), self.limits)
+        self._wait_for(connection, self.limits.client_timeout_s)
+        self._read(connection, sock)  # most have sent their request by now
 
     def _wait_for(self, connection: Connection, seconds: float) -> None:
         connection.timeout = time.monotonic() + seconds

@@ -20,7 +20,7 @@ import os
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 
 import msgspec
 import zmq
@@ -211,12 +211,12 @@ def _decoded(decoder: msgspec.msgpack.Decoder, frames: list[bytes]):
         return None
 
 
-def _made(make: Callable[[], Iterable]) -> list:
+def _made(make: Callable[[], Iterable]) -> Iterator:
+    """One by one: the first can go out before the last is made."""
     try:
-        return list(make())
+        yield from make()
     except Exception:  # without this thread nobody would hear from the worker again
         logger.exception("a message could not be made")
-        return []
 
 
 class _SocketThread:
@@ -328,9 +328,7 @@ class WorkerEnd(_SocketThread):
             poller.poll(max(0.0, next_beat - time.monotonic()) * 1000)
             closing = self._closing.is_set()
             for item in self._drain_outbox():
-                for peer, message in _made(item) if callable(item) else [item]:
-                    for receiver in list(peers) if peer is None else [peer]:
-                        self._send_to(receiver, message, peers)
+                self._send_all(_made(item) if callable(item) else [item], peers)
             if closing:
                 break
             while self._socket.getsockopt(zmq.EVENTS) & zmq.POLLIN:
@@ -366,6 +364,11 @@ class WorkerEnd(_SocketThread):
             return
         if reply is not None:
             self._send_to(peer, reply, peers)
+
+    def _send_all(self, messages: Iterable[tuple[bytes | None, FromWorker]], peers: set[bytes]) -> None:
+        for peer, message in messages:
+            for receiver in list(peers) if peer is None else [peer]:
+                self._send_to(receiver, message, peers)
 
     def _send_to(self, peer: bytes, message: FromWorker, peers: set[bytes]) -> None:
         if peer not in peers:

@@ -513,9 +513,9 @@ class Worker:
         self._forget(request, finish_reason)
         return finish_reason
 
-    def _told_aside(self, gains: list[Gain], ended: list[dict]) -> list[tuple[bytes, Tokens | End]]:
+    def _told_aside(self, gains: list[Gain], ended: list[dict]) -> Iterator[tuple[bytes, Tokens | End]]:
         try:
-            return list(self._tell(gains, ended))
+            yield from self._tell(gains, ended)
         finally:
             self._telling.release()
 

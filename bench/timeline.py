@@ -112,8 +112,7 @@ def main() -> int:
     worker.choose = timed("choose", worker.choose)
     for name in ("receive", "admit", "decode", "tell"):
         setattr(worker.Worker, name, timed(name, getattr(worker.Worker, name)))
-    protocol._made = timed(SOCKET, protocol._made)
-    protocol.WorkerEnd._send_to = timed(SOCKET, protocol.WorkerEnd._send_to)
+    protocol.WorkerEnd._send_all = timed(SOCKET, protocol.WorkerEnd._send_all)
     try:
         return worker.main()
     finally:
