@@ -29,9 +29,9 @@ from numba.extending import intrinsic
 ABREAST = 32  # neighbouring tokens that are looked at side by side: they fill the processor's vectors also for a single row
 LEAF, BRANCH = 16, 16
 MASS_STEPS = 4
-LINE = 16  # numbers of the processor's cache
 MASS_BLOCK = MASS_STEPS * ABREAST  # neighbouring tokens whose weights are summed
-AHEAD = 16  # how many times ABREAST tokens of all rows before they are needed memory is asked for them, at most
+LINE = 16  # numbers that come together from memory
+AHEAD = 16 * ABREAST  # how many numbers before they are needed memory is asked for them
 FEW_ROWS = 4
 LOWEST = np.finfo(np.float32).min
 LEAST_POWER = np.float32(-115.0)  # of 2: exp(-80), which is next to nothing, and in float32 still a normal number
@@ -40,9 +40,8 @@ LOG2_E = math.log2(math.e)
 POWER_1, POWER_2, POWER_3, POWER_4, POWER_5 = (
     np.float32(factor) for factor in (0.693146978, 0.240222421, 0.0555073374, 0.00967151276, 0.00132647274)
 )
-TO_WHOLE = np.float32(
-    1.5 * 2**23
-)  # with this added a float32 has no room for a fraction, and its last bits are the whole number
+# With this added a float32 has no room for a fraction, and its last bits are the whole number.
+TO_WHOLE = np.float32(1.5 * 2**23)
 
 
 def compiled(loops):
@@ -87,7 +86,7 @@ def _peaks(lanes, leaves, branches, sums):
     lanes: float32 [planes, steps, lanes]; leaves, branches: as many lanes; sums: [planes, lanes], noughts.
     """
     planes, steps, width = lanes.shape
-    ahead = max(4, AHEAD * ABREAST // width)
+    ahead = max(4, AHEAD // width)
     for plane in range(planes):
         total = sums[plane]
         for b in range(branches.shape[1]):
@@ -284,7 +283,7 @@ def _look(lanes, rows, wanted, room):
 def _masses(lanes, rows, highest, scales, masses):
     """The sums of the weights of each MASS_BLOCK tokens of each row: float64 [all rows] each → [all rows, blocks]."""
     planes, steps, width = lanes.shape
-    ahead = max(1, AHEAD * ABREAST // width)
+    ahead = max(1, AHEAD // width)
     sums = np.empty(width, np.float32)
     top = np.empty(width, np.float32)
     scale = np.empty(width, np.float32)

@@ -374,12 +374,19 @@ def test_no_top_tokens_unless_they_are_asked_for():
     assert choice.top == []
 
 
-def test_logits_stay_as_they_are():
-    logits = LOGITS.expand(3, -1).clone()
+@pytest.mark.parametrize("lie", ["row by row", "token by token", "as one row"])
+def test_logits_stay_as_they_are(lie, monkeypatch):
+    logits = LOGITS.expand(4, -1)
+    if lie != "as one row":
+        logits = logits.clone() if lie == "row by row" else by_token(logits)
     kinds = [Sampling(), Sampling(seed=1, top_p=0.5), Sampling(repetition_penalty=2.0, frequency_penalty=1.0)]
-    samplers = [sampler_after(sampling, PROMPT, GENERATED) for sampling in kinds]
-    tokens_of(sample(logits, samplers))
-    assert torch.equal(logits, LOGITS.expand(3, -1))
+    samplers = [sampler_after(sampling, PROMPT, GENERATED) for sampling in [*kinds, kinds[-1]]]
+    monkeypatch.setattr(samplers[-1], "change", lambda scores: scores.fill(0.0) or 1 / 0)
+    touched = np.arange(VOCABULARY)
+    monkeypatch.setattr(samplers[-1], "touched", lambda vocab_size: touched)
+    *told, failed = sample(logits, samplers)
+    assert isinstance(failed, ZeroDivisionError) and not any(isinstance(each, Exception) for each in told)
+    assert torch.equal(logits, LOGITS.expand(4, -1))
 
 
 EXTREMES = [

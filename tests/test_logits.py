@@ -1,0 +1,157 @@
+"""What the compiled loops find in logits is what a plain look at every one of them finds, however they lie in memory."""
+
+import os
+import shutil
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import logits
+import sampling
+from config import HERE
+from logits import Logits, nth_highest, ranked
+
+KINDS = ("normal", "few values", "rising", "falling", "equal", "one apart")
+
+
+def scores_of(kind: str, rows: int, vocab: int, seed: int, impossible: float = 0.0) -> np.ndarray:
+    """float32 [rows, vocab], a share of it -inf."""
+    random = np.random.default_rng(seed)
+    normal = random.standard_normal((rows, vocab)) * 3.0
+    scores = {
+        "normal": normal,
+        "few values": np.round(normal) * 0.0 + np.round(normal / 4),
+        "rising": np.sort(normal, axis=1),
+        "falling": -np.sort(-normal, axis=1),
+        "equal": np.full((rows, vocab), 1.5),
+        "one apart": np.where(np.arange(vocab) == random.integers(vocab, size=(rows, 1)), 2.0, -1e30),
+    }[kind].astype(np.float32)
+    scores[random.random(scores.shape) < impossible] = -np.inf
+    return scores
+
+
+def by_token(scores: np.ndarray) -> torch.Tensor:
+    return torch.from_numpy(scores.T.copy()).t()
+
+
+def by_row(scores: np.ndarray) -> torch.Tensor:
+    return torch.from_numpy(scores.copy())
+
+
+def among_others(scores: np.ndarray) -> torch.Tensor:
+    """Some of the rows of a pool."""
+    return by_token(np.concatenate((scores, np.full_like(scores, np.nan))))[: len(scores)]
+
+
+layouts = st.sampled_from([by_row, by_token, among_others])
+tables = st.builds(
+    scores_of,
+    kind=st.sampled_from(KINDS),
+    rows=st.sampled_from([1, 2, 3, 8, 16, 32, 33]),
+    vocab=st.sampled_from([1, 2, 31, 32, 33, 500, 512, 513, 2048, 8191, 8192, 20001]),
+    seed=st.integers(0, 2**32 - 1),
+    impossible=st.sampled_from([0.0, 0.0, 0.3, 0.99, 1.0]),
+)
+
+
+@given(scores=tables, wanted=st.lists(st.integers(1, 300), min_size=33, max_size=33), lie=layouts)
+@settings(max_examples=300, deadline=None)
+def test_the_likeliest_tokens_are_found_in_their_order(scores, wanted, lie):
+    rows = len(scores)
+    found = Logits(lie(scores), wanted[:rows])
+    assert np.array_equal(found.highest, scores.max(axis=1).astype(np.float64))
+    for row in range(rows):
+        order = np.argsort(-scores[row], kind="stable")
+        order = order[scores[row, order] > -np.inf]
+        count = int(found.counts[row])
+        if len(order):
+            assert found.likeliest[row] == order[0]
+        if count >= 0:  # else there are too many, which `top` can do with
+            assert count >= min(wanted[row], len(order))
+            assert found.ids[row, :count].tolist() == order[:count].tolist()
+            assert np.array_equal(found.scores[row, :count], scores[row, order[:count]])
+
+
+@pytest.mark.parametrize("lie", [by_row, by_token])
+@pytest.mark.parametrize("vocab", [32000, 50257, 128256])
+def test_there_is_room_for_the_likeliest_tokens_of_a_language_model(vocab, lie):
+    assert (Logits(lie(scores_of("normal", 8, vocab, 1)), [50, 64, 1, 5, 256, 2, 100, 20]).counts > 0).all()
+
+
+@given(scores=tables, n=st.integers(0, 400), lie=layouts)
+@settings(max_examples=100, deadline=None)
+def test_as_many_of_the_likeliest_are_told_as_are_asked_for_also_where_fewer_were_wanted(scores, n, lie):
+    found = Logits(lie(scores), [1] * len(scores))
+    for row in range(len(scores)):
+        if scores[row].max() > -np.inf:
+            with np.errstate(divide="ignore"):
+                told = found.top(row, n)
+            assert [token for token, _logprob in told] == np.argsort(-scores[row], kind="stable")[:n].tolist()
+
+
+@given(
+    scores=tables,
+    row=st.integers(0, 32),
+    spoilt=st.sampled_from([[np.nan], [np.inf], [np.inf, -np.inf], [np.nan, np.inf], [-np.nan]]),
+    lie=layouts,
+    data=st.data(),
+)
+@settings(max_examples=150, deadline=None)
+def test_a_row_with_what_is_no_number_is_broken_and_no_other(scores, row, spoilt, lie, data):
+    row %= len(scores)
+    for value in spoilt:
+        scores[row, data.draw(st.integers(0, scores.shape[1] - 1))] = value
+    broken = [at for at in range(len(scores)) if not np.isfinite(scores[at].max())]
+    with np.errstate(invalid="ignore"):
+        assert Logits(lie(scores), [5] * len(scores)).broken == broken
+
+
+@pytest.mark.parametrize("lie", [by_row, by_token])
+def test_scores_whose_sum_is_no_number_may_be_numbers_all_the_same(lie):
+    scores = np.full((3, 700), -3e38, dtype=np.float32)
+    scores[1, 5], scores[1, 600] = 3e38, -np.inf
+    scores[2, 300:] = 3e38
+    found = Logits(lie(scores), [3] * 3)
+    assert found.broken == []
+    assert found.likeliest.tolist() == [0, 5, 300]
+
+
+@given(numbers=st.lists(st.floats(-100, 100, width=32), min_size=1, max_size=200), data=st.data())
+def test_the_nth_highest_is_the_nth_of_the_sorted(numbers, data):
+    n = data.draw(st.integers(1, len(numbers)))
+    assert nth_highest(np.array(numbers, dtype=np.float32), n) == sorted(numbers, reverse=True)[n - 1]
+
+
+@given(scores=tables, share=st.floats(0, 1))
+@settings(max_examples=100, deadline=None)
+def test_a_ranking_is_a_stable_sort_of_those_that_reach_the_floor(scores, share):
+    floor = np.quantile(scores[0], share, method="lower")
+    order = np.argsort(-scores[0], kind="stable")
+    assert ranked(scores[0], floor).tolist() == order[scores[0, order] >= floor].tolist()
+
+
+def test_loops_are_compiled_also_where_they_cannot_be_kept(tmp_path):
+    """As in a container whose files may not be written."""
+    shutil.copy(HERE / "logits.py", tmp_path)
+    (tmp_path / "__pycache__").write_text("no folder")
+    (tmp_path / "home").write_text("no folder")
+    nowhere = {"HOME": str(tmp_path / "home"), "XDG_CACHE_HOME": str(tmp_path / "home"), "NUMBA_CACHE_DIR": ""}
+    code = "import logits, numpy; print(logits.nth_highest(numpy.array([1.0, 3.0, 2.0], dtype=numpy.float32), 2))"
+    told = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, env=os.environ | nowhere, capture_output=True, text=True, check=True
+    )
+    assert (told.stdout, told.stderr) == ("2.0\n", "")
+
+
+def test_the_loops_of_sampling_take_nothing_from_those_of_logits():
+    """What numba has kept of one is made anew when its own file changes, and not when another does."""
+    loops = {name: loop for name, loop in vars(sampling).items() if hasattr(loop, "py_func") and not hasattr(logits, name)}
+    assert len(loops) > 3
+    for name, loop in loops.items():
+        used = {used for used in loop.py_func.__code__.co_names if getattr(logits, used, None) is getattr(sampling, used, 0)}
+        assert used <= {"np", "math"}, name
