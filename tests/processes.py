@@ -4,6 +4,7 @@ import contextlib
 import http.client
 import json
 import os
+import secrets
 import signal
 import socket
 import subprocess
@@ -19,9 +20,13 @@ WAIT_S = 120  # for what may take long on a busy machine; nothing waits that lon
 
 
 def free_port():
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return s.getsockname()[1]
+    """A port that nobody listens on. Not one of those that Linux gives to who connects: one of the many clients that run at the
+    same time could have it before the server does."""
+    while True:
+        port = 20000 + secrets.randbelow(12000)
+        with contextlib.suppress(OSError), socket.socket() as s:
+            s.bind(("0.0.0.0", port))
+            return port
 
 
 def wait_until(holds, what, seconds=WAIT_S):

@@ -5,6 +5,7 @@ Used in a client's environment, which holds no package of the project: nothing o
 
 import contextlib
 import os
+import secrets
 import signal
 import socket
 import subprocess
@@ -67,9 +68,13 @@ def _processes():
 
 
 def _free_port():
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return s.getsockname()[1]
+    """A port that nobody listens on. Not one of those that Linux gives to who connects: one of the many clients that run at the
+    same time could have it before the server does."""
+    while True:
+        port = 20000 + secrets.randbelow(12000)
+        with contextlib.suppress(OSError), socket.socket() as s:
+            s.bind(("0.0.0.0", port))
+            return port
 
 
 def _wait_ready(url, process, log):
