@@ -36,7 +36,7 @@ COPY LICENSE entrypoint.sh *.py ./
 COPY demo/model demo/model
 RUN find . ! -perm -444 -exec chmod a+rX {} + && python3 -m compileall -q .
 
-# /data is where downloads and compiled models are kept. The demonstration model starts without it, and with --read-only all
+# /data is where downloads, compiled models and what numba has compiled are kept. The demonstration model starts without it, and with --read-only all
 # that is needed is a --tmpfs /tmp (TEMP: AWS's image names a folder for it that only its own user can reach).
 #
 # PORT is TGI's. A user without rights may listen on 80 in Docker's containers, where net.ipv4.ip_unprivileged_port_start is
@@ -44,6 +44,7 @@ RUN find . ! -perm -444 -exec chmod a+rX {} + && python3 -m compileall -q .
 # PORT=8080. SAGEMAKER_BIND_TO_PORT comes before PORT, and a flag before both.
 ENV HF_HOME=/data \
     NEURON_COMPILE_CACHE_URL=/data/neuron-compile-cache \
+    NUMBA_CACHE_DIR=/data/numba-cache \
     PORT=80 \
     TEMP=/tmp
 EXPOSE 80

@@ -7,8 +7,8 @@ row's sums are taken over the same numbers in the same order whatever else is in
 that not a bit of a row depends on its neighbours.
 
 These are loops over millions of numbers while a device waits, so numba compiles them for this processor, and keeps what it
-made beside this file or in the user's cache. They run in one thread, because one that has to be woken comes too late, and
-without the interpreter's lock.
+made (in NUMBA_CACHE_DIR, beside this file or in the user's cache). They run in one thread, because one that has to be woken
+comes too late, and without the interpreter's lock.
 
 This layer knows neither parameters nor draws: sampling.py does.
 """
@@ -332,6 +332,7 @@ class Logits:
     likeliest     int64 [rows]: of equals the lowest id; of a row that has no highest it means nothing
     counts        int64 [rows]: of likeliest tokens; fewer than wanted where no others are possible, -1 where there are too many
     scores, ids   float32, int64 [rows, >= counts]: theirs, likeliest first, of equals the lowest id first
+    found         scores, ids, counts, highest and likeliest, for compiled loops
     """
 
     def __init__(self, logits: torch.Tensor, wanted: Sequence[int]):

@@ -68,18 +68,18 @@ class Sampler:
         self._banned = np.array(list(banned), dtype=np.int64)
         self._banned_for = banned_for if banned else 0
         self.remembers = self._seen is not None or self._counts_tokens or self._banned_for > 0  # what was chosen
-        self._may_change = self.remembers or len(self._bias_ids) > 0
+        self.may_change = self.remembers or len(self._bias_ids) > 0
 
     @property
     def changes_scores(self) -> bool:
         """Whether penalties, biases or bans are in force."""
-        return self._may_change and (
+        return self.may_change and (
             self._seen is not None or bool(self._counts) or len(self._bias_ids) > 0 or self._banned_for > 0
         )
 
     def draw(self) -> float:
-        """0 <= draw < 1. One number for each token whatever the parameters, so a stream's n-th draw is its n-th token's."""
-        return 0.0 if self.is_greedy else self._random.random()
+        """0 <= draw < 1, unless it is greedy. One number for each token, so a stream's n-th draw is its n-th token's."""
+        return self._random.random()
 
     def choose(self, scores: np.ndarray, total: float, draw: float) -> int:
         """The next token id, from the whole row: float32 [vocab], changed already. total: the sum of all weights, right to
@@ -164,25 +164,25 @@ def choose(logits: torch.Tensor, samplers: Sequence[Sampler]) -> tuple[list[int 
 
     A row that fails yields its exception in its place; the others do not notice.
     """
-    draws: list[float] = []
+    plan = _plan(tuple(samplers))
+    draws = np.zeros(len(plan.drawing))
     failed: dict[int, Exception] = {}
-    for row, sampler in enumerate(samplers):
+    for at, row in enumerate(plan.drawing):
         try:
-            draws.append(sampler.draw())
+            draws[at] = samplers[row].draw()
         except Exception as error:
-            draws.append(0.0)
             failed[row] = error
-    if changing := [row for row, sampler in enumerate(samplers) if sampler.changes_scores]:
-        chosen = _choose_changed(logits, samplers, draws, changing, failed)
+    if changing := [row for row in plan.changeable if samplers[row].changes_scores]:
+        chosen = _choose_changed(logits, samplers, plan, draws, changing, failed)
         looked_at = logits
     else:
-        chosen, looked_at = _choose(logits, samplers, draws, failed)
+        chosen, looked_at = _choose(logits, samplers, plan, draws, failed)
     for row, error in failed.items():
         chosen[row] = error
-    for row, sampler in enumerate(samplers):
-        if sampler.remembers and not isinstance(chosen[row], Exception):
+    for row in plan.remembering:
+        if not isinstance(chosen[row], Exception):
             try:
-                sampler.record(chosen[row])
+                samplers[row].record(chosen[row])
             except Exception as error:
                 chosen[row] = error
     return chosen, looked_at
@@ -208,12 +208,17 @@ def describe(
 
 
 def _choose_changed(
-    logits: torch.Tensor, samplers: Sequence[Sampler], draws: Sequence[float], changing: list[int], failed: dict[int, Exception]
+    logits: torch.Tensor,
+    samplers: Sequence[Sampler],
+    plan: _Plan,
+    draws: np.ndarray,
+    changing: list[int],
+    failed: dict[int, Exception],
 ) -> list[int | Exception]:
     """`_choose` for logits in which the scores of some rows are changed meanwhile."""
     if logits.stride(0) == 0:  # rows that are one in memory could not be changed each by itself
         logits = logits.contiguous()
-    scores = logits.numpy()
+    scores = logits.detach().numpy()
     before: list[tuple[int, np.ndarray, np.ndarray]] = []
     try:
         for row in changing:
@@ -223,7 +228,7 @@ def _choose_changed(
                 samplers[row].change(scores[row])
             except Exception as error:
                 failed[row] = error
-        chosen, looked_at = _choose(logits, samplers, draws, failed)
+        chosen, looked_at = _choose(logits, samplers, plan, draws, failed)
     finally:
         for row, touched, values in before:
             scores[row, touched] = values
@@ -234,9 +239,11 @@ def _choose_changed(
 
 
 class _Plan:
-    """What the parameters of a batch ask for: arrays [rows] for all rows, [drawing] for those that are not greedy."""
+    """What the parameters of a batch ask for: lists of rows, and arrays, [rows] or [drawing]: for those that are not greedy."""
 
     def __init__(self, samplers: Sequence[Sampler]):
+        self.changeable = [row for row, sampler in enumerate(samplers) if sampler.may_change]
+        self.remembering = [row for row, sampler in enumerate(samplers) if sampler.remembers]
         shortlists = [sampler.shortlist if sampler.shortlist <= LONGEST_SHORTLIST else 0 for sampler in samplers]
         self.wanted = np.array([max(1, n, sampler.top_n_tokens) for n, sampler in zip(shortlists, samplers)])
         self.drawing = [row for row, sampler in enumerate(samplers) if not sampler.is_greedy]
@@ -260,10 +267,10 @@ def _plan(samplers: tuple[Sampler, ...]) -> _Plan:
 
 
 def _choose(
-    scores: torch.Tensor, samplers: Sequence[Sampler], draws: Sequence[float], failed: Collection[int]
+    scores: torch.Tensor, samplers: Sequence[Sampler], plan: _Plan, draws: np.ndarray, failed: Collection[int]
 ) -> tuple[list[int | Exception], Logits]:
-    """The next token of each row, for scores that are changed already; for those that have failed anything."""
-    plan = _plan(tuple(samplers))
+    """The next token of each row, for scores that are changed already; for those that have failed anything. draws: float64
+    [drawing]."""
     logits = Logits(scores, plan.wanted)
     chosen: list[int | Exception] = logits.likeliest.tolist()
     broken = logits.broken
@@ -272,16 +279,15 @@ def _choose(
     if not plan.drawing:
         return chosen, logits
     masses = logits.masses(plan.weighed_at) if plan.weighs else np.empty((len(samplers), 0), dtype=np.float32)
-    wanted = np.array([draws[row] for row in plan.drawing])
     tokens = np.full(len(plan.drawing), -1)
-    _draw(tokens, *plan.asked, wanted, logits.lanes, logits.rows_abreast, masses, MASS_STEPS, *logits.found)
-    for row, token in zip(plan.drawing, tokens.tolist()):
+    _draw(tokens, *plan.asked, draws, logits.lanes, logits.rows_abreast, masses, MASS_STEPS, *logits.found)
+    for row, token, draw in zip(plan.drawing, tokens.tolist(), draws.tolist()):
         if row in broken or row in failed:
             continue
         chosen[row] = token
         if token < 0:
             try:
-                chosen[row] = samplers[row].choose(logits.row(row), masses[row].sum(dtype=np.float64), draws[row])
+                chosen[row] = samplers[row].choose(logits.row(row), masses[row].sum(dtype=np.float64), draw)
             except Exception as error:
                 chosen[row] = error
     return chosen, logits
