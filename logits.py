@@ -23,7 +23,7 @@ import numba
 import numpy as np
 import torch
 from llvmlite import ir
-from numba.core import cgutils, codegen, types
+from numba.core import cgutils, types
 from numba.extending import intrinsic
 
 ABREAST = 32  # neighbouring tokens that are looked at side by side: they fill the processor's vectors also for a single row
@@ -42,10 +42,6 @@ POWER_1, POWER_2, POWER_3, POWER_4, POWER_5 = (
 )
 # With this added a float32 has no room for a fraction, and its last bits are the whole number.
 TO_WHOLE = np.float32(1.5 * 2**23)
-
-# LLVM uses half of what AVX-512 has unless it is told not to: with all of it sums of weights take four fifths of the time.
-if numba.config.CPU_FEATURES is None and "+avx512f" in codegen.get_host_cpu_features():
-    numba.config.CPU_FEATURES = codegen.get_host_cpu_features() + ",-prefer-256-bit"
 
 
 def compiled(loops):
