@@ -36,8 +36,9 @@ COPY LICENSE entrypoint.sh *.py ./
 COPY demo/model demo/model
 RUN find . ! -perm -444 -exec chmod a+rX {} + && python3 -m compileall -q .
 
-# /data is where downloads, compiled models and what numba has compiled are kept. The demonstration model starts without it, and with --read-only all
-# that is needed is a --tmpfs /tmp (TEMP: AWS's image names a folder for it that only its own user can reach).
+# /data is where downloads, compiled models and what numba has compiled are kept. The demonstration model starts without it,
+# and with --read-only all that is needed is a --tmpfs /tmp (TEMP: AWS's image names a folder for it that only its own user
+# can reach).
 #
 # PORT is TGI's. A user without rights may listen on 80 in Docker's containers, where net.ipv4.ip_unprivileged_port_start is
 # 0. Where it is not (podman, Kubernetes on containerd 1, --network host), and on SageMaker, which asks on 8080, set

@@ -127,7 +127,7 @@ class Gain:
     requests: Sequence[Request]
     tokens: list[int | None]  # None for a request that has failed
     finish_reasons: list[str | None]
-    logits: Logits | None  # as they were looked at; None where the device chooses
+    logits: Logits | torch.Tensor | None  # what `describe` needs; None where the device chooses
     prompt: Prompt | None  # of a prefill
     started_at: float
     ran_at: float
