@@ -18,6 +18,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from kernels import KERNEL_DTYPES, Kernels
+
 PACKED_FOR_ROWS = 16  # oneDNN's layout for a single row is slow for several; that for several is the same for any number
 BLOCK = 16  # positions; without whole blocks, the last bits of a row's attention would depend on how long the others are
 INT8_MOST = 127.0
@@ -45,10 +47,12 @@ class Step:
 
     def __init__(self, rows: slice, positions: torch.Tensor, filled: int):
         self.rows = rows
-        self.positions = positions
+        self.positions = positions.contiguous()
         self.filled = filled
         self.is_prefill = positions.shape[1] > 1
         self.begin = filled - positions.shape[1]  # of a prefill: where its first token stands
+        # Where in the window keys and values go.
+        self.places = torch.arange(self.begin, filled) if self.is_prefill else self.positions
         self.windows: dict[int, int | None] = {}  # sliding window that each layer asked for
         self._masks: dict[int | None, torch.Tensor] = {}
         self._row_index = torch.arange(rows.start, rows.stop, device=positions.device)
@@ -221,21 +225,9 @@ def pack(model: nn.Module) -> None:
         parameter.data = parameter.data.clone()
 
 
-class _Norm:
-    """RMSNorm. On a CPU as the layer normalization of `x` beside its negative, of which the mean is nought and the variance
-    the mean square: that is one kernel there, and torch's own RMSNorm a dozen."""
-
-    def __init__(self, weight: torch.Tensor, epsilon: float):
-        self._epsilon = epsilon
-        self._weight, self._signs = weight.detach(), None
-        if weight.device.type == "cpu":
-            self._weight, self._signs = torch.cat((self._weight, self._weight)), weight.new_tensor([[1.0], [-1.0]])
-
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        if self._signs is None:
-            return torch.rms_norm(x, self._weight.shape, self._weight, self._epsilon)
-        both = (x.unsqueeze(-2) * self._signs).flatten(-2)
-        return F.layer_norm(both, self._weight.shape, self._weight, None, self._epsilon)[..., : x.shape[-1]]
+class _Norm(NamedTuple):
+    weight: torch.Tensor
+    epsilon: float
 
 
 class _Layer(NamedTuple):
@@ -250,32 +242,90 @@ class _Layer(NamedTuple):
     store: torch.Tensor  # keys and values: [2, slots, kv heads, window, head size]
 
 
+class Plain:
+    """What stands between the products of a `Decoder`, in calls of torch, on any device."""
+
+    def __init__(self, activation: Callable[[torch.Tensor], torch.Tensor]):
+        self._activation = activation
+
+    def add_norm(self, x: torch.Tensor, delta: torch.Tensor, norm: _Norm) -> torch.Tensor:
+        """Adds `delta` to `x`, in place, and returns the RMSNorm of the sum: [tokens, hidden] each."""
+        return torch.rms_norm(x.add_(delta), norm.weight.shape, norm.weight, norm.epsilon)
+
+    def attention(
+        self, layer: _Layer, qkv: torch.Tensor, angles: tuple[torch.Tensor, torch.Tensor], step: Step
+    ) -> torch.Tensor:
+        """Stores keys and values of the pass, and lets its tokens look at what their slots hold. qkv: [tokens, heads and twice
+        the kv heads, head size]; angles: cosines and sines, [tokens, head size] each. Returns [tokens, heads * head size]."""
+        kv_heads, turned = layer.store.shape[2], qkv.shape[1] - layer.store.shape[2]
+        cos, sin = (angle[:, None] for angle in angles)
+        first, second = qkv[:, :turned].chunk(2, -1)
+        qkv[:, :turned] = qkv[:, :turned] * cos + torch.cat((-second, first), -1) * sin
+        qkv = qkv.view(*step.positions.shape, *qkv.shape[1:])
+        key, value = step.write(layer.store, qkv[:, :, -2 * kv_heads :].unflatten(2, (2, kv_heads)))
+        return self._attend(layer, qkv, key, value, step)
+
+    def _attend(self, layer: _Layer, qkv: torch.Tensor, key: torch.Tensor, value: torch.Tensor, step: Step) -> torch.Tensor:
+        query = qkv[:, :, : -2 * layer.store.shape[2]].transpose(1, 2)
+        out = attend(step, query, key, value, layer.scaling, layer.window)
+        return out.transpose(1, 2).flatten(2).flatten(0, 1)
+
+    def gate(self, gate_up: torch.Tensor) -> torch.Tensor:
+        """The activation of the first half times the second: [tokens, 2 * size] → [tokens, size]."""
+        gate, up = gate_up.chunk(2, -1)
+        return self._activation(gate).mul_(up)
+
+
+class Compiled(Plain):
+    """The same in compiled kernels, on a CPU, but for the attention of prompts, for which torch has a good one."""
+
+    def __init__(self, activation: Callable[[torch.Tensor], torch.Tensor], dtype: torch.dtype):
+        super().__init__(activation)
+        self._kernels = Kernels(dtype)
+        probe = torch.linspace(-8.0, 8.0, 100)
+        self._is_silu = torch.equal(activation(probe), F.silu(probe))
+
+    def add_norm(self, x: torch.Tensor, delta: torch.Tensor, norm: _Norm) -> torch.Tensor:
+        return self._kernels.add_norm(x, delta, *norm)
+
+    def attention(
+        self, layer: _Layer, qkv: torch.Tensor, angles: tuple[torch.Tensor, torch.Tensor], step: Step
+    ) -> torch.Tensor:
+        rows, length = step.positions.shape
+        self._kernels.rotate(qkv, angles, step.places, layer.store, step.rows.start, length)
+        if step.is_prefill:
+            key, value = layer.store[:, step.rows, :, : step.filled].unbind()
+            return self._attend(layer, qkv.view(rows, length, *qkv.shape[1:]), key, value, step)
+        return self._kernels.attend(qkv, step.places, layer.store, step.rows.start, layer.scaling, layer.window)
+
+    def gate(self, gate_up: torch.Tensor) -> torch.Tensor:
+        return self._kernels.gate(gate_up) if self._is_silu else super().gate(gate_up)
+
+
 class Decoder:
     """The forward pass of a model that is built like Llama, without transformers: RMSNorm, rotary positions, grouped queries
     and a gated MLP (Llama, Mistral, Qwen2, SmolLM and others).
 
-    It does in some 20 calls a layer what takes transformers' modules 60: queries, keys and values come of one product, gate
-    and up of another. The weights are shared with `model` until `lay_out`; whoever calls it lets go of the model first.
+    Queries, keys and values come of one product, gate and up of another. The weights are shared with `model` until `lay_out`;
+    whoever calls it lets go of the model first.
     """
 
     def __init__(self, model: nn.Module, slots: int, window: int, windows: dict[int, int | None]):
         body = model.model
         attention = body.layers[0].self_attn
         self._head_size = attention.head_dim
-        self._heads = attention.q_proj.out_features // self._head_size
-        self._kv_heads = attention.k_proj.out_features // self._head_size
-        self._embedding = body.embed_tokens.weight.detach()
+        kv_heads = attention.k_proj.out_features // self._head_size
+        self._embedding, dtype = body.embed_tokens.weight.detach(), body.embed_tokens.weight.dtype
         self._rotary = body.rotary_emb
-        self._activation = body.layers[0].mlp.act_fn
-        self._norm = _Norm(body.norm.weight, body.norm.variance_epsilon)
-        self._head = _joined(model.lm_head)
-        shape = (2, slots, self._kv_heads, window, self._head_size)
+        self._norm = _norm(body.norm, dtype)
+        self._head, self._vocab_size = _joined(model.lm_head), model.lm_head.out_features
+        shape = (2, slots, kv_heads, window, self._head_size)
         self._layers = [
             _Layer(
-                _Norm(layer.input_layernorm.weight, layer.input_layernorm.variance_epsilon),
+                _norm(layer.input_layernorm, dtype),
                 _joined(layer.self_attn.q_proj, layer.self_attn.k_proj, layer.self_attn.v_proj),
                 _joined(layer.self_attn.o_proj),
-                _Norm(layer.post_attention_layernorm.weight, layer.post_attention_layernorm.variance_epsilon),
+                _norm(layer.post_attention_layernorm, dtype),
                 _joined(layer.mlp.gate_proj, layer.mlp.up_proj),
                 _joined(layer.mlp.down_proj),
                 layer.self_attn.scaling,
@@ -284,6 +334,9 @@ class Decoder:
             )
             for number, layer in enumerate(body.layers)
         ]
+        activation = body.layers[0].mlp.act_fn
+        compiles = self._embedding.device.type == "cpu" and dtype in KERNEL_DTYPES
+        self._between = Compiled(activation, dtype) if compiles else Plain(activation)
 
     @staticmethod
     def suits(model: nn.Module) -> bool:
@@ -292,13 +345,17 @@ class Decoder:
         if _parts(model) != {"model", "lm_head"} or _parts(body) != {"embed_tokens", "layers", "norm", "rotary_emb"}:
             return False
         parts = {"input_layernorm", "self_attn", "post_attention_layernorm", "mlp"}
-        return all(
+        first = body.layers[0]
+        shapes = [parameter.shape for parameter in first.parameters()]
+        turned = 2 * getattr(body.rotary_emb, "inv_freq", torch.empty(0)).numel()
+        return turned == getattr(first.self_attn, "head_dim", None) and all(
             _parts(layer) == parts
             and _parts(layer.self_attn) == {"q_proj", "k_proj", "v_proj", "o_proj"}
             and _parts(layer.mlp) == {"gate_proj", "up_proj", "down_proj", "act_fn"}
             and hasattr(layer.self_attn, "scaling")
-            and hasattr(layer.self_attn, "head_dim")
+            and layer.self_attn.head_dim == first.self_attn.head_dim
             and hasattr(layer.input_layernorm, "variance_epsilon")
+            and [parameter.shape for parameter in layer.parameters()] == shapes
             and len({layer.self_attn.get_submodule(name).bias is None for name in ("q_proj", "k_proj", "v_proj")}) == 1
             for layer in body.layers
         )
@@ -313,34 +370,25 @@ class Decoder:
     def __call__(self, tokens: torch.Tensor, step: Step, logits_to_keep: int) -> torch.Tensor:
         """tokens: int64 [rows, q] → [rows, logits_to_keep, vocab], the logits after the last of them; 0: all."""
         rows, length = tokens.shape
-        heads, kv_heads, half = self._heads, self._kv_heads, self._head_size // 2
-        heads_shape = (rows, length, heads + 2 * kv_heads, self._head_size)
-        kv_shape = (rows, length, 2, kv_heads, self._head_size)
-        x = F.embedding(tokens, self._embedding)
-        cos, sin = self._angles(x, step.positions)
-        for input_norm, qkv_of, out_of, norm, gate_up_of, down_of, scaling, window, store in self._layers:
-            qkv = qkv_of(input_norm(x)).view(heads_shape)
-            qkv = torch.addcmul(qkv * cos, torch.roll(qkv, half, -1), sin)
-            key, value = step.write(store, qkv[:, :, heads:].view(kv_shape))
-            out = attend(step, qkv[:, :, :heads].transpose(1, 2), key, value, scaling, window)
-            x = x + out_of(out.transpose(1, 2).reshape(rows, length, -1))
-            gate, up = gate_up_of(norm(x)).chunk(2, -1)
-            x = x + down_of(self._activation(gate).mul_(up))
-        return self._head(self._norm(x[:, -logits_to_keep:]))
-
-    def _angles(self, x: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Cosines and sines, [rows, q, query, key and value heads, head size], that turn a token's queries and keys by its
-        position when `x` and `x` rolled by half a head are multiplied with them, and leave its values as they are."""
-        cos, sin = self._rotary(x, position_ids=positions)
-        half = self._head_size // 2
-        sin = torch.cat((-sin[..., :half], sin[..., half:]), -1)
-        turned, left = self._heads + self._kv_heads, (*positions.shape, self._kv_heads, self._head_size)
-        cos, sin = (t[:, :, None].expand(-1, -1, turned, -1) for t in (cos, sin))
-        return torch.cat((cos, cos.new_ones(left)), 2), torch.cat((sin, sin.new_zeros(left)), 2)
+        between, (cos, sin) = self._between, self._rotary(self._embedding, position_ids=step.positions)
+        angles = cos.flatten(0, 1).contiguous(), sin.flatten(0, 1).contiguous()
+        x = F.embedding(tokens.flatten(), self._embedding)
+        delta = torch.zeros_like(x)
+        for layer in self._layers:
+            qkv = layer.qkv(between.add_norm(x, delta, layer.input_norm))
+            delta = layer.out(between.attention(layer, qkv.unflatten(-1, (-1, self._head_size)), angles, step))
+            gate_up = layer.gate_up(between.add_norm(x, delta, layer.norm))
+            delta = layer.down(between.gate(gate_up))
+        x, delta = (t.view(rows, length, -1)[:, -logits_to_keep:].flatten(0, 1).contiguous() for t in (x, delta))
+        return self._head(between.add_norm(x, delta, self._norm)).view(rows, -1, self._vocab_size)
 
 
 def _parts(module: nn.Module | None) -> set[str]:
     return {name for name, _ in module.named_children()} if isinstance(module, nn.Module) else set()
+
+
+def _norm(module: nn.Module, dtype: torch.dtype) -> _Norm:
+    return _Norm(module.weight.detach().to(dtype, copy=True), module.variance_epsilon)
 
 
 def _joined(*linears: nn.Linear) -> functools.partial:

@@ -538,6 +538,57 @@ def test_what_only_looks_like_llama_is_left_to_transformers(tmp_path, changes):
     assert continued(model, reference) == reference.tokens
 
 
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"hidden_act": "gelu"},
+        {"attention_bias": True, "mlp_bias": True},
+        {"num_key_value_heads": 4},
+        {"num_key_value_heads": 1, "head_dim": 6},
+    ],
+    ids=str,
+)
+def test_variants_of_llama_give_the_tokens_of_transformers(tmp_path, changes):
+    folder = save_checkpoint(tmp_path, tiny_models.llama(**changes))
+    reference = next(clear_cut(reference_model(folder), 5, torch.Generator().manual_seed(1)))
+    model = serve(folder)
+    assert model._decoder is not None
+    assert continued(model, reference) == reference.tokens
+
+
+def test_heads_that_are_turned_in_part_and_layers_that_differ_do_not_suit(zoo):
+    """Kernels take sizes as they are told, and look no further."""
+    model = reference_model(zoo.folder("llama"))
+    assert decoder.Decoder.suits(model)
+    angles = model.model.rotary_emb.inv_freq
+    model.model.rotary_emb.inv_freq = angles[:-1]
+    assert not decoder.Decoder.suits(model)
+    model.model.rotary_emb.inv_freq = angles
+    wide = torch.nn.Linear(48, 80, bias=False)
+    model.model.layers[1].mlp.gate_proj, model.model.layers[1].mlp.up_proj = wide, wide
+    assert not decoder.Decoder.suits(model)
+
+
+@pytest.mark.parametrize("family", LIKE_LLAMA)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_kernels_give_the_logits_of_torchs_own_calls(zoo, family, dtype):
+    """Of prompts as a whole and in parts, and of steps at all positions, full and with free slots."""
+    model, tokens = serve(zoo.folder(family), dtype=dtype, max_batch_size=3), list(range(20))
+    between = model._decoder._between
+    assert (type(between) is decoder.Compiled) == (dtype != "float16")  # for which there are none
+
+    def everything() -> torch.Tensor:
+        logits = [model.prefill(2, tokens[:7]), model.prefill(0, tokens[:1]), model.prefill(1, tokens), *model.score(1, tokens)]
+        for at in range(3):
+            logits.append(model.decode(*torch.tensor([(5 + at, 1 + at, 0), (5 + at, 20 + at, 1), (9, 7 + at, 2)]).T))
+        logits.append(model.decode(torch.tensor([3]), torch.tensor([23]), torch.tensor([1])))
+        return torch.cat([told.view(-1, model.vocab_size) for told in logits])
+
+    found, model._decoder._between = everything(), decoder.Plain(between._activation)
+    tolerance = {"float32": 1e-5, "bfloat16": 0.15, "float16": 0.0}[dtype]
+    torch.testing.assert_close(found, everything(), rtol=0, atol=tolerance * found.abs().max().item())
+
+
 def test_what_differs_from_llama_in_long_texts_alone_is_left_to_transformers(tmp_path):
     rope = tiny_models.rope(llama_4_scaling_beta=4.0, original_max_position_embeddings=POSITIONS // 2 + 1)
     folder = save_checkpoint(

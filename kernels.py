@@ -1,0 +1,421 @@
+"""What a model built like Llama does between two matrix products, compiled for this CPU: RMSNorm, rotary positions, the
+attention of a decode step, and the gate.
+
+torch takes several calls for each, and every call reads and writes all numbers. With a small model that takes as long as the
+products themselves. Here each is one pass over a token, in float32 inside, whatever the tensors hold. A token is computed by
+itself, so not a bit of it depends on its company or on the number of threads.
+
+numba compiles these loops as it does those of logits.py, for the type of number that is asked for. They run on the threads of
+torch's own OpenMP, which it keeps awake between the products; one of ours would have to be woken each time. Where torch has
+none that can be asked (it is libgomp's interface), they run in the caller's thread.
+
+This layer knows tensors, and neither layers of a model nor slots that are free or taken.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+import struct
+from pathlib import Path
+
+import numba
+import numpy as np
+import torch
+from llvmlite import ir
+from numba import carray, types
+from numba.extending import intrinsic, overload
+
+FEW = 4  # tokens that a thread takes at a time
+LITTLE = 8192  # numbers; to share out so few takes longer than to do it alone
+LANES = 16
+TOGETHER = 4  # query heads that look at a key while it is in the processor's registers
+VALUES = 8  # that are added to the sum at a time
+MOST_WORDS = 16
+KERNEL_DTYPES = {torch.float32: types.float32, torch.bfloat16: types.int16}  # numba knows no bfloat16
+LOG2_E = np.float32(math.log2(math.e))
+LEAST_POWER, MOST_POWER = np.float32(-126.0), np.float32(127.0)  # of 2, in float32
+# 2 ** x for |x| <= 1/2 is 1 and the polynomial with these, wrong by less than 1e-7 (Remez's algorithm).
+POWER_1, POWER_2, POWER_3, POWER_4, POWER_5 = (
+    np.float32(factor) for factor in (0.693146978, 0.240222421, 0.0555073374, 0.00967151276, 0.00132647274)
+)
+TO_WHOLE = np.float32(1.5 * 2**23)  # with this added a float32 has no room for a fraction
+NOT_A_NUMBER = np.int32(0x7FC0)  # in bfloat16
+
+# Sums are taken in the order that suits the vectors, which is always the same. No number is taken for granted to be finite.
+IN_ANY_ORDER = {"error_model": "numpy", "fastmath": {"contract", "reassoc", "nsz"}}
+AS_WRITTEN = {"error_model": "numpy", "fastmath": {"contract"}}
+
+
+def _wide(number):
+    """The float32 of a number in memory: of a float32 or, as its bits, of a bfloat16."""
+
+
+@overload(_wide)
+def _wide_for(number):
+    if number == types.float32:
+        return lambda number: number
+    return lambda number: np.int32(np.int32(number) << np.int32(16)).view(np.float32)
+
+
+def _narrow(number, like):
+    """A float32 as it goes to memory, in the place of a number `like` that: the nearest, of two the even one."""
+
+
+@overload(_narrow)
+def _narrow_for(number, like):
+    if like == types.float32:
+        return lambda number, like: number
+
+    def rounded(number, like):  # to int32 after each step: otherwise they are taken in 64 bits, half as many at a time
+        bits = np.float32(number).view(np.int32)
+        is_odd = np.int32(np.int32(bits >> np.int32(16)) & np.int32(1))
+        up = np.int32(np.int32(bits + np.int32(0x7FFF)) + is_odd)
+        return np.int16(np.int32(up >> np.int32(16)) if number == number else NOT_A_NUMBER)
+
+    return rounded
+
+
+@intrinsic
+def _words(_context, told):
+    """What a kernel is told, as int64: see `Kernels._run`."""
+
+    def generate(context, builder, signature, arguments):
+        return builder.bitcast(arguments[0], ir.IntType(64).as_pointer())
+
+    return types.CPointer(types.int64)(told), generate
+
+
+@intrinsic
+def _numbers(_context, address, told):
+    """A pointer to numbers of the kind that `told` points to."""
+
+    def generate(context, builder, signature, arguments):
+        return builder.inttoptr(arguments[0], context.get_value_type(signature.return_type))
+
+    return told(address, told), generate
+
+
+@intrinsic
+def _take(_context, words):
+    """The first word, and one more for the next thread that asks."""
+
+    def generate(context, builder, signature, arguments):
+        return builder.atomic_rmw("add", arguments[0], ir.Constant(ir.IntType(64), 1), "monotonic")
+
+    return types.int64(words), generate
+
+
+@numba.njit(**AS_WRITTEN)
+def _power_of_2(x):
+    x = x if x > LEAST_POWER else LEAST_POWER
+    x = x if x < MOST_POWER else MOST_POWER
+    rounded = np.float32(x + TO_WHOLE)
+    x = x - (rounded - TO_WHOLE)
+    factor = np.float32(1.0) + x * (POWER_1 + x * (POWER_2 + x * (POWER_3 + x * (POWER_4 + x * POWER_5))))
+    # Times 2 to the whole number: that is added to the exponent.
+    bits = np.int32(np.float32(factor).view(np.int32) + (rounded.view(np.int32) << np.int32(23)))
+    return np.int32(bits).view(np.float32)
+
+
+@numba.njit(**AS_WRITTEN)
+def _higher(a, b):
+    return a if a > b else b
+
+
+@numba.njit(**IN_ANY_ORDER)
+def _add_and_normalize(x, delta, weight, epsilon, out):
+    squares = np.float32(0.0)
+    for i in range(len(x)):
+        x[i] = _narrow(_wide(x[i]) + _wide(delta[i]), x[i])
+        number = _wide(x[i])
+        squares += number * number
+    factor = np.float32(1.0 / math.sqrt(squares / len(x) + epsilon))
+    for i in range(len(x)):
+        out[i] = _narrow(_wide(x[i]) * factor * _wide(weight[i]), out[i])
+
+
+def _add_norm(told):
+    words = _words(told)
+    tokens, size = words[1], words[2]
+    epsilon = np.int64(words[3]).view(np.float64)
+    x, delta = carray(_numbers(words[4], told), (tokens, size)), carray(_numbers(words[5], told), (tokens, size))
+    weight, out = carray(_numbers(words[6], told), size), carray(_numbers(words[7], told), (tokens, size))
+    first = _take(words) * FEW
+    while first < tokens:
+        for t in range(first, min(first + FEW, tokens)):
+            _add_and_normalize(x[t], delta[t], weight, epsilon, out[t])
+        first = _take(words) * FEW
+
+
+@numba.njit(**AS_WRITTEN)
+def _turn(head, cos, sin, widened, out):
+    half = len(head) // 2
+    for i in range(len(head)):
+        widened[i] = _wide(head[i])
+    first, second = widened[:half], widened[half:]
+    for i in range(half):  # `out` may be `head` itself
+        out[i] = _narrow(first[i] * _wide(cos[i]) - second[i] * _wide(sin[i]), out[i])
+    out, cos, sin = out[half:], cos[half:], sin[half:]
+    for i in range(half):
+        out[i] = _narrow(second[i] * _wide(cos[i]) + first[i] * _wide(sin[i]), out[i])
+
+
+def _rotate(told):
+    words = _words(told)
+    tokens, heads, kv_heads, size, slots, window = words[1], words[2], words[3], words[4], words[5], words[6]
+    first_slot, length = words[7], words[8]
+    places = carray(_words(_numbers(words[9], told)), tokens)
+    qkv = carray(_numbers(words[10], told), (tokens, heads + 2 * kv_heads, size))
+    cos, sin = carray(_numbers(words[11], told), (tokens, size)), carray(_numbers(words[12], told), (tokens, size))
+    store = carray(_numbers(words[13], told), (2, slots, kv_heads, window, size))
+    widened = np.empty(size, np.float32)
+    first = _take(words) * FEW
+    while first < tokens:
+        for t in range(first, min(first + FEW, tokens)):
+            slot, place = first_slot + t // length, places[t]
+            for head in range(heads):
+                _turn(qkv[t, head], cos[t], sin[t], widened, qkv[t, head])
+            for head in range(kv_heads):
+                _turn(qkv[t, heads + head], cos[t], sin[t], widened, store[0, slot, head, place])
+                store[1, slot, head, place, :] = qkv[t, heads + kv_heads + head]
+        first = _take(words) * FEW
+
+
+@numba.njit(**IN_ANY_ORDER)
+def _scores(query, keys, scores):
+    """The products of TOGETHER queries with all keys. query: float32 [TOGETHER, head size]; scores: [TOGETHER, keys]."""
+    query_0, query_1, query_2, query_3 = query[0], query[1], query[2], query[3]
+    scores_0, scores_1, scores_2, scores_3 = scores[0], scores[1], scores[2], scores[3]
+    for p in range(len(keys)):
+        key = keys[p]
+        score_0 = score_1 = score_2 = score_3 = np.float32(0.0)
+        for i in range(len(key)):
+            number = _wide(key[i])
+            score_0 += query_0[i] * number
+            score_1 += query_1[i] * number
+            score_2 += query_2[i] * number
+            score_3 += query_3[i] * number
+        scores_0[p], scores_1[p], scores_2[p], scores_3[p] = score_0, score_1, score_2, score_3
+
+
+@numba.njit(**IN_ANY_ORDER)
+def _scores_of_one(query, keys, scores):
+    for p in range(len(keys)):
+        key = keys[p]
+        score = np.float32(0.0)
+        for i in range(len(key)):
+            score += query[i] * _wide(key[i])
+        scores[p] = score
+
+
+@numba.njit(**IN_ANY_ORDER)
+def _softmax(scores, lanes):
+    """In place. Is NaN throughout where one of them is no number."""
+    lanes[:] = -np.inf
+    blocks = len(scores) // LANES
+    for block in range(blocks):
+        some = scores[block * LANES : (block + 1) * LANES]
+        for lane in range(LANES):
+            lanes[lane] = _higher(some[lane], lanes[lane])
+    highest, total, check = np.float32(-np.inf), np.float32(0.0), np.float32(0.0)
+    for lane in range(LANES):
+        highest = _higher(lanes[lane], highest)
+    for p in range(blocks * LANES, len(scores)):
+        highest = _higher(scores[p], highest)
+    for p in range(len(scores)):
+        check += scores[p] * np.float32(0.0)
+        weight = _power_of_2((scores[p] - highest) * LOG2_E)
+        scores[p] = weight
+        total += weight
+    factor = np.float32(1.0) / total + check
+    for p in range(len(scores)):
+        scores[p] *= factor
+
+
+@numba.njit(**IN_ANY_ORDER)
+def _mix(weights, values, widened, sums):
+    """The sums of all values, by their weights, for several heads. weights: float32 [heads, values and VALUES more, which are
+    noughts]; widened: float32 [VALUES, head size], room; sums: float32 [heads, head size]."""
+    sums[:, :] = 0.0
+    v_0, v_1, v_2, v_3, v_4, v_5, v_6, v_7 = (
+        widened[0], widened[1], widened[2], widened[3], widened[4], widened[5], widened[6], widened[7],
+    )  # fmt: skip
+    for first in range(0, len(values), VALUES):
+        some = values[first : first + VALUES]
+        for p in range(len(some)):
+            value, wide = some[p], widened[p]
+            for i in range(len(value)):
+                wide[i] = _wide(value[i])
+        for p in range(len(some), VALUES):
+            widened[p, :] = 0.0
+        for head in range(len(sums)):
+            own, w = sums[head], weights[head, first : first + VALUES]
+            w_0, w_1, w_2, w_3, w_4, w_5, w_6, w_7 = w[0], w[1], w[2], w[3], w[4], w[5], w[6], w[7]
+            for i in range(len(own)):
+                own[i] += ((w_0 * v_0[i] + w_1 * v_1[i]) + (w_2 * v_2[i] + w_3 * v_3[i])) + (
+                    (w_4 * v_4[i] + w_5 * v_5[i]) + (w_6 * v_6[i] + w_7 * v_7[i])
+                )
+
+
+def _attend(told):
+    words = _words(told)
+    tokens, heads, kv_heads, size, slots, window = words[1], words[2], words[3], words[4], words[5], words[6]
+    first_slot, looks_back = words[7], words[8]
+    places = carray(_words(_numbers(words[9], told)), tokens)
+    qkv = carray(_numbers(words[10], told), (tokens, heads + 2 * kv_heads, size))
+    store = carray(_numbers(words[11], told), (2, slots, kv_heads, window, size))
+    out = carray(_numbers(words[12], told), (tokens, heads, size))
+    scaling = np.float32(np.int64(words[13]).view(np.float64))
+    group = heads // kv_heads
+    padded = 1 if group == 1 else (group + TOGETHER - 1) // TOGETHER * TOGETHER
+    query, scores = np.zeros((padded, size), np.float32), np.empty((padded, window + VALUES), np.float32)
+    sums, widened = np.empty((group, size), np.float32), np.empty((VALUES, size), np.float32)
+    lanes = np.empty(LANES, np.float32)
+    taken = _take(words)
+    while taken < tokens * kv_heads:
+        t, kv_head = taken // kv_heads, taken % kv_heads
+        end = places[t] + 1
+        begin = max(0, end - looks_back)
+        keys, values = store[0, first_slot + t, kv_head, begin:end], store[1, first_slot + t, kv_head, begin:end]
+        for head in range(group):
+            own, given = query[head], qkv[t, kv_head * group + head]
+            for i in range(size):
+                own[i] = _wide(given[i]) * scaling
+        if group == 1:
+            _scores_of_one(query[0], keys, scores[0])
+        for head in range(0, padded - 1, TOGETHER):
+            _scores(query[head : head + TOGETHER], keys, scores[head : head + TOGETHER])
+        for head in range(group):
+            _softmax(scores[head, : len(keys)], lanes)
+            scores[head, len(keys) : len(keys) + VALUES] = 0.0
+        _mix(scores, values, widened, sums)
+        for head in range(group):
+            own, given = sums[head], out[t, kv_head * group + head]
+            for i in range(size):
+                given[i] = _narrow(own[i], given[i])
+        taken = _take(words)
+
+
+@numba.njit(**AS_WRITTEN)
+def _gate_token(gate, up, out):
+    for i in range(len(out)):
+        number = _wide(gate[i])
+        out[i] = _narrow(number / (np.float32(1.0) + _power_of_2(-number * LOG2_E)) * _wide(up[i]), out[i])
+
+
+def _gate(told):
+    words = _words(told)
+    tokens, size = words[1], words[2]
+    gate_up = carray(_numbers(words[3], told), (tokens, 2, size))
+    out = carray(_numbers(words[4], told), (tokens, size))
+    first = _take(words) * FEW
+    while first < tokens:
+        for t in range(first, min(first + FEW, tokens)):
+            _gate_token(gate_up[t, 0], gate_up[t, 1], out[t])
+        first = _take(words) * FEW
+
+
+def _machine_code(kernel, number):
+    """The kernel for tensors of such numbers, as a function of C that takes a pointer."""
+    signature = types.void(types.CPointer(number))
+    try:
+        return numba.cfunc(signature, cache=True, **AS_WRITTEN)(kernel)
+    except RuntimeError:  # nowhere to keep it
+        return numba.cfunc(signature, **AS_WRITTEN)(kernel)
+
+
+def _openmp():
+    """`GOMP_parallel` of the OpenMP that torch uses: (function, its argument, threads, flags). None if it is another kind."""
+    for library in (Path(torch.__file__).parent / "lib").glob("libtorch_cpu.so"):
+        run = getattr(ctypes.CDLL(str(library)), "GOMP_parallel", None)
+        if run:
+            run.argtypes, run.restype = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint], None
+            return run
+    return None
+
+
+class Kernels:
+    """The kernels for contiguous CPU tensors of one type: float32 or bfloat16. To be used by one thread at a time.
+
+    To make the first takes seconds, unless numba kept the machine code from another time.
+    """
+
+    def __init__(self, dtype: torch.dtype):
+        number = KERNEL_DTYPES[dtype]
+        self._kernels = [_machine_code(kernel, number) for kernel in (_add_norm, _rotate, _attend, _gate)]
+        self._add_norm, self._rotate, self._attend, self._gate = (kernel.address for kernel in self._kernels)
+        self._words = ctypes.create_string_buffer(8 * MOST_WORDS)
+        self._openmp = _openmp()
+
+    def add_norm(self, x: torch.Tensor, delta: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
+        """Adds `delta` to `x`, in place, and returns the RMSNorm of the sum: [tokens, hidden] each; weight: [hidden]."""
+        out = torch.empty_like(x)
+        addresses = x.data_ptr(), delta.data_ptr(), weight.data_ptr(), out.data_ptr()
+        self._run(self._add_norm, x.numel(), *x.shape, _bits(epsilon), *addresses)
+        return out
+
+    def rotate(
+        self,
+        qkv: torch.Tensor,
+        angles: tuple[torch.Tensor, torch.Tensor],
+        places: torch.Tensor,
+        store: torch.Tensor,
+        first_slot: int,
+        length: int,
+    ) -> None:
+        """Turns queries, in place, and keys by their angles, and stores keys and values.
+
+        qkv: [tokens, heads and twice the kv heads, head size], of `length` tokens for each slot from the first on; angles:
+        cosines and sines, [tokens, head size] each; places: int64 [tokens], in the window; store: [2, slots, kv heads, window,
+        head size].
+        """
+        tokens, all_heads, size = qkv.shape
+        _two, slots, kv_heads, window, _size = store.shape
+        shape = tokens, all_heads - 2 * kv_heads, kv_heads, size, slots, window, first_slot, length
+        cos, sin = angles
+        addresses = places.data_ptr(), qkv.data_ptr(), cos.data_ptr(), sin.data_ptr(), store.data_ptr()
+        self._run(self._rotate, qkv.numel(), *shape, *addresses)
+
+    def attend(
+        self,
+        qkv: torch.Tensor,
+        places: torch.Tensor,
+        store: torch.Tensor,
+        first_slot: int,
+        scaling: float,
+        looks_back: int | None,
+    ) -> torch.Tensor:
+        """Attention of one token for each slot from the first on to all that its slot holds up to it, or to the last
+        `looks_back`, itself included. Tensors as in `rotate`, by which they went. Returns [tokens, heads * head size]."""
+        tokens, all_heads, size = qkv.shape
+        _two, slots, kv_heads, window, _size = store.shape
+        heads = all_heads - 2 * kv_heads
+        out = qkv.new_empty(tokens, heads * size)
+        shape = tokens, heads, kv_heads, size, slots, window, first_slot, looks_back or window
+        addresses = places.data_ptr(), qkv.data_ptr(), store.data_ptr(), out.data_ptr()
+        self._run(self._attend, LITTLE, *shape, *addresses, _bits(scaling))
+        return out
+
+    def gate(self, gate_up: torch.Tensor) -> torch.Tensor:
+        """SiLU of the first half times the second: [tokens, 2 * size] → [tokens, size]."""
+        tokens, size = gate_up.shape[0], gate_up.shape[1] // 2
+        out = gate_up.new_empty(tokens, size)
+        self._run(self._gate, out.numel(), tokens, size, gate_up.data_ptr(), out.data_ptr())
+        return out
+
+    def _run(self, kernel: int, numbers: int, *words: int) -> None:
+        """Tells a kernel where everything is. Before the words stands what the next thread takes, counted by the kernel."""
+        struct.pack_into(f"{1 + len(words)}q", self._words, 0, 0, *words)
+        threads = torch.get_num_threads() if numbers >= LITTLE and self._openmp else 1
+        if threads == 1:
+            _FUNCTION(kernel)(self._words)
+        else:
+            self._openmp(kernel, self._words, threads, 0)
+
+
+_FUNCTION = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
+
+
+def _bits(number: float) -> int:
+    return struct.unpack("q", struct.pack("d", number))[0]

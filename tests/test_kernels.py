@@ -1,0 +1,221 @@
+"""The compiled kernels give what torch's own calls do, rounded once, and nobody's company or thread changes a bit of it."""
+
+import os
+import shutil
+import subprocess
+import sys
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import kernels
+from config import HERE
+from kernels import Kernels
+
+DTYPES = [torch.float32, torch.bfloat16]
+TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2**-8}  # of the largest; half a step of bfloat16 is 2 ** -9
+
+
+@pytest.fixture(scope="module", params=DTYPES, ids=str)
+def compiled(request):
+    made = Kernels(request.param)
+    made.dtype = request.param
+    return made
+
+
+@pytest.fixture(params=[1, 2, 3])
+def threads(request):
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    yield request.param
+    torch.set_num_threads(before)
+
+
+def normal(seed: int, *shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def near(found: torch.Tensor, expected: torch.Tensor) -> bool:
+    expected, tolerance = expected.float(), TOLERANCE[found.dtype]
+    return torch.allclose(found.float(), expected, rtol=tolerance, atol=tolerance * max(1.0, expected.abs().max().item()))
+
+
+def same(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """To the bit, of whatever kind."""
+    return torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
+
+
+sizes = st.sampled_from([1, 2, 7, 16, 31, 64, 576, 1000])
+seeds = st.integers(0, 2**31)
+
+
+@given(tokens=st.integers(1, 40), hidden=sizes, seed=seeds, epsilon=st.sampled_from([1e-6, 1e-5, 0.5]))
+@settings(deadline=None, max_examples=60)
+def test_the_sum_is_torchs_and_its_norm_is_near(compiled, tokens, hidden, seed, epsilon):
+    x, delta = normal(seed, 2, tokens, hidden, dtype=compiled.dtype)
+    weight = normal(seed + 1, hidden, dtype=compiled.dtype)
+    expected = x + delta
+    found = compiled.add_norm(x, delta, weight, epsilon)
+    assert same(x, expected)
+    assert near(found, F.rms_norm(expected.float(), (hidden,), weight.float(), epsilon))
+
+
+@given(seed=seeds, scale=st.sampled_from([1e-38, 1.0, 1e37]))
+@settings(deadline=None, max_examples=60)
+def test_a_number_is_rounded_to_the_nearest_and_of_two_to_the_even_one(seed, scale):
+    a, b = normal(seed, 8, 100, dtype=torch.bfloat16) * scale, normal(seed + 1, 8, 100, dtype=torch.bfloat16) * scale * 2**-8
+    expected = a + b
+    Kernels(torch.bfloat16).add_norm(a, b, torch.ones(100, dtype=torch.bfloat16), 1e-6)
+    assert same(a, expected)
+
+
+@pytest.mark.parametrize("spoilt", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("at", [13, 33])
+def test_what_is_no_number_spoils_its_token_and_no_other(compiled, at, spoilt):
+    x = normal(1, 6, 40, dtype=compiled.dtype)
+    x[2, at] = spoilt
+    expected, only_that = x.clone(), [True, True, False, True, True, True]
+    assert compiled.gate(x).isfinite().all(1).tolist() == only_that
+    normed = compiled.add_norm(x, torch.zeros_like(x), torch.ones(40, dtype=compiled.dtype), 1e-6)
+    assert torch.equal(x.nan_to_num(12.0), expected.nan_to_num(12.0))
+    assert normed.isfinite().all(1).tolist() == only_that
+
+
+@given(tokens=st.integers(1, 40), size=sizes, seed=seeds, scale=st.sampled_from([1.0, 30.0, 1e4]))
+@settings(deadline=None, max_examples=60)
+def test_the_gate_is_silu_times_the_other_half(compiled, tokens, size, seed, scale):
+    gate_up = normal(seed, tokens, 2 * size, dtype=compiled.dtype) * scale
+    gate, up = gate_up.float().chunk(2, -1)
+    assert near(compiled.gate(gate_up), F.silu(gate) * up)
+
+
+def rotated(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    first, second = x.float().chunk(2, -1)
+    return x.float() * cos.float()[:, None] + torch.cat((-second, first), -1) * sin.float()[:, None]
+
+
+def attention(query, keys, values, scaling):
+    """Of one token. query: [heads, head size]; keys, values: [kv heads, positions, head size] → [heads, head size]."""
+    group = len(query) // len(keys)
+    keys, values = (t.float().repeat_interleave(group, 0) for t in (keys, values))
+    weights = torch.softmax((keys @ query.float()[:, :, None])[..., 0] * scaling, -1)
+    return (weights[:, None] @ values)[:, 0]
+
+
+heads_of = st.tuples(st.sampled_from([1, 2, 3, 4, 5, 8]), st.sampled_from([1, 2, 3]))  # of a group, and groups
+
+
+@given(
+    heads=heads_of,
+    size=st.sampled_from([2, 6, 16, 64, 80]),
+    window=st.sampled_from([1, 7, 16, 40]),
+    looks_back=st.sampled_from([None, 1, 5, 16, 1000]),
+    slots=st.integers(1, 5),
+    data=st.data(),
+)
+@settings(deadline=None, max_examples=120)
+def test_a_step_stores_its_keys_and_values_and_attends_to_what_its_slots_hold(
+    compiled, heads, size, window, looks_back, slots, data
+):
+    (group, kv_heads), dtype = heads, compiled.dtype
+    first = data.draw(st.integers(0, slots - 1), "first slot")
+    rows = data.draw(st.integers(1, slots - first), "rows")
+    places = torch.tensor(data.draw(st.lists(st.integers(0, window - 1), min_size=rows, max_size=rows), "places"))
+    held = normal(1, 2, slots, kv_heads, window, size, dtype=dtype)
+    for row, place in enumerate(places):
+        held[:, first + row, :, place:] = float("nan")  # what is not filled yet may hold anything
+    store, qkv = held.clone(), normal(2, rows, (group + 2) * kv_heads, size, dtype=dtype)
+    angles = normal(3, rows, size, dtype=dtype), normal(4, rows, size, dtype=dtype)
+    expected = qkv.clone().float()
+    turned = (group + 1) * kv_heads
+    expected[:, :turned] = rotated(qkv[:, :turned], *angles)
+
+    compiled.rotate(qkv, angles, places, store, first, 1)
+    out = compiled.attend(qkv, places, store, first, 0.3, looks_back).view(rows, group * kv_heads, size)
+
+    assert near(qkv[:, : group * kv_heads], expected[:, : group * kv_heads])
+    for row, place in enumerate(places.tolist()):
+        slot = first + row
+        assert near(store[0, slot, :, place], expected[row, group * kv_heads : turned])
+        assert same(store[1, slot, :, place], qkv[row, turned:])
+        held[:, slot, :, place] = store[:, slot, :, place]
+        begin = max(0, place + 1 - (looks_back or window))
+        keys, values = store[:, slot, :, begin : place + 1]
+        assert near(out[row], attention(qkv[row, : group * kv_heads], keys, values, 0.3))
+    assert same(store, held)  # elsewhere it is as it was
+
+
+@given(heads=heads_of, length=st.integers(1, 30), begin=st.integers(0, 10), slot=st.integers(0, 2))
+@settings(deadline=None, max_examples=40)
+def test_a_part_of_a_prompt_is_stored_where_it_belongs(compiled, heads, length, begin, slot):
+    (group, kv_heads), size = heads, 16
+    store = torch.zeros(2, 3, kv_heads, 40, size, dtype=compiled.dtype)
+    qkv = normal(2, length, (group + 2) * kv_heads, size, dtype=compiled.dtype)
+    angles = normal(3, 2, length, size, dtype=compiled.dtype)
+    keys, values = qkv[:, group * kv_heads :].clone().split(kv_heads, 1)
+    compiled.rotate(qkv, tuple(angles), torch.arange(begin, begin + length), store, slot, length)
+    assert near(store[0, slot, :, begin : begin + length].transpose(0, 1), rotated(keys, *angles))
+    assert same(store[1, slot, :, begin : begin + length].transpose(0, 1), values)
+    store[:, slot, :, begin : begin + length] = 0
+    assert not store.any()
+
+
+def test_a_score_that_is_no_number_is_not_taken_for_one(compiled):
+    """Neither one of the query's, nor one of a key that others outweigh."""
+    for query, key in [(float("nan"), 1.0), (1.0, float("nan")), (float("inf"), 1.0), (1.0, float("-inf"))]:
+        store = torch.ones(2, 2, 1, 50, 16, dtype=compiled.dtype)
+        qkv = torch.ones(2, 3, 16, dtype=compiled.dtype)
+        qkv[0, 0, 3], store[0, 0, 0, 20, 3] = query, key
+        out = compiled.attend(qkv, torch.tensor([49, 49]), store, 0, 1.0, None)
+        assert out[0].isnan().all() and near(out[1], torch.ones(16))
+
+
+def everything(compiled: Kernels, rows: slice) -> list[torch.Tensor]:
+    """What all kernels make of these of 70 rows."""
+    x, delta, gate_up = (normal(i, 70, n, dtype=compiled.dtype)[rows] for i, n in enumerate((320, 320, 640)))
+    qkv, cos, sin = (normal(i, 70, *shape, dtype=compiled.dtype)[rows] for i, shape in enumerate([(8, 32), (32,), (32,)]))
+    store, places = normal(5, 2, 70, 2, 90, 32, dtype=compiled.dtype)[:, rows].clone(), torch.arange(70)[rows] + 20
+    x, qkv = x.clone(), qkv.clone()
+    out = [compiled.add_norm(x, delta, normal(4, 320, dtype=compiled.dtype), 1e-6), compiled.gate(gate_up)]
+    compiled.rotate(qkv, (cos, sin), places, store, 0, 1)
+    return [*out, x, qkv, store.transpose(0, 1), compiled.attend(qkv, places, store, 0, 0.2, 64)]
+
+
+def test_threads_and_company_change_no_bit(compiled, threads):
+    torch.set_num_threads(1)
+    alone = [everything(compiled, slice(row, row + 1)) for row in range(70)]
+    torch.set_num_threads(threads)
+    for together, apart in zip(everything(compiled, slice(0, 70)), zip(*alone)):
+        assert same(together, torch.cat(apart))
+
+
+def test_they_run_on_the_threads_of_torchs_own_openmp_and_without(compiled, threads, monkeypatch):
+    expected = everything(compiled, slice(0, 70))
+    if compiled._openmp is None:
+        pytest.skip("this torch has no libgomp")
+    asked = []
+    monkeypatch.setattr(compiled, "_openmp", lambda *told, run=compiled._openmp: (asked.append(told[2]), run(*told)))
+    assert all(same(a, b) for a, b in zip(expected, everything(compiled, slice(0, 70))))
+    assert asked == [threads] * len(asked) and bool(asked) == (threads > 1)
+    monkeypatch.setattr(compiled, "_openmp", None)
+    assert all(same(a, b) for a, b in zip(expected, everything(compiled, slice(0, 70))))
+
+
+def test_they_are_compiled_also_where_they_cannot_be_kept(tmp_path):
+    """As in a container whose files may not be written."""
+    shutil.copy(HERE / "kernels.py", tmp_path)
+    (tmp_path / "__pycache__").write_text("no folder")
+    (tmp_path / "home").write_text("no folder")
+    nowhere = {"HOME": str(tmp_path / "home"), "XDG_CACHE_HOME": str(tmp_path / "home"), "NUMBA_CACHE_DIR": ""}
+    code = "import kernels, torch; print(kernels.Kernels(torch.float32).gate(torch.ones(1, 2)).item())"
+    told = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, env=os.environ | nowhere, capture_output=True, text=True, check=True
+    )
+    assert (round(float(told.stdout), 6), told.stderr) == (0.731059, "")
+
+
+def test_a_type_of_number_without_kernels_is_none_of_theirs():
+    assert torch.float16 not in kernels.KERNEL_DTYPES
