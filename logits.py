@@ -2,7 +2,7 @@
 
 A vocabulary is large, and few of its tokens can be drawn. So the logits are read from memory once, for the highest of each 16
 tokens (a leaf) and of each 16 leaves (a branch). The k likeliest are in the k branches with the highest, and in these in the
-few leaves that have one as high. Weights of all tokens are summed where a parameter asks for it (`masses`), in float32. A
+few leaves that have one as high. Weights of all tokens are summed where a parameter asks for it (`totals`), in float32. A
 row's sums are taken over the same numbers in the same order whatever else is in the batch and however it lies in memory, so
 that not a bit of a row depends on its neighbours.
 
@@ -28,8 +28,7 @@ from numba.extending import intrinsic
 
 ABREAST = 32  # neighbouring tokens that are looked at side by side: they fill the processor's vectors also for a single row
 LEAF, BRANCH = 16, 16
-MASS_STEPS = 4
-MASS_BLOCK = MASS_STEPS * ABREAST  # neighbouring tokens whose weights are summed
+SUM_STEPS = 4  # times ABREAST are the neighbouring tokens whose weights are summed in float32
 LINE = 16  # numbers that come together from memory
 AHEAD = 16 * ABREAST  # how many numbers before they are needed memory is asked for them
 FEW_ROWS = 4
@@ -280,8 +279,8 @@ def _look(lanes, rows, wanted, room):
 
 
 @compiled
-def _masses(lanes, rows, highest, scales, masses):
-    """The sums of the weights of each MASS_BLOCK tokens of each row: float64 [all rows] each → [all rows, blocks]."""
+def _totals(lanes, rows, highest, scales, totals):
+    """Adds the weights of all tokens to `totals`, block by block. highest, scales, totals: float64 [all rows]."""
     planes, steps, width = lanes.shape
     ahead = max(1, AHEAD // width)
     sums = np.empty(width, np.float32)
@@ -295,9 +294,9 @@ def _masses(lanes, rows, highest, scales, masses):
             is_needed |= scales[plane * rows + lane % rows] > 0.0
         if not is_needed:
             continue
-        for block in range(masses.shape[1]):
+        for block in range((steps + SUM_STEPS - 1) // SUM_STEPS):
             sums[:] = 0.0
-            for step in range(block * MASS_STEPS, min((block + 1) * MASS_STEPS, steps)):
+            for step in range(block * SUM_STEPS, min((block + 1) * SUM_STEPS, steps)):
                 if step + ahead < steps:
                     for lane in range(0, width, LINE):
                         _prefetch(lanes, plane, step + ahead, lane)
@@ -316,7 +315,7 @@ def _masses(lanes, rows, highest, scales, masses):
                     sums[lane] += sums[half + lane]
                 half //= 2
             for row in range(rows):
-                masses[plane * rows + row, block] = sums[row]
+                totals[plane * rows + row] += sums[row]
 
 
 class Logits:
@@ -358,12 +357,12 @@ class Logits:
         """The rows that have no highest score which is a number."""
         return (~np.isfinite(self.highest)).nonzero()[0].tolist()
 
-    def masses(self, temperatures: np.ndarray) -> np.ndarray:
-        """The sums of the weights of each MASS_BLOCK tokens: float64 [rows] → float32 [rows, blocks]. Where a row is broken
-        or its temperature infinite they mean nothing. A token's weight is exp((its score - the highest) / temperature)."""
-        masses = np.empty((len(self.highest), -(-self.lanes.shape[1] // MASS_STEPS)), dtype=np.float32)
-        _masses(self.lanes, self.rows_abreast, self.highest, 1.0 / temperatures, masses)
-        return masses
+    def totals(self, temperatures: np.ndarray) -> np.ndarray:
+        """The sums of all weights: float64 [rows] → float64 [rows]. Where a row is broken or its temperature infinite they mean
+        nothing. A token's weight is exp((its score - the highest) / temperature)."""
+        totals = np.zeros(len(self.highest))
+        _totals(self.lanes, self.rows_abreast, self.highest, 1.0 / temperatures, totals)
+        return totals
 
     def row(self, index: int) -> np.ndarray:
         """float32 [vocab], contiguous. Some are fetched one by one, but many by turning the whole round."""
@@ -374,7 +373,7 @@ class Logits:
 
     @functools.cached_property
     def _normalizers(self) -> np.ndarray:
-        return np.log(self.masses(np.ones(len(self.highest))).sum(axis=1, dtype=np.float64))
+        return np.log(self.totals(np.ones(len(self.highest))))
 
     def logprobs(self, tokens: Sequence[int]) -> np.ndarray:
         """Of one token of each row, float64 [rows]."""

@@ -22,14 +22,16 @@ from collections.abc import Collection, Iterable, Sequence
 import numpy as np
 import torch
 
-from logits import MASS_STEPS, Logits, compiled, nth_highest, ranked
+from logits import Logits, compiled, nth_highest, ranked
 from protocol import Sampling
 
-SHORTLIST = 64  # as a rule, top-p takes fewer tokens
+SHORTLIST = 64  # as a rule, top-p takes fewer tokens, and few others are drawn without it
 LONGEST_SHORTLIST = 256  # with more, rows are gone through one by one
 NO_NUMBER = "the model's output is not a number"
 # By what share a sum of weights may be wrong; in float32: exponents of up to 80 are rounded thrice, then exp, then the sum.
 FAST_ERROR, FULL_ERROR = 2e-5, 1e-10
+# Of SplitMix64 (Steele, Lea and Flood 2014).
+STEP, FIRST, SECOND = np.uint64(0x9E3779B97F4A7C15), np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
 
 
 class SamplingError(Exception):
@@ -57,7 +59,7 @@ class Sampler:
         self.in_full = 0  # of its tokens, those that only a computation over the whole vocabulary could tell
         self.is_greedy = sampling.seed is None
         # How many of the likeliest tokens tell what can be drawn; 0 where more is needed.
-        self.shortlist = 0 if sampling.typical_p < 1.0 else sampling.top_k or SHORTLIST * (sampling.top_p < 1.0)
+        self.shortlist = 0 if self.is_greedy or sampling.typical_p < 1.0 else sampling.top_k or SHORTLIST
         self.is_unfiltered = sampling.top_k == 0 and sampling.top_p == sampling.typical_p == 1.0
         self._random = None if self.is_greedy else np.random.Generator(np.random.Philox(key=sampling.seed))
         self._seen = np.unique(prompt) if sampling.repetition_penalty != 1.0 else None
@@ -89,6 +91,12 @@ class Sampler:
         def weights_of(ids: np.ndarray) -> np.ndarray:
             return np.exp((scores[ids].astype(np.float64) - float(scores.max())) / sampling.temperature)
 
+        if self.is_unfiltered:
+            self.in_full += 1
+            ids = ranked(scores, nth_highest(scores.copy(), min(SHORTLIST, len(scores))))[:SHORTLIST]
+            ids = ids[scores[ids] > -np.inf]
+            lanes = scores.reshape(1, -1, 1), 0, 1, len(scores)
+            return _draw_unfiltered(scores[ids], ids, *lanes, float(scores.max()), sampling.temperature, draw)
         ids = np.arange(len(scores))
         if sampling.top_k:  # and what is as likely as the last of them
             ids = ranked(scores, nth_highest(scores.copy(), min(sampling.top_k, len(scores))))
@@ -253,10 +261,10 @@ class _Plan:
         is_listed = np.array([shortlists[row] > 0 for row in self.drawing], dtype=bool)
         is_unfiltered = np.array([samplers[row].is_unfiltered for row in self.drawing], dtype=bool)
         self.asked = np.array(self.drawing), is_listed, is_unfiltered, top_k, top_p, temperatures
-        # At which temperature the weights of all its tokens are needed.
+        # At which temperature the sum of all its weights is needed.
         self.weighed_at = np.full(len(samplers), np.inf)
         for row, each in zip(self.drawing, own):
-            if each.top_k == 0 and (each.top_p < 1.0 or each.typical_p == 1.0):
+            if each.top_k == 0 and each.top_p < 1.0:
                 self.weighed_at[row] = each.temperature
         self.weighs = bool(np.isfinite(self.weighed_at).any())
 
@@ -278,16 +286,16 @@ def _choose(
         chosen[row] = SamplingError(NO_NUMBER)
     if not plan.drawing:
         return chosen, logits
-    masses = logits.masses(plan.weighed_at) if plan.weighs else np.empty((len(samplers), 0), dtype=np.float32)
+    totals = logits.totals(plan.weighed_at) if plan.weighs else np.empty(len(samplers))
     tokens = np.full(len(plan.drawing), -1)
-    _draw(tokens, *plan.asked, draws, logits.lanes, logits.rows_abreast, masses, MASS_STEPS, *logits.found)
+    _draw(tokens, *plan.asked, draws, totals, logits.lanes, logits.rows_abreast, logits.vocab_size, *logits.found)
     for row, token, draw in zip(plan.drawing, tokens.tolist(), draws.tolist()):
         if row in broken or row in failed:
             continue
         chosen[row] = token
         if token < 0:
             try:
-                chosen[row] = samplers[row].choose(logits.row(row), masses[row].sum(dtype=np.float64), draw)
+                chosen[row] = samplers[row].choose(logits.row(row), totals[row], draw)
             except Exception as error:
                 chosen[row] = error
     return chosen, logits
@@ -295,20 +303,22 @@ def _choose(
 
 @compiled
 def _draw(
-    tokens, rows, is_listed, is_unfiltered, top_k, top_p, temperatures, draws, lanes, abreast, masses, mass_steps, *found
+    tokens, rows, is_listed, is_unfiltered, top_k, top_p, temperatures, draws, totals, lanes, abreast, vocab_size, *found
 ):
     """Puts the tokens of some rows into `tokens` where the likeliest tokens and float32 can tell. Of these rows: all up to
     `draws`, as in `Sampling`. Of every row: the others, as in `Logits`."""
     scores, ids, counts, highest, _likeliest = found
     for i in range(len(rows)):
         row = rows[i]
-        if is_listed[i] and counts[row] > 0:
-            listed = scores[row, : counts[row]], ids[row, : counts[row]]
-            total = _sum(masses[row]) if top_k[i] == 0 else np.nan
-            tokens[i] = _draw_listed(*listed, highest[row], total, top_k[i], top_p[i], temperatures[i], draws[i])
-        elif is_unfiltered[i]:
-            own = lanes[row // abreast, :, row % abreast :: abreast]
-            tokens[i] = _draw_unfiltered(own, masses[row], mass_steps, highest[row], temperatures[i], draws[i])
+        if not is_listed[i] or counts[row] <= 0 or not math.isfinite(highest[row]):
+            continue
+        listed = scores[row, : counts[row]], ids[row, : counts[row]]
+        if is_unfiltered[i]:
+            few = listed[0][:SHORTLIST], listed[1][:SHORTLIST]
+            everyones = lanes, row, abreast, vocab_size
+            tokens[i] = _draw_unfiltered(*few, *everyones, highest[row], temperatures[i], draws[i])
+        else:
+            tokens[i] = _draw_listed(*listed, highest[row], totals[row], top_k[i], top_p[i], temperatures[i], draws[i])
 
 
 @compiled
@@ -340,15 +350,41 @@ def _top_p(weights, top_p, total, error):
 
 
 @compiled
-def _draw_unfiltered(scores, masses, mass_steps, highest, temperature, draw):
-    """The token at the share `draw` of all weights: its block, then itself. scores: float32 [steps, tokens abreast]."""
-    block = _place(masses, draw)
-    share = min((draw * _sum(masses) - _sum(masses[:block])) / masses[block], 1.0 - 2.0**-53)
-    first, abreast = block * mass_steps, scores.shape[1]
-    weights = np.empty(min(mass_steps, len(scores) - first) * abreast, np.float64)
-    for i in range(len(weights)):
-        weights[i] = math.exp((scores[first + i // abreast, i % abreast] - highest) / temperature)
-    return first * abreast + _place(weights, share) if _sum(weights) > 0.0 else -1
+def _draw_unfiltered(scores, ids, lanes, row, abreast, vocab_size, highest, temperature, draw):
+    """A token as often as its weight asks, without all weights, by rejection (von Neumann 1951).
+
+    What the likeliest weigh more than the last of them is shared out among them; to that much every token has a claim, and is
+    taken as often as its weight comes up to it. The rest is drawn anew: with k likeliest tokens at most vocab / k times, on
+    average. scores, ids: float32, int64 [n], of the SHORTLIST likeliest in their order, or of all that are possible; lanes,
+    with `abreast` rows a plane: everyone's, as in `Logits`.
+    """
+    weights = np.empty(len(scores), np.float64)
+    for i in range(len(scores)):
+        weights[i] = math.exp((scores[i] - highest) / temperature)
+    claim = weights[-1] if len(scores) == SHORTLIST else 0.0
+    weights -= claim
+    excess, across = _sum(weights), lanes.shape[2] // abreast
+    state = np.uint64(draw * 2.0**53)
+    while True:
+        state, share = _uniform(state)
+        if share * (excess + claim * vocab_size) < excess:
+            state, share = _uniform(state)
+            return ids[_place(weights, share)]
+        state, share = _uniform(state)
+        token = int(share * vocab_size)
+        state, share = _uniform(state)
+        score = lanes[row // abreast, token // across, token % across * abreast + row % abreast]
+        if share * claim < math.exp((score - highest) / temperature):
+            return token
+
+
+@compiled
+def _uniform(state):
+    """The next state of SplitMix64, and its number, 0 <= number < 1."""
+    state += STEP
+    bits = (state ^ (state >> np.uint64(30))) * FIRST
+    bits = (bits ^ (bits >> np.uint64(27))) * SECOND
+    return state, ((bits ^ (bits >> np.uint64(31))) >> np.uint64(11)) * 2.0**-53
 
 
 @compiled

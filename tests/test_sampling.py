@@ -23,10 +23,11 @@ from transformers import (
     TypicalLogitsWarper,
 )
 
-from logits import ABREAST, MASS_BLOCK, Logits
+from logits import ABREAST, Logits
 from protocol import Sampling
 from sampling import (
     FAST_ERROR,
+    SHORTLIST,
     Sampler,
     SamplingError,
     choose,
@@ -708,26 +709,37 @@ def test_a_crowd_of_large_rows_chooses_what_each_of_them_would_choose_alone(crow
 
 @given(row=large_rows, temperature=temperatures, seed=st.integers(0, 2**64 - 1))
 @settings(max_examples=300, deadline=None)
-def test_with_a_temperature_alone_a_draw_falls_on_the_token_whose_share_of_all_weights_it_is_in(row, temperature, seed):
+def test_with_a_temperature_alone_the_whole_row_gives_the_token_that_its_likeliest_gave(row, temperature, seed):
     sampling = Sampling(seed=seed, temperature=temperature)
-    sampler = Sampler(sampling, [0])
-    with np.errstate(all="ignore"):
-        _ids, cumulative = plain_cumulative(row, sampling)
-    cumulative /= cumulative[-1]
+    sampler, in_full = Sampler(sampling, [0]), Sampler(sampling, [0])
     for draw in draws_of(seed, 4):
         (token,) = tokens_of(sample(torch.from_numpy(row)[None], [sampler]))
-        assert (cumulative[token - 1] if token else 0.0) - FAST_ERROR <= draw <= cumulative[token] + FAST_ERROR
         assert row[token] > -INF
+        with np.errstate(all="ignore"):
+            assert in_full.choose(row, math.nan, draw) == token
+
+
+@pytest.mark.parametrize("temperature", [0.5, 1.0, 3.0])
+@pytest.mark.parametrize("size", [SHORTLIST - 1, SHORTLIST, SHORTLIST + 1, 300, 20000])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_with_a_temperature_alone_every_token_is_drawn_as_often_as_it_should_be(shape, size, temperature):
+    """Those beyond the likeliest, and those that are as likely as the last of them, too."""
+    row = large_row(shape, size, 5, scale=0.7, impossible=0.1)
+    logits, sampler = torch.from_numpy(row)[None], Sampler(Sampling(seed=3, temperature=temperature), [0])
+    counts = Counter(choose(logits, [sampler])[0][0] for _ in range(8000))
+    expected = torch.softmax(torch.from_numpy(row).double() / temperature, dim=-1).numpy()
+    groups = np.arange(size) if size < 1000 else np.argsort(np.argsort(-row, kind="stable")).clip(max=SHORTLIST * 4) // 2
+    grouped = Counter()
+    for token, count in counts.items():
+        grouped[int(groups[token])] += count
+    assert chi_square_excess(grouped, np.bincount(groups, expected)) < 1
 
 
 @given(row=large_rows, temperature=st.floats(1e-3, 1e3))
 @settings(max_examples=300, deadline=None)
-def test_the_masses_of_blocks_are_as_right_as_the_proof_of_a_shortlist_needs(row, temperature):
-    weights = np.exp((row.astype(np.float64) - float(row.max())) / temperature)
-    exact = np.add.reduceat(weights, range(0, len(row), MASS_BLOCK))
-    (masses,) = Logits(torch.from_numpy(row)[None], [1]).masses(np.array([temperature]))
-    assert masses.sum(dtype=float) == pytest.approx(exact.sum(), rel=FAST_ERROR / 2)
-    assert masses == pytest.approx(exact, rel=FAST_ERROR / 2, abs=1e-12 * exact.sum())
+def test_a_total_is_as_right_as_the_proof_of_a_shortlist_needs(row, temperature):
+    exact = np.exp((row.astype(np.float64) - float(row.max())) / temperature).sum()
+    assert Logits(torch.from_numpy(row)[None], [1]).totals(np.array([temperature])) == pytest.approx(exact, rel=FAST_ERROR / 2)
 
 
 @given(row=large_rows)
@@ -842,21 +854,20 @@ def kinds_on(logits: torch.Tensor, order: list[int]) -> list[Choice | Exception]
     temperature=st.floats(1e-3, 1e3),
 )
 @settings(max_examples=25, deadline=None)
-def test_not_a_bit_of_a_mass_depends_on_how_many_rows_there_are(size, seed, crowd, temperature):
+def test_not_a_bit_of_a_total_depends_on_how_many_rows_there_are(size, seed, crowd, temperature):
     logits = by_token(torch.from_numpy(np.stack([large_row("normal", size, seed + row) for row in range(crowd)])))
 
-    def masses(logits: torch.Tensor) -> np.ndarray:
-        return Logits(logits, [1] * len(logits)).masses(np.full(len(logits), temperature))
+    def totals(logits: torch.Tensor) -> np.ndarray:
+        return Logits(logits, [1] * len(logits)).totals(np.full(len(logits), temperature))
 
-    together = masses(logits)
+    together = totals(logits)
     for count in range(1, crowd, 9):
-        assert np.array_equal(masses(by_token(logits[:count])), together[:count])
-        assert np.array_equal(masses(logits[:count]), together[:count])
-        assert np.array_equal(masses(logits[:count].contiguous()), together[:count])
+        assert np.array_equal(totals(by_token(logits[:count])), together[:count])
+        assert np.array_equal(totals(logits[:count]), together[:count])
+        assert np.array_equal(totals(logits[:count].contiguous()), together[:count])
     for row in range(0, crowd, 13):
-        weights = np.exp((logits[row].double().numpy() - float(logits[row].max())) / temperature)
-        exact = np.add.reduceat(weights, range(0, size, MASS_BLOCK))
-        assert together[row] == pytest.approx(exact, rel=FAST_ERROR / 2, abs=1e-12 * exact.sum())
+        exact = np.exp((logits[row].double().numpy() - float(logits[row].max())) / temperature).sum()
+        assert together[row] == pytest.approx(exact, rel=FAST_ERROR / 2)
 
 
 @pytest.mark.parametrize("size", [32001, 50257, 128256])
