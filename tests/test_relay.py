@@ -16,9 +16,10 @@ import web
 from connections import Outlet
 from protocol import End
 
-LONG = {"max_new_tokens": 40, "details": True, "temperature": 2.0, "seed": 1}
-CHAT = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 40, "ignore_eos": True, "seed": 1, "temperature": 2}
-COMPLETION = {"prompt": "Hello", "max_tokens": 40, "ignore_eos": True, "seed": 1, "temperature": 2}
+# With this seed a text begins with a whole character and has 40 tokens.
+LONG = {"max_new_tokens": 40, "details": True, "temperature": 2.0, "seed": 2}
+CHAT = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 40, "ignore_eos": True, "seed": 2, "temperature": 2}
+COMPLETION = {"prompt": "Hello", "max_tokens": 40, "ignore_eos": True, "seed": 2, "temperature": 2}
 USAGE = {"stream_options": {"include_usage": True}}
 STREAMS = {
     "native": ("/generate_stream", {"inputs": "Hello", "parameters": LONG}),
