@@ -15,8 +15,10 @@ This layer knows tensors, and neither layers of a model nor slots that are free 
 from __future__ import annotations
 
 import ctypes
+import logging
 import math
 import struct
+import time
 from pathlib import Path
 
 import numba
@@ -25,6 +27,8 @@ import torch
 from llvmlite import ir
 from numba import carray, types
 from numba.extending import intrinsic, overload
+
+logger = logging.getLogger("model")
 
 FEW = 4  # tokens that a thread takes at a time
 LITTLE = 8192  # numbers; to share out so few takes longer than to do it alone
@@ -321,7 +325,7 @@ def _machine_code(kernel, number):
     signature = types.void(types.CPointer(number))
     try:
         return numba.cfunc(signature, cache=True, **AS_WRITTEN)(kernel)
-    except RuntimeError:  # nowhere to keep it
+    except (RuntimeError, OSError):  # nowhere to keep it, or no room
         return numba.cfunc(signature, **AS_WRITTEN)(kernel)
 
 
@@ -343,7 +347,12 @@ class Kernels:
 
     def __init__(self, dtype: torch.dtype):
         number = KERNEL_DTYPES[dtype]
+        started_at = time.perf_counter()
         self._kernels = [_machine_code(kernel, number) for kernel in (_add_norm, _rotate, _attend, _gate)]
+        if not all(kernel.cache_hits for kernel in self._kernels):
+            logger.info(
+                "What is between the matrix products is compiled for this CPU: %.1f s", time.perf_counter() - started_at
+            )
         self._add_norm, self._rotate, self._attend, self._gate = (kernel.address for kernel in self._kernels)
         self._words = ctypes.create_string_buffer(8 * MOST_WORDS)
         self._openmp = _openmp()

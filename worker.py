@@ -626,7 +626,12 @@ def boot(config: Config, end: WorkerEnd, metrics: Metrics) -> Worker:
                 fetch_rest()
         if config.sampling != "device":
             with _phase(end, metrics, "compiling", "the choice of tokens"):
-                compile_loops()
+                try:
+                    compile_loops()
+                except OSError as error:
+                    raise ConfigError(
+                        f"no room for what numba compiles ({error}); NUMBA_CACHE_DIR names another folder"
+                    ) from error
         with _phase(end, metrics, "loading", "weights"):
             model = load(lambda phase: end.report(Status(phase=phase, progress_at=time.monotonic())))
         printed, complaint = preparing.communicate()

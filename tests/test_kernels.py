@@ -204,16 +204,21 @@ def test_they_run_on_the_threads_of_torchs_own_openmp_and_without(compiled, thre
     assert all(same(a, b) for a, b in zip(expected, everything(compiled, slice(0, 70))))
 
 
-def test_they_are_compiled_also_where_they_cannot_be_kept(tmp_path):
-    """As in a container whose files may not be written."""
+@pytest.mark.parametrize("because", ["no folder may be written", "there is no room"])
+def test_they_are_compiled_also_where_they_cannot_be_kept(tmp_path, because):
+    """As in a container whose files may not be written, and on a full disk."""
     shutil.copy(HERE / "kernels.py", tmp_path)
-    (tmp_path / "__pycache__").write_text("no folder")
-    (tmp_path / "home").write_text("no folder")
-    nowhere = {"HOME": str(tmp_path / "home"), "XDG_CACHE_HOME": str(tmp_path / "home"), "NUMBA_CACHE_DIR": ""}
+    environment = os.environ | {"NUMBA_CACHE_DIR": str(tmp_path / "kept")}
+    if because == "no folder may be written":
+        (tmp_path / "__pycache__").write_text("no folder")
+        (tmp_path / "home").write_text("no folder")
+        environment |= {"HOME": str(tmp_path / "home"), "XDG_CACHE_HOME": str(tmp_path / "home"), "NUMBA_CACHE_DIR": ""}
     code = "import kernels, torch; print(kernels.Kernels(torch.float32).gate(torch.ones(1, 2)).item())"
+    limit = "unlimited" if because == "no folder may be written" else 4  # KB a file
     told = subprocess.run(
-        [sys.executable, "-c", code], cwd=tmp_path, env=os.environ | nowhere, capture_output=True, text=True, check=True
-    )
+        ["bash", "-c", f'ulimit -f {limit}; exec "$@"', "bash", sys.executable, "-c", code],
+        cwd=tmp_path, env=environment, capture_output=True, text=True, check=True,
+    )  # fmt: skip
     assert (round(float(told.stdout), 6), told.stderr) == (0.731059, "")
 
 
