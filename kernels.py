@@ -26,6 +26,7 @@ import numpy as np
 import torch
 from llvmlite import ir
 from numba import carray, types
+from numba.core import cgutils
 from numba.extending import intrinsic, overload
 
 logger = logging.getLogger("model")
@@ -35,6 +36,8 @@ LITTLE = 8192  # numbers; to share out so few takes longer than to do it alone
 LANES = 16
 TOGETHER = 4  # query heads that look at a key while it is in the processor's registers
 VALUES = 8  # that are added to the sum at a time
+AHEAD = 16  # keys
+LINE = 64  # bytes that come together from memory
 MOST_WORDS = 16
 KERNEL_DTYPES = {torch.float32: types.float32, torch.bfloat16: types.int16}  # numba knows no bfloat16
 LOG2_E = np.float32(math.log2(math.e))
@@ -108,6 +111,23 @@ def _take(_context, words):
         return builder.atomic_rmw("add", arguments[0], ir.Constant(ir.IntType(64), 1), "monotonic")
 
     return types.int64(words), generate
+
+
+@intrinsic
+def _prefetch(_context, array, row, column):
+    """Asks memory for array[row, column] without waiting for it."""
+
+    def generate(context, builder, signature, arguments):
+        values = context.make_array(signature.args[0])(context, builder, arguments[0])
+        address = cgutils.get_item_pointer(context, builder, signature.args[0], values, arguments[1:], wraparound=False)
+        byte, number = ir.IntType(8).as_pointer(), ir.IntType(32)
+        kind = ir.FunctionType(ir.VoidType(), [byte, number, number, number])
+        function = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0")
+        to_read, into_all_caches, data = (ir.Constant(number, value) for value in (0, 3, 1))
+        builder.call(function, [builder.bitcast(address, byte), to_read, into_all_caches, data])
+        return context.get_dummy_value()
+
+    return types.void(array, row, column), generate
 
 
 @numba.njit(**AS_WRITTEN)
@@ -187,12 +207,16 @@ def _rotate(told):
 
 
 @numba.njit(**IN_ANY_ORDER)
-def _scores(query, keys, scores):
-    """The products of TOGETHER queries with all keys. query: float32 [TOGETHER, head size]; scores: [TOGETHER, keys]."""
+def _scores(query, keys, values, scores):
+    """The products of TOGETHER queries with all keys. Memory is asked for the values meanwhile: they are read next.
+    query: float32 [TOGETHER, head size]; keys, values: [n, head size]; scores: float32 [TOGETHER, n]."""
     query_0, query_1, query_2, query_3 = query[0], query[1], query[2], query[3]
     scores_0, scores_1, scores_2, scores_3 = scores[0], scores[1], scores[2], scores[3]
     for p in range(len(keys)):
         key = keys[p]
+        for i in range(0, len(key), LINE // key.itemsize):
+            _prefetch(keys, min(p + AHEAD, len(keys) - 1), i)
+            _prefetch(values, p, i)
         score_0 = score_1 = score_2 = score_3 = np.float32(0.0)
         for i in range(len(key)):
             number = _wide(key[i])
@@ -204,9 +228,12 @@ def _scores(query, keys, scores):
 
 
 @numba.njit(**IN_ANY_ORDER)
-def _scores_of_one(query, keys, scores):
+def _scores_of_one(query, keys, values, scores):
     for p in range(len(keys)):
         key = keys[p]
+        for i in range(0, len(key), LINE // key.itemsize):
+            _prefetch(keys, min(p + AHEAD, len(keys) - 1), i)
+            _prefetch(values, p, i)
         score = np.float32(0.0)
         for i in range(len(key)):
             score += query[i] * _wide(key[i])
@@ -287,9 +314,9 @@ def _attend(told):
             for i in range(size):
                 own[i] = _wide(given[i]) * scaling
         if group == 1:
-            _scores_of_one(query[0], keys, scores[0])
+            _scores_of_one(query[0], keys, values, scores[0])
         for head in range(0, padded - 1, TOGETHER):
-            _scores(query[head : head + TOGETHER], keys, scores[head : head + TOGETHER])
+            _scores(query[head : head + TOGETHER], keys, values, scores[head : head + TOGETHER])
         for head in range(group):
             _softmax(scores[head, : len(keys)], lanes)
             scores[head, len(keys) : len(keys) + VALUES] = 0.0
