@@ -5,9 +5,10 @@ torch takes several calls for each, and every call reads and writes all numbers.
 products themselves. Here each is one pass over a token, in float32 inside, whatever the tensors hold. A token is computed by
 itself, so not a bit of it depends on its company or on the number of threads.
 
-numba compiles these loops as it does those of logits.py, for the type of number that is asked for. They run on the threads of
-torch's own OpenMP, which it keeps awake between the products; one of ours would have to be woken each time. Where torch has
-none that can be asked (it is libgomp's interface), they run in the caller's thread.
+numba compiles these loops as it does those of logits.py, for the type of number that is asked for; the two share nothing,
+because what numba keeps of a file is made anew only when that file has changed. They run on the threads of torch's own OpenMP,
+which it keeps awake between the products; one of ours would have to be woken each time. Where torch has none that can be asked
+(it is libgomp's interface), they run in the caller's thread.
 
 This layer knows tensors, and neither layers of a model nor slots that are free or taken.
 """
