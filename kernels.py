@@ -378,9 +378,7 @@ class Kernels:
         started_at = time.perf_counter()
         self._kernels = [_machine_code(kernel, number) for kernel in (_add_norm, _rotate, _attend, _gate)]
         if not all(kernel.cache_hits for kernel in self._kernels):
-            logger.info(
-                "What is between the matrix products is compiled for this CPU: %.1f s", time.perf_counter() - started_at
-            )
+            logger.info("Compiled the forward pass for this CPU in %.1f s", time.perf_counter() - started_at)
         self._add_norm, self._rotate, self._attend, self._gate = (kernel.address for kernel in self._kernels)
         self._words = ctypes.create_string_buffer(8 * MOST_WORDS)
         self._openmp = _openmp()
