@@ -6,8 +6,9 @@ not. What a row yields depends on its own logits, parameters and seed alone, nev
 the model's own distribution, before any parameter changes it; `prompt_logprobs` gives those of a prompt. Where the device
 chooses itself, `device_parameters` are what it is told, and `drawn` reads what it says.
 
-As a rule the likeliest tokens of a row, which logits.py finds, prove what the whole vocabulary would have told. They are gone
-through in float64, and rows for which they prove nothing, and parameters that need more, one by one in full.
+As a rule the likeliest tokens of a row, which logits.py finds, prove what the whole vocabulary would have told; with a
+temperature alone they bound what any other weighs, and a few others are looked at. This is done in float64, and for rows for
+which they prove nothing, and parameters that need more, in full, one row after the other.
 
 This layer knows neither slots nor sockets.
 """

@@ -11,7 +11,6 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import kernels
 from config import HERE
 from kernels import Kernels
 
@@ -220,7 +219,3 @@ def test_they_are_compiled_also_where_they_cannot_be_kept(tmp_path, because):
         cwd=tmp_path, env=environment, capture_output=True, text=True, check=True,
     )  # fmt: skip
     assert (round(float(told.stdout), 6), told.stderr) == (0.731059, "")
-
-
-def test_a_type_of_number_without_kernels_is_none_of_theirs():
-    assert torch.float16 not in kernels.KERNEL_DTYPES

@@ -831,7 +831,7 @@ def test_a_penalized_row_is_drawn_from_like_any_other():
     assert sampler.in_full == 0
 
 
-def test_the_tokens_of_several_blocks_are_drawn_as_often_as_they_should_be():
+def test_the_draws_of_many_seeds_follow_the_distribution_of_a_large_row_and_no_near_one():
     row = large_row("normal", 700, 6, scale=1.0)
     samplers = [Sampler(Sampling(seed=seed, temperature=0.7), [0]) for seed in range(8000)]
     counts = Counter(tokens_of(sample(torch.from_numpy(row).expand(8000, -1), samplers)))
