@@ -23,6 +23,7 @@ import numba
 import numpy as np
 import torch
 from llvmlite import ir
+from numba import carray
 from numba.core import cgutils, types
 from numba.extending import intrinsic
 
@@ -71,6 +72,16 @@ def _prefetch(_context, array, plane, step, lane):
         return context.get_dummy_value()
 
     return types.void(array, plane, step, lane), generate
+
+
+@intrinsic
+def _numbers(_context, address):
+    """A pointer to the float32 numbers at an address."""
+
+    def generate(_context, builder, signature, arguments):
+        return builder.inttoptr(arguments[0], _context.get_value_type(signature.return_type))
+
+    return types.CPointer(types.float32)(types.int64), generate
 
 
 @compiled
@@ -263,10 +274,14 @@ def ranked(scores: np.ndarray, floor: float) -> np.ndarray:
 
 
 @compiled
-def _look(lanes, rows, wanted, room):
-    """The arrays of `Logits`. lanes: float32 [planes, steps, lanes] of `rows` rows a plane; wanted: int64 [all rows]; room: for
-    how many likeliest tokens of a row."""
-    planes, steps, width = lanes.shape
+def _look(address, tokens, rows, wanted):
+    """The arrays of `Logits`, and whether there are broken rows. At the address there are planes of `rows` rows each, of which
+    as many tokens lie; wanted: int64 [all rows]."""
+    planes, room = len(wanted) // rows, 2 * wanted.max() + 64
+    # What a leaf has lies together in memory if as few tokens as fill the vectors are abreast.
+    few = ABREAST // math.gcd(rows, ABREAST)
+    steps, width = tokens // few, few * rows
+    lanes = carray(_numbers(address), (planes, steps, width))
     leaves = np.empty((planes, (steps + LEAF - 1) // LEAF, width), np.float32)
     branches = np.empty((planes, (leaves.shape[1] + BRANCH - 1) // BRANCH, width), np.float32)
     sums = np.zeros((planes, width), np.float32)
@@ -275,12 +290,12 @@ def _look(lanes, rows, wanted, room):
     counts, likeliest = np.empty(len(wanted), np.int64), np.empty(len(wanted), np.int64)
     highest = np.empty(len(wanted), np.float64)
     _find(lanes, rows, leaves, branches, sums, wanted, scores, ids, counts, highest, likeliest)
-    return scores, ids, counts, highest, likeliest
+    return (scores, ids, counts, highest, likeliest), not np.isfinite(highest).all()
 
 
 @compiled
-def _totals(lanes, rows, highest, scales, totals):
-    """Adds the weights of all tokens to `totals`, block by block. highest, scales, totals: float64 [all rows]."""
+def _totals(lanes, rows, highest, temperatures, totals):
+    """Adds the weights of all tokens to `totals`, block by block. highest, temperatures, totals: float64 [all rows]."""
     planes, steps, width = lanes.shape
     ahead = max(1, AHEAD // width)
     sums = np.empty(width, np.float32)
@@ -290,8 +305,9 @@ def _totals(lanes, rows, highest, scales, totals):
         is_needed = False
         for lane in range(width):
             top[lane] = highest[plane * rows + lane % rows]
-            scale[lane] = min(scales[plane * rows + lane % rows] * LOG2_E, 1e38)
-            is_needed |= scales[plane * rows + lane % rows] > 0.0
+            temperature = temperatures[plane * rows + lane % rows]
+            scale[lane] = min(LOG2_E / temperature, 1e38)
+            is_needed |= math.isfinite(temperature)
         if not is_needed:
             continue
         for block in range((steps + SUM_STEPS - 1) // SUM_STEPS):
@@ -335,33 +351,44 @@ class Logits:
     """
 
     def __init__(self, logits: torch.Tensor, wanted: Sequence[int]):
-        self._scores = logits.detach().numpy()
-        rows, self.vocab_size = logits.shape
-        by_token = rows > 1 and logits.stride(0) == 1
-        abreast = self._scores.T if by_token else self._scores
-        missing = -self.vocab_size % ABREAST
-        if missing:  # up to whole lanes
-            abreast = np.pad(abreast, [(0, missing * by_token), (0, missing * (not by_token))], constant_values=-np.inf)
-        self.rows_abreast = rows if by_token else 1
-        self.lanes = np.ascontiguousarray(abreast).reshape(rows // self.rows_abreast, -1, ABREAST * self.rows_abreast)
+        self._logits = logits
+        rows, self.vocab_size = logits.size(0), logits.size(1)
+        self._missing = -self.vocab_size % ABREAST  # up to whole lanes
+        self.rows_abreast = rows if rows > 1 and logits.stride(0) == 1 else 1
+        if self.rows_abreast > 1:
+            is_dense = logits.stride(1) == rows
+        else:
+            is_dense = logits.stride(1) == 1 and (rows == 1 or logits.stride(0) == self.vocab_size)
+        # An array of them would be made in more time than all the rest of this takes: most is cold while a device waits.
+        address = logits.data_ptr() if is_dense and not self._missing else self.lanes.ctypes.data
         self._turned: np.ndarray | None = None
         self._fetched = 0
-        # What a leaf has lies together in memory if as few tokens as fill the vectors are abreast.
-        few = next(n for n in (1, 2, 4, 8, 16, ABREAST) if n * self.rows_abreast % ABREAST == 0)
-        lanes = self.lanes.reshape(len(self.lanes), -1, few * self.rows_abreast)
-        self.found = _look(lanes, self.rows_abreast, np.asarray(wanted), 2 * max(wanted) + 64)
+        self.found, self._has_broken = _look(address, self.vocab_size + self._missing, self.rows_abreast, np.asarray(wanted))
         self.scores, self.ids, self.counts, self.highest, self.likeliest = self.found
+
+    @functools.cached_property
+    def _scores(self) -> np.ndarray:
+        return self._logits.detach().numpy()
+
+    @functools.cached_property
+    def lanes(self) -> np.ndarray:
+        by_token = self.rows_abreast > 1
+        abreast = self._scores.T if by_token else self._scores
+        if self._missing:
+            added = [(0, self._missing * by_token), (0, self._missing * (not by_token))]
+            abreast = np.pad(abreast, added, constant_values=-np.inf)
+        return np.ascontiguousarray(abreast).reshape(len(self._logits) // self.rows_abreast, -1, ABREAST * self.rows_abreast)
 
     @property
     def broken(self) -> list[int]:
         """The rows that have no highest score which is a number."""
-        return (~np.isfinite(self.highest)).nonzero()[0].tolist()
+        return (~np.isfinite(self.highest)).nonzero()[0].tolist() if self._has_broken else []
 
     def totals(self, temperatures: np.ndarray) -> np.ndarray:
         """The sums of all weights: float64 [rows] → float64 [rows]. Where a row is broken or its temperature infinite they mean
         nothing. A token's weight is exp((its score - the highest) / temperature)."""
         totals = np.zeros(len(self.highest))
-        _totals(self.lanes, self.rows_abreast, self.highest, 1.0 / temperatures, totals)
+        _totals(self.lanes, self.rows_abreast, self.highest, temperatures, totals)
         return totals
 
     def row(self, index: int) -> np.ndarray:

@@ -183,6 +183,7 @@ class NeuronModel:
         self.quantize = build.programs.quantize
         self.sampling = build.programs.sampling
         self._batches = build.programs.continuous_batching
+        self._columns_of: tuple = None, None  # the tensors that the last step was given
         self._filled = [FREE] * self.batch_size  # positions that each slot holds; a list, because the device waits for it
         _limit_cores(build.programs.tp_degree)
         self._announce = announce
@@ -277,21 +278,26 @@ class NeuronModel:
         self._filled = [FREE] * self.batch_size
         for slot, position in zip(named, filled):
             self._filled[slot] = position + 1
-        return self._run(tokens[:, None], positions[:, None], slots)
+        # Mostly they are the same as in the last step, filled anew.
+        if self._columns_of[0] is not tokens or self._columns_of[1] is not positions:
+            self._columns_of, self._columns = (tokens, positions), (tokens.unsqueeze(1), positions.unsqueeze(1))
+        return self._run(*self._columns, slots)
 
     def _run(self, ids: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
         """int64 [n, q], [n, q], [n] → float32 [n, vocab], or int64 [n] where the device samples. After an error of the runtime
         nothing works until a restart."""
         try:
-            with torch.inference_mode():
-                if not self._batches:  # all rows share a position, which a prompt does not name
-                    positions, slots = None if ids.shape[1] > 1 else positions[0], torch.zeros(1, dtype=torch.int64)
-                output = self._model(ids, positions, slots)
+            if not self._batches:  # all rows share a position, which a prompt does not name
+                positions, slots = None if ids.shape[1] > 1 else positions[0], torch.zeros(1, dtype=torch.int64)
+            output = self._model(ids, positions, slots)
         except Exception as error:
             raise DeviceLost(explain(error)) from error
         if self._lines is not None:
             return output[:, 0].long()  # they come as int32, and the next step's must have the dtype of its positions
-        return output[:, : self.vocab_size].float()
+        # Mostly there is nothing to cut off or to change, and each call of torch counts while the device waits.
+        if output.size(1) > self.vocab_size:
+            output = output[:, : self.vocab_size]
+        return output if output.dtype == torch.float32 else output.float()
 
 
 class DeviceSampling:

@@ -281,12 +281,12 @@ class WorkerEnd(_SocketThread):
     def receive(self, block: bool, timeout: float | None = None) -> list[tuple[bytes, FromWeb | Gone]]:
         """What arrived, as (peer, message) in order; with `block`, waits until there is something or `timeout` is over."""
         received = []
-        try:
-            received.append(self._inbox.get(block, timeout))
-            while True:
-                received.append(self._inbox.get_nowait())
-        except queue.Empty:
-            return [item for item in received if item is not None]
+        if block:
+            with contextlib.suppress(queue.Empty):
+                received.append(self._inbox.get(timeout=timeout))
+        while not self._inbox.empty():  # as a rule it is, and an exception would take longer than to ask
+            received.append(self._inbox.get())
+        return [item for item in received if item is not None]
 
     def report(self, status: Status) -> None:
         """What every heartbeat says from now on; a change of `phase` or `full` is told at once."""

@@ -28,11 +28,15 @@ from protocol import Sampling
 
 SHORTLIST = 64  # as a rule, top-p takes fewer tokens, and few others are drawn without it
 LONGEST_SHORTLIST = 256  # with more, rows are gone through one by one
+DRAWS = 16
+NO_LANES = np.empty((0, 0, 0), np.float32)
 NO_NUMBER = "the model's output is not a number"
 # By what share a sum of weights may be wrong; in float32: exponents of up to 80 are rounded thrice, then exp, then the sum.
 FAST_ERROR, FULL_ERROR = 2e-5, 1e-10
 # Of SplitMix64 (Steele, Lea and Flood 2014).
 STEP, FIRST, SECOND = np.uint64(0x9E3779B97F4A7C15), np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
+# -inf is what an impossible token scores. Each function gets its own, because one cannot be entered twice at a time.
+without_warnings = functools.partial(np.errstate, over="ignore", divide="ignore", invalid="ignore")
 
 
 class SamplingError(Exception):
@@ -63,6 +67,7 @@ class Sampler:
         self.shortlist = 0 if self.is_greedy or sampling.typical_p < 1.0 else sampling.top_k or SHORTLIST
         self.is_unfiltered = sampling.top_k == 0 and sampling.top_p == sampling.typical_p == 1.0
         self._random = None if self.is_greedy else np.random.Generator(np.random.Philox(key=sampling.seed))
+        self._draws: list[float] = []  # the next ones, last first
         self._seen = np.unique(prompt) if sampling.repetition_penalty != 1.0 else None
         self._counts_tokens = sampling.frequency_penalty != 0.0 or sampling.presence_penalty != 0.0
         self._counts: dict[int, int] = {}
@@ -82,8 +87,11 @@ class Sampler:
 
     def draw(self) -> float:
         """0 <= draw < 1, unless it is greedy. One number for each token, so a stream's n-th draw is its n-th token's."""
-        return self._random.random()
+        if not self._draws:  # several at a time cost little more than one
+            self._draws = self._random.random(DRAWS).tolist()[::-1]
+        return self._draws.pop()
 
+    @without_warnings()
     def choose(self, scores: np.ndarray, total: float, draw: float) -> int:
         """The next token id, from the whole row: float32 [vocab], changed already. total: the sum of all weights, right to
         FAST_ERROR, needed for top-p without top-k. A token's weight is exp((its score - the highest) / temperature)."""
@@ -138,6 +146,7 @@ class Sampler:
         banned = self._banned[self._banned < vocab_size] if self._banned_for > 0 else counted[:0]
         return np.concatenate((seen, counted, banned))
 
+    @without_warnings()
     def change(self, scores: np.ndarray) -> None:
         """Puts penalties, biases and bans into the model's own scores, float32 [vocab], rounded to float32 as in transformers.
         The order is transformers' and TGI's: this, temperature, top-k, top-p, typical-p."""
@@ -166,7 +175,6 @@ def _typical_p(probabilities: np.ndarray, typical_p: float) -> np.ndarray:
     return np.sort(order[: np.searchsorted(cumulative, typical_p * cumulative[-1]) + 1])
 
 
-@np.errstate(over="ignore", divide="ignore", invalid="ignore")  # -inf is what an impossible token scores
 def choose(logits: torch.Tensor, samplers: Sequence[Sampler]) -> tuple[list[int | Exception], Logits | torch.Tensor]:
     """The next token of each row, and what `describe` needs. logits: float32 [rows, vocab], on the CPU, one sampler a row.
     Meanwhile they may have penalties in them; afterwards they are as they were.
@@ -197,7 +205,7 @@ def choose(logits: torch.Tensor, samplers: Sequence[Sampler]) -> tuple[list[int 
     return chosen, looked_at
 
 
-@np.errstate(over="ignore", divide="ignore", invalid="ignore")
+@without_warnings()
 def describe(
     logits: Logits | torch.Tensor, tokens: Sequence[int], top_n: Sequence[int]
 ) -> list[tuple[float, list[tuple[int, float]]] | Exception]:
@@ -261,6 +269,7 @@ class _Plan:
         temperatures = np.array([each.temperature for each in own])
         is_listed = np.array([shortlists[row] > 0 for row in self.drawing], dtype=bool)
         is_unfiltered = np.array([samplers[row].is_unfiltered for row in self.drawing], dtype=bool)
+        self.has_unfiltered = bool(is_unfiltered.any())
         self.asked = np.array(self.drawing), is_listed, is_unfiltered, top_k, top_p, temperatures
         # At which temperature the sum of all its weights is needed.
         self.weighed_at = np.full(len(samplers), np.inf)
@@ -289,7 +298,8 @@ def _choose(
         return chosen, logits
     totals = logits.totals(plan.weighed_at) if plan.weighs else np.empty(len(samplers))
     tokens = np.full(len(plan.drawing), -1)
-    _draw(tokens, *plan.asked, draws, totals, logits.lanes, logits.rows_abreast, logits.vocab_size, *logits.found)
+    lanes = logits.lanes if plan.has_unfiltered else NO_LANES
+    _draw(tokens, *plan.asked, draws, totals, lanes, logits.rows_abreast, logits.vocab_size, *logits.found)
     for row, token, draw in zip(plan.drawing, tokens.tolist(), draws.tolist()):
         if row in broken or row in failed:
             continue
@@ -433,7 +443,7 @@ def drawn(ids: torch.Tensor, vocab_size: int) -> list[int | Exception]:
     ]
 
 
-@np.errstate(over="ignore", divide="ignore", invalid="ignore")
+@without_warnings()
 def prompt_logprobs(
     chunks: Iterable[torch.Tensor], prompt: list[int], top_n: int
 ) -> tuple[torch.Tensor, list[float], list[list[tuple[int, float]]]]:

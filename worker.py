@@ -25,6 +25,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import msgspec
+import numpy as np
 import torch
 
 import config as configuration
@@ -136,6 +137,21 @@ class Gain:
     interval_s: float | None  # since those who run had their last token; of a step
 
 
+class StepInput:
+    """What a step is given, in tensors that are filled anew for each: to make them takes torch longer than to fill them."""
+
+    def __init__(self, slots: int):
+        self._numbers = np.empty((3, slots), np.int64)
+        self._tensors = torch.from_numpy(self._numbers).unbind()
+
+    def filled(self, slots: Sequence[int], requests: Sequence[Request]) -> tuple[torch.Tensor, ...]:
+        """Tokens, positions and slots: int64 [n] each."""
+        self._numbers[0] = [request.last_token for request in requests]
+        self._numbers[1] = [request.position for request in requests]
+        self._numbers[2] = slots
+        return self._tensors
+
+
 @dataclass
 class Prompting:
     """The prompt that is being run, in parts where the model can."""
@@ -175,6 +191,7 @@ class Worker:
         self._prompting: Prompting | None = None
         self._steps_since_prompt = 0
         self._ready_web_processes: set[int] = set()
+        self._inputs = [StepInput(slots) for slots in range(self.model.batch_size + 1)]
         self._untold: list[Gain] = []
         self._unlogged: list[dict] = []  # of requests that ended
         self._tells_aside = self.model.device != "cpu"  # else the next call would share its processor with the telling
@@ -196,6 +213,7 @@ class Worker:
         ):
             self.metrics.series(name).set_function(read)
 
+    @torch.inference_mode()
     def run(self) -> None:
         """Serves until `stop`, or until everything is done after `drain`."""
         self._report()
@@ -256,7 +274,7 @@ class Worker:
     def admit(self) -> None:
         """Runs waiting prompts into free slots, or a part of one: as many tokens as may come between two steps."""
         ran = 0
-        while ran < self._most_prompt_tokens() and (self._prompting or self._take_up(ran)):
+        while (self._prompting or self.queue) and ran < self._most_prompt_tokens() and (self._prompting or self._take_up(ran)):
             ran += self._run_prompt(self._prompting)
             if self._known:
                 self.receive()  # for who hangs up meanwhile
@@ -351,11 +369,7 @@ class Worker:
         self.tell()
         started_at = time.monotonic()
         try:
-            output = self.model.decode(
-                torch.tensor([request.last_token for request in requests]),
-                torch.tensor([request.position for request in requests]),
-                torch.tensor(slots),
-            )
+            output = self.model.decode(*self._inputs[len(slots)].filled(slots, requests))
         except Exception as error:
             logger.exception("a step of %d slots failed", len(slots))
             self.metrics.series("batch_inference_count", "decode").inc()

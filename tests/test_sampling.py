@@ -791,7 +791,7 @@ def test_the_smallest_and_the_largest_draw_fall_on_a_possible_token(filters, dra
     row = large_row("normal", 1000, 9)
     row[:300] = row[900:] = -INF
     sampler = Sampler(Sampling(seed=1, **filters), [0])
-    monkeypatch.setattr(sampler, "_random", SimpleNamespace(random=lambda: draw))
+    monkeypatch.setattr(sampler, "_random", SimpleNamespace(random=lambda size: np.full(size, draw)))
     (token,) = tokens_of(sample(torch.from_numpy(row)[None], [sampler]))
     assert row[token] > -INF
 
