@@ -7,16 +7,20 @@ row's sums are taken over the same numbers in the same order whatever else is in
 that not a bit of a row depends on its neighbours.
 
 These are loops over millions of numbers while a device waits, so numba compiles them for this processor, and keeps what it
-made (in NUMBA_CACHE_DIR, beside this file or in the user's cache). They run in one thread, because one that has to be woken
-comes too late, and without the interpreter's lock.
+made (in NUMBA_CACHE_DIR, beside this file or in the user's cache). They run without the interpreter's lock; the search for the
+likeliest tokens in two threads, if there is a `Helper`.
 
 This layer knows neither parameters nor draws: sampling.py does.
 """
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import functools
 import math
+import os
+import threading
 from collections.abc import Sequence
 
 import numba
@@ -33,6 +37,12 @@ SUM_STEPS = 4  # times ABREAST are the neighbouring tokens whose weights are sum
 LINE = 16  # numbers that come together from memory
 AHEAD = 16 * ABREAST  # how many numbers before they are needed memory is asked for them
 FEW_ROWS = 4
+FEW_BRANCHES = 4  # that a thread takes at a time
+MUCH = 2**17  # logits; to share out fewer takes longer than to look at them alone
+LEAD_NS, PATIENCE_NS = 300_000, 1_000_000  # how long before, and after, the time at which it is expected
+# What two threads that look together have in common, in words; those that both change are on lines of their own.
+INSIDE, OPEN, TAKEN, DONE, FOUND, DUE, CPU, ENDS, HELPED, SEMAPHORE, TOLD, WORDS = 0, 8, 16, 24, 32, 40, 41, 42, 43, 44, 48, 72
+NO_WORDS = np.empty(0, np.int64)
 LOWEST = np.finfo(np.float32).min
 LEAST_POWER = np.float32(-115.0)  # of 2: exp(-80), which is next to nothing, and in float32 still a normal number
 LOG2_E = math.log2(math.e)
@@ -75,13 +85,26 @@ def _prefetch(_context, array, plane, step, lane):
 
 
 @intrinsic
-def _numbers(_context, address):
-    """A pointer to the float32 numbers at an address."""
+def _at(_context, address, kind):
+    """A pointer to the numbers of a kind at an address."""
 
-    def generate(_context, builder, signature, arguments):
-        return builder.inttoptr(arguments[0], _context.get_value_type(signature.return_type))
+    def generate(context, builder, signature, arguments):
+        return builder.inttoptr(arguments[0], context.get_value_type(signature.return_type))
 
-    return types.CPointer(types.float32)(types.int64), generate
+    return types.CPointer(kind.dtype)(address, kind), generate
+
+
+@intrinsic
+def _add(_context, words, index, number):
+    """Adds to a word that other threads add to, too. Returns what it was before. Nothing is moved over this by the compiler
+    or the processor."""
+
+    def generate(context, builder, signature, arguments):
+        array = context.make_array(signature.args[0])(context, builder, arguments[0])
+        address = cgutils.get_item_pointer(context, builder, signature.args[0], array, [arguments[1]], wraparound=False)
+        return builder.atomic_rmw("add", address, arguments[2], "seq_cst")
+
+    return types.int64(words, types.int64, types.int64), generate
 
 
 @compiled
@@ -90,16 +113,23 @@ def _higher(a, b):
 
 
 @compiled
-def _peaks(lanes, leaves, branches, sums):
-    """The highest of each leaf and branch of each lane, and the sums of all lanes, which are numbers only if all they have is.
+def _peaks(words, lanes, rows, leaves, branches, suspects):
+    """The highest of each leaf and branch of each lane, and which rows may have NaN, because the sum of some is none.
 
-    lanes: float32 [planes, steps, lanes]; leaves, branches: as many lanes; sums: [planes, lanes], noughts.
+    lanes: float32 [planes, steps, lanes], of `rows` rows a plane; leaves, branches: as many lanes; suspects: [all rows]. Takes
+    a few branches after the other, as long as no other thread has taken them.
     """
     planes, steps, width = lanes.shape
     ahead = max(4, AHEAD // width)
-    for plane in range(planes):
-        total = sums[plane]
-        for b in range(branches.shape[1]):
+    parts = (branches.shape[1] + FEW_BRANCHES - 1) // FEW_BRANCHES
+    total = np.empty(width, np.float32)
+    while True:
+        part = _add(words, TAKEN, 1)
+        if part >= planes * parts:
+            break
+        plane, first = part // parts, part % parts * FEW_BRANCHES
+        total[:] = 0.0
+        for b in range(first, min(first + FEW_BRANCHES, branches.shape[1])):
             branch = branches[plane, b]
             branch[:] = -np.inf
             for f in range(b * BRANCH, min((b + 1) * BRANCH, leaves.shape[1])):
@@ -126,6 +156,12 @@ def _peaks(lanes, leaves, branches, sums):
                     step += 1
                 for lane in range(width):
                     branch[lane] = _higher(branch[lane], leaf[lane])
+        for lane in range(width):
+            if math.isnan(total[lane]):
+                suspects[plane * rows + lane % rows] = 1
+        _add(words, DONE, 1)
+    while _add(words, DONE, 0) < planes * parts:
+        pass
 
 
 @compiled
@@ -167,74 +203,75 @@ def _floor(peaks, row, rows, n):
 
 
 @compiled
-def _find(lanes, rows, leaves, branches, sums, wanted, scores, ids, counts, highest, likeliest):
+def _find(words, lanes, rows, leaves, branches, suspects, wanted, scores, ids, counts, highest, likeliest):
     """The likeliest tokens of each row, likeliest first: at least as many as are wanted, if as many are possible.
 
     rows: of a plane; wanted: int64 [all rows], at least 1; scores, ids: [all rows, room]; the others: [all rows]. A count is -1
-    where there is no room for them; the highest of a row with NaN is NaN.
+    where there is no room for them; the highest of a row with NaN is NaN. Takes one row after the other, as long as no other
+    thread has taken them.
     """
-    planes, steps, width = lanes.shape
+    _planes, steps, width = lanes.shape
     across = width // rows
     room = scores.shape[1]
     keys = np.empty(room, np.int64)
     reaching = np.empty((leaves.shape[1] * across, 2), np.int64)
-    for plane in range(planes):
-        for row in range(rows):
-            at = plane * rows + row
-            top = LOWEST
-            is_suspect = False
-            for lane in range(row, width, rows):
-                is_suspect |= math.isnan(sums[plane, lane])
-                for branch in range(branches.shape[1]):
-                    top = _higher(top, branches[plane, branch, lane])
-            if is_suspect:  # or there are infinities of both kinds
-                for step in range(steps):
-                    for lane in range(row, width, rows):
-                        if math.isnan(lanes[plane, step, lane]):
-                            top = np.nan
-            highest[at], counts[at], likeliest[at] = top, 0, 0
-            if math.isnan(top):
-                continue
-            n = wanted[at]
-            if n == 1:
-                floor = top
-            elif 4 * n <= 3 * branches.shape[1] * across:
-                floor = _floor(branches[plane], row, rows, n)
-            elif 4 * n <= 3 * leaves.shape[1] * across:
-                floor = _floor(leaves[plane], row, rows, n)
-            else:
-                floor = LOWEST
-            found = 0
+    while True:
+        at = _add(words, FOUND, 1)
+        if at >= len(wanted):
+            break
+        plane, row = at // rows, at % rows
+        top = LOWEST
+        for lane in range(row, width, rows):
             for branch in range(branches.shape[1]):
+                top = _higher(top, branches[plane, branch, lane])
+        if suspects[at]:  # or there are infinities of both kinds
+            for step in range(steps):
                 for lane in range(row, width, rows):
-                    if branches[plane, branch, lane] >= floor:
-                        for leaf in range(branch * BRANCH, min((branch + 1) * BRANCH, leaves.shape[1])):
-                            if leaves[plane, leaf, lane] >= floor:
-                                reaching[found, 0], reaching[found, 1] = leaf, lane
-                                found += 1
-                                for step in range(leaf * LEAF, min((leaf + 1) * LEAF, steps)):
-                                    _prefetch(lanes, plane, step, lane)
-            count, first = 0, np.int64(-(2**63))
-            for leaf, lane in reaching[:found]:
-                for step in range(leaf * LEAF, min((leaf + 1) * LEAF, steps)):
-                    score = lanes[plane, step, lane]
-                    if score >= floor:
-                        key = _key(score, step * across + lane // rows)
-                        first = max(first, key)
-                        if count < room:  # goes to its place among those that were found before
-                            place = count
-                            while place > 0 and keys[place - 1] < key:
-                                keys[place] = keys[place - 1]
-                                place -= 1
-                            keys[place] = key
-                        count += 1
-            if count == 0:  # the highest is as impossible as the rest
-                highest[at] = -np.inf
-                continue
-            likeliest[at] = _token(first)
-            counts[at] = count if count <= room else -1
-            for i in range(counts[at]):
-                scores[at, i], ids[at, i] = _score(keys[i]), _token(keys[i])
+                    if math.isnan(lanes[plane, step, lane]):
+                        top = np.nan
+        highest[at], counts[at], likeliest[at] = top, 0, 0
+        if math.isnan(top):
+            continue
+        n = wanted[at]
+        if n == 1:
+            floor = top
+        elif 4 * n <= 3 * branches.shape[1] * across:
+            floor = _floor(branches[plane], row, rows, n)
+        elif 4 * n <= 3 * leaves.shape[1] * across:
+            floor = _floor(leaves[plane], row, rows, n)
+        else:
+            floor = LOWEST
+        found = 0
+        for branch in range(branches.shape[1]):
+            for lane in range(row, width, rows):
+                if branches[plane, branch, lane] >= floor:
+                    for leaf in range(branch * BRANCH, min((branch + 1) * BRANCH, leaves.shape[1])):
+                        if leaves[plane, leaf, lane] >= floor:
+                            reaching[found, 0], reaching[found, 1] = leaf, lane
+                            found += 1
+                            for step in range(leaf * LEAF, min((leaf + 1) * LEAF, steps)):
+                                _prefetch(lanes, plane, step, lane)
+        count, first = 0, np.int64(-(2**63))
+        for leaf, lane in reaching[:found]:
+            for step in range(leaf * LEAF, min((leaf + 1) * LEAF, steps)):
+                score = lanes[plane, step, lane]
+                if score >= floor:
+                    key = _key(score, step * across + lane // rows)
+                    first = max(first, key)
+                    if count < room:  # goes to its place among those that were found before
+                        place = count
+                        while place > 0 and keys[place - 1] < key:
+                            keys[place] = keys[place - 1]
+                            place -= 1
+                        keys[place] = key
+                    count += 1
+        if count == 0:  # the highest is as impossible as the rest
+            highest[at] = -np.inf
+            continue
+        likeliest[at] = _token(first)
+        counts[at] = count if count <= room else -1
+        for i in range(counts[at]):
+            scores[at, i], ids[at, i] = _score(keys[i]), _token(keys[i])
 
 
 @compiled
@@ -273,24 +310,139 @@ def ranked(scores: np.ndarray, floor: float) -> np.ndarray:
     return 0xFFFFFFFF - (keys[::-1] & 0xFFFFFFFF)
 
 
+_clock_gettime = types.ExternalFunction("clock_gettime", types.int32(types.int32, types.CPointer(types.int64)))
+_sched_yield = types.ExternalFunction("sched_yield", types.int32())
+_sched_getcpu = types.ExternalFunction("sched_getcpu", types.int32())
+_sem_wait = types.ExternalFunction("sem_wait", types.int32(types.CPointer(types.int64)))
+_usleep = types.ExternalFunction("usleep", types.int32(types.uint32))
+
+
 @compiled
-def _look(address, tokens, rows, wanted):
+def _share(words):
+    """Takes its part of the work that `_look` has told of in words."""
+    planes, steps, width, rows, all_leaves, all_branches, room = words[TOLD : TOLD + 7]
+    addresses, all_rows = words[TOLD + 7 : TOLD + 17], planes * rows
+    lanes = carray(_at(addresses[0], np.float32), (planes, steps, width))
+    leaves = carray(_at(addresses[1], np.float32), (planes, all_leaves, width))
+    branches = carray(_at(addresses[2], np.float32), (planes, all_branches, width))
+    suspects, wanted = carray(_at(addresses[3], np.int64), all_rows), carray(_at(addresses[4], np.int64), all_rows)
+    scores, ids = carray(_at(addresses[5], np.float32), (all_rows, room)), carray(_at(addresses[6], np.int64), (all_rows, room))
+    counts, highest = carray(_at(addresses[7], np.int64), all_rows), carray(_at(addresses[8], np.float64), all_rows)
+    likeliest = carray(_at(addresses[9], np.int64), all_rows)
+    _peaks(words, lanes, rows, leaves, branches, suspects)
+    _find(words, lanes, rows, leaves, branches, suspects, wanted, scores, ids, counts, highest, likeliest)
+
+
+@compiled
+def _look(address, tokens, rows, wanted, words):
     """The arrays of `Logits`, and whether there are broken rows. At the address there are planes of `rows` rows each, of which
-    as many tokens lie; wanted: int64 [all rows]."""
+    as many tokens lie; wanted: int64 [all rows]; words: a helper's, or none."""
     planes, room = len(wanted) // rows, 2 * wanted.max() + 64
     # What a leaf has lies together in memory if as few tokens as fill the vectors are abreast.
     few = ABREAST // math.gcd(rows, ABREAST)
     steps, width = tokens // few, few * rows
-    lanes = carray(_numbers(address), (planes, steps, width))
     leaves = np.empty((planes, (steps + LEAF - 1) // LEAF, width), np.float32)
     branches = np.empty((planes, (leaves.shape[1] + BRANCH - 1) // BRANCH, width), np.float32)
-    sums = np.zeros((planes, width), np.float32)
-    _peaks(lanes, leaves, branches, sums)
+    suspects = np.zeros(len(wanted), np.int64)
     scores, ids = np.empty((len(wanted), room), np.float32), np.empty((len(wanted), room), np.int64)
     counts, likeliest = np.empty(len(wanted), np.int64), np.empty(len(wanted), np.int64)
     highest = np.empty(len(wanted), np.float64)
-    _find(lanes, rows, leaves, branches, sums, wanted, scores, ids, counts, highest, likeliest)
+    is_shared = len(words) > 0 and len(wanted) * tokens >= MUCH
+    if not is_shared:
+        words = np.zeros(WORDS, np.int64)
+    told = words[TOLD:]
+    told[0], told[1], told[2], told[3] = planes, steps, width, rows
+    told[4], told[5], told[6] = leaves.shape[1], branches.shape[1], room
+    told[7], told[8], told[9], told[10] = address, leaves.ctypes.data, branches.ctypes.data, suspects.ctypes.data
+    told[11], told[12], told[13], told[14] = wanted.ctypes.data, scores.ctypes.data, ids.ctypes.data, counts.ctypes.data
+    told[15], told[16] = highest.ctypes.data, likeliest.ctypes.data
+    words[TAKEN] = words[DONE] = words[FOUND] = 0
+    words[CPU] = _sched_getcpu()
+    _add(words, OPEN, 1)
+    _share(words)
+    _add(words, OPEN, -1)
+    while _add(words, INSIDE, 0) > 0:  # to the end of what it has taken
+        pass
+    told[8] = leaves.size + branches.size + suspects.size  # asked for, so that they are not given back before
     return (scores, ids, counts, highest, likeliest), not np.isfinite(highest).all()
+
+
+@compiled
+def _now_ns(time):
+    """Of CLOCK_MONOTONIC. time: int64 [2], to write into."""
+    _clock_gettime(np.int32(1), time.ctypes)
+    return time[0] * 1_000_000_000 + time[1]
+
+
+@compiled
+def _stand_by(words):
+    """Helps with every look that it is awake for, until it is told to end."""
+    time = np.empty(2, np.int64)
+    while True:
+        while _sem_wait(words[SEMAPHORE:].ctypes) != 0:  # a signal came
+            pass
+        if _add(words, ENDS, 0):
+            return
+        early_ns = _add(words, DUE, 0) - LEAD_NS - _now_ns(time)
+        if early_ns > 0:
+            _usleep(np.uint32(early_ns // 1000))
+        until = _add(words, DUE, 0) + PATIENCE_NS
+        is_done = False
+        while not is_done and _now_ns(time) < until:
+            if _add(words, OPEN, 0):
+                _add(words, INSIDE, 1)
+                if _add(words, OPEN, 0):  # still: who looks waits for those inside from now on
+                    _share(words)
+                    is_done = True
+                    words[HELPED] += 1
+                _add(words, INSIDE, -1)
+            _sched_yield()
+
+
+class Helper:
+    """A second thread that takes its part of the look at logits, if it is awake when that begins.
+
+    One that had to be woken would come too late. So it is told when to expect the look, and is there a moment before, for a
+    moment: it polls, and yields to who wants its processor. Who looks never waits for it, except for the end of what it has
+    taken. It needs neither the interpreter nor its lock.
+    """
+
+    @staticmethod
+    def can_help() -> bool:
+        """Whether there is a processor for it."""
+        return len(os.sched_getaffinity(0)) > 1
+
+    def __init__(self):
+        self.words = np.zeros(WORDS, np.int64)
+        self._libc = ctypes.CDLL(None)
+        self._semaphore = ctypes.c_void_p(self.words[SEMAPHORE:].ctypes.data)
+        self._libc.sem_init(self._semaphore, 0, 0)
+        self._cpus, self._shunned = os.sched_getaffinity(0), -1
+        self._thread = threading.Thread(target=_stand_by, args=(self.words,), name="helper", daemon=True)
+        self._thread.start()
+
+    @property
+    def helped(self) -> int:
+        """How often it has taken a part."""
+        return int(self.words[HELPED])
+
+    def expect(self, logits: int, at: float) -> None:
+        """The next look is at so many, and expected at that time: CLOCK_MONOTONIC, in seconds."""
+        if logits < MUCH:
+            return
+        self.words[DUE] = int(at * 1e9)
+        # Linux wakes who looks on the processor where it fell asleep, also if this polls there and another one is idle.
+        if self.words[CPU] != self._shunned:
+            self._shunned = int(self.words[CPU])
+            with contextlib.suppress(OSError):  # where that is forbidden, it helps less often
+                os.sched_setaffinity(self._thread.native_id, self._cpus - {self._shunned})
+        self._libc.sem_post(self._semaphore)
+
+    def end(self) -> None:
+        """Ends the thread."""
+        self.words[ENDS] = 1
+        self._libc.sem_post(self._semaphore)
+        self._thread.join()
 
 
 @compiled
@@ -350,7 +502,7 @@ class Logits:
     found         scores, ids, counts, highest and likeliest, for compiled loops
     """
 
-    def __init__(self, logits: torch.Tensor, wanted: Sequence[int]):
+    def __init__(self, logits: torch.Tensor, wanted: Sequence[int], helper: Helper | None = None):
         self._logits = logits
         rows, self.vocab_size = logits.size(0), logits.size(1)
         self._missing = -self.vocab_size % ABREAST  # up to whole lanes
@@ -363,7 +515,9 @@ class Logits:
         address = logits.data_ptr() if is_dense and not self._missing else self.lanes.ctypes.data
         self._turned: np.ndarray | None = None
         self._fetched = 0
-        self.found, self._has_broken = _look(address, self.vocab_size + self._missing, self.rows_abreast, np.asarray(wanted))
+        words = helper.words if helper else NO_WORDS
+        tokens = self.vocab_size + self._missing
+        self.found, self._has_broken = _look(address, tokens, self.rows_abreast, np.asarray(wanted), words)
         self.scores, self.ids, self.counts, self.highest, self.likeliest = self.found
 
     @functools.cached_property

@@ -23,7 +23,7 @@ from collections.abc import Collection, Iterable, Sequence
 import numpy as np
 import torch
 
-from logits import Logits, compiled, nth_highest, ranked
+from logits import Helper, Logits, compiled, nth_highest, ranked
 from protocol import Sampling
 
 SHORTLIST = 64  # as a rule, top-p takes fewer tokens, and few others are drawn without it
@@ -175,7 +175,9 @@ def _typical_p(probabilities: np.ndarray, typical_p: float) -> np.ndarray:
     return np.sort(order[: np.searchsorted(cumulative, typical_p * cumulative[-1]) + 1])
 
 
-def choose(logits: torch.Tensor, samplers: Sequence[Sampler]) -> tuple[list[int | Exception], Logits | torch.Tensor]:
+def choose(
+    logits: torch.Tensor, samplers: Sequence[Sampler], helper: Helper | None = None
+) -> tuple[list[int | Exception], Logits | torch.Tensor]:
     """The next token of each row, and what `describe` needs. logits: float32 [rows, vocab], on the CPU, one sampler a row.
     Meanwhile they may have penalties in them; afterwards they are as they were.
 
@@ -190,10 +192,10 @@ def choose(logits: torch.Tensor, samplers: Sequence[Sampler]) -> tuple[list[int 
         except Exception as error:
             failed[row] = error
     if changing := [row for row in plan.changeable if samplers[row].changes_scores]:
-        chosen = _choose_changed(logits, samplers, plan, draws, changing, failed)
+        chosen = _choose_changed(logits, samplers, plan, draws, changing, failed, helper)
         looked_at = logits
     else:
-        chosen, looked_at = _choose(logits, samplers, plan, draws, failed)
+        chosen, looked_at = _choose(logits, samplers, plan, draws, failed, helper)
     for row, error in failed.items():
         chosen[row] = error
     for row in plan.remembering:
@@ -231,6 +233,7 @@ def _choose_changed(
     draws: np.ndarray,
     changing: list[int],
     failed: dict[int, Exception],
+    helper: Helper | None,
 ) -> list[int | Exception]:
     """`_choose` for logits in which the scores of some rows are changed meanwhile."""
     if logits.stride(0) == 0:  # rows that are one in memory could not be changed each by itself
@@ -245,7 +248,7 @@ def _choose_changed(
                 samplers[row].change(scores[row])
             except Exception as error:
                 failed[row] = error
-        chosen, looked_at = _choose(logits, samplers, plan, draws, failed)
+        chosen, looked_at = _choose(logits, samplers, plan, draws, failed, helper)
     finally:
         for row, touched, values in before:
             scores[row, touched] = values
@@ -285,11 +288,16 @@ def _plan(samplers: tuple[Sampler, ...]) -> _Plan:
 
 
 def _choose(
-    scores: torch.Tensor, samplers: Sequence[Sampler], plan: _Plan, draws: np.ndarray, failed: Collection[int]
+    scores: torch.Tensor,
+    samplers: Sequence[Sampler],
+    plan: _Plan,
+    draws: np.ndarray,
+    failed: Collection[int],
+    helper: Helper | None,
 ) -> tuple[list[int | Exception], Logits]:
     """The next token of each row, for scores that are changed already; for those that have failed anything. draws: float64
     [drawing]."""
-    logits = Logits(scores, plan.wanted)
+    logits = Logits(scores, plan.wanted, helper)
     chosen: list[int | Exception] = logits.likeliest.tolist()
     broken = logits.broken
     for row in broken:
@@ -423,6 +431,7 @@ def _place(weights, draw):
 
 def compile_loops() -> None:
     """Makes the machine code that the first choices would wait for. It takes seconds, unless it was kept from another time."""
+    Helper().end()
     kinds = Sampling(seed=0), Sampling(seed=0, top_k=2, top_p=0.5), Sampling(seed=0, top_k=2, typical_p=0.5)
     chosen, looked_at = choose(torch.arange(3.0).expand(3, 3).contiguous(), [Sampler(kind, [0]) for kind in kinds])
     describe(looked_at, chosen, [1, 2, 3])

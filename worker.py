@@ -30,7 +30,7 @@ import torch
 
 import config as configuration
 from config import HERE, Config, ConfigError, Manifest
-from logits import Logits
+from logits import Helper, Logits
 from metrics import Metrics
 from model import DeviceLost, ModelError, StaticBatchModel, choose_device, fetch, fetch_weights
 from protocol import (
@@ -113,6 +113,10 @@ class Pace:
         if typical is None:
             return self.FIRST_S + tokens
         return max(self.LEAST_S, self.MANY_TIMES * typical * tokens)
+
+    def typical_s(self, kind: str) -> float:
+        """Of a token; 0 as long as nothing is known."""
+        return self._seconds.get(kind, 0.0)
 
     def learn(self, kind: str, seconds: float, tokens: int = 1) -> None:
         seconds /= tokens
@@ -197,6 +201,7 @@ class Worker:
         self._tells_aside = self.model.device != "cpu"  # else the next call would share its processor with the telling
         if self._tells_aside:
             self.end.give_way()
+        self._helper: Helper | None = None
         self._telling = threading.Semaphore(MOST_UNTOLD)  # each holds the logits of a step
         self._broken: queue.SimpleQueue[Request] = queue.SimpleQueue()
         self._pace = Pace()
@@ -216,17 +221,24 @@ class Worker:
     @torch.inference_mode()
     def run(self) -> None:
         """Serves until `stop`, or until everything is done after `drain`."""
-        self._report()
-        while not self.stopping and (self._known or not self.draining):
-            self.receive()
-            self.admit()
-            self.turn_away()
-            self.decode()
-        self.draining = True
-        self.receive()  # what came meanwhile is refused, not left
-        for request in list(self._known.values()):
-            self._end(request, "draining")
-        self.tell()
+        # Where the device is the CPU, all processors work for it, and none is left to help with the choice.
+        if self.model.device != "cpu" and self.model.sampling == "host" and Helper.can_help():
+            self._helper = Helper()
+        try:
+            self._report()
+            while not self.stopping and (self._known or not self.draining):
+                self.receive()
+                self.admit()
+                self.turn_away()
+                self.decode()
+            self.draining = True
+            self.receive()  # what came meanwhile is refused, not left
+            for request in list(self._known.values()):
+                self._end(request, "draining")
+            self.tell()
+        finally:
+            if self._helper:
+                self._helper.end()
 
     def drain(self) -> None:
         """Refuses what is new; the loop ends with the last request. May be called from a signal handler."""
@@ -366,7 +378,7 @@ class Worker:
         if not live:
             return self.tell()
         slots, requests = zip(*live)
-        self.tell()
+        self.tell(look=(len(slots) * self.model.vocab_size, time.monotonic() + self._pace.typical_s("decode")))
         started_at = time.monotonic()
         try:
             output = self.model.decode(*self._inputs[len(slots)].filled(slots, requests))
@@ -382,17 +394,17 @@ class Worker:
         self.steps += 1
         self._steps_since_prompt += 1
         self._gain(requests, output, started_at)
-        self._pace.learn("decode", self._progress_at - started_at)
+        self._pace.learn("decode", self._untold[-1].ran_at - started_at)
 
-    def tell(self, patience_s: float | None = None) -> None:
+    def tell(self, patience_s: float | None = None, look: tuple[int, float] | None = None) -> None:
         """Tells what was gained, and how the worker is doing: the device may take `patience_s` for what it is given next, by
-        default what a step may take."""
+        default what a step may take. look: how many logits come of that, and when, for the helper."""
         if self._untold or self._unlogged:
             gains, ended = self._untold, self._unlogged
             self._untold, self._unlogged = [], []
             if self._tells_aside:
                 self._telling.acquire()
-                self.end.send_made(lambda: self._told_aside(gains, ended))
+                self.end.send_made(lambda: self._told_aside(gains, ended, look))
             else:
                 for peer, message in self._tell(gains, ended):
                     self.end.send(peer, message)
@@ -477,7 +489,7 @@ class Worker:
             if self.model.sampling == "device":
                 chosen = drawn(output, self.model.vocab_size)
             else:
-                chosen, logits = choose(output, [request.sampler for request in requests])
+                chosen, logits = choose(output, [request.sampler for request in requests], self._helper)
         except Exception as error:
             chosen = [error] * len(requests)
         chosen_at = time.monotonic()
@@ -527,8 +539,12 @@ class Worker:
         self._forget(request, finish_reason)
         return finish_reason
 
-    def _told_aside(self, gains: list[Gain], ended: list[dict]) -> Iterator[tuple[bytes, Tokens | End]]:
+    def _told_aside(
+        self, gains: list[Gain], ended: list[dict], look: tuple[int, float] | None
+    ) -> Iterator[tuple[bytes, Tokens | End]]:
         try:
+            if self._helper and look:
+                self._helper.expect(*look)
             yield from self._tell(gains, ended)
         finally:
             self._telling.release()

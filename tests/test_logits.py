@@ -4,17 +4,19 @@ import os
 import shutil
 import subprocess
 import sys
+import threading
+import time
 
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import logits
 import sampling
 from config import HERE
-from logits import Logits, nth_highest, ranked
+from logits import MUCH, Helper, Logits, nth_highest, ranked
 
 KINDS = ("normal", "few values", "rising", "falling", "equal", "one apart")
 
@@ -119,6 +121,84 @@ def test_scores_whose_sum_is_no_number_may_be_numbers_all_the_same(lie):
     found = Logits(lie(scores), [3] * 3)
     assert found.broken == []
     assert found.likeliest.tolist() == [0, 5, 300]
+
+
+@pytest.fixture(scope="module")
+def helper():
+    if not Helper.can_help():
+        pytest.skip("there is no second processor for it")
+    helper = Helper()
+    yield helper
+    helper.end()
+
+
+def looked_at_together(helper: Helper, logits: torch.Tensor, wanted: list[int]) -> Logits:
+    """A look that the helper has taken a part of. A busy machine may have it come too late, but not forever."""
+    for _ in range(1000):
+        before = helper.helped
+        helper.expect(logits.numel(), time.monotonic())
+        time.sleep(0.0002)
+        found = Logits(logits, wanted, helper)
+        if helper.helped > before:
+            return found
+    raise AssertionError("it never helped")
+
+
+@given(
+    kind=st.sampled_from(KINDS),
+    shape=st.sampled_from([(1, 150_000), (2, 80_000), (8, 20_001), (32, 8192), (33, 8191), (64, 4096), (300, 512)]),
+    seed=st.integers(0, 2**32 - 1),
+    impossible=st.sampled_from([0.0, 0.3, 1.0]),
+    spoilt=st.sampled_from([0.0, np.nan, np.inf]),
+    lie=layouts,
+    data=st.data(),
+)
+@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_two_threads_find_what_one_does(helper, kind, shape, seed, impossible, spoilt, lie, data):
+    scores = scores_of(kind, *shape, seed, impossible)
+    if spoilt:
+        scores[seed % shape[0], seed % shape[1]] = spoilt
+    logits = lie(scores)
+    wanted = data.draw(st.lists(st.integers(1, 100), min_size=5, max_size=5)) * shape[0]
+    together, alone = looked_at_together(helper, logits, wanted[: shape[0]]), Logits(logits, wanted[: shape[0]])
+    assert together.broken == alone.broken
+    assert np.array_equal(together.counts, alone.counts)
+    assert np.array_equal(together.likeliest, alone.likeliest)
+    assert np.array_equal(together.highest, alone.highest, equal_nan=True)
+    for row, count in enumerate(alone.counts.tolist()):
+        if count > 0:
+            assert np.array_equal(together.ids[row, :count], alone.ids[row, :count])
+            assert np.array_equal(together.scores[row, :count], alone.scores[row, :count])
+
+
+def test_a_helper_comes_and_goes_at_any_moment_of_a_look(helper):
+    """It may wake while nobody looks, in the midst of a look, or when that is over; and one look follows on another."""
+    tables = [torch.from_numpy(scores_of("normal", 8, 32_768, seed)) for seed in range(4)]
+    expected = [table.argmax(dim=1).tolist() for table in tables]
+    random = np.random.default_rng(0)
+    for turn in range(2000):
+        if turn % 3 != 2:
+            helper.expect(tables[0].numel(), time.monotonic() + random.uniform(-0.001, 0.002))
+        if turn % 7 == 0:
+            time.sleep(random.uniform(0, 0.001))
+        assert Logits(tables[turn % 4], [1 + turn % 60] * 8, helper).likeliest.tolist() == expected[turn % 4]
+
+
+def test_a_look_at_little_expects_no_help(helper):
+    before = helper.helped
+    for _ in range(20):
+        helper.expect(MUCH - 1, time.monotonic())
+        time.sleep(0.0002)
+        Logits(torch.from_numpy(scores_of("normal", 1, MUCH // 2, 1)), [1], helper)
+    assert helper.helped == before
+
+
+def test_a_helper_ends_when_it_is_told_to():
+    threads = threading.active_count()
+    idle, waiting = Helper(), Helper()
+    waiting.expect(MUCH, time.monotonic() + 0.05)
+    idle.end(), waiting.end()
+    assert threading.active_count() == threads
 
 
 @given(numbers=st.lists(st.floats(-100, 100, width=32), min_size=1, max_size=200), data=st.data())

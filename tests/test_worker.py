@@ -7,7 +7,9 @@ import re
 import threading
 import time
 from collections import Counter, defaultdict
+from typing import ClassVar
 
+import numpy as np
 import pytest
 import torch
 from fakes.model import EOS, FakeModel, greedy, next_logits
@@ -384,6 +386,53 @@ def test_the_device_does_not_run_ahead_of_what_can_be_told():
     while not makes.empty():
         bench.wire.sent += makes.get()()
     assert bench.tokens[1] == greedy([1, 2], 8)
+
+
+class FakeHelper:
+    made: ClassVar[list["FakeHelper"]] = []
+    words = np.empty(0, np.int64)
+
+    def __init__(self):
+        self.made.append(self)
+        self.looks, self.has_ended = [], False
+
+    @staticmethod
+    def can_help():
+        return True
+
+    def expect(self, logits, at):
+        self.looks.append((logits, at))
+
+    def end(self):
+        self.has_ended = True
+
+
+def test_the_helper_is_told_when_to_expect_the_logits_of_each_step():
+    bench = Bench(batch_size=3)
+    bench.worker._helper = helper = FakeHelper()
+    for id, tokens in (1, 5), (2, 3):
+        bench.arrive(Generate(id, [id], tokens, ignore_eos=True))
+    began_at = time.monotonic()
+    bench.worker.receive()
+    while bench.worker._known:
+        bench.worker.admit()
+        bench.worker.decode()
+    vocab = bench.model.vocab_size
+    assert [logits for logits, _at in helper.looks] == [2 * vocab] * 2 + [vocab] * 2
+    assert all(began_at < at < time.monotonic() + 1 for _logits, at in helper.looks)
+
+
+@pytest.mark.parametrize(
+    ("device", "sampling", "helpers"), [("neuron", "host", 1), ("neuron", "device", 0), ("cpu", "host", 0)]
+)
+def test_there_is_a_helper_as_long_as_the_loop_runs_where_the_host_chooses_for_a_device(device, sampling, helpers, monkeypatch):
+    monkeypatch.setattr(worker_module, "Helper", FakeHelper)
+    monkeypatch.setattr(FakeHelper, "made", [])
+    monkeypatch.setattr(FakeModel, "device", device)
+    bench = Bench(sampling=sampling)
+    bench.worker.drain()
+    bench.worker.run()
+    assert [helper.has_ended for helper in FakeHelper.made] == [True] * helpers
 
 
 def test_tokens_that_only_a_whole_row_could_tell_are_counted():
