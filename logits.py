@@ -37,7 +37,7 @@ SUM_STEPS = 4  # times ABREAST are the neighbouring tokens whose weights are sum
 LINE = 16  # numbers that come together from memory
 AHEAD = 16 * ABREAST  # how many numbers before they are needed memory is asked for them
 FEW_ROWS = 4
-FEW_BRANCHES = 4  # that a thread takes at a time
+FEW_BRANCHES = 2  # that a thread takes at a time
 MUCH = 2**17  # logits; to share out fewer takes longer than to look at them alone
 LEAD_NS, PATIENCE_NS = 300_000, 1_000_000  # how long before, and after, the time at which it is expected
 # What two threads that look together have in common, in words; those that both change are on lines of their own.

@@ -183,7 +183,7 @@ class NeuronModel:
         self.quantize = build.programs.quantize
         self.sampling = build.programs.sampling
         self._batches = build.programs.continuous_batching
-        self._columns_of: tuple = None, None  # the tensors that the last step was given
+        self._given: tuple = None, None, None  # the tensors of the last step
         self._filled = [FREE] * self.batch_size  # positions that each slot holds; a list, because the device waits for it
         _limit_cores(build.programs.tp_degree)
         self._announce = announce
@@ -268,7 +268,12 @@ class NeuronModel:
         return output[0]
 
     def decode(self, tokens: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
-        named, given = slots.tolist(), positions.tolist()
+        # Mostly they are the same as in the last step, filled anew.
+        if any(new is not old for new, old in zip((tokens, positions, slots), self._given)):
+            self._given = tokens, positions, slots
+            self._columns = tokens.unsqueeze(1), positions.unsqueeze(1)
+            self._arrays = slots.numpy(), positions.numpy()
+        named, given = (array.tolist() for array in self._arrays)
         assert named and all(a < b for a, b in pairwise(named)), "slots are named once, ascending"
         filled = [self._filled[slot] for slot in named]
         assert filled == given and max(filled) < self.max_total_tokens, (
@@ -278,9 +283,6 @@ class NeuronModel:
         self._filled = [FREE] * self.batch_size
         for slot, position in zip(named, filled):
             self._filled[slot] = position + 1
-        # Mostly they are the same as in the last step, filled anew.
-        if self._columns_of[0] is not tokens or self._columns_of[1] is not positions:
-            self._columns_of, self._columns = (tokens, positions), (tokens.unsqueeze(1), positions.unsqueeze(1))
         return self._run(*self._columns, slots)
 
     def _run(self, ids: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:

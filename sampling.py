@@ -184,13 +184,14 @@ def choose(
     A row that fails yields its exception in its place; the others do not notice.
     """
     plan = _plan(tuple(samplers))
-    draws = np.zeros(len(plan.drawing))
+    draws: list[float] = []
     failed: dict[int, Exception] = {}
-    for at, row in enumerate(plan.drawing):
+    for row in plan.drawing:
         try:
-            draws[at] = samplers[row].draw()
+            draws.append(samplers[row].draw())
         except Exception as error:
             failed[row] = error
+            draws.append(0.0)
     if changing := [row for row in plan.changeable if samplers[row].changes_scores]:
         chosen = _choose_changed(logits, samplers, plan, draws, changing, failed, helper)
         looked_at = logits
@@ -230,7 +231,7 @@ def _choose_changed(
     logits: torch.Tensor,
     samplers: Sequence[Sampler],
     plan: _Plan,
-    draws: np.ndarray,
+    draws: list[float],
     changing: list[int],
     failed: dict[int, Exception],
     helper: Helper | None,
@@ -291,12 +292,12 @@ def _choose(
     scores: torch.Tensor,
     samplers: Sequence[Sampler],
     plan: _Plan,
-    draws: np.ndarray,
+    draws: list[float],
     failed: Collection[int],
     helper: Helper | None,
 ) -> tuple[list[int | Exception], Logits]:
-    """The next token of each row, for scores that are changed already; for those that have failed anything. draws: float64
-    [drawing]."""
+    """The next token of each row, for scores that are changed already; for those that have failed anything. `draws` are for
+    those that draw."""
     logits = Logits(scores, plan.wanted, helper)
     chosen: list[int | Exception] = logits.likeliest.tolist()
     broken = logits.broken
@@ -307,8 +308,8 @@ def _choose(
     totals = logits.totals(plan.weighed_at) if plan.weighs else np.empty(len(samplers))
     tokens = np.full(len(plan.drawing), -1)
     lanes = logits.lanes if plan.has_unfiltered else NO_LANES
-    _draw(tokens, *plan.asked, draws, totals, lanes, logits.rows_abreast, logits.vocab_size, *logits.found)
-    for row, token, draw in zip(plan.drawing, tokens.tolist(), draws.tolist()):
+    _draw(tokens, *plan.asked, np.array(draws), totals, lanes, logits.rows_abreast, logits.vocab_size, *logits.found)
+    for row, token, draw in zip(plan.drawing, tokens.tolist(), draws):
         if row in broken or row in failed:
             continue
         chosen[row] = token
