@@ -269,18 +269,25 @@ class _Plan:
         self.wanted = np.array([max(1, n, sampler.top_n_tokens) for n, sampler in zip(shortlists, samplers)])
         self.drawing = [row for row, sampler in enumerate(samplers) if not sampler.is_greedy]
         own = [samplers[row].sampling for row in self.drawing]
-        top_k, top_p = np.array([each.top_k for each in own]), np.array([each.top_p for each in own])
-        temperatures = np.array([each.temperature for each in own])
-        is_listed = np.array([shortlists[row] > 0 for row in self.drawing], dtype=bool)
-        is_unfiltered = np.array([samplers[row].is_unfiltered for row in self.drawing], dtype=bool)
-        self.has_unfiltered = bool(is_unfiltered.any())
-        self.asked = np.array(self.drawing), is_listed, is_unfiltered, top_k, top_p, temperatures
-        # At which temperature the sum of all its weights is needed.
-        self.weighed_at = np.full(len(samplers), np.inf)
-        for row, each in zip(self.drawing, own):
-            if each.top_k == 0 and each.top_p < 1.0:
-                self.weighed_at[row] = each.temperature
-        self.weighs = bool(np.isfinite(self.weighed_at).any())
+        self.has_unfiltered = any(samplers[row].is_unfiltered for row in self.drawing)
+        self.weighs = any(each.top_k == 0 and each.top_p < 1.0 for each in own)
+        if self.drawing:
+            is_listed = np.array([shortlists[row] > 0 for row in self.drawing])
+            is_unfiltered = np.array([samplers[row].is_unfiltered for row in self.drawing])
+            top_k, top_p = np.array([each.top_k for each in own]), np.array([each.top_p for each in own])
+            self.asked = (
+                np.array(self.drawing),
+                is_listed,
+                is_unfiltered,
+                top_k,
+                top_p,
+                np.array([each.temperature for each in own]),
+            )
+        if self.weighs:  # at which temperature the sum of all its weights is needed
+            self.weighed_at = np.full(len(samplers), np.inf)
+            for row, each in zip(self.drawing, own):
+                if each.top_k == 0 and each.top_p < 1.0:
+                    self.weighed_at[row] = each.temperature
 
 
 @functools.lru_cache(maxsize=2)  # from one step to the next there are mostly the same
