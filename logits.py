@@ -46,10 +46,9 @@ NO_WORDS = np.empty(0, np.int64)
 LOWEST = np.finfo(np.float32).min
 LEAST_POWER = np.float32(-115.0)  # of 2: exp(-80), which is next to nothing, and in float32 still a normal number
 LOG2_E = math.log2(math.e)
-# 2 ** x for |x| <= 1/2 is 1 and the polynomial with these, wrong by less than 1e-7 (Remez's algorithm).
-POWER_1, POWER_2, POWER_3, POWER_4, POWER_5 = (
-    np.float32(factor) for factor in (0.693146978, 0.240222421, 0.0555073374, 0.00967151276, 0.00132647274)
-)
+MOST_BIAS = 2.0**20  # what is added to exponents may be; with more, float32 has no room for their fractions
+# 2 ** x for |x| <= 1/2 is 1 and the polynomial with these, wrong by less than 3e-6 (Remez's algorithm).
+POWER_1, POWER_2, POWER_3, POWER_4 = (np.float32(factor) for factor in (0.6931242, 0.24024099, 0.05590637, 0.00958282))
 # With this added a float32 has no room for a fraction, and its last bits are the whole number.
 TO_WHOLE = np.float32(1.5 * 2**23)
 
@@ -82,6 +81,16 @@ def _prefetch(_context, array, plane, step, lane):
         return context.get_dummy_value()
 
     return types.void(array, plane, step, lane), generate
+
+
+@intrinsic
+def _fused(_context, a, b, c):
+    """a * b + c, rounded once."""
+
+    def generate(_context, builder, _signature, arguments):
+        return builder.fma(*arguments)
+
+    return types.float32(types.float32, types.float32, types.float32), generate
 
 
 @intrinsic
@@ -446,37 +455,54 @@ class Helper:
 
 
 @compiled
+def _weight(score, scale, bias):
+    """2 ** (score * scale + bias), or what is next to nothing."""
+    power = _fused(score, scale, bias)
+    power = power if power > LEAST_POWER else LEAST_POWER
+    rounded = np.float32(power + TO_WHOLE)
+    x = power - (rounded - TO_WHOLE)
+    factor = np.float32(1.0) + x * (POWER_1 + x * (POWER_2 + x * (POWER_3 + x * POWER_4)))
+    # Times 2 to the whole number: that is added to the exponent.
+    bits = np.float32(factor).view(np.int32) + (rounded.view(np.int32) << np.int32(23))
+    return np.int32(bits).view(np.float32)
+
+
+@compiled
 def _totals(lanes, rows, highest, temperatures, totals):
     """Adds the weights of all tokens to `totals`, block by block. highest, temperatures, totals: float64 [all rows]."""
     planes, steps, width = lanes.shape
-    ahead = max(1, AHEAD // width)
-    sums = np.empty(width, np.float32)
-    top = np.empty(width, np.float32)
-    scale = np.empty(width, np.float32)
+    ahead = AHEAD // width
+    sums, scale, bias = np.empty(width, np.float32), np.empty(width, np.float32), np.empty(width, np.float32)
     for plane in range(planes):
         is_needed = False
         for lane in range(width):
-            top[lane] = highest[plane * rows + lane % rows]
-            temperature = temperatures[plane * rows + lane % rows]
-            scale[lane] = min(LOG2_E / temperature, 1e38)
-            is_needed |= math.isfinite(temperature)
+            row = plane * rows + lane % rows
+            scale[lane] = min(LOG2_E / temperatures[row], 1e38)
+            bias[lane] = -highest[row] * np.float64(scale[lane])
+            is_needed |= math.isfinite(temperatures[row])
         if not is_needed:
             continue
-        for block in range((steps + SUM_STEPS - 1) // SUM_STEPS):
-            sums[:] = 0.0
-            for step in range(block * SUM_STEPS, min((block + 1) * SUM_STEPS, steps)):
-                if step + ahead < steps:
+        for step in range(0, steps, SUM_STEPS):
+            if width < AHEAD and step + ahead + SUM_STEPS <= steps:  # of wide ones the processor asks early enough by itself
+                for coming in range(step + ahead, step + ahead + SUM_STEPS):
                     for lane in range(0, width, LINE):
-                        _prefetch(lanes, plane, step + ahead, lane)
+                        _prefetch(lanes, plane, coming, lane)
+            if step + SUM_STEPS <= steps:
+                one, two, three, four = (
+                    lanes[plane, step],
+                    lanes[plane, step + 1],
+                    lanes[plane, step + 2],
+                    lanes[plane, step + 3],
+                )
                 for lane in range(width):
-                    power = (lanes[plane, step, lane] - top[lane]) * scale[lane]
-                    power = power if power > LEAST_POWER else LEAST_POWER
-                    rounded = np.float32(power + TO_WHOLE)
-                    x = power - (rounded - TO_WHOLE)
-                    factor = np.float32(1.0) + x * (POWER_1 + x * (POWER_2 + x * (POWER_3 + x * (POWER_4 + x * POWER_5))))
-                    # Times 2 to the whole number: that is added to the exponent.
-                    bits = np.float32(factor).view(np.int32) + (rounded.view(np.int32) << np.int32(23))
-                    sums[lane] += np.int32(bits).view(np.float32)
+                    own, common = scale[lane], bias[lane]
+                    early = _weight(one[lane], own, common) + _weight(two[lane], own, common)
+                    sums[lane] = early + _weight(three[lane], own, common) + _weight(four[lane], own, common)
+            else:
+                sums[:] = 0.0
+                for late in range(step, steps):
+                    for lane in range(width):
+                        sums[lane] += _weight(lanes[plane, late, lane], scale[lane], bias[lane])
             half = width // 2
             while half >= rows:
                 for lane in range(half):
@@ -484,6 +510,16 @@ def _totals(lanes, rows, highest, temperatures, totals):
                 half //= 2
             for row in range(rows):
                 totals[plane * rows + row] += sums[row]
+        for row in range(rows):
+            at = plane * rows + row
+            if abs(bias[row]) <= MOST_BIAS:
+                totals[at] *= 2.0 ** -(highest[at] * np.float64(scale[row]) + np.float64(bias[row]))  # it was rounded
+                totals[at] = max(1.0, totals[at])  # the highest weighs as much
+            elif math.isfinite(highest[at]):
+                totals[at] = 0.0
+                for step in range(steps):
+                    for lane in range(row, width, rows):
+                        totals[at] += math.exp((np.float64(lanes[plane, step, lane]) - highest[at]) / temperatures[at])
 
 
 class Logits:
