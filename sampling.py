@@ -437,9 +437,10 @@ def _place(weights, draw):
     return place
 
 
-def compile_loops() -> None:
+def compile_loops(with_helper: bool = False) -> None:
     """Makes the machine code that the first choices would wait for. It takes seconds, unless it was kept from another time."""
-    Helper().end()
+    if with_helper:
+        Helper().end()
     kinds = Sampling(seed=0), Sampling(seed=0, top_k=2, top_p=0.5), Sampling(seed=0, top_k=2, typical_p=0.5)
     chosen, looked_at = choose(torch.arange(3.0).expand(3, 3).contiguous(), [Sampler(kind, [0]) for kind in kinds])
     describe(looked_at, chosen, [1, 2, 3])

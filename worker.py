@@ -657,7 +657,7 @@ def boot(config: Config, end: WorkerEnd, metrics: Metrics) -> Worker:
         if config.sampling != "device":
             with _phase(end, metrics, "compiling", "the choice of tokens"):
                 try:
-                    compile_loops()
+                    compile_loops(with_helper=choose_device(config.device) != "cpu")
                 except OSError as error:
                     raise ConfigError(
                         f"no room for what numba compiles ({error}); NUMBA_CACHE_DIR names another folder"
