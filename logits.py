@@ -116,6 +116,14 @@ def _add(_context, words, index, number):
     return types.int64(words, types.int64, types.int64), generate
 
 
+# Of the C library.
+_clock_gettime = types.ExternalFunction("clock_gettime", types.int32(types.int32, types.CPointer(types.int64)))
+_sched_yield = types.ExternalFunction("sched_yield", types.int32())
+_sched_getcpu = types.ExternalFunction("sched_getcpu", types.int32())
+_sem_wait = types.ExternalFunction("sem_wait", types.int32(types.CPointer(types.int64)))
+_usleep = types.ExternalFunction("usleep", types.int32(types.uint32))
+
+
 @compiled
 def _higher(a, b):
     return a if a > b else b
@@ -169,8 +177,8 @@ def _peaks(words, lanes, rows, leaves, branches, suspects):
             if math.isnan(total[lane]):
                 suspects[plane * rows + lane % rows] = 1
         _add(words, DONE, 1)
-    while _add(words, DONE, 0) < planes * parts:
-        pass
+    while _add(words, DONE, 0) < planes * parts:  # the other thread is at the last of them
+        _sched_yield()
 
 
 @compiled
@@ -319,13 +327,6 @@ def ranked(scores: np.ndarray, floor: float) -> np.ndarray:
     return 0xFFFFFFFF - (keys[::-1] & 0xFFFFFFFF)
 
 
-_clock_gettime = types.ExternalFunction("clock_gettime", types.int32(types.int32, types.CPointer(types.int64)))
-_sched_yield = types.ExternalFunction("sched_yield", types.int32())
-_sched_getcpu = types.ExternalFunction("sched_getcpu", types.int32())
-_sem_wait = types.ExternalFunction("sem_wait", types.int32(types.CPointer(types.int64)))
-_usleep = types.ExternalFunction("usleep", types.int32(types.uint32))
-
-
 @compiled
 def _share(words):
     """Takes its part of the work that `_look` has told of in words."""
@@ -371,7 +372,7 @@ def _look(address, tokens, rows, wanted, words):
     _share(words)
     _add(words, OPEN, -1)
     while _add(words, INSIDE, 0) > 0:  # to the end of what it has taken
-        pass
+        _sched_yield()
     told[8] = leaves.size + branches.size + suspects.size  # asked for, so that they are not given back before
     return (scores, ids, counts, highest, likeliest), not np.isfinite(highest).all()
 
@@ -448,10 +449,10 @@ class Helper:
         self._libc.sem_post(self._semaphore)
 
     def end(self) -> None:
-        """Ends the thread."""
+        """Ends the thread: at once, unless it sleeps until what it expects."""
         self.words[ENDS] = 1
         self._libc.sem_post(self._semaphore)
-        self._thread.join()
+        self._thread.join(1.0)
 
 
 @compiled
@@ -539,6 +540,7 @@ class Logits:
     """
 
     def __init__(self, logits: torch.Tensor, wanted: Sequence[int], helper: Helper | None = None):
+        assert logits.is_cpu and logits.dtype == torch.float32, "they are read where they lie"
         self._logits = logits
         rows, self.vocab_size = logits.size(0), logits.size(1)
         self._missing = -self.vocab_size % ABREAST  # up to whole lanes

@@ -28,10 +28,10 @@ from protocol import Sampling
 
 SHORTLIST = 64  # as a rule, top-p takes fewer tokens, and few others are drawn without it
 LONGEST_SHORTLIST = 256  # with more, rows are gone through one by one
-DRAWS = 16
+DRAWS = 16  # that are made at a time
 NO_LANES = np.empty((0, 0, 0), np.float32)
 NO_NUMBER = "the model's output is not a number"
-# By what share a sum of weights may be wrong; in float32: exponents of up to 80 are rounded thrice, then exp, then the sum.
+# By what share a sum of weights may be wrong; in float32: exponents are rounded, then 2 to them, then the sum of a few.
 FAST_ERROR, FULL_ERROR = 2e-5, 1e-10
 # Of SplitMix64 (Steele, Lea and Flood 2014).
 STEP, FIRST, SECOND = np.uint64(0x9E3779B97F4A7C15), np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)

@@ -124,7 +124,7 @@ class Pace:
         self._seconds[kind] = typical + self.WEIGHT * (seconds - typical)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Gain:
     """What a call to the device gave to the requests that it was for. Times are CLOCK_MONOTONIC, in seconds."""
 
@@ -218,7 +218,7 @@ class Worker:
         ):
             self.metrics.series(name).set_function(read)
 
-    @torch.inference_mode()
+    @torch.inference_mode()  # for all that models do here: to enter it for each step takes time while the device waits
     def run(self) -> None:
         """Serves until `stop`, or until everything is done after `drain`."""
         # Where the device is the CPU, all processors work for it, and none is left to help with the choice.
@@ -285,8 +285,10 @@ class Worker:
 
     def admit(self) -> None:
         """Runs waiting prompts into free slots, or a part of one: as many tokens as may come between two steps."""
+        if not self._prompting and not self.queue:
+            return
         ran = 0
-        while (self._prompting or self.queue) and ran < self._most_prompt_tokens() and (self._prompting or self._take_up(ran)):
+        while ran < self._most_prompt_tokens() and (self._prompting or self._take_up(ran)):
             ran += self._run_prompt(self._prompting)
             if self._known:
                 self.receive()  # for who hangs up meanwhile

@@ -184,6 +184,12 @@ def test_a_helper_comes_and_goes_at_any_moment_of_a_look(helper):
         assert Logits(tables[turn % 4], [1 + turn % 60] * 8, helper).likeliest.tolist() == expected[turn % 4]
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_what_is_no_float32_is_not_read_as_if_it_were(dtype):
+    with pytest.raises(AssertionError, match="read where they lie"):
+        Logits(torch.zeros(2, 64, dtype=dtype), [1, 1])
+
+
 def test_a_look_at_little_expects_no_help(helper):
     before = helper.helped
     for _ in range(20):
