@@ -271,18 +271,13 @@ class _Plan:
         own = [samplers[row].sampling for row in self.drawing]
         self.has_unfiltered = any(samplers[row].is_unfiltered for row in self.drawing)
         self.weighs = any(each.top_k == 0 and each.top_p < 1.0 for each in own)
-        if self.drawing:
-            is_listed = np.array([shortlists[row] > 0 for row in self.drawing])
-            is_unfiltered = np.array([samplers[row].is_unfiltered for row in self.drawing])
-            top_k, top_p = np.array([each.top_k for each in own]), np.array([each.top_p for each in own])
-            self.asked = (
-                np.array(self.drawing),
-                is_listed,
-                is_unfiltered,
-                top_k,
-                top_p,
-                np.array([each.temperature for each in own]),
-            )
+        # float64 [7, drawing]: for `_draw`, which gets one array sooner than seven. The draws are put into the last line.
+        self.asked = np.array(
+            [
+                (row, shortlists[row] > 0, samplers[row].is_unfiltered, each.top_k, each.top_p, each.temperature, 0.0)
+                for row, each in zip(self.drawing, own)
+            ]
+        ).T.copy()
         if self.weighs:  # at which temperature the sum of all its weights is needed
             self.weighed_at = np.full(len(samplers), np.inf)
             for row, each in zip(self.drawing, own):
@@ -315,7 +310,8 @@ def _choose(
     totals = logits.totals(plan.weighed_at) if plan.weighs else np.empty(len(samplers))
     tokens = np.full(len(plan.drawing), -1)
     lanes = logits.lanes if plan.has_unfiltered else NO_LANES
-    _draw(tokens, *plan.asked, np.array(draws), totals, lanes, logits.rows_abreast, logits.vocab_size, *logits.found)
+    plan.asked[-1] = draws
+    _draw(tokens, plan.asked, totals, lanes, logits.rows_abreast, logits.vocab_size, *logits.found)
     for row, token, draw in zip(plan.drawing, tokens.tolist(), draws):
         if row in broken or row in failed:
             continue
@@ -329,23 +325,22 @@ def _choose(
 
 
 @compiled
-def _draw(
-    tokens, rows, is_listed, is_unfiltered, top_k, top_p, temperatures, draws, totals, lanes, abreast, vocab_size, *found
-):
-    """Puts the tokens of some rows into `tokens` where the likeliest tokens and float32 can tell. Of these rows: all up to
-    `draws`, as in `Sampling`. Of every row: the others, as in `Logits`."""
+def _draw(tokens, asked, totals, lanes, abreast, vocab_size, *found):
+    """Puts the tokens of some rows into `tokens` where the likeliest tokens and float32 can tell. asked: of these rows, as in
+    `_Plan`. Of every row: the others, as in `Logits`."""
     scores, ids, counts, highest, _likeliest = found
-    for i in range(len(rows)):
-        row = rows[i]
-        if not is_listed[i] or counts[row] <= 0 or not math.isfinite(highest[row]):
+    for i in range(len(tokens)):
+        row, is_listed, is_unfiltered, top_k, top_p, temperature, draw = asked[:, i]
+        row = int(row)
+        if not is_listed or counts[row] <= 0 or not math.isfinite(highest[row]):
             continue
         listed = scores[row, : counts[row]], ids[row, : counts[row]]
-        if is_unfiltered[i]:
+        if is_unfiltered:
             few = listed[0][:SHORTLIST], listed[1][:SHORTLIST]
             everyones = lanes, row, abreast, vocab_size
-            tokens[i] = _draw_unfiltered(*few, *everyones, highest[row], temperatures[i], draws[i])
+            tokens[i] = _draw_unfiltered(*few, *everyones, highest[row], temperature, draw)
         else:
-            tokens[i] = _draw_listed(*listed, highest[row], totals[row], top_k[i], top_p[i], temperatures[i], draws[i])
+            tokens[i] = _draw_listed(*listed, highest[row], totals[row], int(top_k), top_p, temperature, draw)
 
 
 @compiled
