@@ -328,22 +328,6 @@ def ranked(scores: np.ndarray, floor: float) -> np.ndarray:
 
 
 @compiled
-def _share(words):
-    """Takes its part of the work that `_look` has told of in words."""
-    planes, steps, width, rows, all_leaves, all_branches, room = words[TOLD : TOLD + 7]
-    addresses, all_rows = words[TOLD + 7 : TOLD + 17], planes * rows
-    lanes = carray(_at(addresses[0], np.float32), (planes, steps, width))
-    leaves = carray(_at(addresses[1], np.float32), (planes, all_leaves, width))
-    branches = carray(_at(addresses[2], np.float32), (planes, all_branches, width))
-    suspects, wanted = carray(_at(addresses[3], np.int64), all_rows), carray(_at(addresses[4], np.int64), all_rows)
-    scores, ids = carray(_at(addresses[5], np.float32), (all_rows, room)), carray(_at(addresses[6], np.int64), (all_rows, room))
-    counts, highest = carray(_at(addresses[7], np.int64), all_rows), carray(_at(addresses[8], np.float64), all_rows)
-    likeliest = carray(_at(addresses[9], np.int64), all_rows)
-    _peaks(words, lanes, rows, leaves, branches, suspects)
-    _find(words, lanes, rows, leaves, branches, suspects, wanted, scores, ids, counts, highest, likeliest)
-
-
-@compiled
 def _look(address, tokens, rows, wanted, words):
     """The arrays of `Logits`, and whether there are broken rows. At the address there are planes of `rows` rows each, of which
     as many tokens lie; wanted: int64 [all rows]; words: a helper's, or none."""
@@ -351,6 +335,7 @@ def _look(address, tokens, rows, wanted, words):
     # What a leaf has lies together in memory if as few tokens as fill the vectors are abreast.
     few = ABREAST // math.gcd(rows, ABREAST)
     steps, width = tokens // few, few * rows
+    lanes = carray(_at(address, np.float32), (planes, steps, width))
     leaves = np.empty((planes, (steps + LEAF - 1) // LEAF, width), np.float32)
     branches = np.empty((planes, (leaves.shape[1] + BRANCH - 1) // BRANCH, width), np.float32)
     suspects = np.zeros(len(wanted), np.int64)
@@ -369,12 +354,29 @@ def _look(address, tokens, rows, wanted, words):
     words[TAKEN] = words[DONE] = words[FOUND] = 0
     words[CPU] = _sched_getcpu()
     _add(words, OPEN, 1)
-    _share(words)
+    _peaks(words, lanes, rows, leaves, branches, suspects)
+    _find(words, lanes, rows, leaves, branches, suspects, wanted, scores, ids, counts, highest, likeliest)
     _add(words, OPEN, -1)
     while _add(words, INSIDE, 0) > 0:  # to the end of what it has taken
         _sched_yield()
     told[8] = leaves.size + branches.size + suspects.size  # asked for, so that they are not given back before
     return (scores, ids, counts, highest, likeliest), not np.isfinite(highest).all()
+
+
+@compiled
+def _share(words):
+    """What a helper does: its part of the look that is told of in words."""
+    planes, steps, width, rows, all_leaves, all_branches, room = words[TOLD : TOLD + 7]
+    addresses, all_rows = words[TOLD + 7 : TOLD + 17], planes * rows
+    lanes = carray(_at(addresses[0], np.float32), (planes, steps, width))
+    leaves = carray(_at(addresses[1], np.float32), (planes, all_leaves, width))
+    branches = carray(_at(addresses[2], np.float32), (planes, all_branches, width))
+    suspects, wanted = carray(_at(addresses[3], np.int64), all_rows), carray(_at(addresses[4], np.int64), all_rows)
+    scores, ids = carray(_at(addresses[5], np.float32), (all_rows, room)), carray(_at(addresses[6], np.int64), (all_rows, room))
+    counts, highest = carray(_at(addresses[7], np.int64), all_rows), carray(_at(addresses[8], np.float64), all_rows)
+    likeliest = carray(_at(addresses[9], np.int64), all_rows)
+    _peaks(words, lanes, rows, leaves, branches, suspects)
+    _find(words, lanes, rows, leaves, branches, suspects, wanted, scores, ids, counts, highest, likeliest)
 
 
 @compiled
@@ -428,6 +430,7 @@ class Helper:
         self._semaphore = ctypes.c_void_p(self.words[SEMAPHORE:].ctypes.data)
         self._libc.sem_init(self._semaphore, 0, 0)
         self._cpus, self._shunned = os.sched_getaffinity(0), -1
+        _stand_by.compile((numba.typeof(self.words),))  # here: it takes a second, which nobody would know of there
         self._thread = threading.Thread(target=_stand_by, args=(self.words,), name="helper", daemon=True)
         self._thread.start()
 
