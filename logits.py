@@ -552,7 +552,7 @@ class Logits:
             is_dense = logits.stride(1) == rows
         else:
             is_dense = logits.stride(1) == 1 and (rows == 1 or logits.stride(0) == self.vocab_size)
-        # An array of them would be made in more time than all the rest of this takes: most is cold while a device waits.
+        # To make an array of them would take longer than all else here: its code is in no cache when a device has just ended.
         address = logits.data_ptr() if is_dense and not self._missing else self.lanes.ctypes.data
         self._turned: np.ndarray | None = None
         self._fetched = 0
