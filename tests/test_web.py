@@ -735,7 +735,7 @@ def test_the_time_in_the_queue_is_told_apart_from_the_rest(served):
     served.model.may_decode.clear()
     running = threading.Thread(target=served.post, args=("/generate", {"inputs": "a"}))
     running.start()
-    wait_until(lambda: served.worker.slots.busy == 1)
+    wait_until(lambda: served.model.decoded_slots)  # sooner, the second one's prompt could run right behind the first one's
     answers = []
     body = {"inputs": "c", "parameters": {"max_new_tokens": 1}}
     waiting = threading.Thread(target=lambda: answers.append(served.post("/generate", body)))
