@@ -28,7 +28,6 @@ from protocol import Sampling
 
 SHORTLIST = 64  # as a rule, top-p takes fewer tokens, and few others are drawn without it
 LONGEST_SHORTLIST = 256  # with more, rows are gone through one by one
-DRAWS = 16  # that are made at a time
 NO_LANES = np.empty((0, 0, 0), np.float32)
 NO_NUMBER = "the model's output is not a number"
 # By what share a sum of weights may be wrong; in float32: exponents are rounded, then 2 to them, then the sum of a few.
@@ -66,8 +65,7 @@ class Sampler:
         # How many of the likeliest tokens tell what can be drawn; 0 where more is needed.
         self.shortlist = 0 if self.is_greedy or sampling.typical_p < 1.0 else sampling.top_k or SHORTLIST
         self.is_unfiltered = sampling.top_k == 0 and sampling.top_p == sampling.typical_p == 1.0
-        self._random = None if self.is_greedy else np.random.Generator(np.random.Philox(key=sampling.seed))
-        self._draws: list[float] = []  # the next ones, last first
+        self.stream = np.array([sampling.seed or 0], dtype=np.uint64)  # its state: SplitMix64's, which `_draw` moves on
         self._seen = np.unique(prompt) if sampling.repetition_penalty != 1.0 else None
         self._counts_tokens = sampling.frequency_penalty != 0.0 or sampling.presence_penalty != 0.0
         self._counts: dict[int, int] = {}
@@ -84,12 +82,6 @@ class Sampler:
         return self.may_change and (
             self._seen is not None or bool(self._counts) or len(self._bias_ids) > 0 or self._banned_for > 0
         )
-
-    def draw(self) -> float:
-        """0 <= draw < 1, unless it is greedy. One number for each token, so a stream's n-th draw is its n-th token's."""
-        if not self._draws:  # several at a time cost little more than one
-            self._draws = self._random.random(DRAWS).tolist()[::-1]
-        return self._draws.pop()
 
     @without_warnings()
     def choose(self, scores: np.ndarray, total: float, draw: float) -> int:
@@ -184,21 +176,14 @@ def choose(
     A row that fails yields its exception in its place; the others do not notice.
     """
     plan = _plan(tuple(samplers))
-    draws: list[float] = []
+    if not plan.changeable:
+        return _choose(logits, samplers, plan, {}, helper)
     failed: dict[int, Exception] = {}
-    for row in plan.drawing:
-        try:
-            draws.append(samplers[row].draw())
-        except Exception as error:
-            failed[row] = error
-            draws.append(0.0)
     if changing := [row for row in plan.changeable if samplers[row].changes_scores]:
-        chosen = _choose_changed(logits, samplers, plan, draws, changing, failed, helper)
+        chosen = _choose_changed(logits, samplers, plan, changing, failed, helper)
         looked_at = logits
     else:
-        chosen, looked_at = _choose(logits, samplers, plan, draws, failed, helper)
-    for row, error in failed.items():
-        chosen[row] = error
+        chosen, looked_at = _choose(logits, samplers, plan, failed, helper)
     for row in plan.remembering:
         if not isinstance(chosen[row], Exception):
             try:
@@ -231,7 +216,6 @@ def _choose_changed(
     logits: torch.Tensor,
     samplers: Sequence[Sampler],
     plan: _Plan,
-    draws: list[float],
     changing: list[int],
     failed: dict[int, Exception],
     helper: Helper | None,
@@ -249,12 +233,12 @@ def _choose_changed(
                 samplers[row].change(scores[row])
             except Exception as error:
                 failed[row] = error
-        chosen, looked_at = _choose(logits, samplers, plan, draws, failed, helper)
+        chosen, looked_at = _choose(logits, samplers, plan, failed, helper)
     finally:
         for row, touched, values in before:
             scores[row, touched] = values
     for row in looked_at.broken:
-        if row in changing and np.isfinite(scores[row].max()):
+        if row in changing and row not in failed and np.isfinite(scores[row].max()):
             chosen[row] = SamplingError("no token is possible but those that may not come yet (min_new_tokens)")
     return chosen
 
@@ -271,13 +255,17 @@ class _Plan:
         own = [samplers[row].sampling for row in self.drawing]
         self.has_unfiltered = any(samplers[row].is_unfiltered for row in self.drawing)
         self.weighs = any(each.top_k == 0 and each.top_p < 1.0 for each in own)
-        # float64 [7, drawing]: for `_draw`, which gets one array sooner than seven. The draws are put into the last line.
+        # float64 [7, drawing]: for `_draw`, which gets one array sooner than seven, and puts what it draws into the last line.
         self.asked = np.array(
             [
                 (row, shortlists[row] > 0, samplers[row].is_unfiltered, each.top_k, each.top_p, each.temperature, 0.0)
                 for row, each in zip(self.drawing, own)
             ]
         ).T.copy()
+        # The states of their random streams, which are one with the samplers' own from now on.
+        self.streams = np.array([samplers[row].stream[0] for row in self.drawing], dtype=np.uint64)
+        for place, row in enumerate(self.drawing):
+            samplers[row].stream = self.streams[place : place + 1]
         if self.weighs:  # at which temperature the sum of all its weights is needed
             self.weighed_at = np.full(len(samplers), np.inf)
             for row, each in zip(self.drawing, own):
@@ -285,7 +273,7 @@ class _Plan:
                     self.weighed_at[row] = each.temperature
 
 
-@functools.lru_cache(maxsize=2)  # from one step to the next there are mostly the same
+@functools.lru_cache(maxsize=1)  # mostly they are those of the last step; two plans could not both move a stream on
 def _plan(samplers: tuple[Sampler, ...]) -> _Plan:
     return _Plan(samplers)
 
@@ -294,53 +282,57 @@ def _choose(
     scores: torch.Tensor,
     samplers: Sequence[Sampler],
     plan: _Plan,
-    draws: list[float],
-    failed: Collection[int],
+    failed: dict[int, Exception],
     helper: Helper | None,
 ) -> tuple[list[int | Exception], Logits]:
-    """The next token of each row, for scores that are changed already; for those that have failed anything. `draws` are for
-    those that draw."""
+    """The next token of each row, for scores that are changed already; for those that have failed, why."""
     logits = Logits(scores, plan.wanted, helper)
-    chosen: list[int | Exception] = logits.likeliest.tolist()
+    tokens, undecided = logits.likeliest, 0
+    if plan.drawing:
+        totals = logits.totals(plan.weighed_at) if plan.weighs else np.empty(len(samplers))
+        lanes = logits.lanes if plan.has_unfiltered else NO_LANES
+        tokens = tokens.copy()
+        shape = logits.rows_abreast, logits.vocab_size
+        undecided = _draw(tokens, plan.asked, plan.streams, totals, lanes, *shape, *logits.found)
+    chosen: list[int | Exception] = tokens.tolist()
     broken = logits.broken
+    if undecided:
+        for row, draw in zip(plan.drawing, plan.asked[-1].tolist()):
+            if chosen[row] < 0 and row not in broken and row not in failed:
+                try:
+                    chosen[row] = samplers[row].choose(logits.row(row), totals[row], draw)
+                except Exception as error:
+                    chosen[row] = error
     for row in broken:
         chosen[row] = SamplingError(NO_NUMBER)
-    if not plan.drawing:
-        return chosen, logits
-    totals = logits.totals(plan.weighed_at) if plan.weighs else np.empty(len(samplers))
-    tokens = np.full(len(plan.drawing), -1)
-    lanes = logits.lanes if plan.has_unfiltered else NO_LANES
-    plan.asked[-1] = draws
-    _draw(tokens, plan.asked, totals, lanes, logits.rows_abreast, logits.vocab_size, *logits.found)
-    for row, token, draw in zip(plan.drawing, tokens.tolist(), draws):
-        if row in broken or row in failed:
-            continue
-        chosen[row] = token
-        if token < 0:
-            try:
-                chosen[row] = samplers[row].choose(logits.row(row), totals[row], draw)
-            except Exception as error:
-                chosen[row] = error
+    for row, error in failed.items():
+        chosen[row] = error
     return chosen, logits
 
 
 @compiled
-def _draw(tokens, asked, totals, lanes, abreast, vocab_size, *found):
-    """Puts the tokens of some rows into `tokens` where the likeliest tokens and float32 can tell. asked: of these rows, as in
-    `_Plan`. Of every row: the others, as in `Logits`."""
+def _draw(tokens, asked, streams, totals, lanes, abreast, vocab_size, *found):
+    """Draws for some rows, and puts their tokens into `tokens`, int64 [rows], where the likeliest tokens and float32 can tell,
+    else -1. Returns for how many they cannot. asked, streams: of these rows, as in `_Plan`. Of every row: the others, as in
+    `Logits`."""
     scores, ids, counts, highest, _likeliest = found
-    for i in range(len(tokens)):
-        row, is_listed, is_unfiltered, top_k, top_p, temperature, draw = asked[:, i]
+    undecided = 0
+    for i in range(len(streams)):
+        row, is_listed, is_unfiltered, top_k, top_p, temperature, _last_draw = asked[:, i]
         row = int(row)
-        if not is_listed or counts[row] <= 0 or not math.isfinite(highest[row]):
-            continue
-        listed = scores[row, : counts[row]], ids[row, : counts[row]]
-        if is_unfiltered:
-            few = listed[0][:SHORTLIST], listed[1][:SHORTLIST]
-            everyones = lanes, row, abreast, vocab_size
-            tokens[i] = _draw_unfiltered(*few, *everyones, highest[row], temperature, draw)
-        else:
-            tokens[i] = _draw_listed(*listed, highest[row], totals[row], int(top_k), top_p, temperature, draw)
+        streams[i], draw = _uniform(streams[i])  # one number for each token, so the n-th is the n-th token's
+        asked[-1, i] = draw
+        tokens[row] = -1
+        if is_listed and counts[row] > 0 and math.isfinite(highest[row]):
+            listed = scores[row, : counts[row]], ids[row, : counts[row]]
+            if is_unfiltered:
+                few = listed[0][:SHORTLIST], listed[1][:SHORTLIST]
+                everyones = lanes, row, abreast, vocab_size
+                tokens[row] = _draw_unfiltered(*few, *everyones, highest[row], temperature, draw)
+            else:
+                tokens[row] = _draw_listed(*listed, highest[row], totals[row], int(top_k), top_p, temperature, draw)
+        undecided += tokens[row] < 0
+    return undecided
 
 
 @compiled

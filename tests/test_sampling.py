@@ -7,7 +7,6 @@ temperature, top-k, top-p, typical-p.
 import itertools
 import math
 from collections import Counter
-from types import SimpleNamespace
 from typing import NamedTuple
 
 import numpy as np
@@ -42,7 +41,7 @@ VOCABULARY = 12
 LOGITS = torch.tensor([0.3, -1.2, 2.1, 1.9, 0.0, -0.4, 1.1, -2.5, 0.8, 1.5, -0.9, -INF])
 PROMPT = [2, 2, 5, 8, 11]
 GENERATED = [3, 3, 6, 3]
-DRAWS = 3000
+DRAWS = 4000
 
 
 class Choice(NamedTuple):
@@ -599,7 +598,29 @@ def plain_choice(scores: np.ndarray, sampling: Sampling, draw: float) -> int:
 
 
 def draws_of(seed: int, count: int) -> list[float]:
-    return list(np.random.Generator(np.random.Philox(key=seed)).random(count))
+    """SplitMix64's numbers (Steele, Lea and Flood 2014), whose state is the seed."""
+    return [mixed((seed + n * 0x9E3779B97F4A7C15) % 2**64) / 2**53 for n in range(1, count + 1)]
+
+
+def mixed(state: int) -> int:
+    """53 bits."""
+    state = (state ^ (state >> 30)) * 0xBF58476D1CE4E5B9 % 2**64
+    state = (state ^ (state >> 27)) * 0x94D049BB133111EB % 2**64
+    return (state ^ (state >> 31)) >> 11
+
+
+def seed_of(bits: int) -> int:
+    """The seed whose first draw has these bits: what SplitMix64 does, backwards."""
+
+    def unshifted(state: int, by: int) -> int:
+        found = state
+        for _ in range(64 // by):
+            found = state ^ (found >> by)
+        return found
+
+    state = unshifted(bits << 11, 31) * pow(0x94D049BB133111EB, -1, 2**64) % 2**64
+    state = unshifted(state, 27) * pow(0xBF58476D1CE4E5B9, -1, 2**64) % 2**64
+    return (unshifted(state, 30) - 0x9E3779B97F4A7C15) % 2**64
 
 
 SHAPES = ("normal", "plateaus", "two values", "equal", "ranks", "one peak", "rising", "peaks in one block")
@@ -785,13 +806,23 @@ def test_top_k_takes_the_highest_even_where_a_temperature_makes_all_of_them_equa
     assert drawn == {5, size - 1}
 
 
-@pytest.mark.parametrize("draw", [0.0, 1.0 - 2.0**-53])
+def test_a_random_stream_goes_on_whoever_else_is_in_the_batch():
+    row = torch.from_numpy(large_row("normal", 1000, 9))
+    one, other, late = (Sampler(Sampling(seed=seed), [0]) for seed in (7, 8, 9))
+    companies = [other, one], [one], [one, other, late], [late, one], [one], [other, one]
+    lonely = Sampler(Sampling(seed=7), [0])
+    alone = [tokens_of(sample(row[None], [lonely]))[0] for _ in companies]
+    drawn = [tokens_of(sample(row.expand(len(company), -1), company))[company.index(one)] for company in companies]
+    assert drawn == alone and len(set(alone)) == len(alone)
+
+
+@pytest.mark.parametrize("bits", [0, 2**53 - 1])
 @pytest.mark.parametrize("filters", [{}, {"temperature": 0.01}, {"top_p": 0.999}, {"top_k": 700}, {"typical_p": 0.9}], ids=str)
-def test_the_smallest_and_the_largest_draw_fall_on_a_possible_token(filters, draw, monkeypatch):
+def test_the_smallest_and_the_largest_draw_fall_on_a_possible_token(filters, bits):
     row = large_row("normal", 1000, 9)
     row[:300] = row[900:] = -INF
-    sampler = Sampler(Sampling(seed=1, **filters), [0])
-    monkeypatch.setattr(sampler, "_random", SimpleNamespace(random=lambda size: np.full(size, draw)))
+    assert draws_of(seed_of(bits), 1) == [bits / 2**53]
+    sampler = Sampler(Sampling(seed=seed_of(bits), **filters), [0])
     (token,) = tokens_of(sample(torch.from_numpy(row)[None], [sampler]))
     assert row[token] > -INF
 
