@@ -20,7 +20,6 @@ import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +44,6 @@ logger = logging.getLogger("model")
 
 PROGRESS_S = 30.0  # how often a long compilation says that it is still at it
 CORES_WAIT_S = 60.0  # how long to wait for cores that another process holds; a container that is being replaced needs some
-FREE = -1
 CORES_NAP_S = 2.0
 COMPILER_BYTES = 8 << 30  # host memory that is set aside for each compiler: an estimate, it takes several GB for a large model
 
@@ -184,7 +182,7 @@ class NeuronModel:
         self.sampling = build.programs.sampling
         self._batches = build.programs.continuous_batching
         self._given: tuple = None, None, None  # the tensors of the last step
-        self._filled = [FREE] * self.batch_size  # positions that each slot holds; a list, because the device waits for it
+        self._filled: dict[int, int] = {}  # by slot, how many positions it holds
         _limit_cores(build.programs.tp_degree)
         self._announce = announce
         self._lines = DeviceSampling(build) if self.sampling == "device" else None
@@ -274,15 +272,13 @@ class NeuronModel:
             self._columns = tokens.unsqueeze(1), positions.unsqueeze(1)
             self._arrays = slots.numpy(), positions.numpy()
         named, given = (array.tolist() for array in self._arrays)
-        assert named and all(a < b for a, b in pairwise(named)), "slots are named once, ascending"
-        filled = [self._filled[slot] for slot in named]
-        assert filled == given and max(filled) < self.max_total_tokens, (
-            f"slots {named} hold {filled} positions ({FREE}: none), not {given}"
+        held = dict(zip(named, given))
+        assert named and sorted(held) == named, "slots are named once, ascending"
+        assert held.items() <= self._filled.items() and max(given) < self.max_total_tokens, (
+            f"slots {named} hold {[self._filled.get(slot) for slot in named]} positions, not {given}"
         )
         # The library writes over the first position of each slot that is not named: it is lost from here on.
-        self._filled = [FREE] * self.batch_size
-        for slot, position in zip(named, filled):
-            self._filled[slot] = position + 1
+        self._filled = {slot: position + 1 for slot, position in held.items()}
         return self._run(*self._columns, slots)
 
     def _run(self, ids: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:

@@ -66,17 +66,22 @@ class Request:
     generate: Generate
     arrived_at: float
     sampler: Sampler  # not asked where the device samples
+    most_new_tokens: int  # that it may generate, the window considered
     started_at: float = 0.0  # taken from the queue
     prefilled_at: float = 0.0
     generated: int = 0
     last_token: int = 0
-    position: int = 0  # where the last token stands, which the next step runs on
     is_broken: bool = False  # one of its tokens could not be told
 
     @property
+    def position(self) -> int:
+        """Where the last token stands, which the next step runs on."""
+        return len(self.generate.prompt) - 1 + self.generated
+
+    @property
     def most_tokens(self) -> int:
-        """How long prompt and answer may become, the window apart."""
-        return len(self.generate.prompt) + self.generate.max_new_tokens
+        """How long prompt and answer may become."""
+        return len(self.generate.prompt) + self.most_new_tokens
 
 
 @dataclass(slots=True)
@@ -142,18 +147,21 @@ class Gain:
 
 
 class StepInput:
-    """What a step is given, in tensors that are filled anew for each: to make them takes torch longer than to fill them."""
+    """What a step of so many slots is given, in tensors that are filled anew for each: to make them takes torch longer."""
 
     def __init__(self, slots: int):
         self._numbers = np.empty((3, slots), np.int64)
-        self._tensors = torch.from_numpy(self._numbers).unbind()
+        self.tensors = torch.from_numpy(self._numbers).unbind()  # tokens, positions and slots: int64 [n] each
 
-    def filled(self, slots: Sequence[int], requests: Sequence[Request]) -> tuple[torch.Tensor, ...]:
-        """Tokens, positions and slots: int64 [n] each."""
+    def fill(self, slots: Sequence[int], requests: Sequence[Request]) -> None:
         self._numbers[0] = [request.last_token for request in requests]
         self._numbers[1] = [request.position for request in requests]
         self._numbers[2] = slots
-        return self._tensors
+
+    def go_on(self, tokens: Sequence[int]) -> None:
+        """For the next step of the same requests, which gained these tokens."""
+        self._numbers[0] = tokens
+        self._numbers[1] += 1
 
 
 @dataclass
@@ -196,13 +204,16 @@ class Worker:
         self._steps_since_prompt = 0
         self._ready_web_processes: set[int] = set()
         self._inputs = [StepInput(slots) for slots in range(self.model.batch_size + 1)]
+        self._running: tuple[Request, ...] | None = None  # in the last step; None: they are others now
         self._untold: list[Gain] = []
         self._unlogged: list[dict] = []  # of requests that ended
         self._tells_aside = self.model.device != "cpu"  # else the next call would share its processor with the telling
         if self._tells_aside:
             self.end.give_way()
         self._helper: Helper | None = None
-        self._telling = threading.Semaphore(MOST_UNTOLD)  # each holds the logits of a step
+        self._tellings: queue.SimpleQueue[None] = queue.SimpleQueue()  # a semaphore: threading's takes ten times as long
+        for _ in range(MOST_UNTOLD):  # each holds the logits of a step
+            self._tellings.put(None)
         self._broken: queue.SimpleQueue[Request] = queue.SimpleQueue()
         self._pace = Pace()
         self._progress_at = 0.0  # when the device last finished something, or was given something after it had nothing
@@ -363,7 +374,7 @@ class Worker:
         prompting.ran_s += self._progress_at - began_at
         if output is None:
             return tokens
-        self._prompting, self._steps_since_prompt = None, 0
+        self._prompting, self._running, self._steps_since_prompt = None, None, 0
         request.prefilled_at = time.monotonic()
         prompt = Prompt(generate.id, request.started_at - request.arrived_at, logprobs, top)
         self._gain([request], output.unsqueeze(0), request.prefilled_at - prompting.ran_s, prompt)
@@ -376,16 +387,20 @@ class Worker:
 
     def decode(self) -> None:
         """One step: every busy slot gains one token."""
-        live = list(self.slots.live())
-        if not live:
-            return self.tell()
-        slots, requests = zip(*live)
-        self.tell(look=(len(slots) * self.model.vocab_size, time.monotonic() + self._pace.typical_s("decode")))
+        if self._running is None:
+            live = list(self.slots.live())
+            if not live:
+                return self.tell()
+            slots, self._running = zip(*live)
+            self._inputs[len(live)].fill(slots, self._running)
+        requests = self._running
+        given = self._inputs[len(requests)]
+        self.tell(look=(len(requests) * self.model.vocab_size, time.monotonic() + self._pace.typical_s("decode")))
         started_at = time.monotonic()
         try:
-            output = self.model.decode(*self._inputs[len(slots)].filled(slots, requests))
+            output = self.model.decode(*given.tensors)
         except Exception as error:
-            logger.exception("a step of %d slots failed", len(slots))
+            logger.exception("a step of %d slots failed", len(requests))
             self.metrics.series("batch_inference_count", "decode").inc()
             self.metrics.series("batch_inference_failure", "decode").inc()
             for request in requests:
@@ -396,7 +411,10 @@ class Worker:
         self.steps += 1
         self._steps_since_prompt += 1
         self._gain(requests, output, started_at)
-        self._pace.learn("decode", self._untold[-1].ran_at - started_at)
+        gain = self._untold[-1]
+        self._pace.learn("decode", gain.ran_at - started_at)
+        if self._running:
+            given.go_on(gain.tokens)
 
     def tell(self, patience_s: float | None = None, look: tuple[int, float] | None = None) -> None:
         """Tells what was gained, and how the worker is doing: the device may take `patience_s` for what it is given next, by
@@ -405,24 +423,24 @@ class Worker:
             gains, ended = self._untold, self._unlogged
             self._untold, self._unlogged = [], []
             if self._tells_aside:
-                self._telling.acquire()
+                self._tellings.get()
                 self.end.send_made(lambda: self._told_aside(gains, ended, look))
             else:
                 for peer, message in self._tell(gains, ended):
                     self.end.send(peer, message)
-        if patience_s is None and self.slots.busy:
-            patience_s = self._pace.patience_s("decode")
         self._report(patience_s)
 
     def _report(self, patience_s: float | None = None) -> None:
-        now = time.monotonic()
+        now, running = time.monotonic(), self.slots.busy
+        if patience_s is None and running:
+            patience_s = self._pace.patience_s("decode")
         with self._places_lock:
             self.end.report(
                 Status(
                     phase="draining" if self.draining else "ready",
                     progress_at=now,
                     steps=self.steps,
-                    running=self.slots.busy,
+                    running=running,
                     queued=len(self.queue),
                     due_at=0.0 if patience_s is None else now + patience_s,
                     full=self._places_taken >= self.max_concurrent_requests,
@@ -477,7 +495,7 @@ class Worker:
                 generate=generate,
                 arrived_at=generate.sent_at or time.monotonic(),
                 sampler=sampler,
-                position=len(generate.prompt) - 1,
+                most_new_tokens=min(generate.max_new_tokens, self.model.max_total_tokens - len(generate.prompt)),
             )
             self._known[generate.id] = request
             self.queue.append(request)
@@ -530,11 +548,10 @@ class Worker:
     def _take(self, request: Request, token: int) -> str | None:
         """Notes a token, and frees the slot if it is the last one. Returns the reason then."""
         request.generated += 1
-        request.position += 1
         request.last_token = token
         if token in self.eos_token_ids and not request.generate.ignore_eos:
             finish_reason = "eos_token"
-        elif request.generated >= request.generate.max_new_tokens or request.position + 1 >= self.model.max_total_tokens:
+        elif request.generated >= request.most_new_tokens:
             finish_reason = "length"
         else:
             return None
@@ -549,7 +566,7 @@ class Worker:
                 self._helper.expect(*look)
             yield from self._tell(gains, ended)
         finally:
-            self._telling.release()
+            self._tellings.put(None)
 
     def _tell(self, gains: list[Gain], ended: list[dict]) -> Iterator[tuple[bytes, Tokens | End]]:
         """What web processes are to hear of gains. May run on the socket's thread: it changes nothing of the loop's."""
@@ -608,6 +625,7 @@ class Worker:
         if self._prompting and self._prompting.request is request:
             self._prompting = None
         if request in self.slots.requests:
+            self._running = None
             self.slots.requests[self.slots.requests.index(request)] = None
         else:
             self.queue.remove(request)
@@ -629,7 +647,7 @@ class Worker:
             self.metrics.series("generated_tokens_in_full").inc(request.sampler.in_full)
 
     def _most_tokens(self) -> int:
-        return sum(min(request.most_tokens, self.model.max_total_tokens) for _slot, request in self.slots.live())
+        return sum(request.most_tokens for _slot, request in self.slots.live())
 
     def _greet(self, hello: Hello) -> None:
         if hello.ready and self.web_processes:

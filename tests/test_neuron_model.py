@@ -225,7 +225,7 @@ def test_a_slot_that_a_step_did_not_name_is_not_taken_up_again(tmp_path):
     forgotten = batch.leave(1)
     batch.step()
     batch.texts[1] = forgotten
-    with pytest.raises(AssertionError, match=r"slots \[0, 1\] hold \[\d, -1\] positions"):
+    with pytest.raises(AssertionError, match=r"slots \[0, 1\] hold \[\d, None\] positions"):
         batch.step()
 
 

@@ -319,11 +319,11 @@ def test_a_row_that_is_not_a_number_ends_that_request_alone():
 def test_an_exception_in_one_sampler_ends_that_request_alone(monkeypatch):
     bench = Bench()
     bench.arrive(Generate(1, [1, 2], 8))
-    bench.arrive(Generate(2, [3], 8, Sampling(seed=7)))
+    bench.arrive(Generate(2, [3], 8, Sampling(seed=7, typical_p=0.9), ignore_eos=True))
     bench.turn()
     bench.turn()
     broken = bench.worker._known[2].sampler
-    monkeypatch.setattr(broken, "draw", lambda: 1 // 0)
+    monkeypatch.setattr(broken, "choose", lambda *_: 1 // 0)
     bench.run()
     assert bench.ends[2] == "failed"
     assert bench.tokens[1] == greedy([1, 2], 8)
