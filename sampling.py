@@ -167,86 +167,13 @@ def _typical_p(probabilities: np.ndarray, typical_p: float) -> np.ndarray:
     return np.sort(order[: np.searchsorted(cumulative, typical_p * cumulative[-1]) + 1])
 
 
-def choose(
-    logits: torch.Tensor, samplers: Sequence[Sampler], helper: Helper | None = None
-) -> tuple[list[int | Exception], Logits | torch.Tensor]:
-    """The next token of each row, and what `describe` needs. logits: float32 [rows, vocab], on the CPU, one sampler a row.
-    Meanwhile they may have penalties in them; afterwards they are as they were.
-
-    A row that fails yields its exception in its place; the others do not notice.
-    """
-    plan = _plan(tuple(samplers))
-    if not plan.changeable:
-        return _choose(logits, samplers, plan, {}, helper)
-    failed: dict[int, Exception] = {}
-    if changing := [row for row in plan.changeable if samplers[row].changes_scores]:
-        chosen = _choose_changed(logits, samplers, plan, changing, failed, helper)
-        looked_at = logits
-    else:
-        chosen, looked_at = _choose(logits, samplers, plan, failed, helper)
-    for row in plan.remembering:
-        if not isinstance(chosen[row], Exception):
-            try:
-                samplers[row].record(chosen[row])
-            except Exception as error:
-                chosen[row] = error
-    return chosen, looked_at
-
-
-@without_warnings()
-def describe(
-    logits: Logits | torch.Tensor, tokens: Sequence[int], top_n: Sequence[int]
-) -> list[tuple[float, list[tuple[int, float]]] | Exception]:
-    """The log-probability of the token that was chosen for each row, and the `top_n` likeliest (token id, log-probability).
-    logits: what `choose` gave. A row that fails yields its exception."""
-    if isinstance(logits, torch.Tensor):
-        logits = Logits(logits, [max(1, n) for n in top_n])
-    described: list[tuple[float, list[tuple[int, float]]] | Exception] = []
-    for row, (logprob, n) in enumerate(zip(logits.logprobs(tokens).tolist(), top_n)):
-        try:
-            described.append((logprob, logits.top(row, n)))
-        except Exception as error:
-            described.append(error)
-    for row in logits.broken:
-        described[row] = SamplingError(NO_NUMBER)
-    return described
-
-
-def _choose_changed(
-    logits: torch.Tensor,
-    samplers: Sequence[Sampler],
-    plan: _Plan,
-    changing: list[int],
-    failed: dict[int, Exception],
-    helper: Helper | None,
-) -> list[int | Exception]:
-    """`_choose` for logits in which the scores of some rows are changed meanwhile."""
-    if logits.stride(0) == 0:  # rows that are one in memory could not be changed each by itself
-        logits = logits.contiguous()
-    scores = logits.detach().numpy()
-    before: list[tuple[int, np.ndarray, np.ndarray]] = []
-    try:
-        for row in changing:
-            try:
-                touched = samplers[row].touched(scores.shape[1])
-                before.append((row, touched, scores[row, touched]))
-                samplers[row].change(scores[row])
-            except Exception as error:
-                failed[row] = error
-        chosen, looked_at = _choose(logits, samplers, plan, failed, helper)
-    finally:
-        for row, touched, values in before:
-            scores[row, touched] = values
-    for row in looked_at.broken:
-        if row in changing and row not in failed and np.isfinite(scores[row].max()):
-            chosen[row] = SamplingError("no token is possible but those that may not come yet (min_new_tokens)")
-    return chosen
-
-
-class _Plan:
-    """What the parameters of a batch ask for: lists of rows, and arrays, [rows] or [drawing]: for those that are not greedy."""
+class Plan:
+    """Samplers, one for each row of a batch, and what their parameters ask for: lists of rows, and arrays, [rows] or [drawing]:
+    for those that are not greedy. Good for as many steps as the batch stays the same. A sampler's random stream goes on in the
+    plan that was made last with it, so earlier ones must not be used any more."""
 
     def __init__(self, samplers: Sequence[Sampler]):
+        self.samplers = samplers
         self.changeable = [row for row, sampler in enumerate(samplers) if sampler.may_change]
         self.remembering = [row for row, sampler in enumerate(samplers) if sampler.remembers]
         shortlists = [sampler.shortlist if sampler.shortlist <= LONGEST_SHORTLIST else 0 for sampler in samplers]
@@ -273,15 +200,83 @@ class _Plan:
                     self.weighed_at[row] = each.temperature
 
 
-@functools.lru_cache(maxsize=1)  # mostly they are those of the last step; two plans could not both move a stream on
-def _plan(samplers: tuple[Sampler, ...]) -> _Plan:
-    return _Plan(samplers)
+def choose(
+    logits: torch.Tensor, plan: Plan, helper: Helper | None = None
+) -> tuple[list[int | Exception], Logits | torch.Tensor]:
+    """The next token of each row, and what `describe` needs. logits: float32 [rows, vocab], on the CPU. Meanwhile they may have
+    penalties in them; afterwards they are as they were.
+
+    A row that fails yields its exception in its place; the others do not notice.
+    """
+    if not plan.changeable:
+        return _choose(logits, plan, {}, helper)
+    failed: dict[int, Exception] = {}
+    if changing := [row for row in plan.changeable if plan.samplers[row].changes_scores]:
+        chosen = _choose_changed(logits, plan, changing, failed, helper)
+        looked_at = logits
+    else:
+        chosen, looked_at = _choose(logits, plan, failed, helper)
+    for row in plan.remembering:
+        if not isinstance(chosen[row], Exception):
+            try:
+                plan.samplers[row].record(chosen[row])
+            except Exception as error:
+                chosen[row] = error
+    return chosen, looked_at
+
+
+@without_warnings()
+def describe(
+    logits: Logits | torch.Tensor, tokens: Sequence[int], top_n: Sequence[int]
+) -> list[tuple[float, list[tuple[int, float]]] | Exception]:
+    """The log-probability of the token that was chosen for each row, and the `top_n` likeliest (token id, log-probability).
+    logits: what `choose` gave. A row that fails yields its exception."""
+    if isinstance(logits, torch.Tensor):
+        logits = Logits(logits, [max(1, n) for n in top_n])
+    described: list[tuple[float, list[tuple[int, float]]] | Exception] = []
+    for row, (logprob, n) in enumerate(zip(logits.logprobs(tokens).tolist(), top_n)):
+        try:
+            described.append((logprob, logits.top(row, n)))
+        except Exception as error:
+            described.append(error)
+    for row in logits.broken:
+        described[row] = SamplingError(NO_NUMBER)
+    return described
+
+
+def _choose_changed(
+    logits: torch.Tensor,
+    plan: Plan,
+    changing: list[int],
+    failed: dict[int, Exception],
+    helper: Helper | None,
+) -> list[int | Exception]:
+    """`_choose` for logits in which the scores of some rows are changed meanwhile."""
+    if logits.stride(0) == 0:  # rows that are one in memory could not be changed each by itself
+        logits = logits.contiguous()
+    scores = logits.detach().numpy()
+    before: list[tuple[int, np.ndarray, np.ndarray]] = []
+    try:
+        for row in changing:
+            try:
+                touched = plan.samplers[row].touched(scores.shape[1])
+                before.append((row, touched, scores[row, touched]))
+                plan.samplers[row].change(scores[row])
+            except Exception as error:
+                failed[row] = error
+        chosen, looked_at = _choose(logits, plan, failed, helper)
+    finally:
+        for row, touched, values in before:
+            scores[row, touched] = values
+    for row in looked_at.broken:
+        if row in changing and row not in failed and np.isfinite(scores[row].max()):
+            chosen[row] = SamplingError("no token is possible but those that may not come yet (min_new_tokens)")
+    return chosen
 
 
 def _choose(
     scores: torch.Tensor,
-    samplers: Sequence[Sampler],
-    plan: _Plan,
+    plan: Plan,
     failed: dict[int, Exception],
     helper: Helper | None,
 ) -> tuple[list[int | Exception], Logits]:
@@ -289,7 +284,7 @@ def _choose(
     logits = Logits(scores, plan.wanted, helper)
     tokens, undecided = logits.likeliest, 0
     if plan.drawing:
-        totals = logits.totals(plan.weighed_at) if plan.weighs else np.empty(len(samplers))
+        totals = logits.totals(plan.weighed_at) if plan.weighs else np.empty(len(plan.samplers))
         lanes = logits.lanes if plan.has_unfiltered else NO_LANES
         tokens = tokens.copy()
         shape = logits.rows_abreast, logits.vocab_size
@@ -300,7 +295,7 @@ def _choose(
         for row, draw in zip(plan.drawing, plan.asked[-1].tolist()):
             if chosen[row] < 0 and row not in broken and row not in failed:
                 try:
-                    chosen[row] = samplers[row].choose(logits.row(row), totals[row], draw)
+                    chosen[row] = plan.samplers[row].choose(logits.row(row), totals[row], draw)
                 except Exception as error:
                     chosen[row] = error
     for row in broken:
@@ -313,7 +308,7 @@ def _choose(
 @compiled
 def _draw(tokens, asked, streams, totals, lanes, abreast, vocab_size, *found):
     """Draws for some rows, and puts their tokens into `tokens`, int64 [rows], where the likeliest tokens and float32 can tell,
-    else -1. Returns for how many they cannot. asked, streams: of these rows, as in `_Plan`. Of every row: the others, as in
+    else -1. Returns for how many they cannot. asked, streams: of these rows, as in `Plan`. Of every row: the others, as in
     `Logits`."""
     scores, ids, counts, highest, _likeliest = found
     undecided = 0
@@ -429,7 +424,7 @@ def compile_loops(with_helper: bool = False) -> None:
     if with_helper:
         Helper().end()
     kinds = Sampling(seed=0), Sampling(seed=0, top_k=2, top_p=0.5), Sampling(seed=0, top_k=2, typical_p=0.5)
-    chosen, looked_at = choose(torch.arange(3.0).expand(3, 3).contiguous(), [Sampler(kind, [0]) for kind in kinds])
+    chosen, looked_at = choose(torch.arange(3.0).expand(3, 3).contiguous(), Plan([Sampler(kind, [0]) for kind in kinds]))
     describe(looked_at, chosen, [1, 2, 3])
 
 

@@ -23,6 +23,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NamedTuple
 
 import msgspec
 import numpy as np
@@ -48,7 +49,7 @@ from protocol import (
     Tokens,
     WorkerEnd,
 )
-from sampling import Sampler, SamplingError, choose, compile_loops, describe, device_parameters, drawn, prompt_logprobs
+from sampling import Plan, Sampler, SamplingError, choose, compile_loops, describe, device_parameters, drawn, prompt_logprobs
 
 logger = logging.getLogger("worker")
 
@@ -164,6 +165,14 @@ class StepInput:
         self._numbers[1] += 1
 
 
+class Running(NamedTuple):
+    """What a step is made of; good for the next ones as long as the same requests run."""
+
+    requests: tuple[Request, ...]
+    plan: Plan
+    given: StepInput
+
+
 @dataclass
 class Prompting:
     """The prompt that is being run, in parts where the model can."""
@@ -204,7 +213,7 @@ class Worker:
         self._steps_since_prompt = 0
         self._ready_web_processes: set[int] = set()
         self._inputs = [StepInput(slots) for slots in range(self.model.batch_size + 1)]
-        self._running: tuple[Request, ...] | None = None  # in the last step; None: they are others now
+        self._running: Running | None = None  # in the last step; None: they are others now
         self._untold: list[Gain] = []
         self._unlogged: list[dict] = []  # of requests that ended
         self._tells_aside = self.model.device != "cpu"  # else the next call would share its processor with the telling
@@ -377,7 +386,7 @@ class Worker:
         self._prompting, self._running, self._steps_since_prompt = None, None, 0
         request.prefilled_at = time.monotonic()
         prompt = Prompt(generate.id, request.started_at - request.arrived_at, logprobs, top)
-        self._gain([request], output.unsqueeze(0), request.prefilled_at - prompting.ran_s, prompt)
+        self._gain([request], _plan([request]), output.unsqueeze(0), request.prefilled_at - prompting.ran_s, prompt)
         if prompting.joins:
             self.metrics.series("batch_concat", "backpressure").inc()
             self.metrics.series("batch_concat_duration", "decode").observe(prompting.ran_s)
@@ -391,10 +400,10 @@ class Worker:
             live = list(self.slots.live())
             if not live:
                 return self.tell()
-            slots, self._running = zip(*live)
-            self._inputs[len(live)].fill(slots, self._running)
-        requests = self._running
-        given = self._inputs[len(requests)]
+            slots, requests = zip(*live)
+            self._inputs[len(live)].fill(slots, requests)
+            self._running = Running(requests, _plan(requests), self._inputs[len(live)])
+        requests, plan, given = self._running
         self.tell(look=(len(requests) * self.model.vocab_size, time.monotonic() + self._pace.typical_s("decode")))
         started_at = time.monotonic()
         try:
@@ -410,8 +419,7 @@ class Worker:
             return
         self.steps += 1
         self._steps_since_prompt += 1
-        self._gain(requests, output, started_at)
-        gain = self._untold[-1]
+        gain = self._gain(requests, plan, output, started_at)
         self._pace.learn("decode", gain.ran_at - started_at)
         if self._running:
             given.go_on(gain.tokens)
@@ -500,7 +508,9 @@ class Worker:
             self._known[generate.id] = request
             self.queue.append(request)
 
-    def _gain(self, requests: Sequence[Request], output: torch.Tensor, started_at: float, prompt: Prompt | None = None) -> None:
+    def _gain(
+        self, requests: Sequence[Request], plan: Plan, output: torch.Tensor, started_at: float, prompt: Prompt | None = None
+    ) -> Gain:
         """Chooses the next token of each request. output: the logits, float32 [requests, vocab], or what the device chose:
         int64 [requests]. `prompt` is what a prefill tells besides."""
         ran_at = time.monotonic()
@@ -509,7 +519,7 @@ class Worker:
             if self.model.sampling == "device":
                 chosen = drawn(output, self.model.vocab_size)
             else:
-                chosen, logits = choose(output, [request.sampler for request in requests], self._helper)
+                chosen, logits = choose(output, plan, self._helper)
         except Exception as error:
             chosen = [error] * len(requests)
         chosen_at = time.monotonic()
@@ -544,6 +554,7 @@ class Worker:
         if not prompt:
             self._tokens_at = self._progress_at
         self._untold.append(gain)
+        return gain
 
     def _take(self, request: Request, token: int) -> str | None:
         """Notes a token, and frees the slot if it is the last one. Returns the reason then."""
@@ -656,6 +667,10 @@ class Worker:
                 self.web_processes = 0
                 (configuration.run_dir() / "ready").touch()
                 logger.info("Connected")
+
+
+def _plan(requests: Sequence[Request]) -> Plan:
+    return Plan([request.sampler for request in requests])
 
 
 def boot(config: Config, end: WorkerEnd, metrics: Metrics) -> Worker:

@@ -21,7 +21,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import torch
 
 from protocol import Sampling
-from sampling import Sampler, choose, describe
+from sampling import Plan, Sampler, choose, describe
 
 TURNS = 9  # a round
 WARM = {"temperature": 0.8}
@@ -91,8 +91,10 @@ def measure(
 
 
 def _case(name: str, reach: float, logits: torch.Tensor, samplers: list[Sampler], top: int | None, rounds: int) -> list[dict]:
+    plan = Plan(samplers)
+
     def sample():
-        tokens, looked_at = choose(logits, samplers)
+        tokens, looked_at = choose(logits, plan)
         assert all(isinstance(token, int) for token in tokens)
         if top is not None:
             assert all(isinstance(told, tuple) for told in describe(looked_at, tokens, [top] * len(tokens)))

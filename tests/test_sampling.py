@@ -27,6 +27,7 @@ from protocol import Sampling
 from sampling import (
     FAST_ERROR,
     SHORTLIST,
+    Plan,
     Sampler,
     SamplingError,
     choose,
@@ -52,7 +53,7 @@ class Choice(NamedTuple):
 
 def sample(logits: torch.Tensor, samplers: list[Sampler]) -> list[Choice | Exception]:
     """Chooses and describes."""
-    chosen, looked_at = choose(logits, samplers)
+    chosen, looked_at = choose(logits, Plan(samplers))
     tokens = [0 if isinstance(token, Exception) else token for token in chosen]
     described = describe(looked_at, tokens, [sampler.top_n_tokens for sampler in samplers])
     return [
@@ -687,7 +688,7 @@ def by_token(logits: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize("size", [1, 63, 700, 4096, 20001])
 def test_logits_may_lie_in_memory_row_by_row_or_token_by_token(rows, size):
     logits = torch.from_numpy(np.stack([large_row("normal", size, seed) for seed in range(rows)]))
-    assert choose(by_token(logits), [Sampler(Sampling(), [0])] * rows)[0] == logits.argmax(dim=1).tolist()
+    assert choose(by_token(logits), Plan([Sampler(Sampling(), [0])] * rows))[0] == logits.argmax(dim=1).tolist()
     kinds = [Sampling(seed=row, **MIXED[row % len(MIXED)]) for row in range(rows)]
     samplers = [[Sampler(kind, [0], top_n_tokens=3) for kind in kinds] for _ in range(3)]
     among_others = by_token(torch.cat([logits, torch.zeros(3, size)]))[:rows]
@@ -700,8 +701,8 @@ MIXED = [{"top_k": 20}, {}, {"top_p": 0.8, "temperature": 0.5}, {"repetition_pen
 def test_nuclei_and_whole_distributions_may_be_asked_for_side_by_side():
     logits = by_token(torch.from_numpy(np.stack([large_row("ranks", 20000, seed) for seed in range(6)])))
     kinds = [Sampling(seed=row, **({"top_p": 0.9} if row < 3 else {})) for row in range(6)]
-    together, _ = choose(logits, [Sampler(kind, [0]) for kind in kinds])
-    assert together == [choose(logits[[row]], [Sampler(kind, [0])])[0][0] for row, kind in enumerate(kinds)]
+    together, _ = choose(logits, Plan([Sampler(kind, [0]) for kind in kinds]))
+    assert together == [choose(logits[[row]], Plan([Sampler(kind, [0])]))[0][0] for row, kind in enumerate(kinds)]
 
 
 @given(
@@ -719,8 +720,8 @@ def test_a_crowd_of_large_rows_chooses_what_each_of_them_would_choose_alone(crow
     alone = [Sampler(sampling, [0]) for sampling in kinds]
     for turn in range(2):
         turned = logits.roll(turn, dims=0)
-        tokens, _ = choose(laid(turned), together)
-        assert tokens == [choose(turned[[row]], [sampler])[0][0] for row, sampler in enumerate(alone)]
+        tokens, _ = choose(laid(turned), Plan(together))
+        assert tokens == [choose(turned[[row]], Plan([sampler]))[0][0] for row, sampler in enumerate(alone)]
         for row, sampling in enumerate(kinds):
             if sampling.top_k or sampling.top_p < 1.0 or sampling.typical_p < 1.0:
                 with np.errstate(all="ignore"):
@@ -747,7 +748,7 @@ def test_with_a_temperature_alone_every_token_is_drawn_as_often_as_it_should_be(
     """Those beyond the likeliest, and those that are as likely as the last of them, too."""
     row = large_row(shape, size, 5, scale=0.7, impossible=0.1)
     logits, sampler = torch.from_numpy(row)[None], Sampler(Sampling(seed=3, temperature=temperature), [0])
-    counts = Counter(choose(logits, [sampler])[0][0] for _ in range(8000))
+    counts = Counter(choose(logits, Plan([sampler]))[0][0] for _ in range(8000))
     expected = torch.softmax(torch.from_numpy(row).double() / temperature, dim=-1).numpy()
     groups = np.arange(size) if size < 1000 else np.argsort(np.argsort(-row, kind="stable")).clip(max=SHORTLIST * 4) // 2
     grouped = Counter()
