@@ -342,6 +342,8 @@ def _look(address, tokens, rows, wanted, words):
     scores, ids = np.empty((len(wanted), room), np.float32), np.empty((len(wanted), room), np.int64)
     counts, likeliest = np.empty(len(wanted), np.int64), np.empty(len(wanted), np.int64)
     highest = np.empty(len(wanted), np.float64)
+    if len(words) > 0:
+        words[CPU] = _sched_getcpu()
     is_shared = len(words) > 0 and len(wanted) * tokens >= MUCH
     if not is_shared:
         words = np.zeros(WORDS, np.int64)
@@ -352,7 +354,6 @@ def _look(address, tokens, rows, wanted, words):
     told[11], told[12], told[13], told[14] = wanted.ctypes.data, scores.ctypes.data, ids.ctypes.data, counts.ctypes.data
     told[15], told[16] = highest.ctypes.data, likeliest.ctypes.data
     words[TAKEN] = words[DONE] = words[FOUND] = 0
-    words[CPU] = _sched_getcpu()
     _add(words, OPEN, 1)
     _peaks(words, lanes, rows, leaves, branches, suspects)
     _find(words, lanes, rows, leaves, branches, suspects, wanted, scores, ids, counts, highest, likeliest)
@@ -426,6 +427,7 @@ class Helper:
 
     def __init__(self):
         self.words = np.zeros(WORDS, np.int64)
+        self.words[CPU] = -1
         self._libc = ctypes.CDLL(None)
         self._semaphore = ctypes.c_void_p(self.words[SEMAPHORE:].ctypes.data)
         self._libc.sem_init(self._semaphore, 0, 0)
@@ -438,6 +440,11 @@ class Helper:
     def helped(self) -> int:
         """How often it has taken a part."""
         return int(self.words[HELPED])
+
+    @property
+    def cpu(self) -> int:
+        """The processor of who looked last; -1 before the first look."""
+        return int(self.words[CPU])
 
     def expect(self, logits: int, at: float) -> None:
         """The next look is at so many, and expected at that time: CLOCK_MONOTONIC, in seconds."""

@@ -70,6 +70,10 @@ class StaticBatchModel(Protocol):
         """One step for all live slots: int64 [n] each, slots ascending. Returns float32 [n, vocab], which later calls leave as
         it is. It may lie in memory in any order; sampling.py is quick with the two usual ones."""
 
+    def understudy(self) -> StaticBatchModel | None:
+        """One for rehearsals (rehearsal.py), without a device: over at once, with few slots, and no last position. Asked for
+        where the host samples; None where a step is the processor's own work, which forgets nothing meanwhile."""
+
 
 FACTS = ("*.json", "*.model", "*.jinja", "*.txt")
 WEIGHTS = (("*.safetensors",), ("pytorch_model*.bin",))  # the second, which is pickled, only where there is nothing else

@@ -170,6 +170,9 @@ class TorchModel:
         positions = torch.arange(begin, filled, device=self.device)[None]
         return self._forward(tokens, Step(slice(slot, slot + 1), positions, filled), logits_to_keep)[0].cpu()
 
+    def understudy(self) -> None:
+        return None
+
     def decode(self, tokens: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
         longest, rows = int(positions.max()) + 1, int(slots[-1]) + 1
         assert longest <= self.max_total_tokens and rows <= self.batch_size

@@ -49,6 +49,7 @@ from protocol import (
     Tokens,
     WorkerEnd,
 )
+from rehearsal import Offstage, Rehearsal
 from sampling import Plan, Sampler, SamplingError, choose, compile_loops, describe, device_parameters, drawn, prompt_logprobs
 
 logger = logging.getLogger("worker")
@@ -220,6 +221,7 @@ class Worker:
         if self._tells_aside:
             self.end.give_way()
         self._helper: Helper | None = None
+        self._rehearsal: Rehearsal | None = None
         self._tellings: queue.SimpleQueue[None] = queue.SimpleQueue()  # a semaphore: threading's takes ten times as long
         for _ in range(MOST_UNTOLD):  # each holds the logits of a step
             self._tellings.put(None)
@@ -244,21 +246,28 @@ class Worker:
         # Where the device is the CPU, all processors work for it, and none is left to help with the choice.
         if self.model.device != "cpu" and self.model.sampling == "host" and Helper.can_help():
             self._helper = Helper()
+            if understudy := self.model.understudy():
+                self._rehearsal = Rehearsal(Worker(understudy, Offstage(), frozenset(), understudy.batch_size))
         try:
             self._report()
             while not self.stopping and (self._known or not self.draining):
-                self.receive()
-                self.admit()
-                self.turn_away()
-                self.decode()
+                self.turn()
             self.draining = True
             self.receive()  # what came meanwhile is refused, not left
             for request in list(self._known.values()):
                 self._end(request, "draining")
             self.tell()
         finally:
+            if self._rehearsal:
+                self._rehearsal.end()
             if self._helper:
                 self._helper.end()
+
+    def turn(self) -> None:
+        self.receive()
+        self.admit()
+        self.turn_away()
+        self.decode()
 
     def drain(self) -> None:
         """Refuses what is new; the loop ends with the last request. May be called from a signal handler."""
@@ -426,7 +435,7 @@ class Worker:
 
     def tell(self, patience_s: float | None = None, look: tuple[int, float] | None = None) -> None:
         """Tells what was gained, and how the worker is doing: the device may take `patience_s` for what it is given next, by
-        default what a step may take. look: how many logits come of that, and when, for the helper."""
+        default what a step may take. look: how many logits come of that, and when, for those who get ready for it."""
         if self._untold or self._unlogged:
             gains, ended = self._untold, self._unlogged
             self._untold, self._unlogged = [], []
@@ -575,6 +584,8 @@ class Worker:
         try:
             if self._helper and look:
                 self._helper.expect(*look)
+                if self._rehearsal:
+                    self._rehearsal.expect(look[1], self._helper.cpu)
             yield from self._tell(gains, ended)
         finally:
             self._tellings.put(None)

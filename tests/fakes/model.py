@@ -4,6 +4,8 @@ It may choose the tokens itself, as a device does that samples. Any mix-up of sl
 any call that a device would punish raises.
 """
 
+from __future__ import annotations
+
 import hashlib
 import threading
 from collections.abc import Iterator
@@ -71,6 +73,9 @@ class FakeModel:
             return self.prefill(slot, prompt)
         self.cache[slot] = prompt[: begin + self.prompt_part]
         return None
+
+    def understudy(self) -> FakeModel:
+        return FakeModel(2, 10**6, self.vocab_size)
 
     def set_sampling(self, slot: int, top_k: int, top_p: float, temperature: float) -> None:
         assert self.sampling == "device" and 0 <= slot < self.batch_size
