@@ -31,7 +31,9 @@ LEAST_S = 0.005  # that a step takes, for the caches to forget
 LEAD_S = 0.0004  # how long before the end of a step it is over, when it takes
 SLACK = 2.0  # times as long as it mostly does
 WEIGHT = 0.1  # of the newest in the running mean
-KINDS = Sampling(), Sampling(seed=0, temperature=0.9, top_k=20, top_p=0.9)  # of made-up requests: these go through most lines
+# Of made-up requests: they go through most lines, and through none that only one thread can be in at a time (numpy.errstate in
+# sampling.py: log-probabilities, penalties).
+KINDS = Sampling(), Sampling(seed=0, temperature=0.9, top_k=20, top_p=0.9)
 
 
 class Offstage(WorkerEnd):

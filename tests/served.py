@@ -70,8 +70,8 @@ class Served:
         self.seen._end.close()
 
 
-def wait_until(holds):
-    deadline = time.monotonic() + WAIT_S
+def wait_until(holds, at_most_s=WAIT_S):
+    deadline = time.monotonic() + at_most_s
     while not holds():
         assert time.monotonic() < deadline, "it did not happen"
         time.sleep(0.01)

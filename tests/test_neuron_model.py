@@ -15,10 +15,13 @@ from fakes.tokenizer import VOCABULARY, byte_tokenizer
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from processes import Server, events
+from served import wait_until
 
 import config as configuration
 from config import DEVICE_TOP_K, Config, ConfigError, Manifest
 from model import DeviceLost, ModelError
+from rehearsal import Offstage, Rehearsal
+from worker import Worker
 
 FAKE = str(Path(__file__).parent / "fakes" / "neuron")
 sys.path.insert(0, FAKE)
@@ -235,6 +238,24 @@ def test_a_position_that_is_not_the_next_one_is_not_run(tmp_path):
     for position in (1, 3):
         with pytest.raises(AssertionError):
             model.decode(torch.tensor([1]), torch.tensor([position]), torch.tensor([0]))
+
+
+@pytest.mark.parametrize(("family", "slots"), [("llama", 3), ("llama", 1), ("opt", 1)])
+def test_an_understudy_runs_without_the_device_and_beyond_the_last_position(tmp_path, family, slots):
+    model = load(tmp_path, FAMILIES[family], max_batch_size=slots)
+    batch = Batch(model)
+    batch.join(0, [5, 6])
+    understudy = Worker(model.understudy(), Offstage(), frozenset(), slots)
+    rehearsal = Rehearsal(understudy)
+    wait_until(lambda: rehearsal.turns)
+    rehearsal.end()
+    for _ in range(2 * WINDOW):
+        understudy.turn()
+        understudy.end.drop()
+    assert understudy.slots.busy == min(2, slots)
+    for _ in range(5):
+        batch.step()
+    assert batch.leave(0) == alone([5, 6], 8)
 
 
 # Sampling on the device

@@ -390,7 +390,7 @@ def test_the_device_does_not_run_ahead_of_what_can_be_told():
 
 class FakeHelper:
     made: ClassVar[list["FakeHelper"]] = []
-    words = np.empty(0, np.int64)
+    words, cpu = np.empty(0, np.int64), 3
 
     def __init__(self):
         self.made.append(self)
@@ -407,9 +407,18 @@ class FakeHelper:
         self.has_ended = True
 
 
+class FakeRehearsal:
+    def __init__(self):
+        self.expected = []
+
+    def expect(self, at, cpu):
+        self.expected.append((at, cpu))
+
+
 def test_the_helper_is_told_when_to_expect_the_logits_of_each_step():
     bench = Bench(batch_size=3)
     bench.worker._helper = helper = FakeHelper()
+    bench.worker._rehearsal = rehearsal = FakeRehearsal()
     for id, tokens in (1, 5), (2, 3):
         bench.arrive(Generate(id, [id], tokens, ignore_eos=True))
     began_at = time.monotonic()
@@ -420,6 +429,7 @@ def test_the_helper_is_told_when_to_expect_the_logits_of_each_step():
     vocab = bench.model.vocab_size
     assert [logits for logits, _at in helper.looks] == [2 * vocab] * 2 + [vocab] * 2
     assert all(began_at < at < time.monotonic() + 1 for _logits, at in helper.looks)
+    assert rehearsal.expected == [(at, helper.cpu) for _logits, at in helper.looks]
 
 
 @pytest.mark.parametrize(
