@@ -34,6 +34,7 @@ from numba.extending import intrinsic
 ABREAST = 32  # neighbouring tokens that are looked at side by side: they fill the processor's vectors also for a single row
 LEAF, BRANCH = 16, 16
 SUM_STEPS = 4  # times ABREAST are the neighbouring tokens whose weights are summed in float32
+MASS_STEPS = 64  # as many where sums are of fewer weights
 LINE = 16  # numbers that come together from memory
 AHEAD = 16 * ABREAST  # how many numbers before they are needed memory is asked for them
 FEW_ROWS = 4
@@ -479,20 +480,30 @@ def _weight(score, scale, bias):
 
 
 @compiled
+def _set_scales(scale, bias, first, rows, highest, temperatures):
+    """By what scores become exponents of 2 in each lane, float32 [lanes], of the rows from `first` on."""
+    for lane in range(len(scale)):
+        row = first + lane % rows
+        scale[lane] = min(LOG2_E / temperatures[row], 1e38)
+        bias[lane] = -highest[row] * np.float64(scale[lane])
+
+
+@compiled
+def _unrounded(scale, bias, highest):
+    """What a sum of weights has to be multiplied with because the bias was rounded."""
+    return 2.0 ** -(highest * np.float64(scale) + np.float64(bias))
+
+
+@compiled
 def _totals(lanes, rows, highest, temperatures, totals):
     """Adds the weights of all tokens to `totals`, block by block. highest, temperatures, totals: float64 [all rows]."""
     planes, steps, width = lanes.shape
     ahead = AHEAD // width
     sums, scale, bias = np.empty(width, np.float32), np.empty(width, np.float32), np.empty(width, np.float32)
     for plane in range(planes):
-        is_needed = False
-        for lane in range(width):
-            row = plane * rows + lane % rows
-            scale[lane] = min(LOG2_E / temperatures[row], 1e38)
-            bias[lane] = -highest[row] * np.float64(scale[lane])
-            is_needed |= math.isfinite(temperatures[row])
-        if not is_needed:
+        if not np.isfinite(temperatures[plane * rows : (plane + 1) * rows]).any():
             continue
+        _set_scales(scale, bias, plane * rows, rows, highest, temperatures)
         for step in range(0, steps, SUM_STEPS):
             if width < AHEAD and step + ahead + SUM_STEPS <= steps:  # of wide ones the processor asks early enough by itself
                 for coming in range(step + ahead, step + ahead + SUM_STEPS):
@@ -524,13 +535,76 @@ def _totals(lanes, rows, highest, temperatures, totals):
         for row in range(rows):
             at = plane * rows + row
             if abs(bias[row]) <= MOST_BIAS:
-                totals[at] *= 2.0 ** -(highest[at] * np.float64(scale[row]) + np.float64(bias[row]))  # it was rounded
+                totals[at] *= _unrounded(scale[row], bias[row], highest[at])
                 totals[at] = max(1.0, totals[at])  # the highest weighs as much
             elif math.isfinite(highest[at]):
                 totals[at] = 0.0
                 for step in range(steps):
                     for lane in range(row, width, rows):
                         totals[at] += math.exp((np.float64(lanes[plane, step, lane]) - highest[at]) / temperatures[at])
+
+
+@compiled
+def _if(holds, weight):
+    return weight if holds else np.float32(0.0)
+
+
+@compiled
+def _masses(lanes, rows, highest, temperatures, floors, above, reaching):
+    """Adds the weights of the tokens that are above two floors to `above`, and of those that reach them to `reaching`: float64
+    [2, all rows]. floors: float32 [2, all rows], inf for rows that need none."""
+    planes, steps, width = lanes.shape
+    scale, bias = np.empty(width, np.float32), np.empty(width, np.float32)
+    low, high = np.empty(width, np.float32), np.empty(width, np.float32)
+    sums = np.empty((4, width), np.float32)
+    above_low, reaching_low, above_high, reaching_high = sums[0], sums[1], sums[2], sums[3]
+    for plane in range(planes):
+        first = plane * rows
+        if not (floors[:, first : first + rows] < np.inf).any():
+            continue
+        _set_scales(scale, bias, first, rows, highest, temperatures)
+        for lane in range(width):
+            low[lane], high[lane] = floors[0, first + lane % rows], floors[1, first + lane % rows]
+        for begin in range(0, steps, MASS_STEPS):
+            sums[:] = 0.0
+            step, end = begin, min(begin + MASS_STEPS, steps)
+            while step + 4 <= end:
+                one, two = lanes[plane, step], lanes[plane, step + 1]
+                three, four = lanes[plane, step + 2], lanes[plane, step + 3]
+                for lane in range(width):
+                    own, common, floor, other = scale[lane], bias[lane], low[lane], high[lane]
+                    a, b, c, d = one[lane], two[lane], three[lane], four[lane]
+                    u, v = _weight(a, own, common), _weight(b, own, common)
+                    x, y = _weight(c, own, common), _weight(d, own, common)
+                    above_low[lane] += (_if(a > floor, u) + _if(b > floor, v)) + (_if(c > floor, x) + _if(d > floor, y))
+                    reaching_low[lane] += (_if(a >= floor, u) + _if(b >= floor, v)) + (_if(c >= floor, x) + _if(d >= floor, y))
+                    above_high[lane] += (_if(a > other, u) + _if(b > other, v)) + (_if(c > other, x) + _if(d > other, y))
+                    reaching_high[lane] += (_if(a >= other, u) + _if(b >= other, v)) + (_if(c >= other, x) + _if(d >= other, y))
+                step += 4
+            while step < end:
+                one = lanes[plane, step]
+                for lane in range(width):
+                    a, floor, other = one[lane], low[lane], high[lane]
+                    u = _weight(a, scale[lane], bias[lane])
+                    above_low[lane] += _if(a > floor, u)
+                    reaching_low[lane] += _if(a >= floor, u)
+                    above_high[lane] += _if(a > other, u)
+                    reaching_high[lane] += _if(a >= other, u)
+                step += 1
+            for row in range(rows):
+                for lane in range(row, width, rows):
+                    above[0, first + row] += above_low[lane]
+                    above[1, first + row] += above_high[lane]
+                    reaching[0, first + row] += reaching_low[lane]
+                    reaching[1, first + row] += reaching_high[lane]
+        for row in range(rows):
+            at = first + row
+            if abs(bias[row]) <= MOST_BIAS:
+                factor = _unrounded(scale[row], bias[row], highest[at])
+                above[:, at] *= factor
+                reaching[:, at] *= factor
+            else:  # float32 cannot tell
+                above[:, at], reaching[:, at] = 0.0, np.inf
 
 
 class Logits:
@@ -593,12 +667,27 @@ class Logits:
         _totals(self.lanes, self.rows_abreast, self.highest, temperatures, totals)
         return totals
 
+    def masses(self, temperatures: np.ndarray, floors: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """The sums of the weights of those tokens whose scores are above each of two floors, and of those that reach them:
+        float32 [2, rows] → float64 [2, rows] each. Rows with floors of inf are left out; where float32 cannot tell, they are 0
+        and inf. temperatures: as for `totals`."""
+        above, reaching = np.zeros(floors.shape), np.zeros(floors.shape)
+        _masses(self.lanes, self.rows_abreast, self.highest, temperatures, floors, above, reaching)
+        return above, reaching
+
     def row(self, index: int) -> np.ndarray:
         """float32 [vocab], contiguous. Some are fetched one by one, but many by turning the whole round."""
         self._fetched += 1
         if self._turned is None and (self.rows_abreast == 1 or self._fetched > FEW_ROWS):
             self._turned = np.ascontiguousarray(self._scores)
         return np.ascontiguousarray(self._scores[index]) if self._turned is None else self._turned[index]
+
+    def list_anew(self, row: int, n: int) -> None:
+        """Finds the `n` likeliest tokens of a row for which there was no room: more are as likely as the last of them."""
+        scores = self.row(row)
+        ids = ranked(scores, nth_highest(scores.copy(), min(n, len(scores))))[:n]
+        ids = ids[scores[ids] > -np.inf]
+        self.counts[row], self.ids[row, : len(ids)], self.scores[row, : len(ids)] = len(ids), ids, scores[ids]
 
     @functools.cached_property
     def _normalizers(self) -> np.ndarray:

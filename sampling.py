@@ -6,9 +6,11 @@ not. What a row yields depends on its own logits, parameters and seed alone, nev
 the model's own distribution, before any parameter changes it; `prompt_logprobs` gives those of a prompt. Where the device
 chooses itself, `device_parameters` are what it is told, and `drawn` reads what it says.
 
-As a rule the likeliest tokens of a row, which logits.py finds, prove what the whole vocabulary would have told; with a
-temperature alone they bound what any other weighs, and a few others are looked at. This is done in float64, and for rows for
-which they prove nothing, and parameters that need more, in full, one row after the other.
+As a rule the likeliest tokens of a row, which logits.py finds, prove what the whole vocabulary would have told. With a
+temperature alone they bound what any other weighs, and a few others are looked at; so they do where a nucleus is larger, and
+those are taken that the sum of what is likelier proves to be in it. This is done in float64, sums over whole vocabularies in
+float32 with a known error. Rows for which that proves nothing, and parameters that need more, are computed in full, one after
+the other.
 
 This layer knows neither slots nor sockets.
 """
@@ -28,6 +30,9 @@ from protocol import Sampling
 
 SHORTLIST = 64  # as a rule, top-p takes fewer tokens, and few others are drawn without it
 LONGEST_SHORTLIST = 256  # with more, rows are gone through one by one
+MOST_ROUNDS = 6  # of two proposals each
+UNLISTED, TOO_FEW = -(2**61), -(2**62)  # in the place of a token
+NO_STREAMS = np.empty(0, np.uint64)
 NO_LANES = np.empty((0, 0, 0), np.float32)
 NO_NUMBER = "the model's output is not a number"
 # By what share a sum of weights may be wrong; in float32: exponents are rounded, then 2 to them, then the sum of a few.
@@ -84,20 +89,15 @@ class Sampler:
         )
 
     @without_warnings()
-    def choose(self, scores: np.ndarray, total: float, draw: float) -> int:
+    def choose(self, scores: np.ndarray, total: float, draw: float, proposed: int = -1) -> int:
         """The next token id, from the whole row: float32 [vocab], changed already. total: the sum of all weights, right to
-        FAST_ERROR, needed for top-p without top-k. A token's weight is exp((its score - the highest) / temperature)."""
+        FAST_ERROR, needed for top-p without top-k. A token's weight is exp((its score - the highest) / temperature). proposed:
+        a token that it is if it can be drawn at all."""
         sampling = self.sampling
 
         def weights_of(ids: np.ndarray) -> np.ndarray:
             return np.exp((scores[ids].astype(np.float64) - float(scores.max())) / sampling.temperature)
 
-        if self.is_unfiltered:
-            self.in_full += 1
-            ids = ranked(scores, nth_highest(scores.copy(), min(SHORTLIST, len(scores))))[:SHORTLIST]
-            ids = ids[scores[ids] > -np.inf]
-            lanes = scores.reshape(1, -1, 1), 0, 1, len(scores)
-            return _draw_unfiltered(scores[ids], ids, *lanes, float(scores.max()), sampling.temperature, draw)
         ids = np.arange(len(scores))
         if sampling.top_k:  # and what is as likely as the last of them
             ids = ranked(scores, nth_highest(scores.copy(), min(sampling.top_k, len(scores))))
@@ -105,8 +105,6 @@ class Sampler:
             # All together that do not reach this have a share of less than 1 - top_p.
             floor = np.log(0.9 * (1.0 - sampling.top_p) * total / len(scores))
             ids = ranked(scores, float(scores.max()) + sampling.temperature * floor)
-        else:
-            self.in_full += 1
         weights = weights_of(ids)
         if sampling.top_p < 1.0:
             if sampling.top_k:
@@ -114,14 +112,13 @@ class Sampler:
             else:
                 count = _top_p(weights, sampling.top_p, weights_of(np.arange(len(scores))).sum(), FULL_ERROR)
             if not count:
-                self.in_full += 1
                 weights = weights_of(ids := ranked(scores, -np.inf))
                 count = _top_p(weights, sampling.top_p, _sum(weights), 0.0)
             ids, weights = ids[:count], weights[:count]
         if sampling.typical_p < 1.0:
             kept = _typical_p(weights, sampling.typical_p)
             ids, weights = ids[kept], weights[kept]
-        return int(ids[_place(weights, draw)])
+        return proposed if proposed in ids else int(ids[_place(weights, draw)])
 
     def record(self, token: int) -> None:
         """Tells which token was taken, for the penalties of the next one."""
@@ -282,22 +279,34 @@ def _choose(
 ) -> tuple[list[int | Exception], Logits]:
     """The next token of each row, for scores that are changed already; for those that have failed, why."""
     logits = Logits(scores, plan.wanted, helper)
-    tokens, undecided = logits.likeliest, 0
+    tokens, undecided, in_full = logits.likeliest, 0, set()
     if plan.drawing:
         totals = logits.totals(plan.weighed_at) if plan.weighs else np.empty(len(plan.samplers))
         lanes = logits.lanes if plan.has_unfiltered else NO_LANES
         tokens = tokens.copy()
         shape = logits.rows_abreast, logits.vocab_size
         undecided = _draw(tokens, plan.asked, plan.streams, totals, lanes, *shape, *logits.found)
+        if undecided:
+            if unlisted := [place for place, row in enumerate(plan.drawing) if tokens[row] == UNLISTED]:
+                in_full = {plan.drawing[place] for place in unlisted}
+                for row in in_full:
+                    logits.list_anew(row, SHORTLIST)
+                again = np.ascontiguousarray(plan.asked[:, unlisted])
+                _draw(tokens, again, NO_STREAMS, totals, lanes, *shape, *logits.found)
+            if plan.weighs:
+                _draw_from_large_nuclei(tokens, plan, totals, logits)
     chosen: list[int | Exception] = tokens.tolist()
     broken = logits.broken
     if undecided:
         for row, draw in zip(plan.drawing, plan.asked[-1].tolist()):
             if chosen[row] < 0 and row not in broken and row not in failed:
+                in_full.add(row)
                 try:
-                    chosen[row] = plan.samplers[row].choose(logits.row(row), totals[row], draw)
+                    chosen[row] = plan.samplers[row].choose(logits.row(row), totals[row], draw, -2 - chosen[row])
                 except Exception as error:
                     chosen[row] = error
+    for row in in_full:
+        plan.samplers[row].in_full += 1
     for row in broken:
         chosen[row] = SamplingError(NO_NUMBER)
     for row, error in failed.items():
@@ -307,16 +316,17 @@ def _choose(
 
 @compiled
 def _draw(tokens, asked, streams, totals, lanes, abreast, vocab_size, *found):
-    """Draws for some rows, and puts their tokens into `tokens`, int64 [rows], where the likeliest tokens and float32 can tell,
-    else -1. Returns for how many they cannot. asked, streams: of these rows, as in `Plan`. Of every row: the others, as in
-    `Logits`."""
+    """Draws for some rows, and puts their tokens into `tokens`, int64 [rows], where the likeliest tokens and float32 can tell;
+    else -1, or TOO_FEW where all the likeliest tokens are in the nucleus, or UNLISTED where only a list of them is missing for
+    it. Returns for how many they cannot. asked, streams: of these rows, as in `Plan`; without streams the draws stay as they
+    are. Of every row: the others, as in `Logits`."""
     scores, ids, counts, highest, _likeliest = found
     undecided = 0
-    for i in range(len(streams)):
-        row, is_listed, is_unfiltered, top_k, top_p, temperature, _last_draw = asked[:, i]
+    for i in range(asked.shape[1]):
+        if len(streams) > 0:
+            streams[i], asked[-1, i] = _uniform(streams[i])  # one number for each token, so the n-th is the n-th token's
+        row, is_listed, is_unfiltered, top_k, top_p, temperature, draw = asked[:, i]
         row = int(row)
-        streams[i], draw = _uniform(streams[i])  # one number for each token, so the n-th is the n-th token's
-        asked[-1, i] = draw
         tokens[row] = -1
         if is_listed and counts[row] > 0 and math.isfinite(highest[row]):
             listed = scores[row, : counts[row]], ids[row, : counts[row]]
@@ -326,22 +336,78 @@ def _draw(tokens, asked, streams, totals, lanes, abreast, vocab_size, *found):
                 tokens[row] = _draw_unfiltered(*few, *everyones, highest[row], temperature, draw)
             else:
                 tokens[row] = _draw_listed(*listed, highest[row], totals[row], int(top_k), top_p, temperature, draw)
+        elif is_listed and top_k == 0 and counts[row] < 0 and math.isfinite(highest[row]):
+            tokens[row] = UNLISTED
         undecided += tokens[row] < 0
     return undecided
+
+
+def _draw_from_large_nuclei(tokens: np.ndarray, plan: Plan, totals: np.ndarray, logits: Logits) -> None:
+    """Puts tokens in the places of TOO_FEW, by rejection: tokens are drawn from all, two at a time, and the first one that is
+    in the nucleus is taken. That is one for which what is likelier weighs less than top_p of all. Where float32 cannot tell,
+    -2 - that token is put there, and -1 where none of many was in it."""
+    floors, proposals = np.empty((2, len(tokens)), np.float32), np.empty((2, len(tokens)), np.int64)
+    for _ in range(MOST_ROUNDS):
+        shape = logits.rows_abreast, logits.vocab_size
+        if not _propose(tokens, proposals, floors, plan.asked, logits.lanes, *shape, *logits.found):
+            return
+        _accept(tokens, proposals, floors, *logits.masses(plan.weighed_at, floors), plan.asked, totals)
+    tokens[tokens == TOO_FEW] = -1
+
+
+@compiled
+def _propose(tokens, proposals, floors, asked, lanes, abreast, vocab_size, *found):
+    """Draws two tokens for each row that has TOO_FEW, and sets its floors to their scores, those of others to inf. Returns how
+    many such rows there are. A draw becomes the next of the stream that it begins."""
+    scores, ids, counts, highest, _likeliest = found
+    floors[:] = np.inf
+    waiting = 0
+    for i in range(asked.shape[1]):
+        row, temperature, draw = int(asked[0, i]), asked[5, i], asked[6, i]
+        if tokens[row] == TOO_FEW:
+            few = scores[row, : min(SHORTLIST, counts[row])], ids[row, : min(SHORTLIST, counts[row])]
+            state = np.uint64(draw * 2.0**53)
+            for n in range(2):
+                state, share = _uniform(state)
+                token = _draw_unfiltered(*few, lanes, row, abreast, vocab_size, highest[row], temperature, share)
+                across = lanes.shape[2] // abreast
+                proposals[n, row] = token
+                floors[n, row] = lanes[row // abreast, token // across, token % across * abreast + row % abreast]
+            state, asked[6, i] = _uniform(state)
+            waiting += 1
+    return waiting
+
+
+@compiled
+def _accept(tokens, proposals, floors, above, reaching, asked, totals):
+    """Takes the first proposal of each row that is in its nucleus. above, reaching: as from `Logits.masses`."""
+    for i in range(asked.shape[1]):
+        row, limit = int(asked[0, i]), asked[4, i] * totals[int(asked[0, i])]
+        if floors[0, row] == np.inf:
+            continue
+        for n in range(2):
+            if reaching[n, row] < limit * (1.0 - 2.0 * FAST_ERROR):
+                tokens[row] = proposals[n, row]
+                break
+            if above[n, row] < limit * (1.0 + 2.0 * FAST_ERROR):
+                tokens[row] = -2 - proposals[n, row]
+                break
 
 
 @compiled
 def _draw_listed(scores, ids, highest, total, top_k, top_p, temperature, draw):
     """What `Sampler.choose` would give, from the likeliest tokens in their order: scores and ids, float32 and int64 [n]."""
-    count, error = len(scores), FAST_ERROR
+    count, error = min(SHORTLIST, len(scores)), FAST_ERROR  # not what happened to be found besides
     if top_k > 0:
-        count, error = min(top_k, count), 0.0
+        count, error = min(top_k, len(scores)), 0.0
         while count < len(scores) and scores[count] == scores[count - 1]:
             count += 1
     weights = np.empty(count, np.float64)
     for i in range(count):
         weights[i] = math.exp((scores[i] - highest) / temperature)
     if top_p < 1.0:
+        if top_k == 0 and _sum(weights) < top_p * total * (1.0 - 2.0 * error):
+            return TOO_FEW
         weights = weights[: _top_p(weights, top_p, _sum(weights) if top_k > 0 else total, error)]
     return ids[_place(weights, draw)] if len(weights) else -1
 
@@ -423,9 +489,12 @@ def compile_loops(with_helper: bool = False) -> None:
     """Makes the machine code that the first choices would wait for. It takes seconds, unless it was kept from another time."""
     if with_helper:
         Helper().end()
-    kinds = Sampling(seed=0), Sampling(seed=0, top_k=2, top_p=0.5), Sampling(seed=0, top_k=2, typical_p=0.5)
-    chosen, looked_at = choose(torch.arange(3.0).expand(3, 3).contiguous(), Plan([Sampler(kind, [0]) for kind in kinds]))
-    describe(looked_at, chosen, [1, 2, 3])
+    long = {"top_k": LONGEST_SHORTLIST + 1, "top_p": 0.5}
+    filters = {}, {"top_k": 2, "top_p": 0.5}, {"top_k": 2, "typical_p": 0.5}, {"top_p": 0.9}, long
+    plan = Plan([Sampler(Sampling(seed=0, **each), [0]) for each in filters])
+    for row in torch.linspace(0, 1, 3 * SHORTLIST), torch.zeros(3 * SHORTLIST):
+        chosen, looked_at = choose(row.repeat(len(filters), 1), plan)
+        describe(looked_at, chosen, range(len(filters)))
 
 
 def device_parameters(sampling: Sampling) -> tuple[int, float, float]:
