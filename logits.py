@@ -2,7 +2,7 @@
 
 A vocabulary is large, and few of its tokens can be drawn. So the logits are read from memory once, for the highest of each 16
 tokens (a leaf) and of each 16 leaves (a branch). The k likeliest are in the k branches with the highest, and in these in the
-few leaves that have one as high. Weights of all tokens are summed where a parameter asks for it (`totals`), in float32. A
+few leaves that have one as high. Weights are summed where a parameter asks for it (`totals`, `masses`), in float32. A
 row's sums are taken over the same numbers in the same order whatever else is in the batch and however it lies in memory, so
 that not a bit of a row depends on its neighbours.
 
