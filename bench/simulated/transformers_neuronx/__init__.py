@@ -7,11 +7,10 @@ nearly over and polls the rest of it, without the interpreter's lock, and gives 
     SIMULATED_PREFILL_MS   of a prompt (10)
 
 Probabilities fall with a token's rank as a language model's do, and the end-of-text token never comes. From step to step each
-slot gets other logits, of a few that take turns: where memory is cached by the processor they are, too, as those are that a
-driver has just copied from a device. The Neuron Runtime's threads poll for the end of a call all the while, and yield to who
-wants their processor (Neuron documentation, "Best Practices: Neuron Runtime Performance"). On a small machine that would take
-what the clients need, so it is done for the last moment only; a thread that sleeps to the end is woken too late. There is no
-KV cache, no weight, and no check of what is asked: for that there is tests/fakes.
+slot gets other logits, of a few that take turns. The Neuron Runtime's threads poll for the end of a call all the while, and
+yield to who wants their processor (Neuron documentation, "Best Practices: Neuron Runtime Performance"). On a small machine that
+would take what the clients need, so it is done for the last moment only; a thread that sleeps to the end is woken too late.
+There is no KV cache, no weight, and no check of what is asked: for that there is tests/fakes.
 """
 
 import ctypes
