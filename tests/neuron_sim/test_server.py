@@ -17,7 +17,7 @@ from config import HERE, Config, Manifest
 from model import ModelError
 from neuron_model import Build, NeuronModel
 from protocol import Sampling
-from sampling import Sampler, choose
+from sampling import Plan, Sampler, choose
 
 WINDOW = 48
 
@@ -105,7 +105,7 @@ def test_logits_lie_token_by_token_as_the_sampler_takes_them(reference, tmp_path
         tokens, positions = ([texts[slot][-1] for slot in slots], [len(texts[slot]) - 1 for slot in slots])
         logits = model.decode(torch.tensor(tokens), torch.tensor(positions), torch.tensor(slots))
         assert logits.stride() == (1, 4)
-        chosen, _ = choose(logits, [Sampler(Sampling(), [0])] * len(slots))
+        chosen, _ = choose(logits, Plan([Sampler(Sampling(), [0])] * len(slots)))
         assert chosen == logits.argmax(dim=1).tolist()
         for slot, token in zip(slots, chosen):
             texts[slot].append(token)
