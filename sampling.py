@@ -184,7 +184,8 @@ class Plan:
             [
                 (row, shortlists[row] > 0, samplers[row].is_unfiltered, each.top_k, each.top_p, each.temperature, 0.0)
                 for row, each in zip(self.drawing, own)
-            ]
+            ],
+            dtype=np.float64,
         ).T.copy()
         # The states of their random streams, which are one with the samplers' own from now on.
         self.streams = np.array([samplers[row].stream[0] for row in self.drawing], dtype=np.uint64)

@@ -501,6 +501,7 @@ class Worker:
                     banned=self.eos_token_ids,
                     banned_for=generate.min_new_tokens,
                 )
+                Plan([sampler])  # what would raise among others raises here
             except Exception:  # the web side has checked everything, but nothing that a client sends may end the loop
                 logger.exception("request %016x cannot be sampled for", generate.id)
                 self.end.send(peer, End(generate.id, "failed", "the request cannot be run"))

@@ -329,6 +329,15 @@ def test_an_exception_in_one_sampler_ends_that_request_alone(monkeypatch):
     assert bench.tokens[1] == greedy([1, 2], 8)
 
 
+def test_a_request_that_cannot_be_planned_for_ends_alone():
+    bench = Bench()
+    bench.arrive(Generate(1, [1, 2], 8))
+    bench.arrive(Generate(2, [3], 8, Sampling(seed=7, temperature="hot")))
+    bench.run()
+    assert bench.ends[2] == "failed" and not bench.tokens[2]
+    assert bench.tokens[1] == greedy([1, 2], 8)
+
+
 @pytest.mark.parametrize("failing_at", range(1, 9))  # the last is the token with which it is forgotten
 def test_a_token_that_cannot_be_told_ends_that_request_alone_and_once(failing_at, monkeypatch):
     bench = Bench()
