@@ -4,7 +4,7 @@ Between two steps the device waits for the loop, whose code and data are in no c
 which others use the processor and its memory, and from there the same lines take two to three times as long. So a moment
 before a step should end, a thread on the loop's processor goes through a turn of the loop with an understudy: a whole worker,
 whose model, requests and web processes are made up (`Offstage`). It has the interpreter's lock while it does, so it must be
-over in time, and begins the earlier the longer it takes. One that would begin too late is left out.
+over in time, and begins the earlier the longer it takes. One that would not be over in time is left out.
 
 This layer knows the worker's turn and nothing of what is in it.
 """
@@ -87,11 +87,14 @@ class Rehearsal:
                 while cue := self._cues.get():
                     at, cpu = cue
                     early_s = at - LEAD_S - SLACK * self._took_s - time.monotonic()
-                    if early_s > 0:
-                        time.sleep(early_s)
-                        self._go_to(cpu)
-                        took_s = self._turn()
-                        self._took_s = self._took_s + WEIGHT * (took_s - self._took_s) if self._took_s else took_s
+                    if early_s < 0:
+                        continue
+                    time.sleep(early_s)
+                    self._go_to(cpu)
+                    if time.monotonic() + self._took_s > at:  # it was woken late
+                        continue
+                    took_s = self._turn()
+                    self._took_s = self._took_s + WEIGHT * (took_s - self._took_s) if self._took_s else took_s
         except Exception:  # the show goes on
             logger.exception("there are no more rehearsals: steps will follow each other a little later")
 

@@ -80,11 +80,27 @@ def test_the_longer_it_takes_the_earlier_it_begins(rehearse, monkeypatch):
     rehearsal._took_s = 0.2
     began_at, at = time.monotonic(), time.monotonic() + 60
     naps = []
-    monkeypatch.setattr(rehearsal_module.time, "sleep", naps.append)
+    monkeypatch.setattr(rehearsal_module, "time", SimpleNamespace(sleep=naps.append, monotonic=time.monotonic))
     rehearsal.expect(at, NOWHERE)
     while len(understudy.turns) < 2:
         assert time.monotonic() < at
     assert naps[0] == pytest.approx(60 - 2 * 0.2, abs=time.monotonic() - began_at + LEAD_S)
+
+
+def test_a_rehearsal_that_is_woken_late_does_not_take_place(rehearse, monkeypatch):
+    understudy = Understudy()
+    rehearsal = rehearse(understudy)
+    naps = []
+
+    def oversleep(seconds):
+        naps.append(seconds)
+        monkeypatch.setattr(rehearsal_module.time, "monotonic", lambda: at + 0.001)
+
+    monkeypatch.setattr(rehearsal_module, "time", SimpleNamespace(sleep=oversleep, monotonic=time.monotonic))
+    at = time.monotonic() + 60
+    rehearsal.expect(at, NOWHERE)
+    rehearsal.end()
+    assert len(naps) == 1 and len(understudy.turns) == 1
 
 
 def test_where_a_rehearsal_fails_there_are_no_more_and_somebody_says_so(rehearse, caplog):
