@@ -34,7 +34,7 @@ from numba.extending import intrinsic
 ABREAST = 32  # neighbouring tokens that are looked at side by side: they fill the processor's vectors also for a single row
 LEAF, BRANCH = 16, 16
 SUM_STEPS = 4  # times ABREAST are the neighbouring tokens whose weights are summed in float32
-MASS_STEPS = 64  # as many where sums are of fewer weights
+MASS_STEPS = 64  # the same for `masses`, a little less exactly
 LINE = 16  # numbers that come together from memory
 AHEAD = 16 * ABREAST  # how many numbers before they are needed memory is asked for them
 FEW_ROWS = 4

@@ -72,7 +72,7 @@ class StaticBatchModel(Protocol):
 
     def understudy(self) -> StaticBatchModel | None:
         """One for rehearsals (rehearsal.py), without a device: over at once, with few slots, and no last position. Asked for
-        where the host samples; None where a step is the processor's own work, which forgets nothing meanwhile."""
+        where the host samples; None where the loop's own thread works all through a step, and forgets nothing."""
 
 
 FACTS = ("*.json", "*.model", "*.jinja", "*.txt")

@@ -72,7 +72,7 @@ class Rehearsal:
         self._thread.start()
 
     def expect(self, at: float, cpu: int) -> None:
-        """A step has begun that will end at that time, CLOCK_MONOTONIC in seconds; who waits for it does so on that one."""
+        """A step has begun that will end at that time, CLOCK_MONOTONIC in seconds. cpu: the loop's processor; -1: not known."""
         if at - time.monotonic() > LEAST_S:
             self._cues.put((at, cpu))
 

@@ -7,10 +7,10 @@ the model's own distribution, before any parameter changes it; `prompt_logprobs`
 chooses itself, `device_parameters` are what it is told, and `drawn` reads what it says.
 
 As a rule the likeliest tokens of a row, which logits.py finds, prove what the whole vocabulary would have told. With a
-temperature alone they bound what any other weighs, and a few others are looked at; so they do where a nucleus is larger, and
-those are taken that the sum of what is likelier proves to be in it. This is done in float64, sums over whole vocabularies in
-float32 with a known error. Rows for which that proves nothing, and parameters that need more, are computed in full, one after
-the other.
+temperature alone they bound what any other weighs, so that tokens can be drawn by rejection; from a nucleus that is larger than
+they are, too, where the sum of what is likelier tells whether a token is in it. All this is done in float64, but for sums over
+whole vocabularies: float32, with a known error. Rows for which that proves nothing, and parameters that need more, are computed
+in full, one after the other.
 
 This layer knows neither slots nor sockets.
 """

@@ -330,8 +330,7 @@ def _growth_of_windows(results: Results, plan: Plan, tick: Callable[[], None]) -
     costs = {
         window: [(each.worker_s + each.web_s) / each.window.tokens * 1e6 for each in rounds] for window, rounds in found.items()
     }
-    shortest, *_, longest = costs.values() if len(costs) > 1 else 2 * [*costs.values()]
-    changes = [late / early - 1 for early, late in zip(shortest, longest)]
+    changes = [late / early - 1 for early, late in zip(costs[min(costs)], costs[max(costs)])]
     results.add("growth: CPU per token, how much more with the longest window than with the shortest", changes, "of that", FLAT)
     for window, values in costs.items():
         results.add(f"growth: CPU of the server per token, at the end of a window of {window}", values, "us")

@@ -42,6 +42,7 @@ def rehearse():
     yield make
     for rehearsal in made:
         rehearsal.end()
+        rehearsal._thread.join(20)
         assert not rehearsal._thread.is_alive()
 
 
@@ -100,6 +101,7 @@ def test_a_rehearsal_that_is_woken_late_does_not_take_place(rehearse, monkeypatc
     at = time.monotonic() + 60
     rehearsal.expect(at, NOWHERE)
     rehearsal.end()
+    rehearsal._thread.join(20)
     assert len(naps) == 1 and len(understudy.turns) == 1
 
 
