@@ -32,7 +32,7 @@ from numba.core import cgutils, types
 from numba.extending import intrinsic
 
 ABREAST = 32  # neighbouring tokens that are looked at side by side: they fill the processor's vectors also for a single row
-LEAF, BRANCH = 16, 16
+LEAF = 16  # tokens, and leaves to a branch
 SUM_STEPS = 4  # times ABREAST are the neighbouring tokens whose weights are summed in float32
 MASS_STEPS = 64  # the same for `masses`, a little less exactly
 LINE = 16  # numbers that come together from memory
@@ -66,22 +66,76 @@ def compiled(loops):
         return numba.njit(loops, **options)
 
 
+def _ask_ahead(builder, address):
+    """Asks memory for what is at an address without waiting for it. What comes step by step the processor would ask for
+    itself, but by far not as early as can be when nothing of it is in its caches. An address that is none does no harm."""
+    byte, number = ir.IntType(8).as_pointer(), ir.IntType(32)
+    kind = ir.FunctionType(ir.VoidType(), [byte, number, number, number])
+    function = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0")
+    to_read, into_second_cache, data = (ir.Constant(number, value) for value in (0, 2, 1))
+    builder.call(function, [builder.bitcast(address, byte), to_read, into_second_cache, data])
+
+
 @intrinsic
 def _prefetch(_context, array, plane, step, lane):
-    """Asks memory for array[plane, step, lane] without waiting for it. What comes step by step the processor would ask for
-    itself, but by far not as early as can be when nothing of it is in its caches."""
+    """`_ask_ahead` for array[plane, step, lane]."""
 
     def generate(context, builder, signature, arguments):
-        values = context.make_array(signature.args[0])(context, builder, arguments[0])
-        address = cgutils.get_item_pointer(context, builder, signature.args[0], values, arguments[1:], wraparound=False)
-        byte, number = ir.IntType(8).as_pointer(), ir.IntType(32)
-        kind = ir.FunctionType(ir.VoidType(), [byte, number, number, number])
-        function = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0")
-        to_read, into_all_caches, data = (ir.Constant(number, value) for value in (0, 3, 1))
-        builder.call(function, [builder.bitcast(address, byte), to_read, into_all_caches, data])
+        _ask_ahead(builder, _pointer(context, builder, signature.args[0], arguments[0], arguments[1:]))
         return context.get_dummy_value()
 
     return types.void(array, plane, step, lane), generate
+
+
+def _pointer(context, builder, kind, array, indices):
+    values = context.make_array(kind)(context, builder, array)
+    return cgutils.get_item_pointer(context, builder, kind, values, indices, wraparound=False)
+
+
+def _leaf_of(abreast: int):
+    """What looks at a leaf of so many neighbouring lanes: a function for compiled loops.
+
+    The processor's vectors are spelled out here: with so few lanes, what the compiler makes of loops spends more time on asking
+    whether the arrays overlap than on their numbers.
+    """
+
+    @intrinsic
+    def look(_context, lanes, plane, step, lane, leaves, leaf, total):
+        """The highest of lanes[plane, step : step + LEAF], of each lane from `lane` on, to leaves[plane, leaf], and their sums
+        onto `total`."""
+
+        def generate(context, builder, signature, arguments):
+            _lanes, plane, step, lane, _leaves, leaf, _total = arguments
+            vector = ir.VectorType(ir.FloatType(), LINE).as_pointer()
+
+            def at(argument, *indices):
+                pointer = _pointer(context, builder, signature.args[argument], arguments[argument], indices)
+                return builder.bitcast(pointer, vector)
+
+            def higher(a, b):
+                return builder.select(builder.fcmp_ordered(">", a, b), a, b)
+
+            parts = [builder.add(lane, ir.Constant(lane.type, part)) for part in range(0, abreast, LINE)]
+            highest, sums = [None] * len(parts), [None] * len(parts)
+            for further in range(LEAF):
+                now = builder.add(step, ir.Constant(step.type, further))
+                for number, part in enumerate(parts):
+                    address = at(0, plane, now, part)
+                    _ask_ahead(builder, builder.gep(address, [ir.Constant(ir.IntType(32), AHEAD // LINE)]))
+                    value = builder.load(address, align=4)
+                    highest[number] = higher(highest[number], value) if further else value
+                    sums[number] = builder.fadd(sums[number], value) if further else value
+            for part, most, added in zip(parts, highest, sums):
+                builder.store(most, at(4, plane, leaf, part), align=4)
+                builder.store(builder.fadd(builder.load(at(6, part), align=4), added), at(6, part), align=4)
+            return context.get_dummy_value()
+
+        return types.void(lanes, plane, step, lane, leaves, leaf, total), generate
+
+    return look
+
+
+_narrow_leaf, _wide_leaf = _leaf_of(ABREAST), _leaf_of(2 * ABREAST)
 
 
 @intrinsic
@@ -131,49 +185,44 @@ def _higher(a, b):
 
 
 @compiled
+def _climb(lanes, plane, first, end, leaves, total):
+    """The highest of each LEAF steps of each lane, from leaf `first` to `end`, to leaves[plane], and the sums of all to
+    `total`. lanes: float32 [planes, steps, lanes]; leaves: [planes, steps / LEAF, lanes]; total: [lanes]."""
+    steps, width = lanes.shape[1:]
+    total[:] = 0.0
+    for leaf in range(first, end):
+        step = leaf * LEAF
+        if step + LEAF <= steps:
+            for lane in range(0, width - ABREAST, 2 * ABREAST):
+                _wide_leaf(lanes, plane, step, lane, leaves, leaf, total)
+            if width % (2 * ABREAST) > 0:
+                _narrow_leaf(lanes, plane, step, width - ABREAST, leaves, leaf, total)
+        else:
+            leaves[plane, leaf] = -np.inf
+            for late in range(step, steps):
+                for lane in range(width):
+                    leaves[plane, leaf, lane] = _higher(leaves[plane, leaf, lane], lanes[plane, late, lane])
+                    total[lane] += lanes[plane, late, lane]
+
+
+@compiled
 def _peaks(words, lanes, rows, leaves, branches, suspects):
     """The highest of each leaf and branch of each lane, and which rows may have NaN, because the sum of some is none.
 
     lanes: float32 [planes, steps, lanes], of `rows` rows a plane; leaves, branches: as many lanes; suspects: [all rows]. Takes
     a few branches after the other, as long as no other thread has taken them.
     """
-    planes, steps, width = lanes.shape
-    ahead = max(4, AHEAD // width)
+    planes, width = len(lanes), lanes.shape[2]
     parts = (branches.shape[1] + FEW_BRANCHES - 1) // FEW_BRANCHES
-    total = np.empty(width, np.float32)
+    total, no_total = np.empty(width, np.float32), np.empty(width, np.float32)
     while True:
         part = _add(words, TAKEN, 1)
         if part >= planes * parts:
             break
         plane, first = part // parts, part % parts * FEW_BRANCHES
-        total[:] = 0.0
-        for b in range(first, min(first + FEW_BRANCHES, branches.shape[1])):
-            branch = branches[plane, b]
-            branch[:] = -np.inf
-            for f in range(b * BRANCH, min((b + 1) * BRANCH, leaves.shape[1])):
-                leaf = leaves[plane, f]
-                leaf[:] = -np.inf
-                step, end = f * LEAF, min((f + 1) * LEAF, steps)
-                while step + 4 <= end:
-                    if step + ahead + 4 <= steps:
-                        for coming in range(step + ahead, step + ahead + 4):
-                            for lane in range(0, width, LINE):
-                                _prefetch(lanes, plane, coming, lane)
-                    one, two = lanes[plane, step], lanes[plane, step + 1]
-                    three, four = lanes[plane, step + 2], lanes[plane, step + 3]
-                    for lane in range(width):
-                        highest = _higher(_higher(one[lane], two[lane]), _higher(three[lane], four[lane]))
-                        leaf[lane] = _higher(leaf[lane], highest)
-                        total[lane] += (one[lane] + two[lane]) + (three[lane] + four[lane])
-                    step += 4
-                while step < end:
-                    one = lanes[plane, step]
-                    for lane in range(width):
-                        leaf[lane] = _higher(leaf[lane], one[lane])
-                        total[lane] += one[lane]
-                    step += 1
-                for lane in range(width):
-                    branch[lane] = _higher(branch[lane], leaf[lane])
+        end = min(first + FEW_BRANCHES, branches.shape[1])
+        _climb(lanes, plane, first * LEAF, min(end * LEAF, leaves.shape[1]), leaves, total)
+        _climb(leaves, plane, first, end, branches, no_total)
         for lane in range(width):
             if math.isnan(total[lane]):
                 suspects[plane * rows + lane % rows] = 1
@@ -263,7 +312,7 @@ def _find(words, lanes, rows, leaves, branches, suspects, wanted, scores, ids, c
         for branch in range(branches.shape[1]):
             for lane in range(row, width, rows):
                 if branches[plane, branch, lane] >= floor:
-                    for leaf in range(branch * BRANCH, min((branch + 1) * BRANCH, leaves.shape[1])):
+                    for leaf in range(branch * LEAF, min((branch + 1) * LEAF, leaves.shape[1])):
                         if leaves[plane, leaf, lane] >= floor:
                             reaching[found, 0], reaching[found, 1] = leaf, lane
                             found += 1
@@ -338,7 +387,7 @@ def _look(address, tokens, rows, wanted, words):
     steps, width = tokens // few, few * rows
     lanes = carray(_at(address, np.float32), (planes, steps, width))
     leaves = np.empty((planes, (steps + LEAF - 1) // LEAF, width), np.float32)
-    branches = np.empty((planes, (leaves.shape[1] + BRANCH - 1) // BRANCH, width), np.float32)
+    branches = np.empty((planes, (leaves.shape[1] + LEAF - 1) // LEAF, width), np.float32)
     suspects = np.zeros(len(wanted), np.int64)
     scores, ids = np.empty((len(wanted), room), np.float32), np.empty((len(wanted), room), np.int64)
     counts, likeliest = np.empty(len(wanted), np.int64), np.empty(len(wanted), np.int64)
