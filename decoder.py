@@ -18,12 +18,10 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from kernels import KERNEL_DTYPES, Kernels
+from kernels import INT8_MOST, INT8_ZERO, KERNEL_DTYPES, SMALLEST, kernels_for
 
 PACKED_FOR_ROWS = 16  # oneDNN's layout for a single row is slow for several; that for several is the same for any number
 BLOCK = 16  # positions; without whole blocks, the last bits of a row's attention would depend on how long the others are
-INT8_MOST = 127.0
-SMALLEST = 1e-30  # what stands for nothing but noughts, which have no largest number to be divided by
 
 
 def in_blocks(tokens: int, window: int) -> int:
@@ -178,30 +176,31 @@ class Int8:
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None):
         weight = weight.detach().float()
-        steps = weight.abs().amax(1).clamp_min_(SMALLEST) / INT8_MOST
+        steps = weight.abs().amax(1).clamp_min_(float(SMALLEST)) / float(INT8_MOST)
         rounded = (weight / steps[:, None]).round_().to(torch.int8)
         self._weight = torch.ops.onednn.qlinear_prepack(rounded, None)
-        self._steps = steps / INT8_MOST  # a token's own step is its largest number / INT8_MOST
+        self._steps = steps / float(INT8_MOST)  # a token's own step is its largest number / INT8_MOST
         self._offsets = torch.zeros(len(steps), dtype=torch.int64)
         self._bias = None if bias is None else bias.detach().clone()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        largest = x.abs().amax(-1, keepdim=True).float().clamp_min_(SMALLEST)
-        rounded = (x * (INT8_MOST / largest)).round_().to(torch.int8)
-        if is_alone := largest.numel() == 1:
-            rounded = torch.cat((rounded, rounded))  # oneDNN's fast kernels are for two rows or more
+        tokens = x.flatten(0, -2)
+        # oneDNN has fast kernels for two rows or more, and on most CPUs for unsigned bytes only.
+        rounded = torch.empty((max(2, len(tokens)), x.shape[-1]), dtype=torch.uint8)
+        largest = kernels_for(x.dtype).round(tokens.contiguous(), rounded)
         out = _int8_linear(
-            rounded, 1.0, 0, self._weight, self._steps, self._offsets, None, 1.0, 0, x.dtype, "none", [], ""
-        ).mul_(largest)
-        if is_alone:
-            out = out[:1]
-        return out if self._bias is None else out.add_(self._bias)
+            rounded, 1.0, int(INT8_ZERO), self._weight, self._steps, self._offsets, None, 1.0, 0, x.dtype, "none", [], ""
+        )[: len(tokens)].mul_(largest)
+        if self._bias is not None:
+            out.add_(self._bias)
+        return out.unflatten(0, x.shape[:-1])
 
 
 def can_quantize(dtype: torch.dtype) -> bool:
     """Whether this build of torch on this CPU has the kernel, and adds up without an overflow."""
-    x = torch.full((3, 1024), -1.0, dtype=dtype)
+    x = torch.full((4, 1024), -1.0, dtype=dtype)
     x[1, ::2] = 0.5
+    x[2] = 1.0
     weight = torch.ones(48, 1024)
     weight[::2, 512:] = -1.0
     try:
@@ -281,7 +280,7 @@ class Compiled(Plain):
 
     def __init__(self, activation: Callable[[torch.Tensor], torch.Tensor], dtype: torch.dtype):
         super().__init__(activation)
-        self._kernels = Kernels(dtype)
+        self._kernels = kernels_for(dtype)
         probe = torch.linspace(-8.0, 8.0, 100)
         self._is_silu = torch.equal(activation(probe), F.silu(probe))
 

@@ -1,5 +1,5 @@
 """What a model built like Llama does between two matrix products, compiled for this CPU: RMSNorm, rotary positions, the
-attention of a decode step, and the gate.
+attention of a decode step, the gate, and rounding to 8 bits.
 
 torch takes several calls for each, and every call reads and writes all numbers. With a small model that takes as long as the
 products themselves. Here each is one pass over a token, in float32 inside, whatever the tensors hold. A token is computed by
@@ -16,6 +16,7 @@ This layer knows tensors, and neither layers of a model nor slots that are free 
 from __future__ import annotations
 
 import ctypes
+import functools
 import logging
 import math
 import struct
@@ -49,6 +50,8 @@ POWER_1, POWER_2, POWER_3, POWER_4, POWER_5 = (
 )
 TO_WHOLE = np.float32(1.5 * 2**23)  # with this added a float32 has no room for a fraction
 NOT_A_NUMBER = np.int32(0x7FC0)  # in bfloat16
+INT8_MOST, INT8_ZERO = np.float32(127.0), np.int32(128)
+SMALLEST = np.float32(1e-30)  # what stands for nothing but noughts, which have no largest number to be divided by
 
 # Sums are taken in the order that suits the vectors, which is always the same. No number is taken for granted to be finite.
 IN_ANY_ORDER = {"error_model": "numpy", "fastmath": {"contract", "reassoc", "nsz"}}
@@ -105,6 +108,16 @@ def _numbers(_context, address, told):
 
 
 @intrinsic
+def _at(_context, address, kind):
+    """A pointer to the numbers of a kind at an address."""
+
+    def generate(context, builder, signature, arguments):
+        return builder.inttoptr(arguments[0], context.get_value_type(signature.return_type))
+
+    return types.CPointer(kind.dtype)(address, kind), generate
+
+
+@intrinsic
 def _take(_context, words):
     """The first word, and one more for the next thread that asks."""
 
@@ -124,8 +137,8 @@ def _prefetch(_context, array, row, column):
         byte, number = ir.IntType(8).as_pointer(), ir.IntType(32)
         kind = ir.FunctionType(ir.VoidType(), [byte, number, number, number])
         function = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0")
-        to_read, into_all_caches, data = (ir.Constant(number, value) for value in (0, 3, 1))
-        builder.call(function, [builder.bitcast(address, byte), to_read, into_all_caches, data])
+        to_read, into_second_cache, data = (ir.Constant(number, value) for value in (0, 2, 1))
+        builder.call(function, [builder.bitcast(address, byte), to_read, into_second_cache, data])
         return context.get_dummy_value()
 
     return types.void(array, row, column), generate
@@ -348,6 +361,33 @@ def _gate(told):
         first = _take(words) * FEW
 
 
+@numba.njit(**AS_WRITTEN)
+def _round_token(x, out):
+    most = np.int32(0)
+    for i in range(len(x)):  # without their sign, the bits of numbers are in the numbers' order, and NaN's above all
+        bits = np.int32(np.float32(_wide(x[i])).view(np.int32) & np.int32(0x7FFFFFFF))
+        most = bits if bits > most else most
+    largest = np.int32(most).view(np.float32)
+    largest = SMALLEST if largest < SMALLEST else largest
+    factor = np.float32(INT8_MOST / largest)
+    for i in range(len(x)):
+        bits = np.float32(_wide(x[i]) * factor + TO_WHOLE).view(np.int32)
+        out[i] = np.uint8(np.int32(bits + INT8_ZERO) & np.int32(255))
+    return largest
+
+
+def _round(told):
+    words = _words(told)
+    tokens, size = words[1], words[2]
+    x, out = carray(_numbers(words[3], told), (tokens, size)), carray(_at(words[4], np.uint8), (tokens, size))
+    largest = carray(_at(words[5], np.float32), tokens)
+    first = _take(words) * FEW
+    while first < tokens:
+        for t in range(first, min(first + FEW, tokens)):
+            largest[t] = _round_token(x[t], out[t])
+        first = _take(words) * FEW
+
+
 def _machine_code(kernel, number):
     """The kernel for tensors of such numbers, as a function of C that takes a pointer."""
     signature = types.void(types.CPointer(number))
@@ -367,6 +407,12 @@ def _openmp():
     return None
 
 
+@functools.cache
+def kernels_for(dtype: torch.dtype) -> Kernels:
+    """One for all layers. Raises KeyError for a type that there are none for."""
+    return Kernels(dtype)
+
+
 class Kernels:
     """The kernels for contiguous CPU tensors of one type: float32 or bfloat16. To be used by one thread at a time.
 
@@ -376,10 +422,10 @@ class Kernels:
     def __init__(self, dtype: torch.dtype):
         number = KERNEL_DTYPES[dtype]
         started_at = time.perf_counter()
-        self._kernels = [_machine_code(kernel, number) for kernel in (_add_norm, _rotate, _attend, _gate)]
+        self._kernels = [_machine_code(kernel, number) for kernel in (_add_norm, _rotate, _attend, _gate, _round)]
         if not all(kernel.cache_hits for kernel in self._kernels):
             logger.info("Compiled the forward pass for this CPU in %.1f s", time.perf_counter() - started_at)
-        self._add_norm, self._rotate, self._attend, self._gate = (kernel.address for kernel in self._kernels)
+        self._add_norm, self._rotate, self._attend, self._gate, self._round = (kernel.address for kernel in self._kernels)
         self._words = ctypes.create_string_buffer(8 * MOST_WORDS)
         self._openmp = _openmp()
 
@@ -438,6 +484,14 @@ class Kernels:
         out = gate_up.new_empty(tokens, size)
         self._run(self._gate, out.numel(), tokens, size, gate_up.data_ptr(), out.data_ptr())
         return out
+
+    def round(self, x: torch.Tensor, rounded: torch.Tensor) -> torch.Tensor:
+        """Each token in steps of a 127th of its largest number, as unsigned bytes around INT8_ZERO, into `rounded`: [tokens,
+        size] → uint8 [tokens or more, size]. Returns the largest numbers, float32 [tokens, 1]; what has some that is none has
+        no other."""
+        largest = torch.empty((len(x), 1), dtype=torch.float32)
+        self._run(self._round, x.numel(), *x.shape, x.data_ptr(), rounded.data_ptr(), largest.data_ptr())
+        return largest
 
     def _run(self, kernel: int, numbers: int, *words: int) -> None:
         """Tells a kernel where everything is. Before the words stands what the next thread takes, counted by the kernel."""

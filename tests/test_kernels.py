@@ -91,6 +91,26 @@ def test_the_gate_is_silu_times_the_other_half(compiled, tokens, size, seed, sca
     assert near(compiled.gate(gate_up), F.silu(gate) * up)
 
 
+@given(tokens=st.integers(1, 40), size=sizes, seed=seeds, scale=st.sampled_from([1e-37, 1e-3, 1.0, 1e37]))
+@settings(deadline=None, max_examples=60)
+def test_a_token_is_rounded_in_steps_of_a_127th_of_its_largest_number(compiled, tokens, size, seed, scale):
+    x = normal(seed, tokens, size, dtype=compiled.dtype) * scale
+    rounded = torch.zeros(tokens + 1, size, dtype=torch.uint8)
+    largest = compiled.round(x, rounded)
+    assert torch.equal(largest, x.abs().amax(1, keepdim=True).float().clamp_min(1e-30))
+    exact = x.double() * 127 / largest
+    assert ((rounded[:tokens].double() - 128 - exact).abs() <= 0.50002).all()
+    assert not rounded[tokens].any()
+
+
+@pytest.mark.parametrize("spoilt", [float("nan"), float("inf"), -float("inf")])
+def test_the_largest_number_of_what_has_one_that_is_none_is_none(compiled, spoilt):
+    x = normal(0, 3, 100, dtype=compiled.dtype)
+    x[1, 40] = spoilt
+    largest = compiled.round(x, torch.empty(3, 100, dtype=torch.uint8))
+    assert largest.isfinite().flatten().tolist() == [True, False, True]
+
+
 def rotated(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
     first, second = x.float().chunk(2, -1)
     return x.float() * cos.float()[:, None] + torch.cat((-second, first), -1) * sin.float()[:, None]
@@ -178,7 +198,9 @@ def everything(compiled: Kernels, rows: slice) -> list[torch.Tensor]:
     qkv, cos, sin = (normal(i, 70, *shape, dtype=compiled.dtype)[rows] for i, shape in enumerate([(8, 32), (32,), (32,)]))
     store, places = normal(5, 2, 70, 2, 90, 32, dtype=compiled.dtype)[:, rows].clone(), torch.arange(70)[rows] + 20
     x, qkv = x.clone(), qkv.clone()
-    out = [compiled.add_norm(x, delta, normal(4, 320, dtype=compiled.dtype), 1e-6), compiled.gate(gate_up)]
+    rounded = torch.empty(delta.shape, dtype=torch.uint8)
+    out = [compiled.round(delta, rounded), rounded]
+    out += [compiled.add_norm(x, delta, normal(4, 320, dtype=compiled.dtype), 1e-6), compiled.gate(gate_up)]
     compiled.rotate(qkv, (cos, sin), places, store, 0, 1)
     return [*out, x, qkv, store.transpose(0, 1), compiled.attend(qkv, places, store, 0, 0.2, 64)]
 

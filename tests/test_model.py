@@ -704,6 +704,19 @@ def test_a_layer_in_int8_is_off_by_no_more_than_the_two_roundings(dtype, rows, i
 
 
 @quantizes
+@pytest.mark.skipif(not torch.cpu._is_vnni_supported(), reason="this CPU has no instructions for int8")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_int8_is_not_left_to_kernels_that_are_there_for_comparison(dtype, capfd):
+    layer, inputs = decoder.Int8(torch.ones(64, 48), None), [torch.ones(rows, 48, dtype=dtype) for rows in (1, 2, 16, 128)]
+    with torch.backends.mkldnn.verbose(torch.backends.mkldnn.VERBOSE_ON):
+        for x in inputs:
+            layer.forward(x)
+    products = [line.split(",") for line in capfd.readouterr().out.splitlines() if ",exec,cpu,matmul," in line]
+    assert len(products) == len(inputs)
+    assert not [line for line in products if any(word.startswith("ref") for word in line)], products
+
+
+@quantizes
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @given(data=st.data(), rows=st.integers(2, 40), inside=st.integers(1, 130), loudest=st.sampled_from([1e-3, 1.0, 1e4]))
 def test_a_row_in_int8_does_not_depend_on_its_company(dtype, data, rows, inside, loudest):
