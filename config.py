@@ -132,6 +132,10 @@ def _counts(value: str) -> tuple[int, ...]:
     return tuple(sorted({_count(part.strip()) for part in value.split(",")}))
 
 
+def _sizes(value: str) -> tuple[int, ...]:
+    return () if value.strip() == "0" else _counts(value)
+
+
 def _origins(value: str) -> str:
     origins = [origin.strip().rstrip("/") for origin in value.split(",") if origin.strip()]
     for origin in origins:
@@ -215,6 +219,13 @@ class Config:
         "QUANTIZE",
         "HF_MODEL_QUANTIZE",
         help="none, or int8: weights in 8 bits on Neuron; on a CPU weights and products, of models built like Llama.",
+    )
+    cuda_graphs: tuple[int, ...] | None = setting(
+        None,
+        _sizes,
+        "CUDA_GRAPHS",
+        help="Numbers of rows whose decode steps are recorded on a CUDA GPU, separated by commas. 0: none are.",
+        default_help="powers of two, and max_batch_size",
     )
     num_shard: int = setting(
         1, _one_device, "NUM_SHARD", "SM_NUM_GPUS", help="Devices that a model is spread over. Only 1 so far."

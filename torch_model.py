@@ -23,6 +23,7 @@ from transformers.cache_utils import Cache
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from config import DEFAULT_BATCH_SIZE, Config, Manifest, read_json
+from cuda_graphs import RecordedSteps, lengths_for, sizes_for
 from decoder import (
     Decoder,
     Int8,
@@ -37,6 +38,7 @@ from decoder import (
     packing_pays,
     zeros,
 )
+from hub import first_line
 from model import ModelError, reported_as
 
 logger = logging.getLogger("model")
@@ -122,6 +124,7 @@ class TorchModel:
         self.quantize: str | None = None  # how the weights are rounded by now
         self._mask_is_given = False
         self.gives_prompt_logits = False
+        self._recorded: RecordedSteps | None = None
         self._held = [0] * self.batch_size  # positions that the prompts of the slots have filled so far
         ids, expected = self._reference()
         self._adopt(ids, expected, text_config, manifest.model_type)
@@ -134,6 +137,8 @@ class TorchModel:
         self._check_score(ids, expected, manifest.model_type)
         if device == "cpu" and "OMP_NUM_THREADS" not in os.environ:
             self._choose_threads()
+        if device == "cuda":
+            self._record(config, expected)
 
     def prefill(self, slot: int, prompt: list[int]) -> torch.Tensor:
         assert 0 <= slot < self.batch_size and 1 <= len(prompt) <= self.max_input_tokens
@@ -178,14 +183,23 @@ class TorchModel:
         assert longest <= self.max_total_tokens and rows <= self.batch_size
         # Kernels for a single row add up in another order: a text alone would differ in its last bits from one in company.
         rows = min(max(rows, 2), self.batch_size)
+        recorded = self._recorded.rows_for(rows) if self._recorded else None
+        rows = recorded or rows
         has_free_rows = len(slots) < rows
         if has_free_rows:  # they run too, on token 0 where a prompt that is run in parts goes on: its next part overwrites that
             of_rows = torch.tensor([[0] * rows, self._held[:rows]])
             of_rows[:, slots] = torch.stack((tokens, positions))
             tokens, positions = of_rows
-        step = Step(slice(0, rows), positions[:, None].to(self.device), in_blocks(longest, self.max_total_tokens))
-        logits = self._forward(tokens[:, None].to(self.device), step, logits_to_keep=1)[:, 0].cpu()
+        if recorded:
+            logits = self._recorded(tokens, positions, longest).cpu()
+        else:
+            length = in_blocks(longest, self.max_total_tokens)
+            logits = self._step(tokens[:, None].to(self.device), positions[:, None].to(self.device), length).cpu()
         return logits[slots] if has_free_rows else logits
+
+    def _step(self, tokens: torch.Tensor, positions: torch.Tensor, length: int) -> torch.Tensor:
+        """The first rows' next logits: int64 [rows, 1] each, looking at so much of the window → float32 [rows, vocab]."""
+        return self._forward(tokens, Step(slice(0, len(tokens)), positions, length), logits_to_keep=1)[:, 0]
 
     @torch.inference_mode()
     def _forward(self, tokens: torch.Tensor, step: Step, logits_to_keep: int) -> torch.Tensor:
@@ -275,6 +289,22 @@ class TorchModel:
                 "none would work"
             )
         logger.info("int8 changes the logits of a few random tokens by up to %.2g (of %.2g)", error, largest)
+
+    def _record(self, config: Config, expected: torch.Tensor) -> None:
+        """Records decode steps as CUDA graphs. A model whose steps cannot be recorded is served without."""
+        sizes = sizes_for(self.batch_size, config.cuda_graphs)
+        if not sizes:
+            return
+        began_at, shape = time.perf_counter(), (self.vocab_size, self.device, self._tolerance(expected))
+        try:
+            self._recorded = RecordedSteps(self._step, sizes, lengths_for(self.max_total_tokens), *shape)
+        except Exception as error:
+            logger.debug("recording failed", exc_info=True)
+            why = f"{type(error).__name__}: {first_line(error)}"
+            logger.warning("This model's steps cannot be recorded as CUDA graphs (%s); it runs as it is, slower", why)
+            return
+        took_s = time.perf_counter() - began_at
+        logger.info("Recorded %d CUDA graphs, of up to %d rows, in %.1f s", len(self._recorded), sizes[-1], took_s)
 
     def _choose_threads(self) -> None:
         """Takes the number of threads whose steps are shortest on this machine as it is now.

@@ -27,6 +27,7 @@ VALUES = {
     "device": [("cpu", "cpu"), ("neuron", "neuron")],
     "dtype": [("bf16", "bfloat16"), ("FP32", "float32")],
     "quantize": [("int8", "int8"), ("none", None)],
+    "cuda_graphs": [("0", ()), ("4,2", (2, 4))],
     "num_shard": [("1", 1), ("01", 1)],
     "tp_degree": [("7", 7), ("9", 9)],
     "max_batch_size": [("7", 7), ("9", 9)],

@@ -4,6 +4,7 @@ The checkpoints are tiny and random (`tiny_models`); the expected tokens come fr
 or several of one length, up to the last position of the window.
 """
 
+import functools
 import itertools
 import json
 import os
@@ -28,6 +29,7 @@ from tokenizers import Tokenizer
 import decoder
 import torch_model
 from config import HERE, Config, Manifest
+from cuda_graphs import RecordedSteps
 from model import ModelError, convert_tokenizer, fetch
 from worker import prepare
 
@@ -273,6 +275,51 @@ def test_free_rows_among_the_live_ones_change_nobody(zoo, family):
     batch.run()
     lengths = [6, 3, 3, len(last.tokens), len(newcomer.tokens)]
     assert [text.tokens for text in texts] == [reference.tokens[:n] for reference, n in zip(references, lengths)]
+
+
+@each_family
+def test_replayed_steps_give_everybody_their_own_tokens(zoo, family, monkeypatch):
+    """What is replayed is the step itself, on rows and lengths that were recorded."""
+    monkeypatch.setattr(torch_model, "lengths_for", lambda window: [window // 2, window])
+    monkeypatch.setattr(torch_model, "RecordedSteps", functools.partial(RecordedSteps, record=lambda run, _pool: run))
+    first, second, third, last, newcomer = references = zoo.of_length(family, 11, 2, 1, 5, 16)
+    model = serve(zoo.folder(family), max_batch_size=5)
+    model._record(Config(cuda_graphs=(2, 4)), torch.ones(1))
+    batch = Batch(model)
+    texts = [batch.join(reference) for reference in (first, second, third, last)]
+    batch.steps(3)
+    for text in texts[:3]:
+        batch.leave(text)
+    texts.append(batch.join(newcomer))
+    batch.run()
+    lengths = [4, 4, 4, len(last.tokens), len(newcomer.tokens)]
+    assert [text.tokens for text in texts] == [reference.tokens[:n] for reference, n in zip(references, lengths)]
+
+
+def test_a_model_whose_steps_cannot_be_recorded_is_served_without(zoo, monkeypatch, caplog):
+    def record(*_args):
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+    monkeypatch.setattr(torch_model, "RecordedSteps", record)
+    model, reference = serve(zoo.folder("llama"), max_batch_size=2), zoo.of_length("llama", 5)[0]
+    model._record(Config(), torch.ones(1))
+    why = "RuntimeError: operation not permitted when stream is capturing"
+    told = f"This model's steps cannot be recorded as CUDA graphs ({why}); it runs as it is, slower"
+    assert told in [record.getMessage() for record in caplog.records]
+    assert continued(model, reference) == reference.tokens
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA GPU here")
+@each_family
+@pytest.mark.parametrize("sizes", [None, ()])
+def test_on_a_gpu_a_full_batch_generates_what_each_would_alone_recorded_or_not(zoo, family, sizes):
+    references = zoo.of_length(family, 11, 2, 1, 5)
+    model = serve(zoo.folder(family), device="cuda", dtype="float32", max_batch_size=4, cuda_graphs=sizes)
+    assert (model._recorded is None) == (sizes == ())
+    batch = Batch(model)
+    texts = [batch.join(reference) for reference in references]
+    batch.run()
+    assert [text.tokens for text in texts] == [reference.tokens for reference in references]
 
 
 @dataclass(frozen=True)
