@@ -295,9 +295,9 @@ class TorchModel:
         sizes = sizes_for(self.batch_size, config.cuda_graphs)
         if not sizes:
             return
-        began_at, shape = time.perf_counter(), (self.vocab_size, self.device, self._tolerance(expected))
+        began_at, lengths = time.perf_counter(), lengths_for(self.max_total_tokens)
         try:
-            self._recorded = RecordedSteps(self._step, sizes, lengths_for(self.max_total_tokens), *shape)
+            self._recorded = RecordedSteps(self._step, sizes, lengths, self.vocab_size, self.device, self._tolerance(expected))
         except Exception as error:
             logger.debug("recording failed", exc_info=True)
             why = f"{type(error).__name__}: {first_line(error)}"

@@ -770,6 +770,8 @@ def prepare(config: Config, folder: Path, manifest: Manifest) -> tuple[Config, C
     All three raise ConfigError or ModelError for what cannot be served, with the reason.
     """
     device = choose_device(config.device)
+    if config.cuda_graphs and device != "cuda":
+        raise ModelError(f"--cuda-graphs (CUDA_GRAPHS) is for CUDA GPUs, and this is served on {device}; leave it out")
     if device == "neuron":
         from neuron_model import Build, NeuronModel  # each needs its own version of transformers: only one can be imported
 

@@ -284,6 +284,7 @@ WRONG = {
     **{entry.name: SECONDS for entry in SETTINGS if entry.name.endswith(("_timeout", "_time"))},
     **{entry.name: {"maybe": "must be true or false"} for entry in SETTINGS if isinstance(entry.default, bool)},
     "port": PORT,
+    "cuda_graphs": WHOLE_NUMBERS | dict.fromkeys(("0,2", "2,-1"), "must be at least 1"),
     "device": {"tpu": "must be one of auto, cpu, cuda, neuron", "CPU": "must be one of auto, cpu, cuda, neuron"},
     "dtype": {"int3": "must be one of auto, float32, bfloat16, float16"},
 }

@@ -1038,6 +1038,12 @@ def test_what_is_for_neuron_alone_is_refused_by_name_elsewhere(zoo, setting):
     assert message.startswith(f"--{name.replace('_', '-')} ({name.upper()}) is for Neuron")
 
 
+def test_cuda_graphs_are_refused_where_there_is_no_gpu_unless_none_are_asked_for(zoo):
+    told = "--cuda-graphs (CUDA_GRAPHS) is for CUDA GPUs, and this is served on cpu; leave it out"
+    assert refusal(zoo.folder("llama"), device="cpu", cuda_graphs=(2, 4)) == told
+    assert serve(zoo.folder("llama"), cuda_graphs=()).device == "cpu"
+
+
 def test_sampling_on_the_device_is_refused_where_there_is_no_neuron_device(zoo):
     told = "--sampling device (SAMPLING) is for Neuron, and this is served on cpu; leave it out"
     assert refusal(zoo.folder("llama"), device="cpu", sampling="device") == told
