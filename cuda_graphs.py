@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-SHORTEST = 256  # positions; recording for less would save nothing that can be measured
+SHORTEST = 256  # positions; a step that looks at fewer would take a GPU about as long
 WARM_UPS = 2  # what libraries set up at their first calls must not be recorded
 
 
