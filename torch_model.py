@@ -1,8 +1,9 @@
 """Decoder-only models of `transformers` on a CPU or a CUDA GPU, as static batches. `TorchModel` implements StaticBatchModel.
 
 The library's own attention is replaced by one that reads the filled part of the slots' cache. On a CPU the linear layers are
-packed, and models built like Llama run in a forward of our own (`decoder.py`). At boot it is seen to that the logits stay those
-of transformers, whichever of these a model gets. Written for transformers 5.
+packed, and models built like Llama run in a forward of our own (`decoder.py`); on a GPU decode steps are recorded
+(`cuda_graphs.py`). At boot it is seen to that the logits stay those of transformers, whichever of these a model gets. Written
+for transformers 5.
 """
 
 from __future__ import annotations

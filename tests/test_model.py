@@ -281,10 +281,16 @@ def test_free_rows_among_the_live_ones_change_nobody(zoo, family):
 def test_replayed_steps_give_everybody_their_own_tokens(zoo, family, monkeypatch):
     """What is replayed is the step itself, on rows and lengths that were recorded."""
     monkeypatch.setattr(torch_model, "lengths_for", lambda window: [window // 2, window])
-    monkeypatch.setattr(torch_model, "RecordedSteps", functools.partial(RecordedSteps, record=lambda run, _pool: run))
+    replayed = []
+
+    def record(run, _pool):
+        return lambda: (replayed.append(run), run())
+
+    monkeypatch.setattr(torch_model, "RecordedSteps", functools.partial(RecordedSteps, record=record))
     first, second, third, last, newcomer = references = zoo.of_length(family, 11, 2, 1, 5, 16)
     model = serve(zoo.folder(family), max_batch_size=5)
     model._record(Config(cuda_graphs=(2, 4)), torch.ones(1))
+    replayed.clear()
     batch = Batch(model)
     texts = [batch.join(reference) for reference in (first, second, third, last)]
     batch.steps(3)
@@ -292,6 +298,7 @@ def test_replayed_steps_give_everybody_their_own_tokens(zoo, family, monkeypatch
         batch.leave(text)
     texts.append(batch.join(newcomer))
     batch.run()
+    assert len(set(replayed)) > 1, "steps are replayed, and not all by the same graph"
     lengths = [4, 4, 4, len(last.tokens), len(newcomer.tokens)]
     assert [text.tokens for text in texts] == [reference.tokens[:n] for reference, n in zip(references, lengths)]
 
