@@ -92,7 +92,7 @@ class Server:
     def wait_exit(self, seconds=WAIT_S):
         """The exit code; fails when anything of the run is left behind."""
         code = self.process.wait(seconds)
-        wait_until(lambda: not self.survivors(), "the end of every process", 3)
+        wait_until(lambda: not self.survivors(), "the end of every process", 20)
         assert self.run_dir is None, "the run's folder is left behind"
         return code
 
@@ -167,7 +167,7 @@ class Server:
             status = self.status()
             return (status.phase, status.running, status.queued) == ("ready", 0, 0)
 
-        wait_until(idle, "all slots free and no request known", 10)
+        wait_until(idle, "all slots free and no request known", 30)
 
 
 def events(response):
