@@ -77,14 +77,25 @@ def _ask_ahead(builder, address):
 
 
 @intrinsic
-def _prefetch(_context, array, plane, step, lane):
-    """`_ask_ahead` for array[plane, step, lane]."""
+def _prefetch(_context, flat, index):
+    """`_ask_ahead` for flat[index]."""
 
     def generate(context, builder, signature, arguments):
         _ask_ahead(builder, _pointer(context, builder, signature.args[0], arguments[0], arguments[1:]))
         return context.get_dummy_value()
 
-    return types.void(array, plane, step, lane), generate
+    return types.void(flat, index), generate
+
+
+@intrinsic
+def _item(_context, flat, index):
+    """flat[index]. Of an index in brackets numba asks whether it counts from the end, which takes several times as long as to
+    read what is there."""
+
+    def generate(context, builder, signature, arguments):
+        return builder.load(_pointer(context, builder, signature.args[0], arguments[0], arguments[1:]))
+
+    return flat.dtype(flat, index), generate
 
 
 def _pointer(context, builder, kind, array, indices):
@@ -136,6 +147,16 @@ def _leaf_of(abreast: int):
 
 
 _narrow_leaf, _wide_leaf = _leaf_of(ABREAST), _leaf_of(2 * ABREAST)
+
+
+@intrinsic
+def _lowest_bit(_context, number):
+    """The place of the lowest bit of an int64 that is not 0."""
+
+    def generate(_context, builder, _signature, arguments):
+        return builder.cttz(arguments[0], ir.Constant(ir.IntType(1), 1))
+
+    return types.int64(types.int64), generate
 
 
 @intrinsic
@@ -257,16 +278,43 @@ def nth_highest(numbers, n):
 
 
 @compiled
-def _floor(peaks, row, rows, n):
-    """The n-th highest of the peaks of a row, float32 [groups, lanes]: at least n tokens reach it."""
-    groups, width = peaks.shape
-    own = np.empty(groups * (width // rows), np.float32)
-    found = 0
-    for group in range(groups):
-        for lane in range(row, width, rows):
-            own[found] = peaks[group, lane]
-            found += 1
-    return _higher(nth_highest(own, n), LOWEST)
+def _order(score):
+    """An int32 that is the higher the higher the float32 is; of both noughts the same."""
+    bits = np.float32(score + np.float32(0.0)).view(np.int32)
+    return np.int32(bits ^ 0x7FFFFFFF) if bits < 0 else bits
+
+
+@compiled
+def _ordered(order):
+    """The float32 that `_order` gives this for."""
+    return np.int32(order ^ 0x7FFFFFFF if order < 0 else order).view(np.float32)
+
+
+@compiled
+def _own(numbers, first, apart, orders):
+    """Every so many-th of the numbers, from the first on, as `_order` has them, to orders: int32 [n]. Returns the highest."""
+    highest = np.int32(-(2**31))
+    for i in range(len(orders)):
+        orders[i] = _order(_item(numbers, first + i * apart))
+        highest = max(highest, orders[i])
+    return highest
+
+
+@compiled
+def _floor(orders, n):
+    """The n-th highest, 1 <= n <= len(orders), or a little less: what at least n reach, and few more."""
+    low, high = np.int64(orders.min()), np.int64(orders.max()) + 1
+    while high - low > 1:
+        middle, reach_it = np.int32((low + high) >> 1), 0
+        for i in range(len(orders)):
+            reach_it += orders[i] >= middle
+        if reach_it < n:
+            high = np.int64(middle)
+        else:
+            low = np.int64(middle)
+            if reach_it <= n + n // 8:
+                break
+    return np.int32(low)
 
 
 @compiled
@@ -277,75 +325,98 @@ def _find(words, lanes, rows, leaves, branches, suspects, wanted, scores, ids, c
     where there is no room for them; the highest of a row with NaN is NaN. Takes one row after the other, as long as no other
     thread has taken them.
     """
-    _planes, steps, width = lanes.shape
-    across = width // rows
-    room = scores.shape[1]
-    keys = np.empty(room, np.int64)
-    reaching = np.empty((leaves.shape[1] * across, 2), np.int64)
+    steps, width = lanes.shape[1:]
+    all_leaves, all_branches, across, room = leaves.shape[1], branches.shape[1], width // rows, scores.shape[1]
+    # In memory the tokens of a row are `rows` numbers apart, and so are its leaves, and its branches.
+    tokens, flat_leaves, flat_branches = lanes.reshape(-1), leaves.reshape(-1), branches.reshape(-1)
+    own_branches, own_leaves = np.empty(all_branches * across, np.int32), np.empty(all_leaves * across, np.int32)
+    reaching, own_reaching = np.empty(len(own_branches) + 1, np.int64), np.empty(len(own_leaves), np.int64)
+    listed, keys = np.empty(room, np.int64), np.empty(room, np.int64)
     while True:
         at = _add(words, FOUND, 1)
         if at >= len(wanted):
             break
         plane, row = at // rows, at % rows
-        top = LOWEST
-        for lane in range(row, width, rows):
-            for branch in range(branches.shape[1]):
-                top = _higher(top, branches[plane, branch, lane])
+        first_token, first_leaf = plane * steps * width + row, plane * all_leaves * width + row
+        top = _own(flat_branches, plane * all_branches * width + row, rows, own_branches)
+        highest[at], counts[at], likeliest[at] = _higher(_ordered(top), LOWEST), 0, 0
         if suspects[at]:  # or there are infinities of both kinds
-            for step in range(steps):
-                for lane in range(row, width, rows):
-                    if math.isnan(lanes[plane, step, lane]):
-                        top = np.nan
-        highest[at], counts[at], likeliest[at] = top, 0, 0
-        if math.isnan(top):
+            for token in range(steps * across):
+                if math.isnan(_item(tokens, first_token + token * rows)):
+                    highest[at] = np.nan
+        if math.isnan(highest[at]):
             continue
         n = wanted[at]
+        least = _order(LOWEST)
         if n == 1:
-            floor = top
-        elif 4 * n <= 3 * branches.shape[1] * across:
-            floor = _floor(branches[plane], row, rows, n)
-        elif 4 * n <= 3 * leaves.shape[1] * across:
-            floor = _floor(leaves[plane], row, rows, n)
-        else:
-            floor = LOWEST
-        found = 0
-        for branch in range(branches.shape[1]):
-            for lane in range(row, width, rows):
-                if branches[plane, branch, lane] >= floor:
-                    for leaf in range(branch * LEAF, min((branch + 1) * LEAF, leaves.shape[1])):
-                        if leaves[plane, leaf, lane] >= floor:
-                            reaching[found, 0], reaching[found, 1] = leaf, lane
-                            found += 1
-                            for step in range(leaf * LEAF, min((leaf + 1) * LEAF, steps)):
-                                _prefetch(lanes, plane, step, lane)
-        count, first = 0, np.int64(-(2**63))
-        for leaf, lane in reaching[:found]:
-            for step in range(leaf * LEAF, min((leaf + 1) * LEAF, steps)):
-                score = lanes[plane, step, lane]
-                if score >= floor:
-                    key = _key(score, step * across + lane // rows)
-                    first = max(first, key)
-                    if count < room:  # goes to its place among those that were found before
-                        place = count
-                        while place > 0 and keys[place - 1] < key:
-                            keys[place] = keys[place - 1]
-                            place -= 1
-                        keys[place] = key
-                    count += 1
-        if count == 0:  # the highest is as impossible as the rest
+            least = max(least, top)
+        elif 4 * n <= 3 * len(own_branches):
+            least = max(least, _floor(own_branches, n))
+        elif 4 * n <= 3 * len(own_leaves):
+            _own(flat_leaves, first_leaf, rows, own_leaves)
+            least = max(least, _floor(own_leaves, n))
+        floor, found = _ordered(least), 0
+        for branch in range(len(own_branches)):  # noted first, and counted only if it reaches the floor
+            reaching[found] = branch
+            found += own_branches[branch] >= least
+        found = _reach(flat_leaves, first_leaf, rows, len(own_leaves), across, floor, reaching[:found], own_reaching)
+        found = _reach(tokens, first_token, rows, steps * across, across, floor, own_reaching[:found], listed)
+        if found == 0:  # the highest is as impossible as the rest
             highest[at] = -np.inf
             continue
-        likeliest[at] = _token(first)
-        counts[at] = count if count <= room else -1
-        for i in range(counts[at]):
-            scores[at, i], ids[at, i] = _score(keys[i]), _token(keys[i])
+        counts[at] = found if found <= room else -1
+        if found > room:
+            while _item(tokens, first_token + likeliest[at] * rows) < highest[at]:
+                likeliest[at] += 1
+            continue
+        for i in range(found):
+            keys[i] = _key(_item(tokens, first_token + listed[i] * rows), listed[i])
+        for i in range(found):
+            place = 0
+            for j in range(found):  # for so few faster than to sort them
+                place += keys[j] > keys[i]
+            scores[at, place], ids[at, place] = _score(keys[i]), _token(keys[i])
+        likeliest[at] = ids[at, 0]
+
+
+@compiled
+def _reach(numbers, first, apart, tokens, across, floor, above, reaching):
+    """Which of the numbers under those `above` reach the floor: their places, in the order of `above`, to `reaching`, int64
+    [most]. Returns how many there are, or most + 1 if there are more.
+
+    A row has so many `tokens` (or leaves) in all, `apart` numbers from each other from the `first` on. Under a leaf (or branch)
+    there are LEAF of them, `across` (a power of 2) tokens from each other.
+    """
+    found = 0
+    for one in above:
+        lane = one & (across - 1)
+        begin = (one - lane) * LEAF + lane
+        if begin + (LEAF - 1) * across < tokens:  # a number that the compiler knows makes a faster loop
+            bits = _which_reach(numbers, first + begin * apart, across * apart, LEAF, floor)
+        else:
+            bits = _which_reach(numbers, first + begin * apart, across * apart, (tokens - begin + across - 1) // across, floor)
+        while bits:
+            if found == len(reaching):
+                return found + 1
+            reaching[found] = begin + _lowest_bit(bits) * across
+            found += 1
+            bits &= bits - 1
+    return found
+
+
+@compiled
+def _which_reach(numbers, first, apart, count, floor):
+    """A bit for each of so many numbers: to jump at each, which nobody can foresee, would take longer than to read them."""
+    bits = 0
+    for i in range(count):
+        bits |= np.int64(_item(numbers, first + i * apart) >= floor) << i
+    return bits
 
 
 @compiled
 def _key(score, token):
     """An int64 that is the higher the higher the score, and of equal scores for the lower token."""
-    bits = np.int64(np.float32(score + np.float32(0.0)).view(np.int32))  # of two noughts one
-    return ((bits ^ 0x7FFFFFFF if bits < 0 else bits) << 32) | (0xFFFFFFFF - token)
+    return (np.int64(_order(score)) << 32) | (0xFFFFFFFF - token)
 
 
 @compiled
@@ -355,8 +426,7 @@ def _token(key):
 
 @compiled
 def _score(key):
-    bits = key >> 32
-    return np.int32(bits ^ 0x7FFFFFFF if bits < 0 else bits).view(np.float32)
+    return _ordered(key >> 32)
 
 
 @compiled
@@ -547,7 +617,7 @@ def _unrounded(scale, bias, highest):
 def _totals(lanes, rows, highest, temperatures, totals):
     """Adds the weights of all tokens to `totals`, block by block. highest, temperatures, totals: float64 [all rows]."""
     planes, steps, width = lanes.shape
-    ahead = AHEAD // width
+    flat, ahead = lanes.reshape(-1), AHEAD // width
     sums, scale, bias = np.empty(width, np.float32), np.empty(width, np.float32), np.empty(width, np.float32)
     for plane in range(planes):
         if not np.isfinite(temperatures[plane * rows : (plane + 1) * rows]).any():
@@ -557,7 +627,7 @@ def _totals(lanes, rows, highest, temperatures, totals):
             if width < AHEAD and step + ahead + SUM_STEPS <= steps:  # of wide ones the processor asks early enough by itself
                 for coming in range(step + ahead, step + ahead + SUM_STEPS):
                     for lane in range(0, width, LINE):
-                        _prefetch(lanes, plane, coming, lane)
+                        _prefetch(flat, (plane * steps + coming) * width + lane)
             if step + SUM_STEPS <= steps:
                 one, two, three, four = (
                     lanes[plane, step],
