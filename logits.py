@@ -292,18 +292,19 @@ def _ordered(order):
 
 @compiled
 def _own(numbers, first, apart, orders):
-    """Every so many-th of the numbers, from the first on, as `_order` has them, to orders: int32 [n]. Returns the highest."""
-    highest = np.int32(-(2**31))
+    """Every so many-th of the numbers, from the first on, as `_order` has them, to orders: int32 [n]. Returns the lowest and
+    the highest."""
+    lowest, highest = np.int32(2**31 - 1), np.int32(-(2**31))
     for i in range(len(orders)):
         orders[i] = _order(_item(numbers, first + i * apart))
-        highest = max(highest, orders[i])
-    return highest
+        lowest, highest = min(lowest, orders[i]), max(highest, orders[i])
+    return lowest, highest
 
 
 @compiled
-def _floor(orders, n):
+def _floor(orders, lowest, highest, n):
     """The n-th highest, 1 <= n <= len(orders), or a little less: what at least n reach, and few more."""
-    low, high = np.int64(orders.min()), np.int64(orders.max()) + 1
+    low, high = np.int64(lowest), np.int64(highest) + 1
     while high - low > 1:
         middle, reach_it = np.int32((low + high) >> 1), 0
         for i in range(len(orders)):
@@ -338,7 +339,7 @@ def _find(words, lanes, rows, leaves, branches, suspects, wanted, scores, ids, c
             break
         plane, row = at // rows, at % rows
         first_token, first_leaf = plane * steps * width + row, plane * all_leaves * width + row
-        top = _own(flat_branches, plane * all_branches * width + row, rows, own_branches)
+        bottom, top = _own(flat_branches, plane * all_branches * width + row, rows, own_branches)
         highest[at], counts[at], likeliest[at] = _higher(_ordered(top), LOWEST), 0, 0
         if suspects[at]:  # or there are infinities of both kinds
             for token in range(steps * across):
@@ -351,10 +352,10 @@ def _find(words, lanes, rows, leaves, branches, suspects, wanted, scores, ids, c
         if n == 1:
             least = max(least, top)
         elif 4 * n <= 3 * len(own_branches):
-            least = max(least, _floor(own_branches, n))
+            least = max(least, _floor(own_branches, bottom, top, n))
         elif 4 * n <= 3 * len(own_leaves):
-            _own(flat_leaves, first_leaf, rows, own_leaves)
-            least = max(least, _floor(own_leaves, n))
+            bottom, top = _own(flat_leaves, first_leaf, rows, own_leaves)
+            least = max(least, _floor(own_leaves, bottom, top, n))
         floor, found = _ordered(least), 0
         for branch in range(len(own_branches)):  # noted first, and counted only if it reaches the floor
             reaching[found] = branch
@@ -451,7 +452,9 @@ def ranked(scores: np.ndarray, floor: float) -> np.ndarray:
 def _look(address, tokens, rows, wanted, words):
     """The arrays of `Logits`, and whether there are broken rows. At the address there are planes of `rows` rows each, of which
     as many tokens lie; wanted: int64 [all rows]; words: a helper's, or none."""
-    planes, room = len(wanted) // rows, 2 * wanted.max() + 64
+    planes, room = len(wanted) // rows, 64
+    for n in wanted:
+        room = max(room, 2 * n + 64)
     # What a leaf has lies together in memory if as few tokens as fill the vectors are abreast.
     few = ABREAST // math.gcd(rows, ABREAST)
     steps, width = tokens // few, few * rows
@@ -481,7 +484,10 @@ def _look(address, tokens, rows, wanted, words):
     while _add(words, INSIDE, 0) > 0:  # to the end of what it has taken
         _sched_yield()
     told[8] = leaves.size + branches.size + suspects.size  # asked for, so that they are not given back before
-    return (scores, ids, counts, highest, likeliest), not np.isfinite(highest).all()
+    has_broken = False
+    for each in highest:
+        has_broken |= not math.isfinite(each)
+    return (scores, ids, counts, highest, likeliest), has_broken
 
 
 @compiled
@@ -599,6 +605,15 @@ def _weight(score, scale, bias):
 
 
 @compiled
+def _any_is_set(numbers):
+    """Whether one of them is less than infinity, which stands for none."""
+    is_set = False
+    for number in numbers:
+        is_set |= number < np.inf
+    return is_set
+
+
+@compiled
 def _set_scales(scale, bias, first, rows, highest, temperatures):
     """By what scores become exponents of 2 in each lane, float32 [lanes], of the rows from `first` on."""
     for lane in range(len(scale)):
@@ -620,7 +635,7 @@ def _totals(lanes, rows, highest, temperatures, totals):
     flat, ahead = lanes.reshape(-1), AHEAD // width
     sums, scale, bias = np.empty(width, np.float32), np.empty(width, np.float32), np.empty(width, np.float32)
     for plane in range(planes):
-        if not np.isfinite(temperatures[plane * rows : (plane + 1) * rows]).any():
+        if not _any_is_set(temperatures[plane * rows : (plane + 1) * rows]):
             continue
         _set_scales(scale, bias, plane * rows, rows, highest, temperatures)
         for step in range(0, steps, SUM_STEPS):
@@ -679,7 +694,7 @@ def _masses(lanes, rows, highest, temperatures, floors, above, reaching):
     above_low, reaching_low, above_high, reaching_high = sums[0], sums[1], sums[2], sums[3]
     for plane in range(planes):
         first = plane * rows
-        if not (floors[:, first : first + rows] < np.inf).any():
+        if not (_any_is_set(floors[0, first : first + rows]) or _any_is_set(floors[1, first : first + rows])):
             continue
         _set_scales(scale, bias, first, rows, highest, temperatures)
         for lane in range(width):
@@ -720,10 +735,12 @@ def _masses(lanes, rows, highest, temperatures, floors, above, reaching):
             at = first + row
             if abs(bias[row]) <= MOST_BIAS:
                 factor = _unrounded(scale[row], bias[row], highest[at])
-                above[:, at] *= factor
-                reaching[:, at] *= factor
+                for n in range(len(floors)):
+                    above[n, at] *= factor
+                    reaching[n, at] *= factor
             else:  # float32 cannot tell
-                above[:, at], reaching[:, at] = 0.0, np.inf
+                for n in range(len(floors)):
+                    above[n, at], reaching[n, at] = 0.0, np.inf
 
 
 class Logits:

@@ -438,7 +438,8 @@ def _draw_unfiltered(scores, ids, lanes, row, abreast, vocab_size, highest, temp
     for i in range(len(scores)):
         weights[i] = math.exp((scores[i] - highest) / temperature)
     claim = weights[-1] if len(scores) == SHORTLIST else 0.0
-    weights -= claim
+    for i in range(len(weights)):
+        weights[i] -= claim
     excess, across = _sum(weights), lanes.shape[2] // abreast
     state = np.uint64(draw * 2.0**53)
     while True:
