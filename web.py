@@ -67,6 +67,8 @@ logger = logging.getLogger("web")
 HANG_UP_POLL_S = 0.1  # how often a waiting request looks whether its client is still there
 KEEP_ALIVE_S = 15.0  # a stream without an event for this long carries a comment, so that proxies keep it open
 METRICS_TIMEOUT_S = 2.0
+FIRST_WORD_S = 1.0  # a worker that runs answers a new web process within milliseconds
+LOADING_S = 30.0  # the largest tokenizers take about two
 LONG_TEXT = 100_000  # characters
 SAGEMAKER_DEADLINE_S = 55.0  # SageMaker gives up on an answer after 60
 SPARE_THREADS = 16  # for what is neither generated text nor a probe, and for answers that clients are still reading
@@ -106,6 +108,8 @@ class Worker:
         self._heard_at = self._beat_at = time.monotonic()
         self._stuck_s = 0.0
         self._said_ready = False
+        self._heard = threading.Event()  # of how the worker is doing
+        self._is_loaded = threading.Event()  # the tokenizer
         self._refused: queue.SimpleQueue[Answered] = queue.SimpleQueue()  # not counted yet
         self._inboxes: dict[int, Inbox | None] = {}  # None: nobody reads, but the end is not heard of yet
         self._end = WebEnd(address, self._on_message, self._on_lost, self._on_beat)
@@ -136,6 +140,15 @@ class Worker:
             return False
         now = time.monotonic()
         return 0 < self._status.due_at < now or now - self._heard_at > SILENCE_S
+
+    def catch_up(self) -> None:
+        """Waits for what a worker that takes requests has told other web processes before, and for the tokenizer.
+
+        A process that takes the place of another one would refuse meanwhile what those beside it take. With a worker that is
+        not that far, or silent, it does not wait: then it is the same to all.
+        """
+        if self._heard.wait(FIRST_WORD_S) and self._status.phase == "ready":
+            self._is_loaded.wait(LOADING_S)
 
     def start(self, generates: list[Generate], inbox: Inbox) -> None:
         """Sends requests off, of which all are taken or none. Their Prompts, Tokens and Ends come to `inbox`, which must not
@@ -195,6 +208,7 @@ class Worker:
             self._deliver([message])
         elif isinstance(message, Status):
             self._status = message
+            self._heard.set()
             self._say_when_ready()
         elif self.facts is None:
             self.facts = message
@@ -213,6 +227,7 @@ class Worker:
     def _load_tokenizer(self) -> None:
         self.template = ChatTemplate.load(self.facts.model_dir, self._tokenizer_config_path)
         self.tokenizer = Tokenizer(self.facts.tokenizer_dir, self.facts.eos_token_ids)
+        self._is_loaded.set()
         self._say_when_ready()
 
     def _say_when_ready(self) -> None:
@@ -1009,6 +1024,7 @@ class Server(gunicorn.app.base.BaseApplication):
         gunicorn.util.write_error = write_error
         app = create_app(self._config, worker)
         self.refusal = Refusal(app, self._config, worker)
+        worker.catch_up()
         return app
 
 

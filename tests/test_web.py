@@ -701,6 +701,36 @@ def test_a_long_text_is_tokenized_while_others_are_answered(served):
     assert max(gaps) < taken / 2, f"{max(gaps):.2f} of {taken:.2f} s nobody else could run"
 
 
+def test_a_new_web_process_takes_nothing_before_it_can_answer_what_the_worker_takes(served, monkeypatch):
+    monkeypatch.setattr(web, "FIRST_WORD_S", WAIT_S)
+    may_load, load = threading.Event(), web.Tokenizer
+    monkeypatch.setattr(web, "Tokenizer", lambda *given: may_load.wait(WAIT_S) and load(*given))
+    newcomer = web.Worker(served.seen._end._address)
+    try:
+        catching_up = threading.Thread(target=newcomer.catch_up)
+        catching_up.start()
+        wait_until(lambda: newcomer.phase == "loading")
+        assert catching_up.is_alive()
+        may_load.set()
+        catching_up.join(WAIT_S)
+        assert newcomer.phase == "ready" and not catching_up.is_alive()
+    finally:
+        may_load.set()
+        newcomer._end.close()
+
+
+def test_a_web_process_waits_neither_for_a_worker_that_boots_nor_for_one_that_is_not_there(serve, tmp_path, monkeypatch):
+    served = serve()
+    monkeypatch.setattr(web, "FIRST_WORD_S", WAIT_S)
+    served.seen.catch_up()
+    assert served.seen.phase == "starting" and served.seen.tokenizer is None
+    monkeypatch.setattr(web, "FIRST_WORD_S", 0.01)
+    alone = web.Worker(f"ipc://{tmp_path}/nobody.sock")
+    alone.catch_up()
+    assert alone.phase == "starting"
+    alone._end.close()
+
+
 def test_an_openai_stream_that_fails_says_so_and_is_done(served):
     served.model.may_decode.clear()
     with served.post("/v1/completions", {"prompt": "Hello", "stream": True, "temperature": 0}) as response:
