@@ -455,8 +455,10 @@ def _look(address, tokens, rows, wanted, words):
     planes, room = len(wanted) // rows, 64
     for n in wanted:
         room = max(room, 2 * n + 64)
-    # What a leaf has lies together in memory if as few tokens as fill the vectors are abreast.
+    # What a leaf has lies together in memory if as few tokens as fill the vectors are abreast; `_wide_leaf` takes two of them.
     few = ABREAST // math.gcd(rows, ABREAST)
+    if few * rows == ABREAST and tokens % (2 * few) == 0:
+        few *= 2
     steps, width = tokens // few, few * rows
     lanes = carray(_at(address, np.float32), (planes, steps, width))
     leaves = np.empty((planes, (steps + LEAF - 1) // LEAF, width), np.float32)

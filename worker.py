@@ -68,6 +68,7 @@ class Request:
     generate: Generate
     arrived_at: float
     sampler: Sampler  # not asked where the device samples
+    plan: Plan  # of it alone: for the token that its prompt gives
     most_new_tokens: int  # that it may generate, the window considered
     started_at: float = 0.0  # taken from the queue
     prefilled_at: float = 0.0
@@ -395,7 +396,7 @@ class Worker:
         self._prompting, self._running, self._steps_since_prompt = None, None, 0
         request.prefilled_at = time.monotonic()
         prompt = Prompt(generate.id, request.started_at - request.arrived_at, logprobs, top)
-        self._gain([request], _plan([request]), output.unsqueeze(0), request.prefilled_at - prompting.ran_s, prompt)
+        self._gain([request], request.plan, output.unsqueeze(0), request.prefilled_at - prompting.ran_s, prompt)
         if prompting.joins:
             self.metrics.series("batch_concat", "backpressure").inc()
             self.metrics.series("batch_concat_duration", "decode").observe(prompting.ran_s)
@@ -501,7 +502,7 @@ class Worker:
                     banned=self.eos_token_ids,
                     banned_for=generate.min_new_tokens,
                 )
-                Plan([sampler])  # what would raise among others raises here
+                plan = Plan([sampler])  # what would raise among others raises here
             except Exception:  # the web side has checked everything, but nothing that a client sends may end the loop
                 logger.exception("request %016x cannot be sampled for", generate.id)
                 self.end.send(peer, End(generate.id, "failed", "the request cannot be run"))
@@ -513,6 +514,7 @@ class Worker:
                 generate=generate,
                 arrived_at=generate.sent_at or time.monotonic(),
                 sampler=sampler,
+                plan=plan,
                 most_new_tokens=min(generate.max_new_tokens, self.model.max_total_tokens - len(generate.prompt)),
             )
             self._known[generate.id] = request
@@ -535,10 +537,13 @@ class Worker:
         chosen_at = time.monotonic()
         finish_reasons: list[str | None] = [None] * len(requests)
         for row, request in enumerate(requests):
-            error = chosen[row]
+            error = token = chosen[row]
             if not isinstance(error, Exception):
                 try:
-                    finish_reasons[row] = self._take(request, chosen[row])
+                    request.generated += 1
+                    request.last_token = token
+                    if token in self.eos_token_ids or request.generated >= request.most_new_tokens:
+                        finish_reasons[row] = self._ending(request)
                     continue
                 except Exception as trouble:
                     error = trouble
@@ -566,11 +571,9 @@ class Worker:
         self._untold.append(gain)
         return gain
 
-    def _take(self, request: Request, token: int) -> str | None:
-        """Notes a token, and frees the slot if it is the last one. Returns the reason then."""
-        request.generated += 1
-        request.last_token = token
-        if token in self.eos_token_ids and not request.generate.ignore_eos:
+    def _ending(self, request: Request) -> str | None:
+        """Frees the slot if the last token ends the request. Returns the reason then."""
+        if request.last_token in self.eos_token_ids and not request.generate.ignore_eos:
             finish_reason = "eos_token"
         elif request.generated >= request.most_new_tokens:
             finish_reason = "length"

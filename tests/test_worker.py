@@ -495,8 +495,13 @@ def test_an_exception_in_one_slots_bookkeeping_ends_that_request_alone(monkeypat
     bench.arrive(Generate(2, [3], 8))
     bench.turn()
     bench.turn()
-    take = bench.worker._take
-    monkeypatch.setattr(bench.worker, "_take", lambda request, token: take(request, token if request.generate.id == 1 else []))
+    choose, second = worker_module.choose, bench.worker._known[2].sampler
+
+    def choose_no_token_for_the_second(output, plan, helper):
+        chosen, logits = choose(output, plan, helper)
+        return [[] if sampler is second else token for sampler, token in zip(plan.samplers, chosen)], logits
+
+    monkeypatch.setattr(worker_module, "choose", choose_no_token_for_the_second)
     bench.run()
     assert bench.ends[2] == "failed"
     assert bench.tokens[1] == greedy([1, 2], 8)
