@@ -229,7 +229,8 @@ class Outlet:
     def flush(self) -> None:
         """Sends what a client did not take at once."""
         left, self._left = self._left, b""
-        self._sock.sendall(left)
+        if left:
+            self._sock.sendall(left)
 
 
 def prepare(listener: socket.socket, limits: Limits) -> int:
