@@ -291,7 +291,7 @@ def _ordered(order):
 
 
 @compiled
-def _own(numbers, first, apart, orders):
+def _orders_of(numbers, first, apart, orders):
     """Every so many-th of the numbers, from the first on, as `_order` has them, to orders: int32 [n]. Returns the lowest and
     the highest."""
     lowest, highest = np.int32(2**31 - 1), np.int32(-(2**31))
@@ -331,7 +331,7 @@ def _find(words, lanes, rows, leaves, branches, suspects, wanted, scores, ids, c
     # In memory the tokens of a row are `rows` numbers apart, and so are its leaves, and its branches.
     tokens, flat_leaves, flat_branches = lanes.reshape(-1), leaves.reshape(-1), branches.reshape(-1)
     own_branches, own_leaves = np.empty(all_branches * across, np.int32), np.empty(all_leaves * across, np.int32)
-    reaching, own_reaching = np.empty(len(own_branches) + 1, np.int64), np.empty(len(own_leaves), np.int64)
+    reaching_branches, reaching_leaves = np.empty(len(own_branches) + 1, np.int64), np.empty(len(own_leaves), np.int64)
     listed, keys = np.empty(room, np.int64), np.empty(room, np.int64)
     while True:
         at = _add(words, FOUND, 1)
@@ -339,7 +339,7 @@ def _find(words, lanes, rows, leaves, branches, suspects, wanted, scores, ids, c
             break
         plane, row = at // rows, at % rows
         first_token, first_leaf = plane * steps * width + row, plane * all_leaves * width + row
-        bottom, top = _own(flat_branches, plane * all_branches * width + row, rows, own_branches)
+        bottom, top = _orders_of(flat_branches, plane * all_branches * width + row, rows, own_branches)
         highest[at], counts[at], likeliest[at] = _higher(_ordered(top), LOWEST), 0, 0
         if suspects[at]:  # or there are infinities of both kinds
             for token in range(steps * across):
@@ -354,14 +354,16 @@ def _find(words, lanes, rows, leaves, branches, suspects, wanted, scores, ids, c
         elif 4 * n <= 3 * len(own_branches):
             least = max(least, _floor(own_branches, bottom, top, n))
         elif 4 * n <= 3 * len(own_leaves):
-            bottom, top = _own(flat_leaves, first_leaf, rows, own_leaves)
+            bottom, top = _orders_of(flat_leaves, first_leaf, rows, own_leaves)
             least = max(least, _floor(own_leaves, bottom, top, n))
         floor, found = _ordered(least), 0
         for branch in range(len(own_branches)):  # noted first, and counted only if it reaches the floor
-            reaching[found] = branch
+            reaching_branches[found] = branch
             found += own_branches[branch] >= least
-        found = _reach(flat_leaves, first_leaf, rows, len(own_leaves), across, floor, reaching[:found], own_reaching)
-        found = _reach(tokens, first_token, rows, steps * across, across, floor, own_reaching[:found], listed)
+        above = reaching_branches[:found]
+        found = _reach(flat_leaves, first_leaf, rows, len(own_leaves), across, floor, above, reaching_leaves)
+        above = reaching_leaves[:found]
+        found = _reach(tokens, first_token, rows, steps * across, across, floor, above, listed)
         if found == 0:  # the highest is as impossible as the rest
             highest[at] = -np.inf
             continue
