@@ -89,8 +89,8 @@ def _prefetch(_context, flat, index):
 
 @intrinsic
 def _item(_context, flat, index):
-    """flat[index]. Of an index in brackets numba asks whether it counts from the end, which takes several times as long as to
-    read what is there."""
+    """flat[index]. Of an index in brackets numba asks whether it counts from the end: a quarter of the time that it takes to go
+    through numbers far apart."""
 
     def generate(context, builder, signature, arguments):
         return builder.load(_pointer(context, builder, signature.args[0], arguments[0], arguments[1:]))

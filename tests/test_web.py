@@ -722,6 +722,7 @@ def test_a_new_web_process_takes_nothing_before_it_can_answer_what_the_worker_ta
 def test_a_web_process_waits_neither_for_a_worker_that_boots_nor_for_one_that_is_not_there(serve, tmp_path, monkeypatch):
     served = serve()
     monkeypatch.setattr(web, "FIRST_WORD_S", WAIT_S)
+    monkeypatch.setattr(served.seen._is_loaded, "wait", lambda _seconds: pytest.fail("there is nothing to load yet"))
     served.seen.catch_up()
     assert served.seen.phase == "starting" and served.seen.tokenizer is None
     monkeypatch.setattr(web, "FIRST_WORD_S", 0.01)
