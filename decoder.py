@@ -18,9 +18,10 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from kernels import INT8_MOST, INT8_ZERO, KERNEL_DTYPES, SMALLEST, kernels_for
+from kernels import INT8_MOST, INT8_ZERO, KERNEL_DTYPES, SMALLEST, kernels_for, multiplies_pairs, packed_bytes
 
 PACKED_FOR_ROWS = 16  # oneDNN's layout for a single row is slow for several; that for several is the same for any number
+FEW_ROWS = 128  # with more, oneDNN is as fast
 BLOCK = 16  # positions; without whole blocks, the last bits of a row's attention would depend on how long the others are
 
 
@@ -125,16 +126,42 @@ _int8_linear = torch.ops.onednn.qlinear_pointwise.default if _has_onednn else No
 class Packed(nn.Module):
     """A linear layer whose weight is laid out once as oneDNN's kernels want it, not anew at every call.
 
-    [..., in] → [..., out]. Unlike torch's own choice of kernels, a row's result hardly depends on the number of rows.
+    [..., in] → [..., out]. Unlike torch's own choice of kernels, a row's result hardly depends on the number of rows. Up to
+    `few` rows have a kernel of ours, if it can read what oneDNN has laid out, and in that it does not depend on them at all.
     """
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None):
         super().__init__()
         self.weight = torch.ops.mkldnn._reorder_linear_weight(weight.detach().contiguous(), PACKED_FOR_ROWS)
         self.bias = None if bias is None else bias.detach().clone()
+        self._shape = weight.shape
+        self.few = FEW_ROWS if weight.dtype == torch.bfloat16 and multiplies_few() and self._is_as_expected() else 0
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if 0 < x.numel() <= self.few * x.shape[-1]:
+            return self._multiply(x.reshape(-1, x.shape[-1])).view(*x.shape[:-1], -1)
         return _packed_linear(x, self.weight, self.bias, "none", [], "")
+
+    def _multiply(self, x: torch.Tensor) -> torch.Tensor:
+        weight = torch.ops.mkldnn.data_ptr(self.weight)
+        return kernels_for(torch.bfloat16).multiply(x, weight, self.bias, self._shape[0])
+
+    def _is_as_expected(self) -> bool:
+        """Whether the weight lies as our kernel reads it. oneDNN chooses that by shape and processor, and does not tell."""
+        outside, inside = self._shape
+        if inside % 2 or torch.ops.mkldnn._nbytes(self.weight) != packed_bytes(outside, inside):
+            return False
+        x = torch.linspace(-1, 1, 2 * inside).sin_().to(torch.bfloat16).view(2, inside)
+        expected = _packed_linear(x, self.weight, self.bias, "none", [], "").float()
+        return torch.allclose(self._multiply(x).float(), expected, rtol=0.01, atol=0.01 * expected.abs().max().item())
+
+
+@functools.cache
+def multiplies_few() -> bool:
+    """Whether a kernel of ours multiplies a few rows of bfloat16. It reads weights from memory up to twice as fast as oneDNN's,
+    but where there are matrix units, which it does not use, that is not known."""
+    has_operators = all(hasattr(torch.ops.mkldnn, name) for name in ("data_ptr", "_nbytes"))
+    return _has_onednn and has_operators and multiplies_pairs() and not torch.cpu._is_amx_tile_supported()
 
 
 def can_pack(dtype: torch.dtype) -> bool:

@@ -1,5 +1,5 @@
 """What a model built like Llama does between two matrix products, compiled for this CPU: RMSNorm, rotary positions, the
-attention of a decode step, the gate, and rounding to 8 bits.
+attention of a decode step, the gate, and rounding to 8 bits. And the product of a few rows with a weight in bfloat16.
 
 torch takes several calls for each, and every call reads and writes all numbers. With a small model that takes as long as the
 products themselves. Here each is one pass over a token, in float32 inside, whatever the tensors hold. A token is computed by
@@ -29,6 +29,7 @@ import torch
 from llvmlite import ir
 from numba import carray, types
 from numba.core import cgutils
+from numba.core.registry import cpu_target
 from numba.extending import intrinsic, overload
 
 logger = logging.getLogger("model")
@@ -40,6 +41,10 @@ TOGETHER = 4  # query heads that look at a key while it is in the processor's re
 VALUES = 8  # that are added to the sum at a time
 AHEAD = 16  # keys
 LINE = 64  # bytes that come together from memory
+BESIDE, WHOLE = 64, 32  # outputs of a matrix product that oneDNN lays side by side, and inputs
+TOKENS = 6  # whose products with BESIDE outputs fit into the processor's registers
+PAIRS = 64  # of inputs, whose weights stay in the first cache until all tokens had them
+NEAR = 1024  # bytes
 MOST_WORDS = 16
 KERNEL_DTYPES = {torch.float32: types.float32, torch.bfloat16: types.int16}  # numba knows no bfloat16
 LOG2_E = np.float32(math.log2(math.e))
@@ -127,21 +132,88 @@ def _take(_context, words):
     return types.int64(words), generate
 
 
+def _ask_ahead(builder, address):
+    """Asks memory for what is at an address without waiting for it. An address that is none does no harm."""
+    byte, number = ir.IntType(8).as_pointer(), ir.IntType(32)
+    kind = ir.FunctionType(ir.VoidType(), [byte, number, number, number])
+    function = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0")
+    to_read, into_second_cache, data = (ir.Constant(number, value) for value in (0, 2, 1))
+    builder.call(function, [builder.bitcast(address, byte), to_read, into_second_cache, data])
+
+
 @intrinsic
 def _prefetch(_context, array, row, column):
     """Asks memory for array[row, column] without waiting for it."""
 
     def generate(context, builder, signature, arguments):
         values = context.make_array(signature.args[0])(context, builder, arguments[0])
-        address = cgutils.get_item_pointer(context, builder, signature.args[0], values, arguments[1:], wraparound=False)
-        byte, number = ir.IntType(8).as_pointer(), ir.IntType(32)
-        kind = ir.FunctionType(ir.VoidType(), [byte, number, number, number])
-        function = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0")
-        to_read, into_second_cache, data = (ir.Constant(number, value) for value in (0, 2, 1))
-        builder.call(function, [builder.bitcast(address, byte), to_read, into_second_cache, data])
+        _ask_ahead(
+            builder, cgutils.get_item_pointer(context, builder, signature.args[0], values, arguments[1:], wraparound=False)
+        )
         return context.get_dummy_value()
 
     return types.void(array, row, column), generate
+
+
+class _Bfloat16(ir.Type):
+    """As LLVM calls it; llvmlite knows none."""
+
+    def __str__(self):
+        return "bfloat"
+
+    def __eq__(self, other):
+        return isinstance(other, _Bfloat16)
+
+    def __hash__(self):
+        return hash(_Bfloat16)
+
+
+@intrinsic
+def _multiply_few(_context, x, apart, tokens, pairs, weights, ahead, step, sums):
+    """Adds the products of 1 to TOKENS tokens with BESIDE outputs to `sums`, float32 [tokens, BESIDE]: pair after pair.
+
+    x: of bfloat16 [tokens, pairs, 2], tokens so many pairs apart; weights: of bfloat16 [pairs, BESIDE, 2]. Memory is asked for
+    what comes next, from `ahead` on, so many bytes further with each pair. Arrays are addresses.
+    """
+    word, offset, wide = ir.IntType(32), ir.IntType(64), LINE // 4
+    words, floats, halves = ir.VectorType(word, wide), ir.VectorType(ir.FloatType(), wide), ir.VectorType(_Bfloat16(), 2 * wide)
+
+    def generate(context, builder, _signature, arguments):
+        x, apart, tokens, pairs, weights, ahead, step, sums = arguments
+        kind = ir.FunctionType(floats, [floats, halves, halves])
+        add_products = cgutils.get_or_insert_function(builder.module, kind, "llvm.x86.avx512bf16.dpbf16ps.512")
+
+        def vector_at(base, number, kind):
+            return builder.bitcast(builder.gep(base, [number]), kind.as_pointer())
+
+        def multiply(count):
+            rows = [builder.gep(x, [builder.mul(apart, offset(token))]) for token in range(count)]
+            places = [vector_at(sums, offset(number * wide), floats) for number in range(count * BESIDE // wide)]
+            totals = [cgutils.alloca_once_value(builder, builder.load(place, align=4)) for place in places]
+            with cgutils.for_range(builder, pairs) as loop:
+                first, some = builder.mul(loop.index, offset(BESIDE)), []
+                coming = builder.gep(ahead, [builder.mul(loop.index, step)])
+                for part in range(0, BESIDE, wide):
+                    _ask_ahead(builder, builder.gep(coming, [offset(4 * part)]))
+                    place = vector_at(weights, builder.add(first, offset(part)), halves)
+                    some.append(builder.load(place, align=4))
+                for token, row in enumerate(rows):
+                    pair = builder.load(builder.gep(row, [loop.index]), align=2)
+                    lane = builder.insert_element(words(ir.Undefined), pair, word(0))
+                    everywhere = builder.bitcast(builder.shuffle_vector(lane, lane, words([0] * wide)), halves)
+                    for total, weight in zip(totals[token * len(some) :], some):
+                        builder.store(builder.call(add_products, [builder.load(total), weight, everywhere]), total)
+            for place, total in zip(places, totals):
+                builder.store(builder.load(total), place, align=4)
+
+        x, weights, sums = (builder.inttoptr(address, word.as_pointer()) for address in (x, weights, sums))
+        ahead = builder.inttoptr(ahead, ir.IntType(8).as_pointer())
+        for count in range(1, TOKENS + 1):
+            with builder.if_then(builder.icmp_signed("==", tokens, offset(count))):
+                multiply(count)
+        return context.get_dummy_value()
+
+    return types.void(*[types.int64] * 8), generate
 
 
 @numba.njit(**AS_WRITTEN)
@@ -388,6 +460,55 @@ def _round(told):
         first = _take(words) * FEW
 
 
+@numba.njit(**AS_WRITTEN)
+def packed_bytes(outside, inside):
+    """How much memory a weight takes in bfloat16: `inside` filled up to whole WHOLE, `outside` to whole BESIDE."""
+    return 2 * (-(-outside // BESIDE) * BESIDE) * (-(-inside // WHOLE) * WHOLE)
+
+
+def _multiply(told):
+    words = _words(told)
+    tokens, outside, inside = words[1], words[2], words[3]
+    x, weight, has_bias = words[4], words[5], words[6] != 0
+    bias = carray(_numbers(words[6], told), outside if has_bias else 0)
+    out = carray(_numbers(words[7], told), (tokens, outside))
+    pairs, block_bytes = inside // 2, packed_bytes(BESIDE, inside)
+    sums = np.empty((tokens, BESIDE), np.float32)
+    groups = (tokens + TOKENS - 1) // TOKENS
+    block = _take(words)
+    while block * BESIDE < outside:
+        following = _take(words)
+        sums[:, :] = 0.0
+        for begin in range(0, pairs, PAIRS):
+            some = min(PAIRS, pairs - begin)
+            here, part_bytes = weight + block * block_bytes + begin * BESIDE * 4, some * BESIDE * 4
+            # One group asks memory for what it reads next; several, a part each, for what all of them read after that.
+            coming = here + part_bytes if begin + some < pairs else weight + following * block_bytes
+            coming = here + NEAR if groups == 1 else coming
+            for group in range(groups):  # as large as each other
+                first, end = tokens * group // groups, tokens * (group + 1) // groups
+                _multiply_few(
+                    x + (first * pairs + begin) * 4,
+                    pairs,
+                    end - first,
+                    some,
+                    here,
+                    coming + part_bytes * group // groups,
+                    BESIDE * 4 // groups,
+                    sums[first:].ctypes.data,
+                )
+        first = block * BESIDE
+        beside = min(BESIDE, outside - first)
+        for t in range(tokens):
+            own, given = sums[t], out[t, first : first + beside]
+            if has_bias:
+                for i in range(beside):
+                    own[i] += _wide(bias[first + i])
+            for i in range(beside):
+                given[i] = _narrow(own[i], given[i])
+        block = following
+
+
 def _machine_code(kernel, number):
     """The kernel for tensors of such numbers, as a function of C that takes a pointer."""
     signature = types.void(types.CPointer(number))
@@ -407,6 +528,12 @@ def _openmp():
     return None
 
 
+def multiplies_pairs() -> bool:
+    """Whether this processor has the instruction that `Kernels.multiply` is made of, and numba knows of it."""
+    _machine, _name, features = cpu_target.target_context.codegen().magic_tuple()
+    return "+avx512bf16" in features.split(",")
+
+
 @functools.cache
 def kernels_for(dtype: torch.dtype) -> Kernels:
     """One for all layers. Raises KeyError for a type that there are none for."""
@@ -422,10 +549,14 @@ class Kernels:
     def __init__(self, dtype: torch.dtype):
         number = KERNEL_DTYPES[dtype]
         started_at = time.perf_counter()
-        self._kernels = [_machine_code(kernel, number) for kernel in (_add_norm, _rotate, _attend, _gate, _round)]
+        kernels = [_add_norm, _rotate, _attend, _gate, _round]
+        if dtype == torch.bfloat16 and multiplies_pairs():
+            kernels.append(_multiply)
+        self._kernels = [_machine_code(kernel, number) for kernel in kernels]
         if not all(kernel.cache_hits for kernel in self._kernels):
             logger.info("Compiled the forward pass for this CPU in %.1f s", time.perf_counter() - started_at)
-        self._add_norm, self._rotate, self._attend, self._gate, self._round = (kernel.address for kernel in self._kernels)
+        addresses = [kernel.address for kernel in self._kernels]
+        self._add_norm, self._rotate, self._attend, self._gate, self._round, *self._multiply = addresses
         self._words = ctypes.create_string_buffer(8 * MOST_WORDS)
         self._openmp = _openmp()
 
@@ -483,6 +614,18 @@ class Kernels:
         tokens, size = gate_up.shape[0], gate_up.shape[1] // 2
         out = gate_up.new_empty(tokens, size)
         self._run(self._gate, out.numel(), tokens, size, gate_up.data_ptr(), out.data_ptr())
+        return out
+
+    def multiply(self, x: torch.Tensor, weight: int, bias: torch.Tensor | None, outside: int) -> torch.Tensor:
+        """The product of a linear layer, where `multiplies_pairs`: bfloat16 [tokens, inside] → [tokens, outside].
+
+        weight: the address of bfloat16 [outside / BESIDE, inside / 2, BESIDE, 2], as many as `packed_bytes` says; bias:
+        [outside]. `inside` must be even.
+        """
+        tokens, inside = x.shape
+        out = x.new_empty(tokens, outside)
+        addresses = x.data_ptr(), weight, 0 if bias is None else bias.data_ptr(), out.data_ptr()
+        self._run(self._multiply[0], outside * inside, tokens, outside, inside, *addresses)
         return out
 
     def round(self, x: torch.Tensor, rounded: torch.Tensor) -> torch.Tensor:

@@ -4,10 +4,15 @@ import os
 import signal
 
 import pytest
+from hypothesis import settings
 
 os.environ["OMP_NUM_THREADS"] = "1"  # before torch is imported
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a job in the background ignores Ctrl-C, and so would its servers
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+# An example takes as long as it takes: the first one may wait for a compiler.
+settings.register_profile("without deadlines", settings(), deadline=None)
+settings.load_profile("without deadlines")
 
 collect_ignore = ["clients"]  # each client has an environment of its own: `make test-clients`
 

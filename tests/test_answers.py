@@ -15,7 +15,7 @@ SAMPLED = {"temperature": 0.9, "seed": 11}
 MESSAGES = {"messages": [USER], "max_tokens": 12, "temperature": 0}
 PROMPT = {"prompt": "Hi", "max_tokens": 12, "temperature": 0}
 
-several = settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+several = settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
 def whole(served, route, body):

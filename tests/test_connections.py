@@ -54,7 +54,6 @@ REQUESTS = st.one_of(
 )
 
 
-@settings(deadline=None)
 @given(REQUESTS, st.lists(st.integers(1, 500), max_size=12))
 def test_a_request_is_complete_with_its_last_byte_and_not_before(request, cuts):
     arrival, _ = arrival_of(request, cuts)
@@ -63,7 +62,6 @@ def test_a_request_is_complete_with_its_last_byte_and_not_before(request, cuts):
     assert (arrival.is_complete, arrival.refusal) == (False, None)
 
 
-@settings(deadline=None)
 @given(st.lists(st.binary(min_size=1, max_size=40), max_size=6), st.booleans(), st.binary(max_size=50))
 def test_the_parser_finds_the_whole_body_in_it_and_leaves_what_was_sent_ahead(pieces, in_chunks, ahead):
     body = b"".join(pieces)
@@ -74,7 +72,6 @@ def test_the_parser_finds_the_whole_body_in_it_and_leaves_what_was_sent_ahead(pi
     assert parser.unreader.take_buffered() == ahead
 
 
-@settings(deadline=None)
 @given(st.binary(max_size=400) | REQUESTS.flatmap(lambda r: st.integers(0, len(r)).map(lambda n: r[:n] + b"\r\n\r\n" + r[n:])))
 def test_what_is_no_http_neither_raises_nor_hides_a_request(data):
     arrival, _ = arrival_of(data)
@@ -324,7 +321,7 @@ def test_a_refusal_that_breaks_ends_its_connection_alone(crowded):
 
 
 @pytest.mark.parametrize("protocol", ["HTTP/1.0", "HTTP/1.1"])
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=30)
 @given(st.lists(st.binary(min_size=1, max_size=3000), max_size=40), st.lists(st.integers(1, 9000), min_size=1, max_size=5))
 def test_what_goes_past_gunicorn_is_framed_as_gunicorn_frames_it_however_slowly_it_is_read(protocol, parts, reads):
     environ = {"SERVER_PROTOCOL": protocol}

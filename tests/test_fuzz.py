@@ -52,7 +52,6 @@ def fuzz(cases):
     return settings(
         max_examples=LONG_CASES if IS_LONG else cases,
         derandomize=not IS_LONG,
-        deadline=None,
         suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow, HealthCheck.data_too_large],
     )
 

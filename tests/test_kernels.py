@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from config import HERE
-from kernels import Kernels
+from kernels import Kernels, multiplies_pairs, packed_bytes
 
 DTYPES = [torch.float32, torch.bfloat16]
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2**-8}  # of the largest; half a step of bfloat16 is 2 ** -9
@@ -52,7 +52,7 @@ seeds = st.integers(0, 2**31)
 
 
 @given(tokens=st.integers(1, 40), hidden=sizes, seed=seeds, epsilon=st.sampled_from([1e-6, 1e-5, 0.5]))
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 def test_the_sum_is_torchs_and_its_norm_is_near(compiled, tokens, hidden, seed, epsilon):
     x, delta = normal(seed, 2, tokens, hidden, dtype=compiled.dtype)
     weight = normal(seed + 1, hidden, dtype=compiled.dtype)
@@ -63,7 +63,7 @@ def test_the_sum_is_torchs_and_its_norm_is_near(compiled, tokens, hidden, seed, 
 
 
 @given(seed=seeds, scale=st.sampled_from([1e-38, 1.0, 1e37]))
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 def test_a_number_is_rounded_to_the_nearest_and_of_two_to_the_even_one(seed, scale):
     a, b = normal(seed, 8, 100, dtype=torch.bfloat16) * scale, normal(seed + 1, 8, 100, dtype=torch.bfloat16) * scale * 2**-8
     expected = a + b
@@ -84,7 +84,7 @@ def test_what_is_no_number_spoils_its_token_and_no_other(compiled, at, spoilt):
 
 
 @given(tokens=st.integers(1, 40), size=sizes, seed=seeds, scale=st.sampled_from([1.0, 30.0, 1e4]))
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 def test_the_gate_is_silu_times_the_other_half(compiled, tokens, size, seed, scale):
     gate_up = normal(seed, tokens, 2 * size, dtype=compiled.dtype) * scale
     gate, up = gate_up.float().chunk(2, -1)
@@ -92,7 +92,7 @@ def test_the_gate_is_silu_times_the_other_half(compiled, tokens, size, seed, sca
 
 
 @given(tokens=st.integers(1, 40), size=sizes, seed=seeds, scale=st.sampled_from([1e-37, 1e-3, 1.0, 1e37]))
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 def test_a_token_is_rounded_in_steps_of_a_127th_of_its_largest_number(compiled, tokens, size, seed, scale):
     x = normal(seed, tokens, size, dtype=compiled.dtype) * scale
     rounded = torch.zeros(tokens + 1, size, dtype=torch.uint8)
@@ -135,7 +135,7 @@ heads_of = st.tuples(st.sampled_from([1, 2, 3, 4, 5, 8]), st.sampled_from([1, 2,
     slots=st.integers(1, 5),
     data=st.data(),
 )
-@settings(deadline=None, max_examples=120)
+@settings(max_examples=120)
 def test_a_step_stores_its_keys_and_values_and_attends_to_what_its_slots_hold(
     compiled, heads, size, window, looks_back, slots, data
 ):
@@ -168,7 +168,7 @@ def test_a_step_stores_its_keys_and_values_and_attends_to_what_its_slots_hold(
 
 
 @given(heads=heads_of, length=st.integers(1, 30), begin=st.integers(0, 10), slot=st.integers(0, 2))
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 def test_a_part_of_a_prompt_is_stored_where_it_belongs(compiled, heads, length, begin, slot):
     (group, kv_heads), size = heads, 16
     store = torch.zeros(2, 3, kv_heads, 40, size, dtype=compiled.dtype)
@@ -192,6 +192,44 @@ def test_a_score_that_is_no_number_is_not_taken_for_one(compiled):
         assert out[0].isnan().all() and near(out[1], torch.ones(16))
 
 
+multiplies = pytest.mark.skipif(not multiplies_pairs(), reason="this CPU has no instruction for products of bfloat16")
+
+
+def packed(weight: torch.Tensor) -> torch.Tensor:
+    """bfloat16 [outside, inside], pairs of inputs of 64 outputs side by side."""
+    outside, inside = weight.shape
+    filled = F.pad(weight, (0, -inside % 32, 0, -outside % 64))
+    return filled.view(len(filled) // 64, 64, -1, 2).transpose(1, 2).contiguous()
+
+
+@multiplies
+@given(
+    tokens=st.sampled_from([1, 2, 5, 6, 7, 12, 13, 64, 129]),
+    inside=st.sampled_from([2, 32, 34, 128, 130, 576]),
+    outside=st.sampled_from([1, 5, 63, 64, 65, 200]),
+    has_bias=st.booleans(),
+    seed=seeds,
+)
+@settings(max_examples=60)
+def test_a_few_rows_are_multiplied_with_a_packed_weight(tokens, inside, outside, has_bias, seed):
+    weight, x = normal(seed, outside, inside, dtype=torch.bfloat16), normal(seed + 1, tokens, inside, dtype=torch.bfloat16)
+    bias = normal(seed + 2, outside, dtype=torch.bfloat16) if has_bias else None
+    laid_out = packed(weight)
+    assert laid_out.nbytes == packed_bytes(outside, inside)
+    found = Kernels(torch.bfloat16).multiply(x, laid_out.data_ptr(), bias, outside)
+    assert near(found, F.linear(x.double(), weight.double(), bias.double() if has_bias else None))
+
+
+@multiplies
+@pytest.mark.parametrize("spoilt", [float("nan"), float("inf"), -float("inf")])
+def test_a_row_that_is_no_number_spoils_its_own_product_alone(spoilt):
+    weight, x = packed(normal(1, 70, 40, dtype=torch.bfloat16)), normal(2, 9, 40, dtype=torch.bfloat16)
+    x[4, 33] = spoilt
+    found = Kernels(torch.bfloat16).multiply(x, weight.data_ptr(), None, 70)
+    assert found.isfinite().all(1).tolist() == [row != 4 for row in range(9)]
+    assert not found[4].isfinite().any()
+
+
 def everything(compiled: Kernels, rows: slice) -> list[torch.Tensor]:
     """What all kernels make of these of 70 rows."""
     x, delta, gate_up = (normal(i, 70, n, dtype=compiled.dtype)[rows] for i, n in enumerate((320, 320, 640)))
@@ -202,6 +240,9 @@ def everything(compiled: Kernels, rows: slice) -> list[torch.Tensor]:
     out = [compiled.round(delta, rounded), rounded]
     out += [compiled.add_norm(x, delta, normal(4, 320, dtype=compiled.dtype), 1e-6), compiled.gate(gate_up)]
     compiled.rotate(qkv, (cos, sin), places, store, 0, 1)
+    if compiled.dtype == torch.bfloat16 and multiplies_pairs():
+        weight = packed(normal(6, 1000, 320, dtype=compiled.dtype))
+        out.append(compiled.multiply(delta, weight.data_ptr(), None, 1000))
     return [*out, x, qkv, store.transpose(0, 1), compiled.attend(qkv, places, store, 0, 0.2, 64)]
 
 

@@ -62,7 +62,7 @@ tables = st.builds(
 
 
 @given(scores=tables, wanted=st.lists(st.integers(1, 300), min_size=33, max_size=33), lie=layouts)
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 def test_the_likeliest_tokens_are_found_in_their_order(scores, wanted, lie):
     rows = len(scores)
     found = Logits(lie(scores), wanted[:rows])
@@ -86,7 +86,7 @@ def test_there_is_room_for_the_likeliest_tokens_of_a_language_model(vocab, lie):
 
 
 @given(scores=tables, n=st.integers(0, 400), lie=layouts)
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_as_many_of_the_likeliest_are_told_as_are_asked_for_also_where_fewer_were_wanted(scores, n, lie):
     found = Logits(lie(scores), [1] * len(scores))
     for row in range(len(scores)):
@@ -103,7 +103,7 @@ def test_as_many_of_the_likeliest_are_told_as_are_asked_for_also_where_fewer_wer
     lie=layouts,
     data=st.data(),
 )
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 def test_a_row_with_what_is_no_number_is_broken_and_no_other(scores, row, spoilt, lie, data):
     row %= len(scores)
     for value in spoilt:
@@ -154,7 +154,7 @@ def looked_at_together(helper: Helper, logits: torch.Tensor, wanted: list[int]) 
     lie=layouts,
     data=st.data(),
 )
-@settings(max_examples=50, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=50, suppress_health_check=[HealthCheck.too_slow])
 def test_two_threads_find_what_one_does(helper, kind, shape, seed, impossible, spoilt, lie, data):
     scores = scores_of(kind, *shape, seed, impossible)
     if spoilt:
@@ -209,14 +209,13 @@ def test_a_helper_ends_when_it_is_told_to():
 
 
 @given(numbers=st.lists(st.floats(-100, 100, width=32), min_size=1, max_size=200), data=st.data())
-@settings(deadline=None)  # the first one may have to wait for the compiler
 def test_the_nth_highest_is_the_nth_of_the_sorted(numbers, data):
     n = data.draw(st.integers(1, len(numbers)))
     assert nth_highest(np.array(numbers, dtype=np.float32), n) == sorted(numbers, reverse=True)[n - 1]
 
 
 @given(scores=tables, share=st.floats(0, 1))
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_a_ranking_is_a_stable_sort_of_those_that_reach_the_floor(scores, share):
     floor = np.quantile(scores[0], share, method="lower")
     order = np.argsort(-scores[0], kind="stable")

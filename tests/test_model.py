@@ -348,7 +348,7 @@ visits = st.builds(
 
 @each_family
 @given(slots=st.integers(3, 4), schedule=st.lists(visits, min_size=1, max_size=8))
-@settings(max_examples=26, deadline=None, suppress_health_check=[HealthCheck.too_slow])  # 8 families: 208 schedules
+@settings(max_examples=26, suppress_health_check=[HealthCheck.too_slow])  # 8 families: 208 schedules
 def test_whoever_comes_and_goes_everybody_gets_their_own_tokens(zoo, family, slots, schedule):
     references = zoo.references(family)
     batch = Batch(zoo.served(family, slots))
@@ -532,6 +532,35 @@ def test_a_packed_layer_gives_what_the_plain_one_does(dtype, tolerance, shape, i
     packed = decoder.Packed(weight, bias if has_bias else None)(x)
     assert packed.shape == layer.shape
     torch.testing.assert_close(packed, layer, rtol=tolerance, atol=tolerance * inside**0.5)
+
+
+few = pytest.mark.skipif(not decoder.multiplies_few(), reason="this CPU has no instruction for products of bfloat16, or more")
+
+
+@few
+@given(inside=st.integers(1, 700), outside=st.integers(1, 300))
+def test_a_few_rows_are_multiplied_by_our_kernel_where_it_can_read_what_onednn_packed(inside, outside):
+    random = torch.Generator().manual_seed(inside)
+    weight, x = (torch.randn(s, generator=random).bfloat16() for s in ((outside, inside), (2 * decoder.FEW_ROWS, inside)))
+    layer = decoder.Packed(weight, None)
+    assert layer.few == (0 if inside % 2 else decoder.FEW_ROWS)
+    alone, few, many = layer(x[:1]), layer(x[: decoder.FEW_ROWS]), layer(x)
+    assert inside % 2 or torch.equal(alone, few[:1])
+    torch.testing.assert_close(few, many[: decoder.FEW_ROWS], rtol=0.01, atol=0.01 * inside**0.5)
+
+
+@few
+@pytest.mark.parametrize("changed", ["as many bytes", "the order"])
+def test_what_onednn_packed_in_another_way_is_left_to_it(changed, monkeypatch):
+    weight, x = torch.randn(128, 64).bfloat16(), torch.randn(3, 64).bfloat16()
+    if changed == "as many bytes":
+        monkeypatch.setattr(decoder, "packed_bytes", lambda outside, inside: 2 * outside * inside + 64)
+    else:
+        kernel = decoder.Packed._multiply
+        monkeypatch.setattr(decoder.Packed, "_multiply", lambda self, x: kernel(self, x).roll(1, 1))
+    layer = decoder.Packed(weight, None)
+    assert layer.few == 0
+    torch.testing.assert_close(layer(x), torch.nn.functional.linear(x, weight), rtol=0.01, atol=0.1)
 
 
 @packs

@@ -172,7 +172,7 @@ def test_requests_that_come_and_go_get_the_text_that_they_get_alone(tmp_path, fa
 
 
 @given(st.lists(st.tuples(st.integers(0, 7), st.integers(1, 20), st.integers(0, 5)), min_size=1, max_size=25))
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_any_schedule_over_eight_slots_gives_everyone_the_text_of_his_own(tmp_path, schedule):
     fake.restart()
     batch = Batch(load(tmp_path, max_batch_size=8))
@@ -281,7 +281,7 @@ JOINS = st.tuples(
 
 
 @given(st.lists(JOINS, min_size=1, max_size=20))
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_greedy_requests_on_the_device_get_their_own_text_whatever_is_sampled_beside_them(tmp_path, updates, schedule):
     fake.restart()
     updates.clear()

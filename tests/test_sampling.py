@@ -322,7 +322,7 @@ def texts(order: list[int]) -> dict[int, list[Choice]]:
 
 
 @given(order=st.permutations(range(len(MANY_KINDS))), crowd=st.integers(1, len(MANY_KINDS)))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_a_request_generates_the_same_alone_and_in_any_row_of_a_crowd(order, crowd):
     together = texts(order[:crowd])
     for request, choices in together.items():
@@ -354,7 +354,7 @@ def log_softmax(row: list[float]) -> list[float]:
 
 
 @given(row=rows, seed=st.none() | st.integers(0, 2**64 - 1), temperature=st.floats(0.1, 3.0), data=st.data())
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 def test_log_probabilities_are_log_softmax_of_the_models_own_logits(row, seed, temperature, data):
     prompt = data.draw(st.lists(st.integers(0, len(row) - 1), min_size=1, max_size=5))
     sampling = Sampling(seed=seed, temperature=temperature, repetition_penalty=1.2, frequency_penalty=0.3)
@@ -365,7 +365,7 @@ def test_log_probabilities_are_log_softmax_of_the_models_own_logits(row, seed, t
 
 
 @given(row=rows, n=st.integers(1, 50))
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 def test_greedy_is_the_likeliest_and_top_tokens_are_the_likeliest_ones_in_order(row, n):
     (choice,) = sample(torch.tensor([row]), [Sampler(Sampling(), [0], top_n_tokens=n)])
     ranking = sorted(range(len(row)), key=lambda token: (-row[token], token))
@@ -453,7 +453,7 @@ parameters = st.fixed_dictionaries(
 
 
 @given(row=rows, parameters=parameters, data=st.data())
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=500)
 def test_no_parameters_and_no_logits_bring_anything_but_a_possible_token(row, parameters, data):
     ids = st.lists(st.integers(0, len(row) - 1), min_size=1, max_size=8)
     bias = data.draw(st.dictionaries(st.integers(0, len(row) - 1), st.floats(-100, 100), max_size=4))
@@ -510,7 +510,7 @@ def chunked(logits: torch.Tensor, sizes: list[int]):
     sizes=st.lists(st.integers(1, 4), min_size=1, max_size=3),
     n=st.integers(1, 15),
 )
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 def test_prompt_log_probabilities_are_of_the_next_prompt_token_whatever_the_chunks(row_and_prompt, sizes, n):
     logits, prompt = torch.tensor([row for row, _ in row_and_prompt]), [token for _, token in row_and_prompt]
     last, logprobs, top = prompt_logprobs(chunked(logits, sizes), prompt, n)
@@ -678,7 +678,7 @@ filters = st.one_of(
 
 
 @given(row=large_rows, temperature=temperatures, filters=filters, seed=st.integers(0, 2**64 - 1))
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 def test_few_candidates_choose_the_very_token_that_the_whole_vocabulary_would(row, temperature, filters, seed):
     sampling = Sampling(seed=seed, temperature=temperature, **filters)
     sampler = Sampler(sampling, [0])
@@ -725,7 +725,7 @@ def test_nuclei_and_whole_distributions_may_be_asked_for_side_by_side():
     offset=st.sampled_from([0.0, 95.0, -1000.0]),
     laid=st.sampled_from([torch.Tensor.contiguous, by_token]),
 )
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 def test_a_crowd_of_large_rows_chooses_what_each_of_them_would_choose_alone(crowd, size, shape, offset, laid):
     logits = torch.from_numpy(np.stack([large_row(shape, size, seed, offset=offset) for seed, _temperature, _filters in crowd]))
     kinds = [Sampling(seed=seed, temperature=temperature, **filters) for seed, temperature, filters in crowd]
@@ -747,7 +747,7 @@ def test_a_crowd_of_large_rows_chooses_what_each_of_them_would_choose_alone(crow
 
 
 @given(row=large_rows)
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 def test_a_list_made_anew_is_the_list_that_was_found(row):
     """So that it does not matter for how many there happens to be room."""
     found, anew = (Logits(torch.from_numpy(row)[None], [SHORTLIST]) for _ in range(2))
@@ -760,7 +760,7 @@ def test_a_list_made_anew_is_the_list_that_was_found(row):
 
 
 @given(row=large_rows, temperature=temperatures, seed=st.integers(0, 2**64 - 1))
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 def test_a_temperature_alone_never_gives_an_impossible_token(row, temperature, seed):
     sampler = Sampler(Sampling(seed=seed, temperature=temperature), [0])
     for _ in range(4):
@@ -786,14 +786,14 @@ def test_with_a_temperature_alone_every_token_is_drawn_as_often_as_it_should_be(
 
 
 @given(row=large_rows, temperature=st.floats(1e-3, 1e3) | st.sampled_from([1e-12, 1e-9, 1e-6, 1e-5, 1e-4, 1e9]))
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 def test_a_total_is_as_right_as_the_proof_of_a_shortlist_needs(row, temperature):
     exact = np.exp((row.astype(np.float64) - float(row.max())) / temperature).sum()
     assert Logits(torch.from_numpy(row)[None], [1]).totals(np.array([temperature])) == pytest.approx(exact, rel=FAST_ERROR / 2)
 
 
 @given(row=large_rows, temperature=st.floats(1e-3, 1e3), ranks=st.tuples(st.floats(0, 1), st.floats(0, 1)))
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 def test_masses_are_as_right_as_the_proof_of_a_nucleus_needs(row, temperature, ranks):
     floors = np.sort(row)[[int(rank * (len(row) - 1)) for rank in ranks]]
     weights = np.exp((row.astype(np.float64) - float(row.max())) / temperature)
@@ -807,7 +807,7 @@ def test_masses_are_as_right_as_the_proof_of_a_nucleus_needs(row, temperature, r
 
 
 @given(row=large_rows)
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 def test_log_probabilities_of_a_large_vocabulary_are_right_to_a_hundred_thousandth(row):
     (choice,) = sample(torch.from_numpy(row)[None], [Sampler(Sampling(), [0], top_n_tokens=9)])
     exact = row.astype(np.float64) - float(row.max())
@@ -961,7 +961,7 @@ def kinds_on(logits: torch.Tensor, order: list[int]) -> list[Choice | Exception]
     crowd=st.integers(1, 70),
     temperature=st.floats(1e-3, 1e3),
 )
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 def test_not_a_bit_of_a_total_depends_on_how_many_rows_there_are(size, seed, crowd, temperature):
     logits = by_token(torch.from_numpy(np.stack([large_row("normal", size, seed + row) for row in range(crowd)])))
 

@@ -37,7 +37,7 @@ FIELDS = Parameters.__struct_fields__
 WRONG_TYPE = "Failed to deserialize the JSON body into the target type: "
 NOT_JSON = "Failed to parse the request body as JSON: "
 
-thorough = settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+thorough = settings(max_examples=300, suppress_health_check=[HealthCheck.too_slow])
 
 
 def job(parameters=None, inputs="Hello", streaming=False, **more) -> Job:

@@ -31,7 +31,7 @@ import text
 from config import DEMO_MODEL, HERE, ConfigError
 from text import ChatTemplate, Detokenizer, Piece, TemplateError, TextStream, Tokenizer, find_stop, prepare, stop_begun
 
-thorough = settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+thorough = settings(max_examples=300, suppress_health_check=[HealthCheck.too_slow])
 brief = settings(thorough, max_examples=100)
 
 # What texts are made of here: one, two, three and four bytes, several characters that are one to the eye, words and spaces.

@@ -796,7 +796,7 @@ arrivals = st.tuples(
 troubles = st.dictionaries(st.integers(0, 25), st.sampled_from(["prefill", "decode", "a is gone"]), max_size=3)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(st.lists(arrivals, max_size=10), troubles)
 def test_whatever_happens_everyone_gets_exactly_one_end_and_nothing_leaks(schedule, trouble):
     bench = Bench(max_concurrent_requests=6, max_total_tokens=24)
