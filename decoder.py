@@ -58,8 +58,8 @@ class Step:
         self._key_index = positions[:, 0]
 
     def mask(self, window: int | None) -> torch.Tensor:
-        """Which positions each token may look at: bool [rows, 1, q, filled], True: it may."""
-        at = self.positions[:, None, :, None]
+        """Which places of the window each token may look at: bool [rows, 1, q, filled], True: it may."""
+        at = self.places.to(self.positions.device).view(-1, 1, self.positions.shape[1], 1)
         key_at = torch.arange(self.filled, device=at.device)
         allowed = key_at <= at
         return allowed if window is None else allowed & (key_at > at - window)
@@ -303,11 +303,12 @@ class Plain:
 
 
 class Compiled(Plain):
-    """The same in compiled kernels, on a CPU, but for the attention of prompts, for which torch has a good one."""
+    """The same in compiled kernels, on a CPU. The attention of prompts is torch's where it has a good one."""
 
     def __init__(self, activation: Callable[[torch.Tensor], torch.Tensor], dtype: torch.dtype):
         super().__init__(activation)
         self._kernels = kernels_for(dtype)
+        self._attends_to_prompts = dtype == torch.bfloat16 and multiplies_few()
         probe = torch.linspace(-8.0, 8.0, 100)
         self._is_silu = torch.equal(activation(probe), F.silu(probe))
 
@@ -319,6 +320,9 @@ class Compiled(Plain):
     ) -> torch.Tensor:
         rows, length = step.positions.shape
         self._kernels.rotate(qkv, angles, step.places, layer.store, step.rows.start, length)
+        if step.is_prefill and self._attends_to_prompts:
+            slot = step.rows.start
+            return self._kernels.attend_prompt(qkv, step.begin, layer.store, slot, layer.scaling, layer.window)
         if step.is_prefill:
             key, value = layer.store[:, step.rows, :, : step.filled].unbind()
             return self._attend(layer, qkv.view(rows, length, *qkv.shape[1:]), key, value, step)

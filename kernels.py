@@ -1,5 +1,6 @@
 """What a model built like Llama does between two matrix products, compiled for this CPU: RMSNorm, rotary positions, the
-attention of a decode step, the gate, and rounding to 8 bits. And the product of a few rows with a weight in bfloat16.
+attention of a decode step, the gate, and rounding to 8 bits. And, where the CPU adds up products of bfloat16, the product of a
+few rows with a weight, and the attention of prompts.
 
 torch takes several calls for each, and every call reads and writes all numbers. With a small model that takes as long as the
 products themselves. Here each is one pass over a token, in float32 inside, whatever the tensors hold. A token is computed by
@@ -43,6 +44,7 @@ AHEAD = 16  # keys
 LINE = 64  # bytes that come together from memory
 BESIDE, WHOLE = 64, 32  # outputs of a matrix product that oneDNN lays side by side, and inputs
 TOKENS = 6  # whose products with BESIDE outputs fit into the processor's registers
+QUERIES = 64  # tokens of a prompt that look at keys together
 PAIRS = 64  # of inputs, whose weights stay in the first cache until all tokens had them
 NEAR = 1024  # bytes
 MOST_WORDS = 16
@@ -54,6 +56,7 @@ POWER_1, POWER_2, POWER_3, POWER_4, POWER_5 = (
     np.float32(factor) for factor in (0.693146978, 0.240222421, 0.0555073374, 0.00967151276, 0.00132647274)
 )
 TO_WHOLE = np.float32(1.5 * 2**23)  # with this added a float32 has no room for a fraction
+HIDDEN = np.float32(-1e30)  # the score of a key that a token may not look at; the sum of some is still finite
 NOT_A_NUMBER = np.int32(0x7FC0)  # in bfloat16
 INT8_MOST, INT8_ZERO = np.float32(127.0), np.int32(128)
 SMALLEST = np.float32(1e-30)  # what stands for nothing but noughts, which have no largest number to be divided by
@@ -229,6 +232,14 @@ def _power_of_2(x):
 
 
 @numba.njit(**AS_WRITTEN)
+def _fill(array, number):
+    """The same as `array[:] = number`, which takes numba long to compile. The array must be contiguous."""
+    flat = array.reshape(-1)
+    for i in range(len(flat)):
+        flat[i] = number
+
+
+@numba.njit(**AS_WRITTEN)
 def _higher(a, b):
     return a if a > b else b
 
@@ -288,7 +299,9 @@ def _rotate(told):
                 _turn(qkv[t, head], cos[t], sin[t], widened, qkv[t, head])
             for head in range(kv_heads):
                 _turn(qkv[t, heads + head], cos[t], sin[t], widened, store[0, slot, head, place])
-                store[1, slot, head, place, :] = qkv[t, heads + kv_heads + head]
+                own, given = store[1, slot, head, place], qkv[t, heads + kv_heads + head]
+                for i in range(size):
+                    own[i] = given[i]
         first = _take(words) * FEW
 
 
@@ -329,7 +342,7 @@ def _scores_of_one(query, keys, values, scores):
 @numba.njit(**IN_ANY_ORDER)
 def _softmax(scores, lanes):
     """In place. Is NaN throughout where one of them is no number."""
-    lanes[:] = -np.inf
+    _fill(lanes, -np.inf)
     blocks = len(scores) // LANES
     for block in range(blocks):
         some = scores[block * LANES : (block + 1) * LANES]
@@ -354,7 +367,7 @@ def _softmax(scores, lanes):
 def _mix(weights, values, widened, sums):
     """The sums of all values, by their weights, for several heads. weights: float32 [heads, values and VALUES more, which are
     noughts]; widened: float32 [VALUES, head size], room; sums: float32 [heads, head size]."""
-    sums[:, :] = 0.0
+    _fill(sums, 0.0)
     v_0, v_1, v_2, v_3, v_4, v_5, v_6, v_7 = (
         widened[0], widened[1], widened[2], widened[3], widened[4], widened[5], widened[6], widened[7],
     )  # fmt: skip
@@ -365,7 +378,7 @@ def _mix(weights, values, widened, sums):
             for i in range(len(value)):
                 wide[i] = _wide(value[i])
         for p in range(len(some), VALUES):
-            widened[p, :] = 0.0
+            _fill(widened[p], 0.0)
         for head in range(len(sums)):
             own, w = sums[head], weights[head, first : first + VALUES]
             w_0, w_1, w_2, w_3, w_4, w_5, w_6, w_7 = w[0], w[1], w[2], w[3], w[4], w[5], w[6], w[7]
@@ -405,7 +418,7 @@ def _attend(told):
             _scores(query[head : head + TOGETHER], keys, values, scores[head : head + TOGETHER])
         for head in range(group):
             _softmax(scores[head, : len(keys)], lanes)
-            scores[head, len(keys) : len(keys) + VALUES] = 0.0
+            _fill(scores[head, len(keys) : len(keys) + VALUES], 0.0)
         _mix(scores, values, widened, sums)
         for head in range(group):
             own, given = sums[head], out[t, kv_head * group + head]
@@ -461,6 +474,120 @@ def _round(told):
 
 
 @numba.njit(**AS_WRITTEN)
+def _multiply_rows(x, apart, tokens, pairs, weights, sums):
+    """`_multiply_few` for any number of tokens, of what is in the caches."""
+    groups = (tokens + TOKENS - 1) // TOKENS
+    for group in range(groups):
+        first, end = tokens * group // groups, tokens * (group + 1) // groups
+        _multiply_few(x + first * apart * 4, apart, end - first, pairs, weights, weights, 0, sums + first * BESIDE * 4)
+
+
+@numba.njit(**AS_WRITTEN)
+def _pack_keys(keys, begin, end, packed):
+    """Keys from `begin` on as `_multiply_few` wants weights: int32 [window, pairs] → [pairs, BESIDE]. From `end` on noughts."""
+    for key in range(BESIDE):
+        for pair in range(packed.shape[0]):
+            packed[pair, key] = keys[begin + key, pair] if begin + key < end else 0
+
+
+@numba.njit(**AS_WRITTEN)
+def _pack_values(values, begin, end, packed):
+    """The same of values, of which pairs of positions are added up: int16 [window, size] → [size / BESIDE, BESIDE / 2, BESIDE,
+    2]. Noughts also where a head has no more numbers."""
+    size = values.shape[1]
+    for part in range(packed.shape[0]):
+        wide = min(BESIDE, size - part * BESIDE)
+        for position in range(BESIDE):
+            own = packed[part, position // 2, :, position % 2]
+            if begin + position < end:
+                given = values[begin + position, part * BESIDE : part * BESIDE + wide]
+                for i in range(wide):
+                    own[i] = given[i]
+            else:
+                for i in range(wide):
+                    own[i] = 0
+
+
+@numba.njit(**IN_ANY_ORDER)
+def _weigh(scores, scaling, highest, weights):
+    """The weights of BESIDE scores: float32 → bfloat16, as int16. highest: of the scores before. Returns the highest now, what
+    weights before have to be multiplied with, and the sum of these, which is NaN where a score is no number."""
+    top, total, check = np.int32(-(2**31)), np.float32(0.0), np.float32(0.0)
+    for i in range(BESIDE):
+        bits = np.float32(scores[i]).view(np.int32)
+        order = np.int32(bits ^ np.int32(np.int32(bits >> np.int32(31)) & np.int32(0x7FFFFFFF)))
+        top = order if order > top else top
+        check += scores[i] * np.float32(0.0)
+    most = np.int32(top ^ np.int32(np.int32(top >> np.int32(31)) & np.int32(0x7FFFFFFF))).view(np.float32)
+    most = _higher(most * scaling, highest)
+    for i in range(BESIDE):
+        weight = _power_of_2(scores[i] * scaling - most)
+        total += weight
+        weights[i] = np.int16(np.int32(np.int32(np.float32(weight).view(np.int32) + np.int32(0x8000)) >> np.int32(16)))
+    return most, _power_of_2(highest - most), total + check
+
+
+def _attend_prompt(told):
+    words = _words(told)
+    tokens, heads, kv_heads, size, slots, window = words[1], words[2], words[3], words[4], words[5], words[6]
+    slot, begin, looks_back = words[7], words[8], words[9]
+    qkv, store = words[10], carray(_numbers(words[11], told), (2, slots, kv_heads, window, size))
+    paired = carray(_at(words[11], np.int32), (2, slots, kv_heads, window, size // 2))
+    out = carray(_numbers(words[12], told), (tokens, heads, size))
+    scaling = np.float32(np.int64(words[13]).view(np.float64) * LOG2_E)
+    group, apart, parts = heads // kv_heads, (heads + 2 * kv_heads) * size // 2, (size + BESIDE - 1) // BESIDE
+    keys, values = np.empty((size // 2, BESIDE), np.int32), np.zeros((parts, BESIDE // 2, BESIDE, 2), np.int16)
+    scores, weights = np.empty((QUERIES, BESIDE), np.float32), np.empty((QUERIES, BESIDE), np.int16)
+    sums = np.empty((group, parts, QUERIES, BESIDE), np.float32)
+    highest, totals = np.empty((group, QUERIES), np.float32), np.empty((group, QUERIES), np.float32)
+    blocks = (tokens + QUERIES - 1) // QUERIES
+    taken = _take(words)
+    while taken < blocks * kv_heads:
+        # The last ones first, which take longest.
+        kv_head, first = taken % kv_heads, (blocks - 1 - taken // kv_heads) * QUERIES
+        count = min(QUERIES, tokens - first)
+        _fill(sums, 0.0)
+        _fill(totals, 0.0)
+        _fill(highest, -np.inf)
+        at = max(0, begin + first + 1 - looks_back) // BESIDE * BESIDE
+        while at < begin + first + count:
+            _pack_keys(paired[0, slot, kv_head], at, begin + first + count, keys)
+            _pack_values(store[1, slot, kv_head], at, begin + first + count, values)
+            for head in range(group):
+                query = qkv + (first * apart * 2 + (kv_head * group + head) * size) * 2
+                _fill(scores[:count], 0.0)
+                _multiply_rows(query, apart, count, size // 2, keys.ctypes.data, scores.ctypes.data)
+                for q in range(count):
+                    place = begin + first + q
+                    earliest, latest = max(0, place + 1 - looks_back - at), min(BESIDE, place + 1 - at)
+                    if earliest >= latest:
+                        _fill(weights[q], 0)
+                        continue
+                    _fill(scores[q, :earliest], HIDDEN)
+                    _fill(scores[q, latest:], HIDDEN)
+                    most, factor, total = _weigh(scores[q], scaling, highest[head, q], weights[q])
+                    totals[head, q] = totals[head, q] * factor + total
+                    highest[head, q] = most
+                    if factor != 1.0:
+                        for part in range(parts):
+                            own = sums[head, part, q]
+                            for i in range(BESIDE):
+                                own[i] *= factor
+                for part in range(parts):
+                    own = sums[head, part].ctypes.data
+                    _multiply_rows(weights.ctypes.data, BESIDE // 2, count, BESIDE // 2, values[part].ctypes.data, own)
+            at += BESIDE
+        for head in range(group):
+            for q in range(count):
+                factor = np.float32(1.0) / totals[head, q]
+                for part in range(parts):
+                    own, given = sums[head, part, q], out[first + q, kv_head * group + head, part * BESIDE :]
+                    for i in range(min(BESIDE, len(given))):
+                        given[i] = _narrow(own[i] * factor, given[i])
+        taken = _take(words)
+
+
+@numba.njit(**AS_WRITTEN)
 def packed_bytes(outside, inside):
     """How much memory a weight takes in bfloat16: `inside` filled up to whole WHOLE, `outside` to whole BESIDE."""
     return 2 * (-(-outside // BESIDE) * BESIDE) * (-(-inside // WHOLE) * WHOLE)
@@ -478,7 +605,7 @@ def _multiply(told):
     block = _take(words)
     while block * BESIDE < outside:
         following = _take(words)
-        sums[:, :] = 0.0
+        _fill(sums, 0.0)
         for begin in range(0, pairs, PAIRS):
             some = min(PAIRS, pairs - begin)
             here, part_bytes = weight + block * block_bytes + begin * BESIDE * 4, some * BESIDE * 4
@@ -551,12 +678,12 @@ class Kernels:
         started_at = time.perf_counter()
         kernels = [_add_norm, _rotate, _attend, _gate, _round]
         if dtype == torch.bfloat16 and multiplies_pairs():
-            kernels.append(_multiply)
+            kernels += [_multiply, _attend_prompt]
         self._kernels = [_machine_code(kernel, number) for kernel in kernels]
         if not all(kernel.cache_hits for kernel in self._kernels):
             logger.info("Compiled the forward pass for this CPU in %.1f s", time.perf_counter() - started_at)
         addresses = [kernel.address for kernel in self._kernels]
-        self._add_norm, self._rotate, self._attend, self._gate, self._round, *self._multiply = addresses
+        self._add_norm, self._rotate, self._attend, self._gate, self._round, *self._of_pairs = addresses
         self._words = ctypes.create_string_buffer(8 * MOST_WORDS)
         self._openmp = _openmp()
 
@@ -609,6 +736,20 @@ class Kernels:
         self._run(self._attend, LITTLE, *shape, *addresses, _bits(scaling))
         return out
 
+    def attend_prompt(
+        self, qkv: torch.Tensor, begin: int, store: torch.Tensor, slot: int, scaling: float, looks_back: int | None
+    ) -> torch.Tensor:
+        """The same for the tokens of a prompt, or a part of one, in one slot, of which the first stands at `begin`, where
+        `multiplies_pairs`. `head size` must be even."""
+        tokens, all_heads, size = qkv.shape
+        _two, slots, kv_heads, window, _size = store.shape
+        heads = all_heads - 2 * kv_heads
+        out = qkv.new_empty(tokens, heads * size)
+        shape = tokens, heads, kv_heads, size, slots, window, slot, begin, looks_back or window
+        addresses = qkv.data_ptr(), store.data_ptr(), out.data_ptr()
+        self._run(self._of_pairs[1], LITTLE, *shape, *addresses, _bits(scaling))
+        return out
+
     def gate(self, gate_up: torch.Tensor) -> torch.Tensor:
         """SiLU of the first half times the second: [tokens, 2 * size] → [tokens, size]."""
         tokens, size = gate_up.shape[0], gate_up.shape[1] // 2
@@ -625,7 +766,7 @@ class Kernels:
         tokens, inside = x.shape
         out = x.new_empty(tokens, outside)
         addresses = x.data_ptr(), weight, 0 if bias is None else bias.data_ptr(), out.data_ptr()
-        self._run(self._multiply[0], outside * inside, tokens, outside, inside, *addresses)
+        self._run(self._of_pairs[0], outside * inside, tokens, outside, inside, *addresses)
         return out
 
     def round(self, x: torch.Tensor, rounded: torch.Tensor) -> torch.Tensor:

@@ -1,5 +1,6 @@
 """The compiled kernels give what torch's own calls do, rounded once, and nobody's company or thread changes a bit of it."""
 
+import itertools
 import os
 import shutil
 import subprocess
@@ -228,6 +229,52 @@ def test_a_row_that_is_no_number_spoils_its_own_product_alone(spoilt):
     found = Kernels(torch.bfloat16).multiply(x, weight.data_ptr(), None, 70)
     assert found.isfinite().all(1).tolist() == [row != 4 for row in range(9)]
     assert not found[4].isfinite().any()
+
+
+@multiplies
+@given(
+    heads=heads_of,
+    size=st.sampled_from([2, 6, 16, 64, 80, 128]),
+    begin=st.sampled_from([0, 1, 63, 64, 100, 300]),
+    tokens=st.sampled_from([1, 2, 7, 63, 64, 65, 130]),
+    looks_back=st.sampled_from([None, 1, 5, 70, 1000]),
+    slot=st.integers(0, 2),
+    seed=seeds,
+)
+@settings(max_examples=100)
+def test_each_token_of_a_prompt_attends_to_what_comes_before_it(heads, size, begin, tokens, looks_back, slot, seed):
+    (group, kv_heads), end = heads, begin + tokens
+    store = normal(seed, 2, 3, kv_heads, end + 70, size, dtype=torch.bfloat16)
+    store[:, slot, :, end:] = float("nan")  # what is not filled yet may hold anything
+    qkv = normal(seed + 1, tokens, (group + 2) * kv_heads, size, dtype=torch.bfloat16)
+    out = Kernels(torch.bfloat16).attend_prompt(qkv, begin, store, slot, 0.3, looks_back)
+    for token, found in enumerate(out.view(tokens, group * kv_heads, size)):
+        first = max(0, begin + token + 1 - (looks_back or end))
+        keys, values = store[:, slot, :, first : begin + token + 1]
+        expected = attention(qkv[token, : group * kv_heads], keys, values, 0.3)
+        assert torch.allclose(found.float(), expected, rtol=0.02, atol=0.02)
+
+
+@multiplies
+@pytest.mark.parametrize("looks_back", [None, 50])
+def test_neither_parts_nor_threads_change_a_bit_of_a_prompts_attention(looks_back, threads):
+    compiled, store = Kernels(torch.bfloat16), normal(1, 2, 2, 3, 300, 64, dtype=torch.bfloat16)
+    qkv = normal(2, 300, 15, 64, dtype=torch.bfloat16)
+    torch.set_num_threads(1)
+    whole = compiled.attend_prompt(qkv, 0, store, 1, 0.1, looks_back)
+    torch.set_num_threads(threads)
+    ends = [0, 1, 50, 178, 299, 300]
+    parts = [compiled.attend_prompt(qkv[a:b], a, store, 1, 0.1, looks_back) for a, b in itertools.pairwise(ends)]
+    assert same(torch.cat(parts), whole)
+
+
+@multiplies
+def test_a_score_in_a_prompt_that_is_no_number_is_not_taken_for_one():
+    store = torch.ones(2, 1, 1, 200, 16, dtype=torch.bfloat16)
+    qkv = torch.ones(200, 3, 16, dtype=torch.bfloat16)
+    qkv[20, 0, 3] = store[0, 0, 0, 90, 5] = float("nan")
+    out = Kernels(torch.bfloat16).attend_prompt(qkv, 0, store, 0, 1.0, None)
+    assert [token for token, row in enumerate(out) if not row.isfinite().all()] == [20, *range(90, 200)]
 
 
 def everything(compiled: Kernels, rows: slice) -> list[torch.Tensor]:
