@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from kernels import INT8_MOST, INT8_ZERO, KERNEL_DTYPES, SMALLEST, kernels_for, multiplies_pairs, packed_bytes
+from kernels import INT8_MOST, INT8_ZERO, KERNEL_DTYPES, SMALLEST, kernels_for, multiplies, packed_bytes
 
 PACKED_FOR_ROWS = 16  # oneDNN's layout for a single row is slow for several; that for several is the same for any number
 FEW_ROWS = 128  # with more, oneDNN is as fast
@@ -135,7 +135,9 @@ class Packed(nn.Module):
         self.weight = torch.ops.mkldnn._reorder_linear_weight(weight.detach().contiguous(), PACKED_FOR_ROWS)
         self.bias = None if bias is None else bias.detach().clone()
         self._shape = weight.shape
-        self.few = FEW_ROWS if weight.dtype == torch.bfloat16 and multiplies_few() and self._is_as_expected() else 0
+        self.few = (
+            FEW_ROWS if weight.dtype == torch.bfloat16 and multiplies_few(torch.bfloat16) and self._is_as_expected() else 0
+        )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if 0 < x.numel() <= self.few * x.shape[-1]:
@@ -149,7 +151,7 @@ class Packed(nn.Module):
     def _is_as_expected(self) -> bool:
         """Whether the weight lies as our kernel reads it. oneDNN chooses that by shape and processor, and does not tell."""
         outside, inside = self._shape
-        if inside % 2 or torch.ops.mkldnn._nbytes(self.weight) != packed_bytes(outside, inside):
+        if inside % 2 or torch.ops.mkldnn._nbytes(self.weight) != packed_bytes(outside, inside // 2):
             return False
         x = torch.linspace(-1, 1, 2 * inside).sin_().to(torch.bfloat16).view(2, inside)
         expected = _packed_linear(x, self.weight, self.bias, "none", [], "").float()
@@ -157,11 +159,11 @@ class Packed(nn.Module):
 
 
 @functools.cache
-def multiplies_few() -> bool:
-    """Whether a kernel of ours multiplies a few rows of bfloat16. It reads weights from memory up to twice as fast as oneDNN's,
-    but where there are matrix units, which it does not use, that is not known."""
+def multiplies_few(part: torch.dtype) -> bool:
+    """Whether a kernel of ours multiplies a few rows of bfloat16 or int8. It reads weights from memory up to twice as fast as
+    oneDNN's, but where there are matrix units, which it does not use, that is not known."""
     has_operators = all(hasattr(torch.ops.mkldnn, name) for name in ("data_ptr", "_nbytes"))
-    return _has_onednn and has_operators and multiplies_pairs() and not torch.cpu._is_amx_tile_supported()
+    return _has_onednn and has_operators and multiplies(part) and not torch.cpu._is_amx_tile_supported()
 
 
 def can_pack(dtype: torch.dtype) -> bool:
@@ -202,25 +204,43 @@ class Int8:
     """
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None):
-        weight = weight.detach().float()
+        dtype, weight = weight.dtype, weight.detach().float()
         steps = weight.abs().amax(1).clamp_min_(float(SMALLEST)) / float(INT8_MOST)
         rounded = (weight / steps[:, None]).round_().to(torch.int8)
         self._weight = torch.ops.onednn.qlinear_prepack(rounded, None)
         self._steps = steps / float(INT8_MOST)  # a token's own step is its largest number / INT8_MOST
         self._offsets = torch.zeros(len(steps), dtype=torch.int64)
+        self._surplus = int(INT8_ZERO) * rounded.sum(1, dtype=torch.int32)
         self._bias = None if bias is None else bias.detach().clone()
+        self.few = FEW_ROWS if multiplies_few(torch.int8) and self._is_as_expected(weight.shape, dtype) else 0
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         tokens = x.flatten(0, -2)
         # oneDNN has fast kernels for two rows or more, and on most CPUs for unsigned bytes only.
         rounded = torch.empty((max(2, len(tokens)), x.shape[-1]), dtype=torch.uint8)
         largest = kernels_for(x.dtype).round(tokens.contiguous(), rounded)
+        multiply = self._multiply_few if len(largest) <= self.few else self._multiply
+        return multiply(rounded, largest, x.dtype).unflatten(0, x.shape[:-1])
+
+    def _multiply(self, rounded: torch.Tensor, largest: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         out = _int8_linear(
-            rounded, 1.0, int(INT8_ZERO), self._weight, self._steps, self._offsets, None, 1.0, 0, x.dtype, "none", [], ""
-        )[: len(tokens)].mul_(largest)
-        if self._bias is not None:
-            out.add_(self._bias)
-        return out.unflatten(0, x.shape[:-1])
+            rounded, 1.0, int(INT8_ZERO), self._weight, self._steps, self._offsets, None, 1.0, 0, dtype, "none", [], ""
+        )[: len(largest)].mul_(largest)
+        return out if self._bias is None else out.add_(self._bias)
+
+    def _multiply_few(self, rounded: torch.Tensor, largest: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        weight = torch.ops.mkldnn.data_ptr(self._weight)
+        rounded = rounded[: len(largest)]
+        return kernels_for(dtype).multiply_bytes(rounded, largest, weight, self._steps, self._surplus, self._bias)
+
+    def _is_as_expected(self, shape: torch.Size, dtype: torch.dtype) -> bool:
+        """As of `Packed`. After the weights there are sums of oneDNN's own."""
+        outside, inside = shape
+        if inside % 4 or torch.ops.mkldnn._nbytes(self._weight) < packed_bytes(outside, inside // 4):
+            return False
+        rounded = (torch.arange(2 * inside) * 37 % 256).to(torch.uint8).view(2, inside)
+        expected, found = (multiply(rounded, torch.ones(2, 1), dtype) for multiply in (self._multiply, self._multiply_few))
+        return torch.allclose(found, expected, rtol=0.02, atol=0.02 * expected.abs().max().item())
 
 
 def can_quantize(dtype: torch.dtype) -> bool:
@@ -308,7 +328,7 @@ class Compiled(Plain):
     def __init__(self, activation: Callable[[torch.Tensor], torch.Tensor], dtype: torch.dtype):
         super().__init__(activation)
         self._kernels = kernels_for(dtype)
-        self._attends_to_prompts = dtype == torch.bfloat16 and multiplies_few()
+        self._attends_to_prompts = dtype == torch.bfloat16 and multiplies_few(torch.bfloat16)
         probe = torch.linspace(-8.0, 8.0, 100)
         self._is_silu = torch.equal(activation(probe), F.silu(probe))
 

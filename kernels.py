@@ -22,6 +22,7 @@ import logging
 import math
 import struct
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import numba
@@ -42,10 +43,10 @@ TOGETHER = 4  # query heads that look at a key while it is in the processor's re
 VALUES = 8  # that are added to the sum at a time
 AHEAD = 16  # keys
 LINE = 64  # bytes that come together from memory
-BESIDE, WHOLE = 64, 32  # outputs of a matrix product that oneDNN lays side by side, and inputs
+BESIDE, WHOLE = 64, 16  # outputs of a matrix product that oneDNN lays side by side, and words of inputs that it has whole
 TOKENS = 6  # whose products with BESIDE outputs fit into the processor's registers
 QUERIES = 64  # tokens of a prompt that look at keys together
-PAIRS = 64  # of inputs, whose weights stay in the first cache until all tokens had them
+DEPTH = 64  # words of inputs, whose weights stay in the first cache until all tokens had them
 NEAR = 1024  # bytes
 MOST_WORDS = 16
 KERNEL_DTYPES = {torch.float32: types.float32, torch.bfloat16: types.int16}  # numba knows no bfloat16
@@ -171,52 +172,62 @@ class _Bfloat16(ir.Type):
         return hash(_Bfloat16)
 
 
-@intrinsic
-def _multiply_few(_context, x, apart, tokens, pairs, weights, ahead, step, sums):
-    """Adds the products of 1 to TOKENS tokens with BESIDE outputs to `sums`, float32 [tokens, BESIDE]: pair after pair.
-
-    x: of bfloat16 [tokens, pairs, 2], tokens so many pairs apart; weights: of bfloat16 [pairs, BESIDE, 2]. Memory is asked for
-    what comes next, from `ahead` on, so many bytes further with each pair. Arrays are addresses.
-    """
+def _few_by(instruction: str, total: ir.Type, part: ir.Type):
+    """What multiplies with few tokens by an instruction that adds to a `total` the products of the `part`s in 32 bits."""
     word, offset, wide = ir.IntType(32), ir.IntType(64), LINE // 4
-    words, floats, halves = ir.VectorType(word, wide), ir.VectorType(ir.FloatType(), wide), ir.VectorType(_Bfloat16(), 2 * wide)
+    words, totals = ir.VectorType(word, wide), ir.VectorType(total, wide)
+    parts = ir.VectorType(part, wide * 32 // (16 if isinstance(part, _Bfloat16) else part.width))
 
-    def generate(context, builder, _signature, arguments):
-        x, apart, tokens, pairs, weights, ahead, step, sums = arguments
-        kind = ir.FunctionType(floats, [floats, halves, halves])
-        add_products = cgutils.get_or_insert_function(builder.module, kind, "llvm.x86.avx512bf16.dpbf16ps.512")
+    @intrinsic
+    def multiply_few(_context, x, apart, tokens, depth, weights, ahead, step, sums):
+        """Adds the products of 1 to TOKENS tokens with BESIDE outputs to `sums`, [tokens, BESIDE]: word after word.
 
-        def vector_at(base, number, kind):
-            return builder.bitcast(builder.gep(base, [number]), kind.as_pointer())
+        x: words of 32 bits, [tokens, depth], tokens so many words apart; weights: words, [depth, BESIDE]. Memory is asked for
+        what comes next, from `ahead` on, so many bytes further with each word. Arrays are addresses.
+        """
 
-        def multiply(count):
-            rows = [builder.gep(x, [builder.mul(apart, offset(token))]) for token in range(count)]
-            places = [vector_at(sums, offset(number * wide), floats) for number in range(count * BESIDE // wide)]
-            totals = [cgutils.alloca_once_value(builder, builder.load(place, align=4)) for place in places]
-            with cgutils.for_range(builder, pairs) as loop:
-                first, some = builder.mul(loop.index, offset(BESIDE)), []
-                coming = builder.gep(ahead, [builder.mul(loop.index, step)])
-                for part in range(0, BESIDE, wide):
-                    _ask_ahead(builder, builder.gep(coming, [offset(4 * part)]))
-                    place = vector_at(weights, builder.add(first, offset(part)), halves)
-                    some.append(builder.load(place, align=4))
-                for token, row in enumerate(rows):
-                    pair = builder.load(builder.gep(row, [loop.index]), align=2)
-                    lane = builder.insert_element(words(ir.Undefined), pair, word(0))
-                    everywhere = builder.bitcast(builder.shuffle_vector(lane, lane, words([0] * wide)), halves)
-                    for total, weight in zip(totals[token * len(some) :], some):
-                        builder.store(builder.call(add_products, [builder.load(total), weight, everywhere]), total)
-            for place, total in zip(places, totals):
-                builder.store(builder.load(total), place, align=4)
+        def generate(context, builder, _signature, arguments):
+            x, apart, tokens, depth, weights, ahead, step, sums = arguments
+            kind = ir.FunctionType(totals, [totals, parts, parts])
+            add_products = cgutils.get_or_insert_function(builder.module, kind, instruction)
 
-        x, weights, sums = (builder.inttoptr(address, word.as_pointer()) for address in (x, weights, sums))
-        ahead = builder.inttoptr(ahead, ir.IntType(8).as_pointer())
-        for count in range(1, TOKENS + 1):
-            with builder.if_then(builder.icmp_signed("==", tokens, offset(count))):
-                multiply(count)
-        return context.get_dummy_value()
+            def vector_at(base, number, kind):
+                return builder.bitcast(builder.gep(base, [number]), kind.as_pointer())
 
-    return types.void(*[types.int64] * 8), generate
+            def multiply(count):
+                rows = [builder.gep(x, [builder.mul(apart, offset(token))]) for token in range(count)]
+                places = [vector_at(sums, offset(number * wide), totals) for number in range(count * BESIDE // wide)]
+                added = [cgutils.alloca_once_value(builder, builder.load(place, align=4)) for place in places]
+                with cgutils.for_range(builder, depth) as loop:
+                    first, some = builder.mul(loop.index, offset(BESIDE)), []
+                    coming = builder.gep(ahead, [builder.mul(loop.index, step)])
+                    for lane in range(0, BESIDE, wide):
+                        _ask_ahead(builder, builder.gep(coming, [offset(4 * lane)]))
+                        place = vector_at(weights, builder.add(first, offset(lane)), parts)
+                        some.append(builder.load(place, align=4))
+                    for token, row in enumerate(rows):
+                        own = builder.load(builder.gep(row, [loop.index]), align=1)
+                        lane = builder.insert_element(words(ir.Undefined), own, word(0))
+                        everywhere = builder.bitcast(builder.shuffle_vector(lane, lane, words([0] * wide)), parts)
+                        for place, weight in zip(added[token * len(some) :], some):
+                            builder.store(builder.call(add_products, [builder.load(place), everywhere, weight]), place)
+                for place, own in zip(places, added):
+                    builder.store(builder.load(own), place, align=4)
+
+            x, weights, sums = (builder.inttoptr(address, word.as_pointer()) for address in (x, weights, sums))
+            ahead = builder.inttoptr(ahead, ir.IntType(8).as_pointer())
+            for count in range(1, TOKENS + 1):
+                with builder.if_then(builder.icmp_signed("==", tokens, offset(count))):
+                    multiply(count)
+            return context.get_dummy_value()
+
+        return types.void(*[types.int64] * 8), generate
+
+    return multiply_few
+
+
+_multiply_few = _few_by("llvm.x86.avx512bf16.dpbf16ps.512", ir.FloatType(), _Bfloat16())
+_multiply_few_bytes = _few_by("llvm.x86.avx512.vpdpbusd.512", ir.IntType(32), ir.IntType(32))  # 4 of 8 bits in each
 
 
 @numba.njit(**AS_WRITTEN)
@@ -588,35 +599,31 @@ def _attend_prompt(told):
 
 
 @numba.njit(**AS_WRITTEN)
-def packed_bytes(outside, inside):
-    """How much memory a weight takes in bfloat16: `inside` filled up to whole WHOLE, `outside` to whole BESIDE."""
-    return 2 * (-(-outside // BESIDE) * BESIDE) * (-(-inside // WHOLE) * WHOLE)
+def packed_bytes(outside, depth):
+    """How much memory a weight of words of 32 bits takes: `depth` filled up to whole WHOLE, `outside` to whole BESIDE."""
+    return 4 * (-(-outside // BESIDE) * BESIDE) * (-(-depth // WHOLE) * WHOLE)
 
 
-def _multiply(told):
-    words = _words(told)
-    tokens, outside, inside = words[1], words[2], words[3]
-    x, weight, has_bias = words[4], words[5], words[6] != 0
-    bias = carray(_numbers(words[6], told), outside if has_bias else 0)
-    out = carray(_numbers(words[7], told), (tokens, outside))
-    pairs, block_bytes = inside // 2, packed_bytes(BESIDE, inside)
-    sums = np.empty((tokens, BESIDE), np.float32)
-    groups = (tokens + TOKENS - 1) // TOKENS
-    block = _take(words)
-    while block * BESIDE < outside:
-        following = _take(words)
-        _fill(sums, 0.0)
-        for begin in range(0, pairs, PAIRS):
-            some = min(PAIRS, pairs - begin)
+def _block_by(multiply_few):
+    """What multiplies all tokens with a block of BESIDE outputs."""
+
+    @numba.njit(**AS_WRITTEN)
+    def multiply_block(x, tokens, depth, weight, block, following, sums):
+        """x: the address of words of 32 bits, [tokens, depth]; weight: of those of all blocks; following: the block that comes
+        next; sums: [tokens, BESIDE]."""
+        block_bytes, groups = packed_bytes(BESIDE, depth), (tokens + TOKENS - 1) // TOKENS
+        _fill(sums, 0)
+        for begin in range(0, depth, DEPTH):
+            some = min(DEPTH, depth - begin)
             here, part_bytes = weight + block * block_bytes + begin * BESIDE * 4, some * BESIDE * 4
             # One group asks memory for what it reads next; several, a part each, for what all of them read after that.
-            coming = here + part_bytes if begin + some < pairs else weight + following * block_bytes
+            coming = here + part_bytes if begin + some < depth else weight + following * block_bytes
             coming = here + NEAR if groups == 1 else coming
             for group in range(groups):  # as large as each other
                 first, end = tokens * group // groups, tokens * (group + 1) // groups
-                _multiply_few(
-                    x + (first * pairs + begin) * 4,
-                    pairs,
+                multiply_few(
+                    x + (first * depth + begin) * 4,
+                    depth,
                     end - first,
                     some,
                     here,
@@ -624,6 +631,24 @@ def _multiply(told):
                     BESIDE * 4 // groups,
                     sums[first:].ctypes.data,
                 )
+
+    return multiply_block
+
+
+_multiply_block, _multiply_block_of_bytes = _block_by(_multiply_few), _block_by(_multiply_few_bytes)
+
+
+def _multiply(told):
+    words = _words(told)
+    tokens, outside, depth = words[1], words[2], words[3]
+    x, weight, has_bias = words[4], words[5], words[6] != 0
+    bias = carray(_numbers(words[6], told), outside if has_bias else 0)
+    out = carray(_numbers(words[7], told), (tokens, outside))
+    sums = np.empty((tokens, BESIDE), np.float32)
+    block = _take(words)
+    while block * BESIDE < outside:
+        following = _take(words)
+        _multiply_block(x, tokens, depth, weight, block, following, sums)
         first = block * BESIDE
         beside = min(BESIDE, outside - first)
         for t in range(tokens):
@@ -633,6 +658,33 @@ def _multiply(told):
                     own[i] += _wide(bias[first + i])
             for i in range(beside):
                 given[i] = _narrow(own[i], given[i])
+        block = following
+
+
+def _multiply_bytes(told):
+    words = _words(told)
+    tokens, outside, depth = words[1], words[2], words[3]
+    x, weight, has_bias = words[4], words[5], words[6] != 0
+    bias = carray(_numbers(words[6], told), outside if has_bias else 0)
+    out = carray(_numbers(words[7], told), (tokens, outside))
+    steps, surplus = carray(_at(words[8], np.float32), outside), carray(_at(words[9], np.int32), outside)
+    largest = carray(_at(words[10], np.float32), tokens)
+    sums, numbers = np.empty((tokens, BESIDE), np.int32), np.empty(BESIDE, np.float32)
+    block = _take(words)
+    while block * BESIDE < outside:
+        following = _take(words)
+        _multiply_block_of_bytes(x, tokens, depth, weight, block, following, sums)
+        first = block * BESIDE
+        beside = min(BESIDE, outside - first)
+        for t in range(tokens):
+            own, given = sums[t], out[t, first : first + beside]
+            for i in range(beside):
+                numbers[i] = np.float32(np.int32(own[i] - surplus[first + i])) * steps[first + i] * largest[t]
+            if has_bias:
+                for i in range(beside):
+                    numbers[i] += _wide(bias[first + i])
+            for i in range(beside):
+                given[i] = _narrow(numbers[i], given[i])
         block = following
 
 
@@ -655,10 +707,10 @@ def _openmp():
     return None
 
 
-def multiplies_pairs() -> bool:
-    """Whether this processor has the instruction that `Kernels.multiply` is made of, and numba knows of it."""
+def multiplies(part: torch.dtype) -> bool:
+    """Whether this processor has the instruction that adds up products of bfloat16 or int8, and numba knows of it."""
     _machine, _name, features = cpu_target.target_context.codegen().magic_tuple()
-    return "+avx512bf16" in features.split(",")
+    return {torch.bfloat16: "+avx512bf16", torch.int8: "+avx512vnni"}[part] in features.split(",")
 
 
 @functools.cache
@@ -674,16 +726,14 @@ class Kernels:
     """
 
     def __init__(self, dtype: torch.dtype):
-        number = KERNEL_DTYPES[dtype]
+        self._dtype, number = dtype, KERNEL_DTYPES[dtype]
         started_at = time.perf_counter()
         kernels = [_add_norm, _rotate, _attend, _gate, _round]
-        if dtype == torch.bfloat16 and multiplies_pairs():
-            kernels += [_multiply, _attend_prompt]
-        self._kernels = [_machine_code(kernel, number) for kernel in kernels]
-        if not all(kernel.cache_hits for kernel in self._kernels):
+        kernels += [_multiply_bytes] * multiplies(torch.int8)
+        kernels += [_multiply, _attend_prompt] * (dtype == torch.bfloat16 and multiplies(torch.bfloat16))
+        self._kernels = {kernel: _machine_code(kernel, number) for kernel in kernels}
+        if not all(kernel.cache_hits for kernel in self._kernels.values()):
             logger.info("Compiled the forward pass for this CPU in %.1f s", time.perf_counter() - started_at)
-        addresses = [kernel.address for kernel in self._kernels]
-        self._add_norm, self._rotate, self._attend, self._gate, self._round, *self._of_pairs = addresses
         self._words = ctypes.create_string_buffer(8 * MOST_WORDS)
         self._openmp = _openmp()
 
@@ -691,7 +741,7 @@ class Kernels:
         """Adds `delta` to `x`, in place, and returns the RMSNorm of the sum: [tokens, hidden] each; weight: [hidden]."""
         out = torch.empty_like(x)
         addresses = x.data_ptr(), delta.data_ptr(), weight.data_ptr(), out.data_ptr()
-        self._run(self._add_norm, x.numel(), *x.shape, _bits(epsilon), *addresses)
+        self._run(_add_norm, x.numel(), *x.shape, _bits(epsilon), *addresses)
         return out
 
     def rotate(
@@ -714,7 +764,7 @@ class Kernels:
         shape = tokens, all_heads - 2 * kv_heads, kv_heads, size, slots, window, first_slot, length
         cos, sin = angles
         addresses = places.data_ptr(), qkv.data_ptr(), cos.data_ptr(), sin.data_ptr(), store.data_ptr()
-        self._run(self._rotate, qkv.numel(), *shape, *addresses)
+        self._run(_rotate, qkv.numel(), *shape, *addresses)
 
     def attend(
         self,
@@ -733,7 +783,7 @@ class Kernels:
         out = qkv.new_empty(tokens, heads * size)
         shape = tokens, heads, kv_heads, size, slots, window, first_slot, looks_back or window
         addresses = places.data_ptr(), qkv.data_ptr(), store.data_ptr(), out.data_ptr()
-        self._run(self._attend, LITTLE, *shape, *addresses, _bits(scaling))
+        self._run(_attend, LITTLE, *shape, *addresses, _bits(scaling))
         return out
 
     def attend_prompt(
@@ -747,26 +797,48 @@ class Kernels:
         out = qkv.new_empty(tokens, heads * size)
         shape = tokens, heads, kv_heads, size, slots, window, slot, begin, looks_back or window
         addresses = qkv.data_ptr(), store.data_ptr(), out.data_ptr()
-        self._run(self._of_pairs[1], LITTLE, *shape, *addresses, _bits(scaling))
+        self._run(_attend_prompt, LITTLE, *shape, *addresses, _bits(scaling))
         return out
 
     def gate(self, gate_up: torch.Tensor) -> torch.Tensor:
         """SiLU of the first half times the second: [tokens, 2 * size] → [tokens, size]."""
         tokens, size = gate_up.shape[0], gate_up.shape[1] // 2
         out = gate_up.new_empty(tokens, size)
-        self._run(self._gate, out.numel(), tokens, size, gate_up.data_ptr(), out.data_ptr())
+        self._run(_gate, out.numel(), tokens, size, gate_up.data_ptr(), out.data_ptr())
         return out
 
     def multiply(self, x: torch.Tensor, weight: int, bias: torch.Tensor | None, outside: int) -> torch.Tensor:
-        """The product of a linear layer, where `multiplies_pairs`: bfloat16 [tokens, inside] → [tokens, outside].
+        """The product of a linear layer, where it `multiplies` bfloat16: [tokens, inside] → [tokens, outside].
 
         weight: the address of bfloat16 [outside / BESIDE, inside / 2, BESIDE, 2], as many as `packed_bytes` says; bias:
         [outside]. `inside` must be even.
         """
         tokens, inside = x.shape
         out = x.new_empty(tokens, outside)
-        addresses = x.data_ptr(), weight, 0 if bias is None else bias.data_ptr(), out.data_ptr()
-        self._run(self._of_pairs[0], outside * inside, tokens, outside, inside, *addresses)
+        addresses = x.data_ptr(), weight, _address(bias), out.data_ptr()
+        self._run(_multiply, outside * inside, tokens, outside, inside // 2, *addresses)
+        return out
+
+    def multiply_bytes(
+        self,
+        x: torch.Tensor,
+        largest: torch.Tensor,
+        weight: int,
+        steps: torch.Tensor,
+        surplus: torch.Tensor,
+        bias: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """The same of what `round` gave, where it `multiplies` int8: uint8 [tokens, inside] → [tokens, outside].
+
+        weight: the address of int8 [outside / BESIDE, inside / 4, BESIDE, 4]; steps: float32 [outside], of weights and tokens;
+        surplus: int32 [outside], what is too much because unsigned bytes are around INT8_ZERO; largest: float32 [tokens, 1].
+        `inside` must be a multiple of 4.
+        """
+        (tokens, inside), outside = x.shape, len(steps)
+        out = steps.new_empty((tokens, outside), dtype=self._dtype)
+        addresses = x.data_ptr(), weight, _address(bias), out.data_ptr()
+        addresses += steps.data_ptr(), surplus.data_ptr(), largest.data_ptr()
+        self._run(_multiply_bytes, outside * inside, tokens, outside, inside // 4, *addresses)
         return out
 
     def round(self, x: torch.Tensor, rounded: torch.Tensor) -> torch.Tensor:
@@ -774,20 +846,25 @@ class Kernels:
         size] → uint8 [tokens or more, size]. Returns the largest numbers, float32 [tokens, 1]; what has some that is none has
         no other."""
         largest = torch.empty((len(x), 1), dtype=torch.float32)
-        self._run(self._round, x.numel(), *x.shape, x.data_ptr(), rounded.data_ptr(), largest.data_ptr())
+        self._run(_round, x.numel(), *x.shape, x.data_ptr(), rounded.data_ptr(), largest.data_ptr())
         return largest
 
-    def _run(self, kernel: int, numbers: int, *words: int) -> None:
+    def _run(self, kernel: Callable, numbers: int, *words: int) -> None:
         """Tells a kernel where everything is. Before the words stands what the next thread takes, counted by the kernel."""
         struct.pack_into(f"{1 + len(words)}q", self._words, 0, 0, *words)
         threads = torch.get_num_threads() if numbers >= LITTLE and self._openmp else 1
+        address = self._kernels[kernel].address
         if threads == 1:
-            _FUNCTION(kernel)(self._words)
+            _FUNCTION(address)(self._words)
         else:
-            self._openmp(kernel, self._words, threads, 0)
+            self._openmp(address, self._words, threads, 0)
 
 
 _FUNCTION = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
+
+
+def _address(tensor: torch.Tensor | None) -> int:
+    return 0 if tensor is None else tensor.data_ptr()
 
 
 def _bits(number: float) -> int:

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from config import HERE
-from kernels import Kernels, multiplies_pairs, packed_bytes
+from kernels import Kernels, multiplies, packed_bytes
 
 DTYPES = [torch.float32, torch.bfloat16]
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2**-8}  # of the largest; half a step of bfloat16 is 2 ** -9
@@ -193,7 +193,7 @@ def test_a_score_that_is_no_number_is_not_taken_for_one(compiled):
         assert out[0].isnan().all() and near(out[1], torch.ones(16))
 
 
-multiplies = pytest.mark.skipif(not multiplies_pairs(), reason="this CPU has no instruction for products of bfloat16")
+in_pairs = pytest.mark.skipif(not multiplies(torch.bfloat16), reason="this CPU has no instruction for products of bfloat16")
 
 
 def packed(weight: torch.Tensor) -> torch.Tensor:
@@ -203,7 +203,7 @@ def packed(weight: torch.Tensor) -> torch.Tensor:
     return filled.view(len(filled) // 64, 64, -1, 2).transpose(1, 2).contiguous()
 
 
-@multiplies
+@in_pairs
 @given(
     tokens=st.sampled_from([1, 2, 5, 6, 7, 12, 13, 64, 129]),
     inside=st.sampled_from([2, 32, 34, 128, 130, 576]),
@@ -216,12 +216,36 @@ def test_a_few_rows_are_multiplied_with_a_packed_weight(tokens, inside, outside,
     weight, x = normal(seed, outside, inside, dtype=torch.bfloat16), normal(seed + 1, tokens, inside, dtype=torch.bfloat16)
     bias = normal(seed + 2, outside, dtype=torch.bfloat16) if has_bias else None
     laid_out = packed(weight)
-    assert laid_out.nbytes == packed_bytes(outside, inside)
+    assert laid_out.nbytes == packed_bytes(outside, inside // 2)
     found = Kernels(torch.bfloat16).multiply(x, laid_out.data_ptr(), bias, outside)
     assert near(found, F.linear(x.double(), weight.double(), bias.double() if has_bias else None))
 
 
-@multiplies
+@pytest.mark.skipif(not multiplies(torch.int8), reason="this CPU has no instruction for products of int8")
+@given(
+    tokens=st.sampled_from([1, 2, 6, 7, 64, 129]),
+    inside=st.sampled_from([4, 64, 68, 256, 260, 576]),
+    outside=st.sampled_from([1, 5, 64, 65, 200]),
+    has_bias=st.booleans(),
+    seed=seeds,
+)
+@settings(max_examples=60)
+def test_a_few_rows_of_bytes_are_multiplied_with_a_packed_weight(compiled, tokens, inside, outside, has_bias, seed):
+    x = normal(seed, tokens, inside, dtype=compiled.dtype)
+    rounded = torch.empty(tokens, inside, dtype=torch.uint8)
+    largest = compiled.round(x, rounded)
+    weight = torch.randint(-127, 128, (outside, inside), generator=torch.Generator().manual_seed(seed), dtype=torch.int8)
+    filled = F.pad(weight, (0, -inside % 64, 0, -outside % 64))
+    laid_out = filled.view(len(filled) // 64, 64, -1, 4).transpose(1, 2).contiguous()
+    assert laid_out.nbytes == packed_bytes(outside, inside // 4)
+    steps, bias = normal(seed + 1, outside).abs(), normal(seed + 2, outside, dtype=compiled.dtype) if has_bias else None
+    told = laid_out.data_ptr(), steps, 128 * weight.sum(1, dtype=torch.int32), bias
+    found = compiled.multiply_bytes(rounded, largest, *told)
+    exact = (rounded.double() - 128) @ weight.double().T * steps * largest
+    assert near(found, exact if bias is None else exact + bias.double())
+
+
+@in_pairs
 @pytest.mark.parametrize("spoilt", [float("nan"), float("inf"), -float("inf")])
 def test_a_row_that_is_no_number_spoils_its_own_product_alone(spoilt):
     weight, x = packed(normal(1, 70, 40, dtype=torch.bfloat16)), normal(2, 9, 40, dtype=torch.bfloat16)
@@ -231,7 +255,7 @@ def test_a_row_that_is_no_number_spoils_its_own_product_alone(spoilt):
     assert not found[4].isfinite().any()
 
 
-@multiplies
+@in_pairs
 @given(
     heads=heads_of,
     size=st.sampled_from([2, 6, 16, 64, 80, 128]),
@@ -255,7 +279,7 @@ def test_each_token_of_a_prompt_attends_to_what_comes_before_it(heads, size, beg
         assert torch.allclose(found.float(), expected, rtol=0.02, atol=0.02)
 
 
-@multiplies
+@in_pairs
 @pytest.mark.parametrize("looks_back", [None, 50])
 def test_neither_parts_nor_threads_change_a_bit_of_a_prompts_attention(looks_back, threads):
     compiled, store = Kernels(torch.bfloat16), normal(1, 2, 2, 3, 300, 64, dtype=torch.bfloat16)
@@ -268,7 +292,7 @@ def test_neither_parts_nor_threads_change_a_bit_of_a_prompts_attention(looks_bac
     assert same(torch.cat(parts), whole)
 
 
-@multiplies
+@in_pairs
 def test_a_score_in_a_prompt_that_is_no_number_is_not_taken_for_one():
     store = torch.ones(2, 1, 1, 200, 16, dtype=torch.bfloat16)
     qkv = torch.ones(200, 3, 16, dtype=torch.bfloat16)
@@ -285,9 +309,12 @@ def everything(compiled: Kernels, rows: slice) -> list[torch.Tensor]:
     x, qkv = x.clone(), qkv.clone()
     rounded = torch.empty(delta.shape, dtype=torch.uint8)
     out = [compiled.round(delta, rounded), rounded]
+    if multiplies(torch.int8):
+        weight, steps = torch.arange(1024 * 320).to(torch.int8), torch.full((1000,), 0.01)
+        out.append(compiled.multiply_bytes(rounded, out[0], weight.data_ptr(), steps, steps.int(), None))
     out += [compiled.add_norm(x, delta, normal(4, 320, dtype=compiled.dtype), 1e-6), compiled.gate(gate_up)]
     compiled.rotate(qkv, (cos, sin), places, store, 0, 1)
-    if compiled.dtype == torch.bfloat16 and multiplies_pairs():
+    if compiled.dtype == torch.bfloat16 and multiplies(torch.bfloat16):
         weight = packed(normal(6, 1000, 320, dtype=compiled.dtype))
         out.append(compiled.multiply(delta, weight.data_ptr(), None, 1000))
     return [*out, x, qkv, store.transpose(0, 1), compiled.attend(qkv, places, store, 0, 0.2, 64)]
