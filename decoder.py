@@ -141,7 +141,7 @@ class Packed(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if 0 < x.numel() <= self.few * x.shape[-1]:
-            return self._multiply(x.reshape(-1, x.shape[-1])).view(*x.shape[:-1], -1)
+            return self._multiply(x.reshape(-1, x.shape[-1]).contiguous()).view(*x.shape[:-1], -1)
         return _packed_linear(x, self.weight, self.bias, "none", [], "")
 
     def _multiply(self, x: torch.Tensor) -> torch.Tensor:

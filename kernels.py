@@ -722,20 +722,27 @@ def kernels_for(dtype: torch.dtype) -> Kernels:
 class Kernels:
     """The kernels for contiguous CPU tensors of one type: float32 or bfloat16. To be used by one thread at a time.
 
-    To make the first takes seconds, unless numba kept the machine code from another time.
+    To make the first takes seconds, unless numba kept the machine code from another time. Those that not every model needs are
+    compiled when they are called first, which is at boot as well: they are tried there.
     """
 
     def __init__(self, dtype: torch.dtype):
-        self._dtype, number = dtype, KERNEL_DTYPES[dtype]
-        started_at = time.perf_counter()
-        kernels = [_add_norm, _rotate, _attend, _gate, _round]
-        kernels += [_multiply_bytes] * multiplies(torch.int8)
-        kernels += [_multiply, _attend_prompt] * (dtype == torch.bfloat16 and multiplies(torch.bfloat16))
-        self._kernels = {kernel: _machine_code(kernel, number) for kernel in kernels}
-        if not all(kernel.cache_hits for kernel in self._kernels.values()):
-            logger.info("Compiled the forward pass for this CPU in %.1f s", time.perf_counter() - started_at)
+        self._dtype, self._number = dtype, KERNEL_DTYPES[dtype]
         self._words = ctypes.create_string_buffer(8 * MOST_WORDS)
         self._openmp = _openmp()
+        self._compiled: dict[Callable, tuple] = {}
+        for kernel in (_add_norm, _rotate, _attend, _gate):
+            self._compile(kernel)
+
+    def _compile(self, kernel: Callable) -> tuple:
+        """Returns its machine code, whose address is good as long as it is kept, and a function of Python's."""
+        started_at = time.perf_counter()
+        code = _machine_code(kernel, self._number)
+        if not code.cache_hits:
+            name, took_s = kernel.__name__.strip("_"), time.perf_counter() - started_at
+            logger.info("Compiled %s of the forward pass for this CPU in %.1f s", name, took_s)
+        self._compiled[kernel] = code, _FUNCTION(code.address)
+        return self._compiled[kernel]
 
     def add_norm(self, x: torch.Tensor, delta: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
         """Adds `delta` to `x`, in place, and returns the RMSNorm of the sum: [tokens, hidden] each; weight: [hidden]."""
@@ -853,11 +860,11 @@ class Kernels:
         """Tells a kernel where everything is. Before the words stands what the next thread takes, counted by the kernel."""
         struct.pack_into(f"{1 + len(words)}q", self._words, 0, 0, *words)
         threads = torch.get_num_threads() if numbers >= LITTLE and self._openmp else 1
-        address = self._kernels[kernel].address
+        code, function = self._compiled.get(kernel) or self._compile(kernel)
         if threads == 1:
-            _FUNCTION(address)(self._words)
+            function(self._words)
         else:
-            self._openmp(address, self._words, threads, 0)
+            self._openmp(code.address, self._words, threads, 0)
 
 
 _FUNCTION = ctypes.CFUNCTYPE(None, ctypes.c_void_p)

@@ -566,6 +566,16 @@ def test_what_onednn_packed_in_another_way_is_left_to_it(changed, monkeypatch):
 
 
 @packs
+@pytest.mark.parametrize("form", [decoder.Packed, decoder.Int8])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rows_need_not_lie_side_by_side(form, dtype):
+    forward = form(torch.randn(80, 64).to(dtype), None).forward
+    wide, deep = torch.randn(6, 128).to(dtype), torch.randn(2, 5, 64).to(dtype)
+    for x in (wide[:, 64:], wide[::2, :64], wide.view(6, 2, 64)[:, 1], deep[:, -1:], deep.transpose(0, 1), deep[:, ::2]):
+        assert torch.equal(forward(x), forward(x.contiguous()))
+
+
+@packs
 @pytest.mark.parametrize(("slots", "pays"), [(1, True), (1, False), (2, False)])
 def test_a_single_slot_takes_the_form_that_is_faster_for_a_single_row(zoo, slots, pays, monkeypatch):
     """Of two slots each may have company, so that their rows need kernels that do the same for any number."""
