@@ -151,9 +151,8 @@ def _prefetch(_context, array, row, column):
 
     def generate(context, builder, signature, arguments):
         values = context.make_array(signature.args[0])(context, builder, arguments[0])
-        _ask_ahead(
-            builder, cgutils.get_item_pointer(context, builder, signature.args[0], values, arguments[1:], wraparound=False)
-        )
+        address = cgutils.get_item_pointer(context, builder, signature.args[0], values, arguments[1:], wraparound=False)
+        _ask_ahead(builder, address)
         return context.get_dummy_value()
 
     return types.void(array, row, column), generate
@@ -172,11 +171,10 @@ class _Bfloat16(ir.Type):
         return hash(_Bfloat16)
 
 
-def _few_by(instruction: str, total: ir.Type, part: ir.Type):
-    """What multiplies with few tokens by an instruction that adds to a `total` the products of the `part`s in 32 bits."""
+def _few_by(instruction: str, totals: ir.VectorType, parts: ir.VectorType):
+    """What multiplies few tokens by an instruction that adds to each total the products of what two words consist of."""
     word, offset, wide = ir.IntType(32), ir.IntType(64), LINE // 4
-    words, totals = ir.VectorType(word, wide), ir.VectorType(total, wide)
-    parts = ir.VectorType(part, wide * 32 // (16 if isinstance(part, _Bfloat16) else part.width))
+    words = ir.VectorType(word, wide)
 
     @intrinsic
     def multiply_few(_context, x, apart, tokens, depth, weights, ahead, step, sums):
@@ -226,8 +224,9 @@ def _few_by(instruction: str, total: ir.Type, part: ir.Type):
     return multiply_few
 
 
-_multiply_few = _few_by("llvm.x86.avx512bf16.dpbf16ps.512", ir.FloatType(), _Bfloat16())
-_multiply_few_bytes = _few_by("llvm.x86.avx512.vpdpbusd.512", ir.IntType(32), ir.IntType(32))  # 4 of 8 bits in each
+_whole, _real, _pairs = (ir.VectorType(*kind) for kind in ((ir.IntType(32), 16), (ir.FloatType(), 16), (_Bfloat16(), 32)))
+_multiply_few = _few_by("llvm.x86.avx512bf16.dpbf16ps.512", _real, _pairs)
+_multiply_few_bytes = _few_by("llvm.x86.avx512.vpdpbusd.512", _whole, _whole)  # tokens' are unsigned, weights' are signed
 
 
 @numba.njit(**AS_WRITTEN)
@@ -638,53 +637,50 @@ def _block_by(multiply_few):
 _multiply_block, _multiply_block_of_bytes = _block_by(_multiply_few), _block_by(_multiply_few_bytes)
 
 
+@numba.njit(**AS_WRITTEN)
+def _put(sums, bias, block, out):
+    """The sums of a block, and the bias, if there is one, to where they belong. sums: float32 [tokens, BESIDE]."""
+    first = block * BESIDE
+    beside = min(BESIDE, out.shape[1] - first)
+    for t in range(len(out)):
+        own, given, more = sums[t], out[t, first : first + beside], bias[first : first + beside]
+        for i in range(len(more)):
+            own[i] += _wide(more[i])
+        for i in range(beside):
+            given[i] = _narrow(own[i], given[i])
+
+
 def _multiply(told):
     words = _words(told)
-    tokens, outside, depth = words[1], words[2], words[3]
-    x, weight, has_bias = words[4], words[5], words[6] != 0
-    bias = carray(_numbers(words[6], told), outside if has_bias else 0)
+    tokens, outside, depth, x, weight = words[1], words[2], words[3], words[4], words[5]
+    bias = carray(_numbers(words[6], told), outside if words[6] else 0)
     out = carray(_numbers(words[7], told), (tokens, outside))
     sums = np.empty((tokens, BESIDE), np.float32)
     block = _take(words)
     while block * BESIDE < outside:
         following = _take(words)
         _multiply_block(x, tokens, depth, weight, block, following, sums)
-        first = block * BESIDE
-        beside = min(BESIDE, outside - first)
-        for t in range(tokens):
-            own, given = sums[t], out[t, first : first + beside]
-            if has_bias:
-                for i in range(beside):
-                    own[i] += _wide(bias[first + i])
-            for i in range(beside):
-                given[i] = _narrow(own[i], given[i])
+        _put(sums, bias, block, out)
         block = following
 
 
 def _multiply_bytes(told):
     words = _words(told)
-    tokens, outside, depth = words[1], words[2], words[3]
-    x, weight, has_bias = words[4], words[5], words[6] != 0
-    bias = carray(_numbers(words[6], told), outside if has_bias else 0)
+    tokens, outside, depth, x, weight = words[1], words[2], words[3], words[4], words[5]
+    bias = carray(_numbers(words[6], told), outside if words[6] else 0)
     out = carray(_numbers(words[7], told), (tokens, outside))
     steps, surplus = carray(_at(words[8], np.float32), outside), carray(_at(words[9], np.int32), outside)
     largest = carray(_at(words[10], np.float32), tokens)
-    sums, numbers = np.empty((tokens, BESIDE), np.int32), np.empty(BESIDE, np.float32)
+    whole, sums = np.empty((tokens, BESIDE), np.int32), np.empty((tokens, BESIDE), np.float32)
     block = _take(words)
     while block * BESIDE < outside:
         following = _take(words)
-        _multiply_block_of_bytes(x, tokens, depth, weight, block, following, sums)
-        first = block * BESIDE
-        beside = min(BESIDE, outside - first)
+        _multiply_block_of_bytes(x, tokens, depth, weight, block, following, whole)
+        own_steps, own_surplus = steps[block * BESIDE :], surplus[block * BESIDE :]
         for t in range(tokens):
-            own, given = sums[t], out[t, first : first + beside]
-            for i in range(beside):
-                numbers[i] = np.float32(np.int32(own[i] - surplus[first + i])) * steps[first + i] * largest[t]
-            if has_bias:
-                for i in range(beside):
-                    numbers[i] += _wide(bias[first + i])
-            for i in range(beside):
-                given[i] = _narrow(numbers[i], given[i])
+            for i in range(min(BESIDE, len(own_steps))):
+                sums[t, i] = np.float32(np.int32(whole[t, i] - own_surplus[i])) * own_steps[i] * largest[t]
+        _put(sums, bias, block, out)
         block = following
 
 

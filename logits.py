@@ -190,13 +190,15 @@ def _power_of_2(builder, power):
             total = of("llvm.fma.v16f32", total, x, vector([factor] * LINE))
         return total
 
+    # What is no number because nothing times an infinity is none counts as nothing, too.
+    least = vector([float(LEAST_POWER)] * LINE)
+    power = builder.select(builder.fcmp_ordered(">", power, least), power, least)
     if HAS_AVX512:  # two instructions for what takes six otherwise: the fraction, and times 2 to the whole number below
         everywhere, as_is = ir.IntType(16)(-1), word(4)
         x = of("llvm.x86.avx512.mask.reduce.ps.512", power, word(1), power, everywhere, as_is)
         scaled = polynomial(x, [float(np.float32(factor)) for factor in FRACTION_POWERS])
         return of("llvm.x86.avx512.mask.scalef.ps.512", scaled, power, scaled, everywhere, as_is)
-    least, to_whole = vector([float(LEAST_POWER)] * LINE), vector([float(TO_WHOLE)] * LINE)
-    power = builder.select(builder.fcmp_ordered(">", power, least), power, least)
+    to_whole = vector([float(TO_WHOLE)] * LINE)
     rounded = builder.fadd(power, to_whole)
     x = builder.fsub(power, builder.fsub(rounded, to_whole))
     scaled = polynomial(x, [1.0, *(float(factor) for factor in (POWER_1, POWER_2, POWER_3, POWER_4))])

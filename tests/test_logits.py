@@ -1,5 +1,6 @@
 """What the compiled loops find in logits is what a plain look at every one of them finds, however they lie in memory."""
 
+import math
 import os
 import shutil
 import subprocess
@@ -121,6 +122,16 @@ def test_scores_whose_sum_is_no_number_may_be_numbers_all_the_same(lie):
     found = Logits(lie(scores), [3] * 3)
     assert found.broken == []
     assert found.likeliest.tolist() == [0, 5, 300]
+
+
+@pytest.mark.parametrize("temperature", [1e-300, 1e-30, 0.5, 1e30, 1e38, 1e44, 1e46, 1e300])
+@pytest.mark.parametrize("lie", [by_row, by_token])
+def test_impossible_tokens_weigh_nothing_at_any_temperature(lie, temperature):
+    scores = np.zeros((2, 700), dtype=np.float32)
+    scores[0, ::2] = scores[1, 13] = -np.inf
+    scores[1, 99] = -1.0
+    expected = [350.0, 698.0 + math.exp(-1.0 / temperature)]
+    assert Logits(lie(scores), [1, 1]).totals(np.full(2, temperature)) == pytest.approx(expected, rel=1e-6)
 
 
 @pytest.fixture(scope="module")
