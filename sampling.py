@@ -191,6 +191,7 @@ class Plan:
         self.streams = np.array([samplers[row].stream[0] for row in self.drawing], dtype=np.uint64)
         for place, row in enumerate(self.drawing):
             samplers[row].stream = self.streams[place : place + 1]
+        self.no_totals = np.zeros(len(samplers))  # where none are needed
         if self.weighs:  # at which temperature the sum of all its weights is needed
             self.weighed_at = np.full(len(samplers), np.inf)
             for row, each in zip(self.drawing, own):
@@ -280,11 +281,10 @@ def _choose(
 ) -> tuple[list[int | Exception], Logits]:
     """The next token of each row, for scores that are changed already; for those that have failed, why."""
     logits = Logits(scores, plan.wanted, helper)
-    tokens, undecided, in_full = logits.likeliest, 0, set()
+    tokens, undecided, in_full = logits.likeliest, 0, set()  # others are drawn into their places
     if plan.drawing:
-        totals = logits.totals(plan.weighed_at) if plan.weighs else np.empty(len(plan.samplers))
+        totals = logits.totals(plan.weighed_at) if plan.weighs else plan.no_totals
         lanes = logits.lanes if plan.has_unfiltered else NO_LANES
-        tokens = tokens.copy()
         shape = logits.rows_abreast, logits.vocab_size
         undecided = _draw(tokens, plan.asked, plan.streams, totals, lanes, *shape, *logits.found)
         if undecided:
