@@ -134,24 +134,24 @@ class Packed(nn.Module):
         super().__init__()
         self.weight = torch.ops.mkldnn._reorder_linear_weight(weight.detach().contiguous(), PACKED_FOR_ROWS)
         self.bias = None if bias is None else bias.detach().clone()
-        self._shape = weight.shape
-        self.few = (
-            FEW_ROWS if weight.dtype == torch.bfloat16 and multiplies_few(torch.bfloat16) and self._is_as_expected() else 0
-        )
+        self._outside, inside = weight.shape
+        self.few = 0
+        if weight.dtype == torch.bfloat16 and multiplies_few(torch.bfloat16):
+            self._address = torch.ops.mkldnn.data_ptr(self.weight)
+            self.few = FEW_ROWS if self._is_as_expected(inside) else 0
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if 0 < x.numel() <= self.few * x.shape[-1]:
-            return self._multiply(x.reshape(-1, x.shape[-1]).contiguous()).view(*x.shape[:-1], -1)
+            is_flat = x.dim() == 2  # as a rule; to be asked takes less time than to be made so
+            return self._multiply(x) if is_flat else self._multiply(x.reshape(-1, x.shape[-1])).view(*x.shape[:-1], -1)
         return _packed_linear(x, self.weight, self.bias, "none", [], "")
 
     def _multiply(self, x: torch.Tensor) -> torch.Tensor:
-        weight = torch.ops.mkldnn.data_ptr(self.weight)
-        return kernels_for(torch.bfloat16).multiply(x, weight, self.bias, self._shape[0])
+        return kernels_for(torch.bfloat16).multiply(x.contiguous(), self._address, self.bias, self._outside)
 
-    def _is_as_expected(self) -> bool:
+    def _is_as_expected(self, inside: int) -> bool:
         """Whether the weight lies as our kernel reads it. oneDNN chooses that by shape and processor, and does not tell."""
-        outside, inside = self._shape
-        if inside % 2 or torch.ops.mkldnn._nbytes(self.weight) != packed_bytes(outside, inside // 2):
+        if inside % 2 or torch.ops.mkldnn._nbytes(self.weight) != packed_bytes(self._outside, inside // 2):
             return False
         x = torch.linspace(-1, 1, 2 * inside).sin_().to(torch.bfloat16).view(2, inside)
         expected = _packed_linear(x, self.weight, self.bias, "none", [], "").float()
@@ -212,7 +212,10 @@ class Int8:
         self._offsets = torch.zeros(len(steps), dtype=torch.int64)
         self._surplus = int(INT8_ZERO) * rounded.sum(1, dtype=torch.int32)
         self._bias = None if bias is None else bias.detach().clone()
-        self.few = FEW_ROWS if multiplies_few(torch.int8) and self._is_as_expected(weight.shape, dtype) else 0
+        self.few = 0
+        if multiplies_few(torch.int8):
+            self._address = torch.ops.mkldnn.data_ptr(self._weight)
+            self.few = FEW_ROWS if self._is_as_expected(weight.shape, dtype) else 0
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         tokens = x.flatten(0, -2)
@@ -229,9 +232,8 @@ class Int8:
         return out if self._bias is None else out.add_(self._bias)
 
     def _multiply_few(self, rounded: torch.Tensor, largest: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        weight = torch.ops.mkldnn.data_ptr(self._weight)
-        rounded = rounded[: len(largest)]
-        return kernels_for(dtype).multiply_bytes(rounded, largest, weight, self._steps, self._surplus, self._bias)
+        told = self._address, self._steps, self._surplus, self._bias
+        return kernels_for(dtype).multiply_bytes(rounded[: len(largest)], largest, *told)
 
     def _is_as_expected(self, shape: torch.Size, dtype: torch.dtype) -> bool:
         """As of `Packed`. After the weights there are sums of oneDNN's own."""
