@@ -53,12 +53,12 @@ def test_a_question_is_answered_and_the_answer_ends_by_itself(server):
 
 
 def test_tokens_come_one_by_one_while_the_answer_is_written(server):
-    response = server.request("POST", "/generate_stream", {"inputs": QUESTIONS[0]})
-    stream = events(response)
-    first = next(stream)
-    assert first["generated_text"] is None
+    long = {"ignore_eos": True, "max_tokens": 200}  # so that it still runs when one has looked
+    response = server.request("POST", "/v1/completions", {"prompt": QUESTIONS[0], "stream": True} | long)
+    first = next(events(response))
+    assert first["choices"][0]["finish_reason"] is None
     assert server.status().running == 1, "the first token is here while the request still runs"
-    assert list(stream)[-1]["generated_text"]
+    assert response.read().endswith(b"data: [DONE]\n\n")
 
 
 def test_32_streams_on_4_slots_all_get_the_right_text(server):
