@@ -45,6 +45,8 @@ LEAD_NS, PATIENCE_NS = 300_000, 1_000_000  # how long before, and after, the tim
 # What two threads that look together have in common, in words; those that both change are on lines of their own.
 INSIDE, OPEN, TAKEN, DONE, FOUND, DUE, CPU, ENDS, HELPED, SEMAPHORE, TOLD, WORDS = 0, 8, 16, 24, 32, 40, 41, 42, 43, 44, 48, 72
 NO_WORDS = np.empty(0, np.int64)
+NO_LANES = {torch.float32: np.empty((0, 0, 0), np.float32), torch.bfloat16: np.empty((0, 0, 0), np.int16)}
+IMPOSSIBLE = {np.dtype(np.float32): -np.inf, np.dtype(np.int16): np.int16(-0x80)}  # the bits of bfloat16's -inf
 LOWEST = np.finfo(np.float32).min
 LEAST_POWER = np.float32(-115.0)  # of 2: exp(-80), which is next to nothing, and in float32 still a normal number
 LOG2_E = math.log2(math.e)
@@ -93,20 +95,47 @@ def _prefetch(_context, flat, index):
     return types.void(flat, index), generate
 
 
-@intrinsic
-def _item(_context, flat, index):
-    """flat[index]. Of an index in brackets numba asks whether it counts from the end: a quarter of the time that it takes to go
-    through numbers far apart."""
-
-    def generate(context, builder, signature, arguments):
-        return builder.load(_pointer(context, builder, signature.args[0], arguments[0], arguments[1:]))
-
-    return flat.dtype(flat, index), generate
-
-
 def _pointer(context, builder, kind, array, indices):
     values = context.make_array(kind)(context, builder, array)
     return cgutils.get_item_pointer(context, builder, kind, values, indices, wraparound=False)
+
+
+def _widened(builder, number, count=None):
+    """The float32 of a number in memory, or of `count` of them: of a float32 or, as its bits, of a bfloat16."""
+    bits, wide, places = ir.IntType(32), ir.FloatType(), 16
+    if count:
+        bits, wide, places = ir.VectorType(bits, count), ir.VectorType(wide, count), [places] * count
+    if number.type == wide:
+        return number
+    return builder.bitcast(builder.shl(builder.zext(number, bits), bits(places)), wide)
+
+
+@intrinsic
+def _item(_context, flat, index):
+    """flat[index], widened. Of an index in brackets numba asks whether it counts from the end: a quarter of the time that it
+    takes to go through numbers far apart."""
+
+    def generate(context, builder, signature, arguments):
+        place = _pointer(context, builder, signature.args[0], arguments[0], arguments[1:])
+        return _widened(builder, builder.load(place))
+
+    return types.float32(flat, index), generate
+
+
+@intrinsic
+def _wide(_context, number):
+    """`_widened`, of one."""
+
+    def generate(_context, builder, _signature, arguments):
+        return _widened(builder, arguments[0])
+
+    return types.float32(number), generate
+
+
+def _vector_at(context, builder, kind, array, indices):
+    """Where LINE numbers of an array begin."""
+    vector = ir.VectorType(context.get_data_type(kind.dtype), LINE)
+    return builder.bitcast(_pointer(context, builder, kind, array, indices), vector.as_pointer())
 
 
 def _leaf_of(abreast: int):
@@ -123,11 +152,10 @@ def _leaf_of(abreast: int):
 
         def generate(context, builder, signature, arguments):
             _lanes, plane, step, lane, _leaves, leaf, _total = arguments
-            vector = ir.VectorType(ir.FloatType(), LINE).as_pointer()
+            ahead = ir.Constant(ir.IntType(32), AHEAD // LINE)
 
             def at(argument, *indices):
-                pointer = _pointer(context, builder, signature.args[argument], arguments[argument], indices)
-                return builder.bitcast(pointer, vector)
+                return _vector_at(context, builder, signature.args[argument], arguments[argument], indices)
 
             def higher(a, b):
                 return builder.select(builder.fcmp_ordered(">", a, b), a, b)
@@ -138,8 +166,8 @@ def _leaf_of(abreast: int):
                 now = builder.add(step, ir.Constant(step.type, further))
                 for number, part in enumerate(parts):
                     address = at(0, plane, now, part)
-                    _ask_ahead(builder, builder.gep(address, [ir.Constant(ir.IntType(32), AHEAD // LINE)]))
-                    value = builder.load(address, align=4)
+                    _ask_ahead(builder, builder.gep(address, [ahead]))
+                    value = _widened(builder, builder.load(address, align=2), LINE)
                     highest[number] = higher(highest[number], value) if further else value
                     sums[number] = builder.fadd(sums[number], value) if further else value
             for part, most, added in zip(parts, highest, sums):
@@ -213,16 +241,16 @@ def _weigh(_context, flat, first, apart, scale, bias, lane, sums):
 
     def generate(context, builder, signature, arguments):
         _flat, first, apart, _scale, _bias, lane, _sums = arguments
-        vector = ir.VectorType(ir.FloatType(), LINE).as_pointer()
 
         def at(argument, index):
-            return builder.bitcast(_pointer(context, builder, signature.args[argument], arguments[argument], [index]), vector)
+            return _vector_at(context, builder, signature.args[argument], arguments[argument], [index])
 
         factor, common, total = builder.load(at(3, lane), align=4), builder.load(at(4, lane), align=4), None
         fma = cgutils.get_or_insert_function(builder.module, ir.FunctionType(factor.type, [factor.type] * 3), "llvm.fma.v16f32")
         for step in range(SUM_STEPS):
             place = builder.add(builder.add(first, lane), builder.mul(apart, ir.Constant(apart.type, step)))
-            power = builder.call(fma, [builder.load(at(0, place), align=4), factor, common])
+            score = _widened(builder, builder.load(at(0, place), align=2), LINE)
+            power = builder.call(fma, [score, factor, common])
             weight = _power_of_2(builder, power)
             total = builder.fadd(total, weight) if step else weight
         builder.store(total, at(6, lane), align=4)
@@ -270,7 +298,7 @@ def _higher(a, b):
 @compiled
 def _climb(lanes, plane, first, end, leaves, total):
     """The highest of each LEAF steps of each lane, from leaf `first` to `end`, to leaves[plane], and the sums of all to
-    `total`. lanes: float32 [planes, steps, lanes]; leaves: [planes, steps / LEAF, lanes]; total: [lanes]."""
+    `total`. lanes: of any kind, [planes, steps, lanes]; leaves: [planes, steps / LEAF, lanes]; total: [lanes]."""
     steps, width = lanes.shape[1:]
     total[:] = 0.0
     for leaf in range(first, end):
@@ -284,15 +312,16 @@ def _climb(lanes, plane, first, end, leaves, total):
             leaves[plane, leaf] = -np.inf
             for late in range(step, steps):
                 for lane in range(width):
-                    leaves[plane, leaf, lane] = _higher(leaves[plane, leaf, lane], lanes[plane, late, lane])
-                    total[lane] += lanes[plane, late, lane]
+                    score = _wide(lanes[plane, late, lane])
+                    leaves[plane, leaf, lane] = _higher(leaves[plane, leaf, lane], score)
+                    total[lane] += score
 
 
 @compiled
 def _peaks(words, lanes, rows, leaves, branches, suspects):
     """The highest of each leaf and branch of each lane, and which rows may have NaN, because the sum of some is none.
 
-    lanes: float32 [planes, steps, lanes], of `rows` rows a plane; leaves, branches: as many lanes; suspects: [all rows]. Takes
+    lanes: [planes, steps, lanes], of `rows` rows a plane; leaves, branches: as many lanes; suspects: [all rows]. Takes
     a few branches after the other, as long as no other thread has taken them.
     """
     planes, width = len(lanes), lanes.shape[2]
@@ -513,9 +542,9 @@ def ranked(scores: np.ndarray, floor: float) -> np.ndarray:
 
 
 @compiled
-def _look(address, tokens, rows, wanted, words):
+def _look(address, no_lanes, tokens, rows, wanted, words):
     """The arrays of `Logits`, and whether there are broken rows. At the address there are planes of `rows` rows each, of which
-    as many tokens lie; wanted: int64 [all rows]; words: a helper's, or none."""
+    as many tokens lie, in numbers as in `no_lanes`; wanted: int64 [all rows]; words: a helper's, or none."""
     planes, room = len(wanted) // rows, 64
     for n in wanted:
         room = max(room, 2 * n + 64)
@@ -524,7 +553,7 @@ def _look(address, tokens, rows, wanted, words):
     if few * rows == ABREAST and tokens % (2 * few) == 0:
         few *= 2
     steps, width = tokens // few, few * rows
-    lanes = carray(_at(address, np.float32), (planes, steps, width))
+    lanes = carray(_at(address, no_lanes), (planes, steps, width))
     leaves = np.empty((planes, (steps + LEAF - 1) // LEAF, width), np.float32)
     branches = np.empty((planes, (leaves.shape[1] + LEAF - 1) // LEAF, width), np.float32)
     suspects = np.zeros(len(wanted), np.int64)
@@ -541,7 +570,7 @@ def _look(address, tokens, rows, wanted, words):
     told[4], told[5], told[6] = leaves.shape[1], branches.shape[1], room
     told[7], told[8], told[9], told[10] = address, leaves.ctypes.data, branches.ctypes.data, suspects.ctypes.data
     told[11], told[12], told[13], told[14] = wanted.ctypes.data, scores.ctypes.data, ids.ctypes.data, counts.ctypes.data
-    told[15], told[16] = highest.ctypes.data, likeliest.ctypes.data
+    told[15], told[16], told[17] = highest.ctypes.data, likeliest.ctypes.data, lanes.itemsize
     words[TAKEN] = words[DONE] = words[FOUND] = 0
     _add(words, OPEN, 1)
     _peaks(words, lanes, rows, leaves, branches, suspects)
@@ -557,11 +586,11 @@ def _look(address, tokens, rows, wanted, words):
 
 
 @compiled
-def _share(words):
-    """What a helper does: its part of the look that is told of in words."""
+def _share(words, no_lanes):
+    """What a helper does: its part of the look that is told of in words, at numbers as in `no_lanes`."""
     planes, steps, width, rows, all_leaves, all_branches, room = words[TOLD : TOLD + 7]
     addresses, all_rows = words[TOLD + 7 : TOLD + 17], planes * rows
-    lanes = carray(_at(addresses[0], np.float32), (planes, steps, width))
+    lanes = carray(_at(addresses[0], no_lanes), (planes, steps, width))
     leaves = carray(_at(addresses[1], np.float32), (planes, all_leaves, width))
     branches = carray(_at(addresses[2], np.float32), (planes, all_branches, width))
     suspects, wanted = carray(_at(addresses[3], np.int64), all_rows), carray(_at(addresses[4], np.int64), all_rows)
@@ -582,7 +611,7 @@ def _now_ns(time):
 @compiled
 def _stand_by(words):
     """Helps with every look that it is awake for, until it is told to end."""
-    time = np.empty(2, np.int64)
+    time, wide, narrow = np.empty(2, np.int64), np.empty((0, 0, 0), np.float32), np.empty((0, 0, 0), np.int16)
     while True:
         while _sem_wait(words[SEMAPHORE:].ctypes) != 0:  # a signal came
             pass
@@ -597,7 +626,10 @@ def _stand_by(words):
             if _add(words, OPEN, 0):
                 _add(words, INSIDE, 1)
                 if _add(words, OPEN, 0):  # still: who looks waits for those inside from now on
-                    _share(words)
+                    if words[TOLD + 17] == narrow.itemsize:
+                        _share(words, narrow)
+                    else:
+                        _share(words, wide)
                     is_done = True
                     words[HELPED] += 1
                 _add(words, INSIDE, -1)
@@ -716,7 +748,7 @@ def _totals(lanes, rows, highest, temperatures, totals):
                 sums[:] = 0.0
                 for late in range(step, steps):
                     for lane in range(width):
-                        sums[lane] += _weight(lanes[plane, late, lane], scale[lane], bias[lane])
+                        sums[lane] += _weight(_wide(lanes[plane, late, lane]), scale[lane], bias[lane])
             half = width // 2
             while half >= rows:
                 for lane in range(half):
@@ -733,7 +765,8 @@ def _totals(lanes, rows, highest, temperatures, totals):
                 totals[at] = 0.0
                 for step in range(steps):
                     for lane in range(row, width, rows):
-                        totals[at] += math.exp((np.float64(lanes[plane, step, lane]) - highest[at]) / temperatures[at])
+                        score = np.float64(_wide(lanes[plane, step, lane]))
+                        totals[at] += math.exp((score - highest[at]) / temperatures[at])
 
 
 @compiled
@@ -765,7 +798,7 @@ def _masses(lanes, rows, highest, temperatures, floors, above, reaching):
                 three, four = lanes[plane, step + 2], lanes[plane, step + 3]
                 for lane in range(width):
                     own, common, floor, other = scale[lane], bias[lane], low[lane], high[lane]
-                    a, b, c, d = one[lane], two[lane], three[lane], four[lane]
+                    a, b, c, d = _wide(one[lane]), _wide(two[lane]), _wide(three[lane]), _wide(four[lane])
                     u, v = _weight(a, own, common), _weight(b, own, common)
                     x, y = _weight(c, own, common), _weight(d, own, common)
                     above_low[lane] += (_if(a > floor, u) + _if(b > floor, v)) + (_if(c > floor, x) + _if(d > floor, y))
@@ -776,7 +809,7 @@ def _masses(lanes, rows, highest, temperatures, floors, above, reaching):
             while step < end:
                 one = lanes[plane, step]
                 for lane in range(width):
-                    a, floor, other = one[lane], low[lane], high[lane]
+                    a, floor, other = _wide(one[lane]), low[lane], high[lane]
                     u = _weight(a, scale[lane], bias[lane])
                     above_low[lane] += _if(a > floor, u)
                     reaching_low[lane] += _if(a >= floor, u)
@@ -801,14 +834,20 @@ def _masses(lanes, rows, highest, temperatures, floors, above, reaching):
                     above[n, at], reaching[n, at] = 0.0, np.inf
 
 
+def _as_float32(numbers: np.ndarray) -> np.ndarray:
+    return numbers if numbers.dtype == np.float32 else (numbers.astype(np.int32) << 16).view(np.float32)
+
+
 class Logits:
-    """The logits of a step. logits: float32 [rows, vocab], on the CPU, which must stay as they are; wanted: for each row how
-    many of the likeliest tokens are wanted, at least 1.
+    """The logits of a step. logits: float32 or bfloat16 [rows, vocab], on the CPU, which must stay as they are; wanted: for
+    each row how many of the likeliest tokens are wanted, at least 1.
 
     They may lie in memory row by row, as they do on a CPU, or token by token, as a sharded device brings them; to turn that
-    round would take longer than all the rest. Of both kinds ABREAST tokens are looked at together: `lanes`, float32 [planes,
-    steps, lanes], where a plane has one row or all of them, and lane `l` of a plane of `n` rows has row `l % n`.
+    round would take longer than all the rest. Of both kinds ABREAST tokens are looked at together: `lanes`, [planes, steps,
+    lanes], where a plane has one row or all of them, and lane `l` of a plane of `n` rows has row `l % n`. Numpy knows no
+    bfloat16: those are there as their bits, int16.
 
+    no_lanes      an empty array like `lanes`
     rows_abreast  int: the `n` of above
     highest       float64 [rows]: NaN where one of them is, -inf or inf where no other can be chosen
     likeliest     int64 [rows]: of equals the lowest id; of a row that has no highest it means nothing
@@ -818,8 +857,8 @@ class Logits:
     """
 
     def __init__(self, logits: torch.Tensor, wanted: Sequence[int], helper: Helper | None = None):
-        assert logits.is_cpu and logits.dtype == torch.float32, "they are read where they lie"
-        self._logits = logits
+        assert logits.is_cpu and logits.dtype in NO_LANES, "they are read where they lie"
+        self._logits, self.no_lanes = logits, NO_LANES[logits.dtype]
         rows, self.vocab_size = logits.size(0), logits.size(1)
         self._missing = -self.vocab_size % ABREAST  # up to whole lanes
         self.rows_abreast = rows if rows > 1 and logits.stride(0) == 1 else 1
@@ -833,20 +872,23 @@ class Logits:
         self._fetched = 0
         words = helper.words if helper else NO_WORDS
         tokens = self.vocab_size + self._missing
-        self.found, self._has_broken = _look(address, tokens, self.rows_abreast, np.asarray(wanted), words)
+        self.found, self._has_broken = _look(
+            address, self.no_lanes, tokens, self.rows_abreast, np.asarray(wanted), words
+        )
         self.scores, self.ids, self.counts, self.highest, self.likeliest = self.found
 
     @functools.cached_property
-    def _scores(self) -> np.ndarray:
-        return self._logits.detach().numpy()
+    def _numbers(self) -> np.ndarray:
+        logits = self._logits.detach()
+        return (logits if logits.dtype == torch.float32 else logits.view(torch.int16)).numpy()
 
     @functools.cached_property
     def lanes(self) -> np.ndarray:
         by_token = self.rows_abreast > 1
-        abreast = self._scores.T if by_token else self._scores
+        abreast = self._numbers.T if by_token else self._numbers
         if self._missing:
             added = [(0, self._missing * by_token), (0, self._missing * (not by_token))]
-            abreast = np.pad(abreast, added, constant_values=-np.inf)
+            abreast = np.pad(abreast, added, constant_values=IMPOSSIBLE[abreast.dtype])
         return np.ascontiguousarray(abreast).reshape(len(self._logits) // self.rows_abreast, -1, ABREAST * self.rows_abreast)
 
     @property
@@ -873,8 +915,8 @@ class Logits:
         """float32 [vocab], contiguous. Some are fetched one by one, but many by turning the whole round."""
         self._fetched += 1
         if self._turned is None and (self.rows_abreast == 1 or self._fetched > FEW_ROWS):
-            self._turned = np.ascontiguousarray(self._scores)
-        return np.ascontiguousarray(self._scores[index]) if self._turned is None else self._turned[index]
+            self._turned = np.ascontiguousarray(self._numbers)
+        return _as_float32(np.ascontiguousarray(self._numbers[index]) if self._turned is None else self._turned[index])
 
     def list_anew(self, row: int, n: int) -> None:
         """Finds the `n` likeliest tokens of a row for which there was no room: more are as likely as the last of them."""
@@ -889,7 +931,7 @@ class Logits:
 
     def logprobs(self, tokens: Sequence[int]) -> np.ndarray:
         """Of one token of each row, float64 [rows]."""
-        return self._scores[np.arange(len(tokens)), tokens] - self.highest - self._normalizers
+        return _as_float32(self._numbers[np.arange(len(tokens)), tokens]) - self.highest - self._normalizers
 
     def top(self, row: int, n: int) -> list[tuple[int, float]]:
         """The `n` likeliest (token id, log-probability) of a row, likeliest first; of equals the lowest id first."""
@@ -897,5 +939,5 @@ class Logits:
         if n == 0:
             return []
         ids = self.ids[row, :n] if self.counts[row] >= n else ranked(self.row(row), -np.inf)[:n]
-        logprobs = self._scores[row, ids] - self.highest[row] - self._normalizers[row]
+        logprobs = _as_float32(self._numbers[row, ids]) - self.highest[row] - self._normalizers[row]
         return list(zip(ids.tolist(), logprobs.tolist()))

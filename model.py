@@ -55,7 +55,7 @@ class StaticBatchModel(Protocol):
         0 leaves it out. An id that it chose may be outside of the vocabulary."""
 
     def prefill(self, slot: int, prompt: list[int]) -> torch.Tensor:
-        """Runs a prompt of 1 to max_input_tokens ids into `slot`. Returns the logits after it: float32 [vocab]."""
+        """Runs a prompt of 1 to max_input_tokens ids into `slot`. Returns the logits after it: float32 or bfloat16 [vocab]."""
 
     def prefill_part(self, slot: int, prompt: list[int], begin: int) -> torch.Tensor | None:
         """Runs the part of a prompt that begins at `begin`, `prompt_part` tokens or what is left: the first call with 0. Steps
@@ -67,8 +67,8 @@ class StaticBatchModel(Protocol):
         at most SCORE_CHUNK tokens at a time. Nothing else may run on the model until it is exhausted."""
 
     def decode(self, tokens: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
-        """One step for all live slots: int64 [n] each, slots ascending. Returns float32 [n, vocab], which later calls leave as
-        it is. It may lie in memory in any order; sampling.py is quick with the two usual ones."""
+        """One step for all live slots: int64 [n] each, slots ascending. Returns float32 or bfloat16 [n, vocab], which later
+        calls leave as it is. It may lie in memory in any order; sampling.py is quick with the two usual ones."""
 
     def understudy(self) -> StaticBatchModel | None:
         """One for rehearsals (rehearsal.py), without a device: over at once, with few slots, and no last position. Asked for

@@ -74,6 +74,7 @@ FAMILIES = {
     "gpt_neox": Family("GPTNeoXForSampling", has_prefill=False, is_saved=False),
 }
 OPTIMUM_BATCHES = ("LlamaForSampling", "MistralForSampling")  # what optimum-neuron batches continuously
+LOGITS = {"bfloat16": torch.bfloat16}  # what the host chooses from as it is; for other dtypes float32
 AMP = {"float32": "f32", "bfloat16": "bf16", "float16": "f16"}
 
 # What the runtime and the compiler say, and what it means to a person. The first that occurs counts.
@@ -290,13 +291,13 @@ class NeuronModel:
         understudy.vocab_size = FEW_TOKENS
         understudy.max_total_tokens = sys.maxsize
         understudy._given, understudy._filled = (None, None, None), {}
-        logits = torch.rand(FEW_TOKENS, understudy.batch_size)
+        logits = torch.rand(FEW_TOKENS, understudy.batch_size).to(LOGITS.get(self.dtype, torch.float32))
         understudy._model = lambda _ids, _positions, slots: logits[:, : len(slots)].t()  # as the library's lie in memory
         return understudy
 
     def _run(self, ids: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
-        """int64 [n, q], [n, q], [n] → float32 [n, vocab], or int64 [n] where the device samples. After an error of the runtime
-        nothing works until a restart."""
+        """int64 [n, q], [n, q], [n] → float32 or bfloat16 [n, vocab], or int64 [n] where the device samples. After an error of
+        the runtime nothing works until a restart."""
         try:
             if not self._batches:  # all rows share a position, which a prompt does not name
                 positions, slots = None if ids.shape[1] > 1 else positions[0], torch.zeros(1, dtype=torch.int64)
@@ -308,7 +309,7 @@ class NeuronModel:
         # Mostly there is nothing to cut off or to change, and each call of torch counts while the device waits.
         if output.size(1) > self.vocab_size:
             output = output[:, : self.vocab_size]
-        return output if output.dtype == torch.float32 else output.float()
+        return output
 
 
 class DeviceSampling:
@@ -576,6 +577,8 @@ def _neuron_config(library, build: Build, lines: DeviceSampling | None):
         options["continuous_batching"] = library.ContinuousBatchingConfig(batch_size_for_shared_caches=programs.batch_size)
     if programs.quantize == "int8":
         options["quant"] = library.QuantizationConfig(quant_dtype="s8", dequant_dtype=AMP[programs.dtype])
+    # As the device gives them: to make float32 of them would take the host longer than to choose from them.
+    options["cast_logits_dtype"] = programs.dtype if programs.dtype in LOGITS else "float32"
     return library.NeuronConfig(**options, compilation_worker_count=build.compile_workers)
 
 

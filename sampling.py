@@ -24,6 +24,8 @@ from collections.abc import Collection, Iterable, Sequence
 
 import numpy as np
 import torch
+from numba import types
+from numba.extending import overload
 
 from logits import Helper, Logits, compiled, nth_highest, ranked
 from protocol import Sampling
@@ -33,7 +35,6 @@ LONGEST_SHORTLIST = 256  # with more, rows are gone through one by one
 MOST_ROUNDS = 6  # of two proposals each
 UNLISTED, TOO_FEW = -(2**61), -(2**62)  # in the place of a token
 NO_STREAMS = np.empty(0, np.uint64)
-NO_LANES = np.empty((0, 0, 0), np.float32)
 NO_NUMBER = "the model's output is not a number"
 # By what share a sum of weights may be wrong; in float32: exponents are rounded, then 2 to them, then the sum of a few.
 FAST_ERROR, FULL_ERROR = 2e-5, 1e-10
@@ -202,8 +203,8 @@ class Plan:
 def choose(
     logits: torch.Tensor, plan: Plan, helper: Helper | None = None
 ) -> tuple[list[int | Exception], Logits | torch.Tensor]:
-    """The next token of each row, and what `describe` needs. logits: float32 [rows, vocab], on the CPU. Meanwhile they may have
-    penalties in them; afterwards they are as they were.
+    """The next token of each row, and what `describe` needs. logits: float32 or bfloat16 [rows, vocab], on the CPU. Meanwhile
+    they may have penalties in them; afterwards they are as they were.
 
     A row that fails yields its exception in its place; the others do not notice.
     """
@@ -251,6 +252,8 @@ def _choose_changed(
     helper: Helper | None,
 ) -> list[int | Exception]:
     """`_choose` for logits in which the scores of some rows are changed meanwhile."""
+    if logits.dtype != torch.float32:  # which has room for what is put in
+        logits = logits.float()
     if logits.stride(0) == 0:  # rows that are one in memory could not be changed each by itself
         logits = logits.contiguous()
     scores = logits.detach().numpy()
@@ -284,7 +287,7 @@ def _choose(
     tokens, undecided, in_full = logits.likeliest, 0, set()  # others are drawn into their places
     if plan.drawing:
         totals = logits.totals(plan.weighed_at) if plan.weighs else plan.no_totals
-        lanes = logits.lanes if plan.has_unfiltered else NO_LANES
+        lanes = logits.lanes if plan.has_unfiltered else logits.no_lanes
         shape = logits.rows_abreast, logits.vocab_size
         undecided = _draw(tokens, plan.asked, plan.streams, totals, lanes, *shape, *logits.found)
         if undecided:
@@ -371,9 +374,8 @@ def _propose(tokens, proposals, floors, asked, lanes, abreast, vocab_size, *foun
             for n in range(2):
                 state, share = _uniform(state)
                 token = _draw_unfiltered(*few, lanes, row, abreast, vocab_size, highest[row], temperature, share)
-                across = lanes.shape[2] // abreast
                 proposals[n, row] = token
-                floors[n, row] = lanes[row // abreast, token // across, token % across * abreast + row % abreast]
+                floors[n, row] = _score(lanes, row, abreast, token)
             state, asked[6, i] = _uniform(state)
             waiting += 1
     return waiting
@@ -440,7 +442,7 @@ def _draw_unfiltered(scores, ids, lanes, row, abreast, vocab_size, highest, temp
     claim = weights[-1] if len(scores) == SHORTLIST else 0.0
     for i in range(len(weights)):
         weights[i] -= claim
-    excess, across = _sum(weights), lanes.shape[2] // abreast
+    excess = _sum(weights)
     state = np.uint64(draw * 2.0**53)
     while True:
         state, share = _uniform(state)
@@ -450,9 +452,26 @@ def _draw_unfiltered(scores, ids, lanes, row, abreast, vocab_size, highest, temp
         state, share = _uniform(state)
         token = int(share * vocab_size)
         state, share = _uniform(state)
-        score = lanes[row // abreast, token // across, token % across * abreast + row % abreast]
-        if share * claim < math.exp((score - highest) / temperature):
+        if share * claim < math.exp((_score(lanes, row, abreast, token) - highest) / temperature):
             return token
+
+
+def _wide(number):
+    """The float32 of a number of `lanes`: of a float32 or, as its bits, of a bfloat16."""
+
+
+@overload(_wide)
+def _wide_for(number):
+    if number == types.float32:
+        return lambda number: number
+    return lambda number: np.int32(np.int32(number) << np.int32(16)).view(np.float32)
+
+
+@compiled
+def _score(lanes, row, abreast, token):
+    """Of a token of a row. lanes, with `abreast` rows a plane: as in `Logits`."""
+    across = lanes.shape[2] // abreast
+    return _wide(lanes[row // abreast, token // across, token % across * abreast + row % abreast])
 
 
 @compiled
@@ -487,15 +506,17 @@ def _place(weights, draw):
     return place
 
 
-def compile_loops(with_helper: bool = False) -> None:
-    """Makes the machine code that the first choices would wait for. It takes seconds, unless it was kept from another time."""
+def compile_loops(dtypes: Sequence[torch.dtype], with_helper: bool = False) -> None:
+    """Makes the machine code that the first choices from logits of these types would wait for. It takes seconds, unless it was
+    kept from another time."""
     if with_helper:
         Helper().end()
     long = {"top_k": LONGEST_SHORTLIST + 1, "top_p": 0.5}
     filters = {}, {"top_k": 2, "top_p": 0.5}, {"top_k": 2, "typical_p": 0.5}, {"top_p": 0.9}, long
     plan = Plan([Sampler(Sampling(seed=0, **each), [0]) for each in filters])
-    for row in torch.linspace(0, 1, 3 * SHORTLIST), torch.zeros(3 * SHORTLIST):
-        chosen, looked_at = choose(row.repeat(len(filters), 1), plan)
+    rows = torch.linspace(0, 1, 3 * SHORTLIST), torch.zeros(3 * SHORTLIST)
+    for row, dtype in itertools.product(rows, dtypes):
+        chosen, looked_at = choose(row.repeat(len(filters), 1).to(dtype), plan)
         describe(looked_at, chosen, range(len(filters)))
 
 

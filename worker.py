@@ -56,6 +56,7 @@ logger = logging.getLogger("worker")
 
 MOST_PROMPT_TOKENS = 2048  # that those who run are held up for while many wait
 MANY_WAITING = 0.3  # of those who run
+LOGITS = {"neuron": (torch.float32, torch.bfloat16), "cuda": (torch.float32,), "cpu": (torch.float32,)}  # as they come
 MOST_UNTOLD = 2  # calls to the device whose gains wait to be told; the next one waits for the telling then
 
 
@@ -523,7 +524,7 @@ class Worker:
     def _gain(
         self, requests: Sequence[Request], plan: Plan, output: torch.Tensor, started_at: float, prompt: Prompt | None = None
     ) -> Gain:
-        """Chooses the next token of each request. output: the logits, float32 [requests, vocab], or what the device chose:
+        """Chooses the next token of each request. output: the logits, [requests, vocab], or what the device chose:
         int64 [requests]. `prompt` is what a prefill tells besides."""
         ran_at = time.monotonic()
         logits = None
@@ -707,7 +708,8 @@ def boot(config: Config, end: WorkerEnd, metrics: Metrics) -> Worker:
         if config.sampling != "device":
             with _phase(end, metrics, "compiling", "the choice of tokens"):
                 try:
-                    compile_loops(with_helper=choose_device(config.device) != "cpu")
+                    device = choose_device(config.device)
+                    compile_loops(LOGITS[device], with_helper=device != "cpu")
                 except OSError as error:
                     raise ConfigError(
                         f"no room for what numba compiles ({error}); NUMBA_CACHE_DIR names another folder"

@@ -38,20 +38,21 @@ def scores_of(kind: str, rows: int, vocab: int, seed: int, impossible: float = 0
     return scores
 
 
-def by_token(scores: np.ndarray) -> torch.Tensor:
-    return torch.from_numpy(scores.T.copy()).t()
+def by_token(scores: np.ndarray, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.from_numpy(scores.T.copy()).to(dtype).t()
 
 
-def by_row(scores: np.ndarray) -> torch.Tensor:
-    return torch.from_numpy(scores.copy())
+def by_row(scores: np.ndarray, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.from_numpy(scores.copy()).to(dtype)
 
 
-def among_others(scores: np.ndarray) -> torch.Tensor:
+def among_others(scores: np.ndarray, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     """Some of the rows of a pool."""
-    return by_token(np.concatenate((scores, np.full_like(scores, np.nan))))[: len(scores)]
+    return by_token(np.concatenate((scores, np.full_like(scores, np.nan))), dtype)[: len(scores)]
 
 
 layouts = st.sampled_from([by_row, by_token, among_others])
+dtypes = st.sampled_from([torch.float32, torch.bfloat16])
 tables = st.builds(
     scores_of,
     kind=st.sampled_from(KINDS),
@@ -163,14 +164,15 @@ def looked_at_together(helper: Helper, logits: torch.Tensor, wanted: list[int]) 
     impossible=st.sampled_from([0.0, 0.3, 1.0]),
     spoilt=st.sampled_from([0.0, np.nan, np.inf]),
     lie=layouts,
+    dtype=dtypes,
     data=st.data(),
 )
 @settings(max_examples=50, suppress_health_check=[HealthCheck.too_slow])
-def test_two_threads_find_what_one_does(helper, kind, shape, seed, impossible, spoilt, lie, data):
+def test_two_threads_find_what_one_does(helper, kind, shape, seed, impossible, spoilt, lie, dtype, data):
     scores = scores_of(kind, *shape, seed, impossible)
     if spoilt:
         scores[seed % shape[0], seed % shape[1]] = spoilt
-    logits = lie(scores)
+    logits = lie(scores, dtype)
     wanted = data.draw(st.lists(st.integers(1, 100), min_size=5, max_size=5)) * shape[0]
     together, alone = looked_at_together(helper, logits, wanted[: shape[0]]), Logits(logits, wanted[: shape[0]])
     assert together.broken == alone.broken
@@ -196,8 +198,33 @@ def test_a_helper_comes_and_goes_at_any_moment_of_a_look(helper):
         assert Logits(tables[turn % 4], [1 + turn % 60] * 8, helper).likeliest.tolist() == expected[turn % 4]
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
-def test_what_is_no_float32_is_not_read_as_if_it_were(dtype):
+@given(scores=tables, wanted=st.integers(1, 100), temperature=st.floats(1e-3, 1e3), lie=layouts)
+@settings(max_examples=200)
+def test_bfloat16_are_looked_at_as_the_float32_that_they_are(scores, wanted, temperature, lie):
+    """Also where some are no numbers; and sums are the same to the last bit."""
+    scores[0, len(scores) % scores.shape[1]] = [np.nan, np.inf, -np.inf, 0.0][wanted % 4]
+    scores = by_row(scores, torch.bfloat16).float().numpy()
+    narrow, wide = (Logits(lie(scores, dtype), [wanted] * len(scores)) for dtype in (torch.bfloat16, torch.float32))
+    assert narrow.broken == wide.broken
+    assert np.array_equal(narrow.counts, wide.counts)
+    assert np.array_equal(narrow.likeliest, wide.likeliest)
+    assert np.array_equal(narrow.highest, wide.highest, equal_nan=True)
+    temperatures = np.full(len(scores), temperature)
+    floors = np.stack((scores[:, 0], scores[:, -1]))
+    with np.errstate(invalid="ignore", divide="ignore"):
+        assert np.array_equal(narrow.totals(temperatures), wide.totals(temperatures), equal_nan=True)
+        assert np.array_equal(narrow.masses(temperatures, floors), wide.masses(temperatures, floors), equal_nan=True)
+        assert np.array_equal(narrow.logprobs([0] * len(scores)), wide.logprobs([0] * len(scores)), equal_nan=True)
+        for row, count in enumerate(wide.counts.tolist()):
+            assert narrow.ids[row, : max(0, count)].tolist() == wide.ids[row, : max(0, count)].tolist()
+            assert narrow.scores[row, : max(0, count)].tolist() == wide.scores[row, : max(0, count)].tolist()
+            assert np.array_equal(narrow.row(row), scores[row], equal_nan=True)
+            if row not in wide.broken:
+                assert narrow.top(row, 7) == wide.top(row, 7)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float64])
+def test_what_is_neither_float32_nor_bfloat16_is_not_read_as_if_it_were(dtype):
     with pytest.raises(AssertionError, match="read where they lie"):
         Logits(torch.zeros(2, 64, dtype=dtype), [1, 1])
 

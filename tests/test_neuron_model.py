@@ -125,7 +125,8 @@ class Batch:
         if self.model.sampling == "device":
             assert output.ndim == 1 and output.dtype == torch.int64
             return output.tolist()
-        assert output.shape[1:] == (VOCABULARY,) and output.dtype == torch.float32
+        assert output.shape[1:] == (VOCABULARY,)
+        assert output.dtype == (torch.bfloat16 if self.model.dtype == "bfloat16" else torch.float32)
         return output.argmax(-1).tolist()
 
     def step(self):

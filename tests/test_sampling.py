@@ -697,6 +697,9 @@ def by_token(logits: torch.Tensor) -> torch.Tensor:
     return logits.t().contiguous().t()
 
 
+MIXED = [{"top_k": 20}, {}, {"top_p": 0.8, "temperature": 0.5}, {"repetition_penalty": 1.5, "top_k": 5}, {"typical_p": 0.5}]
+
+
 @pytest.mark.parametrize("rows", [1, 2, 3, 8, 12, 20, 32, 33, 64])
 @pytest.mark.parametrize("size", [1, 63, 700, 4096, 20001])
 def test_logits_may_lie_in_memory_row_by_row_or_token_by_token(rows, size):
@@ -708,7 +711,22 @@ def test_logits_may_lie_in_memory_row_by_row_or_token_by_token(rows, size):
     assert sample(among_others, samplers[0]) == sample(by_token(logits), samplers[1]) == sample(logits, samplers[2])
 
 
-MIXED = [{"top_k": 20}, {}, {"top_p": 0.8, "temperature": 0.5}, {"repetition_penalty": 1.5, "top_k": 5}, {"typical_p": 0.5}]
+@given(
+    crowd=st.lists(st.tuples(st.integers(0, 2**32 - 1), st.sampled_from([*MIXED, None])), min_size=1, max_size=9),
+    size=st.sampled_from([1, 63, 700, 20000, 20001]),
+    shape=st.sampled_from(SHAPES),
+    laid=st.sampled_from([torch.Tensor.contiguous, by_token]),
+)
+@settings(max_examples=100)
+def test_bfloat16_yield_what_the_same_logits_yield_in_float32(crowd, size, shape, laid):
+    rows = [torch.from_numpy(large_row(shape, size, seed)) for seed, _parameters in crowd]
+    kinds = [Sampling() if parameters is None else Sampling(seed=seed, **parameters) for seed, parameters in crowd]
+    narrow, wide = ([Sampler(kind, [0], top_n_tokens=3) for kind in kinds] for _ in range(2))
+    for turn in range(3):
+        logits = laid(torch.stack(rows).to(torch.bfloat16).roll(turn, dims=1))
+        before = logits.clone()
+        assert sample(logits, narrow) == sample(laid(logits.float()), wide)
+        assert torch.equal(logits, before)
 
 
 def test_nuclei_and_whole_distributions_may_be_asked_for_side_by_side():
@@ -1009,13 +1027,13 @@ def compiled():
     loops = {**vars(logits), **vars(sampling)}
     return {name: len(loop.signatures) for name, loop in loops.items() if hasattr(loop, "signatures")}
 
-compile_loops()
+compile_loops([torch.float32, torch.bfloat16])
 torch.manual_seed(0)
 before = compiled()
 filters = {}, {"top_k": 20}, {"top_p": 0.9}, {"top_p": 0.2}, {"typical_p": 0.5}, {"top_k": 700}, {"repetition_penalty": 2.0}
 for vocabulary in 40, 1000, 4096:
     flat = torch.randn(len(filters) + 1, vocabulary)
-    for scores in flat, 5 * flat, torch.zeros_like(flat), flat.round():
+    for scores in flat, 5 * flat, torch.zeros_like(flat), flat.round(), flat.bfloat16():
         for laid in scores, scores.t().contiguous().t():
             samplers = [Sampler(Sampling(), [0]), *(Sampler(Sampling(seed=1, **each), [0]) for each in filters)]
             chosen, looked_at = choose(laid, Plan(samplers))

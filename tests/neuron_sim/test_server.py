@@ -112,6 +112,32 @@ def test_logits_lie_token_by_token_as_the_sampler_takes_them(reference, tmp_path
             assert_like(made, texts[slot][:3], texts[slot])
 
 
+@pytest.mark.parametrize("quantize", [None, "int8"])
+@pytest.mark.parametrize("name", ["llama", "mistral", "mixtral", "gpt2", "gpt_neox", "bloom"])
+def test_bfloat16_logits_are_what_the_library_would_have_made_float32_of(
+    reference,  # noqa: F811
+    tmp_path,
+    monkeypatch,
+    name,
+    quantize,
+):
+    """So nothing is lost where they are taken as they come; and the programs are the same."""
+    if quantize and name not in ("llama", "mistral"):
+        pytest.skip("served without it")
+    made, logits = reference(name), {}
+    batches = name in ("llama", "mistral", "mixtral")
+    for taken in neuron_model.LOGITS, {}:
+        monkeypatch.setattr(neuron_model, "LOGITS", taken)
+        model = serve(made, tmp_path, dtype="bfloat16", max_batch_size=2 if batches else 1, quantize=quantize)
+        prompt = [3, 100, 7]
+        told = [model.prefill(0, prompt), *model.decode(torch.tensor([9]), torch.tensor([3]), torch.tensor([0]))]
+        logits[bool(taken)] = torch.stack(told)
+        if name != "gpt_neox":  # whose programs cannot be kept
+            monkeypatch.setattr(compiler, "compile_hlo_module", refuse_to_compile)
+    assert (logits[True].dtype, logits[False].dtype) == (torch.bfloat16, torch.float32)
+    assert torch.equal(logits[True].float(), logits[False])
+
+
 def test_random_schedules_over_eight_slots_give_everyone_his_own_text(reference, tmp_path):  # noqa: F811
     made = reference("llama, grouped")
     batch = Batch(serve(made, tmp_path, max_batch_size=8, prefill_buckets=(8, 16), position_buckets=(16, 32)))

@@ -54,9 +54,10 @@ class LlamaForSampling:
         self._step_s = float(os.environ.get("SIMULATED_STEP_MS", 10)) / 1e3
         self._prefill_s = float(os.environ.get("SIMULATED_PREFILL_MS", 10)) / 1e3
         self._calls = 0
+        self._dtype = getattr(torch, neuron_config.cast_logits_dtype)
 
     def to_neuron(self) -> None:
-        self._logits = _logits(self._slots, self.config.vocab_size, self.config.eos_token_id)
+        self._logits = _logits(self._slots, self.config.vocab_size, self.config.eos_token_id).to(self._dtype)
         self._prompt_logits = self._logits[:, :1].clone()  # a prompt's program has one row
 
     def save(self, directory) -> None:
@@ -66,7 +67,7 @@ class LlamaForSampling:
         pass
 
     def __call__(self, ids: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
-        """int64 [n, q], [n, q], [n] → float32 [n, vocab], a view into a pool. As in the library, what all rows have for a
+        """int64 [n, q], [n, q], [n] → [n, vocab], a view into a pool. As in the library, what all rows have for a
         token lies side by side in memory."""
         started_at = time.perf_counter()
         is_step = ids.shape[1] == 1

@@ -175,7 +175,8 @@ class NeuronModel:
     def _name_programs(self) -> dict[str, str]:
         """The file name of each program, which any change of what is compiled changes, and its tag."""
         neuron_config = self.neuron_config.to_json()
-        neuron_config.pop("compilation_worker_count")
+        for of_the_host in ("compilation_worker_count", "cast_logits_dtype"):
+            neuron_config.pop(of_the_host)
         generation = neuron_config["on_device_generation"]
         if generation and generation["dynamic"]:
             for name in SAMPLING:
