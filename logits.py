@@ -872,9 +872,7 @@ class Logits:
         self._fetched = 0
         words = helper.words if helper else NO_WORDS
         tokens = self.vocab_size + self._missing
-        self.found, self._has_broken = _look(
-            address, self.no_lanes, tokens, self.rows_abreast, np.asarray(wanted), words
-        )
+        self.found, self._has_broken = _look(address, self.no_lanes, tokens, self.rows_abreast, np.asarray(wanted), words)
         self.scores, self.ids, self.counts, self.highest, self.likeliest = self.found
 
     @functools.cached_property
