@@ -35,6 +35,7 @@ from numba.extending import intrinsic
 ABREAST = 32  # neighbouring tokens that are looked at side by side: they fill the processor's vectors also for a single row
 LEAF = 16  # tokens, and leaves to a branch
 SUM_STEPS = 8  # times ABREAST are the neighbouring tokens whose weights are summed in float32
+PART_STEPS = 128  # whose sums a thread takes at a time
 MASS_STEPS = 64  # the same for `masses`, a little less exactly
 LINE = 16  # numbers that come together from memory
 AHEAD = 16 * ABREAST  # how many numbers before they are needed memory is asked for them
@@ -43,8 +44,9 @@ FEW_BRANCHES = 2  # that a thread takes at a time
 MUCH = 2**17  # logits; to share out fewer takes longer than to look at them alone
 LEAD_NS, PATIENCE_NS = 300_000, 1_000_000  # how long before, and after, the time at which it is expected
 # What two threads that look together have in common, in words; those that both change are on lines of their own.
-INSIDE, OPEN, TAKEN, DONE, FOUND, DUE, CPU, ENDS, HELPED, SEMAPHORE, TOLD, WORDS = 0, 8, 16, 24, 32, 40, 41, 42, 43, 44, 48, 72
-NO_WORDS = np.empty(0, np.int64)
+INSIDE, OPEN, TAKEN, DONE, FOUND, DUE, CPU, ENDS, HELPED, SEMAPHORE, TOLD = 0, 8, 16, 24, 32, 40, 41, 42, 43, 44, 48
+LISTED, WEIGHED, SUMMED, WORDS = 72, 80, 88, 96
+NO_WORDS, NO_TEMPERATURES = np.empty(0, np.int64), np.empty(0, np.float64)
 NO_LANES = {torch.float32: np.empty((0, 0, 0), np.float32), torch.bfloat16: np.empty((0, 0, 0), np.int16)}
 IMPOSSIBLE = {np.dtype(np.float32): -np.inf, np.dtype(np.int16): np.int16(-0x80)}  # the bits of bfloat16's -inf
 LOWEST = np.finfo(np.float32).min
@@ -422,12 +424,14 @@ def _find(words, lanes, rows, leaves, branches, suspects, wanted, scores, ids, c
     # In memory the tokens of a row are `rows` numbers apart, and so are its leaves, and its branches.
     tokens, flat_leaves, flat_branches = lanes.reshape(-1), leaves.reshape(-1), branches.reshape(-1)
     own_branches, own_leaves = np.empty(all_branches * across, np.int32), np.empty(all_leaves * across, np.int32)
+    rows_taken = 0
     reaching_branches, reaching_leaves = np.empty(len(own_branches) + 1, np.int64), np.empty(len(own_leaves), np.int64)
     listed, keys = np.empty(room, np.int64), np.empty(room, np.int64)
     while True:
         at = _add(words, FOUND, 1)
         if at >= len(wanted):
             break
+        rows_taken += 1
         plane, row = at // rows, at % rows
         first_token, first_leaf = plane * steps * width + row, plane * all_leaves * width + row
         bottom, top = _orders_of(flat_branches, plane * all_branches * width + row, rows, own_branches)
@@ -471,6 +475,7 @@ def _find(words, lanes, rows, leaves, branches, suspects, wanted, scores, ids, c
                 place += keys[j] > keys[i]
             scores[at, place], ids[at, place] = _score(keys[i]), _token(keys[i])
         likeliest[at] = ids[at, 0]
+    _add(words, LISTED, rows_taken)
 
 
 @compiled
@@ -542,9 +547,133 @@ def ranked(scores: np.ndarray, floor: float) -> np.ndarray:
 
 
 @compiled
-def _look(address, no_lanes, tokens, rows, wanted, words):
-    """The arrays of `Logits`, and whether there are broken rows. At the address there are planes of `rows` rows each, of which
-    as many tokens lie, in numbers as in `no_lanes`; wanted: int64 [all rows]; words: a helper's, or none."""
+def _weight(score, scale, bias):
+    """2 ** (score * scale + bias), or what is next to nothing."""
+    power = _fused(score, scale, bias)
+    power = power if power > LEAST_POWER else LEAST_POWER
+    rounded = np.float32(power + TO_WHOLE)
+    x = power - (rounded - TO_WHOLE)
+    factor = np.float32(1.0) + x * (POWER_1 + x * (POWER_2 + x * (POWER_3 + x * POWER_4)))
+    # Times 2 to the whole number: that is added to the exponent.
+    bits = np.float32(factor).view(np.int32) + (rounded.view(np.int32) << np.int32(23))
+    return np.int32(bits).view(np.float32)
+
+
+@compiled
+def _any_is_set(numbers):
+    """Whether one of them is less than infinity, which stands for none."""
+    is_set = False
+    for number in numbers:
+        is_set |= number < np.inf
+    return is_set
+
+
+@compiled
+def _set_scales(scale, bias, first, rows, highest, temperatures):
+    """By what scores become exponents of 2 in each lane, float32 [lanes], of the rows from `first` on."""
+    for lane in range(len(scale)):
+        row = first + lane % rows
+        scale[lane] = min(LOG2_E / temperatures[row], 1e38)
+        bias[lane] = -highest[row] * np.float64(scale[lane])
+
+
+@compiled
+def _unrounded(scale, bias, highest):
+    """What a sum of weights has to be multiplied with because the bias was rounded."""
+    return 2.0 ** -(highest * np.float64(scale) + np.float64(bias))
+
+
+@compiled
+def _parts_of(lanes):
+    """How many parts of PART_STEPS a plane has."""
+    return (lanes.shape[1] + PART_STEPS - 1) // PART_STEPS
+
+
+@compiled
+def _sum(words, lanes, rows, highest, temperatures, sums):
+    """The sums of all weights of each part, to sums: float64 [planes, parts, rows]. highest, temperatures: float64 [all rows].
+    Takes one part after the other, as long as no other thread has taken them."""
+    planes, steps, width = lanes.shape
+    flat, ahead, parts = lanes.reshape(-1), AHEAD // width, sums.shape[1]
+    some, scale, bias = np.empty(width, np.float32), np.empty(width, np.float32), np.empty(width, np.float32)
+    while _add(words, LISTED, 0) < len(highest):  # the other thread is at the last of them
+        _sched_yield()
+    scaled = -1
+    while True:
+        part = _add(words, WEIGHED, 1)
+        if part >= planes * parts:
+            break
+        plane, first = part // parts, part % parts * PART_STEPS
+        own = sums[plane, part % parts]
+        own[:] = 0.0
+        if _any_is_set(temperatures[plane * rows : (plane + 1) * rows]):
+            if plane != scaled:
+                _set_scales(scale, bias, plane * rows, rows, highest, temperatures)
+                scaled = plane
+            for step in range(first, min(first + PART_STEPS, steps), SUM_STEPS):
+                if width < AHEAD and step + ahead + SUM_STEPS <= steps:  # of wide ones the processor asks early enough itself
+                    for coming in range(step + ahead, step + ahead + SUM_STEPS):
+                        for lane in range(0, width, LINE):
+                            _prefetch(flat, (plane * steps + coming) * width + lane)
+                if step + SUM_STEPS <= steps:
+                    for lane in range(0, width, LINE):
+                        _weigh(flat, (plane * steps + step) * width, width, scale, bias, lane, some)
+                else:
+                    some[:] = 0.0
+                    for late in range(step, steps):
+                        for lane in range(width):
+                            some[lane] += _weight(_wide(lanes[plane, late, lane]), scale[lane], bias[lane])
+                half = width // 2
+                while half >= rows:
+                    for lane in range(half):
+                        some[lane] += some[half + lane]
+                    half //= 2
+                for row in range(rows):
+                    own[row] += some[row]
+        _add(words, SUMMED, 1)
+    while _add(words, SUMMED, 0) < planes * parts:
+        _sched_yield()
+
+
+@compiled
+def _total(lanes, rows, highest, temperatures, sums, totals):
+    """Adds up the sums of all parts: float64 [all rows]."""
+    planes, steps, width = lanes.shape
+    scale, bias = np.empty(rows, np.float32), np.empty(rows, np.float32)
+    for plane in range(planes):
+        if not _any_is_set(temperatures[plane * rows : (plane + 1) * rows]):
+            continue
+        _set_scales(scale, bias, plane * rows, rows, highest, temperatures)
+        for row in range(rows):
+            at = plane * rows + row
+            if abs(bias[row]) <= MOST_BIAS:
+                for part in range(sums.shape[1]):
+                    totals[at] += sums[plane, part, row]
+                totals[at] *= _unrounded(scale[row], bias[row], highest[at])
+                totals[at] = max(1.0, totals[at])  # the highest weighs as much
+            elif math.isfinite(highest[at]):  # float32 cannot tell
+                for step in range(steps):
+                    for lane in range(row, width, rows):
+                        score = np.float64(_wide(lanes[plane, step, lane]))
+                        totals[at] += math.exp((score - highest[at]) / temperatures[at])
+
+
+@compiled
+def _totals(lanes, rows, highest, temperatures):
+    """`_total` of all that one thread sums."""
+    words, totals = np.zeros(WORDS, np.int64), np.zeros(len(highest), np.float64)
+    sums = np.empty((len(lanes), _parts_of(lanes), rows), np.float64)
+    words[LISTED] = len(highest)
+    _sum(words, lanes, rows, highest, temperatures, sums)
+    _total(lanes, rows, highest, temperatures, sums, totals)
+    return totals
+
+
+@compiled
+def _look(address, no_lanes, tokens, rows, wanted, temperatures, words):
+    """The arrays of `Logits`, its totals at the temperatures, if there are any, and whether there are broken rows. At the
+    address there are planes of `rows` rows each, of which as many tokens lie, in numbers as in `no_lanes`; wanted: int64 [all
+    rows]; words: a helper's, or none."""
     planes, room = len(wanted) // rows, 64
     for n in wanted:
         room = max(room, 2 * n + 64)
@@ -571,25 +700,33 @@ def _look(address, no_lanes, tokens, rows, wanted, words):
     told[7], told[8], told[9], told[10] = address, leaves.ctypes.data, branches.ctypes.data, suspects.ctypes.data
     told[11], told[12], told[13], told[14] = wanted.ctypes.data, scores.ctypes.data, ids.ctypes.data, counts.ctypes.data
     told[15], told[16], told[17] = highest.ctypes.data, likeliest.ctypes.data, lanes.itemsize
-    words[TAKEN] = words[DONE] = words[FOUND] = 0
+    weighed = carray(_at(address, no_lanes), (planes, tokens // ABREAST, ABREAST * rows))
+    sums = np.empty((planes, _parts_of(weighed) if len(temperatures) > 0 else 0, rows), np.float64)
+    told[18], told[19], told[20] = temperatures.ctypes.data, sums.ctypes.data, sums.shape[1]
+    words[TAKEN] = words[DONE] = words[FOUND] = words[LISTED] = words[WEIGHED] = words[SUMMED] = 0
     _add(words, OPEN, 1)
     _peaks(words, lanes, rows, leaves, branches, suspects)
     _find(words, lanes, rows, leaves, branches, suspects, wanted, scores, ids, counts, highest, likeliest)
+    if sums.size > 0:
+        _sum(words, weighed, rows, highest, temperatures, sums)
     _add(words, OPEN, -1)
     while _add(words, INSIDE, 0) > 0:  # to the end of what it has taken
         _sched_yield()
     told[8] = leaves.size + branches.size + suspects.size  # asked for, so that they are not given back before
+    totals = np.zeros(len(wanted), np.float64)
+    if sums.size > 0:
+        _total(weighed, rows, highest, temperatures, sums, totals)
     has_broken = False
     for each in highest:
         has_broken |= not math.isfinite(each)
-    return (scores, ids, counts, highest, likeliest), has_broken
+    return (scores, ids, counts, highest, likeliest), totals, has_broken
 
 
 @compiled
 def _share(words, no_lanes):
     """What a helper does: its part of the look that is told of in words, at numbers as in `no_lanes`."""
     planes, steps, width, rows, all_leaves, all_branches, room = words[TOLD : TOLD + 7]
-    addresses, all_rows = words[TOLD + 7 : TOLD + 17], planes * rows
+    addresses, all_rows, all_parts = words[TOLD + 7 : TOLD + 20], planes * rows, words[TOLD + 20]
     lanes = carray(_at(addresses[0], no_lanes), (planes, steps, width))
     leaves = carray(_at(addresses[1], np.float32), (planes, all_leaves, width))
     branches = carray(_at(addresses[2], np.float32), (planes, all_branches, width))
@@ -597,8 +734,13 @@ def _share(words, no_lanes):
     scores, ids = carray(_at(addresses[5], np.float32), (all_rows, room)), carray(_at(addresses[6], np.int64), (all_rows, room))
     counts, highest = carray(_at(addresses[7], np.int64), all_rows), carray(_at(addresses[8], np.float64), all_rows)
     likeliest = carray(_at(addresses[9], np.int64), all_rows)
+    weighed = carray(_at(addresses[0], no_lanes), (planes, steps * width // (ABREAST * rows), ABREAST * rows))
+    temperatures = carray(_at(addresses[11], np.float64), all_rows)
+    sums = carray(_at(addresses[12], np.float64), (planes, all_parts, rows))
     _peaks(words, lanes, rows, leaves, branches, suspects)
     _find(words, lanes, rows, leaves, branches, suspects, wanted, scores, ids, counts, highest, likeliest)
+    if sums.size > 0:
+        _sum(words, weighed, rows, highest, temperatures, sums)
 
 
 @compiled
@@ -690,86 +832,6 @@ class Helper:
 
 
 @compiled
-def _weight(score, scale, bias):
-    """2 ** (score * scale + bias), or what is next to nothing."""
-    power = _fused(score, scale, bias)
-    power = power if power > LEAST_POWER else LEAST_POWER
-    rounded = np.float32(power + TO_WHOLE)
-    x = power - (rounded - TO_WHOLE)
-    factor = np.float32(1.0) + x * (POWER_1 + x * (POWER_2 + x * (POWER_3 + x * POWER_4)))
-    # Times 2 to the whole number: that is added to the exponent.
-    bits = np.float32(factor).view(np.int32) + (rounded.view(np.int32) << np.int32(23))
-    return np.int32(bits).view(np.float32)
-
-
-@compiled
-def _any_is_set(numbers):
-    """Whether one of them is less than infinity, which stands for none."""
-    is_set = False
-    for number in numbers:
-        is_set |= number < np.inf
-    return is_set
-
-
-@compiled
-def _set_scales(scale, bias, first, rows, highest, temperatures):
-    """By what scores become exponents of 2 in each lane, float32 [lanes], of the rows from `first` on."""
-    for lane in range(len(scale)):
-        row = first + lane % rows
-        scale[lane] = min(LOG2_E / temperatures[row], 1e38)
-        bias[lane] = -highest[row] * np.float64(scale[lane])
-
-
-@compiled
-def _unrounded(scale, bias, highest):
-    """What a sum of weights has to be multiplied with because the bias was rounded."""
-    return 2.0 ** -(highest * np.float64(scale) + np.float64(bias))
-
-
-@compiled
-def _totals(lanes, rows, highest, temperatures, totals):
-    """Adds the weights of all tokens to `totals`, block by block. highest, temperatures, totals: float64 [all rows]."""
-    planes, steps, width = lanes.shape
-    flat, ahead = lanes.reshape(-1), AHEAD // width
-    sums, scale, bias = np.empty(width, np.float32), np.empty(width, np.float32), np.empty(width, np.float32)
-    for plane in range(planes):
-        if not _any_is_set(temperatures[plane * rows : (plane + 1) * rows]):
-            continue
-        _set_scales(scale, bias, plane * rows, rows, highest, temperatures)
-        for step in range(0, steps, SUM_STEPS):
-            if width < AHEAD and step + ahead + SUM_STEPS <= steps:  # of wide ones the processor asks early enough by itself
-                for coming in range(step + ahead, step + ahead + SUM_STEPS):
-                    for lane in range(0, width, LINE):
-                        _prefetch(flat, (plane * steps + coming) * width + lane)
-            if step + SUM_STEPS <= steps:
-                for lane in range(0, width, LINE):
-                    _weigh(flat, (plane * steps + step) * width, width, scale, bias, lane, sums)
-            else:
-                sums[:] = 0.0
-                for late in range(step, steps):
-                    for lane in range(width):
-                        sums[lane] += _weight(_wide(lanes[plane, late, lane]), scale[lane], bias[lane])
-            half = width // 2
-            while half >= rows:
-                for lane in range(half):
-                    sums[lane] += sums[half + lane]
-                half //= 2
-            for row in range(rows):
-                totals[plane * rows + row] += sums[row]
-        for row in range(rows):
-            at = plane * rows + row
-            if abs(bias[row]) <= MOST_BIAS:
-                totals[at] *= _unrounded(scale[row], bias[row], highest[at])
-                totals[at] = max(1.0, totals[at])  # the highest weighs as much
-            elif math.isfinite(highest[at]):
-                totals[at] = 0.0
-                for step in range(steps):
-                    for lane in range(row, width, rows):
-                        score = np.float64(_wide(lanes[plane, step, lane]))
-                        totals[at] += math.exp((score - highest[at]) / temperatures[at])
-
-
-@compiled
 def _if(holds, weight):
     return weight if holds else np.float32(0.0)
 
@@ -854,9 +916,16 @@ class Logits:
     counts        int64 [rows]: of likeliest tokens; fewer than wanted where no others are possible, -1 where there are too many
     scores, ids   float32, int64 [rows, >= counts]: theirs, likeliest first, of equals the lowest id first
     found         scores, ids, counts, highest and likeliest, for compiled loops
+    weighed       `totals` of the temperatures, if they were given; else noughts
     """
 
-    def __init__(self, logits: torch.Tensor, wanted: Sequence[int], helper: Helper | None = None):
+    def __init__(
+        self,
+        logits: torch.Tensor,
+        wanted: Sequence[int],
+        helper: Helper | None = None,
+        temperatures: np.ndarray = NO_TEMPERATURES,
+    ):
         assert logits.is_cpu and logits.dtype in NO_LANES, "they are read where they lie"
         self._logits, self.no_lanes = logits, NO_LANES[logits.dtype]
         rows, self.vocab_size = logits.size(0), logits.size(1)
@@ -872,7 +941,10 @@ class Logits:
         self._fetched = 0
         words = helper.words if helper else NO_WORDS
         tokens = self.vocab_size + self._missing
-        self.found, self._has_broken = _look(address, self.no_lanes, tokens, self.rows_abreast, np.asarray(wanted), words)
+        shape = tokens, self.rows_abreast
+        self.found, self.weighed, self._has_broken = _look(
+            address, self.no_lanes, *shape, np.asarray(wanted), temperatures, words
+        )
         self.scores, self.ids, self.counts, self.highest, self.likeliest = self.found
 
     @functools.cached_property
@@ -897,9 +969,7 @@ class Logits:
     def totals(self, temperatures: np.ndarray) -> np.ndarray:
         """The sums of all weights: float64 [rows] → float64 [rows]. Where a row is broken or its temperature infinite they mean
         nothing. A token's weight is exp((its score - the highest) / temperature)."""
-        totals = np.zeros(len(self.highest))
-        _totals(self.lanes, self.rows_abreast, self.highest, temperatures, totals)
-        return totals
+        return _totals(self.lanes, self.rows_abreast, self.highest, temperatures)
 
     def masses(self, temperatures: np.ndarray, floors: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """The sums of the weights of those tokens whose scores are above each of two floors, and of those that reach them:

@@ -27,7 +27,7 @@ import torch
 from numba import types
 from numba.extending import overload
 
-from logits import Helper, Logits, compiled, nth_highest, ranked
+from logits import NO_TEMPERATURES, Helper, Logits, compiled, nth_highest, ranked
 from protocol import Sampling
 
 SHORTLIST = 64  # as a rule, top-p takes fewer tokens, and few others are drawn without it
@@ -109,13 +109,13 @@ class Sampler:
         weights = weights_of(ids)
         if sampling.top_p < 1.0:
             if sampling.top_k:
-                count = _top_p(weights, sampling.top_p, _sum(weights), 0.0)
+                fewest, most = _top_p(weights, sampling.top_p, _sum(weights), 0.0)
             else:
-                count = _top_p(weights, sampling.top_p, weights_of(np.arange(len(scores))).sum(), FULL_ERROR)
-            if not count:
+                fewest, most = _top_p(weights, sampling.top_p, weights_of(np.arange(len(scores))).sum(), FULL_ERROR)
+            if fewest != most or most == 0:
                 weights = weights_of(ids := ranked(scores, -np.inf))
-                count = _top_p(weights, sampling.top_p, _sum(weights), 0.0)
-            ids, weights = ids[:count], weights[:count]
+                _fewest, most = _top_p(weights, sampling.top_p, _sum(weights), 0.0)
+            ids, weights = ids[:most], weights[:most]
         if sampling.typical_p < 1.0:
             kept = _typical_p(weights, sampling.typical_p)
             ids, weights = ids[kept], weights[kept]
@@ -192,7 +192,7 @@ class Plan:
         self.streams = np.array([samplers[row].stream[0] for row in self.drawing], dtype=np.uint64)
         for place, row in enumerate(self.drawing):
             samplers[row].stream = self.streams[place : place + 1]
-        self.no_totals = np.zeros(len(samplers))  # where none are needed
+        self.weighed_at = NO_TEMPERATURES
         if self.weighs:  # at which temperature the sum of all its weights is needed
             self.weighed_at = np.full(len(samplers), np.inf)
             for row, each in zip(self.drawing, own):
@@ -283,10 +283,10 @@ def _choose(
     helper: Helper | None,
 ) -> tuple[list[int | Exception], Logits]:
     """The next token of each row, for scores that are changed already; for those that have failed, why."""
-    logits = Logits(scores, plan.wanted, helper)
+    logits = Logits(scores, plan.wanted, helper, plan.weighed_at)
     tokens, undecided, in_full = logits.likeliest, 0, set()  # others are drawn into their places
     if plan.drawing:
-        totals = logits.totals(plan.weighed_at) if plan.weighs else plan.no_totals
+        totals = logits.weighed
         lanes = logits.lanes if plan.has_unfiltered else logits.no_lanes
         shape = logits.rows_abreast, logits.vocab_size
         undecided = _draw(tokens, plan.asked, plan.streams, totals, lanes, *shape, *logits.found)
@@ -411,20 +411,28 @@ def _draw_listed(scores, ids, highest, total, top_k, top_p, temperature, draw):
     if top_p < 1.0:
         if top_k == 0 and _sum(weights) < top_p * total * (1.0 - 2.0 * error):
             return TOO_FEW
-        weights = weights[: _top_p(weights, top_p, _sum(weights) if top_k > 0 else total, error)]
-    return ids[_place(weights, draw)] if len(weights) else -1
+        fewest, most = _top_p(weights, top_p, _sum(weights) if top_k > 0 else total, error)
+        if most == 0:
+            return -1
+        if fewest < most and _place(weights[:fewest], draw) != _place(weights[:most], draw):
+            return -1  # seldom: one token more or less in the nucleus moves few draws onto another one
+        weights = weights[:most]
+    return ids[_place(weights, draw)]
 
 
 @compiled
 def _top_p(weights, top_p, total, error):
-    """Nucleus sampling (Holtzman et al. 2019): how many of the likeliest it takes until their share of `total` reaches `top_p`;
-    0 if a total that is wrong by the share `error` could give another number. weights: float64 [n], of the likeliest tokens."""
-    cumulative = 0.0
+    """Nucleus sampling (Holtzman et al. 2019): how many of the likeliest it takes until their share of `total` reaches `top_p`,
+    at least and at most, as the total may be wrong by the share `error`; 0 where all of them may be too few. weights: float64
+    [n], of the likeliest tokens."""
+    fewest, cumulative = 0, 0.0
     for i in range(len(weights)):
         cumulative += weights[i]
-        if cumulative >= top_p * total * (1.0 - error):
-            return i + 1 if cumulative >= top_p * total * (1.0 + error) else 0
-    return 0
+        if fewest == 0 and cumulative >= top_p * total * (1.0 - error):
+            fewest = i + 1
+        if cumulative >= top_p * total * (1.0 + error):
+            return fewest, i + 1
+    return fewest, 0
 
 
 @compiled

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 import logits
 import sampling
 from config import HERE
-from logits import MUCH, Helper, Logits, nth_highest, ranked
+from logits import MUCH, NO_TEMPERATURES, Helper, Logits, nth_highest, ranked
 
 KINDS = ("normal", "few values", "rising", "falling", "equal", "one apart")
 
@@ -144,14 +144,14 @@ def helper():
     helper.end()
 
 
-def looked_at_together(helper: Helper, logits: torch.Tensor, wanted: list[int]) -> Logits:
+def looked_at_together(helper: Helper, logits: torch.Tensor, wanted: list[int], temperatures: np.ndarray) -> Logits:
     """A look that the helper has taken a part of. A busy machine may have it come too late, but not forever."""
     deadline = time.monotonic() + 60
     while time.monotonic() < deadline:
         before = helper.helped
         helper.expect(logits.numel(), time.monotonic())
         time.sleep(0.0002)
-        found = Logits(logits, wanted, helper)
+        found = Logits(logits, wanted, helper, temperatures)
         if helper.helped > before:
             return found
     raise AssertionError("it never helped")
@@ -174,8 +174,14 @@ def test_two_threads_find_what_one_does(helper, kind, shape, seed, impossible, s
         scores[seed % shape[0], seed % shape[1]] = spoilt
     logits = lie(scores, dtype)
     wanted = data.draw(st.lists(st.integers(1, 100), min_size=5, max_size=5)) * shape[0]
-    together, alone = looked_at_together(helper, logits, wanted[: shape[0]]), Logits(logits, wanted[: shape[0]])
+    temperatures = data.draw(st.just(NO_TEMPERATURES) | st.floats(0.01, 100).map(lambda t: np.full(shape[0], t)))
+    temperatures[: data.draw(st.integers(0, shape[0]))] = np.inf
+    together = looked_at_together(helper, logits, wanted[: shape[0]], temperatures)
+    alone = Logits(logits, wanted[: shape[0]])
     assert together.broken == alone.broken
+    if len(temperatures):
+        weighed = np.isfinite(alone.highest) & np.isfinite(temperatures)
+        assert np.array_equal(together.weighed[weighed], alone.totals(temperatures)[weighed])
     assert np.array_equal(together.counts, alone.counts)
     assert np.array_equal(together.likeliest, alone.likeliest)
     assert np.array_equal(together.highest, alone.highest, equal_nan=True)
