@@ -45,6 +45,7 @@ MUCH = 2**17  # logits; to share out fewer takes longer than to look at them alo
 LEAD_NS, PATIENCE_NS = 300_000, 1_000_000  # how long before, and after, the time at which it is expected
 # What two threads that look together have in common, in words; those that both change are on lines of their own.
 INSIDE, OPEN, TAKEN, DONE, FOUND, DUE, CPU, ENDS, HELPED, SEMAPHORE, TOLD = 0, 8, 16, 24, 32, 40, 41, 42, 43, 44, 48
+CODE = 47
 LISTED, WEIGHED, SUMMED, WORDS = 72, 80, 88, 96
 NO_WORDS, NO_TEMPERATURES = np.empty(0, np.int64), np.empty(0, np.float64)
 NO_LANES = {torch.float32: np.empty((0, 0, 0), np.float32), torch.bfloat16: np.empty((0, 0, 0), np.int16)}
@@ -61,6 +62,7 @@ FRACTION_POWERS = 1.0, 0.693151312, 0.24016445, 0.0557999131, 0.00901703032, 0.0
 TO_WHOLE = np.float32(1.5 * 2**23)
 
 
+OPTIONS = {"error_model": "numpy", "fastmath": {"contract"}}  # a product and a sum are one operation
 HAS_AVX512 = {"+avx512f", "+avx512dq"} <= set(cpu_target.target_context.codegen().magic_tuple()[2].split(","))
 
 
@@ -69,11 +71,10 @@ def compiled(loops):
 
     What was kept is made anew when its own file has changed. So it must not take a constant or a function from another one.
     """
-    options = {"nogil": True, "error_model": "numpy", "fastmath": {"contract"}}  # a product and a sum are one operation
     try:
-        return numba.njit(loops, cache=True, **options)
+        return numba.njit(loops, cache=True, nogil=True, **OPTIONS)
     except RuntimeError:  # nowhere to keep it
-        return numba.njit(loops, **options)
+        return numba.njit(loops, nogil=True, **OPTIONS)
 
 
 def _ask_ahead(builder, address):
@@ -269,6 +270,19 @@ def _at(_context, address, kind):
         return builder.inttoptr(arguments[0], context.get_value_type(signature.return_type))
 
     return types.CPointer(kind.dtype)(address, kind), generate
+
+
+@intrinsic
+def _call(_context, code, argument):
+    """Calls the function of C at an address, with another one."""
+
+    def generate(_context, builder, _signature, arguments):
+        pointer = ir.IntType(64).as_pointer()
+        function = ir.FunctionType(ir.VoidType(), [pointer]).as_pointer()
+        builder.call(builder.inttoptr(arguments[0], function), [builder.inttoptr(arguments[1], pointer)])
+        return _context.get_dummy_value()
+
+    return types.void(types.int64, argument), generate
 
 
 @intrinsic
@@ -584,9 +598,9 @@ def _unrounded(scale, bias, highest):
 
 
 @compiled
-def _parts_of(lanes):
-    """How many parts of PART_STEPS a plane has."""
-    return (lanes.shape[1] + PART_STEPS - 1) // PART_STEPS
+def _parts_of(tokens):
+    """How many parts of PART_STEPS so many tokens are."""
+    return (tokens + ABREAST * PART_STEPS - 1) // (ABREAST * PART_STEPS)
 
 
 @compiled
@@ -604,13 +618,13 @@ def _sum(words, lanes, rows, highest, temperatures, sums):
         if part >= planes * parts:
             break
         plane, first = part // parts, part % parts * PART_STEPS
-        own = sums[plane, part % parts]
+        own, end = sums[plane, part % parts], min(first + PART_STEPS, steps)
         own[:] = 0.0
         if _any_is_set(temperatures[plane * rows : (plane + 1) * rows]):
             if plane != scaled:
                 _set_scales(scale, bias, plane * rows, rows, highest, temperatures)
                 scaled = plane
-            for step in range(first, min(first + PART_STEPS, steps), SUM_STEPS):
+            for step in range(first, end, SUM_STEPS):
                 if width < AHEAD and step + ahead + SUM_STEPS <= steps:  # of wide ones the processor asks early enough itself
                     for coming in range(step + ahead, step + ahead + SUM_STEPS):
                         for lane in range(0, width, LINE):
@@ -630,50 +644,79 @@ def _sum(words, lanes, rows, highest, temperatures, sums):
                     half //= 2
                 for row in range(rows):
                     own[row] += some[row]
+            for row in range(rows):
+                at = plane * rows + row
+                if abs(bias[row]) > MOST_BIAS and math.isfinite(highest[at]):  # float32 cannot tell
+                    own[row] = 0.0
+                    for step in range(first, end):
+                        for lane in range(row, width, rows):
+                            score = np.float64(_wide(lanes[plane, step, lane]))
+                            own[row] += math.exp((score - highest[at]) / temperatures[at])
         _add(words, SUMMED, 1)
     while _add(words, SUMMED, 0) < planes * parts:
         _sched_yield()
 
 
 @compiled
-def _total(lanes, rows, highest, temperatures, sums, totals):
-    """Adds up the sums of all parts: float64 [all rows]."""
-    planes, steps, width = lanes.shape
-    scale, bias = np.empty(rows, np.float32), np.empty(rows, np.float32)
+def _total(highest, temperatures, sums):
+    """What the sums of all parts add up to: float64 [all rows]."""
+    planes, parts, rows = sums.shape
+    totals, scale, bias = np.zeros(len(highest), np.float64), np.empty(rows, np.float32), np.empty(rows, np.float32)
     for plane in range(planes):
-        if not _any_is_set(temperatures[plane * rows : (plane + 1) * rows]):
-            continue
         _set_scales(scale, bias, plane * rows, rows, highest, temperatures)
         for row in range(rows):
             at = plane * rows + row
+            for part in range(parts):
+                totals[at] += sums[plane, part, row]
             if abs(bias[row]) <= MOST_BIAS:
-                for part in range(sums.shape[1]):
-                    totals[at] += sums[plane, part, row]
                 totals[at] *= _unrounded(scale[row], bias[row], highest[at])
                 totals[at] = max(1.0, totals[at])  # the highest weighs as much
-            elif math.isfinite(highest[at]):  # float32 cannot tell
-                for step in range(steps):
-                    for lane in range(row, width, rows):
-                        score = np.float64(_wide(lanes[plane, step, lane]))
-                        totals[at] += math.exp((score - highest[at]) / temperatures[at])
-
-
-@compiled
-def _totals(lanes, rows, highest, temperatures):
-    """`_total` of all that one thread sums."""
-    words, totals = np.zeros(WORDS, np.int64), np.zeros(len(highest), np.float64)
-    sums = np.empty((len(lanes), _parts_of(lanes), rows), np.float64)
-    words[LISTED] = len(highest)
-    _sum(words, lanes, rows, highest, temperatures, sums)
-    _total(lanes, rows, highest, temperatures, sums, totals)
     return totals
 
 
+def _look_by(number: type):
+    """What looks at float32 or, as their bits, bfloat16."""
+
+    def look(told):
+        """One thread's part of all that is told of in words."""
+        words = carray(told, WORDS)
+        planes, steps, width, rows, all_leaves, all_branches, room, parts = words[TOLD : TOLD + 8]
+        addresses, all_rows, abreast = words[TOLD + 8 : TOLD + 20], planes * rows, ABREAST * rows
+        highest = carray(_at(addresses[1], np.float64), all_rows)
+        if all_leaves > 0:
+            lanes = carray(_at(addresses[0], number), (planes, steps, width))
+            leaves = carray(_at(addresses[2], np.float32), (planes, all_leaves, width))
+            branches = carray(_at(addresses[3], np.float32), (planes, all_branches, width))
+            suspects, wanted = carray(_at(addresses[4], np.int64), all_rows), carray(_at(addresses[5], np.int64), all_rows)
+            scores = carray(_at(addresses[6], np.float32), (all_rows, room))
+            ids = carray(_at(addresses[7], np.int64), (all_rows, room))
+            counts, likeliest = carray(_at(addresses[8], np.int64), all_rows), carray(_at(addresses[9], np.int64), all_rows)
+            _peaks(words, lanes, rows, leaves, branches, suspects)
+            _find(words, lanes, rows, leaves, branches, suspects, wanted, scores, ids, counts, highest, likeliest)
+        if parts > 0:
+            lanes = carray(_at(addresses[0], number), (planes, steps * width // abreast, abreast))
+            temperatures = carray(_at(addresses[10], np.float64), all_rows)
+            _sum(words, lanes, rows, highest, temperatures, carray(_at(addresses[11], np.float64), (planes, parts, rows)))
+
+    return look
+
+
+@functools.cache
+def _code_for(dtype: torch.dtype):
+    """`_look_by` as machine code, whose address is good as long as it is kept. Who calls it by that has it compiled once for
+    all, and not once more for each place where it is called."""
+    signature, look = types.void(types.CPointer(types.int64)), _look_by(NO_LANES[dtype].dtype.type)
+    try:
+        return numba.cfunc(signature, cache=True, **OPTIONS)(look)
+    except (RuntimeError, OSError):  # nowhere to keep it, or no room
+        return numba.cfunc(signature, **OPTIONS)(look)
+
+
 @compiled
-def _look(address, no_lanes, tokens, rows, wanted, temperatures, words):
+def _look(code, address, tokens, rows, wanted, temperatures, words):
     """The arrays of `Logits`, its totals at the temperatures, if there are any, and whether there are broken rows. At the
-    address there are planes of `rows` rows each, of which as many tokens lie, in numbers as in `no_lanes`; wanted: int64 [all
-    rows]; words: a helper's, or none."""
+    address there are planes of `rows` rows each, of which as many tokens lie; code: the address of what looks at such numbers;
+    wanted: int64 [all rows]; words: a helper's, or none."""
     planes, room = len(wanted) // rows, 64
     for n in wanted:
         room = max(room, 2 * n + 64)
@@ -682,13 +725,13 @@ def _look(address, no_lanes, tokens, rows, wanted, temperatures, words):
     if few * rows == ABREAST and tokens % (2 * few) == 0:
         few *= 2
     steps, width = tokens // few, few * rows
-    lanes = carray(_at(address, no_lanes), (planes, steps, width))
     leaves = np.empty((planes, (steps + LEAF - 1) // LEAF, width), np.float32)
     branches = np.empty((planes, (leaves.shape[1] + LEAF - 1) // LEAF, width), np.float32)
     suspects = np.zeros(len(wanted), np.int64)
     scores, ids = np.empty((len(wanted), room), np.float32), np.empty((len(wanted), room), np.int64)
     counts, likeliest = np.empty(len(wanted), np.int64), np.empty(len(wanted), np.int64)
     highest = np.empty(len(wanted), np.float64)
+    sums = np.empty((planes, _parts_of(tokens) if len(temperatures) > 0 else 0, rows), np.float64)
     if len(words) > 0:
         words[CPU] = _sched_getcpu()
     is_shared = len(words) > 0 and len(wanted) * tokens >= MUCH
@@ -696,26 +739,20 @@ def _look(address, no_lanes, tokens, rows, wanted, temperatures, words):
         words = np.zeros(WORDS, np.int64)
     told = words[TOLD:]
     told[0], told[1], told[2], told[3] = planes, steps, width, rows
-    told[4], told[5], told[6] = leaves.shape[1], branches.shape[1], room
-    told[7], told[8], told[9], told[10] = address, leaves.ctypes.data, branches.ctypes.data, suspects.ctypes.data
-    told[11], told[12], told[13], told[14] = wanted.ctypes.data, scores.ctypes.data, ids.ctypes.data, counts.ctypes.data
-    told[15], told[16], told[17] = highest.ctypes.data, likeliest.ctypes.data, lanes.itemsize
-    weighed = carray(_at(address, no_lanes), (planes, tokens // ABREAST, ABREAST * rows))
-    sums = np.empty((planes, _parts_of(weighed) if len(temperatures) > 0 else 0, rows), np.float64)
-    told[18], told[19], told[20] = temperatures.ctypes.data, sums.ctypes.data, sums.shape[1]
+    told[4], told[5], told[6], told[7] = leaves.shape[1], branches.shape[1], room, sums.shape[1]
+    told[8], told[9], told[10], told[11] = address, highest.ctypes.data, leaves.ctypes.data, branches.ctypes.data
+    told[12], told[13], told[14], told[15] = suspects.ctypes.data, wanted.ctypes.data, scores.ctypes.data, ids.ctypes.data
+    told[16], told[17] = counts.ctypes.data, likeliest.ctypes.data
+    told[18], told[19] = temperatures.ctypes.data, sums.ctypes.data
+    words[CODE] = code
     words[TAKEN] = words[DONE] = words[FOUND] = words[LISTED] = words[WEIGHED] = words[SUMMED] = 0
     _add(words, OPEN, 1)
-    _peaks(words, lanes, rows, leaves, branches, suspects)
-    _find(words, lanes, rows, leaves, branches, suspects, wanted, scores, ids, counts, highest, likeliest)
-    if sums.size > 0:
-        _sum(words, weighed, rows, highest, temperatures, sums)
+    _call(code, words.ctypes.data)
     _add(words, OPEN, -1)
     while _add(words, INSIDE, 0) > 0:  # to the end of what it has taken
         _sched_yield()
-    told[8] = leaves.size + branches.size + suspects.size  # asked for, so that they are not given back before
-    totals = np.zeros(len(wanted), np.float64)
-    if sums.size > 0:
-        _total(weighed, rows, highest, temperatures, sums, totals)
+    told[8] = leaves.size + branches.size + suspects.size + sums.size  # asked for, so that they are not given back before
+    totals = _total(highest, temperatures, sums) if len(temperatures) > 0 else np.zeros(len(wanted), np.float64)
     has_broken = False
     for each in highest:
         has_broken |= not math.isfinite(each)
@@ -723,24 +760,17 @@ def _look(address, no_lanes, tokens, rows, wanted, temperatures, words):
 
 
 @compiled
-def _share(words, no_lanes):
-    """What a helper does: its part of the look that is told of in words, at numbers as in `no_lanes`."""
-    planes, steps, width, rows, all_leaves, all_branches, room = words[TOLD : TOLD + 7]
-    addresses, all_rows, all_parts = words[TOLD + 7 : TOLD + 20], planes * rows, words[TOLD + 20]
-    lanes = carray(_at(addresses[0], no_lanes), (planes, steps, width))
-    leaves = carray(_at(addresses[1], np.float32), (planes, all_leaves, width))
-    branches = carray(_at(addresses[2], np.float32), (planes, all_branches, width))
-    suspects, wanted = carray(_at(addresses[3], np.int64), all_rows), carray(_at(addresses[4], np.int64), all_rows)
-    scores, ids = carray(_at(addresses[5], np.float32), (all_rows, room)), carray(_at(addresses[6], np.int64), (all_rows, room))
-    counts, highest = carray(_at(addresses[7], np.int64), all_rows), carray(_at(addresses[8], np.float64), all_rows)
-    likeliest = carray(_at(addresses[9], np.int64), all_rows)
-    weighed = carray(_at(addresses[0], no_lanes), (planes, steps * width // (ABREAST * rows), ABREAST * rows))
-    temperatures = carray(_at(addresses[11], np.float64), all_rows)
-    sums = carray(_at(addresses[12], np.float64), (planes, all_parts, rows))
-    _peaks(words, lanes, rows, leaves, branches, suspects)
-    _find(words, lanes, rows, leaves, branches, suspects, wanted, scores, ids, counts, highest, likeliest)
-    if sums.size > 0:
-        _sum(words, weighed, rows, highest, temperatures, sums)
+def _weigh_anew(code, address, tokens, rows, highest, temperatures):
+    """The totals at other temperatures, by one thread. Arguments as of `_look`."""
+    planes, words = len(highest) // rows, np.zeros(WORDS, np.int64)
+    sums = np.empty((planes, _parts_of(tokens), rows), np.float64)
+    told = words[TOLD:]
+    told[0], told[1], told[2], told[3], told[7] = planes, tokens, rows, rows, sums.shape[1]
+    told[8], told[9], told[18], told[19] = address, highest.ctypes.data, temperatures.ctypes.data, sums.ctypes.data
+    words[LISTED] = len(highest)
+    _call(code, words.ctypes.data)
+    told[8] = sums.size + temperatures.size  # as above
+    return _total(highest, temperatures, sums)
 
 
 @compiled
@@ -753,7 +783,7 @@ def _now_ns(time):
 @compiled
 def _stand_by(words):
     """Helps with every look that it is awake for, until it is told to end."""
-    time, wide, narrow = np.empty(2, np.int64), np.empty((0, 0, 0), np.float32), np.empty((0, 0, 0), np.int16)
+    time = np.empty(2, np.int64)
     while True:
         while _sem_wait(words[SEMAPHORE:].ctypes) != 0:  # a signal came
             pass
@@ -768,10 +798,7 @@ def _stand_by(words):
             if _add(words, OPEN, 0):
                 _add(words, INSIDE, 1)
                 if _add(words, OPEN, 0):  # still: who looks waits for those inside from now on
-                    if words[TOLD + 17] == narrow.itemsize:
-                        _share(words, narrow)
-                    else:
-                        _share(words, wide)
+                    _call(words[CODE], words.ctypes.data)
                     is_done = True
                     words[HELPED] += 1
                 _add(words, INSIDE, -1)
@@ -939,12 +966,10 @@ class Logits:
         address = logits.data_ptr() if is_dense and not self._missing else self.lanes.ctypes.data
         self._turned: np.ndarray | None = None
         self._fetched = 0
+        # Told of by addresses, which are good as long as this is.
+        self._where = _code_for(logits.dtype).address, address, self.vocab_size + self._missing, self.rows_abreast
         words = helper.words if helper else NO_WORDS
-        tokens = self.vocab_size + self._missing
-        shape = tokens, self.rows_abreast
-        self.found, self.weighed, self._has_broken = _look(
-            address, self.no_lanes, *shape, np.asarray(wanted), temperatures, words
-        )
+        self.found, self.weighed, self._has_broken = _look(*self._where, np.asarray(wanted), temperatures, words)
         self.scores, self.ids, self.counts, self.highest, self.likeliest = self.found
 
     @functools.cached_property
@@ -969,7 +994,7 @@ class Logits:
     def totals(self, temperatures: np.ndarray) -> np.ndarray:
         """The sums of all weights: float64 [rows] → float64 [rows]. Where a row is broken or its temperature infinite they mean
         nothing. A token's weight is exp((its score - the highest) / temperature)."""
-        return _totals(self.lanes, self.rows_abreast, self.highest, temperatures)
+        return _weigh_anew(*self._where, self.highest, temperatures)
 
     def masses(self, temperatures: np.ndarray, floors: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """The sums of the weights of those tokens whose scores are above each of two floors, and of those that reach them:
