@@ -514,6 +514,12 @@ def _place(weights, draw):
     return place
 
 
+def are_kept() -> bool:
+    """Whether an earlier start has had the loops compiled. True also where there is nowhere to keep them."""
+    _uniform.compile((types.uint64,))
+    return _uniform.stats.cache_path is None or bool(_uniform.stats.cache_hits)
+
+
 def compile_loops(dtypes: Sequence[torch.dtype], with_helper: bool = False) -> None:
     """Makes the machine code that the first choices from logits of these types would wait for. It takes seconds, unless it was
     kept from another time."""

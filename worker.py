@@ -10,6 +10,7 @@ the next one runs: log-probabilities, messages, metrics, the log.
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import json
 import logging
@@ -50,7 +51,18 @@ from protocol import (
     WorkerEnd,
 )
 from rehearsal import Offstage, Rehearsal
-from sampling import Plan, Sampler, SamplingError, choose, compile_loops, describe, device_parameters, drawn, prompt_logprobs
+from sampling import (
+    Plan,
+    Sampler,
+    SamplingError,
+    are_kept,
+    choose,
+    compile_loops,
+    describe,
+    device_parameters,
+    drawn,
+    prompt_logprobs,
+)
 
 logger = logging.getLogger("worker")
 
@@ -691,34 +703,38 @@ def _plan(requests: Sequence[Request]) -> Plan:
 
 def boot(config: Config, end: WorkerEnd, metrics: Metrics) -> Worker:
     """Fetches and loads the model, telling each phase. Raises ConfigError or ModelError for what cannot be served."""
-    with _phase(end, metrics, "downloading" if not config.is_local else "checking", config.model_name):
-        folder, sha = fetch(config)
-        manifest = Manifest.read(folder)
-        is_remote = not config.is_local
-        config, fetch_rest, load = prepare(config, folder, manifest)
-        metrics.set_limits(config.max_batch_size or 0, config.max_input_tokens, config.max_total_tokens)
-    # The tokenizer is text's business and none of this process': it is looked after beside the weights.
-    command = [sys.executable, str(HERE / "text.py"), str(folder), str(configuration.run_dir())]
-    command += [config.tokenizer_config_path] if config.tokenizer_config_path else []
-    preparing = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    try:
+    device, samples = choose_device(config.device), config.sampling != "device"
+    with contextlib.ExitStack() as ended:
+        compiling = _compile_aside(LOGITS[device]) if samples and not are_kept() else []
+        for process in compiling:
+            ended.callback(process.kill)
+        with _phase(end, metrics, "downloading" if not config.is_local else "checking", config.model_name):
+            folder, sha = fetch(config)
+            manifest = Manifest.read(folder)
+            is_remote = not config.is_local
+            config, fetch_rest, load = prepare(config, folder, manifest)
+            metrics.set_limits(config.max_batch_size or 0, config.max_input_tokens, config.max_total_tokens)
+        # The tokenizer is text's business and none of this process': it is looked after beside the weights.
+        command = [sys.executable, str(HERE / "text.py"), str(folder), str(configuration.run_dir())]
+        command += [config.tokenizer_config_path] if config.tokenizer_config_path else []
+        preparing = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        ended.callback(preparing.kill)
         if is_remote:
             with _phase(end, metrics, "downloading", f"the weights of {config.model_name}"):
                 fetch_rest()
-        if config.sampling != "device":
+        with _phase(end, metrics, "loading", "weights"):
+            model = load(lambda phase: end.report(Status(phase=phase, progress_at=time.monotonic())))
+        if samples:
             with _phase(end, metrics, "compiling", "the choice of tokens"):
+                for process in compiling:
+                    process.wait()
                 try:
-                    device = choose_device(config.device)
                     compile_loops(LOGITS[device], with_helper=device != "cpu")
                 except OSError as error:
                     raise ConfigError(
                         f"no room for what numba compiles ({error}); NUMBA_CACHE_DIR names another folder"
                     ) from error
-        with _phase(end, metrics, "loading", "weights"):
-            model = load(lambda phase: end.report(Status(phase=phase, progress_at=time.monotonic())))
         printed, complaint = preparing.communicate()
-    finally:
-        preparing.kill()
     if preparing.returncode:
         raise ConfigError((complaint.strip().splitlines() or [f"the tokenizer of {folder} cannot be used"])[-1])
     tokenizer = json.loads(printed)
@@ -763,6 +779,16 @@ def boot(config: Config, end: WorkerEnd, metrics: Metrics) -> Worker:
         web_processes=config.web_concurrency,
         metrics=metrics,
     )
+
+
+def _compile_aside(dtypes: Sequence[torch.dtype]) -> list[subprocess.Popen]:
+    """Has what choices of tokens run on compiled, in a process for each type of logits, while the model is loaded. It takes
+    longer than all else here, and numba compiles one thing after another."""
+    code = "import config; config.die_with_parent(); import sys, torch, sampling; "
+    code += "sampling.compile_loops([getattr(torch, sys.argv[1])])"
+    names = [str(dtype).removeprefix("torch.") for dtype in dtypes]
+    aside = {"cwd": HERE, "stdin": subprocess.DEVNULL, "stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+    return [subprocess.Popen([sys.executable, "-c", code, name], **aside) for name in names]
 
 
 Load = Callable[[Callable[[str], None]], StaticBatchModel]

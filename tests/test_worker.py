@@ -2,8 +2,11 @@
 Prometheus is told of it."""
 
 import json
+import os
 import queue
 import re
+import subprocess
+import sys
 import threading
 import time
 from collections import Counter, defaultdict
@@ -1293,3 +1296,23 @@ def test_a_request_that_cannot_be_sampled_for_ends_alone():
     bench.run()
     assert bench.ends[1] == "failed"
     assert len(bench.tokens[2]) == 2
+
+
+def test_what_a_process_aside_has_compiled_is_not_compiled_again(tmp_path):
+    code = """
+import sys, torch, logits, sampling, worker
+print(sampling.are_kept())
+if sys.argv[1:]:
+    print([process.wait() for process in worker._compile_aside([torch.float32])])
+sampling.compile_loops([torch.float32])
+loops = {**vars(logits), **vars(sampling)}
+print({name for name, loop in loops.items() if hasattr(loop, "stats") and loop.stats.cache_misses} - {"_uniform"} or "none")
+"""
+    told = []
+    for first in (["aside"], []):
+        command = [sys.executable, "-c", code, *first]
+        ran = subprocess.run(
+            command, cwd=HERE, env=os.environ | {"NUMBA_CACHE_DIR": str(tmp_path)}, capture_output=True, text=True, check=True
+        )
+        told.append(ran.stdout.split("\n"))
+    assert told == [["False", "[0]", "none", ""], ["True", "none", ""]]
