@@ -293,6 +293,8 @@ class _Layer(NamedTuple):
 class Plain:
     """What stands between the products of a `Decoder`, in calls of torch, on any device."""
 
+    attends_to_prompts = False  # so that not a bit of a token depends on those that it is run with
+
     def __init__(self, activation: Callable[[torch.Tensor], torch.Tensor]):
         self._activation = activation
 
@@ -330,7 +332,7 @@ class Compiled(Plain):
     def __init__(self, activation: Callable[[torch.Tensor], torch.Tensor], dtype: torch.dtype):
         super().__init__(activation)
         self._kernels = kernels_for(dtype)
-        self._attends_to_prompts = dtype == torch.bfloat16 and multiplies_few(torch.bfloat16)
+        self.attends_to_prompts = dtype == torch.bfloat16 and multiplies_few(torch.bfloat16)
         probe = torch.linspace(-8.0, 8.0, 100)
         self._is_silu = torch.equal(activation(probe), F.silu(probe))
 
@@ -342,7 +344,7 @@ class Compiled(Plain):
     ) -> torch.Tensor:
         rows, length = step.positions.shape
         self._kernels.rotate(qkv, angles, step.places, layer.store, step.rows.start, length)
-        if step.is_prefill and self._attends_to_prompts:
+        if step.is_prefill and self.attends_to_prompts:
             slot = step.rows.start
             return self._kernels.attend_prompt(qkv, step.begin, layer.store, slot, layer.scaling, layer.window)
         if step.is_prefill:
@@ -389,6 +391,7 @@ class Decoder:
         activation = body.layers[0].mlp.act_fn
         compiles = self._embedding.device.type == "cpu" and dtype in KERNEL_DTYPES
         self._between = Compiled(activation, dtype) if compiles else Plain(activation)
+        self.few = 0  # tokens that go through together, of which not a bit depends on the others
 
     @staticmethod
     def suits(model: nn.Module) -> bool:
@@ -414,25 +417,51 @@ class Decoder:
 
     def lay_out(self, form: type[Packed] | type[Int8]) -> None:
         """Gives every linear layer another form, and lets their weights go."""
-        self._head, self._embedding = _as(form, self._head), self._embedding.clone()  # see `pack`
+        made: list[Packed | Int8] = []
+
+        def as_form(linear: functools.partial) -> Callable[[torch.Tensor], torch.Tensor]:
+            made.append(form(**linear.keywords))
+            return made[-1].forward  # the method itself: calling a module costs as much as a small product
+
+        self._head, self._embedding = as_form(self._head), self._embedding.clone()  # see `pack`
         for number, layer in enumerate(self._layers):
-            linears = {name: _as(form, getattr(layer, name)) for name in ("qkv", "out", "gate_up", "down")}
+            linears = {name: as_form(getattr(layer, name)) for name in ("qkv", "out", "gate_up", "down")}
             self._layers[number] = layer._replace(**linears)
+        self.few = min(linear.few for linear in made) if self._between.attends_to_prompts else 0
 
     def __call__(self, tokens: torch.Tensor, step: Step, logits_to_keep: int) -> torch.Tensor:
         """tokens: int64 [rows, q] → [rows, logits_to_keep, vocab], the logits after the last of them; 0: all."""
         rows, length = tokens.shape
-        between, (cos, sin) = self._between, self._rotary(self._embedding, position_ids=step.positions)
-        angles = cos.flatten(0, 1).contiguous(), sin.flatten(0, 1).contiguous()
-        x = F.embedding(tokens.flatten(), self._embedding)
+        x, delta = self._layers_of(tokens.flatten(), [step])
+        x, delta = (t.view(rows, length, -1)[:, -logits_to_keep:].flatten(0, 1).contiguous() for t in (x, delta))
+        return self._head(self._between.add_norm(x, delta, self._norm)).view(rows, -1, self._vocab_size)
+
+    def both(self, tokens: torch.Tensor, step: Step, prompt: torch.Tensor, part: Step) -> torch.Tensor:
+        """A decode step, int64 [rows, 1], and a part of a prompt, int64 [1, q], in one pass, so that each weight is read once.
+        A row of the step that is free may be the prompt's. Returns [rows + 1, vocab], the logits after the last token of each.
+        """
+        rows = len(tokens)
+        x, delta = self._layers_of(torch.cat((tokens[:, 0], prompt[0])), [step, part])
+        x, delta = (torch.cat((t[:rows], t[-1:])) for t in (x, delta))
+        return self._head(self._between.add_norm(x, delta, self._norm))
+
+    def _layers_of(self, tokens: torch.Tensor, steps: Sequence[Step]) -> tuple[torch.Tensor, torch.Tensor]:
+        """int64 [tokens], those of one step after those of the other → [tokens, hidden], and what is to be added to it."""
+        between, counts = self._between, [step.positions.numel() for step in steps]
+        positions = torch.cat([step.positions.flatten() for step in steps])
+        cos, sin = (angles[0].contiguous() for angles in self._rotary(self._embedding, position_ids=positions[None]))
+        angles = list(zip(cos.split(counts), sin.split(counts)))
+        x = F.embedding(tokens, self._embedding)
         delta = torch.zeros_like(x)
         for layer in self._layers:
-            qkv = layer.qkv(between.add_norm(x, delta, layer.input_norm))
-            delta = layer.out(between.attention(layer, qkv.unflatten(-1, (-1, self._head_size)), angles, step))
-            gate_up = layer.gate_up(between.add_norm(x, delta, layer.norm))
+            qkv = layer.qkv(between.add_norm(x, delta, layer.input_norm)).unflatten(-1, (-1, self._head_size))
+            if len(steps) == 1:
+                looked = between.attention(layer, qkv, angles[0], steps[0])
+            else:
+                looked = torch.cat([between.attention(layer, *own) for own in zip(qkv.split(counts), angles, steps)])
+            gate_up = layer.gate_up(between.add_norm(x, layer.out(looked), layer.norm))
             delta = layer.down(between.gate(gate_up))
-        x, delta = (t.view(rows, length, -1)[:, -logits_to_keep:].flatten(0, 1).contiguous() for t in (x, delta))
-        return self._head(between.add_norm(x, delta, self._norm)).view(rows, -1, self._vocab_size)
+        return x, delta
 
 
 def _parts(module: nn.Module | None) -> set[str]:
@@ -452,7 +481,3 @@ def _joined(*linears: nn.Linear) -> functools.partial:
         for linear, part in zip(linears, weight.split([linear.out_features for linear in linears])):
             linear.weight = nn.Parameter(part, requires_grad=False)
     return functools.partial(F.linear, weight=weight, bias=bias if bias is None else bias.detach())
-
-
-def _as(form: type[Packed] | type[Int8], linear: functools.partial) -> Callable[[torch.Tensor], torch.Tensor]:
-    return form(**linear.keywords).forward  # the method itself: calling a module costs as much as a small product

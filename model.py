@@ -48,6 +48,7 @@ class StaticBatchModel(Protocol):
     quantize: str | None  # "int8" where the weights are rounded to it
     gives_prompt_logits: bool  # whether `score` can be used
     prompt_part: int | None  # tokens of a prompt that `prefill_part` runs at a time; None: a prompt runs as a whole
+    most_along: int  # tokens of a prompt that a step can take along; 0: none
     sampling: str  # "host", or "device": then prefill and decode return ids that it chose instead of logits, int64 [] and [n]
 
     def set_sampling(self, slot: int, top_k: int, top_p: float, temperature: float) -> None:
@@ -57,10 +58,9 @@ class StaticBatchModel(Protocol):
     def prefill(self, slot: int, prompt: list[int]) -> torch.Tensor:
         """Runs a prompt of 1 to max_input_tokens ids into `slot`. Returns the logits after it: float32 or bfloat16 [vocab]."""
 
-    def prefill_part(self, slot: int, prompt: list[int], begin: int) -> torch.Tensor | None:
-        """Runs the part of a prompt that begins at `begin`, `prompt_part` tokens or what is left: the first call with 0. Steps
-        of other slots may come between. Returns what `prefill` returns with the last part, else None. Only where `prompt_part`
-        is not None."""
+    def prefill_part(self, slot: int, prompt: list[int], begin: int, end: int) -> torch.Tensor:
+        """Runs one of the `parts_of` a prompt. Steps of other slots may come between two of them. Returns the logits after its
+        last token, as `prefill` does. Only where `prompt_part` is not None."""
 
     def score(self, slot: int, prompt: list[int]) -> Iterator[torch.Tensor]:
         """Does what `prefill` does, and yields the logits after each token of the prompt, in order: float32 [n, vocab] with
@@ -70,9 +70,34 @@ class StaticBatchModel(Protocol):
         """One step for all live slots: int64 [n] each, slots ascending. Returns float32 or bfloat16 [n, vocab], which later
         calls leave as it is. It may lie in memory in any order; sampling.py is quick with the two usual ones."""
 
+    def decode_along(
+        self,
+        tokens: torch.Tensor,
+        positions: torch.Tensor,
+        slots: torch.Tensor,
+        slot: int,
+        prompt: list[int],
+        begin: int,
+        end: int,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """A step, and meanwhile a part of a prompt in another slot: what `decode` and `prefill_part` return. It may be any
+        part of 2 to `most_along` tokens, which changes nothing. Only where `most_along` is not 0."""
+
     def understudy(self) -> StaticBatchModel | None:
         """One for rehearsals (rehearsal.py), without a device: over at once, with few slots, and no last position. Asked for
         where the host samples; None where the loop's own thread works all through a step, and forgets nothing."""
+
+
+def parts_of(prompt: Sequence[int], most: int | None, begin: int = 0) -> Iterator[tuple[int, int]]:
+    """Where the parts of at most so many tokens begin and end in which a prompt is run from `begin` on; None: it is one. No
+    part has one token unless that is all: it would be computed as that of a step is, and its last bits would depend on the
+    cut."""
+    while begin < len(prompt):
+        end = min(begin + (most or len(prompt)), len(prompt))
+        if len(prompt) - end == 1 and end - begin > 2:
+            end -= 1
+        yield begin, end
+        begin = end
 
 
 FACTS = ("*.json", "*.model", "*.jinja", "*.txt")

@@ -169,7 +169,7 @@ class NeuronModel:
 
     device = "neuron"
     gives_prompt_logits = False
-    prompt_part = None
+    prompt_part, most_along = None, 0
 
     def __init__(self, build: Build, work_dir: Path, announce: Callable[[str], None] = lambda phase: None):
         """`work_dir` is a folder of this run, in which the checkpoint is laid out as the library can read it. `announce` is

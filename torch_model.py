@@ -40,7 +40,7 @@ from decoder import (
     zeros,
 )
 from hub import first_line
-from model import ModelError, reported_as
+from model import ModelError, parts_of, reported_as
 
 logger = logging.getLogger("model")
 
@@ -48,7 +48,7 @@ ATTENTION = "static_batch"
 A_LAYER = 7  # linear layers, or about as many
 CHECK_TOKENS = 12
 CHECK_CHUNK = 5
-PREFILL_CHUNK = 128  # tokens of a prompt between two steps of the others; always the same, as the last bits depend on it
+PREFILL_CHUNK = 128  # tokens of a prompt between two steps of the others; always the same, as last bits may depend on it
 SCORE_CHUNK = 128  # tokens; the logits of 2,048 tokens at once would be 1 GB for a vocabulary of 128k
 
 
@@ -143,19 +143,14 @@ class TorchModel:
 
     def prefill(self, slot: int, prompt: list[int]) -> torch.Tensor:
         assert 0 <= slot < self.batch_size and 1 <= len(prompt) <= self.max_input_tokens
-        for begin in range(0, len(prompt), self.prompt_part or len(prompt)):
-            logits = self._prefill(slot, prompt, begin)
+        for begin, end in parts_of(prompt, self.prompt_part):
+            logits = self.prefill_part(slot, prompt, begin, end)
         return logits
 
-    def prefill_part(self, slot: int, prompt: list[int], begin: int) -> torch.Tensor | None:
-        assert 0 <= slot < self.batch_size and 0 <= begin < len(prompt) <= self.max_input_tokens
-        logits = self._prefill(slot, prompt, begin)
-        return logits if self._held[slot] == len(prompt) else None
-
-    def _prefill(self, slot: int, prompt: list[int], begin: int) -> torch.Tensor:
-        part = prompt[begin : begin + (self.prompt_part or len(prompt))]
-        self._held[slot] = begin + len(part)
-        return self._run_prompt(slot, part, begin, logits_to_keep=1)[0]
+    def prefill_part(self, slot: int, prompt: list[int], begin: int, end: int) -> torch.Tensor:
+        assert 0 <= slot < self.batch_size and 0 <= begin < end <= len(prompt) <= self.max_input_tokens
+        self._held[slot] = end
+        return self._run_prompt(slot, prompt[begin:end], begin, logits_to_keep=1)[0]
 
     @property
     def prompt_part(self) -> int | None:
@@ -166,8 +161,8 @@ class TorchModel:
         return self._score(slot, prompt, SCORE_CHUNK)
 
     def _score(self, slot: int, prompt: list[int], chunk: int) -> Iterator[torch.Tensor]:
-        for begin in range(0, len(prompt), chunk):
-            yield self._run_prompt(slot, prompt[begin : begin + chunk], begin, logits_to_keep=0)
+        for begin, end in parts_of(prompt, chunk):
+            yield self._run_prompt(slot, prompt[begin:end], begin, logits_to_keep=0)
 
     def _run_prompt(self, slot: int, ids: list[int], begin: int, logits_to_keep: int) -> torch.Tensor:
         """Runs the part of a prompt that begins at position `begin`. Returns float32 [logits_to_keep, vocab]; 0: all."""
@@ -179,6 +174,29 @@ class TorchModel:
     def understudy(self) -> None:
         return None
 
+    @property
+    def most_along(self) -> int:
+        return max(0, self._decoder.few - self.batch_size) if self._decoder and self.gives_prompt_logits else 0
+
+    @torch.inference_mode()
+    def decode_along(
+        self,
+        tokens: torch.Tensor,
+        positions: torch.Tensor,
+        slots: torch.Tensor,
+        slot: int,
+        prompt: list[int],
+        begin: int,
+        end: int,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        assert 1 < end - begin <= self.most_along and slot not in slots
+        length, rows = in_blocks(int(positions.max()) + 1, self.max_total_tokens), int(slots[-1]) + 1
+        tokens, positions = self._with_free_rows(tokens, positions, slots, rows)
+        self._held[slot] = end
+        part = torch.tensor([prompt[begin:end]]), Step(slice(slot, slot + 1), torch.arange(begin, end)[None], end)
+        logits = self._decoder.both(tokens[:, None], Step(slice(0, rows), positions[:, None], length), *part).float()
+        return logits[slots], logits[-1]
+
     def decode(self, tokens: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
         longest, rows = int(positions.max()) + 1, int(slots[-1]) + 1
         assert longest <= self.max_total_tokens and rows <= self.batch_size
@@ -186,17 +204,24 @@ class TorchModel:
         rows = min(max(rows, 2), self.batch_size)
         recorded = self._recorded.rows_for(rows) if self._recorded else None
         rows = recorded or rows
-        has_free_rows = len(slots) < rows
-        if has_free_rows:  # they run too, on token 0 where a prompt that is run in parts goes on: its next part overwrites that
-            of_rows = torch.tensor([[0] * rows, self._held[:rows]])
-            of_rows[:, slots] = torch.stack((tokens, positions))
-            tokens, positions = of_rows
+        tokens, positions = self._with_free_rows(tokens, positions, slots, rows)
         if recorded:
             logits = self._recorded(tokens, positions, longest).cpu()
         else:
             length = in_blocks(longest, self.max_total_tokens)
             logits = self._step(tokens[:, None].to(self.device), positions[:, None].to(self.device), length).cpu()
-        return logits[slots] if has_free_rows else logits
+        return logits[slots] if len(slots) < rows else logits
+
+    def _with_free_rows(
+        self, tokens: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor, rows: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Of all the first rows: those that are free run too, on token 0 where a prompt that is run in parts goes on. Its next
+        part overwrites that."""
+        if len(slots) == rows:
+            return tokens, positions
+        of_rows = torch.tensor([[0] * rows, self._held[:rows]])
+        of_rows[:, slots] = torch.stack((tokens, positions))
+        return of_rows[0], of_rows[1]
 
     def _step(self, tokens: torch.Tensor, positions: torch.Tensor, length: int) -> torch.Tensor:
         """The first rows' next logits: int64 [rows, 1] each, looking at so much of the window → float32 [rows, vocab]."""

@@ -34,7 +34,7 @@ import config as configuration
 from config import HERE, Config, ConfigError, Manifest
 from logits import Helper, Logits
 from metrics import Metrics
-from model import DeviceLost, ModelError, StaticBatchModel, choose_device, fetch, fetch_weights
+from model import DeviceLost, ModelError, StaticBatchModel, choose_device, fetch, fetch_weights, parts_of
 from protocol import (
     Answered,
     Cancel,
@@ -68,6 +68,8 @@ logger = logging.getLogger("worker")
 
 MOST_PROMPT_TOKENS = 2048  # that those who run are held up for while many wait
 MANY_WAITING = 0.3  # of those who run
+HELD_UP = 1.5  # times as long as it takes alone may a step take longer because of a prompt that goes along
+LEAST_ALONG = 8  # tokens
 LOGITS = {"neuron": (torch.float32, torch.bfloat16), "cuda": (torch.float32,), "cpu": (torch.float32,)}  # as they come
 MOST_UNTOLD = 2  # calls to the device whose gains wait to be told; the next one waits for the telling then
 
@@ -332,6 +334,8 @@ class Worker:
             return
         ran = 0
         while ran < self._most_prompt_tokens() and (self._prompting or self._take_up(ran)):
+            if self._goes_along(self._prompting):
+                return
             ran += self._run_prompt(self._prompting)
             if self._known:
                 self.receive()  # for who hangs up meanwhile
@@ -371,13 +375,27 @@ class Worker:
         self.metrics.series("batch_inference_count", "prefill").inc()
         return True
 
+    def _goes_along(self, prompting: Prompting) -> bool:
+        """Whether a prompt is run along with the steps of others, not between them: each weight is read once for both, and
+        those who run wait less. A short one is sooner through on its own."""
+        if self.model.most_along == 0 or self.max_batch_prefill_tokens or prompting.request.generate.prompt_logprobs:
+            return False
+        length = len(prompting.request.generate.prompt)
+        return length > self.model.prompt_part and length - prompting.begin > 1 and any(True for _ in self.slots.live())
+
+    def _end_of_part_along(self, prompting: Prompting) -> int:
+        """Up to where the next step takes a prompt along: as far as those who run are not held up for too long."""
+        a_token_s = self._pace.typical_s("along") or self._pace.typical_s("prefill")
+        most = int(HELD_UP * self._pace.typical_s("decode") / a_token_s) if a_token_s else 0
+        most = max(LEAST_ALONG, min(most, self.model.prompt_part, self.model.most_along))
+        return next(parts_of(prompting.request.generate.prompt, most, prompting.begin))[1]
+
     def _run_prompt(self, prompting: Prompting) -> int:
         """Runs the prompt, or the next part of it. Returns how many tokens that were."""
         slot, request, generate = prompting.slot, prompting.request, prompting.request.generate
         in_parts = self.model.prompt_part is not None and not generate.prompt_logprobs
-        tokens = len(generate.prompt) - prompting.begin
-        if in_parts:
-            tokens = min(tokens, self.model.prompt_part)
+        begin, end = next(parts_of(generate.prompt, self.model.prompt_part if in_parts else None, prompting.begin))
+        tokens = end - begin
         began_at = time.monotonic()
         logprobs, top = [], []
         kind = "score" if generate.prompt_logprobs else "prefill"
@@ -387,7 +405,7 @@ class Worker:
                 chunks = self.model.score(slot, generate.prompt)
                 output, logprobs, top = prompt_logprobs(chunks, generate.prompt, generate.top_n_tokens)
             elif in_parts:
-                output = self.model.prefill_part(slot, generate.prompt, prompting.begin)
+                output = self.model.prefill_part(slot, generate.prompt, begin, end)
             else:
                 if self.model.sampling == "device":
                     self.model.set_sampling(slot, *device_parameters(generate.sampling))
@@ -402,10 +420,24 @@ class Worker:
             return tokens
         self._progress_at = time.monotonic()
         self._pace.learn(kind, self._progress_at - began_at, tokens)
-        prompting.begin += tokens
-        prompting.ran_s += self._progress_at - began_at
-        if output is None:
-            return tokens
+        self._went_on(prompting, end, self._progress_at - began_at, output, logprobs, top)
+        return tokens
+
+    def _went_on(
+        self,
+        prompting: Prompting,
+        end: int,
+        ran_s: float,
+        output: torch.Tensor,
+        logprobs: list[float],
+        top: list[list[tuple[int, float]]],
+    ) -> None:
+        """Notes how far a prompt has been run, and how long that took. After the last part of it there is its first token."""
+        request, generate = prompting.request, prompting.request.generate
+        prompting.begin = end
+        prompting.ran_s += ran_s
+        if end < len(generate.prompt):
+            return
         self._prompting, self._running, self._steps_since_prompt = None, None, 0
         request.prefilled_at = time.monotonic()
         prompt = Prompt(generate.id, request.started_at - request.arrived_at, logprobs, top)
@@ -415,10 +447,9 @@ class Worker:
             self.metrics.series("batch_concat_duration", "decode").observe(prompting.ran_s)
         else:
             self._tokens_at = self._progress_at
-        return tokens
 
     def decode(self) -> None:
-        """One step: every busy slot gains one token."""
+        """One step: every busy slot gains one token. A part of a long prompt may go along."""
         if self._running is None:
             live = list(self.slots.live())
             if not live:
@@ -427,15 +458,24 @@ class Worker:
             self._inputs[len(live)].fill(slots, requests)
             self._running = Running(requests, _plan(requests), self._inputs[len(live)])
         requests, plan, given = self._running
-        self.tell(look=(len(requests) * self.model.vocab_size, time.monotonic() + self._pace.typical_s("decode")))
+        along = self._prompting if self._prompting and self._goes_along(self._prompting) else None
+        if along:
+            end = self._end_of_part_along(along)
+            self.tell(self._pace.patience_s("decode") + self._pace.patience_s("prefill", end - along.begin))
+        else:
+            self.tell(look=(len(requests) * self.model.vocab_size, time.monotonic() + self._pace.typical_s("decode")))
         started_at = time.monotonic()
         try:
-            output = self.model.decode(*given.tensors)
+            if along:
+                prompt = along.request.generate.prompt
+                output, of_prompt = self.model.decode_along(*given.tensors, along.slot, prompt, along.begin, end)
+            else:
+                output = self.model.decode(*given.tensors)
         except Exception as error:
             logger.exception("a step of %d slots failed", len(requests))
             self.metrics.series("batch_inference_count", "decode").inc()
             self.metrics.series("batch_inference_failure", "decode").inc()
-            for request in requests:
+            for request in (*requests, *([along.request] if along else ())):
                 self._end(request, "failed", "a step on the device failed")
             if isinstance(error, DeviceLost):
                 raise
@@ -443,9 +483,15 @@ class Worker:
         self.steps += 1
         self._steps_since_prompt += 1
         gain = self._gain(requests, plan, output, started_at)
-        self._pace.learn("decode", gain.ran_at - started_at)
         if self._running:
             given.go_on(gain.tokens)
+        ran_s = gain.ran_at - started_at
+        if along:
+            longer_s = max(0.0, ran_s - self._pace.typical_s("decode"))
+            self._pace.learn("along", longer_s, end - along.begin)
+            self._went_on(along, end, longer_s, of_prompt, [], [])
+        else:
+            self._pace.learn("decode", ran_s)
 
     def tell(self, patience_s: float | None = None, look: tuple[int, float] | None = None) -> None:
         """Tells what was gained, and how the worker is doing: the device may take `patience_s` for what it is given next, by

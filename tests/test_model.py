@@ -30,7 +30,7 @@ import decoder
 import torch_model
 from config import HERE, Config, Manifest
 from cuda_graphs import RecordedSteps
-from model import ModelError, convert_tokenizer, fetch
+from model import ModelError, convert_tokenizer, fetch, parts_of
 from worker import prepare
 
 LENGTHS = (1, 2, 5, 11, 16, POSITIONS - 1)  # around the sliding window of 8, and as long as a prompt can be
@@ -465,7 +465,7 @@ def test_scoring_changes_no_neighbour_and_finds_nothing_of_who_was_there(zoo, fa
 def test_the_logits_of_a_prompt_come_in_parts_of_bounded_size(zoo, monkeypatch):
     monkeypatch.setattr(torch_model, "SCORE_CHUNK", 3)
     parts = list(zoo.served("llama", 4).score(1, list(range(10))))
-    assert [(tuple(part.shape), part.dtype) for part in parts] == [((n, VOCABULARY), torch.float32) for n in (3, 3, 3, 1)]
+    assert [(tuple(part.shape), part.dtype) for part in parts] == [((n, VOCABULARY), torch.float32) for n in (3, 3, 2, 2)]
 
 
 @pytest.mark.parametrize("failure", ["other logits", "an exception"])
@@ -729,10 +729,8 @@ def test_steps_of_others_between_the_parts_of_a_prompt_change_neither(zoo, famil
     model = zoo.served(family, 4)
     long, other = zoo.of_length(family, 16, 5)
     tokens = [int(model.prefill(2, other.prompt).argmax())]
-    logits = None
-    for begin in range(0, 16, 3):
-        assert logits is None
-        logits = model.prefill_part(1, long.prompt, begin)
+    for begin, end in parts_of(long.prompt, 3):
+        logits = model.prefill_part(1, long.prompt, begin, end)
         step = model.decode(torch.tensor([tokens[-1]]), torch.tensor([4 + len(tokens)]), torch.tensor([2]))
         tokens.append(int(step[0].argmax()))
     ids = [int(logits.argmax())]
@@ -740,6 +738,51 @@ def test_steps_of_others_between_the_parts_of_a_prompt_change_neither(zoo, famil
         ids.append(int(model.decode(torch.tensor([ids[-1]]), torch.tensor([15 + len(ids)]), torch.tensor([1]))[0].argmax()))
     assert ids == long.tokens
     assert tokens[: len(other.tokens)] == other.tokens[: len(tokens)]
+
+
+@packs
+@pytest.mark.parametrize("quantize", [None, "int8"])
+def test_a_prompt_may_go_along_with_the_steps_of_others_which_changes_not_a_bit(zoo, quantize):
+    """In parts of any size, in a slot above theirs, below, or between."""
+    if not (decoder.multiplies_few(torch.bfloat16) and decoder.multiplies_few(torch.int8)):
+        pytest.skip("this CPU has no kernels of ours for a few rows")
+    model = serve(zoo.folder("llama"), max_batch_size=4, dtype="bfloat16", quantize=quantize)
+    assert model.most_along == 128 - 4
+    long, *others = zoo.of_length("llama", 16, 5, 11)
+    prompt, positions = long.prompt, torch.tensor([len(other.prompt) for other in others])
+    alone = model.prefill(0, prompt)
+    tokens, steps = torch.tensor([other.tokens[0] for other in others]), {}
+    for slot, named in (3, [0, 2]), (1, [0, 2]), (0, [1, 3]):
+        for cut in ([0, 16], [0, 7, 9, 16], [0, 2, 14, 16]):
+            for other, own in zip(others, named):
+                model.prefill(own, other.prompt)
+            for begin, end in itertools.pairwise(cut):
+                along, after = model.decode_along(tokens, positions, torch.tensor(named), slot, prompt, begin, end)
+                steps.setdefault("along", along)
+                assert torch.equal(along, steps["along"])
+            assert torch.equal(after, alone)
+            step = model.decode(tokens, positions, torch.tensor(named))
+            assert torch.equal(step, steps["along"])
+            following = model.decode(torch.tensor([9]), torch.tensor([16]), torch.tensor([slot]))
+            assert torch.equal(following, steps.setdefault("following", following))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_only_where_kernels_tell_each_token_by_itself_does_a_prompt_go_along(zoo, dtype):
+    goes_along = dtype == "bfloat16" and decoder.multiplies_few(torch.bfloat16)
+    assert bool(serve(zoo.folder("llama"), dtype=dtype).most_along) == goes_along
+    assert serve(zoo.folder("gpt2"), dtype=dtype).most_along == 0
+    assert serve(zoo.folder("llama"), max_batch_size=128, dtype=dtype).most_along == 0
+
+
+@given(length=st.integers(1, 2000), most=st.integers(3, 300) | st.none(), begin=st.integers(0, 1998))
+def test_the_parts_of_a_prompt_follow_each_other_and_none_is_a_single_token(length, most, begin):
+    prompt = [1] * (begin + length)
+    parts = list(parts_of(prompt, most, begin))
+    assert parts[0][0] == begin and parts[-1][1] == begin + length
+    assert all(end == begin for (_, end), (begin, _) in itertools.pairwise(parts))
+    assert all(end - begin <= (most or length) for begin, end in parts)
+    assert length == 1 or all(end - begin > 1 for begin, end in parts)
 
 
 IN_EACH_TYPE = [

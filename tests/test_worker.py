@@ -41,7 +41,7 @@ from protocol import (
     WorkerEnd,
 )
 from protocol import Metrics as MetricsText
-from worker import Pace, Worker
+from worker import HELD_UP, LEAST_ALONG, Pace, Prompting, Request, Worker
 
 WAIT_S = 20
 
@@ -582,6 +582,80 @@ def test_a_long_prompt_is_run_in_parts_and_the_others_gain_a_token_after_each():
     bench.run()
     assert bench.tokens[1] == greedy([1, 2], 20)
     assert bench.tokens[2] == greedy(list(range(1, 11)), 5)
+
+
+def test_a_long_prompt_goes_along_with_the_steps_of_others():
+    bench = Bench()
+    bench.model.prompt_part, bench.model.most_along = 8, 12
+    bench.arrive(Generate(1, [1, 2], 20))
+    bench.turn()
+    long = list(range(1, 34))
+    bench.arrive(Generate(2, long, 5))
+    gained = [len(bench.tokens[1])]
+    bench.turn()
+    gained.append(len(bench.tokens[1]))
+    bench.arrive(Generate(3, [7, 8, 9], 5))  # it waits for the long one
+    while not bench.tokens[2]:
+        bench.turn()
+        gained.append(len(bench.tokens[1]))
+    assert gained == list(range(gained[0], gained[0] + len(gained))), "each turn is a step"
+    assert sum(bench.model.along) == len(long) and max(bench.model.along) <= 8
+    bench.run()
+    for i, prompt, tokens in (1, [1, 2], 20), (2, long, 5), (3, [7, 8, 9], 5):
+        assert bench.tokens[i] == greedy(prompt, tokens)
+
+
+def test_no_prompt_goes_along_where_nobody_runs_or_its_tokens_are_limited_or_told_of():
+    bench = Bench()
+    bench.model.prompt_part, bench.model.most_along = 4, 12
+    long = list(range(1, 20))
+    bench.arrive(Generate(1, long, 20, ignore_eos=True))
+    while not bench.tokens[1]:
+        bench.turn()
+    bench.arrive(Generate(2, long, 20, prompt_logprobs=True, ignore_eos=True))
+    bench.turn()
+    bench.worker.max_batch_prefill_tokens = 4
+    bench.arrive(Generate(3, long, 5))
+    bench.run()
+    assert bench.model.along == []
+
+
+def test_when_those_who_ran_have_ended_the_rest_of_a_prompt_is_run_alone():
+    bench = Bench()
+    bench.model.prompt_part, bench.model.most_along = 8, 12
+    bench.arrive(Generate(1, [1, 2], 3))
+    bench.turn()
+    long = list(range(1, 39))
+    bench.arrive(Generate(2, long, 2))
+    bench.run()
+    assert 0 < sum(bench.model.along) < len(long)
+    assert bench.tokens[2] == greedy(long, 2)
+
+
+def test_a_step_that_fails_with_a_prompt_along_ends_them_all():
+    bench = Bench()
+    bench.model.prompt_part, bench.model.most_along = 4, 12
+    bench.arrive(Generate(1, [1], 8))
+    bench.turn()
+    bench.arrive(Generate(2, list(range(1, 20)), 8))
+    bench.model.fail_next_decode = True
+    bench.run()
+    assert bench.ends[1] == bench.ends[2] == "failed"
+
+
+def test_no_more_of_a_prompt_goes_along_than_those_who_run_can_wait_for():
+    bench = Bench()
+    bench.model.prompt_part, bench.model.most_along = 128, 100
+    prompting = Prompting(0, Request(b"", 0, Generate(1, [1] * 1000, 5), 0.0, None, None, 5), True)
+    assert bench.worker._end_of_part_along(prompting) == LEAST_ALONG, "nothing is known yet"
+    for _ in range(50):
+        bench.worker._pace.learn("decode", 0.020)
+        bench.worker._pace.learn("prefill", 0.100, 100)
+    assert bench.worker._end_of_part_along(prompting) == pytest.approx(HELD_UP * 20, abs=1)
+    bench.worker._pace.learn("along", 0.100, 20)  # it is further from its beginning, and each token takes longer
+    assert bench.worker._end_of_part_along(prompting) == LEAST_ALONG
+    prompting.begin = 1000 - LEAST_ALONG - 1
+    assert bench.worker._end_of_part_along(prompting) == 998, "no token is left over"
 
 
 @pytest.mark.parametrize("goes", ["cancel", "gone"])

@@ -39,6 +39,8 @@ class FakeModel:
 
     def __init__(self, batch_size: int = 3, max_total_tokens: int = 40, vocab_size: int = VOCABULARY, sampling: str = "host"):
         self.prompt_part: int | None = None
+        self.most_along = 0
+        self.along: list[int] = []  # how many tokens of prompts went along with each step that took some
         self.sampling = sampling
         self.lines: dict[int, tuple[int, float, float]] = {}  # slot → top_k, top_p, temperature
         self.ready_slots: set[int] = set()  # told how to sample, and not prefilled yet
@@ -67,12 +69,21 @@ class FakeModel:
             self.ready_slots.remove(slot)
         return self._answer(next_logits(prompt, self.vocab_size)[None], [slot])[0]
 
-    def prefill_part(self, slot: int, prompt: list[int], begin: int) -> torch.Tensor | None:
-        assert begin == (len(self.cache[slot]) if begin else 0), "parts follow each other"
-        if begin + self.prompt_part >= len(prompt):
+    def prefill_part(self, slot: int, prompt: list[int], begin: int, end: int) -> torch.Tensor:
+        assert end - begin <= self.prompt_part
+        return self._prefill_part(slot, prompt, begin, end)
+
+    def _prefill_part(self, slot: int, prompt: list[int], begin: int, end: int) -> torch.Tensor:
+        assert begin == (len(self.cache[slot]) if begin else 0) < end <= len(prompt), "parts follow each other"
+        if end == len(prompt):
             return self.prefill(slot, prompt)
-        self.cache[slot] = prompt[: begin + self.prompt_part]
-        return None
+        self.cache[slot] = prompt[:end]
+        return next_logits(prompt[:end], self.vocab_size)
+
+    def decode_along(self, tokens, positions, slots, slot: int, prompt: list[int], begin: int, end: int):
+        assert 1 < end - begin <= self.most_along and slot not in slots.tolist()
+        self.along.append(end - begin)
+        return self.decode(tokens, positions, slots), self._prefill_part(slot, prompt, begin, end)
 
     def understudy(self) -> FakeModel:
         return FakeModel(2, 10**6, self.vocab_size)
