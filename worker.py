@@ -68,7 +68,7 @@ logger = logging.getLogger("worker")
 
 MOST_PROMPT_TOKENS = 2048  # that those who run are held up for while many wait
 MANY_WAITING = 0.3  # of those who run
-HELD_UP = 1.5  # times as long as it takes alone may a step take longer because of a prompt that goes along
+HELD_UP = 2.0  # times as long as it takes alone may a step take longer because of a prompt that goes along
 LEAST_ALONG = 8  # tokens
 LOGITS = {"neuron": (torch.float32, torch.bfloat16), "cuda": (torch.float32,), "cpu": (torch.float32,)}  # as they come
 MOST_UNTOLD = 2  # calls to the device whose gains wait to be told; the next one waits for the telling then
@@ -126,25 +126,23 @@ class Pace:
     MANY_TIMES = 20
     LEAST_S = 5.0  # a busy machine delays everything by that much now and then
     FIRST_S = 100.0  # the first of a kind, of which nothing is known, and a second for each of its tokens
-    WEIGHT = 0.2  # of the newest in the running mean
+    REMEMBERED = 9  # times of a kind, of which the middle one is typical: a few may be disturbed
 
     def __init__(self):
-        self._seconds: dict[str, float] = {}  # a token, by kind of work
+        self._seconds: dict[str, deque[float]] = {}  # a token, by kind of work
 
     def patience_s(self, kind: str, tokens: int = 1) -> float:
-        typical = self._seconds.get(kind)
-        if typical is None:
+        if kind not in self._seconds:
             return self.FIRST_S + tokens
-        return max(self.LEAST_S, self.MANY_TIMES * typical * tokens)
+        return max(self.LEAST_S, self.MANY_TIMES * self.typical_s(kind) * tokens)
 
     def typical_s(self, kind: str) -> float:
         """Of a token; 0 as long as nothing is known."""
-        return self._seconds.get(kind, 0.0)
+        times = self._seconds.get(kind, ())
+        return sorted(times)[len(times) // 2] if times else 0.0
 
     def learn(self, kind: str, seconds: float, tokens: int = 1) -> None:
-        seconds /= tokens
-        typical = self._seconds.setdefault(kind, seconds)
-        self._seconds[kind] = typical + self.WEIGHT * (seconds - typical)
+        self._seconds.setdefault(kind, deque(maxlen=self.REMEMBERED)).append(seconds / tokens)
 
 
 @dataclass(slots=True)
