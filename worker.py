@@ -376,7 +376,8 @@ class Worker:
     def _goes_along(self, prompting: Prompting) -> bool:
         """Whether a prompt is run along with the steps of others, not between them: each weight is read once for both, and
         those who run wait less. A short one is sooner through on its own."""
-        if self.model.most_along == 0 or self.max_batch_prefill_tokens or prompting.request.generate.prompt_logprobs:
+        can_go = self.model.most_along >= LEAST_ALONG and not prompting.request.generate.prompt_logprobs
+        if not can_go or self.max_batch_prefill_tokens:
             return False
         length = len(prompting.request.generate.prompt)
         return length > self.model.prompt_part and length - prompting.begin > 1 and any(True for _ in self.slots.live())

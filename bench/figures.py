@@ -38,6 +38,8 @@ from load import (
 )
 
 KINDS = {"greedy": None, "sampled": SAMPLED}
+# As OpenAI's clients ask, who have no top_k. Told as it is: sums over whole vocabularies are more work.
+MORE_KINDS = {"top-p alone": {name: value for name, value in SAMPLED.items() if name != "top_k"}}
 FLAT = 0.05
 Key = TypeVar("Key")
 WINDOW_TOKENS = 330  # how many of a window's last positions are looked at
@@ -181,9 +183,9 @@ def measure(plan: Plan, results: Results, tick: Callable[[], None]) -> None:
     for device, reach in plan.devices:
         with serve(device) as server:
             target = find(server.url)
-            for kind, sampling in KINDS.items():
+            for kind, sampling in (KINDS | MORE_KINDS).items():
                 rounds = Subject(server, target, streams_for(target, device, device.slots, sampling)).rounds(plan, plan.rounds)
-                _efficiency(results, rounds, device, kind, reach)
+                _efficiency(results, rounds, device, kind, reach if kind in KINDS else None)
                 if device is first and sampling is None:
                     _jitter(results, rounds, device)
                 tick()
@@ -205,10 +207,11 @@ def measure(plan: Plan, results: Results, tick: Callable[[], None]) -> None:
 def ticks(plan: Plan) -> int:
     """How many steps the progress bar has."""
     cases = 2 * len(sampler.CASES) * len(plan.sampler[2])
-    return 2 * len(plan.devices) + 1 + len(plan.concurrencies) + 5 * plan.rounds + 2 * len(plan.devices[:2]) + cases
+    cases += len(KINDS | MORE_KINDS) * len(plan.devices)
+    return 1 + len(plan.concurrencies) + 5 * plan.rounds + 2 * len(plan.devices[:2]) + cases
 
 
-def _efficiency(results: Results, rounds: Sequence[Round], device: Device, kind: str, reach: float) -> None:
+def _efficiency(results: Results, rounds: Sequence[Round], device: Device, kind: str, reach: float | None) -> None:
     results.add(f"serving efficiency: {named(device, kind)}", efficiency(rounds, device), "of the device", reach, at_least=True)
     results.add(f"throughput: {named(device, kind)}", [each.window.tokens_per_s for each in rounds], "tokens/s")
     for name in rounds[0].cores:

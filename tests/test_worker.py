@@ -620,6 +620,16 @@ def test_no_prompt_goes_along_where_nobody_runs_or_its_tokens_are_limited_or_tol
     assert bench.model.along == []
 
 
+def test_where_next_to_nothing_of_a_prompt_could_go_along_none_does():
+    bench = Bench()
+    bench.model.prompt_part, bench.model.most_along = 4, LEAST_ALONG - 1
+    bench.arrive(Generate(1, [1], 20, ignore_eos=True))
+    bench.turn()
+    bench.arrive(Generate(2, list(range(1, 20)), 5))
+    bench.run()
+    assert bench.model.along == []
+
+
 def test_when_those_who_ran_have_ended_the_rest_of_a_prompt_is_run_alone():
     bench = Bench()
     bench.model.prompt_part, bench.model.most_along = 8, 12
@@ -874,9 +884,10 @@ troubles = st.dictionaries(st.integers(0, 25), st.sampled_from(["prefill", "deco
 
 
 @settings(max_examples=200)
-@given(st.lists(arrivals, max_size=10), troubles)
-def test_whatever_happens_everyone_gets_exactly_one_end_and_nothing_leaks(schedule, trouble):
+@given(st.lists(arrivals, max_size=10), troubles, st.sampled_from([(None, 0), (3, 0), (3, LEAST_ALONG), (8, 12)]))
+def test_whatever_happens_everyone_gets_exactly_one_end_and_nothing_leaks(schedule, trouble, parts):
     bench = Bench(max_concurrent_requests=6, max_total_tokens=24)
+    bench.model.prompt_part, bench.model.most_along = parts
     for turn in range(30):
         for i, (arrives, prompt, most, peer, cancelled) in enumerate(schedule):
             if arrives == turn:
