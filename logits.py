@@ -8,7 +8,8 @@ that not a bit of a row depends on its neighbours.
 
 These are loops over millions of numbers while a device waits, so numba compiles them for this processor, and keeps what it
 made (in NUMBA_CACHE_DIR, beside this file or in the user's cache). They run without the interpreter's lock; the search for the
-likeliest tokens in two threads, if there is a `Helper`.
+likeliest tokens, and the sums that are wanted with it, in two threads, if there is a `Helper`. Logits in bfloat16 are widened
+as they are read: what is found, and each sum, is the same to the last bit as of the same logits in float32.
 
 This layer knows neither parameters nor draws: sampling.py does.
 """

@@ -1,8 +1,8 @@
 """The one process that owns the device: the queue, the slots, the prefill/decode loop, and the word on how it is doing.
 
 Requests arrive as token ids and leave as token ids; text and HTTP never reach this layer. Each turn of the loop takes what
-arrived, prefills a waiting prompt (a part of it, or several) into a free slot, and runs one decode step for every busy slot.
-Every request gets exactly one terminal word, whatever happens to it.
+arrived, prefills a waiting prompt (a part of it, or several) into a free slot, and runs one decode step for every busy slot,
+with which a part of a long prompt may go along. Every request gets exactly one terminal word, whatever happens to it.
 
 Between two calls to the device is done what the device waits for: the next tokens are chosen. What a call gave is told while
 the next one runs: log-probabilities, messages, metrics, the log.
@@ -380,7 +380,7 @@ class Worker:
         if not can_go or self.max_batch_prefill_tokens:
             return False
         length = len(prompting.request.generate.prompt)
-        return length > self.model.prompt_part and length - prompting.begin > 1 and any(True for _ in self.slots.live())
+        return length > self.model.prompt_part and length - prompting.begin > 1 and any(self.slots.live())
 
     def _end_of_part_along(self, prompting: Prompting) -> int:
         """Up to where the next step takes a prompt along: as far as those who run are not held up for too long."""
@@ -748,9 +748,9 @@ def _plan(requests: Sequence[Request]) -> Plan:
 
 def boot(config: Config, end: WorkerEnd, metrics: Metrics) -> Worker:
     """Fetches and loads the model, telling each phase. Raises ConfigError or ModelError for what cannot be served."""
-    device, samples = choose_device(config.device), config.sampling != "device"
+    device = choose_device(config.device)
     with contextlib.ExitStack() as ended:
-        compiling = _compile_aside(LOGITS[device]) if samples and not are_kept() else []
+        compiling = _compile_aside(LOGITS[device]) if config.sampling != "device" and not are_kept() else []
         for process in compiling:
             ended.callback(process.kill)
         with _phase(end, metrics, "downloading" if not config.is_local else "checking", config.model_name):
@@ -769,7 +769,7 @@ def boot(config: Config, end: WorkerEnd, metrics: Metrics) -> Worker:
                 fetch_rest()
         with _phase(end, metrics, "loading", "weights"):
             model = load(lambda phase: end.report(Status(phase=phase, progress_at=time.monotonic())))
-        if samples:
+        if config.sampling != "device":  # as a compiled model may say by now
             with _phase(end, metrics, "compiling", "the choice of tokens"):
                 for process in compiling:
                     process.wait()
