@@ -19,7 +19,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 
@@ -36,6 +36,15 @@ class ModelError(Exception):
 
 class DeviceLost(Exception):
     """The device failed in a way that nothing but a new process mends. Raised by `prefill` and `decode`."""
+
+
+class Part(NamedTuple):
+    """Of a prompt, that is run in a slot: prompt[begin:end], after all before it."""
+
+    slot: int
+    prompt: list[int]
+    begin: int
+    end: int
 
 
 class StaticBatchModel(Protocol):
@@ -58,7 +67,7 @@ class StaticBatchModel(Protocol):
     def prefill(self, slot: int, prompt: list[int]) -> torch.Tensor:
         """Runs a prompt of 1 to max_input_tokens ids into `slot`. Returns the logits after it: float32 or bfloat16 [vocab]."""
 
-    def prefill_part(self, slot: int, prompt: list[int], begin: int, end: int) -> torch.Tensor:
+    def prefill_part(self, part: Part) -> torch.Tensor:
         """Runs one of the `parts_of` a prompt. Steps of other slots may come between two of them. Returns the logits after its
         last token, as `prefill` does. Only where `prompt_part` is not None."""
 
@@ -71,14 +80,7 @@ class StaticBatchModel(Protocol):
         calls leave as it is. It may lie in memory in any order; sampling.py is quick with the two usual ones."""
 
     def decode_along(
-        self,
-        tokens: torch.Tensor,
-        positions: torch.Tensor,
-        slots: torch.Tensor,
-        slot: int,
-        prompt: list[int],
-        begin: int,
-        end: int,
+        self, tokens: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor, part: Part
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """A step, and meanwhile a part of a prompt in another slot: what `decode` and `prefill_part` return. It may be any
         part of 2 to `most_along` tokens, which changes nothing. Only where `most_along` is not 0."""

@@ -40,7 +40,7 @@ from decoder import (
     zeros,
 )
 from hub import first_line
-from model import ModelError, parts_of, reported_as
+from model import ModelError, Part, parts_of, reported_as
 
 logger = logging.getLogger("model")
 
@@ -144,10 +144,11 @@ class TorchModel:
     def prefill(self, slot: int, prompt: list[int]) -> torch.Tensor:
         assert 0 <= slot < self.batch_size and 1 <= len(prompt) <= self.max_input_tokens
         for begin, end in parts_of(prompt, self.prompt_part):
-            logits = self.prefill_part(slot, prompt, begin, end)
+            logits = self.prefill_part(Part(slot, prompt, begin, end))
         return logits
 
-    def prefill_part(self, slot: int, prompt: list[int], begin: int, end: int) -> torch.Tensor:
+    def prefill_part(self, part: Part) -> torch.Tensor:
+        slot, prompt, begin, end = part
         assert 0 <= slot < self.batch_size and 0 <= begin < end <= len(prompt) <= self.max_input_tokens
         self._held[slot] = end
         return self._run_prompt(slot, prompt[begin:end], begin, logits_to_keep=1)[0]
@@ -180,21 +181,16 @@ class TorchModel:
 
     @torch.inference_mode()
     def decode_along(
-        self,
-        tokens: torch.Tensor,
-        positions: torch.Tensor,
-        slots: torch.Tensor,
-        slot: int,
-        prompt: list[int],
-        begin: int,
-        end: int,
+        self, tokens: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor, part: Part
     ) -> tuple[torch.Tensor, torch.Tensor]:
+        slot, prompt, begin, end = part
         assert 1 < end - begin <= self.most_along and slot not in slots
         length, rows = in_blocks(int(positions.max()) + 1, self.max_total_tokens), int(slots[-1]) + 1
         tokens, positions = self._with_free_rows(tokens, positions, slots, rows)
         self._held[slot] = end
-        part = torch.tensor([prompt[begin:end]]), Step(slice(slot, slot + 1), torch.arange(begin, end)[None], end)
-        logits = self._decoder.both(tokens[:, None], Step(slice(0, rows), positions[:, None], length), *part).float()
+        ids, along = torch.tensor([prompt[begin:end]]), Step(slice(slot, slot + 1), torch.arange(begin, end)[None], end)
+        step = Step(slice(0, rows), positions[:, None], length)
+        logits = self._decoder.both(tokens[:, None], step, ids, along).float()
         return logits[slots], logits[-1]
 
     def decode(self, tokens: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:

@@ -34,7 +34,7 @@ import config as configuration
 from config import HERE, Config, ConfigError, Manifest
 from logits import Helper, Logits
 from metrics import Metrics
-from model import DeviceLost, ModelError, StaticBatchModel, choose_device, fetch, fetch_weights, parts_of
+from model import DeviceLost, ModelError, Part, StaticBatchModel, choose_device, fetch, fetch_weights, parts_of
 from protocol import (
     Answered,
     Cancel,
@@ -404,7 +404,7 @@ class Worker:
                 chunks = self.model.score(slot, generate.prompt)
                 output, logprobs, top = prompt_logprobs(chunks, generate.prompt, generate.top_n_tokens)
             elif in_parts:
-                output = self.model.prefill_part(slot, generate.prompt, begin, end)
+                output = self.model.prefill_part(Part(slot, generate.prompt, begin, end))
             else:
                 if self.model.sampling == "device":
                     self.model.set_sampling(slot, *device_parameters(generate.sampling))
@@ -466,8 +466,8 @@ class Worker:
         started_at = time.monotonic()
         try:
             if along:
-                prompt = along.request.generate.prompt
-                output, of_prompt = self.model.decode_along(*given.tensors, along.slot, prompt, along.begin, end)
+                part = Part(along.slot, along.request.generate.prompt, along.begin, end)
+                output, of_prompt = self.model.decode_along(*given.tensors, part)
             else:
                 output = self.model.decode(*given.tensors)
         except Exception as error:

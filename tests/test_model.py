@@ -30,7 +30,7 @@ import decoder
 import torch_model
 from config import HERE, Config, Manifest
 from cuda_graphs import RecordedSteps
-from model import ModelError, convert_tokenizer, fetch, parts_of
+from model import ModelError, Part, convert_tokenizer, fetch, parts_of
 from worker import prepare
 
 LENGTHS = (1, 2, 5, 11, 16, POSITIONS - 1)  # around the sliding window of 8, and as long as a prompt can be
@@ -730,7 +730,7 @@ def test_steps_of_others_between_the_parts_of_a_prompt_change_neither(zoo, famil
     long, other = zoo.of_length(family, 16, 5)
     tokens = [int(model.prefill(2, other.prompt).argmax())]
     for begin, end in parts_of(long.prompt, 3):
-        logits = model.prefill_part(1, long.prompt, begin, end)
+        logits = model.prefill_part(Part(1, long.prompt, begin, end))
         step = model.decode(torch.tensor([tokens[-1]]), torch.tensor([4 + len(tokens)]), torch.tensor([2]))
         tokens.append(int(step[0].argmax()))
     ids = [int(logits.argmax())]
@@ -757,7 +757,7 @@ def test_a_prompt_may_go_along_with_the_steps_of_others_which_changes_not_a_bit(
             for other, own in zip(others, named):
                 model.prefill(own, other.prompt)
             for begin, end in itertools.pairwise(cut):
-                along, after = model.decode_along(tokens, positions, torch.tensor(named), slot, prompt, begin, end)
+                along, after = model.decode_along(tokens, positions, torch.tensor(named), Part(slot, prompt, begin, end))
                 steps.setdefault("along", along)
                 assert torch.equal(along, steps["along"])
             assert torch.equal(after, alone)

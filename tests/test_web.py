@@ -445,13 +445,13 @@ def test_a_client_that_hangs_up_frees_its_place(served, route, place):
 def test_a_client_that_hangs_up_while_its_prompt_is_run_frees_its_place_after_the_part_that_runs(served, route):
     began, there, may_go_on, run_part = [], threading.Event(), threading.Event(), served.model.prefill_part
 
-    def prefill_part(slot, prompt, begin, end):
-        if len(prompt) > 30:
-            began.append(begin)
-            if begin == 4:
+    def prefill_part(part):
+        if len(part.prompt) > 30:
+            began.append(part.begin)
+            if part.begin == 4:
                 there.set()
                 assert may_go_on.wait(WAIT_S)
-        return run_part(slot, prompt, begin, end)
+        return run_part(part)
 
     served.model.prompt_part, served.model.prefill_part = 2, prefill_part
     other = served.post("/generate_stream", {"inputs": "Hello", "parameters": {"max_new_tokens": 50}}, buffered=False)

@@ -12,6 +12,8 @@ from collections.abc import Iterator
 
 import torch
 
+from model import Part
+
 VOCABULARY = 50
 EOS = 0
 SCORE_CHUNK = 3
@@ -69,9 +71,9 @@ class FakeModel:
             self.ready_slots.remove(slot)
         return self._answer(next_logits(prompt, self.vocab_size)[None], [slot])[0]
 
-    def prefill_part(self, slot: int, prompt: list[int], begin: int, end: int) -> torch.Tensor:
-        assert end - begin <= self.prompt_part
-        return self._prefill_part(slot, prompt, begin, end)
+    def prefill_part(self, part: Part) -> torch.Tensor:
+        assert part.end - part.begin <= self.prompt_part
+        return self._prefill_part(*part)
 
     def _prefill_part(self, slot: int, prompt: list[int], begin: int, end: int) -> torch.Tensor:
         assert begin == (len(self.cache[slot]) if begin else 0) < end <= len(prompt), "parts follow each other"
@@ -80,10 +82,12 @@ class FakeModel:
         self.cache[slot] = prompt[:end]
         return next_logits(prompt[:end], self.vocab_size)
 
-    def decode_along(self, tokens, positions, slots, slot: int, prompt: list[int], begin: int, end: int):
-        assert 1 < end - begin <= self.most_along and slot not in slots.tolist()
-        self.along.append(end - begin)
-        return self.decode(tokens, positions, slots), self._prefill_part(slot, prompt, begin, end)
+    def decode_along(
+        self, tokens: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor, part: Part
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        assert 1 < part.end - part.begin <= self.most_along and part.slot not in slots.tolist()
+        self.along.append(part.end - part.begin)
+        return self.decode(tokens, positions, slots), self._prefill_part(*part)
 
     def understudy(self) -> FakeModel:
         return FakeModel(2, 10**6, self.vocab_size)
