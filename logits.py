@@ -46,8 +46,7 @@ MUCH = 2**17  # logits; to share out fewer takes longer than to look at them alo
 LEAD_NS, PATIENCE_NS = 300_000, 1_000_000  # how long before, and after, the time at which it is expected
 # What two threads that look together have in common, in words; those that both change are on lines of their own.
 INSIDE, OPEN, TAKEN, DONE, FOUND, DUE, CPU, ENDS, HELPED, SEMAPHORE, TOLD = 0, 8, 16, 24, 32, 40, 41, 42, 43, 44, 48
-CODE = 47
-LISTED, WEIGHED, SUMMED, WORDS = 72, 80, 88, 96
+CODE, LISTED, WEIGHED, SUMMED, WORDS = 71, 72, 80, 88, 96  # the semaphore has four words, and 20 are told of
 NO_WORDS, NO_TEMPERATURES = np.empty(0, np.int64), np.empty(0, np.float64)
 NO_LANES = {torch.float32: np.empty((0, 0, 0), np.float32), torch.bfloat16: np.empty((0, 0, 0), np.int16)}
 IMPOSSIBLE = {np.dtype(np.float32): -np.inf, np.dtype(np.int16): np.int16(-0x80)}  # the bits of bfloat16's -inf
