@@ -186,7 +186,9 @@ class NeuronModel:
         self.sampling = build.programs.sampling
         self._batches = build.programs.continuous_batching
         self._given: tuple = None, None, None  # the tensors of the last step
-        self._filled: dict[int, int] = {}  # by slot, how many positions it holds
+        self._named: list[int] = []  # the slots of the last step
+        self._held: list[int] = []  # how many positions each of them holds
+        self._prefilled: dict[int, int] = {}  # the same by slot, of those with a prompt since
         _limit_cores(build.programs.tp_degree)
         self._announce = announce
         self._lines = DeviceSampling(build) if self.sampling == "device" else None
@@ -266,23 +268,26 @@ class NeuronModel:
         # A prompt of one token would be taken for a decode step, which damages every other slot.
         ids, positions = (prompt, range(len(prompt))) if len(prompt) > 1 or not self._batches else ([*prompt, 0], (0, 0))
         output = self._run(torch.tensor([ids]), torch.tensor([list(positions)]), torch.tensor([slot]))
-        self._filled[slot] = len(prompt)
+        self._prefilled[slot] = len(prompt)
         return output[0]
 
     def decode(self, tokens: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
         # Mostly they are the same as in the last step, filled anew.
-        if any(new is not old for new, old in zip((tokens, positions, slots), self._given)):
+        old_tokens, old_positions, old_slots = self._given
+        if tokens is not old_tokens or positions is not old_positions or slots is not old_slots:
             self._given = tokens, positions, slots
             self._columns = tokens.unsqueeze(1), positions.unsqueeze(1)
             self._arrays = slots.numpy(), positions.numpy()
-        named, given = (array.tolist() for array in self._arrays)
-        held = dict(zip(named, given))
-        assert named and sorted(held) == named, "slots are named once, ascending"
-        assert held.items() <= self._filled.items() and max(given) < self.max_total_tokens, (
-            f"slots {named} hold {[self._filled.get(slot) for slot in named]} positions, not {given}"
-        )
+        named, given = self._arrays[0].tolist(), self._arrays[1].tolist()
+        if named != self._named or given != self._held:  # others than in the last step
+            filled = dict(zip(self._named, self._held)) | self._prefilled
+            held = [filled.get(slot) for slot in named]
+            assert named and sorted(set(named)) == named, "slots are named once, ascending"
+            assert given == held, f"slots {named} hold {held} positions, not {given}"
+        assert max(given) < self.max_total_tokens, f"slots {named} have no position {max(given)}"
         # The library writes over the first position of each slot that is not named: it is lost from here on.
-        self._filled = {slot: position + 1 for slot, position in held.items()}
+        self._named, self._held = named, [position + 1 for position in given]
+        self._prefilled.clear()
         return self._run(*self._columns, slots)
 
     def understudy(self) -> NeuronModel:
@@ -290,7 +295,8 @@ class NeuronModel:
         understudy.batch_size = min(2, self.batch_size)
         understudy.vocab_size = FEW_TOKENS
         understudy.max_total_tokens = sys.maxsize
-        understudy._given, understudy._filled = (None, None, None), {}
+        understudy._given = None, None, None
+        understudy._named, understudy._held, understudy._prefilled = [], [], {}
         logits = torch.rand(FEW_TOKENS, understudy.batch_size).to(LOGITS.get(self.dtype, torch.float32))
         understudy._model = lambda _ids, _positions, slots: logits[:, : len(slots)].t()  # as the library's lie in memory
         return understudy

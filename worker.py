@@ -11,16 +11,18 @@ the next one runs: log-probabilities, messages, metrics, the log.
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import json
 import logging
 import queue
 import signal
+import struct
 import subprocess
 import sys
 import threading
 import time
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -129,20 +131,22 @@ class Pace:
     REMEMBERED = 9  # times of a kind, of which the middle one is typical: a few may be disturbed
 
     def __init__(self):
-        self._seconds: dict[str, deque[float]] = {}  # a token, by kind of work
+        self._seconds: dict[str, deque[float]] = defaultdict(lambda: deque(maxlen=self.REMEMBERED))  # a token, by kind of work
+        self._typical_s: dict[str, float] = {}
 
     def patience_s(self, kind: str, tokens: int = 1) -> float:
-        if kind not in self._seconds:
+        if kind not in self._typical_s:
             return self.FIRST_S + tokens
-        return max(self.LEAST_S, self.MANY_TIMES * self.typical_s(kind) * tokens)
+        return max(self.LEAST_S, self.MANY_TIMES * self._typical_s[kind] * tokens)
 
     def typical_s(self, kind: str) -> float:
         """Of a token; 0 as long as nothing is known."""
-        times = self._seconds.get(kind, ())
-        return sorted(times)[len(times) // 2] if times else 0.0
+        return self._typical_s.get(kind, 0.0)
 
     def learn(self, kind: str, seconds: float, tokens: int = 1) -> None:
-        self._seconds.setdefault(kind, deque(maxlen=self.REMEMBERED)).append(seconds / tokens)
+        times = self._seconds[kind]
+        times.append(seconds / tokens)
+        self._typical_s[kind] = sorted(times)[len(times) // 2]
 
 
 @dataclass(slots=True)
@@ -168,16 +172,17 @@ class StepInput:
     def __init__(self, slots: int):
         self._numbers = np.empty((3, slots), np.int64)
         self.tensors = torch.from_numpy(self._numbers).unbind()  # tokens, positions and slots: int64 [n] each
+        self._positions: list[int] = []
+        self._write = struct.Struct(f"{2 * slots}q").pack_into  # numpy is quick once it is in the caches, but this is smaller
 
     def fill(self, slots: Sequence[int], requests: Sequence[Request]) -> None:
-        self._numbers[0] = [request.last_token for request in requests]
-        self._numbers[1] = [request.position for request in requests]
-        self._numbers[2] = slots
+        self._positions = [request.position for request in requests]
+        self._numbers[:] = [request.last_token for request in requests], self._positions, slots
 
     def go_on(self, tokens: Sequence[int]) -> None:
         """For the next step of the same requests, which gained these tokens."""
-        self._numbers[0] = tokens
-        self._numbers[1] += 1
+        self._positions = [position + 1 for position in self._positions]
+        self._write(self._numbers, 0, *tokens, *self._positions)
 
 
 class Running(NamedTuple):
@@ -495,16 +500,16 @@ class Worker:
     def tell(self, patience_s: float | None = None, look: tuple[int, float] | None = None) -> None:
         """Tells what was gained, and how the worker is doing: the device may take `patience_s` for what it is given next, by
         default what a step may take. look: how many logits come of that, and when, for those who get ready for it."""
-        if self._untold or self._unlogged:
-            gains, ended = self._untold, self._unlogged
-            self._untold, self._unlogged = [], []
-            if self._tells_aside:
+        gains, ended = self._untold, self._unlogged
+        self._untold, self._unlogged = [], []
+        if self._tells_aside:
+            if gains:
                 self._tellings.get()
-                self.end.send_made(lambda: self._told_aside(gains, ended, look))
-            else:
-                for peer, message in self._tell(gains, ended):
-                    self.end.send(peer, message)
-        self._report(patience_s)
+            self.end.send_made(functools.partial(self._told_aside, gains, ended, patience_s, look))
+        else:
+            for peer, message in self._tell(gains, ended):
+                self.end.send(peer, message)
+            self._report(patience_s)
 
     def _report(self, patience_s: float | None = None) -> None:
         now, running = time.monotonic(), self.slots.busy
@@ -641,16 +646,18 @@ class Worker:
         return finish_reason
 
     def _told_aside(
-        self, gains: list[Gain], ended: list[dict], look: tuple[int, float] | None
+        self, gains: list[Gain], ended: list[dict], patience_s: float | None, look: tuple[int, float] | None
     ) -> Iterator[tuple[bytes, Tokens | End]]:
         try:
+            self._report(patience_s)
             if self._helper and look:
                 self._helper.expect(*look)
                 if self._rehearsal:
                     self._rehearsal.expect(look[1], self._helper.cpu)
             yield from self._tell(gains, ended)
         finally:
-            self._tellings.put(None)
+            if gains:
+                self._tellings.put(None)
 
     def _tell(self, gains: list[Gain], ended: list[dict]) -> Iterator[tuple[bytes, Tokens | End]]:
         """What web processes are to hear of gains. May run on the socket's thread: it changes nothing of the loop's."""
