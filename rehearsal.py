@@ -31,8 +31,7 @@ LEAST_S = 0.005  # that a step takes, for the caches to forget
 LEAD_S = 0.0004  # how long before the end of a step it is over, when it takes
 SLACK = 2.0  # times as long as it mostly does
 WEIGHT = 0.1  # of the newest in the running mean
-# Of made-up requests: they go through most lines, and through none that only one thread can be in at a time (numpy.errstate in
-# sampling.py: log-probabilities, penalties).
+# Of made-up requests, which want log-probabilities, too: they go through most lines.
 KINDS = Sampling(), Sampling(seed=0, temperature=0.9, top_k=20, top_p=0.9)
 
 
@@ -62,7 +61,7 @@ class Rehearsal:
     def __init__(self, understudy: Any):
         self._understudy = understudy
         kinds = KINDS[-understudy.model.batch_size :]
-        made_up = [Generate(n, [0], sys.maxsize, kind, ignore_eos=True) for n, kind in enumerate(kinds)]
+        made_up = [Generate(n, [0], sys.maxsize, kind, ignore_eos=True, logprobs=True) for n, kind in enumerate(kinds)]
         understudy.end.arrive(GenerateAll(made_up))
         self.turns = 0
         self._took_s = 0.0
@@ -91,7 +90,8 @@ class Rehearsal:
                         continue
                     time.sleep(early_s)
                     self._go_to(cpu)
-                    if time.monotonic() + self._took_s > at:  # it was woken late
+                    # It was woken late, or the step was over early and there is another one by now.
+                    if time.monotonic() + self._took_s > at or not self._cues.empty():
                         continue
                     took_s = self._turn()
                     self._took_s = self._took_s + WEIGHT * (took_s - self._took_s) if self._took_s else took_s

@@ -20,7 +20,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 
 import numpy as np
 import torch
@@ -40,8 +40,18 @@ NO_NUMBER = "the model's output is not a number"
 FAST_ERROR, FULL_ERROR = 2e-5, 1e-10
 # Of SplitMix64 (Steele, Lea and Flood 2014).
 STEP, FIRST, SECOND = np.uint64(0x9E3779B97F4A7C15), np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
-# -inf is what an impossible token scores. Each function gets its own, because one cannot be entered twice at a time.
-without_warnings = functools.partial(np.errstate, over="ignore", divide="ignore", invalid="ignore")
+
+
+def without_warnings(function: Callable) -> Callable:
+    """Without those that an impossible token's score, -inf, would cause. Several threads may be in it at a time, which
+    numpy 1's errstate as a decorator does not allow."""
+
+    @functools.wraps(function)
+    def quietly(*arguments, **named):
+        with np.errstate(over="ignore", divide="ignore", invalid="ignore"):
+            return function(*arguments, **named)
+
+    return quietly
 
 
 class SamplingError(Exception):
@@ -89,7 +99,7 @@ class Sampler:
             self._seen is not None or bool(self._counts) or len(self._bias_ids) > 0 or self._banned_for > 0
         )
 
-    @without_warnings()
+    @without_warnings
     def choose(self, scores: np.ndarray, total: float, draw: float, proposed: int = -1) -> int:
         """The next token id, from the whole row: float32 [vocab], changed already. total: the sum of all weights, right to
         FAST_ERROR, needed for top-p without top-k. A token's weight is exp((its score - the highest) / temperature). proposed:
@@ -136,7 +146,7 @@ class Sampler:
         banned = self._banned[self._banned < vocab_size] if self._banned_for > 0 else counted[:0]
         return np.concatenate((seen, counted, banned))
 
-    @without_warnings()
+    @without_warnings
     def change(self, scores: np.ndarray) -> None:
         """Puts penalties, biases and bans into the model's own scores, float32 [vocab], rounded to float32 as in transformers.
         The order is transformers' and TGI's: this, temperature, top-k, top-p, typical-p."""
@@ -225,7 +235,7 @@ def choose(
     return chosen, looked_at
 
 
-@without_warnings()
+@without_warnings
 def describe(
     logits: Logits | torch.Tensor, tokens: Sequence[int], top_n: Sequence[int]
 ) -> list[tuple[float, list[tuple[int, float]]] | Exception]:
@@ -549,7 +559,7 @@ def drawn(ids: torch.Tensor, vocab_size: int) -> list[int | Exception]:
     ]
 
 
-@without_warnings()
+@without_warnings
 def prompt_logprobs(
     chunks: Iterable[torch.Tensor], prompt: list[int], top_n: int
 ) -> tuple[torch.Tensor, list[float], list[list[tuple[int, float]]]]:

@@ -403,7 +403,8 @@ class Worker:
         began_at = time.monotonic()
         logprobs, top = [], []
         kind = "score" if generate.prompt_logprobs else "prefill"
-        self.tell(self._pace.patience_s(kind, tokens))
+        as_long = f"{kind} of {1 << (tokens - 1).bit_length()}"  # one program runs them all, as a rule
+        self.tell(self._pace.patience_s(kind, tokens), look=(self.model.vocab_size, began_at + self._pace.typical_s(as_long)))
         try:
             if generate.prompt_logprobs:
                 chunks = self.model.score(slot, generate.prompt)
@@ -424,6 +425,7 @@ class Worker:
             return tokens
         self._progress_at = time.monotonic()
         self._pace.learn(kind, self._progress_at - began_at, tokens)
+        self._pace.learn(as_long, self._progress_at - began_at)
         self._went_on(prompting, end, self._progress_at - began_at, output, logprobs, top)
         return tokens
 

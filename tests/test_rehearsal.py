@@ -105,10 +105,28 @@ def test_a_rehearsal_that_is_woken_late_does_not_take_place(rehearse, monkeypatc
     assert len(naps) == 1 and len(understudy.turns) == 1
 
 
+def test_a_step_that_was_over_early_is_not_rehearsed_for(rehearse, monkeypatch):
+    understudy = Understudy()
+    rehearsal = rehearse(understudy)
+    naps = []
+
+    def nap(seconds):
+        naps.append(seconds)
+        if len(naps) == 1:  # the next step has begun meanwhile
+            rehearsal.expect(time.monotonic() + 60, NOWHERE)
+
+    monkeypatch.setattr(rehearsal_module, "time", SimpleNamespace(sleep=nap, monotonic=time.monotonic))
+    rehearsal.expect(time.monotonic() + 30, NOWHERE)
+    wait_until(lambda: len(understudy.turns) == 2)
+    assert len(naps) == 2
+
+
 def test_where_a_rehearsal_fails_there_are_no_more_and_somebody_says_so(rehearse, caplog):
     understudy = Understudy(fails_in=2)
     rehearsal = rehearse(understudy)
-    wait_until(lambda: rehearsal.expect(time.monotonic() + 0.1, NOWHERE) or not rehearsal._thread.is_alive())
+    while rehearsal._thread.is_alive():
+        rehearsal.expect(time.monotonic() + 0.1, NOWHERE)
+        rehearsal._thread.join(0.2)
     assert len(understudy.turns) == 2
     assert "there are no more rehearsals" in caplog.text
 
