@@ -58,14 +58,14 @@ class StaticBatchModel(Protocol):
     gives_prompt_logits: bool  # whether `score` can be used
     prompt_part: int | None  # tokens of a prompt that `prefill_part` runs at a time; None: a prompt runs as a whole
     most_along: int  # tokens of a prompt that a step can take along; 0: none
-    sampling: str  # "host", or "device": then prefill and decode return ids that it chose instead of logits, int64 [] and [n]
+    sampling: str  # "host", or "device": then prefill and decode return ids that it chose instead of logits, int64 [1] and [n]
 
     def set_sampling(self, slot: int, top_k: int, top_p: float, temperature: float) -> None:
         """How the device chooses for `slot` from its next prefill on; only for one that samples. top_k 1 takes the likeliest,
         0 leaves it out. An id that it chose may be outside of the vocabulary."""
 
     def prefill(self, slot: int, prompt: list[int]) -> torch.Tensor:
-        """Runs a prompt of 1 to max_input_tokens ids into `slot`. Returns the logits after it: float32 or bfloat16 [vocab]."""
+        """Runs a prompt of 1 to max_input_tokens ids into `slot`. Returns the logits after it: float32 or bfloat16 [1, vocab]."""
 
     def prefill_part(self, part: Part) -> torch.Tensor:
         """Runs one of the `parts_of` a prompt. Steps of other slots may come between two of them. Returns the logits after its

@@ -269,7 +269,7 @@ class NeuronModel:
         ids, positions = (prompt, range(len(prompt))) if len(prompt) > 1 or not self._batches else ([*prompt, 0], (0, 0))
         output = self._run(torch.tensor([ids]), torch.tensor([list(positions)]), torch.tensor([slot]))
         self._prefilled[slot] = len(prompt)
-        return output[0]
+        return output
 
     def decode(self, tokens: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
         # Mostly they are the same as in the last step, filled anew.

@@ -565,7 +565,7 @@ def prompt_logprobs(
 ) -> tuple[torch.Tensor, list[float], list[list[tuple[int, float]]]]:
     """What the model thought of a prompt. chunks: the logits after each of its tokens in order, float32 [n, vocab] each.
 
-    Returns the logits after the last token, float32 [vocab]; the log-probability of each token from the second on; and as
+    Returns the logits after the last token, float32 [1, vocab]; the log-probability of each token from the second on; and as
     many lists of the `top_n` likeliest (token id, log-probability) at each of these places. Chunks are not kept. Raises
     SamplingError for logits that are no numbers.
     """
@@ -574,7 +574,7 @@ def prompt_logprobs(
     top: list[list[tuple[int, float]]] = []
     followers = iter(prompt[1:])  # the logits after a token are about the next one
     for chunk in chunks:
-        last = chunk[-1].clone()  # a view would hold the chunk
+        last = chunk[-1:].clone()  # a view would hold the chunk
         told = list(itertools.islice(followers, len(chunk)))
         if not told:
             continue

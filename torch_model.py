@@ -151,7 +151,7 @@ class TorchModel:
         slot, prompt, begin, end = part
         assert 0 <= slot < self.batch_size and 0 <= begin < end <= len(prompt) <= self.max_input_tokens
         self._held[slot] = end
-        return self._run_prompt(slot, prompt[begin:end], begin, logits_to_keep=1)[0]
+        return self._run_prompt(slot, prompt[begin:end], begin, logits_to_keep=1)
 
     @property
     def prompt_part(self) -> int | None:
@@ -191,7 +191,7 @@ class TorchModel:
         ids, along = torch.tensor([prompt[begin:end]]), Step(slice(slot, slot + 1), torch.arange(begin, end)[None], end)
         step = Step(slice(0, rows), positions[:, None], length)
         logits = self._decoder.both(tokens[:, None], step, ids, along).float()
-        return logits[slots], logits[-1]
+        return logits[slots], logits[-1:]
 
     def decode(self, tokens: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
         longest, rows = int(positions.max()) + 1, int(slots[-1]) + 1
@@ -368,13 +368,13 @@ class TorchModel:
     def _compare(self, ids: list[int], expected: torch.Tensor) -> float:
         """Runs `ids` through two slots at different positions. Returns the largest difference to the `expected` logits."""
         long, short, last = len(ids) - 1, max(1, len(ids) // 2), self.batch_size - 1
-        found, wanted = [self.prefill(last, ids[:short])], [expected[short - 1]]
+        found, wanted = [*self.prefill(last, ids[:short])], [expected[short - 1]]
         live = [(ids[short], short, last)]
         if last > 0:
-            found += [self.prefill(0, ids[:long])]
+            found += self.prefill(0, ids[:long])
             wanted += [expected[long - 1]]
             live.insert(0, (ids[long], long, 0))
-        found += list(self.decode(*torch.tensor(live).T))
+        found += self.decode(*torch.tensor(live).T)
         wanted += [expected[position] for _token, position, _slot in live]
         error = (torch.stack(found) - torch.stack(wanted)).abs().max().item()
         return error if error == error else float("inf")

@@ -447,7 +447,7 @@ class Worker:
         self._prompting, self._running, self._steps_since_prompt = None, None, 0
         request.prefilled_at = time.monotonic()
         prompt = Prompt(generate.id, request.started_at - request.arrived_at, logprobs, top)
-        self._gain([request], request.plan, output.unsqueeze(0), request.prefilled_at - prompting.ran_s, prompt)
+        self._gain([request], request.plan, output, request.prefilled_at - prompting.ran_s, prompt)
         if prompting.joins:
             self.metrics.series("batch_concat", "backpressure").inc()
             self.metrics.series("batch_concat_duration", "decode").observe(prompting.ran_s)

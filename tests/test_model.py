@@ -149,7 +149,7 @@ class Batch:
     def join(self, reference: Reference) -> Text:
         slot, text = self.free, Text(reference.prompt)
         self.live[slot] = text
-        self._gain(slot, self.model.prefill(slot, text.prompt))
+        self._gain(slot, self.model.prefill(slot, text.prompt)[0])
         return text
 
     def join_scored(self, reference: Reference) -> tuple[Text, torch.Tensor]:
@@ -422,11 +422,11 @@ def test_logits_come_as_float32_one_row_for_each_slot_that_was_named(zoo):
     after_prompt = [model.prefill(slot, reference.prompt) for slot in range(3)]
     first = torch.tensor([reference.tokens[0]] * 2)
     rows = model.decode(first, torch.tensor([5, 5]), torch.tensor([0, 2]))
-    assert [(tuple(row.shape), row.dtype) for row in after_prompt] == [((VOCABULARY,), torch.float32)] * 3
+    assert [(tuple(row.shape), row.dtype) for row in after_prompt] == [((1, VOCABULARY), torch.float32)] * 3
     assert (tuple(rows.shape), rows.dtype) == ((2, VOCABULARY), torch.float32)
     with torch.inference_mode():
         expected = reference_model(zoo.folder("llama"))(torch.tensor([[*reference.prompt, reference.tokens[0]]])).logits[0]
-    torch.testing.assert_close(after_prompt[1], expected[4], rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(after_prompt[1], expected[4:5], rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(rows, expected[5].expand(2, -1), rtol=1e-4, atol=1e-4)
 
 

@@ -119,7 +119,7 @@ class Batch:
     def join(self, slot, prompt, sampling=GREEDY):
         if self.model.sampling == "device":
             self.model.set_sampling(slot, *sampling)
-        self.texts[slot] = [*prompt, *self._chosen(self.model.prefill(slot, prompt)[None])]
+        self.texts[slot] = [*prompt, *self._chosen(self.model.prefill(slot, prompt))]
 
     def _chosen(self, output):
         if self.model.sampling == "device":

@@ -514,7 +514,7 @@ def chunked(logits: torch.Tensor, sizes: list[int]):
 def test_prompt_log_probabilities_are_of_the_next_prompt_token_whatever_the_chunks(row_and_prompt, sizes, n):
     logits, prompt = torch.tensor([row for row, _ in row_and_prompt]), [token for _, token in row_and_prompt]
     last, logprobs, top = prompt_logprobs(chunked(logits, sizes), prompt, n)
-    assert torch.equal(last, logits[-1])
+    assert torch.equal(last, logits[-1:])
     assert len(logprobs) == len(top) == len(prompt) - 1
     for row, token, logprob, likeliest in zip(logits.tolist(), prompt[1:], logprobs, top):
         expected = log_softmax(row)
@@ -538,7 +538,7 @@ def test_no_likeliest_tokens_of_a_prompt_unless_they_are_asked_for():
 
 def test_a_prompt_of_one_token_has_no_log_probabilities():
     last, logprobs, top = prompt_logprobs([LOGITS[None]], [1], 5)
-    assert torch.equal(last, LOGITS)
+    assert torch.equal(last, LOGITS[None])
     assert (logprobs, top) == ([], [])
 
 

@@ -1,6 +1,7 @@
 """The worker's loop on a fake model: who gets which slot, who gets which tokens, that everybody gets one end; and what
 Prometheus is told of it."""
 
+import contextlib
 import json
 import os
 import queue
@@ -10,6 +11,7 @@ import sys
 import threading
 import time
 from collections import Counter, defaultdict
+from types import SimpleNamespace
 from typing import ClassVar
 
 import numpy as np
@@ -386,17 +388,20 @@ def test_the_device_does_not_run_ahead_of_what_can_be_told():
     bench = Bench(batch_size=1)
     makes = queue.SimpleQueue()
     bench.wire.send_made = makes.put
+    bench.assert_idle = lambda: None  # not all is told by then
     bench.arrive(Generate(1, [1, 2], 8))
     running = threading.Thread(target=bench.run, daemon=True)
     running.start()
-    waiting = [makes.get(timeout=WAIT_S) for _ in range(worker_module.MOST_UNTOLD)]
-    running.join(0.2)
-    assert running.is_alive() and makes.empty()
-    while running.is_alive():
-        if waiting or not makes.empty():
-            bench.wire.sent += (waiting.pop(0) if waiting else makes.get())()
-    while not makes.empty():
-        bench.wire.sent += makes.get()()
+    waiting = [makes.get(timeout=WAIT_S)]
+    with contextlib.suppress(queue.Empty):  # some of them only tell how the worker is doing
+        while True:
+            waiting.append(makes.get(timeout=0.2))
+    assert running.is_alive()
+    bench.wire.sent += [message for make in waiting for message in make()]
+    assert bench.tokens[1] == greedy([1, 2], worker_module.MOST_UNTOLD)
+    while running.is_alive() or not makes.empty():
+        with contextlib.suppress(queue.Empty):
+            bench.wire.sent += makes.get(timeout=0.01)()
     assert bench.tokens[1] == greedy([1, 2], 8)
 
 
@@ -427,7 +432,7 @@ class FakeRehearsal:
         self.expected.append((at, cpu))
 
 
-def test_the_helper_is_told_when_to_expect_the_logits_of_each_step():
+def test_the_helper_is_told_when_to_expect_the_logits_of_each_prompt_and_step():
     bench = Bench(batch_size=3)
     bench.worker._helper = helper = FakeHelper()
     bench.worker._rehearsal = rehearsal = FakeRehearsal()
@@ -439,9 +444,30 @@ def test_the_helper_is_told_when_to_expect_the_logits_of_each_step():
         bench.worker.admit()
         bench.worker.decode()
     vocab = bench.model.vocab_size
-    assert [logits for logits, _at in helper.looks] == [2 * vocab] * 2 + [vocab] * 2
+    assert [logits for logits, _at in helper.looks] == [vocab] * 2 + [2 * vocab] * 2 + [vocab] * 2
     assert all(began_at < at < time.monotonic() + 1 for _logits, at in helper.looks)
     assert rehearsal.expected == [(at, helper.cpu) for _logits, at in helper.looks]
+
+
+def test_a_prompt_is_expected_to_take_what_others_of_about_its_length_took(monkeypatch):
+    bench, clock = Bench(batch_size=1, max_total_tokens=100), [0.0]
+    bench.worker._helper, bench.worker._rehearsal = helper, _ = FakeHelper(), FakeRehearsal()
+    prefill = bench.model.prefill
+
+    def slow(slot, prompt):
+        clock[0] += 1.0 if len(prompt) <= 32 else 2.0
+        return prefill(slot, prompt)
+
+    monkeypatch.setattr(bench.model, "prefill", slow)
+    monkeypatch.setattr(worker_module, "time", SimpleNamespace(monotonic=lambda: clock[0]))
+    expected_s = []
+    for id, length in enumerate([20, 30, 17, 32, 40, 64, 33, 16]):
+        bench.arrive(Generate(id, [1] * length, 1))
+        bench.worker.receive()
+        began_at = clock[0]
+        bench.worker.admit()
+        expected_s.append(helper.looks[-1][1] - began_at)
+    assert expected_s == [0, 1, 1, 1, 0, 2, 2, 0], "of the first of a length nothing is known"
 
 
 @pytest.mark.parametrize(

@@ -69,7 +69,7 @@ class FakeModel:
         if self.sampling == "device":
             assert slot in self.ready_slots, "a prompt's first token is sampled, too"
             self.ready_slots.remove(slot)
-        return self._answer(next_logits(prompt, self.vocab_size)[None], [slot])[0]
+        return self._answer(next_logits(prompt, self.vocab_size)[None], [slot])
 
     def prefill_part(self, part: Part) -> torch.Tensor:
         assert part.end - part.begin <= self.prompt_part
@@ -80,7 +80,7 @@ class FakeModel:
         if end == len(prompt):
             return self.prefill(slot, prompt)
         self.cache[slot] = prompt[:end]
-        return next_logits(prompt[:end], self.vocab_size)
+        return next_logits(prompt[:end], self.vocab_size)[None]
 
     def decode_along(
         self, tokens: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor, part: Part
