@@ -147,6 +147,7 @@ class Connection(TConn):
         self.initialized = True  # so that gunicorn neither waits nor makes a parser of its own
         self.limits = limits
         self.is_refused = False  # its request, by the loop
+        self.is_watched = False  # by the loop's poller
         self.lingers = False  # it has had its last answer
         self.told_to_continue = False
         self.takes_place = False
@@ -333,22 +334,32 @@ class ConnectionWorker(ThreadWorker):
             return
         self.nr_conns += 1
         connection = Connection(self.cfg, sock, client, listener.getsockname(), self.limits)
-        self._wait_for(connection, self.limits.client_timeout_s)
-        self._read(connection, sock)  # most have sent their request by now
+        self._queue(connection, self.limits.client_timeout_s)
+        self._read(connection, sock)  # most have sent their request by now, and need not be watched
+        if connection in self._waiting:
+            self._watch(connection)
 
     def _wait_for(self, connection: Connection, seconds: float) -> None:
+        self._queue(connection, seconds)
+        self._watch(connection)
+
+    def _queue(self, connection: Connection, seconds: float) -> None:
         connection.timeout = time.monotonic() + seconds
-        if connection in self._waiting:
-            del self._waiting[connection]  # it is the last one now
-        else:
+        self._waiting.pop(connection, None)
+        self._waiting[connection] = None  # it is the last one now
+
+    def _watch(self, connection: Connection) -> None:
+        if not connection.is_watched:
+            connection.is_watched = True
             self.poller.register(connection.sock, selectors.EVENT_READ, partial(self._read, connection))
-        self._waiting[connection] = None
 
     def _leave(self, connection: Connection) -> None:
         """It no longer waits."""
         del self._waiting[connection]
         self._let_go(connection)
-        self.poller.unregister(connection.sock)
+        if connection.is_watched:
+            connection.is_watched = False
+            self.poller.unregister(connection.sock)
 
     def _let_go(self, connection: Connection) -> None:
         """What has arrived is no longer needed."""

@@ -65,7 +65,8 @@ class StaticBatchModel(Protocol):
         0 leaves it out. An id that it chose may be outside of the vocabulary."""
 
     def prefill(self, slot: int, prompt: list[int]) -> torch.Tensor:
-        """Runs a prompt of 1 to max_input_tokens ids into `slot`. Returns the logits after it: float32 or bfloat16 [1, vocab]."""
+        """Runs a prompt of 1 to max_input_tokens ids into `slot`. Returns the logits after it, float32 or bfloat16 [1, vocab]:
+        a batch of one row."""
 
     def prefill_part(self, part: Part) -> torch.Tensor:
         """Runs one of the `parts_of` a prompt. Steps of other slots may come between two of them. Returns the logits after its
