@@ -774,6 +774,29 @@ def _weigh_anew(code, address, tokens, rows, highest, temperatures):
 
 
 @compiled
+def _normalize(code, address, tokens, rows, highest):
+    """The logarithms of the totals at a temperature of 1: float64 [all rows]. Arguments as of `_look`."""
+    normalizers = _weigh_anew(code, address, tokens, rows, highest, np.ones(len(highest)))
+    for row in range(len(normalizers)):
+        normalizers[row] = math.log(normalizers[row])
+    return normalizers
+
+
+@compiled
+def _logprobs(no_lanes, address, tokens, rows, chosen, highest, normalizers):
+    """Of one token of each row, `chosen`, int64 [all rows]: float64 [all rows]. The others as of `_look` and `Logits`."""
+    numbers = carray(_at(address, no_lanes.dtype), len(highest) * tokens)
+    logprobs = np.empty(len(highest), np.float64)
+    for row in range(len(highest)):
+        token = chosen[row]
+        if not 0 <= token < tokens:
+            raise IndexError("there is no such token")
+        at = (row // rows * tokens + token) * rows + row % rows
+        logprobs[row] = _item(numbers, at) - highest[row] - normalizers[row]
+    return logprobs
+
+
+@compiled
 def _now_ns(time):
     """Of CLOCK_MONOTONIC. time: int64 [2], to write into."""
     _clock_gettime(np.int32(1), time.ctypes)
@@ -1020,17 +1043,22 @@ class Logits:
 
     @functools.cached_property
     def _normalizers(self) -> np.ndarray:
-        return np.log(self.totals(np.ones(len(self.highest))))
+        return _normalize(*self._where, self.highest)
 
     def logprobs(self, tokens: Sequence[int]) -> np.ndarray:
         """Of one token of each row, float64 [rows]."""
-        return _as_float32(self._numbers[np.arange(len(tokens)), tokens]) - self.highest - self._normalizers
+        return _logprobs(self.no_lanes, *self._where[1:], np.asarray(tokens, np.int64), self.highest, self._normalizers)
 
     def top(self, row: int, n: int) -> list[tuple[int, float]]:
         """The `n` likeliest (token id, log-probability) of a row, likeliest first; of equals the lowest id first."""
         n = min(n, self.vocab_size)
         if n == 0:
             return []
-        ids = self.ids[row, :n] if self.counts[row] >= n else ranked(self.row(row), -np.inf)[:n]
-        logprobs = _as_float32(self._numbers[row, ids]) - self.highest[row] - self._normalizers[row]
+        if self.counts[row] >= n:
+            ids, scores = self.ids[row, :n], self.scores[row, :n]
+        else:
+            whole = self.row(row)
+            ids = ranked(whole, -np.inf)[:n]
+            scores = whole[ids]
+        logprobs = scores - self.highest[row] - self._normalizers[row]
         return list(zip(ids.tolist(), logprobs.tolist()))

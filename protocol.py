@@ -373,8 +373,10 @@ class WorkerEnd(_SocketThread):
     def _send_to(self, peer: bytes, message: FromWorker, peers: set[bytes]) -> None:
         if peer not in peers:
             return
+        body = _encode(message)
         try:
-            self._socket.send_multipart([peer, _encode(message)])
+            self._socket.send(peer, zmq.SNDMORE)
+            self._socket.send(body)
         except zmq.ZMQError as error:
             if error.errno != zmq.EHOSTUNREACH:
                 raise

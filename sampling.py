@@ -34,7 +34,7 @@ SHORTLIST = 64  # as a rule, top-p takes fewer tokens, and few others are drawn 
 LONGEST_SHORTLIST = 256  # with more, rows are gone through one by one
 MOST_ROUNDS = 6  # of two proposals each
 UNLISTED, TOO_FEW = -(2**61), -(2**62)  # in the place of a token
-NO_STREAMS = np.empty(0, np.uint64)
+NO_STREAMS, NO_IDS, NO_BIAS = np.empty(0, np.uint64), np.empty(0, np.int64), np.empty(0, np.float64)
 NO_NUMBER = "the model's output is not a number"
 # By what share a sum of weights may be wrong; in float32: exponents are rounded, then 2 to them, then the sum of a few.
 FAST_ERROR, FULL_ERROR = 2e-5, 1e-10
@@ -85,10 +85,13 @@ class Sampler:
         self._seen = np.unique(prompt) if sampling.repetition_penalty != 1.0 else None
         self._counts_tokens = sampling.frequency_penalty != 0.0 or sampling.presence_penalty != 0.0
         self._counts: dict[int, int] = {}
-        self._bias_ids = np.array([token for token, _bias in sampling.logit_bias], dtype=np.int64)
-        self._bias = np.array([bias for _token, bias in sampling.logit_bias], dtype=np.float64)
-        self._banned = np.array(list(banned), dtype=np.int64)
+        self._bias_ids, self._bias, self._banned = NO_IDS, NO_BIAS, NO_IDS
+        if sampling.logit_bias:
+            self._bias_ids = np.array([token for token, _bias in sampling.logit_bias], dtype=np.int64)
+            self._bias = np.array([bias for _token, bias in sampling.logit_bias], dtype=np.float64)
         self._banned_for = banned_for if banned else 0
+        if self._banned_for:
+            self._banned = np.array(list(banned), dtype=np.int64)
         self.remembers = self._seen is not None or self._counts_tokens or self._banned_for > 0  # what was chosen
         self.may_change = self.remembers or len(self._bias_ids) > 0
 

@@ -15,6 +15,7 @@ import functools
 import gc
 import json
 import logging
+import os
 import queue
 import signal
 import struct
@@ -509,8 +510,9 @@ class Worker:
                 self._tellings.get()
             self.end.send_made(functools.partial(self._told_aside, gains, ended, patience_s, look))
         else:
-            for peer, message in self._tell(gains, ended):
+            for peer, message in self._words(gains):
                 self.end.send(peer, message)
+            self._count(gains, ended)
             self._report(patience_s)
 
     def _report(self, patience_s: float | None = None) -> None:
@@ -650,21 +652,23 @@ class Worker:
     def _told_aside(
         self, gains: list[Gain], ended: list[dict], patience_s: float | None, look: tuple[int, float] | None
     ) -> Iterator[tuple[bytes, Tokens | End]]:
+        """All that `tell` does, on the socket's thread: what web processes wait for first. It changes nothing of the loop's."""
         try:
+            yield from self._words(gains)
+            os.sched_yield()  # who carries it on may be waiting for this processor
             self._report(patience_s)
             if self._helper and look:
                 self._helper.expect(*look)
                 if self._rehearsal:
                     self._rehearsal.expect(look[1], self._helper.cpu)
-            yield from self._tell(gains, ended)
+            self._count(gains, ended)
         finally:
             if gains:
                 self._tellings.put(None)
 
-    def _tell(self, gains: list[Gain], ended: list[dict]) -> Iterator[tuple[bytes, Tokens | End]]:
-        """What web processes are to hear of gains. May run on the socket's thread: it changes nothing of the loop's."""
+    def _count(self, gains: list[Gain], ended: list[dict]) -> None:
+        """For the metrics and the log."""
         for gain in gains:
-            yield from self._words(gain)
             self.metrics.step(gain.method, gain.started_at, gain.ran_at, gain.chosen_at, gain.done_at)
             self.metrics.series("generated_tokens").inc(sum(token is not None for token in gain.tokens))
             if gain.interval_s is not None:
@@ -674,7 +678,12 @@ class Worker:
         for fields in ended:
             logger.info("request finished", extra={"fields": fields})
 
-    def _words(self, gain: Gain) -> Iterator[tuple[bytes, Tokens | End]]:
+    def _words(self, gains: list[Gain]) -> Iterator[tuple[bytes, Tokens | End]]:
+        """What web processes are to hear of gains."""
+        for gain in gains:
+            yield from self._words_of(gain)
+
+    def _words_of(self, gain: Gain) -> Iterator[tuple[bytes, Tokens | End]]:
         told: list = [(None, [])] * len(gain.requests)
         if gain.logits is not None and any(request.generate.logprobs for request in gain.requests):
             top_n = [request.sampler.top_n_tokens for request in gain.requests]
