@@ -33,6 +33,7 @@ import msgspec
 from flask import Flask, Response, g, request
 from flask_swagger_ui import get_swaggerui_blueprint
 from gunicorn.http.errors import ParseException
+from werkzeug.datastructures import Headers
 from werkzeug.exceptions import ClientDisconnected, HTTPException
 
 import config as configuration
@@ -558,9 +559,21 @@ class Readers:
         return self._worker.facts, self._worker.tokenizer, bool(streams)
 
 
+class App(Flask):
+    def ensure_sync(self, func: Callable) -> Callable:
+        return func  # all of ours are; to ask that of each takes longer than some of them
+
+
+class EventStream(Response):
+    """Its headers go out as they are: there is no location among them that has to be made absolute, and no length."""
+
+    def get_wsgi_headers(self, environ: dict) -> Headers:
+        return self.headers
+
+
 def create_app(config: Config, worker: Worker) -> Flask:
     """The WSGI application. Serves from the first moment; until the model is ready it says so with 503."""
-    app = Flask("neuron-textgen", static_folder=None)
+    app = App("neuron-textgen", static_folder=None)
     "idna".encode("idna")  # loads what werkzeug needs for the first Host that it sees
     app.config["MAX_CONTENT_LENGTH"] = config.payload_limit + 1  # werkzeug cuts a chunked body here without a word
     app.register_blueprint(get_swaggerui_blueprint("/docs", "/api-doc/openapi.json"))
@@ -846,10 +859,9 @@ def _respond(config: Config, worker: Worker, read: Callable[[], Answer], deadlin
         call.settle("generation", 500)
         raise
     outlet = connections.Outlet(request.environ) if "gunicorn.socket" in request.environ else None
-    response = Response(_events(answer, call, first, batches, outlet), content_type="text/event-stream")
-    response.headers["Cache-Control"] = "no-cache"
-    response.headers["X-Accel-Buffering"] = "no"
-    response.headers.extend(_compute_headers(config, worker, answer))
+    headers = {"Content-Type": "text/event-stream", "Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+    headers |= _compute_headers(config, worker, answer)
+    response = EventStream(_events(answer, call, first, batches, outlet), headers=headers)
     response.call_on_close(lambda: call.settle("dropped"))  # a client may be gone before the first event is asked for
     return response
 
