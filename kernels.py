@@ -48,6 +48,7 @@ TOKENS = 6  # whose products with BESIDE outputs fit into the processor's regist
 QUERIES = 64  # tokens of a prompt that look at keys together
 DEPTH = 64  # words of inputs, whose weights stay in the first cache until all tokens had them
 NEAR = 1024  # bytes
+HALVES = 32  # numbers of 16 bits that the processor's vectors have
 MOST_WORDS = 16
 KERNEL_DTYPES = {torch.float32: types.float32, torch.bfloat16: types.int16}  # numba knows no bfloat16
 LOG2_E = np.float32(math.log2(math.e))
@@ -492,11 +493,62 @@ def _multiply_rows(x, apart, tokens, pairs, weights, sums):
         _multiply_few(x + first * apart * 4, apart, end - first, pairs, weights, weights, 0, sums + first * BESIDE * 4)
 
 
+@intrinsic
+def _turn_words(_context, rows, apart, columns):
+    """Turns a square of words round, as many as a line has each way: its rows are so many words apart, its columns go to rows
+    that are BESIDE apart. Both are addresses."""
+
+    def generate(context, builder, _signature, arguments):
+        count, word, offset = LINE // 4, ir.IntType(32), ir.IntType(64)
+        line = ir.VectorType(word, count)
+        rows, apart, columns = arguments
+        rows, columns = (builder.inttoptr(address, word.as_pointer()) for address in (rows, columns))
+        lines = []
+        for row in range(count):
+            place = builder.gep(rows, [builder.mul(apart, offset(row))])
+            lines.append(builder.load(builder.bitcast(place, line.as_pointer()), align=4))
+        for half in (1, 2, 4, 8):  # squares twice as large each time, of which two quarters change places
+            for upper in (row for row in range(count) if not row & half):
+                above, below = lines[upper], lines[upper + half]
+                left = [count + lane - half if lane & half else lane for lane in range(count)]
+                right = [count + lane if lane & half else lane + half for lane in range(count)]
+                lines[upper] = builder.shuffle_vector(above, below, line(left))
+                lines[upper + half] = builder.shuffle_vector(above, below, line(right))
+        for row, own in enumerate(lines):
+            place = builder.gep(columns, [offset(row * BESIDE)])
+            builder.store(own, builder.bitcast(place, line.as_pointer()), align=4)
+        return context.get_dummy_value()
+
+    return types.void(*[types.int64] * 3), generate
+
+
+@intrinsic
+def _pair_up(_context, numbers, others, pairs):
+    """The next of the numbers beside the next of the others, HALVES times: int16 at two addresses to a third one."""
+
+    def generate(context, builder, _signature, arguments):
+        half, word = ir.IntType(16), ir.IntType(32)
+        line, both = ir.VectorType(half, HALVES), ir.VectorType(half, 2 * HALVES)
+        one, other = (builder.load(builder.inttoptr(place, line.as_pointer()), align=2) for place in arguments[:2])
+        in_turns = [lane // 2 + lane % 2 * HALVES for lane in range(2 * HALVES)]
+        paired = builder.shuffle_vector(one, other, ir.VectorType(word, 2 * HALVES)(in_turns))
+        builder.store(paired, builder.inttoptr(arguments[2], both.as_pointer()), align=2)
+        return context.get_dummy_value()
+
+    return types.void(*[types.int64] * 3), generate
+
+
 @numba.njit(**AS_WRITTEN)
 def _pack_keys(keys, begin, end, packed):
     """Keys from `begin` on as `_multiply_few` wants weights: int32 [window, pairs] → [pairs, BESIDE]. From `end` on noughts."""
+    pairs, wide = packed.shape[0], LINE // 4
+    whole = pairs // wide * wide if begin + BESIDE <= end else 0
+    for key in range(0, BESIDE, wide):
+        for pair in range(0, whole, wide):
+            place = keys.ctypes.data + ((begin + key) * pairs + pair) * 4
+            _turn_words(place, pairs, packed.ctypes.data + (pair * BESIDE + key) * 4)
     for key in range(BESIDE):
-        for pair in range(packed.shape[0]):
+        for pair in range(whole, pairs):
             packed[pair, key] = keys[begin + key, pair] if begin + key < end else 0
 
 
@@ -507,15 +559,15 @@ def _pack_values(values, begin, end, packed):
     size = values.shape[1]
     for part in range(packed.shape[0]):
         wide = min(BESIDE, size - part * BESIDE)
-        for position in range(BESIDE):
-            own = packed[part, position // 2, :, position % 2]
-            if begin + position < end:
-                given = values[begin + position, part * BESIDE : part * BESIDE + wide]
-                for i in range(wide):
-                    own[i] = given[i]
-            else:
-                for i in range(wide):
-                    own[i] = 0
+        for position in range(0, BESIDE, 2):
+            own, at = packed[part, position // 2], begin + position
+            whole = wide // HALVES * HALVES if at + 1 < end else 0
+            for i in range(0, whole, HALVES):
+                place = values.ctypes.data + (at * size + part * BESIDE + i) * 2
+                _pair_up(place, place + size * 2, own.ctypes.data + i * 4)
+            for i in range(whole, wide):
+                own[i, 0] = values[at, part * BESIDE + i] if at < end else 0
+                own[i, 1] = values[at + 1, part * BESIDE + i] if at + 1 < end else 0
 
 
 @numba.njit(**IN_ANY_ORDER)
