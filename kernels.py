@@ -603,10 +603,13 @@ def _attend_prompt(told):
     sums = np.empty((group, parts, QUERIES, BESIDE), np.float32)
     highest, totals = np.empty((group, QUERIES), np.float32), np.empty((group, QUERIES), np.float32)
     blocks = (tokens + QUERIES - 1) // QUERIES
+    last = blocks * kv_heads - 1
     taken = _take(words)
-    while taken < blocks * kv_heads:
-        # The last ones first, which take longest.
-        kv_head, first = taken % kv_heads, (blocks - 1 - taken // kv_heads) * QUERIES
+    while taken < last + group:
+        # Of blocks the last ones first, which take longest. The heads of the last kv head of all are taken one by one, so that
+        # threads come to their end together.
+        kv_head, first = min(taken, last) % kv_heads, (blocks - 1 - min(taken, last) // kv_heads) * QUERIES
+        first_head, end_head = (0, group) if taken < last else (taken - last, taken - last + 1)
         count = min(QUERIES, tokens - first)
         _fill(sums, 0.0)
         _fill(totals, 0.0)
@@ -615,7 +618,7 @@ def _attend_prompt(told):
         while at < begin + first + count:
             _pack_keys(paired[0, slot, kv_head], at, begin + first + count, keys)
             _pack_values(store[1, slot, kv_head], at, begin + first + count, values)
-            for head in range(group):
+            for head in range(first_head, end_head):
                 query = qkv + (first * apart * 2 + (kv_head * group + head) * size) * 2
                 _fill(scores[:count], 0.0)
                 _multiply_rows(query, apart, count, size // 2, keys.ctypes.data, scores.ctypes.data)
@@ -639,7 +642,7 @@ def _attend_prompt(told):
                     own = sums[head, part].ctypes.data
                     _multiply_rows(weights.ctypes.data, BESIDE // 2, count, BESIDE // 2, values[part].ctypes.data, own)
             at += BESIDE
-        for head in range(group):
+        for head in range(first_head, end_head):
             for q in range(count):
                 factor = np.float32(1.0) / totals[head, q]
                 for part in range(parts):

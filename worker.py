@@ -71,7 +71,7 @@ logger = logging.getLogger("worker")
 
 MOST_PROMPT_TOKENS = 2048  # that those who run are held up for while many wait
 MANY_WAITING = 0.3  # of those who run
-HELD_UP = 2.0  # times as long as it takes alone may a step take longer because of a prompt that goes along
+HELD_UP = 1.0  # times as long as it takes alone may a step take longer because of a prompt that goes along
 LEAST_ALONG = 8  # tokens
 LOGITS = {"neuron": (torch.float32, torch.bfloat16), "cuda": (torch.float32,), "cpu": (torch.float32,)}  # as they come
 MOST_UNTOLD = 2  # calls to the device whose gains wait to be told; the next one waits for the telling then
