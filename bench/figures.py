@@ -43,6 +43,7 @@ MORE_KINDS = {"top-p alone": {name: value for name, value in SAMPLED.items() if 
 FLAT = 0.05
 Key = TypeVar("Key")
 WINDOW_TOKENS = 330  # how many of a window's last positions are looked at
+OF_WINDOWS = 3  # times as many rounds
 
 
 @dataclass(frozen=True)
@@ -208,7 +209,7 @@ def ticks(plan: Plan) -> int:
     """How many steps the progress bar has."""
     cases = 2 * len(sampler.CASES) * len(plan.sampler[2])
     cases += len(KINDS | MORE_KINDS) * len(plan.devices)
-    return 1 + len(plan.concurrencies) + 5 * plan.rounds + 2 * len(plan.devices[:2]) + cases
+    return 1 + len(plan.concurrencies) + (4 + OF_WINDOWS) * plan.rounds + 2 * len(plan.devices[:2]) + cases
 
 
 def _efficiency(results: Results, rounds: Sequence[Round], device: Device, kind: str, reach: float | None) -> None:
@@ -319,7 +320,8 @@ def _growth(results: Results, plan: Plan, tick: Callable[[], None]) -> None:
 
 
 def _growth_of_windows(results: Results, plan: Plan, tick: Callable[[], None]) -> None:
-    """CPU time that a token takes at the end of a window."""
+    """CPU time that a token takes at the end of a window. It changes from moment to moment more than any other figure."""
+    plan = replace(plan, rounds=OF_WINDOWS * plan.rounds)
     with contextlib.ExitStack() as stack:
         subjects = {}
         for window in plan.windows:
