@@ -2,9 +2,9 @@
 
 Between two steps the device waits for the loop, whose code and data are in no cache by then: a step takes milliseconds, in
 which others use the processor and its memory, and from there the same lines take two to three times as long. So a moment
-before a step should end, a thread on the loop's processor goes through a turn of the loop with an understudy: a whole worker,
-whose model, requests and web processes are made up (`Offstage`). It has the interpreter's lock while it does, so it must be
-over in time, and begins the earlier the longer it takes. One that would not be over in time is left out.
+before a step or a prompt should end, a thread on the loop's processor goes through a turn of the loop with an understudy: a
+whole worker, whose model, requests and web processes are made up (`Offstage`). It has the interpreter's lock while it does, so
+it must be over in time, and begins the earlier the longer it takes. One that would not be over in time is left out.
 
 This layer knows the worker's turn and nothing of what is in it.
 """

@@ -49,7 +49,7 @@ class Batch:
     def join(self, slot, prompt, sampling=GREEDY):
         if self.model.sampling == "device":
             self.model.set_sampling(slot, *sampling)
-        self.texts[slot] = [*prompt, *self._chosen(self.model.prefill(slot, list(prompt))[None])]
+        self.texts[slot] = [*prompt, *self._chosen(self.model.prefill(slot, list(prompt)))]
 
     def _chosen(self, output):
         return (output if self.model.sampling == "device" else output.argmax(-1)).tolist()
@@ -130,7 +130,7 @@ def test_bfloat16_logits_are_what_the_library_would_have_made_float32_of(
         monkeypatch.setattr(neuron_model, "LOGITS", taken)
         model = serve(made, tmp_path, dtype="bfloat16", max_batch_size=2 if batches else 1, quantize=quantize)
         prompt = [3, 100, 7]
-        told = [model.prefill(0, prompt), *model.decode(torch.tensor([9]), torch.tensor([3]), torch.tensor([0]))]
+        told = [*model.prefill(0, prompt), *model.decode(torch.tensor([9]), torch.tensor([3]), torch.tensor([0]))]
         logits[bool(taken)] = torch.stack(told)
         if name != "gpt_neox":  # whose programs cannot be kept
             monkeypatch.setattr(compiler, "compile_hlo_module", refuse_to_compile)
