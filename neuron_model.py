@@ -279,12 +279,12 @@ class NeuronModel:
             self._columns = tokens.unsqueeze(1), positions.unsqueeze(1)
             self._arrays = slots.numpy(), positions.numpy()
         named, given = self._arrays[0].tolist(), self._arrays[1].tolist()
-        if named != self._named or given != self._held:  # others than in the last step
+        if self._prefilled or named != self._named or given != self._held:  # others than in the last step
             filled = dict(zip(self._named, self._held)) | self._prefilled
             held = [filled.get(slot) for slot in named]
-            assert named and sorted(set(named)) == named, "slots are named once, ascending"
+            assert sorted(set(named)) == named, "slots are named once, ascending"
             assert given == held, f"slots {named} hold {held} positions, not {given}"
-        assert max(given) < self.max_total_tokens, f"slots {named} have no position {max(given)}"
+        assert named and max(given) < self.max_total_tokens, f"slots {named} have no position {max(given)}"
         # The library writes over the first position of each slot that is not named: it is lost from here on.
         self._named, self._held = named, [position + 1 for position in given]
         self._prefilled.clear()

@@ -241,6 +241,16 @@ def test_a_position_that_is_not_the_next_one_is_not_run(tmp_path):
             model.decode(torch.tensor([1]), torch.tensor([position]), torch.tensor([0]))
 
 
+def test_a_slot_that_has_another_prompt_does_not_go_on_where_the_one_before_was(tmp_path):
+    model = load(tmp_path, max_batch_size=2)
+    model.prefill(0, [5, 6])
+    model.decode(torch.tensor([1]), torch.tensor([2]), torch.tensor([0]))
+    model.prefill(0, [7])
+    with pytest.raises(AssertionError, match=r"slots \[0\] hold \[1\] positions, not \[3\]"):
+        model.decode(torch.tensor([1]), torch.tensor([3]), torch.tensor([0]))
+    model.decode(torch.tensor([1]), torch.tensor([1]), torch.tensor([0]))
+
+
 @pytest.mark.parametrize(("family", "slots"), [("llama", 3), ("llama", 1), ("opt", 1)])
 def test_an_understudy_runs_without_the_device_and_beyond_the_last_position(tmp_path, family, slots):
     model = load(tmp_path, FAMILIES[family], max_batch_size=slots)
