@@ -774,15 +774,6 @@ def _weigh_anew(code, address, tokens, rows, highest, temperatures):
 
 
 @compiled
-def _normalize(code, address, tokens, rows, highest):
-    """The logarithms of the totals at a temperature of 1: float64 [all rows]. Arguments as of `_look`."""
-    normalizers = _weigh_anew(code, address, tokens, rows, highest, np.ones(len(highest)))
-    for row in range(len(normalizers)):
-        normalizers[row] = math.log(normalizers[row])
-    return normalizers
-
-
-@compiled
 def _logprobs(no_lanes, address, tokens, rows, chosen, highest, normalizers):
     """Of one token of each row, `chosen`, int64 [all rows]: float64 [all rows]. The others as of `_look` and `Logits`."""
     numbers = carray(_at(address, no_lanes.dtype), len(highest) * tokens)
@@ -1043,7 +1034,7 @@ class Logits:
 
     @functools.cached_property
     def _normalizers(self) -> np.ndarray:
-        return _normalize(*self._where, self.highest)
+        return np.log(self.totals(np.ones(len(self.highest))))
 
     def logprobs(self, tokens: Sequence[int]) -> np.ndarray:
         """Of one token of each row, float64 [rows]."""
