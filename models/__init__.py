@@ -1,0 +1,78 @@
+"""Models behind one interface (`base.py`): CPUs through OpenVINO, Neuron devices through transformers-neuronx, plain torch.
+
+Only the modules of this package import torch, transformers, openvino or transformers_neuronx. This file picks the one that
+serves a model on this machine, before any of them is imported.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable
+from pathlib import Path
+
+import config as configuration
+from config import Config, Manifest
+from models.base import ModelError, StaticBatchModel
+from models.fetch import fetch_weights
+
+NEURON_ONLY = ("tp_degree", "prefill_buckets", "position_buckets", "compile_workers")
+
+Load = Callable[[Callable[[str], None]], StaticBatchModel]
+
+
+def choose_device(wanted: str) -> str:
+    """cpu, cuda or neuron for a value of --device. Raises ModelError for a device that is not there."""
+    if wanted == "cuda" and not _has_cuda():
+        raise ModelError("--device cuda: torch sees no CUDA GPU on this machine; use --device cpu or auto")
+    if wanted != "auto":
+        return wanted
+    if list(Path("/dev").glob("neuron[0-9]*")):
+        return "neuron"
+    if importlib.util.find_spec("transformers_neuronx"):  # installed for a device, so a CPU is no silent substitute
+        raise ModelError(
+            "transformers-neuronx is installed but there is no Neuron device: pass it to the container with "
+            "--device=/dev/neuron0, on a machine install its driver (aws-neuronx-dkms); or serve with --device cpu (DEVICE)"
+        )
+    return "cuda" if _has_cuda() else "cpu"
+
+
+def _has_cuda() -> bool:
+    if not any(Path("/dev").glob(name) for name in ("nvidia[0-9]*", "nvidiactl", "dxg")):  # dxg: WSL
+        return False  # without importing torch, which takes seconds
+    import torch
+
+    return torch.cuda.is_available()
+
+
+def prepare(config: Config, folder: Path, manifest: Manifest) -> tuple[Config, Callable[[], Path], Load]:
+    """Returns the configuration with all open settings filled in, a function that downloads the weights, and one that loads the
+    model; that one calls its argument with the name of a phase that takes long.
+
+    All three raise ConfigError or ModelError, with the reason, for what cannot be served.
+    """
+    device = choose_device(config.device)
+    if device == "neuron":
+        from models.neuron import Build, NeuronModel  # needs its own version of transformers: only one can be imported
+
+        build = Build.decide(config, folder, manifest)
+        return build.config, build.checkpoint, lambda announce: NeuronModel(build, configuration.run_dir(), announce)
+    for name in NEURON_ONLY:
+        if getattr(config, name):
+            flag = "--" + name.replace("_", "-")
+            raise ModelError(f"{flag} ({name.upper()}) is for Neuron, and this server runs on {device}; leave it out")
+    if config.sampling == "device":
+        raise ModelError(f"--sampling device (SAMPLING) is for Neuron, and this server runs on {device}; leave it out")
+    if manifest.is_compiled:
+        raise ModelError(f"{config.model_name} is compiled for Neuron, and this server runs on {device}; give its checkpoint")
+    config = config.with_manifest(manifest)
+
+    def load(announce: Callable[[str], None]) -> StaticBatchModel:
+        if device == "cpu":
+            from models.cpu import load
+
+            return load(config, folder, manifest, announce)
+        from models.torch_model import TorchModel
+
+        return TorchModel(config, folder, manifest, device)
+
+    return config, lambda: fetch_weights(config, folder), load

@@ -1,0 +1,113 @@
+"""The interface between the worker and a model: a fixed number of slots, each with its own positions in one KV cache.
+
+`models.load` picks the implementation; each one raises `ModelError` with the reason in one line for what it cannot serve. A
+model knows slots, tokens and positions. It knows no requests, and of sampling only what a device does itself.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple, Protocol
+
+import numpy as np
+
+logger = logging.getLogger("model")
+
+
+class ModelError(Exception):
+    """A model that cannot be served; the message is one line for the person who chose it."""
+
+
+class DeviceLost(Exception):
+    """An unrecoverable device error, raised by `forward`; restart the process."""
+
+
+class Chunk(NamedTuple):
+    """The next tokens of one slot: a prompt, a part of one, or the last generated token (a decode step's row)."""
+
+    slot: int
+    tokens: Sequence[int]
+    begin: int  # position of tokens[0]; 0 starts a new sequence in the slot
+    keep_all: bool = False  # return the logits after every token, for log-probabilities of prompts
+
+
+class SampledIds(NamedTuple):
+    """What `forward` returns instead of logits where the device samples."""
+
+    ids: np.ndarray  # int64 [len(chunks)]; an id may be outside of the vocabulary
+
+
+# Logits are float32 [rows, vocab], or uint16 [rows, vocab]: the bit patterns of bfloat16, which numpy has no type for. They
+# may be a transposed view (transformers-neuronx leaves [vocab, rows] in memory); `sampling.py` reads both orders.
+Logits = np.ndarray
+
+
+class StaticBatchModel(Protocol):
+    """What the worker runs. One call at a time, from one thread."""
+
+    engine: str  # "openvino", "torch" or "neuron"
+    device: str  # "cpu", "cuda" or "neuron"
+    dtype: str  # "float32", "bfloat16" or "float16"
+    quantize: str | None  # "int8" or "int4" where the weights are compressed
+    batch_size: int  # slots
+    max_total_tokens: int  # positions of a slot
+    max_input_tokens: int  # longest prompt
+    vocab_size: int
+    gives_prompt_logits: bool  # whether `Chunk.keep_all` is supported
+    sampling: str  # "host"; "device": `forward` returns SampledIds, and `set_sampling` comes before each prompt
+    mixes: bool  # one call may hold any mix of chunks; else either rows of one token each, or a single prompt chunk
+    prefill_chunk: int | None  # longest prompt chunk in tokens; None: a prompt runs whole
+
+    def forward(self, chunks: Sequence[Chunk]) -> Logits | SampledIds:
+        """Runs the chunks, at most one a slot, and extends the KV cache of their slots; no other slot changes.
+
+        Returns one row of logits a chunk, after its last token, in the order of `chunks`; a chunk with `keep_all` has one row
+        a token. The result stays as it is when `forward` is called again. A row depends on its own slot alone, to the last
+        bit: not on the other chunks, and not on how a prompt was cut into chunks where the scheduler follows `mixes` and
+        `prefill_chunk`. Every slot with a live sequence must be in each call of one-token rows where `mixes` is false.
+        Raises DeviceLost when the process must be restarted; any other exception leaves the model usable.
+        """
+
+    def set_sampling(self, slot: int, top_k: int, top_p: float, temperature: float) -> None:
+        """How the device samples for `slot` from its next prompt on. Only where `sampling` is "device". top_k 1 is greedy,
+        0 is off."""
+
+
+def first_line(error: BaseException) -> str:
+    lines = str(error).strip().splitlines()
+    return lines[0].strip() if lines else type(error).__name__
+
+
+@contextlib.contextmanager
+def reported_as(failure: str, explain: Callable[[BaseException], str] | None = None) -> Iterator[None]:
+    """Turns any exception into a ModelError of one line: `failure`, then what `explain` makes of the exception."""
+    try:
+        yield
+    except ModelError:
+        raise
+    except Exception as error:
+        logger.debug(failure, exc_info=True)
+        why = explain(error) if explain else f"{type(error).__name__}: {first_line(error)}"
+        raise ModelError(f"{failure}: {why}") from None
+
+
+@contextlib.contextmanager
+def progress_logged(what: str, every_s: float) -> Iterator[None]:
+    """Logs every `every_s` seconds that `what` is still going on."""
+    done, started_at = threading.Event(), time.monotonic()
+
+    def log_progress() -> None:
+        while not done.wait(every_s):
+            logger.info("Still %s after %.0f s", what, time.monotonic() - started_at)
+
+    thread = threading.Thread(target=log_progress, name="progress", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+        thread.join()

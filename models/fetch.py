@@ -1,0 +1,141 @@
+"""Finding and downloading a model: the folder of a checkpoint, its weights, and the hub's errors as one line each.
+
+`fetch` gives the worker a folder with everything but the weights, `fetch_weights` adds those. Works with huggingface_hub 0.36
+and 2.x, needs no torch (`plan` runs without it), and knows nothing of what is in the files.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from config import Config
+from models.base import ModelError, first_line, progress_logged, reported_as
+
+METADATA = ("*.json", "*.model", "*.jinja", "*.txt")
+WEIGHTS = (("*.safetensors",), ("pytorch_model*.bin",))  # the second, which is pickled, only where there is nothing else
+OTHER_FORMATS = ("*/*", "consolidated*")  # subfolders and other names hold the same weights in other formats
+ARTIFACT = ("compiled/*", "checkpoint/*")
+PROGRESS_S = 30.0  # how often a long download logs that it is still going on
+
+
+def fetch(config: Config) -> tuple[Path, str | None]:
+    """The model's folder with all but the weights, and its commit on the hub (None for a local one)."""
+    if config.is_local:
+        return Path(config.model_id).expanduser(), None
+    patterns = [*METADATA, "*.py"] if config.trust_remote_code else METADATA
+    folder = _download(config, config.model_id, config.revision, patterns, OTHER_FORMATS)
+    return folder, folder.name
+
+
+def fetch_weights(config: Config, folder: Path) -> Path:
+    """The folder that `fetch` returned, with the weights in it, downloaded if necessary."""
+    return folder if config.is_local else _with_weights(config, config.model_id, folder)
+
+
+def fetch_checkpoint(config: Config, model_id: str, revision: str | None) -> Path:
+    """The folder of another model on the hub: the checkpoint that compiled programs were made from."""
+    return _with_weights(config, model_id, _download(config, model_id, revision, METADATA, OTHER_FORMATS))
+
+
+def fetch_artifact(config: Config, folder: Path) -> None:
+    """Downloads the subfolders of a compiled model on the hub."""
+    if not config.is_local:
+        _download(config, config.model_id, folder.name, ARTIFACT, ())
+
+
+def _with_weights(config: Config, model_id: str, folder: Path) -> Path:
+    for patterns in WEIGHTS:
+        _download(config, model_id, folder.name, patterns, OTHER_FORMATS)
+        if any(next(folder.glob(pattern), None) for pattern in patterns):
+            return folder
+    offline = ", not in the cache, and HF_HUB_OFFLINE is set" if os.environ.get("HF_HUB_OFFLINE") else ""
+    raise ModelError(f"{model_id} holds no weights: there is no *.safetensors and no pytorch_model*.bin{offline}")
+
+
+def _download(config: Config, model_id: str, revision: str | None, patterns: Sequence[str], ignored: Sequence[str]) -> Path:
+    """The folder of a model on the hub with all files that match. Raises ModelError where that fails."""
+    from huggingface_hub import snapshot_download
+
+    quiet_hub_library()
+    with (
+        reported_as(f"{model_id} cannot be downloaded", lambda error: explain_hub_error(error, revision)),
+        progress_logged(f"downloading {model_id}", PROGRESS_S),
+    ):
+        folder = snapshot_download(
+            model_id,
+            revision=revision,
+            token=hub_token(),
+            cache_dir=config.huggingface_hub_cache,
+            allow_patterns=list(patterns),
+            ignore_patterns=list(ignored) or None,
+        )
+    return Path(folder)
+
+
+def quiet_hub_library() -> None:
+    """No progress bars in a log, and errors only: the hub library's request log holds signed addresses, with which anyone may
+    download. `LOG_LEVEL=debug` shows everything."""
+    from huggingface_hub.utils import disable_progress_bars
+
+    if not sys.stderr.isatty():
+        disable_progress_bars()
+    library = logging.getLogger("huggingface_hub")
+    library.handlers.clear()  # its own handler would print everything a second time
+    if not logging.getLogger().isEnabledFor(logging.DEBUG):
+        library.setLevel(logging.ERROR)
+        for name in ("httpx", "httpx2"):
+            logging.getLogger(name).setLevel(logging.WARNING)
+
+
+def hub_token() -> str | None:
+    """TGI's older name for the token, unless one of the names that the hub library reads itself is set."""
+    if os.environ.get("HF_TOKEN") or os.environ.get("HUGGING_FACE_HUB_TOKEN"):
+        return None
+    return os.environ.get("HF_API_TOKEN") or None
+
+
+def explain_hub_error(error: BaseException, revision: str | None) -> str:
+    """Why a download failed and what would help, for anything that huggingface_hub 0.36 or 2.x raises."""
+    from huggingface_hub import errors
+
+    cause = error
+    if isinstance(error, errors.LocalEntryNotFoundError) and isinstance(error.__cause__, Exception):
+        cause = error.__cause__  # what kept the library from asking the hub, so that it looked into its cache
+    status = getattr(getattr(cause, "response", None), "status_code", None)
+    not_cached = "its copy in the cache is incomplete" if hasattr(error, "snapshot_path") else "it is not in the cache"
+    if isinstance(cause, errors.HFValidationError):
+        return f"--model-id (MODEL_ID) is neither a folder nor a hub id: {first_line(cause)}"
+    if isinstance(cause, errors.OfflineModeIsEnabled):
+        return f"{not_cached}, and HF_HUB_OFFLINE is set, so the hub is not asked; unset it, or give a local folder"
+    if isinstance(cause, errors.GatedRepoError):
+        return "it is gated: request access on its page, and give a token of the account that has it in HF_TOKEN"
+    if isinstance(cause, errors.RepositoryNotFoundError):
+        return (
+            "the hub has no such model: check the spelling of --model-id (MODEL_ID); if it is private, give a token with "
+            "read access in HF_TOKEN"
+        )
+    if isinstance(cause, errors.RevisionNotFoundError):
+        return f"it has no branch, tag or commit {revision!r}: check --revision (REVISION)"
+    if status == 401:
+        return "the hub does not know the token: give a valid one in HF_TOKEN, or none for a public model"
+    if status == 403:
+        return "the hub denies access: give a token with read access in HF_TOKEN"
+    if status == 404:
+        return f"it holds no {str(cause.response.url).rpartition('/')[2]}"
+    if status == 429:
+        return "the hub's rate limit is reached: wait, or give a token in HF_TOKEN, which has a higher limit"
+    if status:
+        return f"the hub answers with status {status}: try again later"
+    if isinstance(cause, OSError) and cause.filename:
+        return (
+            f"{cause.filename} cannot be used by user {os.geteuid()} ({cause.strerror}); give that user the folder (chown), "
+            "or another one with --huggingface-hub-cache (HF_HUB_CACHE) or HF_HOME"
+        )
+    why = f"{type(cause).__name__}: {first_line(cause)}"
+    if isinstance(error, errors.LocalEntryNotFoundError):
+        return f"{not_cached}, and the hub cannot be reached ({why}); check the network, or give a local folder"
+    return why

@@ -1,0 +1,254 @@
+"""Which request gets which slot, and which tokens the next step runs: queue, slots, token budgets, expiry.
+
+The worker adds requests, runs each `Step` on the model and hands the sampled tokens back. Everything here is synchronous:
+no threads, no tensors, no clock (times come as arguments, in seconds). The scheduler knows neither sockets nor text nor
+how tokens are sampled. Of the model it knows the number of slots, whether chunks of several tokens may share a step with
+others (`mixes`), and the longest prompt chunk (`prefill_chunk`).
+
+Waiting requests take free slots first in, first out. Several prompts are in progress at a time, so a short prompt does not
+wait for a long one to finish. A waiting request with a free slot gets prompt tokens within this many steps:
+- mixed steps: ceil(slots / tokens for prompts beside running requests); `slots` for a request with `keep_all`;
+- else 2 * slots, counted from the step at which `waiting_served_ratio` and `max_waiting_tokens` let it start.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import heapq
+import math
+from bisect import insort
+from collections import deque
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from models.base import Chunk
+
+# Prompt tokens of a mixed step. A larger budget lowers the prompt's time to first token and raises the inter-token latency
+# of the running requests.
+PROMPT_TOKENS_BESIDE = 32  # while requests run
+PROMPT_TOKENS_ALONE = 256
+# Prompt tokens between two decode steps, where the model cannot mix them.
+PROMPT_TOKENS_BETWEEN = 128  # while requests run
+PROMPT_TOKENS_BETWEEN_MANY = 2048  # of whole prompts, while more of them have or can have a slot than requests run
+KEEP_ALL_TOKENS = 64  # of a mixed step: the logits after each of them are held in memory
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """One sequence to generate. Times are in seconds, of the clock that the caller uses for `now`."""
+
+    prompt: Sequence[int]
+    max_new_tokens: int  # within the context length
+    arrived_at: float
+    group: int = 0  # the same for all sequences of one HTTP request
+    eos_token_ids: Collection[int] = ()
+    keep_all: bool = False  # logits after every prompt token are wanted
+    # Kept by the scheduler:
+    slot: int | None = None  # None: waiting or ended
+    prefilled: int = 0  # prompt tokens that have been run
+    generated: int = 0
+    last_token: int = 0
+    started_at: float = 0.0  # when its first prompt chunk was scheduled
+
+
+class Step(NamedTuple):
+    """What `forward` runs next."""
+
+    chunks: list[Chunk]  # rows of running requests first, slots ascending; then prompt chunks
+    requests: list[Request]  # one a chunk
+    samples: list[int]  # indices of the chunks whose last token's logits give a new token
+
+
+class Scheduler:
+    """Owns the queue and the slots. `waiting`, `prefilling`, `running`, `busy` and `max_tokens` are to be read only."""
+
+    def __init__(
+        self,
+        *,
+        slots: int,
+        mixes: bool,
+        prefill_chunk: int | None,
+        max_batch_prefill_tokens: int | None = None,
+        max_queue_time_s: float = math.inf,
+        waiting_served_ratio: float = 0.0,
+        max_waiting_tokens: int = 20,
+    ):
+        # Without mixed steps a chunk of one token is avoided by leaving two tokens for the last chunk.
+        assert prefill_chunk is None or mixes or prefill_chunk > 2
+        self.waiting: deque[Request] = deque()
+        self.prefilling: list[Request] = []  # prompts in progress; the one that has waited longest for tokens comes first
+        self.running: list[Request] = []  # requests that generate, slots ascending
+        self.max_tokens = 0  # that the requests in slots can grow to: prompts and max_new_tokens
+        self._slots = slots
+        self._free = list(range(slots))  # a heap
+        self._mixes = mixes
+        self._prefill_chunk = prefill_chunk or math.inf
+        beside, alone = PROMPT_TOKENS_BESIDE, PROMPT_TOKENS_ALONE
+        if not mixes:
+            beside, alone = PROMPT_TOKENS_BETWEEN, PROMPT_TOKENS_BETWEEN_MANY
+        self._budget_beside = max_batch_prefill_tokens or beside
+        self._budget_alone = max(alone, self._budget_beside)
+        self._max_queue_time_s = max_queue_time_s
+        self._waiting_served_ratio = waiting_served_ratio
+        self._max_waiting_tokens = max_waiting_tokens
+        self._prompt_tokens = 0  # since the last decode step
+        self._steps_since_prompt = 0  # decode steps since the last prompt was finished
+
+    @property
+    def busy(self) -> int:
+        """Occupied slots."""
+        return self._slots - len(self._free)
+
+    def add(self, request: Request) -> None:
+        """Appends to the queue."""
+        assert len(request.prompt) > 0 and request.max_new_tokens > 0
+        self.waiting.append(request)
+
+    def remove(self, request: Request) -> None:
+        """Takes a cancelled or failed request out of its slot or of the queue. Does nothing if it has ended already."""
+        if request.slot is not None:
+            self._release(request)
+        else:
+            with contextlib.suppress(ValueError):
+                self.waiting.remove(request)
+
+    def expired(self, now: float) -> list[Request]:
+        """Takes the requests that have waited longer than `max_queue_time_s` out of the queue and returns them. A request
+        stays if another one of its group has a slot: one HTTP request is served whole or not at all."""
+        overdue = [request for request in self.waiting if now - request.arrived_at > self._max_queue_time_s]
+        if overdue:
+            begun = {request.group for request in (*self.running, *self.prefilling)}
+            overdue = [request for request in overdue if request.group not in begun]
+            for request in overdue:
+                self.waiting.remove(request)
+        return overdue
+
+    def next(self, now: float) -> Step | None:
+        """The next step, or None if there is nothing to run. `update` follows with the step's tokens."""
+        self._give_slots()
+        prompts = self._shared_budget() if self._mixes else self._next_prompt()
+        rows = self.running if self._mixes or not prompts else []
+        if not rows and not prompts:
+            return None
+        if not prompts:
+            self._prompt_tokens = 0
+            self._steps_since_prompt += 1
+        chunks = [Chunk(row.slot, (row.last_token,), len(row.prompt) + row.generated - 1) for row in rows]
+        step = Step(chunks, list(rows), list(range(len(rows))))
+        for request, tokens in prompts:
+            begin, end = request.prefilled, request.prefilled + tokens
+            if begin == 0:
+                request.started_at = now
+            if end == len(request.prompt):
+                step.samples.append(len(chunks))
+            chunks.append(Chunk(request.slot, request.prompt[begin:end], begin, request.keep_all))
+            step.requests.append(request)
+        return step
+
+    def update(self, step: Step, tokens: Sequence[int | None]) -> list[str | None]:
+        """Notes what `step` gave: one token a chunk, None where the chunk samples nothing or its row failed. Returns one
+        finish reason a chunk: "eos_token", "length", or None. The slot of a finished request is free for the next step.
+
+        What is given for a request that was removed meanwhile is ignored. A request whose row failed is to be removed by the
+        caller: the same chunk is scheduled again until then.
+        """
+        reasons: list[str | None] = [None] * len(step.chunks)
+        for index, (chunk, request, token) in enumerate(zip(step.chunks, step.requests, tokens)):
+            if request.slot is None:
+                continue
+            if not request.generated:
+                end = chunk.begin + len(chunk.tokens)
+                if end < len(request.prompt):
+                    request.prefilled = end
+                    continue
+            if token is None:
+                continue
+            if not request.generated:
+                request.prefilled = len(request.prompt)
+                self.prefilling.remove(request)
+                insort(self.running, request, key=lambda row: row.slot)
+                self._steps_since_prompt = 0
+            request.generated += 1
+            request.last_token = token
+            if token in request.eos_token_ids:
+                reasons[index] = "eos_token"
+            elif request.generated >= request.max_new_tokens:
+                reasons[index] = "length"
+            if reasons[index]:
+                self._release(request)
+        return reasons
+
+    def _give_slots(self) -> None:
+        """Gives the free slots, the lowest first, to the requests that have waited longest."""
+        if not self._mixes and self.running:
+            enough_wait = len(self.waiting) >= int(len(self.running) * self._waiting_served_ratio)
+            if not enough_wait and self._steps_since_prompt < self._max_waiting_tokens:
+                return
+        while self.waiting and self._free:
+            request = self.waiting.popleft()
+            request.slot = heapq.heappop(self._free)
+            self.max_tokens += len(request.prompt) + request.max_new_tokens
+            self.prefilling.append(request)
+
+    def _release(self, request: Request) -> None:
+        heapq.heappush(self._free, request.slot)
+        request.slot = None
+        self.max_tokens -= len(request.prompt) + request.max_new_tokens
+        (self.running if request.generated else self.prefilling).remove(request)
+
+    def _shared_budget(self) -> list[tuple[Request, int]]:
+        """The prompts of a mixed step and how many tokens of each: an even share of the budget, and what shorter ones leave.
+
+        With more prompts than tokens, those that have waited longest for tokens get one each. A step holds one prompt with
+        `keep_all` at most.
+        """
+        if not self.prefilling:
+            return []
+        budget = self._budget_beside if self.running else self._budget_alone
+        chosen: list[Request] = []
+        passed: list[Request] = []
+        one_keeps_all = False
+        for request in self.prefilling:
+            if len(chosen) == budget or (request.keep_all and one_keeps_all):
+                passed.append(request)
+            else:
+                chosen.append(request)
+                one_keeps_all |= request.keep_all
+        self.prefilling = passed + chosen
+        # Rounding up and the second sort key keep requests of the same length first come, first served.
+        wanted = [(self._most_tokens(request), len(request.prompt) - request.prefilled, request) for request in chosen]
+        wanted.sort(key=lambda want: want[:2])
+        shares = []
+        for served, (most, _, request) in enumerate(wanted):
+            tokens = min(most, math.ceil(budget / (len(wanted) - served)))
+            shares.append((request, tokens))
+            budget -= tokens
+        return shares
+
+    def _most_tokens(self, request: Request) -> int:
+        """The longest next chunk of a prompt in a mixed step."""
+        limit = min(self._prefill_chunk, KEEP_ALL_TOKENS) if request.keep_all else self._prefill_chunk
+        return min(limit, len(request.prompt) - request.prefilled)
+
+    def _next_prompt(self) -> list[tuple[Request, int]]:
+        """The one prompt of a step without running requests, and how many tokens of it; [] if a decode step comes first.
+
+        Chunks begin and end at fixed positions of the prompt, whatever else runs: other chunks would change the last bits of
+        the logits. So would a chunk of one token, which the model computes as it computes a decode step.
+        """
+        if not self.prefilling:
+            return []
+        request = self.prefilling[0]
+        left = len(request.prompt) - request.prefilled
+        tokens = min(left, self._prefill_chunk)
+        if left - tokens == 1:
+            tokens -= 1
+        startable = len(self.prefilling) + min(len(self.waiting), len(self._free))
+        fills_slots = startable > len(self.running) and self._prefill_chunk == math.inf  # idle slots cost more than the pause
+        budget = self._budget_alone if fills_slots else self._budget_beside
+        if self.running and self._prompt_tokens and self._prompt_tokens + tokens > budget:
+            return []
+        self._prompt_tokens += tokens
+        self.prefilling.append(self.prefilling.pop(0))
+        return [(request, tokens)]

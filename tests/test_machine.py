@@ -1,0 +1,123 @@
+"""A Neuron machine is recognised by its files, and cores that the runtime would refuse are refused first."""
+
+import json
+
+import pytest
+
+from config import ConfigError
+from models.machine import Machine, detect, holders
+
+GIB = 1 << 30
+
+
+@pytest.fixture
+def machine(tmp_path):
+    """Makes the files of a machine with `chips`, of which a container was given `devices`."""
+
+    def make(devices=(0,), chips=None, core_count="2", product="inf2.8xlarge", kind="Inf2", memory_max=None):
+        (tmp_path / "dev/neuron_log").mkdir(parents=True)  # not a device
+        for device in devices:
+            (tmp_path / f"dev/neuron{device}").touch()
+        files = {"sys/devices/virtual/dmi/id/product_name": product, "proc/meminfo": "MemTotal: 134217728 kB\nMemFree: 1 kB"}
+        for chip in range(chips or max(devices, default=-1) + 1):
+            folder = f"sys/devices/virtual/neuron_device/neuron{chip}"
+            files |= {f"{folder}/core_count": core_count, f"{folder}/info/architecture/instance_type": kind}
+        for name, text in (files | {"sys/fs/cgroup/memory.max": memory_max}).items():
+            if text is not None:
+                (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+                (tmp_path / name).write_text(text + "\n")
+        return tmp_path
+
+    return make
+
+
+@pytest.fixture
+def neuron_ls(tmp_path):
+    """Makes a neuron-ls that prints `output`."""
+
+    def make(output, code=0):
+        path = tmp_path / "neuron-ls"
+        path.write_text(f"#!/bin/sh\ncat <<'END'\n{output}\nEND\nexit {code}\n")
+        path.chmod(0o755)
+        return [str(path), "-j"]
+
+    return make
+
+
+def look(root, neuron_ls=("no-such-program",), **environ):
+    return detect(root, environ, neuron_ls)
+
+
+@pytest.mark.parametrize(
+    "files, expected",
+    [
+        ({}, Machine(2, "inf2", "inf2.8xlarge", 128 * GIB, "sysfs")),
+        ({"devices": range(12), "product": "inf2.48xlarge"}, Machine(24, "inf2", "inf2.48xlarge", 128 * GIB, "sysfs")),
+        ({"devices": (3, 4), "chips": 12, "memory_max": str(8 * GIB)}, Machine(4, "inf2", "inf2.8xlarge", 8 * GIB, "sysfs")),
+        ({"memory_max": "max"}, Machine(2, "inf2", "inf2.8xlarge", 128 * GIB, "sysfs")),
+        ({"product": "trn1n.32xlarge", "kind": None}, Machine(2, "trn1", None, 128 * GIB, "sysfs")),
+        ({"product": "KVM", "kind": "Trn1"}, Machine(2, "trn1", None, 128 * GIB, "sysfs")),
+        ({"product": None, "kind": "Trn1n"}, Machine(2, "trn1", None, 128 * GIB, "sysfs")),
+        (
+            {"devices": (0, 1), "core_count": None, "product": None, "kind": "Trn9"},
+            Machine(4, None, None, 128 * GIB, "/dev/neuron*, 2 cores for each"),
+        ),
+        ({"devices": (), "chips": 12}, None),
+    ],
+)
+def test_cores_family_and_memory_are_those_of_this_machine_or_container(machine, files, expected):
+    assert look(machine(**files)) == expected
+
+
+def test_neuron_ls_counts_the_cores_where_sysfs_does_not(machine, neuron_ls):
+    listed = [{"neuron_device": device, "nc_count": 4, "neuron_processes": []} for device in range(12)]
+    found = look(machine((1, 2), core_count=None), neuron_ls(json.dumps(listed)))
+    assert found.cores == 8 and found.source.endswith("neuron-ls -j")
+
+
+@pytest.mark.parametrize("output, code", [("no json", 0), ("{}", 0), ("[1]", 0), ("[{}]", 0), ("[]", 1)])
+def test_a_neuron_ls_that_fails_is_ignored(machine, neuron_ls, output, code):
+    assert look(machine(core_count=None), neuron_ls(output, code)).source.startswith("/dev/neuron*")
+    assert holders(neuron_ls(output, code)) == []
+
+
+def test_processes_that_hold_cores_are_listed_once_each(neuron_ls):
+    process = {"pid": 1, "command": "/usr/bin/python3 train.py"}
+    listed = [{"neuron_processes": [process]}, {"neuron_processes": [process, {"pid": 2}]}, {"neuron_processes": None}]
+    assert holders(neuron_ls(json.dumps(listed))) == [(1, "/usr/bin/python3"), (2, "a process")]
+
+
+@pytest.mark.parametrize(
+    "environ, cores",
+    [
+        ({"NEURON_RT_VISIBLE_CORES": "3"}, 1),
+        ({"NEURON_RT_VISIBLE_CORES": "0-3"}, 4),
+        ({"NEURON_RT_VISIBLE_CORES": "1,2,3-5"}, 5),
+        ({"NEURON_RT_VISIBLE_CORES": "0-3", "NEURON_RT_NUM_CORES": "8"}, 4),
+        ({"NEURON_RT_NUM_CORES": "8"}, 8),
+        ({"NEURON_RT_NUM_CORES": "0"}, 24),
+        ({"NEURON_RT_NUM_CORES": " ", "NEURON_RT_VISIBLE_CORES": ""}, 24),
+    ],
+)
+def test_the_runtimes_variables_limit_the_cores(machine, environ, cores):
+    found = look(machine(range(12)), **environ)
+    assert found.cores == cores
+    assert all(f"{name}={value}" in found.source for name, value in list(environ.items())[:1] if value.strip())
+
+
+@pytest.mark.parametrize(
+    "name, value, words",
+    [
+        ("NEURON_RT_VISIBLE_CORES", "0,2", "in a row"),
+        ("NEURON_RT_VISIBLE_CORES", "3-1", "in a row"),
+        ("NEURON_RT_VISIBLE_CORES", "all", "in a row"),
+        ("NEURON_RT_VISIBLE_CORES", "0-3", "4 cores and there are 2"),
+        ("NEURON_RT_NUM_CORES", "many", "a number of cores"),
+        ("NEURON_RT_NUM_CORES", "-1", "a number of cores"),
+        ("NEURON_RT_NUM_CORES", "4", "4 cores and there are 2"),
+    ],
+)
+def test_cores_that_the_runtime_would_refuse_are_refused_first(machine, name, value, words):
+    with pytest.raises(ConfigError) as refused:
+        look(machine(), **{name: value})
+    assert name in str(refused.value) and value in str(refused.value) and words in str(refused.value)
