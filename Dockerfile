@@ -33,19 +33,20 @@ RUN install() { python3 -m pip --disable-pip-version-check install --no-cache-di
 
 # Whatever the umask of the checkout was, the server can read its files; it cannot write the bytecode, so that is done here.
 COPY LICENSE entrypoint.sh *.py ./
+COPY models models
 COPY demo/model demo/model
-RUN find . ! -perm -444 -exec chmod a+rX {} + && python3 -m compileall -q .
+RUN find . ! -perm -444 -exec chmod a+rX {} + && python3 -m compileall -q . \
+    && if python3 -m pip show --quiet openvino 2>/dev/null; then python3 -m models.convert --demo && chmod -R a+rX demo; fi
 
-# /data is where downloads, compiled models and what numba has compiled are kept. The demonstration model starts without it,
-# and with --read-only all that is needed is a --tmpfs /tmp (TEMP: AWS's image names a folder for it that only its own user
-# can reach).
+# /data keeps downloads, compiled and converted models, and compiled sampling loops. The demonstration model starts without it;
+# --read-only needs a --tmpfs /tmp (TEMP: AWS's image names a folder for it that only its own user can reach).
 #
 # PORT is TGI's. A user without rights may listen on 80 in Docker's containers, where net.ipv4.ip_unprivileged_port_start is
 # 0. Where it is not (podman, Kubernetes on containerd 1, --network host), and on SageMaker, which asks on 8080, set
 # PORT=8080. SAGEMAKER_BIND_TO_PORT comes before PORT, and a flag before both.
 ENV HF_HOME=/data \
     NEURON_COMPILE_CACHE_URL=/data/neuron-compile-cache \
-    NUMBA_CACHE_DIR=/data/numba-cache \
+    MODEL_CACHE=/data/model-cache \
     PORT=80 \
     TEMP=/tmp
 EXPOSE 80

@@ -1,5 +1,6 @@
 # make run           serves on port 8080; settings come as variables: PORT=8081 MODEL_ID=... ARGS="--max-batch-size 8"
 # make test          runs the tests
+# make test-fast     runs those that start no server and convert no model
 # make test-clients  runs the real clients against the real server: huggingface_hub, openai, boto3 and others
 # make test-neuron   runs transformers-neuronx on a simulator of its accelerator: TRANSFORMERS_NEURONX=/path/to/a/checkout
 # make bench         measures the server on simulated devices and writes bench/report.html; make bench URL=http://... any server
@@ -7,7 +8,7 @@
 # make image         builds the container image for Inferentia2 and Trainium; make image DEVICE=cpu the one for CPUs
 # make lint          ruff, as CI runs it
 # make clean         removes the environments
-.PHONY: run test test-clients test-neuron bench soak image lint clean
+.PHONY: run test test-fast test-clients test-neuron bench soak image lint clean
 
 VENV := .venv
 # The python3 of the machine if it is 3.10 to 3.12, else one of those by name.
@@ -39,6 +40,9 @@ run: $(VENV)/run.installed
 # Most tests wait for processes, so there may be more of them at a time than processors.
 test: $(VENV)/test.installed
 	$(BIN)/python -m pytest --numprocesses $(or $(TESTS_AT_A_TIME),3) --dist worksteal $(ARGS)
+
+test-fast: $(VENV)/test.installed
+	$(BIN)/python -m pytest -m "not processes and not models" --numprocesses 2 --dist worksteal $(ARGS)
 
 test-clients: $(VENV)/run.installed
 	@$(MAKE) --silent --no-print-directory -j $(words $(CLIENTS)) $(CLIENTS:%=$(VENV)-clients/%.installed)

@@ -17,7 +17,7 @@ from msgspec import UNSET, Struct
 
 import schema
 from config import VERSION
-from protocol import Facts, Prompt, Token
+from protocol import ModelInfo, Prompt, Token
 from schema import ApiError, ChatRequest, CompletionRequest, Job, Parameters
 from text import Piece, TextStream, Tokenizer
 
@@ -81,7 +81,7 @@ class Sequence:
 class Answer:
     """What one HTTP request is told. Each API has a subclass of its own, and this is what they share."""
 
-    def __init__(self, jobs: list[Job], facts: Facts, tokenizer: Tokenizer, streams: bool):
+    def __init__(self, jobs: list[Job], facts: ModelInfo, tokenizer: Tokenizer, streams: bool):
         self.jobs = jobs
         self.facts = facts
         self.tokenizer = tokenizer

@@ -64,6 +64,10 @@ def _file(value: str) -> str:
     return str(Path(value).expanduser().absolute())
 
 
+def _folder(value: str) -> str:
+    return str(Path(value).expanduser().absolute())
+
+
 def _whole(value: str) -> int:
     try:
         return int(value)
@@ -85,13 +89,13 @@ def _port(value: str) -> int:
     return number
 
 
-def _seconds(value: str) -> float:
+def _positive(value: str) -> float:
     try:
         number = float(value)
     except ValueError:
         number = math.nan
     if not 0 < number < math.inf:
-        raise ValueError("must be a positive number of seconds")
+        raise ValueError("must be a positive number")
     return number
 
 
@@ -123,17 +127,13 @@ def _one_device(value: str) -> int:
 
 
 def _quantize(value: str) -> str | None:
-    if value.lower() not in ("none", "int8"):
-        raise ValueError("must be none or int8: no other quantized weights are served")
-    return None if value.lower() == "none" else "int8"
+    if value.lower() not in ("none", "int8", "int4"):
+        raise ValueError("must be none, int8 or int4: no other quantized weights are served")
+    return None if value.lower() == "none" else value.lower()
 
 
 def _counts(value: str) -> tuple[int, ...]:
     return tuple(sorted({_count(part.strip()) for part in value.split(",")}))
-
-
-def _sizes(value: str) -> tuple[int, ...]:
-    return () if value.strip() == "0" else _counts(value)
 
 
 def _origins(value: str) -> str:
@@ -218,15 +218,29 @@ class Config:
         _quantize,
         "QUANTIZE",
         "HF_MODEL_QUANTIZE",
-        help="none, or int8: weights in 8 bits on Neuron; on a CPU weights and products, of models built like Llama.",
+        help="Compress the weights: none, int8, or int4 (on a CPU). On a CPU this needs the package nncf at the first start.",
     )
-    cuda_graphs: tuple[int, ...] | None = setting(
+    model_cache: str = setting(
+        os.path.expanduser("~/.cache/neuron-textgen"),
+        _folder,
+        "MODEL_CACHE",
+        help="Folder for models converted for CPUs and for compiled sampling loops. No other user may write to it.",
+        default_help="~/.cache/neuron-textgen",
+    )
+    model_cache_size: float = setting(
+        20.0,
+        _positive,
+        "MODEL_CACHE_SIZE",
+        help="Gigabytes that converted models may take; the least recently used ones are removed first.",
+    )
+    threads: int | None = setting(
         None,
-        _sizes,
-        "CUDA_GRAPHS",
-        help="Numbers of rows whose decode steps are recorded on a CUDA GPU, separated by commas. 0: none are.",
-        default_help="powers of two, and max_batch_size",
+        _count,
+        "THREADS",
+        help="Threads that the model runs on where it runs on a CPU.",
+        default_help="the processors that this process may use",
     )
+    cuda_graphs: str | None = setting(None, _text, "CUDA_GRAPHS", help="No effect; accepted because TGI has it.")
     num_shard: int = setting(
         1, _one_device, "NUM_SHARD", "SM_NUM_GPUS", help="Devices that a model is spread over. Only 1 so far."
     )
@@ -298,7 +312,7 @@ class Config:
     )
     max_queue_time: float | None = setting(
         None,
-        _seconds,
+        _positive,
         "MAX_QUEUE_TIME",
         help="Seconds that a request may wait for a slot; then it is answered with 429.",
         default_help="no limit",
@@ -307,20 +321,22 @@ class Config:
         None,
         _count,
         "MAX_BATCH_PREFILL_TOKENS",
-        help="Tokens of prompts that may be run between two steps of the running requests; one prompt may always.",
-        default_help="one prompt, or one part of it; 2048 while many wait for free slots",
+        help="Prompt tokens per decode step of the running requests: beside it on a CPU, before it elsewhere, where one prompt "
+        "(or one chunk) always may run.",
+        default_help="32 on a CPU, 128 elsewhere",
     )
     waiting_served_ratio: float = setting(
         0.0,
         _share,
         "WAITING_SERVED_RATIO",
-        help="Prompts that have to wait, as a share of the running requests, before these are held up for a prompt.",
+        help="Waiting requests, as a share of the running ones, before a prompt may interrupt these. No effect on a CPU, where "
+        "prompts run beside them.",
     )
     max_waiting_tokens: int = setting(
         20,
         _count,
         "MAX_WAITING_TOKENS",
-        help="Steps after which a prompt is run although fewer wait than waiting_served_ratio asks for.",
+        help="Decode steps after which a prompt is run whatever waiting_served_ratio says.",
     )
     max_client_batch_size: int = setting(
         4,
@@ -355,13 +371,13 @@ class Config:
     )
     client_timeout: float = setting(
         30.0,
-        _seconds,
+        _positive,
         "CLIENT_TIMEOUT",
         help="Seconds that a client may take to send a request, or not read while it is answered.",
     )
     response_deadline: float | None = setting(
         None,
-        _seconds,
+        _positive,
         "RESPONSE_DEADLINE",
         help="Seconds after which an answer that is not streamed ends with the text so far, as `length`.",
         default_help="55 on `/invocations` (SageMaker waits 60), else none",
@@ -370,17 +386,17 @@ class Config:
         None, _text, "COMPUTE_TYPE", help="What the header `x-compute-type` says.", default_help="the device"
     )
     startup_timeout: float = setting(
-        3600.0, _seconds, "STARTUP_TIMEOUT", help="Seconds that the model may take to become ready."
+        3600.0, _positive, "STARTUP_TIMEOUT", help="Seconds that the model may take to become ready."
     )
     stuck_timeout: float = setting(
         120.0,
-        _seconds,
+        _positive,
         "STUCK_TIMEOUT",
         help="Seconds that the device may be stuck (many times longer at a step than usual); then the server ends with code 1.",
     )
     graceful_termination_timeout: float = setting(
         25.0,
-        _seconds,
+        _positive,
         "GRACEFUL_TERMINATION_TIMEOUT",
         help="Seconds that running requests get to finish after SIGTERM.",
     )
@@ -657,6 +673,8 @@ def main(argv: Sequence[str]) -> int:
         return 2
     set_up_logging(config.json_output)
     logging.getLogger("config").info("neuron-textgen %s starts; model: %s", VERSION, config.model_name)
+    if config.cuda_graphs:
+        logging.getLogger("config").warning("--cuda-graphs (CUDA_GRAPHS) has no effect; leave it out")
     print(config.to_json())
     return 0
 

@@ -3,19 +3,25 @@
 #
 #   entrypoint.sh [serve] [flags]     serves (--help lists the flags; each has an environment variable too)
 #   entrypoint.sh compile [flags]     compiles a model into a folder (compile --help)
-#   entrypoint.sh plan [flags]        tells what fits on Inferentia2 and Trainium (plan --help)
+#   entrypoint.sh plan [flags]        shows what fits on Inferentia2 and Trainium (plan --help)
 #
-# Exit code: 0 after SIGTERM or SIGINT, 2 when what was asked for cannot be served (one line says why), 1 when a process
-# died. Nothing survives: no process, no socket file.
-set -u -m # -m: a process group for each child, so that Ctrl-C reaches this script alone and it ends them in order
+# Exit code: 0 after SIGTERM or SIGINT, 2 for a configuration or model that cannot be served (one line says why), 1 when a
+# process died. Nothing survives: no process, no socket file.
+set -u -m # -m: a process group for each child, so that Ctrl-C reaches only this script, which ends them in order
 
 here=$(cd "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")" && pwd)
 python=${PYTHON:-python3}
 
+# Runs a module of this folder as a program; the caller's folder is not on Python's path.
+run_module() {
+    exec "$python" -c 'import runpy, sys; sys.path[0] = sys.argv.pop(1); runpy.run_module(sys.argv.pop(1), run_name="__main__", alter_sys=True)' \
+        "$here" "$@"
+}
+
 case ${1:-} in
     serve) shift ;;
-    compile) exec "$python" "$here/export.py" "${@:2}" ;;
-    plan) exec "$python" "$here/plan.py" "${@:2}" ;;
+    compile) run_module models.compile "${@:2}" ;;
+    plan) run_module models.plan "${@:2}" ;;
 esac
 for argument in "$@"; do
     case $argument in -h | --help) exec "$python" "$here/config.py" --help ;; esac
@@ -35,6 +41,7 @@ export NEURON_TEXTGEN_RUN_DIR=$run_dir
 setting() { sed -n "s/^ *\"$1\": \([0-9]*\).*/\1/p" "$run_dir/config.json"; }
 boot_deadline=$((SECONDS + $(setting startup_timeout)))
 grace=$(setting graceful_termination_timeout)
+export NUMBA_CACHE_DIR=${NUMBA_CACHE_DIR:-$(sed -n 's/^ *"model_cache": "\(.*\)",$/\1/p' "$run_dir/config.json")/numba}
 
 # Nobody writes into this pipe: reading from it with a timeout is a nap that costs no process. (`wait -n` would be woken by
 # any end or signal, but a signal that comes at a bad moment can leave it deaf to both.)

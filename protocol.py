@@ -1,15 +1,13 @@
-"""How web processes and the worker talk: the message types and both ends of the socket.
+"""How web processes and the worker communicate: the message types and both ends of the socket.
 
-The worker binds one ROUTER in the private folder of this run; each web process connects one DEALER. Each end is a thread
-that owns its socket (ZeroMQ sockets must not be shared) and hands messages over in memory, so neither a step on the device
-nor a request in HTTP waits for the other. Messages are msgspec structs in msgpack, never pickle. This layer does not know
-what the messages are for.
+The worker binds one ROUTER in the private folder of this run; each web process connects one DEALER. Each end is a thread that
+owns its socket (ZeroMQ sockets must not be shared between threads) and hands messages over in memory. On the worker's side that
+thread also turns the outputs of a step into messages, while the next step runs. Messages are msgspec structs in msgpack, never
+pickle. This layer does not know what the messages are for.
 
-A request's life on the wire: `Generate` (in a `GenerateAll`), then a `Prompt` and `Token`s inside the `Tokens` of each step,
-until exactly one terminal word: a `Token` with a `finish_reason`, or an `End`. `Cancel` asks for the end early; it is answered
-by the same rule.
-What has nothing to do with the loop (`ASIDE`) goes past it, and so does the refusal of what finds no place: a step may take
-long, these may not.
+A request on the wire: `Generate` (in a `SubmitRequests`), then a `Prompt` and `Token`s inside the `Tokens` of each step, until
+exactly one terminal message: a `Token` with a `finish_reason`, or an `End`. `Cancel` asks for an early end, with the same rule.
+`IMMEDIATE` messages and refusals for lack of room are handled on the socket's thread: they never wait for a step.
 """
 
 from __future__ import annotations
@@ -20,7 +18,7 @@ import os
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 
 import msgspec
 import zmq
@@ -28,21 +26,22 @@ import zmq
 logger = logging.getLogger("protocol")
 
 HEARTBEAT_S = 0.25
-SILENCE_S = 20 * HEARTBEAT_S  # a worker that was not heard of for that long is not running
+SILENCE_S = 20 * HEARTBEAT_S  # a worker that is silent for that long is not running
 
 
 class Sampling(msgspec.Struct, frozen=True):
-    """How the next token is chosen from the logits. `seed` None means greedily: the likeliest token."""
+    """How the next token is sampled from the logits. `seed` None means greedy: the most likely token."""
 
     seed: int | None = None
     temperature: float = 1.0
     top_k: int = 0  # 0: off
     top_p: float = 1.0
+    min_p: float = 0.0  # 0: off
     typical_p: float = 1.0
     repetition_penalty: float = 1.0
     frequency_penalty: float = 0.0
     presence_penalty: float = 0.0
-    logit_bias: list[tuple[int, float]] = []  # (token id, what is added to its logit)
+    logit_bias: list[tuple[int, float]] = []  # (token id, value added to its logit)
 
 
 class Generate(msgspec.Struct, frozen=True):
@@ -53,41 +52,41 @@ class Generate(msgspec.Struct, frozen=True):
     max_new_tokens: int
     sampling: Sampling = Sampling()
     top_n_tokens: int = 0
-    min_new_tokens: int = 0  # no end-of-sequence token before that many
-    ignore_eos: bool = False  # an end-of-sequence token does not end the answer
-    logprobs: bool = True  # of its tokens; a device that samples has none anyway
+    min_new_tokens: int = 0  # no end-of-sequence token before that many tokens
+    ignore_eos: bool = False  # an end-of-sequence token does not end the completion
+    logprobs: bool = True  # of generated tokens; never available where the device samples
     prompt_logprobs: bool = False
-    sent_at: float = 0.0  # CLOCK_MONOTONIC in seconds, one for all processes; 0: not told
+    sent_at: float = 0.0  # CLOCK_MONOTONIC in seconds, the same for all processes; 0: unknown
 
 
-class GenerateAll(msgspec.Struct, tag="generate", frozen=True):
-    """Web → worker: what one HTTP request asks for. All of it is taken, or all of it is refused."""
+class SubmitRequests(msgspec.Struct, tag="submit", frozen=True):
+    """Web → worker: everything that one HTTP request asks for. All of it is accepted, or all of it is refused."""
 
     generates: list[Generate]
 
 
 class Cancel(msgspec.Struct, tag="cancel", frozen=True):
-    """Web → worker: nobody wants the rest. `reason` is for the log: a stop sequence, a client that hung up."""
+    """Web → worker: end this request. `reason` is for the log: a stop sequence, a client disconnect."""
 
     id: int
     reason: str
 
 
 class Hello(msgspec.Struct, tag="hello", frozen=True):
-    """Web → worker: a web process is there; `ready` once it can take requests."""
+    """Web → worker: a web process has started; `ready` once it accepts requests."""
 
     pid: int
     ready: bool
 
 
-class Answered(msgspec.Struct, tag="answered", frozen=True):
-    """Web → worker: an HTTP request is over, or several that were refused alike; for the metrics.
+class RequestStats(msgspec.Struct, tag="request_stats", frozen=True):
+    """Web → worker: a finished HTTP request, or several that were refused for the same reason; for the metrics.
 
-    `outcome` is None for a route that generates no text, else "success" or why not: overloaded, validation, incomplete,
-    template, generation, dropped. `first_token_s` counts from the arrival of the HTTP request.
+    `outcome` is None for a route that generates no text, else "success" or the reason of the failure: overloaded, validation,
+    incomplete, template, generation, dropped. `first_token_s` counts from the arrival of the HTTP request.
     """
 
-    status: int  # HTTP; 499: the client hung up; 0: there was nobody to answer
+    status: int  # HTTP; 499: client disconnect; 0: the web process is gone
     outcome: str | None = None
     duration_s: float = 0.0
     validation_s: float = 0.0
@@ -97,18 +96,18 @@ class Answered(msgspec.Struct, tag="answered", frozen=True):
     input_tokens: int = 0
     generated_tokens: int = 0
     max_new_tokens: int = 0
-    times: int = 1  # as many requests went like that
+    times: int = 1  # how many requests this stands for
 
 
-class AskMetrics(msgspec.Struct, tag="ask_metrics", frozen=True):
+class MetricsRequest(msgspec.Struct, tag="metrics_request", frozen=True):
     """Web → worker: asks for `Metrics` with the same `id`."""
 
     id: int
 
 
 class Token(msgspec.Struct, array_like=True, frozen=True, gc=False):
-    """One generated token. `logprob` is of the model's own distribution, None where the device does not tell it; `top` holds
-    (token id, logprob), likeliest first."""
+    """One generated token. `logprob` is of the model's own distribution, None where it was not requested or the device samples;
+    `top` holds (token id, logprob), most likely first."""
 
     id: int
     token: int
@@ -118,8 +117,8 @@ class Token(msgspec.Struct, array_like=True, frozen=True, gc=False):
 
 
 class Prompt(msgspec.Struct, array_like=True, frozen=True, gc=False):
-    """The prompt of a request has been run. `logprobs` are of its tokens from the second on, if they were asked for; `top`
-    holds the `top_n_tokens` likeliest (token id, logprob) at each of these places."""
+    """The prompt of a request has been run. `logprobs` are of its tokens from the second on, if requested; `top` holds the
+    `top_n_tokens` most likely (token id, logprob) at each of these positions."""
 
     id: int
     queued_s: float
@@ -128,7 +127,7 @@ class Prompt(msgspec.Struct, array_like=True, frozen=True, gc=False):
 
 
 class Tokens(msgspec.Struct, tag="tokens", frozen=True):
-    """Worker → web: everything that one step brought for one web process; no token comes before its request's `Prompt`."""
+    """Worker → web: the outputs of one step for one web process; no token comes before its request's `Prompt`."""
 
     tokens: list[Token]
     prompts: list[Prompt] = []
@@ -146,12 +145,11 @@ class End(msgspec.Struct, tag="end", frozen=True):
 
 
 class Status(msgspec.Struct, tag="status", frozen=True):
-    """Worker → web, every HEARTBEAT_S: what the worker does.
+    """Worker → web, every HEARTBEAT_S: the worker's state.
 
-    `phase` is "ready" when requests are taken, before that what is going on. `progress_at` is CLOCK_MONOTONIC, in seconds,
-    of the last step or change of phase; `due_at` is when the next progress must have come at the latest, for all that is known
-    of this device, or 0 when it has nothing to do. (On Linux that clock stands still while the machine is suspended.) `full`:
-    whatever comes now is refused as too much.
+    `phase` is "ready" when requests are accepted, before that the phase of the boot. `progress_at` is CLOCK_MONOTONIC, in
+    seconds, of the last step or change of phase. `due_at` is when the running step counts as stuck, or 0 when the device is
+    idle. (On Linux that clock stands still while the machine is suspended.) `full`: new requests are refused as overload.
     """
 
     phase: str
@@ -163,8 +161,8 @@ class Status(msgspec.Struct, tag="status", frozen=True):
     full: bool = False
 
 
-class Facts(msgspec.Struct, tag="facts", frozen=True):
-    """Worker → web: what is served, so that the web side never guesses. Limits are in tokens."""
+class ModelInfo(msgspec.Struct, tag="model_info", frozen=True):
+    """Worker → web: the model that is served. Limits are in tokens."""
 
     model_name: str
     model_sha: str | None
@@ -177,9 +175,10 @@ class Facts(msgspec.Struct, tag="facts", frozen=True):
     device: str
     dtype: str
     model_dir: str = ""
-    prompt_logprobs: bool = True  # whether this device can give log-probabilities of a prompt
-    sampling: str = "host"  # or "device": it tells ids, and no log-probabilities
-    quantize: str | None = None  # or "int8"
+    prompt_logprobs: bool = True  # whether log-probabilities of prompts are available
+    sampling: str = "host"  # or "device": token ids only, no log-probabilities
+    quantize: str | None = None  # or "int8", "int4"
+    engine: str = ""  # "openvino", "torch" or "neuron"
 
 
 class Metrics(msgspec.Struct, tag="metrics", frozen=True):
@@ -189,38 +188,30 @@ class Metrics(msgspec.Struct, tag="metrics", frozen=True):
     text: bytes
 
 
-FromWeb = GenerateAll | Cancel | Hello | Answered | AskMetrics
-FromWorker = Tokens | End | Status | Facts | Metrics
-ASIDE = (Answered, AskMetrics)  # handled on the socket's thread, never by the loop
+FromWeb = SubmitRequests | Cancel | Hello | RequestStats | MetricsRequest
+FromWorker = Tokens | End | Status | ModelInfo | Metrics
+IMMEDIATE = (RequestStats, MetricsRequest)  # handled on the socket's thread, never by the loop
 
 
-class Gone(msgspec.Struct, frozen=True):
-    """Put into the worker's inbox when a web process is no longer there. Never sent."""
+class PeerLost(msgspec.Struct, frozen=True):
+    """Put into the worker's inbox when a web process is gone. Never sent."""
 
 
 _encode = msgspec.msgpack.Encoder().encode
 
 
 def _decoded(decoder: msgspec.msgpack.Decoder, frames: list[bytes]):
-    """The message in `frames`; None, and a word in the log, for what is none of ours: it must not end who listens."""
+    """The message in `frames`; None, with a log line, for anything else: it must not end the thread that reads."""
     try:
         (body,) = frames
         return decoder.decode(body)
-    except (ValueError, RecursionError):  # of msgspec, of UTF-8, and of more frames than one
-        logger.exception("a message that is none of ours is dropped")
+    except (ValueError, RecursionError):  # from msgspec, from UTF-8, and for more frames than one
+        logger.exception("dropped a message that cannot be decoded")
         return None
 
 
-def _made(make: Callable[[], Iterable]) -> Iterator:
-    """One by one: the first can go out before the last is made."""
-    try:
-        yield from make()
-    except Exception:  # without this thread nobody would hear from the worker again
-        logger.exception("a message could not be made")
-
-
 class _SocketThread:
-    """A thread that owns a socket: wakes for what arrives, for what others want to send, and every HEARTBEAT_S."""
+    """A thread that owns a socket: wakes for what arrives, for what is to be sent, and every HEARTBEAT_S."""
 
     def __init__(self, name: str):
         self._outbox: queue.SimpleQueue = queue.SimpleQueue()
@@ -233,10 +224,8 @@ class _SocketThread:
         os.eventfd_write(self._wake_fd, 1)
 
     def _drain_outbox(self) -> Iterable:
-        try:
+        with contextlib.suppress(BlockingIOError):
             os.eventfd_read(self._wake_fd)
-        except BlockingIOError:
-            pass
         while True:
             try:
                 yield self._outbox.get_nowait()
@@ -255,41 +244,48 @@ class _SocketThread:
 
 
 class WorkerEnd(_SocketThread):
-    """The worker's end. `send` and `announce` may be called from any thread; `receive` from one.
+    """The worker's end. `send`, `publish` and `announce` may be called from any thread; `receive` from one.
 
-    `on_aside` is called on the socket's thread with each message of `ASIDE`, and must not block. What it returns is sent to
-    that peer. Without it they are dropped. `refuses` is asked there about each GenerateAll; all of one for which it gives a
-    reason ends with that at once, whatever the loop is busy with.
+    `on_immediate` is called on the socket's thread with each message of `IMMEDIATE` and must not block; what it returns is sent
+    to that peer. `refuses` is called there with each SubmitRequests; a reason that it returns ends all of its requests at once,
+    however long the step takes that is running. `on_failure` is called when the thread ends by an unexpected error: without
+    it the worker could neither hear nor answer.
     """
 
-    def __init__(self, address: str, on_aside: Callable[[FromWeb], FromWorker | None] | None = None):
+    def __init__(
+        self,
+        address: str,
+        on_immediate: Callable[[FromWeb], FromWorker | None] = lambda _message: None,
+        on_failure: Callable[[BaseException], None] | None = None,
+    ):
         super().__init__("worker-socket")
-        self._on_aside = on_aside
-        self.refuses: Callable[[GenerateAll], str | None] = lambda _message: None
+        self._on_immediate = on_immediate
+        self._on_failure = on_failure
+        self.refuses: Callable[[SubmitRequests], str | None] = lambda _message: None
         self.status = Status(phase="starting", progress_at=time.monotonic())
-        self._facts: Facts | None = None
+        self._model_info: ModelInfo | None = None
         self._inbox: queue.SimpleQueue = queue.SimpleQueue()
-        context = zmq.Context()
-        self._socket = context.socket(zmq.ROUTER)
+        self._peers: set[bytes] = set()
+        self._context = zmq.Context()
+        self._socket = self._context.socket(zmq.ROUTER)
         self._socket.set_hwm(0)
-        self._socket.router_mandatory = True  # else a message to a peer that is gone vanishes without a sound
+        self._socket.router_mandatory = True  # else a message to a peer that is gone is dropped without an error
         self._socket.linger = 1000
-        self._context = context
         self._socket.bind(address)
         self._thread.start()
 
-    def receive(self, block: bool, timeout: float | None = None) -> list[tuple[bytes, FromWeb | Gone]]:
+    def receive(self, block: bool, timeout: float | None = None) -> list[tuple[bytes, FromWeb | PeerLost]]:
         """What arrived, as (peer, message) in order; with `block`, waits until there is something or `timeout` is over."""
         received = []
         if block:
             with contextlib.suppress(queue.Empty):
                 received.append(self._inbox.get(timeout=timeout))
-        while not self._inbox.empty():  # as a rule it is, and an exception would take longer than to ask
+        while not self._inbox.empty():  # cheaper than an exception in the common case
             received.append(self._inbox.get())
         return [item for item in received if item is not None]
 
     def report(self, status: Status) -> None:
-        """What every heartbeat says from now on; a change of `phase` or `full` is told at once."""
+        """The status that every heartbeat carries from now on; a change of `phase` or `full` is sent at once."""
         changed = (status.phase, status.full) != (self.status.phase, self.status.full)
         self.status = status
         if changed:
@@ -302,86 +298,87 @@ class WorkerEnd(_SocketThread):
     def send(self, peer: bytes, message: FromWorker) -> None:
         self._post((peer, message))
 
-    def send_made(self, make: Callable[[], Iterable[tuple[bytes, FromWorker]]]) -> None:
-        """Sends what `make` gives, which is called on the socket's thread when its turn has come."""
-        self._post(make)
+    def publish(self, make_messages: Callable[[], Iterable[tuple[bytes, FromWorker]]]) -> None:
+        """Sends the (peer, message) pairs that `make_messages` returns; it is called on the socket's thread, in order."""
+        self._post(make_messages)
 
-    def give_way(self) -> None:
-        """Has the socket's thread wait for a processor rather than take that of the thread that wakes it. Linux lets who has
-        slept long interrupt who runs, even where another processor is idle; the worker's loop lost milliseconds by that."""
-        with contextlib.suppress(OSError):  # where that is forbidden, all works as well, a little later
-            os.sched_setscheduler(self._thread.native_id, os.SCHED_BATCH, os.sched_param(0))
-
-    def announce(self, facts: Facts) -> None:
-        """Tells `facts` to every web process that is there, and to each that says hello later."""
-        self._facts = facts
-        self._post((None, facts))
+    def announce(self, info: ModelInfo) -> None:
+        """Sends `info` to every connected web process, and to each that connects later."""
+        self._model_info = info
+        self._post((None, info))
 
     def _run(self) -> None:
+        try:
+            self._serve()
+        except BaseException as error:
+            if self._on_failure is None:
+                raise
+            self._on_failure(error)
+        finally:
+            self._context.destroy(linger=1000)
+
+    def _serve(self) -> None:
         decoder = msgspec.msgpack.Decoder(FromWeb)
         poller = zmq.Poller()
         poller.register(self._socket, zmq.POLLIN)
         poller.register(self._wake_fd, zmq.POLLIN)
-        peers: set[bytes] = set()
         next_beat = 0.0
         while True:
             poller.poll(max(0.0, next_beat - time.monotonic()) * 1000)
             closing = self._closing.is_set()
             for item in self._drain_outbox():
-                self._send_all(_made(item) if callable(item) else [item], peers)
+                for peer, message in self._made(item) if callable(item) else [item]:
+                    self._send(peer, message)
             if closing:
                 break
             while self._socket.getsockopt(zmq.EVENTS) & zmq.POLLIN:
                 peer, *frames = self._socket.recv_multipart(zmq.NOBLOCK)
-                message = _decoded(decoder, frames)
-                if message is None:
-                    continue
-                if peer not in peers:
-                    peers.add(peer)
-                    self._send_to(peer, self.status, peers)
-                    if self._facts is not None:
-                        self._send_to(peer, self._facts, peers)
-                if isinstance(message, ASIDE):
-                    self._answer_aside(peer, message, peers)
-                elif isinstance(message, GenerateAll) and (reason := self.refuses(message)):
-                    for generate in message.generates:
-                        self._send_to(peer, End(generate.id, reason), peers)
-                else:
-                    self._inbox.put((peer, message))
+                if (message := _decoded(decoder, frames)) is not None:
+                    self._handle(peer, message)
             if time.monotonic() >= next_beat:
                 next_beat = time.monotonic() + HEARTBEAT_S
-                for peer in list(peers):
-                    self._send_to(peer, self.status, peers)
-        self._context.destroy(linger=1000)
+                self._send(None, self.status)
 
-    def _answer_aside(self, peer: bytes, message: FromWeb, peers: set[bytes]) -> None:
-        if self._on_aside is None:
-            return
+    def _made(self, make_messages: Callable[[], Iterable]) -> Iterable:
+        """One by one, so that the first goes out before the last is made; an error costs the rest of this step's messages."""
         try:
-            reply = self._on_aside(message)
-        except Exception:  # without this thread nobody would hear from the worker again
-            logger.exception("%s could not be handled", type(message).__name__)
-            return
-        if reply is not None:
-            self._send_to(peer, reply, peers)
+            yield from make_messages()
+        except Exception:
+            logger.exception("the outputs of a step could not be published")
 
-    def _send_all(self, messages: Iterable[tuple[bytes | None, FromWorker]], peers: set[bytes]) -> None:
-        for peer, message in messages:
-            for receiver in list(peers) if peer is None else [peer]:
-                self._send_to(receiver, message, peers)
+    def _handle(self, peer: bytes, message: FromWeb) -> None:
+        if peer not in self._peers:
+            self._peers.add(peer)
+            self._send(peer, self.status)
+            if self._model_info is not None:
+                self._send(peer, self._model_info)
+        if isinstance(message, IMMEDIATE):
+            try:
+                reply = self._on_immediate(message)
+            except Exception:
+                logger.exception("%s could not be handled", type(message).__name__)
+                reply = None
+            if reply is not None:
+                self._send(peer, reply)
+        elif isinstance(message, SubmitRequests) and (reason := self.refuses(message)):
+            for generate in message.generates:
+                self._send(peer, End(generate.id, reason))
+        else:
+            self._inbox.put((peer, message))
 
-    def _send_to(self, peer: bytes, message: FromWorker, peers: set[bytes]) -> None:
-        if peer not in peers:
-            return
+    def _send(self, peer: bytes | None, message: FromWorker) -> None:
+        """To one web process, or to all of them (None)."""
         body = _encode(message)
-        try:
-            self._socket.send(peer, zmq.SNDMORE)
-            self._socket.send(body)
-        except zmq.ZMQError as error:
-            if error.errno != zmq.EHOSTUNREACH:
-                raise
-            peers.discard(peer)
-            self._inbox.put((peer, Gone()))
+        for receiver in list(self._peers) if peer is None else [peer]:
+            if receiver not in self._peers:
+                continue
+            try:
+                self._socket.send_multipart((receiver, body))
+            except zmq.ZMQError as error:
+                if error.errno != zmq.EHOSTUNREACH:
+                    raise
+                self._peers.discard(receiver)
+                self._inbox.put((receiver, PeerLost()))
 
 
 class WebEnd(_SocketThread):

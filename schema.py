@@ -22,7 +22,7 @@ import msgspec
 from msgspec import UNSET, Meta, Struct, UnsetType
 
 from config import DEVICE_TOP_K, VERSION, Config
-from protocol import Facts, Sampling
+from protocol import ModelInfo, Sampling
 
 U32 = Annotated[int, Meta(ge=0, le=2**32 - 1)]
 I32 = Annotated[int, Meta(ge=-(2**31), le=2**31 - 1)]
@@ -32,6 +32,7 @@ TopK = Annotated[I32, Meta(extra_json_schema={"exclusiveMinimum": 0})]
 Positive = Annotated[float, Meta(extra_json_schema={"exclusiveMinimum": 0})]
 NotNegative = Annotated[float, Meta(extra_json_schema={"minimum": 0})]
 Share = Annotated[float, Meta(extra_json_schema={"exclusiveMinimum": 0, "maximum": 1})]
+MinP = Annotated[float, Meta(extra_json_schema={"minimum": 0, "maximum": 1})]
 Penalty = Annotated[float, Meta(extra_json_schema={"minimum": -2, "maximum": 2})]
 FLOAT32 = struct.Struct("<f")
 U64_MAX = 2**64 - 1  # msgspec's constraints end at 63 bits
@@ -144,6 +145,7 @@ class Parameters(Struct):
     frequency_penalty: Penalty | None = None
     top_k: TopK | None = None
     top_p: Share | None = None
+    min_p: MinP | None = None
     typical_p: Share | None = None
     do_sample: bool | None = None
     max_new_tokens: AtLeastOne | None = None
@@ -263,13 +265,14 @@ class StreamOptions(Struct):
 
 
 class OpenAIRequest(Struct, kw_only=True):
-    """What chat and completion requests have in common. `top_k`, `repetition_penalty`, `ignore_eos` and `min_tokens` are
+    """What chat and completion requests have in common. `top_k`, `min_p`, `repetition_penalty`, `ignore_eos` and `min_tokens` are
     not OpenAI's, but clients of such servers send them."""
 
     max_tokens: U32 | None = None
     temperature: NotNegative | None = None
     top_p: Share | None = None
     top_k: I32 | None = None
+    min_p: MinP | None = None
     n: AtLeastOne | None = None
     stop: str | list[str] | None = None
     seed: int | None = None
@@ -431,7 +434,7 @@ class ModelCard(Struct):
     max_model_len: int
 
     @classmethod
-    def of(cls, facts: Facts) -> ModelCard:
+    def of(cls, facts: ModelInfo) -> ModelCard:
         return cls(facts.model_name, "model", 0, facts.model_name, facts.max_total_tokens)
 
 
@@ -487,7 +490,7 @@ class Info(Struct):
     quantize: str | None
 
     @classmethod
-    def of(cls, config: Config, facts: Facts) -> Info:
+    def of(cls, config: Config, facts: ModelInfo) -> Info:
         return cls(
             model_id=facts.model_name,
             model_sha=facts.model_sha,
@@ -573,7 +576,7 @@ class Job:
         return msgspec.structs.replace(self.sampling, seed=(self.sampling.seed + sequence) & U64_MAX)
 
 
-def check(request: GenerateRequest, config: Config, facts: Facts, streaming: bool) -> Job:
+def check(request: GenerateRequest, config: Config, facts: ModelInfo, streaming: bool) -> Job:
     """Checks every field of a native request in TGI's order; the first that fails is raised as an ApiError."""
     p = request.parameters or Parameters()
     if p.seed is not None and p.seed > U64_MAX:
@@ -616,13 +619,13 @@ def check(request: GenerateRequest, config: Config, facts: Facts, streaming: boo
     )
 
 
-def check_sentence(sentence: str, config: Config, facts: Facts) -> Job:
+def check_sentence(sentence: str, config: Config, facts: ModelInfo) -> Job:
     """Checks what `GET /infer` is asked. Raises ApiError."""
     _require(sentence != "", "`sentence` cannot be empty")
     return replace(check(GenerateRequest(sentence), config, facts, streaming=False), prompt_name="sentence")
 
 
-def check_chat(request: ChatRequest, config: Config, facts: Facts) -> Job:
+def check_chat(request: ChatRequest, config: Config, facts: ModelInfo) -> Job:
     """Checks a chat request. Raises ApiError. The prompt of the job is for the chat template to make."""
     for name, asks in (
         ("tools", request.tools),
@@ -655,7 +658,7 @@ def check_chat(request: ChatRequest, config: Config, facts: Facts) -> Job:
     )
 
 
-def check_completion(request: CompletionRequest, config: Config, facts: Facts) -> list[Job]:
+def check_completion(request: CompletionRequest, config: Config, facts: ModelInfo) -> list[Job]:
     """Checks a completion request. Returns a job for each of its prompts; raises ApiError."""
     prompts = _prompts(request.prompt)
     if len(prompts) > config.max_client_batch_size:
@@ -707,7 +710,7 @@ def _n(request: OpenAIRequest, config: Config) -> int:
     return n
 
 
-def _check_openai(request: OpenAIRequest, prompt: str | list[int], limit: int | None, config: Config, facts: Facts) -> Job:
+def _check_openai(request: OpenAIRequest, prompt: str | list[int], limit: int | None, config: Config, facts: ModelInfo) -> Job:
     """What chat and completions have in common. They sample unless the temperature is 0, as OpenAI's do."""
     greedy = request.temperature == 0
     stop = [request.stop] if isinstance(request.stop, str) else request.stop or []
@@ -717,6 +720,7 @@ def _check_openai(request: OpenAIRequest, prompt: str | list[int], limit: int | 
         frequency_penalty=request.frequency_penalty,
         top_k=None if request.top_k in (-1, 0) else request.top_k,  # how other servers say: all
         top_p=request.top_p,
+        min_p=request.min_p,
         do_sample=not greedy,
         seed=None if request.seed is None else request.seed & U64_MAX,  # OpenAI's may be negative
     )
@@ -775,7 +779,7 @@ def too_many_to_tell(count: int, most: int) -> ApiError:
 MAX_LOGIT_BIAS = 1024  # tokens: more would cost more than the step
 
 
-def _logit_bias(given: dict[str, float], facts: Facts) -> list[tuple[int, float]]:
+def _logit_bias(given: dict[str, float], facts: ModelInfo) -> list[tuple[int, float]]:
     for token, bias in given.items():
         is_id = token.isascii() and token.isdigit() and len(token) <= 10
         _require(is_id, f"`logit_bias` maps token ids to numbers. Given: {token[:40]!r}")
@@ -855,6 +859,7 @@ def _check_sampling(p: Parameters) -> None:
     _require(p.frequency_penalty is None or -2 <= p.frequency_penalty <= 2, "`frequency_penalty` must be >= -2.0 and <= 2.0")
     # The words are TGI's; unlike there 1.0 is taken, because clients send it to say that they want nothing filtered.
     _require(p.top_p is None or 0 < p.top_p <= 1, "`top_p` must be > 0.0 and < 1.0")
+    _require(p.min_p is None or 0 <= p.min_p <= 1, "`min_p` must be >= 0.0 and <= 1.0")
     _require(p.typical_p is None or 0 < p.typical_p <= 1, "`typical_p` must be > 0.0 and < 1.0")
     _require(p.top_k is None or p.top_k > 0, "`top_k` must be strictly positive")
 
@@ -869,17 +874,18 @@ def _check_top_n(n: int | None, name: str, config: Config) -> None:
     _require((n or 0) <= most, f"`{name}` must be >= 0 and <= {most}. Given: {n}")
 
 
-def _check_prompt_logprobs(asked: bool, name: str, facts: Facts) -> None:
+def _check_prompt_logprobs(asked: bool, name: str, facts: ModelInfo) -> None:
     _require(facts.prompt_logprobs or not asked, f"`{name}` is not supported: this device gives no logits of the prompt")
 
 
-def _check_for_device(p: Parameters, samples: bool, facts: Facts) -> None:
+def _check_for_device(p: Parameters, samples: bool, facts: ModelInfo) -> None:
     """What a device cannot do that samples itself. A greedy text has no use for a seed or a top_k, so it may have both."""
     _require_host(
         facts,
         seed=samples and p.seed is not None,
         repetition_penalty=(p.repetition_penalty or 1.0) != 1.0,
         frequency_penalty=p.frequency_penalty,
+        min_p=samples and p.min_p,
         typical_p=(p.typical_p or 1.0) < 1.0,
     )
     _require(
@@ -888,14 +894,14 @@ def _check_for_device(p: Parameters, samples: bool, facts: Facts) -> None:
     )
 
 
-def _require_host(facts: Facts, **asked: Any) -> None:
+def _require_host(facts: ModelInfo, **asked: Any) -> None:
     """Where the device samples, refuses the first parameter that is `asked` to do something."""
     for name, asks in asked.items():
         if asks and facts.sampling == "device":
             raise invalid(f"`{name}` needs SAMPLING=host: this server samples on the device")
 
 
-def _check_ids(ids: list[int], name: str, facts: Facts) -> None:
+def _check_ids(ids: list[int], name: str, facts: ModelInfo) -> None:
     for token in ids:
         _require(
             0 <= token < facts.vocab_size,
@@ -906,9 +912,8 @@ def _check_ids(ids: list[int], name: str, facts: Facts) -> None:
 def _samples(p: Parameters) -> bool:
     """Sampling is on when asked for, or when a parameter is given that means nothing without it (a 1.0 that does nothing
     does not count)."""
-    return bool(
-        p.do_sample or p.temperature is not None or p.top_k is not None or (p.top_p or 1.0) < 1.0 or (p.typical_p or 1.0) < 1.0
-    )
+    filters = p.top_k is not None or (p.top_p or 1.0) < 1.0 or bool(p.min_p) or (p.typical_p or 1.0) < 1.0
+    return bool(p.do_sample or p.temperature is not None or filters)
 
 
 def _sampling(p: Parameters) -> Sampling:
@@ -920,13 +925,14 @@ def _sampling(p: Parameters) -> Sampling:
         temperature=p.temperature or 1.0,
         top_k=p.top_k or 0,
         top_p=p.top_p or 1.0,
+        min_p=p.min_p or 0.0,
         typical_p=p.typical_p or 1.0,
         repetition_penalty=p.repetition_penalty or 1.0,
         frequency_penalty=p.frequency_penalty or 0.0,
     )
 
 
-def fit(job: Job, prompt: list[int], facts: Facts) -> tuple[list[int], int]:
+def fit(job: Job, prompt: list[int], facts: ModelInfo) -> tuple[list[int], int]:
     """The prompt as it will be run (cut to its last `truncate` tokens if asked) and how many tokens may follow it.
 
     Raises ApiError when the two do not fit into the window, with the numbers.

@@ -4,9 +4,8 @@ arrive, and stop strings.
 Rests on the bare `tokenizers.Tokenizer`, which many threads may share because nothing here changes it after loading. This
 layer knows no HTTP, no sockets, no torch.
 
-    python3 text.py MODEL_FOLDER TARGET [TOKENIZER_CONFIG]
-        prepares a model's tokenizer at boot, in a process of its own: checks it and the chat template, has a slow one
-        converted into TARGET, and prints what the worker must know of it
+    python3 text.py MODEL_FOLDER TOKENIZER_FOLDER [TOKENIZER_CONFIG]
+        checks a model's tokenizer and chat template at boot, in a process of its own, and prints the EOS ids that they name
 """
 
 from __future__ import annotations
@@ -19,7 +18,6 @@ import json
 import math
 import re
 import secrets
-import subprocess
 import sys
 import threading
 import time
@@ -35,7 +33,7 @@ import jinja2.nodes
 import jinja2.sandbox
 import tokenizers
 
-from config import HERE, ConfigError, read_json
+from config import ConfigError, read_json
 
 # End-of-turn tokens that some chat checkpoints leave out of their list of EOS ids, so that their answers never end.
 END_OF_TURN = ("<|eot_id|>", "<|eot|>", "<|im_end|>", "<end_of_turn>")
@@ -605,33 +603,21 @@ def _read_if_there(path: Path) -> str | None:
         raise ConfigError(f"{path} cannot be read as text: {error}") from None
 
 
-def prepare(folder: Path, target: Path, tokenizer_config_path: str | None = None) -> dict[str, Any]:
-    """Makes sure that the model's tokenizer works and that the files of its chat template can be read. Returns where the
-    tokenizer is and the EOS ids that it knows of."""
+def check(folder: Path, tokenizer_dir: Path, tokenizer_config_path: str | None = None) -> list[int]:
+    """Makes sure that the tokenizer of a model works and that the files of its chat template can be read. Returns the EOS ids
+    that they name."""
     ChatTemplate.load(folder, tokenizer_config_path)
-    tokenizer_dir = folder
-    if not (folder / "tokenizer.json").exists():
-        slow = [name for name in ("tokenizer.model", "vocab.json", "spiece.model") if (folder / name).exists()]
-        if not slow:
-            raise ConfigError(f"{folder} holds no tokenizer (tokenizer.json, or one to convert: tokenizer.model, vocab.json)")
-        command = [sys.executable, str(HERE / "model.py"), str(folder), str(target)]
-        converted = subprocess.run(command, capture_output=True, text=True)
-        if converted.returncode:
-            reason = (converted.stderr.strip().splitlines() or ["no reason given"])[-1]
-            raise ConfigError(f"the tokenizer of {folder} ({slow[0]}) cannot be converted: {reason.removeprefix('error: ')}")
-        tokenizer_dir = target
     tokenizer = Tokenizer(tokenizer_dir)
     if not tokenizer.encode("a"):
         raise ConfigError(f"{tokenizer_dir / 'tokenizer.json'} turns text into nothing, so it does not fit any model")
     eos = read_json(folder / "tokenizer_config.json").get("eos_token")
     eos = eos.get("content") if isinstance(eos, dict) else eos
     ids = {name: tokenizer.token_to_id(name) for name in (eos, *END_OF_TURN) if isinstance(name, str)}
-    eos_token_ids = [i for name, i in ids.items() if i is not None and (i in tokenizer.special_ids or name == eos)]
-    return {"tokenizer_dir": str(tokenizer_dir), "eos_token_ids": eos_token_ids}
+    return [i for name, i in ids.items() if i is not None and (i in tokenizer.special_ids or name == eos)]
 
 
 if __name__ == "__main__":
     try:
-        print(json.dumps(prepare(Path(sys.argv[1]), Path(sys.argv[2]), *sys.argv[3:])))
+        print(json.dumps(check(Path(sys.argv[1]), Path(sys.argv[2]), *sys.argv[3:])))
     except ConfigError as error:
         sys.exit(str(error))

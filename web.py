@@ -44,14 +44,14 @@ from config import Config
 from protocol import (
     HEARTBEAT_S,
     SILENCE_S,
-    Answered,
-    AskMetrics,
+    RequestStats,
+    MetricsRequest,
     Cancel,
     End,
-    Facts,
+    ModelInfo,
     FromWorker,
     Generate,
-    GenerateAll,
+    SubmitRequests,
     Hello,
     Metrics,
     Prompt,
@@ -98,7 +98,7 @@ class Worker:
         stuck_timeout_s: float = float("inf"),
         on_stuck: Callable[[], None] = lambda: None,
     ):
-        self.facts: Facts | None = None
+        self.facts: ModelInfo | None = None
         self.tokenizer: Tokenizer | None = None
         self.template: ChatTemplate | None = None
         self._tokenizer_config_path = tokenizer_config_path
@@ -111,7 +111,7 @@ class Worker:
         self._said_ready = False
         self._heard = threading.Event()  # of how the worker is doing
         self._is_loaded = threading.Event()  # the tokenizer
-        self._refused: queue.SimpleQueue[Answered] = queue.SimpleQueue()  # not counted yet
+        self._refused: queue.SimpleQueue[RequestStats] = queue.SimpleQueue()  # not counted yet
         self._inboxes: dict[int, Inbox | None] = {}  # None: nobody reads, but the end is not heard of yet
         self._end = WebEnd(address, self._on_message, self._on_lost, self._on_beat)
         self._end.send(Hello(os.getpid(), ready=False))
@@ -156,7 +156,7 @@ class Worker:
         block."""
         for generate in generates:
             self._inboxes[generate.id] = inbox
-        self._end.send(GenerateAll(generates))
+        self._end.send(SubmitRequests(generates))
         if self._lost:
             self._on_lost()
 
@@ -166,17 +166,17 @@ class Worker:
             self._inboxes[request_id] = None
             self._end.send(Cancel(request_id, reason))
 
-    def account(self, answered: Answered) -> None:
+    def account(self, answered: RequestStats) -> None:
         """Has an HTTP request counted, in the one registry there is."""
         if not self._lost:
             self._end.send(answered)
 
-    def account_refused(self, answered: Answered) -> None:
+    def account_refused(self, answered: RequestStats) -> None:
         """As `account`, for refusals, of which there may be hundreds at once: they are sent together, a little later."""
         self._refused.put(answered)
 
     def _send_refused(self) -> None:
-        refused: Counter[Answered] = Counter()
+        refused: Counter[RequestStats] = Counter()
         with contextlib.suppress(queue.Empty):
             while True:
                 refused[self._refused.get_nowait()] += 1
@@ -191,7 +191,7 @@ class Worker:
         try:
             if not self._lost:
                 self._send_refused()
-                self._end.send(AskMetrics(request_id))
+                self._end.send(MetricsRequest(request_id))
                 (message,) = told.get(timeout=METRICS_TIMEOUT_S)
                 if isinstance(message, Metrics):
                     return message.text
@@ -360,13 +360,13 @@ class Call:
             self.is_settled = True
             self._worker.account(self._answered(outcome, status))
 
-    def _answered(self, outcome: str, status: int) -> Answered:
+    def _answered(self, outcome: str, status: int) -> RequestStats:
         """What the metrics are to know of it."""
         sequences = self.sequences
         duration_s = time.monotonic() - self.started_at
         validation_s = self.sent_at - self.started_at
         queue_s = max(sequence.queue_s for sequence in sequences)
-        return Answered(
+        return RequestStats(
             status=HANG_UP if outcome == "dropped" else status,
             outcome=outcome,
             duration_s=duration_s,
@@ -555,7 +555,7 @@ class Readers:
         job = schema.check_chat(chat, self._config, self._worker.facts)
         return replace(job, prompt=self.chat_prompt(chat))
 
-    def _parts(self, streams: bool | None = False) -> tuple[Facts, Tokenizer, bool]:
+    def _parts(self, streams: bool | None = False) -> tuple[ModelInfo, Tokenizer, bool]:
         return self._worker.facts, self._worker.tokenizer, bool(streams)
 
 
@@ -730,7 +730,7 @@ class Refusal:
             error = schema.unauthorized()
         elif self.takes_place(method, path):
             outcome = error.outcome
-        self._worker.account_refused(Answered(error.status, outcome))
+        self._worker.account_refused(RequestStats(error.status, outcome))
         body, headers = _told(error, speaks_openai=path.startswith("/v1/"))
         status = f"{error.status} {HTTPStatus(error.status).phrase.upper()}"
         start_response(status, [*headers.items(), ("Content-Length", str(len(body))), *cors.items()])
@@ -777,7 +777,7 @@ def _answer_errors(app: Flask, config: Config, worker: Worker) -> None:
     @app.after_request
     def account(response: Response) -> Response:
         if response.status_code >= 400 and not ("call" in g and g.call.is_settled):
-            worker.account(Answered(response.status_code, g.get("outcome")))
+            worker.account(RequestStats(response.status_code, g.get("outcome")))
         return response
 
 
@@ -806,7 +806,7 @@ def _json(body) -> Response:
     return Response(schema.encode(body), mimetype="application/json")
 
 
-def _facts(worker: Worker) -> Facts:
+def _facts(worker: Worker) -> ModelInfo:
     if worker.phase != "ready":
         raise schema.not_ready(worker.phase)
     return worker.facts
@@ -1030,7 +1030,7 @@ class Server(gunicorn.app.base.BaseApplication):
         )
 
         def write_error(client: socket.socket, status: int, reason: str, message: str) -> None:
-            worker.account_refused(Answered(status))
+            worker.account_refused(RequestStats(status))
             _write_error(client, status, reason, message)
 
         gunicorn.util.write_error = write_error

@@ -1,54 +1,40 @@
-"""A load generator for servers that speak TGI's HTTP API or OpenAI's: streams, and what a client sees of them.
+"""A load generator for servers that speak TGI's HTTP API or OpenAI's: streams, and when each of their tokens arrived.
 
-    .venv/bin/python bench/load.py http://127.0.0.1:8080 [--concurrency 1 4 16] [--requests 32] [--tokens 64]
-
-A stream notes the time of every read and keeps its bytes; what they say is looked at when the load is over, so that a server
-on the same cores is disturbed as little as can be. Nothing grows without a bound: so many streams at a time, so many tokens
-each, so many seconds.
+A stream notes the time of every read and keeps its bytes; they are parsed when the load is over, so that a server on the same
+cores is disturbed little. Hands `Answer`s and `Window`s to figures.py, peers.py and long_prompt.py. Does not start servers.
 """
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import json
-import os
-import ssl
-import statistics
-import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import cycle, pairwise
+from itertools import pairwise
 from urllib.parse import SplitResult, urlsplit
 
-TIMEOUT_S = 120.0
-RETRY_S = 1.0  # as the server's Retry-After says
-LAST_CHUNK = b"\r\n0\r\n\r\n"
+TIMEOUT_S = 300.0
 SAMPLED = {"temperature": 0.8, "top_p": 0.95, "top_k": 50, "seed": 1}
 
 
-class LoadError(Exception):
+class LoadError(RuntimeError):
     """A server that cannot be measured; the message says why in one line."""
 
 
 @dataclass(frozen=True)
 class Target:
-    """A server, and how it is asked. `model` is set for OpenAI's API and None for TGI's."""
+    """A server and its API. `model` is set for OpenAI's API and None for TGI's."""
 
     url: SplitResult
     model: str | None = None
     api_key: str | None = None
-    ignores_eos: bool = True  # takes `ignore_eos`, which is none of OpenAI's own parameters
-
-    @property
-    def name(self) -> str:
-        return f"{self.url.geturl()} ({'TGI' if self.model is None else 'OpenAI'}'s API)"
+    ignores_eos: bool = True  # accepts `ignore_eos`, which OpenAI's own API lacks
 
     def request(self, prompt: str, tokens: int, sampling: dict | None = None) -> bytes:
-        """The bytes of a request for a stream of so many tokens; greedy without `sampling`."""
+        """The bytes of a request for a stream of at most `tokens` tokens; greedy without `sampling`."""
         if self.model is None:
             path, body = "/generate_stream", {"inputs": prompt}
             body["parameters"] = {"max_new_tokens": tokens, "do_sample": bool(sampling)} | (sampling or {})
@@ -57,7 +43,7 @@ class Target:
             body |= {"stream_options": {"include_usage": True}} | (sampling or {"temperature": 0})
             body |= {"ignore_eos": True} if self.ignores_eos else {}
         written = json.dumps(body).encode()
-        head = [f"POST {self.url.path.rstrip('/')}{path} HTTP/1.1", f"Host: {self.url.netloc}"]
+        head = [f"POST {self.url.path.rstrip('/')}{path} HTTP/1.1", f"Host: {self.url.netloc}", "Connection: close"]
         head += ["Content-Type: application/json", f"Content-Length: {len(written)}", "Accept: text/event-stream"]
         head += [f"Authorization: Bearer {self.api_key}"] if self.api_key else []
         return "\r\n".join(head).encode() + b"\r\n\r\n" + written
@@ -66,33 +52,21 @@ class Target:
 class Stream(asyncio.Protocol):
     """One request on a connection of its own. Times are perf_counter's, in seconds."""
 
-    def __init__(self, request: bytes):
+    def __init__(self, request: bytes, started_at: float):
         loop = asyncio.get_running_loop()
         self._request = request
-        self._tail = b""
+        self.started_at = started_at  # before connecting
         self.reads: list[tuple[float, bytes]] = []
-        self.started_at = time.perf_counter()  # connecting is a part of it
         self.begun, self.done = loop.create_future(), loop.create_future()  # the first event; the end
 
     def connection_made(self, transport) -> None:
-        self._transport = transport
+        self.transport = transport
         transport.write(self._request)
 
     def data_received(self, data: bytes) -> None:
         self.reads.append((time.perf_counter(), data))
-        self._tail = (self._tail + data[-len(LAST_CHUNK) :])[-len(LAST_CHUNK) :]
         if not self.begun.done() and b"data:" in data:
             self.begun.set_result(None)
-        if self._tail == LAST_CHUNK or self._is_whole_error():
-            self._transport.close()
-
-    def _is_whole_error(self) -> bool:
-        """An answer that is no stream comes in one piece, with a length, and is small."""
-        if b" 200 " in self.reads[0][1][:15]:
-            return False
-        head, _, body = b"".join(data for _at, data in self.reads).partition(b"\r\n\r\n")
-        length = next((line for line in head.lower().split(b"\r\n") if line.startswith(b"content-length:")), b":0")
-        return len(body) >= int(length.split(b":")[1])
 
     def connection_lost(self, error: Exception | None) -> None:
         for future in (self.begun, self.done):
@@ -100,20 +74,16 @@ class Stream(asyncio.Protocol):
                 future.set_result(None)
 
     def close(self) -> None:
-        self._transport.abort()
-
-    @property
-    def is_refused(self) -> bool:
-        return bool(self.reads) and b" 429 " in self.reads[0][1][:15]
+        self.transport.abort()
 
 
 @dataclass
 class Answer:
-    """What a client sees of a stream: when each token came. Those that came in one read have the same time."""
+    """When each token of a stream arrived; tokens that came in one read have the same time."""
 
     started_at: float
     times: list[float] = field(default_factory=list)
-    tokens: int = 0  # as the server counts them, where it does; else as many as there were events
+    tokens: int = 0  # as the server counts them, or the number of events
     error: str | None = None
 
     @property
@@ -127,27 +97,25 @@ class Answer:
     @classmethod
     def of(cls, stream: Stream) -> Answer:
         answer = cls(stream.started_at)
-        if not stream.reads:
-            answer.error = "the connection was closed without an answer"
-            return answer
-        if b" 200 " not in stream.reads[0][1][:15]:
-            answer.error = b"".join(data for _at, data in stream.reads)[:2000].decode(errors="replace").replace("\r\n", " ")
+        whole = b"".join(data for _at, data in stream.reads)
+        if b" 200 " not in whole[:15]:
+            answer.error = whole[:2000].decode(errors="replace").replace("\r\n", " ") or "the connection was closed unanswered"
             return answer
         for at, event in events(stream.reads):
-            if b'"error"' in event and "error" in (told := json.loads(event)):
-                answer.error = str(told["error"])
-            elif brings_token(event):
+            if b'"error"' in event and "error" in (body := json.loads(event)):
+                answer.error = str(body["error"])
+            elif has_token(event):
                 answer.times.append(at)
             elif b'"usage":' in event and (usage := json.loads(event).get("usage")):
                 answer.tokens = usage["completion_tokens"]
         answer.tokens = answer.tokens or len(answer.times)
         if not answer.times:
-            answer.error = answer.error or "the stream brought no token"
+            answer.error = answer.error or "the stream had no token"
         return answer
 
 
 def events(reads: Sequence[tuple[float, bytes]]) -> Iterator[tuple[float, bytes]]:
-    """What follows `data:` in each event, and when its last byte came."""
+    """What follows `data:` in each event, and when its last byte arrived."""
     raw = body = b""
     in_body, left = False, 0
     for at, data in reads:
@@ -174,7 +142,7 @@ def events(reads: Sequence[tuple[float, bytes]]) -> Iterator[tuple[float, bytes]
                 yield at, event[5:].strip()
 
 
-def brings_token(event: bytes) -> bool:
+def has_token(event: bytes) -> bool:
     if b'"token":' in event:
         return True
     if not event.startswith(b"{"):
@@ -184,22 +152,20 @@ def brings_token(event: bytes) -> bool:
 
 
 async def open_stream(target: Target, request: bytes) -> Stream:
-    secure = ssl.create_default_context() if target.url.scheme == "https" else None
+    secure, started_at = target.url.scheme == "https" or None, time.perf_counter()
     port = target.url.port or (443 if secure else 80)
-    _transport, stream = await asyncio.get_running_loop().create_connection(
-        lambda: Stream(request), target.url.hostname, port, ssl=secure
-    )
+    connect = asyncio.get_running_loop().create_connection
+    _transport, stream = await connect(lambda: Stream(request, started_at), target.url.hostname, port, ssl=secure)
     return stream
 
 
 async def ask(target: Target, request: bytes) -> Answer:
-    """One stream from its beginning to its end."""
+    """One stream from its beginning to its end; what went wrong is in the answer's `error`."""
     started_at = time.perf_counter()
     try:
         stream = await open_stream(target, request)
     except OSError as error:
         return Answer(started_at, error=str(error))
-    stream.started_at = started_at
     try:
         await asyncio.wait_for(stream.done, TIMEOUT_S)
     except asyncio.TimeoutError:
@@ -209,7 +175,7 @@ async def ask(target: Target, request: bytes) -> Answer:
 
 
 async def closed_loop(target: Target, requests: Sequence[bytes], concurrency: int) -> list[Answer]:
-    """So many at a time: the next begins when one has ended."""
+    """`concurrency` requests at a time: the next begins when one has ended. Raises LoadError when one fails."""
     waiting, answers = iter(requests), []
 
     async def client() -> None:
@@ -217,24 +183,27 @@ async def closed_loop(target: Target, requests: Sequence[bytes], concurrency: in
             answers.append(await ask(target, request))
 
     await asyncio.gather(*(client() for _ in range(concurrency)))
+    if failed := [answer.error for answer in answers if answer.error]:
+        raise LoadError(f"{len(failed)} of {len(answers)} requests failed, the first with: {failed[0]}")
     return answers
 
 
 @dataclass
 class Window:
-    """Streams that were all running for a while: what each brought between `opened_at` and `closed_at`."""
+    """Streams that were all running between `opened_at` and `closed_at`; `spent` is what the caller's clocks counted then."""
 
     opened_at: float
     closed_at: float
     answers: list[Answer]
+    spent: list[float]
 
     @property
-    def tokens(self) -> int:
-        return sum(self.opened_at <= at < self.closed_at for answer in self.answers for at in answer.times)
+    def seconds(self) -> float:
+        return self.closed_at - self.opened_at
 
     @property
     def tokens_per_s(self) -> float:
-        """From the first to the last token of each stream in the window: no part of a step is counted or left out."""
+        """From the first to the last token of each stream in the window, so that no part of a step is counted or left out."""
         return sum((len(times) - 1) / (times[-1] - times[0]) for times in self._times())
 
     @property
@@ -242,69 +211,39 @@ class Window:
         return [after - before for times in self._times() for before, after in pairwise(times)]
 
     def _times(self) -> list[list[float]]:
-        """Of the streams that brought two tokens or more: one that stood still adds nothing."""
         found = [[at for at in answer.times if self.opened_at <= at < self.closed_at] for answer in self.answers]
         if not any(len(times) > 1 for times in found):
-            raise LoadError(f"no stream brought two tokens within {self.closed_at - self.opened_at:.1f} s")
+            raise LoadError(f"no stream had two tokens within {self.seconds:.1f} s")
         return [times for times in found if len(times) > 1]
 
 
 async def saturate(
-    target: Target, requests: Sequence[bytes], rounds: int, seconds: float, settle_s: float, on_round
+    target: Target, requests: Sequence[bytes], rounds: int, seconds: float, clocks: Callable[[], list[float]]
 ) -> list[Window]:
-    """Opens a stream for each request, waits until all have a token, and looks at `rounds` windows of `seconds` each. The
-    streams are cut off then. `on_round` is called before the first window and after each."""
+    """Opens a stream for each request, waits until all have a token, and measures `rounds` windows of `seconds` each. The
+    streams are closed then. `clocks` is read at the borders of the windows. Raises LoadError."""
     streams = await asyncio.gather(*(open_stream(target, request) for request in requests))
     try:
         await asyncio.wait_for(asyncio.gather(*(stream.begun for stream in streams)), TIMEOUT_S)
-        await asyncio.sleep(settle_s)
+        await asyncio.sleep(min(0.5, seconds))
         marks = []
         for number in range(rounds + 1):
-            marks.append(time.perf_counter())
-            on_round()
+            marks.append((time.perf_counter(), clocks()))
             if number < rounds:
                 await asyncio.sleep(seconds)
         if ended := [stream for stream in streams if stream.done.done()]:
-            told = Answer.of(ended[0]).error or "it was too short"
-            raise LoadError(f"{len(ended)} of {len(streams)} streams ended while they were measured: {told}")
+            reason = Answer.of(ended[0]).error or "it was too short"
+            raise LoadError(f"{len(ended)} of {len(streams)} streams ended while they were measured: {reason}")
     except asyncio.TimeoutError:
         raise LoadError(f"not every stream began within {TIMEOUT_S:.0f} s: are there as many slots as streams?") from None
     finally:
         for stream in streams:
             stream.close()
     answers = [Answer.of(stream) for stream in streams]
-    return [Window(opened_at, closed_at, answers) for opened_at, closed_at in pairwise(marks)]
-
-
-async def besiege(target: Target, requests: Sequence[bytes], clients: int, settle_s: float, seconds: float) -> Window:
-    """So many clients for a while: each asks again when it has had its answer, or RETRY_S after it was refused."""
-    streams: list[Stream] = []
-    waiting = cycle(requests)
-
-    async def client() -> None:
-        while True:
-            streams.append(stream := await open_stream(target, next(waiting)))
-            try:
-                await stream.done
-            finally:
-                stream.close()
-            if stream.is_refused:
-                await asyncio.sleep(RETRY_S)
-
-    tasks = [asyncio.create_task(client()) for _ in range(clients)]
-    await asyncio.sleep(settle_s)
-    opened_at = time.perf_counter()
-    await asyncio.sleep(seconds)
-    closed_at = time.perf_counter()
-    ended = [Answer.of(stream) for stream in streams if stream.done.done() and not stream.is_refused]
-    for task in tasks:
-        task.cancel()
-    if broken := [end for end in await asyncio.gather(*tasks, return_exceptions=True) if isinstance(end, Exception)]:
-        raise LoadError(f"{len(broken)} of {clients} clients failed, the first with: {broken[0]!r}")
-    if failed := [answer.error for answer in ended if answer.error]:
-        raise LoadError(f"{len(failed)} of {len(ended)} requests failed, the first with: {failed[0]}")
-    answers = [Answer.of(stream) for stream in streams if stream.reads and not stream.is_refused]
-    return Window(opened_at, closed_at, answers)
+    return [
+        Window(opened_at, closed_at, answers, [later - earlier for earlier, later in zip(before, after)])
+        for (opened_at, before), (closed_at, after) in pairwise(marks)
+    ]
 
 
 def percentile(values: Sequence[float], share: float) -> float:
@@ -314,14 +253,14 @@ def percentile(values: Sequence[float], share: float) -> float:
 
 
 def find(url: str, api_key: str | None = None, model: str | None = None) -> Target:
-    """Which API a server speaks; with the name of a model, how it speaks OpenAI's. Raises LoadError where it speaks neither."""
+    """Which API a server speaks; with a model's name, how it speaks OpenAI's. Raises LoadError where it speaks neither."""
     target = Target(urlsplit(url.rstrip("/") if "://" in url else f"http://{url.rstrip('/')}"), api_key=api_key)
     if model is None:
         if _get(target, "/info").get("model_id"):
             return target
         models = _get(target, "/v1/models").get("data")
         if not models:
-            raise LoadError(f"{url}: neither GET /info (TGI) nor GET /v1/models (OpenAI) tells a model; is it ready?")
+            raise LoadError(f"{url}: neither GET /info nor GET /v1/models names a model; is it ready, and is API_KEY its key?")
         model = models[0]["id"]
     for ignores_eos in (True, False):
         target = Target(target.url, model, api_key, ignores_eos)
@@ -336,49 +275,13 @@ def _get(target: Target, path: str) -> dict:
     request = urllib.request.Request(target.url.geturl() + path, headers=headers)
     try:
         with urllib.request.urlopen(request, timeout=10) as response:
-            told = json.load(response)
-    except urllib.error.HTTPError as error:
-        if error.code in (401, 403):
-            raise LoadError(f"{target.url.geturl()} wants an API key ({error.code}): give it in API_KEY") from None
+            return json.load(response)
+    except urllib.error.HTTPError:
         return {}
     except (OSError, ValueError) as error:
         raise LoadError(f"{target.url.geturl()}{path}: {error}") from None
-    return told if isinstance(told, dict) else {}
 
 
 def prompt_of(words: int, number: int = 0) -> str:
-    """Another text for each number, so that no server can know its beginning."""
+    """Another text for each number, so that no server can have its beginning in a cache."""
     return f"Text number {number}: " + "What is deep learning, and what is it not? " * (words // 9 + 1)
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("url")
-    parser.add_argument("--concurrency", type=int, nargs="+", default=[1, 4, 16])
-    parser.add_argument("--requests", type=int, default=32, help="of each concurrency")
-    parser.add_argument("--tokens", type=int, default=64, help="of each answer")
-    parser.add_argument("--words", type=int, default=90, help="of each prompt")
-    parser.add_argument("--sample", action="store_true", help=f"with {SAMPLED}; greedy without it")
-    args = parser.parse_args()
-    try:
-        target = find(args.url, os.environ.get("API_KEY"))
-    except LoadError as error:
-        sys.exit(f"error: {error}")
-    print(f"{target.name}\n{'':12} {'tokens/s':>9} {'ttft p50':>9} {'p99 ms':>9} {'itl p50':>9} {'p99 ms':>9} {'errors':>7}")
-    for concurrency in args.concurrency:
-        prompts = [prompt_of(args.words, number) for number in range(max(args.requests, concurrency))]
-        requests = [target.request(prompt, args.tokens, SAMPLED if args.sample else None) for prompt in prompts]
-        started_at = time.perf_counter()
-        answers = asyncio.run(closed_loop(target, requests, concurrency))
-        wall_s = time.perf_counter() - started_at
-        good = [answer for answer in answers if answer.error is None]
-        if not good:
-            sys.exit(f"error: {answers[0].error}")
-        ttft, gaps = [answer.ttft_s * 1e3 for answer in good], [gap * 1e3 for answer in good for gap in answer.gaps_s]
-        told = [sum(answer.tokens for answer in good) / wall_s, statistics.median(ttft), percentile(ttft, 0.99)]
-        told += [statistics.median(gaps or [0.0]), percentile(gaps or [0.0], 0.99)]
-        print(f"{concurrency:12} " + " ".join(f"{value:9.1f}" for value in told) + f" {len(answers) - len(good):7}")
-
-
-if __name__ == "__main__":
-    main()

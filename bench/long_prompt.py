@@ -1,10 +1,17 @@
-"""What a long prompt does to those who are being answered on a CPU: the times between two of their tokens, meanwhile.
+"""What a long prompt costs the streams that run beside it on a CPU, itself, and a short prompt that arrives meanwhile.
 
-    .venv/bin/python bench/long_prompt.py [--prompt 4000] [--streams 3] [--dtype bfloat16] [--rounds 5]
+    .venv/bin/python bench/long_prompt.py [--prompt 4000] [--streams 4] [--rounds 3] [--budgets default 16 32 64 128 256]
 
-The server is started on a checkpoint of SmolLM2-135M's shape with random weights (peers.py makes it). So many streams run;
-then a prompt of so many tokens comes, and asks for one token. Of the streams' times between two tokens while it is being run:
-the 99th percentile over their median, and both over the median of the second before it came.
+The server is started on a checkpoint of SmolLM2-135M's shape with random weights (peers.py makes it), once for each value of
+--max-batch-prefill-tokens. Each round: the long prompt alone; then the streams run, the long prompt arrives, and a while
+later a prompt of 20 tokens, for which a slot is free. Reported, each as
+least, median and most of the rounds:
+
+- the streams' median gap between two tokens before the long prompt arrived, and their 99th percentile over it meanwhile
+- the long prompt's time to first token, alone, beside the streams, and the second over the first
+- the short prompt's first token, counted in the tokens that a stream received until then (steps)
+
+Owns this measurement. Does not know how the server schedules.
 """
 
 from __future__ import annotations
@@ -17,68 +24,90 @@ import tempfile
 from itertools import pairwise
 from pathlib import Path
 
-from load import Answer, LoadError, ask, find, open_stream, percentile
-from peers import HERE, Peer, Prompts, save_checkpoint, start
+from launch import HERE
+from load import Answer, LoadError, Target, ask, find, open_stream, percentile
+from peers import Prompts, save_checkpoint, spread, start
+
+BEFORE_S = 2.0  # the streams alone
 
 
-async def one_round(peer: Peer, short: Prompts, long: Prompts, streams: int) -> tuple[list[float], list[float], float]:
-    """The streams' gaps in the second before the prompt came, those while it was being run, and how long that took: seconds."""
-    requests = [peer.target.request(next(short), 900) for _ in range(streams)]
-    running = await asyncio.gather(*(open_stream(peer.target, request) for request in requests))
+async def one_round(target: Target, streams: int, prompts: dict[str, Prompts], prompt_tokens: int) -> dict[str, float]:
+    """The figures. Raises LoadError when a request fails, or a stream ends before the long prompt's first token."""
+    alone = _checked(await ask(target, target.request(next(prompts["long"]), 1)))
+    requests = [target.request(next(prompts["stream"]), _stream_tokens(prompt_tokens)) for _ in range(streams)]
+    running = [await open_stream(target, request) for request in requests]
     try:
         await asyncio.gather(*(stream.begun for stream in running))
-        await asyncio.sleep(2.0)
-        answer = await ask(peer.target, peer.target.request(next(long), 1))
-        if answer.error:
-            raise LoadError(answer.error)
+        await asyncio.sleep(BEFORE_S)
+        arriving = asyncio.create_task(ask(target, target.request(next(prompts["long"]), 1)))
+        await asyncio.sleep(alone.ttft_s / 2)
+        short = _checked(await ask(target, target.request(next(prompts["short"]), 1)))
+        long = _checked(await arriving)
         if any(stream.done.done() for stream in running):
-            raise LoadError("a stream ended before the prompt had been run")
+            raise LoadError("a stream ended before the long prompt had been run")
     finally:
         for stream in running:
             stream.close()
-    begun_at, over_at = answer.started_at, answer.times[0]
-    gaps = [gap for stream in running for gap in pairwise(Answer.of(stream).times)]
-    before = [later - earlier for earlier, later in gaps if begun_at - 1.0 <= earlier and later < begun_at]
-    during = [later - earlier for earlier, later in gaps if begun_at < later and earlier < over_at]
-    return before, during, over_at - begun_at
+    all_times = [Answer.of(stream).times for stream in running]
+    gaps = [gap for times in all_times for gap in pairwise(times)]
+    before = [later - earlier for earlier, later in gaps if long.started_at - BEFORE_S / 2 <= earlier < later < long.started_at]
+    during = [later - earlier for earlier, later in gaps if long.started_at < later and earlier < long.times[0]]
+    gap_s = statistics.median(before)
+    return {
+        "gap before, ms": gap_s * 1e3,
+        "p99 gap over it": percentile(during, 0.99) / gap_s,
+        "alone, s": alone.ttft_s,
+        "beside, s": long.ttft_s,
+        "beside over alone": long.ttft_s / alone.ttft_s,
+        "short prompt, steps": max(sum(short.started_at < at <= short.times[0] for at in times) for times in all_times),
+    }
+
+
+def _stream_tokens(prompt_tokens: int) -> int:
+    """Enough for a prompt that runs in chunks of 8 tokens, and for the time before it."""
+    return prompt_tokens // 8 + 600
+
+
+def _checked(answer: Answer) -> Answer:
+    if answer.error:
+        raise LoadError(answer.error)
+    return answer
+
+
+def measure(budget: str, model: Path, scratch: Path, args: argparse.Namespace) -> list[dict[str, float]]:
+    """The rounds of one server. `budget` is a value of --max-batch-prefill-tokens, or "default"."""
+    window = args.prompt + _stream_tokens(args.prompt) + 128
+    flags = f"--dtype {args.dtype} --max-batch-size {args.streams + 2} --max-total-tokens {window} --hostname 127.0.0.1"
+    flags += "" if budget == "default" else f" --max-batch-prefill-tokens {budget}"
+    entrypoint = f"PYTHON={sys.executable} {args.tree}/entrypoint.sh serve"
+    prompts = {"long": Prompts(model, args.prompt), "stream": Prompts(model, 128), "short": Prompts(model, 20)}
+    command = f"{entrypoint} --model-id {{model}} --port {{port}} {flags}"
+    with start(command, model, scratch / "log", scratch / "cache") as server:
+        target = find(server.wait_ready().url, model=str(model))
+        return [asyncio.run(one_round(target, args.streams, prompts, args.prompt)) for _ in range(args.rounds)]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--prompt", type=int, default=4000, help="its tokens")
-    parser.add_argument("--streams", type=int, default=3)
+    parser.add_argument("--streams", type=int, default=4)
     parser.add_argument("--dtype", default="bfloat16")
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--model", type=Path, help="a model folder with a tokenizer.json; made here without it")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--budgets", nargs="+", default=["default"], help="values of --max-batch-prefill-tokens, or default")
+    parser.add_argument("--model", type=Path, help="a model folder with a tokenizer.json")
+    parser.add_argument("--tree", type=Path, default=HERE, help="the source tree whose entrypoint.sh is started")
     args = parser.parse_args()
-    with tempfile.TemporaryDirectory() as scratch:
-        model = args.model or save_checkpoint(Path(scratch))
-        command = (
-            f"PYTHON={sys.executable} {HERE}/entrypoint.sh serve --model-id {{model}} --port {{port}} --dtype {args.dtype} "
-        )
-        command += f"--hostname 127.0.0.1 --max-batch-size {args.streams + 1} --max-total-tokens {args.prompt + 1100}"
-        peer = start("server", command, model, Path(scratch))
-        try:
-            peer.wait_ready()
-            peer.target = find(peer.url, model=str(model))
-            short, long = Prompts(model, 128), Prompts(model, args.prompt)
-            found = [asyncio.run(one_round(peer, short, long, args.streams)) for _ in range(args.rounds)]
-        except LoadError as error:
-            sys.exit(f"error: {error}\n{(Path(scratch) / 'server.log').read_text()[-2000:]}")
-        finally:
-            peer.end()
-    before, during = ([statistics.median(one[kind]) for one in found] for kind in (0, 1))
-    p99 = [percentile(one[1], 0.99) for one in found]
-    for name, values, unit in (
-        ("time to its first token", [one[2] * 1e3 for one in found], "ms"),
-        ("median gap before", [value * 1e3 for value in before], "ms"),
-        ("median gap meanwhile", [value * 1e3 for value in during], "ms"),
-        ("p99 gap meanwhile", [value * 1e3 for value in p99], "ms"),
-        ("p99 over median meanwhile", [high / middle for high, middle in zip(p99, during)], "x"),
-        ("p99 meanwhile over median before", [high / middle for high, middle in zip(p99, before)], "x"),
-    ):
-        told = f"{statistics.median(values):8.2f} {unit:3} ({min(values):.2f} to {max(values):.2f})"
-        print(f"{name:34} {told}")
+    with tempfile.TemporaryDirectory(prefix="textgen-bench-") as name:
+        scratch = Path(name)
+        model = save_checkpoint(args.model or scratch / "model")
+        for budget in args.budgets:
+            try:
+                rounds = measure(budget, model, scratch, args)
+            except RuntimeError as error:
+                sys.exit(f"error: {error}")
+            figures = {name: [each[name] for each in rounds] for name in rounds[0]}
+            print(f"--max-batch-prefill-tokens {budget}: (min, median, max of {args.rounds} rounds)")
+            print("\n".join(f"    {name:20} {spread(values, 8, 2)}" for name, values in figures.items()), flush=True)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""One thread for torch: the models of the tests are tiny, and threads that spin would take the cores from the servers."""
+"""Fixtures for tests through HTTP. Torch gets one thread everywhere: spinning threads would take cores from the servers."""
 
 import os
 import signal

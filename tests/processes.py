@@ -1,4 +1,4 @@
-"""Starts the real server, as a person would, and sees to it that nothing of it is left."""
+"""Starts the real server by its script and removes everything that it leaves."""
 
 import contextlib
 import http.client
@@ -17,11 +17,12 @@ from config import HERE
 from protocol import Hello, Status, WebEnd
 
 WAIT_S = 120  # for what may take long on a busy machine; nothing waits that long when it works
+MODEL_CACHE = HERE / ".pytest_cache" / "models"  # one for all servers and runs: a model is converted once
 
 
 def free_port():
-    """A port that nobody listens on. Not one of those that Linux gives to who connects: one of the many clients that run at the
-    same time could have it before the server does."""
+    """A port without a listener, outside of the range that Linux takes ports for connections from: one of the many clients
+    could take it before the server does."""
     while True:
         port = 20000 + secrets.randbelow(12000)
         with contextlib.suppress(OSError), socket.socket() as s:
@@ -45,7 +46,8 @@ class Server:
         self.tmp = Path(tempfile.mkdtemp(prefix="textgen-test-", dir="/tmp"))
         self.log_path = self.tmp / "log"
         inherited = {name: os.environ[name] for name in ("PATH", "HOME", "LANG") if name in os.environ}
-        self.environment = inherited | {"TMPDIR": str(self.tmp), "PYTHON": sys.executable} | environment
+        self.environment = inherited | {"TMPDIR": str(self.tmp), "PYTHON": sys.executable}
+        self.environment |= {"MODEL_CACHE": str(MODEL_CACHE)} | environment
         with self.log_path.open("wb") as log:
             self.process = subprocess.Popen(
                 [*command, *arguments], cwd=HERE, env=self.environment, stdout=log, stderr=log, start_new_session=True
@@ -79,7 +81,7 @@ class Server:
         return self
 
     def wait_healthy(self):
-        """As `wait_ready`, for a log that does not tell."""
+        """As `wait_ready`, where the log does not say so."""
 
         def healthy():
             assert self.process.poll() is None, f"it ended with {self.process.returncode}:\n{self.log}"
@@ -138,7 +140,7 @@ class Server:
         return response.status, json.loads(response.read())
 
     def post(self, path, body):
-        """The answer to a request that goes well."""
+        """The response to a request that succeeds."""
         response = self.request("POST", path, body)
         answer = json.loads(response.read())
         assert response.status == 200, answer
@@ -151,12 +153,12 @@ class Server:
         return list(events(response))
 
     def status(self):
-        """What the worker says of itself now."""
-        said = []
-        end = WebEnd(f"ipc://{self.run_dir}/worker.sock", said.append, lambda: None)
+        """The worker's status."""
+        received = []
+        end = WebEnd(f"ipc://{self.run_dir}/worker.sock", received.append, lambda: None)
         end.send(Hello(os.getpid(), False))
         try:
-            return wait_until(lambda: next((m for m in reversed(said) if isinstance(m, Status)), None), "a word of the worker")
+            return wait_until(lambda: next((m for m in reversed(received) if isinstance(m, Status)), None), "a status")
         finally:
             end.close()
 

@@ -1,4 +1,4 @@
-"""An app with everything behind it but a device: a real worker on a fake model, and a tokenizer of bytes."""
+"""An app with a real worker on a fake model behind it, and a tokenizer of bytes."""
 
 import json
 import threading
@@ -11,7 +11,8 @@ from fakes.tokenizer import VOCABULARY, byte_tokenizer
 import web
 from config import Config
 from metrics import Metrics
-from protocol import Facts, WorkerEnd
+from protocol import ModelInfo, WorkerEnd
+from scheduler import Scheduler
 from worker import Worker
 
 WAIT_S = 20
@@ -23,29 +24,57 @@ TEMPLATE = (
 )
 
 
+class PausableModel(FakeModel):
+    """A model whose decode steps can be held up and whose next steps can fail."""
+
+    def __init__(self, **settings):
+        super().__init__(**settings)
+        self.may_decode = threading.Event()  # cleared: the device hangs in its next decode step
+        self.may_decode.set()
+        self.fail_next_prefill = self.fail_next_decode = self.is_paused = False
+
+    def forward(self, chunks):
+        is_prefill = chunks[0].begin == 0 or len(chunks[0].tokens) > 1
+        if not is_prefill:
+            self.is_paused = not self.may_decode.is_set()
+            assert self.may_decode.wait(60)
+        if self.fail_next_prefill if is_prefill else self.fail_next_decode:
+            self.fail_next_prefill = self.fail_next_decode = False
+            raise RuntimeError("on purpose")
+        return super().forward(chunks)
+
+
 class Served:
     """An app, the worker behind it, and the model behind that."""
 
-    def __init__(self, folder, **settings):
+    def __init__(self, folder, slots=2, prefill_chunk=None, **settings):
         self.folder = folder
         self.tokenizer = byte_tokenizer(folder)
         (folder / "chat_template.jinja").write_text(TEMPLATE)
         sampling = settings.get("sampling", "host")
-        self.model = FakeModel(batch_size=2, max_total_tokens=WINDOW, vocab_size=VOCABULARY, sampling=sampling)
+        self.model = PausableModel(
+            batch_size=slots,
+            max_total_tokens=WINDOW,
+            vocab_size=VOCABULARY,
+            sampling=sampling,
+            prefill_chunk=prefill_chunk,
+        )
         address = f"ipc://{folder}/worker.sock"
         self.metrics = Metrics()
-        self.end = WorkerEnd(address, on_aside=self.metrics.aside)
-        self.worker = Worker(self.model, self.end, frozenset([EOS]), LIMITS["max_concurrent_requests"], metrics=self.metrics)
+        self.end = WorkerEnd(address, self.metrics.handle)
+        scheduler = Scheduler(slots=slots, mixes=False, prefill_chunk=prefill_chunk)
+        most = LIMITS["max_concurrent_requests"]
+        self.worker = Worker(self.model, self.end, frozenset([EOS]), scheduler, most, self.metrics)
         self.seen = web.Worker(address)
         self.config = Config(**LIMITS | settings)
         self.client = web.create_app(self.config, self.seen).test_client()
         limits = (VOCABULARY, [EOS], 2, WINDOW - 1, WINDOW)
-        facts = Facts("m", None, str(folder), *limits, "fake", "float32", model_dir=str(folder), sampling=sampling)
-        self.facts = msgspec.structs.replace(facts, prompt_logprobs=self.model.gives_prompt_logits)
+        info = ModelInfo("m", None, str(folder), *limits, "fake", "float32", model_dir=str(folder), sampling=sampling)
+        self.info = msgspec.structs.replace(info, prompt_logprobs=self.model.gives_prompt_logits)
         self.thread = threading.Thread(target=self.worker.run, daemon=True)
 
     def get_ready(self):
-        self.end.announce(self.facts)
+        self.end.announce(self.info)
         self.thread.start()
         wait_until(lambda: self.seen.phase == "ready")
         return self
@@ -58,8 +87,7 @@ class Served:
         return greedy(self.tokenizer.encode(text).ids, most, VOCABULARY)
 
     def assert_idle(self):
-        wait_until(lambda: not self.worker._known and not self.seen._inboxes)
-        assert self.worker.slots.busy == self.worker._places_taken == 0
+        wait_until(lambda: self.worker.is_idle and not self.seen._inboxes)
 
     def close(self):
         self.model.may_decode.set()

@@ -1,4 +1,4 @@
-"""Compiled programs on disk: what a manifest says, what contradicts it, and what a cache finds."""
+"""Compiled programs on disk: what a manifest holds, which settings contradict it, and what a cache finds."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from artifact import Artifact, Cache, Programs, agreed, check_versions, model_key
 from config import Config, ConfigError
+from models.artifact import Artifact, Cache, Programs, check_versions, model_key, with_programs
 
 PROGRAMS = Programs(
     batch_size=4,
@@ -51,9 +51,6 @@ def refusal(call, *arguments):
     return str(refused.value)
 
 
-# The manifest
-
-
 @given(
     st.builds(
         Programs,
@@ -69,24 +66,23 @@ def refusal(call, *arguments):
         transformers_neuronx_version=st.text(min_size=1),
     )
 )
-def test_what_is_written_into_a_manifest_is_read_from_it(programs):
-    told = json.loads(json.dumps(programs.section()))
-    assert Programs.from_section(told, Path("config.json")) == programs
+def test_a_manifest_is_read_as_it_was_written(programs):
+    section = json.loads(json.dumps(programs.section()))
+    assert Programs.from_section(section, Path("config.json")) == programs
 
 
-def test_a_manifest_has_the_names_of_optimum_neuron_for_what_that_has():
-    assert (
-        PROGRAMS.section().items()
-        >= {
-            "task": "text-generation",
-            "batch_size": 4,
-            "num_cores": 2,
-            "auto_cast_type": "bf16",
-            "sequence_length": 1024,
-            "compiler_type": "neuronx-cc",
-            "compiler_version": "2.20.9961.0",
-        }.items()
-    )
+def test_a_manifest_uses_the_names_of_optimum_neuron():
+    section = PROGRAMS.section()
+    written = {name: section.get(name) for name in OPTIMUM if not name.startswith("checkpoint")}
+    assert written == {
+        "task": "text-generation",
+        "batch_size": 4,
+        "num_cores": 2,
+        "auto_cast_type": "bf16",
+        "sequence_length": 1024,
+        "compiler_type": "neuronx-cc",
+        "compiler_version": "2.20.9961.0",
+    }
 
 
 def test_a_folder_of_optimum_neuron_runs_every_prompt_in_one_bucket(tmp_path):
@@ -99,26 +95,28 @@ def test_a_folder_of_optimum_neuron_runs_every_prompt_in_one_bucket(tmp_path):
     assert (programs.max_input_tokens, programs.max_total_tokens) == (999, 1000)
 
 
-def test_a_folder_of_optimum_neuron_for_one_request_has_the_buckets_that_the_library_takes_by_itself(tmp_path):
-    programs = Artifact.read(folder_with(tmp_path, OPTIMUM | {"batch_size": 1})).programs
+@pytest.mark.parametrize(
+    ("length", "positions", "prompts"), [(1000, (128, 256, 512, 1000), (64, 128, 256, 500)), (256, (128, 256), (64, 128))]
+)
+def test_a_folder_of_optimum_neuron_for_one_request_has_the_default_buckets(tmp_path, length, positions, prompts):
+    programs = Artifact.read(folder_with(tmp_path, OPTIMUM | {"batch_size": 1, "sequence_length": length})).programs
     assert not programs.continuous_batching
-    assert programs.position_buckets == (128, 256, 512, 1000)
-    assert programs.prefill_buckets == (64, 128, 256, 500)
-    assert programs.max_input_tokens == 999  # the rest goes token by token
+    assert (programs.position_buckets, programs.prefill_buckets) == (positions, prompts)
+    assert programs.max_input_tokens == length - 1  # what exceeds the buckets runs token by token
 
 
-def test_a_plain_checkpoint_is_no_compiled_model(tmp_path):
+def test_a_plain_checkpoint_is_not_a_compiled_model(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama"}))
     assert Artifact.read(tmp_path) is None
 
 
-def test_weights_that_came_with_it_are_taken_before_any_others(tmp_path):
+def test_weights_in_the_folder_are_found(tmp_path):
     (tmp_path / "checkpoint").mkdir()
     assert Artifact.read(folder_with(tmp_path, OPTIMUM)).checkpoint == tmp_path / "checkpoint"
 
 
 @pytest.mark.parametrize(
-    ("change", "told"),
+    ("change", "reason"),
     [
         ({"batch_size": None}, "`neuron.batch_size` is None"),
         ({"batch_size": True}, "`neuron.batch_size` is True"),
@@ -126,74 +124,69 @@ def test_weights_that_came_with_it_are_taken_before_any_others(tmp_path):
         ({"auto_cast_type": "int4"}, "`neuron.auto_cast_type` is 'int4'"),
         ({"auto_cast_type": "auto"}, "`neuron.auto_cast_type` is 'auto'"),
         ({"task": "feature-extraction"}, "was compiled for feature-extraction, not for text-generation"),
-        ({"exporter": "neuron-textgen"}, "`neuron.prefill_buckets` is None"),
-        ({"exporter": "neuron-textgen", "prefill_buckets": [0]}, "`neuron.prefill_buckets` is [0]"),
-        ({"exporter": "neuron-textgen", "prefill_buckets": ["a"]}, "`neuron.prefill_buckets` is ['a']"),
-        ({"exporter": "neuron-textgen", "prefill_buckets": []}, "`neuron.prefill_buckets` is []"),
+        ({"prefill_buckets": None}, "`neuron.prefill_buckets` is None"),
+        ({"prefill_buckets": [0]}, "`neuron.prefill_buckets` is [0]"),
+        ({"prefill_buckets": ["a"]}, "`neuron.prefill_buckets` is ['a']"),
+        ({"position_buckets": []}, "`neuron.position_buckets` is []"),
+        ({"quantize": "int4"}, "`neuron.quantize` is 'int4'"),
+        ({"sampling": "banana"}, "`neuron.sampling` is 'banana'"),
     ],
     ids=str,
 )
-def test_an_incomplete_manifest_is_refused_by_what_it_lacks(tmp_path, change, told):
-    assert told in refusal(Artifact.read, folder_with(tmp_path, OPTIMUM | change))
+def test_an_incomplete_or_wrong_manifest_is_refused_by_the_field(tmp_path, change, reason):
+    section = PROGRAMS.section() if set(change) - set(OPTIMUM) else OPTIMUM
+    assert reason in refusal(Artifact.read, folder_with(tmp_path, section | change))
 
 
 @pytest.mark.parametrize("section", [[], "yes", 1])
-def test_a_manifest_that_is_no_object_is_refused(tmp_path, section):
+def test_a_manifest_that_is_not_an_object_is_refused(tmp_path, section):
     assert "`neuron` should be an object" in refusal(Artifact.read, folder_with(tmp_path, section))
 
 
-# Settings against the manifest
-
-
-def test_what_is_left_open_comes_from_the_manifest():
-    config = agreed(Config(model_id="/x"), PROGRAMS, "/x")
+def test_values_that_are_left_open_come_from_the_manifest():
+    config = with_programs(Config(model_id="/x"), PROGRAMS, "/x")
     assert (config.max_batch_size, config.tp_degree, config.dtype) == (4, 2, "bfloat16")
     assert (config.max_total_tokens, config.max_input_tokens) == (1024, 512)
 
 
-def test_smaller_limits_are_fine():
+def test_smaller_limits_and_equal_values_are_accepted():
     config = Config(model_id="/x", max_batch_size=2, max_total_tokens=300, max_input_tokens=100)
-    assert agreed(config, PROGRAMS, "/x") == dataclasses.replace(config, tp_degree=2, dtype="bfloat16", sampling="host")
-    assert agreed(Config(model_id="/x", max_total_tokens=300), PROGRAMS, "/x").max_input_tokens == 299
-
-
-def test_the_same_values_are_fine():
-    same = {"tp_degree": 2, "dtype": "bfloat16", "prefill_buckets": (128,), "position_buckets": (128, 512, 1024)}
-    assert agreed(Config(model_id="/x", **same), PROGRAMS, "/x").tp_degree == 2
+    expected = dataclasses.replace(config, tp_degree=2, dtype="bfloat16", sampling="host")
+    assert with_programs(config, PROGRAMS, "/x") == expected
+    assert with_programs(Config(model_id="/x", max_total_tokens=300), PROGRAMS, "/x").max_input_tokens == 299
+    equal = {"tp_degree": 2, "dtype": "bfloat16", "prefill_buckets": (128,), "position_buckets": (128, 512, 1024)}
+    assert with_programs(Config(model_id="/x", **equal), PROGRAMS, "/x").tp_degree == 2
 
 
 @pytest.mark.parametrize(
-    ("setting", "told"),
+    ("setting", "reason"),
     [
         ({"max_batch_size": 5}, "--max-batch-size 5 (MAX_BATCH_SIZE, HF_BATCH_SIZE) is more than the 4 slots"),
         (
             {"max_total_tokens": 1025},
             "--max-total-tokens 1025 (MAX_TOTAL_TOKENS, HF_SEQUENCE_LENGTH) is more than the 1024",
         ),
-        ({"max_input_tokens": 513}, "--max-input-tokens 513 (MAX_INPUT_TOKENS, MAX_INPUT_LENGTH) is more than the 512 tokens"),
+        ({"max_input_tokens": 513}, "--max-input-tokens 513 (MAX_INPUT_TOKENS, MAX_INPUT_LENGTH) is more than the 512"),
         ({"tp_degree": 1}, "--tp-degree 1 (TP_DEGREE, HF_NUM_CORES) contradicts /x, which was compiled for 2"),
         ({"dtype": "float16"}, "--dtype float16 (DTYPE, HF_AUTO_CAST_TYPE) contradicts /x, which was compiled for bfloat16"),
         ({"quantize": "int8"}, "--quantize int8 (QUANTIZE, HF_MODEL_QUANTIZE) contradicts /x, which was compiled for none"),
-        (
-            {"prefill_buckets": (64, 128)},
-            "--prefill-buckets 64,128 (PREFILL_BUCKETS) contradicts /x, which was comp",
-        ),
+        ({"prefill_buckets": (64, 128)}, "--prefill-buckets 64,128 (PREFILL_BUCKETS) contradicts /x, which was comp"),
         ({"sampling": "device"}, "--sampling device (SAMPLING) contradicts /x, which was compiled for host"),
         ({"position_buckets": (256,)}, "--position-buckets 256 (POSITION_BUCKETS) contradicts /x"),
     ],
     ids=str,
 )
-def test_a_value_that_contradicts_the_manifest_names_both_and_what_would_work(setting, told):
-    message = refusal(agreed, Config(model_id="/x", **setting), PROGRAMS, "/x")
-    assert told in message
+def test_a_setting_that_contradicts_the_manifest_is_refused_with_both_values(setting, reason):
+    message = refusal(with_programs, Config(model_id="/x", **setting), PROGRAMS, "/x")
+    assert reason in message
     assert "compile it again" in message
 
 
 @given(st.integers(1, 8), st.integers(2, 2000), st.integers(1, 2000))
-def test_whatever_is_agreed_on_can_be_run(slots, total, prompt):
+def test_limits_that_are_accepted_can_be_run(slots, total, prompt):
     try:
         config = Config(model_id="/x", max_batch_size=slots, max_total_tokens=total, max_input_tokens=prompt)
-        found = agreed(config, PROGRAMS, "/x")
+        found = with_programs(config, PROGRAMS, "/x")
     except ConfigError:
         assert slots > 4 or total > 1024 or prompt > 512 or prompt >= total
     else:
@@ -202,25 +195,22 @@ def test_whatever_is_agreed_on_can_be_run(slots, total, prompt):
 
 
 @pytest.mark.parametrize("version", ["2.20.9961.0", "2.20.9961.0+0acef03a", "2.21.0", "2.20.10000.0", "3.0"])
-def test_the_same_compiler_and_a_newer_one_will_do(version):
+def test_the_same_compiler_and_newer_ones_are_accepted(version):
     check_versions(PROGRAMS, version, "0.13.1216", "/x")
 
 
-def test_versions_that_do_not_fit_are_both_named():
-    told = refusal(check_versions, PROGRAMS, "2.16.372.0", "0.13.1216", "/x")
-    assert "/x was compiled by neuronx-cc 2.20.9961.0, and here is 2.16.372.0, which is older" in told
-    told = refusal(check_versions, PROGRAMS, "2.20.9961.0", "0.13.798", "/x")
-    assert "/x was compiled with transformers-neuronx 0.13.1216, and here is 0.13.798" in told
-
-
-# The cache
+def test_versions_that_do_not_fit_are_refused_with_both_versions():
+    message = refusal(check_versions, PROGRAMS, "2.16.372.0", "0.13.1216", "/x")
+    assert "/x was compiled by neuronx-cc 2.20.9961.0, which is newer than the installed 2.16.372.0" in message
+    message = refusal(check_versions, PROGRAMS, "2.20.9961.0", "0.13.798", "/x")
+    assert "/x was compiled with transformers-neuronx 0.13.1216, and 0.13.798 is installed" in message
 
 
 def save_programs(folder):
     Path(folder, "a.neff").write_text("a program")
 
 
-def test_what_was_kept_is_found_again_and_nothing_else(tmp_path):
+def test_a_cache_finds_its_own_entries_and_nothing_else(tmp_path):
     cache = Cache(tmp_path / "cache")
     assert cache.find("model", PROGRAMS) is None
     entry = cache.add("model", PROGRAMS, save_programs)
@@ -232,18 +222,18 @@ def test_what_was_kept_is_found_again_and_nothing_else(tmp_path):
     assert cache.find("model", PROGRAMS) is None
 
 
-def test_it_says_which_value_was_missing(tmp_path):
+def test_a_cache_names_the_values_in_which_the_nearest_entry_differs(tmp_path):
     cache = Cache(tmp_path)
     assert "holds none of this model" in cache.missing("model", PROGRAMS)
     cache.add("model", PROGRAMS, save_programs)
     cache.add("model", dataclasses.replace(PROGRAMS, batch_size=1, tp_degree=1, dtype="float32"), save_programs)
     wanted = dataclasses.replace(PROGRAMS, batch_size=8, position_buckets=(128, 2048))
-    told = cache.missing("model", wanted)
-    assert told.endswith("other values: batch_size 8 instead of 4, position_buckets 128,2048 instead of 128,512,1024")
+    reason = cache.missing("model", wanted)
+    assert reason.endswith("other values: batch_size 8 instead of 4, position_buckets 128,2048 instead of 128,512,1024")
     assert "holds none of this model" in cache.missing("other", wanted)
 
 
-def test_what_was_not_saved_to_its_end_is_not_found(tmp_path):
+def test_an_entry_that_was_not_saved_completely_is_not_found(tmp_path):
     def save_half(folder):
         save_programs(folder)
         raise OSError(28, "No space left on device")
@@ -275,12 +265,12 @@ def test_a_damaged_record_does_not_matter(tmp_path, record):
         ("s3://bucket/cache", None),
     ],
 )
-def test_the_cache_is_where_the_compilers_is(url, folder):
+def test_the_cache_is_in_the_compilers_cache_folder(url, folder):
     found = Cache.here({} if url is None else {"NEURON_COMPILE_CACHE_URL": url})
     assert found == (folder and Cache(Path(folder)))
 
 
-def test_programs_belong_to_what_is_computed_and_not_to_who_saved_it():
-    told = {"model_type": "llama", "hidden_size": 64}
-    assert model_key(told) == model_key(told | {"transformers_version": "4.48.3", "_name_or_path": "/x", "neuron": {}})
-    assert model_key(told) != model_key(told | {"hidden_size": 128})
+def test_the_model_key_depends_on_what_is_computed_alone():
+    config = {"model_type": "llama", "hidden_size": 64}
+    assert model_key(config) == model_key(config | {"transformers_version": "4.48.3", "_name_or_path": "/x", "neuron": {}})
+    assert model_key(config) != model_key(config | {"hidden_size": 128})

@@ -26,8 +26,11 @@ VALUES = {
     "tokenizer_config_path": [(str(HERE / "README.md"), str(HERE / "README.md")), (__file__, __file__)],
     "device": [("cpu", "cpu"), ("neuron", "neuron")],
     "dtype": [("bf16", "bfloat16"), ("FP32", "float32")],
-    "quantize": [("int8", "int8"), ("none", None)],
-    "cuda_graphs": [("0", ()), ("4,2", (2, 4))],
+    "quantize": [("int8", "int8"), ("INT4", "int4")],
+    "model_cache": [("/data", "/data"), ("~/cache", os.path.expanduser("~/cache"))],
+    "model_cache_size": [("7", 7.0), ("0.5", 0.5)],
+    "threads": [("7", 7), ("9", 9)],
+    "cuda_graphs": [("0", "0"), ("4,2", "4,2")],
     "num_shard": [("1", 1), ("01", 1)],
     "tp_degree": [("7", 7), ("9", 9)],
     "max_batch_size": [("7", 7), ("9", 9)],
@@ -116,8 +119,12 @@ def test_origins_may_be_given_in_a_list_and_by_repeating_the_flag():
 
 def test_what_cannot_be_honoured_yet_stops_the_boot_by_name():
     assert "SM_NUM_GPUS '4': must be 1" in refusal(SM_NUM_GPUS="4")
-    assert "HF_MODEL_QUANTIZE 'awq': must be none or int8" in refusal(HF_MODEL_QUANTIZE="awq")
+    assert "HF_MODEL_QUANTIZE 'awq': must be none, int8 or int4" in refusal(HF_MODEL_QUANTIZE="awq")
     assert "--tokenizer-config-path '/nowhere': there is no such file" in refusal("--tokenizer-config-path", "/nowhere")
+
+
+def test_weights_are_not_compressed_unless_that_is_wanted():
+    assert of().quantize is of("--quantize", "none").quantize is None
 
 
 def test_every_setting_is_tried_here():
@@ -278,13 +285,12 @@ def test_the_short_name_of_the_port_is_the_port():
 WHOLE_NUMBERS = dict.fromkeys(("many", "2.5", "1e3", "0x10", "5 GB"), "must be a whole number")
 COUNT = WHOLE_NUMBERS | dict.fromkeys(("0", "-1"), "must be at least 1")
 PORT = WHOLE_NUMBERS | dict.fromkeys(("0", "65536", "-1"), "must be between 1 and 65535")
-SECONDS = dict.fromkeys(("soon", "5s", "0", "-1", "inf", "nan", "1e999"), "must be a positive number of seconds")
+POSITIVE = dict.fromkeys(("soon", "5s", "0", "-1", "inf", "nan", "1e999"), "must be a positive number")
 WRONG = {
-    **{entry.name: COUNT for entry in SETTINGS if entry.name.startswith(("max_", "web_", "payload_"))},
-    **{entry.name: SECONDS for entry in SETTINGS if entry.name.endswith(("_timeout", "_time"))},
+    **{entry.name: COUNT for entry in SETTINGS if entry.name.startswith(("max_", "web_", "payload_", "threads"))},
+    **{entry.name: POSITIVE for entry in SETTINGS if entry.name.endswith(("_timeout", "_time", "_cache_size"))},
     **{entry.name: {"maybe": "must be true or false"} for entry in SETTINGS if isinstance(entry.default, bool)},
     "port": PORT,
-    "cuda_graphs": WHOLE_NUMBERS | dict.fromkeys(("0,2", "2,-1"), "must be at least 1"),
     "device": {"tpu": "must be one of auto, cpu, cuda, neuron", "CPU": "must be one of auto, cpu, cuda, neuron"},
     "dtype": {"int3": "must be one of auto, float32, bfloat16, float16"},
 }
@@ -581,6 +587,12 @@ def test_with_json_output_every_line_of_the_log_is_json():
     assert list(line) == ["timestamp", "level", "target", "fields"]
     assert (line["level"], line["target"]) == ("INFO", "config")
     assert "someone/model" in line["fields"]["message"]
+
+
+def test_a_setting_without_effect_is_accepted_and_one_line_says_so():
+    done = run(**HUB_MODEL, CUDA_GRAPHS="1,2,4")
+    assert done.returncode == 0
+    assert [line for line in done.stderr.splitlines() if "--cuda-graphs (CUDA_GRAPHS) has no effect" in line]
 
 
 def test_log_level_says_what_is_logged():

@@ -22,6 +22,8 @@ import connections
 from config import HERE
 from connections import Arrival
 
+pytestmark = pytest.mark.processes
+
 LIMIT = 300
 
 

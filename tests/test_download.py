@@ -1,4 +1,4 @@
-"""What is fetched from the hub, of which commit and with whose token, and what is said when it cannot be had.
+"""What is downloaded from the hub, of which commit and with which token, and the one line for everything that fails.
 
 The hub's library is the real one; the hub is in this process. See fakes/hub.py.
 """
@@ -21,11 +21,12 @@ from huggingface_hub import constants, file_download
 from huggingface_hub.utils import _http
 from processes import Server, wait_until
 
-import model
-import plan
-from artifact import Artifact
 from config import DEMO_MODEL, Config
-from model import ModelError, fetch, fetch_artifact, fetch_checkpoint, fetch_weights
+from models import fetch as fetch_module
+from models import plan
+from models.artifact import Artifact
+from models.base import ModelError
+from models.fetch import fetch, fetch_artifact, fetch_checkpoint, fetch_weights
 
 FACTS = ["chat_template.jinja", "config.json", "model.safetensors.index.json", "tokenizer.json", "tokenizer.model", "vocab.txt"]
 SHARDS = ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"]
@@ -201,11 +202,11 @@ def test_a_token_opens_what_is_closed_and_goes_to_the_hub_alone(hub, config, mon
 
 
 HIDDEN = (
-    "the hub shows no such model: see to the spelling of --model-id (MODEL_ID); if it is private, give a token that may "
-    "read it in HF_TOKEN"
+    "the hub has no such model: check the spelling of --model-id (MODEL_ID); if it is private, give a token with read "
+    "access in HF_TOKEN"
 )
-GATED = "it is gated: ask for access on its page, and give a token of the account that has it in HF_TOKEN"
-BAD_TOKEN = "the hub does not know the token: give one that is valid in HF_TOKEN, or none for a public model"
+GATED = "it is gated: request access on its page, and give a token of the account that has it in HF_TOKEN"
+BAD_TOKEN = "the hub does not know the token: give a valid one in HF_TOKEN, or none for a public model"
 
 
 @pytest.mark.parametrize(
@@ -215,7 +216,7 @@ BAD_TOKEN = "the hub does not know the token: give one that is valid in HF_TOKEN
         ("private", STRANGER, HIDDEN),
         ("gated", None, GATED),
         ("gated", STRANGER, GATED),
-        ("forbidden", STRANGER, "the hub forbids it: give a token that may read it in HF_TOKEN"),
+        ("forbidden", STRANGER, "the hub denies access: give a token with read access in HF_TOKEN"),
         ("public", "hf_TypedWrong", BAD_TOKEN),
     ],
 )
@@ -238,7 +239,7 @@ def test_a_model_that_is_not_there_is_refused(hub, config, monkeypatch, token):
 @pytest.mark.parametrize("revision", ["v2", "0" * 40])
 def test_a_revision_that_is_not_there_is_named(hub, capsys, revision):
     hub.push("someone/model", files(FACTS, SHARDS))
-    why = f"it has no branch, tag or commit '{revision}': see to --revision (REVISION)"
+    why = f"it has no branch, tag or commit '{revision}': check --revision (REVISION)"
     assert refusal(Config(model_id="someone/model", revision=revision)) == f"someone/model cannot be downloaded: {why}"
     assert plan.main(["--model-id", "someone/model", "--revision", revision]) == 2
     assert capsys.readouterr().err == f"error: --model-id someone/model: its config.json cannot be had: {why}\n"
@@ -264,7 +265,7 @@ def test_a_hub_that_cannot_be_reached_is_told(hub, config, no_pauses):
     hub.close()
     message = refusal(config)
     assert message.startswith("someone/model cannot be downloaded: it is not in the cache, and the hub cannot be reached (Conn")
-    assert message.endswith("; see to the network, or give a local folder")
+    assert message.endswith("; check the network, or give a local folder")
 
 
 def test_offline_what_is_not_in_the_cache_is_refused(hub, config, monkeypatch):
@@ -334,7 +335,7 @@ def test_a_file_where_the_cache_should_be_is_named(hub, tmp_path):
 
 
 def test_while_a_download_goes_on_the_log_says_so(hub, config, monkeypatch, caplog):
-    monkeypatch.setattr(model, "DOWNLOADING_S", 0.05)
+    monkeypatch.setattr(fetch_module, "PROGRESS_S", 0.05)
     caplog.set_level(logging.INFO, "model")
     hub.push("someone/model", files(FACTS, SHARDS))
     folder, _commit = fetch(config)
@@ -364,6 +365,7 @@ def test_plan_names_the_file_that_is_not_there(hub, capsys):
 # The whole server.
 
 
+@pytest.mark.processes
 def test_a_model_of_the_hub_is_downloaded_and_served(hub, tmp_path):
     commit = hub.push("someone/demo", DEMO_MODEL)
     hub.fail("model.safetensors", "hang")
@@ -387,6 +389,7 @@ def health(server):
         return status, json.loads(body)["phase"]
 
 
+@pytest.mark.processes
 def test_with_the_hub_out_of_reach_a_model_is_served_from_the_cache(hub, tmp_path):
     commit = hub.push("someone/demo", DEMO_MODEL)
     config = Config(model_id="someone/demo")
@@ -400,6 +403,7 @@ def test_with_the_hub_out_of_reach_a_model_is_served_from_the_cache(hub, tmp_pat
         assert server.stop() == 0
 
 
+@pytest.mark.processes
 def test_a_private_model_of_a_tag_is_served_and_no_log_line_holds_the_token(hub, tmp_path):
     wanted = hub.push("someone/demo", DEMO_MODEL, tag="v1", access="private")
     hub.push("someone/demo", {"README.md": b"all gone"})
@@ -411,6 +415,7 @@ def test_a_private_model_of_a_tag_is_served_and_no_log_line_holds_the_token(hub,
         assert READER not in server.log
 
 
+@pytest.mark.processes
 def test_a_private_model_without_a_token_ends_the_start_in_a_line(hub, tmp_path):
     hub.push("someone/demo", DEMO_MODEL, access="private")
     with Server("--model-id", "someone/demo", **hub.environment(tmp_path)) as server:
@@ -420,6 +425,7 @@ def test_a_private_model_without_a_token_ends_the_start_in_a_line(hub, tmp_path)
         assert "Traceback" not in server.log
 
 
+@pytest.mark.processes
 def test_a_connection_that_is_reset_ends_the_start_in_a_line(hub, tmp_path):
     hub.push("someone/demo", DEMO_MODEL)
     hub.fail("model.safetensors", "reset", times=100)
@@ -429,6 +435,7 @@ def test_a_connection_that_is_reset_ends_the_start_in_a_line(hub, tmp_path):
         assert "Traceback" not in server.log
 
 
+@pytest.mark.processes
 def test_sigterm_ends_a_download_at_once(hub, tmp_path):
     hub.push("someone/demo", DEMO_MODEL)
     hub.fail("model.safetensors", "hang")

@@ -20,6 +20,8 @@ import pytest
 from fakes.tokenizer import byte_tokenizer
 from processes import Server, memory_mb, wait_until
 
+pytestmark = pytest.mark.processes
+
 FAKE = str(Path(__file__).parent / "fakes" / "neuron")
 LLAMA = {
     "model_type": "llama",

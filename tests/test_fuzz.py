@@ -22,13 +22,13 @@ import protocol
 import schema
 from config import DEMO_MODEL
 from protocol import (
-    Answered,
-    AskMetrics,
+    RequestStats,
+    MetricsRequest,
     Cancel,
     End,
-    Facts,
+    ModelInfo,
     Generate,
-    GenerateAll,
+    SubmitRequests,
     Hello,
     Metrics,
     Prompt,
@@ -375,14 +375,14 @@ def test_any_chat_becomes_a_text_that_can_be_tokenized_or_is_refused(tokenizers,
 GOOD = [
     Hello(1, ready=True),
     Cancel(7, "client hung up"),
-    GenerateAll([Generate(11, [97, 98], 3)]),
-    GenerateAll([Generate(12, [97], 2, Sampling(seed=3, temperature=0.7, logit_bias=[(5, 1.5)]), 2, 1, True, True, 1.0)]),
-    Answered(200, "success", 3.0, 0.1, 0.2, 2.5, 0.5, 10, 20, 30),
-    AskMetrics(9),
+    SubmitRequests([Generate(11, [97, 98], 3)]),
+    SubmitRequests([Generate(12, [97], 2, Sampling(seed=3, temperature=0.7, logit_bias=[(5, 1.5)]), 2, 1, True, True, 1.0)]),
+    RequestStats(200, "success", 3.0, 0.1, 0.2, 2.5, 0.5, 10, 20, 30),
+    MetricsRequest(9),
     Tokens([Token(5, 3, -0.5, [(3, -0.5)], "length")], [Prompt(5, 0.1, [-1.0], [[(1, -2.0)]])]),
     End(5, "failed", "why"),
     Status("ready", 1.0, 5, 1, 2, 3.0),
-    Facts("m", None, "/t", 50, [0], 4, 39, 40, "cpu", "float32"),
+    ModelInfo("m", None, "/t", 50, [0], 4, 39, 40, "cpu", "float32"),
     Metrics(9, b"tgi 1"),
 ]
 ENCODED = [msgspec.msgpack.encode(message) for message in GOOD]
@@ -440,7 +440,7 @@ def test_any_message_leaves_the_worker_serving(served, context, caplog):
     def any_message(frames):
         mark = next(marks)
         peer.send_multipart(frames)
-        peer.send(msgspec.msgpack.encode(GenerateAll([Generate(mark, [97], 1)])))
+        peer.send(msgspec.msgpack.encode(SubmitRequests([Generate(mark, [97], 1)])))
         while True:
             assert peer.poll(WAIT_S * 1000), "the worker says nothing"
             message = decoder.decode(peer.recv())

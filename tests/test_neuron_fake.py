@@ -1,6 +1,6 @@
-"""The fake of transformers-neuronx keeps the library's contract, and the 32 rules for a fake that hides nothing.
+"""The fake of transformers-neuronx keeps the library's contract, and raises where the library is silently wrong.
 
-The rules are numbered as in the reference that they come from.
+The rules are numbered as in the list that they come from; the contract alone proves rules 1, 20 and 24.
 """
 
 from __future__ import annotations
@@ -30,7 +30,6 @@ from neuron_contract import (  # noqa: E402
     LLAMA,
     MISTRAL,
     OPT,
-    POSITIONS,
     SLOTS,
     VOCABULARY,
     A,
@@ -95,11 +94,11 @@ def slots(folder, machine):
 
 
 @contextlib.contextmanager
-def violation(told: str):
-    with pytest.raises(fake.FakeNeuronViolation, match=told):
+def violation(message: str):
+    with pytest.raises(fake.FakeNeuronViolation, match=message):
         yield
-    assert re.search(told, fake.violations.pop())
-    assert re.search(told, (fake.state_dir() / "violations.log").read_text().splitlines()[-1])
+    assert re.search(message, fake.violations.pop())
+    assert re.search(message, (fake.state_dir() / "violations.log").read_text().splitlines()[-1])
 
 
 def process(code: str, **environment) -> subprocess.Popen:
@@ -120,14 +119,6 @@ HOLD = "on_device(load(Path({folder!r})))\nprint('taken', flush=True)\ninput()"
 # Construction
 
 
-def test_rule_01_the_batch_size_is_checked(folder):
-    assert load_slots(folder, slots=2).batch_sizes == [2]
-    with pytest.raises(TypeError):
-        load(folder, batch_size=(1, 2))
-    with pytest.raises(AssertionError, match="batch_size_for_shared_caches"):
-        load_slots(folder, batch_size=3)
-
-
 def test_rule_02_a_program_for_each_bucket_and_batch_size(folder):
     model = load(folder, n_positions=512, context_length_estimate=None, batch_size=[1, 4])
     assert (model.token_buckets, model.context_buckets) == ([128, 256, 512], [64, 128, 256])
@@ -138,11 +129,7 @@ def test_rule_02_a_program_for_each_bucket_and_batch_size(folder):
         load(folder, context_unroll=3)
 
 
-def test_rule_03_settings_are_given_by_name():
-    with pytest.raises(TypeError):
-        neuronx.NeuronConfig("left")
-    with pytest.raises(AssertionError):
-        neuronx.NeuronConfig(continous_batching=None)
+def test_rule_03_a_quantization_that_the_library_lacks():
     with pytest.raises(NotImplementedError):
         neuronx.QuantizationConfig(quant_dtype="s4")
 
@@ -383,11 +370,6 @@ def test_rule_12_names_follow_from_all_that_is_compiled(folder, tmp_path, monkey
     assert not names() & first
 
 
-def test_rule_12_nothing_is_saved_before_it_is_compiled(folder, tmp_path):
-    with pytest.raises(AttributeError):
-        load_slots(folder).save(tmp_path)
-
-
 def test_rule_13_load_looks_at_nothing_until_to_neuron(folder, slots, tmp_path):
     slots.save(tmp_path)
     other = load_slots(folder)
@@ -507,13 +489,6 @@ def test_rule_19_the_rest_of_the_bucket_is_garbage(slots):
     assert_same(decode(slots, [5], [len(B)], [1])[0], fake.expected_logits([*B, 5], VOCABULARY))
 
 
-def test_rule_20_prompts_that_are_too_long_or_begin_late(slots):
-    with pytest.raises(AssertionError, match="prompt length"):
-        prefill(slots, text(17, 1), 0)
-    with pytest.raises(AssertionError, match="speculative"):
-        call(slots, torch.tensor([A]), torch.arange(len(A))[None] + 3, torch.tensor([0]))
-
-
 # Continuous batching: decode
 
 
@@ -543,11 +518,6 @@ def test_rule_22_another_token_cannot_replace_the_last_one(slots):
     decode(slots, [A[-1]], [len(A) - 1], [1])
     with violation("would replace it"):
         decode(slots, [A[-1] ^ 1], [len(A) - 1], [1])
-
-
-def test_rule_22_the_last_position(slots):
-    with pytest.raises(StopIteration):
-        decode(slots, [5], [POSITIONS[-1]], [1])
 
 
 def test_rule_22_a_slot_that_holds_nothing(slots):
@@ -585,14 +555,6 @@ def test_rule_23_damage_shows_in_the_logits(slots, monkeypatch):
     assert_same(logits[1], fake.expected_logits([0, *B[1:], 6], VOCABULARY))
     assert len(fake.violations) == 1
     fake.violations.clear()
-
-
-def test_rule_24_rows_in_the_order_of_the_call(slots):
-    for slot, prompt in enumerate([A, B, C]):
-        prefill(slots, prompt, slot)
-    logits = decode(slots, [5, 6, 7], [len(C), len(A), len(B)], [2, 0, 1])
-    for row, tokens in zip(logits, ([*C, 5], [*A, 6], [*B, 7])):
-        assert_same(row, fake.expected_logits(tokens, VOCABULARY))
 
 
 # Static batches

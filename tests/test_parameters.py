@@ -32,6 +32,7 @@ SHARED = {
     "temperature": ({"seed": 1}, 0.3),
     "top_p": ({"seed": 1, "temperature": 5}, 0.01),
     "top_k": ({"seed": 1, "temperature": 5}, 1),
+    "min_p": ({"seed": 1, "temperature": 5}, 1.0),
     "n": ({}, 2),
     "seed": ({"seed": 1, "temperature": 1}, 2),
     "presence_penalty": (EARLY_END | {"ignore_eos": True, "logit_bias": {"5": 8}}, 2),
@@ -53,6 +54,7 @@ NATIVE_VALUES = {
     "frequency_penalty": ({"max_new_tokens": 50, "top_k": 1}, -2),
     "top_k": ({"seed": 1, "temperature": 5}, 1),
     "top_p": ({"seed": 1, "temperature": 5}, 0.01),
+    "min_p": ({"seed": 1, "temperature": 5}, 1.0),
     "typical_p": ({"seed": 1, "temperature": 5}, 0.01),
     "do_sample": ({"seed": 1}, True),
     "max_new_tokens": ({}, 2),
@@ -127,7 +129,7 @@ def stop_of(served, route, body):
 
 
 DEVICE_TABLE = table("Sampling on the device")
-ONLY_SAMPLED = {"seed", "best_of", "top_k", "typical_p"}
+ONLY_SAMPLED = {"seed", "best_of", "top_k", "min_p", "typical_p"}
 
 
 @pytest.mark.parametrize("route", ["/generate", CHAT, COMPLETION])

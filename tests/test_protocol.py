@@ -1,25 +1,24 @@
-"""The socket between web processes and the worker: nothing is lost, order holds, and who is gone is noticed."""
+"""The socket between web processes and the worker: nothing is lost, order holds, and a process that is gone is noticed."""
 
-import os
 import queue
 import threading
 
 import pytest
 
 from protocol import (
-    Answered,
-    AskMetrics,
     Cancel,
     End,
-    Facts,
     Generate,
-    GenerateAll,
-    Gone,
     Hello,
     Metrics,
+    MetricsRequest,
+    ModelInfo,
+    PeerLost,
     Prompt,
+    RequestStats,
     Sampling,
     Status,
+    SubmitRequests,
     Token,
     Tokens,
     WebEnd,
@@ -27,7 +26,7 @@ from protocol import (
 )
 
 WAIT_S = 20
-FACTS = Facts("m", None, "/t", 50, [0], 4, 39, 40, "cpu", "float32")
+INFO = ModelInfo("m", None, "/t", 50, [0], 4, 39, 40, "cpu", "float32")
 
 
 class Web:
@@ -83,8 +82,8 @@ def receive(worker, count=1):
 def test_messages_arrive_as_they_were_sent(worker, connect):
     web = connect()
     sampling = Sampling(seed=2**64 - 1, temperature=0.5, top_k=3, presence_penalty=-0.5, logit_bias=[(7, -100.0), (8, 0.25)])
-    asked = Generate(2**63 - 1, [1, 2, 3], 9, sampling, 5, min_new_tokens=2, ignore_eos=True, prompt_logprobs=True)
-    request = GenerateAll([asked, Generate(1, [4], 1)])
+    generate = Generate(2**63 - 1, [1, 2, 3], 9, sampling, 5, min_new_tokens=2, ignore_eos=True, prompt_logprobs=True)
+    request = SubmitRequests([generate, Generate(1, [4], 1)])
     web.end.send(request)
     web.end.send(Cancel(7, "client hung up"))
     (peer, hello), (_, got), (_, cancel) = receive(worker, 3)
@@ -95,7 +94,7 @@ def test_messages_arrive_as_they_were_sent(worker, connect):
     assert web.next(Tokens) == step
 
 
-def test_a_message_that_cannot_be_encoded_harms_only_who_sends_it(worker, connect):
+def test_a_message_that_cannot_be_encoded_fails_at_its_sender_alone(worker, connect):
     web = connect()
     with pytest.raises(OverflowError):
         web.end.send(Cancel(2**64, ""))
@@ -122,16 +121,16 @@ def test_nothing_is_dropped_and_order_holds_when_a_reader_is_slow(worker, connec
     assert [web.next(Tokens).tokens[0].id for _ in range(count)] == list(range(count))
 
 
-def test_facts_reach_who_was_there_and_who_comes_later(worker, connect):
+def test_the_model_info_reaches_web_processes_that_are_there_and_those_that_come_later(worker, connect):
     early = connect()
     receive(worker)
-    worker.announce(FACTS)
+    worker.announce(INFO)
     late = connect()
-    assert early.next(Facts) == FACTS
-    assert late.next(Facts) == FACTS
+    assert early.next(ModelInfo) == INFO
+    assert late.next(ModelInfo) == INFO
 
 
-def test_the_state_of_the_worker_is_told_without_being_asked(worker, connect):
+def test_the_status_of_the_worker_comes_unasked(worker, connect):
     web = connect()
     worker.report(Status("loading", 1.0, steps=1))
     while web.next(Status) != Status("loading", 1.0, steps=1):
@@ -146,14 +145,14 @@ def test_a_web_process_that_ends_is_reported_once(worker, connect):
     peers = [peer for peer, _ in receive(worker, 2)]
     web.end.close()
     ((peer, message),) = receive(worker)
-    assert isinstance(message, Gone)
+    assert isinstance(message, PeerLost)
     assert peer in peers
     worker.send(peer, End(1, "late"))
     other.end.send(Cancel(5, ""))
     assert [message for _, message in receive(worker)] == [Cancel(5, "")]
 
 
-def test_a_worker_that_ends_is_noticed_after_its_last_words(worker, connect):
+def test_a_worker_that_ends_is_noticed_after_its_last_message(worker, connect):
     web = connect()
     ((peer, _),) = receive(worker)
     worker.send(peer, End(1, "failed", "the server is stopping"))
@@ -162,10 +161,10 @@ def test_a_worker_that_ends_is_noticed_after_its_last_words(worker, connect):
     assert web.lost.wait(WAIT_S)
 
 
-def test_a_message_that_is_none_of_ours_harms_nobody(worker, connect):
+def test_a_message_of_an_unknown_kind_is_dropped(worker, connect):
     web = connect()
     receive(worker)
-    web.end.send(FACTS)  # not for the worker
+    web.end.send(INFO)  # not for the worker
     web.end.send(Cancel(5, ""))
     assert [message for _, message in receive(worker)] == [Cancel(5, "")]
 
@@ -195,16 +194,16 @@ def test_two_servers_do_not_meet(tmp_path):
         end.close()
 
 
-ANSWERED = Answered(200, "success", 3.0, 0.1, 0.2, 2.5, 0.5, 10, 20, 30)
+STATS = RequestStats(200, "success", 3.0, 0.1, 0.2, 2.5, 0.5, 10, 20, 30)
 
 
 @pytest.fixture
 def worker_with(address):
-    """Makes a worker's end with a function for the messages that go past the loop."""
+    """Makes a worker's end with functions of the test's own."""
     ends = []
 
-    def make(on_aside):
-        ends.append(WorkerEnd(address, on_aside))
+    def make(*functions):
+        ends.append(WorkerEnd(address, *functions))
         return ends[-1]
 
     yield make
@@ -212,63 +211,85 @@ def worker_with(address):
         end.close()
 
 
-def test_what_goes_past_the_loop_is_answered_while_the_loop_reads_nothing(worker_with, connect):
-    heard = []
+def test_immediate_messages_are_handled_while_the_loop_reads_nothing(worker_with, connect):
+    handled = []
 
-    def answer(message):
-        heard.append(message)
-        return Metrics(message.id, b"text") if isinstance(message, AskMetrics) else None
+    def handle(message):
+        handled.append(message)
+        return Metrics(message.id, b"text") if isinstance(message, MetricsRequest) else None
 
-    worker = worker_with(answer)
+    worker = worker_with(handle)
     web, other = connect(), connect()
-    web.end.send(ANSWERED)
-    web.end.send(AskMetrics(7))
-    other.end.send(AskMetrics(8))
+    web.end.send(STATS)
+    web.end.send(MetricsRequest(7))
+    other.end.send(MetricsRequest(8))
     assert web.next(Metrics) == Metrics(7, b"text")
     assert other.next(Metrics) == Metrics(8, b"text")
-    assert sorted(heard, key=str) == sorted([ANSWERED, AskMetrics(7), AskMetrics(8)], key=str)
+    assert sorted(handled, key=str) == sorted([STATS, MetricsRequest(7), MetricsRequest(8)], key=str)
     web.end.send(Cancel(5, ""))
     assert sorted(map(str, (message for _, message in receive(worker, 3)))) == [str(Cancel(5, ""))] + [str(Hello(1, False))] * 2
 
 
-def test_a_failure_past_the_loop_is_logged_and_harms_nobody(worker_with, connect, caplog):
+def test_an_immediate_message_that_cannot_be_handled_is_logged_and_dropped(worker_with, connect, caplog):
     worker = worker_with(lambda message: Metrics(message.id, b"") if message.id else 1 // 0)
     web = connect()
-    web.end.send(AskMetrics(0))
-    web.end.send(AskMetrics(1))
+    web.end.send(MetricsRequest(0))
+    web.end.send(MetricsRequest(1))
     web.end.send(Cancel(5, ""))
     assert web.next(Metrics) == Metrics(1, b"")
     assert [message for _, message in receive(worker, 2)] == [Hello(1, False), Cancel(5, "")]
-    assert "AskMetrics could not be handled" in caplog.text
+    assert "MetricsRequest could not be handled" in caplog.text
 
 
-def test_what_goes_past_the_loop_is_dropped_where_nobody_takes_it(worker, connect):
+def test_immediate_messages_never_reach_the_loop(worker, connect):
     web = connect()
-    web.end.send(AskMetrics(1))
-    web.end.send(ANSWERED)
+    web.end.send(MetricsRequest(1))
+    web.end.send(STATS)
     web.end.send(Cancel(5, ""))
     assert [message for _, message in receive(worker, 2)] == [Hello(1, False), Cancel(5, "")]
 
 
-def test_what_is_refused_hears_it_at_once_while_the_loop_reads_nothing(worker, connect):
+def test_a_refusal_is_sent_at_once_while_the_loop_reads_nothing(worker, connect):
     worker.refuses = lambda message: "overloaded" if len(message.generates) > 1 else None
     web = connect()
-    web.end.send(GenerateAll([Generate(1, [1], 1), Generate(2, [1], 1)]))
-    web.end.send(GenerateAll([Generate(3, [1], 1)]))
+    web.end.send(SubmitRequests([Generate(1, [1], 1), Generate(2, [1], 1)]))
+    web.end.send(SubmitRequests([Generate(3, [1], 1)]))
     assert [web.next(End), web.next(End)] == [End(1, "overloaded"), End(2, "overloaded")]
-    assert [message for _, message in receive(worker, 2)] == [Hello(1, False), GenerateAll([Generate(3, [1], 1)])]
+    assert [message for _, message in receive(worker, 2)] == [Hello(1, False), SubmitRequests([Generate(3, [1], 1)])]
 
 
-def test_the_socket_thread_gives_way_where_it_may(worker, connect, monkeypatch):
-    worker.give_way()
-    assert os.sched_getscheduler(worker._thread.native_id) == os.SCHED_BATCH
-    assert os.sched_getscheduler(0) == os.SCHED_OTHER, "and nobody else does"
-
-    def forbidden(*_):
-        raise PermissionError
-
-    monkeypatch.setattr(os, "sched_setscheduler", forbidden)
-    worker.give_way()
+def test_published_messages_are_made_on_the_sockets_thread_and_keep_their_order(worker, connect):
     web = connect()
-    web.end.send(Cancel(5, ""))
-    assert receive(worker, 2)
+    ((peer, _),) = receive(worker)
+    threads = []
+
+    def make_messages():
+        for i in (1, 2):
+            threads.append(threading.current_thread())
+            yield peer, End(i, "failed")
+
+    worker.publish(make_messages)
+    worker.send(peer, End(3, "cancelled"))
+    assert [web.next(End).id for _ in range(3)] == [1, 2, 3]
+    assert threading.current_thread() not in threads
+
+
+def test_an_error_while_messages_are_made_costs_the_rest_of_these_messages_alone(worker, connect, caplog):
+    web = connect()
+    ((peer, _),) = receive(worker)
+
+    def make_messages():
+        yield peer, End(1, "failed")
+        raise RuntimeError("on purpose")
+
+    worker.publish(make_messages)
+    worker.send(peer, End(2, "cancelled"))
+    assert [web.next(End).id for _ in range(2)] == [1, 2]
+    assert "the outputs of a step could not be published" in caplog.text
+
+
+def test_an_unexpected_error_of_the_sockets_thread_is_reported_to_the_worker(worker_with, connect):
+    failures = queue.SimpleQueue()
+    worker = worker_with(lambda _message: None, failures.put)
+    worker.send(b"", End("no id", object()))  # cannot be encoded
+    assert isinstance(failures.get(timeout=WAIT_S), TypeError)

@@ -186,7 +186,7 @@ def test_a_client_that_does_not_read_delays_nobody_and_misses_nothing(served, cl
     served.model.may_decode.set()
     for _ in range(3):
         assert served.post("/generate", {"inputs": "Hello", "parameters": {"max_new_tokens": 30}}).status_code == 200
-    wait_until(lambda: served.worker.slots.busy == 0)
+    wait_until(lambda: served.worker.scheduler.busy == 0)
     assert not client._ended.is_set(), "its own thread waits for it"
     assert client.read() == expected
     client.wait_ended()
@@ -272,7 +272,7 @@ def test_a_whole_answer_wakes_its_thread_when_it_ends_and_not_before(served, mon
     asking = threading.Thread(target=lambda: whole.append(served.post(route, body).json))
     wakes.clear()
     asking.start()
-    wait_until(lambda: served.worker.slots.busy == 1)
+    wait_until(lambda: served.worker.scheduler.busy == 1)
     served.model.may_decode.set()
     asking.join(WAIT_S)
     usage = whole[0].get("usage") or {"completion_tokens": whole[0]["details"]["generated_tokens"]}
@@ -282,7 +282,7 @@ def test_a_whole_answer_wakes_its_thread_when_it_ends_and_not_before(served, mon
 
 def call_on(served, **options):
     request = schema.parse(json.dumps({"inputs": "Hello", "parameters": LONG}).encode(), schema.GenerateRequest)
-    job = schema.check(request, served.config, served.facts, streaming=True)
+    job = schema.check(request, served.config, served.info, streaming=True)
     return web.Call(served.seen, [job], time.monotonic(), **options)
 
 

@@ -17,11 +17,11 @@ from hypothesis import strategies as st
 
 import schema
 from config import HERE, VERSION, Config
-from protocol import Facts, Sampling
+from protocol import ModelInfo, Sampling
 from schema import ApiError, GenerateRequest, Job, Parameters, TokenOut, check, encode, fit, parse, shortest_float
 
 CONFIG = Config(max_stop_sequences=4, max_top_n_tokens=5, max_best_of=3, max_client_batch_size=4)
-FACTS = Facts(
+FACTS = ModelInfo(
     model_name="someone/model",
     model_sha="abc123",
     tokenizer_dir="/somewhere",
@@ -68,6 +68,7 @@ LIMITS = [  # field, what is just right, what is just wrong, the detail
     ("repetition_penalty", [1e-30, 1, 1.3], [0, 0.0, -1e-30, -1.3], "`repetition_penalty` must be strictly positive"),
     ("frequency_penalty", [-2, -2.0, 0, 2, 2.0], [-2.0001, 2.0001, 3], PENALTY),
     ("top_p", [1e-30, 0.5, 1, 1.0], [0, 0.0, -0.1, 1.0000001, 2], "`top_p` must be > 0.0 and < 1.0"),
+    ("min_p", [0, 0.0, 1e-30, 0.5, 1, 1.0], [-0.1, -1e-30, 1.0000001, 2], "`min_p` must be >= 0.0 and <= 1.0"),
     ("typical_p", [1e-30, 0.5, 1, 1.0], [0, 0.0, -0.1, 1.0000001, 2], "`typical_p` must be > 0.0 and < 1.0"),
     ("top_k", [1, 2**31 - 1], [0, -1, -(2**31)], "`top_k` must be strictly positive"),
     ("max_new_tokens", [1, 2**32 - 1], [0], "`max_new_tokens` must be strictly positive"),
@@ -137,6 +138,7 @@ def test_of_several_wrong_fields_the_first_in_tgis_order_is_told(streaming):
         "repetition_penalty": (0, "`repetition_penalty`"),
         "frequency_penalty": (3, "`frequency_penalty`"),
         "top_p": (0, "`top_p`"),
+        "min_p": (2, "`min_p`"),
         "typical_p": (0, "`typical_p`"),
         "top_k": (0, "`top_k`"),
         "max_new_tokens": (0, "`max_new_tokens`"),
@@ -218,10 +220,14 @@ NEEDS_HOST = [  # route, field, what does nothing and so is taken, what is refus
     ("native", "typical_p", [None, 1, 1.0], [0.95]),
     ("native", "top_n_tokens", [None, 0], [1, 5]),
     ("native", "best_of", [None, 0, 1], []),
+    ("native", "min_p", [None, 0, 0.0], [0.05]),
     ("sampled", "seed", [None], [0, 5]),
     ("sampled", "best_of", [None, 1], [2, 3]),
     ("sampled", "repetition_penalty", [1], [1.2]),
     ("chat", "seed", [None], [0, -1]),
+    ("chat", "min_p", [None, 0], [0.05]),
+    ("greedy chat", "min_p", [None, 0, 0.05], []),  # it filters nothing from a greedy text
+    ("completion", "min_p", [0], [1]),
     ("chat", "logprobs", [None, False], [True]),
     ("chat", "presence_penalty", [None, 0], [0.1]),
     ("chat", "logit_bias", [None, {}, {"5": 0}], [{"5": 1}, {"5": 0, "6": -1}]),
@@ -291,7 +297,7 @@ def test_a_device_that_samples_takes_all_that_it_can_do():
 # Types
 
 INTEGERS = ["best_of", "top_k", "max_new_tokens", "truncate", "seed", "top_n_tokens"]
-NUMBERS = ["temperature", "repetition_penalty", "frequency_penalty", "top_p", "typical_p"]
+NUMBERS = ["temperature", "repetition_penalty", "frequency_penalty", "top_p", "min_p", "typical_p"]
 SWITCHES = ["do_sample", "return_full_text", "watermark", "details", "decoder_input_details"]
 WRONG_VALUES = {
     **{field: ["1", 1.0, 1.5, 1e3, True, [1], {}] for field in INTEGERS},
@@ -410,6 +416,7 @@ def job_or_refusal(body: bytes, streaming: bool) -> None:
     assert 0 < sampling.temperature < math.inf
     assert 0 < sampling.repetition_penalty < math.inf
     assert 0 < sampling.top_p <= 1
+    assert 0 <= sampling.min_p <= 1
     assert 0 < sampling.typical_p <= 1
     assert 0 <= sampling.top_k < 2**31
     assert -2 <= sampling.frequency_penalty <= 2
@@ -482,13 +489,14 @@ def test_what_openais_clients_ask_for_arrives():
         "temperature": 0.5,
         "top_p": 0.9,
         "top_k": 7,
+        "min_p": 0.05,
         "seed": 3,
         "presence_penalty": 0.5,
         "frequency_penalty": -0.5,
         "repetition_penalty": 1.5,
         "logit_bias": {"7": 1.5, "07": 2, "0": -100},
     }
-    sampling = Sampling(3, 0.5, 7, 0.9, 1.0, 1.5, -0.5, presence_penalty=0.5, logit_bias=[(7, 2.0), (0, -100.0)])
+    sampling = Sampling(**asked | {"logit_bias": [(7, 2.0), (0, -100.0)]})
     assert chat(**asked).sampling == completion(**asked)[0].sampling == sampling
     more = {"max_tokens": 9, "min_tokens": 4, "ignore_eos": True, "stop": "x", "n": 2}
     for job in (chat(**more), completion(**more)[0]):
@@ -608,6 +616,7 @@ def test_any_completion_request_gives_jobs_that_can_run_or_a_refusal(prompt, fie
             **dict.fromkeys(("top_k", "seed", "min_tokens", "best_of", "top_n_tokens"), st.none() | st.integers(0, 300)),
             **dict.fromkeys(("presence_penalty", "frequency_penalty"), st.sampled_from([None, 0, 0.5])),
             **dict.fromkeys(("temperature", "top_p", "typical_p", "repetition_penalty"), st.sampled_from([None, 1, 0.5])),
+            "min_p": st.sampled_from([None, 0, 0.5]),
             "logprobs": st.none() | st.booleans() | st.integers(0, 2),
             "logit_bias": st.none() | st.dictionaries(st.sampled_from(["5", "6"]), st.sampled_from([0, 1])),
         },
@@ -631,6 +640,7 @@ def test_a_device_that_samples_takes_a_request_as_the_host_does_or_names_what_it
         return
     for job in on_device if isinstance(on_device, list) else []:
         can = {"seed": job.sampling.seed, "temperature": job.sampling.temperature, "top_p": job.sampling.top_p}
+        can["min_p"] = job.sampling.min_p if job.sampling.seed is None else 0.0
         bias = [(token, 0) for token, _bias in job.sampling.logit_bias]
         assert job.sampling == Sampling(**can, top_k=job.sampling.top_k, logit_bias=bias)
         assert job.sampling.seed is None or (job.sampling.top_k <= 256 and fields.get("seed") is None)
@@ -646,10 +656,11 @@ def test_sampling_is_on_exactly_when_something_asks_for_it():
         "temperature": [..., None, 1.0, 0.5],
         "top_k": [..., None, 1, 50],
         "top_p": [..., None, 1.0, 0.9],
+        "min_p": [..., 0.0, 0.1],
         "typical_p": [..., None, 1.0, 0.9],
     }
     asking = {("do_sample", True), ("temperature", 1.0), ("temperature", 0.5), ("top_k", 1), ("top_k", 50)}
-    asking |= {("top_p", 0.9), ("typical_p", 0.9)}
+    asking |= {("top_p", 0.9), ("min_p", 0.1), ("typical_p", 0.9)}
     for values in itertools.product(*choices.values()):
         parameters = {field: value for field, value in zip(choices, values) if value is not ...}
         asks = any(pair in asking for pair in parameters.items())
@@ -680,13 +691,14 @@ def test_sampling_takes_the_values_that_are_given_and_does_nothing_otherwise():
         "temperature": 0.7,
         "top_k": 40,
         "top_p": 0.9,
+        "min_p": 0.05,
         "typical_p": 0.95,
         "repetition_penalty": 1.1,
         "frequency_penalty": -0.5,
     }
     assert job({**values, "seed": 9}).sampling == Sampling(seed=9, **values)
-    assert job({"do_sample": True, "seed": 9}).sampling == Sampling(9, 1.0, 0, 1.0, 1.0, 1.0, 0.0)
-    assert job().sampling == Sampling(None, 1.0, 0, 1.0, 1.0, 1.0, 0.0)
+    assert job({"do_sample": True, "seed": 9}).sampling == Sampling(seed=9)
+    assert job().sampling == Sampling()
 
 
 # Lengths

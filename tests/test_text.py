@@ -29,7 +29,7 @@ from tiny_tokenizers import save
 
 import text
 from config import DEMO_MODEL, HERE, ConfigError
-from text import ChatTemplate, Detokenizer, Piece, TemplateError, TextStream, Tokenizer, find_stop, prepare, stop_begun
+from text import ChatTemplate, Detokenizer, Piece, TemplateError, TextStream, Tokenizer, check, find_stop, stop_begun
 
 thorough = settings(max_examples=300, suppress_health_check=[HealthCheck.too_slow])
 brief = settings(thorough, max_examples=100)
@@ -1036,28 +1036,22 @@ def test_a_tokenizer_saved_with_truncation_and_padding_does_neither(tmp_path):
     assert len(tokenizer.encode("a")) == 1
 
 
-def test_a_ready_tokenizer_is_used_where_it_lies(tmp_path):
-    folder = save(tiny_tokenizers.byte_level(), tmp_path / "model")
-    assert prepare(folder, tmp_path / "target") == {"tokenizer_dir": str(folder), "eos_token_ids": []}
-    assert not (tmp_path / "target").exists()
-
-
 @pytest.mark.parametrize("eos", ["</s>", {"content": "</s>", "lstrip": False}])
 def test_the_eos_token_of_the_tokenizer_is_known(tmp_path, eos):
     raw = tiny_tokenizers.byte_level()
     folder = save(raw, tmp_path, eos_token=eos)
-    assert prepare(folder, tmp_path)["eos_token_ids"] == [raw.token_to_id("</s>")]
+    assert check(folder, tmp_path) == [raw.token_to_id("</s>")]
 
 
 def test_the_eos_token_counts_even_if_it_is_not_flagged_as_special(tmp_path):
     raw = tiny_tokenizers.byte_level()
     raw.add_tokens(["<|end|>"])
-    assert prepare(save(raw, tmp_path, eos_token="<|end|>"), tmp_path)["eos_token_ids"] == [raw.token_to_id("<|end|>")]
+    assert check(save(raw, tmp_path, eos_token="<|end|>"), tmp_path) == [raw.token_to_id("<|end|>")]
 
 
 @pytest.mark.parametrize("eos", [None, "<|nowhere|>", 7, {"content": None}, {}, ["</s>"]])
 def test_an_eos_token_that_names_none_is_passed_over(tmp_path, eos):
-    assert prepare(save(tiny_tokenizers.byte_level(), tmp_path, eos_token=eos), tmp_path)["eos_token_ids"] == []
+    assert check(save(tiny_tokenizers.byte_level(), tmp_path, eos_token=eos), tmp_path) == []
 
 
 @pytest.mark.parametrize("end_of_turn", ["<|eot_id|>", "<|im_end|>", "<end_of_turn>"])
@@ -1065,8 +1059,8 @@ def test_an_end_of_turn_token_ends_answers_too(tmp_path, end_of_turn):
     raw = tiny_tokenizers.byte_level()
     raw.add_special_tokens([end_of_turn])
     expected = [raw.token_to_id("</s>"), raw.token_to_id(end_of_turn)]
-    assert prepare(save(raw, tmp_path / "both", eos_token="</s>"), tmp_path)["eos_token_ids"] == expected
-    assert prepare(save(raw, tmp_path / "one"), tmp_path)["eos_token_ids"] == expected[1:]
+    assert check(save(raw, tmp_path / "both", eos_token="</s>"), tmp_path / "both") == expected
+    assert check(save(raw, tmp_path / "one"), tmp_path / "one") == expected[1:]
 
 
 @pytest.mark.parametrize("eos", [None, "</s>"])
@@ -1075,22 +1069,14 @@ def test_text_that_looks_like_an_end_of_turn_ends_nothing(tmp_path, end_of_turn,
     raw = tiny_tokenizers.byte_level()
     raw.add_tokens([end_of_turn])  # not a special token: an answer may well contain it
     expected = [] if eos is None else [raw.token_to_id(eos)]
-    assert prepare(save(raw, tmp_path, eos_token=eos), tmp_path)["eos_token_ids"] == expected
-
-
-def test_a_folder_without_any_tokenizer_is_refused_with_what_is_missing(tmp_path):
-    with pytest.raises(
-        ConfigError, match=r"holds no tokenizer \(tokenizer\.json, or .*tokenizer\.model, vocab\.json\)"
-    ) as refused:
-        prepare(tmp_path, tmp_path)
-    assert str(tmp_path) in str(refused.value)
+    assert check(save(raw, tmp_path, eos_token=eos), tmp_path) == expected
 
 
 @pytest.mark.parametrize("content", [b"", b"{", b"[]", b"{}", b'{"version": "1.0"}', b'{\n"model": {\n}}', b"\xff\xfe"])
 def test_a_corrupt_tokenizer_is_refused_in_one_line(tmp_path, content):
     (tmp_path / "tokenizer.json").write_bytes(content)
     with pytest.raises(ConfigError, match=r"tokenizer\.json cannot be read as a tokenizer: ") as refused:
-        prepare(tmp_path, tmp_path)
+        check(tmp_path, tmp_path)
     assert len(str(refused.value).splitlines()) == 1
 
 
@@ -1098,48 +1084,20 @@ def test_a_tokenizer_config_that_is_no_json_is_refused(tmp_path):
     folder = save(tiny_tokenizers.byte_level(), tmp_path)
     (folder / "tokenizer_config.json").write_text("{")
     with pytest.raises(ConfigError, match=r"tokenizer_config\.json cannot be read as JSON"):
-        prepare(folder, tmp_path)
+        check(folder, tmp_path)
 
 
 def test_a_tokenizer_that_turns_text_into_nothing_is_refused(tmp_path):
     folder = save(tokenizers.Tokenizer(tokenizers.models.BPE()), tmp_path)
     with pytest.raises(ConfigError, match="turns text into nothing"):
-        prepare(folder, tmp_path)
-
-
-@pytest.mark.parametrize("slow", ["tokenizer.model", "vocab.json", "spiece.model"])
-def test_a_slow_tokenizer_is_converted_into_the_target(tmp_path, monkeypatch, slow):
-    folder, target = tmp_path / "model", tmp_path / "target"
-    save(tiny_tokenizers.byte_level(), folder, eos_token="</s>").joinpath("tokenizer.json").rename(folder / slow)
-    target.mkdir()
-    # Stands for the real conversion, which takes transformers: what is there in, `tokenizer.json` out.
-    script = f"import shutil, sys; shutil.copy(sys.argv[1] + '/{slow}', sys.argv[2] + '/tokenizer.json')"
-    (tmp_path / "model.py").write_text(script)
-    monkeypatch.setattr(text, "HERE", tmp_path)
-    assert prepare(folder, target) == {"tokenizer_dir": str(target), "eos_token_ids": [2]}
-    assert Tokenizer(target).encode("dog")
-
-
-@pytest.mark.parametrize(
-    ("script", "reason"),
-    [
-        ("import sys; print('a warning', file=sys.stderr); sys.exit('error: it is no tokenizer')", "it is no tokenizer"),
-        ("import sys; sys.exit(3)", "no reason given"),
-    ],
-)
-def test_a_conversion_that_fails_says_why(tmp_path, monkeypatch, script, reason):
-    (tmp_path / "tokenizer.model").write_bytes(b"garbage")
-    (tmp_path / "model.py").write_text(script)
-    monkeypatch.setattr(text, "HERE", tmp_path)
-    with pytest.raises(ConfigError, match=rf"\(tokenizer\.model\) cannot be converted: {reason}$"):
-        prepare(tmp_path, tmp_path)
+        check(folder, tmp_path)
 
 
 def test_as_a_process_it_prints_what_the_worker_must_know(tmp_path):
     folder = save(tiny_tokenizers.byte_level(), tmp_path, eos_token="</s>")
     done = subprocess.run([sys.executable, HERE / "text.py", folder, tmp_path], capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (0, "")
-    assert json.loads(done.stdout) == {"tokenizer_dir": str(folder), "eos_token_ids": [2]}
+    assert json.loads(done.stdout) == [2]
 
 
 def test_as_a_process_it_says_in_one_line_what_is_wrong(tmp_path):
@@ -1147,7 +1105,7 @@ def test_as_a_process_it_says_in_one_line_what_is_wrong(tmp_path):
     assert done.returncode == 1
     assert done.stdout == ""
     assert done.stderr.count("\n") == 1
-    assert done.stderr.startswith(f"{tmp_path} holds no tokenizer")
+    assert done.stderr.startswith(f"{tmp_path / 'tokenizer.json'} cannot be read as a tokenizer")
 
 
 @pytest.mark.parametrize("keep_stop", [True, False])

@@ -229,8 +229,7 @@ def test_two_requests_too_many_are_429_while_a_step_lasts_and_the_others_do_not_
     for thread in threads:
         thread.start()
     wait_until(lambda: len(answers) == 2)
-    wait_until(lambda: len(served.worker._known) + served.end._inbox.qsize() == most)  # the others have reached the worker
-    assert served.seen.is_full
+    wait_until(lambda: served.seen.is_full)  # the others have reached the worker
     served.model.may_decode.set()
     for thread in threads:
         thread.join(WAIT_S)
@@ -258,7 +257,7 @@ def refusal_of(served):
 
 def full(served):
     served.worker.max_concurrent_requests = 0
-    served.worker._report()
+    served.end.interrupt()
     wait_until(lambda: served.seen.is_full)
 
 
@@ -323,7 +322,7 @@ def test_a_place_is_taken_by_what_generates_text_and_by_nothing_else(served):
     full(served)
     assert refusal.is_full
     served.worker.max_concurrent_requests = 1
-    served.worker._report()
+    served.end.interrupt()
     wait_until(lambda: not refusal.is_full)
 
 
@@ -368,14 +367,14 @@ def test_a_failure_before_the_first_token_has_its_own_status(served, route):
     response = served.post(route, {"inputs": "a"})
     assert response.status_code == 424
     assert response.json == {
-        "error": "Request failed during generation: the prompt could not be run on the device",
+        "error": "Request failed during generation: a step on the device failed",
         "error_type": "generation",
     }
 
 
 def test_a_prompt_that_has_been_run_does_not_begin_an_answer_that_then_fails(served, monkeypatch):
     failed = schema.parse(b'{"inputs":"a"}', schema.GenerateRequest)
-    call = web.Call(served.seen, [schema.check(failed, served.config, served.facts, streaming=True)], time.monotonic())
+    call = web.Call(served.seen, [schema.check(failed, served.config, served.info, streaming=True)], time.monotonic())
     (request_id,) = call._by_id
     told = iter([[Prompt(request_id, 0.0)], [End(request_id, "failed", "no number")]])
     monkeypatch.setattr(call, "_receive", lambda: next(told))
@@ -442,18 +441,19 @@ def test_a_client_that_hangs_up_frees_its_place(served, route, place):
 
 
 @pytest.mark.parametrize("route", ["/generate", "/generate_stream"])
-def test_a_client_that_hangs_up_while_its_prompt_is_run_frees_its_place_after_the_part_that_runs(served, route):
-    began, there, may_go_on, run_part = [], threading.Event(), threading.Event(), served.model.prefill_part
+def test_a_client_that_hangs_up_while_its_prompt_is_run_frees_its_slot_after_the_chunk_that_runs(serve, route):
+    served = serve(prefill_chunk=4).get_ready()
+    chunks, there, may_go_on, forward = [], threading.Event(), threading.Event(), served.model.forward
 
-    def prefill_part(part):
-        if len(part.prompt) > 30:
-            began.append(part.begin)
-            if part.begin == 4:
+    def pause_in_third_chunk(step):
+        if step[0].slot == 1:
+            chunks.append(step[0].begin)
+            if step[0].begin == 8:
                 there.set()
                 assert may_go_on.wait(WAIT_S)
-        return run_part(part)
+        return forward(step)
 
-    served.model.prompt_part, served.model.prefill_part = 2, prefill_part
+    served.model.forward = pause_in_third_chunk
     other = served.post("/generate_stream", {"inputs": "Hello", "parameters": {"max_new_tokens": 50}}, buffered=False)
     ours, theirs = socket.socketpair()
     asking = threading.Thread(
@@ -467,8 +467,8 @@ def test_a_client_that_hangs_up_while_its_prompt_is_run_frees_its_place_after_th
     wait_until(lambda: served.end._inbox.qsize())  # the worker has been told
     may_go_on.set()
     assert b"".join(other.response).count(b"data: ") == len(served.expected("Hello", 50))
+    assert chunks == [0, 4, 8]
     served.assert_idle()
-    assert began == [0, 2, 4]
     ours.close()
 
 
@@ -766,7 +766,7 @@ def test_the_time_in_the_queue_is_told_apart_from_the_rest(served):
     served.model.may_decode.clear()
     running = threading.Thread(target=served.post, args=("/generate", {"inputs": "a"}))
     running.start()
-    wait_until(lambda: served.model.decoded_slots)  # sooner, the second one's prompt could run right behind the first one's
+    wait_until(lambda: served.model.is_paused)  # sooner, the second one's prompt could run right behind the first one's
     answers = []
     body = {"inputs": "c", "parameters": {"max_new_tokens": 1}}
     waiting = threading.Thread(target=lambda: answers.append(served.post("/generate", body)))
@@ -816,9 +816,7 @@ def test_an_answer_ends_at_its_deadline_with_the_text_so_far(serve):
 @pytest.fixture
 def narrow(serve):
     """One slot and a deadline: of several sequences only the first has begun when it comes."""
-    served = serve(response_deadline=DEADLINE_S)
-    served.worker.slots.requests[1:] = []
-    served.get_ready()
+    served = serve(slots=1, response_deadline=DEADLINE_S).get_ready()
     yield served
     served.assert_idle()
 

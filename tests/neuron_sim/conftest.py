@@ -1,10 +1,10 @@
-"""One thread for torch, and no part of `make test`: what is here needs the library and runs under its own pytest.ini."""
+"""One thread for torch, and not part of `make test`: these tests need the library and run with their own pytest.ini."""
 
 import os
 from pathlib import Path
 
 os.environ["OMP_NUM_THREADS"] = "1"  # before torch is imported
-os.environ["TF_CPP_MIN_LOG_LEVEL"] = "2"  # XLA's own talk
+os.environ["TF_CPP_MIN_LOG_LEVEL"] = "2"  # no log lines of XLA
 
 
 def pytest_ignore_collect(config):

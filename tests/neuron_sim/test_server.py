@@ -1,4 +1,4 @@
-"""The server's NeuronModel on the real library: greedy text equals transformers', whoever else is in the batch."""
+"""The server's NeuronModel on the real library: greedy text equals transformers', whatever else is in the batch."""
 
 import json
 import random
@@ -7,17 +7,16 @@ import sys
 import tempfile
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
-from test_simulator import ARCHITECTURES, VOCABULARY, Reference, reference  # noqa: F401
+from test_simulator import ARCHITECTURES, SMALL, VOCABULARY, Reference, reference  # noqa: F401
 from transformers_neuronx import compiler
 
-import neuron_model
 from config import HERE, Config, Manifest
-from model import ModelError
-from neuron_model import Build, NeuronModel
-from protocol import Sampling
-from sampling import Plan, Sampler, choose
+from models import neuron
+from models.base import Chunk, ModelError
+from models.neuron import Build, NeuronModel
 
 WINDOW = 48
 
@@ -40,7 +39,7 @@ GREEDY = (1, 1.0, 1.0)
 
 
 class Batch:
-    """Requests on slots, each continued with the likeliest token, or with what the device chose, as the worker does it."""
+    """Sequences in slots, each continued greedily, or with what the device samples, as the worker does it."""
 
     def __init__(self, model):
         self.model = model
@@ -49,20 +48,29 @@ class Batch:
     def join(self, slot, prompt, sampling=GREEDY):
         if self.model.sampling == "device":
             self.model.set_sampling(slot, *sampling)
-        self.texts[slot] = [*prompt, *self._chosen(self.model.prefill(slot, list(prompt)))]
-
-    def _chosen(self, output):
-        return (output if self.model.sampling == "device" else output.argmax(-1)).tolist()
+        self.texts[slot] = [*prompt, *next_tokens(self.model, Chunk(slot, prompt, 0))]
 
     def step(self):
         slots = sorted(self.texts)
-        tokens = torch.tensor([self.texts[slot][-1] for slot in slots])
-        positions = torch.tensor([len(self.texts[slot]) - 1 for slot in slots])
-        for slot, token in zip(slots, self._chosen(self.model.decode(tokens, positions, torch.tensor(slots)))):
+        chunks = [Chunk(slot, self.texts[slot][-1:], len(self.texts[slot]) - 1) for slot in slots]
+        for slot, token in zip(slots, next_tokens(self.model, *chunks)):
             self.texts[slot].append(token)
 
     def leave(self, slot):
         return self.texts.pop(slot)
+
+
+def next_tokens(model, *chunks):
+    output = model.forward(chunks)
+    return (output.ids if model.sampling == "device" else as_float32(output).argmax(-1)).tolist()
+
+
+def as_float32(logits):
+    return (logits.astype(np.uint32) << 16).view(np.float32) if logits.dtype == np.uint16 else logits
+
+
+def sampled(model, slot, prompt):
+    return next_tokens(model, Chunk(slot, prompt, 0))[0]
 
 
 def assert_like(made, prompt, text):
@@ -94,51 +102,38 @@ def test_requests_that_come_and_go_get_transformers_text(reference, tmp_path, na
     assert_like(made, [50, 60], batch.leave(0))
 
 
-def test_logits_lie_token_by_token_as_the_sampler_takes_them(reference, tmp_path):  # noqa: F811
-    """The layout that sampling.py and bench/simulated/ are made for; what lies otherwise is chosen from all the same."""
-    made = reference("llama")
-    model = serve(made, tmp_path, max_batch_size=4, tp_degree=2)
-    texts = {slot: [slot + 1, 7, 9 * slot + 2] for slot in range(4)}
-    for slot, text in texts.items():
-        text.append(int(model.prefill(slot, text).argmax()))
-    for slots in ([0, 1, 2, 3], [0, 1, 2], [0]):
-        tokens, positions = ([texts[slot][-1] for slot in slots], [len(texts[slot]) - 1 for slot in slots])
-        logits = model.decode(torch.tensor(tokens), torch.tensor(positions), torch.tensor(slots))
-        assert logits.stride() == (1, 4)
-        chosen, _ = choose(logits, Plan([Sampler(Sampling(), [0])] * len(slots)))
-        assert chosen == logits.argmax(dim=1).tolist()
-        for slot, token in zip(slots, chosen):
-            texts[slot].append(token)
-            assert_like(made, texts[slot][:3], texts[slot])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_logits_are_views_in_the_librarys_order_and_stay_as_they_are(reference, tmp_path, dtype):  # noqa: F811
+    """The layout that sampling.py and bench/simulated are made for, and a fresh buffer for each call."""
+    model = serve(reference("llama"), tmp_path, max_batch_size=4, tp_degree=2, dtype=dtype)
+    outputs = [model.forward([Chunk(slot, [slot + 1, 7, 9 * slot + 2], 0)]) for slot in range(4)]
+    copies = [output.copy() for output in outputs]
+    for position, slots in enumerate(([0, 1, 2, 3], [0, 1, 2], [0]), 3):
+        outputs.append(model.forward([Chunk(slot, [5], position) for slot in slots]))
+        copies.append(outputs[-1].copy())
+        assert outputs[-1].strides == (outputs[-1].itemsize, 4 * outputs[-1].itemsize)
+    assert all(np.array_equal(output, copy) for output, copy in zip(outputs, copies))
 
 
 @pytest.mark.parametrize("quantize", [None, "int8"])
 @pytest.mark.parametrize("name", ["llama", "mistral", "mixtral", "gpt2", "gpt_neox", "bloom"])
-def test_bfloat16_logits_are_what_the_library_would_have_made_float32_of(
-    reference,  # noqa: F811
-    tmp_path,
-    monkeypatch,
-    name,
-    quantize,
-):
-    """So nothing is lost where they are taken as they come; and the programs are the same."""
+def test_bfloat16_logits_equal_the_librarys_float32_ones(reference, tmp_path, monkeypatch, name, quantize):  # noqa: F811
+    """Nothing is lost where they are taken as they come; and the programs are the same."""
     if quantize and name not in ("llama", "mistral"):
         pytest.skip("served without it")
-    made, logits = reference(name), {}
+    made, logits = reference(name), []
     batches = name in ("llama", "mistral", "mixtral")
-    for taken in neuron_model.LOGITS, {}:
-        monkeypatch.setattr(neuron_model, "LOGITS", taken)
+    for dtypes in ("bfloat16",), ():
+        monkeypatch.setattr(neuron, "LOGITS_DTYPES", dtypes)
         model = serve(made, tmp_path, dtype="bfloat16", max_batch_size=2 if batches else 1, quantize=quantize)
-        prompt = [3, 100, 7]
-        told = [*model.prefill(0, prompt), *model.decode(torch.tensor([9]), torch.tensor([3]), torch.tensor([0]))]
-        logits[bool(taken)] = torch.stack(told)
-        if name != "gpt_neox":  # whose programs cannot be kept
+        logits.append(np.concatenate([model.forward([Chunk(0, [3, 100, 7], 0)]), model.forward([Chunk(0, [9], 3)])]))
+        if name != "gpt_neox":  # whose programs cannot be saved
             monkeypatch.setattr(compiler, "compile_hlo_module", refuse_to_compile)
-    assert (logits[True].dtype, logits[False].dtype) == (torch.bfloat16, torch.float32)
-    assert torch.equal(logits[True].float(), logits[False])
+    assert [output.dtype for output in logits] == [np.uint16, np.float32]
+    assert np.array_equal(as_float32(logits[0]), logits[1])
 
 
-def test_random_schedules_over_eight_slots_give_everyone_his_own_text(reference, tmp_path):  # noqa: F811
+def test_random_schedules_over_eight_slots_give_every_request_its_own_text(reference, tmp_path):  # noqa: F811
     made = reference("llama, grouped")
     batch = Batch(serve(made, tmp_path, max_batch_size=8, prefill_buckets=(8, 16), position_buckets=(16, 32)))
     chance, prompts = random.Random(0), {}
@@ -158,14 +153,14 @@ def test_random_schedules_over_eight_slots_give_everyone_his_own_text(reference,
 
 
 @pytest.mark.parametrize("tp_degree", [1, 2])
-def test_what_is_sampled_in_some_slots_leaves_the_greedy_ones_alone(reference, tmp_path, tp_degree):  # noqa: F811
+def test_sampled_slots_do_not_change_the_text_of_greedy_ones(reference, tmp_path, tp_degree):  # noqa: F811
     made = reference("llama, grouped")
     batch = Batch(serve(made, tmp_path, max_batch_size=4, tp_degree=tp_degree, sampling="device"))
-    chance, prompts, lines, drawn = random.Random(1), {}, {}, []
+    chance, prompts, parameters, drawn = random.Random(1), {}, {}, []
 
     def leave(slot):
         text, length = batch.leave(slot), len(prompts[slot])
-        if lines[slot] == GREEDY:
+        if parameters[slot] == GREEDY:
             assert_like(made, prompts[slot], text)
         else:
             drawn.append(text[length:] != made.greedy(prompts[slot], len(text) - length))
@@ -175,8 +170,8 @@ def test_what_is_sampled_in_some_slots_leaves_the_greedy_ones_alone(reference, t
         if slot in batch.texts:
             leave(slot)
         prompts[slot] = [chance.randrange(1, VOCABULARY) for _ in range(chance.randrange(1, 30))]
-        lines[slot] = chance.choice([GREEDY, (0, 1.0, 50.0), (100, 0.99, 50.0)])
-        batch.join(slot, prompts[slot], lines[slot])
+        parameters[slot] = chance.choice([GREEDY, (0, 1.0, 50.0), (100, 0.99, 50.0)])
+        batch.join(slot, prompts[slot], parameters[slot])
         for _ in range(chance.randrange(4)):
             for full in [s for s, text in batch.texts.items() if len(text) >= WINDOW]:
                 leave(full)
@@ -188,7 +183,7 @@ def test_what_is_sampled_in_some_slots_leaves_the_greedy_ones_alone(reference, t
 @pytest.mark.parametrize("slot", [0, 2])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_prompts_and_steps_are_sampled_with_what_is_set_for_their_slot(reference, tmp_path, dtype, slot):  # noqa: F811
-    """The first token too, though a prompt has a program of its own with but one row."""
+    """The first token too, although the program of a prompt has one row only."""
     made, prompt = reference("llama"), [3, 100, 7]
     model = serve(made, tmp_path, max_batch_size=3, sampling="device", dtype=dtype)
     others = [other for other in range(3) if other != slot]
@@ -197,8 +192,8 @@ def test_prompts_and_steps_are_sampled_with_what_is_set_for_their_slot(reference
     model.set_sampling(slot, 4, 1.0, 2.0)
     first, second = [], []
     for _ in range(300):
-        first.append(int(model.prefill(slot, prompt)))
-        second.append(int(model.decode(torch.tensor([9]), torch.tensor([len(prompt)]), torch.tensor([slot]))))
+        first.append(sampled(model, slot, prompt))
+        second += next_tokens(model, Chunk(slot, [9], len(prompt)))
     for text, drawn in ((prompt, first), ([*prompt, 9], second)):
         logits, ids = made.logits(text).topk(4)
         likely = torch.softmax(logits / 2.0, -1)
@@ -206,18 +201,18 @@ def test_prompts_and_steps_are_sampled_with_what_is_set_for_their_slot(reference
         assert (shares - likely).abs().max() < 0.13  # four standard deviations, and what bfloat16 rounds
         assert set(drawn) <= set(ids.tolist())
         for other in others:
-            assert {int(model.prefill(other, text)) for _ in range(5)} == {int(ids[0])}
+            assert {sampled(model, other, text) for _ in range(5)} == {int(ids[0])}
 
 
-def test_top_p_leaves_the_fewest_that_reach_it(reference, tmp_path):  # noqa: F811
+def test_top_p_keeps_the_fewest_tokens_that_reach_it(reference, tmp_path):  # noqa: F811
     made, prompt = reference("llama"), [3, 100, 7]
     likely, ids = made.logits(prompt).softmax(-1).topk(4)
     model = serve(made, tmp_path, max_batch_size=2, sampling="device")
     for count in (1, 2, 3):
         model.set_sampling(1, 0, float(likely[:count].sum()) - 0.005, 1.0)
-        assert {int(model.prefill(1, prompt)) for _ in range(100)} <= set(ids[:count].tolist())
+        assert {sampled(model, 1, prompt) for _ in range(100)} <= set(ids[:count].tolist())
     model.set_sampling(1, 0, 1e-30, 1e300)
-    assert {int(model.prefill(1, prompt)) for _ in range(20)} == {int(ids[0])}
+    assert {sampled(model, 1, prompt) for _ in range(20)} == {int(ids[0])}
 
 
 @pytest.mark.parametrize("temperature", [1e-300, 0.0099, 0.01, 1.0, 1e4, 1e300])
@@ -228,7 +223,7 @@ def test_any_temperature_gives_tokens_of_the_vocabulary(reference, tmp_path, tem
     likeliest = reference("llama").logits([3, 100, 7]).topk(3).indices.tolist()
     for top_k in (0, 3):
         _kept[key].set_sampling(1, top_k, 1.0, temperature)
-        drawn = {int(_kept[key].prefill(1, [3, 100, 7])) for _ in range(60)}
+        drawn = {sampled(_kept[key], 1, [3, 100, 7]) for _ in range(60)}
         assert 0 <= min(drawn) <= max(drawn) < VOCABULARY
         if temperature < 1:
             assert drawn == {likeliest[0]}
@@ -237,7 +232,7 @@ def test_any_temperature_gives_tokens_of_the_vocabulary(reference, tmp_path, tem
 
 
 @pytest.mark.parametrize("temperature", [1e-5, 3e-4, 0.0099, 0.01, 0.02])
-def test_a_low_temperature_does_not_bring_back_what_top_k_left_out(tmp_path, temperature):
+def test_a_low_temperature_does_not_bring_back_tokens_that_top_k_removed(tmp_path, temperature):
     """The library gives what it filters the logit -30000, after the temperature: -20 / 3e-4 would come below that."""
     key = "negative logits"
     if key not in _kept:
@@ -250,11 +245,11 @@ def test_a_low_temperature_does_not_bring_back_what_top_k_left_out(tmp_path, tem
         assert made.logits([3, 100, 7])[:3].tolist() == pytest.approx([-20.0, -20.2, -20.4], abs=1e-3)
         _kept[key] = serve(made, tmp_path, max_batch_size=2, sampling="device")
     _kept[key].set_sampling(1, 3, 1.0, temperature)
-    assert {int(_kept[key].prefill(1, [3, 100, 7])) for _ in range(20)} == {0}
+    assert {sampled(_kept[key], 1, [3, 100, 7]) for _ in range(20)} == {0}
 
 
 @pytest.mark.parametrize("length", [1, 2, 7, 8, 9, 15, 16, 17, 31, 32, 33, WINDOW - 1])
-def test_borders_of_the_buckets_are_no_borders_of_the_text(reference, tmp_path, length):  # noqa: F811
+def test_the_text_is_the_same_across_the_borders_of_buckets(reference, tmp_path, length):  # noqa: F811
     made = reference("llama")
     key = "borders"
     if key not in _kept:
@@ -273,7 +268,7 @@ _kept = {}  # one model for all lengths: building it is what takes long
 
 
 @pytest.mark.parametrize("name", ["gpt2", "gpt_neox", "bloom"])
-def test_families_that_cannot_batch_run_one_request_at_a_time(reference, tmp_path, name):  # noqa: F811
+def test_families_without_continuous_batching_run_one_request_at_a_time(reference, tmp_path, name):  # noqa: F811
     made = reference(name)
     model = serve(made, tmp_path)
     assert model.batch_size == 1
@@ -286,19 +281,18 @@ def test_families_that_cannot_batch_run_one_request_at_a_time(reference, tmp_pat
 
 
 @pytest.mark.parametrize("form", [4, 5])
-def test_a_rotary_base_of_its_own_gives_the_right_text_in_both_forms(reference, tmp_path, form):  # noqa: F811
-    """In transformers 5's form the library alone would take 10000 and talk nonsense."""
+def test_a_rotary_base_other_than_the_default_works_in_both_forms_of_the_config(reference, tmp_path, form):  # noqa: F811
+    """In the form of transformers 5 the library alone would use 10000, which gives wrong text."""
     import transformers
-    from test_simulator import SMALL
 
     folder = tmp_path / "theta"
     made = Reference(transformers.LlamaConfig(**SMALL, rope_theta=500000.0), folder)
     if form == 5:
-        told = json.loads((folder / "config.json").read_text())
-        told["rope_parameters"] = {"rope_theta": told.pop("rope_theta"), "rope_type": "default"}
-        told["dtype"] = told.pop("torch_dtype", told.pop("dtype", "float32"))
-        told.pop("rope_scaling", None)
-        (folder / "config.json").write_text(json.dumps(told))
+        saved = json.loads((folder / "config.json").read_text())
+        saved["rope_parameters"] = {"rope_theta": saved.pop("rope_theta"), "rope_type": "default"}
+        saved["dtype"] = saved.pop("torch_dtype", saved.pop("dtype", "float32"))
+        saved.pop("rope_scaling", None)
+        (folder / "config.json").write_text(json.dumps(saved))
     batch = Batch(serve(made, tmp_path, folder=folder, max_batch_size=2))
     prompt = list(range(1, 30))
     batch.join(0, prompt)
@@ -312,16 +306,15 @@ def refuse_to_compile(*arguments):
 
 
 @pytest.mark.parametrize("tp_degree", [1, 2])
-def test_what_another_process_compiled_without_the_device_is_loaded(reference, tmp_path, monkeypatch, tp_degree):  # noqa: F811
+def test_programs_that_another_process_compiled_without_a_device_are_loaded(reference, tmp_path, monkeypatch, tp_degree):  # noqa: F811
     made = reference("llama, grouped")
     output = tmp_path / "compiled"
     words = ["--model-id", str(made.folder), "--output", str(output), "--tp-degree", str(tp_degree), "--dtype", "float32"]
     words += ["--max-batch-size", "3", "--max-total-tokens", str(WINDOW), "--prefill-buckets", "8", "--position-buckets", "16"]
-    subprocess.run([sys.executable, str(HERE / "export.py"), *words], check=True)
+    subprocess.run([sys.executable, "-m", "models.compile", *words], cwd=HERE, check=True)
     monkeypatch.setattr(compiler, "compile_hlo_module", refuse_to_compile)
-    manifest = Manifest.read(output)
-    config = Config(model_id=str(output), device="neuron", max_batch_size=2)
-    batch = Batch(NeuronModel(Build.decide(config, output, manifest), Path(tempfile.mkdtemp(dir=tmp_path))))
+    build = Build.decide(Config(model_id=str(output), device="neuron", max_batch_size=2), output, Manifest.read(output))
+    batch = Batch(NeuronModel(build, Path(tempfile.mkdtemp(dir=tmp_path))))
     prompts = {0: [3, 100, 7], 1: list(range(1, 20))}
     for slot, prompt in prompts.items():
         batch.join(slot, prompt)
@@ -344,5 +337,5 @@ def test_a_plain_checkpoint_is_compiled_once(reference, tmp_path, monkeypatch): 
 
 
 def test_the_library_is_the_real_one():
-    assert "site-packages" in neuron_model._library().__file__
-    assert not hasattr(neuron_model._library(), "fake")
+    assert "site-packages" in sys.modules["transformers_neuronx"].__file__
+    assert not hasattr(sys.modules["transformers_neuronx"], "fake")

@@ -1,7 +1,7 @@
-"""transformers-neuronx itself on the simulator, against the same tiny random model in transformers.
+"""transformers-neuronx itself on the simulator, compared with the same tiny random model in transformers.
 
-Nothing of the server is here. What holds in this file is what the server's Neuron backend may lean on: how forward() is
-called under continuous batching, which calls fail loudly, and which do damage without a word and so must never be made.
+Nothing of the server is tested here. These are the facts that models/neuron.py relies on: how forward() is called under
+continuous batching, which calls raise, and which silently corrupt a sequence and so must never be made.
 """
 
 import pytest
@@ -279,7 +279,7 @@ def test_the_device_draws_each_token_as_often_as_it_is_likely(reference):
     assert ((drawn == tokens).float().mean(0) - likely / likely.sum()).abs().max() < 0.12  # four standard deviations
 
 
-def test_of_what_is_no_number_the_device_makes_token_0_without_a_word(tmp_path):
+def test_for_nan_logits_the_device_silently_samples_token_0(tmp_path):
     spoilt = Reference(ARCHITECTURES["llama"](), tmp_path)
     spoilt.model.model.norm.weight.data.fill_(float("nan"))
     spoilt.model.save_pretrained(tmp_path)

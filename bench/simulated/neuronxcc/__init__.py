@@ -1,3 +1,3 @@
-"""The compiler that the simulated device's programs are said to come from."""
+"""The version of the simulated compiler."""
 
 __version__ = "2.0.0+simulated"

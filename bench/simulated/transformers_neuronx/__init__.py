@@ -1,16 +1,16 @@
-"""A device that takes the time it is told to take, behind the interface of transformers-neuronx that the server uses.
+"""A simulated device with a given duration of each call, behind the interface of transformers-neuronx that the server uses.
 
-With `bench/simulated` on PYTHONPATH and `--device neuron` the unmodified server runs on it. A call sleeps until its time is
-nearly over and polls the rest of it, without the interpreter's lock, and gives logits that were computed beforehand:
+With `bench/simulated` on PYTHONPATH and `--device neuron` the unmodified server runs on it. A call sleeps until shortly before
+its time is over, polls for the rest without the interpreter's lock, and returns precomputed logits:
 
-    SIMULATED_STEP_MS      of a decode step (10)
-    SIMULATED_PREFILL_MS   of a prompt (10)
+    SIMULATED_STEP_MS      duration of a decode step (10)
+    SIMULATED_PREFILL_MS   duration of a prompt (10)
 
-Probabilities fall with a token's rank as a language model's do, and the end-of-text token never comes. From step to step each
-slot gets other logits, of a few that take turns. The Neuron Runtime's threads poll for the end of a call all the while, and
-yield to who wants their processor (Neuron documentation, "Best Practices: Neuron Runtime Performance"). On a small machine that
-would take what the clients need, so it is done for the last moment only; a thread that sleeps to the end is woken too late.
-There is no KV cache, no weight, and no check of what is asked: for that there is tests/fakes.
+Probabilities fall with a token's rank as a language model's do, and the end-of-text token never comes. A slot gets other
+logits in each step, of a few that take turns. The threads of the Neuron Runtime poll during a whole call and yield to other
+threads (Neuron documentation, "Best Practices: Neuron Runtime Performance"); on a small machine that would take the clients'
+processor time, so only the last moment is polled: a thread that sleeps to the end is woken too late. There is no KV cache,
+no weight, and no check of the calls: those are in tests/fakes.
 """
 
 import ctypes
@@ -23,7 +23,7 @@ from types import SimpleNamespace
 import torch
 
 __version__ = "0.0.0+simulated"
-TURNS = 8  # steps until a slot gets the same logits again
+TURNS = 8  # steps after which a slot gets the same logits again
 POLLED_S = 0.0003
 _libc = ctypes.CDLL(None)
 
@@ -46,10 +46,10 @@ class LlamaForSampling:
     def from_pretrained(cls, folder, **settings):
         return cls(json.loads((Path(folder) / "config.json").read_text()), **settings)
 
-    def __init__(self, told: dict, batch_size: int, neuron_config: NeuronConfig, **_shapes):
+    def __init__(self, model_config: dict, batch_size: int, neuron_config: NeuronConfig, **_shapes):
         if hasattr(neuron_config, "on_device_generation"):
-            raise NotImplementedError("the simulated device does not choose tokens; give --sampling host")
-        self.config = SimpleNamespace(**told)
+            raise NotImplementedError("the simulated device does not sample; give --sampling host")
+        self.config = SimpleNamespace(**model_config)
         self._slots = batch_size
         self._step_s = float(os.environ.get("SIMULATED_STEP_MS", 10)) / 1e3
         self._prefill_s = float(os.environ.get("SIMULATED_PREFILL_MS", 10)) / 1e3
@@ -67,8 +67,7 @@ class LlamaForSampling:
         pass
 
     def __call__(self, ids: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
-        """int64 [n, q], [n, q], [n] → [n, vocab], a view into a pool. As in the library, what all rows have for a
-        token lies side by side in memory."""
+        """int64 [n, q], [n, q], [n] → [n, vocab], a view into a pool; in memory [vocab, n], as the library's logits are."""
         started_at = time.perf_counter()
         is_step = ids.shape[1] == 1
         self._calls += 1
@@ -83,7 +82,7 @@ class LlamaForSampling:
 
 
 def _logits(slots: int, vocab: int, eos_token_id: int) -> torch.Tensor:
-    """float32 [tokens, slots]: a step takes as many tokens as the vocabulary has, each time from one further on."""
+    """float32 [vocab + TURNS, slots]: each turn takes `vocab` rows, from one row further on."""
     random = torch.Generator().manual_seed(0)
     one = 18.0 - 1.5 * torch.log(torch.randperm(vocab + TURNS, generator=random).float() + 1)
     one += 0.5 * torch.randn(vocab + TURNS, generator=random)

@@ -1,4 +1,4 @@
-"""Nothing is compiled; the server puts a wrapper around this function while it brings a model onto the device."""
+"""Compiles nothing; the server wraps this function to log the compilation of each program."""
 
 
 def compile_hlo_module(hlo_module, tag=None, num_exec_repetition=1):

@@ -1,0 +1,121 @@
+"""Starts servers for the benchmarks, watches their processes in /proc, and ends them with everything that they started.
+
+A `Server` is a command in a session of its own with its log in a file. Hands it to devices.py, peers.py, long_prompt.py,
+demo.py and soak.py. Does not know what the servers are asked, nor what is measured.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Sequence
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent.parent
+READY_S = 300
+
+
+def entrypoint(folder: Path = HERE, *flags: str) -> list[str]:
+    """The command that serves from a source tree."""
+    return [str(folder / "entrypoint.sh"), "serve", *flags]
+
+
+def clean_environment(temporary: Path, port: int, **settings: str) -> dict[str, str]:
+    """Without the caller's settings: the run folder in `temporary`, this Python, one local port."""
+    inherited = {name: os.environ[name] for name in ("PATH", "HOME", "LANG") if name in os.environ}
+    own = {"PYTHON": sys.executable, "TMPDIR": str(temporary), "HOSTNAME": "127.0.0.1", "PORT": str(port)}
+    return inherited | own | settings
+
+
+def free_port() -> int:
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return found.getsockname()[1]
+
+
+class Server:
+    """A running command that serves HTTP on `port`. As a context manager it ends the command."""
+
+    def __init__(self, command: Sequence[str], port: int, log_path: Path, environment: dict[str, str]):
+        self.port, self.url, self.log_path = port, f"http://127.0.0.1:{port}", log_path
+        self.started_at, self.ready_s = time.monotonic(), 0.0
+        with log_path.open("wb") as log:
+            self.process = subprocess.Popen(command, env=environment, stdout=log, stderr=log, start_new_session=True)
+
+    def __enter__(self) -> Server:
+        return self
+
+    def __exit__(self, *_) -> None:
+        self.end()
+
+    @property
+    def log(self) -> str:
+        return self.log_path.read_text(errors="replace")
+
+    def wait_ready(self, log_text: str | None = "Connected") -> Server:
+        """Until the log holds that text or, with None, until GET /health is answered. Raises RuntimeError."""
+        while not self._is_ready(log_text):
+            if self.process.poll() is not None or time.monotonic() > self.started_at + READY_S:
+                raise RuntimeError(f"the server did not start; the end of its log:\n{self.log[-2000:]}")
+            time.sleep(0.02 if log_text else 0.2)
+        self.ready_s = time.monotonic() - self.started_at
+        return self
+
+    def _is_ready(self, log_text: str | None) -> bool:
+        if log_text:
+            return log_text in self.log
+        with contextlib.suppress(OSError), urllib.request.urlopen(self.url + "/health", timeout=5):
+            return True
+        return False
+
+    def pids(self, script: str = "") -> list[int]:
+        """The session's processes that have `script` in their command line, the oldest first."""
+        found = []
+        for folder in Path("/proc").glob("[0-9]*"):
+            with contextlib.suppress(OSError):
+                command = (folder / "cmdline").read_bytes()  # empty when it has ended
+                if command and script.encode() in command and os.getsid(int(folder.name)) == self.process.pid:
+                    found.append(int(folder.name))
+        return sorted(found)
+
+    def signal(self, number: int) -> None:
+        for pid in self.pids():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, number)
+
+    def stop(self, timeout_s: float = 30.0) -> int:
+        """SIGTERM to the command; returns its exit code. Raises subprocess.TimeoutExpired."""
+        self.process.terminate()
+        return self.process.wait(timeout_s)
+
+    def end(self) -> None:
+        self.signal(signal.SIGCONT)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.stop()
+        self.signal(signal.SIGKILL)
+        self.process.wait()
+        while self.pids():
+            time.sleep(0.02)
+
+
+def cpu_s(pids: Sequence[int]) -> float:
+    """CPU time that the processes have taken so far, from the scheduler's own count."""
+    tasks = (task for pid in pids for task in Path(f"/proc/{pid}/task").iterdir())
+    return sum(int((task / "schedstat").read_text().split()[0]) for task in tasks) / 1e9
+
+
+def machine_busy_s() -> float:
+    """CPU time that all processes of the machine have taken."""
+    user, nice, system, _idle, _iowait, irq, softirq, *_ = map(int, Path("/proc/stat").read_text().split()[1:11])
+    return (user + nice + system + irq + softirq) / os.sysconf("SC_CLK_TCK")
+
+
+def rss_mb(pid: int) -> float:
+    """Resident memory in 10^6 bytes. Raises OSError for a process that has ended."""
+    return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 1e6

@@ -1,0 +1,289 @@
+"""Converts a checkpoint into an entry of the model cache: an OpenVINO graph, checked against transformers' own logits.
+
+Runs in a child process, so that the worker never imports torch or transformers. `convert` loads the checkpoint
+(`torch_model.load_pretrained`), traces it with a placeholder in the place of each attention layer, saves the graph, and
+compares what `cpu.py` computes from the saved files with the logits of transformers. An entry that says why a model cannot be
+converted is an entry as well: the next start goes straight to plain PyTorch.
+
+    python -m models.convert FOLDER TARGET < CONFIG.json     a model; CONFIG as `Config.to_json` writes it
+    python -m models.convert --demo                          the demonstration model, into demo/converted, for an image
+"""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import logging
+import shutil
+import sys
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from config import Config, Manifest, die_with_parent, set_up_logging
+from models.base import Chunk, ModelError, first_line
+from models.cache import CANNOT_SERVE, CANNOT_WRITE, ModelCache, model_key, write_entry
+from models.cpu import (  # first: it keeps openvino from loading its telemetry
+    PLACEHOLDER,
+    PREFILL_CHUNK,
+    SHIPPED,
+    TOLERANCE,
+    OpenVinoModel,
+    choose_dtype,
+    read_graph,
+    reason,
+    usable_threads,
+)
+from models.torch_model import load_pretrained, reference_logits
+
+import openvino as ov  # isort: skip
+from openvino import opset13 as ops  # isort: skip
+from openvino.frontend.pytorch import ConversionExtension, ModuleExtension, patch_model  # isort: skip
+from openvino.frontend.pytorch.ts_decoder import TorchScriptPythonDecoder  # isort: skip
+
+logger = logging.getLogger("model")
+
+ATTENTION = "openvino_placeholder"
+CHECK_TOKENS = PREFILL_CHUNK + 16
+SHORT_CHECK_TOKENS = 80  # crosses the edges of two blocks
+CHECK_WINDOW = 40  # longer sliding windows are shortened to this for the check, so that they slide in it
+REFERENCE_COLUMNS = 4  # of the logits, stored for the comparison at every start
+GROUP_SIZE = 64  # int4 weights that share a scale
+SPARE_BYTES = 50_000_000  # of the disk, for the graph without its weights
+NNCF = "nncf==3.4.0"
+
+
+class UnsupportedModel(Exception):
+    """A model that OpenVINO cannot serve; the message is a part of a log line."""
+
+
+class Placeholder(torch.nn.Module):
+    """Stands for one layer's attention while the model is traced. Returns zeros-like [tokens, heads * value size]."""
+
+    def __init__(self, layer: int, scaling: float, window: int, kv_heads: int, key_size: int, value_size: int, width: int):
+        super().__init__()
+        self.name = PLACEHOLDER + "|".join(map(repr, (layer, scaling, window, kv_heads, key_size, value_size)))
+        self.width = width
+
+    def forward(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        return query[:, :1].expand(-1, self.width) * 1.0
+
+    def in_graph(self, context) -> list[ov.Output]:
+        """Concat and Slice, which any saved graph can hold; one with PagedAttention cannot be read back."""
+        joined = ops.concat([context.get_input(i) for i in range(3)], 1)
+        joined.set_friendly_name(self.name)
+        return [ops.slice(joined, *(ops.constant([n]) for n in (0, self.width, 1, 1))).output(0)]
+
+
+def _attend(module, query, key, value, attention_mask, scaling=None, sliding_window=None, softcap=None, s_aux=None, **_):
+    """The attention function of transformers: query [1, heads, tokens, head size] -> [1, tokens, heads, value size]."""
+    if softcap is not None or s_aux is not None:
+        raise UnsupportedModel("its attention caps scores or has sinks")
+    (_, heads, _, size), (_, kv_heads, _, value_size) = query.shape, value.shape
+    if not hasattr(module, "placeholder"):
+        scaling = float(size**-0.5 if scaling is None else scaling)
+        width = heads * value_size
+        module.placeholder = Placeholder(module.layer_idx, scaling, int(sliding_window or 0), kv_heads, size, value_size, width)
+    flat = (states.transpose(1, 2).flatten(2)[0] for states in (query, key, value))
+    return module.placeholder(*flat).reshape(1, -1, heads, value_size), None
+
+
+ALL_ATTENTION_FUNCTIONS.register(ATTENTION, _attend)
+
+
+class _Flat(torch.nn.Module):
+    """input_ids, position_ids: int64 [tokens] of all chunks; keep: int64 [rows], which tokens' logits are returned."""
+
+    def __init__(self, model: torch.nn.Module):
+        super().__init__()
+        self.model = model
+
+    def forward(self, input_ids, position_ids, keep):
+        return self.model(
+            input_ids=input_ids[None], position_ids=position_ids[None], use_cache=False, logits_to_keep=keep
+        ).logits[0]
+
+
+def convert(config: Config, folder: Path, target: Path) -> None:
+    """Fills `target`. Raises ModelError for what no engine can serve, OSError where `target` cannot be written."""
+    manifest, dtype = Manifest.read(folder), choose_dtype(config, folder)
+    model = load_pretrained(config, folder, "cpu", dtype)
+    needed = sum(parameter.nbytes for parameter in model.parameters())
+    if shutil.disk_usage(target).free < needed + SPARE_BYTES:
+        raise OSError(f"{target} has no room for {needed / 1e9:.1f} GB")
+    text_config = model.config.get_text_config()
+    facts: dict[str, Any] = {
+        "model": config.model_name,
+        "dtype": dtype,
+        "quantize": config.quantize,
+        "vocab_size": text_config.vocab_size,
+        "max_total_tokens": _length_limit(text_config),
+        "refused": None,
+    }
+    try:
+        check = Check(model.float(), facts["max_total_tokens"] or manifest.max_positions or config.max_total_tokens)
+        for parameter in model.parameters():
+            parameter.data = parameter.data.to(getattr(torch, dtype))
+        facts["reference"] = check.stored | {"tolerance": TOLERANCE[config.quantize or dtype] * check.scale}
+        graph = trace(model)
+        _save(graph, target)
+        if config.quantize:
+            check(target, facts, TOLERANCE[dtype])  # the graph itself is right
+            _save(quantize(graph, config.quantize), target)
+        del model, graph
+        gc.collect()
+        try:
+            check(target, facts, TOLERANCE[config.quantize or dtype])
+        except UnsupportedModel as error:
+            if config.quantize:
+                raise ModelError(f"--quantize {config.quantize} (QUANTIZE) does not suit this model: {error}") from None
+            raise
+    except (ModelError, OSError, MemoryError):
+        raise
+    except Exception as error:
+        logger.debug("not converted", exc_info=True)
+        for path in target.glob("model.*"):
+            path.unlink()
+        facts["refused"] = str(error) if type(error) is UnsupportedModel else reason(error)
+    write_entry(target, facts)
+
+
+def trace(model: torch.nn.Module) -> ov.Model:
+    """A graph with placeholders. The torch model is of no use afterwards."""
+    model.requires_grad_(False).set_attn_implementation(ATTENTION)
+    model.set_experts_implementation("batched_mm")  # the others do not convert, or break where an expert has no token
+    ids = torch.arange(5)
+    with torch.no_grad():
+        model(input_ids=ids[None], position_ids=ids[None], use_cache=False)  # makes the placeholders
+        placeholders = [module.placeholder for module in model.modules() if hasattr(module, "placeholder")]
+        if len(placeholders) != model.config.get_text_config().num_hidden_layers:
+            raise UnsupportedModel("its layers do not use the attention interface of transformers")
+        if model.dtype != torch.float32:  # 16-bit constants in a float32 graph; else the angles are computed in 16 bits, too
+            getattr(patch_model, "__make_16bit_traceable")(model)
+        example = (ids, ids, ids[2:4])
+        modules = {placeholder: ModuleExtension(placeholder, placeholder.name) for placeholder in placeholders}
+        traced = TorchScriptPythonDecoder(
+            _Flat(model), example_input=example, module_extensions=modules, trace_kwargs={"check_trace": False}
+        )
+        in_graph = [ConversionExtension(placeholder.name, placeholder.in_graph) for placeholder in placeholders]
+        graph = ov.convert_model(traced, example_input=example, extension=in_graph)
+    for name, port in zip(("input_ids", "position_ids", "keep"), graph.inputs):
+        port.get_node().set_element_type(ov.Type.i64)
+        port.get_node().set_partial_shape(ov.PartialShape([-1]))
+        port.get_tensor().set_names({name})
+    graph.validate_nodes_and_infer_types()
+    return graph
+
+
+class Check:
+    """Token ids and the logits of transformers for them in float32, computed before `trace` changes the model.
+
+    `positions`: how many the model has. `stored` goes into the entry, for the comparison at every start.
+    """
+
+    def __init__(self, model: torch.nn.Module, positions: int):
+        text_config, random = model.config.get_text_config(), np.random.default_rng(0)
+        self.ids = random.integers(0, text_config.vocab_size, min(CHECK_TOKENS, positions)).tolist()
+        self.short = self.ids[:SHORT_CHECK_TOKENS]
+        self.shift = positions - len(self.short)  # the model's last positions
+        with torch.inference_mode():
+            ids = torch.tensor([self.short])
+            shifted = torch.arange(self.shift, positions)[None]
+            self.at_end = model(input_ids=ids, position_ids=shifted, use_cache=False).logits[0].float().numpy()
+        logits = reference_logits(model, self.short)
+        columns = np.linspace(0, text_config.vocab_size - 1, REFERENCE_COLUMNS, dtype=int)
+        self.stored = {"ids": self.short, "columns": columns.tolist(), "logits": logits[:, columns].tolist()}
+        window = getattr(text_config, "sliding_window", None)
+        if window:
+            text_config.sliding_window = min(window, CHECK_WINDOW)
+        self.logits = reference_logits(model, self.ids)
+        self.scale = max(1.0, float(np.abs(self.logits).max()))
+        if window:
+            text_config.sliding_window = window
+
+    def __call__(self, target: Path, facts: dict[str, Any], tolerance: float) -> None:
+        """Runs the saved graph: long chunks and short ones, alone and in company, at the first positions and at the last.
+        Raises UnsupportedModel where a logit differs by more than `tolerance` times the largest."""
+        graph = read_graph(target / "model.xml", CHECK_WINDOW)
+        model = OpenVinoModel(graph, facts, slots=3, max_total_tokens=len(self.ids), threads=usable_threads())
+        found = [model.forward([Chunk(0, self.short, 0, keep_all=True)], self.shift)]
+        wanted = [self.at_end, self.logits]
+        for begin, end in _cut(len(self.ids), (PREFILL_CHUNK,)):
+            found.append(model.forward([Chunk(0, self.ids[begin:end], begin, keep_all=True)]))
+        for step in itertools.zip_longest(*(_cut(len(self.short), sizes) for sizes in ((1, 2, 31, 33), (35, 1, 1, 17, 1)))):
+            running = [(slot, part) for slot, part in enumerate(step) if part]
+            found.append(model.forward([Chunk(slot, self.short[begin:end], begin) for slot, (begin, end) in running]))
+            wanted.append(self.logits[[end - 1 for _slot, (_begin, end) in running]])
+        error = float(np.abs(np.concatenate(found) - np.concatenate(wanted)).max())
+        if not error <= tolerance * self.scale:  # not: NaN
+            raise UnsupportedModel(f"its logits differ from those of transformers by {error:.2g} (of {self.scale:.2g})")
+
+
+def _cut(n: int, sizes: tuple[int, ...]) -> Iterator[tuple[int, int]]:
+    begin = 0
+    for size in itertools.cycle(sizes):
+        if begin >= n:
+            return
+        yield begin, min(begin + size, n)
+        begin += size
+
+
+def _length_limit(text_config) -> int | None:
+    """The length up to which rope does not change with the length of the sequence; None where it never does."""
+    rope = getattr(text_config, "rope_parameters", None) or {}
+    kinds = [rope, *(parameters for parameters in rope.values() if isinstance(parameters, dict))]
+    if not any(parameters.get("rope_type") in ("dynamic", "longrope") for parameters in kinds):
+        return None
+    trained = (parameters.get("original_max_position_embeddings") for parameters in kinds)
+    return min(filter(None, trained), default=text_config.max_position_embeddings)
+
+
+def quantize(graph: ov.Model, kind: str) -> ov.Model:
+    """Compresses the weights of the linear layers and embeddings: int8 a channel, or int4 a group, both asymmetric."""
+    try:
+        import nncf
+    except ImportError:
+        raise ModelError(f'--quantize {kind} (QUANTIZE) needs nncf for the first start: pip install "{NNCF}"') from None
+    nncf.set_log_level(logging.ERROR)
+    if kind == "int8":
+        return nncf.compress_weights(graph, mode=nncf.CompressWeightsMode.INT8_ASYM)
+    return nncf.compress_weights(graph, mode=nncf.CompressWeightsMode.INT4_ASYM, group_size=GROUP_SIZE)
+
+
+def _save(graph: ov.Model, target: Path) -> None:
+    try:
+        ov.save_model(graph, target / "model.xml", compress_to_fp16=False)
+    except RuntimeError as error:
+        raise OSError(f"{target} cannot be written: {first_line(error)}") from None
+
+
+def main(arguments: list[str]) -> int:
+    die_with_parent()
+    warnings.simplefilter("ignore")  # of the libraries, about how they call each other
+    try:
+        if arguments == ["--demo"]:
+            config = Config(model_cache=str(SHIPPED))
+            folder = Path(config.model_id)
+            config = config.with_manifest(Manifest.read(folder))
+            key = model_key(config, folder, choose_dtype(config, folder))
+            ModelCache.of(config).find_or_add(key, lambda target: convert(config, folder, target))
+        else:
+            config = Config.from_json(sys.stdin.read())
+            set_up_logging(config.json_output)
+            convert(config, Path(arguments[0]), Path(arguments[1]))
+    except ModelError as error:
+        print(error)
+        return CANNOT_SERVE
+    except OSError as error:
+        print(error)
+        return CANNOT_WRITE
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

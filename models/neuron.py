@@ -1,0 +1,553 @@
+"""Static-batch models on Inferentia2 and Trainium, through transformers-neuronx 0.13. Implements StaticBatchModel.
+
+All shapes are fixed when the model is compiled: slots, prompt buckets, position buckets. `Build` decides them before a weight
+is read: from the manifest of a compiled model, else from the settings and what fits on this machine. The library does not
+check several of its own rules (every live slot in every step, prompts of one token, positions, dtypes); `NeuronModel.forward`
+keeps them. Knows no requests, and of sampling only what the device does itself. The library is imported when a model is
+built, never before.
+
+Source of the library's rules: its public code at 0.13.322, and AWS' developer guide for continuous batching.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import importlib
+import json
+import logging
+import os
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from config import DEVICE_TOP_K, Config, ConfigError, Manifest, read_json
+from models import artifact, plan
+from models.artifact import Artifact, Cache, Programs
+from models.base import Chunk, DeviceLost, Logits, ModelError, SampledIds, first_line, progress_logged, reported_as
+from models.fetch import fetch_artifact, fetch_checkpoint, fetch_weights
+from models.machine import Machine, detect, holders, host_memory, usable_cores
+
+logger = logging.getLogger("model")
+
+PROGRESS_S = 30.0  # how often a long compilation logs that it is still going on
+CORES_WAIT_S = 60.0  # how long to wait for cores of another process: a container that is being replaced needs some time
+CORES_RETRY_S = 2.0
+COMPILER_BYTES = 8 << 30  # host memory for each compiler process: an estimate, a large model takes several GB
+LOGITS_DTYPES = ("float32", "bfloat16")  # that the host samples from; others are cast to float32
+AMP = {"float32": "f32", "bfloat16": "bf16", "float16": "f16"}
+
+
+@dataclass(frozen=True)
+class Family:
+    """How the library serves one model type. Without `batches` it runs one request at a time."""
+
+    name: str  # of the library's class
+    batches: bool = False  # continuously
+    has_prefill: bool = True  # else even a prompt runs token by token
+    is_saved: bool = True  # its programs can be saved and loaded
+    samples: bool = False  # on the device, with --sampling device
+    options: dict[str, Any] = field(default_factory=dict)  # of NeuronConfig
+
+
+FAMILIES = {
+    "llama": Family("LlamaForSampling", batches=True, samples=True, options={"attention_layout": "BSH", "fuse_qkv": True}),
+    "mistral": Family("MistralForSampling", batches=True, samples=True, options={"fuse_qkv": True}),
+    "mixtral": Family("MixtralForSampling", batches=True),
+    "gpt2": Family("GPT2ForSamplingWithContextBroadcasting"),
+    "opt": Family("OPTForSampling"),
+    "bloom": Family("BloomForSampling"),
+    "gpt_neox": Family("GPTNeoXForSampling", has_prefill=False, is_saved=False),
+}
+OPTIMUM_BATCHES = ("LlamaForSampling", "MistralForSampling")  # that optimum-neuron compiles for continuous batching
+
+# Parts of the runtime's and the compiler's errors, in lower case, and what they mean. The first match counts.
+NO_MEMORY = "the device has too little memory for this model; lower --max-batch-size or --max-total-tokens"
+NOT_ON_DEVICE = "the model cannot be brought onto the device"
+NO_DEVICE = "no Neuron device can be used here; in a container pass it with --device=/dev/neuron0"
+MEANINGS = {
+    "allocation failure": NO_MEMORY,
+    "status=4": NO_MEMORY,
+    "status=2": "this tp_degree does not work on this machine; give another with --tp-degree (HF_NUM_CORES)",
+    "driver version": "there is no Neuron driver on this machine (aws-neuronx-dkms on the host)",
+    "could not be initialized": NO_DEVICE,
+    "no neuron device": NO_DEVICE,
+    "terminated abruptly": "the compiler ran out of host memory; give --compile-workers 1, or a larger machine",
+}
+
+
+def explain(error: BaseException) -> str:
+    """The library's error, after what it means where that is known; one line."""
+    original = type(error).__name__ + (f": {first_line(error)}" if str(error).strip() else "")
+    meaning = next((meaning for part, meaning in MEANINGS.items() if part in str(error).lower()), None)
+    return f"{meaning} ({original})" if meaning else original
+
+
+@dataclass(frozen=True)
+class Build:
+    """Everything that is decided before a weight is read."""
+
+    config: Config  # with everything that was left open filled in
+    programs: Programs
+    family: Family
+    legacy: dict[str, Any]  # the checkpoint's config.json as the library reads it
+    folder: Path
+    artifact: Artifact | None  # a compiled model; None: a plain checkpoint
+    compile_workers: int
+
+    @classmethod
+    def decide(cls, config: Config, folder: Path, manifest: Manifest) -> Build:
+        """For the model in `folder`; its weights may still have to be downloaded.
+
+        Raises ConfigError or ModelError with the reason for what cannot be served.
+        """
+        _library()
+        model_config = read_json(folder / "config.json", required=True)
+        legacy, shape = legacy_config(model_config), plan.Shape.from_config(model_config)
+        family, machine, found = FAMILIES[shape.model_type], detect(), Artifact.read(folder)
+        _check(config, legacy, shape.model_type)
+        if found:
+            artifact.check_versions(found.programs, *_versions(), config.model_name)
+            config = artifact.with_programs(config, found.programs, config.model_name)
+            family = _family_of(found.programs, family, config.model_name)
+        # Mistral's attention works as long as it need not slide; 4096 is transformers' default.
+        sliding = legacy.get("sliding_window", 4096) if shape.model_type == "mistral" else None
+        if config.max_total_tokens:
+            config.with_manifest(manifest)  # raises for the model's own limit
+            if sliding and config.max_total_tokens > sliding:
+                raise ModelError(
+                    f"--max-total-tokens {config.max_total_tokens} (MAX_TOTAL_TOKENS): this model slides its attention over "
+                    f"{sliding} positions, which is not supported on Neuron; give at most {sliding}"
+                )
+        cores = _cores(config, machine)
+        if not found:
+            window = min(filter(None, (shape.window, sliding)), default=None)
+            config = _sized(config, dataclasses.replace(shape, window=window), cores, machine)
+        config = config.with_manifest(manifest)
+        workers = config.compile_workers or max(1, min(os.cpu_count() or 1, (host_memory() or 0) // COMPILER_BYTES))
+        programs = found.programs if found else _programs(config, family)
+        return cls(config, programs, family, legacy, folder, found, workers)
+
+    def checkpoint(self) -> Path:
+        """The folder with the weights, downloaded if necessary."""
+        if self.artifact is None:
+            return fetch_weights(self.config, self.folder)
+        fetch_artifact(self.config, self.folder)
+        if self.artifact.checkpoint:
+            return self.artifact.checkpoint
+        if not self.artifact.checkpoint_id:
+            raise ModelError(
+                f"{self.config.model_name} has no folder `{artifact.CHECKPOINT}` and names no checkpoint_id to download its "
+                "weights by; compile it again"
+            )
+        return fetch_checkpoint(self.config, self.artifact.checkpoint_id, self.artifact.checkpoint_revision)
+
+
+class ProgramMissing(ModelError):
+    """The library asks for a program that a folder does not have."""
+
+
+class NeuronModel:
+    """A model on NeuronCores. One call at a time, from the thread that made it."""
+
+    engine = device = "neuron"
+    gives_prompt_logits = mixes = False
+    prefill_chunk = None
+
+    def __init__(self, build: Build, work_dir: Path, announce: Callable[[str], None] = lambda phase: None):
+        """`work_dir` is a folder of this run, for the checkpoint as the library can read it. `announce` is called with
+        "compiling" before anything is compiled.
+
+        Raises ModelError with the reason for what cannot be served.
+        """
+        config = build.config
+        self.batch_size = config.max_batch_size
+        self.max_input_tokens, self.max_total_tokens = config.max_input_tokens, config.max_total_tokens
+        self.vocab_size = build.legacy["vocab_size"]
+        self.dtype, self.quantize = build.programs.dtype, build.programs.quantize
+        self.sampling = build.programs.sampling
+        self._batches = build.programs.continuous_batching
+        self._lengths: dict[int, int] = {}  # live slot → positions in its KV cache
+        self._announce = announce
+        self._parameters = DeviceSampling(build) if self.sampling == "device" else None
+        if not os.environ.get("NEURON_RT_VISIBLE_CORES"):  # without either variable the runtime takes all cores
+            os.environ.setdefault("NEURON_RT_NUM_CORES", str(build.programs.tp_degree))
+        self._model = make(build, work_dir, self._parameters)
+        if build.artifact:
+            self._load(build.artifact.compiled)
+        elif build.family.is_saved:
+            self._load_or_compile(build, Cache.here())
+        else:
+            self._compile(build)
+
+    def _load(self, compiled: Path) -> None:
+        """Raises ProgramMissing when the programs were compiled for something else, or by something else."""
+        logger.info("Loading the compiled programs of %s", compiled)
+        self._model.load(str(compiled))
+        with reported_as(NOT_ON_DEVICE, explain):
+            try:
+                self._to_device()
+            except FileNotFoundError:
+                raise ProgramMissing(
+                    f"{compiled} lacks a program of this model: it was compiled from another checkpoint, or by a library that "
+                    "builds other programs than this one; compile it again"
+                ) from None
+
+    def _load_or_compile(self, build: Build, cache: Cache | None) -> None:
+        key = artifact.model_key(build.legacy)
+        if cache is None:
+            logger.info("The compiler's own cache at NEURON_COMPILE_CACHE_URL may hold the programs")
+            return self._compile(build)
+        if entry := cache.find(key, build.programs):
+            try:
+                return self._load(entry)
+            except ProgramMissing as error:
+                cache.remove(entry)
+                raise DeviceLost(f"{error}. They are removed, and the next start compiles them") from None
+        logger.info("Compiling, because %s", cache.missing(key, build.programs))
+        self._compile(build)
+        try:
+            entry = cache.add(key, build.programs, self._model.save)
+            logger.info("Kept the compiled programs in %s for the next start", entry)
+        except OSError as error:
+            remedy = f"give user {os.getuid()} that folder (chown), or name another with NEURON_COMPILE_CACHE_URL"
+            logger.warning("The compiled programs cannot be kept, so each start compiles them again: %s; %s", error, remedy)
+
+    def _compile(self, build: Build) -> None:
+        self._announce("compiling")
+        with compiling(build), reported_as(NOT_ON_DEVICE, explain):
+            self._to_device()
+
+    def _to_device(self) -> None:
+        """Compiles or loads the programs; waits up to CORES_WAIT_S for cores that another process holds."""
+        deadline = time.monotonic() + CORES_WAIT_S
+        with progress_logged("compiling or loading programs", PROGRESS_S):
+            while True:
+                try:
+                    return self._model.to_neuron()
+                except RuntimeError as error:
+                    if not _cores_are_held(error):
+                        raise
+                    if time.monotonic() > deadline:
+                        raise ModelError(
+                            f"the cores are held by another process{_holders()}, also after {CORES_WAIT_S:.0f} s; stop it, or "
+                            f"name other cores with NEURON_RT_VISIBLE_CORES ({first_line(error)})"
+                        ) from None
+                    logger.warning("The cores are held by another process%s; trying again", _holders())
+                time.sleep(CORES_RETRY_S)
+
+    def set_sampling(self, slot: int, top_k: int, top_p: float, temperature: float) -> None:
+        """See StaticBatchModel. Raises DeviceLost."""
+        assert self._parameters is not None and 0 <= slot < self.batch_size
+        if self._parameters.change(slot, top_k, top_p, temperature):
+            try:
+                self._model.update_generation_config(self._parameters.generation_config())
+            except Exception as error:
+                raise DeviceLost(explain(error)) from error
+
+    def forward(self, chunks: Sequence[Chunk]) -> Logits | SampledIds:
+        """See StaticBatchModel. A chunk at position 0 is a whole prompt and comes alone; otherwise the chunks are one token of
+        every live slot, in ascending order of the slots."""
+        if chunks[0].begin == 0:
+            (prompt,) = chunks
+            return self._prefill(prompt.slot, list(prompt.tokens))
+        tokens, positions, slots = [], [], []
+        for slot, (token,), position, _ in chunks:
+            tokens.append(token)
+            positions.append(position)
+            slots.append(slot)
+        lengths = [self._lengths.get(slot) for slot in slots]
+        assert sorted(set(slots)) == slots, f"slots {slots} are not ascending"
+        assert positions == lengths, f"slots {slots} hold {lengths} positions, not {positions}"
+        assert max(positions) < self.max_total_tokens, f"slots {slots} have no position {max(positions)}"
+        # The library overwrites position 0 of each slot that is not named: it holds no sequence from here on.
+        self._lengths = {slot: position + 1 for slot, position in zip(slots, positions)}
+        step = torch.from_numpy(np.array([tokens, positions, slots]))  # three times as fast as torch.tensor
+        return self._run(step[0, :, None], step[1, :, None], step[2])
+
+    def _prefill(self, slot: int, tokens: list[int]) -> Logits | SampledIds:
+        assert 0 <= slot < self.batch_size and 1 <= len(tokens) <= self.max_input_tokens
+        ids, positions = tokens, list(range(len(tokens)))
+        if self._batches and len(tokens) == 1:  # would run as a decode step, which damages every other slot
+            ids, positions = [*tokens, 0], [0, 0]
+        output = self._run(torch.tensor([ids]), torch.tensor([positions]), torch.tensor([slot]))
+        self._lengths[slot] = len(tokens)
+        return output
+
+    @torch.inference_mode()
+    def _run(self, ids: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor) -> Logits | SampledIds:
+        """int64 [n, q], [n, q], [n] → [n, vocab], or ids [n] where the device samples. After an error of the runtime nothing
+        works until a restart."""
+        try:
+            if not self._batches:  # all rows share a position, and a prompt has none
+                positions, slots = None if ids.shape[1] > 1 else positions[0], torch.zeros(1, dtype=torch.int64)
+            output = self._model(ids, positions, slots)
+        except Exception as error:
+            raise DeviceLost(explain(error)) from error
+        if self._parameters is not None:
+            return SampledIds(output[:, 0].long().numpy())
+        # The library allocates the logits of each call, as [vocab, n]; what is returned here is a view of them.
+        output = output[:, : self.vocab_size]
+        if output.dtype == torch.bfloat16:
+            return output.view(torch.int16).numpy().view(np.uint16)
+        return output.numpy()
+
+
+class DeviceSampling:
+    """The parameters that the device samples with: top_k, top_p and temperature of each slot.
+
+    It samples in the model's own dtype, among DEVICE_TOP_K tokens at most. A filtered token gets a logit of -30000 there,
+    after the temperature: that bounds the temperature from below, and float16 from above.
+    """
+
+    GREEDY = (1, 1.0, 1.0)
+    MIN_TEMPERATURE, MAX_TEMPERATURE = 0.01, 10000.0  # below is greedy; above makes no difference
+
+    def __init__(self, build: Build):
+        self._max_top_k = min(DEVICE_TOP_K, build.legacy["vocab_size"])
+        self._slots = [self.GREEDY] * build.programs.batch_size
+
+    def change(self, slot: int, top_k: int, top_p: float, temperature: float) -> bool:
+        """Sets a slot's parameters. Returns whether they changed: an update of the device takes time."""
+        new = (min(top_k or self._max_top_k, self._max_top_k), top_p, min(temperature, self.MAX_TEMPERATURE))
+        if top_k == 1 or temperature < self.MIN_TEMPERATURE:
+            new = self.GREEDY
+        is_new = new != self._slots[slot]
+        self._slots[slot] = new
+        return is_new
+
+    def generation_config(self):
+        """A new object each time, because the library writes into the one that it is given."""
+        lists = dict(zip(("top_k", "top_p", "temperature"), map(list, zip(*self._slots))))
+        return _library().GenerationConfig(
+            do_sample=True, dynamic=True, per_batch_line=True, global_top_k=self._max_top_k, **lists
+        )
+
+
+def buckets(given: Sequence[int] | None, limit: int, flag: str) -> list[int]:
+    """The lengths that programs are compiled for: `given`, or powers of two from 128; always with `limit` itself.
+
+    A prompt or sequence runs in the smallest that holds it. Raises ModelError for buckets above the limit.
+    """
+    if given and max(given) > limit:
+        raise ModelError(f"{flag} {max(given)} is more than the limit of {limit} tokens; leave it out")
+    return artifact.default_buckets(limit) if given is None else sorted({*given, limit})
+
+
+def legacy_config(config: dict[str, Any]) -> dict[str, Any]:
+    """A `config.json` as transformers 4 writes it. transformers 5 renamed the rotary base and the dtype; the library does not
+    read the new names and would silently use its defaults, which gives wrong text."""
+    legacy = {name: value for name, value in config.items() if name != "neuron"}  # the section about compiled programs
+    rope = legacy.pop("rope_parameters", None)
+    if rope is not None:
+        if any(isinstance(value, dict) for value in rope.values()):
+            raise ModelError("a model whose layers differ in their rotary positions cannot be served on Neuron")
+        rope = dict(rope)
+        legacy["rope_theta"] = rope.pop("rope_theta", legacy.get("rope_theta", 10000.0))
+        is_scaled = rope.get("rope_type", "default") != "default"
+        legacy["rope_scaling"] = rope | {"type": rope["rope_type"]} if is_scaled else None
+    if "dtype" in legacy:
+        legacy["torch_dtype"] = legacy.pop("dtype")
+    return legacy
+
+
+def make(build: Build, work_dir: Path, parameters: DeviceSampling | None):
+    """The library's model with its weights in host memory; nothing is compiled or on the device yet."""
+    library, family, programs = _library(), build.family, build.programs
+    checkpoint, view = build.checkpoint(), work_dir / "checkpoint"  # the same files with another config.json
+    view.mkdir(parents=True, exist_ok=True)
+    for path in checkpoint.resolve().iterdir():
+        if path.name != "config.json":
+            (view / path.name).symlink_to(path)
+    (view / "config.json").write_text(json.dumps(build.legacy, indent=1))
+    with reported_as(f"{build.config.model_name} cannot be built for Neuron", explain):
+        model = getattr(library, family.name).from_pretrained(
+            str(view),
+            batch_size=programs.batch_size,
+            **_buckets_of(programs, family),
+            tp_degree=programs.tp_degree,
+            amp=AMP[programs.dtype],
+            neuron_config=_neuron_config(library, build, parameters),
+        )
+        expected, found = build.legacy.get("rope_theta"), getattr(model.config, "rope_theta", None)
+        if family.batches and expected not in (None, found):
+            raise ModelError(f"the library reads rope_theta {found} where config.json has {expected}; it needs transformers 4")
+    return model
+
+
+def _buckets_of(programs: Programs, family: Family) -> dict[str, Any]:
+    """The lengths that programs are compiled for. Families without continuous batching take single numbers."""
+    positions, prompts = list(programs.position_buckets), list(programs.prefill_buckets)
+    if programs.continuous_batching:
+        return {"n_positions": positions, "context_length_estimate": prompts}
+    if programs.exporter == artifact.OPTIMUM or not family.has_prefill:
+        return {"n_positions": positions[-1]}
+    return {"n_positions": positions[-1], "context_length_estimate": prompts[-1]}
+
+
+def _programs(config: Config, family: Family) -> Programs:
+    """What is compiled for a plain checkpoint."""
+    compiler, library = _versions()
+    return Programs(
+        batch_size=config.max_batch_size,
+        tp_degree=config.tp_degree,
+        dtype=config.dtype,
+        prefill_buckets=tuple(buckets(config.prefill_buckets, config.max_input_tokens, "--prefill-buckets")),
+        position_buckets=tuple(buckets(config.position_buckets, config.max_total_tokens, "--position-buckets")),
+        continuous_batching=family.batches,
+        quantize=config.quantize,
+        sampling=config.sampling or "host",
+        compiler_version=compiler,
+        transformers_neuronx_version=library,
+    )
+
+
+def _family_of(programs: Programs, family: Family, name: str) -> Family:
+    """How a compiled model runs: optimum-neuron compiles with other options than `compile` does."""
+    if programs.exporter != artifact.OPTIMUM:
+        return family
+    if programs.batch_size > 1 and family.name not in OPTIMUM_BATCHES:
+        raise ModelError(f"{name} was compiled for {programs.batch_size} requests that all begin together; compile it again")
+    if family.name == "GPT2ForSamplingWithContextBroadcasting":
+        raise ModelError(f"{name} was compiled by optimum-neuron for another class of GPT-2; compile it again")
+    return dataclasses.replace(family, options={"fuse_qkv": True} | family.options, batches=programs.continuous_batching)
+
+
+def _cores(config: Config, machine: Machine | None) -> int:
+    """How many cores there are. Without a device, where only `compile` works, as many as were asked for."""
+    found, source = (machine.cores, machine.source) if machine else usable_cores(None, os.environ)
+    cores = found or config.tp_degree or 1
+    if config.tp_degree and config.tp_degree > cores:
+        raise ConfigError(
+            f"--tp-degree {config.tp_degree} (HF_NUM_CORES) needs more cores than the {cores} that there are ({source}); "
+            f"give at most {cores}"
+        )
+    return cores
+
+
+def _sized(config: Config, shape: plan.Shape, cores: int, machine: Machine | None) -> Config:
+    """With a tp_degree, batch size, length and dtype that fit on this machine, where they were left open.
+
+    Raises ConfigError where nothing fits.
+    """
+    try:
+        choice = plan.choose(
+            shape,
+            cores,
+            machine.host_bytes if machine else None,
+            family=machine.family if machine else None,
+            tp_degree=config.tp_degree,
+            batch_size=config.max_batch_size,
+            length=config.max_total_tokens,
+            dtype=config.dtype,
+            quantize=config.quantize,
+        )
+    except ConfigError as error:
+        raise ConfigError(f"{error} (--tp-degree, --max-batch-size, --max-total-tokens, --quantize)") from None
+    logger.info("%s%s", f"{machine.instance or machine.family or 'this machine'}: " if machine else "", choice.reason)
+    if choice.warning:
+        logger.warning("%s", choice.warning)
+    return dataclasses.replace(
+        config,
+        tp_degree=choice.sizing.tp_degree,
+        max_batch_size=choice.sizing.batch_size,
+        max_total_tokens=choice.sizing.length,
+        dtype=shape.served_in(config.dtype),
+    )
+
+
+def _check(config: Config, legacy: dict[str, Any], model_type: str) -> None:
+    """Refuses what the library would compute wrongly, or refuse in words that do not help."""
+    family = FAMILIES[model_type]
+    if config.quantize not in (None, "int8"):
+        raise ModelError(f"--quantize {config.quantize} (QUANTIZE) is not supported on Neuron; give int8 or none")
+    if config.sampling == "device" and not family.samples:
+        raise ModelError(
+            f"--sampling device (SAMPLING): transformers-neuronx does not support that for {model_type} models; give "
+            "SAMPLING=host"
+        )
+    if (config.max_batch_size or 1) > 1 and not family.batches:
+        raise ModelError(
+            f"--max-batch-size {config.max_batch_size} (MAX_BATCH_SIZE): {model_type} models run one request at a time on "
+            "Neuron; give 1"
+        )
+    if legacy.get("attention_bias") and family.batches:
+        raise ModelError(f"this {model_type} model has biases in its attention, which transformers-neuronx ignores")
+    scaling = legacy.get("rope_scaling") or {}
+    kind = scaling.get("rope_type", scaling.get("type", "default"))
+    if kind not in ("default", "llama3"):
+        raise ModelError(f"this {model_type} model scales its rotary positions ({kind}), which cannot be served on Neuron")
+
+
+def _cores_are_held(error: RuntimeError) -> bool:
+    message = str(error).lower()
+    # The runtime prints the reason, which is not always in the exception: where there is a device, it is this one.
+    return "not available" in message or ("could not be initialized" in message and detect() is not None)
+
+
+def _holders() -> str:
+    found = ", ".join(f"{command} with pid {pid}" for pid, command in holders())
+    return f" ({found})" if found else ""
+
+
+def _versions() -> tuple[str, str]:
+    """Of the compiler and of the library."""
+    compiler, library = (importlib.import_module(name) for name in ("neuronxcc", "transformers_neuronx"))
+    return str(compiler.__version__), str(library.__version__)
+
+
+def _library():
+    try:
+        import transformers_neuronx
+    except ImportError as error:
+        raise ModelError(
+            f"--device neuron needs transformers-neuronx, which the Neuron SDK ships up to 2.25.0 ({error}); use the image"
+        ) from None
+    return transformers_neuronx
+
+
+def _neuron_config(library, build: Build, parameters: DeviceSampling | None):
+    programs, options = build.programs, dict(build.family.options)
+    if parameters is not None:
+        options["on_device_generation"] = parameters.generation_config()
+    if programs.continuous_batching:
+        options["continuous_batching"] = library.ContinuousBatchingConfig(batch_size_for_shared_caches=programs.batch_size)
+    if programs.quantize == "int8":
+        options["quant"] = library.QuantizationConfig(quant_dtype="s8", dequant_dtype=AMP[programs.dtype])
+    # A cast of bfloat16 logits to float32 would take the host longer than sampling from them.
+    options["cast_logits_dtype"] = programs.dtype if programs.dtype in LOGITS_DTYPES else "float32"
+    return library.NeuronConfig(**options, compilation_worker_count=build.compile_workers)
+
+
+@contextlib.contextmanager
+def compiling(build: Build) -> Iterator[None]:
+    """Logs what is compiled, each program when it is done, and how long all of them took."""
+    programs, started_at = build.programs, time.monotonic()
+    logger.info(
+        "Compiling programs for prompts up to %s tokens and positions up to %s, %d at a time",
+        ", ".join(map(str, programs.prefill_buckets)),
+        ", ".join(map(str, programs.position_buckets)),
+        build.compile_workers,
+    )
+    compiler = importlib.import_module("transformers_neuronx.compiler")
+    compile_one = compiler.compile_hlo_module
+
+    def compile_and_log(hlo_module, tag=None, *more, **named):  # called for each program, in processes that are forked
+        began_at = time.monotonic()
+        program = compile_one(hlo_module, tag, *more, **named)
+        kind, _, length = (tag or "").partition("-seqlen")
+        what = {"context": "prompts up to", "token": "positions up to"}.get(kind, tag)
+        logger.info("Compiled %s %s in %.1f s", what, length.partition("-")[0], time.monotonic() - began_at)
+        return program
+
+    compiler.compile_hlo_module = compile_and_log
+    try:
+        yield
+    finally:
+        compiler.compile_hlo_module = compile_one
+    logger.info("Compiled in %.0f s", time.monotonic() - started_at)

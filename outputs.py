@@ -1,0 +1,118 @@
+"""What a step produced, and the messages for the web processes that are made of it.
+
+The loop (`worker.py`) hands over plain data, a `StepOutput`. `messages_of` runs on the socket's thread while the next step
+runs: it computes log-probabilities and changes nothing that the loop reads but `publish_failed`. Knows no sockets, no models.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+
+import sampling
+from protocol import End, Generate, Prompt, Token, Tokens
+from sampling import RowSampler
+from scheduler import Request, Step
+
+logger = logging.getLogger("worker")
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class ActiveRequest(Request):
+    """A request that the worker knows, waiting or running. Times are CLOCK_MONOTONIC, in seconds."""
+
+    peer: bytes
+    generate: Generate
+    sampler: RowSampler  # unused where the device samples
+    prefilled_at: float = 0.0
+    prompt_logprobs: list[float] = field(default_factory=list)  # filled on the socket's thread
+    prompt_top: list[list[tuple[int, float]]] = field(default_factory=list)
+    publish_failed: bool = False  # set on the socket's thread; the loop then ends the request
+
+
+class StepOutput(NamedTuple):
+    """What a step produced, one entry a chunk of `step`. Times are CLOCK_MONOTONIC, in seconds."""
+
+    step: Step
+    method: str  # "decode" if it holds rows of running requests, else "prefill": TGI's labels
+    tokens: list[int | None]  # None: the chunk sampled nothing, or its request has failed
+    finish_reasons: list[str | None]
+    logits: np.ndarray | None  # [rows, vocab]; None where the device samples or nothing needs them
+    started_at: float
+    ran_at: float
+    sampled_at: float
+    done_at: float
+    running: int  # requests that were generating when the step began
+    interval_s: float | None  # since the running requests' previous tokens; None for a prefill
+
+
+def method_of(step: Step) -> str:
+    """TGI's name for what a step does; one with rows of running requests is a decode step."""
+    has_row = any(chunk.begin >= len(request.prompt) for chunk, request in zip(step.chunks, step.requests))
+    return "decode" if has_row else "prefill"
+
+
+def last_rows(step: Step) -> list[int]:
+    """For each chunk, the row of the step's logits that follows its last token."""
+    if not any(chunk.keep_all for chunk in step.chunks):
+        return list(range(len(step.chunks)))
+    return (np.cumsum([len(chunk.tokens) if chunk.keep_all else 1 for chunk in step.chunks]) - 1).tolist()
+
+
+def rows_of(logits: np.ndarray, rows: list[int]) -> np.ndarray:
+    """Some rows of the logits, in this order; without a copy if they are the first ones."""
+    return logits[: len(rows)] if rows == list(range(len(rows))) else logits[rows]
+
+
+def messages_of(output: StepOutput) -> Iterator[tuple[bytes, Tokens | End]]:
+    """One message a web process: the tokens of its requests, with log-probabilities where they were requested."""
+    logprobs = logprobs_of(output)
+    messages: dict[bytes, Tokens] = {}
+    for i, (chunk, request, token) in enumerate(zip(output.step.chunks, output.step.requests, output.tokens)):
+        generate, logprob = request.generate, logprobs.get(i, (None, []))
+        if isinstance(logprob, Exception) and not request.publish_failed:
+            logger.error("no log-probabilities for request %016x", generate.id, exc_info=logprob)
+            request.publish_failed = True  # the loop ends the request, unless this was its last step
+        if request.publish_failed and output.finish_reasons[i]:
+            yield request.peer, End(generate.id, "failed", "the next token could not be published")
+        if request.publish_failed or token is None:
+            continue
+        message = messages.get(request.peer)
+        if message is None:
+            message = messages[request.peer] = Tokens([])
+        if chunk.begin < len(request.prompt):
+            queued_s = request.started_at - request.arrived_at
+            message.prompts.append(Prompt(generate.id, queued_s, request.prompt_logprobs, request.prompt_top))
+        message.tokens.append(Token(generate.id, token, *logprob, output.finish_reasons[i]))
+    yield from messages.items()
+
+
+def logprobs_of(output: StepOutput) -> dict[int, tuple[float, list[tuple[int, float]]] | Exception]:
+    """By chunk, the log-probability of its token and the most likely ones, where requested. Those of prompts are added to the
+    request."""
+    if output.logits is None:
+        return {}
+    rows, found = last_rows(output.step), {}
+    wanted = [i for i, token in enumerate(output.tokens) if token is not None and output.step.requests[i].generate.logprobs]
+    try:
+        logits = rows_of(output.logits, [rows[i] for i in wanted])
+        top_n = [output.step.requests[i].generate.top_n_tokens for i in wanted]
+        found = dict(zip(wanted, sampling.logprobs(logits, [output.tokens[i] for i in wanted], top_n))) if wanted else {}
+    except Exception as error:
+        found = dict.fromkeys(wanted, error)
+    for i, (chunk, request) in enumerate(zip(output.step.chunks, output.step.requests)):
+        if chunk.keep_all:
+            end = chunk.begin + len(chunk.tokens)
+            followers = request.prompt[chunk.begin + 1 : end + 1]
+            try:
+                logits = output.logits[rows[i] + 1 - len(chunk.tokens) : rows[i] + 1]
+                logprobs, top = sampling.prompt_logprobs(logits, followers, request.generate.top_n_tokens)
+                request.prompt_logprobs += logprobs
+                request.prompt_top += top
+            except Exception as error:
+                found[i] = error
+    return found

@@ -1,0 +1,244 @@
+"""On OpenVINO, in any schedule, a slot generates what `transformers` alone generates, to the last bit what it generates alone;
+which engine serves which family; and what happens where a model does not convert.
+
+The checkpoints are tiny and random (`tiny_models`). They are converted in this process: the child process is tested once.
+"""
+
+import dataclasses
+import json
+import logging
+import random
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+import pytest
+import tiny_models
+import torch
+from test_torch_model import POSITIONS, VOCABULARY, Sequence, references
+from tiny_models import save_checkpoint
+
+import models.convert
+from config import HERE, Config, Manifest
+from models import cpu
+from models.base import Chunk, ModelError
+from models.cache import read_entry, write_entry
+from scheduler import Scheduler
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # of torch, openvino and nncf, while a model is converted
+
+IN_TORCH = ("gemma2", "falcon", "gpt-j", "mpt")
+
+
+@pytest.fixture(scope="session")
+def zoo(tmp_path_factory):
+    return Zoo(tmp_path_factory.mktemp("zoo"))
+
+
+class Zoo:
+    """One checkpoint per family, what it must generate, and a model with 32 slots; each made when it is first needed."""
+
+    def __init__(self, root: Path):
+        self.root = root
+        self.folder = cache(lambda family: save_checkpoint(root / family, tiny_models.ALL[family]()))
+        self.references = cache(lambda family: references(self.folder(family)))
+        self.served = cache(lambda family: self.serve(family))
+
+    def serve(self, family: str, max_total_tokens=POSITIONS, **changes):
+        changes = {"threads": 1, "max_batch_size": 32, "model_cache": str(self.root / "cache")} | changes
+        config = Config(model_id=str(self.folder(family)), device="cpu", max_total_tokens=max_total_tokens, **changes)
+        manifest = Manifest.read(config.model_id)
+        return cpu.load(config.with_manifest(manifest), self.folder(family), manifest, lambda phase: None)
+
+
+@pytest.fixture(autouse=True)
+def in_this_process(monkeypatch):
+    """Conversions that a test has caused, as a list of their models."""
+    converted = []
+
+    def convert(arguments, config):
+        converted.append(config.model_id)
+        models.convert.convert(config, *map(Path, arguments))
+
+    monkeypatch.setattr(cpu, "run_converter", convert)
+    monkeypatch.setattr(models.convert, "usable_threads", lambda: 1)
+    return converted
+
+
+def run(model, prompts: list[list[int]], seed: int = 0, budget: int | None = None, keep_all=False) -> list[Sequence]:
+    """Runs all prompts to the end of the window as the worker does, arriving at random times; some are cancelled on the way."""
+    chance = random.Random(seed)
+    scheduler = Scheduler(slots=6, mixes=True, prefill_chunk=model.prefill_chunk, max_batch_prefill_tokens=budget)
+    sequences = [Sequence(prompt, POSITIONS - len(prompt), 0.0, keep_all=keep_all) for prompt in prompts]
+    arriving = list(sequences)
+    while arriving or scheduler.waiting or scheduler.busy:
+        while arriving and chance.random() < 0.3:
+            scheduler.add(arriving.pop(0))
+        if len(scheduler.running) > 1 and chance.random() < 0.05:
+            scheduler.remove(chance.choice(scheduler.running))
+        step = scheduler.next(0.0)
+        if step:
+            logits = model.forward(step.chunks)
+            ends = np.cumsum([len(chunk.tokens) if chunk.keep_all else 1 for chunk in step.chunks])
+            sampled: list[int | None] = [None] * len(ends)
+            for request, begin, end in zip(step.requests, [0, *ends], ends):
+                request.logits += list(logits[begin:end]) if keep_all else []
+            for i in step.samples:
+                sampled[i] = int(logits[ends[i] - 1].argmax())
+                step.requests[i].tokens.append(sampled[i])
+                step.requests[i].logits += [] if keep_all else [logits[ends[i] - 1]]
+            scheduler.update(step, sampled)
+    return sequences
+
+
+@pytest.mark.parametrize("family", tiny_models.ALL)
+def test_openvino_serves_every_family_but_those_with_an_attention_of_their_own(zoo, caplog, family):
+    model = zoo.serve(family)
+    assert model.engine == ("torch" if family in IN_TORCH else "openvino")
+    warnings = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+    assert len([text for text in warnings if "runs in plain PyTorch, slower: its " in text]) == (family in IN_TORCH)
+
+
+on_openvino = pytest.mark.parametrize("family", [family for family in tiny_models.ALL if family not in IN_TORCH])
+
+
+@on_openvino
+def test_a_sequence_is_that_of_transformers_alone_and_in_any_schedule_to_the_last_bit(zoo, family):
+    model, chosen = zoo.served(family), zoo.references(family)
+    alone = [run(model, [reference.prompt])[0] for reference in chosen]
+    for sequence, reference in zip(alone, chosen):
+        assert sequence.tokens == reference.tokens
+        assert len(reference.prompt) + len(reference.tokens) == POSITIONS
+    for seed, budget in enumerate((7, 16, None)):
+        together = run(model, [reference.prompt for reference in chosen] * 3, seed, budget)
+        assert sum(sequence.tokens == own.tokens for sequence, own in zip(together, alone * 3)) > 3
+        for sequence, own in zip(together, alone * 3):
+            assert sequence.tokens == own.tokens[: len(sequence.tokens)]
+            assert np.array_equal(sequence.logits, own.logits[: len(sequence.logits)])
+
+
+@pytest.mark.parametrize(("family", "dtype"), [("llama", "float32"), ("qwen2-sliding", "float32"), ("llama", "bfloat16")])
+def test_one_to_all_rows_in_any_slots_change_no_bit(zoo, family, dtype):
+    model, chance = zoo.serve(family, dtype=dtype, threads=2), random.Random(0)
+    prompt, begin, token = zoo.references(family)[3].prompt, 11, 3
+    for slot in range(model.batch_size):
+        model.forward([Chunk(slot, prompt, 0)])
+    alone = model.forward([Chunk(0, [token], begin)])
+    for company in range(model.batch_size):
+        own, *others = chance.sample(range(model.batch_size), company + 1)
+        rows = [Chunk(slot, [chance.randrange(VOCABULARY)], chance.randrange(11, POSITIONS)) for slot in others]
+        found = model.forward([*rows, Chunk(own, [token], begin)])
+        assert found.shape == (company + 1, VOCABULARY)
+        assert np.array_equal(found[-1:], alone)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_chunks_of_any_length_but_one_change_no_bit(tmp_path, dtype):
+    """On two threads, with sums as long as those of a model of usual size. (A chunk of one token runs as a decode step does.)"""
+    config = tiny_models.llama(hidden_size=768, intermediate_size=2048, num_hidden_layers=1, max_position_embeddings=300)
+    zoo = Zoo(tmp_path)
+    zoo.folder = lambda family: tmp_path / family
+    save_checkpoint(tmp_path / "long", config)
+    model = zoo.serve("long", 300, threads=2, dtype=dtype, max_batch_size=4)
+    prompt = np.random.default_rng(0).integers(0, VOCABULARY, 290).tolist()
+    whole = model.forward([Chunk(0, prompt[:256], 0, keep_all=True)])
+    for sizes in ((2,), (5, 3), (31, 33, 2), (64, 7, 100), (128,)):
+        for others in (0, 1, 3):
+            found, begin, turn = [], 0, 0
+            while begin < 256:
+                end = min(begin + sizes[turn % len(sizes)], 256)
+                end -= 256 - end == 1
+                rows = [Chunk(1 + slot, [slot], turn) for slot in range(others)]
+                found.append(model.forward([*rows, Chunk(0, prompt[begin:end], begin, keep_all=True)])[others:])
+                begin, turn = end, turn + 1
+            assert np.array_equal(np.concatenate(found), whole)
+
+
+def test_prompt_logits_are_those_of_transformers_and_of_a_prompt_without_them(zoo):
+    model, reference = zoo.served("llama"), zoo.references("llama")[-1]
+    (scored,) = run(model, [reference.prompt], keep_all=True)
+    loaded = models.convert.load_pretrained(Config(max_total_tokens=POSITIONS), zoo.folder("llama"), "cpu", "float32")
+    expected = models.convert.reference_logits(loaded, reference.prompt)
+    assert np.abs(np.array(scored.logits) - expected).max() < 1e-3
+    assert scored.tokens == run(model, [reference.prompt])[0].tokens
+
+
+def test_logits_stay_as_they_are_when_the_model_runs_again(zoo):
+    model = zoo.served("llama")
+    logits = model.forward([Chunk(0, [1, 2], 0)])
+    kept = logits.copy()
+    model.forward([Chunk(0, [3], 2)])
+    assert (logits.dtype, logits.shape) == (np.float32, (1, VOCABULARY)) and np.array_equal(logits, kept)
+
+
+@pytest.mark.parametrize(("slots", "window", "longest"), [(1, 2, 1), (3, 2, 1), (1, POSITIONS, 2), (3, 6, 5)])
+def test_limits_may_be_as_small_as_they_get(zoo, slots, window, longest):
+    model = zoo.serve("llama", window, max_batch_size=slots, max_input_tokens=longest)
+    assert (model.batch_size, model.max_total_tokens, model.max_input_tokens) == (slots, window, longest)
+    assert model.forward([Chunk(slots - 1, [1] * window, 0)]).shape == (1, VOCABULARY)
+
+
+def test_a_sliding_window_longer_than_the_check_is_checked_too(tmp_path, monkeypatch):
+    """A layer that does not slide, where transformers' slides, shows in the check with a shortened window."""
+    folder = save_checkpoint(tmp_path / "mistral", tiny_models.mistral(sliding_window=400, max_position_embeddings=500))
+    config = Config(model_id=str(folder), device="cpu").with_manifest(Manifest.read(folder))
+    refused = []
+    for forgets in (False, True):
+        if forgets:
+            attend = models.convert._attend
+            never = lambda *args, sliding_window=None, **kwargs: attend(*args, **kwargs)  # noqa: E731
+            monkeypatch.setitem(models.convert.ALL_ATTENTION_FUNCTIONS, models.convert.ATTENTION, never)
+        models.convert.convert(config, folder, tmp_path)
+        refused.append(read_entry(tmp_path)["refused"])
+    assert refused[0] is None and refused[1].startswith("its logits differ from those of transformers by")
+
+
+def test_positions_that_stretch_with_the_text_are_served_up_to_the_trained_length_only(zoo):
+    assert zoo.serve("llama-dynamic").engine == "openvino"
+    config = dataclasses.replace(Config(), model_id=str(zoo.folder("llama-dynamic")), model_cache=str(zoo.root / "cache"))
+    config = dataclasses.replace(config, max_total_tokens=POSITIONS + 1, max_input_tokens=POSITIONS)
+    manifest = Manifest.read(config.model_id)
+    with pytest.raises(ModelError, match=f"stretches its positions.*give --max-total-tokens {POSITIONS} or less"):
+        cpu.load(config, zoo.folder("llama-dynamic"), manifest, lambda phase: None)
+
+
+def test_float16_runs_in_plain_pytorch_and_the_log_says_why(zoo, caplog):
+    model = zoo.serve("llama", dtype="float16", max_batch_size=2)
+    assert (model.engine, model.dtype) == ("torch", "float16")
+    assert "OpenVINO computes in float32 or bfloat16 on a CPU, not in float16" in caplog.text
+
+
+def test_what_no_engine_can_serve_is_refused_with_its_reason(zoo, tmp_path):
+    folder = save_checkpoint(tmp_path / "model", tiny_models.llama())
+    (folder / "model.safetensors").unlink()
+    zoo.folder = lambda family: folder
+    with pytest.raises(ModelError, match="holds no weights"):
+        zoo.serve("llama", model_cache=str(tmp_path / "cache"))
+
+
+@pytest.mark.parametrize("kind", ["int8", "int4"])
+def test_compressed_weights_are_smaller_and_close_to_the_model(tmp_path, kind):
+    pytest.importorskip("nncf", reason='pip install "nncf==3.4.0"')
+    zoo = Zoo(tmp_path)
+    zoo.folder = cache(lambda family: save_checkpoint(tmp_path / family, tiny_models.llama(hidden_size=64, intermediate_size=128)))
+    sizes = []
+    for quantize in (None, kind):
+        model = zoo.serve("llama", quantize=quantize)
+        assert (model.engine, model.quantize) == ("openvino", quantize)
+        sizes.append(max(path.stat().st_size for path in tmp_path.glob("cache/*/model.bin")))
+        for path in tmp_path.glob("cache/*/*"):
+            path.unlink()
+    assert sizes[1] < sizes[0] / 3
+
+
+def test_without_nncf_one_line_says_what_to_install(zoo, monkeypatch):
+    monkeypatch.setitem(sys.modules, "nncf", None)
+    with pytest.raises(ModelError, match=r'--quantize int8 \(QUANTIZE\) needs .*pip install "nncf==3.4.0"'):
+        zoo.serve("opt", quantize="int8")
+
+
+def test_compressed_weights_are_refused_where_only_pytorch_serves(zoo):
+    with pytest.raises(ModelError, match="--quantize int8"):
+        zoo.serve("falcon", quantize="int8")

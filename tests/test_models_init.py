@@ -1,0 +1,43 @@
+"""Which device serves a model, and the settings that are refused by name where they have no effect."""
+
+from pathlib import Path
+
+import pytest
+
+import models
+from config import DEMO_MODEL, Config, Manifest
+from models.base import ModelError
+
+
+def refusal(**settings) -> str:
+    """The one line that the user reads."""
+    with pytest.raises(ModelError) as caught:
+        models.prepare(Config(model_id=str(DEMO_MODEL), **settings), DEMO_MODEL, Manifest.read(DEMO_MODEL))
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+@pytest.mark.skipif(any(Path("/dev").glob("nvidia*")), reason="this machine has a GPU")
+def test_cuda_is_refused_where_there_is_none():
+    assert refusal(device="cuda") == "--device cuda: torch sees no CUDA GPU on this machine; use --device cpu or auto"
+
+
+@pytest.mark.parametrize(
+    ("flag", "setting"),
+    [
+        ("--tp-degree (TP_DEGREE)", {"tp_degree": 2}),
+        ("--prefill-buckets (PREFILL_BUCKETS)", {"prefill_buckets": (8,)}),
+        ("--position-buckets (POSITION_BUCKETS)", {"position_buckets": (8,)}),
+        ("--compile-workers (COMPILE_WORKERS)", {"compile_workers": 1}),
+        ("--sampling device (SAMPLING)", {"sampling": "device"}),
+    ],
+)
+def test_a_setting_for_neuron_is_refused_elsewhere_by_name(flag, setting):
+    assert refusal(device="cpu", **setting) == f"{flag} is for Neuron, and this server runs on cpu; leave it out"
+
+
+def test_settings_left_open_are_filled_in_from_the_model():
+    config, _fetch, _load = models.prepare(
+        Config(model_id=str(DEMO_MODEL), device="cpu", sampling="host"), DEMO_MODEL, Manifest.read(DEMO_MODEL)
+    )
+    assert config.max_total_tokens and config.max_input_tokens == config.max_total_tokens - 1
