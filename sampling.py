@@ -285,8 +285,7 @@ def _copied(source, rows, mask):
             allowed = mask[i, begin // 32] if len(mask) > 0 else np.uint32(0xFFFFFFFF)
             for token in range(begin, min(begin + 32, source.vocab)):
                 score = _score(source, rows[i], token)
-                is_excluded = (allowed >> np.uint32(token - begin)) & np.uint32(1) == 0
-                scores[i, token] = -np.inf if is_excluded and score < np.inf else score
+                scores[i, token] = score if (allowed >> (token - begin)) & 1 or not score < np.inf else -np.inf
     return scores
 
 
@@ -369,7 +368,8 @@ def _list(source, row, maxima, k, ids, scores):
         part = maxima[begin : begin + blocks]
         for i in range(len(part)):
             folded[i] = part[i] if part[i] > folded[i] else folded[i]
-    _sort(ordered := folded.copy(), np.arange(blocks), blocks)
+    ordered = folded.copy()
+    _sort(ordered, np.arange(blocks), blocks)
     floor = ordered[k - 1] if k <= blocks else LOWEST
     for i in range(blocks):
         for lane in range(i, len(maxima) if folded[i] >= floor else 0, blocks):

@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent.parent
-READY_S = 300
+READY_S = 900
 
 
 def entrypoint(folder: Path = HERE, *flags: str) -> list[str]:

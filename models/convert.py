@@ -12,6 +12,7 @@ converted is an entry as well: the next start goes straight to plain PyTorch.
 from __future__ import annotations
 
 import gc
+import importlib.util
 import itertools
 import logging
 import shutil
@@ -112,9 +113,11 @@ class _Flat(torch.nn.Module):
 def convert(config: Config, folder: Path, target: Path) -> None:
     """Fills `target`. Raises ModelError for what no engine can serve, OSError where `target` cannot be written."""
     manifest, dtype = Manifest.read(folder), choose_dtype(config, folder)
+    if config.quantize and not importlib.util.find_spec("nncf"):
+        raise ModelError(f'--quantize {config.quantize} (QUANTIZE) needs nncf for the first start: pip install "{NNCF}"')
     model = load_pretrained(config, folder, "cpu", dtype)
     needed = sum(parameter.nbytes for parameter in model.parameters())
-    if shutil.disk_usage(target).free < needed + SPARE_BYTES:
+    if free_bytes(target) < needed + SPARE_BYTES:
         raise OSError(f"{target} has no room for {needed / 1e9:.1f} GB")
     text_config = model.config.get_text_config()
     facts: dict[str, Any] = {
@@ -245,14 +248,16 @@ def _length_limit(text_config) -> int | None:
 
 def quantize(graph: ov.Model, kind: str) -> ov.Model:
     """Compresses the weights of the linear layers and embeddings: int8 a channel, or int4 a group, both asymmetric."""
-    try:
-        import nncf
-    except ImportError:
-        raise ModelError(f'--quantize {kind} (QUANTIZE) needs nncf for the first start: pip install "{NNCF}"') from None
+    import nncf
+
     nncf.set_log_level(logging.ERROR)
     if kind == "int8":
         return nncf.compress_weights(graph, mode=nncf.CompressWeightsMode.INT8_ASYM)
     return nncf.compress_weights(graph, mode=nncf.CompressWeightsMode.INT4_ASYM, group_size=GROUP_SIZE)
+
+
+def free_bytes(folder: Path) -> int:
+    return shutil.disk_usage(folder).free
 
 
 def _save(graph: ov.Model, target: Path) -> None:

@@ -8,6 +8,7 @@ import msgspec
 from fakes.model import EOS, FakeModel, greedy
 from fakes.tokenizer import VOCABULARY, byte_tokenizer
 
+import sampling
 import web
 from config import Config
 from metrics import Metrics
@@ -51,12 +52,12 @@ class Served:
         self.folder = folder
         self.tokenizer = byte_tokenizer(folder)
         (folder / "chat_template.jinja").write_text(TEMPLATE)
-        sampling = settings.get("sampling", "host")
+        sampled_by = settings.get("sampling", "host")
         self.model = PausableModel(
             batch_size=slots,
             max_total_tokens=WINDOW,
             vocab_size=VOCABULARY,
-            sampling=sampling,
+            sampling=sampled_by,
             prefill_chunk=prefill_chunk,
         )
         address = f"ipc://{folder}/worker.sock"
@@ -69,11 +70,12 @@ class Served:
         self.config = Config(**LIMITS | settings)
         self.client = web.create_app(self.config, self.seen).test_client()
         limits = (VOCABULARY, [EOS], 2, WINDOW - 1, WINDOW)
-        info = ModelInfo("m", None, str(folder), *limits, "fake", "float32", model_dir=str(folder), sampling=sampling)
+        info = ModelInfo("m", None, str(folder), *limits, "fake", "float32", model_dir=str(folder), sampling=sampled_by)
         self.info = msgspec.structs.replace(info, prompt_logprobs=self.model.gives_prompt_logits)
         self.thread = threading.Thread(target=self.worker.run, daemon=True)
 
     def get_ready(self):
+        sampling.compile_loops(["float32"])
         self.end.announce(self.info)
         self.thread.start()
         wait_until(lambda: self.seen.phase == "ready")

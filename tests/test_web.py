@@ -507,6 +507,15 @@ def test_when_the_worker_dies_everyone_is_told(booting):
     assert booting.client.get("/live").status_code == 200
 
 
+def test_a_bug_in_the_middle_of_a_stream_is_an_event_and_ends_that_stream_alone(served, monkeypatch, caplog):
+    with monkeypatch.context() as patched:
+        patched.setattr(web.NativeAnswer, "_event", lambda *_, **__: 1 / 0)
+        *_, last = events(served.post("/generate_stream", {"inputs": "Hello", "parameters": {"max_new_tokens": 5}}))
+    assert last["error_type"] == "internal"
+    assert "ZeroDivisionError" in caplog.text
+    assert served.post("/generate", {"inputs": "Hello"}).status_code == 200
+
+
 def test_a_bug_of_ours_is_an_answer_too(served, monkeypatch, caplog):
     monkeypatch.setattr(served.seen.tokenizer.__class__, "encode", lambda *_: 1 // 0)
     response = served.post("/generate", {"inputs": "a"})
