@@ -1,6 +1,6 @@
 # make run           serves on port 8080; settings come as variables: PORT=8081 MODEL_ID=... ARGS="--max-batch-size 8"
 # make test          runs the tests
-# make test-fast     runs those that start no server and convert no model
+# make test-fast     runs those that start no server, load no model and try no random examples
 # make test-clients  runs the real clients against the real server: huggingface_hub, openai, boto3 and others
 # make test-neuron   runs transformers-neuronx on a simulator of its accelerator: TRANSFORMERS_NEURONX=/path/to/a/checkout
 # make bench         measures the server on simulated devices and writes bench/report.html; make bench URL=http://... any server
@@ -42,7 +42,7 @@ test: $(VENV)/test.installed
 	$(BIN)/python -m pytest --numprocesses $(or $(TESTS_AT_A_TIME),3) --dist worksteal $(ARGS)
 
 test-fast: $(VENV)/test.installed
-	$(BIN)/python -m pytest -m "not processes and not models" --numprocesses 2 --dist worksteal $(ARGS)
+	$(BIN)/python -m pytest -m "not (processes or models or hypothesis)" --numprocesses 2 --dist worksteal $(ARGS)
 
 test-clients: $(VENV)/run.installed
 	@$(MAKE) --silent --no-print-directory -j $(words $(CLIENTS)) $(CLIENTS:%=$(VENV)-clients/%.installed)

@@ -31,7 +31,7 @@ NO_MASK = np.empty((0, 0), np.uint32)
 LOWEST = np.finfo(np.float32).min
 TopTokens = list[tuple[int, float]]  # (token id, log-probability)
 SIGN, NAN_OFFSET = np.int32(0x7FFFFFFF), np.uint32(0x7F800001)
-LOG2_E, MAX_SCALE = math.log2(math.e), 3e38
+LOG2_E = math.log2(math.e)
 # 2 ** x for |x| <= 1/2, relative error below 3e-6 (Remez algorithm). Adding ROUND rounds a float32 to a whole number.
 POWER_1, POWER_2, POWER_3, POWER_4 = (np.float32(factor) for factor in (0.6931242, 0.24024099, 0.05590637, 0.00958282))
 ONE, ZERO, MIN_EXPONENT, ROUND = np.float32(1.0), np.float32(0.0), np.float32(-100.0), np.float32(1.5 * 2**23)
@@ -54,7 +54,6 @@ class RowSampler:
     def __init__(self, parameters: Any, prompt: Sequence[int], banned: Collection[int] = (), banned_for: int = 0):
         self.parameters = parameters
         self.stream = np.array([parameters.seed or 0], np.uint64)  # state of SplitMix64: one number a token
-        self.full_passes = 0  # tokens that needed `sample_whole_row`
         self._seen = np.unique(prompt) if parameters.repetition_penalty != 1.0 else None
         self._counts_tokens = parameters.frequency_penalty != 0.0 or parameters.presence_penalty != 0.0
         self._counts: dict[int, int] = {}
@@ -181,7 +180,6 @@ def sample(logits: np.ndarray, batch: SamplingBatch, mask: np.ndarray | None = N
             if row >= 0 and token == FAILED:
                 chosen[row] = SamplingError(IMPOSSIBLE if peaks[place] == -np.inf else NOT_A_NUMBER)
             elif row >= 0 and token == WHOLE_ROW:
-                batch.rows[row].full_passes += 1
                 (scores,) = _copied(source, np.array([place]), NO_MASK)
                 chosen[row] = sample_whole_row(scores, batch.rows[row].parameters, parameters.draws[row])
     for row in batch.recording:

@@ -403,7 +403,9 @@ class TextStream:
         while self._pending:
             piece = self._pending[0]
             end = self._released + (0 if piece.special else len(piece.text))
-            if not everything and (end > self._certain or piece is held):
+            # A piece without text may hold the first bytes of the character behind it, which is not certain yet.
+            opens_uncertain = not piece.special and not piece.text and end == self._certain < self._length
+            if not everything and (end > self._certain or opens_uncertain or piece is held):
                 break
             self._released = end
             released.append(self._pending.popleft())

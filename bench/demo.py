@@ -18,7 +18,7 @@ import tempfile
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from launch import HERE, Server, clean_environment, entrypoint, free_port, rss_mb
+from launch import HERE, Server, clean_environment, free_port, rss_mb
 from load import Target
 from peers import Peer, Turns, spread
 
@@ -31,7 +31,7 @@ def start(tree: Path, scratch: Path) -> Server:
     port, home = free_port(), scratch / "home"
     home.mkdir(parents=True, exist_ok=True)
     environment = clean_environment(scratch, port, HOME=str(home), NUMBA_CACHE_DIR=str(home / "numba"))
-    return Server(entrypoint(tree), port, scratch / "log", environment)
+    return Server([tree / "entrypoint.sh", "serve"], port, scratch / "log", environment)
 
 
 def main() -> None:
@@ -41,7 +41,7 @@ def main() -> None:
     parser.add_argument("--starts", type=int, default=3, help="later starts")
     args = parser.parse_args()
     trees = {"this tree": HERE} | ({"the other": args.other.resolve()} if args.other else {})
-    turns = Turns(lambda target: target.request(QUESTION, TOKENS), CLIENTS, [8 * clients for clients in CLIENTS])
+    turns = Turns(lambda target: target.request(QUESTION, TOKENS), TOKENS, CLIENTS, [8 * clients for clients in CLIENTS])
     servers: list[Server] = []
     with tempfile.TemporaryDirectory(prefix="textgen-bench-") as name:
         folders = {tree: Path(name) / str(number) for number, tree in enumerate(trees)}

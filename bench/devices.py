@@ -1,9 +1,7 @@
 """The server on a simulated device: which devices there are, and the model folder and settings that serve on one.
 
-A `Device` is a published combination of model and hardware: slots, time of a step, vocabulary. `serve` makes a model folder
-for it (a tokenizer of that size, the model's own numbers, no weights) and starts `entrypoint.sh` with bench/simulated on
-PYTHONPATH.
-Hands the running server to figures.py. Does not measure.
+A `Device` is a published combination of model and hardware. `serve` makes a model folder for it (a tokenizer of that size, the
+model's own numbers, no weights) and starts `entrypoint.sh` with bench/simulated on PYTHONPATH. Does not measure.
 """
 
 from __future__ import annotations
@@ -15,7 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from launch import HERE, Server, clean_environment, entrypoint, free_port
+from launch import HERE, Server, clean_environment, free_port
 
 # Of the two models, as their config.json has it.
 SHAPES = {
@@ -26,7 +24,7 @@ SHAPES = {
 
 @dataclass(frozen=True)
 class Device:
-    """What is simulated. Times are in milliseconds."""
+    """Slots, time of a step, vocabulary, and what the server is configured with."""
 
     slots: int
     step_ms: float
@@ -68,7 +66,7 @@ def serve(device: Device) -> Iterator[Server]:
             GRACEFUL_TERMINATION_TIMEOUT="1",
             WEB_CONCURRENCY="1",
         )
-        with Server(entrypoint(HERE, *flags), port, folder / "log", environment) as server:
+        with Server([HERE / "entrypoint.sh", "serve", *flags], port, folder / "log", environment) as server:
             yield server.wait_ready()
 
 

@@ -21,11 +21,6 @@ HERE = Path(__file__).resolve().parent.parent
 READY_S = 900
 
 
-def entrypoint(folder: Path = HERE, *flags: str) -> list[str]:
-    """The command that serves from a source tree."""
-    return [str(folder / "entrypoint.sh"), "serve", *flags]
-
-
 def clean_environment(temporary: Path, port: int, **settings: str) -> dict[str, str]:
     """Without the caller's settings: the run folder in `temporary`, this Python, one local port."""
     inherited = {name: os.environ[name] for name in ("PATH", "HOME", "LANG") if name in os.environ}
@@ -42,7 +37,7 @@ def free_port() -> int:
 class Server:
     """A running command that serves HTTP on `port`. As a context manager it ends the command."""
 
-    def __init__(self, command: Sequence[str], port: int, log_path: Path, environment: dict[str, str]):
+    def __init__(self, command: Sequence[str | Path], port: int, log_path: Path, environment: dict[str, str]):
         self.port, self.url, self.log_path = port, f"http://127.0.0.1:{port}", log_path
         self.started_at, self.ready_s = time.monotonic(), 0.0
         with log_path.open("wb") as log:

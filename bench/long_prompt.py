@@ -4,8 +4,7 @@
 
 The server is started on a checkpoint of SmolLM2-135M's shape with random weights (peers.py makes it), once for each value of
 --max-batch-prefill-tokens. Each round: the long prompt alone; then the streams run, the long prompt arrives, and a while
-later a prompt of 20 tokens, for which a slot is free. Reported, each as
-least, median and most of the rounds:
+later a prompt of 20 tokens, for which a slot is free. Reported, each as least, median and most of the rounds:
 
 - the streams' median gap between two tokens before the long prompt arrived, and their 99th percentile over it meanwhile
 - the long prompt's time to first token, alone, beside the streams, and the second over the first
@@ -25,7 +24,7 @@ from itertools import pairwise
 from pathlib import Path
 
 from launch import HERE
-from load import Answer, LoadError, Target, ask, find, open_stream, percentile
+from load import Answer, LoadError, Target, closed_loop, find, open_stream, percentile
 from peers import Prompts, save_checkpoint, spread, start
 
 BEFORE_S = 2.0  # the streams alone
@@ -33,16 +32,16 @@ BEFORE_S = 2.0  # the streams alone
 
 async def one_round(target: Target, streams: int, prompts: dict[str, Prompts], prompt_tokens: int) -> dict[str, float]:
     """The figures. Raises LoadError when a request fails, or a stream ends before the long prompt's first token."""
-    alone = _checked(await ask(target, target.request(next(prompts["long"]), 1)))
+    (alone,) = await closed_loop(target, [target.request(next(prompts["long"]), 1)], 1)
     requests = [target.request(next(prompts["stream"]), _stream_tokens(prompt_tokens)) for _ in range(streams)]
     running = [await open_stream(target, request) for request in requests]
     try:
         await asyncio.gather(*(stream.begun for stream in running))
         await asyncio.sleep(BEFORE_S)
-        arriving = asyncio.create_task(ask(target, target.request(next(prompts["long"]), 1)))
+        arriving = asyncio.create_task(closed_loop(target, [target.request(next(prompts["long"]), 1)], 1))
         await asyncio.sleep(alone.ttft_s / 2)
-        short = _checked(await ask(target, target.request(next(prompts["short"]), 1)))
-        long = _checked(await arriving)
+        (short,) = await closed_loop(target, [target.request(next(prompts["short"]), 1)], 1)
+        (long,) = await arriving
         if any(stream.done.done() for stream in running):
             raise LoadError("a stream ended before the long prompt had been run")
     finally:
@@ -66,12 +65,6 @@ async def one_round(target: Target, streams: int, prompts: dict[str, Prompts], p
 def _stream_tokens(prompt_tokens: int) -> int:
     """Enough for a prompt that runs in chunks of 8 tokens, and for the time before it."""
     return prompt_tokens // 8 + 600
-
-
-def _checked(answer: Answer) -> Answer:
-    if answer.error:
-        raise LoadError(answer.error)
-    return answer
 
 
 def measure(budget: str, model: Path, scratch: Path, args: argparse.Namespace) -> list[dict[str, float]]:

@@ -7,7 +7,7 @@ Each server is started while the others are stopped (SIGSTOP), is warmed up, and
 is a turn of each: for each concurrency that many streams at a time over OpenAI's /v1/completions, greedy, prompts of exactly
 128 tokens, none of them twice, completions of exactly 64. Tokens per second are generated tokens over the time from the first
 request to the last token, prompts included. The checkpoint has SmolLM2-135M's shape, random weights, a tokenizer trained here,
-and no end-of-text token; with --model another folder is served, and made first where it is empty.
+and no end-of-text token; --model names its folder, or another model's.
 
 Owns the checkpoint, the prompts and the turns, which long_prompt.py and demo.py use as well. Does not know any server's API.
 """
@@ -26,8 +26,8 @@ import sysconfig
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from launch import Server, free_port
 from load import Answer, LoadError, Target, closed_loop, find, percentile
@@ -38,31 +38,32 @@ SMOLLM2_135M |= {"num_attention_heads": 9, "num_key_value_heads": 3, "max_positi
 SMOLLM2_135M |= {"tie_word_embeddings": True, "rope_parameters": {"rope_type": "default", "rope_theta": 1e5}}
 
 
-@dataclass
-class Peer:
+class Peer(NamedTuple):
     name: str
     server: Server
     target: Target
 
 
 def save_checkpoint(folder: Path) -> Path:
-    """SmolLM2-135M's shape in bfloat16 with random weights, and a tokenizer of that size, trained on Python's library."""
-    if not (folder / "model.safetensors").is_file():
-        import torch
-        import transformers
+    """SmolLM2-135M's shape in bfloat16 with random weights, and a tokenizer of that size, trained on Python's library;
+    a folder with a model stays as it is."""
+    if (folder / "config.json").is_file():
+        return folder
+    import torch
+    import transformers
 
-        torch.manual_seed(0)
-        model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**SMOLLM2_135M))
-        model.to(torch.bfloat16).save_pretrained(folder)
-    if not (folder / "tokenizer.json").is_file():
-        tokenizer = Tokenizer(models.BPE())
-        tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
-        alphabet = pre_tokenizers.ByteLevel.alphabet()
-        trainer = trainers.BpeTrainer(vocab_size=SMOLLM2_135M["vocab_size"], initial_alphabet=alphabet, show_progress=False)
-        files = sorted(Path(sysconfig.get_path("stdlib")).glob("**/*.py"))[:4000]
-        tokenizer.train_from_iterator((file.read_text(errors="replace") for file in files), trainer)
-        tokenizer.save(str(folder / "tokenizer.json"))
-        (folder / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}\n')
+    folder.mkdir(parents=True, exist_ok=True)
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=SMOLLM2_135M["vocab_size"], initial_alphabet=alphabet, show_progress=False)
+    files = sorted(Path(sysconfig.get_path("stdlib")).glob("**/*.py"))[:4000]
+    tokenizer.train_from_iterator((file.read_text(errors="replace") for file in files), trainer)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}\n')
+    torch.manual_seed(0)
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**SMOLLM2_135M))
+    model.to(torch.bfloat16).save_pretrained(folder)
     return folder
 
 
@@ -82,12 +83,12 @@ class Prompts:
 
 
 class Turns:
-    """Servers that are measured in turns. `request` makes the bytes of one request for a server."""
+    """Servers that are measured in turns. `request` makes the bytes of one request for a server, for `tokens` tokens."""
 
-    def __init__(self, request: Callable[[Target], bytes], concurrencies: Sequence[int], requests: Sequence[int]):
+    def __init__(self, request: Callable[[Target], bytes], tokens: int, concurrencies: Sequence[int], requests: Sequence[int]):
         self.peers: list[Peer] = []
         self.found: dict[tuple[str, int], list[tuple[float, list[Answer]]]] = {}
-        self._request, self._counts = request, list(zip(concurrencies, requests))
+        self._request, self._tokens, self._counts = request, tokens, list(zip(concurrencies, requests))
 
     def add(self, peer: Peer) -> None:
         """A server that is ready: warms it up and stops it (SIGSTOP)."""
@@ -113,9 +114,9 @@ class Turns:
         started_at = time.perf_counter()
         answers = asyncio.run(closed_loop(peer.target, requests, concurrency))
         took_s = time.perf_counter() - started_at
-        if len(lengths := {answer.tokens for answer in answers}) > 1:
-            raise LoadError(f"{peer.name}: completions differ in length: {sorted(lengths)} tokens")
-        return sum(answer.tokens for answer in answers) / took_s, answers
+        if wrong := [answer.tokens for answer in answers if answer.tokens != self._tokens]:
+            raise LoadError(f"{peer.name}: a completion has {wrong[0]} tokens instead of {self._tokens}")
+        return self._tokens * count / took_s, answers
 
     def report(self) -> None:
         """Prints each server's figures, and the first one's over the best of the others, round by round."""
@@ -161,7 +162,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="textgen-bench-") as scratch:
         model = save_checkpoint(args.model or Path(scratch))
         prompts = Prompts(model, args.prompt)
-        turns = Turns(lambda target: target.request(next(prompts), args.tokens), args.concurrency, args.requests)
+        turns = Turns(lambda target: target.request(next(prompts), args.tokens), args.tokens, args.concurrency, args.requests)
         servers = []
         try:
             for name, _, command in (each.partition("=") for each in args.server):

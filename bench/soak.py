@@ -47,7 +47,7 @@ WARM_UP = 1 / 2  # of a process' life, which does not count for its growth
 JUDGED_S = 120  # growth is judged when it was watched for that long after it
 GROWTH_MB = 10
 LEAVING = ("hangs up", "does not read")  # clients that cancel
-PROBES = ["/health", "/metrics", "/live", "/info", "/v1/models", "/ping"]
+PROBES = ("/health", "/metrics", "/live", "/info", "/v1/models", "/ping")
 PROMPTS = ["What is Deep Learning?", "What is continuous batching?", "Who are you?"]
 SETTINGS = [
     {"max_new_tokens": 12},
@@ -212,9 +212,8 @@ class Traffic:
     def __init__(self, host: str, port: int, is_ours: bool, seed: int):
         self.host, self.port = host, port
         self.random = random.Random(seed)
-        self.ledger = Ledger()
+        self.ledger, self.until = Ledger(), 0.0
         self.connections: set[Connection] = set()
-        self.until = 0.0
         self._texts: dict[str, tuple[str, ...]] = {}
         self._asks, self._bad = asks(), bad_requests()
         self._acts = {"plain": 10.0, "hangs up": 4.0, "no request": 3.0, "slow to write": 1.0, "slow to read": 1.0}
@@ -321,13 +320,12 @@ class Traffic:
 class Server:
     """The server that is started here, its processes, and what is known of them."""
 
-    def __init__(self):
-        self.folder = tempfile.TemporaryDirectory(prefix="textgen-soak-")
-        folder, port = Path(self.folder.name), launch.free_port()
+    def __init__(self, folder: Path):
+        port = launch.free_port()
         settings = {"MAX_BATCH_SIZE": SLOTS, "MAX_CONCURRENT_REQUESTS": CONCURRENT, "WEB_CONCURRENCY": WEB_PROCESSES}
         settings |= {"CLIENT_TIMEOUT": 5, "PAYLOAD_LIMIT": 300_000, "THREADS": 1}  # the clients are on the same machine
         environment = launch.clean_environment(folder, port, **{name: str(value) for name, value in settings.items()})
-        self.process = launch.Server(launch.entrypoint(), port, folder / "log", environment)
+        self.process = launch.Server([launch.HERE / "entrypoint.sh", "serve"], port, folder / "log", environment)
         self.rss: dict[int, list[tuple[float, float]]] = defaultdict(list)  # (minutes, MB) by process
         self.names: dict[int, str] = {}
         self.kills = 0
@@ -344,7 +342,6 @@ class Server:
 
     def sample(self, now: float) -> None:
         for pid in (self.worker, self.master, *self.web):
-            self.names.setdefault(pid, "web")
             with contextlib.suppress(OSError, IndexError):
                 self.rss[pid].append((now / 60, launch.rss_mb(pid)))
 
@@ -393,12 +390,8 @@ class Server:
             slope = statistics.linear_regression(*zip(*watched)).slope if len(watched) > 1 else 0.0
             sizes = {"first_mb": points[0][1], "last_mb": points[-1][1], "most_mb": max(mb for _, mb in points)}
             minutes = watched[-1][0] - watched[0][0]
-            found.append({"process": f"{self.names[pid]} {pid}", "minutes": minutes, "mb_per_minute": slope} | sizes)
+            found.append({"process": f"{self.names.get(pid, 'web')} {pid}", "minutes": minutes, "mb_per_minute": slope} | sizes)
         return found
-
-    def end(self) -> None:
-        self.process.end()
-        self.folder.cleanup()
 
 
 async def leftovers(traffic: Traffic, server: Server | None, before: dict) -> list[str]:
@@ -458,17 +451,16 @@ def main() -> int:
     parser.add_argument("--seed", type=int, help="of what the clients do; what time it takes is chance")
     arguments = parser.parse_args()
     seed = arguments.seed if arguments.seed is not None else random.randrange(10**6)
-    server = None if arguments.url else Server()
-    try:
-        if server:
+    with contextlib.ExitStack() as stack:
+        server = None
+        if not arguments.url:
+            server = Server(Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="textgen-soak-"))))
+            stack.enter_context(server.process)
             server.wait_ready()
         at = urlsplit(arguments.url or server.process.url)
         print(f"soak of {at.geturl()} for {arguments.minutes:g} minutes, seed {seed}", flush=True)
         traffic = Traffic(at.hostname, at.port or 80, server is not None, seed)
         report = asyncio.run(run(traffic, server, arguments.minutes)) | {"seed": seed}
-    finally:
-        if server:
-            server.end()
     print(json.dumps(report, indent=1))
     print("FAILED" if report["problems"] else "Every request is accounted for, every text is right, nothing is left behind.")
     if arguments.json:

@@ -8,22 +8,34 @@ names the values that differ where it has none. Knows neither torch nor the libr
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import hashlib
 import json
+import logging
 import os
+import re
 import shutil
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import config as configuration
 from config import DTYPES, Config, ConfigError, read_json
 
+logger = logging.getLogger("model")
+
 COMPILED, CHECKPOINT = "compiled", "checkpoint"  # subfolders, named as optimum-neuron does
 OPTIMUM, EXPORTER = "optimum-neuron", "neuron-textgen"
+# What a `neuron` section holds: the type, or the allowed values. optimum-neuron writes the first few only.
+FIELDS: dict[str, type | tuple] = {"batch_size": int, "sequence_length": int, "num_cores": int, "compiler_version": str}
+FIELDS |= {"auto_cast_type": tuple(name for name in DTYPES if name != "auto")}
+OWN_FIELDS = {"prefill_buckets": list, "position_buckets": list, "continuous_batching": bool, "quantize": (None, "int8")}
+OWN_FIELDS |= {"sampling": ("host", "device"), "transformers_neuronx_version": str}
+RECORD = "programs.json"  # in each entry of the cache
 CACHE = "/var/tmp/neuron-compile-cache"  # the library's default
 # Fields of a checkpoint's config.json that do not change what is computed.
 VOLATILE = ("_name_or_path", "architectures", "transformers_version", "torch_dtype", "neuron", "use_cache")
@@ -61,7 +73,7 @@ class Programs:
         return min(longest, self.max_total_tokens - 1)
 
     def section(self) -> dict[str, Any]:
-        """The `neuron` section of a `config.json`, with optimum-neuron's names where it has one."""
+        """The `neuron` section of a `config.json`, with optimum-neuron's names where it has them."""
         section = dataclasses.asdict(self)
         section["num_cores"] = section.pop("tp_degree")
         section["auto_cast_type"] = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16"}[section.pop("dtype")]
@@ -71,47 +83,36 @@ class Programs:
     @classmethod
     def from_section(cls, section: Mapping[str, Any], source: Path) -> Programs:
         """Raises ConfigError where `section`, the `neuron` section of the file `source`, is incomplete or wrong."""
-
-        def value(name: str, kind: type, choices: tuple = ()) -> Any:
-            found = section.get(name)
-            if type(found) is not kind or (kind is int and found < 1) or (choices and found not in choices):
-                raise ConfigError(f"{source}: `neuron.{name}` is {found!r}; compile the model again")
-            return found
-
-        def lengths(name: str) -> tuple[int, ...]:
-            found = value(name, list)
-            if not found or any(type(length) is not int or length < 1 for length in found):
-                raise ConfigError(f"{source}: `neuron.{name}` is {found!r}; compile the model again")
-            return tuple(found)
-
+        is_own = section.get("exporter") == EXPORTER
         if section.get("task", "text-generation") != "text-generation":
             raise ConfigError(f"{source} is of a model that was compiled for {section['task']}, not for text-generation")
-        batch_size, length = value("batch_size", int), value("sequence_length", int)
-        dtype = DTYPES[value("auto_cast_type", str, tuple(name for name in DTYPES if name != "auto"))]
-        common = {"batch_size": batch_size, "tp_degree": value("num_cores", int), "dtype": dtype}
-        common["compiler_version"] = value("compiler_version", str)
-        if section.get("exporter") != EXPORTER:
-            # optimum-neuron compiles one prompt bucket of the whole length; without continuous batching the library's default.
-            has_batching = batch_size > 1
-            positions = [length] if has_batching else default_buckets(length)
-            return cls(
-                **common,
-                prefill_buckets=tuple(positions if has_batching else [n // 2 for n in positions]),
-                position_buckets=tuple(positions),
-                continuous_batching=has_batching,
-                quantize=None,
-                sampling="host",
-                exporter=OPTIMUM,
-            )
+        for name, kind in (FIELDS | OWN_FIELDS if is_own else FIELDS).items():
+            if not _is_valid(section.get(name), kind):
+                raise ConfigError(f"{source}: `neuron.{name}` is {section.get(name)!r}; compile the model again")
+        batch_size, length = section["batch_size"], section["sequence_length"]
+        if is_own:
+            values = {name: section.get(name) for name in (*OWN_FIELDS, "exporter")}
+        else:  # one prompt bucket of the whole length; without continuous batching the library's default
+            positions = [length] if batch_size > 1 else default_buckets(length)
+            prompts = positions if batch_size > 1 else [n // 2 for n in positions]
+            values = {"prefill_buckets": prompts, "position_buckets": positions, "continuous_batching": batch_size > 1}
+            values |= {"quantize": None, "sampling": "host", "exporter": OPTIMUM}
         return cls(
-            **common,
-            prefill_buckets=lengths("prefill_buckets"),
-            position_buckets=lengths("position_buckets"),
-            continuous_batching=value("continuous_batching", bool),
-            quantize=value("quantize", str, ("int8",)) if section.get("quantize") else None,
-            sampling=value("sampling", str, ("host", "device")),
-            transformers_neuronx_version=value("transformers_neuronx_version", str),
+            batch_size=batch_size,
+            tp_degree=section["num_cores"],
+            dtype=DTYPES[section["auto_cast_type"]],
+            compiler_version=section["compiler_version"],
+            **{name: tuple(value) if isinstance(value, list) else value for name, value in values.items()},
         )
+
+
+def _is_valid(value: Any, kind: type | tuple) -> bool:
+    """Whether a value of a `neuron` section is one of those allowed, or of that type: a count, or a list of some counts."""
+    if isinstance(kind, tuple):
+        return value in kind
+    if kind is list:
+        return isinstance(value, list) and value != [] and all(_is_valid(count, int) for count in value)
+    return type(value) is kind and (kind is not int or value > 0)
 
 
 @dataclass(frozen=True)
@@ -197,7 +198,7 @@ def check_versions(programs: Programs, compiler: str, library: str, name: str) -
 
     `compiler` and `library` are the installed versions. Raises ConfigError with both versions.
     """
-    if _number(programs.compiler_version) > _number(compiler):
+    if _numbers(programs.compiler_version) > _numbers(compiler):
         raise ConfigError(
             f"{name} was compiled by neuronx-cc {programs.compiler_version}, which is newer than the installed {compiler}; use "
             "a newer image, or compile it again"
@@ -210,14 +211,9 @@ def check_versions(programs: Programs, compiler: str, library: str, name: str) -
         )
 
 
-def _number(version: str) -> list[int]:
+def _numbers(version: str) -> list[int]:
     """The numbers that a version begins with, for comparison."""
-    numbers = []
-    for part in version.partition("+")[0].split("."):
-        if not part.isdigit():
-            break
-        numbers.append(int(part))
-    return numbers
+    return [int(number) for number in re.findall(r"\d+", re.match(r"[\d.]*", version)[0])]
 
 
 @dataclass(frozen=True)
@@ -229,28 +225,31 @@ class Cache:
     @classmethod
     def here(cls, environ: Mapping[str, str] = os.environ) -> Cache | None:
         """None when NEURON_COMPILE_CACHE_URL is not a local folder: only the compiler can look there."""
-        url = environ.get("NEURON_COMPILE_CACHE_URL", "").strip() or CACHE
-        scheme, found, path = url.partition("://")
-        if found and scheme != "file":
-            return None
-        return cls(Path(path if found else url) / EXPORTER)
+        url = urlsplit(environ.get("NEURON_COMPILE_CACHE_URL", "").strip() or CACHE)
+        return cls(Path(url.path) / EXPORTER) if url.scheme in ("", "file") else None
 
     def find(self, model: str, programs: Programs) -> Path | None:
-        """The folder with the programs for a model (`model_key`)."""
+        """The folder with the programs for a model (`model_key`). A damaged one is removed."""
         entry = self._entry(model, programs)
-        return entry if (entry / "programs.json").is_file() else None
+        if not (entry / RECORD).is_file():
+            return None
+        with contextlib.suppress(ConfigError, KeyError, OSError):
+            if read_json(entry / RECORD)["files"] == _hashes(entry):
+                return entry
+        logger.warning("The kept programs in %s are damaged and are removed", entry)
+        shutil.rmtree(entry, ignore_errors=True)
+        return None
 
     def missing(self, model: str, programs: Programs) -> str:
         """Why `find` found nothing: the values in which the nearest entry differs."""
-        wanted = _plain(programs)
-        differences = [
-            [
-                f"{name} {_shown(value)} instead of {_shown(found.get(name))}"
-                for name, value in wanted.items()
-                if found.get(name) != value
-            ]
-            for found in self._records(model)
-        ]
+        differences = []
+        for path in self.folder.glob(f"*/{RECORD}"):
+            with contextlib.suppress(ConfigError, KeyError, TypeError):  # a record of another version: compile
+                record = read_json(path)
+                if record["model"] == model:
+                    found, wanted = record["programs"], _values(programs)
+                    names = [name for name in wanted if wanted[name] != found[name]]
+                    differences.append([f"{name} {_shown(wanted[name])} instead of {_shown(found[name])}" for name in names])
         if not differences:
             return f"{self.folder} holds none of this model"
         return f"{self.folder} has programs for other values: {', '.join(min(differences, key=len))}"
@@ -258,43 +257,45 @@ class Cache:
     def add(self, model: str, programs: Programs, save: Callable[[str], None]) -> Path:
         """Keeps what `save` writes into a folder. Raises OSError on failure; an incomplete entry is never found."""
         entry = self._entry(model, programs)
-        self.folder.mkdir(parents=True, exist_ok=True)
-        made = Path(tempfile.mkdtemp(prefix=".new-", dir=self.folder))
-        try:
-            save(str(made))
-            (made / "programs.json").write_text(json.dumps({"model": model, "programs": _plain(programs)}, indent=1))
-            made.chmod(0o755)
-            self.remove(entry)
-            made.rename(entry)
-        except BaseException:
-            self.remove(made)
-            raise
+        with renamed_when_complete(entry) as staging:
+            save(str(staging))
+            record = {"model": model, "programs": _values(programs), "files": _hashes(staging)}
+            (staging / RECORD).write_text(json.dumps(record, indent=1))
         return entry
 
-    def remove(self, entry: Path) -> None:
-        shutil.rmtree(entry, ignore_errors=True)
-
     def _entry(self, model: str, programs: Programs) -> Path:
-        text = json.dumps([model, _plain(programs)], sort_keys=True)
-        return self.folder / hashlib.sha256(text.encode()).hexdigest()[:20]
-
-    def _records(self, model: str) -> list[dict[str, Any]]:
-        records = []
-        for path in self.folder.glob("*/programs.json"):
-            try:
-                record = read_json(path)
-                if record["model"] == model:
-                    records.append(dict(record["programs"]))
-            except (ConfigError, KeyError, TypeError, ValueError):
-                continue  # of another version, or not written by this server: no reason not to serve
-        return records
+        return self.folder / _digest([model, _values(programs)])
 
 
-def _plain(programs: Programs) -> dict[str, Any]:
-    return json.loads(json.dumps(dataclasses.asdict(programs)))
+@contextlib.contextmanager
+def renamed_when_complete(target: Path) -> Iterator[Path]:
+    """A temporary folder that replaces `target` at the end: half a model would be taken for a whole one. Raises OSError."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    staging = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
+    try:
+        yield staging
+        staging.chmod(0o755)
+        shutil.rmtree(target, ignore_errors=True)
+        staging.rename(target)
+    finally:
+        shutil.rmtree(staging, ignore_errors=True)
+
+
+def _values(programs: Programs) -> dict[str, Any]:
+    """Everything that the programs of a checkpoint depend on, as JSON keeps it."""
+    values = dataclasses.asdict(programs) | {"NEURON_CC_FLAGS": os.environ.get("NEURON_CC_FLAGS", "")}
+    return json.loads(json.dumps(values))
+
+
+def _hashes(folder: Path) -> dict[str, str]:
+    files = [path for path in folder.rglob("*") if path.is_file() and path.name != RECORD]
+    return {str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
+
+
+def _digest(value: Any) -> str:
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:20]
 
 
 def model_key(checkpoint_config: Mapping[str, Any]) -> str:
     """20 hex digits over the fields of a checkpoint's config.json that its programs depend on."""
-    relevant = {name: value for name, value in checkpoint_config.items() if name not in VOLATILE}
-    return hashlib.sha256(json.dumps(relevant, sort_keys=True).encode()).hexdigest()[:20]
+    return _digest({name: value for name, value in checkpoint_config.items() if name not in VOLATILE})

@@ -9,7 +9,6 @@ the settings to `neuron.Build`, which decides what is compiled. Knows nothing of
 from __future__ import annotations
 
 import argparse
-import contextlib
 import dataclasses
 import json
 import logging
@@ -17,16 +16,16 @@ import os
 import shutil
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import config as configuration
 from config import Config, ConfigError, Manifest, read_json
 from models import artifact
-from models.base import ModelError, progress_logged, reported_as
+from models.base import ModelError
 from models.fetch import fetch
 from models.machine import detect
-from models.neuron import PROGRESS_S, Build, DeviceSampling, compiling, explain, make
+from models.neuron import Build, compiling, make
 
 logger = logging.getLogger("compile")
 
@@ -47,53 +46,32 @@ def compile_model(config: Config, output: Path) -> None:
     build = Build.decide(config, folder, manifest)
     if not build.family.is_saved:
         raise ModelError(f"the library cannot save compiled {manifest.model_type} models; serve them without compiling first")
-    parameters = DeviceSampling(build) if build.programs.sampling == "device" else None
-    with tempfile.TemporaryDirectory() as work_dir, _renamed_when_complete(output) as staging:
-        model = make(build, Path(work_dir), parameters)
-        failure = f"{config.model_name} cannot be compiled"
-        with compiling(build), progress_logged("compiling", PROGRESS_S), reported_as(failure, explain):
-            model.cpu_compile()
-        model.save(str(staging / artifact.COMPILED))
-        _write_model(build, staging, commit)
-    logger.info("Compiled %s into %s; serve it with --model-id %s", config.model_name, output, output)
-
-
-@contextlib.contextmanager
-def _renamed_when_complete(output: Path) -> Iterator[Path]:
-    """A temporary folder that becomes `output` at the end: `serve` would take half a model for a whole one."""
-    staging = None
     try:
-        output.parent.mkdir(parents=True, exist_ok=True)
-        staging = Path(tempfile.mkdtemp(prefix=f".{output.name}-", dir=output.parent))
-        yield staging
-        staging.chmod(0o755)
-        if output.is_dir():
-            output.rmdir()
-        staging.rename(output)
+        with tempfile.TemporaryDirectory() as work_dir, artifact.renamed_when_complete(output) as staging:
+            model, _parameters = make(build, Path(work_dir))
+            with compiling(build, f"{config.model_name} cannot be compiled"):
+                model.cpu_compile()
+            model.save(str(staging / artifact.COMPILED))
+            _write_model(build, staging, commit)
     except OSError as error:
         raise ConfigError(f"--output {output} cannot be written: {error}") from None
-    finally:
-        if staging:
-            shutil.rmtree(staging, ignore_errors=True)
+    logger.info("Compiled %s into %s; serve it with --model-id %s", config.model_name, output, output)
 
 
 def _write_model(build: Build, target: Path, commit: str | None) -> None:
     """Everything but the programs: tokenizer files, the weights of a local model, and what was compiled."""
-    checkpoint = build.checkpoint()
-    weights = {path for path in checkpoint.iterdir() if path.name.endswith((".safetensors", ".bin", ".index.json"))}
-    for path in checkpoint.iterdir():
-        if path.is_file() and path not in weights:
+    checkpoint, weights = build.checkpoint(), target / artifact.CHECKPOINT
+    manifest = read_json(checkpoint / "config.json", required=True)
+    for path in filter(Path.is_file, checkpoint.iterdir()):
+        if not path.name.endswith((".safetensors", ".bin", ".index.json")):
             shutil.copyfile(path, target / path.name)
+        elif commit is None:
+            weights.mkdir(exist_ok=True)
+            _link_or_copy(path.resolve(), weights / path.name)
     if commit is None:
-        (target / artifact.CHECKPOINT).mkdir()
-        for path in {*weights, checkpoint / "config.json"}:
-            _link_or_copy(path.resolve(), target / artifact.CHECKPOINT / path.name)
-    section = build.programs.section() | {
-        "checkpoint_id": build.config.model_id if commit else None,
-        "checkpoint_revision": commit,
-    }
-    manifest = read_json(checkpoint / "config.json", required=True) | {"neuron": section}
-    (target / "config.json").write_text(json.dumps(manifest, indent=2))
+        shutil.copyfile(checkpoint / "config.json", weights / "config.json")
+    source = {"checkpoint_id": build.config.model_id if commit else None, "checkpoint_revision": commit}
+    (target / "config.json").write_text(json.dumps(manifest | {"neuron": build.programs.section() | source}, indent=2))
 
 
 def _link_or_copy(source: Path, target: Path) -> None:

@@ -194,10 +194,6 @@ class Check:
         self.ids = random.integers(0, text_config.vocab_size, min(CHECK_TOKENS, positions)).tolist()
         self.short = self.ids[:SHORT_CHECK_TOKENS]
         self.shift = positions - len(self.short)  # the model's last positions
-        with torch.inference_mode():
-            ids = torch.tensor([self.short])
-            shifted = torch.arange(self.shift, positions)[None]
-            self.at_end = model(input_ids=ids, position_ids=shifted, use_cache=False).logits[0].float().numpy()
         logits = reference_logits(model, self.short)
         columns = np.linspace(0, text_config.vocab_size - 1, REFERENCE_COLUMNS, dtype=int)
         self.stored = {"ids": self.short, "columns": columns.tolist(), "logits": logits[:, columns].tolist()}
@@ -206,6 +202,10 @@ class Check:
             text_config.sliding_window = min(window, CHECK_WINDOW)
         self.logits = reference_logits(model, self.ids)
         self.scale = max(1.0, float(np.abs(self.logits).max()))
+        with torch.inference_mode():
+            last = torch.arange(self.shift, positions)[None]
+            out = model(input_ids=torch.tensor([self.short]), position_ids=last, use_cache=False)
+        self.at_end = out.logits[0].float().numpy()
         if window:
             text_config.sliding_window = window
 

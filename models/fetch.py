@@ -1,7 +1,7 @@
 """Finding and downloading a model: the folder of a checkpoint, its weights, and the hub's errors as one line each.
 
-`fetch` gives the worker a folder with everything but the weights, `fetch_weights` adds those. Works with huggingface_hub 0.36
-and 2.x, needs no torch (`plan` runs without it), and knows nothing of what is in the files.
+`fetch` gives the worker a folder with everything but the weights, `fetch_weights` adds those; `plan` needs only `fetch_config`.
+Works with huggingface_hub 0.36 and 2.x, needs no torch, and knows nothing of what is in the files.
 """
 
 from __future__ import annotations
@@ -19,6 +19,11 @@ METADATA = ("*.json", "*.model", "*.jinja", "*.txt")
 WEIGHTS = (("*.safetensors",), ("pytorch_model*.bin",))  # the second, which is pickled, only where there is nothing else
 OTHER_FORMATS = ("*/*", "consolidated*")  # subfolders and other names hold the same weights in other formats
 ARTIFACT = ("compiled/*", "checkpoint/*")
+STATUSES = {
+    401: "the hub does not know the token: give a valid one in HF_TOKEN, or none for a public model",
+    403: "the hub denies access: give a token with read access in HF_TOKEN",
+    429: "the hub's rate limit is reached: wait, or give a token in HF_TOKEN, which has a higher limit",
+}
 PROGRESS_S = 30.0  # how often a long download logs that it is still going on
 
 
@@ -29,6 +34,13 @@ def fetch(config: Config) -> tuple[Path, str | None]:
     patterns = [*METADATA, "*.py"] if config.trust_remote_code else METADATA
     folder = _download(config, config.model_id, config.revision, patterns, OTHER_FORMATS)
     return folder, folder.name
+
+
+def fetch_config(config: Config) -> Path:
+    """The model's folder with its config.json, where there is one; of a hub model nothing else is downloaded."""
+    if config.is_local:
+        return Path(config.model_id).expanduser()
+    return _download(config, config.model_id, config.revision, ("config.json",), ())
 
 
 def fetch_weights(config: Config, folder: Path) -> Path:
@@ -60,15 +72,16 @@ def _download(config: Config, model_id: str, revision: str | None, patterns: Seq
     """The folder of a model on the hub with all files that match. Raises ModelError where that fails."""
     from huggingface_hub import snapshot_download
 
-    quiet_hub_library()
+    _quiet_hub_library()
+    has_token = os.environ.get("HF_TOKEN") or os.environ.get("HUGGING_FACE_HUB_TOKEN")  # which the library reads itself
     with (
-        reported_as(f"{model_id} cannot be downloaded", lambda error: explain_hub_error(error, revision)),
+        reported_as(f"{model_id} cannot be downloaded", lambda error: _explain(error, revision)),
         progress_logged(f"downloading {model_id}", PROGRESS_S),
     ):
         folder = snapshot_download(
             model_id,
             revision=revision,
-            token=hub_token(),
+            token=None if has_token else os.environ.get("HF_API_TOKEN") or None,  # TGI's older name
             cache_dir=config.huggingface_hub_cache,
             allow_patterns=list(patterns),
             ignore_patterns=list(ignored) or None,
@@ -76,7 +89,7 @@ def _download(config: Config, model_id: str, revision: str | None, patterns: Seq
     return Path(folder)
 
 
-def quiet_hub_library() -> None:
+def _quiet_hub_library() -> None:
     """No progress bars in a log, and errors only: the hub library's request log holds signed addresses, with which anyone may
     download. `LOG_LEVEL=debug` shows everything."""
     from huggingface_hub.utils import disable_progress_bars
@@ -91,14 +104,7 @@ def quiet_hub_library() -> None:
             logging.getLogger(name).setLevel(logging.WARNING)
 
 
-def hub_token() -> str | None:
-    """TGI's older name for the token, unless one of the names that the hub library reads itself is set."""
-    if os.environ.get("HF_TOKEN") or os.environ.get("HUGGING_FACE_HUB_TOKEN"):
-        return None
-    return os.environ.get("HF_API_TOKEN") or None
-
-
-def explain_hub_error(error: BaseException, revision: str | None) -> str:
+def _explain(error: BaseException, revision: str | None) -> str:
     """Why a download failed and what would help, for anything that huggingface_hub 0.36 or 2.x raises."""
     from huggingface_hub import errors
 
@@ -120,16 +126,8 @@ def explain_hub_error(error: BaseException, revision: str | None) -> str:
         )
     if isinstance(cause, errors.RevisionNotFoundError):
         return f"it has no branch, tag or commit {revision!r}: check --revision (REVISION)"
-    if status == 401:
-        return "the hub does not know the token: give a valid one in HF_TOKEN, or none for a public model"
-    if status == 403:
-        return "the hub denies access: give a token with read access in HF_TOKEN"
-    if status == 404:
-        return f"it holds no {str(cause.response.url).rpartition('/')[2]}"
-    if status == 429:
-        return "the hub's rate limit is reached: wait, or give a token in HF_TOKEN, which has a higher limit"
     if status:
-        return f"the hub answers with status {status}: try again later"
+        return STATUSES.get(status) or f"the hub answers with status {status}: try again later"
     if isinstance(cause, OSError) and cause.filename:
         return (
             f"{cause.filename} cannot be used by user {os.geteuid()} ({cause.strerror}); give that user the folder (chown), "

@@ -13,10 +13,10 @@ import subprocess
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from config import ConfigError
 
+GIB = 1 << 30
 FAMILIES = ("inf2", "trn1")  # trn1n, a trn1 with a faster network, counts as trn1
 NEURON_LS = ("neuron-ls", "-j")
 
@@ -24,32 +24,29 @@ NEURON_LS = ("neuron-ls", "-j")
 @dataclass(frozen=True)
 class Machine:
     cores: int  # NeuronCores that this process may use
-    family: str | None
-    instance: str | None  # EC2 instance type; in a container with some of the devices still that of the whole machine
-    host_bytes: int | None  # the container's memory limit where it has one
-    source: str  # where the number of cores comes from
+    family: str | None = None
+    instance: str | None = None  # EC2 instance type; in a container with some of the devices still that of the whole machine
+    host_bytes: int | None = None  # the container's memory limit where it has one
+    source: str = ""  # where the number of cores comes from
+
+    @property
+    def name(self) -> str:
+        return self.instance or f"{self.cores} cores"
 
 
-def detect(
-    root: str | Path = "/", environ: Mapping[str, str] = os.environ, neuron_ls: Sequence[str] = NEURON_LS
-) -> Machine | None:
+def detect(root: str | Path = "/", environ: Mapping[str, str] = os.environ) -> Machine | None:
     """The Neuron devices of this machine or container; None when there are none.
 
-    Devices are /dev/neuronN; cores come from sysfs, else from `neuron-ls -j`, else 2 per device.
+    Devices are /dev/neuronN; cores come from sysfs, else 2 per device, as Inferentia2 and Trainium1 have.
     NEURON_RT_VISIBLE_CORES, or else NEURON_RT_NUM_CORES, limits them; raises ConfigError for a value that the runtime refuses.
     """
     root = Path(root)
-    devices = {int(path.name[6:]) for path in root.glob("dev/neuron*") if re.fullmatch(r"neuron\d+", path.name)}
+    devices = [int(path.name[6:]) for path in root.glob("dev/neuron*") if path.name[6:].isdigit()]
     if not devices:
         return None
     sysfs = root / "sys/devices/virtual/neuron_device"
     counts = [_number(_read(sysfs / f"neuron{device}/core_count")) for device in devices]
-    if all(counts):
-        cores, source = sum(filter(None, counts)), "sysfs"
-    elif cores := _listed_cores(neuron_ls, devices):
-        source = " ".join(neuron_ls)
-    else:
-        cores, source = 2 * len(devices), "/dev/neuron*, 2 cores for each"
+    cores, source = sum(count or 2 for count in counts), "sysfs" if all(counts) else "/dev/neuron*, 2 cores for each"
     product = _read(root / "sys/devices/virtual/dmi/id/product_name")  # the instance type on EC2's Nitro machines
     architecture = _read(sysfs / f"neuron{min(devices)}/info/architecture/instance_type").lower()
     usable, limit = usable_cores(cores, environ)
@@ -67,20 +64,20 @@ def usable_cores(cores: int | None, environ: Mapping[str, str]) -> tuple[int | N
 
     Raises ConfigError for a value that the runtime refuses.
     """
-    visible, number = (environ.get(name, "").strip() for name in ("NEURON_RT_VISIBLE_CORES", "NEURON_RT_NUM_CORES"))
-    if visible:
-        name, value = "NEURON_RT_VISIBLE_CORES", visible
-        ranges = [re.fullmatch(r"(\d+)(?:-(\d+))?", part.strip()) for part in visible.split(",")]
+    name = "NEURON_RT_VISIBLE_CORES"
+    if value := environ.get(name, "").strip():
+        ranges = [re.fullmatch(r"(\d+)(?:-(\d+))?", part.strip()) for part in value.split(",")]
         ids = [core for r in ranges if r for core in range(int(r[1]), min(int(r[2] or r[1]), 1 << 12) + 1)]
         if not all(ranges) or not ids or ids != list(range(ids[0], ids[0] + len(ids))):
-            raise ConfigError(f"{name} {visible!r} should be one core (0), or cores in a row (0-3, or 0,1,2-3)")
+            raise ConfigError(f"{name} {value!r} should be one core (0), or cores in a row (0-3, or 0,1,2-3)")
         wanted = len(ids)
-    elif number:
-        name, value, wanted = "NEURON_RT_NUM_CORES", number, _number(number)
-        if wanted is None:
-            raise ConfigError(f"{name} {number!r} should be a number of cores, 0 for all")
     else:
-        return cores, ""
+        name = "NEURON_RT_NUM_CORES"
+        if not (value := environ.get(name, "").strip()):
+            return cores, ""
+        wanted = _number(value)
+        if wanted is None:
+            raise ConfigError(f"{name} {value!r} should be a number of cores, 0 for all")
     if cores is not None and wanted > cores:
         raise ConfigError(f"{name} {value!r} asks for {wanted} cores and there are {cores}")
     return wanted or cores, f"{name}={value}"
@@ -93,32 +90,18 @@ def host_memory(root: Path = Path("/")) -> int | None:
     return min(filter(None, limits), default=None)
 
 
-def holders(neuron_ls: Sequence[str] = NEURON_LS) -> list[tuple[int, str]]:
-    """(pid, command) of each other process that holds NeuronCores and that neuron-ls can see."""
+def holders(neuron_ls: Sequence[str] = NEURON_LS) -> list[str]:
+    """`COMMAND with pid PID` of each other process that holds NeuronCores, where neuron-ls is installed and lists them."""
     found = {}
-    for device in _listed_devices(neuron_ls):
-        for process in device.get("neuron_processes") or ():
-            if isinstance(process.get("pid"), int) and process["pid"] != os.getpid():
-                command = str(process.get("command") or "").split()
-                found[process["pid"]] = command[0] if command else "a process"
-    return sorted(found.items())
-
-
-def _listed_cores(command: Sequence[str], devices: set[int]) -> int:
-    """Cores of `devices` as neuron-ls counts them; 0 when it does not."""
     try:
-        return sum(entry["nc_count"] for entry in _listed_devices(command) if entry["neuron_device"] in devices)
-    except (KeyError, TypeError):
-        return 0
-
-
-def _listed_devices(command: Sequence[str]) -> list[dict[str, Any]]:
-    """What neuron-ls prints about each device; empty when it is not installed, fails or prints something else."""
-    try:
-        listed = json.loads(subprocess.run(command, capture_output=True, timeout=30, check=True).stdout)
-    except (OSError, subprocess.SubprocessError, ValueError):
-        return []
-    return [entry for entry in listed if isinstance(entry, dict)] if isinstance(listed, list) else []
+        devices = json.loads(subprocess.run(neuron_ls, capture_output=True, timeout=30, check=True).stdout)
+        for process in (process for device in devices for process in device["neuron_processes"] or ()):
+            if process["pid"] != os.getpid():
+                command = str(process.get("command") or "").split() or ["a process"]
+                found[process["pid"]] = f"{command[0]} with pid {process['pid']}"
+    except (OSError, subprocess.SubprocessError, ValueError, LookupError, TypeError, AttributeError):
+        pass
+    return list(found.values())
 
 
 def _read(path: Path) -> str:

@@ -3,10 +3,7 @@
 All shapes are fixed when the model is compiled: slots, prompt buckets, position buckets. `Build` decides them before a weight
 is read: from the manifest of a compiled model, else from the settings and what fits on this machine. The library does not
 check several of its own rules (every live slot in every step, prompts of one token, positions, dtypes); `NeuronModel.forward`
-keeps them. Knows no requests, and of sampling only what the device does itself. The library is imported when a model is
-built, never before.
-
-Source of the library's rules: its public code at 0.13.322, and AWS' developer guide for continuous batching.
+keeps them (source: the library's public code at 0.13.322). Knows no requests. Imports the library only to build a model.
 """
 
 from __future__ import annotations
@@ -31,14 +28,13 @@ from models import artifact, plan
 from models.artifact import Artifact, Cache, Programs
 from models.base import Chunk, DeviceLost, Logits, ModelError, SampledIds, first_line, progress_logged, reported_as
 from models.fetch import fetch_artifact, fetch_checkpoint, fetch_weights
-from models.machine import Machine, detect, holders, host_memory, usable_cores
+from models.machine import GIB, Machine, detect, holders, host_memory, usable_cores
 
 logger = logging.getLogger("model")
 
 PROGRESS_S = 30.0  # how often a long compilation logs that it is still going on
-CORES_WAIT_S = 60.0  # how long to wait for cores of another process: a container that is being replaced needs some time
-CORES_RETRY_S = 2.0
-COMPILER_BYTES = 8 << 30  # host memory for each compiler process: an estimate, a large model takes several GB
+CORES_WAIT_S, CORES_RETRY_S = 60.0, 2.0  # for cores of another process: a container that is being replaced needs some time
+COMPILER_BYTES = 8 * GIB  # host memory for each compiler process: an estimate, a large model takes several GB
 LOGITS_DTYPES = ("float32", "bfloat16")  # that the host samples from; others are cast to float32
 AMP = {"float32": "f32", "bfloat16": "bf16", "float16": "f16"}
 
@@ -68,12 +64,12 @@ OPTIMUM_BATCHES = ("LlamaForSampling", "MistralForSampling")  # that optimum-neu
 
 # Parts of the runtime's and the compiler's errors, in lower case, and what they mean. The first match counts.
 NO_MEMORY = "the device has too little memory for this model; lower --max-batch-size or --max-total-tokens"
-NOT_ON_DEVICE = "the model cannot be brought onto the device"
+NOT_ON_DEVICE = "cannot be brought onto the device"
 NO_DEVICE = "no Neuron device can be used here; in a container pass it with --device=/dev/neuron0"
 MEANINGS = {
     "allocation failure": NO_MEMORY,
     "status=4": NO_MEMORY,
-    "status=2": "this tp_degree does not work on this machine; give another with --tp-degree (HF_NUM_CORES)",
+    "status=2": "a program is damaged (compile again), or this machine lacks this tp_degree (--tp-degree, HF_NUM_CORES)",
     "driver version": "there is no Neuron driver on this machine (aws-neuronx-dkms on the host)",
     "could not be initialized": NO_DEVICE,
     "no neuron device": NO_DEVICE,
@@ -109,25 +105,26 @@ class Build:
         _library()
         model_config = read_json(folder / "config.json", required=True)
         legacy, shape = legacy_config(model_config), plan.Shape.from_config(model_config)
-        family, machine, found = FAMILIES[shape.model_type], detect(), Artifact.read(folder)
+        family, found = FAMILIES[shape.model_type], Artifact.read(folder)
         _check(config, legacy, shape.model_type)
         if found:
             artifact.check_versions(found.programs, *_versions(), config.model_name)
             config = artifact.with_programs(config, found.programs, config.model_name)
             family = _family_of(found.programs, family, config.model_name)
-        # Mistral's attention works as long as it need not slide; 4096 is transformers' default.
-        sliding = legacy.get("sliding_window", 4096) if shape.model_type == "mistral" else None
-        if config.max_total_tokens:
-            config.with_manifest(manifest)  # raises for the model's own limit
-            if sliding and config.max_total_tokens > sliding:
-                raise ModelError(
-                    f"--max-total-tokens {config.max_total_tokens} (MAX_TOTAL_TOKENS): this model slides its attention over "
-                    f"{sliding} positions, which is not supported on Neuron; give at most {sliding}"
-                )
-        cores = _cores(config, machine)
+            shape.check_length(config.max_total_tokens)
+        machine = _machine(config)
         if not found:
-            window = min(filter(None, (shape.window, sliding)), default=None)
-            config = _sized(config, dataclasses.replace(shape, window=window), cores, machine)
+            sizing = plan.choose(shape, machine, config)
+            logger.info("On %s: %s", machine.name, sizing)
+            if warning := shape.loading_warning(machine):
+                logger.warning(warning)
+            config = dataclasses.replace(
+                config,
+                tp_degree=sizing.tp_degree,
+                max_batch_size=sizing.batch_size,
+                max_total_tokens=sizing.length,
+                dtype=shape.served_in(config.dtype),
+            )
         config = config.with_manifest(manifest)
         workers = config.compile_workers or max(1, min(os.cpu_count() or 1, (host_memory() or 0) // COMPILER_BYTES))
         programs = found.programs if found else _programs(config, family)
@@ -146,10 +143,6 @@ class Build:
                 "weights by; compile it again"
             )
         return fetch_checkpoint(self.config, self.artifact.checkpoint_id, self.artifact.checkpoint_revision)
-
-
-class ProgramMissing(ModelError):
-    """The library asks for a program that a folder does not have."""
 
 
 class NeuronModel:
@@ -174,41 +167,32 @@ class NeuronModel:
         self._batches = build.programs.continuous_batching
         self._lengths: dict[int, int] = {}  # live slot → positions in its KV cache
         self._announce = announce
-        self._parameters = DeviceSampling(build) if self.sampling == "device" else None
         if not os.environ.get("NEURON_RT_VISIBLE_CORES"):  # without either variable the runtime takes all cores
             os.environ.setdefault("NEURON_RT_NUM_CORES", str(build.programs.tp_degree))
-        self._model = make(build, work_dir, self._parameters)
+        self._model, self._parameters = make(build, work_dir)
         if build.artifact:
             self._load(build.artifact.compiled)
-        elif build.family.is_saved:
-            self._load_or_compile(build, Cache.here())
-        else:
+        elif build.family.is_saved and (cache := Cache.here()):
+            self._load_or_compile(build, cache)
+        else:  # the compiler may have its own cache, at NEURON_COMPILE_CACHE_URL
             self._compile(build)
 
     def _load(self, compiled: Path) -> None:
-        """Raises ProgramMissing when the programs were compiled for something else, or by something else."""
         logger.info("Loading the compiled programs of %s", compiled)
         self._model.load(str(compiled))
-        with reported_as(NOT_ON_DEVICE, explain):
+        with progress_logged("loading programs", PROGRESS_S), reported_as(f"{compiled} {NOT_ON_DEVICE}", explain):
             try:
                 self._to_device()
             except FileNotFoundError:
-                raise ProgramMissing(
+                raise ModelError(
                     f"{compiled} lacks a program of this model: it was compiled from another checkpoint, or by a library that "
-                    "builds other programs than this one; compile it again"
+                    "builds other programs than this one; remove it and compile it again"
                 ) from None
 
-    def _load_or_compile(self, build: Build, cache: Cache | None) -> None:
+    def _load_or_compile(self, build: Build, cache: Cache) -> None:
         key = artifact.model_key(build.legacy)
-        if cache is None:
-            logger.info("The compiler's own cache at NEURON_COMPILE_CACHE_URL may hold the programs")
-            return self._compile(build)
         if entry := cache.find(key, build.programs):
-            try:
-                return self._load(entry)
-            except ProgramMissing as error:
-                cache.remove(entry)
-                raise DeviceLost(f"{error}. They are removed, and the next start compiles them") from None
+            return self._load(entry)
         logger.info("Compiling, because %s", cache.missing(key, build.programs))
         self._compile(build)
         try:
@@ -220,26 +204,28 @@ class NeuronModel:
 
     def _compile(self, build: Build) -> None:
         self._announce("compiling")
-        with compiling(build), reported_as(NOT_ON_DEVICE, explain):
+        with compiling(build, f"the model {NOT_ON_DEVICE}"):
             self._to_device()
 
     def _to_device(self) -> None:
         """Compiles or loads the programs; waits up to CORES_WAIT_S for cores that another process holds."""
         deadline = time.monotonic() + CORES_WAIT_S
-        with progress_logged("compiling or loading programs", PROGRESS_S):
-            while True:
-                try:
-                    return self._model.to_neuron()
-                except RuntimeError as error:
-                    if not _cores_are_held(error):
-                        raise
-                    if time.monotonic() > deadline:
-                        raise ModelError(
-                            f"the cores are held by another process{_holders()}, also after {CORES_WAIT_S:.0f} s; stop it, or "
-                            f"name other cores with NEURON_RT_VISIBLE_CORES ({first_line(error)})"
-                        ) from None
-                    logger.warning("The cores are held by another process%s; trying again", _holders())
-                time.sleep(CORES_RETRY_S)
+        while True:
+            try:
+                return self._model.to_neuron()
+            except RuntimeError as error:
+                message = str(error).lower()
+                # The exception does not always have the reason: where there is a device, it is this one.
+                if "not available" not in message and ("could not be initialized" not in message or not detect()):
+                    raise
+                held = f"the cores are held by another process ({', '.join(holders()) or 'unknown'})"
+                if time.monotonic() > deadline:
+                    raise ModelError(
+                        f"{held}, also after {CORES_WAIT_S:.0f} s; stop it, or name other cores with NEURON_RT_VISIBLE_CORES "
+                        f"({first_line(error)})"
+                    ) from None
+            logger.warning("%s; trying again", held)
+            time.sleep(CORES_RETRY_S)
 
     def set_sampling(self, slot: int, top_k: int, top_p: float, temperature: float) -> None:
         """See StaticBatchModel. Raises DeviceLost."""
@@ -256,11 +242,8 @@ class NeuronModel:
         if chunks[0].begin == 0:
             (prompt,) = chunks
             return self._prefill(prompt.slot, list(prompt.tokens))
-        tokens, positions, slots = [], [], []
-        for slot, (token,), position, _ in chunks:
-            tokens.append(token)
-            positions.append(position)
-            slots.append(slot)
+        slots, positions = [chunk.slot for chunk in chunks], [chunk.begin for chunk in chunks]
+        tokens = [token for (token,) in (chunk.tokens for chunk in chunks)]
         lengths = [self._lengths.get(slot) for slot in slots]
         assert sorted(set(slots)) == slots, f"slots {slots} are not ascending"
         assert positions == lengths, f"slots {slots} hold {lengths} positions, not {positions}"
@@ -308,25 +291,23 @@ class DeviceSampling:
     GREEDY = (1, 1.0, 1.0)
     MIN_TEMPERATURE, MAX_TEMPERATURE = 0.01, 10000.0  # below is greedy; above makes no difference
 
-    def __init__(self, build: Build):
-        self._max_top_k = min(DEVICE_TOP_K, build.legacy["vocab_size"])
-        self._slots = [self.GREEDY] * build.programs.batch_size
+    def __init__(self, slots: int, vocab_size: int):
+        self._max_top_k = min(DEVICE_TOP_K, vocab_size)
+        self._slots = [self.GREEDY] * slots
 
     def change(self, slot: int, top_k: int, top_p: float, temperature: float) -> bool:
         """Sets a slot's parameters. Returns whether they changed: an update of the device takes time."""
         new = (min(top_k or self._max_top_k, self._max_top_k), top_p, min(temperature, self.MAX_TEMPERATURE))
         if top_k == 1 or temperature < self.MIN_TEMPERATURE:
             new = self.GREEDY
-        is_new = new != self._slots[slot]
-        self._slots[slot] = new
-        return is_new
+        former, self._slots[slot] = self._slots[slot], new
+        return new != former
 
     def generation_config(self):
         """A new object each time, because the library writes into the one that it is given."""
-        lists = dict(zip(("top_k", "top_p", "temperature"), map(list, zip(*self._slots))))
-        return _library().GenerationConfig(
-            do_sample=True, dynamic=True, per_batch_line=True, global_top_k=self._max_top_k, **lists
-        )
+        top_k, top_p, temperature = map(list, zip(*self._slots))
+        options = {"do_sample": True, "dynamic": True, "per_batch_line": True, "global_top_k": self._max_top_k}
+        return _library().GenerationConfig(**options, top_k=top_k, top_p=top_p, temperature=temperature)
 
 
 def buckets(given: Sequence[int] | None, limit: int, flag: str) -> list[int]:
@@ -356,8 +337,8 @@ def legacy_config(config: dict[str, Any]) -> dict[str, Any]:
     return legacy
 
 
-def make(build: Build, work_dir: Path, parameters: DeviceSampling | None):
-    """The library's model with its weights in host memory; nothing is compiled or on the device yet."""
+def make(build: Build, work_dir: Path) -> tuple[Any, DeviceSampling | None]:
+    """The library's model with its weights in host memory, not compiled and not on the device; and how the device samples."""
     library, family, programs = _library(), build.family, build.programs
     checkpoint, view = build.checkpoint(), work_dir / "checkpoint"  # the same files with another config.json
     view.mkdir(parents=True, exist_ok=True)
@@ -365,29 +346,35 @@ def make(build: Build, work_dir: Path, parameters: DeviceSampling | None):
         if path.name != "config.json":
             (view / path.name).symlink_to(path)
     (view / "config.json").write_text(json.dumps(build.legacy, indent=1))
+    is_on_device = programs.sampling == "device"
+    parameters = DeviceSampling(programs.batch_size, build.legacy["vocab_size"]) if is_on_device else None
+    options = dict(family.options)
+    if parameters is not None:
+        options["on_device_generation"] = parameters.generation_config()
+    if programs.continuous_batching:
+        options["continuous_batching"] = library.ContinuousBatchingConfig(batch_size_for_shared_caches=programs.batch_size)
+    if programs.quantize == "int8":
+        options["quant"] = library.QuantizationConfig(quant_dtype="s8", dequant_dtype=AMP[programs.dtype])
+    # A cast of bfloat16 logits to float32 would take the host longer than sampling from them.
+    options["cast_logits_dtype"] = programs.dtype if programs.dtype in LOGITS_DTYPES else "float32"
+    lengths = {"n_positions": list(programs.position_buckets), "context_length_estimate": list(programs.prefill_buckets)}
+    if not programs.continuous_batching:  # such families take single numbers
+        lengths = {name: lengths[name][-1] for name in lengths}
+        if programs.exporter == artifact.OPTIMUM or not family.has_prefill:
+            del lengths["context_length_estimate"]
     with reported_as(f"{build.config.model_name} cannot be built for Neuron", explain):
         model = getattr(library, family.name).from_pretrained(
             str(view),
             batch_size=programs.batch_size,
-            **_buckets_of(programs, family),
             tp_degree=programs.tp_degree,
             amp=AMP[programs.dtype],
-            neuron_config=_neuron_config(library, build, parameters),
+            neuron_config=library.NeuronConfig(**options, compilation_worker_count=build.compile_workers),
+            **lengths,
         )
         expected, found = build.legacy.get("rope_theta"), getattr(model.config, "rope_theta", None)
         if family.batches and expected not in (None, found):
             raise ModelError(f"the library reads rope_theta {found} where config.json has {expected}; it needs transformers 4")
-    return model
-
-
-def _buckets_of(programs: Programs, family: Family) -> dict[str, Any]:
-    """The lengths that programs are compiled for. Families without continuous batching take single numbers."""
-    positions, prompts = list(programs.position_buckets), list(programs.prefill_buckets)
-    if programs.continuous_batching:
-        return {"n_positions": positions, "context_length_estimate": prompts}
-    if programs.exporter == artifact.OPTIMUM or not family.has_prefill:
-        return {"n_positions": positions[-1]}
-    return {"n_positions": positions[-1], "context_length_estimate": prompts[-1]}
+    return model, parameters
 
 
 def _programs(config: Config, family: Family) -> Programs:
@@ -418,63 +405,27 @@ def _family_of(programs: Programs, family: Family, name: str) -> Family:
     return dataclasses.replace(family, options={"fuse_qkv": True} | family.options, batches=programs.continuous_batching)
 
 
-def _cores(config: Config, machine: Machine | None) -> int:
-    """How many cores there are. Without a device, where only `compile` works, as many as were asked for."""
-    found, source = (machine.cores, machine.source) if machine else usable_cores(None, os.environ)
-    cores = found or config.tp_degree or 1
-    if config.tp_degree and config.tp_degree > cores:
+def _machine(config: Config) -> Machine:
+    """This machine; without a device, where only `compile` works, one with as many cores as were asked for."""
+    machine = detect()
+    if machine is None:
+        cores, source = usable_cores(None, os.environ)
+        machine = Machine(cores or config.tp_degree or 1, source=source)
+    if config.tp_degree and config.tp_degree > machine.cores:
         raise ConfigError(
-            f"--tp-degree {config.tp_degree} (HF_NUM_CORES) needs more cores than the {cores} that there are ({source}); "
-            f"give at most {cores}"
+            f"--tp-degree {config.tp_degree} (HF_NUM_CORES) needs more cores than the {machine.cores} that there are "
+            f"({machine.source}); give at most {machine.cores}"
         )
-    return cores
-
-
-def _sized(config: Config, shape: plan.Shape, cores: int, machine: Machine | None) -> Config:
-    """With a tp_degree, batch size, length and dtype that fit on this machine, where they were left open.
-
-    Raises ConfigError where nothing fits.
-    """
-    try:
-        choice = plan.choose(
-            shape,
-            cores,
-            machine.host_bytes if machine else None,
-            family=machine.family if machine else None,
-            tp_degree=config.tp_degree,
-            batch_size=config.max_batch_size,
-            length=config.max_total_tokens,
-            dtype=config.dtype,
-            quantize=config.quantize,
-        )
-    except ConfigError as error:
-        raise ConfigError(f"{error} (--tp-degree, --max-batch-size, --max-total-tokens, --quantize)") from None
-    logger.info("%s%s", f"{machine.instance or machine.family or 'this machine'}: " if machine else "", choice.reason)
-    if choice.warning:
-        logger.warning("%s", choice.warning)
-    return dataclasses.replace(
-        config,
-        tp_degree=choice.sizing.tp_degree,
-        max_batch_size=choice.sizing.batch_size,
-        max_total_tokens=choice.sizing.length,
-        dtype=shape.served_in(config.dtype),
-    )
+    return machine
 
 
 def _check(config: Config, legacy: dict[str, Any], model_type: str) -> None:
     """Refuses what the library would compute wrongly, or refuse in words that do not help."""
     family = FAMILIES[model_type]
-    if config.quantize not in (None, "int8"):
-        raise ModelError(f"--quantize {config.quantize} (QUANTIZE) is not supported on Neuron; give int8 or none")
     if config.sampling == "device" and not family.samples:
         raise ModelError(
             f"--sampling device (SAMPLING): transformers-neuronx does not support that for {model_type} models; give "
             "SAMPLING=host"
-        )
-    if (config.max_batch_size or 1) > 1 and not family.batches:
-        raise ModelError(
-            f"--max-batch-size {config.max_batch_size} (MAX_BATCH_SIZE): {model_type} models run one request at a time on "
-            "Neuron; give 1"
         )
     if legacy.get("attention_bias") and family.batches:
         raise ModelError(f"this {model_type} model has biases in its attention, which transformers-neuronx ignores")
@@ -482,17 +433,6 @@ def _check(config: Config, legacy: dict[str, Any], model_type: str) -> None:
     kind = scaling.get("rope_type", scaling.get("type", "default"))
     if kind not in ("default", "llama3"):
         raise ModelError(f"this {model_type} model scales its rotary positions ({kind}), which cannot be served on Neuron")
-
-
-def _cores_are_held(error: RuntimeError) -> bool:
-    message = str(error).lower()
-    # The runtime prints the reason, which is not always in the exception: where there is a device, it is this one.
-    return "not available" in message or ("could not be initialized" in message and detect() is not None)
-
-
-def _holders() -> str:
-    found = ", ".join(f"{command} with pid {pid}" for pid, command in holders())
-    return f" ({found})" if found else ""
 
 
 def _versions() -> tuple[str, str]:
@@ -511,22 +451,9 @@ def _library():
     return transformers_neuronx
 
 
-def _neuron_config(library, build: Build, parameters: DeviceSampling | None):
-    programs, options = build.programs, dict(build.family.options)
-    if parameters is not None:
-        options["on_device_generation"] = parameters.generation_config()
-    if programs.continuous_batching:
-        options["continuous_batching"] = library.ContinuousBatchingConfig(batch_size_for_shared_caches=programs.batch_size)
-    if programs.quantize == "int8":
-        options["quant"] = library.QuantizationConfig(quant_dtype="s8", dequant_dtype=AMP[programs.dtype])
-    # A cast of bfloat16 logits to float32 would take the host longer than sampling from them.
-    options["cast_logits_dtype"] = programs.dtype if programs.dtype in LOGITS_DTYPES else "float32"
-    return library.NeuronConfig(**options, compilation_worker_count=build.compile_workers)
-
-
 @contextlib.contextmanager
-def compiling(build: Build) -> Iterator[None]:
-    """Logs what is compiled, each program when it is done, and how long all of them took."""
+def compiling(build: Build, failure: str) -> Iterator[None]:
+    """Logs what is compiled and how long it takes; reports errors as `failure`."""
     programs, started_at = build.programs, time.monotonic()
     logger.info(
         "Compiling programs for prompts up to %s tokens and positions up to %s, %d at a time",
@@ -534,20 +461,6 @@ def compiling(build: Build) -> Iterator[None]:
         ", ".join(map(str, programs.position_buckets)),
         build.compile_workers,
     )
-    compiler = importlib.import_module("transformers_neuronx.compiler")
-    compile_one = compiler.compile_hlo_module
-
-    def compile_and_log(hlo_module, tag=None, *more, **named):  # called for each program, in processes that are forked
-        began_at = time.monotonic()
-        program = compile_one(hlo_module, tag, *more, **named)
-        kind, _, length = (tag or "").partition("-seqlen")
-        what = {"context": "prompts up to", "token": "positions up to"}.get(kind, tag)
-        logger.info("Compiled %s %s in %.1f s", what, length.partition("-")[0], time.monotonic() - began_at)
-        return program
-
-    compiler.compile_hlo_module = compile_and_log
-    try:
+    with progress_logged("compiling", PROGRESS_S), reported_as(failure, explain):
         yield
-    finally:
-        compiler.compile_hlo_module = compile_one
     logger.info("Compiled in %.0f s", time.monotonic() - started_at)

@@ -12,63 +12,37 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import re
 import sys
 import textwrap
+from collections import namedtuple
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import config as configuration
 from config import DTYPES, Config, ConfigError, read_json
-from models import fetch
+from models.base import ModelError
+from models.fetch import fetch_config
+from models.machine import GIB, Machine
 
-GIB = 1 << 30
 CORE_BYTES = 16 * GIB  # HBM of a NeuronCore-v2 (SDK@v2.25.0:general/arch/neuron-hardware/inf2-arch.rst:32-70)
 HEADROOM = 0.8  # share of a core to fill; compiled code, scratch, logits and the runtime need the rest (an estimate)
-MAX_BATCH_SIZE = 32  # defaults; larger values must be set explicitly
-MAX_LENGTH = 4096
+MAX_BATCH_SIZE, MAX_LENGTH = 32, 4096  # defaults; larger values must be set explicitly
 WIDTHS = {"float32": 4, "bfloat16": 2, "float16": 2}  # bytes
-
-# Known to load: the developer guide's values, the application note's 12, the runtime's 16 on trn1.
-TP_DEGREES = {"inf2": (1, 2, 4, 8, 12, 24), "trn1": (1, 2, 8, 16, 32)}
 
 CONTINUOUS_BATCHING = GATED = ("llama", "mistral", "mixtral")  # gated: three MLP matrices, RMSNorm, no biases
 ONE_SLOT = ("gpt2", "opt", "bloom", "gpt_neox")
 
-
-@dataclass(frozen=True)
-class Instance:
-    """A machine to plan for. A bare number of cores has no family, and its memory and price are unknown."""
-
-    name: str
-    cores: int
-    family: str | None = None
-    host_gib: int | None = None
-    dollars_per_hour: float | None = None
-
-
-@dataclass(frozen=True)
-class Published:
-    """A speed that others measured and published; quoted, never scaled."""
-
-    model: str
-    quantize: str | None
-    instance: str
-    tp_degree: int | None  # None: not stated, or several servers side by side
-    batch_size: int
-    length: int | None  # prompt and completion
-    prompt: int | None
-    tokens_per_s: float  # of the whole machine
-    ttft_ms: float | None
-    token_ms: float | None
-    source: str
-
-
 _DATA = json.loads(Path(__file__).with_name("plan.json").read_text(encoding="utf-8"))
-INSTANCES = {row["name"]: Instance(**row) for row in _DATA["instances"]}
+TP_DEGREES: dict[str, list[int]] = _DATA["tp_degrees"]  # by family
+INSTANCES = {
+    row["name"]: Machine(row["cores"], row["family"], row["name"], row["host_gib"] * GIB) for row in _DATA["instances"]
+}
+PRICES = {row["name"]: row["dollars_per_hour"] for row in _DATA["instances"]}
 PUBLISHED_SHAPES: dict[str, dict[str, int]] = _DATA["shapes"]  # by model: the fields of its Shape
-PUBLISHED = [Published(**dict(zip(_DATA["figure_columns"], row))) for row in _DATA["figures"]]
+Figure = namedtuple("Figure", _DATA["figure_columns"])  # a speed that others published: quoted, never scaled
+PUBLISHED = [Figure(*row) for row in _DATA["figures"]]
 
 
 @dataclass(frozen=True)
@@ -83,7 +57,7 @@ class Shape:
     intermediate: int  # of one expert
     vocab: int
     experts: int  # 0 for a dense model
-    window: int | None  # context length; None: unlimited
+    window: int | None  # context length, where attention need not slide; None: unlimited
     positions: int  # rows of a learned position table; 0 with rotary embeddings or ALiBi
     is_tied: bool  # the output matrix is the embedding table; Neuron keeps both
     dtype: str  # of the checkpoint
@@ -112,6 +86,8 @@ class Shape:
         hidden = number("hidden_size", "n_embd", "n_embed")
         heads = number("num_attention_heads", "n_head")
         window = number("max_position_embeddings", "n_positions", "seq_length", default=2048)
+        if model_type == "mistral" and data.get("sliding_window", 4096):  # transformers' default
+            window = min(window, number("sliding_window", default=4096))  # the library's sliding attention is wrong
         shape = cls(
             model_type=model_type,
             layers=number("num_hidden_layers", "n_layer"),
@@ -135,17 +111,26 @@ class Shape:
             raise ConfigError(f"head_dim {data['head_dim']} is not served on Neuron: {rule}")
         return shape
 
+    def check_length(self, length: int | None) -> None:
+        """Raises ConfigError for a length of a slot that the model cannot attend over."""
+        if length and self.window and length > self.window:
+            raise ConfigError(
+                f"--max-total-tokens {length} (MAX_TOTAL_TOKENS) is more than the {self.window} positions over which this "
+                f"model's attention works on Neuron; give at most {self.window}"
+            )
+
     def served_in(self, dtype: str) -> str:
-        """The dtype that a name of config.DTYPES means for this checkpoint: auto is its own."""
-        return self.dtype if DTYPES[dtype] == "auto" else DTYPES[dtype]
+        """The dtype that `--dtype` means for this checkpoint: auto is its own."""
+        return self.dtype if dtype == "auto" else dtype
 
     @property
     def head_dim(self) -> int:
         return self.hidden // self.heads
 
     @property
-    def has_continuous_batching(self) -> bool:
-        return self.model_type in CONTINUOUS_BATCHING
+    def default_slots(self) -> int:
+        """The largest batch size that is chosen unasked."""
+        return 1 if self.model_type in ONE_SLOT else MAX_BATCH_SIZE
 
     @property
     def embedding_bytes(self) -> int:
@@ -161,6 +146,13 @@ class Shape:
     def host_bytes(self) -> int:
         """Host memory during loading: the whole checkpoint and the embedding tables. Compiling needs more."""
         return self.parameters * WIDTHS[self.dtype] + self.embedding_bytes
+
+    def loading_warning(self, machine: Machine) -> str | None:
+        """One line where the machine's host memory looks too small."""
+        if machine.host_bytes is None or self.host_bytes <= machine.host_bytes:
+            return None
+        needed, there = self.host_bytes / GIB, machine.host_bytes / GIB
+        return f"loading takes about {needed:.1f} GiB of host memory and there are {there:.1f}; compiling takes several more"
 
     def matrix_parameters(self, tp_degree: int) -> int:
         """Of one layer's attention and MLP matrices on all cores together, padded for `tp_degree`."""
@@ -202,22 +194,23 @@ def _round_up(number: int, divisor: int) -> int:
 
 @dataclass(frozen=True)
 class Sizing:
-    """A model split over `tp_degree` cores: the memory that one core holds, and whether that works.
-
-    `dtype`: one of config.DTYPES, auto is the checkpoint's. `quantize`: None, or int8 for the matrices of the layers.
-    """
+    """A model split over `tp_degree` cores: the memory that one core holds, and whether that works."""
 
     shape: Shape
     tp_degree: int
     batch_size: int
     length: int  # positions of a slot
     dtype: str = "auto"
-    quantize: str | None = None
+    quantize: str | None = None  # int8: the matrices of the layers
+
+    @property
+    def _width(self) -> int:
+        return WIDTHS[self.shape.served_in(self.dtype)]
 
     @property
     def weights_bytes(self) -> int:
         """Matrices / tp_degree with padded heads, plus what every core repeats; the embedding table is on the host."""
-        shape, tp_degree, width = self.shape, self.tp_degree, WIDTHS[self.shape.served_in(self.dtype)]
+        shape, tp_degree, width = self.shape, self.tp_degree, self._width
         matrices = shape.matrix_parameters(tp_degree) // tp_degree
         layer = matrices * (1 if self.quantize else width) + shape.vector_parameters * width
         head = shape.hidden * _round_up(shape.vocab, tp_degree) // tp_degree
@@ -225,10 +218,8 @@ class Sizing:
 
     @property
     def kv_bytes(self) -> int:
-        """2 · layers · length · batch_size · (cached heads / tp_degree) · head_dim · bytes."""
         heads = padded_heads(self.shape.heads, self.shape.kv_heads, self.tp_degree)[1] // self.tp_degree
-        width = WIDTHS[self.shape.served_in(self.dtype)]
-        return 2 * self.shape.layers * self.length * self.batch_size * heads * self.shape.head_dim * width
+        return 2 * self.shape.layers * self.length * self.batch_size * heads * self.shape.head_dim * self._width
 
     @property
     def total_bytes(self) -> int:
@@ -242,8 +233,9 @@ class Sizing:
     def unsupported(self) -> str | None:
         """Why the library cannot run this, whatever the memory, and what would work; None: it can."""
         shape, tp_degree, experts = self.shape, self.tp_degree, self.shape.experts
-        if self.batch_size > 1 and not shape.has_continuous_batching:
-            return f"batch size {self.batch_size}: {shape.model_type} has no continuous batching on Neuron; 1 would work"
+        if self.batch_size > 1 and shape.model_type in ONE_SLOT:
+            setting = f"--max-batch-size {self.batch_size} (MAX_BATCH_SIZE)"
+            return f"{setting}: {shape.model_type} models run one request at a time on Neuron; give 1"
         if shape.model_type == "gpt_neox" and self.quantize:  # T/gptneox/model.py
             return "--quantize int8: gpt_neox cannot be quantized on Neuron; none would work"
         if shape.model_type == "gpt_neox" and shape.heads % tp_degree:
@@ -268,20 +260,18 @@ class Sizing:
         slots, length = (int(free * count // self.kv_bytes) for count in (self.batch_size, self.length))
         degrees = [degree for degree in allowed_tp_degrees(None, 32) if degree > self.tp_degree]
         fitting = [degree for degree in degrees if replace(self, tp_degree=degree).fits]
-        options = [f"batch size {slots}"] * (slots > 0) + [f"length {length // 128 * 128}"] * (length >= 128)
-        options += [f"tp_degree {degree}" for degree in fitting[:1]]
+        options = [f"--max-batch-size {slots}"] * (slots > 0)
+        options += [f"--max-total-tokens {length // 128 * 128}"] * (length >= 128)
+        options += [f"--tp-degree {degree}" for degree in fitting[:1]]
         options += ["--quantize int8"] * (not self.quantize and replace(self, quantize="int8").fits)
         advice = f"{', or '.join(options)} would fit" if options else "no machine that is known here is large enough"
-        return (
-            f"{self.total_bytes / GIB:.1f} GiB a core (weights {self.weights_bytes / GIB:.1f}, KV cache "
-            f"{self.kv_bytes / GIB:.1f}) with tp_degree {self.tp_degree}, batch size {self.batch_size} and length "
-            f"{self.length} is more than {HEADROOM:.0%} of {CORE_BYTES // GIB} GiB; {advice}"
-        )
+        return f"{self}, and at most {HEADROOM:.0%} can be filled; {advice}"
 
     def __str__(self) -> str:
         return (
-            f"weights {self.weights_bytes / GIB:.2f} + KV cache {self.kv_bytes / GIB:.2f} GiB, "
-            f"{self.total_bytes / CORE_BYTES:.0%} of a core's {CORE_BYTES // GIB}"
+            f"tp_degree {self.tp_degree}, batch size {self.batch_size}, length {self.length}: weights "
+            f"{self.weights_bytes / GIB:.2f} + KV cache {self.kv_bytes / GIB:.2f} GiB, {self.total_bytes / CORE_BYTES:.0%} of "
+            f"a core's {CORE_BYTES // GIB}"
         )
 
 
@@ -291,266 +281,158 @@ def allowed_tp_degrees(family: str | None, cores: int) -> list[int]:
     return sorted(degree for degree in known if degree <= cores)
 
 
-@dataclass(frozen=True)
-class Choice:
-    sizing: Sizing
-    reason: str  # one line for the log
-    warning: str | None  # one line where host memory looks too small
-
-
-def choose(
-    shape: Shape,
-    cores: int,
-    host_bytes: int | None = None,
-    *,
-    family: str | None = None,
-    tp_degree: int | None = None,
-    batch_size: int | None = None,
-    length: int | None = None,
-    dtype: str = "auto",
-    quantize: str | None = None,
-) -> Choice:
-    """The tp_degree, batch size and length for a machine; values that are given are kept.
+def choose(shape: Shape, machine: Machine, config: Config) -> Sizing:
+    """The tp_degree, batch size and length for a machine; those that are set in `config` are kept.
 
     The longest length up to the model's window and 4096 that fits (else halves of it), then the largest batch size of 1, 2,
     4 … 32, then the tp_degree with the fewest bytes per core, as a decode step reads all of them. Raises ConfigError with
     the numbers and what would fit where nothing does.
     """
-    if quantize not in (None, "int8"):
-        raise ConfigError(f"--quantize {quantize} (QUANTIZE): on Neuron it is int8 or none")
-    allowed = allowed_tp_degrees(family, cores)
+    if config.quantize not in (None, "int8"):
+        raise ConfigError(f"--quantize {config.quantize} (QUANTIZE) is not supported on Neuron; give int8 or none")
+    shape.check_length(config.max_total_tokens)
+    cores, degree = machine.cores, config.tp_degree
+    degrees = allowed_tp_degrees(machine.family, cores)
     # Inferentia2's collectives take any even number (collective-communication.rst:79-127), but only these are known to load.
-    is_even_inf2 = family == "inf2" and tp_degree and tp_degree % 2 == 0 and tp_degree <= cores
-    if tp_degree and tp_degree not in allowed and not is_even_inf2:
-        machine = f"{cores} cores{f' of {family}' if family else ''}"
-        raise ConfigError(f"tp_degree {tp_degree} cannot be had with {machine}; {', '.join(map(str, allowed))} would work")
-    if length and shape.window and length > shape.window:
-        raise ConfigError(f"length {length} is more than the {shape.window} positions of the model; give at most that")
-    longest = length or min(shape.window or MAX_LENGTH, MAX_LENGTH)
-    lengths = [longest] if length else [longest >> n for n in range(16) if n == 0 or longest >> n >= 128]
-    most = MAX_BATCH_SIZE if shape.has_continuous_batching else 1
-    batch_sizes = [batch_size] if batch_size else [1 << n for n in range(most.bit_length())]
+    is_even_inf2 = machine.family == "inf2" and degree and degree % 2 == 0 and degree <= cores
+    if degree and degree not in degrees and not is_even_inf2:
+        family, known = f" of {machine.family}" if machine.family else "", ", ".join(map(str, degrees))
+        raise ConfigError(f"tp_degree {degree} cannot be had with {cores} cores{family}; {known} would work")
+    longest = min(shape.window or MAX_LENGTH, MAX_LENGTH)
+    lengths = [longest >> n for n in range(16) if n == 0 or longest >> n >= 128]
+    batch_sizes = [1 << n for n in range(shape.default_slots.bit_length())]
     sizings = [
-        Sizing(shape, degree, size, positions, dtype, quantize)
-        for degree in ([tp_degree] if tp_degree else allowed)
-        for size in batch_sizes
-        for positions in lengths
+        Sizing(shape, tp_degree, batch_size, length, config.dtype, config.quantize)
+        for tp_degree in ([degree] if degree else degrees)
+        for batch_size in ([config.max_batch_size] if config.max_batch_size else batch_sizes)
+        for length in ([config.max_total_tokens] if config.max_total_tokens else lengths)
     ]
-    working = [sizing for sizing in sizings if sizing.fits]
+    possible = [sizing for sizing in sizings if not sizing.unsupported]
+    if not possible:
+        raise ConfigError(sizings[0].unsupported)
+    working = [sizing for sizing in possible if sizing.fits]
     if not working:
-        possible = [sizing for sizing in sizings if not sizing.unsupported] or sizings
         nearest = min(possible, key=lambda sizing: (sizing.batch_size, sizing.total_bytes))
         raise ConfigError(f"the model does not fit on {cores} cores: {nearest.reason}")
-    best = max(working, key=lambda sizing: (sizing.length, sizing.batch_size, -sizing.total_bytes))
-    slots = f"up to {MAX_BATCH_SIZE} slots" if shape.has_continuous_batching else f"1 slot, as {shape.model_type} takes no more"
-    reason = (
-        f"tp_degree {best.tp_degree} of {cores} cores, batch size {best.batch_size}, length {best.length}: {best}; "
-        f"what is not given is chosen for length (up to {MAX_LENGTH} and the window), then batch size ({slots}), then memory"
-    )
-    warning = None
-    if host_bytes is not None and shape.host_bytes > host_bytes:
-        loading = f"loading takes about {shape.host_bytes / GIB:.1f} GiB of host memory and there are {host_bytes / GIB:.1f}"
-        warning = f"{loading}; compiling takes several more"
-    return Choice(best, reason, warning)
+    return max(working, key=lambda sizing: (sizing.length, sizing.batch_size, -sizing.total_bytes))
 
 
-def published(shape: Shape, dtype: str = "auto", quantize: str | None = None) -> list[Published]:
+def published(shape: Shape, config: Config) -> list[Figure]:
     """The published figures for models of exactly this size; none in float32, which nobody measured."""
-    if shape.experts or shape.served_in(dtype) == "float32":
+    if shape.experts or shape.served_in(config.dtype) == "float32":
         return []
     models = [model for model, sizes in PUBLISHED_SHAPES.items() if sizes.items() <= asdict(shape).items()]
-    return [row for row in PUBLISHED if row.model in models and row.quantize == quantize]
+    return [row for row in PUBLISHED if row.model in models and row.quantize == config.quantize]
 
 
-def read_config(model_id: str, revision: str | None = None) -> dict[str, Any]:
-    """The config.json of a folder, of a path to itself, or of a hub id (nothing else is downloaded). Raises ConfigError."""
-    path = Path(model_id).expanduser()
-    if path.is_file():
-        return read_json(path, required=True)
-    if path.is_dir():
-        return read_json(path / "config.json", required=True)
-    if Config(model_id=model_id).is_local:
-        raise ConfigError(f"--model-id {model_id}: there is no such folder")
-    try:
-        from huggingface_hub import hf_hub_download
-
-        fetch.quiet_hub_library()
-        path = hf_hub_download(model_id, "config.json", revision=revision, token=fetch.hub_token())
-    except ImportError:
-        why = "no such folder, and huggingface_hub is not installed to ask the hub"
-        raise ConfigError(f"--model-id {model_id}: {why}") from None
-    except Exception as error:
-        why = fetch.explain_hub_error(error, revision)
-        raise ConfigError(f"--model-id {model_id}: its config.json cannot be had: {why}") from None
-    return read_json(Path(path), required=True)
-
-
-@dataclass(frozen=True)
-class Wanted:
-    """The settings of `plan` that `choose` takes; None leaves the choice to it."""
-
-    batch_size: int | None
-    length: int | None
-    dtype: str
-    quantize: str | None
-
-
-def report(shape: Shape, instances: Sequence[Instance], wanted: Wanted) -> Iterator[str]:
+def report(shape: Shape, machines: Sequence[Machine], config: Config) -> Iterator[str]:
     """The lines that `plan` prints, of any length."""
-    choices: dict[Instance, Choice | ConfigError] = {}  # an error: why nothing fits
-    for instance in instances:
-        host_bytes = instance.host_gib and instance.host_gib * GIB
+    chosen: dict[Machine, Sizing] = {}
+    refused: dict[Machine, ConfigError] = {}
+    for machine in machines:
         try:
-            choices[instance] = choose(shape, instance.cores, host_bytes, family=instance.family, **asdict(wanted))
+            chosen[machine] = choose(shape, machine, config)
         except ConfigError as error:
-            choices[instance] = error
+            refused[machine] = error
     experts = f", {shape.experts} experts" if shape.experts else ""
     heads = f"{shape.heads}/{shape.kv_heads} heads"
     yield f"{shape.model_type}: {shape.parameters:,} parameters in {shape.dtype}, {shape.layers} layers, {heads}{experts}"
-    int8 = ", its layers in int8" if wanted.quantize else ""
-    yield f"served in {shape.served_in(wanted.dtype)}{int8}; window: {shape.window or 'no end'}"
+    int8 = ", its layers in int8" if config.quantize else ""
+    yield f"served in {shape.served_in(config.dtype)}{int8}; window: {shape.window or 'no end'}"
     embedding = f"with {shape.embedding_bytes / GIB:.2f} for the embedding table in float32"
     yield f"host memory to load it: {shape.host_bytes / GIB:.1f} GiB, {embedding}"
     yield ""
-    yield from _table(shape, choices, wanted)
+    yield from _table(shape, machines, chosen, config)
     yield ""
-    yield from _recommendations(choices)
+    for machine in machines:
+        yield f"{machine.name} (${PRICES[machine.name]:.2f} an hour): {chosen.get(machine) or refused[machine]}"
+        if machine in chosen and (warning := shape.loading_warning(machine)):
+            yield f"    {warning}"
+    if len(machines) > 1:
+        able = [machine for machine in chosen if not shape.loading_warning(machine)]
+        best = min(able, key=lambda machine: (-chosen[machine].length, PRICES[machine.name]), default=None)
+        why = f"{best.name}, the cheapest for length {chosen[best].length}" if best else "none, as nothing fits"
+        yield f"Recommended: {why}."
     yield ""
-    yield from _figures(published(shape, wanted.dtype, wanted.quantize), choices)
+    yield "Published figures (others' runs with a full batch, not of this server):"
+    for machine, sizing in chosen.items():
+        yield from _figures(published(shape, config), machine.name, sizing)
+    yield ""
+    yield f"Prices as of {_DATA['prices']['as_of']}, check: {_DATA['prices']['source']}."
 
 
-def _table(shape: Shape, choices: Mapping[Instance, Choice | ConfigError], wanted: Wanted) -> Iterator[str]:
-    most = wanted.batch_size or (MAX_BATCH_SIZE if shape.has_continuous_batching else 1)
+def _table(shape: Shape, machines: Sequence[Machine], chosen: Mapping[Machine, Sizing], config: Config) -> Iterator[str]:
+    most = config.max_batch_size or shape.default_slots
     batch_sizes = sorted({1 << n for n in range(most.bit_length())} | {most})
     longest = min(shape.window or 16384, 16384)
-    lengths = [wanted.length] if wanted.length else [n for n in (1024, 2048, 4096, 8192) if n < longest] + [longest]
+    lengths = [n for n in (1024, 2048, 4096, 8192) if n < longest] + [longest]
+    if config.max_total_tokens:
+        lengths = [config.max_total_tokens]
     yield f"Largest batch size, up to {most}, by length. Sizes are of one core; at most {HEADROOM:.0%} is filled,"
     yield f"as compiled code, scratch and the runtime need the rest of its {CORE_BYTES // GIB} GiB."
     header = f"{'':14}{'tp':>4}{'weights':>11}{'KV heads':>10}{'KV/token':>10}"
     yield header + "".join(f"{length:>7} " for length in lengths).rstrip()
-    for instance, choice in choices.items():
-        for degree in allowed_tp_degrees(instance.family, instance.cores):
-            token = Sizing(shape, degree, 1, 1, wanted.dtype, wanted.quantize)
+    for machine in machines:
+        for degree in allowed_tp_degrees(machine.family, machine.cores):
+            token = Sizing(shape, degree, 1, 1, config.dtype, config.quantize)
             cached = padded_heads(shape.heads, shape.kv_heads, degree)[1]
-            row = f"{instance.name if degree == 1 else '':14}{degree:>4}"
+            row = f"{machine.name if degree == 1 else '':14}{degree:>4}"
             row += f"{token.weights_bytes / GIB:>7.2f} GiB{cached:>10}{token.kv_bytes / 1024:>6.0f} KiB"
             for length in lengths:
                 sizings = [replace(token, batch_size=size, length=length) for size in batch_sizes]
                 fitting = [sizing for sizing in sizings if sizing.fits]
-                is_chosen = isinstance(choice, Choice) and choice.sizing in fitting
-                row += f"{fitting[-1].batch_size if fitting else '-':>7}{'*' if is_chosen else ' '}"
+                mark = "*" if chosen.get(machine) in fitting else " "
+                row += f"{fitting[-1].batch_size if fitting else '-':>7}{mark}"
             yield row.rstrip()
     yield "*: recommended for that machine.  -: does not fit, or cannot be spread like that."
 
 
-def _recommendations(choices: Mapping[Instance, Choice | ConfigError]) -> Iterator[str]:
-    lengths = {}  # of the machines that can load the model
-    for instance, choice in choices.items():
-        if isinstance(choice, ConfigError):
-            yield f"{instance.name}: {choice}"
-            continue
-        best = choice.sizing
-        price = f" (${instance.dollars_per_hour:.2f} an hour)" if instance.dollars_per_hour else ""
-        yield f"{instance.name}{price}: tp_degree {best.tp_degree}, batch size {best.batch_size}, length {best.length}"
-        yield f"    {best}"
-        if choice.warning:
-            yield f"    {choice.warning}"
-        else:
-            lengths[instance] = best.length
-    if len(choices) > 1:
-        cheapest = min(lengths, key=lambda instance: (-lengths[instance], instance.dollars_per_hour), default=None)
-        text = f"{cheapest.name}, the cheapest for length {lengths[cheapest]}" if cheapest else "none, as nothing fits"
-        yield f"Recommended: {text}."
+def _figures(figures: Sequence[Figure], instance: str, sizing: Sizing) -> Iterator[str]:
+    tp_degree, batch_size = sizing.tp_degree, sizing.batch_size
+    rows = [row for row in figures if row.instance == instance and row.tp_degree in (None, tp_degree)]
+    for row in rows:
+        if row.batch_size == batch_size:
+            degree = f", tp_degree {tp_degree}" if row.tp_degree else ""
+            length = f", length {row.length}" if row.length else ""
+            prompt = f" ({row.prompt} of it prompt)" if row.prompt else ""
+            latency = f", first token {row.ttft_ms:g} ms, then {row.token_ms:g} ms each" if row.ttft_ms else ""
+            cost = PRICES[instance] / 3600 / row.tokens_per_s * 1e6
+            yield f"  {instance}, {row.model}{degree}, batch size {batch_size}{length}{prompt}:"
+            yield f"    {row.tokens_per_s:.1f} tokens/s{latency}, ${cost:.2f} per million tokens"
+            yield f"    [{row.source}]"
+    batch_sizes = sorted({row.batch_size for row in rows})
+    if batch_size not in batch_sizes:
+        hint = f"; there are some for {', '.join(map(str, batch_sizes))} (--max-batch-size)" if rows else ""
+        yield f"  {instance}: no published figure for tp_degree {tp_degree}, batch size {batch_size}{hint}"
 
 
-def _figures(figures: Sequence[Published], choices: Mapping[Instance, Choice | ConfigError]) -> Iterator[str]:
-    yield "Published figures (others' runs with a full batch, not of this server):"
-    for instance, choice in choices.items():
-        if isinstance(choice, ConfigError):
-            continue
-        tp_degree, batch_size, price = choice.sizing.tp_degree, choice.sizing.batch_size, instance.dollars_per_hour
-        rows = [row for row in figures if row.instance == instance.name and row.tp_degree in (None, tp_degree)]
-        for row in rows:
-            if row.batch_size == batch_size:
-                degree = f", tp_degree {tp_degree}" if row.tp_degree else ""
-                length = f", length {row.length}" if row.length else ""
-                prompt = f" ({row.prompt} of it prompt)" if row.prompt else ""
-                latency = f", first token {row.ttft_ms:g} ms, then {row.token_ms:g} ms each" if row.ttft_ms else ""
-                cost = f", ${price / 3600 / row.tokens_per_s * 1e6:.2f} per million tokens" if price else ""
-                yield f"  {instance.name}, {row.model}{degree}, batch size {batch_size}{length}{prompt}:"
-                yield f"    {row.tokens_per_s:.1f} tokens/s{latency}{cost}"
-                yield f"    [{row.source}]"
-        batch_sizes = sorted({row.batch_size for row in rows})
-        if batch_size not in batch_sizes:
-            hint = f"; there are some for {', '.join(map(str, batch_sizes))} (--max-batch-size)" if rows else ""
-            yield f"  {instance.name}: no published figure for tp_degree {tp_degree}, batch size {batch_size}{hint}"
-    if any(instance in INSTANCES.values() for instance in choices):  # else the price is --price, or unknown
-        yield ""
-        yield f"Prices as of {_DATA['prices']['as_of']}, check: {_DATA['prices']['source']}. --price sets one."
+HELP = f"""\
+Usage: entrypoint.sh plan --model-id X [--instance TYPE] [flags]
 
-
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str):
-        raise ConfigError(f"{message} (--help lists the flags)")
-
-
-def _count(text: str) -> int:
-    if not re.fullmatch(r"0*[1-9][0-9]*", text):
-        raise argparse.ArgumentTypeError(f"{text!r} should be a whole number of at least 1")
-    return int(text)
-
-
-def _price(text: str) -> float:
-    if not re.fullmatch(r"\d+(\.\d+)?", text) or not float(text):
-        raise argparse.ArgumentTypeError(f"{text!r} should be a number of dollars")
-    return float(text)
-
-
-def _arguments(argv: Sequence[str]) -> argparse.Namespace:
-    parser = _Parser(
-        prog="entrypoint.sh plan",
-        description="What fits on which AWS Neuron machine. Only the model's config.json is read.",
-        allow_abbrev=False,
-    )
-    model_id = os.environ.get("MODEL_ID") or os.environ.get("HF_MODEL_ID")
-    parser.add_argument("--model-id", default=model_id, help="a hub id, a folder, or a config.json (or MODEL_ID)")
-    parser.add_argument("--revision", help="branch, tag or commit of a hub model")
-    machine = parser.add_mutually_exclusive_group()
-    machine.add_argument("--instance", choices=INSTANCES, metavar="TYPE", help=f"one of {', '.join(INSTANCES)}; default: all")
-    machine.add_argument("--cores", type=_count, help="a number of cores instead of an instance type")
-    parser.add_argument("--max-total-tokens", type=_count, help="length of a slot; default: up to 4096")
-    parser.add_argument("--max-batch-size", type=_count, help="slots; default: what fits, up to 32")
-    parser.add_argument("--dtype", default="auto", choices=DTYPES, metavar="DTYPE", help="bf16, fp16, fp32 or auto")
-    parser.add_argument("--quantize", default="none", choices=("int8", "none"), help="int8 stores the layers in 8 bits")
-    parser.add_argument("--price", type=_price, help="dollars an hour, with --instance or --cores; prices change")
-    arguments = parser.parse_args(argv)
-    if not arguments.model_id:
-        parser.error("--model-id is missing")
-    if arguments.price and not (arguments.instance or arguments.cores):
-        parser.error("--price needs --instance or --cores")
-    return arguments
+Shows what fits on which AWS Neuron machine; TYPE is one of {", ".join(INSTANCES)} (default: all).
+Only the model's config.json is read. The other flags are those of `serve` (--help lists them); these count:
+--model-id --revision --max-total-tokens --max-batch-size --tp-degree --dtype --quantize."""
 
 
 def main(argv: Sequence[str]) -> int:
+    if "--help" in argv or "-h" in argv:
+        print(HELP)
+        return 0
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+    parser.add_argument("--instance", choices=INSTANCES)
     try:
-        arguments = _arguments(argv)
-        shape = Shape.from_config(read_config(arguments.model_id, arguments.revision))
-        instances = list(INSTANCES.values())
-        if arguments.cores:
-            instances = [Instance(f"{arguments.cores} cores", arguments.cores)]
-        elif arguments.instance:
-            instances = [INSTANCES[arguments.instance]]
-        if arguments.price:
-            instances = [replace(instances[0], dollars_per_hour=arguments.price)]
-        quantize = None if arguments.quantize == "none" else arguments.quantize
-        wanted = Wanted(arguments.max_batch_size, arguments.max_total_tokens, arguments.dtype, quantize)
-        lines = list(report(shape, instances, wanted))
-    except ConfigError as error:
+        options, flags = parser.parse_known_args(argv)
+        config = configuration.parse(flags, os.environ)
+        if config.is_demo:
+            raise ConfigError("--model-id (MODEL_ID) is missing: a hub id or a folder")
+        shape = Shape.from_config(read_json(fetch_config(config) / "config.json", required=True))
+        machines = [machine for name, machine in INSTANCES.items() if options.instance in (None, name)]
+        for line in report(shape, machines, config):
+            indent = " " * (len(line) - len(line.lstrip()) + 4)
+            print(textwrap.fill(line, 100, subsequent_indent=indent, break_on_hyphens=False))
+    except (argparse.ArgumentError, ConfigError, ModelError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    for line in lines:
-        indent = " " * (len(line) - len(line.lstrip()) + 4)
-        print(textwrap.fill(line, 100, subsequent_indent=indent, break_on_hyphens=False))
     return 0
 
 

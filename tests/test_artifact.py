@@ -218,8 +218,26 @@ def test_a_cache_finds_its_own_entries_and_nothing_else(tmp_path):
     assert (entry / "a.neff").read_text() == "a program"
     assert cache.find("other", PROGRAMS) is None
     assert cache.find("model", dataclasses.replace(PROGRAMS, batch_size=8)) is None
-    cache.remove(entry)
+
+
+@pytest.mark.parametrize("damage", [Path.unlink, lambda path: path.write_text(""), lambda path: path.write_text("other")])
+def test_a_damaged_program_is_named_and_removed_so_that_the_start_compiles(tmp_path, damage, caplog):
+    cache = Cache(tmp_path)
+    entry = cache.add("model", PROGRAMS, save_programs)
+    damage(entry / "a.neff")
     assert cache.find("model", PROGRAMS) is None
+    assert f"{entry} are damaged" in caplog.text and not entry.exists()
+    cache.add("model", PROGRAMS, save_programs)
+    assert cache.find("model", PROGRAMS) == entry
+
+
+def test_programs_for_other_compiler_flags_are_not_found(tmp_path, monkeypatch):
+    cache = Cache(tmp_path)
+    monkeypatch.setenv("NEURON_CC_FLAGS", "-O1")
+    cache.add("model", PROGRAMS, save_programs)
+    monkeypatch.setenv("NEURON_CC_FLAGS", "-O2")
+    assert cache.find("model", PROGRAMS) is None
+    assert cache.missing("model", PROGRAMS).endswith("other values: NEURON_CC_FLAGS -O2 instead of -O1")
 
 
 def test_a_cache_names_the_values_in_which_the_nearest_entry_differs(tmp_path):

@@ -20,6 +20,8 @@ sys.path.insert(0, str(HERE / "bench"))
 from launch import Server, free_port
 from load import events
 
+pytestmark = pytest.mark.processes
+
 EVENTS = [
     {"choices": [{"text": "One"}]},
     {"choices": [{"text": " zwei \u2026"}]},

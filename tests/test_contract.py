@@ -7,6 +7,8 @@ import sys
 import pytest
 from processes import Server
 
+pytestmark = pytest.mark.processes
+
 CHECKS = "not_a_server_error,status_code_conformance,content_type_conformance,response_schema_conformance"
 
 

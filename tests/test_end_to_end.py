@@ -15,6 +15,8 @@ from tiny_models import llama, save_checkpoint
 
 from config import DEMO_MODEL
 
+pytestmark = pytest.mark.processes
+
 QUESTIONS = ["What is Deep Learning?", "What is continuous batching?", "What is AWS Inferentia?", "Hello"]
 
 

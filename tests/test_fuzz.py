@@ -22,18 +22,18 @@ import protocol
 import schema
 from config import DEMO_MODEL
 from protocol import (
-    RequestStats,
-    MetricsRequest,
     Cancel,
     End,
-    ModelInfo,
     Generate,
-    SubmitRequests,
     Hello,
     Metrics,
+    MetricsRequest,
+    ModelInfo,
     Prompt,
+    RequestStats,
     Sampling,
     Status,
+    SubmitRequests,
     Token,
     Tokens,
     WebEnd,
@@ -45,7 +45,7 @@ IS_LONG = os.environ.get("HYPOTHESIS_PROFILE") == "long"
 LONG_CASES = int(os.environ.get("FUZZ_CASES", "10000"))
 WAIT_S = 20
 LONGEST_ERROR = 1000  # bytes: a client's own words are not sent back to it in full
-pytestmark = pytest.mark.timeout(0 if IS_LONG else 180)
+pytestmark = [pytest.mark.timeout(0 if IS_LONG else 180), pytest.mark.hypothesis]
 
 
 def fuzz(cases):

@@ -33,7 +33,7 @@ MAY_IMPORT = {
     "models.torch_model": {"models.cpu", "models.base", "config"},
     "models.neuron": {"models.artifact", "models.plan", "models.machine", "models.fetch", "models.base", "config"},
     "models.compile": {"models.neuron", "models.artifact", "models.machine", "models.fetch", "models.base", "config"},
-    "models.plan": {"models.machine", "models.fetch", "config"},
+    "models.plan": {"models.machine", "models.fetch", "models.base", "config"},
     "models.artifact": {"config"},
     "models.machine": {"config"},
 }
@@ -52,7 +52,7 @@ ONLY_IN = {
     "transformers_neuronx": {"models.neuron"},
     "openvino": {"models.cpu", "models.convert"},
     "nncf": {"models.convert"},
-    "huggingface_hub": {"models.fetch", "models.plan"},
+    "huggingface_hub": {"models.fetch"},
 }
 FILES = {path.stem: path for path in HERE.glob("*.py")}
 FILES |= {f"models.{path.stem}".removesuffix(".__init__"): path for path in HERE.glob("models/*.py")}

@@ -44,8 +44,8 @@ def neuron_ls(tmp_path):
     return make
 
 
-def look(root, neuron_ls=("no-such-program",), **environ):
-    return detect(root, environ, neuron_ls)
+def look(root, **environ):
+    return detect(root, environ)
 
 
 @pytest.mark.parametrize(
@@ -69,22 +69,15 @@ def test_cores_family_and_memory_are_those_of_this_machine_or_container(machine,
     assert look(machine(**files)) == expected
 
 
-def test_neuron_ls_counts_the_cores_where_sysfs_does_not(machine, neuron_ls):
-    listed = [{"neuron_device": device, "nc_count": 4, "neuron_processes": []} for device in range(12)]
-    found = look(machine((1, 2), core_count=None), neuron_ls(json.dumps(listed)))
-    assert found.cores == 8 and found.source.endswith("neuron-ls -j")
-
-
-@pytest.mark.parametrize("output, code", [("no json", 0), ("{}", 0), ("[1]", 0), ("[{}]", 0), ("[]", 1)])
-def test_a_neuron_ls_that_fails_is_ignored(machine, neuron_ls, output, code):
-    assert look(machine(core_count=None), neuron_ls(output, code)).source.startswith("/dev/neuron*")
+@pytest.mark.parametrize("output, code", [("no json", 0), ("{}", 0), ("[1]", 0), ("[{}]", 0), ("1", 0), ("[]", 1)])
+def test_a_neuron_ls_that_fails_is_ignored(neuron_ls, output, code):
     assert holders(neuron_ls(output, code)) == []
 
 
 def test_processes_that_hold_cores_are_listed_once_each(neuron_ls):
     process = {"pid": 1, "command": "/usr/bin/python3 train.py"}
     listed = [{"neuron_processes": [process]}, {"neuron_processes": [process, {"pid": 2}]}, {"neuron_processes": None}]
-    assert holders(neuron_ls(json.dumps(listed))) == [(1, "/usr/bin/python3"), (2, "a process")]
+    assert holders(neuron_ls(json.dumps(listed))) == ["/usr/bin/python3 with pid 1", "a process with pid 2"]
 
 
 @pytest.mark.parametrize(

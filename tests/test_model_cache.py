@@ -10,13 +10,13 @@ import threading
 from pathlib import Path
 
 import pytest
-from tiny_models import edit_config, llama, save_checkpoint
-from tiny_tokenizers import save_sentencepiece
+from tiny_models import edit_config, llama, save_checkpoint, save_sentencepiece
 
 import models.convert
 from config import HERE, Config, ConfigError, Manifest
 from models import cpu
-from models.cache import ModelCache, find_tokenizer, model_key, read_entry, write_entry
+from models.cache import ModelCache, model_key, read_entry, write_entry
+from models.tokenizer import tokenizer_folder
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of torch and openvino, while a model is converted
 
@@ -200,15 +200,13 @@ def test_a_folder_that_others_may_write_to_is_refused(tmp_path, monkeypatch):
 
 
 def test_a_slow_tokenizer_is_converted_once(tmp_path, monkeypatch):
-    pytest.importorskip("sentencepiece")
-    folder, target, cache = tmp_path / "model", tmp_path / "target", ModelCache(tmp_path / "cache", 1.0)
+    folder, config = tmp_path / "model", Config(model_cache=str(tmp_path / "cache"))
     folder.mkdir()
-    target.mkdir()
     save_sentencepiece(folder)
-    found = find_tokenizer(cache, folder, target)
+    found = tokenizer_folder(config, folder, tmp_path)
     assert json.loads((found / "tokenizer.json").read_text())["model"]["type"] == "BPE"
-    monkeypatch.setattr("models.cache.run_converter", lambda *_: pytest.fail("converted again"))
-    assert find_tokenizer(cache, folder, target) == found
+    monkeypatch.setattr(subprocess, "run", lambda *_args, **_settings: pytest.fail("converted again"))
+    assert tokenizer_folder(config, folder, tmp_path) == found
 
 
 def test_a_tokenizer_that_cannot_be_read_is_refused_with_its_reason(tmp_path):
@@ -216,5 +214,5 @@ def test_a_tokenizer_that_cannot_be_read_is_refused_with_its_reason(tmp_path):
     folder.mkdir()
     (folder / "tokenizer.model").write_bytes(b"nonsense")
     (folder / "config.json").write_text(json.dumps({"model_type": "llama"}))
-    with pytest.raises(ConfigError, match="cannot be read for its tokenizer"):
-        find_tokenizer(ModelCache(tmp_path / "cache", 1.0), folder, tmp_path)
+    with pytest.raises(ConfigError, match="cannot be converted"):
+        tokenizer_folder(Config(model_cache=str(tmp_path / "cache")), folder, tmp_path)

@@ -1,11 +1,13 @@
 """Which device serves a model, and the settings that are refused by name where they have no effect."""
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 import models
-from config import DEMO_MODEL, Config, Manifest
+from config import DEMO_MODEL, HERE, Config, Manifest
 from models.base import ModelError
 
 
@@ -41,3 +43,9 @@ def test_settings_left_open_are_filled_in_from_the_model():
         Config(model_id=str(DEMO_MODEL), device="cpu", sampling="host"), DEMO_MODEL, Manifest.read(DEMO_MODEL)
     )
     assert config.max_total_tokens and config.max_input_tokens == config.max_total_tokens - 1
+
+
+def test_without_a_gpus_device_file_the_choice_of_a_device_does_not_import_torch():
+    code = "import sys, models; print(models.choose_device('auto'), 'torch' in sys.modules)"
+    printed = subprocess.run([sys.executable, "-c", code], cwd=HERE, capture_output=True, text=True, check=True).stdout
+    assert printed == "cpu False\n" or any(Path("/dev").glob("nvidia*"))

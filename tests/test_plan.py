@@ -8,9 +8,10 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from config import HERE, ConfigError
+from config import HERE, Config, ConfigError
 from models import plan
-from models.plan import GIB, INSTANCES, PUBLISHED, PUBLISHED_SHAPES, Shape, Sizing, choose, padded_heads, published
+from models.machine import GIB, Machine
+from models.plan import INSTANCES, PUBLISHED, PUBLISHED_SHAPES, Shape, Sizing, padded_heads, published
 
 
 def llama(layers, hidden, heads, kv_heads, intermediate, vocab, window, **more):
@@ -28,7 +29,7 @@ def llama(layers, hidden, heads, kv_heads, intermediate, vocab, window, **more):
     } | more
 
 
-MISTRAL = {"model_type": "mistral"}
+MISTRAL = {"model_type": "mistral", "sliding_window": None}
 # As in the models' own config.json.
 CONFIGS = {
     "Llama-2-7B": llama(32, 4096, 32, 32, 11008, 32000, 4096),
@@ -65,6 +66,10 @@ CONFIGS = {
 }
 SHAPES = {name: Shape.from_config(data) for name, data in CONFIGS.items()}
 shapes = st.sampled_from(list(SHAPES.values()))
+
+
+def choose(shape, machine, **settings):
+    return plan.choose(shape, machine, Config(model_id="x", **settings))
 
 
 @pytest.mark.parametrize(
@@ -126,7 +131,7 @@ def test_the_memory_of_a_core_is_that_of_two_worked_examples(tp_degree, batch_si
 
 
 def test_int8_halves_the_matrices_of_the_layers_and_nothing_else():
-    plain, int8 = (Sizing(SHAPES["Llama-3-8B"], 8, 4, 4096, "bf16", quantize) for quantize in (None, "int8"))
+    plain, int8 = (Sizing(SHAPES["Llama-3-8B"], 8, 4, 4096, "bfloat16", quantize) for quantize in (None, "int8"))
     assert plain.weights_bytes - int8.weights_bytes == 32 * (2 * 4096 * (4096 + 1024) + 3 * 4096 * 14336) / 8
     assert plain.kv_bytes == int8.kv_bytes
 
@@ -142,7 +147,7 @@ def test_a_tied_output_matrix_is_one_table_of_the_checkpoint_and_still_takes_dev
     assert Sizing(tied, 2, 1, 2048).total_bytes == Sizing(untied, 2, 1, 2048).total_bytes
 
 
-@pytest.mark.parametrize("dtype, factor", [("float32", 2), ("bf16", 1), ("fp16", 1), ("auto", 1)])
+@pytest.mark.parametrize("dtype, factor", [("float32", 2), ("bfloat16", 1), ("float16", 1), ("auto", 1)])
 def test_memory_follows_the_dtype(dtype, factor):
     shape = SHAPES["TinyLlama"]
     assert Sizing(shape, 2, 4, 2048, dtype).total_bytes == factor * Sizing(shape, 2, 4, 2048).total_bytes
@@ -170,7 +175,10 @@ def test_every_alternative_that_a_refusal_names_fits(shape, tp, batch, length):
     for option in advice:
         name, _, value = option.rpartition(" ")
         changed = {"tp_degree": tp, "batch_size": batch, "length": length, "quantize": None}
-        changed[{"batch size": "batch_size"}.get(name, name.removeprefix("--"))] = value if value == "int8" else int(value)
+        field = {"--max-batch-size": "batch_size", "--max-total-tokens": "length", "--tp-degree": "tp_degree"}.get(
+            name, "quantize"
+        )
+        changed[field] = value if value == "int8" else int(value)
         assert Sizing(shape, **changed).fits, option
 
 
@@ -215,9 +223,9 @@ def test_a_config_that_cannot_be_served_is_refused_in_one_line(changes, words):
 @pytest.mark.parametrize(
     "name, tp_degree, batch_size, quantize, words",
     [
-        ("Llama-3-8B", 2, 32, None, ["15.0 GiB", "7.0", "8.0", "80%", "batch size 23", "length 2944", "tp_degree 4", "int8"]),
-        ("Llama-2-70B", 8, 1, None, ["weights 16.0", "tp_degree 16", "int8"]),
-        ("GPT-2", 2, 4, None, ["gpt2", "continuous batching", "1 would work"]),
+        ("Llama-3-8B", 2, 32, None, ["weights 6.98 + KV cache 8.00 GiB", "80%", "size 23", "tokens 2944", "degree 4", "int8"]),
+        ("Llama-2-70B", 8, 1, None, ["weights 15.99", "--tp-degree 16", "int8"]),
+        ("GPT-2", 2, 4, None, ["gpt2 models run one request at a time on Neuron; give 1"]),
         ("GPT-NeoX-20B", 12, 1, None, ["12", "64 heads", "1, 2, 4, 8, 16, 32"]),
         ("GPT-NeoX-20B", 8, 1, "int8", ["gpt_neox", "int8"]),
         ("Mixtral-8x7B", 12, 1, None, ["12", "8 experts", "8 would work"]),
@@ -237,8 +245,8 @@ def test_a_model_that_is_too_large_for_everything_says_so():
 
 
 def test_int4_is_refused_by_name():
-    with pytest.raises(ConfigError, match=r"--quantize int4 \(QUANTIZE\): on Neuron it is int8 or none"):
-        choose(SHAPES["TinyLlama"], 2, quantize="int4")
+    with pytest.raises(ConfigError, match=r"--quantize int4 \(QUANTIZE\) is not supported on Neuron; give int8 or none"):
+        choose(SHAPES["TinyLlama"], Machine(2), quantize="int4")
 
 
 @pytest.mark.parametrize(
@@ -256,10 +264,9 @@ def test_int4_is_refused_by_name():
     ],
 )
 def test_the_chosen_sizes_for_a_machine(name, instance, chosen):
-    choice = choose(SHAPES[name], INSTANCES[instance].cores, family=INSTANCES[instance].family)
-    assert (choice.sizing.tp_degree, choice.sizing.batch_size, choice.sizing.length) == chosen
-    assert choice.sizing.fits and len(choice.reason.splitlines()) == 1
-    assert all(str(number) in choice.reason for number in chosen)
+    sizing = choose(SHAPES[name], INSTANCES[instance])
+    assert (sizing.tp_degree, sizing.batch_size, sizing.length) == chosen and sizing.fits
+    assert str(sizing).startswith("tp_degree {}, batch size {}, length {}: weights".format(*chosen))
 
 
 @given(
@@ -270,7 +277,7 @@ def test_the_chosen_sizes_for_a_machine(name, instance, chosen):
 )
 def test_given_values_are_kept_and_the_choice_fits(shape, place, batch, length):
     try:
-        best = choose(shape, place.cores, family=place.family, batch_size=batch, length=length).sizing
+        best = choose(shape, place, max_batch_size=batch, max_total_tokens=length)
     except ConfigError as error:
         assert len(str(error).splitlines()) == 1
         return
@@ -280,46 +287,58 @@ def test_given_values_are_kept_and_the_choice_fits(shape, place, batch, length):
 
 def test_a_length_is_halved_until_it_fits():
     shape = SHAPES["Llama-2-13B"]
-    assert choose(shape, 2, family="inf2").sizing.length == 2048
+    assert choose(shape, Machine(2, "inf2")).length == 2048
     assert not Sizing(shape, 2, 1, 4096).fits
 
 
 @pytest.mark.parametrize(
-    "name, cores, wanted, words",
+    "name, machine, settings, words",
     [
-        ("Llama-2-70B", 2, {}, ["2 cores", "tp_degree 12 would fit"]),
-        ("Mixtral-8x7B", 12, {"dtype": "float32"}, ["12 cores", "weights 21.7", "tp_degree 16"]),
-        ("Llama-3-8B", 2, {"batch_size": 32, "length": 8192}, ["batch size 11", "length 2944"]),
-        ("Llama-3-8B", 2, {"tp_degree": 8}, ["tp_degree 8", "2 cores", "1, 2 would work"]),
-        ("Llama-3-8B", 32, {"tp_degree": 12, "family": "trn1"}, ["trn1", "1, 2, 8, 16, 32"]),
-        ("Llama-3-8B", 24, {"tp_degree": 7, "family": "inf2"}, ["tp_degree 7"]),
-        ("Llama-3-8B", 24, {"length": 9000}, ["9000", "8192"]),
-        ("GPT-2", 2, {"batch_size": 8}, ["continuous batching"]),
+        ("Llama-2-70B", Machine(2), {}, ["2 cores", "--tp-degree 12 would fit"]),
+        ("Mixtral-8x7B", Machine(12), {"dtype": "float32"}, ["12 cores", "weights 21.7", "--tp-degree 16"]),
+        ("Llama-3-8B", Machine(2), {"max_batch_size": 32, "max_total_tokens": 8192}, ["size 11", "tokens 2944"]),
+        ("Llama-3-8B", Machine(2), {"tp_degree": 8}, ["tp_degree 8", "2 cores", "1, 2 would work"]),
+        ("Llama-3-8B", Machine(32, "trn1"), {"tp_degree": 12}, ["trn1", "1, 2, 8, 16, 32"]),
+        ("Llama-3-8B", Machine(24, "inf2"), {"tp_degree": 7}, ["tp_degree 7"]),
+        ("Llama-3-8B", Machine(24), {"max_total_tokens": 9000}, ["9000", "8192"]),
+        ("GPT-2", Machine(2), {"max_batch_size": 8}, ["gpt2 models run one request at a time"]),
     ],
 )
-def test_impossible_settings_are_refused_in_one_line(name, cores, wanted, words):
+def test_impossible_settings_are_refused_in_one_line(name, machine, settings, words):
     with pytest.raises(ConfigError) as refused:
-        choose(SHAPES[name], cores, **wanted)
+        choose(SHAPES[name], machine, **settings)
     assert [word for word in words if word not in str(refused.value)] == []
     assert len(str(refused.value).splitlines()) == 1
 
 
+def test_the_window_of_a_mistral_ends_where_its_attention_would_slide():
+    """`serve` applies the same limit: both read it here."""
+    sliding = CONFIGS["Mistral-7B"] | {"sliding_window": 3000}
+    assert choose(Shape.from_config(sliding), INSTANCES["inf2.8xlarge"]).length == 3000
+    with pytest.raises(ConfigError, match="--max-total-tokens 3001 .* more than the 3000 positions"):
+        choose(Shape.from_config(sliding), INSTANCES["inf2.8xlarge"], max_total_tokens=3001)
+    del sliding["sliding_window"]
+    assert Shape.from_config(sliding).window == 4096
+    assert SHAPES["Mistral-7B"].window == 32768
+
+
 def test_any_even_tp_degree_may_be_set_on_inferentia2():
-    assert choose(SHAPES["Llama-3-8B"], 24, family="inf2", tp_degree=16).sizing.tp_degree == 16
+    assert choose(SHAPES["Llama-3-8B"], Machine(24, "inf2"), tp_degree=16).tp_degree == 16
 
 
 def test_too_little_host_memory_is_a_warning():
-    small, large = (choose(SHAPES["Llama-3-8B"], 2, gib * GIB, family="inf2") for gib in (16, 128))
-    assert "16.9 GiB" in small.warning and "16.0" in small.warning
-    assert large.warning is None and small.sizing == large.sizing
+    small, large = (SHAPES["Llama-3-8B"].loading_warning(Machine(2, host_bytes=gib * GIB)) for gib in (16, 128))
+    assert "16.9 GiB" in small and "16.0" in small
+    assert large is None
 
 
 def test_published_figures_are_for_that_size_and_that_quantization():
     llama_3 = SHAPES["Llama-3-8B"]
-    assert {row.model for row in published(llama_3, quantize="int8")} == {"Llama-3-8B"}
-    assert {row.tokens_per_s for row in published(llama_3)} == {734.6}
-    assert published(llama_3, "float32") == published(SHAPES["Mixtral-8x7B"]) == []
-    assert all(published(SHAPES[name]) for name in PUBLISHED_SHAPES)
+    plain, int8, float32 = (Config(model_id="x", **more) for more in ({}, {"quantize": "int8"}, {"dtype": "float32"}))
+    assert {row.model for row in published(llama_3, int8)} == {"Llama-3-8B"}
+    assert {row.tokens_per_s for row in published(llama_3, plain)} == {734.6}
+    assert published(llama_3, float32) == published(SHAPES["Mixtral-8x7B"], plain) == []
+    assert all(published(SHAPES[name], plain) for name in PUBLISHED_SHAPES)
 
 
 def test_every_published_figure_has_its_source_and_its_machine():
@@ -376,15 +395,13 @@ def test_plan_recommends_the_cheapest_machine_for_the_whole_length(run, folder, 
 
 
 def test_plan_prints_choice_speed_and_price(run, folder):
-    path = folder("Llama-3-8B") / "config.json"
-    argv = ("--model-id", path, "--instance", "inf2.48xlarge", "--quantize", "int8", "--max-batch-size", "8")
-    code, output, errors = run(*argv)
+    argv = ("--instance", "inf2.48xlarge", "--quantize", "int8", "--max-batch-size", "8")
+    code, output, errors = run("--model-id", folder("Llama-3-8B"), *argv)
     assert (code, errors) == (0, "")
     assert "inf2.24xlarge" not in output
     assert "tp_degree 24, batch size 8, length 4096" in output
     assert "859.1 tokens/s, first token 66 ms, then 10.45 ms each, $4.20 per million tokens" in output
     assert "[SDK 2.25 docs, inf2/throughput_data_decoder.csv:4]" in output
-    assert "$2.10 per million" in run(*argv, "--price", "6.490635")[1]
 
 
 def test_plan_quotes_no_figure_for_another_batch_size(run, folder):
@@ -394,52 +411,38 @@ def test_plan_quotes_no_figure_for_another_batch_size(run, folder):
     assert none in " ".join(output.split())
 
 
-def test_plan_for_a_number_of_cores_has_no_price(run, folder):
-    code, output, _ = run("--cores", "4", "--max-total-tokens", "3000", MODEL_ID=str(folder("Llama-3-8B")))
-    assert code == 0 and "4 cores: tp_degree 4, batch size 32, length 3000" in output and "$" not in output
+def test_plan_reads_the_settings_of_serve_from_the_environment(run, folder):
+    model = folder("Llama-3-8B")
+    _, output, _ = run("--instance", "trn1.2xlarge", MODEL_ID=str(model), MAX_TOTAL_TOKENS="3000", HF_BATCH_SIZE="3")
+    assert "trn1.2xlarge ($1.34 an hour): tp_degree 2, batch size 3, length 3000" in output
 
 
 def test_plan_for_a_model_that_does_not_fit_says_what_would(run, folder):
     code, output, _ = run("--model-id", folder("Llama-2-70B"), "--instance", "inf2.xlarge")
-    assert code == 0 and "tp_degree 12 would fit" in " ".join(output.split())
+    assert code == 0 and "--tp-degree 12 would fit" in " ".join(output.split())
 
 
 @pytest.mark.parametrize(
     "argv, words",
     [
-        ([], "--model-id is missing"),
+        ([], "--model-id (MODEL_ID) is missing"),
         (["--model-id", "/no/such/folder"], "no such folder"),
         (["--model-id", "{empty}"], "config.json"),
         (["--model-id", "{broken}"], "JSON"),
         (["--model-id", "{model}", "--instance", "p5.48xlarge"], "p5.48xlarge"),
-        (["--model-id", "{model}", "--instance", "inf2.xlarge", "--cores", "2"], "--cores"),
-        (["--model-id", "{model}", "--cores", "none"], "'none'"),
         (["--model-id", "{model}", "--max-batch-size", "0"], "'0'"),
         (["--model-id", "{model}", "--dtype", "int4"], "int4"),
-        (["--model-id", "{model}", "--quantize", "int4"], "int4"),
-        (["--model-id", "{model}", "--price", "1"], "--instance"),
-        (["--model-id", "{model}", "--cores", "2", "--price", "free"], "'free'"),
+        (["--model-id", "{model}", "--colour"], "unknown argument '--colour'"),
     ],
 )
 def test_plan_refuses_in_one_line_with_code_2(run, folder, tmp_path, argv, words):
     (tmp_path / "empty").mkdir()
-    (tmp_path / "broken.json").write_text("{")
-    paths = {"empty": tmp_path / "empty", "broken": tmp_path / "broken.json", "model": folder("TinyLlama")}
+    (tmp_path / "broken").mkdir()
+    (tmp_path / "broken" / "config.json").write_text("{")
+    paths = {"empty": tmp_path / "empty", "broken": tmp_path / "broken", "model": folder("TinyLlama")}
     code, output, errors = run(*(word.format(**paths) for word in argv))
     assert (code, output) == (2, "")
     assert errors.startswith("error: ") and words in errors and len(errors.splitlines()) == 1
-
-
-def test_plan_downloads_only_the_config_of_a_hub_model(monkeypatch, folder):
-    downloads = []
-
-    def download(model_id, name, revision, token):
-        downloads.append((model_id, name, revision))
-        return str(folder("TinyLlama") / name)
-
-    monkeypatch.setattr("huggingface_hub.hf_hub_download", download)
-    assert plan.read_config("someone/model", "v2") == CONFIGS["TinyLlama"]
-    assert downloads == [("someone/model", "config.json", "v2")]
 
 
 def test_the_verb_exits_with_its_code_and_needs_no_torch(folder):
@@ -451,6 +454,4 @@ def test_the_verb_exits_with_its_code_and_needs_no_torch(folder):
     ]
     assert [done.returncode for done in runs] == [0, 0, 2]
     assert "Recommended: " in runs[0].stdout
-    flags = ("--model-id", "--instance", "--cores", "--max-total-tokens", "--quantize", "--price")
-    assert all(flag in runs[1].stdout for flag in flags)
-    assert runs[2].stderr == "error: unrecognized arguments: --colour (--help lists the flags)\n"
+    assert all(flag in runs[1].stdout for flag in ("--model-id", "--instance", "--max-total-tokens", "--quantize"))

@@ -9,6 +9,8 @@ from processes import Server, wait_until
 
 from config import HERE
 
+pytestmark = pytest.mark.processes
+
 README = (HERE / "README.md").read_text()
 COMMANDS = re.findall(r"```sh\n(.*?)```", README, flags=re.DOTALL)
 CURLS = [command for command in COMMANDS if command.startswith("curl")]

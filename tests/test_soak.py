@@ -14,6 +14,8 @@ sys.path.insert(0, str(HERE / "bench"))
 
 import soak
 
+pytestmark = pytest.mark.processes
+
 
 def test_a_short_soak_passes_and_has_seen_everything(tmp_path):
     path = tmp_path / "report.json"

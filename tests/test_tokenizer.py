@@ -12,6 +12,8 @@ from tokenizers import Tokenizer
 from config import Config, ConfigError
 from models.tokenizer import tokenizer_folder
 
+pytestmark = pytest.mark.models
+
 
 @pytest.fixture
 def config(tmp_path):

@@ -26,6 +26,8 @@ from models.base import Chunk, DeviceLost, ModelError
 from models.torch_model import TorchModel, load_pretrained, reference_logits
 from scheduler import Request, Scheduler
 
+pytestmark = pytest.mark.models
+
 LENGTHS = (1, 2, 5, 11, 16, POSITIONS - 1)  # around the sliding window of 8, and as long as a prompt can be
 MARGIN = 1e-3  # a smaller lead of the best token could turn with the order of additions
 

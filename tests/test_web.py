@@ -860,15 +860,14 @@ def test_a_stream_has_no_deadline(serve):
 
 
 def test_who_has_only_waited_until_the_deadline_is_told_to_come_again(serve):
-    served = serve(response_deadline=0.3).get_ready()
+    served = serve(slots=1, response_deadline=0.3).get_ready()
     served.model.may_decode.clear()
-    busy = [served.post("/generate_stream", {"inputs": text}, buffered=False) for text in "ab"]
+    busy = served.post("/generate_stream", {"inputs": "a"}, buffered=False)
     response = served.post("/generate", {"inputs": "c"})
     assert (response.status_code, response.json["error_type"]) == (429, "overloaded")
     assert "Retry-After" in response.headers
     served.model.may_decode.set()
-    for stream in busy:
-        stream.close()
+    busy.close()
     served.assert_idle()
 
 
