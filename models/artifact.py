@@ -150,16 +150,15 @@ def with_programs(config: Config, programs: Programs, name: str) -> Config:
 
     Raises ConfigError, naming both values, for a setting that the programs do not support. Smaller limits are supported.
     """
-    for setting, limit, unit in (
-        ("max_batch_size", programs.batch_size, "slots"),
-        ("max_total_tokens", programs.max_total_tokens, "positions"),
-        ("max_input_tokens", programs.max_input_tokens, "prompt tokens"),
-    ):
-        given = getattr(config, setting)
-        if given is not None and given > limit:
+    total = config.max_total_tokens or programs.max_total_tokens
+    limits = {"max_batch_size": programs.batch_size, "max_total_tokens": programs.max_total_tokens}
+    limits |= {"max_input_tokens": programs.max_input_tokens}
+    for setting, limit in limits.items():
+        given = getattr(config, setting) or 0
+        if given > limit:
             raise ConfigError(
-                f"{_flag(setting, given)} is more than the {limit} {unit} that {name} was compiled for; give at most {limit}, "
-                "or compile it again"
+                f"{_flag(setting, given)} is more than the {limit} that {name} was compiled for; give at most {limit}, or "
+                "compile it again"
             )
     for setting in ("tp_degree", "dtype", "quantize", "sampling", "prefill_buckets", "position_buckets"):
         given, compiled = getattr(config, setting), getattr(programs, setting)
@@ -169,16 +168,12 @@ def with_programs(config: Config, programs: Programs, name: str) -> Config:
                 f"{_flag(setting, given)} contradicts {name}, which was compiled for {_shown(compiled)}; leave it out, "
                 "or compile it again"
             )
-    total = config.max_total_tokens or programs.max_total_tokens
     return dataclasses.replace(
         config,
         max_batch_size=config.max_batch_size or programs.batch_size,
         max_total_tokens=total,
         max_input_tokens=config.max_input_tokens or min(total - 1, programs.max_input_tokens),
-        tp_degree=programs.tp_degree,
-        dtype=programs.dtype,
-        quantize=programs.quantize,
-        sampling=programs.sampling,
+        **{name: getattr(programs, name) for name in ("tp_degree", "dtype", "quantize", "sampling")},
     )
 
 

@@ -1,7 +1,7 @@
 """The interface between the worker and a model: a fixed number of slots, each with its own positions in one KV cache.
 
-`models.load` picks the implementation; each one raises `ModelError` with the reason in one line for what it cannot serve. A
-model knows slots, tokens and positions. It knows no requests, and of sampling only what a device does itself.
+`models.prepare` picks the implementation; each one raises `ModelError` with the reason in one line for what it cannot serve.
+A model knows slots, tokens and positions. It knows no requests, and of sampling only what a device does itself.
 """
 
 from __future__ import annotations
@@ -82,8 +82,13 @@ def first_line(error: BaseException) -> str:
     return lines[0].strip() if lines else type(error).__name__
 
 
+def named(error: BaseException) -> str:
+    """The type and the first line of an error."""
+    return ": ".join(dict.fromkeys((type(error).__name__, first_line(error))))
+
+
 @contextlib.contextmanager
-def reported_as(failure: str, explain: Callable[[BaseException], str] | None = None) -> Iterator[None]:
+def reported_as(failure: str, explain: Callable[[BaseException], str] = named) -> Iterator[None]:
     """Turns any exception into a ModelError of one line: `failure`, then what `explain` makes of the exception."""
     try:
         yield
@@ -91,8 +96,7 @@ def reported_as(failure: str, explain: Callable[[BaseException], str] | None = N
         raise
     except Exception as error:
         logger.debug(failure, exc_info=True)
-        why = explain(error) if explain else f"{type(error).__name__}: {first_line(error)}"
-        raise ModelError(f"{failure}: {why}") from None
+        raise ModelError(f"{failure}: {explain(error)}") from None
 
 
 @contextlib.contextmanager

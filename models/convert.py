@@ -115,10 +115,10 @@ def convert(config: Config, folder: Path, target: Path) -> None:
     manifest, dtype = Manifest.read(folder), choose_dtype(config, folder)
     if config.quantize and not importlib.util.find_spec("nncf"):
         raise ModelError(f'--quantize {config.quantize} (QUANTIZE) needs nncf for the first start: pip install "{NNCF}"')
-    model = load_pretrained(config, folder, "cpu", dtype)
-    needed = sum(parameter.nbytes for parameter in model.parameters())
-    if free_bytes(target) < needed + SPARE_BYTES:
+    needed = SPARE_BYTES + sum(path.stat().st_size for path in folder.glob("*.safetensors")) * (2 if dtype == "float32" else 1)
+    if free_bytes(target) < needed:  # at worst: of a 16-bit checkpoint
         raise OSError(f"{target} has no room for {needed / 1e9:.1f} GB")
+    model = load_pretrained(config, folder, "cpu", dtype)
     text_config = model.config.get_text_config()
     facts: dict[str, Any] = {
         "model": config.model_name,
@@ -250,7 +250,7 @@ def quantize(graph: ov.Model, kind: str) -> ov.Model:
     """Compresses the weights of the linear layers and embeddings: int8 a channel, or int4 a group, both asymmetric."""
     import nncf
 
-    nncf.set_log_level(logging.ERROR)
+    logging.getLogger("nncf").setLevel(logging.ERROR)  # nncf.set_log_level would change our handlers as well
     if kind == "int8":
         return nncf.compress_weights(graph, mode=nncf.CompressWeightsMode.INT8_ASYM)
     return nncf.compress_weights(graph, mode=nncf.CompressWeightsMode.INT4_ASYM, group_size=GROUP_SIZE)

@@ -34,7 +34,7 @@ logger = logging.getLogger("model")
 
 BLOCK = 32  # tokens of a KV cache block; PagedAttention on a CPU knows no other size
 PREFILL_CHUNK = 256
-FLOAT32_TOKENS = 79  # of a call: oneDNN's AVX2 kernels with a fused activation add up in another order beyond 80 rows
+FLOAT32_TOKENS = 64  # of a call: with more rows oneDNN's AVX2 kernels add up in another order, from 65 or 81 on
 CONVERTING_S = 30.0  # how often a long conversion logs that it is still going on
 SHIPPED = HERE / "demo" / "converted"  # the demonstration model in the image, converted when the image is built
 
@@ -86,9 +86,8 @@ class OpenVinoModel:
 
     def _infer(self, pieces: list[tuple[int, Sequence[int], int, int]], shift: int) -> np.ndarray:
         """Runs (slot, tokens, begin, how many of the last tokens' logits to return) in one call."""
-        rows = sum(piece[3] for piece in pieces)
-        if rows < 2:  # products of a single row add up in another order: its last bits would differ from those in company
-            pieces = [*pieces, (self.batch_size, (0,), 0, 1)]
+        if len(pieces) == len(pieces[0][1]) == 1:
+            pieces = [*pieces, (self.batch_size, (0,), 0, 0)]  # a slot without a sequence, because of the last bits
         ids, positions, keep, starts, past, blocks = [], [], [], [0], [], []
         for slot, tokens, begin, wanted in pieces:
             end = begin + len(tokens)
@@ -99,6 +98,8 @@ class OpenVinoModel:
             starts.append(len(ids))
             past.append(begin)
             blocks.append(self._blocks[slot, : math.ceil(end / BLOCK)])
+        rows = len(keep)
+        keep += [0] * (2 - rows)  # products of a single row add up in another order than those of several
         inputs = {
             "input_ids": np.array(ids, np.int64),
             "position_ids": np.array(positions, np.int64),
@@ -165,9 +166,9 @@ def read_graph(path: Path, longest_window: int | None = None) -> ov.Model:
                 _constant([]),
             ]
         )
-        facts = {"k_head_size": key_size, "v_head_size": value_size, "num_k_heads": kv_heads, "num_v_heads": kv_heads}
-        for name, value in facts.items():
-            attention.get_rt_info()[name] = value
+        facts = attention.get_rt_info()
+        facts["k_head_size"], facts["v_head_size"] = key_size, value_size
+        facts["num_k_heads"] = facts["num_v_heads"] = kv_heads
         (cut,) = node.output(0).get_target_inputs()  # the Slice that stands for attention's result
         cut.get_node().output(0).replace(attention.output(0))
         parameters += caches
@@ -247,22 +248,17 @@ def _load_entry(config: Config, folder: Path, manifest: Manifest, entry: Path) -
     slots, threads = config.max_batch_size or DEFAULT_BATCH_SIZE, config.threads or usable_threads()
     model = OpenVinoModel(read_graph(entry / "model.xml"), facts, slots, config.max_total_tokens, threads)
     model.max_input_tokens = config.max_input_tokens
-    error = reference_error(model, facts["reference"])
-    if not error <= facts["reference"]["tolerance"]:  # not: NaN
+    reference = facts["reference"]  # what transformers computed, [positions, columns]: a prompt and a decode step
+    n = min(len(reference["ids"]), model.max_total_tokens)
+    prompt, (last,) = reference["ids"][: n - 1], reference["ids"][n - 1 : n]
+    logits = [model.forward([Chunk(slots - 1, prompt, 0, keep_all=True)]), model.forward([Chunk(slots - 1, [last], n - 1)])]
+    error = float(np.abs(np.concatenate(logits)[:, reference["columns"]] - np.array(reference["logits"][:n])).max())
+    if not error <= reference["tolerance"]:  # not: NaN
         raise ValueError(f"its logits differ by {error:.2g} from those of transformers")
     weights = f"{model.quantize} weights, " if model.quantize else ""
     release = ov.__version__.partition("-")[0]
     logger.info("OpenVINO %s: %s, %scomputed in %s, threads: %d", release, model.dtype, weights, model.computed_in, threads)
     return model
-
-
-def reference_error(model: OpenVinoModel, reference: dict[str, Any]) -> float:
-    """Largest difference to the logits that transformers computed, [positions, columns], of a prompt and one decode step."""
-    n = min(len(reference["ids"]), model.max_total_tokens)
-    ids, slot = reference["ids"][:n], model.batch_size - 1
-    logits = [model.forward([Chunk(slot, ids[:-1], 0, keep_all=True)]), model.forward([Chunk(slot, ids[-1:], n - 1)])]
-    difference = np.concatenate(logits)[:, reference["columns"]] - np.array(reference["logits"][:n])
-    return float(np.abs(difference).max())
 
 
 def _load_torch(config: Config, folder: Path, manifest: Manifest, why: str) -> StaticBatchModel:
@@ -288,15 +284,14 @@ def cpu_multiplies_bfloat16() -> bool:
     return "avx512_bf16" in flags or "amx_bf16" in flags
 
 
-def usable_threads() -> int:
+def usable_threads(cgroup: Path = Path("/sys/fs/cgroup")) -> int:
     """The cores that the process may use: its affinity, and the CPU quota of its cgroup (version 2 or 1), rounded down."""
     threads = len(os.sched_getaffinity(0))
-    for quota_file, period_file in (("cpu.max", "cpu.max"), ("cpu/cpu.cfs_quota_us", "cpu/cpu.cfs_period_us")):
+    for names in (["cpu.max"], ["cpu/cpu.cfs_quota_us", "cpu/cpu.cfs_period_us"]):
         try:
-            quota = (Path("/sys/fs/cgroup") / quota_file).read_text().split()[0]
-            period = (Path("/sys/fs/cgroup") / period_file).read_text().split()[-1]
-            if int(quota) > 0:
-                threads = min(threads, int(quota) // int(period))
-        except (OSError, ValueError):  # no such version, or "max"
+            quota, period = map(int, " ".join((cgroup / name).read_text() for name in names).split())
+        except (OSError, ValueError):  # not this version, or "max"
             continue
+        if quota > 0:
+            threads = min(threads, quota // period)
     return max(1, threads)

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from config import Config
-from models.base import ModelError, first_line, progress_logged, reported_as
+from models.base import ModelError, first_line, named, progress_logged, reported_as
 
 METADATA = ("*.json", "*.model", "*.jinja", "*.txt")
 WEIGHTS = (("*.safetensors",), ("pytorch_model*.bin",))  # the second, which is pickled, only where there is nothing else
@@ -133,7 +133,6 @@ def _explain(error: BaseException, revision: str | None) -> str:
             f"{cause.filename} cannot be used by user {os.geteuid()} ({cause.strerror}); give that user the folder (chown), "
             "or another one with --huggingface-hub-cache (HF_HUB_CACHE) or HF_HOME"
         )
-    why = f"{type(cause).__name__}: {first_line(cause)}"
     if isinstance(error, errors.LocalEntryNotFoundError):
-        return f"{not_cached}, and the hub cannot be reached ({why}); check the network, or give a local folder"
-    return why
+        return f"{not_cached}, and the hub cannot be reached ({named(cause)}); check the network, or give a local folder"
+    return named(cause)

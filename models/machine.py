@@ -1,16 +1,14 @@
-"""The Neuron machine that this process runs on: cores, instance family, host memory, and the processes that hold its cores.
+"""The Neuron machine that this process runs on: cores, instance family, host memory.
 
-Reads /dev, sysfs, procfs, `neuron-ls` and the Neuron runtime's environment variables, and hands a `Machine` to
-`models/neuron.py` and `models/compile.py`. Knows no model, no prices, no torch; `models/plan.py` decides what fits.
+Reads /dev, sysfs, procfs and the Neuron runtime's environment variables, and hands a `Machine` to `models/neuron.py` and
+`models/compile.py`. Knows no model, no prices, no torch; `models/plan.py` decides what fits.
 """
 
 from __future__ import annotations
 
-import json
 import os
 import re
-import subprocess
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,7 +16,6 @@ from config import ConfigError
 
 GIB = 1 << 30
 FAMILIES = ("inf2", "trn1")  # trn1n, a trn1 with a faster network, counts as trn1
-NEURON_LS = ("neuron-ls", "-j")
 
 
 @dataclass(frozen=True)
@@ -28,10 +25,6 @@ class Machine:
     instance: str | None = None  # EC2 instance type; in a container with some of the devices still that of the whole machine
     host_bytes: int | None = None  # the container's memory limit where it has one
     source: str = ""  # where the number of cores comes from
-
-    @property
-    def name(self) -> str:
-        return self.instance or f"{self.cores} cores"
 
 
 def detect(root: str | Path = "/", environ: Mapping[str, str] = os.environ) -> Machine | None:
@@ -88,20 +81,6 @@ def host_memory(root: Path = Path("/")) -> int | None:
     total = re.search(r"MemTotal:\s+(\d+) kB", _read(root / "proc/meminfo"))
     limits = (int(total[1]) * 1024 if total else None, _number(_read(root / "sys/fs/cgroup/memory.max")))
     return min(filter(None, limits), default=None)
-
-
-def holders(neuron_ls: Sequence[str] = NEURON_LS) -> list[str]:
-    """`COMMAND with pid PID` of each other process that holds NeuronCores, where neuron-ls is installed and lists them."""
-    found = {}
-    try:
-        devices = json.loads(subprocess.run(neuron_ls, capture_output=True, timeout=30, check=True).stdout)
-        for process in (process for device in devices for process in device["neuron_processes"] or ()):
-            if process["pid"] != os.getpid():
-                command = str(process.get("command") or "").split() or ["a process"]
-                found[process["pid"]] = f"{command[0]} with pid {process['pid']}"
-    except (OSError, subprocess.SubprocessError, ValueError, LookupError, TypeError, AttributeError):
-        pass
-    return list(found.values())
 
 
 def _read(path: Path) -> str:

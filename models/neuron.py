@@ -26,9 +26,9 @@ import torch
 from config import DEVICE_TOP_K, Config, ConfigError, Manifest, read_json
 from models import artifact, plan
 from models.artifact import Artifact, Cache, Programs
-from models.base import Chunk, DeviceLost, Logits, ModelError, SampledIds, first_line, progress_logged, reported_as
+from models.base import Chunk, DeviceLost, Logits, ModelError, SampledIds, first_line, named, progress_logged, reported_as
 from models.fetch import fetch_artifact, fetch_checkpoint, fetch_weights
-from models.machine import GIB, Machine, detect, holders, host_memory, usable_cores
+from models.machine import GIB, Machine, detect, host_memory, usable_cores
 
 logger = logging.getLogger("model")
 
@@ -79,9 +79,8 @@ MEANINGS = {
 
 def explain(error: BaseException) -> str:
     """The library's error, after what it means where that is known; one line."""
-    original = type(error).__name__ + (f": {first_line(error)}" if str(error).strip() else "")
     meaning = next((meaning for part, meaning in MEANINGS.items() if part in str(error).lower()), None)
-    return f"{meaning} ({original})" if meaning else original
+    return f"{meaning} ({named(error)})" if meaning else named(error)
 
 
 @dataclass(frozen=True)
@@ -115,7 +114,7 @@ class Build:
         machine = _machine(config)
         if not found:
             sizing = plan.choose(shape, machine, config)
-            logger.info("On %s: %s", machine.name, sizing)
+            logger.info("On %s with %d cores: %s", machine.instance or "this machine", machine.cores, sizing)
             if warning := shape.loading_warning(machine):
                 logger.warning(warning)
             config = dataclasses.replace(
@@ -218,13 +217,12 @@ class NeuronModel:
                 # The exception does not always have the reason: where there is a device, it is this one.
                 if "not available" not in message and ("could not be initialized" not in message or not detect()):
                     raise
-                held = f"the cores are held by another process ({', '.join(holders()) or 'unknown'})"
                 if time.monotonic() > deadline:
                     raise ModelError(
-                        f"{held}, also after {CORES_WAIT_S:.0f} s; stop it, or name other cores with NEURON_RT_VISIBLE_CORES "
-                        f"({first_line(error)})"
+                        f"the cores are held by another process, also after {CORES_WAIT_S:.0f} s; stop it (neuron-ls lists "
+                        f"it), or name other cores with NEURON_RT_VISIBLE_CORES ({first_line(error)})"
                     ) from None
-            logger.warning("%s; trying again", held)
+            logger.warning("The cores are held by another process; trying again")
             time.sleep(CORES_RETRY_S)
 
     def set_sampling(self, slot: int, top_k: int, top_p: float, temperature: float) -> None:

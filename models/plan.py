@@ -70,8 +70,6 @@ class Shape:
         """
         data = {**data, **data["text_config"]} if isinstance(data.get("text_config"), dict) else data
         model_type = "llama" if data.get("model_type") == "code_llama" else data.get("model_type")
-        if model_type == "gptj":
-            raise ConfigError("gptj is not served on Neuron: its answers are wrong after the first token; take another model")
         if model_type not in CONTINUOUS_BATCHING + ONE_SLOT:
             families = ", ".join(CONTINUOUS_BATCHING + ONE_SLOT)
             raise ConfigError(f"model_type {model_type!r} is not served on Neuron; these are: {families}")
@@ -133,19 +131,14 @@ class Shape:
         return 1 if self.model_type in ONE_SLOT else MAX_BATCH_SIZE
 
     @property
-    def embedding_bytes(self) -> int:
-        """The embedding tables, which stay in host memory in float32 (T/llama/model.py:280-286)."""
-        return 4 * self.hidden * (self.vocab + self.positions)
-
-    @property
     def parameters(self) -> int:
         tables = self.hidden * (self.vocab * (1 if self.is_tied else 2) + self.positions)
         return self.layers * (self.matrix_parameters(tp_degree=1) + self.vector_parameters) + tables + self.norm_parameters
 
     @property
     def host_bytes(self) -> int:
-        """Host memory during loading: the whole checkpoint and the embedding tables. Compiling needs more."""
-        return self.parameters * WIDTHS[self.dtype] + self.embedding_bytes
+        """Host memory during loading: the checkpoint, and the embedding tables in float32 (T/llama/model.py:280-286)."""
+        return self.parameters * WIDTHS[self.dtype] + 4 * self.hidden * (self.vocab + self.positions)
 
     def loading_warning(self, machine: Machine) -> str | None:
         """One line where the machine's host memory looks too small."""
@@ -334,29 +327,23 @@ def report(shape: Shape, machines: Sequence[Machine], config: Config) -> Iterato
             chosen[machine] = choose(shape, machine, config)
         except ConfigError as error:
             refused[machine] = error
-    experts = f", {shape.experts} experts" if shape.experts else ""
-    heads = f"{shape.heads}/{shape.kv_heads} heads"
-    yield f"{shape.model_type}: {shape.parameters:,} parameters in {shape.dtype}, {shape.layers} layers, {heads}{experts}"
-    int8 = ", its layers in int8" if config.quantize else ""
-    yield f"served in {shape.served_in(config.dtype)}{int8}; window: {shape.window or 'no end'}"
-    embedding = f"with {shape.embedding_bytes / GIB:.2f} for the embedding table in float32"
-    yield f"host memory to load it: {shape.host_bytes / GIB:.1f} GiB, {embedding}"
+    served = shape.served_in(config.dtype) + (", its layers in int8" if config.quantize else "")
+    yield f"{shape.model_type}: {shape.parameters:,} parameters in {shape.dtype}, {shape.layers} layers"
+    yield f"served in {served}; window: {shape.window or 'no end'}; host memory to load it: {shape.host_bytes / GIB:.1f} GiB"
     yield ""
     yield from _table(shape, machines, chosen, config)
     yield ""
     for machine in machines:
-        yield f"{machine.name} (${PRICES[machine.name]:.2f} an hour): {chosen.get(machine) or refused[machine]}"
+        yield f"{machine.instance} (${PRICES[machine.instance]:.2f} an hour): {chosen.get(machine) or refused[machine]}"
         if machine in chosen and (warning := shape.loading_warning(machine)):
             yield f"    {warning}"
     if len(machines) > 1:
         able = [machine for machine in chosen if not shape.loading_warning(machine)]
-        best = min(able, key=lambda machine: (-chosen[machine].length, PRICES[machine.name]), default=None)
-        why = f"{best.name}, the cheapest for length {chosen[best].length}" if best else "none, as nothing fits"
+        best = min(able, key=lambda machine: (-chosen[machine].length, PRICES[machine.instance]), default=None)
+        why = f"{best.instance}, the cheapest for length {chosen[best].length}" if best else "none, as nothing fits"
         yield f"Recommended: {why}."
     yield ""
-    yield "Published figures (others' runs with a full batch, not of this server):"
-    for machine, sizing in chosen.items():
-        yield from _figures(published(shape, config), machine.name, sizing)
+    yield from _figures(shape, config, chosen)
     yield ""
     yield f"Prices as of {_DATA['prices']['as_of']}, check: {_DATA['prices']['source']}."
 
@@ -376,7 +363,7 @@ def _table(shape: Shape, machines: Sequence[Machine], chosen: Mapping[Machine, S
         for degree in allowed_tp_degrees(machine.family, machine.cores):
             token = Sizing(shape, degree, 1, 1, config.dtype, config.quantize)
             cached = padded_heads(shape.heads, shape.kv_heads, degree)[1]
-            row = f"{machine.name if degree == 1 else '':14}{degree:>4}"
+            row = f"{machine.instance if degree == 1 else '':14}{degree:>4}"
             row += f"{token.weights_bytes / GIB:>7.2f} GiB{cached:>10}{token.kv_bytes / 1024:>6.0f} KiB"
             for length in lengths:
                 sizings = [replace(token, batch_size=size, length=length) for size in batch_sizes]
@@ -387,23 +374,23 @@ def _table(shape: Shape, machines: Sequence[Machine], chosen: Mapping[Machine, S
     yield "*: recommended for that machine.  -: does not fit, or cannot be spread like that."
 
 
-def _figures(figures: Sequence[Figure], instance: str, sizing: Sizing) -> Iterator[str]:
-    tp_degree, batch_size = sizing.tp_degree, sizing.batch_size
-    rows = [row for row in figures if row.instance == instance and row.tp_degree in (None, tp_degree)]
-    for row in rows:
-        if row.batch_size == batch_size:
-            degree = f", tp_degree {tp_degree}" if row.tp_degree else ""
-            length = f", length {row.length}" if row.length else ""
-            prompt = f" ({row.prompt} of it prompt)" if row.prompt else ""
-            latency = f", first token {row.ttft_ms:g} ms, then {row.token_ms:g} ms each" if row.ttft_ms else ""
-            cost = PRICES[instance] / 3600 / row.tokens_per_s * 1e6
-            yield f"  {instance}, {row.model}{degree}, batch size {batch_size}{length}{prompt}:"
-            yield f"    {row.tokens_per_s:.1f} tokens/s{latency}, ${cost:.2f} per million tokens"
-            yield f"    [{row.source}]"
-    batch_sizes = sorted({row.batch_size for row in rows})
-    if batch_size not in batch_sizes:
-        hint = f"; there are some for {', '.join(map(str, batch_sizes))} (--max-batch-size)" if rows else ""
-        yield f"  {instance}: no published figure for tp_degree {tp_degree}, batch size {batch_size}{hint}"
+def _figures(shape: Shape, config: Config, chosen: Mapping[Machine, Sizing]) -> Iterator[str]:
+    yield "Published figures (others' runs with a full batch, not of this server):"
+    for machine, sizing in chosen.items():
+        instance, tp_degree, batch_size = machine.instance, sizing.tp_degree, sizing.batch_size
+        rows = [row for row in published(shape, config) if row.instance == instance and row.tp_degree in (None, tp_degree)]
+        if not any(row.batch_size == batch_size for row in rows):
+            others = ", ".join(map(str, sorted({row.batch_size for row in rows}))) or "none"
+            yield f"  {instance}, tp_degree {tp_degree}: none for batch size {batch_size}; batch sizes with figures: {others}"
+        for row in rows:
+            if row.batch_size == batch_size:
+                length = f", length {row.length}" if row.length else ""
+                prompt = f" ({row.prompt} of it prompt)" if row.prompt else ""
+                latency = f", first token {row.ttft_ms:g} ms, then {row.token_ms:g} ms each" if row.ttft_ms else ""
+                cost = PRICES[instance] / 3600 / row.tokens_per_s * 1e6
+                yield f"  {instance}, {row.model}, batch size {batch_size}{length}{prompt}:"
+                yield f"    {row.tokens_per_s:.1f} tokens/s{latency}, ${cost:.2f} per million tokens"
+                yield f"    [{row.source}]"
 
 
 HELP = f"""\

@@ -161,7 +161,10 @@ def test_smaller_limits_and_equal_values_are_accepted():
 @pytest.mark.parametrize(
     ("setting", "reason"),
     [
-        ({"max_batch_size": 5}, "--max-batch-size 5 (MAX_BATCH_SIZE, HF_BATCH_SIZE) is more than the 4 slots"),
+        (
+            {"max_batch_size": 5},
+            "--max-batch-size 5 (MAX_BATCH_SIZE, HF_BATCH_SIZE) is more than the 4 that /x was compiled for",
+        ),
         (
             {"max_total_tokens": 1025},
             "--max-total-tokens 1025 (MAX_TOTAL_TOKENS, HF_SEQUENCE_LENGTH) is more than the 1024",

@@ -8,11 +8,14 @@ import dataclasses
 import logging
 import random
 from functools import cache
+from math import inf
 from pathlib import Path
 
 import numpy as np
 import pytest
 import tiny_models
+from hypothesis import given
+from hypothesis import strategies as st
 from test_torch_model import POSITIONS, VOCABULARY, Sequence, references
 from tiny_models import save_checkpoint
 
@@ -205,29 +208,25 @@ def test_float16_runs_in_plain_pytorch_and_the_log_says_why(zoo, caplog):
     assert "OpenVINO computes in float32 or bfloat16 on a CPU, not in float16" in caplog.text
 
 
-def test_what_no_engine_can_serve_is_refused_with_its_reason(zoo, tmp_path):
-    folder = save_checkpoint(tmp_path / "model", tiny_models.llama())
-    (folder / "model.safetensors").unlink()
-    zoo.folder = lambda family: folder
+def test_what_no_engine_can_serve_is_refused_with_its_reason(tmp_path):
+    zoo = Zoo(tmp_path)
+    (zoo.folder("llama") / "model.safetensors").unlink()
     with pytest.raises(ModelError, match="holds no weights"):
-        zoo.serve("llama", model_cache=str(tmp_path / "cache"))
+        zoo.serve("llama")
 
 
 @pytest.mark.parametrize("kind", ["int8", "int4"])
 def test_compressed_weights_are_smaller_and_close_to_the_model(tmp_path, kind):
     pytest.importorskip("nncf", reason='pip install "nncf==3.4.0"')
-    zoo = Zoo(tmp_path)
-    zoo.folder = cache(
-        lambda family: save_checkpoint(tmp_path / family, tiny_models.llama(hidden_size=64, intermediate_size=128))
-    )
     sizes = []
     for quantize in (None, kind):
-        model = zoo.serve("llama", quantize=quantize)
+        config = Config(quantize=quantize, model_cache=str(tmp_path / str(quantize)), threads=1)
+        manifest = Manifest.read(config.model_id)
+        model = cpu.load(config.with_manifest(manifest), Path(config.model_id), manifest, lambda phase: None)
         assert (model.engine, model.quantize) == ("openvino", quantize)
-        sizes.append(max(path.stat().st_size for path in tmp_path.glob("cache/*/model.bin")))
-        for path in tmp_path.glob("cache/*/*"):
-            path.unlink()
-    assert sizes[1] < sizes[0] / 3
+        (weights,) = Path(config.model_cache).glob("model-*/model.bin")
+        sizes.append(weights.stat().st_size)
+    assert sizes[1] < sizes[0] / (3.5 if kind == "int8" else 5)
 
 
 def test_without_nncf_one_line_says_what_to_install(zoo, monkeypatch):
@@ -239,3 +238,41 @@ def test_without_nncf_one_line_says_what_to_install(zoo, monkeypatch):
 def test_compressed_weights_are_refused_where_only_pytorch_serves(zoo):
     with pytest.raises(ModelError, match="--quantize int8"):
         zoo.serve("falcon", quantize="int8")
+
+
+QUOTAS = [
+    ({"cpu.max": "350000 100000\n"}, 3),
+    ({"cpu.max": "50000 100000\n"}, 1),
+    ({"cpu.max": "max 100000\n"}, 6),
+    ({"cpu/cpu.cfs_quota_us": "200000\n", "cpu/cpu.cfs_period_us": "100000\n"}, 2),
+    ({"cpu/cpu.cfs_quota_us": "-1\n", "cpu/cpu.cfs_period_us": "100000\n"}, 6),
+    ({}, 6),
+]
+
+
+@pytest.mark.parametrize(("files", "threads"), QUOTAS)
+def test_the_threads_are_the_cores_that_affinity_and_quota_allow(tmp_path, monkeypatch, files, threads):
+    (tmp_path / "cpu").mkdir()
+    for name, text in files.items():
+        (tmp_path / name).write_text(text)
+    monkeypatch.setattr("os.sched_getaffinity", lambda pid: set(range(6)))
+    assert cpu.usable_threads(tmp_path) == threads
+
+
+keeping = st.tuples(st.integers(1, 200), st.booleans())
+
+
+@given(lengths=st.lists(keeping, min_size=1, max_size=12), most=st.sampled_from([4, 5, 64, inf]))
+def test_a_long_call_is_split_into_shorter_ones_that_leave_no_token_of_a_chunk_alone(lengths, most):
+    chunks = [Chunk(slot, list(range(n)), 7, keep_all) for slot, (n, keep_all) in enumerate(lengths)]
+    found = {chunk.slot: [] for chunk in chunks}
+    for call in cpu.split(chunks, most):
+        assert 0 < sum(len(piece[1]) for piece in call) <= most
+        for piece in call:
+            found[piece[0]].append(piece)
+    for slot, tokens, begin, keep_all in chunks:
+        assert [token for piece in found[slot] for token in piece[1]] == tokens
+        assert [piece[2] for piece in found[slot]] == [begin + piece[1][0] for piece in found[slot]]
+        assert min(len(piece[1]) for piece in found[slot]) >= min(2, len(tokens))
+        assert sum(piece[3] for piece in found[slot]) == (len(tokens) if keep_all else 1)
+        assert found[slot][-1][3] >= 1

@@ -226,7 +226,7 @@ def test_what_may_not_be_read_is_refused_with_what_would_help(hub, config, monke
         monkeypatch.setenv("HF_TOKEN", token)
     assert refusal(config) == f"someone/model cannot be downloaded: {why}"
     assert plan.main(["--model-id", "someone/model"]) == 2
-    assert capsys.readouterr().err == f"error: --model-id someone/model: its config.json cannot be had: {why}\n"
+    assert capsys.readouterr().err == f"error: someone/model cannot be downloaded: {why}\n"
 
 
 @pytest.mark.parametrize("token", [None, STRANGER])
@@ -242,7 +242,7 @@ def test_a_revision_that_is_not_there_is_named(hub, capsys, revision):
     why = f"it has no branch, tag or commit '{revision}': check --revision (REVISION)"
     assert refusal(Config(model_id="someone/model", revision=revision)) == f"someone/model cannot be downloaded: {why}"
     assert plan.main(["--model-id", "someone/model", "--revision", revision]) == 2
-    assert capsys.readouterr().err == f"error: --model-id someone/model: its config.json cannot be had: {why}\n"
+    assert capsys.readouterr().err == f"error: someone/model cannot be downloaded: {why}\n"
 
 
 def test_what_cannot_be_an_id_is_refused(hub):
@@ -359,7 +359,7 @@ def test_plan_fetches_the_config_and_nothing_else(hub, capsys, monkeypatch):
 def test_plan_names_the_file_that_is_not_there(hub, capsys):
     hub.push("someone/model", {"README.md": b"no model"})
     assert plan.main(["--model-id", "someone/model"]) == 2
-    assert capsys.readouterr().err.endswith(": its config.json cannot be had: it holds no config.json\n")
+    assert capsys.readouterr().err.endswith(" holds no config.json, so it is no model folder\n")
 
 
 # The whole server.

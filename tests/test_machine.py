@@ -1,11 +1,9 @@
 """A Neuron machine is recognised by its files, and cores that the runtime would refuse are refused first."""
 
-import json
-
 import pytest
 
 from config import ConfigError
-from models.machine import Machine, detect, holders
+from models.machine import Machine, detect
 
 GIB = 1 << 30
 
@@ -27,19 +25,6 @@ def machine(tmp_path):
                 (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
                 (tmp_path / name).write_text(text + "\n")
         return tmp_path
-
-    return make
-
-
-@pytest.fixture
-def neuron_ls(tmp_path):
-    """Makes a neuron-ls that prints `output`."""
-
-    def make(output, code=0):
-        path = tmp_path / "neuron-ls"
-        path.write_text(f"#!/bin/sh\ncat <<'END'\n{output}\nEND\nexit {code}\n")
-        path.chmod(0o755)
-        return [str(path), "-j"]
 
     return make
 
@@ -67,17 +52,6 @@ def look(root, **environ):
 )
 def test_cores_family_and_memory_are_those_of_this_machine_or_container(machine, files, expected):
     assert look(machine(**files)) == expected
-
-
-@pytest.mark.parametrize("output, code", [("no json", 0), ("{}", 0), ("[1]", 0), ("[{}]", 0), ("1", 0), ("[]", 1)])
-def test_a_neuron_ls_that_fails_is_ignored(neuron_ls, output, code):
-    assert holders(neuron_ls(output, code)) == []
-
-
-def test_processes_that_hold_cores_are_listed_once_each(neuron_ls):
-    process = {"pid": 1, "command": "/usr/bin/python3 train.py"}
-    listed = [{"neuron_processes": [process]}, {"neuron_processes": [process, {"pid": 2}]}, {"neuron_processes": None}]
-    assert holders(neuron_ls(json.dumps(listed))) == ["/usr/bin/python3 with pid 1", "a process with pid 2"]
 
 
 @pytest.mark.parametrize(

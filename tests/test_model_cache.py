@@ -2,7 +2,6 @@
 
 import dataclasses
 import fcntl
-import json
 import os
 import subprocess
 import sys
@@ -10,13 +9,12 @@ import threading
 from pathlib import Path
 
 import pytest
-from tiny_models import edit_config, llama, save_checkpoint, save_sentencepiece
+from tiny_models import edit_config, llama, save_checkpoint
 
 import models.convert
 from config import HERE, Config, ConfigError, Manifest
 from models import cpu
 from models.cache import ModelCache, model_key, read_entry, write_entry
-from models.tokenizer import tokenizer_folder
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of torch and openvino, while a model is converted
 
@@ -197,22 +195,3 @@ def test_a_folder_that_others_may_write_to_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "geteuid", lambda: tmp_path.stat().st_uid + 1)
     with pytest.raises(ConfigError, match=r"--model-cache .*\(MODEL_CACHE\) belongs to user"):
         ModelCache(tmp_path, 1.0)
-
-
-def test_a_slow_tokenizer_is_converted_once(tmp_path, monkeypatch):
-    folder, config = tmp_path / "model", Config(model_cache=str(tmp_path / "cache"))
-    folder.mkdir()
-    save_sentencepiece(folder)
-    found = tokenizer_folder(config, folder, tmp_path)
-    assert json.loads((found / "tokenizer.json").read_text())["model"]["type"] == "BPE"
-    monkeypatch.setattr(subprocess, "run", lambda *_args, **_settings: pytest.fail("converted again"))
-    assert tokenizer_folder(config, folder, tmp_path) == found
-
-
-def test_a_tokenizer_that_cannot_be_read_is_refused_with_its_reason(tmp_path):
-    folder = tmp_path / "model"
-    folder.mkdir()
-    (folder / "tokenizer.model").write_bytes(b"nonsense")
-    (folder / "config.json").write_text(json.dumps({"model_type": "llama"}))
-    with pytest.raises(ConfigError, match="cannot be converted"):
-        tokenizer_folder(Config(model_cache=str(tmp_path / "cache")), folder, tmp_path)

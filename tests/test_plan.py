@@ -137,8 +137,8 @@ def test_int8_halves_the_matrices_of_the_layers_and_nothing_else():
 
 
 def test_the_embedding_table_takes_host_memory_in_float32():
-    assert SHAPES["Llama-3-8B"].embedding_bytes == 128256 * 4096 * 4
-    assert SHAPES["GPT-2"].embedding_bytes == (50257 + 1024) * 768 * 4
+    assert SHAPES["Llama-3-8B"].host_bytes == SHAPES["Llama-3-8B"].parameters * 2 + 128256 * 4096 * 4
+    assert SHAPES["GPT-2"].host_bytes == SHAPES["GPT-2"].parameters * 4 + (50257 + 1024) * 768 * 4
 
 
 def test_a_tied_output_matrix_is_one_table_of_the_checkpoint_and_still_takes_device_memory():
@@ -204,7 +204,6 @@ def test_missing_numbers_default_to_those_of_transformers():
     [
         ({"model_type": "qwen2"}, ["'qwen2'", "llama, mistral, mixtral"]),
         ({"model_type": None}, ["None", "not served"]),
-        ({"model_type": "gptj"}, ["wrong after the first token"]),
         ({"hidden_size": None}, ["hidden_size", "None"]),
         ({"num_hidden_layers": 0}, ["num_hidden_layers", "0"]),
         ({"vocab_size": "many"}, ["vocab_size", "'many'"]),
@@ -223,8 +222,8 @@ def test_a_config_that_cannot_be_served_is_refused_in_one_line(changes, words):
 @pytest.mark.parametrize(
     "name, tp_degree, batch_size, quantize, words",
     [
-        ("Llama-3-8B", 2, 32, None, ["weights 6.98 + KV cache 8.00 GiB", "80%", "size 23", "tokens 2944", "degree 4", "int8"]),
-        ("Llama-2-70B", 8, 1, None, ["weights 15.99", "--tp-degree 16", "int8"]),
+        ("Llama-3-8B", 2, 32, None, ["weights 6.99 + KV cache 8.00 GiB", "80%", "size 23", "tokens 2944", "degree 4", "int8"]),
+        ("Llama-2-70B", 8, 1, None, ["weights 16.00", "--tp-degree 16", "int8"]),
         ("GPT-2", 2, 4, None, ["gpt2 models run one request at a time on Neuron; give 1"]),
         ("GPT-NeoX-20B", 12, 1, None, ["12", "64 heads", "1, 2, 4, 8, 16, 32"]),
         ("GPT-NeoX-20B", 8, 1, "int8", ["gpt_neox", "int8"]),
@@ -295,7 +294,7 @@ def test_a_length_is_halved_until_it_fits():
     "name, machine, settings, words",
     [
         ("Llama-2-70B", Machine(2), {}, ["2 cores", "--tp-degree 12 would fit"]),
-        ("Mixtral-8x7B", Machine(12), {"dtype": "float32"}, ["12 cores", "weights 21.7", "--tp-degree 16"]),
+        ("Mixtral-8x7B", Machine(12), {"dtype": "float32"}, ["12 cores", "weights 21.69", "--tp-degree 16"]),
         ("Llama-3-8B", Machine(2), {"max_batch_size": 32, "max_total_tokens": 8192}, ["size 11", "tokens 2944"]),
         ("Llama-3-8B", Machine(2), {"tp_degree": 8}, ["tp_degree 8", "2 cores", "1, 2 would work"]),
         ("Llama-3-8B", Machine(32, "trn1"), {"tp_degree": 12}, ["trn1", "1, 2, 8, 16, 32"]),
@@ -315,7 +314,7 @@ def test_the_window_of_a_mistral_ends_where_its_attention_would_slide():
     """`serve` applies the same limit: both read it here."""
     sliding = CONFIGS["Mistral-7B"] | {"sliding_window": 3000}
     assert choose(Shape.from_config(sliding), INSTANCES["inf2.8xlarge"]).length == 3000
-    with pytest.raises(ConfigError, match="--max-total-tokens 3001 .* more than the 3000 positions"):
+    with pytest.raises(ConfigError, match=r"--max-total-tokens 3001 .* more than the 3000 positions"):
         choose(Shape.from_config(sliding), INSTANCES["inf2.8xlarge"], max_total_tokens=3001)
     del sliding["sliding_window"]
     assert Shape.from_config(sliding).window == 4096
@@ -407,8 +406,7 @@ def test_plan_prints_choice_speed_and_price(run, folder):
 def test_plan_quotes_no_figure_for_another_batch_size(run, folder):
     code, output, _ = run("--model-id", folder("Llama-2-7B"), "--instance", "inf2.48xlarge")
     assert code == 0 and "tokens/s" not in output
-    none = "no published figure for tp_degree 24, batch size 32; there are some for 1, 8 (--max-batch-size)"
-    assert none in " ".join(output.split())
+    assert "inf2.48xlarge, tp_degree 24: none for batch size 32; batch sizes with figures: 1, 8" in output
 
 
 def test_plan_reads_the_settings_of_serve_from_the_environment(run, folder):
