@@ -10,6 +10,9 @@ new one is refused right here, and so is one that takes a place when there is no
 begun as many as they may: everything that has arrived is looked at, and the surplus refused, before any thread is set to work
 on what it may keep, so that a crowd does not wait for its refusals. What a request means, and how it is answered or refused,
 this layer does not know; its framing is gunicorn's parser's to judge, and only guessed ahead here.
+
+An `Outlet` is the way past gunicorn for the parts of an answer that follow its first: whoever has one writes it to the client
+without waking the thread that the request has.
 """
 
 from __future__ import annotations
@@ -177,15 +180,58 @@ class Begun:
         self._counts[process.own_count] += number
 
 
-class _Socket:
-    """The socket of an answer as gunicorn writes to it, and whether the answer is a refusal."""
+class _Sender:
+    """The socket of an answer as gunicorn writes to it: the head waits for what follows, to go out with it in one packet."""
 
     def __init__(self, sock: socket.socket, is_refusal: bool):
         self.is_refusal = is_refusal
         self._sock = sock
+        self._head: bytes | None = None
+
+    def sendall(self, data: bytes) -> None:
+        if self._head is None:
+            self._head = data
+        else:
+            head, self._head = self._head, b""
+            self._sock.sendall(head + data if head else data)
+
+    def flush(self) -> None:
+        """For an answer that is nothing but its head."""
+        if self._head:
+            self._sock.sendall(self._head)
 
     def __getattr__(self, name: str):
         return getattr(self._sock, name)
+
+
+class Outlet:
+    """Where the next parts of an answer can go past gunicorn, framed as it would frame them, once its first part has gone.
+
+    `write` may be called from any thread, but by one at a time; it never waits. `flush` does, and belongs to the answer's own
+    thread. Both raise OSError when the client is gone.
+    """
+
+    def __init__(self, environ: dict):
+        self._sock: socket.socket = environ["gunicorn.socket"]
+        self._is_chunked = environ["SERVER_PROTOCOL"] != "HTTP/1.0"
+        self._left = b""
+
+    def write(self, part: bytes) -> bool:
+        """Whether the client has taken all of `part`. If not, nothing else may be written before a `flush`."""
+        if self._is_chunked:
+            part = b"%X\r\n%b\r\n" % (len(part), part)
+        try:
+            sent = self._sock.send(part, socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            sent = 0
+        self._left = part[sent:]
+        return not self._left
+
+    def flush(self) -> None:
+        """Sends what a client did not take at once."""
+        left, self._left = self._left, b""
+        if left:
+            self._sock.sendall(left)
 
 
 def prepare(listener: socket.socket, limits: Limits) -> int:
@@ -461,9 +507,11 @@ class ConnectionWorker(ThreadWorker):
             req.force_close()
         req._expected_100_continue = False  # it has been told
         sock = conn.sock
-        conn.sock = _Socket(sock, conn.is_refused)
+        conn.sock = sender = _Sender(sock, conn.is_refused)
         try:
-            return super().handle_request(req, conn)
+            goes_on = super().handle_request(req, conn)
+            sender.flush()
+            return goes_on
         except (BlockingIOError, TimeoutError) as error:  # the client does not read: as good as gone
             raise ConnectionResetError(errno.ECONNRESET, str(error)) from error
         finally:

@@ -30,7 +30,8 @@ IMPOSSIBLE = "no token is possible: the model, min_new_tokens or the token mask 
 NO_MASK = np.empty((0, 0), np.uint32)
 LOWEST = np.finfo(np.float32).min
 TopTokens = list[tuple[int, float]]  # (token id, log-probability)
-SIGN, NAN_OFFSET = np.int32(0x7FFFFFFF), np.uint32(0x7F800001)
+SIGN_16, OFFSET_16, LOWEST_16 = np.int16(0x7FFF), np.int16(0x7F), np.int16(-(2**15))  # of bfloat16
+SIGN_32, OFFSET_32, LOWEST_32 = np.int32(0x7FFFFFFF), np.int32(0x7FFFFF), np.int32(-(2**31))  # of float32
 LOG2_E = math.log2(math.e)
 # 2 ** x for |x| <= 1/2, relative error below 3e-6 (Remez algorithm). Adding ROUND rounds a float32 to a whole number.
 POWER_1, POWER_2, POWER_3, POWER_4 = (np.float32(factor) for factor in (0.6931242, 0.24024099, 0.05590637, 0.00958282))
@@ -96,6 +97,7 @@ class Parameters(NamedTuple):
 
     greedy: np.ndarray  # bool: top_k is 1
     temperature: np.ndarray  # float64
+    scale: np.ndarray  # float32: log2(e) / temperature
     top_k: np.ndarray  # int64; 0: off
     top_p: np.ndarray  # float64
     min_p: np.ndarray  # float64
@@ -120,7 +122,9 @@ class SamplingBatch:
         for index, row in enumerate(rows):
             row.stream = streams[index : index + 1]
         self.rows = rows
-        self.parameters = Parameters(greedy, array("temperature"), top_k, top_p, min_p, whole_row, weighted, streams, draws)
+        temperature = array("temperature")
+        scale = (LOG2_E / np.maximum(temperature, 1e-37)).astype(np.float32)
+        self.parameters = Parameters(greedy, temperature, scale, top_k, top_p, min_p, whole_row, weighted, streams, draws)
         self.indices = np.arange(len(rows))
         self.recording = [index for index, row in enumerate(rows) if row.records]
         self.changing = [index for index, row in enumerate(rows) if row.records or row.changes_logits]
@@ -134,6 +138,7 @@ class Source(NamedTuple):
     rows: int
     adjacent: int  # rows adjacent in memory for each token: all in column-major order, else 1
     vocab: int
+    groups: int  # of GROUP tokens
 
 
 def _source(logits: np.ndarray) -> Source:
@@ -143,7 +148,7 @@ def _source(logits: np.ndarray) -> Source:
     by_token = rows > 1 and logits.strides[0] < logits.strides[1]
     flat = np.ascontiguousarray(logits.T if by_token else logits).reshape(-1)
     bits, shift = (np.int32, 0) if logits.dtype == np.float32 else (np.int16, 16)
-    return Source(flat.view(bits), np.int32(shift), rows, rows if by_token else 1, vocab)
+    return Source(flat.view(bits), np.int32(shift), rows, rows if by_token else 1, vocab, -(-vocab // GROUP))
 
 
 def sample(logits: np.ndarray, batch: SamplingBatch, mask: np.ndarray | None = None) -> list[int | Exception]:
@@ -168,14 +173,9 @@ def sample(logits: np.ndarray, batch: SamplingBatch, mask: np.ndarray | None = N
                 chosen[row], indices[place] = error, -1
         parts = [(_source(scores), indices), (source, unchanged)][: 2 - (len(changed) == source.rows)]
     for source, indices in parts:
-        maxima = _maxima(source)
-        peaks, sums = maxima.max(axis=1), np.empty((source.rows, 0))
-        scales = (LOG2_E / np.maximum(parameters.temperature[indices], 1e-37)).astype(np.float32)
-        if parameters.weighted[indices].any():
-            sums = _sums(source, peaks, scales)
-        tokens = _draw(source, indices, parameters, maxima, peaks, scales, sums)
+        tokens, peaks = _choose(source, indices, parameters)
         for place, (row, token) in enumerate(zip(indices.tolist(), tokens.tolist())):
-            if row >= 0:
+            if row >= 0 and chosen[row] is None:
                 chosen[row] = token
             if row >= 0 and token == FAILED:
                 chosen[row] = SamplingError(IMPOSSIBLE if peaks[place] == -np.inf else NOT_A_NUMBER)
@@ -217,7 +217,8 @@ def filtered_weights(ordered: np.ndarray, parameters: Any) -> np.ndarray:
 def logprobs(logits: np.ndarray, tokens: Sequence[int], top_n: Sequence[int]) -> list[tuple[float, TopTokens] | Exception]:
     """The log-probability of each row's token, and the `top_n` likeliest in order, equal ones by id, without impossible ones.
     logits: as for `sample`. A row whose highest logit is not finite yields an exception."""
-    maxima = _maxima(source := _source(logits))
+    source = _source(logits)
+    maxima = _maxima(source)
     peaks = maxima.max(axis=1)
     totals = _sums(source, peaks, np.full(source.rows, LOG2_E, np.float32)).sum(axis=1)
     ids, scores = np.empty(source.vocab, np.int64), np.empty(source.vocab, np.float32)
@@ -289,24 +290,37 @@ def _copied(source, rows, mask):
 
 @_compiled
 def _maxima(source):
-    """The highest score of each lane or NaN, float32 [rows, lanes]; compared as unsigned integers, where any NaN is on top."""
+    """The highest score of each lane or NaN, float32 [rows, lanes]. Scores are compared as integers of their size, the keys:
+    ordered as the scores are, with NaNs of both signs on top."""
     width, size = LANES * source.adjacent, source.vocab * source.adjacent
-    maxima = np.empty((source.rows, (source.vocab + GROUP - 1) // GROUP * LANES), np.float32)
-    best = np.empty(width, np.uint32)
+    maxima = np.empty((source.rows, source.groups * LANES), np.float32)
+    best = np.empty(width, source.flat.dtype)
     for row in range(0, source.rows, source.adjacent):
-        for group, begin in enumerate(range(0, size, STEPS * width)):
-            best[:] = 0
+        for group in range(source.groups):
+            begin = group * STEPS * width
+            best[:] = LOWEST_16 if source.flat.itemsize == 2 else LOWEST_32
             for start in range(begin, min(begin + STEPS * width, size), width):
                 part = source.flat[row * source.vocab + start : row * source.vocab + min(start + width, size)]
-                for i in range(len(part)):
-                    bits = np.int32(np.int32(part[i]) << source.shift)
-                    key = np.uint32(bits ^ np.int32((bits >> np.int32(31)) & SIGN)) + NAN_OFFSET
-                    best[i] = max(best[i], np.uint32(key))
+                if source.flat.itemsize == 2:  # one of these branches is compiled for each type of logits
+                    for i in range(len(part)):
+                        sign = np.int16(np.int16(part[i]) >> np.int16(15))
+                        key = np.int16(np.int16(part[i] ^ np.int16(sign & SIGN_16)) - OFFSET_16)
+                        best[i] = key if key > best[i] else best[i]
+                else:
+                    for i in range(len(part)):
+                        sign = np.int32(np.int32(part[i]) >> np.int32(31))
+                        key = np.int32(np.int32(part[i] ^ np.int32(sign & SIGN_32)) - OFFSET_32)
+                        best[i] = key if key > best[i] else best[i]
             for i in range(source.adjacent):
                 for lane in range(LANES):
-                    bits = np.int32(np.uint32(best[lane * source.adjacent + i] - NAN_OFFSET))
-                    score = np.int32(bits ^ np.int32((bits >> np.int32(31)) & SIGN)).view(np.float32)
-                    maxima[row + i, group * LANES + lane] = score
+                    key, score = best[lane * source.adjacent + i], np.int32(0)
+                    if source.flat.itemsize == 2:
+                        key = np.int16(key + OFFSET_16)
+                        score = np.int32(np.int16(key ^ np.int16(np.int16(key >> np.int16(15)) & SIGN_16))) << np.int32(16)
+                    else:
+                        key = np.int32(key + OFFSET_32)
+                        score = np.int32(key ^ np.int32(np.int32(key >> np.int32(31)) & SIGN_32))
+                    maxima[row + i, group * LANES + lane] = np.int32(score).view(np.float32)
     return maxima
 
 
@@ -327,12 +341,13 @@ def _weight(score, peak, scale):
 def _sums(source, peaks, scales):
     """The sum of the weights of each group of tokens, float64 [rows, groups]: lanes first, whatever the memory order."""
     width, size = LANES * source.adjacent, source.vocab * source.adjacent
-    sums = np.zeros((source.rows, (source.vocab + GROUP - 1) // GROUP))
+    sums = np.zeros((source.rows, source.groups))
     lanes, peak, scale = np.empty(width, np.float32), np.empty(width, np.float32), np.empty(width, np.float32)
     for row in range(0, source.rows, source.adjacent):
         for i in range(width):
             peak[i], scale[i] = peaks[row + i % source.adjacent], scales[row + i % source.adjacent]
-        for group, begin in enumerate(range(0, size, STEPS * width)):
+        for group in range(source.groups):
+            begin = group * STEPS * width
             lanes[:] = 0
             for start in range(begin, min(begin + STEPS * width, size), width):
                 part = source.flat[row * source.vocab + start : row * source.vocab + min(start + width, size)]
@@ -417,8 +432,15 @@ def _draw_listed(ids, scores, is_complete, sums, peak, temperature, top_p, min_p
 
 
 @_compiled
-def _draw(source, indices, parameters, maxima, peaks, scales, sums):
-    """The token of each row, WHOLE_ROW or FAILED: int64 [rows]. indices: the place of each row in `parameters`, or -1."""
+def _choose(source, indices, parameters):
+    """The token of each row, WHOLE_ROW or FAILED, int64 [rows], and its highest score, float32 [rows]. indices: the place of
+    each row in `parameters`, or -1 for a row to leave out."""
+    maxima, is_weighted = _maxima(source), False
+    peaks, scales = np.empty(source.rows, np.float32), np.empty(source.rows, np.float32)
+    for place in range(source.rows):
+        is_weighted |= indices[place] >= 0 and parameters.weighted[indices[place]]
+        peaks[place], scales[place] = maxima[place].max(), parameters.scale[indices[place]]
+    sums = _sums(source, peaks, scales) if is_weighted else np.empty((source.rows, 0))
     ids, scores = np.empty(source.vocab, np.int64), np.empty(source.vocab, np.float32)
     tokens = np.empty(source.rows, np.int64)
     for place in range(source.rows):
@@ -445,4 +467,4 @@ def _draw(source, indices, parameters, maxima, peaks, scales, sums):
             token = _draw_listed(ids, scores[:count], is_complete, sums[place], peak, temperature, top_p, min_p, draw)
             wanted *= 8
         tokens[place], parameters.draws[row] = token, draw
-    return tokens
+    return tokens, peaks

@@ -7,7 +7,7 @@ others (`mixes`), and the longest prompt chunk (`prefill_chunk`).
 
 Waiting requests take free slots first in, first out. Several prompts are in progress at a time, so a short prompt does not
 wait for a long one to finish. A waiting request with a free slot gets prompt tokens within this many steps:
-- mixed steps: ceil(slots / tokens for prompts beside running requests); `slots` for a request with `keep_all`;
+- mixed steps: ceil(slots / pairs of tokens for prompts beside running requests); `slots` for a request with `keep_all`;
 - else 2 * slots, counted from the step at which `waiting_served_ratio` and `max_waiting_tokens` let it start.
 """
 
@@ -74,8 +74,7 @@ class Scheduler:
         waiting_served_ratio: float = 0.0,
         max_waiting_tokens: int = 20,
     ):
-        # Without mixed steps a chunk of one token is avoided by leaving two tokens for the last chunk.
-        assert prefill_chunk is None or mixes or prefill_chunk > 2
+        assert prefill_chunk is None or prefill_chunk > 2  # else chunks of one token cannot be avoided
         self.waiting: deque[Request] = deque()
         self.prefilling: list[Request] = []  # prompts in progress; the one that has waited longest for tokens comes first
         self.running: list[Request] = []  # requests that generate, slots ascending
@@ -200,17 +199,18 @@ class Scheduler:
     def _shared_budget(self) -> list[tuple[Request, int]]:
         """The prompts of a mixed step and how many tokens of each: an even share of the budget, and what shorter ones leave.
 
-        With more prompts than tokens, those that have waited longest for tokens get one each. A step holds one prompt with
-        `keep_all` at most.
+        With more prompts than pairs of tokens, those that have waited longest for tokens get two each. No chunk of a longer
+        prompt has one token: the model would compute it as it computes a decode step, with other last bits. So a step may
+        exceed its budget by one token a prompt. A step holds one prompt with `keep_all` at most.
         """
         if not self.prefilling:
             return []
-        budget = self._budget_beside if self.running else self._budget_alone
+        budget = max(2, self._budget_beside if self.running else self._budget_alone)
         chosen: list[Request] = []
         passed: list[Request] = []
         one_keeps_all = False
         for request in self.prefilling:
-            if len(chosen) == budget or (request.keep_all and one_keeps_all):
+            if len(chosen) == budget // 2 or (request.keep_all and one_keeps_all):
                 passed.append(request)
             else:
                 chosen.append(request)
@@ -219,9 +219,13 @@ class Scheduler:
         # Rounding up and the second sort key keep requests of the same length first come, first served.
         wanted = [(self._most_tokens(request), len(request.prompt) - request.prefilled, request) for request in chosen]
         wanted.sort(key=lambda want: want[:2])
+        if len(chosen) == budget // 2:
+            budget = 0
         shares = []
-        for served, (most, _, request) in enumerate(wanted):
-            tokens = min(most, math.ceil(budget / (len(wanted) - served)))
+        for served, (most, left, request) in enumerate(wanted):
+            tokens = min(most, max(2, math.ceil(budget / (len(wanted) - served))))
+            if left - tokens == 1:
+                tokens = left if left == most else tokens - 1
             shares.append((request, tokens))
             budget -= tokens
         return shares

@@ -267,6 +267,10 @@ class Call:
     means that KEEP_ALIVE_S passed without a token, or no more than that it is time to look. Raises ApiError when the worker
     refuses or fails, and ClientGone when `client_is_gone` says so. What is unfinished at `deadline_at` ends there. `close`
     frees everything, at any time, as often as one likes.
+
+    To wake a thread for each token costs more than all that is done with it. So who iterates may name a `relay`: while it
+    waits, what becomes certain goes there instead, on the thread of the socket. A relay must not block, and returns whether
+    it can take more; it is not asked when a sequence comes to its end, nor again before the iteration has gone on.
     """
 
     def __init__(
@@ -280,10 +284,15 @@ class Call:
         self.started_at = started_at
         self.first_token_at: float | None = None
         self.is_settled = False
+        self.relay: Callable[[Batch], bool] | None = None
         self._worker = worker
         self._deadline_at = deadline_at
         self._client_is_gone = client_is_gone
         self._inbox: queue.SimpleQueue = queue.SimpleQueue()  # of lists of messages
+        self._lock = threading.Lock()  # who holds it may change what follows, and relay
+        self._is_lent = False  # its thread waits, and the relay has its place
+        self._relay_error: Exception | None = None
+        self._quiet_since = 0.0
         prompts = [(job, *schema.fit(job, _tokenize(worker.tokenizer, job), worker.facts)) for job in jobs]
         self.sent_at = self._looked_at = time.monotonic()
         self._by_id: dict[int, Sequence] = {}
@@ -306,7 +315,7 @@ class Call:
                     sent_at=self.sent_at,
                 )
                 generates.append(generate)
-        worker.start(generates, self._inbox.put)
+        worker.start(generates, self._take_in)
 
     @property
     def sequences(self) -> list[Sequence]:
@@ -385,13 +394,49 @@ class Call:
         self.close("deadline")
         return cut
 
+    def _take_in(self, messages: list[Prompt | Token | End]) -> None:
+        """On the thread of the socket: relays messages, or wakes who waits for them."""
+        with self._lock:
+            if self._is_lent:
+                if self._relayed(messages):
+                    return
+                self._is_lent = False
+            self._inbox.put(messages)
+
+    def _relayed(self, messages: list[Prompt | Token | End]) -> bool:
+        """Whether nothing is left to do for its own thread; what it has to handle itself stays in `messages`."""
+        if not all(type(message) is Token and message.finish_reason is None for message in messages):
+            return False
+        try:
+            relay_goes_on = self.relay(list(self._advance(messages).items()))
+        except Exception as error:
+            self._relay_error = error
+            relay_goes_on = False
+        messages.clear()
+        self._quiet_since = time.monotonic()
+        return relay_goes_on and any(sequence.finish_reason is None for sequence in self._by_id.values())
+
     def _receive(self) -> list[Prompt | Token | End]:
-        """The next messages; none when KEEP_ALIVE_S pass without any, or at the deadline."""
-        quiet_since = time.monotonic()
+        """All messages that wait; none when KEEP_ALIVE_S pass, when the deadline comes, and when the relay has ended."""
+        self._quiet_since = time.monotonic()
+        with self._lock:
+            self._is_lent = self.relay is not None and self._inbox.empty()
+        try:
+            messages = self._wait()
+        finally:
+            with self._lock:
+                self._is_lent = False
+        if self._relay_error:
+            raise self._relay_error
+        return messages
+
+    def _wait(self) -> list[Prompt | Token | End]:
         while True:
             messages = None
             with contextlib.suppress(queue.Empty):
                 messages = self._inbox.get(timeout=max(0.0, min(HANG_UP_POLL_S, self._deadline_at - time.monotonic())))
+                while messages:  # the word that the relay has ended comes alone: what it left goes out first
+                    messages += self._inbox.get_nowait()
             now = time.monotonic()
             if now - self._looked_at >= HANG_UP_POLL_S:
                 self._looked_at = now
@@ -399,7 +444,7 @@ class Call:
                     raise ClientGone
             if messages is not None:
                 return messages
-            if now >= min(quiet_since + KEEP_ALIVE_S, self._deadline_at):
+            if now >= min(self._quiet_since + KEEP_ALIVE_S, self._deadline_at):
                 return []
 
 
@@ -813,37 +858,61 @@ def _respond(config: Config, worker: Worker, read: Callable[[], Answer], deadlin
     except BaseException:
         call.settle("generation", 500)
         raise
+    outlet = connections.Outlet(request.environ) if "gunicorn.socket" in request.environ else None
     headers = {"Content-Type": "text/event-stream", "Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
     headers |= _compute_headers(config, worker, answer)
-    response = EventStream(_events(answer, call, first, batches), headers=headers)
+    response = EventStream(_events(answer, call, first, batches, outlet), headers=headers)
     response.call_on_close(lambda: call.settle("dropped"))  # a client may be gone before the first event is asked for
     return response
 
 
 def _whole(config: Config, worker: Worker, answer: Answer, call: Call) -> Response:
-    for batch in call:
+    def keep(batch: Batch) -> bool:
         for sequence, pieces in batch:
             sequence.pieces += pieces
+        return True
+
+    call.relay = keep
+    for batch in call:
+        keep(batch)
     response = _json(answer.whole(call.sequences))
     response.headers.extend(_compute_headers(config, worker, answer) | _timing_headers(call))
     call.settle("success")
     return response
 
 
-def _events(answer: Answer, call: Call, batch: Batch | None, rest: Iterator[Batch]) -> Iterator[bytes]:
-    """The body of a stream. What became certain together is one write."""
+def _events(
+    answer: Answer, call: Call, batch: Batch | None, rest: Iterator[Batch], outlet: connections.Outlet | None
+) -> Iterator[bytes]:
+    """The body of a stream. What became certain together goes out in one write; where there is an `outlet`, through it as
+    long as the client reads, and this yields only the rest."""
     outcome = "dropped"  # unless it comes to its end
     spoke_at = call.started_at
+
+    def written(batch: Batch) -> bytes:
+        nonlocal spoke_at
+        told = b"".join(answer.events(sequence, pieces) for sequence, pieces in batch)
+        now = time.monotonic()
+        if not told and now - spoke_at >= KEEP_ALIVE_S:
+            told = b":\n\n"
+        spoke_at = now if told else spoke_at
+        return told
+
+    def relay(batch: Batch) -> bool:
+        told = written(batch)
+        try:
+            return not told or outlet.write(told)
+        except OSError as error:
+            raise ClientGone from error
+
     try:
         while batch is not None:
-            written = b"".join(answer.events(sequence, pieces) for sequence, pieces in batch)
-            now = time.monotonic()
-            if not written and now - spoke_at >= KEEP_ALIVE_S:
-                written = b":\n\n"
-            if written:
-                spoke_at = now
-                yield written
+            if told := written(batch):
+                yield told
+                call.relay = outlet and relay  # the head is out
             batch = next(rest, None)
+            if outlet:
+                outlet.flush()
         outcome = "success"
         if closing := answer.closing(call.sequences):
             yield closing
@@ -852,6 +921,8 @@ def _events(answer: Answer, call: Call, batch: Batch | None, rest: Iterator[Batc
         yield answer.failure(error)
     except ClientGone:
         pass
+    except OSError:  # of the outlet, for who serves the connection
+        raise
     except Exception:
         outcome = "generation"
         logger.exception("a stream of %s failed", type(answer).__name__)

@@ -260,7 +260,6 @@ class NeuronModel:
         self._lengths[slot] = len(tokens)
         return output
 
-    @torch.inference_mode()
     def _run(self, ids: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor) -> Logits | SampledIds:
         """int64 [n, q], [n, q], [n] → [n, vocab], or ids [n] where the device samples. After an error of the runtime nothing
         works until a restart."""
@@ -273,10 +272,9 @@ class NeuronModel:
         if self._parameters is not None:
             return SampledIds(output[:, 0].long().numpy())
         # The library allocates the logits of each call, as [vocab, n]; what is returned here is a view of them.
-        output = output[:, : self.vocab_size]
-        if output.dtype == torch.bfloat16:
-            return output.view(torch.int16).numpy().view(np.uint16)
-        return output.numpy()
+        is_bfloat16 = output.dtype == torch.bfloat16
+        logits = output.view(torch.int16).numpy().view(np.uint16) if is_bfloat16 else output.numpy()
+        return logits[:, : self.vocab_size]
 
 
 class DeviceSampling:

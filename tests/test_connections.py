@@ -9,11 +9,13 @@ import socket
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+from gunicorn import util
 from gunicorn.config import Config
 from gunicorn.http.parser import RequestParser
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import connections
@@ -318,3 +320,48 @@ def test_a_refusal_that_breaks_ends_its_connection_alone(crowded):
         assert read_until(client, b"no").endswith(REFUSED)
         assert b"200 OK" in ask(client, b"/go")
     assert crowded.end().count("Booting worker") == 1, "the process went on"
+
+
+@pytest.mark.parametrize("protocol", ["HTTP/1.0", "HTTP/1.1"])
+@settings(max_examples=30)
+@given(st.lists(st.binary(min_size=1, max_size=3000), max_size=40), st.lists(st.integers(1, 9000), min_size=1, max_size=5))
+def test_what_goes_past_gunicorn_is_framed_as_gunicorn_frames_it_however_slowly_it_is_read(protocol, parts, reads):
+    environ = {"SERVER_PROTOCOL": protocol}
+    with socketpair() as (ours, theirs), socketpair(room=1_000_000) as (gunicorns, clients):
+        outlet = connections.Outlet(environ | {"gunicorn.socket": ours})
+        with ThreadPoolExecutor(1) as pool:
+            reading = pool.submit(everything, theirs, reads)
+            for part in parts:
+                util.write(gunicorns, part, chunked=protocol == "HTTP/1.1")
+                outlet.write(part) or outlet.flush()
+            ours.shutdown(socket.SHUT_WR)
+        gunicorns.shutdown(socket.SHUT_WR)
+        assert reading.result() == everything(clients)
+
+
+def test_writing_past_gunicorn_never_waits_and_says_when_the_client_is_gone():
+    with socketpair() as (ours, theirs):
+        outlet = connections.Outlet({"gunicorn.socket": ours, "SERVER_PROTOCOL": "HTTP/1.1"})
+        assert outlet.write(b"x") is True
+        assert outlet.write(b"x" * 1_000_000) is False
+        theirs.close()
+        with pytest.raises(OSError):
+            outlet.flush()
+        with pytest.raises(OSError):
+            outlet.write(b"x")
+
+
+@contextlib.contextmanager
+def socketpair(room=4096):
+    ours, theirs = socket.socketpair()
+    ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, room)
+    with ours, theirs:
+        yield ours, theirs
+
+
+def everything(sock, sizes=(65536,)):
+    """What comes until the end, in reads of these sizes."""
+    data, sizes = b"", itertools.cycle(sizes)
+    while piece := sock.recv(next(sizes)):
+        data += piece
+    return data

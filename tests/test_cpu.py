@@ -26,7 +26,7 @@ from models.base import Chunk, ModelError
 from models.cache import read_entry
 from scheduler import Scheduler
 
-pytestmark = pytest.mark.filterwarnings("ignore")  # of torch, openvino and nncf, while a model is converted
+pytestmark = [pytest.mark.models, pytest.mark.filterwarnings("ignore")]  # of torch, openvino and nncf, while converting
 
 IN_TORCH = ("gemma2", "falcon", "gpt-j", "mpt")
 

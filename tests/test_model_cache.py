@@ -16,7 +16,7 @@ from config import HERE, Config, ConfigError, Manifest
 from models import cpu
 from models.cache import ModelCache, model_key, read_entry, write_entry
 
-pytestmark = pytest.mark.filterwarnings("ignore")  # of torch and openvino, while a model is converted
+pytestmark = [pytest.mark.models, pytest.mark.filterwarnings("ignore")]  # of torch and openvino, while converting
 
 
 @pytest.fixture(scope="session")

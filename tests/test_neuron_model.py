@@ -788,6 +788,7 @@ def on_neuron(tmp_path):
     return serve
 
 
+@pytest.mark.processes
 def test_the_server_gives_concurrent_streams_the_same_text_where_the_host_and_where_the_device_samples(on_neuron, tmp_path):
     texts, answers = ("a", "bc", "d" * 40, "e", "fgh"), {}
     for sampling in ("host", "device"):
@@ -816,6 +817,7 @@ def test_the_server_gives_concurrent_streams_the_same_text_where_the_host_and_wh
     assert not (tmp_path / "machine" / "violations.log").exists()
 
 
+@pytest.mark.processes
 def test_a_device_failure_ends_every_request_and_the_server(on_neuron):
     with on_neuron(FAKE_NEURON_FAIL="step:9", FAKE_NEURON_STEP_S="0.02") as server:
         server.wait_ready()
@@ -827,6 +829,7 @@ def test_a_device_failure_ends_every_request_and_the_server(on_neuron):
         assert "unrecoverable device error" in server.log
 
 
+@pytest.mark.processes
 def test_a_model_that_does_not_fit_ends_the_boot_with_one_line(on_neuron):
     with on_neuron(FAKE_NEURON_FAIL="oom") as server:
         assert server.wait_exit() == 2
@@ -834,12 +837,14 @@ def test_a_model_that_does_not_fit_ends_the_boot_with_one_line(on_neuron):
         assert "Traceback" not in server.log
 
 
+@pytest.mark.processes
 def test_with_the_library_and_no_device_the_boot_ends_instead_of_using_the_cpu(on_neuron):
     with on_neuron(flags=("--device", "auto")) as server:
         assert server.wait_exit() == 2
         assert "no Neuron device: pass it to the container with --device=/dev/neuron0" in server.log
 
 
+@pytest.mark.processes
 def test_without_the_library_the_boot_names_what_is_needed(tmp_path):
     folder = checkpoint(tmp_path / "model")
     byte_tokenizer(folder)

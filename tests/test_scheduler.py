@@ -170,8 +170,8 @@ def test_max_batch_prefill_tokens_sets_the_budget_beside_running_requests(budget
     assert prompt_tokens(run_step(scheduler)[0]) == [budget]
 
 
-def test_with_more_prompts_than_tokens_those_that_waited_longest_for_tokens_come_first():
-    scheduler = Scheduler(slots=4, max_batch_prefill_tokens=2, **MIXED)
+def test_with_more_prompts_than_pairs_of_tokens_those_that_waited_longest_for_tokens_come_first():
+    scheduler = Scheduler(slots=4, max_batch_prefill_tokens=4, **MIXED)
     running(scheduler, 1)
     added(scheduler, *(request(50) for _ in range(3)))
     slots = [{slot for slot, _, _ in shape(run_step(scheduler)[0])[1:]} for _ in range(3)]
@@ -179,12 +179,12 @@ def test_with_more_prompts_than_tokens_those_that_waited_longest_for_tokens_come
 
 
 def test_of_prompts_alike_the_one_that_came_first_gets_what_cannot_be_shared_evenly():
-    scheduler = Scheduler(slots=4, max_batch_prefill_tokens=5, **MIXED)
+    scheduler = Scheduler(slots=4, max_batch_prefill_tokens=8, **MIXED)
     running(scheduler, 1)
     first, second, third = added(scheduler, *(request(50) for _ in range(3)))
     for _ in range(4):
         run_step(scheduler)
-    assert (first.prefilled, second.prefilled, third.prefilled) == (8, 8, 4)
+    assert (first.prefilled, second.prefilled, third.prefilled) == (12, 12, 8)
 
 
 def test_a_later_prompt_of_the_same_length_does_not_overtake_because_its_turn_came_next():
@@ -197,6 +197,21 @@ def test_a_later_prompt_of_the_same_length_does_not_overtake_because_its_turn_ca
     for _ in range(3):
         run_step(scheduler)
     assert first.prefilled > last.prefilled > 0
+
+
+@pytest.mark.parametrize(("length", "parts"), [(1, [1]), (3, [3]), (8, [8]), (9, [9]), (11, [8, 3])])
+def test_no_chunk_of_a_longer_prompt_has_a_single_token(length, parts):
+    scheduler = Scheduler(slots=2, max_batch_prefill_tokens=8, **MIXED)
+    running(scheduler, 1)
+    added(scheduler, request(length))
+    assert [prompt_tokens(run_step(scheduler)[0])[0] for _ in parts] == parts
+
+
+def test_a_step_exceeds_its_budget_by_a_token_for_each_prompt_rather_than_leave_one():
+    scheduler = Scheduler(slots=4, max_batch_prefill_tokens=4, **MIXED)
+    running(scheduler, 1)
+    added(scheduler, request(3), request(3), request(3))
+    assert [prompt_tokens(run_step(scheduler)[0]) for _ in range(2)] == [[3, 3], [3]]
 
 
 @pytest.mark.parametrize("engine", [MIXED, CHUNKED])
@@ -464,7 +479,8 @@ class Simulation:
                 assert index in step.samples
             else:
                 end = chunk.begin + len(chunk.tokens)
-                assert chunk.begin == account.prompt and len(chunk.tokens) > 0 and chunk.keep_all == each.keep_all
+                assert chunk.begin == account.prompt and chunk.keep_all == each.keep_all
+                assert len(chunk.tokens) > 1 or len(chunk.tokens) == len(each.prompt)
                 assert chunk.tokens == each.prompt[chunk.begin : end]
                 assert (index in step.samples) == (end == len(each.prompt))
                 if self.engine["prefill_chunk"]:
@@ -488,12 +504,15 @@ class Simulation:
         tokens = sum(prompt_tokens(step))
         in_slots = [account for account in live if account.request.slot is not None and not account.tokens]
         if self.mixes:
-            budget = self.beside if rows else self.alone
-            assert tokens <= budget
+            budget = max(2, self.beside if rows else self.alone)
+            given = [account for account in in_slots if account.request in step.requests]
+            assert tokens <= budget + len(given)
             assert sum(len(chunk.tokens) for chunk in step.chunks if chunk.keep_all) <= KEEP_ALL
             if not self.engine["prefill_chunk"] and not any(account.request.keep_all for account in in_slots):
-                left = sum(len(account.request.prompt) - account.prompt for account in in_slots)
-                assert tokens == min(budget, left), "the budget is used"
+                left = [len(account.request.prompt) - account.prompt for account in given]
+                assert len(given) == min(budget // 2, len(in_slots))
+                pairs = sum(min(2, each) for each in left)
+                assert tokens >= (pairs if len(given) == budget // 2 else min(budget, sum(left))), "the budget is used"
         elif tokens:
             startable = min(len(live), self.slots) - len(rows)
             fills_slots = startable > len(rows) and not self.engine["prefill_chunk"]
@@ -509,7 +528,7 @@ class Simulation:
         for account in live:
             if account.request.slot is not None and not account.prompt and not account.tokens:
                 account.steps_with_slot += 1
-                few = math.ceil(self.slots / self.beside) if not account.request.keep_all else self.slots
+                few = math.ceil(self.slots / max(1, self.beside // 2)) if not account.request.keep_all else self.slots
                 most = few if self.mixes else 2 * self.slots
                 if account.removed is None or account.removed[1] != "failed":
                     given = account.request in step.requests
