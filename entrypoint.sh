@@ -42,6 +42,7 @@ setting() { sed -n "s/^ *\"$1\": \([0-9]*\).*/\1/p" "$run_dir/config.json"; }
 boot_deadline=$((SECONDS + $(setting startup_timeout)))
 grace=$(setting graceful_termination_timeout)
 export NUMBA_CACHE_DIR=${NUMBA_CACHE_DIR:-$(sed -n 's/^ *"model_cache": "\(.*\)",$/\1/p' "$run_dir/config.json")/numba}
+(umask 077 && mkdir -p "$NUMBA_CACHE_DIR") 2>/dev/null # numba would let the group write to the model cache
 
 # Nobody writes into this pipe: reading from it with a timeout is a nap that costs no process. (`wait -n` would be woken by
 # any end or signal, but a signal that comes at a bad moment can leave it deaf to both.)

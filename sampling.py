@@ -3,13 +3,11 @@
 Owns each request's random stream and token counts, and the loops over the logits. Takes the arrays that a model's `forward`
 returns; hands token ids to the worker's loop and log-probabilities to its output thread. Knows neither slots nor sockets.
 
-The order is transformers': penalties, logit biases, bans and the token mask; temperature; top-k (with all that are as likely
-as the k-th), top-p, min-p, typical-p. What a row yields depends on its own logits, parameters and seed alone, to the bit: not
-on other rows or the memory order of the logits. So sums are taken in one fixed order.
+The order is transformers': penalties, logit biases, bans and the token mask; temperature; top-k (with ties of the k-th), top-p,
+min-p, typical-p. A row's result depends on its own logits, parameters and seed alone, to the bit: sums have one fixed order.
 
 The logits are read once for the maxima of lanes of tokens. The k-th highest of these is at most the k-th highest logit, so only
-lanes that reach it are searched for the top k. Sums over the vocabulary are of float32 weights, relative error below 1e-5.
-`sample_whole_row` is the readable computation in float64, and the one for rows that the loops do not cover.
+lanes that reach it are searched for the top k. `sample_whole_row` is the readable reference, for what the loops do not cover.
 """
 
 from __future__ import annotations
@@ -175,11 +173,12 @@ def sample(logits: np.ndarray, batch: SamplingBatch, mask: np.ndarray | None = N
     for source, indices in parts:
         tokens, peaks = _choose(source, indices, parameters)
         for place, (row, token) in enumerate(zip(indices.tolist(), tokens.tolist())):
-            if row >= 0 and chosen[row] is None:
-                chosen[row] = token
-            if row >= 0 and token == FAILED:
+            if row < 0:
+                continue
+            chosen[row] = token
+            if token == FAILED:
                 chosen[row] = SamplingError(IMPOSSIBLE if peaks[place] == -np.inf else NOT_A_NUMBER)
-            elif row >= 0 and token == WHOLE_ROW:
+            elif token == WHOLE_ROW:
                 (scores,) = _copied(source, np.array([place]), NO_MASK)
                 chosen[row] = sample_whole_row(scores, batch.rows[row].parameters, parameters.draws[row])
     for row in batch.recording:
@@ -289,9 +288,20 @@ def _copied(source, rows, mask):
 
 
 @_compiled
+def _flipped_16(bits):
+    """An integer ordered as the bfloat16 with these bits is; the same again makes the bits of it."""
+    return np.int16(bits ^ np.int16(np.int16(bits >> np.int16(15)) & SIGN_16))
+
+
+@_compiled
+def _flipped_32(bits):
+    return np.int32(bits ^ np.int32(np.int32(bits >> np.int32(31)) & SIGN_32))
+
+
+@_compiled
 def _maxima(source):
-    """The highest score of each lane or NaN, float32 [rows, lanes]. Scores are compared as integers of their size, the keys:
-    ordered as the scores are, with NaNs of both signs on top."""
+    """The highest score of each lane or NaN, float32 [rows, lanes]. Scores are compared as integers of their size, less an
+    offset that brings NaNs of both signs to the top."""
     width, size = LANES * source.adjacent, source.vocab * source.adjacent
     maxima = np.empty((source.rows, source.groups * LANES), np.float32)
     best = np.empty(width, source.flat.dtype)
@@ -301,26 +311,17 @@ def _maxima(source):
             best[:] = LOWEST_16 if source.flat.itemsize == 2 else LOWEST_32
             for start in range(begin, min(begin + STEPS * width, size), width):
                 part = source.flat[row * source.vocab + start : row * source.vocab + min(start + width, size)]
-                if source.flat.itemsize == 2:  # one of these branches is compiled for each type of logits
-                    for i in range(len(part)):
-                        sign = np.int16(np.int16(part[i]) >> np.int16(15))
-                        key = np.int16(np.int16(part[i] ^ np.int16(sign & SIGN_16)) - OFFSET_16)
-                        best[i] = key if key > best[i] else best[i]
-                else:
-                    for i in range(len(part)):
-                        sign = np.int32(np.int32(part[i]) >> np.int32(31))
-                        key = np.int32(np.int32(part[i] ^ np.int32(sign & SIGN_32)) - OFFSET_32)
-                        best[i] = key if key > best[i] else best[i]
-            for i in range(source.adjacent):
-                for lane in range(LANES):
-                    key, score = best[lane * source.adjacent + i], np.int32(0)
-                    if source.flat.itemsize == 2:
-                        key = np.int16(key + OFFSET_16)
-                        score = np.int32(np.int16(key ^ np.int16(np.int16(key >> np.int16(15)) & SIGN_16))) << np.int32(16)
+                for i in range(len(part)):
+                    if source.flat.itemsize == 2:  # one of these branches is compiled for each type of logits
+                        best[i] = max(best[i], np.int16(_flipped_16(part[i]) - OFFSET_16))
                     else:
-                        key = np.int32(key + OFFSET_32)
-                        score = np.int32(key ^ np.int32(np.int32(key >> np.int32(31)) & SIGN_32))
-                    maxima[row + i, group * LANES + lane] = np.int32(score).view(np.float32)
+                        best[i] = max(best[i], np.int32(_flipped_32(part[i]) - OFFSET_32))
+            for i in range(width):
+                if source.flat.itemsize == 2:
+                    bits = np.int32(_flipped_16(np.int16(best[i] + OFFSET_16))) << np.int32(16)
+                else:
+                    bits = _flipped_32(np.int32(best[i] + OFFSET_32))
+                maxima[row + i % source.adjacent, group * LANES + i // source.adjacent] = np.int32(bits).view(np.float32)
     return maxima
 
 

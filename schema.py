@@ -265,8 +265,8 @@ class StreamOptions(Struct):
 
 
 class OpenAIRequest(Struct, kw_only=True):
-    """What chat and completion requests have in common. `top_k`, `min_p`, `repetition_penalty`, `ignore_eos` and `min_tokens` are
-    not OpenAI's, but clients of such servers send them."""
+    """What chat and completion requests have in common. `top_k`, `min_p`, `repetition_penalty`, `ignore_eos` and `min_tokens`
+    are not OpenAI's, but clients of such servers send them."""
 
     max_tokens: U32 | None = None
     temperature: NotNegative | None = None

@@ -432,7 +432,7 @@ def boot(config: Config, end: WorkerEnd, metrics: Metrics) -> Worker:
         slots=model.batch_size,
         mixes=model.mixes,
         prefill_chunk=model.prefill_chunk,
-        max_batch_prefill_tokens=config.max_batch_prefill_tokens,
+        max_batch_prefill_tokens=config.max_batch_prefill_tokens or model.prompt_budget,
         max_queue_time_s=config.max_queue_time or float("inf"),
         waiting_served_ratio=config.waiting_served_ratio,
         max_waiting_tokens=config.max_waiting_tokens,

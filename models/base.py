@@ -61,6 +61,7 @@ class StaticBatchModel(Protocol):
     sampling: str  # "host"; "device": `forward` returns SampledIds, and `set_sampling` comes before each prompt
     mixes: bool  # one call may hold any mix of chunks; else either rows of one token each, or a single prompt chunk
     prefill_chunk: int | None  # longest prompt chunk in tokens; None: a prompt runs whole
+    prompt_budget: int | None  # prompt tokens beside running requests, unless configured; None: the scheduler's constant
 
     def forward(self, chunks: Sequence[Chunk]) -> Logits | SampledIds:
         """Runs the chunks, at most one a slot, and extends the KV cache of their slots; no other slot changes.

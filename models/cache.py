@@ -118,7 +118,7 @@ def model_key(config: Config, folder: Path, dtype: str) -> str:
     runs_code = config.trust_remote_code and "auto_map" in read_json(folder / "config.json")
     return "model-" + _digest(
         [folder.name, config.model_id] if not config.is_local else _identify(folder, ("config.json", "*.safetensors*", "*.py")),
-        [dtype, config.quantize, runs_code, *map(_version, ("openvino", "transformers", "torch"))],
+        [dtype, config.quantize, runs_code, *map(_version, ("openvino", "transformers", "torch", "nncf"))],
         _identify(HERE / "models", ("cpu.py", "convert.py")),  # stands for our version: what they write differs with it
     )
 

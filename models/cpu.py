@@ -34,6 +34,7 @@ logger = logging.getLogger("model")
 
 BLOCK = 32  # tokens of a KV cache block; PagedAttention on a CPU knows no other size
 PREFILL_CHUNK = 256
+FLOAT32_BUDGET = 16  # prompt tokens beside running requests: a token costs twice as much of a step as in bfloat16
 FLOAT32_TOKENS = 64  # of a call: with more rows oneDNN's AVX2 kernels add up in another order, from 65 or 81 on
 CONVERTING_S = 30.0  # how often a long conversion logs that it is still going on
 SHIPPED = HERE / "demo" / "converted"  # the demonstration model in the image, converted when the image is built
@@ -57,6 +58,7 @@ class OpenVinoModel:
         core = ov.Core()
         is_bfloat16 = self.dtype == "bfloat16" and "BF16" in core.get_property("CPU", "OPTIMIZATION_CAPABILITIES")
         self.computed_in = "bfloat16" if is_bfloat16 else "float32"
+        self.prompt_budget = None if is_bfloat16 else FLOAT32_BUDGET
         precision = "bf16" if is_bfloat16 else "f32"
         self._tokens_per_call = math.inf if is_bfloat16 else FLOAT32_TOKENS
         settings = {

@@ -149,7 +149,7 @@ class NeuronModel:
 
     engine = device = "neuron"
     gives_prompt_logits = mixes = False
-    prefill_chunk = None
+    prefill_chunk = prompt_budget = None
 
     def __init__(self, build: Build, work_dir: Path, announce: Callable[[str], None] = lambda phase: None):
         """`work_dir` is a folder of this run, for the checkpoint as the library can read it. `announce` is called with

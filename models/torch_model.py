@@ -242,7 +242,7 @@ class TorchModel:
     Raises ModelError for what cannot be served; at boot the logits are compared with transformers' own.
     """
 
-    engine, sampling, quantize, mixes = "torch", "host", None, False
+    engine, sampling, quantize, mixes, prompt_budget = "torch", "host", None, False, None
 
     def __init__(self, config: Config, folder: Path, manifest: Manifest, device: str):
         kind = manifest.model_type

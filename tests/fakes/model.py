@@ -43,7 +43,7 @@ class FakeModel:
 
     engine = device = "fake"
     dtype = "float32"
-    quantize = None
+    quantize = prompt_budget = None
 
     def __init__(
         self,

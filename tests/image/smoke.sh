@@ -160,6 +160,6 @@ has '"generated_text":"' "$(ask http://127.0.0.1:8081/invocations -H 'Content-Ty
 has '"max_batch_size":3' "$(ask http://127.0.0.1:8081/info)"
 podman healthcheck run "$name" || fail "unhealthy"
 stop
-left=$(podman diff "$name" | grep -E ' /(tmp/neuron-textgen|data/|app/)' | grep -vE ' /data/numba-cache(/|$)' || true)
+left=$(podman diff "$name" | grep -E ' /(tmp/neuron-textgen|data/|app/)' | grep -vE ' /data/model-cache(/|$)' || true)
 [ -z "$left" ] || fail "it leaves behind: $left"
 say "as root, by variables and on another port as well; leaves nothing behind"
