@@ -39,7 +39,7 @@ run: $(VENV)/run.installed
 
 # Most tests wait for processes, so there may be more of them at a time than processors.
 test: $(VENV)/test.installed
-	$(BIN)/python -m pytest --numprocesses $(or $(TESTS_AT_A_TIME),3) --dist worksteal $(ARGS)
+	$(BIN)/python -m pytest --numprocesses $(or $(TESTS_AT_A_TIME),2) --dist worksteal $(ARGS)
 
 test-fast: $(VENV)/test.installed
 	$(BIN)/python -m pytest -m "not (processes or models or hypothesis)" --numprocesses 2 --dist worksteal $(ARGS)

@@ -401,7 +401,12 @@ def boot(config: Config, end: WorkerEnd, metrics: Metrics) -> Worker:
             model = load(lambda phase: end.report(Status(phase=phase, progress_at=time.monotonic())))
         if compiling:
             with Phase(end, metrics, "compiling", "the sampling loops"):
-                compiling.result()
+                try:
+                    compiling.result()
+                except OSError as error:
+                    raise ConfigError(
+                        f"no room for the compiled sampling loops ({error}); NUMBA_CACHE_DIR names another folder"
+                    ) from error
         tokenizer_dir, tokenizer_eos_ids = tokenizer_check.result()
     eos_token_ids = list(dict.fromkeys([*manifest.eos_token_ids, *tokenizer_eos_ids]))
     end.announce(
