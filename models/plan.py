@@ -410,7 +410,10 @@ def main(argv: Sequence[str]) -> int:
     try:
         options, flags = parser.parse_known_args(argv)
         config = configuration.parse(flags, os.environ)
-        if config.is_demo:
+        is_named = any(flag.startswith("--model-id") for flag in flags) or os.environ.get(
+            "MODEL_ID", os.environ.get("HF_MODEL_ID")
+        )
+        if not is_named and config.is_demo:
             raise ConfigError("--model-id (MODEL_ID) is missing: a hub id or a folder")
         shape = Shape.from_config(read_json(fetch_config(config) / "config.json", required=True))
         machines = [machine for name, machine in INSTANCES.items() if options.instance in (None, name)]

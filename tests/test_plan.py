@@ -8,7 +8,7 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from config import HERE, Config, ConfigError
+from config import DEMO_MODEL, HERE, Config, ConfigError
 from models import plan
 from models.machine import GIB, Machine
 from models.plan import INSTANCES, PUBLISHED, PUBLISHED_SHAPES, Shape, Sizing, padded_heads, published
@@ -453,3 +453,8 @@ def test_the_verb_exits_with_its_code_and_needs_no_torch(folder):
     assert [done.returncode for done in runs] == [0, 0, 2]
     assert "Recommended: " in runs[0].stdout
     assert all(flag in runs[1].stdout for flag in ("--model-id", "--instance", "--max-total-tokens", "--quantize"))
+
+
+def test_the_demonstration_model_is_planned_for_where_it_is_named(capsys):
+    assert plan.main(["--model-id", str(DEMO_MODEL), "--instance", "inf2.xlarge"]) == 0
+    assert "inf2.xlarge" in capsys.readouterr().out
