@@ -37,7 +37,7 @@ NEURON_BIN := $(abspath $(VENV)-neuron)/bin
 run: $(VENV)/run.installed
 	@PATH="$(BIN):$$PATH" exec ./entrypoint.sh serve $(ARGS)
 
-# Most tests wait for processes, so there may be more of them at a time than processors.
+# Two at a time: many tests start servers, which share the processors with them.
 test: $(VENV)/test.installed
 	$(BIN)/python -m pytest --numprocesses $(or $(TESTS_AT_A_TIME),2) --dist worksteal $(ARGS)
 
