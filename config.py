@@ -1,406 +1,235 @@
-"""What to serve: flags, environment variables and the model's own files become one frozen `Config`.
+"""Settings: flags, environment variables and the model's own files become one frozen `Config`, which every process reads.
 
-This layer owns every setting: its flag, its environment names, its default, its meaning and its check. `--help` and the
-table of the README are printed from the same fields. It also reads the facts that a checkpoint tells of itself
-(`Manifest`) and sets up logging, because both are needed before anything else runs. It knows no HTTP, no socket, no torch.
+Owns each setting's flag, variables, default, check and help text (`--help` and the tables of the documents are printed from
+them), the names that other servers use, what a checkpoint's config.json says (`Manifest`), and logging. Knows no HTTP, no
+sockets and no torch.
 
-    python3 config.py [flags]     checks everything and prints the resolved configuration as JSON
-    python3 config.py --help      the table of settings          (--markdown: the same for the README)
+    python3 config.py [flags]       checks everything and prints the resolved configuration as JSON
+    python3 config.py --markdown    prints the tables of README.md and docs/settings.md
 """
 
 from __future__ import annotations
 
+import argparse
 import ctypes
 import dataclasses
 import difflib
+import functools
 import ipaddress
 import json
 import logging
 import math
 import os
 import re
-import shutil
 import signal
 import sys
-import textwrap
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-VERSION = "0.1.0"
+VERSION = "0.1.0"  # the same as in pyproject.toml, which is not at hand everywhere
 HERE = Path(__file__).resolve().parent
 DEMO_MODEL = HERE / "demo" / "model"
 SAGEMAKER_MODEL = Path("/opt/ml/model")  # where SageMaker unpacks an endpoint's model
 DEFAULT_MAX_TOTAL_TOKENS = 2048
 DEFAULT_BATCH_SIZE = 4
-DEVICE_TOP_K = 256  # most tokens that a device draws from, with SAMPLING=device
+DEVICE_TOP_K = 256  # most tokens that a device samples from, with SAMPLING=device
 
-DTYPES = {
-    "auto": "auto",
-    "float32": "float32",
-    "fp32": "float32",
-    "f32": "float32",
-    "bfloat16": "bfloat16",
-    "bf16": "bfloat16",
-    "float16": "float16",
-    "fp16": "float16",
-    "f16": "float16",
-}
+DTYPES = {"auto": "auto", "float32": "float32", "bfloat16": "bfloat16", "float16": "float16"}
+DTYPES |= {"fp32": "float32", "f32": "float32", "bf16": "bfloat16", "fp16": "float16", "f16": "float16"}
 
 
 class ConfigError(Exception):
-    """A setting or a model folder that cannot be served; the message is one line for the person who started us."""
+    """A setting or a model folder that cannot be served; the message is one line for the user."""
 
 
-def _text(value: str) -> str:
-    return value
+def _whole(value: str, low: int = 1, high: int | None = None) -> int:
+    try:
+        number = int(value)
+    except ValueError:
+        raise ValueError("must be a whole number") from None
+    if number < low or (high is not None and number > high):
+        raise ValueError(f"must be at least {low}" if high is None else f"must be between {low} and {high}")
+    return number
+
+
+def _port(value: str) -> int:
+    return _whole(value, high=65535)
+
+
+def _lengths(value: str) -> tuple[int, ...]:
+    return tuple(sorted({_whole(part) for part in value.split(",")}))
+
+
+def _number(value: str) -> float:
+    try:
+        return float(value)
+    except ValueError:
+        return math.nan
+
+
+def _positive(value: str) -> float:
+    if not 0 < (number := _number(value)) < math.inf:
+        raise ValueError("must be a positive number")
+    return number
+
+
+def _ratio(value: str) -> float:
+    if not 0 <= (number := _number(value)) < math.inf:
+        raise ValueError("must be a number of at least 0")
+    return number
+
+
+def _one_of(*words: str, aliases: Mapping[str, str] | None = None) -> Callable[[str], str]:
+    def parse(value: str) -> str:
+        word = (aliases or {}).get(value.lower(), value.lower())
+        if word not in words:
+            raise ValueError(f"must be one of {', '.join(words)}")
+        return word
+
+    return parse
+
+
+def _switch(value: str) -> bool:
+    aliases = {"1": "true", "yes": "true", "0": "false", "no": "false"}
+    return _one_of("true", "false", aliases=aliases)(value) == "true"
+
+
+def _quantize(value: str) -> str | None:
+    word = _one_of("none", "int8", "int4")(value)
+    return None if word == "none" else word
 
 
 def _file(value: str) -> str:
     if not Path(value).expanduser().is_file():
         raise ValueError("there is no such file")
-    return str(Path(value).expanduser().absolute())
+    return _folder(value)
 
 
 def _folder(value: str) -> str:
     return str(Path(value).expanduser().absolute())
 
 
-def _whole(value: str) -> int:
-    try:
-        return int(value)
-    except ValueError:
-        raise ValueError("must be a whole number") from None
-
-
-def _count(value: str) -> int:
-    number = _whole(value)
-    if number < 1:
-        raise ValueError("must be at least 1")
-    return number
-
-
-def _port(value: str) -> int:
-    number = _whole(value)
-    if not 1 <= number <= 65535:
-        raise ValueError("must be between 1 and 65535")
-    return number
-
-
-def _positive(value: str) -> float:
-    try:
-        number = float(value)
-    except ValueError:
-        number = math.nan
-    if not 0 < number < math.inf:
-        raise ValueError("must be a positive number")
-    return number
-
-
-def _share(value: str) -> float:
-    try:
-        number = float(value)
-    except ValueError:
-        number = math.nan
-    if not 0 <= number < math.inf:
-        raise ValueError("must be a number of at least 0")
-    return number
-
-
-def _flag(value: str) -> bool:
-    words = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False, "": False}
-    if value.lower() not in words:
-        raise ValueError("must be true or false")
-    return words[value.lower()]
-
-
 def _ip(value: str) -> str:
     return str(ipaddress.ip_address("127.0.0.1" if value == "localhost" else value))
-
-
-def _one_device(value: str) -> int:
-    if _count(value) != 1:
-        raise ValueError("must be 1: this version does not spread a model over several devices")
-    return 1
-
-
-def _quantize(value: str) -> str | None:
-    if value.lower() not in ("none", "int8", "int4"):
-        raise ValueError("must be none, int8 or int4: no other quantized weights are served")
-    return None if value.lower() == "none" else value.lower()
-
-
-def _counts(value: str) -> tuple[int, ...]:
-    return tuple(sorted({_count(part.strip()) for part in value.split(",")}))
 
 
 def _origins(value: str) -> str:
     origins = [origin.strip().rstrip("/") for origin in value.split(",") if origin.strip()]
     for origin in origins:
         if origin != "*" and not re.fullmatch(r"[a-z][a-z0-9+.-]*://[^/?#\s]+", origin):
-            raise ValueError(f"{origin!r} is no origin; one looks like https://example.com")
+            raise ValueError(f"{origin!r} is not an origin; one looks like https://example.com")
     return ",".join(origins)
 
 
-def _one_of(*choices: str):
-    def parse(value: str) -> str:
-        if value not in choices:
-            raise ValueError(f"must be one of {', '.join(choices)}")
-        return value
-
-    return parse
-
-
-def _dtype(value: str) -> str:
-    if value.lower() not in DTYPES:
-        raise ValueError(f"must be one of {', '.join(dict.fromkeys(DTYPES.values()))}")
-    return DTYPES[value.lower()]
+def setting(default: Any, names: str, help: str, *, parse: Callable[[str], Any] | None = None, shown: str = "") -> Any:
+    """One setting. Its flag is the field's name with dashes; `names` are its environment variables, the preferred one first,
+    and further flags. `parse` defaults to the one for the field's type, and `shown` (in the help) to the default itself."""
+    variables = [name for name in names.split() if not name.startswith("-")]
+    flags = [name for name in names.split() if name.startswith("-")]
+    if not shown:
+        shown = "none" if default is None else f"{default:g}" if isinstance(default, float) else str(default).lower()
+    return field(default=default, metadata={"names": variables, "flags": flags, "help": help, "parse": parse, "shown": shown})
 
 
-def setting(default: Any, parse, *names: str, help: str, default_help: str | None = None) -> Any:
-    """One setting: `names` are its environment variables, the first of which also names the flag."""
-    return field(default=default, metadata={"parse": parse, "names": names, "help": help, "default_help": default_help})
+PARSERS = {"str": str, "int": _whole, "float": _positive, "bool": _switch}
 
 
 @dataclass(frozen=True)
 class Config:
-    """Everything that a person can set. `None` means: take what the model says (see `with_manifest`)."""
+    """All settings. `None` means: decided by the model (`with_manifest`) or by the device."""
 
-    model_id: str = setting(
-        str(DEMO_MODEL),
-        _text,
-        "MODEL_ID",
-        "HF_MODEL_ID",
-        help="Model to serve: a hub id or a local folder.",
-        default_help="the model in /opt/ml/model (SageMaker), else the built-in demonstration model",
-    )
-    revision: str | None = setting(None, _text, "REVISION", "HF_MODEL_REVISION", help="Branch, tag or commit of a hub model.")
-    huggingface_hub_cache: str | None = setting(
-        None,
-        _text,
-        "HUGGINGFACE_HUB_CACHE",
-        "HF_HUB_CACHE",
-        help="Folder that downloaded models are kept in.",
-        default_help="the hub library's",
-    )
-    trust_remote_code: bool = setting(
-        False,
-        _flag,
-        "TRUST_REMOTE_CODE",
-        "HF_MODEL_TRUST_REMOTE_CODE",
-        help="Run Python code that comes with the model. Only for models that you trust.",
-    )
-    tokenizer_config_path: str | None = setting(
-        None,
-        _file,
-        "TOKENIZER_CONFIG_PATH",
-        help="A tokenizer_config.json to take the chat template and the special tokens from.",
-        default_help="the model's own",
-    )
-    device: str = setting(
-        "auto",
-        _one_of("auto", "cpu", "cuda", "neuron"),
-        "DEVICE",
-        help="auto, cpu, cuda or neuron; auto takes what the machine has.",
-    )
-    dtype: str = setting(
-        "auto",
-        _dtype,
-        "DTYPE",
-        "HF_AUTO_CAST_TYPE",
-        help="Arithmetic: auto, float32, bfloat16 or float16. auto is the checkpoint's own; on a CPU float32, "
-        "or bfloat16 where both the checkpoint and the CPU have it.",
-    )
-    quantize: str | None = setting(
-        None,
-        _quantize,
-        "QUANTIZE",
-        "HF_MODEL_QUANTIZE",
-        help="Compress the weights: none, int8, or int4 (on a CPU). On a CPU this needs the package nncf at the first start.",
-    )
-    model_cache: str = setting(
-        os.path.expanduser("~/.cache/neuron-textgen"),
-        _folder,
-        "MODEL_CACHE",
-        help="Folder for models converted for CPUs and for compiled sampling loops. No other user may write to it.",
-        default_help="~/.cache/neuron-textgen",
-    )
-    model_cache_size: float = setting(
-        20.0,
-        _positive,
-        "MODEL_CACHE_SIZE",
-        help="Gigabytes that converted models may take; the least recently used ones are removed first.",
-    )
-    threads: int | None = setting(
-        None,
-        _count,
-        "THREADS",
-        help="Threads that the model runs on where it runs on a CPU.",
-        default_help="the processors that this process may use",
-    )
-    cuda_graphs: str | None = setting(None, _text, "CUDA_GRAPHS", help="No effect; accepted because TGI has it.")
-    num_shard: int = setting(
-        1, _one_device, "NUM_SHARD", "SM_NUM_GPUS", help="Devices that a model is spread over. Only 1 so far."
-    )
-    tp_degree: int | None = setting(
-        None,
-        _count,
-        "TP_DEGREE",
-        "HF_NUM_CORES",
-        help="NeuronCores that a model is spread over.",
-        default_help="what leaves a core the fewest bytes, of those that there are or NEURON_RT_VISIBLE_CORES names",
-    )
-    max_batch_size: int | None = setting(
-        None,
-        _count,
-        "MAX_BATCH_SIZE",
-        "HF_BATCH_SIZE",
-        help="Slots: how many requests are decoded together. The others wait in line.",
-        default_help=f"{DEFAULT_BATCH_SIZE}; on Neuron what fits, up to 32",
-    )
-    max_input_tokens: int | None = setting(
-        None,
-        _count,
-        "MAX_INPUT_TOKENS",
-        "MAX_INPUT_LENGTH",
-        help="Longest prompt, in tokens.",
-        default_help="max_total_tokens - 1",
-    )
-    max_total_tokens: int | None = setting(
-        None,
-        _count,
-        "MAX_TOTAL_TOKENS",
-        "HF_SEQUENCE_LENGTH",
-        help="Longest prompt plus answer, in tokens: the window of a slot.",
-        default_help=f"the model's window, at most {DEFAULT_MAX_TOTAL_TOKENS}; on Neuron what fits, up to 4096",
-    )
-    prefill_buckets: tuple[int, ...] | None = setting(
-        None,
-        _counts,
-        "PREFILL_BUCKETS",
-        help="Lengths of prompts that are compiled for Neuron, separated by commas; max_input_tokens is always one.",
-        default_help="powers of two from 128",
-    )
-    position_buckets: tuple[int, ...] | None = setting(
-        None,
-        _counts,
-        "POSITION_BUCKETS",
-        help="Lengths of prompt plus answer that are compiled for Neuron; max_total_tokens is always one.",
-        default_help="powers of two from 128",
-    )
-    compile_workers: int | None = setting(
-        None,
-        _count,
-        "COMPILE_WORKERS",
-        help="Programs that are compiled for Neuron at the same time; each takes gigabytes of memory.",
-        default_help="one for each processor and 8 GiB of memory",
-    )
-    sampling: str | None = setting(
-        None,
-        _one_of("host", "device"),
-        "SAMPLING",
-        help="Where tokens are chosen: host or device. device is for Neuron, and refuses the parameters that only host has.",
-        default_help="host",
-    )
-    max_concurrent_requests: int = setting(
-        128,
-        _count,
-        "MAX_CONCURRENT_REQUESTS",
-        help="Requests running and waiting; one more is answered with 429.",
-    )
-    max_queue_time: float | None = setting(
-        None,
-        _positive,
-        "MAX_QUEUE_TIME",
-        help="Seconds that a request may wait for a slot; then it is answered with 429.",
-        default_help="no limit",
-    )
-    max_batch_prefill_tokens: int | None = setting(
-        None,
-        _count,
-        "MAX_BATCH_PREFILL_TOKENS",
-        help="Prompt tokens per decode step of the running requests: beside it with OpenVINO, before it elsewhere, where one "
-        "prompt (or one chunk) always may run.",
-        default_help="with OpenVINO 32 in bfloat16 and 16 in float32; 128 elsewhere",
-    )
-    waiting_served_ratio: float = setting(
-        0.0,
-        _share,
-        "WAITING_SERVED_RATIO",
-        help="Waiting requests, as a share of the running ones, before a prompt may interrupt these. No effect with OpenVINO, "
-        "where prompts run beside them.",
-    )
-    max_waiting_tokens: int = setting(
-        20,
-        _count,
-        "MAX_WAITING_TOKENS",
-        help="Decode steps after which a prompt is run whatever waiting_served_ratio says.",
-    )
-    max_client_batch_size: int = setting(
-        4,
-        _count,
-        "MAX_CLIENT_BATCH_SIZE",
-        help="Most prompts of a request (`/v1/completions`, `/vertex`), and most choices (`n`) for each.",
-    )
-    max_best_of: int = setting(2, _count, "MAX_BEST_OF", help="Largest `best_of` of a request.")
-    max_stop_sequences: int = setting(4, _count, "MAX_STOP_SEQUENCES", help="Most stop sequences of a request.")
-    max_top_n_tokens: int = setting(5, _count, "MAX_TOP_N_TOKENS", help="Most `top_n_tokens` of a request.")
-    hostname: str = setting(
-        "0.0.0.0",
-        _ip,
-        "HOSTNAME",
-        help="IP address to listen on. A HOSTNAME variable that is no IP address (containers and shells set one) is not used.",
-    )
-    port: int = setting(
-        8080, _port, "SAGEMAKER_BIND_TO_PORT", "PORT", help="Port to listen on. What SageMaker sets comes before PORT."
-    )
-    api_key: str | None = setting(
-        None, _text, "API_KEY", help="When set, all but health and metrics asks for `Authorization: Bearer` with this key."
-    )
-    cors_allow_origin: str = setting(
-        "*",
-        _origins,
-        "CORS_ALLOW_ORIGIN",
-        help="Origins that browsers may call from, separated by commas; the flag may be repeated.",
-    )
-    web_concurrency: int = setting(2, _count, "WEB_CONCURRENCY", help="Web processes (HTTP, tokenizing, streaming).")
-    payload_limit: int = setting(
-        2_000_000, _count, "PAYLOAD_LIMIT", help="Largest request body, in bytes; a larger one is answered with 413."
-    )
-    client_timeout: float = setting(
-        30.0,
-        _positive,
-        "CLIENT_TIMEOUT",
-        help="Seconds that a client may take to send a request, or not read while it is answered.",
-    )
-    response_deadline: float | None = setting(
-        None,
-        _positive,
-        "RESPONSE_DEADLINE",
-        help="Seconds after which an answer that is not streamed ends with the text so far, as `length`.",
-        default_help="55 on `/invocations` (SageMaker waits 60), else none",
-    )
-    compute_type: str | None = setting(
-        None, _text, "COMPUTE_TYPE", help="What the header `x-compute-type` says.", default_help="the device"
-    )
-    startup_timeout: float = setting(
-        3600.0, _positive, "STARTUP_TIMEOUT", help="Seconds that the model may take to become ready."
-    )
-    stuck_timeout: float = setting(
-        120.0,
-        _positive,
-        "STUCK_TIMEOUT",
-        help="Seconds that the device may be stuck (many times longer at a step than usual); then the server ends with code 1.",
-    )
-    graceful_termination_timeout: float = setting(
-        25.0,
-        _positive,
-        "GRACEFUL_TERMINATION_TIMEOUT",
-        help="Seconds that running requests get to finish after SIGTERM.",
-    )
-    json_output: bool = setting(False, _flag, "JSON_OUTPUT", help="Log one JSON object a line.")
+    # fmt: off
+    model_id: str = setting(str(DEMO_MODEL), "MODEL_ID HF_MODEL_ID", "Model to serve: a hub id or a local folder.",
+        shown="the model in /opt/ml/model (SageMaker), else the built-in demonstration model")
+    revision: str | None = setting(None, "REVISION HF_MODEL_REVISION", "Branch, tag or commit of a hub model.")
+    huggingface_hub_cache: str | None = setting(None, "HUGGINGFACE_HUB_CACHE HF_HUB_CACHE", "Folder for downloaded models.",
+        shown="that of huggingface_hub")
+    trust_remote_code: bool = setting(False, "TRUST_REMOTE_CODE HF_MODEL_TRUST_REMOTE_CODE",
+        "Run the Python code that comes with the model. Only for models that you trust.")
+    tokenizer_config_path: str | None = setting(None, "TOKENIZER_CONFIG_PATH",
+        "File to read the chat template and the special tokens from.", parse=_file, shown="the model's tokenizer_config.json")
+    device: str = setting("auto", "DEVICE", "auto, cpu, cuda or neuron; auto takes what the machine has.",
+        parse=_one_of("auto", "cpu", "cuda", "neuron"))
+    dtype: str = setting("auto", "DTYPE HF_AUTO_CAST_TYPE", "auto, float32, bfloat16 or float16. auto is the checkpoint's; "
+        "on a CPU it is bfloat16 if the checkpoint and the CPU have it, else float32.",
+        parse=_one_of("auto", "float32", "bfloat16", "float16", aliases=DTYPES))
+    quantize: str | None = setting(None, "QUANTIZE HF_MODEL_QUANTIZE", "Weight compression: none, int8, or int4 (CPUs only). "
+        "On a CPU the first start needs the package nncf.", parse=_quantize)
+    model_cache: str = setting(os.path.expanduser("~/.cache/neuron-textgen"), "MODEL_CACHE",
+        "Folder for models converted for CPUs and for compiled sampling loops. Other users must not be able to write to it.",
+        parse=_folder, shown="~/.cache/neuron-textgen")
+    model_cache_size: float = setting(20.0, "MODEL_CACHE_SIZE",
+        "Gigabytes of converted models to keep; the least recently used are removed first.")
+    threads: int | None = setting(None, "THREADS", "Threads of the model on a CPU.",
+        shown="the processors that the process may use")
+    tp_degree: int | None = setting(None, "TP_DEGREE HF_NUM_CORES", "NeuronCores to split the model over.",
+        shown="the one with the least memory per core, among the cores present or in NEURON_RT_VISIBLE_CORES")
+    max_batch_size: int | None = setting(None, "MAX_BATCH_SIZE HF_BATCH_SIZE",
+        "Slots: how many requests are decoded together. Further requests wait in the queue.",
+        shown=f"{DEFAULT_BATCH_SIZE}; on Neuron what fits, up to 32")
+    max_input_tokens: int | None = setting(None, "MAX_INPUT_TOKENS MAX_INPUT_LENGTH --max-input-length",
+        "Longest prompt, in tokens.", shown="max_total_tokens - 1")
+    max_total_tokens: int | None = setting(None, "MAX_TOTAL_TOKENS HF_SEQUENCE_LENGTH",
+        "Longest prompt plus completion, in tokens: the context length of a slot.",
+        shown=f"the model's context length, at most {DEFAULT_MAX_TOTAL_TOKENS}; on Neuron what fits, up to 4096")
+    prefill_buckets: tuple[int, ...] | None = setting(None, "PREFILL_BUCKETS",
+        "Prompt lengths to compile for Neuron, separated by commas; max_input_tokens is always included.",
+        parse=_lengths, shown="powers of two from 128")
+    position_buckets: tuple[int, ...] | None = setting(None, "POSITION_BUCKETS",
+        "Lengths of prompt plus completion to compile for Neuron; max_total_tokens is always included.",
+        parse=_lengths, shown="powers of two from 128")
+    compile_workers: int | None = setting(None, "COMPILE_WORKERS",
+        "Programs to compile for Neuron at the same time; each needs gigabytes of memory.",
+        shown="one per processor and 8 GiB of memory")
+    sampling: str | None = setting(None, "SAMPLING", "Where tokens are sampled: host, or device (Neuron only), which refuses "
+        "the request parameters that only host supports.", parse=_one_of("host", "device"), shown="host")
+    max_concurrent_requests: int = setting(128, "MAX_CONCURRENT_REQUESTS",
+        "Limit of running and waiting requests; one more is answered with 429.")
+    max_queue_time: float | None = setting(None, "MAX_QUEUE_TIME",
+        "Seconds that a request may wait for a slot; then it is answered with 429.", shown="no limit")
+    max_batch_prefill_tokens: int | None = setting(None, "MAX_BATCH_PREFILL_TOKENS",
+        "Prompt tokens per decode step of the running requests. OpenVINO runs them in the same step; elsewhere they run before "
+        "it, at least one prompt or chunk at a time.", shown="with OpenVINO 32 in bfloat16 and 16 in float32; 128 elsewhere")
+    waiting_served_ratio: float = setting(0.0, "WAITING_SERVED_RATIO", "Ratio of waiting to running requests from which "
+        "prompts may interrupt decoding. No effect with OpenVINO, which runs both in the same step.", parse=_ratio)
+    max_waiting_tokens: int = setting(20, "MAX_WAITING_TOKENS",
+        "Decode steps after which a waiting prompt runs whatever waiting_served_ratio is.")
+    max_client_batch_size: int = setting(32, "MAX_CLIENT_BATCH_SIZE",
+        "Limit of the prompts of a request (`/v1/completions`, `/vertex`), and of the choices (`n`) for each.")
+    max_best_of: int = setting(2, "MAX_BEST_OF", "Limit of `best_of`.")
+    max_stop_sequences: int = setting(4, "MAX_STOP_SEQUENCES", "Limit of the stop sequences of a request.")
+    max_top_n_tokens: int = setting(5, "MAX_TOP_N_TOKENS", "Limit of `top_n_tokens`.")
+    hostname: str = setting("0.0.0.0", "HOSTNAME", "IP address to listen on. A HOSTNAME variable that is not an IP address, as "
+        "containers and shells set it, is ignored.", parse=_ip)
+    port: int = setting(8080, "SAGEMAKER_BIND_TO_PORT PORT -p",
+        "Port to listen on. SAGEMAKER_BIND_TO_PORT comes before PORT.", parse=_port)
+    api_key: str | None = setting(None, "API_KEY",
+        "Key that requests must carry as `Authorization: Bearer`, except those for health and metrics.")
+    cors_allow_origin: str = setting("*", "CORS_ALLOW_ORIGIN",
+        "Origins of web pages that may call the server, separated by commas; the flag may be repeated.", parse=_origins)
+    no_web_page: bool = setting(False, "NO_WEB_PAGE", "Do not serve the page for browsers at `/`.")
+    web_concurrency: int = setting(2, "WEB_CONCURRENCY", "Web processes (HTTP, tokenizing, streaming).")
+    payload_limit: int = setting(2_000_000, "PAYLOAD_LIMIT",
+        "Largest request body, in bytes; a larger one is answered with 413.")
+    client_timeout: float = setting(75.0, "CLIENT_TIMEOUT",
+        "Seconds that a client may take to send a request's headers (or stay idle before), its body, or to read on.")
+    response_deadline: float | None = setting(None, "RESPONSE_DEADLINE",
+        "Seconds after which a response that is not streamed ends with the text so far and finish reason `length`.",
+        shown="55 on `/invocations` (SageMaker waits 60), else none")
+    compute_type: str | None = setting(None, "COMPUTE_TYPE", "Value of the response header `x-compute-type`.",
+        shown="the device")
+    startup_timeout: float = setting(3600.0, "STARTUP_TIMEOUT", "Seconds that the model may take to become ready.")
+    stuck_timeout: float = setting(120.0, "STUCK_TIMEOUT",
+        "Seconds that a step may be stuck (far longer than usual) before the server exits with code 1.")
+    graceful_termination_timeout: float = setting(25.0, "GRACEFUL_TERMINATION_TIMEOUT -g",
+        "Seconds for running requests to finish after SIGTERM.")
+    log_level: str = setting("info", "LOG_LEVEL", "Lowest level to log: error, warn, info or debug.",
+        parse=_one_of("error", "warn", "info", "debug", aliases={"critical": "error", "warning": "warn", "trace": "debug"}))
+    json_output: bool = setting(False, "JSON_OUTPUT", "Log one JSON object per line.")
+    # fmt: on
 
     def __post_init__(self):
         if self.max_total_tokens and self.max_total_tokens < 2:
@@ -417,24 +246,23 @@ class Config:
 
     @property
     def model_name(self) -> str:
-        """What clients see as the model's id: never a path of this machine for the built-in model."""
+        """The model's id for clients: never a path of this machine for the built-in model."""
         return "neuron-textgen/demo" if self.is_demo else self.model_id
 
     @property
     def is_local(self) -> bool:
-        """A folder, or something that can only be meant as one (a path that does not exist is not a hub id)."""
-        return (
-            os.path.isdir(self.model_id) or self.model_id.startswith(("/", "./", "../", "~")) or (self.model_id.count("/") > 1)
-        )
+        """A folder, or a path that does not exist but cannot be a hub id either."""
+        is_path = self.model_id.startswith(("/", "./", "../", "~")) or self.model_id.count("/") > 1
+        return is_path or os.path.isdir(self.model_id)
 
     def with_manifest(self, manifest: Manifest) -> Config:
-        """Fills in what the user left open from what the model says; raises ConfigError where the two contradict."""
+        """Fills in the limits that are not set from the model; raises ConfigError where the two contradict."""
         window = manifest.max_positions
         total = self.max_total_tokens or min(window or DEFAULT_MAX_TOTAL_TOKENS, DEFAULT_MAX_TOTAL_TOKENS)
         if window and total > window:
             raise ConfigError(
                 f"--max-total-tokens {total} (MAX_TOTAL_TOKENS) is more than the {window} positions that {self.model_name} "
-                f"was made for; give at most {window}"
+                f"was trained for; give at most {window}"
             )
         return dataclasses.replace(self, max_total_tokens=total, max_input_tokens=self.max_input_tokens or total - 1)
 
@@ -448,10 +276,10 @@ class Config:
 
 @dataclass(frozen=True)
 class Manifest:
-    """What a checkpoint's `config.json` and `generation_config.json` say of it."""
+    """What the `config.json` and `generation_config.json` of a checkpoint say."""
 
     model_type: str
-    max_positions: int | None  # longest sequence the positions were trained for, in tokens
+    max_positions: int | None  # longest sequence that the positions were trained for, in tokens
     eos_token_ids: tuple[int, ...]
     is_compiled: bool = False  # for Neuron
 
@@ -463,7 +291,7 @@ class Manifest:
             raise ConfigError(f"--model-id {folder}: there is no such folder")
         config = read_json(folder / "config.json", required=True)
         if not isinstance(config.get("model_type"), str):
-            raise ConfigError(f"{folder / 'config.json'} names no `model_type`, so nothing here can load it")
+            raise ConfigError(f"{folder / 'config.json'} has no `model_type`, so the model cannot be loaded")
         eos: list[int] = []
         for source in (config, read_json(folder / "generation_config.json")):
             ids = source.get("eos_token_id")
@@ -479,12 +307,12 @@ class Manifest:
 
 
 def read_json(path: Path, required: bool = False) -> dict[str, Any]:
-    """A JSON object from a model folder: `{}` when the file is not there, ConfigError when it is not one."""
+    """A JSON object from a model folder, or `{}` without the file. Raises ConfigError for anything else."""
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         if required:
-            raise ConfigError(f"{path.parent} holds no {path.name}, so it is no model folder") from None
+            raise ConfigError(f"{path.parent} is not a model folder: it has no {path.name}") from None
         return {}
     except (OSError, UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
         raise ConfigError(f"{path} cannot be read as JSON: {error}") from None
@@ -493,20 +321,104 @@ def read_json(path: Path, required: bool = False) -> dict[str, Any]:
     return data
 
 
-def flag_name(setting: dataclasses.Field) -> str:
-    return "--" + setting.name.replace("_", "-")
+# What TGI's launcher, TGI-Gaudi, TorchServe and older Neuron images take and this server does not, as {effect: {names: text}}.
+# A name is a flag or a variable, `TS_*` any other variable that begins so; in `NAME=1`, 1 is the value that is supported.
+_OTHERS = json.loads((HERE / "other_servers.json").read_text(encoding="utf-8"))
+_OTHER_NAMES = {
+    name.partition("=")[0]: (effect, name.partition("=")[2] or None, text)
+    for effect, table in _OTHERS.items()
+    for names, text in table.items()
+    for name in names.split()
+}
+USAGE = """entrypoint.sh [serve] [flags]
+       entrypoint.sh compile [flags]  (compiles for Neuron: compile --help)
+       entrypoint.sh plan [flags]     (what fits on Neuron: plan --help)
+
+Serves a large language model over TGI's and OpenAI's HTTP APIs.
+A flag beats its environment variables, which are listed in brackets."""
+
+
+def flag_name(entry: dataclasses.Field) -> str:
+    return "--" + entry.name.replace("_", "-")
+
+
+SETTINGS = {flag_name(entry): entry for entry in dataclasses.fields(Config)}
+
+
+class _Parser(argparse.ArgumentParser):
+    """Collects flags as strings: `parse` reads them and the variables alike."""
+
+    def __init__(self):
+        formatter = functools.partial(argparse.HelpFormatter, max_help_position=6)
+        super().__init__(usage=USAGE, formatter_class=formatter, allow_abbrev=False)
+        self.add_argument("-V", "--version", action="version", version=f"neuron-textgen {VERSION}", help="Print the version.")
+        for flag, entry in SETTINGS.items():
+            value = {"nargs": "?", "const": "true", "metavar": "true|false"} if entry.type == "bool" else {"metavar": "X"}
+            text = f"{entry.metadata['help']} Default: {entry.metadata['shown']}. [{', '.join(entry.metadata['names'])}]"
+            self.add_argument(flag, *entry.metadata["flags"], dest=flag, action="append", help=text, **value)
+        for name in _OTHER_NAMES:
+            if name.startswith("-"):
+                self.add_argument(name, dest=name, nargs="*", help=argparse.SUPPRESS)
+
+    def error(self, message: str) -> None:
+        raise ConfigError(message)
+
+
+def _given(argv: Sequence[str], environ: Mapping[str, str]) -> dict[str, str]:
+    """All that is set, by flag (`--port`) or variable (`PORT`). An empty variable counts as unset."""
+    given = {name: value.strip() for name, value in environ.items() if value.strip()}
+    try:
+        ipaddress.ip_address(given.get("HOSTNAME", ""))
+    except ValueError:
+        given.pop("HOSTNAME", None)  # the machine's name
+    options, unknown = _Parser().parse_known_args(argv)
+    if unknown:
+        flag = unknown[0].partition("=")[0]
+        nearest = difflib.get_close_matches(flag, SETTINGS, n=1)
+        hint = f"; did you mean {nearest[0]}?" if nearest else ""
+        raise ConfigError(f"unknown argument {flag!r}{hint} (--help lists the settings)")
+    for flag, values in vars(options).items():
+        if values is not None:
+            if len(values) > 1 and flag in SETTINGS and flag != "--cors-allow-origin":
+                raise ConfigError(f"{flag} is given twice")
+            given[flag] = ",".join(values).strip()
+    return given
+
+
+def _without_effect(given: Mapping[str, str]) -> list[str]:
+    """A line for each name of another server that has no effect; raises ConfigError for one that is not supported."""
+    lines = []
+    for name, value in given.items():
+        effect, supported, text = _OTHER_NAMES.get(name) or _OTHER_NAMES.get(name.split("_")[0] + "_*") or ("", None, "")
+        if effect == "no_effect":
+            lines.append(f"{name} has no effect: {text}")
+        elif effect and value.lower() not in (supported, "0", "false", "none", "off"):
+            raise ConfigError(f"{name} is not supported: {text}")
+    return lines
 
 
 def parse(argv: Sequence[str], environ: Mapping[str, str]) -> Config:
     """Flags beat environment variables, which beat defaults.
 
     Raises ConfigError naming the setting, the value and what it must be; an unknown flag names the nearest known one, and a
-    local folder that holds no model says so.
+    local folder without a model says so.
     """
+    given = _given(argv, environ)
+    _without_effect(given)
+    if "MAX_INPUT_TOKENS" in given and "MAX_INPUT_LENGTH" in given:
+        raise ConfigError("MAX_INPUT_TOKENS and its older name MAX_INPUT_LENGTH are both set; leave out MAX_INPUT_LENGTH")
     values = {}
-    for entry in dataclasses.fields(Config):
-        values.update(_from_environment(entry, environ))
-    values.update(_from_flags(argv))
+    for flag, entry in SETTINGS.items():
+        name = next((name for name in (flag, *entry.metadata["names"]) if name in given), None)
+        if name is None:
+            continue
+        if not given[name]:
+            raise ConfigError(f"{name} needs a value")
+        read = entry.metadata["parse"] or PARSERS[entry.type.removesuffix(" | None")]
+        try:
+            values[entry.name] = read(given[name])
+        except ValueError as error:
+            raise ConfigError(f"{name} {given[name]!r}: {error}") from None
     if "model_id" not in values and (SAGEMAKER_MODEL / "config.json").is_file():
         values["model_id"] = str(SAGEMAKER_MODEL)
     config = Config(**values)
@@ -515,97 +427,22 @@ def parse(argv: Sequence[str], environ: Mapping[str, str]) -> Config:
     return config
 
 
-def _from_environment(entry: dataclasses.Field, environ: Mapping[str, str]) -> dict[str, Any]:
-    given = {name: environ[name] for name in entry.metadata["names"] if environ.get(name, "").strip()}
-    if entry.name == "hostname" and "HOSTNAME" in given and not _is_ip(given["HOSTNAME"]):
-        return {}
-    if entry.name == "max_input_tokens" and len(given) > 1:
-        raise ConfigError(
-            f"Both `max_input_tokens` ({given['MAX_INPUT_TOKENS']}) and `max_input_length` ({given['MAX_INPUT_LENGTH']}) are "
-            "set. Please define only `max_input_tokens`: `max_input_length` is its older name"
-        )
-    for name, value in given.items():  # the first name is the canonical one and wins
-        return {entry.name: _parse_value(entry, name, value.strip())}
-    return {}
-
-
-def _is_ip(value: str) -> bool:
-    try:
-        ipaddress.ip_address(value)
-    except ValueError:
-        return False
-    return True
-
-
-def _parse_value(entry: dataclasses.Field, source: str, value: str) -> Any:
-    try:
-        return entry.metadata["parse"](value)
-    except ValueError as error:
-        raise ConfigError(f"{source} {value!r}: {error}") from None
-
-
-def _from_flags(argv: Sequence[str]) -> dict[str, Any]:
-    known = {flag_name(entry): entry for entry in dataclasses.fields(Config)}
-    known["--max-input-length"] = known["--max-input-tokens"]
-    known["-p"] = known["--port"]
-    values: dict[str, Any] = {}
-    words = list(argv)
-    while words:
-        flag, has_value, value = words.pop(0).partition("=")
-        if flag not in known:
-            nearest = difflib.get_close_matches(flag, known, n=1, cutoff=0.4)
-            hint = f"; did you mean {nearest[0]}?" if nearest else ""
-            raise ConfigError(f"unknown argument {flag!r}{hint} (--help lists the settings)")
-        entry = known[flag]
-        if entry.name in values and entry.name != "cors_allow_origin":
-            raise ConfigError(f"{flag} is given twice")
-        if not has_value and entry.metadata["parse"] is _flag:
-            value = words.pop(0) if words and words[0].lower() in ("true", "false") else "true"
-        elif not has_value:
-            value = words.pop(0) if words and not words[0].startswith("--") else ""
-        if not value.strip():
-            raise ConfigError(f"{flag} needs a value")
-        if entry.name == "cors_allow_origin" and entry.name in values:
-            value = f"{values[entry.name]},{value}"
-        values[entry.name] = _parse_value(entry, flag, value)
-    return values
-
-
-def _default_text(entry: dataclasses.Field) -> str:
-    if entry.metadata["default_help"]:
-        return entry.metadata["default_help"]
-    default = entry.default
-    if isinstance(default, bool):
-        return str(default).lower()
-    if isinstance(default, float):
-        return f"{default:g}"
-    return "none" if default is None else str(default)
-
-
-def help_text(width: int) -> str:
-    """The table of settings for a terminal of `width` columns."""
-    lines = [
-        "neuron-textgen: serves a large language model over TGI's and OpenAI's HTTP APIs.",
-        "",
-        "Usage: entrypoint.sh [serve] [flags]   serves; a flag beats its environment variable",
-        "       entrypoint.sh compile [flags]   compiles a model for Neuron (compile --help)",
-        "       entrypoint.sh plan [flags]      tells what fits on Neuron machines (plan --help)",
-        "",
-    ]
-    lines = [part for line in lines for part in (textwrap.wrap(line, width) or [""])]
-    for entry in dataclasses.fields(Config):
-        lines.append(f"  {flag_name(entry)}  [{', '.join(entry.metadata['names'])}]")
-        text = f"{entry.metadata['help']} Default: {_default_text(entry)}."
-        lines += textwrap.wrap(text, width, initial_indent=" " * 6, subsequent_indent=" " * 6)
-    return "\n".join(lines)
-
-
 def markdown_table() -> str:
-    """The same table for the README."""
+    """The settings, for README.md."""
     rows = ["| flag | environment | default | meaning |", "|---|---|---|---|"]
-    for entry in dataclasses.fields(Config):
+    for flag, entry in SETTINGS.items():
         names = ", ".join(f"`{name}`" for name in entry.metadata["names"])
-        rows.append(f"| `{flag_name(entry)}` | {names} | {_default_text(entry)} | {entry.metadata['help']} |")
+        rows.append(f"| `{flag}` | {names} | {entry.metadata['shown']} | {entry.metadata['help']} |")
+    return "\n".join(rows)
+
+
+def other_names_table() -> str:
+    """The names of other servers, for docs/settings.md."""
+    rows = ["| flags and variables | here |", "|---|---|"]
+    for effect, table in _OTHERS.items():
+        for names, text in table.items():
+            shown = ", ".join(f"`{name}`".replace("=", "` other than `") for name in names.split())
+            rows.append(f"| {shown} | {effect.replace('_', ' ')}: {text} |")
     return "\n".join(rows)
 
 
@@ -630,14 +467,13 @@ class _PlainFormatter(logging.Formatter):
         return super().format(record) + "".join(f" {key}={value}" for key, value in fields.items())
 
 
-def set_up_logging(json_output: bool) -> None:
-    """Logs go to stderr, a line an event; `logger.info(message, extra={"fields": {...}})` adds named values to it."""
+def set_up_logging(config: Config) -> None:
+    """Logs to stderr, one line per event; `logger.info(message, extra={"fields": {...}})` adds named values to it."""
     handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(_JsonFormatter() if json_output else _PlainFormatter())
+    handler.setFormatter(_JsonFormatter() if config.json_output else _PlainFormatter())
     root = logging.getLogger()
     root.handlers[:] = [handler]
-    level = logging.getLevelName(os.environ.get("LOG_LEVEL", "info").upper())
-    root.setLevel(level if isinstance(level, int) else logging.INFO)
+    root.setLevel(config.log_level.upper())
 
 
 def run_dir() -> Path:
@@ -655,26 +491,24 @@ def socket_address() -> str:
 
 
 def die_with_parent() -> None:
-    """Has the kernel end this process when the one that started it dies: nothing may survive to hold the device."""
+    """The kernel ends this process when its parent dies: nothing may survive to hold the device."""
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # 1: PR_SET_PDEATHSIG
 
 
 def main(argv: Sequence[str]) -> int:
-    if "--help" in argv or "-h" in argv:
-        print(help_text(min(shutil.get_terminal_size((100, 24)).columns, 110)))
-        return 0
     if argv == ["--markdown"]:
-        print(markdown_table())
+        print(markdown_table(), other_names_table(), sep="\n\n")
         return 0
     try:
         config = parse(argv, os.environ)
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    set_up_logging(config.json_output)
-    logging.getLogger("config").info("neuron-textgen %s starts; model: %s", VERSION, config.model_name)
-    if config.cuda_graphs:
-        logging.getLogger("config").warning("--cuda-graphs (CUDA_GRAPHS) has no effect; leave it out")
+    set_up_logging(config)
+    logger = logging.getLogger("config")
+    logger.info("neuron-textgen %s starts; model: %s", VERSION, config.model_name)
+    for line in _without_effect(_given(argv, os.environ)):
+        logger.warning("%s", line)
     print(config.to_json())
     return 0
 

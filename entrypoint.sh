@@ -24,7 +24,7 @@ case ${1:-} in
     plan) run_module models.plan "${@:2}" ;;
 esac
 for argument in "$@"; do
-    case $argument in -h | --help) exec "$python" "$here/config.py" --help ;; esac
+    case $argument in -h | --help | -V | --version) exec "$python" "$here/config.py" "$argument" ;; esac
 done
 
 # Private (0700) and new for each run: two servers never meet. Each process of a run holds its lock, so a lock that is free

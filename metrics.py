@@ -145,12 +145,12 @@ class Metrics:
 
     def _count_request(self, stats: RequestStats) -> None:
         if stats.status == 499:
-            self.series("client_hang_ups").inc(stats.times)
+            self.series("client_hang_ups").inc()
         elif stats.status >= 400:
-            self.series("http_errors", str(stats.status)).inc(stats.times)
+            self.series("http_errors", str(stats.status)).inc()
         if stats.outcome is None:
             return
-        self.series("request_count").inc(stats.times)
+        self.series("request_count").inc()
         if stats.first_token_s is not None:
             self.series("request_time_to_first_token_duration").observe(stats.first_token_s)
         if stats.input_tokens > 0:
@@ -158,7 +158,7 @@ class Metrics:
             self.series("request_max_new_tokens").observe(stats.max_new_tokens)
         if stats.outcome != "success":
             err = stats.outcome if stats.outcome in FAILURES else "generation"
-            self.series("request_failure", err).inc(stats.times)
+            self.series("request_failure", err).inc()
             return
         self.series("request_success").inc()
         self.series("request_duration").observe(stats.duration_s)

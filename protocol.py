@@ -1,9 +1,9 @@
-"""How web processes and the worker communicate: the message types and both ends of the socket.
+"""How web processes and the worker communicate: the message types, their encoding, and the worker's end of the socket.
 
-The worker binds one ROUTER in the private folder of this run; each web process connects one DEALER. Each end is a thread that
-owns its socket (ZeroMQ sockets must not be shared between threads) and hands messages over in memory. On the worker's side that
-thread also turns the outputs of a step into messages, while the next step runs. Messages are msgspec structs in msgpack, never
-pickle. This layer does not know what the messages are for.
+The worker binds one ROUTER in the private folder of this run; each web process connects one DEALER (engine_client.py). The
+worker's socket is owned by a thread (ZeroMQ sockets must not be shared between threads), which also turns the outputs of a step
+into messages, while the next step runs. Messages are msgspec structs in msgpack, never pickle. This layer does not know what
+the messages are for.
 
 A request on the wire: `Generate` (in a `SubmitRequests`), then a `Prompt` and `Token`s inside the `Tokens` of each step, until
 exactly one terminal message: a `Token` with a `finish_reason`, or an `End`. `Cancel` asks for an early end, with the same rule.
@@ -80,7 +80,7 @@ class Hello(msgspec.Struct, tag="hello", frozen=True):
 
 
 class RequestStats(msgspec.Struct, tag="request_stats", frozen=True):
-    """Web → worker: a finished HTTP request, or several that were refused for the same reason; for the metrics.
+    """Web → worker: a finished HTTP request, for the metrics.
 
     `outcome` is None for a route that generates no text, else "success" or the reason of the failure: overloaded, validation,
     incomplete, template, generation, dropped. `first_token_s` counts from the arrival of the HTTP request.
@@ -96,7 +96,6 @@ class RequestStats(msgspec.Struct, tag="request_stats", frozen=True):
     input_tokens: int = 0
     generated_tokens: int = 0
     max_new_tokens: int = 0
-    times: int = 1  # how many requests this stands for
 
 
 class MetricsRequest(msgspec.Struct, tag="metrics_request", frozen=True):
@@ -197,10 +196,10 @@ class PeerLost(msgspec.Struct, frozen=True):
     """Put into the worker's inbox when a web process is gone. Never sent."""
 
 
-_encode = msgspec.msgpack.Encoder().encode
+encode = msgspec.msgpack.Encoder().encode
 
 
-def _decoded(decoder: msgspec.msgpack.Decoder, frames: list[bytes]):
+def decode(decoder: msgspec.msgpack.Decoder, frames: list[bytes]):
     """The message in `frames`; None, with a log line, for anything else: it must not end the thread that reads."""
     try:
         (body,) = frames
@@ -210,41 +209,9 @@ def _decoded(decoder: msgspec.msgpack.Decoder, frames: list[bytes]):
         return None
 
 
-class _SocketThread:
-    """A thread that owns a socket: wakes for what arrives, for what is to be sent, and every HEARTBEAT_S."""
-
-    def __init__(self, name: str):
-        self._outbox: queue.SimpleQueue = queue.SimpleQueue()
-        self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self._closing = threading.Event()
-        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
-
-    def _post(self, item) -> None:
-        self._outbox.put(item)
-        os.eventfd_write(self._wake_fd, 1)
-
-    def _drain_outbox(self) -> Iterable:
-        with contextlib.suppress(BlockingIOError):
-            os.eventfd_read(self._wake_fd)
-        while True:
-            try:
-                yield self._outbox.get_nowait()
-            except queue.Empty:
-                return
-
-    def close(self) -> None:
-        """Sends what is still in the outbox, then ends the thread. Idempotent."""
-        self._closing.set()
-        os.eventfd_write(self._wake_fd, 1)
-        if self._thread.is_alive():
-            self._thread.join(timeout=5)
-
-    def _run(self) -> None:
-        raise NotImplementedError
-
-
-class WorkerEnd(_SocketThread):
-    """The worker's end. `send`, `publish` and `announce` may be called from any thread; `receive` from one.
+class WorkerEnd:
+    """The worker's end of the socket, which is owned by a thread. `send`, `publish` and `announce` may be called from any
+    thread; `receive` from one.
 
     `on_immediate` is called on the socket's thread with each message of `IMMEDIATE` and must not block; what it returns is sent
     to that peer. `refuses` is called there with each SubmitRequests; a reason that it returns ends all of its requests at once,
@@ -258,7 +225,10 @@ class WorkerEnd(_SocketThread):
         on_immediate: Callable[[FromWeb], FromWorker | None] = lambda _message: None,
         on_failure: Callable[[BaseException], None] | None = None,
     ):
-        super().__init__("worker-socket")
+        self._outbox: queue.SimpleQueue = queue.SimpleQueue()
+        self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._closing = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="worker-socket", daemon=True)
         self._on_immediate = on_immediate
         self._on_failure = on_failure
         self.refuses: Callable[[SubmitRequests], str | None] = lambda _message: None
@@ -307,6 +277,26 @@ class WorkerEnd(_SocketThread):
         self._model_info = info
         self._post((None, info))
 
+    def close(self) -> None:
+        """Sends what is still in the outbox, then ends the thread. Idempotent."""
+        self._closing.set()
+        os.eventfd_write(self._wake_fd, 1)
+        if self._thread.is_alive():
+            self._thread.join(timeout=5)
+
+    def _post(self, item) -> None:
+        self._outbox.put(item)
+        os.eventfd_write(self._wake_fd, 1)
+
+    def _drain_outbox(self) -> Iterable:
+        with contextlib.suppress(BlockingIOError):
+            os.eventfd_read(self._wake_fd)
+        while True:
+            try:
+                yield self._outbox.get_nowait()
+            except queue.Empty:
+                return
+
     def _run(self) -> None:
         try:
             self._serve()
@@ -333,7 +323,7 @@ class WorkerEnd(_SocketThread):
                 break
             while self._socket.getsockopt(zmq.EVENTS) & zmq.POLLIN:
                 peer, *frames = self._socket.recv_multipart(zmq.NOBLOCK)
-                if (message := _decoded(decoder, frames)) is not None:
+                if (message := decode(decoder, frames)) is not None:
                     self._handle(peer, message)
             if time.monotonic() >= next_beat:
                 next_beat = time.monotonic() + HEARTBEAT_S
@@ -368,7 +358,7 @@ class WorkerEnd(_SocketThread):
 
     def _send(self, peer: bytes | None, message: FromWorker) -> None:
         """To one web process, or to all of them (None)."""
-        body = _encode(message)
+        body = encode(message)
         for receiver in list(self._peers) if peer is None else [peer]:
             if receiver not in self._peers:
                 continue
@@ -379,64 +369,3 @@ class WorkerEnd(_SocketThread):
                     raise
                 self._peers.discard(receiver)
                 self._inbox.put((receiver, PeerLost()))
-
-
-class WebEnd(_SocketThread):
-    """A web process' end. All callbacks are called on its thread and must not block.
-
-    To be made after fork. `on_lost` is called once, when the worker is gone for good; `on_beat` about every HEARTBEAT_S, after
-    what has arrived by then.
-    """
-
-    def __init__(
-        self,
-        address: str,
-        on_message: Callable[[FromWorker], None],
-        on_lost: Callable[[], None],
-        on_beat: Callable[[], None] = lambda: None,
-    ):
-        super().__init__("web-socket")
-        self._address = address
-        self._on_message = on_message
-        self._on_lost = on_lost
-        self._on_beat = on_beat
-        self._thread.start()
-
-    def send(self, message: FromWeb) -> None:
-        """Raises what msgspec raises for a message that cannot be encoded: here, where it harms nobody else."""
-        self._post(_encode(message))
-
-    def _run(self) -> None:
-        context = zmq.Context()
-        dealer = context.socket(zmq.DEALER)
-        dealer.set_hwm(0)
-        dealer.linger = 0
-        monitor = dealer.get_monitor_socket(zmq.EVENT_DISCONNECTED)
-        dealer.connect(self._address)
-        decoder = msgspec.msgpack.Decoder(FromWorker)
-        poller = zmq.Poller()
-        for source in (dealer, monitor, self._wake_fd):
-            poller.register(source, zmq.POLLIN)
-        next_beat = 0.0
-        while not self._closing.is_set():
-            ready = dict(poller.poll(HEARTBEAT_S * 1000))
-            if self._wake_fd in ready:
-                for body in self._drain_outbox():
-                    dealer.send(body)
-            if dealer in ready:
-                self._read(dealer, decoder)
-            if monitor in ready:  # a worker is never started twice in a run: gone once is gone for good
-                self._read(dealer, decoder)
-                self._on_lost()
-                break
-            if time.monotonic() >= next_beat:
-                next_beat = time.monotonic() + HEARTBEAT_S
-                self._on_beat()
-        dealer.disable_monitor()
-        context.destroy(linger=0)
-
-    def _read(self, dealer: zmq.Socket, decoder: msgspec.msgpack.Decoder) -> None:
-        while dealer.getsockopt(zmq.EVENTS) & zmq.POLLIN:  # cheaper than an exception for each message
-            message = _decoded(decoder, dealer.recv_multipart(zmq.NOBLOCK))
-            if message is not None:
-                self._on_message(message)

@@ -932,6 +932,9 @@ def _sampling(p: Parameters) -> Sampling:
     )
 
 
+CONTEXT_LENGTH_EXCEEDED = "context_length_exceeded"
+
+
 def fit(job: Job, prompt: list[int], facts: ModelInfo) -> tuple[list[int], int]:
     """The prompt as it will be run (cut to its last `truncate` tokens if asked) and how many tokens may follow it.
 
@@ -939,20 +942,24 @@ def fit(job: Job, prompt: list[int], facts: ModelInfo) -> tuple[list[int], int]:
     """
     if job.truncate is not None:
         prompt = prompt[-job.truncate :]
-    length, window, too_long = len(prompt), facts.max_total_tokens, "context_length_exceeded"
+    length, window = len(prompt), facts.max_total_tokens
     max_new_tokens = job.max_new_tokens if job.max_new_tokens is not None else window - length
     if length + max_new_tokens > window and job.max_new_tokens is not None:
         raise invalid(
             f"`{job.prompt_name}` tokens + `{job.limit_name}` must be <= {window}. Given: {length} `{job.prompt_name}` "
             f"tokens and {max_new_tokens} `{job.limit_name}`",
-            code=too_long,
+            code=CONTEXT_LENGTH_EXCEEDED,
         )
     if length > facts.max_input_tokens:
-        most = facts.max_input_tokens
-        raise invalid(f"`{job.prompt_name}` must have less than {most} tokens. Given: {length}", code=too_long)
+        raise too_many_tokens(job, f"{length}", facts)
     _require(length > 0, f"`{job.prompt_name}` cannot be empty")
     _check_ids([max(prompt)], job.prompt_name, facts)
     return prompt, max(max_new_tokens, 1)  # a prompt that is only scored is run for one token, which is dropped
+
+
+def too_many_tokens(job: Job, given: str, facts: ModelInfo) -> ApiError:
+    most = facts.max_input_tokens
+    return invalid(f"`{job.prompt_name}` must have less than {most} tokens. Given: {given}", code=CONTEXT_LENGTH_EXCEEDED)
 
 
 def shortest_float(logprob: float | None) -> float | None:

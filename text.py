@@ -68,6 +68,7 @@ class Tokenizer:
         kinds = [step["type"] for step in steps]
         self.is_byte_level = kinds == ["ByteLevel"]  # every token is a run of bytes and nothing else changes the text
         self.has_byte_fallback = "ByteFallback" in kinds  # tokens like <0xE2> stand for single bytes
+        self.longest_token = max(map(len, self._tokenizer.get_vocab()), default=1)  # characters, or bytes where they are more
         self._bytes: dict[int, bytes] = {}
         self._anchor = self._find_anchor()
         self._anchor_text = self.decode(self._anchor)

@@ -483,7 +483,7 @@ def _socket_failed(error: BaseException) -> None:
 def main() -> int:
     configuration.die_with_parent()
     config = configuration.load()
-    configuration.set_up_logging(config.json_output)
+    configuration.set_up_logging(config)
     if config.is_demo:
         logger.info("No model is named: serving the built-in demonstration model. Name one with --model-id or MODEL_ID.")
     metrics = Metrics()

@@ -103,7 +103,7 @@ def main(argv: Sequence[str]) -> int:
         if not options.output:
             raise ConfigError("--output is missing: the folder for the compiled model")
         config = configuration.parse(flags, os.environ)
-        configuration.set_up_logging(config.json_output)
+        configuration.set_up_logging(config)
         if config.device not in ("auto", "neuron"):
             raise ConfigError(f"--device {config.device}: only models for Neuron are compiled; leave it out")
         compile_model(dataclasses.replace(config, device="neuron"), Path(options.output).expanduser())

@@ -279,7 +279,7 @@ def main(arguments: list[str]) -> int:
             ModelCache.of(config).find_or_add(key, lambda target: convert(config, folder, target))
         else:
             config = Config.from_json(sys.stdin.read())
-            set_up_logging(config.json_output)
+            set_up_logging(config)
             convert(config, Path(arguments[0]), Path(arguments[1]))
     except ModelError as error:
         print(error)

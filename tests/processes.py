@@ -13,8 +13,10 @@ import tempfile
 import time
 from pathlib import Path
 
+from peer import Peer
+
 from config import HERE
-from protocol import Hello, Status, WebEnd
+from protocol import Status
 
 WAIT_S = 120  # for what may take long on a busy machine; nothing waits that long when it works
 MODEL_CACHE = HERE / ".pytest_cache" / "models"  # one for all servers and runs: a model is converted once
@@ -154,13 +156,11 @@ class Server:
 
     def status(self):
         """The worker's status."""
-        received = []
-        end = WebEnd(f"ipc://{self.run_dir}/worker.sock", received.append, lambda: None)
-        end.send(Hello(os.getpid(), False))
+        peer = Peer(f"ipc://{self.run_dir}/worker.sock")
         try:
-            return wait_until(lambda: next((m for m in reversed(received) if isinstance(m, Status)), None), "a status")
+            return peer.next(Status)
         finally:
-            end.close()
+            peer.close()
 
     def wait_idle(self):
         """The leak check: nothing runs, nothing waits."""

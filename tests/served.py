@@ -4,6 +4,7 @@ import json
 import threading
 import time
 
+import gevent
 import msgspec
 from fakes.model import EOS, FakeModel, greedy
 from fakes.tokenizer import VOCABULARY, byte_tokenizer
@@ -11,6 +12,7 @@ from fakes.tokenizer import VOCABULARY, byte_tokenizer
 import sampling
 import web
 from config import Config
+from engine_client import EngineClient
 from metrics import Metrics
 from protocol import ModelInfo, WorkerEnd
 from scheduler import Scheduler
@@ -60,13 +62,13 @@ class Served:
             sampling=sampled_by,
             prefill_chunk=prefill_chunk,
         )
-        address = f"ipc://{folder}/worker.sock"
+        address = self.address = f"ipc://{folder}/worker.sock"
         self.metrics = Metrics()
         self.end = WorkerEnd(address, self.metrics.handle)
         scheduler = Scheduler(slots=slots, mixes=False, prefill_chunk=prefill_chunk)
         most = LIMITS["max_concurrent_requests"]
         self.worker = Worker(self.model, self.end, frozenset([EOS]), scheduler, most, self.metrics)
-        self.seen = web.Worker(address)
+        self.seen = EngineClient(address, lambda info: web.ModelText.load(info, None))
         self.config = Config(**LIMITS | settings)
         self.client = web.create_app(self.config, self.seen).test_client()
         limits = (VOCABULARY, [EOS], 2, WINDOW - 1, WINDOW)
@@ -89,7 +91,7 @@ class Served:
         return greedy(self.tokenizer.encode(text).ids, most, VOCABULARY)
 
     def assert_idle(self):
-        wait_until(lambda: self.worker.is_idle and not self.seen._inboxes)
+        wait_until(lambda: self.worker.is_idle and self.seen.is_idle)
 
     def close(self):
         self.model.may_decode.set()
@@ -97,14 +99,15 @@ class Served:
         if self.thread.is_alive():
             self.thread.join(WAIT_S)
         self.end.close()
-        self.seen._end.close()
+        self.seen.close()
 
 
 def wait_until(holds, at_most_s=WAIT_S):
+    """Lets the greenlets of the web side run meanwhile."""
     deadline = time.monotonic() + at_most_s
     while not holds():
         assert time.monotonic() < deadline, "it did not happen"
-        time.sleep(0.01)
+        gevent.sleep(0.01)
 
 
 def events(response):

@@ -226,7 +226,7 @@ def test_messages_that_cannot_be_told_are_refused_with_the_reason(served, messag
 
 
 def test_a_model_without_a_template_says_so(served):
-    served.seen.template = None
+    served.seen.text = served.seen.text._replace(template=None)
     error = refusal(served, CHAT, MESSAGES)
     assert (error["message"], error["code"]) == ("Template error: template not found", "template_error")
 
@@ -299,7 +299,7 @@ def test_a_prompt_may_come_as_token_ids(served):
         ("", "`prompt` cannot be empty"),
         (["a", ""], "`prompt` cannot be empty"),
         ([[]], "`prompt` cannot be empty"),
-        (["a"] * 5, "Number of prompts exceeds the maximum allowed batch size of 4"),
+        (["a"] * 33, "Number of prompts exceeds the maximum allowed batch size of 32"),
         (
             [1, VOCABULARY],
             f"`prompt` holds token {VOCABULARY}, but the model's vocabulary has the tokens 0 to {VOCABULARY - 1}",
@@ -504,7 +504,7 @@ def test_vertex_predicts_a_text_for_each_instance(served):
     assert (empty.status_code, empty.json["error_type"]) == (422, "Input validation error")
     wrong = served.post("/vertex", {"instances": [instances[0], {"inputs": "", "parameters": greedy}]})
     assert (wrong.status_code, wrong.json["error"]) == (422, "Input validation error: `inputs` cannot be empty")
-    assert served.post("/vertex", {"instances": [instances[0]] * 5}).json["error_type"] == "batch size exceeded"
+    assert served.post("/vertex", {"instances": [instances[0]] * 33}).json["error_type"] == "batch size exceeded"
     for cannot in ({"n": 2}, {"stream": True}):
         refused = served.post("/vertex", {"instances": [MESSAGES | cannot]})
         assert (refused.status_code, f"`{next(iter(cannot))}`" in refused.json["error"]) == (422, True)

@@ -1,19 +1,19 @@
 """What /metrics shows: TGI's names, types and buckets; each request and each step counted once, with its times."""
 
 import json
-import queue
 import re
 import threading
 
 import pytest
 from fakes.model import EOS, greedy
 from loop import Driven, Wire
+from peer import Peer
 from prometheus_client.parser import text_string_to_metric_families
 
 import worker
 from config import HERE
 from metrics import Metrics
-from protocol import Cancel, Generate, MetricsRequest, PeerLost, RequestStats, Status, SubmitRequests, WebEnd, WorkerEnd
+from protocol import Cancel, Generate, MetricsRequest, PeerLost, RequestStats, Status, SubmitRequests, WorkerEnd
 from protocol import Metrics as MetricsText
 
 WAIT_S = 20
@@ -325,7 +325,7 @@ def test_the_age_of_the_last_step_grows_while_the_first_prompt_hangs(clock):
 
 def test_a_phase_of_the_boot_counts_its_seconds(clock):
     metrics, wire = Metrics(), Wire()
-    with worker.Phase(wire, metrics, "loading", "weights"):
+    with worker.boot_phase(wire, metrics, "loading", "weights"):
         clock.pass_s(12.5)
     assert wire.status == Status("loading", clock.now - 12.5)
     assert samples(metrics)["tgi_boot_phase_seconds", "phase=loading"] == 12.5
@@ -340,17 +340,16 @@ def test_labels_and_help_cannot_break_the_text():
 
 
 def test_metrics_are_sent_while_the_device_hangs_in_a_step(tmp_path):
-    driven, received = Driven(), queue.SimpleQueue()
+    driven = Driven()
     driven.model.may_run.clear()
     end = WorkerEnd(f"ipc://{tmp_path}/worker.sock", driven.worker.metrics.handle)
-    web = WebEnd(f"ipc://{tmp_path}/worker.sock", received.put, lambda: None)
+    web = Peer(f"ipc://{tmp_path}/worker.sock")
     driven.arrive(Generate(1, [1, 2], 1))
     loop = threading.Thread(target=driven.turn, daemon=True)
     loop.start()
     web.send(SUCCESS)
     web.send(MetricsRequest(7))
-    while not isinstance(reply := received.get(timeout=WAIT_S), MetricsText):
-        pass
+    reply = web.next(MetricsText)
     assert loop.is_alive()
     assert reply.id == 7
     assert b"\ntgi_request_count 1.0\n" in reply.text

@@ -4,6 +4,7 @@ import queue
 import threading
 
 import pytest
+from peer import Peer
 
 from protocol import (
     Cancel,
@@ -21,28 +22,11 @@ from protocol import (
     SubmitRequests,
     Token,
     Tokens,
-    WebEnd,
     WorkerEnd,
 )
 
 WAIT_S = 20
 INFO = ModelInfo("m", None, "/t", 50, [0], 4, 39, 40, "cpu", "float32")
-
-
-class Web:
-    """A web process' end that keeps what it gets."""
-
-    def __init__(self, address):
-        self.got = queue.SimpleQueue()
-        self.lost = threading.Event()
-        self.end = WebEnd(address, self.got.put, self.lost.set)
-        self.end.send(Hello(1, False))
-
-    def next(self, kind):
-        """The next message of one kind; the others are skipped."""
-        while not isinstance(message := self.got.get(timeout=WAIT_S), kind):
-            pass
-        return message
 
 
 @pytest.fixture
@@ -62,12 +46,12 @@ def connect(address):
     webs = []
 
     def make():
-        webs.append(Web(address))
+        webs.append(Peer(address))
         return webs[-1]
 
     yield make
     for web in webs:
-        web.end.close()
+        web.close()
 
 
 def receive(worker, count=1):
@@ -84,8 +68,8 @@ def test_messages_arrive_as_they_were_sent(worker, connect):
     sampling = Sampling(seed=2**64 - 1, temperature=0.5, top_k=3, presence_penalty=-0.5, logit_bias=[(7, -100.0), (8, 0.25)])
     generate = Generate(2**63 - 1, [1, 2, 3], 9, sampling, 5, min_new_tokens=2, ignore_eos=True, prompt_logprobs=True)
     request = SubmitRequests([generate, Generate(1, [4], 1)])
-    web.end.send(request)
-    web.end.send(Cancel(7, "client hung up"))
+    web.send(request)
+    web.send(Cancel(7, "client hung up"))
     (peer, hello), (_, got), (_, cancel) = receive(worker, 3)
     assert (hello, got, cancel) == (Hello(1, False), request, Cancel(7, "client hung up"))
     prompts = [Prompt(1, 0.5, [-0.25], [[(5, -0.25), (6, -3.0)]]), Prompt(2, 0.0)]
@@ -97,15 +81,15 @@ def test_messages_arrive_as_they_were_sent(worker, connect):
 def test_a_message_that_cannot_be_encoded_fails_at_its_sender_alone(worker, connect):
     web = connect()
     with pytest.raises(OverflowError):
-        web.end.send(Cancel(2**64, ""))
-    web.end.send(Cancel(7, ""))
+        web.send(Cancel(2**64, ""))
+    web.send(Cancel(7, ""))
     assert [message for _, message in receive(worker, 2)] == [Hello(1, False), Cancel(7, "")]
 
 
 def test_each_web_process_gets_its_own_messages(worker, connect):
     first, second = connect(), connect()
-    first.end.send(Cancel(1, ""))
-    second.end.send(Cancel(2, ""))
+    first.send(Cancel(1, ""))
+    second.send(Cancel(2, ""))
     peers = {message.id: peer for peer, message in receive(worker, 4) if isinstance(message, Cancel)}
     worker.send(peers[1], End(1, "cancelled"))
     worker.send(peers[2], End(2, "cancelled"))
@@ -143,12 +127,12 @@ def test_the_status_of_the_worker_comes_unasked(worker, connect):
 def test_a_web_process_that_ends_is_reported_once(worker, connect):
     web, other = connect(), connect()
     peers = [peer for peer, _ in receive(worker, 2)]
-    web.end.close()
+    web.close()
     ((peer, message),) = receive(worker)
     assert isinstance(message, PeerLost)
     assert peer in peers
     worker.send(peer, End(1, "late"))
-    other.end.send(Cancel(5, ""))
+    other.send(Cancel(5, ""))
     assert [message for _, message in receive(worker)] == [Cancel(5, "")]
 
 
@@ -158,14 +142,14 @@ def test_a_worker_that_ends_is_noticed_after_its_last_message(worker, connect):
     worker.send(peer, End(1, "failed", "the server is stopping"))
     worker.close()
     assert web.next(End).message == "the server is stopping"
-    assert web.lost.wait(WAIT_S)
+    assert web.is_lost()
 
 
 def test_a_message_of_an_unknown_kind_is_dropped(worker, connect):
     web = connect()
     receive(worker)
-    web.end.send(INFO)  # not for the worker
-    web.end.send(Cancel(5, ""))
+    web.send(INFO)  # not for the worker
+    web.send(Cancel(5, ""))
     assert [message for _, message in receive(worker)] == [Cancel(5, "")]
 
 
@@ -177,20 +161,20 @@ def test_waiting_for_messages_can_be_interrupted(worker):
 def test_closing_twice_is_once(worker, connect):
     web = connect()
     receive(worker)
-    web.end.close()
-    web.end.close()
+    web.close()
+    web.close()
     worker.close()
     worker.close()
 
 
 def test_two_servers_do_not_meet(tmp_path):
     ends = [WorkerEnd(f"ipc://{tmp_path}/{name}.sock") for name in "ab"]
-    webs = [Web(f"ipc://{tmp_path}/{name}.sock") for name in "ab"]
+    webs = [Peer(f"ipc://{tmp_path}/{name}.sock") for name in "ab"]
     for number, web in enumerate(webs):
-        web.end.send(Cancel(number, ""))
+        web.send(Cancel(number, ""))
     for number, end in enumerate(ends):
         assert [m.id for _, m in receive(end, 2) if isinstance(m, Cancel)] == [number]
-    for end in [web.end for web in webs] + ends:
+    for end in webs + ends:
         end.close()
 
 
@@ -220,22 +204,22 @@ def test_immediate_messages_are_handled_while_the_loop_reads_nothing(worker_with
 
     worker = worker_with(handle)
     web, other = connect(), connect()
-    web.end.send(STATS)
-    web.end.send(MetricsRequest(7))
-    other.end.send(MetricsRequest(8))
+    web.send(STATS)
+    web.send(MetricsRequest(7))
+    other.send(MetricsRequest(8))
     assert web.next(Metrics) == Metrics(7, b"text")
     assert other.next(Metrics) == Metrics(8, b"text")
     assert sorted(handled, key=str) == sorted([STATS, MetricsRequest(7), MetricsRequest(8)], key=str)
-    web.end.send(Cancel(5, ""))
+    web.send(Cancel(5, ""))
     assert sorted(map(str, (message for _, message in receive(worker, 3)))) == [str(Cancel(5, ""))] + [str(Hello(1, False))] * 2
 
 
 def test_an_immediate_message_that_cannot_be_handled_is_logged_and_dropped(worker_with, connect, caplog):
     worker = worker_with(lambda message: Metrics(message.id, b"") if message.id else 1 // 0)
     web = connect()
-    web.end.send(MetricsRequest(0))
-    web.end.send(MetricsRequest(1))
-    web.end.send(Cancel(5, ""))
+    web.send(MetricsRequest(0))
+    web.send(MetricsRequest(1))
+    web.send(Cancel(5, ""))
     assert web.next(Metrics) == Metrics(1, b"")
     assert [message for _, message in receive(worker, 2)] == [Hello(1, False), Cancel(5, "")]
     assert "MetricsRequest could not be handled" in caplog.text
@@ -243,17 +227,17 @@ def test_an_immediate_message_that_cannot_be_handled_is_logged_and_dropped(worke
 
 def test_immediate_messages_never_reach_the_loop(worker, connect):
     web = connect()
-    web.end.send(MetricsRequest(1))
-    web.end.send(STATS)
-    web.end.send(Cancel(5, ""))
+    web.send(MetricsRequest(1))
+    web.send(STATS)
+    web.send(Cancel(5, ""))
     assert [message for _, message in receive(worker, 2)] == [Hello(1, False), Cancel(5, "")]
 
 
 def test_a_refusal_is_sent_at_once_while_the_loop_reads_nothing(worker, connect):
     worker.refuses = lambda message: "overloaded" if len(message.generates) > 1 else None
     web = connect()
-    web.end.send(SubmitRequests([Generate(1, [1], 1), Generate(2, [1], 1)]))
-    web.end.send(SubmitRequests([Generate(3, [1], 1)]))
+    web.send(SubmitRequests([Generate(1, [1], 1), Generate(2, [1], 1)]))
+    web.send(SubmitRequests([Generate(3, [1], 1)]))
     assert [web.next(End), web.next(End)] == [End(1, "overloaded"), End(2, "overloaded")]
     assert [message for _, message in receive(worker, 2)] == [Hello(1, False), SubmitRequests([Generate(3, [1], 1)])]
 

@@ -1,21 +1,24 @@
 """HTTP as clients see it: a real app and a real socket, with a worker on a fake model behind it."""
 
+import contextlib
 import io
 import json
 import socket
 import threading
 import time
 
+import gevent
 import pytest
-import werkzeug.test
 from gunicorn.http.errors import InvalidChunkSize
 from prometheus_client.parser import text_string_to_metric_families
 from served import LIMITS, WAIT_S, WINDOW, events, wait_until
 from werkzeug.exceptions import ClientDisconnected
 
+import engine_client
 import schema
 import text
 import web
+from engine_client import EngineClient
 from protocol import End, Prompt
 
 
@@ -225,9 +228,7 @@ def test_two_requests_too_many_are_429_while_a_step_lasts_and_the_others_do_not_
     body = {"inputs": "Hello", "parameters": {"max_new_tokens": 6}}
     most = LIMITS["max_concurrent_requests"]
     answers = []
-    threads = [threading.Thread(target=lambda: answers.append(served.post("/generate", body))) for _ in range(most + 2)]
-    for thread in threads:
-        thread.start()
+    threads = [gevent.spawn(lambda: answers.append(served.post("/generate", body))) for _ in range(most + 2)]
     wait_until(lambda: len(answers) == 2)
     wait_until(lambda: served.seen.is_full)  # the others have reached the worker
     served.model.may_decode.set()
@@ -251,79 +252,10 @@ BROWSER = {
 KEY = "the-key"
 
 
-def refusal_of(served):
-    return web.Refusal(served.client.application, served.config, served.seen)
-
-
 def full(served):
     served.worker.max_concurrent_requests = 0
     served.end.interrupt()
     wait_until(lambda: served.seen.is_full)
-
-
-def told(response):
-    return response.status, sorted(response.headers), response.get_data()
-
-
-@pytest.mark.parametrize("origins", ["*", "http://a.example,http://b.example", "http://b.example"])
-@pytest.mark.parametrize("key", ["", KEY])
-def test_a_refusal_of_a_crowd_is_what_the_app_would_say(serve, origins, key):
-    served = serve(cors_allow_origin=origins, api_key=key or None).get_ready()
-    served.worker.max_concurrent_requests = 0
-    refusal = werkzeug.test.Client(refusal_of(served))
-    authorized = {"Authorization": f"Bearer {key}"} if key else {}
-    for path in GENERATE:
-        body = {"json": body_of(path)} if path != "/invocations" else {"json": {"inputs": "a"}}
-        for more in ({}, BROWSER):
-            headers = authorized | more
-            refused = refusal.post(path, **body, headers=headers)
-            assert told(refused) == told(served.client.post(path, **body, headers=headers)), path
-            assert refused.status_code == 429 and int(refused.headers["Retry-After"]) > 0
-    for method, path in [("OPTIONS", "/generate"), ("OPTIONS", "/v1/completions"), ("OPTIONS", "/nowhere"), ("OPTIONS", "/")]:
-        for headers in ({}, BROWSER):
-            answer = refusal.open(path, method=method, headers=headers)
-            assert told(answer) == told(served.client.open(path, method=method, headers=headers))
-            assert answer.status_code == 200
-    wrong = [{}, {"Authorization": "Bearer no"}, {"Authorization": key}, {"Authorization": f"Bearer {key.upper()}"}, BROWSER]
-    for method, path in [
-        ("POST", "/generate"),
-        ("POST", "/v1/completions"),
-        ("HEAD", "/docs/"),
-        ("PUT", "/v1/models"),
-        ("GET", "/x"),
-    ]:
-        for headers in wrong if key else []:
-            answer = refusal.open(path, method=method, headers=headers)
-            assert told(answer) == told(served.client.open(path, method=method, headers=headers))
-            assert answer.status_code == 401
-    native, openai = (
-        served.post("/generate", {"inputs": "a"}, headers=authorized),
-        served.post("/v1/completions", {"prompt": "a"}, headers=authorized),
-    )
-    others = [
-        ("GET", "/docs/", native),
-        ("POST", "/tokenize", native),
-        ("PUT", "/generate", native),
-        ("GET", "/nowhere", native),
-    ]
-    for method, path, expected in [*others, ("GET", "/v1/nowhere", openai), ("DELETE", "/v1/completions", openai)]:
-        assert told(refusal.open(path, method=method, headers=authorized)) == told(expected)
-    head = refusal.head("/docs/", headers=authorized)
-    assert told(head) == (*told(native)[:2], b"")
-
-
-def test_a_place_is_taken_by_what_generates_text_and_by_nothing_else(served):
-    refusal = refusal_of(served)
-    for path in GENERATE:
-        assert refusal.takes_place("POST", path)
-    for method, path in [("GET", "/health"), ("GET", "/generate"), ("POST", "/nowhere"), ("POST", "/tokenize"), ("", "")]:
-        assert not refusal.takes_place(method, path)
-    assert not refusal.is_full
-    full(served)
-    assert refusal.is_full
-    served.worker.max_concurrent_requests = 1
-    served.end.interrupt()
-    wait_until(lambda: not refusal.is_full)
 
 
 def test_a_full_house_is_told_before_anyone_asks_and_so_is_a_free_place(served):
@@ -334,24 +266,6 @@ def test_a_full_house_is_told_before_anyone_asks_and_so_is_a_free_place(served):
         served.model.may_decode.set()
         assert b"".join(stream.response).count(b"data: ") == 2
     wait_until(lambda: not served.seen.is_full)
-
-
-def test_every_refusal_of_a_crowd_is_counted(serve):
-    served = serve(api_key=KEY).get_ready()
-    refusal = werkzeug.test.Client(refusal_of(served))
-    authorized = {"Authorization": f"Bearer {KEY}"}
-    for _ in range(20):
-        refusal.post("/generate", data=b"", headers=authorized)
-    for _ in range(3):
-        refusal.post("/tokenize", data=b"", headers=authorized)
-        refusal.post("/generate", data=b"")
-        refusal.options("/generate")
-    seen = metrics(served)  # asks the same process, which tells what it has counted first
-    assert (seen["tgi_http_errors_total,429"], seen["tgi_http_errors_total,401"]) == (23, 3)
-    assert seen["tgi_request_count_total"] == seen["tgi_request_failure_total,overloaded"] == 20
-    refusal.post("/generate", data=b"", headers=authorized)
-    counted = served.metrics.series("request_count")._value
-    wait_until(lambda: counted.get() == 21)  # though nobody asks this process
 
 
 def test_a_stream_too_many_is_429_before_its_first_byte(served):
@@ -373,15 +287,17 @@ def test_a_failure_before_the_first_token_has_its_own_status(served, route):
 
 
 def test_a_prompt_that_has_been_run_does_not_begin_an_answer_that_then_fails(served, monkeypatch):
-    failed = schema.parse(b'{"inputs":"a"}', schema.GenerateRequest)
-    call = web.Call(served.seen, [schema.check(failed, served.config, served.info, streaming=True)], time.monotonic())
-    (request_id,) = call._by_id
-    told = iter([[Prompt(request_id, 0.0)], [End(request_id, "failed", "no number")]])
-    monkeypatch.setattr(call, "_receive", lambda: next(told))
+    body = schema.parse(b'{"inputs":"a"}', schema.GenerateRequest)
+    job = schema.check(body, served.config, served.info, streaming=True)
+    monkeypatch.setattr(served.seen, "submit", lambda generates, queue: sent.append((generates[0].id, queue)))
+    sent = []
+    generation = web.Generation(served.seen, [job], [([97], 5)], time.monotonic())
+    ((request_id, queue),) = sent
+    queue.put([Prompt(request_id, 0.0)])
+    gevent.spawn_later(0.01, queue.put, [End(request_id, "failed", "no number")])
     with pytest.raises(schema.ApiError) as error:
-        next(iter(call))
+        next(iter(generation))
     assert error.value.status == 424
-    call.close()
 
 
 def test_a_failure_in_the_middle_of_a_stream_is_an_event(served):
@@ -415,12 +331,11 @@ def test_a_silent_stream_is_kept_open_with_comments(served, monkeypatch):
 def test_a_client_that_hangs_up_frees_its_place(served, route, place):
     served.model.may_decode.clear()
     if place == "waiting":
-        busy = [threading.Thread(target=served.post, args=("/generate", {"inputs": text})) for text in "ab"]
-        for thread in busy:
-            thread.start()
-        wait_until(lambda: len(served.seen._inboxes) == 2)
+        for text in "ab":
+            gevent.spawn(served.post, "/generate", {"inputs": text})
+        wait_until(lambda: len(served.seen._queues) == 2)
     ours, theirs = socket.socketpair()
-    before = len(served.seen._inboxes)
+    before = len(served.seen._queues)
 
     def ask():
         response = served.post(route, {"inputs": "Hello"}, environ_overrides={"gunicorn.socket": ours}, buffered=False)
@@ -428,13 +343,12 @@ def test_a_client_that_hangs_up_frees_its_place(served, route, place):
             pass
         response.close()
 
-    asking = threading.Thread(target=ask)
-    asking.start()
-    wait_until(lambda: len(served.seen._inboxes) == before + 1)
+    asking = gevent.spawn(ask)
+    wait_until(lambda: len(served.seen._queues) == before + 1)
     theirs.close()
     asking.join(WAIT_S)
-    assert not asking.is_alive(), "it still waits for a token, though nobody reads"
-    assert list(served.seen._inboxes.values()).count(None) == 1, "the id is kept until the worker has ended it"
+    assert asking.ready(), "it still waits for a token, though nobody reads"
+    assert list(served.seen._queues.values()).count(None) == 1, "the id is kept until the worker has ended it"
     served.model.may_decode.set()
     served.assert_idle()
     ours.close()
@@ -456,14 +370,13 @@ def test_a_client_that_hangs_up_while_its_prompt_is_run_frees_its_slot_after_the
     served.model.forward = pause_in_third_chunk
     other = served.post("/generate_stream", {"inputs": "Hello", "parameters": {"max_new_tokens": 50}}, buffered=False)
     ours, theirs = socket.socketpair()
-    asking = threading.Thread(
-        target=lambda: served.post(route, {"inputs": "a" * 40}, environ_overrides={"gunicorn.socket": ours}, buffered=False)
+    asking = gevent.spawn(
+        lambda: served.post(route, {"inputs": "a" * 40}, environ_overrides={"gunicorn.socket": ours}, buffered=False)
     )
-    asking.start()
-    assert there.wait(WAIT_S)
+    wait_until(there.is_set)
     theirs.close()
     asking.join(WAIT_S)
-    assert not asking.is_alive(), "it waits for the device, though nobody reads"
+    assert asking.ready(), "it waits for the device, though nobody reads"
     wait_until(lambda: served.end._inbox.qsize())  # the worker has been told
     may_go_on.set()
     assert b"".join(other.response).count(b"data: ") == len(served.expected("Hello", 50))
@@ -472,14 +385,35 @@ def test_a_client_that_hangs_up_while_its_prompt_is_run_frees_its_slot_after_the
     ours.close()
 
 
-def test_what_a_client_sent_ahead_does_not_hide_that_it_hung_up(served):
+@contextlib.contextmanager
+def waiting_with_a_socket(served, **headers):
+    """A request that waits for the device: its greenlet, and the client's end of its connection."""
+    served.model.may_decode.clear()
     ours, theirs = socket.socketpair()
-    is_gone = web._hang_up_detector(ours)
-    theirs.sendall(b"GET /health HTTP/1.1\r\n")
-    assert not is_gone()
-    theirs.close()
-    assert is_gone()
-    ours.close()
+    options = {"environ_overrides": {"gunicorn.socket": ours}, "headers": headers}
+    asking = gevent.spawn(lambda: served.post("/generate", {"inputs": "Hello"}, **options))
+    wait_until(lambda: len(served.seen._queues) == 1)
+    with ours, theirs:
+        yield asking, theirs
+        served.model.may_decode.set()
+
+
+def test_what_a_client_sent_ahead_does_not_hide_that_it_hung_up(served):
+    with waiting_with_a_socket(served) as (asking, theirs):
+        theirs.sendall(b"GET /health HTTP/1.1\r\n")
+        asking.join(3 * web.HANG_UP_POLL_S)
+        assert not asking.ready()
+        theirs.close()
+        assert asking.get(timeout=WAIT_S).status_code == web.HANG_UP
+
+
+def test_a_client_that_announced_its_last_request_may_close_its_sending_side(served):
+    with waiting_with_a_socket(served, Connection="close") as (asking, theirs):
+        theirs.shutdown(socket.SHUT_WR)
+        asking.join(3 * web.HANG_UP_POLL_S)
+        assert not asking.ready()
+        served.model.may_decode.set()
+        assert asking.get(timeout=WAIT_S).status_code == 200
 
 
 def test_a_response_that_is_closed_before_it_is_read_frees_its_slot(served):
@@ -495,9 +429,8 @@ def test_when_the_worker_dies_everyone_is_told(booting):
     booting.model.may_decode.clear()
     stream = booting.post("/generate_stream", {"inputs": "Hello"}, buffered=False)
     answers = []
-    waiting = threading.Thread(target=lambda: answers.append(booting.post("/generate", {"inputs": "Hello"})))
-    waiting.start()
-    wait_until(lambda: len(booting.seen._inboxes) == 2)
+    waiting = gevent.spawn(lambda: answers.append(booting.post("/generate", {"inputs": "Hello"})))
+    wait_until(lambda: len(booting.seen._queues) == 2)
     booting.end.close()
     waiting.join(WAIT_S)
     assert answers[0].status_code == 503
@@ -517,7 +450,7 @@ def test_a_bug_in_the_middle_of_a_stream_is_an_event_and_ends_that_stream_alone(
 
 
 def test_a_bug_of_ours_is_an_answer_too(served, monkeypatch, caplog):
-    monkeypatch.setattr(served.seen.tokenizer.__class__, "encode", lambda *_: 1 // 0)
+    monkeypatch.setattr(served.seen.text.tokenizer.__class__, "encode", lambda *_: 1 // 0)
     response = served.post("/generate", {"inputs": "a"})
     assert response.status_code == 422
     monkeypatch.setattr(web.schema, "parse", lambda *_: 1 // 0)
@@ -647,9 +580,8 @@ def test_when_the_server_stops_who_still_waits_is_told_so(booting):
     booting.model.may_decode.clear()
     stream = booting.post("/generate_stream", {"inputs": "Hello"}, buffered=False)
     answers = []
-    waiting = threading.Thread(target=lambda: answers.append(booting.post("/generate", {"inputs": "Hello"})))
-    waiting.start()
-    wait_until(lambda: len(booting.seen._inboxes) == 2)
+    waiting = gevent.spawn(lambda: answers.append(booting.post("/generate", {"inputs": "Hello"})))
+    wait_until(lambda: len(booting.seen._queues) == 2)
     booting.worker.stop()
     booting.model.may_decode.set()
     waiting.join(WAIT_S)
@@ -689,56 +621,52 @@ def test_a_key_beyond_ascii_works_as_curl_sends_it(serve):
     assert served.client.get("/info", headers={"Authorization": sent}).status_code == 200
 
 
-def test_a_long_text_is_tokenized_while_others_are_answered(served):
-    """The library lets other threads run only while it works on a batch."""
-    text, gaps, done = "a" * 1_000_000, [], threading.Event()
+def test_a_long_text_is_tokenized_while_others_are_answered(serve):
+    served = serve(payload_limit=2_000_000).get_ready()
+    text, gaps = "a" * 1_000_000, []
 
     def watch():
-        last = time.monotonic()
-        while not done.is_set():
-            time.sleep(0.001)
-            gaps.append(time.monotonic() - last)
+        while True:
             last = time.monotonic()
+            gevent.sleep(0.001)
+            gaps.append(time.monotonic() - last)
 
-    watching = threading.Thread(target=watch)
-    watching.start()
+    watching = gevent.spawn(watch)
     started_at = time.monotonic()
-    served.seen.tokenizer.encode(text)
+    assert served.post("/generate", {"inputs": text}).status_code == 422
     taken = time.monotonic() - started_at
-    done.set()
-    watching.join()
+    watching.kill()
     assert max(gaps) < taken / 2, f"{max(gaps):.2f} of {taken:.2f} s nobody else could run"
 
 
-def test_a_new_web_process_takes_nothing_before_it_can_answer_what_the_worker_takes(served, monkeypatch):
-    monkeypatch.setattr(web, "FIRST_WORD_S", WAIT_S)
-    may_load, load = threading.Event(), web.Tokenizer
-    monkeypatch.setattr(web, "Tokenizer", lambda *given: may_load.wait(WAIT_S) and load(*given))
-    newcomer = web.Worker(served.seen._end._address)
+def test_a_new_web_process_accepts_nothing_before_it_can_serve_what_the_worker_accepts(served, monkeypatch):
+    monkeypatch.setattr(engine_client, "FIRST_MESSAGE_S", WAIT_S)
+    may_load = threading.Event()
+    newcomer = EngineClient(served.address, lambda info: may_load.wait(WAIT_S) and web.ModelText.load(info, None))
     try:
-        catching_up = threading.Thread(target=newcomer.catch_up)
-        catching_up.start()
+        waiting = gevent.spawn(newcomer.wait_until_known)
         wait_until(lambda: newcomer.phase == "loading")
-        assert catching_up.is_alive()
+        assert not waiting.ready()
         may_load.set()
-        catching_up.join(WAIT_S)
-        assert newcomer.phase == "ready" and not catching_up.is_alive()
+        waiting.join(WAIT_S)
+        assert newcomer.phase == "ready" and waiting.ready()
     finally:
         may_load.set()
-        newcomer._end.close()
+        newcomer.close()
 
 
 def test_a_web_process_waits_neither_for_a_worker_that_boots_nor_for_one_that_is_not_there(serve, tmp_path, monkeypatch):
     served = serve()
-    monkeypatch.setattr(web, "FIRST_WORD_S", WAIT_S)
-    monkeypatch.setattr(served.seen._is_loaded, "wait", lambda _seconds: pytest.fail("there is nothing to load yet"))
-    served.seen.catch_up()
-    assert served.seen.phase == "starting" and served.seen.tokenizer is None
-    monkeypatch.setattr(web, "FIRST_WORD_S", 0.01)
-    alone = web.Worker(f"ipc://{tmp_path}/nobody.sock")
-    alone.catch_up()
+    monkeypatch.setattr(engine_client, "FIRST_MESSAGE_S", WAIT_S)
+    monkeypatch.setattr(engine_client, "LOADING_S", 10 * WAIT_S)
+    with gevent.Timeout(2 * WAIT_S):
+        served.seen.wait_until_known()
+    assert served.seen.phase == "starting" and served.seen.text is None
+    monkeypatch.setattr(engine_client, "FIRST_MESSAGE_S", 0.01)
+    alone = EngineClient(f"ipc://{tmp_path}/nobody.sock", lambda info: None)
+    alone.wait_until_known()
     assert alone.phase == "starting"
-    alone._end.close()
+    alone.close()
 
 
 def test_an_openai_stream_that_fails_says_so_and_is_done(served):
@@ -773,14 +701,12 @@ def test_the_headers_tell_what_a_request_took(served):
 
 def test_the_time_in_the_queue_is_told_apart_from_the_rest(served):
     served.model.may_decode.clear()
-    running = threading.Thread(target=served.post, args=("/generate", {"inputs": "a"}))
-    running.start()
+    running = gevent.spawn(served.post, "/generate", {"inputs": "a"})
     wait_until(lambda: served.model.is_paused)  # sooner, the second one's prompt could run right behind the first one's
     answers = []
     body = {"inputs": "c", "parameters": {"max_new_tokens": 1}}
-    waiting = threading.Thread(target=lambda: answers.append(served.post("/generate", body)))
-    waiting.start()
-    wait_until(lambda: len(served.seen._inboxes) == 2)
+    waiting = gevent.spawn(lambda: answers.append(served.post("/generate", body)))
+    wait_until(lambda: len(served.seen._queues) == 2)
     sent_at = time.monotonic()
     wait_until(lambda: time.monotonic() - sent_at > 0.1)
     served.model.may_decode.set()
@@ -972,11 +898,10 @@ def test_a_template_without_an_end_fails_its_chat_and_holds_up_nobody(serve, mon
     (served.folder / "chat_template.jinja").write_text(endless)
     served.get_ready()
     chats = []
-    chat = threading.Thread(target=lambda: chats.append(served.post("/v1/chat/completions", body_of("/v1/chat/completions"))))
-    chat.start()
+    chat = gevent.spawn(lambda: chats.append(served.post("/v1/chat/completions", body_of("/v1/chat/completions"))))
     assert served.post("/generate", {"inputs": "a", "parameters": {"max_new_tokens": 2}}).status_code == 200
     assert served.client.get("/health").status_code == 200
-    assert chat.is_alive(), "it is still at it"
+    assert not chat.ready(), "it is still at it"
     chat.join(WAIT_S)
     (refused,) = chats
     assert refused.status_code == 422 and "longer than 1 s" in refused.json["error"]["message"]
