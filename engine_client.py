@@ -270,22 +270,22 @@ class InFlightRequest:
         self._messages = SimpleQueue()
         engine.submit(generates, self._messages)
 
-    def receive(self, timeout_s: float) -> list[Prompt | Token | End]:
-        """The messages that have arrived since the last call; waits for the first one, at most `timeout_s`.
+    def receive(self) -> list[Prompt | Token | End]:
+        """The messages that have arrived since the last call; waits for the first one. None of them after `wake`.
 
         Raises ClientGone after `hang_up`.
         """
-        messages: list | None = []
-        try:
-            messages = self._messages.get(timeout=max(0.0, timeout_s))
-            while messages is not None and not self._messages.empty():
-                more = self._messages.get()
-                messages = None if more is None else messages + more
-        except Empty:
-            pass
+        messages = self._messages.get()
+        while messages is not None and not self._messages.empty():
+            more = self._messages.get()
+            messages = None if more is None else messages + more
         if messages is None:
             raise ClientGone
         return messages
+
+    def wake(self) -> None:
+        """Makes `receive` return."""
+        self._messages.put([])
 
     def hang_up(self) -> None:
         """Called by whoever sees that the client has disconnected."""

@@ -47,7 +47,7 @@ from text import ChatTemplate, Piece, TemplateError, Tokenizer, TooManyTokens
 
 logger = logging.getLogger("web")
 
-HANG_UP_POLL_S = 0.1  # how often a request looks whether its client is still connected
+WATCH_S = 0.1  # how often a request looks whether its client is still connected
 KEEP_ALIVE_S = 15.0  # a stream without an event for this long carries a comment, so that proxies keep it open
 SAGEMAKER_DEADLINE_S = 55.0  # SageMaker gives up on an answer after 60
 OPEN_ROUTES = {"/", "/health", "/ping", "/live", "/metrics"}  # GET needs no key: probes and scrapers have none
@@ -121,9 +121,11 @@ class Generation:
         prompts: list[tuple[list[int], int]],  # of each job: token ids, max_new_tokens
         started_at: float,
         deadline_at: float = float("inf"),
+        client: socket.socket | None = None,
+        input_may_end: bool = False,
     ):
         self.started_at = started_at
-        self.sent_at = time.monotonic()
+        self.sent_at = self._received_at = time.monotonic()
         self.first_token_at: float | None = None
         self.is_settled = False
         self._engine = engine
@@ -149,7 +151,7 @@ class Generation:
                 )
                 generates.append(generate)
         self._request = InFlightRequest(engine, generates)
-        self._hang_up_watch: gevent.Greenlet | None = None
+        self._watcher = gevent.spawn(self._watch, client, input_may_end)
 
     @property
     def sequences(self) -> list[Sequence]:
@@ -159,30 +161,31 @@ class Generation:
     def _unfinished(self) -> list[Sequence]:
         return [sequence for sequence in self._by_id.values() if sequence.finish_reason is None]
 
-    def watch(self, client: socket.socket, input_may_end: bool) -> None:
-        """Ends the generation when `client` disconnects.
-
-        The end of its input counts as a disconnect unless `input_may_end`: then only a broken connection does.
-        """
-        poller = get_original("select", "poll")()  # asked without waiting; gevent's own cannot see the end of the input
-        poller.register(client, select.POLLHUP | select.POLLERR | (0 if input_may_end else select.POLLRDHUP))
-
-        def watch() -> None:
-            while not poller.poll(0):
-                gevent.sleep(HANG_UP_POLL_S)
-            self._request.hang_up()
-
-        self._hang_up_watch = gevent.spawn(watch)
-
     def __iter__(self) -> Iterator[Batch]:
         while self._unfinished:
-            messages = self._request.receive(min(KEEP_ALIVE_S, self._deadline_at - time.monotonic()))
+            messages = self._request.receive()
+            self._received_at = time.monotonic()
             batch = self._advance(messages)
-            if self._unfinished and time.monotonic() >= self._deadline_at:
+            if self._unfinished and self._received_at >= self._deadline_at:
                 for sequence, pieces in self._cut():
                     batch.setdefault(sequence, []).extend(pieces)
             if batch or not messages:  # a prompt that has been run is no reason yet to begin an answer
                 yield list(batch.items())
+
+    def _watch(self, client: socket.socket | None, input_may_end: bool) -> None:
+        """Wakes the request when its client disconnects, at its deadline, and when it is time for a sign of life.
+
+        The end of the client's input counts as a disconnect unless `input_may_end`: then only a broken connection does.
+        """
+        poller = get_original("select", "poll")()  # asked without waiting; gevent's own cannot see the end of the input
+        if client is not None:
+            poller.register(client, select.POLLHUP | select.POLLERR | (0 if input_may_end else select.POLLRDHUP))
+        while not poller.poll(0):
+            now = time.monotonic()
+            gevent.sleep(min(WATCH_S, max(0.01, self._deadline_at - now)))
+            if time.monotonic() >= min(self._received_at + KEEP_ALIVE_S, self._deadline_at):
+                self._request.wake()
+        self._request.hang_up()
 
     def _advance(self, messages: list[Prompt | Token | End]) -> dict[Sequence, list[Piece]]:
         batch: dict[Sequence, list[Piece]] = {}
@@ -201,8 +204,7 @@ class Generation:
     def settle(self, outcome: str, status: int = 200) -> None:
         """Cancels what still runs, and adds the request to the metrics; only the first outcome counts."""
         self._request.close()
-        if self._hang_up_watch is not None:
-            self._hang_up_watch.kill(block=False)
+        self._watcher.kill(block=False)
         if not self.is_settled:
             self.is_settled = True
             self._engine.record(self._stats(outcome, status))
@@ -345,10 +347,10 @@ def create_app(config: Config, engine: EngineClient) -> Flask:
 
         answer, prompts = threads.run(prepare) if in_thread else prepare()
         deadline_at = g.started_at + deadline_s if deadline_s and not answer.streams else float("inf")
-        generation = g.generation = Generation(engine, answer.jobs, prompts, g.started_at, deadline_at)
-        if client := request.environ.get("gunicorn.socket"):
-            says_close = "close" in request.headers.get("Connection", "").lower()
-            generation.watch(client, input_may_end=says_close or request.environ["SERVER_PROTOCOL"] == "HTTP/1.0")
+        client = request.environ.get("gunicorn.socket")
+        is_last = request.environ["SERVER_PROTOCOL"] == "HTTP/1.0" or "close" in request.headers.get("Connection", "").lower()
+        generation = Generation(engine, answer.jobs, prompts, g.started_at, deadline_at, client, input_may_end=is_last)
+        g.generation = generation
         return _respond(config, engine, answer, generation)
 
     def begin() -> None:

@@ -401,7 +401,7 @@ def waiting_with_a_socket(served, **headers):
 def test_what_a_client_sent_ahead_does_not_hide_that_it_hung_up(served):
     with waiting_with_a_socket(served) as (asking, theirs):
         theirs.sendall(b"GET /health HTTP/1.1\r\n")
-        asking.join(3 * web.HANG_UP_POLL_S)
+        asking.join(3 * web.WATCH_S)
         assert not asking.ready()
         theirs.close()
         assert asking.get(timeout=WAIT_S).status_code == web.HANG_UP
@@ -410,7 +410,7 @@ def test_what_a_client_sent_ahead_does_not_hide_that_it_hung_up(served):
 def test_a_client_that_announced_its_last_request_may_close_its_sending_side(served):
     with waiting_with_a_socket(served, Connection="close") as (asking, theirs):
         theirs.shutdown(socket.SHUT_WR)
-        asking.join(3 * web.HANG_UP_POLL_S)
+        asking.join(3 * web.WATCH_S)
         assert not asking.ready()
         served.model.may_decode.set()
         assert asking.get(timeout=WAIT_S).status_code == 200
