@@ -1,9 +1,9 @@
 """How web processes and the worker communicate: the message types, their encoding, and the worker's end of the socket.
 
 The worker binds one ROUTER in the private folder of this run; each web process connects one DEALER (engine_client.py). The
-worker's socket is owned by a thread (ZeroMQ sockets must not be shared between threads), which also turns the outputs of a step
-into messages, while the next step runs. Messages are msgspec structs in msgpack, never pickle. This layer does not know what
-the messages are for.
+worker's socket is owned by a thread (ZeroMQ sockets must not be shared between threads); a second one, the output thread, turns
+the outputs of a step into messages, while the next step runs. Messages are msgspec structs in msgpack, never pickle. This layer
+does not know what the messages are for.
 
 A request on the wire: `Generate` (in a `SubmitRequests`), then a `Prompt` and `Token`s inside the `Tokens` of each step, until
 exactly one terminal message: a `Token` with a `finish_reason`, or an `End`. `Cancel` asks for an early end, with the same rule.
@@ -210,8 +210,8 @@ def decode(decoder: msgspec.msgpack.Decoder, frames: list[bytes]):
 
 
 class WorkerEnd:
-    """The worker's end of the socket, which is owned by a thread. `send`, `publish` and `announce` may be called from any
-    thread; `receive` from one.
+    """The worker's end of the socket. `send`, `publish` and `announce` may be called from any thread; `receive` from one.
+    What is sent and published is sent in order.
 
     `on_immediate` is called on the socket's thread with each message of `IMMEDIATE` and must not block; what it returns is sent
     to that peer. `refuses` is called there with each SubmitRequests; a reason that it returns ends all of its requests at once,
@@ -228,6 +228,10 @@ class WorkerEnd:
         self._outbox: queue.SimpleQueue = queue.SimpleQueue()
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._closing = threading.Event()
+        # The loop hands outputs over right before it calls the device. Waking a thread through a queue costs it microseconds; a
+        # write to the file that wakes the socket's thread would let go of the interpreter's lock, for milliseconds at worst.
+        self._outputs: queue.SimpleQueue = queue.SimpleQueue()
+        self._output_thread = threading.Thread(target=self._publish, name="worker-outputs", daemon=True)
         self._thread = threading.Thread(target=self._run, name="worker-socket", daemon=True)
         self._on_immediate = on_immediate
         self._on_failure = on_failure
@@ -243,6 +247,7 @@ class WorkerEnd:
         self._socket.linger = 1000
         self._socket.bind(address)
         self._thread.start()
+        self._output_thread.start()
 
     def receive(self, block: bool, timeout: float | None = None) -> list[tuple[bytes, FromWeb | PeerLost]]:
         """What arrived, as (peer, message) in order; with `block`, waits until there is something or `timeout` is over."""
@@ -266,11 +271,11 @@ class WorkerEnd:
         self._inbox.put(None)
 
     def send(self, peer: bytes, message: FromWorker) -> None:
-        self._post((peer, message))
+        self._outputs.put(lambda: [(peer, message)])
 
     def publish(self, make_messages: Callable[[], Iterable[tuple[bytes, FromWorker]]]) -> None:
-        """Sends the (peer, message) pairs that `make_messages` returns; it is called on the socket's thread, in order."""
-        self._post(make_messages)
+        """Sends the (peer, message) pairs that `make_messages` returns; it is called on the output thread, in order."""
+        self._outputs.put(make_messages)
 
     def announce(self, info: ModelInfo) -> None:
         """Sends `info` to every connected web process, and to each that connects later."""
@@ -279,12 +284,23 @@ class WorkerEnd:
 
     def close(self) -> None:
         """Sends what is still in the outbox, then ends the thread. Idempotent."""
+        self._outputs.put(None)
+        self._output_thread.join(timeout=5)
         self._closing.set()
         os.eventfd_write(self._wake_fd, 1)
         if self._thread.is_alive():
             self._thread.join(timeout=5)
 
-    def _post(self, item) -> None:
+    def _publish(self) -> None:
+        for make_messages in iter(self._outputs.get, None):
+            try:
+                for peer, message in make_messages():  # the first is sent before the last is made
+                    self._post((peer, message))
+            except Exception:
+                logger.exception("the outputs of a step could not be published")
+
+    def _post(self, item: tuple[bytes | None, FromWorker]) -> None:
+        """Sends a message to one web process, or to all of them (None)."""
         self._outbox.put(item)
         os.eventfd_write(self._wake_fd, 1)
 
@@ -316,9 +332,8 @@ class WorkerEnd:
         while True:
             poller.poll(max(0.0, next_beat - time.monotonic()) * 1000)
             closing = self._closing.is_set()
-            for item in self._drain_outbox():
-                for peer, message in self._made(item) if callable(item) else [item]:
-                    self._send(peer, message)
+            for peer, message in self._drain_outbox():
+                self._send(peer, message)
             if closing:
                 break
             while self._socket.getsockopt(zmq.EVENTS) & zmq.POLLIN:
@@ -328,13 +343,6 @@ class WorkerEnd:
             if time.monotonic() >= next_beat:
                 next_beat = time.monotonic() + HEARTBEAT_S
                 self._send(None, self.status)
-
-    def _made(self, make_messages: Callable[[], Iterable]) -> Iterable:
-        """One by one, so that the first goes out before the last is made; an error costs the rest of this step's messages."""
-        try:
-            yield from make_messages()
-        except Exception:
-            logger.exception("the outputs of a step could not be published")
 
     def _handle(self, peer: bytes, message: FromWeb) -> None:
         if peer not in self._peers:
