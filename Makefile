@@ -41,8 +41,10 @@ run: $(VENV)/run.installed
 test: $(VENV)/test.installed
 	$(BIN)/python -m pytest --numprocesses $(or $(TESTS_AT_A_TIME),2) --dist worksteal $(ARGS)
 
+# Files without a fast test are not imported either: torch and transformers take seconds.
 test-fast: $(VENV)/test.installed
-	$(BIN)/python -m pytest -m "not (processes or models or hypothesis)" --numprocesses 2 --dist worksteal $(ARGS)
+	$(BIN)/python -m pytest -m "not (processes or models or hypothesis)" --numprocesses 2 --dist worksteal \
+		$(addprefix --ignore=,$(shell grep -lE '^pytestmark = .*mark\.(processes|models)' tests/test_*.py)) $(ARGS)
 
 test-clients: $(VENV)/run.installed
 	@$(MAKE) --silent --no-print-directory -j $(words $(CLIENTS)) $(CLIENTS:%=$(VENV)-clients/%.installed)

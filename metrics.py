@@ -16,6 +16,7 @@ from prometheus_client.utils import floatToGoString
 from outputs import StepOutput
 from protocol import FromWeb, MetricsRequest, RequestStats
 from protocol import Metrics as MetricsText
+from scheduler import Step
 
 METHODS = ("prefill", "decode")
 FAILURES = ("overloaded", "validation", "incomplete", "template", "generation", "dropped")
@@ -98,7 +99,7 @@ class Metrics:
 
     def step(self, output: StepOutput) -> None:
         """Counts a step that went well."""
-        method = output.method
+        step, method = output.step, _method(output.step)
         self.series("batch_inference_count", method).inc()
         self.series("batch_inference_success", method).inc()
         self.series("batch_inference_duration", method).observe(output.sampled_at - output.started_at)
@@ -106,31 +107,32 @@ class Metrics:
         self.series("batch_decode_duration", method).observe(output.sampled_at - output.ran_at)
         self.series("batch_filter_duration", method).observe(output.done_at - output.sampled_at)
         self.series("generated_tokens").inc(sum(token is not None for token in output.tokens))
-        if method == "decode":
+        if step.rows:
             self.series("steps").inc()
             self.series("inter_token_latency_duration").observe(output.interval_s)
         elif output.running:
             self.series("batch_concat_duration", "decode").observe(output.ran_at - output.started_at)
-        if started := sum(chunk.begin == 0 for chunk in output.step.chunks):
-            self.series("batch_next_size").observe(started)
-            if output.running:
-                self.series("batch_concat", "backpressure").inc(started)
+        started = [request for chunk, request in zip(step.chunks, step.requests) if chunk.begin == 0]
+        if started:
+            self.series("batch_next_size").observe(len(started))
+        if output.running:
+            for request in started:
+                self.series("batch_concat", "wait_exceeded" if request.exceeded_wait else "backpressure").inc()
 
-    def failed_step(self, method: str) -> None:
-        self.series("batch_inference_count", method).inc()
-        self.series("batch_inference_failure", method).inc()
+    def failed_step(self, step: Step) -> None:
+        self.series("batch_inference_count", _method(step)).inc()
+        self.series("batch_inference_failure", _method(step)).inc()
 
     def render(self) -> bytes:
         """Prometheus' text format. Not the library's own, because TGI's counters do not end in `_total`."""
         lines = []
         for metric in self._registry.collect():
-            about = metric.documentation.replace("\\", r"\\").replace("\n", r"\n")
-            lines += [f"# HELP {metric.name} {about}", f"# TYPE {metric.name} {metric.type}"]
+            lines += [f"# HELP {metric.name} {metric.documentation}", f"# TYPE {metric.name} {metric.type}"]
             for point in metric.samples:
                 if point.name.endswith("_created"):
                     continue
                 name = point.name.removesuffix("_total") if metric.type == "counter" else point.name
-                labels = ",".join(f'{key}="{_escaped(value)}"' for key, value in point.labels.items())
+                labels = ",".join(f'{key}="{value}"' for key, value in point.labels.items())
                 braces = f"{{{labels}}}" if labels else ""
                 lines.append(f"{name}{braces} {floatToGoString(point.value)}")
         return "".join(f"{line}\n" for line in lines).encode()
@@ -171,5 +173,6 @@ class Metrics:
             self.series("request_mean_time_per_token_duration").observe(per_token_s)
 
 
-def _escaped(value: str) -> str:
-    return value.replace("\\", r"\\").replace("\n", r"\n").replace('"', r"\"")
+def _method(step: Step) -> str:
+    """TGI's label; a step with rows of running requests is a decode step, whatever else it runs."""
+    return "decode" if step.rows else "prefill"

@@ -7,6 +7,7 @@ runs: it computes log-probabilities and changes nothing that the loop reads but 
 from __future__ import annotations
 
 import logging
+from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -38,7 +39,6 @@ class StepOutput(NamedTuple):
     """What a step produced, one entry a chunk of `step`. Times are CLOCK_MONOTONIC, in seconds."""
 
     step: Step
-    method: str  # "decode" if it holds rows of running requests, else "prefill": TGI's labels
     tokens: list[int | None]  # None: the chunk sampled nothing, or its request has failed
     finish_reasons: list[str | None]
     logits: np.ndarray | None  # [rows, vocab]; None where the device samples or nothing needs them
@@ -48,12 +48,6 @@ class StepOutput(NamedTuple):
     done_at: float
     running: int  # requests that were generating when the step began
     interval_s: float | None  # since the running requests' previous tokens; None for a prefill
-
-
-def method_of(step: Step) -> str:
-    """TGI's name for what a step does; one with rows of running requests is a decode step."""
-    has_row = any(chunk.begin >= len(request.prompt) for chunk, request in zip(step.chunks, step.requests))
-    return "decode" if has_row else "prefill"
 
 
 def last_rows(step: Step) -> list[int]:
@@ -71,8 +65,8 @@ def rows_of(logits: np.ndarray, rows: list[int]) -> np.ndarray:
 def messages_of(output: StepOutput) -> Iterator[tuple[bytes, Tokens | End]]:
     """One message a web process: the tokens of its requests, with log-probabilities where they were requested."""
     logprobs = logprobs_of(output)
-    messages: dict[bytes, Tokens] = {}
-    for i, (chunk, request, token) in enumerate(zip(output.step.chunks, output.step.requests, output.tokens)):
+    messages: defaultdict[bytes, Tokens] = defaultdict(lambda: Tokens([]))
+    for i, (request, token) in enumerate(zip(output.step.requests, output.tokens)):
         generate, logprob = request.generate, logprobs.get(i, (None, []))
         if isinstance(logprob, Exception) and not request.publish_failed:
             logger.error("no log-probabilities for request %016x", generate.id, exc_info=logprob)
@@ -81,10 +75,8 @@ def messages_of(output: StepOutput) -> Iterator[tuple[bytes, Tokens | End]]:
             yield request.peer, End(generate.id, "failed", "the next token could not be published")
         if request.publish_failed or token is None:
             continue
-        message = messages.get(request.peer)
-        if message is None:
-            message = messages[request.peer] = Tokens([])
-        if chunk.begin < len(request.prompt):
+        message = messages[request.peer]
+        if i >= output.step.rows:
             queued_s = request.started_at - request.arrived_at
             message.prompts.append(Prompt(generate.id, queued_s, request.prompt_logprobs, request.prompt_top))
         message.tokens.append(Token(generate.id, token, *logprob, output.finish_reasons[i]))

@@ -28,8 +28,6 @@ IMPOSSIBLE = "no token is possible: the model, min_new_tokens or the token mask 
 NO_MASK = np.empty((0, 0), np.uint32)
 LOWEST = np.finfo(np.float32).min
 TopTokens = list[tuple[int, float]]  # (token id, log-probability)
-SIGN_16, OFFSET_16, LOWEST_16 = np.int16(0x7FFF), np.int16(0x7F), np.int16(-(2**15))  # of bfloat16
-SIGN_32, OFFSET_32, LOWEST_32 = np.int32(0x7FFFFFFF), np.int32(0x7FFFFF), np.int32(-(2**31))  # of float32
 LOG2_E = math.log2(math.e)
 # 2 ** x for |x| <= 1/2, relative error below 3e-6 (Remez algorithm). Adding ROUND rounds a float32 to a whole number.
 POWER_1, POWER_2, POWER_3, POWER_4 = (np.float32(factor) for factor in (0.6931242, 0.24024099, 0.05590637, 0.00958282))
@@ -56,9 +54,7 @@ class RowSampler:
         self._seen = np.unique(prompt) if parameters.repetition_penalty != 1.0 else None
         self._counts_tokens = parameters.frequency_penalty != 0.0 or parameters.presence_penalty != 0.0
         self._counts: dict[int, int] = {}
-        self._banned = np.array(list(banned), np.int64)
-        self._banned_for = banned_for if banned else 0
-        self.records = self._seen is not None or self._counts_tokens or self._banned_for > 0
+        self._banned, self._banned_for = np.array(list(banned), np.int64), banned_for if banned else 0
 
     @property
     def changes_logits(self) -> bool:
@@ -123,9 +119,6 @@ class SamplingBatch:
         temperature = array("temperature")
         scale = (LOG2_E / np.maximum(temperature, 1e-37)).astype(np.float32)
         self.parameters = Parameters(greedy, temperature, scale, top_k, top_p, min_p, whole_row, weighted, streams, draws)
-        self.indices = np.arange(len(rows))
-        self.recording = [index for index, row in enumerate(rows) if row.records]
-        self.changing = [index for index, row in enumerate(rows) if row.records or row.changes_logits]
 
 
 class Source(NamedTuple):
@@ -133,6 +126,8 @@ class Source(NamedTuple):
 
     flat: np.ndarray  # int32 or int16, in memory order: the bits of float32 or bfloat16
     shift: np.int32  # to the left, makes them the bits of float32
+    highest: np.signedinteger  # integer of their size
+    nan_offset: np.signedinteger  # wraps the bits of negative NaNs around to the highest integers
     rows: int
     adjacent: int  # rows adjacent in memory for each token: all in column-major order, else 1
     vocab: int
@@ -145,8 +140,11 @@ def _source(logits: np.ndarray) -> Source:
     rows, vocab = logits.shape
     by_token = rows > 1 and logits.strides[0] < logits.strides[1]
     flat = np.ascontiguousarray(logits.T if by_token else logits).reshape(-1)
-    bits, shift = (np.int32, 0) if logits.dtype == np.float32 else (np.int16, 16)
-    return Source(flat.view(bits), np.int32(shift), rows, rows if by_token else 1, vocab, -(-vocab // GROUP))
+    if logits.dtype == np.float32:
+        bits = flat.view(np.int32), np.int32(0), np.int32(0x7FFFFFFF), np.int32(0x7FFFFF)
+    else:
+        bits = flat.view(np.int16), np.int32(16), np.int16(0x7FFF), np.int16(0x7F)
+    return Source(*bits, rows, rows if by_token else 1, vocab, -(-vocab // GROUP))
 
 
 def sample(logits: np.ndarray, batch: SamplingBatch, mask: np.ndarray | None = None) -> list[int | Exception]:
@@ -155,21 +153,22 @@ def sample(logits: np.ndarray, batch: SamplingBatch, mask: np.ndarray | None = N
     logits: float32 [rows, vocab], or uint16, the bit patterns of bfloat16; row-major or column-major; not changed.
     mask: uint32 [rows, ceil(vocab / 32)], a set bit allows the token; applied before temperature and filters.
     """
-    source, parameters = _source(logits), batch.parameters
-    parts, chosen = [(source, batch.indices)], [None] * source.rows
-    changed = [row for row in batch.changing if batch.rows[row].changes_logits]
+    source, parameters, chosen = _source(logits), batch.parameters, [None] * len(batch.rows)
+    changed = {index for index, row in enumerate(batch.rows) if row.changes_logits}
     if mask is not None:
-        changed = sorted({*changed, *(mask != 0xFFFFFFFF).any(axis=1).nonzero()[0].tolist()})
+        changed |= set((mask != 0xFFFFFFFF).any(axis=1).nonzero()[0].tolist())
+    parts = []  # logits, and for each of their rows its index in the batch, or -1 to leave it out
+    if len(changed) < source.rows:
+        parts.append((source, np.array([-1 if row in changed else row for row in range(source.rows)])))
     if changed:
-        indices, unchanged = np.array(changed), batch.indices.copy()
-        unchanged[changed] = -1
-        scores = _copied(source, indices, NO_MASK if mask is None else mask[changed])
-        for place, row in enumerate(changed):
+        indices = np.array(sorted(changed))
+        scores = _copied(source, indices, NO_MASK if mask is None else mask[indices])
+        for place, row in enumerate(indices):
             try:
                 batch.rows[row].change(scores[place])
             except Exception as error:
                 chosen[row], indices[place] = error, -1
-        parts = [(_source(scores), indices), (source, unchanged)][: 2 - (len(changed) == source.rows)]
+        parts.append((_source(scores), indices))
     for source, indices in parts:
         tokens, peaks = _choose(source, indices, parameters)
         for place, (row, token) in enumerate(zip(indices.tolist(), tokens.tolist())):
@@ -181,14 +180,14 @@ def sample(logits: np.ndarray, batch: SamplingBatch, mask: np.ndarray | None = N
             elif token == WHOLE_ROW:
                 (scores,) = _copied(source, np.array([place]), NO_MASK)
                 chosen[row] = sample_whole_row(scores, batch.rows[row].parameters, parameters.draws[row])
-    for row in batch.recording:
-        if not isinstance(chosen[row], Exception):
-            batch.rows[row].record(chosen[row])
+    for row, token in zip(batch.rows, chosen):
+        if not isinstance(token, Exception):
+            row.record(token)
     return chosen
 
 
 def sample_whole_row(scores: np.ndarray, parameters: Any, draw: float) -> int:
-    """The reference: the token at the share `draw` of the kept weights, likeliest first, equal ones by id. scores: [vocab]."""
+    """The reference: the token at the share `draw` of the kept weights, most likely first, ties by id. scores: [vocab]."""
     ordered = -np.sort(-scores[scores > -np.inf])
     weights = filtered_weights(ordered, parameters)
     place = np.searchsorted(np.cumsum(weights), draw * weights.sum(), side="right").clip(max=np.flatnonzero(weights)[-1])
@@ -214,7 +213,7 @@ def filtered_weights(ordered: np.ndarray, parameters: Any) -> np.ndarray:
 
 
 def logprobs(logits: np.ndarray, tokens: Sequence[int], top_n: Sequence[int]) -> list[tuple[float, TopTokens] | Exception]:
-    """The log-probability of each row's token, and the `top_n` likeliest in order, equal ones by id, without impossible ones.
+    """The log-probability of each row's token, and the `top_n` most likely ones, ties by id, without impossible ones.
     logits: as for `sample`. A row whose highest logit is not finite yields an exception."""
     source = _source(logits)
     maxima = _maxima(source)
@@ -238,23 +237,12 @@ def prompt_logprobs(logits: np.ndarray, followers: Sequence[int], top_n: int) ->
     return [logprob for logprob, _top in described], [top for _logprob, top in described]
 
 
-def device_parameters(parameters: Any) -> tuple[int, float, float]:
-    """top_k, top_p and temperature for a device that samples; greedy is top_k 1."""
-    return (1, 1.0, 1.0) if parameters.seed is None else (parameters.top_k, parameters.top_p, parameters.temperature)
-
-
-def device_ids(ids: np.ndarray, vocab_size: int) -> list[int | Exception]:
-    """The tokens that a device sampled; an id outside of the vocabulary yields an exception in its place."""
-    unknown = SamplingError("the device chose a token that does not exist")
-    return [token if 0 <= token < vocab_size else unknown for token in ids.tolist()]
-
-
 def compile_loops(dtypes: Sequence[str]) -> None:
     """Compiles the loops for logits of these types, "float32" or "bfloat16", or loads them from numba's cache."""
-    off = {"repetition_penalty": 1.0, "frequency_penalty": 0.0, "presence_penalty": 0.0, "logit_bias": [(0, 1.0)]}
-    parameters = SimpleNamespace(seed=0, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, typical_p=1.0, **off)
-    batch = SamplingBatch([RowSampler(parameters, [0]), RowSampler(parameters, [0])])
-    batch.changing = [0]  # so that the other row is read where it is
+    neutral = {"seed": 0, "temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "typical_p": 1.0}
+    neutral |= {"repetition_penalty": 1.0, "frequency_penalty": 0.0, "presence_penalty": 0.0}
+    biases = [(0, 1.0)], []  # of a row that is changed, and of one that is read where it is
+    batch = SamplingBatch([RowSampler(SimpleNamespace(**neutral, logit_bias=bias), [0]) for bias in biases])
     for dtype in {"float32", *dtypes}:  # logits that are changed are copied as float32
         logits = np.zeros((2, 1), np.float32 if dtype == "float32" else np.uint16)
         sample(logits, batch)
@@ -288,40 +276,31 @@ def _copied(source, rows, mask):
 
 
 @_compiled
-def _flipped_16(bits):
-    """An integer ordered as the bfloat16 with these bits is; the same again makes the bits of it."""
-    return np.int16(bits ^ np.int16(np.int16(bits >> np.int16(15)) & SIGN_16))
-
-
-@_compiled
-def _flipped_32(bits):
-    return np.int32(bits ^ np.int32(np.int32(bits >> np.int32(31)) & SIGN_32))
+def _flipped(bits, highest):
+    """An integer ordered as the float with these bits is; the same again makes the bits of it. highest: of the integers."""
+    integer = type(highest)
+    return integer(bits ^ integer(integer(bits >> integer(31)) & highest))
 
 
 @_compiled
 def _maxima(source):
-    """The highest score of each lane or NaN, float32 [rows, lanes]. Scores are compared as integers of their size, less an
+    """The highest score of each lane, or NaN, float32 [rows, lanes]. Scores are compared as integers of their size, less an
     offset that brings NaNs of both signs to the top."""
-    width, size = LANES * source.adjacent, source.vocab * source.adjacent
+    width, size, integer = LANES * source.adjacent, source.vocab * source.adjacent, type(source.highest)
     maxima = np.empty((source.rows, source.groups * LANES), np.float32)
     best = np.empty(width, source.flat.dtype)
     for row in range(0, source.rows, source.adjacent):
         for group in range(source.groups):
             begin = group * STEPS * width
-            best[:] = LOWEST_16 if source.flat.itemsize == 2 else LOWEST_32
+            best[:] = ~source.highest
             for start in range(begin, min(begin + STEPS * width, size), width):
                 part = source.flat[row * source.vocab + start : row * source.vocab + min(start + width, size)]
                 for i in range(len(part)):
-                    if source.flat.itemsize == 2:  # one of these branches is compiled for each type of logits
-                        best[i] = max(best[i], np.int16(_flipped_16(part[i]) - OFFSET_16))
-                    else:
-                        best[i] = max(best[i], np.int32(_flipped_32(part[i]) - OFFSET_32))
+                    best[i] = max(best[i], integer(_flipped(part[i], source.highest) - source.nan_offset))
             for i in range(width):
-                if source.flat.itemsize == 2:
-                    bits = np.int32(_flipped_16(np.int16(best[i] + OFFSET_16))) << np.int32(16)
-                else:
-                    bits = _flipped_32(np.int32(best[i] + OFFSET_32))
-                maxima[row + i % source.adjacent, group * LANES + i // source.adjacent] = np.int32(bits).view(np.float32)
+                bits = _flipped(integer(best[i] + source.nan_offset), source.highest)
+                score = np.int32(np.int32(bits) << source.shift).view(np.float32)
+                maxima[row + i % source.adjacent, group * LANES + i // source.adjacent] = score
     return maxima
 
 
@@ -375,7 +354,7 @@ def _sort(scores, ids, count):
 
 @_compiled
 def _list(source, row, maxima, k, ids, scores):
-    """Lists the top k possible tokens and those as likely as the k-th: likeliest first, then by id. Returns their number."""
+    """Lists the top k possible tokens and ties of the k-th: most likely first, ties by id. Returns their number."""
     blocks, count = min(max(64, 2 * k), len(maxima)), 0  # lanes i, i + blocks, ...: the k-th highest is searched among few
     folded = np.full(blocks, LOWEST)
     for begin in range(0, len(maxima), blocks):
@@ -384,13 +363,13 @@ def _list(source, row, maxima, k, ids, scores):
             folded[i] = part[i] if part[i] > folded[i] else folded[i]
     ordered = folded.copy()
     _sort(ordered, np.arange(blocks), blocks)
-    floor = ordered[k - 1] if k <= blocks else LOWEST
+    threshold = ordered[k - 1] if k <= blocks else LOWEST
     for i in range(blocks):
-        for lane in range(i, len(maxima) if folded[i] >= floor else 0, blocks):
+        for lane in range(i, len(maxima) if folded[i] >= threshold else 0, blocks):
             begin = lane // LANES * GROUP + lane % LANES
-            for token in range(begin, min(begin + GROUP, source.vocab) if maxima[lane] >= floor else 0, LANES):
+            for token in range(begin, min(begin + GROUP, source.vocab) if maxima[lane] >= threshold else 0, LANES):
                 score = _score(source, row, token)
-                if score >= floor:
+                if score >= threshold:
                     ids[count], scores[count] = token, score
                     count += 1
     _sort(scores, ids, count)
@@ -417,7 +396,7 @@ def _place(weights, draw):
 
 @_compiled
 def _draw_listed(ids, scores, is_complete, sums, peak, temperature, top_p, min_p, draw):
-    """A token from the listed ones, likeliest first; WHOLE_ROW where top-p and min-p may keep others."""
+    """A token from the listed ones, most likely first; WHOLE_ROW where top-p and min-p may keep others."""
     weights, total, cumulative = np.exp((scores.astype(np.float64) - peak) / temperature), 0.0, 0.0
     for each in weights if is_complete else sums:
         total += each

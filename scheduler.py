@@ -50,6 +50,7 @@ class Request:
     generated: int = 0
     last_token: int = 0
     started_at: float = 0.0  # when its first prompt chunk was scheduled
+    exceeded_wait: bool = False  # it started because of `max_waiting_tokens`, while too few requests waited
 
 
 class Step(NamedTuple):
@@ -58,6 +59,7 @@ class Step(NamedTuple):
     chunks: list[Chunk]  # rows of running requests first, slots ascending; then prompt chunks
     requests: list[Request]  # one a chunk
     samples: list[int]  # indices of the chunks whose last token's logits give a new token
+    rows: int  # how many chunks, from the first on, are rows of running requests
 
 
 class Scheduler:
@@ -79,18 +81,15 @@ class Scheduler:
         self.prefilling: list[Request] = []  # prompts in progress; the one that has waited longest for tokens comes first
         self.running: list[Request] = []  # requests that generate, slots ascending
         self.max_tokens = 0  # that the requests in slots can grow to: prompts and max_new_tokens
-        self._slots = slots
+        self._slots, self._mixes, self._prefill_chunk = slots, mixes, prefill_chunk or math.inf
         self._free = list(range(slots))  # a heap
-        self._mixes = mixes
-        self._prefill_chunk = prefill_chunk or math.inf
         beside, alone = PROMPT_TOKENS_BESIDE, PROMPT_TOKENS_ALONE
         if not mixes:
             beside, alone = PROMPT_TOKENS_BETWEEN, PROMPT_TOKENS_BETWEEN_MANY
         self._budget_beside = max_batch_prefill_tokens or beside
         self._budget_alone = max(alone, self._budget_beside)
         self._max_queue_time_s = max_queue_time_s
-        self._waiting_served_ratio = waiting_served_ratio
-        self._max_waiting_tokens = max_waiting_tokens
+        self._waiting_served_ratio, self._max_waiting_tokens = waiting_served_ratio, max_waiting_tokens
         self._prompt_tokens = 0  # since the last decode step
         self._steps_since_prompt = 0  # decode steps since the last prompt was finished
 
@@ -100,7 +99,6 @@ class Scheduler:
         return self._slots - len(self._free)
 
     def add(self, request: Request) -> None:
-        """Appends to the queue."""
         assert len(request.prompt) > 0 and request.max_new_tokens > 0
         self.waiting.append(request)
 
@@ -134,7 +132,7 @@ class Scheduler:
             self._prompt_tokens = 0
             self._steps_since_prompt += 1
         chunks = [Chunk(row.slot, (row.last_token,), len(row.prompt) + row.generated - 1) for row in rows]
-        step = Step(chunks, list(rows), list(range(len(rows))))
+        step = Step(chunks, list(rows), list(range(len(rows))), len(rows))
         for request, tokens in prompts:
             begin, end = request.prefilled, request.prefilled + tokens
             if begin == 0:
@@ -156,15 +154,14 @@ class Scheduler:
         for index, (chunk, request, token) in enumerate(zip(step.chunks, step.requests, tokens)):
             if request.slot is None:
                 continue
-            if not request.generated:
-                end = chunk.begin + len(chunk.tokens)
-                if end < len(request.prompt):
-                    request.prefilled = end
-                    continue
+            end = chunk.begin + len(chunk.tokens)
+            if end < len(request.prompt):
+                request.prefilled = end
+                continue
             if token is None:
                 continue
-            if not request.generated:
-                request.prefilled = len(request.prompt)
+            if index >= step.rows:
+                request.prefilled = end
                 self.prefilling.remove(request)
                 insort(self.running, request, key=lambda row: row.slot)
                 self._steps_since_prompt = 0
@@ -180,12 +177,12 @@ class Scheduler:
 
     def _give_slots(self) -> None:
         """Gives the free slots, the lowest first, to the requests that have waited longest."""
-        if not self._mixes and self.running:
-            enough_wait = len(self.waiting) >= int(len(self.running) * self._waiting_served_ratio)
-            if not enough_wait and self._steps_since_prompt < self._max_waiting_tokens:
-                return
+        too_few_wait = not self._mixes and len(self.waiting) < int(len(self.running) * self._waiting_served_ratio)
+        if too_few_wait and self._steps_since_prompt < self._max_waiting_tokens:
+            return
         while self.waiting and self._free:
             request = self.waiting.popleft()
+            request.exceeded_wait = too_few_wait
             request.slot = heapq.heappop(self._free)
             self.max_tokens += len(request.prompt) + request.max_new_tokens
             self.prefilling.append(request)
@@ -217,7 +214,11 @@ class Scheduler:
                 one_keeps_all |= request.keep_all
         self.prefilling = passed + chosen
         # Rounding up and the second sort key keep requests of the same length first come, first served.
-        wanted = [(self._most_tokens(request), len(request.prompt) - request.prefilled, request) for request in chosen]
+        wanted = []
+        for request in chosen:
+            left = len(request.prompt) - request.prefilled
+            most = min(left, self._prefill_chunk, KEEP_ALL_TOKENS if request.keep_all else left)
+            wanted.append((most, left, request))
         wanted.sort(key=lambda want: want[:2])
         if len(chosen) == budget // 2:
             budget = 0
@@ -229,11 +230,6 @@ class Scheduler:
             shares.append((request, tokens))
             budget -= tokens
         return shares
-
-    def _most_tokens(self, request: Request) -> int:
-        """The longest next chunk of a prompt in a mixed step."""
-        limit = min(self._prefill_chunk, KEEP_ALL_TOKENS) if request.keep_all else self._prefill_chunk
-        return min(limit, len(request.prompt) - request.prefilled)
 
     def _next_prompt(self) -> list[tuple[Request, int]]:
         """The one prompt of a step without running requests, and how many tokens of it; [] if a decode step comes first.

@@ -7,6 +7,7 @@ makes messages of them, sends, counts and logs them while the next step runs. Ev
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import gc
 import json
@@ -17,7 +18,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections import defaultdict, deque
+from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -33,20 +34,8 @@ from metrics import Metrics
 from models.base import DeviceLost, ModelError, StaticBatchModel
 from models.fetch import fetch
 from models.tokenizer import tokenizer_folder
-from outputs import ActiveRequest, StepOutput, last_rows, messages_of, method_of, rows_of
-from protocol import (
-    Cancel,
-    End,
-    Generate,
-    Hello,
-    ModelInfo,
-    PeerLost,
-    RequestStats,
-    Status,
-    SubmitRequests,
-    Tokens,
-    WorkerEnd,
-)
+from outputs import ActiveRequest, StepOutput, last_rows, messages_of, rows_of
+from protocol import Cancel, End, Generate, Hello, ModelInfo, PeerLost, RequestStats, Status, SubmitRequests, Tokens, WorkerEnd
 from sampling import RowSampler, SamplingBatch, SamplingError
 from scheduler import Request, Scheduler, Step
 
@@ -64,21 +53,19 @@ class StepTimer:
     WINDOW = 9  # durations that the typical one, their median, is taken from
 
     def __init__(self):
-        self._recent: dict[str, deque[float]] = defaultdict(lambda: deque(maxlen=self.WINDOW))  # seconds a token, by kind
-        self._typical: dict[str, float] = {}
+        self._decode_s: deque[float] = deque(maxlen=self.WINDOW)
+        self._prompt_token_s: deque[float] = deque(maxlen=self.WINDOW)
 
     def limit_s(self, prompt_tokens: int) -> float:
         """The limit of a step with so many prompt tokens; 0: a decode step."""
-        kind = "prefill" if prompt_tokens else "decode"
-        if kind not in self._typical:
+        recent = self._prompt_token_s if prompt_tokens else self._decode_s
+        if not recent:
             return self.FIRST_S + prompt_tokens
-        return max(self.MINIMUM_S, self.FACTOR * self._typical[kind] * max(1, prompt_tokens))
+        return max(self.MINIMUM_S, self.FACTOR * sorted(recent)[len(recent) // 2] * max(1, prompt_tokens))
 
     def record(self, prompt_tokens: int, seconds: float) -> None:
-        kind = "prefill" if prompt_tokens else "decode"
-        recent = self._recent[kind]
+        recent = self._prompt_token_s if prompt_tokens else self._decode_s
         recent.append(seconds / max(1, prompt_tokens))
-        self._typical[kind] = sorted(recent)[len(recent) // 2]
 
 
 class Worker:
@@ -114,14 +101,12 @@ class Worker:
         self._tokens_at = 0.0  # when running requests last gained a token
         end.refuses = self.refuses
         self.metrics.set_limits(model.batch_size, model.max_input_tokens, model.max_total_tokens)
-        for name, read in (  # read on the socket's thread when /metrics is scraped
-            ("queue_size", lambda: len(scheduler.waiting)),
-            ("slots_busy", lambda: scheduler.busy),
-            ("batch_current_size", lambda: scheduler.busy),
-            ("batch_current_max_tokens", lambda: scheduler.max_tokens),
-            ("last_step_age_seconds", lambda: time.monotonic() - self._progress_at if scheduler.busy else 0.0),
-        ):
-            self.metrics.series(name).set_function(read)
+        gauge = self.metrics.series  # read on the socket's thread when /metrics is scraped
+        gauge("queue_size").set_function(lambda: len(scheduler.waiting))
+        gauge("slots_busy").set_function(lambda: scheduler.busy)
+        gauge("batch_current_size").set_function(lambda: scheduler.busy)
+        gauge("batch_current_max_tokens").set_function(lambda: scheduler.max_tokens)
+        gauge("last_step_age_seconds").set_function(lambda: time.monotonic() - self._progress_at if scheduler.busy else 0.0)
 
     @property
     def is_idle(self) -> bool:
@@ -178,13 +163,14 @@ class Worker:
 
     def run_step(self, step: Step) -> None:
         """One call of the model, with everything around it that the device waits for."""
-        method = method_of(step)
-        prompt_tokens = sum(len(c.tokens) for c, request in zip(step.chunks, step.requests) if c.begin < len(request.prompt))
+        prompt_tokens = sum(len(chunk.tokens) for chunk in step.chunks[step.rows :])
         if self.model.sampling == "device":
             for chunk, request in zip(step.chunks, step.requests):
-                if chunk.begin == 0:
-                    parameters = sampling.device_parameters(request.generate.sampling)
-                    self.model.set_sampling(chunk.slot, *parameters)
+                parameters = request.generate.sampling
+                if chunk.begin == 0 and parameters.seed is None:  # greedy
+                    self.model.set_sampling(chunk.slot, top_k=1, top_p=1.0, temperature=1.0)
+                elif chunk.begin == 0:
+                    self.model.set_sampling(chunk.slot, parameters.top_k, parameters.top_p, parameters.temperature)
         running = len(self.scheduler.running)
         self.flush_outputs()  # of the step before, while this one runs
         self._report(self._timer.limit_s(prompt_tokens))
@@ -193,7 +179,7 @@ class Worker:
             output = self.model.forward(step.chunks)
         except Exception as error:
             logger.exception("a step of %d slots failed", len(step.chunks))
-            self.metrics.failed_step(method)
+            self.metrics.failed_step(step)
             for request in step.requests:
                 self._end(request, "failed", "a step on the device failed")
             if isinstance(error, DeviceLost):
@@ -211,21 +197,22 @@ class Worker:
                 self._forget(request, reason)
         self._progress_at = time.monotonic()
         interval_s = None
-        if method == "decode":
+        if step.rows:
             self.steps += 1
             interval_s, self._tokens_at = self._progress_at - self._tokens_at, self._progress_at
         elif not running:  # the first tokens follow none
             self._tokens_at = self._progress_at
         times = started_at, ran_at, sampled_at, self._progress_at
-        self._unpublished.append(StepOutput(step, method, tokens, finish_reasons, logits, *times, running, interval_s))
+        self._unpublished.append(StepOutput(step, tokens, finish_reasons, logits, *times, running, interval_s))
 
     def _sample(self, step: Step, output) -> tuple[list[int | None], np.ndarray | None]:
         """One token a chunk (None where there is none), and the logits that log-probabilities are computed from."""
         tokens: list[int | None] = [None] * len(step.chunks)
-        requests = [step.requests[i] for i in step.samples]
+        requests, logits = [step.requests[i] for i in step.samples], None
         try:
             if self.model.sampling == "device":
-                logits, chosen = None, sampling.device_ids(output.ids[step.samples], self.model.vocab_size)
+                unknown = SamplingError("the device chose a token that does not exist")
+                chosen = [id if 0 <= id < self.model.vocab_size else unknown for id in output.ids[step.samples].tolist()]
             else:
                 logits = output if any(r.generate.logprobs or r.keep_all for r in step.requests) else None
                 if requests != self._batch[0]:
@@ -239,10 +226,11 @@ class Worker:
             if not isinstance(token, Exception):
                 tokens[i] = token
                 continue
-            is_readable = isinstance(token, SamplingError)
-            if not is_readable:
+            message = str(token)
+            if not isinstance(token, SamplingError):  # not to be shown to a client
                 logger.error("no token for request %016x", request.generate.id, exc_info=token)
-            self._end(request, "failed", str(token) if is_readable else "the next token could not be sampled")
+                message = "the next token could not be sampled"
+            self._end(request, "failed", message)
         return tokens, logits
 
     def flush_outputs(self) -> None:
@@ -257,7 +245,6 @@ class Worker:
         try:
             for output in outputs:
                 yield from messages_of(output)
-            for output in outputs:
                 self.metrics.step(output)
             for fields in finished:
                 logger.info("request finished", extra={"fields": fields})
@@ -385,28 +372,25 @@ class Worker:
 def boot(config: Config, end: WorkerEnd, metrics: Metrics) -> Worker:
     """Fetches and loads the model, reporting each phase. Raises ConfigError or ModelError for what cannot be served."""
     with ThreadPoolExecutor(2) as aside:
-        with Phase(end, metrics, "downloading" if not config.is_local else "checking", config.model_name):
+        with boot_phase(end, metrics, "downloading" if not config.is_local else "checking", config.model_name):
             folder, sha = fetch(config)
             manifest = Manifest.read(folder)
-            is_remote = not config.is_local
-            config, fetch_weights, load = models.prepare(config, folder, manifest)
+            config, device, fetch_weights, load = models.prepare(config, folder, manifest)
             metrics.set_limits(config.max_batch_size or 0, config.max_input_tokens, config.max_total_tokens)
-        dtypes = ["float32", "bfloat16"] if models.choose_device(config.device) == "neuron" else ["float32"]
+        dtypes = ["float32", "bfloat16"] if device == "neuron" else ["float32"]
         compiling = aside.submit(sampling.compile_loops, dtypes) if config.sampling != "device" else None
         tokenizer_check = aside.submit(check_tokenizer, config, folder)
-        if is_remote:
-            with Phase(end, metrics, "downloading", f"the weights of {config.model_name}"):
+        if not config.is_local:
+            with boot_phase(end, metrics, "downloading", f"the weights of {config.model_name}"):
                 fetch_weights()
-        with Phase(end, metrics, "loading", "weights"):
+        with boot_phase(end, metrics, "loading", "weights"):
             model = load(lambda phase: end.report(Status(phase=phase, progress_at=time.monotonic())))
         if compiling:
-            with Phase(end, metrics, "compiling", "the sampling loops"):
+            with boot_phase(end, metrics, "compiling", "the sampling loops"):
                 try:
                     compiling.result()
                 except OSError as error:
-                    raise ConfigError(
-                        f"no room for the compiled sampling loops ({error}); NUMBA_CACHE_DIR names another folder"
-                    ) from error
+                    raise ConfigError(f"no room for compiled loops ({error}); NUMBA_CACHE_DIR names another folder") from error
         tokenizer_dir, tokenizer_eos_ids = tokenizer_check.result()
     eos_token_ids = list(dict.fromkeys([*manifest.eos_token_ids, *tokenizer_eos_ids]))
     end.announce(
@@ -449,34 +433,28 @@ def boot(config: Config, end: WorkerEnd, metrics: Metrics) -> Worker:
 def check_tokenizer(config: Config, folder: Path) -> tuple[Path, list[int]]:
     """The folder of the model's tokenizer, and the EOS ids that it names, which a process of the text layer finds."""
     tokenizer_dir = tokenizer_folder(config, folder, configuration.run_dir())
-    command = [sys.executable, str(HERE / "text.py"), str(folder), str(tokenizer_dir)]
-    command += [config.tokenizer_config_path] if config.tokenizer_config_path else []
+    given = [config.tokenizer_config_path] if config.tokenizer_config_path else []
+    command = [sys.executable, str(HERE / "text.py"), str(folder), str(tokenizer_dir), *given]
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
         raise ConfigError((done.stderr.strip().splitlines() or [f"the tokenizer of {folder} cannot be used"])[-1])
     return tokenizer_dir, json.loads(done.stdout)
 
 
-class Phase:
-    """A phase of the boot: reported to the web processes, and logged with its duration."""
-
-    def __init__(self, end: WorkerEnd, metrics: Metrics, phase: str, what: str):
-        self._duration = metrics.series("boot_phase_seconds", phase)
-        self._what = f"{phase} {what}"
-        end.report(Status(phase=phase, progress_at=time.monotonic()))
-
-    def __enter__(self):
-        self._started_at = time.monotonic()
-        logger.info("%s", self._what[:1].upper() + self._what[1:])
-
-    def __exit__(self, failed, *_):
-        if not failed:
-            self._duration.inc(time.monotonic() - self._started_at)  # a phase may come twice
-            logger.info("Done %s in %.1f s", self._what, time.monotonic() - self._started_at)
+@contextlib.contextmanager
+def boot_phase(end: WorkerEnd, metrics: Metrics, phase: str, what: str) -> Iterator[None]:
+    """Reports a phase to the web processes, and logs it with its duration."""
+    started_at = time.monotonic()
+    end.report(Status(phase=phase, progress_at=started_at))
+    logger.info("%s %s", phase.capitalize(), what)
+    yield
+    seconds = time.monotonic() - started_at
+    metrics.series("boot_phase_seconds", phase).inc(seconds)  # a phase may come twice
+    logger.info("Done %s %s in %.1f s", phase, what, seconds)
 
 
 def _socket_failed(error: BaseException) -> None:
-    logger.critical("the socket's thread failed, so the worker can neither hear nor answer: %r", error, exc_info=error)
+    logger.critical("the socket's thread failed; the worker can neither receive nor send: %r", error, exc_info=error)
     os._exit(1)  # the main thread may be waiting for the device
 
 

@@ -22,8 +22,9 @@ READY_S = 900
 
 
 def clean_environment(temporary: Path, port: int, **settings: str) -> dict[str, str]:
-    """Without the caller's settings: the run folder in `temporary`, this Python, one local port."""
-    inherited = {name: os.environ[name] for name in ("PATH", "HOME", "LANG") if name in os.environ}
+    """Without the caller's settings but for its caches: the run folder in `temporary`, this Python, one local port."""
+    kept = ("PATH", "HOME", "LANG", "MODEL_CACHE", "NUMBA_CACHE_DIR")
+    inherited = {name: os.environ[name] for name in kept if name in os.environ}
     own = {"PYTHON": sys.executable, "TMPDIR": str(temporary), "HOSTNAME": "127.0.0.1", "PORT": str(port)}
     return inherited | own | settings
 

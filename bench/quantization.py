@@ -66,7 +66,7 @@ def main() -> None:
     for dtype, quantize in KINDS:
         config = Config(model_id=str(given.model_id), dtype=dtype, quantize=quantize, max_total_tokens=WINDOW + 1)
         try:
-            model = cpu.load(config.with_manifest(manifest), given.model_id, manifest, lambda phase: None)
+            model = cpu.load(config.with_manifest(manifest), given.model_id, lambda phase: None)
         except ModelError as error:
             print(f"{quantize or dtype:10} {error}")
             continue

@@ -305,9 +305,8 @@ class Traffic:
 
     async def crowds(self) -> None:
         while time.monotonic() < self.until:
+            await asyncio.gather(*(self.act("plain" if number % 5 else "hangs up") for number in range(CROWD)))
             await asyncio.sleep(CROWD_EVERY_S * self.random.uniform(0.3, 1.7))
-            if time.monotonic() < self.until:
-                await asyncio.gather(*(self.act("plain" if number % 5 else "hangs up") for number in range(CROWD)))
 
     async def gauges(self) -> dict[str, float]:
         """Requests that wait, and slots that are in use."""

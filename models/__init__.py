@@ -15,24 +15,18 @@ from config import Config, Manifest
 from models.base import ModelError, StaticBatchModel
 from models.fetch import fetch_weights
 
-NEURON_ONLY = ("tp_degree", "prefill_buckets", "position_buckets", "compile_workers")
-
-Load = Callable[[Callable[[str], None]], StaticBatchModel]
-
 
 def choose_device(wanted: str) -> str:
     """cpu, cuda or neuron for a value of --device. Raises ModelError for a device that is not there."""
     if wanted == "cuda" and not _has_cuda():
-        raise ModelError("--device cuda: torch sees no CUDA GPU on this machine; use --device cpu or auto")
+        raise ModelError("--device cuda: torch finds no CUDA GPU on this machine; use --device cpu or auto")
     if wanted != "auto":
         return wanted
     if list(Path("/dev").glob("neuron[0-9]*")):
         return "neuron"
     if importlib.util.find_spec("transformers_neuronx"):  # installed for a device, so a CPU is no silent substitute
-        raise ModelError(
-            "transformers-neuronx is installed but there is no Neuron device: pass it to the container with "
-            "--device=/dev/neuron0, on a machine install its driver (aws-neuronx-dkms); or serve with --device cpu (DEVICE)"
-        )
+        missing = "transformers-neuronx is installed but there is no Neuron device"
+        raise ModelError(f"{missing}: pass it to the container with --device=/dev/neuron0, or serve with --device cpu (DEVICE)")
     return "cuda" if _has_cuda() else "cpu"
 
 
@@ -44,9 +38,9 @@ def _has_cuda() -> bool:
     return torch.cuda.is_available()
 
 
-def prepare(config: Config, folder: Path, manifest: Manifest) -> tuple[Config, Callable[[], Path], Load]:
-    """Returns the configuration with all open settings filled in, a function that downloads the weights, and one that loads the
-    model; that one calls its argument with the name of a phase that takes long.
+def prepare(config: Config, folder: Path, manifest: Manifest) -> tuple[Config, str, Callable[[], Path], Callable]:
+    """Returns the configuration with all open settings filled in, the device, a function that downloads the weights, and one
+    that loads the model; that one calls its argument with the name of a phase that takes long.
 
     All three raise ConfigError or ModelError, with the reason, for what cannot be served.
     """
@@ -55,13 +49,12 @@ def prepare(config: Config, folder: Path, manifest: Manifest) -> tuple[Config, C
         from models.neuron import Build, NeuronModel  # needs its own version of transformers: only one can be imported
 
         build = Build.decide(config, folder, manifest)
-        return build.config, build.checkpoint, lambda announce: NeuronModel(build, configuration.run_dir(), announce)
-    for name in NEURON_ONLY:
-        if getattr(config, name):
-            flag = "--" + name.replace("_", "-")
-            raise ModelError(f"{flag} ({name.upper()}) is for Neuron, and this server runs on {device}; leave it out")
-    if config.sampling == "device":
-        raise ModelError(f"--sampling device (SAMPLING) is for Neuron, and this server runs on {device}; leave it out")
+        return build.config, device, build.checkpoint, lambda announce: NeuronModel(build, configuration.run_dir(), announce)
+    for_neuron = ["tp_degree", "prefill_buckets", "position_buckets", "compile_workers"]
+    given = [f"--{name.replace('_', '-')} ({name.upper()})" for name in for_neuron if getattr(config, name)]
+    given += ["--sampling device (SAMPLING)"] * (config.sampling == "device")
+    if given:
+        raise ModelError(f"{given[0]} is for Neuron, and this server runs on {device}; leave it out")
     if manifest.is_compiled:
         raise ModelError(f"{config.model_name} is compiled for Neuron, and this server runs on {device}; give its checkpoint")
     config = config.with_manifest(manifest)
@@ -70,9 +63,9 @@ def prepare(config: Config, folder: Path, manifest: Manifest) -> tuple[Config, C
         if device == "cpu":
             from models.cpu import load
 
-            return load(config, folder, manifest, announce)
+            return load(config, folder, announce)
         from models.torch_model import TorchModel
 
-        return TorchModel(config, folder, manifest, device)
+        return TorchModel(config, folder, device)
 
-    return config, lambda: fetch_weights(config, folder), load
+    return config, device, lambda: fetch_weights(config, folder), load

@@ -16,48 +16,52 @@ import logging
 import os
 import re
 import shutil
-import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal, NamedTuple
 from urllib.parse import urlsplit
 
-import config as configuration
+import msgspec
+
 from config import DTYPES, Config, ConfigError, read_json
+from models.cache import digest, renamed_when_complete
 
 logger = logging.getLogger("model")
 
 COMPILED, CHECKPOINT = "compiled", "checkpoint"  # subfolders, named as optimum-neuron does
 OPTIMUM, EXPORTER = "optimum-neuron", "neuron-textgen"
-# What a `neuron` section holds: the type, or the allowed values. optimum-neuron writes the first few only.
-FIELDS: dict[str, type | tuple] = {"batch_size": int, "sequence_length": int, "num_cores": int, "compiler_version": str}
-FIELDS |= {"auto_cast_type": tuple(name for name in DTYPES if name != "auto")}
-OWN_FIELDS = {"prefill_buckets": list, "position_buckets": list, "continuous_batching": bool, "quantize": (None, "int8")}
-OWN_FIELDS |= {"sampling": ("host", "device"), "transformers_neuronx_version": str}
 RECORD = "programs.json"  # in each entry of the cache
 CACHE = "/var/tmp/neuron-compile-cache"  # the library's default
 # Fields of a checkpoint's config.json that do not change what is computed.
 VOLATILE = ("_name_or_path", "architectures", "transformers_version", "torch_dtype", "neuron", "use_cache")
 
 
-def default_buckets(limit: int) -> list[int]:
-    """Powers of two from 128 up to `limit`, and `limit` itself: the library's own choice."""
-    return [128 << n for n in range(limit.bit_length()) if 128 << n < limit] + [limit]
+def buckets(limit: int, given: Sequence[int] | None = None, flag: str = "") -> tuple[int, ...]:
+    """The lengths that programs are compiled for: `given`, or powers of two from 128, as the library chooses; always with
+    `limit` itself. A prompt or sequence runs in the smallest that holds it. Raises ConfigError for buckets above the limit."""
+    given = [128 << n for n in range(limit.bit_length()) if 128 << n < limit] if given is None else given
+    if max(given, default=0) > limit:
+        raise ConfigError(f"{flag} {max(given)} is more than the limit of {limit} tokens; leave it out")
+    return tuple(sorted({*given, limit}))
+
+
+Count = Annotated[int, msgspec.Meta(ge=1)]
+Counts = Annotated[tuple[Count, ...], msgspec.Meta(min_length=1)]
 
 
 @dataclass(frozen=True)
 class Programs:
-    """The values that a set of programs was compiled for. It runs nothing else."""
+    """The values that a set of programs was compiled for. It runs nothing else. `compile` writes them as a `neuron` section."""
 
-    batch_size: int  # slots
-    tp_degree: int
-    dtype: str
-    prefill_buckets: tuple[int, ...]
-    position_buckets: tuple[int, ...]
+    batch_size: Count  # slots
+    tp_degree: Count
+    dtype: Literal["float32", "bfloat16", "float16"]
+    prefill_buckets: Counts
+    position_buckets: Counts
     continuous_batching: bool
-    quantize: str | None
-    sampling: str  # host or device
+    quantize: Literal["int8"] | None
+    sampling: Literal["host", "device"]
     compiler_version: str
     transformers_neuronx_version: str | None = None  # not recorded by optimum-neuron
     exporter: str = EXPORTER
@@ -72,54 +76,40 @@ class Programs:
         longest = max(self.prefill_buckets) if self.continuous_batching else self.max_total_tokens
         return min(longest, self.max_total_tokens - 1)
 
-    def section(self) -> dict[str, Any]:
-        """The `neuron` section of a `config.json`, with optimum-neuron's names where it has them."""
-        section = dataclasses.asdict(self)
-        section["num_cores"] = section.pop("tp_degree")
-        section["auto_cast_type"] = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16"}[section.pop("dtype")]
-        section |= {"task": "text-generation", "sequence_length": self.max_total_tokens, "compiler_type": "neuronx-cc"}
-        return section | {"exporter_version": configuration.VERSION}
 
-    @classmethod
-    def from_section(cls, section: Mapping[str, Any], source: Path) -> Programs:
-        """Raises ConfigError where `section`, the `neuron` section of the file `source`, is incomplete or wrong."""
-        is_own = section.get("exporter") == EXPORTER
-        if section.get("task", "text-generation") != "text-generation":
-            raise ConfigError(f"{source} is of a model that was compiled for {section['task']}, not for text-generation")
-        for name, kind in (FIELDS | OWN_FIELDS if is_own else FIELDS).items():
-            if not _is_valid(section.get(name), kind):
-                raise ConfigError(f"{source}: `neuron.{name}` is {section.get(name)!r}; compile the model again")
-        batch_size, length = section["batch_size"], section["sequence_length"]
-        if is_own:
-            values = {name: section.get(name) for name in (*OWN_FIELDS, "exporter")}
-        else:  # one prompt bucket of the whole length; without continuous batching the library's default
-            positions = [length] if batch_size > 1 else default_buckets(length)
-            prompts = positions if batch_size > 1 else [n // 2 for n in positions]
-            values = {"prefill_buckets": prompts, "position_buckets": positions, "continuous_batching": batch_size > 1}
-            values |= {"quantize": None, "sampling": "host", "exporter": OPTIMUM}
-        return cls(
-            batch_size=batch_size,
-            tp_degree=section["num_cores"],
-            dtype=DTYPES[section["auto_cast_type"]],
-            compiler_version=section["compiler_version"],
-            **{name: tuple(value) if isinstance(value, list) else value for name, value in values.items()},
+@dataclass(frozen=True)
+class OptimumSection:
+    """The `neuron` section that optimum-neuron writes, as far as it matters here."""
+
+    batch_size: Count
+    sequence_length: Count
+    num_cores: Count
+    auto_cast_type: Literal["fp32", "bf16", "fp16", "float32", "bfloat16", "float16"]
+    compiler_version: str
+    task: Literal["text-generation"] = "text-generation"
+
+    @property
+    def programs(self) -> Programs:
+        """One prompt bucket of the whole length; without continuous batching the library's default."""
+        batches = self.batch_size > 1
+        positions = (self.sequence_length,) if batches else buckets(self.sequence_length)
+        return Programs(
+            batch_size=self.batch_size,
+            tp_degree=self.num_cores,
+            dtype=DTYPES[self.auto_cast_type],
+            prefill_buckets=positions if batches else tuple(n // 2 for n in positions),
+            position_buckets=positions,
+            continuous_batching=batches,
+            quantize=None,
+            sampling="host",
+            compiler_version=self.compiler_version,
+            exporter=OPTIMUM,
         )
 
 
-def _is_valid(value: Any, kind: type | tuple) -> bool:
-    """Whether a value of a `neuron` section is one of those allowed, or of that type: a count, or a list of some counts."""
-    if isinstance(kind, tuple):
-        return value in kind
-    if kind is list:
-        return isinstance(value, list) and value != [] and all(_is_valid(count, int) for count in value)
-    return type(value) is kind and (kind is not int or value > 0)
+class Artifact(NamedTuple):
+    """What the `config.json` of a compiled model says."""
 
-
-@dataclass(frozen=True)
-class Artifact:
-    """A folder with a compiled model."""
-
-    folder: Path
     programs: Programs
     checkpoint_id: str | None  # on the hub, with its commit; None: the weights are in the folder
     checkpoint_revision: str | None
@@ -131,18 +121,12 @@ class Artifact:
         section = read_json(source, required=True).get("neuron")
         if section is None:
             return None
-        if not isinstance(section, dict):
-            raise ConfigError(f"{source}: `neuron` should be an object; compile the model again")
-        programs = Programs.from_section(section, source)
-        return cls(folder, programs, section.get("checkpoint_id"), section.get("checkpoint_revision"))
-
-    @property
-    def compiled(self) -> Path:
-        return self.folder / COMPILED
-
-    @property
-    def checkpoint(self) -> Path | None:
-        return self.folder / CHECKPOINT if (self.folder / CHECKPOINT).is_dir() else None
+        try:
+            is_own = msgspec.convert(section, dict).get("exporter") == EXPORTER
+            programs = msgspec.convert(section, Programs) if is_own else msgspec.convert(section, OptimumSection).programs
+        except msgspec.ValidationError as error:
+            raise ConfigError(f"{source}: `neuron` cannot be served ({error}); compile the model again") from None
+        return cls(programs, section.get("checkpoint_id"), section.get("checkpoint_revision"))
 
 
 def with_programs(config: Config, programs: Programs, name: str) -> Config:
@@ -153,21 +137,16 @@ def with_programs(config: Config, programs: Programs, name: str) -> Config:
     total = config.max_total_tokens or programs.max_total_tokens
     limits = {"max_batch_size": programs.batch_size, "max_total_tokens": programs.max_total_tokens}
     limits |= {"max_input_tokens": programs.max_input_tokens}
+    remedy = "leave it out, or compile it again"
     for setting, limit in limits.items():
         given = getattr(config, setting) or 0
         if given > limit:
-            raise ConfigError(
-                f"{_flag(setting, given)} is more than the {limit} that {name} was compiled for; give at most {limit}, or "
-                "compile it again"
-            )
+            raise ConfigError(f"{_named(setting, given)} is more than the {limit} that {name} was compiled for; {remedy}")
     for setting in ("tp_degree", "dtype", "quantize", "sampling", "prefill_buckets", "position_buckets"):
         given, compiled = getattr(config, setting), getattr(programs, setting)
-        is_subset = isinstance(given, tuple) and set(given) <= set(compiled)  # the limits become buckets unasked
+        is_subset = isinstance(given, tuple) and set(given) <= set(compiled)  # the limits are always buckets
         if given not in (None, "auto", compiled) and not is_subset:
-            raise ConfigError(
-                f"{_flag(setting, given)} contradicts {name}, which was compiled for {_shown(compiled)}; leave it out, "
-                "or compile it again"
-            )
+            raise ConfigError(f"{_named(setting, given)} contradicts {name}, compiled for {_shown(compiled)}; {remedy}")
     return dataclasses.replace(
         config,
         max_batch_size=config.max_batch_size or programs.batch_size,
@@ -177,9 +156,8 @@ def with_programs(config: Config, programs: Programs, name: str) -> Config:
     )
 
 
-def _flag(setting: str, value: Any) -> str:
-    entry = next(entry for entry in dataclasses.fields(Config) if entry.name == setting)
-    return f"{configuration.flag_name(entry)} {_shown(value)} ({', '.join(entry.metadata['names'])})"
+def _named(setting: str, value: Any) -> str:
+    return f"--{setting.replace('_', '-')} {_shown(value)} ({setting.upper()})"
 
 
 def _shown(value: Any) -> str:
@@ -188,22 +166,11 @@ def _shown(value: Any) -> str:
     return "none" if value is None else str(value)
 
 
-def check_versions(programs: Programs, compiler: str, library: str, name: str) -> None:
-    """Programs of a newer compiler do not run on an older runtime, and the library finds only its own programs.
-
-    `compiler` and `library` are the installed versions. Raises ConfigError with both versions.
-    """
-    if _numbers(programs.compiler_version) > _numbers(compiler):
-        raise ConfigError(
-            f"{name} was compiled by neuronx-cc {programs.compiler_version}, which is newer than the installed {compiler}; use "
-            "a newer image, or compile it again"
-        )
-    compiled_with = programs.transformers_neuronx_version
-    if compiled_with not in (None, library):
-        raise ConfigError(
-            f"{name} was compiled with transformers-neuronx {compiled_with}, and {library} is installed; use an image with the "
-            "same version, or compile it again"
-        )
+def check_compiler(programs: Programs, installed: str, name: str) -> None:
+    """Raises ConfigError, with both versions, for programs of a newer compiler: they do not run on an older runtime."""
+    compiler = programs.compiler_version
+    if _numbers(compiler) > _numbers(installed):
+        raise ConfigError(f"{name} was compiled by neuronx-cc {compiler}, newer than the installed {installed}; compile again")
 
 
 def _numbers(version: str) -> list[int]:
@@ -252,28 +219,14 @@ class Cache:
     def add(self, model: str, programs: Programs, save: Callable[[str], None]) -> Path:
         """Keeps what `save` writes into a folder. Raises OSError on failure; an incomplete entry is never found."""
         entry = self._entry(model, programs)
-        with renamed_when_complete(entry) as staging:
-            save(str(staging))
-            record = {"model": model, "programs": _values(programs), "files": _hashes(staging)}
-            (staging / RECORD).write_text(json.dumps(record, indent=1))
+        with renamed_when_complete(entry) as new:
+            save(str(new))
+            record = {"model": model, "programs": _values(programs), "files": _hashes(new)}
+            (new / RECORD).write_text(json.dumps(record, indent=1))
         return entry
 
     def _entry(self, model: str, programs: Programs) -> Path:
-        return self.folder / _digest([model, _values(programs)])
-
-
-@contextlib.contextmanager
-def renamed_when_complete(target: Path) -> Iterator[Path]:
-    """A temporary folder that replaces `target` at the end: half a model would be taken for a whole one. Raises OSError."""
-    target.parent.mkdir(parents=True, exist_ok=True)
-    staging = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
-    try:
-        yield staging
-        staging.chmod(0o755)
-        shutil.rmtree(target, ignore_errors=True)
-        staging.rename(target)
-    finally:
-        shutil.rmtree(staging, ignore_errors=True)
+        return self.folder / digest([model, _values(programs)])
 
 
 def _values(programs: Programs) -> dict[str, Any]:
@@ -287,10 +240,6 @@ def _hashes(folder: Path) -> dict[str, str]:
     return {str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
 
 
-def _digest(value: Any) -> str:
-    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:20]
-
-
 def model_key(checkpoint_config: Mapping[str, Any]) -> str:
-    """20 hex digits over the fields of a checkpoint's config.json that its programs depend on."""
-    return _digest({name: value for name, value in checkpoint_config.items() if name not in VOLATILE})
+    """Of the fields of a checkpoint's config.json that its programs depend on."""
+    return digest({name: value for name, value in checkpoint_config.items() if name not in VOLATILE})

@@ -17,9 +17,11 @@ import numpy as np
 
 logger = logging.getLogger("model")
 
+PROGRESS_S = 30.0
+
 
 class ModelError(Exception):
-    """A model that cannot be served; the message is one line for the person who chose it."""
+    """A model that cannot be served; the message is one line, for the user."""
 
 
 class DeviceLost(Exception):
@@ -78,6 +80,12 @@ class StaticBatchModel(Protocol):
         0 is off."""
 
 
+def check_length(model: str, limit: int | None, length: int) -> None:
+    """Raises ModelError for slots longer than the length from which a model's positions depend on the longest sequence."""
+    if limit and length > limit:
+        raise ModelError(f"{model} stretches its positions beyond {limit} tokens; give --max-total-tokens {limit} or less")
+
+
 def first_line(error: BaseException) -> str:
     lines = str(error).strip().splitlines()
     return lines[0].strip() if lines else type(error).__name__
@@ -101,12 +109,12 @@ def reported_as(failure: str, explain: Callable[[BaseException], str] = named) -
 
 
 @contextlib.contextmanager
-def progress_logged(what: str, every_s: float) -> Iterator[None]:
-    """Logs every `every_s` seconds that `what` is still going on."""
+def progress_logged(what: str) -> Iterator[None]:
+    """Logs every PROGRESS_S seconds that `what` is still going on."""
     done, started_at = threading.Event(), time.monotonic()
 
     def log_progress() -> None:
-        while not done.wait(every_s):
+        while not done.wait(PROGRESS_S):
             logger.info("Still %s after %.0f s", what, time.monotonic() - started_at)
 
     thread = threading.Thread(target=log_progress, name="progress", daemon=True)

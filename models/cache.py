@@ -1,7 +1,7 @@
 """The cache of converted models and tokenizers (`--model-cache`), and the child process that converts them.
 
 An entry is a folder named by a key: a hash of everything its contents depend on. It is written beside its final place and
-renamed, so an entry that can be seen is complete. `cpu.py` and `tokenizer.py` ask here for an entry before they convert.
+renamed, so an entry that can be seen is complete. `cpu.py` and `tokenizer.py` look for an entry before they convert.
 This file knows nothing of what is in an entry but its `entry.json`, and imports neither numpy nor torch.
 
     FOLDER/model-<key>/        entry.json, and model.xml and model.bin of OpenVINO where the model converts
@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import hashlib
+import itertools
 import json
 import logging
 import os
@@ -36,23 +37,17 @@ CANNOT_SERVE, CANNOT_WRITE = 2, 3  # exit codes of the child process, its reason
 
 
 class ModelCache:
-    """A folder of entries, at most `size_gb` GB of them. Raises ConfigError where others may write into the folder."""
+    """The folder of entries, at most `model_cache_size` GB of them. Raises ConfigError where others may write into it."""
 
-    def __init__(self, folder: Path, size_gb: float):
-        self.folder, self._size_bytes = folder.expanduser().absolute(), size_gb * 1e9
+    def __init__(self, config: Config):
+        self.folder, self._size_bytes = Path(config.model_cache).expanduser().absolute(), config.model_cache_size * 1e9
         with contextlib.suppress(FileNotFoundError, NotADirectoryError, PermissionError):
             status = self.folder.stat()
-            where = f"--model-cache {folder} (MODEL_CACHE)"
+            where = f"--model-cache {config.model_cache} (MODEL_CACHE)"
             if status.st_uid != os.geteuid():
-                raise ConfigError(
-                    f"{where} belongs to user {status.st_uid}, not to user {os.geteuid()}; give a folder of its own"
-                )
+                raise ConfigError(f"{where} belongs to user {status.st_uid}, not to user {os.geteuid()}; give another folder")
             if status.st_mode & 0o022:
                 raise ConfigError(f"{where} can be written to by other users; chmod 700 it, or give another folder")
-
-    @classmethod
-    def of(cls, config: Config) -> ModelCache:
-        return cls(Path(config.model_cache), config.model_cache_size)
 
     def find(self, key: str) -> Path | None:
         """The entry's folder, marked as used now."""
@@ -74,16 +69,11 @@ class ModelCache:
             entry = self.find(key)
             if entry:
                 return entry
-            for abandoned in self.folder.glob(".new-*"):  # of a conversion that was killed: nobody else holds the lock
+            for abandoned in self.folder.glob(".new-*"):  # of a conversion that was killed: this process holds the lock
                 shutil.rmtree(abandoned, ignore_errors=True)
-            new = Path(tempfile.mkdtemp(prefix=".new-", dir=self.folder))
-            try:
+            with renamed_when_complete(self.folder / key) as new:
                 convert(new)
-                shutil.rmtree(self.folder / key, ignore_errors=True)  # an incomplete entry, which `find` does not see
-                new.rename(self.folder / key)
-            finally:
-                shutil.rmtree(new, ignore_errors=True)
-            self._evict(keep=key)
+            self._evict()
             return self.folder / key
 
     @contextlib.contextmanager
@@ -96,45 +86,61 @@ class ModelCache:
                 fcntl.flock(lock, fcntl.LOCK_EX)
             yield
 
-    def _evict(self, keep: str) -> None:
-        """Removes the least recently used entries until the rest fit. The entry just made always stays."""
-        used = []
-        for path in self.folder.glob(f"*-*/{ENTRY}"):
-            size = sum(file.stat().st_size for file in path.parent.iterdir())
-            used.append((path.parent.name != keep, -path.stat().st_mtime, size, path.parent))
-        total = 0
-        for _is_older, _age, size, entry in sorted(used):
-            total += size
-            if total > self._size_bytes and entry.name != keep:
-                logger.info(
-                    "Removing %s from the model cache: it holds more than --model-cache-size (MODEL_CACHE_SIZE)", entry.name
-                )
-                shutil.rmtree(entry, ignore_errors=True)
+    def _evict(self) -> None:
+        """Removes the least recently used entries until the rest fit. The newest, which was just made, always stays."""
+        entries = sorted(self.folder.glob(f"*-*/{ENTRY}"), key=lambda path: path.stat().st_mtime, reverse=True)
+        folders = [path.parent for path in entries]
+        sizes = itertools.accumulate(sum(file.stat().st_size for file in folder.iterdir()) for folder in folders)
+        for folder, total in list(zip(folders, sizes))[1:]:
+            if total > self._size_bytes:
+                logger.info("Removing %s: the model cache exceeds --model-cache-size (MODEL_CACHE_SIZE)", folder)
+                shutil.rmtree(folder, ignore_errors=True)
 
 
-def model_key(config: Config, folder: Path, dtype: str) -> str:
-    """Names the entry of a checkpoint. The instruction sets of the CPU are not part of it: an entry holds a portable graph,
-    which OpenVINO compiles at every start."""
-    runs_code = config.trust_remote_code and "auto_map" in read_json(folder / "config.json")
-    return "model-" + _digest(
-        [folder.name, config.model_id] if not config.is_local else _identify(folder, ("config.json", "*.safetensors*", "*.py")),
-        [dtype, config.quantize, runs_code, *map(_version, ("openvino", "transformers", "torch", "nncf"))],
-        _identify(HERE / "models", ("cpu.py", "convert.py")),  # stands for our version: what they write differs with it
-    )
+@contextlib.contextmanager
+def renamed_when_complete(target: Path) -> Iterator[Path]:
+    """A temporary folder that replaces `target` at the end: half a model would be taken for a whole one. Raises OSError."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    new = Path(tempfile.mkdtemp(prefix=".new-", dir=target.parent))
+    try:
+        yield new
+        new.chmod(0o755)
+        shutil.rmtree(target, ignore_errors=True)
+        new.rename(target)
+    finally:
+        shutil.rmtree(new, ignore_errors=True)
+
+
+def model_key(config: Config, folder: Path) -> str | None:
+    """Names the entry of a checkpoint; None where its code comes from another repository, which may change at any time.
+
+    The instruction sets of the CPU are not part of the key: an entry holds a portable graph, which OpenVINO compiles at every
+    start.
+    """
+    code = read_json(folder / "config.json").get("auto_map") if config.trust_remote_code else None
+    if "--" in json.dumps(code):  # "owner/name--module.Class"
+        return None
+    checkpoint = [folder.name, config.model_id]  # a commit of a hub model
+    if config.is_local:
+        checkpoint = _identify(folder, ("config.json", "*.safetensors*", "*.py"))
+    converter = _identify(HERE / "models", ("cpu.py", "convert.py"))  # what they write differs with them
+    versions = [_version(package) for package in ("openvino", "transformers", "torch", "nncf")]
+    return f"model-{digest([checkpoint, config.dtype, config.quantize, code is not None, versions, converter])}"
 
 
 def tokenizer_key(folder: Path) -> str:
     """Names the entry of the tokenizer that was converted from the model's in `folder`."""
-    return "tokenizer-" + _digest(_identify(folder, ("*.json", "*.model", "*.txt")), [VERSION, _version("transformers")])
+    files = _identify(folder, ("*.json", "*.model", "*.txt"))
+    return f"tokenizer-{digest([files, VERSION, _version('transformers')])}"
 
 
-def run_converter(arguments: list[str], config: Config | None = None) -> None:
+def run_converter(arguments: list[str], config: Config) -> None:
     """Runs `models.convert` in a child process, so that what it imports and loads is gone when it is done.
 
     Raises ConfigError for what cannot be served at all, OSError where the child cannot write, RuntimeError where it dies.
     """
-    command, text = [sys.executable, "-m", "models.convert", *arguments], config.to_json() if config else ""
-    done = subprocess.run(command, input=text, stdout=subprocess.PIPE, text=True, cwd=HERE)
+    command = [sys.executable, "-m", "models.convert", *arguments]
+    done = subprocess.run(command, input=config.to_json(), stdout=subprocess.PIPE, text=True, cwd=HERE)
     reason = (done.stdout.strip().splitlines() or ["no reason given"])[-1]
     if done.returncode == CANNOT_SERVE:
         raise ConfigError(reason)
@@ -170,5 +176,6 @@ def _version(package: str) -> str | None:
         return None
 
 
-def _digest(*parts: Any) -> str:
-    return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:32]
+def digest(value: Any) -> str:
+    """32 hex digits over a value that JSON can hold."""
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:32]

@@ -48,7 +48,7 @@ def compile_model(config: Config, output: Path) -> None:
         raise ModelError(f"the library cannot save compiled {manifest.model_type} models; serve them without compiling first")
     try:
         with tempfile.TemporaryDirectory() as work_dir, artifact.renamed_when_complete(output) as staging:
-            model, _parameters = make(build, Path(work_dir))
+            model = make(build, Path(work_dir))
             with compiling(build, f"{config.model_name} cannot be compiled"):
                 model.cpu_compile()
             model.save(str(staging / artifact.COMPILED))
@@ -67,19 +67,15 @@ def _write_model(build: Build, target: Path, commit: str | None) -> None:
             shutil.copyfile(path, target / path.name)
         elif commit is None:
             weights.mkdir(exist_ok=True)
-            _link_or_copy(path.resolve(), weights / path.name)
+            try:
+                os.link(path.resolve(), weights / path.name)  # within one file system the weights take no space twice
+            except OSError:
+                shutil.copyfile(path, weights / path.name)
     if commit is None:
         shutil.copyfile(checkpoint / "config.json", weights / "config.json")
     source = {"checkpoint_id": build.config.model_id if commit else None, "checkpoint_revision": commit}
-    (target / "config.json").write_text(json.dumps(manifest | {"neuron": build.programs.section() | source}, indent=2))
-
-
-def _link_or_copy(source: Path, target: Path) -> None:
-    """Within one file system the weights take no space twice."""
-    try:
-        os.link(source, target)
-    except OSError:
-        shutil.copyfile(source, target)
+    section = dataclasses.asdict(build.programs) | source
+    (target / "config.json").write_text(json.dumps(manifest | {"neuron": section}, indent=2))
 
 
 HELP = """\

@@ -18,7 +18,6 @@ import logging
 import shutil
 import sys
 import warnings
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -27,20 +26,10 @@ import torch
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from config import Config, Manifest, die_with_parent, set_up_logging
+from models import cpu  # first: it keeps openvino from loading its telemetry
 from models.base import Chunk, ModelError, first_line
 from models.cache import CANNOT_SERVE, CANNOT_WRITE, ModelCache, model_key, write_entry
-from models.cpu import (  # first: it keeps openvino from loading its telemetry
-    PLACEHOLDER,
-    PREFILL_CHUNK,
-    SHIPPED,
-    TOLERANCE,
-    OpenVinoModel,
-    choose_dtype,
-    read_graph,
-    reason,
-    usable_threads,
-)
-from models.torch_model import load_pretrained, reference_logits
+from models.torch_model import length_limit, load_pretrained, reference_logits
 
 import openvino as ov  # isort: skip
 from openvino import opset13 as ops  # isort: skip
@@ -50,8 +39,9 @@ from openvino.frontend.pytorch.ts_decoder import TorchScriptPythonDecoder  # iso
 logger = logging.getLogger("model")
 
 ATTENTION = "openvino_placeholder"
-CHECK_TOKENS = PREFILL_CHUNK + 16
+CHECK_TOKENS = cpu.PREFILL_CHUNK + 16
 SHORT_CHECK_TOKENS = 80  # crosses the edges of two blocks
+SHORT_CHECK_BEGINS = (0, 1, 3, 34, 67, 68, 70), (0, 35, 36, 37, 54, 55)  # of the chunks of two slots
 CHECK_WINDOW = 40  # longer sliding windows are shortened to this for the check, so that they slide in it
 REFERENCE_COLUMNS = 4  # of the logits, stored for the comparison at every start
 GROUP_SIZE = 64  # int4 weights that share a scale
@@ -64,12 +54,12 @@ class UnsupportedModel(Exception):
 
 
 class Placeholder(torch.nn.Module):
-    """Stands for one layer's attention while the model is traced. Returns zeros-like [tokens, heads * value size]."""
+    """Stands for one layer's attention while the model is traced; returns any [tokens, width]. `facts`: what its name holds
+    for `cpu.read_graph`. width: heads * value size."""
 
-    def __init__(self, layer: int, scaling: float, window: int, kv_heads: int, key_size: int, value_size: int, width: int):
+    def __init__(self, facts: tuple, width: int):
         super().__init__()
-        self.name = PLACEHOLDER + "|".join(map(repr, (layer, scaling, window, kv_heads, key_size, value_size)))
-        self.width = width
+        self.name, self.width = cpu.PLACEHOLDER + "|".join(map(repr, facts)), width
 
     def forward(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         return query[:, :1].expand(-1, self.width) * 1.0
@@ -88,8 +78,8 @@ def _attend(module, query, key, value, attention_mask, scaling=None, sliding_win
     (_, heads, _, size), (_, kv_heads, _, value_size) = query.shape, value.shape
     if not hasattr(module, "placeholder"):
         scaling = float(size**-0.5 if scaling is None else scaling)
-        width = heads * value_size
-        module.placeholder = Placeholder(module.layer_idx, scaling, int(sliding_window or 0), kv_heads, size, value_size, width)
+        facts = (module.layer_idx, scaling, int(sliding_window or 0), kv_heads, size, value_size)
+        module.placeholder = Placeholder(facts, heads * value_size)
     flat = (states.transpose(1, 2).flatten(2)[0] for states in (query, key, value))
     return module.placeholder(*flat).reshape(1, -1, heads, value_size), None
 
@@ -112,47 +102,43 @@ class _Flat(torch.nn.Module):
 
 def convert(config: Config, folder: Path, target: Path) -> None:
     """Fills `target`. Raises ModelError for what no engine can serve, OSError where `target` cannot be written."""
-    manifest, dtype = Manifest.read(folder), choose_dtype(config, folder)
+    manifest, config = Manifest.read(folder), cpu.with_dtype(config, folder)
+    dtype = config.dtype
     if config.quantize and not importlib.util.find_spec("nncf"):
         raise ModelError(f'--quantize {config.quantize} (QUANTIZE) needs nncf for the first start: pip install "{NNCF}"')
     needed = SPARE_BYTES + sum(path.stat().st_size for path in folder.glob("*.safetensors")) * (2 if dtype == "float32" else 1)
-    if free_bytes(target) < needed:  # at worst: of a 16-bit checkpoint
+    if shutil.disk_usage(target).free < needed:  # at worst: of a 16-bit checkpoint
         raise OSError(f"{target} has no room for {needed / 1e9:.1f} GB")
-    model = load_pretrained(config, folder, "cpu", dtype)
+    model = load_pretrained(config, folder, "cpu")
     text_config = model.config.get_text_config()
     facts: dict[str, Any] = {
         "model": config.model_name,
         "dtype": dtype,
         "quantize": config.quantize,
         "vocab_size": text_config.vocab_size,
-        "max_total_tokens": _length_limit(text_config),
+        "max_total_tokens": length_limit(text_config),
         "refused": None,
     }
     try:
         check = Check(model.float(), facts["max_total_tokens"] or manifest.max_positions or config.max_total_tokens)
         for parameter in model.parameters():
             parameter.data = parameter.data.to(getattr(torch, dtype))
-        facts["reference"] = check.stored | {"tolerance": TOLERANCE[config.quantize or dtype] * check.scale}
+        facts["reference"] = check.stored | {"tolerance": cpu.TOLERANCE[config.quantize or dtype] * check.scale}
         graph = trace(model)
         _save(graph, target)
         if config.quantize:
-            check(target, facts, TOLERANCE[dtype])  # the graph itself is right
+            check(target, facts, cpu.TOLERANCE[dtype])  # the graph itself is right
             _save(quantize(graph, config.quantize), target)
         del model, graph
         gc.collect()
-        try:
-            check(target, facts, TOLERANCE[config.quantize or dtype])
-        except UnsupportedModel as error:
-            if config.quantize:
-                raise ModelError(f"--quantize {config.quantize} (QUANTIZE) does not suit this model: {error}") from None
-            raise
+        check(target, facts, cpu.TOLERANCE[config.quantize or dtype])
     except (ModelError, OSError, MemoryError):
         raise
     except Exception as error:
         logger.debug("not converted", exc_info=True)
         for path in target.glob("model.*"):
             path.unlink()
-        facts["refused"] = str(error) if type(error) is UnsupportedModel else reason(error)
+        facts["refused"] = str(error) if type(error) is UnsupportedModel else cpu.reason(error)
     write_entry(target, facts)
 
 
@@ -202,48 +188,28 @@ class Check:
             text_config.sliding_window = min(window, CHECK_WINDOW)
         self.logits = reference_logits(model, self.ids)
         self.scale = max(1.0, float(np.abs(self.logits).max()))
-        with torch.inference_mode():
-            last = torch.arange(self.shift, positions)[None]
-            out = model(input_ids=torch.tensor([self.short]), position_ids=last, use_cache=False)
-        self.at_end = out.logits[0].float().numpy()
+        self.at_end = reference_logits(model, self.short, begin=self.shift)
         if window:
             text_config.sliding_window = window
 
     def __call__(self, target: Path, facts: dict[str, Any], tolerance: float) -> None:
         """Runs the saved graph: long chunks and short ones, alone and in company, at the first positions and at the last.
         Raises UnsupportedModel where a logit differs by more than `tolerance` times the largest."""
-        graph = read_graph(target / "model.xml", CHECK_WINDOW)
-        model = OpenVinoModel(graph, facts, slots=3, max_total_tokens=len(self.ids), threads=usable_threads())
+        graph = cpu.read_graph(target / "model.xml", CHECK_WINDOW)
+        model = cpu.OpenVinoModel(graph, facts, slots=3, max_total_tokens=len(self.ids), threads=cpu.usable_threads())
         found = [model.forward([Chunk(0, self.short, 0, keep_all=True)], self.shift)]
         wanted = [self.at_end, self.logits]
-        for begin, end in _cut(len(self.ids), (PREFILL_CHUNK,)):
-            found.append(model.forward([Chunk(0, self.ids[begin:end], begin, keep_all=True)]))
-        for step in itertools.zip_longest(*(_cut(len(self.short), sizes) for sizes in ((1, 2, 31, 33), (35, 1, 1, 17, 1)))):
+        for begin in range(0, len(self.ids), cpu.PREFILL_CHUNK):
+            found.append(model.forward([Chunk(0, self.ids[begin : begin + cpu.PREFILL_CHUNK], begin, keep_all=True)]))
+        n = len(self.short)
+        chunks = (itertools.pairwise([*(begin for begin in begins if begin < n), n]) for begins in SHORT_CHECK_BEGINS)
+        for step in itertools.zip_longest(*chunks):
             running = [(slot, part) for slot, part in enumerate(step) if part]
             found.append(model.forward([Chunk(slot, self.short[begin:end], begin) for slot, (begin, end) in running]))
             wanted.append(self.logits[[end - 1 for _slot, (_begin, end) in running]])
         error = float(np.abs(np.concatenate(found) - np.concatenate(wanted)).max())
         if not error <= tolerance * self.scale:  # not: NaN
             raise UnsupportedModel(f"its logits differ from those of transformers by {error:.2g} (of {self.scale:.2g})")
-
-
-def _cut(n: int, sizes: tuple[int, ...]) -> Iterator[tuple[int, int]]:
-    begin = 0
-    for size in itertools.cycle(sizes):
-        if begin >= n:
-            return
-        yield begin, min(begin + size, n)
-        begin += size
-
-
-def _length_limit(text_config) -> int | None:
-    """The length up to which rope does not change with the length of the sequence; None where it never does."""
-    rope = getattr(text_config, "rope_parameters", None) or {}
-    kinds = [rope, *(parameters for parameters in rope.values() if isinstance(parameters, dict))]
-    if not any(parameters.get("rope_type") in ("dynamic", "longrope") for parameters in kinds):
-        return None
-    trained = (parameters.get("original_max_position_embeddings") for parameters in kinds)
-    return min(filter(None, trained), default=text_config.max_position_embeddings)
 
 
 def quantize(graph: ov.Model, kind: str) -> ov.Model:
@@ -254,10 +220,6 @@ def quantize(graph: ov.Model, kind: str) -> ov.Model:
     if kind == "int8":
         return nncf.compress_weights(graph, mode=nncf.CompressWeightsMode.INT8_ASYM)
     return nncf.compress_weights(graph, mode=nncf.CompressWeightsMode.INT4_ASYM, group_size=GROUP_SIZE)
-
-
-def free_bytes(folder: Path) -> int:
-    return shutil.disk_usage(folder).free
 
 
 def _save(graph: ov.Model, target: Path) -> None:
@@ -272,11 +234,10 @@ def main(arguments: list[str]) -> int:
     warnings.simplefilter("ignore")  # of the libraries, about how they call each other
     try:
         if arguments == ["--demo"]:
-            config = Config(model_cache=str(SHIPPED))
+            config = Config(model_cache=str(cpu.SHIPPED))
             folder = Path(config.model_id)
-            config = config.with_manifest(Manifest.read(folder))
-            key = model_key(config, folder, choose_dtype(config, folder))
-            ModelCache.of(config).find_or_add(key, lambda target: convert(config, folder, target))
+            config = cpu.with_dtype(config.with_manifest(Manifest.read(folder)), folder)
+            ModelCache(config).find_or_add(model_key(config, folder), lambda target: convert(config, folder, target))
         else:
             config = Config.from_json(sys.stdin.read())
             set_up_logging(config)

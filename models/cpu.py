@@ -10,6 +10,8 @@ This file imports neither torch nor transformers, unless the model is served by 
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import logging
 import math
 import os
@@ -26,17 +28,16 @@ import openvino as ov  # noqa: E402
 from openvino import opset13 as ops  # noqa: E402
 from openvino.op import _PagedAttentionExtension as PagedAttention  # noqa: E402
 
-from config import DEFAULT_BATCH_SIZE, HERE, Config, ConfigError, Manifest, read_json  # noqa: E402
-from models.base import Chunk, ModelError, StaticBatchModel, progress_logged  # noqa: E402
+from config import DEFAULT_BATCH_SIZE, HERE, Config, ConfigError, read_json  # noqa: E402
+from models.base import Chunk, ModelError, StaticBatchModel, check_length, progress_logged  # noqa: E402
 from models.cache import ModelCache, model_key, read_entry, run_converter  # noqa: E402
 
 logger = logging.getLogger("model")
 
-BLOCK = 32  # tokens of a KV cache block; PagedAttention on a CPU knows no other size
+BLOCK = 32  # tokens of a KV cache block; PagedAttention on a CPU has no other size
 PREFILL_CHUNK = 256
 FLOAT32_BUDGET = 16  # prompt tokens beside running requests: a token costs twice as much of a step as in bfloat16
 FLOAT32_TOKENS = 64  # of a call: with more rows oneDNN's AVX2 kernels add up in another order, from 65 or 81 on
-CONVERTING_S = 30.0  # how often a long conversion logs that it is still going on
 SHIPPED = HERE / "demo" / "converted"  # the demonstration model in the image, converted when the image is built
 
 # Largest difference to the logits of transformers, as a share of the largest logit (at least 1).
@@ -82,7 +83,7 @@ class OpenVinoModel:
                 self._kv_cache.append(zeros)
 
     def forward(self, chunks: Sequence[Chunk], shift: int = 0) -> np.ndarray:
-        """`shift` is added to the positions that the model sees, for the check of a conversion."""
+        """`shift` is added to the positions that the model gets, for the check of a conversion."""
         logits = [self._infer(call, shift) for call in split(chunks, self._tokens_per_call)]
         return logits[0] if len(logits) == 1 else np.concatenate(logits)
 
@@ -149,23 +150,19 @@ def read_graph(path: Path, longest_window: int | None = None) -> ov.Model:
         window, kv_heads, key_size, value_size = map(int, sizes)
         window = min(window, longest_window or window)
         caches = [_parameter(f"{kind}_cache.{layer}", [-1] * 4, ov.Type.dynamic) for kind in ("key", "value")]
+        none, no_floats, zero = _constant([]), _constant([], np.float32), _constant(0)
         attention = PagedAttention(
             [
                 *node.input_values(),  # query, key, value: [tokens, heads * head size]
                 *(cache.output(0) for cache in caches),
                 *(batch[name].output(0) for name in BATCH_INPUTS[:4]),
-                _constant(float(scaling), np.float32),
-                _constant(window),  # 0: none
-                _constant([], np.float32),  # ALiBi slopes
-                batch["max_context_len"].output(0),
-                _constant([]),  # score aggregation window
-                *(_constant([]), _constant([]), _constant([], np.float32)),  # rotation of cached blocks
-                *(_constant([], np.float32), _constant(0), _constant(0)),  # sparse attention: threshold, block size, stride
+                *(_constant(float(scaling), np.float32), _constant(window)),  # 0: no window
+                *(no_floats, batch["max_context_len"].output(0), none),  # ALiBi slopes, length, score aggregation window
+                *(none, none, no_floats),  # rotation of cached blocks
+                *(no_floats, zero, zero),  # sparse attention: threshold, block size, stride
                 _constant(np.zeros((0, 0, 0, 0)), np.float32),  # sinks
-                _constant(0),  # adaptive eviction
-                *(_constant([]) for _ in range(4)),
-                _constant([], np.uint8),  # token types
-                _constant([]),
+                *(zero, none, none, none, none),  # adaptive eviction
+                *(_constant([], np.uint8), none),  # token types
             ]
         )
         facts = attention.get_rt_info()
@@ -189,44 +186,50 @@ def _constant(value: Any, kind: type = np.int32):
     return ops.constant(np.array(value, kind)).output(0)
 
 
-def load(config: Config, folder: Path, manifest: Manifest, announce: Callable[[str], None]) -> StaticBatchModel:
+def load(config: Config, folder: Path, announce: Callable[[str], None]) -> StaticBatchModel:
     """The model in `folder`, with `config` as `with_manifest` returns it. `announce` is called with the name of a long phase.
 
     Raises ModelError or ConfigError for what no engine can serve.
     """
-    dtype = choose_dtype(config, folder)
-    if dtype == "float16":
-        return _load_torch(config, folder, manifest, "OpenVINO computes in float32 or bfloat16 on a CPU, not in float16")
-    cache, key = ModelCache.of(config), model_key(config, folder, dtype)
-    entry = SHIPPED / key if config.is_demo and (SHIPPED / key).is_dir() else cache.find(key)
-    try:
-        if entry:
-            return _load_entry(config, folder, manifest, entry)
-    except (ConfigError, ModelError):
-        raise
-    except Exception as error:
-        logger.warning("The converted model in %s is damaged (%s): converting again", entry, reason(error))
-        cache.remove(key)
+    config = with_dtype(config, folder)
+    if config.dtype == "float16":
+        return _load_torch(config, folder, "OpenVINO computes in float32 or bfloat16 on a CPU, not in float16")
+    cache, key, load_from = ModelCache(config), model_key(config, folder), functools.partial(_load_entry, config, folder)
 
     def convert(target: Path) -> None:
         announce("converting")
         logger.info("Converting %s for OpenVINO, once", config.model_name)
-        with progress_logged(f"converting {config.model_name}", CONVERTING_S):
+        with progress_logged(f"converting {config.model_name}"):
             run_converter([str(folder), str(target)], config)
 
+    def convert_for_this_run(why: object) -> StaticBatchModel:
+        logger.warning("The converted model cannot be kept, so the next start converts it again: %s", why)
+        with tempfile.TemporaryDirectory(prefix="neuron-textgen-model.") as scratch:
+            convert(Path(scratch))
+            return load_from(Path(scratch))
+
     try:
+        if key is None:
+            return convert_for_this_run("its code comes from another repository, which may change at any time")
+        entry = SHIPPED / key if config.is_demo and (SHIPPED / key).is_dir() else cache.find(key)
+        if entry:
+            try:
+                return load_from(entry)
+            except (ConfigError, ModelError):
+                raise
+            except Exception as error:
+                logger.warning("The converted model in %s is damaged (%s): converting again", entry, reason(error))
+                cache.remove(key)
         try:
-            return _load_entry(config, folder, manifest, cache.find_or_add(key, convert))
+            return load_from(cache.find_or_add(key, convert))
         except OSError as error:
-            logger.warning("The converted model cannot be kept, so the next start converts it again: %s", error)
-            with tempfile.TemporaryDirectory(prefix="neuron-textgen-model.") as scratch:
-                convert(Path(scratch))
-                return _load_entry(config, folder, manifest, Path(scratch))
+            return convert_for_this_run(error)
     except (ConfigError, ModelError):
         raise
     except Exception as error:
-        cache.remove(key)
-        return _load_torch(config, folder, manifest, reason(error))
+        if key:
+            cache.remove(key)
+        return _load_torch(config, folder, reason(error))
 
 
 def reason(error: BaseException) -> str:
@@ -236,17 +239,12 @@ def reason(error: BaseException) -> str:
     return f"{type(error).__name__}: {lines[-1].strip()}" if lines else type(error).__name__
 
 
-def _load_entry(config: Config, folder: Path, manifest: Manifest, entry: Path) -> StaticBatchModel:
+def _load_entry(config: Config, folder: Path, entry: Path) -> StaticBatchModel:
     """Raises ModelError where plain PyTorch cannot serve what does not convert, another exception for a damaged entry."""
     facts = read_entry(entry)
     if facts["refused"]:
-        return _load_torch(config, folder, manifest, facts["refused"])
-    limit = facts["max_total_tokens"]
-    if limit and config.max_total_tokens > limit:
-        raise ModelError(
-            f"this {manifest.model_type} model stretches its positions beyond {limit} tokens, which slots cannot share; "
-            f"give --max-total-tokens {limit} or less"
-        )
+        return _load_torch(config, folder, facts["refused"])
+    check_length(config.model_name, facts["max_total_tokens"], config.max_total_tokens)
     slots, threads = config.max_batch_size or DEFAULT_BATCH_SIZE, config.threads or usable_threads()
     model = OpenVinoModel(read_graph(entry / "model.xml"), facts, slots, config.max_total_tokens, threads)
     model.max_input_tokens = config.max_input_tokens
@@ -257,28 +255,28 @@ def _load_entry(config: Config, folder: Path, manifest: Manifest, entry: Path) -
     error = float(np.abs(np.concatenate(logits)[:, reference["columns"]] - np.array(reference["logits"][:n])).max())
     if not error <= reference["tolerance"]:  # not: NaN
         raise ValueError(f"its logits differ by {error:.2g} from those of transformers")
-    weights = f"{model.quantize} weights, " if model.quantize else ""
-    release = ov.__version__.partition("-")[0]
-    logger.info("OpenVINO %s: %s, %scomputed in %s, threads: %d", release, model.dtype, weights, model.computed_in, threads)
+    weights = model.quantize or model.dtype
+    logger.info("OpenVINO: weights in %s, computed in %s, threads: %d", weights, model.computed_in, threads)
     return model
 
 
-def _load_torch(config: Config, folder: Path, manifest: Manifest, why: str) -> StaticBatchModel:
+def _load_torch(config: Config, folder: Path, why: str) -> StaticBatchModel:
     from models.torch_model import TorchModel
 
     logger.warning("%s runs in plain PyTorch, slower: %s", config.model_name, why)
-    return TorchModel(config, folder, manifest, "cpu")
+    return TorchModel(config, folder, "cpu")
 
 
-def choose_dtype(config: Config, folder: Path) -> str:
-    """What `--dtype` says; "auto" is bfloat16 where both the checkpoint and the CPU have it, but not for the demonstration
-    model, whose text is the same on every machine."""
+def with_dtype(config: Config, folder: Path) -> Config:
+    """`config` with a dtype for "auto": bfloat16 where both the checkpoint and the CPU have it, else float32; float32 also for
+    the demonstration model, whose text is the same on every machine."""
     if config.dtype != "auto":
-        return config.dtype
+        return config
     facts = read_json(folder / "config.json", required=True)
     facts = {**facts, **(facts.get("text_config") or {})}
     is_bfloat16 = (facts.get("dtype") or facts.get("torch_dtype")) == "bfloat16"
-    return "bfloat16" if is_bfloat16 and cpu_multiplies_bfloat16() and not config.is_demo else "float32"
+    is_bfloat16 = is_bfloat16 and cpu_multiplies_bfloat16() and not config.is_demo
+    return dataclasses.replace(config, dtype="bfloat16" if is_bfloat16 else "float32")
 
 
 def cpu_multiplies_bfloat16() -> bool:

@@ -1,6 +1,6 @@
 """Finding and downloading a model: the folder of a checkpoint, its weights, and the hub's errors as one line each.
 
-`fetch` gives the worker a folder with everything but the weights, `fetch_weights` adds those; `plan` needs only `fetch_config`.
+`fetch` gives the worker a folder with everything but the weights, `fetch_weights` adds those; `plan` needs only config.json.
 Works with huggingface_hub 0.36 and 2.x, needs no torch, and knows nothing of what is in the files.
 """
 
@@ -15,32 +15,24 @@ from pathlib import Path
 from config import Config
 from models.base import ModelError, first_line, named, progress_logged, reported_as
 
-METADATA = ("*.json", "*.model", "*.jinja", "*.txt")
-WEIGHTS = (("*.safetensors",), ("pytorch_model*.bin",))  # the second, which is pickled, only where there is nothing else
-OTHER_FORMATS = ("*/*", "consolidated*")  # subfolders and other names hold the same weights in other formats
-ARTIFACT = ("compiled/*", "checkpoint/*")
+METADATA = ["*.json", "*.model", "*.jinja", "*.txt"]
+WEIGHTS = ("*.safetensors", "pytorch_model*.bin")  # the second, which is pickled, only where there is nothing else
+OTHER_FORMATS = ["*/*", "consolidated*"]  # subfolders and other names hold the same weights in other formats
+ARTIFACT = ["compiled/*", "checkpoint/*"]
 STATUSES = {
     401: "the hub does not know the token: give a valid one in HF_TOKEN, or none for a public model",
     403: "the hub denies access: give a token with read access in HF_TOKEN",
     429: "the hub's rate limit is reached: wait, or give a token in HF_TOKEN, which has a higher limit",
 }
-PROGRESS_S = 30.0  # how often a long download logs that it is still going on
 
 
-def fetch(config: Config) -> tuple[Path, str | None]:
-    """The model's folder with all but the weights, and its commit on the hub (None for a local one)."""
+def fetch(config: Config, files: Sequence[str] = METADATA) -> tuple[Path, str | None]:
+    """The model's folder with all `files` but the weights, and its commit on the hub (None for a local one)."""
     if config.is_local:
         return Path(config.model_id).expanduser(), None
-    patterns = [*METADATA, "*.py"] if config.trust_remote_code else METADATA
-    folder = _download(config, config.model_id, config.revision, patterns, OTHER_FORMATS)
+    patterns = [*files, "*.py"] if config.trust_remote_code else files
+    folder = _download(config, config.model_id, config.revision, patterns)
     return folder, folder.name
-
-
-def fetch_config(config: Config) -> Path:
-    """The model's folder with its config.json, where there is one; of a hub model nothing else is downloaded."""
-    if config.is_local:
-        return Path(config.model_id).expanduser()
-    return _download(config, config.model_id, config.revision, ("config.json",), ())
 
 
 def fetch_weights(config: Config, folder: Path) -> Path:
@@ -50,25 +42,25 @@ def fetch_weights(config: Config, folder: Path) -> Path:
 
 def fetch_checkpoint(config: Config, model_id: str, revision: str | None) -> Path:
     """The folder of another model on the hub: the checkpoint that compiled programs were made from."""
-    return _with_weights(config, model_id, _download(config, model_id, revision, METADATA, OTHER_FORMATS))
+    return _with_weights(config, model_id, _download(config, model_id, revision, METADATA))
 
 
 def fetch_artifact(config: Config, folder: Path) -> None:
     """Downloads the subfolders of a compiled model on the hub."""
     if not config.is_local:
-        _download(config, config.model_id, folder.name, ARTIFACT, ())
+        _download(config, config.model_id, folder.name, ARTIFACT)
 
 
 def _with_weights(config: Config, model_id: str, folder: Path) -> Path:
-    for patterns in WEIGHTS:
-        _download(config, model_id, folder.name, patterns, OTHER_FORMATS)
-        if any(next(folder.glob(pattern), None) for pattern in patterns):
+    for pattern in WEIGHTS:
+        _download(config, model_id, folder.name, [pattern])
+        if any(folder.glob(pattern)):
             return folder
     offline = ", not in the cache, and HF_HUB_OFFLINE is set" if os.environ.get("HF_HUB_OFFLINE") else ""
     raise ModelError(f"{model_id} holds no weights: there is no *.safetensors and no pytorch_model*.bin{offline}")
 
 
-def _download(config: Config, model_id: str, revision: str | None, patterns: Sequence[str], ignored: Sequence[str]) -> Path:
+def _download(config: Config, model_id: str, revision: str | None, patterns: Sequence[str]) -> Path:
     """The folder of a model on the hub with all files that match. Raises ModelError where that fails."""
     from huggingface_hub import snapshot_download
 
@@ -76,15 +68,15 @@ def _download(config: Config, model_id: str, revision: str | None, patterns: Seq
     has_token = os.environ.get("HF_TOKEN") or os.environ.get("HUGGING_FACE_HUB_TOKEN")  # which the library reads itself
     with (
         reported_as(f"{model_id} cannot be downloaded", lambda error: _explain(error, revision)),
-        progress_logged(f"downloading {model_id}", PROGRESS_S),
+        progress_logged(f"downloading {model_id}"),
     ):
         folder = snapshot_download(
             model_id,
             revision=revision,
             token=None if has_token else os.environ.get("HF_API_TOKEN") or None,  # TGI's older name
             cache_dir=config.huggingface_hub_cache,
-            allow_patterns=list(patterns),
-            ignore_patterns=list(ignored) or None,
+            allow_patterns=patterns,
+            ignore_patterns=None if patterns is ARTIFACT else OTHER_FORMATS,
         )
     return Path(folder)
 
@@ -113,19 +105,16 @@ def _explain(error: BaseException, revision: str | None) -> str:
         cause = error.__cause__  # what kept the library from asking the hub, so that it looked into its cache
     status = getattr(getattr(cause, "response", None), "status_code", None)
     not_cached = "its copy in the cache is incomplete" if hasattr(error, "snapshot_path") else "it is not in the cache"
-    if isinstance(cause, errors.HFValidationError):
-        return f"--model-id (MODEL_ID) is neither a folder nor a hub id: {first_line(cause)}"
-    if isinstance(cause, errors.OfflineModeIsEnabled):
-        return f"{not_cached}, and HF_HUB_OFFLINE is set, so the hub is not asked; unset it, or give a local folder"
-    if isinstance(cause, errors.GatedRepoError):
-        return "it is gated: request access on its page, and give a token of the account that has it in HF_TOKEN"
-    if isinstance(cause, errors.RepositoryNotFoundError):
-        return (
-            "the hub has no such model: check the spelling of --model-id (MODEL_ID); if it is private, give a token with "
-            "read access in HF_TOKEN"
-        )
-    if isinstance(cause, errors.RevisionNotFoundError):
-        return f"it has no branch, tag or commit {revision!r}: check --revision (REVISION)"
+    for kind, reason in {
+        errors.HFValidationError: f"--model-id (MODEL_ID) is neither a folder nor a hub id: {first_line(cause)}",
+        errors.OfflineModeIsEnabled: f"{not_cached}, and HF_HUB_OFFLINE is set; unset it, or give a local folder",
+        errors.GatedRepoError: "it is gated: request access on its page, and give a token of that account in HF_TOKEN",
+        errors.RepositoryNotFoundError: "the hub has no such model: check the spelling of --model-id (MODEL_ID); if it is "
+        "private, give a token with read access in HF_TOKEN",
+        errors.RevisionNotFoundError: f"it has no branch, tag or commit {revision!r}: check --revision (REVISION)",
+    }.items():
+        if isinstance(cause, kind):
+            return reason
     if status:
         return STATUSES.get(status) or f"the hub answers with status {status}: try again later"
     if isinstance(cause, OSError) and cause.filename:

@@ -24,56 +24,50 @@ class Machine:
     family: str | None = None
     instance: str | None = None  # EC2 instance type; in a container with some of the devices still that of the whole machine
     host_bytes: int | None = None  # the container's memory limit where it has one
-    source: str = ""  # where the number of cores comes from
 
 
 def detect(root: str | Path = "/", environ: Mapping[str, str] = os.environ) -> Machine | None:
     """The Neuron devices of this machine or container; None when there are none.
 
-    Devices are /dev/neuronN; cores come from sysfs, else 2 per device, as Inferentia2 and Trainium1 have.
-    NEURON_RT_VISIBLE_CORES, or else NEURON_RT_NUM_CORES, limits them; raises ConfigError for a value that the runtime refuses.
+    Devices are /dev/neuronN; cores come from sysfs, else 2 per device, as Inferentia2 and Trainium1 have. Raises ConfigError
+    as `usable_cores` does.
     """
     root = Path(root)
     devices = [int(path.name[6:]) for path in root.glob("dev/neuron*") if path.name[6:].isdigit()]
     if not devices:
         return None
     sysfs = root / "sys/devices/virtual/neuron_device"
-    counts = [_number(_read(sysfs / f"neuron{device}/core_count")) for device in devices]
-    cores, source = sum(count or 2 for count in counts), "sysfs" if all(counts) else "/dev/neuron*, 2 cores for each"
+    cores = sum(_number(_read(sysfs / f"neuron{device}/core_count")) or 2 for device in devices)
     product = _read(root / "sys/devices/virtual/dmi/id/product_name")  # the instance type on EC2's Nitro machines
     architecture = _read(sysfs / f"neuron{min(devices)}/info/architecture/instance_type").lower()
-    usable, limit = usable_cores(cores, environ)
     return Machine(
-        cores=usable,
+        cores=usable_cores(cores, environ),
         family=next((family for family in FAMILIES for name in (product, architecture) if name.startswith(family)), None),
         instance=product if product.startswith(tuple(f"{family}." for family in FAMILIES)) else None,
         host_bytes=host_memory(root),
-        source=f"{source}, {limit}" if limit else source,
     )
 
 
-def usable_cores(cores: int | None, environ: Mapping[str, str]) -> tuple[int | None, str]:
-    """How many of `cores` (None: unknown) the runtime takes, and the environment variable that limits them ("": none).
+def usable_cores(cores: int | None, environ: Mapping[str, str]) -> int | None:
+    """How many of `cores` (None: unknown) the runtime takes: NEURON_RT_VISIBLE_CORES, or else NEURON_RT_NUM_CORES, limits them.
 
     Raises ConfigError for a value that the runtime refuses.
     """
-    name = "NEURON_RT_VISIBLE_CORES"
-    if value := environ.get(name, "").strip():
+    if value := environ.get(name := "NEURON_RT_VISIBLE_CORES", "").strip():
         ranges = [re.fullmatch(r"(\d+)(?:-(\d+))?", part.strip()) for part in value.split(",")]
         ids = [core for r in ranges if r for core in range(int(r[1]), min(int(r[2] or r[1]), 1 << 12) + 1)]
         if not all(ranges) or not ids or ids != list(range(ids[0], ids[0] + len(ids))):
             raise ConfigError(f"{name} {value!r} should be one core (0), or cores in a row (0-3, or 0,1,2-3)")
         wanted = len(ids)
-    else:
-        name = "NEURON_RT_NUM_CORES"
-        if not (value := environ.get(name, "").strip()):
-            return cores, ""
+    elif value := environ.get(name := "NEURON_RT_NUM_CORES", "").strip():
         wanted = _number(value)
         if wanted is None:
             raise ConfigError(f"{name} {value!r} should be a number of cores, 0 for all")
+    else:
+        return cores
     if cores is not None and wanted > cores:
         raise ConfigError(f"{name} {value!r} asks for {wanted} cores and there are {cores}")
-    return wanted or cores, f"{name}={value}"
+    return wanted or cores
 
 
 def host_memory(root: Path = Path("/")) -> int | None:

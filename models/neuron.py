@@ -14,6 +14,7 @@ import importlib
 import json
 import logging
 import os
+import re
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -25,17 +26,18 @@ import torch
 
 from config import DEVICE_TOP_K, Config, ConfigError, Manifest, read_json
 from models import artifact, plan
-from models.artifact import Artifact, Cache, Programs
+from models.artifact import Artifact, Cache, Programs, buckets
 from models.base import Chunk, DeviceLost, Logits, ModelError, SampledIds, first_line, named, progress_logged, reported_as
 from models.fetch import fetch_artifact, fetch_checkpoint, fetch_weights
 from models.machine import GIB, Machine, detect, host_memory, usable_cores
 
 logger = logging.getLogger("model")
 
-PROGRESS_S = 30.0  # how often a long compilation logs that it is still going on
 CORES_WAIT_S, CORES_RETRY_S = 60.0, 2.0  # for cores of another process: a container that is being replaced needs some time
 COMPILER_BYTES = 8 * GIB  # host memory for each compiler process: an estimate, a large model takes several GB
 LOGITS_DTYPES = ("float32", "bfloat16")  # that the host samples from; others are cast to float32
+GREEDY = (1, 1.0, 1.0)  # top_k, top_p, temperature of a slot where the device samples
+MIN_TEMPERATURE, MAX_TEMPERATURE = 0.01, 10000.0  # below is greedy; above makes no difference
 AMP = {"float32": "f32", "bfloat16": "bf16", "float16": "f16"}
 
 
@@ -62,24 +64,23 @@ FAMILIES = {
 }
 OPTIMUM_BATCHES = ("LlamaForSampling", "MistralForSampling")  # that optimum-neuron compiles for continuous batching
 
-# Parts of the runtime's and the compiler's errors, in lower case, and what they mean. The first match counts.
-NO_MEMORY = "the device has too little memory for this model; lower --max-batch-size or --max-total-tokens"
 NOT_ON_DEVICE = "cannot be brought onto the device"
-NO_DEVICE = "no Neuron device can be used here; in a container pass it with --device=/dev/neuron0"
+# What errors of the runtime, the compiler and the library mean, by a pattern in lower case. The first match counts.
 MEANINGS = {
-    "allocation failure": NO_MEMORY,
-    "status=4": NO_MEMORY,
+    "allocation fail|status=4": "the device has too little memory for this model; lower --max-batch-size or --max-total-tokens",
     "status=2": "a program is damaged (compile again), or this machine lacks this tp_degree (--tp-degree, HF_NUM_CORES)",
     "driver version": "there is no Neuron driver on this machine (aws-neuronx-dkms on the host)",
-    "could not be initialized": NO_DEVICE,
-    "no neuron device": NO_DEVICE,
+    "could not be initialized|no neuron device": "no Neuron device can be used here; in a container pass it with "
+    "--device=/dev/neuron0",
     "terminated abruptly": "the compiler ran out of host memory; give --compile-workers 1, or a larger machine",
+    "filenotfounderror": "a program of this model is missing; remove the folder and compile it again",
 }
 
 
 def explain(error: BaseException) -> str:
     """The library's error, after what it means where that is known; one line."""
-    meaning = next((meaning for part, meaning in MEANINGS.items() if part in str(error).lower()), None)
+    text = f"{type(error).__name__}: {error}".lower()
+    meaning = next((meaning for pattern, meaning in MEANINGS.items() if re.search(pattern, text)), None)
     return f"{meaning} ({named(error)})" if meaning else named(error)
 
 
@@ -106,27 +107,37 @@ class Build:
         legacy, shape = legacy_config(model_config), plan.Shape.from_config(model_config)
         family, found = FAMILIES[shape.model_type], Artifact.read(folder)
         _check(config, legacy, shape.model_type)
+        compiler, version = _versions()
         if found:
-            artifact.check_versions(found.programs, *_versions(), config.model_name)
-            config = artifact.with_programs(config, found.programs, config.model_name)
-            family = _family_of(found.programs, family, config.model_name)
+            programs = found.programs
+            artifact.check_compiler(programs, compiler, config.model_name)
+            config = artifact.with_programs(config, programs, config.model_name).with_manifest(manifest)
+            family = _family_of(programs, family, config.model_name)
             shape.check_length(config.max_total_tokens)
-        machine = _machine(config)
-        if not found:
+            _machine(config)
+        else:
+            machine = _machine(config)
             sizing = plan.choose(shape, machine, config)
             logger.info("On %s with %d cores: %s", machine.instance or "this machine", machine.cores, sizing)
             if warning := shape.loading_warning(machine):
                 logger.warning(warning)
+            length, slots, dtype = sizing.length, sizing.batch_size, shape.served_in(config.dtype)
             config = dataclasses.replace(
-                config,
+                config, tp_degree=sizing.tp_degree, max_batch_size=slots, max_total_tokens=length, dtype=dtype
+            ).with_manifest(manifest)
+            programs = Programs(
+                batch_size=slots,
                 tp_degree=sizing.tp_degree,
-                max_batch_size=sizing.batch_size,
-                max_total_tokens=sizing.length,
-                dtype=shape.served_in(config.dtype),
+                dtype=dtype,
+                prefill_buckets=buckets(config.max_input_tokens, config.prefill_buckets, "--prefill-buckets"),
+                position_buckets=buckets(length, config.position_buckets, "--position-buckets"),
+                continuous_batching=family.batches,
+                quantize=config.quantize,
+                sampling=config.sampling or "host",
+                compiler_version=compiler,
+                transformers_neuronx_version=version,
             )
-        config = config.with_manifest(manifest)
         workers = config.compile_workers or max(1, min(os.cpu_count() or 1, (host_memory() or 0) // COMPILER_BYTES))
-        programs = found.programs if found else _programs(config, family)
         return cls(config, programs, family, legacy, folder, found, workers)
 
     def checkpoint(self) -> Path:
@@ -134,13 +145,10 @@ class Build:
         if self.artifact is None:
             return fetch_weights(self.config, self.folder)
         fetch_artifact(self.config, self.folder)
-        if self.artifact.checkpoint:
-            return self.artifact.checkpoint
+        if (self.folder / artifact.CHECKPOINT).is_dir():
+            return self.folder / artifact.CHECKPOINT
         if not self.artifact.checkpoint_id:
-            raise ModelError(
-                f"{self.config.model_name} has no folder `{artifact.CHECKPOINT}` and names no checkpoint_id to download its "
-                "weights by; compile it again"
-            )
+            raise ModelError(f"{self.folder} has no folder `checkpoint` and names no checkpoint_id; compile it again")
         return fetch_checkpoint(self.config, self.artifact.checkpoint_id, self.artifact.checkpoint_revision)
 
 
@@ -165,46 +173,36 @@ class NeuronModel:
         self.sampling = build.programs.sampling
         self._batches = build.programs.continuous_batching
         self._lengths: dict[int, int] = {}  # live slot → positions in its KV cache
-        self._announce = announce
         if not os.environ.get("NEURON_RT_VISIBLE_CORES"):  # without either variable the runtime takes all cores
             os.environ.setdefault("NEURON_RT_NUM_CORES", str(build.programs.tp_degree))
-        self._model, self._parameters = make(build, work_dir)
+        self._model, self._slot_sampling = make(build, work_dir), [GREEDY] * build.programs.batch_size
+        cache, key = Cache.here() if build.family.is_saved else None, artifact.model_key(build.legacy)
         if build.artifact:
-            self._load(build.artifact.compiled)
-        elif build.family.is_saved and (cache := Cache.here()):
-            self._load_or_compile(build, cache)
-        else:  # the compiler may have its own cache, at NEURON_COMPILE_CACHE_URL
-            self._compile(build)
+            self._load(build.folder / artifact.COMPILED)
+        elif cache and (entry := cache.find(key, build.programs)):
+            self._load(entry)
+        else:
+            if cache:  # else the compiler may have its own, at NEURON_COMPILE_CACHE_URL
+                logger.info("Compiling, because %s", cache.missing(key, build.programs))
+            announce("compiling")
+            with compiling(build, f"the model {NOT_ON_DEVICE}"):
+                self._to_device()
+            if cache:
+                self._keep(cache, key, build.programs)
 
     def _load(self, compiled: Path) -> None:
         logger.info("Loading the compiled programs of %s", compiled)
         self._model.load(str(compiled))
-        with progress_logged("loading programs", PROGRESS_S), reported_as(f"{compiled} {NOT_ON_DEVICE}", explain):
-            try:
-                self._to_device()
-            except FileNotFoundError:
-                raise ModelError(
-                    f"{compiled} lacks a program of this model: it was compiled from another checkpoint, or by a library that "
-                    "builds other programs than this one; remove it and compile it again"
-                ) from None
+        with progress_logged("loading programs"), reported_as(f"{compiled} {NOT_ON_DEVICE}", explain):
+            self._to_device()
 
-    def _load_or_compile(self, build: Build, cache: Cache) -> None:
-        key = artifact.model_key(build.legacy)
-        if entry := cache.find(key, build.programs):
-            return self._load(entry)
-        logger.info("Compiling, because %s", cache.missing(key, build.programs))
-        self._compile(build)
+    def _keep(self, cache: Cache, key: str, programs: Programs) -> None:
         try:
-            entry = cache.add(key, build.programs, self._model.save)
+            entry = cache.add(key, programs, self._model.save)
             logger.info("Kept the compiled programs in %s for the next start", entry)
         except OSError as error:
             remedy = f"give user {os.getuid()} that folder (chown), or name another with NEURON_COMPILE_CACHE_URL"
             logger.warning("The compiled programs cannot be kept, so each start compiles them again: %s; %s", error, remedy)
-
-    def _compile(self, build: Build) -> None:
-        self._announce("compiling")
-        with compiling(build, f"the model {NOT_ON_DEVICE}"):
-            self._to_device()
 
     def _to_device(self) -> None:
         """Compiles or loads the programs; waits up to CORES_WAIT_S for cores that another process holds."""
@@ -218,47 +216,51 @@ class NeuronModel:
                 if "not available" not in message and ("could not be initialized" not in message or not detect()):
                     raise
                 if time.monotonic() > deadline:
-                    raise ModelError(
-                        f"the cores are held by another process, also after {CORES_WAIT_S:.0f} s; stop it (neuron-ls lists "
-                        f"it), or name other cores with NEURON_RT_VISIBLE_CORES ({first_line(error)})"
-                    ) from None
+                    held = f"the cores are held by another process, also after {CORES_WAIT_S:.0f} s ({first_line(error)})"
+                    raise ModelError(f"{held}; stop it (neuron-ls), or set NEURON_RT_VISIBLE_CORES to others") from None
             logger.warning("The cores are held by another process; trying again")
             time.sleep(CORES_RETRY_S)
 
     def set_sampling(self, slot: int, top_k: int, top_p: float, temperature: float) -> None:
-        """See StaticBatchModel. Raises DeviceLost."""
-        assert self._parameters is not None and 0 <= slot < self.batch_size
-        if self._parameters.change(slot, top_k, top_p, temperature):
-            try:
-                self._model.update_generation_config(self._parameters.generation_config())
-            except Exception as error:
-                raise DeviceLost(explain(error)) from error
+        """See StaticBatchModel. Raises DeviceLost.
+
+        The device samples in the model's own dtype, among DEVICE_TOP_K tokens at most. A filtered token gets a logit of -30000
+        there, after the temperature: that bounds the temperature from below, and float16 from above.
+        """
+        assert self.sampling == "device" and 0 <= slot < self.batch_size
+        most = min(DEVICE_TOP_K, self.vocab_size)
+        parameters = (min(top_k or most, most), top_p, min(temperature, MAX_TEMPERATURE))
+        if top_k == 1 or temperature < MIN_TEMPERATURE:
+            parameters = GREEDY
+        if parameters == self._slot_sampling[slot]:  # an update of the device takes time
+            return
+        self._slot_sampling[slot] = parameters
+        try:
+            self._model.update_generation_config(generation_config(self._slot_sampling, self.vocab_size))
+        except Exception as error:
+            raise DeviceLost(explain(error)) from error
 
     def forward(self, chunks: Sequence[Chunk]) -> Logits | SampledIds:
         """See StaticBatchModel. A chunk at position 0 is a whole prompt and comes alone; otherwise the chunks are one token of
         every live slot, in ascending order of the slots."""
-        if chunks[0].begin == 0:
-            (prompt,) = chunks
-            return self._prefill(prompt.slot, list(prompt.tokens))
-        slots, positions = [chunk.slot for chunk in chunks], [chunk.begin for chunk in chunks]
-        tokens = [token for (token,) in (chunk.tokens for chunk in chunks)]
-        lengths = [self._lengths.get(slot) for slot in slots]
-        assert sorted(set(slots)) == slots, f"slots {slots} are not ascending"
-        assert positions == lengths, f"slots {slots} hold {lengths} positions, not {positions}"
-        assert max(positions) < self.max_total_tokens, f"slots {slots} have no position {max(positions)}"
-        # The library overwrites position 0 of each slot that is not named: it holds no sequence from here on.
-        self._lengths = {slot: position + 1 for slot, position in zip(slots, positions)}
-        step = torch.from_numpy(np.array([tokens, positions, slots]))  # three times as fast as torch.tensor
-        return self._run(step[0, :, None], step[1, :, None], step[2])
-
-    def _prefill(self, slot: int, tokens: list[int]) -> Logits | SampledIds:
-        assert 0 <= slot < self.batch_size and 1 <= len(tokens) <= self.max_input_tokens
-        ids, positions = tokens, list(range(len(tokens)))
-        if self._batches and len(tokens) == 1:  # would run as a decode step, which damages every other slot
-            ids, positions = [*tokens, 0], [0, 0]
-        output = self._run(torch.tensor([ids]), torch.tensor([positions]), torch.tensor([slot]))
-        self._lengths[slot] = len(tokens)
-        return output
+        slots, begins = [chunk.slot for chunk in chunks], [chunk.begin for chunk in chunks]
+        ids = [list(chunk.tokens) for chunk in chunks]
+        positions = [list(range(chunk.begin, chunk.begin + len(chunk.tokens))) for chunk in chunks]
+        if begins == [0]:
+            assert 0 <= slots[0] < self.batch_size and 1 <= len(ids[0]) <= self.max_input_tokens
+            self._lengths[slots[0]] = len(ids[0])
+            if self._batches and len(ids[0]) == 1:  # would run as a decode step, which damages every other slot
+                ids, positions = [[*ids[0], 0]], [[0, 0]]
+        else:
+            lengths = [self._lengths.get(slot) for slot in slots]
+            assert sorted(set(slots)) == slots, f"slots {slots} are not ascending"
+            assert begins == lengths, f"slots {slots} hold {lengths} positions, not {begins}"
+            assert max(begins) < self.max_total_tokens, f"slots {slots} have no position {max(begins)}"
+            assert all(len(tokens) == 1 for tokens in ids), "a decode step has one token a slot"
+            # The library overwrites position 0 of each slot that is not named: it holds no sequence from here on.
+            self._lengths = {slot: begin + 1 for slot, begin in zip(slots, begins)}
+        arrays = (torch.from_numpy(np.array(rows)) for rows in (ids, positions, slots))  # much faster than torch.tensor
+        return self._run(*arrays)
 
     def _run(self, ids: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor) -> Logits | SampledIds:
         """int64 [n, q], [n, q], [n] → [n, vocab], or ids [n] where the device samples. After an error of the runtime nothing
@@ -269,7 +271,7 @@ class NeuronModel:
             output = self._model(ids, positions, slots)
         except Exception as error:
             raise DeviceLost(explain(error)) from error
-        if self._parameters is not None:
+        if self.sampling == "device":
             return SampledIds(output[:, 0].long().numpy())
         # The library allocates the logits of each call, as [vocab, n]; what is returned here is a view of them.
         is_bfloat16 = output.dtype == torch.bfloat16
@@ -277,43 +279,12 @@ class NeuronModel:
         return logits[:, : self.vocab_size]
 
 
-class DeviceSampling:
-    """The parameters that the device samples with: top_k, top_p and temperature of each slot.
-
-    It samples in the model's own dtype, among DEVICE_TOP_K tokens at most. A filtered token gets a logit of -30000 there,
-    after the temperature: that bounds the temperature from below, and float16 from above.
-    """
-
-    GREEDY = (1, 1.0, 1.0)
-    MIN_TEMPERATURE, MAX_TEMPERATURE = 0.01, 10000.0  # below is greedy; above makes no difference
-
-    def __init__(self, slots: int, vocab_size: int):
-        self._max_top_k = min(DEVICE_TOP_K, vocab_size)
-        self._slots = [self.GREEDY] * slots
-
-    def change(self, slot: int, top_k: int, top_p: float, temperature: float) -> bool:
-        """Sets a slot's parameters. Returns whether they changed: an update of the device takes time."""
-        new = (min(top_k or self._max_top_k, self._max_top_k), top_p, min(temperature, self.MAX_TEMPERATURE))
-        if top_k == 1 or temperature < self.MIN_TEMPERATURE:
-            new = self.GREEDY
-        former, self._slots[slot] = self._slots[slot], new
-        return new != former
-
-    def generation_config(self):
-        """A new object each time, because the library writes into the one that it is given."""
-        top_k, top_p, temperature = map(list, zip(*self._slots))
-        options = {"do_sample": True, "dynamic": True, "per_batch_line": True, "global_top_k": self._max_top_k}
-        return _library().GenerationConfig(**options, top_k=top_k, top_p=top_p, temperature=temperature)
-
-
-def buckets(given: Sequence[int] | None, limit: int, flag: str) -> list[int]:
-    """The lengths that programs are compiled for: `given`, or powers of two from 128; always with `limit` itself.
-
-    A prompt or sequence runs in the smallest that holds it. Raises ModelError for buckets above the limit.
-    """
-    if given and max(given) > limit:
-        raise ModelError(f"{flag} {max(given)} is more than the limit of {limit} tokens; leave it out")
-    return artifact.default_buckets(limit) if given is None else sorted({*given, limit})
+def generation_config(slots: Sequence[tuple[int, float, float]], vocab_size: int):
+    """What the device samples with: top_k, top_p and temperature of each slot. A new object each time, because the library
+    writes into the one that it is given."""
+    top_k, top_p, temperature = map(list, zip(*slots))
+    options = {"do_sample": True, "dynamic": True, "per_batch_line": True, "global_top_k": min(DEVICE_TOP_K, vocab_size)}
+    return _library().GenerationConfig(**options, top_k=top_k, top_p=top_p, temperature=temperature)
 
 
 def legacy_config(config: dict[str, Any]) -> dict[str, Any]:
@@ -333,8 +304,8 @@ def legacy_config(config: dict[str, Any]) -> dict[str, Any]:
     return legacy
 
 
-def make(build: Build, work_dir: Path) -> tuple[Any, DeviceSampling | None]:
-    """The library's model with its weights in host memory, not compiled and not on the device; and how the device samples."""
+def make(build: Build, work_dir: Path) -> Any:
+    """The library's model with its weights in host memory, not compiled and not on the device."""
     library, family, programs = _library(), build.family, build.programs
     checkpoint, view = build.checkpoint(), work_dir / "checkpoint"  # the same files with another config.json
     view.mkdir(parents=True, exist_ok=True)
@@ -342,11 +313,9 @@ def make(build: Build, work_dir: Path) -> tuple[Any, DeviceSampling | None]:
         if path.name != "config.json":
             (view / path.name).symlink_to(path)
     (view / "config.json").write_text(json.dumps(build.legacy, indent=1))
-    is_on_device = programs.sampling == "device"
-    parameters = DeviceSampling(programs.batch_size, build.legacy["vocab_size"]) if is_on_device else None
     options = dict(family.options)
-    if parameters is not None:
-        options["on_device_generation"] = parameters.generation_config()
+    if programs.sampling == "device":
+        options["on_device_generation"] = generation_config([GREEDY] * programs.batch_size, build.legacy["vocab_size"])
     if programs.continuous_batching:
         options["continuous_batching"] = library.ContinuousBatchingConfig(batch_size_for_shared_caches=programs.batch_size)
     if programs.quantize == "int8":
@@ -370,24 +339,7 @@ def make(build: Build, work_dir: Path) -> tuple[Any, DeviceSampling | None]:
         expected, found = build.legacy.get("rope_theta"), getattr(model.config, "rope_theta", None)
         if family.batches and expected not in (None, found):
             raise ModelError(f"the library reads rope_theta {found} where config.json has {expected}; it needs transformers 4")
-    return model, parameters
-
-
-def _programs(config: Config, family: Family) -> Programs:
-    """What is compiled for a plain checkpoint."""
-    compiler, library = _versions()
-    return Programs(
-        batch_size=config.max_batch_size,
-        tp_degree=config.tp_degree,
-        dtype=config.dtype,
-        prefill_buckets=tuple(buckets(config.prefill_buckets, config.max_input_tokens, "--prefill-buckets")),
-        position_buckets=tuple(buckets(config.position_buckets, config.max_total_tokens, "--position-buckets")),
-        continuous_batching=family.batches,
-        quantize=config.quantize,
-        sampling=config.sampling or "host",
-        compiler_version=compiler,
-        transformers_neuronx_version=library,
-    )
+    return model
 
 
 def _family_of(programs: Programs, family: Family, name: str) -> Family:
@@ -402,27 +354,21 @@ def _family_of(programs: Programs, family: Family, name: str) -> Family:
 
 
 def _machine(config: Config) -> Machine:
-    """This machine; without a device, where only `compile` works, one with as many cores as were asked for."""
+    """This machine; without a device, where only `compile` works, one with the cores of --tp-degree."""
     machine = detect()
     if machine is None:
-        cores, source = usable_cores(None, os.environ)
-        machine = Machine(cores or config.tp_degree or 1, source=source)
-    if config.tp_degree and config.tp_degree > machine.cores:
-        raise ConfigError(
-            f"--tp-degree {config.tp_degree} (HF_NUM_CORES) needs more cores than the {machine.cores} that there are "
-            f"({machine.source}); give at most {machine.cores}"
-        )
+        machine = Machine(usable_cores(None, os.environ) or config.tp_degree or 1)
+    degree, cores = config.tp_degree, machine.cores
+    if degree and degree > cores:
+        raise ConfigError(f"--tp-degree {degree} (TP_DEGREE) needs more cores than the {cores} that this process may use")
     return machine
 
 
 def _check(config: Config, legacy: dict[str, Any], model_type: str) -> None:
-    """Refuses what the library would compute wrongly, or refuse in words that do not help."""
+    """Refuses what the library would compute wrongly, or refuse without a helpful message."""
     family = FAMILIES[model_type]
     if config.sampling == "device" and not family.samples:
-        raise ModelError(
-            f"--sampling device (SAMPLING): transformers-neuronx does not support that for {model_type} models; give "
-            "SAMPLING=host"
-        )
+        raise ModelError(f"--sampling device (SAMPLING) is not supported for {model_type} models on Neuron; give host")
     if legacy.get("attention_bias") and family.batches:
         raise ModelError(f"this {model_type} model has biases in its attention, which transformers-neuronx ignores")
     scaling = legacy.get("rope_scaling") or {}
@@ -441,9 +387,7 @@ def _library():
     try:
         import transformers_neuronx
     except ImportError as error:
-        raise ModelError(
-            f"--device neuron needs transformers-neuronx, which the Neuron SDK ships up to 2.25.0 ({error}); use the image"
-        ) from None
+        raise ModelError(f"--device neuron needs transformers-neuronx ({error}); use the image") from None
     return transformers_neuronx
 
 
@@ -451,12 +395,8 @@ def _library():
 def compiling(build: Build, failure: str) -> Iterator[None]:
     """Logs what is compiled and how long it takes; reports errors as `failure`."""
     programs, started_at = build.programs, time.monotonic()
-    logger.info(
-        "Compiling programs for prompts up to %s tokens and positions up to %s, %d at a time",
-        ", ".join(map(str, programs.prefill_buckets)),
-        ", ".join(map(str, programs.position_buckets)),
-        build.compile_workers,
-    )
-    with progress_logged("compiling", PROGRESS_S), reported_as(failure, explain):
+    lengths = max(programs.prefill_buckets), max(programs.position_buckets), build.compile_workers
+    logger.info("Compiling programs for prompts up to %d tokens and positions up to %d, %d at a time", *lengths)
+    with progress_logged("compiling"), reported_as(failure, explain):
         yield
     logger.info("Compiled in %.0f s", time.monotonic() - started_at)

@@ -23,7 +23,7 @@ from typing import Any
 import config as configuration
 from config import DTYPES, Config, ConfigError, read_json
 from models.base import ModelError
-from models.fetch import fetch_config
+from models.fetch import fetch
 from models.machine import GIB, Machine
 
 CORE_BYTES = 16 * GIB  # HBM of a NeuronCore-v2 (SDK@v2.25.0:general/arch/neuron-hardware/inf2-arch.rst:32-70)
@@ -36,10 +36,9 @@ ONE_SLOT = ("gpt2", "opt", "bloom", "gpt_neox")
 
 _DATA = json.loads(Path(__file__).with_name("plan.json").read_text(encoding="utf-8"))
 TP_DEGREES: dict[str, list[int]] = _DATA["tp_degrees"]  # by family
-INSTANCES = {
-    row["name"]: Machine(row["cores"], row["family"], row["name"], row["host_gib"] * GIB) for row in _DATA["instances"]
-}
-PRICES = {row["name"]: row["dollars_per_hour"] for row in _DATA["instances"]}
+_ROWS: list[dict[str, Any]] = _DATA["instances"]
+INSTANCES = {row["name"]: Machine(row["cores"], row["family"], row["name"], row["host_gib"] * GIB) for row in _ROWS}
+PRICES = {row["name"]: row["dollars_per_hour"] for row in _ROWS}
 PUBLISHED_SHAPES: dict[str, dict[str, int]] = _DATA["shapes"]  # by model: the fields of its Shape
 Figure = namedtuple("Figure", _DATA["figure_columns"])  # a speed that others published: quoted, never scaled
 PUBLISHED = [Figure(*row) for row in _DATA["figures"]]
@@ -112,10 +111,8 @@ class Shape:
     def check_length(self, length: int | None) -> None:
         """Raises ConfigError for a length of a slot that the model cannot attend over."""
         if length and self.window and length > self.window:
-            raise ConfigError(
-                f"--max-total-tokens {length} (MAX_TOTAL_TOKENS) is more than the {self.window} positions over which this "
-                f"model's attention works on Neuron; give at most {self.window}"
-            )
+            setting = f"--max-total-tokens {length} (MAX_TOTAL_TOKENS)"
+            raise ConfigError(f"{setting} is more than the {self.window} positions over which this model attends on Neuron")
 
     def served_in(self, dtype: str) -> str:
         """The dtype that `--dtype` means for this checkpoint: auto is its own."""
@@ -127,7 +124,7 @@ class Shape:
 
     @property
     def default_slots(self) -> int:
-        """The largest batch size that is chosen unasked."""
+        """The largest batch size that is chosen by default."""
         return 1 if self.model_type in ONE_SLOT else MAX_BATCH_SIZE
 
     @property
@@ -238,10 +235,8 @@ class Sizing:
             return f"tp_degree {tp_degree} and {experts} experts: one has to divide the other; {experts} would work"
         # The library pads the columns of all experts as one matrix: a remainder would shift them to the next expert's cores.
         if experts and tp_degree > experts and shape.intermediate % (tp_degree // experts):
-            return (
-                f"tp_degree {tp_degree} spreads each expert over {tp_degree // experts} cores, which does not divide its "
-                f"intermediate_size {shape.intermediate}; {experts} would work"
-            )
+            sizes = f"{tp_degree // experts} cores, which does not divide its {shape.intermediate} columns"
+            return f"tp_degree {tp_degree} spreads each expert over {sizes}; {experts} would work"
         return None
 
     @property
@@ -290,7 +285,7 @@ def choose(shape: Shape, machine: Machine, config: Config) -> Sizing:
     is_even_inf2 = machine.family == "inf2" and degree and degree % 2 == 0 and degree <= cores
     if degree and degree not in degrees and not is_even_inf2:
         family, known = f" of {machine.family}" if machine.family else "", ", ".join(map(str, degrees))
-        raise ConfigError(f"tp_degree {degree} cannot be had with {cores} cores{family}; {known} would work")
+        raise ConfigError(f"tp_degree {degree} is not possible with {cores} cores{family}; {known} would work")
     longest = min(shape.window or MAX_LENGTH, MAX_LENGTH)
     lengths = [longest >> n for n in range(16) if n == 0 or longest >> n >= 128]
     batch_sizes = [1 << n for n in range(shape.default_slots.bit_length())]
@@ -311,94 +306,69 @@ def choose(shape: Shape, machine: Machine, config: Config) -> Sizing:
 
 
 def published(shape: Shape, config: Config) -> list[Figure]:
-    """The published figures for models of exactly this size; none in float32, which nobody measured."""
+    """The published figures for models of exactly this size; there are none in float32."""
     if shape.experts or shape.served_in(config.dtype) == "float32":
         return []
     models = [model for model, sizes in PUBLISHED_SHAPES.items() if sizes.items() <= asdict(shape).items()]
     return [row for row in PUBLISHED if row.model in models and row.quantize == config.quantize]
 
 
-def report(shape: Shape, machines: Sequence[Machine], config: Config) -> Iterator[str]:
+def report(name: str, shape: Shape, machines: Sequence[Machine], config: Config) -> Iterator[str]:
     """The lines that `plan` prints, of any length."""
-    chosen: dict[Machine, Sizing] = {}
-    refused: dict[Machine, ConfigError] = {}
-    for machine in machines:
-        try:
-            chosen[machine] = choose(shape, machine, config)
-        except ConfigError as error:
-            refused[machine] = error
     served = shape.served_in(config.dtype) + (", its layers in int8" if config.quantize else "")
-    yield f"{shape.model_type}: {shape.parameters:,} parameters in {shape.dtype}, {shape.layers} layers"
+    yield f"{name} ({shape.model_type}): {shape.parameters:,} parameters in {shape.dtype}, {shape.layers} layers"
     yield f"served in {served}; window: {shape.window or 'no end'}; host memory to load it: {shape.host_bytes / GIB:.1f} GiB"
-    yield ""
-    yield from _table(shape, machines, chosen, config)
-    yield ""
+    recommended: list[tuple[int, float, str]] = []  # longest first, then cheapest
     for machine in machines:
-        yield f"{machine.instance} (${PRICES[machine.instance]:.2f} an hour): {chosen.get(machine) or refused[machine]}"
-        if machine in chosen and (warning := shape.loading_warning(machine)):
-            yield f"    {warning}"
+        price = PRICES[machine.instance]
+        yield ""
+        yield f"{machine.instance}, ${price:.2f} an hour"
+        try:
+            sizing = choose(shape, machine, config)
+        except ConfigError as error:
+            yield f"  {error}"
+            continue
+        yield f"  {sizing}"
+        if warning := shape.loading_warning(machine):
+            yield f"  {warning}"
+        else:
+            recommended.append((-sizing.length, price, machine.instance))
+        largest, slots = [], range(1, (config.max_batch_size or shape.default_slots) + 1)
+        for length in [n for n in (1024, 2048, 4096, 8192, 16384) if n <= (shape.window or n)] or [shape.window]:
+            fitting = [n for n in slots if replace(sizing, batch_size=n, length=length).fits]
+            largest.append(f"{max(fitting, default='none')} for {length}")
+        yield f"  largest batch size (up to {slots[-1]}) by length: {', '.join(largest)}"
+        yield from _figures(machine.instance, sizing, config)
     if len(machines) > 1:
-        able = [machine for machine in chosen if not shape.loading_warning(machine)]
-        best = min(able, key=lambda machine: (-chosen[machine].length, PRICES[machine.instance]), default=None)
-        why = f"{best.instance}, the cheapest for length {chosen[best].length}" if best else "none, as nothing fits"
+        yield ""
+        longest, _price, instance = min(recommended, default=(0, 0, None))
+        why = f"{instance}, the cheapest for length {-longest}" if instance else "none, as nothing fits"
         yield f"Recommended: {why}."
     yield ""
-    yield from _figures(shape, config, chosen)
-    yield ""
-    yield f"Prices as of {_DATA['prices']['as_of']}, check: {_DATA['prices']['source']}."
+    yield f"At most {HEADROOM:.0%} of a core's memory is filled: compiled code, scratch and the runtime need the rest."
+    yield f"What others measured is not of this server. Prices as of {_DATA['prices']['as_of']}: {_DATA['prices']['source']}."
 
 
-def _table(shape: Shape, machines: Sequence[Machine], chosen: Mapping[Machine, Sizing], config: Config) -> Iterator[str]:
-    most = config.max_batch_size or shape.default_slots
-    batch_sizes = sorted({1 << n for n in range(most.bit_length())} | {most})
-    longest = min(shape.window or 16384, 16384)
-    lengths = [n for n in (1024, 2048, 4096, 8192) if n < longest] + [longest]
-    if config.max_total_tokens:
-        lengths = [config.max_total_tokens]
-    yield f"Largest batch size, up to {most}, by length. Sizes are of one core; at most {HEADROOM:.0%} is filled,"
-    yield f"as compiled code, scratch and the runtime need the rest of its {CORE_BYTES // GIB} GiB."
-    header = f"{'':14}{'tp':>4}{'weights':>11}{'KV heads':>10}{'KV/token':>10}"
-    yield header + "".join(f"{length:>7} " for length in lengths).rstrip()
-    for machine in machines:
-        for degree in allowed_tp_degrees(machine.family, machine.cores):
-            token = Sizing(shape, degree, 1, 1, config.dtype, config.quantize)
-            cached = padded_heads(shape.heads, shape.kv_heads, degree)[1]
-            row = f"{machine.instance if degree == 1 else '':14}{degree:>4}"
-            row += f"{token.weights_bytes / GIB:>7.2f} GiB{cached:>10}{token.kv_bytes / 1024:>6.0f} KiB"
-            for length in lengths:
-                sizings = [replace(token, batch_size=size, length=length) for size in batch_sizes]
-                fitting = [sizing for sizing in sizings if sizing.fits]
-                mark = "*" if chosen.get(machine) in fitting else " "
-                row += f"{fitting[-1].batch_size if fitting else '-':>7}{mark}"
-            yield row.rstrip()
-    yield "*: recommended for that machine.  -: does not fit, or cannot be spread like that."
-
-
-def _figures(shape: Shape, config: Config, chosen: Mapping[Machine, Sizing]) -> Iterator[str]:
-    yield "Published figures (others' runs with a full batch, not of this server):"
-    for machine, sizing in chosen.items():
-        instance, tp_degree, batch_size = machine.instance, sizing.tp_degree, sizing.batch_size
-        rows = [row for row in published(shape, config) if row.instance == instance and row.tp_degree in (None, tp_degree)]
-        if not any(row.batch_size == batch_size for row in rows):
-            others = ", ".join(map(str, sorted({row.batch_size for row in rows}))) or "none"
-            yield f"  {instance}, tp_degree {tp_degree}: none for batch size {batch_size}; batch sizes with figures: {others}"
-        for row in rows:
-            if row.batch_size == batch_size:
-                length = f", length {row.length}" if row.length else ""
-                prompt = f" ({row.prompt} of it prompt)" if row.prompt else ""
-                latency = f", first token {row.ttft_ms:g} ms, then {row.token_ms:g} ms each" if row.ttft_ms else ""
-                cost = PRICES[instance] / 3600 / row.tokens_per_s * 1e6
-                yield f"  {instance}, {row.model}, batch size {batch_size}{length}{prompt}:"
-                yield f"    {row.tokens_per_s:.1f} tokens/s{latency}, ${cost:.2f} per million tokens"
-                yield f"    [{row.source}]"
+def _figures(instance: str, sizing: Sizing, config: Config) -> Iterator[str]:
+    for row in published(sizing.shape, config):
+        if row.instance == instance and row.tp_degree in (None, sizing.tp_degree):
+            length = f", length {row.length}" if row.length else ""
+            prompt = f" ({row.prompt} of it prompt)" if row.prompt else ""
+            latency = f", first token {row.ttft_ms:g} ms, then {row.token_ms:g} ms each" if row.ttft_ms else ""
+            cost = PRICES[instance] / 3600 / row.tokens_per_s * 1e6
+            yield f"  measured by others: {row.model}, batch size {row.batch_size}{length}{prompt}:"
+            yield f"    {row.tokens_per_s:.1f} tokens/s{latency}, ${cost:.2f} per million tokens"
+            yield f"    [{row.source}]"
 
 
 HELP = f"""\
 Usage: entrypoint.sh plan --model-id X [--instance TYPE] [flags]
 
-Shows what fits on which AWS Neuron machine; TYPE is one of {", ".join(INSTANCES)} (default: all).
-Only the model's config.json is read. The other flags are those of `serve` (--help lists them); these count:
---model-id --revision --max-total-tokens --max-batch-size --tp-degree --dtype --quantize."""
+Shows what fits on which AWS Neuron machine; TYPE is one of
+{", ".join(INSTANCES)} (default: all).
+Only the model's config.json is read (without --model-id the demonstration model's). The other flags are those of
+`serve` (--help lists them); these count: --model-id --revision --max-total-tokens --max-batch-size --tp-degree
+--dtype --quantize."""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -410,14 +380,10 @@ def main(argv: Sequence[str]) -> int:
     try:
         options, flags = parser.parse_known_args(argv)
         config = configuration.parse(flags, os.environ)
-        is_named = any(flag.startswith("--model-id") for flag in flags) or os.environ.get(
-            "MODEL_ID", os.environ.get("HF_MODEL_ID")
-        )
-        if not is_named and config.is_demo:
-            raise ConfigError("--model-id (MODEL_ID) is missing: a hub id or a folder")
-        shape = Shape.from_config(read_json(fetch_config(config) / "config.json", required=True))
+        folder, _commit = fetch(config, ["config.json"])
+        shape = Shape.from_config(read_json(folder / "config.json", required=True))
         machines = [machine for name, machine in INSTANCES.items() if options.instance in (None, name)]
-        for line in report(shape, machines, config):
+        for line in report(config.model_name, shape, machines, config):
             indent = " " * (len(line) - len(line.lstrip()) + 4)
             print(textwrap.fill(line, 100, subsequent_indent=indent, break_on_hyphens=False))
     except (argparse.ArgumentError, ConfigError, ModelError) as error:

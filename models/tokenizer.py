@@ -35,10 +35,10 @@ def tokenizer_folder(config: Config, folder: Path, scratch: Path) -> Path:
         done = subprocess.run(command, capture_output=True, text=True, cwd=HERE)
         if done.returncode:
             reason = (done.stderr.strip().splitlines() or ["no reason given"])[-1]
-            raise ConfigError(f"the tokenizer of {folder} ({slow}) cannot be converted: {reason.removeprefix('error: ')}")
+            raise ConfigError(f"the tokenizer of {folder} ({slow}) cannot be converted: {reason}")
         write_entry(target, {"from": folder.name})
 
-    cache, key = ModelCache.of(config), tokenizer_key(folder)
+    cache, key = ModelCache(config), tokenizer_key(folder)
     try:
         return cache.find(key) or cache.find_or_add(key, convert)
     except OSError as error:
@@ -59,4 +59,4 @@ if __name__ == "__main__":
     try:
         main(Path(sys.argv[1]), Path(sys.argv[2]))
     except ModelError as error:
-        sys.exit(f"error: {error}")
+        sys.exit(str(error))

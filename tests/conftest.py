@@ -1,18 +1,21 @@
-"""Fixtures for tests through HTTP. Torch gets one thread everywhere: spinning threads would take cores from the servers."""
+"""Fixtures for several files. Torch gets one thread everywhere: spinning threads would take cores from the servers."""
 
 import os
 import signal
+from pathlib import Path
 
 import pytest
 from hypothesis import settings
 
 os.environ["OMP_NUM_THREADS"] = "1"  # before torch is imported
+# Compiled sampling loops are shared with the servers (processes.py) and with later runs.
+os.environ["NUMBA_CACHE_DIR"] = str(Path(__file__).parent.parent / ".pytest_cache" / "models" / "numba")
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a job in the background ignores Ctrl-C, and so would its servers
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # An example takes as long as it takes: the first one may wait for a compiler.
-settings.register_profile("without deadlines", settings(), deadline=None)
-settings.load_profile("without deadlines")
+settings.register_profile("brief", settings(), deadline=None, max_examples=50)
+settings.load_profile("brief")
 
 collect_ignore = ["clients"]  # each client has an environment of its own: `make test-clients`
 
@@ -46,3 +49,27 @@ def served(booting):
     yield booting
     booting.model.may_decode.set()
     booting.assert_idle()
+
+
+@pytest.fixture(scope="session")
+def zoo(tmp_path_factory):
+    from tiny_models import Zoo
+
+    return Zoo(tmp_path_factory.mktemp("zoo"))
+
+
+@pytest.fixture
+def conversions(monkeypatch):
+    """The models that a test converts. In this process: the child process is tested once."""
+    import models.convert
+    from models import cpu
+
+    converted = []
+
+    def convert(arguments, config):
+        converted.append(config.model_id)
+        models.convert.convert(config, *map(Path, arguments))
+
+    monkeypatch.setattr(cpu, "run_converter", convert)
+    monkeypatch.setattr(cpu, "usable_threads", lambda: 1)
+    return converted

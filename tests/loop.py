@@ -48,7 +48,16 @@ class Wire:
 class Driven:
     """A worker on a fake model, driven turn by turn."""
 
-    def __init__(self, max_concurrent_requests=100, prefill_budget=None, max_queue_time_s=inf, web_processes=0, **model):
+    def __init__(
+        self,
+        max_concurrent_requests=100,
+        prefill_budget=None,
+        max_queue_time_s=inf,
+        waiting_served_ratio=0.0,
+        max_waiting_tokens=20,
+        web_processes=0,
+        **model,
+    ):
         self.wire = Wire()
         self.model = FakeModel(**model)
         scheduler = Scheduler(
@@ -57,6 +66,8 @@ class Driven:
             prefill_chunk=self.model.prefill_chunk,
             max_batch_prefill_tokens=prefill_budget,
             max_queue_time_s=max_queue_time_s,
+            waiting_served_ratio=waiting_served_ratio,
+            max_waiting_tokens=max_waiting_tokens,
         )
         self.worker = Worker(
             self.model, self.wire, frozenset([EOS]), scheduler, max_concurrent_requests, web_processes=web_processes

@@ -392,7 +392,7 @@ def test_a_bias_of_what_is_no_token_is_refused_and_harms_nobody(served, token):
         (CHAT, {"messages": [{"content": "x"}]}, "messages[0].role"),
         (COMPLETION, PROMPT | {"prompt": None}, "prompt"),
         (COMPLETION, PROMPT | {"prompt": []}, "prompt"),
-        (COMPLETION, PROMPT | {"prompt": ["a"] * 5}, "prompt"),
+        (COMPLETION, PROMPT | {"prompt": ["a"] * 33}, "prompt"),
         (COMPLETION, PROMPT | {"logit_bias": [1]}, "logit_bias"),
         (COMPLETION, b"{", None),
     ],

@@ -1,4 +1,7 @@
-"""Whatever a client sends, the answer is one that our own OpenAPI document promises, and the server is well afterwards."""
+"""Whatever a client sends, the answer is one that our own OpenAPI document promises, and the server is well afterwards.
+
+Every field at and beyond its bounds, on every route; random bodies are in test_fuzz.py.
+"""
 
 import re
 import subprocess
@@ -24,7 +27,7 @@ def server():
 @pytest.mark.timeout(600)
 def test_thousands_of_requests_get_the_answers_that_the_document_promises(server):
     document = f"http://127.0.0.1:{server.port}/api-doc/openapi.json"
-    command = ["-m", "schemathesis.cli", "run", document, "--checks", CHECKS, "--phases", "coverage,fuzzing", "-n", "20"]
+    command = ["-m", "schemathesis.cli", "run", document, "--checks", CHECKS, "--phases", "coverage"]
     command += ["--seed", "1", "--no-color", "--max-failures", "5"]
     done = subprocess.run([sys.executable, *command], cwd=server.tmp, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr

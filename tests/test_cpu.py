@@ -4,114 +4,52 @@ which engine serves which family; and what happens where a model does not conver
 The checkpoints are tiny and random (`tiny_models`). They are converted in this process: the child process is tested once.
 """
 
-import dataclasses
 import logging
 import random
-from functools import cache
 from math import inf
-from pathlib import Path
 
 import numpy as np
 import pytest
 import tiny_models
 from hypothesis import given
 from hypothesis import strategies as st
-from test_torch_model import POSITIONS, VOCABULARY, Sequence, references
-from tiny_models import save_checkpoint
+from tiny_models import POSITIONS, VOCABULARY, run, save_checkpoint, settings
 
 import models.convert
 from config import Config, Manifest
 from models import cpu
 from models.base import Chunk, ModelError
 from models.cache import read_entry
-from scheduler import Scheduler
+from models.cpu import usable_threads
 
-pytestmark = [pytest.mark.models, pytest.mark.filterwarnings("ignore")]  # of torch, openvino and nncf, while converting
+# The warnings are of torch, openvino and nncf, while converting.
+pytestmark = [pytest.mark.models, pytest.mark.usefixtures("conversions"), pytest.mark.filterwarnings("ignore")]
 
 IN_TORCH = ("gemma2", "falcon", "gpt-j", "mpt")
 
 
-@pytest.fixture(scope="session")
-def zoo(tmp_path_factory):
-    return Zoo(tmp_path_factory.mktemp("zoo"))
+def serve(folder, max_total_tokens=POSITIONS, max_batch_size=32, **changes):
+    """The model of a folder; converted unless a test has done so before."""
+    return cpu.load(settings(folder, max_total_tokens, max_batch_size=max_batch_size, **changes), folder, lambda phase: None)
 
 
-class Zoo:
-    """One checkpoint per family, what it must generate, and a model with 32 slots; each made when it is first needed."""
-
-    def __init__(self, root: Path):
-        self.root = root
-        self.folder = cache(lambda family: save_checkpoint(root / family, tiny_models.ALL[family]()))
-        self.references = cache(lambda family: references(self.folder(family)))
-        self.served = cache(lambda family: self.serve(family))
-
-    def serve(self, family: str, max_total_tokens=POSITIONS, **changes):
-        changes = {"threads": 1, "max_batch_size": 32, "model_cache": str(self.root / "cache")} | changes
-        config = Config(model_id=str(self.folder(family)), device="cpu", max_total_tokens=max_total_tokens, **changes)
-        manifest = Manifest.read(config.model_id)
-        return cpu.load(config.with_manifest(manifest), self.folder(family), manifest, lambda phase: None)
-
-
-@pytest.fixture(autouse=True)
-def in_this_process(monkeypatch):
-    """Conversions that a test has caused, as a list of their models."""
-    converted = []
-
-    def convert(arguments, config):
-        converted.append(config.model_id)
-        models.convert.convert(config, *map(Path, arguments))
-
-    monkeypatch.setattr(cpu, "run_converter", convert)
-    monkeypatch.setattr(models.convert, "usable_threads", lambda: 1)
-    return converted
-
-
-def run(model, prompts: list[list[int]], seed: int = 0, budget: int | None = None, keep_all=False) -> list[Sequence]:
-    """Runs all prompts to the end of the window as the worker does, arriving at random times; some are cancelled on the way."""
-    chance = random.Random(seed)
-    scheduler = Scheduler(slots=6, mixes=True, prefill_chunk=model.prefill_chunk, max_batch_prefill_tokens=budget)
-    sequences = [Sequence(prompt, POSITIONS - len(prompt), 0.0, keep_all=keep_all) for prompt in prompts]
-    arriving = list(sequences)
-    while arriving or scheduler.waiting or scheduler.busy:
-        while arriving and chance.random() < 0.3:
-            scheduler.add(arriving.pop(0))
-        if len(scheduler.running) > 1 and chance.random() < 0.05:
-            scheduler.remove(chance.choice(scheduler.running))
-        step = scheduler.next(0.0)
-        if step:
-            logits = model.forward(step.chunks)
-            ends = np.cumsum([len(chunk.tokens) if chunk.keep_all else 1 for chunk in step.chunks])
-            sampled: list[int | None] = [None] * len(ends)
-            for request, begin, end in zip(step.requests, [0, *ends], ends):
-                request.logits += list(logits[begin:end]) if keep_all else []
-            for i in step.samples:
-                sampled[i] = int(logits[ends[i] - 1].argmax())
-                step.requests[i].tokens.append(sampled[i])
-                step.requests[i].logits += [] if keep_all else [logits[ends[i] - 1]]
-            scheduler.update(step, sampled)
-    return sequences
-
-
-@pytest.mark.parametrize("family", tiny_models.ALL)
-def test_openvino_serves_every_family_but_those_with_an_attention_of_their_own(zoo, caplog, family):
-    model = zoo.serve(family)
-    assert model.engine == ("torch" if family in IN_TORCH else "openvino")
+@pytest.mark.parametrize("family", IN_TORCH)
+def test_an_attention_that_openvino_lacks_runs_in_plain_pytorch_with_a_warning(zoo, caplog, family):
+    assert serve(zoo.folder(family)).engine == "torch"
     warnings = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
-    assert len([text for text in warnings if "runs in plain PyTorch, slower: its " in text]) == (family in IN_TORCH)
+    assert len(warnings) == 1 and "runs in plain PyTorch, slower: its " in warnings[0]
 
 
-on_openvino = pytest.mark.parametrize("family", [family for family in tiny_models.ALL if family not in IN_TORCH])
-
-
-@on_openvino
-def test_a_sequence_is_that_of_transformers_alone_and_in_any_schedule_to_the_last_bit(zoo, family):
-    model, chosen = zoo.served(family), zoo.references(family)
+@pytest.mark.parametrize("family", [family for family in tiny_models.ALL if family not in IN_TORCH])
+def test_openvino_gives_the_tokens_of_transformers_alone_and_in_any_schedule_to_the_last_bit(zoo, caplog, family):
+    model, chosen = serve(zoo.folder(family)), zoo.references(family)
+    assert model.engine == "openvino" and "slower" not in caplog.text
     alone = [run(model, [reference.prompt])[0] for reference in chosen]
     for sequence, reference in zip(alone, chosen):
         assert sequence.tokens == reference.tokens
         assert len(reference.prompt) + len(reference.tokens) == POSITIONS
     for seed, budget in enumerate((7, 16, None)):
-        together = run(model, [reference.prompt for reference in chosen] * 3, seed, budget)
+        together = run(model, [reference.prompt for reference in chosen] * 3, seed, budget=budget)
         assert sum(sequence.tokens == own.tokens for sequence, own in zip(together, alone * 3)) > 3
         for sequence, own in zip(together, alone * 3):
             assert sequence.tokens == own.tokens[: len(sequence.tokens)]
@@ -120,7 +58,7 @@ def test_a_sequence_is_that_of_transformers_alone_and_in_any_schedule_to_the_las
 
 @pytest.mark.parametrize(("family", "dtype"), [("llama", "float32"), ("qwen2-sliding", "float32"), ("llama", "bfloat16")])
 def test_one_to_all_rows_in_any_slots_change_no_bit(zoo, family, dtype):
-    model, chance = zoo.serve(family, dtype=dtype, threads=2), random.Random(0)
+    model, chance = serve(zoo.folder(family), dtype=dtype, threads=2), random.Random(0)
     prompt, begin, token = zoo.references(family)[3].prompt, 11, 3
     for slot in range(model.batch_size):
         model.forward([Chunk(slot, prompt, 0)])
@@ -137,14 +75,11 @@ def test_one_to_all_rows_in_any_slots_change_no_bit(zoo, family, dtype):
 def test_chunks_of_any_length_but_one_change_no_bit(tmp_path, dtype):
     """On two threads, with sums as long as those of usual models. (A chunk of one token runs as a decode step does.)"""
     config = tiny_models.llama(hidden_size=768, intermediate_size=2048, num_hidden_layers=1, max_position_embeddings=300)
-    zoo = Zoo(tmp_path)
-    zoo.folder = lambda family: tmp_path / family
-    save_checkpoint(tmp_path / "long", config)
-    model = zoo.serve("long", 300, threads=2, dtype=dtype, max_batch_size=4)
+    model = serve(save_checkpoint(tmp_path / "long", config), 300, threads=2, dtype=dtype, max_batch_size=4)
     prompt = np.random.default_rng(0).integers(0, VOCABULARY, 290).tolist()
     whole = model.forward([Chunk(0, prompt[:256], 0, keep_all=True)])
-    for sizes in ((2,), (5, 3), (31, 33, 2), (64, 7, 100), (128,)):
-        for others in (0, 1, 3):
+    for sizes in ((2, 5, 3), (31, 33, 2), (64, 7, 100), (128,)):
+        for others in (0, 3):
             found, begin, turn = [], 0, 0
             while begin < 256:
                 end = min(begin + sizes[turn % len(sizes)], 256)
@@ -156,16 +91,16 @@ def test_chunks_of_any_length_but_one_change_no_bit(tmp_path, dtype):
 
 
 def test_prompt_logits_are_those_of_transformers_and_of_a_prompt_without_them(zoo):
-    model, reference = zoo.served("llama"), zoo.references("llama")[-1]
+    model, reference = serve(zoo.folder("llama")), zoo.references("llama")[-1]
     (scored,) = run(model, [reference.prompt], keep_all=True)
-    loaded = models.convert.load_pretrained(Config(max_total_tokens=POSITIONS), zoo.folder("llama"), "cpu", "float32")
+    loaded = models.convert.load_pretrained(Config(max_total_tokens=POSITIONS), zoo.folder("llama"), "cpu")
     expected = models.convert.reference_logits(loaded, reference.prompt)
     assert np.abs(np.array(scored.logits) - expected).max() < 1e-3
     assert scored.tokens == run(model, [reference.prompt])[0].tokens
 
 
 def test_logits_stay_as_they_are_when_the_model_runs_again(zoo):
-    model = zoo.served("llama")
+    model = serve(zoo.folder("llama"))
     logits = model.forward([Chunk(0, [1, 2], 0)])
     kept = logits.copy()
     model.forward([Chunk(0, [3], 2)])
@@ -174,7 +109,7 @@ def test_logits_stay_as_they_are_when_the_model_runs_again(zoo):
 
 @pytest.mark.parametrize(("slots", "window", "longest"), [(1, 2, 1), (3, 2, 1), (1, POSITIONS, 2), (3, 6, 5)])
 def test_limits_may_be_as_small_as_they_get(zoo, slots, window, longest):
-    model = zoo.serve("llama", window, max_batch_size=slots, max_input_tokens=longest)
+    model = serve(zoo.folder("llama"), window, max_batch_size=slots, max_input_tokens=longest)
     assert (model.batch_size, model.max_total_tokens, model.max_input_tokens) == (slots, window, longest)
     assert model.forward([Chunk(slots - 1, [1] * window, 0)]).shape == (1, VOCABULARY)
 
@@ -194,50 +129,46 @@ def test_a_sliding_window_longer_than_the_check_is_checked_too(tmp_path, monkeyp
 
 
 def test_positions_that_stretch_with_the_text_are_served_up_to_the_trained_length_only(zoo):
-    assert zoo.serve("llama-dynamic").engine == "openvino"
-    config = dataclasses.replace(Config(), model_id=str(zoo.folder("llama-dynamic")), model_cache=str(zoo.root / "cache"))
-    config = dataclasses.replace(config, max_total_tokens=POSITIONS + 1, max_input_tokens=POSITIONS)
-    manifest = Manifest.read(config.model_id)
+    folder = zoo.folder("llama-dynamic")
+    assert serve(folder).engine == "openvino"
+    longer = Config(model_id=str(folder), model_cache=str(zoo.root / "cache"), max_total_tokens=25, max_input_tokens=24)
     with pytest.raises(ModelError, match=f"stretches its positions.*give --max-total-tokens {POSITIONS} or less"):
-        cpu.load(config, zoo.folder("llama-dynamic"), manifest, lambda phase: None)
+        cpu.load(longer, folder, lambda phase: None)
 
 
 def test_float16_runs_in_plain_pytorch_and_the_log_says_why(zoo, caplog):
-    model = zoo.serve("llama", dtype="float16", max_batch_size=2)
+    model = serve(zoo.folder("llama"), dtype="float16", max_batch_size=2)
     assert (model.engine, model.dtype) == ("torch", "float16")
     assert "OpenVINO computes in float32 or bfloat16 on a CPU, not in float16" in caplog.text
 
 
 def test_what_no_engine_can_serve_is_refused_with_its_reason(tmp_path):
-    zoo = Zoo(tmp_path)
-    (zoo.folder("llama") / "model.safetensors").unlink()
+    folder = save_checkpoint(tmp_path / "llama", tiny_models.llama())
+    (folder / "model.safetensors").unlink()
     with pytest.raises(ModelError, match="holds no weights"):
-        zoo.serve("llama")
+        serve(folder)
 
 
 @pytest.mark.parametrize("kind", ["int8", "int4"])
 def test_compressed_weights_are_smaller_and_close_to_the_model(tmp_path, kind):
     pytest.importorskip("nncf", reason='pip install "nncf==3.4.0"')
-    sizes = []
-    for quantize in (None, kind):
-        config = Config(quantize=quantize, model_cache=str(tmp_path / str(quantize)), threads=1)
-        manifest = Manifest.read(config.model_id)
-        model = cpu.load(config.with_manifest(manifest), Path(config.model_id), manifest, lambda phase: None)
-        assert (model.engine, model.quantize) == ("openvino", quantize)
-        (weights,) = Path(config.model_cache).glob("model-*/model.bin")
-        sizes.append(weights.stat().st_size)
-    assert sizes[1] < sizes[0] / (3.5 if kind == "int8" else 5)
+    config = tiny_models.llama(hidden_size=256, intermediate_size=512, num_hidden_layers=1)
+    model = serve(save_checkpoint(tmp_path / "llama", config, spread=0.1), quantize=kind)
+    assert (model.engine, model.quantize) == ("openvino", kind)
+    (weights,) = tmp_path.glob("cache/model-*/model.bin")
+    whole = tmp_path / "llama" / "model.safetensors"
+    assert weights.stat().st_size < whole.stat().st_size / (3.5 if kind == "int8" else 5)
 
 
 def test_without_nncf_one_line_says_what_to_install(zoo, monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(ModelError, match=r'--quantize int8 \(QUANTIZE\) needs .*pip install "nncf==3.4.0"'):
-        zoo.serve("opt", quantize="int8")
+        serve(zoo.folder("opt"), quantize="int8")
 
 
 def test_compressed_weights_are_refused_where_only_pytorch_serves(zoo):
     with pytest.raises(ModelError, match="--quantize int8"):
-        zoo.serve("falcon", quantize="int8")
+        serve(zoo.folder("falcon"), quantize="int8")
 
 
 QUOTAS = [
@@ -256,7 +187,7 @@ def test_the_threads_are_the_cores_that_affinity_and_quota_allow(tmp_path, monke
     for name, text in files.items():
         (tmp_path / name).write_text(text)
     monkeypatch.setattr("os.sched_getaffinity", lambda pid: set(range(6)))
-    assert cpu.usable_threads(tmp_path) == threads
+    assert usable_threads(tmp_path) == threads
 
 
 keeping = st.tuples(st.integers(1, 200), st.booleans())

@@ -3,6 +3,7 @@
 import ast
 import subprocess
 import sys
+from functools import cache
 
 import pytest
 
@@ -19,7 +20,7 @@ MAY_IMPORT = {
     "config": set(),
     "worker": {"metrics", "outputs", "sampling", "scheduler", "protocol", "config"}
     | {"models", "models.base", "models.fetch", "models.tokenizer"},
-    "metrics": {"outputs", "protocol"},
+    "metrics": {"outputs", "scheduler", "protocol"},
     "outputs": {"sampling", "scheduler", "protocol"},
     "scheduler": {"models.base"},
     "sampling": set(),
@@ -32,7 +33,7 @@ MAY_IMPORT = {
     "models.convert": {"models.cpu", "models.cache", "models.torch_model", "models.base", "config"},
     "models.torch_model": {"models.cpu", "models.base", "config"},
     "models.neuron": {"models.artifact", "models.plan", "models.machine", "models.fetch", "models.base", "config"},
-    "models.compile": {"models.neuron", "models.artifact", "models.cache", "models.machine", "models.fetch", "models.base", "config"},
+    "models.compile": {"models.neuron", "models.artifact", "models.machine", "models.fetch", "models.base", "config"},
     "models.plan": {"models.machine", "models.fetch", "models.base", "config"},
     "models.artifact": {"models.cache", "config"},
     "models.machine": {"config"},
@@ -43,7 +44,7 @@ ONLY_IN = {
     "gevent": {"web", "engine_client"},
     "socket": {"web"},
     "zmq": {"protocol", "engine_client"},
-    "msgspec": {"answers", "engine_client", "schema", "protocol", "worker"},
+    "msgspec": {"models.artifact", "answers", "engine_client", "schema", "protocol", "worker"},
     "tokenizers": {"text"},
     "jinja2": {"text"},
     "prometheus_client": {"metrics"},
@@ -59,10 +60,12 @@ FILES = {path.stem: path for path in HERE.glob("*.py")}
 FILES |= {f"models.{path.stem}".removesuffix(".__init__"): path for path in HERE.glob("models/*.py")}
 
 
+@cache
 def tree(module):
     return ast.parse(FILES[module].read_text())
 
 
+@cache
 def imports_of(module):
     """Every module that a file imports, at its top or anywhere inside: those of this house by their whole name."""
     found = set()

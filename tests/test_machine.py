@@ -36,17 +36,14 @@ def look(root, **environ):
 @pytest.mark.parametrize(
     "files, expected",
     [
-        ({}, Machine(2, "inf2", "inf2.8xlarge", 128 * GIB, "sysfs")),
-        ({"devices": range(12), "product": "inf2.48xlarge"}, Machine(24, "inf2", "inf2.48xlarge", 128 * GIB, "sysfs")),
-        ({"devices": (3, 4), "chips": 12, "memory_max": str(8 * GIB)}, Machine(4, "inf2", "inf2.8xlarge", 8 * GIB, "sysfs")),
-        ({"memory_max": "max"}, Machine(2, "inf2", "inf2.8xlarge", 128 * GIB, "sysfs")),
-        ({"product": "trn1n.32xlarge", "kind": None}, Machine(2, "trn1", None, 128 * GIB, "sysfs")),
-        ({"product": "KVM", "kind": "Trn1"}, Machine(2, "trn1", None, 128 * GIB, "sysfs")),
-        ({"product": None, "kind": "Trn1n"}, Machine(2, "trn1", None, 128 * GIB, "sysfs")),
-        (
-            {"devices": (0, 1), "core_count": None, "product": None, "kind": "Trn9"},
-            Machine(4, None, None, 128 * GIB, "/dev/neuron*, 2 cores for each"),
-        ),
+        ({}, Machine(2, "inf2", "inf2.8xlarge", 128 * GIB)),
+        ({"devices": range(12), "product": "inf2.48xlarge"}, Machine(24, "inf2", "inf2.48xlarge", 128 * GIB)),
+        ({"devices": (3, 4), "chips": 12, "memory_max": str(8 * GIB)}, Machine(4, "inf2", "inf2.8xlarge", 8 * GIB)),
+        ({"memory_max": "max"}, Machine(2, "inf2", "inf2.8xlarge", 128 * GIB)),
+        ({"product": "trn1n.32xlarge", "kind": None}, Machine(2, "trn1", None, 128 * GIB)),
+        ({"product": "KVM", "kind": "Trn1"}, Machine(2, "trn1", None, 128 * GIB)),
+        ({"product": None, "kind": "Trn1n"}, Machine(2, "trn1", None, 128 * GIB)),
+        ({"devices": (0, 1), "core_count": None, "product": None, "kind": "Trn9"}, Machine(4, None, None, 128 * GIB)),
         ({"devices": (), "chips": 12}, None),
     ],
 )
@@ -67,9 +64,7 @@ def test_cores_family_and_memory_are_those_of_this_machine_or_container(machine,
     ],
 )
 def test_the_runtimes_variables_limit_the_cores(machine, environ, cores):
-    found = look(machine(range(12)), **environ)
-    assert found.cores == cores
-    assert all(f"{name}={value}" in found.source for name, value in list(environ.items())[:1] if value.strip())
+    assert look(machine(range(12)), **environ).cores == cores
 
 
 @pytest.mark.parametrize(

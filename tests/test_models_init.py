@@ -21,7 +21,7 @@ def refusal(**settings) -> str:
 
 @pytest.mark.skipif(any(Path("/dev").glob("nvidia*")), reason="this machine has a GPU")
 def test_cuda_is_refused_where_there_is_none():
-    assert refusal(device="cuda") == "--device cuda: torch sees no CUDA GPU on this machine; use --device cpu or auto"
+    assert refusal(device="cuda") == "--device cuda: torch finds no CUDA GPU on this machine; use --device cpu or auto"
 
 
 @pytest.mark.parametrize(
@@ -39,13 +39,19 @@ def test_a_setting_for_neuron_is_refused_elsewhere_by_name(flag, setting):
 
 
 def test_settings_left_open_are_filled_in_from_the_model():
-    config, _fetch, _load = models.prepare(
+    config, device, _fetch, _load = models.prepare(
         Config(model_id=str(DEMO_MODEL), device="cpu", sampling="host"), DEMO_MODEL, Manifest.read(DEMO_MODEL)
     )
-    assert config.max_total_tokens and config.max_input_tokens == config.max_total_tokens - 1
+    assert device == "cpu" and config.max_total_tokens and config.max_input_tokens == config.max_total_tokens - 1
 
 
 def test_without_a_gpus_device_file_the_choice_of_a_device_does_not_import_torch():
     code = "import sys, models; print(models.choose_device('auto'), 'torch' in sys.modules)"
     printed = subprocess.run([sys.executable, "-c", code], cwd=HERE, capture_output=True, text=True, check=True).stdout
     assert printed == "cpu False\n" or any(Path("/dev").glob("nvidia*"))
+
+
+@pytest.mark.skipif(any(Path("/dev").glob("neuron*")), reason="this machine has a Neuron device")
+def test_with_the_neuron_library_and_no_device_the_cpu_is_no_substitute(monkeypatch):
+    monkeypatch.syspath_prepend(str(HERE / "tests" / "fakes" / "neuron"))
+    assert "no Neuron device: pass it to the container with --device=/dev/neuron0" in refusal(device="auto")

@@ -205,6 +205,7 @@ def test_rule_07_nothing_is_taken_before_to_neuron(folder, machine):
         prefill(model, A, 0)
 
 
+@pytest.mark.processes
 def test_rule_08_cores_belong_to_one_process_until_it_ends(folder, machine, capfd):
     holder = process(HOLD.format(folder=str(folder)), FAKE_NEURON_CORES="4")
     try:

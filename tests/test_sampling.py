@@ -13,17 +13,9 @@ from collections import Counter
 
 import numpy as np
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transformers import (
-    MinPLogitsWarper,
-    RepetitionPenaltyLogitsProcessor,
-    TemperatureLogitsWarper,
-    TopKLogitsWarper,
-    TopPLogitsWarper,
-    TypicalLogitsWarper,
-)
+from msgspec.structs import replace
 
 import sampling
 from config import HERE
@@ -32,8 +24,6 @@ from sampling import (
     RowSampler,
     SamplingBatch,
     SamplingError,
-    device_ids,
-    device_parameters,
     filtered_weights,
     logprobs,
     prompt_logprobs,
@@ -43,7 +33,8 @@ from sampling import (
 
 INF, NAN = math.inf, math.nan
 LOGITS = np.array([0.3, -1.2, 2.1, 1.9, 0.0, -0.4, 1.1, -2.5, 0.8, 1.5, -0.9, -INF], np.float32)
-VOCAB, DRAWS = len(LOGITS), 4000
+with_transformers = pytest.mark.models
+VOCAB, DRAWS = len(LOGITS), 2500
 PROMPT, GENERATED = [2, 2, 5, 8, 11], [3, 3, 6, 3]
 
 
@@ -86,22 +77,25 @@ def rounded(logits: np.ndarray) -> np.ndarray:
 
 def warped(logits: np.ndarray, parameters: Sampling, prompt=(), generated=()) -> np.ndarray:
     """The distribution that transformers samples from, float64 [vocab]; OpenAI's penalties and biases added."""
+    import torch  # here, because these imports take seconds
+    import transformers as hf
+
     ids, scores = torch.tensor([[*prompt, *generated]], dtype=torch.long), torch.from_numpy(logits).double()[None].clone()
     if parameters.repetition_penalty != 1.0:
-        scores = RepetitionPenaltyLogitsProcessor(parameters.repetition_penalty)(ids, scores)
+        scores = hf.RepetitionPenaltyLogitsProcessor(parameters.repetition_penalty)(ids, scores)
     for token, count in Counter(generated).items():
         scores[0, token] -= parameters.frequency_penalty * count + parameters.presence_penalty
     for token, bias in parameters.logit_bias:
         scores[0, token] += bias
-    scores = TemperatureLogitsWarper(parameters.temperature)(ids, scores)
+    scores = hf.TemperatureLogitsWarper(parameters.temperature)(ids, scores)
     if parameters.top_k:
-        scores = TopKLogitsWarper(parameters.top_k)(ids, scores)
+        scores = hf.TopKLogitsWarper(parameters.top_k)(ids, scores)
     if parameters.top_p < 1.0:
-        scores = TopPLogitsWarper(parameters.top_p)(ids, scores)
+        scores = hf.TopPLogitsWarper(parameters.top_p)(ids, scores)
     if parameters.min_p > 0.0:
-        scores = MinPLogitsWarper(parameters.min_p)(ids, scores)
+        scores = hf.MinPLogitsWarper(parameters.min_p)(ids, scores)
     if parameters.typical_p < 1.0:
-        scores = TypicalLogitsWarper(parameters.typical_p)(ids, scores)
+        scores = hf.TypicalLogitsWarper(parameters.typical_p)(ids, scores)
     return torch.softmax(scores[0], dim=-1).numpy()
 
 
@@ -156,12 +150,14 @@ PARAMETERS = [
 ]
 
 
+@with_transformers
 @pytest.mark.parametrize("parameters", PARAMETERS, ids=str)
 def test_tokens_are_drawn_from_exactly_the_distribution_of_the_parameters(parameters):
     expected = warped(LOGITS, Sampling(**parameters), PROMPT, GENERATED)
     assert chi_square_excess(first_draws(PROMPT, GENERATED, **parameters), expected) < 1
 
 
+@with_transformers
 @pytest.mark.parametrize("parameters", [{}, {"temperature": 0.6, "top_k": 6}, {"temperature": 2.0, "top_p": 0.9}], ids=str)
 def test_the_tokens_of_one_seed_follow_the_distribution_too(parameters):
     batch = SamplingBatch([RowSampler(Sampling(seed=7, **parameters), PROMPT)])
@@ -169,6 +165,7 @@ def test_the_tokens_of_one_seed_follow_the_distribution_too(parameters):
     assert chi_square_excess(counts, warped(LOGITS, Sampling(**parameters))) < 1
 
 
+@with_transformers
 @pytest.mark.parametrize(
     ("drawn", "claimed"),
     [
@@ -195,8 +192,9 @@ FILTERS = st.fixed_dictionaries(
 )
 
 
+@with_transformers
 @given(seed=st.integers(0, 2**32 - 1), temperature=st.sampled_from([0.4, 1.0, 1.8]), filters=FILTERS)
-@settings(max_examples=300)
+@settings(max_examples=100)
 def test_the_reference_keeps_the_tokens_that_transformers_keeps(seed, temperature, filters):
     row = np.random.default_rng(seed).standard_normal(50).astype(np.float32) * 2
     parameters = Sampling(temperature=temperature, **filters)
@@ -205,9 +203,13 @@ def test_the_reference_keeps_the_tokens_that_transformers_keeps(seed, temperatur
     assert set(kept.tolist()) == set(np.flatnonzero(warped(row, parameters)).tolist())
 
 
+@with_transformers
 @given(seed=st.integers(0, 2**32 - 1), k=st.integers(1, 50), p=shares, min_p=shares)
 def test_min_p_commutes_with_top_k_and_after_top_p_keeps_at_least_what_it_keeps_before(seed, k, p, min_p):
     """transformers, and this server, apply min-p after top-p; vLLM applies it first, so that top-p may keep fewer."""
+    import torch
+    import transformers as hf
+
     scores = torch.from_numpy(np.random.default_rng(seed).standard_normal((1, 50)) * 2)
 
     def kept(*warpers):
@@ -216,7 +218,7 @@ def test_min_p_commutes_with_top_k_and_after_top_p_keeps_at_least_what_it_keeps_
             found = warper(None, found)
         return set(torch.isfinite(found[0]).nonzero().flatten().tolist())
 
-    top_k, top_p, minimum = TopKLogitsWarper(k), TopPLogitsWarper(p), MinPLogitsWarper(min_p)
+    top_k, top_p, minimum = hf.TopKLogitsWarper(k), hf.TopPLogitsWarper(p), hf.MinPLogitsWarper(min_p)
     assert kept(top_k, minimum) == kept(minimum, top_k)
     assert kept(minimum, top_p) <= kept(top_p, minimum)
 
@@ -299,6 +301,7 @@ def mask_of(rows: int, vocab: int, allowed) -> np.ndarray:
     return np.packbits(bits, axis=1, bitorder="little").view(np.uint32)
 
 
+@with_transformers
 @pytest.mark.parametrize("parameters", [{}, {"top_k": 3}, {"top_p": 0.7}, {"min_p": 0.3, "temperature": 2.0}], ids=str)
 def test_a_mask_restricts_a_row_before_temperature_and_filters(parameters):
     allowed = [1, 4, 5, 7, 8]
@@ -360,7 +363,7 @@ TEMPERATURES = st.sampled_from([1e-300, 0.01, 0.3, 0.8, 1.0, 1.5, 5.0, 1e300]) |
 
 
 @given(logits=ANY_ROW, temperature=TEMPERATURES, filters=ANY_FILTER, seed=st.integers(0, 2**64 - 1))
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100)
 def test_the_loops_choose_the_token_that_the_readable_computation_chooses(logits, temperature, filters, seed):
     """Up to the precision of float32 sums: a share that is wrong by 1e-5 moves the limit of top-p or the place of a draw."""
     parameters = Sampling(seed=seed, temperature=temperature, **filters)
@@ -387,15 +390,16 @@ def rank_of(row: np.ndarray, token: int) -> int:
     return int((row > row[token]).sum() + (row[:token] == row[token]).sum())
 
 
-@pytest.mark.parametrize("filters", [{}, {"top_p": 0.2}, {"top_p": 0.9}, {"min_p": 0.01}, {"top_k": 300}], ids=str)
+@pytest.mark.parametrize("filters", [{}, {"top_p": 0.9}, {"min_p": 0.01}, {"top_k": 300}], ids=str)
 @pytest.mark.parametrize(("shape", "scale"), [("normal", 0.7), ("plateaus", 0.2), ("ranks", 0.5), ("impossible", 0.3)])
 def test_every_kept_token_of_a_large_row_is_drawn_as_often_as_it_should_be(shape, scale, filters):
     (row,) = large_rows(shape, 1, 3000, 5, scale)
-    parameters = Sampling(seed=3, temperature=0.9, **filters)
+    parameters = Sampling(temperature=0.9, **filters)
     weights = filtered_weights(-np.sort(-row[row > -INF]), parameters)
-    batch = SamplingBatch([RowSampler(parameters, [0])])
-    counts = Counter(rank_of(row, sample(row[None], batch)[0]) * 30 // len(weights) for _ in range(1500))
-    expected = np.bincount(np.arange(len(weights)) * 30 // len(weights), weights / weights.sum())
+    batch = SamplingBatch([RowSampler(replace(parameters, seed=seed), [0]) for seed in range(600)])
+    tokens = sample(np.repeat(row[None], 600, axis=0), batch)
+    counts = Counter(rank_of(row, token) * 12 // len(weights) for token in tokens)
+    expected = np.bincount(np.arange(len(weights)) * 12 // len(weights), weights / weights.sum())
     assert chi_square_excess(counts, expected) < 1
 
 
@@ -429,7 +433,7 @@ def generated(logits: np.ndarray, rows, as_laid_out=np.ascontiguousarray, count:
 def test_not_a_bit_of_a_row_depends_on_its_neighbours_their_number_memory_order_or_dtype(vocab):
     logits = rounded(large_rows("normal", 64, vocab))
     alone = [generated(logits, [row])[0] for row in range(64)]
-    for count in (1, 2, 3, 5, 8, 16, 31, 32, 64):
+    for count in (2, 5, 16, 31, 64):
         for as_laid_out in (np.ascontiguousarray, column_major):
             assert generated(logits, range(count), as_laid_out) == alone[:count]
             assert generated(logits, range(count), lambda x, laid=as_laid_out: laid(bfloat16(x))) == alone[:count]
@@ -543,7 +547,6 @@ def test_usual_parameters_do_not_need_the_slow_computation_over_the_whole_row(fi
 
 
 @given(logits=ANY_ROW, n=st.integers(0, 40), data=st.data())
-@settings(max_examples=60, deadline=None)
 def test_log_probabilities_are_log_softmax_and_top_tokens_the_likeliest_in_order(logits, n, data):
     row = logits[0].astype(np.float64)
     token = data.draw(st.integers(0, len(row) - 1))
@@ -582,14 +585,7 @@ def test_other_dtypes_are_not_read_as_if_they_were_logits():
         sample(np.zeros((1, 8), np.float64), SamplingBatch([RowSampler(Sampling(), [0])]))
 
 
-def test_a_device_that_samples_gets_its_parameters_and_its_ids_are_checked():
-    assert device_parameters(Sampling(temperature=0.5, top_k=7, top_p=0.2)) == (1, 1.0, 1.0)  # greedy: there is no seed
-    assert device_parameters(Sampling(seed=5, temperature=0.5, top_k=7, top_p=0.2)) == (7, 0.2, 0.5)
-    first, negative, last, beyond = device_ids(np.array([0, -1, VOCAB - 1, VOCAB]), VOCAB)
-    assert (first, last) == (0, VOCAB - 1)
-    assert [str(each) for each in (negative, beyond)] == ["the device chose a token that does not exist"] * 2
-
-
+@pytest.mark.processes
 def test_the_first_steps_wait_for_no_compiler():
     """In a process of its own, where no other test has compiled anything."""
     code = """
@@ -619,6 +615,7 @@ print({name: count for name, count in compiled().items() if count != before[name
     assert ran.stdout.strip() == "{}"
 
 
+@pytest.mark.processes
 def test_loops_are_compiled_also_where_they_cannot_be_cached(tmp_path):
     """As in a container with a read-only file system."""
     shutil.copy(HERE / "sampling.py", tmp_path)

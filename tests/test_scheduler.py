@@ -561,7 +561,7 @@ engines = st.sampled_from(
 )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=100)
 @given(st.lists(requests, min_size=1, max_size=14), schedulers, engines)
 def test_every_request_gets_its_slot_its_tokens_and_one_end_within_the_budgets(schedule, facts, engine):
     Simulation(schedule, facts, engine).run()
@@ -580,7 +580,6 @@ alike = st.fixed_dictionaries(
 )
 
 
-@settings(max_examples=100, deadline=None)
 @given(st.lists(alike, min_size=3, max_size=9), st.sampled_from([1, 3, 5, 7, 300]), engines)
 def test_prompts_of_the_same_length_get_their_first_tokens_in_the_order_of_arrival(schedule, budget, engine):
     facts = {"slots": 8, "max_batch_prefill_tokens": budget, "max_queue_time_s": math.inf}

@@ -37,7 +37,7 @@ FIELDS = Parameters.__struct_fields__
 WRONG_TYPE = "Failed to deserialize the JSON body into the target type: "
 NOT_JSON = "Failed to parse the request body as JSON: "
 
-thorough = settings(max_examples=300, suppress_health_check=[HealthCheck.too_slow])
+thorough = settings(max_examples=100, suppress_health_check=[HealthCheck.too_slow])
 
 
 def job(parameters=None, inputs="Hello", streaming=False, **more) -> Job:
@@ -674,11 +674,6 @@ def test_a_seed_a_penalty_or_a_wish_for_details_alone_does_not_turn_sampling_on(
     assert job(parameters).sampling.seed is None
 
 
-@pytest.mark.parametrize("seed", [0, 1, 2**63, 2**64 - 1])
-def test_a_seed_that_is_given_is_kept(seed):
-    assert job({"do_sample": True, "seed": seed}).sampling.seed == seed
-
-
 def test_a_seed_is_drawn_when_none_is_given():
     seeds = {job({"do_sample": True}).sampling.seed for _ in range(50)}
     assert len(seeds) == 50
@@ -697,7 +692,8 @@ def test_sampling_takes_the_values_that_are_given_and_does_nothing_otherwise():
         "frequency_penalty": -0.5,
     }
     assert job({**values, "seed": 9}).sampling == Sampling(seed=9, **values)
-    assert job({"do_sample": True, "seed": 9}).sampling == Sampling(seed=9)
+    for seed in (0, 9, 2**64 - 1):
+        assert job({"do_sample": True, "seed": seed}).sampling == Sampling(seed=seed)
     assert job().sampling == Sampling()
 
 
@@ -716,13 +712,9 @@ def unfit(length: int, token: int = 1, **limits) -> ApiError:
 
 def test_prompt_and_answer_together_fill_the_window_and_no_more():
     assert fit(asked(max_new_tokens=40), [1] * 80, FACTS) == ([1] * 80, 40)
-    told = "`inputs` tokens + `max_new_tokens` must be <= 120. Given: 80 `inputs` tokens and 41 `max_new_tokens`"
-    assert_invalid(unfit(80, max_new_tokens=41), told)
-
-
-def test_a_long_answer_is_checked_whole():
-    told = "`inputs` tokens + `max_new_tokens` must be <= 120. Given: 10 `inputs` tokens and 100000 `max_new_tokens`"
-    assert_invalid(unfit(10, max_new_tokens=100_000), told)
+    for prompt, most in ((80, 41), (10, 100_000), (101, 20)):  # the last is too long a prompt as well
+        told = f"must be <= 120. Given: {prompt} `inputs` tokens and {most} `max_new_tokens`"
+        assert_invalid(unfit(prompt, max_new_tokens=most), f"`inputs` tokens + `max_new_tokens` {told}")
 
 
 def test_the_longest_prompt_is_max_input_tokens():
@@ -732,26 +724,12 @@ def test_the_longest_prompt_is_max_input_tokens():
     assert_invalid(unfit(5000), "`inputs` must have less than 100 tokens. Given: 5000")
 
 
-def test_when_both_lengths_are_wrong_the_sum_is_told():
-    told = "`inputs` tokens + `max_new_tokens` must be <= 120. Given: 101 `inputs` tokens and 20 `max_new_tokens`"
-    assert_invalid(unfit(101, max_new_tokens=20), told)
-
-
-@pytest.mark.parametrize("length", [1, 60, 100])
-def test_max_new_tokens_that_is_omitted_fills_the_window(length):
-    assert fit(asked(), [1] * length, FACTS) == ([1] * length, 120 - length)
-
-
 def test_truncate_keeps_the_last_tokens():
     prompt = list(range(1, 41))
     assert fit(asked(truncate=3), prompt, FACTS) == ([38, 39, 40], 117)
     assert fit(asked(truncate=40), prompt, FACTS)[0] == prompt
     assert fit(asked(truncate=100), prompt, FACTS)[0] == prompt
     assert fit(asked(truncate=100, max_new_tokens=20), [1] * 5000, FACTS) == ([1] * 100, 20)
-
-
-def test_nothing_is_truncated_unless_asked():
-    assert_invalid(unfit(101), "`inputs` must have less than 100 tokens. Given: 101")
 
 
 def test_a_prompt_without_tokens_is_refused():
@@ -923,7 +901,7 @@ threads = [threading.Thread(target=parse) for _ in range(64)]
 for thread in threads: thread.start()
 for thread in threads: thread.join()
 """
-    for _ in range(15):
+    for _ in range(5):
         subprocess.run([sys.executable, "-c", program], cwd=HERE, check=True)
 
 

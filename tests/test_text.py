@@ -31,8 +31,9 @@ import text
 from config import DEMO_MODEL, HERE, ConfigError
 from text import ChatTemplate, Detokenizer, Piece, TemplateError, TextStream, Tokenizer, check, find_stop, stop_begun
 
-thorough = settings(max_examples=300, suppress_health_check=[HealthCheck.too_slow])
-brief = settings(thorough, max_examples=100)
+# Most of these run with each of eleven tokenizers.
+thorough = settings(max_examples=60, suppress_health_check=[HealthCheck.too_slow])
+brief = settings(thorough, max_examples=25)
 
 # What texts are made of here: one, two, three and four bytes, several characters that are one to the eye, words and spaces.
 PARTS = [" ", "  ", "\n", "\t", ".", "a", "b", "dog", " the"]

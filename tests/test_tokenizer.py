@@ -1,7 +1,8 @@
-"""A model's tokenizer.json: its own, or one converted once and kept. The conversions are real, in child processes."""
+"""A model's tokenizer.json: its own, or one converted once and kept."""
 
 import json
 import subprocess
+from pathlib import Path
 
 import pytest
 import tiny_models
@@ -9,10 +10,27 @@ import tiny_tokenizers
 import transformers
 from tokenizers import Tokenizer
 
+import models.tokenizer
 from config import Config, ConfigError
+from models.base import ModelError
 from models.tokenizer import tokenizer_folder
 
 pytestmark = pytest.mark.models
+RUN = subprocess.run
+
+
+@pytest.fixture(autouse=True)
+def in_this_process(monkeypatch):
+    """Conversions cost no child process, where transformers is imported anew; one test runs a real one."""
+
+    def run(command, **_):
+        try:
+            models.tokenizer.main(*map(Path, command[-2:]))
+        except ModelError as error:
+            return subprocess.CompletedProcess(command, 1, "", f"error: {error}\n")
+        return subprocess.CompletedProcess(command, 0, "", "")
+
+    monkeypatch.setattr(subprocess, "run", run)
 
 
 @pytest.fixture
@@ -63,7 +81,8 @@ def test_a_converted_sentencepiece_tokenizer_agrees_with_sentencepiece_itself(tm
     assert [fast.encode(text).ids for text in tiny_models.TEXTS] == [own.encode(t, add_bos=True) for t in tiny_models.TEXTS]
 
 
-def test_a_conversion_is_kept_for_the_next_start(tmp_path, config, slow, monkeypatch):
+def test_a_conversion_in_a_child_process_is_kept_for_the_next_start(tmp_path, config, slow, monkeypatch):
+    monkeypatch.setattr(subprocess, "run", RUN)
     first = tokenizer_folder(config, slow, tmp_path)
     monkeypatch.setattr(subprocess, "run", lambda *_, **__: pytest.fail("converted again"))
     assert tokenizer_folder(config, slow, tmp_path) == first

@@ -8,7 +8,6 @@ of the window.
 import json
 import os
 import random
-from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 
@@ -18,47 +17,31 @@ import tiny_models
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
-from tiny_models import POSITIONS, VOCABULARY, edit_config, save_checkpoint
+from tiny_models import (
+    POSITIONS,
+    VOCABULARY,
+    Reference,
+    edit_config,
+    generate,
+    reference_model,
+    references,
+    run,
+    save_checkpoint,
+    settings,
+)
 
 import models.cpu
-from config import Config, Manifest
+from config import Config
 from models.base import Chunk, DeviceLost, ModelError
 from models.torch_model import TorchModel, load_pretrained, reference_logits
-from scheduler import Request, Scheduler
 
 pytestmark = pytest.mark.models
 
-LENGTHS = (1, 2, 5, 11, 16, POSITIONS - 1)  # around the sliding window of 8, and as long as a prompt can be
-MARGIN = 1e-3  # a smaller lead of the best token could turn with the order of additions
-
-
-@dataclass(frozen=True)
-class Reference:
-    """A prompt and all that `generate` continues it with, up to the last position."""
-
-    prompt: list[int]
-    tokens: list[int]
-
-
-@dataclass(slots=True, eq=False)
-class Sequence(Request):
-    tokens: list[int] = field(default_factory=list)
-    logits: list[np.ndarray] = field(default_factory=list)
-
-
-class Zoo:
-    """One checkpoint per family, what it must generate, and a model with four slots; each made when it is first needed."""
-
-    def __init__(self, root: Path):
-        self._root = root
-        self.folder = cache(lambda family: save_checkpoint(self._root / family, tiny_models.ALL[family]()))
-        self.references = cache(lambda family: references(self.folder(family)))
-        self.served = cache(lambda family: serve(self.folder(family), max_batch_size=4))
-
 
 @pytest.fixture(scope="session")
-def zoo(tmp_path_factory):
-    return Zoo(tmp_path_factory.mktemp("zoo"))
+def served(zoo):
+    """A family's model with four slots, made when it is first needed."""
+    return cache(lambda family: serve(zoo.folder(family), max_batch_size=4))
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -69,75 +52,8 @@ def one_thread():
     torch.set_num_threads(threads)
 
 
-def reference_model(folder, **changes):
-    """`transformers`' own model. Eager, because its faster attention leaves Gemma-2's softcaps out."""
-    config = transformers.AutoConfig.from_pretrained(folder)
-    for name, value in changes.items():
-        setattr(config, name, value)
-    return transformers.AutoModelForCausalLM.from_pretrained(folder, config=config, attn_implementation="eager").eval()
-
-
-def references(folder, lengths=LENGTHS) -> list[Reference]:
-    """For each prompt length one whose every generated token leads by a clear margin, of several the most varied."""
-    model, generator, found = reference_model(folder), torch.Generator().manual_seed(1), []
-    for length in lengths:
-        clear: list[Reference] = []
-        while not clear:
-            prompts = torch.randint(0, VOCABULARY, (6, length), generator=generator)
-            drawn = zip(prompts.tolist(), *generate(model, prompts))
-            clear = [Reference(prompt, tokens) for prompt, tokens, margin in drawn if margin > MARGIN]
-        found.append(max(clear, key=lambda reference: len(set(reference.tokens))))
-    return found
-
-
-def generate(model, ids: torch.Tensor) -> tuple[list[list[int]], list[float]]:
-    """What `transformers` continues each prompt with, and the smallest lead of a token in each."""
-    out = model.generate(
-        ids,
-        attention_mask=torch.ones_like(ids),
-        do_sample=False,
-        max_new_tokens=POSITIONS - ids.shape[1],
-        eos_token_id=None,
-        pad_token_id=0,
-        return_dict_in_generate=True,
-        output_logits=True,
-    )
-    best, second = torch.stack(out.logits).topk(2).values.unbind(-1)
-    return out.sequences[:, ids.shape[1] :].tolist(), (best - second).min(0).values.tolist()
-
-
-def settings(folder, max_total_tokens=POSITIONS, **changes) -> Config:
-    config = Config(model_id=str(folder), device="cpu", max_total_tokens=max_total_tokens, **changes)
-    return config.with_manifest(Manifest.read(folder))
-
-
-def serve(folder, model_class=TorchModel, device="cpu", **changes) -> TorchModel:
-    return model_class(settings(folder, **changes), Path(folder), Manifest.read(folder), device)
-
-
-def run(model, prompts: list[list[int]], seed: int = 0, prefill_chunk: int | None = 128, keep_all=False) -> list[Sequence]:
-    """Runs all prompts to the end of the window as the worker does, arriving at random times; some are cancelled on the way."""
-    chance = random.Random(seed)
-    scheduler = Scheduler(slots=model.batch_size, mixes=False, prefill_chunk=prefill_chunk)
-    sequences = [Sequence(prompt, model.max_total_tokens - len(prompt), 0.0, keep_all=keep_all) for prompt in prompts]
-    arriving = list(sequences)
-    while arriving or scheduler.waiting or scheduler.busy:
-        while arriving and chance.random() < 0.3:
-            scheduler.add(arriving.pop(0))
-        if len(scheduler.running) > 1 and chance.random() < 0.05:
-            scheduler.remove(chance.choice(scheduler.running))
-        step = scheduler.next(0.0)
-        if step:
-            logits = model.forward(step.chunks)
-            ends = np.cumsum([len(chunk.tokens) if chunk.keep_all else 1 for chunk in step.chunks])
-            sampled: list[int | None] = [None] * len(ends)
-            for request, begin, end in zip(step.requests, [0, *ends], ends):
-                request.logits += list(logits[begin:end])
-            for i in step.samples:
-                sampled[i] = int(logits[ends[i] - 1].argmax())
-                step.requests[i].tokens.append(sampled[i])
-            scheduler.update(step, sampled)
-    return sequences
+def serve(folder, device="cpu", **changes) -> TorchModel:
+    return TorchModel(settings(folder, **changes), Path(folder), device)
 
 
 def continued(model, reference: Reference) -> list[int]:
@@ -145,8 +61,8 @@ def continued(model, reference: Reference) -> list[int]:
 
 
 @pytest.mark.parametrize("family", tiny_models.ALL)
-def test_a_sequence_is_that_of_transformers_alone_and_in_any_schedule_to_the_last_bit(zoo, family):
-    model, chosen, index = zoo.served(family), zoo.references(family), list(tiny_models.ALL).index(family)
+def test_a_sequence_is_that_of_transformers_alone_and_in_any_schedule_to_the_last_bit(zoo, served, family):
+    model, chosen, index = served(family), zoo.references(family), list(tiny_models.ALL).index(family)
     prefill_chunk = (3, 4, 128)[index % 3]
     alone = [run(model, [reference.prompt], 0, prefill_chunk)[0] for reference in chosen]
     for sequence, reference in zip(alone, chosen):
@@ -239,8 +155,8 @@ def test_a_model_states_what_it_is(zoo):
     assert (model.vocab_size, model.sampling, model.mixes, model.prefill_chunk) == (VOCABULARY, "host", False, 128)
 
 
-def test_logits_are_float32_rows_in_the_order_of_the_chunks_and_later_calls_leave_them_alone(zoo):
-    model, reference = zoo.served("llama"), zoo.references("llama")[2]
+def test_logits_are_float32_rows_in_the_order_of_the_chunks_and_later_calls_leave_them_alone(zoo, served):
+    model, reference = served("llama"), zoo.references("llama")[2]
     model.forward([Chunk(2, reference.prompt, 0)])
     first = model.forward([Chunk(0, reference.prompt, 0)])
     before = first.copy()
@@ -253,8 +169,8 @@ def test_logits_are_float32_rows_in_the_order_of_the_chunks_and_later_calls_leav
 
 
 @pytest.mark.parametrize("family", tiny_models.ALL)
-def test_the_logits_after_every_prompt_token_are_those_of_transformers(zoo, family):
-    model, expected, chosen = zoo.served(family), reference_model(zoo.folder(family)), zoo.references(family)
+def test_the_logits_after_every_prompt_token_are_those_of_transformers(zoo, served, family):
+    model, expected, chosen = served(family), reference_model(zoo.folder(family)), zoo.references(family)
     assert model.gives_prompt_logits
     sequences = run(model, [reference.prompt for reference in chosen], 3, prefill_chunk=3, keep_all=True)
     for sequence, reference in zip(sequences, chosen):
@@ -266,24 +182,10 @@ def test_the_logits_after_every_prompt_token_are_those_of_transformers(zoo, fami
         assert sequence.tokens == reference.tokens[: len(sequence.tokens)]
 
 
-def test_a_model_that_cannot_run_a_prompt_in_parts_runs_it_whole_and_gives_no_prompt_logits(zoo, caplog):
-    class WholePrompts(TorchModel):
-        def forward(self, chunks):
-            if chunks[0].begin and len(chunks[0].tokens) > 1:
-                raise RuntimeError("only whole prompts")
-            return super().forward(chunks)
-
-    model = serve(zoo.folder("llama"), WholePrompts)
-    assert (model.gives_prompt_logits, model.prefill_chunk) == (False, None)
-    assert "llama models cannot run a prompt in parts: no log-probabilities of prompts" in caplog.messages
-    reference = zoo.references("llama")[4]
-    assert run(model, [reference.prompt], prefill_chunk=None)[0].tokens == reference.tokens
-
-
 @pytest.mark.parametrize("family", tiny_models.FAMILIES | tiny_models.WITH_THEIR_OWN_ATTENTION)
-def test_bfloat16_is_near(zoo, family):
+def test_bfloat16_is_near(zoo, served, family):
     prompt = zoo.references(family)[4].prompt
-    exact, rounded = zoo.served(family), serve(zoo.folder(family), dtype="bfloat16")
+    exact, rounded = served(family), serve(zoo.folder(family), dtype="bfloat16")
     assert rounded.dtype == "bfloat16"
     for chunk in (Chunk(0, prompt, 0), Chunk(0, [3], 16)):
         expected, found = exact.forward([chunk]), rounded.forward([chunk])
@@ -298,8 +200,9 @@ def test_a_cpu_computes_in_bfloat16_where_it_and_the_checkpoint_do_and_else_in_f
     monkeypatch.setattr(models.cpu, "cpu_multiplies_bfloat16", lambda: can_multiply)
     folder = save_checkpoint(tmp_path, tiny_models.llama(), dtype=getattr(torch, saved))
     expected = torch.bfloat16 if saved == "bfloat16" and can_multiply else torch.float32
-    assert load_pretrained(settings(folder), folder, "cpu").dtype == expected
-    assert load_pretrained(settings(folder), folder, "cpu", "bfloat16").dtype == torch.bfloat16
+    assert load_pretrained(models.cpu.with_dtype(settings(folder), folder), folder, "cpu").dtype == expected
+    given = models.cpu.with_dtype(settings(folder, dtype="bfloat16"), folder)
+    assert load_pretrained(given, folder, "cpu").dtype == torch.bfloat16
 
 
 @pytest.mark.parametrize(
@@ -494,10 +397,9 @@ def test_positions_that_stretch_with_the_longest_text_are_refused_beyond_what_th
     if form == "old":
         old_rope = {"type": "dynamic", "factor": 2.0}
         edit_config(folder, remove=("rope_parameters",), rope_theta=tiny_models.ROPE_THETA, rope_scaling=old_rope)
-    manifest = Manifest.read(folder)
     config = Config(model_id=str(folder), device="cpu", max_total_tokens=POSITIONS // 2 + 1, max_input_tokens=POSITIONS // 2)
     with pytest.raises(ModelError, match=f"give --max-total-tokens {POSITIONS // 2} or less"):
-        TorchModel(config, folder, manifest, "cpu")
+        TorchModel(config, folder, "cpu")
     assert serve(folder, max_total_tokens=POSITIONS // 2).max_total_tokens == POSITIONS // 2
 
 
@@ -512,7 +414,5 @@ def test_code_that_comes_with_a_model_is_not_run_unasked(tmp_path):
 
 @pytest.mark.parametrize("quantize", ["int8", "int4"])
 def test_compressed_weights_are_refused(zoo, quantize):
-    expected = (
-        f"--quantize {quantize} (QUANTIZE): llama models run in PyTorch on cpu, where weights stay as they are; leave it out"
-    )
-    assert refusal(zoo.folder("llama"), quantize=quantize) == expected
+    message = refusal(zoo.folder("llama"), quantize=quantize)
+    assert message.startswith(f"--quantize {quantize} (QUANTIZE): ") and message.endswith("; leave it out")

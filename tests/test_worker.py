@@ -10,7 +10,7 @@ from unittest import mock
 import numpy as np
 import pytest
 from fakes.model import EOS, greedy, next_logits
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from loop import ENGINES, Driven, on_every_engine
 from processes import wait_until
@@ -525,7 +525,6 @@ arrivals = st.tuples(
 TROUBLES = ("the step fails", "a row is not a number", "nothing can be published", "a is gone")
 
 
-@settings(max_examples=100)
 @given(
     st.sampled_from(list(ENGINES)),
     st.lists(arrivals, max_size=10),

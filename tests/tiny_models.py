@@ -1,4 +1,5 @@
-"""Tiny checkpoints with random weights, saved into a folder the way `transformers` saves them; and tiny tokenizers.
+"""Tiny checkpoints with random weights, saved into a folder the way `transformers` saves them, with what `transformers`
+generates from them and a loop that runs a model of ours as the worker does; and tiny tokenizers.
 
 The weights are drawn wide, so that attention is sharp and greedy text varies: a key that is read from the wrong position, or
 not read at all, changes the tokens. They are the same in every run.
@@ -8,12 +9,19 @@ from __future__ import annotations
 
 import io
 import json
+import random
 from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 
+import numpy as np
 import tokenizers
 import torch
 import transformers
+
+from config import Config, Manifest
+from scheduler import Request, Scheduler
 
 VOCABULARY = 97
 POSITIONS = 24  # as many as a slot's window: the last position of a slot is the last that the model has
@@ -114,7 +122,7 @@ OTHERS: dict[str, Callable[..., transformers.PretrainedConfig]] = {
 ALL = FAMILIES | WITH_THEIR_OWN_ATTENTION | OTHERS
 
 
-def save_checkpoint(folder: Path, config: transformers.PretrainedConfig, model_class=None, dtype=torch.float32) -> Path:
+def save_checkpoint(folder: Path, config, model_class=None, dtype=torch.float32, spread=0.3) -> Path:
     """Saves a model of `config` with random weights; of `model_class` where it is no causal language model."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
@@ -122,7 +130,7 @@ def save_checkpoint(folder: Path, config: transformers.PretrainedConfig, model_c
         with torch.no_grad():
             for parameter in model.parameters():
                 if parameter.dim() > 1:
-                    parameter.normal_(0, 0.3)
+                    parameter.normal_(0, spread)
     model.generation_config = transformers.GenerationConfig()
     model.to(dtype).save_pretrained(folder)
     return folder
@@ -136,6 +144,108 @@ def edit_config(folder: Path, remove: tuple[str, ...] = (), **changes) -> Path:
         del config[name]
     path.write_text(json.dumps(config | changes, indent=1))
     return folder
+
+
+LENGTHS = (1, 2, 5, 11, 16, POSITIONS - 1)  # around the sliding window of 8, and as long as a prompt can be
+MARGIN = 1e-3  # a smaller lead of the best token could turn with the order of additions
+
+
+@dataclass(frozen=True)
+class Reference:
+    """A prompt and all that `generate` continues it with, up to the last position."""
+
+    prompt: list[int]
+    tokens: list[int]
+
+
+@dataclass(slots=True, eq=False)
+class Sequence(Request):
+    tokens: list[int] = field(default_factory=list)
+    logits: list[np.ndarray] = field(default_factory=list)
+
+
+class Zoo:
+    """One checkpoint per family, and what it must generate; each made when it is first needed."""
+
+    def __init__(self, root: Path):
+        self.root = root
+        self.folder = cache(lambda family: save_checkpoint(root / family, ALL[family]()))
+        self.references = cache(lambda family: references(self.folder(family)))
+
+
+def reference_model(folder, **changes):
+    """`transformers`' own model. Eager, because its faster attention leaves Gemma-2's softcaps out."""
+    config = transformers.AutoConfig.from_pretrained(folder)
+    for name, value in changes.items():
+        setattr(config, name, value)
+    return transformers.AutoModelForCausalLM.from_pretrained(folder, config=config, attn_implementation="eager").eval()
+
+
+def references(folder, lengths=LENGTHS) -> list[Reference]:
+    """For each prompt length one whose every generated token leads by a clear margin, of several the most varied."""
+    model, generator, found = reference_model(folder), torch.Generator().manual_seed(1), []
+    for length in lengths:
+        clear: list[Reference] = []
+        while not clear:
+            prompts = torch.randint(0, VOCABULARY, (6, length), generator=generator)
+            drawn = zip(prompts.tolist(), *generate(model, prompts))
+            clear = [Reference(prompt, tokens) for prompt, tokens, margin in drawn if margin > MARGIN]
+        found.append(max(clear, key=lambda reference: len(set(reference.tokens))))
+    return found
+
+
+def generate(model, ids: torch.Tensor) -> tuple[list[list[int]], list[float]]:
+    """What `transformers` continues each prompt with, and the smallest lead of a token in each."""
+    out = model.generate(
+        ids,
+        attention_mask=torch.ones_like(ids),
+        do_sample=False,
+        max_new_tokens=POSITIONS - ids.shape[1],
+        eos_token_id=None,
+        pad_token_id=0,
+        return_dict_in_generate=True,
+        output_logits=True,
+    )
+    best, second = torch.stack(out.logits).topk(2).values.unbind(-1)
+    return out.sequences[:, ids.shape[1] :].tolist(), (best - second).min(0).values.tolist()
+
+
+def run(model, prompts: list[list[int]], seed=0, prefill_chunk=None, budget=None, keep_all=False) -> list[Sequence]:
+    """Runs all prompts to the end of the window as the worker does, arriving at random times; some are cancelled on the way.
+
+    A sequence's logits are those that its tokens were chosen from; with `keep_all` those after every prompt token as well.
+    """
+    chance, chunk = random.Random(seed), prefill_chunk or model.prefill_chunk
+    scheduler = Scheduler(
+        slots=min(6, model.batch_size), mixes=model.mixes, prefill_chunk=chunk, max_batch_prefill_tokens=budget
+    )
+    sequences = [Sequence(prompt, model.max_total_tokens - len(prompt), 0.0, keep_all=keep_all) for prompt in prompts]
+    arriving = list(sequences)
+    while arriving or scheduler.waiting or scheduler.busy:
+        while arriving and chance.random() < 0.3:
+            scheduler.add(arriving.pop(0))
+        if len(scheduler.running) > 1 and chance.random() < 0.05:
+            scheduler.remove(chance.choice(scheduler.running))
+        step = scheduler.next(0.0)
+        if step:
+            logits = model.forward(step.chunks)
+            ends = np.cumsum([len(chunk.tokens) if chunk.keep_all else 1 for chunk in step.chunks])
+            sampled: list[int | None] = [None] * len(ends)
+            for i, (request, begin, end) in enumerate(zip(step.requests, [0, *ends], ends)):
+                if keep_all or i in step.samples:
+                    request.logits += list(logits[begin:end])
+            for i in step.samples:
+                sampled[i] = int(logits[ends[i] - 1].argmax())
+                step.requests[i].tokens.append(sampled[i])
+            scheduler.update(step, sampled)
+    return sequences
+
+
+def settings(folder: Path, max_total_tokens: int | None = POSITIONS, **changes) -> Config:
+    """Those that serve a checkpoint on a CPU."""
+    changes = {"threads": 1, "model_cache": str(folder.parent / "cache")} | changes
+    config = Config(model_id=str(folder), device="cpu", max_total_tokens=max_total_tokens, **changes)
+    return config.with_manifest(Manifest.read(folder))
 
 
 TEXTS = [
