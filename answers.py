@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import secrets
+import struct
 import time
 from collections.abc import Iterator
 from itertools import accumulate, zip_longest
@@ -17,10 +18,13 @@ from msgspec import UNSET, Struct
 
 import schema
 from config import VERSION
+from errors import ApiError
 from protocol import ModelInfo, Prompt, Token
-from schema import ApiError, ChatRequest, CompletionRequest, Job, Parameters
+from schema import ChatRequest, CompletionRequest, Parameters
 from text import Piece, TextStream, Tokenizer
+from validate import Job
 
+FLOAT32 = struct.Struct("<f")
 OPENAI_FINISH_REASONS = {"length": "length", "eos_token": "stop", "stop_sequence": "stop"}
 
 
@@ -110,7 +114,7 @@ class Answer:
         """One for each token of the prompt; None for the first, before which nothing stands, and for all that never ran."""
         if sequence.ran is None:
             return [None] * len(sequence.prompt)
-        return [None, *map(schema.shortest_float, sequence.ran.logprobs)]
+        return [None, *map(shortest_float, sequence.ran.logprobs)]
 
 
 def event(body: bytes) -> bytes:
@@ -179,13 +183,13 @@ class NativeAnswer(Answer):
 
     def _top_tokens(self, piece: Piece) -> list[schema.TokenOut]:
         return [
-            schema.TokenOut(i, self.tokenizer.token_text(i), schema.shortest_float(logprob), i in self.tokenizer.special_ids)
+            schema.TokenOut(i, self.tokenizer.token_text(i), shortest_float(logprob), i in self.tokenizer.special_ids)
             for i, logprob in piece.top
         ]
 
 
 def _token(piece: Piece) -> schema.TokenOut:
-    return schema.TokenOut(piece.id, piece.text, schema.shortest_float(piece.logprob), piece.special)
+    return schema.TokenOut(piece.id, piece.text, shortest_float(piece.logprob), piece.special)
 
 
 class PredictionsAnswer(Answer):
@@ -308,7 +312,7 @@ class ChatAnswer(OpenAIAnswer):
             [
                 schema.TokenLogprob(
                     token=piece.text,
-                    logprob=schema.shortest_float(piece.logprob),
+                    logprob=shortest_float(piece.logprob),
                     bytes=self._bytes(piece.id, piece.text, piece.cut),
                     top_logprobs=[self._top_logprob(*top) for top in piece.top],
                 )
@@ -318,7 +322,7 @@ class ChatAnswer(OpenAIAnswer):
 
     def _top_logprob(self, token_id: int, logprob: float) -> schema.TopLogprob:
         text = self.tokenizer.token_text(token_id)
-        return schema.TopLogprob(text, schema.shortest_float(logprob), self._bytes(token_id, text))
+        return schema.TopLogprob(text, shortest_float(logprob), self._bytes(token_id, text))
 
 
 class CompletionAnswer(OpenAIAnswer):
@@ -390,7 +394,7 @@ class CompletionAnswer(OpenAIAnswer):
         self._told[sequence] = ends[-1]
         return schema.CompletionLogprobs(
             tokens=[text for text, *_ in rows],
-            token_logprobs=[schema.shortest_float(logprob) for _, _, logprob, _ in rows],
+            token_logprobs=[shortest_float(logprob) for _, _, logprob, _ in rows],
             top_logprobs=[self._top(top) for *_, top in rows] if self._top_n else None,
             text_offset=ends[:-1],
         )
@@ -410,7 +414,7 @@ class CompletionAnswer(OpenAIAnswer):
         """OpenAI's form: the likeliest and the token itself, by their texts; of equal texts the likelier one counts."""
         told: dict[str, float] = {}
         for token, logprob in top:
-            told.setdefault(self._name(token), schema.shortest_float(logprob))
+            told.setdefault(self._name(token), shortest_float(logprob))
         return told or None
 
     def _name(self, token: int) -> str:
@@ -418,3 +422,20 @@ class CompletionAnswer(OpenAIAnswer):
         text = self.tokenizer.token_text(token)
         exact = self.tokenizer.piece_bytes(token) if "\ufffd" in text else None
         return text if exact is None else "bytes:" + "".join(f"\\x{byte:02x}" for byte in exact)
+
+
+def shortest_float(logprob: float | None) -> float | None:
+    """A float32 written with as few digits as tell it apart, as TGI writes it, not with a float64's seventeen."""
+    if logprob is None or not math.isfinite(logprob):
+        return logprob
+    exact = FLOAT32.pack(logprob)
+    (value,) = FLOAT32.unpack(exact)
+    shortest = float(f"{value:.8g}")
+    if FLOAT32.pack(shortest) != exact:
+        return float(f"{value:.9g}")  # nine digits are always enough
+    for form in ("%.7g", "%.6g"):
+        shorter = float(form % value)
+        if FLOAT32.pack(shorter) != exact:
+            break
+        shortest = shorter
+    return shortest

@@ -15,62 +15,48 @@ import logging
 import math
 import os
 import resource
-import secrets
-import select
 import signal
 import socket
 import sys
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple
 
 import gevent
 import gunicorn.app.base
 import gunicorn.glogging
 from flask import Flask, Response, g, request
 from flask_swagger_ui import get_swaggerui_blueprint
-from gevent.monkey import get_original
 from gevent.threadpool import ThreadPool
 from gunicorn.http.errors import ParseException
 from werkzeug.exceptions import ClientDisconnected, HTTPException
 
 import config as configuration
+import errors
+import openapi
 import schema
-from answers import Answer, ChatAnswer, CompletionAnswer, InferAnswer, NativeAnswer, PredictionsAnswer, Sequence
+import validate
+from answers import Answer
 from config import Config
-from engine_client import ClientGone, EngineClient, EngineError, InFlightRequest
-from protocol import End, Generate, ModelInfo, Prompt, RequestStats, Token
-from schema import ApiError, ChatRequest, CompletionRequest, GenerateRequest, Job, Parameters
-from text import ChatTemplate, Piece, TemplateError, Tokenizer, TooManyTokens
+from engine_client import ClientGone, EngineClient, EngineError
+from errors import ApiError
+from generation import HANG_UP, KEEP_ALIVE_S, Batch, Generation, end_error
+from handlers import Handlers, ModelText, prompt_ids
+from protocol import ModelInfo, RequestStats
+from schema import GenerateRequest
+from text import Tokenizer, TooManyTokens
 
 logger = logging.getLogger("web")
 
-WATCH_S = 0.1  # how often a request looks whether its client is still connected
-KEEP_ALIVE_S = 15.0  # a stream without an event for this long carries a comment, so that proxies keep it open
+
 SAGEMAKER_DEADLINE_S = 55.0  # SageMaker gives up on an answer after 60
 OPEN_ROUTES = {"/", "/health", "/ping", "/live", "/metrics"}  # GET needs no key: probes and scrapers have none
-HANG_UP = 499  # the status of a response that nobody reads
+
 LONG_TEXT = 20_000  # bytes; shorter ones are tokenized in less than a millisecond
 TEXT_THREADS = 4
 BODY_PIECE = 65_536  # bytes
 HELD_LIMIT = 64_000_000  # bytes of bodies that are still arriving, in a web process
 SPARE_FDS = 200  # for everything but connections
-
-Batch = list[tuple[Sequence, list[Piece]]]  # what became certain together
-
-
-class ModelText(NamedTuple):
-    """The served model's tokenizer and chat template."""
-
-    tokenizer: Tokenizer
-    template: ChatTemplate | None
-
-    @classmethod
-    def load(cls, info: ModelInfo, tokenizer_config_path: str | None) -> ModelText:
-        template = ChatTemplate.load(info.model_dir, tokenizer_config_path)
-        return cls(Tokenizer(info.tokenizer_dir, info.eos_token_ids), template)
 
 
 class TextThreads:
@@ -87,7 +73,7 @@ class TextThreads:
     def run(self, function: Callable):
         """`function()`, when a thread is free. Raises ApiError (429) when too many wait."""
         if self._pending >= self._max_pending:
-            raise schema.overloaded()
+            raise errors.overloaded()
         self._pending += 1
         try:
             result, error = self._threads.apply(_attempt, (function,))
@@ -106,234 +92,12 @@ def _attempt(function: Callable):
         return None, error
 
 
-class Generation:
-    """The sequences that are generated for one HTTP request, as text. Times are CLOCK_MONOTONIC, in seconds.
-
-    Iterating yields a Batch whenever text has become certain, each sequence once, until all have finished; an empty Batch
-    means that KEEP_ALIVE_S passed without a token. Raises ApiError when the worker refuses or fails, and ClientGone when the
-    client has disconnected. What is unfinished at `deadline_at` ends there. `settle` frees everything.
-    """
-
-    def __init__(
-        self,
-        engine: EngineClient,
-        jobs: list[Job],
-        prompts: list[tuple[list[int], int]],  # of each job: token ids, max_new_tokens
-        started_at: float,
-        deadline_at: float = float("inf"),
-        client: socket.socket | None = None,
-        input_may_end: bool = False,
-    ):
-        self.started_at = started_at
-        self.sent_at = self._received_at = time.monotonic()
-        self.first_token_at: float | None = None
-        self.is_settled = False
-        self._engine = engine
-        self._deadline_at = deadline_at
-        self._by_id: dict[int, Sequence] = {}
-        generates = []
-        for job, (prompt, max_new_tokens) in zip(jobs, prompts):
-            for number in range(job.sequences):
-                sequence = Sequence(engine.text.tokenizer, job, prompt, max_new_tokens, number, len(self._by_id))
-                request_id = secrets.randbits(63)
-                self._by_id[request_id] = sequence
-                generate = Generate(
-                    id=request_id,
-                    prompt=prompt,
-                    max_new_tokens=max_new_tokens,
-                    sampling=sequence.sampling,
-                    top_n_tokens=job.top_n_tokens,
-                    min_new_tokens=job.min_new_tokens,
-                    ignore_eos=job.ignore_eos,
-                    logprobs=job.logprobs,
-                    prompt_logprobs=job.prompt_logprobs,
-                    sent_at=self.sent_at,
-                )
-                generates.append(generate)
-        self._request = InFlightRequest(engine, generates)
-        self._watcher = gevent.spawn(self._watch, client, input_may_end)
-
-    @property
-    def sequences(self) -> list[Sequence]:
-        return list(self._by_id.values())
-
-    @property
-    def _unfinished(self) -> list[Sequence]:
-        return [sequence for sequence in self._by_id.values() if sequence.finish_reason is None]
-
-    def __iter__(self) -> Iterator[Batch]:
-        while self._unfinished:
-            messages = self._request.receive()
-            self._received_at = time.monotonic()
-            batch = self._advance(messages)
-            if self._unfinished and self._received_at >= self._deadline_at:
-                for sequence, pieces in self._cut():
-                    batch.setdefault(sequence, []).extend(pieces)
-            if batch or not messages:  # a prompt that has been run is no reason yet to begin an answer
-                yield list(batch.items())
-
-    def _watch(self, client: socket.socket | None, input_may_end: bool) -> None:
-        """Wakes the request when its client disconnects, at its deadline, and when it is time for a sign of life.
-
-        The end of the client's input counts as a disconnect unless `input_may_end`: then only a broken connection does.
-        """
-        poller = get_original("select", "poll")()  # asked without waiting; gevent's own cannot see the end of the input
-        if client is not None:
-            poller.register(client, select.POLLHUP | select.POLLERR | (0 if input_may_end else select.POLLRDHUP))
-        while not poller.poll(0):
-            now = time.monotonic()
-            gevent.sleep(min(WATCH_S, max(0.01, self._deadline_at - now)))
-            if time.monotonic() >= min(self._received_at + KEEP_ALIVE_S, self._deadline_at):
-                self._request.wake()
-        self._request.hang_up()
-
-    def _advance(self, messages: list[Prompt | Token | End]) -> dict[Sequence, list[Piece]]:
-        batch: dict[Sequence, list[Piece]] = {}
-        for message in messages:
-            sequence = self._by_id[message.id]
-            if sequence.finish_reason is not None:  # tokens that arrive after a stop string
-                continue
-            if isinstance(message, End):
-                raise _end_error(message.reason, message.message)
-            if isinstance(message, Prompt):
-                sequence.ran = message
-            else:
-                batch.setdefault(sequence, []).extend(self._take(message, sequence))
-        return batch
-
-    def settle(self, outcome: str, status: int = 200) -> None:
-        """Cancels what still runs, and adds the request to the metrics; only the first outcome counts."""
-        self._request.close()
-        self._watcher.kill(block=False)
-        if not self.is_settled:
-            self.is_settled = True
-            self._engine.record(self._stats(outcome, status))
-
-    def _stats(self, outcome: str, status: int) -> RequestStats:
-        sequences = self.sequences
-        duration_s = time.monotonic() - self.started_at
-        validation_s = self.sent_at - self.started_at
-        queue_s = max(sequence.queue_s for sequence in sequences)
-        return RequestStats(
-            status=HANG_UP if outcome == "dropped" else status,
-            outcome=outcome,
-            duration_s=duration_s,
-            validation_s=validation_s,
-            queue_s=queue_s,
-            inference_s=max(0.0, duration_s - validation_s - queue_s),
-            first_token_s=None if self.first_token_at is None else self.first_token_at - self.started_at,
-            input_tokens=sum(len(sequence.prompt) for sequence in sequences if sequence.number == 0),
-            generated_tokens=sum(sequence.tokens for sequence in sequences),
-            max_new_tokens=sum(sequence.max_new_tokens for sequence in sequences),
-        )
-
-    def _take(self, token: Token, sequence: Sequence) -> list[Piece]:
-        if self.first_token_at is None:
-            self.first_token_at = time.monotonic()
-        pieces = sequence.take(token)
-        if sequence.finish_reason is not None and token.finish_reason is None:
-            self._request.cancel(token.id, "stop sequence")
-        return pieces
-
-    def _cut(self) -> list[tuple[Sequence, list[Piece]]]:
-        if self.first_token_at is None:
-            raise schema.overloaded()  # it has only waited; a later attempt may be served
-        cut = [(sequence, sequence.cut()) for sequence in self._unfinished]
-        self._request.close("deadline")
-        return cut
-
-
-def _end_error(reason: str, message: str = "") -> ApiError:
-    if reason == "overloaded":
-        return schema.overloaded()
-    if reason == "failed":
-        return schema.generation_failed(message)
-    if reason == "cancelled":
-        return schema.incomplete()
-    return schema.not_ready(reason)
-
-
-class Readers:
-    """From the body of a request to its Answer: the jobs to run, and the form of the response. Raise ApiError."""
-
-    def __init__(self, config: Config, engine: EngineClient):
-        self._config = config
-        self._engine = engine
-
-    def generate(self, body: bytes) -> Answer:
-        return self._native(schema.parse(body, GenerateRequest), streams=False)
-
-    def generate_stream(self, body: bytes) -> Answer:
-        return self._native(schema.parse(body, GenerateRequest), streams=True)
-
-    def compat(self, body: bytes) -> Answer:
-        """`POST /`: streams when the body says so, and gives the prompt back unless it says not to."""
-        generate = schema.parse(body, GenerateRequest)
-        return self._native(generate, streams=bool(generate.stream), in_list=True, full_text=True)
-
-    def chat(self, body: bytes) -> Answer:
-        chat = schema.parse(body, ChatRequest)
-        return ChatAnswer([self._chat_job(chat)], *self._parts(chat.stream), request=chat)
-
-    def completion(self, body: bytes) -> Answer:
-        completion = schema.parse(body, CompletionRequest)
-        jobs = schema.check_completion(completion, self._config, self._engine.info)
-        return CompletionAnswer(jobs, *self._parts(completion.stream), request=completion)
-
-    def of_invocation(self, body: bytes) -> tuple[Callable[[bytes], Answer], bool]:
-        """The reader for a body of `/invocations`, and whether it is one of OpenAI's."""
-        readers = {GenerateRequest: self.compat, ChatRequest: self.chat, CompletionRequest: self.completion}
-        kinds = {"inputs": GenerateRequest, "messages": ChatRequest, "prompt": CompletionRequest}
-        kind = schema.kind_of(body, kinds)
-        return readers[kind], kind is not GenerateRequest
-
-    def vertex(self, body: bytes) -> Answer:
-        jobs, prefixes = [], []
-        for instance in schema.vertex_instances(schema.parse(body, schema.VertexRequest), self._config):
-            if isinstance(instance, ChatRequest):
-                jobs.append(self._chat_job(instance))
-                prefixes.append("")
-            else:
-                jobs.append(schema.check(instance, self._config, self._engine.info, streaming=False))
-                wants_prompt = instance.parameters and instance.parameters.return_full_text
-                prefixes.append(instance.inputs if wants_prompt else "")
-        return PredictionsAnswer(jobs, *self._parts(), prefixes=prefixes)
-
-    def infer(self, sentence: str) -> Answer:
-        job = schema.check_sentence(sentence, self._config, self._engine.info)
-        return InferAnswer([job], *self._parts(), prefixes=[sentence])
-
-    def chat_prompt(self, chat: ChatRequest) -> str:
-        """The text that the model's chat template makes of the messages."""
-        messages = schema.messages_of(chat.messages)
-        if self._engine.text.template is None:
-            raise schema.template_failed("template not found")
-        try:
-            return self._engine.text.template.render(messages)
-        except TemplateError as error:
-            raise schema.template_failed(str(error)) from None
-
-    def _native(self, generate: GenerateRequest, streams: bool, in_list: bool = False, full_text: bool = False) -> Answer:
-        parameters = generate.parameters or Parameters()
-        if parameters.return_full_text is None:
-            parameters.return_full_text = full_text
-        job = schema.check(generate, self._config, self._engine.info, streams)
-        return NativeAnswer([job], *self._parts(streams), parameters=parameters, in_list=in_list)
-
-    def _chat_job(self, chat: ChatRequest) -> Job:
-        job = schema.check_chat(chat, self._config, self._engine.info)
-        return replace(job, prompt=self.chat_prompt(chat))
-
-    def _parts(self, streams: bool | None = False) -> tuple[ModelInfo, Tokenizer, bool]:
-        return self._engine.info, self._engine.text.tokenizer, bool(streams)
-
-
 def create_app(config: Config, engine: EngineClient) -> Flask:
     """The WSGI application. Serves from the first moment; until the model is ready it answers 503."""
     app = Flask("neuron-textgen", static_folder=None)
     app.config["MAX_CONTENT_LENGTH"] = config.payload_limit + 1  # werkzeug cuts a chunked body here without an error
     app.register_blueprint(get_swaggerui_blueprint("/docs", "/api-doc/openapi.json"))
-    readers, bodies, threads = Readers(config, engine), Bodies(config), TextThreads(config.max_concurrent_requests)
+    handlers, bodies, threads = Handlers(config, engine), Bodies(config), TextThreads(config.max_concurrent_requests)
     _guard(app, Guard(config))
     _answer_errors(app, config, engine)
 
@@ -342,8 +106,8 @@ def create_app(config: Config, engine: EngineClient) -> Flask:
 
         def prepare() -> tuple[Answer, list[tuple[list[int], int]]]:
             answer = read()
-            schema.check_sequences(answer.jobs, config)
-            return answer, [schema.fit(job, _tokenize(engine, job), engine.info) for job in answer.jobs]
+            validate.check_sequences(answer.jobs, config)
+            return answer, [validate.fit(job, prompt_ids(engine, job), engine.info) for job in answer.jobs]
 
         answer, prompts = threads.run(prepare) if in_thread else prepare()
         deadline_at = g.started_at + deadline_s if deadline_s and not answer.streams else float("inf")
@@ -358,7 +122,7 @@ def create_app(config: Config, engine: EngineClient) -> Flask:
         g.generates, g.started_at = True, time.monotonic()
         _ready(engine)
         if engine.is_full:
-            raise schema.overloaded()
+            raise errors.overloaded()
 
     def generates(path: str, read: Callable[[bytes], Answer], renders: bool = False) -> None:
         """A route that generates text from a JSON body; `renders`: with the chat template."""
@@ -370,31 +134,31 @@ def create_app(config: Config, engine: EngineClient) -> Flask:
 
         app.add_url_rule(path, f"POST {path}", view, methods=["POST"])
 
-    generates("/", readers.compat)
-    generates("/v1", readers.compat)  # for huggingface_hub's text_generation with a base_url that ends in /v1
-    generates("/generate", readers.generate)
-    generates("/generate_stream", readers.generate_stream)
-    generates("/v1/chat/completions", readers.chat, renders=True)
-    generates("/v1/completions", readers.completion)
-    generates("/vertex", readers.vertex, renders=True)
+    generates("/", handlers.compat)
+    generates("/v1", handlers.compat)  # for huggingface_hub's text_generation with a base_url that ends in /v1
+    generates("/generate", handlers.generate)
+    generates("/generate_stream", handlers.generate_stream)
+    generates("/v1/chat/completions", handlers.chat, renders=True)
+    generates("/v1/completions", handlers.completion)
+    generates("/vertex", handlers.vertex, renders=True)
 
     @app.post("/invocations")
     def invocations() -> Response:
         begin()
         body = bodies.read()
-        read, g.speaks_openai = readers.of_invocation(body)
+        read, g.speaks_openai = handlers.of_invocation(body)
         return generate(lambda: read(body), True, config.response_deadline or SAGEMAKER_DEADLINE_S)
 
     @app.get("/infer")
     def infer() -> Response:
         begin()
         sentence = request.args.get("sentence", "")
-        return generate(lambda: readers.infer(sentence), in_thread=False)
+        return generate(lambda: handlers.infer(sentence), in_thread=False)
 
     @app.post("/tokenize")
     def tokenize() -> Response:
         _ready(engine)
-        inputs = schema.parse(bodies.read(), GenerateRequest).inputs
+        inputs = validate.parse(bodies.read(), GenerateRequest).inputs
         return _json(threads.run(lambda: _simple_tokens(engine.text.tokenizer, inputs, add_special_tokens=True)))
 
     @app.post("/chat_tokenize")
@@ -403,7 +167,7 @@ def create_app(config: Config, engine: EngineClient) -> Flask:
         body = bodies.read()
 
         def tokens() -> schema.ChatTokenizeResponse:
-            text = readers.chat(body).jobs[0].prompt
+            text = handlers.chat(body).jobs[0].prompt
             return schema.ChatTokenizeResponse(_simple_tokens(engine.text.tokenizer, text, add_special_tokens=False), text)
 
         return _json(threads.run(tokens))
@@ -417,7 +181,7 @@ def create_app(config: Config, engine: EngineClient) -> Flask:
     @app.get("/ping")
     def health() -> Response:
         if engine.phase != "ready":
-            raise schema.unhealthy(engine.phase)
+            raise errors.unhealthy(engine.phase)
         return _empty()
 
     @app.get("/info")
@@ -436,12 +200,12 @@ def create_app(config: Config, engine: EngineClient) -> Flask:
     def model(name: str) -> Response:
         card = schema.ModelCard.of(_ready(engine))
         if name != card.id:
-            raise schema.no_such_model(name, card.id)
+            raise errors.no_such_model(name, card.id)
         return _json(card)
 
     @app.get("/api-doc/openapi.json")
-    def openapi() -> Response:
-        return _json(schema.openapi())
+    def document() -> Response:
+        return _json(openapi.openapi())
 
     return app
 
@@ -482,7 +246,7 @@ def _guard(app: Flask, guard: Guard) -> None:
         if request.method == "OPTIONS":
             return _empty()  # a browser's preflight request carries no key
         if not guard.allows(request.method, request.path, request.headers.get("Authorization", "")):
-            raise schema.unauthorized()
+            raise errors.unauthorized()
         return None
 
     @app.after_request
@@ -510,7 +274,7 @@ def _answer_errors(app: Flask, config: Config, engine: EngineClient) -> None:
 
     @app.errorhandler(EngineError)
     def engine_error(error: EngineError) -> Response:
-        return api_error(_end_error(error.reason, error.message))
+        return api_error(end_error(error.reason, error.message))
 
     @app.errorhandler(HTTPException)
     def http_error(error: HTTPException) -> Response:
@@ -540,7 +304,7 @@ def _http_error(error: HTTPException, config: Config) -> ApiError:
     if error.code == 405:
         return ApiError(405, "method_not_allowed", f"{request.path} does not take {request.method}")
     if error.code == 413:
-        return schema.too_large(config.payload_limit)
+        return errors.too_large(config.payload_limit)
     return ApiError(error.code or 500, "http", error.description or error.name)
 
 
@@ -556,7 +320,7 @@ def _json(body) -> Response:
 
 def _ready(engine: EngineClient) -> ModelInfo:
     if engine.phase != "ready":
-        raise schema.not_ready(engine.phase)
+        raise errors.not_ready(engine.phase)
     return engine.info
 
 
@@ -574,7 +338,7 @@ class Bodies:
     def read(self) -> bytes:
         """The body of the current request. Raises ApiError."""
         if not (request.mimetype == "application/json" or request.mimetype.endswith("+json")):
-            raise schema.wrong_content_type()
+            raise errors.wrong_content_type()
         body = bytearray()
         timeout_s = self._config.client_timeout
         try:
@@ -597,29 +361,16 @@ class Bodies:
         finally:
             self._held_bytes -= len(body)
         if len(body) > self._config.payload_limit:
-            raise schema.too_large(self._config.payload_limit)
+            raise errors.too_large(self._config.payload_limit)
         return bytes(body)
-
-
-def _tokenize(engine: EngineClient, job: Job) -> list[int]:
-    if not isinstance(job.prompt, str):
-        return job.prompt
-    tokenizer = engine.text.tokenizer
-    # Tokenizing a text takes a hundred times its memory, so one that cannot fit is refused before.
-    if job.truncate is None and len(job.prompt) > engine.info.max_total_tokens * tokenizer.longest_token:
-        raise schema.too_many_tokens(job, f"at least {len(job.prompt) // tokenizer.longest_token}", engine.info)
-    try:
-        return tokenizer.encode(job.prompt, job.add_special_tokens)
-    except Exception as error:
-        raise schema.invalid(f"tokenizer error {error}") from None
 
 
 def _simple_tokens(tokenizer: Tokenizer, text: str, add_special_tokens: bool) -> list[schema.SimpleToken]:
     raw = text.encode()
     try:
-        spans = tokenizer.spans(text, add_special_tokens, schema.MAX_TOLD_TOKENS)
+        spans = tokenizer.spans(text, add_special_tokens, validate.MAX_TOLD_TOKENS)
     except TooManyTokens as error:
-        raise schema.too_many_to_tell(error.count, schema.MAX_TOLD_TOKENS) from None
+        raise errors.too_many_to_tell(error.count, validate.MAX_TOLD_TOKENS) from None
     return [schema.SimpleToken(i, raw[start:stop].decode(errors="replace"), start, stop) for i, start, stop in spans]
 
 

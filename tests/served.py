@@ -9,6 +9,7 @@ import msgspec
 from fakes.model import EOS, FakeModel, greedy
 from fakes.tokenizer import VOCABULARY, byte_tokenizer
 
+import handlers
 import sampling
 import web
 from config import Config
@@ -68,7 +69,7 @@ class Served:
         scheduler = Scheduler(slots=slots, mixes=False, prefill_chunk=prefill_chunk)
         most = LIMITS["max_concurrent_requests"]
         self.worker = Worker(self.model, self.end, frozenset([EOS]), scheduler, most, self.metrics)
-        self.seen = EngineClient(address, lambda info: web.ModelText.load(info, None))
+        self.seen = EngineClient(address, lambda info: handlers.ModelText.load(info, None))
         self.config = Config(**LIMITS | settings)
         self.client = web.create_app(self.config, self.seen).test_client()
         limits = (VOCABULARY, [EOS], 2, WINDOW - 1, WINDOW)

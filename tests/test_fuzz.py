@@ -17,11 +17,15 @@ import zmq
 from gevent.queue import SimpleQueue
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
+from served import wait_until
 
+import openapi
 import protocol
-import schema
+import validate
+from chat import ChatTemplate, TemplateError
 from config import DEMO_MODEL
 from engine_client import EngineClient
+from errors import ApiError
 from protocol import (
     Cancel,
     End,
@@ -38,8 +42,8 @@ from protocol import (
     Token,
     Tokens,
 )
-from schema import ApiError, ChatRequest, CompletionRequest, Parameters
-from text import ChatTemplate, Detokenizer, TemplateError, TextStream, Tokenizer
+from schema import ChatRequest, CompletionRequest, Parameters
+from text import Detokenizer, TextStream, Tokenizer
 
 IS_LONG = os.environ.get("HYPOTHESIS_PROFILE") == "long"
 LONG_CASES = int(os.environ.get("FUZZ_CASES", "10000"))
@@ -275,7 +279,7 @@ def test_any_body_is_answered_or_refused_as_documented(roomy, route):
 
 
 def test_the_routes_that_are_tried_are_all_there_are():
-    assert set(BODIES) == {route.path for route in schema.ROUTES if route.method == "POST"}
+    assert set(BODIES) == {route.path for route in openapi.ROUTES if route.method == "POST"}
 
 
 def test_a_refusal_does_not_send_long_words_back(served):
@@ -359,7 +363,7 @@ DEMO_TEMPLATE = ChatTemplate.load(DEMO_MODEL)
 @given(body=array_of(MESSAGE, max_size=4).map(lambda messages: encoded('{"messages":' + messages + "}")))
 def test_any_chat_becomes_a_text_that_can_be_tokenized_or_is_refused(tokenizers, body):
     try:
-        messages = schema.messages_of(schema.parse(body, ChatRequest).messages)
+        messages = validate.messages_of(validate.parse(body, ChatRequest).messages)
         text = DEMO_TEMPLATE.render(messages)
     except (ApiError, TemplateError) as error:
         counted["chat", type(error).__name__] += 1
@@ -454,6 +458,7 @@ def test_any_message_leaves_the_worker_serving(served, context, caplog):
     any_message()
     served.assert_idle()
     assert served.thread.is_alive()
+    wait_until(lambda: served.seen.phase == "ready")  # its greenlets did not run meanwhile
     answer = served.post("/generate", {"inputs": text, "parameters": {"max_new_tokens": 3}})
     assert answer.get_json() == expected
 

@@ -15,10 +15,16 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
+import errors
+import openapi
 import schema
+import validate
+from answers import shortest_float
 from config import HERE, VERSION, Config
+from errors import ApiError
 from protocol import ModelInfo, Sampling
-from schema import ApiError, GenerateRequest, Job, Parameters, TokenOut, check, encode, fit, parse, shortest_float
+from schema import GenerateRequest, Parameters, TokenOut, encode
+from validate import Job, check, fit, parse
 
 CONFIG = Config(max_stop_sequences=4, max_top_n_tokens=5, max_best_of=3, max_client_batch_size=4)
 FACTS = ModelInfo(
@@ -249,9 +255,9 @@ def asked_of(route, facts, **fields):
         return [check(parse(body, GenerateRequest), CONFIG, facts, streaming=False)]
     if route.endswith("chat"):
         fields |= {"messages": USER} | ({"temperature": 0} if route.startswith("greedy") else {})
-        return [schema.check_chat(parse(json.dumps(fields).encode(), schema.ChatRequest), CONFIG, facts)]
+        return [validate.check_chat(parse(json.dumps(fields).encode(), schema.ChatRequest), CONFIG, facts)]
     body = json.dumps({"prompt": "Hello"} | fields).encode()
-    return schema.check_completion(parse(body, schema.CompletionRequest), CONFIG, facts)
+    return validate.check_completion(parse(body, schema.CompletionRequest), CONFIG, facts)
 
 
 @pytest.mark.parametrize(("route", "field", "right", "wrong"), NEEDS_HOST)
@@ -267,7 +273,7 @@ def test_a_device_that_samples_refuses_what_it_cannot_do_and_takes_what_does_not
 
 
 def test_the_document_says_that_log_probabilities_and_seeds_may_be_null():
-    schemas = schema.openapi()["components"]["schemas"]
+    schemas = openapi.openapi()["components"]["schemas"]
     for kind, field in [("TokenOut", "logprob"), ("Details", "seed"), ("StreamDetails", "seed"), ("BestOfSequence", "seed")]:
         assert {"type": "null"} in schemas[kind]["properties"][field]["anyOf"]
 
@@ -476,12 +482,12 @@ def test_any_damage_to_a_good_body_gives_a_job_or_a_refusal(at, length, inserted
 
 def chat(**fields) -> Job:
     body = {"messages": [{"role": "user", "content": "Hi"}], **fields}
-    return schema.check_chat(parse(json.dumps(body).encode(), schema.ChatRequest), CONFIG, FACTS)
+    return validate.check_chat(parse(json.dumps(body).encode(), schema.ChatRequest), CONFIG, FACTS)
 
 
 def completion(prompt="Hello", **fields) -> list[Job]:
     body = json.dumps({"prompt": prompt, **fields}).encode()
-    return schema.check_completion(parse(body, schema.CompletionRequest), CONFIG, FACTS)
+    return validate.check_completion(parse(body, schema.CompletionRequest), CONFIG, FACTS)
 
 
 def test_what_openais_clients_ask_for_arrives():
@@ -536,7 +542,7 @@ def test_null_means_absent_in_openais_requests_too(kind):
 )
 def test_messages_come_as_templates_read_them(messages, told):
     body = json.dumps({"messages": messages}).encode()
-    got = schema.messages_of(parse(body, schema.ChatRequest).messages)
+    got = validate.messages_of(parse(body, schema.ChatRequest).messages)
     if told is None:
         told = [{"role": messages[0]["role"], "content": "ab" if isinstance(messages[0]["content"], list) else "a"}]
         told[0] |= {"name": "n"} if "name" in messages[0] else {}
@@ -548,7 +554,7 @@ def test_messages_come_as_templates_read_them(messages, told):
 )
 def test_the_arguments_of_a_tool_call_are_read_where_they_can_be(arguments, read):
     call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": arguments}}
-    (message,) = schema.messages_of([schema.Message("assistant", None, tool_calls=[call])])
+    (message,) = validate.messages_of([schema.Message("assistant", None, tool_calls=[call])])
     assert message["content"] == ""
     assert message["tool_calls"][0]["function"] == {"name": "f", "arguments": read}
 
@@ -562,16 +568,16 @@ def test_more_messages_than_a_prompt_has_tokens_are_refused():
 
 
 def test_errors_have_openais_shape_too():
-    told = json.loads(schema.invalid("`top_p` must be > 0.0 and < 1.0").openai_json)["error"]
+    told = json.loads(errors.invalid("`top_p` must be > 0.0 and < 1.0").openai_json)["error"]
     assert told == {
         "message": "Input validation error: `top_p` must be > 0.0 and < 1.0",
         "type": "invalid_request_error",
         "param": "top_p",
         "code": "validation",
     }
-    told = json.loads(schema.overloaded().openai_json)["error"]
+    told = json.loads(errors.overloaded().openai_json)["error"]
     assert (told["type"], told["param"], told["code"]) == ("rate_limit_error", None, "rate_limit_exceeded")
-    told = json.loads(schema.not_ready("loading").openai_json)["error"]
+    told = json.loads(errors.not_ready("loading").openai_json)["error"]
     assert (told["type"], told["code"], told["phase"]) == ("server_error", "unavailable", "loading")
 
 
@@ -826,25 +832,25 @@ def test_info_tells_tgis_keys_in_their_order_and_then_ours():
 @pytest.mark.parametrize(
     ("error", "status", "retry_after_s", "body"),
     [
-        (schema.invalid("no"), 422, None, b'{"error":"Input validation error: no","error_type":"validation"}'),
-        (schema.overloaded(), 429, 1, b'{"error":"Model is overloaded","error_type":"overloaded"}'),
+        (errors.invalid("no"), 422, None, b'{"error":"Input validation error: no","error_type":"validation"}'),
+        (errors.overloaded(), 429, 1, b'{"error":"Model is overloaded","error_type":"overloaded"}'),
         (
-            schema.generation_failed("it broke"),
+            errors.generation_failed("it broke"),
             424,
             None,
             b'{"error":"Request failed during generation: it broke","error_type":"generation"}',
         ),
         (
-            schema.too_large(2000),
+            errors.too_large(2000),
             413,
             None,
             b'{"error":"Failed to buffer the request body: length limit exceeded (at most 2000 bytes; --payload-limit raises '
             b'it)","error_type":"validation"}',
         ),
-        (schema.incomplete(), 500, None, b'{"error":"Incomplete generation","error_type":"incomplete_generation"}'),
-        (schema.unhealthy("loading"), 503, 5, b'{"error":"unhealthy","error_type":"healthcheck","phase":"loading"}'),
+        (errors.incomplete(), 500, None, b'{"error":"Incomplete generation","error_type":"incomplete_generation"}'),
+        (errors.unhealthy("loading"), 503, 5, b'{"error":"unhealthy","error_type":"healthcheck","phase":"loading"}'),
         (
-            schema.not_ready("loading"),
+            errors.not_ready("loading"),
             503,
             5,
             b'{"error":"The model cannot take requests now: loading","error_type":"unavailable","phase":"loading"}',
@@ -896,7 +902,7 @@ body = b'{"inputs": "a", "parameters": {"max_new_tokens": 3, "stop": ["x"]}}'
 together = threading.Barrier(64)
 def parse():
     together.wait()
-    schema.parse(body, schema.GenerateRequest)
+    validate.parse(body, schema.GenerateRequest)
 threads = [threading.Thread(target=parse) for _ in range(64)]
 for thread in threads: thread.start()
 for thread in threads: thread.join()

@@ -28,8 +28,9 @@ from hypothesis import strategies as st
 from tiny_tokenizers import save
 
 import text
+from chat import ChatTemplate, TemplateError
 from config import DEMO_MODEL, HERE, ConfigError
-from text import ChatTemplate, Detokenizer, Piece, TemplateError, TextStream, Tokenizer, check, find_stop, stop_begun
+from text import Detokenizer, Piece, TextStream, Tokenizer, check, find_stop, stop_begun
 
 # Most of these run with each of eleven tokenizers.
 thorough = settings(max_examples=60, suppress_health_check=[HealthCheck.too_slow])
@@ -865,7 +866,7 @@ def test_what_goes_wrong_in_a_template_is_told_in_one_line(template, reason):
     ids=["writes", "reads", "filters"],
 )
 def test_a_template_that_messages_keep_busy_is_stopped(template, monkeypatch):
-    monkeypatch.setattr(text, "TEMPLATE_S", 0.1)
+    monkeypatch.setattr("chat.TEMPLATE_S", 0.1)
     chat = ChatTemplate(template, {})
     started_at = time.monotonic()
     with pytest.raises(TemplateError, match=r"longer than 0\.1 s"):
@@ -889,7 +890,7 @@ def test_a_template_that_messages_keep_busy_is_stopped(template, monkeypatch):
     ids=["loops", "loops in a loop", "loops for nothing", "macros", "a loop that calls itself", "map"],
 )
 def test_a_template_that_keeps_itself_busy_is_stopped(template, monkeypatch):
-    monkeypatch.setattr(text, "TEMPLATE_S", 0.1)
+    monkeypatch.setattr("chat.TEMPLATE_S", 0.1)
     started_at = time.monotonic()
     with pytest.raises(TemplateError, match=r"longer than 0\.1 s"):
         ChatTemplate(template, {}).render([USER])
@@ -908,7 +909,7 @@ def test_a_template_may_multiply():
 
 
 def test_a_template_that_writes_too_much_is_stopped(monkeypatch):
-    monkeypatch.setattr(text, "TEMPLATE_CHARACTERS", 1000)
+    monkeypatch.setattr("chat.TEMPLATE_CHARACTERS", 1000)
     chat = ChatTemplate("{% for m in messages %}{{ m.content }}{% endfor %}", {})
     assert chat.render([{"role": "user", "content": "a" * 1000}])
     with pytest.raises(TemplateError, match="more than 1000 characters"):

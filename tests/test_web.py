@@ -15,9 +15,14 @@ from served import LIMITS, WAIT_S, WINDOW, events, wait_until
 from werkzeug.exceptions import ClientDisconnected
 
 import engine_client
+import errors
+import generation
+import handlers
+import openapi
 import schema
-import text
+import validate
 import web
+from answers import NativeAnswer
 from engine_client import EngineClient
 from protocol import End, Prompt
 
@@ -287,16 +292,16 @@ def test_a_failure_before_the_first_token_has_its_own_status(served, route):
 
 
 def test_a_prompt_that_has_been_run_does_not_begin_an_answer_that_then_fails(served, monkeypatch):
-    body = schema.parse(b'{"inputs":"a"}', schema.GenerateRequest)
-    job = schema.check(body, served.config, served.info, streaming=True)
+    body = validate.parse(b'{"inputs":"a"}', schema.GenerateRequest)
+    job = validate.check(body, served.config, served.info, streaming=True)
     monkeypatch.setattr(served.seen, "submit", lambda generates, queue: sent.append((generates[0].id, queue)))
     sent = []
-    generation = web.Generation(served.seen, [job], [([97], 5)], time.monotonic())
+    generating = generation.Generation(served.seen, [job], [([97], 5)], time.monotonic())
     ((request_id, queue),) = sent
     queue.put([Prompt(request_id, 0.0)])
     gevent.spawn_later(0.01, queue.put, [End(request_id, "failed", "no number")])
-    with pytest.raises(schema.ApiError) as error:
-        next(iter(generation))
+    with pytest.raises(errors.ApiError) as error:
+        next(iter(generating))
     assert error.value.status == 424
 
 
@@ -315,7 +320,7 @@ def test_a_failure_in_the_middle_of_a_stream_is_an_event(served):
 
 
 def test_a_silent_stream_is_kept_open_with_comments(served, monkeypatch):
-    monkeypatch.setattr(web, "KEEP_ALIVE_S", 0.05)
+    monkeypatch.setattr(generation, "KEEP_ALIVE_S", 0.05)
     served.model.may_decode.clear()
     with served.post("/generate_stream", {"inputs": "Hello", "parameters": {"max_new_tokens": 3}}, buffered=False) as response:
         chunks = iter(response.response)
@@ -401,16 +406,16 @@ def waiting_with_a_socket(served, **headers):
 def test_what_a_client_sent_ahead_does_not_hide_that_it_hung_up(served):
     with waiting_with_a_socket(served) as (asking, theirs):
         theirs.sendall(b"GET /health HTTP/1.1\r\n")
-        asking.join(3 * web.WATCH_S)
+        asking.join(3 * generation.WATCH_S)
         assert not asking.ready()
         theirs.close()
-        assert asking.get(timeout=WAIT_S).status_code == web.HANG_UP
+        assert asking.get(timeout=WAIT_S).status_code == generation.HANG_UP
 
 
 def test_a_client_that_announced_its_last_request_may_close_its_sending_side(served):
     with waiting_with_a_socket(served, Connection="close") as (asking, theirs):
         theirs.shutdown(socket.SHUT_WR)
-        asking.join(3 * web.WATCH_S)
+        asking.join(3 * generation.WATCH_S)
         assert not asking.ready()
         served.model.may_decode.set()
         assert asking.get(timeout=WAIT_S).status_code == 200
@@ -442,7 +447,7 @@ def test_when_the_worker_dies_everyone_is_told(booting):
 
 def test_a_bug_in_the_middle_of_a_stream_is_an_event_and_ends_that_stream_alone(served, monkeypatch, caplog):
     with monkeypatch.context() as patched:
-        patched.setattr(web.NativeAnswer, "_event", lambda *_, **__: 1 / 0)
+        patched.setattr(NativeAnswer, "_event", lambda *_, **__: 1 / 0)
         *_, last = events(served.post("/generate_stream", {"inputs": "Hello", "parameters": {"max_new_tokens": 5}}))
     assert last["error_type"] == "internal"
     assert "ZeroDivisionError" in caplog.text
@@ -453,7 +458,7 @@ def test_a_bug_of_ours_is_an_answer_too(served, monkeypatch, caplog):
     monkeypatch.setattr(served.seen.text.tokenizer.__class__, "encode", lambda *_: 1 // 0)
     response = served.post("/generate", {"inputs": "a"})
     assert response.status_code == 422
-    monkeypatch.setattr(web.schema, "parse", lambda *_: 1 // 0)
+    monkeypatch.setattr("validate.parse", lambda *_: 1 // 0)
     response = served.post("/generate", {"inputs": "a"})
     assert response.status_code == 500
     assert response.json == {"error": "Internal server error", "error_type": "internal"}
@@ -489,7 +494,7 @@ def test_the_openapi_document_tells_every_route_and_no_other(served):
     assert told == {(method, path) for method, path in there if path not in ("/docs/<path:path>", "/docs/dist/<path:filename>")}
 
 
-@pytest.mark.parametrize("route", schema.ROUTES, ids=lambda route: f"{route.method} {route.path}")
+@pytest.mark.parametrize("route", openapi.ROUTES, ids=lambda route: f"{route.method} {route.path}")
 def test_every_route_answers_in_the_type_that_it_promises(served, route):
     response = ask(served, route)
     assert response.status_code == 200
@@ -505,7 +510,7 @@ def test_the_page_of_the_document_needs_no_other_server(served):
     assert "https://" not in page
 
 
-@pytest.mark.parametrize("route", schema.ROUTES, ids=lambda route: f"{route.method} {route.path}")
+@pytest.mark.parametrize("route", openapi.ROUTES, ids=lambda route: f"{route.method} {route.path}")
 def test_with_an_api_key_only_health_and_metrics_are_open(serve, route):
     served = serve(api_key="Secret").get_ready()
     refused = ask(served, route)
@@ -642,7 +647,7 @@ def test_a_long_text_is_tokenized_while_others_are_answered(serve):
 def test_a_new_web_process_accepts_nothing_before_it_can_serve_what_the_worker_accepts(served, monkeypatch):
     monkeypatch.setattr(engine_client, "FIRST_MESSAGE_S", WAIT_S)
     may_load = threading.Event()
-    newcomer = EngineClient(served.address, lambda info: may_load.wait(WAIT_S) and web.ModelText.load(info, None))
+    newcomer = EngineClient(served.address, lambda info: may_load.wait(WAIT_S) and handlers.ModelText.load(info, None))
     try:
         waiting = gevent.spawn(newcomer.wait_until_known)
         wait_until(lambda: newcomer.phase == "loading")
@@ -892,7 +897,7 @@ def test_without_a_worker_there_are_no_metrics_and_it_is_told(booting):
 
 
 def test_a_template_without_an_end_fails_its_chat_and_holds_up_nobody(serve, monkeypatch):
-    monkeypatch.setattr(text, "TEMPLATE_S", 1.0)
+    monkeypatch.setattr("chat.TEMPLATE_S", 1.0)
     served = serve()
     endless = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
     (served.folder / "chat_template.jinja").write_text(endless)
@@ -908,7 +913,7 @@ def test_a_template_without_an_end_fails_its_chat_and_holds_up_nobody(serve, mon
 
 
 def test_a_text_of_too_many_tokens_is_not_told_token_by_token(served, monkeypatch):
-    monkeypatch.setattr(schema, "MAX_TOLD_TOKENS", 10)
+    monkeypatch.setattr("validate.MAX_TOLD_TOKENS", 10)
     assert len(served.post("/tokenize", {"inputs": "a" * 10}).json) == 10
     refused = served.post("/tokenize", {"inputs": "a" * 11})
     assert (refused.status_code, refused.json["error"].split(": ")[1]) == (

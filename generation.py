@@ -1,0 +1,177 @@
+"""One HTTP request whose sequences are being generated: from the worker's tokens to text.
+
+A `Generation` sends the request's prompts to the worker, turns the tokens that come back into text, and ends early what
+nobody needs any more: after a stop string, at a deadline, when the client disconnects. How text becomes a response is
+answers.py's business, how it is written web.py's.
+"""
+
+from __future__ import annotations
+
+import secrets
+import select
+import socket
+import time
+from collections.abc import Iterator
+
+import gevent
+from gevent.monkey import get_original
+
+import errors
+from answers import Sequence
+from engine_client import EngineClient, InFlightRequest
+from errors import ApiError
+from protocol import End, Generate, Prompt, RequestStats, Token
+from text import Piece
+from validate import Job
+
+WATCH_S = 0.1  # how often a request looks whether its client is still connected
+KEEP_ALIVE_S = 15.0  # a stream without an event for this long carries a comment, so that proxies keep it open
+HANG_UP = 499  # the status of a response that nobody reads
+Batch = list[tuple[Sequence, list[Piece]]]  # what became certain together
+
+
+class Generation:
+    """The sequences that are generated for one HTTP request, as text. Times are CLOCK_MONOTONIC, in seconds.
+
+    Iterating yields a Batch whenever text has become certain, each sequence once, until all have finished; an empty Batch
+    means that KEEP_ALIVE_S passed without a token. Raises ApiError when the worker refuses or fails, and ClientGone when the
+    client has disconnected. What is unfinished at `deadline_at` ends there. `settle` frees everything.
+    """
+
+    def __init__(
+        self,
+        engine: EngineClient,
+        jobs: list[Job],
+        prompts: list[tuple[list[int], int]],  # of each job: token ids, max_new_tokens
+        started_at: float,
+        deadline_at: float = float("inf"),
+        client: socket.socket | None = None,
+        input_may_end: bool = False,
+    ):
+        self.started_at = started_at
+        self.sent_at = self._received_at = time.monotonic()
+        self.first_token_at: float | None = None
+        self.is_settled = False
+        self._engine = engine
+        self._deadline_at = deadline_at
+        self._by_id: dict[int, Sequence] = {}
+        generates = []
+        for job, (prompt, max_new_tokens) in zip(jobs, prompts):
+            for number in range(job.sequences):
+                sequence = Sequence(engine.text.tokenizer, job, prompt, max_new_tokens, number, len(self._by_id))
+                request_id = secrets.randbits(63)
+                self._by_id[request_id] = sequence
+                generate = Generate(
+                    id=request_id,
+                    prompt=prompt,
+                    max_new_tokens=max_new_tokens,
+                    sampling=sequence.sampling,
+                    top_n_tokens=job.top_n_tokens,
+                    min_new_tokens=job.min_new_tokens,
+                    ignore_eos=job.ignore_eos,
+                    logprobs=job.logprobs,
+                    prompt_logprobs=job.prompt_logprobs,
+                    sent_at=self.sent_at,
+                )
+                generates.append(generate)
+        self._request = InFlightRequest(engine, generates)
+        self._watcher = gevent.spawn(self._watch, client, input_may_end)
+
+    @property
+    def sequences(self) -> list[Sequence]:
+        return list(self._by_id.values())
+
+    @property
+    def _unfinished(self) -> list[Sequence]:
+        return [sequence for sequence in self._by_id.values() if sequence.finish_reason is None]
+
+    def __iter__(self) -> Iterator[Batch]:
+        while self._unfinished:
+            messages = self._request.receive()
+            self._received_at = time.monotonic()
+            batch = self._advance(messages)
+            if self._unfinished and self._received_at >= self._deadline_at:
+                for sequence, pieces in self._cut():
+                    batch.setdefault(sequence, []).extend(pieces)
+            if batch or not messages:  # a prompt that has been run is no reason yet to begin an answer
+                yield list(batch.items())
+
+    def _watch(self, client: socket.socket | None, input_may_end: bool) -> None:
+        """Wakes the request when its client disconnects, at its deadline, and when it is time for a sign of life.
+
+        The end of the client's input counts as a disconnect unless `input_may_end`: then only a broken connection does.
+        """
+        poller = get_original("select", "poll")()  # asked without waiting; gevent's own cannot see the end of the input
+        if client is not None:
+            poller.register(client, select.POLLHUP | select.POLLERR | (0 if input_may_end else select.POLLRDHUP))
+        while not poller.poll(0):
+            now = time.monotonic()
+            gevent.sleep(min(WATCH_S, max(0.01, self._deadline_at - now)))
+            if time.monotonic() >= min(self._received_at + KEEP_ALIVE_S, self._deadline_at):
+                self._request.wake()
+        self._request.hang_up()
+
+    def _advance(self, messages: list[Prompt | Token | End]) -> dict[Sequence, list[Piece]]:
+        batch: dict[Sequence, list[Piece]] = {}
+        for message in messages:
+            sequence = self._by_id[message.id]
+            if sequence.finish_reason is not None:  # tokens that arrive after a stop string
+                continue
+            if isinstance(message, End):
+                raise end_error(message.reason, message.message)
+            if isinstance(message, Prompt):
+                sequence.ran = message
+            else:
+                batch.setdefault(sequence, []).extend(self._take(message, sequence))
+        return batch
+
+    def settle(self, outcome: str, status: int = 200) -> None:
+        """Cancels what still runs, and adds the request to the metrics; only the first outcome counts."""
+        self._request.close()
+        self._watcher.kill(block=False)
+        if not self.is_settled:
+            self.is_settled = True
+            self._engine.record(self._stats(outcome, status))
+
+    def _stats(self, outcome: str, status: int) -> RequestStats:
+        sequences = self.sequences
+        duration_s = time.monotonic() - self.started_at
+        validation_s = self.sent_at - self.started_at
+        queue_s = max(sequence.queue_s for sequence in sequences)
+        return RequestStats(
+            status=HANG_UP if outcome == "dropped" else status,
+            outcome=outcome,
+            duration_s=duration_s,
+            validation_s=validation_s,
+            queue_s=queue_s,
+            inference_s=max(0.0, duration_s - validation_s - queue_s),
+            first_token_s=None if self.first_token_at is None else self.first_token_at - self.started_at,
+            input_tokens=sum(len(sequence.prompt) for sequence in sequences if sequence.number == 0),
+            generated_tokens=sum(sequence.tokens for sequence in sequences),
+            max_new_tokens=sum(sequence.max_new_tokens for sequence in sequences),
+        )
+
+    def _take(self, token: Token, sequence: Sequence) -> list[Piece]:
+        if self.first_token_at is None:
+            self.first_token_at = time.monotonic()
+        pieces = sequence.take(token)
+        if sequence.finish_reason is not None and token.finish_reason is None:
+            self._request.cancel(token.id, "stop sequence")
+        return pieces
+
+    def _cut(self) -> list[tuple[Sequence, list[Piece]]]:
+        if self.first_token_at is None:
+            raise errors.overloaded()  # it has only waited; a later attempt may be served
+        cut = [(sequence, sequence.cut()) for sequence in self._unfinished]
+        self._request.close("deadline")
+        return cut
+
+
+def end_error(reason: str, message: str = "") -> ApiError:
+    if reason == "overloaded":
+        return errors.overloaded()
+    if reason == "failed":
+        return errors.generation_failed(message)
+    if reason == "cancelled":
+        return errors.incomplete()
+    return errors.not_ready(reason)

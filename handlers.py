@@ -1,0 +1,123 @@
+"""From the body of a request to an `Answer`: which jobs a route asks for, and in which form it is answered.
+
+Brings together the rules (validate.py), the model's chat template (chat.py) and tokenizer (text.py), and the forms of responses
+(answers.py). Everything here may run in a thread beside the event loop, so nothing here logs or touches Flask's request or the
+worker.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import NamedTuple
+
+import errors
+import validate
+from answers import Answer, ChatAnswer, CompletionAnswer, InferAnswer, NativeAnswer, PredictionsAnswer
+from chat import ChatTemplate, TemplateError
+from config import Config
+from engine_client import EngineClient
+from protocol import ModelInfo
+from schema import ChatRequest, CompletionRequest, GenerateRequest, Parameters, VertexRequest
+from text import Tokenizer
+from validate import Job
+
+
+class ModelText(NamedTuple):
+    """The served model's tokenizer and chat template."""
+
+    tokenizer: Tokenizer
+    template: ChatTemplate | None
+
+    @classmethod
+    def load(cls, info: ModelInfo, tokenizer_config_path: str | None) -> ModelText:
+        template = ChatTemplate.load(info.model_dir, tokenizer_config_path)
+        return cls(Tokenizer(info.tokenizer_dir, info.eos_token_ids), template)
+
+
+class Handlers:
+    """From the body of a request to its Answer: the jobs to run, and the form of the response. Raise ApiError."""
+
+    def __init__(self, config: Config, engine: EngineClient):
+        self._config = config
+        self._engine = engine
+
+    def generate(self, body: bytes) -> Answer:
+        return self._native(validate.parse(body, GenerateRequest), streams=False)
+
+    def generate_stream(self, body: bytes) -> Answer:
+        return self._native(validate.parse(body, GenerateRequest), streams=True)
+
+    def compat(self, body: bytes) -> Answer:
+        """`POST /`: streams when the body says so, and gives the prompt back unless it says not to."""
+        generate = validate.parse(body, GenerateRequest)
+        return self._native(generate, streams=bool(generate.stream), in_list=True, full_text=True)
+
+    def chat(self, body: bytes) -> Answer:
+        chat = validate.parse(body, ChatRequest)
+        return ChatAnswer([self._chat_job(chat)], *self._parts(chat.stream), request=chat)
+
+    def completion(self, body: bytes) -> Answer:
+        completion = validate.parse(body, CompletionRequest)
+        jobs = validate.check_completion(completion, self._config, self._engine.info)
+        return CompletionAnswer(jobs, *self._parts(completion.stream), request=completion)
+
+    def of_invocation(self, body: bytes) -> tuple[Callable[[bytes], Answer], bool]:
+        """The handler for a body of `/invocations`, and whether it is one of OpenAI's."""
+        handlers = {GenerateRequest: self.compat, ChatRequest: self.chat, CompletionRequest: self.completion}
+        kinds = {"inputs": GenerateRequest, "messages": ChatRequest, "prompt": CompletionRequest}
+        kind = validate.kind_of(body, kinds)
+        return handlers[kind], kind is not GenerateRequest
+
+    def vertex(self, body: bytes) -> Answer:
+        jobs, prefixes = [], []
+        for instance in validate.vertex_instances(validate.parse(body, VertexRequest), self._config):
+            if isinstance(instance, ChatRequest):
+                jobs.append(self._chat_job(instance))
+                prefixes.append("")
+            else:
+                jobs.append(validate.check(instance, self._config, self._engine.info, streaming=False))
+                wants_prompt = instance.parameters and instance.parameters.return_full_text
+                prefixes.append(instance.inputs if wants_prompt else "")
+        return PredictionsAnswer(jobs, *self._parts(), prefixes=prefixes)
+
+    def infer(self, sentence: str) -> Answer:
+        job = validate.check_sentence(sentence, self._config, self._engine.info)
+        return InferAnswer([job], *self._parts(), prefixes=[sentence])
+
+    def chat_prompt(self, chat: ChatRequest) -> str:
+        """The text that the model's chat template makes of the messages."""
+        messages = validate.messages_of(chat.messages)
+        if self._engine.text.template is None:
+            raise errors.template_failed("template not found")
+        try:
+            return self._engine.text.template.render(messages)
+        except TemplateError as error:
+            raise errors.template_failed(str(error)) from None
+
+    def _native(self, generate: GenerateRequest, streams: bool, in_list: bool = False, full_text: bool = False) -> Answer:
+        parameters = generate.parameters or Parameters()
+        if parameters.return_full_text is None:
+            parameters.return_full_text = full_text
+        job = validate.check(generate, self._config, self._engine.info, streams)
+        return NativeAnswer([job], *self._parts(streams), parameters=parameters, in_list=in_list)
+
+    def _chat_job(self, chat: ChatRequest) -> Job:
+        job = validate.check_chat(chat, self._config, self._engine.info)
+        return replace(job, prompt=self.chat_prompt(chat))
+
+    def _parts(self, streams: bool | None = False) -> tuple[ModelInfo, Tokenizer, bool]:
+        return self._engine.info, self._engine.text.tokenizer, bool(streams)
+
+
+def prompt_ids(engine: EngineClient, job: Job) -> list[int]:
+    if not isinstance(job.prompt, str):
+        return job.prompt
+    tokenizer = engine.text.tokenizer
+    # Tokenizing a text takes a hundred times its memory, so one that cannot fit is refused before.
+    if job.truncate is None and len(job.prompt) > engine.info.max_total_tokens * tokenizer.longest_token:
+        raise validate.too_many_tokens(job, f"at least {len(job.prompt) // tokenizer.longest_token}", engine.info)
+    try:
+        return tokenizer.encode(job.prompt, job.add_special_tokens)
+    except Exception as error:
+        raise errors.invalid(f"tokenizer error {error}") from None
