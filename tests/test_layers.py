@@ -51,7 +51,7 @@ ONLY_IN = {
     "gevent": {"web", "generation", "engine_client"},
     "socket": {"web", "generation"},
     "zmq": {"protocol", "engine_client"},
-    "msgspec": {"answers", "engine_client", "errors", "openapi", "schema", "validate", "protocol", "worker"},
+    "msgspec": {"models.artifact", "answers", "engine_client", "errors", "openapi", "schema", "validate", "protocol", "worker"},
     "tokenizers": {"text"},
     "jinja2": {"chat"},
     "prometheus_client": {"metrics"},
