@@ -8,7 +8,6 @@ no rule of any field: it is handed jobs that are checked.
 from __future__ import annotations
 
 import math
-import secrets
 import struct
 import time
 from collections.abc import Iterator
@@ -90,6 +89,11 @@ class Answer:
         self.facts = facts
         self.tokenizer = tokenizer
         self.streams = streams
+        self.request_id = ""  # set before anything is written
+
+    def identify(self, request_id: str) -> None:
+        """Takes the id of the HTTP request."""
+        self.request_id = request_id
 
     def whole(self, sequences: list[Sequence]) -> Struct | list:
         """The body, when all is generated. `sequences`: those of the first job, then those of the second, and so on."""
@@ -231,12 +235,16 @@ class OpenAIAnswer(Answer):
         self._usage_always = bool(options.continuous_usage_stats) and self._usage_at_end
         self._begun: set[Sequence] = set()  # those that a stream has told something of
         self._envelope = {
-            "id": f"{self.id_prefix}-{secrets.token_hex(12)}",
+            "id": self.id_prefix,
             "object": self.kind,
             "created": int(time.time()),
             "model": self.facts.model_name,
             "system_fingerprint": f"{VERSION}-native",
         }
+
+    def identify(self, request_id: str) -> None:
+        super().identify(request_id)
+        self._envelope["id"] = f"{self.id_prefix}-{request_id}"
 
     def closing(self, sequences: list[Sequence]) -> bytes:
         usage = self._chunk([], self._usage(sequences)) if self._usage_at_end else b""
@@ -299,7 +307,7 @@ class ChatAnswer(OpenAIAnswer):
             if text or self._wants_logprobs:
                 deltas.append((schema.Delta(content=text), self._logprobs([piece]), None))
         if sequence.finish_reason is not None:
-            deltas.append((schema.Delta(), None, OPENAI_FINISH_REASONS[sequence.finish_reason]))
+            deltas.append((schema.Delta(content=""), None, OPENAI_FINISH_REASONS[sequence.finish_reason]))
         return b"".join(self._event(sequence, schema.ChunkChoice(sequence.index, *delta)) for delta in deltas)
 
     def _chunk(self, choices: list, usage: schema.Usage | None) -> bytes:

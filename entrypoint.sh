@@ -65,12 +65,15 @@ wait_for() {
     while running "$1" && [ "$SECONDS" -le "$2" ] && [ "$stops" -le "${3:-$stops}" ]; do nap 0.05; done
 }
 
-complain() {
+# A line in the form of the other processes' logs; LEVEL MESSAGE.
+log() {
     if grep -q '"json_output": true' "$run_dir/config.json"; then
-        printf '{"timestamp": "%s", "level": "ERROR", "target": "entrypoint", "fields": {"message": "%s"}}\n' \
-            "$(date -u +%FT%TZ)" "$1"
+        printf '{"timestamp": "%s", "level": "%s", "target": "entrypoint", "fields": {"message": "%s"}}\n' \
+            "$(date -u +%FT%TZ)" "$1" "$2"
+    elif [ "$1" = ERROR ]; then
+        echo "error: $2"
     else
-        echo "error: $1"
+        printf '%s %-5s entrypoint: %s\n' "$(date -u +%FT%T.%3NZ)" "$1" "$2"
     fi >&8
 }
 
@@ -83,7 +86,7 @@ finish() {
 
 while running "$worker" && running "$web" && [ "$stops" -eq 0 ] && [ ! -e "$run_dir/stuck" ]; do
     if [ ! -e "$run_dir/ready" ] && [ "$SECONDS" -ge "$boot_deadline" ]; then
-        complain "the model was not ready within --startup-timeout (STARTUP_TIMEOUT) $(setting startup_timeout) s"
+        log ERROR "the model was not ready within --startup-timeout (STARTUP_TIMEOUT) $(setting startup_timeout) s"
         finish 1
     fi
     nap 0.1
@@ -93,6 +96,7 @@ if [ "$stops" -gt 0 ]; then
     # The worker takes nothing new, finishes what it has, and ends; the web processes answer 503 meanwhile. When that takes
     # too long, or when we are asked again, a second signal ends it at once, and what still runs is told so.
     deadline=$((SECONDS + grace))
+    log INFO "Stopping; running requests have $grace s to finish, a second signal ends them"
     kill -TERM "$worker"
     wait_for "$worker" "$deadline" 1
     kill -TERM "$worker"
@@ -100,11 +104,12 @@ if [ "$stops" -gt 0 ]; then
     kill -KILL -- "-$worker" # it did not hear us: the web processes see it gone, and tell those who wait for it
     kill -TERM "$web" # what is still being written may be read to its end
     wait_for "$web" $((SECONDS + 2 > deadline ? SECONDS + 2 : deadline)) 1
+    log INFO "Stopped"
     finish 0
 fi
 
 if [ -e "$run_dir/stuck" ]; then
-    complain "the worker was stuck for longer than --stuck-timeout (STUCK_TIMEOUT) $(setting stuck_timeout) s"
+    log ERROR "the worker was stuck for longer than --stuck-timeout (STUCK_TIMEOUT) $(setting stuck_timeout) s"
     kill -KILL -- "-$worker"
     kill -TERM "$web" # open requests have been answered with an error; these answers may go out
     wait_for "$web" $((SECONDS + 2))
@@ -112,13 +117,13 @@ if [ -e "$run_dir/stuck" ]; then
 elif ! running "$worker"; then
     wait "$worker"
     code=$?
-    [ "$code" -eq 2 ] || complain "the worker process ended with code $code"
+    [ "$code" -eq 2 ] || log ERROR "the worker process ended with code $code"
     kill -TERM "$web" # open requests are being answered with an error; these answers may go out
     wait_for "$web" $((SECONDS + 2))
 else
     wait "$web"
     code=$?
-    [ "$code" -eq 2 ] || complain "the web server ended with code $code"
+    [ "$code" -eq 2 ] || log ERROR "the web server ended with code $code"
 fi
 [ "$code" -eq 2 ] || code=1
 finish "$code"

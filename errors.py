@@ -26,15 +26,13 @@ class ApiError(Exception):
         code: str | None = None,
         phase: str | None = None,
         param: str | None = None,
-        names_param: bool = True,
     ):
         super().__init__(message)
         self.status = status
         self.error_type = error_type
         self.retry_after_s = retry_after_s
         self._code = code or error_type
-        named = re.search(r"`(\w+)", message) if status == 422 and names_param else None
-        self._param = param or (named[1] if named else None)
+        self._param = param
         self._phase = {} if phase is None else {"phase": phase}
 
     @property
@@ -63,8 +61,10 @@ class ApiError(Exception):
         return words.get(self.error_type, "validation" if self.status < 424 else "generation")
 
 
-def invalid(detail: str, code: str | None = None) -> ApiError:
-    return ApiError(422, "validation", f"Input validation error: {detail}", code=code)
+def invalid(param: str | None, detail: str, code: str | None = None) -> ApiError:
+    """The field `param` has a value that cannot be; without `param` the request as a whole is wrong."""
+    sentence = f"`{param}` {detail}" if param else detail
+    return ApiError(422, "validation", f"Input validation error: {sentence}", code=code, param=param)
 
 
 def unauthorized() -> ApiError:
@@ -115,8 +115,8 @@ def wrong_type(message: str) -> ApiError:
     missing = re.search(r"required field `(\w+)`", message)
     param = ".".join(filter(None, [path, missing[1] if missing else ""])) or None
     what = "Failed to deserialize the JSON body into the target type: " + (f"{path}: {message}" if path else message)
-    return ApiError(422, "validation", what, param=param, names_param=False)
+    return ApiError(422, "validation", what, param=param)
 
 
 def too_many_to_tell(count: int, most: int) -> ApiError:
-    return invalid(f"the text has {count} tokens, of which at most {most} are told")
+    return invalid(None, f"the text has {count} tokens, of which at most {most} are told")

@@ -43,6 +43,7 @@ class Generation:
         engine: EngineClient,
         jobs: list[Job],
         prompts: list[tuple[list[int], int]],  # of each job: token ids, max_new_tokens
+        request_id: str,
         started_at: float,
         deadline_at: float = float("inf"),
         client: socket.socket | None = None,
@@ -59,10 +60,11 @@ class Generation:
         for job, (prompt, max_new_tokens) in zip(jobs, prompts):
             for number in range(job.sequences):
                 sequence = Sequence(engine.text.tokenizer, job, prompt, max_new_tokens, number, len(self._by_id))
-                request_id = secrets.randbits(63)
-                self._by_id[request_id] = sequence
+                sequence_id = secrets.randbits(63)
+                self._by_id[sequence_id] = sequence
                 generate = Generate(
-                    id=request_id,
+                    id=sequence_id,
+                    request_id=request_id,
                     prompt=prompt,
                     max_new_tokens=max_new_tokens,
                     sampling=sequence.sampling,

@@ -120,4 +120,4 @@ def prompt_ids(engine: EngineClient, job: Job) -> list[int]:
     try:
         return tokenizer.encode(job.prompt, job.add_special_tokens)
     except Exception as error:
-        raise errors.invalid(f"tokenizer error {error}") from None
+        raise errors.invalid(None, f"tokenizer error {error}") from None

@@ -83,8 +83,8 @@ ROUTES = (
     Route("GET", "/", "The same", needs_key=False),
     Route("GET", "/live", "200 when this web process answers", needs_key=False),
     Route("GET", "/metrics", "Metrics for Prometheus", needs_key=False, content_type="text/plain"),
-    Route("GET", "/docs/", "This document, to read and to try", content_type="text/html"),
-    Route("GET", "/api-doc/openapi.json", "This document", answers=(dict[str, Any],)),
+    Route("GET", "/docs/", "This document, to read and to try", needs_key=False, content_type="text/html"),
+    Route("GET", "/api-doc/openapi.json", "This document", answers=(dict[str, Any],), needs_key=False),
 )
 
 

@@ -69,7 +69,7 @@ def messages_of(output: StepOutput) -> Iterator[tuple[bytes, Tokens | End]]:
     for i, (request, token) in enumerate(zip(output.step.requests, output.tokens)):
         generate, logprob = request.generate, logprobs.get(i, (None, []))
         if isinstance(logprob, Exception) and not request.publish_failed:
-            logger.error("no log-probabilities for request %016x", generate.id, exc_info=logprob)
+            logger.error("no log-probabilities for request %s", generate.request_id, exc_info=logprob)
             request.publish_failed = True  # the loop ends the request, unless this was its last step
         if request.publish_failed and output.finish_reasons[i]:
             yield request.peer, End(generate.id, "failed", "the next token could not be published")

@@ -57,6 +57,7 @@ class Generate(msgspec.Struct, frozen=True):
     logprobs: bool = True  # of generated tokens; never available where the device samples
     prompt_logprobs: bool = False
     sent_at: float = 0.0  # CLOCK_MONOTONIC in seconds, the same for all processes; 0: unknown
+    request_id: str = ""  # of the HTTP request, for the log
 
 
 class SubmitRequests(msgspec.Struct, tag="submit", frozen=True):

@@ -37,6 +37,9 @@ _decoders = {
     for kind in (GenerateRequest, ChatRequest, CompletionRequest, InvocationRequest, VertexRequest)
 }
 T = TypeVar("T", bound=Struct)
+NO_PROMPT_LOGITS = "is not supported: this device gives no logits of the prompt"
+CONTEXT_LENGTH_EXCEEDED = "context_length_exceeded"
+OPENAI_TOP_LOGPROBS = 20  # OpenAI's own limit
 
 
 def parse(body: bytes, kind: type[T]) -> T:
@@ -69,6 +72,7 @@ class Job:
     prompt_logprobs: bool = False
     prompt_name: str = "inputs"
     limit_name: str = "max_new_tokens"
+    is_openai: bool = False
 
     @property
     def characters(self) -> int:
@@ -87,29 +91,30 @@ def check(request: GenerateRequest, config: Config, facts: ModelInfo, streaming:
     if p.seed is not None and p.seed > U64_MAX:
         raise errors.wrong_type(f"Expected `int` <= {U64_MAX} - at `$.parameters.seed`")
     if streaming:
-        _require(p.best_of in (None, 1), "`best_of` != 1 is not supported when streaming tokens")
-        _require(not p.decoder_input_details, "`decoder_input_details` == true is not supported when streaming tokens")
+        _require(p.best_of in (None, 1), "best_of", "!= 1 is not supported when streaming tokens")
+        _require(not p.decoder_input_details, "decoder_input_details", "== true is not supported when streaming tokens")
     best_of = p.best_of or 1
     if best_of > 1:
-        _require(config.max_best_of > 1, "`best_of` != 1 is not allowed for this endpoint")
-        _require(best_of <= config.max_best_of, f"`best_of` must be > 0 and <= {config.max_best_of}. Given: {best_of}")
-        _require(_samples(p), "you must use sampling when `best_of` is > 1")
+        _require(config.max_best_of > 1, "best_of", "!= 1 is not allowed for this endpoint")
+        _require(best_of <= config.max_best_of, "best_of", f"must be > 0 and <= {config.max_best_of}. Given: {best_of}")
+        _require(_samples(p), "best_of", "> 1 needs sampling: set `do_sample` or `temperature`")
     _check_sampling(p)
-    _require(p.max_new_tokens != 0, "`max_new_tokens` must be strictly positive")
+    _require(p.max_new_tokens != 0, "max_new_tokens", "must be strictly positive")
     stop = p.stop or []
     _check_stop(stop, config)
-    _require(best_of == 1 or p.seed is None, "`seed` must not be set when `best_of` > 1")
-    _check_top_n(p.top_n_tokens, "top_n_tokens", config)
-    _require(request.inputs != "", "`inputs` cannot be empty")
+    _require(best_of == 1 or p.seed is None, "seed", "must not be set when `best_of` > 1")
+    _check_top_n(p.top_n_tokens, "top_n_tokens", config.max_top_n_tokens)
+    _require(request.inputs != "", "inputs", "cannot be empty")
     _require(
         p.truncate is None or 1 <= p.truncate <= facts.max_input_tokens,
-        f"`truncate` must be strictly positive and less than {facts.max_input_tokens}. Given: {p.truncate}",
+        "truncate",
+        f"must be strictly positive and at most {facts.max_input_tokens}. Given: {p.truncate}",
     )
     # What TGI knows and this server does not do; asking for nothing with them is fine.
-    _require(not p.grammar, "`grammar` is not supported")
-    _require(not p.watermark, "`watermark` is not supported")
-    _require(not p.adapter_id, "`adapter_id` is not supported")
-    _check_prompt_logprobs(bool(p.decoder_input_details), "decoder_input_details", facts)
+    _require(not p.grammar, "grammar", "is not supported")
+    _require(not p.watermark, "watermark", "is not supported")
+    _require(not p.adapter_id, "adapter_id", "is not supported")
+    _require(facts.prompt_logprobs or not p.decoder_input_details, "decoder_input_details", NO_PROMPT_LOGITS)
     _check_for_device(p, _samples(p), facts)
     _require_host(facts, best_of=best_of > 1, top_n_tokens=p.top_n_tokens)
     return Job(
@@ -126,7 +131,7 @@ def check(request: GenerateRequest, config: Config, facts: ModelInfo, streaming:
 
 def check_sentence(sentence: str, config: Config, facts: ModelInfo) -> Job:
     """Checks what `GET /infer` is asked. Raises ApiError."""
-    _require(sentence != "", "`sentence` cannot be empty")
+    _require(sentence != "", "sentence", "cannot be empty")
     return replace(check(GenerateRequest(sentence), config, facts, streaming=False), prompt_name="sentence")
 
 
@@ -142,16 +147,16 @@ def check_chat(request: ChatRequest, config: Config, facts: ModelInfo) -> Job:
         ("audio", request.audio),
         ("web_search_options", request.web_search_options is not None),
     ):
-        _require(not asks, f"`{name}` is not supported")
-    _require(request.logprobs or not request.top_logprobs, "`top_logprobs` needs `logprobs` to be true")
+        _require(not asks, name, "is not supported")
+    _require(request.logprobs or not request.top_logprobs, "top_logprobs", "needs `logprobs` to be true")
     limits = {"max_completion_tokens": request.max_completion_tokens, "max_tokens": request.max_tokens}
     limit_name = next((name for name, value in limits.items() if value is not None), "max_tokens")
-    _require(limits[limit_name] != 0, f"`{limit_name}` must be strictly positive")
+    _require(limits[limit_name] != 0, limit_name, "must be strictly positive")
     most = facts.max_input_tokens
     held = f"each takes a token at least, and a prompt may have {most} (--max-input-tokens raises it)"
-    _require(len(request.messages) <= most, f"`messages` holds {len(request.messages)}: {held}")
+    _require(len(request.messages) <= most, "messages", f"holds {len(request.messages)}: {held}")
     job = _check_openai(request, "", limits[limit_name], config, facts)
-    _check_top_n(request.top_logprobs, "top_logprobs", config)
+    _check_top_n(request.top_logprobs, "top_logprobs", max(OPENAI_TOP_LOGPROBS, config.max_top_n_tokens))
     _require_host(facts, logprobs=request.logprobs)
     return replace(
         job,
@@ -175,20 +180,21 @@ def check_completion(request: CompletionRequest, config: Config, facts: ModelInf
         raise ApiError(422, "suffix not supported", what, param="suffix")
     n, best_of = _n(request, config), request.best_of or request.n or 1
     if best_of != n:
-        _require(not request.stream, "`best_of` > `n` is not supported when streaming tokens")
-        _require(best_of > n, f"`best_of` must be >= `n`. Given: {best_of} and {n}")
-        _require(best_of <= config.max_best_of, f"`best_of` must be > 0 and <= {config.max_best_of}. Given: {best_of}")
+        _require(not request.stream, "best_of", "> `n` is not supported when streaming tokens")
+        _require(best_of > n, "best_of", f"must be >= `n`. Given: {best_of} and {n}")
+        _require(best_of <= config.max_best_of, "best_of", f"must be > 0 and <= {config.max_best_of}. Given: {best_of}")
     _require(
         request.max_tokens != 0 or request.echo,
-        "`max_tokens` must be strictly positive, unless `echo` asks for the prompt alone",
+        "max_tokens",
+        "must be strictly positive, unless `echo` asks for the prompt alone",
     )
-    _check_top_n(request.logprobs, "logprobs", config)
+    _check_top_n(request.logprobs, "logprobs", config.max_top_n_tokens)
     prompt_logprobs = bool(request.echo) and request.logprobs is not None
-    _check_prompt_logprobs(prompt_logprobs, "logprobs` with `echo", facts)
+    _require(facts.prompt_logprobs or not prompt_logprobs, "logprobs", f"with `echo` {NO_PROMPT_LOGITS}")
     _require_host(facts, logprobs=request.logprobs is not None, best_of=best_of > n)
     jobs = []
     for prompt in prompts:
-        _require(len(prompt) > 0, "`prompt` cannot be empty")
+        _require(len(prompt) > 0, "prompt", "cannot be empty")
         if isinstance(prompt, list):
             _check_ids(prompt, "prompt", facts)
         job = _check_openai(request, prompt, request.max_tokens, config, facts)
@@ -211,7 +217,7 @@ def _prompts(prompt: str | list[str | int | list[int]]) -> list[str] | list[list
 
 def _n(request: OpenAIRequest, config: Config) -> int:
     most, n = config.max_client_batch_size, 1 if request.n is None else request.n
-    _require(1 <= n <= most, f"`n` must be > 0 and <= {most} (--max-client-batch-size raises it). Given: {n}")
+    _require(1 <= n <= most, "n", f"must be > 0 and <= {most} (--max-client-batch-size raises it). Given: {n}")
     return n
 
 
@@ -230,16 +236,19 @@ def _check_openai(request: OpenAIRequest, prompt: str | list[int], limit: int | 
         seed=None if request.seed is None else request.seed & U64_MAX,  # OpenAI's may be negative
     )
     n = _n(request, config)
+    _require(request.temperature is None or request.temperature >= 0, "temperature", "must be >= 0.0")
     _check_sampling(p)
     _require(
         request.presence_penalty is None or -2 <= request.presence_penalty <= 2,
-        "`presence_penalty` must be >= -2.0 and <= 2.0",
+        "presence_penalty",
+        "must be >= -2.0 and <= 2.0",
     )
     _check_stop(stop, config)
     min_tokens = request.min_tokens or 0
     _require(
         limit is None or min_tokens <= limit,
-        f"`min_tokens` must be <= the most tokens that may follow the prompt. Given: {min_tokens} and {limit}",
+        "min_tokens",
+        f"must be <= the most tokens that may follow the prompt. Given: {min_tokens} and {limit}",
     )
     logit_bias = _logit_bias(request.logit_bias or {}, facts)
     _check_for_device(p, not greedy, facts)
@@ -263,6 +272,7 @@ def _check_openai(request: OpenAIRequest, prompt: str | list[int], limit: int | 
         keep_stop=False,
         prompt_name="prompt",
         limit_name="max_tokens",
+        is_openai=True,
     )
 
 
@@ -274,7 +284,7 @@ def check_sequences(jobs: Sequence[Job], config: Config) -> None:
     asked, most = sum(job.sequences for job in jobs), config.max_concurrent_requests
     if asked > most:
         limit = f"at most {most} may run and wait (--max-concurrent-requests)"
-        raise invalid(f"the request asks for {asked} sequences, and {limit}")
+        raise invalid(None, f"the request asks for {asked} sequences, and {limit}")
 
 
 MAX_LOGIT_BIAS = 1024  # tokens: more would cost more than the step
@@ -283,9 +293,9 @@ MAX_LOGIT_BIAS = 1024  # tokens: more would cost more than the step
 def _logit_bias(given: dict[str, float], facts: ModelInfo) -> list[tuple[int, float]]:
     for token, bias in given.items():
         is_id = token.isascii() and token.isdigit() and len(token) <= 10
-        _require(is_id, f"`logit_bias` maps token ids to numbers. Given: {token[:40]!r}")
-        _require(-100 <= bias <= 100, f"`logit_bias` must be >= -100 and <= 100. Given: {bias}")
-    _require(len(given) <= MAX_LOGIT_BIAS, f"`logit_bias` takes up to {MAX_LOGIT_BIAS} tokens. Given: {len(given)}")
+        _require(is_id, "logit_bias", f"maps token ids to numbers. Given: {token[:40]!r}")
+        _require(-100 <= bias <= 100, "logit_bias", f"must be >= -100 and <= 100. Given: {bias}")
+    _require(len(given) <= MAX_LOGIT_BIAS, "logit_bias", f"takes up to {MAX_LOGIT_BIAS} tokens. Given: {len(given)}")
     biases = {int(token): bias for token, bias in given.items()}
     _check_ids(list(biases), "logit_bias", facts)
     return list(biases.items())
@@ -293,7 +303,7 @@ def _logit_bias(given: dict[str, float], facts: ModelInfo) -> list[tuple[int, fl
 
 def messages_of(messages: list[Message]) -> list[dict[str, Any]]:
     """Messages as a chat template reads them, each content a text. Raises ApiError for what is none."""
-    _require(len(messages) > 0, "`messages` cannot be empty")
+    _require(len(messages) > 0, "messages", "cannot be empty")
     return [_message(n, message) for n, message in enumerate(messages)]
 
 
@@ -301,10 +311,10 @@ def _message(n: int, message: Message) -> dict[str, Any]:
     content = message.content
     if isinstance(content, list):
         for part in content:
-            _require(part.type == "text", f"`messages[{n}].content`: {part.type[:40]} is not supported, only text is")
-            _require(part.text is not None, f"`messages[{n}].content`: a text part needs `text`")
+            _require(part.type == "text", f"messages[{n}].content", f"{part.type[:40]} is not supported, only text is")
+            _require(part.text is not None, f"messages[{n}].content", "a text part needs `text`")
         content = "".join(part.text for part in content)
-    _require(content is not None or message.tool_calls, f"`messages[{n}]` needs `content`")
+    _require(content is not None or message.tool_calls, f"messages[{n}]", "needs `content`")
     told = {"role": message.role, "content": content or ""}
     for name in ("name", "tool_call_id"):
         if getattr(message, name) is not None:
@@ -335,8 +345,8 @@ def vertex_instances(request: VertexRequest, config: Config) -> list[GenerateReq
     kinds = {"inputs": GenerateRequest, "messages": ChatRequest}
     instances = [parse(instance, kind_of(instance, kinds)) for instance in request.instances]
     for instance in instances:
-        _require(not instance.stream, "`stream` is not supported in `instances`")
-        _require((getattr(instance, "n", None) or 1) == 1, "`n` != 1 is not supported in `instances`")
+        _require(not instance.stream, "stream", "is not supported in `instances`")
+        _require((getattr(instance, "n", None) or 1) == 1, "n", "!= 1 is not supported in `instances`")
     return instances
 
 
@@ -349,34 +359,29 @@ def kind_of(body: bytes, kinds: dict[str, type[Struct]]) -> type[Struct]:
     raise errors.wrong_type(f"data did not match any variant: one of {', '.join(f'`{name}`' for name in kinds)} is needed")
 
 
-def _require(holds: bool | Any, detail: str) -> None:
+def _require(holds: bool | Any, param: str, detail: str, code: str | None = None) -> None:
     if not holds:
-        raise invalid(detail)
+        raise invalid(param, detail, code)
 
 
 def _check_sampling(p: Parameters) -> None:
-    _require(p.temperature is None or p.temperature > 0, "`temperature` must be strictly positive")
-    _require(p.repetition_penalty is None or p.repetition_penalty > 0, "`repetition_penalty` must be strictly positive")
-    _require(p.frequency_penalty is None or -2 <= p.frequency_penalty <= 2, "`frequency_penalty` must be >= -2.0 and <= 2.0")
-    # The words are TGI's; unlike there 1.0 is taken, because clients send it to say that they want nothing filtered.
-    _require(p.top_p is None or 0 < p.top_p <= 1, "`top_p` must be > 0.0 and < 1.0")
-    _require(p.min_p is None or 0 <= p.min_p <= 1, "`min_p` must be >= 0.0 and <= 1.0")
-    _require(p.typical_p is None or 0 < p.typical_p <= 1, "`typical_p` must be > 0.0 and < 1.0")
-    _require(p.top_k is None or p.top_k > 0, "`top_k` must be strictly positive")
+    _require(p.temperature is None or p.temperature > 0, "temperature", "must be strictly positive")
+    _require(p.repetition_penalty is None or p.repetition_penalty > 0, "repetition_penalty", "must be strictly positive")
+    _require(p.frequency_penalty is None or -2 <= p.frequency_penalty <= 2, "frequency_penalty", "must be >= -2.0 and <= 2.0")
+    # Unlike TGI, 1.0 is accepted: clients send it to say that nothing is filtered.
+    _require(p.top_p is None or 0 < p.top_p <= 1, "top_p", "must be > 0.0 and <= 1.0")
+    _require(p.min_p is None or 0 <= p.min_p <= 1, "min_p", "must be >= 0.0 and <= 1.0")
+    _require(p.typical_p is None or 0 < p.typical_p <= 1, "typical_p", "must be > 0.0 and <= 1.0")
+    _require(p.top_k is None or p.top_k > 0, "top_k", "must be strictly positive")
 
 
 def _check_stop(stop: list[str], config: Config) -> None:
     most = config.max_stop_sequences
-    _require(len(stop) <= most, f"`stop` supports up to {most} stop sequences. Given: {len(stop)}")
+    _require(len(stop) <= most, "stop", f"supports up to {most} stop sequences. Given: {len(stop)}")
 
 
-def _check_top_n(n: int | None, name: str, config: Config) -> None:
-    most = config.max_top_n_tokens
-    _require((n or 0) <= most, f"`{name}` must be >= 0 and <= {most}. Given: {n}")
-
-
-def _check_prompt_logprobs(asked: bool, name: str, facts: ModelInfo) -> None:
-    _require(facts.prompt_logprobs or not asked, f"`{name}` is not supported: this device gives no logits of the prompt")
+def _check_top_n(n: int | None, name: str, most: int) -> None:
+    _require((n or 0) <= most, name, f"must be >= 0 and <= {most}. Given: {n}")
 
 
 def _check_for_device(p: Parameters, samples: bool, facts: ModelInfo) -> None:
@@ -391,7 +396,8 @@ def _check_for_device(p: Parameters, samples: bool, facts: ModelInfo) -> None:
     )
     _require(
         facts.sampling == "host" or not samples or (p.top_k or 0) <= DEVICE_TOP_K,
-        f"`top_k` above {DEVICE_TOP_K} needs SAMPLING=host: this server samples on the device. Given: {p.top_k}",
+        "top_k",
+        f"above {DEVICE_TOP_K} needs SAMPLING=host: this server samples on the device. Given: {p.top_k}",
     )
 
 
@@ -399,14 +405,15 @@ def _require_host(facts: ModelInfo, **asked: Any) -> None:
     """Where the device samples, refuses the first parameter that is `asked` to do something."""
     for name, asks in asked.items():
         if asks and facts.sampling == "device":
-            raise invalid(f"`{name}` needs SAMPLING=host: this server samples on the device")
+            raise invalid(name, "needs SAMPLING=host: this server samples on the device")
 
 
 def _check_ids(ids: list[int], name: str, facts: ModelInfo) -> None:
     for token in ids:
         _require(
             0 <= token < facts.vocab_size,
-            f"`{name}` holds token {token}, but the model's vocabulary has the tokens 0 to {facts.vocab_size - 1}",
+            name,
+            f"holds token {token}, but the model's vocabulary has the tokens 0 to {facts.vocab_size - 1}",
         )
 
 
@@ -433,9 +440,6 @@ def _sampling(p: Parameters) -> Sampling:
     )
 
 
-CONTEXT_LENGTH_EXCEEDED = "context_length_exceeded"
-
-
 def fit(job: Job, prompt: list[int], facts: ModelInfo) -> tuple[list[int], int]:
     """The prompt as it will be run (cut to its last `truncate` tokens if asked) and how many tokens may follow it.
 
@@ -446,18 +450,22 @@ def fit(job: Job, prompt: list[int], facts: ModelInfo) -> tuple[list[int], int]:
     length, window = len(prompt), facts.max_total_tokens
     max_new_tokens = job.max_new_tokens if job.max_new_tokens is not None else window - length
     if length + max_new_tokens > window and job.max_new_tokens is not None:
-        raise invalid(
-            f"`{job.prompt_name}` tokens + `{job.limit_name}` must be <= {window}. Given: {length} `{job.prompt_name}` "
-            f"tokens and {max_new_tokens} `{job.limit_name}`",
-            code=CONTEXT_LENGTH_EXCEEDED,
-        )
+        tokens = f"{length} `{job.prompt_name}` tokens and {max_new_tokens} `{job.limit_name}`"
+        raise _too_long(job, f"tokens + `{job.limit_name}` must be <= {window}. Given: {tokens}", facts)
     if length > facts.max_input_tokens:
         raise too_many_tokens(job, f"{length}", facts)
-    _require(length > 0, f"`{job.prompt_name}` cannot be empty")
+    _require(length > 0, job.prompt_name, "cannot be empty")
     _check_ids([max(prompt)], job.prompt_name, facts)
     return prompt, max(max_new_tokens, 1)  # a prompt that is only scored is run for one token, which is dropped
 
 
 def too_many_tokens(job: Job, given: str, facts: ModelInfo) -> ApiError:
-    most = facts.max_input_tokens
-    return invalid(f"`{job.prompt_name}` must have less than {most} tokens. Given: {given}", code=CONTEXT_LENGTH_EXCEEDED)
+    return _too_long(job, f"must have at most {facts.max_input_tokens} tokens. Given: {given}", facts)
+
+
+def _too_long(job: Job, detail: str, facts: ModelInfo) -> ApiError:
+    if not job.is_openai:
+        return invalid(job.prompt_name, detail, CONTEXT_LENGTH_EXCEEDED)
+    # OpenAI's status and code, and the words that clients such as LangChain look for.
+    what = f"This model's maximum context length is {facts.max_total_tokens} tokens: `{job.prompt_name}` {detail}"
+    return ApiError(400, CONTEXT_LENGTH_EXCEEDED, what, code=CONTEXT_LENGTH_EXCEEDED, param=job.prompt_name)

@@ -14,7 +14,9 @@ import hmac
 import logging
 import math
 import os
+import re
 import resource
+import secrets
 import signal
 import socket
 import sys
@@ -50,7 +52,10 @@ logger = logging.getLogger("web")
 
 
 SAGEMAKER_DEADLINE_S = 55.0  # SageMaker gives up on an answer after 60
-OPEN_ROUTES = {"/", "/health", "/ping", "/live", "/metrics"}  # GET needs no key: probes and scrapers have none
+# GET needs no key: probes and scrapers have none, nor has a browser that opens a page.
+OPEN_ROUTES = {"/", "/health", "/ping", "/live", "/metrics", "/api-doc/openapi.json"}
+DOCS = "/docs/"
+REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,128}")
 
 LONG_TEXT = 20_000  # bytes; shorter ones are tokenized in less than a millisecond
 TEXT_THREADS = 4
@@ -96,8 +101,9 @@ def create_app(config: Config, engine: EngineClient) -> Flask:
     """The WSGI application. Serves from the first moment; until the model is ready it answers 503."""
     app = Flask("neuron-textgen", static_folder=None)
     app.config["MAX_CONTENT_LENGTH"] = config.payload_limit + 1  # werkzeug cuts a chunked body here without an error
-    app.register_blueprint(get_swaggerui_blueprint("/docs", "/api-doc/openapi.json"))
+    app.register_blueprint(get_swaggerui_blueprint(DOCS.rstrip("/"), "/api-doc/openapi.json"))
     handlers, bodies, threads = Handlers(config, engine), Bodies(config), TextThreads(config.max_concurrent_requests)
+    contract = openapi.openapi()
     _guard(app, Guard(config))
     _answer_errors(app, config, engine)
 
@@ -113,7 +119,8 @@ def create_app(config: Config, engine: EngineClient) -> Flask:
         deadline_at = g.started_at + deadline_s if deadline_s and not answer.streams else float("inf")
         client = request.environ.get("gunicorn.socket")
         is_last = request.environ["SERVER_PROTOCOL"] == "HTTP/1.0" or "close" in request.headers.get("Connection", "").lower()
-        generation = Generation(engine, answer.jobs, prompts, g.started_at, deadline_at, client, input_may_end=is_last)
+        generation = Generation(engine, answer.jobs, prompts, g.request_id, g.started_at, deadline_at, client, is_last)
+        answer.identify(g.request_id)
         g.generation = generation
         return _respond(config, engine, answer, generation)
 
@@ -205,7 +212,7 @@ def create_app(config: Config, engine: EngineClient) -> Flask:
 
     @app.get("/api-doc/openapi.json")
     def document() -> Response:
-        return _json(openapi.openapi())
+        return _json(contract)
 
     return app
 
@@ -218,7 +225,7 @@ class Guard:
         self._key = config.api_key.encode() if config.api_key else None
 
     def allows(self, method: str, path: str, authorization: str) -> bool:
-        if self._key is None or (path in OPEN_ROUTES and method in ("GET", "HEAD")):
+        if self._key is None or (method in ("GET", "HEAD") and (path in OPEN_ROUTES or path.startswith(DOCS))):
             return True
         scheme, _, given = authorization.partition(" ")
         # WSGI hands the bytes of a header over as Latin-1.
@@ -243,6 +250,9 @@ def _guard(app: Flask, guard: Guard) -> None:
     @app.before_request
     def check_key() -> Response | None:
         gevent.sleep(0)  # a client that sends requests ahead must not keep the event loop to itself
+        given = request.headers.get("X-Request-Id", "")
+        g.request_id = given if REQUEST_ID.fullmatch(given) else secrets.token_hex(12)
+        logger.debug("%s %s", request.method, request.path, extra={"fields": {"request_id": g.request_id}})
         if request.method == "OPTIONS":
             return _empty()  # a browser's preflight request carries no key
         if not guard.allows(request.method, request.path, request.headers.get("Authorization", "")):
@@ -250,7 +260,8 @@ def _guard(app: Flask, guard: Guard) -> None:
         return None
 
     @app.after_request
-    def allow_origins(response: Response) -> Response:
+    def add_headers(response: Response) -> Response:
+        response.headers["x-request-id"] = g.request_id
         requested = request.headers.get("Access-Control-Request-Headers", "")
         response.headers.extend(guard.headers(request.method, request.headers.get("Origin", ""), requested))
         return response
@@ -288,7 +299,8 @@ def _answer_errors(app: Flask, config: Config, engine: EngineClient) -> None:
 
     @app.errorhandler(Exception)
     def bug(error: Exception) -> Response:
-        logger.error("%s %s failed", request.method, request.path, exc_info=error)
+        fields = {"request_id": g.request_id}
+        logger.error("%s %s failed", request.method, request.path, exc_info=error, extra={"fields": fields})
         return api_error(ApiError(500, "internal", "Internal server error"))
 
     @app.after_request
@@ -428,7 +440,7 @@ def _events(answer: Answer, generation: Generation, batch: Batch | None, rest: I
         pass
     except Exception:
         outcome = "generation"
-        logger.exception("a stream of %s failed", type(answer).__name__)
+        logger.exception("a stream failed", extra={"fields": {"request_id": answer.request_id}})
         yield answer.failure(ApiError(500, "internal", "Internal server error"))
     finally:
         generation.settle(outcome)

@@ -228,7 +228,7 @@ class Worker:
                 continue
             message = str(token)
             if not isinstance(token, SamplingError):  # not to be shown to a client
-                logger.error("no token for request %016x", request.generate.id, exc_info=token)
+                logger.error("no token for request %s", request.generate.request_id, exc_info=token)
                 message = "the next token could not be sampled"
             self._end(request, "failed", message)
         return tokens, logits
@@ -289,7 +289,7 @@ class Worker:
     def _add(self, peer: bytes, generates: list[Generate]) -> None:
         for generate in generates:
             if generate.id in self._requests:  # an id gets one terminal message, which two requests cannot share
-                logger.error("dropped a second request %016x while the first one is running", generate.id)
+                logger.error("dropped a second request with the id of a running one: %s", generate.request_id)
             elif self.draining:
                 self.end.send(peer, End(generate.id, "draining"))
             else:
@@ -297,12 +297,13 @@ class Worker:
                     request = self._request(peer, generate, generates[0].id)
                     self.scheduler.add(request)
                 except Exception:  # the web side has validated everything, but nothing that a client sends may end the loop
-                    logger.exception("request %016x cannot be run", generate.id)
+                    logger.exception("request %s cannot be run", generate.request_id)
                     self.end.send(peer, End(generate.id, "failed", "the request cannot be run"))
                 else:
                     if not self._requests:
                         self._progress_at = time.monotonic()
                     self._requests[generate.id] = request
+                    logger.debug("request queued", extra={"fields": {"request_id": generate.request_id}})
                     continue
             self._release_admission()
 
@@ -350,7 +351,7 @@ class Worker:
         prefilled_at = request.prefilled_at or now
         self._finished.append(
             {
-                "id": f"{request.generate.id:016x}",
+                "request_id": request.generate.request_id,
                 "input_tokens": len(request.prompt),
                 "generated_tokens": request.generated,
                 "queue_ms": round((started_at - request.arrived_at) * 1000, 1),

@@ -95,7 +95,7 @@ def test_a_streamed_chat_says_the_role_once_then_the_text_then_why_it_ended(serv
     choices = [chunk["choices"][0] for chunk in stream]
     assert choices[0]["delta"] == {"role": "assistant", "content": ""}
     assert all(list(choice["delta"]) == ["content"] for choice in choices[1:-1])
-    assert choices[-1]["delta"] == {}
+    assert choices[-1]["delta"] == {"content": ""}, "loops that print it must not print None"
     answer = whole(served, CHAT, MESSAGES)["choices"][0]
     assert [choice["finish_reason"] for choice in choices] == [None] * (len(choices) - 1) + [answer["finish_reason"]]
     assert streamed_text(stream) == answer["message"]["content"]
@@ -316,10 +316,11 @@ def test_prompts_that_cannot_be_are_refused(served, prompt, told):
 
 
 def test_what_does_not_fit_is_told_in_the_names_of_the_route(served):
-    error = refusal(served, COMPLETION, PROMPT | {"max_tokens": WINDOW})
+    error = refusal(served, COMPLETION, PROMPT | {"max_tokens": WINDOW}, 400)
     told = f"`prompt` tokens + `max_tokens` must be <= {WINDOW}. Given: 2 `prompt` tokens and {WINDOW} `max_tokens`"
-    assert (error["message"], error["code"]) == (f"Input validation error: {told}", "context_length_exceeded")
-    error = refusal(served, CHAT, MESSAGES | {"max_completion_tokens": WINDOW})
+    limit = f"This model's maximum context length is {WINDOW} tokens: "
+    assert (error["message"], error["code"], error["param"]) == (limit + told, "context_length_exceeded", "prompt")
+    error = refusal(served, CHAT, MESSAGES | {"max_completion_tokens": WINDOW}, 400)
     assert "`messages` tokens + `max_completion_tokens`" in error["message"]
 
 

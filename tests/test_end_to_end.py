@@ -218,7 +218,7 @@ def test_each_finished_request_is_one_line_in_the_log(server):
     wait_until(lambda: server.log.count("request finished") == before + 1, "the line")
     line = server.log.strip().splitlines()[-1]
     for name in (
-        "id=",
+        "request_id=",
         "input_tokens=",
         "generated_tokens=3",
         "queue_ms=",

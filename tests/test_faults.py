@@ -495,7 +495,7 @@ def test_many_bad_bodies_at_once_leave_health_and_others_served(server):
         assert {status.result() for status in statuses} <= {400, 422}
 
 
-PRIVATE = ["/", "/infer?sentence=a", "/info", "/v1/models", "/v1/models/x", "/docs/", "/api-doc/openapi.json", "/nothing"]
+PRIVATE = ["/", "/infer?sentence=a", "/info", "/v1/models", "/v1/models/x", "/nothing"]
 PRIVATE_POST = ["/", "/v1", "/generate", "/generate_stream", COMPLETIONS, "/v1/chat/completions", "/invocations", "/vertex"]
 PRIVATE_POST += ["/tokenize", "/chat_tokenize", "/health", "/metrics", "/info"]
 

@@ -67,15 +67,15 @@ def assert_invalid(error: ApiError, detail: str) -> None:
 
 STOPS = "`stop` supports up to 4 stop sequences. Given: "
 TOP_N = "`top_n_tokens` must be >= 0 and <= 5. Given: "
-TRUNCATE = "`truncate` must be strictly positive and less than 100. Given: "
+TRUNCATE = "`truncate` must be strictly positive and at most 100. Given: "
 PENALTY = "`frequency_penalty` must be >= -2.0 and <= 2.0"
 LIMITS = [  # field, what is just right, what is just wrong, the detail
     ("temperature", [1e-30, 0.01, 1, 1.0, 1000], [0, 0.0, -0.0, 1e-999, -1e-30, -1], "`temperature` must be strictly positive"),
     ("repetition_penalty", [1e-30, 1, 1.3], [0, 0.0, -1e-30, -1.3], "`repetition_penalty` must be strictly positive"),
     ("frequency_penalty", [-2, -2.0, 0, 2, 2.0], [-2.0001, 2.0001, 3], PENALTY),
-    ("top_p", [1e-30, 0.5, 1, 1.0], [0, 0.0, -0.1, 1.0000001, 2], "`top_p` must be > 0.0 and < 1.0"),
+    ("top_p", [1e-30, 0.5, 1, 1.0], [0, 0.0, -0.1, 1.0000001, 2], "`top_p` must be > 0.0 and <= 1.0"),
     ("min_p", [0, 0.0, 1e-30, 0.5, 1, 1.0], [-0.1, -1e-30, 1.0000001, 2], "`min_p` must be >= 0.0 and <= 1.0"),
-    ("typical_p", [1e-30, 0.5, 1, 1.0], [0, 0.0, -0.1, 1.0000001, 2], "`typical_p` must be > 0.0 and < 1.0"),
+    ("typical_p", [1e-30, 0.5, 1, 1.0], [0, 0.0, -0.1, 1.0000001, 2], "`typical_p` must be > 0.0 and <= 1.0"),
     ("top_k", [1, 2**31 - 1], [0, -1, -(2**31)], "`top_k` must be strictly positive"),
     ("max_new_tokens", [1, 2**32 - 1], [0], "`max_new_tokens` must be strictly positive"),
     ("stop", [[], ["a"] * 4, ["", "b", "", ""]], [["a"] * 5], STOPS + "5"),
@@ -85,7 +85,7 @@ LIMITS = [  # field, what is just right, what is just wrong, the detail
     ("truncate", [1, 100], [0], TRUNCATE + "0"),
     ("truncate", [99], [101], TRUNCATE + "101"),
     ("best_of", [0, 1], [4], "`best_of` must be > 0 and <= 3. Given: 4"),
-    ("best_of", [None], [2, 3], "you must use sampling when `best_of` is > 1"),
+    ("best_of", [None], [2, 3], "`best_of` > 1 needs sampling: set `do_sample` or `temperature`"),
     ("watermark", [False], [True], "`watermark` is not supported"),
     ("adapter_id", [""], ["someone/adapter"], "`adapter_id` is not supported"),
     ("grammar", [None, {}], [{"type": "regex", "value": "a+"}, {"type": "json"}], "`grammar` is not supported"),
@@ -111,7 +111,7 @@ def test_the_limits_are_those_of_the_configuration_and_the_model():
     for config, facts, words in [
         (replace(larger, max_stop_sequences=8), FACTS, "`stop` supports up to 8 stop sequences. Given: 9"),
         (replace(larger, max_top_n_tokens=8), FACTS, "`top_n_tokens` must be >= 0 and <= 8. Given: 9"),
-        (larger, FACTS, "`truncate` must be strictly positive and less than 100. Given: 900"),
+        (larger, FACTS, "`truncate` must be strictly positive and at most 100. Given: 900"),
     ]:
         with pytest.raises(ApiError) as refused:
             check(request, config, facts, streaming=False)
@@ -568,9 +568,9 @@ def test_more_messages_than_a_prompt_has_tokens_are_refused():
 
 
 def test_errors_have_openais_shape_too():
-    told = json.loads(errors.invalid("`top_p` must be > 0.0 and < 1.0").openai_json)["error"]
+    told = json.loads(errors.invalid("top_p", "must be > 0.0 and <= 1.0").openai_json)["error"]
     assert told == {
-        "message": "Input validation error: `top_p` must be > 0.0 and < 1.0",
+        "message": "Input validation error: `top_p` must be > 0.0 and <= 1.0",
         "type": "invalid_request_error",
         "param": "top_p",
         "code": "validation",
@@ -725,9 +725,9 @@ def test_prompt_and_answer_together_fill_the_window_and_no_more():
 
 def test_the_longest_prompt_is_max_input_tokens():
     assert fit(asked(max_new_tokens=20), [1] * 100, FACTS) == ([1] * 100, 20)
-    assert_invalid(unfit(101, max_new_tokens=19), "`inputs` must have less than 100 tokens. Given: 101")
-    assert_invalid(unfit(101), "`inputs` must have less than 100 tokens. Given: 101")
-    assert_invalid(unfit(5000), "`inputs` must have less than 100 tokens. Given: 5000")
+    assert_invalid(unfit(101, max_new_tokens=19), "`inputs` must have at most 100 tokens. Given: 101")
+    assert_invalid(unfit(101), "`inputs` must have at most 100 tokens. Given: 101")
+    assert_invalid(unfit(5000), "`inputs` must have at most 100 tokens. Given: 5000")
 
 
 def test_truncate_keeps_the_last_tokens():
@@ -832,7 +832,7 @@ def test_info_tells_tgis_keys_in_their_order_and_then_ours():
 @pytest.mark.parametrize(
     ("error", "status", "retry_after_s", "body"),
     [
-        (errors.invalid("no"), 422, None, b'{"error":"Input validation error: no","error_type":"validation"}'),
+        (errors.invalid(None, "no"), 422, None, b'{"error":"Input validation error: no","error_type":"validation"}'),
         (errors.overloaded(), 429, 1, b'{"error":"Model is overloaded","error_type":"overloaded"}'),
         (
             errors.generation_failed("it broke"),

@@ -177,7 +177,7 @@ BAD = [
     (
         {"inputs": "a" * WINDOW},
         422,
-        f"Input validation error: `inputs` must have less than {WINDOW - 1} tokens. Given: {WINDOW}",
+        f"Input validation error: `inputs` must have at most {WINDOW - 1} tokens. Given: {WINDOW}",
     ),
     (
         {"inputs": "abc", "parameters": {"max_new_tokens": WINDOW}},
@@ -296,7 +296,7 @@ def test_a_prompt_that_has_been_run_does_not_begin_an_answer_that_then_fails(ser
     job = validate.check(body, served.config, served.info, streaming=True)
     monkeypatch.setattr(served.seen, "submit", lambda generates, queue: sent.append((generates[0].id, queue)))
     sent = []
-    generating = generation.Generation(served.seen, [job], [([97], 5)], time.monotonic())
+    generating = generation.Generation(served.seen, [job], [([97], 5)], "an-id", time.monotonic())
     ((request_id, queue),) = sent
     queue.put([Prompt(request_id, 0.0)])
     gevent.spawn_later(0.01, queue.put, [End(request_id, "failed", "no number")])
@@ -466,6 +466,23 @@ def test_a_bug_of_ours_is_an_answer_too(served, monkeypatch, caplog):
 
 
 # What every route has in common
+
+
+def test_a_request_keeps_the_id_of_its_client_in_header_answer_and_log(served, caplog):
+    caplog.set_level("INFO")
+    given = {"X-Request-Id": "client-1.a_B"}
+    answer = served.post("/v1/completions", {"prompt": "Hi", "max_tokens": 2}, headers=given)
+    assert (answer.headers["x-request-id"], answer.json["id"]) == ("client-1.a_B", "cmpl-client-1.a_B")
+    wait_until(lambda: any(getattr(record, "fields", {}).get("request_id") == "client-1.a_B" for record in caplog.records))
+    refused = served.post("/generate", b"{", headers=given)
+    assert refused.headers["x-request-id"] == "client-1.a_B"
+
+
+@pytest.mark.parametrize("given", ["", "a b", "a" * 129, "ä", "a\tb"])
+def test_an_id_that_is_none_is_replaced_by_a_new_one(served, given):
+    headers = {"X-Request-Id": given} if given else {}
+    first, second = (served.client.get("/health", headers=headers).headers["x-request-id"] for _ in range(2))
+    assert first != second and len(first) == 24
 
 
 def body_of(route):
@@ -688,7 +705,7 @@ def test_an_openai_stream_that_fails_says_so_and_is_done(served):
 
 def test_the_headers_tell_what_a_request_took(served):
     response = served.post("/generate", {"inputs": "Héllo", "parameters": {"max_new_tokens": 4}})
-    headers = {name: value for name, value in response.headers.items() if name.startswith("x-")}
+    headers = {name: value for name, value in response.headers.items() if name.startswith("x-") and name != "x-request-id"}
     assert headers.pop("x-compute-type") == "fake"
     assert headers.pop("x-compute-characters") == "5"
     assert 0 < float(headers.pop("x-compute-time")) < WAIT_S

@@ -83,7 +83,7 @@ def test_a_chat_stream_is_whole_when_its_parts_are_put_together(runtime):
     ("body", "told"),
     [
         ({"inputs": QUESTION, "stream": True, "parameters": {"top_p": 7}}, "`top_p` must be"),
-        ({"messages": CHAT, "stream": True, "temperature": -1}, "`temperature` must be strictly positive"),
+        ({"messages": CHAT, "stream": True, "temperature": -1}, "`temperature` must be >= 0.0"),
         ({"question": QUESTION}, "`inputs`, `messages`, `prompt`"),
     ],
     ids=["native", "chat", "neither"],
