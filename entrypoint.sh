@@ -67,6 +67,7 @@ wait_for() {
 
 # A line in the form of the other processes' logs; LEVEL MESSAGE.
 log() {
+    [ "$1" = ERROR ] || grep -qE '"log_level": "(info|debug)"' "$run_dir/config.json" || return
     if grep -q '"json_output": true' "$run_dir/config.json"; then
         printf '{"timestamp": "%s", "level": "%s", "target": "entrypoint", "fields": {"message": "%s"}}\n' \
             "$(date -u +%FT%TZ)" "$1" "$2"

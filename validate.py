@@ -36,7 +36,19 @@ _decoders = {
     kind: msgspec.json.Decoder(kind)
     for kind in (GenerateRequest, ChatRequest, CompletionRequest, InvocationRequest, VertexRequest)
 }
+_names = msgspec.json.Decoder(dict[str, msgspec.Raw])
 T = TypeVar("T", bound=Struct)
+# Fields of other servers that change what is generated, with the value that asks for nothing.
+NOT_SUPPORTED: dict[str, Any] = {
+    **dict.fromkeys(("guided_json", "guided_regex", "guided_choice", "guided_grammar", "structured_outputs", "json_schema")),
+    **dict.fromkeys(("allowed_token_ids", "logits_processors", "prompt_logprobs", "truncate_prompt_tokens", "max_length")),
+    **dict.fromkeys(("chat_template", "documents", "max_tokens_to_sample", "n_predict", "num_predict", "min_length")),
+    **{"stop_token_ids": [], "bad_words": [], "chat_template_kwargs": {}, "add_generation_prompt": True},
+    **{"skip_special_tokens": True, "spaces_between_special_tokens": True, "include_stop_str_in_output": False},
+    **{"continue_final_message": False, "use_beam_search": False, "early_stopping": False, "num_beams": 1},
+    **{"length_penalty": 1.0, "repeat_penalty": 1.0, "no_repeat_ngram_size": 0, "mirostat": 0, "tfs_z": 1.0, "top_a": 0},
+    **{"epsilon_cutoff": 0, "eta_cutoff": 0, "dry_multiplier": 0, "xtc_probability": 0, "dynatemp_range": 0},
+}
 NO_PROMPT_LOGITS = "is not supported: this device gives no logits of the prompt"
 CONTEXT_LENGTH_EXCEEDED = "context_length_exceeded"
 OPENAI_TOP_LOGPROBS = 20  # OpenAI's own limit
@@ -45,11 +57,40 @@ OPENAI_TOP_LOGPROBS = 20  # OpenAI's own limit
 def parse(body: bytes, kind: type[T]) -> T:
     """A request body as `kind`. Raises ApiError: 400 when it is no JSON, 422 when a field has the wrong type."""
     try:
-        return _decoders[kind].decode(body)
+        request = _decoders[kind].decode(body)
+        names = _names.decode(body)
+        _check_names(names, kind)
+        if kind is GenerateRequest and request.parameters:
+            _check_names(_names.decode(names["parameters"]), Parameters)
+        return request
     except msgspec.ValidationError as error:
         raise errors.wrong_type(str(error)) from None
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ApiError(400, "validation", f"Failed to parse the request body as JSON: {error}") from None
+
+
+def _check_names(given: dict[str, msgspec.Raw], kind: type[Struct]) -> None:
+    """Refuses fields of other servers that ask for something, and what looks like a misspelt field; others are ignored."""
+    for name in sorted(given.keys() - set(kind.__struct_fields__)):
+        if name in NOT_SUPPORTED:
+            value = msgspec.json.decode(given[name])
+            _require(value is None or value == NOT_SUPPORTED[name], name, "is not supported")
+            continue
+        for known in kind.__struct_fields__:
+            is_typo = _distance(name, known) <= (2 if len(known) >= 8 else 1)
+            _require(not is_typo, name[:40], f"is not a field of this request; did you mean `{known}`?")
+
+
+def _distance(a: str, b: str) -> int:
+    """How many characters to insert, delete or replace (Levenshtein)."""
+    if abs(len(a) - len(b)) > 2:
+        return 3
+    row = list(range(len(b) + 1))
+    for i, x in enumerate(a, 1):
+        last, row = row, [i]
+        for j, y in enumerate(b, 1):
+            row.append(min(last[j] + 1, row[-1] + 1, last[j - 1] + (x != y)))
+    return row[-1]
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ from answers import shortest_float
 from config import HERE, VERSION, Config
 from errors import ApiError
 from protocol import ModelInfo, Sampling
-from schema import GenerateRequest, Parameters, TokenOut, encode
+from schema import ChatRequest, CompletionRequest, GenerateRequest, Parameters, TokenOut, encode
 from validate import Job, check, fit, parse
 
 CONFIG = Config(max_stop_sequences=4, max_top_n_tokens=5, max_best_of=3, max_client_batch_size=4)
@@ -181,7 +181,7 @@ def test_parameters_that_are_null_empty_or_absent_are_the_same():
 
 
 def test_unknown_fields_are_ignored():
-    unknown = {"model": "x", "stream": True, "nested": {"deep": [1, None, {}]}, "top_q": -5}
+    unknown = {"model": "x", "stream": True, "nested": {"deep": [1, None, {}]}, "quantile": -5}
     assert job(unknown, **unknown) == job()
 
 
@@ -895,9 +895,10 @@ def test_a_logprob_has_the_fewest_digits_that_tell_it_apart(value):
 def test_the_first_requests_of_a_process_may_come_all_at_once():
     """msgspec crashes when several threads make it learn a type, so none of them may be the first to need it."""
     program = """
-import sys, threading
-import schema
+import os, sys, threading
+import schema, validate
 sys.setswitchinterval(1e-6)
+threading.excepthook = lambda failure: (sys.__excepthook__(failure.exc_type, failure.exc_value, None), os._exit(1))
 body = b'{"inputs": "a", "parameters": {"max_new_tokens": 3, "stop": ["x"]}}'
 together = threading.Barrier(64)
 def parse():
@@ -916,3 +917,37 @@ def test_log_probabilities_are_computed_for_who_reads_them_or_is_ranked_by_them(
     wanted = [{}, {"logprobs": 0}, {"best_of": 2}, {"n": 2}]
     assert [completion(**fields)[0].logprobs for fields in wanted] == [False, True, True, False]
     assert check(GenerateRequest("x", Parameters()), CONFIG, FACTS, streaming=False).logprobs
+
+
+@pytest.mark.parametrize("kind", [CompletionRequest, ChatRequest, schema.Parameters, GenerateRequest])
+def test_a_misspelt_field_is_refused_with_the_right_name(kind):
+    for name in kind.__struct_fields__:
+        for misspelt in (name + "x", name[:-1], name.replace("_", "", 1) if "_" in name else name + "s"):
+            if misspelt in kind.__struct_fields__ or misspelt in validate.NOT_SUPPORTED:
+                continue
+            with pytest.raises(ApiError, match="did you mean") as error:
+                parse_with(kind, misspelt, 1)
+            assert misspelt in str(error.value)
+
+
+def parse_with(kind, name, value):
+    required = {CompletionRequest: {"prompt": "a"}, ChatRequest: {"messages": []}, GenerateRequest: {"inputs": "a"}}
+    if kind is schema.Parameters:
+        return validate.parse(json.dumps({"inputs": "a", "parameters": {name: value}}).encode(), GenerateRequest)
+    return validate.parse(json.dumps(required[kind] | {name: value}).encode(), kind)
+
+
+@pytest.mark.parametrize("name", validate.NOT_SUPPORTED)
+def test_a_field_of_another_server_that_asks_for_something_is_refused_by_name(name):
+    neutral = validate.NOT_SUPPORTED[name]
+    for kind in (CompletionRequest, ChatRequest, schema.Parameters):
+        parse_with(kind, name, neutral)
+        parse_with(kind, name, None)
+        with pytest.raises(ApiError, match=f"`{name}` is not supported"):
+            parse_with(kind, name, "something")
+
+
+@pytest.mark.parametrize("name", ["model", "user", "metadata", "store", "service_tier", "parallel_tool_calls", "request_id"])
+def test_other_fields_are_ignored(name):
+    for kind in (CompletionRequest, ChatRequest, GenerateRequest):
+        parse_with(kind, name, "something")
