@@ -6,6 +6,7 @@ from them. This layer knows neither Flask nor ZeroMQ.
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import Any
 
@@ -49,12 +50,25 @@ class Route:
     content_type: str | None = None  # of an answer that is no JSON
 
 
+EXAMPLES = {
+    GenerateRequest: {"inputs": "What is Deep Learning?", "parameters": {"max_new_tokens": 20}},
+    ChatRequest: {"messages": [{"role": "user", "content": "What is Deep Learning?"}], "max_tokens": 20},
+    CompletionRequest: {"prompt": "What is Deep Learning?", "max_tokens": 20},
+    VertexRequest: {"instances": [{"inputs": "What is Deep Learning?", "parameters": {"max_new_tokens": 20}}]},
+}
 NATIVE, CHAT, COMPLETION = (GenerateRequest,), (ChatRequest,), (CompletionRequest,)
 ROUTES = (
-    Route("POST", "/generate", "Generate text, in one piece", NATIVE, (GenerateResponse,)),
-    Route("POST", "/generate_stream", "Generate text, an event a token", NATIVE, events=(StreamResponse,)),
-    Route("POST", "/", "The two above: `stream` says which", NATIVE, (list[GenerateResponse],), (StreamResponse,)),
-    Route("POST", "/v1", "The same as `POST /`", NATIVE, (list[GenerateResponse],), (StreamResponse,)),
+    Route("POST", "/generate", "Generate text, as a whole", NATIVE, (GenerateResponse,)),
+    Route("POST", "/generate_stream", "Generate text, one event a token", NATIVE, events=(StreamResponse,)),
+    Route(
+        "POST",
+        "/",
+        "Generate text, whole or as `stream` says",
+        NATIVE,
+        (list[GenerateResponse],),
+        (StreamResponse,),
+    ),
+    Route("POST", "/v1", "`POST /` for base URLs that end in /v1", NATIVE, (list[GenerateResponse],), (StreamResponse,)),
     Route("POST", "/tokenize", "The tokens of `inputs`", NATIVE, (list[SimpleToken],)),
     Route("POST", "/chat_tokenize", "The text and the tokens of a chat", CHAT, (ChatTokenizeResponse,)),
     Route("POST", "/v1/chat/completions", "OpenAI's chat completions", CHAT, (ChatCompletion,), (ChatChunk,)),
@@ -78,12 +92,11 @@ ROUTES = (
         parameter=("query", "sentence"),
     ),
     Route("GET", "/info", "The model, and the limits in force", answers=(Info,)),
-    Route("GET", "/health", "200 when requests are taken", needs_key=False),
-    Route("GET", "/ping", "The same, as SageMaker asks", needs_key=False),
-    Route("GET", "/", "The same", needs_key=False),
+    Route("GET", "/health", "200 when requests are accepted", needs_key=False),
+    Route("GET", "/ping", "`GET /health` under the name that SageMaker asks for", needs_key=False),
+    Route("GET", "/", "`GET /health` for probes of the root", needs_key=False),
     Route("GET", "/live", "200 when this web process answers", needs_key=False),
     Route("GET", "/metrics", "Metrics for Prometheus", needs_key=False, content_type="text/plain"),
-    Route("GET", "/docs/", "This document, to read and to try", needs_key=False, content_type="text/html"),
     Route("GET", "/api-doc/openapi.json", "This document", answers=(dict[str, Any],), needs_key=False),
 )
 
@@ -94,12 +107,17 @@ def openapi() -> dict[str, Any]:
     refs, components = msgspec.json.schema_components(used, ref_template="#/components/schemas/{name}")
     schema_of = {str(kind): ref for kind, ref in zip(used, refs)}
     components["VertexRequest"]["properties"]["instances"]["items"] = _any_of([schema_of[str(kind)] for kind in NATIVE + CHAT])
+    for component in components.values():
+        for field in component.get("properties", {}).values():
+            if field.get("default", ...) is None:
+                del field["default"]  # `null` means absent; generators take a default for a required field
     paths: dict[str, Any] = {}
     for route in ROUTES:
         paths.setdefault(route.path, {})[route.method.lower()] = _operation(route, schema_of)
     return {
         "openapi": "3.1.0",
-        "info": {"title": "neuron-textgen", "version": VERSION},
+        "info": {"title": "neuron-textgen", "version": VERSION, "license": {"name": "Apache-2.0", "identifier": "Apache-2.0"}},
+        "servers": [{"url": "/"}],
         "paths": paths,
         "components": {"schemas": components, "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}}},
     }
@@ -124,14 +142,18 @@ def _operation(route: Route, schema_of: dict[str, Any]) -> dict[str, Any]:
     shapes = {True: (OpenAIErrorBody,), False: (ErrorBody,)}[speaks_openai]
     if route.path == "/invocations":
         shapes = (ErrorBody, OpenAIErrorBody)
+    name = re.sub(r"\W+", "_", f"{route.method.lower()}{route.path}").strip("_")
     operation: dict[str, Any] = {
+        "operationId": name,
         "summary": route.summary,
-        "responses": {"200": ok} | {"default": {"description": "What went wrong", "content": content(shapes)}},
+        "responses": {"200": ok}
+        | {status: {"description": "What went wrong", "content": content(shapes)} for status in ("4XX", "5XX")},
     }
-    if route.needs_key:
-        operation["security"] = [{"key": []}, {}]
+    operation["security"] = [{"key": []}, {}] if route.needs_key else []
     if route.bodies:
-        operation["requestBody"] = {"required": True, "content": content(route.bodies)}
+        body = content(route.bodies)
+        body["application/json"]["example"] = EXAMPLES[route.bodies[0]]
+        operation["requestBody"] = {"required": True, "content": body}
     if route.parameter:
         place, name = route.parameter
         operation["parameters"] = [{"in": place, "name": name, "required": True, "schema": {"type": "string", "minLength": 1}}]

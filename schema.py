@@ -20,8 +20,8 @@ from protocol import ModelInfo
 U32 = Annotated[int, Meta(ge=0, le=2**32 - 1)]
 I32 = Annotated[int, Meta(ge=-(2**31), le=2**31 - 1)]
 # What the document says of a field, and a check below says in TGI's words.
-AtLeastOne = Annotated[U32, Meta(extra_json_schema={"exclusiveMinimum": 0})]
-TopK = Annotated[I32, Meta(extra_json_schema={"exclusiveMinimum": 0})]
+AtLeastOne = Annotated[U32, Meta(extra_json_schema={"minimum": 1})]
+TopK = Annotated[I32, Meta(extra_json_schema={"minimum": 1})]
 Positive = Annotated[float, Meta(extra_json_schema={"exclusiveMinimum": 0})]
 NotNegative = Annotated[float, Meta(extra_json_schema={"minimum": 0})]
 Share = Annotated[float, Meta(extra_json_schema={"exclusiveMinimum": 0, "maximum": 1})]
@@ -162,6 +162,7 @@ class OpenAIRequest(Struct, kw_only=True):
     """What chat and completion requests have in common. `top_k`, `min_p`, `repetition_penalty`, `ignore_eos` and `min_tokens`
     are not OpenAI's, but clients of such servers send them."""
 
+    model: str | None = None  # ignored: there is one
     max_tokens: U32 | None = None
     temperature: NotNegative | None = None
     top_p: Share | None = None
@@ -188,9 +189,9 @@ class ChatRequest(OpenAIRequest, kw_only=True):
     logprobs: bool | None = None
     top_logprobs: U32 | None = None
     response_format: dict[str, Any] | None = None
-    tools: list[Any] | None = None
+    tools: list[dict[str, Any]] | None = None
     tool_choice: str | dict[str, Any] | None = None
-    functions: list[Any] | None = None
+    functions: list[dict[str, Any]] | None = None
     function_call: str | dict[str, Any] | None = None
     modalities: list[str] | None = None
     audio: dict[str, Any] | None = None
