@@ -10,7 +10,10 @@ This layer knows no torch, no model and no slots.
 
 from __future__ import annotations
 
+import base64
+import hashlib
 import hmac
+import html
 import logging
 import math
 import os
@@ -39,7 +42,7 @@ import openapi
 import schema
 import validate
 from answers import Answer
-from config import Config
+from config import HERE, Config
 from engine_client import ClientGone, EngineClient, EngineError
 from errors import ApiError
 from generation import HANG_UP, KEEP_ALIVE_S, Batch, Generation, end_error
@@ -103,7 +106,7 @@ def create_app(config: Config, engine: EngineClient) -> Flask:
     app.config["MAX_CONTENT_LENGTH"] = config.payload_limit + 1  # werkzeug cuts a chunked body here without an error
     app.register_blueprint(get_swaggerui_blueprint(DOCS.rstrip("/"), "/api-doc/openapi.json"))
     handlers, bodies, threads = Handlers(config, engine), Bodies(config), TextThreads(config.max_concurrent_requests)
-    contract = openapi.openapi()
+    contract, page = openapi.openapi(), Page()
     _guard(app, Guard(config))
     _answer_errors(app, config, engine)
 
@@ -184,6 +187,10 @@ def create_app(config: Config, engine: EngineClient) -> Flask:
         return _empty()
 
     @app.get("/")
+    def root() -> Response:
+        is_browser = "text/html" in request.headers.get("Accept", "")
+        return page.response(engine) if is_browser and not config.no_web_page else health()
+
     @app.get("/health")
     @app.get("/ping")
     def health() -> Response:
@@ -215,6 +222,26 @@ def create_app(config: Config, engine: EngineClient) -> Flask:
         return _json(contract)
 
     return app
+
+
+class Page:
+    """The page for browsers at `/`: one file that loads nothing else, under a policy that allows nothing else."""
+
+    def __init__(self):
+        self._html = (HERE / "page.html").read_text()
+        sources = []
+        for tag in ("script", "style"):
+            text = re.search(rf"<{tag}>(.*?)</{tag}>", self._html, re.DOTALL)[1]
+            sources.append(f"{tag}-src 'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'")
+        rest = "connect-src 'self'; img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+        self._headers = {"Content-Security-Policy": "; ".join(["default-src 'none'", *sources, rest])}
+
+    def response(self, engine: EngineClient) -> Response:
+        data = ""
+        if engine.phase == "ready":
+            chats = "true" if engine.text.template else "false"
+            data = f' data-model="{html.escape(engine.info.model_name)}" data-chats="{chats}"'
+        return Response(self._html.replace("<body>", f"<body{data}>"), mimetype="text/html", headers=self._headers)
 
 
 class Guard:

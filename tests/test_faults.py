@@ -208,7 +208,7 @@ def counts(server):
 
 
 def test_of_500_clients_at_once_exactly_the_surplus_is_refused(server):
-    first = [send(server, COMPLETIONS, some(400)) for _ in range(4)]
+    first = [send(server, COMPLETIONS, some(300)) for _ in range(4)]
     wait_until(lambda: server.status().running == 4, "every slot is taken, for longer than the others need to come")
     connections = [send(server, COMPLETIONS, some(5)) for _ in range(496)]
     assert server.get("/health")[0] == 200
@@ -236,9 +236,9 @@ def test_what_is_refused_is_counted_whoever_refuses_it(start):
         408: head_of("/tokenize", b"xx") + b"x",
         413: head_of("/tokenize", b"x" * 3_000_000),
     }
-    with start(MAX_CONCURRENT_REQUESTS="8") as server:
+    with start(MAX_CONCURRENT_REQUESTS="8", MAX_BATCH_SIZE="8") as server:
         server.wait_ready()
-        first = [send(server, COMPLETIONS, some(400)) for _ in range(8)]
+        first = [send(server, COMPLETIONS, some(300)) for _ in range(8)]
         wait_until(lambda: server.status().full, "a full house, for longer than the others need to come")
         assert [status for status, _, _ in crowd(server, 100, COMPLETIONS, some(5))] == [429] * 100
         for status, sent in raw.items():
@@ -275,7 +275,7 @@ def test_health_metrics_and_info_answer_while_every_place_is_taken(server):
 def test_who_waits_longer_than_allowed_is_told_to_come_back(start):
     with start("--max-batch-size", "1", "--max-queue-time", "0.5") as server:
         server.wait_ready()
-        running = send(server, COMPLETIONS, some(150))
+        running = send(server, COMPLETIONS, some(100))
         wait_until(lambda: server.status().running == 1, "the first runs")
         status, headers, body = answer(send(server, COMPLETIONS, some(5)))
         assert (status, json.loads(body)["error"]["type"]) == (429, "rate_limit_error")
@@ -318,7 +318,7 @@ def test_a_hang_up_while_the_device_runs_its_prompt_frees_the_slot_after_it(star
 
 
 def test_a_storm_of_1000_hang_ups_leaves_nothing_behind(server):
-    steady = send(server, COMPLETIONS, some(400))
+    steady = send(server, COMPLETIONS, some(200))
     for _ in range(20):
         clients = [send(server, COMPLETIONS, endless(stream=bool(n % 2))) for n in range(50)]
         for client in clients:

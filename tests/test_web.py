@@ -322,6 +322,7 @@ def test_a_failure_in_the_middle_of_a_stream_is_an_event(served):
 
 def test_a_silent_stream_is_kept_open_with_comments(served, monkeypatch):
     monkeypatch.setattr(generation, "KEEP_ALIVE_S", 0.05)
+    monkeypatch.setattr(web, "KEEP_ALIVE_S", 0.05)
     served.model.may_decode.clear()
     with served.post("/generate_stream", {"inputs": "Hello", "parameters": {"max_new_tokens": 3}}, buffered=False) as response:
         chunks = iter(response.response)
