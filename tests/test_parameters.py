@@ -1,4 +1,4 @@
-"""The README says of every parameter whether it is honoured, refused or ignored. Here each is sent, and it must be so."""
+"""docs/api.md says of every parameter whether it is honoured, refused or ignored. Here each is sent, and it must be so."""
 
 import re
 
@@ -8,7 +8,7 @@ from fakes.model import EOS
 from config import HERE
 from schema import ChatRequest, CompletionRequest, Parameters
 
-README = (HERE / "README.md").read_text()
+TABLES = (HERE / "docs" / "api.md").read_text()
 CHAT = "/v1/chat/completions"
 COMPLETION = "/v1/completions"
 EARLY_END = {"logit_bias": {str(EOS): 100}}
@@ -16,7 +16,7 @@ USER = {"role": "user", "content": "Hi"}
 
 
 def table(title):
-    section = README.split(f"### {title}\n")[1].split("\n### ")[0]
+    section = TABLES.split(f"## {title}\n")[1].split("\n## ")[0]
     return dict(re.findall(r"^\| `(\w+)` \| (\w+) \|", section, flags=re.MULTILINE))
 
 
@@ -133,7 +133,7 @@ ONLY_SAMPLED = {"seed", "best_of", "top_k", "min_p", "typical_p"}
 
 
 @pytest.mark.parametrize("route", ["/generate", CHAT, COMPLETION])
-def test_what_the_readme_says_of_sampling_on_the_device_is_so(serve, route):
+def test_what_the_tables_say_of_sampling_on_the_device_is_so(serve, route):
     """Each parameter that is honoured elsewhere is tried; `top_k` with more than there is to draw from."""
     served = serve(sampling="device").get_ready()
     tables = {
@@ -169,7 +169,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("route", "name", "said", "besides", "value"), CASES, ids=lambda v: v if isinstance(v, str) else "")
-def test_what_the_readme_says_of_a_parameter_is_so(served, route, name, said, besides, value):
+def test_what_the_tables_say_of_a_parameter_is_so(served, route, name, said, besides, value):
     def body(**more):
         if route == "/generate":
             return {"inputs": "Hi", "parameters": {"max_new_tokens": 12} | besides | more}
