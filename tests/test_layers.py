@@ -1,6 +1,8 @@
-"""The house rules: imports go one way, packages stay in the layers that they belong to, and docs/settings.md has every setting."""
+"""The house rules: imports go one way, packages stay in the layers that they belong to, and the documents
+name what is there."""
 
 import ast
+import re
 import subprocess
 import sys
 from functools import cache
@@ -126,6 +128,18 @@ def test_no_file_has_more_than_600_lines(module):
 
 def test_the_table_of_settings_is_that_of_the_code():
     assert config.markdown_table() in (HERE / "docs" / "settings.md").read_text()
+
+
+def test_the_architecture_names_functions_that_are_there():
+    named = re.findall(r"`((?:models/)?\w+)\.py: ([\w.]+)", (HERE / "docs" / "architecture.md").read_text())
+    assert len(named) > 15
+    for module, path in named:
+        node = tree(module.replace("/", ".").removesuffix(".__init__"))
+        for name in path.split("."):
+            names = {each.name: each for each in node.body if isinstance(each, (ast.ClassDef, ast.FunctionDef))}
+            names |= {ast.unparse(each.targets[0]): each for each in node.body if isinstance(each, ast.Assign)}
+            assert name in names, f"{module}.py has no {path}"
+            node = names[name]
 
 
 def test_the_version_is_in_pyproject_toml_too():
