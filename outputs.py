@@ -42,6 +42,7 @@ class StepOutput(NamedTuple):
     tokens: list[int | None]  # None: the chunk sampled nothing, or its request has failed
     finish_reasons: list[str | None]
     logits: np.ndarray | None  # [rows, vocab]; None where the device samples or nothing needs them
+    maxima: np.ndarray | None  # of the sampled rows (sampling.SamplingBatch)
     started_at: float
     ran_at: float
     sampled_at: float
@@ -93,7 +94,8 @@ def logprobs_of(output: StepOutput) -> dict[int, tuple[float, list[tuple[int, fl
     try:
         logits = rows_of(output.logits, [rows[i] for i in wanted])
         top_n = [output.step.requests[i].generate.top_n_tokens for i in wanted]
-        found = dict(zip(wanted, sampling.logprobs(logits, [output.tokens[i] for i in wanted], top_n))) if wanted else {}
+        tokens, maxima = [output.tokens[i] for i in wanted], output.maxima if wanted == output.step.samples else None
+        found = dict(zip(wanted, sampling.logprobs(logits, tokens, top_n, maxima))) if wanted else {}
     except Exception as error:
         found = dict.fromkeys(wanted, error)
     for i, (chunk, request) in enumerate(zip(output.step.chunks, output.step.requests)):

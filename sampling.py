@@ -1,7 +1,6 @@
 """Logits to token ids and log-probabilities.
 
-Owns each request's random stream and token counts, and the loops over the logits. Takes the arrays that a model's `forward`
-returns; hands token ids to the worker's loop and log-probabilities to its output thread. Knows neither slots nor sockets.
+Owns each request's random stream and token counts, and the loops over the logits. Knows neither slots nor sockets.
 
 The order is transformers': penalties, logit biases, bans and the token mask; temperature; top-k (with ties of the k-th), top-p,
 min-p, typical-p. A row's result depends on its own logits, parameters and seed alone, to the bit: sums have one fixed order.
@@ -28,6 +27,7 @@ IMPOSSIBLE = "no token is possible: the model, min_new_tokens or the token mask 
 NO_MASK = np.empty((0, 0), np.uint32)
 LOWEST = np.finfo(np.float32).min
 TopTokens = list[tuple[int, float]]  # (token id, log-probability)
+Described = tuple[float, TopTokens] | Exception
 LOG2_E = math.log2(math.e)
 # 2 ** x for |x| <= 1/2, relative error below 3e-6 (Remez algorithm). Adding ROUND rounds a float32 to a whole number.
 POWER_1, POWER_2, POWER_3, POWER_4 = (np.float32(factor) for factor in (0.6931242, 0.24024099, 0.05590637, 0.00958282))
@@ -115,7 +115,7 @@ class SamplingBatch:
         streams, draws = np.array([row.stream[0] for row in rows], np.uint64), np.zeros(len(rows))
         for index, row in enumerate(rows):
             row.stream = streams[index : index + 1]
-        self.rows = rows
+        self.rows, self.maxima = rows, None  # maxima: of the last logits, where read; spare `logprobs` a pass over them
         temperature = array("temperature")
         scale = (LOG2_E / np.maximum(temperature, 1e-37)).astype(np.float32)
         self.parameters = Parameters(greedy, temperature, scale, top_k, top_p, min_p, whole_row, weighted, streams, draws)
@@ -153,16 +153,15 @@ def sample(logits: np.ndarray, batch: SamplingBatch, mask: np.ndarray | None = N
     logits: float32 [rows, vocab], or uint16, the bit patterns of bfloat16; row-major or column-major; not changed.
     mask: uint32 [rows, ceil(vocab / 32)], a set bit allows the token; applied before temperature and filters.
     """
-    source, parameters, chosen = _source(logits), batch.parameters, [None] * len(batch.rows)
+    given, parameters, chosen, batch.maxima = _source(logits), batch.parameters, [None] * len(batch.rows), None
     changed = {index for index, row in enumerate(batch.rows) if row.changes_logits}
     if mask is not None:
         changed |= set((mask != 0xFFFFFFFF).any(axis=1).nonzero()[0].tolist())
-    parts = []  # logits, and for each of their rows its index in the batch, or -1 to leave it out
-    if len(changed) < source.rows:
-        parts.append((source, np.array([-1 if row in changed else row for row in range(source.rows)])))
+    kept = np.array([-1 if row in changed else row for row in range(given.rows)])
+    parts = [(given, kept)] if len(changed) < given.rows else []  # with each row's index in the batch; -1: leave it out
     if changed:
         indices = np.array(sorted(changed))
-        scores = _copied(source, indices, NO_MASK if mask is None else mask[indices])
+        scores = _copied(given, indices, NO_MASK if mask is None else mask[indices])
         for place, row in enumerate(indices):
             try:
                 batch.rows[row].change(scores[place])
@@ -170,7 +169,9 @@ def sample(logits: np.ndarray, batch: SamplingBatch, mask: np.ndarray | None = N
                 chosen[row], indices[place] = error, -1
         parts.append((_source(scores), indices))
     for source, indices in parts:
-        tokens, peaks = _choose(source, indices, parameters)
+        maxima = _maxima(source)
+        batch.maxima = maxima if source is given else batch.maxima
+        tokens, peaks = _choose(source, maxima, indices, parameters)
         for place, (row, token) in enumerate(zip(indices.tolist(), tokens.tolist())):
             if row < 0:
                 continue
@@ -212,15 +213,15 @@ def filtered_weights(ordered: np.ndarray, parameters: Any) -> np.ndarray:
     return weights
 
 
-def logprobs(logits: np.ndarray, tokens: Sequence[int], top_n: Sequence[int]) -> list[tuple[float, TopTokens] | Exception]:
+def logprobs(logits: np.ndarray, tokens: Sequence[int], top_n: Sequence[int], maxima=None) -> list[Described]:
     """The log-probability of each row's token, and the `top_n` most likely ones, ties by id, without impossible ones.
-    logits: as for `sample`. A row whose highest logit is not finite yields an exception."""
+    logits: as for `sample`; maxima: what `sample` left in its batch for them. A row without a highest logit fails."""
     source = _source(logits)
-    maxima = _maxima(source)
+    maxima = _maxima(source) if maxima is None else maxima
     peaks = maxima.max(axis=1)
     totals = _sums(source, peaks, np.full(source.rows, LOG2_E, np.float32)).sum(axis=1)
     ids, scores = np.empty(source.vocab, np.int64), np.empty(source.vocab, np.float32)
-    described: list[tuple[float, TopTokens] | Exception] = [SamplingError(NOT_A_NUMBER)] * source.rows
+    described: list[Described] = [SamplingError(NOT_A_NUMBER)] * source.rows
     for row in np.isfinite(peaks).nonzero()[0].tolist():
         normalizer = float(peaks[row]) + math.log(totals[row])
         n = top_n[row] and min(top_n[row], _list(source, row, maxima[row], top_n[row], ids, scores))
@@ -412,11 +413,10 @@ def _draw_listed(ids, scores, is_complete, sums, peak, temperature, top_p, min_p
 
 
 @_compiled
-def _choose(source, indices, parameters):
+def _choose(source, maxima, indices, parameters):
     """The token of each row, WHOLE_ROW or FAILED, int64 [rows], and its highest score, float32 [rows]. indices: the place of
     each row in `parameters`, or -1 for a row to leave out."""
-    maxima, is_weighted = _maxima(source), False
-    peaks, scales = np.empty(source.rows, np.float32), np.empty(source.rows, np.float32)
+    is_weighted, peaks, scales = False, np.empty(source.rows, np.float32), np.empty(source.rows, np.float32)
     for place in range(source.rows):
         is_weighted |= indices[place] >= 0 and parameters.weighted[indices[place]]
         peaks[place], scales[place] = maxima[place].max(), parameters.scale[indices[place]]

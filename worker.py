@@ -203,7 +203,9 @@ class Worker:
         elif not running:  # the first tokens follow none
             self._tokens_at = self._progress_at
         times = started_at, ran_at, sampled_at, self._progress_at
-        self._unpublished.append(StepOutput(step, tokens, finish_reasons, logits, *times, running, interval_s))
+        self._unpublished.append(
+            StepOutput(step, tokens, finish_reasons, logits, self._batch[1].maxima, *times, running, interval_s)
+        )
 
     def _sample(self, step: Step, output) -> tuple[list[int | None], np.ndarray | None]:
         """One token a chunk (None where there is none), and the logits that log-probabilities are computed from."""

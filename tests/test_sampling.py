@@ -635,3 +635,12 @@ def test_sampling_imports_nothing_of_this_server_and_no_torch():
     )
     ran = subprocess.run([sys.executable, "-c", code], cwd=HERE, capture_output=True, text=True, check=True)
     assert ran.stdout.strip() == "[]" and sampling.__doc__
+
+
+def test_log_probabilities_need_no_second_look_at_logits_that_were_sampled_from():
+    logits = np.random.default_rng(1).normal(size=(3, 5000)).astype(np.float32)
+    plain, penalized = Sampling(seed=1), Sampling(seed=2, repetition_penalty=2.0)
+    for kinds in ([plain, plain, plain], [plain, penalized, plain], [penalized, penalized, penalized]):
+        batch = SamplingBatch([RowSampler(kind, [0, 1]) for kind in kinds])
+        tokens = sampling.sample(logits, batch)
+        assert sampling.logprobs(logits, tokens, [2, 0, 5], batch.maxima) == sampling.logprobs(logits, tokens, [2, 0, 5])
