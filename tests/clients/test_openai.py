@@ -162,10 +162,16 @@ def test_a_seed_gives_the_same_answer_again_and_another_seed_another(chat):
     assert len({ask(1), ask(2), ask(3)}) > 1
 
 
+def test_what_does_not_fit_is_a_bad_request_with_openais_code(client):
+    with pytest.raises(openai.BadRequestError, match="maximum context length is 1024 tokens") as caught:
+        client.chat.completions.create(model="m", messages=[{"role": "user", "content": "Hi"}], max_tokens=5000)
+    assert caught.value.code == "context_length_exceeded"
+
+
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
 @pytest.mark.parametrize(
     ("wrong", "name"),
-    [({"temperature": -1}, "temperature"), ({"top_p": 7}, "top_p"), ({"max_tokens": 5000}, "max_tokens"), ({"n": 0}, "n")],
+    [({"temperature": -1}, "temperature"), ({"top_p": 7}, "top_p"), ({"n": 0}, "n")],
     ids=lambda value: "" if isinstance(value, dict) else value,
 )
 def test_a_wrong_value_is_unprocessable_and_the_message_names_it(chat, wrong, name, stream):
