@@ -8,7 +8,6 @@ no rule of any field: it is handed jobs that are checked.
 from __future__ import annotations
 
 import math
-import struct
 import time
 from collections.abc import Iterator
 from itertools import accumulate, zip_longest
@@ -23,7 +22,6 @@ from schema import ChatRequest, CompletionRequest, Parameters
 from text import Piece, TextStream, Tokenizer
 from validate import Job
 
-FLOAT32 = struct.Struct("<f")
 OPENAI_FINISH_REASONS = {"length": "length", "eos_token": "stop", "stop_sequence": "stop"}
 
 
@@ -118,7 +116,7 @@ class Answer:
         """One for each token of the prompt; None for the first, before which nothing stands, and for all that never ran."""
         if sequence.ran is None:
             return [None] * len(sequence.prompt)
-        return [None, *map(shortest_float, sequence.ran.logprobs)]
+        return [None, *map(rounded, sequence.ran.logprobs)]
 
 
 def event(body: bytes) -> bytes:
@@ -149,7 +147,7 @@ class NativeAnswer(Answer):
         return [response] if self._in_list else response
 
     def events(self, sequence: Sequence, pieces: list[Piece]) -> bytes:
-        return b"".join(self._event(sequence, piece, is_last=piece is pieces[-1]) for piece in pieces)
+        return b"".join([self._event(sequence, piece, is_last=piece is pieces[-1]) for piece in pieces])
 
     def _event(self, sequence: Sequence, piece: Piece, is_last: bool) -> bytes:
         self._index += 1
@@ -187,13 +185,13 @@ class NativeAnswer(Answer):
 
     def _top_tokens(self, piece: Piece) -> list[schema.TokenOut]:
         return [
-            schema.TokenOut(i, self.tokenizer.token_text(i), shortest_float(logprob), i in self.tokenizer.special_ids)
+            schema.TokenOut(i, self.tokenizer.token_text(i), rounded(logprob), i in self.tokenizer.special_ids)
             for i, logprob in piece.top
         ]
 
 
 def _token(piece: Piece) -> schema.TokenOut:
-    return schema.TokenOut(piece.id, piece.text, shortest_float(piece.logprob), piece.special)
+    return schema.TokenOut(piece.id, piece.text, rounded(piece.logprob), piece.special)
 
 
 class PredictionsAnswer(Answer):
@@ -320,7 +318,7 @@ class ChatAnswer(OpenAIAnswer):
             [
                 schema.TokenLogprob(
                     token=piece.text,
-                    logprob=shortest_float(piece.logprob),
+                    logprob=rounded(piece.logprob),
                     bytes=self._bytes(piece.id, piece.text, piece.cut),
                     top_logprobs=[self._top_logprob(*top) for top in piece.top],
                 )
@@ -330,7 +328,7 @@ class ChatAnswer(OpenAIAnswer):
 
     def _top_logprob(self, token_id: int, logprob: float) -> schema.TopLogprob:
         text = self.tokenizer.token_text(token_id)
-        return schema.TopLogprob(text, shortest_float(logprob), self._bytes(token_id, text))
+        return schema.TopLogprob(text, rounded(logprob), self._bytes(token_id, text))
 
 
 class CompletionAnswer(OpenAIAnswer):
@@ -402,7 +400,7 @@ class CompletionAnswer(OpenAIAnswer):
         self._told[sequence] = ends[-1]
         return schema.CompletionLogprobs(
             tokens=[text for text, *_ in rows],
-            token_logprobs=[shortest_float(logprob) for _, _, logprob, _ in rows],
+            token_logprobs=[rounded(logprob) for _, _, logprob, _ in rows],
             top_logprobs=[self._top(top) for *_, top in rows] if self._top_n else None,
             text_offset=ends[:-1],
         )
@@ -422,7 +420,7 @@ class CompletionAnswer(OpenAIAnswer):
         """OpenAI's form: the likeliest and the token itself, by their texts; of equal texts the likelier one counts."""
         told: dict[str, float] = {}
         for token, logprob in top:
-            told.setdefault(self._name(token), shortest_float(logprob))
+            told.setdefault(self._name(token), rounded(logprob))
         return told or None
 
     def _name(self, token: int) -> str:
@@ -432,18 +430,6 @@ class CompletionAnswer(OpenAIAnswer):
         return text if exact is None else "bytes:" + "".join(f"\\x{byte:02x}" for byte in exact)
 
 
-def shortest_float(logprob: float | None) -> float | None:
-    """A float32 written with as few digits as tell it apart, as TGI writes it, not with a float64's seventeen."""
-    if logprob is None or not math.isfinite(logprob):
-        return logprob
-    exact = FLOAT32.pack(logprob)
-    (value,) = FLOAT32.unpack(exact)
-    shortest = float(f"{value:.8g}")
-    if FLOAT32.pack(shortest) != exact:
-        return float(f"{value:.9g}")  # nine digits are always enough
-    for form in ("%.7g", "%.6g"):
-        shorter = float(form % value)
-        if FLOAT32.pack(shorter) != exact:
-            break
-        shortest = shorter
-    return shortest
+def rounded(logprob: float | None) -> float | None:
+    """With seven decimals, which is what a float32 has to tell; not with a float64's seventeen digits."""
+    return None if logprob is None else round(logprob, 7) + 0.0  # of -0.0: 0.0

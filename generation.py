@@ -24,7 +24,7 @@ from protocol import End, Generate, Prompt, RequestStats, Token
 from text import Piece
 from validate import Job
 
-WATCH_S = 0.1  # how often a request looks whether its client is still connected
+WATCH_S = 0.1  # how often all requests are looked after
 KEEP_ALIVE_S = 15.0  # a stream without an event for this long carries a comment, so that proxies keep it open
 HANG_UP = 499  # the status of a response that nobody reads
 Batch = list[tuple[Sequence, list[Piece]]]  # what became certain together
@@ -36,6 +36,9 @@ class Generation:
     Iterating yields a Batch whenever text has become certain, each sequence once, until all have finished; an empty Batch
     means that KEEP_ALIVE_S passed without a token. Raises ApiError when the worker refuses or fails, and ClientGone when the
     client has disconnected. What is unfinished at `deadline_at` ends there. `settle` frees everything.
+
+    `in_progress` holds it from its start until it is settled, and `watch` looks after all that are there. The end of the
+    client's input counts as a disconnect unless `input_may_end`: then only a broken connection does.
     """
 
     def __init__(
@@ -43,6 +46,7 @@ class Generation:
         engine: EngineClient,
         jobs: list[Job],
         prompts: list[tuple[list[int], int]],  # of each job: token ids, max_new_tokens
+        in_progress: set[Generation],
         request_id: str,
         started_at: float,
         deadline_at: float = float("inf"),
@@ -76,16 +80,18 @@ class Generation:
                     sent_at=self.sent_at,
                 )
                 generates.append(generate)
+        self._unfinished = dict(self._by_id)
+        self._connection = get_original("select", "poll")()  # asked without waiting; gevent's cannot see the end of the input
+        if client is not None:
+            events = select.POLLHUP | select.POLLERR | (0 if input_may_end else select.POLLRDHUP)
+            self._connection.register(client, events)
         self._request = InFlightRequest(engine, generates)
-        self._watcher = gevent.spawn(self._watch, client, input_may_end)
+        self._in_progress = in_progress
+        in_progress.add(self)
 
     @property
     def sequences(self) -> list[Sequence]:
         return list(self._by_id.values())
-
-    @property
-    def _unfinished(self) -> list[Sequence]:
-        return [sequence for sequence in self._by_id.values() if sequence.finish_reason is None]
 
     def __iter__(self) -> Iterator[Batch]:
         while self._unfinished:
@@ -98,26 +104,18 @@ class Generation:
             if batch or not messages:  # a prompt that has been run is no reason yet to begin an answer
                 yield list(batch.items())
 
-    def _watch(self, client: socket.socket | None, input_may_end: bool) -> None:
-        """Wakes the request when its client disconnects, at its deadline, and when it is time for a sign of life.
-
-        The end of the client's input counts as a disconnect unless `input_may_end`: then only a broken connection does.
-        """
-        poller = get_original("select", "poll")()  # asked without waiting; gevent's own cannot see the end of the input
-        if client is not None:
-            poller.register(client, select.POLLHUP | select.POLLERR | (0 if input_may_end else select.POLLRDHUP))
-        while not poller.poll(0):
-            now = time.monotonic()
-            gevent.sleep(min(WATCH_S, max(0.01, self._deadline_at - now)))
-            if time.monotonic() >= min(self._received_at + KEEP_ALIVE_S, self._deadline_at):
-                self._request.wake()
-        self._request.hang_up()
+    def look(self) -> None:
+        """Wakes the request when its client has disconnected, at its deadline, and when it is time for a sign of life."""
+        if self._connection.poll(0):
+            self._request.hang_up()
+        elif time.monotonic() >= min(self._received_at + KEEP_ALIVE_S, self._deadline_at):
+            self._request.wake()
 
     def _advance(self, messages: list[Prompt | Token | End]) -> dict[Sequence, list[Piece]]:
         batch: dict[Sequence, list[Piece]] = {}
         for message in messages:
-            sequence = self._by_id[message.id]
-            if sequence.finish_reason is not None:  # tokens that arrive after a stop string
+            sequence = self._unfinished.get(message.id)
+            if sequence is None:  # a token that arrives after a stop string
                 continue
             if isinstance(message, End):
                 raise end_error(message.reason, message.message)
@@ -130,7 +128,7 @@ class Generation:
     def settle(self, outcome: str, status: int = 200) -> None:
         """Cancels what still runs, and adds the request to the metrics; only the first outcome counts."""
         self._request.close()
-        self._watcher.kill(block=False)
+        self._in_progress.discard(self)
         if not self.is_settled:
             self.is_settled = True
             self._engine.record(self._stats(outcome, status))
@@ -157,16 +155,27 @@ class Generation:
         if self.first_token_at is None:
             self.first_token_at = time.monotonic()
         pieces = sequence.take(token)
-        if sequence.finish_reason is not None and token.finish_reason is None:
-            self._request.cancel(token.id, "stop sequence")
+        if sequence.finish_reason is not None:
+            del self._unfinished[token.id]
+            if token.finish_reason is None:
+                self._request.cancel(token.id, "stop sequence")
         return pieces
 
     def _cut(self) -> list[tuple[Sequence, list[Piece]]]:
         if self.first_token_at is None:
             raise errors.overloaded()  # it has only waited; a later attempt may be served
-        cut = [(sequence, sequence.cut()) for sequence in self._unfinished]
+        cut = [(sequence, sequence.cut()) for sequence in self._unfinished.values()]
+        self._unfinished.clear()
         self._request.close("deadline")
         return cut
+
+
+def watch(in_progress: set[Generation]) -> None:
+    """Looks after all requests of this process; never returns."""
+    while True:
+        gevent.sleep(WATCH_S)
+        for generation in list(in_progress):
+            generation.look()
 
 
 def end_error(reason: str, message: str = "") -> ApiError:

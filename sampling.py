@@ -125,7 +125,6 @@ class Source(NamedTuple):
     """Logits as the loops read them."""
 
     flat: np.ndarray  # int32 or int16, in memory order: the bits of float32 or bfloat16
-    shift: np.int32  # to the left, makes them the bits of float32
     highest: np.signedinteger  # integer of their size
     nan_offset: np.signedinteger  # wraps the bits of negative NaNs around to the highest integers
     rows: int
@@ -140,10 +139,8 @@ def _source(logits: np.ndarray) -> Source:
     rows, vocab = logits.shape
     by_token = rows > 1 and logits.strides[0] < logits.strides[1]
     flat = np.ascontiguousarray(logits.T if by_token else logits).reshape(-1)
-    if logits.dtype == np.float32:
-        bits = flat.view(np.int32), np.int32(0), np.int32(0x7FFFFFFF), np.int32(0x7FFFFF)
-    else:
-        bits = flat.view(np.int16), np.int32(16), np.int16(0x7FFF), np.int16(0x7F)
+    integer, nan_offset = (np.int32, 0x7FFFFF) if logits.dtype == np.float32 else (np.int16, 0x7F)
+    bits = flat.view(integer), integer(np.iinfo(integer).max), integer(nan_offset)
     return Source(*bits, rows, rows if by_token else 1, vocab, -(-vocab // GROUP))
 
 
@@ -220,13 +217,16 @@ def logprobs(logits: np.ndarray, tokens: Sequence[int], top_n: Sequence[int], ma
     maxima = _maxima(source) if maxima is None else maxima
     peaks = maxima.max(axis=1)
     totals = _sums(source, peaks, np.full(source.rows, LOG2_E, np.float32)).sum(axis=1)
+    is_finite = np.isfinite(peaks)
+    normalizers = peaks + np.log(totals, where=is_finite, out=totals)
+    own = logits[range(source.rows), tokens]
+    own = own if own.dtype == np.float32 else (own.astype(np.uint32) << 16).view(np.float32)
     ids, scores = np.empty(source.vocab, np.int64), np.empty(source.vocab, np.float32)
     described: list[Described] = [SamplingError(NOT_A_NUMBER)] * source.rows
-    for row in np.isfinite(peaks).nonzero()[0].tolist():
-        normalizer = float(peaks[row]) + math.log(totals[row])
+    for row in is_finite.nonzero()[0].tolist():
         n = top_n[row] and min(top_n[row], _list(source, row, maxima[row], top_n[row], ids, scores))
-        top = zip(ids[:n].tolist(), (scores[:n].astype(np.float64) - normalizer).tolist())
-        described[row] = float(_score(source, row, tokens[row])) - normalizer, list(top)
+        top = zip(ids[:n].tolist(), (scores[:n] - normalizers[row]).tolist()) if n else ()
+        described[row] = float(own[row] - normalizers[row]), list(top)
     return described
 
 
@@ -258,9 +258,16 @@ def _compiled(function):
 
 
 @_compiled
+def _float32(bits):
+    """The float32 with these bits, or these of its upper half: a bfloat16. The compiler knows their size."""
+    integer = type(bits)
+    return np.int32(np.int32(bits) << (16 * (integer(1 << 16) == 0))).view(np.float32)
+
+
+@_compiled
 def _score(source, row, token):
     first = row * source.vocab if source.adjacent == 1 else row
-    return np.int32(np.int32(source.flat[first + token * source.adjacent]) << source.shift).view(np.float32)
+    return _float32(source.flat[first + token * source.adjacent])
 
 
 @_compiled
@@ -299,8 +306,7 @@ def _maxima(source):
                 for i in range(len(part)):
                     best[i] = max(best[i], integer(_flipped(part[i], source.highest) - source.nan_offset))
             for i in range(width):
-                bits = _flipped(integer(best[i] + source.nan_offset), source.highest)
-                score = np.int32(np.int32(bits) << source.shift).view(np.float32)
+                score = _float32(_flipped(integer(best[i] + source.nan_offset), source.highest))
                 maxima[row + i % source.adjacent, group * LANES + i // source.adjacent] = score
     return maxima
 
@@ -333,8 +339,7 @@ def _sums(source, peaks, scales):
             for start in range(begin, min(begin + STEPS * width, size), width):
                 part = source.flat[row * source.vocab + start : row * source.vocab + min(start + width, size)]
                 for i in range(len(part)):
-                    score = np.int32(np.int32(part[i]) << source.shift).view(np.float32)
-                    lanes[i] += _weight(score, peak[i], scale[i])
+                    lanes[i] += _weight(_float32(part[i]), peak[i], scale[i])
             for i in range(source.adjacent):
                 for lane in range(LANES):
                     sums[row + i, group] += lanes[lane * source.adjacent + i]
@@ -360,11 +365,8 @@ def _list(source, row, maxima, k, ids, scores):
     folded = np.full(blocks, LOWEST)
     for begin in range(0, len(maxima), blocks):
         part = maxima[begin : begin + blocks]
-        for i in range(len(part)):
-            folded[i] = part[i] if part[i] > folded[i] else folded[i]
-    ordered = folded.copy()
-    _sort(ordered, np.arange(blocks), blocks)
-    threshold = ordered[k - 1] if k <= blocks else LOWEST
+        folded[: len(part)] = np.maximum(folded[: len(part)], part)
+    threshold = np.partition(folded, blocks - k)[blocks - k] if k <= blocks else LOWEST
     for i in range(blocks):
         for lane in range(i, len(maxima) if folded[i] >= threshold else 0, blocks):
             begin = lane // LANES * GROUP + lane % LANES
@@ -383,9 +385,7 @@ def _list(source, row, maxima, k, ids, scores):
 @_compiled
 def _place(weights, draw):
     """The index at the share `draw` of all weights, never one without weight, and the share of that weight below it."""
-    total, cumulative, place, share = 0.0, 0.0, 0, 0.0
-    for weight in weights:
-        total += weight
+    total, cumulative, place, share = weights.sum(), 0.0, 0, 0.0
     for i in range(len(weights)):
         if weights[i] > 0.0:
             place, share = i, (draw * total - cumulative) / weights[i]
@@ -398,10 +398,8 @@ def _place(weights, draw):
 @_compiled
 def _draw_listed(ids, scores, is_complete, sums, peak, temperature, top_p, min_p, draw):
     """A token from the listed ones, most likely first; WHOLE_ROW where top-p and min-p may keep others."""
-    weights, total, cumulative = np.exp((scores.astype(np.float64) - peak) / temperature), 0.0, 0.0
-    for each in weights if is_complete else sums:
-        total += each
-    limit = top_p * total
+    weights, cumulative = np.exp((scores.astype(np.float64) - peak) / temperature), 0.0
+    limit = top_p * (weights if is_complete else sums).sum()
     for i in range(len(scores)):
         if weights[i] < min_p or (top_p < 1.0 and cumulative >= limit):
             weights[i:], is_complete = 0.0, True

@@ -151,27 +151,6 @@ def _byte_level_bytes(token: str) -> bytes:
         return token.encode()
 
 
-class Detokenizer:
-    """Text from token ids as they arrive: `push` returns the text that has become certain, `finish` the rest.
-
-    All of it together is exactly what decoding prompt and tokens at once adds to the prompt's text. Text is held back while
-    a later token could still change it: inside a character, or inside a run of single-byte tokens. Constant time a token.
-    """
-
-    def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int] = ()):
-        self._impl = _ByteLevel(tokenizer, prompt) if tokenizer.is_byte_level else _Windowed(tokenizer, prompt)
-
-    @property
-    def holds_text(self) -> bool:
-        return self._impl.holds_text
-
-    def push(self, token_id: int) -> str:
-        return self._impl.push(token_id)
-
-    def finish(self) -> str:
-        return self._impl.finish()
-
-
 class _ByteLevel:
     """Every token is a run of bytes: an incremental UTF-8 decoder is exact."""
 
@@ -259,6 +238,15 @@ class _Windowed:
         return added
 
 
+def detokenizer_for(tokenizer: Tokenizer, prompt: Sequence[int] = ()) -> _ByteLevel | _Windowed:
+    """Text from token ids as they arrive: `push` returns the text that has become certain, `finish` the rest.
+
+    All of it together is exactly what decoding prompt and tokens at once adds to the prompt's text. Text is held back while
+    a later token could still change it: inside a character, or inside a run of single-byte tokens. Constant time a token.
+    """
+    return _ByteLevel(tokenizer, prompt) if tokenizer.is_byte_level else _Windowed(tokenizer, prompt)
+
+
 def find_stop(text: str, stops: Sequence[str], scanned: int) -> int | None:
     """Where `text` is to end: just behind the stop string that is complete first; None if there is none.
 
@@ -314,7 +302,7 @@ class TextStream:
         min_tokens: int = 0,
     ):
         self._tokenizer = tokenizer
-        self._detokenizer = Detokenizer(tokenizer, prompt)
+        self._detokenizer = detokenizer_for(tokenizer, prompt)
         self._stops = [stop for stop in stops if stop]
         self._keep_stop = keep_stop
         self._min_tokens = min_tokens
@@ -344,8 +332,10 @@ class TextStream:
         if not special:
             self._carrier = piece
             self._add(text)
-            if text or self._opener is None or not self._detokenizer.holds_text:
-                self._opener = piece if self._detokenizer.holds_text else None
+            if not self._detokenizer.holds_text:
+                self._opener = None
+            elif text or self._opener is None:
+                self._opener = piece
         if last and not self.stopped:
             return self.finish()
         return self._release(everything=self.stopped)
@@ -365,6 +355,9 @@ class TextStream:
         self._carrier.text += text
         self._parts.append(text)
         self._length += len(text)
+        if not self._stops:
+            self._certain = self._length
+            return
         recent = self._recent + text
         end = find_stop(recent, self._stops, len(self._recent)) if self.tokens >= self._min_tokens else None
         if end is None:

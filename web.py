@@ -45,7 +45,7 @@ from answers import Answer
 from config import HERE, Config
 from engine_client import ClientGone, EngineClient, EngineError
 from errors import ApiError
-from generation import HANG_UP, KEEP_ALIVE_S, Batch, Generation, end_error
+from generation import HANG_UP, KEEP_ALIVE_S, Batch, Generation, end_error, watch
 from handlers import Handlers, ModelText, prompt_ids
 from protocol import ModelInfo, RequestStats
 from schema import GenerateRequest
@@ -107,6 +107,8 @@ def create_app(config: Config, engine: EngineClient) -> Flask:
     app.register_blueprint(get_swaggerui_blueprint(DOCS.rstrip("/"), "/api-doc/openapi.json"))
     handlers, bodies, threads = Handlers(config, engine), Bodies(config), TextThreads(config.max_concurrent_requests)
     contract, page = openapi.openapi(), Page()
+    in_progress: set[Generation] = set()
+    gevent.spawn(watch, in_progress)
     _guard(app, Guard(config))
     _answer_errors(app, config, engine)
 
@@ -122,7 +124,8 @@ def create_app(config: Config, engine: EngineClient) -> Flask:
         deadline_at = g.started_at + deadline_s if deadline_s and not answer.streams else float("inf")
         client = request.environ.get("gunicorn.socket")
         is_last = request.environ["SERVER_PROTOCOL"] == "HTTP/1.0" or "close" in request.headers.get("Connection", "").lower()
-        generation = Generation(engine, answer.jobs, prompts, g.request_id, g.started_at, deadline_at, client, is_last)
+        times = g.started_at, deadline_at
+        generation = Generation(engine, answer.jobs, prompts, in_progress, g.request_id, *times, client, is_last)
         answer.identify(g.request_id)
         g.generation = generation
         return _respond(config, engine, answer, generation)

@@ -43,7 +43,7 @@ from protocol import (
     Tokens,
 )
 from schema import ChatRequest, CompletionRequest, Parameters
-from text import Detokenizer, TextStream, Tokenizer
+from text import TextStream, Tokenizer, detokenizer_for
 
 IS_LONG = os.environ.get("HYPOTHESIS_PROFILE") == "long"
 LONG_CASES = int(os.environ.get("FUZZ_CASES", "10000"))
@@ -350,7 +350,7 @@ def test_any_tokens_stream_as_a_text_that_their_pieces_add_up_to(tokenizers, nam
         assert "".join(piece.text for piece in pieces if not piece.special) == stream.text
         stream.text.encode()
         if not stops:
-            detokenizer = Detokenizer(tokenizer, prompt)
+            detokenizer = detokenizer_for(tokenizer, prompt)
             assert stream.text == "".join([*map(detokenizer.push, tokens), detokenizer.finish()])
 
     any_tokens()

@@ -30,7 +30,7 @@ from tiny_tokenizers import save
 import text
 from chat import ChatTemplate, TemplateError
 from config import DEMO_MODEL, HERE, ConfigError
-from text import Detokenizer, Piece, TextStream, Tokenizer, check, find_stop, stop_begun
+from text import Piece, TextStream, Tokenizer, check, detokenizer_for, find_stop, stop_begun
 
 # Most of these run with each of eleven tokenizers.
 thorough = settings(max_examples=60, suppress_health_check=[HealthCheck.too_slow])
@@ -109,7 +109,7 @@ def any_ids(kind: Kind, max_chunks: int):
 
 
 def stream_text(kind: Kind, prompt: Sequence[int], ids: Sequence[int]) -> str:
-    detokenizer = Detokenizer(kind.tokenizer, prompt)
+    detokenizer = detokenizer_for(kind.tokenizer, prompt)
     return "".join([*map(detokenizer.push, ids), detokenizer.finish()])
 
 
@@ -519,7 +519,7 @@ def test_without_keep_stop_nothing_of_a_stop_string_is_ever_shown_and_nothing_el
     min_tokens = data.draw(st.integers(0, len(ids) + 1), label="min_tokens")
     keep_stop = data.draw(st.booleans(), label="keep_stop")
 
-    detokenizer = Detokenizer(kind.tokenizer, prompt)
+    detokenizer = detokenizer_for(kind.tokenizer, prompt)
     arrived = [detokenizer.push(i) for i in ids]  # by token
     before = len("".join(arrived[: max(0, min_tokens - 1)]))
     ends = range(before + 1, len(whole) + 1) if min_tokens <= len(ids) else range(0)

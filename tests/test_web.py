@@ -297,7 +297,7 @@ def test_a_prompt_that_has_been_run_does_not_begin_an_answer_that_then_fails(ser
     job = validate.check(body, served.config, served.info, streaming=True)
     monkeypatch.setattr(served.seen, "submit", lambda generates, queue: sent.append((generates[0].id, queue)))
     sent = []
-    generating = generation.Generation(served.seen, [job], [([97], 5)], "an-id", time.monotonic())
+    generating = generation.Generation(served.seen, [job], [([97], 5)], set(), "an-id", time.monotonic())
     ((request_id, queue),) = sent
     queue.put([Prompt(request_id, 0.0)])
     gevent.spawn_later(0.01, queue.put, [End(request_id, "failed", "no number")])
