@@ -37,9 +37,9 @@ NEURON_BIN := $(abspath $(VENV)-neuron)/bin
 run: $(VENV)/run.installed
 	@PATH="$(BIN):$$PATH" exec ./entrypoint.sh serve $(ARGS)
 
-# Two at a time: many tests start servers, which share the processors with them.
+# Three at a time on two processors: many tests start servers, and wait for them.
 test: $(VENV)/test.installed
-	$(BIN)/python -m pytest --numprocesses $(or $(TESTS_AT_A_TIME),2) --dist worksteal $(ARGS)
+	$(BIN)/python -m pytest --numprocesses $(or $(TESTS_AT_A_TIME),3) --dist worksteal $(ARGS)
 
 # Files without a fast test are not imported either: torch and transformers take seconds.
 test-fast: $(VENV)/test.installed

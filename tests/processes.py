@@ -49,7 +49,8 @@ class Server:
         self.log_path = self.tmp / "log"
         inherited = {name: os.environ[name] for name in ("PATH", "HOME", "LANG") if name in os.environ}
         self.environment = inherited | {"TMPDIR": str(self.tmp), "PYTHON": sys.executable}
-        self.environment |= {"MODEL_CACHE": str(MODEL_CACHE)} | environment
+        # One web process costs less to start than two; tests of two ask for them.
+        self.environment |= {"MODEL_CACHE": str(MODEL_CACHE), "WEB_CONCURRENCY": "1"} | environment
         with self.log_path.open("wb") as log:
             self.process = subprocess.Popen(
                 [*command, *arguments], cwd=HERE, env=self.environment, stdout=log, stderr=log, start_new_session=True

@@ -95,7 +95,7 @@ def threads(server):
 
 @pytest.fixture(scope="module")
 def shared(start):
-    with start() as server:
+    with start(WEB_CONCURRENCY="2") as server:
         server.wait_ready()
         crowd(server, 2 * MOST, "/generate", {"inputs": "warm", "parameters": {"max_new_tokens": 1}})
         server.wait_idle()
@@ -113,13 +113,14 @@ def server(shared):
     hang_up()
     shared.wait_idle()
 
-    def nothing_is_left():
-        return held(shared) == before
+    def now():
+        found, known = held(shared), before["descriptors"]  # fewer than before is no leak
+        return found | {"descriptors": {pid: links | known.get(pid, Counter()) for pid, links in found["descriptors"].items()}}
 
     try:
-        wait_until(nothing_is_left, "everything given back", 30)
+        wait_until(lambda: now() == before, "everything given back", 30)
     except AssertionError:
-        assert held(shared) == before
+        assert now() == before
     assert threads(shared) < 40, "a request costs a greenlet; only long texts have threads, a few of them"
 
 
@@ -413,7 +414,7 @@ def test_bodies_that_never_end_are_held_up_to_a_bound(start):
         with contextlib.suppress(OSError):
             client.sendall(head + part)
 
-    with start(CLIENT_TIMEOUT="10", WEB_CONCURRENCY="1") as server, concurrent.futures.ThreadPoolExecutor(20) as pool:
+    with start(CLIENT_TIMEOUT="10") as server, concurrent.futures.ThreadPoolExecutor(20) as pool:
         server.wait_ready()
         clients = [connect(server) for _ in range(60)]  # twice what a web process holds
         list(pool.map(send_most, clients))
@@ -540,16 +541,6 @@ def test_a_second_server_on_the_same_port_says_so_in_one_line(shared, start):
     assert well(shared)
 
 
-def test_a_second_server_on_the_same_device_says_so_and_waits_until_the_first_has_ended(start):
-    with start("--tp-degree", "2") as first:
-        first.wait_ready()
-        with start("--tp-degree", "2", FAKE_NEURON_STATE_DIR=first.machine) as second:
-            wait_until(lambda: "The cores are held by another process; trying again" in second.log, "the second says so")
-            assert well(first)
-            assert first.stop() == 0
-            assert well(second.wait_ready())
-
-
 def is_free(lock):
     with open(lock) as file:
         try:
@@ -559,13 +550,16 @@ def is_free(lock):
     return True
 
 
-def test_what_a_killed_run_left_behind_is_removed_at_the_next_start_and_nothing_of_a_live_one(start):
+def test_a_killed_supervisor_takes_everything_with_it_and_the_next_start_removes_what_is_left_of_that_run_alone(start):
     with start() as killed, start() as live:
         for server in (killed, live):
             server.wait_ready()
+        for _ in range(8):
+            send(killed, COMPLETIONS, endless())
+        wait_until(lambda: killed.status().running == 4, "they run")
         left = killed.run_dir
         killed.process.kill()
-        wait_until(lambda: not killed.survivors(), "the end of every process")
+        wait_until(lambda: not killed.survivors(), "the end of every process", SOON_S)
         assert (left / "worker.sock").exists()
         wait_until(lambda: is_free(left / "lock"), "the lock of its run")  # a process that ends lets go of its files last
         other = live.run_dir.rename(left.parent / live.run_dir.name)  # as if both had used the same folder
@@ -581,32 +575,27 @@ def test_what_a_killed_run_left_behind_is_removed_at_the_next_start_and_nothing_
         assert live.stop() == 0
 
 
-def test_sigterm_ends_it_at_once_when_only_idle_connections_are_left(start):
-    with start() as server:
+def test_sigterm_under_load_lets_every_stream_end_and_waits_for_no_idle_connection(start):
+    with start("--graceful-termination-timeout", "90") as server:
         server.wait_ready()
         idle = [http.client.HTTPConnection("127.0.0.1", server.port) for _ in range(20)]
         for connection in idle:
             connection.request("GET", "/health")
             connection.getresponse().read()
         silent = [connect(server) for _ in range(20)]
-        started_at = time.monotonic()
-        assert server.stop() == 0
-        assert time.monotonic() - started_at < SOON_S
-        for connection in [*idle, *silent]:
-            connection.close()
-
-
-def test_sigterm_under_load_lets_every_stream_come_to_its_end(start):
-    with start("--graceful-termination-timeout", "90") as server:
-        server.wait_ready()
         streams = [send(server, COMPLETIONS, some(40)) for _ in range(20)]
         wait_until(lambda: server.status().queued == 16, "all are there")
         server.process.send_signal(signal.SIGTERM)
         wait_until(lambda: server.get("/health")[0] == 503, "health says so")
-        assert server.generate("ab")[0] == 503
+        status, refusal = server.generate("ab")
+        assert (status, refusal["phase"]) == (503, "draining")
         answers = [answer(stream) for stream in streams]
         assert all(status == 200 and body.endswith(b"data: [DONE]\n\n") for status, _, body in answers)
+        ended_at = time.monotonic()
         assert server.wait_exit() == 0
+        assert time.monotonic() - ended_at < SOON_S
+        for connection in [*idle, *silent]:
+            connection.close()
 
 
 def test_the_end_of_the_grace_ends_streams_with_an_error(start):
@@ -621,17 +610,14 @@ def test_the_end_of_the_grace_ends_streams_with_an_error(start):
         assert server.wait_exit() == 0
 
 
-@pytest.mark.parametrize("how", ["kill", "step", "SIGABRT"])
+@pytest.mark.parametrize("how", ["kill", "step"])
 def test_when_the_worker_dies_everyone_is_told_and_the_server_ends(start, how):
     with start() as server:
         server.wait_ready()
         streams = [send(server, COMPLETIONS, endless()) for _ in range(8)]
         wait_until(lambda: server.status().queued == 4, "half of them wait")
         wait_until(lambda: len(select.select(streams, [], [], 0)[0]) == 4, "the others' answers have begun")
-        if how.startswith("SIG"):
-            os.kill(server.pids("worker.py")[0], signal.Signals[how])
-        else:
-            server.fail(how)
+        server.fail(how)
         started_at = time.monotonic()
         answers = [answer(stream) for stream in streams]
         assert time.monotonic() - started_at < SOON_S
@@ -641,7 +627,7 @@ def test_when_the_worker_dies_everyone_is_told_and_the_server_ends(start, how):
 
 
 def test_a_killed_web_process_takes_nobody_elses_requests_with_it(start):
-    with start() as server:
+    with start(WEB_CONCURRENCY="2") as server:
         server.wait_ready()
         web = server.pids("web.py")[1:]
         streams = []
@@ -661,17 +647,6 @@ def test_a_killed_web_process_takes_nobody_elses_requests_with_it(start):
         wait_until(lambda: len(server.pids("web.py")) == 3, "a new web process")
         assert well(server)
         assert server.stop() == 0
-
-
-def test_a_killed_supervisor_takes_everything_with_it_under_load(start):
-    with start() as server:
-        server.wait_ready()
-        streams = [send(server, COMPLETIONS, endless()) for _ in range(8)]
-        wait_until(lambda: server.status().running == 4, "they run")
-        server.process.kill()
-        wait_until(lambda: not server.survivors(), "the end of every process", SOON_S)
-        for stream in streams:
-            stream.close()
 
 
 def stop_worker(server):

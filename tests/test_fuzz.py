@@ -268,7 +268,7 @@ def roomy(serve):
 
 @pytest.mark.parametrize("route", BODIES)
 def test_any_body_is_answered_or_refused_as_documented(roomy, route):
-    @fuzz(100)
+    @fuzz(50)
     @given(body=posts(BODIES[route]))
     def any_body(body):
         response = roomy.post(route, body)
@@ -314,7 +314,7 @@ UNICODE = st.one_of(
 def test_any_text_becomes_tokens_that_stand_where_they_say_and_text_again(tokenizers, name):
     tokenizer = tokenizers[name]
 
-    @fuzz(40)
+    @fuzz(20)
     @given(text=UNICODE, add_special_tokens=st.booleans())
     @example(text="\x00", add_special_tokens=True)
     def any_text(text, add_special_tokens):
@@ -336,7 +336,7 @@ def test_any_tokens_stream_as_a_text_that_their_pieces_add_up_to(tokenizers, nam
     least = st.integers(0, 5)
     ids = st.lists(st.integers(0, 450) | st.sampled_from([2**31, 2**32 - 1]), max_size=12)
 
-    @fuzz(40)
+    @fuzz(20)
     @given(prompt=ids, tokens=ids, stops=st.lists(st.text(max_size=4), max_size=3), keep_stop=st.booleans(), least=least)
     def any_tokens(prompt, tokens, stops, keep_stop, least):
         counted["stream", name] += 1
@@ -359,7 +359,7 @@ def test_any_tokens_stream_as_a_text_that_their_pieces_add_up_to(tokenizers, nam
 DEMO_TEMPLATE = ChatTemplate.load(DEMO_MODEL)
 
 
-@fuzz(250)
+@fuzz(100)
 @given(body=array_of(MESSAGE, max_size=4).map(lambda messages: encoded('{"messages":' + messages + "}")))
 def test_any_chat_becomes_a_text_that_can_be_tokenized_or_is_refused(tokenizers, body):
     try:
@@ -434,7 +434,7 @@ def test_any_message_leaves_the_worker_serving(served, context, caplog):
     decoder = msgspec.msgpack.Decoder(protocol.FromWorker)
     marks = itertools.count(10**12)
 
-    @fuzz(300)
+    @fuzz(150)
     @given(frames=FRAMES)
     @example(NO_TEXT)
     @example(TOO_DEEP)
@@ -471,7 +471,7 @@ def test_any_message_leaves_a_web_process_listening(context, tmp_path, caplog):
     engine = EngineClient(address, lambda info: None)
     peer, _ = router.recv_multipart()
 
-    @fuzz(300)
+    @fuzz(150)
     @given(frames=FRAMES)
     @example(NO_TEXT)
     @example(TOO_DEEP)
