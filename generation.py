@@ -7,6 +7,7 @@ answers.py's business, how it is written web.py's.
 
 from __future__ import annotations
 
+import logging
 import secrets
 import select
 import socket
@@ -23,6 +24,8 @@ from errors import ApiError
 from protocol import End, Generate, Prompt, RequestStats, Token
 from text import Piece
 from validate import Job
+
+logger = logging.getLogger("web")
 
 WATCH_S = 0.1  # how often all requests are looked after
 KEEP_ALIVE_S = 15.0  # a stream without an event for this long carries a comment, so that proxies keep it open
@@ -53,6 +56,7 @@ class Generation:
         client: socket.socket | None = None,
         input_may_end: bool = False,
     ):
+        self.request_id = request_id
         self.started_at = started_at
         self.sent_at = self._received_at = time.monotonic()
         self.first_token_at: float | None = None
@@ -85,6 +89,7 @@ class Generation:
         if client is not None:
             events = select.POLLHUP | select.POLLERR | (0 if input_may_end else select.POLLRDHUP)
             self._connection.register(client, events)
+        self._log("sent to the worker", sequences=len(generates), prompt_tokens=sum(len(prompt) for prompt, _ in prompts))
         self._request = InFlightRequest(engine, generates)
         self._in_progress = in_progress
         in_progress.add(self)
@@ -131,7 +136,12 @@ class Generation:
         self._in_progress.discard(self)
         if not self.is_settled:
             self.is_settled = True
-            self._engine.record(self._stats(outcome, status))
+            stats = self._stats(outcome, status)
+            self._engine.record(stats)
+            self._log("generation ends", outcome=outcome, generated_tokens=stats.generated_tokens)
+
+    def _log(self, event: str, **fields) -> None:
+        logger.debug(event, extra={"fields": {"request_id": self.request_id, **fields}})
 
     def _stats(self, outcome: str, status: int) -> RequestStats:
         sequences = self.sequences

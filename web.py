@@ -292,6 +292,7 @@ def _guard(app: Flask, guard: Guard) -> None:
     @app.after_request
     def add_headers(response: Response) -> Response:
         response.headers["x-request-id"] = g.request_id
+        logger.debug("response begins", extra={"fields": {"request_id": g.request_id, "status": response.status_code}})
         requested = request.headers.get("Access-Control-Request-Headers", "")
         response.headers.extend(guard.headers(request.method, request.headers.get("Origin", ""), requested))
         return response

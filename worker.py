@@ -164,13 +164,9 @@ class Worker:
     def run_step(self, step: Step) -> None:
         """One call of the model, with everything around it that the device waits for."""
         prompt_tokens = sum(len(chunk.tokens) for chunk in step.chunks[step.rows :])
-        if self.model.sampling == "device":
-            for chunk, request in zip(step.chunks, step.requests):
-                parameters = request.generate.sampling
-                if chunk.begin == 0 and parameters.seed is None:  # greedy
-                    self.model.set_sampling(chunk.slot, top_k=1, top_p=1.0, temperature=1.0)
-                elif chunk.begin == 0:
-                    self.model.set_sampling(chunk.slot, parameters.top_k, parameters.top_p, parameters.temperature)
+        for chunk, request in zip(step.chunks[step.rows :], step.requests[step.rows :]):
+            if chunk.begin == 0:
+                self._begin(chunk.slot, request)
         running = len(self.scheduler.running)
         self.flush_outputs()  # of the step before, while this one runs
         self._report(self._timer.limit_s(prompt_tokens))
@@ -193,6 +189,7 @@ class Worker:
         for request, reason in zip(step.requests, finish_reasons):
             if request.generated == 1:
                 request.prefilled_at = sampled_at
+                _log("first token", request)
             if reason:
                 self._forget(request, reason)
         self._progress_at = time.monotonic()
@@ -206,6 +203,14 @@ class Worker:
         self._unpublished.append(
             StepOutput(step, tokens, finish_reasons, logits, self._batch[1].maxima, *times, running, interval_s)
         )
+
+    def _begin(self, slot: int, request: ActiveRequest) -> None:
+        _log("prompt begins", request, slot=slot)
+        parameters = request.generate.sampling
+        if self.model.sampling == "device":
+            greedy = 1, 1.0, 1.0
+            sampled = parameters.top_k, parameters.top_p, parameters.temperature
+            self.model.set_sampling(slot, *(greedy if parameters.seed is None else sampled))
 
     def _sample(self, step: Step, output) -> tuple[list[int | None], np.ndarray | None]:
         """One token a chunk (None where there is none), and the logits that log-probabilities are computed from."""
@@ -305,7 +310,7 @@ class Worker:
                     if not self._requests:
                         self._progress_at = time.monotonic()
                     self._requests[generate.id] = request
-                    logger.debug("request queued", extra={"fields": {"request_id": generate.request_id}})
+                    _log("request queued", request)
                     continue
             self._release_admission()
 
@@ -370,6 +375,10 @@ class Worker:
                 self._web_processes = 0
                 (configuration.run_dir() / "ready").touch()
                 logger.info("Connected")
+
+
+def _log(event: str, request: ActiveRequest, **fields) -> None:
+    logger.debug(event, extra={"fields": {"request_id": request.generate.request_id, **fields}})
 
 
 def boot(config: Config, end: WorkerEnd, metrics: Metrics) -> Worker:

@@ -244,16 +244,29 @@ def test_a_model_that_is_not_ready_in_time_is_given_up():
 
 
 def test_json_logs_are_json_to_the_last_words_about_a_killed_worker(tiny_model):
-    with Server("--model-id", tiny_model, "--json-output") as server:
+    with Server("--model-id", tiny_model, "--json-output", "--log-level", "debug") as server:
         server.wait_ready()
         server.generate("ab", max_new_tokens=2)
-        wait_until(lambda: "request finished" in server.log, "the line of the request")
+        wait_until(lambda: "request finished" in server.log and "generation ends" in server.log, "the lines of the request")
         os.kill(server.pids("worker.py")[0], signal.SIGKILL)
         assert server.wait_exit() == 1
         lines = [json.loads(line) for line in server.log.splitlines()]
     assert {"timestamp", "level", "target", "fields"} == set(lines[0])
     (finished,) = [line["fields"] for line in lines if line["fields"]["message"] == "request finished"]
     assert finished["generated_tokens"] == 2
+    steps = [(line["target"], line["fields"]["message"]) for line in lines if finished["request_id"] in line["fields"].values()]
+    assert [message for target, message in steps if target == "worker"] == [
+        "request queued",
+        "prompt begins",
+        "first token",
+        "request finished",
+    ]
+    assert [message for target, message in steps if target == "web"] == [
+        "POST /generate",
+        "sent to the worker",
+        "generation ends",
+        "response begins",
+    ]
     assert "the worker process ended with code 137" in [line["fields"]["message"] for line in lines]
 
 
