@@ -18,9 +18,19 @@ from chat import ChatTemplate, TemplateError
 from config import Config
 from engine_client import EngineClient
 from protocol import ModelInfo
-from schema import ChatRequest, CompletionRequest, GenerateRequest, Parameters, VertexRequest
-from text import Tokenizer
+from schema import (
+    ChatRequest,
+    ChatTokenizeResponse,
+    CompletionRequest,
+    GenerateRequest,
+    Parameters,
+    SimpleToken,
+    VertexRequest,
+)
+from text import Tokenizer, TooManyTokens
 from validate import Job
+
+MAX_TOKENIZED = 500_000  # characters of a text for /tokenize, each of which may take 250 bytes
 
 
 class ModelText(NamedTuple):
@@ -84,6 +94,23 @@ class Handlers:
     def infer(self, sentence: str) -> Answer:
         job = validate.check_sentence(sentence, self._config, self._engine.info)
         return InferAnswer([job], *self._parts(), prefixes=[sentence])
+
+    def tokenize(self, body: bytes) -> list[SimpleToken]:
+        return self._tokens(validate.parse(body, GenerateRequest).inputs, add_special_tokens=True)
+
+    def chat_tokenize(self, body: bytes) -> ChatTokenizeResponse:
+        text = self.chat(body).jobs[0].prompt
+        return ChatTokenizeResponse(self._tokens(text, add_special_tokens=False), text)
+
+    def _tokens(self, text: str, add_special_tokens: bool) -> list[SimpleToken]:
+        if len(text) > MAX_TOKENIZED:
+            raise errors.invalid(None, f"a text to tokenize must have at most {MAX_TOKENIZED} characters. Given: {len(text)}")
+        raw = text.encode()
+        try:
+            spans = self._engine.text.tokenizer.spans(text, add_special_tokens, validate.MAX_TOLD_TOKENS)
+        except TooManyTokens as error:
+            raise errors.too_many_to_tell(error.count, validate.MAX_TOLD_TOKENS) from None
+        return [SimpleToken(i, raw[start:stop].decode(errors="replace"), start, stop) for i, start, stop in spans]
 
     def chat_prompt(self, chat: ChatRequest) -> str:
         """The text that the model's chat template makes of the messages."""

@@ -33,7 +33,6 @@ import gunicorn.glogging
 from flask import Flask, Response, g, request
 from flask_swagger_ui import get_swaggerui_blueprint
 from gevent.threadpool import ThreadPool
-from gunicorn.http.errors import ParseException
 from werkzeug.exceptions import ClientDisconnected, HTTPException
 
 import config as configuration
@@ -42,14 +41,13 @@ import openapi
 import schema
 import validate
 from answers import Answer
+from bodies import Bodies, discard_rest
 from config import HERE, Config
 from engine_client import ClientGone, EngineClient, EngineError
 from errors import ApiError
 from generation import HANG_UP, KEEP_ALIVE_S, Batch, Generation, end_error, watch
 from handlers import Handlers, ModelText, prompt_ids
 from protocol import ModelInfo, RequestStats
-from schema import GenerateRequest
-from text import Tokenizer, TooManyTokens
 
 logger = logging.getLogger("web")
 
@@ -61,9 +59,7 @@ DOCS = "/docs/"
 REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,128}")
 
 LONG_TEXT = 20_000  # bytes; shorter ones are tokenized in less than a millisecond
-TEXT_THREADS = 4
-BODY_PIECE = 65_536  # bytes
-HELD_LIMIT = 64_000_000  # bytes of bodies that are still arriving, in a web process
+TEXT_THREADS = 2
 SPARE_FDS = 200  # for everything but connections
 
 
@@ -112,15 +108,18 @@ def create_app(config: Config, engine: EngineClient) -> Flask:
     _guard(app, Guard(config))
     _answer_errors(app, config, engine)
 
-    def generate(read: Callable[[], Answer], in_thread: bool, deadline_s: float | None = config.response_deadline) -> Response:
-        """Runs what `read` asks for, and answers as a whole or as a stream."""
+    def prepare(read: Callable[[], Answer], in_thread: bool) -> tuple[Answer, list[tuple[list[int], int]]]:
+        """What `read` asks for: the answer to make, and each job's token ids and max_new_tokens."""
 
-        def prepare() -> tuple[Answer, list[tuple[list[int], int]]]:
+        def run() -> tuple[Answer, list[tuple[list[int], int]]]:
             answer = read()
             validate.check_sequences(answer.jobs, config)
             return answer, [validate.fit(job, prompt_ids(engine, job), engine.info) for job in answer.jobs]
 
-        answer, prompts = threads.run(prepare) if in_thread else prepare()
+        return threads.run(run) if in_thread else run()
+
+    def generate(answer: Answer, prompts: list, deadline_s: float | None = config.response_deadline) -> Response:
+        """Generates, and answers as a whole or as a stream."""
         deadline_at = g.started_at + deadline_s if deadline_s and not answer.streams else float("inf")
         client = request.environ.get("gunicorn.socket")
         is_last = request.environ["SERVER_PROTOCOL"] == "HTTP/1.0" or "close" in request.headers.get("Connection", "").lower()
@@ -142,8 +141,9 @@ def create_app(config: Config, engine: EngineClient) -> Flask:
 
         def view() -> Response:
             begin()
-            body = bodies.read()
-            return generate(lambda: read(body), renders or len(body) >= LONG_TEXT)
+            with bodies.read() as body:
+                prepared = prepare(lambda: read(body), renders or len(body) >= LONG_TEXT)
+            return generate(*prepared)
 
         app.add_url_rule(path, f"POST {path}", view, methods=["POST"])
 
@@ -158,32 +158,28 @@ def create_app(config: Config, engine: EngineClient) -> Flask:
     @app.post("/invocations")
     def invocations() -> Response:
         begin()
-        body = bodies.read()
-        read, g.speaks_openai = handlers.of_invocation(body)
-        return generate(lambda: read(body), True, config.response_deadline or SAGEMAKER_DEADLINE_S)
+        with bodies.read() as body:
+            read, g.speaks_openai = handlers.of_invocation(body)
+            prepared = prepare(lambda: read(body), in_thread=True)
+        return generate(*prepared, config.response_deadline or SAGEMAKER_DEADLINE_S)
 
     @app.get("/infer")
     def infer() -> Response:
         begin()
         sentence = request.args.get("sentence", "")
-        return generate(lambda: handlers.infer(sentence), in_thread=False)
+        return generate(*prepare(lambda: handlers.infer(sentence), in_thread=False))
 
     @app.post("/tokenize")
     def tokenize() -> Response:
         _ready(engine)
-        inputs = validate.parse(bodies.read(), GenerateRequest).inputs
-        return _json(threads.run(lambda: _simple_tokens(engine.text.tokenizer, inputs, add_special_tokens=True)))
+        with bodies.read() as body:
+            return _json(threads.run(lambda: handlers.tokenize(body)))
 
     @app.post("/chat_tokenize")
     def chat_tokenize() -> Response:
         _ready(engine)
-        body = bodies.read()
-
-        def tokens() -> schema.ChatTokenizeResponse:
-            text = handlers.chat(body).jobs[0].prompt
-            return schema.ChatTokenizeResponse(_simple_tokens(engine.text.tokenizer, text, add_special_tokens=False), text)
-
-        return _json(threads.run(tokens))
+        with bodies.read() as body:
+            return _json(threads.run(lambda: handlers.chat_tokenize(body)))
 
     @app.get("/live")
     def live() -> Response:
@@ -291,6 +287,8 @@ def _guard(app: Flask, guard: Guard) -> None:
 
     @app.after_request
     def add_headers(response: Response) -> Response:
+        if response.status_code >= 400:
+            discard_rest()
         response.headers["x-request-id"] = g.request_id
         logger.debug("response begins", extra={"fields": {"request_id": g.request_id, "status": response.status_code}})
         requested = request.headers.get("Access-Control-Request-Headers", "")
@@ -365,56 +363,6 @@ def _ready(engine: EngineClient) -> ModelInfo:
     if engine.phase != "ready":
         raise errors.not_ready(engine.phase)
     return engine.info
-
-
-class TooSlow(Exception):
-    """A body takes longer than it may. Not a TimeoutError, which werkzeug takes for a disconnect."""
-
-
-class Bodies:
-    """Reads the bodies of requests, within limits of size, time and memory."""
-
-    def __init__(self, config: Config):
-        self._config = config
-        self._held_bytes = 0  # of bodies that have not arrived completely
-
-    def read(self) -> bytes:
-        """The body of the current request. Raises ApiError."""
-        if not (request.mimetype == "application/json" or request.mimetype.endswith("+json")):
-            raise errors.wrong_content_type()
-        body = bytearray()
-        timeout_s = self._config.client_timeout
-        try:
-            with gevent.Timeout(timeout_s, TooSlow):
-                while piece := request.stream.read(BODY_PIECE):
-                    body += piece
-                    self._held_bytes += len(piece)
-                    if self._held_bytes > HELD_LIMIT:
-                        raise ApiError(503, "unavailable", "Too many requests are still arriving", retry_after_s=1)
-                    gevent.sleep(0)  # a body that arrives fast must not keep the event loop to itself
-        except TooSlow:
-            if client := request.environ.get("gunicorn.socket"):
-                client.shutdown(socket.SHUT_RD)  # so that gunicorn does not wait for the rest of it
-            limit = f"the request did not arrive within --client-timeout (CLIENT_TIMEOUT) {timeout_s:g} s"
-            raise ApiError(408, "timeout", limit) from None
-        except ParseException as error:  # malformed chunks
-            raise ApiError(400, "validation", f"Failed to read the request body: {error}") from None
-        except OSError:
-            raise ClientDisconnected from None
-        finally:
-            self._held_bytes -= len(body)
-        if len(body) > self._config.payload_limit:
-            raise errors.too_large(self._config.payload_limit)
-        return bytes(body)
-
-
-def _simple_tokens(tokenizer: Tokenizer, text: str, add_special_tokens: bool) -> list[schema.SimpleToken]:
-    raw = text.encode()
-    try:
-        spans = tokenizer.spans(text, add_special_tokens, validate.MAX_TOLD_TOKENS)
-    except TooManyTokens as error:
-        raise errors.too_many_to_tell(error.count, validate.MAX_TOLD_TOKENS) from None
-    return [schema.SimpleToken(i, raw[start:stop].decode(errors="replace"), start, stop) for i, start, stop in spans]
 
 
 def _respond(config: Config, engine: EngineClient, answer: Answer, generation: Generation) -> Response:

@@ -425,6 +425,17 @@ def test_bodies_that_never_end_are_held_up_to_a_bound(start):
         wait_until(lambda: counts(server)['http_errors{status="503"}'] == endings[503] + endings[None], "they are counted")
 
 
+def test_long_bodies_that_are_refused_keep_nobody_waiting(server):
+    """gunicorn takes a second to skip two megabytes, and serves nobody meanwhile."""
+    with contextlib.ExitStack() as stack:
+        clients = [stack.enter_context(connect(server)) for _ in range(20)]
+        with concurrent.futures.ThreadPoolExecutor(20) as pool:
+            body = b"a" * 2_000_000
+            list(pool.map(lambda client: client.sendall(head_of("/nothing", body) + body), clients))
+        assert sum(well(server)) < SOON_S
+        assert {client.recv(12) for client in clients} == {b"HTTP/1.1 404"}
+
+
 def test_a_client_that_asks_first_is_told_to_send_or_not_to(server):
     body = json.dumps({"inputs": "ab", "parameters": {"max_new_tokens": 2}}).encode()
     with connect(server) as client:

@@ -13,8 +13,9 @@ import config
 from config import HERE
 
 MAY_IMPORT = {
-    "web": {"answers", "engine_client", "errors", "generation", "handlers", "openapi", "schema", "text", "validate"}
+    "web": {"answers", "bodies", "engine_client", "errors", "generation", "handlers", "openapi", "schema", "text", "validate"}
     | {"protocol", "config"},
+    "bodies": {"errors", "config"},
     "handlers": {"answers", "chat", "engine_client", "errors", "schema", "text", "validate", "protocol", "config"},
     "generation": {"answers", "engine_client", "errors", "text", "validate", "protocol"},
     "answers": {"errors", "schema", "text", "validate", "protocol", "config"},
@@ -48,10 +49,10 @@ MAY_IMPORT = {
     "models.machine": {"config"},
 }
 ONLY_IN = {
-    "flask": {"web"},
-    "gunicorn": {"web"},
-    "gevent": {"web", "generation", "engine_client"},
-    "socket": {"web", "generation"},
+    "flask": {"web", "bodies"},
+    "gunicorn": {"web", "bodies"},
+    "gevent": {"web", "bodies", "generation", "engine_client"},
+    "socket": {"web", "bodies", "generation"},
     "zmq": {"protocol", "engine_client"},
     "msgspec": {"models.artifact", "answers", "engine_client", "errors", "openapi", "schema", "validate", "protocol", "worker"},
     "tokenizers": {"text"},

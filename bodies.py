@@ -1,0 +1,89 @@
+"""The bodies of requests: read within limits of size, time and memory; what is left of a refused one is read and dropped.
+
+Hands bodies to web.py's routes, and raises the ApiErrors that they answer. Knows Flask's current request and gunicorn's socket,
+not what a body means.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+from collections.abc import Iterator
+
+import gevent
+from flask import request
+from gunicorn.http.errors import ParseException
+from werkzeug.exceptions import ClientDisconnected
+
+import errors
+from config import Config
+from errors import ApiError
+
+BODY_PIECE = 65_536  # bytes
+HELD_LIMIT = 32_000_000  # bytes of bodies that arrive or are being prepared, in a web process
+DISCARD_S = 1.0
+
+
+class TooSlow(Exception):
+    """A body takes longer than it may. Not a TimeoutError, which werkzeug takes for a disconnect."""
+
+
+class Bodies:
+    """Reads the bodies of requests, within limits of size, time and memory."""
+
+    def __init__(self, config: Config):
+        self._config = config
+        self._held_bytes = 0
+
+    @contextlib.contextmanager
+    def read(self) -> Iterator[bytearray]:
+        """The body of the current request, which counts as held until the block is left. Raises ApiError."""
+        body = bytearray()
+        try:
+            self._receive(body)
+            yield body
+        finally:
+            self._held_bytes -= len(body)
+
+    def _receive(self, body: bytearray) -> None:
+        if not (request.mimetype == "application/json" or request.mimetype.endswith("+json")):
+            raise errors.wrong_content_type()
+        timeout_s = self._config.client_timeout
+        try:
+            with gevent.Timeout(timeout_s, TooSlow):
+                while piece := request.stream.read(BODY_PIECE):
+                    body += piece
+                    self._held_bytes += len(piece)
+                    if self._held_bytes > HELD_LIMIT:
+                        raise ApiError(503, "unavailable", "Too many long requests at a time", retry_after_s=1)
+                    gevent.sleep(0)  # a body that arrives fast must not keep the event loop to itself
+        except TooSlow:
+            _end_input()
+            limit = f"the request did not arrive within --client-timeout (CLIENT_TIMEOUT) {timeout_s:g} s"
+            raise ApiError(408, "timeout", limit) from None
+        except ParseException as error:  # malformed chunks
+            raise ApiError(400, "validation", f"Failed to read the request body: {error}") from None
+        except OSError:
+            raise ClientDisconnected from None
+        if len(body) > self._config.payload_limit:
+            raise errors.too_large(self._config.payload_limit)
+
+
+def discard_rest() -> None:
+    """Reads what is left of the body of a refused request, for DISCARD_S at most.
+
+    gunicorn would read it in pieces of a kilobyte, each of which copies all that has arrived: a second for 2 MB, during which
+    the process serves nobody.
+    """
+    with contextlib.suppress(OSError, ParseException, ClientDisconnected), gevent.Timeout(DISCARD_S, False):
+        while request.environ["wsgi.input"].read(BODY_PIECE):
+            gevent.sleep(0)
+        return
+    _end_input()
+
+
+def _end_input() -> None:
+    """Makes gunicorn close the connection after the response, instead of waiting for the rest of the body."""
+    if client := request.environ.get("gunicorn.socket"):
+        with contextlib.suppress(OSError):
+            client.shutdown(socket.SHUT_RD)
