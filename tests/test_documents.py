@@ -1,0 +1,129 @@
+"""The documents are true of the code: settings, fields, routes, metrics, the names of other servers, links and figures."""
+
+import json
+import re
+import struct
+
+import pytest
+
+import config
+import schema
+from config import HERE
+from metrics import Metrics
+from openapi import openapi
+from schema import ChatRequest, CompletionRequest, GenerateRequest, Parameters
+from validate import NOT_SUPPORTED
+
+DOCUMENTS = [HERE / "README.md", HERE / "bench" / "README.md", HERE / "demo" / "README.md", *(HERE / "docs").glob("*.md")]
+README = (HERE / "README.md").read_text()
+MIGRATING = (HERE / "docs" / "migrating.md").read_text()
+SETTINGS = {
+    name for flag, entry in config.SETTINGS.items() for name in (flag, *entry.metadata["names"], *entry.metadata["flags"])
+}
+OTHER_NAMES = {
+    name.partition("=")[0]: effect.replace("_", " ")
+    for effect, table in json.loads((HERE / "other_servers.json").read_text()).items()
+    for names in table
+    for name in names.split()
+}
+FIELDS = {
+    field
+    for kind in vars(schema).values()
+    if isinstance(kind, type) and issubclass(kind, schema.Struct)
+    for field in getattr(kind, "__struct_fields__", ())
+}
+REQUEST_FIELDS = {f for kind in (GenerateRequest, Parameters, ChatRequest, CompletionRequest) for f in kind.__struct_fields__}
+
+
+def rows(text):
+    """The rows of every table: the section's heading, the names in backticks of the first cell, the second cell."""
+    for section in re.split(r"^## ", text, flags=re.MULTILINE):
+        for line in re.findall(r"^\| (.*) \|$", section, flags=re.MULTILINE):
+            there, here = line.split(" | ")[:2]
+            yield section.splitlines()[0], re.findall(r"`([^`]+)`", there), here
+
+
+ROWS = list(rows(MIGRATING))
+
+
+def test_the_guide_for_each_server_has_tables():
+    assert {section for section, *_ in ROWS} == {"From TGI", "From TGI on Neuron", "From vLLM", "From TorchServe"}
+    assert len(ROWS) > 100
+
+
+def test_the_guide_describes_each_name_as_the_code_treats_it():
+    for section, name, here in [(section, name, here) for section, names, here in ROWS for name in names]:
+        if name in OTHER_NAMES:
+            assert here.startswith(OTHER_NAMES[name]), name
+        elif name in SETTINGS:
+            assert not here.startswith(("no effect", "not supported", "none")), name
+        elif re.fullmatch(r"--[a-z-]+|[A-Z][A-Z_]+", name):
+            assert section == "From vLLM", f"{name} is known neither as a setting nor as another server's"
+        elif here.startswith("refused") and name.islower() and name.isidentifier():
+            assert name in NOT_SUPPORTED or name in REQUEST_FIELDS, name
+        elif here.startswith("same") and name.islower() and name.isidentifier():
+            assert name in REQUEST_FIELDS, name
+        elif here.startswith("ignored"):
+            assert name == "model" or name not in {*NOT_SUPPORTED, *REQUEST_FIELDS}, name
+
+
+def test_every_name_of_this_server_in_the_guide_exists():
+    metrics = Metrics()
+    metrics.set_limits(1, 1, 2)
+    series = set(re.findall(r"^# TYPE (\w+)", metrics.render().decode(), flags=re.MULTILINE))
+    elsewhere = {"NEURON_COMPILE_CACHE_URL"}  # of the compiler
+    words = {"true", "false", "none", "no", "yes", "stop", "length", "eos_token", "assistant", "compile", "localhost"}
+    words |= {"float32", "int8", "int4", "context_length_exceeded", "no effect", "chat_template"}
+    for _section, _names, here in ROWS:
+        for name in re.findall(r"`([^`]+)`", here):
+            if re.fullmatch(r"--[a-z-]+|[A-Z][A-Z_]+", name):
+                assert name in SETTINGS | elsewhere, name
+            elif name.startswith("tgi_"):
+                assert name.removesuffix("_sum") in series, name
+            elif re.fullmatch(r"[a-z_0-9]+", name):
+                assert name in FIELDS | words, name
+
+
+def test_the_readme_names_every_route_and_the_guide_no_other():
+    routes = {*openapi()["paths"], "/docs", "/api-doc/openapi.json"}
+    table = README.split("## API\n")[1].split("\n## ")[0]
+    assert set(re.findall(r"`(?:GET|POST) (/[\w/.{}-]*)(?:\?[^`]*)?`", table)) == routes
+    guide = {path for *_, here in ROWS for path in re.findall(r"`(?:GET |POST )?(/[\w/]+)`", here)}
+    guide |= {path for _, names, here in ROWS if here.startswith("same") for path in names if path.startswith("/")}
+    assert len(guide) > 10 and guide <= routes
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(HERE)))
+def test_links_lead_to_a_file_and_to_a_heading(document):
+    for target in re.findall(r"\]\(([^)\s]+)\)", document.read_text()):
+        if "://" in target:
+            continue
+        path, _, anchor = target.partition("#")
+        file = (document.parent / path).resolve() if path else document
+        assert file.exists(), target
+        if anchor:
+            headings = re.findall(r"^#+ (.*)$", file.read_text(), flags=re.MULTILINE)
+            assert anchor in {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}, target
+
+
+def test_the_readme_is_short_and_its_picture_is_small():
+    assert len(README.splitlines()) < 250
+    (picture,) = re.findall(r"!\[[^\]]+\]\((docs/\w+\.png)\)", README)
+    data = (HERE / picture).read_bytes()
+    assert data.startswith(b"\x89PNG") and len(data) < 120_000
+    width, height = struct.unpack(">II", data[16:24])
+    assert width <= 1000 and height <= 800
+
+
+def test_the_readme_has_no_figure_that_the_benchmarks_do_not_have():
+    table = README.split("### Figures\n")[1].split("\n#")[0]
+    figures = set(re.findall(r"(?<![\w.])\d[\d.,]*\d(?= (?:s|MB|tokens)\b| \/)", table))
+    bench = (HERE / "bench" / "README.md").read_text()
+    assert figures and [figure for figure in figures if figure not in bench] == []
+
+
+def test_the_stages_of_a_request_are_those_that_the_log_has():
+    section = (HERE / "docs" / "operations.md").read_text().split("## Following a request\n")[1].split("\n## ")[0]
+    stages = re.findall(r"`([a-z ]+)`", section)
+    source = "".join((HERE / name).read_text() for name in ("web.py", "generation.py", "worker.py"))
+    assert len(stages) == 7 and [stage for stage in stages if f'"{stage}"' not in source] == []
