@@ -1,8 +1,8 @@
 """The Prometheus registry of the whole server: TGI's metric names, types, labels and buckets, and some of its own.
 
-It lives in the worker. Steps are counted from `StepOutput`s; web processes send `RequestStats` for HTTP requests, and
-ask for the text when one of them is scraped. Both happen on the socket's thread, so they work during boot and while the device
-is busy. Knows no sockets.
+It lives in the worker. The output thread counts steps from `StepOutput`s; web processes send `RequestStats` for HTTP requests,
+and request the text when one of them is scraped. Those are handled on the socket's thread, so also during boot and while the
+device is busy. Knows no sockets.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ METRICS = (
     (Gauge, "last_step_age_seconds", "Seconds since the device finished a step; 0 while idle"),
     (Counter, "steps", "Decode steps"),
     (Counter, "generated_tokens", "Generated tokens"),
-    (Counter, "http_errors", "HTTP responses with a status of 400 or more, disconnects apart", "status", HTTP_ERRORS),
+    (Counter, "http_errors", "HTTP responses with a status of 400 or more, without client disconnects", "status", HTTP_ERRORS),
     (Counter, "client_hang_ups", "Requests whose client disconnected before the end"),
 )
 DURATION_BUCKETS = list(itertools.accumulate([0.0001] + [1.5] * 35, operator.mul))[1:]
@@ -98,7 +98,7 @@ class Metrics:
         return None
 
     def step(self, output: StepOutput) -> None:
-        """Counts a step that went well."""
+        """Counts a successful step."""
         step, method = output.step, _method(output.step)
         self.series("batch_inference_count", method).inc()
         self.series("batch_inference_success", method).inc()
@@ -169,8 +169,7 @@ class Metrics:
         self.series("request_inference_duration").observe(stats.inference_s)
         self.series("request_generated_tokens").observe(stats.generated_tokens)
         if stats.generated_tokens:
-            per_token_s = stats.inference_s / stats.generated_tokens
-            self.series("request_mean_time_per_token_duration").observe(per_token_s)
+            self.series("request_mean_time_per_token_duration").observe(stats.inference_s / stats.generated_tokens)
 
 
 def _method(step: Step) -> str:

@@ -1,7 +1,7 @@
-"""What a step produced, and the messages for the web processes that are made of it.
+"""The output of a step, and the messages that it becomes for the web processes.
 
-The loop (`worker.py`) hands over plain data, a `StepOutput`. `messages_of` runs on the socket's thread while the next step
-runs: it computes log-probabilities and changes nothing that the loop reads but `publish_failed`. Knows no sockets, no models.
+The loop (`worker.py`) hands over plain data, a `StepOutput`. `messages_of` runs on the output thread while the next step runs:
+it computes log-probabilities and changes nothing that the loop reads but `publish_failed`. Knows no sockets, no models.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ class ActiveRequest(Request):
     generate: Generate
     sampler: RowSampler  # unused where the device samples
     prefilled_at: float = 0.0
-    prompt_logprobs: list[float] = field(default_factory=list)  # filled on the socket's thread
+    prompt_logprobs: list[float] = field(default_factory=list)  # filled on the output thread
     prompt_top: list[list[tuple[int, float]]] = field(default_factory=list)
-    publish_failed: bool = False  # set on the socket's thread; the loop then ends the request
+    publish_failed: bool = False  # set on the output thread; the loop then ends the request
 
 
 class StepOutput(NamedTuple):

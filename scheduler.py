@@ -63,7 +63,7 @@ class Step(NamedTuple):
 
 
 class Scheduler:
-    """Owns the queue and the slots. `waiting`, `prefilling`, `running`, `busy` and `max_tokens` are to be read only."""
+    """Owns the queue and the slots. Callers may read `waiting`, `prefilling`, `running`, `busy` and `max_tokens`."""
 
     def __init__(
         self,
@@ -80,7 +80,7 @@ class Scheduler:
         self.waiting: deque[Request] = deque()
         self.prefilling: list[Request] = []  # prompts in progress; the one that has waited longest for tokens comes first
         self.running: list[Request] = []  # requests that generate, slots ascending
-        self.max_tokens = 0  # that the requests in slots can grow to: prompts and max_new_tokens
+        self.max_tokens = 0  # of the requests in slots: prompts and max_new_tokens
         self._slots, self._mixes, self._prefill_chunk = slots, mixes, prefill_chunk or math.inf
         self._free = list(range(slots))  # a heap
         beside, alone = PROMPT_TOKENS_BESIDE, PROMPT_TOKENS_ALONE
@@ -115,15 +115,15 @@ class Scheduler:
         stays if another one of its group has a slot: one HTTP request is served whole or not at all."""
         overdue = [request for request in self.waiting if now - request.arrived_at > self._max_queue_time_s]
         if overdue:
-            begun = {request.group for request in (*self.running, *self.prefilling)}
-            overdue = [request for request in overdue if request.group not in begun]
+            started = {request.group for request in (*self.running, *self.prefilling)}
+            overdue = [request for request in overdue if request.group not in started]
             for request in overdue:
                 self.waiting.remove(request)
         return overdue
 
     def next(self, now: float) -> Step | None:
         """The next step, or None if there is nothing to run. `update` follows with the step's tokens."""
-        self._give_slots()
+        self._assign_slots()
         prompts = self._shared_budget() if self._mixes else self._next_prompt()
         rows = self.running if self._mixes or not prompts else []
         if not rows and not prompts:
@@ -144,11 +144,11 @@ class Scheduler:
         return step
 
     def update(self, step: Step, tokens: Sequence[int | None]) -> list[str | None]:
-        """Notes what `step` gave: one token a chunk, None where the chunk samples nothing or its row failed. Returns one
+        """Records the tokens of `step`, one a chunk: None where the chunk samples nothing or its row failed. Returns one
         finish reason a chunk: "eos_token", "length", or None. The slot of a finished request is free for the next step.
 
-        What is given for a request that was removed meanwhile is ignored. A request whose row failed is to be removed by the
-        caller: the same chunk is scheduled again until then.
+        Tokens of a request that was removed meanwhile are ignored. The caller must remove a request whose row failed: until
+        then the same chunk is scheduled again.
         """
         reasons: list[str | None] = [None] * len(step.chunks)
         for index, (chunk, request, token) in enumerate(zip(step.chunks, step.requests, tokens)):
@@ -175,8 +175,8 @@ class Scheduler:
                 self._release(request)
         return reasons
 
-    def _give_slots(self) -> None:
-        """Gives the free slots, the lowest first, to the requests that have waited longest."""
+    def _assign_slots(self) -> None:
+        """Assigns the free slots, the lowest first, to the requests that have waited longest."""
         too_few_wait = not self._mixes and len(self.waiting) < int(len(self.running) * self._waiting_served_ratio)
         if too_few_wait and self._steps_since_prompt < self._max_waiting_tokens:
             return
@@ -197,36 +197,36 @@ class Scheduler:
         """The prompts of a mixed step and how many tokens of each: an even share of the budget, and what shorter ones leave.
 
         With more prompts than pairs of tokens, those that have waited longest for tokens get two each. No chunk of a longer
-        prompt has one token: the model would compute it as it computes a decode step, with other last bits. So a step may
-        exceed its budget by one token a prompt. A step holds one prompt with `keep_all` at most.
+        prompt has one token: the model would round it as in a decode step. So a step may exceed its budget by one token a
+        prompt. A step holds one prompt with `keep_all` at most.
         """
         if not self.prefilling:
             return []
         budget = max(2, self._budget_beside if self.running else self._budget_alone)
         chosen: list[Request] = []
-        passed: list[Request] = []
+        skipped: list[Request] = []
         one_keeps_all = False
         for request in self.prefilling:
             if len(chosen) == budget // 2 or (request.keep_all and one_keeps_all):
-                passed.append(request)
+                skipped.append(request)
             else:
                 chosen.append(request)
                 one_keeps_all |= request.keep_all
-        self.prefilling = passed + chosen
+        self.prefilling = skipped + chosen
         # Rounding up and the second sort key keep requests of the same length first come, first served.
-        wanted = []
+        limits = []
         for request in chosen:
             left = len(request.prompt) - request.prefilled
-            most = min(left, self._prefill_chunk, KEEP_ALL_TOKENS if request.keep_all else left)
-            wanted.append((most, left, request))
-        wanted.sort(key=lambda want: want[:2])
+            limit = min(left, self._prefill_chunk, KEEP_ALL_TOKENS if request.keep_all else left)
+            limits.append((limit, left, request))
+        limits.sort(key=lambda entry: entry[:2])
         if len(chosen) == budget // 2:
             budget = 0
         shares = []
-        for served, (most, left, request) in enumerate(wanted):
-            tokens = min(most, max(2, math.ceil(budget / (len(wanted) - served))))
+        for served, (limit, left, request) in enumerate(limits):
+            tokens = min(limit, max(2, math.ceil(budget / (len(limits) - served))))
             if left - tokens == 1:
-                tokens = left if left == most else tokens - 1
+                tokens = left if left == limit else tokens - 1
             shares.append((request, tokens))
             budget -= tokens
         return shares
@@ -234,8 +234,8 @@ class Scheduler:
     def _next_prompt(self) -> list[tuple[Request, int]]:
         """The one prompt of a step without running requests, and how many tokens of it; [] if a decode step comes first.
 
-        Chunks begin and end at fixed positions of the prompt, whatever else runs: other chunks would change the last bits of
-        the logits. So would a chunk of one token, which the model computes as it computes a decode step.
+        Chunks begin and end at fixed positions of the prompt, whatever else runs: other boundaries would round the logits
+        differently. So would a chunk of one token, which the model computes as a decode step.
         """
         if not self.prefilling:
             return []

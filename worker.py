@@ -1,8 +1,8 @@
 """The process that owns the device: boot, and the loop receive → schedule → forward → sample → publish.
 
 Requests arrive as token ids and leave as token ids; text and HTTP never reach this layer. `scheduler.py` decides what each step
-runs, the model runs it, `sampling.py` chooses tokens. The outputs of a step (`outputs.py`) are plain data: the socket's thread
-makes messages of them, sends, counts and logs them while the next step runs. Every request gets exactly one terminal message.
+runs, the model runs it, `sampling.py` chooses tokens. The outputs of a step (`outputs.py`) are plain data: the output thread
+makes messages of them, counts and logs them while the next step runs. Every request gets exactly one terminal message.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from scheduler import Request, Scheduler, Step
 
 logger = logging.getLogger("worker")
 
-MAX_UNPUBLISHED = 2  # steps whose outputs wait for the socket's thread; each holds its logits
+MAX_UNPUBLISHED = 2  # steps whose outputs wait for the output thread; each holds its logits
 
 
 class StepTimer:
@@ -241,7 +241,7 @@ class Worker:
         return tokens, logits
 
     def flush_outputs(self) -> None:
-        """Hands the outputs of finished steps to the socket's thread; waits while that is MAX_UNPUBLISHED calls behind."""
+        """Hands the outputs of finished steps to the output thread; waits while that is MAX_UNPUBLISHED calls behind."""
         outputs, finished = self._unpublished, self._finished
         if outputs or finished:
             self._unpublished, self._finished = [], []

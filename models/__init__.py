@@ -10,8 +10,7 @@ import importlib.util
 from collections.abc import Callable
 from pathlib import Path
 
-import config as configuration
-from config import Config, Manifest
+from config import Config, Manifest, run_dir
 from models.base import ModelError, StaticBatchModel
 from models.fetch import fetch_weights
 
@@ -24,7 +23,7 @@ def choose_device(wanted: str) -> str:
         return wanted
     if list(Path("/dev").glob("neuron[0-9]*")):
         return "neuron"
-    if importlib.util.find_spec("transformers_neuronx"):  # installed for a device, so a CPU is no silent substitute
+    if importlib.util.find_spec("transformers_neuronx"):  # an image for Neuron: a CPU would be too slow to be meant
         missing = "transformers-neuronx is installed but there is no Neuron device"
         raise ModelError(f"{missing}: pass it to the container with --device=/dev/neuron0, or serve with --device cpu (DEVICE)")
     return "cuda" if _has_cuda() else "cpu"
@@ -40,16 +39,14 @@ def _has_cuda() -> bool:
 
 def prepare(config: Config, folder: Path, manifest: Manifest) -> tuple[Config, str, Callable[[], Path], Callable]:
     """Returns the configuration with all open settings filled in, the device, a function that downloads the weights, and one
-    that loads the model; that one calls its argument with the name of a phase that takes long.
-
-    All three raise ConfigError or ModelError, with the reason, for what cannot be served.
-    """
+    that loads the model and calls its argument with the name of a long phase. All of them, and `prepare`, raise ConfigError or
+    ModelError, with the reason, for what cannot be served."""
     device = choose_device(config.device)
     if device == "neuron":
         from models.neuron import Build, NeuronModel  # needs its own version of transformers: only one can be imported
 
         build = Build.decide(config, folder, manifest)
-        return build.config, device, build.checkpoint, lambda announce: NeuronModel(build, configuration.run_dir(), announce)
+        return build.config, device, build.checkpoint, lambda announce: NeuronModel(build, run_dir(), announce)
     for_neuron = ["tp_degree", "prefill_buckets", "position_buckets", "compile_workers"]
     given = [f"--{name.replace('_', '-')} ({name.upper()})" for name in for_neuron if getattr(config, name)]
     given += ["--sampling device (SAMPLING)"] * (config.sampling == "device")

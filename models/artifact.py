@@ -3,7 +3,7 @@
 A compiled model is a folder: `config.json` with a `neuron` section, tokenizer files, `compiled/` with the programs, and
 `checkpoint/` with the weights, or the hub id to download them by. `compile` writes such folders, and optimum-neuron did.
 `with_programs` refuses settings that contradict one. The programs that `serve` compiles itself are kept in a `Cache`, which
-names the values that differ where it has none. Knows neither torch nor the library.
+names the values that differ where it holds none that fit. Imports neither torch nor transformers-neuronx.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ Counts = Annotated[tuple[Count, ...], msgspec.Meta(min_length=1)]
 
 @dataclass(frozen=True)
 class Programs:
-    """The values that a set of programs was compiled for. It runs nothing else. `compile` writes them as a `neuron` section."""
+    """The values that a set of programs was compiled for, and runs with. `compile` writes them as a `neuron` section."""
 
     batch_size: Count  # slots
     tp_degree: Count
@@ -79,7 +79,7 @@ class Programs:
 
 @dataclass(frozen=True)
 class OptimumSection:
-    """The `neuron` section that optimum-neuron writes, as far as it matters here."""
+    """The fields of optimum-neuron's `neuron` section that are used here."""
 
     batch_size: Count
     sequence_length: Count
@@ -134,11 +134,9 @@ def with_programs(config: Config, programs: Programs, name: str) -> Config:
 
     Raises ConfigError, naming both values, for a setting that the programs do not support. Smaller limits are supported.
     """
-    total = config.max_total_tokens or programs.max_total_tokens
-    limits = {"max_batch_size": programs.batch_size, "max_total_tokens": programs.max_total_tokens}
-    limits |= {"max_input_tokens": programs.max_input_tokens}
+    slots, total, longest = programs.batch_size, programs.max_total_tokens, programs.max_input_tokens
     remedy = "leave it out, or compile it again"
-    for setting, limit in limits.items():
+    for setting, limit in {"max_batch_size": slots, "max_total_tokens": total, "max_input_tokens": longest}.items():
         given = getattr(config, setting) or 0
         if given > limit:
             raise ConfigError(f"{_named(setting, given)} is more than the {limit} that {name} was compiled for; {remedy}")
@@ -147,11 +145,12 @@ def with_programs(config: Config, programs: Programs, name: str) -> Config:
         is_subset = isinstance(given, tuple) and set(given) <= set(compiled)  # the limits are always buckets
         if given not in (None, "auto", compiled) and not is_subset:
             raise ConfigError(f"{_named(setting, given)} contradicts {name}, compiled for {_shown(compiled)}; {remedy}")
+    total = config.max_total_tokens or total
     return dataclasses.replace(
         config,
-        max_batch_size=config.max_batch_size or programs.batch_size,
+        max_batch_size=config.max_batch_size or slots,
         max_total_tokens=total,
-        max_input_tokens=config.max_input_tokens or min(total - 1, programs.max_input_tokens),
+        max_input_tokens=config.max_input_tokens or min(total - 1, longest),
         **{name: getattr(programs, name) for name in ("tp_degree", "dtype", "quantize", "sampling")},
     )
 
@@ -161,21 +160,15 @@ def _named(setting: str, value: Any) -> str:
 
 
 def _shown(value: Any) -> str:
-    if isinstance(value, (list, tuple)):
-        return ",".join(map(str, value))
-    return "none" if value is None else str(value)
+    return ",".join(map(str, value)) if isinstance(value, (list, tuple)) else "none" if value is None else str(value)
 
 
 def check_compiler(programs: Programs, installed: str, name: str) -> None:
     """Raises ConfigError, with both versions, for programs of a newer compiler: they do not run on an older runtime."""
     compiler = programs.compiler_version
-    if _numbers(compiler) > _numbers(installed):
+    newest, available = ([int(n) for n in re.findall(r"\d+", v.partition("+")[0])] for v in (compiler, installed))
+    if newest > available:
         raise ConfigError(f"{name} was compiled by neuronx-cc {compiler}, newer than the installed {installed}; compile again")
-
-
-def _numbers(version: str) -> list[int]:
-    """The numbers that a version begins with, for comparison."""
-    return [int(number) for number in re.findall(r"\d+", re.match(r"[\d.]*", version)[0])]
 
 
 @dataclass(frozen=True)
@@ -198,7 +191,7 @@ class Cache:
         with contextlib.suppress(ConfigError, KeyError, OSError):
             if read_json(entry / RECORD)["files"] == _hashes(entry):
                 return entry
-        logger.warning("The kept programs in %s are damaged and are removed", entry)
+        logger.warning("The cached programs in %s are damaged: removing them", entry)
         shutil.rmtree(entry, ignore_errors=True)
         return None
 
@@ -209,9 +202,8 @@ class Cache:
             with contextlib.suppress(ConfigError, KeyError, TypeError):  # a record of another version: compile
                 record = read_json(path)
                 if record["model"] == model:
-                    found, wanted = record["programs"], _values(programs)
-                    names = [name for name in wanted if wanted[name] != found[name]]
-                    differences.append([f"{name} {_shown(wanted[name])} instead of {_shown(found[name])}" for name in names])
+                    pairs = [(name, value, record["programs"][name]) for name, value in _values(programs).items()]
+                    differences.append([f"{name} {_shown(a)} instead of {_shown(b)}" for name, a, b in pairs if a != b])
         if not differences:
             return f"{self.folder} holds none of this model"
         return f"{self.folder} has programs for other values: {', '.join(min(differences, key=len))}"
@@ -241,5 +233,5 @@ def _hashes(folder: Path) -> dict[str, str]:
 
 
 def model_key(checkpoint_config: Mapping[str, Any]) -> str:
-    """Of the fields of a checkpoint's config.json that its programs depend on."""
+    """A digest of the fields of a checkpoint's config.json that its programs depend on."""
     return digest({name: value for name, value in checkpoint_config.items() if name not in VOLATILE})

@@ -87,8 +87,7 @@ def check_length(model: str, limit: int | None, length: int) -> None:
 
 
 def first_line(error: BaseException) -> str:
-    lines = str(error).strip().splitlines()
-    return lines[0].strip() if lines else type(error).__name__
+    return next(iter(str(error).strip().splitlines()), type(error).__name__).strip()
 
 
 def named(error: BaseException) -> str:
@@ -110,7 +109,7 @@ def reported_as(failure: str, explain: Callable[[BaseException], str] = named) -
 
 @contextlib.contextmanager
 def progress_logged(what: str) -> Iterator[None]:
-    """Logs every PROGRESS_S seconds that `what` is still going on."""
+    """Logs every PROGRESS_S seconds that `what` is still running."""
     done, started_at = threading.Event(), time.monotonic()
 
     def log_progress() -> None:

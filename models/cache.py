@@ -61,13 +61,28 @@ class ModelCache:
     def remove(self, key: str) -> None:
         shutil.rmtree(self.folder / key, ignore_errors=True)
 
-    def find_or_add(self, key: str, convert: Callable[[Path], None]) -> Path:
-        """The entry's folder; where there is none, `convert` fills a new one. Of several processes one converts, and the
-        others wait for it. Raises OSError where the cache cannot be written, and whatever `convert` raises."""
+    def find_or_add(self, key: str | None, convert: Callable[[Path], None], scratch: Path) -> Path:
+        """The folder of an entry, which `convert` fills where there is none; `scratch` where the cache cannot be written, or
+        where `key` is None. Of several processes one converts, and the others wait. Raises whatever `convert` raises."""
+        reason: object = "its code comes from another repository, which may change at any time"
+        try:
+            if key:
+                return self.find(key) or self._add(key, convert)
+        except OSError as error:
+            reason = error
+        logger.warning("The converted files cannot be kept, so the next start converts them again: %s", reason)
+        convert(scratch)
+        return scratch
+
+    def _add(self, key: str, convert: Callable[[Path], None]) -> Path:
         self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        with self._locked():
-            entry = self.find(key)
-            if entry:
+        with open(self.folder / "lock", "w") as lock:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                logger.info("Another process is converting a model into %s: waiting for it", self.folder)
+                fcntl.flock(lock, fcntl.LOCK_EX)
+            if entry := self.find(key):
                 return entry
             for abandoned in self.folder.glob(".new-*"):  # of a conversion that was killed: this process holds the lock
                 shutil.rmtree(abandoned, ignore_errors=True)
@@ -75,16 +90,6 @@ class ModelCache:
                 convert(new)
             self._evict()
             return self.folder / key
-
-    @contextlib.contextmanager
-    def _locked(self) -> Iterator[None]:
-        with open(self.folder / "lock", "w") as lock:
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                logger.info("Another process is converting a model into %s: waiting for it", self.folder)
-                fcntl.flock(lock, fcntl.LOCK_EX)
-            yield
 
     def _evict(self) -> None:
         """Removes the least recently used entries until the rest fit. The newest, which was just made, always stays."""
@@ -114,9 +119,7 @@ def renamed_when_complete(target: Path) -> Iterator[Path]:
 def model_key(config: Config, folder: Path) -> str | None:
     """Names the entry of a checkpoint; None where its code comes from another repository, which may change at any time.
 
-    The instruction sets of the CPU are not part of the key: an entry holds a portable graph, which OpenVINO compiles at every
-    start.
-    """
+    The CPU is not part of the key: an entry holds a portable graph, which OpenVINO compiles at every start."""
     code = read_json(folder / "config.json").get("auto_map") if config.trust_remote_code else None
     if "--" in json.dumps(code):  # "owner/name--module.Class"
         return None

@@ -1,7 +1,7 @@
 """The verb `compile`: writes a folder with a compiled model, which `serve` loads in seconds and never compiles.
 
-Owns what such a folder holds apart from the programs: the manifest, the tokenizer, and the weights of a local model. Hands
-the settings to `neuron.Build`, which decides what is compiled. Knows nothing of requests, and needs no device.
+Owns what such a folder holds apart from the programs: the manifest, the tokenizer, and the weights of a local model. The
+settings go to `neuron.Build`, which decides what is compiled. Knows nothing of requests, and needs no device.
 
     python3 -m models.compile --model-id X --output DIR [flags]
 """
@@ -31,10 +31,7 @@ logger = logging.getLogger("compile")
 
 
 def compile_model(config: Config, output: Path) -> None:
-    """Compiles a model into the folder `output`, with everything that `serve` needs to load it.
-
-    Works with and without a device. Raises ConfigError or ModelError.
-    """
+    """Compiles a model into the folder `output`, with all that `serve` needs to load it. Raises ConfigError or ModelError."""
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
         raise ConfigError(f"--output {output} exists and is not empty; name another folder, or remove it")
     folder, commit = fetch(config)
@@ -42,9 +39,9 @@ def compile_model(config: Config, output: Path) -> None:
     if manifest.is_compiled:
         raise ConfigError(f"{config.model_name} is compiled already; give the checkpoint that it was made from")
     if detect() is None and not config.tp_degree:
-        raise ConfigError("this machine has no Neuron device whose cores could be counted; give --tp-degree (HF_NUM_CORES)")
+        raise ConfigError("this machine has no Neuron device whose cores could be counted; give --tp-degree (TP_DEGREE)")
     build = Build.decide(config, folder, manifest)
-    if not build.family.is_saved:
+    if not build.family.can_save:
         raise ModelError(f"the library cannot save compiled {manifest.model_type} models; serve them without compiling first")
     try:
         with tempfile.TemporaryDirectory() as work_dir, artifact.renamed_when_complete(output) as staging:
@@ -78,24 +75,20 @@ def _write_model(build: Build, target: Path, commit: str | None) -> None:
     (target / "config.json").write_text(json.dumps(manifest | {"neuron": section}, indent=2))
 
 
-HELP = """\
-Usage: entrypoint.sh compile --model-id X --output DIR [flags]
+USAGE = """entrypoint.sh compile --model-id X --output DIR [flags]
 
 Compiles a model for Inferentia2 or Trainium into the folder DIR, with or without a device on this machine; then
-`serve --model-id DIR` loads it in seconds and never compiles. The flags are those of `serve` (--help lists them); these
-decide what is compiled: --max-batch-size --max-total-tokens --max-input-tokens --prefill-buckets --position-buckets
---tp-degree --dtype --quantize --sampling. The weights of a local model are put into DIR, those of a hub model are
-downloaded by its id."""
+`serve --model-id DIR` loads it in seconds and never compiles. The flags are those of `serve` (entrypoint.sh --help lists
+them); these decide what is compiled: --max-batch-size --max-total-tokens --max-input-tokens --prefill-buckets
+--position-buckets --tp-degree --dtype --quantize --sampling. The weights of a local model are put into DIR, those of a hub
+model are downloaded by its id."""
 
 
 def main(argv: Sequence[str]) -> int:
-    if "--help" in argv or "-h" in argv:
-        print(HELP)
-        return 0
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    parser.add_argument("--output", nargs="?")
-    options, flags = parser.parse_known_args(argv)
+    parser = argparse.ArgumentParser(usage=USAGE, allow_abbrev=False, exit_on_error=False)
+    parser.add_argument("--output", metavar="DIR", help="a folder that does not exist, or is empty")
     try:
+        options, flags = parser.parse_known_args(argv)
         if not options.output:
             raise ConfigError("--output is missing: the folder for the compiled model")
         config = configuration.parse(flags, os.environ)
@@ -103,7 +96,7 @@ def main(argv: Sequence[str]) -> int:
         if config.device not in ("auto", "neuron"):
             raise ConfigError(f"--device {config.device}: only models for Neuron are compiled; leave it out")
         compile_model(dataclasses.replace(config, device="neuron"), Path(options.output).expanduser())
-    except (ConfigError, ModelError) as error:
+    except (argparse.ArgumentError, ConfigError, ModelError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     return 0

@@ -2,8 +2,8 @@
 
 Runs in a child process, so that the worker never imports torch or transformers. `convert` loads the checkpoint
 (`torch_model.load_pretrained`), traces it with a placeholder in the place of each attention layer, saves the graph, and
-compares what `cpu.py` computes from the saved files with the logits of transformers. An entry that says why a model cannot be
-converted is an entry as well: the next start goes straight to plain PyTorch.
+compares what `cpu.py` computes from the saved files with the logits of transformers. For a model that cannot be converted the
+entry holds the reason, and the next start goes straight to plain PyTorch.
 
     python -m models.convert FOLDER TARGET < CONFIG.json     a model; CONFIG as `Config.to_json` writes it
     python -m models.convert --demo                          the demonstration model, into demo/converted, for an image
@@ -28,7 +28,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from config import Config, Manifest, die_with_parent, set_up_logging
 from models import cpu  # first: it keeps openvino from loading its telemetry
 from models.base import Chunk, ModelError, first_line
-from models.cache import CANNOT_SERVE, CANNOT_WRITE, ModelCache, model_key, write_entry
+from models.cache import CANNOT_SERVE, CANNOT_WRITE, model_key, renamed_when_complete, write_entry
 from models.torch_model import length_limit, load_pretrained, reference_logits
 
 import openvino as ov  # isort: skip
@@ -107,7 +107,7 @@ def convert(config: Config, folder: Path, target: Path) -> None:
     if config.quantize and not importlib.util.find_spec("nncf"):
         raise ModelError(f'--quantize {config.quantize} (QUANTIZE) needs nncf for the first start: pip install "{NNCF}"')
     needed = SPARE_BYTES + sum(path.stat().st_size for path in folder.glob("*.safetensors")) * (2 if dtype == "float32" else 1)
-    if shutil.disk_usage(target).free < needed:  # at worst: of a 16-bit checkpoint
+    if shutil.disk_usage(target).free < needed:  # float32 takes twice the bytes of a 16-bit checkpoint
         raise OSError(f"{target} has no room for {needed / 1e9:.1f} GB")
     model = load_pretrained(config, folder, "cpu")
     text_config = model.config.get_text_config()
@@ -127,7 +127,7 @@ def convert(config: Config, folder: Path, target: Path) -> None:
         graph = trace(model)
         _save(graph, target)
         if config.quantize:
-            check(target, facts, cpu.TOLERANCE[dtype])  # the graph itself is right
+            check(target, facts, cpu.TOLERANCE[dtype])  # before compression adds its own error
             _save(quantize(graph, config.quantize), target)
         del model, graph
         gc.collect()
@@ -143,7 +143,7 @@ def convert(config: Config, folder: Path, target: Path) -> None:
 
 
 def trace(model: torch.nn.Module) -> ov.Model:
-    """A graph with placeholders. The torch model is of no use afterwards."""
+    """A graph with placeholders. Changes the torch model, which cannot be used afterwards."""
     model.requires_grad_(False).set_attn_implementation(ATTENTION)
     model.set_experts_implementation("batched_mm")  # the others do not convert, or break where an expert has no token
     ids = torch.arange(5)
@@ -193,7 +193,7 @@ class Check:
             text_config.sliding_window = window
 
     def __call__(self, target: Path, facts: dict[str, Any], tolerance: float) -> None:
-        """Runs the saved graph: long chunks and short ones, alone and in company, at the first positions and at the last.
+        """Runs the saved graph: long and short chunks, one and two slots a call, at the first and at the last positions.
         Raises UnsupportedModel where a logit differs by more than `tolerance` times the largest."""
         graph = cpu.read_graph(target / "model.xml", CHECK_WINDOW)
         model = cpu.OpenVinoModel(graph, facts, slots=3, max_total_tokens=len(self.ids), threads=cpu.usable_threads())
@@ -234,10 +234,11 @@ def main(arguments: list[str]) -> int:
     warnings.simplefilter("ignore")  # of the libraries, about how they call each other
     try:
         if arguments == ["--demo"]:
-            config = Config(model_cache=str(cpu.SHIPPED))
+            config = Config()
             folder = Path(config.model_id)
             config = cpu.with_dtype(config.with_manifest(Manifest.read(folder)), folder)
-            ModelCache(config).find_or_add(model_key(config, folder), lambda target: convert(config, folder, target))
+            with renamed_when_complete(cpu.SHIPPED / model_key(config, folder)) as target:
+                convert(config, folder, target)
         else:
             config = Config.from_json(sys.stdin.read())
             set_up_logging(config)

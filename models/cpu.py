@@ -11,7 +11,6 @@ This file imports neither torch nor transformers, unless the model is served by 
 from __future__ import annotations
 
 import dataclasses
-import functools
 import logging
 import math
 import os
@@ -36,8 +35,8 @@ logger = logging.getLogger("model")
 
 BLOCK = 32  # tokens of a KV cache block; PagedAttention on a CPU has no other size
 PREFILL_CHUNK = 256
-FLOAT32_BUDGET = 16  # prompt tokens beside running requests: a token costs twice as much of a step as in bfloat16
-FLOAT32_TOKENS = 64  # of a call: with more rows oneDNN's AVX2 kernels add up in another order, from 65 or 81 on
+FLOAT32_BUDGET = 16  # prompt tokens beside running requests: a token takes twice the share of a step that it takes in bfloat16
+FLOAT32_TOKENS = 64  # per call: from 65 or 81 rows on, oneDNN's AVX2 kernels sum in another order
 SHIPPED = HERE / "demo" / "converted"  # the demonstration model in the image, converted when the image is built
 
 # Largest difference to the logits of transformers, as a share of the largest logit (at least 1).
@@ -61,7 +60,7 @@ class OpenVinoModel:
         self.computed_in = "bfloat16" if is_bfloat16 else "float32"
         self.prompt_budget = None if is_bfloat16 else FLOAT32_BUDGET
         precision = "bf16" if is_bfloat16 else "f32"
-        self._tokens_per_call = math.inf if is_bfloat16 else FLOAT32_TOKENS
+        self._max_call_tokens = math.inf if is_bfloat16 else FLOAT32_TOKENS
         settings = {
             "PERFORMANCE_HINT": "LATENCY",
             "INFERENCE_NUM_THREADS": threads,
@@ -84,13 +83,13 @@ class OpenVinoModel:
 
     def forward(self, chunks: Sequence[Chunk], shift: int = 0) -> np.ndarray:
         """`shift` is added to the positions that the model gets, for the check of a conversion."""
-        logits = [self._infer(call, shift) for call in split(chunks, self._tokens_per_call)]
+        logits = [self._infer(call, shift) for call in split(chunks, self._max_call_tokens)]
         return logits[0] if len(logits) == 1 else np.concatenate(logits)
 
     def _infer(self, pieces: list[tuple[int, Sequence[int], int, int]], shift: int) -> np.ndarray:
         """Runs (slot, tokens, begin, how many of the last tokens' logits to return) in one call."""
         if len(pieces) == len(pieces[0][1]) == 1:
-            pieces = [*pieces, (self.batch_size, (0,), 0, 0)]  # a slot without a sequence, because of the last bits
+            pieces = [*pieces, (self.batch_size, (0,), 0, 0)]  # a single row is rounded differently: add a padding row
         ids, positions, keep, starts, past, blocks = [], [], [], [0], [], []
         for slot, tokens, begin, wanted in pieces:
             end = begin + len(tokens)
@@ -102,7 +101,7 @@ class OpenVinoModel:
             past.append(begin)
             blocks.append(self._blocks[slot, : math.ceil(end / BLOCK)])
         rows = len(keep)
-        keep += [0] * (2 - rows)  # products of a single row add up in another order than those of several
+        keep += [0] * (2 - rows)  # a matrix product of one row sums in another order than one of several rows
         inputs = {
             "input_ids": np.array(ids, np.int64),
             "position_ids": np.array(positions, np.int64),
@@ -119,10 +118,10 @@ class OpenVinoModel:
         return self._request.get_output_tensor(0).data[:rows].copy()
 
 
-def split(chunks: Sequence[Chunk], most: float) -> Iterator[list[tuple[int, Sequence[int], int, int]]]:
-    """Calls of at most `most` tokens. No piece of a longer chunk has one token: it would run as a decode step does, with other
-    last bits."""
-    call, room = [], most
+def split(chunks: Sequence[Chunk], max_tokens: float) -> Iterator[list[tuple[int, Sequence[int], int, int]]]:
+    """Calls of at most `max_tokens` tokens. No piece of a longer chunk has one token: it would be rounded as a decode step
+    is."""
+    call, room = [], max_tokens
     for slot, tokens, begin, keep_all in chunks:
         done = 0
         while done < len(tokens):
@@ -130,7 +129,7 @@ def split(chunks: Sequence[Chunk], most: float) -> Iterator[list[tuple[int, Sequ
             take = left if left <= room else min(room, left - 2)
             if take < min(left, 2):
                 yield call
-                call, room = [], most
+                call, room = [], max_tokens
                 continue
             done, room = done + take, room - take
             wanted = take if keep_all else int(done == len(tokens))
@@ -187,14 +186,14 @@ def _constant(value: Any, kind: type = np.int32):
 
 
 def load(config: Config, folder: Path, announce: Callable[[str], None]) -> StaticBatchModel:
-    """The model in `folder`, with `config` as `with_manifest` returns it. `announce` is called with the name of a long phase.
+    """The model in `folder`; `config` as `with_manifest` returns it. Calls `announce` with the name of a long phase.
 
     Raises ModelError or ConfigError for what no engine can serve.
     """
     config = with_dtype(config, folder)
     if config.dtype == "float16":
         return _load_torch(config, folder, "OpenVINO computes in float32 or bfloat16 on a CPU, not in float16")
-    cache, key, load_from = ModelCache(config), model_key(config, folder), functools.partial(_load_entry, config, folder)
+    cache, key = ModelCache(config), model_key(config, folder)
 
     def convert(target: Path) -> None:
         announce("converting")
@@ -202,28 +201,18 @@ def load(config: Config, folder: Path, announce: Callable[[str], None]) -> Stati
         with progress_logged(f"converting {config.model_name}"):
             run_converter([str(folder), str(target)], config)
 
-    def convert_for_this_run(why: object) -> StaticBatchModel:
-        logger.warning("The converted model cannot be kept, so the next start converts it again: %s", why)
-        with tempfile.TemporaryDirectory(prefix="neuron-textgen-model.") as scratch:
-            convert(Path(scratch))
-            return load_from(Path(scratch))
-
     try:
-        if key is None:
-            return convert_for_this_run("its code comes from another repository, which may change at any time")
-        entry = SHIPPED / key if config.is_demo and (SHIPPED / key).is_dir() else cache.find(key)
+        entry = SHIPPED / key if config.is_demo and (SHIPPED / key).is_dir() else key and cache.find(key)
         if entry:
             try:
-                return load_from(entry)
+                return _load_entry(config, folder, entry)
             except (ConfigError, ModelError):
                 raise
             except Exception as error:
                 logger.warning("The converted model in %s is damaged (%s): converting again", entry, reason(error))
                 cache.remove(key)
-        try:
-            return load_from(cache.find_or_add(key, convert))
-        except OSError as error:
-            return convert_for_this_run(error)
+        with tempfile.TemporaryDirectory(prefix="neuron-textgen-model.") as scratch:
+            return _load_entry(config, folder, cache.find_or_add(key, convert, Path(scratch)))
     except (ConfigError, ModelError):
         raise
     except Exception as error:

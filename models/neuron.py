@@ -43,32 +43,31 @@ AMP = {"float32": "f32", "bfloat16": "bf16", "float16": "f16"}
 
 @dataclass(frozen=True)
 class Family:
-    """How the library serves one model type. Without `batches` it runs one request at a time."""
+    """How the library serves one model type. Those in `plan.ONE_SLOT` run one request at a time."""
 
     name: str  # of the library's class
-    batches: bool = False  # continuously
-    has_prefill: bool = True  # else even a prompt runs token by token
-    is_saved: bool = True  # its programs can be saved and loaded
-    samples: bool = False  # on the device, with --sampling device
+    has_prefill: bool = True  # else a prompt runs token by token
+    can_save: bool = True  # compiled programs can be saved and loaded
+    samples_on_device: bool = False  # supports --sampling device
     options: dict[str, Any] = field(default_factory=dict)  # of NeuronConfig
 
 
 FAMILIES = {
-    "llama": Family("LlamaForSampling", batches=True, samples=True, options={"attention_layout": "BSH", "fuse_qkv": True}),
-    "mistral": Family("MistralForSampling", batches=True, samples=True, options={"fuse_qkv": True}),
-    "mixtral": Family("MixtralForSampling", batches=True),
+    "llama": Family("LlamaForSampling", samples_on_device=True, options={"attention_layout": "BSH", "fuse_qkv": True}),
+    "mistral": Family("MistralForSampling", samples_on_device=True, options={"fuse_qkv": True}),
+    "mixtral": Family("MixtralForSampling"),
     "gpt2": Family("GPT2ForSamplingWithContextBroadcasting"),
     "opt": Family("OPTForSampling"),
     "bloom": Family("BloomForSampling"),
-    "gpt_neox": Family("GPTNeoXForSampling", has_prefill=False, is_saved=False),
+    "gpt_neox": Family("GPTNeoXForSampling", has_prefill=False, can_save=False),
 }
 OPTIMUM_BATCHES = ("LlamaForSampling", "MistralForSampling")  # that optimum-neuron compiles for continuous batching
 
-NOT_ON_DEVICE = "cannot be brought onto the device"
-# What errors of the runtime, the compiler and the library mean, by a pattern in lower case. The first match counts.
+NOT_ON_DEVICE = "cannot be loaded onto the device"
+# What errors of the runtime, the compiler and the library mean, by a pattern in lower case; the first match is used.
 MEANINGS = {
     "allocation fail|status=4": "the device has too little memory for this model; lower --max-batch-size or --max-total-tokens",
-    "status=2": "a program is damaged (compile again), or this machine lacks this tp_degree (--tp-degree, HF_NUM_CORES)",
+    "status=2": "a program is damaged (compile again), or this machine lacks this tp_degree (--tp-degree, TP_DEGREE)",
     "driver version": "there is no Neuron driver on this machine (aws-neuronx-dkms on the host)",
     "could not be initialized|no neuron device": "no Neuron device can be used here; in a container pass it with "
     "--device=/dev/neuron0",
@@ -78,7 +77,7 @@ MEANINGS = {
 
 
 def explain(error: BaseException) -> str:
-    """The library's error, after what it means where that is known; one line."""
+    """One line: what the library's error means, where that is known, and the error."""
     text = f"{type(error).__name__}: {error}".lower()
     meaning = next((meaning for pattern, meaning in MEANINGS.items() if re.search(pattern, text)), None)
     return f"{meaning} ({named(error)})" if meaning else named(error)
@@ -102,12 +101,12 @@ class Build:
 
         Raises ConfigError or ModelError with the reason for what cannot be served.
         """
-        _library()
+        library = _library()
         model_config = read_json(folder / "config.json", required=True)
         legacy, shape = legacy_config(model_config), plan.Shape.from_config(model_config)
         family, found = FAMILIES[shape.model_type], Artifact.read(folder)
         _check(config, legacy, shape.model_type)
-        compiler, version = _versions()
+        compiler = str(importlib.import_module("neuronxcc").__version__)
         if found:
             programs = found.programs
             artifact.check_compiler(programs, compiler, config.model_name)
@@ -131,11 +130,11 @@ class Build:
                 dtype=dtype,
                 prefill_buckets=buckets(config.max_input_tokens, config.prefill_buckets, "--prefill-buckets"),
                 position_buckets=buckets(length, config.position_buckets, "--position-buckets"),
-                continuous_batching=family.batches,
+                continuous_batching=shape.model_type in plan.CONTINUOUS_BATCHING,
                 quantize=config.quantize,
                 sampling=config.sampling or "host",
                 compiler_version=compiler,
-                transformers_neuronx_version=version,
+                transformers_neuronx_version=str(library.__version__),
             )
         workers = config.compile_workers or max(1, min(os.cpu_count() or 1, (host_memory() or 0) // COMPILER_BYTES))
         return cls(config, programs, family, legacy, folder, found, workers)
@@ -176,13 +175,13 @@ class NeuronModel:
         if not os.environ.get("NEURON_RT_VISIBLE_CORES"):  # without either variable the runtime takes all cores
             os.environ.setdefault("NEURON_RT_NUM_CORES", str(build.programs.tp_degree))
         self._model, self._slot_sampling = make(build, work_dir), [GREEDY] * build.programs.batch_size
-        cache, key = Cache.here() if build.family.is_saved else None, artifact.model_key(build.legacy)
+        cache, key = Cache.here() if build.family.can_save else None, artifact.model_key(build.legacy)
         if build.artifact:
             self._load(build.folder / artifact.COMPILED)
         elif cache and (entry := cache.find(key, build.programs)):
             self._load(entry)
         else:
-            if cache:  # else the compiler may have its own, at NEURON_COMPILE_CACHE_URL
+            if cache:  # else only the compiler can look, at NEURON_COMPILE_CACHE_URL
                 logger.info("Compiling, because %s", cache.missing(key, build.programs))
             announce("compiling")
             with compiling(build, f"the model {NOT_ON_DEVICE}"):
@@ -201,7 +200,7 @@ class NeuronModel:
             entry = cache.add(key, programs, self._model.save)
             logger.info("Kept the compiled programs in %s for the next start", entry)
         except OSError as error:
-            remedy = f"give user {os.getuid()} that folder (chown), or name another with NEURON_COMPILE_CACHE_URL"
+            remedy = f"give that folder to user {os.getuid()} (chown), or another one with NEURON_COMPILE_CACHE_URL"
             logger.warning("The compiled programs cannot be kept, so each start compiles them again: %s; %s", error, remedy)
 
     def _to_device(self) -> None:
@@ -212,13 +211,13 @@ class NeuronModel:
                 return self._model.to_neuron()
             except RuntimeError as error:
                 message = str(error).lower()
-                # The exception does not always have the reason: where there is a device, it is this one.
+                # The exception does not always name the reason: on a machine with a device it is this one.
                 if "not available" not in message and ("could not be initialized" not in message or not detect()):
                     raise
                 if time.monotonic() > deadline:
                     held = f"the cores are held by another process, also after {CORES_WAIT_S:.0f} s ({first_line(error)})"
                     raise ModelError(f"{held}; stop it (neuron-ls), or set NEURON_RT_VISIBLE_CORES to others") from None
-            logger.warning("The cores are held by another process; trying again")
+            logger.warning("The NeuronCores are held by another process; trying again")
             time.sleep(CORES_RETRY_S)
 
     def set_sampling(self, slot: int, top_k: int, top_p: float, temperature: float) -> None:
@@ -337,7 +336,7 @@ def make(build: Build, work_dir: Path) -> Any:
             **lengths,
         )
         expected, found = build.legacy.get("rope_theta"), getattr(model.config, "rope_theta", None)
-        if family.batches and expected not in (None, found):
+        if programs.continuous_batching and expected not in (None, found):
             raise ModelError(f"the library reads rope_theta {found} where config.json has {expected}; it needs transformers 4")
     return model
 
@@ -347,40 +346,31 @@ def _family_of(programs: Programs, family: Family, name: str) -> Family:
     if programs.exporter != artifact.OPTIMUM:
         return family
     if programs.batch_size > 1 and family.name not in OPTIMUM_BATCHES:
-        raise ModelError(f"{name} was compiled for {programs.batch_size} requests that all begin together; compile it again")
+        raise ModelError(f"{name} was compiled for {programs.batch_size} requests that all start together; compile it again")
     if family.name == "GPT2ForSamplingWithContextBroadcasting":
         raise ModelError(f"{name} was compiled by optimum-neuron for another class of GPT-2; compile it again")
-    return dataclasses.replace(family, options={"fuse_qkv": True} | family.options, batches=programs.continuous_batching)
+    return dataclasses.replace(family, options={"fuse_qkv": True} | family.options)
 
 
 def _machine(config: Config) -> Machine:
     """This machine; without a device, where only `compile` works, one with the cores of --tp-degree."""
-    machine = detect()
-    if machine is None:
-        machine = Machine(usable_cores(None, os.environ) or config.tp_degree or 1)
-    degree, cores = config.tp_degree, machine.cores
-    if degree and degree > cores:
+    machine = detect() or Machine(usable_cores(None, os.environ) or config.tp_degree or 1)
+    degree, cores = config.tp_degree or 0, machine.cores
+    if degree > cores:
         raise ConfigError(f"--tp-degree {degree} (TP_DEGREE) needs more cores than the {cores} that this process may use")
     return machine
 
 
 def _check(config: Config, legacy: dict[str, Any], model_type: str) -> None:
     """Refuses what the library would compute wrongly, or refuse without a helpful message."""
-    family = FAMILIES[model_type]
-    if config.sampling == "device" and not family.samples:
+    if config.sampling == "device" and not FAMILIES[model_type].samples_on_device:
         raise ModelError(f"--sampling device (SAMPLING) is not supported for {model_type} models on Neuron; give host")
-    if legacy.get("attention_bias") and family.batches:
+    if legacy.get("attention_bias") and model_type in plan.CONTINUOUS_BATCHING:
         raise ModelError(f"this {model_type} model has biases in its attention, which transformers-neuronx ignores")
     scaling = legacy.get("rope_scaling") or {}
     kind = scaling.get("rope_type", scaling.get("type", "default"))
     if kind not in ("default", "llama3"):
         raise ModelError(f"this {model_type} model scales its rotary positions ({kind}), which cannot be served on Neuron")
-
-
-def _versions() -> tuple[str, str]:
-    """Of the compiler and of the library."""
-    compiler, library = (importlib.import_module(name) for name in ("neuronxcc", "transformers_neuronx"))
-    return str(compiler.__version__), str(library.__version__)
 
 
 def _library():

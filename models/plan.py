@@ -40,7 +40,7 @@ _ROWS: list[dict[str, Any]] = _DATA["instances"]
 INSTANCES = {row["name"]: Machine(row["cores"], row["family"], row["name"], row["host_gib"] * GIB) for row in _ROWS}
 PRICES = {row["name"]: row["dollars_per_hour"] for row in _ROWS}
 PUBLISHED_SHAPES: dict[str, dict[str, int]] = _DATA["shapes"]  # by model: the fields of its Shape
-Figure = namedtuple("Figure", _DATA["figure_columns"])  # a speed that others published: quoted, never scaled
+Figure = namedtuple("Figure", _DATA["figure_columns"])  # a published speed of another server: quoted, never scaled
 PUBLISHED = [Figure(*row) for row in _DATA["figures"]]
 
 
@@ -256,11 +256,9 @@ class Sizing:
         return f"{self}, and at most {HEADROOM:.0%} can be filled; {advice}"
 
     def __str__(self) -> str:
-        return (
-            f"tp_degree {self.tp_degree}, batch size {self.batch_size}, length {self.length}: weights "
-            f"{self.weights_bytes / GIB:.2f} + KV cache {self.kv_bytes / GIB:.2f} GiB, {self.total_bytes / CORE_BYTES:.0%} of "
-            f"a core's {CORE_BYTES // GIB}"
-        )
+        sizes = f"tp_degree {self.tp_degree}, batch size {self.batch_size}, length {self.length}"
+        memory = f"weights {self.weights_bytes / GIB:.2f} + KV cache {self.kv_bytes / GIB:.2f} GiB"
+        return f"{sizes}: {memory}, {self.total_bytes / CORE_BYTES:.0%} of a core's {CORE_BYTES // GIB}"
 
 
 def allowed_tp_degrees(family: str | None, cores: int) -> list[int]:
@@ -317,7 +315,7 @@ def report(name: str, shape: Shape, machines: Sequence[Machine], config: Config)
     """The lines that `plan` prints, of any length."""
     served = shape.served_in(config.dtype) + (", its layers in int8" if config.quantize else "")
     yield f"{name} ({shape.model_type}): {shape.parameters:,} parameters in {shape.dtype}, {shape.layers} layers"
-    yield f"served in {served}; window: {shape.window or 'no end'}; host memory to load it: {shape.host_bytes / GIB:.1f} GiB"
+    yield f"served in {served}; window: {shape.window or 'unlimited'}; host memory to load it: {shape.host_bytes / GIB:.1f} GiB"
     recommended: list[tuple[int, float, str]] = []  # longest first, then cheapest
     for machine in machines:
         price = PRICES[machine.instance]
@@ -346,7 +344,8 @@ def report(name: str, shape: Shape, machines: Sequence[Machine], config: Config)
         yield f"Recommended: {why}."
     yield ""
     yield f"At most {HEADROOM:.0%} of a core's memory is filled: compiled code, scratch and the runtime need the rest."
-    yield f"What others measured is not of this server. Prices as of {_DATA['prices']['as_of']}: {_DATA['prices']['source']}."
+    yield "Speeds measured by others are those of other servers."
+    yield "Prices as of {as_of}: {source}.".format(**_DATA["prices"])
 
 
 def _figures(instance: str, sizing: Sizing, config: Config) -> Iterator[str]:
@@ -361,22 +360,16 @@ def _figures(instance: str, sizing: Sizing, config: Config) -> Iterator[str]:
             yield f"    [{row.source}]"
 
 
-HELP = f"""\
-Usage: entrypoint.sh plan --model-id X [--instance TYPE] [flags]
+USAGE = """entrypoint.sh plan --model-id X [--instance TYPE] [flags]
 
-Shows what fits on which AWS Neuron machine; TYPE is one of
-{", ".join(INSTANCES)} (default: all).
-Only the model's config.json is read (without --model-id the demonstration model's). The other flags are those of
-`serve` (--help lists them); these count: --model-id --revision --max-total-tokens --max-batch-size --tp-degree
---dtype --quantize."""
+Shows what fits on which AWS Neuron machine. Only the model's config.json is read (without --model-id the demonstration
+model's). The flags are those of `serve` (entrypoint.sh --help lists them); these are used: --model-id --revision
+--max-total-tokens --max-batch-size --tp-degree --dtype --quantize."""
 
 
 def main(argv: Sequence[str]) -> int:
-    if "--help" in argv or "-h" in argv:
-        print(HELP)
-        return 0
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
-    parser.add_argument("--instance", choices=INSTANCES)
+    parser = argparse.ArgumentParser(usage=USAGE, allow_abbrev=False, exit_on_error=False)
+    parser.add_argument("--instance", choices=INSTANCES, help="EC2 instance type; default: all")
     try:
         options, flags = parser.parse_known_args(argv)
         config = configuration.parse(flags, os.environ)

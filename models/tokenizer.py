@@ -8,7 +8,6 @@ result is kept in the model cache. Knows nothing of chat templates.
 
 from __future__ import annotations
 
-import logging
 import subprocess
 import sys
 from pathlib import Path
@@ -17,13 +16,11 @@ from config import HERE, Config, ConfigError
 from models.base import ModelError, reported_as
 from models.cache import ModelCache, tokenizer_key, write_entry
 
-logger = logging.getLogger("model")
-
 SLOW = ("tokenizer.model", "vocab.json", "spiece.model")
 
 
 def tokenizer_folder(config: Config, folder: Path, scratch: Path) -> Path:
-    """`scratch` takes the converted tokenizer where the cache cannot be written. Raises ConfigError."""
+    """The converted tokenizer goes into `scratch` where the cache cannot be written. Raises ConfigError."""
     if (folder / "tokenizer.json").exists():
         return folder
     slow = next((name for name in SLOW if (folder / name).exists()), None)
@@ -38,13 +35,7 @@ def tokenizer_folder(config: Config, folder: Path, scratch: Path) -> Path:
             raise ConfigError(f"the tokenizer of {folder} ({slow}) cannot be converted: {reason}")
         write_entry(target, {"from": folder.name})
 
-    cache, key = ModelCache(config), tokenizer_key(folder)
-    try:
-        return cache.find(key) or cache.find_or_add(key, convert)
-    except OSError as error:
-        logger.warning("The converted tokenizer cannot be kept, the next start converts again: %s", error)
-        convert(scratch)
-        return scratch
+    return ModelCache(config).find_or_add(tokenizer_key(folder), convert, scratch)
 
 
 def main(folder: Path, target: Path) -> None:

@@ -284,7 +284,7 @@ class TorchModel:
         self._mask_is_given = not self._cache.sliding_windows
         refusal = f"{self._kind} models cannot be served on a static batch"
         if self._mask_is_given and any(getattr(text_config, name, None) for name in ("sliding_window", "window_size")):
-            raise ModelError(f"{refusal}: the attention code of their own has a sliding window")
+            raise ModelError(f"{refusal}: their own attention code has a sliding window")
         error = self._error(ids, expected)
         if not error <= tolerance:  # not: NaN
             highest = np.abs(expected).max()
@@ -316,7 +316,7 @@ class TorchModel:
                 return
         self._batches_rows = False
         self._make_cache(self.batch_size)
-        logger.warning("%s: the last bits of the rows of a batch depend on each other; each row runs alone, slower", self._kind)
+        logger.warning("%s: a row's rounding depends on the other rows of a batch, so each row runs alone, slower", self._kind)
 
     def _rows_are_equal(self, token: int, position: int) -> bool:
         """Runs the same token in all slots together, then alone in the first and the last slot."""

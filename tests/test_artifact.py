@@ -208,7 +208,7 @@ def test_a_damaged_program_is_named_and_removed_so_that_the_start_compiles(tmp_p
     entry = cache.add("model", PROGRAMS, save_programs)
     damage(entry / "a.neff")
     assert cache.find("model", PROGRAMS) is None
-    assert f"{entry} are damaged" in caplog.text and not entry.exists()
+    assert f"{entry} are damaged: removing them" in caplog.text and not entry.exists()
     cache.add("model", PROGRAMS, save_programs)
     assert cache.find("model", PROGRAMS) == entry
 

@@ -159,7 +159,7 @@ def test_what_is_in_the_cache_is_not_fetched_again(hub, config):
     assert hub.fetched == []
 
 
-def test_a_hub_that_is_down_is_not_missed_where_the_cache_has_everything(hub, config):
+def test_a_hub_that_is_down_does_not_matter_where_the_cache_has_everything(hub, config):
     commit = hub.push("someone/model", files(FACTS, SHARDS))
     fetch_weights(config, fetch(config)[0])
     hub.close()
@@ -250,17 +250,17 @@ def test_what_cannot_be_an_id_is_refused(hub):
 
 
 @pytest.mark.parametrize("status", [500, 503])
-def test_a_hub_in_trouble_is_told_with_its_status(hub, config, status, no_pauses):
+def test_a_failing_hub_is_reported_with_its_status(hub, config, status, no_pauses):
     hub.status = status
     assert refusal(config) == f"someone/model cannot be downloaded: the hub answers with status {status}: try again later"
 
 
-def test_a_hub_that_takes_no_more_requests_is_told(hub, config, no_pauses):
+def test_the_rate_limit_of_the_hub_is_reported(hub, config, no_pauses):
     hub.status = 429
     assert "wait, or give a token in HF_TOKEN" in refusal(config)
 
 
-def test_a_hub_that_cannot_be_reached_is_told(hub, config, no_pauses):
+def test_a_hub_that_cannot_be_reached_is_reported(hub, config, no_pauses):
     hub.close()
     message = refusal(config)
     assert message.startswith("someone/model cannot be downloaded: it is not in the cache, and the hub cannot be reached (Conn")
@@ -286,7 +286,7 @@ def test_an_answer_that_is_no_hubs_is_refused(hub, config):
 
 
 @pytest.mark.skipif(huggingface_hub.__version__.startswith("0."), reason="0.36 gives up, and goes on at the next start")
-def test_a_connection_that_is_cut_is_taken_up_where_it_broke_off(hub, config, no_pauses):
+def test_a_download_resumes_after_a_lost_connection(hub, config, no_pauses):
     hub.push("someone/model", {"config.json": b"{}", "model.safetensors": b"0123456789" * 1000})
     hub.fail("model.safetensors", "cut", times=3)
     folder = fetch_weights(config, fetch(config)[0])
@@ -295,7 +295,7 @@ def test_a_connection_that_is_cut_is_taken_up_where_it_broke_off(hub, config, no
 
 @pytest.mark.parametrize("kind", ["cut", "reset", "error"])
 @pytest.mark.parametrize("file", ["config.json", "model.safetensors"])
-def test_a_download_that_fails_for_good_is_told_in_a_line_and_the_next_start_has_it(hub, config, no_pauses, file, kind):
+def test_a_download_that_fails_is_reported_in_one_line_and_succeeds_at_the_next_start(hub, config, no_pauses, file, kind):
     hub.push("someone/model", {"config.json": b"1", "model.safetensors": b"1"})
     hub.fail(file, kind, times=100)
     assert refusal(config).startswith("someone/model cannot be downloaded: ")

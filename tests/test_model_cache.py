@@ -112,7 +112,7 @@ def test_a_model_whose_code_comes_from_another_repository_is_not_kept(tmp_path, 
     config = settings(folder, trust_remote_code=True)
     assert load(config).engine == "openvino"
     assert not list(Path(config.model_cache).glob("model-*"))
-    assert "the next start converts it again: its code comes from another repository" in caplog.text
+    assert "the next start converts them again: its code comes from another repository" in caplog.text
 
 
 @pytest.mark.parametrize("damage", ["model.bin", "model.xml", "entry.json", "logits"])
@@ -173,7 +173,7 @@ def test_one_process_converts_and_the_other_waits_and_says_so(tmp_path, monkeypa
 
     with open(tmp_path / "lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        other = threading.Thread(target=cache.find_or_add, args=("model-a", convert))
+        other = threading.Thread(target=cache.find_or_add, args=("model-a", convert, tmp_path))
         other.start()
         assert waits.wait(10)
         (tmp_path / "model-a").mkdir()
@@ -186,7 +186,7 @@ def test_one_process_converts_and_the_other_waits_and_says_so(tmp_path, monkeypa
 def test_a_conversion_that_was_killed_leaves_nothing_behind(tmp_path):
     (tmp_path / ".new-abandoned").mkdir()
     with pytest.raises(ZeroDivisionError):
-        cache_in(tmp_path).find_or_add("model-a", lambda folder: 1 / 0)
+        cache_in(tmp_path).find_or_add("model-a", lambda folder: 1 / 0, tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["lock"]
 
 
@@ -198,7 +198,7 @@ def test_the_least_recently_used_entries_go_first(tmp_path):
         write_entry(folder, {})
 
     for age, key in enumerate(("model-a", "tokenizer-b", "model-c")):
-        os.utime(cache.find_or_add(key, convert) / "entry.json", (age, age))
+        os.utime(cache.find_or_add(key, convert, tmp_path) / "entry.json", (age, age))
         if key == "tokenizer-b":
             cache.find("model-a")
     assert {path.name for path in tmp_path.iterdir()} == {"lock", "model-a", "model-c"}

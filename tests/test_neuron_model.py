@@ -500,7 +500,7 @@ def test_the_model_waits_for_cores_that_another_process_holds(tmp_path, monkeypa
     batch = Batch(load(tmp_path))
     batch.join(0, [5, 6])
     assert batch.leave(0) == alone([5, 6], 3)
-    assert caplog.text.count("The cores are held by another process; trying again") == 1
+    assert caplog.text.count("The NeuronCores are held by another process; trying again") == 1
 
 
 def test_a_process_that_keeps_the_cores_ends_the_boot_with_what_helps(tmp_path, holder):
@@ -669,7 +669,7 @@ def test_a_folder_of_optimum_neuron_is_served_as_it_is(tmp_path, batch_size):
 def test_a_folder_of_optimum_neuron_without_continuous_batching_is_refused(tmp_path):
     folder = optimum(tmp_path)
     (folder / "config.json").write_text((folder / "config.json").read_text().replace('"llama"', '"mixtral"'))
-    with pytest.raises(ModelError, match="compiled for 4 requests that all begin together"):
+    with pytest.raises(ModelError, match="compiled for 4 requests that all start together"):
         serve(folder)
 
 
@@ -724,7 +724,7 @@ def test_a_damaged_program_that_was_kept_is_named_and_compiled_again(tmp_path, c
         fake.restart()
         load(tmp_path)
         assert bool(fake.compiles) == compiles
-    assert caplog.text.count(f"{entry} are damaged and are removed") == 1
+    assert caplog.text.count(f"{entry} are damaged: removing them") == 1
 
 
 @pytest.mark.parametrize("fault", ["oom", "init"])
@@ -740,11 +740,19 @@ def test_a_device_that_fails_costs_no_kept_programs(tmp_path, monkeypatch, fault
 # The verb `compile`
 
 
+def test_help_names_the_flags_that_decide_what_is_compiled(capsys):
+    with pytest.raises(SystemExit) as ended:
+        verb.main(["--help"])
+    assert ended.value.code == 0
+    printed = capsys.readouterr().out
+    assert all(flag in printed for flag in ("--output", "--tp-degree", "--position-buckets"))
+
+
 @pytest.mark.parametrize(
     ("words", "reason"),
     [
         (["--model-id", "{model}"], "--output is missing"),
-        (["--model-id", "{model}", "--output"], "--output is missing"),
+        (["--model-id", "{model}", "--output"], "argument --output: expected one argument"),
         (["--model-id", "{model}", "--output", "{model}"], "exists and is not empty"),
         (["--model-id", "{model}", "--output={output}"], "this machine has no Neuron device whose cores could be counted"),
         (["--model-id", "{model}", "--output", "{output}", "--device", "cpu"], "--device cpu: only models for Neuron"),

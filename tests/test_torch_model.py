@@ -313,7 +313,7 @@ def test_a_family_that_cannot_even_run_in_slots_is_named(tmp_path, family):
     assert f"{family} model" in message and "static batch" in message
 
 
-def test_a_window_that_the_attention_is_not_told_of_is_refused_where_it_would_have_to_slide(tmp_path):
+def test_a_window_that_the_attention_does_not_get_is_refused_where_it_would_have_to_slide(tmp_path):
     folder = save_checkpoint(tmp_path, tiny_models.llama())
     edit_config(folder, sliding_window=tiny_models.SLIDING)
     assert "give --max-total-tokens 8 or less" in refusal(folder)
@@ -403,7 +403,7 @@ def test_positions_that_stretch_with_the_longest_text_are_refused_beyond_what_th
     assert serve(folder, max_total_tokens=POSITIONS // 2).max_total_tokens == POSITIONS // 2
 
 
-def test_code_that_comes_with_a_model_is_not_run_unasked(tmp_path):
+def test_code_that_comes_with_a_model_is_not_run_by_default(tmp_path):
     ran = tmp_path / "ran"
     (tmp_path / "configuration_own.py").write_text(f"open({str(ran)!r}, 'w').close()")
     own = {"AutoConfig": "configuration_own.OwnConfig", "AutoModelForCausalLM": "configuration_own.OwnModel"}
