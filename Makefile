@@ -16,6 +16,7 @@ PYTHON ?= $(shell for p in python3 python3.12 python3.11 python3.10; do \
 	$$p -c 'import sys; sys.exit(not (3, 10) <= sys.version_info < (3, 13))' 2>/dev/null && { echo $$p; break; }; done)
 BIN := $(abspath $(VENV))/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet install
+PURELIB = $(1)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))'
 TORCH := $(shell sed -n 's/.*"\(torch==[^"]*\)".*/\1/p' pyproject.toml)
 TORCH_INDEX := https://download.pytorch.org/whl/cpu
 PYTEST := $(shell sed -nE 's/.*"(pytest(-timeout)?==[^"]*)".*/\1/p' pyproject.toml)
@@ -23,11 +24,13 @@ IMAGE := ghcr.io/neuron-textgen/neuron-textgen
 VERSION := $(shell sed -n 's/^version = "\(.*\)"/\1/p' pyproject.toml)
 
 # The clients do not fit into one environment. What stands behind each name is in tests/clients/requirements-NAME.txt, and
-# these are the tests that it runs.
-CLIENTS := hub-0.36 hub-1 hub-2
+# these are the tests that it runs. Those in JavaScript are in tests/clients/package.json.
+CLIENTS := hub-0.36 hub-1 hub-2 openapi lm-eval
 hub-0.36 := test_hub.py test_text_generation.py
 hub-1 := test_hub.py test_langchain.py test_litellm.py
 hub-2 := test_hub.py test_openai.py test_sagemaker.py
+openapi := test_openapi.py test_javascript.py
+lm-eval := test_lm_eval.py
 
 # The package in a checkout of transformers-neuronx or in a folder of installed packages; nothing where there is none.
 NEURON := $(shell for folder in "$(TRANSFORMERS_NEURONX)/src" "$(TRANSFORMERS_NEURONX)"; do \
@@ -46,18 +49,19 @@ test-fast: $(VENV)/test.installed
 	$(BIN)/python -m pytest -m "not (processes or models or hypothesis)" --numprocesses 2 --dist worksteal \
 		$(addprefix --ignore=,$(shell grep -lE '^pytestmark = .*mark\.(processes|models)' tests/test_*.py)) $(ARGS)
 
+test-clients: export SERVER_PYTHON := $(BIN)/python
+test-clients: export NODE_PATH := $(abspath $(VENV)-clients)/javascript/node_modules
 test-clients: $(VENV)/run.installed
-	@$(MAKE) --silent --no-print-directory -j $(words $(CLIENTS)) $(CLIENTS:%=$(VENV)-clients/%.installed)
-	@$(foreach client,$(CLIENTS),echo "$(client):" && SERVER_PYTHON=$(BIN)/python $(VENV)-clients/$(client)/bin/python \
-		-m pytest -c tests/clients/pytest.ini $(addprefix tests/clients/,$($(client))) $(ARGS) &&) true
+	@$(MAKE) --silent --no-print-directory -j 3 $(CLIENTS:%=$(VENV)-clients/%.installed) $(VENV)-clients/javascript.installed
+	@$(foreach client,$(CLIENTS),echo "$(client):" && $(VENV)-clients/$(client)/bin/python -m pytest \
+		-c tests/clients/pytest.ini $(addprefix tests/clients/,$($(client))) $(ARGS) &&) true
 
 # What runs in this environment finds the library and the stand-ins for what it imports (tests/neuron_sim/README.md).
 test-neuron: $(if $(NEURON),$(VENV)-neuron/test.installed)
 	@test -n "$(NEURON)" || { echo "error: no transformers_neuronx in TRANSFORMERS_NEURONX='$(TRANSFORMERS_NEURONX)'; it takes" \
 		"a checkout (git clone https://github.com/aws-neuron/transformers-neuronx)" >&2; echo "or the FOLDER of: pip install" \
 		"--no-deps --target FOLDER --extra-index-url https://pip.repos.neuron.amazonaws.com transformers-neuronx" >&2; exit 2; }
-	@ln -sfn "$(NEURON)" $(CURDIR)/tests/neuron_sim/shim/* "$$($(NEURON_BIN)/python -c \
-		'import sysconfig; print(sysconfig.get_path("purelib"))')"
+	@ln -sfn "$(NEURON)" $(CURDIR)/tests/neuron_sim/shim/* "$$($(call PURELIB,$(NEURON_BIN)))"
 	$(NEURON_BIN)/python -m pytest -c tests/neuron_sim/pytest.ini tests/neuron_sim tests/neuron_contract.py $(ARGS)
 
 bench: $(VENV)/run.installed
@@ -105,9 +109,17 @@ $(VENV)/test.installed: $(VENV)/run.installed
 	@$(PIP) ".[cpu,test]"
 	@touch $@
 
+$(VENV)-clients/javascript.installed: tests/clients/package.json
+	@command -v npm >/dev/null || { echo "No npm here: the JavaScript clients are skipped" >&2; exit 0; }; \
+		echo "Installing the JavaScript clients into $(VENV)-clients (once)" >&2; \
+		mkdir -p $(VENV)-clients/javascript && cp $< $(VENV)-clients/javascript && cd $(VENV)-clients/javascript \
+		&& npm install --no-package-lock --no-audit --no-fund --ignore-scripts >/dev/null && touch $(abspath $@)
+
+# lm-eval runs the model itself too, by the server's own torch and transformers.
 $(VENV)-clients/%.installed: tests/clients/requirements-%.txt | $(VENV)/bin/python
 	@echo "Installing the clients of $* into $(VENV)-clients (once)" >&2
 	@$(BIN)/python -m venv --clear $(VENV)-clients/$*
+	@$(if $(filter lm-eval,$*),$(call PURELIB,$(BIN)) >"$$($(call PURELIB,$(VENV)-clients/$*/bin))/server.pth")
 	@$(subst $(BIN),$(VENV)-clients/$*/bin,$(PIP)) --no-compile $(PYTEST) -r $<
 	@touch $@
 

@@ -1,6 +1,6 @@
 """What clients read: generated tokens become the bodies and events of TGI's, OpenAI's and Vertex' APIs.
 
-A `Sequence` is one answer to one prompt while it grows. An `Answer` is what one HTTP request is told: the jobs that have to
+A `Sequence` is one answer to one prompt while it grows. An `Answer` is the response to one HTTP request: the jobs that have to
 run for it, and how their sequences are written, whole or event by event. This layer knows neither Flask nor sockets, and
 no rule of any field: it is handed jobs that are checked.
 """
@@ -80,7 +80,7 @@ class Sequence:
 
 
 class Answer:
-    """What one HTTP request is told. Each API has a subclass of its own, and this is what they share."""
+    """The response to one HTTP request. Each API has a subclass; this is what they share."""
 
     def __init__(self, jobs: list[Job], facts: ModelInfo, tokenizer: Tokenizer, streams: bool):
         self.jobs = jobs
@@ -231,7 +231,7 @@ class OpenAIAnswer(Answer):
         options = options or schema.StreamOptions()
         self._usage_at_end = bool(options.include_usage)
         self._usage_always = bool(options.continuous_usage_stats) and self._usage_at_end
-        self._begun: set[Sequence] = set()  # those that a stream has told something of
+        self._begun: set[Sequence] = set()  # those with events in the stream
         self._envelope = {
             "id": self.id_prefix,
             "object": self.kind,
@@ -332,7 +332,7 @@ class ChatAnswer(OpenAIAnswer):
 
 
 class CompletionAnswer(OpenAIAnswer):
-    """`/v1/completions`. The choices of the first prompt come first; of `best_of` sequences the best `n` are told."""
+    """`/v1/completions`. The choices of the first prompt come first; of `best_of` sequences the best `n` are returned."""
 
     kind = "text_completion"
     id_prefix = "cmpl"
@@ -342,7 +342,7 @@ class CompletionAnswer(OpenAIAnswer):
         self._n = request.n or 1
         self._echoes = bool(request.echo)
         self._top_n = request.logprobs
-        self._told: dict[Sequence, int] = {}  # characters of each stream that are out, for the offsets of log-probabilities
+        self._sent: dict[Sequence, int] = {}  # characters of each stream that are out, for the offsets of log-probabilities
 
     def whole(self, sequences: list[Sequence]) -> Struct:
         choices: list[schema.CompletionChoice] = []
@@ -396,8 +396,8 @@ class CompletionAnswer(OpenAIAnswer):
             (piece.text, 0 if piece.special else len(piece.text), piece.logprob, [*piece.top, (piece.id, piece.logprob)])
             for piece in pieces
         ]
-        ends = list(accumulate((length for _, length, _, _ in rows), initial=self._told.get(sequence, 0)))
-        self._told[sequence] = ends[-1]
+        ends = list(accumulate((length for _, length, _, _ in rows), initial=self._sent.get(sequence, 0)))
+        self._sent[sequence] = ends[-1]
         return schema.CompletionLogprobs(
             tokens=[text for text, *_ in rows],
             token_logprobs=[rounded(logprob) for _, _, logprob, _ in rows],
@@ -418,10 +418,10 @@ class CompletionAnswer(OpenAIAnswer):
 
     def _top(self, top: list[tuple[int, float]]) -> dict[str, float] | None:
         """OpenAI's form: the likeliest and the token itself, by their texts; of equal texts the likelier one counts."""
-        told: dict[str, float] = {}
+        top_logprobs: dict[str, float] = {}
         for token, logprob in top:
-            told.setdefault(self._name(token), rounded(logprob))
-        return told or None
+            top_logprobs.setdefault(self._name(token), rounded(logprob))
+        return top_logprobs or None
 
     def _name(self, token: int) -> str:
         """A token's text; where it is but a part of a character, its bytes as OpenAI writes them."""

@@ -1,16 +1,17 @@
 """Settings: flags, environment variables and the model's own files become one frozen `Config`, which every process reads.
 
-Owns each setting's flag, variables, default, check and help text (`--help` and the tables of the documents are printed from
-them), the names that other servers use, what a checkpoint's config.json says (`Manifest`), and logging. Knows no HTTP, no
-sockets and no torch.
+Owns each setting's flag, variables, default, check and help text (the source of `--help` and of the tables in the documents),
+the settings of other servers, what a checkpoint's config.json says (`Manifest`), and logging. Knows no HTTP, no sockets and no
+torch.
 
     python3 config.py [flags]       checks everything and prints the resolved configuration as JSON
-    python3 config.py --markdown    prints the tables of README.md and docs/settings.md
+    python3 config.py --markdown    prints the tables of docs/settings.md
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import ctypes
 import dataclasses
 import difflib
@@ -29,7 +30,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-VERSION = "0.1.0"  # the same as in pyproject.toml, which is not at hand everywhere
+VERSION = "0.1.0"  # the same as in pyproject.toml, (tested)
 HERE = Path(__file__).resolve().parent
 DEMO_MODEL = HERE / "demo" / "model"
 SAGEMAKER_MODEL = Path("/opt/ml/model")  # where SageMaker unpacks an endpoint's model
@@ -55,31 +56,25 @@ def _whole(value: str, low: int = 1, high: int | None = None) -> int:
     return number
 
 
-def _port(value: str) -> int:
-    return _whole(value, high=65535)
-
-
 def _lengths(value: str) -> tuple[int, ...]:
     return tuple(sorted({_whole(part) for part in value.split(",")}))
 
 
-def _number(value: str) -> float:
+def _ratio(value: str) -> float:
     try:
-        return float(value)
+        number = float(value)
     except ValueError:
-        return math.nan
+        number = math.nan
+    if not 0 <= number < math.inf:
+        raise ValueError("must be a number of at least 0")
+    return number
 
 
 def _positive(value: str) -> float:
-    if not 0 < (number := _number(value)) < math.inf:
-        raise ValueError("must be a positive number")
-    return number
-
-
-def _ratio(value: str) -> float:
-    if not 0 <= (number := _number(value)) < math.inf:
-        raise ValueError("must be a number of at least 0")
-    return number
+    with contextlib.suppress(ValueError):
+        if (number := _ratio(value)) > 0:
+            return number
+    raise ValueError("must be a positive number")
 
 
 def _one_of(*words: str, aliases: Mapping[str, str] | None = None) -> Callable[[str], str]:
@@ -125,8 +120,8 @@ def _origins(value: str) -> str:
 
 
 def setting(default: Any, names: str, help: str, *, parse: Callable[[str], Any] | None = None, shown: str = "") -> Any:
-    """One setting. Its flag is the field's name with dashes; `names` are its environment variables, the preferred one first,
-    and further flags. `parse` defaults to the one for the field's type, and `shown` (in the help) to the default itself."""
+    """A field of `Config`, whose flag is its name with dashes. `names`: its environment variables, the preferred one first, and
+    further flags. `parse` defaults to the parser of the field's type; `shown`, the default in the help, to `default`."""
     variables = [name for name in names.split() if not name.startswith("-")]
     flags = [name for name in names.split() if name.startswith("-")]
     if not shown:
@@ -139,7 +134,7 @@ PARSERS = {"str": str, "int": _whole, "float": _positive, "bool": _switch}
 
 @dataclass(frozen=True)
 class Config:
-    """All settings. `None` means: decided by the model (`with_manifest`) or by the device."""
+    """All settings. None: the model (`with_manifest`) or the device decides."""
 
     # fmt: off
     model_id: str = setting(str(DEMO_MODEL), "MODEL_ID HF_MODEL_ID", "Model to serve: a hub id or a local folder.",
@@ -173,7 +168,7 @@ class Config:
     max_input_tokens: int | None = setting(None, "MAX_INPUT_TOKENS MAX_INPUT_LENGTH --max-input-length",
         "Longest prompt, in tokens.", shown="max_total_tokens - 1")
     max_total_tokens: int | None = setting(None, "MAX_TOTAL_TOKENS HF_SEQUENCE_LENGTH",
-        "Longest prompt plus completion, in tokens: the context length of a slot.",
+        "Longest prompt plus completion, in tokens: the context length of a slot.", parse=functools.partial(_whole, low=2),
         shown=f"the model's context length, at most {DEFAULT_MAX_TOTAL_TOKENS}; on Neuron what fits, up to 4096")
     prefill_buckets: tuple[int, ...] | None = setting(None, "PREFILL_BUCKETS",
         "Prompt lengths to compile for Neuron, separated by commas; max_input_tokens is always included.",
@@ -201,11 +196,11 @@ class Config:
         "Limit of the prompts of a request (`/v1/completions`, `/vertex`), and of the choices (`n`) for each.")
     max_best_of: int = setting(2, "MAX_BEST_OF", "Limit of `best_of`.")
     max_stop_sequences: int = setting(4, "MAX_STOP_SEQUENCES", "Limit of the stop sequences of a request.")
-    max_top_n_tokens: int = setting(5, "MAX_TOP_N_TOKENS", "Limit of `top_n_tokens`.")
+    max_top_n_tokens: int = setting(5, "MAX_TOP_N_TOKENS", "Limit of `top_n_tokens`, and of `logprobs` in `/v1/completions`.")
     hostname: str = setting("0.0.0.0", "HOSTNAME", "IP address to listen on. A HOSTNAME variable that is not an IP address, as "
         "containers and shells set it, is ignored.", parse=_ip)
     port: int = setting(8080, "SAGEMAKER_BIND_TO_PORT PORT -p",
-        "Port to listen on. SAGEMAKER_BIND_TO_PORT comes before PORT.", parse=_port)
+        "Port to listen on. SAGEMAKER_BIND_TO_PORT comes before PORT.", parse=functools.partial(_whole, high=65535))
     api_key: str | None = setting(None, "API_KEY",
         "Key that requests must carry as `Authorization: Bearer`, except those for health and metrics.")
     cors_allow_origin: str = setting("*", "CORS_ALLOW_ORIGIN",
@@ -232,8 +227,6 @@ class Config:
     # fmt: on
 
     def __post_init__(self):
-        if self.max_total_tokens and self.max_total_tokens < 2:
-            raise ConfigError(f"--max-total-tokens {self.max_total_tokens}: must be at least 2, one token in and one out")
         if self.max_input_tokens and self.max_total_tokens and self.max_input_tokens >= self.max_total_tokens:
             raise ConfigError(
                 f"`max_input_tokens`({self.max_input_tokens}) must be < `max_total_tokens`({self.max_total_tokens}): "
@@ -246,17 +239,17 @@ class Config:
 
     @property
     def model_name(self) -> str:
-        """The model's id for clients: never a path of this machine for the built-in model."""
+        """The model's id for clients; for the built-in model not its path."""
         return "neuron-textgen/demo" if self.is_demo else self.model_id
 
     @property
     def is_local(self) -> bool:
-        """A folder, or a path that does not exist but cannot be a hub id either."""
+        """Whether the model is a folder, or a path that does not exist and cannot be a hub id."""
         is_path = self.model_id.startswith(("/", "./", "../", "~")) or self.model_id.count("/") > 1
         return is_path or os.path.isdir(self.model_id)
 
     def with_manifest(self, manifest: Manifest) -> Config:
-        """Fills in the limits that are not set from the model; raises ConfigError where the two contradict."""
+        """With the limits that are not set taken from the model. Raises ConfigError for a limit that the model cannot meet."""
         window = manifest.max_positions
         total = self.max_total_tokens or min(window or DEFAULT_MAX_TOTAL_TOKENS, DEFAULT_MAX_TOTAL_TOKENS)
         if window and total > window:
@@ -279,13 +272,13 @@ class Manifest:
     """What the `config.json` and `generation_config.json` of a checkpoint say."""
 
     model_type: str
-    max_positions: int | None  # longest sequence that the positions were trained for, in tokens
+    max_positions: int | None  # context length of the training, in tokens
     eos_token_ids: tuple[int, ...]
     is_compiled: bool = False  # for Neuron
 
     @classmethod
     def read(cls, folder: str | Path) -> Manifest:
-        """Reads a model folder; raises ConfigError with the reason when it holds no model."""
+        """Reads a model folder. Raises ConfigError with the reason when it holds no model."""
         folder = Path(folder).expanduser()
         if not folder.is_dir():
             raise ConfigError(f"--model-id {folder}: there is no such folder")
@@ -321,8 +314,8 @@ def read_json(path: Path, required: bool = False) -> dict[str, Any]:
     return data
 
 
-# What TGI's launcher, TGI-Gaudi, TorchServe and older Neuron images take and this server does not, as {effect: {names: text}}.
-# A name is a flag or a variable, `TS_*` any other variable that begins so; in `NAME=1`, 1 is the value that is supported.
+# Flags and variables of TGI's launcher, TGI-Gaudi, TorchServe and older Neuron images that are not settings here, as {effect:
+# {names: text}}. `TS_*` is any other variable that begins with `TS_`; in `NAME=1`, the value 1 is supported.
 _OTHERS = json.loads((HERE / "other_servers.json").read_text(encoding="utf-8"))
 _OTHER_NAMES = {
     name.partition("=")[0]: (effect, name.partition("=")[2] or None, text)
@@ -338,15 +331,11 @@ Serves a large language model over TGI's and OpenAI's HTTP APIs.
 A flag beats its environment variables, which are listed in brackets."""
 
 
-def flag_name(entry: dataclasses.Field) -> str:
-    return "--" + entry.name.replace("_", "-")
-
-
-SETTINGS = {flag_name(entry): entry for entry in dataclasses.fields(Config)}
+SETTINGS = {"--" + entry.name.replace("_", "-"): entry for entry in dataclasses.fields(Config)}
 
 
 class _Parser(argparse.ArgumentParser):
-    """Collects flags as strings: `parse` reads them and the variables alike."""
+    """Collects flags as strings, which `parse` reads in the same way as the variables."""
 
     def __init__(self):
         formatter = functools.partial(argparse.HelpFormatter, max_help_position=6)
@@ -365,7 +354,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def _given(argv: Sequence[str], environ: Mapping[str, str]) -> dict[str, str]:
-    """All that is set, by flag (`--port`) or variable (`PORT`). An empty variable counts as unset."""
+    """The values of all flags and variables, by name (`--port`, `PORT`). An empty variable counts as unset."""
     given = {name: value.strip() for name, value in environ.items() if value.strip()}
     try:
         ipaddress.ip_address(given.get("HOSTNAME", ""))
@@ -386,7 +375,7 @@ def _given(argv: Sequence[str], environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def _without_effect(given: Mapping[str, str]) -> list[str]:
-    """A line for each name of another server that has no effect; raises ConfigError for one that is not supported."""
+    """A line for each setting of another server that has no effect. Raises ConfigError for one that is not supported."""
     lines = []
     for name, value in given.items():
         effect, supported, text = _OTHER_NAMES.get(name) or _OTHER_NAMES.get(name.split("_")[0] + "_*") or ("", None, "")
@@ -400,8 +389,8 @@ def _without_effect(given: Mapping[str, str]) -> list[str]:
 def parse(argv: Sequence[str], environ: Mapping[str, str]) -> Config:
     """Flags beat environment variables, which beat defaults.
 
-    Raises ConfigError naming the setting, the value and what it must be; an unknown flag names the nearest known one, and a
-    local folder without a model says so.
+    Raises ConfigError: for a wrong value with the setting, the value and what it must be, for an unknown flag with the nearest
+    known one, and for a local folder without a model.
     """
     given = _given(argv, environ)
     _without_effect(given)
@@ -428,7 +417,7 @@ def parse(argv: Sequence[str], environ: Mapping[str, str]) -> Config:
 
 
 def markdown_table() -> str:
-    """The settings, for README.md."""
+    """The settings, for docs/settings.md."""
     rows = ["| flag | environment | default | meaning |", "|---|---|---|---|"]
     for flag, entry in SETTINGS.items():
         names = ", ".join(f"`{name}`" for name in entry.metadata["names"])
@@ -437,23 +426,13 @@ def markdown_table() -> str:
 
 
 def other_names_table() -> str:
-    """The names of other servers, for docs/settings.md."""
+    """The settings of other servers, for docs/settings.md."""
     rows = ["| flags and variables | here |", "|---|---|"]
     for effect, table in _OTHERS.items():
         for names, text in table.items():
             shown = ", ".join(f"`{name}`".replace("=", "` other than `") for name in names.split())
             rows.append(f"| {shown} | {effect.replace('_', ' ')}: {text} |")
     return "\n".join(rows)
-
-
-class _JsonFormatter(logging.Formatter):
-    def format(self, record: logging.LogRecord) -> str:
-        message = record.getMessage()
-        if record.exc_info:
-            message += "\n" + self.formatException(record.exc_info)
-        stamp = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created)) + f".{int(record.msecs):03d}Z"
-        fields = {"message": message, **getattr(record, "fields", {})}
-        return json.dumps({"timestamp": stamp, "level": record.levelname, "target": record.name, "fields": fields})
 
 
 class _PlainFormatter(logging.Formatter):
@@ -467,8 +446,16 @@ class _PlainFormatter(logging.Formatter):
         return super().format(record) + "".join(f" {key}={value}" for key, value in fields.items())
 
 
+class _JsonFormatter(_PlainFormatter):
+    def format(self, record: logging.LogRecord) -> str:
+        trace = "\n" + self.formatException(record.exc_info) if record.exc_info else ""
+        fields = {"message": record.getMessage() + trace, **getattr(record, "fields", {})}
+        stamp = f"{self.formatTime(record, self.datefmt)}.{int(record.msecs):03d}Z"
+        return json.dumps({"timestamp": stamp, "level": record.levelname, "target": record.name, "fields": fields})
+
+
 def set_up_logging(config: Config) -> None:
-    """Logs to stderr, one line per event; `logger.info(message, extra={"fields": {...}})` adds named values to it."""
+    """Logs to stderr, one line per event; `logger.info(message, extra={"fields": {...}})` adds named values."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(_JsonFormatter() if config.json_output else _PlainFormatter())
     root = logging.getLogger()
@@ -491,7 +478,7 @@ def socket_address() -> str:
 
 
 def die_with_parent() -> None:
-    """The kernel ends this process when its parent dies: nothing may survive to hold the device."""
+    """Makes the kernel end this process when its parent dies: no process may survive and hold the device."""
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # 1: PR_SET_PDEATHSIG
 
 

@@ -27,15 +27,15 @@ for argument in "$@"; do
     case $argument in -h | --help | -V | --version) exec "$python" "$here/config.py" "$argument" ;; esac
 done
 
-# Private (0700) and new for each run: two servers never meet. Each process of a run holds its lock, so a lock that is free
-# belongs to a run that was killed, in this container or another that shares the folder; what it left behind is removed.
+# Each run has a private folder (0700), whose lock all of its processes hold. A folder with a free lock belongs to a run that was
+# killed, in this container or in another that shares the parent folder, and is removed.
 for lock in "${TMPDIR:-/tmp}"/neuron-textgen.*/lock; do
     [ -O "${lock%/lock}" ] && [ ! -L "${lock%/lock}" ] && [ -f "$lock" ] && flock -n "$lock" rm -rf "${lock%/lock}"
 done
 run_dir=$(mktemp -d "${TMPDIR:-/tmp}/neuron-textgen.XXXXXXXX") || exit 1
-# A process of ours that a signal ends before it has become what it is to be would run this trap, too.
+# A child that a signal ends before its exec runs this trap, too.
 trap '[ "$BASHPID" != $$ ] || rm -rf "$run_dir"' EXIT
-exec 7>"$run_dir/lock.new" && flock 7 && mv "$run_dir/lock.new" "$run_dir/lock" # nobody sees it before it is locked
+exec 7>"$run_dir/lock.new" && flock 7 && mv "$run_dir/lock.new" "$run_dir/lock" # it has its final name only when it is locked
 "$python" "$here/config.py" "$@" >"$run_dir/config.json" || exit $?
 export NEURON_TEXTGEN_RUN_DIR=$run_dir
 setting() { sed -n "s/^ *\"$1\": \([0-9]*\).*/\1/p" "$run_dir/config.json"; }
@@ -44,28 +44,28 @@ grace=$(setting graceful_termination_timeout)
 export NUMBA_CACHE_DIR=${NUMBA_CACHE_DIR:-$(sed -n 's/^ *"model_cache": "\(.*\)",$/\1/p' "$run_dir/config.json")/numba}
 (umask 077 && mkdir -p "$NUMBA_CACHE_DIR") 2>/dev/null # numba would let the group write to the model cache
 
-# Nobody writes into this pipe: reading from it with a timeout is a nap that costs no process. (`wait -n` would be woken by
-# any end or signal, but a signal that comes at a bad moment can leave it deaf to both.)
+# Nothing is written to this pipe: reading from it with a timeout sleeps without starting a process. (`wait -n` would wake at
+# the end of a child and at a signal, but a signal at the wrong moment makes it miss both.)
 mkfifo "$run_dir/idle" && exec 9<>"$run_dir/idle" || exit 1
-nap() { read -r -t "$1" -u 9; }
+pause() { read -r -t "$1" -u 9; }
 
-stops=0 # how often we were asked to stop; bash runs no trap inside a trap, so the handler only counts
+stops=0 # signals to stop so far; bash runs no trap inside a trap, so the handler only counts
 trap 'stops=$((stops + 1))' TERM INT
-exec 8>&2 2>/dev/null # what bash has to say of each end stays out of the log; ours goes through 8
+exec 8>&2 2>/dev/null # bash's own messages about ended children stay out of the log, which is 8
 "$python" "$here/worker.py" 2>&8 8>&- 9<&- &
 worker=$!
-# A heap for each of many threads would keep what the largest request in each has taken; what is free is given back early.
+# One heap per thread would keep the memory of each thread's largest request. Free memory goes back to the system early.
 MALLOC_ARENA_MAX=${MALLOC_ARENA_MAX:-2} MALLOC_TRIM_THRESHOLD_=131072 "$python" "$here/web.py" 2>&8 8>&- 9<&- &
 web=$!
 
 running() { kill -0 "$1"; }
 
-# Waits until a process has ended, until $2 (in SECONDS), or until we were asked to stop more than $3 times.
+# Waits until the process $1 has ended, until the time $2 (in SECONDS), or for more than $3 signals to stop.
 wait_for() {
-    while running "$1" && [ "$SECONDS" -le "$2" ] && [ "$stops" -le "${3:-$stops}" ]; do nap 0.05; done
+    while running "$1" && [ "$SECONDS" -le "$2" ] && [ "$stops" -le "${3:-$stops}" ]; do pause 0.05; done
 }
 
-# A line in the form of the other processes' logs; LEVEL MESSAGE.
+# Logs a line in the format of the other processes; LEVEL MESSAGE.
 log() {
     [ "$1" = ERROR ] || grep -qE '"log_level": "(info|debug)"' "$run_dir/config.json" || return
     if grep -q '"json_output": true' "$run_dir/config.json"; then
@@ -78,7 +78,7 @@ log() {
     fi >&8
 }
 
-# Ends whatever is left, and gives the exit code of the run.
+# Kills what is left of the run and exits with the code $1.
 finish() {
     kill -KILL -- "-$worker" "-$web"
     wait
@@ -90,20 +90,20 @@ while running "$worker" && running "$web" && [ "$stops" -eq 0 ] && [ ! -e "$run_
         log ERROR "the model was not ready within --startup-timeout (STARTUP_TIMEOUT) $(setting startup_timeout) s"
         finish 1
     fi
-    nap 0.1
+    pause 0.1
 done
 
 if [ "$stops" -gt 0 ]; then
-    # The worker takes nothing new, finishes what it has, and ends; the web processes answer 503 meanwhile. When that takes
-    # too long, or when we are asked again, a second signal ends it at once, and what still runs is told so.
+    # The worker finishes its running requests and ends; the web processes answer new ones with 503. At the deadline, or after
+    # another signal to stop, a second SIGTERM ends the worker at once, and its running requests with an error.
     deadline=$((SECONDS + grace))
     log INFO "Stopping; running requests have $grace s to finish, a second signal ends them"
     kill -TERM "$worker"
     wait_for "$worker" "$deadline" 1
     kill -TERM "$worker"
     wait_for "$worker" $((SECONDS + 5))
-    kill -KILL -- "-$worker" # it did not hear us: the web processes see it gone, and tell those who wait for it
-    kill -TERM "$web" # what is still being written may be read to its end
+    kill -KILL -- "-$worker" # if it still runs; the web processes then answer open requests with an error
+    kill -TERM "$web" # which lets clients read open responses to their end
     wait_for "$web" $((SECONDS + 2 > deadline ? SECONDS + 2 : deadline)) 1
     log INFO "Stopped"
     finish 0
@@ -112,14 +112,14 @@ fi
 if [ -e "$run_dir/stuck" ]; then
     log ERROR "the worker was stuck for longer than --stuck-timeout (STUCK_TIMEOUT) $(setting stuck_timeout) s"
     kill -KILL -- "-$worker"
-    kill -TERM "$web" # open requests have been answered with an error; these answers may go out
+    kill -TERM "$web" # which still sends the errors to open requests
     wait_for "$web" $((SECONDS + 2))
     finish 1
 elif ! running "$worker"; then
     wait "$worker"
     code=$?
     [ "$code" -eq 2 ] || log ERROR "the worker process ended with code $code"
-    kill -TERM "$web" # open requests are being answered with an error; these answers may go out
+    kill -TERM "$web" # which still sends the errors to open requests
     wait_for "$web" $((SECONDS + 2))
 else
     wait "$web"

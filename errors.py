@@ -1,43 +1,35 @@
-"""The errors that clients read: status, `error_type`, sentence, and their shapes for TGI's and OpenAI's routes.
+"""The errors that clients read: status, `error_type`, message, and their shapes for TGI's and OpenAI's routes.
 
-Every sentence that is not about one field is made here; those about a field are made where the field is checked (validate.py).
-This layer knows neither Flask nor ZeroMQ.
+Messages about a field are written where the field is checked (validate.py), the others here. This layer knows neither Flask nor
+ZeroMQ.
 """
 
 from __future__ import annotations
 
 import re
+from dataclasses import dataclass
 
 from msgspec.json import encode
 
 
+@dataclass(eq=False)
 class ApiError(Exception):
-    """An answer that is not 200: its status, its `error_type` and the sentence that the client reads.
+    """A response that is not 200. `json` is its body on TGI's routes, `openai_json` on OpenAI's."""
 
-    It has two shapes: `json` for TGI's routes and `openai_json` for OpenAI's, which a `code` of theirs makes exact.
-    """
+    status: int
+    error_type: str
+    message: str
+    retry_after_s: int | None = None
+    code: str | None = None  # OpenAI's; None: the `error_type`
+    phase: str | None = None  # of the worker, when it is not ready
+    param: str | None = None
 
-    def __init__(
-        self,
-        status: int,
-        error_type: str,
-        message: str,
-        retry_after_s: int | None = None,
-        code: str | None = None,
-        phase: str | None = None,
-        param: str | None = None,
-    ):
-        super().__init__(message)
-        self.status = status
-        self.error_type = error_type
-        self.retry_after_s = retry_after_s
-        self._code = code or error_type
-        self._param = param
-        self._phase = {} if phase is None else {"phase": phase}
+    def __str__(self) -> str:
+        return self.message
 
     @property
     def body(self) -> dict[str, str]:
-        return {"error": str(self), "error_type": self.error_type, **self._phase}
+        return {"error": self.message, "error_type": self.error_type} | self._phase
 
     @property
     def json(self) -> bytes:
@@ -46,29 +38,29 @@ class ApiError(Exception):
     @property
     def openai_json(self) -> bytes:
         kind = "server_error" if self.status >= 500 or self.status == 424 else "invalid_request_error"
-        error = {
-            "message": str(self),
-            "type": "rate_limit_error" if self.status == 429 else kind,
-            "param": self._param,
-            "code": self._code,
-        }
+        kind = "rate_limit_error" if self.status == 429 else kind
+        error = {"message": self.message, "type": kind, "param": self.param, "code": self.code or self.error_type}
         return encode({"error": error | self._phase})
 
     @property
     def outcome(self) -> str:
-        """The word that TGI's metric of failures has for it."""
-        words = {"overloaded": "overloaded", "template_error": "template", "incomplete_generation": "incomplete"}
-        return words.get(self.error_type, "validation" if self.status < 424 else "generation")
+        """The label of TGI's metric of failed requests."""
+        labels = {"overloaded": "overloaded", "template_error": "template", "incomplete_generation": "incomplete"}
+        return labels.get(self.error_type, "validation" if self.status < 424 else "generation")
+
+    @property
+    def _phase(self) -> dict[str, str]:
+        return {} if self.phase is None else {"phase": self.phase}
 
 
 def invalid(param: str | None, detail: str, code: str | None = None) -> ApiError:
-    """The field `param` has a value that cannot be; without `param` the request as a whole is wrong."""
+    """The field `param` has an invalid value; without `param` the request as a whole is invalid."""
     sentence = f"`{param}` {detail}" if param else detail
     return ApiError(422, "validation", f"Input validation error: {sentence}", code=code, param=param)
 
 
 def unauthorized() -> ApiError:
-    what = "Unauthorized: this server asks for the header `Authorization: Bearer` with its API key"
+    what = "Unauthorized: this server requires its API key in the header `Authorization: Bearer`"
     return ApiError(401, "unauthorized", what, code="invalid_api_key")
 
 
@@ -90,7 +82,7 @@ def wrong_content_type() -> ApiError:
 
 
 def no_such_model(name: str, served: str) -> ApiError:
-    return ApiError(404, "not_found", f"The model {name!r} is not here; {served!r} is", code="model_not_found")
+    return ApiError(404, "not_found", f"The model {name!r} is not served here, {served!r} is", code="model_not_found")
 
 
 def generation_failed(message: str) -> ApiError:
@@ -110,6 +102,7 @@ def not_ready(phase: str) -> ApiError:
 
 
 def wrong_type(message: str) -> ApiError:
+    """`message` is msgspec's, which may end with the path of the field."""
     message, _, path = message.partition(" - at `$")
     path = path.strip("`.")
     missing = re.search(r"required field `(\w+)`", message)
@@ -118,5 +111,5 @@ def wrong_type(message: str) -> ApiError:
     return ApiError(422, "validation", what, param=param)
 
 
-def too_many_to_tell(count: int, most: int) -> ApiError:
-    return invalid(None, f"the text has {count} tokens, of which at most {most} are told")
+def too_many_to_list(count: int, most: int) -> ApiError:
+    return invalid(None, f"the text has {count} tokens; at most {most} are listed")

@@ -107,9 +107,9 @@ class Handlers:
             raise errors.invalid(None, f"a text to tokenize must have at most {MAX_TOKENIZED} characters. Given: {len(text)}")
         raw = text.encode()
         try:
-            spans = self._engine.text.tokenizer.spans(text, add_special_tokens, validate.MAX_TOLD_TOKENS)
+            spans = self._engine.text.tokenizer.spans(text, add_special_tokens, validate.MAX_LISTED_TOKENS)
         except TooManyTokens as error:
-            raise errors.too_many_to_tell(error.count, validate.MAX_TOLD_TOKENS) from None
+            raise errors.too_many_to_list(error.count, validate.MAX_LISTED_TOKENS) from None
         return [SimpleToken(i, raw[start:stop].decode(errors="replace"), start, stop) for i, start, stop in spans]
 
     def chat_prompt(self, chat: ChatRequest) -> str:

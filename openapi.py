@@ -1,7 +1,7 @@
-"""The OpenAPI document: the routes, and the types of what they take and answer.
+"""The OpenAPI document: the routes, and the types of their requests and responses.
 
-The document is made from the types that requests are parsed into and responses are made of (schema.py), so it cannot differ
-from them. This layer knows neither Flask nor ZeroMQ.
+The types are those that requests are parsed into and responses are made of (schema.py), so the document cannot differ from
+them. This layer knows neither Flask nor ZeroMQ.
 """
 
 from __future__ import annotations
@@ -12,32 +12,15 @@ from typing import Any
 
 import msgspec
 
+import schema
 from config import VERSION
-from schema import (
-    ChatChunk,
-    ChatCompletion,
-    ChatRequest,
-    ChatTokenizeResponse,
-    Completion,
-    CompletionRequest,
-    ErrorBody,
-    GenerateRequest,
-    GenerateResponse,
-    Info,
-    ModelCard,
-    ModelList,
-    OpenAIErrorBody,
-    SimpleToken,
-    StreamResponse,
-    VertexRequest,
-    VertexResponse,
-)
+from schema import ChatRequest, CompletionRequest, GenerateRequest, VertexRequest
 
 
 @dataclass(frozen=True)
 class Route:
-    """One line of the contract. `answers` are the types of its 200 in JSON, if it has any; `events` those of its events, if
-    it may be a stream; `parameter`: where the one that it has stands, and its name."""
+    """A route. `answers` are the types of its JSON responses with status 200, `events` those of the events of its streams.
+    `parameter` is the place and the name of its one parameter."""
 
     method: str
     path: str
@@ -47,70 +30,63 @@ class Route:
     events: tuple = ()
     parameter: tuple[str, str] | None = None
     needs_key: bool = True
-    content_type: str | None = None  # of an answer that is no JSON
+    content_type: str | None = None  # of a response that is not JSON
 
 
+QUESTION = "What is Deep Learning?"
 EXAMPLES = {
-    GenerateRequest: {"inputs": "What is Deep Learning?", "parameters": {"max_new_tokens": 20}},
-    ChatRequest: {"messages": [{"role": "user", "content": "What is Deep Learning?"}], "max_tokens": 20},
-    CompletionRequest: {"prompt": "What is Deep Learning?", "max_tokens": 20},
-    VertexRequest: {"instances": [{"inputs": "What is Deep Learning?", "parameters": {"max_new_tokens": 20}}]},
+    GenerateRequest: {"inputs": QUESTION, "parameters": {"max_new_tokens": 20}},
+    ChatRequest: {"messages": [{"role": "user", "content": QUESTION}], "max_tokens": 20},
+    CompletionRequest: {"prompt": QUESTION, "max_tokens": 20},
+    VertexRequest: {"instances": [{"inputs": QUESTION, "parameters": {"max_new_tokens": 20}}]},
 }
 NATIVE, CHAT, COMPLETION = (GenerateRequest,), (ChatRequest,), (CompletionRequest,)
+LIST, EVENT, COMPLETED = (list[schema.GenerateResponse],), (schema.StreamResponse,), (schema.Completion,)
+CHATTED, CHUNK = (schema.ChatCompletion,), (schema.ChatChunk,)
+INVOCATION = "SageMaker: a native, chat or completion request, which its required field identifies"
+INFER = "The Ray Serve blueprint for Inferentia: the sentence and its continuation"
 ROUTES = (
-    Route("POST", "/generate", "Generate text, as a whole", NATIVE, (GenerateResponse,)),
-    Route("POST", "/generate_stream", "Generate text, one event a token", NATIVE, events=(StreamResponse,)),
-    Route(
-        "POST",
-        "/",
-        "Generate text, whole or as `stream` says",
-        NATIVE,
-        (list[GenerateResponse],),
-        (StreamResponse,),
-    ),
-    Route("POST", "/v1", "`POST /` for base URLs that end in /v1", NATIVE, (list[GenerateResponse],), (StreamResponse,)),
-    Route("POST", "/tokenize", "The tokens of `inputs`", NATIVE, (list[SimpleToken],)),
-    Route("POST", "/chat_tokenize", "The text and the tokens of a chat", CHAT, (ChatTokenizeResponse,)),
-    Route("POST", "/v1/chat/completions", "OpenAI's chat completions", CHAT, (ChatCompletion,), (ChatChunk,)),
-    Route("POST", "/v1/completions", "OpenAI's completions", COMPLETION, (Completion,), (Completion,)),
-    Route("GET", "/v1/models", "The model that is served, in a list", answers=(ModelList,)),
-    Route("GET", "/v1/models/{name}", "The model that is served", answers=(ModelCard,), parameter=("path", "name")),
+    Route("POST", "/generate", "Generate text, as one response", NATIVE, (schema.GenerateResponse,)),
+    Route("POST", "/generate_stream", "Generate text, one event per token", NATIVE, events=EVENT),
+    Route("POST", "/", "Generate text, streamed if `stream` is true", NATIVE, LIST, EVENT),
+    Route("POST", "/v1", "`POST /` for base URLs that end in /v1", NATIVE, LIST, EVENT),
+    Route("POST", "/tokenize", "The tokens of `inputs`", NATIVE, (list[schema.SimpleToken],)),
+    Route("POST", "/chat_tokenize", "The text and the tokens of a chat", CHAT, (schema.ChatTokenizeResponse,)),
+    Route("POST", "/v1/chat/completions", "OpenAI's chat completions", CHAT, CHATTED, CHUNK),
+    Route("POST", "/v1/completions", "OpenAI's completions", COMPLETION, COMPLETED, COMPLETED),
+    Route("GET", "/v1/models", "The served model, in a list", answers=(schema.ModelList,)),
+    Route("GET", "/v1/models/{name}", "The served model", answers=(schema.ModelCard,), parameter=("path", "name")),
     Route(
         "POST",
         "/invocations",
-        "SageMaker: a native, a chat or a completion request, told apart by their fields",
+        INVOCATION,
         NATIVE + CHAT + COMPLETION,
-        (list[GenerateResponse], ChatCompletion, Completion),
-        (StreamResponse, ChatChunk, Completion),
+        LIST + CHATTED + COMPLETED,
+        EVENT + CHUNK + COMPLETED,
     ),
-    Route("POST", "/vertex", "Vertex AI: several requests at once", (VertexRequest,), (VertexResponse,)),
-    Route(
-        "GET",
-        "/infer",
-        "The Ray Serve blueprint for Inferentia: the sentence and what follows it",
-        answers=(list[str],),
-        parameter=("query", "sentence"),
-    ),
-    Route("GET", "/info", "The model, and the limits in force", answers=(Info,)),
+    Route("POST", "/vertex", "Vertex AI: several requests at once", (VertexRequest,), (schema.VertexResponse,)),
+    Route("GET", "/infer", INFER, answers=(list[str],), parameter=("query", "sentence")),
+    Route("GET", "/info", "The model, and the limits in force", answers=(schema.Info,)),
     Route("GET", "/health", "200 when requests are accepted", needs_key=False),
-    Route("GET", "/ping", "`GET /health` under the name that SageMaker asks for", needs_key=False),
+    Route("GET", "/ping", "`GET /health` under SageMaker's name", needs_key=False),
     Route("GET", "/", "`GET /health` for probes of the root", needs_key=False),
-    Route("GET", "/live", "200 when this web process answers", needs_key=False),
+    Route("GET", "/live", "200 when this web process responds", needs_key=False),
     Route("GET", "/metrics", "Metrics for Prometheus", needs_key=False, content_type="text/plain"),
     Route("GET", "/api-doc/openapi.json", "This document", answers=(dict[str, Any],), needs_key=False),
 )
 
 
 def openapi() -> dict[str, Any]:
-    """The contract as an OpenAPI 3.1 document, from the types that requests are parsed into and answers are made of."""
-    used = [kind for route in ROUTES for kind in (*route.bodies, *route.answers, *route.events)] + [ErrorBody, OpenAIErrorBody]
+    """The OpenAPI 3.1 document."""
+    used = [kind for route in ROUTES for kind in (*route.bodies, *route.answers, *route.events)]
+    used += [schema.ErrorBody, schema.OpenAIErrorBody]
     refs, components = msgspec.json.schema_components(used, ref_template="#/components/schemas/{name}")
     schema_of = {str(kind): ref for kind, ref in zip(used, refs)}
     components["VertexRequest"]["properties"]["instances"]["items"] = _any_of([schema_of[str(kind)] for kind in NATIVE + CHAT])
     for component in components.values():
         for field in component.get("properties", {}).values():
             if field.get("default", ...) is None:
-                del field["default"]  # `null` means absent; generators take a default for a required field
+                del field["default"]  # client generators take a field with a default for a required one
     paths: dict[str, Any] = {}
     for route in ROUTES:
         paths.setdefault(route.path, {})[route.method.lower()] = _operation(route, schema_of)
@@ -135,21 +111,19 @@ def _operation(route: Route, schema_of: dict[str, Any]) -> dict[str, Any]:
         ok["content"] = content(route.answers) if route.answers else {}
         if route.events:
             data = {"type": "string", "contentMediaType": "application/json", "contentSchema": of(route.events)}
-            ok["content"]["text/event-stream"] = {"schema": {"type": "object", "properties": {"data": data}}}
+            event = {"type": "object", "properties": {"data": data}}  # for validators; generated clients get the stream as text
+            ok["content"]["text/event-stream"] = {"schema": {"anyOf": [{"type": "string"}, event]}}
         if route.content_type:
             ok["content"][route.content_type] = {"schema": {"type": "string"}}
-    speaks_openai = route.path.startswith("/v1/")
-    shapes = {True: (OpenAIErrorBody,), False: (ErrorBody,)}[speaks_openai]
-    if route.path == "/invocations":
-        shapes = (ErrorBody, OpenAIErrorBody)
-    name = re.sub(r"\W+", "_", f"{route.method.lower()}{route.path}").strip("_")
+    native = () if route.path.startswith("/v1/") else (schema.ErrorBody,)
+    openai = (schema.OpenAIErrorBody,) if route.path.startswith(("/v1/", "/invocations")) else ()
+    error = {"description": "The error", "content": content(native + openai)}
     operation: dict[str, Any] = {
-        "operationId": name,
+        "operationId": re.sub(r"\W+", "_", f"{route.method.lower()}{route.path}").strip("_"),
         "summary": route.summary,
-        "responses": {"200": ok}
-        | {status: {"description": "What went wrong", "content": content(shapes)} for status in ("4XX", "5XX")},
+        "responses": {"200": ok, "4XX": error, "5XX": error},
+        "security": [{"key": []}, {}] if route.needs_key else [],
     }
-    operation["security"] = [{"key": []}, {}] if route.needs_key else []
     if route.bodies:
         body = content(route.bodies)
         body["application/json"]["example"] = EXAMPLES[route.bodies[0]]

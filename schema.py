@@ -1,14 +1,15 @@
 """The types of requests and responses of every API.
 
-msgspec parses bodies into these types and the OpenAPI document is made from them. What a value may be beyond its type is
-checked in validate.py. This layer knows neither Flask nor ZeroMQ.
+msgspec parses request bodies into these types, and openapi.py describes them. A limit within a type's range is checked in
+validate.py. This layer knows neither Flask nor ZeroMQ.
 
-Source of shapes and words: the HTTP API of Text Generation Inference 3.3 and OpenAI's API reference (chat completions,
-completions, models); `null` means absent, everywhere, and what is not named here is ignored.
+Source of the shapes: the HTTP API of Text Generation Inference 3.3 and OpenAI's API reference (chat completions, completions,
+models). In requests `null` means absent.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Annotated, Any
 
 import msgspec
@@ -19,9 +20,8 @@ from protocol import ModelInfo
 
 U32 = Annotated[int, Meta(ge=0, le=2**32 - 1)]
 I32 = Annotated[int, Meta(ge=-(2**31), le=2**31 - 1)]
-# What the document says of a field, and a check below says in TGI's words.
+# `extra_json_schema` is for the OpenAPI document: validate.py checks these limits, with TGI's error messages.
 AtLeastOne = Annotated[U32, Meta(extra_json_schema={"minimum": 1})]
-TopK = Annotated[I32, Meta(extra_json_schema={"minimum": 1})]
 Positive = Annotated[float, Meta(extra_json_schema={"exclusiveMinimum": 0})]
 NotNegative = Annotated[float, Meta(extra_json_schema={"minimum": 0})]
 Share = Annotated[float, Meta(extra_json_schema={"exclusiveMinimum": 0, "maximum": 1})]
@@ -30,65 +30,71 @@ Penalty = Annotated[float, Meta(extra_json_schema={"minimum": -2, "maximum": 2})
 U64_MAX = 2**64 - 1  # msgspec's constraints end at 63 bits
 
 
-class Parameters(Struct):
-    """`parameters` of the native routes (TGI's GenerateParameters)."""
+class SamplingFields(Struct, kw_only=True):
+    """Fields that native, chat and completion requests share."""
+
+    temperature: NotNegative | None = None
+    top_k: I32 | None = None
+    top_p: Share | None = None
+    min_p: MinP | None = None
+    repetition_penalty: Positive | None = None
+    frequency_penalty: Penalty | None = None
+    seed: int | None = None
+
+
+class Parameters(SamplingFields, kw_only=True):
+    """`parameters` of the native routes (TGI's GenerateParameters). `grammar` is not supported."""
 
     best_of: U32 | None = None
     temperature: Positive | None = None
-    repetition_penalty: Positive | None = None
-    frequency_penalty: Penalty | None = None
-    top_k: TopK | None = None
-    top_p: Share | None = None
-    min_p: MinP | None = None
+    top_k: Annotated[I32, Meta(extra_json_schema={"minimum": 1})] | None = None
     typical_p: Share | None = None
     do_sample: bool | None = None
     max_new_tokens: AtLeastOne | None = None
     return_full_text: bool | None = None
     stop: list[str] | None = None
     truncate: U32 | None = None
-    watermark: bool | None = None
     details: bool | None = None
     decoder_input_details: bool | None = None
     seed: Annotated[int, Meta(ge=0, extra_json_schema={"maximum": U64_MAX})] | None = None
     top_n_tokens: U32 | None = None
     grammar: dict[str, Any] | None = None
-    adapter_id: str | None = None
 
 
 class GenerateRequest(Struct):
-    """Body of the native routes; `stream` counts on `POST /` and `/invocations` alone."""
+    """Body of the native routes. `stream` is ignored except on `POST /` and `/invocations`."""
 
     inputs: str
     parameters: Parameters | None = None
     stream: bool | None = None
 
 
-class TokenOut(Struct):
-    """A token of the answer; a device that samples tells no log-probability."""
+class PrefillToken(Struct):
+    """A token of the prompt; the first has no log-probability."""
 
     id: int
     text: str
     logprob: float | None
+
+
+class TokenOut(PrefillToken):
+    """A generated token; without log-probability where the device samples."""
+
     special: bool
 
 
-class PrefillToken(Struct):
-    """A token of the prompt; the first has no log-probability, for nothing stands before it."""
-
-    id: int
-    text: str
-    logprob: float | None
-
-
-class StreamDetails(Struct):
+class Finish(Struct):
     finish_reason: str
     generated_tokens: int
     seed: int | None
+
+
+class StreamDetails(Finish):
     input_length: int
 
 
 class StreamResponse(Struct):
-    """One event of a native stream; `generated_text` and `details` come with the last."""
+    """One event of a native stream; the last one has `generated_text` and, if asked for, `details`."""
 
     index: int
     token: TokenOut
@@ -97,26 +103,20 @@ class StreamResponse(Struct):
     details: StreamDetails | None = None
 
 
-class BestOfSequence(Struct):
-    """One of the sequences that `best_of` did not choose."""
+class SequenceDetails(Finish):
+    prefill: list[PrefillToken]
+    tokens: list[TokenOut]
+    top_tokens: list[list[TokenOut]] | UnsetType = UNSET
+
+
+class BestOfSequence(SequenceDetails, kw_only=True):
+    """A sequence of `best_of` other than the best."""
 
     generated_text: str
-    finish_reason: str
-    generated_tokens: int
-    seed: int | None
-    prefill: list[PrefillToken]
-    tokens: list[TokenOut]
-    top_tokens: list[list[TokenOut]] | UnsetType = UNSET
 
 
-class Details(Struct):
-    finish_reason: str
-    generated_tokens: int
-    seed: int | None
-    prefill: list[PrefillToken]
-    tokens: list[TokenOut]
+class Details(SequenceDetails):
     best_of_sequences: list[BestOfSequence] | UnsetType = UNSET
-    top_tokens: list[list[TokenOut]] | UnsetType = UNSET
 
 
 class GenerateResponse(Struct):
@@ -125,7 +125,7 @@ class GenerateResponse(Struct):
 
 
 class SimpleToken(Struct):
-    """A token of a text and where it stands in it, in bytes of UTF-8."""
+    """A token of a text, and the range of its bytes in the text's UTF-8."""
 
     id: int
     text: str
@@ -144,7 +144,7 @@ class Part(Struct):
 
 
 class Message(Struct, omit_defaults=True):
-    """One message of a chat. `content` may be a list of text parts, which are put together."""
+    """One message of a chat. The text parts of `content` are joined."""
 
     role: str
     content: str | list[Part] | None = None
@@ -158,22 +158,15 @@ class StreamOptions(Struct):
     continuous_usage_stats: bool | None = None
 
 
-class OpenAIRequest(Struct, kw_only=True):
-    """What chat and completion requests have in common. `top_k`, `min_p`, `repetition_penalty`, `ignore_eos` and `min_tokens`
-    are not OpenAI's, but clients of such servers send them."""
+class OpenAIRequest(SamplingFields, kw_only=True):
+    """Fields that chat and completion requests share. `top_k`, `min_p`, `repetition_penalty`, `ignore_eos` and `min_tokens` are
+    vLLM's."""
 
-    model: str | None = None  # ignored: there is one
+    model: str | None = None  # ignored: one model is served
     max_tokens: U32 | None = None
-    temperature: NotNegative | None = None
-    top_p: Share | None = None
-    top_k: I32 | None = None
-    min_p: MinP | None = None
     n: AtLeastOne | None = None
     stop: str | list[str] | None = None
-    seed: int | None = None
     presence_penalty: Penalty | None = None
-    frequency_penalty: Penalty | None = None
-    repetition_penalty: Positive | None = None
     logit_bias: dict[str, float] | None = None
     min_tokens: U32 | None = None
     ignore_eos: bool | None = None
@@ -182,7 +175,7 @@ class OpenAIRequest(Struct, kw_only=True):
 
 
 class ChatRequest(OpenAIRequest, kw_only=True):
-    """Body of `POST /v1/chat/completions`. The fields after `top_logprobs` are known only to be refused by name."""
+    """Body of `POST /v1/chat/completions`. The fields after `top_logprobs` are not supported."""
 
     messages: list[Message]
     max_completion_tokens: U32 | None = None
@@ -191,11 +184,6 @@ class ChatRequest(OpenAIRequest, kw_only=True):
     response_format: dict[str, Any] | None = None
     tools: list[dict[str, Any]] | None = None
     tool_choice: str | dict[str, Any] | None = None
-    functions: list[dict[str, Any]] | None = None
-    function_call: str | dict[str, Any] | None = None
-    modalities: list[str] | None = None
-    audio: dict[str, Any] | None = None
-    web_search_options: dict[str, Any] | None = None
 
 
 class CompletionRequest(OpenAIRequest, kw_only=True):
@@ -208,18 +196,10 @@ class CompletionRequest(OpenAIRequest, kw_only=True):
     suffix: str | None = None
 
 
-class InvocationRequest(Struct):
-    """Body of `POST /invocations`: a native, a chat or a completion request, told apart by the field that it must have."""
-
-    inputs: Any = None
-    messages: Any = None
-    prompt: Any = None
-
-
 class VertexRequest(Struct):
     """Body of `POST /vertex`; each instance is `inputs` with `parameters`, or a chat request."""
 
-    instances: list[msgspec.Raw]  # each is parsed as what it turns out to be
+    instances: list[msgspec.Raw]  # parsed one by one, each as its own type
 
 
 class VertexResponse(Struct):
@@ -233,17 +213,14 @@ class Usage(Struct):
 
 
 class TopLogprob(Struct):
-    token: str
-    logprob: float | None
-    bytes: list[int] | None
-
-
-class TokenLogprob(Struct):
-    """`bytes` is null for a special token, which stands for no text."""
+    """`bytes` is null for a special token, which has no text."""
 
     token: str
     logprob: float | None
     bytes: list[int] | None
+
+
+class TokenLogprob(TopLogprob):
     top_logprobs: list[TopLogprob]
 
 
@@ -263,12 +240,15 @@ class ChatChoice(Struct):
     finish_reason: str
 
 
-class ChatCompletion(Struct):
+class OpenAIResponse(Struct):
     id: str
     object: str
     created: int
     model: str
     system_fingerprint: str
+
+
+class ChatCompletion(OpenAIResponse):
     choices: list[ChatChoice]
     usage: Usage
 
@@ -285,18 +265,13 @@ class ChunkChoice(Struct):
     finish_reason: str | None = None
 
 
-class ChatChunk(Struct):
-    id: str
-    object: str
-    created: int
-    model: str
-    system_fingerprint: str
+class ChatChunk(OpenAIResponse):
     choices: list[ChunkChoice]
     usage: Usage | None = None
 
 
 class CompletionLogprobs(Struct):
-    """A list for each column, an entry for each token; `text_offset` counts characters of the choice's text."""
+    """Lists with an entry for each token; `text_offset` is in characters of the choice's text."""
 
     tokens: list[str]
     token_logprobs: list[float | None]
@@ -311,12 +286,7 @@ class CompletionChoice(Struct):
     finish_reason: str | None = None
 
 
-class Completion(Struct):
-    id: str
-    object: str
-    created: int
-    model: str
-    system_fingerprint: str
+class Completion(OpenAIResponse):
     choices: list[CompletionChoice]
     usage: Usage | None = None
 
@@ -329,8 +299,8 @@ class ModelCard(Struct):
     max_model_len: int
 
     @classmethod
-    def of(cls, facts: ModelInfo) -> ModelCard:
-        return cls(facts.model_name, "model", 0, facts.model_name, facts.max_total_tokens)
+    def of(cls, info: ModelInfo) -> ModelCard:
+        return cls(info.model_name, "model", 0, info.model_name, info.max_total_tokens)
 
 
 class ModelList(Struct):
@@ -339,7 +309,7 @@ class ModelList(Struct):
 
 
 class ErrorBody(Struct, omit_defaults=True):
-    """An error of the native routes; `phase` says what a server that is not ready does."""
+    """An error of the native routes; `phase` is the state of a server that is not ready."""
 
     error: str
     error_type: str
@@ -361,7 +331,7 @@ class OpenAIErrorBody(Struct):
 
 
 class Info(Struct):
-    """Body of `GET /info`: TGI's keys in TGI's order, then ours."""
+    """Body of `GET /info`: TGI's keys in TGI's order, then those of this server."""
 
     model_id: str
     model_sha: str | None
@@ -385,29 +355,19 @@ class Info(Struct):
     quantize: str | None
 
     @classmethod
-    def of(cls, config: Config, facts: ModelInfo) -> Info:
-        return cls(
-            model_id=facts.model_name,
-            model_sha=facts.model_sha,
-            model_pipeline_tag=None,
-            max_concurrent_requests=config.max_concurrent_requests,
-            max_best_of=config.max_best_of,
-            max_stop_sequences=config.max_stop_sequences,
-            max_input_tokens=facts.max_input_tokens,
-            max_total_tokens=facts.max_total_tokens,
-            validation_workers=config.web_concurrency,
-            max_client_batch_size=config.max_client_batch_size,
-            router="neuron-textgen",
-            version=VERSION,
-            sha=None,
-            docker_label=None,
-            max_batch_size=facts.batch_size,
-            model_device_type=facts.device,
-            model_dtype=facts.dtype,
-            eos_token_ids=facts.eos_token_ids,
-            sampling=facts.sampling,
-            quantize=facts.quantize,
-        )
+    def of(cls, config: Config, info: ModelInfo) -> Info:
+        values = dataclasses.asdict(config) | msgspec.structs.asdict(info)
+        values |= dict.fromkeys(("model_pipeline_tag", "sha", "docker_label"))
+        values |= {
+            "model_id": info.model_name,
+            "model_device_type": info.device,
+            "model_dtype": info.dtype,
+            "max_batch_size": info.batch_size,
+            "validation_workers": config.web_concurrency,
+            "router": "neuron-textgen",
+            "version": VERSION,
+        }
+        return cls(**{name: values[name] for name in cls.__struct_fields__})
 
 
 encode = msgspec.json.Encoder().encode

@@ -63,7 +63,7 @@ class Tokenizer:
         self._bytes: dict[int, bytes] = {}
         self._anchor = self._find_anchor()
         self._anchor_text = self.decode(self._anchor)
-        # Five likeliest tokens for every token that is told are many texts, and mostly the same ones.
+        # Five likeliest tokens for every token that is returned are many texts, and mostly the same ones.
         self.token_text = functools.lru_cache(TOKEN_TEXTS)(self._token_text)
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
@@ -194,7 +194,7 @@ class _Windowed:
         self._tokenizer = tokenizer
         self._context, self._new = self._prompt_tail(prompt), []
         self._context_text = tokenizer.decode(self._context)
-        if self._context_text.endswith("\ufffd"):  # inside a character, which the answer may complete: it is not told yet
+        if self._context_text.endswith("\ufffd"):  # inside a character, which the answer may complete: it is not out yet
             shorter = (tokenizer.decode(self._context[: len(self._context) - n]) for n in range(4))
             self._context_text = max((text.rstrip("\ufffd") for text in shorter), key=len)
 

@@ -1,7 +1,7 @@
 """Whatever anybody sends: HTTP bodies, texts and chats, and the messages between the processes.
 
 A few seconds of it run with the other tests, always the same cases. HYPOTHESIS_PROFILE=long runs FUZZ_CASES (10,000) new ones
-in each test, which takes about half an hour; -s tells how many there were of what.
+in each test, which takes about half an hour; -s prints how many there were of each kind.
 """
 
 import gc
@@ -207,44 +207,44 @@ def strict(text):
     return read
 
 
-def assert_error(told, shapes):
-    if isinstance(told.get("error"), dict):
+def assert_error(answer, shapes):
+    if isinstance(answer.get("error"), dict):
         assert "openai" in shapes
-        error = told["error"]
+        error = answer["error"]
         assert set(error) == {"message", "type", "param", "code"}
         assert error["message"] and error["type"] == "invalid_request_error"
     else:
         assert "native" in shapes
-        assert set(told) == {"error", "error_type"}
-        assert told["error"] and told["error_type"]
+        assert set(answer) == {"error", "error_type"}
+        assert answer["error"] and answer["error_type"]
 
 
 def assert_answered(response, route):
-    """A whole answer, a stream that ends as one should, or an error that is the client's and is told in the route's shape."""
+    """A whole answer, a stream that ends as one should, or an error that is the client's and has the route's shape."""
     body = response.get_data()
     if response.status_code == 200 and response.mimetype == "text/event-stream":
         events = [event for event in body.decode().split("\n\n") if event != ":"]  # a comment, where a token was long in coming
         assert events.pop() == "" and all(event.startswith("data: ") for event in events)
         if events[-1] == "data: [DONE]":
             events.pop()
-        told = [strict(event.removeprefix("data: ")) for event in events]
-        assert told and not any("error" in event for event in told)
+        answer = [strict(event.removeprefix("data: ")) for event in events]
+        assert answer and not any("error" in event for event in answer)
         return
     assert response.mimetype == "application/json"
-    told = strict(body)
+    answer = strict(body)
     if response.status_code == 200:
         return
-    assert response.status_code in (400, 413, 422), told
+    assert response.status_code in (400, 413, 422), answer
     assert len(body) < LONGEST_ERROR
     shapes = {"openai"} if route.startswith("/v1/") else {"openai", "native"} if route == "/invocations" else {"native"}
-    assert_error(told, shapes)
+    assert_error(answer, shapes)
 
 
 counted = Counter()
 
 
 @pytest.fixture(scope="module", autouse=True)
-def tell_how_many():
+def print_how_many():
     yield
     print("\n" + "\n".join(f"{count:9,d} {what}" for what, count in sorted(counted.items(), key=str)))
 

@@ -136,7 +136,7 @@ def test_a_stream_refuses_what_tgi_refuses_in_a_stream(field, right, wrong, deta
 
 
 @pytest.mark.parametrize("streaming", [False, True])
-def test_of_several_wrong_fields_the_first_in_tgis_order_is_told(streaming):
+def test_of_several_wrong_fields_the_first_in_tgis_order_is_named(streaming):
     wrong = {
         "best_of": (4, "`best_of`"),
         "temperature": (0, "`temperature`"),
@@ -155,11 +155,11 @@ def test_of_several_wrong_fields_the_first_in_tgis_order_is_told(streaming):
     for first, second in itertools.combinations(wrong, 2):
         body = {"inputs": "x", second: wrong[second][0], first: wrong[first][0]}
         inputs = body.pop("inputs")
-        told = refusal(body, inputs=inputs, streaming=streaming).body["error"]
-        assert told.startswith(f"Input validation error: {wrong[first][1]}"), (first, second)
+        message = refusal(body, inputs=inputs, streaming=streaming).body["error"]
+        assert message.startswith(f"Input validation error: {wrong[first][1]}"), (first, second)
 
 
-def test_a_wrong_type_is_told_before_a_wrong_value():
+def test_a_wrong_type_is_refused_before_a_wrong_value():
     assert "parameters.top_n_tokens" in refusal({"temperature": 0, "top_n_tokens": -1}).body["error"]
     assert "parameters.seed" in refusal({"best_of": 2, "seed": 2**64}).body["error"]
 
@@ -303,14 +303,13 @@ def test_a_device_that_samples_takes_all_that_it_can_do():
 
 INTEGERS = ["best_of", "top_k", "max_new_tokens", "truncate", "seed", "top_n_tokens"]
 NUMBERS = ["temperature", "repetition_penalty", "frequency_penalty", "top_p", "min_p", "typical_p"]
-SWITCHES = ["do_sample", "return_full_text", "watermark", "details", "decoder_input_details"]
+SWITCHES = ["do_sample", "return_full_text", "details", "decoder_input_details"]
 WRONG_VALUES = {
     **{field: ["1", 1.0, 1.5, 1e3, True, [1], {}] for field in INTEGERS},
     **{field: ["0.5", True, [0.5], {}] for field in NUMBERS},
     **{field: [0, 1, "true", [], {}] for field in SWITCHES},
     "stop": ["a", 1, {"a": 1}, True],
     "grammar": ["a", 1, [], True],
-    "adapter_id": [1, [], {}, True],
 }
 
 
@@ -319,7 +318,7 @@ def test_every_field_has_its_wrong_types():
 
 
 @pytest.mark.parametrize(("field", "value"), [(field, value) for field in WRONG_VALUES for value in WRONG_VALUES[field]])
-def test_a_wrong_type_is_told_with_the_path_of_its_field(field, value):
+def test_a_wrong_type_is_refused_with_the_path_of_its_field(field, value):
     error = refusal({field: value})
     assert (error.status, error.error_type) == (422, "validation")
     assert error.body["error"].startswith(f"{WRONG_TYPE}parameters.{field}: Expected ")
@@ -347,7 +346,7 @@ def test_an_integer_beyond_its_width_is_a_wrong_type(field, right, wrong, words)
 
 
 @pytest.mark.parametrize(
-    ("body", "told"),
+    ("body", "expected"),
     [
         (b"{}", "Object missing required field `inputs`"),
         (b'{"inputs":null}', "inputs: Expected `str`, got `null`"),
@@ -363,11 +362,11 @@ def test_an_integer_beyond_its_width_is_a_wrong_type(field, right, wrong, words)
         (b'"inputs"', "Expected `object`, got `str`"),
     ],
 )
-def test_json_of_the_wrong_shape_is_answered_with_422_and_the_path(body, told):
+def test_json_of_the_wrong_shape_is_answered_with_422_and_the_path(body, expected):
     with pytest.raises(ApiError) as refused:
         parse(body, GenerateRequest)
     assert refused.value.status == 422
-    assert refused.value.body == {"error": WRONG_TYPE + told, "error_type": "validation"}
+    assert refused.value.body == {"error": WRONG_TYPE + expected, "error_type": "validation"}
 
 
 @pytest.mark.parametrize(
@@ -512,7 +511,7 @@ def test_what_openais_clients_ask_for_arrives():
 
 
 @pytest.mark.parametrize("ask", [chat, lambda **fields: completion(**fields)[0]])
-def test_openai_takes_the_likeliest_token_at_temperature_nought_and_samples_otherwise(ask):
+def test_openais_requests_are_greedy_at_temperature_0_and_sample_otherwise(ask):
     assert ask(temperature=0, top_p=0.5, top_k=4, seed=1).sampling.seed is None
     assert ask(temperature=0.0).sampling.seed is None
     for seed in (ask().sampling.seed, ask(temperature=1).sampling.seed, ask(top_p=0.5).sampling.seed):
@@ -530,7 +529,7 @@ def test_null_means_absent_in_openais_requests_too(kind):
 
 
 @pytest.mark.parametrize(
-    ("messages", "told"),
+    ("messages", "expected"),
     [
         ([{"role": "user", "content": "a"}], [{"role": "user", "content": "a"}]),
         ([{"role": "user", "content": []}], [{"role": "user", "content": ""}]),
@@ -539,13 +538,13 @@ def test_null_means_absent_in_openais_requests_too(kind):
         ([{"role": "tool", "content": "a", "tool_call_id": "1"}], [{"role": "tool", "content": "a", "tool_call_id": "1"}]),
     ],
 )
-def test_messages_come_as_templates_read_them(messages, told):
+def test_messages_come_as_templates_read_them(messages, expected):
     body = json.dumps({"messages": messages}).encode()
     got = validate.messages_of(parse(body, schema.ChatRequest).messages)
-    if told is None:
-        told = [{"role": messages[0]["role"], "content": "ab" if isinstance(messages[0]["content"], list) else "a"}]
-        told[0] |= {"name": "n"} if "name" in messages[0] else {}
-    assert got == told
+    if expected is None:
+        expected = [{"role": messages[0]["role"], "content": "ab" if isinstance(messages[0]["content"], list) else "a"}]
+        expected[0] |= {"name": "n"} if "name" in messages[0] else {}
+    assert got == expected
 
 
 @pytest.mark.parametrize(
@@ -567,17 +566,17 @@ def test_more_messages_than_a_prompt_has_tokens_are_refused():
 
 
 def test_errors_have_openais_shape_too():
-    told = json.loads(errors.invalid("top_p", "must be > 0.0 and <= 1.0").openai_json)["error"]
-    assert told == {
+    error = json.loads(errors.invalid("top_p", "must be > 0.0 and <= 1.0").openai_json)["error"]
+    assert error == {
         "message": "Input validation error: `top_p` must be > 0.0 and <= 1.0",
         "type": "invalid_request_error",
         "param": "top_p",
         "code": "validation",
     }
-    told = json.loads(errors.overloaded().openai_json)["error"]
-    assert (told["type"], told["param"], told["code"]) == ("rate_limit_error", None, "rate_limit_exceeded")
-    told = json.loads(errors.not_ready("loading").openai_json)["error"]
-    assert (told["type"], told["code"], told["phase"]) == ("server_error", "unavailable", "loading")
+    error = json.loads(errors.overloaded().openai_json)["error"]
+    assert (error["type"], error["param"], error["code"]) == ("rate_limit_error", None, "rate_limit_exceeded")
+    error = json.loads(errors.not_ready("loading").openai_json)["error"]
+    assert (error["type"], error["code"], error["phase"]) == ("server_error", "unavailable", "loading")
 
 
 OPENAI_LIKELY = {
@@ -718,8 +717,8 @@ def unfit(length: int, token: int = 1, **limits) -> ApiError:
 def test_prompt_and_answer_together_fill_the_window_and_no_more():
     assert fit(asked(max_new_tokens=40), [1] * 80, FACTS) == ([1] * 80, 40)
     for prompt, most in ((80, 41), (10, 100_000), (101, 20)):  # the last is too long a prompt as well
-        told = f"must be <= 120. Given: {prompt} `inputs` tokens and {most} `max_new_tokens`"
-        assert_invalid(unfit(prompt, max_new_tokens=most), f"`inputs` tokens + `max_new_tokens` {told}")
+        expected = f"must be <= 120. Given: {prompt} `inputs` tokens and {most} `max_new_tokens`"
+        assert_invalid(unfit(prompt, max_new_tokens=most), f"`inputs` tokens + `max_new_tokens` {expected}")
 
 
 def test_the_longest_prompt_is_max_input_tokens():
@@ -816,7 +815,7 @@ def test_a_logprob_that_is_no_number_is_null():
         assert b'"logprob":null' in encode(TokenOut(5, "x", rounded(value), False))
 
 
-def test_info_tells_tgis_keys_in_their_order_and_then_ours():
+def test_info_has_tgis_keys_in_their_order_and_then_others():
     config = replace(CONFIG, max_concurrent_requests=77, web_concurrency=3)
     assert encode(schema.Info.of(config, FACTS)).decode() == (
         '{"model_id":"someone/model","model_sha":"abc123","model_pipeline_tag":null,"max_concurrent_requests":77,'
@@ -857,7 +856,7 @@ def test_info_tells_tgis_keys_in_their_order_and_then_ours():
     ],
     ids=lambda value: getattr(value, "error_type", None),
 )
-def test_errors_are_told_in_tgis_shape(error, status, retry_after_s, body):
+def test_errors_have_tgis_shape(error, status, retry_after_s, body):
     assert (error.status, error.retry_after_s, error.json) == (status, retry_after_s, body)
     assert str(error) == error.body["error"]
 
@@ -893,7 +892,7 @@ for thread in threads: thread.join()
         subprocess.run([sys.executable, "-c", program], cwd=HERE, check=True)
 
 
-def test_log_probabilities_are_computed_for_who_reads_them_or_is_ranked_by_them():
+def test_log_probabilities_are_computed_where_they_are_returned_or_rank_sequences():
     assert [chat(logprobs=wanted).logprobs for wanted in (None, False, True)] == [False, False, True]
     wanted = [{}, {"logprobs": 0}, {"best_of": 2}, {"n": 2}]
     assert [completion(**fields)[0].logprobs for fields in wanted] == [False, True, True, False]
@@ -904,7 +903,7 @@ def test_log_probabilities_are_computed_for_who_reads_them_or_is_ranked_by_them(
 def test_a_misspelt_field_is_refused_with_the_right_name(kind):
     for name in kind.__struct_fields__:
         for misspelt in (name + "x", name[:-1], name.replace("_", "", 1) if "_" in name else name + "s"):
-            if misspelt in kind.__struct_fields__ or misspelt in validate.NOT_SUPPORTED:
+            if misspelt in {*kind.__struct_fields__, *validate.NOT_SUPPORTED, *validate.CHANGES_TEXT, *validate.NOT_MISSPELT}:
                 continue
             with pytest.raises(ApiError, match="did you mean") as error:
                 parse_with(kind, misspelt, 1)
@@ -920,15 +919,37 @@ def parse_with(kind, name, value):
 
 @pytest.mark.parametrize("name", validate.NOT_SUPPORTED)
 def test_a_field_of_another_server_that_asks_for_something_is_refused_by_name(name):
-    neutral = validate.NOT_SUPPORTED[name]
     for kind in (CompletionRequest, ChatRequest, schema.Parameters):
-        parse_with(kind, name, neutral)
-        parse_with(kind, name, None)
-        with pytest.raises(ApiError, match=f"`{name}` is not supported"):
+        for neutral in (None, *validate.NOT_SUPPORTED[name]):
+            parse_with(kind, name, neutral)
+        with pytest.raises(ApiError, match=rf"`{name}` is not supported|\b{name}: Expected"):
             parse_with(kind, name, "something")
 
 
-@pytest.mark.parametrize("name", ["model", "user", "metadata", "store", "service_tier", "parallel_tool_calls", "request_id"])
+@pytest.mark.parametrize("kind", [CompletionRequest, ChatRequest, schema.Parameters, GenerateRequest])
+def test_a_field_that_would_change_the_text_of_another_route_is_refused_by_name(kind):
+    for name in validate.CHANGES_TEXT - {*kind.__struct_fields__, *validate.NOT_SUPPORTED}:
+        parse_with(kind, name, None)
+        with pytest.raises(ApiError, match=f"`{name}` is not a field of this request") as error:
+            parse_with(kind, name, 1)
+        assert ("`parameters`" in str(error.value)) == (kind is GenerateRequest)
+
+
+HARMLESS = (
+    "user",
+    "metadata",
+    "store",
+    "service_tier",
+    "parallel_tool_calls",
+    "request_id",
+    "mode",
+    "models",
+    "priority",
+    "options",
+)
+
+
+@pytest.mark.parametrize("name", ["model", *HARMLESS])
 def test_other_fields_are_ignored(name):
     for kind in (CompletionRequest, ChatRequest, GenerateRequest):
         parse_with(kind, name, "something")

@@ -950,12 +950,12 @@ def test_a_template_without_an_end_fails_its_chat_and_holds_up_nobody(serve, mon
     assert refused.status_code == 422 and "longer than 1 s" in refused.json["error"]["message"]
 
 
-def test_a_text_of_too_many_tokens_is_not_told_token_by_token(served, monkeypatch):
-    monkeypatch.setattr("validate.MAX_TOLD_TOKENS", 10)
+def test_a_text_of_too_many_tokens_is_not_listed_token_by_token(served, monkeypatch):
+    monkeypatch.setattr("validate.MAX_LISTED_TOKENS", 10)
     assert len(served.post("/tokenize", {"inputs": "a" * 10}).json) == 10
     refused = served.post("/tokenize", {"inputs": "a" * 11})
     assert (refused.status_code, refused.json["error"].split(": ")[1]) == (
         422,
-        "the text has 11 tokens, of which at most 10 are told",
+        "the text has 11 tokens; at most 10 are listed",
     )
     assert served.post("/chat_tokenize", {"messages": [{"role": "user", "content": "a" * 11}]}).status_code == 422

@@ -1,0 +1,263 @@
+"""Every field of every request: it changes the output, or a 4xx names it, or the documents say that it is ignored.
+
+The cases are generated from the types in schema.py and the routes in openapi.py: a new field fails here until it has a value in
+`VALUES` and, where docs/api.md has a table for its type, a row there.
+"""
+
+from __future__ import annotations
+
+import re
+import typing
+
+import msgspec
+import pytest
+from fakes.model import EOS
+from served import Served
+
+import openapi
+import validate
+from config import HERE
+from schema import (
+    ChatRequest,
+    CompletionRequest,
+    GenerateRequest,
+    Message,
+    Parameters,
+    Part,
+    StreamOptions,
+    VertexRequest,
+)
+
+USER = {"role": "user", "content": "Hi"}
+CALL = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+TEMPLATE = (
+    "{% for m in messages %}{{ m.role[0] }}:{{ m.content }}{{ m.name }}{{ m.tool_call_id }}"
+    "{% for call in m.tool_calls or [] %}{{ call.function.name }}{% endfor %};{% endfor %}a:"
+)
+EARLY_END = {"logit_bias": {str(EOS): 100}}
+RANDOM = {"seed": 1, "temperature": 5}
+REPEATING = {"logit_bias": {"5": 12}, "ignore_eos": True}
+
+# For each field of each type: the other fields of both requests, and the value that the second request has.
+OPENAI_VALUES = {
+    "model": ({}, "gpt-x"),
+    "max_tokens": ({}, 2),
+    "temperature": ({"seed": 1}, 0.3),
+    "top_p": (RANDOM, 0.01),
+    "top_k": (RANDOM, 1),
+    "min_p": (RANDOM, 1.0),
+    "n": ({}, 2),
+    "stop": ({}, None),  # replaced by a piece of the text that is generated without it
+    "seed": (RANDOM, 2),
+    "presence_penalty": (REPEATING, 2),
+    "frequency_penalty": (REPEATING, 2),
+    "repetition_penalty": (REPEATING, 50),
+    "logit_bias": ({}, {"5": 100}),
+    "min_tokens": (EARLY_END, 3),
+    "ignore_eos": (EARLY_END, True),
+    "stream": ({}, True),
+    "stream_options": ({"stream": True}, {"include_usage": True}),
+    "user": ({}, "someone"),
+}
+VALUES = {
+    GenerateRequest: {
+        "inputs": ({}, "Ho"),
+        "parameters": ({}, {"max_new_tokens": 2}),
+        "stream": ({}, True),
+    },
+    Parameters: {
+        "best_of": ({"temperature": 1}, 2),
+        "temperature": ({"seed": 1}, 0.3),
+        "repetition_penalty": ({}, 0.01),
+        "frequency_penalty": ({"max_new_tokens": 50, "top_k": 1}, -2),
+        "top_k": (RANDOM, 1),
+        "top_p": (RANDOM, 0.01),
+        "min_p": (RANDOM, 1.0),
+        "typical_p": (RANDOM, 0.01),
+        "do_sample": ({"seed": 1}, True),
+        "max_new_tokens": ({}, 2),
+        "return_full_text": ({"return_full_text": False}, True),
+        "stop": ({}, None),
+        "truncate": ({}, 1),
+        "watermark": ({}, True),
+        "details": ({}, True),
+        "decoder_input_details": ({}, True),
+        "seed": (RANDOM, 2),
+        "top_n_tokens": ({"details": True}, 2),
+        "grammar": ({}, {"type": "regex", "value": "a"}),
+        "adapter_id": ({}, "someone/adapter"),
+    },
+    ChatRequest: OPENAI_VALUES
+    | {
+        "messages": ({}, [{"role": "user", "content": "Ho"}]),
+        "max_completion_tokens": ({}, 2),
+        "logprobs": ({}, True),
+        "top_logprobs": ({"logprobs": True}, 2),
+        "response_format": ({}, {"type": "json_object"}),
+        "tools": ({}, [{"type": "function", "function": {"name": "f"}}]),
+        "tool_choice": ({}, "required"),
+        "functions": ({}, [{"name": "f"}]),
+        "function_call": ({}, {"name": "f"}),
+        "modalities": ({}, ["audio"]),
+        "audio": ({}, {"voice": "x"}),
+        "web_search_options": ({}, {}),
+        "metadata": ({}, {"a": "b"}),
+        "parallel_tool_calls": ({}, False),
+        "prediction": ({}, {"type": "content", "content": "x"}),
+        "prompt_cache_key": ({}, "x"),
+        "reasoning_effort": ({}, "low"),
+        "safety_identifier": ({}, "x"),
+        "service_tier": ({}, "auto"),
+        "store": ({}, True),
+        "verbosity": ({}, "low"),
+    },
+    Message: {
+        "role": ({}, "system"),
+        "content": ({}, "Ho"),
+        "name": ({}, "x"),
+        "tool_calls": ({}, [CALL]),
+        "tool_call_id": ({}, "x"),
+    },
+    Part: {"type": ({}, "image_url"), "text": ({}, "Ho")},
+    StreamOptions: {"include_usage": ({}, True), "continuous_usage_stats": ({"include_usage": True}, True)},
+    CompletionRequest: OPENAI_VALUES
+    | {
+        "prompt": ({}, "Ho"),
+        "best_of": ({"temperature": 1, "ignore_eos": True}, 2),
+        "echo": ({}, True),
+        "logprobs": ({}, 1),
+        "suffix": ({}, "end"),
+    },
+    VertexRequest: {"instances": ({}, [{"inputs": "Ho"}])},
+}
+# The tables of docs/api.md, and the routes that differ from them: Vertex returns only texts.
+TABLES = {Parameters: "TGI's parameters", ChatRequest: "OpenAI's chat completions", CompletionRequest: "OpenAI's completions"}
+TEXT_ALONE = ("details", "decoder_input_details", "top_n_tokens", "logprobs", "top_logprobs", "n", "stream")
+EXCEPTIONS = {
+    **{("/generate", "stream"): "ignored", ("/generate_stream", "stream"): "ignored"},
+    **{("/generate_stream", "best_of"): "refused", ("/generate_stream", "decoder_input_details"): "refused"},
+    **{("/vertex", name): "refused" for name in TEXT_ALONE},
+}
+# The shortest request of each type, and where the fields of a type within it belong.
+BODIES = {
+    GenerateRequest: {"inputs": "Hi", "parameters": {"max_new_tokens": 12}},
+    ChatRequest: {"messages": [USER], "max_tokens": 12, "temperature": 0},
+    CompletionRequest: {"prompt": "Hi", "max_tokens": 12, "temperature": 0},
+    VertexRequest: {"instances": [{"inputs": "Hi"}]},
+}
+WITHIN = {
+    Parameters: lambda fields: {"parameters": {"max_new_tokens": 12} | fields},
+    Message: lambda fields: {"messages": [USER | fields]},
+    Part: lambda fields: {"messages": [{"role": "user", "content": [{"type": "text", "text": "Hi"} | fields]}]},
+    StreamOptions: lambda fields: {"stream": True, "stream_options": fields},
+}
+
+
+def table(title):
+    section = (HERE / "docs" / "api.md").read_text().split(f"## {title}\n")[1].split("\n## ")[0]
+    return dict(re.findall(r"^\| `(\w+)` \| (\w+) \|", section, flags=re.MULTILINE))
+
+
+DOCUMENTED = {kind: table(title) for kind, title in TABLES.items()}
+WHOLE = {GenerateRequest: "/generate", ChatRequest: "/v1/chat/completions", CompletionRequest: "/v1/completions"}
+DEVICE_TABLE = table("Sampling on the device")
+
+
+def structs_in(kind):
+    """The struct `kind`, or those that the type `kind` is made of, with all within them."""
+    if isinstance(kind, type) and issubclass(kind, msgspec.Struct):
+        yield kind
+        for field in msgspec.structs.fields(kind):
+            yield from structs_in(field.type)
+    for inner in typing.get_args(kind):
+        yield from structs_in(inner)
+
+
+def names_of(kind):
+    return dict.fromkeys((*kind.__struct_fields__, *DOCUMENTED.get(kind, ())))
+
+
+# (path, type of the body, type of the field, field): every field of every route that generates text.
+CASES = [
+    pytest.param(route.path, body, kind, name, id=f"{route.path}-{kind.__name__}.{name}")
+    for route in openapi.ROUTES
+    if route.bodies and "tokenize" not in route.path
+    for body in (*route.bodies, *((GenerateRequest, ChatRequest) if route.path == "/vertex" else ()))
+    for kind in structs_in(body)
+    for name in names_of(kind)
+    if not (route.path == "/vertex" and (kind is StreamOptions or name == "stream_options"))  # `stream` is refused there
+]
+
+
+def request_of(body, kind, fields):
+    return BODIES[body] | (WITHIN[kind](fields) if kind in WITHIN else fields)
+
+
+def ask(served, path, body, name):
+    """The status, how many tokens were generated, and the body without ids and times; of `best_of` no text, which is random."""
+    if path == "/vertex" and "instances" not in body:
+        body = {"instances": [body]}
+    response = served.post(path, body)
+    text = re.sub(r'"(id|created)": ?("\w*-\w*"|\d+)', "", response.get_data(as_text=True))
+    is_random = name == "best_of" and response.status_code == 200
+    return response.status_code, (response.headers.get("x-generated-tokens"), "" if is_random else text)
+
+
+def generated_text(answer):
+    choice = answer["choices"][0] if "choices" in answer else answer
+    return choice.get("generated_text") or choice.get("text") or choice["message"]["content"]
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory):
+    served = Served(tmp_path_factory.mktemp("served"))
+    (served.folder / "chat_template.jinja").write_text(TEMPLATE)
+    yield served.get_ready()
+    served.assert_idle()
+    served.close()
+
+
+def test_every_field_and_every_row_of_the_tables_has_a_value_here():
+    for kind in {kind for body in BODIES for kind in structs_in(body)}:
+        assert set(VALUES[kind]) == set(names_of(kind))
+    for kind, documented in DOCUMENTED.items():
+        assert set(kind.__struct_fields__) <= set(documented)
+        assert set(documented.values()) == {"honoured", "refused", "ignored"} - ({"ignored"} if kind is Parameters else set())
+
+
+@pytest.mark.parametrize(("path", "body", "kind", "name"), CASES)
+def test_a_field_does_what_the_documents_say(served, path, body, kind, name):
+    fields, value = VALUES[kind][name]
+    said = DOCUMENTED.get(kind, {}).get(name, "honoured")
+    if (path, name) in EXCEPTIONS:
+        fields, said = {}, EXCEPTIONS[path, name]
+    without = request_of(body, kind, fields)
+    if name == "stop":
+        value = [generated_text(served.post(WHOLE[body], without).json)[2]]
+    status, before = ask(served, path, without, name)
+    assert status == 200, before
+    status, after = ask(served, path, request_of(body, kind, fields | {name: value}), name)
+    if said == "refused" or (kind, name) == (Part, "type"):
+        assert status == 422, after
+        assert re.search(rf'`([\w.\[\]]+\.)?{name}`|"param":"{name}"', after[1])
+    else:
+        assert status == 200, after
+        assert (after == before) == (said == "ignored")
+
+
+@pytest.mark.parametrize("body", WHOLE)
+def test_what_the_documents_say_of_sampling_on_the_device_is_so(serve, body):
+    served = serve(sampling="device").get_ready()
+    kind = Parameters if body is GenerateRequest else body
+    sampled = {"do_sample": True} if kind is Parameters else {"temperature": 1, "logprobs": None}
+    honoured = {name for name, said in DOCUMENTED[kind].items() if said == "honoured"} - {"decoder_input_details"}
+    refused = set()
+    for name in honoured:
+        value = {"top_k": 257, "stop": ["a"]}.get(name, VALUES[kind][name][1])
+        needed = {"logprobs": True} if name == "top_logprobs" else {}
+        status, (_, answer) = ask(served, WHOLE[body], request_of(body, kind, sampled | needed | {name: value}), name)
+        assert status == 200 or (status == 422 and validate.NEEDS_HOST in answer), (name, answer)
+        refused |= {name} if status == 422 else set()
+    assert refused == set(DEVICE_TABLE) & honoured
+    assert set(DEVICE_TABLE.values()) == {"refused"}
+    served.assert_idle()
