@@ -81,10 +81,16 @@ def test_a_chat_streams_its_answer_and_tells_its_speed(page, server):
     assert page.find("h1")[0].text == "neuron-textgen/demo"
 
 
+# Clicks as soon as there is text: the driver of the browser may be slower than the answer.
+CLICK_STOP = """
+new MutationObserver(() => document.querySelector("article.assistant div")?.textContent && document.querySelector("#stop").click())
+    .observe(document.body, {childList: true, subtree: true, characterData: true})
+"""
+
+
 def test_an_answer_can_be_stopped(page, server):
+    page.browser.execute_script(CLICK_STOP)
     page.ask("Tell me everything.", temperature=5, max_tokens=900)  # random text rarely ends by itself
-    page.wait_for("article.assistant")
-    page.find("#stop")[0].click()
     assert "stopped" in page.wait_for(".figures").text
     server.wait_idle()
 
