@@ -83,8 +83,8 @@ def test_a_chat_streams_its_answer_and_tells_its_speed(page, server):
 
 # Clicks as soon as there is text: the driver of the browser may be slower than the answer.
 CLICK_STOP = """
-new MutationObserver(() => document.querySelector("article.assistant div")?.textContent && document.querySelector("#stop").click())
-    .observe(document.body, {childList: true, subtree: true, characterData: true})
+const click = () => document.querySelector("article.assistant div")?.textContent && document.querySelector("#stop").click()
+new MutationObserver(click).observe(document.body, {childList: true, subtree: true, characterData: true})
 """
 
 
