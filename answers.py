@@ -59,7 +59,7 @@ class Sequence:
         """The pieces whose text has become certain with `token`."""
         if self.job.max_new_tokens == 0:  # only the prompt was asked about
             return self._finish("length")
-        self._logprobs += token.logprob or 0.0  # a device that samples tells none, and nothing is ranked there
+        self._logprobs += token.logprob or 0.0  # None where the device samples, and nothing is ranked there
         pieces = self.stream.push(token.token, token.logprob, token.top, token.finish_reason is not None)
         if self.stream.stopped:
             self._finish("stop_sequence")
@@ -82,9 +82,9 @@ class Sequence:
 class Answer:
     """The response to one HTTP request. Each API has a subclass; this is what they share."""
 
-    def __init__(self, jobs: list[Job], facts: ModelInfo, tokenizer: Tokenizer, streams: bool):
+    def __init__(self, jobs: list[Job], info: ModelInfo, tokenizer: Tokenizer, streams: bool):
         self.jobs = jobs
-        self.facts = facts
+        self.info = info
         self.tokenizer = tokenizer
         self.streams = streams
         self.request_id = ""  # set before anything is written
@@ -181,7 +181,7 @@ class NativeAnswer(Answer):
 
     def _seed(self, sequence: Sequence) -> int | None:
         """A device draws without it."""
-        return sequence.sampling.seed if self.facts.sampling == "host" else None
+        return sequence.sampling.seed if self.info.sampling == "host" else None
 
     def _top_tokens(self, piece: Piece) -> list[schema.TokenOut]:
         return [
@@ -236,7 +236,7 @@ class OpenAIAnswer(Answer):
             "id": self.id_prefix,
             "object": self.kind,
             "created": int(time.time()),
-            "model": self.facts.model_name,
+            "model": self.info.model_name,
             "system_fingerprint": f"{VERSION}-native",
         }
 
@@ -406,7 +406,7 @@ class CompletionAnswer(OpenAIAnswer):
         )
 
     def _prompt_rows(self, sequence: Sequence) -> Iterator[tuple[str, int, float | None, list[tuple[int, float]]]]:
-        """Each token of the prompt: its text, how much of it the echo shows, its log-probability and the likeliest."""
+        """Each token of the prompt: its text, how much of it the echo shows, its log-probability and the most likely ones."""
         echoed, at = self._echoed(sequence), 0
         tops = sequence.ran.top if sequence.ran else []
         columns = zip_longest(sequence.prompt, self._prompt_texts(sequence), self._prompt_logprobs(sequence), [[], *tops])
@@ -417,7 +417,7 @@ class CompletionAnswer(OpenAIAnswer):
             yield text, length, logprob, [*(top or []), (token, logprob)] if logprob is not None else []
 
     def _top(self, top: list[tuple[int, float]]) -> dict[str, float] | None:
-        """OpenAI's form: the likeliest and the token itself, by their texts; of equal texts the likelier one counts."""
+        """OpenAI's form: the most likely tokens and the token itself, by text; of equal texts the more likely token counts."""
         top_logprobs: dict[str, float] = {}
         for token, logprob in top:
             top_logprobs.setdefault(self._name(token), rounded(logprob))
@@ -431,5 +431,5 @@ class CompletionAnswer(OpenAIAnswer):
 
 
 def rounded(logprob: float | None) -> float | None:
-    """With seven decimals, which is what a float32 has to tell; not with a float64's seventeen digits."""
+    """With seven decimals: about the precision of a float32, where a float64 prints seventeen digits."""
     return None if logprob is None else round(logprob, 7) + 0.0  # of -0.0: 0.0

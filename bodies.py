@@ -73,7 +73,7 @@ def discard_rest() -> None:
     """Reads what is left of the body of a refused request, for DISCARD_S at most.
 
     gunicorn would read it in pieces of a kilobyte, each of which copies all that has arrived: a second for 2 MB, during which
-    the process serves nobody.
+    the process serves no other request.
     """
     with contextlib.suppress(OSError, ParseException, ClientDisconnected), gevent.Timeout(DISCARD_S, False):
         while request.environ["wsgi.input"].read(BODY_PIECE):

@@ -59,7 +59,7 @@ class EngineError(Exception):
 
 
 class ClientGone(Exception):
-    """The client has disconnected; nobody reads the response."""
+    """The client has disconnected; the response would not be read."""
 
 
 class EngineClient:

@@ -1,7 +1,7 @@
 """One HTTP request whose sequences are being generated: from the worker's tokens to text.
 
-A `Generation` sends the request's prompts to the worker, turns the tokens that come back into text, and ends early what
-nobody needs any more: after a stop string, at a deadline, when the client disconnects. How text becomes a response is
+A `Generation` sends the request's prompts to the worker, turns the tokens that come back into text, and ends sequences
+early: after a stop string, at a deadline, when the client disconnects. How text becomes a response is
 answers.py's business, how it is written web.py's.
 """
 
@@ -29,7 +29,7 @@ logger = logging.getLogger("web")
 
 WATCH_S = 0.1  # how often all requests are looked after
 KEEP_ALIVE_S = 15.0  # a stream without an event for this long carries a comment, so that proxies keep it open
-HANG_UP = 499  # the status of a response that nobody reads
+HANG_UP = 499  # the status of a response to a client that has disconnected
 Batch = list[tuple[Sequence, list[Piece]]]  # what became certain together
 
 

@@ -217,7 +217,7 @@ class WorkerEnd:
     `on_immediate` is called on the socket's thread with each message of `IMMEDIATE` and must not block; what it returns is sent
     to that peer. `refuses` is called there with each SubmitRequests; a reason that it returns ends all of its requests at once,
     however long the step takes that is running. `on_failure` is called when the thread ends by an unexpected error: without
-    it the worker could neither hear nor answer.
+    it the worker could neither receive nor send.
     """
 
     def __init__(
@@ -230,7 +230,7 @@ class WorkerEnd:
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._closing = threading.Event()
         # The loop hands outputs over right before it calls the device. Waking a thread through a queue costs it microseconds; a
-        # write to the file that wakes the socket's thread would let go of the interpreter's lock, for milliseconds at worst.
+        # write to the file that wakes the socket's thread would release the interpreter's lock, for milliseconds at worst.
         self._outputs: queue.SimpleQueue = queue.SimpleQueue()
         self._output_thread = threading.Thread(target=self._publish, name="worker-outputs", daemon=True)
         self._thread = threading.Thread(target=self._run, name="worker-socket", daemon=True)

@@ -27,7 +27,7 @@ IMPOSSIBLE = "no token is possible: the model, min_new_tokens or the token mask 
 NO_MASK = np.empty((0, 0), np.uint32)
 LOWEST = np.finfo(np.float32).min
 TopTokens = list[tuple[int, float]]  # (token id, log-probability)
-Described = tuple[float, TopTokens] | Exception
+RowLogprobs = tuple[float, TopTokens] | Exception
 LOG2_E = math.log2(math.e)
 # 2 ** x for |x| <= 1/2, relative error below 3e-6 (Remez algorithm). Adding ROUND rounds a float32 to a whole number.
 POWER_1, POWER_2, POWER_3, POWER_4 = (np.float32(factor) for factor in (0.6931242, 0.24024099, 0.05590637, 0.00958282))
@@ -210,7 +210,7 @@ def filtered_weights(ordered: np.ndarray, parameters: Any) -> np.ndarray:
     return weights
 
 
-def logprobs(logits: np.ndarray, tokens: Sequence[int], top_n: Sequence[int], maxima=None) -> list[Described]:
+def logprobs(logits: np.ndarray, tokens: Sequence[int], top_n: Sequence[int], maxima=None) -> list[RowLogprobs]:
     """The log-probability of each row's token, and the `top_n` most likely ones, ties by id, without impossible ones.
     logits: as for `sample`; maxima: what `sample` left in its batch for them. A row without a highest logit fails."""
     source = _source(logits)
@@ -222,20 +222,20 @@ def logprobs(logits: np.ndarray, tokens: Sequence[int], top_n: Sequence[int], ma
     own = logits[range(source.rows), tokens]
     own = own if own.dtype == np.float32 else (own.astype(np.uint32) << 16).view(np.float32)
     ids, scores = np.empty(source.vocab, np.int64), np.empty(source.vocab, np.float32)
-    described: list[Described] = [SamplingError(NOT_A_NUMBER)] * source.rows
+    found: list[RowLogprobs] = [SamplingError(NOT_A_NUMBER)] * source.rows
     for row in is_finite.nonzero()[0].tolist():
         n = top_n[row] and min(top_n[row], _list(source, row, maxima[row], top_n[row], ids, scores))
         top = zip(ids[:n].tolist(), (scores[:n] - normalizers[row]).tolist()) if n else ()
-        described[row] = float(own[row] - normalizers[row]), list(top)
-    return described
+        found[row] = float(own[row] - normalizers[row]), list(top)
+    return found
 
 
 def prompt_logprobs(logits: np.ndarray, followers: Sequence[int], top_n: int) -> tuple[list[float], list[TopTokens]]:
     """`logprobs` of prompt tokens. logits [n, vocab]: after n tokens; followers: the token after each. Raises SamplingError."""
-    described = logprobs(logits[: len(followers)], followers, [top_n] * len(followers))
-    if failed := [each for each in described if isinstance(each, Exception)]:
+    found = logprobs(logits[: len(followers)], followers, [top_n] * len(followers))
+    if failed := [each for each in found if isinstance(each, Exception)]:
         raise failed[0]
-    return [logprob for logprob, _top in described], [top for _logprob, top in described]
+    return [logprob for logprob, _top in found], [top for _logprob, top in found]
 
 
 def compile_loops(dtypes: Sequence[str]) -> None:

@@ -63,7 +63,7 @@ class Tokenizer:
         self._bytes: dict[int, bytes] = {}
         self._anchor = self._find_anchor()
         self._anchor_text = self.decode(self._anchor)
-        # Five likeliest tokens for every token that is returned are many texts, and mostly the same ones.
+        # The top tokens of each position are many texts, and mostly the same ones.
         self.token_text = functools.lru_cache(TOKEN_TEXTS)(self._token_text)
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
@@ -186,7 +186,7 @@ MAX_HELD = 16  # tokens: each can end one character and begin another
 class _Windowed:
     """Any other decoder: what a token adds is the text of the last few tokens with it, less their text without it.
 
-    The window reaches back to the token that last brought text, so that the decoder sees no token as the first of a text
+    The window reaches back to the last token that added text, so that the decoder sees no token as the first of a text
     (whose leading space would be stripped).
     """
 

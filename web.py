@@ -320,7 +320,7 @@ def _answer_errors(app: Flask, config: Config, engine: EngineClient) -> None:
     def http_error(error: HTTPException) -> Response:
         if isinstance(error, ClientDisconnected):
             g.outcome = "dropped" if "generates" in g else None
-            return Response(status=HANG_UP)  # for the metrics; nobody reads it
+            return Response(status=HANG_UP)  # for the metrics; the client is gone
         response = api_error(_http_error(error, config))
         if allowed := getattr(error, "valid_methods", None):
             response.headers["Allow"] = ", ".join(allowed)
@@ -463,7 +463,7 @@ class _GunicornLog(gunicorn.glogging.Logger):
 
 
 class Server(gunicorn.app.base.BaseApplication):
-    """Gunicorn with its gevent worker: a connection costs a greenlet, so slow and silent clients hold up nobody."""
+    """Gunicorn with its gevent worker: a connection costs a greenlet, so slow and silent clients delay no others."""
 
     def __init__(self, config: Config, listener: socket.socket):
         self._config = config

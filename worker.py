@@ -117,14 +117,14 @@ class Worker:
         """Serves until `stop`, or until everything is done after `drain`."""
         self._report()
         while not self.stopping and (self._requests or not self.draining):
-            self.turn()
+            self.step()
         self.draining = True
         self.receive()  # what arrived meanwhile is refused
         for request in list(self._requests.values()):
             self._end(request, "draining")
         self.flush_outputs()
 
-    def turn(self) -> None:
+    def step(self) -> None:
         self.receive()
         now = time.monotonic()
         step = self.scheduler.next(now)  # first: a request that gets a slot now has not waited too long

@@ -2,7 +2,7 @@
 
 An entry is a folder named by a key: a hash of everything its contents depend on. It is written beside its final place and
 renamed, so an entry that can be seen is complete. `cpu.py` and `tokenizer.py` look for an entry before they convert.
-This file knows nothing of what is in an entry but its `entry.json`, and imports neither numpy nor torch.
+This file does not know what is in an entry but its `entry.json`, and imports neither numpy nor torch.
 
     FOLDER/model-<key>/        entry.json, and model.xml and model.bin of OpenVINO where the model converts
     FOLDER/tokenizer-<key>/    entry.json, tokenizer.json

@@ -1,7 +1,7 @@
 """Finding and downloading a model: the folder of a checkpoint, its weights, and the hub's errors as one line each.
 
 `fetch` gives the worker a folder with everything but the weights, `fetch_weights` adds those; `plan` needs only config.json.
-Works with huggingface_hub 0.36 and 2.x, needs no torch, and knows nothing of what is in the files.
+Works with huggingface_hub 0.36 and 2.x, needs no torch, and does not look into the files.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A worker on a fake model, without a socket or a thread: the test sends, runs the turns and reads what was published."""
+"""A worker on a fake model, without a socket or a thread: the test sends, runs the steps and reads what was published."""
 
 from collections import defaultdict
 from math import inf
@@ -46,7 +46,7 @@ class Wire:
 
 
 class Driven:
-    """A worker on a fake model, driven turn by turn."""
+    """A worker on a fake model, driven step by step."""
 
     def __init__(
         self,
@@ -82,16 +82,16 @@ class Driven:
             else:
                 self.wire.arrivals.append((peer, message))
 
-    def turn(self, times=1):
-        """Turns of the loop; outputs are handed over after each, and not first when the next one begins."""
+    def step(self, times=1):
+        """Steps of the loop; outputs are handed over after each, and not first when the next one begins."""
         for _ in range(times):
-            self.worker.turn()
+            self.worker.step()
             self.worker.flush_outputs()
 
     def run(self, at_most=500):
-        """Turns until no request is known any more. Fails when something is left behind."""
+        """Steps until no request is known any more. Fails when something is left behind."""
         while self.wire.arrivals or not self.worker.is_idle:
-            self.turn()
+            self.step()
             at_most -= 1
             assert at_most, "requests are left over"
         self.wire.deliver()

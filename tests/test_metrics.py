@@ -208,7 +208,7 @@ def test_a_request_whose_web_process_is_gone_counts_as_dropped_once():
     driven = Driven()
     driven.arrive(SubmitRequests([Generate(1, [1, 2], 8), Generate(2, [1, 2], 8)]), peer=b"gone")
     driven.arrive(Generate(3, [3, 4], 2), peer=b"here")
-    driven.turn()
+    driven.step()
     driven.arrive(PeerLost(), peer=b"gone")
     driven.run()
     found = samples(driven.worker.metrics)
@@ -224,7 +224,7 @@ def test_steps_and_their_failures_are_counted_and_timed_by_what_they_do():
     driven.arrive(Generate(3, LASTING, 4))
     driven.run()
     driven.arrive(Generate(4, LASTING, 4))
-    driven.turn()
+    driven.step()
     driven.model.failures.append(RuntimeError("on purpose"))
     driven.run()
     found, steps = samples(driven.worker.metrics), driven.worker.steps
@@ -254,9 +254,9 @@ def test_steps_and_their_failures_are_counted_and_timed_by_what_they_do():
 def test_a_step_with_prompts_and_running_requests_is_a_decode_step():
     driven = Driven(mixes=True)
     driven.arrive(Generate(1, LASTING, 9))
-    driven.turn()
+    driven.step()
     driven.arrive(Generate(2, LASTING, 9), Generate(3, LASTING, 9))
-    driven.turn()
+    driven.step()
     found = samples(driven.worker.metrics)
     assert [found["tgi_batch_inference_count", f"method={name}"] for name in ("prefill", "decode")] == [1, 1]
     assert (found["tgi_batch_next_size_sum",], found["tgi_batch_next_size_count",]) == (3, 2)
@@ -267,9 +267,9 @@ def test_a_step_with_prompts_and_running_requests_is_a_decode_step():
 def test_a_prompt_that_starts_because_max_waiting_tokens_have_passed_is_counted_as_wait_exceeded():
     driven = Driven(batch_size=6, waiting_served_ratio=1.0, max_waiting_tokens=3)
     driven.arrive(Generate(1, LASTING, 20), Generate(2, LASTING, 20))
-    driven.turn(2)
+    driven.step(2)
     driven.arrive(Generate(3, LASTING, 20))
-    driven.turn(4)  # one waiting request for two running ones
+    driven.step(4)  # one waiting request for two running ones
     driven.arrive(*(Generate(i, LASTING, 2) for i in (4, 5, 6)))
     driven.run()
     found = samples(driven.worker.metrics)
@@ -281,10 +281,10 @@ def test_the_time_between_tokens_includes_prompts_that_run_between_and_no_time_w
     driven = Driven()
     driven.each_call(lambda chunks: clock.pass_s(2.0 if chunks[0].begin == 0 else 0.5))
     driven.arrive(Generate(1, LASTING, 9), Generate(2, LASTING, 9))
-    driven.turn()  # 2 s until a first token, which follows none
-    driven.turn(3)  # 2 s for the second prompt, then two steps of 0.5 s
+    driven.step()  # 2 s until a first token, which follows none
+    driven.step(3)  # 2 s for the second prompt, then two steps of 0.5 s
     driven.arrive(Generate(3, LASTING, 2))
-    driven.turn(2)  # 2 s for a prompt, then 0.5 s
+    driven.step(2)  # 2 s for a prompt, then 0.5 s
     found = samples(driven.worker.metrics)
     assert found["tgi_inter_token_latency_duration_sum",] == (2.0 + 0.5) + 0.5 + (2.0 + 0.5)
     assert found["tgi_batch_concat_duration_sum", "method=decode"] == 4.0
@@ -309,14 +309,14 @@ def test_the_gauges_show_the_present(clock):
     assert gauges() == [0, 0, 0, 0, 0]
     clock.pass_s(400)
     driven.arrive(Generate(1, LASTING, 30), Generate(2, LASTING, 100))
-    driven.turn()
+    driven.step()
     assert gauges() == [1, 1, 1, 32, 0]
     clock.pass_s(7)
     assert gauges() == [1, 1, 1, 32, 7]
-    driven.turn()
+    driven.step()
     assert gauges() == [1, 1, 1, 32, 0]
     driven.arrive(Cancel(1, "test"))
-    driven.turn()
+    driven.step()
     assert gauges() == [0, 1, 1, 40, 0]
     driven.run()
     clock.pass_s(100)
@@ -350,7 +350,7 @@ def test_metrics_are_sent_while_the_device_hangs_in_a_step(tmp_path):
     end = WorkerEnd(f"ipc://{tmp_path}/worker.sock", driven.worker.metrics.handle)
     web = Peer(f"ipc://{tmp_path}/worker.sock")
     driven.arrive(Generate(1, [1, 2], 1))
-    loop = threading.Thread(target=driven.turn, daemon=True)
+    loop = threading.Thread(target=driven.step, daemon=True)
     loop.start()
     web.send(SUCCESS)
     web.send(MetricsRequest(7))

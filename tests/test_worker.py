@@ -87,9 +87,9 @@ def test_an_eos_token_that_is_ignored_does_not_end_a_request():
 def test_requests_join_while_others_run_and_change_none_of_their_tokens(engine):
     driven = Driven(**engine)
     driven.arrive(Generate(1, [1, 2], 10))
-    driven.turn(2)
+    driven.step(2)
     driven.arrive(Generate(2, [3], 10))
-    driven.turn()
+    driven.step()
     driven.arrive(Generate(3, [4, 5, 6, 7, 8, 9], 10))
     driven.run()
     assert [driven.tokens[i] for i in (1, 2, 3)] == [greedy(p, 10) for p in ([1, 2], [3], [4, 5, 6, 7, 8, 9])]
@@ -102,7 +102,7 @@ def test_sampled_tokens_do_not_depend_on_other_requests(engine):
     alone.arrive(seeded)
     alone.run()
     crowded.arrive(*(Generate(i, [i], 30, Sampling(seed=i)) for i in (2, 3)))
-    crowded.turn(2)
+    crowded.step(2)
     crowded.arrive(seeded)
     crowded.run()
     assert alone.tokens[1] == crowded.tokens[1] != greedy([9] * 6, 12)
@@ -112,10 +112,10 @@ def test_sampled_tokens_do_not_depend_on_other_requests(engine):
 def test_a_short_prompt_has_its_first_token_while_a_long_one_is_in_progress_and_others_generate(engine):
     driven = Driven(prefill_budget=4, **ENGINES[engine])
     driven.arrive(Generate(1, [1], 30, ignore_eos=True))
-    driven.turn()
+    driven.step()
     driven.arrive(Generate(2, LONG, 3), Generate(3, [7, 8, 9], 5))
     while 2 not in driven.prompts:
-        driven.turn()
+        driven.step()
     assert list(driven.prompts) == [1, 3, 2]
     assert len(driven.tokens[1]) >= len(LONG) / 4
     driven.run()
@@ -137,9 +137,9 @@ def test_a_step_has_one_message_for_each_web_process():
     driven = Driven(batch_size=4, mixes=True)
     for i, peer in enumerate([b"a", b"b", b"a", b"b"]):
         driven.arrive(Generate(i, [30, i], 30, ignore_eos=True), peer=peer)
-    driven.turn(2)
+    driven.step(2)
     driven.wire.sent.clear()
-    driven.turn()
+    driven.step()
     assert Counter(peer for peer, _message in driven.wire.sent) == {b"a": 1, b"b": 1}
     assert [len(message.tokens) for _peer, message in driven.wire.sent] == [2, 2]
 
@@ -149,7 +149,7 @@ def test_outputs_are_handed_over_before_the_next_step_runs():
     driven.each_call(lambda _chunks: sent.append(len(driven.tokens[1])))
     driven.arrive(Generate(1, [1, 2], 8, ignore_eos=True))
     for _ in range(4):
-        driven.worker.turn()
+        driven.worker.step()
     assert sent == [0, 1, 2, 3]
 
 
@@ -157,7 +157,7 @@ def test_the_device_runs_no_more_than_max_unpublished_steps_ahead():
     driven = Driven(batch_size=1)
     driven.wire.lag = 1000
     driven.arrive(Generate(1, [1, 2], 8, ignore_eos=True))
-    loop = threading.Thread(target=driven.turn, args=(8,), daemon=True)
+    loop = threading.Thread(target=driven.step, args=(8,), daemon=True)
     loop.start()
     wait_until(lambda: len(driven.model.calls) > worker.MAX_UNPUBLISHED, "steps whose outputs wait")
     loop.join(0.1)
@@ -202,7 +202,7 @@ def test_log_probabilities_that_nobody_wants_are_not_sent_and_those_of_others_st
 def test_log_probabilities_of_a_prompt_are_those_of_the_whole_prompt_however_it_is_cut(engine):
     driven = Driven(prefill_budget=7, **engine)
     driven.arrive(Generate(1, [1], 30, ignore_eos=True))
-    driven.turn()
+    driven.step()
     driven.arrive(Generate(2, LONG, 4, top_n_tokens=2, prompt_logprobs=True), Generate(3, LONG, 4, top_n_tokens=2))
     driven.run()
     assert driven.tokens[2] == driven.tokens[3] == greedy(LONG, 4)
@@ -244,9 +244,9 @@ def test_the_requests_of_an_http_request_are_accepted_together_up_to_the_limit_o
 def test_a_cancelled_request_frees_its_slot_or_its_place_in_the_queue_at_once(engine, prompt, turns, how):
     driven = Driven(batch_size=2, prefill_budget=4, **ENGINES[engine])
     driven.arrive(Generate(1, [1, 2], 30, ignore_eos=True), peer=b"other")
-    driven.turn()
+    driven.step()
     driven.arrive(Generate(2, prompt, 30, ignore_eos=True))
-    driven.turn(turns)
+    driven.step(turns)
     driven.arrive(Cancel(2, "client disconnected") if how == "cancel" else PeerLost())
     driven.arrive(Generate(3, [3, 4], 8), peer=b"other")
     driven.worker.receive()
@@ -285,12 +285,12 @@ def test_a_request_that_waited_longer_than_max_queue_time_is_refused_while_a_pro
     monkeypatch.setattr(time, "monotonic", lambda: now[0])
     driven = Driven(batch_size=2, prefill_budget=2, max_queue_time_s=10, **engine)
     driven.arrive(Generate(1, [1], 30, ignore_eos=True))
-    driven.turn()
+    driven.step()
     same_http_request = SubmitRequests([Generate(2, LONG, 4), Generate(3, LONG, 4)])
     driven.arrive(same_http_request, Generate(4, [4], 4), Generate(5, [5], 4, sent_at=109.0))
-    driven.turn()
+    driven.step()
     now[0] = 111.0
-    driven.turn()
+    driven.step()
     assert driven.ends == {4: "overloaded"}
     driven.run()
     for i, prompt in (2, LONG), (3, LONG), (5, [5]):
@@ -302,10 +302,10 @@ def test_connected_is_logged_once_every_web_process_is_ready(tmp_path, monkeypat
     caplog.set_level("INFO")
     driven = Driven(web_processes=2)
     driven.arrive(Hello(1, False), Hello(1, True), Hello(1, True))
-    driven.turn()
+    driven.step()
     assert not (tmp_path / "ready").exists()
     driven.arrive(Hello(2, True))
-    driven.turn()
+    driven.step()
     assert (tmp_path / "ready").exists()
     assert caplog.messages.count("Connected") == 1
 
@@ -317,7 +317,7 @@ def test_connected_is_logged_once_every_web_process_is_ready(tmp_path, monkeypat
 def test_a_failed_step_ends_the_requests_of_that_step_and_no_others(engine, failed):
     driven = Driven(batch_size=2, prefill_budget=4, **ENGINES[engine])
     driven.arrive(Generate(1, [1, 2], 8, ignore_eos=True))
-    driven.turn(2)
+    driven.step(2)
     driven.arrive(Generate(2, LONG, 8), Generate(3, [6], 8))
     driven.model.failures.append(RuntimeError("on purpose"))
     driven.run()
@@ -329,10 +329,10 @@ def test_a_failed_step_ends_the_requests_of_that_step_and_no_others(engine, fail
 def test_a_failed_decode_step_ends_what_runs_after_its_last_token_and_the_loop_goes_on():
     driven = Driven(batch_size=2)
     driven.arrive(*(Generate(i, [i], 8, ignore_eos=True) for i in (1, 2, 3)))
-    driven.worker.turn()
-    driven.worker.turn()
+    driven.worker.step()
+    driven.worker.step()
     driven.model.failures.append(RuntimeError("on purpose"))
-    driven.worker.turn()
+    driven.worker.step()
     assert [type(message) for _peer, message in driven.wire.sent] == [Tokens, Tokens, End, End]
     driven.run()
     assert driven.ends == {1: "failed", 2: "failed", 3: "length"}
@@ -350,7 +350,7 @@ def test_a_lost_device_ends_the_requests_of_the_step_and_then_the_loop():
 def test_logits_that_are_not_a_number_end_that_request_alone():
     driven = Driven()
     driven.arrive(Generate(1, [1, 2], 8), Generate(2, [3], 8, ignore_eos=True))
-    driven.turn(3)
+    driven.step(3)
     driven.model.nan_slots = {1}
     driven.run()
     assert driven.ends[2] == "failed"
@@ -364,7 +364,7 @@ def test_logits_that_are_not_a_number_end_that_request_alone():
 def test_a_row_that_cannot_be_sampled_ends_that_request_alone_and_internal_errors_are_not_shown(error, message, monkeypatch):
     driven, sample = Driven(), sampling.sample
     driven.arrive(Generate(1, [1, 2], 8), Generate(2, [3], 8, ignore_eos=True))
-    driven.turn(3)
+    driven.step(3)
     monkeypatch.setattr(sampling, "sample", lambda *a: [error if i == 1 else t for i, t in enumerate(sample(*a))])
     driven.run()
     assert [m.message for _peer, m in driven.wire.sent if isinstance(m, End)] == [message]
@@ -376,9 +376,9 @@ def test_a_row_that_cannot_be_sampled_ends_that_request_alone_and_internal_error
 def test_when_no_row_can_be_sampled_or_scored_what_runs_ends_and_the_loop_goes_on(what, monkeypatch):
     driven = Driven(batch_size=2)
     driven.arrive(*(Generate(i, [i], 8, ignore_eos=True) for i in (1, 2, 3)))
-    driven.turn(3)
+    driven.step(3)
     monkeypatch.setattr(sampling, what, on_purpose)
-    driven.turn()
+    driven.step()
     monkeypatch.undo()
     driven.run()
     assert driven.ends == {1: "failed", 2: "failed", 3: "length"}
@@ -411,7 +411,7 @@ def test_a_token_that_cannot_be_published_ends_that_request_alone_and_once(faili
 def test_a_prompt_that_cannot_be_scored_ends_that_request_alone(engine, most, monkeypatch):
     driven = Driven(prefill_budget=4, **engine)
     driven.arrive(Generate(1, [1, 2], 8))
-    driven.turn()
+    driven.step()
     monkeypatch.setattr(sampling, "prompt_logprobs", on_purpose)
     driven.arrive(Generate(2, LONG, most, prompt_logprobs=True))
     driven.run()
@@ -444,7 +444,7 @@ def test_a_device_that_samples_gets_the_parameters_before_each_prompt_and_gives_
     driven = Driven(batch_size=2, sampling="device")
     sampled = Sampling(seed=7, top_k=5, top_p=0.5, temperature=2.0)
     driven.arrive(Generate(1, [1, 2], 8), Generate(2, [3], 8, sampled), Generate(3, [4, 5], 8))
-    driven.turn(2)
+    driven.step(2)
     assert driven.model.device_sampling == {0: (1, 1.0, 1.0), 1: (5, 0.5, 2.0)}
     driven.run()
     assert [driven.tokens[i] for i in (1, 3)] == [greedy([1, 2], 8), greedy([4, 5], 8)]
@@ -454,7 +454,7 @@ def test_a_device_that_samples_gets_the_parameters_before_each_prompt_and_gives_
 def test_an_id_from_the_device_that_is_no_token_ends_that_request_alone():
     driven = Driven(sampling="device")
     driven.arrive(Generate(1, [1, 2], 8), Generate(2, [3], 8, ignore_eos=True))
-    driven.turn(3)
+    driven.step(3)
     driven.model.nan_slots = {1}
     driven.run()
     assert driven.ends[2] == "failed"
@@ -468,11 +468,11 @@ def test_the_status_says_when_the_running_step_is_due_and_that_none_is_when_ther
     driven, due_at = Driven(), []
     driven.each_call(lambda _chunks: due_at.append(driven.wire.status.due_at))
     driven.arrive(Generate(1, [1, 2], 3))
-    driven.turn()
+    driven.step()
     assert due_at[0] > time.monotonic() + StepTimer.FIRST_S / 2
     driven.run()
     driven.arrive(Cancel(1, "over"))
-    driven.turn()
+    driven.step()
     status = driven.wire.status
     assert (status.due_at, status.running, status.queued, status.phase) == (0, 0, 0, "ready")
 
@@ -492,7 +492,7 @@ def test_the_limit_of_a_step_follows_the_typical_duration():
 def test_stopping_ends_every_open_request():
     driven = Driven(batch_size=1)
     driven.arrive(Generate(1, [1, 2], 30), Generate(2, [3], 30))
-    driven.turn()
+    driven.step()
     driven.worker.stop()
     driven.arrive(Generate(3, [4], 6))
     driven.worker.run()
@@ -503,7 +503,7 @@ def test_stopping_ends_every_open_request():
 def test_draining_finishes_what_is_known_and_refuses_what_is_new():
     driven = Driven(batch_size=1)
     driven.arrive(Generate(1, [1, 2], 6), Generate(2, [3], 6))
-    driven.turn()
+    driven.step()
     driven.worker.drain()
     driven.arrive(Generate(3, [4], 6))
     driven.worker.run()
@@ -548,7 +548,7 @@ def test_whatever_happens_every_request_gets_one_terminal_message_and_nothing_le
         driven.arrive(Cancel(10**9, "keeps the loop from waiting"))
         failing = {"side_effect": RuntimeError("on purpose")} if trouble == TROUBLES[2] else {"wraps": sampling.logprobs}
         with mock.patch.object(sampling, "logprobs", **failing):
-            driven.turn()
+            driven.step()
     driven.model.failures, driven.model.nan_slots = [], set()
     driven.run()
     assert set(driven.ends) == set(range(len(schedule)))
