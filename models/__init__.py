@@ -12,7 +12,7 @@ from pathlib import Path
 
 from config import Config, Manifest, run_dir
 from models.base import ModelError, StaticBatchModel
-from models.fetch import fetch_weights
+from models.fetch import SAFETENSORS, fetch_weights
 
 
 def choose_device(wanted: str) -> str:
@@ -65,4 +65,4 @@ def prepare(config: Config, folder: Path, manifest: Manifest) -> tuple[Config, s
 
         return TorchModel(config, folder, device)
 
-    return config, device, lambda: fetch_weights(config, folder), load
+    return config, device, lambda: fetch_weights(config, folder, SAFETENSORS), load

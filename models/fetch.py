@@ -16,7 +16,8 @@ from config import Config
 from models.base import ModelError, first_line, named, progress_logged, reported_as
 
 METADATA = ["*.json", "*.model", "*.jinja", "*.txt"]
-WEIGHTS = ("*.safetensors", "pytorch_model*.bin")  # the second, which is pickled, only where there is nothing else
+SAFETENSORS = ("*.safetensors",)
+WEIGHTS = (*SAFETENSORS, "pytorch_model*.bin")  # the second, which is pickled, only where there is nothing else
 OTHER_FORMATS = ["*/*", "consolidated*"]  # subfolders and other names hold the same weights in other formats
 ARTIFACT = ["compiled/*", "checkpoint/*"]
 STATUSES = {
@@ -35,14 +36,14 @@ def fetch(config: Config, files: Sequence[str] = METADATA) -> tuple[Path, str | 
     return folder, folder.name
 
 
-def fetch_weights(config: Config, folder: Path) -> Path:
-    """The folder that `fetch` returned, with the weights in it, downloaded if necessary."""
-    return folder if config.is_local else _with_weights(config, config.model_id, folder)
+def fetch_weights(config: Config, folder: Path, formats: Sequence[str] = WEIGHTS) -> Path:
+    """The folder that `fetch` returned, with the weights in it, downloaded if necessary, in the first format that there is."""
+    return folder if config.is_local else _with_weights(config, config.model_id, folder, formats)
 
 
 def fetch_checkpoint(config: Config, model_id: str, revision: str | None) -> Path:
     """The folder of another model on the hub: the checkpoint that compiled programs were made from."""
-    return _with_weights(config, model_id, _download(config, model_id, revision, METADATA))
+    return _with_weights(config, model_id, _download(config, model_id, revision, METADATA), WEIGHTS)
 
 
 def fetch_artifact(config: Config, folder: Path) -> None:
@@ -51,13 +52,13 @@ def fetch_artifact(config: Config, folder: Path) -> None:
         _download(config, config.model_id, folder.name, ARTIFACT)
 
 
-def _with_weights(config: Config, model_id: str, folder: Path) -> Path:
-    for pattern in WEIGHTS:
+def _with_weights(config: Config, model_id: str, folder: Path, formats: Sequence[str]) -> Path:
+    for pattern in formats:
         _download(config, model_id, folder.name, [pattern])
         if any(folder.glob(pattern)):
             return folder
     offline = ", not in the cache, and HF_HUB_OFFLINE is set" if os.environ.get("HF_HUB_OFFLINE") else ""
-    raise ModelError(f"{model_id} holds no weights: there is no *.safetensors and no pytorch_model*.bin{offline}")
+    raise ModelError(f"{model_id} holds no weights: there is no {' and no '.join(formats)}{offline}")
 
 
 def _download(config: Config, model_id: str, revision: str | None, patterns: Sequence[str]) -> Path:

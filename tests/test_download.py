@@ -12,6 +12,7 @@ import re
 import signal
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import huggingface_hub
@@ -21,7 +22,8 @@ from huggingface_hub import constants, file_download
 from huggingface_hub.utils import _http
 from processes import Server, wait_until
 
-from config import DEMO_MODEL, Config
+import models
+from config import DEMO_MODEL, Config, Manifest
 from models import plan
 from models.artifact import Artifact
 from models.base import ModelError
@@ -120,6 +122,17 @@ def test_pickled_weights_are_fetched_only_where_there_are_no_others(hub, config)
     hub.push("someone/model", files(FACTS, PICKLED, NEVER))
     fetch_weights(config, fetch(config)[0])
     assert hub.fetched == sorted(FACTS + PICKLED)
+
+
+def test_pickled_weights_are_not_downloaded_for_a_cpu_which_does_not_read_them(hub, config):
+    hub.push("someone/model", files(FACTS, PICKLED, NEVER))
+    folder, _commit = fetch(config)
+    _config, _device, fetch_its_weights, _load = models.prepare(
+        replace(config, device="cpu"), folder, Manifest("llama", 4096, ())
+    )
+    with pytest.raises(ModelError, match=r"someone/model holds no weights: there is no \*.safetensors$"):
+        fetch_its_weights()
+    assert hub.fetched == FACTS
 
 
 def test_code_is_fetched_only_where_it_is_trusted(hub):
