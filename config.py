@@ -30,7 +30,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-VERSION = "0.1.0"  # the same as in pyproject.toml, (tested)
+VERSION = "0.1.0"  # the same as in pyproject.toml (tested)
 HERE = Path(__file__).resolve().parent
 DEMO_MODEL = HERE / "demo" / "model"
 SAGEMAKER_MODEL = Path("/opt/ml/model")  # where SageMaker unpacks an endpoint's model
@@ -314,8 +314,8 @@ def read_json(path: Path, required: bool = False) -> dict[str, Any]:
     return data
 
 
-# Flags and variables of TGI's launcher, TGI-Gaudi, TorchServe and older Neuron images that are not settings here, as {effect:
-# {names: text}}. `TS_*` is any other variable that begins with `TS_`; in `NAME=1`, the value 1 is supported.
+# Flags and variables of TGI's launcher, TGI-Gaudi, TorchServe, vLLM and older Neuron images that are not settings here, as
+# {effect: {names: text}}. `TS_*` is any other variable that begins with `TS_`; in `NAME=1`, the value 1 is supported.
 _OTHERS = json.loads((HERE / "other_servers.json").read_text(encoding="utf-8"))
 _OTHER_NAMES = {
     name.partition("=")[0]: (effect, name.partition("=")[2] or None, text)

@@ -25,7 +25,8 @@ WHOLE_ROW, FAILED = -1, -2  # in the place of a token
 NOT_A_NUMBER = "the model's output is not a number"
 IMPOSSIBLE = "no token is possible: the model, min_new_tokens or the token mask excludes all"
 NO_MASK = np.empty((0, 0), np.uint32)
-LOWEST = np.finfo(np.float32).min
+INTEGERS = {4: (np.int32(0x7FFFFFFF), np.int32(0x7FFFFF)), 2: (np.int16(0x7FFF), np.int16(0x7F))}  # see Source
+INT32_MAX, FINITE_BITS = np.int32(0x7FFFFFFF), 0x7F7FFFFF  # FINITE_BITS: of the highest finite float32
 TopTokens = list[tuple[int, float]]  # (token id, log-probability)
 RowLogprobs = tuple[float, TopTokens] | Exception
 LOG2_E = math.log2(math.e)
@@ -76,9 +77,8 @@ class RowSampler:
                 penalized = np.clip(np.where(seen > 0, seen / penalty, seen * penalty), -1e30, 1e30)
                 scores[self._seen] = np.where(np.isfinite(seen), penalized, seen)
             if self._counts:
-                counts = np.fromiter(self._counts.values(), np.float64)
-                penalties = self.parameters.frequency_penalty * counts + self.parameters.presence_penalty
-                scores[np.fromiter(self._counts, np.int64)] -= penalties
+                counts, p = np.fromiter(self._counts.values(), np.float64), self.parameters
+                scores[np.fromiter(self._counts, np.int64)] -= p.frequency_penalty * counts + p.presence_penalty
             for token, bias in self.parameters.logit_bias:
                 scores[token] += bias
             if self._banned_for > 0:
@@ -108,7 +108,7 @@ class SamplingBatch:
         def array(name: str, dtype: type = np.float64) -> np.ndarray:
             return np.array([getattr(row.parameters, name) for row in rows], dtype)
 
-        greedy = np.array([row.parameters.seed is None for row in rows], bool)
+        greedy, temperature = np.array([row.parameters.seed is None for row in rows], bool), array("temperature")
         top_k, top_p, min_p = np.where(greedy, 1, array("top_k", np.int64)), array("top_p"), array("min_p")
         whole_row = ~greedy & ((array("typical_p") < 1.0) | (top_k > MAX_LISTED))
         weighted = ~whole_row & (top_k == 0) & ((top_p < 1.0) | (min_p == 0.0))
@@ -116,7 +116,6 @@ class SamplingBatch:
         for index, row in enumerate(rows):
             row.stream = streams[index : index + 1]
         self.rows, self.maxima = rows, None  # maxima: of the last logits, where read; spare `logprobs` a pass over them
-        temperature = array("temperature")
         scale = (LOG2_E / np.maximum(temperature, 1e-37)).astype(np.float32)
         self.parameters = Parameters(greedy, temperature, scale, top_k, top_p, min_p, whole_row, weighted, streams, draws)
 
@@ -138,10 +137,9 @@ def _source(logits: np.ndarray) -> Source:
     logits = logits if logits.flags.writeable else logits.copy()  # read-only arrays are another type for the compiler
     rows, vocab = logits.shape
     by_token = rows > 1 and logits.strides[0] < logits.strides[1]
-    flat = np.ascontiguousarray(logits.T if by_token else logits).reshape(-1)
-    integer, nan_offset = (np.int32, 0x7FFFFF) if logits.dtype == np.float32 else (np.int16, 0x7F)
-    bits = flat.view(integer), integer(np.iinfo(integer).max), integer(nan_offset)
-    return Source(*bits, rows, rows if by_token else 1, vocab, -(-vocab // GROUP))
+    highest, nan_offset = INTEGERS[logits.dtype.itemsize]
+    flat = (logits.T if by_token else logits).reshape(-1).view(highest.dtype)
+    return Source(flat, highest, nan_offset, rows, rows if by_token else 1, vocab, -(-vocab // GROUP))
 
 
 def sample(logits: np.ndarray, batch: SamplingBatch, mask: np.ndarray | None = None) -> list[int | Exception]:
@@ -152,8 +150,7 @@ def sample(logits: np.ndarray, batch: SamplingBatch, mask: np.ndarray | None = N
     """
     given, parameters, chosen, batch.maxima = _source(logits), batch.parameters, [None] * len(batch.rows), None
     changed = {index for index, row in enumerate(batch.rows) if row.changes_logits}
-    if mask is not None:
-        changed |= set((mask != 0xFFFFFFFF).any(axis=1).nonzero()[0].tolist())
+    changed |= set() if mask is None else set((mask != 0xFFFFFFFF).any(axis=1).nonzero()[0].tolist())
     kept = np.array([-1 if row in changed else row for row in range(given.rows)])
     parts = [(given, kept)] if len(changed) < given.rows else []  # with each row's index in the batch; -1: leave it out
     if changed:
@@ -168,7 +165,8 @@ def sample(logits: np.ndarray, batch: SamplingBatch, mask: np.ndarray | None = N
     for source, indices in parts:
         maxima = _maxima(source)
         batch.maxima = maxima if source is given else batch.maxima
-        tokens, peaks = _choose(source, maxima, indices, parameters)
+        peaks = maxima.max(axis=1)
+        tokens = _choose(source, maxima, peaks, indices, parameters)
         for place, (row, token) in enumerate(zip(indices.tolist(), tokens.tolist())):
             if row < 0:
                 continue
@@ -217,14 +215,13 @@ def logprobs(logits: np.ndarray, tokens: Sequence[int], top_n: Sequence[int], ma
     maxima = _maxima(source) if maxima is None else maxima
     peaks = maxima.max(axis=1)
     totals = _sums(source, peaks, np.full(source.rows, LOG2_E, np.float32)).sum(axis=1)
-    is_finite = np.isfinite(peaks)
-    normalizers = peaks + np.log(totals, where=is_finite, out=totals)
+    normalizers = peaks + np.log(totals, where=np.isfinite(peaks), out=totals)
     own = logits[range(source.rows), tokens]
     own = own if own.dtype == np.float32 else (own.astype(np.uint32) << 16).view(np.float32)
     ids, scores = np.empty(source.vocab, np.int64), np.empty(source.vocab, np.float32)
     found: list[RowLogprobs] = [SamplingError(NOT_A_NUMBER)] * source.rows
-    for row in is_finite.nonzero()[0].tolist():
-        n = top_n[row] and min(top_n[row], _list(source, row, maxima[row], top_n[row], ids, scores))
+    for row in np.isfinite(peaks).nonzero()[0].tolist():
+        n = top_n[row] and min(top_n[row], _list(source, row, maxima[row], peaks[row], top_n[row], ids, scores))
         top = zip(ids[:n].tolist(), (scores[:n] - normalizers[row]).tolist()) if n else ()
         found[row] = float(own[row] - normalizers[row]), list(top)
     return found
@@ -305,9 +302,10 @@ def _maxima(source):
                 part = source.flat[row * source.vocab + start : row * source.vocab + min(start + width, size)]
                 for i in range(len(part)):
                     best[i] = max(best[i], integer(_flipped(part[i], source.highest) - source.nan_offset))
-            for i in range(width):
-                score = _float32(_flipped(integer(best[i] + source.nan_offset), source.highest))
-                maxima[row + i % source.adjacent, group * LANES + i // source.adjacent] = score
+            for i in range(source.adjacent):
+                for lane in range(LANES):
+                    bits = integer(best[lane * source.adjacent + i] + source.nan_offset)
+                    maxima[row + i, group * LANES + lane] = _float32(_flipped(bits, source.highest))
     return maxima
 
 
@@ -359,18 +357,26 @@ def _sort(scores, ids, count):
 
 
 @_compiled
-def _list(source, row, maxima, k, ids, scores):
+def _threshold(scores, k):
+    """A score that k of them reach; the lowest finite float32 if fewer are finite. Bisects the integers in their order."""
+    low, high = ~FINITE_BITS, FINITE_BITS
+    while low < high:
+        middle = (low + high + 1) >> 1
+        score, count = _float32(_flipped(np.int32(middle), INT32_MAX)), np.uint32(0)  # as small as the scores: fast
+        for i in range(len(scores)):
+            count = np.uint32(count + np.uint32(scores[i] >= score))
+        low, high = (low, middle - 1) if count < k else (middle, middle if count == k else high)
+    return _float32(_flipped(np.int32(low), INT32_MAX))
+
+
+@_compiled
+def _list(source, row, maxima, peak, k, ids, scores):
     """Lists the top k possible tokens and ties of the k-th: most likely first, ties by id. Returns their number."""
-    blocks, count = min(max(64, 2 * k), len(maxima)), 0  # lanes i, i + blocks, ...: the k-th highest is searched among few
-    folded = np.full(blocks, LOWEST)
-    for begin in range(0, len(maxima), blocks):
-        part = maxima[begin : begin + blocks]
-        folded[: len(part)] = np.maximum(folded[: len(part)], part)
-    threshold = np.partition(folded, blocks - k)[blocks - k] if k <= blocks else LOWEST
-    for i in range(blocks):
-        for lane in range(i, len(maxima) if folded[i] >= threshold else 0, blocks):
+    threshold, count = peak if k == 1 else _threshold(maxima, k), 0
+    for lane in range(len(maxima)):
+        if maxima[lane] >= threshold:
             begin = lane // LANES * GROUP + lane % LANES
-            for token in range(begin, min(begin + GROUP, source.vocab) if maxima[lane] >= threshold else 0, LANES):
+            for token in range(begin, min(begin + GROUP, source.vocab), LANES):
                 score = _score(source, row, token)
                 if score >= threshold:
                     ids[count], scores[count] = token, score
@@ -411,14 +417,10 @@ def _draw_listed(ids, scores, is_complete, sums, peak, temperature, top_p, min_p
 
 
 @_compiled
-def _choose(source, maxima, indices, parameters):
-    """The token of each row, WHOLE_ROW or FAILED, int64 [rows], and its highest score, float32 [rows]. indices: the place of
-    each row in `parameters`, or -1 for a row to leave out."""
-    is_weighted, peaks, scales = False, np.empty(source.rows, np.float32), np.empty(source.rows, np.float32)
-    for place in range(source.rows):
-        is_weighted |= indices[place] >= 0 and parameters.weighted[indices[place]]
-        peaks[place], scales[place] = maxima[place].max(), parameters.scale[indices[place]]
-    sums = _sums(source, peaks, scales) if is_weighted else np.empty((source.rows, 0))
+def _choose(source, maxima, peaks, indices, parameters):
+    """The token of each row, WHOLE_ROW or FAILED. indices: each row's place in `parameters`; -1 leaves it out."""
+    scales, weighted = parameters.scale[indices], parameters.weighted[indices] & (indices >= 0)
+    sums = _sums(source, peaks, scales) if weighted.any() else np.empty((source.rows, 0))
     ids, scores = np.empty(source.vocab, np.int64), np.empty(source.vocab, np.float32)
     tokens = np.empty(source.rows, np.int64)
     for place in range(source.rows):
@@ -440,9 +442,9 @@ def _choose(source, maxima, indices, parameters):
                 weights[i] = _weight(_score(source, place, group * GROUP + i), peak, scales[place])
             token = group * GROUP + _place(weights, share)[0]
         while token == WHOLE_ROW and not parameters.whole_row[row] and wanted <= 8 * max(LISTED, top_k):
-            count = _list(source, place, maxima[place], wanted, ids, scores)
+            count = _list(source, place, maxima[place], peak, wanted, ids, scores)
             is_complete, temperature = top_k > 0 or count < wanted, parameters.temperature[row]
             token = _draw_listed(ids, scores[:count], is_complete, sums[place], peak, temperature, top_p, min_p, draw)
             wanted *= 8
         tokens[place], parameters.draws[row] = token, draw
-    return tokens, peaks
+    return tokens

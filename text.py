@@ -1,5 +1,4 @@
-"""Chats to text, text to token ids and back: the model's chat template, its tokenizer, text that streams as its tokens
-arrive, and stop strings.
+"""Text to token ids and back: the model's tokenizer, text that streams as its tokens arrive, and stop strings.
 
 Rests on the bare `tokenizers.Tokenizer`, which many threads may share because nothing here changes it after loading. This
 layer knows no HTTP, no sockets, no torch.

@@ -59,6 +59,8 @@ NOT_SUPPORTED: dict[str, Sequence[Any]] = {
 # Where a request has no such field, one of another API or of another place in the body is meant.
 CHANGES_TEXT = {"max_tokens", "max_completion_tokens", "min_tokens", "stop_sequences", "ignore_eos", "n", "logit_bias"}
 CHANGES_TEXT |= {"presence_penalty", "echo", *Parameters.__struct_fields__} - {"details", "decoder_input_details"}
+MOST_TOKENS = ["max_new_tokens", "max_completion_tokens", "max_tokens"]
+SAME_MEANING = dict.fromkeys(MOST_TOKENS, MOST_TOKENS) | {"stop_sequences": ["stop"]}
 # Harmless fields of other servers that look like misspelt ones.
 NOT_MISSPELT = {"mode", "models"}
 ONLY_TEXT = ("stream", "details", "decoder_input_details", "top_n_tokens", "logprobs", "top_logprobs")  # not for Vertex
@@ -139,17 +141,21 @@ def _decoding() -> Iterator[None]:
 
 def _check_names(fields: dict[str, Raw], kind: type[Struct]) -> None:
     """Refuses fields that are not supported, and misspelt ones; other unknown fields are ignored."""
+    known = kind.__struct_fields__
     for name in sorted(fields):
         if name in NOT_SUPPORTED:
             value = msgspec.json.decode(fields[name])
             _require(value is None or value in NOT_SUPPORTED[name], name, "is not supported")
-        elif name in CHANGES_TEXT - set(kind.__struct_fields__):
-            place = "; it belongs into `parameters`" if "parameters" in kind.__struct_fields__ else ""
-            _require(bytes(fields[name]) == b"null", name, "is not a field of this request" + place)
-        elif name not in (*kind.__struct_fields__, *NOT_MISSPELT):
-            for known in kind.__struct_fields__:
-                is_typo = _distance(name, known) <= (2 if len(known) >= 8 else 1)
-                _require(not is_typo, name[:40], f"is not a field of this request; did you mean `{known}`?")
+        elif name in known or name in NOT_MISSPELT:
+            continue
+        elif name in CHANGES_TEXT:
+            place, usable = (" in `parameters`", Parameters.__struct_fields__) if "parameters" in known else ("", known)
+            meant = [f"; use `{other}`{place}" for other in SAME_MEANING.get(name, [name]) if other in usable]
+            _require(bytes(fields[name]) == b"null", name, "is not a field of this request" + "".join(meant[:1]))
+        else:
+            for field in known:
+                is_typo = _distance(name, field) <= (2 if len(field) >= 8 else 1)
+                _require(not is_typo, name[:40], f"is not a field of this request; did you mean `{field}`?")
 
 
 def _distance(a: str, b: str) -> int:

@@ -1,4 +1,4 @@
-"""HTTP: the Flask app, its routes, streaming, API key and CORS, client disconnects, and the gunicorn server around it.
+"""HTTP: the Flask app, its routes, streaming, API key and CORS, and the gunicorn server around it.
 
 A web process reads and validates requests, turns text into token ids, sends them to the worker (engine_client.py) and turns
 the generated tokens back into text. Whatever a client can get wrong is answered here, before the worker is asked. Each request

@@ -243,13 +243,13 @@ class NeuronModel:
         """See StaticBatchModel. A chunk at position 0 is a whole prompt and comes alone; otherwise the chunks are one token of
         every live slot, in ascending order of the slots."""
         slots, begins = [chunk.slot for chunk in chunks], [chunk.begin for chunk in chunks]
-        ids = [list(chunk.tokens) for chunk in chunks]
-        positions = [list(range(chunk.begin, chunk.begin + len(chunk.tokens))) for chunk in chunks]
+        ids = [chunk.tokens for chunk in chunks]
         if begins == [0]:
             assert 0 <= slots[0] < self.batch_size and 1 <= len(ids[0]) <= self.max_input_tokens
             self._lengths[slots[0]] = len(ids[0])
             if self._batches and len(ids[0]) == 1:  # would run as a decode step, which damages every other slot
-                ids, positions = [[*ids[0], 0]], [[0, 0]]
+                ids = [[*ids[0], 0]]
+            positions = [range(len(ids[0]))]
         else:
             lengths = [self._lengths.get(slot) for slot in slots]
             assert sorted(set(slots)) == slots, f"slots {slots} are not ascending"
@@ -258,6 +258,7 @@ class NeuronModel:
             assert all(len(tokens) == 1 for tokens in ids), "a decode step has one token a slot"
             # The library overwrites position 0 of each slot that is not named: it holds no sequence from here on.
             self._lengths = {slot: begin + 1 for slot, begin in zip(slots, begins)}
+            positions = [[begin] for begin in begins]
         arrays = (torch.from_numpy(np.array(rows)) for rows in (ids, positions, slots))  # much faster than torch.tensor
         return self._run(*arrays)
 

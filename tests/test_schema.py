@@ -932,7 +932,24 @@ def test_a_field_that_would_change_the_text_of_another_route_is_refused_by_name(
         parse_with(kind, name, None)
         with pytest.raises(ApiError, match=f"`{name}` is not a field of this request") as error:
             parse_with(kind, name, 1)
-        assert ("`parameters`" in str(error.value)) == (kind is GenerateRequest)
+        if kind is GenerateRequest and name in schema.Parameters.__struct_fields__:
+            assert f"use `{name}` in `parameters`" in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "kind, name, meant",
+    [
+        (GenerateRequest, "max_tokens", "; use `max_new_tokens` in `parameters`"),
+        (GenerateRequest, "min_tokens", "is not a field of this request"),
+        (schema.Parameters, "stop_sequences", "; use `stop`"),
+        (ChatRequest, "max_new_tokens", "; use `max_completion_tokens`"),
+        (CompletionRequest, "max_completion_tokens", "; use `max_tokens`"),
+    ],
+)
+def test_the_refusal_of_another_apis_field_names_what_to_use(kind, name, meant):
+    with pytest.raises(ApiError) as error:
+        parse_with(kind, name, 1)
+    assert str(error.value).endswith(meant)
 
 
 HARMLESS = (
