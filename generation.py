@@ -81,6 +81,8 @@ class Generation:
                     ignore_eos=job.ignore_eos,
                     logprobs=job.logprobs,
                     prompt_logprobs=job.prompt_logprobs,
+                    grammar=job.grammar,
+                    keep_eos=job.keep_eos,
                     sent_at=self.sent_at,
                 )
                 generates.append(generate)

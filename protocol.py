@@ -56,6 +56,8 @@ class Generate(msgspec.Struct, frozen=True):
     ignore_eos: bool = False  # an end-of-sequence token does not end the completion
     logprobs: bool = True  # of generated tokens; never available where the device samples
     prompt_logprobs: bool = False
+    grammar: str = ""  # of the text (grammar.py); "": any text
+    keep_eos: bool = False  # a text that its grammar completes still gets its end-of-sequence token
     sent_at: float = 0.0  # CLOCK_MONOTONIC in seconds, the same for all processes; 0: unknown
     request_id: str = ""  # of the HTTP request, for the log
 

@@ -93,6 +93,8 @@ class Job:
     top_n_tokens: int = 0
     logprobs: bool = True
     prompt_logprobs: bool = False
+    grammar: str = ""
+    keep_eos: bool = False
     prompt_name: str = "inputs"
     limit_name: str = "max_new_tokens"
     is_openai: bool = False
