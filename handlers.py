@@ -17,6 +17,7 @@ from answers import Answer, ChatAnswer, CompletionAnswer, InferAnswer, NativeAns
 from chat import ChatTemplate, TemplateError
 from config import Config
 from engine_client import EngineClient
+from grammar import Grammars
 from protocol import ModelInfo
 from schema import (
     ChatRequest,
@@ -38,11 +39,13 @@ class ModelText(NamedTuple):
 
     tokenizer: Tokenizer
     template: ChatTemplate | None
+    grammars: Grammars
 
     @classmethod
     def load(cls, info: ModelInfo, tokenizer_config_path: str | None) -> ModelText:
         template = ChatTemplate.load(info.model_dir, tokenizer_config_path)
-        return cls(Tokenizer(info.tokenizer_dir, info.eos_token_ids), template)
+        grammars = Grammars.load(info.tokenizer_dir, info.vocab_size, info.eos_token_ids)
+        return cls(Tokenizer(info.tokenizer_dir, info.eos_token_ids), template, grammars)
 
 
 class Handlers:

@@ -50,6 +50,8 @@ METRICS = (
     (Histogram, "batch_filter_duration", "Seconds of scheduling after a step", "method", METHODS),
     (Histogram, "batch_concat_duration", "Seconds that running requests waited for a prefill step", "method", ("decode",)),
     (Counter, "batch_concat", "Prompts that joined a running batch", "reason", REASONS),
+    (Histogram, "grammar_mask_duration", "Seconds of computing a step's token masks, while the device runs"),
+    (Histogram, "grammar_compile_duration", "Seconds of compiling a grammar"),
     (Gauge, "slots_busy", "Occupied slots"),
     (Gauge, "slots_total", "Slots"),
     (Gauge, "boot_phase_seconds", "Seconds of a phase of the boot", "phase", ()),
@@ -107,6 +109,8 @@ class Metrics:
         self.series("batch_decode_duration", method).observe(output.sampled_at - output.ran_at)
         self.series("batch_filter_duration", method).observe(output.done_at - output.sampled_at)
         self.series("generated_tokens").inc(sum(token is not None for token in output.tokens))
+        if output.mask_s is not None:
+            self.series("grammar_mask_duration").observe(output.mask_s)
         if step.rows:
             self.series("steps").inc()
             self.series("inter_token_latency_duration").observe(output.interval_s)

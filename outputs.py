@@ -15,6 +15,7 @@ from typing import NamedTuple
 import numpy as np
 
 import sampling
+from grammar import Matcher
 from protocol import End, Generate, Prompt, Token, Tokens
 from sampling import RowSampler
 from scheduler import Request, Step
@@ -29,6 +30,7 @@ class ActiveRequest(Request):
     peer: bytes
     generate: Generate
     sampler: RowSampler  # unused where the device samples
+    matcher: Matcher | None = None  # where the text has a grammar
     prefilled_at: float = 0.0
     prompt_logprobs: list[float] = field(default_factory=list)  # filled on the output thread
     prompt_top: list[list[tuple[int, float]]] = field(default_factory=list)
@@ -48,6 +50,7 @@ class StepOutput(NamedTuple):
     sampled_at: float
     done_at: float
     running: int  # requests that were generating when the step began
+    mask_s: float | None  # that the masks of the step took; None without grammars
     interval_s: float | None  # since the running requests' previous tokens; None for a prefill
 
 

@@ -19,6 +19,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Iterable
+from typing import Any
 
 import msgspec
 import zmq
@@ -252,7 +253,7 @@ class WorkerEnd:
         self._thread.start()
         self._output_thread.start()
 
-    def receive(self, block: bool, timeout: float | None = None) -> list[tuple[bytes, FromWeb | PeerLost]]:
+    def receive(self, block: bool, timeout: float | None = None) -> list[tuple[bytes, Any]]:
         """What arrived, as (peer, message) in order; with `block`, waits until there is something or `timeout` is over."""
         received = []
         if block:
@@ -269,9 +270,10 @@ class WorkerEnd:
         if changed:
             self._post((None, status))
 
-    def interrupt(self) -> None:
-        """Makes a waiting `receive` return. May be called from a signal handler."""
-        self._inbox.put(None)
+    def interrupt(self, message: Any = None) -> None:
+        """Makes a waiting `receive` return, with the message of this process if there is one. May be called from a signal
+        handler."""
+        self._inbox.put(message and (b"", message))
 
     def send(self, peer: bytes, message: FromWorker) -> None:
         self._outputs.put(lambda: [(peer, message)])

@@ -143,9 +143,10 @@ class Scheduler:
             step.requests.append(request)
         return step
 
-    def update(self, step: Step, tokens: Sequence[int | None]) -> list[str | None]:
+    def update(self, step: Step, tokens: Sequence[int | None], complete: Collection[int] = ()) -> list[str | None]:
         """Records the tokens of `step`, one a chunk: None where the chunk samples nothing or its row failed. Returns one
         finish reason a chunk: "eos_token", "length", or None. The slot of a finished request is free for the next step.
+        complete: indices of chunks whose texts are complete without an EOS token.
 
         Tokens of a request that was removed meanwhile are ignored. The caller must remove a request whose row failed: until
         then the same chunk is scheduled again.
@@ -167,7 +168,7 @@ class Scheduler:
                 self._steps_since_prompt = 0
             request.generated += 1
             request.last_token = token
-            if token in request.eos_token_ids:
+            if token in request.eos_token_ids or index in complete:
                 reasons[index] = "eos_token"
             elif request.generated >= request.max_new_tokens:
                 reasons[index] = "length"

@@ -28,6 +28,7 @@ Share = Annotated[float, Meta(extra_json_schema={"exclusiveMinimum": 0, "maximum
 MinP = Annotated[float, Meta(extra_json_schema={"minimum": 0, "maximum": 1})]
 Penalty = Annotated[float, Meta(extra_json_schema={"minimum": -2, "maximum": 2})]
 U64_MAX = 2**64 - 1  # msgspec's constraints end at 63 bits
+JsonSchema = dict[str, Any] | str  # a string holds the schema as JSON
 
 
 class SamplingFields(Struct, kw_only=True):
@@ -43,7 +44,7 @@ class SamplingFields(Struct, kw_only=True):
 
 
 class Parameters(SamplingFields, kw_only=True):
-    """`parameters` of the native routes (TGI's GenerateParameters). `grammar` is not supported."""
+    """`parameters` of the native routes (TGI's GenerateParameters). formats.py reads `grammar`."""
 
     best_of: U32 | None = None
     temperature: Positive | None = None
@@ -158,9 +159,22 @@ class StreamOptions(Struct):
     continuous_usage_stats: bool | None = None
 
 
+class StructuredOutputs(Struct):
+    """vLLM's `structured_outputs`: one of the first four fields. `grammar` and `structural_tag` are not supported."""
+
+    json: JsonSchema | None = None
+    regex: str | None = None
+    choice: list[str] | None = None
+    json_object: bool | None = None
+    disable_any_whitespace: bool | None = None
+    whitespace_pattern: str | None = None
+    grammar: str | None = None
+    structural_tag: Any = None
+
+
 class OpenAIRequest(SamplingFields, kw_only=True):
-    """Fields that chat and completion requests share. `top_k`, `min_p`, `repetition_penalty`, `ignore_eos` and `min_tokens` are
-    vLLM's."""
+    """Fields that chat and completion requests share. `top_k`, `min_p`, `repetition_penalty`, `ignore_eos`, `min_tokens`,
+    `structured_outputs` and `guided_*` are vLLM's, `regex` and `json_schema` are SGLang's."""
 
     model: str | None = None  # ignored: one model is served
     max_tokens: U32 | None = None
@@ -172,18 +186,26 @@ class OpenAIRequest(SamplingFields, kw_only=True):
     ignore_eos: bool | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
+    response_format: dict[str, Any] | None = None
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: JsonSchema | None = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_whitespace_pattern: str | None = None
+    regex: str | None = None
+    json_schema: JsonSchema | None = None
 
 
 class ChatRequest(OpenAIRequest, kw_only=True):
-    """Body of `POST /v1/chat/completions`. The fields after `top_logprobs` are not supported."""
+    """Body of `POST /v1/chat/completions`."""
 
     messages: list[Message]
     max_completion_tokens: U32 | None = None
     logprobs: bool | None = None
     top_logprobs: U32 | None = None
-    response_format: dict[str, Any] | None = None
     tools: list[dict[str, Any]] | None = None
     tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
 
 
 class CompletionRequest(OpenAIRequest, kw_only=True):

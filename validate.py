@@ -17,6 +17,7 @@ import msgspec
 from msgspec import Raw, Struct
 
 import errors
+import formats
 from config import DEVICE_TOP_K, Config
 from errors import ApiError, invalid
 from protocol import ModelInfo, Sampling
@@ -40,27 +41,27 @@ T = TypeVar("T", bound=Struct)
 NOT_SUPPORTED: dict[str, Sequence[Any]] = {
     name: neutral
     for neutral, names in [
-        ([], "guided_json guided_regex guided_choice guided_grammar structured_outputs json_schema allowed_token_ids"),
-        ([], "logits_processors prompt_logprobs truncate_prompt_tokens max_length min_length chat_template documents"),
-        ([], "max_tokens_to_sample n_predict num_predict web_search_options"),
+        ([], "guided_grammar ebnf structural_tag allowed_token_ids logits_processors prompt_logprobs truncate_prompt_tokens"),
+        ([], "max_length min_length chat_template documents max_tokens_to_sample n_predict num_predict web_search_options"),
         ([False], "watermark continue_final_message use_beam_search early_stopping include_stop_str_in_output"),
         ([True], "add_generation_prompt skip_special_tokens spaces_between_special_tokens"),
         ([0], "no_repeat_ngram_size mirostat top_a epsilon_cutoff eta_cutoff dry_multiplier xtc_probability dynatemp_range"),
         ([1], "num_beams length_penalty repeat_penalty tfs_z"),
         ([""], "adapter_id"),
-        ([[]], "tools functions stop_token_ids bad_words"),
-        ([{}], "grammar audio chat_template_kwargs"),
+        ([[]], "functions stop_token_ids bad_words"),
+        ([{}], "audio chat_template_kwargs"),
         ([[], ["text"]], "modalities"),
-        ([{}, {"type": "text"}], "response_format"),
-        (["none", "auto"], "tool_choice function_call"),
+        (["none", "auto"], "function_call"),
     ]
     for name in names.split()
 }
 # Where a request has no such field, one of another API or of another place in the body is meant.
 CHANGES_TEXT = {"max_tokens", "max_completion_tokens", "min_tokens", "stop_sequences", "ignore_eos", "n", "logit_bias"}
 CHANGES_TEXT |= {"presence_penalty", "echo", *Parameters.__struct_fields__} - {"details", "decoder_input_details"}
+FORMATS = ["grammar", "response_format", "structured_outputs", "guided_json", "guided_regex", "guided_choice"]
+CHANGES_TEXT |= {"tools", "tool_choice", "regex", "json_schema", *FORMATS}
 MOST_TOKENS = ["max_new_tokens", "max_completion_tokens", "max_tokens"]
-SAME_MEANING = dict.fromkeys(MOST_TOKENS, MOST_TOKENS) | {"stop_sequences": ["stop"]}
+SAME_MEANING = dict.fromkeys(MOST_TOKENS, MOST_TOKENS) | {"stop_sequences": ["stop"]} | dict.fromkeys(FORMATS, FORMATS)
 # Harmless fields of other servers that look like misspelt ones.
 NOT_MISSPELT = {"mode", "models"}
 ONLY_TEXT = ("stream", "details", "decoder_input_details", "top_n_tokens", "logprobs", "top_logprobs")  # not for Vertex
@@ -76,8 +77,9 @@ MAX_LISTED_TOKENS = 100_000  # of a response of /tokenize, which then has 4 MB
 class Job:
     """A checked prompt and what to generate from it.
 
-    `max_new_tokens`: None is what is left of the context length, 0 only scores the prompt. `prompt_name` and `limit_name` are
-    what the route's API calls the prompt and the limit, for error messages.
+    `max_new_tokens`: None is what is left of the context length, 0 only scores the prompt. `keep_eos`: the client gets
+    single tokens, so a text that its grammar completes gets its end-of-sequence token, too. `prompt_name`, `limit_name` and
+    `grammar_name` are what the request calls the prompt, the limit and the grammar, for error messages.
     """
 
     prompt: str | list[int]
@@ -95,6 +97,7 @@ class Job:
     prompt_logprobs: bool = False
     grammar: str = ""
     keep_eos: bool = False
+    grammar_name: str = "grammar"
     prompt_name: str = "inputs"
     limit_name: str = "max_new_tokens"
     is_openai: bool = False
@@ -202,7 +205,7 @@ def check(request: GenerateRequest, config: Config, info: ModelInfo, streaming: 
     _require(info.prompt_logprobs or not p.decoder_input_details, "decoder_input_details", NO_PROMPT_LOGITS)
     typical_p = p.typical_p or 1.0
     _check_device(info, p, samples, typical_p=typical_p < 1.0, best_of=best_of > 1, top_n_tokens=p.top_n_tokens)
-    return Job(
+    job = Job(
         prompt=request.inputs,
         sampling=_sampling(p, samples, typical_p=typical_p),
         sequences=best_of,
@@ -211,7 +214,18 @@ def check(request: GenerateRequest, config: Config, info: ModelInfo, streaming: 
         truncate=p.truncate,
         top_n_tokens=p.top_n_tokens or 0,
         prompt_logprobs=bool(p.decoder_input_details),
+        keep_eos=bool(p.details or p.decoder_input_details or p.top_n_tokens),
     )
+    return with_grammar(job, *formats.of_native(p), info)
+
+
+def with_grammar(job: Job, name: str, grammar: str, info: ModelInfo) -> Job:
+    """The job with the grammar that the field `name` asks for; an empty one changes nothing. Raises ApiError."""
+    if not grammar:
+        return job
+    _require(info.sampling == "host", name, NEEDS_HOST)
+    _require(not job.ignore_eos, "ignore_eos", f"cannot be combined with `{name}`, which ends the text")
+    return replace(job, grammar=grammar, grammar_name=name)
 
 
 def check_sentence(sentence: str, config: Config, info: ModelInfo) -> Job:
@@ -231,13 +245,14 @@ def check_chat(request: ChatRequest, config: Config, info: ModelInfo) -> Job:
     _require(count <= most, "messages", f"holds {count}: {limits}")
     job = _check_openai(request, "", limit, bool(request.logprobs), config, info)
     _check_top_n(request.top_logprobs, "top_logprobs", max(OPENAI_TOP_LOGPROBS, config.max_top_n_tokens))
-    return replace(
+    job = replace(
         job,
         top_n_tokens=request.top_logprobs or 0,
         add_special_tokens=False,  # the template writes them
         prompt_name="messages",
         limit_name=limit_name,
     )
+    return with_grammar(job, *formats.of_openai(request), info)
 
 
 def check_completion(request: CompletionRequest, config: Config, info: ModelInfo) -> list[Job]:
@@ -258,14 +273,15 @@ def check_completion(request: CompletionRequest, config: Config, info: ModelInfo
     _check_top_n(request.logprobs, "logprobs", config.max_top_n_tokens)
     prompt_logprobs = bool(request.echo) and wants_logprobs
     _require(info.prompt_logprobs or not prompt_logprobs, "logprobs", f"with `echo` {NO_PROMPT_LOGITS}")
-    jobs = []
+    jobs, grammar = [], formats.of_openai(request)
     for prompt in prompts:
         _require(len(prompt) > 0, "prompt", "cannot be empty")
         if isinstance(prompt, list):
             _check_ids(prompt, "prompt", info)
         job = _check_openai(request, prompt, request.max_tokens, wants_logprobs, config, info, best_of=best_of > n)
         wanted = {"top_n_tokens": request.logprobs or 0, "prompt_logprobs": prompt_logprobs}
-        jobs.append(replace(job, sequences=best_of, logprobs=wants_logprobs or best_of > n, **wanted))
+        job = replace(job, sequences=best_of, logprobs=wants_logprobs or best_of > n, **wanted)
+        jobs.append(with_grammar(job, *grammar, info))
     return jobs
 
 
@@ -317,6 +333,7 @@ def _check_openai(
         stop=stop,
         keep_stop=False,
         logprobs=logprobs,
+        keep_eos=logprobs,
         prompt_name="prompt",
         limit_name="max_tokens",
         is_openai=True,

@@ -11,6 +11,7 @@ This layer knows no torch, no model and no slots.
 from __future__ import annotations
 
 import base64
+import functools
 import hashlib
 import hmac
 import html
@@ -46,6 +47,7 @@ from config import HERE, Config
 from engine_client import ClientGone, EngineClient, EngineError
 from errors import ApiError
 from generation import HANG_UP, KEEP_ALIVE_S, Batch, Generation, end_error, watch
+from grammar import GrammarError
 from handlers import Handlers, ModelText, prompt_ids
 from protocol import ModelInfo, RequestStats
 
@@ -116,7 +118,14 @@ def create_app(config: Config, engine: EngineClient) -> Flask:
             validate.check_sequences(answer.jobs, config)
             return answer, [validate.fit(job, prompt_ids(engine, job), engine.info) for job in answer.jobs]
 
-        return threads.run(run) if in_thread else run()
+        answer, prompts = threads.run(run) if in_thread else run()
+        for job in answer.jobs:
+            if job.grammar:
+                try:
+                    threads.run(functools.partial(engine.text.grammars.check, job.grammar))
+                except GrammarError as error:
+                    raise errors.invalid(job.grammar_name, str(error)) from None
+        return answer, prompts
 
     def generate(answer: Answer, prompts: list, deadline_s: float | None = config.response_deadline) -> Response:
         """Generates, and answers as a whole or as a stream."""

@@ -20,8 +20,9 @@ import threading
 import time
 from collections import deque
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from typing import NamedTuple
 
 import msgspec
 import numpy as np
@@ -30,6 +31,8 @@ import config as configuration
 import models
 import sampling
 from config import HERE, Config, ConfigError, Manifest
+from grammar import GrammarError, Grammars
+from masks import Compiled, GrammarThreads, Masks
 from metrics import Metrics
 from models.base import DeviceLost, ModelError, StaticBatchModel
 from models.fetch import fetch
@@ -68,6 +71,15 @@ class StepTimer:
         recent.append(seconds / max(1, prompt_tokens))
 
 
+class Sampled(NamedTuple):
+    """The results of a step's sampling."""
+
+    tokens: list[int | None]  # one a chunk
+    logits: np.ndarray | None  # that log-probabilities are computed from
+    complete: list[int]  # chunks whose grammar has ended their text
+    mask_s: float | None
+
+
 class Worker:
     """The loop around one model. `end` is where requests come from and outputs go to."""
 
@@ -80,6 +92,7 @@ class Worker:
         max_concurrent_requests: int,
         metrics: Metrics | None = None,
         web_processes: int = 0,  # how many to wait for before logging "Connected"
+        grammars: Grammars | None = None,  # None where the device samples
     ):
         self.model, self.end, self.scheduler = model, end, scheduler
         self.metrics = metrics or Metrics()
@@ -97,6 +110,7 @@ class Worker:
         self._finished: list[dict] = []  # log fields of requests that are over
         self._publishing = threading.Semaphore(MAX_UNPUBLISHED)
         self._timer = StepTimer()
+        self._grammars = GrammarThreads(grammars, model.vocab_size, end.interrupt) if grammars else None
         self._progress_at = 0.0  # when the device last finished a step, or was given one after being idle
         self._tokens_at = 0.0  # when running requests last gained a token
         end.refuses = self.refuses
@@ -145,10 +159,12 @@ class Worker:
 
     def receive(self) -> None:
         """Handles what arrived; waits for it when there is nothing else to do."""
-        if not self._requests:
+        has_nothing_to_run = not self.scheduler.busy and not self.scheduler.waiting
+        if has_nothing_to_run:
             self.flush_outputs()
             self._report()
-        for peer, message in self.end.receive(block=not self._requests and not self.draining and not self.stopping):
+        comes_something = bool(self._requests) or not self.draining
+        for peer, message in self.end.receive(block=has_nothing_to_run and comes_something and not self.stopping):
             if isinstance(message, SubmitRequests):
                 self._add(peer, message.generates)
             elif isinstance(message, Cancel):
@@ -158,6 +174,8 @@ class Worker:
                 self._cancel_all_of(peer)
             elif isinstance(message, Hello):
                 self._greet(message)
+            elif isinstance(message, Compiled) and message.id in self._requests:  # else it was cancelled meanwhile
+                self._take_grammar(self._requests[message.id], message)
         for request in [request for request in self._requests.values() if request.publish_failed]:
             self._end(request, "failed", "the next token could not be published")
 
@@ -170,6 +188,7 @@ class Worker:
         running = len(self.scheduler.running)
         self.flush_outputs()  # of the step before, while this one runs
         self._report(self._timer.limit_s(prompt_tokens))
+        masks = self._grammars and self._grammars.start([step.requests[i].matcher for i in step.samples])
         started_at = time.monotonic()
         try:
             output = self.model.forward(step.chunks)
@@ -183,9 +202,9 @@ class Worker:
             return
         ran_at = time.monotonic()
         self._timer.record(prompt_tokens, ran_at - started_at)
-        tokens, logits = self._sample(step, output)
+        tokens, logits, complete, mask_s = self._sample(step, output, masks)
         sampled_at = time.monotonic()
-        finish_reasons = self.scheduler.update(step, tokens)
+        finish_reasons = self.scheduler.update(step, tokens, complete)
         for request, reason in zip(step.requests, finish_reasons):
             if request.generated == 1:
                 request.prefilled_at = sampled_at
@@ -201,7 +220,7 @@ class Worker:
             self._tokens_at = self._progress_at
         times = started_at, ran_at, sampled_at, self._progress_at
         self._unpublished.append(
-            StepOutput(step, tokens, finish_reasons, logits, self._batch[1].maxima, *times, running, interval_s)
+            StepOutput(step, tokens, finish_reasons, logits, self._batch[1].maxima, *times, running, mask_s, interval_s)
         )
 
     def _begin(self, slot: int, request: ActiveRequest) -> None:
@@ -212,10 +231,10 @@ class Worker:
             sampled = parameters.top_k, parameters.top_p, parameters.temperature
             self.model.set_sampling(slot, *(greedy if parameters.seed is None else sampled))
 
-    def _sample(self, step: Step, output) -> tuple[list[int | None], np.ndarray | None]:
-        """One token a chunk (None where there is none), and the logits that log-probabilities are computed from."""
+    def _sample(self, step: Step, output, future: Future[Masks] | None) -> Sampled:
         tokens: list[int | None] = [None] * len(step.chunks)
         requests, logits = [step.requests[i] for i in step.samples], None
+        masks, complete = future.result() if future else Masks(None, {}, None), []
         try:
             if self.model.sampling == "device":
                 unknown = SamplingError("the device chose a token that does not exist")
@@ -226,19 +245,33 @@ class Worker:
                     self._batch = requests, SamplingBatch([request.sampler for request in requests])
                 last = last_rows(step)
                 rows = [last[i] for i in step.samples]
-                chosen = sampling.sample(rows_of(output, rows), self._batch[1]) if rows else []
+                chosen = sampling.sample(rows_of(output, rows), self._batch[1], masks.mask) if rows else []
         except Exception as error:
             logits, chosen = None, [error] * len(requests)
-        for i, request, token in zip(step.samples, requests, chosen):
+        for place, (i, request, token) in enumerate(zip(step.samples, requests, chosen)):
+            if request.matcher and not isinstance(token, Exception):
+                token = masks.errors.get(place) or self._consume(request, token, i, complete)
             if not isinstance(token, Exception):
                 tokens[i] = token
                 continue
             message = str(token)
-            if not isinstance(token, SamplingError):  # not to be shown to a client
+            if not isinstance(token, (SamplingError, GrammarError)):  # not to be shown to a client
                 logger.error("no token for request %s", request.generate.request_id, exc_info=token)
                 message = "the next token could not be sampled"
             self._end(request, "failed", message)
-        return tokens, logits
+        return Sampled(tokens, logits, complete, masks.seconds)
+
+    def _consume(self, request: ActiveRequest, token: int, index: int, complete: list[int]) -> int | GrammarError:
+        """Moves the request's matcher on; adds the chunk's index to `complete` if only the end may follow and is not wanted."""
+        try:
+            request.matcher.consume(token)
+        except GrammarError as error:
+            return error
+        if request.matcher.is_complete:
+            request.sampler.banned_for = 0  # of the tokens that end the text, which alone are left
+            if not request.generate.keep_eos:
+                complete.append(index)
+        return token
 
     def flush_outputs(self) -> None:
         """Hands the outputs of finished steps to the output thread; waits while that is MAX_UNPUBLISHED calls behind."""
@@ -302,7 +335,6 @@ class Worker:
             else:
                 try:
                     request = self._request(peer, generate, generates[0].id)
-                    self.scheduler.add(request)
                 except Exception:  # the web side has validated everything, but nothing that a client sends may end the loop
                     logger.exception("request %s cannot be run", generate.request_id)
                     self.end.send(peer, End(generate.id, "failed", "the request cannot be run"))
@@ -311,8 +343,24 @@ class Worker:
                         self._progress_at = time.monotonic()
                     self._requests[generate.id] = request
                     _log("request queued", request)
+                    self._queue(request)
                     continue
             self._release_admission()
+
+    def _queue(self, request: ActiveRequest) -> None:
+        """Adds the request to the scheduler; one with a grammar when that is compiled."""
+        if not request.generate.grammar:
+            self.scheduler.add(request)
+        elif compiled := self._grammars.compile(request.generate):
+            self._take_grammar(request, compiled)
+
+    def _take_grammar(self, request: ActiveRequest, compiled: Compiled) -> None:
+        self.metrics.series("grammar_compile_duration").observe(compiled.seconds)
+        if compiled.matcher is None:
+            self._end(request, "failed", compiled.error)
+        else:
+            request.matcher = compiled.matcher
+            self.scheduler.add(request)
 
     def _request(self, peer: bytes, generate: Generate, group: int) -> ActiveRequest:
         eos, prompt = self._eos_token_ids, generate.prompt
@@ -439,7 +487,8 @@ def boot(config: Config, end: WorkerEnd, metrics: Metrics) -> Worker:
         max_waiting_tokens=config.max_waiting_tokens,
     )
     eos = frozenset(eos_token_ids)
-    return Worker(model, end, eos, scheduler, config.max_concurrent_requests, metrics, config.web_concurrency)
+    grammars = Grammars.load(tokenizer_dir, model.vocab_size, eos_token_ids) if model.sampling == "host" else None
+    return Worker(model, end, eos, scheduler, config.max_concurrent_requests, metrics, config.web_concurrency, grammars)
 
 
 def check_tokenizer(config: Config, folder: Path) -> tuple[Path, list[int]]:

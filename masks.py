@@ -1,0 +1,77 @@
+"""The worker's side of grammars: compiled in one thread, before a request takes a slot; token masks computed in another, while
+the device runs the step whose logits they are for.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import NamedTuple
+
+import numpy as np
+
+from grammar import GrammarError, Grammars, Matcher
+from protocol import Generate
+
+logger = logging.getLogger("worker")
+
+
+class Compiled(NamedTuple):
+    """A request's grammar is compiled, or cannot be."""
+
+    id: int
+    matcher: Matcher | None
+    error: str
+    seconds: float
+
+
+class Masks(NamedTuple):
+    """Which tokens may follow in the rows of a step."""
+
+    mask: np.ndarray | None  # uint32 [rows, ceil(vocab / 32)] as in sampling.py: sample; None: any
+    errors: dict[int, GrammarError]  # by row, where there is none
+    seconds: float | None
+
+
+class GrammarThreads:
+    """`ready` is called with what `compile` could not return at once, on a thread of this class."""
+
+    def __init__(self, grammars: Grammars, vocab_size: int, ready: Callable[[Compiled], None]):
+        self._grammars, self._vocab_size, self._ready = grammars, vocab_size, ready
+        self._compiler = ThreadPoolExecutor(1, "worker-grammars")
+        self._filler = ThreadPoolExecutor(1, "worker-masks")
+
+    def compile(self, generate: Generate) -> Compiled | None:
+        """The matcher of a request whose grammar is known; None for one that is being compiled."""
+        if self._grammars.knows(generate.grammar):
+            return self._compile(generate)
+        self._compiler.submit(lambda: self._ready(self._compile(generate)))
+        return None
+
+    def _compile(self, generate: Generate) -> Compiled:
+        started_at, matcher, error = time.monotonic(), None, ""
+        try:
+            matcher = self._grammars.matcher(generate.grammar)
+        except GrammarError as reason:
+            error = f"the grammar {reason}"
+        except Exception:
+            logger.exception("the grammar of request %s cannot be compiled", generate.request_id)
+            error = "the grammar cannot be compiled"
+        return Compiled(generate.id, matcher, error, time.monotonic() - started_at)
+
+    def start(self, matchers: Sequence[Matcher | None]) -> Future[Masks] | None:
+        """Begins to compute the masks of a step's rows, None where any token may follow; nothing to do without matchers."""
+        return self._filler.submit(self._masks, matchers) if any(matchers) else None
+
+    def _masks(self, matchers: Sequence[Matcher | None]) -> Masks:
+        started_at, errors = time.monotonic(), {}
+        mask = np.full((len(matchers), -(-self._vocab_size // 32)), 0xFFFFFFFF, np.uint32)
+        for row, matcher in enumerate(matchers):
+            try:
+                if matcher:
+                    matcher.fill(mask[row].ctypes.data, mask[row].nbytes)
+            except GrammarError as error:
+                errors[row], mask[row] = error, 0xFFFFFFFF
+        return Masks(mask, errors, time.monotonic() - started_at)

@@ -1,0 +1,51 @@
+"""openai-agents with its default model class, which speaks the Responses API, and with the one for chat completions."""
+
+import asyncio
+
+import pytest
+from agents import Agent, ModelSettings, OpenAIProvider, RunConfig, Runner, function_tool
+from agents.items import ToolCallItem, ToolCallOutputItem
+from demo_server import QUESTION
+from weather import MODEL, City, Forecast
+
+SETTINGS = ModelSettings(temperature=0, max_tokens=200, parallel_tool_calls=False)
+
+
+@pytest.fixture(params=[True, False], ids=["responses", "chat"])
+def config(request, url):
+    provider = OpenAIProvider(base_url=f"{url}/v1", api_key="none", use_responses=request.param)
+    return RunConfig(model=MODEL, model_provider=provider, model_settings=SETTINGS, tracing_disabled=True)
+
+
+@function_tool
+def get_weather(city: City) -> str:
+    """Returns the weather in a city."""
+    return f"sunny in {city}"
+
+
+CALLER = Agent(name="caller", instructions="Be brief.", tools=[get_weather], model_settings=ModelSettings(tool_choice="required"))
+FORECASTER = Agent(name="forecaster", output_type=Forecast)
+
+
+def test_the_final_output_is_an_instance_of_the_model(config):
+    assert isinstance(Runner.run_sync(FORECASTER, QUESTION, run_config=config).final_output, Forecast)
+
+
+def test_a_tool_is_called_and_its_result_answered(config):
+    result = Runner.run_sync(CALLER, QUESTION, run_config=config, max_turns=3)
+    called, returned, *_ = result.new_items
+    assert isinstance(called, ToolCallItem)
+    assert isinstance(returned, ToolCallOutputItem)
+    assert returned.output.startswith("sunny in ")
+    assert result.final_output
+
+
+@pytest.mark.parametrize("agent", [CALLER, FORECASTER], ids=lambda agent: agent.name)
+def test_a_streamed_run_ends_as_a_whole_one_does(config, agent):
+    async def stream():
+        result = Runner.run_streamed(agent, QUESTION, run_config=config, max_turns=3)
+        kinds = [event.type async for event in result.stream_events()]
+        assert kinds.count("raw_response_event") > 10
+        return result.final_output
+
+    assert asyncio.run(stream()) == Runner.run_sync(agent, QUESTION, run_config=config, max_turns=3).final_output
