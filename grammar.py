@@ -75,6 +75,7 @@ def json_rule(schema: Any, whitespace: str | None = WHITESPACE) -> str:
             isinstance(each.get("format"), str) and each["format"] not in FORMATS
         ):  # an annotation for other programs, which need not be enforced
             del each["format"]
+    _close(schemas)
     schema["x-guidance"] = {"coerce_one_of": True, "whitespace_flexible": whitespace is not None}
     if whitespace is not None:
         _check_regex(whitespace)
@@ -149,7 +150,7 @@ def _check_numbers_and_patterns(schemas: list[dict[str, Any]]) -> None:
     """Limits what is intersected: the automata of several multiples or patterns are multiplied with each other."""
     multiple, combines = 1, any(not each.keys().isdisjoint(("allOf", "anyOf", "oneOf", "$ref")) for each in schemas)
     for each in schemas:
-        if isinstance(each.get("multipleOf"), (int, float)):
+        if type(each.get("multipleOf")) in (int, float):  # bool is an int to isinstance
             numerator = Fraction(str(each["multipleOf"])).numerator
             multiple = math.lcm(multiple, numerator) if combines else numerator
             if multiple > MAX_MULTIPLE:
@@ -161,6 +162,16 @@ def _check_numbers_and_patterns(schemas: list[dict[str, Any]]) -> None:
             inner = list(_schemas(each))
             inner = schemas if any("$ref" in part for part in inner) else inner
             _at_most(MAX_PATTERNS, sum(isinstance(part.get("pattern"), str) for part in inner), "patterns within an `allOf`")
+
+
+def _close(schemas: list[dict[str, Any]]) -> None:
+    """Allows no properties but those that are named, unless the schema says more about it: models go on inventing some."""
+    parts = [name for each in schemas if "properties" in each or "required" in each for name in each]
+    if not {"allOf", "anyOf", "oneOf", "$ref"}.intersection(parts) and not any("allOf" in each for each in schemas):
+        for each in schemas:
+            named, others = each.get("properties"), {"patternProperties", "unevaluatedProperties"}.intersection(each)
+            if isinstance(named, dict) and not others and named.keys() >= set(map(str, each.get("required") or ())):
+                each.setdefault("additionalProperties", False)
 
 
 class Grammars:

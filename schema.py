@@ -313,6 +313,125 @@ class Completion(OpenAIResponse):
     usage: Usage | None = None
 
 
+class TextConfig(Struct, omit_defaults=True):
+    """`text` of a Responses request; `format` is `response_format` of a chat, without the level `json_schema`."""
+
+    format: dict[str, Any] | None = None
+    verbosity: str | None = None
+
+
+class ToolChoice(Struct, omit_defaults=True):
+    """One function of `tools`, or with the type allowed_tools some of them and a `mode`."""
+
+    type: str
+    name: str | None = None
+    mode: str | None = None
+    tools: list[dict[str, Any]] | None = None
+
+
+class ResponsesFields(Struct, kw_only=True):
+    """What a Responses request may set and its response repeats; responses.py names those that are not supported."""
+
+    instructions: str | None = None
+    max_output_tokens: AtLeastOne | None = None
+    temperature: NotNegative | None = None
+    top_p: Share | None = None
+    top_logprobs: U32 | None = None
+    text: TextConfig | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: str | ToolChoice | None = None
+    parallel_tool_calls: bool | None = None
+    metadata: dict[str, str] | None = None
+    reasoning: dict[str, Any] | None = None
+    service_tier: str | None = None
+    user: str | None = None
+    truncation: str | None = None
+    store: bool | None = None
+    background: bool | None = None
+    previous_response_id: str | None = None
+    conversation: str | dict[str, Any] | None = None
+    prompt: dict[str, Any] | None = None
+    max_tool_calls: U32 | None = None
+
+
+class InputPart(Part):
+    """A part of an item's text: `input_text` or `output_text`."""
+
+
+class InputItem(Struct):
+    """A message (its type may be left out), `function_call`, `function_call_output`, or `reasoning`, which is ignored."""
+
+    type: str | None = None
+    role: str | None = None
+    content: str | list[InputPart] | None = None
+    call_id: str | None = None
+    name: str | None = None
+    arguments: str | None = None
+    output: str | list[InputPart] | None = None
+
+
+class ResponsesRequest(ResponsesFields, kw_only=True):
+    """Body of `POST /v1/responses`."""
+
+    input: str | list[InputItem]
+    model: str | None = None  # ignored: one model is served
+    stream: bool | None = None
+    include: list[str] | None = None
+
+
+class OutputText(Struct, tag="output_text"):
+    text: str = ""
+    annotations: list[Any] = []
+    logprobs: list[TokenLogprob] = []
+
+
+class ReasoningText(Struct, tag="reasoning_text"):
+    text: str = ""
+
+
+class OutputItem(Struct, kw_only=True):
+    id: str
+    status: str = "in_progress"
+
+
+class OutputMessage(OutputItem, tag="message"):
+    role: str = "assistant"
+    content: list[OutputText] = []
+
+
+class OutputReasoning(OutputItem, tag="reasoning"):
+    summary: list[Any] = []
+    content: list[ReasoningText] = []
+
+
+class FunctionCall(OutputItem, tag="function_call"):
+    call_id: str
+    name: str
+    arguments: str = ""
+
+
+class ResponsesUsage(Struct):
+    input_tokens: int
+    input_tokens_details: dict[str, int]
+    output_tokens: int
+    output_tokens_details: dict[str, int]
+    total_tokens: int
+
+
+class ResponsesResponse(ResponsesFields, kw_only=True):
+    """The body of a whole response; in a stream, the state of the response at its beginning and at its end."""
+
+    id: str
+    object: str
+    created_at: int
+    status: str
+    model: str
+    error: None = None  # a failed request has no response
+    incomplete_details: dict[str, str] | None = None
+    output: list[OutputMessage | OutputReasoning | FunctionCall] = []
+    usage: ResponsesUsage | None = None
+
+
 class ModelCard(Struct):
     id: str
     object: str

@@ -33,11 +33,27 @@ SYLLABLE_STARTS = [*"bcdfghklmnprstvz", "br", "ch", "dr", "gl", "pl", "st"]
 ROW_LENGTHS = [256, 256, 512, 1024]  # rows of several lengths: short ones start often, long ones reach far positions
 STEP_TOKENS = 2048
 
-# A closed answer ends with EOS; an assistant message that comes last stays open, so that it can be continued.
+# A closed answer ends with EOS; an assistant message that comes last stays open, so that it can be continued. Tools are
+# described and called as Hermes models do, with the results of calls in a turn of the user.
 CHAT_TEMPLATE = (
+    "{% if tools %}"
+    "<|system|>{% if messages[0]['role'] == 'system' %}{{ messages[0]['content'] }}\n\n{% endif %}"
+    "You may call these functions:\n<tools>\n{% for tool in tools %}{{ tool | tojson }}\n{% endfor %}</tools>\n"
+    'A call looks like this:\n<tool_call>\n{"name": "the name", "arguments": {}}\n</tool_call>'
+    "{% endif %}"
     "{% for message in messages %}"
+    "{% if message['role'] == 'tool' %}"
+    "{{ '<|user|>' if loop.first or messages[loop.index0 - 1]['role'] != 'tool' else '\n' }}"
+    "<tool_response>\n{{ message['content'] }}\n</tool_response>"
+    "{% elif not (tools and loop.first and message['role'] == 'system') %}"
     "<|{{ message['role'] }}|>{{ message['content'] }}"
+    "{% for call in message['tool_calls'] or [] %}"
+    "{{ '' if loop.first and not message['content'] else '\n' }}<tool_call>\n"
+    '{"name": {{ call["function"]["name"] | tojson }}, "arguments": {{ (call["function"]["arguments"] or {}) | tojson }}}'
+    "\n</tool_call>"
+    "{% endfor %}"
     "{% if message['role'] == 'assistant' and not loop.last %}<|endoftext|>{% endif %}"
+    "{% endif %}"
     "{% endfor %}"
     "{% if add_generation_prompt and messages[-1]['role'] != 'assistant' %}<|assistant|>{% endif %}"
 )

@@ -41,8 +41,8 @@ class Wire:
     def report(self, status):
         self.status = status
 
-    def interrupt(self):
-        pass
+    def interrupt(self, message=None):
+        self.arrivals += [(b"", message)] if message else []
 
 
 class Driven:
@@ -56,6 +56,7 @@ class Driven:
         waiting_served_ratio=0.0,
         max_waiting_tokens=20,
         web_processes=0,
+        grammars=None,
         **model,
     ):
         self.wire = Wire()
@@ -69,9 +70,8 @@ class Driven:
             waiting_served_ratio=waiting_served_ratio,
             max_waiting_tokens=max_waiting_tokens,
         )
-        self.worker = Worker(
-            self.model, self.wire, frozenset([EOS]), scheduler, max_concurrent_requests, web_processes=web_processes
-        )
+        more = {"web_processes": web_processes, "grammars": grammars}
+        self.worker = Worker(self.model, self.wire, frozenset([EOS]), scheduler, max_concurrent_requests, **more)
 
     def arrive(self, *messages, peer=b"web"):
         for message in messages:

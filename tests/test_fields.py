@@ -6,6 +6,7 @@ The cases are generated from the types in schema.py and the routes in openapi.py
 
 from __future__ import annotations
 
+import json
 import re
 import typing
 
@@ -25,6 +26,7 @@ from schema import (
     Parameters,
     Part,
     StreamOptions,
+    StructuredOutputs,
     VertexRequest,
 )
 
@@ -37,6 +39,7 @@ TEMPLATE = (
 EARLY_END = {"logit_bias": {str(EOS): 100}}
 RANDOM = {"seed": 1, "temperature": 5}
 REPEATING = {"logit_bias": {"5": 12}, "ignore_eos": True}
+ARRAY = {"type": "array", "items": {"enum": [1, 2]}, "minItems": 3}
 
 # For each field of each type: the other fields of both requests, and the value that the second request has.
 OPENAI_VALUES = {
@@ -57,6 +60,16 @@ OPENAI_VALUES = {
     "ignore_eos": (EARLY_END, True),
     "stream": ({}, True),
     "stream_options": ({"stream": True}, {"include_usage": True}),
+    "response_format": ({}, {"type": "json_object"}),
+    "structured_outputs": ({}, {"choice": ["ab"]}),
+    "guided_json": ({}, ARRAY),
+    "guided_regex": ({}, "ab"),
+    "guided_choice": ({}, ["ab"]),
+    "guided_whitespace_pattern": ({"guided_json": ARRAY}, "[ ]{9}"),
+    "guided_grammar": ({}, 'start: "ab"'),
+    "regex": ({}, "ab"),
+    "json_schema": ({}, json.dumps(ARRAY)),
+    "ebnf": ({}, 'root ::= "ab"'),
     "user": ({}, "someone"),
 }
 VALUES = {
@@ -93,7 +106,6 @@ VALUES = {
         "max_completion_tokens": ({}, 2),
         "logprobs": ({}, True),
         "top_logprobs": ({"logprobs": True}, 2),
-        "response_format": ({}, {"type": "json_object"}),
         "tools": ({}, [{"type": "function", "function": {"name": "f"}}]),
         "tool_choice": ({}, "required"),
         "functions": ({}, [{"name": "f"}]),
@@ -119,6 +131,16 @@ VALUES = {
         "tool_call_id": ({}, "x"),
     },
     Part: {"type": ({}, "image_url"), "text": ({}, "Ho")},
+    StructuredOutputs: {
+        "json": ({}, ARRAY),
+        "regex": ({}, "ab"),
+        "choice": ({}, ["ab"]),
+        "json_object": ({}, True),
+        "disable_any_whitespace": ({"json": ARRAY, "whitespace_pattern": "[ ]{9}"}, True),
+        "whitespace_pattern": ({"json": ARRAY}, "[ ]{9}"),
+        "grammar": ({}, 'start: "ab"'),
+        "structural_tag": ({}, "{}"),
+    },
     StreamOptions: {"include_usage": ({}, True), "continuous_usage_stats": ({"include_usage": True}, True)},
     CompletionRequest: OPENAI_VALUES
     | {
@@ -138,6 +160,7 @@ EXCEPTIONS = {
     **{("/generate_stream", "best_of"): "refused", ("/generate_stream", "decoder_input_details"): "refused"},
     **{("/vertex", name): "refused" for name in TEXT_ALONE},
 }
+REFUSED = {(Part, "type"), (StructuredOutputs, "grammar"), (StructuredOutputs, "structural_tag")}
 # The shortest request of each type, and where the fields of a type within it belong.
 BODIES = {
     GenerateRequest: {"inputs": "Hi", "parameters": {"max_new_tokens": 12}},
@@ -149,6 +172,7 @@ WITHIN = {
     Parameters: lambda fields: {"parameters": {"max_new_tokens": 12} | fields},
     Message: lambda fields: {"messages": [USER | fields]},
     Part: lambda fields: {"messages": [{"role": "user", "content": [{"type": "text", "text": "Hi"} | fields]}]},
+    StructuredOutputs: lambda fields: {"structured_outputs": fields or None},
     StreamOptions: lambda fields: {"stream": True, "stream_options": fields},
 }
 
@@ -237,7 +261,7 @@ def test_a_field_does_what_the_documents_say(served, path, body, kind, name):
     status, before = ask(served, path, without, name)
     assert status == 200, before
     status, after = ask(served, path, request_of(body, kind, fields | {name: value}), name)
-    if said == "refused" or (kind, name) == (Part, "type"):
+    if said == "refused" or (kind, name) in REFUSED:
         assert status == 422, after
         assert re.search(rf'`([\w.\[\]]+\.)?{name}`|"param":"{name}"', after[1])
     else:

@@ -87,7 +87,7 @@ LIMITS = [  # field, what is just right, what is just wrong, the detail
     ("best_of", [None], [2, 3], "`best_of` > 1 needs sampling: set `do_sample` or `temperature`"),
     ("watermark", [False], [True], "`watermark` is not supported"),
     ("adapter_id", [""], ["someone/adapter"], "`adapter_id` is not supported"),
-    ("grammar", [None, {}], [{"type": "regex", "value": "a+"}, {"type": "json"}], "`grammar` is not supported"),
+    ("grammar", [None, {}, {"type": "regex", "value": "a"}], [{"type": "json"}], "`grammar` of the type json needs `value`"),
 ]
 ACCEPTED = [(field, value) for field, right, _, _ in LIMITS for value in right]
 REFUSED = [(field, value, detail) for field, _, wrong, detail in LIMITS for value in wrong]
@@ -151,6 +151,7 @@ def test_of_several_wrong_fields_the_first_in_tgis_order_is_named(streaming):
         "top_n_tokens": (6, "`top_n_tokens`"),
         "inputs": ("", "`inputs`"),
         "truncate": (0, "`truncate`"),
+        "grammar": ({"type": "json"}, "`grammar`"),
     }
     for first, second in itertools.combinations(wrong, 2):
         body = {"inputs": "x", second: wrong[second][0], first: wrong[first][0]}
@@ -186,7 +187,7 @@ def test_unknown_fields_are_ignored():
 
 def test_what_is_asked_for_arrives():
     asked = job({"max_new_tokens": 7, "stop": ["a", "b"], "truncate": 9, "top_n_tokens": 3, "details": True})
-    assert asked == Job("Hello", Sampling(), max_new_tokens=7, stop=["a", "b"], truncate=9, top_n_tokens=3)
+    assert asked == Job("Hello", Sampling(), max_new_tokens=7, stop=["a", "b"], truncate=9, top_n_tokens=3, keep_eos=True)
 
 
 def test_best_of_draws_several_sequences_with_a_random_stream_each():
@@ -944,6 +945,9 @@ def test_a_field_that_would_change_the_text_of_another_route_is_refused_by_name(
         (schema.Parameters, "stop_sequences", "; use `stop`"),
         (ChatRequest, "max_new_tokens", "; use `max_completion_tokens`"),
         (CompletionRequest, "max_completion_tokens", "; use `max_tokens`"),
+        (GenerateRequest, "guided_json", "; use `grammar` in `parameters`"),
+        (schema.Parameters, "response_format", "; use `grammar`"),
+        (ChatRequest, "grammar", "; use `response_format`"),
     ],
 )
 def test_the_refusal_of_another_apis_field_names_what_to_use(kind, name, meant):
@@ -957,7 +961,6 @@ HARMLESS = (
     "metadata",
     "store",
     "service_tier",
-    "parallel_tool_calls",
     "request_id",
     "mode",
     "models",

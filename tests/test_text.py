@@ -800,6 +800,48 @@ def test_the_demo_model_is_asked_for_an_answer_and_continues_one():
     assert chat.render([{"role": "user", "content": "Hi"}, answer]) == "<|user|>Hi<|assistant|>Hello"
 
 
+@pytest.mark.parametrize("messages", CHATS.values(), ids=CHATS)
+def test_the_demo_model_reads_a_chat_without_tools_as_its_messages_alone(messages):
+    is_continued = messages[-1]["role"] == "assistant"
+    ends = ["<|endoftext|>" if m["role"] == "assistant" else "" for m in messages[:-1]] + [
+        "" if is_continued else "<|assistant|>"
+    ]
+    expected = "".join(f"<|{m['role']}|>{m['content']}{end}" for m, end in zip(messages, ends, strict=True))
+    assert ChatTemplate.load(DEMO_MODEL).render(messages) == expected
+
+
+def test_the_demo_model_reads_tools_their_calls_and_results_as_hermes_models_do():
+    def call(name, arguments):
+        return {"id": "call_1", "type": "function", "function": {"name": name, "arguments": arguments}}
+
+    chat = [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": "Where?"},
+        {"role": "assistant", "content": "", "tool_calls": [call("look_up", {"q": "é"}), call("look_up", "")]},
+        {"role": "tool", "content": "here", "tool_call_id": "call_1"},
+        {"role": "tool", "content": "there", "tool_call_id": "call_2"},
+        {"role": "assistant", "content": "Again.", "tool_calls": [call("look_up", {})]},
+        {"role": "tool", "content": "nowhere", "tool_call_id": "call_1"},
+    ]
+    described = (
+        "You may call these functions:\n<tools>\n"
+        '{"type": "function", "function": {"name": "look_up", "description": "Finds <é> & \'such\'", "parameters": {}}}'
+        '\n</tools>\nA call looks like this:\n<tool_call>\n{"name": "the name", "arguments": {}}\n</tool_call>'
+    )
+    turns = (
+        "<|user|>Where?<|assistant|>"
+        '<tool_call>\n{"name": "look_up", "arguments": {"q": "é"}}\n</tool_call>\n'
+        '<tool_call>\n{"name": "look_up", "arguments": {}}\n</tool_call><|endoftext|>'
+        "<|user|><tool_response>\nhere\n</tool_response>\n<tool_response>\nthere\n</tool_response>"
+        '<|assistant|>Again.\n<tool_call>\n{"name": "look_up", "arguments": {}}\n</tool_call><|endoftext|>'
+        "<|user|><tool_response>\nnowhere\n</tool_response><|assistant|>"
+    )
+    template = ChatTemplate.load(DEMO_MODEL)
+    assert template.render(chat, TOOLS) == f"<|system|>Be brief.\n\n{described}{turns}"
+    assert template.render(chat[1:], TOOLS) == f"<|system|>{described}{turns}"
+    assert template.render(chat) == f"<|system|>Be brief.{turns}"
+
+
 def test_an_answer_that_is_printed_twice_is_continued_at_the_second_place():
     chat = ChatTemplate("{{ messages[-1].content }} {{ add_generation_prompt }} {{ messages[-1].content }}!", {})
     assert chat.render([USER, {"role": "assistant", "content": "No"}]) == "No False No"

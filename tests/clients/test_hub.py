@@ -1,11 +1,13 @@
 """huggingface_hub's InferenceClient, in each of the three generations that are in use."""
 
 import asyncio
+import re
 
 import pytest
 from demo_server import ANSWER, ANSWER_TOKENS, CHAT, CHAT_ANSWER, CHAT_ANSWER_TOKENS, CHAT_TOKENS, QUESTION, QUESTION_TOKENS
 from huggingface_hub import AsyncInferenceClient, InferenceClient
 from huggingface_hub.errors import HfHubHTTPError, OverloadedError, ValidationError
+from weather import SCHEMA, TOOL, Forecast, GetWeather
 
 END = "<|endoftext|>"  # this client gives the special tokens of a stream too, as they come; TGI sends them as well
 SAMPLING = {"do_sample": True, "temperature": 1.5, "max_new_tokens": 12, "return_full_text": False}
@@ -163,6 +165,38 @@ def test_a_chat_ends_before_its_stop_text_and_after_max_tokens(chat_client):
     assert (stopped.message.content, stopped.finish_reason) == (CHAT_ANSWER[: CHAT_ANSWER.index(" neural")], "stop")
     cut = chat_client.chat_completion(CHAT, temperature=0, max_tokens=3)
     assert (cut.choices[0].finish_reason, cut.usage.completion_tokens) == ("length", 3)
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
+def test_a_text_has_the_form_of_its_grammar(client, stream):
+    def generate(kind, value):
+        asked = {"grammar": {"type": kind, "value": value}, "max_new_tokens": 200, "return_full_text": False}
+        return "".join(client.text_generation(QUESTION, stream=stream, **asked)).removesuffix(END)
+
+    Forecast.model_validate_json(generate("json", SCHEMA))
+    assert re.fullmatch("(rain|sun) [0-9]{2}", generate("regex", "(rain|sun) [0-9]{2}"))
+
+
+@pytest.mark.parametrize(
+    "form",
+    [{"type": "json_schema", "json_schema": {"name": "forecast", "schema": SCHEMA}}, {"type": "json_object", "value": SCHEMA}],
+    ids=lambda form: form["type"],
+)
+def test_a_chat_has_the_form_of_its_response_format(chat_client, form):
+    (choice,) = chat_client.chat_completion(CHAT, temperature=0, max_tokens=200, response_format=form).choices
+    assert choice.finish_reason == "stop"
+    Forecast.model_validate_json(choice.message.content)
+
+
+def test_a_tool_is_called_whole_or_streamed(chat_client):
+    asked = {"tools": [TOOL], "tool_choice": "GetWeather", "temperature": 0, "max_tokens": 200}
+    (call,) = chat_client.chat_completion(CHAT, **asked).choices[0].message.tool_calls
+    assert call.function.name == "GetWeather"
+    GetWeather.model_validate_json(call.function.arguments)
+    chunks = chat_client.chat_completion(CHAT, stream=True, **asked)
+    deltas = [delta for chunk in chunks for delta in chunk.choices[0].delta.tool_calls or []]
+    assert deltas[0].function.name == "GetWeather"
+    assert "".join(delta.function.arguments for delta in deltas) == call.function.arguments
 
 
 def test_a_wrong_parameter_of_a_chat_is_an_http_error_with_422(chat_client):

@@ -1,4 +1,4 @@
-"""instructor, in the modes that people use with servers like this one."""
+"""instructor, in its modes for OpenAI's API."""
 
 import instructor
 import openai

@@ -5,6 +5,7 @@ import asyncio
 import litellm
 import pytest
 from demo_server import ANSWER, ANSWER_TOKENS, CHAT, CHAT_ANSWER, CHAT_ANSWER_TOKENS, QUESTION
+from weather import TOOL, Forecast, GetWeather
 
 CHATS = [  # model, what api_base ends in
     ("openai/neuron-textgen/demo", "/v1"),
@@ -57,6 +58,21 @@ def test_a_wrong_value_is_an_error_with_the_words_of_the_server(chat):
     with pytest.raises((litellm.BadRequestError, litellm.APIError), match="`top_p` must be") as caught:
         litellm.completion(**chat, top_p=7, max_retries=0)
     assert caught.value.status_code in (400, 422)
+
+
+def test_an_answer_has_the_form_of_a_model(chat):
+    (choice,) = litellm.completion(response_format=Forecast, max_tokens=200, **chat).choices
+    assert choice.finish_reason == "stop"
+    Forecast.model_validate_json(choice.message.content)
+
+
+def test_a_tool_is_called_whole_or_streamed(chat):
+    forced = {"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "GetWeather"}}, "max_tokens": 200}
+    (call,) = litellm.completion(**chat, **forced).choices[0].message.tool_calls
+    assert call.function.name == "GetWeather"
+    GetWeather.model_validate_json(call.function.arguments)
+    whole = litellm.stream_chunk_builder(list(litellm.completion(stream=True, **chat, **forced)))
+    assert whole.choices[0].message.tool_calls[0].function.arguments == call.function.arguments
 
 
 def test_a_text_is_completed_whole_or_streamed(text):

@@ -23,7 +23,9 @@ def get_weather(city: City) -> str:
     return f"sunny in {city}"
 
 
-CALLER = Agent(name="caller", instructions="Be brief.", tools=[get_weather], model_settings=ModelSettings(tool_choice="required"))
+CALLER = Agent(
+    name="caller", instructions="Be brief.", tools=[get_weather], model_settings=ModelSettings(tool_choice="required")
+)
 FORECASTER = Agent(name="forecaster", output_type=Forecast)
 
 

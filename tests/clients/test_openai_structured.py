@@ -38,9 +38,11 @@ def test_a_stream_with_a_format_ends_with_the_parsed_instance(client):
 
 @pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "GetWeather"}}], ids=str)
 def test_parse_gives_the_arguments_of_a_forced_call(client, choice):
-    message = client.chat.completions.parse(
-        **ASK, tools=[STRICT_TOOL], tool_choice=choice, parallel_tool_calls=False
-    ).choices[0].message
+    message = (
+        client.chat.completions.parse(**ASK, tools=[STRICT_TOOL], tool_choice=choice, parallel_tool_calls=False)
+        .choices[0]
+        .message
+    )
     (call,) = message.tool_calls
     assert isinstance(call.function.parsed_arguments, GetWeather)
     assert not message.content

@@ -4,7 +4,7 @@ import pytest
 from demo_server import QUESTION
 from smolagents import OpenAIModel, ToolCallingAgent, tool
 from smolagents.models import agglomerate_stream_deltas
-from weather import MODEL, SCHEMA, Forecast, GetWeather
+from weather import MODEL, SCHEMA, Forecast
 
 MESSAGES = [{"role": "user", "content": [{"type": "text", "text": QUESTION}]}]
 # The agent's own prompts are longer than this model's context.

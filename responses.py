@@ -1,0 +1,295 @@
+"""OpenAI's Responses API without stored state: a request becomes a chat request, and the chat's text becomes output items.
+
+`chat_of` turns the input into messages and the other fields into those of a chat, so that validate.py and tools.py check them;
+`own_names` gives their errors the names that the fields have here. `ResponsesAnswer` writes the response, whole or as events.
+This layer knows neither Flask nor sockets.
+
+Source of the shapes and of the order of events: OpenAI's API reference (responses, streaming events).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import re
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import schema
+from answers import ChatAnswer, Sequence
+from errors import ApiError, invalid
+from schema import ChatRequest, FunctionCall, InputItem, InputPart, Message, OutputMessage, OutputReasoning, ResponsesRequest
+from text import Piece
+from tools import Arguments, CallBegin, Content, Part, Reasoning
+
+NOT_SUPPORTED = {
+    **dict.fromkeys(("store", "previous_response_id", "conversation"), "is not supported: this server stores no responses"),
+    **dict.fromkeys(("background", "prompt", "max_tool_calls"), "is not supported"),
+}
+# What each type of item needs. An item of the type reasoning is one of earlier output, which the model does not read again.
+NEEDED = {
+    "message": ("role", "content"),
+    "function_call": ("call_id", "name", "arguments"),
+    "function_call_output": ("call_id", "output"),
+    "reasoning": (),
+}
+# What a response says of fields that the request leaves out.
+DEFAULTS: dict[str, Any] = {
+    **dict.fromkeys(("store", "background"), False),
+    **dict.fromkeys(("temperature", "top_p"), 1.0),
+    "text": schema.TextConfig({"type": "text"}),
+    "tools": [],
+    "tool_choice": "auto",
+    "parallel_tool_calls": True,
+    "metadata": {},
+    "truncation": "disabled",
+    "top_logprobs": 0,
+}
+# How text is written: the type and the prefix of the ids of its item, and the type of its content.
+TEXTS = {Content: (OutputMessage, "msg", schema.OutputText), Reasoning: (OutputReasoning, "rs", schema.ReasoningText)}
+LOGPROBS = "message.output_text.logprobs"
+# From the names of a chat's fields to those of this API, in a `param` or in backticks.
+OWN_NAMES = {
+    r"(^|`)messages\b": r"\1input",
+    r"(^|`)(max_completion_tokens|max_tokens)\b": r"\1max_output_tokens",
+    r"(^|`)response_format(\.json_schema)?\b": r"\1text.format",
+    r"(^|`)(tools\[\d+\]|tool_choice)\.(function|allowed_tools)\b": r"\1\2",
+}
+
+
+def chat_of(request: ResponsesRequest) -> ChatRequest:
+    """The chat that a request asks for. Raises ApiError for what this server does not do, and for incomplete items."""
+    for name, why in NOT_SUPPORTED.items():
+        if getattr(request, name):
+            raise invalid(name, why)
+    if request.truncation not in (None, "disabled"):
+        raise invalid("truncation", f"must be disabled. Given: {request.truncation[:40]!r}")
+    return ChatRequest(
+        messages=_messages(request),
+        max_completion_tokens=request.max_output_tokens,
+        temperature=request.temperature,
+        top_p=request.top_p,
+        logprobs=bool(request.top_logprobs) or LOGPROBS in (request.include or []),
+        top_logprobs=request.top_logprobs,
+        response_format=_response_format(request.text and request.text.format),
+        tools=request.tools and [_function(f"tools[{i}]", tool) for i, tool in enumerate(request.tools)],
+        tool_choice=_tool_choice(request.tool_choice),
+        parallel_tool_calls=request.parallel_tool_calls,
+        stream=request.stream,
+    )
+
+
+@contextlib.contextmanager
+def own_names() -> Iterator[None]:
+    """Errors about the fields of a chat become errors about those of a Responses request."""
+    try:
+        yield
+    except ApiError as error:
+        for pattern, own in OWN_NAMES.items():
+            error.message = re.sub(pattern, own, error.message)
+            error.param = error.param and re.sub(pattern, own, error.param)
+        raise
+
+
+def _messages(request: ResponsesRequest) -> list[Message]:
+    items = request.input
+    if isinstance(items, str):
+        items = [InputItem(role="user", content=items)]
+    messages = [Message("system", request.instructions)] if request.instructions else []
+    for i, item in enumerate(items):
+        name, kind = f"input[{i}]", item.type or "message"
+        if kind == "item_reference":
+            raise invalid(f"{name}.type", "item_reference is not supported: items are not stored; send the item itself")
+        if kind not in NEEDED:
+            raise invalid(f"{name}.type", f"must be one of {', '.join(NEEDED)}. Given: {kind[:40]!r}")
+        for field in NEEDED[kind]:
+            if getattr(item, field) is None:
+                raise invalid(name, f"needs `{field}`")
+        if kind == "message":
+            role = "system" if item.role == "developer" else item.role  # chat templates know no developer
+            messages.append(Message(role, _text(f"{name}.content", item.content)))
+        elif kind == "function_call":
+            if not messages or messages[-1].role != "assistant":
+                messages.append(Message("assistant", tool_calls=[]))
+            function = {"name": item.name, "arguments": item.arguments}
+            call = {"id": item.call_id, "type": "function", "function": function}
+            messages[-1].tool_calls = [*(messages[-1].tool_calls or []), call]
+        elif kind == "function_call_output":
+            messages.append(Message("tool", _text(f"{name}.output", item.output), tool_call_id=item.call_id))
+    return messages
+
+
+def _text(name: str, content: str | list[InputPart]) -> str:
+    if isinstance(content, str):
+        return content
+    for i, part in enumerate(content):
+        if part.type not in ("input_text", "output_text") or part.text is None:
+            raise invalid(f"{name}[{i}]", f"must be `input_text` or `output_text` with a `text`. Given: {part.type[:40]!r}")
+    return "".join(part.text for part in content)
+
+
+def _response_format(given: dict[str, Any] | None) -> dict[str, Any] | None:
+    """`text.format` in a chat's form, which has a JSON schema one level deeper."""
+    if not given or given.get("type") != "json_schema":
+        return given
+    if given.get("schema") is None:
+        raise invalid("text.format", "of the type json_schema needs `schema`")
+    return {"type": "json_schema", "json_schema": given}
+
+
+def _tool_choice(given: str | schema.ToolChoice | None) -> str | dict[str, Any] | None:
+    if not isinstance(given, schema.ToolChoice):
+        return given
+    if given.type == "allowed_tools":
+        tools = [_function(f"tool_choice.tools[{i}]", tool) for i, tool in enumerate(given.tools or [])]
+        return {"type": given.type, given.type: {"mode": given.mode or "auto", "tools": tools}}
+    return _function("tool_choice", {"type": given.type, "name": given.name})
+
+
+def _function(name: str, tool: dict[str, Any]) -> dict[str, Any]:
+    """A function in a chat's form: what describes it is one level deeper."""
+    if tool.get("type") != "function":
+        kind = str(tool.get("type"))[:40]
+        raise invalid(f"{name}.type", f"must be function: this server has no tools of its own. Given: {kind!r}")
+    fields = ("name", "description", "parameters", "strict")
+    return {"type": "function", "function": {field: tool[field] for field in fields if tool.get(field) is not None}}
+
+
+class ResponsesAnswer(ChatAnswer):
+    """`/v1/responses`. The response is built item by item as the text grows, the same way for a stream and for a whole one."""
+
+    id_prefix = "resp"
+
+    def __init__(self, *args, request: ResponsesRequest, chat: ChatRequest):
+        super().__init__(*args, request=chat)
+        self._reader = self.reader()
+        self._events = 0
+        self._logprobs_read: list[schema.TokenLogprob] = []  # of text that has not been written yet
+        given = {name: getattr(request, name) for name in schema.ResponsesFields.__struct_fields__}
+        self._response = schema.ResponsesResponse(
+            **{name: DEFAULTS.get(name) if value is None else value for name, value in given.items()},
+            id="",
+            object="response",
+            created_at=int(time.time()),
+            status="in_progress",
+            model=self.info.model_name,
+        )
+
+    def identify(self, request_id: str) -> None:
+        super().identify(request_id)
+        self._response.id = f"{self.id_prefix}_{request_id}"
+
+    def whole(self, sequences: list[Sequence]) -> schema.ResponsesResponse:
+        for sequence in sequences:
+            for _ in self._read(sequence, sequence.pieces):
+                pass
+        return self._complete(sequences)
+
+    def events(self, sequence: Sequence, pieces: list[Piece]) -> bytes:
+        return b"".join(map(_encode, self._read(sequence, pieces)))  # one at a time: the next one changes what it holds
+
+    def closing(self, sequences: list[Sequence]) -> bytes:
+        response = self._complete(sequences)
+        return _encode(self._event(f"response.{response.status}", response=response))
+
+    def failure(self, error: ApiError) -> bytes:
+        """OpenAI's clients look for `error`, the documented fields are beside it."""
+        detail = json.loads(error.openai_json)["error"]
+        return _encode(self._event("error", **detail | {"type": "error"}, error=detail))
+
+    def _complete(self, sequences: list[Sequence]) -> schema.ResponsesResponse:
+        response, usage = self._response, self._usage(sequences)
+        is_cut = sequences[0].finish_reason == "length"
+        response.status = "incomplete" if is_cut else "completed"
+        response.incomplete_details = {"reason": "max_output_tokens"} if is_cut else None
+        response.usage = schema.ResponsesUsage(
+            usage.prompt_tokens,
+            {"cached_tokens": 0, "cache_write_tokens": 0},
+            usage.completion_tokens,
+            {"reasoning_tokens": 0},
+            usage.total_tokens,
+        )
+        return response
+
+    def _read(self, sequence: Sequence, pieces: list[Piece]) -> Iterator[dict[str, Any]]:
+        """The events that `pieces` add; each has to be used before the next one is made."""
+        if not self._events:
+            yield self._event("response.created", response=self._response)
+            yield self._event("response.in_progress", response=self._response)
+        for piece in pieces:
+            if self._wants_logprobs and not piece.special:
+                self._logprobs_read += self._logprobs([piece]).content
+            for part in self._reader.push(self.text_of(piece)):
+                yield from self._take(part)
+        if sequence.finish_reason is not None:
+            for part in self._reader.finish():
+                yield from self._take(part)
+            if not self._response.output:
+                yield from self._take(Content(""))  # clients expect a message
+            yield from self._end_item("incomplete" if sequence.finish_reason == "length" else "completed")
+
+    def _take(self, part: Part) -> Iterator[dict[str, Any]]:
+        item = self._response.output[-1] if self._response.output else None
+        logprobs, self._logprobs_read = self._logprobs_read, []
+        if isinstance(part, CallBegin):
+            yield from self._begin_item(FunctionCall(id=self._item_id("fc"), call_id=part.id, name=part.name))
+        elif isinstance(part, Arguments):
+            item.arguments += part.text
+            yield self._item_event("response.function_call_arguments.delta", delta=part.text)
+        else:
+            kind, prefix, content_kind = TEXTS[type(part)]
+            if not isinstance(item, kind):
+                item = kind(id=self._item_id(prefix))
+                yield from self._begin_item(item)
+                item.content.append(content_kind())
+                yield self._item_event("response.content_part.added", content_index=0, part=item.content[0])
+            content = item.content[0]
+            content.text += part.text
+            if isinstance(content, schema.OutputText):
+                content.logprobs += logprobs
+            yield self._text_event(content, "delta", logprobs, delta=part.text)
+
+    def _begin_item(self, item: schema.OutputItem) -> Iterator[dict[str, Any]]:
+        yield from self._end_item("completed")
+        self._response.output.append(item)
+        yield self._item_event("response.output_item.added", item=item)
+
+    def _end_item(self, status: str) -> Iterator[dict[str, Any]]:
+        if not self._response.output:
+            return
+        item = self._response.output[-1]
+        item.status = status
+        if isinstance(item, FunctionCall):
+            done = {"name": item.name, "arguments": item.arguments}
+            yield self._item_event("response.function_call_arguments.done", **done)
+        else:
+            content = item.content[0]
+            logprobs = content.logprobs if isinstance(content, schema.OutputText) else []
+            yield self._text_event(content, "done", logprobs, text=content.text)
+            yield self._item_event("response.content_part.done", content_index=0, part=content)
+        yield self._item_event("response.output_item.done", item=item)
+
+    def _text_event(
+        self, content: schema.OutputText | schema.ReasoningText, what: str, logprobs: list, **text: str
+    ) -> dict[str, Any]:
+        if isinstance(content, schema.OutputText):
+            return self._item_event(f"response.output_text.{what}", content_index=0, logprobs=logprobs, **text)
+        return self._item_event(f"response.reasoning_text.{what}", content_index=0, **text)
+
+    def _item_id(self, prefix: str) -> str:
+        return f"{prefix}_{self.request_id}_{len(self._response.output)}"
+
+    def _item_event(self, kind: str, **fields: Any) -> dict[str, Any]:
+        """An event of the newest item."""
+        output = self._response.output
+        name = {} if "item" in fields else {"item_id": output[-1].id}
+        return self._event(kind, output_index=len(output) - 1, **name, **fields)
+
+    def _event(self, kind: str, **fields: Any) -> dict[str, Any]:
+        self._events += 1
+        return {"type": kind, "sequence_number": self._events - 1} | fields
+
+
+def _encode(event: dict[str, Any]) -> bytes:
+    return f"event: {event['type']}\ndata: ".encode() + schema.encode(event) + b"\n\n"
