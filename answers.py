@@ -18,6 +18,7 @@ import schema
 from config import VERSION
 from errors import ApiError
 from protocol import ModelInfo, Prompt, Token
+from readers import CallBegin, Content, Part, Reader, Reasoning
 from schema import ChatRequest, CompletionRequest, Parameters
 from text import Piece, TextStream, Tokenizer
 from validate import Job
@@ -231,7 +232,6 @@ class OpenAIAnswer(Answer):
         options = options or schema.StreamOptions()
         self._usage_at_end = bool(options.include_usage)
         self._usage_always = bool(options.continuous_usage_stats) and self._usage_at_end
-        self._begun: set[Sequence] = set()  # those with events in the stream
         self._envelope = {
             "id": self.id_prefix,
             "object": self.kind,
@@ -279,34 +279,58 @@ class ChatAnswer(OpenAIAnswer):
 
     def __init__(self, *args, request: ChatRequest):
         super().__init__(*args, options=request.stream_options)
+        self._reading = self.jobs[0].reading
+        self._readers: dict[Sequence, Reader] = {}  # of those with events in the stream
         self._wants_logprobs = bool(request.logprobs)
         if self.streams:
             self._envelope["object"] = "chat.completion.chunk"
 
+    def reader(self) -> Reader:
+        """Reads the text of one sequence."""
+        return self._reading.reader()
+
+    def text_of(self, piece: Piece) -> str:
+        """What a piece adds to the text that a reader reads."""
+        return "" if piece.special and piece.text not in self._reading.markers else piece.text
+
     def whole(self, sequences: list[Sequence]) -> Struct:
-        choices = [
-            schema.ChatChoice(
-                index,
-                schema.ChatMessage("assistant", sequence.stream.text),
-                self._logprobs(sequence.pieces),
-                OPENAI_FINISH_REASONS[sequence.finish_reason],
-            )
-            for index, sequence in enumerate(sequences)
-        ]
+        choices = []
+        for index, sequence in enumerate(sequences):
+            read = self._reading.whole("".join(map(self.text_of, sequence.pieces)))
+            message = schema.ChatMessage("assistant", read.content)
+            if read.reasoning:
+                message.reasoning = message.reasoning_content = read.reasoning
+            if read.calls:
+                message.content = read.content or ("" if self._reading.calls.is_forced else None)
+                message.tool_calls = [
+                    schema.ToolCall(call.id, "function", schema.CalledFunction(call.name, call.arguments))
+                    for call in read.calls
+                ]
+            reason = self._finish_reason(sequence, bool(read.calls))
+            choices.append(schema.ChatChoice(index, message, self._logprobs(sequence.pieces), reason))
         return schema.ChatCompletion(**self._envelope, choices=choices, usage=self._usage(sequences))
 
     def events(self, sequence: Sequence, pieces: list[Piece]) -> bytes:
-        deltas = []
-        if sequence not in self._begun:
-            self._begun.add(sequence)
-            deltas.append((schema.Delta(role="assistant", content=""), None, None))
+        choices = []
+        if sequence not in self._readers:
+            self._readers[sequence] = self.reader()
+            choices.append((schema.Delta(role="assistant", content=""), None, None))
+        reader = self._readers[sequence]
         for piece in pieces:
-            text = "" if piece.special else piece.text
-            if text or self._wants_logprobs:
-                deltas.append((schema.Delta(content=text), self._logprobs([piece]), None))
+            deltas = [_delta(part) for part in reader.push(self.text_of(piece))]
+            if self._wants_logprobs and not deltas:
+                deltas = [schema.Delta(content="")]
+            for n, delta in enumerate(deltas):
+                choices.append((delta, None if n else self._logprobs([piece]), None))
         if sequence.finish_reason is not None:
-            deltas.append((schema.Delta(content=""), None, OPENAI_FINISH_REASONS[sequence.finish_reason]))
-        return b"".join(self._event(sequence, schema.ChunkChoice(sequence.index, *delta)) for delta in deltas)
+            choices += [(_delta(part), None, None) for part in reader.finish()]
+            last = schema.Delta() if reader.has_calls else schema.Delta(content="")  # which loops print, and not None
+            choices.append((last, None, self._finish_reason(sequence, reader.has_calls)))
+        return b"".join(self._event(sequence, schema.ChunkChoice(sequence.index, *choice)) for choice in choices)
+
+    def _finish_reason(self, sequence: Sequence, has_calls: bool) -> str:
+        reason = OPENAI_FINISH_REASONS[sequence.finish_reason]
+        return "tool_calls" if reason == "stop" and has_calls and not self._reading.calls.is_named else reason
 
     def _chunk(self, choices: list, usage: schema.Usage | None) -> bytes:
         return event(schema.encode(schema.ChatChunk(**self._envelope, choices=choices, usage=usage)))
@@ -331,6 +355,17 @@ class ChatAnswer(OpenAIAnswer):
         return schema.TopLogprob(text, rounded(logprob), self._bytes(token_id, text))
 
 
+def _delta(part: Part) -> schema.Delta:
+    if isinstance(part, Content):
+        return schema.Delta(content=part.text)
+    if isinstance(part, Reasoning):
+        return schema.Delta(reasoning=part.text, reasoning_content=part.text)
+    if isinstance(part, CallBegin):
+        begin = schema.FunctionDelta(part.name, "")
+        return schema.Delta(tool_calls=[schema.ToolCallDelta(part.index, begin, part.id, "function")])
+    return schema.Delta(tool_calls=[schema.ToolCallDelta(part.index, schema.FunctionDelta(arguments=part.text))])
+
+
 class CompletionAnswer(OpenAIAnswer):
     """`/v1/completions`. The choices of the first prompt come first; of `best_of` sequences the best `n` are returned."""
 
@@ -342,6 +377,7 @@ class CompletionAnswer(OpenAIAnswer):
         self._n = request.n or 1
         self._echoes = bool(request.echo)
         self._top_n = request.logprobs
+        self._begun: set[Sequence] = set()  # those with events in the stream
         self._sent: dict[Sequence, int] = {}  # characters of each stream that are out, for the offsets of log-probabilities
 
     def whole(self, sequences: list[Sequence]) -> Struct:

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import datetime
 import functools
+import hashlib
 import json
+import re
 import secrets
 import threading
 import time
@@ -38,7 +40,8 @@ class ChatTemplate:
     """
 
     def __init__(self, source: str, special_tokens: dict[str, str]):
-        self._source = source
+        self.source = source
+        self.for_tools = self  # the template for chats with tools; some models have one of its own
         self._special_tokens = special_tokens
 
     @classmethod
@@ -67,13 +70,18 @@ class ChatTemplate:
             token = token.get("content") if isinstance(token, dict) else token
             if name.endswith("_token") and isinstance(token, str):
                 special_tokens[name] = token
-        return cls(source, special_tokens)
+        template = cls(source, special_tokens)
+        if tool_use := _template_in(config, "tool_use"):
+            template.for_tools = cls(tool_use, special_tokens)
+        return template
 
     def render(self, messages: list[dict], tools: list[dict] | None = None) -> str:
         """The chat as the model reads it, up to where its answer begins.
 
         A last message of the assistant's is continued: the text ends right behind its content. Raises TemplateError.
         """
+        if "[TOOL_CALLS]" in self.source:
+            messages = [_with_short_ids(message) for message in messages]
         last = messages[-1] if messages else {}
         if last.get("role") != "assistant":
             return self._write(messages, tools, add_generation_prompt=True)
@@ -93,7 +101,7 @@ class ChatTemplate:
 
     @functools.cached_property
     def _template(self) -> jinja2.Template:
-        return _TemplateEnvironment().from_string(self._source)
+        return _TemplateEnvironment().from_string(self.source)
 
     def _write(self, messages: list[dict], tools: list[dict] | None, add_generation_prompt: bool) -> str:
         written, characters = [], 0
@@ -195,14 +203,28 @@ def _raise_exception(message: Any) -> None:
     raise TemplateError(str(message))
 
 
-def _template_in(config: dict[str, Any]) -> str | None:
-    """The one that is there, or of several with names the default one."""
+def _with_short_ids(message: dict[str, Any]) -> dict[str, Any]:
+    """The ids of calls as Mistral's templates require them: 9 letters and digits."""
+    short = {name: _short_id(message[name]) for name in ("tool_call_id",) if name in message}
+    if "tool_calls" in message:
+        calls = message["tool_calls"]
+        short["tool_calls"] = [call | {"id": _short_id(call["id"])} if "id" in call else call for call in calls]
+    return message | short
+
+
+def _short_id(given: Any) -> str:
+    return given if re.fullmatch("[A-Za-z0-9]{9}", str(given)) else hashlib.sha256(str(given).encode()).hexdigest()[:9]
+
+
+def _template_in(config: dict[str, Any], name: str = "default") -> str | None:
+    """Of several with names the one called `name`; the only one is the default."""
     template = config.get("chat_template")
     if isinstance(template, list):
         entries = [entry for entry in template if isinstance(entry, dict)]
-        chosen = [entry for entry in entries if entry.get("name") == "default"] or entries
-        template = chosen[0].get("template") if len(chosen) == 1 else None
-    return template if isinstance(template, str) else None
+        chosen = [entry for entry in entries if entry.get("name") == name]
+        chosen = chosen or (entries if name == "default" else [])
+        return chosen[0].get("template") if len(chosen) == 1 and isinstance(chosen[0].get("template"), str) else None
+    return template if isinstance(template, str) and name == "default" else None
 
 
 def _read_if_there(path: Path) -> str | None:

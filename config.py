@@ -4,8 +4,7 @@ Owns each setting's flag, variables, default, check and help text (the source of
 the settings of other servers, what a checkpoint's config.json says (`Manifest`), and logging. Knows no HTTP, no sockets and no
 torch.
 
-    python3 config.py [flags]       checks everything and prints the resolved configuration as JSON
-    python3 config.py --markdown    prints the tables of docs/settings.md
+    python3 config.py [flags]   checks everything and prints the resolved configuration as JSON
 """
 
 from __future__ import annotations
@@ -146,6 +145,12 @@ class Config:
         "Run the Python code that comes with the model. Only for models that you trust.")
     tokenizer_config_path: str | None = setting(None, "TOKENIZER_CONFIG_PATH",
         "File to read the chat template and the special tokens from.", parse=_file, shown="the model's tokenizer_config.json")
+    tool_parser: str | None = setting(None, "TOOL_PARSER", "Format in which the model writes tool calls: hermes, llama3_json, "
+        "mistral or pythonic; none leaves calls in the text.", shown="detected in the chat template",
+        parse=_one_of("hermes", "llama3_json", "mistral", "pythonic", "none"))
+    reasoning_parser: str | None = setting(None, "REASONING_PARSER", "think separates `<think>...</think>` from the content of "
+        "chats, as their `reasoning`. vLLM's deepseek_r1 and qwen3 mean the same.",
+        parse=_one_of("think", aliases={"deepseek_r1": "think", "qwen3": "think"}))
     device: str = setting("auto", "DEVICE", "auto, cpu, cuda or neuron; auto takes what the machine has.",
         parse=_one_of("auto", "cpu", "cuda", "neuron"))
     dtype: str = setting("auto", "DTYPE HF_AUTO_CAST_TYPE", "auto, float32, bfloat16 or float16. auto is the checkpoint's; "
@@ -416,25 +421,6 @@ def parse(argv: Sequence[str], environ: Mapping[str, str]) -> Config:
     return config
 
 
-def markdown_table() -> str:
-    """The settings, for docs/settings.md."""
-    rows = ["| flag | environment | default | meaning |", "|---|---|---|---|"]
-    for flag, entry in SETTINGS.items():
-        names = ", ".join(f"`{name}`" for name in entry.metadata["names"])
-        rows.append(f"| `{flag}` | {names} | {entry.metadata['shown']} | {entry.metadata['help']} |")
-    return "\n".join(rows)
-
-
-def other_names_table() -> str:
-    """The settings of other servers, for docs/settings.md."""
-    rows = ["| flags and variables | here |", "|---|---|"]
-    for effect, table in _OTHERS.items():
-        for names, text in table.items():
-            shown = ", ".join(f"`{name}`".replace("=", "` other than `") for name in names.split())
-            rows.append(f"| {shown} | {effect.replace('_', ' ')}: {text} |")
-    return "\n".join(rows)
-
-
 class _PlainFormatter(logging.Formatter):
     converter = time.gmtime
 
@@ -483,9 +469,6 @@ def die_with_parent() -> None:
 
 
 def main(argv: Sequence[str]) -> int:
-    if argv == ["--markdown"]:
-        print(markdown_table(), other_names_table(), sep="\n\n")
-        return 0
     try:
         config = parse(argv, os.environ)
     except ConfigError as error:

@@ -12,6 +12,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 import errors
+import responses
 import validate
 from answers import Answer, ChatAnswer, CompletionAnswer, InferAnswer, NativeAnswer, PredictionsAnswer
 from chat import ChatTemplate, TemplateError
@@ -19,16 +20,19 @@ from config import Config
 from engine_client import EngineClient
 from grammar import Grammars
 from protocol import ModelInfo
+from readers import THINK, Reading
 from schema import (
     ChatRequest,
     ChatTokenizeResponse,
     CompletionRequest,
     GenerateRequest,
     Parameters,
+    ResponsesRequest,
     SimpleToken,
     VertexRequest,
 )
 from text import Tokenizer, TooManyTokens
+from tools import after_thinking, tool_format, tool_use
 from validate import Job
 
 MAX_TOKENIZED = 500_000  # characters of a text for /tokenize, each of which may take 250 bytes
@@ -75,6 +79,12 @@ class Handlers:
         jobs = validate.check_completion(completion, self._config, self._engine.info)
         return CompletionAnswer(jobs, *self._parts(completion.stream), request=completion)
 
+    def responses(self, body: bytes) -> Answer:
+        request = validate.parse(body, ResponsesRequest)
+        chat = responses.chat_of(request)
+        job = responses.with_own_names(self._chat_job, chat)
+        return responses.ResponsesAnswer([job], *self._parts(chat.stream), request=request, chat=chat)
+
     def of_invocation(self, body: bytes) -> tuple[Callable[[bytes], Answer], bool]:
         """The handler for a body of `/invocations`, and whether it is one of OpenAI's."""
         handlers = {GenerateRequest: self.compat, ChatRequest: self.chat, CompletionRequest: self.completion}
@@ -116,12 +126,12 @@ class Handlers:
         return [SimpleToken(i, raw[start:stop].decode(errors="replace"), start, stop) for i, start, stop in spans]
 
     def chat_prompt(self, chat: ChatRequest) -> str:
-        """The text that the model's chat template makes of the messages."""
-        messages = validate.messages_of(chat.messages)
-        if self._engine.text.template is None:
+        """The text that the model's chat template makes of the messages and tools."""
+        messages, template = validate.messages_of(chat.messages), self._engine.text.template
+        if template is None:
             raise errors.template_failed("template not found")
         try:
-            return self._engine.text.template.render(messages)
+            return template.for_tools.render(messages, chat.tools) if chat.tools else template.render(messages)
         except TemplateError as error:
             raise errors.template_failed(str(error)) from None
 
@@ -133,8 +143,21 @@ class Handlers:
         return NativeAnswer([job], *self._parts(streams), parameters=parameters, in_list=in_list)
 
     def _chat_job(self, chat: ChatRequest) -> Job:
-        job = validate.check_chat(chat, self._config, self._engine.info)
-        return replace(job, prompt=self.chat_prompt(chat))
+        """The job of a chat, with the grammar of its format, its tools and its thinking together."""
+        job, text = validate.check_chat(chat, self._config, self._engine.info), self._engine.text
+        use = tool_use(chat, tool_format(text.template, text.tokenizer, self._config.tool_parser))
+        prompt, thinking = self.chat_prompt(chat), ""
+        if self._config.reasoning_parser:
+            thinking = "inside" if prompt.rstrip().endswith(THINK) else "before"
+        name, grammar = job.grammar_name, job.grammar
+        if use and grammar:
+            grammar = use.grammar_beside(name, grammar)
+        elif use:
+            name, grammar = "tool_choice" if use.is_forced else "tools", use.grammar
+        if grammar and thinking:
+            grammar = after_thinking(grammar, thinking, text.tokenizer.token_to_id)
+        job = validate.with_grammar(job, name, grammar, self._engine.info)
+        return replace(job, prompt=prompt, reading=Reading(use, thinking))
 
     def _parts(self, streams: bool | None = False) -> tuple[ModelInfo, Tokenizer, bool]:
         return self._engine.info, self._engine.text.tokenizer, bool(streams)

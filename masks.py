@@ -30,7 +30,7 @@ class Compiled(NamedTuple):
 class Masks(NamedTuple):
     """Which tokens may follow in the rows of a step."""
 
-    mask: np.ndarray | None  # uint32 [rows, ceil(vocab / 32)] as in sampling.py: sample; None: any
+    mask: np.ndarray  # uint32 [rows, ceil(vocab / 32)] as in sampling.py: sample
     errors: dict[int, GrammarError]  # by row, where there is none
     seconds: float | None
 

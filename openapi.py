@@ -14,7 +14,7 @@ import msgspec
 
 import schema
 from config import VERSION
-from schema import ChatRequest, CompletionRequest, GenerateRequest, VertexRequest
+from schema import ChatRequest, CompletionRequest, GenerateRequest, ResponsesRequest, VertexRequest
 
 
 @dataclass(frozen=True)
@@ -38,6 +38,7 @@ EXAMPLES = {
     GenerateRequest: {"inputs": QUESTION, "parameters": {"max_new_tokens": 20}},
     ChatRequest: {"messages": [{"role": "user", "content": QUESTION}], "max_tokens": 20},
     CompletionRequest: {"prompt": QUESTION, "max_tokens": 20},
+    ResponsesRequest: {"input": QUESTION, "max_output_tokens": 20},
     VertexRequest: {"instances": [{"inputs": QUESTION, "parameters": {"max_new_tokens": 20}}]},
 }
 NATIVE, CHAT, COMPLETION = (GenerateRequest,), (ChatRequest,), (CompletionRequest,)
@@ -54,6 +55,7 @@ ROUTES = (
     Route("POST", "/chat_tokenize", "The text and the tokens of a chat", CHAT, (schema.ChatTokenizeResponse,)),
     Route("POST", "/v1/chat/completions", "OpenAI's chat completions", CHAT, CHATTED, CHUNK),
     Route("POST", "/v1/completions", "OpenAI's completions", COMPLETION, COMPLETED, COMPLETED),
+    Route("POST", "/v1/responses", "OpenAI's responses", (ResponsesRequest,), (schema.ResponsesResponse,), (dict[str, Any],)),
     Route("GET", "/v1/models", "The served model, in a list", answers=(schema.ModelList,)),
     Route("GET", "/v1/models/{name}", "The served model", answers=(schema.ModelCard,), parameter=("path", "name")),
     Route(

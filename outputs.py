@@ -107,9 +107,12 @@ def logprobs_of(output: StepOutput) -> dict[int, tuple[float, list[tuple[int, fl
             followers = request.prompt[chunk.begin + 1 : end + 1]
             try:
                 logits = output.logits[rows[i] + 1 - len(chunk.tokens) : rows[i] + 1]
-                logprobs, top = sampling.prompt_logprobs(logits, followers, request.generate.top_n_tokens)
-                request.prompt_logprobs += logprobs
-                request.prompt_top += top
+                top_n = [request.generate.top_n_tokens] * len(followers)
+                for scored in sampling.logprobs(logits[: len(followers)], followers, top_n):
+                    if isinstance(scored, Exception):
+                        raise scored
+                    request.prompt_logprobs.append(scored[0])
+                    request.prompt_top.append(scored[1])
             except Exception as error:
                 found[i] = error
     return found

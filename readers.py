@@ -1,7 +1,7 @@
 """From the text of an answer to its parts, while the text grows: content, reasoning and calls of tools.
 
-A `Reader` reads one sequence. What is certain is returned at once; held back is only what may be the beginning of a marker or of
-a call. This layer knows no HTTP, no tokens and no grammars.
+A `Reader` reads one sequence. It holds back only what may be the beginning of a marker or of a call. This layer knows no HTTP,
+no tokens and no grammars.
 """
 
 from __future__ import annotations
@@ -11,16 +11,13 @@ import functools
 import json
 import re
 import secrets
-from collections.abc import Generator
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import msgspec
 
 from text import stop_begun
-
-if TYPE_CHECKING:
-    from tools import ToolUse
 
 MAX_HEADER = 1_000  # characters of a call before its arguments
 MARKERS = {
@@ -77,21 +74,51 @@ class Whole(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Reading:
-    """How the answers of a request are read. `thinking`: "" (not at all), "before" (a `<think>` may begin the answer) or "inside"
-    (the prompt ends with it)."""
+class ToolFormat:
+    """How the served model writes calls. `name`: a key of MARKERS, "none" (calls stay text) or "" (unknown)."""
 
-    use: ToolUse | None = None
+    name: str
+    token_id: Callable[[str], int | None] = lambda _text: None  # of a text that is one token
+    several: bool = True  # in one message
+    short_ids: bool = False  # of 9 letters and digits, which Mistral's templates require
+
+
+@dataclass(frozen=True)
+class Calls:
+    """The calls that an answer may have: of the tools `names`, with `several` more than one. `mode`: auto, required or named."""
+
+    format: ToolFormat
+    names: Sequence[str]
+    mode: str
+    several: bool
+
+    @property
+    def is_named(self) -> bool:
+        return self.mode == "named"
+
+    @property
+    def is_forced(self) -> bool:
+        return self.mode != "auto"
+
+
+@dataclass(frozen=True)
+class Reading:
+    """How the answers of a request are read.
+
+    `thinking`: "" (none), "before" (`<think>` may begin the answer) or "inside" (the prompt ends with it).
+    """
+
+    calls: Calls | None = None
     thinking: str = ""
 
     def reader(self) -> Reader:
-        return Reader(self.use, self.thinking)
+        return Reader(self.calls, self.thinking)
 
     @functools.cached_property
     def markers(self) -> frozenset[str]:
         """Texts that a reader must get even where they are special tokens."""
         thinks = (THINK, THINK_END) if self.thinking else ()
-        return frozenset((*MARKERS[self.use.format.name], *thinks) if self.use else thinks)
+        return frozenset((*MARKERS[self.calls.format.name], *thinks) if self.calls else thinks)
 
     def whole(self, text: str) -> Whole:
         """The parts of a complete text. When one of its calls cannot be read, all of it is content, but for the reasoning."""
@@ -113,8 +140,8 @@ class Reading:
 class Reader:
     """Reads one sequence. How its text is split over calls of `push` makes no difference to its parts."""
 
-    def __init__(self, use: ToolUse | None = None, thinking: str = ""):
-        self._use = use
+    def __init__(self, calls: Calls | None = None, thinking: str = ""):
+        self._calls = calls
         self._thinking = thinking
         self._buffer = ""  # text that is not read yet
         self._unsent = ""  # text that is read and in no part yet
@@ -145,10 +172,10 @@ class Reader:
     def _read(self) -> Generator[None, None, None]:
         if self._thinking:
             yield from self._think()
-        if self._use:
+        if self._calls:
             formats = {"hermes": self._hermes, "llama3_json": self._llama, "mistral": self._mistral, "pythonic": self._pythonic}
             try:
-                yield from formats[self._use.format.name]()
+                yield from formats[self._calls.format.name]()
                 if self._complete and not self._buffer:
                     self._unsent = ""  # blanks behind the last call
             except _NotACall:
@@ -207,6 +234,8 @@ class Reader:
         while self._buffer and (yield from self._skip(separator)):
             yield from self._python_call()
             separator = ","
+        if separator == "[":
+            raise _NotACall
         yield from self._skip("]")
         yield from self._skip(closing)
         self._unsent = ""
@@ -221,7 +250,9 @@ class Reader:
     def _json_call(self, marked: bool) -> Generator[None, None, None]:
         """A call as a JSON object. Its arguments are sent while they grow, unless their name comes before that of the tool."""
         yield from self._blanks()
-        while not (header := _HEADER.match(self._buffer)) and _HEADER_BEGUN.fullmatch(self._buffer[:MAX_HEADER]):
+        while not (header := _HEADER.match(self._buffer)):
+            if len(self._buffer) > MAX_HEADER or not _HEADER_BEGUN.fullmatch(self._buffer):
+                break
             yield from self._more()
         if header:
             head = self._take(header.end())
@@ -239,7 +270,7 @@ class Reader:
 
     def _python_call(self) -> Generator[None, None, None]:
         yield from self._blanks()
-        names = [f"{name}(" for name in self._use.names]
+        names = [f"{name}(" for name in self._calls.names]
         while not (name := next(filter(self._buffer.startswith, names), "")):
             if not any(name.startswith(self._buffer) for name in names):
                 raise _NotACall
@@ -251,16 +282,16 @@ class Reader:
         yield from self._end_call()
 
     def _begin(self, name: str) -> None:
-        if name not in self._use.names:
+        if name not in self._calls.names:
             raise _NotACall
-        call_id = secrets.token_hex(5)[:9] if self._use.format.short_ids else f"call_{secrets.token_hex(12)}"
+        call_id = secrets.token_hex(5)[:9] if self._calls.format.short_ids else f"call_{secrets.token_hex(12)}"
         self._parts.append(CallBegin(self._begun, call_id, name))
         self._begun += 1
         self._unsent = ""
 
     def _end_call(self) -> Generator[None, None, None]:
         self._complete += 1
-        while not self._use.several:  # the rest is dropped
+        while not self._calls.several:  # the rest is dropped
             self._buffer = ""
             if self._ended:
                 break
@@ -347,8 +378,8 @@ class _NotACall(Exception):
 
 class _Call(msgspec.Struct):
     name: str
-    arguments: msgspec.Raw | None = None
-    parameters: msgspec.Raw | None = None
+    arguments: msgspec.Raw = msgspec.Raw()  # msgspec takes no `Raw | None`
+    parameters: msgspec.Raw = msgspec.Raw()
 
 
 def _decoded(text: str) -> _Call:
@@ -386,8 +417,6 @@ _HEADER = re.compile(
     rf'\{{(?:{"".join(_TYPE)})?\s*"name"\s*:\s*"({_NAME}+)"\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{{)', re.ASCII
 )
 _HEADER_BEGUN = re.compile(
-    "|".join(
-        _begun([r"\{", *kind, *_NAMED, *key, *_VALUE]) for kind in ([], _TYPE) for key in ("arguments", "parameters")
-    ),
+    "|".join(_begun([r"\{", *kind, *_NAMED, *key, *_VALUE]) for kind in ([], _TYPE) for key in ("arguments", "parameters")),
     re.ASCII,
 )

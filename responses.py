@@ -1,27 +1,27 @@
 """OpenAI's Responses API without stored state: a request becomes a chat request, and the chat's text becomes output items.
 
-`chat_of` turns the input into messages and the other fields into those of a chat, so that validate.py and tools.py check them;
-`own_names` gives their errors the names that the fields have here. `ResponsesAnswer` writes the response, whole or as events.
-This layer knows neither Flask nor sockets.
+`chat_of` makes the chat request, whose fields validate.py and tools.py check; `with_own_names` gives their errors the names of
+the fields here. `ResponsesAnswer` writes the response, whole or as events. This layer knows neither Flask nor sockets.
 
 Source of the shapes and of the order of events: OpenAI's API reference (responses, streaming events).
 """
 
 from __future__ import annotations
 
-import contextlib
 import json
 import re
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import schema
 from answers import ChatAnswer, Sequence
 from errors import ApiError, invalid
+from readers import Arguments, CallBegin, Content, Part, Reading, Reasoning
 from schema import ChatRequest, FunctionCall, InputItem, InputPart, Message, OutputMessage, OutputReasoning, ResponsesRequest
 from text import Piece
-from tools import Arguments, CallBegin, Content, Part, Reasoning
+from validate import Job
 
 NOT_SUPPORTED = {
     **dict.fromkeys(("store", "previous_response_id", "conversation"), "is not supported: this server stores no responses"),
@@ -80,16 +80,22 @@ def chat_of(request: ResponsesRequest) -> ChatRequest:
     )
 
 
-@contextlib.contextmanager
-def own_names() -> Iterator[None]:
-    """Errors about the fields of a chat become errors about those of a Responses request."""
+def own_names(text: str) -> str:
+    """The name of a chat's field, or a message about it, with the names that the fields have in a Responses request."""
+    for pattern, own in OWN_NAMES.items():
+        text = re.sub(pattern, own, text)
+    return text
+
+
+def with_own_names(job_of: Callable[[ChatRequest], Job], chat: ChatRequest) -> Job:
+    """The job of a chat; it and the ApiErrors that it raises name the fields of a Responses request."""
     try:
-        yield
+        job = job_of(chat)
     except ApiError as error:
-        for pattern, own in OWN_NAMES.items():
-            error.message = re.sub(pattern, own, error.message)
-            error.param = error.param and re.sub(pattern, own, error.param)
+        error.message, error.param = own_names(error.message), error.param and own_names(error.param)
         raise
+    names = ("prompt_name", "limit_name", "grammar_name")
+    return replace(job, **{name: own_names(getattr(job, name)) for name in names})
 
 
 def _messages(request: ResponsesRequest) -> list[Message]:
@@ -164,7 +170,7 @@ class ResponsesAnswer(ChatAnswer):
     def __init__(self, *args, request: ResponsesRequest, chat: ChatRequest):
         super().__init__(*args, request=chat)
         self._reader = self.reader()
-        self._events = 0
+        self._events = self._reasoning_tokens = 0
         self._logprobs_read: list[schema.TokenLogprob] = []  # of text that has not been written yet
         given = {name: getattr(request, name) for name in schema.ResponsesFields.__struct_fields__}
         self._response = schema.ResponsesResponse(
@@ -181,9 +187,14 @@ class ResponsesAnswer(ChatAnswer):
         self._response.id = f"{self.id_prefix}_{request_id}"
 
     def whole(self, sequences: list[Sequence]) -> schema.ResponsesResponse:
-        for sequence in sequences:
-            for _ in self._read(sequence, sequence.pieces):
-                pass
+        (sequence,) = sequences
+        reader = self.reader()
+        reader.push("".join(map(self.text_of, sequence.pieces)))
+        reader.finish()
+        if reader.failed:  # then all of it is content, as in a chat
+            self._reader = Reading(None, self._reading.thinking).reader()
+        for _ in self._read(sequence, sequence.pieces):
+            pass
         return self._complete(sequences)
 
     def events(self, sequence: Sequence, pieces: list[Piece]) -> bytes:
@@ -207,7 +218,7 @@ class ResponsesAnswer(ChatAnswer):
             usage.prompt_tokens,
             {"cached_tokens": 0, "cache_write_tokens": 0},
             usage.completion_tokens,
-            {"reasoning_tokens": 0},
+            {"reasoning_tokens": self._reasoning_tokens},
             usage.total_tokens,
         )
         return response
@@ -222,58 +233,59 @@ class ResponsesAnswer(ChatAnswer):
                 self._logprobs_read += self._logprobs([piece]).content
             for part in self._reader.push(self.text_of(piece)):
                 yield from self._take(part)
+            self._reasoning_tokens += isinstance(self._newest, OutputReasoning)
         if sequence.finish_reason is not None:
             for part in self._reader.finish():
                 yield from self._take(part)
-            if not self._response.output:
+            if self._newest is None:
                 yield from self._take(Content(""))  # clients expect a message
-            yield from self._end_item("incomplete" if sequence.finish_reason == "length" else "completed")
+            yield from self._end_item(is_cut=sequence.finish_reason == "length")
+
+    @property
+    def _newest(self) -> OutputMessage | OutputReasoning | FunctionCall | None:
+        return self._response.output[-1] if self._response.output else None
 
     def _take(self, part: Part) -> Iterator[dict[str, Any]]:
-        item = self._response.output[-1] if self._response.output else None
         logprobs, self._logprobs_read = self._logprobs_read, []
         if isinstance(part, CallBegin):
             yield from self._begin_item(FunctionCall(id=self._item_id("fc"), call_id=part.id, name=part.name))
         elif isinstance(part, Arguments):
-            item.arguments += part.text
+            self._newest.arguments += part.text
             yield self._item_event("response.function_call_arguments.delta", delta=part.text)
         else:
             kind, prefix, content_kind = TEXTS[type(part)]
-            if not isinstance(item, kind):
-                item = kind(id=self._item_id(prefix))
-                yield from self._begin_item(item)
-                item.content.append(content_kind())
-                yield self._item_event("response.content_part.added", content_index=0, part=item.content[0])
-            content = item.content[0]
+            if not isinstance(self._newest, kind):
+                yield from self._begin_item(kind(id=self._item_id(prefix)))
+                self._newest.content.append(content_kind())
+                yield self._item_event("response.content_part.added", content_index=0, part=self._newest.content[0])
+            content = self._newest.content[0]
             content.text += part.text
             if isinstance(content, schema.OutputText):
                 content.logprobs += logprobs
-            yield self._text_event(content, "delta", logprobs, delta=part.text)
+            if part.text:
+                yield self._text_event("delta", logprobs, delta=part.text)
 
-    def _begin_item(self, item: schema.OutputItem) -> Iterator[dict[str, Any]]:
-        yield from self._end_item("completed")
+    def _begin_item(self, item: OutputMessage | OutputReasoning | FunctionCall) -> Iterator[dict[str, Any]]:
+        if self._newest:
+            yield from self._end_item()
         self._response.output.append(item)
         yield self._item_event("response.output_item.added", item=item)
 
-    def _end_item(self, status: str) -> Iterator[dict[str, Any]]:
-        if not self._response.output:
-            return
-        item = self._response.output[-1]
-        item.status = status
+    def _end_item(self, is_cut: bool = False) -> Iterator[dict[str, Any]]:
+        item = self._newest
+        is_broken = isinstance(item, FunctionCall) and self._reader.failed
+        item.status = "incomplete" if is_cut or is_broken else "completed"
         if isinstance(item, FunctionCall):
             done = {"name": item.name, "arguments": item.arguments}
             yield self._item_event("response.function_call_arguments.done", **done)
         else:
             content = item.content[0]
-            logprobs = content.logprobs if isinstance(content, schema.OutputText) else []
-            yield self._text_event(content, "done", logprobs, text=content.text)
+            yield self._text_event("done", getattr(content, "logprobs", []), text=content.text)
             yield self._item_event("response.content_part.done", content_index=0, part=content)
         yield self._item_event("response.output_item.done", item=item)
 
-    def _text_event(
-        self, content: schema.OutputText | schema.ReasoningText, what: str, logprobs: list, **text: str
-    ) -> dict[str, Any]:
-        if isinstance(content, schema.OutputText):
+    def _text_event(self, what: str, logprobs: list[schema.TokenLogprob], **text: str) -> dict[str, Any]:
+        if isinstance(self._newest, OutputMessage):
             return self._item_event(f"response.output_text.{what}", content_index=0, logprobs=logprobs, **text)
         return self._item_event(f"response.reasoning_text.{what}", content_index=0, **text)
 
@@ -282,9 +294,8 @@ class ResponsesAnswer(ChatAnswer):
 
     def _item_event(self, kind: str, **fields: Any) -> dict[str, Any]:
         """An event of the newest item."""
-        output = self._response.output
-        name = {} if "item" in fields else {"item_id": output[-1].id}
-        return self._event(kind, output_index=len(output) - 1, **name, **fields)
+        name = {} if "item" in fields else {"item_id": self._newest.id}
+        return self._event(kind, output_index=len(self._response.output) - 1, **name, **fields)
 
     def _event(self, kind: str, **fields: Any) -> dict[str, Any]:
         self._events += 1

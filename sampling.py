@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Sequence
-from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import numba
@@ -130,32 +129,34 @@ class Source(NamedTuple):
     adjacent: int  # rows adjacent in memory for each token: all in column-major order, else 1
     vocab: int
     groups: int  # of GROUP tokens
+    mask: np.ndarray  # uint32: the words of the mask in the memory order of the logits; empty: none
+    words: int  # of a row's mask
 
 
-def _source(logits: np.ndarray) -> Source:
+def _source(logits: np.ndarray, mask: np.ndarray = NO_MASK) -> Source:
     assert logits.dtype in (np.float32, np.uint16), "logits are float32, or bfloat16 as uint16"
     logits = logits if logits.flags.writeable else logits.copy()  # read-only arrays are another type for the compiler
     rows, vocab = logits.shape
     by_token = rows > 1 and logits.strides[0] < logits.strides[1]
     highest, nan_offset = INTEGERS[logits.dtype.itemsize]
     flat = (logits.T if by_token else logits).reshape(-1).view(highest.dtype)
-    return Source(flat, highest, nan_offset, rows, rows if by_token else 1, vocab, -(-vocab // GROUP))
+    words = (mask.T if by_token else mask).reshape(-1)
+    return Source(flat, highest, nan_offset, rows, rows if by_token else 1, vocab, -(-vocab // GROUP), words, mask.shape[1])
 
 
-def sample(logits: np.ndarray, batch: SamplingBatch, mask: np.ndarray | None = None) -> list[int | Exception]:
+def sample(logits: np.ndarray, batch: SamplingBatch, mask: np.ndarray = NO_MASK) -> list[int | Exception]:
     """The next token of each row; a row that fails yields its exception in its place.
 
     logits: float32 [rows, vocab], or uint16, the bit patterns of bfloat16; row-major or column-major; not changed.
     mask: uint32 [rows, ceil(vocab / 32)], a set bit allows the token; applied before temperature and filters.
     """
-    given, parameters, chosen, batch.maxima = _source(logits), batch.parameters, [None] * len(batch.rows), None
+    given, parameters, chosen, batch.maxima = _source(logits, mask), batch.parameters, [None] * len(batch.rows), None
     changed = {index for index, row in enumerate(batch.rows) if row.changes_logits}
-    changed |= set() if mask is None else set((mask != 0xFFFFFFFF).any(axis=1).nonzero()[0].tolist())
     kept = np.array([-1 if row in changed else row for row in range(given.rows)])
     parts = [(given, kept)] if len(changed) < given.rows else []  # with each row's index in the batch; -1: leave it out
     if changed:
         indices = np.array(sorted(changed))
-        scores = _copied(given, indices, NO_MASK if mask is None else mask[indices])
+        scores = _copied(given, indices)
         for place, row in enumerate(indices):
             try:
                 batch.rows[row].change(scores[place])
@@ -164,7 +165,7 @@ def sample(logits: np.ndarray, batch: SamplingBatch, mask: np.ndarray | None = N
         parts.append((_source(scores), indices))
     for source, indices in parts:
         maxima = _maxima(source)
-        batch.maxima = maxima if source is given else batch.maxima
+        batch.maxima = maxima if source is given and mask is NO_MASK else batch.maxima
         peaks = maxima.max(axis=1)
         tokens = _choose(source, maxima, peaks, indices, parameters)
         for place, (row, token) in enumerate(zip(indices.tolist(), tokens.tolist())):
@@ -174,7 +175,7 @@ def sample(logits: np.ndarray, batch: SamplingBatch, mask: np.ndarray | None = N
             if token == FAILED:
                 chosen[row] = SamplingError(IMPOSSIBLE if peaks[place] == -np.inf else NOT_A_NUMBER)
             elif token == WHOLE_ROW:
-                (scores,) = _copied(source, np.array([place]), NO_MASK)
+                (scores,) = _copied(source, np.array([place]))
                 chosen[row] = sample_whole_row(scores, batch.rows[row].parameters, parameters.draws[row])
     for row, token in zip(batch.rows, chosen):
         if not isinstance(token, Exception):
@@ -227,20 +228,10 @@ def logprobs(logits: np.ndarray, tokens: Sequence[int], top_n: Sequence[int], ma
     return found
 
 
-def prompt_logprobs(logits: np.ndarray, followers: Sequence[int], top_n: int) -> tuple[list[float], list[TopTokens]]:
-    """`logprobs` of prompt tokens. logits [n, vocab]: after n tokens; followers: the token after each. Raises SamplingError."""
-    found = logprobs(logits[: len(followers)], followers, [top_n] * len(followers))
-    if failed := [each for each in found if isinstance(each, Exception)]:
-        raise failed[0]
-    return [logprob for logprob, _top in found], [top for _logprob, top in found]
-
-
-def compile_loops(dtypes: Sequence[str]) -> None:
-    """Compiles the loops for logits of these types, "float32" or "bfloat16", or loads them from numba's cache."""
-    neutral = {"seed": 0, "temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "typical_p": 1.0}
-    neutral |= {"repetition_penalty": 1.0, "frequency_penalty": 0.0, "presence_penalty": 0.0}
-    biases = [(0, 1.0)], []  # of a row that is changed, and of one that is read where it is
-    batch = SamplingBatch([RowSampler(SimpleNamespace(**neutral, logit_bias=bias), [0]) for bias in biases])
+def compile_loops(dtypes: Sequence[str], neutral: Any) -> None:
+    """Compiles the loops for logits of these types, "float32" or "bfloat16", or loads them from numba's cache.
+    neutral: sampling parameters with which a row is read where it is; a row with a ban is changed."""
+    batch = SamplingBatch([RowSampler(neutral, [0]), RowSampler(neutral, [0], banned=[1], banned_for=1 << 40)])
     for dtype in {"float32", *dtypes}:  # logits that are changed are copied as float32
         logits = np.zeros((2, 1), np.float32 if dtype == "float32" else np.uint16)
         sample(logits, batch)
@@ -263,21 +254,38 @@ def _float32(bits):
 
 @_compiled
 def _score(source, row, token):
-    first = row * source.vocab if source.adjacent == 1 else row
+    """-inf for a token that the mask excludes."""
+    first, word = (row * source.vocab, row * source.words) if source.adjacent == 1 else (row, row)
+    if source.words > 0 and not (source.mask[word + token // 32 * source.adjacent] >> np.uint32(token % 32)) & np.uint32(1):
+        return -np.float32(np.inf)
     return _float32(source.flat[first + token * source.adjacent])
 
 
 @_compiled
-def _copied(source, rows, mask):
-    """Rows of the source, float32 [len(rows), vocab]; -inf for tokens that their mask excludes. NaN stays visible."""
+def _copied(source, rows):
+    """Rows of the source, float32 [len(rows), vocab]."""
     scores = np.empty((len(rows), source.vocab), np.float32)
     for begin in range(0, source.vocab, 32):
         for i in range(len(rows)):
-            allowed = mask[i, begin // 32] if len(mask) > 0 else np.uint32(0xFFFFFFFF)
             for token in range(begin, min(begin + 32, source.vocab)):
-                score = _score(source, rows[i], token)
-                scores[i, token] = score if (allowed >> (token - begin)) & 1 or not score < np.inf else -np.inf
+                scores[i, token] = _score(source, rows[i], token)
     return scores
+
+
+@_compiled
+def _allowed(source, row, start, part, masked):
+    """`part`, the LANES tokens from `start` on, with -inf for those that the mask excludes; empty if it excludes all."""
+    first, adjacent, integer = row * source.words + start // LANES, source.adjacent, type(source.highest)
+    words, any_allowed, all_allowed = source.mask[first : first + adjacent], np.uint32(0), np.uint32(0xFFFFFFFF)
+    for word in words:
+        any_allowed, all_allowed = any_allowed | word, all_allowed & word
+    if any_allowed == 0 or all_allowed == 0xFFFFFFFF:
+        return part if any_allowed else part[:0]
+    for lane in range(len(part) // adjacent):
+        for i in range(adjacent):
+            kept = integer(-np.int32((words[i] >> np.uint32(lane)) & np.uint32(1)))  # all bits or none
+            masked[lane * adjacent + i] = (part[lane * adjacent + i] & kept) | (~source.nan_offset & ~kept)
+    return masked[: len(part)]
 
 
 @_compiled
@@ -293,13 +301,14 @@ def _maxima(source):
     offset that brings NaNs of both signs to the top."""
     width, size, integer = LANES * source.adjacent, source.vocab * source.adjacent, type(source.highest)
     maxima = np.empty((source.rows, source.groups * LANES), np.float32)
-    best = np.empty(width, source.flat.dtype)
+    best, masked = np.empty(width, source.flat.dtype), np.empty(width, source.flat.dtype)
     for row in range(0, source.rows, source.adjacent):
         for group in range(source.groups):
             begin = group * STEPS * width
             best[:] = ~source.highest
             for start in range(begin, min(begin + STEPS * width, size), width):
                 part = source.flat[row * source.vocab + start : row * source.vocab + min(start + width, size)]
+                part = part if source.words == 0 else _allowed(source, row, start, part, masked)
                 for i in range(len(part)):
                     best[i] = max(best[i], integer(_flipped(part[i], source.highest) - source.nan_offset))
             for i in range(source.adjacent):
@@ -328,6 +337,7 @@ def _sums(source, peaks, scales):
     width, size = LANES * source.adjacent, source.vocab * source.adjacent
     sums = np.zeros((source.rows, source.groups))
     lanes, peak, scale = np.empty(width, np.float32), np.empty(width, np.float32), np.empty(width, np.float32)
+    masked = np.empty(width, source.flat.dtype)
     for row in range(0, source.rows, source.adjacent):
         for i in range(width):
             peak[i], scale[i] = peaks[row + i % source.adjacent], scales[row + i % source.adjacent]
@@ -336,6 +346,7 @@ def _sums(source, peaks, scales):
             lanes[:] = 0
             for start in range(begin, min(begin + STEPS * width, size), width):
                 part = source.flat[row * source.vocab + start : row * source.vocab + min(start + width, size)]
+                part = part if source.words == 0 else _allowed(source, row, start, part, masked)
                 for i in range(len(part)):
                     lanes[i] += _weight(_float32(part[i]), peak[i], scale[i])
             for i in range(source.adjacent):

@@ -250,9 +250,27 @@ class ChatLogprobs(Struct):
     content: list[TokenLogprob]
 
 
+class CalledFunction(Struct):
+    """`arguments` is JSON in a string."""
+
+    name: str
+    arguments: str
+
+
+class ToolCall(Struct):
+    id: str
+    type: str
+    function: CalledFunction
+
+
 class ChatMessage(Struct):
+    """`content` is null where there are calls only."""
+
     role: str
-    content: str
+    content: str | None
+    reasoning: str | UnsetType = UNSET  # vLLM's name
+    reasoning_content: str | UnsetType = UNSET  # SGLang's
+    tool_calls: list[ToolCall] | UnsetType = UNSET
 
 
 class ChatChoice(Struct):
@@ -275,9 +293,26 @@ class ChatCompletion(OpenAIResponse):
     usage: Usage
 
 
+class FunctionDelta(Struct):
+    name: str | UnsetType = UNSET
+    arguments: str = ""
+
+
+class ToolCallDelta(Struct, omit_defaults=True):
+    """The beginning of a call has all fields; the others have more of its `arguments`."""
+
+    index: int
+    function: FunctionDelta
+    id: str | None = None
+    type: str | None = None
+
+
 class Delta(Struct, omit_defaults=True):
     role: str | None = None
     content: str | None = None
+    reasoning: str | None = None
+    reasoning_content: str | None = None
+    tool_calls: list[ToolCallDelta] | None = None
 
 
 class ChunkChoice(Struct):

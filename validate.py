@@ -10,7 +10,7 @@ import contextlib
 import json
 import secrets
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 import msgspec
@@ -21,6 +21,7 @@ import formats
 from config import DEVICE_TOP_K, Config
 from errors import ApiError, invalid
 from protocol import ModelInfo, Sampling
+from readers import Reading
 from schema import (
     U64_MAX,
     ChatRequest,
@@ -29,12 +30,14 @@ from schema import (
     Message,
     OpenAIRequest,
     Parameters,
+    ResponsesRequest,
     SamplingFields,
     VertexRequest,
 )
 
 # Made while there is one thread: msgspec 0.22.0 crashes when several threads make it learn a type at the same time.
-_decoders = {kind: msgspec.json.Decoder(kind) for kind in (GenerateRequest, ChatRequest, CompletionRequest, VertexRequest)}
+_KINDS = (GenerateRequest, ChatRequest, CompletionRequest, ResponsesRequest, VertexRequest)
+_decoders = {kind: msgspec.json.Decoder(kind) for kind in _KINDS}
 _fields = msgspec.json.Decoder(dict[str, Raw])
 T = TypeVar("T", bound=Struct)
 # Fields of TGI, OpenAI and other servers that would change the output and are not supported, by the values that they may have.
@@ -60,7 +63,7 @@ CHANGES_TEXT = {"max_tokens", "max_completion_tokens", "min_tokens", "stop_seque
 CHANGES_TEXT |= {"presence_penalty", "echo", *Parameters.__struct_fields__} - {"details", "decoder_input_details"}
 FORMATS = ["grammar", "response_format", "structured_outputs", "guided_json", "guided_regex", "guided_choice"]
 CHANGES_TEXT |= {"tools", "tool_choice", "regex", "json_schema", *FORMATS}
-MOST_TOKENS = ["max_new_tokens", "max_completion_tokens", "max_tokens"]
+MOST_TOKENS = ["max_new_tokens", "max_output_tokens", "max_completion_tokens", "max_tokens"]
 SAME_MEANING = dict.fromkeys(MOST_TOKENS, MOST_TOKENS) | {"stop_sequences": ["stop"]} | dict.fromkeys(FORMATS, FORMATS)
 # Harmless fields of other servers that look like misspelt ones.
 NOT_MISSPELT = {"mode", "models"}
@@ -101,6 +104,7 @@ class Job:
     prompt_name: str = "inputs"
     limit_name: str = "max_new_tokens"
     is_openai: bool = False
+    reading: Reading = field(default_factory=Reading)
 
     @property
     def characters(self) -> int:

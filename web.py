@@ -162,6 +162,7 @@ def create_app(config: Config, engine: EngineClient) -> Flask:
     generates("/generate_stream", handlers.generate_stream)
     generates("/v1/chat/completions", handlers.chat, renders=True)
     generates("/v1/completions", handlers.completion)
+    generates("/v1/responses", handlers.responses, renders=True)
     generates("/vertex", handlers.vertex, renders=True)
 
     @app.post("/invocations")

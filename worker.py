@@ -38,7 +38,20 @@ from models.base import DeviceLost, ModelError, StaticBatchModel
 from models.fetch import fetch
 from models.tokenizer import tokenizer_folder
 from outputs import ActiveRequest, StepOutput, last_rows, messages_of, rows_of
-from protocol import Cancel, End, Generate, Hello, ModelInfo, PeerLost, RequestStats, Status, SubmitRequests, Tokens, WorkerEnd
+from protocol import (
+    Cancel,
+    End,
+    Generate,
+    Hello,
+    ModelInfo,
+    PeerLost,
+    RequestStats,
+    Sampling,
+    Status,
+    SubmitRequests,
+    Tokens,
+    WorkerEnd,
+)
 from sampling import RowSampler, SamplingBatch, SamplingError
 from scheduler import Request, Scheduler, Step
 
@@ -234,7 +247,7 @@ class Worker:
     def _sample(self, step: Step, output, future: Future[Masks] | None) -> Sampled:
         tokens: list[int | None] = [None] * len(step.chunks)
         requests, logits = [step.requests[i] for i in step.samples], None
-        masks, complete = future.result() if future else Masks(None, {}, None), []
+        masks, complete = future.result() if future else Masks(sampling.NO_MASK, {}, None), []
         try:
             if self.model.sampling == "device":
                 unknown = SamplingError("the device chose a token that does not exist")
@@ -438,7 +451,7 @@ def boot(config: Config, end: WorkerEnd, metrics: Metrics) -> Worker:
             config, device, fetch_weights, load = models.prepare(config, folder, manifest)
             metrics.set_limits(config.max_batch_size or 0, config.max_input_tokens, config.max_total_tokens)
         dtypes = ["float32", "bfloat16"] if device == "neuron" else ["float32"]
-        compiling = aside.submit(sampling.compile_loops, dtypes) if config.sampling != "device" else None
+        compiling = aside.submit(sampling.compile_loops, dtypes, Sampling()) if config.sampling != "device" else None
         tokenizer_check = aside.submit(check_tokenizer, config, folder)
         if not config.is_local:
             with boot_phase(end, metrics, "downloading", f"the weights of {config.model_name}"):

@@ -14,8 +14,9 @@ import sampling
 import web
 from config import Config
 from engine_client import EngineClient
+from grammar import Grammars
 from metrics import Metrics
-from protocol import ModelInfo, WorkerEnd
+from protocol import ModelInfo, Sampling, WorkerEnd
 from scheduler import Scheduler
 from worker import Worker
 
@@ -68,7 +69,8 @@ class Served:
         self.end = WorkerEnd(address, self.metrics.handle)
         scheduler = Scheduler(slots=slots, mixes=False, prefill_chunk=prefill_chunk)
         most = LIMITS["max_concurrent_requests"]
-        self.worker = Worker(self.model, self.end, frozenset([EOS]), scheduler, most, self.metrics)
+        grammars = Grammars.load(folder, VOCABULARY, [EOS])
+        self.worker = Worker(self.model, self.end, frozenset([EOS]), scheduler, most, self.metrics, grammars=grammars)
         self.seen = EngineClient(address, lambda info: handlers.ModelText.load(info, None))
         self.config = Config(**LIMITS | settings)
         self.client = web.create_app(self.config, self.seen).test_client()
@@ -78,7 +80,7 @@ class Served:
         self.thread = threading.Thread(target=self.worker.run, daemon=True)
 
     def get_ready(self):
-        sampling.compile_loops(["float32"])
+        sampling.compile_loops(["float32"], Sampling())
         self.end.announce(self.info)
         self.thread.start()
         wait_until(lambda: self.seen.phase == "ready")

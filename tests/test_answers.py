@@ -169,7 +169,7 @@ REFUSED_IN_CHAT = {
     "functions": [{"name": "f"}],
     "tool_choice": "required",
     "function_call": {"name": "f"},
-    "response_format": {"type": "json_object"},
+    "response_format": {"type": "json_schema"},
     "modalities": ["text", "audio"],
     "audio": {"voice": "x"},
     "web_search_options": {},

@@ -10,6 +10,7 @@ import subprocess
 import sys
 
 import pytest
+import settings_tables
 
 import config
 from config import DEFAULT_MAX_TOTAL_TOKENS, DEMO_MODEL, HERE, SETTINGS, Config, ConfigError, Manifest, parse
@@ -287,7 +288,7 @@ def test_a_setting_of_another_server_may_have_the_value_that_asks_for_nothing():
 
 def test_the_names_of_other_servers_are_no_settings_and_are_in_the_documents():
     ours = {name for flag, e in SETTINGS.items() for name in (flag, *e.metadata["flags"], *e.metadata["names"])}
-    table = config.other_names_table()
+    table = settings_tables.other_names()
     names = table.replace("|", "").replace("`", "").replace(",", "").split()
     assert {"--speculate", "TS_*", "SM_NUM_GPUS"} <= set(names)
     rows = [row.split(" | ")[0] for row in table.splitlines()[2:]]
@@ -498,15 +499,6 @@ def test_the_version_is_printed():
         assert (done.returncode, done.stderr, done.stdout) == (0, "", f"neuron-textgen {config.VERSION}\n")
     done = subprocess.run([HERE / "entrypoint.sh", "serve", "--version"], env=CLEAN, capture_output=True, text=True)
     assert (done.returncode, done.stdout) == (0, f"neuron-textgen {config.VERSION}\n")
-
-
-def test_the_tables_of_the_documents_are_printed():
-    done = run("--markdown")
-    assert (done.returncode, done.stderr) == (0, "")
-    assert done.stdout == f"{config.markdown_table()}\n\n{config.other_names_table()}\n"
-    rows = config.markdown_table().splitlines()
-    assert len(rows) == len(SETTINGS) + 2
-    assert all(row.count("|") == 5 for row in rows)
 
 
 # As a process

@@ -5,6 +5,7 @@ import re
 import struct
 
 import pytest
+import settings_tables
 
 import config
 import schema
@@ -82,6 +83,12 @@ def test_every_name_of_this_server_in_the_guide_exists():
                 assert name.removesuffix("_sum") in series, name
             elif re.fullmatch(r"[a-z_0-9]+", name):
                 assert name in FIELDS | words, name
+
+
+def test_the_table_of_settings_is_that_of_the_code():
+    table = settings_tables.settings()
+    assert table in (HERE / "docs" / "settings.md").read_text()
+    assert all(row.count("|") == 5 for row in table.splitlines())
 
 
 def test_the_readme_names_every_route_and_the_guide_no_other():

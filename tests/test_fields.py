@@ -22,20 +22,32 @@ from schema import (
     ChatRequest,
     CompletionRequest,
     GenerateRequest,
+    InputItem,
+    InputPart,
     Message,
     Parameters,
     Part,
+    ResponsesRequest,
     StreamOptions,
     StructuredOutputs,
+    TextConfig,
+    ToolChoice,
     VertexRequest,
 )
 
 USER = {"role": "user", "content": "Hi"}
 CALL = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
 TEMPLATE = (
+    "{# <|python_tag|> #}{% for tool in tools or [] %}{{ tool.function.name }}{% endfor %}"
     "{% for m in messages %}{{ m.role[0] }}:{{ m.content }}{{ m.name }}{{ m.tool_call_id }}"
-    "{% for call in m.tool_calls or [] %}{{ call.function.name }}{% endfor %};{% endfor %}a:"
+    "{% for c in m.tool_calls or [] %}{{ c.function.name }}{{ c.function.arguments.a }}{% endfor %};{% endfor %}a:"
 )
+TOOLS = [{"type": "function", "function": {"name": name, "parameters": {"additionalProperties": False}}} for name in "fg"]
+FUNCTIONS = [{"type": "function", **tool["function"]} for tool in TOOLS]  # as in a Responses request
+FUNCTION = {"type": "function", "name": "f"}
+CALLED = {"type": "function_call", "call_id": "1", "name": "f", "arguments": "{}"}
+RESULT = {"type": "function_call_output", "call_id": "1", "output": "x"}
+SEVERAL = {"tool_choice": "required", "logit_bias": {str(ord(";") - 32): 100}}  # the tokens are bytes
 EARLY_END = {"logit_bias": {str(EOS): 100}}
 RANDOM = {"seed": 1, "temperature": 5}
 REPEATING = {"logit_bias": {"5": 12}, "ignore_eos": True}
@@ -106,15 +118,15 @@ VALUES = {
         "max_completion_tokens": ({}, 2),
         "logprobs": ({}, True),
         "top_logprobs": ({"logprobs": True}, 2),
-        "tools": ({}, [{"type": "function", "function": {"name": "f"}}]),
-        "tool_choice": ({}, "required"),
+        "tools": ({}, TOOLS),
+        "tool_choice": ({"tools": TOOLS}, "required"),
+        "parallel_tool_calls": ({"tools": TOOLS, "max_tokens": 45} | SEVERAL, False),
         "functions": ({}, [{"name": "f"}]),
         "function_call": ({}, {"name": "f"}),
         "modalities": ({}, ["audio"]),
         "audio": ({}, {"voice": "x"}),
         "web_search_options": ({}, {}),
         "metadata": ({}, {"a": "b"}),
-        "parallel_tool_calls": ({}, False),
         "prediction": ({}, {"type": "content", "content": "x"}),
         "prompt_cache_key": ({}, "x"),
         "reasoning_effort": ({}, "low"),
@@ -151,22 +163,70 @@ VALUES = {
         "suffix": ({}, "end"),
     },
     VertexRequest: {"instances": ({}, [{"inputs": "Ho"}])},
+    ResponsesRequest: {
+        "input": ({}, "Ho"),
+        "instructions": ({}, "Be"),
+        "model": ({}, "gpt-x"),
+        "max_output_tokens": ({}, 2),
+        "temperature": ({}, 100),
+        "top_p": ({"temperature": 100}, 1e-9),
+        "top_logprobs": ({}, 2),
+        "text": ({}, {"format": {"type": "json_object"}}),
+        "tools": ({}, FUNCTIONS),
+        "tool_choice": ({"tools": FUNCTIONS}, "required"),
+        "parallel_tool_calls": ({"tools": FUNCTIONS, "tool_choice": "required", "max_output_tokens": 45}, False),
+        "stream": ({}, True),
+        "include": ({}, ["message.output_text.logprobs"]),
+        "store": ({}, True),
+        "previous_response_id": ({}, "resp_1"),
+        "conversation": ({}, "conv_1"),
+        "background": ({}, True),
+        "prompt": ({}, {"id": "x"}),
+        "max_tool_calls": ({}, 1),
+        "truncation": ({}, "auto"),
+        "metadata": ({}, {"a": "b"}),
+        "reasoning": ({}, {"effort": "low"}),
+        "service_tier": ({}, "auto"),
+        "user": ({}, "someone"),
+    },
+    TextConfig: {"format": ({}, {"type": "json_object"}), "verbosity": ({}, "low")},
+    ToolChoice: {
+        "type": ({"tools": FUNCTIONS}, "allowed_tools"),
+        "name": ({}, "g"),
+        "mode": ({"type": "allowed_tools", "tools": FUNCTIONS}, "required"),
+        "tools": ({"type": "allowed_tools", "mode": "required", "tools": FUNCTIONS[:1]}, FUNCTIONS[1:]),
+    },
+    InputItem: {
+        "type": (CALLED | RESULT, "function_call"),
+        "role": ({}, "system"),
+        "content": ({}, "Ho"),
+        "call_id": (RESULT, "2"),
+        "name": (CALLED, "g"),
+        "arguments": (CALLED, '{"a": 1}'),
+        "output": (RESULT, "y"),
+    },
+    InputPart: {"type": ({}, "input_image"), "text": ({}, "Ho")},
 }
 # The tables of docs/api.md, and the routes that differ from them: Vertex returns only texts.
 TABLES = {Parameters: "TGI's parameters", ChatRequest: "OpenAI's chat completions", CompletionRequest: "OpenAI's completions"}
+TABLES[ResponsesRequest] = "OpenAI's responses"
 TEXT_ALONE = ("details", "decoder_input_details", "top_n_tokens", "logprobs", "top_logprobs", "n", "stream")
 EXCEPTIONS = {
     **{("/generate", "stream"): "ignored", ("/generate_stream", "stream"): "ignored"},
     **{("/generate_stream", "best_of"): "refused", ("/generate_stream", "decoder_input_details"): "refused"},
     **{("/vertex", name): "refused" for name in TEXT_ALONE},
+    ("/v1/responses", "verbosity"): "ignored",
 }
-REFUSED = {(Part, "type"), (StructuredOutputs, "grammar"), (StructuredOutputs, "structural_tag")}
+# Fields that are refused, and what the error calls them.
+REFUSED = {(Part, "type"): "type", (InputPart, "type"): r"content\[0\]"}
+REFUSED |= {(StructuredOutputs, name): name for name in ("grammar", "structural_tag")}
 # The shortest request of each type, and where the fields of a type within it belong.
 BODIES = {
     GenerateRequest: {"inputs": "Hi", "parameters": {"max_new_tokens": 12}},
     ChatRequest: {"messages": [USER], "max_tokens": 12, "temperature": 0},
     CompletionRequest: {"prompt": "Hi", "max_tokens": 12, "temperature": 0},
     VertexRequest: {"instances": [{"inputs": "Hi"}]},
+    ResponsesRequest: {"input": "Hi", "max_output_tokens": 12, "temperature": 0},
 }
 WITHIN = {
     Parameters: lambda fields: {"parameters": {"max_new_tokens": 12} | fields},
@@ -174,6 +234,10 @@ WITHIN = {
     Part: lambda fields: {"messages": [{"role": "user", "content": [{"type": "text", "text": "Hi"} | fields]}]},
     StructuredOutputs: lambda fields: {"structured_outputs": fields or None},
     StreamOptions: lambda fields: {"stream": True, "stream_options": fields},
+    TextConfig: lambda fields: {"text": fields},
+    ToolChoice: lambda fields: {"max_output_tokens": 40, "tools": FUNCTIONS, "tool_choice": FUNCTION | fields},
+    InputItem: lambda fields: {"input": [USER | fields]},
+    InputPart: lambda fields: {"input": [{"role": "user", "content": [{"type": "input_text", "text": "Hi"} | fields]}]},
 }
 
 
@@ -207,7 +271,7 @@ CASES = [
     for route in openapi.ROUTES
     if route.bodies and "tokenize" not in route.path
     for body in (*route.bodies, *((GenerateRequest, ChatRequest) if route.path == "/vertex" else ()))
-    for kind in structs_in(body)
+    for kind in dict.fromkeys(structs_in(body))
     for name in names_of(kind)
     if not (route.path == "/vertex" and (kind is StreamOptions or name == "stream_options"))  # `stream` is refused there
 ]
@@ -222,7 +286,10 @@ def ask(served, path, body, name):
     if path == "/vertex" and "instances" not in body:
         body = {"instances": [body]}
     response = served.post(path, body)
-    text = re.sub(r'"(id|created)": ?("\w*-\w*"|\d+)', "", response.get_data(as_text=True))
+    text = response.get_data(as_text=True)
+    if path == "/v1/responses" and response.is_json and response.status_code == 200:
+        text = json.dumps(response.json["output"])  # all else of it repeats the request
+    text = re.sub(r'"(id|call_id|created)": ?("[\w-]*"|\d+)', "", text)
     is_random = name == "best_of" and response.status_code == 200
     return response.status_code, (response.headers.get("x-generated-tokens"), "" if is_random else text)
 
@@ -263,7 +330,8 @@ def test_a_field_does_what_the_documents_say(served, path, body, kind, name):
     status, after = ask(served, path, request_of(body, kind, fields | {name: value}), name)
     if said == "refused" or (kind, name) in REFUSED:
         assert status == 422, after
-        assert re.search(rf'`([\w.\[\]]+\.)?{name}`|"param":"{name}"', after[1])
+        named = REFUSED.get((kind, name), name)
+        assert re.search(rf'`([\w.\[\]]+\.)?{named}`|"param":"{named}"', after[1])
     else:
         assert status == 200, after
         assert (after == before) == (said == "ignored")
@@ -271,14 +339,16 @@ def test_a_field_does_what_the_documents_say(served, path, body, kind, name):
 
 @pytest.mark.parametrize("body", WHOLE)
 def test_what_the_documents_say_of_sampling_on_the_device_is_so(serve, body):
-    served = serve(sampling="device").get_ready()
+    served = serve(sampling="device")
+    (served.folder / "chat_template.jinja").write_text(TEMPLATE)
+    served.get_ready()
     kind = Parameters if body is GenerateRequest else body
     sampled = {"do_sample": True} if kind is Parameters else {"temperature": 1, "logprobs": None}
     honoured = {name for name, said in DOCUMENTED[kind].items() if said == "honoured"} - {"decoder_input_details"}
     refused = set()
     for name in honoured:
         value = {"top_k": 257, "stop": ["a"]}.get(name, VALUES[kind][name][1])
-        needed = {"logprobs": True} if name == "top_logprobs" else {}
+        needed = {"logprobs": True} if name == "top_logprobs" else {"tools": TOOLS} if name == "tool_choice" else {}
         status, (_, answer) = ask(served, WHOLE[body], request_of(body, kind, sampled | needed | {name: value}), name)
         assert status == 200 or (status == 422 and validate.NEEDS_HOST in answer), (name, answer)
         refused |= {name} if status == 422 else set()

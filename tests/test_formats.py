@@ -164,6 +164,29 @@ def test_a_device_that_samples_refuses_grammars(route, fields):
         asked_of(route, ON_DEVICE, **fields)
 
 
+NOT = {"not": {"type": "string"}}  # no mask can say this
+NATIVE = {"inputs": "Hi", "parameters": {"grammar": {"type": "json", "value": NOT}}}
+CHAT = {"messages": [{"role": "user", "content": "Hi"}], "response_format": {"type": "json_object", "schema": NOT}}
+COMPLETION = {"prompt": "Hi", "guided_json": NOT}
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "name"),
+    [
+        *((path, NATIVE, "grammar.value") for path in ("/generate", "/generate_stream", "/invocations")),
+        ("/", NATIVE | {"stream": True}, "grammar.value"),
+        *((path, CHAT | {"stream": True}, "response_format.schema") for path in ("/v1/chat/completions", "/invocations")),
+        *((path, COMPLETION | {"stream": True}, "guided_json") for path in ("/v1/completions", "/invocations")),
+        ("/vertex", {"instances": [NATIVE]}, "grammar.value"),
+        ("/vertex", {"instances": [CHAT]}, "response_format.schema"),
+    ],
+)
+def test_a_schema_that_cannot_be_enforced_is_refused_before_the_first_byte(served, path, body, name):
+    response = served.post(path, body)
+    assert response.status_code == 422
+    assert re.search(f"`{re.escape(name)}` .*keys: .*not", response.get_data(as_text=True))
+
+
 KEYWORDS = """$defs $ref additionalProperties allOf anyOf const definitions enum format items maxLength multipleOf not oneOf
 pattern patternProperties prefixItems properties required type x-guidance"""
 

@@ -42,7 +42,7 @@ from protocol import (
     Token,
     Tokens,
 )
-from schema import ChatRequest, CompletionRequest, Parameters
+from schema import ChatRequest, CompletionRequest, Parameters, ResponsesRequest
 from text import TextStream, Tokenizer, detokenizer_for
 
 IS_LONG = os.environ.get("HYPOTHESIS_PROFILE") == "long"
@@ -140,7 +140,10 @@ SWITCH = st.sampled_from(["true", "false", "null"])
 STOPS = array_of(SHORT, max_size=5)
 BIASES = object_of(st.sampled_from(['"0"', '"1"', '"256"', '"257"', '"-1"', '"1e3"', '"٣"', '""']), COUNT, max_size=3)
 CALLS = array_of(object_of(st.just('"function"'), object_of(st.just('"arguments"'), TEXTS, max_size=1), max_size=1), max_size=2)
-PARTS = array_of(body_of({"type": mostly(st.just('"text"'), TEXTS), "text": SHORT}, {"text": SHORT}), max_size=3)
+PARTS, INPUT_PARTS = (
+    array_of(body_of({"type": mostly(st.just(kind), TEXTS), "text": SHORT}, {"text": SHORT}), max_size=3)
+    for kind in ('"text"', '"input_text"')
+)
 ROLES = mostly(st.sampled_from(['"user"', '"assistant"', '"system"', '"forbidden"', '"tool"']), TEXTS)
 MESSAGE = body_of(
     {"role": ROLES, "content": st.one_of(SHORT, SHORT, PARTS)},
@@ -167,6 +170,12 @@ PROMPTS = st.one_of(SHORT, array_of(SHORT, max_size=3), IDS, array_of(IDS, max_s
 NATIVE_BODY = body_of({"inputs": SHORT, "parameters": PARAMETERS}, {"stream": SWITCH, "inputs": SHORT})
 CHAT_BODY = body_of({"messages": array_of(MESSAGE, max_size=3), "max_tokens": COUNT}, known_of(ChatRequest, **OPENAI))
 COMPLETION_BODY = body_of({"prompt": PROMPTS, "max_tokens": COUNT}, known_of(CompletionRequest, prompt=PROMPTS, **OPENAI))
+ITEM = body_of(
+    {"role": ROLES, "content": st.one_of(SHORT, INPUT_PARTS)},
+    {"type": st.sampled_from(['"message"', '"function_call"', '"function_call_output"', '"reasoning"']) | TEXTS}
+    | dict.fromkeys(("call_id", "name", "arguments", "output"), SHORT),
+)
+RESPONSES_BODY = body_of({"input": SHORT | array_of(ITEM, max_size=3), "max_output_tokens": COUNT}, known_of(ResponsesRequest))
 VERTEX_BODY = body_of({"instances": array_of(NATIVE_BODY | CHAT_BODY, max_size=3)}, {})
 BODIES = {
     "/": NATIVE_BODY,
@@ -177,6 +186,7 @@ BODIES = {
     "/chat_tokenize": CHAT_BODY,
     "/v1/chat/completions": CHAT_BODY,
     "/v1/completions": COMPLETION_BODY,
+    "/v1/responses": RESPONSES_BODY,
     "/invocations": NATIVE_BODY | CHAT_BODY | COMPLETION_BODY,
     "/vertex": VERTEX_BODY,
 }
@@ -224,6 +234,8 @@ def assert_answered(response, route):
     body = response.get_data()
     if response.status_code == 200 and response.mimetype == "text/event-stream":
         events = [event for event in body.decode().split("\n\n") if event != ":"]  # a comment, where a token was long in coming
+        if route == "/v1/responses":
+            events = [event.partition("\n")[2] for event in events]  # behind the name of the event
         assert events.pop() == "" and all(event.startswith("data: ") for event in events)
         if events[-1] == "data: [DONE]":
             events.pop()

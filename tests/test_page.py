@@ -95,6 +95,30 @@ def test_an_answer_can_be_stopped(page, server):
     server.wait_idle()
 
 
+def test_an_answer_has_the_form_of_the_schema_that_is_given(page):
+    schema = {"type": "object", "properties": {"city": {"enum": ["Tartu", "Pärnu"]}}, "required": ["city"]}
+    page.ask("Which city?", schema=json.dumps(schema, ensure_ascii=False), temperature=0)
+    page.wait_for(".figures")
+    wait_until(page.is_done, "the end")
+    assert json.loads(page.find("article.assistant div")[0].text)["city"] in ("Tartu", "Pärnu")
+
+
+@pytest.mark.parametrize(
+    ("given", "problem"), [('{"type": "object"', "The schema is not valid JSON: "), ("[1]", "A JSON schema is an object: {…}")]
+)
+def test_a_schema_that_is_none_is_described_and_nothing_is_sent(page, given, problem):
+    page.ask("Which city?", schema=given)
+    (described,) = page.find("#schema-error")
+    assert described.is_displayed() and described.text.startswith(problem)
+    (field,) = page.find("#schema")
+    assert page.browser.switch_to.active_element == field
+    assert (field.get_attribute("aria-invalid"), field.get_attribute("aria-describedby")) == ("true", "schema-error")
+    assert page.find("article") == [] and page.find("#prompt")[0].get_property("value") == "Which city?"
+    page.type("schema", " ")
+    page.type("prompt", "")
+    assert not described.is_displayed()
+
+
 def test_errors_of_the_server_are_shown_in_its_words(page):
     page.ask("Hi", max_tokens=100_000)
     assert "maximum context length" in page.wait_for("article.error div").text

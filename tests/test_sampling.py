@@ -21,12 +21,12 @@ import sampling
 from config import HERE
 from protocol import Sampling
 from sampling import (
+    NO_MASK,
     RowSampler,
     SamplingBatch,
     SamplingError,
     filtered_weights,
     logprobs,
-    prompt_logprobs,
     sample,
     sample_whole_row,
 )
@@ -49,7 +49,7 @@ def sampler_after(parameters: Sampling, prompt=(0,), generated=()) -> RowSampler
     return sampler
 
 
-def tokens_of(logits: np.ndarray, samplers: list[RowSampler], mask=None) -> list[int]:
+def tokens_of(logits: np.ndarray, samplers: list[RowSampler], mask=NO_MASK) -> list[int]:
     tokens = sample(logits, SamplingBatch(samplers), mask)
     for token in tokens:
         if isinstance(token, Exception):
@@ -57,7 +57,7 @@ def tokens_of(logits: np.ndarray, samplers: list[RowSampler], mask=None) -> list
     return tokens
 
 
-def steps(logits, sampler: RowSampler, count: int, mask=None) -> list[int]:
+def steps(logits, sampler: RowSampler, count: int, mask=NO_MASK) -> list[int]:
     return [tokens_of(rows_of(logits), [sampler], mask)[0] for _ in range(count)]
 
 
@@ -279,13 +279,13 @@ def test_a_row_without_a_possible_token_fails_alone(seed):
 def test_a_row_that_is_not_a_number_fails_alone(parameters, value, as_laid_out):
     logits = np.repeat(LOGITS[None], 3, axis=0)
     logits[1, 4] = value
-    for mask in (None, np.full((3, 1), 0xFEF, np.uint32)):  # excludes token 4
-        first, failed, last = sample(as_laid_out(logits), SamplingBatch([RowSampler(Sampling(**parameters), [0])] * 3), mask)
-        assert isinstance(failed, SamplingError) and "not a number" in str(failed)
-        assert isinstance(first, int) and isinstance(last, int)
+    batch = SamplingBatch([RowSampler(Sampling(**parameters), [0])] * 3)
+    first, failed, last = sample(as_laid_out(logits), batch)
+    assert isinstance(failed, SamplingError) and "not a number" in str(failed)
+    assert isinstance(first, int) and isinstance(last, int)
+    without_it = np.full((3, 1), 0xFEF, np.uint32)
+    assert all(isinstance(token, int) for token in sample(as_laid_out(logits), batch, without_it))
     assert isinstance(logprobs(as_laid_out(logits), [0] * 3, [1] * 3)[1], SamplingError)
-    with pytest.raises(SamplingError, match="not a number"):
-        prompt_logprobs(as_laid_out(logits), [1, 2], 0)
 
 
 def test_an_exception_in_one_row_is_that_rows_result():
@@ -322,10 +322,10 @@ def test_a_mask_of_ones_changes_nothing_and_each_row_has_its_own(vocab):
     def chosen(mask):
         return tokens_of(column_major(logits), [RowSampler(kind, [1]) for kind in kinds], mask)
 
-    assert chosen(ones) == chosen(None)
+    assert chosen(ones) == chosen(NO_MASK)
     second = ones.copy()
     second[1] = mask_of(1, vocab, [[7]])[0]
-    assert chosen(second) == [chosen(None)[0], 7, *chosen(None)[2:]]
+    assert chosen(second) == [chosen(NO_MASK)[0], 7, *chosen(NO_MASK)[2:]]
 
 
 SHAPES = ("normal", "plateaus", "two values", "equal", "ranks", "rising", "impossible")
@@ -570,14 +570,11 @@ def test_log_probabilities_of_a_prompt_do_not_depend_on_its_chunks(as_laid_out):
     logits = rounded(large_rows("normal", 6, 5025))
     prompt, whole = [1, 2, 3, 4, 5, 6], logprobs(logits[:5], [2, 3, 4, 5, 6], [4] * 5)
     for size in (1, 2, 6):
-        found, top = [], []
-        for begin in range(0, 6, size):
+        found = []
+        for begin in range(0, 5, size):
             followers = prompt[begin + 1 : begin + size + 1]
-            chunk = prompt_logprobs(as_laid_out(logits[begin : begin + size]), followers, 4)
-            found, top = found + chunk[0], top + chunk[1]
-        assert list(zip(found, top)) == whole
-    assert prompt_logprobs(logits[:1], [], 4) == ([], [])
-    assert prompt_logprobs(logits[:2], [1, 2], 0)[1] == [[], []]
+            found += logprobs(as_laid_out(logits[begin : begin + len(followers)]), followers, [4] * len(followers))
+        assert found == whole
 
 
 def test_other_dtypes_are_not_read_as_if_they_were_logits():
@@ -596,7 +593,7 @@ from sampling import *
 def compiled():
     return {name: len(loop.signatures) for name, loop in vars(sampling).items() if hasattr(loop, "signatures")}
 
-sampling.compile_loops(["float32", "bfloat16"])
+sampling.compile_loops(["float32", "bfloat16"], Sampling())
 before = compiled()
 filters = {}, {"top_k": 20}, {"top_p": 0.9}, {"min_p": 0.2}, {"typical_p": 0.5}, {"top_k": 700}, {"repetition_penalty": 2.0}
 for vocab in 40, 4096:
@@ -606,7 +603,7 @@ for vocab in 40, 4096:
     read_only.flags.writeable = False
     for logits in flat, flat * 0, np.ascontiguousarray(flat.T).T, flat.view(np.uint32).astype(np.uint16) >> 8, read_only:
         kinds = [Sampling(), *(Sampling(seed=1, **each) for each in filters)]
-        for mask in None, np.full((rows, -(-vocab // 32)), 0x7FFFFFFF, np.uint32):
+        for mask in NO_MASK, np.full((rows, -(-vocab // 32)), 0x7FFFFFFF, np.uint32):
             tokens = sampling.sample(logits, SamplingBatch([RowSampler(kind, [0]) for kind in kinds]), mask)
         sampling.logprobs(logits, [0] * rows, range(rows))
 print({name: count for name, count in compiled().items() if count != before[name]})

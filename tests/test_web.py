@@ -493,6 +493,8 @@ def body_of(route):
         return {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 3, "temperature": 0}
     if route == "/v1/completions":
         return {"prompt": "Hi", "max_tokens": 3, "temperature": 0}
+    if route == "/v1/responses":
+        return {"input": "Hi", "max_output_tokens": 3, "temperature": 0}
     instance = {"inputs": "Hi", "parameters": {"max_new_tokens": 3}}
     return {"instances": [instance]} if route == "/vertex" else instance
 

@@ -410,9 +410,9 @@ def test_a_token_that_cannot_be_published_ends_that_request_alone_and_once(faili
 @on_every_engine
 def test_a_prompt_that_cannot_be_scored_ends_that_request_alone(engine, most, monkeypatch):
     driven = Driven(prefill_budget=4, **engine)
-    driven.arrive(Generate(1, [1, 2], 8))
+    driven.arrive(Generate(1, [1, 2], 8, logprobs=False))
     driven.step()
-    monkeypatch.setattr(sampling, "prompt_logprobs", on_purpose)
+    monkeypatch.setattr(sampling, "logprobs", on_purpose)
     driven.arrive(Generate(2, LONG, most, prompt_logprobs=True))
     driven.run()
     assert driven.ends[2] == "failed" and not driven.tokens[2]

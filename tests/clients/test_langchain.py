@@ -6,7 +6,7 @@ import pytest
 from demo_server import ANSWER, CHAT, CHAT_ANSWER, QUESTION
 from huggingface_hub.errors import ValidationError
 from langchain_huggingface import ChatHuggingFace, HuggingFaceEndpoint
-from weather import Forecast, GetWeather
+from weather import SCHEMA, Forecast, GetWeather
 
 END = "<|endoftext|>"  # this client gives the special tokens of a stream too, as they come; TGI sends them as well
 
@@ -75,12 +75,11 @@ def test_a_streamed_chat_comes_in_pieces(chat):
 
 @pytest.mark.parametrize("method", ["function_calling", "json_schema"])
 def test_structured_output_has_the_form_of_the_model(chat, method):
-    answer = chat.with_structured_output(Forecast, method=method).invoke(QUESTION)
-    Forecast.model_validate(answer if isinstance(answer, dict) else answer.model_dump())
+    Forecast.model_validate(chat.with_structured_output(SCHEMA, method=method).invoke(QUESTION))
 
 
 def test_structured_output_in_json_mode_is_an_object(chat):
-    assert isinstance(chat.with_structured_output(method="json_mode").invoke("Answer with JSON."), dict)
+    assert isinstance(chat.with_structured_output(method="json_mode").invoke("Return a JSON object."), dict)
 
 
 def test_a_tool_is_called(chat):

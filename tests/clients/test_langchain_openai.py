@@ -19,7 +19,7 @@ def test_structured_output_is_an_instance_of_the_model(chat, method):
 
 
 def test_structured_output_in_json_mode_is_an_object(chat):
-    assert isinstance(chat.with_structured_output(method="json_mode").invoke("Answer with JSON."), dict)
+    assert isinstance(chat.with_structured_output(method="json_mode").invoke("Return a JSON object."), dict)
 
 
 def test_any_of_the_tools_is_called_and_its_result_answered(chat):

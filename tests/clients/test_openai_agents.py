@@ -6,6 +6,7 @@ import pytest
 from agents import Agent, ModelSettings, OpenAIProvider, RunConfig, Runner, function_tool
 from agents.items import ToolCallItem, ToolCallOutputItem
 from demo_server import QUESTION
+from openai import AsyncOpenAI
 from weather import MODEL, City, Forecast
 
 SETTINGS = ModelSettings(temperature=0, max_tokens=200, parallel_tool_calls=False)
@@ -13,7 +14,8 @@ SETTINGS = ModelSettings(temperature=0, max_tokens=200, parallel_tool_calls=Fals
 
 @pytest.fixture(params=[True, False], ids=["responses", "chat"])
 def config(request, url):
-    provider = OpenAIProvider(base_url=f"{url}/v1", api_key="none", use_responses=request.param)
+    client = AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
+    provider = OpenAIProvider(openai_client=client, use_responses=request.param)
     return RunConfig(model=MODEL, model_provider=provider, model_settings=SETTINGS, tracing_disabled=True)
 
 
@@ -44,10 +46,11 @@ def test_a_tool_is_called_and_its_result_answered(config):
 
 @pytest.mark.parametrize("agent", [CALLER, FORECASTER], ids=lambda agent: agent.name)
 def test_a_streamed_run_ends_as_a_whole_one_does(config, agent):
-    async def stream():
-        result = Runner.run_streamed(agent, QUESTION, run_config=config, max_turns=3)
-        kinds = [event.type async for event in result.stream_events()]
+    async def both():
+        streamed = Runner.run_streamed(agent, QUESTION, run_config=config, max_turns=3)
+        kinds = [event.type async for event in streamed.stream_events()]
         assert kinds.count("raw_response_event") > 10
-        return result.final_output
+        return streamed, await Runner.run(agent, QUESTION, run_config=config, max_turns=3)
 
-    assert asyncio.run(stream()) == Runner.run_sync(agent, QUESTION, run_config=config, max_turns=3).final_output
+    streamed, whole = asyncio.run(both())
+    assert streamed.final_output == whole.final_output

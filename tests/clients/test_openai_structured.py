@@ -80,7 +80,7 @@ def test_a_tool_choice_that_names_no_tool_is_an_error_about_tool_choice(client):
     other = {"type": "function", "function": {"name": "other"}}
     with pytest.raises(openai.UnprocessableEntityError) as caught:
         client.chat.completions.create(**ASK, tools=[TOOL], tool_choice=other)
-    assert caught.value.param == "tool_choice"
+    assert caught.value.param == "tool_choice.function"
 
 
 def test_a_response_is_created_with_its_usage(client):

@@ -23,7 +23,7 @@ def model(request, url):
 def test_the_output_is_an_instance_of_the_model(model, output):
     result = Agent(model, output_type=output(Forecast), model_settings=SETTINGS).run_sync(QUESTION)
     assert isinstance(result.output, Forecast)
-    assert result.usage().output_tokens > 5
+    assert result.usage.output_tokens > 5
 
 
 @pytest.mark.parametrize("output", [ToolOutput, NativeOutput], ids=lambda output: output.__name__)

@@ -18,7 +18,7 @@ PROMPTS = {
 
 @pytest.fixture(scope="module")
 def model(url):
-    settings = {"temperature": 0, "max_tokens": 100, "parallel_tool_calls": False}
+    settings = {"temperature": 0, "max_tokens": 200, "parallel_tool_calls": False}
     return OpenAIModel(MODEL, api_base=f"{url}/v1", api_key="none", client_kwargs={"max_retries": 0}, **settings)
 
 
