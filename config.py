@@ -145,8 +145,8 @@ class Config:
         "Run the Python code that comes with the model. Only for models that you trust.")
     tokenizer_config_path: str | None = setting(None, "TOKENIZER_CONFIG_PATH",
         "File to read the chat template and the special tokens from.", parse=_file, shown="the model's tokenizer_config.json")
-    tool_parser: str | None = setting(None, "TOOL_PARSER", "Format in which the model writes tool calls: hermes, llama3_json, "
-        "mistral or pythonic; none leaves calls in the text.", shown="detected in the chat template",
+    tool_parser: str | None = setting(None, "TOOL_PARSER --tool-call-parser", "Format in which the model writes tool calls: "
+        "hermes, llama3_json, mistral or pythonic; none leaves calls in the text.", shown="detected in the chat template",
         parse=_one_of("hermes", "llama3_json", "mistral", "pythonic", "none"))
     reasoning_parser: str | None = setting(None, "REASONING_PARSER", "think separates `<think>...</think>` from the content of "
         "chats, as their `reasoning`. vLLM's deepseek_r1 and qwen3 mean the same.",

@@ -67,8 +67,8 @@ def json_rule(schema: Any, whitespace: str | None = WHITESPACE) -> str:
     )
     values = [value for each in schemas for value in _values(each)]
     _at_most(MAX_VALUES, len(values), "values of enumerations")
-    for value in values:
-        _checked_size(value if isinstance(value, str) else "", MAX_STRING_BYTES, "bytes in a value")
+    for text in _texts([values, [list(names) for names in properties]]):
+        _checked_size(text, MAX_STRING_BYTES, "bytes in a value or name")
     _check_numbers_and_patterns(schemas)
     for each in schemas:
         if (
@@ -144,6 +144,14 @@ def _schemas(schema: Any) -> Iterator[dict[str, Any]]:
 def _values(schema: dict[str, Any]) -> list:
     values = schema["enum"] if isinstance(schema.get("enum"), list) else []
     return [*values, schema["const"]] if "const" in schema else values
+
+
+def _texts(value: Any) -> Iterator[str]:
+    """All strings in a JSON value, whose bytes are forced and tokenized together."""
+    if isinstance(value, str):
+        yield value
+    for item in [*value, *value.values()] if isinstance(value, dict) else value if isinstance(value, list) else ():
+        yield from _texts(item)
 
 
 def _check_numbers_and_patterns(schemas: list[dict[str, Any]]) -> None:
@@ -263,5 +271,5 @@ def _valid(matcher: LLMatcher) -> LLMatcher:
         lines = [line.strip() for line in matcher.get_error().replace("<non-verbose/>", "").splitlines() if line.strip()]
         reasons = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
         reason = re.sub(r"^at \d+\(\d+\): ", "", (reasons or lines or ["is not valid"])[0])[:500]
-        raise GrammarError("allows no text" if reason == "NoExtensionBias" else reason)
+        raise GrammarError("allows no text" if reason == "NoExtensionBias" else f"cannot be used: {reason}")
     return matcher

@@ -1,5 +1,7 @@
-"""The worker's side of grammars: compiled in one thread, before a request takes a slot; token masks computed in another, while
-the device runs the step whose logits they are for.
+"""The worker's side of grammars: the threads that compile them and compute token masks.
+
+A grammar is compiled before its request takes a slot. The masks of a step are computed while the device runs it, for the logits
+that it will return. This layer knows neither slots nor sockets.
 """
 
 from __future__ import annotations

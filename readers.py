@@ -85,7 +85,7 @@ class ToolFormat:
 
 @dataclass(frozen=True)
 class Calls:
-    """The calls that an answer may have: of the tools `names`, with `several` more than one. `mode`: auto, required or named."""
+    """The calls that an answer may have: of `names`, more than one if `several`. `mode` is auto, required or named."""
 
     format: ToolFormat
     names: Sequence[str]

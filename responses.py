@@ -53,6 +53,7 @@ LOGPROBS = "message.output_text.logprobs"
 OWN_NAMES = {
     r"(^|`)messages\b": r"\1input",
     r"(^|`)(max_completion_tokens|max_tokens)\b": r"\1max_output_tokens",
+    r"(^|`)logprobs\b": r"\1top_logprobs",
     r"(^|`)response_format(\.json_schema)?\b": r"\1text.format",
     r"(^|`)(tools\[\d+\]|tool_choice)\.(function|allowed_tools)\b": r"\1\2",
 }
@@ -106,7 +107,7 @@ def _messages(request: ResponsesRequest) -> list[Message]:
     for i, item in enumerate(items):
         name, kind = f"input[{i}]", item.type or "message"
         if kind == "item_reference":
-            raise invalid(f"{name}.type", "item_reference is not supported: items are not stored; send the item itself")
+            raise invalid(f"{name}.type", "item_reference is not supported: no items are stored; set `store` to false")
         if kind not in NEEDED:
             raise invalid(f"{name}.type", f"must be one of {', '.join(NEEDED)}. Given: {kind[:40]!r}")
         for field in NEEDED[kind]:

@@ -27,7 +27,7 @@ from chat import ChatTemplate
 from config import ConfigError, read_json
 
 # End-of-turn tokens that some chat checkpoints leave out of their list of EOS ids, so that their answers never end.
-END_OF_TURN = ("<|eot_id|>", "<|eot|>", "<|im_end|>", "<end_of_turn>")
+END_OF_TURN = ("<|eot_id|>", "<|eom_id|>", "<|eot|>", "<|im_end|>", "<end_of_turn>")
 ALL_BYTES = 1_000_000  # more than any token has
 TOKEN_TEXTS = 16_384  # how many are kept for log-probabilities
 

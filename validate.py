@@ -7,6 +7,7 @@ generate, valid and complete. The only place that knows a field's rule. It knows
 from __future__ import annotations
 
 import contextlib
+import difflib
 import json
 import secrets
 from collections.abc import Iterator, Sequence
@@ -67,12 +68,14 @@ MOST_TOKENS = ["max_new_tokens", "max_output_tokens", "max_completion_tokens", "
 SAME_MEANING = dict.fromkeys(MOST_TOKENS, MOST_TOKENS) | {"stop_sequences": ["stop"]} | dict.fromkeys(FORMATS, FORMATS)
 # Harmless fields of other servers that look like misspelt ones.
 NOT_MISSPELT = {"mode", "models"}
-ONLY_TEXT = ("stream", "details", "decoder_input_details", "top_n_tokens", "logprobs", "top_logprobs")  # not for Vertex
+# Not for Vertex, which returns texts.
+ONLY_TEXT = ("stream", "details", "decoder_input_details", "top_n_tokens", "logprobs", "top_logprobs", "tools")
 NEEDS_HOST = "needs SAMPLING=host: this server samples on the device"
 NO_PROMPT_LOGITS = "is not supported: this device gives no logits of the prompt"
 CONTEXT_LENGTH_EXCEEDED = "context_length_exceeded"
 OPENAI_TOP_LOGPROBS = 20  # OpenAI's own limit
 MAX_LOGIT_BIAS = 1024  # tokens; more would take longer than a decode step
+MAX_FIELDS = 256  # each unknown one is compared with all known ones, to find misspelt ones
 MAX_LISTED_TOKENS = 100_000  # of a response of /tokenize, which then has 4 MB
 
 
@@ -151,6 +154,8 @@ def _decoding() -> Iterator[None]:
 def _check_names(fields: dict[str, Raw], kind: type[Struct]) -> None:
     """Refuses fields that are not supported, and misspelt ones; other unknown fields are ignored."""
     known = kind.__struct_fields__
+    if len(fields) > MAX_FIELDS:
+        raise invalid(None, f"a request must have at most {MAX_FIELDS} fields. Given: {len(fields)}")
     for name in sorted(fields):
         if name in NOT_SUPPORTED:
             value = msgspec.json.decode(fields[name])
@@ -161,22 +166,8 @@ def _check_names(fields: dict[str, Raw], kind: type[Struct]) -> None:
             place, usable = (" in `parameters`", Parameters.__struct_fields__) if "parameters" in known else ("", known)
             meant = [f"; use `{other}`{place}" for other in SAME_MEANING.get(name, [name]) if other in usable]
             _require(bytes(fields[name]) == b"null", name, "is not a field of this request" + "".join(meant[:1]))
-        else:
-            for field in known:
-                is_typo = _distance(name, field) <= (2 if len(field) >= 8 else 1)
-                _require(not is_typo, name[:40], f"is not a field of this request; did you mean `{field}`?")
-
-
-def _distance(a: str, b: str) -> int:
-    """How many characters to insert, delete or replace (Levenshtein); 3 for lengths that differ by more than 2."""
-    if abs(len(a) - len(b)) > 2:
-        return 3
-    row = list(range(len(b) + 1))
-    for i, x in enumerate(a, 1):
-        last, row = row, [i]
-        for j, y in enumerate(b, 1):
-            row.append(min(last[j] + 1, row[-1] + 1, last[j - 1] + (x != y)))
-    return row[-1]
+        elif similar := difflib.get_close_matches(name[:40], known, n=1, cutoff=0.85):
+            raise invalid(name[:40], f"is not a field of this request; did you mean `{similar[0]}`?")
 
 
 def check(request: GenerateRequest, config: Config, info: ModelInfo, streaming: bool) -> Job:
@@ -380,9 +371,9 @@ def _message(n: int, message: Message) -> dict[str, Any]:
 def _with_arguments(call: dict[str, Any]) -> dict[str, Any]:
     """A tool call with its arguments as an object: OpenAI sends them as JSON in a string, templates expect the object."""
     function = call.get("function")
-    if isinstance(function, dict) and isinstance(function.get("arguments"), str):
+    if isinstance(function, dict) and isinstance(arguments := function.get("arguments") or "{}", str):
         try:
-            return call | {"function": function | {"arguments": json.loads(function["arguments"])}}
+            return call | {"function": function | {"arguments": json.loads(arguments)}}
         except (ValueError, RecursionError):
             pass
     return call

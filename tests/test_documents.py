@@ -74,7 +74,7 @@ def test_every_name_of_this_server_in_the_guide_exists():
     series = set(re.findall(r"^# TYPE (\w+)", metrics.render().decode(), flags=re.MULTILINE))
     elsewhere = {"NEURON_COMPILE_CACHE_URL"}  # of the compiler
     words = {"true", "false", "none", "no", "yes", "stop", "length", "eos_token", "assistant", "compile", "localhost"}
-    words |= {"float32", "int8", "int4", "context_length_exceeded", "no effect", "chat_template"}
+    words |= {"float32", "int8", "int4", "context_length_exceeded", "no effect", "chat_template", "auto", "no_tool"}
     for _section, _names, here in ROWS:
         for name in re.findall(r"`([^`]+)`", here):
             if re.fullmatch(r"--[a-z-]+|[A-Z][A-Z_]+", name):

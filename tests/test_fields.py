@@ -215,6 +215,7 @@ EXCEPTIONS = {
     **{("/generate", "stream"): "ignored", ("/generate_stream", "stream"): "ignored"},
     **{("/generate_stream", "best_of"): "refused", ("/generate_stream", "decoder_input_details"): "refused"},
     **{("/vertex", name): "refused" for name in TEXT_ALONE},
+    **{("/vertex", "tools"): "refused", ("/vertex", "tool_choice"): "refused", ("/vertex", "parallel_tool_calls"): "ignored"},
     ("/v1/responses", "verbosity"): "ignored",
 }
 # Fields that are refused, and what the error calls them.

@@ -122,7 +122,7 @@ def test_a_grammar_that_cannot_be_compiled_ends_its_request_alone_with_the_reaso
     wait_until(lambda: driven.wire.arrivals, "the failed grammar")
     driven.run()
     assert driven.ends[1] == "failed" and len(driven.tokens[2]) == len(greedy([4], 5, tokenizer().get_vocab_size()))
-    assert "the grammar unclosed group" in [getattr(message, "message", "") for _peer, message in driven.wire.sent]
+    assert "the grammar cannot be used: unclosed group" in [getattr(message, "message", "") for _peer, message in driven.wire.sent]
 
 
 def test_a_row_whose_masks_take_too_long_ends_alone(monkeypatch):

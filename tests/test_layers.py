@@ -13,8 +13,8 @@ import config
 from config import HERE
 
 MAY_IMPORT = {
-    "web": {"answers", "bodies", "engine_client", "errors", "generation", "handlers", "openapi", "schema", "text", "validate"}
-    | {"protocol", "config"},
+    "web": {"answers", "bodies", "engine_client", "errors", "generation", "grammar", "handlers", "openapi"}
+    | {"schema", "text", "validate", "protocol", "config"},
     "bodies": {"errors", "config"},
     "handlers": {"answers", "chat", "engine_client", "errors", "grammar", "readers", "responses", "schema", "text", "tools"}
     | {"validate", "protocol", "config"},
@@ -25,6 +25,7 @@ MAY_IMPORT = {
     "tools": {"chat", "errors", "grammar", "readers", "schema", "text"},
     "readers": {"text"},
     "formats": {"errors", "grammar", "schema"},
+    "grammar": set(),
     "openapi": {"schema", "config"},
     "errors": set(),
     "engine_client": {"protocol"},
@@ -33,10 +34,11 @@ MAY_IMPORT = {
     "chat": {"config"},
     "protocol": set(),
     "config": set(),
-    "worker": {"metrics", "outputs", "sampling", "scheduler", "protocol", "config"}
+    "worker": {"grammar", "masks", "metrics", "outputs", "sampling", "scheduler", "protocol", "config"}
     | {"models", "models.base", "models.fetch", "models.tokenizer"},
     "metrics": {"outputs", "scheduler", "protocol"},
-    "outputs": {"sampling", "scheduler", "protocol"},
+    "masks": {"grammar", "protocol"},
+    "outputs": {"grammar", "sampling", "scheduler", "protocol"},
     "scheduler": {"models.base"},
     "sampling": set(),
     "models": {"models.cpu", "models.neuron", "models.torch_model", "models.fetch", "models.base", "config"},
@@ -62,6 +64,7 @@ ONLY_IN = {
     "msgspec": {"models.artifact", "answers", "engine_client", "errors", "formats", "openapi", "readers", "schema"}
     | {"validate", "protocol", "worker"},
     "tokenizers": {"text"},
+    "llguidance": {"grammar"},
     "jinja2": {"chat"},
     "prometheus_client": {"metrics"},
     "numba": {"sampling"},

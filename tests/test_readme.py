@@ -4,6 +4,7 @@ import json
 import re
 import subprocess
 
+import jsonschema
 import pytest
 from processes import Server, wait_until
 
@@ -38,7 +39,7 @@ def run(command, server):
 
 def test_there_are_the_commands_that_this_file_promises_to_run():
     assert [command.split("#")[0].strip() for command in COMMANDS if command.startswith("make")] == ["make run", "make test"]
-    assert len(CURLS) == 5
+    assert len(CURLS) == 7
 
 
 def test_make_test_runs_the_tests():
@@ -73,9 +74,31 @@ def test_a_chat_is_answered(made_and_run):
     assert choice["finish_reason"] == "stop"
 
 
+def schema_in(command, name):
+    """The JSON schema of the body that a command sends, by the name of what it is for."""
+    body = json.loads(re.search(r"-d '(.*)'", command, flags=re.DOTALL)[1])
+    (found,) = [function["function"] for function in body.get("tools", [])] or [body["response_format"]["json_schema"]]
+    assert found["name"] == name
+    return found.get("schema") or found["parameters"]
+
+
+def test_an_answer_is_json_that_the_schema_allows(made_and_run):
+    (choice,) = json.loads(run(CURLS[3], made_and_run))["choices"]
+    jsonschema.validate(json.loads(choice["message"]["content"]), schema_in(CURLS[3], "topic"))
+    assert choice["finish_reason"] == "stop"
+
+
+def test_a_tool_is_called_with_arguments_that_its_schema_allows(made_and_run):
+    (choice,) = json.loads(run(CURLS[4], made_and_run))["choices"]
+    assert choice["finish_reason"] == "tool_calls"
+    for call in choice["message"]["tool_calls"]:
+        assert call["function"]["name"] == "get_weather"
+        jsonschema.validate(json.loads(call["function"]["arguments"]), schema_in(CURLS[4], "get_weather"))
+
+
 def test_health_and_info_answer_as_written(made_and_run):
-    assert "200 OK" in run(CURLS[3], made_and_run)
-    assert json.loads(run(CURLS[4], made_and_run))["model_id"] == "neuron-textgen/demo"
+    assert "200 OK" in run(CURLS[5], made_and_run)
+    assert json.loads(run(CURLS[6], made_and_run))["model_id"] == "neuron-textgen/demo"
 
 
 def test_the_second_run_is_quick_to_its_first_line(made_and_run):

@@ -217,6 +217,14 @@ def test_errors_name_the_fields_of_this_api(served, fields, status, param):
     assert not {"messages", "response_format", "max_completion_tokens"} & set(error["message"].replace("`", " ").split())
 
 
+def test_a_device_that_samples_names_the_fields_of_this_api_too(serve):
+    served = serve(sampling="device").get_ready()
+    for fields, param in ({"top_logprobs": 1}, "top_logprobs"), ({"text": {"format": {"type": "json_object"}}}, "text.format"):
+        error = served.post(RESPONSES, BODY | fields).json["error"]
+        assert error["param"] == param and f"`{param}` needs SAMPLING=host" in error["message"]
+    assert whole(served, BODY)["output"][0]["content"][0]["text"]
+
+
 # Responses
 
 

@@ -12,11 +12,14 @@ from llguidance import LLMatcher, LLTokenizer
 from tokenizers import AddedToken
 
 import schema
+from answers import ChatAnswer, Sequence
 from chat import ChatTemplate
 from errors import ApiError
+from protocol import ModelInfo, Sampling, Token
 from readers import MARKERS, Arguments, CallBegin, Calls, Content, Reading, Reasoning, ToolFormat
 from text import Tokenizer
 from tools import after_thinking, tool_format, tool_use
+from validate import Job
 
 # Written for these tests, in the style of the published ones.
 TEMPLATES = {
@@ -613,6 +616,109 @@ def test_foreign_ids_are_shortened_in_calls_and_results_where_the_template_requi
     assert second == "abcDEF123" and first != second
     assert chat.render(messages, TOOLS) == written
     assert messages[1]["tool_call_id"] == ids[0]
+
+
+# Answers
+
+
+def chat_answer(folder, written, kind="special", streams=False, reading=None, logprobs=False, finish="eos_token"):
+    """An answer whose sequences have the texts `written`, token by token: whole, or as the choices of its stream."""
+    tokenizer = Tokenizer(tiny_tokenizers.save(tokenizer_of(kind), folder))
+    job = Job("", Sampling(), reading=reading, sequences=len(written), logprobs=logprobs)
+    info = ModelInfo("m", None, str(folder), 1000, [], 1, 1, 2, "fake", "float32")
+    answer = ChatAnswer([job], info, tokenizer, streams, request=schema.ChatRequest(messages=[], logprobs=logprobs))
+    sequences, events = [Sequence(tokenizer, job, [5], 99, n, n) for n in range(len(written))], b""
+    for sequence, text in zip(sequences, written):
+        ids = tokenizer.encode(text, add_special_tokens=False)
+        for n, token in enumerate(ids):
+            pieces = sequence.take(Token(0, token, -1.0, [], finish if n == len(ids) - 1 else None))
+            sequence.pieces += pieces
+            events += answer.events(sequence, pieces) if streams else b""
+    if not streams:
+        return json.loads(schema.encode(answer.whole(sequences)))["choices"]
+    return [json.loads(event.removeprefix("data: "))["choices"][0] for event in events.decode().split("\n\n")[:-1]]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", FORMATS)
+def test_calls_are_written_whole_as_openai_writes_them(name, kind, tmp_path):
+    (choice,) = chat_answer(tmp_path, [WRITTEN[name]], kind, reading=Reading(use(name)))
+    assert choice["finish_reason"] == "tool_calls"
+    assert list(choice["message"]) == ["role", "content", "tool_calls"]
+    assert choice["message"]["content"] is None
+    for call, (called, arguments) in zip(choice["message"]["tool_calls"], BOTH, strict=True):
+        assert call.keys() == {"id", "type", "function"} and call["type"] == "function"
+        assert call["function"] == {"name": called, "arguments": json.dumps(arguments)}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_calls_are_streamed_in_openais_sequence(kind, tmp_path):
+    choices = chat_answer(tmp_path, ["Hm\n" + WRITTEN["hermes"]], kind, streams=True, reading=Reading(use()))
+    deltas = [choice["delta"] for choice in choices]
+    assert deltas[0] == {"role": "assistant", "content": ""}
+    assert "".join(delta["content"] for delta in deltas[1:] if "content" in delta) == "Hm\n"
+    called = [delta["tool_calls"] for delta in deltas if "tool_calls" in delta]
+    assert all(len(calls) == 1 for calls in called)
+    for index, (name, arguments) in enumerate(BOTH):
+        begin, *rest = [call for (call,) in called if call["index"] == index]
+        assert re.fullmatch("call_[0-9a-f]{24}", begin.pop("id"))
+        assert begin == {"index": index, "type": "function", "function": {"name": name, "arguments": ""}}
+        assert all(call.keys() == {"index", "function"} and call["function"].keys() == {"arguments"} for call in rest)
+        assert json.loads("".join(call["function"]["arguments"] for call in rest)) == arguments
+    assert deltas[-1] == {}
+    assert [choice["finish_reason"] for choice in choices] == [None] * (len(choices) - 1) + ["tool_calls"]
+
+
+@pytest.mark.parametrize("streams", [False, True])
+@pytest.mark.parametrize(
+    ("choice", "finish", "text", "reason"),
+    [
+        ("auto", "eos_token", CALLS["hermes"][0], "tool_calls"),
+        ("auto", "stop_sequence", CALLS["hermes"][0], "tool_calls"),
+        ("required", "eos_token", CALLS["hermes"][0], "tool_calls"),
+        ("weather", "eos_token", CALLS["hermes"][0], "stop"),
+        ("auto", "length", CALLS["hermes"][0], "length"),
+        ("auto", "eos_token", "Hello", "stop"),
+        ("auto", "eos_token", "<tool_call>x", "stop"),
+        ("auto", "length", CALLS["hermes"][0][:-20], "length"),
+    ],
+)
+def test_the_finish_reason_says_whether_tools_are_to_be_called(choice, finish, text, reason, streams, tmp_path):
+    answer = chat_answer(tmp_path, [text], streams=streams, reading=Reading(use(choice=choice)), finish=finish)
+    assert answer[-1]["finish_reason"] == reason
+    if not streams and choice in ("required", "weather"):
+        assert answer[0]["message"]["content"] == ""
+    if not streams and not text.endswith("}\n</tool_call>"):
+        assert answer[0]["message"] == {"role": "assistant", "content": text}
+
+
+@pytest.mark.parametrize("streams", [False, True])
+def test_each_choice_is_read_by_itself(streams, tmp_path):
+    choices = chat_answer(tmp_path, [CALLS["hermes"][0], "Hello"], streams=streams, reading=Reading(use()))
+    first, second = ([choice for choice in choices if choice["index"] == index] for index in range(2))
+    assert (first[-1]["finish_reason"], second[-1]["finish_reason"]) == ("tool_calls", "stop")
+    texts = [choice.get("delta", choice.get("message")).get("content") or "" for choice in second]
+    assert "".join(texts) == "Hello"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_reasoning_is_written_under_both_of_its_names(kind, tmp_path):
+    reading = Reading(None, "before")
+    (choice,) = chat_answer(tmp_path, ["<think>Hm</think>Yes"], kind, reading=reading)
+    assert choice["message"] == {"role": "assistant", "content": "Yes", "reasoning": "Hm", "reasoning_content": "Hm"}
+    deltas = [c["delta"] for c in chat_answer(tmp_path, ["<think>Hm</think>Yes"], kind, streams=True, reading=reading)]
+    for name, written in (("content", "Yes"), ("reasoning", "Hm"), ("reasoning_content", "Hm")):
+        assert "".join(delta.get(name, "") for delta in deltas) == written
+
+
+@pytest.mark.parametrize("reading", [Reading(use()), Reading(use(), "before")])
+def test_every_token_has_its_log_probability_whatever_is_held_back(reading, tmp_path):
+    written = "<think>Hm</think>Hello" + CALLS["hermes"][0]
+    (choice,) = chat_answer(tmp_path, [written], "text", reading=reading, logprobs=True)
+    stream = chat_answer(tmp_path, [written], "text", streams=True, reading=reading, logprobs=True)
+    streamed = [token for each in stream for token in (each["logprobs"] or {"content": []})["content"]]
+    assert streamed == choice["logprobs"]["content"]
+    assert "".join(token["token"] for token in streamed) == written
 
 
 # Over HTTP

@@ -71,8 +71,10 @@ def test_a_tool_is_called_whole_or_streamed(chat):
     (call,) = litellm.completion(**chat, **forced).choices[0].message.tool_calls
     assert call.function.name == "GetWeather"
     GetWeather.model_validate_json(call.function.arguments)
-    whole = litellm.stream_chunk_builder(list(litellm.completion(stream=True, **chat, **forced)))
-    assert whole.choices[0].message.tool_calls[0].function.arguments == call.function.arguments
+    chunks = litellm.completion(stream=True, **chat, **forced)
+    deltas = [delta for chunk in chunks for delta in chunk.choices[0].delta.tool_calls or []]
+    assert deltas[0].function.name == "GetWeather"
+    assert "".join(delta.function.arguments for delta in deltas) == call.function.arguments
 
 
 def test_a_text_is_completed_whole_or_streamed(text):

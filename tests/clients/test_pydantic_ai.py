@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 from demo_server import QUESTION
-from pydantic_ai import Agent, ModelRequest, NativeOutput, ToolDefinition, ToolOutput
+from pydantic_ai import Agent, ModelRequest, NativeOutput, ToolDefinition, ToolOutput, ToolReturnPart
 from pydantic_ai.direct import model_request_sync
 from pydantic_ai.models import ModelRequestParameters
 from pydantic_ai.models.openai import OpenAIChatModel, OpenAIResponsesModel
@@ -35,12 +35,13 @@ def test_a_streamed_output_ends_as_an_instance_of_the_model(model, output):
     assert isinstance(asyncio.run(ask())[-1], Forecast)
 
 
-def test_a_required_tool_is_called(model):
+def test_a_required_tool_is_called_and_its_result_answered(model):
     tool = ToolDefinition(name="get_weather", parameters_json_schema=GetWeather.model_json_schema())
     parameters = ModelRequestParameters(function_tools=[tool], allow_text_output=False)
-    response = model_request_sync(
-        model, [ModelRequest.user_text_prompt(QUESTION)], model_settings=SETTINGS, model_request_parameters=parameters
-    )
-    (call,) = response.tool_calls
+    messages = [ModelRequest.user_text_prompt(QUESTION)]
+    called = model_request_sync(model, messages, model_settings=SETTINGS, model_request_parameters=parameters)
+    (call,) = called.tool_calls
     assert call.tool_name == "get_weather"
     GetWeather.model_validate(call.args_as_dict())
+    result = ModelRequest([ToolReturnPart(call.tool_name, "sunny", call.tool_call_id)])
+    assert model_request_sync(model, [*messages, called, result], model_settings=SETTINGS).text

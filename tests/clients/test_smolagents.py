@@ -33,7 +33,8 @@ def get_weather(city: str, days: int) -> str:
     return f"{days} sunny days in {city}"
 
 
-get_weather.inputs["city"]["enum"] = ["Paris", "Rome"]
+get_weather.inputs["city"]["enum"] = ["Paris", "Rome"]  # its own schema has no bounds
+get_weather.inputs["days"]["enum"] = [1, 3, 7]
 
 
 def test_an_answer_has_the_form_of_the_schema(url):
