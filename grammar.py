@@ -60,20 +60,15 @@ def json_rule(schema: Any, whitespace: str | None = WHITESPACE) -> str:
     _check_nesting(schema)
     schema = json.loads(_checked_size(json.dumps(schema, ensure_ascii=False)))
     schemas = list(_schemas(schema))
-    _at_most(
-        MAX_PROPERTIES,
-        sum(len(each["properties"]) for each in schemas if isinstance(each.get("properties"), dict)),
-        "properties",
-    )
+    properties = [each["properties"] for each in schemas if isinstance(each.get("properties"), dict)]
+    _at_most(MAX_PROPERTIES, sum(map(len, properties)), "properties")
     values = [value for each in schemas for value in _values(each)]
     _at_most(MAX_VALUES, len(values), "values of enumerations")
     for text in _texts([values, [list(names) for names in properties]]):
         _checked_size(text, MAX_STRING_BYTES, "bytes in a value or name")
     _check_numbers_and_patterns(schemas)
-    for each in schemas:
-        if (
-            isinstance(each.get("format"), str) and each["format"] not in FORMATS
-        ):  # an annotation for other programs, which need not be enforced
+    for each in schemas:  # unknown formats describe, and need not be enforced
+        if isinstance(each.get("format"), str) and each["format"] not in FORMATS:
             del each["format"]
     _close(schemas)
     schema["x-guidance"] = {"coerce_one_of": True, "whitespace_flexible": whitespace is not None}
