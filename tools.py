@@ -113,11 +113,13 @@ class ToolUse(Calls):
             rules += [f"auto: (head {marked}){'*' if self.several else '?'} TEXT", *_up_to(MARKERS[name][0], token_id)]
         rules.append("call: " + " | ".join(f"call{n}" for n in range(len(self.functions))))
         for n, function in enumerate(self.functions):
-            if name == "pythonic":
-                rules += _python_call(n, function)
-            else:
-                is_free = start == "auto" and not function.is_strict
-                rules += _json_call(n, function, {} if is_free else function.parameters, name)
+            is_free = start == "auto" and not function.is_strict
+            try:
+                schema = json_rule({"type": "object"} | ({} if is_free else function.parameters))
+            except GrammarError as error:
+                raise invalid(f"{function.path}.parameters", str(error)) from None
+            key = "parameters" if name == "llama3_json" else "arguments"
+            rules += _python_call(n, function) if name == "pythonic" else _json_call(n, function.name, key, schema)
         return _joined(rules + PYTHON_LITERALS * (name == "pythonic"), body)
 
 
@@ -142,7 +144,7 @@ def tool_use(request: ChatRequest, format: ToolFormat | None) -> ToolUse | None:
 
 
 def after_thinking(grammar: str, thinking: str, token_id: Callable[[str], int | None]) -> str:
-    """The grammar of what follows the end of thinking, where `thinking` (`readers.Reading`) is not empty."""
+    """The grammar of thoughts and of what follows them; `thinking` as in `readers.Reading`. Raises ApiError."""
     thought = r"head /\s{0,2}/"
     start = f"{thought} @body" if thinking == "inside" else f"({_terminal(THINK, token_id)} {thought})? @body"
     return _joined([f"start: {start}", *_up_to(THINK_END, token_id)], grammar) if thinking else grammar
@@ -158,7 +160,8 @@ def _function(path: str, tool: dict[str, Any]) -> Function:
     parameters = function.get("parameters")
     if parameters is None:
         parameters = {"properties": {}, "additionalProperties": False}
-    if not isinstance(parameters, dict) or parameters.get("type", "object") != "object":
+    is_object = isinstance(parameters, dict) and parameters.get("type", "object") == "object"
+    if not is_object or not isinstance(parameters.get("properties", {}), dict):
         raise invalid(f"{path}.parameters", "must be the JSON schema of an object")
     return Function(path, name, parameters, function.get("strict") is True)
 
@@ -202,27 +205,22 @@ def _choice(choice: str | dict[str, Any] | None, known: list[str]) -> tuple[str,
     return mode, list(dict.fromkeys(names))
 
 
-def _json_call(n: int, function: Function, parameters: dict[str, Any], format: str) -> list[str]:
+def _json_call(n: int, name: str, key: str, schema: str) -> list[str]:
     """The rules of a call as `{"name": …, "arguments": …}`."""
-    key = "parameters" if format == "llama3_json" else "arguments"
-    name, key = (json.dumps(json.dumps(text)) for text in (function.name, key))
-    try:
-        schema = json_rule({"type": "object"} | parameters)
-    except GrammarError as error:
-        raise invalid(f"{function.path}.parameters", str(error)) from None
+    name, key = json.dumps(json.dumps(name)), json.dumps(json.dumps(key))
     members = f'"\\"name\\"" ws ":" ws {name} ws "," ws {key} ws ":" ws args{n}'
     return [f'call{n}: "{{" ws {members} ws "}}"', f"args{n}: %json {schema}"]
 
 
 def _python_call(n: int, function: Function) -> list[str]:
     """The rules of a call as `name(key=…, …)`: the properties in their order, those that are not required may be missing."""
-    properties, required = function.parameters.get("properties") or {}, function.parameters.get("required") or []
+    properties, required = function.parameters.get("properties", {}), function.parameters.get("required", [])
     rules = [f'call{n}: "{function.name}(" first{n}_0 ")"']
     for k, (name, schema) in enumerate(properties.items()):
         if not name.isidentifier() or keyword.iskeyword(name):
             raise invalid(f"{function.path}.parameters", f"must have names that are valid in Python. Given: {name[:40]!r}")
         for rule, comma in (("first", ""), ("next", ", ")):
-            skip = "" if name in required else f"| {rule}{n}_{k + 1}"
+            skip = "" if isinstance(required, list) and name in required else f"| {rule}{n}_{k + 1}"
             rules.append(f'{rule}{n}_{k}: "{comma}{name}=" ({_python_literal(schema)}) next{n}_{k + 1} {skip}')
     return [*rules, f'first{n}_{len(properties)}: ""', f'next{n}_{len(properties)}: ""']
 

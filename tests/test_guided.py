@@ -1,9 +1,12 @@
 """Rows with a grammar in the worker's loop: what they generate, when they end, and that others notice nothing."""
 
+import json
 import re
 import threading
 from functools import cache
+from random import Random
 
+import jsonschema
 import pytest
 from fakes.model import EOS, greedy
 from loop import Driven, on_every_engine
@@ -122,7 +125,9 @@ def test_a_grammar_that_cannot_be_compiled_ends_its_request_alone_with_the_reaso
     wait_until(lambda: driven.wire.arrivals, "the failed grammar")
     driven.run()
     assert driven.ends[1] == "failed" and len(driven.tokens[2]) == len(greedy([4], 5, tokenizer().get_vocab_size()))
-    assert "the grammar cannot be used: unclosed group" in [getattr(message, "message", "") for _peer, message in driven.wire.sent]
+    assert "the grammar cannot be used: unclosed group" in [
+        getattr(message, "message", "") for _peer, message in driven.wire.sent
+    ]
 
 
 def test_a_row_whose_masks_take_too_long_ends_alone(monkeypatch):
@@ -131,3 +136,53 @@ def test_a_row_whose_masks_take_too_long_ends_alone(monkeypatch):
     monkeypatch.setattr(grammar, "SLOW_MASK_S", -1)
     driven.run()
     assert driven.ends[1] == "failed" and driven.tokens[2] == greedy([4], 9, tokenizer().get_vocab_size())
+
+
+def random_schema(random, depth=0):
+    """A JSON schema as programs write them: objects, lists, enumerations, bounds, alternatives."""
+    kinds = ["string", "integer", "number", "boolean", "null", "enum", "const", "pattern", "format"]
+    kind = random.choice(kinds + ["object", "array", "anyOf"] * (4 if depth < 3 else 0))
+    inner = lambda: random_schema(random, depth + 1)  # noqa: E731
+    if kind == "object":
+        names = random.sample(["name", "age", "kind", "is_ok", "Größe", "a b", 'q"'], random.randint(0, 4))
+        required = [name for name in names if random.random() < 0.6]
+        return {"type": "object", "properties": {name: inner() for name in names}, "required": required}
+    least, most = sorted(random.choices(range(-20, 200), k=2))
+    short = {"maxLength": random.randint(0, 12)}
+    return {
+        "array": lambda: {
+            "type": "array",
+            "items": inner(),
+            "minItems": random.randint(0, 2),
+            "maxItems": random.randint(2, 4),
+        },
+        "anyOf": lambda: {"anyOf": [inner(), inner()]},
+        "string": lambda: {"type": "string", **short},
+        "integer": lambda: {"type": "integer", "minimum": least, "maximum": most},
+        "number": lambda: {"type": "number", "minimum": least, "exclusiveMaximum": most + 1},
+        "enum": lambda: {"enum": random.sample(["red", "green", 3, None, True, "été", [1, "x"], {"a": 1}], 3)},
+        "const": lambda: {"const": random.choice(["x", 17, None, ["a"]])},
+        "pattern": lambda: {
+            "type": "string",
+            "pattern": random.choice(["^[A-Z]{2}[0-9]{3}$", "^(foo|bar)+$"]),
+            "maxLength": 12,
+        },
+        "format": lambda: {"type": "string", "format": random.choice(["date", "uuid", "ipv4", "int64"]), "maxLength": 40},
+    }.get(kind, lambda: {"type": kind})()
+
+
+def test_hundreds_of_schemas_give_valid_json_whatever_the_model_prefers():
+    random, grammars = Random(7), Grammars(tokenizer().to_str(), tokenizer().get_vocab_size(), [EOS])
+    driven = Driven(grammars=grammars, vocab_size=tokenizer().get_vocab_size(), max_total_tokens=500, batch_size=8, mixes=True)
+    schemas = {n: random_schema(random) for n in range(500)}
+    for n, schema in schemas.items():
+        serialized = of_json_schema(schema)
+        grammars.check(serialized)
+        warm = Sampling(seed=n, temperature=1.5) if n % 2 else Sampling()
+        driven.arrive(Generate(n, [n % 300 + 1], 480, sampling=warm, grammar=serialized, logprobs=False))
+        if n % 50 == 49:  # of the compiled grammars as many are kept
+            driven.run(at_most=10_000)
+    complete = [n for n, reason in driven.ends.items() if reason == "eos_token"]
+    for n in complete:
+        jsonschema.validate(json.loads(text_of(driven, n)), schemas[n])
+    assert len(complete) >= 450 and set(driven.ends.values()) <= {"eos_token", "length"}

@@ -206,6 +206,7 @@ def allowed(**more):
         ([tool(), tool()], None, "tools[0].function.name", "'weather'"),
         ([tool(parameters=[])], None, "tools[0].function.parameters", "object"),
         ([tool(parameters={"type": "string"})], None, "tools[0].function.parameters", "object"),
+        ([tool(parameters={"properties": []})], None, "tools[0].function.parameters", "object"),
         ([tool(), tool("g", {"properties": {"a": {"multipleOf": 99999}}})], "g", "tools[1].function.parameters", "multipleOf"),
     ],
 )
@@ -235,6 +236,16 @@ def test_a_forced_call_and_a_format_of_the_text_are_refused_together():
     with pytest.raises(ApiError, match="`response_format`") as raised:
         use(choice="required").grammar_beside("response_format", "")
     assert raised.value.param == "tool_choice"
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_parameters_beyond_the_limits_of_grammars_are_refused(name):
+    nested = {}
+    for _ in range(70):
+        nested = {"properties": {"a": nested}}
+    with pytest.raises(ApiError, match="nested") as raised:
+        assert use(name, [tool(parameters=nested)], "required").grammar
+    assert raised.value.param == "tools[0].function.parameters"
 
 
 def test_python_calls_need_names_that_python_allows():
