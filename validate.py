@@ -85,7 +85,7 @@ class Job:
 
     `max_new_tokens`: None is what is left of the context length, 0 only scores the prompt. `keep_eos`: the client gets
     single tokens, so a text that its grammar completes gets its end-of-sequence token, too. `prompt_name`, `limit_name` and
-    `grammar_name` are what the request calls the prompt, the limit and the grammar, for error messages. `reading`: the parts that
+    `grammar_name` are what the request calls the prompt, the limit and the grammar, for error messages. `reading`: which parts
     the text of a chat has.
     """
 

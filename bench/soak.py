@@ -49,12 +49,18 @@ GROWTH_MB = 10
 LEAVING = ("hangs up", "does not read")  # clients that cancel
 PROBES = ("/health", "/metrics", "/live", "/info", "/v1/models", "/ping")
 PROMPTS = ["What is Deep Learning?", "What is continuous batching?", "Who are you?"]
+SCHEMA = {
+    "type": "object",
+    "properties": {"kind": {"enum": ["cat", "dog"]}, "age": {"type": "integer", "minimum": 0, "maximum": 30}},
+    "required": ["kind", "age"],
+}
 SETTINGS = [
     {"max_new_tokens": 12},
     {"max_new_tokens": 60},
     {"max_new_tokens": 40, "do_sample": True, "temperature": 1.2, "seed": 7},
     {"max_new_tokens": 30, "do_sample": True, "temperature": 0.8, "top_p": 0.9, "top_k": 40, "seed": 11},
     {"max_new_tokens": 40, "repetition_penalty": 1.3, "stop": [" the "]},
+    {"max_new_tokens": 60, "do_sample": True, "temperature": 1.2, "seed": 5, "grammar": {"type": "json", "value": SCHEMA}},
 ]
 
 
@@ -117,6 +123,8 @@ def asks() -> list[Ask]:
             detailed = {"inputs": prompt, "parameters": body["parameters"] | {"details": True, "top_n_tokens": 5}}
             openai = {"temperature": parameters.get("temperature", 0), "seed": parameters.get("seed")}
             openai |= {"max_tokens": parameters["max_new_tokens"], "n": 1 + (s == 2)}
+            if "grammar" in parameters:
+                openai["response_format"] = {"type": "json_schema", "json_schema": {"name": "pet", "schema": SCHEMA}}
             chat, text = openai | {"messages": [{"role": "user", "content": prompt}]}, openai | {"prompt": prompt}
             for kind, family, path, sent, read in (
                 ("whole", "native", "/generate", body, lambda raw: (json.loads(raw)["generated_text"],)),

@@ -57,10 +57,11 @@ class Driven:
         max_waiting_tokens=20,
         web_processes=0,
         grammars=None,
+        served=None,  # in the place of the fake model
         **model,
     ):
         self.wire = Wire()
-        self.model = FakeModel(**model)
+        self.model = served or FakeModel(**model)
         scheduler = Scheduler(
             slots=self.model.batch_size,
             mixes=self.model.mixes,

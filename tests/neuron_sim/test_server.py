@@ -7,16 +7,23 @@ import sys
 import tempfile
 from pathlib import Path
 
+import jsonschema
 import numpy as np
 import pytest
 import torch
+from fakes.model import EOS
+from loop import Driven
 from test_simulator import ARCHITECTURES, SMALL, VOCABULARY, Reference, reference  # noqa: F401
+from tokenizers import Tokenizer, decoders
+from tokenizers import models as tokenizer_models
 from transformers_neuronx import compiler
 
 from config import HERE, Config, Manifest
+from grammar import Grammars, of_json_schema
 from models import neuron
 from models.base import Chunk, ModelError
 from models.neuron import Build, NeuronModel
+from protocol import Generate, Sampling
 
 WINDOW = 48
 
@@ -150,6 +157,27 @@ def test_random_schedules_over_eight_slots_give_every_request_its_own_text(refer
                 batch.step()
     for slot in list(batch.texts):
         assert_like(made, prompts[slot], batch.leave(slot))
+
+
+def test_rows_with_a_grammar_follow_it_and_free_rows_get_transformers_text(reference, tmp_path):  # noqa: F811
+    made, characters = reference("llama, grouped"), {chr(33 + n): n + 1 for n in range(94)}
+    tokenizer = Tokenizer(tokenizer_models.BPE(vocab={"<eos>": EOS, **characters}, merges=[]))
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(["<eos>"])
+    schema = {"type": "object", "properties": {"n": {"type": "integer"}, "ok": {"type": "boolean"}}, "required": ["n", "ok"]}
+    schema["properties"]["n"] |= {"minimum": 10, "maximum": 99}
+    grammars, serialized = Grammars(tokenizer.to_str(), VOCABULARY, [EOS]), of_json_schema(schema)
+    grammars.check(serialized)
+    driven = Driven(grammars=grammars, served=serve(made, tmp_path, max_batch_size=4, dtype="float32"))
+    free = {n: Generate(n, [n + 1, 7, 30 * n + 9], 20, ignore_eos=True) for n in range(4)}
+    warm = [Sampling(), Sampling(seed=5, temperature=1.5), Sampling(seed=6, top_k=40)]
+    guided = [Generate(10 + n, [n + 2, 60], 40, sampling=each, grammar=serialized) for n, each in enumerate(warm)]
+    driven.arrive(free[0], guided[0], free[1], guided[1], free[2], guided[2], free[3])
+    driven.run()
+    for n, request in free.items():
+        assert_like(made, request.prompt, [*request.prompt, *driven.tokens[n]])
+    for request in guided:
+        jsonschema.validate(json.loads(tokenizer.decode(driven.tokens[request.id])), schema)
 
 
 @pytest.mark.parametrize("tp_degree", [1, 2])
