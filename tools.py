@@ -15,7 +15,7 @@ from typing import Any
 
 from chat import ChatTemplate
 from errors import invalid
-from grammar import WHITESPACE, GrammarError, json_rule, of_lark
+from grammar import GrammarError, json_rule, of_lark
 from readers import MARKERS, THINK, THINK_END, Calls, ToolFormat
 from schema import ChatRequest
 from text import Tokenizer
@@ -104,7 +104,7 @@ class ToolUse(Calls):
             "pythonic": ('"["', '"," ws', '"]"'),
         }[name]
         calls = f"call ({between} call)*" if self.several else "call"
-        rules = [f"start: {start}", f"calls: {before} {calls} {after}", f"ws: /{WHITESPACE}/"]
+        rules = [f"start: {start}", f"calls: {before} {calls} {after}", r"ws: /\n? ?/"]
         if name in ("llama3_json", "pythonic"):  # what a text begins with decides
             first = r"\[" if name == "pythonic" else r"\{"
             rules += ["auto: TEXT? | calls", rf"TEXT: /\s*[^{first}\s](.|\n)*/"]
@@ -114,8 +114,9 @@ class ToolUse(Calls):
         rules.append("call: " + " | ".join(f"call{n}" for n in range(len(self.functions))))
         for n, function in enumerate(self.functions):
             is_free = start == "auto" and not function.is_strict
+            # Templates write calls in one line, so models do, too.
             try:
-                schema = json_rule({"type": "object"} | ({} if is_free else function.parameters))
+                schema = json_rule({"type": "object"} | ({} if is_free else function.parameters), " ?")
             except GrammarError as error:
                 raise invalid(f"{function.path}.parameters", str(error)) from None
             key = "parameters" if name == "llama3_json" else "arguments"

@@ -247,9 +247,9 @@ class NeuronModel:
         if begins == [0]:
             assert 0 <= slots[0] < self.batch_size and 1 <= len(ids[0]) <= self.max_input_tokens
             self._lengths[slots[0]] = len(ids[0])
-            if self._batches and len(ids[0]) == 1:  # would run as a decode step, which damages every other slot
-                ids = [[*ids[0], 0]]
             positions = [range(len(ids[0]))]
+            if self._batches and len(ids[0]) == 1:  # would run as a decode step, which damages every other slot
+                ids, positions = [[*ids[0], 0]], [[0, 0]]
         else:
             lengths = [self._lengths.get(slot) for slot in slots]
             assert sorted(set(slots)) == slots, f"slots {slots} are not ascending"
