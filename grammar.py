@@ -22,7 +22,7 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
 WHITESPACE = r"\n? {0,16}"  # between JSON tokens: the ways in which models write it, without endless blanks
 MAX_BYTES, MAX_REGEX_BYTES, MAX_STRING_BYTES = 120_000, 4_000, 1_000
-MAX_NESTING, MAX_PROPERTIES, MAX_VALUES, MAX_PATTERNS = 64, 5_000, 1_000, 4
+MAX_NESTING, MAX_PROPERTIES, MAX_OPTIONAL, MAX_VALUES, MAX_PATTERNS = 64, 5_000, 499, 1_000, 4
 MAX_MULTIPLE = 10_000  # of a multipleOf's numerator: a state of the automaton for each remainder
 COMPILE_S = 0.25  # of processor time
 SLOW_MASK_S = 0.02  # a grammar whose masks take longer twice is given up
@@ -62,6 +62,10 @@ def json_rule(schema: Any, whitespace: str | None = WHITESPACE) -> str:
     schemas = list(_schemas(schema))
     properties = [each["properties"] for each in schemas if isinstance(each.get("properties"), dict)]
     _at_most(MAX_PROPERTIES, sum(map(len, properties)), "properties")
+    for each in schemas:
+        named = each["properties"] if isinstance(each.get("properties"), dict) else {}
+        optional = named.keys() - set(map(str, each.get("required") or ()))
+        _at_most(MAX_OPTIONAL, len(optional), "properties of an object that are not required")
     values = [value for each in schemas for value in _values(each)]
     _at_most(MAX_VALUES, len(values), "values of enumerations")
     for text in _texts([values, [list(names) for names in properties]]):

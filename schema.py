@@ -416,7 +416,7 @@ class ResponsesRequest(ResponsesFields, kw_only=True):
 
 class OutputText(Struct, tag="output_text"):
     text: str = ""
-    annotations: list[Any] = []
+    annotations: list[dict[str, Any]] = []
     logprobs: list[TokenLogprob] = []
 
 
@@ -435,7 +435,7 @@ class OutputMessage(OutputItem, tag="message"):
 
 
 class OutputReasoning(OutputItem, tag="reasoning"):
-    summary: list[Any] = []
+    summary: list[dict[str, Any]] = []
     content: list[ReasoningText] = []
 
 

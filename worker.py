@@ -174,8 +174,8 @@ class Worker:
         """Handles what arrived; waits for it when there is nothing else to do."""
         has_nothing_to_run = not self.scheduler.busy and not self.scheduler.waiting
         if has_nothing_to_run:
+            self._report()  # first: a client may send its next request as soon as it has its answer
             self.flush_outputs()
-            self._report()
         comes_something = bool(self._requests) or not self.draining
         for peer, message in self.end.receive(block=has_nothing_to_run and comes_something and not self.stopping):
             if isinstance(message, SubmitRequests):
@@ -199,8 +199,8 @@ class Worker:
             if chunk.begin == 0:
                 self._begin(chunk.slot, request)
         running = len(self.scheduler.running)
-        self.flush_outputs()  # of the step before, while this one runs
         self._report(self._timer.limit_s(prompt_tokens))
+        self.flush_outputs()  # of the step before, while this one runs
         masks = self._grammars and self._grammars.start([step.requests[i].matcher for i in step.samples])
         started_at = time.monotonic()
         try:

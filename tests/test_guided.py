@@ -141,7 +141,7 @@ def test_a_row_whose_masks_take_too_long_ends_alone(monkeypatch):
 def random_schema(random, depth=0):
     """A JSON schema as programs write them: objects, lists, enumerations, bounds, alternatives."""
     kinds = ["string", "integer", "number", "boolean", "null", "enum", "const", "pattern", "format"]
-    kind = random.choice(kinds + ["object", "array", "anyOf"] * (4 if depth < 3 else 0))
+    kind = random.choice(kinds + ["object", "array", "anyOf"] * (4 if depth < 2 else 0))
     inner = lambda: random_schema(random, depth + 1)  # noqa: E731
     if kind == "object":
         names = random.sample(["name", "age", "kind", "is_ok", "Größe", "a b", 'q"'], random.randint(0, 4))

@@ -225,6 +225,17 @@ def test_a_prompt_comes_with_the_time_that_it_waited_for_a_slot(monkeypatch):
 # Limits, cancels and web processes
 
 
+def test_the_status_has_room_for_a_new_request_before_the_answer_of_the_last_one_is_sent():
+    driven, full = Driven(max_concurrent_requests=1), []
+    publish = driven.wire.publish
+    driven.wire.publish = lambda messages: (full.append(driven.wire.status.full), publish(messages))
+    driven.arrive(Generate(1, [1], 3, ignore_eos=True))
+    with pytest.raises(AssertionError, match="the loop would wait for ever"):
+        while True:
+            driven.worker.step()
+    assert full == [True, True, False] and driven.ends == {1: "length"}
+
+
 def test_the_requests_of_an_http_request_are_accepted_together_up_to_the_limit_or_not_at_all():
     driven = Driven(max_concurrent_requests=4)
     driven.arrive(Generate(1, [1], 3))

@@ -24,7 +24,7 @@ async function all(stream) {
 }
 
 describe("openai", () => {
-    const client = new OpenAI({ ...endpoint, maxRetries: 0, timeout: 60_000 });
+    const client = new OpenAI({ ...endpoint, timeout: 60_000 });
     const chat = { model: MODEL, messages: [{ role: "user", content: QUESTION }], temperature: 0, max_tokens: 200 };
     const response = { model: MODEL, input: QUESTION, temperature: 0, max_output_tokens: 200 };
     const forced = { tool_choice: "required", parallel_tool_calls: false };
@@ -96,7 +96,7 @@ const models = { "openai-compatible": compatible(MODEL), "openai, responses": of
 
 for (const [name, model] of Object.entries(models)) {
     describe(`ai by ${name}`, () => {
-        const ask = { model, prompt: QUESTION, temperature: 0, maxOutputTokens: 200, maxRetries: 0 };
+        const ask = { model, prompt: QUESTION, temperature: 0, maxOutputTokens: 200 };
         const execute = async ({ city, days }) => `${days} sunny days in ${city}`;
         const tools = { getWeather: tool({ description: "Returns the weather.", inputSchema: GetWeather, execute }) };
         const calling = { ...ask, tools, toolChoice: "required", providerOptions: { openai: { parallelToolCalls: false } } };
