@@ -22,11 +22,12 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
 WHITESPACE = r"\n? {0,16}"  # between JSON tokens: the ways in which models write it, without endless blanks
 MAX_BYTES, MAX_REGEX_BYTES, MAX_STRING_BYTES = 120_000, 4_000, 1_000
-MAX_NESTING, MAX_PROPERTIES, MAX_OPTIONAL, MAX_VALUES, MAX_PATTERNS = 64, 5_000, 499, 1_000, 4
-MAX_MULTIPLE = 10_000  # of a multipleOf's numerator: a state of the automaton for each remainder
+MAX_NESTING, MAX_PROPERTIES, MAX_OPTIONAL, MAX_VALUES, MAX_PATTERNS, MAX_NAME_PATTERNS = 64, 5_000, 499, 1_000, 4, 50
+MAX_REFERENCES = 500
+MAX_MULTIPLE = 10_000  # of the numerators in multipleOf: a state of the automaton for each remainder
 COMPILE_S = 0.25  # of processor time
 SLOW_MASK_S = 0.02  # a grammar whose masks take longer twice is given up
-CACHED = 64  # compiled grammars
+CACHED, CACHED_CHARACTERS = 64, 500_000  # compiled grammars; those of that length take about 60 MB
 # Above these llguidance ends with an error instead of a step that takes long.
 LIMITS = LLParserLimits(
     max_items_in_row=2_000,
@@ -59,18 +60,8 @@ def json_rule(schema: Any, whitespace: str | None = WHITESPACE) -> str:
         raise GrammarError("must be a JSON schema, which is an object")
     _check_nesting(schema)
     schema = json.loads(_checked_size(json.dumps(schema, ensure_ascii=False)))
+    _check_size_of_parts(list(_objects(schema)))
     schemas = list(_schemas(schema))
-    properties = [each["properties"] for each in schemas if isinstance(each.get("properties"), dict)]
-    _at_most(MAX_PROPERTIES, sum(map(len, properties)), "properties")
-    for each in schemas:
-        named = each["properties"] if isinstance(each.get("properties"), dict) else {}
-        optional = named.keys() - set(map(str, each.get("required") or ()))
-        _at_most(MAX_OPTIONAL, len(optional), "properties of an object that are not required")
-    values = [value for each in schemas for value in _values(each)]
-    _at_most(MAX_VALUES, len(values), "values of enumerations")
-    for text in _texts([values, [list(names) for names in properties]]):
-        _checked_size(text, MAX_STRING_BYTES, "bytes in a value or name")
-    _check_numbers_and_patterns(schemas)
     for each in schemas:  # unknown formats describe, and need not be enforced
         if isinstance(each.get("format"), str) and each["format"] not in FORMATS:
             del each["format"]
@@ -84,6 +75,8 @@ def json_rule(schema: Any, whitespace: str | None = WHITESPACE) -> str:
 
 def of_regex(text: str) -> str:
     """Text that matches the regular expression as a whole."""
+    if not text:
+        raise GrammarError("must not be empty")
     _check_regex(text)
     return LLMatcher.grammar_from_regex(text)
 
@@ -140,9 +133,12 @@ def _schemas(schema: Any) -> Iterator[dict[str, Any]]:
         yield from _schemas(part)
 
 
-def _values(schema: dict[str, Any]) -> list:
-    values = schema["enum"] if isinstance(schema.get("enum"), list) else []
-    return [*values, schema["const"]] if "const" in schema else values
+def _objects(value: Any) -> Iterator[dict[str, Any]]:
+    """All objects in a JSON value: a `$ref` makes a schema of any of them."""
+    if isinstance(value, dict):
+        yield value
+    for item in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
+        yield from _objects(item)
 
 
 def _texts(value: Any) -> Iterator[str]:
@@ -153,22 +149,45 @@ def _texts(value: Any) -> Iterator[str]:
         yield from _texts(item)
 
 
-def _check_numbers_and_patterns(schemas: list[dict[str, Any]]) -> None:
-    """Limits what is intersected: the automata of several multiples or patterns are multiplied with each other."""
-    multiple, combines = 1, any(not each.keys().isdisjoint(("allOf", "anyOf", "oneOf", "$ref")) for each in schemas)
-    for each in schemas:
-        if type(each.get("multipleOf")) in (int, float):  # bool is an int to isinstance
-            numerator = Fraction(str(each["multipleOf"])).numerator
-            multiple = math.lcm(multiple, numerator) if combines else numerator
-            if multiple > MAX_MULTIPLE:
-                together = " (the least common multiple of all that may be combined)" if multiple != numerator else ""
-                raise GrammarError(f"must have a `multipleOf` of at most {MAX_MULTIPLE}{together}. Given: {multiple}")
+def _properties(schema: dict[str, Any], keyword: str = "properties") -> dict[str, Any]:
+    return schema[keyword] if isinstance(schema.get(keyword), dict) else {}
+
+
+def _required(schema: dict[str, Any]) -> set[str]:
+    return set(map(str, schema["required"])) if isinstance(schema.get("required"), list) else set()
+
+
+def _patterns(objects: list[dict[str, Any]]) -> int:
+    return sum(isinstance(each.get("pattern"), str) for each in objects)
+
+
+def _check_size_of_parts(objects: list[dict[str, Any]]) -> None:
+    """Limits what would take long to compile. Of what is intersected, the automata are multiplied with each other."""
+    _at_most(MAX_PROPERTIES, sum(len(_properties(each)) for each in objects), "properties")
+    name_patterns = [pattern for each in objects for pattern in _properties(each, "patternProperties")]
+    _at_most(MAX_NAME_PATTERNS, len(name_patterns), "patterns in `patternProperties`")
+    _at_most(MAX_REFERENCES, sum("$ref" in each for each in objects), "`$ref`s")
+    combines = any(not each.keys().isdisjoint(("allOf", "anyOf", "oneOf", "$ref")) for each in objects)
+    in_all = _patterns(objects) if any("$ref" in each for each in objects) else None
+    values, multiples = 0, [each["multipleOf"] for each in objects if type(each.get("multipleOf")) in (int, float)]
+    for each in objects:
+        optional = _properties(each).keys() - _required(each)
+        _at_most(MAX_OPTIONAL, len(optional), "properties of an object that are not required")
+        fixed = [*(each["enum"] if isinstance(each.get("enum"), list) else []), *([each["const"]] if "const" in each else [])]
+        values += len(fixed)
+        _at_most(MAX_VALUES, values, "values of enumerations")
+        for text in _texts([fixed, list(_properties(each))]):
+            _checked_size(text, MAX_STRING_BYTES, "bytes in a value or name")
         if isinstance(each.get("pattern"), str):
             _check_regex(each["pattern"])
         if isinstance(each.get("allOf"), list):
-            inner = list(_schemas(each))
-            inner = schemas if any("$ref" in part for part in inner) else inner
-            _at_most(MAX_PATTERNS, sum(isinstance(part.get("pattern"), str) for part in inner), "patterns within an `allOf`")
+            inner = _patterns(list(_objects(each))) if in_all is None else in_all
+            _at_most(MAX_PATTERNS, inner, "patterns within an `allOf`")
+    for pattern in name_patterns:
+        _check_regex(pattern)
+    numerators = [Fraction(str(multiple)).numerator for multiple in multiples]
+    if (math.lcm(*numerators) if combines else sum(numerators)) > MAX_MULTIPLE:
+        raise GrammarError(f"must have numbers in `multipleOf` that are at most {MAX_MULTIPLE} all together")
 
 
 def _close(schemas: list[dict[str, Any]]) -> None:
@@ -176,8 +195,8 @@ def _close(schemas: list[dict[str, Any]]) -> None:
     parts = [name for each in schemas if "properties" in each or "required" in each for name in each]
     if not {"allOf", "anyOf", "oneOf", "$ref"}.intersection(parts) and not any("allOf" in each for each in schemas):
         for each in schemas:
-            named, others = each.get("properties"), {"patternProperties", "unevaluatedProperties"}.intersection(each)
-            if isinstance(named, dict) and not others and named.keys() >= set(map(str, each.get("required") or ())):
+            named, others = _properties(each), {"patternProperties", "unevaluatedProperties"}.intersection(each)
+            if named and not others and named.keys() >= _required(each):
                 each.setdefault("additionalProperties", False)
 
 
@@ -203,38 +222,45 @@ class Grammars:
 
     def check(self, grammar: str) -> None:
         """Compiles a grammar, and computes its masks for the first tokens. Raises GrammarError."""
+        self._get(grammar, probes=True)
+
+    def matcher(self, grammar: str) -> Matcher:
+        """A matcher at the beginning of the text; quick where the grammar is known. Raises GrammarError."""
+        return Matcher(self._get(grammar, probes=False))
+
+    def _get(self, grammar: str, probes: bool) -> LLMatcher:
         if self._error:
             raise GrammarError(self._error)
         with self._lock:
-            if grammar in self._compiled:
-                return
+            if compiled := self._compiled.get(grammar):
+                self._compiled.move_to_end(grammar)
+                return compiled.deep_copy()
         started_at = time.thread_time()
-        compiled = LLMatcher(self._tokenizer, grammar, log_level=0, limits=LIMITS)
-        probed, slow = _valid(compiled).deep_copy(), 0
-        for _ in range(3):
-            mask_at = time.thread_time()
-            mask = probed.compute_bitmask()
-            slow += time.thread_time() - mask_at > SLOW_MASK_S
-            if _valid(probed).is_stopped() or slow > 1:
-                break
-            probed.consume_token(next(i for i in range(8 * len(mask)) if mask[i // 8] >> i % 8 & 1))
-        if slow > 1 or time.thread_time() - started_at > COMPILE_S:
+        compiled = _valid(LLMatcher(self._tokenizer, grammar, log_level=0, limits=LIMITS))
+        if probes and (_is_slow(compiled.deep_copy()) or time.thread_time() - started_at > COMPILE_S):
             raise GrammarError("is too complex: it takes too long to compile")
         with self._lock:
             self._compiled[grammar] = compiled
-            while len(self._compiled) > CACHED:
+            while len(self._compiled) > CACHED or sum(map(len, self._compiled)) > CACHED_CHARACTERS:
                 self._compiled.popitem(last=False)
-
-    def matcher(self, grammar: str) -> Matcher:
-        """A matcher at the beginning of the text; quick where `check` has been called before. Raises GrammarError."""
-        self.check(grammar)
-        with self._lock:
-            self._compiled.move_to_end(grammar)
-            return Matcher(self._compiled[grammar].deep_copy())
+            return compiled.deep_copy()
 
     def knows(self, grammar: str) -> bool:
         with self._lock:
             return grammar in self._compiled
+
+
+def _is_slow(matcher: LLMatcher) -> bool:
+    """Whether the masks of the first tokens take too long."""
+    slow = 0
+    for _ in range(3):
+        started_at = time.thread_time()
+        mask = matcher.compute_bitmask()
+        slow += time.thread_time() - started_at > SLOW_MASK_S
+        if _valid(matcher).is_stopped():
+            break
+        matcher.consume_token(next(i for i in range(8 * len(mask)) if mask[i // 8] >> i % 8 & 1))
+    return slow > 1
 
 
 class Matcher:
@@ -256,7 +282,7 @@ class Matcher:
         _valid(self._matcher)
         self._slow_masks += time.thread_time() - started_at > SLOW_MASK_S
         if self._slow_masks > 1:
-            raise GrammarError("the grammar is too complex: its masks take too long")
+            raise GrammarError("is too complex: its masks take too long")
 
     def consume(self, token: int) -> None:
         if not self._matcher.is_stopped():

@@ -33,7 +33,7 @@ class Masks(NamedTuple):
     """Which tokens may follow in the rows of a step."""
 
     mask: np.ndarray  # uint32 [rows, ceil(vocab / 32)] as in sampling.py: sample
-    errors: dict[int, GrammarError]  # by row, where there is none
+    errors: dict[int, Exception]  # by row, where there is none
     seconds: float | None
 
 
@@ -74,6 +74,6 @@ class GrammarThreads:
             try:
                 if matcher:
                     matcher.fill(mask[row].ctypes.data, mask[row].nbytes)
-            except GrammarError as error:
+            except Exception as error:  # one row must not stop the others
                 errors[row], mask[row] = error, 0xFFFFFFFF
         return Masks(mask, errors, time.monotonic() - started_at)

@@ -399,7 +399,7 @@ def _as_json(text: str) -> str:
         if not isinstance(call, ast.Call) or call.args or any(keyword.arg is None for keyword in call.keywords):
             raise _NotACall
         values = {keyword.arg: ast.literal_eval(keyword.value) for keyword in call.keywords}
-        return json.dumps(values, ensure_ascii=False, allow_nan=False)
+        return json.dumps(values, ensure_ascii=False, allow_nan=False).encode().decode()  # lone surrogates are no text
     except (SyntaxError, ValueError, TypeError, MemoryError, RecursionError):
         raise _NotACall from None
 

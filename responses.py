@@ -66,9 +66,6 @@ def chat_of(request: ResponsesRequest) -> ChatRequest:
             raise invalid(name, why)
     if request.truncation not in (None, "disabled"):
         raise invalid("truncation", f"must be disabled. Given: {request.truncation[:40]!r}")
-    choice, format = _tool_choice(request.tool_choice), request.text and request.text.format
-    if choice == "required" or (isinstance(choice, dict) and choice.get("type") == "function"):
-        format = None  # of a text, which a forced call leaves no room for; instructor sends both
     return ChatRequest(
         messages=_messages(request),
         max_completion_tokens=request.max_output_tokens,
@@ -76,9 +73,9 @@ def chat_of(request: ResponsesRequest) -> ChatRequest:
         top_p=request.top_p,
         logprobs=bool(request.top_logprobs) or LOGPROBS in (request.include or []),
         top_logprobs=request.top_logprobs,
-        response_format=_response_format(format),
+        response_format=_response_format(request.text and request.text.format),
         tools=request.tools and [_function(f"tools[{i}]", tool) for i, tool in enumerate(request.tools)],
-        tool_choice=choice,
+        tool_choice=_tool_choice(request.tool_choice),
         parallel_tool_calls=request.parallel_tool_calls,
         stream=request.stream,
     )

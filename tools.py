@@ -127,10 +127,10 @@ class ToolUse(Calls):
 def tool_use(request: ChatRequest, format: ToolFormat | None) -> ToolUse | None:
     """What a chat may call; None: nothing, or calls stay text. Raises ApiError."""
     functions = [_function(f"tools[{n}]", tool) for n, tool in enumerate(request.tools or [])]
-    known = {function.name: function for function in functions}
-    if len(known) < len(functions):
-        twice = next(function for function in functions if known[function.name] is not function)
-        raise invalid(f"{twice.path}.name", f"is the name of two tools. Given: {twice.name!r}")
+    known: dict[str, Function] = {}
+    for function in functions:
+        if known.setdefault(function.name, function) is not function:
+            raise invalid(f"{function.path}.name", f"is the name of two tools. Given: {function.name!r}")
     mode, names = _choice(request.tool_choice, list(known))
     if mode == "none":
         return None

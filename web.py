@@ -119,8 +119,8 @@ def create_app(config: Config, engine: EngineClient) -> Flask:
             return answer, [validate.fit(job, prompt_ids(engine, job), engine.info) for job in answer.jobs]
 
         answer, prompts = threads.run(run) if in_thread else run()
-        for job in answer.jobs:
-            if job.grammar:
+        for job in {job.grammar: job for job in answer.jobs if job.grammar}.values():
+            if not engine.text.grammars.knows(job.grammar):
                 try:
                     threads.run(functools.partial(engine.text.grammars.check, job.grammar))
                 except GrammarError as error:

@@ -267,18 +267,18 @@ class Worker:
             if not isinstance(token, Exception):
                 tokens[i] = token
                 continue
-            message = str(token)
+            message = f"the grammar {token}" if isinstance(token, GrammarError) else str(token)
             if not isinstance(token, (SamplingError, GrammarError)):  # not to be shown to a client
                 logger.error("no token for request %s", request.generate.request_id, exc_info=token)
                 message = "the next token could not be sampled"
             self._end(request, "failed", message)
         return Sampled(tokens, logits, complete, masks.seconds)
 
-    def _consume(self, request: ActiveRequest, token: int, index: int, complete: list[int]) -> int | GrammarError:
+    def _consume(self, request: ActiveRequest, token: int, index: int, complete: list[int]) -> int | Exception:
         """Moves the request's matcher on; adds the chunk's index to `complete` if only the end may follow and is not wanted."""
         try:
             request.matcher.consume(token)
-        except GrammarError as error:
+        except Exception as error:
             return error
         if request.matcher.is_complete:
             request.sampler.banned_for = 0  # of the tokens that end the text, which alone are left

@@ -83,6 +83,7 @@ def test_a_pattern_decides_which_blanks_are_allowed(whitespace, allowed):
         ({"oneOf": [{"const": "a"}, {"enum": ["b", 3]}]}, "3"),
         ({"type": "string", "format": "int64"}, '"whatever"'),  # unknown formats only describe
         ({"properties": {"format": {"type": "string", "format": "date"}}}, '{"format": "2026-11-23"}'),
+        ({"properties": {"a": {"type": "string", "required": True}}}, '{"a": "x"}'),
         ({"const": {"format": "int64"}}, '{"format": "int64"}'),
         ({"type": "array", "items": False, "prefixItems": [{"type": "integer"}]}, "[7]"),
     ],
@@ -141,9 +142,15 @@ def properties(count):
         ({"description": "a" * 120_000}, "at most 120000 bytes"),
         ({"properties": {str(n): {} for n in range(5001)}}, "at most 5000 properties"),
         (properties(500), "at most 499 properties of an object that are not required. Given: 500"),
-        ({"type": "integer", "multipleOf": 999_983}, "`multipleOf` of at most 10000"),
-        ({"allOf": [{"type": "integer", "multipleOf": n} for n in (997, 991, 983, 977)]}, "least common multiple"),
-        ({"type": "integer", "multipleOf": 10**400}, "`multipleOf` of at most 10000"),
+        ({"type": "integer", "multipleOf": 999_983}, "`multipleOf` that are at most 10000"),
+        ({"$ref": "#/default", "default": {"type": "integer", "multipleOf": 999_983}}, "`multipleOf`"),
+        ({"$ref": "#/x", "x": {"const": "a" * 2000}}, "at most 1000 bytes in a value"),
+        ({"items": [], "additionalItems": {"type": "integer", "multipleOf": 999_983}}, "`multipleOf`"),
+        ({"properties": {str(n): {"type": "integer", "multipleOf": 4999 - n} for n in range(40)}}, "all together"),
+        ({"patternProperties": {f"^a{n}[a-z]*b$": {} for n in range(51)}}, "at most 50 patterns in `patternProperties`"),
+        ({"anyOf": [{"allOf": [{"$ref": ""}]} for _ in range(2600)]}, "at most 500 `\\$ref`s"),
+        ({"allOf": [{"type": "integer", "multipleOf": n} for n in (997, 991, 983, 977)]}, "all together"),
+        ({"type": "integer", "multipleOf": 10**400}, "all together"),
         ({"allOf": [{"type": "string", "pattern": f"a.*{c}"} for c in "abcdefghijklmnopqrst"]}, "at most 4 patterns"),
         ({"type": "string", "pattern": "a\0"}, "NUL"),
         ({"type": "string", "pattern": "(?=a)b"}, "look-around"),
@@ -163,6 +170,7 @@ def test_a_schema_that_cannot_be_enforced_is_refused_with_the_reason_and_soon(sc
         ("(?=a)b", "look-around"),
         (r"(a)\1", "backreferences are not supported"),
         ("a\0b", "NUL"),
+        ("", "must not be empty"),
         ("a" * 4001, "at most 4000 bytes in a regular expression. Given: 4001"),
         ("(((a{100}){100}){100}){100}", "too many|too complex"),
         ("(a?){500}a{500}", "too many|too complex"),
@@ -226,12 +234,22 @@ def test_more_grammars_than_are_kept_are_compiled_again(monkeypatch):
     grammars.matcher(texts[0])
 
 
+def test_long_grammars_are_kept_as_long_as_they_are_not_many(monkeypatch):
+    monkeypatch.setattr(grammar, "CACHED_CHARACTERS", 400)
+    grammars, texts = Grammars.load(DEMO_MODEL, 2048, [0]), [of_regex("a" * 100 + c) for c in "abc"]
+    for text in texts:
+        grammars.check(text)
+    assert [grammars.knows(text) for text in texts] == [False, True, True]
+
+
 def test_threads_may_compile_and_use_the_same_grammar_at_once():
-    serialized, errors = of_json_schema(PERSON), []
+    serialized, errors, begin = of_json_schema(PERSON), [], threading.Barrier(8)
+    tokenizer, grammars = demo()[0], Grammars.load(DEMO_MODEL, 2048, [0])
 
     def use():
+        begin.wait()
         try:
-            assert accepts('{"name": "Ada", "age": 36}', serialized)
+            assert accepts('{"name": "Ada", "age": 36}', serialized, tokenizer, grammars)
         except Exception as error:
             errors.append(error)
 
@@ -243,7 +261,7 @@ def test_threads_may_compile_and_use_the_same_grammar_at_once():
     assert not errors
 
 
-def test_a_tokenizer_that_cannot_be_used_is_told_when_a_grammar_is_wanted():
+def test_a_tokenizer_that_cannot_be_used_is_an_error_once_a_grammar_is_requested():
     with pytest.raises(GrammarError, match="this model's tokenizer"):
         Grammars("{}", 10, [0]).check(of_regex("a"))
     smaller = Grammars((DEMO_MODEL / "tokenizer.json").read_text(), 100, [0])

@@ -1,6 +1,7 @@
 """Rows with a grammar in the worker's loop: what they generate, when they end, and that others notice nothing."""
 
 import json
+import os
 import re
 import threading
 from functools import cache
@@ -19,6 +20,7 @@ from protocol import Cancel, Generate, Sampling
 
 PHONE = "[0-9]{3}-[a-z]{2}"
 WORDS = "[a-z]{1,30}"
+SCHEMAS = int(os.environ.get("SCHEMAS", 200))
 
 
 @cache
@@ -68,8 +70,8 @@ def test_a_complete_text_ends_at_once_or_with_an_eos_token_where_tokens_are_show
     driven = guided()
     driven.arrive(Generate(1, [3], 40, grammar=of_regex(PHONE), keep_eos=keep_eos, min_new_tokens=40))
     driven.run()
-    assert re.fullmatch(PHONE, text_of(driven, 1)) and driven.tokens[1][-1:] == (after or driven.tokens[1][-1:])
-    assert driven.tokens[1].count(EOS) == len(after) and driven.ends[1] == "eos_token"
+    assert re.fullmatch(PHONE, text_of(driven, 1))
+    assert [token for token in driven.tokens[1] if token == EOS] == after and driven.ends[1] == "eos_token"
 
 
 def test_a_limit_ends_an_incomplete_text():
@@ -82,12 +84,17 @@ def test_a_limit_ends_an_incomplete_text():
 def test_masks_are_computed_while_the_device_runs(monkeypatch):
     driven, filled, fill = guided(), threading.Event(), Matcher.fill
 
-    def fill_and_say_so(*args):
+    def fill_and_signal(*args):
         fill(*args)
         filled.set()
 
-    monkeypatch.setattr(Matcher, "fill", fill_and_say_so)
-    driven.each_call(lambda chunks: filled.wait(60) and filled.clear())  # the device ends its step after the mask
+    monkeypatch.setattr(Matcher, "fill", fill_and_signal)
+
+    def step_that_ends_after_the_mask(chunks):
+        assert filled.wait(60)
+        filled.clear()
+
+    driven.each_call(step_that_ends_after_the_mask)
     driven.arrive(Generate(1, [3], 40, grammar=of_regex(PHONE)))
     driven.run()
     assert re.fullmatch(PHONE, text_of(driven, 1))
@@ -174,7 +181,7 @@ def random_schema(random, depth=0):
 def test_hundreds_of_schemas_give_valid_json_whatever_the_model_prefers():
     random, grammars = Random(7), Grammars(tokenizer().to_str(), tokenizer().get_vocab_size(), [EOS])
     driven = Driven(grammars=grammars, vocab_size=tokenizer().get_vocab_size(), max_total_tokens=500, batch_size=8, mixes=True)
-    schemas = {n: random_schema(random) for n in range(500)}
+    schemas = {n: random_schema(random) for n in range(SCHEMAS)}
     for n, schema in schemas.items():
         serialized = of_json_schema(schema)
         grammars.check(serialized)
@@ -185,4 +192,4 @@ def test_hundreds_of_schemas_give_valid_json_whatever_the_model_prefers():
     complete = [n for n, reason in driven.ends.items() if reason == "eos_token"]
     for n in complete:
         jsonschema.validate(json.loads(text_of(driven, n)), schemas[n])
-    assert len(complete) >= 450 and set(driven.ends.values()) <= {"eos_token", "length"}
+    assert len(complete) >= 0.9 * SCHEMAS and set(driven.ends.values()) <= {"eos_token", "length"}

@@ -203,7 +203,7 @@ def allowed(**more):
         ([tool("a b")], None, "tools[0].function.name", "'a b'"),
         ([tool("")], None, "tools[0].function.name", "''"),
         ([tool("x" * 129)], "none", "tools[0].function.name", "128"),
-        ([tool(), tool()], None, "tools[0].function.name", "'weather'"),
+        ([tool(), tool()], None, "tools[1].function.name", "'weather'"),
         ([tool(parameters=[])], None, "tools[0].function.parameters", "object"),
         ([tool(parameters={"type": "string"})], None, "tools[0].function.parameters", "object"),
         ([tool(parameters={"properties": []})], None, "tools[0].function.parameters", "object"),
@@ -597,7 +597,7 @@ def test_ids_have_the_form_that_templates_require():
         ("", "<think>a</think>b", "", "<think>a</think>b"),
     ],
 )
-def test_thinking_is_told_from_the_answer(thinking, text, reasoning, content):
+def test_thinking_is_separated_from_the_answer(thinking, text, reasoning, content):
     assert Reading(None, thinking).whole(text) == (content, reasoning, [])
     parts = read(Reading(None, thinking).reader(), text, 1)
     assert parts == [part for part in ((Reasoning, None, reasoning), (Content, None, content)) if part[2]]
