@@ -21,9 +21,11 @@ from typing import Any
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
 WHITESPACE = r"\n? {0,16}"  # between JSON tokens: the ways in which models write it, without endless blanks
-MAX_BYTES, MAX_REGEX_BYTES, MAX_STRING_BYTES = 120_000, 4_000, 1_000
-MAX_NESTING, MAX_PROPERTIES, MAX_OPTIONAL, MAX_VALUES, MAX_PATTERNS, MAX_NAME_PATTERNS = 64, 5_000, 499, 1_000, 4, 50
-MAX_REFERENCES = 500
+MAX_BYTES, MAX_REGEX_BYTES = 120_000, 4_000
+MAX_STRING_BYTES = 1_000  # of a name or value: such bytes are forced, and tokenized together
+MAX_NESTING, MAX_PROPERTIES, MAX_VALUES, MAX_REFERENCES = 64, 5_000, 1_000, 500
+MAX_OPTIONAL = 499  # properties of an object: four items each of LIMITS' max_items_in_row
+MAX_PATTERNS, MAX_NAME_PATTERNS = 4, 50  # within an allOf; in patternProperties
 MAX_MULTIPLE = 10_000  # of the numerators in multipleOf: a state of the automaton for each remainder
 COMPILE_S = 0.25  # of processor time
 SLOW_MASK_S = 0.02  # a grammar whose masks take longer twice is given up
