@@ -12,6 +12,7 @@ from itertools import pairwise
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from processes import wait_until
 
 from config import HERE
 
@@ -114,7 +115,8 @@ def test_a_server_that_cannot_be_measured_is_named_in_one_line(tmp_path):
 def test_a_server_is_ready_when_its_log_says_so_and_is_ended_with_its_children(tmp_path):
     script = "sleep 60 & echo Connected; wait"
     with Server(["sh", "-c", script], free_port(), tmp_path / "log", dict(os.environ)) as server:
-        assert len(server.wait_ready().pids("sleep")) == 2
+        server.wait_ready()
+        wait_until(lambda: len(server.pids("sleep")) == 2, "the shell and its child")  # which may just be starting its program
     assert server.pids() == []
 
 

@@ -52,7 +52,7 @@ def test_a_question_is_answered_and_the_answer_ends_by_itself(server):
 
 
 def test_tokens_come_one_by_one_while_the_answer_is_written(server):
-    long = {"ignore_eos": True, "max_tokens": 200}  # so that it still runs when one has looked
+    long = {"ignore_eos": True, "max_tokens": 900}  # so that it still runs when one has looked
     response = server.request("POST", "/v1/completions", {"prompt": QUESTIONS[0], "stream": True} | long)
     first = next(events(response))
     assert first["choices"][0]["finish_reason"] is None
