@@ -205,7 +205,9 @@ def _raise_exception(message: Any) -> None:
 
 def _with_short_ids(message: dict[str, Any]) -> dict[str, Any]:
     """The ids of calls as Mistral's templates require them: 9 letters and digits."""
-    short = {name: _short_id(message[name]) for name in ("tool_call_id",) if name in message}
+    short: dict[str, Any] = {}
+    if "tool_call_id" in message:
+        short["tool_call_id"] = _short_id(message["tool_call_id"])
     if "tool_calls" in message:
         calls = message["tool_calls"]
         short["tool_calls"] = [call | {"id": _short_id(call["id"])} if "id" in call else call for call in calls]

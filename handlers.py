@@ -157,7 +157,8 @@ class Handlers:
         if grammar and thinking:
             grammar = after_thinking(grammar, thinking, text.tokenizer.token_to_id)
         job = validate.with_grammar(job, name, grammar, self._engine.info)
-        return replace(job, prompt=prompt, reading=Reading(use, thinking))
+        name = "tools" if use and name == "tool_choice" else job.grammar_name  # whose schemas may fail to compile
+        return replace(job, prompt=prompt, reading=Reading(use, thinking), grammar_name=name)
 
     def _parts(self, streams: bool | None = False) -> tuple[ModelInfo, Tokenizer, bool]:
         return self._engine.info, self._engine.text.tokenizer, bool(streams)

@@ -65,7 +65,8 @@ CHANGES_TEXT |= {"presence_penalty", "echo", *Parameters.__struct_fields__} - {"
 FORMATS = ["grammar", "response_format", "structured_outputs", "guided_json", "guided_regex", "guided_choice"]
 CHANGES_TEXT |= {"tools", "tool_choice", "regex", "json_schema", *FORMATS}
 MOST_TOKENS = ["max_new_tokens", "max_output_tokens", "max_completion_tokens", "max_tokens"]
-SAME_MEANING = dict.fromkeys(MOST_TOKENS, MOST_TOKENS) | {"stop_sequences": ["stop"]} | dict.fromkeys(FORMATS, FORMATS)
+SAME_MEANING = dict.fromkeys(MOST_TOKENS, MOST_TOKENS) | {"stop_sequences": ["stop"]}
+SAME_MEANING |= {name: [*FORMATS, "text"] for name in FORMATS}  # Responses have `text.format`
 # Harmless fields of other servers that look like misspelt ones.
 NOT_MISSPELT = {"mode", "models"}
 # Not for Vertex, which returns texts.

@@ -176,8 +176,8 @@ class Worker:
         if has_nothing_to_run:
             self._report()  # first: a client may send its next request as soon as it has its answer
             self.flush_outputs()
-        comes_something = bool(self._requests) or not self.draining
-        for peer, message in self.end.receive(block=has_nothing_to_run and comes_something and not self.stopping):
+        waits = has_nothing_to_run and not self.stopping and (bool(self._requests) or not self.draining)
+        for peer, message in self.end.receive(block=waits):  # requests that do not run: their grammars are being compiled
             if isinstance(message, SubmitRequests):
                 self._add(peer, message.generates)
             elif isinstance(message, Cancel):
@@ -245,10 +245,12 @@ class Worker:
             self.model.set_sampling(slot, *(greedy if parameters.seed is None else sampled))
 
     def _sample(self, step: Step, output, future: Future[Masks] | None) -> Sampled:
+        """Ends the requests whose row fails; an error of all rows ends them all, and not the loop."""
         tokens: list[int | None] = [None] * len(step.chunks)
         requests, logits = [step.requests[i] for i in step.samples], None
-        masks, complete = future.result() if future else Masks(sampling.NO_MASK, {}, None), []
+        masks, complete = Masks(sampling.NO_MASK, {}, None), []
         try:
+            masks = future.result() if future else masks
             if self.model.sampling == "device":
                 unknown = SamplingError("the device chose a token that does not exist")
                 chosen = [id if 0 <= id < self.model.vocab_size else unknown for id in output.ids[step.samples].tolist()]

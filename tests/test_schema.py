@@ -921,6 +921,7 @@ def test_a_request_with_more_fields_than_any_client_sends_is_refused():
 
 def parse_with(kind, name, value):
     required = {CompletionRequest: {"prompt": "a"}, ChatRequest: {"messages": []}, GenerateRequest: {"inputs": "a"}}
+    required[schema.ResponsesRequest] = {"input": "a"}
     if kind is schema.Parameters:
         return validate.parse(json.dumps({"inputs": "a", "parameters": {name: value}}).encode(), GenerateRequest)
     return validate.parse(json.dumps(required[kind] | {name: value}).encode(), kind)
@@ -953,6 +954,7 @@ def test_a_field_that_would_change_the_text_of_another_route_is_refused_by_name(
         (schema.Parameters, "stop_sequences", "; use `stop`"),
         (ChatRequest, "max_new_tokens", "; use `max_completion_tokens`"),
         (CompletionRequest, "max_completion_tokens", "; use `max_tokens`"),
+        (schema.ResponsesRequest, "response_format", "; use `text`"),
         (GenerateRequest, "guided_json", "; use `grammar` in `parameters`"),
         (schema.Parameters, "response_format", "; use `grammar`"),
         (ChatRequest, "grammar", "; use `response_format`"),
