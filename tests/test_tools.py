@@ -807,6 +807,15 @@ def test_a_model_without_a_place_for_tools_refuses_them(served):
     assert served.post("/v1/chat/completions", {"messages": [USER], "tools": TOOLS, "tool_choice": "none"}).status_code == 200
 
 
+def test_a_tool_whose_schema_cannot_be_enforced_is_refused_as_one_of_the_tools(serve, monkeypatch):
+    served = served_with(serve, monkeypatch, LLAMA)
+    parameters = {"type": "object", "properties": {"city": {"not": {}}}}
+    tools = [{"type": "function", "function": {"name": "weather", "parameters": parameters}}]
+    response = served.post("/v1/chat/completions", {"messages": [USER], "tools": tools, "tool_choice": "required"})
+    assert response.status_code == 422 and response.json["error"]["param"] == "tools"
+    assert "Unimplemented keys" in response.json["error"]["message"]
+
+
 def test_a_tool_parser_may_be_set(serve, monkeypatch):
     served = served_with(serve, monkeypatch, "{% if tools %}{% endif %}", tool_parser="pythonic")
     body = {"messages": [USER], "temperature": 0, "tools": [SHORT], "tool_choice": "required", "parallel_tool_calls": False}
