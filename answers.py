@@ -256,9 +256,11 @@ class OpenAIAnswer(Answer):
 
     def _usage(self, sequences: list[Sequence]) -> schema.Usage:
         """Tokens fed and produced. A prompt counts once, however many choices were made from it."""
-        prompt_tokens = sum(len(sequence.prompt) for sequence in sequences if sequence.number == 0)
+        first = [sequence for sequence in sequences if sequence.number == 0]
+        prompt_tokens = sum(len(sequence.prompt) for sequence in first)
         completion_tokens = sum(sequence.tokens for sequence in sequences)
-        return schema.Usage(prompt_tokens, completion_tokens, prompt_tokens + completion_tokens)
+        cached = schema.PromptTokensDetails(sum(sequence.ran.cached for sequence in first if sequence.ran))
+        return schema.Usage(prompt_tokens, completion_tokens, prompt_tokens + completion_tokens, cached)
 
     def _event(self, sequence: Sequence, choice: Struct) -> bytes:
         return self._chunk([choice], self._usage([sequence]) if self._usage_always else None)

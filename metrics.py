@@ -52,6 +52,7 @@ METRICS = (
     (Counter, "batch_concat", "Prompts that joined a running batch", "reason", REASONS),
     (Histogram, "grammar_mask_duration", "Seconds of computing a step's token masks, while the device runs"),
     (Histogram, "grammar_compile_duration", "Seconds of compiling a grammar"),
+    (Counter, "prefix_cache_tokens", "Prompt tokens that did not run, because a slot held them"),
     (Gauge, "slots_busy", "Occupied slots"),
     (Gauge, "slots_total", "Slots"),
     (Gauge, "boot_phase_seconds", "Seconds of a phase of the boot", "phase", ()),
@@ -116,8 +117,10 @@ class Metrics:
             self.series("inter_token_latency_duration").observe(output.interval_s)
         elif output.running:
             self.series("batch_concat_duration", "decode").observe(output.ran_at - output.started_at)
-        started = [request for chunk, request in zip(step.chunks, step.requests) if chunk.begin == 0]
+        prompts = zip(step.chunks[step.rows :], step.requests[step.rows :])
+        started = [request for chunk, request in prompts if chunk.begin == request.cached]
         if started:
+            self.series("prefix_cache_tokens").inc(sum(request.cached for request in started))
             self.series("batch_next_size").observe(len(started))
         if output.running:
             for request in started:

@@ -82,7 +82,7 @@ def messages_of(output: StepOutput) -> Iterator[tuple[bytes, Tokens | End]]:
         message = messages[request.peer]
         if i >= output.step.rows:
             queued_s = request.started_at - request.arrived_at
-            message.prompts.append(Prompt(generate.id, queued_s, request.prompt_logprobs, request.prompt_top))
+            message.prompts.append(Prompt(generate.id, queued_s, request.cached, request.prompt_logprobs, request.prompt_top))
         message.tokens.append(Token(generate.id, token, *logprob, output.finish_reasons[i]))
     yield from messages.items()
 

@@ -217,7 +217,7 @@ class ResponsesAnswer(ChatAnswer):
         response.incomplete_details = {"reason": "max_output_tokens"} if is_cut else None
         response.usage = schema.ResponsesUsage(
             usage.prompt_tokens,
-            {"cached_tokens": 0, "cache_write_tokens": 0},
+            {"cached_tokens": usage.prompt_tokens_details.cached_tokens, "cache_write_tokens": 0},
             usage.completion_tokens,
             {"reasoning_tokens": self._reasoning_tokens},
             usage.total_tokens,

@@ -3,9 +3,9 @@
 The worker adds requests, runs each `Step` on the model and hands the sampled tokens back. Everything here is synchronous:
 no threads, no tensors, no clock (times come as arguments, in seconds). The scheduler knows neither sockets nor text nor
 how tokens are sampled. Of the model it knows the number of slots, whether chunks of several tokens may share a step with
-others (`mixes`), and the longest prompt chunk (`prefill_chunk`).
+others (`mixes`), and the longest prompt chunk (`prefill_chunk`). `slots.py` knows what a slot can be reused for.
 
-Waiting requests take free slots first in, first out. Several prompts are in progress at a time, so a short prompt does not
+Waiting requests take free slots first in, first out, unless `queue_threshold_s` lets shorter prompts go first. Several prompts are in progress at a time, so a short prompt does not
 wait for a long one to finish. A waiting request with a free slot gets prompt tokens within this many steps:
 - mixed steps: ceil(slots / pairs of tokens for prompts beside running requests); `slots` for a request with `keep_all`;
 - else 2 * slots, counted from the step at which `waiting_served_ratio` and `max_waiting_tokens` let it start.
@@ -14,7 +14,6 @@ wait for a long one to finish. A waiting request with a free slot gets prompt to
 from __future__ import annotations
 
 import contextlib
-import heapq
 import math
 from bisect import insort
 from collections import deque
@@ -23,6 +22,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from models.base import Chunk
+from slots import Placement, Slots
 
 # Prompt tokens of a mixed step. A larger budget lowers the prompt's time to first token and raises the inter-token latency
 # of the running requests.
@@ -46,7 +46,8 @@ class Request:
     keep_all: bool = False  # logits after every prompt token are wanted
     # Kept by the scheduler:
     slot: int | None = None  # None: waiting or ended
-    prefilled: int = 0  # prompt tokens that have been run
+    cached: int = 0  # prompt tokens that its slot, or another one, held already
+    prefilled: int = 0  # prompt tokens that have been run, or were held
     generated: int = 0
     last_token: int = 0
     started_at: float = 0.0  # when its first prompt chunk was scheduled
@@ -60,6 +61,7 @@ class Step(NamedTuple):
     requests: list[Request]  # one a chunk
     samples: list[int]  # indices of the chunks whose last token's logits give a new token
     rows: int  # how many chunks, from the first on, are rows of running requests
+    copies: list[Placement] = []  # held prompt tokens to copy to another slot first, in this order
 
 
 class Scheduler:
@@ -75,20 +77,25 @@ class Scheduler:
         max_queue_time_s: float = math.inf,
         waiting_served_ratio: float = 0.0,
         max_waiting_tokens: int = 20,
+        queue_threshold_s: float | None = None,
+        prefix_step: int | None = None,
+        copies_prefixes: bool = False,
     ):
         assert prefill_chunk is None or prefill_chunk > 2  # else chunks of one token cannot be avoided
         self.waiting: deque[Request] = deque()
         self.prefilling: list[Request] = []  # prompts in progress; the one that has waited longest for tokens comes first
         self.running: list[Request] = []  # requests that generate, slots ascending
         self.max_tokens = 0  # of the requests in slots: prompts and max_new_tokens
-        self._slots, self._mixes, self._prefill_chunk = slots, mixes, prefill_chunk or math.inf
-        self._free = list(range(slots))  # a heap
+        self._slots, self._count = Slots(slots, prefix_step, copies_prefixes), slots
+        self._copies: list[Placement] = []  # of the next step
+        self._mixes, self._prefill_chunk = mixes, prefill_chunk or math.inf
         beside, alone = PROMPT_TOKENS_BESIDE, PROMPT_TOKENS_ALONE
         if not mixes:
             beside, alone = PROMPT_TOKENS_BETWEEN, PROMPT_TOKENS_BETWEEN_MANY
         self._budget_beside = max_batch_prefill_tokens or beside
         self._budget_alone = max(alone, self._budget_beside)
         self._max_queue_time_s = max_queue_time_s
+        self._queue_threshold_s = queue_threshold_s
         self._waiting_served_ratio, self._max_waiting_tokens = waiting_served_ratio, max_waiting_tokens
         self._prompt_tokens = 0  # since the last decode step
         self._steps_since_prompt = 0  # decode steps since the last prompt was finished
@@ -96,7 +103,7 @@ class Scheduler:
     @property
     def busy(self) -> int:
         """Occupied slots."""
-        return self._slots - len(self._free)
+        return self._count - len(self._slots.free)
 
     def add(self, request: Request) -> None:
         assert len(request.prompt) > 0 and request.max_new_tokens > 0
@@ -123,7 +130,7 @@ class Scheduler:
 
     def next(self, now: float) -> Step | None:
         """The next step, or None if there is nothing to run. `update` follows with the step's tokens."""
-        self._assign_slots()
+        self._assign_slots(now)
         prompts = self._shared_budget() if self._mixes else self._next_prompt()
         rows = self.running if self._mixes or not prompts else []
         if not rows and not prompts:
@@ -132,10 +139,11 @@ class Scheduler:
             self._prompt_tokens = 0
             self._steps_since_prompt += 1
         chunks = [Chunk(row.slot, (row.last_token,), len(row.prompt) + row.generated - 1) for row in rows]
-        step = Step(chunks, list(rows), list(range(len(rows))), len(rows))
+        copies, self._copies = self._copies, []
+        step = Step(chunks, list(rows), list(range(len(rows))), len(rows), copies)
         for request, tokens in prompts:
             begin, end = request.prefilled, request.prefilled + tokens
-            if begin == 0:
+            if begin == request.cached:
                 request.started_at = now
             if end == len(request.prompt):
                 step.samples.append(len(chunks))
@@ -156,6 +164,8 @@ class Scheduler:
             if request.slot is None:
                 continue
             end = chunk.begin + len(chunk.tokens)
+            if index >= step.rows:
+                self._slots.extend(request.slot, chunk.tokens, chunk.begin)
             if end < len(request.prompt):
                 request.prefilled = end
                 continue
@@ -176,20 +186,33 @@ class Scheduler:
                 self._release(request)
         return reasons
 
-    def _assign_slots(self) -> None:
-        """Assigns the free slots, the lowest first, to the requests that have waited longest."""
+    def _assign_slots(self, now: float) -> None:
+        """Assigns free slots to the requests that have waited longest."""
         too_few_wait = not self._mixes and len(self.waiting) < int(len(self.running) * self._waiting_served_ratio)
         if too_few_wait and self._steps_since_prompt < self._max_waiting_tokens:
             return
-        while self.waiting and self._free:
-            request = self.waiting.popleft()
+        while self.waiting and self._slots.free:
+            request = self._next_waiting(now)
             request.exceeded_wait = too_few_wait
-            request.slot = heapq.heappop(self._free)
+            placement = self._slots.take(request.prompt, reuse=not request.keep_all)
+            request.slot = placement.slot
+            request.cached = request.prefilled = placement.cached
+            if placement.source != placement.slot:
+                self._copies.append(placement)
             self.max_tokens += len(request.prompt) + request.max_new_tokens
             self.prefilling.append(request)
 
+    def _next_waiting(self, now: float) -> Request:
+        """Takes a request out of the queue: the first one; with `queue_threshold_s` the shortest prompt unless the first one
+        has waited longer than that."""
+        first = self.waiting[0]
+        if self._queue_threshold_s is not None and now - first.arrived_at <= self._queue_threshold_s:
+            first = min(self.waiting, key=lambda request: len(request.prompt))
+        self.waiting.remove(first)
+        return first
+
     def _release(self, request: Request) -> None:
-        heapq.heappush(self._free, request.slot)
+        self._slots.release(request.slot)
         request.slot = None
         self.max_tokens -= len(request.prompt) + request.max_new_tokens
         (self.running if request.generated else self.prefilling).remove(request)
@@ -245,7 +268,7 @@ class Scheduler:
         tokens = min(left, self._prefill_chunk)
         if left - tokens == 1:
             tokens -= 1
-        startable = len(self.prefilling) + min(len(self.waiting), len(self._free))
+        startable = len(self.prefilling) + min(len(self.waiting), len(self._slots.free))
         fills_slots = startable > len(self.running) and self._prefill_chunk == math.inf  # idle slots cost more than the pause
         budget = self._budget_alone if fills_slots else self._budget_beside
         if self.running and self._prompt_tokens and self._prompt_tokens + tokens > budget:

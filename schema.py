@@ -228,10 +228,17 @@ class VertexResponse(Struct):
     predictions: list[str]
 
 
+class PromptTokensDetails(Struct):
+    """`cached_tokens` did not run, because a slot still held them."""
+
+    cached_tokens: int
+
+
 class Usage(Struct):
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
+    prompt_tokens_details: PromptTokensDetails
 
 
 class TopLogprob(Struct):

@@ -196,7 +196,7 @@ class Worker:
         """One call of the model, with everything around it that the device waits for."""
         prompt_tokens = sum(len(chunk.tokens) for chunk in step.chunks[step.rows :])
         for chunk, request in zip(step.chunks[step.rows :], step.requests[step.rows :]):
-            if chunk.begin == 0:
+            if chunk.begin == request.cached:
                 self._begin(chunk.slot, request)
         running = len(self.scheduler.running)
         self._report(self._timer.limit_s(prompt_tokens))
@@ -204,6 +204,8 @@ class Worker:
         masks = self._grammars and self._grammars.start([step.requests[i].matcher for i in step.samples])
         started_at = time.monotonic()
         try:
+            for slot, tokens, source in step.copies:
+                self.model.copy_prefix(source, slot, tokens)
             output = self.model.forward(step.chunks)
         except Exception as error:
             logger.exception("a step of %d slots failed", len(step.chunks))
@@ -237,7 +239,7 @@ class Worker:
         )
 
     def _begin(self, slot: int, request: ActiveRequest) -> None:
-        _log("prompt begins", request, slot=slot)
+        _log("prompt begins", request, slot=slot, cached=request.cached)
         parameters = request.generate.sampling
         if self.model.sampling == "device":
             greedy = 1, 1.0, 1.0
@@ -423,6 +425,7 @@ class Worker:
             {
                 "request_id": request.generate.request_id,
                 "input_tokens": len(request.prompt),
+                "cached_tokens": request.cached,
                 "generated_tokens": request.generated,
                 "queue_ms": round((started_at - request.arrived_at) * 1000, 1),
                 "prefill_ms": round((prefilled_at - started_at) * 1000, 1),
@@ -500,6 +503,8 @@ def boot(config: Config, end: WorkerEnd, metrics: Metrics) -> Worker:
         max_queue_time_s=config.max_queue_time or float("inf"),
         waiting_served_ratio=config.waiting_served_ratio,
         max_waiting_tokens=config.max_waiting_tokens,
+        prefix_step=model.prefix_step if config.prefix_reuse else None,
+        copies_prefixes=model.copies_prefixes,
     )
     eos = frozenset(eos_token_ids)
     grammars = Grammars.load(tokenizer_dir, model.vocab_size, eos_token_ids) if model.sampling == "host" else None

@@ -63,17 +63,24 @@ class StaticBatchModel(Protocol):
     sampling: str  # "host"; "device": `forward` returns SampledIds, and `set_sampling` comes before each prompt
     mixes: bool  # one call may hold any mix of chunks; else either rows of one token each, or a single prompt chunk
     prefill_chunk: int | None  # longest prompt chunk in tokens; None: a prompt runs whole
+    prefix_step: int | None  # a prompt may continue what its slot holds at multiples of this position; None: nowhere
+    copies_prefixes: bool  # whether `copy_prefix` is supported
     prompt_budget: int | None  # prompt tokens beside running requests, unless configured; None: the scheduler's constant
 
     def forward(self, chunks: Sequence[Chunk]) -> Logits | SampledIds:
         """Runs the chunks, at most one a slot, and extends the KV cache of their slots; no other slot changes.
 
+        Where `prefix_step` is set, a slot holds what ran in it until other tokens run at these positions: a prompt may begin
+        behind what it has in common with the slot's last one.
         Returns one row of logits a chunk, after its last token, in the order of `chunks`; a chunk with `keep_all` has one row
         a token. The result stays as it is when `forward` is called again. A row depends on its own slot alone, to the last
         bit: not on the other chunks, and not on how a prompt was cut into chunks where the scheduler follows `mixes` and
         `prefill_chunk`. Every slot with a live sequence must be in each call of one-token rows where `mixes` is false.
         Raises DeviceLost when the process must be restarted; any other exception leaves the model usable.
         """
+
+    def copy_prefix(self, source: int, target: int, tokens: int) -> None:
+        """Copies what slot `source` holds of its first `tokens` positions to slot `target`."""
 
     def set_sampling(self, slot: int, top_k: int, top_p: float, temperature: float) -> None:
         """How the device samples for `slot` from its next prompt on. Only where `sampling` is "device". top_k 1 is greedy,

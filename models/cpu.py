@@ -51,6 +51,7 @@ class OpenVinoModel:
 
     engine, device, sampling = "openvino", "cpu", "host"
     mixes, prefill_chunk, gives_prompt_logits = True, PREFILL_CHUNK, True
+    prefix_step, copies_prefixes = 1, True
 
     def __init__(self, graph: ov.Model, facts: dict[str, Any], slots: int, max_total_tokens: int, threads: int):
         self.batch_size, self.max_total_tokens, self.max_input_tokens = slots, max_total_tokens, max_total_tokens - 1
@@ -85,6 +86,12 @@ class OpenVinoModel:
         """`shift` is added to the positions that the model gets, for the check of a conversion."""
         logits = [self._infer(call, shift) for call in split(chunks, self._max_call_tokens)]
         return logits[0] if len(logits) == 1 else np.concatenate(logits)
+
+    def copy_prefix(self, source: int, target: int, tokens: int) -> None:
+        """Whole blocks: what lies behind `tokens` in the last one is overwritten before it is read."""
+        blocks = math.ceil(tokens / BLOCK)
+        for cache in self._kv_cache:
+            cache[self._blocks[target, :blocks]] = cache[self._blocks[source, :blocks]]
 
     def _infer(self, pieces: list[tuple[int, Sequence[int], int, int]], shift: int) -> np.ndarray:
         """Runs (slot, tokens, begin, how many of the last tokens' logits to return) in one call."""

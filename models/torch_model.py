@@ -149,6 +149,10 @@ class _SlotCache(Cache):
             store[slot, :, end - new.shape[2] : end] = new[0]
         return tuple(store[slot : slot + 1, :, :end] for store in stores)
 
+    def copy(self, source: int, target: int, tokens: int) -> None:
+        for store in (store for stores in self._stores.values() for store in stores):
+            store[target, :, :tokens] = store[source, :, :tokens]
+
     def get_seq_length(self, layer_idx: int = 0) -> int:
         return 0  # positions and masks are always given
 
@@ -214,6 +218,7 @@ class TorchModel:
 
     engine, sampling, quantize, mixes, prompt_budget = "torch", "host", None, False, None
     gives_prompt_logits, prefill_chunk = True, PREFILL_CHUNK
+    prefix_step, copies_prefixes = PREFILL_CHUNK, True
 
     def __init__(self, config: Config, folder: Path, device: str):
         if config.quantize:
@@ -247,6 +252,10 @@ class TorchModel:
             return np.concatenate([self._run([chunk], is_step=False) for chunk in chunks])
         except torch.AcceleratorError as error:  # every later call would fail as well
             raise DeviceLost(f"{type(error).__name__}: {first_line(error)}") from error
+
+    @torch.inference_mode()
+    def copy_prefix(self, source: int, target: int, tokens: int) -> None:
+        self._cache.copy(source, target, tokens)
 
     @torch.inference_mode()
     def _run(self, chunks: Sequence[Chunk], is_step: bool) -> np.ndarray:

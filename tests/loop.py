@@ -70,6 +70,8 @@ class Driven:
             max_queue_time_s=max_queue_time_s,
             waiting_served_ratio=waiting_served_ratio,
             max_waiting_tokens=max_waiting_tokens,
+            prefix_step=self.model.prefix_step,
+            copies_prefixes=self.model.copies_prefixes,
         )
         more = {"web_processes": web_processes, "grammars": grammars}
         self.worker = Worker(self.model, self.wire, frozenset([EOS]), scheduler, max_concurrent_requests, **more)

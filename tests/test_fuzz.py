@@ -395,7 +395,7 @@ GOOD = [
     SubmitRequests([Generate(12, [97], 2, Sampling(seed=3, temperature=0.7, logit_bias=[(5, 1.5)]), 2, 1, True, True, 1.0)]),
     RequestStats(200, "success", 3.0, 0.1, 0.2, 2.5, 0.5, 10, 20, 30),
     MetricsRequest(9),
-    Tokens([Token(5, 3, -0.5, [(3, -0.5)], "length")], [Prompt(5, 0.1, [-1.0], [[(1, -2.0)]])]),
+    Tokens([Token(5, 3, -0.5, [(3, -0.5)], "length")], [Prompt(5, 0.1, 0, [-1.0], [[(1, -2.0)]])]),
     End(5, "failed", "why"),
     Status("ready", 1.0, 5, 1, 2, 3.0),
     ModelInfo("m", None, "/t", 50, [0], 4, 39, 40, "cpu", "float32"),

@@ -377,3 +377,11 @@ def test_the_dashboard_shows_nothing_that_is_not_there():
     shown = {name for query in queries(dashboard) for name in re.findall(r"tgi_\w+", query)}
     assert shown <= exposed
     assert {"tgi_request_time_to_first_token_duration_bucket", "tgi_slots_busy", "tgi_last_step_age_seconds"} <= shown
+
+
+def test_prompt_tokens_that_a_slot_held_are_counted():
+    driven = Driven(mixes=True, prefix_step=1, max_total_tokens=100)
+    for i in (1, 2):
+        driven.arrive(Generate(i, list(range(20)), 3))
+        driven.run()
+    assert samples(driven.worker.metrics)["tgi_prefix_cache_tokens",] == 18

@@ -4,6 +4,7 @@ The property tests keep their own account of what each request has been given an
 """
 
 import math
+import random
 from dataclasses import dataclass, field
 
 import pytest
@@ -19,9 +20,11 @@ WHOLE = {"mixes": False, "prefill_chunk": None}
 CHUNKED = {"mixes": False, "prefill_chunk": 128}
 
 
-def request(length, most=1000, **fields):
+def request(length, most=1000, own=0, **fields):
+    """`own`: how many of the last prompt tokens no other request has."""
     fields.setdefault("group", object())  # its own
-    return Request(list(range(100, 100 + length)), most, fields.pop("arrived_at", 0.0), **fields)
+    prompt = [*range(100, 100 + length - own), *(random.random() for _ in range(own))]
+    return Request(prompt, most, fields.pop("arrived_at", 0.0), **fields)
 
 
 def added(scheduler, *requests):
@@ -63,7 +66,7 @@ def prompts_until_decode(scheduler):
 # Slots, queue and ends
 
 
-def test_free_slots_go_to_those_that_came_first_and_the_lowest_slot_first():
+def test_free_slots_go_to_those_that_came_first_and_the_least_recently_used_slot_first():
     scheduler = Scheduler(slots=2, **MIXED)
     first, second, third = added(scheduler, request(3), request(3), request(3))
 
@@ -328,6 +331,95 @@ def test_running_requests_have_a_step_after_each_chunk_of_a_long_prompt():
     assert [prompts_until_decode(scheduler) for _ in range(4)] == [1, 1, 1, 1]
 
 
+# Prefixes
+
+
+def finished(scheduler, prompt):
+    """Runs the only request of the scheduler; returns it with the slot that it had."""
+    each = Request(prompt, 1, 0.0)
+    scheduler.add(each)
+    step, _ = run_step(scheduler)
+    slot = step.chunks[0].slot
+    while not each.generated:
+        run_step(scheduler)
+    return each, slot
+
+
+def test_the_next_turn_of_a_chat_gets_the_slot_of_the_one_before_and_runs_only_the_rest():
+    scheduler = Scheduler(slots=3, prefix_step=1, **MIXED)
+    first_turn, other = list(range(100, 140)), list(range(500, 600))
+    _, slot = finished(scheduler, first_turn)
+    assert finished(scheduler, other)[1] != slot
+
+    second, at = finished(scheduler, [*first_turn, 7, 8, 9])
+
+    assert (second.cached, at) == (40, slot)
+
+
+def test_a_prompt_that_is_held_whole_runs_its_last_two_tokens_again():
+    scheduler = Scheduler(slots=1, prefix_step=1, **MIXED)
+    prompt = list(range(100, 140))
+    assert [finished(scheduler, prompt)[0].cached for _ in range(3)] == [0, 38, 38]
+
+
+def test_without_chunks_of_fixed_length_only_whole_ones_are_reused():
+    scheduler = Scheduler(slots=1, prefix_step=128, **CHUNKED)
+    prompt = list(range(300))
+    assert [finished(scheduler, prompt[:end])[0].cached for end in (300, 290, 257, 130, 129, 300)] == [0, 256, 128, 128, 0, 0]
+
+
+def test_generated_tokens_are_not_reused_because_decode_steps_round_differently():
+    scheduler = Scheduler(slots=1, prefix_step=1, **MIXED)
+    each = Request([1, 2, 3, 4], 5, 0.0)
+    scheduler.add(each)
+    while each.generated < 5:
+        run_step(scheduler)
+    assert finished(scheduler, [1, 2, 3, 4, OTHER, OTHER, OTHER, 9, 9])[0].cached == 4
+
+
+def test_a_prompt_with_log_probabilities_runs_whole():
+    scheduler = Scheduler(slots=1, prefix_step=1, **MIXED)
+    finished(scheduler, list(range(40)))
+    (each,) = added(scheduler, Request(list(range(40)), 1, 0.0, keep_all=True))
+    run_step(scheduler)
+    assert each.cached == 0
+
+
+def test_a_common_system_prompt_is_copied_from_a_running_slot_where_the_model_can():
+    system = list(range(100, 200))
+    for copies, cached in ((True, 100), (False, 0)):
+        scheduler = Scheduler(slots=2, prefix_step=1, copies_prefixes=copies, **MIXED)
+        (runs,) = added(scheduler, Request([*system, 1, 2, 3], 1000, 0.0))
+        while not runs.generated:
+            run_step(scheduler)
+        (joins,) = added(scheduler, Request([*system, 4, 5, 6], 1000, 0.0))
+        step, _ = run_step(scheduler)
+        assert joins.cached == cached
+        assert step.copies == ([(1, 100, 0)] if copies else [])
+
+
+def test_a_conversation_keeps_its_slot_from_a_prompt_that_shares_little_with_it():
+    scheduler = Scheduler(slots=2, prefix_step=1, **MIXED)
+    long = list(range(1000, 1200))
+    _, slot = finished(scheduler, long)
+    other, at = finished(scheduler, [*long[:3], 1, 2, 3])
+    assert (other.cached, at) == (0, 1 - slot)
+    assert finished(scheduler, [*long, 1, 2])[0].cached == 200
+
+
+def test_shorter_prompts_go_first_until_others_have_waited_longer_than_the_threshold():
+    scheduler = Scheduler(slots=1, queue_threshold_s=5.0, **MIXED)
+    (runs,) = added(scheduler, request(2))
+    run_step(scheduler)
+    old, long, short = added(scheduler, request(9), request(9, arrived_at=8.0), request(3, arrived_at=9.0))
+    order = []
+    for last in (runs, None, None):
+        scheduler.remove(last or order[-1])
+        run_step(scheduler, now=10.0)
+        order += [each for each in (old, long, short) if each.slot is not None]
+    assert order == [old, short, long]
+
+
 # Whatever arrives and ends
 
 
@@ -339,7 +431,7 @@ class Account:
     eos_after: int | None
     removed: tuple[int, str] | None
     ended: list[str] = field(default_factory=list)
-    prompt: int = 0  # tokens run
+    prompt: int | None = None  # tokens run or held; None: no slot yet
     tokens: int = 0
     first_token_at: int | None = None
     steps_with_slot: int = 0  # without a prompt token
@@ -349,6 +441,7 @@ requests = st.fixed_dictionaries(
     {
         "arrives": st.integers(0, 30),
         "length": st.one_of(st.integers(1, 12), st.sampled_from([20, 129, 300])),
+        "own": st.sampled_from([0, 0, 1, 2, 5, 20, 200]),
         "most": st.integers(1, 12),
         "eos_after": st.one_of(st.none(), st.integers(1, 12)),
         "keep_all": st.sampled_from([False, False, True]),
@@ -378,6 +471,7 @@ class Simulation:
         self.max_waiting_tokens = facts["max_waiting_tokens"]
         self.beside = facts["max_batch_prefill_tokens"] or (BESIDE if self.mixes else BETWEEN)
         self.alone = max(ALONE if self.mixes else BETWEEN_MANY, self.beside)
+        self.held = [[] for _ in range(self.slots)]  # the KV cache of each slot, as tokens
         self.accounts: list[Account] = []
         self.by_request: dict[Request, Account] = {}
         self.tokens_since_decode = self.decodes_since_prompt = 0
@@ -404,6 +498,7 @@ class Simulation:
                 made = request(
                     each["length"],
                     each["most"],
+                    min(each["own"], each["length"]),
                     arrived_at=float(now),
                     group=each["group"],
                     eos_token_ids={EOS},
@@ -442,11 +537,18 @@ class Simulation:
         if step is None:
             assert not live
             return
+        for account in live:
+            if account.request.slot is not None and account.prompt is None:
+                account.prompt = account.request.cached
+                assert account.prompt <= max(0, len(account.request.prompt) - 2)
+                assert account.prompt == 0 or (self.engine.get("prefix_step") and not account.request.keep_all)
         self.check_slots(live, rows)
         self.check_chunks(step, rows)
         self.check_budget(step, live, rows)
         self.check_promise(step, live)
         self.remove(now, "during")
+        for chunk in step.chunks:
+            self.held[chunk.slot] = [*self.held[chunk.slot][: chunk.begin], *chunk.tokens]
         tokens = [self.token(index, step, now) for index in range(len(step.chunks))]
         for index, (reason, each) in enumerate(zip(self.scheduler.update(step, tokens), step.requests)):
             self.note(step, index, tokens[index], reason, self.by_request[each], now)
@@ -470,6 +572,9 @@ class Simulation:
         """The next tokens of each request, at most one chunk a slot; all rows or none; prompts apart where steps are pure."""
         assert len({chunk.slot for chunk in step.chunks}) == len(step.chunks) == len(step.requests)
         in_rows = []
+        for slot, cached, source in step.copies:
+            assert self.engine["copies_prefixes"] and slot != source
+            self.held[slot] = self.held[source][:cached]
         for index, (chunk, each) in enumerate(zip(step.chunks, step.requests)):
             account = self.by_request[each]
             assert chunk.slot == each.slot and not account.ended
@@ -479,6 +584,7 @@ class Simulation:
                 assert index in step.samples
             else:
                 end = chunk.begin + len(chunk.tokens)
+                assert self.held[chunk.slot][: chunk.begin] == each.prompt[: chunk.begin], "what a slot holds is the prompt's"
                 assert chunk.begin == account.prompt and chunk.keep_all == each.keep_all
                 assert len(chunk.tokens) > 1 or len(chunk.tokens) == len(each.prompt)
                 assert chunk.tokens == each.prompt[chunk.begin : end]
@@ -526,7 +632,7 @@ class Simulation:
     def check_promise(self, step, live):
         """A waiting request with a free slot gets prompt tokens within N steps."""
         for account in live:
-            if account.request.slot is not None and not account.prompt and not account.tokens:
+            if account.request.slot is not None and account.prompt == account.request.cached and not account.tokens:
                 account.steps_with_slot += 1
                 few = math.ceil(self.slots / max(1, self.beside // 2)) if not account.request.keep_all else self.slots
                 most = few if self.mixes else 2 * self.slots
@@ -557,7 +663,17 @@ class Simulation:
 
 
 engines = st.sampled_from(
-    [MIXED, {"mixes": True, "prefill_chunk": 16}, WHOLE, CHUNKED, {"mixes": False, "prefill_chunk": 3}],
+    [
+        MIXED,
+        {"mixes": True, "prefill_chunk": 16},
+        {"mixes": True, "prefill_chunk": 16, "prefix_step": 1, "copies_prefixes": True},
+        {"mixes": True, "prefill_chunk": None, "prefix_step": 1, "copies_prefixes": False},
+        WHOLE,
+        CHUNKED,
+        {"mixes": False, "prefill_chunk": 3},
+        {"mixes": False, "prefill_chunk": 3, "prefix_step": 3, "copies_prefixes": True},
+        {"mixes": False, "prefill_chunk": 3, "prefix_step": 3, "copies_prefixes": False},
+    ]
 )
 
 
@@ -572,6 +688,7 @@ alike = st.fixed_dictionaries(
         "arrives": st.integers(0, 3),
         "length": st.sampled_from([1, 20, 60]),
         "most": st.sampled_from([1, 30]),
+        "own": st.just(60),  # nothing in common: what is held is not run again
         "eos_after": st.none(),
         "keep_all": st.just(False),
         "group": st.just(0),

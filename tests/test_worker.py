@@ -123,6 +123,37 @@ def test_a_short_prompt_has_its_first_token_while_a_long_one_is_in_progress_and_
         assert driven.tokens[i] == greedy(prompt, most)
 
 
+REUSES = {"in place": {"mixes": True, "prefix_step": 1}, "chunks": {"prefill_chunk": 4, "prefix_step": 4}}
+REUSES["copied"] = REUSES["in place"] | {"copies_prefixes": True}
+
+
+@pytest.mark.parametrize("engine", REUSES.values(), ids=REUSES)
+def test_what_a_slot_still_holds_of_a_prompt_does_not_run_again_and_the_text_is_the_same(engine):
+    driven = Driven(batch_size=2, max_total_tokens=200, **engine)
+    driven.arrive(Generate(1, [3, 4, 5], 190, ignore_eos=True))
+    prompt, cached = list(range(1, 14)), []
+    for turn in range(2, 6):
+        driven.arrive(Generate(turn, prompt, 6))
+        while turn not in driven.ends:
+            driven.step()
+        assert driven.tokens[turn] == greedy(prompt, 6)
+        cached.append(driven.prompts[turn].cached)
+        prompt = [*prompt, *driven.tokens[turn], 20 + turn, 21, 22, 23, 24]
+    assert cached[0] == 0 and all(held >= 4 for held in cached[1:])
+
+
+def test_a_prefix_of_a_running_request_is_copied():
+    driven = Driven(batch_size=3, mixes=True, prefix_step=1, copies_prefixes=True)
+    prompt = list(range(1, 20))
+    driven.arrive(Generate(1, prompt, 15, ignore_eos=True))
+    driven.step()
+    driven.arrive(Generate(2, [*prompt, 30], 5), Generate(3, [*prompt[:9], 31, 32], 5))
+    driven.run()
+    assert [driven.prompts[i].cached for i in (1, 2, 3)] == [0, 18, 9]
+    for i, tail in (2, [30]), (3, [31, 32]):
+        assert driven.tokens[i] == greedy([*prompt[: {2: 19, 3: 9}[i]], *tail], 5)
+
+
 def test_requests_get_slots_in_the_order_of_arrival():
     driven = Driven(batch_size=2)
     driven.arrive(*(Generate(i, [10 + i], 3) for i in range(4)))

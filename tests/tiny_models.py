@@ -213,11 +213,17 @@ def generate(model, ids: torch.Tensor) -> tuple[list[list[int]], list[float]]:
 def run(model, prompts: list[list[int]], seed=0, prefill_chunk=None, budget=None, keep_all=False) -> list[Sequence]:
     """Runs all prompts to the end of the window as the worker does, arriving at random times; some are cancelled on the way.
 
+    Prompts are repeated, so many continue what a slot holds.
     A sequence's logits are those that its tokens were chosen from; with `keep_all` those after every prompt token as well.
     """
     chance, chunk = random.Random(seed), prefill_chunk or model.prefill_chunk
     scheduler = Scheduler(
-        slots=min(6, model.batch_size), mixes=model.mixes, prefill_chunk=chunk, max_batch_prefill_tokens=budget
+        slots=min(6, model.batch_size),
+        mixes=model.mixes,
+        prefill_chunk=chunk,
+        max_batch_prefill_tokens=budget,
+        prefix_step=model.prefix_step and min(model.prefix_step, chunk),
+        copies_prefixes=model.copies_prefixes,
     )
     sequences = [Sequence(prompt, model.max_total_tokens - len(prompt), 0.0, keep_all=keep_all) for prompt in prompts]
     arriving = list(sequences)
@@ -228,6 +234,8 @@ def run(model, prompts: list[list[int]], seed=0, prefill_chunk=None, budget=None
             scheduler.remove(chance.choice(scheduler.running))
         step = scheduler.next(0.0)
         if step:
+            for copy in step.copies:
+                model.copy_prefix(copy.source, copy.slot, copy.cached)
             logits = model.forward(step.chunks)
             ends = np.cumsum([len(chunk.tokens) if chunk.keep_all else 1 for chunk in step.chunks])
             sampled: list[int | None] = [None] * len(ends)

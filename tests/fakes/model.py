@@ -53,9 +53,12 @@ class FakeModel:
         sampling: str = "host",
         mixes: bool = False,
         prefill_chunk: int | None = None,
+        prefix_step: int | None = None,
+        copies_prefixes: bool = False,
     ):
         self.batch_size, self.vocab_size, self.sampling = batch_size, vocab_size, sampling
         self.mixes, self.prefill_chunk = mixes, prefill_chunk
+        self.prefix_step, self.copies_prefixes = prefix_step, copies_prefixes
         self.max_total_tokens, self.max_input_tokens = max_total_tokens, max_total_tokens - 1
         self.gives_prompt_logits = sampling == "host"
         self.device_sampling: dict[int, tuple[int, float, float]] = {}  # slot → top_k, top_p, temperature
@@ -72,6 +75,10 @@ class FakeModel:
         self.device_sampling[slot] = (top_k, top_p, temperature)
         self.ready_slots.add(slot)
 
+    def copy_prefix(self, source: int, target: int, tokens: int) -> None:
+        assert self.copies_prefixes and tokens <= len(self.cache[source])
+        self.cache[target] = self.cache[source][:tokens]
+
     def forward(self, chunks: Sequence[Chunk]) -> np.ndarray | SampledIds:
         slots = [chunk.slot for chunk in chunks]
         assert chunks and len(set(slots)) == len(slots), "a slot is named once"
@@ -85,7 +92,7 @@ class FakeModel:
         for chunk in chunks:
             slot, tokens = chunk.slot, list(chunk.tokens)
             assert self.prefill_chunk is None or len(tokens) <= self.prefill_chunk
-            assert tokens and chunk.begin == (len(self.cache[slot]) if chunk.begin else 0), "chunks of a slot follow each other"
+            assert tokens and chunk.begin <= len(self.cache[slot]), "chunks follow each other, or what the slot holds"
             assert chunk.begin + len(tokens) <= self.max_total_tokens
             if self.sampling == "device" and chunk.begin == 0:
                 self.ready_slots.remove(slot)
