@@ -122,7 +122,7 @@ class Handlers:
         try:
             spans = self._engine.text.tokenizer.spans(text, add_special_tokens, validate.MAX_LISTED_TOKENS)
         except TooManyTokens as error:
-            raise errors.too_many_to_list(error.count, validate.MAX_LISTED_TOKENS) from None
+            raise errors.too_many_to_list(error.args[0], validate.MAX_LISTED_TOKENS) from None
         return [SimpleToken(i, raw[start:stop].decode(errors="replace"), start, stop) for i, start, stop in spans]
 
     def chat_prompt(self, chat: ChatRequest) -> str:

@@ -30,9 +30,7 @@ from config import ConfigError, read_json
 END_OF_TURN = ("<|eot_id|>", "<|eom_id|>", "<|eot|>", "<|im_end|>", "<end_of_turn>")
 ALL_BYTES = 1_000_000  # more than any token has
 TOKEN_TEXTS = 16_384  # how many are kept for log-probabilities
-
-
-_BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")
+BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")
 
 
 class Tokenizer:
@@ -59,11 +57,13 @@ class Tokenizer:
         self.is_byte_level = kinds == ["ByteLevel"]  # every token is a run of bytes and nothing else changes the text
         self.has_byte_fallback = "ByteFallback" in kinds  # tokens like <0xE2> stand for single bytes
         self.longest_token = max(map(len, self._tokenizer.get_vocab()), default=1)  # characters, or bytes where they are more
-        self._bytes: dict[int, bytes] = {}
-        self._anchor = self._find_anchor()
+        # A token to stand before another one, so that the other does not lose the space that begins a text.
+        candidates = (*self.encode("a", add_special_tokens=False)[-1:], *range(self._tokenizer.get_vocab_size()))
+        self._anchor = next(([i] for i in candidates if self.decode([i]).isalnum()), [])
         self._anchor_text = self.decode(self._anchor)
         # The top tokens of each position are many texts, and mostly the same ones.
         self.token_text = functools.lru_cache(TOKEN_TEXTS)(self._token_text)
+        self.token_bytes = functools.cache(self._token_bytes)
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         # A batch, because only that lets other threads run meanwhile: a text of a megabyte takes a second.
@@ -97,12 +97,12 @@ class Tokenizer:
             return self.id_to_token(token_id) or ""
         return self.decode([*self._anchor, token_id])[len(self._anchor_text) :]
 
-    def token_bytes(self, token_id: int) -> bytes:
+    def _token_bytes(self, token_id: int) -> bytes:
         """The bytes of one token of a byte-level tokenizer; none for special and unknown ids."""
-        if token_id not in self._bytes:
-            token = None if token_id in self.special_ids else self.id_to_token(token_id)
-            self._bytes[token_id] = _byte_level_bytes(token or "")
-        return self._bytes[token_id]
+        token = "" if token_id in self.special_ids else self.id_to_token(token_id) or ""
+        if ALPHABET.keys() >= set(token):
+            return bytes(ALPHABET[character] for character in token)
+        return token.encode()  # an added token, written in plain text
 
     def piece_bytes(self, token_id: int) -> bytes | None:
         """The bytes that a token adds to any text; None for special tokens, and where the text around it has a say."""
@@ -110,7 +110,7 @@ class Tokenizer:
             return None
         if self.is_byte_level:
             return self.token_bytes(token_id)
-        if self.has_byte_fallback and self.is_byte_token(token_id):
+        if self.is_byte_token(token_id):
             return bytes.fromhex((self.id_to_token(token_id) or "")[3:5])
         return None
 
@@ -121,34 +121,17 @@ class Tokenizer:
         return [piece.text for n, token_id in enumerate(ids) for piece in stream.push(token_id, 0.0, [], last=n == last)]
 
     def is_byte_token(self, token_id: int) -> bool:
-        token = self.id_to_token(token_id) or ""
-        return _BYTE_TOKEN.fullmatch(token) is not None
-
-    def _find_anchor(self) -> list[int]:
-        """A token to stand before another one, so that the other does not lose the space that begins a text."""
-        ids = self._tokenizer.encode("a", add_special_tokens=False).ids
-        for token_id in (*ids[-1:], *range(self._tokenizer.get_vocab_size())):
-            if self.decode([token_id]).isalnum():
-                return [token_id]
-        return []
+        return self.has_byte_fallback and BYTE_TOKEN.fullmatch(self.id_to_token(token_id) or "") is not None
 
 
 def _byte_level_alphabet() -> dict[str, int]:
     """The 256 characters that stand for bytes in byte-level BPE (Radford et al. 2019): printable ones for themselves, the
-    others shifted to 256 and up."""
-    printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
-    others = [byte for byte in range(256) if byte not in printable]
-    return {chr(byte): byte for byte in printable} | {chr(256 + n): byte for n, byte in enumerate(others)}
+    others, in their order, from 256 on."""
+    characters = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
+    return dict(zip(characters, sorted(range(256), key=lambda byte: chr(byte) not in characters)))
 
 
-_ALPHABET = _byte_level_alphabet()
-
-
-def _byte_level_bytes(token: str) -> bytes:
-    try:
-        return bytes(_ALPHABET[character] for character in token)
-    except KeyError:  # an added token, written in plain text
-        return token.encode()
+ALPHABET = _byte_level_alphabet()
 
 
 class _ByteLevel:
@@ -157,12 +140,8 @@ class _ByteLevel:
     def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int]):
         self._bytes_of = tokenizer.token_bytes
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
-        tail = b""
-        for token_id in reversed(prompt):  # a prompt may end inside a character, which is 4 bytes at the most
-            tail = self._bytes_of(token_id) + tail
-            if len(tail) >= 4:
-                break
-        self._decoder.decode(tail)
+        for token_id in prompt[-PROMPT_TAIL:]:  # a prompt may end inside a character
+            self._decoder.decode(self._bytes_of(token_id))
         self._has_begun = False  # until then what is held is the prompt's
 
     @property
@@ -178,6 +157,7 @@ class _ByteLevel:
         return self._decoder.decode(b"", final=True) if self._has_begun else ""
 
 
+PROMPT_TAIL = 64  # tokens: more than a character and the special tokens in the middle of it take
 MIN_CONTEXT = 8  # tokens: a character can take 4, and another one have begun with 3
 MAX_HELD = 16  # tokens: each can end one character and begin another
 
@@ -208,9 +188,9 @@ class _Windowed:
         return list(prompt[start:])
 
     def _in_byte_run(self, token_id: int) -> bool:
-        return self._tokenizer.has_byte_fallback and (
-            token_id in self._tokenizer.special_ids or self._tokenizer.is_byte_token(token_id)
-        )
+        if token_id in self._tokenizer.special_ids:
+            return self._tokenizer.has_byte_fallback
+        return self._tokenizer.is_byte_token(token_id)
 
     @property
     def holds_text(self) -> bool:
@@ -252,12 +232,8 @@ def find_stop(text: str, stops: Sequence[str], scanned: int) -> int | None:
 
     The first `scanned` characters are known to hold no complete stop string.
     """
-    ends = []
-    for stop in stops:
-        at = text.find(stop, max(0, scanned - len(stop) + 1))
-        if at >= 0:
-            ends.append(at + len(stop))
-    return min(ends, default=None)
+    places = ((text.find(stop, max(0, scanned - len(stop) + 1)), len(stop)) for stop in stops)
+    return min((at + length for at, length in places if at >= 0), default=None)
 
 
 def stop_begun(text: str, stops: Sequence[str]) -> str:
@@ -398,11 +374,7 @@ class TextStream:
 
 
 class TooManyTokens(Exception):
-    """A text is longer than was asked for."""
-
-    def __init__(self, count: int):
-        super().__init__(f"{count} tokens")
-        self.count = count
+    """A text is longer than was asked for; `args` holds the number of its tokens."""
 
 
 def check(folder: Path, tokenizer_dir: Path, tokenizer_config_path: str | None = None) -> list[int]:
