@@ -82,20 +82,20 @@ class TextThreads:
             raise errors.overloaded()
         self._pending += 1
         try:
-            result, error = self._threads.apply(_attempt, (function,))
+            result = self._threads.apply(_attempt, (function,))
         finally:
             self._pending -= 1
-        if error is not None:
-            raise error
+        if isinstance(result, Exception):
+            raise result
         return result
 
 
 def _attempt(function: Callable):
-    """The result and the error of `function()`; gevent would print the traceback of an error that leaves its thread."""
+    """What `function()` returns or raises; gevent would print the traceback of an error that leaves its thread."""
     try:
-        return function(), None
+        return function()
     except Exception as error:
-        return None, error
+        return error
 
 
 def create_app(config: Config, engine: EngineClient) -> Flask:
@@ -104,10 +104,10 @@ def create_app(config: Config, engine: EngineClient) -> Flask:
     app.config["MAX_CONTENT_LENGTH"] = config.payload_limit + 1  # werkzeug cuts a chunked body here without an error
     app.register_blueprint(get_swaggerui_blueprint(DOCS.rstrip("/"), "/api-doc/openapi.json"))
     handlers, bodies, threads = Handlers(config, engine), Bodies(config), TextThreads(config.max_concurrent_requests)
-    contract, page = openapi.openapi(), Page()
+    contract, page = openapi.openapi(), _page(engine)
     in_progress: set[Generation] = set()
     gevent.spawn(watch, in_progress)
-    _guard(app, Guard(config))
+    _guard(app, config)
     _answer_errors(app, config, engine)
 
     def prepare(read: Callable[[], Answer], in_thread: bool) -> tuple[Answer, list[tuple[list[int], int]]]:
@@ -198,7 +198,7 @@ def create_app(config: Config, engine: EngineClient) -> Flask:
     @app.get("/")
     def root() -> Response:
         is_browser = "text/html" in request.headers.get("Accept", "")
-        return page.response(engine) if is_browser and not config.no_web_page else health()
+        return page() if is_browser and not config.no_web_page else health()
 
     @app.get("/health")
     @app.get("/ping")
@@ -233,55 +233,36 @@ def create_app(config: Config, engine: EngineClient) -> Flask:
     return app
 
 
-class Page:
+def _page(engine: EngineClient) -> Callable[[], Response]:
     """The page for browsers at `/`: one file that loads nothing else, under a policy that allows nothing else."""
+    text, sources = (HERE / "page.html").read_text(), []
+    for tag in ("script", "style"):
+        inline = re.search(rf"<{tag}>(.*?)</{tag}>", text, re.DOTALL)[1]
+        sources.append(f"{tag}-src 'sha256-{base64.b64encode(hashlib.sha256(inline.encode()).digest()).decode()}'")
+    rest = "connect-src 'self'; img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+    headers = {"Content-Security-Policy": "; ".join(["default-src 'none'", *sources, rest])}
 
-    def __init__(self):
-        self._html = (HERE / "page.html").read_text()
-        sources = []
-        for tag in ("script", "style"):
-            text = re.search(rf"<{tag}>(.*?)</{tag}>", self._html, re.DOTALL)[1]
-            sources.append(f"{tag}-src 'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'")
-        rest = "connect-src 'self'; img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
-        self._headers = {"Content-Security-Policy": "; ".join(["default-src 'none'", *sources, rest])}
-
-    def response(self, engine: EngineClient) -> Response:
+    def page() -> Response:
         data = ""
         if engine.phase == "ready":
             chats = "true" if engine.text.template else "false"
             data = f' data-model="{html.escape(engine.info.model_name)}" data-chats="{chats}"'
-        return Response(self._html.replace("<body>", f"<body{data}>"), mimetype="text/html", headers=self._headers)
+        return Response(text.replace("<body>", f"<body{data}>"), mimetype="text/html", headers=headers)
+
+    return page
 
 
-class Guard:
-    """Which requests are allowed, and what a browser has to know about it: API key and CORS."""
-
-    def __init__(self, config: Config):
-        self._origins = config.cors_allow_origin.split(",")
-        self._key = config.api_key.encode() if config.api_key else None
-
-    def allows(self, method: str, path: str, authorization: str) -> bool:
-        if self._key is None or (method in ("GET", "HEAD") and (path in OPEN_ROUTES or path.startswith(DOCS))):
-            return True
-        scheme, _, given = authorization.partition(" ")
-        # WSGI hands the bytes of a header over as Latin-1.
-        return scheme.lower() == "bearer" and hmac.compare_digest(given.strip().encode("latin-1", "replace"), self._key)
-
-    def headers(self, method: str, origin: str, requested: str) -> dict[str, str]:
-        """`requested`: the headers that a browser wants to send; OpenAI's clients send many of their own."""
-        headers = {"Vary": "origin, access-control-request-method, access-control-request-headers"}
-        if "*" in self._origins:
-            headers["Access-Control-Allow-Origin"] = "*"
-        elif origin in self._origins:
-            headers["Access-Control-Allow-Origin"] = origin
-        if method == "OPTIONS":
-            headers["Access-Control-Allow-Methods"] = "GET,POST"
-            headers["Access-Control-Allow-Headers"] = ",".join(filter(None, ["authorization,content-type", requested]))
-        return headers
-
-
-def _guard(app: Flask, guard: Guard) -> None:
+def _guard(app: Flask, config: Config) -> None:
     """API key and CORS, before and after every route."""
+    origins, key = config.cors_allow_origin.split(","), config.api_key.encode() if config.api_key else None
+
+    def is_allowed() -> bool:
+        is_open = request.method in ("GET", "HEAD") and (request.path in OPEN_ROUTES or request.path.startswith(DOCS))
+        if key is None or is_open:
+            return True
+        scheme, _, given = request.headers.get("Authorization", "").partition(" ")
+        # WSGI hands the bytes of a header over as Latin-1.
+        return scheme.lower() == "bearer" and hmac.compare_digest(given.strip().encode("latin-1", "replace"), key)
 
     @app.before_request
     def check_key() -> Response | None:
@@ -291,7 +272,7 @@ def _guard(app: Flask, guard: Guard) -> None:
         logger.debug("%s %s", request.method, request.path, extra={"fields": {"request_id": g.request_id}})
         if request.method == "OPTIONS":
             return _empty()  # a browser's preflight request carries no key
-        if not guard.allows(request.method, request.path, request.headers.get("Authorization", "")):
+        if not is_allowed():
             raise errors.unauthorized()
         return None
 
@@ -301,8 +282,14 @@ def _guard(app: Flask, guard: Guard) -> None:
             discard_rest()
         response.headers["x-request-id"] = g.request_id
         logger.debug("response begins", extra={"fields": {"request_id": g.request_id, "status": response.status_code}})
-        requested = request.headers.get("Access-Control-Request-Headers", "")
-        response.headers.extend(guard.headers(request.method, request.headers.get("Origin", ""), requested))
+        response.headers.add("Vary", "origin, access-control-request-method, access-control-request-headers")
+        origin = "*" if "*" in origins else request.headers.get("Origin", "")
+        if origin in origins:
+            response.headers["Access-Control-Allow-Origin"] = origin
+        if request.method == "OPTIONS":
+            requested = request.headers.get("Access-Control-Request-Headers")  # OpenAI's clients send many of their own
+            response.headers["Access-Control-Allow-Methods"] = "GET,POST"
+            response.headers["Access-Control-Allow-Headers"] = ",".join(filter(None, ["authorization,content-type", requested]))
         return response
 
 
@@ -443,21 +430,17 @@ def _timing_headers(generation: Generation) -> dict[str, str]:
     queue_s = sum(sequence.queue_s for sequence in sequences)
     inference_s = max(0.0, total_s - validation_s - queue_s)
     generated = sum(sequence.tokens for sequence in sequences)
-    times = {
-        "x-total-time": total_s,
-        "x-validation-time": validation_s,
-        "x-queue-time": queue_s,
-        "x-inference-time": inference_s,
-        "x-time-per-token": inference_s / max(1, generated),
+    headers = {
+        "x-compute-time": f"{time.monotonic() - generation.started_at:.6f}",
+        "x-prompt-tokens": sum(len(sequence.prompt) for sequence in sequences if sequence.number == 0),
+        "x-generated-tokens": generated,
+        "x-total-time": int(total_s * 1000),
+        "x-validation-time": int(validation_s * 1000),
+        "x-queue-time": int(queue_s * 1000),
+        "x-inference-time": int(inference_s * 1000),
+        "x-time-per-token": int(inference_s / max(1, generated) * 1000),
     }
-    return (
-        {"x-compute-time": f"{time.monotonic() - generation.started_at:.6f}"}
-        | {name: str(int(seconds * 1000)) for name, seconds in times.items()}
-        | {
-            "x-prompt-tokens": str(sum(len(sequence.prompt) for sequence in sequences if sequence.number == 0)),
-            "x-generated-tokens": str(generated),
-        }
-    )
+    return {name: str(value) for name, value in headers.items()}
 
 
 class _GunicornLog(gunicorn.glogging.Logger):
