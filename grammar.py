@@ -60,9 +60,9 @@ def json_rule(schema: Any, whitespace: str | None = WHITESPACE) -> str:
     """The schema, checked, as it stands behind `%json` in a Lark grammar."""
     if not isinstance(schema, dict):
         raise GrammarError("must be a JSON schema, which is an object")
-    _check_nesting(schema)
+    objects = list(_objects(schema))
     schema = json.loads(_checked_size(json.dumps(schema, ensure_ascii=False)))
-    _check_size_of_parts(list(_objects(schema)))
+    _check_size_of_parts(objects)
     schemas = list(_schemas(schema))
     for each in schemas:  # unknown formats describe, and need not be enforced
         if isinstance(each.get("format"), str) and each["format"] not in FORMATS:
@@ -113,14 +113,6 @@ def _check_regex(text: str) -> None:
         raise GrammarError("must not hold a NUL character")
 
 
-def _check_nesting(value: Any, level: int = 0) -> None:
-    if level > MAX_NESTING:
-        raise GrammarError(f"is nested more deeply than {MAX_NESTING} levels")
-    if isinstance(value, (dict, list)):
-        for item in value.values() if isinstance(value, dict) else value:
-            _check_nesting(item, level + 1)
-
-
 def _schemas(schema: Any) -> Iterator[dict[str, Any]]:
     """The schema and all that it is made of."""
     if not isinstance(schema, dict):
@@ -135,12 +127,14 @@ def _schemas(schema: Any) -> Iterator[dict[str, Any]]:
         yield from _schemas(part)
 
 
-def _objects(value: Any) -> Iterator[dict[str, Any]]:
+def _objects(value: Any, level: int = 0) -> Iterator[dict[str, Any]]:
     """All objects in a JSON value: a `$ref` makes a schema of any of them."""
+    if level > MAX_NESTING:
+        raise GrammarError(f"is nested more deeply than {MAX_NESTING} levels")
     if isinstance(value, dict):
         yield value
     for item in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
-        yield from _objects(item)
+        yield from _objects(item, level + 1)
 
 
 def _texts(value: Any) -> Iterator[str]:
