@@ -243,12 +243,9 @@ def main(arguments: list[str]) -> int:
             config = Config.from_json(sys.stdin.read())
             set_up_logging(config)
             convert(config, Path(arguments[0]), Path(arguments[1]))
-    except ModelError as error:
+    except (ModelError, OSError) as error:
         print(error)
-        return CANNOT_SERVE
-    except OSError as error:
-        print(error)
-        return CANNOT_WRITE
+        return CANNOT_SERVE if isinstance(error, ModelError) else CANNOT_WRITE
     return 0
 
 

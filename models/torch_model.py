@@ -239,9 +239,7 @@ class TorchModel:
         ids = torch.randint(0, self.vocab_size, (CHECK_TOKENS,), generator=torch.Generator().manual_seed(0)).tolist()
         ids = ids[: self.max_input_tokens + 1]
         with reported_as(f"{self._kind} models cannot be served on a static batch"):
-            expected = reference_logits(self._model, ids)
-            tolerance = TOLERANCE[self.dtype] * max(1.0, float(np.abs(expected).max()))
-            self._adopt(ids, expected, tolerance)
+            self._adopt(ids)
             self._choose_rows(ids)
 
     def forward(self, chunks: Sequence[Chunk]) -> np.ndarray:
@@ -279,14 +277,14 @@ class TorchModel:
         for module in self._model.modules():
             module.slot_cache = self._cache  # for `_attend`: transformers does not pass the cache on to it
 
-    def _adopt(self, ids: list[int], expected: np.ndarray, tolerance: float) -> None:
+    def _adopt(self, ids: list[int]) -> None:
         """Finds out how this family runs on a static batch, or raises ModelError.
 
         Most families use the registered attention function. Those with attention code of their own get a mask over the whole
         window instead, which is right for them as long as their scores depend on the mask alone: no sliding window, no bias
         by distance.
         """
-        text_config = self._model.config.get_text_config()
+        text_config, expected = self._model.config.get_text_config(), reference_logits(self._model, ids)
         self._model.set_attn_implementation(ATTENTION)
         self._make_cache(self.batch_size)
         self.forward([Chunk(0, ids[:1], 0)])  # fills `sliding_windows`
@@ -294,9 +292,8 @@ class TorchModel:
         refusal = f"{self._kind} models cannot be served on a static batch"
         if self._mask_is_given and any(getattr(text_config, name, None) for name in ("sliding_window", "window_size")):
             raise ModelError(f"{refusal}: their own attention code has a sliding window")
-        error = self._error(ids, expected)
-        if not error <= tolerance:  # not: NaN
-            highest = np.abs(expected).max()
+        error, highest = self._error(ids, expected), float(np.abs(expected).max())
+        if not error <= TOLERANCE[self.dtype] * max(1.0, highest):  # not: NaN
             raise ModelError(f"{refusal}: their logits differ from those of transformers by {error:.2g} (of {highest:.2g})")
         self._check_sliding_windows(text_config)
 
@@ -330,9 +327,8 @@ class TorchModel:
     def _rows_are_equal(self, token: int, position: int) -> bool:
         """Runs the same token in all slots together, then alone in the first and the last slot."""
         chunks = [Chunk(slot, [token], position) for slot in range(self.batch_size)]
-        together = self.forward(chunks)
-        alone = [self.forward([chunk]) for chunk in (chunks[0], chunks[-1])]
-        return all((logits == together[0]).all() for logits in (together, *alone))
+        logits = np.concatenate([self.forward(rows) for rows in (chunks, chunks[:1], chunks[-1:])])
+        return bool((logits == logits[0]).all())
 
     def _check_sliding_windows(self, text_config) -> None:
         """Refuses a sliding window that a family does not pass to its attention function: it would silently not slide."""
