@@ -49,6 +49,8 @@ class Tokenizer:
         self._tokenizer.no_truncation()  # some checkpoints were saved with these on
         self._tokenizer.no_padding()
         self._tokenizer.encode_special_tokens = False
+        # Both return None for what the vocabulary does not have.
+        self.id_to_token, self.token_to_id = self._tokenizer.id_to_token, self._tokenizer.token_to_id
         added = self._tokenizer.get_added_tokens_decoder()
         self.special_ids = frozenset(i for i, token in added.items() if token.special) | frozenset(eos_token_ids)
         decoder = json.loads(self._tokenizer.to_str()).get("decoder")
@@ -84,12 +86,6 @@ class Tokenizer:
     def decode(self, ids: Sequence[int]) -> str:
         """The text of `ids` as a whole, without special tokens."""
         return self._tokenizer.decode([i for i in ids if i not in self.special_ids], skip_special_tokens=True)
-
-    def id_to_token(self, token_id: int) -> str | None:
-        return self._tokenizer.id_to_token(token_id)
-
-    def token_to_id(self, token: str) -> int | None:
-        return self._tokenizer.token_to_id(token)
 
     def _token_text(self, token_id: int) -> str:
         """The text of one token by itself, as it reads in the middle of a text; special tokens show their name."""
