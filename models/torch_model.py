@@ -122,14 +122,10 @@ class _SlotCache(Cache):
         assert max(self.ends) < self.rows and max(self.ends.values()) <= self.window
         begins = torch.tensor([chunk.begin for chunk in chunks])
         slots = torch.tensor([chunk.slot for chunk in chunks])
-        if is_step:
-            ids, positions = torch.zeros(2, self.rows, 1, dtype=torch.int64)
-            ids[slots, 0] = torch.tensor([chunk.tokens[0] for chunk in chunks])
-            positions[slots, 0] = begins
-        else:
-            (chunk,) = chunks
-            ids = torch.tensor([chunk.tokens])
-            positions = begins + torch.arange(len(chunk.tokens))[None]
+        rows, length = slots if is_step else [0], len(chunks[0].tokens)
+        ids, positions = torch.zeros(2, self.rows if is_step else 1, length, dtype=torch.int64)
+        ids[rows] = torch.tensor([chunk.tokens for chunk in chunks])
+        positions[rows] = begins[:, None] + torch.arange(length)
         self.slots, self._begins, self._positions = slots.to(device), begins.to(device), positions.to(device)
         return ids.to(device), self._positions
 
