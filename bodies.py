@@ -24,10 +24,6 @@ HELD_LIMIT = 32_000_000  # bytes of bodies that arrive or are being prepared, in
 DISCARD_S = 1.0
 
 
-class TooSlow(Exception):
-    """A body takes longer than it may. Not a TimeoutError, which werkzeug takes for a disconnect."""
-
-
 class Bodies:
     """Reads the bodies of requests, within limits of size, time and memory."""
 
@@ -50,14 +46,14 @@ class Bodies:
             raise errors.wrong_content_type()
         timeout_s = self._config.client_timeout
         try:
-            with gevent.Timeout(timeout_s, TooSlow):
+            with gevent.Timeout(timeout_s):
                 while piece := request.stream.read(BODY_PIECE):
                     body += piece
                     self._held_bytes += len(piece)
                     if self._held_bytes > HELD_LIMIT:
                         raise ApiError(503, "unavailable", "Too many long requests at a time", retry_after_s=1)
                     gevent.sleep(0)  # a body that arrives fast must not keep the event loop to itself
-        except TooSlow:
+        except gevent.Timeout:
             _end_input()
             limit = f"the request did not arrive within --client-timeout (CLIENT_TIMEOUT) {timeout_s:g} s"
             raise ApiError(408, "timeout", limit) from None
