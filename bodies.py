@@ -43,7 +43,7 @@ class Bodies:
 
     def _receive(self, body: bytearray) -> None:
         if not (request.mimetype == "application/json" or request.mimetype.endswith("+json")):
-            raise errors.wrong_content_type()
+            raise ApiError(415, "validation", "Expected request with `Content-Type: application/json`")
         timeout_s = self._config.client_timeout
         try:
             with gevent.Timeout(timeout_s):

@@ -1,6 +1,6 @@
 """The errors that clients read: status, `error_type`, message, and their shapes for TGI's and OpenAI's routes.
 
-Messages about a field are written where the field is checked (validate.py), the others here. This layer knows neither Flask nor
+A message is written where its error is raised; those that several places raise are here. This layer knows neither Flask nor
 ZeroMQ.
 """
 
@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from msgspec.json import encode
+from schema import ErrorBody, OpenAIErrorBody, OpenAIErrorDetail, encode
 
 
 @dataclass(eq=False)
@@ -28,19 +28,15 @@ class ApiError(Exception):
         return self.message
 
     @property
-    def body(self) -> dict[str, str]:
-        return {"error": self.message, "error_type": self.error_type} | self._phase
-
-    @property
     def json(self) -> bytes:
-        return encode(self.body)
+        return encode(ErrorBody(self.message, self.error_type, self.phase))
 
     @property
     def openai_json(self) -> bytes:
         kind = "server_error" if self.status >= 500 or self.status == 424 else "invalid_request_error"
         kind = "rate_limit_error" if self.status == 429 else kind
-        error = {"message": self.message, "type": kind, "param": self.param, "code": self.code or self.error_type}
-        return encode({"error": error | self._phase})
+        detail = OpenAIErrorDetail(self.message, kind, self.param, self.code or self.error_type, self.phase)
+        return encode(OpenAIErrorBody(detail))
 
     @property
     def outcome(self) -> str:
@@ -48,20 +44,11 @@ class ApiError(Exception):
         labels = {"overloaded": "overloaded", "template_error": "template", "incomplete_generation": "incomplete"}
         return labels.get(self.error_type, "validation" if self.status < 424 else "generation")
 
-    @property
-    def _phase(self) -> dict[str, str]:
-        return {} if self.phase is None else {"phase": self.phase}
-
 
 def invalid(param: str | None, detail: str, code: str | None = None) -> ApiError:
     """The field `param` has an invalid value; without `param` the request as a whole is invalid."""
     sentence = f"`{param}` {detail}" if param else detail
     return ApiError(422, "validation", f"Input validation error: {sentence}", code=code, param=param)
-
-
-def unauthorized() -> ApiError:
-    what = "Unauthorized: this server requires its API key in the header `Authorization: Bearer`"
-    return ApiError(401, "unauthorized", what, code="invalid_api_key")
 
 
 def template_failed(message: str) -> ApiError:
@@ -77,26 +64,6 @@ def too_large(limit: int) -> ApiError:
     return ApiError(413, "validation", f"{what} (at most {limit} bytes; --payload-limit raises it)")
 
 
-def wrong_content_type() -> ApiError:
-    return ApiError(415, "validation", "Expected request with `Content-Type: application/json`")
-
-
-def no_such_model(name: str, served: str) -> ApiError:
-    return ApiError(404, "not_found", f"The model {name!r} is not served here, {served!r} is", code="model_not_found")
-
-
-def generation_failed(message: str) -> ApiError:
-    return ApiError(424, "generation", f"Request failed during generation: {message}")
-
-
-def incomplete() -> ApiError:
-    return ApiError(500, "incomplete_generation", "Incomplete generation")
-
-
-def unhealthy(phase: str) -> ApiError:
-    return ApiError(503, "healthcheck", "unhealthy", retry_after_s=5, phase=phase)
-
-
 def not_ready(phase: str) -> ApiError:
     return ApiError(503, "unavailable", f"The model cannot take requests now: {phase}", retry_after_s=5, phase=phase)
 
@@ -109,7 +76,3 @@ def wrong_type(message: str) -> ApiError:
     param = ".".join(filter(None, [path, missing[1] if missing else ""])) or None
     what = "Failed to deserialize the JSON body into the target type: " + (f"{path}: {message}" if path else message)
     return ApiError(422, "validation", what, param=param)
-
-
-def too_many_to_list(count: int, most: int) -> ApiError:
-    return invalid(None, f"the text has {count} tokens; at most {most} are listed")

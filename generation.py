@@ -194,7 +194,7 @@ def end_error(reason: str, message: str = "") -> ApiError:
     if reason == "overloaded":
         return errors.overloaded()
     if reason == "failed":
-        return errors.generation_failed(message)
+        return ApiError(424, "generation", f"Request failed during generation: {message}")
     if reason == "cancelled":
-        return errors.incomplete()
+        return ApiError(500, "incomplete_generation", "Incomplete generation")
     return errors.not_ready(reason)

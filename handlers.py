@@ -36,6 +36,7 @@ from tools import after_thinking, tool_format, tool_use
 from validate import Job
 
 MAX_TOKENIZED = 500_000  # characters of a text for /tokenize, each of which may take 250 bytes
+MAX_LISTED_TOKENS = 100_000  # of a response of /tokenize, which then has 4 MB
 
 
 class ModelText(NamedTuple):
@@ -120,9 +121,9 @@ class Handlers:
             raise errors.invalid(None, f"a text to tokenize must have at most {MAX_TOKENIZED} characters. Given: {len(text)}")
         raw = text.encode()
         try:
-            spans = self._engine.text.tokenizer.spans(text, add_special_tokens, validate.MAX_LISTED_TOKENS)
+            spans = self._engine.text.tokenizer.spans(text, add_special_tokens, MAX_LISTED_TOKENS)
         except TooManyTokens as error:
-            raise errors.too_many_to_list(error.args[0], validate.MAX_LISTED_TOKENS) from None
+            raise errors.invalid(None, f"the text has {error.args[0]} tokens; at most {MAX_LISTED_TOKENS} are listed") from None
         return [SimpleToken(i, raw[start:stop].decode(errors="replace"), start, stop) for i, start, stop in spans]
 
     def chat_prompt(self, chat: ChatRequest) -> str:

@@ -77,7 +77,6 @@ CONTEXT_LENGTH_EXCEEDED = "context_length_exceeded"
 OPENAI_TOP_LOGPROBS = 20  # OpenAI's own limit
 MAX_LOGIT_BIAS = 1024  # tokens; more would take longer than a decode step
 MAX_FIELDS = 256  # each unknown one is compared with all known ones, to find misspelt ones
-MAX_LISTED_TOKENS = 100_000  # of a response of /tokenize, which then has 4 MB
 
 
 @dataclass(frozen=True)

@@ -204,7 +204,7 @@ def create_app(config: Config, engine: EngineClient) -> Flask:
     @app.get("/ping")
     def health() -> Response:
         if engine.phase != "ready":
-            raise errors.unhealthy(engine.phase)
+            raise ApiError(503, "healthcheck", "unhealthy", retry_after_s=5, phase=engine.phase)
         return _empty()
 
     @app.get("/info")
@@ -223,7 +223,8 @@ def create_app(config: Config, engine: EngineClient) -> Flask:
     def model(name: str) -> Response:
         card = schema.ModelCard.of(_ready(engine))
         if name != card.id:
-            raise errors.no_such_model(name, card.id)
+            what = f"The model {name!r} is not served here, {card.id!r} is"
+            raise ApiError(404, "not_found", what, code="model_not_found")
         return _json(card)
 
     @app.get("/api-doc/openapi.json")
@@ -273,7 +274,8 @@ def _guard(app: Flask, config: Config) -> None:
         if request.method == "OPTIONS":
             return _empty()  # a browser's preflight request carries no key
         if not is_allowed():
-            raise errors.unauthorized()
+            what = "Unauthorized: this server requires its API key in the header `Authorization: Bearer`"
+            raise ApiError(401, "unauthorized", what, code="invalid_api_key")
         return None
 
     @app.after_request

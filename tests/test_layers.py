@@ -27,7 +27,7 @@ MAY_IMPORT = {
     "formats": {"errors", "grammar", "schema"},
     "grammar": set(),
     "openapi": {"schema", "config"},
-    "errors": set(),
+    "errors": {"schema"},
     "engine_client": {"protocol"},
     "schema": {"protocol", "config"},
     "text": {"chat", "config"},
@@ -62,7 +62,7 @@ ONLY_IN = {
     "gevent": {"web", "bodies", "generation", "engine_client"},
     "socket": {"web", "bodies", "generation"},
     "zmq": {"protocol", "engine_client"},
-    "msgspec": {"models.artifact", "answers", "engine_client", "errors", "formats", "openapi", "readers", "schema"}
+    "msgspec": {"models.artifact", "answers", "engine_client", "formats", "openapi", "readers", "schema"}
     | {"validate", "protocol", "worker"},
     "tokenizers": {"text"},
     "llguidance": {"grammar"},

@@ -953,7 +953,7 @@ def test_a_template_without_an_end_fails_its_chat_and_holds_up_nobody(serve, mon
 
 
 def test_a_text_of_too_many_tokens_is_not_listed_token_by_token(served, monkeypatch):
-    monkeypatch.setattr("validate.MAX_LISTED_TOKENS", 10)
+    monkeypatch.setattr("handlers.MAX_LISTED_TOKENS", 10)
     assert len(served.post("/tokenize", {"inputs": "a" * 10}).json) == 10
     refused = served.post("/tokenize", {"inputs": "a" * 11})
     assert (refused.status_code, refused.json["error"].split(": ")[1]) == (
