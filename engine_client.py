@@ -20,27 +20,8 @@ import zmq.green as zmq
 from gevent.event import Event
 from gevent.queue import Empty, SimpleQueue
 
-from protocol import (
-    HEARTBEAT_S,
-    SILENCE_S,
-    Cancel,
-    End,
-    FromWeb,
-    FromWorker,
-    Generate,
-    Hello,
-    Metrics,
-    MetricsRequest,
-    ModelInfo,
-    Prompt,
-    RequestStats,
-    Status,
-    SubmitRequests,
-    Token,
-    Tokens,
-    decode,
-    encode,
-)
+import protocol
+from protocol import HEARTBEAT_S, SILENCE_S, End, Generate, Metrics, ModelInfo, Prompt, Status, Token
 
 logger = logging.getLogger("engine_client")
 
@@ -50,12 +31,7 @@ LOADING_S = 30.0  # the largest tokenizers load in about two seconds
 
 
 class EngineError(Exception):
-    """The worker cannot take or finish a request. `reason` is a phase of the worker or the reason of an `End`."""
-
-    def __init__(self, reason: str, message: str = ""):
-        super().__init__(message or reason)
-        self.reason = reason
-        self.message = message
+    """The worker does not answer; the message is its phase, or "busy"."""
 
 
 class ClientGone(Exception):
@@ -87,7 +63,7 @@ class EngineClient:
         self._stuck_s = 0.0
         self._reported_ready = False
         self._has_status, self._has_text = Event(), Event()
-        self._decoder = msgspec.msgpack.Decoder(FromWorker)
+        self._decoder = msgspec.msgpack.Decoder(protocol.FromWorker)
         self._queues: dict[int, SimpleQueue | None] = {}  # None: cancelled, but the worker has not confirmed it yet
         self._context = zmq.Context()
         self._dealer = self._context.socket(zmq.DEALER)
@@ -96,7 +72,7 @@ class EngineClient:
         self._monitor = self._dealer.get_monitor_socket(zmq.EVENT_DISCONNECTED)
         self._dealer.connect(address)
         self._greenlets = [gevent.spawn(run) for run in (self._receive, self._wait_for_disconnect, self._beat)]
-        self._send(Hello(os.getpid(), ready=False))
+        self._send(protocol.Hello(os.getpid(), ready=False))
 
     @property
     def phase(self) -> str:
@@ -142,7 +118,7 @@ class EngineClient:
         """Sends requests, of which all are accepted or none. Lists of their messages are put into `messages`."""
         for generate in generates:
             self._queues[generate.id] = messages
-        self._send(SubmitRequests(generates))
+        self._send(protocol.SubmitRequests(generates))
         if self._lost:
             self._end_all()
 
@@ -150,9 +126,9 @@ class EngineClient:
         """Ends a request early. Nothing happens when it has ended already."""
         if self._queues.get(request_id) is not None:
             self._queues[request_id] = None
-            self._send(Cancel(request_id, reason))
+            self._send(protocol.Cancel(request_id, reason))
 
-    def record(self, stats: RequestStats) -> None:
+    def record(self, stats: protocol.RequestStats) -> None:
         """Adds an HTTP request to the metrics, which the worker keeps for all web processes."""
         if not self._lost:
             self._send(stats)
@@ -163,7 +139,7 @@ class EngineClient:
         self._queues[request_id] = replies
         try:
             if not self._lost:
-                self._send(MetricsRequest(request_id))
+                self._send(protocol.MetricsRequest(request_id))
                 (reply,) = replies.get(timeout=METRICS_TIMEOUT_S)
                 if isinstance(reply, Metrics):
                     return reply.text
@@ -178,17 +154,17 @@ class EngineClient:
         self._dealer.disable_monitor()
         self._context.destroy(linger=0)
 
-    def _send(self, message: FromWeb) -> None:
+    def _send(self, message: protocol.FromWeb) -> None:
         # Without a high-water mark this never blocks. A green socket looks for arrived messages after each send, which could
         # have hidden their signal.
-        self._dealer.send(encode(message), zmq.NOBLOCK)
+        self._dealer.send(protocol.encode(message), zmq.NOBLOCK)
 
     def _receive(self) -> None:
         while True:
             self._read()
 
     def _read(self, flags: int = 0) -> None:
-        message = decode(self._decoder, self._dealer.recv_multipart(flags))
+        message = protocol.decode(self._decoder, self._dealer.recv_multipart(flags))
         self._heard_at = time.monotonic()
         try:
             self._handle(message)
@@ -202,8 +178,8 @@ class EngineClient:
             self._read(zmq.NOBLOCK)
         self._lose()
 
-    def _handle(self, message: FromWorker | None) -> None:
-        if isinstance(message, Tokens):
+    def _handle(self, message: protocol.FromWorker | None) -> None:
+        if isinstance(message, protocol.Tokens):
             self._deliver([*message.prompts, *message.tokens])
         elif isinstance(message, (End, Metrics)):
             self._deliver([message])
@@ -236,7 +212,7 @@ class EngineClient:
     def _report_ready(self) -> None:
         if not self._reported_ready and self.phase == "ready":
             self._reported_ready = True
-            self._send(Hello(os.getpid(), ready=True))
+            self._send(protocol.Hello(os.getpid(), ready=True))
 
     def _beat(self) -> None:
         """Gives the worker up when it has been stuck for too long."""

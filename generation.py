@@ -21,7 +21,7 @@ import errors
 from answers import Sequence
 from engine_client import EngineClient, InFlightRequest
 from errors import ApiError
-from protocol import End, Generate, Prompt, RequestStats, Token
+from protocol import End, Generate, GenerateOptions, Prompt, RequestStats, Token
 from text import Piece
 from validate import Job
 
@@ -66,24 +66,18 @@ class Generation:
         self._by_id: dict[int, Sequence] = {}
         generates = []
         for job, (prompt, max_new_tokens) in zip(jobs, prompts):
+            options = {name: getattr(job, name) for name in GenerateOptions.__struct_fields__}
             for number in range(job.sequences):
                 sequence = Sequence(engine.text.tokenizer, job, prompt, max_new_tokens, number, len(self._by_id))
                 sequence_id = secrets.randbits(63)
                 self._by_id[sequence_id] = sequence
                 generate = Generate(
-                    id=sequence_id,
-                    request_id=request_id,
-                    prompt=prompt,
-                    max_new_tokens=max_new_tokens,
-                    sampling=sequence.sampling,
-                    top_n_tokens=job.top_n_tokens,
-                    min_new_tokens=job.min_new_tokens,
-                    ignore_eos=job.ignore_eos,
-                    logprobs=job.logprobs,
-                    prompt_logprobs=job.prompt_logprobs,
-                    grammar=job.grammar,
-                    keep_eos=job.keep_eos,
+                    sequence_id,
+                    prompt,
+                    max_new_tokens,
                     sent_at=self.sent_at,
+                    request_id=request_id,
+                    **options | {"sampling": sequence.sampling},
                 )
                 generates.append(generate)
         self._unfinished = dict(self._by_id)

@@ -8,11 +8,13 @@ worker.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import NamedTuple
+
+from msgspec.structs import replace
 
 import errors
 import responses
+import schema
 import validate
 from answers import Answer, ChatAnswer, CompletionAnswer, InferAnswer, NativeAnswer, PredictionsAnswer
 from chat import ChatTemplate, TemplateError
@@ -21,16 +23,7 @@ from engine_client import EngineClient
 from grammar import Grammars
 from protocol import ModelInfo
 from readers import THINK, Reading
-from schema import (
-    ChatRequest,
-    ChatTokenizeResponse,
-    CompletionRequest,
-    GenerateRequest,
-    Parameters,
-    ResponsesRequest,
-    SimpleToken,
-    VertexRequest,
-)
+from schema import ChatRequest, CompletionRequest, GenerateRequest
 from text import Tokenizer, TooManyTokens
 from tools import after_thinking, tool_format, tool_use
 from validate import Job
@@ -81,7 +74,7 @@ class Handlers:
         return CompletionAnswer(jobs, *self._parts(completion.stream), request=completion)
 
     def responses(self, body: bytes) -> Answer:
-        request = validate.parse(body, ResponsesRequest)
+        request = validate.parse(body, schema.ResponsesRequest)
         chat = responses.chat_of(request)
         job = responses.with_own_names(self._chat_job, chat)
         return responses.ResponsesAnswer([job], *self._parts(chat.stream), request=request, chat=chat)
@@ -95,7 +88,7 @@ class Handlers:
 
     def vertex(self, body: bytes) -> Answer:
         jobs, prefixes = [], []
-        for instance in validate.vertex_instances(validate.parse(body, VertexRequest), self._config):
+        for instance in validate.vertex_instances(validate.parse(body, schema.VertexRequest), self._config):
             if isinstance(instance, ChatRequest):
                 jobs.append(self._chat_job(instance))
                 prefixes.append("")
@@ -106,17 +99,19 @@ class Handlers:
         return PredictionsAnswer(jobs, *self._parts(), prefixes=prefixes)
 
     def infer(self, sentence: str) -> Answer:
-        job = validate.check_sentence(sentence, self._config, self._engine.info)
-        return InferAnswer([job], *self._parts(), prefixes=[sentence])
+        if not sentence:
+            raise errors.invalid("sentence", "cannot be empty")
+        job = validate.check(GenerateRequest(sentence), self._config, self._engine.info, streaming=False)
+        return InferAnswer([replace(job, prompt_name="sentence")], *self._parts(), prefixes=[sentence])
 
-    def tokenize(self, body: bytes) -> list[SimpleToken]:
+    def tokenize(self, body: bytes) -> list[schema.SimpleToken]:
         return self._tokens(validate.parse(body, GenerateRequest).inputs, add_special_tokens=True)
 
-    def chat_tokenize(self, body: bytes) -> ChatTokenizeResponse:
+    def chat_tokenize(self, body: bytes) -> schema.ChatTokenizeResponse:
         text = self.chat(body).jobs[0].prompt
-        return ChatTokenizeResponse(self._tokens(text, add_special_tokens=False), text)
+        return schema.ChatTokenizeResponse(self._tokens(text, add_special_tokens=False), text)
 
-    def _tokens(self, text: str, add_special_tokens: bool) -> list[SimpleToken]:
+    def _tokens(self, text: str, add_special_tokens: bool) -> list[schema.SimpleToken]:
         if len(text) > MAX_TOKENIZED:
             raise errors.invalid(None, f"a text to tokenize must have at most {MAX_TOKENIZED} characters. Given: {len(text)}")
         raw = text.encode()
@@ -124,7 +119,7 @@ class Handlers:
             spans = self._engine.text.tokenizer.spans(text, add_special_tokens, MAX_LISTED_TOKENS)
         except TooManyTokens as error:
             raise errors.invalid(None, f"the text has {error.args[0]} tokens; at most {MAX_LISTED_TOKENS} are listed") from None
-        return [SimpleToken(i, raw[start:stop].decode(errors="replace"), start, stop) for i, start, stop in spans]
+        return [schema.SimpleToken(i, raw[start:stop].decode(errors="replace"), start, stop) for i, start, stop in spans]
 
     def chat_prompt(self, chat: ChatRequest) -> str:
         """The text that the model's chat template makes of the messages and tools."""
@@ -137,7 +132,7 @@ class Handlers:
             raise errors.template_failed(str(error)) from None
 
     def _native(self, generate: GenerateRequest, streams: bool, in_list: bool = False, full_text: bool = False) -> Answer:
-        parameters = generate.parameters or Parameters()
+        parameters = generate.parameters or schema.Parameters()
         if parameters.return_full_text is None:
             parameters.return_full_text = full_text
         job = validate.check(generate, self._config, self._engine.info, streams)

@@ -7,6 +7,7 @@ them. This layer knows neither Flask nor ZeroMQ.
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -44,7 +45,7 @@ EXAMPLES = {
 NATIVE, CHAT, COMPLETION = (GenerateRequest,), (ChatRequest,), (CompletionRequest,)
 LIST, EVENT, COMPLETED = (list[schema.GenerateResponse],), (schema.StreamResponse,), (schema.Completion,)
 CHATTED, CHUNK = (schema.ChatCompletion,), (schema.ChatChunk,)
-INVOCATION = "SageMaker: a native, chat or completion request, which its required field identifies"
+SAGEMAKER = "SageMaker: a native, chat or completion request, which its required field identifies"
 INFER = "The Ray Serve blueprint for Inferentia: the sentence and its continuation"
 ROUTES = (
     Route("POST", "/generate", "Generate text, as one response", NATIVE, (schema.GenerateResponse,)),
@@ -58,14 +59,7 @@ ROUTES = (
     Route("POST", "/v1/responses", "OpenAI's responses", (ResponsesRequest,), (schema.ResponsesResponse,), (dict[str, Any],)),
     Route("GET", "/v1/models", "The served model, in a list", answers=(schema.ModelList,)),
     Route("GET", "/v1/models/{name}", "The served model", answers=(schema.ModelCard,), parameter=("path", "name")),
-    Route(
-        "POST",
-        "/invocations",
-        INVOCATION,
-        NATIVE + CHAT + COMPLETION,
-        LIST + CHATTED + COMPLETED,
-        EVENT + CHUNK + COMPLETED,
-    ),
+    Route("POST", "/invocations", SAGEMAKER, NATIVE + CHAT + COMPLETION, LIST + CHATTED + COMPLETED, EVENT + CHUNK + COMPLETED),
     Route("POST", "/vertex", "Vertex AI: several requests at once", (VertexRequest,), (schema.VertexResponse,)),
     Route("GET", "/infer", INFER, answers=(list[str],), parameter=("query", "sentence")),
     Route("GET", "/info", "The model, and the limits in force", answers=(schema.Info,)),
@@ -83,15 +77,20 @@ def openapi() -> dict[str, Any]:
     used = [kind for route in ROUTES for kind in (*route.bodies, *route.answers, *route.events)]
     used += [schema.ErrorBody, schema.OpenAIErrorBody]
     refs, components = msgspec.json.schema_components(used, ref_template="#/components/schemas/{name}")
-    schema_of = {str(kind): ref for kind, ref in zip(used, refs)}
-    components["VertexRequest"]["properties"]["instances"]["items"] = _any_of([schema_of[str(kind)] for kind in NATIVE + CHAT])
+    schema_of = dict(zip(used, refs))
+
+    def content(kinds: tuple) -> dict[str, Any]:
+        schemas = [schema_of[kind] for kind in kinds]
+        return {"schema": schemas[0] if len(schemas) == 1 else {"anyOf": schemas}}
+
+    components["VertexRequest"]["properties"]["instances"]["items"] = content(NATIVE + CHAT)["schema"]
     for component in components.values():
         for field in component.get("properties", {}).values():
             if field.get("default", ...) is None:
                 del field["default"]  # client generators take a field with a default for a required one
     paths: dict[str, Any] = {}
     for route in ROUTES:
-        paths.setdefault(route.path, {})[route.method.lower()] = _operation(route, schema_of)
+        paths.setdefault(route.path, {})[route.method.lower()] = _operation(route, content)
     return {
         "openapi": "3.1.0",
         "info": {"title": "neuron-textgen", "version": VERSION, "license": {"name": "Apache-2.0", "identifier": "Apache-2.0"}},
@@ -101,40 +100,30 @@ def openapi() -> dict[str, Any]:
     }
 
 
-def _operation(route: Route, schema_of: dict[str, Any]) -> dict[str, Any]:
-    def of(kinds: tuple) -> dict[str, Any]:
-        return _any_of([schema_of[str(kind)] for kind in kinds])
-
-    def content(kinds: tuple) -> dict[str, Any]:
-        return {"application/json": {"schema": of(kinds)}}
-
-    ok: dict[str, Any] = {"description": "OK"}
-    if route.answers or route.events or route.content_type:
-        ok["content"] = content(route.answers) if route.answers else {}
-        if route.events:
-            data = {"type": "string", "contentMediaType": "application/json", "contentSchema": of(route.events)}
-            event = {"type": "object", "properties": {"data": data}}  # for validators; generated clients get the stream as text
-            ok["content"]["text/event-stream"] = {"schema": {"anyOf": [{"type": "string"}, event]}}
-        if route.content_type:
-            ok["content"][route.content_type] = {"schema": {"type": "string"}}
+def _operation(route: Route, content: Callable[[tuple], dict[str, Any]]) -> dict[str, Any]:
+    """`content` makes the description of a body that has one of several types."""
+    ok: dict[str, Any] = {}
+    if route.answers:
+        ok["application/json"] = content(route.answers)
+    if route.events:
+        data = {"type": "string", "contentMediaType": "application/json", "contentSchema": content(route.events)["schema"]}
+        event = {"type": "object", "properties": {"data": data}}  # for validators; generated clients get the stream as text
+        ok["text/event-stream"] = {"schema": {"anyOf": [{"type": "string"}, event]}}
+    if route.content_type:
+        ok[route.content_type] = {"schema": {"type": "string"}}
     native = () if route.path.startswith("/v1/") else (schema.ErrorBody,)
     openai = (schema.OpenAIErrorBody,) if route.path.startswith(("/v1/", "/invocations")) else ()
-    error = {"description": "The error", "content": content(native + openai)}
+    error = {"description": "The error", "content": {"application/json": content(native + openai)}}
     operation: dict[str, Any] = {
         "operationId": re.sub(r"\W+", "_", f"{route.method.lower()}{route.path}").strip("_"),
         "summary": route.summary,
-        "responses": {"200": ok, "4XX": error, "5XX": error},
+        "responses": {"200": {"description": "OK"} | ({"content": ok} if ok else {}), "4XX": error, "5XX": error},
         "security": [{"key": []}, {}] if route.needs_key else [],
     }
     if route.bodies:
-        body = content(route.bodies)
-        body["application/json"]["example"] = EXAMPLES[route.bodies[0]]
-        operation["requestBody"] = {"required": True, "content": body}
+        body = content(route.bodies) | {"example": EXAMPLES[route.bodies[0]]}
+        operation["requestBody"] = {"required": True, "content": {"application/json": body}}
     if route.parameter:
         place, name = route.parameter
         operation["parameters"] = [{"in": place, "name": name, "required": True, "schema": {"type": "string", "minLength": 1}}]
     return operation
-
-
-def _any_of(schemas: list[dict[str, Any]]) -> dict[str, Any]:
-    return schemas[0] if len(schemas) == 1 else {"anyOf": schemas}

@@ -45,12 +45,9 @@ class Sampling(msgspec.Struct, frozen=True):
     logit_bias: list[tuple[int, float]] = []  # (token id, value added to its logit)
 
 
-class Generate(msgspec.Struct, frozen=True):
-    """Continue `prompt`. `id` is random, 63 bits, unique among all web processes."""
+class GenerateOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """What a request's `Job` (validate.py) and its `Generate` share."""
 
-    id: int
-    prompt: list[int]
-    max_new_tokens: int
     sampling: Sampling = Sampling()
     top_n_tokens: int = 0
     min_new_tokens: int = 0  # no end-of-sequence token before that many tokens
@@ -59,6 +56,14 @@ class Generate(msgspec.Struct, frozen=True):
     prompt_logprobs: bool = False
     grammar: str = ""  # of the text (grammar.py); "": any text
     keep_eos: bool = False  # a text that its grammar completes still gets its end-of-sequence token
+
+
+class Generate(GenerateOptions, frozen=True):
+    """Continue `prompt`. `id` is random, 63 bits, unique among all web processes."""
+
+    id: int
+    prompt: list[int]
+    max_new_tokens: int
     sent_at: float = 0.0  # CLOCK_MONOTONIC in seconds, the same for all processes; 0: unknown
     request_id: str = ""  # of the HTTP request, for the log
 
@@ -294,8 +299,7 @@ class WorkerEnd:
         self._output_thread.join(timeout=5)
         self._closing.set()
         os.eventfd_write(self._wake_fd, 1)
-        if self._thread.is_alive():
-            self._thread.join(timeout=5)
+        self._thread.join(timeout=5)
 
     def _publish(self) -> None:
         for make_messages in iter(self._outputs.get, None):
@@ -313,11 +317,8 @@ class WorkerEnd:
     def _drain_outbox(self) -> Iterable:
         with contextlib.suppress(BlockingIOError):
             os.eventfd_read(self._wake_fd)
-        while True:
-            try:
-                yield self._outbox.get_nowait()
-            except queue.Empty:
-                return
+        while not self._outbox.empty():  # this thread alone takes from it
+            yield self._outbox.get()
 
     def _run(self) -> None:
         try:
@@ -361,9 +362,9 @@ class WorkerEnd:
                 reply = self._on_immediate(message)
             except Exception:
                 logger.exception("%s could not be handled", type(message).__name__)
-                reply = None
-            if reply is not None:
-                self._send(peer, reply)
+            else:
+                if reply is not None:
+                    self._send(peer, reply)
         elif isinstance(message, SubmitRequests) and (reason := self.refuses(message)):
             for generate in message.generates:
                 self._send(peer, End(generate.id, reason))

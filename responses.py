@@ -12,8 +12,9 @@ import json
 import re
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from typing import Any
+
+from msgspec.structs import replace
 
 import schema
 from answers import ChatAnswer, Sequence

@@ -11,33 +11,23 @@ import difflib
 import json
 import secrets
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 import msgspec
 from msgspec import Raw, Struct
+from msgspec.structs import replace
 
 import errors
 import formats
+import schema
 from config import DEVICE_TOP_K, Config
 from errors import ApiError, invalid
-from protocol import ModelInfo, Sampling
+from protocol import GenerateOptions, ModelInfo, Sampling
 from readers import Reading
-from schema import (
-    U64_MAX,
-    ChatRequest,
-    CompletionRequest,
-    GenerateRequest,
-    Message,
-    OpenAIRequest,
-    Parameters,
-    ResponsesRequest,
-    SamplingFields,
-    VertexRequest,
-)
+from schema import U64_MAX, ChatRequest, CompletionRequest, GenerateRequest, Parameters, SamplingFields
 
 # Made while there is one thread: msgspec 0.22.0 crashes when several threads make it learn a type at the same time.
-_KINDS = (GenerateRequest, ChatRequest, CompletionRequest, ResponsesRequest, VertexRequest)
+_KINDS = (GenerateRequest, ChatRequest, CompletionRequest, schema.ResponsesRequest, schema.VertexRequest)
 _decoders = {kind: msgspec.json.Decoder(kind) for kind in _KINDS}
 _fields = msgspec.json.Decoder(dict[str, Raw])
 T = TypeVar("T", bound=Struct)
@@ -79,36 +69,21 @@ MAX_LOGIT_BIAS = 1024  # tokens; more would take longer than a decode step
 MAX_FIELDS = 256  # each unknown one is compared with all known ones, to find misspelt ones
 
 
-@dataclass(frozen=True)
-class Job:
-    """A checked prompt and what to generate from it.
-
-    `max_new_tokens`: None is what is left of the context length, 0 only scores the prompt. `keep_eos`: the client gets
-    single tokens, so a text that its grammar completes gets its end-of-sequence token, too. `prompt_name`, `limit_name` and
-    `grammar_name` are what the request calls the prompt, the limit and the grammar, for error messages. `reading`: which parts
-    the text of a chat has.
-    """
+class Job(GenerateOptions, frozen=True):
+    """A checked prompt and what to generate from it."""
 
     prompt: str | list[int]
-    sampling: Sampling
     sequences: int = 1
-    max_new_tokens: int | None = None
-    min_new_tokens: int = 0
-    ignore_eos: bool = False
+    max_new_tokens: int | None = None  # None: what is left of the context length; 0: the prompt is only scored
     stop: Sequence[str] = ()
     keep_stop: bool = True
     truncate: int | None = None
     add_special_tokens: bool = True
-    top_n_tokens: int = 0
-    logprobs: bool = True
-    prompt_logprobs: bool = False
-    grammar: str = ""
-    keep_eos: bool = False
-    grammar_name: str = "grammar"
+    grammar_name: str = "grammar"  # what the request calls it, for error messages
     prompt_name: str = "inputs"
     limit_name: str = "max_new_tokens"
     is_openai: bool = False
-    reading: Reading = field(default_factory=Reading)
+    reading: Reading = Reading()  # which parts the text of a chat has
 
     @property
     def characters(self) -> int:
@@ -118,7 +93,7 @@ class Job:
         """Each sequence has a random stream of its own, which follows from the request's seed."""
         if sequence == 0 or self.sampling.seed is None:
             return self.sampling
-        return msgspec.structs.replace(self.sampling, seed=(self.sampling.seed + sequence) & U64_MAX)
+        return replace(self.sampling, seed=(self.sampling.seed + sequence) & U64_MAX)
 
 
 def parse(body: bytes, kind: type[T]) -> T:
@@ -199,18 +174,18 @@ def check(request: GenerateRequest, config: Config, info: ModelInfo, streaming: 
     is_length = p.truncate is None or 1 <= p.truncate <= most
     _require(is_length, "truncate", f"must be strictly positive and at most {most}. Given: {p.truncate}")
     _require(info.prompt_logprobs or not p.decoder_input_details, "decoder_input_details", NO_PROMPT_LOGITS)
-    typical_p = p.typical_p or 1.0
-    _check_device(info, p, samples, typical_p=typical_p < 1.0, best_of=best_of > 1, top_n_tokens=p.top_n_tokens)
+    sampling = _sampling(p, samples)
+    _check_device(info, p, sampling, best_of=best_of > 1, top_n_tokens=p.top_n_tokens)
     job = Job(
         prompt=request.inputs,
-        sampling=_sampling(p, samples, typical_p=typical_p),
+        sampling=sampling,
         sequences=best_of,
         max_new_tokens=p.max_new_tokens,
         stop=stop,
         truncate=p.truncate,
         top_n_tokens=p.top_n_tokens or 0,
         prompt_logprobs=bool(p.decoder_input_details),
-        keep_eos=bool(p.details or p.decoder_input_details or p.top_n_tokens),
+        keep_eos=bool(p.details or p.decoder_input_details or p.top_n_tokens),  # the client gets single tokens
     )
     return with_grammar(job, *formats.of_native(p), info)
 
@@ -222,12 +197,6 @@ def with_grammar(job: Job, name: str, grammar: str, info: ModelInfo) -> Job:
     _require(info.sampling == "host", name, NEEDS_HOST)
     _require(not job.ignore_eos, "ignore_eos", f"cannot be combined with `{name}`, which ends the text")
     return replace(job, grammar=grammar, grammar_name=name)
-
-
-def check_sentence(sentence: str, config: Config, info: ModelInfo) -> Job:
-    """Checks the query of `GET /infer`. Raises ApiError."""
-    _require(sentence != "", "sentence", "cannot be empty")
-    return replace(check(GenerateRequest(sentence), config, info, streaming=False), prompt_name="sentence")
 
 
 def check_chat(request: ChatRequest, config: Config, info: ModelInfo) -> Job:
@@ -294,7 +263,7 @@ def _prompts(prompt: str | list[str | int | list[int]]) -> list[str] | list[list
 
 
 def _check_openai(
-    request: OpenAIRequest,
+    request: schema.OpenAIRequest,
     prompt: str | list[int],
     limit: int | None,
     logprobs: bool,
@@ -308,20 +277,19 @@ def _check_openai(
     _require(request.temperature is None or request.temperature >= 0, "temperature", "must be >= 0.0")
     _check_sampling(request)
     _require(request.top_k is None or request.top_k >= -1, "top_k", "must be >= -1")
-    presence_penalty = request.presence_penalty or 0.0
-    _require(-2 <= presence_penalty <= 2, "presence_penalty", "must be >= -2.0 and <= 2.0")
+    _require(-2 <= (request.presence_penalty or 0) <= 2, "presence_penalty", "must be >= -2.0 and <= 2.0")
     stop = [request.stop] if isinstance(request.stop, str) else request.stop or []
     _check_stop(stop, config)
     min_tokens = request.min_tokens or 0
     fits = limit is None or min_tokens <= limit
     _require(fits, "min_tokens", f"must be <= the limit of generated tokens. Given: {min_tokens} and {limit}")
     logit_bias = _logit_bias(request.logit_bias or {}, info)
-    samples = request.temperature != 0
-    host_only |= {"presence_penalty": presence_penalty, "logit_bias": any(bias for _token, bias in logit_bias)}
-    _check_device(info, request, samples, logprobs=logprobs, min_tokens=min_tokens, **host_only)
+    sampling = _sampling(request, samples=request.temperature != 0, logit_bias=logit_bias)
+    host_only |= {"logprobs": logprobs, "min_tokens": min_tokens, "logit_bias": any(bias for _token, bias in logit_bias)}
+    _check_device(info, request, sampling, **host_only)
     return Job(
         prompt=prompt,
-        sampling=_sampling(request, samples, presence_penalty=presence_penalty, logit_bias=logit_bias),
+        sampling=sampling,
         sequences=n,
         max_new_tokens=limit,
         min_new_tokens=min_tokens,
@@ -347,13 +315,13 @@ def _logit_bias(given: dict[str, float], info: ModelInfo) -> list[tuple[int, flo
     return list(biases.items())
 
 
-def messages_of(messages: list[Message]) -> list[dict[str, Any]]:
+def messages_of(messages: list[schema.Message]) -> list[dict[str, Any]]:
     """Messages as a chat template reads them, the content of each as one text. Raises ApiError."""
     _require(len(messages) > 0, "messages", "cannot be empty")
     return [_message(n, message) for n, message in enumerate(messages)]
 
 
-def _message(n: int, message: Message) -> dict[str, Any]:
+def _message(n: int, message: schema.Message) -> dict[str, Any]:
     content = message.content
     if isinstance(content, list):
         for i, part in enumerate(content):
@@ -380,7 +348,7 @@ def _with_arguments(call: dict[str, Any]) -> dict[str, Any]:
     return call
 
 
-def vertex_instances(request: VertexRequest, config: Config) -> list[GenerateRequest | ChatRequest]:
+def vertex_instances(request: schema.VertexRequest, config: Config) -> list[GenerateRequest | ChatRequest]:
     """The instances of a Vertex request, each parsed as a native or a chat request. Raises ApiError."""
     if not request.instances:
         raise ApiError(422, "Input validation error", "Input validation error: `instances` cannot be empty")
@@ -436,13 +404,15 @@ def _check_top_n(n: int | None, name: str, most: int) -> None:
     _require((n or 0) <= most, name, f"must be >= 0 and <= {most}. Given: {n}")
 
 
-def _check_device(info: ModelInfo, p: SamplingFields, samples: bool, **host_only: Any) -> None:
+def _check_device(info: ModelInfo, p: SamplingFields, sampling: Sampling, **host_only: Any) -> None:
     """Where the device samples, refuses what only the host can do. A greedy request may have a seed, `min_p` and `top_k`: they
     do nothing."""
     if info.sampling == "host":
         return
+    samples, neutral = sampling.seed is not None, Sampling()
     host_only |= {"seed": samples and p.seed is not None, "min_p": samples and p.min_p}
-    host_only |= {"repetition_penalty": (p.repetition_penalty or 1.0) != 1.0, "frequency_penalty": p.frequency_penalty}
+    for name in ("typical_p", "repetition_penalty", "frequency_penalty", "presence_penalty"):
+        host_only[name] = getattr(sampling, name) != getattr(neutral, name)
     for name, asked in host_only.items():
         _require(not asked, name, NEEDS_HOST)
     few = not samples or (p.top_k or 0) <= DEVICE_TOP_K
@@ -458,16 +428,10 @@ def _check_ids(ids: list[int], name: str, info: ModelInfo) -> None:
 def _sampling(p: SamplingFields, samples: bool, **more: Any) -> Sampling:
     """Without a seed in it, the most likely token is taken at each step."""
     seed = secrets.randbits(64) if p.seed is None else p.seed & U64_MAX  # OpenAI's may be negative
-    return Sampling(
-        seed=seed if samples else None,
-        temperature=p.temperature or 1.0,
-        top_k=max(p.top_k or 0, 0),  # vLLM's -1 and 0: all tokens
-        top_p=p.top_p or 1.0,
-        min_p=p.min_p or 0.0,
-        repetition_penalty=p.repetition_penalty or 1.0,
-        frequency_penalty=p.frequency_penalty or 0.0,
-        **more,
-    )
+    given = {name: getattr(p, name, None) for name in Sampling.__struct_fields__} | more
+    given |= {"seed": seed if samples else None, "temperature": p.temperature or None}
+    given["top_k"] = max(p.top_k or 0, 0)  # vLLM's -1 and 0: all tokens
+    return Sampling(**{name: value for name, value in given.items() if value is not None})
 
 
 def fit(job: Job, prompt: list[int], info: ModelInfo) -> tuple[list[int], int]:

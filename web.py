@@ -46,7 +46,7 @@ from bodies import Bodies, discard_rest
 from config import HERE, Config
 from engine_client import ClientGone, EngineClient, EngineError
 from errors import ApiError
-from generation import HANG_UP, KEEP_ALIVE_S, Batch, Generation, end_error, watch
+from generation import HANG_UP, KEEP_ALIVE_S, Batch, Generation, watch
 from grammar import GrammarError
 from handlers import Handlers, ModelText, prompt_ids
 from protocol import ModelInfo, RequestStats
@@ -313,7 +313,7 @@ def _answer_errors(app: Flask, config: Config, engine: EngineClient) -> None:
 
     @app.errorhandler(EngineError)
     def engine_error(error: EngineError) -> Response:
-        return api_error(end_error(error.reason, error.message))
+        return api_error(errors.not_ready(str(error)))
 
     @app.errorhandler(HTTPException)
     def http_error(error: HTTPException) -> Response:

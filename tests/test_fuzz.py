@@ -392,7 +392,7 @@ GOOD = [
     Hello(1, ready=True),
     Cancel(7, "client hung up"),
     SubmitRequests([Generate(11, [97, 98], 3)]),
-    SubmitRequests([Generate(12, [97], 2, Sampling(seed=3, temperature=0.7, logit_bias=[(5, 1.5)]), 2, 1, True, True, 1.0)]),
+    SubmitRequests([Generate(12, [97], 2, 1.0, sampling=Sampling(3, 0.7, logit_bias=[(5, 1.5)]), ignore_eos=True)]),
     RequestStats(200, "success", 3.0, 0.1, 0.2, 2.5, 0.5, 10, 20, 30),
     MetricsRequest(9),
     Tokens([Token(5, 3, -0.5, [(3, -0.5)], "length")], [Prompt(5, 0.1, 0, [-1.0], [[(1, -2.0)]])]),

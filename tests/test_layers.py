@@ -62,8 +62,8 @@ ONLY_IN = {
     "gevent": {"web", "bodies", "generation", "engine_client"},
     "socket": {"web", "bodies", "generation"},
     "zmq": {"protocol", "engine_client"},
-    "msgspec": {"models.artifact", "answers", "engine_client", "formats", "openapi", "readers", "schema"}
-    | {"validate", "protocol", "worker"},
+    "msgspec": {"models.artifact", "answers", "engine_client", "formats", "handlers", "openapi", "readers", "responses"}
+    | {"schema", "validate", "protocol", "worker"},
     "tokenizers": {"text"},
     "llguidance": {"grammar"},
     "jinja2": {"chat"},

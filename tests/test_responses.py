@@ -8,7 +8,7 @@ from fakes.tokenizer import VOCABULARY, byte_tokenizer
 
 from answers import Sequence
 from errors import ApiError
-from protocol import ModelInfo, Sampling, Token
+from protocol import ModelInfo, Token
 from readers import Reading
 from responses import ResponsesAnswer, chat_of
 from schema import ResponsesRequest, encode
@@ -67,7 +67,7 @@ def answered(tmp_path):
     def make(text, finish_reason="eos_token", thinking="", **fields):
         request = parse(json.dumps({"input": "Hi", "tools": [WEATHER]} | fields).encode(), ResponsesRequest)
         chat = chat_of(request)
-        job = Job("", Sampling(), reading=Reading(tool_use(chat, ToolFormat("hermes")), thinking))
+        job = Job("", reading=Reading(tool_use(chat, ToolFormat("hermes")), thinking))
         ids = bytes_of.encode(text).ids + [EOS] * (finish_reason == "eos_token")
         for streams in (True, False):
             answer = ResponsesAnswer([job], info, tokenizer, streams, request=request, chat=chat)

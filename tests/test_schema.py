@@ -178,7 +178,7 @@ def test_parameters_that_are_null_empty_or_absent_are_the_same():
         == job()
         == check(parse(b'{"inputs":"Hello","parameters":null}', GenerateRequest), CONFIG, FACTS, False)
     )
-    assert job() == Job("Hello", Sampling(), stop=[])
+    assert job() == Job("Hello", stop=[])
 
 
 def test_unknown_fields_are_ignored():
@@ -188,7 +188,7 @@ def test_unknown_fields_are_ignored():
 
 def test_what_is_asked_for_arrives():
     asked = job({"max_new_tokens": 7, "stop": ["a", "b"], "truncate": 9, "top_n_tokens": 3, "details": True})
-    assert asked == Job("Hello", Sampling(), max_new_tokens=7, stop=["a", "b"], truncate=9, top_n_tokens=3, keep_eos=True)
+    assert asked == Job("Hello", max_new_tokens=7, stop=["a", "b"], truncate=9, top_n_tokens=3, keep_eos=True)
 
 
 def test_best_of_draws_several_sequences_with_a_random_stream_each():
@@ -202,7 +202,7 @@ def test_best_of_draws_several_sequences_with_a_random_stream_each():
 
 
 def test_the_seeds_of_several_sequences_follow_from_the_first_and_stay_64_bits_wide():
-    asked = replace(job(), sampling=Sampling(seed=2**64 - 1))
+    asked = msgspec.structs.replace(job(), sampling=Sampling(seed=2**64 - 1))
     assert [asked.sampling_of(n).seed for n in range(3)] == [2**64 - 1, 0, 1]
     assert job().sampling_of(1).seed is None
 
@@ -638,7 +638,7 @@ def test_a_device_that_samples_takes_a_request_as_the_host_does_or_names_what_it
             return str(error)
         for n, job in enumerate(jobs):  # a seed that is not given is drawn
             drawn = job.sampling.seed is not None and fields.get("seed") is None
-            jobs[n] = replace(job, sampling=msgspec.structs.replace(job.sampling, seed=0)) if drawn else job
+            jobs[n] = msgspec.structs.replace(job, sampling=msgspec.structs.replace(job.sampling, seed=0)) if drawn else job
         return jobs
 
     on_host, on_device = ask(FACTS), ask(ON_DEVICE)
@@ -708,7 +708,7 @@ def test_sampling_takes_the_values_that_are_given_and_does_nothing_otherwise():
 
 
 def asked(max_new_tokens=None, truncate=None) -> Job:
-    return replace(job(), max_new_tokens=max_new_tokens, truncate=truncate)
+    return msgspec.structs.replace(job(), max_new_tokens=max_new_tokens, truncate=truncate)
 
 
 def unfit(length: int, token: int = 1, **limits) -> ApiError:

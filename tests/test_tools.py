@@ -15,7 +15,7 @@ import schema
 from answers import ChatAnswer, Sequence
 from chat import ChatTemplate
 from errors import ApiError
-from protocol import ModelInfo, Sampling, Token
+from protocol import ModelInfo, Token
 from readers import MARKERS, Arguments, CallBegin, Calls, Content, Reading, Reasoning, ToolFormat
 from text import Tokenizer
 from tools import after_thinking, tool_format, tool_use
@@ -635,7 +635,7 @@ def test_foreign_ids_are_shortened_in_calls_and_results_where_the_template_requi
 def chat_answer(folder, written, kind="special", streams=False, reading=None, logprobs=False, finish="eos_token"):
     """An answer whose sequences have the texts `written`, token by token: whole, or as the choices of its stream."""
     tokenizer = Tokenizer(tiny_tokenizers.save(tokenizer_of(kind), folder))
-    job = Job("", Sampling(), reading=reading, sequences=len(written), logprobs=logprobs)
+    job = Job("", reading=reading, sequences=len(written), logprobs=logprobs)
     info = ModelInfo("m", None, str(folder), 1000, [], 1, 1, 2, "fake", "float32")
     answer = ChatAnswer([job], info, tokenizer, streams, request=schema.ChatRequest(messages=[], logprobs=logprobs))
     sequences, events = [Sequence(tokenizer, job, [5], 99, n, n) for n in range(len(written))], b""

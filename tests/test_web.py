@@ -34,6 +34,7 @@ def test_before_the_model_is_ready_everything_says_what_is_going_on(booting):
     health = booting.client.get("/health")
     assert health.status_code == 503
     assert health.json == {"error": "unhealthy", "error_type": "healthcheck", "phase": "starting"}
+    assert health.headers["Retry-After"] == "5"
     refused = booting.post("/generate", {"inputs": "a"})
     assert refused.status_code == 503
     assert refused.json["phase"] == "starting"

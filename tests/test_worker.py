@@ -97,11 +97,11 @@ def test_requests_join_while_others_run_and_change_none_of_their_tokens(engine):
 
 @on_every_engine
 def test_sampled_tokens_do_not_depend_on_other_requests(engine):
-    seeded = Generate(1, [9] * 6, 12, Sampling(seed=11, temperature=1.3, top_k=20))
+    seeded = Generate(1, [9] * 6, 12, sampling=Sampling(seed=11, temperature=1.3, top_k=20))
     alone, crowded = Driven(), Driven(**engine)
     alone.arrive(seeded)
     alone.run()
-    crowded.arrive(*(Generate(i, [i], 30, Sampling(seed=i)) for i in (2, 3)))
+    crowded.arrive(*(Generate(i, [i], 30, sampling=Sampling(seed=i)) for i in (2, 3)))
     crowded.step(2)
     crowded.arrive(seeded)
     crowded.run()
@@ -462,8 +462,8 @@ def test_a_prompt_that_cannot_be_scored_ends_that_request_alone(engine, most, mo
 
 
 IMPOSSIBLE = {
-    "a temperature that is no number": Generate(1, [1], 8, Sampling(seed=7, temperature="hot")),
-    "a token id beyond 64 bits": Generate(1, [1], 8, Sampling(logit_bias=[(2**64, 1.0)])),
+    "a temperature that is no number": Generate(1, [1], 8, sampling=Sampling(seed=7, temperature="hot")),
+    "a token id beyond 64 bits": Generate(1, [1], 8, sampling=Sampling(logit_bias=[(2**64, 1.0)])),
     "no prompt": Generate(1, [], 8),
     "no token to generate": Generate(1, [1], 0),
     "a prompt that fills its slot": Generate(1, [1] * 40, 8),
@@ -485,7 +485,7 @@ def test_a_request_that_cannot_be_run_ends_alone(impossible):
 def test_a_device_that_samples_gets_the_parameters_before_each_prompt_and_gives_no_log_probabilities():
     driven = Driven(batch_size=2, sampling="device")
     sampled = Sampling(seed=7, top_k=5, top_p=0.5, temperature=2.0)
-    driven.arrive(Generate(1, [1, 2], 8), Generate(2, [3], 8, sampled), Generate(3, [4, 5], 8))
+    driven.arrive(Generate(1, [1, 2], 8), Generate(2, [3], 8, sampling=sampled), Generate(3, [4, 5], 8))
     driven.step(2)
     assert driven.model.device_sampling == {0: (1, 1.0, 1.0), 1: (5, 0.5, 2.0)}
     driven.run()
