@@ -195,10 +195,8 @@ class EngineClient:
         """Each queue gets its messages of a step as one list."""
         by_queue: dict[SimpleQueue, list] = {}
         for message in messages:
-            if type(message) is Prompt or (type(message) is Token and message.finish_reason is None):
-                queue = self._queues.get(message.id)
-            else:  # the last message of its request
-                queue = self._queues.pop(message.id, None)
+            more_follow = type(message) is Prompt or (type(message) is Token and message.finish_reason is None)
+            queue = self._queues.get(message.id) if more_follow else self._queues.pop(message.id, None)
             if queue is not None:
                 by_queue.setdefault(queue, []).append(message)
         for queue, its_messages in by_queue.items():
@@ -251,13 +249,12 @@ class InFlightRequest:
 
         Raises ClientGone after `hang_up`.
         """
-        messages = self._messages.get()
-        while messages is not None and not self._messages.empty():
-            more = self._messages.get()
-            messages = None if more is None else messages + more
-        if messages is None:
+        arrived = [self._messages.get()]
+        while not self._messages.empty():
+            arrived.append(self._messages.get())
+        if None in arrived:
             raise ClientGone
-        return messages
+        return [message for messages in arrived for message in messages]
 
     def wake(self) -> None:
         """Makes `receive` return."""
@@ -266,9 +263,6 @@ class InFlightRequest:
     def hang_up(self) -> None:
         """Called by whoever sees that the client has disconnected."""
         self._messages.put(None)
-
-    def cancel(self, request_id: int, reason: str) -> None:
-        self._engine.cancel(request_id, reason)
 
     def close(self, reason: str = "client disconnected") -> None:
         for request_id in self._ids:

@@ -51,10 +51,6 @@ def invalid(param: str | None, detail: str, code: str | None = None) -> ApiError
     return ApiError(422, "validation", f"Input validation error: {sentence}", code=code, param=param)
 
 
-def template_failed(message: str) -> ApiError:
-    return ApiError(422, "template_error", f"Template error: {message}")
-
-
 def overloaded() -> ApiError:
     return ApiError(429, "overloaded", "Model is overloaded", retry_after_s=1, code="rate_limit_exceeded")
 

@@ -164,7 +164,7 @@ class Generation:
         if sequence.finish_reason is not None:
             del self._unfinished[token.id]
             if token.finish_reason is None:
-                self._request.cancel(token.id, "stop sequence")
+                self._engine.cancel(token.id, "stop sequence")
         return pieces
 
     def _cut(self) -> list[tuple[Sequence, list[Piece]]]:

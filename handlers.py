@@ -20,6 +20,7 @@ from answers import Answer, ChatAnswer, CompletionAnswer, InferAnswer, NativeAns
 from chat import ChatTemplate, TemplateError
 from config import Config
 from engine_client import EngineClient
+from errors import ApiError
 from grammar import Grammars
 from protocol import ModelInfo
 from readers import THINK, Reading
@@ -47,7 +48,7 @@ class ModelText(NamedTuple):
 
 
 class Handlers:
-    """From the body of a request to its Answer: the jobs to run, and the form of the response. Raise ApiError."""
+    """A method for each route; all raise ApiError."""
 
     def __init__(self, config: Config, engine: EngineClient):
         self._config = config
@@ -81,10 +82,8 @@ class Handlers:
 
     def of_invocation(self, body: bytes) -> tuple[Callable[[bytes], Answer], bool]:
         """The handler for a body of `/invocations`, and whether it is one of OpenAI's."""
-        handlers = {GenerateRequest: self.compat, ChatRequest: self.chat, CompletionRequest: self.completion}
-        kinds = {"inputs": GenerateRequest, "messages": ChatRequest, "prompt": CompletionRequest}
-        kind = validate.kind_of(body, kinds)
-        return handlers[kind], kind is not GenerateRequest
+        handler = validate.choose(body, {"inputs": self.compat, "messages": self.chat, "prompt": self.completion})
+        return handler, handler != self.compat
 
     def vertex(self, body: bytes) -> Answer:
         jobs, prefixes = [], []
@@ -124,12 +123,12 @@ class Handlers:
     def chat_prompt(self, chat: ChatRequest) -> str:
         """The text that the model's chat template makes of the messages and tools."""
         messages, template = validate.messages_of(chat.messages), self._engine.text.template
-        if template is None:
-            raise errors.template_failed("template not found")
         try:
+            if template is None:
+                raise TemplateError("template not found")
             return template.for_tools.render(messages, chat.tools) if chat.tools else template.render(messages)
         except TemplateError as error:
-            raise errors.template_failed(str(error)) from None
+            raise ApiError(422, "template_error", f"Template error: {error}") from None
 
     def _native(self, generate: GenerateRequest, streams: bool, in_list: bool = False, full_text: bool = False) -> Answer:
         parameters = generate.parameters or schema.Parameters()

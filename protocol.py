@@ -156,13 +156,12 @@ class End(msgspec.Struct, tag="end", frozen=True):
 class Status(msgspec.Struct, tag="status", frozen=True):
     """Worker → web, every HEARTBEAT_S: the worker's state.
 
-    `phase` is "ready" when requests are accepted, before that the phase of the boot. `progress_at` is CLOCK_MONOTONIC, in
-    seconds, of the last step or change of phase. `due_at` is when the running step counts as stuck, or 0 when the device is
-    idle. (On Linux that clock stands still while the machine is suspended.) `full`: new requests are refused as overload.
+    `phase` is "ready" when requests are accepted, before that the phase of the boot. `due_at` is when the running step counts
+    as stuck, in seconds of CLOCK_MONOTONIC (which on Linux stands still while the machine is suspended), or 0 when the device
+    is idle. `full`: new requests are refused as overload.
     """
 
     phase: str
-    progress_at: float
     steps: int = 0
     running: int = 0
     queued: int = 0
@@ -187,7 +186,6 @@ class ModelInfo(msgspec.Struct, tag="model_info", frozen=True):
     prompt_logprobs: bool = True  # whether log-probabilities of prompts are available
     sampling: str = "host"  # or "device": token ids only, no log-probabilities
     quantize: str | None = None  # or "int8", "int4"
-    engine: str = ""  # "openvino", "torch" or "neuron"
 
 
 class Metrics(msgspec.Struct, tag="metrics", frozen=True):
@@ -246,7 +244,7 @@ class WorkerEnd:
         self._on_immediate = on_immediate
         self._on_failure = on_failure
         self.refuses: Callable[[SubmitRequests], str | None] = lambda _message: None
-        self.status = Status(phase="starting", progress_at=time.monotonic())
+        self.status = Status("starting")
         self._model_info: ModelInfo | None = None
         self._inbox: queue.SimpleQueue = queue.SimpleQueue()
         self._peers: set[bytes] = set()

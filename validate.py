@@ -30,7 +30,7 @@ from schema import U64_MAX, ChatRequest, CompletionRequest, GenerateRequest, Par
 _KINDS = (GenerateRequest, ChatRequest, CompletionRequest, schema.ResponsesRequest, schema.VertexRequest)
 _decoders = {kind: msgspec.json.Decoder(kind) for kind in _KINDS}
 _fields = msgspec.json.Decoder(dict[str, Raw])
-T = TypeVar("T", bound=Struct)
+T, V = TypeVar("T", bound=Struct), TypeVar("V")
 # Fields of TGI, OpenAI and other servers that would change the output and are not supported, by the values that they may have.
 NOT_SUPPORTED: dict[str, Sequence[Any]] = {
     name: neutral
@@ -106,14 +106,14 @@ def parse(body: bytes, kind: type[T]) -> T:
         return request
 
 
-def kind_of(body: bytes, kinds: dict[str, type[Struct]]) -> type[Struct]:
-    """Which of `kinds` a body is: each has a field that it requires. Raises ApiError."""
+def choose(body: bytes, variants: dict[str, V]) -> V:
+    """Which variant a body is: the first of `variants` whose field it has. Raises ApiError."""
     with _decoding():
         fields = _fields.decode(body)
-    for name, kind in kinds.items():
+    for name, variant in variants.items():
         if bytes(fields.get(name, b"null")) != b"null":
-            return kind
-    raise errors.wrong_type(f"data did not match any variant: one of {', '.join(f'`{name}`' for name in kinds)} is needed")
+            return variant
+    raise errors.wrong_type(f"data did not match any variant: one of {', '.join(f'`{name}`' for name in variants)} is needed")
 
 
 @contextlib.contextmanager
@@ -354,7 +354,7 @@ def vertex_instances(request: schema.VertexRequest, config: Config) -> list[Gene
         raise ApiError(422, "Input validation error", "Input validation error: `instances` cannot be empty")
     _check_batch(len(request.instances), "instances", "instances", config)
     kinds = {"inputs": GenerateRequest, "messages": ChatRequest}
-    instances = [parse(instance, kind_of(instance, kinds)) for instance in request.instances]
+    instances = [parse(body, choose(body, kinds)) for body in request.instances]
     for instance in instances:
         for name in ONLY_TEXT:
             asked = getattr(instance, name, None) or getattr(getattr(instance, "parameters", None), name, None)

@@ -315,7 +315,6 @@ class Worker:
             self.end.report(
                 Status(
                     phase="draining" if self.draining else "ready",
-                    progress_at=now,
                     steps=self.steps,
                     running=self.scheduler.busy,
                     queued=len(self.scheduler.waiting),
@@ -462,7 +461,7 @@ def boot(config: Config, end: WorkerEnd, metrics: Metrics) -> Worker:
             with boot_phase(end, metrics, "downloading", f"the weights of {config.model_name}"):
                 fetch_weights()
         with boot_phase(end, metrics, "loading", "weights"):
-            model = load(lambda phase: end.report(Status(phase=phase, progress_at=time.monotonic())))
+            model = load(lambda phase: end.report(Status(phase)))
         if compiling:
             with boot_phase(end, metrics, "compiling", "the sampling loops"):
                 try:
@@ -487,7 +486,6 @@ def boot(config: Config, end: WorkerEnd, metrics: Metrics) -> Worker:
             prompt_logprobs=model.gives_prompt_logits,
             sampling=model.sampling,
             quantize=model.quantize,
-            engine=model.engine,
         )
     )
     what = f"{config.model_name} on {model.device} ({model.engine}) in {model.dtype}"
@@ -526,7 +524,7 @@ def check_tokenizer(config: Config, folder: Path) -> tuple[Path, list[int]]:
 def boot_phase(end: WorkerEnd, metrics: Metrics, phase: str, what: str) -> Iterator[None]:
     """Reports a phase to the web processes, and logs it with its duration."""
     started_at = time.monotonic()
-    end.report(Status(phase=phase, progress_at=started_at))
+    end.report(Status(phase))
     logger.info("%s %s", phase.capitalize(), what)
     yield
     seconds = time.monotonic() - started_at

@@ -20,7 +20,7 @@ class Wire:
     def __init__(self):
         self.arrivals, self.sent, self.outbox = [], [], []
         self.lag = 0
-        self.status = Status("starting", 0.0)
+        self.status = Status("starting")
 
     def receive(self, block):
         assert self.arrivals or not block, "the loop would wait for ever"

@@ -397,7 +397,7 @@ GOOD = [
     MetricsRequest(9),
     Tokens([Token(5, 3, -0.5, [(3, -0.5)], "length")], [Prompt(5, 0.1, 0, [-1.0], [[(1, -2.0)]])]),
     End(5, "failed", "why"),
-    Status("ready", 1.0, 5, 1, 2, 3.0),
+    Status("ready", 5, 1, 2, 3.0),
     ModelInfo("m", None, "/t", 50, [0], 4, 39, 40, "cpu", "float32"),
     Metrics(9, b"tgi 1"),
 ]

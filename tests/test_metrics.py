@@ -340,7 +340,7 @@ def test_a_phase_of_the_boot_counts_its_seconds(clock):
     metrics, wire = Metrics(), Wire()
     with worker.boot_phase(wire, metrics, "loading", "weights"):
         clock.pass_s(12.5)
-    assert wire.status == Status("loading", clock.now - 12.5)
+    assert wire.status == Status("loading")
     assert samples(metrics)["tgi_boot_phase_seconds", "phase=loading"] == 12.5
 
 

@@ -116,11 +116,11 @@ def test_the_model_info_reaches_web_processes_that_are_there_and_those_that_come
 
 def test_the_status_of_the_worker_comes_unasked(worker, connect):
     web = connect()
-    worker.report(Status("loading", 1.0, steps=1))
-    while web.next(Status) != Status("loading", 1.0, steps=1):
+    worker.report(Status("loading", steps=1))
+    while web.next(Status) != Status("loading", steps=1):
         pass
-    worker.report(Status("loading", 2.0, steps=2))
-    while web.next(Status) != Status("loading", 2.0, steps=2):
+    worker.report(Status("loading", steps=2))
+    while web.next(Status) != Status("loading", steps=2):
         pass
 
 
