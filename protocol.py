@@ -125,8 +125,8 @@ class Token(msgspec.Struct, array_like=True, frozen=True, gc=False):
 
 
 class Prompt(msgspec.Struct, array_like=True, frozen=True, gc=False):
-    """The prompt of a request has been run, or `cached` of its tokens were held by a slot. `logprobs` are of its tokens from the second on, if requested; `top` holds the
-    `top_n_tokens` most likely (token id, logprob) at each of these positions."""
+    """The prompt of a request has been run, but for the `cached` tokens that a slot held. `logprobs` are of its tokens from the
+    second on, if requested; `top` holds the `top_n_tokens` most likely (token id, logprob) at each of these positions."""
 
     id: int
     queued_s: float

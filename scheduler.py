@@ -5,8 +5,9 @@ no threads, no tensors, no clock (times come as arguments, in seconds). The sche
 how tokens are sampled. Of the model it knows the number of slots, whether chunks of several tokens may share a step with
 others (`mixes`), and the longest prompt chunk (`prefill_chunk`). `slots.py` knows what a slot can be reused for.
 
-Waiting requests take free slots first in, first out, unless `queue_threshold_s` lets shorter prompts go first. Several prompts are in progress at a time, so a short prompt does not
-wait for a long one to finish. A waiting request with a free slot gets prompt tokens within this many steps:
+Waiting requests take free slots first in, first out, unless `queue_threshold_s` lets shorter prompts go first. Several
+prompts are in progress at a time, so a short prompt does not wait for a long one to finish. A waiting request with a free slot
+gets prompt tokens within this many steps:
 - mixed steps: ceil(slots / pairs of tokens for prompts beside running requests); `slots` for a request with `keep_all`;
 - else 2 * slots, counted from the step at which `waiting_served_ratio` and `max_waiting_tokens` let it start.
 """
@@ -61,7 +62,7 @@ class Step(NamedTuple):
     requests: list[Request]  # one a chunk
     samples: list[int]  # indices of the chunks whose last token's logits give a new token
     rows: int  # how many chunks, from the first on, are rows of running requests
-    copies: list[Placement] = []  # held prompt tokens to copy to another slot first, in this order
+    copies: list[Placement]  # held prompt tokens to copy to another slot first, in this order
 
 
 class Scheduler:
