@@ -9,7 +9,6 @@ from __future__ import annotations
 import ast
 import functools
 import json
-import re
 import secrets
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
@@ -19,13 +18,16 @@ import msgspec
 
 from text import stop_begun
 
-MAX_HEADER = 1_000  # characters of a call before its arguments
+MAX_HEAD = 1_000  # characters of a call before its arguments
 MARKERS = {
     "hermes": ("<tool_call>", "</tool_call>"),
     "llama3_json": ("<|python_tag|>",),
     "mistral": ("[TOOL_CALLS]",),
     "pythonic": ("<|python_start|>", "<|python_end|>"),
 }
+BARE = {"llama3_json": "{", "pythonic": "["}  # what calls begin with where they may be the whole text, without a marker
+# What may follow calls. Those that end with a bracket are a list.
+ENDS = {"hermes": ["</tool_call>"], "llama3_json": [";"], "mistral": ["]"], "pythonic": ["]", "<|python_end|>"]}
 THINK, THINK_END = "<think>", "</think>"
 
 
@@ -112,7 +114,7 @@ class Reading:
     thinking: str = ""
 
     def reader(self) -> Reader:
-        return Reader(self.calls, self.thinking)
+        return Reader(self)
 
     @functools.cached_property
     def markers(self) -> frozenset[str]:
@@ -140,9 +142,8 @@ class Reading:
 class Reader:
     """Reads one sequence. How its text is split over calls of `push` makes no difference to its parts."""
 
-    def __init__(self, calls: Calls | None = None, thinking: str = ""):
-        self._calls = calls
-        self._thinking = thinking
+    def __init__(self, reading: Reading):
+        self._calls, self._thinking = reading.calls, reading.thinking
         self._buffer = ""  # text that is not read yet
         self._unsent = ""  # text that is read and in no part yet
         self._parts: list[Part] = []
@@ -173,9 +174,8 @@ class Reader:
         if self._thinking:
             yield from self._think()
         if self._calls:
-            formats = {"hermes": self._hermes, "llama3_json": self._llama, "mistral": self._mistral, "pythonic": self._pythonic}
             try:
-                yield from formats[self._calls.format.name]()
+                yield from self._read_calls()
                 if self._complete and not self._buffer:
                     self._unsent = ""  # blanks behind the last call
             except _NotACall:
@@ -187,105 +187,72 @@ class Reader:
             yield
 
     def _think(self) -> Generator[None, None, None]:
-        if self._thinking == "before":
-            yield from self._blanks()
-            if not (yield from self._skip(THINK)):
-                return
+        if self._thinking == "before" and not (yield from self._skip(THINK)):
+            return
         self._unsent = ""
         if (yield from self._until(THINK_END, Reasoning)):
             yield from self._blanks()
         self._unsent = ""
 
-    def _hermes(self) -> Generator[None, None, None]:
-        """`<tool_call>{…}</tool_call>`, anywhere in the text."""
-        opening, closing = MARKERS["hermes"]
-        while (yield from self._blanks()) and (yield from self._until(opening)):
-            yield from self._json_call(marked=True)
-            yield from self._skip(closing)
-            self._unsent = ""
-
-    def _llama(self) -> Generator[None, None, None]:
-        """`{…}; {…}` as the whole text, or behind `<|python_tag|>`."""
-        marked = yield from self._found(*MARKERS["llama3_json"], "{")
-        while (yield from self._blanks()):
-            yield from self._json_call(marked)
-            yield from self._skip(";")
-            self._unsent = ""
-            if (yield from self._blanks()) and not self._buffer.startswith("{"):
-                return
-
-    def _mistral(self) -> Generator[None, None, None]:
-        """`[TOOL_CALLS] [{…}, {…}]`."""
-        while (yield from self._blanks()) and (yield from self._until(*MARKERS["mistral"])):
-            separator = "["
-            while (yield from self._skip(separator)):
-                yield from self._json_call(marked=True)
-                separator = ","
-            if separator == "[":
-                raise _NotACall
-            yield from self._skip("]")
-            self._unsent = ""
-
-    def _pythonic(self) -> Generator[None, None, None]:
-        """`[f(a=1), g()]` as the whole text, or between `<|python_start|>` and `<|python_end|>`."""
-        opening, closing = MARKERS["pythonic"]
-        yield from self._found(opening, "[")
-        separator = "["
-        while self._buffer and (yield from self._skip(separator)):
-            yield from self._python_call()
-            separator = ","
-        if separator == "[":
-            raise _NotACall
-        yield from self._skip("]")
-        yield from self._skip(closing)
-        self._unsent = ""
-
-    def _found(self, marker: str, first: str) -> Generator[None, None, bool]:
-        """Reads up to where calls begin: behind the marker (True) or, when the text begins with `first`, before it."""
+    def _read_calls(self) -> Generator[None, None, None]:
+        """Calls behind a marker or, where the format allows that, at the beginning of the text; other text is content."""
+        name = self._calls.format.name
+        opening, bare, ends = MARKERS[name][0], BARE.get(name, ()), ENDS[name]
         yield from self._blanks()
-        if self._buffer.startswith(first):
-            return False
-        return (yield from self._until(marker)) and (yield from self._blanks())
+        marked = not self._buffer.startswith(bare)
+        call = self._python_call if name == "pythonic" else functools.partial(self._json_call, marked)
+        follows = not marked
+        while follows or (yield from self._until(opening)):
+            if "]" in ends and not (yield from self._skip("[")):
+                raise _NotACall
+            yield from call()
+            while "]" in ends and (yield from self._skip(",")):
+                yield from call()
+            for end in ends:
+                yield from self._skip(end)
+            self._unsent = ""
+            yield from self._blanks()
+            follows = name == "llama3_json" and self._buffer.startswith("{")
+            if bare and not follows:
+                return
 
     def _json_call(self, marked: bool) -> Generator[None, None, None]:
         """A call as a JSON object. Its arguments are sent while they grow, unless their name comes before that of the tool."""
+        kinds, keys = ("", '"type":"function",'), ("arguments", "parameters")  # some Llama models write the type first
+        heads = {f'{{{kind}"name":"{name}","{key}":{{': name for kind in kinds for name in self._calls.names for key in keys}
         yield from self._blanks()
-        while not (header := _HEADER.match(self._buffer)):
-            if len(self._buffer) > MAX_HEADER or not _HEADER_BEGUN.fullmatch(self._buffer):
+        while True:
+            head = self._buffer[: self._buffer.find("{", 1) + 1 or None]
+            compact = "".join(head.split())
+            if compact in heads or len(head) > MAX_HEAD or not any(known.startswith(compact) for known in heads):
                 break
             yield from self._more()
-        if header:
-            head = self._take(header.end())
-            self._begin(header[1])
+        if compact in heads:
+            head = self._take(len(head) - 1)
+            self._begin(heads[compact])
             arguments = yield from self._brackets(sends=True)
-            tail = yield from self._brackets(depth=1)
-            _decoded(head + arguments + tail)
+            _decoded(head + arguments + (yield from self._brackets(depth=1)))
         elif marked and self._buffer.startswith("{"):
-            call = _decoded((yield from self._brackets()))
-            self._begin(call.name)
-            self._parts.append(Arguments(self._begun - 1, bytes(call.arguments or call.parameters).decode()))
+            self._begin(*_decoded((yield from self._brackets())))
         else:
             raise _NotACall
         yield from self._end_call()
 
     def _python_call(self) -> Generator[None, None, None]:
-        yield from self._blanks()
-        names = [f"{name}(" for name in self._calls.names]
-        while not (name := next(filter(self._buffer.startswith, names), "")):
-            if not any(name.startswith(self._buffer) for name in names):
-                raise _NotACall
-            yield from self._more()
-        self._take(len(name) - 1)
-        arguments = _as_json((yield from self._brackets(quotes="\"'")))
-        self._begin(name[:-1])
-        self._parts.append(Arguments(self._begun - 1, arguments))
+        found = yield from self._skip(*(f"{name}(" for name in self._calls.names))
+        if not found:
+            raise _NotACall
+        arguments = yield from self._brackets(depth=1, quotes="\"'")
+        self._begin(found[:-1], _as_json(arguments))
         yield from self._end_call()
 
-    def _begin(self, name: str) -> None:
+    def _begin(self, name: str, arguments: str = "") -> None:
         if name not in self._calls.names:
             raise _NotACall
         call_id = secrets.token_hex(5)[:9] if self._calls.format.short_ids else f"call_{secrets.token_hex(12)}"
         self._parts.append(CallBegin(self._begun, call_id, name))
+        if arguments:
+            self._parts.append(Arguments(self._begun, arguments))
         self._begun += 1
         self._unsent = ""
 
@@ -297,7 +264,6 @@ class Reader:
                 break
             yield
         self._unsent = ""
-        yield from self._blanks()
 
     def _brackets(self, depth: int = 0, sends: bool = False, quotes: str = '"') -> Generator[None, None, str]:
         """Reads up to the bracket that closes all; `depth` are open before."""
@@ -336,14 +302,15 @@ class Reader:
                 return bool(found)
             yield
 
-    def _skip(self, marker: str) -> Generator[None, None, bool]:
-        """Reads blanks and the marker behind them, if it is there."""
+    def _skip(self, *markers: str) -> Generator[None, None, str]:
+        """Reads blanks and the marker behind them, which it returns; "" if none is there."""
         yield from self._blanks()
-        while len(self._buffer) < len(marker) and marker.startswith(self._buffer) and not self._ended:
+        while True:
+            for marker in filter(self._buffer.startswith, markers):
+                return self._take(len(marker))
+            if self._ended or not any(marker.startswith(self._buffer) for marker in markers):
+                return ""
             yield
-        is_there = self._buffer.startswith(marker)
-        self._take(len(marker) if is_there else 0)
-        return is_there
 
     def _blanks(self) -> Generator[None, None, bool]:
         """Reads blanks; returns whether anything follows."""
@@ -376,47 +343,25 @@ class _NotACall(Exception):
     pass
 
 
-class _Call(msgspec.Struct):
-    name: str
-    arguments: msgspec.Raw = msgspec.Raw()  # msgspec takes no `Raw | None`
-    parameters: msgspec.Raw = msgspec.Raw()
-
-
-def _decoded(text: str) -> _Call:
+def _decoded(text: str) -> tuple[str, str]:
+    """The name and the arguments in a call that is a JSON object."""
     try:
-        call = msgspec.json.decode(text, type=_Call)
-        msgspec.json.decode(call.arguments or call.parameters or b"", type=dict)
-        msgspec.json.decode(text)
-    except (msgspec.DecodeError, RecursionError):
+        msgspec.json.decode(text)  # all of it, where a Raw may be anything
+        fields = msgspec.json.decode(text, type=dict[str, msgspec.Raw])
+        arguments = fields["arguments" if "arguments" in fields else "parameters"]
+        msgspec.json.decode(arguments, type=dict)
+        return msgspec.json.decode(fields["name"], type=str), bytes(arguments).decode()
+    except (msgspec.DecodeError, KeyError, RecursionError):
         raise _NotACall from None
-    return call
 
 
 def _as_json(text: str) -> str:
-    """The keyword arguments of a Python call, in their parentheses, as a JSON object."""
+    """The keyword arguments of a Python call, up to the closing bracket, as a JSON object."""
     try:
-        call = ast.parse(f"f{text}", mode="eval").body
+        call = ast.parse(f"f({text}", mode="eval").body
         if not isinstance(call, ast.Call) or call.args or any(keyword.arg is None for keyword in call.keywords):
             raise _NotACall
         values = {keyword.arg: ast.literal_eval(keyword.value) for keyword in call.keywords}
         return json.dumps(values, ensure_ascii=False, allow_nan=False).encode().decode()  # lone surrogates are no text
     except (SyntaxError, ValueError, TypeError, MemoryError, RecursionError):
         raise _NotACall from None
-
-
-def _begun(atoms: list[str]) -> str:
-    """A regular expression for every beginning of what the atoms match one after another."""
-    return functools.reduce(lambda rest, atom: f"(?:{atom}{rest})?", reversed(atoms), "")
-
-
-_BLANK, _NAME = r"\s*", r"[A-Za-z0-9_.-]"
-_TYPE = [_BLANK, *'"type"', _BLANK, ":", _BLANK, *'"function"', _BLANK, ","]  # which some Llama models write first
-_NAMED = [_BLANK, *'"name"', _BLANK, ":", _BLANK, '"', f"{_NAME}*", '"', _BLANK, ",", _BLANK, '"']
-_VALUE = ['"', _BLANK, ":", _BLANK, r"\{"]
-_HEADER = re.compile(
-    rf'\{{(?:{"".join(_TYPE)})?\s*"name"\s*:\s*"({_NAME}+)"\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{{)', re.ASCII
-)
-_HEADER_BEGUN = re.compile(
-    "|".join(_begun([r"\{", *kind, *_NAMED, *key, *_VALUE]) for kind in ([], _TYPE) for key in ("arguments", "parameters")),
-    re.ASCII,
-)
