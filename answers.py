@@ -7,10 +7,12 @@ no rule of any field: it is handed jobs that are checked.
 
 from __future__ import annotations
 
+import functools
 import math
 import time
-from collections.abc import Iterator
-from itertools import accumulate, zip_longest
+from collections.abc import Callable, Iterable, Iterator
+from itertools import accumulate, islice, zip_longest
+from typing import Any
 
 from msgspec import UNSET, Struct
 
@@ -59,7 +61,8 @@ class Sequence:
     def take(self, token: Token) -> list[Piece]:
         """The pieces whose text has become certain with `token`."""
         if self.job.max_new_tokens == 0:  # only the prompt was asked about
-            return self._finish("length")
+            self._finish("length")
+            return []
         self._logprobs += token.logprob or 0.0  # None where the device samples, and nothing is ranked there
         pieces = self.stream.push(token.token, token.logprob, token.top, token.finish_reason is not None)
         if self.stream.stopped:
@@ -74,10 +77,9 @@ class Sequence:
         self._finish("stop_sequence" if self.stream.stopped else "length")
         return pieces
 
-    def _finish(self, reason: str) -> list[Piece]:
+    def _finish(self, reason: str) -> None:
         self.finish_reason = reason
         self.finished_at = time.monotonic()
-        return []
 
 
 class Answer:
@@ -88,11 +90,7 @@ class Answer:
         self.info = info
         self.tokenizer = tokenizer
         self.streams = streams
-        self.request_id = ""  # set before anything is written
-
-    def identify(self, request_id: str) -> None:
-        """Takes the id of the HTTP request."""
-        self.request_id = request_id
+        self.request_id = ""  # of the HTTP request; set before anything is written
 
     def whole(self, sequences: list[Sequence]) -> Struct | list:
         """The body, when all is generated. `sequences`: those of the first job, then those of the second, and so on."""
@@ -110,8 +108,9 @@ class Answer:
         """What ends a stream in which something did."""
         return event(error.json)
 
-    def _prompt_texts(self, sequence: Sequence) -> list[str]:
-        return self.tokenizer.prompt_texts(sequence.prompt)
+    def _by_job(self, sequences: list[Sequence]) -> list[list[Sequence]]:
+        rest = iter(sequences)
+        return [list(islice(rest, job.sequences)) for job in self.jobs]
 
     def _prompt_logprobs(self, sequence: Sequence) -> list[float | None]:
         """One for each token of the prompt; None for the first, before which nothing stands, and for all that never ran."""
@@ -122,6 +121,10 @@ class Answer:
 
 def event(body: bytes) -> bytes:
     return b"data: " + body + b"\n\n"
+
+
+def best_of(sequences: Iterable[Sequence]) -> Sequence:
+    return max(sequences, key=lambda sequence: sequence.mean_logprob)
 
 
 class NativeAnswer(Answer):
@@ -135,7 +138,7 @@ class NativeAnswer(Answer):
         self._index = 0
 
     def whole(self, sequences: list[Sequence]) -> Struct | list:
-        best = max(sequences, key=lambda sequence: sequence.mean_logprob)
+        best = best_of(sequences)
         response = schema.GenerateResponse(self._prefix + best.stream.text)
         if self._wants_details:
             response.details = schema.Details(**self._details(best))
@@ -148,41 +151,33 @@ class NativeAnswer(Answer):
         return [response] if self._in_list else response
 
     def events(self, sequence: Sequence, pieces: list[Piece]) -> bytes:
-        return b"".join([self._event(sequence, piece, is_last=piece is pieces[-1]) for piece in pieces])
+        events = []
+        for piece in pieces:
+            self._index += 1
+            response = schema.StreamResponse(self._index, _token(piece))
+            if piece.top:
+                response.top_tokens = self._top_tokens(piece)
+            if piece is pieces[-1] and sequence.finish_reason is not None:
+                response.generated_text = self._prefix + sequence.stream.text
+                if self._wants_details:
+                    response.details = schema.StreamDetails(**self._finish(sequence), input_length=len(sequence.prompt))
+            events.append(event(schema.encode(response)))
+        return b"".join(events)
 
-    def _event(self, sequence: Sequence, piece: Piece, is_last: bool) -> bytes:
-        self._index += 1
-        response = schema.StreamResponse(self._index, _token(piece))
-        if piece.top:
-            response.top_tokens = self._top_tokens(piece)
-        if is_last and sequence.finish_reason is not None:
-            response.generated_text = self._prefix + sequence.stream.text
-            if self._wants_details:
-                response.details = schema.StreamDetails(
-                    finish_reason=sequence.finish_reason,
-                    generated_tokens=sequence.tokens,
-                    seed=self._seed(sequence),
-                    input_length=len(sequence.prompt),
-                )
-        return event(schema.encode(response))
+    def _finish(self, sequence: Sequence) -> dict[str, Any]:
+        seed = sequence.sampling.seed if self.info.sampling == "host" else None  # a device draws without it
+        return {"finish_reason": sequence.finish_reason, "generated_tokens": sequence.tokens, "seed": seed}
 
-    def _details(self, sequence: Sequence) -> dict:
+    def _details(self, sequence: Sequence) -> dict[str, Any]:
         prefill = []
         if sequence.job.prompt_logprobs:
-            columns = sequence.prompt, self._prompt_texts(sequence), self._prompt_logprobs(sequence)
+            columns = sequence.prompt, self.tokenizer.prompt_texts(sequence.prompt), self._prompt_logprobs(sequence)
             prefill = [schema.PrefillToken(*row) for row in zip(*columns)]
-        return {
-            "finish_reason": sequence.finish_reason,
-            "generated_tokens": sequence.tokens,
-            "seed": self._seed(sequence),
+        return self._finish(sequence) | {
             "prefill": prefill,
             "tokens": [_token(piece) for piece in sequence.pieces],
             "top_tokens": [self._top_tokens(p) for p in sequence.pieces] if sequence.job.top_n_tokens else UNSET,
         }
-
-    def _seed(self, sequence: Sequence) -> int | None:
-        """A device draws without it."""
-        return sequence.sampling.seed if self.info.sampling == "host" else None
 
     def _top_tokens(self, piece: Piece) -> list[schema.TokenOut]:
         return [
@@ -196,53 +191,50 @@ def _token(piece: Piece) -> schema.TokenOut:
 
 
 class PredictionsAnswer(Answer):
-    """Vertex' shape: the texts, an instance each."""
+    """The best text of each job behind its prefix. `form` makes the body of these texts: Vertex' type, or `list` for `/infer`,
+    the shape of the Ray Serve blueprint for Inferentia."""
 
-    def __init__(self, *args, prefixes: list[str]):
+    def __init__(self, *args, prefixes: list[str], form: Callable[[list[str]], Struct | list] = schema.VertexResponse):
         super().__init__(*args)
         self._prefixes = prefixes
+        self._form = form
 
     def whole(self, sequences: list[Sequence]) -> Struct | list:
-        return schema.VertexResponse([prefix + text for prefix, text in zip(self._prefixes, self._texts(sequences))])
-
-    def _texts(self, sequences: list[Sequence]) -> Iterator[str]:
-        """The best text of each job."""
-        at = 0
-        for job in self.jobs:
-            best = max(sequences[at : at + job.sequences], key=lambda sequence: sequence.mean_logprob)
-            at += job.sequences
-            yield best.stream.text
-
-
-class InferAnswer(PredictionsAnswer):
-    """The shape of the Ray Serve blueprint for Inferentia: a list of one text, the prompt in front."""
-
-    def whole(self, sequences: list[Sequence]) -> list[str]:
-        return super().whole(sequences).predictions
+        texts = (best_of(candidates).stream.text for candidates in self._by_job(sequences))
+        return self._form([prefix + text for prefix, text in zip(self._prefixes, texts)])
 
 
 class OpenAIAnswer(Answer):
-    """What chat and completions share: ids, usage and the end of a stream."""
+    """What chat and completions share: ids, usage and streams, whose events are of the type `chunk_type`."""
 
-    kind = ""
+    kind = ""  # the response's `object`
     id_prefix = ""
+    chunk_type: type[schema.ChatChunk] | type[schema.Completion]
 
     def __init__(self, *args, options: schema.StreamOptions | None):
         super().__init__(*args)
         options = options or schema.StreamOptions()
         self._usage_at_end = bool(options.include_usage)
         self._usage_always = bool(options.continuous_usage_stats) and self._usage_at_end
-        self._envelope = {
-            "id": self.id_prefix,
+        self._created = int(time.time())
+
+    @functools.cached_property
+    def _envelope(self) -> dict[str, Any]:
+        return {
+            "id": f"{self.id_prefix}-{self.request_id}",
             "object": self.kind,
-            "created": int(time.time()),
+            "created": self._created,
             "model": self.info.model_name,
             "system_fingerprint": f"{VERSION}-native",
         }
 
-    def identify(self, request_id: str) -> None:
-        super().identify(request_id)
-        self._envelope["id"] = f"{self.id_prefix}-{request_id}"
+    def events(self, sequence: Sequence, pieces: list[Piece]) -> bytes:
+        usage = self._usage([sequence]) if self._usage_always else None
+        return b"".join(self._chunk([choice], usage) for choice in self._choices(sequence, pieces))
+
+    def _choices(self, sequence: Sequence, pieces: list[Piece]) -> Iterator[Struct]:
+        """The choices of the events of `pieces`."""
+        raise NotImplementedError
 
     def closing(self, sequences: list[Sequence]) -> bytes:
         usage = self._chunk([], self._usage(sequences)) if self._usage_at_end else b""
@@ -252,7 +244,7 @@ class OpenAIAnswer(Answer):
         return event(error.openai_json) + event(b"[DONE]")
 
     def _chunk(self, choices: list, usage: schema.Usage | None) -> bytes:
-        raise NotImplementedError
+        return event(schema.encode(self.chunk_type(**self._envelope, choices=choices, usage=usage)))
 
     def _usage(self, sequences: list[Sequence]) -> schema.Usage:
         """Tokens fed and produced. A prompt counts once, however many choices were made from it."""
@@ -262,22 +254,13 @@ class OpenAIAnswer(Answer):
         cached = schema.PromptTokensDetails(sum(sequence.ran.cached for sequence in first if sequence.ran))
         return schema.Usage(prompt_tokens, completion_tokens, prompt_tokens + completion_tokens, cached)
 
-    def _event(self, sequence: Sequence, choice: Struct) -> bytes:
-        return self._chunk([choice], self._usage([sequence]) if self._usage_always else None)
-
-    def _bytes(self, token_id: int, text: str, cut: int = 0) -> list[int] | None:
-        """The token's own bytes without those that a stop string took, or where it has none the bytes of its text."""
-        if token_id in self.tokenizer.special_ids:
-            return None
-        exact = self.tokenizer.piece_bytes(token_id)
-        return list(text.encode() if exact is None else exact[: max(0, len(exact) - cut)])
-
 
 class ChatAnswer(OpenAIAnswer):
     """`/v1/chat/completions`."""
 
     kind = "chat.completion"
     id_prefix = "chatcmpl"
+    chunk_type = schema.ChatChunk
 
     def __init__(self, *args, request: ChatRequest):
         super().__init__(*args, options=request.stream_options)
@@ -285,11 +268,7 @@ class ChatAnswer(OpenAIAnswer):
         self._readers: dict[Sequence, Reader] = {}  # of those with events in the stream
         self._wants_logprobs = bool(request.logprobs)
         if self.streams:
-            self._envelope["object"] = "chat.completion.chunk"
-
-    def reader(self) -> Reader:
-        """Reads the text of one sequence."""
-        return self._reading.reader()
+            self.kind = "chat.completion.chunk"
 
     def text_of(self, piece: Piece) -> str:
         """What a piece adds to the text that a reader reads."""
@@ -312,30 +291,26 @@ class ChatAnswer(OpenAIAnswer):
             choices.append(schema.ChatChoice(index, message, self._logprobs(sequence.pieces), reason))
         return schema.ChatCompletion(**self._envelope, choices=choices, usage=self._usage(sequences))
 
-    def events(self, sequence: Sequence, pieces: list[Piece]) -> bytes:
-        choices = []
+    def _choices(self, sequence: Sequence, pieces: list[Piece]) -> Iterator[schema.ChunkChoice]:
+        choice = functools.partial(schema.ChunkChoice, sequence.index)
         if sequence not in self._readers:
-            self._readers[sequence] = self.reader()
-            choices.append((schema.Delta(role="assistant", content=""), None, None))
+            self._readers[sequence] = self._reading.reader()
+            yield choice(schema.Delta(role="assistant", content=""))
         reader = self._readers[sequence]
         for piece in pieces:
             deltas = [_delta(part) for part in reader.push(self.text_of(piece))]
             if self._wants_logprobs and not deltas:
                 deltas = [schema.Delta(content="")]
             for n, delta in enumerate(deltas):
-                choices.append((delta, None if n else self._logprobs([piece]), None))
+                yield choice(delta, None if n else self._logprobs([piece]))
         if sequence.finish_reason is not None:
-            choices += [(_delta(part), None, None) for part in reader.finish()]
+            yield from (choice(_delta(part)) for part in reader.finish())
             last = schema.Delta() if reader.has_calls else schema.Delta(content="")  # which loops print, and not None
-            choices.append((last, None, self._finish_reason(sequence, reader.has_calls)))
-        return b"".join(self._event(sequence, schema.ChunkChoice(sequence.index, *choice)) for choice in choices)
+            yield choice(last, None, self._finish_reason(sequence, reader.has_calls))
 
     def _finish_reason(self, sequence: Sequence, has_calls: bool) -> str:
         reason = OPENAI_FINISH_REASONS[sequence.finish_reason]
         return "tool_calls" if reason == "stop" and has_calls and not self._reading.calls.is_named else reason
-
-    def _chunk(self, choices: list, usage: schema.Usage | None) -> bytes:
-        return event(schema.encode(schema.ChatChunk(**self._envelope, choices=choices, usage=usage)))
 
     def _logprobs(self, pieces: list[Piece]) -> schema.ChatLogprobs | None:
         if not self._wants_logprobs:
@@ -356,6 +331,13 @@ class ChatAnswer(OpenAIAnswer):
         text = self.tokenizer.token_text(token_id)
         return schema.TopLogprob(text, rounded(logprob), self._bytes(token_id, text))
 
+    def _bytes(self, token_id: int, text: str, cut: int = 0) -> list[int] | None:
+        """The token's own bytes without those that a stop string took, or where it has none the bytes of its text."""
+        if token_id in self.tokenizer.special_ids:
+            return None
+        exact = self.tokenizer.piece_bytes(token_id)
+        return list(text.encode() if exact is None else exact[: max(0, len(exact) - cut)])
+
 
 def _delta(part: Part) -> schema.Delta:
     if isinstance(part, Content):
@@ -373,22 +355,19 @@ class CompletionAnswer(OpenAIAnswer):
 
     kind = "text_completion"
     id_prefix = "cmpl"
+    chunk_type = schema.Completion
 
     def __init__(self, *args, request: CompletionRequest):
         super().__init__(*args, options=request.stream_options)
         self._n = request.n or 1
         self._echoes = bool(request.echo)
         self._top_n = request.logprobs
-        self._begun: set[Sequence] = set()  # those with events in the stream
         self._sent: dict[Sequence, int] = {}  # characters of each stream that are out, for the offsets of log-probabilities
 
     def whole(self, sequences: list[Sequence]) -> Struct:
         choices: list[schema.CompletionChoice] = []
-        at = 0
-        for job in self.jobs:
-            candidates = sequences[at : at + job.sequences]
-            at += job.sequences
-            if job.sequences > self._n:
+        for candidates in self._by_job(sequences):
+            if len(candidates) > self._n:
                 candidates = sorted(candidates, key=lambda sequence: -sequence.mean_logprob)[: self._n]
             for sequence in candidates:
                 prompt = self._echoed(sequence)
@@ -402,21 +381,17 @@ class CompletionAnswer(OpenAIAnswer):
                 )
         return schema.Completion(**self._envelope, choices=choices, usage=self._usage(sequences))
 
-    def events(self, sequence: Sequence, pieces: list[Piece]) -> bytes:
-        choices = []
-        if self._echoes and sequence not in self._begun:
-            self._begun.add(sequence)
-            choices.append((self._echoed(sequence), self._logprobs(sequence, [], with_prompt=True), None))
+    def _choices(self, sequence: Sequence, pieces: list[Piece]) -> Iterator[schema.CompletionChoice]:
+        choice = functools.partial(schema.CompletionChoice, sequence.index)
+        if self._echoes and sequence not in self._sent:
+            self._sent[sequence] = 0
+            yield choice(self._echoed(sequence), self._logprobs(sequence, [], with_prompt=True))
         for piece in pieces:
             text = "" if piece.special else piece.text
             if text or self._top_n is not None:
-                choices.append((text, self._logprobs(sequence, [piece]), None))
+                yield choice(text, self._logprobs(sequence, [piece]))
         if sequence.finish_reason is not None:
-            choices.append(("", None, OPENAI_FINISH_REASONS[sequence.finish_reason]))
-        return b"".join(self._event(sequence, schema.CompletionChoice(sequence.index, *choice)) for choice in choices)
-
-    def _chunk(self, choices: list, usage: schema.Usage | None) -> bytes:
-        return event(schema.encode(schema.Completion(**self._envelope, choices=choices, usage=usage)))
+            yield choice("", None, OPENAI_FINISH_REASONS[sequence.finish_reason])
 
     def _echoed(self, sequence: Sequence) -> str:
         if not self._echoes:
@@ -427,9 +402,7 @@ class CompletionAnswer(OpenAIAnswer):
     def _logprobs(self, sequence: Sequence, pieces: list[Piece], with_prompt: bool = False) -> schema.CompletionLogprobs | None:
         if self._top_n is None:
             return None
-        rows = []
-        if with_prompt:
-            rows = list(self._prompt_rows(sequence))
+        rows = list(self._prompt_rows(sequence)) if with_prompt else []
         rows += [
             (piece.text, 0 if piece.special else len(piece.text), piece.logprob, [*piece.top, (piece.id, piece.logprob)])
             for piece in pieces
@@ -447,8 +420,8 @@ class CompletionAnswer(OpenAIAnswer):
         """Each token of the prompt: its text, how much of it the echo shows, its log-probability and the most likely ones."""
         echoed, at = self._echoed(sequence), 0
         tops = sequence.ran.top if sequence.ran else []
-        columns = zip_longest(sequence.prompt, self._prompt_texts(sequence), self._prompt_logprobs(sequence), [[], *tops])
-        for token, text, logprob, top in columns:
+        texts, logprobs = self.tokenizer.prompt_texts(sequence.prompt), self._prompt_logprobs(sequence)
+        for token, text, logprob, top in zip_longest(sequence.prompt, texts, logprobs, [[], *tops]):
             special = token in self.tokenizer.special_ids
             length = len(text) if not special or echoed.startswith(text, at) else 0
             at += length

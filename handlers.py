@@ -16,7 +16,7 @@ import errors
 import responses
 import schema
 import validate
-from answers import Answer, ChatAnswer, CompletionAnswer, InferAnswer, NativeAnswer, PredictionsAnswer
+from answers import Answer, ChatAnswer, CompletionAnswer, NativeAnswer, PredictionsAnswer
 from chat import ChatTemplate, TemplateError
 from config import Config
 from engine_client import EngineClient
@@ -101,7 +101,8 @@ class Handlers:
         if not sentence:
             raise errors.invalid("sentence", "cannot be empty")
         job = validate.check(GenerateRequest(sentence), self._config, self._engine.info, streaming=False)
-        return InferAnswer([replace(job, prompt_name="sentence")], *self._parts(), prefixes=[sentence])
+        job = replace(job, prompt_name="sentence")
+        return PredictionsAnswer([job], *self._parts(), prefixes=[sentence], form=list)
 
     def tokenize(self, body: bytes) -> list[schema.SimpleToken]:
         return self._tokens(validate.parse(body, GenerateRequest).inputs, add_special_tokens=True)

@@ -167,30 +167,24 @@ def _function(name: str, tool: dict[str, Any]) -> dict[str, Any]:
 class ResponsesAnswer(ChatAnswer):
     """`/v1/responses`. The response is built item by item as the text grows, the same way for a stream and for a whole one."""
 
-    id_prefix = "resp"
-
     def __init__(self, *args, request: ResponsesRequest, chat: ChatRequest):
         super().__init__(*args, request=chat)
-        self._reader = self.reader()
+        self._reader = self._reading.reader()
         self._events = self._reasoning_tokens = 0
         self._logprobs_read: list[schema.TokenLogprob] = []  # of text that has not been written yet
         given = {name: getattr(request, name) for name in schema.ResponsesFields.__struct_fields__}
         self._response = schema.ResponsesResponse(
             **{name: DEFAULTS.get(name) if value is None else value for name, value in given.items()},
-            id="",
+            id="",  # known when the first event is
             object="response",
             created_at=int(time.time()),
             status="in_progress",
             model=self.info.model_name,
         )
 
-    def identify(self, request_id: str) -> None:
-        super().identify(request_id)
-        self._response.id = f"{self.id_prefix}_{request_id}"
-
     def whole(self, sequences: list[Sequence]) -> schema.ResponsesResponse:
         (sequence,) = sequences
-        reader = self.reader()
+        reader = self._reading.reader()
         reader.push("".join(map(self.text_of, sequence.pieces)))
         reader.finish()
         if reader.failed:  # then all of it is content, as in a chat
@@ -228,6 +222,7 @@ class ResponsesAnswer(ChatAnswer):
     def _read(self, sequence: Sequence, pieces: list[Piece]) -> Iterator[dict[str, Any]]:
         """The events that `pieces` add; each has to be used before the next one is made."""
         if not self._events:
+            self._response.id = f"resp_{self.request_id}"
             yield self._event("response.created", response=self._response)
             yield self._event("response.in_progress", response=self._response)
         for piece in pieces:
@@ -250,14 +245,14 @@ class ResponsesAnswer(ChatAnswer):
     def _take(self, part: Part) -> Iterator[dict[str, Any]]:
         logprobs, self._logprobs_read = self._logprobs_read, []
         if isinstance(part, CallBegin):
-            yield from self._begin_item(FunctionCall(id=self._item_id("fc"), call_id=part.id, name=part.name))
+            yield from self._begin_item("fc", FunctionCall, call_id=part.id, name=part.name)
         elif isinstance(part, Arguments):
             self._newest.arguments += part.text
             yield self._item_event("response.function_call_arguments.delta", delta=part.text)
         else:
             kind, prefix, content_kind = TEXTS[type(part)]
             if not isinstance(self._newest, kind):
-                yield from self._begin_item(kind(id=self._item_id(prefix)))
+                yield from self._begin_item(prefix, kind)
                 self._newest.content.append(content_kind())
                 yield self._item_event("response.content_part.added", content_index=0, part=self._newest.content[0])
             content = self._newest.content[0]
@@ -267,9 +262,10 @@ class ResponsesAnswer(ChatAnswer):
             if part.text:
                 yield self._text_event("delta", logprobs, delta=part.text)
 
-    def _begin_item(self, item: OutputMessage | OutputReasoning | FunctionCall) -> Iterator[dict[str, Any]]:
+    def _begin_item(self, prefix: str, kind: type[schema.OutputItem], **fields: Any) -> Iterator[dict[str, Any]]:
         if self._newest:
             yield from self._end_item()
+        item = kind(id=f"{prefix}_{self.request_id}_{len(self._response.output)}", **fields)
         self._response.output.append(item)
         yield self._item_event("response.output_item.added", item=item)
 
@@ -290,9 +286,6 @@ class ResponsesAnswer(ChatAnswer):
         if isinstance(self._newest, OutputMessage):
             return self._item_event(f"response.output_text.{what}", content_index=0, logprobs=logprobs, **text)
         return self._item_event(f"response.reasoning_text.{what}", content_index=0, **text)
-
-    def _item_id(self, prefix: str) -> str:
-        return f"{prefix}_{self.request_id}_{len(self._response.output)}"
 
     def _item_event(self, kind: str, **fields: Any) -> dict[str, Any]:
         """An event of the newest item."""

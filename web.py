@@ -134,7 +134,7 @@ def create_app(config: Config, engine: EngineClient) -> Flask:
         is_last = request.environ["SERVER_PROTOCOL"] == "HTTP/1.0" or "close" in request.headers.get("Connection", "").lower()
         times = g.started_at, deadline_at
         generation = Generation(engine, answer.jobs, prompts, in_progress, g.request_id, *times, client, is_last)
-        answer.identify(g.request_id)
+        answer.request_id = g.request_id
         g.generation = generation
         return _respond(config, engine, answer, generation)
 

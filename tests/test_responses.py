@@ -71,7 +71,7 @@ def answered(tmp_path):
         ids = bytes_of.encode(text).ids + [EOS] * (finish_reason == "eos_token")
         for streams in (True, False):
             answer = ResponsesAnswer([job], info, tokenizer, streams, request=request, chat=chat)
-            answer.identify("r")
+            answer.request_id = "r"
             sequence, data = Sequence(tokenizer, job, [1], 999, 0, 0), b""
             for n, token in enumerate(ids, 1):
                 pieces = sequence.take(Token(1, token, 0.0, [], finish_reason if n == len(ids) else None))
