@@ -119,8 +119,6 @@ class ChatTemplate:
                 if characters > TEMPLATE_CHARACTERS:
                     raise TemplateError(f"the model's chat template writes more than {TEMPLATE_CHARACTERS} characters")
             return "".join(written)
-        except TemplateError:
-            raise
         except jinja2.TemplateSyntaxError as error:
             raise TemplateError(f"this model's chat template does not compile: {error.message} (line {error.lineno})") from None
         except Exception as error:  # a template is a program, which can fail in every way

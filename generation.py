@@ -12,6 +12,7 @@ import secrets
 import select
 import socket
 import time
+from collections import defaultdict
 from collections.abc import Iterator
 
 import gevent
@@ -61,18 +62,17 @@ class Generation:
         self.sent_at = self._received_at = time.monotonic()
         self.first_token_at: float | None = None
         self.is_settled = False
+        self.sequences: list[Sequence] = []
         self._engine = engine
         self._deadline_at = deadline_at
-        self._by_id: dict[int, Sequence] = {}
+        self._unfinished: dict[int, Sequence] = {}
         generates = []
         for job, (prompt, max_new_tokens) in zip(jobs, prompts):
             options = {name: getattr(job, name) for name in GenerateOptions.__struct_fields__}
             for number in range(job.sequences):
-                sequence = Sequence(engine.text.tokenizer, job, prompt, max_new_tokens, number, len(self._by_id))
-                sequence_id = secrets.randbits(63)
-                self._by_id[sequence_id] = sequence
+                sequence = Sequence(engine.text.tokenizer, job, prompt, max_new_tokens, number, len(self.sequences))
                 generate = Generate(
-                    sequence_id,
+                    secrets.randbits(63),
                     prompt,
                     max_new_tokens,
                     sent_at=self.sent_at,
@@ -80,7 +80,8 @@ class Generation:
                     **options | {"sampling": sequence.sampling},
                 )
                 generates.append(generate)
-        self._unfinished = dict(self._by_id)
+                self.sequences.append(sequence)
+                self._unfinished[generate.id] = sequence
         self._connection = get_original("select", "poll")()  # asked without waiting; gevent's cannot see the end of the input
         if client is not None:
             events = select.POLLHUP | select.POLLERR | (0 if input_may_end else select.POLLRDHUP)
@@ -90,18 +91,16 @@ class Generation:
         self._in_progress = in_progress
         in_progress.add(self)
 
-    @property
-    def sequences(self) -> list[Sequence]:
-        return list(self._by_id.values())
-
     def __iter__(self) -> Iterator[Batch]:
         while self._unfinished:
             messages = self._request.receive()
             self._received_at = time.monotonic()
-            batch = self._advance(messages)
+            batch: dict[Sequence, list[Piece]] = defaultdict(list)
+            for message in messages:
+                if sequence := self._unfinished.get(message.id):  # None: a token that arrives after a stop string
+                    self._take(message, sequence, batch)
             if self._unfinished and self._received_at >= self._deadline_at:
-                for sequence, pieces in self._cut():
-                    batch.setdefault(sequence, []).extend(pieces)
+                self._cut(batch)
             if batch or not messages:  # a prompt that has been run is no reason yet to begin an answer
                 yield list(batch.items())
 
@@ -112,39 +111,17 @@ class Generation:
         elif time.monotonic() >= min(self._received_at + KEEP_ALIVE_S, self._deadline_at):
             self._request.wake()
 
-    def _advance(self, messages: list[Prompt | Token | End]) -> dict[Sequence, list[Piece]]:
-        batch: dict[Sequence, list[Piece]] = {}
-        for message in messages:
-            sequence = self._unfinished.get(message.id)
-            if sequence is None:  # a token that arrives after a stop string
-                continue
-            if isinstance(message, End):
-                raise end_error(message.reason, message.message)
-            if isinstance(message, Prompt):
-                sequence.ran = message
-            else:
-                batch.setdefault(sequence, []).extend(self._take(message, sequence))
-        return batch
-
     def settle(self, outcome: str, status: int = 200) -> None:
         """Cancels what still runs, and adds the request to the metrics; only the first outcome counts."""
         self._request.close()
         self._in_progress.discard(self)
-        if not self.is_settled:
-            self.is_settled = True
-            stats = self._stats(outcome, status)
-            self._engine.record(stats)
-            self._log("generation ends", outcome=outcome, generated_tokens=stats.generated_tokens)
-
-    def _log(self, event: str, **fields) -> None:
-        logger.debug(event, extra={"fields": {"request_id": self.request_id, **fields}})
-
-    def _stats(self, outcome: str, status: int) -> RequestStats:
-        sequences = self.sequences
+        if self.is_settled:
+            return
+        self.is_settled = True
         duration_s = time.monotonic() - self.started_at
         validation_s = self.sent_at - self.started_at
-        queue_s = max(sequence.queue_s for sequence in sequences)
-        return RequestStats(
+        queue_s = max(sequence.queue_s for sequence in self.sequences)
+        stats = RequestStats(
             status=HANG_UP if outcome == "dropped" else status,
             outcome=outcome,
             duration_s=duration_s,
@@ -152,28 +129,37 @@ class Generation:
             queue_s=queue_s,
             inference_s=max(0.0, duration_s - validation_s - queue_s),
             first_token_s=None if self.first_token_at is None else self.first_token_at - self.started_at,
-            input_tokens=sum(len(sequence.prompt) for sequence in sequences if sequence.number == 0),
-            generated_tokens=sum(sequence.tokens for sequence in sequences),
-            max_new_tokens=sum(sequence.max_new_tokens for sequence in sequences),
+            input_tokens=sum(len(sequence.prompt) for sequence in self.sequences if sequence.number == 0),
+            generated_tokens=sum(sequence.tokens for sequence in self.sequences),
+            max_new_tokens=sum(sequence.max_new_tokens for sequence in self.sequences),
         )
+        self._engine.record(stats)
+        self._log("generation ends", outcome=outcome, generated_tokens=stats.generated_tokens)
 
-    def _take(self, token: Token, sequence: Sequence) -> list[Piece]:
+    def _log(self, event: str, **fields) -> None:
+        logger.debug(event, extra={"fields": {"request_id": self.request_id, **fields}})
+
+    def _take(self, message: Prompt | Token | End, sequence: Sequence, batch: dict[Sequence, list[Piece]]) -> None:
+        if isinstance(message, End):
+            raise end_error(message.reason, message.message)
+        if isinstance(message, Prompt):
+            sequence.ran = message
+            return
         if self.first_token_at is None:
             self.first_token_at = time.monotonic()
-        pieces = sequence.take(token)
+        batch[sequence] += sequence.take(message)
         if sequence.finish_reason is not None:
-            del self._unfinished[token.id]
-            if token.finish_reason is None:
-                self._engine.cancel(token.id, "stop sequence")
-        return pieces
+            del self._unfinished[message.id]
+            if message.finish_reason is None:
+                self._engine.cancel(message.id, "stop sequence")
 
-    def _cut(self) -> list[tuple[Sequence, list[Piece]]]:
+    def _cut(self, batch: dict[Sequence, list[Piece]]) -> None:
         if self.first_token_at is None:
             raise errors.overloaded()  # it has only waited; a later attempt may be served
-        cut = [(sequence, sequence.cut()) for sequence in self._unfinished.values()]
+        for sequence in self._unfinished.values():
+            batch[sequence] += sequence.cut()
         self._unfinished.clear()
         self._request.close("deadline")
-        return cut
 
 
 def watch(in_progress: set[Generation]) -> None:

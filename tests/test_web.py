@@ -450,7 +450,7 @@ def test_when_the_worker_dies_everyone_is_told(booting):
 
 def test_a_bug_in_the_middle_of_a_stream_is_an_event_and_ends_that_stream_alone(served, monkeypatch, caplog):
     with monkeypatch.context() as patched:
-        patched.setattr(NativeAnswer, "_event", lambda *_, **__: 1 / 0)
+        patched.setattr(NativeAnswer, "events", lambda *_: 1 / 0)
         *_, last = events(served.post("/generate_stream", {"inputs": "Hello", "parameters": {"max_new_tokens": 5}}))
     assert last["error_type"] == "internal"
     assert "ZeroDivisionError" in caplog.text
