@@ -112,11 +112,12 @@ class Answer:
         rest = iter(sequences)
         return [list(islice(rest, job.sequences)) for job in self.jobs]
 
-    def _prompt_logprobs(self, sequence: Sequence) -> list[float | None]:
-        """One for each token of the prompt; None for the first, before which nothing stands, and for all that never ran."""
-        if sequence.ran is None:
-            return [None] * len(sequence.prompt)
-        return [None, *map(rounded, sequence.ran.logprobs)]
+    def _prompt_pieces(self, sequence: Sequence) -> list[Piece]:
+        """The tokens of the prompt. The first has no log-probability, nor has any of a prompt that never ran."""
+        logprobs, tops = (sequence.ran.logprobs, sequence.ran.top) if sequence.ran else ([], [])
+        columns = sequence.prompt, self.tokenizer.prompt_texts(sequence.prompt), [None, *logprobs], [[], *tops]
+        special_ids = self.tokenizer.special_ids
+        return [Piece(i, text, logprob, i in special_ids, top or []) for i, text, logprob, top in zip_longest(*columns)]
 
 
 def event(body: bytes) -> bytes:
@@ -169,12 +170,9 @@ class NativeAnswer(Answer):
         return {"finish_reason": sequence.finish_reason, "generated_tokens": sequence.tokens, "seed": seed}
 
     def _details(self, sequence: Sequence) -> dict[str, Any]:
-        prefill = []
-        if sequence.job.prompt_logprobs:
-            columns = sequence.prompt, self.tokenizer.prompt_texts(sequence.prompt), self._prompt_logprobs(sequence)
-            prefill = [schema.PrefillToken(*row) for row in zip(*columns)]
+        prompt = self._prompt_pieces(sequence) if sequence.job.prompt_logprobs else []
         return self._finish(sequence) | {
-            "prefill": prefill,
+            "prefill": [schema.PrefillToken(piece.id, piece.text, rounded(piece.logprob)) for piece in prompt],
             "tokens": [_token(piece) for piece in sequence.pieces],
             "top_tokens": [self._top_tokens(p) for p in sequence.pieces] if sequence.job.top_n_tokens else UNSET,
         }
@@ -315,17 +313,12 @@ class ChatAnswer(OpenAIAnswer):
     def _logprobs(self, pieces: list[Piece]) -> schema.ChatLogprobs | None:
         if not self._wants_logprobs:
             return None
-        return schema.ChatLogprobs(
-            [
-                schema.TokenLogprob(
-                    token=piece.text,
-                    logprob=rounded(piece.logprob),
-                    bytes=self._bytes(piece.id, piece.text, piece.cut),
-                    top_logprobs=[self._top_logprob(*top) for top in piece.top],
-                )
-                for piece in pieces
-            ]
-        )
+        return schema.ChatLogprobs([self._token_logprob(piece) for piece in pieces])
+
+    def _token_logprob(self, piece: Piece) -> schema.TokenLogprob:
+        top_logprobs = [self._top_logprob(*top) for top in piece.top]
+        exact = self._bytes(piece.id, piece.text, piece.cut)
+        return schema.TokenLogprob(piece.text, rounded(piece.logprob), exact, top_logprobs)
 
     def _top_logprob(self, token_id: int, logprob: float) -> schema.TopLogprob:
         text = self.tokenizer.token_text(token_id)
@@ -370,22 +363,17 @@ class CompletionAnswer(OpenAIAnswer):
             if len(candidates) > self._n:
                 candidates = sorted(candidates, key=lambda sequence: -sequence.mean_logprob)[: self._n]
             for sequence in candidates:
-                prompt = self._echoed(sequence)
-                choices.append(
-                    schema.CompletionChoice(
-                        index=len(choices),
-                        text=prompt + sequence.stream.text,
-                        logprobs=self._logprobs(sequence, sequence.pieces, with_prompt=self._echoes),
-                        finish_reason=OPENAI_FINISH_REASONS[sequence.finish_reason],
-                    )
-                )
+                logprobs = self._logprobs(sequence, [*self._echoed_pieces(sequence), *sequence.pieces])
+                reason = OPENAI_FINISH_REASONS[sequence.finish_reason]
+                text = self._echoed(sequence) + sequence.stream.text
+                choices.append(schema.CompletionChoice(len(choices), text, logprobs, reason))
         return schema.Completion(**self._envelope, choices=choices, usage=self._usage(sequences))
 
     def _choices(self, sequence: Sequence, pieces: list[Piece]) -> Iterator[schema.CompletionChoice]:
         choice = functools.partial(schema.CompletionChoice, sequence.index)
         if self._echoes and sequence not in self._sent:
             self._sent[sequence] = 0
-            yield choice(self._echoed(sequence), self._logprobs(sequence, [], with_prompt=True))
+            yield choice(self._echoed(sequence), self._logprobs(sequence, self._echoed_pieces(sequence)))
         for piece in pieces:
             text = "" if piece.special else piece.text
             if text or self._top_n is not None:
@@ -399,40 +387,37 @@ class CompletionAnswer(OpenAIAnswer):
         prompt = sequence.job.prompt
         return prompt if isinstance(prompt, str) else self.tokenizer.decode(prompt)
 
-    def _logprobs(self, sequence: Sequence, pieces: list[Piece], with_prompt: bool = False) -> schema.CompletionLogprobs | None:
+    def _echoed_pieces(self, sequence: Sequence) -> list[Piece]:
+        """The prompt's tokens where they are listed; `special` are those that the echo does not show."""
+        if self._top_n is None or not self._echoes:
+            return []
+        pieces, echoed, at = self._prompt_pieces(sequence), self._echoed(sequence), 0
+        for piece in pieces:
+            piece.special = piece.special and not echoed.startswith(piece.text, at)
+            at += 0 if piece.special else len(piece.text)
+        return pieces
+
+    def _logprobs(self, sequence: Sequence, pieces: list[Piece]) -> schema.CompletionLogprobs | None:
         if self._top_n is None:
             return None
-        rows = list(self._prompt_rows(sequence)) if with_prompt else []
-        rows += [
-            (piece.text, 0 if piece.special else len(piece.text), piece.logprob, [*piece.top, (piece.id, piece.logprob)])
-            for piece in pieces
-        ]
-        ends = list(accumulate((length for _, length, _, _ in rows), initial=self._sent.get(sequence, 0)))
+        lengths = (0 if piece.special else len(piece.text) for piece in pieces)
+        ends = list(accumulate(lengths, initial=self._sent.get(sequence, 0)))
         self._sent[sequence] = ends[-1]
         return schema.CompletionLogprobs(
-            tokens=[text for text, *_ in rows],
-            token_logprobs=[rounded(logprob) for _, _, logprob, _ in rows],
-            top_logprobs=[self._top(top) for *_, top in rows] if self._top_n else None,
+            tokens=[piece.text for piece in pieces],
+            token_logprobs=[rounded(piece.logprob) for piece in pieces],
+            top_logprobs=[self._top(piece) for piece in pieces] if self._top_n else None,
             text_offset=ends[:-1],
         )
 
-    def _prompt_rows(self, sequence: Sequence) -> Iterator[tuple[str, int, float | None, list[tuple[int, float]]]]:
-        """Each token of the prompt: its text, how much of it the echo shows, its log-probability and the most likely ones."""
-        echoed, at = self._echoed(sequence), 0
-        tops = sequence.ran.top if sequence.ran else []
-        texts, logprobs = self.tokenizer.prompt_texts(sequence.prompt), self._prompt_logprobs(sequence)
-        for token, text, logprob, top in zip_longest(sequence.prompt, texts, logprobs, [[], *tops]):
-            special = token in self.tokenizer.special_ids
-            length = len(text) if not special or echoed.startswith(text, at) else 0
-            at += length
-            yield text, length, logprob, [*(top or []), (token, logprob)] if logprob is not None else []
-
-    def _top(self, top: list[tuple[int, float]]) -> dict[str, float] | None:
+    def _top(self, piece: Piece) -> dict[str, float] | None:
         """OpenAI's form: the most likely tokens and the token itself, by text; of equal texts the more likely token counts."""
+        if piece.logprob is None:
+            return None
         top_logprobs: dict[str, float] = {}
-        for token, logprob in top:
+        for token, logprob in [*piece.top, (piece.id, piece.logprob)]:
             top_logprobs.setdefault(self._name(token), rounded(logprob))
-        return top_logprobs or None
+        return top_logprobs
 
     def _name(self, token: int) -> str:
         """A token's text; where it is but a part of a character, its bytes as OpenAI writes them."""
