@@ -203,13 +203,12 @@ def _raise_exception(message: Any) -> None:
 
 def _with_short_ids(message: dict[str, Any]) -> dict[str, Any]:
     """The ids of calls as Mistral's templates require them: 9 letters and digits."""
-    short: dict[str, Any] = {}
+    message = dict(message)
     if "tool_call_id" in message:
-        short["tool_call_id"] = _short_id(message["tool_call_id"])
-    if "tool_calls" in message:
-        calls = message["tool_calls"]
-        short["tool_calls"] = [call | {"id": _short_id(call["id"])} if "id" in call else call for call in calls]
-    return message | short
+        message["tool_call_id"] = _short_id(message["tool_call_id"])
+    if calls := message.get("tool_calls"):
+        message["tool_calls"] = [call | {"id": _short_id(call["id"])} if "id" in call else call for call in calls]
+    return message
 
 
 def _short_id(given: Any) -> str:

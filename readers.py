@@ -128,15 +128,12 @@ class Reading:
         parts = [*reader.push(text), *reader.finish()]
         if reader.failed:
             return Reading(None, self.thinking).whole(text)
-        arguments = {part.index: "" for part in parts if isinstance(part, CallBegin)}
-        for part in parts:
-            if isinstance(part, Arguments):
-                arguments[part.index] += part.text
-        return Whole(
-            "".join(part.text for part in parts if isinstance(part, Content)),
-            "".join(part.text for part in parts if isinstance(part, Reasoning)),
-            [Call(part.id, part.name, arguments[part.index]) for part in parts if isinstance(part, CallBegin)],
-        )
+
+        def text_of(kind: type[Part], index: int | None = None) -> str:
+            return "".join(part.text for part in parts if isinstance(part, kind) and getattr(part, "index", None) == index)
+
+        calls = [Call(part.id, part.name, text_of(Arguments, part.index)) for part in parts if isinstance(part, CallBegin)]
+        return Whole(text_of(Content), text_of(Reasoning), calls)
 
 
 class Reader:
@@ -190,8 +187,8 @@ class Reader:
         if self._thinking == "before" and not (yield from self._skip(THINK)):
             return
         self._unsent = ""
-        if (yield from self._until(THINK_END, Reasoning)):
-            yield from self._blanks()
+        yield from self._until(THINK_END, Reasoning)
+        yield from self._blanks()
         self._unsent = ""
 
     def _read_calls(self) -> Generator[None, None, None]:
@@ -200,14 +197,13 @@ class Reader:
         opening, bare, ends = MARKERS[name][0], BARE.get(name, ()), ENDS[name]
         yield from self._blanks()
         marked = not self._buffer.startswith(bare)
-        call = self._python_call if name == "pythonic" else functools.partial(self._json_call, marked)
         follows = not marked
         while follows or (yield from self._until(opening)):
             if "]" in ends and not (yield from self._skip("[")):
                 raise _NotACall
-            yield from call()
+            yield from self._call(marked)
             while "]" in ends and (yield from self._skip(",")):
-                yield from call()
+                yield from self._call(marked)
             for end in ends:
                 yield from self._skip(end)
             self._unsent = ""
@@ -215,6 +211,16 @@ class Reader:
             follows = name == "llama3_json" and self._buffer.startswith("{")
             if bare and not follows:
                 return
+
+    def _call(self, marked: bool) -> Generator[None, None, None]:
+        yield from self._python_call() if self._calls.format.name == "pythonic" else self._json_call(marked)
+        self._complete += 1
+        while not self._calls.several:  # the rest is dropped
+            self._buffer = ""
+            if self._ended:
+                break
+            yield
+        self._unsent = ""
 
     def _json_call(self, marked: bool) -> Generator[None, None, None]:
         """A call as a JSON object. Its arguments are sent while they grow, unless their name comes before that of the tool."""
@@ -236,7 +242,6 @@ class Reader:
             self._begin(*_decoded((yield from self._brackets())))
         else:
             raise _NotACall
-        yield from self._end_call()
 
     def _python_call(self) -> Generator[None, None, None]:
         found = yield from self._skip(*(f"{name}(" for name in self._calls.names))
@@ -244,7 +249,6 @@ class Reader:
             raise _NotACall
         arguments = yield from self._brackets(depth=1, quotes="\"'")
         self._begin(found[:-1], _as_json(arguments))
-        yield from self._end_call()
 
     def _begin(self, name: str, arguments: str = "") -> None:
         if name not in self._calls.names:
@@ -254,15 +258,6 @@ class Reader:
         if arguments:
             self._parts.append(Arguments(self._begun, arguments))
         self._begun += 1
-        self._unsent = ""
-
-    def _end_call(self) -> Generator[None, None, None]:
-        self._complete += 1
-        while not self._calls.several:  # the rest is dropped
-            self._buffer = ""
-            if self._ended:
-                break
-            yield
         self._unsent = ""
 
     def _brackets(self, depth: int = 0, sends: bool = False, quotes: str = '"') -> Generator[None, None, str]:

@@ -227,7 +227,7 @@ class ResponsesAnswer(ChatAnswer):
             yield self._event("response.in_progress", response=self._response)
         for piece in pieces:
             if self._wants_logprobs and not piece.special:
-                self._logprobs_read += self._logprobs([piece]).content
+                self._logprobs_read.append(self._token_logprob(piece))
             for part in self._reader.push(self.text_of(piece)):
                 yield from self._take(part)
             self._reasoning_tokens += isinstance(self._newest, OutputReasoning)

@@ -16,7 +16,7 @@ from typing import Any
 from chat import ChatTemplate
 from errors import invalid
 from grammar import GrammarError, json_rule, of_lark
-from readers import MARKERS, THINK, THINK_END, Calls, ToolFormat
+from readers import BARE, MARKERS, THINK, THINK_END, Calls, ToolFormat
 from schema import ChatRequest
 from text import Tokenizer
 
@@ -105,9 +105,8 @@ class ToolUse(Calls):
         }[name]
         calls = f"call ({between} call)*" if self.several else "call"
         rules = [f"start: {start}", f"calls: {before} {calls} {after}", r"ws: /\n? ?/"]
-        if name in ("llama3_json", "pythonic"):  # what a text begins with decides
-            first = r"\[" if name == "pythonic" else r"\{"
-            rules += ["auto: TEXT? | calls", rf"TEXT: /\s*[^{first}\s](.|\n)*/"]
+        if name in BARE:  # what a text begins with decides
+            rules += ["auto: TEXT? | calls", rf"TEXT: /\s*[^\{BARE[name]}\s](.|\n)*/"]
         else:
             marked = f"ws call ws {closing}" if closing else f'" "? "[" {calls} "]"'
             rules += [f"auto: (head {marked}){'*' if self.several else '?'} TEXT", *_up_to(MARKERS[name][0], token_id)]
