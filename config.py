@@ -198,8 +198,8 @@ class Config:
     max_waiting_tokens: int = setting(20, "MAX_WAITING_TOKENS",
         "Decode steps after which a waiting prompt runs whatever waiting_served_ratio is.")
     prefix_reuse: bool = setting(True, "PREFIX_REUSE PREFIX_CACHING USE_PREFIX_CACHING", "A prompt continues what a slot still "
-        "holds of its first tokens (a chat's next turn, a common system prompt). Its time to first token may show a client that "
-        "others used the same prefix.")
+        "holds of its first tokens (a chat's next turn, a common system prompt). Its time to first token may show that others "
+        "used the same prefix.")
     max_client_batch_size: int = setting(32, "MAX_CLIENT_BATCH_SIZE",
         "Limit of the prompts of a request (`/v1/completions`, `/vertex`), and of the choices (`n`) for each.")
     max_best_of: int = setting(2, "MAX_BEST_OF", "Limit of `best_of`.")
