@@ -3,12 +3,16 @@
 Every field at and beyond its bounds, on every route; random bodies are in test_fuzz.py.
 """
 
+import json
 import re
+import shutil
 import subprocess
 import sys
 
 import pytest
 from processes import Server
+
+from config import DEMO_MODEL
 
 pytestmark = pytest.mark.processes
 
@@ -16,9 +20,18 @@ CHECKS = "not_a_server_error,status_code_conformance,content_type_conformance,re
 
 
 @pytest.fixture(scope="module")
-def server():
-    """Its window is small, so that an example takes milliseconds."""
-    with Server(MAX_TOTAL_TOKENS="32", MAX_BATCH_SIZE="8", LOG_LEVEL="warning") as server:
+def server(tmp_path_factory):
+    """The first layer of the demonstration model alone, with a small window, so that an example takes milliseconds. Its text
+    makes no sense; without an end-of-sequence token it has a known length."""
+    folder = shutil.copytree(DEMO_MODEL, tmp_path_factory.mktemp("model") / "demo")
+    changes = {
+        "config.json": {"num_hidden_layers": 1, "eos_token_id": None},
+        "generation_config.json": {"eos_token_id": None},
+        "tokenizer_config.json": {"eos_token": None},
+    }
+    for name, values in changes.items():
+        (folder / name).write_text(json.dumps(json.loads((folder / name).read_text()) | values))
+    with Server(MODEL_ID=str(folder), MAX_TOTAL_TOKENS="32", MAX_BATCH_SIZE="8", LOG_LEVEL="warning") as server:
         server.wait_healthy()
         yield server
         assert server.stop() == 0
