@@ -1,5 +1,6 @@
 """The worker's loop on a fake model: every request gets its own tokens and exactly one terminal message, whatever fails."""
 
+import contextlib
 import subprocess
 import sys
 import threading
@@ -588,8 +589,8 @@ def test_whatever_happens_every_request_gets_one_terminal_message_and_nothing_le
         if trouble == TROUBLES[3]:
             driven.arrive(PeerLost(), peer=b"a")
         driven.arrive(Cancel(10**9, "keeps the loop from waiting"))
-        failing = {"side_effect": RuntimeError("on purpose")} if trouble == TROUBLES[2] else {"wraps": sampling.logprobs}
-        with mock.patch.object(sampling, "logprobs", **failing):
+        failing = mock.patch.object(sampling, "logprobs", side_effect=RuntimeError("on purpose"))
+        with failing if trouble == TROUBLES[2] else contextlib.nullcontext():
             driven.step()
     driven.model.failures, driven.model.nan_slots = [], set()
     driven.run()
