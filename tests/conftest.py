@@ -58,17 +58,24 @@ def zoo(tmp_path_factory):
     return Zoo(tmp_path_factory.mktemp("zoo"))
 
 
-@pytest.fixture
-def conversions(monkeypatch):
-    """The models that a test converts. In this process: the child process is tested once."""
+@pytest.fixture(scope="session")
+def converter():
+    """`models.convert`. Its import takes seconds, which an import at a module's top costs each of pytest's workers."""
     import models.convert
+
+    return models.convert
+
+
+@pytest.fixture
+def conversions(converter, monkeypatch):
+    """The models that a test converts. In this process: the child process is tested once."""
     from models import cpu
 
     converted = []
 
     def convert(arguments, config):
         converted.append(config.model_id)
-        models.convert.convert(config, *map(Path, arguments))
+        converter.convert(config, *map(Path, arguments))
 
     monkeypatch.setattr(cpu, "run_converter", convert)
     monkeypatch.setattr(cpu, "usable_threads", lambda: 1)

@@ -15,7 +15,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tiny_models import POSITIONS, VOCABULARY, run, save_checkpoint, settings
 
-import models.convert
 from config import Config, Manifest
 from models import cpu
 from models.base import Chunk, ModelError
@@ -90,11 +89,11 @@ def test_chunks_of_any_length_but_one_change_no_bit(tmp_path, dtype):
             assert np.array_equal(np.concatenate(found), whole)
 
 
-def test_prompt_logits_are_those_of_transformers_and_of_a_prompt_without_them(zoo):
+def test_prompt_logits_are_those_of_transformers_and_of_a_prompt_without_them(zoo, converter):
     model, reference = serve(zoo.folder("llama")), zoo.references("llama")[-1]
     (scored,) = run(model, [reference.prompt], keep_all=True)
-    loaded = models.convert.load_pretrained(Config(max_total_tokens=POSITIONS), zoo.folder("llama"), "cpu")
-    expected = models.convert.reference_logits(loaded, reference.prompt)
+    loaded = converter.load_pretrained(Config(max_total_tokens=POSITIONS), zoo.folder("llama"), "cpu")
+    expected = converter.reference_logits(loaded, reference.prompt)
     assert np.abs(np.array(scored.logits) - expected).max() < 1e-3
     assert scored.tokens == run(model, [reference.prompt])[0].tokens
 
@@ -114,16 +113,16 @@ def test_limits_may_be_as_small_as_they_get(zoo, slots, window, longest):
     assert model.forward([Chunk(slots - 1, [1] * window, 0)]).shape == (1, VOCABULARY)
 
 
-def test_a_sliding_window_longer_than_the_check_is_checked_too(tmp_path, monkeypatch):
+def test_a_sliding_window_longer_than_the_check_is_checked_too(tmp_path, converter, monkeypatch):
     """A layer that does not slide, where transformers' slides, shows in the check with a shortened window."""
     folder = save_checkpoint(tmp_path / "mistral", tiny_models.mistral(sliding_window=400, max_position_embeddings=500))
     config = Config(model_id=str(folder), device="cpu").with_manifest(Manifest.read(folder))
-    models.convert.convert(config, folder, tmp_path)
+    converter.convert(config, folder, tmp_path)
     refused = [read_entry(tmp_path)["refused"]]
-    attend = models.convert._attend
+    attend = converter._attend
     never_slides = lambda *args, sliding_window=None, **kwargs: attend(*args, **kwargs)  # noqa: E731
-    monkeypatch.setitem(models.convert.ALL_ATTENTION_FUNCTIONS, models.convert.ATTENTION, never_slides)
-    models.convert.convert(config, folder, tmp_path)
+    monkeypatch.setitem(converter.ALL_ATTENTION_FUNCTIONS, converter.ATTENTION, never_slides)
+    converter.convert(config, folder, tmp_path)
     refused.append(read_entry(tmp_path)["refused"])
     assert refused[0] is None and refused[1].startswith("its logits differ from those of transformers by")
 

@@ -13,7 +13,7 @@ from types import SimpleNamespace
 import pytest
 from tiny_models import edit_config, llama, save_checkpoint, settings
 
-import models.convert
+import models.cache
 from config import HERE, Config, ConfigError
 from models import cpu
 from models.cache import ModelCache, model_key, read_entry, write_entry
@@ -27,10 +27,10 @@ def checkpoint(tmp_path_factory):
 
 
 @pytest.fixture(scope="session")
-def entry(checkpoint, tmp_path_factory):
+def entry(checkpoint, converter, tmp_path_factory):
     """What a conversion of the checkpoint writes."""
     folder = tmp_path_factory.mktemp("entry")
-    models.convert.convert(settings(checkpoint), checkpoint, folder)
+    converter.convert(settings(checkpoint), checkpoint, folder)
     return folder
 
 
@@ -131,11 +131,11 @@ def test_a_damaged_entry_is_converted_anew_with_one_warning(config, copies, capl
     assert "is damaged" in caplog.text and "converting again" in caplog.text
 
 
-def test_a_model_that_does_not_convert_is_not_tried_again(config, conversions, monkeypatch, caplog):
+def test_a_model_that_does_not_convert_is_not_tried_again(config, converter, conversions, monkeypatch, caplog):
     def fail(model):
         raise RuntimeError("Exception from somewhere:\nNo conversion rule for aten::frobnicate\n")
 
-    monkeypatch.setattr(models.convert, "trace", fail)
+    monkeypatch.setattr(converter, "trace", fail)
     assert [load(config).engine for _start in range(2)] == ["torch", "torch"]
     assert len(conversions) == 1
     assert caplog.text.count("plain PyTorch, slower: RuntimeError: No conversion rule for aten::frobnicate") == 2
@@ -152,10 +152,10 @@ def test_a_conversion_that_dies_leaves_plain_pytorch_and_no_entry(config, monkey
 
 
 @pytest.mark.parametrize("full", [False, True], ids=["read-only", "full"])
-def test_a_cache_that_cannot_be_written_costs_a_warning(config, conversions, monkeypatch, caplog, full):
+def test_a_cache_that_cannot_be_written_costs_a_warning(config, converter, conversions, monkeypatch, caplog, full):
     if full:
         free = lambda path: SimpleNamespace(free=0 if "cache" in str(path) else 10**12)  # noqa: E731
-        monkeypatch.setattr(models.convert.shutil, "disk_usage", free)
+        monkeypatch.setattr(converter.shutil, "disk_usage", free)
     else:
         config = dataclasses.replace(config, model_cache="/proc/no-such-folder")
     assert load(config).engine == "openvino"
