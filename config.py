@@ -175,6 +175,8 @@ class Config:
     max_total_tokens: int | None = setting(None, "MAX_TOTAL_TOKENS HF_SEQUENCE_LENGTH",
         "Longest prompt plus completion, in tokens: the context length of a slot.", parse=functools.partial(_whole, low=2),
         shown=f"the model's context length, at most {DEFAULT_MAX_TOTAL_TOKENS}; on Neuron what fits, up to 4096")
+    max_batch_total_tokens: int | None = setting(None, "MAX_BATCH_TOTAL_TOKENS", "Limit of the tokens of all slots together: "
+        "lowers the slots to this divided by max_total_tokens.", parse=functools.partial(_whole, low=2), shown="no limit")
     prefill_buckets: tuple[int, ...] | None = setting(None, "PREFILL_BUCKETS",
         "Prompt lengths to compile for Neuron, separated by commas; max_input_tokens is always included.",
         parse=_lengths, shown="powers of two from 128")
@@ -190,6 +192,9 @@ class Config:
         "Limit of running and waiting requests; one more is answered with 429.")
     max_queue_time: float | None = setting(None, "MAX_QUEUE_TIME",
         "Seconds that a request may wait for a slot; then it is answered with 429.", shown="no limit")
+    queue_threshold_ms: int | None = setting(None, "QUEUE_THRESHOLD_MS", "Milliseconds in the queue after which a request goes "
+        "first; until then shorter prompts start before longer ones.", parse=functools.partial(_whole, low=0),
+        shown="requests start in the order of arrival")
     max_batch_prefill_tokens: int | None = setting(None, "MAX_BATCH_PREFILL_TOKENS",
         "Prompt tokens per decode step of the running requests. OpenVINO runs them in the same step; elsewhere they run before "
         "it, at least one prompt or chunk at a time.", shown="with OpenVINO 32 in bfloat16 and 16 in float32; 128 elsewhere")
@@ -240,6 +245,11 @@ class Config:
                 f"`max_input_tokens`({self.max_input_tokens}) must be < `max_total_tokens`({self.max_total_tokens}): "
                 "lower --max-input-tokens (MAX_INPUT_TOKENS) or raise --max-total-tokens (MAX_TOTAL_TOKENS)"
             )
+        if self.max_total_tokens and self.max_total_tokens > (self.max_batch_total_tokens or self.max_total_tokens):
+            raise ConfigError(
+                f"--max-batch-total-tokens {self.max_batch_total_tokens} (MAX_BATCH_TOTAL_TOKENS) is less than one slot of "
+                f"{self.max_total_tokens} tokens: raise it, or lower --max-total-tokens (MAX_TOTAL_TOKENS)"
+            )
 
     @property
     def is_demo(self) -> bool:
@@ -265,7 +275,13 @@ class Config:
                 f"--max-total-tokens {total} (MAX_TOTAL_TOKENS) is more than the {window} positions that {self.model_name} "
                 f"was trained for; give at most {window}"
             )
-        return dataclasses.replace(self, max_total_tokens=total, max_input_tokens=self.max_input_tokens or total - 1)
+        slots, longest = self.slots(total, DEFAULT_BATCH_SIZE), self.max_input_tokens or total - 1
+        return dataclasses.replace(self, max_batch_size=slots, max_total_tokens=total, max_input_tokens=longest)
+
+    def slots(self, length: int, default: int) -> int:
+        """How many slots of `length` tokens `max_batch_size`, else `default`, and `max_batch_total_tokens` allow."""
+        slots = self.max_batch_size or default
+        return min(slots, (self.max_batch_total_tokens or slots * length) // length)
 
     def to_json(self) -> str:
         return json.dumps(dataclasses.asdict(self), indent=1)
@@ -323,7 +339,8 @@ def read_json(path: Path, required: bool = False) -> dict[str, Any]:
 
 
 # Flags and variables of TGI's launcher, TGI-Gaudi, TorchServe, vLLM and older Neuron images that are not settings here, as
-# {effect: {names: text}}. `TS_*` is any other variable that begins with `TS_`; in `NAME=1`, the value 1 is supported.
+# {effect: {names: text}}; with `same_as`, the text begins with the flag of a setting. `TS_*` is any other variable that begins
+# with `TS_`; in `NAME=1`, the value 1 asks for nothing.
 _OTHERS = json.loads((HERE / "other_servers.json").read_text(encoding="utf-8"))
 _OTHER_NAMES = {
     name.partition("=")[0]: (effect, name.partition("=")[2] or None, text)
@@ -382,14 +399,17 @@ def _given(argv: Sequence[str], environ: Mapping[str, str]) -> dict[str, str]:
     return given
 
 
-def _without_effect(given: Mapping[str, str]) -> list[str]:
-    """A line for each setting of another server that has no effect. Raises ConfigError for one that is not supported."""
+def _of_other_servers(given: Mapping[str, str]) -> list[str]:
+    """A line for each setting of another server: what it sets, or why it has no effect. Raises ConfigError for one that is not
+    supported."""
     lines = []
     for name, value in given.items():
-        effect, supported, text = _OTHER_NAMES.get(name) or _OTHER_NAMES.get(name.split("_")[0] + "_*") or ("", None, "")
+        effect, neutral, text = _OTHER_NAMES.get(name) or _OTHER_NAMES.get(name.split("_")[0] + "_*") or ("", None, "")
         if effect == "no_effect":
             lines.append(f"{name} has no effect: {text}")
-        elif effect and value.lower() not in (supported, "0", "false", "none", "off"):
+        elif effect == "same_as" and value != neutral:
+            lines.append(f"{name} is read as {text}")
+        elif effect == "not_supported" and value.lower() not in (neutral, "0", "false", "none", "off"):
             raise ConfigError(f"{name} is not supported: {text}")
     return lines
 
@@ -401,12 +421,18 @@ def parse(argv: Sequence[str], environ: Mapping[str, str]) -> Config:
     known one, and for a local folder without a model.
     """
     given = _given(argv, environ)
-    _without_effect(given)
+    _of_other_servers(given)
     if "MAX_INPUT_TOKENS" in given and "MAX_INPUT_LENGTH" in given:
         raise ConfigError("MAX_INPUT_TOKENS and its older name MAX_INPUT_LENGTH are both set; leave out MAX_INPUT_LENGTH")
     values = {}
     for flag, entry in SETTINGS.items():
-        name = next((name for name in (flag, *entry.metadata["names"]) if name in given), None)
+        others = [
+            name
+            for name, (effect, neutral, text) in _OTHER_NAMES.items()
+            if effect == "same_as" and text.split()[0] == flag and given.get(name) != neutral
+        ]
+        names = sorted((flag, *entry.metadata["names"], *others), key=lambda name: not name.startswith("-"))
+        name = next((name for name in names if name in given), None)
         if name is None:
             continue
         if not given[name]:
@@ -480,7 +506,7 @@ def main(argv: Sequence[str]) -> int:
     set_up_logging(config)
     logger = logging.getLogger("config")
     logger.info("neuron-textgen %s starts; model: %s", VERSION, config.model_name)
-    for line in _without_effect(_given(argv, os.environ)):
+    for line in _of_other_servers(_given(argv, os.environ)):
         logger.warning("%s", line)
     print(config.to_json())
     return 0

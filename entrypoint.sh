@@ -11,6 +11,7 @@ set -u -m # -m: a process group for each child, so that Ctrl-C reaches only this
 
 here=$(cd "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")" && pwd)
 python=${PYTHON:-python3}
+unset HF_HUB_ENABLE_HF_TRANSFER # TGI's images set it; huggingface_hub would end every download without the package hf_transfer
 
 # Runs a module of this folder as a program; the caller's folder is not on Python's path.
 run_module() {

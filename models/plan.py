@@ -284,14 +284,14 @@ def choose(shape: Shape, machine: Machine, config: Config) -> Sizing:
     if degree and degree not in degrees and not is_even_inf2:
         family, known = f" of {machine.family}" if machine.family else "", ", ".join(map(str, degrees))
         raise ConfigError(f"tp_degree {degree} is not possible with {cores} cores{family}; {known} would work")
-    longest = min(shape.window or MAX_LENGTH, MAX_LENGTH)
+    longest = min(shape.window or MAX_LENGTH, MAX_LENGTH, config.max_batch_total_tokens or MAX_LENGTH)
     lengths = [longest >> n for n in range(16) if n == 0 or longest >> n >= 128]
     batch_sizes = [1 << n for n in range(shape.default_slots.bit_length())]
     sizings = [
         Sizing(shape, tp_degree, batch_size, length, config.dtype, config.quantize)
         for tp_degree in ([degree] if degree else degrees)
-        for batch_size in ([config.max_batch_size] if config.max_batch_size else batch_sizes)
         for length in ([config.max_total_tokens] if config.max_total_tokens else lengths)
+        for batch_size in sorted({config.slots(length, slots) for slots in batch_sizes})
     ]
     possible = [sizing for sizing in sizings if not sizing.unsupported]
     if not possible:

@@ -13,7 +13,17 @@ import pytest
 import settings_tables
 
 import config
-from config import DEFAULT_MAX_TOTAL_TOKENS, DEMO_MODEL, HERE, SETTINGS, Config, ConfigError, Manifest, parse
+from config import (
+    DEFAULT_BATCH_SIZE,
+    DEFAULT_MAX_TOTAL_TOKENS,
+    DEMO_MODEL,
+    HERE,
+    SETTINGS,
+    Config,
+    ConfigError,
+    Manifest,
+    parse,
+)
 
 HUB_MODEL = {"MODEL_ID": "someone/model"}
 
@@ -32,6 +42,8 @@ VALUES = {
     "model_cache": [("/data", "/data"), ("~/cache", os.path.expanduser("~/cache"))],
     "max_input_tokens": [("70", 70), ("90", 90)],
     "max_total_tokens": [("700", 700), ("900", 900)],
+    "max_batch_total_tokens": [("7000", 7000), ("9000", 9000)],
+    "queue_threshold_ms": [("120", 120), ("0", 0)],
     "prefill_buckets": [("7", (7,)), ("9, 8,9", (8, 9))],
     "position_buckets": [("7", (7,)), ("9,8", (8, 9))],
     "sampling": [("host", "host"), ("device", "device")],
@@ -45,6 +57,10 @@ VALUES = {
 }
 KINDS = {"int": COUNTS, "int | None": COUNTS, "float": SECONDS, "float | None": SECONDS, "bool": SWITCH}
 VALUES |= {entry.name: KINDS[entry.type] for entry in SETTINGS.values() if entry.name not in VALUES}
+OTHER_SERVERS = json.loads((HERE / "other_servers.json").read_text())
+SAME_AS = {flag: [] for flag in SETTINGS}  # names of other servers
+for names, flag_and_variable in OTHER_SERVERS["same_as"].items():
+    SAME_AS[flag_and_variable.split()[0]] += [name.partition("=")[0] for name in names.split()]
 every_setting = pytest.mark.parametrize(("flag", "entry"), SETTINGS.items(), ids=SETTINGS)
 
 
@@ -81,8 +97,10 @@ def model(tmp_path):
 def test_every_setting_has_a_flag_and_variables_which_change_nothing_else(flag, entry):
     others = {} if entry.name == "model_id" else HUB_MODEL
     for written, meant in VALUES[entry.name]:
-        variables = [([], {name: written}) for name in entry.metadata["names"]]
-        for argv, environ in [([flag, written], {}), ([f"{flag}={written}"], {}), *variables]:
+        starts = [([], {name: written}) for name in entry.metadata["names"]]
+        for name in (flag, *entry.metadata["flags"], *SAME_AS[flag]):
+            starts += [([name, written], {}), ([f"{name}={written}"], {})] if name.startswith("-") else [([], {name: written})]
+        for argv, environ in starts:
             assert parse(argv, others | environ) == dataclasses.replace(of(), **{entry.name: meant})
 
 
@@ -219,6 +237,8 @@ BY_KIND["bool"] = {"maybe": "must be one of true, false"}
 WRONG = {entry.name: BY_KIND[entry.type] for entry in SETTINGS.values() if entry.type in BY_KIND}
 WRONG |= {
     "max_total_tokens": WHOLE_NUMBERS | dict.fromkeys(("1", "0", "-1"), "must be at least 2"),
+    "max_batch_total_tokens": WHOLE_NUMBERS | dict.fromkeys(("1", "0", "-1"), "must be at least 2"),
+    "queue_threshold_ms": WHOLE_NUMBERS | {"-1": "must be at least 0"},
     "port": WHOLE_NUMBERS | dict.fromkeys(("0", "65536", "-1"), "must be between 1 and 65535"),
     "waiting_served_ratio": dict.fromkeys(("often", "-1", "inf", "nan"), "must be a number of at least 0"),
     "prefill_buckets": {"128,": "must be a whole number", "0,1": "must be at least 1"},
@@ -237,6 +257,9 @@ def test_a_wrong_value_is_refused_with_its_name_and_what_it_must_be(name):
         assert refusal(f"{flag}={value}") == f"{flag} {value!r}: {words}"
         for variable in SETTINGS[flag].metadata["names"]:
             assert refusal(**{variable: value}) == f"{variable} {value!r}: {words}"
+        for other in SAME_AS[flag]:
+            argv, environ = ([f"{other}={value}"], {}) if other.startswith("-") else ([], {other: value})
+            assert refusal(*argv, **environ) == f"{other} {value!r}: {words}"
 
 
 @pytest.mark.parametrize("longest_input", ["100", "101", "5000"])
@@ -250,10 +273,40 @@ def test_a_window_without_room_for_an_answer_is_refused(longest_input):
 
 # The names of other servers
 
+LAUNCHER = """model-id revision validation-workers sharded num-shard quantize speculate dtype kv-cache-dtype trust-remote-code
+max-concurrent-requests max-best-of max-stop-sequences max-top-n-tokens max-input-tokens max-input-length max-total-tokens
+waiting-served-ratio max-batch-prefill-tokens max-batch-total-tokens max-waiting-tokens max-batch-size cuda-graphs hostname port
+prometheus-port shard-uds-path master-addr master-port huggingface-hub-cache weights-cache-override disable-custom-kernels
+cuda-memory-fraction rope-scaling rope-factor json-output otlp-endpoint otlp-service-name cors-allow-origin api-key
+watermark-gamma watermark-delta ngrok ngrok-authtoken ngrok-edge tokenizer-config-path disable-grammar-support
+max-client-batch-size lora-adapters usage-stats payload-limit enable-prefill-logprobs graceful-termination-timeout"""
+
+
+def test_every_flag_of_tgis_launcher_and_its_variable_are_known():
+    known = {name.partition("=")[0] for table in OTHER_SERVERS.values() for names in table for name in names.split()}
+    known |= {name for flag, e in SETTINGS.items() for name in (flag, *e.metadata["flags"], *e.metadata["names"])}
+    flags = {f"--{name}" for name in LAUNCHER.split()}
+    assert flags | {flag[2:].upper().replace("-", "_") for flag in flags} <= known
+
+
+def test_a_download_needs_no_package_that_the_images_of_tgi_ask_for(tmp_path):
+    (tmp_path / "python").write_text("#!/bin/sh\nenv\n")
+    (tmp_path / "python").chmod(0o755)
+    environ = CLEAN | {"PYTHON": str(tmp_path / "python"), "HF_HUB_ENABLE_HF_TRANSFER": "1"}
+    done = subprocess.run([HERE / "entrypoint.sh", "compile"], env=environ, capture_output=True, text=True)
+    assert "PYTHON=" in done.stdout and "HF_HUB_ENABLE_HF_TRANSFER" not in done.stdout
+
 
 def test_a_setting_of_another_server_that_clients_do_not_see_is_accepted_with_one_line():
-    environ = {"CUDA_GRAPHS": "1,2", "MAX_BATCH_TOTAL_TOKENS": "16000", "TS_ANYTHING": "1", "BATCH_BUCKET_SIZE": "8"}
-    flags = {"--validation-workers": ["2"], "--speculate": ["3"], "--disable-custom-kernels": [], "--env": [], "--ncs": []}
+    environ = {"CUDA_GRAPHS": "1,2", "TS_ANYTHING": "1", "BATCH_BUCKET_SIZE": "8"}
+    flags = {
+        "--validation-workers": ["2"],
+        "--sharded": ["true"],
+        "--speculate": ["3"],
+        "--disable-custom-kernels": [],
+        "--env": [],
+        "--ncs": [],
+    }
     done = run(*(word for flag, value in flags.items() for word in (flag, *value)), **HUB_MODEL, **environ)
     assert Config.from_json(done.stdout) == of()
     lines = [line.split(" WARNING config: ")[1] for line in done.stderr.splitlines()[1:]]
@@ -264,16 +317,13 @@ def test_a_setting_of_another_server_that_clients_do_not_see_is_accepted_with_on
 @pytest.mark.parametrize(
     ("set_", "instead"),
     [
-        ("--num-shard=4", "--tp-degree"),
-        ("--sharded true", "--tp-degree"),
         ("--ngrok", "tunnel"),
         ("--models a=b.mar c=d.mar", "--model-id"),
-        ("SM_NUM_GPUS=4", "--tp-degree"),
         ("ROPE_FACTOR=2.0", "rope_scaling"),
         ("LORA_ADAPTERS=a,b", "merge"),
         ("QUANT_CONFIG=/maxabs.json", "--quantize"),
         ("TS_MODEL_STORE=/models", "--model-id"),
-        ("HF_OPTIMUM_SEQUENCE_LENGTH=512", "--max-total-tokens"),
+        ("TEXT_GENERATION_SERVER_IGNORE_EOS_TOKEN=true", "ignore_eos"),
     ],
 )
 def test_a_setting_of_another_server_that_clients_would_miss_is_refused_with_what_to_use(set_, instead):
@@ -284,8 +334,29 @@ def test_a_setting_of_another_server_that_clients_would_miss_is_refused_with_wha
 
 
 def test_a_setting_of_another_server_may_have_the_value_that_asks_for_nothing():
-    argv = ("--num-shard", "1", "--sharded", "false", "--rope-factor", "1.0")
-    assert of(*argv, SM_NUM_GPUS="1", NGROK="False", KV_CACHE_DTYPE="auto", HF_TASK="text-generation") == of()
+    environ = {"SM_NUM_GPUS": "1", "NGROK": "False", "KV_CACHE_DTYPE": "auto", "HF_TASK": "text-generation"}
+    done = run("--num-shard", "1", "--tensor-parallel-size=1", "--rope-factor", "1.0", **HUB_MODEL, **environ)
+    assert Config.from_json(done.stdout) == of()
+    assert done.stderr.count("\n") == 1
+
+
+def test_the_name_of_another_server_is_logged_with_the_setting_that_it_means_and_hides_its_value():
+    done = run("--max-num-seqs", "7", **HUB_MODEL, NUM_SHARD="2", VLLM_API_KEY="secret")
+    assert Config.from_json(done.stdout) == of("--max-batch-size", "7", "--tp-degree", "2", "--api-key", "secret")
+    lines = {line.split(" WARNING config: ")[1] for line in done.stderr.splitlines()[1:]}
+    assert lines == {
+        "--max-num-seqs is read as --max-batch-size (MAX_BATCH_SIZE)",
+        "NUM_SHARD is read as --tp-degree (TP_DEGREE)",
+        "VLLM_API_KEY is read as --api-key (API_KEY)",
+    }
+
+
+def test_of_several_names_of_a_setting_flags_beat_variables_and_its_own_name_the_others():
+    assert of("--tp-degree", "4", "--num-shard", "2", NUM_SHARD="8").tp_degree == 4
+    assert of("--num-shard", "2", TP_DEGREE="4").tp_degree == 2
+    assert of(HF_NUM_CORES="4", SM_NUM_GPUS="2").tp_degree == 4
+    assert of("--num-shard", "1", HF_NUM_CORES="4").tp_degree == 4
+    assert of("--num-shard", "1").tp_degree is None and of("--tp-degree", "1").tp_degree == 1
 
 
 def test_the_names_of_other_servers_are_no_settings_and_are_in_the_documents():
@@ -458,8 +529,35 @@ def test_a_broken_generation_config_is_refused(model):
 )
 def test_what_is_left_open_is_taken_from_the_model(argv, window, total, longest_input):
     got = of(*argv).with_manifest(Manifest("llama", window, ()))
-    assert (got.max_total_tokens, got.max_input_tokens) == (total, longest_input)
-    assert dataclasses.replace(got, max_total_tokens=None, max_input_tokens=None) == of()
+    assert (got.max_total_tokens, got.max_input_tokens, got.max_batch_size) == (total, longest_input, DEFAULT_BATCH_SIZE)
+    assert dataclasses.replace(got, max_total_tokens=None, max_input_tokens=None, max_batch_size=None) == of()
+
+
+@pytest.mark.parametrize(
+    ("slots", "window", "tokens", "served"),
+    [
+        (None, 1024, 4096, 4),
+        (None, 1024, 4095, 3),
+        (None, 1024, 65536, DEFAULT_BATCH_SIZE),
+        (None, 1024, 1024, 1),
+        (8, 1024, 8192, 8),
+        (8, 1024, 65536, 8),
+        (8, 1024, 2048, 2),
+    ],
+)
+def test_max_batch_total_tokens_is_a_limit_of_the_slots(slots, window, tokens, served):
+    given = Config(model_id="someone/model", max_batch_size=slots, max_batch_total_tokens=tokens)
+    assert given.with_manifest(Manifest("llama", window, ())).max_batch_size == served
+
+
+def test_max_batch_total_tokens_without_room_for_one_slot_is_refused_with_both_numbers():
+    expected = (
+        "--max-batch-total-tokens 4095 (MAX_BATCH_TOTAL_TOKENS) is less than one slot of 4096 tokens: "
+        "raise it, or lower --max-total-tokens (MAX_TOTAL_TOKENS)"
+    )
+    assert refusal("--max-batch-total-tokens", "4095", MAX_TOTAL_TOKENS="4096") == expected
+    with pytest.raises(ConfigError, match=r"MAX_BATCH_TOTAL_TOKENS\) is less than one slot of 1024 tokens"):
+        of(MAX_BATCH_TOTAL_TOKENS="1023").with_manifest(Manifest("llama", 1024, ()))
 
 
 def test_a_window_that_the_model_does_not_have_is_refused_with_both_numbers():

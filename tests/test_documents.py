@@ -1,8 +1,12 @@
 """The documents are true of the code: settings, fields, routes, metrics, the names of other servers, links and figures."""
 
 import json
+import os
 import re
+import shlex
 import struct
+import subprocess
+import sys
 
 import pytest
 import settings_tables
@@ -44,11 +48,13 @@ def rows(text):
             yield section.splitlines()[0], re.findall(r"`([^`]+)`", there), here
 
 
-ROWS = list(rows(MIGRATING))
+ROWS = [row for row in rows(MIGRATING) if row[0] != "Start commands"]
+COMMANDS = [(names[0], here) for section, names, here in rows(MIGRATING) if section == "Start commands" and names]
 
 
 def test_the_guide_for_each_server_has_tables():
-    assert {section for section, *_ in ROWS} == {"From TGI", "From TGI on Neuron", "From vLLM", "From TorchServe"}
+    servers = {"From TGI", "From TGI on Neuron", "From TGI on Gaudi", "From vLLM", "From TorchServe"}
+    assert {section for section, *_ in ROWS} == servers
     assert len(ROWS) > 100
 
 
@@ -63,16 +69,34 @@ def test_the_guide_describes_each_name_as_the_code_treats_it():
         elif here.startswith("refused") and name.islower() and name.isidentifier():
             assert name in NOT_SUPPORTED or name in REQUEST_FIELDS, name
         elif here.startswith("same") and name.islower() and name.isidentifier():
-            assert name in REQUEST_FIELDS, name
+            assert name in REQUEST_FIELDS or section == "From TorchServe", name
         elif here.startswith("ignored"):
             assert name == "model" or name not in {*NOT_SUPPORTED, *REQUEST_FIELDS}, name
+
+
+@pytest.mark.parametrize(("there", "here"), COMMANDS)
+def test_a_start_command_of_another_server_means_what_the_guide_says(there, here):
+    words, variables = shlex.split(there), {}
+    while words.pop(0) == "-e":
+        name, _, variables[name] = words.pop(0).partition("=")
+    environ = {"PATH": os.environ["PATH"], **variables}
+    done = subprocess.run([sys.executable, HERE / "config.py", *words], env=environ, capture_output=True, text=True)
+    flags, *without_effect = re.findall(r"`([^`]+)`", here)
+    if here.startswith("ends: "):
+        assert (done.returncode, done.stderr) == (2, f"error: {flags}\n")
+        return
+    given = {word for word in (*variables, *words) if re.fullmatch(r"--[a-z-]+|[A-Z]\w+", word)}
+    silent = {name for name, effect in OTHER_NAMES.items() if effect != "no effect"}  # read, or asks for nothing
+    assert given <= SETTINGS | silent | set(without_effect)
+    assert config.Config.from_json(done.stdout) == config.parse(shlex.split(flags), {})
+    assert set(re.findall(r"(\S+) has no effect", done.stderr)) == set(without_effect)
 
 
 def test_every_name_of_this_server_in_the_guide_exists():
     metrics = Metrics()
     metrics.set_limits(1, 1, 2)
     series = set(re.findall(r"^# TYPE (\w+)", metrics.render().decode(), flags=re.MULTILINE))
-    elsewhere = {"NEURON_COMPILE_CACHE_URL"}  # of the compiler
+    elsewhere = {"NEURON_COMPILE_CACHE_URL", "NEURON_CC_FLAGS", "save_pretrained_split"}  # of the compiler and the library
     words = {"true", "false", "none", "no", "yes", "stop", "length", "eos_token", "assistant", "compile", "localhost"}
     words |= {"float32", "int8", "int4", "context_length_exceeded", "no effect", "chat_template", "auto", "no_tool"}
     for _section, _names, here in ROWS:
@@ -82,7 +106,7 @@ def test_every_name_of_this_server_in_the_guide_exists():
             elif name.startswith("tgi_"):
                 assert name.removesuffix("_sum") in series, name
             elif re.fullmatch(r"[a-z_0-9]+", name):
-                assert name in FIELDS | words, name
+                assert name in FIELDS | words | elsewhere, name
 
 
 def test_the_table_of_settings_is_that_of_the_code():

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+import config
 import models
 from config import DEMO_MODEL, HERE, Config, Manifest
 from models.base import ModelError
@@ -38,11 +39,17 @@ def test_a_setting_for_neuron_is_refused_elsewhere_by_name(flag, setting):
     assert refusal(device="cpu", **setting) == f"{flag} is for Neuron, and this server runs on cpu; leave it out"
 
 
+def test_a_model_is_not_split_elsewhere_and_one_shard_is_no_split():
+    assert refusal(device="cpu", **{"tp_degree": config.parse([], {"NUM_SHARD": "2"}).tp_degree}).startswith("--tp-degree")
+    one = config.parse(["--num-shard", "1", "--sharded", "false", "--device", "cpu"], {"SM_NUM_GPUS": "1"})
+    assert models.prepare(one, DEMO_MODEL, Manifest.read(DEMO_MODEL))[1] == "cpu"
+
+
 def test_settings_left_open_are_filled_in_from_the_model():
-    config, device, _fetch, _load = models.prepare(
+    served, device, _fetch, _load = models.prepare(
         Config(model_id=str(DEMO_MODEL), device="cpu", sampling="host"), DEMO_MODEL, Manifest.read(DEMO_MODEL)
     )
-    assert device == "cpu" and config.max_total_tokens and config.max_input_tokens == config.max_total_tokens - 1
+    assert device == "cpu" and served.max_total_tokens and served.max_input_tokens == served.max_total_tokens - 1
 
 
 def test_without_a_gpus_device_file_the_choice_of_a_device_does_not_import_torch():

@@ -284,6 +284,22 @@ def test_given_values_are_kept_and_the_choice_fits(shape, place, batch, length):
     assert best.batch_size == (batch or best.batch_size) and best.length == (length or best.length)
 
 
+@pytest.mark.parametrize(
+    "settings, chosen",
+    [
+        ({"max_batch_total_tokens": 16384}, (8, 2048)),
+        ({"max_batch_total_tokens": 3 * 2048 + 1}, (3, 2048)),
+        ({"max_batch_total_tokens": 1_000_000}, (32, 2048)),
+        ({"max_batch_total_tokens": 1000}, (1, 1000)),
+        ({"max_batch_total_tokens": 4096, "max_total_tokens": 1024}, (4, 1024)),
+        ({"max_batch_total_tokens": 4096, "max_batch_size": 8, "max_total_tokens": 2048}, (2, 2048)),
+    ],
+)
+def test_max_batch_total_tokens_is_a_limit_of_the_slots(settings, chosen):
+    sizing = choose(SHAPES["TinyLlama"], INSTANCES["inf2.xlarge"], **settings)
+    assert (sizing.batch_size, sizing.length) == chosen
+
+
 def test_a_length_is_halved_until_it_fits():
     shape = SHAPES["Llama-2-13B"]
     assert choose(shape, Machine(2, "inf2")).length == 2048
