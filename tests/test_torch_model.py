@@ -33,7 +33,6 @@ from tiny_models import (
 import models.cpu
 from config import Config
 from models.base import Chunk, DeviceLost, ModelError
-from models.torch_model import TorchModel, load_pretrained, reference_logits
 
 pytestmark = pytest.mark.models
 
@@ -52,8 +51,14 @@ def one_thread():
     torch.set_num_threads(threads)
 
 
-def serve(folder, device="cpu", **changes) -> TorchModel:
-    return TorchModel(settings(folder, **changes), Path(folder), device)
+@pytest.fixture(scope="module", autouse=True)
+def torch_model_is_imported():
+    """That takes seconds, which an import at this module's top costs each of pytest's workers."""
+    import models.torch_model  # noqa: F401
+
+
+def serve(folder, device="cpu", **changes):
+    return models.torch_model.TorchModel(settings(folder, **changes), Path(folder), device)
 
 
 def continued(model, reference: Reference) -> list[int]:
@@ -164,7 +169,7 @@ def test_logits_are_float32_rows_in_the_order_of_the_chunks_and_later_calls_leav
     assert (first.shape, first.dtype, rows.shape, rows.dtype) == ((1, VOCABULARY), np.float32, (2, VOCABULARY), np.float32)
     assert np.array_equal(first, before)
     for token, row in zip((7, reference.tokens[0]), rows):
-        expected = reference_logits(reference_model(zoo.folder("llama")), [*reference.prompt, token])
+        expected = models.torch_model.reference_logits(reference_model(zoo.folder("llama")), [*reference.prompt, token])
         np.testing.assert_allclose(row, expected[5], rtol=1e-4, atol=1e-4)
 
 
@@ -200,9 +205,9 @@ def test_a_cpu_computes_in_bfloat16_where_it_and_the_checkpoint_do_and_else_in_f
     monkeypatch.setattr(models.cpu, "cpu_multiplies_bfloat16", lambda: can_multiply)
     folder = save_checkpoint(tmp_path, tiny_models.llama(), dtype=getattr(torch, saved))
     expected = torch.bfloat16 if saved == "bfloat16" and can_multiply else torch.float32
-    assert load_pretrained(models.cpu.with_dtype(settings(folder), folder), folder, "cpu").dtype == expected
+    assert models.torch_model.load_pretrained(models.cpu.with_dtype(settings(folder), folder), folder, "cpu").dtype == expected
     given = models.cpu.with_dtype(settings(folder, dtype="bfloat16"), folder)
-    assert load_pretrained(given, folder, "cpu").dtype == torch.bfloat16
+    assert models.torch_model.load_pretrained(given, folder, "cpu").dtype == torch.bfloat16
 
 
 @pytest.mark.parametrize(
@@ -399,7 +404,7 @@ def test_positions_that_stretch_with_the_longest_text_are_refused_beyond_what_th
         edit_config(folder, remove=("rope_parameters",), rope_theta=tiny_models.ROPE_THETA, rope_scaling=old_rope)
     config = Config(model_id=str(folder), device="cpu", max_total_tokens=POSITIONS // 2 + 1, max_input_tokens=POSITIONS // 2)
     with pytest.raises(ModelError, match=f"give --max-total-tokens {POSITIONS // 2} or less"):
-        TorchModel(config, folder, "cpu")
+        models.torch_model.TorchModel(config, folder, "cpu")
     assert serve(folder, max_total_tokens=POSITIONS // 2).max_total_tokens == POSITIONS // 2
 
 
