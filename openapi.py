@@ -106,7 +106,8 @@ def _operation(route: Route, content: Callable[[tuple], dict[str, Any]]) -> dict
     if route.answers:
         ok["application/json"] = content(route.answers)
     if route.events:
-        data = {"type": "string", "contentMediaType": "application/json", "contentSchema": content(route.events)["schema"]}
+        data = {"contentMediaType": "application/json", "contentSchema": content(route.events)["schema"]}
+        data = {"type": "string", "anyOf": [data, {"const": "[DONE]"}]}  # the last one of OpenAI's streams
         event = {"type": "object", "properties": {"data": data}}  # for validators; generated clients get the stream as text
         ok["text/event-stream"] = {"schema": {"anyOf": [{"type": "string"}, event]}}
     if route.content_type:

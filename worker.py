@@ -501,6 +501,7 @@ def boot(config: Config, end: WorkerEnd, metrics: Metrics) -> Worker:
         max_queue_time_s=config.max_queue_time or float("inf"),
         waiting_served_ratio=config.waiting_served_ratio,
         max_waiting_tokens=config.max_waiting_tokens,
+        queue_threshold_s=None if config.queue_threshold_ms is None else config.queue_threshold_ms / 1000,
         prefix_step=model.prefix_step if config.prefix_reuse else None,
         copies_prefixes=model.copies_prefixes,
     )
