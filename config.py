@@ -178,7 +178,7 @@ class Config:
     max_batch_total_tokens: int | None = setting(None, "MAX_BATCH_TOTAL_TOKENS", "Limit of the tokens of all slots together: "
         "lowers the slots to this divided by max_total_tokens.", parse=functools.partial(_whole, low=2), shown="no limit")
     prefill_buckets: tuple[int, ...] | None = setting(None, "PREFILL_BUCKETS",
-        "Prompt lengths to compile for Neuron, separated by commas; max_input_tokens is always included.",
+        "Prompt lengths to compile for Neuron, separated by commas; max_total_tokens is always included.",
         parse=_lengths, shown="powers of two from 128")
     position_buckets: tuple[int, ...] | None = setting(None, "POSITION_BUCKETS",
         "Lengths of prompt plus completion to compile for Neuron; max_total_tokens is always included.",
@@ -186,6 +186,8 @@ class Config:
     compile_workers: int | None = setting(None, "COMPILE_WORKERS",
         "Programs to compile for Neuron at the same time; each needs gigabytes of memory.",
         shown="one per processor and 8 GiB of memory")
+    compile_cache_size: float = setting(20.0, "COMPILE_CACHE_SIZE", "Gigabytes of programs compiled for Neuron to keep in "
+        "NEURON_COMPILE_CACHE_URL; the least recently used are removed first.")
     sampling: str | None = setting(None, "SAMPLING", "Where tokens are sampled: host, or device (Neuron only), which refuses "
         "the request parameters that only host supports.", parse=_one_of("host", "device"), shown="host")
     max_concurrent_requests: int = setting(128, "MAX_CONCURRENT_REQUESTS",

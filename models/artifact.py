@@ -1,9 +1,10 @@
 """Compiled programs on disk: what they were compiled for, where they are kept, and whether they match the settings.
 
 A compiled model is a folder: `config.json` with a `neuron` section, tokenizer files, `compiled/` with the programs, and
-`checkpoint/` with the weights, or the hub id to download them by. `compile` writes such folders, and optimum-neuron did.
-`with_programs` refuses settings that contradict one. The programs that `serve` compiles itself are kept in a `Cache`, which
-names the values that differ where it holds none that fit. Imports neither torch nor transformers-neuronx.
+`checkpoint/` with the weights, or the hub id to download them by. `compile` writes such folders; `with_programs` refuses
+settings that contradict one. optimum-neuron wrote such folders, too: only their values and weights are used. The programs that
+`serve` compiles itself are kept in a `Cache`, which names the values that differ where it holds none that fit. Imports neither
+torch nor transformers-neuronx.
 """
 
 from __future__ import annotations
@@ -25,13 +26,14 @@ from urllib.parse import urlsplit
 import msgspec
 
 from config import DTYPES, Config, ConfigError, read_json
-from models.cache import digest, renamed_when_complete
+from models.cache import digest, evict, installed, mark_used, renamed_when_complete
 
 logger = logging.getLogger("model")
 
 COMPILED, CHECKPOINT = "compiled", "checkpoint"  # subfolders, named as optimum-neuron does
-OPTIMUM, EXPORTER = "optimum-neuron", "neuron-textgen"
+EXPORTER = "neuron-textgen"
 RECORD = "programs.json"  # in each entry of the cache
+RUNTIME = ("torch-neuronx", "libneuronxla")  # packages that load programs; the SDK's version decides theirs
 CACHE = "/var/tmp/neuron-compile-cache"  # the library's default
 # Fields of a checkpoint's config.json that do not change what is computed.
 VOLATILE = ("_name_or_path", "architectures", "transformers_version", "torch_dtype", "neuron", "use_cache")
@@ -63,8 +65,8 @@ class Programs:
     quantize: Literal["int8"] | None
     sampling: Literal["host", "device"]
     compiler_version: str
-    transformers_neuronx_version: str | None = None  # not recorded by optimum-neuron
-    exporter: str = EXPORTER
+    transformers_neuronx_version: str
+    exporter: Literal["neuron-textgen"] = EXPORTER
 
     @property
     def max_total_tokens(self) -> int:
@@ -78,55 +80,68 @@ class Programs:
 
 
 @dataclass(frozen=True)
-class OptimumSection:
-    """The fields of optimum-neuron's `neuron` section that are used here."""
+class Optimum:
+    """What optimum-neuron compiled a model for. The library does not find its programs: their names are hashes of graphs that
+    another version of the library built, with other options."""
 
     batch_size: Count
     sequence_length: Count
     num_cores: Count
     auto_cast_type: Literal["fp32", "bf16", "fp16", "float32", "bfloat16", "float16"]
-    compiler_version: str
     task: Literal["text-generation"] = "text-generation"
 
-    @property
-    def programs(self) -> Programs:
-        """One prompt bucket of the whole length; without continuous batching the library's default."""
-        batches = self.batch_size > 1
-        positions = (self.sequence_length,) if batches else buckets(self.sequence_length)
-        return Programs(
-            batch_size=self.batch_size,
-            tp_degree=self.num_cores,
-            dtype=DTYPES[self.auto_cast_type],
-            prefill_buckets=positions if batches else tuple(n // 2 for n in positions),
-            position_buckets=positions,
-            continuous_batching=batches,
-            quantize=None,
-            sampling="host",
-            compiler_version=self.compiler_version,
-            exporter=OPTIMUM,
-        )
+
+@dataclass(frozen=True)
+class Files:
+    """What else the `neuron` section names: the weights, and the programs as they were saved."""
+
+    checkpoint_id: str | None = None  # on the hub, with its commit; None: the weights are in the folder
+    checkpoint_revision: str | None = None
+    files: dict[str, tuple[int, str]] | None = None  # name → size in bytes, SHA-256; None: written by an older version
 
 
 class Artifact(NamedTuple):
     """What the `config.json` of a compiled model says."""
 
-    programs: Programs
-    checkpoint_id: str | None  # on the hub, with its commit; None: the weights are in the folder
+    programs: Programs | None
+    optimum: Optimum | None  # instead of `programs`
+    checkpoint_id: str | None
     checkpoint_revision: str | None
+    files: dict[str, tuple[int, str]] | None
 
     @classmethod
     def read(cls, folder: Path) -> Artifact | None:
-        """None for a folder that holds no compiled model; raises ConfigError for one that is incomplete."""
+        """None for a folder that holds no compiled model. Raises ConfigError for a section that is incomplete, or holds a value
+        or a field that is not known here: it may change what the programs compute."""
         source = folder / "config.json"
         section = read_json(source, required=True).get("neuron")
         if section is None:
             return None
         try:
-            is_own = msgspec.convert(section, dict).get("exporter") == EXPORTER
-            programs = msgspec.convert(section, Programs) if is_own else msgspec.convert(section, OptimumSection).programs
+            named = dataclasses.astuple(msgspec.convert(section, Files))
+            if "exporter" not in section:
+                return cls(None, msgspec.convert(section, Optimum), *named)
+            programs = msgspec.convert(section, Programs)
+            known = {field.name for table in (Programs, Files) for field in dataclasses.fields(table)}
+            if unknown := sorted(section.keys() - known):
+                raise msgspec.ValidationError(f"Object contains unknown field `{unknown[0]}`")
         except msgspec.ValidationError as error:
             raise ConfigError(f"{source}: `neuron` cannot be served ({error}); compile the model again") from None
-        return cls(programs, section.get("checkpoint_id"), section.get("checkpoint_revision"))
+        return cls(programs, None, *named)
+
+
+def with_optimum(config: Config, optimum: Optimum, batches: bool) -> Config:
+    """`config` with the values of optimum-neuron's folder for what was left open; one slot where the model does not batch."""
+    values = {
+        "max_batch_size": optimum.batch_size if batches else 1,
+        "max_total_tokens": optimum.sequence_length,
+        "tp_degree": optimum.num_cores,
+        "dtype": DTYPES[optimum.auto_cast_type],
+    }
+    values = {name: value for name, value in values.items() if getattr(config, name) in (None, "auto")}
+    named = ", ".join(_named(name, value) for name, value in values.items())
+    logger.info("The programs of optimum-neuron cannot be loaded; %s is compiled with its values: %s", config.model_name, named)
+    return dataclasses.replace(config, **values)
 
 
 def with_programs(config: Config, programs: Programs, name: str) -> Config:
@@ -176,22 +191,28 @@ class Cache:
     """The programs that `serve` compiled, one folder for each set, inside the compiler's own cache folder."""
 
     folder: Path
+    size_gb: float
 
     @classmethod
-    def here(cls, environ: Mapping[str, str] = os.environ) -> Cache | None:
+    def here(cls, size_gb: float, environ: Mapping[str, str] = os.environ) -> Cache | None:
         """None when NEURON_COMPILE_CACHE_URL is not a local folder: only the compiler can look there."""
         url = urlsplit(environ.get("NEURON_COMPILE_CACHE_URL", "").strip() or CACHE)
-        return cls(Path(url.path) / EXPORTER) if url.scheme in ("", "file") else None
+        return cls(Path(url.path) / EXPORTER, size_gb) if url.scheme in ("", "file") else None
 
     def find(self, model: str, programs: Programs) -> Path | None:
         """The folder with the programs for a model (`model_key`). A damaged one is removed."""
         entry = self._entry(model, programs)
-        if not (entry / RECORD).is_file():
+        record = entry / RECORD
+        if not record.is_file():
             return None
-        with contextlib.suppress(ConfigError, KeyError, OSError):
-            if read_json(entry / RECORD)["files"] == _hashes(entry):
-                return entry
-        logger.warning("The cached programs in %s are damaged: removing them", entry)
+        try:
+            damage = find_damage(entry, read_json(record)["files"])
+        except (ConfigError, KeyError, TypeError, ValueError, AttributeError, OSError):
+            damage = f"{record} is damaged"
+        if damage is None:
+            mark_used(record)
+            return entry
+        logger.warning("%s: removing these programs from the cache, to compile them again", damage)
         shutil.rmtree(entry, ignore_errors=True)
         return None
 
@@ -213,8 +234,9 @@ class Cache:
         entry = self._entry(model, programs)
         with renamed_when_complete(entry) as new:
             save(str(new))
-            record = {"model": model, "programs": _values(programs), "files": _hashes(new)}
+            record = {"model": model, "programs": _values(programs), "files": described(new)}
             (new / RECORD).write_text(json.dumps(record, indent=1))
+        evict(self.folder.glob(f"*/{RECORD}"), self.size_gb, "--compile-cache-size (COMPILE_CACHE_SIZE)")
         return entry
 
     def _entry(self, model: str, programs: Programs) -> Path:
@@ -223,13 +245,28 @@ class Cache:
 
 def _values(programs: Programs) -> dict[str, Any]:
     """Everything that the programs of a checkpoint depend on, as JSON keeps it."""
-    values = dataclasses.asdict(programs) | {"NEURON_CC_FLAGS": os.environ.get("NEURON_CC_FLAGS", "")}
-    return json.loads(json.dumps(values))
+    environment = {"NEURON_CC_FLAGS": os.environ.get("NEURON_CC_FLAGS", "")} | {name: installed(name) for name in RUNTIME}
+    return json.loads(json.dumps(dataclasses.asdict(programs) | environment))
 
 
-def _hashes(folder: Path) -> dict[str, str]:
-    files = [path for path in folder.rglob("*") if path.is_file() and path.name != RECORD]
-    return {str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
+def described(folder: Path) -> dict[str, tuple[int, str]]:
+    """The files of a folder: their size in bytes and SHA-256, by name."""
+    contents = {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    return {name: (len(content), hashlib.sha256(content).hexdigest()) for name, content in contents.items()}
+
+
+def find_damage(folder: Path, files: Mapping[str, tuple[int, str]]) -> str | None:
+    """The first file that is not as `described` saw it, and how it differs; None: there is none."""
+    for name, (size, sha256) in files.items():
+        path = folder / name
+        if not path.is_file():
+            return f"{path} is missing"
+        content = path.read_bytes()
+        if len(content) != size:
+            return f"{path} is damaged: it has {len(content)} bytes instead of {size}"
+        if hashlib.sha256(content).hexdigest() != sha256:
+            return f"{path} is damaged: its SHA-256 differs"
+    return None
 
 
 def model_key(checkpoint_config: Mapping[str, Any]) -> str:

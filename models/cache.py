@@ -22,7 +22,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -32,6 +32,7 @@ from config import HERE, VERSION, Config, ConfigError, read_json
 logger = logging.getLogger("model")
 
 ENTRY = "entry.json"
+TEMPORARY = ".neuron-textgen-"  # beginning of the names of unfinished folders and their locks
 HASHED_BYTES = 64_000_000  # a larger file is identified by its size and modification time: hashing weights would take seconds
 CANNOT_SERVE, CANNOT_WRITE = 2, 3  # exit codes of the child process, its reason in the last line of its output
 
@@ -40,7 +41,7 @@ class ModelCache:
     """The folder of entries, at most `model_cache_size` GB of them. Raises ConfigError where others may write into it."""
 
     def __init__(self, config: Config):
-        self.folder, self._size_bytes = Path(config.model_cache).expanduser().absolute(), config.model_cache_size * 1e9
+        self.folder, self._size_gb = Path(config.model_cache).expanduser().absolute(), config.model_cache_size
         with contextlib.suppress(FileNotFoundError, NotADirectoryError, PermissionError):
             status = self.folder.stat()
             where = f"--model-cache {config.model_cache} (MODEL_CACHE)"
@@ -54,8 +55,7 @@ class ModelCache:
         entry = self.folder / key
         if not (entry / ENTRY).is_file():
             return None
-        with contextlib.suppress(OSError):  # a read-only cache
-            os.utime(entry / ENTRY)
+        mark_used(entry / ENTRY)
         return entry
 
     def remove(self, key: str) -> None:
@@ -84,36 +84,60 @@ class ModelCache:
                 fcntl.flock(lock, fcntl.LOCK_EX)
             if entry := self.find(key):
                 return entry
-            for abandoned in self.folder.glob(".new-*"):  # of a conversion that was killed: this process holds the lock
-                shutil.rmtree(abandoned, ignore_errors=True)
             with renamed_when_complete(self.folder / key) as new:
                 convert(new)
-            self._evict()
+            evict(self.folder.glob(f"*-*/{ENTRY}"), self._size_gb, "--model-cache-size (MODEL_CACHE_SIZE)")
             return self.folder / key
 
-    def _evict(self) -> None:
-        """Removes the least recently used entries until the rest fit. The newest, which was just made, always stays."""
-        entries = sorted(self.folder.glob(f"*-*/{ENTRY}"), key=lambda path: path.stat().st_mtime, reverse=True)
-        folders = [path.parent for path in entries]
-        sizes = itertools.accumulate(sum(file.stat().st_size for file in folder.iterdir()) for folder in folders)
-        for folder, total in list(zip(folders, sizes))[1:]:
-            if total > self._size_bytes:
-                logger.info("Removing %s: the model cache exceeds --model-cache-size (MODEL_CACHE_SIZE)", folder)
-                shutil.rmtree(folder, ignore_errors=True)
+
+def mark_used(record: Path) -> None:
+    """Sets the time of the last use of an entry of a cache, by a file in it."""
+    with contextlib.suppress(OSError):  # a read-only cache
+        os.utime(record)
+
+
+def evict(records: Iterable[Path], size_gb: float, setting: str) -> None:
+    """Removes the least recently used entries, each the folder of a record, until the rest fit into `size_gb`. The newest,
+    which was just made, always stays."""
+    folders = [path.parent for path in sorted(records, key=lambda path: path.stat().st_mtime, reverse=True)]
+    sizes = itertools.accumulate(sum(file.stat().st_size for file in folder.iterdir()) for folder in folders)
+    for folder, total in list(zip(folders, sizes))[1:]:
+        if total > size_gb * 1e9:
+            logger.info("Removing %s: the cache exceeds %s", folder, setting)
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 @contextlib.contextmanager
 def renamed_when_complete(target: Path) -> Iterator[Path]:
-    """A temporary folder that replaces `target` at the end: half a model would be taken for a whole one. Raises OSError."""
+    """A temporary folder that replaces `target` at the end: half a model would be taken for a whole one. Removes what killed
+    processes left there. Raises OSError."""
     target.parent.mkdir(parents=True, exist_ok=True)
-    new = Path(tempfile.mkdtemp(prefix=".new-", dir=target.parent))
+    for folder in target.parent.glob(f"{TEMPORARY}*.new"):
+        if not _is_locked(folder.with_suffix(".lock")):
+            logger.info("Removing %s, which an interrupted process left", folder)
+            shutil.rmtree(folder, ignore_errors=True)
+            folder.with_suffix(".lock").unlink(missing_ok=True)
+    with tempfile.NamedTemporaryFile(prefix=TEMPORARY, suffix=".lock", dir=target.parent) as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # before there is a folder: the lock says that its process lives
+        new = Path(lock.name).with_suffix(".new")
+        new.mkdir(0o755)
+        try:
+            yield new
+            shutil.rmtree(target, ignore_errors=True)
+            new.rename(target)
+        finally:
+            shutil.rmtree(new, ignore_errors=True)
+
+
+def _is_locked(path: Path) -> bool:
     try:
-        yield new
-        new.chmod(0o755)
-        shutil.rmtree(target, ignore_errors=True)
-        new.rename(target)
-    finally:
-        shutil.rmtree(new, ignore_errors=True)
+        with open(path, "r+") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except FileNotFoundError:
+        return False
+    except (BlockingIOError, PermissionError):  # the latter: another user's
+        return True
+    return False
 
 
 def model_key(config: Config, folder: Path) -> str | None:
@@ -127,14 +151,14 @@ def model_key(config: Config, folder: Path) -> str | None:
     if config.is_local:
         checkpoint = _identify(folder, ("config.json", "*.safetensors*", "*.py"))
     converter = _identify(HERE / "models", ("cpu.py", "convert.py"))  # what they write differs with them
-    versions = [_version(package) for package in ("openvino", "transformers", "torch", "nncf")]
+    versions = [installed(package) for package in ("openvino", "transformers", "torch", "nncf")]
     return f"model-{digest([checkpoint, config.dtype, config.quantize, code is not None, versions, converter])}"
 
 
 def tokenizer_key(folder: Path) -> str:
     """Names the entry of the tokenizer that was converted from the model's in `folder`."""
     files = _identify(folder, ("*.json", "*.model", "*.txt"))
-    return f"tokenizer-{digest([files, VERSION, _version('transformers')])}"
+    return f"tokenizer-{digest([files, VERSION, installed('transformers')])}"
 
 
 def run_converter(arguments: list[str], config: Config) -> None:
@@ -172,7 +196,7 @@ def _identify(folder: Path, patterns: tuple[str, ...]) -> list[tuple]:
     return found
 
 
-def _version(package: str) -> str | None:
+def installed(package: str) -> str | None:
     try:
         return version(package)
     except PackageNotFoundError:

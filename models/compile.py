@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 import json
 import logging
 import os
@@ -23,7 +24,7 @@ import config as configuration
 from config import Config, ConfigError, Manifest, read_json
 from models import artifact
 from models.base import ModelError
-from models.fetch import fetch
+from models.fetch import SPLIT_WEIGHTS, fetch
 from models.machine import detect
 from models.neuron import Build, compiling, make
 
@@ -59,28 +60,37 @@ def _write_model(build: Build, target: Path, commit: str | None) -> None:
     """Everything but the programs: tokenizer files, the weights of a local model, and what was compiled."""
     checkpoint, weights = build.checkpoint(), target / artifact.CHECKPOINT
     manifest = read_json(checkpoint / "config.json", required=True)
-    for path in filter(Path.is_file, checkpoint.iterdir()):
+    for path in checkpoint.iterdir():
+        if path.is_dir() and path.name != SPLIT_WEIGHTS:
+            continue
         if not path.name.endswith((".safetensors", ".bin", ".index.json")):
             shutil.copyfile(path, target / path.name)
         elif commit is None:
             weights.mkdir(exist_ok=True)
-            try:
-                os.link(path.resolve(), weights / path.name)  # within one file system the weights take no space twice
-            except OSError:
-                shutil.copyfile(path, weights / path.name)
+            copy = functools.partial(shutil.copytree, copy_function=_link) if path.is_dir() else _link
+            copy(path, weights / path.name)
     if commit is None:
         shutil.copyfile(checkpoint / "config.json", weights / "config.json")
     source = {"checkpoint_id": build.config.model_id if commit else None, "checkpoint_revision": commit}
-    section = dataclasses.asdict(build.programs) | source
+    section = dataclasses.asdict(build.programs) | source | {"files": artifact.described(target / artifact.COMPILED)}
     (target / "config.json").write_text(json.dumps(manifest | {"neuron": section}, indent=2))
+
+
+def _link(source: str | Path, target: str | Path) -> None:
+    """A hard link to a file where both are in one file system, so that weights take no space twice; else a copy."""
+    source = Path(source).resolve()
+    try:
+        os.link(source, target)
+    except OSError:
+        shutil.copyfile(source, target)
 
 
 USAGE = """entrypoint.sh compile --model-id X --output DIR [flags]
 
 Compiles a model for Inferentia2 or Trainium into the folder DIR, with or without a device on this machine; then
 `serve --model-id DIR` loads it in seconds and never compiles. The flags are those of `serve` (entrypoint.sh --help lists
-them); these decide what is compiled: --max-batch-size --max-total-tokens --max-input-tokens --prefill-buckets
---position-buckets --tp-degree --dtype --quantize --sampling. The weights of a local model are put into DIR, those of a hub
+them); these decide what is compiled: --max-batch-size --max-total-tokens --prefill-buckets --position-buckets
+--tp-degree --dtype --quantize --sampling. The weights of a local model are put into DIR, those of a hub
 model are downloaded by its id."""
 
 

@@ -17,9 +17,13 @@ from models.base import ModelError, first_line, named, progress_logged, reported
 
 METADATA = ["*.json", "*.model", "*.jinja", "*.txt"]
 SAFETENSORS = ("*.safetensors",)
-WEIGHTS = (*SAFETENSORS, "pytorch_model*.bin")  # the second, which is pickled, only where there is nothing else
+SPLIT_WEIGHTS = "pytorch_model.bin"  # a folder with a file for each tensor: save_pretrained_split of transformers-neuronx
+WEIGHTS = (
+    *SAFETENSORS,
+    f"{SPLIT_WEIGHTS}/*",
+    "pytorch_model*.bin",
+)  # in this order; the latter two are pickled
 OTHER_FORMATS = ["*/*", "consolidated*"]  # subfolders and other names hold the same weights in other formats
-ARTIFACT = ["compiled/*", "checkpoint/*"]
 STATUSES = {
     401: "the hub does not know the token: give a valid one in HF_TOKEN, or none for a public model",
     403: "the hub denies access: give a token with read access in HF_TOKEN",
@@ -46,10 +50,10 @@ def fetch_checkpoint(config: Config, model_id: str, revision: str | None) -> Pat
     return _with_weights(config, model_id, _download(config, model_id, revision, METADATA), WEIGHTS)
 
 
-def fetch_artifact(config: Config, folder: Path) -> None:
-    """Downloads the subfolders of a compiled model on the hub."""
+def fetch_artifact(config: Config, folder: Path, subfolders: Sequence[str]) -> None:
+    """Downloads these subfolders of a compiled model on the hub."""
     if not config.is_local:
-        _download(config, config.model_id, folder.name, ARTIFACT)
+        _download(config, config.model_id, folder.name, [f"{name}/*" for name in subfolders])
 
 
 def _with_weights(config: Config, model_id: str, folder: Path, formats: Sequence[str]) -> Path:
@@ -77,7 +81,7 @@ def _download(config: Config, model_id: str, revision: str | None, patterns: Seq
             token=None if has_token else os.environ.get("HF_API_TOKEN") or None,  # TGI's older name
             cache_dir=config.huggingface_hub_cache,
             allow_patterns=patterns,
-            ignore_patterns=None if patterns is ARTIFACT else OTHER_FORMATS,
+            ignore_patterns=None if all("/" in pattern for pattern in patterns) else OTHER_FORMATS,
         )
     return Path(folder)
 

@@ -28,6 +28,7 @@ from config import DEVICE_TOP_K, Config, ConfigError, Manifest, read_json
 from models import artifact, plan
 from models.artifact import Artifact, Cache, Programs, buckets
 from models.base import Chunk, DeviceLost, Logits, ModelError, SampledIds, first_line, named, progress_logged, reported_as
+from models.checkpoint import check_values, legacy_config
 from models.fetch import fetch_artifact, fetch_checkpoint, fetch_weights
 from models.machine import GIB, Machine, detect, host_memory, usable_cores
 
@@ -61,7 +62,6 @@ FAMILIES = {
     "bloom": Family("BloomForSampling"),
     "gpt_neox": Family("GPTNeoXForSampling", has_prefill=False, can_save=False),
 }
-OPTIMUM_BATCHES = ("LlamaForSampling", "MistralForSampling")  # that optimum-neuron compiles for continuous batching
 
 NOT_ON_DEVICE = "cannot be loaded onto the device"
 # What errors of the runtime, the compiler and the library mean, by a pattern in lower case; the first match is used.
@@ -92,7 +92,7 @@ class Build:
     family: Family
     legacy: dict[str, Any]  # the checkpoint's config.json as the library reads it
     folder: Path
-    artifact: Artifact | None  # a compiled model; None: a plain checkpoint
+    artifact: Artifact | None  # of a compiled model's folder; None: a plain checkpoint
     compile_workers: int
 
     @classmethod
@@ -107,11 +107,12 @@ class Build:
         family, found = FAMILIES[shape.model_type], Artifact.read(folder)
         _check(config, legacy, shape.model_type)
         compiler = str(importlib.import_module("neuronxcc").__version__)
-        if found:
+        if found and found.optimum:
+            config = artifact.with_optimum(config, found.optimum, shape.model_type in plan.CONTINUOUS_BATCHING)
+        if found and found.programs:
             programs = found.programs
             artifact.check_compiler(programs, compiler, config.model_name)
             config = artifact.with_programs(config, programs, config.model_name).with_manifest(manifest)
-            family = _family_of(programs, family, config.model_name)
             shape.check_length(config.max_total_tokens)
             _machine(config)
         else:
@@ -128,7 +129,7 @@ class Build:
                 batch_size=slots,
                 tp_degree=sizing.tp_degree,
                 dtype=dtype,
-                prefill_buckets=buckets(config.max_input_tokens, config.prefill_buckets, "--prefill-buckets"),
+                prefill_buckets=buckets(length, config.prefill_buckets, "--prefill-buckets"),
                 position_buckets=buckets(length, config.position_buckets, "--position-buckets"),
                 continuous_batching=shape.model_type in plan.CONTINUOUS_BATCHING,
                 quantize=config.quantize,
@@ -143,12 +144,22 @@ class Build:
         """The folder with the weights, downloaded if necessary."""
         if self.artifact is None:
             return fetch_weights(self.config, self.folder)
-        fetch_artifact(self.config, self.folder)
+        subfolders = [artifact.COMPILED, artifact.CHECKPOINT] if self.artifact.programs else [artifact.CHECKPOINT]
+        fetch_artifact(self.config, self.folder, subfolders)
         if (self.folder / artifact.CHECKPOINT).is_dir():
             return self.folder / artifact.CHECKPOINT
         if not self.artifact.checkpoint_id:
             raise ModelError(f"{self.folder} has no folder `checkpoint` and names no checkpoint_id; compile it again")
         return fetch_checkpoint(self.config, self.artifact.checkpoint_id, self.artifact.checkpoint_revision)
+
+    def compiled(self) -> Path | None:
+        """The folder of the programs that came with the model. Raises ModelError for one that is not as it was saved."""
+        if self.artifact is None or self.artifact.programs is None:
+            return None
+        folder = self.folder / artifact.COMPILED
+        if damage := artifact.find_damage(folder, self.artifact.files or {}):
+            raise ModelError(f"{damage}; copy {self.folder} again, or compile the model again")
+        return folder
 
 
 class NeuronModel:
@@ -175,9 +186,10 @@ class NeuronModel:
         if not os.environ.get("NEURON_RT_VISIBLE_CORES"):  # without either variable the runtime takes all cores
             os.environ.setdefault("NEURON_RT_NUM_CORES", str(build.programs.tp_degree))
         self._model, self._slot_sampling = make(build, work_dir), [GREEDY] * build.programs.batch_size
-        cache, key = Cache.here() if build.family.can_save else None, artifact.model_key(build.legacy)
-        if build.artifact:
-            self._load(build.folder / artifact.COMPILED)
+        cache = Cache.here(config.compile_cache_size) if build.family.can_save else None
+        key = artifact.model_key(build.legacy)
+        if compiled := build.compiled():
+            self._load(compiled)
         elif cache and (entry := cache.find(key, build.programs)):
             self._load(entry)
         else:
@@ -287,26 +299,10 @@ def generation_config(slots: Sequence[tuple[int, float, float]], vocab_size: int
     return _library().GenerationConfig(**options, top_k=top_k, top_p=top_p, temperature=temperature)
 
 
-def legacy_config(config: dict[str, Any]) -> dict[str, Any]:
-    """A `config.json` as transformers 4 writes it. transformers 5 renamed the rotary base and the dtype; the library does not
-    read the new names and would silently use its defaults, which gives wrong text."""
-    legacy = {name: value for name, value in config.items() if name != "neuron"}  # the section about compiled programs
-    rope = legacy.pop("rope_parameters", None)
-    if rope is not None:
-        if any(isinstance(value, dict) for value in rope.values()):
-            raise ModelError("a model whose layers differ in their rotary positions cannot be served on Neuron")
-        rope = dict(rope)
-        legacy["rope_theta"] = rope.pop("rope_theta", legacy.get("rope_theta", 10000.0))
-        is_scaled = rope.get("rope_type", "default") != "default"
-        legacy["rope_scaling"] = rope | {"type": rope["rope_type"]} if is_scaled else None
-    if "dtype" in legacy:
-        legacy["torch_dtype"] = legacy.pop("dtype")
-    return legacy
-
-
 def make(build: Build, work_dir: Path) -> Any:
     """The library's model with its weights in host memory, not compiled and not on the device."""
     library, family, programs = _library(), build.family, build.programs
+    os.environ["TORCH_FORCE_WEIGHTS_ONLY_LOAD"] = "1"  # the library calls torch.load without it, and pickles may run code
     checkpoint, view = build.checkpoint(), work_dir / "checkpoint"  # the same files with another config.json
     view.mkdir(parents=True, exist_ok=True)
     for path in checkpoint.resolve().iterdir():
@@ -325,7 +321,7 @@ def make(build: Build, work_dir: Path) -> Any:
     lengths = {"n_positions": list(programs.position_buckets), "context_length_estimate": list(programs.prefill_buckets)}
     if not programs.continuous_batching:  # such families take single numbers
         lengths = {name: lengths[name][-1] for name in lengths}
-        if programs.exporter == artifact.OPTIMUM or not family.has_prefill:
+        if not family.has_prefill:
             del lengths["context_length_estimate"]
     with reported_as(f"{build.config.model_name} cannot be built for Neuron", explain):
         model = getattr(library, family.name).from_pretrained(
@@ -342,17 +338,6 @@ def make(build: Build, work_dir: Path) -> Any:
     return model
 
 
-def _family_of(programs: Programs, family: Family, name: str) -> Family:
-    """How a compiled model runs: optimum-neuron compiles with other options than `compile` does."""
-    if programs.exporter != artifact.OPTIMUM:
-        return family
-    if programs.batch_size > 1 and family.name not in OPTIMUM_BATCHES:
-        raise ModelError(f"{name} was compiled for {programs.batch_size} requests that all start together; compile it again")
-    if family.name == "GPT2ForSamplingWithContextBroadcasting":
-        raise ModelError(f"{name} was compiled by optimum-neuron for another class of GPT-2; compile it again")
-    return dataclasses.replace(family, options={"fuse_qkv": True} | family.options)
-
-
 def _machine(config: Config) -> Machine:
     """This machine; without a device, where only `compile` works, one with the cores of --tp-degree."""
     machine = detect() or Machine(usable_cores(None, os.environ) or config.tp_degree or 1)
@@ -366,12 +351,7 @@ def _check(config: Config, legacy: dict[str, Any], model_type: str) -> None:
     """Refuses what the library would compute wrongly, or refuse without a helpful message."""
     if config.sampling == "device" and not FAMILIES[model_type].samples_on_device:
         raise ModelError(f"--sampling device (SAMPLING) is not supported for {model_type} models on Neuron; give host")
-    if legacy.get("attention_bias") and model_type in plan.CONTINUOUS_BATCHING:
-        raise ModelError(f"this {model_type} model has biases in its attention, which transformers-neuronx ignores")
-    scaling = legacy.get("rope_scaling") or {}
-    kind = scaling.get("rope_type", scaling.get("type", "default"))
-    if kind not in ("default", "llama3"):
-        raise ModelError(f"this {model_type} model scales its rotary positions ({kind}), which cannot be served on Neuron")
+    check_values(legacy, model_type)
 
 
 def _library():

@@ -83,8 +83,9 @@ class Shape:
         hidden = number("hidden_size", "n_embd", "n_embed")
         heads = number("num_attention_heads", "n_head")
         window = number("max_position_embeddings", "n_positions", "seq_length", default=2048)
-        if model_type == "mistral" and data.get("sliding_window", 4096):  # transformers' default
-            window = min(window, number("sliding_window", default=4096))  # the library's sliding attention is wrong
+        default = 4096 if model_type == "mistral" else None  # transformers'
+        if model_type in ("mistral", "mixtral") and data.get("sliding_window", default):
+            window = min(window, number("sliding_window", default=default))  # the library's sliding attention is wrong
         shape = cls(
             model_type=model_type,
             layers=number("num_hidden_layers", "n_layer"),
