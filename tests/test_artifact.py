@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from config import Config, ConfigError
-from models.artifact import Artifact, Cache, Programs, check_compiler, model_key, with_programs
+from models.artifact import Artifact, Cache, Programs, check_compiler, model_key, with_optimum, with_programs
 
 PROGRAMS = Programs(
     batch_size=4,
@@ -71,24 +72,23 @@ def test_a_manifest_is_read_as_it_was_written(tmp_path_factory, programs):
     assert Artifact.read(folder_with(tmp_path_factory.getbasetemp(), section)).programs == programs
 
 
-def test_a_folder_of_optimum_neuron_runs_every_prompt_in_one_bucket(tmp_path):
+def test_a_folder_of_optimum_neuron_gives_its_values_and_its_checkpoint(tmp_path, caplog):
+    caplog.set_level("INFO")
     found = Artifact.read(folder_with(tmp_path, OPTIMUM))
-    assert (found.checkpoint_id, found.checkpoint_revision) == ("meta/llama", "abc")
-    programs = found.programs
-    assert (programs.batch_size, programs.tp_degree, programs.dtype) == (4, 2, "bfloat16")
-    assert programs.continuous_batching
-    assert programs.prefill_buckets == programs.position_buckets == (1000,)
-    assert (programs.max_input_tokens, programs.max_total_tokens) == (999, 1000)
+    assert (found.programs, found.checkpoint_id, found.checkpoint_revision) == (None, "meta/llama", "abc")
+    config = with_optimum(Config(model_id="/x"), found.optimum, batches=True)
+    assert (config.max_batch_size, config.max_total_tokens, config.tp_degree, config.dtype) == (4, 1000, 2, "bfloat16")
+    assert caplog.messages == [
+        "The programs of optimum-neuron cannot be loaded; /x is compiled with its values: --max-batch-size 4 (MAX_BATCH_SIZE), "
+        "--max-total-tokens 1000 (MAX_TOTAL_TOKENS), --tp-degree 2 (TP_DEGREE), --dtype bfloat16 (DTYPE)"
+    ]
 
 
-@pytest.mark.parametrize(
-    ("length", "positions", "prompts"), [(1000, (128, 256, 512, 1000), (64, 128, 256, 500)), (256, (128, 256), (64, 128))]
-)
-def test_a_folder_of_optimum_neuron_for_one_request_has_the_default_buckets(tmp_path, length, positions, prompts):
-    programs = Artifact.read(folder_with(tmp_path, OPTIMUM | {"batch_size": 1, "sequence_length": length})).programs
-    assert not programs.continuous_batching
-    assert (programs.position_buckets, programs.prefill_buckets) == (positions, prompts)
-    assert programs.max_input_tokens == length - 1  # what exceeds the buckets runs token by token
+def test_settings_come_before_the_values_of_optimum_neuron(tmp_path):
+    given = {"max_batch_size": 2, "max_total_tokens": 64, "tp_degree": 8, "dtype": "float32"}
+    optimum = Artifact.read(folder_with(tmp_path, OPTIMUM)).optimum
+    assert with_optimum(Config(model_id="/x", **given), optimum, batches=True) == Config(model_id="/x", **given)
+    assert with_optimum(Config(model_id="/x"), optimum, batches=False).max_batch_size == 1
 
 
 def test_a_plain_checkpoint_is_not_a_compiled_model(tmp_path):
@@ -111,6 +111,17 @@ def test_a_plain_checkpoint_is_not_a_compiled_model(tmp_path):
         ({"position_buckets": []}, "Expected `array` of length >= 1 - at `$.position_buckets`"),
         ({"quantize": "int4"}, "Invalid enum value 'int4' - at `$.quantize`"),
         ({"sampling": "banana"}, "Invalid enum value 'banana' - at `$.sampling`"),
+        ({"exporter": "banana"}, "Invalid enum value 'banana' - at `$.exporter`"),
+        ({"dtype": "bf16"}, "Invalid enum value 'bf16' - at `$.dtype`"),
+        ({"continuous_batching": "yes"}, "Expected `bool`, got `str` - at `$.continuous_batching`"),
+        ({"position_buckets": [0]}, "Expected `int` >= 1 - at `$.position_buckets[0]`"),
+        ({"tp_degree": 0}, "Expected `int` >= 1 - at `$.tp_degree`"),
+        ({"compiler_version": None, "exporter": "neuron-textgen"}, "Expected `str`, got `null` - at `$.compiler_version`"),
+        ({"transformers_neuronx_version": None}, "Expected `str`, got `null` - at `$.transformers_neuronx_version`"),
+        ({"checkpoint_id": 5, "exporter": "neuron-textgen"}, "Expected `str | null`, got `int` - at `$.checkpoint_id`"),
+        ({"checkpoint_revision": []}, "Expected `str | null`, got `array` - at `$.checkpoint_revision`"),
+        ({"files": {"a.neff": "abc"}}, "Expected `array`, got `str` - at `$.files[...]`"),
+        ({"rope_base": 5, "exporter": "neuron-textgen"}, "Object contains unknown field `rope_base`"),
     ],
     ids=str,
 )
@@ -193,7 +204,7 @@ def save_programs(folder):
 
 
 def test_a_cache_finds_its_own_entries_and_nothing_else(tmp_path):
-    cache = Cache(tmp_path / "cache")
+    cache = Cache(tmp_path / "cache", 1.0)
     assert cache.find("model", PROGRAMS) is None
     entry = cache.add("model", PROGRAMS, save_programs)
     assert cache.find("model", PROGRAMS) == entry
@@ -202,19 +213,78 @@ def test_a_cache_finds_its_own_entries_and_nothing_else(tmp_path):
     assert cache.find("model", dataclasses.replace(PROGRAMS, batch_size=8)) is None
 
 
-@pytest.mark.parametrize("damage", [Path.unlink, lambda path: path.write_text(""), lambda path: path.write_text("other")])
-def test_a_damaged_program_is_named_and_removed_so_that_the_start_compiles(tmp_path, damage, caplog):
-    cache = Cache(tmp_path)
+@pytest.mark.parametrize(
+    ("name", "damage", "reason"),
+    [
+        ("a.neff", Path.unlink, "a.neff is missing"),
+        ("a.neff", lambda path: path.write_text(""), "a.neff is damaged: it has 0 bytes instead of 9"),
+        ("a.neff", lambda path: path.write_text("a Program"), "a.neff is damaged: its SHA-256 differs"),
+        ("programs.json", lambda path: path.write_text("{"), "programs.json is damaged"),
+        ("programs.json", lambda path: path.write_text('{"files": {"a.neff": 5}}'), "programs.json is damaged"),
+        ("programs.json", lambda path: path.write_text('{"files": []}'), "programs.json is damaged"),
+    ],
+)
+def test_a_damaged_file_is_named_and_its_programs_are_removed(tmp_path, name, damage, reason, caplog):
+    cache = Cache(tmp_path, 1.0)
     entry = cache.add("model", PROGRAMS, save_programs)
-    damage(entry / "a.neff")
+    damage(entry / name)
     assert cache.find("model", PROGRAMS) is None
-    assert f"{entry} are damaged: removing them" in caplog.text and not entry.exists()
+    assert caplog.messages == [f"{entry}/{reason}: removing these programs from the cache, to compile them again"]
+    assert not entry.exists()
     cache.add("model", PROGRAMS, save_programs)
     assert cache.find("model", PROGRAMS) == entry
 
 
+def test_the_least_recently_used_programs_go_first(tmp_path, caplog):
+    caplog.set_level("INFO")
+    size = sum(file.stat().st_size for file in Cache(tmp_path / "other", 1.0).add("a", PROGRAMS, save_programs).iterdir())
+    cache = Cache(tmp_path / "cache", 2.5 * size / 1e9)
+    for age, model in enumerate("abc"):
+        entry = cache.add(model, PROGRAMS, save_programs)
+        os.utime(entry / "programs.json", (age, age))
+        if model == "b":
+            assert cache.find("a", PROGRAMS)  # used now
+    assert [bool(cache.find(model, PROGRAMS)) for model in "abc"] == [True, False, True]
+    assert "the cache exceeds --compile-cache-size (COMPILE_CACHE_SIZE)" in caplog.text
+
+
+def test_programs_are_kept_even_where_they_alone_are_more_than_the_cache_may_hold(tmp_path):
+    cache = Cache(tmp_path, 1e-9)
+    cache.add("a", PROGRAMS, save_programs)
+    assert cache.find("a", PROGRAMS)
+
+
+def test_what_an_interrupted_compile_left_is_removed_by_the_next_and_a_running_one_is_not_disturbed(tmp_path):
+    cache = Cache(tmp_path, 1.0)
+    (tmp_path / ".neuron-textgen-abandoned.new").mkdir()
+
+    def save(folder):
+        save_programs(folder)
+        cache.add("b", PROGRAMS, save_programs)  # another process, at the same time
+        assert Path(folder, "a.neff").exists()
+
+    entry = cache.add("a", PROGRAMS, save)
+    assert {path.name for path in tmp_path.iterdir()} == {entry.name, cache.find("b", PROGRAMS).name}
+
+
+@pytest.mark.parametrize("package", ["torch-neuronx", "libneuronxla"])
+def test_programs_for_another_version_of_the_runtime_are_not_found(tmp_path, monkeypatch, package):
+    cache = Cache(tmp_path, 1.0)
+    cache.add("model", PROGRAMS, save_programs)
+    monkeypatch.setattr("models.artifact.installed", lambda name: "2.9" if name == package else None)
+    assert cache.find("model", PROGRAMS) is None
+    assert cache.missing("model", PROGRAMS).endswith(f"other values: {package} 2.9 instead of none")
+
+
+@pytest.mark.parametrize("change", [{"compiler_version": "2.21"}, {"transformers_neuronx_version": "0.14"}])
+def test_programs_of_another_compiler_or_library_are_not_found(tmp_path, change):
+    cache = Cache(tmp_path, 1.0)
+    cache.add("model", PROGRAMS, save_programs)
+    assert cache.find("model", dataclasses.replace(PROGRAMS, **change)) is None
+
+
 def test_programs_for_other_compiler_flags_are_not_found(tmp_path, monkeypatch):
-    cache = Cache(tmp_path)
+    cache = Cache(tmp_path, 1.0)
     monkeypatch.setenv("NEURON_CC_FLAGS", "-O1")
     cache.add("model", PROGRAMS, save_programs)
     monkeypatch.setenv("NEURON_CC_FLAGS", "-O2")
@@ -223,7 +293,7 @@ def test_programs_for_other_compiler_flags_are_not_found(tmp_path, monkeypatch):
 
 
 def test_a_cache_names_the_values_in_which_the_nearest_entry_differs(tmp_path):
-    cache = Cache(tmp_path)
+    cache = Cache(tmp_path, 1.0)
     assert "holds none of this model" in cache.missing("model", PROGRAMS)
     cache.add("model", PROGRAMS, save_programs)
     cache.add("model", dataclasses.replace(PROGRAMS, batch_size=1, tp_degree=1, dtype="float32"), save_programs)
@@ -238,7 +308,7 @@ def test_an_entry_that_was_not_saved_completely_is_not_found(tmp_path):
         save_programs(folder)
         raise OSError(28, "No space left on device")
 
-    cache = Cache(tmp_path)
+    cache = Cache(tmp_path, 1.0)
     with pytest.raises(OSError):
         cache.add("model", PROGRAMS, save_half)
     assert cache.find("model", PROGRAMS) is None
@@ -247,7 +317,7 @@ def test_an_entry_that_was_not_saved_completely_is_not_found(tmp_path):
 
 @pytest.mark.parametrize("record", ["", "{", "[]", "{}", '{"model": "model", "programs": 1}', '{"model": 1, "programs": {}}'])
 def test_a_damaged_record_does_not_matter(tmp_path, record):
-    cache = Cache(tmp_path)
+    cache = Cache(tmp_path, 1.0)
     (tmp_path / "damaged").mkdir()
     (tmp_path / "damaged" / "programs.json").write_text(record)
     assert "holds none of this model" in cache.missing("model", PROGRAMS)
@@ -266,8 +336,8 @@ def test_a_damaged_record_does_not_matter(tmp_path, record):
     ],
 )
 def test_the_cache_is_in_the_compilers_cache_folder(url, folder):
-    found = Cache.here({} if url is None else {"NEURON_COMPILE_CACHE_URL": url})
-    assert found == (folder and Cache(Path(folder)))
+    found = Cache.here(5.0, {} if url is None else {"NEURON_COMPILE_CACHE_URL": url})
+    assert found == (folder and Cache(Path(folder), 5.0))
 
 
 def test_the_model_key_depends_on_what_is_computed_alone():

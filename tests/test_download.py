@@ -124,6 +124,14 @@ def test_pickled_weights_are_fetched_only_where_there_are_no_others(hub, config)
     assert hub.fetched == sorted(FACTS + PICKLED)
 
 
+def test_a_checkpoint_that_was_split_into_a_file_for_each_tensor_is_fetched(hub, config):
+    split = ["pytorch_model.bin/key_to_filename.json", "pytorch_model.bin/p0.lm_head.weight"]
+    hub.push("someone/model", files(FACTS, split, NEVER))
+    folder, _commit = fetch(config)
+    assert hub.fetched == FACTS
+    assert names(fetch_weights(config, folder)) == sorted(FACTS + split)
+
+
 def test_pickled_weights_are_not_downloaded_for_a_cpu_which_does_not_read_them(hub, config):
     hub.push("someone/model", files(FACTS, PICKLED, NEVER))
     folder, _commit = fetch(config)
@@ -143,7 +151,8 @@ def test_code_is_fetched_only_where_it_is_trusted(hub):
 
 def test_a_model_without_weights_is_refused_by_name(hub, config):
     hub.push("someone/model", files(FACTS, NEVER))
-    assert refusal(config) == "someone/model holds no weights: there is no *.safetensors and no pytorch_model*.bin"
+    missing = "there is no *.safetensors and no pytorch_model.bin/* and no pytorch_model*.bin"
+    assert refusal(config) == f"someone/model holds no weights: {missing}"
 
 
 def test_the_weights_are_of_the_commit_that_the_facts_are_of(hub, config):
@@ -185,7 +194,9 @@ def test_a_compiled_model_brings_its_programs_and_its_weights(hub, config):
     hub.push("someone/model", files(FACTS, own, NEVER))
     folder, _commit = fetch(config)
     assert hub.fetched == FACTS
-    fetch_artifact(config, folder)
+    fetch_artifact(config, folder, ["checkpoint"])
+    assert names(folder) == sorted([*FACTS, own[0]])
+    fetch_artifact(config, folder, ["compiled", "checkpoint"])
     assert names(folder) == sorted(FACTS + own)
 
 

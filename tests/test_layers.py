@@ -50,10 +50,12 @@ MAY_IMPORT = {
     "models.cache": {"config"},
     "models.convert": {"models.cpu", "models.cache", "models.torch_model", "models.base", "config"},
     "models.torch_model": {"models.cpu", "models.base", "config"},
-    "models.neuron": {"models.artifact", "models.plan", "models.machine", "models.fetch", "models.base", "config"},
+    "models.neuron": {"models.artifact", "models.checkpoint", "models.plan", "models.machine", "models.fetch"}
+    | {"models.base", "config"},
     "models.compile": {"models.neuron", "models.artifact", "models.machine", "models.fetch", "models.base", "config"},
     "models.plan": {"models.machine", "models.fetch", "models.base", "config"},
     "models.artifact": {"models.cache", "config"},
+    "models.checkpoint": {"models.base"},
     "models.machine": {"config"},
 }
 ONLY_IN = {

@@ -16,7 +16,7 @@ from tiny_models import edit_config, llama, save_checkpoint, settings
 import models.cache
 from config import HERE, Config, ConfigError
 from models import cpu
-from models.cache import ModelCache, model_key, read_entry, write_entry
+from models.cache import ModelCache, model_key, read_entry, renamed_when_complete, write_entry
 
 pytestmark = [pytest.mark.models, pytest.mark.filterwarnings("ignore")]  # of torch and openvino, while converting
 
@@ -184,10 +184,21 @@ def test_one_process_converts_and_the_other_waits_and_says_so(tmp_path, monkeypa
 
 
 def test_a_conversion_that_was_killed_leaves_nothing_behind(tmp_path):
-    (tmp_path / ".new-abandoned").mkdir()
+    killed = "import os, sys; from pathlib import Path; from models.cache import renamed_when_complete\n"
+    killed += "with renamed_when_complete(Path(sys.argv[1])): os.kill(os.getpid(), 9)"
+    subprocess.run([sys.executable, "-c", killed, str(tmp_path / "model-a")], cwd=HERE)
+    assert {path.suffix for path in tmp_path.iterdir()} == {".lock", ".new"}
     with pytest.raises(ZeroDivisionError):
         cache_in(tmp_path).find_or_add("model-a", lambda folder: 1 / 0, tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["lock"]
+
+
+def test_a_folder_that_another_process_is_still_writing_is_left_alone(tmp_path):
+    with renamed_when_complete(tmp_path / "first") as first:
+        (first / "half").touch()
+        with renamed_when_complete(tmp_path / "second"):
+            assert (first / "half").exists()
+    assert {path.name for path in tmp_path.iterdir()} == {"first", "second"}
 
 
 def test_the_least_recently_used_entries_go_first(tmp_path):

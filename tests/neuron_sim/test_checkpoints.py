@@ -1,0 +1,201 @@
+"""Checkpoints on the real library: what it computes otherwise than transformers is refused, all else has transformers' logits."""
+
+import json
+import tempfile
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from test_server import Batch, as_float32, assert_like, cores, serve  # noqa: F401
+from test_simulator import ARCHITECTURES, SMALL, VOCABULARY, Reference, reference  # noqa: F401
+from transformers_neuronx.module import save_pretrained_split
+
+from config import Config, ConfigError, Manifest
+from models import compile as verb
+from models import neuron
+from models.base import Chunk, ModelError
+from models.neuron import Build, NeuronModel
+
+PROMPT = [3, 100, 7, *[(5 * n) % 250 + 2 for n in range(30)]]
+WINDOW = 48
+GATED = SMALL | {"num_key_value_heads": 2}
+SMALL_OPT = {"vocab_size": VOCABULARY, "hidden_size": 64, "ffn_dim": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
+SMALL_GPT2 = {"vocab_size": VOCABULARY, "initializer_range": 0.3, "n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 128}
+SMALL_BLOOM = {"vocab_size": VOCABULARY, "initializer_range": 0.3, "hidden_size": 64, "n_layer": 2, "n_head": 4}
+FAMILIES = {
+    "llama": (transformers.LlamaConfig, GATED),
+    "mistral": (transformers.MistralConfig, GATED | {"sliding_window": None}),
+    "mixtral": (transformers.MixtralConfig, GATED | {"num_local_experts": 4}),
+    "gpt2": (transformers.GPT2Config, SMALL_GPT2),
+    "opt": (transformers.OPTConfig, SMALL_OPT | {"word_embed_proj_dim": 64, "init_std": 0.3, "max_position_embeddings": 256}),
+    "bloom": (transformers.BloomConfig, SMALL_BLOOM),
+    "gpt_neox": (transformers.GPTNeoXConfig, SMALL),
+}
+LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+LLAMA3 |= {"original_max_position_embeddings": 64}
+
+
+def made(family, folder, **changes):
+    """A random model with these values, all its biases different from zero, in transformers' own attention: the faster one
+    ignores the scale of GPT-2's."""
+    config_class, values = FAMILIES[family]
+    found = Reference(config_class(**values | changes, attn_implementation="eager"), folder)
+    with torch.no_grad():
+        for name, parameter in found.model.named_parameters():
+            if name.endswith("bias"):
+                parameter.normal_(0, 0.5)
+    found.model.save_pretrained(folder)
+    return found
+
+
+def error(model, expected):
+    """The largest difference of a logit from transformers', after a prompt and after a token."""
+    logits = [model.forward([Chunk(0, PROMPT, 0)]), model.forward([Chunk(0, [9], len(PROMPT))])]
+    texts = [PROMPT, [*PROMPT, 9]]
+    return max(float((torch.from_numpy(a[0].copy()) - expected.logits(b)).abs().max()) for a, b in zip(logits, texts))
+
+
+@pytest.mark.parametrize(
+    ("family", "field", "value"),
+    [
+        ("llama", "mlp_bias", True),
+        ("llama", "attention_bias", True),
+        ("llama", "hidden_act", "gelu"),
+        ("llama", "rope_scaling", {"rope_type": "linear", "factor": 2.0}),
+        ("mistral", "hidden_act", "gelu"),
+        ("mistral", "rope_scaling", LLAMA3),
+        ("mixtral", "hidden_act", "gelu"),
+        ("mixtral", "rope_scaling", LLAMA3),
+        ("gpt2", "activation_function", "relu"),
+        ("gpt2", "layer_norm_epsilon", 0.1),
+        ("gpt2", "scale_attn_weights", False),
+        ("gpt2", "scale_attn_by_inverse_layer_idx", True),
+        ("opt", "activation_function", "gelu"),
+        ("opt", "do_layer_norm_before", False),
+        ("opt", "_remove_final_layer_norm", True),
+        ("opt", "enable_bias", False),
+        ("opt", "word_embed_proj_dim", 32),
+        ("bloom", "layer_norm_epsilon", 0.1),
+        ("bloom", "apply_residual_connection_post_layernorm", True),
+        ("gpt_neox", "hidden_act", "relu"),
+        ("gpt_neox", "layer_norm_eps", 0.1),
+        ("gpt_neox", "use_parallel_residual", False),
+        ("gpt_neox", "attention_bias", False),
+    ],
+)
+def test_a_value_is_refused_that_the_library_computes_otherwise_or_not_at_all(tmp_path, monkeypatch, family, field, value):
+    expected = made(family, tmp_path / "model", **{field: value})
+    with pytest.raises(ModelError, match=f"^config.json: {field} is "):
+        serve(expected, tmp_path)
+    monkeypatch.setattr(neuron, "check_values", lambda legacy, model_type: None)
+    try:
+        model = serve(expected, tmp_path)
+    except ModelError:
+        return
+    assert error(model, expected) > 0.05
+
+
+@pytest.mark.parametrize(
+    ("family", "values"),
+    [
+        ("llama", {"rms_norm_eps": 0.1}),
+        ("llama", {"rope_scaling": LLAMA3, "rope_theta": 500000.0}),
+        ("llama", {"tie_word_embeddings": True}),
+        ("mistral", {"rope_theta": 500000.0}),
+        ("mixtral", {"num_experts_per_tok": 3}),
+        ("mixtral", {"sliding_window": WINDOW}),
+        ("gpt2", {"n_inner": 96}),
+        ("gpt2", {"activation_function": "gelu"}),
+        ("opt", {}),
+        ("opt", {"activation_function": "gelu_new"}),
+        ("opt", {"activation_function": "silu"}),
+        ("bloom", {"hidden_size": 96, "n_head": 6}),
+        ("gpt_neox", {}),
+        ("gpt_neox", {"rotary_pct": 1.0, "rotary_emb_base": 500000, "hidden_act": "gelu_fast"}),
+    ],
+    ids=str,
+)
+def test_other_values_have_the_logits_of_transformers(tmp_path, family, values):
+    expected = made(family, tmp_path / "model", **values)
+    assert error(serve(expected, tmp_path), expected) < 0.01
+
+
+def test_mixtral_is_refused_beyond_its_sliding_window(tmp_path):
+    with pytest.raises(ConfigError, match=r"48 \(MAX_TOTAL_TOKENS\) is more than the 32 positions over which"):
+        serve(made("mixtral", tmp_path / "model", sliding_window=32), tmp_path)
+
+
+def test_gpt_neox_in_the_form_of_transformers_5_keeps_its_rotary_dimensions_and_base(tmp_path):
+    expected = made("gpt_neox", tmp_path / "model", rotary_pct=1.0, rotary_emb_base=500000)
+    source = tmp_path / "model" / "config.json"
+    saved = json.loads(source.read_text())
+    saved["rope_parameters"] = {"rope_theta": saved.pop("rotary_emb_base"), "rope_type": "default"}
+    saved["rope_parameters"]["partial_rotary_factor"] = saved.pop("rotary_pct")
+    source.write_text(json.dumps({name: value for name, value in saved.items() if name not in ("rope_theta", "rope_scaling")}))
+    assert error(serve(expected, tmp_path), expected) < 0.01
+
+
+def save(expected, form):
+    """The checkpoint of a reference in an older form, in place of the safetensors."""
+    for path in Path(expected.folder).glob("*.safetensors"):
+        path.unlink()
+    if form == "split":
+        save_pretrained_split(expected.model, expected.folder)
+        assert (Path(expected.folder) / "pytorch_model.bin" / "key_to_filename.json").is_file()
+    else:
+        torch.save(expected.model.state_dict(), Path(expected.folder) / "pytorch_model.bin")
+
+
+@pytest.mark.parametrize("form", ["split", "pytorch_model.bin"])
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_checkpoints_of_older_forms_are_served_and_compiled(tmp_path, form, family):
+    expected = made(family, tmp_path / "model")
+    save(expected, form)
+    assert error(serve(expected, tmp_path), expected) < 0.01
+    output = tmp_path / "compiled"
+    words = ["--model-id", str(expected.folder), "--output", str(output), "--tp-degree", "1", "--dtype", "float32"]
+    assert verb.main([*words, "--max-total-tokens", str(WINDOW), "--max-batch-size", "1"]) == 0
+    build = Build.decide(Config(model_id=str(output), device="neuron"), output, Manifest.read(output))
+    assert error(NeuronModel(build, Path(tempfile.mkdtemp(dir=tmp_path))), expected) < 0.01
+
+
+class Evil:
+    def __reduce__(self):
+        return Path.touch, (Path(self.path),)
+
+
+def test_a_pickled_checkpoint_runs_no_code(tmp_path):
+    expected, evil = made("llama", tmp_path / "model"), Evil()
+    save(expected, "pytorch_model.bin")
+    evil.path = str(tmp_path / "ran")
+    torch.save({"a": evil}, Path(expected.folder) / "pytorch_model.bin")
+    with pytest.raises(ModelError, match="cannot be built for Neuron: UnpicklingError"):
+        serve(expected, tmp_path)
+    assert not (tmp_path / "ran").exists()
+
+
+def test_a_folder_of_optimum_neuron_is_compiled_with_its_values(reference, tmp_path):  # noqa: F811
+    made, folder = reference("llama, grouped"), tmp_path / "optimum"
+    section = {"task": "text-generation", "batch_size": 3, "num_cores": 2, "auto_cast_type": "fp32", "sequence_length": WINDOW}
+    section |= {"compiler_type": "neuronx-cc", "compiler_version": "2.15.143.0", "checkpoint_id": None}
+    folder.mkdir()
+    (folder / "checkpoint").symlink_to(made.folder)
+    config = json.loads((Path(made.folder) / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"neuron": section}))
+    build = Build.decide(Config(model_id=str(folder), device="neuron"), folder, Manifest.read(folder))
+    batch = Batch(NeuronModel(build, Path(tempfile.mkdtemp(dir=tmp_path))))
+    assert (batch.model.batch_size, build.programs.tp_degree, batch.model.max_total_tokens) == (3, 2, WINDOW)
+    batch.join(1, [3, 100, 7])
+    for _ in range(8):
+        batch.step()
+    assert_like(made, [3, 100, 7], batch.leave(1))
+
+
+@pytest.mark.parametrize("limit", [5, WINDOW - 1])
+def test_the_longest_prompt_runs_in_the_bucket_of_the_window(reference, tmp_path, limit):  # noqa: F811
+    made = reference("llama")
+    model = serve(made, tmp_path, max_batch_size=2, max_input_tokens=limit)
+    prompt = list(range(1, limit + 1))
+    logits = as_float32(model.forward([Chunk(1, prompt, 0)]))
+    assert abs(torch.from_numpy(logits[0].copy()) - made.logits(prompt)).max() < 1e-3
