@@ -1,4 +1,4 @@
-"""Checkpoints on the real library: what it computes otherwise than transformers is refused, all else has transformers' logits."""
+"""Checkpoints on the real library: what it computes otherwise than transformers is refused, the rest has the same logits."""
 
 import json
 import tempfile
@@ -9,6 +9,7 @@ import torch
 import transformers
 from test_server import Batch, as_float32, assert_like, cores, serve  # noqa: F401
 from test_simulator import ARCHITECTURES, SMALL, VOCABULARY, Reference, reference  # noqa: F401
+from transformers_neuronx.layers import attention
 from transformers_neuronx.module import save_pretrained_split
 
 from config import Config, ConfigError, Manifest
@@ -165,12 +166,13 @@ class Evil:
         return Path.touch, (Path(self.path),)
 
 
-def test_a_pickled_checkpoint_runs_no_code(tmp_path):
+def test_a_pickled_checkpoint_runs_no_code_whatever_the_default_of_torch(tmp_path, monkeypatch):
+    monkeypatch.setenv("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", "1")  # the default before torch 2.6
     expected, evil = made("llama", tmp_path / "model"), Evil()
     save(expected, "pytorch_model.bin")
     evil.path = str(tmp_path / "ran")
     torch.save({"a": evil}, Path(expected.folder) / "pytorch_model.bin")
-    with pytest.raises(ModelError, match="cannot be built for Neuron: UnpicklingError"):
+    with pytest.raises(ModelError, match="cannot be built for Neuron"):
         serve(expected, tmp_path)
     assert not (tmp_path / "ran").exists()
 
@@ -198,4 +200,15 @@ def test_the_longest_prompt_runs_in_the_bucket_of_the_window(reference, tmp_path
     model = serve(made, tmp_path, max_batch_size=2, max_input_tokens=limit)
     prompt = list(range(1, limit + 1))
     logits = as_float32(model.forward([Chunk(1, prompt, 0)]))
+    assert abs(torch.from_numpy(logits[0].copy()) - made.logits(prompt)).max() < 1e-3
+
+
+def test_a_window_of_4096_runs_long_prompts_through_the_kernel_for_them(reference, tmp_path, monkeypatch):  # noqa: F811
+    made, kernels, nki_call = reference("llama, long"), [], attention.nki_call
+    monkeypatch.setattr(attention, "nki_call", lambda kernel, *a, **b: kernels.append(kernel) or nki_call(kernel, *a, **b))
+    limits = {"max_total_tokens": 4096, "max_input_tokens": None, "prefill_buckets": (128,), "position_buckets": (4096,)}
+    model = serve(made, tmp_path, max_batch_size=1, **limits)
+    assert model.max_input_tokens == 4095 and kernels
+    prompt = [step * step % 255 + 1 for step in range(4095)]
+    logits = model.forward([Chunk(0, prompt, 0)])
     assert abs(torch.from_numpy(logits[0].copy()) - made.logits(prompt)).max() < 1e-3
