@@ -37,6 +37,10 @@ DEFAULT_MAX_TOTAL_TOKENS = 2048
 DEFAULT_BATCH_SIZE = 4
 DEVICE_TOP_K = 256  # most tokens that a device samples from, with SAMPLING=device
 
+# Options of transformers-neuronx's NeuronConfig that change no text and may change the speed, with their values.
+NEURON_CONFIG = {"collectives_layout": "BSH", "on_device_embedding": "true", "sequence_parallel_norm": "true"}
+NEURON_CONFIG |= {"sequence_parallel_norm_threshold": "[1-9][0-9]*", "shard_over_sequence": "true"}
+
 DTYPES = {"auto": "auto", "float32": "float32", "bfloat16": "bfloat16", "float16": "float16"}
 DTYPES |= {"fp32": "float32", "f32": "float32", "bf16": "bfloat16", "fp16": "float16", "f16": "float16"}
 
@@ -55,8 +59,26 @@ def _whole(value: str, low: int = 1, high: int | None = None) -> int:
     return number
 
 
+_from_0 = functools.partial(_whole, low=0)
+
+
 def _lengths(value: str) -> tuple[int, ...]:
     return tuple(sorted({_whole(part) for part in value.split(",")}))
+
+
+def _neuron_config(value: str) -> tuple[str, ...]:
+    options = sorted({part.strip() for part in value.split(",")})
+    names = [option.partition("=")[0] for option in options]
+    for name, option in zip(names, options):
+        if name not in NEURON_CONFIG:
+            raise ValueError(f"{name!r} is not an option; these are: {', '.join(NEURON_CONFIG)}")
+        if not re.fullmatch(NEURON_CONFIG[name], option.partition("=")[2]):
+            is_number = name == "sequence_parallel_norm_threshold"
+            allowed = "a positive whole number" if is_number else f"{NEURON_CONFIG[name]}, or left out"
+            raise ValueError(f"{name} must be {allowed}")
+        if names.count(name) > 1:
+            raise ValueError(f"{name} is given twice")
+    return tuple(options)
 
 
 def _ratio(value: str) -> float:
@@ -183,6 +205,9 @@ class Config:
     position_buckets: tuple[int, ...] | None = setting(None, "POSITION_BUCKETS",
         "Lengths of prompt plus completion to compile for Neuron; max_total_tokens is always included.",
         parse=_lengths, shown="powers of two from 128")
+    neuron_config: tuple[str, ...] | None = setting(None, "NEURON_CONFIG", "Options of the library to compile with, as "
+        f"NAME=VALUE: {', '.join(NEURON_CONFIG)}. They change no text; the flag may be repeated, the variable has commas.",
+        parse=_neuron_config)
     compile_workers: int | None = setting(None, "COMPILE_WORKERS",
         "Programs to compile for Neuron at the same time; each needs gigabytes of memory.",
         shown="one per processor and 8 GiB of memory")
@@ -236,6 +261,12 @@ class Config:
         "Seconds that a step may be stuck (far longer than usual) before the server exits with code 1.")
     graceful_termination_timeout: float = setting(25.0, "GRACEFUL_TERMINATION_TIMEOUT -g",
         "Seconds for running requests to finish after SIGTERM.")
+    profile: str | None = setting(None, "PROFILE PROF_PATH", "Folder for a trace of the worker's steps.",
+        parse=_folder, shown="/tmp/profile with PROF_STEP, else no trace")
+    prof_waitstep: int = setting(0, "PROF_WAITSTEP", "Steps to run before the trace begins.", parse=_from_0)
+    prof_warmupstep: int = setting(0, "PROF_WARMUPSTEP", "Steps to run with the profiler on before it records.", parse=_from_0)
+    prof_step: int | None = setting(None, "PROF_STEP", "Steps to record; 0 turns the trace off.", parse=_from_0,
+        shown="100 with profile")
     log_level: str = setting("info", "LOG_LEVEL", "Lowest level to log: error, warn, info or debug.",
         parse=_one_of("error", "warn", "info", "debug", aliases={"critical": "error", "warning": "warn", "trace": "debug"}))
     json_output: bool = setting(False, "JSON_OUTPUT", "Log one JSON object per line.")
@@ -395,7 +426,7 @@ def _given(argv: Sequence[str], environ: Mapping[str, str]) -> dict[str, str]:
         raise ConfigError(f"unknown argument {flag!r}{hint} (--help lists the settings)")
     for flag, values in vars(options).items():
         if values is not None:
-            if len(values) > 1 and flag in SETTINGS and flag != "--cors-allow-origin":
+            if len(values) > 1 and flag in SETTINGS and flag not in ("--cors-allow-origin", "--neuron-config"):
                 raise ConfigError(f"{flag} is given twice")
             given[flag] = ",".join(values).strip()
     return given

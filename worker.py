@@ -38,6 +38,7 @@ from models.base import DeviceLost, ModelError, StaticBatchModel
 from models.fetch import fetch
 from models.tokenizer import tokenizer_folder
 from outputs import ActiveRequest, StepOutput, last_rows, messages_of, rows_of
+from profiling import MakeMessages, Profiler
 from protocol import (
     Cancel,
     End,
@@ -106,10 +107,11 @@ class Worker:
         metrics: Metrics | None = None,
         web_processes: int = 0,  # how many to wait for before logging "Connected"
         grammars: Grammars | None = None,  # None where the device samples
+        make_messages: MakeMessages = messages_of,
     ):
         self.model, self.end, self.scheduler = model, end, scheduler
         self.metrics = metrics or Metrics()
-        self.steps = 0
+        self.steps, self._messages_of = 0, make_messages
         self.draining = False  # new requests are refused
         self.stopping = False  # running requests are ended, too
         self._eos_token_ids = eos_token_ids
@@ -301,7 +303,7 @@ class Worker:
     def _publish(self, outputs: list[StepOutput], finished: list[dict]) -> Iterator[tuple[bytes, Tokens | End]]:
         try:
             for output in outputs:
-                yield from messages_of(output)
+                yield from self._messages_of(output)
                 self.metrics.step(output)
             for fields in finished:
                 logger.info("request finished", extra={"fields": fields})
@@ -454,6 +456,7 @@ def boot(config: Config, end: WorkerEnd, metrics: Metrics) -> Worker:
             manifest = Manifest.read(folder)
             config, device, fetch_weights, load = models.prepare(config, folder, manifest)
             metrics.set_limits(config.max_batch_size or 0, config.max_input_tokens, config.max_total_tokens)
+        profiler = Profiler.of(config, device)
         dtypes = ["float32", "bfloat16"] if device == "neuron" else ["float32"]
         compiling = aside.submit(sampling.compile_loops, dtypes, Sampling()) if config.sampling != "device" else None
         tokenizer_check = aside.submit(check_tokenizer, config, folder)
@@ -507,7 +510,8 @@ def boot(config: Config, end: WorkerEnd, metrics: Metrics) -> Worker:
     )
     eos = frozenset(eos_token_ids)
     grammars = Grammars.load(tokenizer_dir, model.vocab_size, eos_token_ids) if model.sampling == "host" else None
-    return Worker(model, end, eos, scheduler, config.max_concurrent_requests, metrics, config.web_concurrency, grammars)
+    make = profiler.attach(model) if profiler else messages_of
+    return Worker(model, end, eos, scheduler, config.max_concurrent_requests, metrics, config.web_concurrency, grammars, make)
 
 
 def check_tokenizer(config: Config, folder: Path) -> tuple[Path, list[int]]:

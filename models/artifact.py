@@ -25,7 +25,7 @@ from urllib.parse import urlsplit
 
 import msgspec
 
-from config import DTYPES, Config, ConfigError, read_json
+from config import DTYPES, NEURON_CONFIG, Config, ConfigError, read_json
 from models.cache import digest, evict, installed, mark_used, renamed_when_complete
 
 logger = logging.getLogger("model")
@@ -49,6 +49,7 @@ def buckets(limit: int, given: Sequence[int] | None = None, flag: str = "") -> t
 
 
 Count = Annotated[int, msgspec.Meta(ge=1)]
+Option = Annotated[str, msgspec.Meta(pattern="^(" + "|".join(f"{k}={v}" for k, v in NEURON_CONFIG.items()) + ")$")]
 Counts = Annotated[tuple[Count, ...], msgspec.Meta(min_length=1)]
 
 
@@ -67,6 +68,7 @@ class Programs:
     compiler_version: str
     transformers_neuronx_version: str
     exporter: Literal["neuron-textgen"] = EXPORTER
+    neuron_config: tuple[Option, ...] = ()  # further options of the library, NAME=VALUE
 
     @property
     def max_total_tokens(self) -> int:
@@ -155,7 +157,7 @@ def with_programs(config: Config, programs: Programs, name: str) -> Config:
         given = getattr(config, setting) or 0
         if given > limit:
             raise ConfigError(f"{_named(setting, given)} is more than the {limit} that {name} was compiled for; {remedy}")
-    for setting in ("tp_degree", "dtype", "quantize", "sampling", "prefill_buckets", "position_buckets"):
+    for setting in ("tp_degree", "dtype", "quantize", "sampling", "prefill_buckets", "position_buckets", "neuron_config"):
         given, compiled = getattr(config, setting), getattr(programs, setting)
         is_subset = isinstance(given, tuple) and set(given) <= set(compiled)  # the limits are always buckets
         if given not in (None, "auto", compiled) and not is_subset:
@@ -175,7 +177,7 @@ def _named(setting: str, value: Any) -> str:
 
 
 def _shown(value: Any) -> str:
-    return ",".join(map(str, value)) if isinstance(value, (list, tuple)) else "none" if value is None else str(value)
+    return ",".join(map(str, value)) or "none" if isinstance(value, (list, tuple)) else "none" if value is None else str(value)
 
 
 def check_compiler(programs: Programs, installed: str, name: str) -> None:

@@ -39,6 +39,7 @@ COMPILER_BYTES = 8 * GIB  # host memory for each compiler process: an estimate, 
 LOGITS_DTYPES = ("float32", "bfloat16")  # that the host samples from; others are cast to float32
 GREEDY = (1, 1.0, 1.0)  # top_k, top_p, temperature of a slot where the device samples
 MIN_TEMPERATURE, MAX_TEMPERATURE = 0.01, 10000.0  # below is greedy; above makes no difference
+LLAMA, SHARD_OVER_SEQUENCE = "LlamaForSampling", "shard_over_sequence=true"
 AMP = {"float32": "f32", "bfloat16": "bf16", "float16": "f16"}
 
 
@@ -136,7 +137,15 @@ class Build:
                 sampling=config.sampling or "host",
                 compiler_version=compiler,
                 transformers_neuronx_version=str(library.__version__),
+                neuron_config=config.neuron_config or (),
             )
+        if programs.neuron_config and family.name != LLAMA:
+            raise ModelError(f"--neuron-config (NEURON_CONFIG) is for models of the library's class {LLAMA}, not {family.name}")
+        heads, kv_heads, degree = shape.heads, shape.kv_heads, programs.tp_degree
+        if SHARD_OVER_SEQUENCE in programs.neuron_config and (kv_heads == heads or degree % kv_heads):
+            rule = "needs fewer key-value heads than heads and a tp_degree that is a multiple of them"
+            found = f"this model has {heads} heads, {kv_heads} key-value heads and tp_degree {degree}"
+            raise ModelError(f"--neuron-config {SHARD_OVER_SEQUENCE} (NEURON_CONFIG) {rule}; {found}")
         workers = config.compile_workers or max(1, min(os.cpu_count() or 1, (host_memory() or 0) // COMPILER_BYTES))
         return cls(config, programs, family, legacy, folder, found, workers)
 
@@ -317,6 +326,8 @@ def make(build: Build, work_dir: Path) -> Any:
     if programs.quantize == "int8":
         options["quant"] = library.QuantizationConfig(quant_dtype="s8", dequant_dtype=AMP[programs.dtype])
     # A cast of bfloat16 logits to float32 would take the host longer than sampling from them.
+    for name, value in (option.split("=") for option in programs.neuron_config):
+        options[name] = value == "true" or (int(value) if value.isdigit() else value)
     options["cast_logits_dtype"] = programs.dtype if programs.dtype in LOGITS_DTYPES else "float32"
     lengths = {"n_positions": list(programs.position_buckets), "context_length_estimate": list(programs.prefill_buckets)}
     if not programs.continuous_batching:  # such families take single numbers

@@ -7,6 +7,7 @@ what OpenVINO cannot convert. Knows no requests and no sampling. Written for tra
 
 from __future__ import annotations
 
+import atexit
 import logging
 import math
 import os
@@ -246,6 +247,26 @@ class TorchModel:
             return np.concatenate([self._run([chunk], is_step=False) for chunk in chunks])
         except torch.AcceleratorError as error:  # every later call would fail as well
             raise DeviceLost(f"{type(error).__name__}: {first_line(error)}") from error
+
+    def profile(self, path: str, wait: int, warmup: int, active: int) -> None:
+        """Writes torch.profiler's Chrome trace of `active` calls of `forward` to `path`, after `wait` + `warmup` others."""
+        forward = self.forward
+
+        def write(profiler: torch.profiler.profile) -> None:
+            del self.forward  # what is left is the method
+            profiler.export_chrome_trace(path)
+            logger.info("Wrote the trace of torch.profiler to %s", path)
+
+        def profiled(chunks: Sequence[Chunk]) -> np.ndarray:
+            output = forward(chunks)
+            profiler.step()
+            return output
+
+        schedule = torch.profiler.schedule(wait=wait, warmup=warmup, active=active, repeat=1)
+        profiler = torch.profiler.profile(schedule=schedule, on_trace_ready=write)
+        self.forward = profiled
+        profiler.start()
+        atexit.register(profiler.stop)  # writes what there is when the process ends before
 
     @torch.inference_mode()
     def copy_prefix(self, source: int, target: int, tokens: int) -> None:

@@ -65,6 +65,7 @@ def refusal(call, *arguments):
         sampling=st.sampled_from(["host", "device"]),
         compiler_version=st.text(min_size=1),
         transformers_neuronx_version=st.text(min_size=1),
+        neuron_config=st.sampled_from([(), ("collectives_layout=BSH", "sequence_parallel_norm_threshold=512")]),
     )
 )
 def test_a_manifest_is_read_as_it_was_written(tmp_path_factory, programs):
@@ -167,6 +168,10 @@ def test_smaller_limits_and_equal_values_are_accepted():
         ({"quantize": "int8"}, "--quantize int8 (QUANTIZE) contradicts /x, compiled for none"),
         ({"prefill_buckets": (64, 128)}, "--prefill-buckets 64,128 (PREFILL_BUCKETS) contradicts /x, comp"),
         ({"sampling": "device"}, "--sampling device (SAMPLING) contradicts /x, compiled for host"),
+        (
+            {"neuron_config": ("on_device_embedding=true",)},
+            "--neuron-config on_device_embedding=true (NEURON_CONFIG) contradicts /x, compiled for none",
+        ),
         ({"position_buckets": (256,)}, "--position-buckets 256 (POSITION_BUCKETS) contradicts /x"),
     ],
     ids=str,

@@ -47,6 +47,11 @@ VALUES = {
     "prefill_buckets": [("7", (7,)), ("9, 8,9", (8, 9))],
     "position_buckets": [("7", (7,)), ("9,8", (8, 9))],
     "sampling": [("host", "host"), ("device", "device")],
+    "neuron_config": [
+        ("on_device_embedding=true", ("on_device_embedding=true",)),
+        ("shard_over_sequence=true, collectives_layout=BSH", ("collectives_layout=BSH", "shard_over_sequence=true")),
+    ],
+    "profile": [("/data", "/data"), ("~/profile", os.path.expanduser("~/profile"))],
     "waiting_served_ratio": [("0.3", 0.3), ("0", 0.0)],
     "hostname": [("127.0.0.1", "127.0.0.1"), ("::1", "::1")],
     "port": [("7000", 7000), ("9000", 9000)],
@@ -180,6 +185,12 @@ def test_origins_may_be_given_in_a_list_and_by_repeating_the_flag():
     assert "'a.example' is not an origin" in refusal(CORS_ALLOW_ORIGIN="a.example")
 
 
+def test_options_of_the_library_may_be_given_in_a_list_and_by_repeating_the_flag():
+    both = ("on_device_embedding=true", "sequence_parallel_norm_threshold=512")
+    assert of(NEURON_CONFIG=", ".join(both)).neuron_config == both
+    assert of("--neuron-config", both[1], "--neuron-config", both[0]).neuron_config == both
+
+
 def test_a_switch_needs_no_value_and_takes_the_usual_words():
     assert of("--json-output", "--port", "9000") == of("--json-output", "true", "--port=9000")
     assert of("--json-output", "false", JSON_OUTPUT="true").json_output is False
@@ -221,7 +232,7 @@ def test_what_resembles_no_flag_is_refused_without_a_guess(typed):
 def test_a_value_that_is_missing_empty_or_given_twice_is_refused(flag, entry):
     value = VALUES[entry.name][0][0]
     assert refusal(f"{flag}=") == f"{flag} needs a value"
-    if entry.name != "cors_allow_origin":
+    if entry.name not in ("cors_allow_origin", "neuron_config"):
         assert refusal(flag, value, f"{flag}={value}") == f"{flag} is given twice"
     if entry.type != "bool":
         assert refusal(flag, "") == f"{flag} needs a value"
@@ -246,6 +257,15 @@ WRONG |= {
     "device": {"tpu": "must be one of auto, cpu, cuda, neuron"},
     "dtype": {"int3": "must be one of auto, float32, bfloat16, float16"},
     "quantize": {"awq": "must be one of none, int8, int4"},
+    **dict.fromkeys(("prof_waitstep", "prof_warmupstep", "prof_step"), WHOLE_NUMBERS | {"-1": "must be at least 0"}),
+    "neuron_config": {
+        "fuse_mlp=true": "'fuse_mlp' is not an option; these are: collectives_layout, on_device_embedding, "
+        "sequence_parallel_norm, sequence_parallel_norm_threshold, shard_over_sequence",
+        "collectives_layout=SBH": "collectives_layout must be BSH, or left out",
+        "on_device_embedding": "on_device_embedding must be true, or left out",
+        "sequence_parallel_norm_threshold=0": "sequence_parallel_norm_threshold must be a positive whole number",
+        "shard_over_sequence=true,shard_over_sequence=false": "shard_over_sequence must be true, or left out",
+    },
     "log_level": {"loud": "must be one of error, warn, info, debug"},
 }
 

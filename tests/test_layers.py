@@ -34,8 +34,9 @@ MAY_IMPORT = {
     "chat": {"config"},
     "protocol": set(),
     "config": set(),
-    "worker": {"grammar", "masks", "metrics", "outputs", "sampling", "scheduler", "protocol", "config"}
+    "worker": {"grammar", "masks", "metrics", "outputs", "profiling", "sampling", "scheduler", "protocol", "config"}
     | {"models", "models.base", "models.fetch", "models.tokenizer"},
+    "profiling": {"outputs", "protocol", "models.base", "config"},
     "metrics": {"outputs", "scheduler", "protocol"},
     "masks": {"grammar", "protocol"},
     "outputs": {"grammar", "sampling", "scheduler", "protocol"},

@@ -421,6 +421,21 @@ def test_a_scaled_rotary_base_keeps_its_scaling():
         ),
         ({"model_type": "mistral", "sliding_window": 20}, {}, "24 (MAX_TOTAL_TOKENS) is more than the 20 positions"),
         ({}, {"quantize": "int4"}, "--quantize int4 (QUANTIZE) is not supported on Neuron; give int8 or none"),
+        (
+            {"model_type": "mistral"},
+            {"neuron_config": ("on_device_embedding=true",)},
+            "--neuron-config (NEURON_CONFIG) is for models of the library's class LlamaForSampling, not MistralForSampling",
+        ),
+        (
+            {"num_key_value_heads": 4},
+            {"neuron_config": ("shard_over_sequence=true",), "tp_degree": 2},
+            "--neuron-config shard_over_sequence=true (NEURON_CONFIG) needs fewer key-value heads than heads",
+        ),
+        (
+            {"num_key_value_heads": 2},
+            {"neuron_config": ("shard_over_sequence=true",), "tp_degree": 1},
+            "and a tp_degree that is a multiple of them; this model has 4 heads, 2 key-value heads and tp_degree 1",
+        ),
         ({}, {"tp_degree": 4}, "the cores are held by another process"),
     ],
 )
@@ -611,6 +626,39 @@ def test_programs_of_a_newer_compiler_are_refused_with_both_versions(tmp_path, m
 def test_int8_comes_from_the_manifest(tmp_path, built):
     serve(compiled(tmp_path, "--quantize", "int8"))
     assert built[-1].quant.quant_dtype == "s8"
+
+
+OPTIONS = ("collectives_layout=BSH", "on_device_embedding=true", "sequence_parallel_norm_threshold=512")
+
+
+def test_options_of_the_library_reach_it_and_come_from_the_manifest(tmp_path, built):
+    output = compiled(tmp_path, "--neuron-config", ",".join(OPTIONS))
+    serve(output)
+    serve(output, neuron_config=OPTIONS[:1])
+    assert not fake.compiles
+    for config in built:
+        assert (config.collectives_layout, config.on_device_embedding) == ("BSH", True)
+        assert (config.sequence_parallel_norm_threshold, config.sequence_parallel_norm) == (512, False)
+    assert len(built) == 3
+    with pytest.raises(ConfigError, match=r"--neuron-config shard_over_sequence=true \(NEURON_CONFIG\) contradicts"):
+        serve(output, neuron_config=("shard_over_sequence=true",))
+
+
+def test_programs_with_other_options_of_the_library_are_compiled_anew_and_kept_beside(tmp_path, caplog):
+    caplog.set_level("INFO")
+    for options in (None, OPTIONS, None, OPTIONS):
+        load(tmp_path, neuron_config=options)
+        fake.restart()
+    assert caplog.text.count("Compiling, because") == 2
+    assert "neuron_config collectives_layout=BSH,on_device_embedding=true" in caplog.text
+
+
+def test_an_option_that_is_not_known_in_a_manifest_is_refused(tmp_path):
+    output = compiled(tmp_path, "--neuron-config", OPTIONS[0])
+    path = output / "config.json"
+    path.write_text(path.read_text().replace("collectives_layout=BSH", "collectives_layout=SBH"))
+    with pytest.raises(ConfigError, match=r"`neuron` cannot be served .*neuron_config"):
+        serve(output)
 
 
 def test_sampling_on_the_device_comes_from_the_manifest(tmp_path):

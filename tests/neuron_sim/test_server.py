@@ -109,6 +109,29 @@ def test_requests_that_come_and_go_get_transformers_text(reference, tmp_path, na
     assert_like(made, [50, 60], batch.leave(0))
 
 
+@pytest.mark.parametrize(
+    "options",
+    [
+        ["collectives_layout=BSH"],
+        ["on_device_embedding=true"],
+        ["sequence_parallel_norm=true", "sequence_parallel_norm_threshold=16"],
+        ["on_device_embedding=true", "sequence_parallel_norm=true", "sequence_parallel_norm_threshold=16"],
+        ["shard_over_sequence=true"],
+        ["collectives_layout=BSH", "on_device_embedding=true", "shard_over_sequence=true"],
+    ],
+    ids=",".join,
+)
+def test_options_of_the_library_change_no_text(reference, tmp_path, options):  # noqa: F811
+    made = reference("llama, grouped")
+    buckets = {"prefill_buckets": (8, 32), "max_input_tokens": 32}  # above 16 they have to divide by tp_degree
+    model = serve(made, tmp_path, max_batch_size=2, tp_degree=2, neuron_config=tuple(options), **buckets)
+    long = [(7 * i) % 255 + 1 for i in range(32)]
+    rows = [model.forward([Chunk(1, long, 0)])[0], model.forward([Chunk(0, [9], 0)])[0]]
+    rows += [*model.forward([Chunk(0, [4], 1), Chunk(1, [5], 32)])]
+    for row, text in zip(rows, ([*long], [9], [9, 4], [*long, 5])):
+        assert np.abs(row - made.logits(text).numpy()).max() < 1e-3 and row.argmax() == made.logits(text).argmax()
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_logits_are_views_in_the_librarys_order_and_stay_as_they_are(reference, tmp_path, dtype):  # noqa: F811
     """The layout that sampling.py and bench/simulated are made for, and a fresh buffer for each call."""
