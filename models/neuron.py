@@ -30,16 +30,15 @@ from models.artifact import Artifact, Cache, Programs, buckets
 from models.base import Chunk, DeviceLost, Logits, ModelError, SampledIds, first_line, named, progress_logged, reported_as
 from models.checkpoint import check_values, legacy_config
 from models.fetch import fetch_artifact, fetch_checkpoint, fetch_weights
-from models.machine import GIB, Machine, detect, host_memory, usable_cores
+from models.machine import Machine, detect, host_memory, usable_cores
 
 logger = logging.getLogger("model")
 
 CORES_WAIT_S, CORES_RETRY_S = 60.0, 2.0  # for cores of another process: a container that is being replaced needs some time
-COMPILER_BYTES = 8 * GIB  # host memory for each compiler process: an estimate, a large model takes several GB
 LOGITS_DTYPES = ("float32", "bfloat16")  # that the host samples from; others are cast to float32
 GREEDY = (1, 1.0, 1.0)  # top_k, top_p, temperature of a slot where the device samples
 MIN_TEMPERATURE, MAX_TEMPERATURE = 0.01, 10000.0  # below is greedy; above makes no difference
-LLAMA, SHARD_OVER_SEQUENCE = "LlamaForSampling", "shard_over_sequence=true"
+LLAMA = "LlamaForSampling"  # the class that has the options of --neuron-config
 AMP = {"float32": "f32", "bfloat16": "bf16", "float16": "f16"}
 
 
@@ -120,7 +119,7 @@ class Build:
             machine = _machine(config)
             sizing = plan.choose(shape, machine, config)
             logger.info("On %s with %d cores: %s", machine.instance or "this machine", machine.cores, sizing)
-            if warning := shape.loading_warning(machine):
+            if warning := shape.memory_warning(machine):
                 logger.warning(warning)
             length, slots, dtype = sizing.length, sizing.batch_size, shape.served_in(config.dtype)
             config = dataclasses.replace(
@@ -141,12 +140,7 @@ class Build:
             )
         if programs.neuron_config and family.name != LLAMA:
             raise ModelError(f"--neuron-config (NEURON_CONFIG) is for models of the library's class {LLAMA}, not {family.name}")
-        heads, kv_heads, degree = shape.heads, shape.kv_heads, programs.tp_degree
-        if SHARD_OVER_SEQUENCE in programs.neuron_config and (kv_heads == heads or degree % kv_heads):
-            rule = "needs fewer key-value heads than heads and a tp_degree that is a multiple of them"
-            found = f"this model has {heads} heads, {kv_heads} key-value heads and tp_degree {degree}"
-            raise ModelError(f"--neuron-config {SHARD_OVER_SEQUENCE} (NEURON_CONFIG) {rule}; {found}")
-        workers = config.compile_workers or max(1, min(os.cpu_count() or 1, (host_memory() or 0) // COMPILER_BYTES))
+        workers = config.compile_workers or max(1, min(os.cpu_count() or 1, (host_memory() or 0) // plan.COMPILER_BYTES))
         return cls(config, programs, family, legacy, folder, found, workers)
 
     def checkpoint(self) -> Path:

@@ -23,12 +23,16 @@ from typing import Any
 import config as configuration
 from config import DTYPES, Config, ConfigError, read_json
 from models.base import ModelError
+from models.checkpoint import check_values, legacy_config
 from models.fetch import fetch
 from models.machine import GIB, Machine
 
 CORE_BYTES = 16 * GIB  # HBM of a NeuronCore-v2 (SDK@v2.25.0:general/arch/neuron-hardware/inf2-arch.rst:32-70)
 HEADROOM = 0.8  # share of a core to fill; compiled code, scratch, logits and the runtime need the rest (an estimate)
 MAX_BATCH_SIZE, MAX_LENGTH = 32, 4096  # defaults; larger values must be set explicitly
+USEFUL_LENGTH = 2048  # of a slot: no machine with room for less is recommended
+COMPILER_BYTES = 8 * GIB  # host memory for each compiler process: an estimate, a large model takes several GB
+ON_DEVICE_EMBEDDING, SHARD_OVER_SEQUENCE = "on_device_embedding=true", "shard_over_sequence=true"  # of --neuron-config
 WIDTHS = {"float32": 4, "bfloat16": 2, "float16": 2}  # bytes
 
 CONTINUOUS_BATCHING = GATED = ("llama", "mistral", "mixtral")  # gated: three MLP matrices, RMSNorm, no biases
@@ -138,12 +142,13 @@ class Shape:
         """Host memory during loading: the checkpoint, and the embedding tables in float32 (T/llama/model.py:280-286)."""
         return self.parameters * WIDTHS[self.dtype] + 4 * self.hidden * (self.vocab + self.positions)
 
-    def loading_warning(self, machine: Machine) -> str | None:
-        """One line where the machine's host memory looks too small."""
-        if machine.host_bytes is None or self.host_bytes <= machine.host_bytes:
+    def memory_warning(self, machine: Machine) -> str | None:
+        """One line where the machine's host memory looks too small to load the model, or to compile it."""
+        if machine.host_bytes is None or self.host_bytes + COMPILER_BYTES <= machine.host_bytes:
             return None
         needed, there = self.host_bytes / GIB, machine.host_bytes / GIB
-        return f"loading takes about {needed:.1f} GiB of host memory and there are {there:.1f}; compiling takes several more"
+        compiling = f"compiling about {COMPILER_BYTES // GIB} more; `compile` needs no device and runs on a larger machine"
+        return f"there are {there:.1f} GiB of host memory: loading takes about {needed:.1f}, {compiling}"
 
     def matrix_parameters(self, tp_degree: int) -> int:
         """Of one layer's attention and MLP matrices on all cores together, padded for `tp_degree`."""
@@ -193,6 +198,7 @@ class Sizing:
     length: int  # positions of a slot
     dtype: str = "auto"
     quantize: str | None = None  # int8: the matrices of the layers
+    neuron_config: Sequence[str] = ()
 
     @property
     def _width(self) -> int:
@@ -200,12 +206,12 @@ class Sizing:
 
     @property
     def weights_bytes(self) -> int:
-        """Matrices / tp_degree with padded heads, plus what every core repeats; the embedding table is on the host."""
+        """Matrices / tp_degree with padded heads, plus what every core repeats. The embedding table is usually on the host."""
         shape, tp_degree, width = self.shape, self.tp_degree, self._width
         matrices = shape.matrix_parameters(tp_degree) // tp_degree
         layer = matrices * (1 if self.quantize else width) + shape.vector_parameters * width
-        head = shape.hidden * _round_up(shape.vocab, tp_degree) // tp_degree
-        return shape.layers * layer + (head + shape.norm_parameters) * width
+        table, tables = _round_up(shape.vocab, tp_degree) // tp_degree, 2 if ON_DEVICE_EMBEDDING in self.neuron_config else 1
+        return shape.layers * layer + (shape.hidden * table * tables + shape.norm_parameters) * width
 
     @property
     def kv_bytes(self) -> int:
@@ -223,7 +229,7 @@ class Sizing:
     @property
     def unsupported(self) -> str | None:
         """Why the library cannot run this, whatever the memory, and what would work; None: it can."""
-        shape, tp_degree, experts = self.shape, self.tp_degree, self.shape.experts
+        shape, tp_degree, experts, kv_heads = self.shape, self.tp_degree, self.shape.experts, self.shape.kv_heads
         if self.batch_size > 1 and shape.model_type in ONE_SLOT:
             setting = f"--max-batch-size {self.batch_size} (MAX_BATCH_SIZE)"
             return f"{setting}: {shape.model_type} models run one request at a time on Neuron; give 1"
@@ -232,6 +238,9 @@ class Sizing:
         if shape.model_type == "gpt_neox" and shape.heads % tp_degree:
             degrees = [degree for degree in allowed_tp_degrees(None, shape.heads) if shape.heads % degree == 0]
             return f"tp_degree {tp_degree} does not divide the {shape.heads} heads; {', '.join(map(str, degrees))} would"
+        if SHARD_OVER_SEQUENCE in self.neuron_config and (kv_heads in (shape.heads, tp_degree) or tp_degree % kv_heads):
+            rule = f"needs more heads than its {kv_heads} key-value heads, and a tp_degree of two or more times {kv_heads}"
+            return f"--neuron-config {SHARD_OVER_SEQUENCE} (NEURON_CONFIG) {rule}; not {shape.heads} and {tp_degree}"
         if experts and experts % tp_degree and tp_degree % experts:  # T/mixtral/config.py:61
             return f"tp_degree {tp_degree} and {experts} experts: one has to divide the other; {experts} would work"
         # The library pads the columns of all experts as one matrix: a remainder would shift them to the next expert's cores.
@@ -289,7 +298,7 @@ def choose(shape: Shape, machine: Machine, config: Config) -> Sizing:
     lengths = [longest >> n for n in range(16) if n == 0 or longest >> n >= 128]
     batch_sizes = [1 << n for n in range(shape.default_slots.bit_length())]
     sizings = [
-        Sizing(shape, tp_degree, batch_size, length, config.dtype, config.quantize)
+        Sizing(shape, tp_degree, batch_size, length, config.dtype, config.quantize, config.neuron_config or ())
         for tp_degree in ([degree] if degree else degrees)
         for length in ([config.max_total_tokens] if config.max_total_tokens else lengths)
         for batch_size in sorted({config.slots(length, slots) for slots in batch_sizes})
@@ -304,12 +313,14 @@ def choose(shape: Shape, machine: Machine, config: Config) -> Sizing:
     return max(working, key=lambda sizing: (sizing.length, sizing.batch_size, -sizing.total_bytes))
 
 
-def published(shape: Shape, config: Config) -> list[Figure]:
-    """The published figures for models of exactly this size; there are none in float32."""
+def published(sizing: Sizing, config: Config, instance: str) -> list[Figure]:
+    """The published figures for models of exactly this size on an instance; there are none in float32."""
+    shape, degree = sizing.shape, sizing.tp_degree
     if shape.experts or shape.served_in(config.dtype) == "float32":
         return []
     models = [model for model, sizes in PUBLISHED_SHAPES.items() if sizes.items() <= asdict(shape).items()]
-    return [row for row in PUBLISHED if row.model in models and row.quantize == config.quantize]
+    rows = [row for row in PUBLISHED if row.model in models and (row.quantize, row.instance) == (config.quantize, instance)]
+    return [row for row in rows if row.tp_degree in (None, degree) or (row.replicas > 1 and not config.tp_degree)]
 
 
 def report(name: str, shape: Shape, machines: Sequence[Machine], config: Config) -> Iterator[str]:
@@ -317,6 +328,7 @@ def report(name: str, shape: Shape, machines: Sequence[Machine], config: Config)
     served = shape.served_in(config.dtype) + (", its layers in int8" if config.quantize else "")
     yield f"{name} ({shape.model_type}): {shape.parameters:,} parameters in {shape.dtype}, {shape.layers} layers"
     yield f"served in {served}; window: {shape.window or 'unlimited'}; host memory to load it: {shape.host_bytes / GIB:.1f} GiB"
+    useful = min(USEFUL_LENGTH, shape.window or USEFUL_LENGTH, config.max_total_tokens or USEFUL_LENGTH)
     recommended: list[tuple[int, float, str]] = []  # longest first, then cheapest
     for machine in machines:
         price = PRICES[machine.instance]
@@ -328,54 +340,58 @@ def report(name: str, shape: Shape, machines: Sequence[Machine], config: Config)
             yield f"  {error}"
             continue
         yield f"  {sizing}"
-        if warning := shape.loading_warning(machine):
+        if warning := shape.memory_warning(machine):
             yield f"  {warning}"
-        else:
+        if sizing.length >= useful and shape.host_bytes <= machine.host_bytes:
             recommended.append((-sizing.length, price, machine.instance))
         largest, slots = [], range(1, (config.max_batch_size or shape.default_slots) + 1)
         for length in [n for n in (1024, 2048, 4096, 8192, 16384) if n <= (shape.window or n)] or [shape.window]:
             fitting = [n for n in slots if replace(sizing, batch_size=n, length=length).fits]
             largest.append(f"{max(fitting, default='none')} for {length}")
         yield f"  largest batch size (up to {slots[-1]}) by length: {', '.join(largest)}"
-        yield from _figures(machine.instance, sizing, config)
-    if len(machines) > 1:
-        yield ""
-        longest, _price, instance = min(recommended, default=(0, 0, None))
-        why = f"{instance}, the cheapest for length {-longest}" if instance else "none, as nothing fits"
-        yield f"Recommended: {why}."
+        figures = sorted(published(sizing, config, machine.instance), key=lambda row: row.tokens_per_s)
+        for row in figures:
+            yield from _lines(row)
+        replicas = figures[-1].replicas if figures else 1
+        if replicas > 1 and (each := replace(sizing, tp_degree=figures[-1].tp_degree)).fits:  # more tokens for the same dollars
+            yield f"  recommended here, by these figures: {replicas} replicas, each with {each}"
     yield ""
-    yield f"At most {HEADROOM:.0%} of a core's memory is filled: compiled code, scratch and the runtime need the rest."
-    yield "Speeds measured by others are those of other servers."
-    yield "Prices as of {as_of}: {source}.".format(**_DATA["prices"])
+    if len(machines) > 1:
+        longest, _price, instance = min(recommended, default=(0, 0, None))
+        none = f"none, as no machine has room for a length of {useful}"
+        yield f"Recommended: {f'{instance}, the cheapest for length {-longest}' if instance else none}."
+        yield ""
+    yield from _DATA["notes"]
 
 
-def _figures(instance: str, sizing: Sizing, config: Config) -> Iterator[str]:
-    for row in published(sizing.shape, config):
-        if row.instance == instance and row.tp_degree in (None, sizing.tp_degree):
-            length = f", length {row.length}" if row.length else ""
-            prompt = f" ({row.prompt} of it prompt)" if row.prompt else ""
-            latency = f", first token {row.ttft_ms:g} ms, then {row.token_ms:g} ms each" if row.ttft_ms else ""
-            cost = PRICES[instance] / 3600 / row.tokens_per_s * 1e6
-            yield f"  measured by others: {row.model}, batch size {row.batch_size}{length}{prompt}:"
-            yield f"    {row.tokens_per_s:.1f} tokens/s{latency}, ${cost:.2f} per million tokens"
-            yield f"    [{row.source}]"
+def _lines(row: Figure) -> Iterator[str]:
+    length = f", length {row.length}" if row.length else ""
+    prompt = f" ({row.prompt} of it prompt)" if row.prompt else ""
+    latency = f", first token {row.ttft_ms:g} ms, then {row.token_ms:g} ms each" if row.ttft_ms else ""
+    replicas = f", {row.replicas} replicas of tp_degree {row.tp_degree}" if row.replicas > 1 else ""
+    cost = PRICES[row.instance] / 3600 / row.tokens_per_s * 1e6
+    yield f"  measured by others: {row.model}, batch size {row.batch_size}{length}{prompt}{replicas}:"
+    yield f"    {row.tokens_per_s:.1f} tokens/s{latency}, ${cost:.2f} per million tokens"
+    yield f"    [{row.source}]"
 
 
 USAGE = """entrypoint.sh plan --model-id X [--instance TYPE] [flags]
 
 Shows what fits on which AWS Neuron machine. Only the model's config.json is read (without --model-id the demonstration
 model's). The flags are those of `serve` (entrypoint.sh --help lists them); these are used: --model-id --revision
---max-total-tokens --max-batch-size --tp-degree --dtype --quantize."""
+--max-total-tokens --max-batch-size --tp-degree --dtype --quantize --neuron-config."""
 
 
 def main(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(usage=USAGE, allow_abbrev=False, exit_on_error=False)
-    parser.add_argument("--instance", choices=INSTANCES, help="EC2 instance type; default: all")
+    parser.add_argument("--instance", choices=INSTANCES, type=lambda name: name.removeprefix("ml."), help="of EC2 or SageMaker")
     try:
         options, flags = parser.parse_known_args(argv)
         config = configuration.parse(flags, os.environ)
         folder, _commit = fetch(config, ["config.json"])
-        shape = Shape.from_config(read_json(folder / "config.json", required=True))
+        model_config = read_json(folder / "config.json", required=True)
+        shape = Shape.from_config(model_config)
+        check_values(legacy_config(model_config), shape.model_type)
         machines = [machine for name, machine in INSTANCES.items() if options.instance in (None, name)]
         for line in report(config.model_name, shape, machines, config):
             indent = " " * (len(line) - len(line.lstrip()) + 4)

@@ -54,7 +54,7 @@ MAY_IMPORT = {
     "models.neuron": {"models.artifact", "models.checkpoint", "models.plan", "models.machine", "models.fetch"}
     | {"models.base", "config"},
     "models.compile": {"models.neuron", "models.artifact", "models.machine", "models.fetch", "models.base", "config"},
-    "models.plan": {"models.machine", "models.fetch", "models.base", "config"},
+    "models.plan": {"models.checkpoint", "models.machine", "models.fetch", "models.base", "config"},
     "models.artifact": {"models.cache", "config"},
     "models.checkpoint": {"models.base"},
     "models.machine": {"config"},

@@ -429,12 +429,12 @@ def test_a_scaled_rotary_base_keeps_its_scaling():
         (
             {"num_key_value_heads": 4},
             {"neuron_config": ("shard_over_sequence=true",), "tp_degree": 2},
-            "--neuron-config shard_over_sequence=true (NEURON_CONFIG) needs fewer key-value heads than heads",
+            "--neuron-config shard_over_sequence=true (NEURON_CONFIG) needs more heads than its 4 key-value heads",
         ),
         (
             {"num_key_value_heads": 2},
-            {"neuron_config": ("shard_over_sequence=true",), "tp_degree": 1},
-            "and a tp_degree that is a multiple of them; this model has 4 heads, 2 key-value heads and tp_degree 1",
+            {"neuron_config": ("shard_over_sequence=true",), "tp_degree": 2},
+            "needs more heads than its 2 key-value heads, and a tp_degree of two or more times 2; not 4 and 2",
         ),
         ({}, {"tp_degree": 4}, "the cores are held by another process"),
     ],

@@ -341,19 +341,36 @@ def test_any_even_tp_degree_may_be_set_on_inferentia2():
     assert choose(SHAPES["Llama-3-8B"], Machine(24, "inf2"), tp_degree=16).tp_degree == 16
 
 
-def test_too_little_host_memory_is_a_warning():
-    small, large = (SHAPES["Llama-3-8B"].loading_warning(Machine(2, host_bytes=gib * GIB)) for gib in (16, 128))
-    assert "16.9 GiB" in small and "16.0" in small
-    assert large is None
+@pytest.mark.parametrize("gib, is_enough", [(16, False), (24, False), (25, True), (None, True)])
+def test_too_little_host_memory_for_loading_or_compiling_is_a_warning(gib, is_enough):
+    warning = SHAPES["Llama-3-8B"].memory_warning(Machine(2, host_bytes=gib and gib * GIB))
+    assert (warning is None) == is_enough
+    if warning:
+        assert f"there are {gib:.1f} GiB of host memory: loading takes about 16.9, compiling about 8 more" in warning
+
+
+def test_the_embedding_table_on_the_device_takes_memory_of_the_cores():
+    plain, embedded = (Sizing(SHAPES["Llama-3-8B"], 8, 4, 4096, neuron_config=o) for o in ((), ("on_device_embedding=true",)))
+    assert embedded.weights_bytes - plain.weights_bytes == 128256 * 4096 * 2 // 8
+
+
+def test_a_sharded_sequence_decides_the_tp_degree():
+    sizing = choose(SHAPES["Llama-3-8B"], INSTANCES["inf2.48xlarge"], neuron_config=("shard_over_sequence=true",))
+    assert sizing.tp_degree == 24  # of 1, 2, 4, 8, 12 and 24 the only one that is a multiple of 8 and more than 8
+    for name in ("inf2.xlarge", "inf2.24xlarge"):
+        with pytest.raises(ConfigError, match="needs more heads than its 8 key-value heads, and a tp_degree of two or more"):
+            choose(SHAPES["Llama-3-8B"], INSTANCES[name], neuron_config=("shard_over_sequence=true",))
 
 
 def test_published_figures_are_for_that_size_and_that_quantization():
-    llama_3 = SHAPES["Llama-3-8B"]
-    plain, int8, float32 = (Config(model_id="x", **more) for more in ({}, {"quantize": "int8"}, {"dtype": "float32"}))
-    assert {row.model for row in published(llama_3, int8)} == {"Llama-3-8B"}
-    assert {row.tokens_per_s for row in published(llama_3, plain)} == {734.6}
-    assert published(llama_3, float32) == published(SHAPES["Mixtral-8x7B"], plain) == []
-    assert all(published(SHAPES[name], plain) for name in PUBLISHED_SHAPES)
+    def figures(name, **settings):
+        return published(Sizing(SHAPES[name], 24, 1, 4096), Config(model_id="x", **settings), "inf2.48xlarge")
+
+    assert {row.model for row in figures("Llama-3-8B", quantize="int8")} == {"Llama-3-8B"}
+    assert {row.tokens_per_s for row in figures("Llama-3-8B")} == {734.6}
+    assert figures("Llama-3-8B", tp_degree=24) == []  # published for 3 servers of 8 cores
+    assert figures("Llama-3-8B", dtype="float32") == figures("Mixtral-8x7B") == []
+    assert all(figures(name) for name in PUBLISHED_SHAPES)
 
 
 def test_every_published_figure_has_its_source_and_its_machine():
@@ -402,11 +419,44 @@ def test_plan_prints_every_instance(run, folder, name):
     "name, instance",
     [
         ("Llama-3-8B", "trn1.2xlarge"),  # an inf2.xlarge has too little host memory to load it
+        ("Llama-2-7B", "inf2.xlarge"),  # which has enough to load it, and too little to compile it
         ("Llama-2-70B", "inf2.48xlarge"),  # an inf2.24xlarge has room for a length of 1024
     ],
 )
 def test_plan_recommends_the_cheapest_machine_for_the_whole_length(run, folder, name, instance):
     assert f"Recommended: {instance}, " in run("--model-id", folder(name))[1]
+
+
+def test_plan_warns_where_a_model_that_can_be_loaded_cannot_be_compiled(run, folder):
+    model = folder("Llama-2-7B")
+    output = run("--model-id", model, "--instance", "inf2.xlarge")[1]
+    assert "there are 16.0 GiB of host memory: loading takes about 13.0, compiling about 8 more" in " ".join(output.split())
+    assert "of host memory: " not in run("--model-id", model, "--instance", "inf2.8xlarge")[1]
+
+
+def test_plan_recommends_nothing_below_a_useful_length(folder):
+    def recommendation(**settings):
+        machines = [INSTANCES[name] for name in ("inf2.xlarge", "inf2.24xlarge")]  # 70B fits with a length of 1024
+        lines = list(plan.report("x", SHAPES["Llama-2-70B"], machines, Config(model_id="x", **settings)))
+        return next(line for line in lines if line.startswith("Recommended: "))
+
+    assert recommendation() == "Recommended: none, as no machine has room for a length of 2048."
+    assert recommendation(max_total_tokens=512) == "Recommended: inf2.24xlarge, the cheapest for length 512."
+
+
+def test_plan_recommends_replicas_where_they_were_published_to_give_more_tokens(run, folder):
+    argv = "--model-id", folder("Llama-3-8B"), "--instance", "ml.inf2.48xlarge"
+    output = " ".join(run(*argv)[1].split())
+    assert "Llama-3-8B, batch size 32, length 4096, 3 replicas of tp_degree 8: 734.6 tokens/s, $4.91 per million" in output
+    assert "recommended here, by these figures: 3 replicas, each with tp_degree 8, batch size 32, length 4096" in output
+    for other in (["--tp-degree", "24"], ["--quantize", "int8"]):  # int8: 859.1 tokens/s with all cores
+        assert "recommended here" not in run(*argv, *other)[1]
+    assert "recommended here" not in run(*argv, "--max-batch-size", "180")[1]  # which fits on 24 cores and not on 8
+
+
+@pytest.mark.parametrize("name", ["trn1n.32xlarge", "ml.trn1n.32xlarge"])
+def test_plan_knows_the_machines_by_the_names_of_ec2_and_of_sagemaker(run, folder, name):
+    assert "\ntrn1n.32xlarge, $24.78 an hour\n" in run("--model-id", folder("TinyLlama"), "--instance", name)[1]
 
 
 def test_plan_prints_choice_speed_and_price(run, folder):
@@ -446,6 +496,7 @@ def test_plan_for_a_model_that_does_not_fit_says_what_would(run, folder):
         (["--model-id", "{model}", "--instance", "p5.48xlarge"], "p5.48xlarge"),
         (["--model-id", "{model}", "--max-batch-size", "0"], "'0'"),
         (["--model-id", "{model}", "--dtype", "int4"], "int4"),
+        (["--model-id", "{biased}"], "config.json: mlp_bias is True and transformers-neuronx computes False"),
         (["--model-id", "{model}", "--colour"], "unknown argument '--colour'"),
     ],
 )
@@ -454,6 +505,8 @@ def test_plan_refuses_in_one_line_with_code_2(run, folder, tmp_path, argv, words
     (tmp_path / "broken").mkdir()
     (tmp_path / "broken" / "config.json").write_text("{")
     paths = {"empty": tmp_path / "empty", "broken": tmp_path / "broken", "model": folder("TinyLlama")}
+    paths["biased"] = folder("Llama-3-8B")  # refused by `serve` in the same words
+    (paths["biased"] / "config.json").write_text(json.dumps(CONFIGS["Llama-3-8B"] | {"mlp_bias": True}))
     code, output, errors = run(*(word.format(**paths) for word in argv))
     assert (code, output) == (2, "")
     assert errors.startswith("error: ") and words in errors and len(errors.splitlines()) == 1

@@ -124,7 +124,8 @@ def test_requests_that_come_and_go_get_transformers_text(reference, tmp_path, na
 def test_options_of_the_library_change_no_text(reference, tmp_path, options):  # noqa: F811
     made = reference("llama, grouped")
     buckets = {"prefill_buckets": (8, 32), "max_input_tokens": 32}  # above 16 they have to divide by tp_degree
-    model = serve(made, tmp_path, max_batch_size=2, tp_degree=2, neuron_config=tuple(options), **buckets)
+    tp_degree = 4 if "shard_over_sequence=true" in options else 2  # more than there are key-value heads
+    model = serve(made, tmp_path, max_batch_size=2, tp_degree=tp_degree, neuron_config=tuple(options), **buckets)
     long = [(7 * i) % 255 + 1 for i in range(32)]
     rows = [model.forward([Chunk(1, long, 0)])[0], model.forward([Chunk(0, [9], 0)])[0]]
     rows += [*model.forward([Chunk(0, [4], 1), Chunk(1, [5], 32)])]
