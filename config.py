@@ -62,6 +62,13 @@ def _whole(value: str, low: int = 1, high: int | None = None) -> int:
 _from_0 = functools.partial(_whole, low=0)
 
 
+def _chunk(value: str) -> int:
+    number = _from_0(value)
+    if number in (1, 2):  # so that no chunk of a longer prompt has one token
+        raise ValueError("must be 0 (off) or at least 3")
+    return number
+
+
 def _lengths(value: str) -> tuple[int, ...]:
     return tuple(sorted({_whole(part) for part in value.split(",")}))
 
@@ -208,6 +215,9 @@ class Config:
     neuron_config: tuple[str, ...] | None = setting(None, "NEURON_CONFIG", "Options of the library to compile with, as "
         f"NAME=VALUE: {', '.join(NEURON_CONFIG)}. They change no text; the flag may be repeated, the variable has commas.",
         parse=_neuron_config)
+    prefill_chunk: int | None = setting(None, "PREFILL_CHUNK", "Tokens of a long prompt that Neuron runs between two decode "
+        "steps of the running requests; 0 runs prompts whole. Part of what is compiled.", parse=_chunk,
+        shown="128 for Llama and Mistral, else 0")
     compile_workers: int | None = setting(None, "COMPILE_WORKERS",
         "Programs to compile for Neuron at the same time; each needs gigabytes of memory.",
         shown="one per processor and 8 GiB of memory")

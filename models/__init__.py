@@ -47,7 +47,7 @@ def prepare(config: Config, folder: Path, manifest: Manifest) -> tuple[Config, s
 
         build = Build.decide(config, folder, manifest)
         return build.config, device, build.checkpoint, lambda announce: NeuronModel(build, run_dir(), announce)
-    for_neuron = ["tp_degree", "prefill_buckets", "position_buckets", "neuron_config", "compile_workers"]
+    for_neuron = ["tp_degree", "prefill_buckets", "position_buckets", "prefill_chunk", "neuron_config", "compile_workers"]
     given = [f"--{name.replace('_', '-')} ({name.upper()})" for name in for_neuron if getattr(config, name)]
     given += ["--sampling device (SAMPLING)"] * (config.sampling == "device")
     if given:

@@ -69,6 +69,9 @@ class Programs:
     transformers_neuronx_version: str
     exporter: Literal["neuron-textgen"] = EXPORTER
     neuron_config: tuple[Option, ...] = ()  # further options of the library, NAME=VALUE
+    # Tokens of a prompt that one program adds to a slot; 0: prompts run whole, as in older manifests.
+    prefill_chunk: Annotated[int, msgspec.Meta(ge=0)] = 0
+    library_class: str | None = None  # None: an older manifest
 
     @property
     def max_total_tokens(self) -> int:
@@ -157,10 +160,11 @@ def with_programs(config: Config, programs: Programs, name: str) -> Config:
         given = getattr(config, setting) or 0
         if given > limit:
             raise ConfigError(f"{_named(setting, given)} is more than the {limit} that {name} was compiled for; {remedy}")
-    for setting in ("tp_degree", "dtype", "quantize", "sampling", "prefill_buckets", "position_buckets", "neuron_config"):
+    binding = ("tp_degree", "dtype", "quantize", "sampling", "prefill_buckets", "position_buckets")
+    for setting in (*binding, "prefill_chunk", "neuron_config"):
         given, compiled = getattr(config, setting), getattr(programs, setting)
         is_subset = isinstance(given, tuple) and set(given) <= set(compiled)  # the limits are always buckets
-        if given not in (None, "auto", compiled) and not is_subset:
+        if given not in (None, "auto", 0, compiled) and not is_subset:
             raise ConfigError(f"{_named(setting, given)} contradicts {name}, compiled for {_shown(compiled)}; {remedy}")
     total = config.max_total_tokens or total
     return dataclasses.replace(

@@ -26,7 +26,7 @@ from models import artifact
 from models.base import ModelError
 from models.fetch import SPLIT_WEIGHTS, fetch
 from models.machine import detect
-from models.neuron import Build, compiling, make
+from models.neuron import Build, make_compiled
 
 logger = logging.getLogger("compile")
 
@@ -46,9 +46,8 @@ def compile_model(config: Config, output: Path) -> None:
         raise ModelError(f"the library cannot save compiled {manifest.model_type} models; serve them without compiling first")
     try:
         with tempfile.TemporaryDirectory() as work_dir, artifact.renamed_when_complete(output) as staging:
-            model = make(build, Path(work_dir))
-            with compiling(build, f"{config.model_name} cannot be compiled"):
-                model.cpu_compile()
+            failure = f"{config.model_name} cannot be compiled"
+            model, build = make_compiled(build, Path(work_dir), lambda model: model.cpu_compile(), failure)
             model.save(str(staging / artifact.COMPILED))
             _write_model(build, staging, commit)
     except OSError as error:
@@ -90,8 +89,8 @@ USAGE = """entrypoint.sh compile --model-id X --output DIR [flags]
 Compiles a model for Inferentia2 or Trainium into the folder DIR, with or without a device on this machine; then
 `serve --model-id DIR` loads it in seconds and never compiles. The flags are those of `serve` (entrypoint.sh --help lists
 them); these decide what is compiled: --max-batch-size --max-total-tokens --prefill-buckets --position-buckets
---tp-degree --dtype --quantize --sampling --neuron-config. The weights of a local model are put into DIR, those of a hub
-model are downloaded by its id."""
+--prefill-chunk --tp-degree --dtype --quantize --sampling --neuron-config. The weights of a local model are put into DIR, those
+of a hub model are downloaded by its id."""
 
 
 def main(argv: Sequence[str]) -> int:

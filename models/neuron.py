@@ -10,11 +10,13 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import gc
 import importlib
 import json
 import logging
 import os
 import re
+import shutil
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -38,8 +40,9 @@ CORES_WAIT_S, CORES_RETRY_S = 60.0, 2.0  # for cores of another process: a conta
 LOGITS_DTYPES = ("float32", "bfloat16")  # that the host samples from; others are cast to float32
 GREEDY = (1, 1.0, 1.0)  # top_k, top_p, temperature of a slot where the device samples
 MIN_TEMPERATURE, MAX_TEMPERATURE = 0.01, 10000.0  # below is greedy; above makes no difference
-LLAMA = "LlamaForSampling"  # the class that has the options of --neuron-config
 AMP = {"float32": "f32", "bfloat16": "bf16", "float16": "f16"}
+# Largest difference between the logits of a prompt run in chunks and run whole, as a share of their range.
+CHUNK_TOLERANCE = {"float32": 0.01, "bfloat16": 0.05, "float16": 0.05}
 
 
 @dataclass(frozen=True)
@@ -53,9 +56,12 @@ class Family:
     options: dict[str, Any] = field(default_factory=dict)  # of NeuronConfig
 
 
+LLAMA = Family("LlamaForSampling", samples_on_device=True, options={"attention_layout": "BSH", "fuse_qkv": True})
+# Of compiled folders that name no class. It adds sliding attention, which the length of a slot never needs (plan.Shape.window).
+MISTRAL = Family("MistralForSampling", samples_on_device=True, options={"fuse_qkv": True})
 FAMILIES = {
-    "llama": Family("LlamaForSampling", samples_on_device=True, options={"attention_layout": "BSH", "fuse_qkv": True}),
-    "mistral": Family("MistralForSampling", samples_on_device=True, options={"fuse_qkv": True}),
+    "llama": LLAMA,
+    "mistral": LLAMA,
     "mixtral": Family("MixtralForSampling"),
     "gpt2": Family("GPT2ForSamplingWithContextBroadcasting"),
     "opt": Family("OPTForSampling"),
@@ -63,6 +69,7 @@ FAMILIES = {
     "gpt_neox": Family("GPTNeoXForSampling", has_prefill=False, can_save=False),
 }
 
+DEVICE_ERROR = "nrt_|neuron runtime|neuron device|cores are held"  # an error that the compiler does not cause
 NOT_ON_DEVICE = "cannot be loaded onto the device"
 # What errors of the runtime, the compiler and the library mean, by a pattern in lower case; the first match is used.
 MEANINGS = {
@@ -113,6 +120,11 @@ class Build:
             programs = found.programs
             artifact.check_compiler(programs, compiler, config.model_name)
             config = artifact.with_programs(config, programs, config.model_name).with_manifest(manifest)
+            if shape.model_type == "mistral" and not programs.library_class:
+                family = MISTRAL
+            if programs.library_class not in (None, family.name):
+                reason = f"{config.model_name} was compiled for {programs.library_class}, not {family.name}"
+                raise ModelError(f"{reason}; compile it again")
             shape.check_length(config.max_total_tokens)
             _machine(config)
         else:
@@ -134,12 +146,14 @@ class Build:
                 continuous_batching=shape.model_type in plan.CONTINUOUS_BATCHING,
                 quantize=config.quantize,
                 sampling=config.sampling or "host",
+                prefill_chunk=sizing.chunk,
+                library_class=family.name,
                 compiler_version=compiler,
                 transformers_neuronx_version=str(library.__version__),
                 neuron_config=config.neuron_config or (),
             )
-        if programs.neuron_config and family.name != LLAMA:
-            raise ModelError(f"--neuron-config (NEURON_CONFIG) is for models of the library's class {LLAMA}, not {family.name}")
+        if programs.neuron_config and family.name != LLAMA.name:
+            raise ModelError(f"--neuron-config (NEURON_CONFIG) is for the library's {LLAMA.name}, not {family.name}")
         workers = config.compile_workers or max(1, min(os.cpu_count() or 1, (host_memory() or 0) // plan.COMPILER_BYTES))
         return cls(config, programs, family, legacy, folder, found, workers)
 
@@ -166,11 +180,15 @@ class Build:
 
 
 class NeuronModel:
-    """A model on NeuronCores. One call at a time, from the thread that made it."""
+    """A model on NeuronCores. One call at a time, from the thread that made it.
+
+    Where `prefill_chunk` is set, a chunk at position 0 runs in the program of a whole prompt, and later ones in a program for
+    one slot and `prefill_chunk` tokens, which the library has for speculation. Such a prompt, and what a free slot holds,
+    survive the decode steps of other slots.
+    """
 
     engine = device = "neuron"
-    gives_prompt_logits = mixes = False
-    prefill_chunk = prompt_budget = None
+    mixes, copies_prefixes, prompt_budget = False, False, None
 
     def __init__(self, build: Build, work_dir: Path, announce: Callable[[str], None] = lambda phase: None):
         """`work_dir` is a folder of this run, for the checkpoint as the library can read it. `announce` is called with
@@ -184,31 +202,32 @@ class NeuronModel:
         self.vocab_size = build.legacy["vocab_size"]
         self.dtype, self.quantize = build.programs.dtype, build.programs.quantize
         self.sampling = build.programs.sampling
-        self._batches = build.programs.continuous_batching
-        self._lengths: dict[int, int] = {}  # live slot → positions in its KV cache
+        self._batches, self._position_buckets = build.programs.continuous_batching, build.programs.position_buckets
+        self._held: dict[int, list[int]] = {}  # slot → the tokens in its KV cache
+        self._slot_sampling = [GREEDY] * build.programs.batch_size
         if not os.environ.get("NEURON_RT_VISIBLE_CORES"):  # without either variable the runtime takes all cores
             os.environ.setdefault("NEURON_RT_NUM_CORES", str(build.programs.tp_degree))
-        self._model, self._slot_sampling = make(build, work_dir), [GREEDY] * build.programs.batch_size
         cache = Cache.here(config.compile_cache_size) if build.family.can_save else None
         key = artifact.model_key(build.legacy)
         if compiled := build.compiled():
-            self._load(compiled)
+            self._model = _loaded(build, work_dir, compiled)
         elif cache and (entry := cache.find(key, build.programs)):
-            self._load(entry)
+            self._model = _loaded(build, work_dir, entry)
         else:
             if cache:  # else only the compiler can look, at NEURON_COMPILE_CACHE_URL
                 logger.info("Compiling, because %s", cache.missing(key, build.programs))
             announce("compiling")
-            with compiling(build, f"the model {NOT_ON_DEVICE}"):
-                self._to_device()
+            self._model, build = make_compiled(build, work_dir, _to_device, f"the model {NOT_ON_DEVICE}")
             if cache:
                 self._keep(cache, key, build.programs)
-
-    def _load(self, compiled: Path) -> None:
-        logger.info("Loading the compiled programs of %s", compiled)
-        self._model.load(str(compiled))
-        with progress_logged("loading programs"), reported_as(f"{compiled} {NOT_ON_DEVICE}", explain):
-            self._to_device()
+        chunk = build.programs.prefill_chunk
+        self.prefill_chunk = chunk if chunk < self.max_input_tokens and config.prefill_chunk != 0 and chunk else None
+        if self.prefill_chunk and (problem := self._chunk_problem()):
+            logger.warning("Prompts are not run in chunks (--prefill-chunk): %s", problem)
+            self.prefill_chunk = None
+        self._held.clear()
+        self.prefix_step = self.prefill_chunk
+        self.gives_prompt_logits = self.prefill_chunk is not None and self.sampling == "host"
 
     def _keep(self, cache: Cache, key: str, programs: Programs) -> None:
         try:
@@ -218,22 +237,34 @@ class NeuronModel:
             remedy = f"give that folder to user {os.getuid()} (chown), or another one with NEURON_COMPILE_CACHE_URL"
             logger.warning("The compiled programs cannot be kept, so each start compiles them again: %s; %s", error, remedy)
 
-    def _to_device(self) -> None:
-        """Compiles or loads the programs; waits up to CORES_WAIT_S for cores that another process holds."""
-        deadline = time.monotonic() + CORES_WAIT_S
-        while True:
-            try:
-                return self._model.to_neuron()
-            except RuntimeError as error:
-                message = str(error).lower()
-                # The exception does not always name the reason: on a machine with a device it is this one.
-                if "not available" not in message and ("could not be initialized" not in message or not detect()):
-                    raise
-                if time.monotonic() > deadline:
-                    held = f"the cores are held by another process, also after {CORES_WAIT_S:.0f} s ({first_line(error)})"
-                    raise ModelError(f"{held}; stop it (neuron-ls), or set NEURON_RT_VISIBLE_CORES to others") from None
-            logger.warning("The NeuronCores are held by another process; trying again")
-            time.sleep(CORES_RETRY_S)
+    def _chunk_problem(self) -> str | None:
+        """Runs a prompt in chunks and whole, each time with a decode step after it: how the results differ, if they do. In the
+        highest slot, beside a decode step of slot 0. The tokens repeat, so that a language model is sure of the next one."""
+        slot, length = self.batch_size - 1, min(self.prefill_chunk * 3 // 2 + 1, self.max_input_tokens)
+        prompt = [(37 * (n % 50) + 5) % self.vocab_size for n in range(length)]
+
+        def run(*begins: int) -> list[np.ndarray]:
+            for begin, end in zip(begins, (*begins[1:], length)):
+                output = self.forward([Chunk(slot, prompt[begin:end], begin)])
+                if slot:
+                    self.forward([Chunk(0, prompt[:2], 0)])
+                    self.forward([Chunk(0, prompt[:1], 2)])
+            return [_comparable(output), _comparable(self.forward([Chunk(slot, prompt[:1], length)]))]
+
+        try:
+            chunked = run(0, self.prefill_chunk)  # first, so that it finds nothing that the other one has left
+        except DeviceLost as error:
+            if re.search(DEVICE_ERROR, str(error).lower()):
+                raise ModelError(f"the program of prompt chunks fails ({error}); give --prefill-chunk 0") from None
+            return str(error)
+        for found, expected in zip(chunked, run(0)):
+            if self.sampling == "device" and found != expected:
+                return f"another token, {found} instead of {expected}, than for the same prompt run whole"
+            if self.sampling == "host":
+                difference = np.abs(found - expected).max() / np.ptp(expected)
+                if not difference <= CHUNK_TOLERANCE[self.dtype]:  # NaN
+                    return f"the logits differ from those of the same prompt run whole by {difference:.1%} of their range"
+        return None
 
     def set_sampling(self, slot: int, top_k: int, top_p: float, temperature: float) -> None:
         """See StaticBatchModel. Raises DeviceLost.
@@ -255,43 +286,93 @@ class NeuronModel:
             raise DeviceLost(explain(error)) from error
 
     def forward(self, chunks: Sequence[Chunk]) -> Logits | SampledIds:
-        """See StaticBatchModel. A chunk at position 0 is a whole prompt and comes alone; otherwise the chunks are one token of
-        every live slot, in ascending order of the slots."""
-        slots, begins = [chunk.slot for chunk in chunks], [chunk.begin for chunk in chunks]
-        ids = [chunk.tokens for chunk in chunks]
-        if begins == [0]:
-            assert 0 <= slots[0] < self.batch_size and 1 <= len(ids[0]) <= self.max_input_tokens
-            self._lengths[slots[0]] = len(ids[0])
-            positions = [range(len(ids[0]))]
-            if self._batches and len(ids[0]) == 1:  # would run as a decode step, which damages every other slot
-                ids, positions = [[*ids[0], 0]], [[0, 0]]
+        """See StaticBatchModel. A prompt, or a chunk of one, comes alone; otherwise the chunks are one token of every live
+        slot, in ascending order of the slots."""
+        first = chunks[0]
+        goes_back = first.begin < max(1, len(self._held.get(first.slot, ())))
+        if len(first.tokens) > 1 or (len(chunks) == 1 and goes_back):
+            (chunk,) = chunks
+            output = self._run_prompt(*chunk)
         else:
-            lengths = [self._lengths.get(slot) for slot in slots]
-            assert sorted(set(slots)) == slots, f"slots {slots} are not ascending"
-            assert begins == lengths, f"slots {slots} hold {lengths} positions, not {begins}"
-            assert max(begins) < self.max_total_tokens, f"slots {slots} have no position {max(begins)}"
-            assert all(len(tokens) == 1 for tokens in ids), "a decode step has one token a slot"
-            # The library overwrites position 0 of each slot that is not named: it holds no sequence from here on.
-            self._lengths = {slot: begin + 1 for slot, begin in zip(slots, begins)}
-            positions = [[begin] for begin in begins]
-        arrays = (torch.from_numpy(np.array(rows)) for rows in (ids, positions, slots))  # much faster than torch.tensor
-        return self._run(*arrays)
-
-    def _run(self, ids: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor) -> Logits | SampledIds:
-        """int64 [n, q], [n, q], [n] → [n, vocab], or ids [n] where the device samples. After an error of the runtime nothing
-        works until a restart."""
-        try:
-            if not self._batches:  # all rows share a position, and a prompt has none
-                positions, slots = None if ids.shape[1] > 1 else positions[0], torch.zeros(1, dtype=torch.int64)
-            output = self._model(ids, positions, slots)
-        except Exception as error:
-            raise DeviceLost(explain(error)) from error
+            output = self._run_rows(chunks)
         if self.sampling == "device":
             return SampledIds(output[:, 0].long().numpy())
-        # The library allocates the logits of each call, as [vocab, n]; what is returned here is a view of them.
         is_bfloat16 = output.dtype == torch.bfloat16
         logits = output.view(torch.int16).numpy().view(np.uint16) if is_bfloat16 else output.numpy()
         return logits[:, : self.vocab_size]
+
+    def _run_rows(self, chunks: Sequence[Chunk]) -> torch.Tensor:
+        """A decode step: logits [len(chunks), vocab], or ids [len(chunks), 1]. The library allocates the logits of each call,
+        as [vocab, rows]; what is returned is a view of them where it can be."""
+        slots, begins = [chunk.slot for chunk in chunks], [chunk.begin for chunk in chunks]
+        lengths = [len(self._held[slot]) if slot in self._held else None for slot in slots]
+        assert sorted(set(slots)) == slots, f"slots {slots} are not ascending"
+        assert begins == lengths, f"slots {slots} hold {lengths} positions, not {begins}"
+        assert max(begins) < self.max_total_tokens, f"slots {slots} have no position {max(begins)}"
+        assert all(len(chunk.tokens) == 1 for chunk in chunks), "a decode step has one token a slot"
+        rows = {slot: (token, begin) for slot, (token,), begin, _ in chunks}
+        if not self.prefill_chunk:
+            # The library overwrites position 0 of each slot that is not named: it holds no sequence from here on.
+            self._held = {slot: self._held[slot] for slot in slots}
+        elif len(self._held) > len(slots):
+            # A slot that only holds its tokens gets a filler behind them. One that is longer than the program of this step
+            # gets its first token again at its own position: the same keys and values but for rounding, and a short program.
+            bucket = next(size for size in self._position_buckets if size > max(begins))
+            fillers = {slot: (held[0], len(held) if len(held) < bucket else 0) for slot, held in self._held.items()}
+            rows = dict.fromkeys(range(self.batch_size), (0, 0)) | fillers | rows
+        for slot, (token,), _, _ in chunks:
+            self._held[slot].append(token)
+        ids, positions = zip(*rows.values())
+        output = self._call(self._model, [[token] for token in ids], [[position] for position in positions], list(rows))
+        return output[: len(slots)] if list(rows)[: len(slots)] == slots else output[slots]
+
+    def _run_prompt(self, slot: int, tokens: Sequence[int], begin: int, keep_all: bool) -> torch.Tensor:
+        """Logits [1, vocab] after the last token, with `keep_all` [len(tokens), vocab] after each; or ids [1, 1]."""
+        held, chunk, end = self._held.get(slot, []), self.prefill_chunk or 0, begin + len(tokens)
+        assert 0 <= slot < self.batch_size and len(tokens) >= 1 and end <= self.max_input_tokens
+        assert begin == 0 or len(tokens) <= chunk, f"{len(tokens)} tokens at position {begin}, in chunks of {chunk}"
+        assert begin <= len(held), f"slot {slot} holds {len(held)} positions, not {begin}"
+        held = self._held[slot] = [*held[:begin], *tokens]
+        if begin:
+            return self._continue(slot, held, begin if keep_all else end - 1, begin)
+        first = held[:1] if keep_all else held
+        ids, positions = [first], [range(len(first))]
+        if self._batches and len(first) == 1:  # would run as a decode step, which damages every other slot
+            ids, positions = [[*first, 0]], [[0, 0]]
+        output = self._call(self._model, ids, positions, [slot])
+        return torch.cat([output, self._continue(slot, held, 1, 1)]) if len(first) < len(held) else output
+
+    def _continue(self, slot: int, held: list[int], first: int, begin: int) -> torch.Tensor:
+        """Runs the tokens from position `begin` > 0 on: logits [len(held) - first, vocab] after those from `first` on; or ids.
+
+        The program has a fixed number of tokens and gives logits after each. Fillers behind the last token write positions
+        that are written again before anything attends to them. Near the end of the slot the program begins earlier, with
+        tokens that the slot holds."""
+        start = min(begin, self._position_buckets[-1] - self.prefill_chunk)
+        stop = start + self.prefill_chunk
+        ids = (held + [0] * self.prefill_chunk)[start:stop]
+        forward = self._model.speculative_forward
+        output = self._call(forward, [ids], [range(start, stop)], [slot], speculation_length=self.prefill_chunk)
+        output = output.T if self.sampling == "device" else output[:, :, 0]
+        return output[first - start : len(held) - start].contiguous()  # not a view that keeps the logits of all tokens
+
+    def _call(self, program: Callable, ids: Any, positions: Any, slots: Any, **options: int) -> torch.Tensor:
+        """int64 [n, q], [n, q], [n] → what the library returns. After an error of the runtime nothing works until a
+        restart."""
+        arrays = [torch.from_numpy(np.array(rows)) for rows in (ids, positions, slots)]  # much faster than torch.tensor
+        if not self._batches:  # all rows share a position, and a prompt has none
+            arrays[1:] = None if len(ids[0]) > 1 else arrays[1][0], torch.zeros(1, dtype=torch.int64)
+        try:
+            return program(*arrays, **options)
+        except Exception as error:
+            raise DeviceLost(explain(error)) from error
+
+
+def _comparable(output: Logits | SampledIds) -> np.ndarray | list[int]:
+    """One row as float32, or the sampled id."""
+    if isinstance(output, SampledIds):
+        return output.ids.tolist()
+    return (output[0].astype(np.uint32) << 16).view(np.float32) if output.dtype == np.uint16 else output[0]
 
 
 def generation_config(slots: Sequence[tuple[int, float, float]], vocab_size: int):
@@ -307,7 +388,8 @@ def make(build: Build, work_dir: Path) -> Any:
     library, family, programs = _library(), build.family, build.programs
     os.environ["TORCH_FORCE_WEIGHTS_ONLY_LOAD"] = "1"  # the library calls torch.load without it, and pickles may run code
     checkpoint, view = build.checkpoint(), work_dir / "checkpoint"  # the same files with another config.json
-    view.mkdir(parents=True, exist_ok=True)
+    shutil.rmtree(view, ignore_errors=True)
+    view.mkdir(parents=True)
     for path in checkpoint.resolve().iterdir():
         if path.name != "config.json":
             (view / path.name).symlink_to(path)
@@ -341,6 +423,64 @@ def make(build: Build, work_dir: Path) -> Any:
         if programs.continuous_batching and expected not in (None, found):
             raise ModelError(f"the library reads rope_theta {found} where config.json has {expected}; it needs transformers 4")
     return model
+
+
+def _enable_chunks(model: Any, chunk: int) -> None:
+    """Adds the program that continues one slot by `chunk` tokens, for the position buckets that are longer than that."""
+    lengths = [size for size in model.token_buckets if size > chunk]
+    model.decoder_lm_head_for_speculation[chunk, 1] = model.decoder_param_set.init_speculative_decoder(
+        unroll=model.unroll, buckets=lengths, model_obj=model, n_active_tokens=chunk, batch_size=1
+    )
+
+
+def make_compiled(build: Build, work_dir: Path, compile_: Callable[[Any], None], failure: str) -> tuple[Any, Build]:
+    """The library's model, compiled by `compile_`, and what was built: without the program of prompt chunks where the library
+    or the compiler refuses it. Raises ModelError, `failure` with the reason."""
+    model, chunk = make(build, work_dir), build.programs.prefill_chunk
+    try:
+        with compiling(build, failure):
+            if chunk:
+                _enable_chunks(model, chunk)
+            compile_(model)
+        return model, build
+    except ModelError as error:
+        if not chunk or re.search(DEVICE_ERROR, str(error).lower()):
+            raise
+        logger.warning("Prompts are not run in chunks (--prefill-chunk), as compiling for them failed: %s", error)
+    model = None
+    gc.collect()  # its weights are on the device
+    build = dataclasses.replace(build, programs=dataclasses.replace(build.programs, prefill_chunk=0))
+    return make_compiled(build, work_dir, compile_, failure)
+
+
+def _loaded(build: Build, work_dir: Path, compiled: Path) -> Any:
+    """The library's model with the programs of a folder, on the device."""
+    logger.info("Loading the compiled programs of %s", compiled)
+    model = make(build, work_dir)
+    with progress_logged("loading programs"), reported_as(f"{compiled} {NOT_ON_DEVICE}", explain):
+        if build.programs.prefill_chunk:
+            _enable_chunks(model, build.programs.prefill_chunk)
+        model.load(str(compiled))
+        _to_device(model)
+    return model
+
+
+def _to_device(model: Any) -> None:
+    """Compiles or loads the programs; waits up to CORES_WAIT_S for cores that another process holds."""
+    deadline = time.monotonic() + CORES_WAIT_S
+    while True:
+        try:
+            return model.to_neuron()
+        except RuntimeError as error:
+            message = str(error).lower()
+            # The exception does not always name the reason: on a machine with a device it is this one.
+            if "not available" not in message and ("could not be initialized" not in message or not detect()):
+                raise
+            if time.monotonic() > deadline:
+                held = f"the cores are held by another process, also after {CORES_WAIT_S:.0f} s ({first_line(error)})"
+                raise ModelError(f"{held}; stop it (neuron-ls), or set NEURON_RT_VISIBLE_CORES to others") from None
+        logger.warning("The NeuronCores are held by another process; trying again")
+        time.sleep(CORES_RETRY_S)
 
 
 def _machine(config: Config) -> Machine:

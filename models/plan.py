@@ -36,6 +36,7 @@ ON_DEVICE_EMBEDDING, SHARD_OVER_SEQUENCE = "on_device_embedding=true", "shard_ov
 WIDTHS = {"float32": 4, "bfloat16": 2, "float16": 2}  # bytes
 
 CONTINUOUS_BATCHING = GATED = ("llama", "mistral", "mixtral")  # gated: three MLP matrices, RMSNorm, no biases
+CHUNKED, PREFILL_CHUNK = ("llama", "mistral"), 128  # whose prompts can be run in chunks, and the default of their tokens
 ONE_SLOT = ("gpt2", "opt", "bloom", "gpt_neox")
 
 _DATA = json.loads(Path(__file__).with_name("plan.json").read_text(encoding="utf-8"))
@@ -199,6 +200,12 @@ class Sizing:
     dtype: str = "auto"
     quantize: str | None = None  # int8: the matrices of the layers
     neuron_config: Sequence[str] = ()
+    prefill_chunk: int = 0  # tokens of a prompt that run at a time; 0: all
+
+    @property
+    def chunk(self) -> int:
+        """`prefill_chunk`; 0 where no prompt is longer."""
+        return self.prefill_chunk if self.prefill_chunk < self.length - 1 else 0
 
     @property
     def _width(self) -> int:
@@ -220,7 +227,12 @@ class Sizing:
 
     @property
     def total_bytes(self) -> int:
-        return self.weights_bytes + self.kv_bytes
+        return self.weights_bytes + self.kv_bytes + self.chunk_bytes
+
+    @property
+    def chunk_bytes(self) -> int:
+        """The logits after each token of a chunk."""
+        return self.chunk * _round_up(self.shape.vocab, self.tp_degree) // self.tp_degree * self._width
 
     @property
     def fits(self) -> bool:
@@ -254,7 +266,7 @@ class Sizing:
         """Why it does not work and what would, each change alone, in one line; None: it works."""
         if self.unsupported or self.fits:
             return self.unsupported
-        free = HEADROOM * CORE_BYTES - self.weights_bytes
+        free = HEADROOM * CORE_BYTES - self.weights_bytes - self.chunk_bytes
         slots, length = (int(free * count // self.kv_bytes) for count in (self.batch_size, self.length))
         degrees = [degree for degree in allowed_tp_degrees(None, 32) if degree > self.tp_degree]
         fitting = [degree for degree in degrees if replace(self, tp_degree=degree).fits]
@@ -286,6 +298,10 @@ def choose(shape: Shape, machine: Machine, config: Config) -> Sizing:
     """
     if config.quantize not in (None, "int8"):
         raise ConfigError(f"--quantize {config.quantize} (QUANTIZE) is not supported on Neuron; give int8 or none")
+    if config.prefill_chunk and shape.model_type not in CHUNKED:
+        setting = f"--prefill-chunk {config.prefill_chunk} (PREFILL_CHUNK)"
+        raise ConfigError(f"{setting} is not supported for {shape.model_type} models on Neuron; give 0")
+    chunk = PREFILL_CHUNK if config.prefill_chunk is None and shape.model_type in CHUNKED else config.prefill_chunk or 0
     shape.check_length(config.max_total_tokens)
     cores, degree = machine.cores, config.tp_degree
     degrees = allowed_tp_degrees(machine.family, cores)
@@ -298,7 +314,7 @@ def choose(shape: Shape, machine: Machine, config: Config) -> Sizing:
     lengths = [longest >> n for n in range(16) if n == 0 or longest >> n >= 128]
     batch_sizes = [1 << n for n in range(shape.default_slots.bit_length())]
     sizings = [
-        Sizing(shape, tp_degree, batch_size, length, config.dtype, config.quantize, config.neuron_config or ())
+        Sizing(shape, tp_degree, batch_size, length, config.dtype, config.quantize, config.neuron_config or (), chunk)
         for tp_degree in ([degree] if degree else degrees)
         for length in ([config.max_total_tokens] if config.max_total_tokens else lengths)
         for batch_size in sorted({config.slots(length, slots) for slots in batch_sizes})
@@ -379,7 +395,7 @@ USAGE = """entrypoint.sh plan --model-id X [--instance TYPE] [flags]
 
 Shows what fits on which AWS Neuron machine. Only the model's config.json is read (without --model-id the demonstration
 model's). The flags are those of `serve` (entrypoint.sh --help lists them); these are used: --model-id --revision
---max-total-tokens --max-batch-size --tp-degree --dtype --quantize --neuron-config."""
+--max-total-tokens --max-batch-size --prefill-chunk --tp-degree --dtype --quantize --neuron-config."""
 
 
 def main(argv: Sequence[str]) -> int:

@@ -111,6 +111,7 @@ def test_a_plain_checkpoint_is_not_a_compiled_model(tmp_path):
         ({"prefill_buckets": ["a"]}, "Expected `int`, got `str` - at `$.prefill_buckets[0]`"),
         ({"position_buckets": []}, "Expected `array` of length >= 1 - at `$.position_buckets`"),
         ({"quantize": "int4"}, "Invalid enum value 'int4' - at `$.quantize`"),
+        ({"prefill_chunk": -1}, "Expected `int` >= 0 - at `$.prefill_chunk`"),
         ({"sampling": "banana"}, "Invalid enum value 'banana' - at `$.sampling`"),
         ({"exporter": "banana"}, "Invalid enum value 'banana' - at `$.exporter`"),
         ({"dtype": "bf16"}, "Invalid enum value 'bf16' - at `$.dtype`"),
@@ -173,6 +174,7 @@ def test_smaller_limits_and_equal_values_are_accepted():
             "--neuron-config on_device_embedding=true (NEURON_CONFIG) contradicts /x, compiled for none",
         ),
         ({"position_buckets": (256,)}, "--position-buckets 256 (POSITION_BUCKETS) contradicts /x"),
+        ({"prefill_chunk": 128}, "--prefill-chunk 128 (PREFILL_CHUNK) contradicts /x, compiled for 0"),
     ],
     ids=str,
 )

@@ -46,6 +46,7 @@ VALUES = {
     "queue_threshold_ms": [("120", 120), ("0", 0)],
     "prefill_buckets": [("7", (7,)), ("9, 8,9", (8, 9))],
     "position_buckets": [("7", (7,)), ("9,8", (8, 9))],
+    "prefill_chunk": [("0", 0), ("64", 64)],
     "sampling": [("host", "host"), ("device", "device")],
     "neuron_config": [
         ("on_device_embedding=true", ("on_device_embedding=true",)),
@@ -252,6 +253,7 @@ WRONG |= {
     "queue_threshold_ms": WHOLE_NUMBERS | {"-1": "must be at least 0"},
     "port": WHOLE_NUMBERS | dict.fromkeys(("0", "65536", "-1"), "must be between 1 and 65535"),
     "waiting_served_ratio": dict.fromkeys(("often", "-1", "inf", "nan"), "must be a number of at least 0"),
+    "prefill_chunk": WHOLE_NUMBERS | {"-1": "must be at least 0", "1": "must be 0 (off) or at least 3"},
     "prefill_buckets": {"128,": "must be a whole number", "0,1": "must be at least 1"},
     "tokenizer_config_path": {"/nowhere": "there is no such file"},
     "device": {"tpu": "must be one of auto, cpu, cuda, neuron"},

@@ -31,6 +31,7 @@ def test_cuda_is_refused_where_there_is_none():
         ("--tp-degree (TP_DEGREE)", {"tp_degree": 2}),
         ("--prefill-buckets (PREFILL_BUCKETS)", {"prefill_buckets": (8,)}),
         ("--position-buckets (POSITION_BUCKETS)", {"position_buckets": (8,)}),
+        ("--prefill-chunk (PREFILL_CHUNK)", {"prefill_chunk": 128}),
         ("--compile-workers (COMPILE_WORKERS)", {"compile_workers": 1}),
         ("--sampling device (SAMPLING)", {"sampling": "device"}),
     ],

@@ -422,9 +422,9 @@ def test_a_scaled_rotary_base_keeps_its_scaling():
         ({"model_type": "mistral", "sliding_window": 20}, {}, "24 (MAX_TOTAL_TOKENS) is more than the 20 positions"),
         ({}, {"quantize": "int4"}, "--quantize int4 (QUANTIZE) is not supported on Neuron; give int8 or none"),
         (
-            {"model_type": "mistral"},
+            {"model_type": "mixtral"},
             {"neuron_config": ("on_device_embedding=true",)},
-            "--neuron-config (NEURON_CONFIG) is for models of the library's class LlamaForSampling, not MistralForSampling",
+            "--neuron-config (NEURON_CONFIG) is for the library's LlamaForSampling, not MixtralForSampling",
         ),
         (
             {"num_key_value_heads": 4},

@@ -300,6 +300,16 @@ def test_max_batch_total_tokens_is_a_limit_of_the_slots(settings, chosen):
     assert (sizing.batch_size, sizing.length) == chosen
 
 
+def test_chunks_of_prompts_are_planned_for_where_a_prompt_can_be_longer():
+    shape, machine = SHAPES["Llama-3-8B"], plan.INSTANCES["inf2.48xlarge"]
+    chosen = choose(shape, machine)
+    whole = choose(shape, machine, prefill_chunk=0)
+    assert (chosen.chunk, whole.chunk) == (128, 0)
+    assert chosen.total_bytes - whole.total_bytes == 128 * 2 * -(-shape.vocab // chosen.tp_degree)
+    assert choose(shape, machine, prefill_chunk=64).chunk == 64
+    assert choose(shape, machine, max_total_tokens=129).chunk == 0
+
+
 def test_a_length_is_halved_until_it_fits():
     shape = SHAPES["Llama-2-13B"]
     assert choose(shape, Machine(2, "inf2")).length == 2048

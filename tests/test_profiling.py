@@ -115,7 +115,7 @@ def test_a_trace_that_cannot_be_written_disturbs_no_request(tmp_path, caplog):
     folder = tmp_path / "profile"
     make_messages = Profiler.of(Config(profile=str(folder), prof_step=1), "cpu").attach(FakeEngine())
     folder.rmdir()
-    step = Step([Chunk(0, [1], 0)], [], [], 0)
+    step = Step([Chunk(0, [1], 0)], [], [], 0, [])
     output = StepOutput(step, [], [], None, None, 1.0, 2.0, 3.0, 4.0, 0, None, None)
     assert list(make_messages(output)) == []
     assert "the trace cannot be written" in caplog.text

@@ -319,7 +319,7 @@ def test_the_text_is_the_same_across_the_borders_of_buckets(reference, tmp_path,
 _kept = {}  # one model for all lengths: building it is what takes long
 
 
-@pytest.mark.parametrize("name", ["gpt2", "gpt_neox", "bloom"])
+@pytest.mark.parametrize("name", ["gpt2", "gpt_neox", "bloom", "opt"])
 def test_families_without_continuous_batching_run_one_request_at_a_time(reference, tmp_path, name):  # noqa: F811
     made = reference(name)
     model = serve(made, tmp_path)

@@ -34,6 +34,16 @@ ARCHITECTURES = {
     "mixtral": lambda: transformers.MixtralConfig(**SMALL, num_key_value_heads=2, sliding_window=None, num_local_experts=4),
     "gpt2": lambda: transformers.GPT2Config(**NARROW),
     "gpt_neox": lambda: transformers.GPTNeoXConfig(**SMALL),
+    "opt": lambda: transformers.OPTConfig(
+        vocab_size=VOCABULARY,
+        init_std=0.3,
+        hidden_size=64,
+        word_embed_proj_dim=64,
+        ffn_dim=128,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        max_position_embeddings=256,
+    ),
     "bloom": lambda: transformers.BloomConfig(
         vocab_size=VOCABULARY, initializer_range=0.3, hidden_size=64, n_layer=2, n_head=4
     ),

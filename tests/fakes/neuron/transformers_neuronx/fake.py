@@ -253,6 +253,8 @@ def restart() -> None:
 
 def compile_programs(programs: dict[str, str], workers: int | None) -> None:
     """All at once, or as many at a time as there are workers. programs: file name → tag."""
+    if _must_fail("speculation") and any(tag.startswith("speculation") for tag in programs.values()):
+        raise RuntimeError("neuronx-cc failed with exit code 70")
     if _must_fail("compile"):
         raise BrokenProcessPool("A process in the process pool was terminated abruptly while the future was running.")
     rounds = -(-len(programs) // (workers or len(programs) or 1))

@@ -86,6 +86,9 @@ class Row:
         self.damaged_by = None
 
     def write(self, position: int, token: int) -> None:
+        if position == 0 and token == self.tokens[0] and not self.damaged_by:
+            self.length = max(self.length, 1)  # the same keys and values as before
+            return
         if position == 0:
             self.damaged_by = None  # a text that begins here looks at nothing older
         self.tokens[position] = token
@@ -172,7 +175,7 @@ class NeuronModel:
         elif not any(is_there(folder / name) for name, is_there in CHECKPOINTS):
             raise FileNotFoundError(f"Can not find model.safetensors or pytorch_model.bin in {folder}")
 
-    def _name_programs(self) -> dict[str, str]:
+    def _name_programs(self, speculation: tuple = ()) -> dict[str, str]:
         """The file name of each program, which any change of what is compiled changes, and its tag."""
         neuron_config = self.neuron_config.to_json()
         for of_the_host in ("compilation_worker_count", "cast_logits_dtype"):
@@ -185,7 +188,8 @@ class NeuronModel:
         config.pop("is_presharded_checkpoint", None)
         same = [type(self).__name__, config, self.token_buckets, self.tp_degree, self.amp, neuron_config]
         same += [__version__, os.environ.get("FAKE_NEURON_SDK", "2.25.0")]
-        programs = [("decode", self.unroll, size, batch) for size in self.token_buckets for batch in self.batch_sizes]
+        programs = [*speculation]
+        programs += [("decode", self.unroll, size, batch) for size in self.token_buckets for batch in self.batch_sizes]
         contexts = [(size, batch) for size in self.context_buckets for batch in self.context_batch_sizes]
         programs += [("context", self.context_unroll, *context) for context in contexts]
         # what runs on a part of the layers leaves the logits to a program of their own
@@ -193,7 +197,7 @@ class NeuronModel:
         names = {}
         for program in programs:
             text = json.dumps([same, program], sort_keys=True, default=str)
-            kind = "context" if "context" in program else "token"
+            kind = "speculation" if "speculation" in program else "context" if "context" in program else "token"
             names[hashlib.sha256(text.encode()).hexdigest()[:20] + ".neff"] = f"{kind}-seqlen{program[-2]}-batch{program[-1]}"
         return names
 
@@ -429,6 +433,8 @@ class NeuronModel:
             return
         if row.damaged_by:
             fake.violate(f"{name} is used again, but {row.damaged_by} left it out and so overwrote its position 0")
+        if getattr(self, "decoder_lm_head_for_speculation", None) and 0 <= position <= row.length:
+            return  # what was there may be a filler
         if position < 0 or position not in (row.length, row.length - 1):
             fake.violate(f"{name} holds {row.length} tokens, so its next one is not at position {position}")
         if position == row.length - 1 and row.tokens[position] != token:
@@ -624,6 +630,46 @@ class LlamaForSampling(NeuronModel):
             raise NotImplementedError("the fake does not simulate prefixed_length")
         estimate, unrolls = context_length_estimate, (context_unroll, unroll)
         self._setup(config, amp, tp_degree, batch_size, n_positions, estimate, neuron_config, unrolls, kwargs)
+        self.decoder_lm_head_for_speculation = {}
+        self.decoder_param_set = SimpleNamespace(init_speculative_decoder=self._init_speculative_decoder)
+
+    def enable_speculative_decoder(self, speculation_length, batch_sizes):
+        for batch_size in [batch_sizes] if isinstance(batch_sizes, int) else batch_sizes:
+            self.decoder_lm_head_for_speculation[speculation_length, batch_size] = self._init_speculative_decoder(
+                self.unroll, self.token_buckets, self, speculation_length, batch_size
+            )
+
+    def _init_speculative_decoder(self, unroll, buckets, model_obj, n_active_tokens, batch_size):
+        if self._compiled or batch_size != 1 or not self._batching:
+            raise NotImplementedError("the fake speculates for one slot at a time, with continuous batching")
+        if min(buckets) < n_active_tokens:
+            raise NotImplementedError(f"Updating 2D cache_ids is not implemented for n_active_tokens={n_active_tokens}")
+        programs = tuple(("speculation", unroll, n_active_tokens, size, batch_size) for size in buckets)
+        self._programs |= self._name_programs(programs)
+        return SimpleNamespace(n_positions_list=buckets)
+
+    def speculative_forward(self, input_ids, cache_ids=None, start_ids=None, speculation_length=None):
+        """Returns logits [length, vocab, 1], or sampled ids [1, length]."""
+        runtime = fake.runtime()
+        with runtime:
+            n, length = input_ids.shape
+            positions = cache_ids.flatten().tolist()
+            if (length, n) not in self.decoder_lm_head_for_speculation or length != speculation_length:
+                raise AssertionError(f"invalid batch size for speculative forward ({n} sequences of {length})")
+            self._check_tokens(input_ids)
+            (slot,), begin, lengths = start_ids.tolist(), positions[0], self.decoder_lm_head_for_speculation[length, n]
+            if positions != list(range(begin, begin + length)) or begin < 1:
+                fake.violate(f"positions {positions} do not ascend by one from above 0")
+            if next(size for size in lengths.n_positions_list if size > positions[-1]) <= length:
+                fake.violate(f"a bucket of {length} positions begins at position 0, not {begin}")
+            row = self._row(slot)
+            if row.damaged_by or begin > row.length:
+                fake.violate(f"slot {slot} holds {row.length} tokens, not {begin}, or was damaged by {row.damaged_by}")
+            runtime.prefill()
+            for position, token in zip(positions, input_ids[0].tolist()):
+                row.write(position, token)
+            answer = self._answer(runtime, torch.stack([self._logits(slot, p) for p in positions]), [slot] * length)
+            return answer.T if self._generation else answer[:, :, None]
 
     def forward(self, input_ids, cache_ids=None, start_ids=None, last_token_id=None, input_embeddings=None, **kwargs):
         if last_token_id is not None or input_embeddings is not None or kwargs:
