@@ -32,6 +32,7 @@ class Device:
     tp_degree: int
     prefill_ms: float = 10.0
     window: int = 4096
+    token_ms: float = 0.0  # of a prompt, in addition to prefill_ms
 
     @property
     def name(self) -> str:
@@ -49,13 +50,13 @@ FAST = Device(64, 10.0, 32000, 24)
 
 
 @contextlib.contextmanager
-def serve(device: Device) -> Iterator[Server]:
+def serve(device: Device, *more_flags: str) -> Iterator[Server]:
     """The server on that device, ready, with one web process. It ends when the block is left."""
     with tempfile.TemporaryDirectory(prefix="textgen-bench-") as name:
         folder, port = Path(name), free_port()
         flags = ["--model-id", str(write_model(folder / "model", device)), "--device", "neuron", "--dtype", "bfloat16"]
         flags += ["--tp-degree", str(device.tp_degree), "--max-batch-size", str(device.slots)]
-        flags += ["--max-total-tokens", str(device.window)]
+        flags += ["--max-total-tokens", str(device.window), *more_flags]
         environment = clean_environment(
             folder,
             port,
@@ -63,6 +64,7 @@ def serve(device: Device) -> Iterator[Server]:
             NEURON_COMPILE_CACHE_URL=str(folder / "programs"),
             SIMULATED_STEP_MS=str(device.step_ms),
             SIMULATED_PREFILL_MS=str(device.prefill_ms),
+            SIMULATED_TOKEN_MS=str(device.token_ms),
             GRACEFUL_TERMINATION_TIMEOUT="1",
             WEB_CONCURRENCY="1",
         )

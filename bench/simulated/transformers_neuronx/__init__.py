@@ -5,12 +5,13 @@ its time is over, polls for the rest without the interpreter's lock, and returns
 
     SIMULATED_STEP_MS      duration of a decode step (10)
     SIMULATED_PREFILL_MS   duration of a prompt (10)
+    SIMULATED_TOKEN_MS     and of each of its tokens, also in chunks (0)
 
 Probabilities fall with a token's rank as a language model's do, and the end-of-text token never comes. A slot gets other
-logits in each step, of a few that take turns. The threads of the Neuron Runtime poll during a whole call and yield to other
-threads (Neuron documentation, "Best Practices: Neuron Runtime Performance"); on a small machine that would take the clients'
-processor time, so only the last moment is polled: a thread that sleeps to the end is woken too late. There is no KV cache,
-no weight, and no check of the calls: those are in tests/fakes.
+logits at each position, of a few that take turns; after prompts they are always the same. The threads of the Neuron Runtime
+poll during a whole call and yield to other threads (Neuron documentation, "Best Practices: Neuron Runtime Performance"); on a
+small machine that would take the clients' processor time, so only the last moment is polled: a thread that sleeps to the end
+is woken too late. There is no KV cache, no weight, and no check of the calls: those are in tests/fakes.
 """
 
 import ctypes
@@ -53,7 +54,9 @@ class LlamaForSampling:
         self._slots = batch_size
         self._step_s = float(os.environ.get("SIMULATED_STEP_MS", 10)) / 1e3
         self._prefill_s = float(os.environ.get("SIMULATED_PREFILL_MS", 10)) / 1e3
-        self._calls = 0
+        self._token_s = float(os.environ.get("SIMULATED_TOKEN_MS", 0)) / 1e3
+        self.unroll, self.token_buckets, self.decoder_lm_head_for_speculation = None, [], {}
+        self.decoder_param_set = SimpleNamespace(init_speculative_decoder=lambda **_program: None)
         self._dtype = getattr(torch, neuron_config.cast_logits_dtype)
 
     def to_neuron(self) -> None:
@@ -68,17 +71,29 @@ class LlamaForSampling:
 
     def __call__(self, ids: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
         """int64 [n, q], [n, q], [n] → [n, vocab], a view into a pool; in memory [vocab, n], as the library's logits are."""
-        started_at = time.perf_counter()
-        is_step = ids.shape[1] == 1
-        self._calls += 1
-        turn = self._calls % TURNS
-        logits = self._logits if is_step else self._prompt_logits
-        output = logits[turn : turn + self.config.vocab_size, : len(slots)].t()
-        over_at = started_at + (self._step_s if is_step else self._prefill_s)
-        time.sleep(max(0.0, over_at - POLLED_S - time.perf_counter()))
-        while time.perf_counter() < over_at:
-            _libc.sched_yield()
+        over_at = time.perf_counter()
+        if ids.shape[1] == 1:
+            turn = int(positions.max()) % TURNS
+            output = self._logits[turn : turn + self.config.vocab_size, : len(slots)].t()
+            over_at += self._step_s
+        else:
+            output = self._prompt_logits[: self.config.vocab_size].t()
+            over_at += self._prefill_s + ids.shape[1] * self._token_s
+        _wait_until(over_at)
         return output
+
+    def speculative_forward(self, ids, positions, slots, speculation_length: int) -> torch.Tensor:
+        """int64 [1, q], [1, q], [1] → [q, vocab, 1]: a chunk of a prompt."""
+        over_at = time.perf_counter() + speculation_length * self._token_s
+        output = self._prompt_logits[None, : self.config.vocab_size].expand(speculation_length, -1, -1)
+        _wait_until(over_at)
+        return output
+
+
+def _wait_until(over_at: float) -> None:
+    time.sleep(max(0.0, over_at - POLLED_S - time.perf_counter()))
+    while time.perf_counter() < over_at:
+        _libc.sched_yield()
 
 
 def _logits(slots: int, vocab: int, eos_token_id: int) -> torch.Tensor:
