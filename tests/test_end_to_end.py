@@ -79,6 +79,17 @@ def test_a_seed_gives_the_same_text_alone_and_in_a_crowd(server):
     assert server.generate("Tell me about", **(parameters | {"seed": 8}))[1] != alone
 
 
+def test_the_next_turn_of_a_chat_runs_only_what_is_new_and_says_so(server):
+    body = {"messages": [{"role": "user", "content": f"What is Deep Learning? {os.urandom(4).hex()}"}], "temperature": 0}
+    cached = []
+    for text in ("Tell me more.", "And then?", "Thanks."):
+        answer = json.loads(server.request("POST", "/v1/chat/completions", body).read())
+        cached.append(answer["usage"]["prompt_tokens_details"]["cached_tokens"])
+        last = answer["usage"]["prompt_tokens"]
+        body["messages"] += [answer["choices"][0]["message"], {"role": "user", "content": text}]
+    assert cached[0] < cached[1] < cached[2] < last
+
+
 def test_bad_bodies_disturb_nobody(server):
     alone = server.generate(QUESTIONS[0])[1]
     bad = [
