@@ -44,6 +44,10 @@ class Bodies:
     def _receive(self, body: bytearray) -> None:
         if not (request.mimetype == "application/json" or request.mimetype.endswith("+json")):
             raise ApiError(415, "validation", "Expected request with `Content-Type: application/json`")
+        if request.headers.get("Content-Encoding", "identity").lower() != "identity":
+            raise ApiError(415, "validation", "A request body must not be compressed (`Content-Encoding`)")
+        if request.headers.get("Transfer-Encoding", "chunked").lower() not in ("chunked", "identity"):
+            raise ApiError(501, "validation", "The only `Transfer-Encoding` that is supported is chunked")
         timeout_s = self._config.client_timeout
         try:
             with gevent.Timeout(timeout_s):

@@ -1,8 +1,7 @@
 """Settings: flags, environment variables and the model's own files become one frozen `Config`, which every process reads.
 
 Owns each setting's flag, variables, default, check and help text (the source of `--help` and of the tables in the documents),
-the settings of other servers, what a checkpoint's config.json says (`Manifest`), and logging. Knows no HTTP, no sockets and no
-torch.
+the settings of other servers, and what a checkpoint's config.json says (`Manifest`). Knows no HTTP, no sockets and no torch.
 
     python3 config.py [flags]   checks everything and prints the resolved configuration as JSON
 """
@@ -23,11 +22,13 @@ import os
 import re
 import signal
 import sys
-import time
+import unicodedata
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+import logs
 
 VERSION = "0.1.0"  # the same as in pyproject.toml (tested)
 HERE = Path(__file__).resolve().parent
@@ -49,13 +50,16 @@ class ConfigError(Exception):
     """A setting or a model folder that cannot be served; the message is one line for the user."""
 
 
-def _whole(value: str, low: int = 1, high: int | None = None) -> int:
+MAX_COUNT, MAX_SECONDS = 10**9, 10**6  # of any setting
+
+
+def _whole(value: str, low: int = 1, high: int = MAX_COUNT) -> int:
     try:
         number = int(value)
     except ValueError:
         raise ValueError("must be a whole number") from None
-    if number < low or (high is not None and number > high):
-        raise ValueError(f"must be at least {low}" if high is None else f"must be between {low} and {high}")
+    if number < low or number > high:
+        raise ValueError(f"must be at least {low}" if high == MAX_COUNT > number else f"must be between {low} and {high}")
     return number
 
 
@@ -93,8 +97,8 @@ def _ratio(value: str) -> float:
         number = float(value)
     except ValueError:
         number = math.nan
-    if not 0 <= number < math.inf:
-        raise ValueError("must be a number of at least 0")
+    if not 0 <= number <= MAX_SECONDS:
+        raise ValueError(f"must be a number between 0 and {MAX_SECONDS}")
     return number
 
 
@@ -102,7 +106,7 @@ def _positive(value: str) -> float:
     with contextlib.suppress(ValueError):
         if (number := _ratio(value)) > 0:
             return number
-    raise ValueError("must be a positive number")
+    raise ValueError(f"must be a positive number, at most {MAX_SECONDS}")
 
 
 def _one_of(*words: str, aliases: Mapping[str, str] | None = None) -> Callable[[str], str]:
@@ -137,6 +141,18 @@ def _folder(value: str) -> str:
 
 def _ip(value: str) -> str:
     return str(ipaddress.ip_address("127.0.0.1" if value == "localhost" else value))
+
+
+def _key(value: str) -> str:
+    if not re.fullmatch(r"[!-~]+", value):
+        raise ValueError("must be printable ASCII characters without blanks")
+    return value
+
+
+def _header(value: str) -> str:
+    if not (value.isascii() and value.isprintable()):
+        raise ValueError("must be printable ASCII characters, as it is sent in a header")
+    return value
 
 
 def _origins(value: str) -> str:
@@ -252,7 +268,7 @@ class Config:
     port: int = setting(8080, "SAGEMAKER_BIND_TO_PORT PORT -p",
         "Port to listen on. SAGEMAKER_BIND_TO_PORT comes before PORT.", parse=functools.partial(_whole, high=65535))
     api_key: str | None = setting(None, "API_KEY",
-        "Key that requests must carry as `Authorization: Bearer`, except those for health and metrics.")
+        "Key that requests must carry as `Authorization: Bearer`, except those for health and metrics.", parse=_key)
     cors_allow_origin: str = setting("*", "CORS_ALLOW_ORIGIN",
         "Origins of web pages that may call the server, separated by commas; the flag may be repeated.", parse=_origins)
     no_web_page: bool = setting(False, "NO_WEB_PAGE", "Do not serve the page for browsers at `/`.")
@@ -265,7 +281,7 @@ class Config:
         "Seconds after which a response that is not streamed ends with the text so far and finish reason `length`.",
         shown="55 on `/invocations` (SageMaker waits 60), else none")
     compute_type: str | None = setting(None, "COMPUTE_TYPE", "Value of the response header `x-compute-type`.",
-        shown="the device")
+        parse=_header, shown="the device")
     startup_timeout: float = setting(3600.0, "STARTUP_TIMEOUT", "Seconds that the model may take to become ready.")
     stuck_timeout: float = setting(120.0, "STUCK_TIMEOUT",
         "Seconds that a step may be stuck (far longer than usual) before the server exits with code 1.")
@@ -424,6 +440,8 @@ class _Parser(argparse.ArgumentParser):
 def _given(argv: Sequence[str], environ: Mapping[str, str]) -> dict[str, str]:
     """The values of all flags and variables, by name (`--port`, `PORT`). An empty variable counts as unset."""
     given = {name: value.strip() for name, value in environ.items() if value.strip()}
+    if environ.get("API_KEY") and "API_KEY" not in given:
+        raise ConfigError("API_KEY is blank: give a key, or leave it empty for a server that asks for none")
     try:
         ipaddress.ip_address(given.get("HOSTNAME", ""))
     except ValueError:
@@ -482,43 +500,18 @@ def parse(argv: Sequence[str], environ: Mapping[str, str]) -> Config:
             raise ConfigError(f"{name} needs a value")
         read = entry.metadata["parse"] or PARSERS[entry.type.removesuffix(" | None")]
         try:
+            if any(unicodedata.category(character) == "Cc" for character in given[name]):
+                raise ValueError("must have no control characters")
             values[entry.name] = read(given[name])
         except ValueError as error:
-            raise ConfigError(f"{name} {given[name]!r}: {error}") from None
+            shown = "" if entry.name == "api_key" else f" {given[name]!r}"
+            raise ConfigError(f"{name}{shown}: {error}") from None
     if "model_id" not in values and (SAGEMAKER_MODEL / "config.json").is_file():
         values["model_id"] = str(SAGEMAKER_MODEL)
     config = Config(**values)
     if config.is_local:
         Manifest.read(config.model_id)
     return config
-
-
-class _PlainFormatter(logging.Formatter):
-    converter = time.gmtime
-
-    def __init__(self):
-        super().__init__("%(asctime)s.%(msecs)03dZ %(levelname)-5s %(name)s: %(message)s", "%Y-%m-%dT%H:%M:%S")
-
-    def format(self, record: logging.LogRecord) -> str:
-        fields = getattr(record, "fields", {})
-        return super().format(record) + "".join(f" {key}={value}" for key, value in fields.items())
-
-
-class _JsonFormatter(_PlainFormatter):
-    def format(self, record: logging.LogRecord) -> str:
-        trace = "\n" + self.formatException(record.exc_info) if record.exc_info else ""
-        fields = {"message": record.getMessage() + trace, **getattr(record, "fields", {})}
-        stamp = f"{self.formatTime(record, self.datefmt)}.{int(record.msecs):03d}Z"
-        return json.dumps({"timestamp": stamp, "level": record.levelname, "target": record.name, "fields": fields})
-
-
-def set_up_logging(config: Config) -> None:
-    """Logs to stderr, one line per event; `logger.info(message, extra={"fields": {...}})` adds named values."""
-    handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(_JsonFormatter() if config.json_output else _PlainFormatter())
-    root = logging.getLogger()
-    root.handlers[:] = [handler]
-    root.setLevel(config.log_level.upper())
 
 
 def run_dir() -> Path:
@@ -546,9 +539,10 @@ def main(argv: Sequence[str]) -> int:
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    set_up_logging(config)
+    logs.set_up(config.log_level, config.json_output)
     logger = logging.getLogger("config")
-    logger.info("neuron-textgen %s starts; model: %s", VERSION, config.model_name)
+    key = "requests need the API key" if config.api_key else "requests need no API key (--api-key)"
+    logger.info("neuron-textgen %s starts; model: %s; %s", VERSION, config.model_name, key)
     for line in _of_other_servers(_given(argv, os.environ)):
         logger.warning("%s", line)
     print(config.to_json())

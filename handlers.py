@@ -119,6 +119,8 @@ class Handlers:
             spans = self._engine.text.tokenizer.spans(text, add_special_tokens, MAX_LISTED_TOKENS)
         except TooManyTokens as error:
             raise errors.invalid(None, f"the text has {error.args[0]} tokens; at most {MAX_LISTED_TOKENS} are listed") from None
+        except ValueError as error:
+            raise errors.invalid(None, f"tokenizer error: {error}") from None
         return [schema.SimpleToken(i, raw[start:stop].decode(errors="replace"), start, stop) for i, start, stop in spans]
 
     def chat_prompt(self, chat: ChatRequest) -> str:
@@ -170,4 +172,4 @@ def prompt_ids(engine: EngineClient, job: Job) -> list[int]:
     try:
         return tokenizer.encode(job.prompt, job.add_special_tokens)
     except Exception as error:
-        raise errors.invalid(None, f"tokenizer error {error}") from None
+        raise errors.invalid(None, f"tokenizer error: {error}") from None

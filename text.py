@@ -10,6 +10,7 @@ layer knows no HTTP, no sockets, no torch.
 from __future__ import annotations
 
 import codecs
+import contextlib
 import functools
 import itertools
 import json
@@ -17,7 +18,7 @@ import math
 import re
 import sys
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -68,15 +69,18 @@ class Tokenizer:
         self.token_bytes = functools.cache(self._token_bytes)
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """Raises ValueError for a text that the tokenizer cannot process."""
         # A batch, because only that lets other threads run meanwhile: a text of a megabyte takes a second.
-        return self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
+        with _no_panic():
+            return self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
 
     def spans(self, text: str, add_special_tokens: bool = True, most: float = math.inf) -> list[tuple[int, int, int]]:
         """Each token's id, and where in the UTF-8 bytes of `text` it begins and ends; 0, 0 if the tokenizer put it there.
 
-        Raises TooManyTokens when there are more than `most`.
+        Raises TooManyTokens when there are more than `most`, ValueError for a text that the tokenizer cannot process.
         """
-        (encoding,) = self._tokenizer.encode_batch([text], add_special_tokens=add_special_tokens)
+        with _no_panic():
+            (encoding,) = self._tokenizer.encode_batch([text], add_special_tokens=add_special_tokens)
         if (count := len(encoding)) > most:
             del encoding  # takes 250 bytes a token, and the traceback of the error would keep it
             raise TooManyTokens(count)
@@ -367,6 +371,17 @@ class TextStream:
             self._released = end
             released.append(self._pending.popleft())
         return released
+
+
+@contextlib.contextmanager
+def _no_panic() -> Iterator[None]:
+    """A panic of the tokenizers library, which is no Exception, becomes a ValueError."""
+    try:
+        yield
+    except BaseException as error:
+        if type(error).__name__ != "PanicException":
+            raise
+        raise ValueError("the tokenizer cannot process this text") from None
 
 
 class TooManyTokens(Exception):

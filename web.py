@@ -31,13 +31,14 @@ from pathlib import Path
 import gevent
 import gunicorn.app.base
 import gunicorn.glogging
-from flask import Flask, Response, g, request
+from flask import Flask, Response, g, redirect, request
 from flask_swagger_ui import get_swaggerui_blueprint
 from gevent.threadpool import ThreadPool
 from werkzeug.exceptions import ClientDisconnected, HTTPException
 
 import config as configuration
 import errors
+import logs
 import openapi
 import schema
 import validate
@@ -190,6 +191,10 @@ def create_app(config: Config, engine: EngineClient) -> Flask:
         _ready(engine)
         with bodies.read() as body:
             return _json(threads.run(lambda: handlers.chat_tokenize(body)))
+
+    @app.get(DOCS.rstrip("/"))
+    def docs() -> Response:
+        return redirect(DOCS)  # without a host, which may be anybody's in the request's own header
 
     @app.get("/live")
     def live() -> Response:
@@ -522,7 +527,7 @@ class Server(gunicorn.app.base.BaseApplication):
 def main() -> int:
     configuration.die_with_parent()
     config = configuration.load()
-    configuration.set_up_logging(config)
+    logs.set_up(config.log_level, config.json_output)
     family = socket.AF_INET6 if ":" in config.hostname else socket.AF_INET
     try:
         listener = socket.create_server((config.hostname, config.port), family=family, backlog=2048)

@@ -28,6 +28,7 @@ import msgspec
 import numpy as np
 
 import config as configuration
+import logs
 import models
 import sampling
 from config import HERE, Config, ConfigError, Manifest
@@ -545,7 +546,7 @@ def _socket_failed(error: BaseException) -> None:
 def main() -> int:
     configuration.die_with_parent()
     config = configuration.load()
-    configuration.set_up_logging(config)
+    logs.set_up(config.log_level, config.json_output)
     if config.is_demo:
         logger.info("No model is named: serving the built-in demonstration model. Name one with --model-id or MODEL_ID.")
     metrics = Metrics()

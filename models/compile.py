@@ -21,6 +21,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import config as configuration
+import logs
 from config import Config, ConfigError, Manifest, read_json
 from models import artifact
 from models.base import ModelError
@@ -101,7 +102,7 @@ def main(argv: Sequence[str]) -> int:
         if not options.output:
             raise ConfigError("--output is missing: the folder for the compiled model")
         config = configuration.parse(flags, os.environ)
-        configuration.set_up_logging(config)
+        logs.set_up(config.log_level, config.json_output)
         if config.device not in ("auto", "neuron"):
             raise ConfigError(f"--device {config.device}: only models for Neuron are compiled; leave it out")
         compile_model(dataclasses.replace(config, device="neuron"), Path(options.output).expanduser())

@@ -25,7 +25,8 @@ import numpy as np
 import torch
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from config import Config, Manifest, die_with_parent, set_up_logging
+import logs
+from config import Config, Manifest, die_with_parent
 from models import cpu  # first: it keeps openvino from loading its telemetry
 from models.base import Chunk, ModelError, first_line
 from models.cache import CANNOT_SERVE, CANNOT_WRITE, model_key, renamed_when_complete, write_entry
@@ -241,7 +242,7 @@ def main(arguments: list[str]) -> int:
                 convert(config, folder, target)
         else:
             config = Config.from_json(sys.stdin.read())
-            set_up_logging(config)
+            logs.set_up(config.log_level, config.json_output)
             convert(config, Path(arguments[0]), Path(arguments[1]))
     except (ModelError, OSError) as error:
         print(error)

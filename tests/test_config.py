@@ -13,6 +13,7 @@ import pytest
 import settings_tables
 
 import config
+import logs
 from config import (
     DEFAULT_BATCH_SIZE,
     DEFAULT_MAX_TOTAL_TOKENS,
@@ -164,7 +165,7 @@ def test_the_model_that_sagemaker_unpacks_is_served_when_none_is_named(model, mo
 
 @pytest.mark.parametrize("empty", ["", "  ", "\n"])
 def test_an_empty_variable_counts_as_unset(empty):
-    names = [name for entry in SETTINGS.values() for name in entry.metadata["names"]]
+    names = {name for entry in SETTINGS.values() for name in entry.metadata["names"]} - ({"API_KEY"} if empty else set())
     assert parse([], dict.fromkeys([*names, "NUM_SHARD", "LORA_ADAPTERS"], empty)) == Config()
 
 
@@ -242,8 +243,8 @@ def test_a_value_that_is_missing_empty_or_given_twice_is_refused(flag, entry):
 
 
 WHOLE_NUMBERS = dict.fromkeys(("many", "2.5", "1e3", "0x10", "5 GB"), "must be a whole number")
-COUNT = WHOLE_NUMBERS | dict.fromkeys(("0", "-1"), "must be at least 1")
-POSITIVE = dict.fromkeys(("soon", "5s", "0", "-1", "inf", "nan", "1e999"), "must be a positive number")
+COUNT = WHOLE_NUMBERS | dict.fromkeys(("0", "-1"), "must be at least 1") | {"9" * 30: "must be between 1 and 1000000000"}
+POSITIVE = dict.fromkeys(("soon", "5s", "0", "-1", "inf", "nan", "1e999", "1e20"), "must be a positive number, at most 1000000")
 BY_KIND = {"int": COUNT, "int | None": COUNT, "float": POSITIVE, "float | None": POSITIVE}
 BY_KIND["bool"] = {"maybe": "must be one of true, false"}
 WRONG = {entry.name: BY_KIND[entry.type] for entry in SETTINGS.values() if entry.type in BY_KIND}
@@ -252,7 +253,7 @@ WRONG |= {
     "max_batch_total_tokens": WHOLE_NUMBERS | dict.fromkeys(("1", "0", "-1"), "must be at least 2"),
     "queue_threshold_ms": WHOLE_NUMBERS | {"-1": "must be at least 0"},
     "port": WHOLE_NUMBERS | dict.fromkeys(("0", "65536", "-1"), "must be between 1 and 65535"),
-    "waiting_served_ratio": dict.fromkeys(("often", "-1", "inf", "nan"), "must be a number of at least 0"),
+    "waiting_served_ratio": dict.fromkeys(("often", "-1", "inf", "nan", "1e20"), "must be a number between 0 and 1000000"),
     "prefill_chunk": WHOLE_NUMBERS | {"-1": "must be at least 0", "1": "must be 0 (off) or at least 3"},
     "prefill_buckets": {"128,": "must be a whole number", "0,1": "must be at least 1"},
     "tokenizer_config_path": {"/nowhere": "there is no such file"},
@@ -268,6 +269,7 @@ WRONG |= {
         "sequence_parallel_norm_threshold=0": "sequence_parallel_norm_threshold must be a positive whole number",
         "shard_over_sequence=true,shard_over_sequence=false": "shard_over_sequence must be true, or left out",
     },
+    "compute_type": dict.fromkeys(("café", "a\u2028b"), "must be printable ASCII characters, as it is sent in a header"),
     "log_level": {"loud": "must be one of error, warn, info, debug"},
 }
 
@@ -282,6 +284,21 @@ def test_a_wrong_value_is_refused_with_its_name_and_what_it_must_be(name):
         for other in SAME_AS[flag]:
             argv, environ = ([f"{other}={value}"], {}) if other.startswith("-") else ([], {other: value})
             assert refusal(*argv, **environ) == f"{other} {value!r}: {words}"
+
+
+@pytest.mark.parametrize("flag", SETTINGS)
+def test_no_setting_takes_control_characters(flag):
+    for value in ("a\r\nX: 1", "a\tb", "1\x7f2", "a\x9bb"):
+        shown = "" if flag == "--api-key" else f" {value!r}"
+        assert refusal(flag, value) == f"{flag}{shown}: must have no control characters"
+
+
+def test_an_api_key_is_stripped_and_checked_and_never_shown():
+    assert of(API_KEY=" s3cret\n").api_key == "s3cret"
+    for wrong in ("two words", "schlüssel", "\udcff\udcfe"):
+        assert refusal(API_KEY=wrong) == "API_KEY: must be printable ASCII characters without blanks"
+    for blank in (" ", "\n"):
+        assert refusal(API_KEY=blank) == "API_KEY is blank: give a key, or leave it empty for a server that asks for none"
 
 
 @pytest.mark.parametrize("longest_input", ["100", "101", "5000"])
@@ -682,15 +699,18 @@ def log_line(monkeypatch, capsys):
         root = logging.getLogger()
         monkeypatch.setattr(root, "handlers", list(root.handlers))
         monkeypatch.setattr(root, "level", root.level)
-        config.set_up_logging(Config(json_output=json_output))
-        logging.getLogger("web").error("it is %d\nlines", 2, extra={"fields": {"request": 7}}, exc_info=exc_info)
+        logs.set_up("info", json_output)
+        fields = {"request": 7, "path": "/\n" + "a" * 5000}
+        logging.getLogger("web").error("it is %d\nlines %s", 2, "x" * 5000, extra={"fields": fields}, exc_info=exc_info)
         return capsys.readouterr().err
 
     return write
 
 
-def test_a_log_line_carries_named_values(log_line):
-    assert log_line(False).endswith("Z ERROR web: it is 2\nlines request=7\n")
+def test_a_log_line_carries_named_values_and_nothing_breaks_or_floods_it(log_line):
+    line = log_line(False)
+    assert line.count("\n") == 1 and len(line) < 1400
+    assert "Z ERROR web: it is 2\\nlines xxx" in line and "x... request=7 path=/\\naaa" in line
 
 
 def test_a_json_log_line_carries_named_values_and_the_traceback_in_one_line(log_line):
@@ -700,6 +720,6 @@ def test_a_json_log_line_carries_named_values_and_the_traceback_in_one_line(log_
         written = log_line(True, exc_info=error)
     assert written.count("\n") == 1
     fields = json.loads(written)["fields"]
-    assert fields["request"] == 7
-    assert fields["message"].startswith("it is 2\nlines\nTraceback")
+    assert fields["request"] == 7 and len(fields["path"]) < 210 and "\n" not in fields["path"]
+    assert fields["message"].startswith("it is 2\\nlines xxx") and "x...\nTraceback" in fields["message"]
     assert fields["message"].endswith("ValueError: wrong")

@@ -13,7 +13,7 @@ import config
 from config import HERE
 
 MAY_IMPORT = {
-    "web": {"answers", "bodies", "engine_client", "errors", "generation", "grammar", "handlers", "openapi"}
+    "web": {"logs", "answers", "bodies", "engine_client", "errors", "generation", "grammar", "handlers", "openapi"}
     | {"schema", "text", "validate", "protocol", "config"},
     "bodies": {"errors", "config"},
     "handlers": {"answers", "chat", "engine_client", "errors", "grammar", "readers", "responses", "schema", "text", "tools"}
@@ -33,8 +33,9 @@ MAY_IMPORT = {
     "text": {"chat", "config"},
     "chat": {"config"},
     "protocol": set(),
-    "config": set(),
-    "worker": {"grammar", "masks", "metrics", "outputs", "profiling", "sampling", "scheduler", "protocol", "config"}
+    "config": {"logs"},
+    "logs": set(),
+    "worker": {"logs", "grammar", "masks", "metrics", "outputs", "profiling", "sampling", "scheduler", "protocol", "config"}
     | {"models", "models.base", "models.fetch", "models.tokenizer"},
     "profiling": {"outputs", "protocol", "models.base", "config"},
     "metrics": {"outputs", "scheduler", "protocol"},
@@ -49,11 +50,11 @@ MAY_IMPORT = {
     "models.tokenizer": {"models.cache", "models.base", "config"},
     "models.cpu": {"models.torch_model", "models.cache", "models.base", "config"},
     "models.cache": {"config"},
-    "models.convert": {"models.cpu", "models.cache", "models.torch_model", "models.base", "config"},
+    "models.convert": {"logs", "models.cpu", "models.cache", "models.torch_model", "models.base", "config"},
     "models.torch_model": {"models.cpu", "models.base", "config"},
     "models.neuron": {"models.artifact", "models.checkpoint", "models.plan", "models.machine", "models.fetch"}
     | {"models.base", "config"},
-    "models.compile": {"models.neuron", "models.artifact", "models.machine", "models.fetch", "models.base", "config"},
+    "models.compile": {"logs", "models.neuron", "models.artifact", "models.machine", "models.fetch", "models.base", "config"},
     "models.plan": {"models.checkpoint", "models.machine", "models.fetch", "models.base", "config"},
     "models.artifact": {"models.cache", "config"},
     "models.checkpoint": {"models.base"},

@@ -16,7 +16,6 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from processes import Server, events, wait_until
 
-import config as configuration
 from config import DEVICE_TOP_K, HERE, Config, ConfigError, Manifest
 from models.base import Chunk, DeviceLost, ModelError, SampledIds
 from models.machine import Machine
@@ -70,7 +69,7 @@ def machine(tmp_path, monkeypatch):
     monkeypatch.setenv("NEURON_RT_NUM_CORES", "")  # so that a value that the model sets is undone
     monkeypatch.delenv("NEURON_RT_NUM_CORES")
     monkeypatch.setattr(neuron, "CORES_WAIT_S", -1.0)
-    monkeypatch.setattr(configuration, "set_up_logging", lambda config: None)  # the logs of this process are pytest's
+    monkeypatch.setattr("logs.set_up", lambda level, as_json: None)  # the logs of this process are pytest's
     fake.restart()
     yield
     fake.restart()

@@ -176,7 +176,7 @@ def test_a_chunk_that_goes_to_the_wrong_place_is_noticed_at_the_start(made, tmp_
 def test_a_compiled_folder_has_the_program_of_chunks_and_serves_without_compiling(made, tmp_path, monkeypatch):
     words = ["--max-total-tokens", str(WINDOW), "--tp-degree", "1", "--max-batch-size", "2", "--prefill-chunk", str(CHUNK)]
     byte_tokenizer(made.folder)
-    monkeypatch.setattr("config.set_up_logging", lambda config: None)
+    monkeypatch.setattr("logs.set_up", lambda level, as_json: None)
     assert verb.main(["--model-id", str(made.folder), "--output", str(tmp_path / "out"), *words]) == 0
     monkeypatch.setattr(compiler, "compile_hlo_module", refuse_to_compile)
     settings = {"max_total_tokens": None, "max_input_tokens": None, "dtype": "auto", "tp_degree": None}

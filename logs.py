@@ -1,0 +1,51 @@
+"""The log: one line per event on stderr, as text or as JSON.
+
+Owns the format of a line, which nothing that a client sends or a model folder says can break or flood. Knows no settings and
+nothing of what is logged.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+import time
+from typing import Any
+
+
+def _escaped(value: Any, limit: int) -> str:
+    """`value` on one line, cut at `limit` characters."""
+    text = str(value)
+    text = text if len(text) <= limit else text[:limit] + "..."
+    return text if text.isprintable() else "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
+
+
+class _PlainFormatter(logging.Formatter):
+    converter = time.gmtime
+
+    def __init__(self):
+        super().__init__("%(asctime)s.%(msecs)03dZ %(levelname)-5s %(name)s: %(message)s", "%Y-%m-%dT%H:%M:%S")
+
+    def formatMessage(self, record: logging.LogRecord) -> str:
+        """The line, without the traceback that may follow."""
+        record.message = _escaped(record.message, 1000)
+        fields = getattr(record, "fields", {})
+        return super().formatMessage(record) + "".join(f" {key}={_escaped(value, 200)}" for key, value in fields.items())
+
+
+class _JsonFormatter(_PlainFormatter):
+    def format(self, record: logging.LogRecord) -> str:
+        trace = "\n" + self.formatException(record.exc_info) if record.exc_info else ""
+        fields = {k: _escaped(v, 200) if isinstance(v, str) else v for k, v in getattr(record, "fields", {}).items()}
+        fields = {"message": _escaped(record.getMessage(), 1000) + trace, **fields}
+        stamp = f"{self.formatTime(record, self.datefmt)}.{int(record.msecs):03d}Z"
+        return json.dumps({"timestamp": stamp, "level": record.levelname, "target": record.name, "fields": fields})
+
+
+def set_up(level: str, as_json: bool) -> None:
+    """Logs to stderr, one line per event; `logger.info(message, extra={"fields": {...}})` adds named values."""
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(_JsonFormatter() if as_json else _PlainFormatter())
+    root = logging.getLogger()
+    root.handlers[:] = [handler]
+    root.setLevel(level.upper())
