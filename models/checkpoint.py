@@ -20,7 +20,7 @@ _GATED = {"hidden_act": _SILU, "attention_bias": (False,), "rope_scaling": ("def
 # missing or null has transformers' default, which is among them.
 COMPUTED: dict[str, dict[str, tuple[Any, ...]]] = {
     "llama": {**_GATED, "mlp_bias": (False,), "rope_scaling": ("default", "llama3")},
-    "mistral": _GATED,
+    "mistral": _GATED,  # the library's class for Mistral scales no positions; folders may be compiled with it
     "mixtral": _GATED,
     "gpt2": {
         "activation_function": _GELU,

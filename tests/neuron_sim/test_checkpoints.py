@@ -65,7 +65,6 @@ def error(model, expected):
         ("llama", "hidden_act", "gelu"),
         ("llama", "rope_scaling", {"rope_type": "linear", "factor": 2.0}),
         ("mistral", "hidden_act", "gelu"),
-        ("mistral", "rope_scaling", LLAMA3),
         ("mixtral", "hidden_act", "gelu"),
         ("mixtral", "rope_scaling", LLAMA3),
         ("gpt2", "activation_function", "relu"),
