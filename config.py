@@ -469,7 +469,9 @@ def _of_other_servers(given: Mapping[str, str]) -> list[str]:
         if effect == "no_effect":
             lines.append(f"{name} has no effect: {text}")
         elif effect == "same_as" and value != neutral:
-            lines.append(f"{name} is read as {text}")
+            flag = text.split()[0]
+            own = [known for known in (flag, *SETTINGS[flag].metadata["names"]) if known in given]
+            lines.append(f"{name} is ignored: {own[0]} is set" if own else f"{name} is read as {text}")
         elif effect == "not_supported" and value.lower() not in (neutral, "0", "false", "none", "off"):
             raise ConfigError(f"{name} is not supported: {text}")
     return lines

@@ -92,7 +92,7 @@ class Scheduler:
         self._mixes, self._prefill_chunk = mixes, prefill_chunk or math.inf
         beside, alone = PROMPT_TOKENS_BESIDE, PROMPT_TOKENS_ALONE
         if not mixes:
-            beside, alone = PROMPT_TOKENS_BETWEEN, PROMPT_TOKENS_BETWEEN_MANY
+            beside, alone = min(PROMPT_TOKENS_BETWEEN, self._prefill_chunk), PROMPT_TOKENS_BETWEEN_MANY
         self._budget_beside = max_batch_prefill_tokens or beside
         self._budget_alone = max(alone, self._budget_beside)
         self._max_queue_time_s = max_queue_time_s
@@ -165,7 +165,7 @@ class Scheduler:
             if request.slot is None:
                 continue
             end = chunk.begin + len(chunk.tokens)
-            if index >= step.rows:
+            if index >= step.rows and not chunk.keep_all:  # such chunks may be cut elsewhere
                 self._slots.extend(request.slot, chunk.tokens, chunk.begin)
             if end < len(request.prompt):
                 request.prefilled = end

@@ -32,15 +32,17 @@ class Slots:
     def take(self, prompt: Sequence[int], reuse: bool = True) -> Placement:
         """The free slot with the longest common prefix, else the least recently used one.
 
-        A slot of which less than half would be used keeps its contents, for the conversation that they belong to. At least
-        two tokens are left to run: a chunk of one would be rounded as a decode step is.
+        A slot of which less than half would be used keeps its contents, for the conversation that they belong to, if the
+        prefix can be copied or another free slot holds nothing. At least two tokens are left to run: a chunk of one would be
+        rounded as a decode step is.
         """
         step = self._prefix_step
         common = [0] * len(self._held)
         if step and reuse:
             head = prompt[: (len(prompt) - 2) // step * step]
             common = [common_prefix(head, held) // step * step for held in self._held]
-        slot = max(self.free, key=lambda slot: common[slot] if 2 * common[slot] >= len(self._held[slot]) else 0)
+        spares = self._copies or not all(self._held[slot] for slot in self.free)
+        slot = max(self.free, key=lambda slot: common[slot] if not spares or 2 * common[slot] >= len(self._held[slot]) else 0)
         source = slot
         if self._copies:
             source = max(range(len(common)), key=lambda other: (common[other], other == slot))

@@ -209,6 +209,9 @@ class Worker:
         try:
             for slot, tokens, source in step.copies:
                 self.model.copy_prefix(source, slot, tokens)
+        except Exception as error:  # requests that have no chunk in this step rely on the copies, too
+            raise DeviceLost(f"a prefix cannot be copied: {error}") from error
+        try:
             output = self.model.forward(step.chunks)
         except Exception as error:
             logger.exception("a step of %d slots failed", len(step.chunks))
@@ -497,6 +500,10 @@ def boot(config: Config, end: WorkerEnd, metrics: Metrics) -> Worker:
     logger.info("%s: %s, EOS ids %s", what, size, eos_token_ids)
     if model.mixes and (config.waiting_served_ratio or config.max_waiting_tokens != Config.max_waiting_tokens):
         logger.info("--waiting-served-ratio and --max-waiting-tokens have no effect here: prompts run beside decode steps")
+    per_step = config.max_batch_prefill_tokens or 0
+    if not model.mixes and model.prefill_chunk and per_step > model.prefill_chunk:
+        what = "--max-batch-prefill-tokens %d: that many tokens of prompts run between two decode steps, in chunks of %d"
+        logger.info(what, per_step, model.prefill_chunk)
     scheduler = Scheduler(
         slots=model.batch_size,
         mixes=model.mixes,

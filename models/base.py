@@ -71,7 +71,7 @@ class StaticBatchModel(Protocol):
         """Runs the chunks, at most one a slot, and extends the KV cache of their slots; no other slot changes.
 
         Where `prefix_step` is set, a slot holds what ran in it until other tokens run at these positions: a prompt may begin
-        behind what it has in common with the slot's last one.
+        behind what it has in common with the slot's last one. (On Neuron up to rounding, see NeuronModel.)
         Returns one row of logits a chunk, after its last token, in the order of `chunks`; a chunk with `keep_all` has one row
         a token. The result stays as it is when `forward` is called again. A row depends on its own slot alone, to the last
         bit: not on the other chunks, and not on how a prompt was cut into chunks where the scheduler follows `mixes` and

@@ -407,6 +407,30 @@ def test_a_conversation_keeps_its_slot_from_a_prompt_that_shares_little_with_it(
     assert finished(scheduler, [*long, 1, 2])[0].cached == 200
 
 
+def test_a_chunk_shorter_than_the_budget_is_followed_by_a_decode_step_too():
+    scheduler = Scheduler(slots=3, mixes=False, prefill_chunk=32)
+    running(scheduler, 2)
+    added(scheduler, request(100))
+    assert [prompts_until_decode(scheduler) for _ in range(3)] == [1, 1, 1]
+
+
+def test_a_prompt_whose_logits_are_all_kept_leaves_no_prefix_because_it_may_be_cut_elsewhere():
+    scheduler = Scheduler(slots=1, prefix_step=1, **MIXED)
+    (kept,) = added(scheduler, Request(list(range(40)), 1, 0.0, keep_all=True))
+    while not kept.generated:
+        run_step(scheduler)
+    assert finished(scheduler, list(range(40)))[0].cached == 0
+
+
+def test_where_nothing_can_be_copied_and_every_slot_holds_something_any_common_prefix_decides():
+    scheduler = Scheduler(slots=2, prefix_step=1, **MIXED)
+    long = list(range(1000, 1200))
+    _, slot = finished(scheduler, long)
+    assert finished(scheduler, list(range(50)))[1] != slot
+    other, at = finished(scheduler, [*long[:60], 1, 2, 3])
+    assert (other.cached, at) == (60, slot)
+
+
 def test_shorter_prompts_go_first_until_others_have_waited_longer_than_the_threshold():
     scheduler = Scheduler(slots=1, queue_threshold_s=5.0, **MIXED)
     (runs,) = added(scheduler, request(2))

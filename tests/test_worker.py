@@ -143,6 +143,16 @@ def test_what_a_slot_still_holds_of_a_prompt_does_not_run_again_and_the_text_is_
     assert cached[0] == 0 and all(held >= 4 for held in cached[1:])
 
 
+def test_a_prefix_that_cannot_be_copied_ends_the_worker_instead_of_giving_wrong_text(monkeypatch):
+    driven = Driven(batch_size=3, mixes=True, prefix_step=1, copies_prefixes=True)
+    driven.arrive(Generate(1, list(range(1, 20)), 15, ignore_eos=True))
+    driven.step()
+    monkeypatch.setattr(driven.model, "copy_prefix", lambda *_: 1 / 0)
+    driven.arrive(Generate(2, list(range(1, 20)), 5))
+    with pytest.raises(DeviceLost, match="a prefix cannot be copied"):
+        driven.step()
+
+
 def test_a_prefix_of_a_running_request_is_copied():
     driven = Driven(batch_size=3, mixes=True, prefix_step=1, copies_prefixes=True)
     prompt = list(range(1, 20))
