@@ -107,7 +107,7 @@ $(VENV)/run.installed: pyproject.toml | $(VENV)/bin/python
 	@touch $@
 
 $(VENV)/test.installed: $(VENV)/run.installed
-	@$(PIP) ".[cpu,test]"
+	@$(PIP) ".[cpu,otel,test]"
 	@touch $@
 
 $(VENV)-clients/javascript.installed: tests/clients/package.json

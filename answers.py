@@ -42,6 +42,7 @@ class Sequence:
         self.pieces: list[Piece] = []  # filled for an answer that is not streamed
         self.ran: Prompt | None = None
         self.finish_reason: str | None = None
+        self.first_token_at: float | None = None
         self.finished_at = 0.0
         self._logprobs = 0.0
 
@@ -60,6 +61,7 @@ class Sequence:
 
     def take(self, token: Token) -> list[Piece]:
         """The pieces whose text has become certain with `token`."""
+        self.first_token_at = self.first_token_at or time.monotonic()
         if self.job.max_new_tokens == 0:  # only the prompt was asked about
             self._finish("length")
             return []

@@ -27,6 +27,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import logs
 
@@ -153,6 +154,16 @@ def _header(value: str) -> str:
     if not (value.isascii() and value.isprintable()):
         raise ValueError("must be printable ASCII characters, as it is sent in a header")
     return value
+
+
+def _collector(value: str) -> str:
+    """The URL for traces, as OTLP over HTTP has it."""
+    url = urlsplit(value)
+    if url.scheme not in ("http", "https") or not url.hostname:
+        raise ValueError("must be the URL of a collector, such as http://localhost:4318")
+    if url.port == 4317:
+        raise ValueError("port 4317 takes OTLP over gRPC; traces are sent over HTTP, which collectors take on port 4318")
+    return value.rstrip("/").removesuffix("/v1/traces") + "/v1/traces"
 
 
 def _origins(value: str) -> str:
@@ -287,6 +298,10 @@ class Config:
         "Seconds that a step may be stuck (far longer than usual) before the server exits with code 1.")
     graceful_termination_timeout: float = setting(25.0, "GRACEFUL_TERMINATION_TIMEOUT -g",
         "Seconds for running requests to finish after SIGTERM.")
+    otlp_endpoint: str | None = setting(None, "OTLP_ENDPOINT", "URL of an OpenTelemetry collector that takes OTLP over HTTP, "
+        "such as http://localhost:4318, to export traces of requests to. Needs the packages of the extra `otel`.",
+        parse=_collector, shown="no traces")
+    otlp_service_name: str = setting("text-generation-inference.router", "OTLP_SERVICE_NAME", "Service name in the traces.")
     profile: str | None = setting(None, "PROFILE PROF_PATH", "Folder for a trace of the worker's steps.",
         parse=_folder, shown="/tmp/profile with PROF_STEP, else no trace")
     prof_waitstep: int = setting(0, "PROF_WAITSTEP", "Steps to run before the trace begins.", parse=_from_0)

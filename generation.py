@@ -13,7 +13,7 @@ import select
 import socket
 import time
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import gevent
 from gevent.monkey import get_original
@@ -42,7 +42,8 @@ class Generation:
     client has disconnected. What is unfinished at `deadline_at` ends there. `settle` frees everything.
 
     `in_progress` holds it from its start until it is settled, and `watch` looks after all that are there. The end of the
-    client's input counts as a disconnect unless `input_may_end`: then only a broken connection does.
+    client's input counts as a disconnect unless `input_may_end`: then only a broken connection does. `on_settled` is called
+    once.
     """
 
     def __init__(
@@ -56,14 +57,17 @@ class Generation:
         deadline_at: float = float("inf"),
         client: socket.socket | None = None,
         input_may_end: bool = False,
+        on_settled: Callable[[RequestStats, Generation], None] | None = None,
     ):
         self.request_id = request_id
+        self.model_name = engine.info.model_name
         self.started_at = started_at
         self.sent_at = self._received_at = time.monotonic()
-        self.first_token_at: float | None = None
+        self.streams_at: float | None = None  # when its stream began
         self.is_settled = False
         self.sequences: list[Sequence] = []
         self._engine = engine
+        self._on_settled = on_settled
         self._deadline_at = deadline_at
         self._unfinished: dict[int, Sequence] = {}
         generates = []
@@ -104,6 +108,10 @@ class Generation:
             if batch or not messages:  # a prompt that has been run is no reason yet to begin an answer
                 yield list(batch.items())
 
+    @property
+    def first_token_at(self) -> float | None:
+        return min((sequence.first_token_at for sequence in self.sequences if sequence.first_token_at), default=None)
+
     def look(self) -> None:
         """Wakes the request when its client has disconnected, at its deadline, and when it is time for a sign of life."""
         if self._connection.poll(0):
@@ -134,6 +142,8 @@ class Generation:
             max_new_tokens=sum(sequence.max_new_tokens for sequence in self.sequences),
         )
         self._engine.record(stats)
+        if self._on_settled:
+            self._on_settled(stats, self)
         self._log("generation ends", outcome=outcome, generated_tokens=stats.generated_tokens)
 
     def _log(self, event: str, **fields) -> None:
@@ -145,8 +155,6 @@ class Generation:
         if isinstance(message, Prompt):
             sequence.ran = message
             return
-        if self.first_token_at is None:
-            self.first_token_at = time.monotonic()
         batch[sequence] += sequence.take(message)
         if sequence.finish_reason is not None:
             del self._unfinished[message.id]

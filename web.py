@@ -41,6 +41,7 @@ import errors
 import logs
 import openapi
 import schema
+import tracing
 import validate
 from answers import Answer
 from bodies import Bodies, discard_rest
@@ -106,6 +107,7 @@ def create_app(config: Config, engine: EngineClient) -> Flask:
     app.register_blueprint(get_swaggerui_blueprint(DOCS.rstrip("/"), "/api-doc/openapi.json"))
     handlers, bodies, threads = Handlers(config, engine), Bodies(config), TextThreads(config.max_concurrent_requests)
     contract, page = openapi.openapi(), _page(engine)
+    tracer = tracing.Tracer(config.otlp_endpoint, config.otlp_service_name) if config.otlp_endpoint else None
     in_progress: set[Generation] = set()
     gevent.spawn(watch, in_progress)
     _guard(app, config)
@@ -133,8 +135,8 @@ def create_app(config: Config, engine: EngineClient) -> Flask:
         deadline_at = g.started_at + deadline_s if deadline_s and not answer.streams else float("inf")
         client = request.environ.get("gunicorn.socket")
         is_last = request.environ["SERVER_PROTOCOL"] == "HTTP/1.0" or "close" in request.headers.get("Connection", "").lower()
-        times = g.started_at, deadline_at
-        generation = Generation(engine, answer.jobs, prompts, in_progress, g.request_id, *times, client, is_last)
+        times, on_settled = (g.started_at, deadline_at), g.trace.end if "trace" in g else None
+        generation = Generation(engine, answer.jobs, prompts, in_progress, g.request_id, *times, client, is_last, on_settled)
         answer.request_id = g.request_id
         g.generation = generation
         return _respond(config, engine, answer, generation)
@@ -142,6 +144,9 @@ def create_app(config: Config, engine: EngineClient) -> Flask:
     def begin() -> None:
         """Refuses what need not be read."""
         g.generates, g.started_at = True, time.monotonic()
+        if tracer:
+            route = f"{request.method} {request.path}"
+            g.trace = tracing.RequestTrace(tracer, route, request.headers, g.request_id, g.started_at)
         _ready(engine)
         if engine.is_full:
             raise errors.overloaded()
@@ -339,7 +344,10 @@ def _answer_errors(app: Flask, config: Config, engine: EngineClient) -> None:
     @app.after_request
     def record(response: Response) -> Response:
         if response.status_code >= 400 and not ("generation" in g and g.generation.is_settled):
-            engine.record(RequestStats(response.status_code, g.get("outcome")))
+            stats = RequestStats(response.status_code, g.get("outcome"))
+            engine.record(stats)
+            if "trace" in g:
+                g.trace.end(stats)
         return response
 
 
@@ -403,6 +411,7 @@ def _events(answer: Answer, generation: Generation, batch: Batch | None, rest: I
     """The body of a stream. What became certain together is one write."""
     outcome = "dropped"  # unless it comes to its end
     written_at = generation.started_at
+    generation.streams_at = time.monotonic()
     try:
         while batch is not None:
             data = b"".join(answer.events(sequence, pieces) for sequence, pieces in batch)
@@ -528,6 +537,9 @@ def main() -> int:
     configuration.die_with_parent()
     config = configuration.load()
     logs.set_up(config.log_level, config.json_output)
+    if config.otlp_endpoint and not tracing.is_installed():
+        logger.error('--otlp-endpoint (OTLP_ENDPOINT) needs the packages of OpenTelemetry: pip install ".[otel]"')
+        return 2
     family = socket.AF_INET6 if ":" in config.hostname else socket.AF_INET
     try:
         listener = socket.create_server((config.hostname, config.port), family=family, backlog=2048)

@@ -53,6 +53,11 @@ VALUES = {
         ("on_device_embedding=true", ("on_device_embedding=true",)),
         ("shard_over_sequence=true, collectives_layout=BSH", ("collectives_layout=BSH", "shard_over_sequence=true")),
     ],
+    "otlp_endpoint": [
+        ("http://localhost:4318", "http://localhost:4318/v1/traces"),
+        ("https://host/otlp/v1/traces", "https://host/otlp/v1/traces"),
+    ],
+    "otlp_service_name": [("llm", "llm"), ("other", "other")],
     "profile": [("/data", "/data"), ("~/profile", os.path.expanduser("~/profile"))],
     "waiting_served_ratio": [("0.3", 0.3), ("0", 0.0)],
     "hostname": [("127.0.0.1", "127.0.0.1"), ("::1", "::1")],
@@ -270,6 +275,11 @@ WRONG |= {
         "shard_over_sequence=true,shard_over_sequence=false": "shard_over_sequence must be true, or left out",
     },
     "compute_type": dict.fromkeys(("café", "a\u2028b"), "must be printable ASCII characters, as it is sent in a header"),
+    "otlp_endpoint": {
+        "localhost:4318": "must be the URL of a collector, such as http://localhost:4318",
+        "http://": "must be the URL of a collector, such as http://localhost:4318",
+        "http://host:4317": "port 4317 takes OTLP over gRPC; traces are sent over HTTP, which collectors take on port 4318",
+    },
     "log_level": {"loud": "must be one of error, warn, info, debug"},
 }
 

@@ -14,7 +14,8 @@ from config import HERE
 
 MAY_IMPORT = {
     "web": {"logs", "answers", "bodies", "engine_client", "errors", "generation", "grammar", "handlers", "openapi"}
-    | {"schema", "text", "validate", "protocol", "config"},
+    | {"schema", "text", "tracing", "validate", "protocol", "config"},
+    "tracing": {"generation", "protocol", "config"},
     "bodies": {"errors", "config"},
     "handlers": {"answers", "chat", "engine_client", "errors", "grammar", "readers", "responses", "schema", "text", "tools"}
     | {"validate", "protocol", "config"},
@@ -72,6 +73,7 @@ ONLY_IN = {
     "llguidance": {"grammar"},
     "jinja2": {"chat"},
     "prometheus_client": {"metrics"},
+    "opentelemetry": {"tracing"},
     "numba": {"sampling"},
     "torch": {"models", "models.torch_model", "models.convert", "models.neuron"},
     "transformers": {"models.torch_model", "models.convert", "models.tokenizer"},
