@@ -6,6 +6,7 @@ import json
 import threading
 import time
 
+import gevent
 import pytest
 from processes import WAIT_S, Server, wait_until
 
