@@ -7,29 +7,25 @@ packages of the extra `otel` are imported nowhere else, and only when a `Tracer`
 
 from __future__ import annotations
 
-import importlib.metadata
+import atexit
 import time
 from collections.abc import Mapping
 from typing import Any
+
+import gevent
 
 from config import VERSION
 from generation import Generation
 from protocol import RequestStats
 
-BATCH = 64  # spans that are encoded at a time, on the thread of the event loop
+BATCH = 64  # spans that are encoded at a time, which holds up the event loop for 3 ms
+FLUSH_S = 2.0  # a server that stops does not wait longer for its collector
 FAULTS = ("generation", "incomplete")  # outcomes that are errors of the server
 
 
-def is_installed() -> bool:
-    try:
-        return bool(importlib.metadata.version("opentelemetry-exporter-otlp-json-http"))
-    except importlib.metadata.PackageNotFoundError:
-        return False
-
-
 class Tracer:
-    """Starts traces, and exports them every few seconds and when the process ends. To be made when gevent has patched the
-    process: the exporter's thread is then a greenlet. OpenTelemetry's own variables (`OTEL_TRACES_SAMPLER`, …) are read."""
+    """Exports spans every few seconds and when the process ends. To be made when gevent has patched the process: the exporter's
+    thread is then a greenlet. OpenTelemetry's own variables (`OTEL_TRACES_SAMPLER`, …) are read."""
 
     def __init__(self, endpoint: str, service_name: str):
         from opentelemetry import trace
@@ -39,12 +35,18 @@ class Tracer:
         from opentelemetry.sdk.trace.export import BatchSpanProcessor
         from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
-        provider = TracerProvider(resource=Resource.create({"service.name": service_name, "service.version": VERSION}))
+        resource = Resource.create({"service.name": service_name, "service.version": VERSION})
+        provider = TracerProvider(resource=resource, shutdown_on_exit=False)
         provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter(endpoint), max_export_batch_size=BATCH))
         self.api = trace
         self.parent_of = TraceContextTextMapPropagator().extract
         self.start_span = provider.get_tracer("neuron-textgen", VERSION).start_span
-        self.flush = provider.force_flush
+        self._provider = provider
+        atexit.register(self._close)
+
+    def _close(self) -> None:
+        with gevent.Timeout(FLUSH_S, False):
+            self._provider.shutdown()
 
 
 class RequestTrace:

@@ -15,6 +15,7 @@ import functools
 import hashlib
 import hmac
 import html
+import importlib.util
 import logging
 import math
 import os
@@ -537,7 +538,7 @@ def main() -> int:
     configuration.die_with_parent()
     config = configuration.load()
     logs.set_up(config.log_level, config.json_output)
-    if config.otlp_endpoint and not tracing.is_installed():
+    if config.otlp_endpoint and not importlib.util.find_spec("opentelemetry"):
         logger.error('--otlp-endpoint (OTLP_ENDPOINT) needs the packages of OpenTelemetry: pip install ".[otel]"')
         return 2
     family = socket.AF_INET6 if ":" in config.hostname else socket.AF_INET

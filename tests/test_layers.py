@@ -64,7 +64,7 @@ MAY_IMPORT = {
 ONLY_IN = {
     "flask": {"web", "bodies"},
     "gunicorn": {"web", "bodies"},
-    "gevent": {"web", "bodies", "generation", "engine_client"},
+    "gevent": {"web", "bodies", "generation", "engine_client", "tracing"},
     "socket": {"web", "bodies", "generation"},
     "zmq": {"protocol", "engine_client"},
     "msgspec": {"models.artifact", "answers", "engine_client", "formats", "handlers", "openapi", "readers", "responses"}
