@@ -3,12 +3,14 @@
 # make test-fast     runs those that start no server, load no model and try no random examples
 # make test-clients  runs the real clients against the real server: huggingface_hub, openai, boto3 and others
 # make test-neuron   runs transformers-neuronx on a simulator of its accelerator: TRANSFORMERS_NEURONX=/path/to/a/checkout
+# make ui            serves a page by Gradio on port 7860 for a running server; URL=http://host:port
+# make test-ui       tries that page in chromium
 # make bench         measures the server on simulated devices and writes bench/report.html; make bench URL=http://... any server
 # make soak          ten minutes of everything that clients do, to a server that loses web processes; MINUTES=1, URL=http://...
 # make image         builds the container image for Inferentia2 and Trainium; make image DEVICE=cpu the one for CPUs
 # make lint          ruff, as CI runs it
 # make clean         removes the environments
-.PHONY: run test test-fast test-clients test-neuron bench soak image lint clean
+.PHONY: run test test-fast test-clients test-neuron ui test-ui bench soak image lint clean
 
 VENV := .venv
 # The python3 of the machine if it is 3.10 to 3.12, else one of those by name.
@@ -20,6 +22,8 @@ PURELIB = $(1)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))
 TORCH := $(shell sed -n 's/.*"\(torch==[^"]*\)".*/\1/p' pyproject.toml)
 TORCH_INDEX := https://download.pytorch.org/whl/cpu
 PYTEST := $(shell sed -nE 's/.*"(pytest(-timeout)?==[^"]*)".*/\1/p' pyproject.toml)
+UI := $(shell sed -nE 's/.*"((gradio|openai|selenium|pytest|pytest-timeout)==[^"]*)".*/\1/p' pyproject.toml)
+UI_BIN := $(abspath $(VENV)-ui)/bin
 IMAGE := ghcr.io/neuron-textgen/neuron-textgen
 VERSION := $(shell sed -n 's/^version = "\(.*\)"/\1/p' pyproject.toml)
 
@@ -65,6 +69,13 @@ test-neuron: $(if $(NEURON),$(VENV)-neuron/test.installed)
 	@ln -sfn "$(NEURON)" $(CURDIR)/tests/neuron_sim/shim/* "$$($(call PURELIB,$(NEURON_BIN)))"
 	$(NEURON_BIN)/python -m pytest -c tests/neuron_sim/pytest.ini tests/neuron_sim tests/neuron_contract.py $(ARGS)
 
+ui: $(VENV)-ui/ui.installed
+	@$(UI_BIN)/python deploy/gradio_app.py $(URL) $(ARGS)
+
+test-ui: export SERVER_PYTHON := $(BIN)/python
+test-ui: $(VENV)/run.installed $(VENV)-ui/ui.installed
+	$(UI_BIN)/python -m pytest -c tests/clients/pytest.ini tests/clients/test_gradio.py $(ARGS)
+
 bench: $(VENV)/run.installed
 	@$(BIN)/python bench/run.py $(if $(URL),--url "$(URL)") $(ARGS)
 
@@ -89,7 +100,7 @@ lint: $(VENV)/test.installed
 	$(BIN)/ruff format --check .
 
 clean:
-	rm -rf $(VENV) $(VENV)-clients $(VENV)-neuron
+	rm -rf $(VENV) $(VENV)-clients $(VENV)-neuron $(VENV)-ui
 
 $(VENV)/bin/python:
 	@test -n "$(PYTHON)" || { echo "error: Python 3.10, 3.11 or 3.12 is needed (make PYTHON=/path/to/python3)" >&2; exit 2; }
@@ -122,6 +133,12 @@ $(VENV)-clients/%.installed: tests/clients/requirements-%.txt | $(VENV)/bin/pyth
 	@$(BIN)/python -m venv --clear $(VENV)-clients/$*
 	@$(if $(filter lm-eval,$*),$(call PURELIB,$(BIN)) >"$$($(call PURELIB,$(VENV)-clients/$*/bin))/server.pth")
 	@$(subst $(BIN),$(VENV)-clients/$*/bin,$(PIP)) --no-compile $(PYTEST) -r $<
+	@touch $@
+
+$(VENV)-ui/ui.installed: pyproject.toml | $(VENV)/bin/python
+	@echo "Installing what the page by Gradio needs into $(VENV)-ui (once)" >&2
+	@$(BIN)/python -m venv --clear $(VENV)-ui
+	@$(subst $(BIN),$(UI_BIN),$(PIP)) --no-compile $(UI)
 	@touch $@
 
 $(VENV)-neuron/test.installed: tests/neuron_sim/requirements.txt pyproject.toml | $(VENV)/bin/python

@@ -1,10 +1,11 @@
 """A page by Gradio for a running server, with two tabs.
 
-    python deploy/gradio_app.py http://localhost:8080     serves it on http://localhost:7860
+    make run        the server, on http://localhost:8080
+    make ui         this page, on http://localhost:7860; URL=http://host:port names another server
 
-Chat streams from `POST /v1/chat/completions`. Infer sends each text alone to `GET /infer?sentence=` and shows the continuation,
-as the Gradio app of the Ray Serve blueprint for Inferentia2 does; it needs no chat template. Needs the packages of the extra
-`ui` (`pip install ".[ui]"`).
+Chat streams from `POST /v1/chat/completions`. Infer sends each text by itself to `GET /infer?sentence=` and shows what follows
+it, whole, as the Gradio app of the Ray Serve blueprint for Inferentia2 does; it needs no chat template. Without make:
+`pip install ".[ui]"`, then `python deploy/gradio_app.py URL`.
 """
 
 from __future__ import annotations
@@ -15,12 +16,13 @@ import os
 import gradio as gr
 import httpx
 
-MODEL = "default"  # the server accepts any name
+MODEL = "default"  # the server takes any name
 INFER_TIMEOUT_S = 600
 
 
 def chat_tab(url: str, api_key: str | None) -> gr.ChatInterface:
-    return gr.load_chat(f"{url}/v1", MODEL, token=api_key or "none", title=None, api_name="chat")
+    # The field that load_chat makes for texts and files has no stop button.
+    return gr.load_chat(f"{url}/v1", MODEL, api_key or "none", file_types=None, api_name="chat", analytics_enabled=False)
 
 
 def infer_tab(url: str, api_key: str | None) -> gr.ChatInterface:
@@ -29,31 +31,36 @@ def infer_tab(url: str, api_key: str | None) -> gr.ChatInterface:
     def infer(sentence: str, _history: list[dict]) -> str:
         try:
             response = httpx.get(f"{url}/infer", params={"sentence": sentence}, headers=headers, timeout=INFER_TIMEOUT_S)
-        except httpx.HTTPError as error:
+            answer = response.json()
+        except (httpx.HTTPError, ValueError) as error:
             raise gr.Error(f"{url} does not answer: {error}") from None
-        answer = response.json()
         if response.status_code != 200:
             raise gr.Error(answer["error"])
         return answer[0].removeprefix(sentence).strip()
 
-    return gr.ChatInterface(infer, api_name="infer")
+    return gr.ChatInterface(infer, api_name="infer", analytics_enabled=False)
 
 
-def page(url: str, api_key: str | None = None) -> gr.Blocks:
+def page(url: str, api_key: str | None = None) -> gr.TabbedInterface:
     """The page for the server at `url`, which may have a path (`/serve`, behind Ray Serve)."""
     url = url.rstrip("/")
-    return gr.TabbedInterface([chat_tab(url, api_key), infer_tab(url, api_key)], ["Chat", "Infer"], title="neuron-textgen")
+    tabs = [chat_tab(url, api_key), infer_tab(url, api_key)]
+    return gr.TabbedInterface(tabs, ["Chat", "Infer"], title="neuron-textgen", analytics_enabled=False)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Serves a chat page for a running server.")
-    parser.add_argument("url", nargs="?", default=os.environ.get("SERVICE_NAME", "http://localhost:8080"),
-        help="URL of the server. Default: the variable SERVICE_NAME, else http://localhost:8080.")  # fmt: skip
+    parser = argparse.ArgumentParser(description="Serves a page by Gradio for a running server. API_KEY is the server's key.")
+    parser.add_argument("url", nargs="?", help="URL of the server (SERVICE_NAME). Default: http://localhost:8080.")
     parser.add_argument("--host", default="127.0.0.1", help="Address to listen on. Default: 127.0.0.1.")
     parser.add_argument("--port", type=int, default=7860, help="Port to listen on. Default: 7860.")
-    arguments = parser.parse_args()
-    app = page(arguments.url, os.environ.get("API_KEY"))
-    app.launch(server_name=arguments.host, server_port=arguments.port, analytics_enabled=False)
+    given = parser.parse_args()
+    url = given.url or os.environ.get("SERVICE_NAME") or "http://localhost:8080"
+    page(url, os.environ.get("API_KEY")).launch(
+        server_name=given.host,
+        server_port=given.port,
+        show_error=True,  # the server's own words
+        ssr_mode=False,
+    )
 
 
 if __name__ == "__main__":

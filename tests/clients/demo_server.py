@@ -35,7 +35,7 @@ CHAT_ANSWER_TOKENS = 69
 @contextlib.contextmanager
 def serving(port_name="PORT", **settings):
     """The URL of a server of its own, ready; `settings` are environment variables. Fails when it does not end well."""
-    port = _free_port()
+    port = free_port()
     inherited = {name: os.environ[name] for name in ("PATH", "HOME", "LANG") if name in os.environ}
     # /tmp: the path of a socket may have 107 characters, and folders of pytest's own are long
     with tempfile.TemporaryDirectory(prefix="textgen-clients-", dir="/tmp") as folder:
@@ -67,7 +67,7 @@ def _processes():
     return subprocess.run(["sh", "-c", "ps -eo pid,ppid,stat,wchan:20,etimes,args"], capture_output=True, text=True).stdout
 
 
-def _free_port():
+def free_port():
     """A port that nobody listens on. Not one of those that Linux gives to who connects: one of the many clients that run at the
     same time could have it before the server does."""
     while True:
