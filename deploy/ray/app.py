@@ -52,7 +52,7 @@ class Directory:
 
 @serve.deployment(
     max_ongoing_requests=MANY_REQUESTS,
-    health_check_period_s=2,
+    health_check_period_s=1,
     health_check_timeout_s=10,
 )
 @serve.ingress()

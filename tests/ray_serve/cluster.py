@@ -1,0 +1,151 @@
+"""Starts the application as the README does, with real Ray, and finds the processes and servers of its replicas."""
+
+import contextlib
+import http.client
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+SERVE = str(Path(sys.executable).with_name("serve"))
+PORT = 8000  # Ray's; `make test-ray` runs in a network namespace of its own
+WAIT_S = 120  # for what takes seconds on an idle machine
+
+
+def wait_until(holds, what, seconds=WAIT_S):
+    deadline = time.monotonic() + seconds
+    while not (found := holds()):
+        assert time.monotonic() < deadline, f"{what}: did not happen"
+        time.sleep(0.05)
+    return found
+
+
+class Replica:
+    """The processes of a replica: Ray's own, and those of the server that it started, which is asked directly here."""
+
+    def __init__(self, supervisor, run_dir):
+        self.supervisor = supervisor
+        self.pid = int(Path(f"/proc/{supervisor}/stat").read_text().rsplit(") ", 1)[1].split()[1])
+        self.port = json.loads(Path(run_dir, "config.json").read_text())["port"]
+
+    def metric(self, name):
+        text = request("GET", "/metrics", port=self.port).read().decode()
+        return float(re.search(rf"^{name} (\S+)$", text, re.MULTILINE)[1])
+
+
+class Cluster:
+    """`serve run` with a temporary folder of its own. Fails when anything is left behind."""
+
+    def __init__(self, *arguments, **environment):
+        self.tmp = Path(tempfile.mkdtemp(prefix="textgen-ray-", dir="/tmp"))
+        self.log_path = self.tmp / "log"
+        inherited = {name: os.environ[name] for name in ("PATH", "HOME", "LANG", "MODEL_CACHE") if name in os.environ}
+        self.environment = inherited | {
+            "PYTHON": os.environ["SERVER_PYTHON"],
+            "TMPDIR": str(self.tmp),
+            "RAY_TMPDIR": str(self.tmp),
+            "RAY_USAGE_STATS_ENABLED": "0",
+            "RAY_AUTH_MODE": "disabled",
+            "WEB_CONCURRENCY": "1",
+            "PYTHONPATH": str(ROOT),  # where Ray builds the application of a configuration file
+        }
+        self.environment |= environment
+        with self.log_path.open("wb") as log:
+            self.process = subprocess.Popen(
+                [SERVE, "run", *arguments],
+                cwd=ROOT,
+                env=self.environment,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+            )
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        for pid in [self.process.pid, *self.pids("")]:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        self.process.wait()
+        shutil.rmtree(self.tmp, ignore_errors=True)
+
+    @property
+    def log(self):
+        return self.log_path.read_text(errors="replace")
+
+    def pids(self, command):
+        """The processes of this cluster whose command line contains `command`."""
+        mark, found = f"TMPDIR={self.tmp}\0".encode(), []
+        for proc in Path("/proc").glob("[0-9]*"):
+            with contextlib.suppress(OSError, IndexError):
+                is_zombie = (proc / "stat").read_text().rsplit(") ", 1)[1][0] == "Z"
+                line = (proc / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+                if mark in (proc / "environ").read_bytes() and command in line and not is_zombie:
+                    found.append(int(proc.name))
+        return found
+
+    def replicas(self):
+        """The replicas whose servers take requests now."""
+        found = []
+        for pid in self.pids("entrypoint.sh serve"):
+            with contextlib.suppress(OSError, ValueError, KeyError):
+                run_dir = next(d for d in self.tmp.glob("neuron-textgen.*") if f"{d}/lock" in _open_files(pid))
+                replica = Replica(pid, run_dir)
+                if request("GET", "/health", port=replica.port).status == 200:
+                    found.append(replica)
+        return found
+
+    def wait_replicas(self, count, seconds=WAIT_S):
+        """Until there are `count` replicas, and requests through Ray reach all of them."""
+        assert self.process.poll() is None, self.log
+
+        def ready():
+            replicas = self.replicas()
+            return len(replicas) == count and self.is_routed() and replicas
+
+        return wait_until(ready, f"{count} replicas; log so far:\n{self.log}", seconds)
+
+    def is_routed(self):
+        with contextlib.suppress(OSError):
+            return request("GET", "/health").status == 200
+
+    def stop(self):
+        """As Ctrl-C does. Nothing may be left behind."""
+        self.process.send_signal(signal.SIGINT)
+        self.process.wait(WAIT_S)
+        wait_until(lambda: not self.pids(""), "the end of every process", 30)
+        assert not list(self.tmp.glob("neuron-textgen.*")), "a server left its folder behind"
+
+
+def _open_files(pid):
+    links = []
+    for fd in Path(f"/proc/{pid}/fd").iterdir():
+        with contextlib.suppress(OSError):
+            links.append(os.readlink(fd))
+    return links
+
+
+def request(method, path, body=None, port=PORT, **headers):
+    """An open response; close it when done."""
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=WAIT_S)
+    if body is not None and not isinstance(body, bytes):
+        body = json.dumps(body).encode()
+    headers = {"Content-Type": "application/json"} | {name.replace("_", "-"): value for name, value in headers.items()}
+    connection.request(method, path, body, headers)
+    response = connection.getresponse()
+    response.connection = connection
+    return response
+
+
+def generation(tokens, stream=False):
+    """A request body for `/v1/completions` that generates exactly so many tokens."""
+    return {"prompt": "Deep learning", "max_tokens": tokens, "ignore_eos": True, "temperature": 0, "stream": stream}
