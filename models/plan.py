@@ -33,6 +33,7 @@ MAX_BATCH_SIZE, MAX_LENGTH = 32, 4096  # defaults; larger values must be set exp
 USEFUL_LENGTH = 2048  # of a slot: no machine with room for less is recommended
 COMPILER_BYTES = 8 * GIB  # host memory for each compiler process: an estimate, a large model takes several GB
 ON_DEVICE_EMBEDDING, SHARD_OVER_SEQUENCE = "on_device_embedding=true", "shard_over_sequence=true"  # of --neuron-config
+WHOLE_PROMPTS = (SHARD_OVER_SEQUENCE, "sequence_parallel_norm=true")  # the program of prompt chunks is wrong with these
 WIDTHS = {"float32": 4, "bfloat16": 2, "float16": 2}  # bytes
 
 CONTINUOUS_BATCHING = GATED = ("llama", "mistral", "mixtral")  # gated: three MLP matrices, RMSNorm, no biases
@@ -298,10 +299,13 @@ def choose(shape: Shape, machine: Machine, config: Config) -> Sizing:
     """
     if config.quantize not in (None, "int8"):
         raise ConfigError(f"--quantize {config.quantize} (QUANTIZE) is not supported on Neuron; give int8 or none")
-    if config.prefill_chunk and shape.model_type not in CHUNKED:
+    whole = [option for option in config.neuron_config or () if option in WHOLE_PROMPTS]
+    if config.prefill_chunk and (whole or shape.model_type not in CHUNKED):
         setting = f"--prefill-chunk {config.prefill_chunk} (PREFILL_CHUNK)"
-        raise ConfigError(f"{setting} is not supported for {shape.model_type} models on Neuron; give 0")
-    chunk = PREFILL_CHUNK if config.prefill_chunk is None and shape.model_type in CHUNKED else config.prefill_chunk or 0
+        where = f"with --neuron-config {whole[0]} (NEURON_CONFIG)" if whole else f"for {shape.model_type} models"
+        raise ConfigError(f"{setting} is not supported {where} on Neuron; give 0")
+    default = PREFILL_CHUNK if shape.model_type in CHUNKED and not whole else 0
+    chunk = default if config.prefill_chunk is None else config.prefill_chunk
     shape.check_length(config.max_total_tokens)
     cores, degree = machine.cores, config.tp_degree
     degrees = allowed_tp_degrees(machine.family, cores)

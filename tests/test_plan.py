@@ -310,6 +310,16 @@ def test_chunks_of_prompts_are_planned_for_where_a_prompt_can_be_longer():
     assert choose(shape, machine, max_total_tokens=129).chunk == 0
 
 
+@pytest.mark.parametrize("option", ["shard_over_sequence=true", "sequence_parallel_norm=true"])
+def test_prompts_run_whole_with_the_options_that_the_program_of_chunks_does_not_support(option):
+    shape, machine = SHAPES["Llama-3-8B"], INSTANCES["inf2.48xlarge"]
+    assert choose(shape, machine, neuron_config=(option,)).chunk == 0
+    assert choose(shape, machine, neuron_config=(option,), prefill_chunk=0).chunk == 0
+    setting = rf"--prefill-chunk 64 \(PREFILL_CHUNK\) is not supported with --neuron-config {option} \(NEURON_CONFIG\)"
+    with pytest.raises(ConfigError, match=setting):
+        choose(shape, machine, neuron_config=(option,), prefill_chunk=64)
+
+
 def test_a_length_is_halved_until_it_fits():
     shape = SHAPES["Llama-2-13B"]
     assert choose(shape, Machine(2, "inf2")).length == 2048
