@@ -531,6 +531,16 @@ def parse(argv: Sequence[str], environ: Mapping[str, str]) -> Config:
     return config
 
 
+def check_private(folder: Path, name: str) -> None:
+    """Raises ConfigError for a folder, which `name` names, that another user owns or may write to: its files are trusted."""
+    with contextlib.suppress(FileNotFoundError, NotADirectoryError, PermissionError):
+        status = folder.stat()
+        if status.st_uid != os.geteuid():
+            raise ConfigError(f"{name} belongs to user {status.st_uid}, not to user {os.geteuid()}; give another folder")
+        if status.st_mode & 0o022:
+            raise ConfigError(f"{name} can be written to by other users; chmod 700 it, or give another folder")
+
+
 def run_dir() -> Path:
     """The private folder of this run: the resolved configuration and the socket between the processes."""
     return Path(os.environ["NEURON_TEXTGEN_RUN_DIR"])

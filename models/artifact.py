@@ -17,7 +17,7 @@ import logging
 import os
 import re
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
@@ -25,8 +25,8 @@ from urllib.parse import urlsplit
 
 import msgspec
 
-from config import DTYPES, NEURON_CONFIG, Config, ConfigError, read_json
-from models.cache import digest, evict, installed, mark_used, renamed_when_complete
+from config import DTYPES, NEURON_CONFIG, Config, ConfigError, check_private, read_json
+from models.cache import digest, evict, installed, locked, mark_used, renamed_when_complete
 
 logger = logging.getLogger("model")
 
@@ -201,9 +201,23 @@ class Cache:
 
     @classmethod
     def here(cls, size_gb: float, environ: Mapping[str, str] = os.environ) -> Cache | None:
-        """None when NEURON_COMPILE_CACHE_URL is not a local folder: only the compiler can look there."""
+        """None when NEURON_COMPILE_CACHE_URL is not a local folder: only the compiler can look there. Raises ConfigError where
+        other users may write into the folder."""
         url = urlsplit(environ.get("NEURON_COMPILE_CACHE_URL", "").strip() or CACHE)
-        return cls(Path(url.path) / EXPORTER, size_gb) if url.scheme in ("", "file") else None
+        if url.scheme not in ("", "file"):
+            return None
+        folder = Path(url.path) / EXPORTER
+        check_private(folder, f"{folder} (NEURON_COMPILE_CACHE_URL)")
+        return cls(folder, size_gb)
+
+    @contextlib.contextmanager
+    def locked(self, model: str, programs: Programs, is_shared: bool) -> Iterator[None]:
+        """Holds the lock of an entry, shared to load it, or alone to make it; none where the cache cannot be written."""
+        with contextlib.ExitStack() as stack:
+            with contextlib.suppress(OSError):
+                lock = self._entry(model, programs).with_suffix(".lock")
+                stack.enter_context(locked(lock, "compiling these programs into", is_shared))
+            yield
 
     def find(self, model: str, programs: Programs) -> Path | None:
         """The folder with the programs for a model (`model_key`). A damaged one is removed."""
@@ -235,15 +249,20 @@ class Cache:
             return f"{self.folder} holds none of this model"
         return f"{self.folder} has programs for other values: {', '.join(min(differences, key=len))}"
 
-    def add(self, model: str, programs: Programs, save: Callable[[str], None]) -> Path:
-        """Keeps what `save` writes into a folder. Raises OSError on failure; an incomplete entry is never found."""
+    def add(self, model: str, programs: Programs, save: Callable[[str], None], refuses_chunks: bool = False) -> Path:
+        """Keeps what `save` writes into a folder. `refuses_chunks`: without the program of prompt chunks, which the compiler
+        refused. Raises OSError on failure; an incomplete entry is never found."""
         entry = self._entry(model, programs)
         with renamed_when_complete(entry) as new:
             save(str(new))
-            record = {"model": model, "programs": _values(programs), "files": described(new)}
+            record = {"model": model, "programs": _values(programs), "files": described(new), "refuses_chunks": refuses_chunks}
             (new / RECORD).write_text(json.dumps(record, indent=1))
         evict(self.folder.glob(f"*/{RECORD}"), self.size_gb, "--compile-cache-size (COMPILE_CACHE_SIZE)")
         return entry
+
+    @staticmethod
+    def refuses_chunks(entry: Path) -> bool:
+        return bool(read_json(entry / RECORD).get("refuses_chunks"))
 
     def _entry(self, model: str, programs: Programs) -> Path:
         return self.folder / digest([model, _values(programs)])

@@ -27,7 +27,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from config import HERE, VERSION, Config, ConfigError, read_json
+from config import HERE, VERSION, Config, ConfigError, check_private, read_json
 
 logger = logging.getLogger("model")
 
@@ -42,13 +42,7 @@ class ModelCache:
 
     def __init__(self, config: Config):
         self.folder, self._size_gb = Path(config.model_cache).expanduser().absolute(), config.model_cache_size
-        with contextlib.suppress(FileNotFoundError, NotADirectoryError, PermissionError):
-            status = self.folder.stat()
-            where = f"--model-cache {config.model_cache} (MODEL_CACHE)"
-            if status.st_uid != os.geteuid():
-                raise ConfigError(f"{where} belongs to user {status.st_uid}, not to user {os.geteuid()}; give another folder")
-            if status.st_mode & 0o022:
-                raise ConfigError(f"{where} can be written to by other users; chmod 700 it, or give another folder")
+        check_private(self.folder, f"--model-cache {config.model_cache} (MODEL_CACHE)")
 
     def find(self, key: str) -> Path | None:
         """The entry's folder, marked as used now."""
@@ -75,19 +69,28 @@ class ModelCache:
         return scratch
 
     def _add(self, key: str, convert: Callable[[Path], None]) -> Path:
-        self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        with open(self.folder / "lock", "w") as lock:
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                logger.info("Another process is converting a model into %s: waiting for it", self.folder)
-                fcntl.flock(lock, fcntl.LOCK_EX)
+        with locked(self.folder / "lock", "converting a model into"):
             if entry := self.find(key):
                 return entry
             with renamed_when_complete(self.folder / key) as new:
                 convert(new)
             evict(self.folder.glob(f"*-*/{ENTRY}"), self._size_gb, "--model-cache-size (MODEL_CACHE_SIZE)")
             return self.folder / key
+
+
+@contextlib.contextmanager
+def locked(path: Path, doing: str, is_shared: bool = False) -> Iterator[None]:
+    """Holds the lock file of a cache, or of an entry, which `evict` then leaves alone. `doing` is for the log: what the process
+    that holds the lock does in that folder. Raises OSError."""
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    kind = fcntl.LOCK_SH if is_shared else fcntl.LOCK_EX
+    with open(path, "w") as lock:
+        try:
+            fcntl.flock(lock, kind | fcntl.LOCK_NB)
+        except BlockingIOError:
+            logger.info("Another process is %s %s: waiting for it", doing, path.parent)
+            fcntl.flock(lock, kind)
+        yield
 
 
 def mark_used(record: Path) -> None:
@@ -98,13 +101,19 @@ def mark_used(record: Path) -> None:
 
 def evict(records: Iterable[Path], size_gb: float, setting: str) -> None:
     """Removes the least recently used entries, each the folder of a record, until the rest fit into `size_gb`. The newest,
-    which was just made, always stays."""
-    folders = [path.parent for path in sorted(records, key=lambda path: path.stat().st_mtime, reverse=True)]
-    sizes = itertools.accumulate(sum(file.stat().st_size for file in folder.iterdir()) for folder in folders)
-    for folder, total in list(zip(folders, sizes))[1:]:
-        if total > size_gb * 1e9:
-            logger.info("Removing %s: the cache exceeds %s", folder, setting)
-            shutil.rmtree(folder, ignore_errors=True)
+    which was just made, always stays, and so do those whose lock is held."""
+    entries = []  # time of the last use, folder, bytes
+    for record in records:
+        with contextlib.suppress(FileNotFoundError):  # another process has just removed it
+            size = sum(file.stat().st_size for file in record.parent.iterdir())
+            entries.append((record.stat().st_mtime, record.parent, size))
+    entries.sort(reverse=True)
+    sizes = itertools.accumulate(size for _used, _folder, size in entries)
+    for (_used, folder, _size), total in list(zip(entries, sizes))[1:]:
+        with _lock_if_free(folder.with_suffix(".lock")) as is_free:
+            if is_free and total > size_gb * 1e9:
+                logger.info("Removing %s: the cache exceeds %s", folder, setting)
+                shutil.rmtree(folder, ignore_errors=True)
 
 
 @contextlib.contextmanager
@@ -113,10 +122,11 @@ def renamed_when_complete(target: Path) -> Iterator[Path]:
     processes left there. Raises OSError."""
     target.parent.mkdir(parents=True, exist_ok=True)
     for folder in target.parent.glob(f"{TEMPORARY}*.new"):
-        if not _is_locked(folder.with_suffix(".lock")):
-            logger.info("Removing %s, which an interrupted process left", folder)
-            shutil.rmtree(folder, ignore_errors=True)
-            folder.with_suffix(".lock").unlink(missing_ok=True)
+        with _lock_if_free(folder.with_suffix(".lock")) as is_free:
+            if is_free:
+                logger.info("Removing %s, which an interrupted process left", folder)
+                shutil.rmtree(folder, ignore_errors=True)
+                folder.with_suffix(".lock").unlink(missing_ok=True)
     with tempfile.NamedTemporaryFile(prefix=TEMPORARY, suffix=".lock", dir=target.parent) as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # before there is a folder: the lock says that its process lives
         new = Path(lock.name).with_suffix(".new")
@@ -129,15 +139,18 @@ def renamed_when_complete(target: Path) -> Iterator[Path]:
             shutil.rmtree(new, ignore_errors=True)
 
 
-def _is_locked(path: Path) -> bool:
-    try:
-        with open(path, "r+") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except FileNotFoundError:
-        return False
-    except (BlockingIOError, PermissionError):  # the latter: another user's
-        return True
-    return False
+@contextlib.contextmanager
+def _lock_if_free(path: Path) -> Iterator[bool]:
+    """Whether no other process holds a lock file; it is held meanwhile, where there is one."""
+    with contextlib.ExitStack() as stack:
+        is_free = True
+        try:
+            fcntl.flock(stack.enter_context(open(path, "r+")), fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except FileNotFoundError:
+            pass
+        except (BlockingIOError, PermissionError):  # the latter: another user's
+            is_free = False
+        yield is_free
 
 
 def model_key(config: Config, folder: Path) -> str | None:

@@ -169,6 +169,9 @@ class Build:
             raise ModelError(f"{self.folder} has no folder `checkpoint` and names no checkpoint_id; compile it again")
         return fetch_checkpoint(self.config, self.artifact.checkpoint_id, self.artifact.checkpoint_revision)
 
+    def without_chunks(self) -> Build:
+        return dataclasses.replace(self, programs=dataclasses.replace(self.programs, prefill_chunk=0))
+
     def compiled(self) -> Path | None:
         """The folder of the programs that came with the model. Raises ModelError for one that is not as it was saved."""
         if self.artifact is None or self.artifact.programs is None:
@@ -207,19 +210,13 @@ class NeuronModel:
         self._slot_sampling = [GREEDY] * build.programs.batch_size
         if not os.environ.get("NEURON_RT_VISIBLE_CORES"):  # without either variable the runtime takes all cores
             os.environ.setdefault("NEURON_RT_NUM_CORES", str(build.programs.tp_degree))
-        cache = Cache.here(config.compile_cache_size) if build.family.can_save else None
-        key = artifact.model_key(build.legacy)
         if compiled := build.compiled():
             self._model = _loaded(build, work_dir, compiled)
-        elif cache and (entry := cache.find(key, build.programs)):
-            self._model = _loaded(build, work_dir, entry)
-        else:
-            if cache:  # else only the compiler can look, at NEURON_COMPILE_CACHE_URL
-                logger.info("Compiling, because %s", cache.missing(key, build.programs))
+        elif build.family.can_save and (cache := Cache.here(config.compile_cache_size)):
+            self._model, build = _cached(cache, build, work_dir, announce)
+        else:  # only the compiler can look, at NEURON_COMPILE_CACHE_URL
             announce("compiling")
             self._model, build = make_compiled(build, work_dir, _to_device, f"the model {NOT_ON_DEVICE}")
-            if cache:
-                self._keep(cache, key, build.programs)
         chunk = build.programs.prefill_chunk
         self.prefill_chunk = chunk if chunk < self.max_input_tokens and config.prefill_chunk != 0 and chunk else None
         if self.prefill_chunk and (problem := self._chunk_problem()):
@@ -228,14 +225,6 @@ class NeuronModel:
         self._held.clear()
         self.prefix_step = self.prefill_chunk
         self.gives_prompt_logits = self.prefill_chunk is not None and self.sampling == "host"
-
-    def _keep(self, cache: Cache, key: str, programs: Programs) -> None:
-        try:
-            entry = cache.add(key, programs, self._model.save)
-            logger.info("Kept the compiled programs in %s for the next start", entry)
-        except OSError as error:
-            remedy = f"give that folder to user {os.getuid()} (chown), or another one with NEURON_COMPILE_CACHE_URL"
-            logger.warning("The compiled programs cannot be kept, so each start compiles them again: %s; %s", error, remedy)
 
     def _chunk_problem(self) -> str | None:
         """Runs a prompt in chunks and whole, each time with a decode step after it: how the results differ, if they do. In the
@@ -449,8 +438,36 @@ def make_compiled(build: Build, work_dir: Path, compile_: Callable[[Any], None],
         logger.warning("Prompts are not run in chunks (--prefill-chunk), as compiling for them failed: %s", error)
     model = None
     gc.collect()  # its weights are on the device
-    build = dataclasses.replace(build, programs=dataclasses.replace(build.programs, prefill_chunk=0))
-    return make_compiled(build, work_dir, compile_, failure)
+    return make_compiled(build.without_chunks(), work_dir, compile_, failure)
+
+
+def _cached(cache: Cache, build: Build, work_dir: Path, announce: Callable[[str], None]) -> tuple[Any, Build]:
+    """As `make_compiled`, on the device; the programs are those of the cache, which keeps them if they have to be compiled."""
+    key, wanted = artifact.model_key(build.legacy), build.programs
+    with cache.locked(key, wanted, is_shared=True):  # several servers may load the same programs
+        if kept := _kept(cache, key, build, work_dir):
+            return kept
+    with cache.locked(key, wanted, is_shared=False):  # one compiles them, and the others wait
+        if kept := _kept(cache, key, build, work_dir):
+            return kept
+        logger.info("Compiling, because %s", cache.missing(key, wanted))
+        announce("compiling")
+        model, build = make_compiled(build, work_dir, _to_device, f"the model {NOT_ON_DEVICE}")
+        try:
+            entry = cache.add(key, wanted, model.save, refuses_chunks=build.programs != wanted)
+            logger.info("Kept the compiled programs in %s for the next start", entry)
+        except OSError as error:
+            remedy = f"give that folder to user {os.getuid()} (chown), or another one with NEURON_COMPILE_CACHE_URL"
+            logger.warning("The compiled programs cannot be kept, so each start compiles them again: %s; %s", error, remedy)
+    return model, build
+
+
+def _kept(cache: Cache, key: str, build: Build, work_dir: Path) -> tuple[Any, Build] | None:
+    entry = cache.find(key, build.programs)
+    if entry and cache.refuses_chunks(entry):
+        build, reason = build.without_chunks(), "as compiling for them has failed"
+        logger.warning("Prompts are not run in chunks (--prefill-chunk), %s; remove %s to try again", reason, entry)
+    return (_loaded(build, work_dir, entry), build) if entry else None
 
 
 def _loaded(build: Build, work_dir: Path, compiled: Path) -> Any:

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from config import Config, ConfigError
 from models.artifact import Artifact, Cache, Programs, check_compiler, model_key, with_optimum, with_programs
+from models.cache import evict
 
 PROGRAMS = Programs(
     batch_size=4,
@@ -253,6 +254,12 @@ def test_the_least_recently_used_programs_go_first(tmp_path, caplog):
             assert cache.find("a", PROGRAMS)  # used now
     assert [bool(cache.find(model, PROGRAMS)) for model in "abc"] == [True, False, True]
     assert "the cache exceeds --compile-cache-size (COMPILE_CACHE_SIZE)" in caplog.text
+
+
+def test_programs_that_another_process_removes_meanwhile_do_not_matter(tmp_path):
+    kept = Cache(tmp_path, 1.0).add("a", PROGRAMS, save_programs)
+    evict([tmp_path / "removed" / "programs.json", kept / "programs.json"], 1.0, "--compile-cache-size")
+    assert kept.exists()
 
 
 def test_programs_are_kept_even_where_they_alone_are_more_than_the_cache_may_hold(tmp_path):

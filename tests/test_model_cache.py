@@ -165,7 +165,7 @@ def test_a_cache_that_cannot_be_written_costs_a_warning(config, converter, conve
 
 def test_one_process_converts_and_the_other_waits_and_says_so(tmp_path, monkeypatch):
     cache, made, said, waits = cache_in(tmp_path), [], [], threading.Event()
-    monkeypatch.setattr(models.cache.logger, "info", lambda message, *_: (said.append(message), waits.set()))
+    monkeypatch.setattr(models.cache.logger, "info", lambda message, *values: (said.append(message % values), waits.set()))
 
     def convert(folder):
         made.append(folder)

@@ -171,6 +171,15 @@ def test_a_compiler_that_refuses_the_program_turns_chunks_off_with_one_warning(t
     assert "neuronx-cc failed with exit code 70" in caplog.text
 
 
+def test_a_program_that_the_compiler_refused_is_not_tried_again_by_the_next_start(tmp_path, monkeypatch, caplog):
+    monkeypatch.setenv("FAKE_NEURON_FAIL", "speculation")
+    load_chunks(tmp_path)
+    fake.restart()
+    caplog.clear()
+    assert_serves(load_chunks(tmp_path), caplog, warnings=1)
+    assert not fake.compiles and "compiling for them has failed; remove " in caplog.text
+
+
 def test_a_folder_is_compiled_without_the_program_that_the_compiler_refuses(tmp_path, monkeypatch, caplog):
     monkeypatch.setenv("FAKE_NEURON_FAIL", "speculation")
     output = compiled(tmp_path, "--prefill-chunk", str(CHUNK), "--max-batch-size", "2")

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import tempfile
+import threading
 from pathlib import Path
 
 import numpy as np
@@ -18,6 +19,7 @@ from processes import Server, events, wait_until
 
 from config import DEVICE_TOP_K, HERE, Config, ConfigError, Manifest
 from models.base import Chunk, DeviceLost, ModelError, SampledIds
+from models.cache import evict, locked
 from models.machine import Machine
 
 FAKE = str(Path(__file__).parent / "fakes" / "neuron")
@@ -751,14 +753,60 @@ def test_a_model_whose_programs_cannot_be_kept_is_served(tmp_path, monkeypatch, 
 
 def test_a_damaged_program_that_was_kept_is_named_and_compiled_again(tmp_path, caplog):
     load(tmp_path)
-    (entry,) = (tmp_path / "cache" / "neuron-textgen").iterdir()
-    program = next(entry.glob("*.neff"))
+    (record,) = (tmp_path / "cache" / "neuron-textgen").glob("*/programs.json")
+    program = next(record.parent.glob("*.neff"))
     program.write_text("")
     for compiles in (True, False):
         fake.restart()
         load(tmp_path)
         assert bool(fake.compiles) == compiles
     assert caplog.text.count(f"{program} is damaged: it has 0 bytes") == 1
+
+
+def test_of_two_servers_that_need_the_same_programs_one_compiles_them(tmp_path, monkeypatch):
+    waits, loaded = threading.Event(), []
+    folder = tmp_path / "cache" / "neuron-textgen"
+    load(tmp_path)
+    (entry,) = (path.parent for path in folder.glob("*/programs.json"))
+    entry.rename(tmp_path / "made")
+    fake.restart()
+    monkeypatch.setattr("models.cache.logger.info", lambda message, *_: waits.set() if "waiting for it" in message else None)
+    with locked(entry.with_suffix(".lock"), "compiling"):
+        other = threading.Thread(target=lambda: loaded.append(load(tmp_path)))
+        other.start()
+        assert waits.wait(60)
+        (tmp_path / "made").rename(entry)
+    other.join(60)
+    assert loaded and not fake.compiles
+
+
+def test_programs_are_not_removed_while_a_server_loads_them(tmp_path, monkeypatch):
+    load(tmp_path, max_batch_size=2)
+    fake.restart()
+    find_damage, calls = neuron.artifact.find_damage, []
+
+    def another_server_fills_the_cache(entry, files):
+        if not calls:
+            calls.append(entry)
+            newest = entry.with_name("newest")
+            newest.mkdir()
+            (newest / "programs.json").touch()
+            os.utime(newest / "programs.json", (1e10, 1e10))
+            evict([newest / "programs.json", entry / "programs.json"], 0.0, "--compile-cache-size")
+        return find_damage(entry, files)
+
+    monkeypatch.setattr(neuron.artifact, "find_damage", another_server_fills_the_cache)
+    load(tmp_path, max_batch_size=2)
+    assert calls and not fake.compiles
+    evict([calls[0].with_name("newest") / "programs.json", calls[0] / "programs.json"], 0.0, "--compile-cache-size")
+    assert not calls[0].exists()  # once nothing uses it
+
+
+def test_a_cache_that_another_user_may_write_to_is_refused(tmp_path):
+    load(tmp_path)
+    (tmp_path / "cache" / "neuron-textgen").chmod(0o777)
+    fake.restart()
+    assert "neuron-textgen (NEURON_COMPILE_CACHE_URL) can be written to by other users; chmod 700 it" in refusal(tmp_path)
 
 
 @pytest.mark.parametrize("fault", ["oom", "init"])
@@ -797,7 +845,7 @@ def test_the_cache_of_programs_is_bounded(tmp_path, size_gb):
     for slots in (2, 3, 4):
         fake.restart()
         load(tmp_path, max_batch_size=slots, compile_cache_size=size_gb)
-    assert len(list((tmp_path / "cache" / "neuron-textgen").iterdir())) == (3 if size_gb == 1.0 else 1)
+    assert len(list((tmp_path / "cache" / "neuron-textgen").glob("*/programs.json"))) == (3 if size_gb == 1.0 else 1)
 
 
 # The verb `compile`
