@@ -36,6 +36,8 @@ def compile_model(config: Config, output: Path) -> None:
     """Compiles a model into the folder `output`, with all that `serve` needs to load it. Raises ConfigError or ModelError."""
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
         raise ConfigError(f"--output {output} exists and is not empty; name another folder, or remove it")
+    if output.is_symlink() or output.is_mount():  # cannot be replaced by the finished folder
+        raise ConfigError(f"--output {output} is a symbolic link or a mount point; name a folder in it")
     folder, commit = fetch(config)
     manifest = Manifest.read(folder)
     if manifest.is_compiled:
