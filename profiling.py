@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from config import Config, ConfigError
+from config import Config, ConfigError, check_private
 from models.base import StaticBatchModel
 from outputs import StepOutput, messages_of
 from protocol import End, Tokens
@@ -35,14 +35,16 @@ class Profiler:
     def __init__(self, config: Config, device: str):
         """Before the model is made: the Neuron runtime reads its environment once, and records the whole run.
 
-        Raises ConfigError where the folder cannot be written.
+        Raises ConfigError where the folder cannot be written, or where the default folder is another user's.
         """
         self._skipped = config.prof_waitstep, config.prof_warmupstep
         self._steps = DEFAULT_STEPS if config.prof_step is None else config.prof_step
         folder = Path(config.profile or Path(tempfile.gettempdir(), "profile"))
         self._prefix = str(folder / time.strftime("%Y%m%d-%H%M%S"))
         try:
-            folder.mkdir(parents=True, exist_ok=True)
+            folder.mkdir(0o777 if config.profile else 0o700, parents=True, exist_ok=True)
+            if not config.profile:  # in a folder of all users
+                check_private(folder, f"{folder} (--profile, PROFILE)")
             tempfile.TemporaryFile(dir=folder).close()
         except OSError as error:
             raise ConfigError(f"--profile {folder} (PROFILE) cannot be written: {error}") from None
@@ -59,6 +61,8 @@ class Profiler:
     def of(cls, config: Config, device: str) -> Profiler | None:
         """None where no trace is wanted."""
         is_wanted = config.profile if config.prof_step is None else config.prof_step
+        if not is_wanted and config.prof_step is None and (config.prof_waitstep or config.prof_warmupstep):
+            logger.warning("PROF_WAITSTEP and PROF_WARMUPSTEP have no effect without --profile (PROFILE) or PROF_STEP")
         return cls(config, device) if is_wanted else None
 
     def attach(self, model: StaticBatchModel) -> MakeMessages:

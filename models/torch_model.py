@@ -11,6 +11,7 @@ import atexit
 import logging
 import math
 import os
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -262,7 +263,9 @@ class TorchModel:
             profiler.step()
             return output
 
-        schedule = torch.profiler.schedule(wait=wait, warmup=warmup, active=active, repeat=1)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "Profiler won't be using warmup")  # as the setting says
+            schedule = torch.profiler.schedule(wait=wait, warmup=warmup, active=active, repeat=1)
         profiler = torch.profiler.profile(schedule=schedule, on_trace_ready=write)
         self.forward = profiled
         profiler.start()

@@ -93,12 +93,22 @@ def test_the_neuron_runtime_is_given_the_folder_unless_its_variables_are_set(tmp
 
 
 @pytest.mark.parametrize(("settings", "is_on"), [({}, False), ({"prof_step": 3}, True), ({"prof_waitstep": 3}, False)])
-def test_a_trace_is_wanted_with_a_folder_or_a_number_of_steps(settings, is_on, tmp_path, monkeypatch):
+def test_a_trace_is_wanted_with_a_folder_or_a_number_of_steps(settings, is_on, tmp_path, monkeypatch, caplog):
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     monkeypatch.setattr("tempfile.tempdir", None)  # which is found once in a process
     assert (Profiler.of(Config(**settings), "cpu") is not None) == is_on
     assert (tmp_path / "profile").is_dir() == is_on
+    assert ("PROF_WAITSTEP and PROF_WARMUPSTEP have no effect" in caplog.text) == ("prof_waitstep" in settings)
     assert Profiler.of(Config(profile=str(tmp_path), prof_step=0), "cpu") is None
+
+
+def test_the_default_folder_is_private(tmp_path, monkeypatch):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    Profiler.of(Config(prof_step=3), "cpu")
+    assert (tmp_path / "profile").stat().st_mode & 0o777 == 0o700
+    (tmp_path / "profile").chmod(0o777)  # as another user may have made it
+    with pytest.raises(ConfigError, match=r"/profile \(--profile, PROFILE\) can be written to by other users"):
+        Profiler.of(Config(prof_step=3), "cpu")
 
 
 def test_a_folder_that_cannot_be_written_ends_the_boot_with_one_line(tmp_path):

@@ -421,3 +421,13 @@ def test_code_that_comes_with_a_model_is_not_run_by_default(tmp_path):
 def test_compressed_weights_are_refused(zoo, quantize):
     message = refusal(zoo.folder("llama"), quantize=quantize)
     assert message.startswith(f"--quantize {quantize} (QUANTIZE): ") and message.endswith("; leave it out")
+
+
+def test_a_profile_without_warm_up_steps_gives_no_warning(tmp_path, monkeypatch, recwarn):
+    ends = []
+    monkeypatch.setattr(models.torch_model.atexit, "register", ends.append)
+    monkeypatch.setattr(models.torch_model.TorchModel, "__init__", lambda self: None)
+    model = models.torch_model.TorchModel()
+    model.profile(str(tmp_path / "trace.json"), 0, 0, 1)
+    ends[0]()
+    assert not recwarn.list
