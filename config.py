@@ -239,8 +239,9 @@ class Config:
     position_buckets: tuple[int, ...] | None = setting(None, "POSITION_BUCKETS",
         "Lengths of prompt plus completion to compile for Neuron; max_total_tokens is always included.",
         parse=_lengths, shown="powers of two from 128")
-    neuron_config: tuple[str, ...] | None = setting(None, "NEURON_CONFIG", "Options of the library to compile with, as "
-        f"NAME=VALUE: {', '.join(NEURON_CONFIG)}. They change no text; the flag may be repeated, the variable has commas.",
+    neuron_config: tuple[str, ...] | None = setting(None, "NEURON_CONFIG", "Options of the library to compile Llama and "
+        f"Mistral with, as NAME=VALUE: {', '.join(NEURON_CONFIG)}. They change no text; the flag may be repeated, the variable "
+        "has commas.",
         parse=_neuron_config)
     prefill_chunk: int | None = setting(None, "PREFILL_CHUNK", "Tokens of a long prompt that Neuron runs between two decode "
         "steps of the running requests; 0 runs prompts whole. Part of what is compiled.", parse=_chunk,
@@ -248,8 +249,9 @@ class Config:
     compile_workers: int | None = setting(None, "COMPILE_WORKERS",
         "Programs to compile for Neuron at the same time; each needs gigabytes of memory.",
         shown="one per processor and 8 GiB of memory")
-    compile_cache_size: float = setting(20.0, "COMPILE_CACHE_SIZE", "Gigabytes of programs compiled for Neuron to keep in "
-        "NEURON_COMPILE_CACHE_URL; the least recently used are removed first.")
+    compile_cache_size: float = setting(20.0, "COMPILE_CACHE_SIZE", "Gigabytes of compiled Neuron programs that the server "
+        "keeps in NEURON_COMPILE_CACHE_URL; the least recently used are removed first. The compiler's own files there do not "
+        "count.")
     sampling: str | None = setting(None, "SAMPLING", "Where tokens are sampled: host, or device (Neuron only), which refuses "
         "the request parameters that only host supports.", parse=_one_of("host", "device"), shown="host")
     max_concurrent_requests: int = setting(128, "MAX_CONCURRENT_REQUESTS",

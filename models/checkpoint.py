@@ -50,8 +50,12 @@ COMPUTED: dict[str, dict[str, tuple[Any, ...]]] = {
 
 def legacy_config(config: Mapping[str, Any]) -> dict[str, Any]:
     """A `config.json` as transformers 4 writes it. transformers 5 renamed the rotary base, GPT-NeoX's share of rotary
-    dimensions and the dtype; the library does not read the new names and would silently use its defaults: wrong text."""
+    dimensions and the dtype; the library does not read the new names and would silently use its defaults: wrong text.
+    Raises ModelError for a value that is not an object and should be one."""
     legacy = {name: value for name, value in config.items() if name != "neuron"}  # the section about compiled programs
+    for name in ("rope_parameters", "rope_scaling", "quantization_config"):
+        if not isinstance(legacy.get(name), (dict, type(None))):
+            raise ModelError(f"config.json: {name} is {legacy[name]!r:.100} and should be an object")
     rope = legacy.pop("rope_parameters", None)
     if rope is not None:
         if any(isinstance(value, dict) for value in rope.values()):

@@ -52,13 +52,12 @@ class Family:
     name: str  # of the library's class
     has_prefill: bool = True  # else a prompt runs token by token
     can_save: bool = True  # compiled programs can be saved and loaded
-    samples_on_device: bool = False  # supports --sampling device
     options: dict[str, Any] = field(default_factory=dict)  # of NeuronConfig
 
 
-LLAMA = Family("LlamaForSampling", samples_on_device=True, options={"attention_layout": "BSH", "fuse_qkv": True})
+LLAMA = Family("LlamaForSampling", options={"attention_layout": "BSH", "fuse_qkv": True})
 # Of compiled folders that name no class. It adds sliding attention, which the length of a slot never needs (plan.Shape.window).
-MISTRAL = Family("MistralForSampling", samples_on_device=True, options={"fuse_qkv": True})
+MISTRAL = Family("MistralForSampling", options={"fuse_qkv": True})
 FAMILIES = {
     "llama": LLAMA,
     "mistral": LLAMA,
@@ -112,7 +111,7 @@ class Build:
         model_config = read_json(folder / "config.json", required=True)
         legacy, shape = legacy_config(model_config), plan.Shape.from_config(model_config)
         family, found = FAMILIES[shape.model_type], Artifact.read(folder)
-        _check(config, legacy, shape.model_type)
+        check_values(legacy, shape.model_type)
         compiler = str(importlib.import_module("neuronxcc").__version__)
         if found and found.optimum:
             config = artifact.with_optimum(config, found.optimum, shape.model_type in plan.CONTINUOUS_BATCHING)
@@ -152,8 +151,6 @@ class Build:
                 transformers_neuronx_version=str(library.__version__),
                 neuron_config=config.neuron_config or (),
             )
-        if programs.neuron_config and family.name != LLAMA.name:
-            raise ModelError(f"--neuron-config (NEURON_CONFIG) is for the library's {LLAMA.name}, not {family.name}")
         workers = config.compile_workers or max(1, min(os.cpu_count() or 1, (host_memory() or 0) // plan.COMPILER_BYTES))
         return cls(config, programs, family, legacy, folder, found, workers)
 
@@ -507,13 +504,6 @@ def _machine(config: Config) -> Machine:
     if degree > cores:
         raise ConfigError(f"--tp-degree {degree} (TP_DEGREE) needs more cores than the {cores} that this process may use")
     return machine
-
-
-def _check(config: Config, legacy: dict[str, Any], model_type: str) -> None:
-    """Refuses what the library would compute wrongly, or refuse without a helpful message."""
-    if config.sampling == "device" and not FAMILIES[model_type].samples_on_device:
-        raise ModelError(f"--sampling device (SAMPLING) is not supported for {model_type} models on Neuron; give host")
-    check_values(legacy, model_type)
 
 
 def _library():

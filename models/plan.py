@@ -37,7 +37,8 @@ WHOLE_PROMPTS = (SHARD_OVER_SEQUENCE, "sequence_parallel_norm=true")  # the prog
 WIDTHS = {"float32": 4, "bfloat16": 2, "float16": 2}  # bytes
 
 CONTINUOUS_BATCHING = GATED = ("llama", "mistral", "mixtral")  # gated: three MLP matrices, RMSNorm, no biases
-CHUNKED, PREFILL_CHUNK = ("llama", "mistral"), 128  # whose prompts can be run in chunks, and the default of their tokens
+LLAMA_LIKE = ("llama", "mistral")  # the library's class for Llama: prompts in chunks, sampling on the device, its options
+PREFILL_CHUNK = 128  # tokens, by default
 ONE_SLOT = ("gpt2", "opt", "bloom", "gpt_neox")
 
 _DATA = json.loads(Path(__file__).with_name("plan.json").read_text(encoding="utf-8"))
@@ -73,7 +74,6 @@ class Shape:
 
         Raises ConfigError for a family that is not served on Neuron, and for numbers that are missing or contradict.
         """
-        data = {**data, **data["text_config"]} if isinstance(data.get("text_config"), dict) else data
         model_type = "llama" if data.get("model_type") == "code_llama" else data.get("model_type")
         if model_type not in CONTINUOUS_BATCHING + ONE_SLOT:
             families = ", ".join(CONTINUOUS_BATCHING + ONE_SLOT)
@@ -223,8 +223,10 @@ class Sizing:
 
     @property
     def kv_bytes(self) -> int:
-        heads = padded_heads(self.shape.heads, self.shape.kv_heads, self.tp_degree)[1] // self.tp_degree
-        return 2 * self.shape.layers * self.length * self.batch_size * heads * self.shape.head_dim * self._width
+        heads, positions = padded_heads(self.shape.heads, self.shape.kv_heads, self.tp_degree)[1] // self.tp_degree, self.length
+        if SHARD_OVER_SEQUENCE in self.neuron_config:  # T/llama/model.py:41-56, T/decoder.py:1794-1807
+            positions = (positions + 128) // max(1, self.tp_degree // self.shape.kv_heads)
+        return 2 * self.shape.layers * positions * self.batch_size * heads * self.shape.head_dim * self._width
 
     @property
     def total_bytes(self) -> int:
@@ -262,18 +264,20 @@ class Sizing:
             return f"tp_degree {tp_degree} spreads each expert over {sizes}; {experts} would work"
         return None
 
-    @property
-    def reason(self) -> str | None:
-        """Why it does not work and what would, each change alone, in one line; None: it works."""
+    def reason(self, degrees: Sequence[int]) -> str | None:
+        """Why it does not work and what would, each change alone, in one line; None: it works. `degrees` are those that the
+        machine has."""
         if self.unsupported or self.fits:
             return self.unsupported
         free = HEADROOM * CORE_BYTES - self.weights_bytes - self.chunk_bytes
         slots, length = (int(free * count // self.kv_bytes) for count in (self.batch_size, self.length))
-        degrees = [degree for degree in allowed_tp_degrees(None, 32) if degree > self.tp_degree]
-        fitting = [degree for degree in degrees if replace(self, tp_degree=degree).fits]
+        larger = [degree for degree in allowed_tp_degrees(None, 32) if degree > self.tp_degree]
+        fitting = [degree for degree in larger if replace(self, tp_degree=degree).fits]
+        here = [f"--tp-degree {degree}" for degree in fitting if degree in degrees]
+        elsewhere = [f"a larger instance with --tp-degree {degree}" for degree in fitting]
         options = [f"--max-batch-size {slots}"] * (slots > 0)
         options += [f"--max-total-tokens {length // 128 * 128}"] * (length >= 128)
-        options += [f"--tp-degree {degree}" for degree in fitting[:1]]
+        options += (here or elsewhere)[:1]
         options += ["--quantize int8"] * (not self.quantize and replace(self, quantize="int8").fits)
         advice = f"{', or '.join(options)} would fit" if options else "no machine that is known here is large enough"
         return f"{self}, and at most {HEADROOM:.0%} can be filled; {advice}"
@@ -297,15 +301,7 @@ def choose(shape: Shape, machine: Machine, config: Config) -> Sizing:
     4 … 32, then the tp_degree with the fewest bytes per core, as a decode step reads all of them. Raises ConfigError with
     the numbers and what would fit where nothing does.
     """
-    if config.quantize not in (None, "int8"):
-        raise ConfigError(f"--quantize {config.quantize} (QUANTIZE) is not supported on Neuron; give int8 or none")
-    whole = [option for option in config.neuron_config or () if option in WHOLE_PROMPTS]
-    if config.prefill_chunk and (whole or shape.model_type not in CHUNKED):
-        setting = f"--prefill-chunk {config.prefill_chunk} (PREFILL_CHUNK)"
-        where = f"with --neuron-config {whole[0]} (NEURON_CONFIG)" if whole else f"for {shape.model_type} models"
-        raise ConfigError(f"{setting} is not supported {where} on Neuron; give 0")
-    default = PREFILL_CHUNK if shape.model_type in CHUNKED and not whole else 0
-    chunk = default if config.prefill_chunk is None else config.prefill_chunk
+    chunk = _prefill_chunk(shape, config)
     shape.check_length(config.max_total_tokens)
     cores, degree = machine.cores, config.tp_degree
     degrees = allowed_tp_degrees(machine.family, cores)
@@ -329,8 +325,29 @@ def choose(shape: Shape, machine: Machine, config: Config) -> Sizing:
     working = [sizing for sizing in possible if sizing.fits]
     if not working:
         nearest = min(possible, key=lambda sizing: (sizing.batch_size, sizing.total_bytes))
-        raise ConfigError(f"the model does not fit on {cores} cores: {nearest.reason}")
+        raise ConfigError(f"the model does not fit on {cores} cores: {nearest.reason(degrees)}")
     return max(working, key=lambda sizing: (sizing.length, sizing.batch_size, -sizing.total_bytes))
+
+
+def _prefill_chunk(shape: Shape, config: Config) -> int:
+    """The tokens of a chunk, 0 for whole prompts. Raises ConfigError for what the library does not support in this family."""
+    if config.quantize not in (None, "int8"):
+        raise ConfigError(f"--quantize {config.quantize} (QUANTIZE) is not supported on Neuron; give int8 or none")
+    options, chunk = config.neuron_config or (), config.prefill_chunk
+    of_llama = [
+        (chunk, f"--prefill-chunk {chunk} (PREFILL_CHUNK)", "give 0"),
+        (config.sampling == "device", "--sampling device (SAMPLING)", "give host"),
+        (options, f"--neuron-config {','.join(options)} (NEURON_CONFIG)", "leave it out"),
+    ]
+    for is_given, setting, remedy in of_llama:
+        if is_given and shape.model_type not in LLAMA_LIKE:
+            raise ConfigError(f"{setting} is not supported for {shape.model_type} models on Neuron; {remedy}")
+    whole = [option for option in options if option in WHOLE_PROMPTS]
+    if chunk and whole:
+        setting = f"--prefill-chunk {chunk} (PREFILL_CHUNK)"
+        raise ConfigError(f"{setting} is not supported with --neuron-config {whole[0]} (NEURON_CONFIG) on Neuron; give 0")
+    default = PREFILL_CHUNK if shape.model_type in LLAMA_LIKE and not whole else 0
+    return default if chunk is None else chunk
 
 
 def published(sizing: Sizing, config: Config, instance: str) -> list[Figure]:
@@ -399,7 +416,7 @@ USAGE = """entrypoint.sh plan --model-id X [--instance TYPE] [flags]
 
 Shows what fits on which AWS Neuron machine. Only the model's config.json is read (without --model-id the demonstration
 model's). The flags are those of `serve` (entrypoint.sh --help lists them); these are used: --model-id --revision
---max-total-tokens --max-batch-size --prefill-chunk --tp-degree --dtype --quantize --neuron-config."""
+--max-total-tokens --max-batch-size --prefill-chunk --tp-degree --dtype --quantize --sampling --neuron-config."""
 
 
 def main(argv: Sequence[str]) -> int:

@@ -425,7 +425,7 @@ def test_a_scaled_rotary_base_keeps_its_scaling():
         (
             {"model_type": "mixtral"},
             {"neuron_config": ("on_device_embedding=true",)},
-            "--neuron-config (NEURON_CONFIG) is for the library's LlamaForSampling, not MixtralForSampling",
+            "--neuron-config on_device_embedding=true (NEURON_CONFIG) is not supported for mixtral models on Neuron",
         ),
         (
             {"num_key_value_heads": 4},
@@ -437,6 +437,10 @@ def test_a_scaled_rotary_base_keeps_its_scaling():
             {"neuron_config": ("shard_over_sequence=true",), "tp_degree": 2},
             "needs more heads than its 2 key-value heads, and a tp_degree of two or more times 2; not 4 and 2",
         ),
+        ({"rope_parameters": "x"}, {}, "config.json: rope_parameters is 'x' and should be an object"),
+        ({"rope_scaling": ["x"]}, {}, "config.json: rope_scaling is ['x'] and should be an object"),
+        ({"quantization_config": "gptq"}, {}, "config.json: quantization_config is 'gptq' and should be an object"),
+        ({"model_type": "mistral3", "text_config": LLAMA}, {}, "model_type 'mistral3' is not served on Neuron"),
         ({}, {"tp_degree": 4}, "the cores are held by another process"),
     ],
 )
@@ -883,6 +887,17 @@ def test_what_compile_cannot_do_is_one_line_and_exit_code_2(tmp_path, capsys, wo
     (line,) = capsys.readouterr().err.splitlines()
     assert reason in line
     assert not places["output"].exists()
+
+
+def test_an_output_that_cannot_be_replaced_is_refused_before_anything_is_compiled(tmp_path, monkeypatch, capsys):
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "empty")
+    monkeypatch.setattr(Path, "is_mount", lambda path: path.name == "empty")
+    for name in ("link", "empty"):
+        words = ["--model-id", str(checkpoint(tmp_path / "model")), "--output", str(tmp_path / name), "--tp-degree", "1"]
+        assert verb.main(words) == 2
+        assert f"{name} is a symbolic link or a mount point; name a folder in it" in capsys.readouterr().err
+    assert not fake.compiles
 
 
 def test_a_compilation_that_fails_leaves_nothing_behind(tmp_path, monkeypatch, capsys):

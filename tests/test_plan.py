@@ -169,7 +169,7 @@ def test_more_cores_never_hold_more_weights_each(shape, batch, length):
 
 @given(shape=shapes, tp=st.sampled_from((1, 2, 4, 8)), batch=st.integers(1, 64), length=st.integers(128, 16384))
 def test_every_alternative_that_a_refusal_names_fits(shape, tp, batch, length):
-    reason = Sizing(shape, tp, batch, length).reason or ""
+    reason = Sizing(shape, tp, batch, length).reason(plan.allowed_tp_degrees(None, 32)) or ""
     advice = reason.rpartition("; ")[2].removesuffix(" would fit").split(", or ")
     assume("would fit" in reason)
     for option in advice:
@@ -188,7 +188,8 @@ def test_config_files_of_transformers_4_and_5_give_the_same_shape(name):
     new = {key: value for key, value in CONFIGS[name].items() if key != "torch_dtype"}
     new |= {"dtype": "bfloat16", "rope_parameters": {"rope_theta": 500000.0, "rope_type": "default"}}
     assert Shape.from_config(new) == Shape.from_config(old) == SHAPES[name]
-    assert Shape.from_config({"model_type": "x", "text_config": new}) == SHAPES[name]
+    with pytest.raises(ConfigError, match="model_type 'mistral3' is not served on Neuron"):  # nor are its weights' names
+        Shape.from_config({"model_type": "mistral3", "text_config": new})
 
 
 def test_missing_numbers_default_to_those_of_transformers():
@@ -234,13 +235,14 @@ def test_a_config_that_cannot_be_served_is_refused_in_one_line(changes, words):
 def test_what_does_not_fit_says_why_and_what_would(name, tp_degree, batch_size, quantize, words):
     sizing = Sizing(SHAPES[name], tp_degree, batch_size, 4096, quantize=quantize)
     assert not sizing.fits
-    assert [word for word in words if word not in sizing.reason] == []
-    assert len(sizing.reason.splitlines()) == 1
+    reason = sizing.reason(plan.allowed_tp_degrees(None, 32))
+    assert [word for word in words if word not in reason] == []
+    assert len(reason.splitlines()) == 1
 
 
 def test_a_model_that_is_too_large_for_everything_says_so():
     giant = Shape.from_config(CONFIGS["Llama-3-70B"] | {"num_hidden_layers": 800})
-    assert Sizing(giant, 32, 1, 4096).reason.endswith("no machine that is known here is large enough")
+    assert Sizing(giant, 32, 1, 4096).reason([32]).endswith("no machine that is known here is large enough")
 
 
 def test_int4_is_refused_by_name():
@@ -329,9 +331,22 @@ def test_a_length_is_halved_until_it_fits():
 @pytest.mark.parametrize(
     "name, machine, settings, words",
     [
-        ("Llama-2-70B", Machine(2), {}, ["2 cores", "--tp-degree 12 would fit"]),
-        ("Mixtral-8x7B", Machine(12), {"dtype": "float32"}, ["12 cores", "weights 21.69", "--tp-degree 16"]),
+        ("Llama-2-70B", Machine(2), {}, ["2 cores", "a larger instance with --tp-degree 12 would fit"]),
+        (
+            "Mixtral-8x7B",
+            Machine(12),
+            {"dtype": "float32"},
+            ["12 cores", "weights 21.69", "a larger instance with --tp-degree 16"],
+        ),
         ("Llama-3-8B", Machine(2), {"max_batch_size": 32, "max_total_tokens": 8192}, ["size 11", "tokens 2944"]),
+        ("Llama-2-70B", Machine(24, "inf2"), {"tp_degree": 8}, ["24 cores", "; --tp-degree 12, or"]),
+        ("Mixtral-8x7B", Machine(24), {"sampling": "device"}, ["--sampling device (SAMPLING)", "mixtral models", "give host"]),
+        (
+            "Mixtral-8x7B",
+            Machine(24),
+            {"neuron_config": ("on_device_embedding=true",)},
+            ["--neuron-config on_device_embedding=true (NEURON_CONFIG)", "mixtral models", "leave it out"],
+        ),
         ("Llama-3-8B", Machine(2), {"tp_degree": 8}, ["tp_degree 8", "2 cores", "1, 2 would work"]),
         ("Llama-3-8B", Machine(32, "trn1"), {"tp_degree": 12}, ["trn1", "1, 2, 8, 16, 32"]),
         ("Llama-3-8B", Machine(24, "inf2"), {"tp_degree": 7}, ["tp_degree 7"]),
@@ -372,6 +387,12 @@ def test_too_little_host_memory_for_loading_or_compiling_is_a_warning(gib, is_en
 def test_the_embedding_table_on_the_device_takes_memory_of_the_cores():
     plain, embedded = (Sizing(SHAPES["Llama-3-8B"], 8, 4, 4096, neuron_config=o) for o in ((), ("on_device_embedding=true",)))
     assert embedded.weights_bytes - plain.weights_bytes == 128256 * 4096 * 2 // 8
+
+
+def test_a_sharded_sequence_divides_the_positions_of_a_key_value_head_over_its_cores():
+    plain, sharded = (Sizing(SHAPES["Llama-3-70B"], 32, 8, 16384, neuron_config=o) for o in ((), ("shard_over_sequence=true",)))
+    assert plain.kv_bytes == 2 * 80 * 16384 * 8 * 128 * 2
+    assert sharded.kv_bytes == 2 * 80 * (16384 + 128) // 4 * 8 * 128 * 2
 
 
 def test_a_sharded_sequence_decides_the_tp_degree():
@@ -517,6 +538,7 @@ def test_plan_for_a_model_that_does_not_fit_says_what_would(run, folder):
         (["--model-id", "{model}", "--max-batch-size", "0"], "'0'"),
         (["--model-id", "{model}", "--dtype", "int4"], "int4"),
         (["--model-id", "{biased}"], "config.json: mlp_bias is True and transformers-neuronx computes False"),
+        (["--model-id", "{listed}"], "config.json: rope_scaling is ['x'] and should be an object"),
         (["--model-id", "{model}", "--colour"], "unknown argument '--colour'"),
     ],
 )
@@ -527,6 +549,8 @@ def test_plan_refuses_in_one_line_with_code_2(run, folder, tmp_path, argv, words
     paths = {"empty": tmp_path / "empty", "broken": tmp_path / "broken", "model": folder("TinyLlama")}
     paths["biased"] = folder("Llama-3-8B")  # refused by `serve` in the same words
     (paths["biased"] / "config.json").write_text(json.dumps(CONFIGS["Llama-3-8B"] | {"mlp_bias": True}))
+    paths["listed"] = folder("Mistral-7B")
+    (paths["listed"] / "config.json").write_text(json.dumps(CONFIGS["Mistral-7B"] | {"rope_scaling": ["x"]}))
     code, output, errors = run(*(word.format(**paths) for word in argv))
     assert (code, output) == (2, "")
     assert errors.startswith("error: ") and words in errors and len(errors.splitlines()) == 1
