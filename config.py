@@ -31,7 +31,7 @@ from urllib.parse import urlsplit
 
 import logs
 
-VERSION = "0.1.0"  # the same as in pyproject.toml (tested)
+VERSION = "0.2.0"  # the same as in pyproject.toml (tested)
 HERE = Path(__file__).resolve().parent
 DEMO_MODEL = HERE / "demo" / "model"
 SAGEMAKER_MODEL = Path("/opt/ml/model")  # where SageMaker unpacks an endpoint's model
