@@ -39,7 +39,7 @@ from models.plan import PRICES, PUBLISHED, Figure
 
 MODEL, INSTANCE, LENGTH, PROMPT = "Llama-3-8B", "inf2.48xlarge", 4096, 128  # the figures that are simulated by default
 TOKENS = 250  # mean length of an answer
-WARM_UP_S, MEASURED_S = 60.0, 300.0  # of simulated time
+WARM_UP_S = 60.0  # of simulated time
 
 
 @dataclass(frozen=True)
@@ -103,7 +103,7 @@ class Outcome:
 
 
 def simulate(
-    times: Times, replicas: int, requests_per_s: float, balance: str, tokens: float = TOKENS, seconds: float = MEASURED_S
+    times: Times, replicas: int, requests_per_s: float, balance: str, seconds: float, tokens: float = TOKENS
 ) -> Outcome:
     """`replicas` behind a balancer ("least" requests or "random"), `requests_per_s` in all. The same for the same arguments."""
     chance = random.Random(1)
@@ -148,7 +148,8 @@ def published(model: str, instance: str) -> tuple[Times, Figure]:
 def report_simulation(model: str, instance: str, counts: Sequence[int], load: float) -> Iterator[str]:
     times, figure = published(model, instance)
     most = times.requests_per_s(TOKENS)
-    yield f"{model} on {instance}, tp_degree {figure.tp_degree}, {times.slots} slots: prompts of {PROMPT} tokens"
+    name = f"{model} {figure.quantize}" if figure.quantize else model
+    yield f"{name} on {instance}, tp_degree {figure.tp_degree}, {times.slots} slots: prompts of {PROMPT} tokens"
     yield f"{times.prompt_s * 1e3:g} ms, steps {times.step_s * 1e3:g} ms; answers of {TOKENS} tokens on average"
     yield f"one replica serves at most {most:.2f} requests/s, {most * TOKENS:.0f} tokens/s; load: {load:.0%} of that"
     yield ""
@@ -156,24 +157,25 @@ def report_simulation(model: str, instance: str, counts: Sequence[int], load: fl
     yield "|---|---|---|---|---|---|"
     for count in counts:
         rate = count * most * load
-        least, random_ = (simulate(times, count, rate, balance) for balance in ("least", "random"))
-        waits = [
-            f"{percentile(o.ttft_s, 0.5) * 1e3:,.0f} / {percentile(o.ttft_s, 0.99) * 1e3:,.0f} ms" for o in (least, random_)
-        ]
-        dollars = f"{count * PRICES[instance]:,.0f}"
-        yield f"| {count} | {rate:.1f} | {least.tokens_per_s:,.0f} | {dollars} | {' | '.join(waits)} |"
+        seconds = max(200.0, 4000.0 / count)  # few replicas take long to show a p99
+        least, random_ = (simulate(times, count, rate, balance, seconds) for balance in ("least", "random"))
+        waits = " | ".join(" / ".join(f"{percentile(o.ttft_s, p) * 1e3:,.0f}" for p in (0.5, 0.99)) for o in (least, random_))
+        yield f"| {count} | {rate:.1f} | {least.tokens_per_s:,.0f} | {count * PRICES[instance]:,.0f} | {waits} |"
 
 
 def report_costs() -> Iterator[str]:
     """The most tokens per second that is published for each model and instance, and its price."""
-    yield "| model | instance | tokens/s | dollars per million tokens |"
-    yield "|---|---|---|---|"
+    yield "| model | instance | slots | prompt of length | tokens/s | dollars per million tokens |"
+    yield "|---|---|---|---|---|---|"
     kinds = {(row.model, row.quantize, row.instance) for row in PUBLISHED}
     for model, quantize, instance in sorted(kinds, key=str):
         rows = [row for row in PUBLISHED if (row.model, row.quantize, row.instance) == (model, quantize, instance)]
-        best = max(row.tokens_per_s for row in rows)
+        best = max(rows, key=lambda row: row.tokens_per_s)
         name = f"{model} {quantize}" if quantize else model
-        yield f"| {name} | {instance} | {best:,.1f} | {PRICES[instance] / 3600 / best * 1e6:.2f} |"
+        slots = f"{best.replicas} x {best.batch_size}" if best.replicas > 1 else best.batch_size
+        dollars = PRICES[instance] / 3600 / best.tokens_per_s * 1e6
+        lengths = f"{best.prompt or '?'} of {best.length or '?'}"
+        yield f"| {name} | {instance} | {slots} | {lengths} | {best.tokens_per_s:,.1f} | {dollars:.2f} |"
 
 
 @contextlib.contextmanager
