@@ -19,7 +19,7 @@ from openapi import openapi
 from schema import ChatRequest, CompletionRequest, GenerateRequest, Parameters
 from validate import NOT_SUPPORTED
 
-DOCUMENTS = [HERE / "README.md", HERE / "bench" / "README.md", HERE / "demo" / "README.md", *(HERE / "docs").glob("*.md")]
+DOCUMENTS = [*HERE.glob("*.md"), HERE / "bench" / "README.md", HERE / "demo" / "README.md", *(HERE / "docs").glob("*.md")]
 README = (HERE / "README.md").read_text()
 MIGRATING = (HERE / "docs" / "migrating.md").read_text()
 SETTINGS = {
@@ -48,7 +48,7 @@ def rows(text):
             yield section.splitlines()[0], re.findall(r"`([^`]+)`", there), here
 
 
-ROWS = [row for row in rows(MIGRATING) if row[0] != "Start commands"]
+ROWS = [row for row in rows(MIGRATING) if row[0] not in ("Start commands", "From start to stop")]
 COMMANDS = [(names[0], here) for section, names, here in rows(MIGRATING) if section == "Start commands" and names]
 
 
@@ -90,6 +90,18 @@ def test_a_start_command_of_another_server_means_what_the_guide_says(there, here
     assert given <= SETTINGS | silent | set(without_effect)
     assert config.Config.from_json(done.stdout) == config.parse(shlex.split(flags), {})
     assert set(re.findall(r"(\S+) has no effect", done.stderr)) == set(without_effect)
+
+
+def test_each_story_has_its_six_steps_and_starts_with_flags_of_this_server():
+    stories = MIGRATING.split("\n## From start to stop\n")[1].split("\n### ")[1:]
+    assert len(stories) == 5
+    for story in stories:
+        steps = re.findall(r"^\| (\w+) \| .* \| .* \|$", story, flags=re.MULTILINE)
+        assert steps == ["step", "start", "ask", "stream", "watch", "scale", "stop"], story.splitlines()[0]
+    starts = re.findall(r"`[^`]*(?:entrypoint\.sh serve|neuron-textgen/neuron-textgen) (--[^`]*)`", MIGRATING)
+    assert len(starts) >= 3
+    for flags in starts:
+        assert config.parse(shlex.split(flags), {}).model_id == shlex.split(flags)[1]
 
 
 def test_every_name_of_this_server_in_the_guide_exists():

@@ -15,6 +15,14 @@ pytestmark = pytest.mark.processes
 README = (HERE / "README.md").read_text()
 COMMANDS = re.findall(r"```sh\n(.*?)```", README, flags=re.DOTALL)
 CURLS = [command for command in COMMANDS if command.startswith("curl")]
+STORIES = (HERE / "docs" / "migrating.md").read_text().split("\n## From start to stop\n")[1]
+
+
+def story_commands():
+    """What the guide's stories send to this server: in their last column, or in the one before where that is "the same"."""
+    for there, here in re.findall(r"^\| \w+ \| (.*) \| (.*) \|$", STORIES, flags=re.MULTILINE):
+        same = there if here.startswith("the same") else ""
+        yield from re.findall(r"`(curl [^`]*localhost:8080[^`]*)`", same + here)
 
 
 @pytest.fixture(scope="module")
@@ -72,6 +80,14 @@ def test_a_chat_is_answered(made_and_run):
     (choice,) = json.loads(run(CURLS[2], made_and_run))["choices"]
     assert choice["message"]["content"].startswith("Deep learning is")
     assert choice["finish_reason"] == "stop"
+
+
+def test_the_commands_of_the_migration_stories_are_answered(made_and_run):
+    commands = set(story_commands())
+    assert len(commands) > 10
+    for command in commands:
+        answer = run(command.replace("curl ", "curl --fail ", 1), made_and_run)
+        assert "generated_text" in answer or not re.search("generate|invocations", command), command
 
 
 def schema_in(command, name):
