@@ -170,3 +170,9 @@ def test_the_stages_of_a_request_are_those_that_the_log_has():
     stages = re.findall(r"`([a-z ]+)`", section)
     source = "".join((HERE / name).read_text() for name in ("web.py", "generation.py", "worker.py"))
     assert len(stages) == 7 and [stage for stage in stages if f'"{stage}"' not in source] == []
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(HERE)))
+def test_the_files_of_deploy_that_a_document_names_are_there(document):
+    for path in re.findall(r"\bdeploy/[\w./-]*\w", document.read_text()):
+        assert (HERE / path).exists(), path
