@@ -1,0 +1,301 @@
+"""deploy/compose.yaml: what it says is valid, and its HAProxy, as it is configured there, in front of two real servers."""
+
+import concurrent.futures
+import contextlib
+import http.client
+import json
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import urllib.request
+
+import pytest
+import yaml
+from processes import Server, free_port, wait_until
+
+from config import HERE
+
+DEPLOY = HERE / "deploy"
+COMPOSE = DEPLOY / "compose.yaml"
+LONG = {"prompt": "Hello", "max_tokens": 1000, "ignore_eos": True}  # seconds of text
+SHORT = {"prompt": "Hello", "max_tokens": 3}
+
+
+def load(path):
+    return yaml.safe_load(path.read_text())
+
+
+def check(path):
+    """Compose's own schema says whether a file is valid, and what is not."""
+    command = [sys.executable, "-m", "check_jsonschema", "--builtin-schema", "vendor.compose-spec", path]
+    done = subprocess.run(command, capture_output=True, text=True)
+    return done.returncode, done.stdout
+
+
+@pytest.mark.parametrize("path", [COMPOSE, DEPLOY / "compose" / "neuron.yaml"], ids=lambda path: path.name)
+def test_a_compose_file_is_valid(path):
+    assert check(path) == (0, "ok -- validation done\n")
+
+
+def test_a_wrong_compose_file_is_found(tmp_path):
+    compose = load(COMPOSE)
+    compose["services"]["server"] |= {"volume": compose["services"]["server"].pop("volumes"), "restart": 1}
+    (tmp_path / "compose.yaml").write_text(yaml.safe_dump(compose))
+    code, output = check(tmp_path / "compose.yaml")
+    assert code == 1
+    assert "'volume' was unexpected" in output and "server.restart: 1 is not of type 'string'" in output
+
+
+def mounts(service):
+    return dict(volume.split(":")[:2] for volume in service.get("volumes", []))
+
+
+def test_each_file_that_is_mounted_exists_and_each_volume_is_declared():
+    compose = load(COMPOSE)
+    sources = {source for service in compose["services"].values() for source in mounts(service)}
+    assert {source for source in sources if not (DEPLOY / source).is_file()} == set(compose["volumes"])
+
+
+def test_each_image_has_an_exact_version():
+    for name, service in load(COMPOSE)["services"].items():
+        if name != "server":
+            assert re.fullmatch(r"[a-z./-]+:v?\d+\.\d+\.\d+(-alpine)?", service["image"]), name
+
+
+def test_what_grafana_provisions_is_where_it_is_mounted():
+    compose = load(COMPOSE)
+    grafana = mounts(compose["services"]["grafana"])
+    (provider,) = load(DEPLOY / "compose" / "dashboards.yaml")["providers"]
+    board = compose["services"]["grafana"]["environment"]["GF_DASHBOARDS_DEFAULT_HOME_DASHBOARD_PATH"]
+    assert grafana["./grafana-dashboard.json"] == board
+    assert os.path.dirname(board) == provider["options"]["path"]
+    (source,) = load(DEPLOY / "compose" / "grafana.yaml")["datasources"]
+    assert source["isDefault"], "the board's variable chooses the default"
+    scraped = {job["job_name"] for job in load(DEPLOY / "compose" / "prometheus.yml")["scrape_configs"]}
+    assert scraped | {re.match(r"http://(\w+):9090", source["url"])[1]} <= set(compose["services"])
+
+
+@pytest.mark.skipif(not shutil.which("promtool"), reason="needs promtool (Debian's package prometheus)")
+def test_prometheus_takes_its_configuration():
+    done = subprocess.run(
+        ["promtool", "check", "config", DEPLOY / "compose" / "prometheus.yml"], capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+
+
+class Names(threading.Thread):
+    """A DNS server that answers each question for IPv4 with `addresses`, as Docker's does for the name of a service."""
+
+    def __init__(self, addresses):
+        super().__init__(daemon=True)
+        self.addresses = addresses
+        self.socket = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
+        self.socket.bind(("127.0.0.54", 53))
+
+    def run(self):
+        with contextlib.suppress(OSError):  # the socket is closed
+            while True:
+                query, client = self.socket.recvfrom(512)
+                end = query.index(b"\0", 12) + 5
+                addresses = self.addresses if query[end - 4 : end - 2] == b"\0\1" else []
+                answer = query[:2] + b"\x81\x80\0\1" + len(addresses).to_bytes(2, "big") + bytes(4) + query[12:end]
+                for address in addresses:
+                    answer += b"\xc0\x0c\0\1\0\1" + (1).to_bytes(4, "big") + b"\0\4" + socket.inet_aton(address)
+                self.socket.sendto(answer, client)
+
+
+def hang_up(response):
+    response.connection.close()
+    response.close()
+
+
+def is_whole(stream):
+    try:
+        return stream.read().endswith(b"data: [DONE]\n\n")
+    except http.client.IncompleteRead:
+        return False
+
+
+@contextlib.contextmanager
+def asking(server):
+    """One short request after the other, meanwhile; a list of their statuses."""
+    statuses, ended = [], threading.Event()
+
+    def ask():
+        while not ended.is_set():
+            response = server.request("POST", "/v1/completions", SHORT)
+            response.read()
+            statuses.append(response.status)
+
+    thread = threading.Thread(target=ask)
+    thread.start()
+    try:
+        yield statuses
+    finally:
+        ended.set()
+        thread.join()
+
+
+needs_haproxy = pytest.mark.skipif(
+    not (shutil.which("haproxy") and os.geteuid() == 0), reason="needs haproxy (Debian's package) and root, for a resolv.conf"
+)
+
+
+class Replicas:
+    """Two servers at one port of two addresses, their name, and the proxy in front of them."""
+
+    def __init__(self, stack, tmp_path):
+        self._stack, self._port = stack, str(free_port())
+        self._resolv_conf = tmp_path / "resolv.conf"
+        self._resolv_conf.write_text("nameserver 127.0.0.54\n")
+        self.servers = [self.start("127.0.0.2"), self.start("127.0.0.3")]
+        names = Names(["127.0.0.2", "127.0.0.3"])
+        stack.callback(names.socket.close)
+        names.start()
+        for server in self.servers:
+            server.wait_ready()  # the proxy counts what it has not asked yet as ready
+        self.proxy = self.start_proxy()
+
+    def start(self, address):
+        settings = {"HOSTNAME": address, "PORT": self._port, "MAX_CONCURRENT_REQUESTS": "4", "MAX_BATCH_SIZE": "4"}
+        return self._stack.enter_context(Server(**settings))
+
+    def start_proxy(self):
+        command = f"mount --bind {self._resolv_conf} /etc/resolv.conf && exec haproxy -f {DEPLOY}/compose/haproxy.cfg"
+        settings = {"SERVERS": f"server:{self._port}", "METRICS_PORT": str(free_port())}
+        return self._stack.enter_context(Server(command=("unshare", "--mount", "sh", "-c", command), **settings))
+
+    def wait_ready(self, count=2):
+        """Waits until the proxy counts that many servers as ready."""
+        url = f"http://127.0.0.1:{self.proxy.environment['METRICS_PORT']}"
+
+        def counted():
+            with contextlib.suppress(OSError), urllib.request.urlopen(f"{url}/metrics?scope=backend") as metrics:
+                return f'haproxy_backend_active_servers{{proxy="servers"}} {count}\n' in metrics.read().decode()
+
+        wait_until(counted, f"{count} servers ready; log so far:\n{self.proxy.log}")
+        return self
+
+    def running(self):
+        """How many requests each server runs."""
+        return [server.status().running for server in self.servers]
+
+    def stream(self, **fields):
+        response = self.proxy.request("POST", "/v1/completions", LONG | {"stream": True} | fields)
+        assert response.status == 200, response.read()
+        return response
+
+
+@pytest.fixture(scope="module")
+def two_servers(tmp_path_factory):
+    with contextlib.ExitStack() as stack:
+        yield Replicas(stack, tmp_path_factory.mktemp("proxy"))
+
+
+@pytest.fixture
+def replicas(two_servers):
+    two_servers.wait_ready()
+    yield two_servers
+    for server in two_servers.servers:
+        server.wait_idle()
+
+
+@needs_haproxy
+@pytest.mark.processes
+def test_streams_come_token_by_token_from_the_server_with_the_fewest(replicas):
+    streams = []
+    for running in ([0, 1], [1, 1], [1, 2], [2, 2]):
+        streams.append(replicas.stream())
+        assert streams[-1].readline().startswith(b"data: {"), "a token comes while the others are generated"
+        assert sorted(replicas.running()) == running
+    for stream in streams:
+        hang_up(stream)
+    wait_until(lambda: replicas.running() == [0, 0], "every disconnect reaches its server", 2)
+
+
+@needs_haproxy
+@pytest.mark.processes
+def test_a_disconnect_before_the_response_reaches_the_server(replicas):
+    client = http.client.HTTPConnection("127.0.0.1", replicas.proxy.port)
+    client.request("POST", "/v1/completions", json.dumps(LONG), {"Content-Type": "application/json"})
+    wait_until(lambda: sum(replicas.running()) == 1, "the request runs")
+    client.close()
+    wait_until(lambda: sum(replicas.running()) == 0, "the disconnect reaches its server", 2)
+
+
+@needs_haproxy
+@pytest.mark.processes
+def test_a_refusal_is_passed_on_unchanged(replicas):
+    streams = [replicas.stream() for _ in range(8)]
+    wait_until(lambda: replicas.running() == [4, 4], "both are full")
+    answers = []
+    for host, port in (("127.0.0.1", replicas.proxy.port), ("127.0.0.2", replicas.servers[0].port)):
+        with contextlib.closing(http.client.HTTPConnection(host, port)) as client:
+            client.request("POST", "/v1/completions", json.dumps(SHORT), {"Content-Type": "application/json"})
+            answer = client.getresponse()
+            answers.append((answer.status, answer.headers["Retry-After"], answer.headers["Content-Type"], answer.read()))
+    assert answers[0] == answers[1]
+    assert answers[0][:2] == (429, "1")
+    for stream in streams:
+        hang_up(stream)
+
+
+@needs_haproxy
+@pytest.mark.processes
+def test_no_request_is_lost_to_a_server_that_stops(replicas):
+    with asking(replicas.proxy) as statuses:
+        streams = [replicas.stream(max_tokens=600), replicas.stream(max_tokens=600)]
+        stopped = replicas.servers[0]
+        stopped.process.send_signal(signal.SIGTERM)
+        for stream in streams:
+            assert stream.read().endswith(b"data: [DONE]\n\n")
+        assert stopped.wait_exit() == 0
+        replicas.wait_ready(1)
+        replicas.servers[0] = replicas.start("127.0.0.2")
+        replicas.wait_ready(2)
+    assert set(statuses) == {200} and len(statuses) > 5
+
+
+@needs_haproxy
+@pytest.mark.processes
+def test_a_request_whose_server_dies_is_sent_to_the_other(replicas):
+    streams = [replicas.stream(max_tokens=600), replicas.stream(max_tokens=600)]
+    with concurrent.futures.ThreadPoolExecutor() as pool, asking(replicas.proxy) as statuses:
+        whole = [pool.submit(replicas.proxy.post, "/v1/completions", LONG | {"max_tokens": 600}) for _ in range(2)]
+        wait_until(lambda: min(replicas.running()) >= 2, "a stream and another request on each")
+        replicas.servers[0].process.kill()
+        assert [done.result()["usage"]["completion_tokens"] for done in whole] == [600, 600]
+        assert sorted(is_whole(stream) for stream in streams) == [False, True]
+        replicas.servers[0] = replicas.start("127.0.0.2")
+        replicas.wait_ready()
+    assert set(statuses) == {200}
+
+
+@needs_haproxy
+@pytest.mark.processes
+def test_the_proxy_finishes_what_runs_when_it_is_stopped(replicas):
+    proxy = replicas.proxy
+    stream = replicas.stream(max_tokens=600)
+    proxy.process.send_signal(signal.SIGUSR1)  # compose.yaml: stop_signal
+    assert is_whole(stream)
+    proxy.process.wait(20)  # its exit code is that of a crash with the 2.6.12 of Debian 12, which has nothing left to do
+    replicas.proxy = replicas.start_proxy()
+
+
+@needs_haproxy
+def test_without_a_server_the_answer_is_json():
+    settings = {"SERVERS": "localhost:1", "METRICS_PORT": str(free_port())}
+    with Server(command=("haproxy", "-f", f"{DEPLOY}/compose/haproxy.cfg"), **settings) as proxy:
+        answer = wait_until(lambda: answered(proxy), "an answer")
+    assert (answer.status, answer.headers["Retry-After"]) == (503, "5")
+    assert json.loads(answer.read()) == {"error": "No server is ready", "error_type": "unavailable"}
+
+
+def answered(server):
+    with contextlib.suppress(ConnectionRefusedError):
+        return server.request("GET", "/health")
