@@ -6,6 +6,7 @@ import http.client
 import json
 import os
 import re
+import secrets
 import shutil
 import signal
 import socket
@@ -61,8 +62,17 @@ def test_each_file_that_is_mounted_exists_and_each_volume_is_declared():
     assert {source for source in sources if not (DEPLOY / source).is_file()} == set(compose["volumes"])
 
 
-def test_each_image_has_an_exact_version():
-    for name, service in load(COMPOSE)["services"].items():
+def test_the_proxy_gets_each_variable_of_its_configuration():
+    variables = re.findall(r"\$\{(\w+)\}", (DEPLOY / "compose" / "haproxy.cfg").read_text())
+    assert set(variables) == set(load(COMPOSE)["services"]["proxy"]["environment"])
+
+
+def test_each_version_is_exact_and_gradio_that_of_the_extra():
+    services = load(COMPOSE)["services"]
+    dockerfile = services.pop("gradio")["build"]["dockerfile_inline"]
+    extra = re.search(r"^ui = \[(.*)\]", (HERE / "pyproject.toml").read_text(), flags=re.MULTILINE)[1]
+    assert sorted(re.findall(r"\S+==\S+", dockerfile)) == sorted(re.findall(r'"(.*?)"', extra))
+    for name, service in services.items():
         if name != "server":
             assert re.fullmatch(r"[a-z./-]+:v?\d+\.\d+\.\d+(-alpine)?", service["image"]), name
 
@@ -94,8 +104,9 @@ class Names(threading.Thread):
     def __init__(self, addresses):
         super().__init__(daemon=True)
         self.addresses = addresses
+        self.own_address = f"127.0.{1 + secrets.randbelow(250)}.53"  # port 53, also when tests run side by side
         self.socket = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
-        self.socket.bind(("127.0.0.54", 53))
+        self.socket.bind((self.own_address, 53))
 
     def run(self):
         with contextlib.suppress(OSError):  # the socket is closed
@@ -151,12 +162,12 @@ class Replicas:
 
     def __init__(self, stack, tmp_path):
         self._stack, self._port = stack, str(free_port())
-        self._resolv_conf = tmp_path / "resolv.conf"
-        self._resolv_conf.write_text("nameserver 127.0.0.54\n")
         self.servers = [self.start("127.0.0.2"), self.start("127.0.0.3")]
-        names = Names(["127.0.0.2", "127.0.0.3"])
-        stack.callback(names.socket.close)
-        names.start()
+        self.names = Names(["127.0.0.2", "127.0.0.3"])
+        stack.callback(self.names.socket.close)
+        self.names.start()
+        self._resolv_conf = tmp_path / "resolv.conf"
+        self._resolv_conf.write_text(f"nameserver {self.names.own_address}\n")
         for server in self.servers:
             server.wait_ready()  # the proxy counts what it has not asked yet as ready
         self.proxy = self.start_proxy()
@@ -208,14 +219,23 @@ def replicas(two_servers):
 @needs_haproxy
 @pytest.mark.processes
 def test_streams_come_token_by_token_from_the_server_with_the_fewest(replicas):
-    streams = []
-    for running in ([0, 1], [1, 1], [1, 2], [2, 2]):
-        streams.append(replicas.stream())
-        assert streams[-1].readline().startswith(b"data: {"), "a token comes while the others are generated"
-        assert sorted(replicas.running()) == running
-    for stream in streams:
+    def begin():
+        """A new stream and the server that runs it."""
+        before = replicas.running()
+        stream = replicas.stream()
+        assert stream.readline().startswith(b"data: {"), "a token comes while the others are generated"
+        return stream, [after > had for after, had in zip(replicas.running(), before)].index(True)
+
+    streams = [begin() for _ in range(4)]
+    assert replicas.running() == [2, 2]
+    for stream, server in streams:
+        if server == 0:
+            hang_up(stream)
+    wait_until(lambda: replicas.running() == [0, 2], "disconnects reach their server", 10)
+    streams += [begin(), begin()]
+    assert replicas.running() == [2, 2]
+    for stream, _ in streams:
         hang_up(stream)
-    wait_until(lambda: replicas.running() == [0, 0], "every disconnect reaches its server", 2)
 
 
 @needs_haproxy
@@ -225,7 +245,7 @@ def test_a_disconnect_before_the_response_reaches_the_server(replicas):
     client.request("POST", "/v1/completions", json.dumps(LONG), {"Content-Type": "application/json"})
     wait_until(lambda: sum(replicas.running()) == 1, "the request runs")
     client.close()
-    wait_until(lambda: sum(replicas.running()) == 0, "the disconnect reaches its server", 2)
+    wait_until(lambda: sum(replicas.running()) == 0, "the disconnect reaches its server", 10)
 
 
 @needs_haproxy
@@ -274,6 +294,17 @@ def test_a_request_whose_server_dies_is_sent_to_the_other(replicas):
         replicas.servers[0] = replicas.start("127.0.0.2")
         replicas.wait_ready()
     assert set(statuses) == {200}
+
+
+@needs_haproxy
+@pytest.mark.processes
+def test_a_server_that_leaves_the_name_finishes_and_one_that_joins_is_found(replicas):
+    streams = [replicas.stream(max_tokens=600), replicas.stream(max_tokens=600)]
+    left = replicas.names.addresses.pop()
+    replicas.wait_ready(1)
+    assert [is_whole(stream) for stream in streams] == [True, True]
+    replicas.names.addresses.append(left)
+    replicas.wait_ready(2)
 
 
 @needs_haproxy

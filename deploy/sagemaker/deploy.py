@@ -43,12 +43,16 @@ def create(
     instance_type: str,
     instances: int = 1,
     volume_gib: int | None = None,
+    ami: str | None = None,
     model_data: str | None = None,
     environment: dict[str, str] | None = None,
 ) -> None:
-    """Creates the model, the configuration and the endpoint. `model_data`: an S3 folder, or a .tar.gz, that SageMaker puts into
-    /opt/ml/model; `environment`: the server's settings. Raises ClientError; what was created until then stays."""
-    container = {"Image": image, "Environment": {"PORT": PORT, **(environment or {})}}
+    """Creates the model, the configuration and the endpoint. Raises ClientError; what was created until then stays.
+
+    `environment`: the server's settings. `model_data`: an S3 folder, or a .tar.gz, that SageMaker puts into /opt/ml/model.
+    `ami`: SageMaker's name for the system and the driver of the instance.
+    """
+    container = {"Image": image, "Environment": {"PORT": PORT} | (environment or {})}
     if model_data and model_data.endswith(".tar.gz"):
         source = {"S3Uri": model_data, "S3DataType": "S3Object", "CompressionType": "Gzip"}
     elif model_data:
@@ -66,12 +70,14 @@ def create(
     }
     if volume_gib:
         variant["VolumeSizeInGB"] = volume_gib
+    if ami:
+        variant["InferenceAmiVersion"] = ami
     sagemaker.create_model(ModelName=name, ExecutionRoleArn=role, PrimaryContainer=container)
     sagemaker.create_endpoint_config(EndpointConfigName=name, ProductionVariants=[variant])
     sagemaker.create_endpoint(EndpointName=name, EndpointConfigName=name)
 
 
-def wait(sagemaker: BaseClient, logs: BaseClient, name: str, poll_s: float = POLL_S) -> None:
+def wait(sagemaker: BaseClient, logs: BaseClient, name: str) -> None:
     """Waits until the endpoint takes requests, and prints its status and its containers' log meanwhile. Raises DeployError with
     SageMaker's reason when it fails."""
     tail, shown = None, None
@@ -86,7 +92,7 @@ def wait(sagemaker: BaseClient, logs: BaseClient, name: str, poll_s: float = POL
         if status not in IN_PROGRESS:
             break
         shown = status
-        time.sleep(poll_s)
+        time.sleep(POLL_S)
     if status != "InService":
         raise DeployError(f"{name} is {status}: {endpoint.get('FailureReason', 'no reason given')}")
 
@@ -210,6 +216,9 @@ def _arguments(argv: list[str]) -> argparse.Namespace:
     added.add_argument("--instance-type", required=True, metavar="TYPE", help="for example ml.inf2.xlarge")
     added.add_argument("--instances", type=int, default=1, metavar="N", help="1 if not set")
     added.add_argument("--volume-gib", type=int, metavar="N", help="disk, where the instance type has none of its own")
+    added.add_argument(
+        "--ami", metavar="VERSION", help="another driver: al2-ami-sagemaker-inference-neuron-2 has Neuron's 2.19"
+    )
     added.add_argument("--model-data", metavar="S3", help="s3://bucket/folder/ or s3://bucket/model.tar.gz, for /opt/ml/model")
     added.add_argument("--env", type=_variable, action="append", default=[], metavar="NAME=VALUE", help="a setting; repeatable")
     added.add_argument("--no-wait", action="store_true", help="return at once")
@@ -231,7 +240,7 @@ def _run(arguments: argparse.Namespace) -> None:
     # An answer that is not streamed may take 60 s; a second try would generate it again.
     runtime = boto3.client("sagemaker-runtime", config=Config(read_timeout=75, retries={"total_max_attempts": 1}))
     if arguments.verb == "create":
-        given = {key: getattr(arguments, key) for key in ("image", "role", "instance_type", "instances", "volume_gib")}
+        given = {key: getattr(arguments, key) for key in ("image", "role", "instance_type", "instances", "volume_gib", "ami")}
         create(sagemaker, name, **given, model_data=arguments.model_data, environment=dict(arguments.env))
     if arguments.verb == "wait" or (arguments.verb == "create" and not arguments.no_wait):
         wait(sagemaker, boto3.client("logs"), name)

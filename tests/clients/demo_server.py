@@ -33,7 +33,7 @@ CHAT_ANSWER_TOKENS = 69
 
 
 @contextlib.contextmanager
-def serving(port_name="PORT", **settings):
+def serving(port_name="PORT", command=("./entrypoint.sh", "serve"), **settings):
     """The URL of a server of its own, ready; `settings` are environment variables. Fails when it does not end well."""
     port = free_port()
     inherited = {name: os.environ[name] for name in ("PATH", "HOME", "LANG") if name in os.environ}
@@ -42,9 +42,7 @@ def serving(port_name="PORT", **settings):
         own = {"PYTHON": os.environ["SERVER_PYTHON"], "TMPDIR": folder, "OMP_NUM_THREADS": "1", port_name: str(port)}
         log = Path(folder, "log")
         with log.open("wb") as out:
-            process = subprocess.Popen(
-                ["./entrypoint.sh", "serve"], cwd=ROOT, env=inherited | own | settings, stdout=out, stderr=out
-            )
+            process = subprocess.Popen(command, cwd=ROOT, env=inherited | own | settings, stdout=out, stderr=out)
         try:
             url = f"http://127.0.0.1:{port}"
             _wait_ready(url, process, log)
