@@ -200,7 +200,7 @@ def test_health_and_metrics_are_not_traced(traced, collector):
 def test_without_the_packages_the_server_ends_with_one_line(monkeypatch, caplog):
     monkeypatch.setattr(importlib.util, "find_spec", lambda _name: None)
     monkeypatch.setattr(web.configuration, "load", lambda: Config(otlp_endpoint="http://127.0.0.1:4318/v1/traces"))
-    monkeypatch.setattr(web.configuration, "set_up_logging", lambda _config: None)
+    monkeypatch.setattr(web.logs, "set_up", lambda *_: None)
     monkeypatch.setattr(web.configuration, "die_with_parent", lambda: None)
     assert web.main() == 2
     (line,) = caplog.messages

@@ -20,7 +20,7 @@ from sagemaker_shim import shim
 
 import deploy
 
-IMAGE = "123456789012.dkr.ecr.us-east-1.amazonaws.com/neuron-textgen:0.1.0"
+IMAGE = "123456789012.dkr.ecr.us-east-1.amazonaws.com/neuron-textgen:0.2.0"
 ROLE = "arn:aws:iam::123456789012:role/textgen"
 ARN = "arn:aws:sagemaker:us-east-1:123456789012:any/demo"
 ENVIRONMENT = {"PORT": "8080", "MAX_BATCH_SIZE": "3", "MAX_CONCURRENT_REQUESTS": "4"}
