@@ -85,7 +85,13 @@ class TextGeneration:
         return self._proxy
 
     async def check_health(self) -> None:
-        await self._server.check(self._session)
+        """Ray's; three failures, and it replaces the replica."""
+        try:
+            await self._server.check(self._session)
+        except Exception:
+            self._proxy.is_healthy = False
+            raise
+        self._proxy.is_healthy = True
 
     async def _register(self) -> None:
         """Keeps this server in the directory, and the list of the others up to date, for as long as the server runs."""

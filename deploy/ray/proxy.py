@@ -37,6 +37,7 @@ class Proxy:
         self._addresses = addresses
         self._payload_limit = payload_limit
         self._client_timeout_s = client_timeout_s
+        self.is_healthy = True  # the own server; else it is the last resort, not the one that answers fastest, with errors
 
     async def __call__(self, scope: dict, receive: Callable, send: Callable) -> None:
         if scope["type"] == "lifespan":
@@ -83,6 +84,7 @@ class Proxy:
         """The beginning of the response of the first candidate that can be reached; one that is full refers to the next."""
         header = next((value for name, value in headers if name.lower() == SESSION_HEADER), None)
         servers = candidates(session_of(path, header, body), self._own, self._addresses())
+        servers.sort(key=lambda server: server == self._own and not self.is_healthy)
         for server in servers:
             is_last = server == servers[-1]
             url = URL(f"http://{server}{target}", encoded=True)
@@ -94,6 +96,8 @@ class Proxy:
                 if is_last:
                     raise
                 continue
+            if server == self._own and response.status == 503:
+                self.is_healthy = False
             if response.status != 429 or server == self._own or is_last:
                 return response
             response.release()

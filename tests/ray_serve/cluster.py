@@ -30,10 +30,11 @@ def wait_until(holds, what, seconds=WAIT_S):
 class Replica:
     """The processes of a replica: Ray's own, and those of the server that it started, which is asked directly here."""
 
-    def __init__(self, supervisor, run_dir):
+    def __init__(self, supervisor):
         self.supervisor = supervisor
         self.pid = int(Path(f"/proc/{supervisor}/stat").read_text().rsplit(") ", 1)[1].split()[1])
-        self.port = json.loads(Path(run_dir, "config.json").read_text())["port"]
+        command = Path(f"/proc/{supervisor}/cmdline").read_text().split("\0")
+        self.port = int(command[command.index("--port") + 1])
 
     def metric(self, name):
         text = request("GET", "/metrics", port=self.port).read().decode()
@@ -97,9 +98,8 @@ class Cluster:
         """The replicas whose servers take requests now."""
         found = []
         for pid in self.pids("entrypoint.sh serve"):
-            with contextlib.suppress(OSError, ValueError, KeyError):
-                run_dir = next(d for d in self.tmp.glob("neuron-textgen.*") if f"{d}/lock" in _open_files(pid))
-                replica = Replica(pid, run_dir)
+            with contextlib.suppress(OSError, ValueError):  # one that is starting or stopping
+                replica = Replica(pid)
                 if request("GET", "/health", port=replica.port).status == 200:
                     found.append(replica)
         return found
@@ -124,14 +124,6 @@ class Cluster:
         self.process.wait(WAIT_S)
         wait_until(lambda: not self.pids(""), "the end of every process", 30)
         assert not list(self.tmp.glob("neuron-textgen.*")), "a server left its folder behind"
-
-
-def _open_files(pid):
-    links = []
-    for fd in Path(f"/proc/{pid}/fd").iterdir():
-        with contextlib.suppress(OSError):
-            links.append(os.readlink(fd))
-    return links
 
 
 def request(method, path, body=None, port=PORT, **headers):
