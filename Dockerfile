@@ -24,10 +24,10 @@ RUN install() { python3 -m pip --disable-pip-version-check install --no-cache-di
         python3 -m pip list --format=freeze >/tmp/installed.txt \
         && grep -iE '^(.*neuron.*|torch.*|.*xla|transformers|tokenizers|huggingface.hub|safetensors|numpy|protobuf)==' \
             /tmp/installed.txt >/tmp/sdk.txt \
-        && install --constraint /tmp/sdk.txt . "$(pinned sentencepiece)"; \
+        && install --constraint /tmp/sdk.txt ".[otel]" "$(pinned sentencepiece)"; \
     else \
         install --no-deps --retries 1 --timeout 15 ${TORCH_INDEX:+--extra-index-url "$TORCH_INDEX"} "$(pinned torch)" \
-        && install ".[cpu]"; \
+        && install ".[cpu,otel]"; \
     fi \
     && rm -rf build ./*.egg-info /tmp/installed.txt /tmp/sdk.txt
 

@@ -12,17 +12,30 @@ from __future__ import annotations
 
 import argparse
 import os
+from collections.abc import AsyncIterator
 
 import gradio as gr
 import httpx
+from openai import AsyncOpenAI
 
 MODEL = "default"  # the server takes any name
 INFER_TIMEOUT_S = 600
 
 
 def chat_tab(url: str, api_key: str | None) -> gr.ChatInterface:
-    # The field that load_chat makes for texts and files has no stop button.
-    return gr.load_chat(f"{url}/v1", MODEL, api_key or "none", file_types=None, api_name="chat", analytics_enabled=False)
+    """As `gr.load_chat`, whose stop button does not close the connection: the server would generate the rest for nobody."""
+    client = AsyncOpenAI(base_url=f"{url}/v1", api_key=api_key or "none")
+
+    async def chat(message: str, history: list[dict]) -> AsyncIterator[str]:
+        messages = [{"role": turn["role"], "content": turn["content"]} for turn in history]
+        messages.append({"role": "user", "content": message})
+        text = ""
+        async with await client.chat.completions.create(model=MODEL, messages=messages, stream=True) as stream:
+            async for chunk in stream:
+                text += chunk.choices[0].delta.content or ""
+                yield text
+
+    return gr.ChatInterface(chat, api_name="chat", analytics_enabled=False)
 
 
 def infer_tab(url: str, api_key: str | None) -> gr.ChatInterface:
