@@ -220,7 +220,7 @@ def measure(
 ) -> Iterator[str]:
     """One row: `clients` on each server, or on the proxy for each server."""
     urls = [proxy.url if proxy else server.url for server in servers]
-    load_of(urls, clients, args.tokens, rounds=1)  # warms up
+    load_of(urls, clients, args.tokens, args.rounds)  # warms up: the first start compiles loops meanwhile
     groups = [list(itertools.chain(*(server.pids(script) for server in servers))) for script in ("worker.py", "web.py")]
     groups.append(proxy.pids("haproxy") if proxy else [])
 
