@@ -17,7 +17,7 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a job in the background
 settings.register_profile("brief", settings(), deadline=None, max_examples=50)
 settings.load_profile("brief")
 
-collect_ignore = ["clients"]  # each client has an environment of its own: `make test-clients`
+collect_ignore = ["clients", "ray_serve"]  # have environments of their own: `make test-clients`, `make test-ray`
 
 
 @pytest.fixture

@@ -71,7 +71,7 @@ def test_the_proxy_gets_each_variable_of_its_configuration():
 def test_each_version_is_exact_and_gradio_that_of_the_extra():
     services = load(COMPOSE)["services"]
     dockerfile = services.pop("gradio")["build"]["dockerfile_inline"]
-    extra = re.search(r"^ui = \[(.*)\]", (HERE / "pyproject.toml").read_text(), flags=re.MULTILINE)[1]
+    extra = re.search(r"^ui = \[(.*?)^\]", (HERE / "pyproject.toml").read_text(), flags=re.MULTILINE | re.DOTALL)[1]
     assert sorted(re.findall(r"\S+==\S+", dockerfile)) == sorted(re.findall(r'"(.*?)"', extra))
     for name, service in services.items():
         if name != "server":
