@@ -5,12 +5,14 @@
 # make test-neuron   runs transformers-neuronx on a simulator of its accelerator: TRANSFORMERS_NEURONX=/path/to/a/checkout
 # make ui            serves a page by Gradio on port 7860 for a running server; URL=http://host:port
 # make test-ui       tries that page in chromium
+# make ray           serves on port 8000 through Ray Serve, with replicas on this machine (deploy/ray/README.md)
+# make test-ray      runs deploy/ray on real Ray, in a network namespace: as root, or where users may make one
 # make bench         measures the server on simulated devices and writes bench/report.html; make bench URL=http://... any server
 # make soak          ten minutes of everything that clients do, to a server that loses web processes; MINUTES=1, URL=http://...
 # make image         builds the container image for Inferentia2 and Trainium; make image DEVICE=cpu the one for CPUs
 # make lint          ruff, as CI runs it
 # make clean         removes the environments
-.PHONY: run test test-fast test-clients test-neuron ui test-ui bench soak image lint clean
+.PHONY: run test test-fast test-clients test-neuron ui test-ui ray test-ray bench soak image lint clean
 
 VENV := .venv
 # The python3 of the machine if it is 3.10 to 3.12, else one of those by name.
@@ -41,6 +43,9 @@ lm-eval := test_lm_eval.py
 NEURON := $(shell for folder in "$(TRANSFORMERS_NEURONX)/src" "$(TRANSFORMERS_NEURONX)"; do \
 	test -f "$$folder/transformers_neuronx/__init__.py" && cd "$$folder/transformers_neuronx" && pwd && break; done)
 NEURON_BIN := $(abspath $(VENV)-neuron)/bin
+
+RAY_BIN := $(abspath $(VENV)-ray)/bin
+RAY := $(shell sed -n 's/^ray = \[\(.*\)\].*/\1/p' pyproject.toml | tr -d ',')
 
 run: $(VENV)/run.installed
 	@PATH="$(BIN):$$PATH" exec ./entrypoint.sh serve $(ARGS)
@@ -76,6 +81,14 @@ test-ui: export SERVER_PYTHON := $(BIN)/python
 test-ui: $(VENV)/run.installed $(VENV)-ui/ui.installed
 	$(UI_BIN)/python -m pytest -c tests/clients/pytest.ini tests/clients/test_gradio.py $(ARGS)
 
+# Replicas run the server by its own environment.
+ray: $(VENV)/run.installed $(VENV)-ray/installed
+	@PYTHON=$(BIN)/python RAY_SERVE_ENABLE_HA_PROXY=1 RAY_USAGE_STATS_ENABLED=0 exec $(RAY_BIN)/serve run deploy.ray.app:app $(ARGS)
+
+test-ray: $(VENV)/run.installed $(VENV)-ray/installed
+	SERVER_PYTHON=$(BIN)/python unshare --net $(if $(filter 0,$(shell id -u)),,--map-root-user) sh -c \
+		'ip link set lo up && exec "$$0" -m pytest -c tests/ray_serve/pytest.ini tests/ray_serve "$$@"' $(RAY_BIN)/python $(ARGS)
+
 bench: $(VENV)/run.installed
 	@$(BIN)/python bench/run.py $(if $(URL),--url "$(URL)") $(ARGS)
 
@@ -100,7 +113,7 @@ lint: $(VENV)/test.installed
 	$(BIN)/ruff format --check .
 
 clean:
-	rm -rf $(VENV) $(VENV)-clients $(VENV)-neuron $(VENV)-ui
+	rm -rf $(VENV) $(VENV)-clients $(VENV)-neuron $(VENV)-ui $(VENV)-ray
 
 $(VENV)/bin/python:
 	@test -n "$(PYTHON)" || { echo "error: Python 3.10, 3.11 or 3.12 is needed (make PYTHON=/path/to/python3)" >&2; exit 2; }
@@ -149,4 +162,10 @@ $(VENV)-neuron/test.installed: tests/neuron_sim/requirements.txt pyproject.toml 
 	@$(subst $(BIN),$(NEURON_BIN),$(PIP)) --no-compile --no-deps --retries 1 --timeout 15 \
 		--extra-index-url $(TORCH_INDEX) $(TORCH)
 	@$(subst $(BIN),$(NEURON_BIN),$(PIP)) --no-compile . $(TORCH) $(PYTEST) -r $<
+	@touch $@
+
+$(VENV)-ray/installed: pyproject.toml | $(VENV)/bin/python
+	@echo "Installing Ray into $(VENV)-ray (once)" >&2
+	@$(BIN)/python -m venv --clear $(VENV)-ray
+	@$(subst $(BIN),$(RAY_BIN),$(PIP)) --no-compile $(RAY) $(PYTEST)
 	@touch $@

@@ -16,6 +16,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 SERVE = str(Path(sys.executable).with_name("serve"))
 PORT = 8000  # Ray's; `make test-ray` runs in a network namespace of its own
+DASHBOARD_PORT = 8265
 WAIT_S = 120  # for what takes seconds on an idle machine
 
 
@@ -47,15 +48,23 @@ class Cluster:
     def __init__(self, *arguments, **environment):
         self.tmp = Path(tempfile.mkdtemp(prefix="textgen-ray-", dir="/tmp"))
         self.log_path = self.tmp / "log"
-        inherited = {name: os.environ[name] for name in ("PATH", "HOME", "LANG", "MODEL_CACHE") if name in os.environ}
+        inherited = {name: os.environ[name] for name in ("PATH", "HOME", "LANG") if name in os.environ}
         self.environment = inherited | {
             "PYTHON": os.environ["SERVER_PYTHON"],
             "TMPDIR": str(self.tmp),
             "RAY_TMPDIR": str(self.tmp),
             "RAY_USAGE_STATS_ENABLED": "0",
             "RAY_AUTH_MODE": "disabled",
+            "MODEL_CACHE": str(ROOT / ".pytest_cache" / "models"),
             "WEB_CONCURRENCY": "1",
             "PYTHONPATH": str(ROOT),  # where Ray builds the application of a configuration file
+        }
+        # Ray makes a folder for each node below these.
+        self.environment |= {
+            "RAY_SERVE_HAPROXY_CONFIG_FILE_LOC": f"{self.tmp}/haproxy.cfg",
+            "RAY_SERVE_HAPROXY_SOCKET_PATH": f"{self.tmp}/admin.sock",
+            "RAY_SERVE_HAPROXY_SERVER_STATE_BASE": str(self.tmp),
+            "RAY_SERVE_HAPROXY_SERVER_STATE_FILE": f"{self.tmp}/server-state",
         }
         self.environment |= environment
         with self.log_path.open("wb") as log:
@@ -105,18 +114,20 @@ class Cluster:
         return found
 
     def wait_replicas(self, count, seconds=WAIT_S):
-        """Until there are `count` replicas, and requests through Ray reach all of them."""
+        """Until there are `count` replicas, and Ray serves the application."""
         assert self.process.poll() is None, self.log
 
         def ready():
             replicas = self.replicas()
-            return len(replicas) == count and self.is_routed() and replicas
+            return len(replicas) == count and self.is_running() and replicas
 
         return wait_until(ready, f"{count} replicas; log so far:\n{self.log}", seconds)
 
-    def is_routed(self):
+    def is_running(self):
+        """Whether Ray calls the application running; a replica that dies before fails the deployment as a whole."""
         with contextlib.suppress(OSError):
-            return request("GET", "/health").status == 200
+            answer = json.loads(request("GET", "/api/serve/applications/", port=DASHBOARD_PORT).read())
+            return all(application["status"] == "RUNNING" for application in answer["applications"].values())
 
     def stop(self):
         """As Ctrl-C does. Nothing may be left behind."""
