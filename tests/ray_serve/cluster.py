@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from pathlib import Path
 
@@ -17,6 +18,7 @@ ROOT = Path(__file__).resolve().parents[2]
 SERVE = str(Path(sys.executable).with_name("serve"))
 PORT = 8000  # Ray's; `make test-ray` runs in a network namespace of its own
 DASHBOARD_PORT = 8265
+HAPROXY = {"RAY_SERVE_ENABLE_HA_PROXY": "1", "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "2"}
 WAIT_S = 120  # for what takes seconds on an idle machine
 
 
@@ -81,7 +83,9 @@ class Cluster:
     def __enter__(self):
         return self
 
-    def __exit__(self, *_):
+    def __exit__(self, error, *_):
+        if error:
+            print(self.log)
         for pid in [self.process.pid, *self.pids("")]:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
@@ -121,7 +125,7 @@ class Cluster:
             replicas = self.replicas()
             return len(replicas) == count and self.is_running() and replicas
 
-        return wait_until(ready, f"{count} replicas; log so far:\n{self.log}", seconds)
+        return wait_until(ready, f"{count} replicas (log: {self.log_path})", seconds)
 
     def is_running(self):
         """Whether Ray calls the application running; a replica that dies before fails the deployment as a whole."""
@@ -152,3 +156,50 @@ def request(method, path, body=None, port=PORT, **headers):
 def generation(tokens, stream=False):
     """A request body for `/v1/completions` that generates exactly so many tokens."""
     return {"prompt": "Deep learning", "max_tokens": tokens, "ignore_eos": True, "temperature": 0, "stream": stream}
+
+
+def busy(replicas):
+    return [replica.metric("tgi_slots_busy") for replica in replicas]
+
+
+class Load:
+    """Clients that stream one generation after the other, and note how each went."""
+
+    def __init__(self, clients=2, tokens=60):
+        self.results = []  # (began_at, ended_at, error or None)
+        self._body = generation(tokens, stream=True)
+        self._stop = threading.Event()
+        self._threads = [threading.Thread(target=self._run) for _ in range(clients)]
+
+    def __enter__(self):
+        for thread in self._threads:
+            thread.start()
+        return self
+
+    def __exit__(self, *_):
+        self._stop.set()
+        for thread in self._threads:
+            thread.join()
+
+    def _run(self):
+        while not self._stop.is_set():
+            began_at = time.monotonic()
+            error = self._send()
+            self.results.append((began_at, time.monotonic(), error))
+
+    def _send(self):
+        try:
+            response = request("POST", "/v1/completions", self._body)
+            data = response.read()
+            if response.status != 200 or not data.endswith(b"data: [DONE]\n\n") or b'"error"' in data:
+                return f"{response.status} {data[-300:]}"
+        except Exception as error:
+            return repr(error)
+
+    def wait_for(self, count):
+        target = len(self.results) + count
+        wait_until(lambda: len(self.results) >= target, f"{count} more requests")
+
+    @property
+    def failed(self):
+        return [(began_at, ended_at, error) for began_at, ended_at, error in self.results if error]

@@ -7,19 +7,15 @@ import os
 import re
 import signal
 import socket
-import threading
 import time
 
 import pytest
-from cluster import PORT, Cluster, generation, request, wait_until
+from cluster import HAPROXY, PORT, Cluster, Load, busy, generation, request, wait_until
 
 SLOTS = 4
 LIMIT = 6  # requests that a replica's server admits
 ERROR_S = 2  # within which the requests of a killed replica end
 BACK_S = 15  # within which it is replaced
-
-
-HAPROXY = {"RAY_SERVE_ENABLE_HA_PROXY": "1", "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "2"}
 
 
 @pytest.fixture(scope="module", params=[HAPROXY, {}], ids=["haproxy", "python-proxy"])
@@ -41,10 +37,6 @@ def replicas(cluster):
 
 def queued(replicas):
     return [replica.metric("tgi_queue_size") for replica in replicas]
-
-
-def busy(replicas):
-    return [replica.metric("tgi_slots_busy") for replica in replicas]
 
 
 CHAT = {"messages": [{"role": "user", "content": "What is Deep Learning?"}], "max_tokens": 8, "temperature": 0}
@@ -169,49 +161,6 @@ def test_other_requests_spread_over_the_replicas(replicas):
     assert min(counted(replicas, send)) >= 4
 
 
-class Load:
-    """Clients that stream one generation after the other, and note how each went."""
-
-    def __init__(self, clients=2, tokens=60):
-        self.results = []  # (began_at, ended_at, error or None)
-        self._body = generation(tokens, stream=True)
-        self._stop = threading.Event()
-        self._threads = [threading.Thread(target=self._run) for _ in range(clients)]
-
-    def __enter__(self):
-        for thread in self._threads:
-            thread.start()
-        return self
-
-    def __exit__(self, *_):
-        self._stop.set()
-        for thread in self._threads:
-            thread.join()
-
-    def _run(self):
-        while not self._stop.is_set():
-            began_at = time.monotonic()
-            error = self._send()
-            self.results.append((began_at, time.monotonic(), error))
-
-    def _send(self):
-        try:
-            response = request("POST", "/v1/completions", self._body)
-            data = response.read()
-            if response.status != 200 or not data.endswith(b"data: [DONE]\n\n") or b'"error"' in data:
-                return f"{response.status} {data[-300:]}"
-        except Exception as error:
-            return repr(error)
-
-    def wait_for(self, count):
-        target = len(self.results) + count
-        wait_until(lambda: len(self.results) >= target, f"{count} more requests")
-
-    @property
-    def failed(self):
-        return [(began_at, ended_at, error) for began_at, ended_at, error in self.results if error]
-
-
 @pytest.mark.parametrize("what", ["supervisor", "worker", "replica"])
 def test_killed_replica_fails_its_own_requests_only_and_is_replaced(cluster, replicas, what):
     victim = replicas[0]
@@ -236,25 +185,3 @@ def worker_of(cluster, replica):
     with open(children) as file:
         pids = file.read().split()
     return next(int(pid) for pid in pids if int(pid) in cluster.pids("worker.py"))
-
-
-AUTOSCALING = {"min_replicas": 1, "max_replicas": 2, "target_ongoing_requests": 3, "upscale_delay_s": 2, "downscale_delay_s": 4}
-AUTOSCALING |= {"metrics_interval_s": 1, "look_back_period_s": 3}
-
-
-def test_replicas_come_and_go_with_the_load_and_no_request_is_lost(tmp_path):
-    deployment = {"name": "TextGeneration", "autoscaling_config": AUTOSCALING}
-    application = {"name": "default", "import_path": "deploy.ray.app:app", "args": {"cpus": 0.5}, "deployments": [deployment]}
-    config = tmp_path / "config.yaml"  # JSON is YAML, too
-    config.write_text(json.dumps({"applications": [application]}))
-    with Cluster(str(config), **HAPROXY) as cluster:
-        [first] = cluster.wait_replicas(1)
-        with Load(clients=1) as light:
-            with Load(clients=8) as heavy:
-                second = next(replica for replica in cluster.wait_replicas(2) if replica.port != first.port)
-                wait_until(lambda: busy([second]) != [0], "a request for the new replica")
-            [left] = cluster.wait_replicas(1)
-            light.wait_for(4)
-        assert light.failed == heavy.failed == []
-        assert left.port in (first.port, second.port)
-        cluster.stop()
