@@ -12,7 +12,7 @@
 # make image         builds the container image for Inferentia2 and Trainium; make image DEVICE=cpu the one for CPUs
 # make lint          ruff, as CI runs it
 # make clean         removes the environments
-.PHONY: run test test-fast test-clients test-neuron ui test-ui ray test-ray bench soak image lint clean
+.PHONY: run test test-fast clients test-clients test-neuron ui test-ui ray test-ray bench soak image lint clean
 
 VENV := .venv
 # The python3 of the machine if it is 3.10 to 3.12, else one of those by name.
@@ -59,10 +59,12 @@ test-fast: $(VENV)/test.installed
 	$(BIN)/python -m pytest -m "not (processes or models or hypothesis)" --numprocesses 2 --dist worksteal \
 		$(addprefix --ignore=,$(shell grep -lE '^pytestmark = .*mark\.(processes|models)' tests/test_*.py)) $(ARGS)
 
+clients: $(VENV)/run.installed
+	@$(MAKE) --silent --no-print-directory -j 3 $(CLIENTS:%=$(VENV)-clients/%.installed) $(VENV)-clients/javascript.installed
+
 test-clients: export SERVER_PYTHON := $(BIN)/python
 test-clients: export NODE_PATH := $(abspath $(VENV)-clients)/javascript/node_modules
-test-clients: $(VENV)/run.installed
-	@$(MAKE) --silent --no-print-directory -j 3 $(CLIENTS:%=$(VENV)-clients/%.installed) $(VENV)-clients/javascript.installed
+test-clients: clients
 	@$(foreach client,$(CLIENTS),echo "$(client):" && $(VENV)-clients/$(client)/bin/python -m pytest \
 		-c tests/clients/pytest.ini $(addprefix tests/clients/,$($(client))) $(ARGS) &&) true
 

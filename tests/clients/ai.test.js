@@ -35,7 +35,7 @@ test("a completion model gives the same text whole and streamed", async () => {
     const [whole, streamed] = [await generateText(request), await stream(request)];
     assert.match(whole.text, /^Deep learning/);
     assert.equal(streamed.text, whole.text);
-    assert.deepEqual(streamed.usage, whole.usage);
+    for (const count of ["inputTokens", "outputTokens", "totalTokens"]) assert.equal(streamed.usage[count], whole.usage[count]);
     assert.ok(whole.usage.outputTokens > 10);
 });
 
