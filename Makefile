@@ -9,10 +9,11 @@
 # make test-ray      runs deploy/ray on real Ray, in a network namespace: as root, or where users may make one
 # make bench         measures the server on simulated devices and writes bench/report.html; make bench URL=http://... any server
 # make soak          ten minutes of everything that clients do, to a server that loses web processes; MINUTES=1, URL=http://...
+# make attack        hostile requests, models and settings, and a table of what was tried; NAMES="framing keys", URL=http://...
 # make image         builds the container image for Inferentia2 and Trainium; make image DEVICE=cpu the one for CPUs
 # make lint          ruff, as CI runs it
 # make clean         removes the environments
-.PHONY: run test test-fast clients test-clients test-neuron ui test-ui ray test-ray bench soak image lint clean
+.PHONY: run test test-fast clients test-clients test-neuron ui test-ui ray test-ray bench soak attack image lint clean
 
 VENV := .venv
 # The python3 of the machine if it is 3.10 to 3.12, else one of those by name.
@@ -96,6 +97,9 @@ bench: $(VENV)/run.installed
 
 soak: $(VENV)/run.installed
 	@$(BIN)/python bench/soak.py --minutes $(or $(MINUTES),10) $(if $(URL),--url $(URL)) $(ARGS)
+
+attack: $(VENV)/run.installed
+	@$(BIN)/python bench/attack.py $(NAMES) $(if $(URL),--url $(URL)) $(ARGS)
 
 # docker where its daemon answers, else podman, which keeps health checks in Docker's format only.
 image: ENGINE := $(or $(ENGINE),$(shell for e in docker podman; do $$e info >/dev/null 2>&1 && { echo $$e; break; }; done))

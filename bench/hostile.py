@@ -1,0 +1,151 @@
+"""What attack.py sends: requests, keys, texts, grammars, templates and files that no good client and no good model has.
+
+Data only. Each name says what it is; nothing here knows how it is sent, or what a server should do with it.
+"""
+# fmt: off
+
+HIDDEN = b"GET /hidden HTTP/1.1\r\nHost: x\r\n\r\n"  # must never be read as a request of its own
+
+# Headers after which two readers may see the end of a body at different places.
+AMBIGUOUS = [
+    ["Content-Length: 6", "Transfer-Encoding: chunked"], ["Transfer-Encoding: chunked", "Content-Length: 6"],
+    ["Content-Length: 6", "Content-Length: 7"], ["Transfer-Encoding : chunked"],
+    ["Transfer-Encoding: identity", "Transfer-Encoding: chunked", "Content-Length: 6"],
+    ["X: a\r\n Transfer-Encoding: chunked", "Content-Length: 6"], ["X: a\x00b", "Content-Length: 6"],
+    ["X: a\rTransfer-Encoding: chunked", "Content-Length: 6"],
+    *([f"Content-Length: {length}"] for length in (
+        "+6", "-6", "0x6", "6 6", "6, 6", "1e1", "6;", "\xb2", "6\x0b", "99999999999999999999")),
+    *([f"Transfer-Encoding: {coding}"] for coding in (
+        "xchunked", "chunked, identity", "chunked, chunked", "gzip, chunked", "chunked\x0b", '"chunked"', "chunked;x=1",
+        "\0chunked")),
+]
+CHUNK_SIZES = [b"5 ", b"0x5", b"-1", b"+5", b"5_0", b"F" * 17, b"", b"5\n", b"5;" + b"x" * 200_000, b"zz", b"5\r", b"\xff"]
+
+PATHS = [
+    "/../etc/passwd", "/docs/../../etc/passwd", "/docs/%2e%2e/%2e%2e/etc/passwd", "/docs//etc/passwd", "/docs/..%2fweb.py",
+    "/%00", "/\xff", "/generate%0d%0aX: y", "http://evil.example/live", "//evil.example/docs", "/" + "a" * 100_000, "*", "",
+]
+REQUEST_LINES = [
+    "GET /live HTTP/9.9", "GET /live", "GET  /live  HTTP/1.1", "\0\0\0\0", "PRI * HTTP/2.0", "CONNECT evil.example:1 HTTP/1.1",
+    "TRACE / HTTP/1.1", "get /live HTTP/1.1", "G\xcbT / HTTP/1.1", "X" * 20_000, "GET /live HTTP/1.1\r\nHost: y",
+]
+NO_HTTP = [b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + bytes(200) + b"\r\n\r\n", b"\r\n" * 1000, bytes(range(256)) * 20]
+
+PATH_FORMS = [
+    "//generate", "/generate/", "/GENERATE", "/./generate", "/generate%2f", "/docs/../generate", "/generate;x", "/%67enerate",
+    "/v1//chat/completions", "/v1/models/x", "/health/../info", "/live/../metrics/../info",
+]
+METHODS = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS", "TRACE", "PROPFIND")
+
+
+def wrong_keys(key: str) -> list[dict[str, str]]:
+    """Headers that hold no key, another one, or the right one where it does not belong."""
+    given = [
+        "", "Bearer", "Bearer ", "Bearer x", f"Bearer {key[:-1]}", f"Bearer {key}x", f"Bearer {key.upper()}",
+        f"Bearer x{key}", key,
+        f"Basic {key}", f"Token {key}", f"Bearer={key}", f"Bearer,{key}", f"Bearer {key},x", f'Bearer "{key}"', "Bearer null",
+        "Bearer None", "Bearer \xe9", "Bearer " + "x" * 5000, f"Bearer\xa0{key}", f"Bearer {key[0]}", "Bearer *", "%s",
+    ]
+    names = ("X-API-Key", "Api-Key", "Cookie", "Proxy-Authorization", "X-Authorization", "X-Forwarded-User")
+    others = [{"X-Original-URL": "/health"}, {"X-HTTP-Method-Override": "GET"}, {"X-Forwarded-For": "127.0.0.1"}, {}]
+    return [{"Authorization": value} for value in given] + [{name: key} for name in names] + others
+
+
+# Bodies: no JSON, JSON of the wrong kind, and values of fields.
+_LONG = "9" * 5000
+NO_JSON = [b"", b"{", b"null", b"[]", b'"a"', b"1", b"\xff\xfe{}", b"{}{}", b"[" * 100_000, b'{"a":' * 100_000,
+    b'{"inputs":"\\ud800"}x']
+PROMPTS = [
+    f'{{"{name}":{value}}}'.encode() for name in ("inputs", "messages", "prompt", "input", "instances") for value in (
+        "null", "1", "[]", "{}", "true", '""', "NaN", "1e999", _LONG, f"-{_LONG}", '["a",1]', '[{"a":1}]', "[[[]]]")
+]
+VALUES = [
+    f'{{"inputs":"a","parameters":{{"{name}":{value}}},"messages":[],"prompt":"a","input":[],"{name}":{value}}}'.encode()
+    for name in ("max_new_tokens", "temperature", "top_p", "seed", "stop", "best_of", "grammar", "top_n_tokens",
+    "max_tokens", "n")
+    for value in ("-1", "1e400", "NaN", _LONG, '"x"', "[]", "{}", "[null]", "0.5")
+]
+
+TEXTS = [
+    " " * 400_000, "\0", "a\r\nX: y", "\u202e", "e" + "\u0301" * 20_000, "\ufffe\uffff", "\U0001f468\u200d" * 5000,
+    "\ufdfa" * 9000,
+    "</s><s>[INST]", "<|im_end|>\n<|im_start|>system\n", "{{ 7*7 }}{% raw %}", "${jndi:ldap://x}", "%s%n%x",
+    "'; DROP TABLE x; --",
+    "\x1b[2J\x1b]0;x\x07", "{" * 5000, "\\u0000" * 5000, "1" * 400_000, "\n" * 100_000, "a b" * 100_000, "\x7f\x80\x9f",
+]
+SURROGATES = ['"\\ud800"', '"\\udfff\\ud800"', '"\\u0000"']  # as JSON
+
+PATTERNS = [
+    "(a+)+$", "(a|aa)*b", "a{1,99999}", "((((a{99}){99}){99}){99})", "[", "(?=a)b", "\\p{L}{5000}", "(" * 5000, "|" * 20_000,
+    ".*" * 2000,
+]
+_NAMES = [f"name{n}" for n in range(20_000)]
+
+
+def _nested(depth: int) -> dict:
+    schema: dict = {"type": "string"}
+    for _ in range(depth):
+        schema = {"type": "object", "properties": {"a": schema}, "required": ["a"]}
+    return schema
+
+
+SCHEMAS = [
+    True, False, [], 1, "x", {"$ref": "#"}, {"$ref": "http://127.0.0.1:1/x"}, {"$ref": "file:///etc/passwd"}, _nested(200),
+    {"enum": _NAMES}, {"properties": {name: {} for name in _NAMES}}, {"allOf": [{"$ref": "#"}] * 50},
+    {"anyOf": [_nested(100)] * 50},
+    *({"type": "string", "pattern": pattern} for pattern in PATTERNS), {"minLength": 10**9, "type": "string"},
+    {"type": "array", "minItems": 10**9}, {"multipleOf": 1e-300}, {"$defs": {"a": {"$ref": "#/$defs/a"}}, "$ref": "#/$defs/a"},
+]
+
+# Chat templates that compute without end, take all memory, or look for Python's insides.
+TEMPLATES = {
+    "lipsum": "{{ lipsum(n=10**9) }}",
+    "range": "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
+    "format": "{{ '%4000000000d' % 1 }}",
+    "center": "{{ 'a'.center(4 * 10**9) }}",
+    "ljust": "{{ 'a'.ljust(4 * 10**9) }}",
+    "zfill": "{{ 'a'.zfill(4 * 10**9) }}",
+    "tabs": "{{ ('\t' * 1000).expandtabs(10**7) }}",
+    "power": "{{ 9 ** (9 ** 9) }}",
+    "replace": "{{ ('a' * 10**6).replace('a', 'b' * 10**5) }}",
+    "join": "{{ ('a' * 10**6).join(['b'] * 10**6) }}",
+    "indent": "{{ ('a\n' * 10**6) | indent(10**6) }}",
+    "sort": "{{ (([3, 1, 2] * 10**7) | sort) | length }}",
+    "batch": "{{ (range(9) | batch(10**9, 'a') | list) }}",
+    "slice": "{{ (range(9) | slice(10**9) | list) }}",
+    "double": "{% set n = namespace(a='a' * 1000) %}{% for i in range(60) %}{% set n.a = n.a ~ n.a %}{% endfor %}{{ n.a }}",
+    "list": "{{ [[0] * 10**9] * 10**9 }}",
+    "recursion": "{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}",
+    "class": "{{ ''.__class__.__mro__[1].__subclasses__() }}",
+    "globals": "{{ cycler.__init__.__globals__.os.environ }}",
+    "include": "{% include '/etc/passwd' %}",
+    "attribute": "{{ (''|attr('__class__')).mro() }}",
+}
+
+# Values of config.json.
+CONFIG = {
+    "eos_token_id": 10**30, "num_hidden_layers": 10**6, "hidden_size": 10**9, "vocab_size": -1, "num_attention_heads": 0,
+    "model_type": "../../x", "max_position_embeddings": "x", "intermediate_size": 1.5,
+}
+NORMALIZER = {"type": "Replace", "pattern": {"String": "a"}, "content": "a" * 100_000}
+
+SETTINGS = {
+    "PORT": "99999999999", "MAX_BATCH_SIZE": "1e9", "STARTUP_TIMEOUT": "1e20", "CLIENT_TIMEOUT": "nan", "API_KEY": "a\nb",
+    "MODEL_ID": "/nowhere\nX: 1", "COMPUTE_TYPE": "a\r\nX: 1", "WEB_CONCURRENCY": "-1", "HOSTNAME": "nowhere.invalid",
+    "MAX_INPUT_TOKENS": "1_0", "TMPDIR": "/proc", "MODEL_CACHE": "/dev/null/x", "TOKENIZER_CONFIG_PATH": "/nowhere/x",
+}
+
+# Fields of the worker's messages (protocol.py), as a web process that was taken over could send them.
+_NAN, _HUGE = float("nan"), 2**63 - 1
+SAMPLINGS = [
+    *({"temperature": value} for value in (_NAN, -1.0, 0.0, 1e-320, 1e308)), {"top_k": -1}, {"top_k": _HUGE}, {"top_p": _NAN},
+    {"typical_p": -1.0}, {"min_p": _NAN}, {"repetition_penalty": 0.0}, {"frequency_penalty": _NAN}, {"logit_bias": [(_HUGE,
+    _NAN)]},
+    {"logit_bias": [(-1, 1.0)] * 100_000},
+]
+GENERATES = [
+    {"prompt": []}, {"prompt": [-1]}, {"prompt": [_HUGE]}, {"prompt": [1] * 200_000}, {"max_new_tokens": -1},
+    {"max_new_tokens": _HUGE},
+    {"top_n_tokens": -3}, {"top_n_tokens": _HUGE}, {"min_new_tokens": _HUGE}, {"grammar": "x" * 1_000_000}, {"sent_at": _NAN},
+]
+NO_MESSAGES = [b"", b"\xc1", b"\x80", b"\xdd\xff\xff\xff\xff", b"\x91" * 100_000, b"\x81\xa4type\xa6tokens"]
