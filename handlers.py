@@ -29,7 +29,7 @@ from text import Tokenizer, TooManyTokens
 from tools import after_thinking, tool_format, tool_use
 from validate import Job
 
-MAX_TOKENIZED = 500_000  # characters of a text for /tokenize, each of which may take 250 bytes
+MAX_TOKENIZED = 500_000  # bytes of a text for /tokenize, each of which may be a token that takes 250 bytes
 MAX_LISTED_TOKENS = 100_000  # of a response of /tokenize, which then has 4 MB
 
 
@@ -112,9 +112,9 @@ class Handlers:
         return schema.ChatTokenizeResponse(self._tokens(text, add_special_tokens=False), text)
 
     def _tokens(self, text: str, add_special_tokens: bool) -> list[schema.SimpleToken]:
-        if len(text) > MAX_TOKENIZED:
-            raise errors.invalid(None, f"a text to tokenize must have at most {MAX_TOKENIZED} characters. Given: {len(text)}")
         raw = text.encode()
+        if len(raw) > MAX_TOKENIZED:
+            raise errors.invalid(None, f"a text to tokenize must have at most {MAX_TOKENIZED} bytes. Given: {len(raw)}")
         try:
             spans = self._engine.text.tokenizer.spans(text, add_special_tokens, MAX_LISTED_TOKENS)
         except TooManyTokens as error:

@@ -10,7 +10,10 @@ import json
 import logging
 import sys
 import time
+from collections import Counter
 from typing import Any
+
+REPEATS = 10  # lines a minute of one kind of warning or error
 
 
 def _escaped(value: Any, limit: int) -> str:
@@ -42,9 +45,31 @@ class _JsonFormatter(_PlainFormatter):
         return json.dumps({"timestamp": stamp, "level": record.levelname, "target": record.name, "fields": fields})
 
 
+class _FewRepeats(logging.Filter):
+    """Leaves out warnings and errors that repeat: behind REPEATS lines of a kind in a minute, all but the 100th, 1,000th and
+    so on, which say so."""
+
+    def __init__(self):
+        super().__init__()
+        self._began, self._counts = 0.0, Counter()
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        if record.levelno < logging.WARNING:
+            return True
+        if not 0 <= record.created - self._began < 60:
+            self._began, self._counts = record.created, Counter()
+        kind = record.name, record.msg if isinstance(record.msg, str) else type(record.msg)
+        self._counts[kind] = count = self._counts[kind] + 1
+        if count <= REPEATS:
+            return True
+        record.msg, record.args = f"{record.getMessage()} (line {count} of this kind within a minute)", ()
+        return count == 10 ** (len(str(count)) - 1)
+
+
 def set_up(level: str, as_json: bool) -> None:
     """Logs to stderr, one line per event; `logger.info(message, extra={"fields": {...}})` adds named values."""
     handler = logging.StreamHandler(sys.stderr)
+    handler.addFilter(_FewRepeats())
     handler.setFormatter(_JsonFormatter() if as_json else _PlainFormatter())
     root = logging.getLogger()
     root.handlers[:] = [handler]

@@ -7,6 +7,7 @@ that it will return. This layer knows neither slots nor sockets.
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -19,11 +20,13 @@ from protocol import Generate
 
 logger = logging.getLogger("worker")
 
+STACK_BYTES = 256 << 20  # address space: llguidance recurses 3 kB deep a rule, and MAX_GRAMMAR characters have 50,000 rules
+
 
 class Compiled(NamedTuple):
     """A request's grammar is compiled, or cannot be."""
 
-    id: int
+    generate: Generate
     matcher: Matcher | None
     error: str
     seconds: float
@@ -43,6 +46,9 @@ class GrammarThreads:
     def __init__(self, grammars: Grammars, vocab_size: int, ready: Callable[[Compiled], None]):
         self._grammars, self._vocab_size, self._ready = grammars, vocab_size, ready
         self._compiler = ThreadPoolExecutor(1, "worker-grammars")
+        before = threading.stack_size(STACK_BYTES)
+        self._compiler.submit(int).result()  # starts the thread
+        threading.stack_size(before)
         self._filler = ThreadPoolExecutor(1, "worker-masks")
 
     def compile(self, generate: Generate) -> Compiled | None:
@@ -58,10 +64,10 @@ class GrammarThreads:
             matcher = self._grammars.matcher(generate.grammar)
         except GrammarError as reason:
             error = f"the grammar {reason}"
-        except Exception:
+        except BaseException:  # panics of llguidance are no Exceptions
             logger.exception("the grammar of request %s cannot be compiled", generate.request_id)
             error = "the grammar cannot be compiled"
-        return Compiled(generate.id, matcher, error, time.monotonic() - started_at)
+        return Compiled(generate, matcher, error, time.monotonic() - started_at)
 
     def start(self, matchers: Sequence[Matcher | None]) -> Future[Masks] | None:
         """Begins to compute the masks of a step's rows, None where any token may follow; nothing to do without matchers."""

@@ -1,4 +1,4 @@
-"""The output of a step, and the messages that it becomes for the web processes.
+"""The requests that the worker knows, the output of a step, and the messages that it becomes for the web processes.
 
 The loop (`worker.py`) hands over plain data, a `StepOutput`. `messages_of` runs on the output thread while the next step runs:
 it computes log-probabilities and changes nothing that the loop reads but `publish_failed`. Knows no sockets, no models.
@@ -16,11 +16,14 @@ import numpy as np
 
 import sampling
 from grammar import Matcher
+from models.base import StaticBatchModel
 from protocol import End, Generate, Prompt, Token, Tokens
 from sampling import RowSampler
 from scheduler import Request, Step
 
 logger = logging.getLogger("worker")
+
+MAX_TOP_TOKENS = 10_000  # of `top_n_tokens`
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -35,6 +38,24 @@ class ActiveRequest(Request):
     prompt_logprobs: list[float] = field(default_factory=list)  # filled on the output thread
     prompt_top: list[list[tuple[int, float]]] = field(default_factory=list)
     publish_failed: bool = False  # set on the output thread; the loop then ends the request
+
+
+def wrong_with(generate: Generate, model: StaticBatchModel) -> str | None:
+    """Why the model cannot run this, if so. Web processes check the same (validate.py), but one may be taken over."""
+    prompt, biased = generate.prompt, [token for token, _bias in generate.sampling.logit_bias]
+    if not 0 < len(prompt) <= model.max_input_tokens:
+        return f"{len(prompt)} prompt tokens, where 1 to {model.max_input_tokens} are possible"
+    if generate.max_new_tokens < 1:
+        return f"{generate.max_new_tokens} new tokens"
+    if not 0 <= min(prompt + biased) <= max(prompt + biased) < model.vocab_size:
+        return f"a token outside of the vocabulary, which has {model.vocab_size}"
+    if not 0 <= generate.top_n_tokens <= MAX_TOP_TOKENS:
+        return f"{generate.top_n_tokens} top tokens, where {MAX_TOP_TOKENS} are possible"
+    if generate.prompt_logprobs and not model.gives_prompt_logits:
+        return "this device gives no logits of the prompt"
+    if generate.grammar and model.sampling == "device":
+        return "this device samples, so it cannot follow a grammar"
+    return None
 
 
 class StepOutput(NamedTuple):

@@ -7,6 +7,8 @@ does not know what the messages are for.
 
 A request on the wire: `Generate` (in a `SubmitRequests`), then a `Prompt` and `Token`s inside the `Tokens` of each step, until
 exactly one terminal message: a `Token` with a `finish_reason`, or an `End`. `Cancel` asks for an early end, with the same rule.
+A web process that was taken over may send anything: decoding checks the ranges that the types give, and what one web process
+sends is bounded, so that it can neither end the worker nor keep it from the others.
 `IMMEDIATE` messages and refusals for lack of room are handled on the socket's thread: they never wait for a step.
 """
 
@@ -16,69 +18,93 @@ import contextlib
 import logging
 import os
 import queue
+import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 import zmq
+from msgspec import Meta
 
 logger = logging.getLogger("protocol")
 
 HEARTBEAT_S = 0.25
 SILENCE_S = 20 * HEARTBEAT_S  # a worker that is silent for that long is not running
+METRICS_S = 0.1  # between two times that the metrics are rendered, which takes about 20 ms
+# Limits of what a web process can make the worker do.
+MAX_MESSAGE_BYTES = 64_000_000  # ZeroMQ disconnects a web process that sends more
+MAX_PER_ROUND = 100  # messages that are read before others are sent: about 1 ms
+MAX_PER_STEP = 1_000  # messages that the loop takes between two steps: about 1 ms
+MAX_WAITING = 10_000  # messages of a web process that the loop has not taken
+MAX_UNREAD = 10_000  # messages to a web process that does not read: minutes of its tokens
+MAX_PEERS = 1_000  # connected web processes
+MAX_METRICS_REQUESTS = 10  # of a web process, that wait to be answered
+MAX_LOGIT_BIAS = 1024  # tokens; more would take longer than a decode step
+MAX_GRAMMAR = 500_000  # characters
+
+Count = Annotated[int, Meta(ge=0)]
+TokenCount = Annotated[int, Meta(ge=0, le=1 << 32)]
+Positive = Annotated[float, Meta(gt=0, le=sys.float_info.max)]
+Share = Annotated[float, Meta(gt=0, le=1)]
+Penalty = Annotated[float, Meta(ge=-2, le=2)]
+Bias = Annotated[float, Meta(ge=-100, le=100)]
+Seconds = Annotated[float, Meta(ge=0, le=1e7)]
+Text = Annotated[str, Meta(max_length=200)]
 
 
 class Sampling(msgspec.Struct, frozen=True):
     """How the next token is sampled from the logits. `seed` None means greedy: the most likely token."""
 
-    seed: int | None = None
-    temperature: float = 1.0
-    top_k: int = 0  # 0: off
-    top_p: float = 1.0
-    min_p: float = 0.0  # 0: off
-    typical_p: float = 1.0
-    repetition_penalty: float = 1.0
-    frequency_penalty: float = 0.0
-    presence_penalty: float = 0.0
-    logit_bias: list[tuple[int, float]] = []  # (token id, value added to its logit)
+    seed: Count | None = None
+    temperature: Positive = 1.0
+    top_k: Annotated[int, Meta(ge=0, le=2**63 - 1)] = 0  # 0: off
+    top_p: Share = 1.0
+    min_p: Annotated[float, Meta(ge=0, le=1)] = 0.0  # 0: off
+    typical_p: Share = 1.0
+    repetition_penalty: Positive = 1.0
+    frequency_penalty: Penalty = 0.0
+    presence_penalty: Penalty = 0.0
+    # (token id, value added to its logit)
+    logit_bias: Annotated[list[tuple[Count, Bias]], Meta(max_length=MAX_LOGIT_BIAS)] = []
 
 
 class GenerateOptions(msgspec.Struct, frozen=True, kw_only=True):
     """What a request's `Job` (validate.py) and its `Generate` share."""
 
     sampling: Sampling = Sampling()
-    top_n_tokens: int = 0
-    min_new_tokens: int = 0  # no end-of-sequence token before that many tokens
+    top_n_tokens: Count = 0
+    min_new_tokens: Count = 0  # no end-of-sequence token before that many tokens
     ignore_eos: bool = False  # an end-of-sequence token does not end the completion
     logprobs: bool = True  # of generated tokens; never available where the device samples
     prompt_logprobs: bool = False
-    grammar: str = ""  # of the text (grammar.py); "": any text
+    grammar: Annotated[str, Meta(max_length=MAX_GRAMMAR)] = ""  # of the text (grammar.py); "": any text
     keep_eos: bool = False  # a text that its grammar completes still gets its end-of-sequence token
 
 
 class Generate(GenerateOptions, frozen=True):
     """Continue `prompt`. `id` is random, 63 bits, unique among all web processes."""
 
-    id: int
-    prompt: list[int]
-    max_new_tokens: int
+    id: Count
+    prompt: Annotated[list[Count], Meta(min_length=1)]
+    max_new_tokens: Annotated[int, Meta(ge=1)]
     sent_at: float = 0.0  # CLOCK_MONOTONIC in seconds, the same for all processes; 0: unknown
-    request_id: str = ""  # of the HTTP request, for the log
+    request_id: Text = ""  # of the HTTP request, for the log
 
 
 class SubmitRequests(msgspec.Struct, tag="submit", frozen=True):
     """Web → worker: everything that one HTTP request asks for. All of it is accepted, or all of it is refused."""
 
-    generates: list[Generate]
+    generates: Annotated[list[Generate], Meta(min_length=1, max_length=10_000)]
 
 
 class Cancel(msgspec.Struct, tag="cancel", frozen=True):
     """Web → worker: end this request. `reason` is for the log: a stop sequence, a client disconnect."""
 
-    id: int
-    reason: str
+    id: Count
+    reason: Text
 
 
 class Hello(msgspec.Struct, tag="hello", frozen=True):
@@ -95,22 +121,22 @@ class RequestStats(msgspec.Struct, tag="request_stats", frozen=True):
     incomplete, template, generation, dropped. `first_token_s` counts from the arrival of the HTTP request.
     """
 
-    status: int  # HTTP; 499: client disconnect; 0: the web process is gone
-    outcome: str | None = None
-    duration_s: float = 0.0
-    validation_s: float = 0.0
-    queue_s: float = 0.0
-    inference_s: float = 0.0
-    first_token_s: float | None = None
-    input_tokens: int = 0
-    generated_tokens: int = 0
-    max_new_tokens: int = 0
+    status: Annotated[int, Meta(ge=0, le=599)]  # HTTP; 499: client disconnect; 0: the web process is gone
+    outcome: Text | None = None
+    duration_s: Seconds = 0.0
+    validation_s: Seconds = 0.0
+    queue_s: Seconds = 0.0
+    inference_s: Seconds = 0.0
+    first_token_s: Seconds | None = None
+    input_tokens: TokenCount = 0
+    generated_tokens: TokenCount = 0
+    max_new_tokens: TokenCount = 0
 
 
 class MetricsRequest(msgspec.Struct, tag="metrics_request", frozen=True):
     """Web → worker: asks for `Metrics` with the same `id`."""
 
-    id: int
+    id: Count
 
 
 class Token(msgspec.Struct, array_like=True, frozen=True, gc=False):
@@ -212,8 +238,8 @@ def decode(decoder: msgspec.msgpack.Decoder, frames: list[bytes]):
     try:
         (body,) = frames
         return decoder.decode(body)
-    except (ValueError, RecursionError):  # from msgspec, from UTF-8, and for more frames than one
-        logger.exception("dropped a message that cannot be decoded")
+    except (ValueError, RecursionError) as error:  # from msgspec, from UTF-8, and for more frames than one
+        logger.error("dropped a message that cannot be decoded: %s", error)
         return None
 
 
@@ -222,9 +248,9 @@ class WorkerEnd:
     What is sent and published is sent in order.
 
     `on_immediate` is called on the socket's thread with each message of `IMMEDIATE` and must not block; what it returns is sent
-    to that peer. `refuses` is called there with each SubmitRequests; a reason that it returns ends all of its requests at once,
-    however long the step takes that is running. `on_failure` is called when the thread ends by an unexpected error: without
-    it the worker could neither receive nor send.
+    to that peer. `refuses` is called there with each SubmitRequests; the reason and the message that it returns end all of its
+    requests at once, however long the step takes that is running. `on_failure` is called when the thread ends by an unexpected
+    error: without it the worker could neither receive nor send.
     """
 
     def __init__(
@@ -243,14 +269,18 @@ class WorkerEnd:
         self._thread = threading.Thread(target=self._run, name="worker-socket", daemon=True)
         self._on_immediate = on_immediate
         self._on_failure = on_failure
-        self.refuses: Callable[[SubmitRequests], str | None] = lambda _message: None
+        self.refuses: Callable[[SubmitRequests], tuple[str, str] | None] = lambda _message: None
         self.status = Status("starting")
         self._model_info: ModelInfo | None = None
         self._inbox: queue.SimpleQueue = queue.SimpleQueue()
+        self._waiting: Counter[bytes] = Counter()  # messages of each peer in the inbox
+        self._waiting_lock = threading.Lock()
+        self._metrics_requests: list[tuple[bytes, MetricsRequest]] = []  # not answered yet
         self._peers: set[bytes] = set()
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.ROUTER)
-        self._socket.set_hwm(0)
+        self._socket.sndhwm = MAX_UNREAD
+        self._socket.maxmsgsize = MAX_MESSAGE_BYTES
         self._socket.router_mandatory = True  # else a message to a peer that is gone is dropped without an error
         self._socket.linger = 1000
         self._socket.bind(address)
@@ -258,14 +288,19 @@ class WorkerEnd:
         self._output_thread.start()
 
     def receive(self, block: bool, timeout: float | None = None) -> list[tuple[bytes, Any]]:
-        """What arrived, as (peer, message) in order; with `block`, waits until there is something or `timeout` is over."""
+        """What arrived, as (peer, message) in order, MAX_PER_STEP messages at most; with `block`, waits until there is
+        something or `timeout` is over."""
         received = []
         if block:
             with contextlib.suppress(queue.Empty):
                 received.append(self._inbox.get(timeout=timeout))
-        while not self._inbox.empty():  # cheaper than an exception in the common case
+        while not self._inbox.empty() and len(received) < MAX_PER_STEP:  # cheaper than an exception in the common case
             received.append(self._inbox.get())
-        return [item for item in received if item is not None]
+        received = [item for item in received if item is not None]
+        if received:
+            with self._waiting_lock:
+                self._waiting -= Counter(peer for peer, _message in received)
+        return received
 
     def report(self, status: Status) -> None:
         """The status that every heartbeat carries from now on; a change of `phase` or `full` is sent at once."""
@@ -333,41 +368,64 @@ class WorkerEnd:
         poller = zmq.Poller()
         poller.register(self._socket, zmq.POLLIN)
         poller.register(self._wake_fd, zmq.POLLIN)
-        next_beat = 0.0
+        next_beat = next_metrics = 0.0
         while True:
-            poller.poll(max(0.0, next_beat - time.monotonic()) * 1000)
+            next_turn = min(next_beat, next_metrics) if self._metrics_requests else next_beat
+            poller.poll(max(0.0, next_turn - time.monotonic()) * 1000)
             closing = self._closing.is_set()
             for peer, message in self._drain_outbox():
                 self._send(peer, message)
             if closing:
                 break
-            while self._socket.getsockopt(zmq.EVENTS) & zmq.POLLIN:
+            for _ in range(MAX_PER_ROUND):
+                if not self._socket.getsockopt(zmq.EVENTS) & zmq.POLLIN:
+                    break
                 peer, *frames = self._socket.recv_multipart(zmq.NOBLOCK)
                 if (message := decode(decoder, frames)) is not None:
                     self._handle(peer, message)
+            if self._metrics_requests and time.monotonic() >= next_metrics:
+                self._answer_metrics()
+                next_metrics = time.monotonic() + METRICS_S
             if time.monotonic() >= next_beat:
                 next_beat = time.monotonic() + HEARTBEAT_S
                 self._send(None, self.status)
 
     def _handle(self, peer: bytes, message: FromWeb) -> None:
         if peer not in self._peers:
+            if len(self._peers) >= MAX_PEERS:
+                return
             self._peers.add(peer)
             self._send(peer, self.status)
             if self._model_info is not None:
                 self._send(peer, self._model_info)
-        if isinstance(message, IMMEDIATE):
-            try:
-                reply = self._on_immediate(message)
-            except Exception:
-                logger.exception("%s could not be handled", type(message).__name__)
-            else:
-                if reply is not None:
-                    self._send(peer, reply)
-        elif isinstance(message, SubmitRequests) and (reason := self.refuses(message)):
+        if isinstance(message, MetricsRequest):
+            if sum(asker == peer for asker, _request in self._metrics_requests) < MAX_METRICS_REQUESTS:
+                self._metrics_requests.append((peer, message))
+        elif isinstance(message, IMMEDIATE):
+            self._reply_to(message)
+        elif self._waiting[peer] >= MAX_WAITING:
+            logger.error("dropped a message of a web process that has sent %d which wait", MAX_WAITING)
+        elif isinstance(message, SubmitRequests) and (refusal := self.refuses(message)):
             for generate in message.generates:
-                self._send(peer, End(generate.id, reason))
+                self._send(peer, End(generate.id, *refusal))
         else:
+            with self._waiting_lock:
+                self._waiting[peer] += 1
             self._inbox.put((peer, message))
+
+    def _reply_to(self, message: FromWeb) -> FromWorker | None:
+        try:
+            return self._on_immediate(message)
+        except Exception:
+            logger.exception("%s could not be handled", type(message).__name__)
+            return None
+
+    def _answer_metrics(self) -> None:
+        """All requests that wait get the same metrics."""
+        requests, self._metrics_requests = self._metrics_requests, []
+        if reply := self._reply_to(requests[0][1]):
+            for peer, request in requests:
+                self._send(peer, msgspec.structs.replace(reply, id=request.id))
 
     def _send(self, peer: bytes | None, message: FromWorker) -> None:
         """To one web process, or to all of them (None)."""
@@ -376,9 +434,9 @@ class WorkerEnd:
             if receiver not in self._peers:
                 continue
             try:
-                self._socket.send_multipart((receiver, body))
+                self._socket.send_multipart((receiver, body), zmq.NOBLOCK)
             except zmq.ZMQError as error:
-                if error.errno != zmq.EHOSTUNREACH:
+                if error.errno not in (zmq.EHOSTUNREACH, zmq.EAGAIN):  # it is gone, or has not read MAX_UNREAD messages
                     raise
                 self._peers.discard(receiver)
                 self._inbox.put((receiver, PeerLost()))

@@ -22,7 +22,7 @@ import formats
 import schema
 from config import DEVICE_TOP_K, Config
 from errors import ApiError, invalid
-from protocol import GenerateOptions, ModelInfo, Sampling
+from protocol import MAX_GRAMMAR, MAX_LOGIT_BIAS, GenerateOptions, ModelInfo, Sampling
 from readers import Reading
 from schema import U64_MAX, ChatRequest, CompletionRequest, GenerateRequest, Parameters, SamplingFields
 
@@ -65,7 +65,6 @@ NEEDS_HOST = "needs SAMPLING=host: this server samples on the device"
 NO_PROMPT_LOGITS = "is not supported: this device gives no logits of the prompt"
 CONTEXT_LENGTH_EXCEEDED = "context_length_exceeded"
 OPENAI_TOP_LOGPROBS = 20  # OpenAI's own limit
-MAX_LOGIT_BIAS = 1024  # tokens; more would take longer than a decode step
 MAX_FIELDS = 256  # each unknown one is compared with all known ones, to find misspelt ones
 
 
@@ -195,6 +194,7 @@ def with_grammar(job: Job, name: str, grammar: str, info: ModelInfo) -> Job:
     if not grammar:
         return job
     _require(info.sampling == "host", name, NEEDS_HOST)
+    _require(len(grammar) <= MAX_GRAMMAR, name, f"makes a grammar of more than {MAX_GRAMMAR} characters")
     _require(not job.ignore_eos, "ignore_eos", f"cannot be combined with `{name}`, which ends the text")
     return replace(job, grammar=grammar, grammar_name=name)
 

@@ -38,7 +38,7 @@ from metrics import Metrics
 from models.base import DeviceLost, ModelError, StaticBatchModel
 from models.fetch import fetch
 from models.tokenizer import tokenizer_folder
-from outputs import ActiveRequest, StepOutput, last_rows, messages_of, rows_of
+from outputs import ActiveRequest, StepOutput, last_rows, messages_of, rows_of, wrong_with
 from profiling import MakeMessages, Profiler
 from protocol import (
     Cancel,
@@ -149,7 +149,8 @@ class Worker:
         while not self.stopping and (self._requests or not self.draining):
             self.step()
         self.draining = True
-        self.receive()  # what arrived meanwhile is refused
+        while self._admitted > len(self._requests):  # what arrived meanwhile is refused
+            self.receive()
         for request in list(self._requests.values()):
             self._end(request, "draining")
         self.flush_outputs()
@@ -184,14 +185,17 @@ class Worker:
             if isinstance(message, SubmitRequests):
                 self._add(peer, message.generates)
             elif isinstance(message, Cancel):
-                if message.id in self._requests:  # else it is over already
-                    self._end(self._requests[message.id], "cancelled", log_reason=message.reason)
+                request = self._requests.get(message.id)  # None: it is over already
+                if request and request.peer == peer:
+                    self._end(request, "cancelled", log_reason=message.reason)
             elif isinstance(message, PeerLost):
                 self._cancel_all_of(peer)
             elif isinstance(message, Hello):
                 self._greet(message)
-            elif isinstance(message, Compiled) and message.id in self._requests:  # else it was cancelled meanwhile
-                self._take_grammar(self._requests[message.id], message)
+            elif isinstance(message, Compiled):
+                request = self._requests.get(message.generate.id)
+                if request and request.generate is message.generate:  # else it was cancelled meanwhile
+                    self._take_grammar(request, message)
         for request in [request for request in self._requests.values() if request.publish_failed]:
             self._end(request, "failed", "the next token could not be published")
 
@@ -329,16 +333,20 @@ class Worker:
                 )
             )
 
-    def refuses(self, message: SubmitRequests) -> str | None:
-        """The reason for refusing an HTTP request's requests, or None: then all of them are admitted.
+    def refuses(self, message: SubmitRequests) -> tuple[str, str] | None:
+        """The reason for refusing an HTTP request's requests and a message, or None: then all of them are admitted.
 
         Called on the socket's thread, so that a refusal does not wait for a step.
         """
         if self.draining:
-            return "draining"
+            return "draining", ""
+        for generate in message.generates:
+            if wrong := wrong_with(generate, self.model):
+                logger.error("request %s cannot be run: %s", generate.request_id, wrong)
+                return "failed", f"the request cannot be run: {wrong}"
         with self._admitted_lock:
             if self._admitted + len(message.generates) > self.max_concurrent_requests:
-                return "overloaded"
+                return "overloaded", ""
             self._admitted += len(message.generates)
             if self._admitted >= self.max_concurrent_requests:
                 self.end.report(msgspec.structs.replace(self.end.status, full=True))
@@ -350,14 +358,17 @@ class Worker:
 
     def _add(self, peer: bytes, generates: list[Generate]) -> None:
         for generate in generates:
-            if generate.id in self._requests:  # an id gets one terminal message, which two requests cannot share
+            known = self._requests.get(generate.id)
+            if known and known.peer == peer:  # an id gets one terminal message, which two requests cannot share
                 logger.error("dropped a second request with the id of a running one: %s", generate.request_id)
+            elif known:
+                self.end.send(peer, End(generate.id, "failed", "the request's id is in use"))
             elif self.draining:
                 self.end.send(peer, End(generate.id, "draining"))
             else:
                 try:
                     request = self._request(peer, generate, generates[0].id)
-                except Exception:  # the web side has validated everything, but nothing that a client sends may end the loop
+                except Exception:  # everything was checked, but nothing that a web process sends may end the loop
                     logger.exception("request %s cannot be run", generate.request_id)
                     self.end.send(peer, End(generate.id, "failed", "the request cannot be run"))
                 else:
@@ -385,16 +396,14 @@ class Worker:
             self.scheduler.add(request)
 
     def _request(self, peer: bytes, generate: Generate, group: int) -> ActiveRequest:
-        eos, prompt = self._eos_token_ids, generate.prompt
-        if not 0 < len(prompt) <= self.model.max_input_tokens or generate.max_new_tokens < 1:
-            raise ValueError(f"no room for {len(prompt)} prompt tokens and {generate.max_new_tokens} new ones")
+        eos, prompt, now = self._eos_token_ids, generate.prompt, time.monotonic()
         sampler = RowSampler(generate.sampling, prompt, banned=eos, banned_for=generate.min_new_tokens)
         if self.model.sampling == "host":
             SamplingBatch([sampler])  # parameters that would fail among others fail here
         return ActiveRequest(
             prompt=prompt,
             max_new_tokens=min(generate.max_new_tokens, self.model.max_total_tokens - len(prompt)),
-            arrived_at=generate.sent_at or time.monotonic(),
+            arrived_at=generate.sent_at if 0 < generate.sent_at <= now else now,
             group=group,
             eos_token_ids=frozenset() if generate.ignore_eos else eos,
             keep_all=generate.prompt_logprobs,

@@ -80,8 +80,8 @@ class Driven:
         for message in messages:
             if isinstance(message, Generate):
                 message = SubmitRequests([message])
-            if isinstance(message, SubmitRequests) and (reason := self.wire.refuses(message)):
-                self.wire.sent += [(peer, End(generate.id, reason)) for generate in message.generates]
+            if isinstance(message, SubmitRequests) and (refusal := self.wire.refuses(message)):
+                self.wire.sent += [(peer, End(generate.id, *refusal)) for generate in message.generates]
             else:
                 self.wire.arrivals.append((peer, message))
 

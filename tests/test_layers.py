@@ -41,7 +41,7 @@ MAY_IMPORT = {
     "profiling": {"outputs", "protocol", "models.base", "config"},
     "metrics": {"outputs", "scheduler", "protocol"},
     "masks": {"grammar", "protocol"},
-    "outputs": {"grammar", "sampling", "scheduler", "protocol"},
+    "outputs": {"grammar", "sampling", "scheduler", "protocol", "models.base"},
     "scheduler": {"models.base", "slots"},
     "slots": set(),
     "sampling": set(),

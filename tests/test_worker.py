@@ -340,7 +340,10 @@ def test_a_request_that_waited_longer_than_max_queue_time_is_refused_while_a_pro
     driven.arrive(Generate(1, [1], 30, ignore_eos=True))
     driven.step()
     same_http_request = SubmitRequests([Generate(2, LONG, 4), Generate(3, LONG, 4)])
-    driven.arrive(same_http_request, Generate(4, [4], 4), Generate(5, [5], 4, sent_at=109.0))
+    driven.arrive(same_http_request, Generate(4, [4], 4))
+    driven.step()
+    now[0] = 109.0
+    driven.arrive(Generate(5, [5], 4))
     driven.step()
     now[0] = 111.0
     driven.step()
