@@ -10,13 +10,14 @@ from random import Random
 import jsonschema
 import pytest
 from fakes.model import EOS, greedy
+from llguidance import LLMatcher
 from loop import Driven, on_every_engine
 from processes import wait_until
 from tiny_tokenizers import byte_level
 
 import grammar
 from grammar import Grammars, Matcher, of_json_schema, of_regex
-from protocol import Cancel, Generate, Sampling
+from protocol import MAX_GRAMMAR, Cancel, Generate, Sampling
 
 PHONE = "[0-9]{3}-[a-z]{2}"
 WORDS = "[a-z]{1,30}"
@@ -193,3 +194,25 @@ def test_hundreds_of_schemas_give_valid_json_whatever_the_model_prefers():
     for n in complete:
         jsonschema.validate(json.loads(text_of(driven, n)), schemas[n])
     assert len(complete) >= 0.9 * SCHEMAS and set(driven.ends.values()) <= {"eos_token", "length"}
+
+
+def test_a_grammar_of_as_many_rules_as_fit_does_not_end_the_worker():
+    rules = MAX_GRAMMAR // 12
+    text = "start: a0\n" + "".join(f"a{n:x}: a{n + 1:x}\n" for n in range(rules)) + f'a{rules:x}: "x"'
+    driven = guided()
+    driven.arrive(Generate(1, [1], 5, grammar=LLMatcher.grammar_from_lark(text)))
+    driven.worker.receive()
+    wait_until(lambda: driven.wire.arrivals, "the grammar is compiled")
+    driven.arrive(Generate(2, [2], 5))
+    driven.run()
+    assert set(driven.ends) == {1, 2}
+
+
+def test_a_grammar_that_was_compiled_for_a_request_that_is_over_is_not_given_to_the_next_one_with_its_id():
+    driven = guided()
+    driven.arrive(Generate(1, [1], 5, grammar=of_regex("[0-9]{7}")), Cancel(1, "over"))
+    driven.worker.receive()
+    driven.arrive(Generate(1, [1], 5))
+    wait_until(lambda: len(driven.wire.arrivals) == 2, "the grammar is compiled")
+    driven.run()
+    assert driven.tokens[1] == greedy([1], 5, tokenizer().get_vocab_size())

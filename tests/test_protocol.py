@@ -1,11 +1,15 @@
 """The socket between web processes and the worker: nothing is lost, order holds, and a process that is gone is noticed."""
 
+import math
 import queue
+import sys
 import threading
 
+import msgspec
 import pytest
 from peer import Peer
 
+import protocol
 from protocol import (
     Cancel,
     End,
@@ -277,3 +281,158 @@ def test_an_unexpected_error_of_the_sockets_thread_is_reported_to_the_worker(wor
     worker = worker_with(lambda _message: None, failures.put)
     worker.send(b"", End("no id", object()))  # cannot be encoded
     assert isinstance(failures.get(timeout=WAIT_S), TypeError)
+
+
+# What a web process that was taken over may send
+
+WRONG = {
+    "a temperature of 0": Sampling(1, temperature=0.0),
+    "a temperature that is not a number": Sampling(1, temperature=math.nan),
+    "a temperature without end": Sampling(1, temperature=math.inf),
+    "a negative top_p": Sampling(1, top_p=-0.5),
+    "a min_p above 1": Sampling(1, min_p=1.5),
+    "a typical_p that is not a number": Sampling(1, typical_p=math.nan),
+    "a repetition penalty of 0": Sampling(1, repetition_penalty=0.0),
+    "a frequency penalty without end": Sampling(1, frequency_penalty=-math.inf),
+    "a presence penalty that is not a number": Sampling(1, presence_penalty=math.nan),
+    "a negative seed": Sampling(-1),
+    "a negative top_k": Sampling(1, top_k=-1),
+    "a top_k above 63 bits": Sampling(1, top_k=2**63),
+    "a million biases": Sampling(1, logit_bias=[(1, 1.0)] * 10**6),
+    "a bias that is not a number": Sampling(1, logit_bias=[(1, math.nan)]),
+    "no requests": [],
+    "an empty prompt": [Generate(1, [], 1)],
+    "a negative token": [Generate(1, [-1], 1)],
+    "no new tokens": [Generate(1, [1], 0)],
+    "a negative id": [Generate(-1, [1], 1)],
+    "fewer than no top tokens": [Generate(1, [1], 1, top_n_tokens=-3)],
+    "a grammar of a megabyte": [Generate(1, [1], 1, grammar="a" * 10**6)],
+    "a request id of a megabyte": [Generate(1, [1], 1, request_id="a" * 10**6)],
+    "a reason of a megabyte": Cancel(1, "a" * 10**6),
+    "a duration that is not a number": RequestStats(200, "success", math.nan),
+    "a negative duration": RequestStats(200, "success", -1.0),
+    "a status that HTTP does not have": RequestStats(10**6),
+    "negative tokens": RequestStats(200, "success", generated_tokens=-1),
+}
+
+
+def received(message):
+    if isinstance(message, Sampling):
+        message = [Generate(1, [1], 1, sampling=message)]
+    message = SubmitRequests(message) if isinstance(message, list) else message
+    return protocol.decode(msgspec.msgpack.Decoder(protocol.FromWeb), [protocol.encode(message)])
+
+
+@pytest.mark.parametrize("message", WRONG.values(), ids=WRONG)
+def test_numbers_out_of_range_are_not_decoded(message):
+    assert received(message) is None
+
+
+def test_the_extremes_that_clients_may_send_are_decoded():
+    most, least = sys.float_info.max, 5e-324
+    for sampling in (
+        Sampling(2**64 - 1, most, 2**31 - 1, 1.0, 1.0, 1.0, most, 2.0, 2.0, [(2**32, 100.0)] * protocol.MAX_LOGIT_BIAS),
+        Sampling(0, least, 0, least, 0.0, least, least, -2.0, -2.0, [(0, -100.0)]),
+    ):
+        assert received(sampling).generates[0].sampling == sampling
+
+
+def test_the_loop_takes_a_limited_number_of_messages_at_a_time_in_their_order(worker, connect):
+    web, count = connect(), 3 * protocol.MAX_PER_STEP
+    for i in range(count):
+        web.send(Cancel(i, ""))
+    web.send(MetricsRequest(1))
+    pieces = []
+    while sum(map(len, pieces)) < count + 1:
+        pieces.append(worker.receive(block=True, timeout=WAIT_S))
+    assert max(map(len, pieces)) <= protocol.MAX_PER_STEP
+    assert [message.id for piece in pieces for _, message in piece if isinstance(message, Cancel)] == list(range(count))
+
+
+def test_a_flood_of_one_web_process_is_dropped_and_the_messages_of_another_arrive(worker_with, connect, monkeypatch):
+    monkeypatch.setattr(protocol, "MAX_WAITING", 50)
+    flooded = threading.Event()
+    worker = worker_with(lambda _stats: flooded.set())
+    web, other = connect(), connect()
+    for i in range(1000):
+        web.send(Cancel(i, ""))
+    web.send(STATS)
+    assert flooded.wait(WAIT_S)
+    other.send(Cancel(5000, ""))
+    arrived = receive(worker, 52)
+    assert len(arrived) == 52 and [message for _, message in arrived if message == Cancel(5000, "")]
+    web.send(Cancel(6000, ""))
+    assert [message for _, message in receive(worker)] == [Cancel(6000, "")]
+
+
+def test_what_is_to_be_sent_does_not_wait_until_a_flood_has_been_read(worker_with, connect):
+    count, handled, all_sent, is_read = 5 * protocol.MAX_PER_ROUND, [], threading.Event(), threading.Event()
+
+    def handle(message):
+        assert all_sent.wait(WAIT_S)
+        if not handled:
+            worker.publish(lambda: [(peer, End(1, "cancelled"))])
+        handled.append(message)
+        if len(handled) == count:
+            assert is_read.wait(WAIT_S)
+
+    worker = worker_with(handle)
+    web, other = connect(), connect()
+    other.send(Cancel(7, ""))
+    peer = next(peer for peer, message in receive(worker, 3) if isinstance(message, Cancel))
+    for _ in range(count):
+        web.send(STATS)
+    all_sent.set()
+    assert other.next(End) == End(1, "cancelled")
+    assert len(handled) < count
+    is_read.set()
+
+
+def test_metrics_are_rendered_once_for_all_who_ask_at_a_time(worker_with, connect):
+    rendered = []
+
+    def render(message):
+        rendered.append(message)
+        return Metrics(message.id, b"text")
+
+    worker_with(render)
+    web, other = connect(), connect()
+    for i in range(1000):
+        web.send(MetricsRequest(i))
+    other.send(MetricsRequest(5000))
+    assert other.next(Metrics) == Metrics(5000, b"text")
+    assert len(rendered) < 10
+
+
+def test_a_web_process_that_does_not_read_counts_as_gone(address, connect, monkeypatch):
+    monkeypatch.setattr(protocol, "MAX_UNREAD", 100)
+    worker = WorkerEnd(address)
+    connect()
+    ((peer, _),) = receive(worker)
+    worker.publish(lambda: [(peer, End(i, "failed", "a" * 10_000)) for i in range(5000)])
+    ((lost, message),) = receive(worker)
+    assert (lost, message) == (peer, PeerLost())
+    worker.close()
+
+
+def test_a_web_process_that_sends_too_large_a_message_is_disconnected(address, connect, monkeypatch):
+    monkeypatch.setattr(protocol, "MAX_MESSAGE_BYTES", 10_000)
+    worker = WorkerEnd(address)
+    web = connect()
+    receive(worker)
+    web.send(SubmitRequests([Generate(1, [1] * 20_000, 1)]))
+    assert web.is_lost()
+    worker.close()
+
+
+def test_no_more_than_a_limited_number_of_web_processes_are_known(address, connect, monkeypatch):
+    monkeypatch.setattr(protocol, "MAX_PEERS", 2)
+    worker = WorkerEnd(address)
+    webs = []
+    for _ in range(2):
+        webs.append(connect())
+        receive(worker)
+    connect().send(Cancel(1, ""))
+    webs[0].send(Cancel(2, ""))
+    assert [message for _, message in receive(worker)] == [Cancel(2, "")]
+    worker.close()

@@ -5,23 +5,25 @@ import subprocess
 import sys
 import threading
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from unittest import mock
 
+import msgspec
 import numpy as np
 import pytest
 from fakes.model import EOS, greedy, next_logits
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from loop import ENGINES, Driven, on_every_engine
 from processes import wait_until
 
 import config
+import protocol
 import sampling
 import worker
 from config import HERE, Config
 from models.base import DeviceLost
-from protocol import Cancel, End, Generate, Hello, PeerLost, Sampling, SubmitRequests, Tokens
+from protocol import Cancel, End, Generate, Hello, PeerLost, RequestStats, Sampling, SubmitRequests, Tokens
 from worker import StepTimer
 
 WAIT_S = 20
@@ -475,12 +477,82 @@ def test_a_prompt_that_cannot_be_scored_ends_that_request_alone(engine, most, mo
     assert driven.tokens[1] == greedy([1, 2], 8)
 
 
-IMPOSSIBLE = {
-    "a temperature that is no number": Generate(1, [1], 8, sampling=Sampling(seed=7, temperature="hot")),
-    "a token id beyond 64 bits": Generate(1, [1], 8, sampling=Sampling(logit_bias=[(2**64, 1.0)])),
+NOT_RUN = {
     "no prompt": Generate(1, [], 8),
     "no token to generate": Generate(1, [1], 0),
     "a prompt that fills its slot": Generate(1, [1] * 40, 8),
+    "a prompt with a token that does not exist": Generate(1, [1, 50], 8),
+    "a prompt with a negative token": Generate(1, [1, -1], 8),
+    "a bias for a token that does not exist": Generate(1, [1], 8, sampling=Sampling(logit_bias=[(50, 1.0)])),
+    "a token id beyond 64 bits": Generate(1, [1], 8, sampling=Sampling(logit_bias=[(2**64, 1.0)])),
+    "fewer than no top tokens": Generate(1, [1], 8, top_n_tokens=-3),
+    "more top tokens than any client gets": Generate(1, [1], 8, top_n_tokens=10**6),
+}
+
+
+@pytest.mark.parametrize("generate", NOT_RUN.values(), ids=NOT_RUN)
+def test_what_the_model_cannot_run_is_refused_with_its_http_request_and_the_reason(generate):
+    driven = Driven()
+    driven.arrive(SubmitRequests([generate, Generate(2, [2], 8)]), Generate(3, [3], 8))
+    driven.run()
+    assert (driven.ends[1], driven.ends[2]) == ("failed", "failed")
+    assert all("cannot be run: " in m.message for _peer, m in driven.wire.sent if isinstance(m, End))
+    assert driven.tokens == {3: greedy([3], 8)}
+
+
+@pytest.mark.parametrize("options", [{"prompt_logprobs": True}, {"grammar": "start: /a/"}], ids=str)
+def test_what_a_device_that_samples_cannot_give_is_refused(options):
+    driven = Driven(sampling="device")
+    driven.arrive(Generate(1, [1, 2], 8, **options), Generate(2, [2], 8))
+    driven.run()
+    assert driven.ends[1] == "failed" and driven.tokens == {2: greedy([2], 8)}
+
+
+def test_a_web_process_cannot_cancel_the_requests_of_another():
+    driven = Driven()
+    driven.arrive(Generate(1, [1, 2], 8), peer=b"a")
+    driven.arrive(Cancel(1, "not its own"), peer=b"b")
+    driven.run()
+    assert driven.tokens[1] == greedy([1, 2], 8)
+
+
+def test_an_id_that_another_web_process_uses_is_refused_to_the_second_one_alone():
+    driven = Driven()
+    driven.arrive(Generate(1, [1, 2], 8), peer=b"a")
+    driven.arrive(Generate(1, [3], 8), peer=b"b")
+    driven.run()
+    assert [(peer, m.reason) for peer, m in driven.wire.sent if isinstance(m, End)] == [(b"b", "failed")]
+    tokens = [t.token for peer, m in driven.wire.sent for t in getattr(m, "tokens", []) if peer == b"a"]
+    assert tokens == greedy([1, 2], 8) and driven.worker.is_idle
+
+
+@pytest.mark.parametrize("sent_at", [10.0**9, -5.0, float("nan"), float("inf")])
+def test_a_time_of_sending_that_cannot_be_counts_as_now(sent_at, monkeypatch):
+    monkeypatch.setattr(time, "monotonic", lambda: 100.0)
+    driven = Driven(max_queue_time_s=10)
+    driven.arrive(Generate(1, [1, 2], 2, sent_at=sent_at))
+    driven.run()
+    assert driven.prompts[1].queued_s == 0.0
+
+
+def test_a_stop_ends_what_arrived_before_however_many_calls_it_takes_to_receive_it():
+    driven = Driven()
+    receive, waiting = driven.wire.receive, []
+
+    def one_at_a_time(block):
+        waiting.extend(receive(False))
+        return [waiting.pop(0)] if waiting else []
+
+    driven.wire.receive = one_at_a_time
+    driven.worker.stop()
+    driven.arrive(*(Generate(i, [i], 8) for i in range(1, 6)))
+    driven.worker.run()
+    assert driven.ends == dict.fromkeys(range(1, 6), "draining") and driven.worker.is_idle
+
+
+IMPOSSIBLE = {
+    "a temperature that is no number": Generate(1, [1], 8, sampling=Sampling(seed=7, temperature="hot")),
+    "a seed beyond 64 bits": Generate(1, [1], 8, sampling=Sampling(seed=2**64)),
 }
 
 
@@ -615,6 +687,60 @@ def test_whatever_happens_every_request_gets_one_terminal_message_and_nothing_le
         if driven.ends[i] in ("length", "eos_token"):
             assert driven.tokens[i] == expected
             assert len(driven.prompts[i].logprobs) == (len(prompt) - 1 if scored else 0)
+
+
+FLOATS = st.sampled_from([0.0, 1.0, -1.0, 0.5, 1e-320, 1e308, float("inf"), float("-inf"), float("nan")]) | st.floats()
+NUMBERS = st.sampled_from([-3, -1, 0, 1, 2, 7, 49, 50, 2**31, 2**63 - 1, 2**63, 2**64 - 1]) | st.integers(-(2**63), 2**64 - 1)
+TOKENS = st.lists(st.integers(1, 49), min_size=1, max_size=30) | st.lists(NUMBERS, max_size=30)
+hostile_sampling = st.builds(
+    Sampling,
+    *(st.none() | NUMBERS, FLOATS, NUMBERS, *[FLOATS] * 6),
+    st.lists(st.tuples(NUMBERS, FLOATS), max_size=3),
+)
+hostile = st.one_of(
+    st.builds(
+        lambda *fields, **options: SubmitRequests([Generate(*fields, **options)]),
+        st.integers(0, 12),
+        TOKENS,
+        NUMBERS,
+        FLOATS,
+        sampling=st.just(Sampling()) | st.builds(Sampling, seed=NUMBERS, temperature=FLOATS, top_p=FLOATS) | hostile_sampling,
+        top_n_tokens=st.just(0) | NUMBERS,
+        min_new_tokens=st.just(0) | NUMBERS,
+        prompt_logprobs=st.booleans(),
+        ignore_eos=st.booleans(),
+    ),
+    st.builds(SubmitRequests, st.just([])),
+    st.builds(Cancel, NUMBERS, st.text(max_size=300)),
+    st.builds(Cancel, st.integers(0, 12), st.just("")),
+    st.builds(Hello, NUMBERS, st.booleans()),
+    st.builds(RequestStats, NUMBERS, st.none() | st.text(), FLOATS, FLOATS, FLOATS, FLOATS, FLOATS, NUMBERS, NUMBERS, NUMBERS),
+)
+decoder = msgspec.msgpack.Decoder(protocol.FromWeb)
+
+
+@settings(max_examples=200)
+@given(st.sampled_from(list(ENGINES)), st.lists(hostile, max_size=12))
+def test_whatever_one_web_process_sends_the_loop_goes_on_and_the_text_of_another_stays_right(engine, messages):
+    driven = Driven(max_total_tokens=24, prefill_budget=4, web_processes=10**6, **ENGINES[engine])
+    driven.arrive(Generate(7, [5, 6, 7], 12), peer=b"good")
+    for message in messages:
+        with contextlib.suppress(OverflowError):  # cannot be sent
+            if (received := protocol.decode(decoder, [protocol.encode(message)])) is None:
+                continue
+            if isinstance(received, RequestStats):
+                driven.worker.metrics.handle(received)
+            else:
+                driven.arrive(received, peer=b"evil")
+        driven.step()
+    driven.arrive(Generate(8, [9, 8], 12), peer=b"good")
+    driven.run()
+    texts = defaultdict(list)
+    for peer, message in driven.wire.sent:
+        for token in getattr(message, "tokens", []) if peer == b"good" else []:
+            texts[token.id].append(token.token)
+    assert (texts[7], texts[8]) == (greedy([5, 6, 7], 12), greedy([9, 8], 12))
+    assert b"NaN" not in driven.worker.metrics.render() and driven.worker.is_idle
 
 
 # The process

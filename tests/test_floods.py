@@ -1,0 +1,79 @@
+"""Floods against the real server: what they cost a web process in memory and in processor time."""
+
+import os
+import socket
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+from processes import Server, memory_mb, wait_until
+
+pytestmark = pytest.mark.processes
+CONNECTIONS, SECONDS = 12, 2.5
+HEAD = b"POST /generate HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\nTransfer-Encoding: chunked\r\n\r\n"
+DRIBBLED = {  # what comes at once, and what follows byte by byte
+    "chunks of a byte": (b"", b"1\r\na\r\n"),
+    "the size of a chunk": (b"", b"0"),
+    "the extension of a chunk": (b"1;" + b"a" * 7000, b"a"),
+    "trailers": (b"0\r\n" + b"a: b\r\n" * 30_000, b"a: b\r\n"),
+}
+
+
+@pytest.fixture(scope="module")
+def server():
+    with Server() as server:
+        yield server.wait_ready()
+
+
+def test_long_texts_leave_a_web_process_small(server):
+    web = server.pids("web.py")[-1]
+    bodies = [
+        ("/tokenize", {"inputs": "word " * 300_000}),
+        ("/tokenize", {"inputs": "\u5b57" * 33_000}),
+        ("/v1/completions", {"prompt": "word " * 300_000, "max_tokens": 1}),
+        ("/generate", {"inputs": "word " * 300_000, "parameters": {"max_new_tokens": 1, "truncate": 10}}),
+    ]
+
+    def post(route, body):
+        with server.request("POST", route, body) as response:
+            response.read()
+            return response.status
+
+    with ThreadPoolExecutor(12) as clients:
+        statuses = list(clients.map(lambda n: post(*bodies[n % len(bodies)]), range(48)))
+    assert {200, 422, 400} <= set(statuses) <= {200, 422, 400, 503}
+    wait_until(lambda: memory_mb(web) < 180, f"memory comes back: {memory_mb(web):.0f} MB", 10)
+
+
+@pytest.mark.parametrize("begin, dribbled", DRIBBLED.values(), ids=DRIBBLED)
+def test_bodies_that_come_byte_by_byte_cost_little(server, begin, dribbled):
+    web = server.pids("web.py")[-1]
+    stop_at = time.monotonic() + SECONDS
+
+    def dribble():
+        with socket.create_connection(("127.0.0.1", server.port)) as client:
+            client.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            try:
+                client.sendall(HEAD + begin)
+                at = 0
+                while time.monotonic() < stop_at:
+                    client.sendall(dribbled[at % len(dribbled) :][:1])
+                    at += 1
+                    time.sleep(0.01)
+            except OSError:  # it was refused
+                pass
+
+    before_s = _processor_s(web)
+    clients = [threading.Thread(target=dribble) for _ in range(CONNECTIONS)]
+    for client in clients:
+        client.start()
+    for client in clients:
+        client.join()
+    assert _processor_s(web) - before_s < 0.3 * SECONDS
+
+
+def _processor_s(pid):
+    fields = Path(f"/proc/{pid}/stat").read_text().rsplit(") ", 1)[1].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")

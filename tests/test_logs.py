@@ -1,0 +1,53 @@
+"""The log: what repeats is left out, and what does not is not."""
+
+import io
+import logging
+
+import pytest
+
+import logs
+
+
+@pytest.fixture
+def log(monkeypatch):
+    """The lines that have been logged since the last call."""
+    root, stream = logging.getLogger(), io.StringIO()
+    handlers, level = root.handlers[:], root.level
+    monkeypatch.setattr(logs.sys, "stderr", stream)
+    logs.set_up("info", False)
+
+    def lines():
+        text = stream.getvalue()
+        stream.seek(0)
+        stream.truncate()
+        return text.splitlines()
+
+    yield lines
+    root.handlers[:] = handlers
+    root.setLevel(level)
+
+
+@pytest.mark.parametrize("level", ["warning", "error"])
+def test_a_warning_or_error_that_repeats_without_end_is_logged_a_few_times_with_its_count(log, level):
+    for n in range(5000):
+        getattr(logging.getLogger("worker"), level)("request %s cannot be run", n)
+    lines = log()
+    assert len(lines) == logs.REPEATS + 2
+    assert lines[-1].endswith("worker: request 999 cannot be run (line 1000 of this kind within a minute)")
+
+
+def test_lines_of_other_kinds_and_those_of_requests_are_all_logged(log):
+    for n in range(100):
+        logging.getLogger("worker").info("request finished", extra={"fields": {"request_id": n}})
+        logging.getLogger("worker").error("an error of its own kind, 0" + str(n))
+    assert len(log()) == 200
+
+
+def test_a_minute_later_the_lines_are_logged_again(log, monkeypatch):
+    for _ in range(100):
+        logging.getLogger("worker").error("again")
+    log()
+    now = logs.time.time()
+    monkeypatch.setattr(logs.time, "time", lambda: now + 61)
+    logging.getLogger("worker").error("again")
+    assert len(log()) == 1
