@@ -29,7 +29,9 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+import checks
 import logs
+from checks import ConfigError
 
 VERSION = "0.2.0"  # the same as in pyproject.toml (tested)
 HERE = Path(__file__).resolve().parent
@@ -45,10 +47,6 @@ NEURON_CONFIG |= {"sequence_parallel_norm_threshold": "[1-9][0-9]*", "shard_over
 
 DTYPES = {"auto": "auto", "float32": "float32", "bfloat16": "bfloat16", "float16": "float16"}
 DTYPES |= {"fp32": "float32", "f32": "float32", "bf16": "bfloat16", "fp16": "float16", "f16": "float16"}
-
-
-class ConfigError(Exception):
-    """A setting or a model folder that cannot be served; the message is one line for the user."""
 
 
 MAX_COUNT, MAX_SECONDS = 10**9, 10**6  # of any setting
@@ -382,13 +380,17 @@ class Manifest:
         folder = Path(folder).expanduser()
         if not folder.is_dir():
             raise ConfigError(f"--model-id {folder}: there is no such folder")
+        if not os.path.lexists(folder / "config.json"):  # before the walk through a folder that holds something else
+            raise ConfigError(f"{folder} is not a model folder: it has no config.json")
+        checks.check_files(folder)
         config = read_json(folder / "config.json", required=True)
         if not isinstance(config.get("model_type"), str):
             raise ConfigError(f"{folder / 'config.json'} has no `model_type`, so the model cannot be loaded")
+        checks.check_numbers(config, folder / "config.json")
         eos: list[int] = []
         for source in (config, read_json(folder / "generation_config.json")):
             ids = source.get("eos_token_id")
-            eos += [i for i in (ids if isinstance(ids, list) else [ids]) if isinstance(i, int)]
+            eos += [i for i in (ids if isinstance(ids, list) else [ids]) if type(i) is int]
         text_config = config.get("text_config") if isinstance(config.get("text_config"), dict) else config
         windows = (text_config.get(k) for k in ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length"))
         return cls(
@@ -407,7 +409,7 @@ def read_json(path: Path, required: bool = False) -> dict[str, Any]:
         if required:
             raise ConfigError(f"{path.parent} is not a model folder: it has no {path.name}") from None
         return {}
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
+    except (OSError, ValueError, RecursionError) as error:  # ValueError: bytes, JSON, and integers of 4,300 digits
         raise ConfigError(f"{path} cannot be read as JSON: {error}") from None
     if not isinstance(data, dict):
         raise ConfigError(f"{path} should hold a JSON object, not {type(data).__name__}")
@@ -554,7 +556,7 @@ def load() -> Config:
 
 
 def socket_address() -> str:
-    return f"ipc://{run_dir() / 'worker.sock'}"
+    return f"ipc://{run_dir() / checks.SOCKET}"
 
 
 def die_with_parent() -> None:
@@ -564,6 +566,8 @@ def die_with_parent() -> None:
 
 def main(argv: Sequence[str]) -> int:
     try:
+        if "NEURON_TEXTGEN_RUN_DIR" in os.environ:
+            checks.check_limits(run_dir())
         config = parse(argv, os.environ)
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
@@ -574,7 +578,11 @@ def main(argv: Sequence[str]) -> int:
     logger.info("neuron-textgen %s starts; model: %s; %s", VERSION, config.model_name, key)
     for line in _of_other_servers(_given(argv, os.environ)):
         logger.warning("%s", line)
-    print(config.to_json())
+    try:
+        print(config.to_json(), flush=True)
+    except OSError as error:
+        print(f"error: {checks.explained(error, os.readlink('/proc/self/fd/1')) or error}", file=sys.stderr)
+        os._exit(2)  # what cannot be written would be written again at the end
     return 0
 
 

@@ -33,12 +33,15 @@ done
 for lock in "${TMPDIR:-/tmp}"/neuron-textgen.*/lock; do
     [ -O "${lock%/lock}" ] && [ ! -L "${lock%/lock}" ] && [ -f "$lock" ] && flock -n "$lock" rm -rf "${lock%/lock}"
 done
-run_dir=$(mktemp -d "${TMPDIR:-/tmp}/neuron-textgen.XXXXXXXX") || exit 1
+run_dir=$(mktemp -d "${TMPDIR:-/tmp}/neuron-textgen.XXXXXXXX" 2>&1) || {
+    echo "error: ${run_dir#mktemp: }; name another folder with TMPDIR" >&2
+    exit 2
+}
 # A child that a signal ends before its exec runs this trap, too.
 trap '[ "$BASHPID" != $$ ] || rm -rf "$run_dir"' EXIT
 exec 7>"$run_dir/lock.new" && flock 7 && mv "$run_dir/lock.new" "$run_dir/lock" # it has its final name only when it is locked
-"$python" "$here/config.py" "$@" >"$run_dir/config.json" || exit $?
 export NEURON_TEXTGEN_RUN_DIR=$run_dir
+"$python" "$here/config.py" "$@" >"$run_dir/config.json" || exit $?
 setting() { sed -n "s/^ *\"$1\": \([0-9]*\).*/\1/p" "$run_dir/config.json"; }
 boot_deadline=$((SECONDS + $(setting startup_timeout)))
 grace=$(setting graceful_termination_timeout)
@@ -55,8 +58,10 @@ trap 'stops=$((stops + 1))' TERM INT
 exec 8>&2 2>/dev/null # bash's own messages about ended children stay out of the log, which is 8
 "$python" "$here/worker.py" 2>&8 8>&- 9<&- &
 worker=$!
+# Only the worker downloads, so that the web processes, which read what strangers write, have no token of the hub.
+tokens=(HF_TOKEN HUGGING_FACE_HUB_TOKEN HUGGINGFACE_HUB_TOKEN HF_API_TOKEN)
 # One heap per thread would keep the memory of each thread's largest request. Free memory goes back to the system early.
-MALLOC_ARENA_MAX=${MALLOC_ARENA_MAX:-2} MALLOC_TRIM_THRESHOLD_=131072 "$python" "$here/web.py" 2>&8 8>&- 9<&- &
+MALLOC_ARENA_MAX=${MALLOC_ARENA_MAX:-2} MALLOC_TRIM_THRESHOLD_=131072 env "${tokens[@]/#/--unset=}" "$python" "$here/web.py" 2>&8 8>&- 9<&- &
 web=$!
 
 running() { kill -0 "$1"; }

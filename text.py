@@ -16,11 +16,13 @@ import itertools
 import json
 import math
 import re
+import string
 import sys
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import tokenizers
 
@@ -31,6 +33,8 @@ from config import ConfigError, read_json
 END_OF_TURN = ("<|eot_id|>", "<|eom_id|>", "<|eot|>", "<|im_end|>", "<end_of_turn>")
 ALL_BYTES = 1_000_000  # more than any token has
 TOKEN_TEXTS = 16_384  # how many are kept for log-probabilities
+PROBE = string.printable * 1000  # text that tells at boot what a tokenizer costs
+MAX_TOKENS = 50  # a character; published tokenizers make at most 4
 BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")
 
 
@@ -388,17 +392,25 @@ class TooManyTokens(Exception):
     """A text is longer than was asked for; `args` holds the number of its tokens."""
 
 
-def check(folder: Path, tokenizer_dir: Path, tokenizer_config_path: str | None = None) -> list[int]:
+def check(folder: Path, tokenizer_dir: Path, tokenizer_config_path: str | None = None) -> dict[str, Any]:
     """Makes sure that the tokenizer of a model works and that the files of its chat template can be read. Returns the EOS ids
-    that they name."""
+    that they name, and the largest id of ordinary text (models/tokenizer.py: TokenizerFacts)."""
     ChatTemplate.load(folder, tokenizer_config_path)
-    tokenizer = Tokenizer(tokenizer_dir)
+    tokenizer, path = Tokenizer(tokenizer_dir), tokenizer_dir / "tokenizer.json"
     if not tokenizer.encode("a"):
-        raise ConfigError(f"{tokenizer_dir / 'tokenizer.json'} turns text into nothing, so it does not fit any model")
+        raise ConfigError(f"{path} turns text into nothing, so it does not fit any model")
+    try:
+        ids = tokenizer.encode(PROBE)
+    except ValueError as error:
+        raise ConfigError(f"{path} cannot be used: {error}") from None
+    if len(ids) > MAX_TOKENS * len(PROBE):
+        rule = f"at most {MAX_TOKENS} can be served"
+        raise ConfigError(f"{path} makes {len(ids) / len(PROBE):.0f} tokens of a character, and {rule}")
     eos = read_json(folder / "tokenizer_config.json").get("eos_token")
     eos = eos.get("content") if isinstance(eos, dict) else eos
-    ids = {name: tokenizer.token_to_id(name) for name in (eos, *END_OF_TURN) if isinstance(name, str)}
-    return [i for name, i in ids.items() if i is not None and (i in tokenizer.special_ids or name == eos)]
+    named = {name: tokenizer.token_to_id(name) for name in (eos, *END_OF_TURN) if isinstance(name, str)}
+    eos_ids = [i for name, i in named.items() if i is not None and (i in tokenizer.special_ids or name == eos)]
+    return {"eos_token_ids": eos_ids, "largest_id": max(ids)}
 
 
 if __name__ == "__main__":

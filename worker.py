@@ -10,34 +10,32 @@ from __future__ import annotations
 import contextlib
 import functools
 import gc
-import json
 import logging
 import os
 import signal
-import subprocess
 import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from pathlib import Path
 from typing import NamedTuple
 
 import msgspec
 import numpy as np
 
+import checks
 import config as configuration
 import logs
 import models
 import sampling
-from config import HERE, Config, ConfigError, Manifest
+from config import Config, ConfigError, Manifest
 from grammar import GrammarError, Grammars
 from masks import Compiled, GrammarThreads, Masks
 from metrics import Metrics
 from models.base import DeviceLost, ModelError, StaticBatchModel
 from models.fetch import fetch
-from models.tokenizer import tokenizer_folder
+from models.tokenizer import check_tokenizer
 from outputs import ActiveRequest, StepOutput, last_rows, messages_of, rows_of, wrong_with
 from profiling import MakeMessages, Profiler
 from protocol import (
@@ -472,7 +470,7 @@ def boot(config: Config, end: WorkerEnd, metrics: Metrics) -> Worker:
         profiler = Profiler.of(config, device)
         dtypes = ["float32", "bfloat16"] if device == "neuron" else ["float32"]
         compiling = aside.submit(sampling.compile_loops, dtypes, Sampling()) if config.sampling != "device" else None
-        tokenizer_check = aside.submit(check_tokenizer, config, folder)
+        tokenizer_check = aside.submit(check_tokenizer, config, folder, configuration.run_dir())
         if not config.is_local:
             with boot_phase(end, metrics, "downloading", f"the weights of {config.model_name}"):
                 fetch_weights()
@@ -483,14 +481,20 @@ def boot(config: Config, end: WorkerEnd, metrics: Metrics) -> Worker:
                 try:
                     compiling.result()
                 except OSError as error:
-                    raise ConfigError(f"no room for compiled loops ({error}); NUMBA_CACHE_DIR names another folder") from error
-        tokenizer_dir, tokenizer_eos_ids = tokenizer_check.result()
-    eos_token_ids = list(dict.fromkeys([*manifest.eos_token_ids, *tokenizer_eos_ids]))
+                    folder = os.environ.get("NUMBA_CACHE_DIR")
+                    raise ConfigError(
+                        f"no room for compiled loops in {folder} ({error}); NUMBA_CACHE_DIR names another"
+                    ) from error
+        tokenizer = tokenizer_check.result()
+    if tokenizer.largest_id >= model.vocab_size:
+        what = f"the tokenizer in {tokenizer.folder} makes the token {tokenizer.largest_id} of ordinary text"
+        raise ConfigError(f"{what}, and the vocabulary of the model has the tokens 0 to {model.vocab_size - 1}")
+    eos_token_ids = known_eos_ids([*manifest.eos_token_ids, *tokenizer.eos_token_ids], model.vocab_size)
     end.announce(
         ModelInfo(
             model_name=config.model_name,
             model_sha=sha,
-            tokenizer_dir=str(tokenizer_dir),
+            tokenizer_dir=str(tokenizer.folder),
             vocab_size=model.vocab_size,
             eos_token_ids=eos_token_ids,
             batch_size=model.batch_size,
@@ -526,20 +530,18 @@ def boot(config: Config, end: WorkerEnd, metrics: Metrics) -> Worker:
         copies_prefixes=model.copies_prefixes,
     )
     eos = frozenset(eos_token_ids)
-    grammars = Grammars.load(tokenizer_dir, model.vocab_size, eos_token_ids) if model.sampling == "host" else None
+    grammars = Grammars.load(tokenizer.folder, model.vocab_size, eos_token_ids) if model.sampling == "host" else None
     make = profiler.attach(model) if profiler else messages_of
     return Worker(model, end, eos, scheduler, config.max_concurrent_requests, metrics, config.web_concurrency, grammars, make)
 
 
-def check_tokenizer(config: Config, folder: Path) -> tuple[Path, list[int]]:
-    """The folder of the model's tokenizer, and the EOS ids that it names, which a process of the text layer finds."""
-    tokenizer_dir = tokenizer_folder(config, folder, configuration.run_dir())
-    given = [config.tokenizer_config_path] if config.tokenizer_config_path else []
-    command = [sys.executable, str(HERE / "text.py"), str(folder), str(tokenizer_dir), *given]
-    done = subprocess.run(command, capture_output=True, text=True)
-    if done.returncode:
-        raise ConfigError((done.stderr.strip().splitlines() or [f"the tokenizer of {folder} cannot be used"])[-1])
-    return tokenizer_dir, json.loads(done.stdout)
+def known_eos_ids(ids: Iterable[int], vocab_size: int) -> list[int]:
+    """Without those that the model does not have: some checkpoints name them."""
+    known = {i: 0 <= i < vocab_size for i in ids}
+    if not all(known.values()):
+        unknown = ", ".join(f"{i}"[:30] for i, is_known in known.items() if not is_known)
+        logger.warning("EOS ids that are ignored, as the vocabulary has the tokens 0 to %d: %.200s", vocab_size - 1, unknown)
+    return [i for i, is_known in known.items() if is_known]
 
 
 @contextlib.contextmanager
@@ -554,8 +556,9 @@ def boot_phase(end: WorkerEnd, metrics: Metrics, phase: str, what: str) -> Itera
     logger.info("Done %s %s in %.1f s", phase, what, seconds)
 
 
-def _socket_failed(error: BaseException) -> None:
-    logger.critical("the socket's thread failed; the worker can neither receive nor send: %r", error, exc_info=error)
+def end_process(error: BaseException | None) -> None:
+    """After an error that ends a thread, without which nothing works."""
+    logger.critical("a thread of the worker failed: %r", error, exc_info=error)
     os._exit(1)  # the main thread may be waiting for the device
 
 
@@ -566,7 +569,8 @@ def main() -> int:
     if config.is_demo:
         logger.info("No model is named: serving the built-in demonstration model. Name one with --model-id or MODEL_ID.")
     metrics = Metrics()
-    end = WorkerEnd(configuration.socket_address(), metrics.handle, _socket_failed)
+    end = WorkerEnd(configuration.socket_address(), metrics.handle, end_process)
+    threading.excepthook = lambda failure: end_process(failure.exc_value)
     try:
         worker = boot(config, end, metrics)
         gc.freeze()  # a full collection over everything imported so far takes up to 150 ms, in which no token is generated
@@ -577,6 +581,11 @@ def main() -> int:
         return 2
     except DeviceLost as error:
         logger.error("unrecoverable device error; restart the process: %s", error)
+        return 1
+    except (OSError, MemoryError) as error:
+        if not (reason := checks.explained(error)):
+            raise
+        logger.error("%s", reason)
         return 1
     finally:
         end.close()

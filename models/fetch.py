@@ -12,6 +12,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from checks import check_files
 from config import Config
 from models.base import ModelError, first_line, named, progress_logged, reported_as
 
@@ -24,6 +25,7 @@ WEIGHTS = (
     "pytorch_model*.bin",
 )  # in this order; the latter two are pickled
 OTHER_FORMATS = ["*/*", "consolidated*"]  # subfolders and other names hold the same weights in other formats
+TOKENS = ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "HUGGINGFACE_HUB_TOKEN", "HF_API_TOKEN")  # of the hub
 STATUSES = {
     401: "the hub does not know the token: give a valid one in HF_TOKEN, or none for a public model",
     403: "the hub denies access: give a token with read access in HF_TOKEN",
@@ -83,6 +85,7 @@ def _download(config: Config, model_id: str, revision: str | None, patterns: Seq
             allow_patterns=patterns,
             ignore_patterns=None if all("/" in pattern for pattern in patterns) else OTHER_FORMATS,
         )
+    check_files(Path(folder))
     return Path(folder)
 
 

@@ -26,6 +26,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from checks import check_weights
 from config import DEVICE_TOP_K, Config, ConfigError, Manifest, read_json
 from models import artifact, plan
 from models.artifact import Artifact, Cache, Programs, buckets
@@ -374,6 +375,7 @@ def make(build: Build, work_dir: Path) -> Any:
     library, family, programs = _library(), build.family, build.programs
     os.environ["TORCH_FORCE_WEIGHTS_ONLY_LOAD"] = "1"  # the library calls torch.load without it, and pickles may run code
     checkpoint, view = build.checkpoint(), work_dir / "checkpoint"  # the same files with another config.json
+    check_weights(plan.Shape.from_config(build.legacy).parameters, checkpoint)
     shutil.rmtree(view, ignore_errors=True)
     view.mkdir(parents=True)
     for path in checkpoint.resolve().iterdir():

@@ -8,6 +8,7 @@ what OpenVINO cannot convert. Knows no requests and no sampling. Written for tra
 from __future__ import annotations
 
 import atexit
+import itertools
 import logging
 import math
 import os
@@ -23,7 +24,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.cache_utils import Cache
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from config import DEFAULT_BATCH_SIZE, Config, read_json
+from checks import check_weights
+from config import DEFAULT_BATCH_SIZE, Config, ConfigError, read_json
 from models.base import Chunk, DeviceLost, ModelError, check_length, first_line, reported_as
 
 logger = logging.getLogger("model")
@@ -53,6 +55,7 @@ def load_pretrained(config: Config, folder: Path, device: str) -> torch.nn.Modul
     transformers.utils.logging.disable_progress_bar()
     transformers.utils.logging.set_verbosity_error()
     with reported_as(f"{folder} cannot be loaded"):
+        _check_weights(hf_config, folder, config.trust_remote_code)
         model, report = AutoModelForCausalLM.from_pretrained(
             folder,
             config=hf_config,
@@ -90,6 +93,21 @@ def length_limit(text_config) -> int | None:
         return None
     trained = (parameters.get("original_max_position_embeddings") for parameters in kinds)
     return min(filter(None, trained), default=text_config.max_position_embeddings)
+
+
+def _check_weights(hf_config, folder: Path, trust_remote_code: bool) -> None:
+    """Raises ModelError for more weights than the files hold, and for files elsewhere, before memory is taken for them."""
+    for index in folder.glob("*.safetensors.index.json"):
+        for name in read_json(index)["weight_map"].values():
+            if "/" in name:
+                raise ModelError(f"{index} names {name!r:.100}, which is not a file of the model's folder")
+    with torch.device("meta"):  # takes no memory
+        model = AutoModelForCausalLM.from_config(hf_config, trust_remote_code=trust_remote_code)
+    parameters = sum(tensor.numel() for tensor in itertools.chain(model.parameters(), model.buffers()))
+    try:
+        check_weights(parameters, folder)
+    except ConfigError as error:
+        raise ModelError(str(error)) from None
 
 
 def _refuse_unsupported(hf_config) -> None:
