@@ -67,7 +67,7 @@ def check_files(folder: Path) -> None:
     cache = root.parent.parent  # models--OWNER--NAME/snapshots/COMMIT
     is_snapshot = root.parent.name == "snapshots" and cache.name.startswith("models--")
     try:
-        for path in _files(root, cache if is_snapshot else root):
+        for path in _files(root, cache if is_snapshot else root) if root.is_dir() else ():
             _check_size(path)
     except OSError as error:
         raise ConfigError(f"{error.filename} of the model cannot be read: {error.strerror}") from None

@@ -8,6 +8,7 @@ of the window.
 import json
 import os
 import random
+import resource
 from functools import cache
 from pathlib import Path
 
@@ -366,6 +367,25 @@ def test_a_checkpoint_that_lacks_a_shard_is_refused(tmp_path):
     files = dict.fromkeys(weights, "model-00001-of-00002.safetensors") | {"lm_head.weight": "model-00002-of-00002.safetensors"}
     (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": files}))
     assert "model-00002-of-00002.safetensors" in refusal(folder)
+
+
+@pytest.mark.parametrize("changes", [{"num_hidden_layers": 1000, "hidden_size": 8192}, {"vocab_size": 10**7}])
+def test_a_config_of_more_parameters_than_the_weights_hold_is_refused_before_memory_is_taken(tmp_path, changes):
+    folder = save_checkpoint(tmp_path, tiny_models.llama())
+    tiny_models.llama(**changes).save_pretrained(folder)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    line = refusal(folder)
+    assert line.startswith(f"{folder}: config.json describes ") and "billion parameters, more than its weight files of " in line
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 200_000  # KB
+
+
+def test_an_index_that_names_files_elsewhere_is_refused(tmp_path):
+    folder = save_checkpoint(tmp_path, tiny_models.llama())
+    names = {"lm_head.weight": "../other/model.safetensors"}
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": names}))
+    assert refusal(folder) == (
+        f"{folder}/model.safetensors.index.json names '../other/model.safetensors', which is not a file of the model's folder"
+    )
 
 
 def test_a_checkpoint_that_lacks_a_tensor_is_refused_and_the_tensor_named(tmp_path):

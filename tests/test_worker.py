@@ -1,6 +1,7 @@
 """The worker's loop on a fake model: every request gets its own tokens and exactly one terminal message, whatever fails."""
 
 import contextlib
+import queue
 import subprocess
 import sys
 import threading
@@ -22,6 +23,7 @@ import protocol
 import sampling
 import worker
 from config import HERE, Config
+from masks import GrammarThreads
 from models.base import DeviceLost
 from protocol import Cancel, End, Generate, Hello, PeerLost, RequestStats, Sampling, SubmitRequests, Tokens
 from worker import StepTimer
@@ -746,7 +748,7 @@ def test_whatever_one_web_process_sends_the_loop_goes_on_and_the_text_of_another
 # The process
 
 PROCESS = """
-import sys, threading, worker
+import errno, sys, threading, worker
 from config import ConfigError
 from models.base import DeviceLost, ModelError
 
@@ -754,6 +756,13 @@ def boot(config, end, metrics):
     if sys.argv[1] == "socket":
         end.publish(lambda: [(b"", object())])  # cannot be encoded
         threading.Event().wait()
+    if sys.argv[1] == "thread":
+        threading.Thread(target=lambda: 1 / 0).start()
+        threading.Event().wait()
+    if sys.argv[1] == "disk":
+        raise OSError(errno.ENOSPC, "on purpose", "/a/file")
+    if sys.argv[1] == "memory":
+        raise MemoryError
     raise {"device": DeviceLost, "model": ModelError, "configuration": ConfigError}[sys.argv[1]]("on purpose")
 
 worker.boot = boot
@@ -765,7 +774,14 @@ sys.exit(worker.main())
 @pytest.mark.parametrize(
     ("failure", "code", "message"),
     [
-        ("socket", 1, "CRITICAL worker: the socket's thread failed"),
+        ("socket", 1, "CRITICAL worker: a thread of the worker failed: TypeError"),
+        ("thread", 1, "CRITICAL worker: a thread of the worker failed: ZeroDivisionError"),
+        (
+            "disk",
+            1,
+            "ERROR worker: /a/file: No space left on device; free space, or name another folder with TMPDIR",
+        ),
+        ("memory", 1, "ERROR worker: Cannot allocate memory; use a machine or container with more memory"),
         ("device", 1, "ERROR worker: unrecoverable device error; restart the process: on purpose"),
         ("model", 2, "ERROR worker: on purpose"),
         ("configuration", 2, "ERROR worker: on purpose"),
@@ -779,3 +795,32 @@ def test_a_worker_that_cannot_go_on_ends_with_one_message_and_its_exit_code(fail
     assert ended.returncode == code, ended.stderr
     assert [line for line in ended.stderr.splitlines() if message in line]
     assert sum("CRITICAL" in line or "ERROR" in line for line in ended.stderr.splitlines()) == 1
+
+
+class _Panic(BaseException):
+    """As Rust's libraries raise it."""
+
+
+def test_a_panic_while_a_grammar_is_compiled_ends_the_request_that_waits_for_it():
+    class Panicking:
+        def knows(self, grammar):
+            return False
+
+        def matcher(self, grammar):
+            raise _Panic
+
+    compiled = queue.SimpleQueue()
+    threads = GrammarThreads(Panicking(), 10, compiled.put)
+    threads.compile(Generate(7, [1], 1, grammar="{}"))
+    ended = compiled.get(timeout=WAIT_S)
+    assert (ended.id, ended.matcher, ended.error) == (7, None, "the grammar cannot be compiled")
+
+
+def test_eos_ids_that_the_model_does_not_have_are_ignored_with_one_warning(caplog):
+    assert worker.known_eos_ids([2, 10**30, -1, 2, 99, 100], 100) == [2, 99]
+    (record,) = caplog.records
+    assert "0 to 99: 1000000000" in record.getMessage()
+    assert record.getMessage().endswith(", -1, 100")
+    caplog.clear()
+    assert worker.known_eos_ids([0, 99], 100) == [0, 99]
+    assert not caplog.records
