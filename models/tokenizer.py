@@ -13,10 +13,11 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from typing import NamedTuple
 
-from config import HERE, Config, ConfigError
+from config import HERE, Config, ConfigError, read_json
 from models.base import ModelError, reported_as
 from models.cache import ModelCache, tokenizer_key, write_entry
 from models.fetch import TOKENS
@@ -81,8 +82,16 @@ def _output(command: list[str], failure: str, seconds: int, memory: int | None =
 def main(folder: Path, target: Path) -> None:
     import transformers
 
-    with reported_as(f"{folder} cannot be read for its tokenizer"):
-        tokenizer = transformers.AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+    with reported_as(f"{folder} cannot be read for its tokenizer"), tempfile.TemporaryDirectory() as view:
+        for path in folder.iterdir():
+            (Path(view) / path.name).symlink_to(path.absolute())
+        written = read_json(folder / "tokenizer_config.json")
+        if named := {name for name in written if name.endswith("_file") or name in ("vocab", "merges")}:
+            # Files by paths of their own, which may be anywhere: transformers would make tokens of their lines.
+            (Path(view) / "tokenizer_config.json").unlink()
+            kept = {name: value for name, value in written.items() if name not in named}
+            (Path(view) / "tokenizer_config.json").write_text(json.dumps(kept))
+        tokenizer = transformers.AutoTokenizer.from_pretrained(view, trust_remote_code=False)
         tokenizer.backend_tokenizer.save(str(target / "tokenizer.json"))
 
 

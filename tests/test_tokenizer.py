@@ -107,6 +107,17 @@ def test_code_that_comes_with_a_tokenizer_is_not_run(tmp_path, config):
     assert not ran.exists()
 
 
+def test_no_file_outside_of_the_folder_becomes_tokens(tmp_path, config):
+    secret, folder = tmp_path / "secret", tmp_path / "model"
+    secret.write_text("a-secret\n")
+    folder.mkdir()
+    (folder / "config.json").write_text('{"model_type": "bert"}')
+    (folder / "vocab.json").write_text("{}")
+    names = dict.fromkeys(("vocab_file", "vocab", "tokenizer_file"), str(secret))
+    (folder / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "BertTokenizer"} | names))
+    assert "a-secret" not in converted(config, folder, tmp_path).to_str()
+
+
 def test_a_folder_without_any_tokenizer_is_refused_with_what_is_missing(tmp_path, config):
     with pytest.raises(ConfigError, match=r"holds no tokenizer \(tokenizer\.json, or .*tokenizer\.model, vocab\.json\)"):
         tokenizer_folder(config, tmp_path, tmp_path)
