@@ -1,32 +1,35 @@
 """Chat templates: a model's own Jinja template turns messages into the text that it was trained on.
 
-Templates are programs that come with a model and are not trusted: they run in Jinja's sandbox, within limits of time and
-size. This layer knows no HTTP, no sockets, no torch and no tokens.
+Templates are programs that come with a model and are not trusted: other processes (templates.py) render them, within limits of
+time and memory. This layer knows no HTTP, no sockets, no torch and no tokens.
 """
 
 from __future__ import annotations
 
-import datetime
-import functools
+import contextlib
+import errno
 import hashlib
 import json
+import os
+import posix
 import re
 import secrets
-import threading
-import time
+import signal
+import struct
+import sys
+from collections import deque
 from pathlib import Path
 from typing import Any
 
-import jinja2
-import jinja2.ext
-import jinja2.nodes
-import jinja2.sandbox
+from config import HERE, ConfigError, read_json
 
-from config import ConfigError, read_json
-
-TEMPLATE_S = 10.0  # for a chat template, which is a program that runs as long as the messages make it
-TEMPLATE_INTEGER_BITS = 10_000
-TEMPLATE_CHARACTERS = 20_000_000
+# Of a template, which is a program that does as much as the messages make it do.
+TEMPLATE_CPU_S = 2
+TEMPLATE_BYTES = 256 * 2**20
+TEMPLATE_CHARACTERS = 4_000_000
+PIPE_BYTES = 2**16  # what a pipe holds
+# What Python needs to start, and what shows to which run a process belongs: no keys.
+ENVIRONMENT = ("PATH", "LD_LIBRARY_PATH", "PYTHONHOME", "PYTHONPATH", "TZ", "NEURON_TEXTGEN_RUN_DIR")
 
 
 class TemplateError(Exception):
@@ -99,106 +102,107 @@ class ChatTemplate:
             )
         return text.replace(marker, "").rstrip()  # the template may have printed it before
 
-    @functools.cached_property
-    def _template(self) -> jinja2.Template:
-        return _TemplateEnvironment().from_string(self.source)
-
     def _write(self, messages: list[dict], tools: list[dict] | None, add_generation_prompt: bool) -> str:
-        written, characters = [], 0
-        try:
-            self._template.environment.limit_time()
-            for piece in self._template.generate(
-                **self._special_tokens,
-                messages=messages,
-                tools=tools,
-                documents=None,
-                add_generation_prompt=add_generation_prompt,
-            ):
-                written.append(piece)
-                characters += len(piece)
-                if characters > TEMPLATE_CHARACTERS:
-                    raise TemplateError(f"the model's chat template writes more than {TEMPLATE_CHARACTERS} characters")
-            return "".join(written)
-        except jinja2.TemplateSyntaxError as error:
-            raise TemplateError(f"this model's chat template does not compile: {error.message} (line {error.lineno})") from None
-        except Exception as error:  # a template is a program, which can fail in every way
-            raise TemplateError(str(error) or type(error).__name__) from None
+        chat = {"messages": messages, "tools": tools, "documents": None, "add_generation_prompt": add_generation_prompt}
+        return _rendered(self.source, self._special_tokens | chat)
 
 
-class _Generation(jinja2.ext.Extension):
-    """`{% generation %}` marks for training what the assistant says; here it prints it."""
+class _Renderer:
+    """A process that renders templates (templates.py), for one thread at a time.
 
-    tags = frozenset({"generation"})
-
-    def parse(self, parser: jinja2.parser.Parser) -> jinja2.nodes.Node:
-        line = next(parser.stream).lineno
-        return jinja2.nodes.Scope(parser.parse_statements(("name:endgeneration",), drop_needle=True), lineno=line)
-
-
-class _TemplateEnvironment(jinja2.sandbox.ImmutableSandboxedEnvironment):
-    """What chat templates are written for: transformers' settings, filters and functions. They are not trusted."""
-
-    intercepted_binops = frozenset({"*", "**"})  # one of these can take all time and memory by itself
+    It is started and waited for in threads beside an event loop, whose library replaces functions of `os` by its own: those of
+    `posix` are the real ones.
+    """
 
     def __init__(self):
-        super().__init__(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols])
-        self.filters["tojson"] = _tojson
-        self.globals["raise_exception"] = _raise_exception
-        self.globals["strftime_now"] = lambda format: datetime.datetime.now().strftime(format)
-        self._running = threading.local()
+        requests, self._requests = posix.pipe()  # which no other process inherits
+        self._answers, answers = posix.pipe()
+        environment = {name: os.environ[name] for name in ENVIRONMENT if name in os.environ}
+        streams = [(os.POSIX_SPAWN_DUP2, requests, 0), (os.POSIX_SPAWN_DUP2, answers, 1)]
+        command = [sys.executable, str(HERE / "templates.py")]
+        try:
+            self._pid = posix.posix_spawn(sys.executable, command, environment, file_actions=streams)
+        except OSError:
+            self._close()
+            raise
+        finally:
+            posix.close(requests)
+            posix.close(answers)
 
-    def limit_time(self) -> None:
-        """Ends what a template does from now on in this thread after TEMPLATE_S: looked at whenever it looks at anything, and
-        in each turn of whatever it repeats."""
-        self._running.until = time.monotonic() + TEMPLATE_S
+    @property
+    def is_alive(self) -> bool:
+        if posix.waitpid(self._pid, os.WNOHANG) == (0, 0):
+            return True
+        self._close()
+        return False
 
-    def _parse(self, source: str, name: str | None, filename: str | None) -> jinja2.nodes.Template:
-        template = super()._parse(source, name, filename)
-        for node in template.find_all((jinja2.nodes.For, jinja2.nodes.Macro)):
-            look = jinja2.nodes.Call(jinja2.nodes.EnvironmentAttribute("check_time"), [], [], None, None)
-            node.body.insert(0, jinja2.nodes.ExprStmt(look).set_lineno(node.lineno))
-        return template
+    def render(self, source: str, variables: dict[str, Any]) -> tuple[bool, str] | None:
+        """Whether it was rendered, and the text or the error; None: the process has ended. Raises RecursionError."""
+        limits = {"cpu_s": TEMPLATE_CPU_S, "memory_bytes": TEMPLATE_BYTES, "characters": TEMPLATE_CHARACTERS}
+        data = json.dumps({"source": source, "variables": variables, "limits": limits}).encode()
+        request = memoryview(len(data).to_bytes(4, "big") + data)
+        try:
+            while request:
+                request = request[posix.write(self._requests, request) :]
+            rendered, length = struct.unpack(">?I", self._read(5))
+            if length > 4 * TEMPLATE_CHARACTERS:
+                posix.kill(self._pid, signal.SIGKILL)
+                return None
+            return rendered, self._read(length).decode("utf-8", "surrogatepass")
+        except (BrokenPipeError, EOFError):
+            return None
 
-    def call_filter(self, name: str, value: Any, *more: Any, **named: Any) -> Any:
-        self.check_time()  # `map` and its like call it for each of their items
-        return super().call_filter(name, value, *more, **named)
+    def end(self) -> str:
+        """Why the process has ended."""
+        self._close()
+        code = os.waitstatus_to_exitcode(posix.waitpid(self._pid, 0)[1])
+        reasons = {
+            -signal.SIGXCPU: f"takes longer than {TEMPLATE_CPU_S} s of processor time",
+            errno.ENOMEM: f"needs more than {TEMPLATE_BYTES // 2**20} MiB of memory",
+        }
+        return reasons.get(code, f"ended the process that renders it (code {code})")
 
-    def getitem(self, obj: Any, argument: Any) -> Any:
-        self.check_time()
-        return super().getitem(obj, argument)
+    def _read(self, size: int) -> bytes:
+        parts = []
+        while size:
+            parts.append(posix.read(self._answers, min(size, PIPE_BYTES)))
+            size -= len(parts[-1])
+            if not parts[-1]:
+                raise EOFError
+        return b"".join(parts)
 
-    def getattr(self, obj: Any, attribute: str) -> Any:
-        self.check_time()
-        return super().getattr(obj, attribute)
-
-    def check_time(self) -> None:
-        if time.monotonic() > self._running.until:
-            raise TemplateError(f"the model's chat template takes longer than {TEMPLATE_S:g} s for it")
-
-    def call_binop(self, context: jinja2.runtime.Context, operator: str, left: Any, right: Any) -> Any:
-        if isinstance(left, int) and isinstance(right, int):
-            bits = left.bit_length() * right if operator == "**" else left.bit_length() + right.bit_length()
-            is_huge = bits > TEMPLATE_INTEGER_BITS
-        else:
-            times, repeated = (left, right) if isinstance(left, int) else (right, left)
-            can_repeat = operator == "*" and isinstance(times, int) and isinstance(repeated, (str, list, tuple))
-            is_huge = can_repeat and len(repeated) * times > TEMPLATE_CHARACTERS
-        if is_huge:
-            raise TemplateError(f"the model's chat template computes more with `{operator}` than fits")
-        return super().call_binop(context, operator, left, right)
-
-    def unsafe_undefined(self, obj: Any, attribute: str) -> jinja2.Undefined:
-        # Jinja's own waits until it is used, and prints as nothing.
-        raise jinja2.sandbox.SecurityError(f"the template may not use `{attribute}` of a {type(obj).__name__}")
-
-
-def _tojson(value: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys: bool = False) -> str:
-    """Unlike Jinja's own it escapes nothing for HTML."""
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+    def _close(self) -> None:
+        posix.close(self._requests)
+        posix.close(self._answers)
 
 
-def _raise_exception(message: Any) -> None:
-    raise TemplateError(str(message))
+_idle: deque[_Renderer] = deque()  # as many as threads have rendered at the same time
+
+
+def _take() -> _Renderer:
+    """An idle process, or a new one."""
+    with contextlib.suppress(IndexError):
+        while True:
+            if (renderer := _idle.pop()).is_alive:
+                return renderer
+    return _Renderer()
+
+
+def _rendered(source: str, variables: dict[str, Any]) -> str:
+    """The text that a template makes of its variables. Raises TemplateError."""
+    renderer = _take()
+    try:
+        answer = renderer.render(source, variables)
+    except RecursionError:
+        _idle.append(renderer)
+        raise TemplateError("the messages or tools are nested too deeply") from None
+    if answer is None:
+        raise TemplateError(f"the model's chat template {renderer.end()}")
+    _idle.append(renderer)
+    rendered, text = answer
+    if not rendered:
+        raise TemplateError(text)
+    return text
 
 
 def _with_short_ids(message: dict[str, Any]) -> dict[str, Any]:
