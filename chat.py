@@ -27,6 +27,7 @@ from config import HERE, ConfigError, read_json
 TEMPLATE_CPU_S = 2
 TEMPLATE_BYTES = 256 * 2**20
 TEMPLATE_CHARACTERS = 4_000_000
+WORD = re.compile(r"""(?<=['"])[A-Za-z][A-Za-z0-9_-]*(?=['"])""")
 PIPE_BYTES = 2**16  # what a pipe holds
 # What Python needs to start, and what shows to which run a process belongs: no keys.
 ENVIRONMENT = ("PATH", "LD_LIBRARY_PATH", "PYTHONHOME", "PYTHONPATH", "TZ", "NEURON_TEXTGEN_RUN_DIR")
@@ -45,6 +46,7 @@ class ChatTemplate:
     def __init__(self, source: str, special_tokens: dict[str, str]):
         self.source = source
         self.for_tools = self  # the template for chats with tools; some models have one of its own
+        self.words = frozenset(WORD.findall(source))  # in quotes, such as the names of roles
         self._special_tokens = special_tokens
 
     @classmethod
@@ -81,7 +83,8 @@ class ChatTemplate:
     def render(self, messages: list[dict], tools: list[dict] | None = None) -> str:
         """The chat as the model reads it, up to where its answer begins.
 
-        A last message of the assistant's is continued: the text ends right behind its content. Raises TemplateError.
+        A last message of the assistant's is continued: the text ends right behind its content. Raises TemplateError, and
+        RecursionError for messages that are nested too deeply.
         """
         if "[TOOL_CALLS]" in self.source:
             messages = [_with_short_ids(message) for message in messages]
@@ -136,14 +139,12 @@ class _Renderer:
         self._close()
         return False
 
-    def render(self, source: str, variables: dict[str, Any]) -> tuple[bool, str] | None:
-        """Whether it was rendered, and the text or the error; None: the process has ended. Raises RecursionError."""
-        limits = {"cpu_s": TEMPLATE_CPU_S, "memory_bytes": TEMPLATE_BYTES, "characters": TEMPLATE_CHARACTERS}
-        data = json.dumps({"source": source, "variables": variables, "limits": limits}).encode()
-        request = memoryview(len(data).to_bytes(4, "big") + data)
+    def render(self, request: bytes) -> tuple[bool, str] | None:
+        """Whether it was rendered, and the text or the error; None: the process has ended."""
+        unsent = memoryview(len(request).to_bytes(4, "big") + request)
         try:
-            while request:
-                request = request[posix.write(self._requests, request) :]
+            while unsent:
+                unsent = unsent[posix.write(self._requests, unsent) :]
             rendered, length = struct.unpack(">?I", self._read(5))
             if length > 4 * TEMPLATE_CHARACTERS:
                 posix.kill(self._pid, signal.SIGKILL)
@@ -190,12 +191,10 @@ def _take() -> _Renderer:
 
 def _rendered(source: str, variables: dict[str, Any]) -> str:
     """The text that a template makes of its variables. Raises TemplateError."""
+    limits = {"cpu_s": TEMPLATE_CPU_S, "memory_bytes": TEMPLATE_BYTES, "characters": TEMPLATE_CHARACTERS}
+    request = json.dumps({"source": source, "variables": variables, "limits": limits}).encode()
     renderer = _take()
-    try:
-        answer = renderer.render(source, variables)
-    except RecursionError:
-        _idle.append(renderer)
-        raise TemplateError("the messages or tools are nested too deeply") from None
+    answer = renderer.render(request)
     if answer is None:
         raise TemplateError(f"the model's chat template {renderer.end()}")
     _idle.append(renderer)

@@ -199,6 +199,8 @@ class Config:
         "Run the Python code that comes with the model. Only for models that you trust.")
     tokenizer_config_path: str | None = setting(None, "TOKENIZER_CONFIG_PATH",
         "File to read the chat template and the special tokens from.", parse=_file, shown="the model's tokenizer_config.json")
+    escape_special_tokens: bool = setting(False, "ESCAPE_SPECIAL_TOKENS", "Encode special tokens in what clients write "
+        "(messages, tools, prompts) as plain text. Only the chat template writes control tokens.")
     tool_parser: str | None = setting(None, "TOOL_PARSER --tool-call-parser", "Format in which the model writes tool calls: "
         "hermes, llama3_json, mistral or pythonic; none leaves calls in the text.", shown="detected in the chat template",
         parse=_one_of("hermes", "llama3_json", "mistral", "pythonic", "none"))

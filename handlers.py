@@ -41,10 +41,10 @@ class ModelText(NamedTuple):
     grammars: Grammars
 
     @classmethod
-    def load(cls, info: ModelInfo, tokenizer_config_path: str | None) -> ModelText:
+    def load(cls, info: ModelInfo, tokenizer_config_path: str | None, escapes: bool = False) -> ModelText:
         template = ChatTemplate.load(info.model_dir, tokenizer_config_path)
         grammars = Grammars.load(info.tokenizer_dir, info.vocab_size, info.eos_token_ids)
-        return cls(Tokenizer(info.tokenizer_dir, info.eos_token_ids), template, grammars)
+        return cls(Tokenizer(info.tokenizer_dir, info.eos_token_ids, escapes), template, grammars)
 
 
 class Handlers:
@@ -105,18 +105,21 @@ class Handlers:
         return PredictionsAnswer([job], *self._parts(), prefixes=[sentence], form=list)
 
     def tokenize(self, body: bytes) -> list[schema.SimpleToken]:
-        return self._tokens(validate.parse(body, GenerateRequest).inputs, add_special_tokens=True)
+        text = self._engine.text.tokenizer.escape(validate.parse(body, GenerateRequest).inputs)
+        return self._tokens(text, add_special_tokens=True)
 
     def chat_tokenize(self, body: bytes) -> schema.ChatTokenizeResponse:
         text = self.chat(body).jobs[0].prompt
-        return schema.ChatTokenizeResponse(self._tokens(text, add_special_tokens=False), text)
+        tokens = self._tokens(text, add_special_tokens=False)
+        return schema.ChatTokenizeResponse(tokens, self._engine.text.tokenizer.unescape(text))
 
     def _tokens(self, text: str, add_special_tokens: bool) -> list[schema.SimpleToken]:
-        raw = text.encode()
+        tokenizer = self._engine.text.tokenizer
+        raw = tokenizer.unescape(text).encode()
         if len(raw) > MAX_TOKENIZED:
             raise errors.invalid(None, f"a text to tokenize must have at most {MAX_TOKENIZED} bytes. Given: {len(raw)}")
         try:
-            spans = self._engine.text.tokenizer.spans(text, add_special_tokens, MAX_LISTED_TOKENS)
+            spans = tokenizer.spans(text, add_special_tokens, MAX_LISTED_TOKENS)
         except TooManyTokens as error:
             raise errors.invalid(None, f"the text has {error.args[0]} tokens; at most {MAX_LISTED_TOKENS} are listed") from None
         except ValueError as error:
@@ -125,12 +128,17 @@ class Handlers:
 
     def chat_prompt(self, chat: ChatRequest) -> str:
         """The text that the model's chat template makes of the messages and tools."""
-        messages, template = validate.messages_of(chat.messages), self._engine.text.template
+        template, escape = self._engine.text.template, self._engine.text.tokenizer.escape
+        if template and chat.tools:
+            template = template.for_tools
+        messages = validate.messages_of(chat.messages, template.words if template else ())
         try:
             if template is None:
                 raise TemplateError("template not found")
-            return template.for_tools.render(messages, chat.tools) if chat.tools else template.render(messages)
-        except TemplateError as error:
+            # A role is a word that the template expects.
+            escaped = [escape(message) | {"role": message["role"]} for message in messages]
+            return template.render(escaped, escape(chat.tools))
+        except (TemplateError, RecursionError) as error:
             raise ApiError(422, "template_error", f"Template error: {error}") from None
 
     def _native(self, generate: GenerateRequest, streams: bool, in_list: bool = False, full_text: bool = False) -> Answer:
@@ -169,7 +177,9 @@ def prompt_ids(engine: EngineClient, job: Job) -> list[int]:
     # Tokenizing a text takes a hundred times its memory, so one that cannot fit is refused before.
     if job.truncate is None and len(job.prompt) > engine.info.max_total_tokens * tokenizer.longest_token:
         raise validate.too_many_tokens(job, f"at least {len(job.prompt) // tokenizer.longest_token}", engine.info)
+    is_written_by_template = not job.add_special_tokens
+    text = job.prompt if is_written_by_template else tokenizer.escape(job.prompt)
     try:
-        return tokenizer.encode(job.prompt, job.add_special_tokens)
+        return tokenizer.encode(text, job.add_special_tokens)
     except Exception as error:
         raise errors.invalid(None, f"tokenizer error: {error}") from None

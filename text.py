@@ -22,12 +22,13 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import tokenizers
 
 from chat import ChatTemplate
 from config import ConfigError, read_json
+from escaping import Escaping, utf8_bytes
 
 # End-of-turn tokens that some chat checkpoints leave out of their list of EOS ids, so that their answers never end.
 END_OF_TURN = ("<|eot_id|>", "<|eom_id|>", "<|eot|>", "<|im_end|>", "<end_of_turn>")
@@ -35,6 +36,7 @@ ALL_BYTES = 1_000_000  # more than any token has
 TOKEN_TEXTS = 16_384  # how many are kept for log-probabilities
 PROBE = string.printable * 1000  # text that tells at boot what a tokenizer costs
 MAX_TOKENS = 50  # a character; published tokenizers make at most 4
+T = TypeVar("T")
 BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")
 
 
@@ -42,10 +44,10 @@ class Tokenizer:
     """One model's tokenizer. Safe to share between threads.
 
     Raises ConfigError when `tokenizer_dir` holds none that can be read. `eos_token_ids` are left out of the text, as are
-    the tokens that the tokenizer calls special.
+    the tokens that the tokenizer calls special. With `escapes`, `escape` keeps what clients write from becoming special tokens.
     """
 
-    def __init__(self, tokenizer_dir: str | Path, eos_token_ids: Iterable[int] = ()):
+    def __init__(self, tokenizer_dir: str | Path, eos_token_ids: Iterable[int] = (), escapes: bool = False):
         path = Path(tokenizer_dir) / "tokenizer.json"
         try:
             self._tokenizer = tokenizers.Tokenizer.from_file(str(path))
@@ -58,6 +60,7 @@ class Tokenizer:
         self.id_to_token, self.token_to_id = self._tokenizer.id_to_token, self._tokenizer.token_to_id
         added = self._tokenizer.get_added_tokens_decoder()
         self.special_ids = frozenset(i for i, token in added.items() if token.special) | frozenset(eos_token_ids)
+        self._escaping = Escaping(self._tokenizer, self.special_ids) if escapes else None
         decoder = json.loads(self._tokenizer.to_str()).get("decoder")
         steps = (decoder.get("decoders") or [decoder]) if decoder else []
         kinds = [step["type"] for step in steps]
@@ -75,21 +78,38 @@ class Tokenizer:
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Raises ValueError for a text that the tokenizer cannot process."""
         # A batch, because only that lets other threads run meanwhile: a text of a megabyte takes a second.
+        prepared, tokenizer = self._prepared(text)
         with _no_panic():
-            return self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
+            (encoding,) = tokenizer.encode_batch_fast([prepared], add_special_tokens=add_special_tokens)
+        return self._escaping.ids(encoding) if self._escaping else encoding.ids
 
     def spans(self, text: str, add_special_tokens: bool = True, most: float = math.inf) -> list[tuple[int, int, int]]:
         """Each token's id, and where in the UTF-8 bytes of `text` it begins and ends; 0, 0 if the tokenizer put it there.
 
         Raises TooManyTokens when there are more than `most`, ValueError for a text that the tokenizer cannot process.
         """
+        prepared, tokenizer = self._prepared(text)
         with _no_panic():
-            (encoding,) = self._tokenizer.encode_batch([text], add_special_tokens=add_special_tokens)
+            (encoding,) = tokenizer.encode_batch([prepared], add_special_tokens=add_special_tokens)
         if (count := len(encoding)) > most:
             del encoding  # takes 250 bytes a token, and the traceback of the error would keep it
             raise TooManyTokens(count)
-        at = [0, *itertools.accumulate(len(character.encode()) for character in text)]
-        return [(i, at[start], at[stop]) for i, (start, stop) in zip(encoding.ids, encoding.offsets)]
+        ids, widths = encoding.ids, map(utf8_bytes, text)
+        if self._escaping:
+            ids, widths = self._escaping.ids(encoding), self._escaping.widths(text)
+        at = [0, *itertools.accumulate(widths)]
+        return [(i, at[start], at[stop]) for i, (start, stop) in zip(ids, encoding.offsets)]
+
+    def _prepared(self, text: str) -> tuple[str, tokenizers.Tokenizer]:
+        """What is encoded for a text, and by which tokenizer."""
+        return (self._escaping.prepare(text), self._escaping.tokenizer) if self._escaping else (text, self._tokenizer)
+
+    def escape(self, value: T) -> T:
+        """A text of a client, or JSON of several, for `encode` to read as text only; `unescape` is for what clients read."""
+        return self._escaping.escape(value) if self._escaping else value
+
+    def unescape(self, text: str) -> str:
+        return self._escaping.unescape(text) if self._escaping else text
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text of `ids` as a whole, without special tokens."""

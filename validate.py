@@ -10,7 +10,7 @@ import contextlib
 import difflib
 import json
 import secrets
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any, TypeVar
 
 import msgspec
@@ -65,6 +65,7 @@ NEEDS_HOST = "needs SAMPLING=host: this server samples on the device"
 NO_PROMPT_LOGITS = "is not supported: this device gives no logits of the prompt"
 CONTEXT_LENGTH_EXCEEDED = "context_length_exceeded"
 OPENAI_TOP_LOGPROBS = 20  # OpenAI's own limit
+ROLES = ("system", "user", "assistant", "tool", "developer", "function")
 MAX_FIELDS = 256  # each unknown one is compared with all known ones, to find misspelt ones
 
 
@@ -315,9 +316,16 @@ def _logit_bias(given: dict[str, float], info: ModelInfo) -> list[tuple[int, flo
     return list(biases.items())
 
 
-def messages_of(messages: list[schema.Message]) -> list[dict[str, Any]]:
-    """Messages as a chat template reads them, the content of each as one text. Raises ApiError."""
+def messages_of(messages: list[schema.Message], template_words: Collection[str] = ()) -> list[dict[str, Any]]:
+    """Messages as a chat template reads them, the content of each as one text. Raises ApiError.
+
+    A role is one of ROLES, or a word that the template has in quotes: templates may write any other next to control tokens.
+    """
     _require(len(messages) > 0, "messages", "cannot be empty")
+    for n, message in enumerate(messages):
+        is_known = message.role in ROLES or message.role in template_words
+        allowed = f"must be one of {', '.join(ROLES)}, or another role that the model's chat template names"
+        _require(is_known, f"messages[{n}].role", f"{allowed}. Given: {message.role[:40]!r}")
     return [_message(n, message) for n, message in enumerate(messages)]
 
 

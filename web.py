@@ -525,7 +525,7 @@ class Server(gunicorn.app.base.BaseApplication):
         configuration.die_with_parent()
         engine = EngineClient(
             configuration.socket_address(),
-            lambda info: ModelText.load(info, self._config.tokenizer_config_path),
+            lambda info: ModelText.load(info, self._config.tokenizer_config_path, self._config.escape_special_tokens),
             self._config.stuck_timeout,
             on_stuck=(configuration.run_dir() / "stuck").touch,  # entrypoint.sh looks for it
         )
