@@ -24,7 +24,7 @@ from typing import Any
 from config import HERE, ConfigError, read_json
 
 # Of a template, which is a program that does as much as the messages make it do.
-TEMPLATE_CPU_S = 2
+TEMPLATE_CPU_S = 2.0
 TEMPLATE_BYTES = 256 * 2**20
 TEMPLATE_CHARACTERS = 4_000_000
 WORD = re.compile(r"""(?<=['"])[A-Za-z][A-Za-z0-9_-]*(?=['"])""")
@@ -158,7 +158,7 @@ class _Renderer:
         self._close()
         code = os.waitstatus_to_exitcode(posix.waitpid(self._pid, 0)[1])
         reasons = {
-            -signal.SIGXCPU: f"takes longer than {TEMPLATE_CPU_S} s of processor time",
+            -signal.SIGPROF: f"takes longer than {TEMPLATE_CPU_S:g} s of processor time",
             errno.ENOMEM: f"needs more than {TEMPLATE_BYTES // 2**20} MiB of memory",
         }
         return reasons.get(code, f"ended the process that renders it (code {code})")

@@ -75,8 +75,9 @@ class Served:
         most = LIMITS["max_concurrent_requests"]
         grammars = Grammars.load(folder, VOCABULARY, [EOS])
         self.worker = Worker(self.model, self.end, frozenset([EOS]), scheduler, most, self.metrics, grammars=grammars)
-        self.seen = EngineClient(address, lambda info: handlers.ModelText.load(info, None))
         self.config = Config(**LIMITS | settings)
+        escapes = self.config.escape_special_tokens
+        self.seen = EngineClient(address, lambda info: handlers.ModelText.load(info, None, escapes))
         self.client = web.create_app(self.config, self.seen).test_client()
         limits = (VOCABULARY, [EOS], 2, WINDOW - 1, WINDOW)
         info = ModelInfo("m", None, str(folder), *limits, "fake", "float32", model_dir=str(folder), sampling=sampled_by)

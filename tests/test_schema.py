@@ -536,7 +536,7 @@ def test_null_means_absent_in_openais_requests_too(kind):
         ([{"role": "user", "content": "a"}], [{"role": "user", "content": "a"}]),
         ([{"role": "user", "content": []}], [{"role": "user", "content": ""}]),
         ([{"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]}], None),
-        ([{"role": "x", "content": "a", "name": "n", "tool_calls": None, "refusal": None}], None),
+        ([{"role": "function", "content": "a", "name": "n", "tool_calls": None, "refusal": None}], None),
         ([{"role": "tool", "content": "a", "tool_call_id": "1"}], [{"role": "tool", "content": "a", "tool_call_id": "1"}]),
     ],
 )
@@ -547,6 +547,15 @@ def test_messages_come_as_templates_read_them(messages, expected):
         expected = [{"role": messages[0]["role"], "content": "ab" if isinstance(messages[0]["content"], list) else "a"}]
         expected[0] |= {"name": "n"} if "name" in messages[0] else {}
     assert got == expected
+
+
+def test_a_role_is_a_known_one_or_a_word_of_the_template():
+    messages = [schema.Message("user", "a"), schema.Message("ipython", "b")]
+    assert validate.messages_of(messages, {"ipython"})[1]["role"] == "ipython"
+    with pytest.raises(ApiError) as refused:
+        validate.messages_of(messages, {"<|end|>"})
+    assert refused.value.status == 422
+    assert all(word in refused.value.message for word in ("messages[1].role", "'ipython'", *validate.ROLES))
 
 
 @pytest.mark.parametrize(
