@@ -24,7 +24,7 @@ from typing import Any
 from config import HERE, ConfigError, read_json
 
 # Of a template, which is a program that does as much as the messages make it do.
-TEMPLATE_CPU_S = 2.0
+TEMPLATE_CPU_S = 1.0
 TEMPLATE_BYTES = 256 * 2**20
 TEMPLATE_CHARACTERS = 4_000_000
 WORD = re.compile(r"""(?<=['"])[A-Za-z][A-Za-z0-9_-]*(?=['"])""")

@@ -22,9 +22,10 @@ MAX_MB = {"config.json": 10, "generation_config.json": 10, "tokenizer_config.jso
 MAX_MB |= {"chat_template.json": 10, ".jinja": 1, ".json": 100, ".model": 100, ".txt": 100}
 KINDS = {stat.S_IFIFO: "a named pipe", stat.S_IFSOCK: "a socket", stat.S_IFCHR: "a device", stat.S_IFBLK: "a device"}
 
+MAX_TOKEN_ID = 10**7 - 1
 # The names of numbers in config.json, and the lowest and highest that a model can have. Lists have a number for each layer.
 NUMBERS = {
-    "vocab_size": (1, 10**7),
+    "vocab_size": (1, MAX_TOKEN_ID + 1),
     "hidden_size n_embd n_embed d_model": (1, 10**6),
     "num_hidden_layers n_layer n_layers num_layers": (1, 1000),
     "num_attention_heads n_head n_heads num_key_value_heads head_dim": (1, 10**5),

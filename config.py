@@ -393,6 +393,8 @@ class Manifest:
         for source in (config, read_json(folder / "generation_config.json")):
             ids = source.get("eos_token_id")
             eos += [i for i in (ids if isinstance(ids, list) else [ids]) if type(i) is int]
+        if impossible := [i for i in eos if not -1 <= i <= checks.MAX_TOKEN_ID]:
+            raise ConfigError(f"{folder}: eos_token_id is {impossible[0]!r:.50} and should be from 0 to {checks.MAX_TOKEN_ID}")
         text_config = config.get("text_config") if isinstance(config.get("text_config"), dict) else config
         windows = (text_config.get(k) for k in ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length"))
         return cls(

@@ -43,7 +43,7 @@ KEY = "correct-key"
 CLIENT_TIMEOUT_S = 5
 WEB_MB = 250  # of a web process after floods
 PATIENCE_S = 60
-START_S = 20  # in which a server that cannot start has said so
+START_S = 60  # in which a server that cannot start has said so
 SETTINGS = {
     "API_KEY": KEY,
     "MAX_BATCH_SIZE": 4,
@@ -315,7 +315,7 @@ def templates(target: Target) -> Tries:
         return "" if statuses == (422, 200) else f"{case} and a plain chat got {statuses}"
 
     with tempfile.TemporaryDirectory(prefix="textgen-attack-") as name:
-        template = f"{{% if messages[0].content == 'plain' %}}User: Hello{cases}{{% endif %}}"
+        template = f"{{% set n = messages | length %}}{{% if messages[0].content == 'plain' %}}User: Hello{cases}{{% endif %}}"
         folder = model_folder(Path(name) / "model", {"chat_template.jinja": lambda path: path.write_text(template)})
         with server(Path(name), MODEL_ID=str(folder)) as victim:
             yield from at_once((partial(one, case) for case in hostile.TEMPLATES), 4)
@@ -324,7 +324,7 @@ def templates(target: Target) -> Tries:
 
 
 def model_folder(folder: Path, files: dict[str, Callable[[Path], object]]) -> Path:
-    """A copy of the demonstration model with other files, which the functions make."""
+    """A copy of the demonstration model with other files, which `files` has functions for."""
     shutil.copytree(DEMO, folder)
     for name, make in files.items():
         (folder / name).unlink(missing_ok=True)
@@ -381,7 +381,8 @@ def refused(folder: Path, limit: tuple[int, int] | None = None, **given: str) ->
         except subprocess.TimeoutExpired:
             process.terminate()
             return f"with {limit} {given} it still runs after {START_S} s"
-    is_right = process.returncode in (1, 2) and "Traceback" not in log and log.lower().count("error:") == 1
+    errors = [line for line in log.splitlines() if line.startswith("error:") or " ERROR " in line]
+    is_right = process.returncode in (1, 2) and "Traceback" not in log and len(errors) == 1
     return "" if is_right else f"with {limit} {given} it ended with {process.returncode} and {log[-600:]!r}"
 
 

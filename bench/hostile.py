@@ -97,29 +97,29 @@ SCHEMAS = [
     {"type": "array", "minItems": 10**9}, {"multipleOf": 1e-300}, {"$defs": {"a": {"$ref": "#/$defs/a"}}, "$ref": "#/$defs/a"},
 ]
 
-# Chat templates that compute without end, take all memory, or look for Python's insides.
+# Chat templates that compute without end, take all memory, or look for Python's insides. `n` is 1: what has no variable in it
+# would be computed when the template is compiled, and with it every other one.
 TEMPLATES = {
     "lipsum": "{{ lipsum(n=10**9) }}",
     "range": "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
-    "format": "{{ '%4000000000d' % 1 }}",
-    "center": "{{ 'a'.center(4 * 10**9) }}",
-    "ljust": "{{ 'a'.ljust(4 * 10**9) }}",
-    "zfill": "{{ 'a'.zfill(4 * 10**9) }}",
-    "tabs": "{{ ('\t' * 1000).expandtabs(10**7) }}",
-    "power": "{{ 9 ** (9 ** 9) }}",
-    "replace": "{{ ('a' * 10**6).replace('a', 'b' * 10**5) }}",
-    "join": "{{ ('a' * 10**6).join(['b'] * 10**6) }}",
-    "indent": "{{ ('a\n' * 10**6) | indent(10**6) }}",
-    "sort": "{{ (([3, 1, 2] * 10**7) | sort) | length }}",
+    "format": "{{ '%4000000000d' % n }}",
+    "center": "{{ 'a'.center(n * 4000000000) }}",
+    "ljust": "{{ 'a'.ljust(n * 4000000000) }}",
+    "zfill": "{{ 'a'.zfill(n * 4000000000) }}",
+    "tabs": "{{ ('\t' * n * 1000).expandtabs(10**7) }}",
+    "power": "{{ 9 ** (n * 9 ** 9) }}",
+    "replace": "{{ ('a' * n * 10**6).replace('a', 'b' * n * 10**5) }}",
+    "join": "{{ ('a' * n * 10**6).join(['b'] * n * 10**6) }}",
+    "indent": "{{ ('a\n' * n * 10**6) | indent(10**6) }}",
+    "sort": "{{ (([3, 1, 2] * n * 10**7) | sort) | length }}",
     "batch": "{{ (range(9) | batch(10**9, 'a') | list) }}",
     "slice": "{{ (range(9) | slice(10**9) | list) }}",
-    "double": "{% set n = namespace(a='a' * 1000) %}{% for i in range(60) %}{% set n.a = n.a ~ n.a %}{% endfor %}{{ n.a }}",
-    "list": "{{ [[0] * 10**9] * 10**9 }}",
+    "double": "{% set m = namespace(a='a' * n * 1000) %}{% for i in range(60) %}{% set m.a = m.a ~ m.a %}{% endfor %}{{ m.a }}",
+    "list": "{{ [[0] * n * 10**9] * 10**9 }}",
     "recursion": "{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}",
-    "class": "{{ ''.__class__.__mro__[1].__subclasses__() }}",
+    "class": "{{ messages.__class__.__mro__[1].__subclasses__() }}",
     "globals": "{{ cycler.__init__.__globals__.os.environ }}",
-    "include": "{% include '/etc/passwd' %}",
-    "attribute": "{{ (''|attr('__class__')).mro() }}",
+    "attribute": "{{ (messages | attr('__class__')).mro() }}",
 }
 
 # Values of config.json.

@@ -195,9 +195,15 @@ def test_numbers_that_published_models_have_are_taken(folder):
     assert Manifest.read(folder).max_positions == 10_485_760
 
 
-def test_ids_that_no_vocabulary_has_do_not_keep_a_model_from_being_served(tmp_path):
+@pytest.mark.parametrize("name", ["config.json", "generation_config.json"])
+def test_an_eos_id_that_no_model_has_is_refused(folder, name):
+    (folder / name).write_text(json.dumps((LLAMA if name == "config.json" else {}) | {"eos_token_id": [2, 10**30]}))
+    assert refusal(folder).startswith(f"{folder}: eos_token_id is 1000000000")
+
+
+def test_ids_beyond_the_vocabulary_do_not_keep_a_model_from_being_served(tmp_path):
     shutil.copytree(DEMO_MODEL, tmp_path / "model")
-    (tmp_path / "model" / "generation_config.json").write_text(json.dumps({"eos_token_id": [10**30, -5]}))
+    (tmp_path / "model" / "generation_config.json").write_text(json.dumps({"eos_token_id": [999_999, -1]}))
     with Server("--model-id", str(tmp_path / "model")) as server:
         server.wait_ready()
         assert server.generate("A fox", max_new_tokens=2)[0] == 200
