@@ -34,7 +34,7 @@ from escaping import Escaping, utf8_bytes
 END_OF_TURN = ("<|eot_id|>", "<|eom_id|>", "<|eot|>", "<|im_end|>", "<end_of_turn>")
 ALL_BYTES = 1_000_000  # more than any token has
 TOKEN_TEXTS = 16_384  # how many are kept for log-probabilities
-PROBE = string.printable * 1000  # text that tells at boot what a tokenizer costs
+PROBE = string.printable * 200  # text that tells at boot what a tokenizer costs
 MAX_TOKENS = 50  # a character; published tokenizers make at most 4
 T = TypeVar("T")
 BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")

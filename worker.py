@@ -481,10 +481,8 @@ def boot(config: Config, end: WorkerEnd, metrics: Metrics) -> Worker:
                 try:
                     compiling.result()
                 except OSError as error:
-                    folder = os.environ.get("NUMBA_CACHE_DIR")
-                    raise ConfigError(
-                        f"no room for compiled loops in {folder} ({error}); NUMBA_CACHE_DIR names another"
-                    ) from error
+                    what = f"no room for compiled loops in {os.environ.get('NUMBA_CACHE_DIR')} ({error})"
+                    raise ConfigError(f"{what}; NUMBA_CACHE_DIR names another folder") from error
         tokenizer = tokenizer_check.result()
     if tokenizer.largest_id >= model.vocab_size:
         what = f"the tokenizer in {tokenizer.folder} makes the token {tokenizer.largest_id} of ordinary text"

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -44,6 +45,7 @@ class Device:
         return self.slots / self.step_ms * 1e3
 
 
+WEIGHTS_BYTES = 20 * 10**9
 LLAMA_2_7B = Device(8, 12.1, 32000, 24)
 LLAMA_31_8B = Device(32, 26.7, 128256, 8)
 FAST = Device(64, 10.0, 32000, 24)
@@ -73,7 +75,7 @@ def serve(device: Device, *more_flags: str) -> Iterator[Server]:
 
 
 def write_model(folder: Path, device: Device) -> Path:
-    """A folder that looks like the model: the demonstration model's tokenizer, made as large, and no weights."""
+    """A folder that looks like the model: the demonstration model's tokenizer, made as large, and empty weights."""
     folder.mkdir()
     demo = HERE / "demo" / "model"
     tokenizer = json.loads((demo / "tokenizer.json").read_text())
@@ -86,4 +88,5 @@ def write_model(folder: Path, device: Device) -> Path:
     (folder / "config.json").write_text(json.dumps(config))
     (folder / "tokenizer_config.json").write_bytes((demo / "tokenizer_config.json").read_bytes())
     (folder / "model.safetensors").touch()
+    os.truncate(folder / "model.safetensors", WEIGHTS_BYTES)  # takes no room
     return folder

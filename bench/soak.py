@@ -373,8 +373,13 @@ class Server:
         self.kills += 1
 
     def descriptors(self) -> dict[int, int]:
-        """How many each process has open. Raises OSError when one ends meanwhile."""
-        return {pid: len(os.listdir(f"/proc/{pid}/fd")) for pid in (self.worker, self.master, *self.web)}
+        """How many each process has open, but for pipes: web processes start others for chat templates when they need them.
+        Raises OSError when one ends meanwhile."""
+        found = {}
+        for pid in (self.worker, self.master, *self.web):
+            links = (os.path.realpath(fd) for fd in Path(f"/proc/{pid}/fd").iterdir())
+            found[pid] = sum("pipe:[" not in link for link in links)
+        return found
 
     def leftovers(self, before: dict[int, int]) -> list[str]:
         """What the processes hold beyond `before`, when no request is open."""

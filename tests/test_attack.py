@@ -5,7 +5,9 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 import threading
+from pathlib import Path
 
 import pytest
 from processes import MODEL_CACHE
@@ -35,7 +37,9 @@ class Gullible(http.server.BaseHTTPRequestHandler):
     def do_GET(self):
         length = self.headers.get("Content-Length", "0")
         self.rfile.read(int(length) if length.isascii() and length.isdigit() and len(length) < 9 else 0)
-        body = b"root:x:0:0" if "passwd" in self.path else json.dumps({"generated_text": "a", "paths": {"/generate": {}}}).encode()
+        body = (
+            b"root:x:0:0" if "passwd" in self.path else json.dumps({"generated_text": "a", "paths": {"/generate": {}}}).encode()
+        )
         self.send_response(200)
         self.send_header("Content-Length", str(len(body)))
         self.end_headers()
@@ -57,6 +61,7 @@ def test_attacks_find_a_server_that_falls_for_them(what, capsys):
     assert what.__name__ in capsys.readouterr().out
 
 
-def test_a_start_that_succeeds_is_found(tmp_path, monkeypatch):
+def test_a_start_that_succeeds_is_found(monkeypatch):
     monkeypatch.setattr(attack, "START_S", 3)
-    assert "still runs" in attack.refused(tmp_path, MODEL_CACHE=str(MODEL_CACHE))
+    with tempfile.TemporaryDirectory(prefix="textgen-") as name:
+        assert "still runs" in attack.refused(Path(name), MODEL_CACHE=str(MODEL_CACHE))
