@@ -71,7 +71,7 @@ class Programs:
     neuron_config: tuple[Option, ...] = ()  # further options of the library, NAME=VALUE
     # Tokens of a prompt that one program adds to a slot; 0: prompts run whole, as in older manifests.
     prefill_chunk: Annotated[int, msgspec.Meta(ge=0)] = 0
-    library_class: str | None = None  # None: an older manifest
+    model_class: str | None = None  # None: an older manifest
 
     @property
     def max_total_tokens(self) -> int:

@@ -120,10 +120,10 @@ class Build:
             programs = found.programs
             artifact.check_compiler(programs, compiler, config.model_name)
             config = artifact.with_programs(config, programs, config.model_name).with_manifest(manifest)
-            if shape.model_type == "mistral" and not programs.library_class:
+            if shape.model_type == "mistral" and not programs.model_class:
                 family = MISTRAL
-            if programs.library_class not in (None, family.name):
-                reason = f"{config.model_name} was compiled for {programs.library_class}, not {family.name}"
+            if programs.model_class not in (None, family.name):
+                reason = f"{config.model_name} was compiled for {programs.model_class}, not {family.name}"
                 raise ModelError(f"{reason}; compile it again")
             shape.check_length(config.max_total_tokens)
             _machine(config)
@@ -147,7 +147,7 @@ class Build:
                 quantize=config.quantize,
                 sampling=config.sampling or "host",
                 prefill_chunk=sizing.chunk,
-                library_class=family.name,
+                model_class=family.name,
                 compiler_version=compiler,
                 transformers_neuronx_version=str(library.__version__),
                 neuron_config=config.neuron_config or (),

@@ -249,14 +249,14 @@ def test_a_folder_is_served_with_the_chunks_that_it_was_compiled_for(tmp_path):
     assert serve(output, max_input_tokens=CHUNK).prefill_chunk is None  # all prompts are that short
 
 
-@pytest.mark.parametrize(("family", "library_class"), [("llama", "LlamaForSampling"), ("mistral", "MistralForSampling")])
-def test_a_folder_of_an_older_version_is_served_as_before_and_not_compiled_again(tmp_path, monkeypatch, family, library_class):
+@pytest.mark.parametrize(("family", "model_class"), [("llama", "LlamaForSampling"), ("mistral", "MistralForSampling")])
+def test_a_folder_of_an_older_version_is_served_as_before_and_not_compiled_again(tmp_path, monkeypatch, family, model_class):
     before = {"llama": neuron.LLAMA, "mistral": neuron.MISTRAL}
     monkeypatch.setattr(neuron, "FAMILIES", neuron.FAMILIES | before)
     output = compiled(tmp_path, "--prefill-chunk", "0", "--max-batch-size", "4", config=FAMILIES[family])
     monkeypatch.undo()
     manifest = json.loads((output / "config.json").read_text())
-    assert manifest["neuron"].pop("library_class") == library_class
+    assert manifest["neuron"].pop("model_class") == model_class
     del manifest["neuron"]["prefill_chunk"]
     (output / "config.json").write_text(json.dumps(manifest))
     batch = Batch(serve(output))

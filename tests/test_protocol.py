@@ -366,12 +366,18 @@ def test_a_flood_of_one_web_process_is_dropped_and_the_messages_of_another_arriv
 
 
 def test_what_is_to_be_sent_does_not_wait_until_a_flood_has_been_read(worker_with, connect):
-    count, handled, all_sent, is_read = 5 * protocol.MAX_PER_ROUND, [], threading.Event(), threading.Event()
+    count, handled = 5 * protocol.MAX_PER_ROUND, []
+    all_sent, is_due, is_read = threading.Event(), threading.Event(), threading.Event()
+
+    def outputs():
+        yield peer, End(1, "cancelled")
+        is_due.set()
 
     def handle(message):
         assert all_sent.wait(WAIT_S)
         if not handled:
-            worker.publish(lambda: [(peer, End(1, "cancelled"))])
+            worker.publish(outputs)
+            assert is_due.wait(WAIT_S)
         handled.append(message)
         if len(handled) == count:
             assert is_read.wait(WAIT_S)
