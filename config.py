@@ -50,6 +50,7 @@ DTYPES |= {"fp32": "float32", "f32": "float32", "bf16": "bfloat16", "fp16": "flo
 
 
 MAX_COUNT, MAX_SECONDS = 10**9, 10**6  # of any setting
+MAX_TOP_TOKENS = 10_000  # of `max_top_n_tokens`; the worker checks it, too
 
 
 def _whole(value: str, low: int = 1, high: int = MAX_COUNT) -> int:
@@ -275,7 +276,8 @@ class Config:
         "Limit of the prompts of a request (`/v1/completions`, `/vertex`), and of the choices (`n`) for each.")
     max_best_of: int = setting(2, "MAX_BEST_OF", "Limit of `best_of`.")
     max_stop_sequences: int = setting(4, "MAX_STOP_SEQUENCES", "Limit of the stop sequences of a request.")
-    max_top_n_tokens: int = setting(5, "MAX_TOP_N_TOKENS", "Limit of `top_n_tokens`, and of `logprobs` in `/v1/completions`.")
+    max_top_n_tokens: int = setting(5, "MAX_TOP_N_TOKENS", "Limit of `top_n_tokens`, and of `logprobs` in `/v1/completions`.",
+        parse=functools.partial(_whole, high=MAX_TOP_TOKENS))
     hostname: str = setting("0.0.0.0", "HOSTNAME", "IP address to listen on. A HOSTNAME variable that is not an IP address, as "
         "containers and shells set it, is ignored.", parse=_ip)
     port: int = setting(8080, "SAGEMAKER_BIND_TO_PORT PORT -p",

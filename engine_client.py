@@ -34,6 +34,10 @@ class EngineError(Exception):
     """The worker does not answer; the message is its phase, or "busy"."""
 
 
+class TooLarge(Exception):
+    """The requests do not fit into a message to the worker."""
+
+
 class ClientGone(Exception):
     """The client has disconnected; the response would not be read."""
 
@@ -115,10 +119,16 @@ class EngineClient:
             self._has_text.wait(LOADING_S)
 
     def submit(self, generates: list[Generate], messages: SimpleQueue) -> None:
-        """Sends requests, of which all are accepted or none. Lists of their messages are put into `messages`."""
+        """Sends requests, of which all are accepted or none. Lists of their messages are put into `messages`.
+
+        Raises TooLarge, and sends nothing.
+        """
+        message = protocol.SubmitRequests(generates)
+        if len(generates) > protocol.MAX_SEQUENCES or len(protocol.encode(message)) > protocol.MAX_MESSAGE_BYTES:
+            raise TooLarge  # sent, it would cost this process its connection
         for generate in generates:
             self._queues[generate.id] = messages
-        self._send(protocol.SubmitRequests(generates))
+        self._send(message)
         if self._lost:
             self._end_all()
 

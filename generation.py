@@ -20,7 +20,7 @@ from gevent.monkey import get_original
 
 import errors
 from answers import Sequence
-from engine_client import EngineClient, InFlightRequest
+from engine_client import EngineClient, InFlightRequest, TooLarge
 from errors import ApiError
 from protocol import End, Generate, GenerateOptions, Prompt, RequestStats, Token
 from text import Piece
@@ -91,7 +91,12 @@ class Generation:
             events = select.POLLHUP | select.POLLERR | (0 if input_may_end else select.POLLRDHUP)
             self._connection.register(client, events)
         self._log("sent to the worker", sequences=len(generates), prompt_tokens=sum(len(prompt) for prompt, _ in prompts))
-        self._request = InFlightRequest(engine, generates)
+        try:
+            self._request = InFlightRequest(engine, generates)
+        except TooLarge:
+            tokens = sum(len(generate.prompt) for generate in generates)
+            what = f"the request asks for {len(generates)} sequences whose prompts have {tokens} tokens altogether"
+            raise errors.invalid(None, f"{what}, too many to be sent at once; send several requests") from None
         self._in_progress = in_progress
         in_progress.add(self)
 

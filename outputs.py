@@ -15,6 +15,7 @@ from typing import NamedTuple
 import numpy as np
 
 import sampling
+from config import MAX_TOP_TOKENS
 from grammar import Matcher
 from models.base import StaticBatchModel
 from protocol import End, Generate, Prompt, Token, Tokens
@@ -22,8 +23,6 @@ from sampling import RowSampler
 from scheduler import Request, Step
 
 logger = logging.getLogger("worker")
-
-MAX_TOP_TOKENS = 10_000  # of `top_n_tokens`
 
 
 @dataclass(slots=True, eq=False, kw_only=True)

@@ -36,6 +36,7 @@ SILENCE_S = 20 * HEARTBEAT_S  # a worker that is silent for that long is not run
 METRICS_S = 0.1  # between two times that the metrics are rendered, which takes about 20 ms
 # Limits of what a web process can make the worker do.
 MAX_MESSAGE_BYTES = 64_000_000  # ZeroMQ disconnects a web process that sends more
+MAX_SEQUENCES = 10_000  # of an HTTP request
 MAX_PER_ROUND = 100  # messages that are read before others are sent: about 1 ms
 MAX_PER_STEP = 1_000  # messages that the loop takes between two steps: about 1 ms
 MAX_WAITING = 10_000  # messages of a web process that the loop has not taken
@@ -97,7 +98,7 @@ class Generate(GenerateOptions, frozen=True):
 class SubmitRequests(msgspec.Struct, tag="submit", frozen=True):
     """Web → worker: everything that one HTTP request asks for. All of it is accepted, or all of it is refused."""
 
-    generates: Annotated[list[Generate], Meta(min_length=1, max_length=10_000)]
+    generates: Annotated[list[Generate], Meta(min_length=1, max_length=MAX_SEQUENCES)]
 
 
 class Cancel(msgspec.Struct, tag="cancel", frozen=True):
@@ -249,16 +250,10 @@ class WorkerEnd:
 
     `on_immediate` is called on the socket's thread with each message of `IMMEDIATE` and must not block; what it returns is sent
     to that peer. `refuses` is called there with each SubmitRequests; the reason and the message that it returns end all of its
-    requests at once, however long the step takes that is running. `on_failure` is called when the thread ends by an unexpected
-    error: without it the worker could neither receive nor send.
+    requests at once, however long the step takes that is running.
     """
 
-    def __init__(
-        self,
-        address: str,
-        on_immediate: Callable[[FromWeb], FromWorker | None] = lambda _message: None,
-        on_failure: Callable[[BaseException], None] | None = None,
-    ):
+    def __init__(self, address: str, on_immediate: Callable[[FromWeb], FromWorker | None] = lambda _message: None):
         self._outbox: queue.SimpleQueue = queue.SimpleQueue()
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._closing = threading.Event()
@@ -268,7 +263,6 @@ class WorkerEnd:
         self._output_thread = threading.Thread(target=self._publish, name="worker-outputs", daemon=True)
         self._thread = threading.Thread(target=self._run, name="worker-socket", daemon=True)
         self._on_immediate = on_immediate
-        self._on_failure = on_failure
         self.refuses: Callable[[SubmitRequests], tuple[str, str] | None] = lambda _message: None
         self.status = Status("starting")
         self._model_info: ModelInfo | None = None
@@ -356,10 +350,6 @@ class WorkerEnd:
     def _run(self) -> None:
         try:
             self._serve()
-        except BaseException as error:
-            if self._on_failure is None:
-                raise
-            self._on_failure(error)
         finally:
             self._context.destroy(linger=1000)
 

@@ -554,9 +554,9 @@ def boot_phase(end: WorkerEnd, metrics: Metrics, phase: str, what: str) -> Itera
     logger.info("Done %s %s in %.1f s", phase, what, seconds)
 
 
-def end_process(error: BaseException | None) -> None:
+def end_process(failure: threading.ExceptHookArgs) -> None:
     """After an error that ends a thread, without which nothing works."""
-    logger.critical("a thread of the worker failed: %r", error, exc_info=error)
+    logger.critical("a thread of the worker failed: %r", failure.exc_value, exc_info=failure.exc_value)
     os._exit(1)  # the main thread may be waiting for the device
 
 
@@ -567,8 +567,8 @@ def main() -> int:
     if config.is_demo:
         logger.info("No model is named: serving the built-in demonstration model. Name one with --model-id or MODEL_ID.")
     metrics = Metrics()
-    end = WorkerEnd(configuration.socket_address(), metrics.handle, end_process)
-    threading.excepthook = lambda failure: end_process(failure.exc_value)
+    end = WorkerEnd(configuration.socket_address(), metrics.handle)
+    threading.excepthook = end_process
     try:
         worker = boot(config, end, metrics)
         gc.freeze()  # a full collection over everything imported so far takes up to 150 ms, in which no token is generated

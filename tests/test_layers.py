@@ -56,7 +56,7 @@ MAY_IMPORT = {
     "profiling": {"outputs", "protocol", "models.base", "config"},
     "metrics": {"outputs", "scheduler", "protocol"},
     "masks": {"grammar", "protocol"},
-    "outputs": {"grammar", "sampling", "scheduler", "protocol", "models.base"},
+    "outputs": {"grammar", "sampling", "scheduler", "protocol", "models.base", "config"},
     "scheduler": {"models.base", "slots"},
     "slots": set(),
     "sampling": set(),

@@ -20,6 +20,7 @@ import errors
 import generation
 import handlers
 import openapi
+import protocol
 import schema
 import validate
 import web
@@ -866,6 +867,16 @@ def test_a_request_for_more_sequences_than_may_ever_run_and_wait_is_not_told_to_
     assert response.status_code == 422
     assert "the request asks for 4 sequences, and at most 2" in response.json["error"]["message"]
     assert served.post("/v1/completions", {"prompt": ["a", "b"], "max_tokens": 2}).status_code == 200
+
+
+@pytest.mark.parametrize(("limit", "value"), [("MAX_MESSAGE_BYTES", 1000), ("MAX_SEQUENCES", 3)])
+def test_more_than_a_message_to_the_worker_holds_is_refused_and_not_sent(served, monkeypatch, limit, value):
+    monkeypatch.setattr(protocol, limit, value)
+    response = served.post("/v1/completions", {"prompt": ["a" * 30, "b" * 30], "n": 2, "temperature": 1})
+    assert response.status_code == 422
+    message = "the request asks for 4 sequences whose prompts have 120 tokens altogether, too many to be sent at once"
+    assert message in response.json["error"]["message"]
+    assert served.post("/v1/completions", {"prompt": "a", "max_tokens": 2}).status_code == 200
 
 
 def test_every_request_for_text_is_counted_once(served):
