@@ -276,11 +276,11 @@ def test_an_error_while_messages_are_made_costs_the_rest_of_these_messages_alone
     assert "the outputs of a step could not be published" in caplog.text
 
 
-def test_an_unexpected_error_of_the_sockets_thread_is_reported_to_the_worker(worker_with, connect):
+def test_an_unexpected_error_of_the_sockets_thread_ends_the_thread(worker, monkeypatch):
     failures = queue.SimpleQueue()
-    worker = worker_with(lambda _message: None, failures.put)
+    monkeypatch.setattr(threading, "excepthook", lambda failure: failures.put(failure.exc_type))
     worker.send(b"", End("no id", object()))  # cannot be encoded
-    assert isinstance(failures.get(timeout=WAIT_S), TypeError)
+    assert failures.get(timeout=WAIT_S) is TypeError
 
 
 # What a web process that was taken over may send
