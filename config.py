@@ -260,7 +260,7 @@ class Config:
     max_queue_time: float | None = setting(None, "MAX_QUEUE_TIME",
         "Seconds that a request may wait for a slot; then it is answered with 429.", shown="no limit")
     queue_threshold_ms: int | None = setting(None, "QUEUE_THRESHOLD_MS", "Milliseconds in the queue after which a request goes "
-        "first; until then shorter prompts start before longer ones.", parse=functools.partial(_whole, low=0),
+        "first; until then shorter prompts start before longer ones.", parse=_from_0,
         shown="requests start in the order of arrival")
     max_batch_prefill_tokens: int | None = setting(None, "MAX_BATCH_PREFILL_TOKENS",
         "Prompt tokens per decode step of the running requests. OpenVINO runs them in the same step; elsewhere they run before "
@@ -268,7 +268,7 @@ class Config:
     waiting_served_ratio: float = setting(0.0, "WAITING_SERVED_RATIO", "Ratio of waiting to running requests from which "
         "prompts may interrupt decoding. No effect with OpenVINO, which runs both in the same step.", parse=_ratio)
     max_waiting_tokens: int = setting(20, "MAX_WAITING_TOKENS",
-        "Decode steps after which a waiting prompt runs whatever waiting_served_ratio is.")
+        "Decode steps after which a waiting prompt runs whatever waiting_served_ratio is.", parse=_from_0)
     prefix_reuse: bool = setting(True, "PREFIX_REUSE PREFIX_CACHING USE_PREFIX_CACHING", "A prompt continues what a slot still "
         "holds of its first tokens (a chat's next turn, a common system prompt). Its time to first token may show that others "
         "used the same prefix.")
@@ -456,7 +456,7 @@ class _Parser(argparse.ArgumentParser):
             self.add_argument(flag, *entry.metadata["flags"], dest=flag, action="append", help=text, **value)
         for name in _OTHER_NAMES:
             if name.startswith("-"):
-                self.add_argument(name, dest=name, nargs="*", help=argparse.SUPPRESS)
+                self.add_argument(name, dest=name, action="extend", nargs="*", help=argparse.SUPPRESS)
 
     def error(self, message: str) -> None:
         raise ConfigError(message)
@@ -485,6 +485,17 @@ def _given(argv: Sequence[str], environ: Mapping[str, str]) -> dict[str, str]:
     return given
 
 
+def _names_given(flag: str, given: Mapping[str, str]) -> list[str]:
+    """The names of a setting that are given, flags first, its own before those of other servers. The first one counts."""
+    others = [
+        name
+        for name, (effect, neutral, text) in _OTHER_NAMES.items()
+        if effect == "same_as" and text.split()[0] == flag and given.get(name) != neutral
+    ]
+    names = (flag, *SETTINGS[flag].metadata["names"], *others)
+    return sorted((name for name in names if name in given), key=lambda name: not name.startswith("-"))
+
+
 def _of_other_servers(given: Mapping[str, str]) -> list[str]:
     """A line for each setting of another server: what it sets, or why it has no effect. Raises ConfigError for one that is not
     supported."""
@@ -494,9 +505,8 @@ def _of_other_servers(given: Mapping[str, str]) -> list[str]:
         if effect == "no_effect":
             lines.append(f"{name} has no effect: {text}")
         elif effect == "same_as" and value != neutral:
-            flag = text.split()[0]
-            own = [known for known in (flag, *SETTINGS[flag].metadata["names"]) if known in given]
-            lines.append(f"{name} is ignored: {own[0]} is set" if own else f"{name} is read as {text}")
+            first = _names_given(text.split()[0], given)[0]
+            lines.append(f"{name} is read as {text}" if name == first else f"{name} is ignored: {first} is set")
         elif effect == "not_supported" and value.lower() not in (neutral, "0", "false", "none", "off"):
             raise ConfigError(f"{name} is not supported: {text}")
     return lines
@@ -514,13 +524,7 @@ def parse(argv: Sequence[str], environ: Mapping[str, str]) -> Config:
         raise ConfigError("MAX_INPUT_TOKENS and its older name MAX_INPUT_LENGTH are both set; leave out MAX_INPUT_LENGTH")
     values = {}
     for flag, entry in SETTINGS.items():
-        others = [
-            name
-            for name, (effect, neutral, text) in _OTHER_NAMES.items()
-            if effect == "same_as" and text.split()[0] == flag and given.get(name) != neutral
-        ]
-        names = sorted((flag, *entry.metadata["names"], *others), key=lambda name: not name.startswith("-"))
-        name = next((name for name in names if name in given), None)
+        name = next(iter(_names_given(flag, given)), None)
         if name is None:
             continue
         if not given[name]:

@@ -204,11 +204,13 @@ class Scheduler:
             self.prefilling.append(request)
 
     def _next_waiting(self, now: float) -> Request:
-        """Takes a request out of the queue: the first one; with `queue_threshold_s` the shortest prompt unless the first one
-        has waited longer than that."""
+        """Takes a request out of the queue: the first one; with `queue_threshold_s` the one that has waited longest, if that is
+        longer than this, else the shortest prompt."""
         first = self.waiting[0]
-        if self._queue_threshold_s is not None and now - first.arrived_at <= self._queue_threshold_s:
-            first = min(self.waiting, key=lambda request: len(request.prompt))
+        if self._queue_threshold_s is not None:
+            first = min(self.waiting, key=lambda request: request.arrived_at)
+            if now - first.arrived_at <= self._queue_threshold_s:
+                first = min(self.waiting, key=lambda request: len(request.prompt))
         self.waiting.remove(first)
         return first
 

@@ -239,7 +239,7 @@ class NeuronModel:
             return [_comparable(output), _comparable(self.forward([Chunk(slot, prompt[:1], length)]))]
 
         try:
-            chunked = run(0, self.prefill_chunk)  # first, so that it finds nothing that the other one has left
+            chunked = run(0, min(self.prefill_chunk, length - 2))  # first, so that it finds nothing that the other one has left
         except DeviceLost as error:
             if re.search(DEVICE_ERROR, str(error).lower()):
                 raise ModelError(f"the program of prompt chunks fails ({error}); give --prefill-chunk 0") from None

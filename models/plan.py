@@ -102,7 +102,7 @@ class Shape:
             intermediate=number("intermediate_size", "ffn_dim", "n_inner", default=None if is_gated else 4 * hidden),
             vocab=number("vocab_size"),
             experts=number("num_local_experts", default=8) if model_type == "mixtral" else 0,
-            window=None if model_type == "bloom" else window,  # ALiBi has no limit
+            window=None if model_type == "bloom" and not data.get("seq_length") else window,  # ALiBi has no limit of its own
             positions={"gpt2": window, "opt": window + 2}.get(model_type, 0),
             is_tied=bool(data.get("tie_word_embeddings", model_type in ("gpt2", "opt", "bloom"))),
             dtype=DTYPES.get(str(data.get("dtype") or data.get("torch_dtype")), "float32"),  # transformers' default

@@ -59,6 +59,7 @@ VALUES = {
     ],
     "otlp_service_name": [("llm", "llm"), ("other", "other")],
     "profile": [("/data", "/data"), ("~/profile", os.path.expanduser("~/profile"))],
+    "max_waiting_tokens": [("0", 0), ("7", 7)],
     "waiting_served_ratio": [("0.3", 0.3), ("0", 0.0)],
     "hostname": [("127.0.0.1", "127.0.0.1"), ("::1", "::1")],
     "port": [("7000", 7000), ("9000", 9000)],
@@ -266,7 +267,9 @@ WRONG |= {
     "device": {"tpu": "must be one of auto, cpu, cuda, neuron"},
     "dtype": {"int3": "must be one of auto, float32, bfloat16, float16"},
     "quantize": {"awq": "must be one of none, int8, int4"},
-    **dict.fromkeys(("prof_waitstep", "prof_warmupstep", "prof_step"), WHOLE_NUMBERS | {"-1": "must be at least 0"}),
+    **dict.fromkeys(
+        ("max_waiting_tokens", "prof_waitstep", "prof_warmupstep", "prof_step"), WHOLE_NUMBERS | {"-1": "must be at least 0"}
+    ),
     "neuron_config": {
         "fuse_mlp=true": "'fuse_mlp' is not an option; these are: collectives_layout, on_device_embedding, "
         "sequence_parallel_norm, sequence_parallel_norm_threshold, shard_over_sequence",
@@ -407,6 +410,22 @@ def test_of_several_names_of_a_setting_flags_beat_variables_and_its_own_name_the
     assert of(HF_NUM_CORES="4", SM_NUM_GPUS="2").tp_degree == 4
     assert of("--num-shard", "1", HF_NUM_CORES="4").tp_degree == 4
     assert of("--num-shard", "1").tp_degree is None and of("--tp-degree", "1").tp_degree == 1
+
+
+def test_each_name_of_another_server_that_does_not_count_is_logged_with_the_one_that_does():
+    done = run("--num-shard", "2", **HUB_MODEL, NUM_SHARD="8", SM_NUM_GPUS="4", HF_OPTIMUM_BATCH_SIZE="3", TS_BATCH_SIZE="5")
+    assert Config.from_json(done.stdout) == of("--tp-degree", "2", "--max-batch-size", "3")
+    assert {line.split(" WARNING config: ")[1] for line in done.stderr.splitlines()[1:]} == {
+        "--num-shard is read as --tp-degree (TP_DEGREE)",
+        "NUM_SHARD is ignored: --num-shard is set",
+        "SM_NUM_GPUS is ignored: --num-shard is set",
+        "HF_OPTIMUM_BATCH_SIZE is read as --max-batch-size (MAX_BATCH_SIZE)",
+        "TS_BATCH_SIZE is ignored: HF_OPTIMUM_BATCH_SIZE is set",
+    }
+
+
+def test_a_flag_of_another_server_cannot_have_two_values():
+    assert refusal("--num-shard", "2", "--num-shard", "4") == "--num-shard '2,4': must be a whole number"
 
 
 def test_the_names_of_other_servers_are_no_settings_and_are_in_the_documents():

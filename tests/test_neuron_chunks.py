@@ -224,6 +224,14 @@ def test_chunks_that_give_other_logits_than_the_whole_prompt_are_turned_off_at_t
     fake.violations.clear()
 
 
+def test_the_program_of_chunks_runs_at_the_start_also_where_the_longest_prompt_has_one_token_more(tmp_path, monkeypatch):
+    calls, real = [], transformers_neuronx.LlamaForSampling.speculative_forward
+    record = lambda model, ids, *rest, **options: calls.append(ids.shape) or real(model, ids, *rest, **options)  # noqa: E731
+    monkeypatch.setattr(transformers_neuronx.LlamaForSampling, "speculative_forward", record)
+    assert load_chunks(tmp_path, max_input_tokens=CHUNK + 1).prefill_chunk == CHUNK
+    assert calls == [(1, CHUNK)]
+
+
 def test_a_device_that_fails_in_a_chunk_at_the_start_ends_it_with_the_setting_to_change(tmp_path, monkeypatch):
     def fail(model, *arguments, **options):
         fake.runtime().die('nrt_execute status=1004 message="Execution error"')

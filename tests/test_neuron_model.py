@@ -556,6 +556,11 @@ def test_a_model_that_does_not_fit_is_refused_before_a_weight_is_read(tmp_path, 
         serve(tmp_path / "large")
 
 
+def test_a_bloom_is_served_up_to_the_length_of_its_training(tmp_path):
+    model = load(tmp_path, FAMILIES["bloom"] | {"seq_length": 64}, max_total_tokens=None, max_input_tokens=None)
+    assert model.max_total_tokens == 64
+
+
 def test_a_sliding_window_limits_the_length_that_is_chosen(tmp_path):
     model = load(tmp_path, FAMILIES["mistral"] | {"sliding_window": 20}, max_total_tokens=None, max_input_tokens=None)
     assert model.max_total_tokens == 20

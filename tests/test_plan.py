@@ -52,7 +52,14 @@ CONFIGS = {
         "vocab_size": 50272,
         "torch_dtype": "float16",
     },
-    "BLOOM-560M": {"model_type": "bloom", "n_layer": 24, "n_embed": 1024, "num_attention_heads": 16, "vocab_size": 250880},
+    "BLOOM-560M": {
+        "model_type": "bloom",
+        "n_layer": 24,
+        "n_embed": 1024,
+        "num_attention_heads": 16,
+        "vocab_size": 250880,
+        "seq_length": 2048,
+    },
     "GPT-NeoX-20B": {
         "model_type": "gpt_neox",
         "num_hidden_layers": 44,
@@ -262,6 +269,7 @@ def test_int4_is_refused_by_name():
         ("Mixtral-8x7B", "inf2.48xlarge", (8, 16, 4096)),
         ("Mixtral-8x7B", "trn1.32xlarge", (32, 32, 4096)),
         ("GPT-2", "inf2.xlarge", (2, 1, 1024)),
+        ("BLOOM-560M", "inf2.xlarge", (2, 1, 2048)),  # longer is refused by `serve`
     ],
 )
 def test_the_chosen_sizes_for_a_machine(name, instance, chosen):

@@ -444,6 +444,13 @@ def test_shorter_prompts_go_first_until_others_have_waited_longer_than_the_thres
     assert order == [old, short, long]
 
 
+def test_a_request_that_was_queued_late_goes_first_when_it_has_waited_longer_than_the_threshold():
+    scheduler = Scheduler(slots=1, queue_threshold_s=5.0, **MIXED)
+    _, _, overdue = added(scheduler, request(9, arrived_at=8.0), request(3, arrived_at=9.0), request(9, arrived_at=1.0))
+    run_step(scheduler, now=10.0)
+    assert overdue.slot is not None
+
+
 # Whatever arrives and ends
 
 
