@@ -362,7 +362,7 @@ def published(sizing: Sizing, config: Config, instance: str) -> list[Figure]:
 
 def report(name: str, shape: Shape, machines: Sequence[Machine], config: Config) -> Iterator[str]:
     """The lines that `plan` prints, of any length."""
-    served = shape.served_in(config.dtype) + (", its layers in int8" if config.quantize else "")
+    served = shape.served_in(config.dtype) + (f", its layers in {config.quantize}" if config.quantize else "")
     yield f"{name} ({shape.model_type}): {shape.parameters:,} parameters in {shape.dtype}, {shape.layers} layers"
     yield f"served in {served}; window: {shape.window or 'unlimited'}; host memory to load it: {shape.host_bytes / GIB:.1f} GiB"
     useful = min(USEFUL_LENGTH, shape.window or USEFUL_LENGTH, config.max_total_tokens or USEFUL_LENGTH)
