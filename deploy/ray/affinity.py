@@ -23,9 +23,9 @@ def session_of(path: str, header: str | None, body: bytes) -> str | None:
         chat = json.loads(body)
         messages = chat.get("messages") or chat["input"]  # `input` is that of /v1/responses
         first = next(i for i, message in enumerate(messages) if message.get("role") == "user")
-    except (ValueError, KeyError, AttributeError, TypeError, StopIteration):
+        return json.dumps(messages[: first + 1], sort_keys=True)
+    except (ValueError, KeyError, AttributeError, TypeError, StopIteration, RecursionError):
         return None  # the server says what is wrong, if anything is
-    return json.dumps(messages[: first + 1], sort_keys=True)
 
 
 def candidates(session: str | None, own: str, addresses: Collection[str]) -> list[str]:

@@ -19,6 +19,7 @@ SEED_PREFIX = "/serve"  # under which the Ray Serve blueprint for Inferentia is 
 # Belong to one connection, or are added by each HTTP server itself; Ray adds `x-request-id`, with the value that it passes on.
 DROPPED = {b"connection", b"keep-alive", b"te", b"trailer", b"transfer-encoding", b"upgrade", b"expect", b"content-length"}
 DROPPED_OF_RESPONSES = DROPPED - {b"content-length"} | {b"date", b"server", b"x-request-id"}
+CANNOT_CONNECT = (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError)  # the second one: its node is gone
 
 
 class Proxy:
@@ -59,7 +60,7 @@ class Proxy:
         target = path + ("?" + query if query else "")
         try:
             response = await self._request(scope["method"], path, target, headers, body)
-        except aiohttp.ClientConnectorError:
+        except CANNOT_CONNECT:
             return await _send_error(send, path, 503, "unavailable", "No replica can be reached")
         except aiohttp.ClientError:  # it may have been processed, so no other server gets it
             return await _send_error(send, path, 503, "unavailable", "The replica's server ended before it answered")
@@ -92,7 +93,7 @@ class Proxy:
                 response = await self._session.request(
                     method, url, headers=headers, data=body or None, allow_redirects=False, skip_auto_headers=SKIPPED
                 )
-            except aiohttp.ClientConnectorError:
+            except CANNOT_CONNECT:
                 if is_last:
                     raise
                 continue

@@ -39,9 +39,10 @@ class Server:
         environment = {"PYTHON": sys.executable} | os.environ
         environment.pop("SAGEMAKER_BIND_TO_PORT", None)
         self._process = subprocess.Popen(
-            command, env=environment, stdin=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, start_new_session=True
+            command, env=environment, stdin=subprocess.DEVNULL, stderr=subprocess.PIPE, errors="replace", start_new_session=True
         )
-        threading.Thread(target=self._copy_log, daemon=True).start()
+        self._log = threading.Thread(target=self._copy_log, daemon=True)
+        self._log.start()
 
     def _copy_log(self) -> None:
         for line in self._process.stderr:
@@ -66,6 +67,7 @@ class Server:
     async def check(self, session: aiohttp.ClientSession) -> None:
         """Raises ServerError unless `/health` says that requests are accepted."""
         if not self.is_running:
+            self._log.join(1)  # its last line is the reason
             raise ServerError(f"the server has ended with code {self._process.returncode}: {self._last_line}")
         async with session.get(f"http://{self.address}/health") as response:
             if response.status != 200:
