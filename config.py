@@ -305,7 +305,8 @@ class Config:
     otlp_endpoint: str | None = setting(None, "OTLP_ENDPOINT", "URL of an OpenTelemetry collector that takes OTLP over HTTP, "
         "such as http://localhost:4318, to export traces of requests to. Needs the packages of the extra `otel`.",
         parse=_collector, shown="no traces")
-    otlp_service_name: str = setting("text-generation-inference.router", "OTLP_SERVICE_NAME", "Service name in the traces.")
+    otlp_service_name: str = setting("text-generation-inference.router", "OTLP_SERVICE_NAME OTEL_SERVICE_NAME",
+        "Service name in the traces.")
     profile: str | None = setting(None, "PROFILE PROF_PATH", "Folder for a trace of the worker's steps.",
         parse=_folder, shown="/tmp/profile with PROF_STEP, else no trace")
     prof_waitstep: int = setting(0, "PROF_WAITSTEP", "Steps to run before the trace begins.", parse=_from_0)

@@ -19,7 +19,7 @@ from openapi import openapi
 from schema import ChatRequest, CompletionRequest, GenerateRequest, Parameters
 from validate import NOT_SUPPORTED
 
-DOCUMENTS = [*HERE.glob("*.md"), HERE / "bench" / "README.md", HERE / "demo" / "README.md", *(HERE / "docs").glob("*.md")]
+DOCUMENTS = [path for folder in (".", "bench", "demo", "docs", "deploy/*") for path in HERE.glob(f"{folder}/*.md")]
 README = (HERE / "README.md").read_text()
 MIGRATING = (HERE / "docs" / "migrating.md").read_text()
 SETTINGS = {

@@ -233,6 +233,12 @@ def test_probes_service_and_monitor_ask_where_the_server_answers(name):
     assert ports == {"http"}
 
 
+def test_the_network_policy_lets_out_names_downloads_and_traces():
+    egress = find(built("cpu"), "NetworkPolicy")["spec"]["egress"]
+    otlp = re.search(r"http://localhost:(\d+)", config.SETTINGS["--otlp-endpoint"].metadata["help"])[1]
+    assert {port["port"] for rule in egress for port in rule["ports"]} == {53, 443, int(otlp)}
+
+
 @pytest.mark.parametrize("name", OVERLAYS)
 def test_every_selector_finds_the_pods(name):
     labels = deployment(name)["template"]["metadata"]["labels"]

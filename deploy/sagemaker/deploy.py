@@ -201,6 +201,16 @@ def _variable(text: str) -> tuple[str, str]:
     return name, value
 
 
+def _body(text: str) -> dict:
+    try:
+        body = json.loads(text)
+    except ValueError:
+        body = None
+    if not isinstance(body, dict):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a JSON object")
+    return body
+
+
 def _arguments(argv: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     verbs = parser.add_subparsers(dest="verb", required=True)
@@ -226,7 +236,7 @@ def _arguments(argv: list[str]) -> argparse.Namespace:
     for name, help in (("invoke", "print the whole answer, as JSON"), ("stream", "print the text as it is generated")):
         body = verb(name, help).add_mutually_exclusive_group(required=True)
         body.add_argument("prompt", nargs="?", metavar="PROMPT", help="a message to the model, as a chat")
-        body.add_argument("--body", type=json.loads, metavar="JSON", help="any body that /invocations takes")
+        body.add_argument("--body", type=_body, metavar="JSON", help="any body that /invocations takes")
     added = verb("autoscale", "change the number of instances with the load")
     added.add_argument("--min", type=int, default=1, metavar="N", help="1 if not set")
     added.add_argument("--max", type=int, required=True, metavar="N")
@@ -246,7 +256,7 @@ def _run(arguments: argparse.Namespace) -> None:
         wait(sagemaker, boto3.client("logs"), name)
     elif arguments.verb in ("invoke", "stream"):
         chat = {"messages": [{"role": "user", "content": arguments.prompt}], "max_tokens": MAX_TOKENS}
-        body = arguments.body or chat
+        body = chat if arguments.body is None else arguments.body
         if arguments.verb == "invoke":
             print(json.dumps(invoke(runtime, name, body), indent=1, ensure_ascii=False))
         else:

@@ -178,6 +178,19 @@ def test_a_wrong_variable_is_refused_before_anything_is_created(aws, capsys, var
     assert f"{variable!r} is not NAME=VALUE" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("body", ["{", "[1]", "null"])
+def test_a_body_that_is_no_object_is_refused_before_anything_is_sent(aws, capsys, body):
+    with pytest.raises(SystemExit):
+        deploy.main(["stream", "demo", "--body", body])
+    assert f"{body!r} is not a JSON object" in capsys.readouterr().err
+
+
+def test_an_empty_body_is_sent_as_it_is(aws):
+    sent = {"EndpointName": "demo", "ContentType": "application/json", "Body": "{}"}
+    aws.runtime.add_client_error("invoke_endpoint", "ModelError", expected_params=sent)
+    assert deploy.main(["invoke", "demo", "--body", "{}"]) == 1
+
+
 def unshares():
     return subprocess.run(["unshare", "--mount", "mount", "--bind", "/etc", "/etc"], capture_output=True).returncode == 0
 

@@ -37,7 +37,7 @@ def own_server():
 
 @contextlib.contextmanager
 def lost_server():
-    """An address that answers no packet, like that of a node that is gone: the kernel drops what a full queue has no room for."""
+    """An address that answers no packet, as that of a node that is gone: the kernel drops what a full queue cannot take."""
     with contextlib.ExitStack() as stack:
         listener = stack.enter_context(socket.create_server(("127.0.0.1", 0), backlog=0))
         for _ in range(4):
