@@ -337,7 +337,12 @@ def test_a_ray_worker_has_room_for_one_replica():
     assert scaling == (worker["minReplicas"], worker["maxReplicas"])
     assert cluster["enableInTreeAutoscaling"]
     dockerfile = (FOLDER / "ray" / "Dockerfile").read_text()
-    assert f'"ray[serve]=={cluster["rayVersion"]}"' in dockerfile
+    (environment,) = re.findall(r"python3 -m venv (\S+)", dockerfile)  # what the SDK was tested with may not move
+    (installed,) = re.findall(r"(\S*pip) --disable-pip-version-check install .* \"ray\[serve\]==(\S+)\"", dockerfile)
+    assert installed == (f"{environment}/bin/pip", cluster["rayVersion"])
+    extra = re.search(r"^ray = \[(.*?)\]", (HERE / "pyproject.toml").read_text(), flags=re.MULTILINE)[1]
+    assert all(package in dockerfile for package in re.findall(r'"[^"]+"', extra))
+    assert re.search(r"\bPYTHON=python3$", dockerfile, flags=re.MULTILINE)
     assert set(re.findall(rf"{IMAGE}(?:-ray)?:(\S+)", dockerfile)) == {config.VERSION}
 
 
