@@ -281,6 +281,8 @@ def main(argv: list[str]) -> int:
     except (BotoCoreError, DeployError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
+    except KeyboardInterrupt:  # the endpoint stays; `wait` shows its log again
+        return 130
     return 0
 
 

@@ -140,6 +140,17 @@ def test_an_endpoint_that_fails_is_an_error_with_its_reason(aws, capsys):
     assert printed.err == "error: demo is Failed: The container did not pass the ping health check.\n"
 
 
+def test_ctrl_c_ends_the_wait_without_a_traceback(aws, capsys, monkeypatch):
+    def interrupt(_seconds):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(deploy.time, "sleep", interrupt)
+    add_status(aws, "Creating")
+    add_log(aws)
+    assert deploy.main(["wait", "demo"]) == 130
+    assert capsys.readouterr().err == ""
+
+
 def test_autoscale_follows_the_invocations_of_an_instance(aws):
     aws.autoscaling.add_response("register_scalable_target", {}, {**SCALED, "MinCapacity": 1, "MaxCapacity": 4})
     policy = {
