@@ -48,7 +48,6 @@ NEURON_CONFIG |= {"sequence_parallel_norm_threshold": "[1-9][0-9]*", "shard_over
 DTYPES = {"auto": "auto", "float32": "float32", "bfloat16": "bfloat16", "float16": "float16"}
 DTYPES |= {"fp32": "float32", "f32": "float32", "bf16": "bfloat16", "fp16": "float16", "f16": "float16"}
 
-
 MAX_COUNT, MAX_SECONDS = 10**9, 10**6  # of any setting
 MAX_TOP_TOKENS = 10_000  # of `max_top_n_tokens`; the worker checks it, too
 
