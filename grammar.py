@@ -17,6 +17,7 @@ from collections.abc import Iterator, Sequence
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
+from urllib.parse import unquote
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
@@ -27,6 +28,7 @@ MAX_NESTING, MAX_PROPERTIES, MAX_VALUES, MAX_REFERENCES = 64, 5_000, 1_000, 500
 MAX_OPTIONAL = 499  # properties of an object: four items each of LIMITS' max_items_in_row
 MAX_PATTERNS, MAX_NAME_PATTERNS = 4, 50  # within an allOf; in patternProperties
 MAX_MULTIPLE = 10_000  # of the numerators in multipleOf: a state of the automaton for each remainder
+MAX_COMBINED = 500  # alternatives of intersections: each is as large as its patterns, and takes milliseconds
 COMPILE_S = 0.25  # of processor time
 SLOW_MASK_S = 0.02  # a grammar whose masks take longer twice is given up
 CACHED, CACHED_CHARACTERS = 64, 500_000  # compiled grammars; those of that length take about 60 MB
@@ -45,6 +47,7 @@ FORMATS = {"date-time", "time", "date", "duration", "email", "hostname", "ipv4",
 ONE_SCHEMA = ("additionalProperties", "items")  # llguidance refuses the others: `not`, `if`, `contains` and the like
 SCHEMA_LISTS = ("allOf", "anyOf", "oneOf", "prefixItems", "items")
 NAMED_SCHEMAS = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
+PLAIN_VALUES = {"pattern", "format", "minLength", "maxLength", "multipleOf", "minimum", "maximum", "enum", "const"}
 
 
 class GrammarError(Exception):
@@ -63,6 +66,7 @@ def json_rule(schema: Any, whitespace: str | None = WHITESPACE) -> str:
     objects = list(_objects(schema))
     schema = json.loads(_checked_size(json.dumps(schema, ensure_ascii=False)))
     _check_size_of_parts(objects)
+    check_work([schema])
     schemas = list(_schemas(schema))
     for each in schemas:  # unknown formats describe, and need not be enforced
         if isinstance(each.get("format"), str) and each["format"] not in FORMATS:
@@ -90,7 +94,11 @@ def of_choice(choices: Sequence[str]) -> str:
     _at_most(MAX_VALUES, len(choices), "choices")
     for choice in choices:
         _checked_size(choice, MAX_STRING_BYTES, "bytes in a choice")
-    return of_lark("start: " + " | ".join(json.dumps(choice, ensure_ascii=False) for choice in choices))
+    return of_lark("start: " + " | ".join(_lark_string(choice) for choice in choices))
+
+
+def _lark_string(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False).replace("\x7f", r"\u007f")  # which JSON leaves as it is
 
 
 def of_lark(text: str) -> str:
@@ -158,21 +166,20 @@ def _patterns(objects: list[dict[str, Any]]) -> int:
 
 
 def _check_size_of_parts(objects: list[dict[str, Any]]) -> None:
-    """Limits what would take long to compile. Of what is intersected, the automata are multiplied with each other."""
+    """Limits what would take long to compile."""
     _at_most(MAX_PROPERTIES, sum(len(_properties(each)) for each in objects), "properties")
     name_patterns = [pattern for each in objects for pattern in _properties(each, "patternProperties")]
     _at_most(MAX_NAME_PATTERNS, len(name_patterns), "patterns in `patternProperties`")
     _at_most(MAX_REFERENCES, sum("$ref" in each for each in objects), "`$ref`s")
-    combines = any(not each.keys().isdisjoint(("allOf", "anyOf", "oneOf", "$ref")) for each in objects)
     in_all = _patterns(objects) if any("$ref" in each for each in objects) else None
-    values, multiples = 0, [each["multipleOf"] for each in objects if type(each.get("multipleOf")) in (int, float)]
+    values = 0
     for each in objects:
         optional = _properties(each).keys() - _required(each)
         _at_most(MAX_OPTIONAL, len(optional), "properties of an object that are not required")
         fixed = [*(each["enum"] if isinstance(each.get("enum"), list) else []), *([each["const"]] if "const" in each else [])]
         values += len(fixed)
         _at_most(MAX_VALUES, values, "values of enumerations")
-        for text in _texts([fixed, list(_properties(each))]):
+        for text in _texts([fixed, *_properties(each), *_required(each)]):
             _checked_size(text, MAX_STRING_BYTES, "bytes in a value or name")
         if isinstance(each.get("pattern"), str):
             _check_regex(each["pattern"])
@@ -181,9 +188,69 @@ def _check_size_of_parts(objects: list[dict[str, Any]]) -> None:
             _at_most(MAX_PATTERNS, inner, "patterns within an `allOf`")
     for pattern in name_patterns:
         _check_regex(pattern)
-    numerators = [Fraction(str(multiple)).numerator for multiple in multiples]
-    if (math.lcm(*numerators) if combines else sum(numerators)) > MAX_MULTIPLE:
+
+
+def check_work(schemas: Sequence[dict[str, Any]]) -> None:
+    """Limits the work for the schemas of one grammar: of what is intersected, the automata and alternatives are multiplied."""
+    multiple = combined = 0
+    for schema in schemas:
+        objects = list(_objects(schema))
+        numbers = [each["multipleOf"] for each in objects if type(each.get("multipleOf")) in (int, float)]
+        numerators = [Fraction(str(number)).numerator for number in numbers]
+        combines = any(not each.keys().isdisjoint(("allOf", "anyOf", "oneOf", "$ref")) for each in objects)
+        multiple += math.lcm(*numerators) if combines and numerators else sum(numerators)
+        alternatives = _Alternatives(objects)
+        combined += sum(alternatives.of(each) for each in objects if len(alternatives.factors(each)) > 1)
+    if multiple > MAX_MULTIPLE:
         raise GrammarError(f"must have numbers in `multipleOf` that are at most {MAX_MULTIPLE} all together")
+    if combined > MAX_COMBINED:
+        raise GrammarError(f"must combine at most {MAX_COMBINED} alternatives, with `allOf`, `$ref`s or beside other keywords")
+
+
+class _Alternatives:
+    """In how many ways the objects of a schema can be met, where `anyOf` and `oneOf` give a choice."""
+
+    MANY = MAX_COMBINED + 1
+
+    def __init__(self, objects: list[dict[str, Any]]):
+        self._schema = objects[0]
+        self._has_ids = any(isinstance(each.get(name), str) for each in objects[1:] for name in ("$id", "id"))
+        self._known: dict[int, int] = {}
+
+    def of(self, schema: Any) -> int:
+        if not isinstance(schema, dict):
+            return 1
+        if id(schema) not in self._known:
+            self._known[id(schema)] = self.MANY  # within itself
+            try:
+                self._known[id(schema)] = min(math.prod(self.factors(schema)), self.MANY)
+            except RecursionError:
+                raise GrammarError("has `$ref`s that are nested too deeply") from None
+        return self._known[id(schema)]
+
+    def factors(self, schema: dict[str, Any]) -> list[int]:
+        """Of each of the schemas that are intersected."""
+        lists = {name: schema[name] for name in SCHEMA_LISTS if isinstance(schema.get(name), list)}
+        factors = [*map(self.of, lists.pop("allOf", ()))]
+        factors += [sum(map(self.of, lists.pop(name))) for name in ("anyOf", "oneOf") if name in lists]
+        inner = [part for parts in lists.values() for part in parts] + [schema[name] for name in ONE_SCHEMA if name in schema]
+        inner += [part for name in NAMED_SCHEMAS[:2] for part in _properties(schema, name).values()]
+        factors += [max(map(self.of, inner))] if inner else []
+        factors += [self._of_reference(schema["$ref"])] if "$ref" in schema else []
+        return factors + [1] * (not PLAIN_VALUES.isdisjoint(schema))
+
+    def _of_reference(self, reference: Any) -> int:
+        """Of a path from the root; other references are not looked up."""
+        if self._has_ids or not isinstance(reference, str) or not f"{reference}/".startswith("#/"):
+            return self.MANY
+        target: Any = self._schema
+        for key in unquote(reference).split("/")[1:]:
+            key = key.replace("~1", "/").replace("~0", "~")
+            if isinstance(target, list) and key.isdecimal() and int(key) < len(target):
+                target = target[int(key)]
+            else:
+                target = target.get(key) if isinstance(target, dict) else None
+        return self.of(target)
 
 
 def _close(schemas: list[dict[str, Any]]) -> None:

@@ -238,6 +238,9 @@ class ResponsesAnswer(ChatAnswer):
                 yield from self._take(Content(""))  # clients expect a message
             yield from self._end_item(is_cut=sequence.finish_reason == "length")
 
+    def _bytes(self, token_id: int, text: str, cut: int = 0) -> list[int]:
+        return super()._bytes(token_id, text, cut) or []  # the interface has no null here
+
     @property
     def _newest(self) -> OutputMessage | OutputReasoning | FunctionCall | None:
         return self._response.output[-1] if self._response.output else None

@@ -15,7 +15,7 @@ from typing import Any
 
 from chat import ChatTemplate
 from errors import invalid
-from grammar import GrammarError, json_rule, of_lark
+from grammar import GrammarError, check_work, json_rule, of_lark
 from readers import BARE, MARKERS, THINK, THINK_END, Calls, ToolFormat
 from schema import ChatRequest
 from text import Tokenizer
@@ -111,15 +111,22 @@ class ToolUse(Calls):
             marked = f"ws call ws {closing}" if closing else f'" "? "[" {calls} "]"'
             rules += [f"auto: (head {marked}){'*' if self.several else '?'} TEXT", *_up_to(MARKERS[name][0], token_id)]
         rules.append("call: " + " | ".join(f"call{n}" for n in range(len(self.functions))))
+        schemas = [
+            {"type": "object"} | ({} if start == "auto" and not function.is_strict else function.parameters)
+            for function in self.functions
+        ]
         for n, function in enumerate(self.functions):
-            is_free = start == "auto" and not function.is_strict
             # Templates write calls in one line, so models do, too.
             try:
-                schema = json_rule({"type": "object"} | ({} if is_free else function.parameters), " ?")
+                schema = json_rule(schemas[n], " ?")
             except GrammarError as error:
                 raise invalid(f"{function.path}.parameters", str(error)) from None
             key = "parameters" if name == "llama3_json" else "arguments"
             rules += _python_call(n, function) if name == "pythonic" else _json_call(n, function.name, key, schema)
+        try:
+            check_work(schemas)
+        except GrammarError as error:
+            raise invalid("tools", str(error)) from None
         return _joined(rules + PYTHON_LITERALS * (name == "pythonic"), body)
 
 
@@ -180,7 +187,7 @@ def _named(tool: Any, path: str) -> tuple[str, str, dict[str, Any]]:
 def _choice(choice: str | dict[str, Any] | None, known: list[str]) -> tuple[str, list[str]]:
     """The mode that a `tool_choice` asks for (none, auto, required or named), and the names that may be called."""
     if choice is None or isinstance(choice, str):
-        mode, names, path = choice or "auto", known, "tool_choice"
+        mode, names, path = "auto" if choice is None else choice, known, "tool_choice"
         if mode not in MODES:
             mode, names = "named", [mode]
     elif choice.get("type") == "allowed_tools":

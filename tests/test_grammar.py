@@ -95,7 +95,8 @@ def test_schemas_of_many_forms_allow_their_documents(schema, text):
 def test_expressions_and_choices_allow_whole_matches_only():
     assert accepts("415-ab", of_regex("[0-9]{3}-[a-z]{2}")) and not accepts("415-ab!", of_regex("[0-9]{3}-[a-z]{2}"))
     assert accepts("maybe", of_choice(["yes", "no", "maybe"])) and not accepts("ye", of_choice(["yes", "no"]))
-    assert accepts('q"\n', of_choice(['q"\n']))
+    ascii_text = "".join(map(chr, range(128)))
+    assert accepts(ascii_text, of_choice([ascii_text])) and accepts("é😀", of_choice(["é😀"]))
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -116,6 +117,17 @@ def deep(levels):
     for _ in range(levels):
         schema = {"type": "array", "items": schema}
     return schema
+
+
+def combined(levels, leaf):
+    """A schema of a few bytes a level, each of which has more than twice the alternatives of the one below it."""
+    below = [{"$ref": f"#/$defs/{n + 1}"} for n in range(levels)]
+    defs = {str(n): {"allOf": [below[n], {"anyOf": [below[n], {"type": "string", "minLength": n}]}]} for n in range(levels)}
+    return {"$defs": {**defs, str(levels): leaf}, "$ref": "#/$defs/0"}
+
+
+def either(*formats):
+    return {"anyOf": [{"type": "string", "format": name} for name in formats]}
 
 
 def properties(count):
@@ -152,6 +164,12 @@ def properties(count):
         ({"allOf": [{"type": "integer", "multipleOf": n} for n in (997, 991, 983, 977)]}, "all together"),
         ({"type": "integer", "multipleOf": 10**400}, "all together"),
         ({"allOf": [{"type": "string", "pattern": f"a.*{c}"} for c in "abcdefghijklmnopqrst"]}, "at most 4 patterns"),
+        ({"required": ["a" * 5_000]}, "at most 1000 bytes in a value or name"),
+        (combined(20, {"type": "string", "pattern": "a" * 3_900}), "combine at most 500 alternatives"),
+        (combined(20, {"$id": "a:b", "type": "string"}), "combine at most 500 alternatives"),
+        (combined(240, {"type": "string"}), "nested too deeply|at most 500 alternatives"),
+        ({"allOf": [either("uri", "email")] * 12}, "combine at most 500 alternatives"),
+        ({"allOf": [{"$ref": "#a"}, {"$ref": "#b"}]}, "combine at most 500 alternatives"),
         ({"type": "string", "pattern": "a\0"}, "NUL"),
         ({"type": "string", "pattern": "(?=a)b"}, "look-around"),
     ],
@@ -161,6 +179,20 @@ def test_a_schema_that_cannot_be_enforced_is_refused_with_the_reason_and_soon(sc
     with pytest.raises(GrammarError, match=reason):
         demo()[1].check(of_json_schema(schema))
     assert time.thread_time() - started_at < 5
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"allOf": [{"$ref": "#/$defs/a~1b%20"}], "default": {}, "$defs": {"a/b ": either("uri", "email")}},  # as pydantic's
+        {"properties": {f"p{n}": {"anyOf": [{"$ref": "#/$defs/t"}, {"type": "null"}]} for n in range(300)}, "$defs": {"t": {}}},
+        {"allOf": [properties(9), {"properties": {"a": either("uri", "email")}}, {"required": ["p1"]}]},
+        {"type": "object", "oneOf": [{"properties": {"kind": {"const": n}}, "required": ["kind"]} for n in range(300)]},
+        {"$defs": {"t": {"properties": {"items": {"type": "array", "items": {"$ref": "#/$defs/t"}}}}}, "$ref": "#/$defs/t"},
+    ],
+)
+def test_alternatives_that_are_not_multiplied_may_be_many(schema):
+    demo()[1].check(of_json_schema(schema))
 
 
 @pytest.mark.parametrize(

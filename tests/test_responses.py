@@ -332,11 +332,13 @@ def test_a_call_that_cannot_be_read_is_content_and_in_a_stream_incomplete(answer
 
 
 def test_log_probabilities_come_with_the_text_that_they_belong_to(served):
-    body = BODY | {"top_logprobs": 2}
+    body = BODY | {"top_logprobs": 20}
     answer, events = whole(served, body), stream(served, body)
     content = answer["output"][0]["content"][0]
     assert "".join(each["token"] for each in content["logprobs"]) == content["text"]
-    assert all(len(each["top_logprobs"]) == 2 for each in content["logprobs"])
+    tops = [top for each in content["logprobs"] for top in each["top_logprobs"]]
+    assert len(tops) == 20 * len(content["logprobs"])
+    assert {top["token"] for top in tops if top["bytes"] == []} == {"<eos>"}, "special tokens have none"
     deltas = [event for event in events if event["type"] == "response.output_text.delta"]
     assert [logprob for event in deltas for logprob in event["logprobs"]] == content["logprobs"]
     asked = whole(served, BODY | {"include": ["message.output_text.logprobs"]})["output"][0]["content"][0]["logprobs"]

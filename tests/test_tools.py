@@ -178,6 +178,9 @@ def test_nothing_is_called_without_tools_and_with_the_choice_none(tools, choice,
     assert tool_use(request(tools, choice), form) is None
 
 
+MULTIPLE = {"properties": {"a": {"type": "integer", "multipleOf": 9973}}}
+
+
 def allowed(**more):
     return {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": [NOW], **more}}
 
@@ -188,6 +191,7 @@ def allowed(**more):
         ([], "required", "tool_choice", "needs `tools`"),
         (None, {"function": {"name": "f"}}, "tool_choice", "needs `tools`"),
         (TOOLS, "other", "tool_choice", "'other'"),
+        (TOOLS, "", "tool_choice", "''"),
         (TOOLS, {"type": "function", "function": {"name": "other"}}, "tool_choice.function", "'other'"),
         (TOOLS, {"type": "function"}, "tool_choice.function", "missing"),
         (TOOLS, {"type": "function", "function": {}}, "tool_choice.function.name", "missing"),
@@ -208,6 +212,7 @@ def allowed(**more):
         ([tool(parameters={"type": "string"})], None, "tools[0].function.parameters", "object"),
         ([tool(parameters={"properties": []})], None, "tools[0].function.parameters", "object"),
         ([tool(), tool("g", {"properties": {"a": {"multipleOf": 99999}}})], "g", "tools[1].function.parameters", "multipleOf"),
+        ([tool(f"t{n}", MULTIPLE) for n in range(9)], "required", "tools", "all together"),
     ],
 )
 def test_a_request_that_cannot_be_met_is_refused_by_the_name_of_the_field(tools, choice, param, words):
