@@ -208,7 +208,7 @@ def check_work(schemas: Sequence[dict[str, Any]]) -> None:
 
 
 class _Alternatives:
-    """In how many ways the objects of a schema can be met, where `anyOf` and `oneOf` give a choice."""
+    """How many alternatives `anyOf` and `oneOf` make of each object in a schema: those of what is intersected are multiplied."""
 
     MANY = MAX_COMBINED + 1
 
@@ -229,18 +229,18 @@ class _Alternatives:
         return self._known[id(schema)]
 
     def factors(self, schema: dict[str, Any]) -> list[int]:
-        """Of each of the schemas that are intersected."""
+        """The number for each of the schemas of which this one is the intersection."""
         lists = {name: schema[name] for name in SCHEMA_LISTS if isinstance(schema.get(name), list)}
-        factors = [*map(self.of, lists.pop("allOf", ()))]
+        factors = [self.of(part) for part in lists.pop("allOf", ())]
         factors += [sum(map(self.of, lists.pop(name))) for name in ("anyOf", "oneOf") if name in lists]
         inner = [part for parts in lists.values() for part in parts] + [schema[name] for name in ONE_SCHEMA if name in schema]
-        inner += [part for name in NAMED_SCHEMAS[:2] for part in _properties(schema, name).values()]
+        inner += [part for name in ("properties", "patternProperties") for part in _properties(schema, name).values()]
         factors += [max(map(self.of, inner))] if inner else []
         factors += [self._of_reference(schema["$ref"])] if "$ref" in schema else []
         return factors + [1] * (not PLAIN_VALUES.isdisjoint(schema))
 
     def _of_reference(self, reference: Any) -> int:
-        """Of a path from the root; other references are not looked up."""
+        """The number for a path from the root, such as `#/$defs/name`. Other references are not looked up."""
         if self._has_ids or not isinstance(reference, str) or not f"{reference}/".startswith("#/"):
             return self.MANY
         target: Any = self._schema
