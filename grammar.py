@@ -208,7 +208,7 @@ def check_work(schemas: Sequence[dict[str, Any]]) -> None:
 
 
 class _Alternatives:
-    """How many alternatives `anyOf` and `oneOf` make of each object in a schema: those of what is intersected are multiplied."""
+    """How many alternatives `anyOf` and `oneOf` make of an object in a schema; intersections multiply those of their parts."""
 
     MANY = MAX_COMBINED + 1
 
@@ -221,7 +221,7 @@ class _Alternatives:
         if not isinstance(schema, dict):
             return 1
         if id(schema) not in self._known:
-            self._known[id(schema)] = self.MANY  # within itself
+            self._known[id(schema)] = 1  # within itself: of what is recursive, llguidance limits the depth of intersections
             try:
                 self._known[id(schema)] = min(math.prod(self.factors(schema)), self.MANY)
             except RecursionError:
