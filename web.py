@@ -65,6 +65,7 @@ REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,128}")
 
 LONG_TEXT = 20_000  # bytes; shorter ones are tokenized in less than a millisecond
 TEXT_THREADS = 2
+ROOM_S = 0.1  # before a refusal: a client may know that a request has ended before the worker's report of it arrives here
 SPARE_FDS = 200  # for everything but connections
 
 
@@ -150,7 +151,9 @@ def create_app(config: Config, engine: EngineClient) -> Flask:
             g.trace = tracing.RequestTrace(tracer, route, request.headers, g.request_id, g.started_at)
         _ready(engine)
         if engine.is_full:
-            raise errors.overloaded()
+            gevent.sleep(ROOM_S)
+            if engine.is_full:
+                raise errors.overloaded()
 
     def generates(path: str, read: Callable[[bytes], Answer], renders: bool = False) -> None:
         """A route that generates text from a JSON body; `renders`: with the chat template."""

@@ -276,6 +276,16 @@ def test_a_full_house_is_told_before_anyone_asks_and_so_is_a_free_place(served):
     wait_until(lambda: not served.seen.is_full)
 
 
+def test_a_client_that_asks_before_the_report_of_a_free_place_arrives_is_served(served, monkeypatch):
+    monkeypatch.setattr("web.ROOM_S", 1.0)
+    full(served)
+    answer = gevent.spawn(served.post, "/generate", {"inputs": "Hello", "parameters": {"max_new_tokens": 2}})
+    gevent.idle()  # the request has been found too much
+    served.worker.max_concurrent_requests = 1
+    served.end.interrupt()
+    assert answer.get(timeout=WAIT_S).status_code == 200
+
+
 def test_a_stream_too_many_is_429_before_its_first_byte(served):
     served.worker.max_concurrent_requests = 0
     response = served.post("/generate_stream", {"inputs": "Hello"})
