@@ -236,12 +236,12 @@ class _Alternatives:
         inner = [part for parts in lists.values() for part in parts] + [schema[name] for name in ONE_SCHEMA if name in schema]
         inner += [part for name in ("properties", "patternProperties") for part in _properties(schema, name).values()]
         factors += [max(map(self.of, inner))] if inner else []
-        factors += [self._of_reference(schema["$ref"])] if "$ref" in schema else []
+        factors += [self._of_reference(schema["$ref"])] if isinstance(schema.get("$ref"), str) else []
         return factors + [1] * (not PLAIN_VALUES.isdisjoint(schema))
 
-    def _of_reference(self, reference: Any) -> int:
+    def _of_reference(self, reference: str) -> int:
         """The number for a path from the root, such as `#/$defs/name`. Other references are not looked up."""
-        if self._has_ids or not isinstance(reference, str) or not f"{reference}/".startswith("#/"):
+        if self._has_ids or not f"{reference}/".startswith("#/"):
             return self.MANY
         target: Any = self._schema
         for key in unquote(reference).split("/")[1:]:

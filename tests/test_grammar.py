@@ -189,6 +189,7 @@ def test_a_schema_that_cannot_be_enforced_is_refused_with_the_reason_and_soon(sc
         {"allOf": [properties(9), {"properties": {"a": either("uri", "email")}}, {"required": ["p1"]}]},
         {"type": "object", "oneOf": [{"properties": {"kind": {"const": n}}, "required": ["kind"]} for n in range(300)]},
         {"$defs": {"t": {"properties": {"items": {"type": "array", "items": {"$ref": "#/$defs/t"}}}}}, "$ref": "#/$defs/t"},
+        {"properties": {"$ref": {"type": "string"}, "format": {}, "allOf": {}, "items": {}}},  # these are names, not keywords
         {"properties": {"a": {}, "b": {"items": {"$ref": "#"}}}, "anyOf": [{"required": ["a"]}, {"required": ["b"]}]},
     ],
 )
