@@ -51,6 +51,8 @@ ENV HF_HOME=/data \
     TEMP=/tmp
 EXPOSE 80
 USER 1000
+# Not /app: neuronx-cc writes its log into the working folder.
+WORKDIR /data
 
 # Asks where this run listens, whichever setting said so. Until the model is loaded (--startup-timeout, an hour) it is
 # "starting"; http.client because a proxy that is meant for downloads is no way to ourselves.
