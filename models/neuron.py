@@ -466,7 +466,17 @@ def _kept(cache: Cache, key: str, build: Build, work_dir: Path) -> tuple[Any, Bu
     if entry and cache.refuses_chunks(entry):
         build, reason = build.without_chunks(), "as compiling for them has failed"
         logger.warning("Prompts are not run in chunks (--prefill-chunk), %s; remove %s to try again", reason, entry)
-    return (_loaded(build, work_dir, entry), build) if entry else None
+    if not entry:
+        return None
+    try:
+        return _loaded(build, work_dir, entry), build
+    except ModelError as error:  # a version of this server or of the library that names its programs in another way made it
+        if f"{NOT_ON_DEVICE}: {MEANINGS['filenotfounderror']}" not in str(error):
+            raise
+        logger.warning("%s: removing these programs from the cache, to compile them again", error)
+    shutil.rmtree(entry, ignore_errors=True)
+    gc.collect()  # the weights that were loaded
+    return None
 
 
 def _loaded(build: Build, work_dir: Path, compiled: Path) -> Any:

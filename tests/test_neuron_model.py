@@ -772,6 +772,18 @@ def test_a_damaged_program_that_was_kept_is_named_and_compiled_again(tmp_path, c
     assert caplog.text.count(f"{program} is damaged: it has 0 bytes") == 1
 
 
+def test_kept_programs_that_lack_one_are_named_and_compiled_again(tmp_path, caplog):
+    load(tmp_path)
+    (record,) = (tmp_path / "cache" / "neuron-textgen").glob("*/programs.json")
+    record.write_text(json.dumps(json.loads(record.read_text()) | {"files": {}}))  # as of a version that compiles others
+    next(record.parent.glob("*.neff")).unlink()
+    for compiles in (True, False):
+        fake.restart()
+        load(tmp_path)
+        assert bool(fake.compiles) == compiles
+    assert caplog.text.count("a program of this model is missing") == 1
+
+
 def test_of_two_servers_that_need_the_same_programs_one_compiles_them(tmp_path, monkeypatch):
     waits, loaded = threading.Event(), []
     folder = tmp_path / "cache" / "neuron-textgen"
