@@ -48,7 +48,7 @@ def buckets(limit: int, given: Sequence[int] | None = None, flag: str = "") -> t
     return tuple(sorted({*given, limit}))
 
 
-Count = Annotated[int, msgspec.Meta(ge=1)]
+Count = Annotated[int, msgspec.Meta(ge=1, le=10**6)]
 Option = Annotated[str, msgspec.Meta(pattern="^(" + "|".join(f"{k}={v}" for k, v in NEURON_CONFIG.items()) + ")$")]
 Counts = Annotated[tuple[Count, ...], msgspec.Meta(min_length=1)]
 

@@ -119,6 +119,8 @@ def test_a_plain_checkpoint_is_not_a_compiled_model(tmp_path):
         ({"continuous_batching": "yes"}, "Expected `bool`, got `str` - at `$.continuous_batching`"),
         ({"position_buckets": [0]}, "Expected `int` >= 1 - at `$.position_buckets[0]`"),
         ({"tp_degree": 0}, "Expected `int` >= 1 - at `$.tp_degree`"),
+        ({"batch_size": 10**12}, "Expected `int` <= 1000000 - at `$.batch_size`"),
+        ({"batch_size": 10**30, "exporter": "neuron-textgen"}, "- at `$.batch_size`"),
         ({"compiler_version": None, "exporter": "neuron-textgen"}, "Expected `str`, got `null` - at `$.compiler_version`"),
         ({"transformers_neuronx_version": None}, "Expected `str`, got `null` - at `$.transformers_neuronx_version`"),
         ({"checkpoint_id": 5, "exporter": "neuron-textgen"}, "Expected `str | null`, got `int` - at `$.checkpoint_id`"),
