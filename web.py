@@ -15,7 +15,6 @@ import functools
 import hashlib
 import hmac
 import html
-import importlib.util
 import logging
 import math
 import os
@@ -46,7 +45,7 @@ import tracing
 import validate
 from answers import Answer
 from bodies import Bodies, discard_rest
-from config import HERE, Config
+from config import HERE, Config, ConfigError
 from engine_client import ClientGone, EngineClient, EngineError
 from errors import ApiError
 from generation import HANG_UP, KEEP_ALIVE_S, Batch, Generation, watch
@@ -541,12 +540,14 @@ def main() -> int:
     configuration.die_with_parent()
     config = configuration.load()
     logs.set_up(config.log_level, config.json_output)
-    if config.otlp_endpoint and not importlib.util.find_spec("opentelemetry"):
-        logger.error('--otlp-endpoint (OTLP_ENDPOINT) needs the packages of OpenTelemetry: pip install ".[otel]"')
-        return 2
     family = socket.AF_INET6 if ":" in config.hostname else socket.AF_INET
     try:
+        if config.otlp_endpoint:
+            tracing.check(os.environ)
         listener = socket.create_server((config.hostname, config.port), family=family, backlog=2048)
+    except ConfigError as error:
+        logger.error("%s", error)
+        return 2
     except OSError as error:
         logger.error(
             "port %d of %s cannot be used: %s; choose another with --port (PORT)", config.port, config.hostname, error.strerror

@@ -197,14 +197,39 @@ def test_health_and_metrics_are_not_traced(traced, collector):
     assert set(names(collector.spans)) == {"POST /generate", "validate", "queue", "prefill", "decode"}
 
 
-def test_without_the_packages_the_server_ends_with_one_line(monkeypatch, caplog):
-    monkeypatch.setattr(importlib.util, "find_spec", lambda _name: None)
+@pytest.fixture
+def main(monkeypatch, caplog):
+    """web.py's `main` with an endpoint for traces: its exit code, and the one line that it logs."""
     monkeypatch.setattr(web.configuration, "load", lambda: Config(otlp_endpoint="http://127.0.0.1:4318/v1/traces"))
     monkeypatch.setattr(web.logs, "set_up", lambda *_: None)
     monkeypatch.setattr(web.configuration, "die_with_parent", lambda: None)
-    assert web.main() == 2
-    (line,) = caplog.messages
-    assert "--otlp-endpoint (OTLP_ENDPOINT)" in line and 'pip install ".[otel]"' in line
+    return lambda: (web.main(), *caplog.messages)
+
+
+def test_without_the_packages_the_server_ends_with_one_line(main, monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda _name: None)
+    code, line = main()
+    assert code == 2 and "--otlp-endpoint (OTLP_ENDPOINT)" in line and 'pip install ".[otel]"' in line
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "lowest"),
+    [
+        ("OTEL_BSP_SCHEDULE_DELAY", "0", 1),
+        ("OTEL_BSP_SCHEDULE_DELAY", "abc", 1),
+        ("OTEL_BSP_MAX_QUEUE_SIZE", "10", 64),
+        ("OTEL_BSP_MAX_QUEUE_SIZE", "9" * 5000, 64),
+        ("OTEL_BSP_EXPORT_TIMEOUT", "abc", 0),
+        ("OTEL_SPAN_ATTRIBUTE_COUNT_LIMIT", "-1", 0),
+        ("OTEL_ATTRIBUTE_VALUE_LENGTH_LIMIT", "unset", 0),
+    ],
+)
+def test_a_variable_that_the_library_cannot_read_ends_the_server_with_one_line_that_names_it(
+    main, monkeypatch, variable, value, lowest
+):
+    monkeypatch.setenv(variable, value)
+    code, line = main()
+    assert code == 2 and line.startswith(f"{variable} '{value[:50]}") and f"from {lowest} to" in line and len(line) < 200
 
 
 @pytest.mark.processes
