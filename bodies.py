@@ -1,4 +1,4 @@
-"""The bodies of requests: read within limits of size, time and memory; what is left of a refused one is read and dropped.
+"""The bodies of requests: read within limits of size, time and memory; what is left is read and dropped.
 
 Hands bodies to web.py's routes, and raises the ApiErrors that they answer. Knows Flask's current request and gunicorn's socket,
 not what a body means.
@@ -80,7 +80,7 @@ class Bodies:
 
 
 def discard_rest() -> None:
-    """Reads what is left of the body of a refused request, for DISCARD_S at most.
+    """Reads what is left of a request's body, for DISCARD_S at most: of one that is refused, or of `GET /live` with a body.
 
     gunicorn would read it in pieces of a kilobyte, each of which copies all that has arrived: a second for 2 MB, during which
     the process serves no other request.

@@ -293,8 +293,7 @@ def _guard(app: Flask, config: Config) -> None:
 
     @app.after_request
     def add_headers(response: Response) -> Response:
-        if response.status_code >= 400:
-            discard_rest()
+        discard_rest()
         response.headers["x-request-id"] = g.request_id
         logger.debug("response begins", extra={"fields": {"request_id": g.request_id, "status": response.status_code}})
         response.headers.add("Vary", "origin, access-control-request-method, access-control-request-headers")

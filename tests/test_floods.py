@@ -74,6 +74,17 @@ def test_bodies_that_come_byte_by_byte_cost_little(server, begin, dribbled):
     assert _processor_s(web) - before_s < 0.3 * SECONDS
 
 
+@pytest.mark.parametrize("line", [b"GET /live", b"OPTIONS /generate", b"POST /generate"])
+def test_a_body_that_is_not_read_costs_little(server, line):
+    web, body = server.pids("web.py")[-1], bytes(4_000_000)
+    before_s = _processor_s(web)
+    with socket.create_connection(("127.0.0.1", server.port)) as client:
+        client.sendall(line + b" HTTP/1.1\r\nHost: a\r\nContent-Length: %d\r\n\r\n" % len(body) + body)
+        client.sendall(b"GET /live HTTP/1.1\r\nHost: a\r\nConnection: close\r\n\r\n")
+        received = b"".join(iter(lambda: client.recv(65536), b""))
+    assert received.count(b"HTTP/1.1 ") == 2 and _processor_s(web) - before_s < 1
+
+
 def _processor_s(pid):
     fields = Path(f"/proc/{pid}/stat").read_text().rsplit(") ", 1)[1].split()
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
