@@ -20,7 +20,8 @@ import errors
 from config import Config
 from errors import ApiError
 
-BODY_PIECE = 65_536  # bytes
+BODY_PIECE = 16_384  # bytes; in chunks of a byte they take 0.1 s
+YIELD_S = 1e-6  # sleep(0) lets other greenlets run, but does not look for input each time
 HELD_LIMIT = 32_000_000  # bytes of bodies that arrive or are being prepared, in a web process
 DISCARD_S = 1.0
 TRAILER_LIMIT = 8190  # bytes behind a chunked body; gunicorn reads through all of them whenever some arrive
@@ -66,7 +67,7 @@ class Bodies:
                     self._held_bytes += len(piece)
                     if self._held_bytes > HELD_LIMIT:
                         raise ApiError(503, "unavailable", "Too many long requests at a time", retry_after_s=1)
-                    gevent.sleep(0)  # a body that arrives fast must not keep the event loop to itself
+                    gevent.sleep(YIELD_S)  # a body that arrives fast must not keep the event loop to itself
         except gevent.Timeout:
             _end_input()
             limit = f"the request did not arrive within --client-timeout (CLIENT_TIMEOUT) {timeout_s:g} s"
@@ -87,7 +88,7 @@ def discard_rest() -> None:
     """
     with contextlib.suppress(OSError, ParseException, ClientDisconnected), gevent.Timeout(DISCARD_S, False):
         while request.environ["wsgi.input"].read(BODY_PIECE):
-            gevent.sleep(0)
+            gevent.sleep(YIELD_S)
         return
     _end_input()
 

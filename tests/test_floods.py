@@ -85,6 +85,23 @@ def test_a_body_that_is_not_read_costs_little(server, line):
     assert received.count(b"HTTP/1.1 ") == 2 and _processor_s(web) - before_s < 1
 
 
+def test_others_are_served_between_the_chunks_of_a_long_body(server):
+    chunks = b"1\r\na\r\n" * 300_000 + b"0\r\n\r\n"
+
+    def send():
+        with socket.create_connection(("127.0.0.1", server.port)) as client:
+            client.sendall(HEAD + chunks)
+            client.recv(1)
+
+    sends, begins_at, slowest_s = threading.Thread(target=send), time.monotonic(), 0.0
+    sends.start()
+    while sends.is_alive():
+        asked_at = time.monotonic()
+        assert server.get("/live")[0] == 200
+        slowest_s = max(slowest_s, time.monotonic() - asked_at)
+    assert slowest_s < (time.monotonic() - begins_at) / 2
+
+
 def _processor_s(pid):
     fields = Path(f"/proc/{pid}/stat").read_text().rsplit(") ", 1)[1].split()
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
