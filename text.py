@@ -36,6 +36,7 @@ ALL_BYTES = 1_000_000  # more than any token has
 TOKEN_TEXTS = 16_384  # how many are kept for log-probabilities
 PROBE = string.printable * 200  # text that tells at boot what a tokenizer costs
 MAX_TOKENS = 50  # a character; published tokenizers make at most 4
+MAX_GROWTH = 100  # characters that a normalizer or decoder makes of one, in all its steps
 T = TypeVar("T")
 BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")
 
@@ -426,11 +427,25 @@ def check(folder: Path, tokenizer_dir: Path, tokenizer_config_path: str | None =
     if len(ids) > MAX_TOKENS * len(PROBE):
         rule = f"at most {MAX_TOKENS} can be served"
         raise ConfigError(f"{path} makes {len(ids) / len(PROBE):.0f} tokens of a character, and {rule}")
+    steps = json.loads(path.read_text())
+    for kind in ("normalizer", "decoder"):
+        if (growth := _growth(steps.get(kind))) > MAX_GROWTH:
+            rule = f"at most {MAX_GROWTH} can be served"
+            raise ConfigError(f"the {kind} of {path} may write {growth:.3g} characters for one, and {rule}")
     eos = read_json(folder / "tokenizer_config.json").get("eos_token")
     eos = eos.get("content") if isinstance(eos, dict) else eos
     named = {name: tokenizer.token_to_id(name) for name in (eos, *END_OF_TURN) if isinstance(name, str)}
     eos_ids = [i for name, i in named.items() if i is not None and (i in tokenizer.special_ids or name == eos)]
     return {"eos_token_ids": eos_ids, "largest_id": max(ids)}
+
+
+def _growth(steps: Any) -> float:
+    """How many characters the steps of a normalizer or decoder may make of one, by the texts that they write."""
+    if isinstance(steps, list):
+        return math.prod(map(_growth, steps))
+    if not isinstance(steps, dict):
+        return 1.0
+    return _growth(list(steps.values())) * max(1, len(steps.get("content") or steps.get("prepend") or ""))
 
 
 if __name__ == "__main__":

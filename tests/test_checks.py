@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from processes import Server
 from tiny_tokenizers import byte_level
-from tokenizers import Tokenizer, normalizers
+from tokenizers import Tokenizer, decoders, normalizers
 
 import checks
 import config
@@ -242,6 +242,17 @@ def test_a_tokenizer_that_blows_up_is_refused_within_its_memory(folder, monkeypa
     monkeypatch.setattr(models.tokenizer, "CHECK_BYTES", 500_000_000)
     tokenizer_with(folder, normalizers.Sequence([normalizers.Replace("a", "aa")] * 40))
     assert refused_tokenizer(folder) == "the tokenizer needs more than 0.5 GB of memory, so it cannot be served"
+
+
+@pytest.mark.parametrize(
+    "kind, steps", [(decoders, decoders.Replace), (normalizers, normalizers.Replace)], ids=["decoder", "normalizer"]
+)
+def test_a_tokenizer_that_multiplies_text_which_the_check_does_not_hold_is_refused(folder, kind, steps):
+    tokenizer, name = byte_level(), kind.__name__.removesuffix("s").rpartition(".")[2]
+    setattr(tokenizer, name, kind.Sequence([steps("\u00e9", "\u00e9" * 100), steps("\u00e9", "\u00e9" * 50)]))
+    tokenizer.save(str(folder / "tokenizer.json"))
+    rule = "may write 5e+03 characters for one, and at most 100 can be served"
+    assert refused_tokenizer(folder) == f"the {name} of {folder}/tokenizer.json {rule}"
 
 
 def test_a_tokenizer_that_takes_too_long_is_refused(folder, monkeypatch):
