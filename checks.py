@@ -31,6 +31,7 @@ NUMBERS = {
     "num_attention_heads n_head n_heads num_key_value_heads head_dim": (1, 10**5),
     "intermediate_size ffn_dim n_inner moe_intermediate_size": (0, 10**7),
     "num_experts num_local_experts n_routed_experts num_experts_per_tok": (0, 10**5),
+    "num_labels": (0, 10**5),  # of a classifier; transformers names each of them
     "max_position_embeddings n_positions max_seq_len seq_length sliding_window": (-1, 10**9),  # -1: any
 }
 BOUNDS = {name: bounds for names, bounds in NUMBERS.items() for name in names.split()}
@@ -111,7 +112,7 @@ def _check_size(path: Path) -> None:
 
 def check_numbers(config: Mapping[str, Any], source: Path) -> None:
     """Raises ConfigError for a number of a config.json that no model can have. `source`: the file, for the message."""
-    for section in (config, config.get("text_config")):
+    for section in (config, *config.values()):  # such as text_config
         for name, value in section.items() if isinstance(section, dict) else ():
             low, high = BOUNDS.get(name, (None, None))
             for number in value if isinstance(value, list) else [value]:

@@ -174,10 +174,11 @@ def test_the_web_processes_have_no_token_of_the_hub():
         ("intermediate_size", 10**12),
         ("num_local_experts", -2),
         ("max_position_embeddings", 10**30),
+        ("num_labels", 10**9),
         ("max_position_embeddings", "many"),
     ],
 )
-@pytest.mark.parametrize("section", ["text_config", None])
+@pytest.mark.parametrize("section", ["text_config", "vision_config", None])
 def test_a_number_that_no_model_has_is_refused_by_name(folder, name, value, section):
     shown = value[0] if isinstance(value, list) else value
     changes = {section: {name: value}} if section else {name: value}
