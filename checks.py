@@ -112,6 +112,8 @@ def _check_size(path: Path) -> None:
 
 def check_numbers(config: Mapping[str, Any], source: Path) -> None:
     """Raises ConfigError for a number of a config.json that no model can have. `source`: the file, for the message."""
+    if not isinstance(config.get("text_config", {}), (dict, type(None))):
+        raise ConfigError(f"{source}: text_config should be a JSON object, not {type(config['text_config']).__name__}")
     for section in (config, *config.values()):  # such as text_config
         for name, value in section.items() if isinstance(section, dict) else ():
             low, high = BOUNDS.get(name, (None, None))

@@ -102,7 +102,9 @@ def _check_weights(hf_config, folder: Path, trust_remote_code: bool) -> None:
             if "/" in name:
                 raise ModelError(f"{index} names {name!r:.100}, which is not a file of the model's folder")
     with torch.device("meta"):  # takes no memory
-        model = AutoModelForCausalLM.from_config(hf_config, trust_remote_code=trust_remote_code)
+        # Else transformers would load the attention that config.json names, which may be code on the hub.
+        options = {"attn_implementation": "eager", "trust_remote_code": trust_remote_code}
+        model = AutoModelForCausalLM.from_config(hf_config, **options)
     parameters = sum(tensor.numel() for tensor in itertools.chain(model.parameters(), model.buffers()))
     try:
         check_weights(parameters, folder)

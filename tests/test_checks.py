@@ -186,6 +186,12 @@ def test_a_number_that_no_model_has_is_refused_by_name(folder, name, value, sect
     assert refusal(folder).startswith(f"{folder}/config.json: {name} is {shown!r:.50} and should be a whole number from ")
 
 
+@pytest.mark.parametrize("section", [[1], "x", 5, True])
+def test_a_section_that_is_no_object_is_refused_in_one_line(folder, section):
+    (folder / "config.json").write_text(json.dumps(LLAMA | {"text_config": section}))
+    assert refusal(folder) == f"{folder}/config.json: text_config should be a JSON object, not {type(section).__name__}"
+
+
 def test_an_integer_of_thousands_of_digits_is_refused_in_one_line(folder):
     (folder / "config.json").write_text(json.dumps(LLAMA)[:-1] + ', "eos_token_id": ' + "9" * 5000 + "}")
     assert refusal(folder).startswith(f"{folder}/config.json cannot be read as JSON")

@@ -437,6 +437,14 @@ def test_code_that_comes_with_a_model_is_not_run_by_default(tmp_path):
     assert not ran.exists()
 
 
+@pytest.mark.parametrize("name", ["owner/kernel", "flash_attention_2"])
+def test_attention_that_a_checkpoint_names_is_not_loaded(tmp_path, name):
+    """transformers takes it from the hub, and runs it, where the package `kernels` is installed."""
+    folder = edit_config(save_checkpoint(tmp_path / "m", tiny_models.llama()), _attn_implementation=name)
+    model = models.torch_model.load_pretrained(settings(folder), folder, "cpu")
+    assert np.isfinite(models.torch_model.reference_logits(model, [1, 2, 3])).all()
+
+
 @pytest.mark.parametrize("quantize", ["int8", "int4"])
 def test_compressed_weights_are_refused(zoo, quantize):
     message = refusal(zoo.folder("llama"), quantize=quantize)
