@@ -218,7 +218,8 @@ def load(config: Config, folder: Path, announce: Callable[[str], None]) -> Stati
             except Exception as error:
                 logger.warning("The converted model in %s is damaged (%s): converting again", entry, reason(error))
                 cache.remove(key)
-        with tempfile.TemporaryDirectory(prefix="neuron-textgen-model.") as scratch:
+        run_dir = os.environ.get("NEURON_TEXTGEN_RUN_DIR")  # which is removed even if this process is killed
+        with tempfile.TemporaryDirectory(dir=run_dir) as scratch:
             return _load_entry(config, folder, cache.find_or_add(key, convert, Path(scratch)))
     except (ConfigError, ModelError):
         raise

@@ -163,6 +163,20 @@ def test_a_cache_that_cannot_be_written_costs_a_warning(config, converter, conve
     assert "cannot be kept" in caplog.text
 
 
+def test_what_cannot_be_kept_is_converted_into_the_folder_of_the_run(config, entry, tmp_path, monkeypatch):
+    """That folder is removed also when the worker is killed."""
+    targets = []
+
+    def convert(arguments, config):
+        targets.append(Path(arguments[1]))
+        shutil.copytree(entry, arguments[1], dirs_exist_ok=True)
+
+    monkeypatch.setattr(cpu, "run_converter", convert)
+    monkeypatch.setenv("NEURON_TEXTGEN_RUN_DIR", str(tmp_path))
+    load(dataclasses.replace(config, model_cache="/proc/no-such-folder"))
+    assert [target.parent for target in targets] == [tmp_path] and not targets[0].exists()
+
+
 def test_one_process_converts_and_the_other_waits_and_says_so(tmp_path, monkeypatch):
     cache, made, said, waits = cache_in(tmp_path), [], [], threading.Event()
     monkeypatch.setattr(models.cache.logger, "info", lambda message, *values: (said.append(message % values), waits.set()))
