@@ -243,7 +243,12 @@ def _load_entry(config: Config, folder: Path, entry: Path) -> StaticBatchModel:
         return _load_torch(config, folder, facts["refused"])
     check_length(config.model_name, facts["max_total_tokens"], config.max_total_tokens)
     slots, threads = config.max_batch_size or DEFAULT_BATCH_SIZE, config.threads or usable_threads()
-    model = OpenVinoModel(read_graph(entry / "model.xml"), facts, slots, config.max_total_tokens, threads)
+    try:
+        model = OpenVinoModel(read_graph(entry / "model.xml"), facts, slots, config.max_total_tokens, threads)
+    except MemoryError as error:  # of the KV cache
+        remedy = "lower --max-batch-size (MAX_BATCH_SIZE) or --max-total-tokens (MAX_TOTAL_TOKENS)"
+        size = f"{slots} slots of {config.max_total_tokens} tokens"
+        raise ModelError(f"{size} need more memory than there is ({error}); {remedy}") from None
     model.max_input_tokens = config.max_input_tokens
     reference = facts["reference"]  # what transformers computed, [positions, columns]: a prompt and a decode step
     n = min(len(reference["ids"]), model.max_total_tokens)

@@ -16,6 +16,7 @@ from tiny_models import edit_config, llama, save_checkpoint, settings
 import models.cache
 from config import HERE, Config, ConfigError
 from models import cpu
+from models.base import ModelError
 from models.cache import ModelCache, model_key, read_entry, renamed_when_complete, write_entry
 
 pytestmark = [pytest.mark.models, pytest.mark.filterwarnings("ignore")]  # of torch and openvino, while converting
@@ -161,6 +162,17 @@ def test_a_cache_that_cannot_be_written_costs_a_warning(config, converter, conve
     assert load(config).engine == "openvino"
     assert [record.levelname for record in caplog.records].count("WARNING") == 1
     assert "cannot be kept" in caplog.text
+
+
+def test_too_many_slots_for_the_memory_are_refused_and_cost_no_converted_model(config, copies, monkeypatch):
+    def fill_memory(*arguments):
+        raise MemoryError("Unable to allocate 244. GiB")
+
+    load(config)
+    monkeypatch.setattr(cpu, "OpenVinoModel", fill_memory)
+    with pytest.raises(ModelError, match=r"244. GiB\); lower --max-batch-size \(MAX_BATCH_SIZE\) or --max-total-tokens"):
+        load(config)
+    assert len(copies) == 1 and list(Path(config.model_cache).glob("model-*"))
 
 
 def test_what_cannot_be_kept_is_converted_into_the_folder_of_the_run(config, entry, tmp_path, monkeypatch):
