@@ -57,15 +57,19 @@ class OpenVinoModel:
         self.batch_size, self.max_total_tokens, self.max_input_tokens = slots, max_total_tokens, max_total_tokens - 1
         self.vocab_size, self.dtype, self.quantize = facts["vocab_size"], facts["dtype"], facts["quantize"]
         core = ov.Core()
-        is_bfloat16 = self.dtype == "bfloat16" and "BF16" in core.get_property("CPU", "OPTIMIZATION_CAPABILITIES")
-        self.computed_in = "bfloat16" if is_bfloat16 else "float32"
-        self.prompt_budget = None if is_bfloat16 else FLOAT32_BUDGET
-        precision = "bf16" if is_bfloat16 else "f32"
-        self._max_call_tokens = math.inf if is_bfloat16 else FLOAT32_TOKENS
         settings = {
             "PERFORMANCE_HINT": "LATENCY",
             "INFERENCE_NUM_THREADS": threads,
             "ENABLE_CPU_PINNING": False,  # other processes share the cores
+        }
+        self.threads = _threads_taken(core, settings)
+        is_bfloat16 = self.dtype == "bfloat16" and "BF16" in core.get_property("CPU", "OPTIMIZATION_CAPABILITIES")
+        is_bfloat16 = is_bfloat16 and self.threads > 1  # OpenVINO's AMX kernel for MLPs divides by half the threads: SIGFPE
+        self.computed_in = "bfloat16" if is_bfloat16 else "float32"
+        self.prompt_budget = None if is_bfloat16 else FLOAT32_BUDGET
+        precision = "bf16" if is_bfloat16 else "f32"
+        self._max_call_tokens = math.inf if is_bfloat16 else FLOAT32_TOKENS
+        settings |= {
             "INFERENCE_PRECISION_HINT": precision,  # both default to less precise types on some CPUs
             "KV_CACHE_PRECISION": precision,
             "DYNAMIC_QUANTIZATION_GROUP_SIZE": 0,  # else compressed weights round the activations as well
@@ -123,6 +127,12 @@ class OpenVinoModel:
             self._request.set_tensor(name, ov.Tensor(array))
         self._request.infer()  # without the interpreter's lock
         return self._request.get_output_tensor(0).data[:rows].copy()
+
+
+def _threads_taken(core: ov.Core, settings: dict[str, Any]) -> int:
+    """How many threads a graph compiled with `settings` runs on: no more than there are cores. Only a compiled one says so."""
+    number = ops.parameter([1], np.float32)
+    return core.compile_model(ov.Model([ops.relu(number)], [number]), "CPU", settings).get_property("INFERENCE_NUM_THREADS")
 
 
 def split(chunks: Sequence[Chunk], max_tokens: float) -> Iterator[list[tuple[int, Sequence[int], int, int]]]:
@@ -258,7 +268,7 @@ def _load_entry(config: Config, folder: Path, entry: Path) -> StaticBatchModel:
     if not error <= reference["tolerance"]:  # not: NaN
         raise ValueError(f"its logits differ by {error:.2g} from those of transformers")
     weights = model.quantize or model.dtype
-    logger.info("OpenVINO: weights in %s, computed in %s, threads: %d", weights, model.computed_in, threads)
+    logger.info("OpenVINO: weights in %s, computed in %s, threads: %d", weights, model.computed_in, model.threads)
     return model
 
 
