@@ -35,6 +35,8 @@ ENTRY = "entry.json"
 TEMPORARY = ".neuron-textgen-"  # beginning of the names of unfinished folders and their locks
 HASHED_BYTES = 64_000_000  # a larger file is identified by its size and modification time: hashing weights would take seconds
 CANNOT_SERVE, CANNOT_WRITE = 2, 3  # exit codes of the child process, its reason in the last line of its output
+# To be raised with any change of what a conversion writes, or of how it is read: entries of another one are not used.
+CONVERTER = 1
 
 
 class ModelCache:
@@ -163,9 +165,8 @@ def model_key(config: Config, folder: Path) -> str | None:
     checkpoint = [folder.name, config.model_id]  # a commit of a hub model
     if config.is_local:
         checkpoint = _identify(folder, ("config.json", "*.safetensors*", "*.py"))
-    converter = _identify(HERE / "models", ("cpu.py", "convert.py"))  # what they write differs with them
     versions = [installed(package) for package in ("openvino", "transformers", "torch", "nncf")]
-    return f"model-{digest([checkpoint, config.dtype, config.quantize, code is not None, versions, converter])}"
+    return f"model-{digest([checkpoint, config.dtype, config.quantize, code is not None, versions, CONVERTER])}"
 
 
 def tokenizer_key(folder: Path) -> str:

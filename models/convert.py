@@ -30,6 +30,7 @@ from config import Config, Manifest, die_with_parent
 from models import cpu  # first: it keeps openvino from loading its telemetry
 from models.base import Chunk, ModelError, first_line
 from models.cache import CANNOT_SERVE, CANNOT_WRITE, model_key, renamed_when_complete, write_entry
+from models.machine import usable_threads
 from models.torch_model import length_limit, load_pretrained, reference_logits
 
 import openvino as ov  # isort: skip
@@ -197,7 +198,7 @@ class Check:
         """Runs the saved graph: long and short chunks, one and two slots a call, at the first and at the last positions.
         Raises UnsupportedModel where a logit differs by more than `tolerance` times the largest."""
         graph = cpu.read_graph(target / "model.xml", CHECK_WINDOW)
-        model = cpu.OpenVinoModel(graph, facts, slots=3, max_total_tokens=len(self.ids), threads=cpu.usable_threads())
+        model = cpu.OpenVinoModel(graph, facts, slots=3, max_total_tokens=len(self.ids), threads=usable_threads())
         found = [model.forward([Chunk(0, self.short, 0, keep_all=True)], self.shift)]
         wanted = [self.at_end, self.logits]
         for begin in range(0, len(self.ids), cpu.PREFILL_CHUNK):

@@ -30,6 +30,7 @@ from openvino.op import _PagedAttentionExtension as PagedAttention  # noqa: E402
 from config import DEFAULT_BATCH_SIZE, HERE, Config, ConfigError, read_json  # noqa: E402
 from models.base import Chunk, ModelError, StaticBatchModel, check_length, progress_logged  # noqa: E402
 from models.cache import ModelCache, model_key, read_entry, run_converter  # noqa: E402
+from models.machine import usable_threads  # noqa: E402
 
 logger = logging.getLogger("model")
 
@@ -294,16 +295,3 @@ def with_dtype(config: Config, folder: Path) -> Config:
 def cpu_multiplies_bfloat16() -> bool:
     flags = Path("/proc/cpuinfo").read_text().split()
     return "avx512_bf16" in flags or "amx_bf16" in flags
-
-
-def usable_threads(cgroup: Path = Path("/sys/fs/cgroup")) -> int:
-    """The cores that the process may use: its affinity, and the CPU quota of its cgroup (version 2 or 1), rounded down."""
-    threads = len(os.sched_getaffinity(0))
-    for names in (["cpu.max"], ["cpu/cpu.cfs_quota_us", "cpu/cpu.cfs_period_us"]):
-        try:
-            quota, period = map(int, " ".join((cgroup / name).read_text() for name in names).split())
-        except (OSError, ValueError):  # not this version, or "max"
-            continue
-        if quota > 0:
-            threads = min(threads, quota // period)
-    return max(1, threads)

@@ -1,4 +1,4 @@
-"""The Neuron machine that this process runs on: cores, instance family, host memory.
+"""The machine that this process runs on: CPU cores; NeuronCores, instance family, host memory.
 
 Reads /dev, sysfs, procfs and the Neuron runtime's environment variables, and hands a `Machine` to `models/neuron.py` and
 `models/compile.py`. Knows no model, no prices, no torch; `models/plan.py` decides what fits.
@@ -75,6 +75,19 @@ def host_memory(root: Path = Path("/")) -> int | None:
     total = re.search(r"MemTotal:\s+(\d+) kB", _read(root / "proc/meminfo"))
     limits = (int(total[1]) * 1024 if total else None, _number(_read(root / "sys/fs/cgroup/memory.max")))
     return min(filter(None, limits), default=None)
+
+
+def usable_threads(cgroup: Path = Path("/sys/fs/cgroup")) -> int:
+    """The cores that the process may use: its affinity, and the CPU quota of its cgroup (version 2 or 1), rounded down."""
+    threads = len(os.sched_getaffinity(0))
+    for names in (["cpu.max"], ["cpu/cpu.cfs_quota_us", "cpu/cpu.cfs_period_us"]):
+        try:
+            quota, period = map(int, " ".join((cgroup / name).read_text() for name in names).split())
+        except (OSError, ValueError):  # not this version, or "max"
+            continue
+        if quota > 0:
+            threads = min(threads, quota // period)
+    return max(1, threads)
 
 
 def _read(path: Path) -> str:

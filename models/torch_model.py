@@ -27,6 +27,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from checks import check_weights
 from config import DEFAULT_BATCH_SIZE, Config, ConfigError, read_json
 from models.base import Chunk, DeviceLost, ModelError, check_length, first_line, reported_as
+from models.machine import usable_threads
 
 logger = logging.getLogger("model")
 
@@ -246,8 +247,6 @@ class TorchModel:
         self.batch_size = config.max_batch_size or DEFAULT_BATCH_SIZE
         self.max_total_tokens, self.max_input_tokens = config.max_total_tokens, config.max_input_tokens
         if device == "cpu" and (config.threads or "OMP_NUM_THREADS" not in os.environ):  # which torch reads itself
-            from models.cpu import usable_threads
-
             torch.set_num_threads(config.threads or usable_threads())
         self._model = load_pretrained(config, folder, device)
         self._kind = self._model.config.model_type

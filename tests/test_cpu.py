@@ -19,7 +19,6 @@ from config import Config, Manifest
 from models import cpu
 from models.base import Chunk, ModelError
 from models.cache import read_entry
-from models.cpu import usable_threads
 
 # The warnings are of torch, openvino and nncf, while converting.
 pytestmark = [pytest.mark.models, pytest.mark.usefixtures("conversions"), pytest.mark.filterwarnings("ignore")]
@@ -182,25 +181,6 @@ def test_without_nncf_one_line_says_what_to_install(zoo, monkeypatch):
 def test_compressed_weights_are_refused_where_only_pytorch_serves(zoo):
     with pytest.raises(ModelError, match="--quantize int8"):
         serve(zoo.folder("falcon"), quantize="int8")
-
-
-QUOTAS = [
-    ({"cpu.max": "350000 100000\n"}, 3),
-    ({"cpu.max": "50000 100000\n"}, 1),
-    ({"cpu.max": "max 100000\n"}, 6),
-    ({"cpu/cpu.cfs_quota_us": "200000\n", "cpu/cpu.cfs_period_us": "100000\n"}, 2),
-    ({"cpu/cpu.cfs_quota_us": "-1\n", "cpu/cpu.cfs_period_us": "100000\n"}, 6),
-    ({}, 6),
-]
-
-
-@pytest.mark.parametrize(("files", "threads"), QUOTAS)
-def test_the_threads_are_the_cores_that_affinity_and_quota_allow(tmp_path, monkeypatch, files, threads):
-    (tmp_path / "cpu").mkdir()
-    for name, text in files.items():
-        (tmp_path / name).write_text(text)
-    monkeypatch.setattr("os.sched_getaffinity", lambda pid: set(range(6)))
-    assert usable_threads(tmp_path) == threads
 
 
 keeping = st.tuples(st.integers(1, 200), st.booleans())

@@ -3,7 +3,7 @@
 import pytest
 
 from config import ConfigError
-from models.machine import Machine, detect
+from models.machine import Machine, detect, usable_threads
 
 GIB = 1 << 30
 
@@ -83,3 +83,22 @@ def test_cores_that_the_runtime_would_refuse_are_refused_first(machine, name, va
     with pytest.raises(ConfigError) as refused:
         look(machine(), **{name: value})
     assert name in str(refused.value) and value in str(refused.value) and words in str(refused.value)
+
+
+QUOTAS = [
+    ({"cpu.max": "350000 100000\n"}, 3),
+    ({"cpu.max": "50000 100000\n"}, 1),
+    ({"cpu.max": "max 100000\n"}, 6),
+    ({"cpu/cpu.cfs_quota_us": "200000\n", "cpu/cpu.cfs_period_us": "100000\n"}, 2),
+    ({"cpu/cpu.cfs_quota_us": "-1\n", "cpu/cpu.cfs_period_us": "100000\n"}, 6),
+    ({}, 6),
+]
+
+
+@pytest.mark.parametrize(("files", "threads"), QUOTAS)
+def test_the_threads_are_the_cores_that_affinity_and_quota_allow(tmp_path, monkeypatch, files, threads):
+    (tmp_path / "cpu").mkdir()
+    for name, text in files.items():
+        (tmp_path / name).write_text(text)
+    monkeypatch.setattr("os.sched_getaffinity", lambda pid: set(range(6)))
+    assert usable_threads(tmp_path) == threads

@@ -103,6 +103,8 @@ def test_the_key_depends_on_all_that_a_conversion_reads(config, checkpoint, tmp_
     keys.append(model_key(dataclasses.replace(config, model_id=str(code), trust_remote_code=True), code))
     monkeypatch.setattr("models.cache.version", lambda package: "another")
     keys.append(model_key(config, checkpoint))
+    monkeypatch.setattr("models.cache.CONVERTER", -1)
+    keys.append(model_key(config, checkpoint))
     assert len(set(keys)) == len(keys)
 
 
