@@ -32,7 +32,10 @@ RUN install() { python3 -m pip --disable-pip-version-check install --no-cache-di
     && rm -rf build ./*.egg-info /tmp/installed.txt /tmp/sdk.txt
 
 # Whatever the umask of the checkout was, the server can read its files; it cannot write the bytecode, so that is done here.
-COPY LICENSE entrypoint.sh *.py other_servers.json page.html ./
+COPY LICENSE entrypoint.sh *.py other_servers.json ./
+COPY api api
+COPY text text
+COPY engine engine
 COPY models models
 COPY demo/model demo/model
 RUN find . ! -perm -444 -exec chmod a+rX {} + && python3 -m compileall -q . \

@@ -58,7 +58,7 @@ test: $(VENV)/test.installed
 # Files without a fast test are not imported either: torch and transformers take seconds.
 test-fast: $(VENV)/test.installed
 	$(BIN)/python -m pytest -m "not (processes or models or hypothesis)" --numprocesses 2 --dist worksteal \
-		$(addprefix --ignore=,$(shell grep -lE '^pytestmark = .*mark\.(processes|models)' tests/test_*.py)) $(ARGS)
+		$(addprefix --ignore=,$(shell grep -lE '^pytestmark = .*mark\.(processes|models)' -r tests --include=test_*.py)) $(ARGS)
 
 clients: $(VENV)/run.installed
 	@$(MAKE) --silent --no-print-directory -j 3 $(CLIENTS:%=$(VENV)-clients/%.installed) $(VENV)-clients/javascript.installed
@@ -93,7 +93,7 @@ test-ray: $(VENV)/run.installed $(VENV)-ray/installed
 		'ip link set lo up && exec "$$0" -m pytest -c tests/ray_serve/pytest.ini tests/ray_serve "$$@"' $(RAY_BIN)/python $(ARGS)
 
 bench: $(VENV)/run.installed
-	@$(BIN)/python bench/run.py $(if $(URL),--url "$(URL)") $(ARGS)
+	@$(BIN)/python bench/bench.py $(if $(URL),--url "$(URL)") $(ARGS)
 
 soak: $(VENV)/run.installed
 	@$(BIN)/python bench/soak.py --minutes $(or $(MINUTES),10) $(if $(URL),--url $(URL)) $(ARGS)

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import ctypes
 import dataclasses
 import difflib
 import functools
@@ -20,7 +19,6 @@ import logging
 import math
 import os
 import re
-import signal
 import sys
 import unicodedata
 from collections.abc import Callable, Mapping, Sequence
@@ -29,12 +27,11 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-import checks
 import logs
-from checks import ConfigError
+from manifest import Manifest
+from run import HERE, ConfigError, check_limits, explained, run_dir
 
 VERSION = "0.2.0"  # the same as in pyproject.toml (tested)
-HERE = Path(__file__).resolve().parent
 DEMO_MODEL = HERE / "demo" / "model"
 SAGEMAKER_MODEL = Path("/opt/ml/model")  # where SageMaker unpacks an endpoint's model
 DEFAULT_MAX_TOTAL_TOKENS = 2048
@@ -58,7 +55,9 @@ def _whole(value: str, low: int = 1, high: int = MAX_COUNT) -> int:
     except ValueError:
         raise ValueError("must be a whole number") from None
     if number < low or number > high:
-        raise ValueError(f"must be at least {low}" if high == MAX_COUNT > number else f"must be between {low} and {high}")
+        raise ValueError(
+            f"must be at least {low}" if high == MAX_COUNT > number else f"must be between {low} and {high}"
+        )
     return number
 
 
@@ -160,7 +159,9 @@ def _collector(value: str) -> str:
     if url.scheme not in ("http", "https") or not url.hostname:
         raise ValueError("must be the URL of a collector, such as http://localhost:4318")
     if url.port == 4317:
-        raise ValueError("port 4317 takes OTLP over gRPC; traces are sent over HTTP, which collectors take on port 4318")
+        raise ValueError(
+            "port 4317 takes OTLP over gRPC; traces are sent over HTTP, which collectors take on port 4318"
+        )
     return value.rstrip("/").removesuffix("/v1/traces") + "/v1/traces"
 
 
@@ -172,14 +173,25 @@ def _origins(value: str) -> str:
     return ",".join(origins)
 
 
-def setting(default: Any, names: str, help: str, *, parse: Callable[[str], Any] | None = None, shown: str = "") -> Any:
+def setting(
+    default: Any, names: str, help: str, *, parse: Callable[[str], Any] | None = None, shown: str = ""
+) -> Any:
     """A field of `Config`, whose flag is its name with dashes. `names`: its environment variables, the preferred one first, and
     further flags. `parse` defaults to the parser of the field's type; `shown`, the default in the help, to `default`."""
     variables = [name for name in names.split() if not name.startswith("-")]
     flags = [name for name in names.split() if name.startswith("-")]
     if not shown:
-        shown = "none" if default is None else f"{default:g}" if isinstance(default, float) else str(default).lower()
-    return field(default=default, metadata={"names": variables, "flags": flags, "help": help, "parse": parse, "shown": shown})
+        shown = (
+            "none"
+            if default is None
+            else f"{default:g}"
+            if isinstance(default, float)
+            else str(default).lower()
+        )
+    return field(
+        default=default,
+        metadata={"names": variables, "flags": flags, "help": help, "parse": parse, "shown": shown},
+    )
 
 
 PARSERS = {"str": str, "int": _whole, "float": _positive, "bool": _switch}
@@ -323,7 +335,9 @@ class Config:
                 f"`max_input_tokens`({self.max_input_tokens}) must be < `max_total_tokens`({self.max_total_tokens}): "
                 "lower --max-input-tokens (MAX_INPUT_TOKENS) or raise --max-total-tokens (MAX_TOTAL_TOKENS)"
             )
-        if self.max_total_tokens and self.max_total_tokens > (self.max_batch_total_tokens or self.max_total_tokens):
+        if self.max_total_tokens and self.max_total_tokens > (
+            self.max_batch_total_tokens or self.max_total_tokens
+        ):
             raise ConfigError(
                 f"--max-batch-total-tokens {self.max_batch_total_tokens} (MAX_BATCH_TOTAL_TOKENS) is less than one slot of "
                 f"{self.max_total_tokens} tokens: raise it, or lower --max-total-tokens (MAX_TOTAL_TOKENS)"
@@ -354,7 +368,9 @@ class Config:
                 f"was trained for; give at most {window}"
             )
         slots, longest = self.slots(total, DEFAULT_BATCH_SIZE), self.max_input_tokens or total - 1
-        return dataclasses.replace(self, max_batch_size=slots, max_total_tokens=total, max_input_tokens=longest)
+        return dataclasses.replace(
+            self, max_batch_size=slots, max_total_tokens=total, max_input_tokens=longest
+        )
 
     def slots(self, length: int, default: int) -> int:
         """How many slots of `length` tokens `max_batch_size`, else `default`, and `max_batch_total_tokens` allow."""
@@ -366,60 +382,12 @@ class Config:
 
     @classmethod
     def from_json(cls, text: str | bytes) -> Config:
-        return cls(**{name: tuple(value) if isinstance(value, list) else value for name, value in json.loads(text).items()})
-
-
-@dataclass(frozen=True)
-class Manifest:
-    """What the `config.json` and `generation_config.json` of a checkpoint say."""
-
-    model_type: str
-    max_positions: int | None  # context length of the training, in tokens
-    eos_token_ids: tuple[int, ...]
-    is_compiled: bool = False  # for Neuron
-
-    @classmethod
-    def read(cls, folder: str | Path) -> Manifest:
-        """Reads a model folder. Raises ConfigError with the reason when it holds no model."""
-        folder = Path(folder).expanduser()
-        if not folder.is_dir():
-            raise ConfigError(f"--model-id {folder}: there is no such folder")
-        if not os.path.lexists(folder / "config.json"):  # before the walk through a folder that holds something else
-            raise ConfigError(f"{folder} is not a model folder: it has no config.json")
-        checks.check_files(folder)
-        config = read_json(folder / "config.json", required=True)
-        if not isinstance(config.get("model_type"), str):
-            raise ConfigError(f"{folder / 'config.json'} has no `model_type`, so the model cannot be loaded")
-        checks.check_numbers(config, folder / "config.json")
-        eos: list[int] = []
-        for source in (config, read_json(folder / "generation_config.json")):
-            ids = source.get("eos_token_id")
-            eos += [i for i in (ids if isinstance(ids, list) else [ids]) if type(i) is int]
-        if impossible := [i for i in eos if not -1 <= i <= checks.MAX_TOKEN_ID]:
-            raise ConfigError(f"{folder}: eos_token_id is {impossible[0]!r:.50} and should be from 0 to {checks.MAX_TOKEN_ID}")
-        text_config = config.get("text_config") if isinstance(config.get("text_config"), dict) else config
-        windows = (text_config.get(k) for k in ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length"))
         return cls(
-            model_type=config["model_type"],
-            max_positions=next((w for w in windows if isinstance(w, int) and w > 0), None),
-            eos_token_ids=tuple(dict.fromkeys(eos)),
-            is_compiled="neuron" in config,
+            **{
+                name: tuple(value) if isinstance(value, list) else value
+                for name, value in json.loads(text).items()
+            }
         )
-
-
-def read_json(path: Path, required: bool = False) -> dict[str, Any]:
-    """A JSON object from a model folder, or `{}` without the file. Raises ConfigError for anything else."""
-    try:
-        data = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        if required:
-            raise ConfigError(f"{path.parent} is not a model folder: it has no {path.name}") from None
-        return {}
-    except (OSError, ValueError, RecursionError) as error:  # ValueError: bytes, JSON, and integers of 4,300 digits
-        raise ConfigError(f"{path} cannot be read as JSON: {error}") from None
-    if not isinstance(data, dict):
-        raise ConfigError(f"{path} should hold a JSON object, not {type(data).__name__}")
-    return data
 
 
 # Flags and variables of TGI's launcher, TGI-Gaudi, TorchServe, vLLM and older Neuron images that are not settings here, as
@@ -449,9 +417,19 @@ class _Parser(argparse.ArgumentParser):
     def __init__(self):
         formatter = functools.partial(argparse.HelpFormatter, max_help_position=6)
         super().__init__(usage=USAGE, formatter_class=formatter, allow_abbrev=False)
-        self.add_argument("-V", "--version", action="version", version=f"neuron-textgen {VERSION}", help="Print the version.")
+        self.add_argument(
+            "-V",
+            "--version",
+            action="version",
+            version=f"neuron-textgen {VERSION}",
+            help="Print the version.",
+        )
         for flag, entry in SETTINGS.items():
-            value = {"nargs": "?", "const": "true", "metavar": "true|false"} if entry.type == "bool" else {"metavar": "X"}
+            value = (
+                {"nargs": "?", "const": "true", "metavar": "true|false"}
+                if entry.type == "bool"
+                else {"metavar": "X"}
+            )
             text = f"{entry.metadata['help']} Default: {entry.metadata['shown']}. [{', '.join(entry.metadata['names'])}]"
             self.add_argument(flag, *entry.metadata["flags"], dest=flag, action="append", help=text, **value)
         for name in _OTHER_NAMES:
@@ -479,7 +457,11 @@ def _given(argv: Sequence[str], environ: Mapping[str, str]) -> dict[str, str]:
         raise ConfigError(f"unknown argument {flag!r}{hint} (--help lists the settings)")
     for flag, values in vars(options).items():
         if values is not None:
-            if len(values) > 1 and flag in SETTINGS and flag not in ("--cors-allow-origin", "--neuron-config"):
+            if (
+                len(values) > 1
+                and flag in SETTINGS
+                and flag not in ("--cors-allow-origin", "--neuron-config")
+            ):
                 raise ConfigError(f"{flag} is given twice")
             given[flag] = ",".join(values).strip()
     return given
@@ -501,12 +483,16 @@ def _of_other_servers(given: Mapping[str, str]) -> list[str]:
     supported."""
     lines = []
     for name, value in given.items():
-        effect, neutral, text = _OTHER_NAMES.get(name) or _OTHER_NAMES.get(name.split("_")[0] + "_*") or ("", None, "")
+        effect, neutral, text = (
+            _OTHER_NAMES.get(name) or _OTHER_NAMES.get(name.split("_")[0] + "_*") or ("", None, "")
+        )
         if effect == "no_effect":
             lines.append(f"{name} has no effect: {text}")
         elif effect == "same_as" and value != neutral:
             first = _names_given(text.split()[0], given)[0]
-            lines.append(f"{name} is read as {text}" if name == first else f"{name} is ignored: {first} is set")
+            lines.append(
+                f"{name} is read as {text}" if name == first else f"{name} is ignored: {first} is set"
+            )
         elif effect == "not_supported" and value.lower() not in (neutral, "0", "false", "none", "off"):
             raise ConfigError(f"{name} is not supported: {text}")
     return lines
@@ -521,7 +507,9 @@ def parse(argv: Sequence[str], environ: Mapping[str, str]) -> Config:
     given = _given(argv, environ)
     _of_other_servers(given)
     if "MAX_INPUT_TOKENS" in given and "MAX_INPUT_LENGTH" in given:
-        raise ConfigError("MAX_INPUT_TOKENS and its older name MAX_INPUT_LENGTH are both set; leave out MAX_INPUT_LENGTH")
+        raise ConfigError(
+            "MAX_INPUT_TOKENS and its older name MAX_INPUT_LENGTH are both set; leave out MAX_INPUT_LENGTH"
+        )
     values = {}
     for flag, entry in SETTINGS.items():
         name = next(iter(_names_given(flag, given)), None)
@@ -545,39 +533,15 @@ def parse(argv: Sequence[str], environ: Mapping[str, str]) -> Config:
     return config
 
 
-def check_private(folder: Path, name: str) -> None:
-    """Raises ConfigError for a folder, which `name` names, that another user owns or may write to: its files are trusted."""
-    with contextlib.suppress(FileNotFoundError, NotADirectoryError, PermissionError):
-        status = folder.stat()
-        if status.st_uid != os.geteuid():
-            raise ConfigError(f"{name} belongs to user {status.st_uid}, not to user {os.geteuid()}; give another folder")
-        if status.st_mode & 0o022:
-            raise ConfigError(f"{name} can be written to by other users; chmod 700 it, or give another folder")
-
-
-def run_dir() -> Path:
-    """The private folder of this run: the resolved configuration and the socket between the processes."""
-    return Path(os.environ["NEURON_TEXTGEN_RUN_DIR"])
-
-
 def load() -> Config:
     """The configuration that `entrypoint.sh` resolved for this run."""
     return Config.from_json((run_dir() / "config.json").read_bytes())
 
 
-def socket_address() -> str:
-    return f"ipc://{run_dir() / checks.SOCKET}"
-
-
-def die_with_parent() -> None:
-    """Makes the kernel end this process when its parent dies: no process may survive and hold the device."""
-    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # 1: PR_SET_PDEATHSIG
-
-
 def main(argv: Sequence[str]) -> int:
     try:
         if "NEURON_TEXTGEN_RUN_DIR" in os.environ:
-            checks.check_limits(run_dir())
+            check_limits(run_dir())
         config = parse(argv, os.environ)
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
@@ -591,7 +555,7 @@ def main(argv: Sequence[str]) -> int:
     try:
         print(config.to_json(), flush=True)
     except OSError as error:
-        print(f"error: {checks.explained(error, os.readlink('/proc/self/fd/1')) or error}", file=sys.stderr)
+        print(f"error: {explained(error, os.readlink('/proc/self/fd/1')) or error}", file=sys.stderr)
         os._exit(2)  # what cannot be written would be written again at the end
     return 0
 

@@ -27,22 +27,30 @@ class _PlainFormatter(logging.Formatter):
     converter = time.gmtime
 
     def __init__(self):
-        super().__init__("%(asctime)s.%(msecs)03dZ %(levelname)-5s %(name)s: %(message)s", "%Y-%m-%dT%H:%M:%S")
+        super().__init__(
+            "%(asctime)s.%(msecs)03dZ %(levelname)-5s %(name)s: %(message)s", "%Y-%m-%dT%H:%M:%S"
+        )
 
     def formatMessage(self, record: logging.LogRecord) -> str:
         """The line, without the traceback that may follow."""
         record.message = _escaped(record.message, 1000)
         fields = getattr(record, "fields", {})
-        return super().formatMessage(record) + "".join(f" {key}={_escaped(value, 200)}" for key, value in fields.items())
+        return super().formatMessage(record) + "".join(
+            f" {key}={_escaped(value, 200)}" for key, value in fields.items()
+        )
 
 
 class _JsonFormatter(_PlainFormatter):
     def format(self, record: logging.LogRecord) -> str:
         trace = "\n" + self.formatException(record.exc_info) if record.exc_info else ""
-        fields = {k: _escaped(v, 200) if isinstance(v, str) else v for k, v in getattr(record, "fields", {}).items()}
+        fields = {
+            k: _escaped(v, 200) if isinstance(v, str) else v for k, v in getattr(record, "fields", {}).items()
+        }
         fields = {"message": _escaped(record.getMessage(), 1000) + trace, **fields}
         stamp = f"{self.formatTime(record, self.datefmt)}.{int(record.msecs):03d}Z"
-        return json.dumps({"timestamp": stamp, "level": record.levelname, "target": record.name, "fields": fields})
+        return json.dumps(
+            {"timestamp": stamp, "level": record.levelname, "target": record.name, "fields": fields}
+        )
 
 
 class _FewRepeats(logging.Filter):

@@ -37,21 +37,21 @@ from gevent.threadpool import ThreadPool
 from werkzeug.exceptions import ClientDisconnected, HTTPException
 
 import config as configuration
-import errors
 import logs
-import openapi
-import schema
-import tracing
-import validate
-from answers import Answer
-from bodies import Bodies, discard_rest
-from config import HERE, Config, ConfigError
-from engine_client import ClientGone, EngineClient, EngineError
-from errors import ApiError
-from generation import HANG_UP, KEEP_ALIVE_S, Batch, Generation, watch
-from grammar import GrammarError
-from handlers import Handlers, ModelText, prompt_ids
+from api import errors, tracing
+from api import fields as validate
+from api import routes as openapi
+from api import types as schema
+from api.answer import Answer
+from api.bodies import Bodies, discard_rest
+from api.engine_client import ClientGone, EngineClient, EngineError
+from api.errors import ApiError
+from api.handlers import Handlers, ModelText, prompt_ids
+from api.stream import HANG_UP, KEEP_ALIVE_S, Batch, Generation, watch
+from config import Config
 from protocol import ModelInfo, RequestStats
+from run import HERE, ConfigError, die_with_parent, run_dir, socket_address
+from text.grammar import GrammarError
 
 logger = logging.getLogger("web")
 
@@ -104,9 +104,15 @@ def _attempt(function: Callable):
 def create_app(config: Config, engine: EngineClient) -> Flask:
     """The WSGI application. Serves from the first moment; until the model is ready it answers 503."""
     app = Flask("neuron-textgen", static_folder=None)
-    app.config["MAX_CONTENT_LENGTH"] = config.payload_limit + 1  # werkzeug cuts a chunked body here without an error
+    app.config["MAX_CONTENT_LENGTH"] = (
+        config.payload_limit + 1
+    )  # werkzeug cuts a chunked body here without an error
     app.register_blueprint(get_swaggerui_blueprint(DOCS.rstrip("/"), "/api-doc/openapi.json"))
-    handlers, bodies, threads = Handlers(config, engine), Bodies(config), TextThreads(config.max_concurrent_requests)
+    handlers, bodies, threads = (
+        Handlers(config, engine),
+        Bodies(config),
+        TextThreads(config.max_concurrent_requests),
+    )
     contract, page = openapi.openapi(), _page(engine)
     tracer = tracing.Tracer(config.otlp_endpoint, config.otlp_service_name) if config.otlp_endpoint else None
     in_progress: set[Generation] = set()
@@ -131,13 +137,20 @@ def create_app(config: Config, engine: EngineClient) -> Flask:
                     raise errors.invalid(job.grammar_name, str(error)) from None
         return answer, prompts
 
-    def generate(answer: Answer, prompts: list, deadline_s: float | None = config.response_deadline) -> Response:
+    def generate(
+        answer: Answer, prompts: list, deadline_s: float | None = config.response_deadline
+    ) -> Response:
         """Generates, and answers as a whole or as a stream."""
         deadline_at = g.started_at + deadline_s if deadline_s and not answer.streams else float("inf")
         client = request.environ.get("gunicorn.socket")
-        is_last = request.environ["SERVER_PROTOCOL"] == "HTTP/1.0" or "close" in request.headers.get("Connection", "").lower()
+        is_last = (
+            request.environ["SERVER_PROTOCOL"] == "HTTP/1.0"
+            or "close" in request.headers.get("Connection", "").lower()
+        )
         times, on_settled = (g.started_at, deadline_at), g.trace.end if "trace" in g else None
-        generation = Generation(engine, answer.jobs, prompts, in_progress, g.request_id, *times, client, is_last, on_settled)
+        generation = Generation(
+            engine, answer.jobs, prompts, in_progress, g.request_id, *times, client, is_last, on_settled
+        )
         answer.request_id = g.request_id
         g.generation = generation
         return _respond(config, engine, answer, generation)
@@ -166,7 +179,9 @@ def create_app(config: Config, engine: EngineClient) -> Flask:
         app.add_url_rule(path, f"POST {path}", view, methods=["POST"])
 
     generates("/", handlers.compat)
-    generates("/v1", handlers.compat)  # for huggingface_hub's text_generation with a base_url that ends in /v1
+    generates(
+        "/v1", handlers.compat
+    )  # for huggingface_hub's text_generation with a base_url that ends in /v1
     generates("/generate", handlers.generate)
     generates("/generate_stream", handlers.generate_stream)
     generates("/v1/chat/completions", handlers.chat, renders=True)
@@ -249,10 +264,12 @@ def create_app(config: Config, engine: EngineClient) -> Flask:
 
 def _page(engine: EngineClient) -> Callable[[], Response]:
     """The page for browsers at `/`: one file that loads nothing else, under a policy that allows nothing else."""
-    text, sources = (HERE / "page.html").read_text(), []
+    text, sources = (HERE / "api" / "page.html").read_text(), []
     for tag in ("script", "style"):
         inline = re.search(rf"<{tag}>(.*?)</{tag}>", text, re.DOTALL)[1]
-        sources.append(f"{tag}-src 'sha256-{base64.b64encode(hashlib.sha256(inline.encode()).digest()).decode()}'")
+        sources.append(
+            f"{tag}-src 'sha256-{base64.b64encode(hashlib.sha256(inline.encode()).digest()).decode()}'"
+        )
     rest = "connect-src 'self'; img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
     headers = {"Content-Security-Policy": "; ".join(["default-src 'none'", *sources, rest])}
 
@@ -271,12 +288,16 @@ def _guard(app: Flask, config: Config) -> None:
     origins, key = config.cors_allow_origin.split(","), config.api_key.encode() if config.api_key else None
 
     def is_allowed() -> bool:
-        is_open = request.method in ("GET", "HEAD") and (request.path in OPEN_ROUTES or request.path.startswith(DOCS))
+        is_open = request.method in ("GET", "HEAD") and (
+            request.path in OPEN_ROUTES or request.path.startswith(DOCS)
+        )
         if key is None or is_open:
             return True
         scheme, _, given = request.headers.get("Authorization", "").partition(" ")
         # WSGI hands the bytes of a header over as Latin-1.
-        return scheme.lower() == "bearer" and hmac.compare_digest(given.strip().encode("latin-1", "replace"), key)
+        return scheme.lower() == "bearer" and hmac.compare_digest(
+            given.strip().encode("latin-1", "replace"), key
+        )
 
     @app.before_request
     def check_key() -> Response | None:
@@ -295,15 +316,21 @@ def _guard(app: Flask, config: Config) -> None:
     def add_headers(response: Response) -> Response:
         discard_rest()
         response.headers["x-request-id"] = g.request_id
-        logger.debug("response begins", extra={"fields": {"request_id": g.request_id, "status": response.status_code}})
+        logger.debug(
+            "response begins", extra={"fields": {"request_id": g.request_id, "status": response.status_code}}
+        )
         response.headers.add("Vary", "origin, access-control-request-method, access-control-request-headers")
         origin = "*" if "*" in origins else request.headers.get("Origin", "")
         if origin in origins:
             response.headers["Access-Control-Allow-Origin"] = origin
         if request.method == "OPTIONS":
-            requested = request.headers.get("Access-Control-Request-Headers")  # OpenAI's clients send many of their own
+            requested = request.headers.get(
+                "Access-Control-Request-Headers"
+            )  # OpenAI's clients send many of their own
             response.headers["Access-Control-Allow-Methods"] = "GET,POST"
-            response.headers["Access-Control-Allow-Headers"] = ",".join(filter(None, ["authorization,content-type", requested]))
+            response.headers["Access-Control-Allow-Headers"] = ",".join(
+                filter(None, ["authorization,content-type", requested])
+            )
         return response
 
 
@@ -382,7 +409,10 @@ def _ready(engine: EngineClient) -> ModelInfo:
 def _respond(config: Config, engine: EngineClient, answer: Answer, generation: Generation) -> Response:
     """The response, as soon as its status is certain: of a stream with its first text, of a whole answer at its end."""
     characters = sum(job.characters for job in answer.jobs)
-    headers = {"x-compute-type": config.compute_type or engine.info.device, "x-compute-characters": str(characters)}
+    headers = {
+        "x-compute-type": config.compute_type or engine.info.device,
+        "x-compute-characters": str(characters),
+    }
     batches = iter(generation)
     try:
         if not answer.streams:
@@ -405,11 +435,15 @@ def _respond(config: Config, engine: EngineClient, answer: Answer, generation: G
         raise
     headers |= {"Content-Type": "text/event-stream", "Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
     response = Response(_events(answer, generation, first, batches), headers=headers)
-    response.call_on_close(lambda: generation.settle("dropped"))  # a client may disconnect before the first event is written
+    response.call_on_close(
+        lambda: generation.settle("dropped")
+    )  # a client may disconnect before the first event is written
     return response
 
 
-def _events(answer: Answer, generation: Generation, batch: Batch | None, rest: Iterator[Batch]) -> Iterator[bytes]:
+def _events(
+    answer: Answer, generation: Generation, batch: Batch | None, rest: Iterator[Batch]
+) -> Iterator[bytes]:
     """The body of a stream. What became certain together is one write."""
     outcome = "dropped"  # unless it comes to its end
     written_at = generation.started_at
@@ -501,7 +535,8 @@ class Server(gunicorn.app.base.BaseApplication):
             "limit_request_field_size": 8190,
             "sendfile": False,
             "timeout": 120,  # of gunicorn's own heartbeat, not of a request
-            "graceful_timeout": int(self._config.graceful_termination_timeout) + 5,  # entrypoint.sh enforces the real one
+            "graceful_timeout": int(self._config.graceful_termination_timeout)
+            + 5,  # entrypoint.sh enforces the real one
             "worker_tmp_dir": "/dev/shm" if Path("/dev/shm").is_dir() else None,
             "control_socket_disable": True,
             "logger_class": _GunicornLog,
@@ -523,12 +558,14 @@ class Server(gunicorn.app.base.BaseApplication):
 
     def load(self) -> Flask:
         """Runs in each web process, after the fork."""
-        configuration.die_with_parent()
+        die_with_parent()
         engine = EngineClient(
-            configuration.socket_address(),
-            lambda info: ModelText.load(info, self._config.tokenizer_config_path, self._config.escape_special_tokens),
+            socket_address(),
+            lambda info: ModelText.load(
+                info, self._config.tokenizer_config_path, self._config.escape_special_tokens
+            ),
             self._config.stuck_timeout,
-            on_stuck=(configuration.run_dir() / "stuck").touch,  # entrypoint.sh looks for it
+            on_stuck=(run_dir() / "stuck").touch,  # entrypoint.sh looks for it
         )
         app = create_app(self._config, engine)
         engine.wait_until_known()
@@ -536,7 +573,7 @@ class Server(gunicorn.app.base.BaseApplication):
 
 
 def main() -> int:
-    configuration.die_with_parent()
+    die_with_parent()
     config = configuration.load()
     logs.set_up(config.log_level, config.json_output)
     family = socket.AF_INET6 if ":" in config.hostname else socket.AF_INET
@@ -549,7 +586,10 @@ def main() -> int:
         return 2
     except OSError as error:
         logger.error(
-            "port %d of %s cannot be used: %s; choose another with --port (PORT)", config.port, config.hostname, error.strerror
+            "port %d of %s cannot be used: %s; choose another with --port (PORT)",
+            config.port,
+            config.hostname,
+            error.strerror,
         )
         return 2
     Server(config, listener).run()

@@ -24,36 +24,36 @@ from typing import NamedTuple
 import msgspec
 import numpy as np
 
-import checks
 import config as configuration
 import logs
 import models
-import sampling
-from config import Config, ConfigError, Manifest
-from grammar import GrammarError, Grammars
-from masks import Compiled, GrammarThreads, Masks
-from metrics import Metrics
+from config import Config
+from engine import sampling
+from engine.link import PeerLost, WorkerEnd
+from engine.masks import Compiled, GrammarThreads, Masks
+from engine.metrics import Metrics
+from engine.outputs import ActiveRequest, StepOutput, last_rows, messages_of, rows_of, wrong_with
+from engine.profiling import MakeMessages, Profiler
+from engine.sampling import RowSampler, SamplingBatch, SamplingError
+from engine.scheduler import Request, Scheduler, Step
+from manifest import Manifest
 from models.base import DeviceLost, ModelError, StaticBatchModel
 from models.fetch import fetch
 from models.tokenizer import check_tokenizer
-from outputs import ActiveRequest, StepOutput, last_rows, messages_of, rows_of, wrong_with
-from profiling import MakeMessages, Profiler
 from protocol import (
     Cancel,
     End,
     Generate,
     Hello,
     ModelInfo,
-    PeerLost,
     RequestStats,
     Sampling,
     Status,
     SubmitRequests,
     Tokens,
-    WorkerEnd,
 )
-from sampling import RowSampler, SamplingBatch, SamplingError
-from scheduler import Request, Scheduler, Step
+from run import ConfigError, die_with_parent, explained, run_dir, socket_address
+from text.grammar import GrammarError, Grammars
 
 logger = logging.getLogger("worker")
 
@@ -134,12 +134,20 @@ class Worker:
         gauge("slots_busy").set_function(lambda: scheduler.busy)
         gauge("batch_current_size").set_function(lambda: scheduler.busy)
         gauge("batch_current_max_tokens").set_function(lambda: scheduler.max_tokens)
-        gauge("last_step_age_seconds").set_function(lambda: time.monotonic() - self._progress_at if scheduler.busy else 0.0)
+        gauge("last_step_age_seconds").set_function(
+            lambda: time.monotonic() - self._progress_at if scheduler.busy else 0.0
+        )
 
     @property
     def is_idle(self) -> bool:
         """Nothing is known of any request: all slots are free, the queue is empty, all outputs were handed on."""
-        return not (self._requests or self._admitted or self._unpublished or self.scheduler.busy or self.scheduler.waiting)
+        return not (
+            self._requests
+            or self._admitted
+            or self._unpublished
+            or self.scheduler.busy
+            or self.scheduler.waiting
+        )
 
     def run(self) -> None:
         """Serves until `stop`, or until everything is done after `drain`."""
@@ -179,7 +187,9 @@ class Worker:
             self._report()  # first: a client may send its next request as soon as it has its answer
             self.flush_outputs()
         waits = has_nothing_to_run and not self.stopping and (bool(self._requests) or not self.draining)
-        for peer, message in self.end.receive(block=waits):  # requests that do not run: their grammars are being compiled
+        for peer, message in self.end.receive(
+            block=waits
+        ):  # requests that do not run: their grammars are being compiled
             if isinstance(message, SubmitRequests):
                 self._add(peer, message.generates)
             elif isinstance(message, Cancel):
@@ -243,7 +253,17 @@ class Worker:
             self._tokens_at = self._progress_at
         times = started_at, ran_at, sampled_at, self._progress_at
         self._unpublished.append(
-            StepOutput(step, tokens, finish_reasons, logits, self._batch[1].maxima, *times, running, mask_s, interval_s)
+            StepOutput(
+                step,
+                tokens,
+                finish_reasons,
+                logits,
+                self._batch[1].maxima,
+                *times,
+                running,
+                mask_s,
+                interval_s,
+            )
         )
 
     def _begin(self, slot: int, request: ActiveRequest) -> None:
@@ -263,7 +283,10 @@ class Worker:
             masks = future.result() if future else masks
             if self.model.sampling == "device":
                 unknown = SamplingError("the device chose a token that does not exist")
-                chosen = [id if 0 <= id < self.model.vocab_size else unknown for id in output.ids[step.samples].tolist()]
+                chosen = [
+                    id if 0 <= id < self.model.vocab_size else unknown
+                    for id in output.ids[step.samples].tolist()
+                ]
             else:
                 logits = output if any(r.generate.logprobs or r.keep_all for r in step.requests) else None
                 if requests != self._batch[0]:
@@ -286,7 +309,9 @@ class Worker:
             self._end(request, "failed", message)
         return Sampled(tokens, logits, complete, masks.seconds)
 
-    def _consume(self, request: ActiveRequest, token: int, index: int, complete: list[int]) -> int | Exception:
+    def _consume(
+        self, request: ActiveRequest, token: int, index: int, complete: list[int]
+    ) -> int | Exception:
         """Moves the request's matcher on; adds the chunk's index to `complete` if only the end may follow and is not wanted."""
         try:
             request.matcher.consume(token)
@@ -306,7 +331,9 @@ class Worker:
             self._publishing.acquire()
             self.end.publish(functools.partial(self._publish, outputs, finished))
 
-    def _publish(self, outputs: list[StepOutput], finished: list[dict]) -> Iterator[tuple[bytes, Tokens | End]]:
+    def _publish(
+        self, outputs: list[StepOutput], finished: list[dict]
+    ) -> Iterator[tuple[bytes, Tokens | End]]:
         try:
             for output in outputs:
                 yield from self._messages_of(output)
@@ -357,7 +384,9 @@ class Worker:
     def _add(self, peer: bytes, generates: list[Generate]) -> None:
         for generate in generates:
             known = self._requests.get(generate.id)
-            if known and known.peer == peer:  # an id gets one terminal message, which two requests cannot share
+            if (
+                known and known.peer == peer
+            ):  # an id gets one terminal message, which two requests cannot share
                 logger.error("dropped a second request with the id of a running one: %s", generate.request_id)
             elif known:
                 self.end.send(peer, End(generate.id, "failed", "the request's id is in use"))
@@ -366,7 +395,9 @@ class Worker:
             else:
                 try:
                     request = self._request(peer, generate, generates[0].id)
-                except Exception:  # everything was checked, but nothing that a web process sends may end the loop
+                except (
+                    Exception
+                ):  # everything was checked, but nothing that a web process sends may end the loop
                     logger.exception("request %s cannot be run", generate.request_id)
                     self.end.send(peer, End(generate.id, "failed", "the request cannot be run"))
                 else:
@@ -418,7 +449,9 @@ class Worker:
         for request in lost:
             self._end(request, "cancelled", log_reason="web process gone")
 
-    def _end(self, request: ActiveRequest, reason: str, message: str = "", log_reason: str | None = None) -> None:
+    def _end(
+        self, request: ActiveRequest, reason: str, message: str = "", log_reason: str | None = None
+    ) -> None:
         """Ends a request with a message instead of a token; tokens that it has gained are published first."""
         if self._unpublished:
             self.flush_outputs()
@@ -451,7 +484,7 @@ class Worker:
             self._ready_web_processes.add(hello.pid)
             if len(self._ready_web_processes) >= self._web_processes:
                 self._web_processes = 0
-                (configuration.run_dir() / "ready").touch()
+                (run_dir() / "ready").touch()
                 logger.info("Connected")
 
 
@@ -462,15 +495,19 @@ def _log(event: str, request: ActiveRequest, **fields) -> None:
 def boot(config: Config, end: WorkerEnd, metrics: Metrics) -> Worker:
     """Fetches and loads the model, reporting each phase. Raises ConfigError or ModelError for what cannot be served."""
     with ThreadPoolExecutor(2) as aside:
-        with boot_phase(end, metrics, "downloading" if not config.is_local else "checking", config.model_name):
+        with boot_phase(
+            end, metrics, "downloading" if not config.is_local else "checking", config.model_name
+        ):
             folder, sha = fetch(config)
             manifest = Manifest.read(folder)
             config, device, fetch_weights, load = models.prepare(config, folder, manifest)
             metrics.set_limits(config.max_batch_size or 0, config.max_input_tokens, config.max_total_tokens)
         profiler = Profiler.of(config, device)
         dtypes = ["float32", "bfloat16"] if device == "neuron" else ["float32"]
-        compiling = aside.submit(sampling.compile_loops, dtypes, Sampling()) if config.sampling != "device" else None
-        tokenizer_check = aside.submit(check_tokenizer, config, folder, configuration.run_dir())
+        compiling = (
+            aside.submit(sampling.compile_loops, dtypes, Sampling()) if config.sampling != "device" else None
+        )
+        tokenizer_check = aside.submit(check_tokenizer, config, folder, run_dir())
         if not config.is_local:
             with boot_phase(end, metrics, "downloading", f"the weights of {config.model_name}"):
                 fetch_weights()
@@ -486,7 +523,9 @@ def boot(config: Config, end: WorkerEnd, metrics: Metrics) -> Worker:
         tokenizer = tokenizer_check.result()
     if tokenizer.largest_id >= model.vocab_size:
         what = f"the tokenizer in {tokenizer.folder} makes the token {tokenizer.largest_id} of ordinary text"
-        raise ConfigError(f"{what}, and the vocabulary of the model has the tokens 0 to {model.vocab_size - 1}")
+        raise ConfigError(
+            f"{what}, and the vocabulary of the model has the tokens 0 to {model.vocab_size - 1}"
+        )
     eos_token_ids = known_eos_ids([*manifest.eos_token_ids, *tokenizer.eos_token_ids], model.vocab_size)
     end.announce(
         ModelInfo(
@@ -507,10 +546,16 @@ def boot(config: Config, end: WorkerEnd, metrics: Metrics) -> Worker:
         )
     )
     what = f"{config.model_name} on {model.device} ({model.engine}) in {model.dtype}"
-    size = f"{model.batch_size} slots of {model.max_total_tokens} tokens, prompts up to {model.max_input_tokens}"
+    size = (
+        f"{model.batch_size} slots of {model.max_total_tokens} tokens, prompts up to {model.max_input_tokens}"
+    )
     logger.info("%s: %s, EOS ids %s", what, size, eos_token_ids)
-    if model.mixes and (config.waiting_served_ratio or config.max_waiting_tokens != Config.max_waiting_tokens):
-        logger.info("--waiting-served-ratio and --max-waiting-tokens have no effect here: prompts run beside decode steps")
+    if model.mixes and (
+        config.waiting_served_ratio or config.max_waiting_tokens != Config.max_waiting_tokens
+    ):
+        logger.info(
+            "--waiting-served-ratio and --max-waiting-tokens have no effect here: prompts run beside decode steps"
+        )
     per_step = config.max_batch_prefill_tokens or 0
     if not model.mixes and model.prefill_chunk and per_step > model.prefill_chunk:
         what = "--max-batch-prefill-tokens %d: that many tokens of prompts run between two decode steps, in chunks of %d"
@@ -528,9 +573,21 @@ def boot(config: Config, end: WorkerEnd, metrics: Metrics) -> Worker:
         copies_prefixes=model.copies_prefixes,
     )
     eos = frozenset(eos_token_ids)
-    grammars = Grammars.load(tokenizer.folder, model.vocab_size, eos_token_ids) if model.sampling == "host" else None
+    grammars = (
+        Grammars.load(tokenizer.folder, model.vocab_size, eos_token_ids) if model.sampling == "host" else None
+    )
     make = profiler.attach(model) if profiler else messages_of
-    return Worker(model, end, eos, scheduler, config.max_concurrent_requests, metrics, config.web_concurrency, grammars, make)
+    return Worker(
+        model,
+        end,
+        eos,
+        scheduler,
+        config.max_concurrent_requests,
+        metrics,
+        config.web_concurrency,
+        grammars,
+        make,
+    )
 
 
 def known_eos_ids(ids: Iterable[int], vocab_size: int) -> list[int]:
@@ -538,7 +595,11 @@ def known_eos_ids(ids: Iterable[int], vocab_size: int) -> list[int]:
     known = {i: 0 <= i < vocab_size for i in ids}
     if not all(known.values()):
         unknown = ", ".join(f"{i}"[:30] for i, is_known in known.items() if not is_known)
-        logger.warning("EOS ids that are ignored, as the vocabulary has the tokens 0 to %d: %.200s", vocab_size - 1, unknown)
+        logger.warning(
+            "EOS ids that are ignored, as the vocabulary has the tokens 0 to %d: %.200s",
+            vocab_size - 1,
+            unknown,
+        )
     return [i for i, is_known in known.items() if is_known]
 
 
@@ -561,13 +622,15 @@ def end_process(failure: threading.ExceptHookArgs) -> None:
 
 
 def main() -> int:
-    configuration.die_with_parent()
+    die_with_parent()
     config = configuration.load()
     logs.set_up(config.log_level, config.json_output)
     if config.is_demo:
-        logger.info("No model is named: serving the built-in demonstration model. Name one with --model-id or MODEL_ID.")
+        logger.info(
+            "No model is named: serving the built-in demonstration model. Name one with --model-id or MODEL_ID."
+        )
     metrics = Metrics()
-    end = WorkerEnd(configuration.socket_address(), metrics.handle)
+    end = WorkerEnd(socket_address(), metrics.handle)
     threading.excepthook = end_process
     try:
         worker = boot(config, end, metrics)
@@ -581,7 +644,7 @@ def main() -> int:
         logger.error("unrecoverable device error; restart the process: %s", error)
         return 1
     except (OSError, MemoryError) as error:
-        if not (reason := checks.explained(error)):
+        if not (reason := explained(error)):
             raise
         logger.error("%s", reason)
         return 1

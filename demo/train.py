@@ -30,7 +30,12 @@ POSITIONS = 1024
 ROPE_THETA = 10000.0
 LABELLED = [("Question: ", "\nAnswer:", " "), ("Q: ", "\nA:", " ")]
 SYLLABLE_STARTS = [*"bcdfghklmnprstvz", "br", "ch", "dr", "gl", "pl", "st"]
-ROW_LENGTHS = [256, 256, 512, 1024]  # rows of several lengths: short ones start often, long ones reach far positions
+ROW_LENGTHS = [
+    256,
+    256,
+    512,
+    1024,
+]  # rows of several lengths: short ones start often, long ones reach far positions
 STEP_TOKENS = 2048
 
 # A closed answer ends with EOS; an assistant message that comes last stays open, so that it can be continued. Tools are
@@ -104,7 +109,9 @@ def read_corpus(folder: Path) -> Corpus:
             elif block.startswith("R:"):
                 forms = [line for line in lines if not line.startswith("R:")]
                 for line in after("R:", lines):
-                    corpus.wordings.append(Wording(re.compile(re.escape(line).replace(r"\{\}", "(.+)")), forms))
+                    corpus.wordings.append(
+                        Wording(re.compile(re.escape(line).replace(r"\{\}", "(.+)")), forms)
+                    )
             elif block.startswith("S:"):
                 corpus.systems.extend(after("S:", lines))
             elif block.startswith("N:"):
@@ -141,7 +148,9 @@ def rephrase(question: str, wordings: list[Wording], rng: random.Random) -> str:
         question = question.upper()
     if rng.random() < 0.1 and len(question) > 6:
         at = rng.randrange(1, len(question) - 2)
-        slip = rng.choice([question[at + 1] + question[at], question[at], question[at] * 2 + question[at + 1]])
+        slip = rng.choice(
+            [question[at + 1] + question[at], question[at], question[at] * 2 + question[at + 1]]
+        )
         question = question[:at] + slip + question[at + 2 :]
     return question
 
@@ -158,7 +167,10 @@ def fill(answer: Answer, names: list[str], rng: random.Random) -> tuple[str, str
         kind = placeholder.group(1)
         number = str(rng.randrange(10, 10 ** rng.randint(2, 4)))
         value = made_up_word(rng) if kind == "word" else rng.choice(names) if kind == "name" else number
-        question, text = question.replace(placeholder.group(), value, 1), text.replace(placeholder.group(), value)
+        question, text = (
+            question.replace(placeholder.group(), value, 1),
+            text.replace(placeholder.group(), value),
+        )
     return question, text
 
 
@@ -182,7 +194,11 @@ class Examples:
     def __iter__(self):
         while True:
             epoch = [self.asked(a) for a in self.answers] + [self.told(p) for p in self.corpus.passages]
-            epoch += [self.told(a.text) for a in self.corpus.answers if len(a.text) > 100 and self.rng.random() < 0.1]
+            epoch += [
+                self.told(a.text)
+                for a in self.corpus.answers
+                if len(a.text) > 100 and self.rng.random() < 0.1
+            ]
             self.rng.shuffle(epoch)
             yield from epoch
 
@@ -201,7 +217,9 @@ class Examples:
         question, text = self.question_and_reply(answer)
         form = rng.random()
         if form < 0.50:
-            before, after, space = rng.choice([("", "", " ")] * 12 + [("", " ", ""), ("", "\n", ""), *LABELLED])
+            before, after, space = rng.choice(
+                [("", "", " ")] * 12 + [("", " ", ""), ("", "\n", ""), *LABELLED]
+            )
             return self.joined([(before + question + after, False), *self.reply(space + text)])
         if form < 0.53:
             page = " ".join(rng.choices(self.corpus.passages, k=rng.randint(1, 3)))
@@ -295,7 +313,9 @@ def train(model: LlamaForCausalLM, examples, steps: int, peak_rate: float) -> fl
     )
     start, recent, warmup = time.monotonic(), [], 100
     for step in range(steps):
-        rate = peak_rate * min(1, (step + 1) / warmup, 0.01 + 0.99 * 0.5 * (1 + math.cos(math.pi * step / steps)))
+        rate = peak_rate * min(
+            1, (step + 1) / warmup, 0.01 + 0.99 * 0.5 * (1 + math.cos(math.pi * step / steps))
+        )
         for group in optimizer.param_groups:
             group["lr"] = rate
         ids, labels = batches(examples, ROW_LENGTHS[step % len(ROW_LENGTHS)])
@@ -363,7 +383,9 @@ def show_samples(out: Path) -> None:
         "Who won the chess tournament last week?",
     ):
         ids = tokenizer.encode(prompt).ids
-        reply = model.generate(torch.tensor([ids]), max_new_tokens=200, do_sample=False)[0, len(ids) :].tolist()
+        reply = model.generate(torch.tensor([ids]), max_new_tokens=200, do_sample=False)[
+            0, len(ids) :
+        ].tolist()
         print(f"\n{prompt}\n -> {tokenizer.decode(reply, skip_special_tokens=False)}")
 
 

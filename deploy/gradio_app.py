@@ -30,7 +30,9 @@ def chat_tab(url: str, api_key: str | None) -> gr.ChatInterface:
         messages = [{"role": turn["role"], "content": turn["content"]} for turn in history]
         messages.append({"role": "user", "content": message})
         text = ""
-        async with await client.chat.completions.create(model=MODEL, messages=messages, stream=True) as stream:
+        async with await client.chat.completions.create(
+            model=MODEL, messages=messages, stream=True
+        ) as stream:
             async for chunk in stream:
                 text += chunk.choices[0].delta.content or ""
                 yield text
@@ -43,7 +45,9 @@ def infer_tab(url: str, api_key: str | None) -> gr.ChatInterface:
 
     def infer(sentence: str, _history: list[dict]) -> str:
         try:
-            response = httpx.get(f"{url}/infer", params={"sentence": sentence}, headers=headers, timeout=INFER_TIMEOUT_S)
+            response = httpx.get(
+                f"{url}/infer", params={"sentence": sentence}, headers=headers, timeout=INFER_TIMEOUT_S
+            )
             answer = response.json()
         except (httpx.HTTPError, ValueError) as error:
             raise gr.Error(f"{url} does not answer: {error}") from None
@@ -62,8 +66,12 @@ def page(url: str, api_key: str | None = None) -> gr.TabbedInterface:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Serves a page by Gradio for a running server. API_KEY is the server's key.")
-    parser.add_argument("url", nargs="?", help="URL of the server (SERVICE_NAME). Default: http://localhost:8080.")
+    parser = argparse.ArgumentParser(
+        description="Serves a page by Gradio for a running server. API_KEY is the server's key."
+    )
+    parser.add_argument(
+        "url", nargs="?", help="URL of the server (SERVICE_NAME). Default: http://localhost:8080."
+    )
     parser.add_argument("--host", default="127.0.0.1", help="Address to listen on. Default: 127.0.0.1.")
     parser.add_argument("--port", type=int, default=7860, help="Port to listen on. Default: 7860.")
     given = parser.parse_args()

@@ -25,8 +25,10 @@ from urllib.parse import urlsplit
 
 import msgspec
 
-from config import DTYPES, NEURON_CONFIG, Config, ConfigError, check_private, read_json
+from config import DTYPES, NEURON_CONFIG, Config
+from manifest import read_json
 from models.cache import digest, evict, installed, locked, mark_used, renamed_when_complete
+from run import ConfigError, check_private
 
 logger = logging.getLogger("model")
 
@@ -49,7 +51,9 @@ def buckets(limit: int, given: Sequence[int] | None = None, flag: str = "") -> t
 
 
 Count = Annotated[int, msgspec.Meta(ge=1, le=10**6)]
-Option = Annotated[str, msgspec.Meta(pattern="^(" + "|".join(f"{k}={v}" for k, v in NEURON_CONFIG.items()) + ")$")]
+Option = Annotated[
+    str, msgspec.Meta(pattern="^(" + "|".join(f"{k}={v}" for k, v in NEURON_CONFIG.items()) + ")$")
+]
 Counts = Annotated[tuple[Count, ...], msgspec.Meta(min_length=1)]
 
 
@@ -102,7 +106,9 @@ class Files:
 
     checkpoint_id: str | None = None  # on the hub, with its commit; None: the weights are in the folder
     checkpoint_revision: str | None = None
-    files: dict[str, tuple[int, str]] | None = None  # name → size in bytes, SHA-256; None: written by an older version
+    files: dict[str, tuple[int, str]] | None = (
+        None  # name → size in bytes, SHA-256; None: written by an older version
+    )
 
 
 class Artifact(NamedTuple):
@@ -131,7 +137,9 @@ class Artifact(NamedTuple):
             if unknown := sorted(section.keys() - known):
                 raise msgspec.ValidationError(f"Object contains unknown field `{unknown[0]}`")
         except msgspec.ValidationError as error:
-            raise ConfigError(f"{source}: `neuron` cannot be served ({error}); compile the model again") from None
+            raise ConfigError(
+                f"{source}: `neuron` cannot be served ({error}); compile the model again"
+            ) from None
         return cls(programs, None, *named)
 
 
@@ -145,7 +153,11 @@ def with_optimum(config: Config, optimum: Optimum, batches: bool) -> Config:
     }
     values = {name: value for name, value in values.items() if getattr(config, name) in (None, "auto")}
     named = ", ".join(_named(name, value) for name, value in values.items())
-    logger.info("The programs of optimum-neuron cannot be loaded; %s is compiled with its values: %s", config.model_name, named)
+    logger.info(
+        "The programs of optimum-neuron cannot be loaded; %s is compiled with its values: %s",
+        config.model_name,
+        named,
+    )
     return dataclasses.replace(config, **values)
 
 
@@ -156,16 +168,24 @@ def with_programs(config: Config, programs: Programs, name: str) -> Config:
     """
     slots, total, longest = programs.batch_size, programs.max_total_tokens, programs.max_input_tokens
     remedy = "leave it out, or compile it again"
-    for setting, limit in {"max_batch_size": slots, "max_total_tokens": total, "max_input_tokens": longest}.items():
+    for setting, limit in {
+        "max_batch_size": slots,
+        "max_total_tokens": total,
+        "max_input_tokens": longest,
+    }.items():
         given = getattr(config, setting) or 0
         if given > limit:
-            raise ConfigError(f"{_named(setting, given)} is more than the {limit} that {name} was compiled for; {remedy}")
+            raise ConfigError(
+                f"{_named(setting, given)} is more than the {limit} that {name} was compiled for; {remedy}"
+            )
     binding = ("tp_degree", "dtype", "quantize", "sampling", "prefill_buckets", "position_buckets")
     for setting in (*binding, "prefill_chunk", "neuron_config"):
         given, compiled = getattr(config, setting), getattr(programs, setting)
         is_subset = isinstance(given, tuple) and set(given) <= set(compiled)  # the limits are always buckets
         if given not in (None, "auto", 0, compiled) and not is_subset:
-            raise ConfigError(f"{_named(setting, given)} contradicts {name}, compiled for {_shown(compiled)}; {remedy}")
+            raise ConfigError(
+                f"{_named(setting, given)} contradicts {name}, compiled for {_shown(compiled)}; {remedy}"
+            )
     total = config.max_total_tokens or total
     return dataclasses.replace(
         config,
@@ -181,15 +201,25 @@ def _named(setting: str, value: Any) -> str:
 
 
 def _shown(value: Any) -> str:
-    return ",".join(map(str, value)) or "none" if isinstance(value, (list, tuple)) else "none" if value is None else str(value)
+    return (
+        ",".join(map(str, value)) or "none"
+        if isinstance(value, (list, tuple))
+        else "none"
+        if value is None
+        else str(value)
+    )
 
 
 def check_compiler(programs: Programs, installed: str, name: str) -> None:
     """Raises ConfigError, with both versions, for programs of a newer compiler: they do not run on an older runtime."""
     compiler = programs.compiler_version
-    newest, available = ([int(n) for n in re.findall(r"\d+", v.partition("+")[0])] for v in (compiler, installed))
+    newest, available = (
+        [int(n) for n in re.findall(r"\d+", v.partition("+")[0])] for v in (compiler, installed)
+    )
     if newest > available:
-        raise ConfigError(f"{name} was compiled by neuronx-cc {compiler}, newer than the installed {installed}; compile again")
+        raise ConfigError(
+            f"{name} was compiled by neuronx-cc {compiler}, newer than the installed {installed}; compile again"
+        )
 
 
 @dataclass(frozen=True)
@@ -240,22 +270,35 @@ class Cache:
         """Why `find` found nothing: the values in which the nearest entry differs."""
         differences = []
         for path in self.folder.glob(f"*/{RECORD}"):
-            with contextlib.suppress(ConfigError, KeyError, TypeError):  # a record of another version: compile
+            with contextlib.suppress(
+                ConfigError, KeyError, TypeError
+            ):  # a record of another version: compile
                 record = read_json(path)
                 if record["model"] == model:
-                    pairs = [(name, value, record["programs"][name]) for name, value in _values(programs).items()]
-                    differences.append([f"{name} {_shown(a)} instead of {_shown(b)}" for name, a, b in pairs if a != b])
+                    pairs = [
+                        (name, value, record["programs"][name]) for name, value in _values(programs).items()
+                    ]
+                    differences.append(
+                        [f"{name} {_shown(a)} instead of {_shown(b)}" for name, a, b in pairs if a != b]
+                    )
         if not differences:
             return f"{self.folder} holds none of this model"
         return f"{self.folder} has programs for other values: {', '.join(min(differences, key=len))}"
 
-    def add(self, model: str, programs: Programs, save: Callable[[str], None], refuses_chunks: bool = False) -> Path:
+    def add(
+        self, model: str, programs: Programs, save: Callable[[str], None], refuses_chunks: bool = False
+    ) -> Path:
         """Keeps what `save` writes into a folder. `refuses_chunks`: without the program of prompt chunks, which the compiler
         refused. Raises OSError on failure; an incomplete entry is never found."""
         entry = self._entry(model, programs)
         with renamed_when_complete(entry) as new:
             save(str(new))
-            record = {"model": model, "programs": _values(programs), "files": described(new), "refuses_chunks": refuses_chunks}
+            record = {
+                "model": model,
+                "programs": _values(programs),
+                "files": described(new),
+                "refuses_chunks": refuses_chunks,
+            }
             (new / RECORD).write_text(json.dumps(record, indent=1))
         evict(self.folder.glob(f"*/{RECORD}"), self.size_gb, "--compile-cache-size (COMPILE_CACHE_SIZE)")
         return entry
@@ -270,13 +313,17 @@ class Cache:
 
 def _values(programs: Programs) -> dict[str, Any]:
     """Everything that the programs of a checkpoint depend on, as JSON keeps it."""
-    environment = {"NEURON_CC_FLAGS": os.environ.get("NEURON_CC_FLAGS", "")} | {name: installed(name) for name in RUNTIME}
+    environment = {"NEURON_CC_FLAGS": os.environ.get("NEURON_CC_FLAGS", "")} | {
+        name: installed(name) for name in RUNTIME
+    }
     return json.loads(json.dumps(dataclasses.asdict(programs) | environment))
 
 
 def described(folder: Path) -> dict[str, tuple[int, str]]:
     """The files of a folder: their size in bytes and SHA-256, by name."""
-    contents = {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    contents = {
+        str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()
+    }
     return {name: (len(content), hashlib.sha256(content).hexdigest()) for name, content in contents.items()}
 
 

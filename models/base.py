@@ -60,12 +60,18 @@ class StaticBatchModel(Protocol):
     max_input_tokens: int  # longest prompt
     vocab_size: int
     gives_prompt_logits: bool  # whether `Chunk.keep_all` is supported
-    sampling: str  # "host"; "device": `forward` returns SampledIds, and `set_sampling` comes before each prompt
+    sampling: (
+        str  # "host"; "device": `forward` returns SampledIds, and `set_sampling` comes before each prompt
+    )
     mixes: bool  # one call may hold any mix of chunks; else either rows of one token each, or a single prompt chunk
     prefill_chunk: int | None  # longest prompt chunk in tokens; None: a prompt runs whole
-    prefix_step: int | None  # a prompt may continue what its slot holds at multiples of this position; None: nowhere
+    prefix_step: (
+        int | None
+    )  # a prompt may continue what its slot holds at multiples of this position; None: nowhere
     copies_prefixes: bool  # whether `copy_prefix` is supported
-    prompt_budget: int | None  # prompt tokens beside running requests, unless configured; None: the scheduler's constant
+    prompt_budget: (
+        int | None
+    )  # prompt tokens beside running requests, unless configured; None: the scheduler's constant
 
     def forward(self, chunks: Sequence[Chunk]) -> Logits | SampledIds:
         """Runs the chunks, at most one a slot, and extends the KV cache of their slots; no other slot changes.
@@ -90,7 +96,9 @@ class StaticBatchModel(Protocol):
 def check_length(model: str, limit: int | None, length: int) -> None:
     """Raises ModelError for slots longer than the length from which a model's positions depend on the longest sequence."""
     if limit and length > limit:
-        raise ModelError(f"{model} stretches its positions beyond {limit} tokens; give --max-total-tokens {limit} or less")
+        raise ModelError(
+            f"{model} stretches its positions beyond {limit} tokens; give --max-total-tokens {limit} or less"
+        )
 
 
 def first_line(error: BaseException) -> str:

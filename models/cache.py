@@ -27,14 +27,19 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from config import HERE, VERSION, Config, ConfigError, check_private, read_json
+from config import VERSION, Config
+from manifest import read_json
+from run import HERE, ConfigError, check_private
 
 logger = logging.getLogger("model")
 
 ENTRY = "entry.json"
 TEMPORARY = ".neuron-textgen-"  # beginning of the names of unfinished folders and their locks
 HASHED_BYTES = 64_000_000  # a larger file is identified by its size and modification time: hashing weights would take seconds
-CANNOT_SERVE, CANNOT_WRITE = 2, 3  # exit codes of the child process, its reason in the last line of its output
+CANNOT_SERVE, CANNOT_WRITE = (
+    2,
+    3,
+)  # exit codes of the child process, its reason in the last line of its output
 # To be raised with any change of what a conversion writes, or of how it is read: entries of another one are not used.
 CONVERTER = 1
 
@@ -66,7 +71,9 @@ class ModelCache:
                 return self.find(key) or self._add(key, convert)
         except OSError as error:
             reason = error
-        logger.warning("The converted files cannot be kept, so the next start converts them again: %s", reason)
+        logger.warning(
+            "The converted files cannot be kept, so the next start converts them again: %s", reason
+        )
         convert(scratch)
         return scratch
 
@@ -166,7 +173,9 @@ def model_key(config: Config, folder: Path) -> str | None:
     if config.is_local:
         checkpoint = _identify(folder, ("config.json", "*.safetensors*", "*.py"))
     versions = [installed(package) for package in ("openvino", "transformers", "torch", "nncf")]
-    return f"model-{digest([checkpoint, config.dtype, config.quantize, code is not None, versions, CONVERTER])}"
+    return (
+        f"model-{digest([checkpoint, config.dtype, config.quantize, code is not None, versions, CONVERTER])}"
+    )
 
 
 def tokenizer_key(folder: Path) -> str:

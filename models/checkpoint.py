@@ -14,7 +14,12 @@ from typing import Any
 from models.base import ModelError
 
 _SILU = ("silu", "swish")
-_GELU = ("gelu_new", "gelu_pytorch_tanh", "gelu_fast", "gelu")  # the exact one differs by less than bfloat16 rounds
+_GELU = (
+    "gelu_new",
+    "gelu_pytorch_tanh",
+    "gelu_fast",
+    "gelu",
+)  # the exact one differs by less than bfloat16 rounds
 _GATED = {"hidden_act": _SILU, "attention_bias": (False,), "rope_scaling": ("default",)}
 # By model type: fields of config.json and the values that the library computes, whatever config.json says. A field that is
 # missing or null has transformers' default, which is among them.
@@ -52,14 +57,18 @@ def legacy_config(config: Mapping[str, Any]) -> dict[str, Any]:
     """A `config.json` as transformers 4 writes it. transformers 5 renamed the rotary base, GPT-NeoX's share of rotary
     dimensions and the dtype; the library does not read the new names and would silently use its defaults: wrong text.
     Raises ModelError for a value that is not an object and should be one."""
-    legacy = {name: value for name, value in config.items() if name != "neuron"}  # the section about compiled programs
+    legacy = {
+        name: value for name, value in config.items() if name != "neuron"
+    }  # the section about compiled programs
     for name in ("rope_parameters", "rope_scaling", "quantization_config"):
         if not isinstance(legacy.get(name), (dict, type(None))):
             raise ModelError(f"config.json: {name} is {legacy[name]!r:.100} and should be an object")
     rope = legacy.pop("rope_parameters", None)
     if rope is not None:
         if any(isinstance(value, dict) for value in rope.values()):
-            raise ModelError("a model whose layers differ in their rotary positions cannot be served on Neuron")
+            raise ModelError(
+                "a model whose layers differ in their rotary positions cannot be served on Neuron"
+            )
         rope = dict(rope)
         theta = legacy["rope_theta"] = rope.pop("rope_theta", legacy.get("rope_theta", 10000.0))
         if legacy.get("model_type") == "gpt_neox":

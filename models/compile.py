@@ -22,12 +22,14 @@ from pathlib import Path
 
 import config as configuration
 import logs
-from config import Config, ConfigError, Manifest, read_json
+from config import Config
+from manifest import Manifest, read_json
 from models import artifact
 from models.base import ModelError
 from models.fetch import SPLIT_WEIGHTS, fetch
 from models.machine import detect
 from models.neuron import Build, make_compiled
+from run import ConfigError
 
 logger = logging.getLogger("compile")
 
@@ -41,12 +43,18 @@ def compile_model(config: Config, output: Path) -> None:
     folder, commit = fetch(config)
     manifest = Manifest.read(folder)
     if manifest.is_compiled:
-        raise ConfigError(f"{config.model_name} is compiled already; give the checkpoint that it was made from")
+        raise ConfigError(
+            f"{config.model_name} is compiled already; give the checkpoint that it was made from"
+        )
     if detect() is None and not config.tp_degree:
-        raise ConfigError("this machine has no Neuron device whose cores could be counted; give --tp-degree (TP_DEGREE)")
+        raise ConfigError(
+            "this machine has no Neuron device whose cores could be counted; give --tp-degree (TP_DEGREE)"
+        )
     build = Build.decide(config, folder, manifest)
     if not build.family.can_save:
-        raise ModelError(f"the library cannot save compiled {manifest.model_type} models; serve them without compiling first")
+        raise ModelError(
+            f"the library cannot save compiled {manifest.model_type} models; serve them without compiling first"
+        )
     try:
         with tempfile.TemporaryDirectory() as work_dir, artifact.renamed_when_complete(output) as staging:
             failure = f"{config.model_name} cannot be compiled"
@@ -74,7 +82,11 @@ def _write_model(build: Build, target: Path, commit: str | None) -> None:
     if commit is None:
         shutil.copyfile(checkpoint / "config.json", weights / "config.json")
     source = {"checkpoint_id": build.config.model_id if commit else None, "checkpoint_revision": commit}
-    section = dataclasses.asdict(build.programs) | source | {"files": artifact.described(target / artifact.COMPILED)}
+    section = (
+        dataclasses.asdict(build.programs)
+        | source
+        | {"files": artifact.described(target / artifact.COMPILED)}
+    )
     (target / "config.json").write_text(json.dumps(manifest | {"neuron": section}, indent=2))
 
 

@@ -26,12 +26,14 @@ import torch
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import logs
-from config import Config, Manifest, die_with_parent
-from models import cpu  # first: it keeps openvino from loading its telemetry
+from config import Config
+from manifest import Manifest
+from models import openvino_model as cpu  # first: it keeps openvino from loading its telemetry
 from models.base import Chunk, ModelError, first_line
 from models.cache import CANNOT_SERVE, CANNOT_WRITE, model_key, renamed_when_complete, write_entry
 from models.machine import usable_threads
 from models.torch_model import length_limit, load_pretrained, reference_logits
+from run import die_with_parent
 
 import openvino as ov  # isort: skip
 from openvino import opset13 as ops  # isort: skip
@@ -73,7 +75,18 @@ class Placeholder(torch.nn.Module):
         return [ops.slice(joined, *(ops.constant([n]) for n in (0, self.width, 1, 1))).output(0)]
 
 
-def _attend(module, query, key, value, attention_mask, scaling=None, sliding_window=None, softcap=None, s_aux=None, **_):
+def _attend(
+    module,
+    query,
+    key,
+    value,
+    attention_mask,
+    scaling=None,
+    sliding_window=None,
+    softcap=None,
+    s_aux=None,
+    **_,
+):
     """The attention function of transformers: query [1, heads, tokens, head size] -> [1, tokens, heads, value size]."""
     if softcap is not None or s_aux is not None:
         raise UnsupportedModel("its attention caps scores or has sinks")
@@ -107,8 +120,12 @@ def convert(config: Config, folder: Path, target: Path) -> None:
     manifest, config = Manifest.read(folder), cpu.with_dtype(config, folder)
     dtype = config.dtype
     if config.quantize and not importlib.util.find_spec("nncf"):
-        raise ModelError(f'--quantize {config.quantize} (QUANTIZE) needs nncf for the first start: pip install "{NNCF}"')
-    needed = SPARE_BYTES + sum(path.stat().st_size for path in folder.glob("*.safetensors")) * (2 if dtype == "float32" else 1)
+        raise ModelError(
+            f'--quantize {config.quantize} (QUANTIZE) needs nncf for the first start: pip install "{NNCF}"'
+        )
+    needed = SPARE_BYTES + sum(path.stat().st_size for path in folder.glob("*.safetensors")) * (
+        2 if dtype == "float32" else 1
+    )
     if shutil.disk_usage(target).free < needed:  # float32 takes twice the bytes of a 16-bit checkpoint
         raise OSError(f"{target} has no room for {needed / 1e9:.1f} GB")
     model = load_pretrained(config, folder, "cpu")
@@ -122,10 +139,14 @@ def convert(config: Config, folder: Path, target: Path) -> None:
         "refused": None,
     }
     try:
-        check = Check(model.float(), facts["max_total_tokens"] or manifest.max_positions or config.max_total_tokens)
+        check = Check(
+            model.float(), facts["max_total_tokens"] or manifest.max_positions or config.max_total_tokens
+        )
         for parameter in model.parameters():
             parameter.data = parameter.data.to(getattr(torch, dtype))
-        facts["reference"] = check.stored | {"tolerance": cpu.TOLERANCE[config.quantize or dtype] * check.scale}
+        facts["reference"] = check.stored | {
+            "tolerance": cpu.TOLERANCE[config.quantize or dtype] * check.scale
+        }
         graph = trace(model)
         _save(graph, target)
         if config.quantize:
@@ -147,21 +168,32 @@ def convert(config: Config, folder: Path, target: Path) -> None:
 def trace(model: torch.nn.Module) -> ov.Model:
     """A graph with placeholders. Changes the torch model, which cannot be used afterwards."""
     model.requires_grad_(False).set_attn_implementation(ATTENTION)
-    model.set_experts_implementation("batched_mm")  # the others do not convert, or break where an expert has no token
+    model.set_experts_implementation(
+        "batched_mm"
+    )  # the others do not convert, or break where an expert has no token
     ids = torch.arange(5)
     with torch.no_grad():
         model(input_ids=ids[None], position_ids=ids[None], use_cache=False)  # makes the placeholders
         placeholders = [module.placeholder for module in model.modules() if hasattr(module, "placeholder")]
         if len(placeholders) != model.config.get_text_config().num_hidden_layers:
             raise UnsupportedModel("its layers do not use the attention interface of transformers")
-        if model.dtype != torch.float32:  # 16-bit constants in a float32 graph; else the angles are computed in 16 bits, too
+        if (
+            model.dtype != torch.float32
+        ):  # 16-bit constants in a float32 graph; else the angles are computed in 16 bits, too
             getattr(patch_model, "__make_16bit_traceable")(model)
         example = (ids, ids, ids[2:4])
-        modules = {placeholder: ModuleExtension(placeholder, placeholder.name) for placeholder in placeholders}
+        modules = {
+            placeholder: ModuleExtension(placeholder, placeholder.name) for placeholder in placeholders
+        }
         traced = TorchScriptPythonDecoder(
-            _Flat(model), example_input=example, module_extensions=modules, trace_kwargs={"check_trace": False}
+            _Flat(model),
+            example_input=example,
+            module_extensions=modules,
+            trace_kwargs={"check_trace": False},
         )
-        in_graph = [ConversionExtension(placeholder.name, placeholder.in_graph) for placeholder in placeholders]
+        in_graph = [
+            ConversionExtension(placeholder.name, placeholder.in_graph) for placeholder in placeholders
+        ]
         graph = ov.convert_model(traced, example_input=example, extension=in_graph)
     for name, port in zip(("input_ids", "position_ids", "keep"), graph.inputs):
         port.get_node().set_element_type(ov.Type.i64)
@@ -198,20 +230,31 @@ class Check:
         """Runs the saved graph: long and short chunks, one and two slots a call, at the first and at the last positions.
         Raises UnsupportedModel where a logit differs by more than `tolerance` times the largest."""
         graph = cpu.read_graph(target / "model.xml", CHECK_WINDOW)
-        model = cpu.OpenVinoModel(graph, facts, slots=3, max_total_tokens=len(self.ids), threads=usable_threads())
+        model = cpu.OpenVinoModel(
+            graph, facts, slots=3, max_total_tokens=len(self.ids), threads=usable_threads()
+        )
         found = [model.forward([Chunk(0, self.short, 0, keep_all=True)], self.shift)]
         wanted = [self.at_end, self.logits]
         for begin in range(0, len(self.ids), cpu.PREFILL_CHUNK):
-            found.append(model.forward([Chunk(0, self.ids[begin : begin + cpu.PREFILL_CHUNK], begin, keep_all=True)]))
+            found.append(
+                model.forward([Chunk(0, self.ids[begin : begin + cpu.PREFILL_CHUNK], begin, keep_all=True)])
+            )
         n = len(self.short)
-        chunks = (itertools.pairwise([*(begin for begin in begins if begin < n), n]) for begins in SHORT_CHECK_BEGINS)
+        chunks = (
+            itertools.pairwise([*(begin for begin in begins if begin < n), n])
+            for begins in SHORT_CHECK_BEGINS
+        )
         for step in itertools.zip_longest(*chunks):
             running = [(slot, part) for slot, part in enumerate(step) if part]
-            found.append(model.forward([Chunk(slot, self.short[begin:end], begin) for slot, (begin, end) in running]))
+            found.append(
+                model.forward([Chunk(slot, self.short[begin:end], begin) for slot, (begin, end) in running])
+            )
             wanted.append(self.logits[[end - 1 for _slot, (_begin, end) in running]])
         error = float(np.abs(np.concatenate(found) - np.concatenate(wanted)).max())
         if not error <= tolerance * self.scale:  # not: NaN
-            raise UnsupportedModel(f"its logits differ from those of transformers by {error:.2g} (of {self.scale:.2g})")
+            raise UnsupportedModel(
+                f"its logits differ from those of transformers by {error:.2g} (of {self.scale:.2g})"
+            )
 
 
 def quantize(graph: ov.Model, kind: str) -> ov.Model:

@@ -12,13 +12,15 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from checks import check_files
 from config import Config
+from manifest import check_files
 from models.base import ModelError, first_line, named, progress_logged, reported_as
 
 METADATA = ["*.json", "*.model", "*.jinja", "*.txt"]
 SAFETENSORS = ("*.safetensors",)
-SPLIT_WEIGHTS = "pytorch_model.bin"  # a folder with a file for each tensor: save_pretrained_split of transformers-neuronx
+SPLIT_WEIGHTS = (
+    "pytorch_model.bin"  # a folder with a file for each tensor: save_pretrained_split of transformers-neuronx
+)
 WEIGHTS = (
     *SAFETENSORS,
     f"{SPLIT_WEIGHTS}/*",
@@ -72,7 +74,9 @@ def _download(config: Config, model_id: str, revision: str | None, patterns: Seq
     from huggingface_hub import snapshot_download
 
     _quiet_hub_library()
-    has_token = os.environ.get("HF_TOKEN") or os.environ.get("HUGGING_FACE_HUB_TOKEN")  # which the library reads itself
+    has_token = os.environ.get("HF_TOKEN") or os.environ.get(
+        "HUGGING_FACE_HUB_TOKEN"
+    )  # which the library reads itself
     with (
         reported_as(f"{model_id} cannot be downloaded", lambda error: _explain(error, revision)),
         progress_logged(f"downloading {model_id}"),
@@ -112,7 +116,9 @@ def _explain(error: BaseException, revision: str | None) -> str:
     if isinstance(error, errors.LocalEntryNotFoundError) and isinstance(error.__cause__, Exception):
         cause = error.__cause__  # what kept the library from asking the hub, so that it looked into its cache
     status = getattr(getattr(cause, "response", None), "status_code", None)
-    not_cached = "its copy in the cache is incomplete" if hasattr(error, "snapshot_path") else "it is not in the cache"
+    not_cached = (
+        "its copy in the cache is incomplete" if hasattr(error, "snapshot_path") else "it is not in the cache"
+    )
     for kind, reason in {
         errors.HFValidationError: f"--model-id (MODEL_ID) is neither a folder nor a hub id: {first_line(cause)}",
         errors.OfflineModeIsEnabled: f"{not_cached}, and HF_HUB_OFFLINE is set; unset it, or give a local folder",

@@ -26,18 +26,32 @@ from typing import Any
 import numpy as np
 import torch
 
-from checks import check_weights
-from config import DEVICE_TOP_K, Config, ConfigError, Manifest, read_json
+from config import DEVICE_TOP_K, Config
+from manifest import Manifest, check_weights, read_json
 from models import artifact, plan
 from models.artifact import Artifact, Cache, Programs, buckets
-from models.base import Chunk, DeviceLost, Logits, ModelError, SampledIds, first_line, named, progress_logged, reported_as
+from models.base import (
+    Chunk,
+    DeviceLost,
+    Logits,
+    ModelError,
+    SampledIds,
+    first_line,
+    named,
+    progress_logged,
+    reported_as,
+)
 from models.checkpoint import check_values, legacy_config
 from models.fetch import fetch_artifact, fetch_checkpoint, fetch_weights
 from models.machine import Machine, detect, host_memory, usable_cores
+from run import ConfigError
 
 logger = logging.getLogger("model")
 
-CORES_WAIT_S, CORES_RETRY_S = 60.0, 2.0  # for cores of another process: a container that is being replaced needs some time
+CORES_WAIT_S, CORES_RETRY_S = (
+    60.0,
+    2.0,
+)  # for cores of another process: a container that is being replaced needs some time
 LOGITS_DTYPES = ("float32", "bfloat16")  # that the host samples from; others are cast to float32
 GREEDY = (1, 1.0, 1.0)  # top_k, top_p, temperature of a slot where the device samples
 MIN_TEMPERATURE, MAX_TEMPERATURE = 0.01, 10000.0  # below is greedy; above makes no difference
@@ -115,7 +129,9 @@ class Build:
         check_values(legacy, shape.model_type)
         compiler = str(importlib.import_module("neuronxcc").__version__)
         if found and found.optimum:
-            config = artifact.with_optimum(config, found.optimum, shape.model_type in plan.CONTINUOUS_BATCHING)
+            config = artifact.with_optimum(
+                config, found.optimum, shape.model_type in plan.CONTINUOUS_BATCHING
+            )
         if found and found.programs:
             programs = found.programs
             artifact.check_compiler(programs, compiler, config.model_name)
@@ -152,19 +168,25 @@ class Build:
                 transformers_neuronx_version=str(library.__version__),
                 neuron_config=config.neuron_config or (),
             )
-        workers = config.compile_workers or max(1, min(os.cpu_count() or 1, (host_memory() or 0) // plan.COMPILER_BYTES))
+        workers = config.compile_workers or max(
+            1, min(os.cpu_count() or 1, (host_memory() or 0) // plan.COMPILER_BYTES)
+        )
         return cls(config, programs, family, legacy, folder, found, workers)
 
     def checkpoint(self) -> Path:
         """The folder with the weights, downloaded if necessary."""
         if self.artifact is None:
             return fetch_weights(self.config, self.folder)
-        subfolders = [artifact.COMPILED, artifact.CHECKPOINT] if self.artifact.programs else [artifact.CHECKPOINT]
+        subfolders = (
+            [artifact.COMPILED, artifact.CHECKPOINT] if self.artifact.programs else [artifact.CHECKPOINT]
+        )
         fetch_artifact(self.config, self.folder, subfolders)
         if (self.folder / artifact.CHECKPOINT).is_dir():
             return self.folder / artifact.CHECKPOINT
         if not self.artifact.checkpoint_id:
-            raise ModelError(f"{self.folder} has no folder `checkpoint` and names no checkpoint_id; compile it again")
+            raise ModelError(
+                f"{self.folder} has no folder `checkpoint` and names no checkpoint_id; compile it again"
+            )
         return fetch_checkpoint(self.config, self.artifact.checkpoint_id, self.artifact.checkpoint_revision)
 
     def without_chunks(self) -> Build:
@@ -203,10 +225,15 @@ class NeuronModel:
         self.vocab_size = build.legacy["vocab_size"]
         self.dtype, self.quantize = build.programs.dtype, build.programs.quantize
         self.sampling = build.programs.sampling
-        self._batches, self._position_buckets = build.programs.continuous_batching, build.programs.position_buckets
+        self._batches, self._position_buckets = (
+            build.programs.continuous_batching,
+            build.programs.position_buckets,
+        )
         self._held: dict[int, list[int]] = {}  # slot → the tokens in its KV cache
         self._slot_sampling = [GREEDY] * build.programs.batch_size
-        if not os.environ.get("NEURON_RT_VISIBLE_CORES"):  # without either variable the runtime takes all cores
+        if not os.environ.get(
+            "NEURON_RT_VISIBLE_CORES"
+        ):  # without either variable the runtime takes all cores
             os.environ.setdefault("NEURON_RT_NUM_CORES", str(build.programs.tp_degree))
         if compiled := build.compiled():
             self._model = _loaded(build, work_dir, compiled)
@@ -216,7 +243,9 @@ class NeuronModel:
             announce("compiling")
             self._model, build = make_compiled(build, work_dir, _to_device, f"the model {NOT_ON_DEVICE}")
         chunk = build.programs.prefill_chunk
-        self.prefill_chunk = chunk if chunk < self.max_input_tokens and config.prefill_chunk != 0 and chunk else None
+        self.prefill_chunk = (
+            chunk if chunk < self.max_input_tokens and config.prefill_chunk != 0 and chunk else None
+        )
         if self.prefill_chunk and (problem := self._chunk_problem()):
             logger.warning("Prompts are not run in chunks (--prefill-chunk): %s", problem)
             self.prefill_chunk = None
@@ -239,10 +268,14 @@ class NeuronModel:
             return [_comparable(output), _comparable(self.forward([Chunk(slot, prompt[:1], length)]))]
 
         try:
-            chunked = run(0, min(self.prefill_chunk, length - 2))  # first, so that it finds nothing that the other one has left
+            chunked = run(
+                0, min(self.prefill_chunk, length - 2)
+            )  # first, so that it finds nothing that the other one has left
         except DeviceLost as error:
             if re.search(DEVICE_ERROR, str(error).lower()):
-                raise ModelError(f"the program of prompt chunks fails ({error}); give --prefill-chunk 0") from None
+                raise ModelError(
+                    f"the program of prompt chunks fails ({error}); give --prefill-chunk 0"
+                ) from None
             return str(error)
         for found, expected in zip(chunked, run(0)):
             if self.sampling == "device" and found != expected:
@@ -305,19 +338,25 @@ class NeuronModel:
             # A slot that only holds its tokens gets a filler behind them. One that is longer than the program of this step
             # gets its first token again at its own position: the same keys and values but for rounding, and a short program.
             bucket = next(size for size in self._position_buckets if size > max(begins))
-            fillers = {slot: (held[0], len(held) if len(held) < bucket else 0) for slot, held in self._held.items()}
+            fillers = {
+                slot: (held[0], len(held) if len(held) < bucket else 0) for slot, held in self._held.items()
+            }
             rows = dict.fromkeys(range(self.batch_size), (0, 0)) | fillers | rows
         for slot, (token,), _, _ in chunks:
             self._held[slot].append(token)
         ids, positions = zip(*rows.values())
-        output = self._call(self._model, [[token] for token in ids], [[position] for position in positions], list(rows))
+        output = self._call(
+            self._model, [[token] for token in ids], [[position] for position in positions], list(rows)
+        )
         return output[: len(slots)] if list(rows)[: len(slots)] == slots else output[slots]
 
     def _run_prompt(self, slot: int, tokens: Sequence[int], begin: int, keep_all: bool) -> torch.Tensor:
         """Logits [1, vocab] after the last token, with `keep_all` [len(tokens), vocab] after each; or ids [1, 1]."""
         held, chunk, end = self._held.get(slot, []), self.prefill_chunk or 0, begin + len(tokens)
         assert 0 <= slot < self.batch_size and len(tokens) >= 1 and end <= self.max_input_tokens
-        assert begin == 0 or len(tokens) <= chunk, f"{len(tokens)} tokens at position {begin}, in chunks of {chunk}"
+        assert begin == 0 or len(tokens) <= chunk, (
+            f"{len(tokens)} tokens at position {begin}, in chunks of {chunk}"
+        )
         assert begin <= len(held), f"slot {slot} holds {len(held)} positions, not {begin}"
         held = self._held[slot] = [*held[:begin], *tokens]
         if begin:
@@ -339,14 +378,20 @@ class NeuronModel:
         stop = start + self.prefill_chunk
         ids = (held + [0] * self.prefill_chunk)[start:stop]
         forward = self._model.speculative_forward
-        output = self._call(forward, [ids], [range(start, stop)], [slot], speculation_length=self.prefill_chunk)
+        output = self._call(
+            forward, [ids], [range(start, stop)], [slot], speculation_length=self.prefill_chunk
+        )
         output = output.T if self.sampling == "device" else output[:, :, 0]
-        return output[first - start : len(held) - start].contiguous()  # not a view that keeps the logits of all tokens
+        return output[
+            first - start : len(held) - start
+        ].contiguous()  # not a view that keeps the logits of all tokens
 
     def _call(self, program: Callable, ids: Any, positions: Any, slots: Any, **options: int) -> torch.Tensor:
         """int64 [n, q], [n, q], [n] → what the library returns. After an error of the runtime nothing works until a
         restart."""
-        arrays = [torch.from_numpy(np.array(rows)) for rows in (ids, positions, slots)]  # much faster than torch.tensor
+        arrays = [
+            torch.from_numpy(np.array(rows)) for rows in (ids, positions, slots)
+        ]  # much faster than torch.tensor
         if not self._batches:  # all rows share a position, and a prompt has none
             arrays[1:] = None if len(ids[0]) > 1 else arrays[1][0], torch.zeros(1, dtype=torch.int64)
         try:
@@ -366,14 +411,21 @@ def generation_config(slots: Sequence[tuple[int, float, float]], vocab_size: int
     """What the device samples with: top_k, top_p and temperature of each slot. A new object each time, because the library
     writes into the one that it is given."""
     top_k, top_p, temperature = map(list, zip(*slots))
-    options = {"do_sample": True, "dynamic": True, "per_batch_line": True, "global_top_k": min(DEVICE_TOP_K, vocab_size)}
+    options = {
+        "do_sample": True,
+        "dynamic": True,
+        "per_batch_line": True,
+        "global_top_k": min(DEVICE_TOP_K, vocab_size),
+    }
     return _library().GenerationConfig(**options, top_k=top_k, top_p=top_p, temperature=temperature)
 
 
 def make(build: Build, work_dir: Path) -> Any:
     """The library's model with its weights in host memory, not compiled and not on the device."""
     library, family, programs = _library(), build.family, build.programs
-    os.environ["TORCH_FORCE_WEIGHTS_ONLY_LOAD"] = "1"  # the library calls torch.load without it, and pickles may run code
+    os.environ["TORCH_FORCE_WEIGHTS_ONLY_LOAD"] = (
+        "1"  # the library calls torch.load without it, and pickles may run code
+    )
     checkpoint, view = build.checkpoint(), work_dir / "checkpoint"  # the same files with another config.json
     check_weights(plan.Shape.from_config(build.legacy).parameters, checkpoint)
     shutil.rmtree(view, ignore_errors=True)
@@ -384,16 +436,23 @@ def make(build: Build, work_dir: Path) -> Any:
     (view / "config.json").write_text(json.dumps(build.legacy, indent=1))
     options = dict(family.options)
     if programs.sampling == "device":
-        options["on_device_generation"] = generation_config([GREEDY] * programs.batch_size, build.legacy["vocab_size"])
+        options["on_device_generation"] = generation_config(
+            [GREEDY] * programs.batch_size, build.legacy["vocab_size"]
+        )
     if programs.continuous_batching:
-        options["continuous_batching"] = library.ContinuousBatchingConfig(batch_size_for_shared_caches=programs.batch_size)
+        options["continuous_batching"] = library.ContinuousBatchingConfig(
+            batch_size_for_shared_caches=programs.batch_size
+        )
     if programs.quantize == "int8":
         options["quant"] = library.QuantizationConfig(quant_dtype="s8", dequant_dtype=AMP[programs.dtype])
     # A cast of bfloat16 logits to float32 would take the host longer than sampling from them.
     for name, value in (option.split("=") for option in programs.neuron_config):
         options[name] = value == "true" or (int(value) if value.isdigit() else value)
     options["cast_logits_dtype"] = programs.dtype if programs.dtype in LOGITS_DTYPES else "float32"
-    lengths = {"n_positions": list(programs.position_buckets), "context_length_estimate": list(programs.prefill_buckets)}
+    lengths = {
+        "n_positions": list(programs.position_buckets),
+        "context_length_estimate": list(programs.prefill_buckets),
+    }
     if not programs.continuous_batching:  # such families take single numbers
         lengths = {name: lengths[name][-1] for name in lengths}
         if not family.has_prefill:
@@ -409,7 +468,9 @@ def make(build: Build, work_dir: Path) -> Any:
         )
         expected, found = build.legacy.get("rope_theta"), getattr(model.config, "rope_theta", None)
         if programs.continuous_batching and expected not in (None, found):
-            raise ModelError(f"the library reads rope_theta {found} where config.json has {expected}; it needs transformers 4")
+            raise ModelError(
+                f"the library reads rope_theta {found} where config.json has {expected}; it needs transformers 4"
+            )
     return model
 
 
@@ -421,7 +482,9 @@ def _enable_chunks(model: Any, chunk: int) -> None:
     )
 
 
-def make_compiled(build: Build, work_dir: Path, compile_: Callable[[Any], None], failure: str) -> tuple[Any, Build]:
+def make_compiled(
+    build: Build, work_dir: Path, compile_: Callable[[Any], None], failure: str
+) -> tuple[Any, Build]:
     """The library's model, compiled by `compile_`, and what was built: without the program of prompt chunks where the library
     or the compiler refuses it. Raises ModelError, `failure` with the reason."""
     model, chunk = make(build, work_dir), build.programs.prefill_chunk
@@ -434,7 +497,9 @@ def make_compiled(build: Build, work_dir: Path, compile_: Callable[[Any], None],
     except ModelError as error:
         if not chunk or re.search(DEVICE_ERROR, str(error).lower()):
             raise
-        logger.warning("Prompts are not run in chunks (--prefill-chunk), as compiling for them failed: %s", error)
+        logger.warning(
+            "Prompts are not run in chunks (--prefill-chunk), as compiling for them failed: %s", error
+        )
     model = None
     gc.collect()  # its weights are on the device
     return make_compiled(build.without_chunks(), work_dir, compile_, failure)
@@ -457,7 +522,11 @@ def _cached(cache: Cache, build: Build, work_dir: Path, announce: Callable[[str]
             logger.info("Kept the compiled programs in %s for the next start", entry)
         except OSError as error:
             remedy = f"give that folder to user {os.getuid()} (chown), or another one with NEURON_COMPILE_CACHE_URL"
-            logger.warning("The compiled programs cannot be kept, so each start compiles them again: %s; %s", error, remedy)
+            logger.warning(
+                "The compiled programs cannot be kept, so each start compiles them again: %s; %s",
+                error,
+                remedy,
+            )
     return model, build
 
 
@@ -465,12 +534,16 @@ def _kept(cache: Cache, key: str, build: Build, work_dir: Path) -> tuple[Any, Bu
     entry = cache.find(key, build.programs)
     if entry and cache.refuses_chunks(entry):
         build, reason = build.without_chunks(), "as compiling for them has failed"
-        logger.warning("Prompts are not run in chunks (--prefill-chunk), %s; remove %s to try again", reason, entry)
+        logger.warning(
+            "Prompts are not run in chunks (--prefill-chunk), %s; remove %s to try again", reason, entry
+        )
     if not entry:
         return None
     try:
         return _loaded(build, work_dir, entry), build
-    except ModelError as error:  # a version of this server or of the library that names its programs in another way made it
+    except (
+        ModelError
+    ) as error:  # a version of this server or of the library that names its programs in another way made it
         if f"{NOT_ON_DEVICE}: {MEANINGS['filenotfounderror']}" not in str(error):
             raise
         logger.warning("%s: removing these programs from the cache, to compile them again", error)
@@ -504,7 +577,9 @@ def _to_device(model: Any) -> None:
                 raise
             if time.monotonic() > deadline:
                 held = f"the cores are held by another process, also after {CORES_WAIT_S:.0f} s ({first_line(error)})"
-                raise ModelError(f"{held}; stop it (neuron-ls), or set NEURON_RT_VISIBLE_CORES to others") from None
+                raise ModelError(
+                    f"{held}; stop it (neuron-ls), or set NEURON_RT_VISIBLE_CORES to others"
+                ) from None
         logger.warning("The NeuronCores are held by another process; trying again")
         time.sleep(CORES_RETRY_S)
 
@@ -514,7 +589,9 @@ def _machine(config: Config) -> Machine:
     machine = detect() or Machine(usable_cores(None, os.environ) or config.tp_degree or 1)
     degree, cores = config.tp_degree or 0, machine.cores
     if degree > cores:
-        raise ConfigError(f"--tp-degree {degree} (TP_DEGREE) needs more cores than the {cores} that this process may use")
+        raise ConfigError(
+            f"--tp-degree {degree} (TP_DEGREE) needs more cores than the {cores} that this process may use"
+        )
     return machine
 
 
@@ -531,7 +608,9 @@ def compiling(build: Build, failure: str) -> Iterator[None]:
     """Logs what is compiled and how long it takes; reports errors as `failure`."""
     programs, started_at = build.programs, time.monotonic()
     lengths = max(programs.prefill_buckets), max(programs.position_buckets), build.compile_workers
-    logger.info("Compiling programs for prompts up to %d tokens and positions up to %d, %d at a time", *lengths)
+    logger.info(
+        "Compiling programs for prompts up to %d tokens and positions up to %d, %d at a time", *lengths
+    )
     with progress_logged("compiling"), reported_as(failure, explain):
         yield
     logger.info("Compiled in %.0f s", time.monotonic() - started_at)

@@ -21,33 +21,50 @@ from pathlib import Path
 from typing import Any
 
 import config as configuration
-from config import DTYPES, Config, ConfigError, read_json
+from config import DTYPES, Config
+from manifest import read_json
 from models.base import ModelError
 from models.checkpoint import check_values, legacy_config
 from models.fetch import fetch
 from models.machine import GIB, Machine
+from run import ConfigError
 
 CORE_BYTES = 16 * GIB  # HBM of a NeuronCore-v2 (SDK@v2.25.0:general/arch/neuron-hardware/inf2-arch.rst:32-70)
-HEADROOM = 0.8  # share of a core to fill; compiled code, scratch, logits and the runtime need the rest (an estimate)
+HEADROOM = (
+    0.8  # share of a core to fill; compiled code, scratch, logits and the runtime need the rest (an estimate)
+)
 MAX_BATCH_SIZE, MAX_LENGTH = 32, 4096  # defaults; larger values must be set explicitly
 USEFUL_LENGTH = 2048  # of a slot: no machine with room for less is recommended
 COMPILER_BYTES = 8 * GIB  # host memory for each compiler process: an estimate, a large model takes several GB
-ON_DEVICE_EMBEDDING, SHARD_OVER_SEQUENCE = "on_device_embedding=true", "shard_over_sequence=true"  # of --neuron-config
-WHOLE_PROMPTS = (SHARD_OVER_SEQUENCE, "sequence_parallel_norm=true")  # the program of prompt chunks is wrong with these
+ON_DEVICE_EMBEDDING, SHARD_OVER_SEQUENCE = (
+    "on_device_embedding=true",
+    "shard_over_sequence=true",
+)  # of --neuron-config
+WHOLE_PROMPTS = (
+    SHARD_OVER_SEQUENCE,
+    "sequence_parallel_norm=true",
+)  # the program of prompt chunks is wrong with these
 WIDTHS = {"float32": 4, "bfloat16": 2, "float16": 2}  # bytes
 
 CONTINUOUS_BATCHING = GATED = ("llama", "mistral", "mixtral")  # gated: three MLP matrices, RMSNorm, no biases
-LLAMA_LIKE = ("llama", "mistral")  # the library's class for Llama: prompts in chunks, sampling on the device, its options
+LLAMA_LIKE = (
+    "llama",
+    "mistral",
+)  # the library's class for Llama: prompts in chunks, sampling on the device, its options
 PREFILL_CHUNK = 128  # tokens, by default
 ONE_SLOT = ("gpt2", "opt", "bloom", "gpt_neox")
 
 _DATA = json.loads(Path(__file__).with_name("plan.json").read_text(encoding="utf-8"))
 TP_DEGREES: dict[str, list[int]] = _DATA["tp_degrees"]  # by family
 _ROWS: list[dict[str, Any]] = _DATA["instances"]
-INSTANCES = {row["name"]: Machine(row["cores"], row["family"], row["name"], row["host_gib"] * GIB) for row in _ROWS}
+INSTANCES = {
+    row["name"]: Machine(row["cores"], row["family"], row["name"], row["host_gib"] * GIB) for row in _ROWS
+}
 PRICES = {row["name"]: row["dollars_per_hour"] for row in _ROWS}
 PUBLISHED_SHAPES: dict[str, dict[str, int]] = _DATA["shapes"]  # by model: the fields of its Shape
-Figure = namedtuple("Figure", _DATA["figure_columns"])  # a published speed of another server: quoted, never scaled
+Figure = namedtuple(
+    "Figure", _DATA["figure_columns"]
+)  # a published speed of another server: quoted, never scaled
 PUBLISHED = [Figure(*row) for row in _DATA["figures"]]
 
 
@@ -82,7 +99,9 @@ class Shape:
         def number(*names: str, default: int | None = None) -> int:
             value = next((data[name] for name in names if data.get(name) is not None), default)
             if type(value) is not int or value < 1:
-                raise ConfigError(f"config.json: {names[0]} is {value!r} and should be a positive whole number")
+                raise ConfigError(
+                    f"config.json: {names[0]} is {value!r} and should be a positive whole number"
+                )
             return value
 
         is_gated = model_type in GATED
@@ -91,21 +110,31 @@ class Shape:
         window = number("max_position_embeddings", "n_positions", "seq_length", default=2048)
         default = 4096 if model_type == "mistral" else None  # transformers'
         if model_type in ("mistral", "mixtral") and data.get("sliding_window", default):
-            window = min(window, number("sliding_window", default=default))  # the library's sliding attention is wrong
+            window = min(
+                window, number("sliding_window", default=default)
+            )  # the library's sliding attention is wrong
         shape = cls(
             model_type=model_type,
             layers=number("num_hidden_layers", "n_layer"),
             hidden=hidden,
             heads=heads,
             # transformers' default: 8 for Mistral and Mixtral, else as many as heads
-            kv_heads=number("num_key_value_heads", default=heads if model_type == "llama" else 8) if is_gated else heads,
-            intermediate=number("intermediate_size", "ffn_dim", "n_inner", default=None if is_gated else 4 * hidden),
+            kv_heads=number("num_key_value_heads", default=heads if model_type == "llama" else 8)
+            if is_gated
+            else heads,
+            intermediate=number(
+                "intermediate_size", "ffn_dim", "n_inner", default=None if is_gated else 4 * hidden
+            ),
             vocab=number("vocab_size"),
             experts=number("num_local_experts", default=8) if model_type == "mixtral" else 0,
-            window=None if model_type == "bloom" and not data.get("seq_length") else window,  # ALiBi has no limit of its own
+            window=None
+            if model_type == "bloom" and not data.get("seq_length")
+            else window,  # ALiBi has no limit of its own
             positions={"gpt2": window, "opt": window + 2}.get(model_type, 0),
             is_tied=bool(data.get("tie_word_embeddings", model_type in ("gpt2", "opt", "bloom"))),
-            dtype=DTYPES.get(str(data.get("dtype") or data.get("torch_dtype")), "float32"),  # transformers' default
+            dtype=DTYPES.get(
+                str(data.get("dtype") or data.get("torch_dtype")), "float32"
+            ),  # transformers' default
         )
         if hidden % heads or heads % shape.kv_heads:
             sizes = f"hidden_size {hidden}, {heads} attention heads and {shape.kv_heads} key-value heads"
@@ -119,7 +148,9 @@ class Shape:
         """Raises ConfigError for a length of a slot that the model cannot attend over."""
         if length and self.window and length > self.window:
             setting = f"--max-total-tokens {length} (MAX_TOTAL_TOKENS)"
-            raise ConfigError(f"{setting} is more than the {self.window} positions over which this model attends on Neuron")
+            raise ConfigError(
+                f"{setting} is more than the {self.window} positions over which this model attends on Neuron"
+            )
 
     def served_in(self, dtype: str) -> str:
         """The dtype that `--dtype` means for this checkpoint: auto is its own."""
@@ -137,7 +168,11 @@ class Shape:
     @property
     def parameters(self) -> int:
         tables = self.hidden * (self.vocab * (1 if self.is_tied else 2) + self.positions)
-        return self.layers * (self.matrix_parameters(tp_degree=1) + self.vector_parameters) + tables + self.norm_parameters
+        return (
+            self.layers * (self.matrix_parameters(tp_degree=1) + self.vector_parameters)
+            + tables
+            + self.norm_parameters
+        )
 
     @property
     def host_bytes(self) -> int:
@@ -155,13 +190,19 @@ class Shape:
     def matrix_parameters(self, tp_degree: int) -> int:
         """Of one layer's attention and MLP matrices on all cores together, padded for `tp_degree`."""
         attention = 2 * self.head_dim * sum(padded_heads(self.heads, self.kv_heads, tp_degree))
-        mlp = (3 if self.model_type in GATED else 2) * _round_up(self.intermediate * max(1, self.experts), tp_degree)
+        mlp = (3 if self.model_type in GATED else 2) * _round_up(
+            self.intermediate * max(1, self.experts), tp_degree
+        )
         return self.hidden * (attention + mlp)
 
     @property
     def vector_parameters(self) -> int:
         """Norms, biases and the router of one layer: few, and copied to every core."""
-        return self.hidden * (2 + self.experts) if self.model_type in GATED else 9 * self.hidden + self.intermediate
+        return (
+            self.hidden * (2 + self.experts)
+            if self.model_type in GATED
+            else 9 * self.hidden + self.intermediate
+        )
 
     @property
     def norm_parameters(self) -> int:
@@ -218,12 +259,18 @@ class Sizing:
         shape, tp_degree, width = self.shape, self.tp_degree, self._width
         matrices = shape.matrix_parameters(tp_degree) // tp_degree
         layer = matrices * (1 if self.quantize else width) + shape.vector_parameters * width
-        table, tables = _round_up(shape.vocab, tp_degree) // tp_degree, 2 if ON_DEVICE_EMBEDDING in self.neuron_config else 1
+        table, tables = (
+            _round_up(shape.vocab, tp_degree) // tp_degree,
+            2 if ON_DEVICE_EMBEDDING in self.neuron_config else 1,
+        )
         return shape.layers * layer + (shape.hidden * table * tables + shape.norm_parameters) * width
 
     @property
     def kv_bytes(self) -> int:
-        heads, positions = padded_heads(self.shape.heads, self.shape.kv_heads, self.tp_degree)[1] // self.tp_degree, self.length
+        heads, positions = (
+            padded_heads(self.shape.heads, self.shape.kv_heads, self.tp_degree)[1] // self.tp_degree,
+            self.length,
+        )
         if SHARD_OVER_SEQUENCE in self.neuron_config:  # T/llama/model.py:41-56, T/decoder.py:1794-1807
             positions = (positions + 128) // max(1, self.tp_degree // self.shape.kv_heads)
         return 2 * self.shape.layers * positions * self.batch_size * heads * self.shape.head_dim * self._width
@@ -244,16 +291,25 @@ class Sizing:
     @property
     def unsupported(self) -> str | None:
         """Why the library cannot run this, whatever the memory, and what would work; None: it can."""
-        shape, tp_degree, experts, kv_heads = self.shape, self.tp_degree, self.shape.experts, self.shape.kv_heads
+        shape, tp_degree, experts, kv_heads = (
+            self.shape,
+            self.tp_degree,
+            self.shape.experts,
+            self.shape.kv_heads,
+        )
         if self.batch_size > 1 and shape.model_type in ONE_SLOT:
             setting = f"--max-batch-size {self.batch_size} (MAX_BATCH_SIZE)"
             return f"{setting}: {shape.model_type} models run one request at a time on Neuron; give 1"
         if shape.model_type == "gpt_neox" and self.quantize:  # T/gptneox/model.py
             return "--quantize int8: gpt_neox cannot be quantized on Neuron; none would work"
         if shape.model_type == "gpt_neox" and shape.heads % tp_degree:
-            degrees = [degree for degree in allowed_tp_degrees(None, shape.heads) if shape.heads % degree == 0]
+            degrees = [
+                degree for degree in allowed_tp_degrees(None, shape.heads) if shape.heads % degree == 0
+            ]
             return f"tp_degree {tp_degree} does not divide the {shape.heads} heads; {', '.join(map(str, degrees))} would"
-        if SHARD_OVER_SEQUENCE in self.neuron_config and (kv_heads in (shape.heads, tp_degree) or tp_degree % kv_heads):
+        if SHARD_OVER_SEQUENCE in self.neuron_config and (
+            kv_heads in (shape.heads, tp_degree) or tp_degree % kv_heads
+        ):
             rule = f"needs more heads than its {kv_heads} key-value heads, and a tp_degree of two or more times {kv_heads}"
             return f"--neuron-config {SHARD_OVER_SEQUENCE} (NEURON_CONFIG) {rule}; not {shape.heads} and {tp_degree}"
         if experts and experts % tp_degree and tp_degree % experts:  # T/mixtral/config.py:61
@@ -279,7 +335,11 @@ class Sizing:
         options += [f"--max-total-tokens {length // 128 * 128}"] * (length >= 128)
         options += (here or elsewhere)[:1]
         options += ["--quantize int8"] * (not self.quantize and replace(self, quantize="int8").fits)
-        advice = f"{', or '.join(options)} would fit" if options else "no machine that is known here is large enough"
+        advice = (
+            f"{', or '.join(options)} would fit"
+            if options
+            else "no machine that is known here is large enough"
+        )
         return f"{self}, and at most {HEADROOM:.0%} can be filled; {advice}"
 
     def __str__(self) -> str:
@@ -309,12 +369,23 @@ def choose(shape: Shape, machine: Machine, config: Config) -> Sizing:
     is_even_inf2 = machine.family == "inf2" and degree and degree % 2 == 0 and degree <= cores
     if degree and degree not in degrees and not is_even_inf2:
         family, known = f" of {machine.family}" if machine.family else "", ", ".join(map(str, degrees))
-        raise ConfigError(f"tp_degree {degree} is not possible with {cores} cores{family}; {known} would work")
+        raise ConfigError(
+            f"tp_degree {degree} is not possible with {cores} cores{family}; {known} would work"
+        )
     longest = min(shape.window or MAX_LENGTH, MAX_LENGTH, config.max_batch_total_tokens or MAX_LENGTH)
     lengths = [longest >> n for n in range(16) if n == 0 or longest >> n >= 128]
     batch_sizes = [1 << n for n in range(shape.default_slots.bit_length())]
     sizings = [
-        Sizing(shape, tp_degree, batch_size, length, config.dtype, config.quantize, config.neuron_config or (), chunk)
+        Sizing(
+            shape,
+            tp_degree,
+            batch_size,
+            length,
+            config.dtype,
+            config.quantize,
+            config.neuron_config or (),
+            chunk,
+        )
         for tp_degree in ([degree] if degree else degrees)
         for length in ([config.max_total_tokens] if config.max_total_tokens else lengths)
         for batch_size in sorted({config.slots(length, slots) for slots in batch_sizes})
@@ -332,7 +403,9 @@ def choose(shape: Shape, machine: Machine, config: Config) -> Sizing:
 def _prefill_chunk(shape: Shape, config: Config) -> int:
     """The tokens of a chunk, 0 for whole prompts. Raises ConfigError for what the library does not support in this family."""
     if config.quantize not in (None, "int8"):
-        raise ConfigError(f"--quantize {config.quantize} (QUANTIZE) is not supported on Neuron; give int8 or none")
+        raise ConfigError(
+            f"--quantize {config.quantize} (QUANTIZE) is not supported on Neuron; give int8 or none"
+        )
     options, chunk = config.neuron_config or (), config.prefill_chunk
     of_llama = [
         (chunk, f"--prefill-chunk {chunk} (PREFILL_CHUNK)", "give 0"),
@@ -345,7 +418,9 @@ def _prefill_chunk(shape: Shape, config: Config) -> int:
     whole = [option for option in options if option in WHOLE_PROMPTS]
     if chunk and whole:
         setting = f"--prefill-chunk {chunk} (PREFILL_CHUNK)"
-        raise ConfigError(f"{setting} is not supported with --neuron-config {whole[0]} (NEURON_CONFIG) on Neuron; give 0")
+        raise ConfigError(
+            f"{setting} is not supported with --neuron-config {whole[0]} (NEURON_CONFIG) on Neuron; give 0"
+        )
     default = PREFILL_CHUNK if shape.model_type in LLAMA_LIKE and not whole else 0
     return default if chunk is None else chunk
 
@@ -356,8 +431,14 @@ def published(sizing: Sizing, config: Config, instance: str) -> list[Figure]:
     if shape.experts or shape.served_in(config.dtype) == "float32":
         return []
     models = [model for model, sizes in PUBLISHED_SHAPES.items() if sizes.items() <= asdict(shape).items()]
-    rows = [row for row in PUBLISHED if row.model in models and (row.quantize, row.instance) == (config.quantize, instance)]
-    return [row for row in rows if row.tp_degree in (None, degree) or (row.replicas > 1 and not config.tp_degree)]
+    rows = [
+        row
+        for row in PUBLISHED
+        if row.model in models and (row.quantize, row.instance) == (config.quantize, instance)
+    ]
+    return [
+        row for row in rows if row.tp_degree in (None, degree) or (row.replicas > 1 and not config.tp_degree)
+    ]
 
 
 def report(name: str, shape: Shape, machines: Sequence[Machine], config: Config) -> Iterator[str]:
@@ -382,7 +463,9 @@ def report(name: str, shape: Shape, machines: Sequence[Machine], config: Config)
         if sizing.length >= useful and shape.host_bytes <= machine.host_bytes:
             recommended.append((-sizing.length, price, machine.instance))
         largest, slots = [], range(1, (config.max_batch_size or shape.default_slots) + 1)
-        for length in [n for n in (1024, 2048, 4096, 8192, 16384) if n <= (shape.window or n)] or [shape.window]:
+        for length in [n for n in (1024, 2048, 4096, 8192, 16384) if n <= (shape.window or n)] or [
+            shape.window
+        ]:
             fitting = [n for n in slots if replace(sizing, batch_size=n, length=length).fits]
             largest.append(f"{max(fitting, default='none')} for {length}")
         yield f"  largest batch size (up to {slots[-1]}) by length: {', '.join(largest)}"
@@ -390,7 +473,9 @@ def report(name: str, shape: Shape, machines: Sequence[Machine], config: Config)
         for row in figures:
             yield from _lines(row)
         replicas = figures[-1].replicas if figures else 1
-        if replicas > 1 and (each := replace(sizing, tp_degree=figures[-1].tp_degree)).fits:  # more tokens for the same dollars
+        if (
+            replicas > 1 and (each := replace(sizing, tp_degree=figures[-1].tp_degree)).fits
+        ):  # more tokens for the same dollars
             yield f"  recommended here, by these figures: {replicas} replicas, each with {each}"
     yield ""
     if len(machines) > 1:
@@ -421,7 +506,12 @@ model's). The flags are those of `serve` (entrypoint.sh --help lists them); thes
 
 def main(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(usage=USAGE, allow_abbrev=False, exit_on_error=False)
-    parser.add_argument("--instance", choices=INSTANCES, type=lambda name: name.removeprefix("ml."), help="of EC2 or SageMaker")
+    parser.add_argument(
+        "--instance",
+        choices=INSTANCES,
+        type=lambda name: name.removeprefix("ml."),
+        help="of EC2 or SageMaker",
+    )
     try:
         options, flags = parser.parse_known_args(argv)
         config = configuration.parse(flags, os.environ)

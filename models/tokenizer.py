@@ -17,10 +17,12 @@ import tempfile
 from pathlib import Path
 from typing import NamedTuple
 
-from config import HERE, Config, ConfigError, read_json
+from config import Config
+from manifest import read_json
 from models.base import ModelError, reported_as
 from models.cache import ModelCache, tokenizer_key, write_entry
 from models.fetch import TOKENS
+from run import HERE, ConfigError
 
 CONVERSION_S, CHECK_S = 900, 120  # the check of one with 262,000 tokens takes 6 s
 CHECK_BYTES = 4_000_000_000  # of address space; that of 262,000 tokens takes a tenth
@@ -41,7 +43,9 @@ def tokenizer_folder(config: Config, folder: Path, scratch: Path) -> Path:
         return folder
     slow = next((name for name in SLOW if (folder / name).exists()), None)
     if slow is None:
-        raise ConfigError(f"{folder} holds no tokenizer (tokenizer.json, or one to convert: tokenizer.model, vocab.json)")
+        raise ConfigError(
+            f"{folder} holds no tokenizer (tokenizer.json, or one to convert: tokenizer.model, vocab.json)"
+        )
 
     def convert(target: Path) -> None:
         command = [sys.executable, "-m", "models.tokenizer", str(folder.absolute()), str(target)]
@@ -56,7 +60,7 @@ def check_tokenizer(config: Config, folder: Path, scratch: Path) -> TokenizerFac
     time or memory too."""
     tokenizer_dir = tokenizer_folder(config, folder, scratch)
     given = [config.tokenizer_config_path] if config.tokenizer_config_path else []
-    command = [sys.executable, str(HERE / "text.py"), str(folder), str(tokenizer_dir), *given]
+    command = [sys.executable, "-m", "text.tokenizer", str(folder), str(tokenizer_dir), *given]
     return TokenizerFacts(tokenizer_dir, **json.loads(_output(command, "", CHECK_S, CHECK_BYTES)))
 
 
@@ -68,9 +72,13 @@ def _output(command: list[str], failure: str, seconds: int, memory: int | None =
     environment = {name: value for name, value in environment.items() if name not in TOKENS}
     limited = ["sh", "-c", 'ulimit -v "$0" 2>/dev/null; exec "$@"', str(memory // 1024)] if memory else []
     try:
-        done = subprocess.run([*limited, *command], capture_output=True, text=True, cwd=HERE, env=environment, timeout=seconds)
+        done = subprocess.run(
+            [*limited, *command], capture_output=True, text=True, cwd=HERE, env=environment, timeout=seconds
+        )
     except subprocess.TimeoutExpired:
-        raise ConfigError(f"{failure}the tokenizer needs more than {seconds} s, so it cannot be served") from None
+        raise ConfigError(
+            f"{failure}the tokenizer needs more than {seconds} s, so it cannot be served"
+        ) from None
     if not done.returncode:
         return done.stdout
     reason = (done.stderr.strip().splitlines() or ["no reason given"])[-1]

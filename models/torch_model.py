@@ -24,18 +24,25 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.cache_utils import Cache
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from checks import check_weights
-from config import DEFAULT_BATCH_SIZE, Config, ConfigError, read_json
+from config import DEFAULT_BATCH_SIZE, Config
+from manifest import check_weights, read_json
 from models.base import Chunk, DeviceLost, ModelError, check_length, first_line, reported_as
 from models.machine import usable_threads
+from run import ConfigError
 
 logger = logging.getLogger("model")
 
 ATTENTION = "static_batch"
-PREFILL_CHUNK = 128  # tokens; fixed boundaries, because the last bits of a token's logits may depend on its chunk
+PREFILL_CHUNK = (
+    128  # tokens; fixed boundaries, because the last bits of a token's logits may depend on its chunk
+)
 CHECK_TOKENS = 12
 CHECK_CHUNK = 5
-TOLERANCE = {"float32": 1e-3, "bfloat16": 0.05, "float16": 0.05}  # of the largest logit, compared with transformers' own
+TOLERANCE = {
+    "float32": 1e-3,
+    "bfloat16": 0.05,
+    "float16": 0.05,
+}  # of the largest logit, compared with transformers' own
 
 
 def load_pretrained(config: Config, folder: Path, device: str) -> torch.nn.Module:
@@ -46,7 +53,9 @@ def load_pretrained(config: Config, folder: Path, device: str) -> torch.nn.Modul
     written = read_json(folder / "config.json", required=True)
     kind = written["model_type"]
     if kind not in transformers.CONFIG_MAPPING and "auto_map" in written and not config.trust_remote_code:
-        raise ModelError(f"{kind} models come with Python code; --trust-remote-code (TRUST_REMOTE_CODE) runs it")
+        raise ModelError(
+            f"{kind} models come with Python code; --trust-remote-code (TRUST_REMOTE_CODE) runs it"
+        )
     with reported_as(f"{folder} cannot be read as a model"):
         hf_config = AutoConfig.from_pretrained(folder, trust_remote_code=config.trust_remote_code)
     _refuse_unsupported(hf_config)
@@ -71,7 +80,9 @@ def load_pretrained(config: Config, folder: Path, device: str) -> torch.nn.Modul
     if missing:  # transformers would fill them with random numbers
         raise ModelError(f"{folder} lacks {len(missing)} of its weights, {missing[0]} among them")
     for name, found, expected in sorted(report["mismatched_keys"]):
-        raise ModelError(f"{folder} holds {name} in the shape {list(found)}, where its config.json says {list(expected)}")
+        raise ModelError(
+            f"{folder} holds {name} in the shape {list(found)}, where its config.json says {list(expected)}"
+        )
     return model.to(device).eval()
 
 
@@ -83,7 +94,9 @@ def reference_logits(model: torch.nn.Module, ids: Sequence[int], begin: int = 0)
     positions = torch.arange(begin, begin + len(ids), device=model.device)[None] if begin else None
     with torch.inference_mode():
         tokens = torch.tensor([list(ids)], device=model.device)
-        return model(input_ids=tokens, position_ids=positions, use_cache=False).logits[0].float().cpu().numpy()
+        return (
+            model(input_ids=tokens, position_ids=positions, use_cache=False).logits[0].float().cpu().numpy()
+        )
 
 
 def length_limit(text_config) -> int | None:
@@ -116,10 +129,16 @@ def _check_weights(hf_config, folder: Path, trust_remote_code: bool) -> None:
 def _refuse_unsupported(hf_config) -> None:
     kind = hf_config.model_type
     is_causal = type(hf_config) in transformers.MODEL_FOR_CAUSAL_LM_MAPPING
-    if hf_config.is_encoder_decoder or not (is_causal or "AutoModelForCausalLM" in getattr(hf_config, "auto_map", {})):
-        raise ModelError(f"{kind} models do not continue text token by token (no causal language model); nothing to serve")
+    if hf_config.is_encoder_decoder or not (
+        is_causal or "AutoModelForCausalLM" in getattr(hf_config, "auto_map", {})
+    ):
+        raise ModelError(
+            f"{kind} models do not continue text token by token (no causal language model); nothing to serve"
+        )
     if getattr(hf_config, "quantization_config", None):
-        raise ModelError(f"this {kind} checkpoint is quantized, which cannot be served yet; use its unquantized form")
+        raise ModelError(
+            f"this {kind} checkpoint is quantized, which cannot be served yet; use its unquantized form"
+        )
     for layer_type in getattr(hf_config.get_text_config(), "layer_types", None) or []:
         if layer_type not in ("full_attention", "sliding_attention"):
             raise ModelError(f"{kind} models with {layer_type} layers cannot be served on a static batch yet")
@@ -141,7 +160,9 @@ class _SlotCache(Cache):
     def start(self, chunks: Sequence[Chunk], is_step: bool, device: str) -> tuple[torch.Tensor, torch.Tensor]:
         """Begins a pass. Returns its token ids and positions, int64 [rows, q]."""
         self.is_step, self._masks = is_step, {}
-        self.ends = {chunk.slot: chunk.begin + len(chunk.tokens) for chunk in chunks}  # of each slot, this pass included
+        self.ends = {
+            chunk.slot: chunk.begin + len(chunk.tokens) for chunk in chunks
+        }  # of each slot, this pass included
         assert max(self.ends) < self.rows and max(self.ends.values()) <= self.window
         begins = torch.tensor([chunk.begin for chunk in chunks])
         slots = torch.tensor([chunk.slot for chunk in chunks])
@@ -157,7 +178,9 @@ class _SlotCache(Cache):
         those that may be attended to: the filled part of the one slot, or of a decode step all."""
         states = (key_states, value_states)
         if layer_idx not in self._stores:
-            self._stores[layer_idx] = tuple(_zeros((self.rows, s.shape[1], self.window, s.shape[3]), s) for s in states)
+            self._stores[layer_idx] = tuple(
+                _zeros((self.rows, s.shape[1], self.window, s.shape[3]), s) for s in states
+            )
         stores = self._stores[layer_idx]
         if self.is_step:
             for store, new in zip(stores, states):
@@ -179,7 +202,9 @@ class _SlotCache(Cache):
         """Added to the scores: 0 for the positions that a token attends to, the lowest number elsewhere; [rows, 1, q, keys]."""
         if sliding_window not in self._masks:
             position = self._positions[:, None, :, None]
-            key = torch.arange(self.window if self.is_step else max(self.ends.values()), device=position.device)
+            key = torch.arange(
+                self.window if self.is_step else max(self.ends.values()), device=position.device
+            )
             allowed = (key <= position) & (key > position - (sliding_window or self.window))
             zero = torch.zeros((), dtype=dtype, device=position.device)
             self._masks[sliding_window] = zero.where(allowed, torch.finfo(dtype).min)
@@ -210,7 +235,9 @@ def _attend(module, query, key, value, attention_mask, scaling=None, sliding_win
         seen = slice(max(0, end - (sliding_window or end)), end)
         # Query heads that share a key head are passed as tokens of one head: keys are neither repeated nor masked.
         grouped = query[slot].reshape(1, key.shape[1], -1, size)
-        attended = _scaled_dot_product(grouped, key[slot, None, :, seen], value[slot, None, :, seen], None, scaling, softcap)
+        attended = _scaled_dot_product(
+            grouped, key[slot, None, :, seen], value[slot, None, :, seen], None, scaling, softcap
+        )
         out[slot, 0] = attended.view(heads, -1)
     return out, None
 
@@ -242,18 +269,24 @@ class TorchModel:
     def __init__(self, config: Config, folder: Path, device: str):
         if config.quantize:
             setting = f"--quantize {config.quantize} (QUANTIZE)"
-            raise ModelError(f"{setting}: {config.model_name} runs in PyTorch, where weights stay as they are; leave it out")
+            raise ModelError(
+                f"{setting}: {config.model_name} runs in PyTorch, where weights stay as they are; leave it out"
+            )
         self.device = device
         self.batch_size = config.max_batch_size or DEFAULT_BATCH_SIZE
         self.max_total_tokens, self.max_input_tokens = config.max_total_tokens, config.max_input_tokens
-        if device == "cpu" and (config.threads or "OMP_NUM_THREADS" not in os.environ):  # which torch reads itself
+        if device == "cpu" and (
+            config.threads or "OMP_NUM_THREADS" not in os.environ
+        ):  # which torch reads itself
             torch.set_num_threads(config.threads or usable_threads())
         self._model = load_pretrained(config, folder, device)
         self._kind = self._model.config.model_type
         self.vocab_size = self._model.config.get_text_config().vocab_size
         self.dtype = str(self._model.dtype).removeprefix("torch.")
         self._batches_rows, self._mask_is_given = True, False
-        ids = torch.randint(0, self.vocab_size, (CHECK_TOKENS,), generator=torch.Generator().manual_seed(0)).tolist()
+        ids = torch.randint(
+            0, self.vocab_size, (CHECK_TOKENS,), generator=torch.Generator().manual_seed(0)
+        ).tolist()
         ids = ids[: self.max_input_tokens + 1]
         with reported_as(f"{self._kind} models cannot be served on a static batch"):
             self._adopt(ids)
@@ -329,11 +362,15 @@ class TorchModel:
         self.forward([Chunk(0, ids[:1], 0)])  # fills `sliding_windows`
         self._mask_is_given = not self._cache.sliding_windows
         refusal = f"{self._kind} models cannot be served on a static batch"
-        if self._mask_is_given and any(getattr(text_config, name, None) for name in ("sliding_window", "window_size")):
+        if self._mask_is_given and any(
+            getattr(text_config, name, None) for name in ("sliding_window", "window_size")
+        ):
             raise ModelError(f"{refusal}: their own attention code has a sliding window")
         error, highest = self._error(ids, expected), float(np.abs(expected).max())
         if not error <= TOLERANCE[self.dtype] * max(1.0, highest):  # not: NaN
-            raise ModelError(f"{refusal}: their logits differ from those of transformers by {error:.2g} (of {highest:.2g})")
+            raise ModelError(
+                f"{refusal}: their logits differ from those of transformers by {error:.2g} (of {highest:.2g})"
+            )
         self._check_sliding_windows(text_config)
 
     def _error(self, ids: list[int], expected: np.ndarray) -> float:
@@ -343,7 +380,11 @@ class TorchModel:
         found, wanted = [], []
         for slot, end in ends.items():
             for begin in range(0, end, CHECK_CHUNK):
-                found.append(self.forward([Chunk(slot, ids[begin : min(begin + CHECK_CHUNK, end)], begin, keep_all=True)]))
+                found.append(
+                    self.forward(
+                        [Chunk(slot, ids[begin : min(begin + CHECK_CHUNK, end)], begin, keep_all=True)]
+                    )
+                )
             wanted.append(expected[:end])
         found.append(self.forward([Chunk(slot, [ids[end]], end) for slot, end in ends.items()]))
         wanted.append(expected[list(ends.values())])
@@ -361,7 +402,10 @@ class TorchModel:
                 return
         self._batches_rows = False
         self._make_cache(self.batch_size)
-        logger.warning("%s: a row's rounding depends on the other rows of a batch, so each row runs alone, slower", self._kind)
+        logger.warning(
+            "%s: a row's rounding depends on the other rows of a batch, so each row runs alone, slower",
+            self._kind,
+        )
 
     def _rows_are_equal(self, token: int, position: int) -> bool:
         """Runs the same token in all slots together, then alone in the first and the last slot."""
@@ -371,7 +415,11 @@ class TorchModel:
 
     def _check_sliding_windows(self, text_config) -> None:
         """Refuses a sliding window that a family does not pass to its attention function: it would silently not slide."""
-        size = getattr(text_config, "sliding_window", None) if getattr(text_config, "use_sliding_window", True) else None
+        size = (
+            getattr(text_config, "sliding_window", None)
+            if getattr(text_config, "use_sliding_window", True)
+            else None
+        )
         kinds = getattr(text_config, "layer_types", None)
         for layer, seen in self._cache.sliding_windows.items():
             slides = kinds[layer] == "sliding_attention" if kinds else True

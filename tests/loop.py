@@ -6,8 +6,8 @@ from math import inf
 import pytest
 from fakes.model import EOS, FakeModel
 
+from engine.scheduler import Scheduler
 from protocol import End, Generate, Status, SubmitRequests, Tokens
-from scheduler import Scheduler
 from worker import Worker
 
 ENGINES = {"mixes": {"mixes": True}, "chunks": {"prefill_chunk": 4}, "whole": {}}
@@ -74,7 +74,9 @@ class Driven:
             copies_prefixes=self.model.copies_prefixes,
         )
         more = {"web_processes": web_processes, "grammars": grammars}
-        self.worker = Worker(self.model, self.wire, frozenset([EOS]), scheduler, max_concurrent_requests, **more)
+        self.worker = Worker(
+            self.model, self.wire, frozenset([EOS]), scheduler, max_concurrent_requests, **more
+        )
 
     def arrive(self, *messages, peer=b"web"):
         for message in messages:

@@ -10,16 +10,17 @@ import msgspec
 from fakes.model import EOS, FakeModel, greedy
 from fakes.tokenizer import VOCABULARY, byte_tokenizer
 
-import handlers
-import openapi
-import sampling
 import web
+from api import handlers
+from api import routes as openapi
+from api.engine_client import EngineClient
 from config import Config
-from engine_client import EngineClient
-from grammar import Grammars
-from metrics import Metrics
-from protocol import ModelInfo, Sampling, WorkerEnd
-from scheduler import Scheduler
+from engine import sampling
+from engine.link import WorkerEnd
+from engine.metrics import Metrics
+from engine.scheduler import Scheduler
+from protocol import ModelInfo, Sampling
+from text.grammar import Grammars
 from worker import Worker
 
 openapi.openapi = functools.cache(openapi.openapi)  # the same in every app, and half of what an app costs
@@ -74,13 +75,17 @@ class Served:
         scheduler = Scheduler(slots=slots, mixes=False, prefill_chunk=prefill_chunk)
         most = LIMITS["max_concurrent_requests"]
         grammars = Grammars.load(folder, VOCABULARY, [EOS])
-        self.worker = Worker(self.model, self.end, frozenset([EOS]), scheduler, most, self.metrics, grammars=grammars)
+        self.worker = Worker(
+            self.model, self.end, frozenset([EOS]), scheduler, most, self.metrics, grammars=grammars
+        )
         self.config = Config(**LIMITS | settings)
         escapes = self.config.escape_special_tokens
         self.seen = EngineClient(address, lambda info: handlers.ModelText.load(info, None, escapes))
         self.client = web.create_app(self.config, self.seen).test_client()
         limits = (VOCABULARY, [EOS], 2, WINDOW - 1, WINDOW)
-        info = ModelInfo("m", None, str(folder), *limits, "fake", "float32", model_dir=str(folder), sampling=sampled_by)
+        info = ModelInfo(
+            "m", None, str(folder), *limits, "fake", "float32", model_dir=str(folder), sampling=sampled_by
+        )
         self.info = msgspec.structs.replace(info, prompt_logprobs=self.model.gives_prompt_logits)
         self.thread = threading.Thread(target=self.worker.run, daemon=True)
 

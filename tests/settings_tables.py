@@ -5,7 +5,8 @@ PYTHONPATH=. python tests/settings_tables.py     prints them
 
 import json
 
-from config import HERE, SETTINGS
+from config import SETTINGS
+from run import HERE
 
 
 def settings() -> str:

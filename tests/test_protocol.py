@@ -10,6 +10,8 @@ import pytest
 from peer import Peer
 
 import protocol
+from engine import link
+from engine.link import PeerLost, WorkerEnd
 from protocol import (
     Cancel,
     End,
@@ -18,7 +20,6 @@ from protocol import (
     Metrics,
     MetricsRequest,
     ModelInfo,
-    PeerLost,
     Prompt,
     RequestStats,
     Sampling,
@@ -26,7 +27,6 @@ from protocol import (
     SubmitRequests,
     Token,
     Tokens,
-    WorkerEnd,
 )
 
 WAIT_S = 20
@@ -69,15 +69,22 @@ def receive(worker, count=1):
 
 def test_messages_arrive_as_they_were_sent(worker, connect):
     web = connect()
-    sampling = Sampling(seed=2**64 - 1, temperature=0.5, top_k=3, presence_penalty=-0.5, logit_bias=[(7, -100.0), (8, 0.25)])
-    generate = Generate(2**63 - 1, [1, 2, 3], 9, sampling=sampling, top_n_tokens=5, min_new_tokens=2, prompt_logprobs=True)
+    sampling = Sampling(
+        seed=2**64 - 1, temperature=0.5, top_k=3, presence_penalty=-0.5, logit_bias=[(7, -100.0), (8, 0.25)]
+    )
+    generate = Generate(
+        2**63 - 1, [1, 2, 3], 9, sampling=sampling, top_n_tokens=5, min_new_tokens=2, prompt_logprobs=True
+    )
     request = SubmitRequests([generate, Generate(1, [4], 1)])
     web.send(request)
     web.send(Cancel(7, "client hung up"))
     (peer, hello), (_, got), (_, cancel) = receive(worker, 3)
     assert (hello, got, cancel) == (Hello(1, False), request, Cancel(7, "client hung up"))
     prompts = [Prompt(1, 0.5, 3, [-0.25], [[(5, -0.25), (6, -3.0)]]), Prompt(2, 0.0)]
-    step = Tokens([Token(1, 5, -0.25, [(5, -0.25), (6, -3.0)], "eos_token"), Token(2, 6, -1.0), Token(3, 7, None)], prompts)
+    step = Tokens(
+        [Token(1, 5, -0.25, [(5, -0.25), (6, -3.0)], "eos_token"), Token(2, 6, -1.0), Token(3, 7, None)],
+        prompts,
+    )
     worker.send(peer, step)
     assert web.next(Tokens) == step
 
@@ -215,11 +222,16 @@ def test_immediate_messages_are_handled_while_the_loop_reads_nothing(worker_with
     assert other.next(Metrics) == Metrics(8, b"text")
     assert STATS in handled and {type(message) for message in handled} == {RequestStats, MetricsRequest}
     web.send(Cancel(5, ""))
-    assert sorted(map(str, (message for _, message in receive(worker, 3)))) == [str(Cancel(5, ""))] + [str(Hello(1, False))] * 2
+    assert (
+        sorted(map(str, (message for _, message in receive(worker, 3))))
+        == [str(Cancel(5, ""))] + [str(Hello(1, False))] * 2
+    )
 
 
 def test_an_immediate_message_that_cannot_be_handled_is_logged_and_dropped(worker_with, connect, caplog):
-    worker = worker_with(lambda message: Metrics(message.id, b"") if isinstance(message, MetricsRequest) else 1 // 0)
+    worker = worker_with(
+        lambda message: Metrics(message.id, b"") if isinstance(message, MetricsRequest) else 1 // 0
+    )
     web = connect()
     web.send(STATS)
     web.send(MetricsRequest(1))
@@ -243,7 +255,10 @@ def test_a_refusal_is_sent_at_once_while_the_loop_reads_nothing(worker, connect)
     web.send(SubmitRequests([Generate(1, [1], 1), Generate(2, [1], 1)]))
     web.send(SubmitRequests([Generate(3, [1], 1)]))
     assert [web.next(End), web.next(End)] == [End(1, "overloaded"), End(2, "overloaded")]
-    assert [message for _, message in receive(worker, 2)] == [Hello(1, False), SubmitRequests([Generate(3, [1], 1)])]
+    assert [message for _, message in receive(worker, 2)] == [
+        Hello(1, False),
+        SubmitRequests([Generate(3, [1], 1)]),
+    ]
 
 
 def test_published_messages_are_made_on_the_sockets_thread_and_keep_their_order(worker, connect):
@@ -331,26 +346,41 @@ def test_numbers_out_of_range_are_not_decoded(message):
 def test_the_extremes_that_clients_may_send_are_decoded():
     most, least = sys.float_info.max, 5e-324
     for sampling in (
-        Sampling(2**64 - 1, most, 2**31 - 1, 1.0, 1.0, 1.0, most, 2.0, 2.0, [(2**32, 100.0)] * protocol.MAX_LOGIT_BIAS),
+        Sampling(
+            2**64 - 1,
+            most,
+            2**31 - 1,
+            1.0,
+            1.0,
+            1.0,
+            most,
+            2.0,
+            2.0,
+            [(2**32, 100.0)] * protocol.MAX_LOGIT_BIAS,
+        ),
         Sampling(0, least, 0, least, 0.0, least, least, -2.0, -2.0, [(0, -100.0)]),
     ):
         assert received(sampling).generates[0].sampling == sampling
 
 
 def test_the_loop_takes_a_limited_number_of_messages_at_a_time_in_their_order(worker, connect):
-    web, count = connect(), 3 * protocol.MAX_PER_STEP
+    web, count = connect(), 3 * link.MAX_PER_STEP
     for i in range(count):
         web.send(Cancel(i, ""))
     web.send(MetricsRequest(1))
     pieces = []
     while sum(map(len, pieces)) < count + 1:
         pieces.append(worker.receive(block=True, timeout=WAIT_S))
-    assert max(map(len, pieces)) <= protocol.MAX_PER_STEP
-    assert [message.id for piece in pieces for _, message in piece if isinstance(message, Cancel)] == list(range(count))
+    assert max(map(len, pieces)) <= link.MAX_PER_STEP
+    assert [message.id for piece in pieces for _, message in piece if isinstance(message, Cancel)] == list(
+        range(count)
+    )
 
 
-def test_a_flood_of_one_web_process_is_dropped_and_the_messages_of_another_arrive(worker_with, connect, monkeypatch):
-    monkeypatch.setattr(protocol, "MAX_WAITING", 50)
+def test_a_flood_of_one_web_process_is_dropped_and_the_messages_of_another_arrive(
+    worker_with, connect, monkeypatch
+):
+    monkeypatch.setattr("engine.link.MAX_WAITING", 50)
     flooded = threading.Event()
     worker = worker_with(lambda _stats: flooded.set())
     web, other = connect(), connect()
@@ -366,7 +396,7 @@ def test_a_flood_of_one_web_process_is_dropped_and_the_messages_of_another_arriv
 
 
 def test_what_is_to_be_sent_does_not_wait_until_a_flood_has_been_read(worker_with, connect):
-    count, handled = 5 * protocol.MAX_PER_ROUND, []
+    count, handled = 5 * link.MAX_PER_ROUND, []
     all_sent, is_due, is_read = threading.Event(), threading.Event(), threading.Event()
 
     def outputs():
@@ -411,7 +441,7 @@ def test_metrics_are_rendered_once_for_all_who_ask_at_a_time(worker_with, connec
 
 
 def test_a_web_process_that_does_not_read_counts_as_gone(address, connect, monkeypatch):
-    monkeypatch.setattr(protocol, "MAX_UNREAD", 100)
+    monkeypatch.setattr("engine.link.MAX_UNREAD", 100)
     worker = WorkerEnd(address)
     connect()
     ((peer, _),) = receive(worker)
@@ -422,7 +452,7 @@ def test_a_web_process_that_does_not_read_counts_as_gone(address, connect, monke
 
 
 def test_a_web_process_that_sends_too_large_a_message_is_disconnected(address, connect, monkeypatch):
-    monkeypatch.setattr(protocol, "MAX_MESSAGE_BYTES", 10_000)
+    monkeypatch.setattr("engine.link.MAX_MESSAGE_BYTES", 10_000)
     worker = WorkerEnd(address)
     web = connect()
     receive(worker)
@@ -432,7 +462,7 @@ def test_a_web_process_that_sends_too_large_a_message_is_disconnected(address, c
 
 
 def test_no_more_than_a_limited_number_of_web_processes_are_known(address, connect, monkeypatch):
-    monkeypatch.setattr(protocol, "MAX_PEERS", 2)
+    monkeypatch.setattr("engine.link.MAX_PEERS", 2)
     worker = WorkerEnd(address)
     webs = []
     for _ in range(2):

@@ -25,14 +25,25 @@ from deploy.ray.server import Server
 
 # With their defaults; each is an environment variable too (MIN_REPLICAS). `cpus` is a replica's share, which may be a fraction.
 OWN_ARGUMENTS = {"min-replicas": "1", "max-replicas": "2", "cpus": "1"}
-DEFAULTS = {"max-batch-size": "4", "graceful-termination-timeout": "25", "payload-limit": "2000000", "client-timeout": "75"}
-TARGET_LOAD = 0.75  # of the slots of a replica, in running requests, beyond which there should be another replica
-MANY_REQUESTS = 10_000  # more than any server admits: the server answers an overload with its own 429, not Ray with a 503
+DEFAULTS = {
+    "max-batch-size": "4",
+    "graceful-termination-timeout": "25",
+    "payload-limit": "2000000",
+    "client-timeout": "75",
+}
+TARGET_LOAD = (
+    0.75  # of the slots of a replica, in running requests, beyond which there should be another replica
+)
+MANY_REQUESTS = (
+    10_000  # more than any server admits: the server answers an overload with its own 429, not Ray with a 503
+)
 REGISTER_S = 1.0
 FORGET_S = 5.0
 
 
-@serve.deployment(ray_actor_options={"num_cpus": 0}, max_ongoing_requests=1000, logging_config={"enable_access_log": False})
+@serve.deployment(
+    ray_actor_options={"num_cpus": 0}, max_ongoing_requests=1000, logging_config={"enable_access_log": False}
+)
 class Directory:
     """The addresses of the servers that take requests, by the replicas that say so every REGISTER_S."""
 
@@ -131,7 +142,8 @@ def app(arguments: dict[str, str]) -> Application:
     return TextGeneration.options(
         autoscaling_config=autoscaling,
         ray_actor_options={"num_cpus": cpus, "resources": resources},
-        graceful_shutdown_timeout_s=2 * grace_s + 20,  # for the requests that Ray routed here, then for those of other replicas
+        graceful_shutdown_timeout_s=2 * grace_s
+        + 20,  # for the requests that Ray routed here, then for those of other replicas
     ).bind(Directory.bind(), flags)
 
 

@@ -17,9 +17,21 @@ from deploy.ray.affinity import SESSION_HEADER, candidates, session_of
 
 SEED_PREFIX = "/serve"  # under which the Ray Serve blueprint for Inferentia is reached
 # Belong to one connection, or are added by each HTTP server itself; Ray adds `x-request-id`, with the value that it passes on.
-DROPPED = {b"connection", b"keep-alive", b"te", b"trailer", b"transfer-encoding", b"upgrade", b"expect", b"content-length"}
+DROPPED = {
+    b"connection",
+    b"keep-alive",
+    b"te",
+    b"trailer",
+    b"transfer-encoding",
+    b"upgrade",
+    b"expect",
+    b"content-length",
+}
 DROPPED_OF_RESPONSES = DROPPED - {b"content-length"} | {b"date", b"server", b"x-request-id"}
-CANNOT_CONNECT = (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError)  # the second one: its node is gone
+CANNOT_CONNECT = (
+    aiohttp.ClientConnectorError,
+    aiohttp.ConnectionTimeoutError,
+)  # the second one: its node is gone
 
 
 class Proxy:
@@ -38,7 +50,9 @@ class Proxy:
         self._addresses = addresses
         self._payload_limit = payload_limit
         self._client_timeout_s = client_timeout_s
-        self.is_healthy = True  # the own server; else it is the last resort, not the one that answers fastest, with errors
+        self.is_healthy = (
+            True  # the own server; else it is the last resort, not the one that answers fastest, with errors
+        )
 
     async def __call__(self, scope: dict, receive: Callable, send: Callable) -> None:
         if scope["type"] == "lifespan":
@@ -55,7 +69,11 @@ class Proxy:
         except asyncio.TimeoutError:
             limit = f"--client-timeout (CLIENT_TIMEOUT) {self._client_timeout_s:g} s"
             return await _send_error(send, path, 408, "timeout", f"the request did not arrive within {limit}")
-        headers = [(name.decode("latin-1"), value.decode("latin-1")) for name, value in scope["headers"] if name not in DROPPED]
+        headers = [
+            (name.decode("latin-1"), value.decode("latin-1"))
+            for name, value in scope["headers"]
+            if name not in DROPPED
+        ]
         query = scope["query_string"].decode("latin-1")
         target = path + ("?" + query if query else "")
         try:
@@ -63,7 +81,9 @@ class Proxy:
         except CANNOT_CONNECT:
             return await _send_error(send, path, 503, "unavailable", "No replica can be reached")
         except aiohttp.ClientError:  # it may have been processed, so no other server gets it
-            return await _send_error(send, path, 503, "unavailable", "The replica's server ended before it answered")
+            return await _send_error(
+                send, path, 503, "unavailable", "The replica's server ended before it answered"
+            )
         try:
             await _send_response(send, response)
         finally:
@@ -81,7 +101,9 @@ class Proxy:
                 break
         return body
 
-    async def _request(self, method: str, path: str, target: str, headers: list, body: bytes) -> aiohttp.ClientResponse:
+    async def _request(
+        self, method: str, path: str, target: str, headers: list, body: bytes
+    ) -> aiohttp.ClientResponse:
         """The beginning of the response of the first candidate that can be reached; one that is full refers to the next."""
         header = next((value for name, value in headers if name.lower() == SESSION_HEADER), None)
         servers = candidates(session_of(path, header, body), self._own, self._addresses())
@@ -91,7 +113,12 @@ class Proxy:
             url = URL(f"http://{server}{target}", encoded=True)
             try:
                 response = await self._session.request(
-                    method, url, headers=headers, data=body or None, allow_redirects=False, skip_auto_headers=SKIPPED
+                    method,
+                    url,
+                    headers=headers,
+                    data=body or None,
+                    allow_redirects=False,
+                    skip_auto_headers=SKIPPED,
                 )
             except CANNOT_CONNECT:
                 if is_last:
@@ -140,5 +167,7 @@ async def _send_error(send: Callable, path: str, status: int, kind: str, message
 def _error_json(path: str, kind: str, message: str) -> bytes:
     """The error in the shape of the route's API: OpenAI's below /v1/, else TGI's."""
     if path.startswith("/v1/"):
-        return json.dumps({"error": {"message": message, "type": "server_error", "param": None, "code": kind}}).encode()
+        return json.dumps(
+            {"error": {"message": message, "type": "server_error", "param": None, "code": kind}}
+        ).encode()
     return json.dumps({"error": message, "error_type": kind}).encode()

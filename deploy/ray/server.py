@@ -35,11 +35,27 @@ class Server:
         self._grace_s = grace_s
         self._last_line = ""
         # The kernel ends the server when this process dies, so that a killed replica leaves its device to the next one.
-        command = ["setpriv", "--pdeathsig", "KILL", str(ENTRYPOINT), "serve", *flags, "--hostname", host, "--port", str(port)]
+        command = [
+            "setpriv",
+            "--pdeathsig",
+            "KILL",
+            str(ENTRYPOINT),
+            "serve",
+            *flags,
+            "--hostname",
+            host,
+            "--port",
+            str(port),
+        ]
         environment = {"PYTHON": sys.executable} | os.environ
         environment.pop("SAGEMAKER_BIND_TO_PORT", None)
         self._process = subprocess.Popen(
-            command, env=environment, stdin=subprocess.DEVNULL, stderr=subprocess.PIPE, errors="replace", start_new_session=True
+            command,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            errors="replace",
+            start_new_session=True,
         )
         self._log = threading.Thread(target=self._copy_log, daemon=True)
         self._log.start()

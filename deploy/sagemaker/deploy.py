@@ -107,7 +107,9 @@ class LogTail:
         self._seen: set[str] = set()
 
     def new_lines(self) -> Iterator[str]:
-        pages = self._logs.get_paginator("filter_log_events").paginate(logGroupName=self._group, startTime=self._since_ms)
+        pages = self._logs.get_paginator("filter_log_events").paginate(
+            logGroupName=self._group, startTime=self._since_ms
+        )
         try:
             events = [event for page in pages for event in page["events"]]
         except self._logs.exceptions.ResourceNotFoundException:  # until the first container writes a line
@@ -122,7 +124,9 @@ class LogTail:
 def invoke(runtime: BaseClient, name: str, body: dict) -> dict | list:
     """The server's answer to `body`, which is any that /invocations takes. SageMaker waits 60 s; after 55 the server answers
     with the text so far."""
-    response = runtime.invoke_endpoint(EndpointName=name, ContentType="application/json", Body=json.dumps(body))
+    response = runtime.invoke_endpoint(
+        EndpointName=name, ContentType="application/json", Body=json.dumps(body)
+    )
     return json.load(response["Body"])
 
 
@@ -146,7 +150,9 @@ def text_of(event: dict) -> str:
         raise DeployError(error["message"] if isinstance(error, dict) else error)
     if "token" in event:
         return "" if event["token"]["special"] else event["token"]["text"]
-    return "".join(choice.get("text") or choice.get("delta", {}).get("content") or "" for choice in event["choices"])
+    return "".join(
+        choice.get("text") or choice.get("delta", {}).get("content") or "" for choice in event["choices"]
+    )
 
 
 def autoscale(autoscaling: BaseClient, name: str, least: int, most: int, invocations: float) -> None:
@@ -159,7 +165,9 @@ def autoscale(autoscaling: BaseClient, name: str, least: int, most: int, invocat
         PolicyType="TargetTrackingScaling",
         TargetTrackingScalingPolicyConfiguration={
             "TargetValue": invocations,
-            "PredefinedMetricSpecification": {"PredefinedMetricType": "SageMakerVariantInvocationsPerInstance"},
+            "PredefinedMetricSpecification": {
+                "PredefinedMetricType": "SageMakerVariantInvocationsPerInstance"
+            },
             "ScaleOutCooldown": SCALE_OUT_S,
             "ScaleInCooldown": SCALE_IN_S,
         },
@@ -169,7 +177,9 @@ def autoscale(autoscaling: BaseClient, name: str, least: int, most: int, invocat
 def delete(sagemaker: BaseClient, autoscaling: BaseClient, name: str) -> list[str]:
     """Removes everything that `create` and `autoscale` made; returns the names of what was there."""
     steps: dict[str, Callable] = {
-        "scaling target": lambda: autoscaling.deregister_scalable_target(**_scalable(name)),  # with its policies
+        "scaling target": lambda: autoscaling.deregister_scalable_target(
+            **_scalable(name)
+        ),  # with its policies
         "endpoint": lambda: sagemaker.delete_endpoint(EndpointName=name),
         "endpoint configuration": lambda: sagemaker.delete_endpoint_config(EndpointConfigName=name),
         "model": lambda: sagemaker.delete_model(ModelName=name),
@@ -212,7 +222,9 @@ def _body(text: str) -> dict:
 
 
 def _arguments(argv: list[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     verbs = parser.add_subparsers(dest="verb", required=True)
 
     def verb(name: str, help: str) -> argparse.ArgumentParser:
@@ -222,35 +234,66 @@ def _arguments(argv: list[str]) -> argparse.Namespace:
 
     added = verb("create", "create an endpoint and wait until it takes requests")
     added.add_argument("--image", required=True, metavar="URI", help="the image in ECR")
-    added.add_argument("--role", required=True, metavar="ARN", help="the role that reads the image and the model")
+    added.add_argument(
+        "--role", required=True, metavar="ARN", help="the role that reads the image and the model"
+    )
     added.add_argument("--instance-type", required=True, metavar="TYPE", help="for example ml.inf2.xlarge")
     added.add_argument("--instances", type=int, default=1, metavar="N", help="1 if not set")
-    added.add_argument("--volume-gib", type=int, metavar="N", help="disk, where the instance type has none of its own")
     added.add_argument(
-        "--ami", metavar="VERSION", help="another driver: al2-ami-sagemaker-inference-neuron-2 has Neuron's 2.19"
+        "--volume-gib", type=int, metavar="N", help="disk, where the instance type has none of its own"
     )
-    added.add_argument("--model-data", metavar="S3", help="s3://bucket/folder/ or s3://bucket/model.tar.gz, for /opt/ml/model")
-    added.add_argument("--env", type=_variable, action="append", default=[], metavar="NAME=VALUE", help="a setting; repeatable")
+    added.add_argument(
+        "--ami",
+        metavar="VERSION",
+        help="another driver: al2-ami-sagemaker-inference-neuron-2 has Neuron's 2.19",
+    )
+    added.add_argument(
+        "--model-data",
+        metavar="S3",
+        help="s3://bucket/folder/ or s3://bucket/model.tar.gz, for /opt/ml/model",
+    )
+    added.add_argument(
+        "--env",
+        type=_variable,
+        action="append",
+        default=[],
+        metavar="NAME=VALUE",
+        help="a setting; repeatable",
+    )
     added.add_argument("--no-wait", action="store_true", help="return at once")
     verb("wait", "wait until an endpoint takes requests; prints its log")
-    for name, help in (("invoke", "print the whole answer, as JSON"), ("stream", "print the text as it is generated")):
+    for name, help in (
+        ("invoke", "print the whole answer, as JSON"),
+        ("stream", "print the text as it is generated"),
+    ):
         body = verb(name, help).add_mutually_exclusive_group(required=True)
         body.add_argument("prompt", nargs="?", metavar="PROMPT", help="a message to the model, as a chat")
         body.add_argument("--body", type=_body, metavar="JSON", help="any body that /invocations takes")
     added = verb("autoscale", "change the number of instances with the load")
     added.add_argument("--min", type=int, default=1, metavar="N", help="1 if not set")
     added.add_argument("--max", type=int, required=True, metavar="N")
-    added.add_argument("--invocations", type=float, required=True, metavar="N", help="per instance and minute")
+    added.add_argument(
+        "--invocations", type=float, required=True, metavar="N", help="per instance and minute"
+    )
     verb("delete", "remove the endpoint, its configuration, its model and its scaling")
     return parser.parse_args(argv)
 
 
 def _run(arguments: argparse.Namespace) -> None:
-    name, sagemaker, autoscaling = arguments.name, boto3.client("sagemaker"), boto3.client("application-autoscaling")
+    name, sagemaker, autoscaling = (
+        arguments.name,
+        boto3.client("sagemaker"),
+        boto3.client("application-autoscaling"),
+    )
     # An answer that is not streamed may take 60 s; a second try would generate it again.
-    runtime = boto3.client("sagemaker-runtime", config=Config(read_timeout=75, retries={"total_max_attempts": 1}))
+    runtime = boto3.client(
+        "sagemaker-runtime", config=Config(read_timeout=75, retries={"total_max_attempts": 1})
+    )
     if arguments.verb == "create":
-        given = {key: getattr(arguments, key) for key in ("image", "role", "instance_type", "instances", "volume_gib", "ami")}
+        given = {
+            key: getattr(arguments, key)
+            for key in ("image", "role", "instance_type", "instances", "volume_gib", "ami")
+        }
         create(sagemaker, name, **given, model_data=arguments.model_data, environment=dict(arguments.env))
     if arguments.verb == "wait" or (arguments.verb == "create" and not arguments.no_wait):
         wait(sagemaker, boto3.client("logs"), name)
@@ -266,7 +309,9 @@ def _run(arguments: argparse.Namespace) -> None:
     elif arguments.verb == "autoscale":
         autoscale(autoscaling, name, arguments.min, arguments.max, arguments.invocations)
     elif arguments.verb == "delete":
-        print(f"deleted: {', '.join(delete(sagemaker, autoscaling, name)) or 'nothing; there was nothing of that name'}")
+        print(
+            f"deleted: {', '.join(delete(sagemaker, autoscaling, name)) or 'nothing; there was nothing of that name'}"
+        )
 
 
 def main(argv: list[str]) -> int:

@@ -1,0 +1,1 @@
+"""The HTTP dialects, one file each, and what they share. Runs in the web processes."""

@@ -1,0 +1,110 @@
+"""The bodies of requests: read within limits of size, time and memory; what is left is read and dropped.
+
+Hands bodies to web.py's routes, and raises the ApiErrors that they answer. Knows Flask's current request and gunicorn's socket,
+not what a body means.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import socket
+from collections.abc import Iterator
+
+import gevent
+from flask import request
+from gunicorn.http.errors import ParseException
+from werkzeug.exceptions import ClientDisconnected
+
+from api import errors
+from api.errors import ApiError
+from config import Config
+
+BODY_PIECE = 16_384  # bytes; in chunks of a byte they take 0.1 s
+YIELD_S = 1e-6  # sleep(0) lets other greenlets run, but does not look for input each time
+HELD_LIMIT = 32_000_000  # bytes of bodies that arrive or are being prepared, in a web process
+DISCARD_S = 1.0
+TRAILER_LIMIT = 8190  # bytes behind a chunked body; gunicorn reads through all of them whenever some arrive
+LONG_BODY = (
+    20_000  # bytes; tokenizing the text of a longer one leaves up to 100 MB of free memory in small pieces,
+)
+TRIM_S = 1.0  # which goes back to the system after that time
+
+
+class Bodies:
+    """Reads the bodies of requests, within limits of size, time and memory."""
+
+    def __init__(self, config: Config):
+        self._config = config
+        self._held_bytes = 0
+        self._trim = gevent.spawn(_return_free_memory)  # the last one
+
+    @contextlib.contextmanager
+    def read(self) -> Iterator[bytearray]:
+        """The body of the current request, which counts as held until the block is left. Raises ApiError."""
+        body = bytearray()
+        try:
+            self._receive(body)
+            yield body
+        finally:
+            self._held_bytes -= len(body)
+            if len(body) > LONG_BODY and self._trim.ready():
+                self._trim = gevent.spawn_later(TRIM_S, _return_free_memory)
+
+    def _receive(self, body: bytearray) -> None:
+        if not (request.mimetype == "application/json" or request.mimetype.endswith("+json")):
+            raise ApiError(415, "validation", "Expected request with `Content-Type: application/json`")
+        if request.headers.get("Content-Encoding", "identity").lower() != "identity":
+            raise ApiError(415, "validation", "A request body must not be compressed (`Content-Encoding`)")
+        if request.headers.get("Transfer-Encoding", "chunked").lower() not in ("chunked", "identity"):
+            raise ApiError(501, "validation", "The only `Transfer-Encoding` that is supported is chunked")
+        reader = getattr(request.environ["wsgi.input"], "reader", None)
+        if hasattr(reader, "limit_trailer_section"):
+            reader.limit_trailer_section = TRAILER_LIMIT
+        timeout_s = self._config.client_timeout
+        try:
+            with gevent.Timeout(timeout_s):
+                while piece := request.stream.read(BODY_PIECE):
+                    body += piece
+                    self._held_bytes += len(piece)
+                    if self._held_bytes > HELD_LIMIT:
+                        raise ApiError(
+                            503, "unavailable", "Too many long requests at a time", retry_after_s=1
+                        )
+                    gevent.sleep(YIELD_S)  # a body that arrives fast must not keep the event loop to itself
+        except gevent.Timeout:
+            _end_input()
+            limit = f"the request did not arrive within --client-timeout (CLIENT_TIMEOUT) {timeout_s:g} s"
+            raise ApiError(408, "timeout", limit) from None
+        except ParseException as error:  # malformed chunks
+            raise ApiError(400, "validation", f"Failed to read the request body: {error}") from None
+        except OSError:
+            raise ClientDisconnected from None
+        if len(body) > self._config.payload_limit:
+            raise errors.too_large(self._config.payload_limit)
+
+
+def discard_rest() -> None:
+    """Reads what is left of a request's body, for DISCARD_S at most: of one that is refused, or of `GET /live` with a body.
+
+    gunicorn would read it in pieces of a kilobyte, each of which copies all that has arrived: a second for 2 MB, during which
+    the process serves no other request.
+    """
+    with contextlib.suppress(OSError, ParseException, ClientDisconnected), gevent.Timeout(DISCARD_S, False):
+        while request.environ["wsgi.input"].read(BODY_PIECE):
+            gevent.sleep(YIELD_S)
+        return
+    _end_input()
+
+
+def _return_free_memory() -> None:
+    """Takes about 10 ms."""
+    if trim := getattr(ctypes.CDLL(None), "malloc_trim", None):  # glibc's
+        trim(0)
+
+
+def _end_input() -> None:
+    """Makes gunicorn close the connection after the response, instead of waiting for the rest of the body."""
+    if client := request.environ.get("gunicorn.socket"):
+        with contextlib.suppress(OSError):
+            client.shutdown(socket.SHUT_RD)

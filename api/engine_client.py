@@ -1,0 +1,291 @@
+"""The worker as a web process sees it: submit, stream, cancel, metrics, health.
+
+An `EngineClient` owns the web process' end of the socket. Its greenlets receive messages and put them into the queue of the
+request that they belong to; the request's own greenlet takes them out with `InFlightRequest.receive`. Everything runs on the
+one thread of the event loop, so nothing here takes a lock. This layer knows no HTTP, no text and no torch.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+import time
+from collections.abc import Callable
+from typing import Any
+
+import gevent
+import msgspec
+import zmq.green as zmq
+from gevent.event import Event
+from gevent.queue import Empty, SimpleQueue
+
+import protocol
+from protocol import HEARTBEAT_S, SILENCE_S, End, Generate, Metrics, ModelInfo, Prompt, Status, Token
+
+logger = logging.getLogger("engine_client")
+
+METRICS_TIMEOUT_S = 2.0
+FIRST_MESSAGE_S = 1.0  # a running worker answers a new web process within milliseconds
+LOADING_S = 30.0  # the largest tokenizers load in about two seconds
+
+
+class EngineError(Exception):
+    """The worker does not answer; the message is its phase, or "busy"."""
+
+
+class TooLarge(Exception):
+    """The requests do not fit into a message to the worker."""
+
+
+class ClientGone(Exception):
+    """The client has disconnected; the response would not be read."""
+
+
+class EngineClient:
+    """The worker's state, and the requests that this web process has sent to it. To be made after the fork.
+
+    `load_text` is called with the worker's ModelInfo in a thread, because it reads a large file; its result is `text`, and
+    requests are accepted from then on. `on_stuck` is called once, when the worker has been stuck for `stuck_timeout_s`.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        load_text: Callable[[ModelInfo], Any],
+        stuck_timeout_s: float = float("inf"),
+        on_stuck: Callable[[], None] = lambda: None,
+    ):
+        self.info: ModelInfo | None = None
+        self.text: Any = None
+        self._load_text = load_text
+        self._stuck_timeout_s = stuck_timeout_s
+        self._on_stuck = on_stuck
+        self._status: Status | None = None
+        self._lost: str | None = None  # "dead" or "stuck" once the worker is given up
+        self._heard_at = self._beat_at = time.monotonic()
+        self._stuck_s = 0.0
+        self._reported_ready = False
+        self._has_status, self._has_text = Event(), Event()
+        self._decoder = msgspec.msgpack.Decoder(protocol.FromWorker)
+        self._queues: dict[
+            int, SimpleQueue | None
+        ] = {}  # None: cancelled, but the worker has not confirmed it yet
+        self._context = zmq.Context()
+        self._dealer = self._context.socket(zmq.DEALER)
+        self._dealer.set_hwm(0)
+        self._dealer.linger = 0
+        self._monitor = self._dealer.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+        self._dealer.connect(address)
+        self._greenlets = [
+            gevent.spawn(run) for run in (self._receive, self._wait_for_disconnect, self._beat)
+        ]
+        self._send(protocol.Hello(os.getpid(), ready=False))
+
+    @property
+    def phase(self) -> str:
+        """ "ready" when requests are accepted, else the reason why not."""
+        if self._status is None:
+            return self._lost or "starting"
+        if self._lost and self._status.phase != "draining":
+            return self._lost
+        if self._status.phase != "ready":
+            return self._status.phase
+        if self.text is None:
+            return "loading"
+        return "stuck" if self._is_stuck else "ready"
+
+    @property
+    def is_full(self) -> bool:
+        """Whether the worker would refuse any request now."""
+        return self.phase == "ready" and self._status.full
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether no request of this process is known to the worker."""
+        return not self._queues
+
+    @property
+    def _is_stuck(self) -> bool:
+        """Whether a step takes many times longer than usual, or the worker sends nothing at all."""
+        if self._status is None or self._status.phase not in (
+            "ready",
+            "draining",
+        ):  # a boot may take long, and be silent
+            return False
+        now = time.monotonic()
+        return 0 < self._status.due_at < now or now - self._heard_at > SILENCE_S
+
+    def wait_until_known(self) -> None:
+        """Waits for the worker's first status and, if it is ready, for the tokenizer.
+
+        A web process that replaces another one would otherwise refuse requests that the processes beside it accept. It does
+        not wait for a worker that is still booting, or silent.
+        """
+        if self._has_status.wait(FIRST_MESSAGE_S) and self._status.phase == "ready":
+            self._has_text.wait(LOADING_S)
+
+    def submit(self, generates: list[Generate], messages: SimpleQueue) -> None:
+        """Sends requests, of which all are accepted or none. Lists of their messages are put into `messages`.
+
+        Raises TooLarge, and sends nothing.
+        """
+        message = protocol.SubmitRequests(generates)
+        if (
+            len(generates) > protocol.MAX_SEQUENCES
+            or len(protocol.encode(message)) > protocol.MAX_MESSAGE_BYTES
+        ):
+            raise TooLarge  # sent, it would cost this process its connection
+        for generate in generates:
+            self._queues[generate.id] = messages
+        self._send(message)
+        if self._lost:
+            self._end_all()
+
+    def cancel(self, request_id: int, reason: str) -> None:
+        """Ends a request early. Nothing happens when it has ended already."""
+        if self._queues.get(request_id) is not None:
+            self._queues[request_id] = None
+            self._send(protocol.Cancel(request_id, reason))
+
+    def record(self, stats: protocol.RequestStats) -> None:
+        """Adds an HTTP request to the metrics, which the worker keeps for all web processes."""
+        if not self._lost:
+            self._send(stats)
+
+    def metrics(self) -> bytes:
+        """All metrics in Prometheus' text format. Raises EngineError when the worker does not answer in METRICS_TIMEOUT_S."""
+        request_id, replies = secrets.randbits(63), SimpleQueue()
+        self._queues[request_id] = replies
+        try:
+            if not self._lost:
+                self._send(protocol.MetricsRequest(request_id))
+                (reply,) = replies.get(timeout=METRICS_TIMEOUT_S)
+                if isinstance(reply, Metrics):
+                    return reply.text
+        except Empty:
+            pass
+        finally:
+            self._queues.pop(request_id, None)
+        raise EngineError("busy" if self.phase == "ready" else self.phase)
+
+    def close(self) -> None:
+        gevent.killall(self._greenlets)
+        self._dealer.disable_monitor()
+        self._context.destroy(linger=0)
+
+    def _send(self, message: protocol.FromWeb) -> None:
+        # Without a high-water mark this never blocks. A green socket looks for arrived messages after each send, which could
+        # have hidden their signal.
+        self._dealer.send(protocol.encode(message), zmq.NOBLOCK)
+
+    def _receive(self) -> None:
+        while True:
+            self._read()
+
+    def _read(self, flags: int = 0) -> None:
+        message = protocol.decode(self._decoder, self._dealer.recv_multipart(flags))
+        self._heard_at = time.monotonic()
+        try:
+            self._handle(message)
+        except Exception:
+            logger.exception("%s could not be handled", type(message).__name__)
+
+    def _wait_for_disconnect(self) -> None:
+        """The worker is never started twice in a run: once disconnected, it is gone for good."""
+        self._monitor.recv_multipart()
+        while self._dealer.get(zmq.EVENTS) & zmq.POLLIN:  # what it sent before
+            self._read(zmq.NOBLOCK)
+        self._lose()
+
+    def _handle(self, message: protocol.FromWorker | None) -> None:
+        if isinstance(message, protocol.Tokens):
+            self._deliver([*message.prompts, *message.tokens])
+        elif isinstance(message, (End, Metrics)):
+            self._deliver([message])
+        elif isinstance(message, Status):
+            self._status = message
+            self._has_status.set()
+            self._report_ready()
+        elif isinstance(message, ModelInfo) and self.info is None:
+            self.info = message
+            gevent.spawn(self._load)
+
+    def _deliver(self, messages: list[Prompt | Token | End | Metrics]) -> None:
+        """Each queue gets its messages of a step as one list."""
+        by_queue: dict[SimpleQueue, list] = {}
+        for message in messages:
+            more_follow = type(message) is Prompt or (
+                type(message) is Token and message.finish_reason is None
+            )
+            queue = self._queues.get(message.id) if more_follow else self._queues.pop(message.id, None)
+            if queue is not None:
+                by_queue.setdefault(queue, []).append(message)
+        for queue, its_messages in by_queue.items():
+            queue.put(its_messages)
+
+    def _load(self) -> None:
+        self.text = gevent.get_hub().threadpool.apply(self._load_text, (self.info,))
+        self._has_text.set()
+        self._report_ready()
+
+    def _report_ready(self) -> None:
+        if not self._reported_ready and self.phase == "ready":
+            self._reported_ready = True
+            self._send(protocol.Hello(os.getpid(), ready=True))
+
+    def _beat(self) -> None:
+        """Gives the worker up when it has been stuck for too long."""
+        while not self._lost:
+            gevent.sleep(HEARTBEAT_S)
+            now = time.monotonic()
+            # At most two beats are counted: when this process itself was stopped, the worker may be well.
+            passed_s, self._beat_at = min(now - self._beat_at, 2 * HEARTBEAT_S), now
+            was_stuck, is_stuck = self._stuck_s > 0, self._is_stuck
+            self._stuck_s = self._stuck_s + passed_s if is_stuck else 0.0
+            if is_stuck != was_stuck:
+                logger.warning("the worker %s", "makes no progress" if is_stuck else "makes progress again")
+            if self._stuck_s >= self._stuck_timeout_s:
+                self._lose()
+                self._on_stuck()
+
+    def _lose(self) -> None:
+        self._lost = self._lost or ("stuck" if self._stuck_s else "dead")
+        self._end_all()
+
+    def _end_all(self) -> None:
+        self._deliver([End(request_id, self._lost) for request_id in list(self._queues)])
+
+
+class InFlightRequest:
+    """What one HTTP request has running in the worker: one Generate for each sequence. `close` is idempotent."""
+
+    def __init__(self, engine: EngineClient, generates: list[Generate]):
+        self._engine = engine
+        self._ids = [generate.id for generate in generates]
+        self._messages = SimpleQueue()
+        engine.submit(generates, self._messages)
+
+    def receive(self) -> list[Prompt | Token | End]:
+        """The messages that have arrived since the last call; waits for the first one. None of them after `wake`.
+
+        Raises ClientGone after `hang_up`.
+        """
+        arrived = [self._messages.get()]
+        while not self._messages.empty():
+            arrived.append(self._messages.get())
+        if None in arrived:
+            raise ClientGone
+        return [message for messages in arrived for message in messages]
+
+    def wake(self) -> None:
+        """Makes `receive` return."""
+        self._messages.put([])
+
+    def hang_up(self) -> None:
+        """Called by whoever sees that the client has disconnected."""
+        self._messages.put(None)
+
+    def close(self, reason: str = "client disconnected") -> None:
+        for request_id in self._ids:
+            self._engine.cancel(request_id, reason)

@@ -1,0 +1,127 @@
+"""OpenTelemetry traces of the requests for text, sent to a collector by OTLP over HTTP, in JSON (`--otlp-endpoint`).
+
+A request is a span of kind SERVER, the child of the span that its `traceparent` header names. The spans of its stages are made
+when it ends, from the times that its web process knows: validate; queue, prefill and decode of each sequence; stream. The
+packages of the extra `otel` are imported nowhere else, and only when a `Tracer` is made. Knows no Flask.
+"""
+
+from __future__ import annotations
+
+import atexit
+import importlib.util
+import re
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import gevent
+
+from api.stream import Generation
+from config import VERSION
+from protocol import RequestStats
+from run import ConfigError
+
+BATCH = 64  # spans that are encoded at a time, which holds up the event loop for 3 ms
+FLUSH_S = 2.0  # a server that stops does not wait longer for its collector
+FAULTS = ("generation", "incomplete")  # outcomes that are errors of the server
+
+# Whole numbers that OpenTelemetry's library cannot do without, and the lowest; so are all `OTEL_*_LIMIT`, from 0 on.
+LOWEST = {"OTEL_BSP_SCHEDULE_DELAY": 1, "OTEL_BSP_MAX_QUEUE_SIZE": BATCH, "OTEL_BSP_EXPORT_TIMEOUT": 0}
+
+
+def check(environ: Mapping[str, str]) -> None:
+    """Raises ConfigError where a `Tracer` cannot be made: without the packages, or with a wrong variable of theirs."""
+    if not importlib.util.find_spec("opentelemetry"):
+        raise ConfigError(
+            '--otlp-endpoint (OTLP_ENDPOINT) needs the packages of OpenTelemetry: pip install ".[otel]"'
+        )
+    for name, value in environ.items():
+        lowest = 0 if re.fullmatch("OTEL_.*_LIMIT", name) else LOWEST.get(name)
+        is_number = re.fullmatch("[0-9]{1,9}", value.strip())
+        if lowest is not None and value.strip() and not (is_number and int(value) >= lowest):
+            raise ConfigError(f"{name} {value!r:.100}: must be a whole number from {lowest} to 999999999")
+
+
+class Tracer:
+    """Exports spans every few seconds and when the process ends. To be made when gevent has patched the process: the exporter's
+    thread is then a greenlet. OpenTelemetry's own variables (`OTEL_TRACES_SAMPLER`, …) are read."""
+
+    def __init__(self, endpoint: str, service_name: str):
+        from opentelemetry import trace
+        from opentelemetry.exporter.otlp.json.http.trace_exporter import OTLPSpanExporter
+        from opentelemetry.sdk.resources import Resource
+        from opentelemetry.sdk.trace import TracerProvider
+        from opentelemetry.sdk.trace.export import BatchSpanProcessor
+        from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+
+        resource = Resource.create({"service.name": service_name, "service.version": VERSION})
+        provider = TracerProvider(resource=resource, shutdown_on_exit=False)
+        provider.add_span_processor(
+            BatchSpanProcessor(OTLPSpanExporter(endpoint), max_export_batch_size=BATCH)
+        )
+        self.api = trace
+        self.parent_of = TraceContextTextMapPropagator().extract
+        self.start_span = provider.get_tracer("neuron-textgen", VERSION).start_span
+        self._provider = provider
+        atexit.register(self._close)
+
+    def _close(self) -> None:
+        with gevent.Timeout(FLUSH_S, False):
+            self._provider.shutdown()
+
+
+class RequestTrace:
+    """The span of a request that arrived at `started_at`; `end` adds its stages. Times are CLOCK_MONOTONIC, in seconds."""
+
+    def __init__(
+        self, tracer: Tracer, route: str, headers: Mapping[str, str], request_id: str, started_at: float
+    ):
+        self._tracer = tracer
+        self._clock_ns = time.time_ns() - time.monotonic_ns()
+        self._started_at = started_at
+        parent, kind = tracer.parent_of(headers), tracer.api.SpanKind.SERVER
+        self._span = tracer.start_span(
+            route, parent, kind, {"request_id": request_id}, start_time=self._ns(started_at)
+        )
+        self._context = tracer.api.set_span_in_context(self._span)
+
+    def end(self, stats: RequestStats, generation: Generation | None = None) -> None:
+        """`generation` is None for a request that was not sent to the worker."""
+        now = time.monotonic()
+        attributes = {"http.response.status_code": stats.status}
+        if stats.outcome != "success":
+            attributes["error.type"] = str(stats.outcome)
+        self._stage("validate", self._started_at, generation.sent_at if generation else now)
+        if generation:
+            for sequence in generation.sequences:
+                # The worker sends the time in the queue with the first token: before that, where the time went is not known.
+                if sequence.first_token_at is not None:
+                    index, cached = {"sequence": sequence.index}, {"cached_tokens": sequence.ran.cached}
+                    queued_until = generation.sent_at + sequence.queue_s
+                    self._stage("queue", generation.sent_at, queued_until, index)
+                    self._stage("prefill", queued_until, sequence.first_token_at, index | cached)
+                    self._stage("decode", sequence.first_token_at, sequence.finished_at or now, index)
+            if generation.streams_at is not None:
+                self._stage("stream", generation.streams_at, now)
+            attributes |= {
+                "gen_ai.response.model": generation.model_name,
+                "gen_ai.response.finish_reasons": [s.finish_reason or "error" for s in generation.sequences],
+                "gen_ai.request.max_tokens": stats.max_new_tokens,
+                "gen_ai.usage.input_tokens": stats.input_tokens,
+                "gen_ai.usage.output_tokens": stats.generated_tokens,
+            }
+        self._span.set_attributes(attributes)
+        if stats.outcome in FAULTS:
+            self._span.set_status(self._tracer.api.StatusCode.ERROR)
+        self._span.end(self._ns(now))
+
+    def _stage(
+        self, name: str, begins_at: float, ends_at: float, attributes: dict[str, Any] | None = None
+    ) -> None:
+        span = self._tracer.start_span(
+            name, self._context, attributes=attributes, start_time=self._ns(begins_at)
+        )
+        span.end(self._ns(ends_at))
+
+    def _ns(self, at: float) -> int:
+        return self._clock_ns + int(at * 1e9)

@@ -1,0 +1,87 @@
+"""The worker's side of grammars: the threads that compile them and compute token masks.
+
+A grammar is compiled before its request takes a slot. The masks of a step are computed while the device runs it, for the logits
+that it will return. This layer knows neither slots nor sockets.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import NamedTuple
+
+import numpy as np
+
+from protocol import Generate
+from text.grammar import GrammarError, Grammars, Matcher
+
+logger = logging.getLogger("worker")
+
+STACK_BYTES = (
+    256 << 20
+)  # address space: llguidance recurses 3 kB deep a rule, and MAX_GRAMMAR characters have 50,000 rules
+
+
+class Compiled(NamedTuple):
+    """A request's grammar is compiled, or cannot be."""
+
+    generate: Generate
+    matcher: Matcher | None
+    error: str
+    seconds: float
+
+
+class Masks(NamedTuple):
+    """Which tokens may follow in the rows of a step."""
+
+    mask: np.ndarray  # uint32 [rows, ceil(vocab / 32)] as in sampling.py: sample
+    errors: dict[int, Exception]  # by row, where there is none
+    seconds: float | None
+
+
+class GrammarThreads:
+    """`ready` is called with what `compile` could not return at once, on a thread of this class."""
+
+    def __init__(self, grammars: Grammars, vocab_size: int, ready: Callable[[Compiled], None]):
+        self._grammars, self._vocab_size, self._ready = grammars, vocab_size, ready
+        self._compiler = ThreadPoolExecutor(1, "worker-grammars")
+        before = threading.stack_size(STACK_BYTES)
+        self._compiler.submit(int).result()  # starts the thread
+        threading.stack_size(before)
+        self._filler = ThreadPoolExecutor(1, "worker-masks")
+
+    def compile(self, generate: Generate) -> Compiled | None:
+        """The matcher of a request whose grammar is known; None for one that is being compiled."""
+        if self._grammars.knows(generate.grammar):
+            return self._compile(generate)
+        self._compiler.submit(lambda: self._ready(self._compile(generate)))
+        return None
+
+    def _compile(self, generate: Generate) -> Compiled:
+        started_at, matcher, error = time.monotonic(), None, ""
+        try:
+            matcher = self._grammars.matcher(generate.grammar)
+        except GrammarError as reason:
+            error = f"the grammar {reason}"
+        except BaseException:  # panics of llguidance are no Exceptions
+            logger.exception("the grammar of request %s cannot be compiled", generate.request_id)
+            error = "the grammar cannot be compiled"
+        return Compiled(generate, matcher, error, time.monotonic() - started_at)
+
+    def start(self, matchers: Sequence[Matcher | None]) -> Future[Masks] | None:
+        """Begins to compute the masks of a step's rows, None where any token may follow; nothing to do without matchers."""
+        return self._filler.submit(self._masks, matchers) if any(matchers) else None
+
+    def _masks(self, matchers: Sequence[Matcher | None]) -> Masks:
+        started_at, errors = time.monotonic(), {}
+        mask = np.full((len(matchers), -(-self._vocab_size // 32)), 0xFFFFFFFF, np.uint32)
+        for row, matcher in enumerate(matchers):
+            try:
+                if matcher:
+                    matcher.fill(mask[row].ctypes.data, mask[row].nbytes)
+            except Exception as error:  # one row must not stop the others
+                errors[row], mask[row] = error, 0xFFFFFFFF
+        return Masks(mask, errors, time.monotonic() - started_at)

@@ -1,0 +1,240 @@
+"""The Prometheus registry of the whole server: TGI's metric names, types, labels and buckets, and some of its own.
+
+It lives in the worker. The output thread counts steps from `StepOutput`s; web processes send `RequestStats` for HTTP requests,
+and request the text when one of them is scraped. Those are handled on the socket's thread, so also during boot and while the
+device is busy. Knows no sockets.
+"""
+
+from __future__ import annotations
+
+import itertools
+import operator
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Summary
+from prometheus_client.utils import floatToGoString
+
+from engine.outputs import StepOutput
+from engine.scheduler import Step
+from protocol import FromWeb, MetricsRequest, RequestStats
+from protocol import Metrics as MetricsText
+
+METHODS = ("prefill", "decode")
+FAILURES = ("overloaded", "validation", "incomplete", "template", "generation", "dropped")
+HTTP_ERRORS = (
+    "400",
+    "401",
+    "404",
+    "405",
+    "408",
+    "413",
+    "414",
+    "415",
+    "422",
+    "424",
+    "429",
+    "431",
+    "500",
+    "501",
+    "503",
+)
+REASONS = ("backpressure", "wait_exceeded")
+
+# (class, name without "tgi_", help, label name, the label's values that are there from the start)
+METRICS = (
+    (Counter, "request_count", "Finished requests for text"),
+    (Counter, "request_success", "Requests for text that succeeded"),
+    (Counter, "request_failure", "Requests for text that failed, by reason", "err", FAILURES),
+    (Histogram, "request_duration", "Seconds from a request's arrival to its last token, on success"),
+    (Histogram, "request_validation_duration", "Seconds of validation and tokenization, on success"),
+    (Histogram, "request_queue_duration", "Seconds that a request waited for a slot, on success"),
+    (
+        Histogram,
+        "request_inference_duration",
+        "Seconds from a request's prefill to its last token, on success",
+    ),
+    (
+        Histogram,
+        "request_mean_time_per_token_duration",
+        "Seconds of inference per generated token, on success",
+    ),
+    (
+        Histogram,
+        "request_time_to_first_token_duration",
+        "Seconds from a request's arrival to its first token",
+    ),
+    (
+        Histogram,
+        "inter_token_latency_duration",
+        "Seconds between a decode step's tokens and the previous step's",
+    ),
+    (Summary, "request_skipped_tokens", "Tokens skipped by speculation: always 0, there is no speculation"),
+    (Gauge, "queue_size", "Requests waiting for a slot"),
+    (Histogram, "batch_next_size", "Prompts that started in the same step"),
+    (Gauge, "batch_current_size", "Requests in the running batch"),
+    (Gauge, "batch_current_max_tokens", "Tokens that the running batch can grow to"),
+    (Gauge, "batch_max_total_tokens", "Tokens that all slots together can hold"),
+    (
+        Counter,
+        "batch_inference_count",
+        "Steps; those with running requests are decode steps",
+        "method",
+        METHODS,
+    ),
+    (Counter, "batch_inference_success", "Steps that succeeded", "method", METHODS),
+    (Counter, "batch_inference_failure", "Steps that failed on the device", "method", METHODS),
+    (Histogram, "batch_inference_duration", "Seconds of a step, including sampling", "method", METHODS),
+    (Histogram, "batch_forward_duration", "Seconds of a step on the device", "method", METHODS),
+    (Histogram, "batch_decode_duration", "Seconds of sampling in a step", "method", METHODS),
+    (Histogram, "batch_filter_duration", "Seconds of scheduling after a step", "method", METHODS),
+    (
+        Histogram,
+        "batch_concat_duration",
+        "Seconds that running requests waited for a prefill step",
+        "method",
+        ("decode",),
+    ),
+    (Counter, "batch_concat", "Prompts that joined a running batch", "reason", REASONS),
+    (Histogram, "grammar_mask_duration", "Seconds of computing a step's token masks, while the device runs"),
+    (Histogram, "grammar_compile_duration", "Seconds of compiling a grammar"),
+    (Counter, "prefix_cache_tokens", "Prompt tokens that did not run, because a slot held them"),
+    (Gauge, "slots_busy", "Occupied slots"),
+    (Gauge, "slots_total", "Slots"),
+    (Gauge, "boot_phase_seconds", "Seconds of a phase of the boot", "phase", ()),
+    (Gauge, "last_step_age_seconds", "Seconds since the device finished a step; 0 while idle"),
+    (Counter, "steps", "Decode steps"),
+    (Counter, "generated_tokens", "Generated tokens"),
+    (
+        Counter,
+        "http_errors",
+        "HTTP responses with a status of 400 or more, without client disconnects",
+        "status",
+        HTTP_ERRORS,
+    ),
+    (Counter, "client_hang_ups", "Requests whose client disconnected before the end"),
+)
+DURATION_BUCKETS = list(itertools.accumulate([0.0001] + [1.5] * 35, operator.mul))[1:]
+
+
+class Metrics:
+    """Everything that /metrics shows. May be used from any thread."""
+
+    def __init__(self):
+        self._registry = CollectorRegistry()
+        self._metrics: dict[str, Counter | Gauge | Histogram | Summary] = {}
+        for kind, name, about, *label in METRICS:
+            self._add(kind, name, about, *label)
+
+    def series(self, name: str, *label: str) -> Counter | Gauge | Histogram | Summary:
+        """One metric by its name without "tgi_", with the value of its label if it has one."""
+        metric = self._metrics[name]
+        return metric.labels(*label) if label else metric
+
+    def set_limits(self, batch_size: int, max_input_tokens: int, max_total_tokens: int) -> None:
+        """Sets the limits and adds the metrics that depend on them. `batch_size` may be 0 until the model has decided it."""
+        self.series("slots_total").set(batch_size)
+        self.series("batch_max_total_tokens").set(batch_size * max_total_tokens)
+        if "request_input_length" in self._metrics:
+            return
+        for name, about, longest in (
+            ("request_input_length", "Tokens of a request's prompt", max_input_tokens),
+            ("request_max_new_tokens", "Tokens that a request may generate", max_total_tokens),
+            ("request_generated_tokens", "Tokens that a request generated, on success", max_total_tokens),
+        ):
+            self._add(Histogram, name, about, buckets=[longest / 100 * (i + 1) for i in range(100)])
+
+    def handle(self, message: FromWeb) -> MetricsText | None:
+        """Handles what web processes send about metrics; a return value is the reply to that process."""
+        if isinstance(message, MetricsRequest):
+            return MetricsText(message.id, self.render())
+        if isinstance(message, RequestStats):
+            self._count_request(message)
+        return None
+
+    def step(self, output: StepOutput) -> None:
+        """Counts a successful step."""
+        step, method = output.step, _method(output.step)
+        self.series("batch_inference_count", method).inc()
+        self.series("batch_inference_success", method).inc()
+        self.series("batch_inference_duration", method).observe(output.sampled_at - output.started_at)
+        self.series("batch_forward_duration", method).observe(output.ran_at - output.started_at)
+        self.series("batch_decode_duration", method).observe(output.sampled_at - output.ran_at)
+        self.series("batch_filter_duration", method).observe(output.done_at - output.sampled_at)
+        self.series("generated_tokens").inc(sum(token is not None for token in output.tokens))
+        if output.mask_s is not None:
+            self.series("grammar_mask_duration").observe(output.mask_s)
+        if step.rows:
+            self.series("steps").inc()
+            self.series("inter_token_latency_duration").observe(output.interval_s)
+        elif output.running:
+            self.series("batch_concat_duration", "decode").observe(output.ran_at - output.started_at)
+        prompts = zip(step.chunks[step.rows :], step.requests[step.rows :])
+        started = [request for chunk, request in prompts if chunk.begin == request.cached]
+        if started:
+            self.series("prefix_cache_tokens").inc(sum(request.cached for request in started))
+            self.series("batch_next_size").observe(len(started))
+        if output.running:
+            for request in started:
+                self.series(
+                    "batch_concat", "wait_exceeded" if request.exceeded_wait else "backpressure"
+                ).inc()
+
+    def failed_step(self, step: Step) -> None:
+        self.series("batch_inference_count", _method(step)).inc()
+        self.series("batch_inference_failure", _method(step)).inc()
+
+    def render(self) -> bytes:
+        """Prometheus' text format. Not the library's own, because TGI's counters do not end in `_total`."""
+        lines = []
+        for metric in self._registry.collect():
+            lines += [f"# HELP {metric.name} {metric.documentation}", f"# TYPE {metric.name} {metric.type}"]
+            for point in metric.samples:
+                if point.name.endswith("_created"):
+                    continue
+                name = point.name.removesuffix("_total") if metric.type == "counter" else point.name
+                labels = ",".join(f'{key}="{value}"' for key, value in point.labels.items())
+                braces = f"{{{labels}}}" if labels else ""
+                lines.append(f"{name}{braces} {floatToGoString(point.value)}")
+        return "".join(f"{line}\n" for line in lines).encode()
+
+    def _add(
+        self, kind, name: str, about: str, label: str | None = None, values: tuple[str, ...] = (), **options
+    ) -> None:
+        if kind is Histogram and "buckets" not in options:
+            options["buckets"] = range(1, 1025) if name == "batch_next_size" else DURATION_BUCKETS
+        labels = [label] if label else []
+        self._metrics[name] = metric = kind(f"tgi_{name}", about, labels, registry=self._registry, **options)
+        for value in values:  # a rate would miss the first event of a series that starts with it
+            metric.labels(value)
+
+    def _count_request(self, stats: RequestStats) -> None:
+        if stats.status == 499:
+            self.series("client_hang_ups").inc()
+        elif stats.status >= 400:
+            self.series("http_errors", str(stats.status)).inc()
+        if stats.outcome is None:
+            return
+        self.series("request_count").inc()
+        if stats.first_token_s is not None:
+            self.series("request_time_to_first_token_duration").observe(stats.first_token_s)
+        if stats.input_tokens > 0:
+            self.series("request_input_length").observe(stats.input_tokens)
+            self.series("request_max_new_tokens").observe(stats.max_new_tokens)
+        if stats.outcome != "success":
+            err = stats.outcome if stats.outcome in FAILURES else "generation"
+            self.series("request_failure", err).inc()
+            return
+        self.series("request_success").inc()
+        self.series("request_duration").observe(stats.duration_s)
+        self.series("request_validation_duration").observe(stats.validation_s)
+        self.series("request_queue_duration").observe(stats.queue_s)
+        self.series("request_inference_duration").observe(stats.inference_s)
+        self.series("request_generated_tokens").observe(stats.generated_tokens)
+        if stats.generated_tokens:
+            self.series("request_mean_time_per_token_duration").observe(
+                stats.inference_s / stats.generated_tokens
+            )
+
+
+def _method(step: Step) -> str:
+    """TGI's label; a step with rows of running requests is a decode step, whatever else it runs."""
+    return "decode" if step.rows else "prefill"

@@ -1,0 +1,75 @@
+"""The slots of a static batch: which are free, and which prompt tokens each one holds in its KV cache.
+
+A slot keeps its contents when its request ends, so a request whose prompt begins with the same tokens (the next turn of a
+chat, a common system prompt) runs only the rest. Only tokens that ran as prompt chunks, cut where chunks of any prompt are
+cut, count as held: what a request generates must not depend, to the last bit, on which slot it got. Generated tokens do not
+count, because a decode step rounds differently than a prompt chunk.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+
+class Placement(NamedTuple):
+    """The slot of a request, how many of its prompt tokens are held already, and in which slot (else its own: to be copied)."""
+
+    slot: int
+    cached: int
+    source: int
+
+
+class Slots:
+    """Owns the free slots and their contents. Knows no requests, only prompts."""
+
+    def __init__(self, count: int, prefix_step: int | None = None, copies_prefixes: bool = False):
+        """`prefix_step`, `copies_prefixes`: see StaticBatchModel."""
+        self.free = list(range(count))  # the least recently used first
+        self._prefix_step, self._copies = prefix_step, copies_prefixes
+        self._held: list[list[int]] = [[] for _ in range(count)]
+
+    def take(self, prompt: Sequence[int], reuse: bool = True) -> Placement:
+        """The free slot with the longest common prefix, else the least recently used one.
+
+        A slot of which less than half would be used keeps its contents, for the conversation that they belong to, if the
+        prefix can be copied or another free slot holds nothing. At least two tokens are left to run: a chunk of one would be
+        rounded as a decode step is.
+        """
+        step = self._prefix_step
+        common = [0] * len(self._held)
+        if step and reuse:
+            head = prompt[: (len(prompt) - 2) // step * step]
+            common = [common_prefix(head, held) // step * step for held in self._held]
+        spares = self._copies or not all(self._held[slot] for slot in self.free)
+        slot = max(
+            self.free,
+            key=lambda slot: common[slot] if not spares or 2 * common[slot] >= len(self._held[slot]) else 0,
+        )
+        source = slot
+        if self._copies:
+            source = max(range(len(common)), key=lambda other: (common[other], other == slot))
+        self.free.remove(slot)
+        self._held[slot] = list(prompt[: common[source]])
+        return Placement(slot, common[source], source)
+
+    def extend(self, slot: int, tokens: Sequence[int], begin: int) -> None:
+        """A prompt chunk has run."""
+        held, step = self._held[slot], self._prefix_step
+        if step and begin == len(held) and len(tokens) > 1 and len(tokens) % step == 0:
+            held += tokens
+
+    def release(self, slot: int) -> None:
+        self.free.append(slot)
+
+
+def common_prefix(a: Sequence[int], b: Sequence[int]) -> int:
+    """How many of the first elements are equal. By halves, because slices are compared much faster than elements."""
+    low, high = 0, min(len(a), len(b))
+    while low < high:
+        middle = (low + high + 1) // 2
+        if a[low:middle] == b[low:middle]:
+            low = middle
+        else:
+            high = middle - 1
+    return low

@@ -1,0 +1,93 @@
+"""A run of the server: its private folder and its socket, and what its processes ask of the machine.
+
+Owns `ConfigError`, the limits of this process that are too low for any model, and the lines that explain a full disk or a used-up
+memory. Knows no settings and no packages.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import os
+import resource
+import signal
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+
+SOCKET = "worker.sock"  # in the folder of a run
+MAX_SOCKET_NAME = 107  # bytes; of the kernel
+MIN_FILES = 256  # open files of a process that serves a few connections
+MIN_ADDRESS_SPACE = 2_000_000_000  # bytes; the demonstration model takes 1.4 GB
+OTHER_FOLDERS = "name another folder with TMPDIR, --model-cache (MODEL_CACHE) or NUMBA_CACHE_DIR"
+REMEDIES = {
+    errno.ENOSPC: f"free space, or {OTHER_FOLDERS}",
+    errno.EDQUOT: f"free space, or {OTHER_FOLDERS}",
+    errno.EROFS: OTHER_FOLDERS,
+    errno.ENAMETOOLONG: OTHER_FOLDERS,
+    errno.EMFILE: "raise the limit of open files (ulimit -n)",
+    errno.ENFILE: "raise the machine's limit of open files (sysctl fs.file-max)",
+    errno.ENOMEM: "use a machine or container with more memory, or raise its limit (ulimit -v)",
+}
+
+
+class ConfigError(Exception):
+    """A setting, a model folder or a machine that cannot be used; the message is one line for the user."""
+
+
+def run_dir() -> Path:
+    """The private folder of this run: the resolved configuration and the socket between the processes."""
+    return Path(os.environ["NEURON_TEXTGEN_RUN_DIR"])
+
+
+def socket_address() -> str:
+    return f"ipc://{run_dir() / SOCKET}"
+
+
+def die_with_parent() -> None:
+    """Makes the kernel end this process when its parent dies: no process may survive and hold the device."""
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # 1: PR_SET_PDEATHSIG
+
+
+def check_private(folder: Path, name: str) -> None:
+    """Raises ConfigError for a folder, which `name` names, that another user owns or may write to: its files are trusted."""
+    with contextlib.suppress(FileNotFoundError, NotADirectoryError, PermissionError):
+        status = folder.stat()
+        if status.st_uid != os.geteuid():
+            raise ConfigError(
+                f"{name} belongs to user {status.st_uid}, not to user {os.geteuid()}; give another folder"
+            )
+        if status.st_mode & 0o022:
+            raise ConfigError(
+                f"{name} can be written to by other users; chmod 700 it, or give another folder"
+            )
+
+
+def check_limits(run_dir: Path) -> None:
+    """Raises ConfigError where the limits of this process are too low for any model. `run_dir`: where its socket is to be."""
+    excess = len(os.fsencode(run_dir / SOCKET)) - MAX_SOCKET_NAME
+    if excess > 0:
+        folder = run_dir.parent
+        raise ConfigError(
+            f"{folder}: the name is {excess} bytes too long for a folder with a socket; name another with TMPDIR"
+        )
+    for kind, least, what in (
+        (resource.RLIMIT_NOFILE, MIN_FILES, "open files (ulimit -n)"),
+        (resource.RLIMIT_AS, MIN_ADDRESS_SPACE, "bytes of address space (ulimit -v)"),
+    ):
+        limit, _hard = resource.getrlimit(kind)
+        if limit != resource.RLIM_INFINITY and limit < least:
+            raise ConfigError(
+                f"this process may have {limit} {what}, and the server needs at least {least}; raise the limit"
+            )
+
+
+def explained(error: OSError | MemoryError, where: str | None = None) -> str | None:
+    """One line: which resource of the machine is used up, and what to do. None: no such error. `where`: the file, where the
+    error does not name it."""
+    number = errno.ENOMEM if isinstance(error, MemoryError) else error.errno
+    if number not in REMEDIES:
+        return None
+    file = where or getattr(error, "filename", None)
+    return f"{f'{file}: ' if file else ''}{os.strerror(number)}; {REMEDIES[number]}"

@@ -1,0 +1,276 @@
+"""Every shape in which clients ask for JSON, a regular expression or a choice becomes a grammar, or a refusal that names it."""
+
+from __future__ import annotations
+
+import json
+import re
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from test_schema import ANY_JSON, FACTS, ON_DEVICE, asked_of, thorough
+
+from api.errors import ApiError
+from api.fields import NEEDS_HOST
+from text.grammar import of_choice, of_json_schema, of_regex
+
+SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
+TEXT = json.dumps(SCHEMA)
+NAMED = {"name": "x", "schema": SCHEMA}
+JSON, ANY_OBJECT = of_json_schema(SCHEMA), of_json_schema({"type": "object"})
+REGEX, CHOICE = of_regex("a+"), of_choice(["a", "b"])
+OPENAI = ["chat", "completion"]
+
+NATIVE_SHAPES = [
+    ({"type": "json", "value": SCHEMA}, JSON),
+    ({"type": "json", "value": TEXT}, JSON),
+    (
+        {"type": "json", "value": {"type": "array", "items": SCHEMA}},
+        of_json_schema({"type": "array", "items": SCHEMA}),
+    ),
+    ({"type": "regex", "value": "a+"}, REGEX),
+    ({"type": "json_schema", "value": NAMED}, JSON),
+    ({"type": "json_schema", "value": {"schema": SCHEMA}}, JSON),
+    ({}, ""),
+    (None, ""),
+]
+OPENAI_SHAPES = [
+    ({"response_format": {"type": "json_object"}}, ANY_OBJECT),
+    ({"response_format": {"type": "json_schema", "json_schema": NAMED}}, JSON),
+    (
+        {
+            "response_format": {
+                "type": "json_schema",
+                "json_schema": NAMED | {"strict": False, "description": "d"},
+            }
+        },
+        JSON,
+    ),
+    ({"response_format": {"type": "json_object", "value": SCHEMA}}, JSON),
+    ({"response_format": {"type": "json_object", "schema": SCHEMA}}, JSON),
+    *[({"response_format": shape}, grammar) for shape, grammar in NATIVE_SHAPES],
+    ({"response_format": {"type": "text"}}, ""),
+    ({"structured_outputs": {"json": SCHEMA}}, JSON),
+    ({"structured_outputs": {"json": TEXT, "regex": None, "grammar": None, "disable_fallback": False}}, JSON),
+    ({"structured_outputs": {"regex": "a+"}}, REGEX),
+    ({"structured_outputs": {"choice": ["a", "b"]}}, CHOICE),
+    ({"structured_outputs": {"json_object": True}}, ANY_OBJECT),
+    ({"structured_outputs": {"json": SCHEMA, "disable_any_whitespace": True}}, of_json_schema(SCHEMA, None)),
+    ({"structured_outputs": {"json": SCHEMA, "disable_any_whitespace": False}}, JSON),
+    ({"structured_outputs": {"json": SCHEMA, "whitespace_pattern": " "}}, of_json_schema(SCHEMA, " ")),
+    ({"guided_json": SCHEMA}, JSON),
+    ({"guided_json": TEXT, "guided_decoding_backend": "outlines"}, JSON),
+    ({"guided_json": SCHEMA, "guided_whitespace_pattern": "[ ]?"}, of_json_schema(SCHEMA, "[ ]?")),
+    ({"guided_regex": "a+"}, REGEX),
+    ({"guided_choice": ["a", "b"]}, CHOICE),
+    ({"regex": "a+"}, REGEX),
+    ({"json_schema": TEXT}, JSON),
+]
+NATIVE_REFUSALS = [
+    ({"type": "xml", "value": "a"}, "grammar.type", "must be one of .*json_schema.* Given: 'xml'"),
+    ({"value": "a"}, "grammar.type", "must be one of"),
+    ({"type": "json"}, "grammar", "of the type json needs `value`"),
+    ({"type": "json", "value": 5}, "grammar.value", "must be a JSON schema"),
+    ({"type": "json", "value": "{"}, "grammar.value", "must be a JSON schema: Input data was truncated"),
+    ({"type": "json", "value": "[" * 5000}, "grammar.value", "must be a JSON schema"),
+    ({"type": "json_schema", "value": {"name": "x"}}, "grammar", "needs .*`value.schema`"),
+    ({"type": "regex", "value": {"a": 1}}, "grammar.value", "must be a regular expression"),
+    ({"type": "regex", "value": "a\0"}, "grammar.value", "NUL"),
+]
+ONE = "cannot be combined with"
+DEEP = {"items": {}}
+for _ in range(70):
+    DEEP = {"items": DEEP}
+OPENAI_REFUSALS = [
+    ({"response_format": {"type": "json_schema"}}, "response_format", "needs `json_schema.schema`"),
+    (
+        {"response_format": {"type": "json_schema", "json_schema": {"name": "x"}}},
+        "response_format",
+        "needs `json_schema.schema`",
+    ),
+    (
+        {"response_format": {"type": "structural_tag", "structures": []}},
+        "response_format.type",
+        "'structural_tag'",
+    ),
+    ({"response_format": {"type": "json_object", "schema": DEEP}}, "response_format.schema", "64 levels"),
+    (
+        {"response_format": {"type": "json", "value": {"enum": list(range(1001))}}},
+        "response_format.value",
+        "at most 1000",
+    ),
+    (
+        {"structured_outputs": {}},
+        "structured_outputs",
+        "needs one of `json`, `regex`, `choice` and `json_object`",
+    ),
+    ({"structured_outputs": {"jsn": SCHEMA}}, "structured_outputs", "needs one of"),
+    ({"structured_outputs": {"json_object": False}}, "structured_outputs.json_object", "must be true"),
+    ({"structured_outputs": {"choice": []}}, "structured_outputs.choice", "must be a list of texts"),
+    ({"structured_outputs": {"grammar": "start: /a/"}}, "structured_outputs.grammar", "is not supported"),
+    (
+        {"structured_outputs": {"structural_tag": "{}"}},
+        "structured_outputs.structural_tag",
+        "is not supported",
+    ),
+    (
+        {"structured_outputs": {"json": SCHEMA, "regex": "a"}},
+        "structured_outputs.regex",
+        f"{ONE} `structured_outputs.json`",
+    ),
+    (
+        {"response_format": {"type": "json_object"}, "guided_choice": ["a"]},
+        "guided_choice",
+        f"{ONE} `response_format`",
+    ),
+    ({"guided_json": "no JSON"}, "guided_json", "must be a JSON schema"),
+    ({"guided_choice": []}, "guided_choice", "must be a list of texts"),
+    ({"guided_choice": ["a", ""]}, "guided_choice", "must be a list of texts"),
+    ({"guided_regex": "a" * 4001}, "guided_regex", "at most 4000 bytes"),
+    ({"guided_grammar": "start: /a/"}, "guided_grammar", "is not supported"),
+    ({"ebnf": "root ::= 'a'"}, "ebnf", "is not supported"),
+    ({"regex": "a", "json_schema": TEXT}, "regex", f"{ONE} `json_schema`"),
+    ({"regex": "a", "ignore_eos": True}, "ignore_eos", f"{ONE} `regex`"),
+]
+
+
+def refusal(route, **fields) -> ApiError:
+    with pytest.raises(ApiError) as refused:
+        asked_of(route, FACTS, **fields)
+    return refused.value
+
+
+def assert_names(error: ApiError, param: str, words: str) -> None:
+    assert (error.status, error.param) == (422, param)
+    assert re.match(f"Input validation error: `{re.escape(param)}` .*{words}", str(error)), str(error)
+    assert json.loads(error.openai_json)["error"]["param"] == param
+
+
+@pytest.mark.parametrize(("grammar", "expected"), NATIVE_SHAPES)
+def test_every_shape_of_tgis_grammar_is_taken(grammar, expected):
+    (job,) = asked_of("native", FACTS, grammar=grammar)
+    assert job.grammar == expected
+
+
+@pytest.mark.parametrize("route", OPENAI)
+@pytest.mark.parametrize(("fields", "expected"), OPENAI_SHAPES)
+def test_every_shape_of_openais_vllms_and_sglangs_clients_is_taken(route, fields, expected):
+    (job,) = asked_of(route, FACTS, **fields)
+    assert job.grammar == expected
+
+
+@pytest.mark.parametrize(("grammar", "param", "words"), NATIVE_REFUSALS)
+def test_a_grammar_that_cannot_be_used_is_refused_by_name(grammar, param, words):
+    assert_names(refusal("native", grammar=grammar), param, words)
+
+
+@pytest.mark.parametrize("route", OPENAI)
+@pytest.mark.parametrize(("fields", "param", "words"), OPENAI_REFUSALS)
+def test_a_format_that_cannot_be_used_is_refused_by_name(route, fields, param, words):
+    assert_names(refusal(route, **fields), param, words)
+
+
+def test_every_prompt_of_a_request_gets_the_grammar():
+    assert [job.grammar for job in asked_of("completion", FACTS, prompt=["a", "b"], regex="a+")] == [
+        REGEX
+    ] * 2
+
+
+@pytest.mark.parametrize(
+    ("route", "wanted"),
+    [
+        ("native", {"details": True}),
+        ("native", {"decoder_input_details": True}),
+        ("native", {"top_n_tokens": 1}),
+        ("chat", {"logprobs": True}),
+        ("completion", {"logprobs": 0}),
+    ],
+)
+def test_the_end_token_is_generated_where_the_client_gets_single_tokens(route, wanted):
+    assert not asked_of(route, FACTS)[0].keep_eos
+    assert asked_of(route, FACTS, **wanted)[0].keep_eos
+
+
+@pytest.mark.parametrize(
+    ("route", "fields"),
+    [
+        ("native", {"grammar": {"type": "regex", "value": "a"}}),
+        ("chat", {"regex": "a"}),
+        ("completion", {"regex": "a"}),
+    ],
+)
+def test_a_device_that_samples_refuses_grammars(route, fields):
+    assert asked_of(route, FACTS, **fields)
+    with pytest.raises(ApiError, match=NEEDS_HOST):
+        asked_of(route, ON_DEVICE, **fields)
+
+
+NOT = {"not": {"type": "string"}}  # no mask can say this
+NATIVE = {"inputs": "Hi", "parameters": {"grammar": {"type": "json", "value": NOT}}}
+CHAT = {
+    "messages": [{"role": "user", "content": "Hi"}],
+    "response_format": {"type": "json_object", "schema": NOT},
+}
+COMPLETION = {"prompt": "Hi", "guided_json": NOT}
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "name"),
+    [
+        *((path, NATIVE, "grammar.value") for path in ("/generate", "/generate_stream", "/invocations")),
+        ("/", NATIVE | {"stream": True}, "grammar.value"),
+        *(
+            (path, CHAT | {"stream": True}, "response_format.schema")
+            for path in ("/v1/chat/completions", "/invocations")
+        ),
+        *(
+            (path, COMPLETION | {"stream": True}, "guided_json")
+            for path in ("/v1/completions", "/invocations")
+        ),
+        ("/vertex", {"instances": [NATIVE]}, "grammar.value"),
+        ("/vertex", {"instances": [CHAT]}, "response_format.schema"),
+    ],
+)
+def test_a_schema_that_cannot_be_enforced_is_refused_before_the_first_byte(served, path, body, name):
+    response = served.post(path, body)
+    assert response.status_code == 422
+    assert re.search(f"`{re.escape(name)}` .*keys: .*not", response.get_data(as_text=True))
+
+
+KEYWORDS = """$defs $ref additionalProperties allOf anyOf const definitions enum format items maxLength multipleOf not oneOf
+pattern patternProperties prefixItems properties required type x-guidance"""
+
+
+@pytest.mark.parametrize("keyword", KEYWORDS.split())
+def test_a_keyword_that_holds_anything_gives_a_grammar_or_a_refusal(keyword):
+    for value in (None, True, -5, 1e300, "x", "\0", [], {}, [None], [[5]], {"a": None}, {"a": {"a": []}}):
+        schema = {"type": "object", "properties": {"a": {keyword: value}}}
+        for sent in (schema, {keyword: value}, {"allOf": [schema, {keyword: value}]}):
+            grammar_or_refusal("native", grammar={"type": "json", "value": sent})
+
+
+ANY_FORMAT = st.fixed_dictionaries(
+    {"type": st.sampled_from(["json", "regex", "json_object", "json_schema", "text"]) | ANY_JSON},
+    optional={
+        "value": ANY_JSON,
+        "schema": ANY_JSON,
+        "json_schema": st.fixed_dictionaries({}, optional={"schema": ANY_JSON}) | ANY_JSON,
+    },
+)
+
+
+@given(given_format=ANY_FORMAT | ANY_JSON)
+@thorough
+def test_any_format_gives_a_grammar_or_a_refusal(given_format):
+    grammar_or_refusal("native", grammar=given_format)
+    grammar_or_refusal("chat", response_format=given_format)
+
+
+def grammar_or_refusal(route, **fields):
+    try:
+        (job,) = asked_of(route, FACTS, **fields)
+    except ApiError as error:
+        assert error.status == 422
+        assert next(iter(fields)) in error.param
+    else:
+        assert isinstance(job.grammar, str)

@@ -1,0 +1,447 @@
+"""`POST /v1/responses`: its requests become chats, and its responses and events are those of OpenAI's API reference."""
+
+import json
+
+import pytest
+from fakes.model import EOS
+from fakes.tokenizer import VOCABULARY, byte_tokenizer
+
+from api.answer import Sequence
+from api.errors import ApiError
+from api.fields import Job, parse
+from api.responses import ResponsesAnswer, chat_of
+from api.tools import ToolFormat, tool_use
+from api.types import ResponsesRequest, encode
+from protocol import ModelInfo, Token
+from text.reader import Reading
+from text.tokenizer import Tokenizer
+
+RESPONSES, CHAT = "/v1/responses", "/v1/chat/completions"
+BODY = {"input": "Hi", "max_output_tokens": 12, "temperature": 0}
+WEATHER = {"type": "function", "name": "weather", "parameters": {"type": "object"}, "strict": True}
+NESTED = {
+    "type": "function",
+    "function": {"name": "weather", "parameters": {"type": "object"}, "strict": True},
+}
+SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
+CALL = {
+    "type": "function_call",
+    "call_id": "call_1",
+    "name": "weather",
+    "arguments": '{"city":"Oslo"}',
+    "id": "fc_1",
+}
+
+
+def chat(**fields):
+    return chat_of(parse(json.dumps({"input": "Hi"} | fields).encode(), ResponsesRequest))
+
+
+def messages(**fields):
+    return [
+        {name: value for name in message.__struct_fields__ if (value := getattr(message, name)) is not None}
+        for message in chat(**fields).messages
+    ]
+
+
+def whole(served, body):
+    response = served.post(RESPONSES, body)
+    assert response.status_code == 200, response.json
+    return response.json
+
+
+def events_of(data):
+    """The events of a stream, whose names and numbers are as promised."""
+    assert data.endswith("\n\n")
+    blocks = [block.split("\n") for block in data.removesuffix("\n\n").split("\n\n")]
+    events = [json.loads(line.removeprefix("data: ")) for _, line in blocks]
+    assert [name for name, _ in blocks] == [f"event: {event['type']}" for event in events]
+    assert [event["sequence_number"] for event in events] == list(range(len(events)))
+    return events
+
+
+def stream(served, body):
+    response = served.post(RESPONSES, body | {"stream": True})
+    assert response.content_type == "text/event-stream"
+    return events_of(response.get_data(as_text=True))
+
+
+@pytest.fixture
+def answered(tmp_path):
+    """Makes the whole response and the events of a text, which a model with Hermes' format writes, a byte a token."""
+    bytes_of = byte_tokenizer(tmp_path)
+    tokenizer = Tokenizer(tmp_path)
+    info = ModelInfo("m", None, str(tmp_path), VOCABULARY, [EOS], 1, 999, 999, "fake", "float32")
+
+    def make(text, finish_reason="eos_token", thinking="", **fields):
+        request = parse(json.dumps({"input": "Hi", "tools": [WEATHER]} | fields).encode(), ResponsesRequest)
+        chat = chat_of(request)
+        job = Job("", reading=Reading(tool_use(chat, ToolFormat("hermes")), thinking))
+        ids = bytes_of.encode(text).ids + [EOS] * (finish_reason == "eos_token")
+        for streams in (True, False):
+            answer = ResponsesAnswer([job], info, tokenizer, streams, request=request, chat=chat)
+            answer.request_id = "r"
+            sequence, data = Sequence(tokenizer, job, [1], 999, 0, 0), b""
+            for n, token in enumerate(ids, 1):
+                pieces = sequence.take(Token(1, token, 0.0, [], finish_reason if n == len(ids) else None))
+                sequence.pieces += pieces
+                data += answer.events(sequence, pieces) if streams else b""
+            if streams:
+                events = events_of((data + answer.closing([sequence])).decode())
+        whole = json.loads(encode(answer.whole([sequence])))
+        return whole, events
+
+    return make
+
+
+def built(events):
+    """The output items of a stream, put together from its deltas, as clients do."""
+    items = []
+    for event in events:
+        kind = event["type"].removeprefix("response.")
+        if kind == "output_item.added":
+            assert event["output_index"] == len(items) and event["item"]["status"] == "in_progress"
+            items.append(event["item"])
+        elif kind == "content_part.added":
+            items[-1]["content"].append(event["part"])
+        elif kind.endswith(".delta"):
+            assert event["item_id"] == items[-1]["id"] and event["delta"]
+            holder = items[-1] if "call" in kind else items[-1]["content"][event["content_index"]]
+            holder["arguments" if "call" in kind else "text"] += event["delta"]
+        elif kind in ("output_text.done", "reasoning_text.done"):
+            assert event["text"] == items[-1]["content"][0]["text"]
+        elif kind == "function_call_arguments.done":
+            assert (event["name"], event["arguments"]) == (items[-1]["name"], items[-1]["arguments"])
+        elif kind == "output_item.done":
+            assert event["item"] | {"status": "in_progress"} == items[-1]
+            items[-1] = event["item"]
+    return items
+
+
+# Requests
+
+
+def test_a_text_is_what_the_user_says_and_instructions_come_first():
+    assert messages() == [{"role": "user", "content": "Hi"}]
+    assert messages(instructions="Be brief")[0] == {"role": "system", "content": "Be brief"}
+
+
+@pytest.mark.parametrize("kind", [{}, {"type": "message"}])
+def test_messages_may_leave_out_their_type_and_their_parts_are_joined(kind):
+    parts = [{"type": "input_text", "text": "H"}, {"type": "input_text", "text": "i"}]
+    said = [{"type": "output_text", "text": "Yes?", "annotations": [], "logprobs": []}]
+    items = [{"role": "developer", "content": "Be brief"}, {"role": "user", "content": parts}]
+    items += [{"role": "assistant", "content": said, "id": "msg_1", "status": "completed"}]
+    expected = [{"role": "system", "content": "Be brief"}, {"role": "user", "content": "Hi"}]
+    expected += [{"role": "assistant", "content": "Yes?"}]
+    assert messages(input=[item | kind for item in items]) == expected
+
+
+def test_calls_become_one_message_of_the_assistant_and_their_outputs_one_of_the_tool_each():
+    items = [
+        {"role": "user", "content": "Weather?"},
+        {"type": "reasoning", "id": "rs_1", "summary": [], "content": None},
+    ]
+    items += [{"role": "assistant", "content": "Let me see"}, CALL, CALL | {"call_id": "call_2"}]
+    items += [{"type": "function_call_output", "call_id": "call_1", "output": "sun"}]
+    items += [
+        {
+            "type": "function_call_output",
+            "call_id": "call_2",
+            "output": [{"type": "input_text", "text": "rain"}],
+        }
+    ]
+    function = {"name": "weather", "arguments": '{"city":"Oslo"}'}
+    calls = [{"id": name, "type": "function", "function": function} for name in ("call_1", "call_2")]
+    assert messages(input=items) == [
+        {"role": "user", "content": "Weather?"},
+        {"role": "assistant", "content": "Let me see", "tool_calls": calls},
+        {"role": "tool", "content": "sun", "tool_call_id": "call_1"},
+        {"role": "tool", "content": "rain", "tool_call_id": "call_2"},
+    ]
+    assert messages(input=[CALL]) == [{"role": "assistant", "tool_calls": calls[:1]}]
+
+
+def test_tools_and_formats_get_the_form_that_chats_have():
+    asked = chat(
+        tools=[WEATHER], parallel_tool_calls=False, tool_choice={"type": "function", "name": "weather"}
+    )
+    assert asked.tools == [NESTED] and asked.parallel_tool_calls is False
+    assert asked.tool_choice == {"type": "function", "function": {"name": "weather"}}
+    allowed = {
+        "type": "allowed_tools",
+        "mode": "required",
+        "tools": [{"type": "function", "name": "weather"}],
+    }
+    nested = {"mode": "required", "tools": [{"type": "function", "function": {"name": "weather"}}]}
+    assert chat(tools=[WEATHER], tool_choice=allowed).tool_choice == {
+        "type": "allowed_tools",
+        "allowed_tools": nested,
+    }
+    assert chat(tools=[WEATHER], tool_choice="required").tool_choice == "required"
+    given = {"type": "json_schema", "name": "x", "schema": SCHEMA, "strict": True}
+    assert chat(text={"format": given}).response_format["json_schema"]["schema"] == SCHEMA
+    for given in ({"type": "text"}, {"type": "json_object"}, None):
+        assert chat(text={"format": given, "verbosity": "low"}).response_format == given
+
+
+REFUSED = {
+    "store": True,
+    "previous_response_id": "resp_1",
+    "conversation": "conv_1",
+    "background": True,
+    "prompt": {"id": "pmpt_1"},
+    "max_tool_calls": 2,
+    "truncation": "auto",
+    "tools[0].type": {"tools": [{"type": "web_search"}]},
+    "tool_choice.type": {"tools": [WEATHER], "tool_choice": {"type": "file_search"}},
+    "text.format": {"text": {"format": {"type": "json_schema", "name": "x"}}},
+    "input[0].content[1]": {
+        "input": [{"role": "user", "content": [{"type": "input_text", "text": ""}, {"type": "input_image"}]}]
+    },
+    "input[0].type": {"input": [{"type": "item_reference", "id": "msg_1"}]},
+    "input[1].type": {"input": [CALL, {"type": "computer_call", "call_id": "x"}]},
+    "input[1]": {"input": [CALL, {"type": "function_call_output", "call_id": "call_1"}]},
+}
+
+
+@pytest.mark.parametrize("param", REFUSED)
+def test_what_is_not_supported_is_refused_by_name(param):
+    value = REFUSED[param]
+    fields = (
+        value
+        if isinstance(value, dict) and param not in ResponsesRequest.__struct_fields__
+        else {param: value}
+    )
+    with pytest.raises(ApiError) as refused:
+        chat(**fields)
+    assert (refused.value.status, refused.value.param) == (422, param)
+    assert f"`{param}`" in refused.value.message
+
+
+def test_what_changes_nothing_is_accepted_and_repeated(served):
+    given = {
+        "metadata": {"a": "b"},
+        "user": "x",
+        "service_tier": "auto",
+        "truncation": "disabled",
+        "store": False,
+    }
+    given |= {
+        "background": False,
+        "reasoning": {"effort": "low"},
+        "previous_response_id": None,
+        "text": {"verbosity": "low"},
+    }
+    ignored = {"include": ["reasoning.encrypted_content"], "stream_options": {"include_obfuscation": False}}
+    answer = whole(served, BODY | given | ignored)
+    assert answer["output"][0]["content"] == whole(served, BODY)["output"][0]["content"]
+    assert {name: answer[name] for name in given} == given
+
+
+@pytest.mark.parametrize(
+    ("fields", "status", "param"),
+    [
+        ({"input": []}, 422, "input"),
+        ({"input": "x" * 70}, 400, "input"),
+        ({"max_output_tokens": 1000}, 400, "input"),
+        ({"max_output_tokens": 0}, 422, "max_output_tokens"),
+        ({"max_tokens": 2}, 422, "max_tokens"),
+        ({"text": {"format": {"type": "json_schema", "schema": {"not": {}}}}}, 422, "text.format.schema"),
+        ({"text": {"format": {"type": "xml"}}}, 422, "text.format.type"),
+        ({"top_logprobs": 99}, 422, "top_logprobs"),
+    ],
+)
+def test_errors_name_the_fields_of_this_api(served, fields, status, param):
+    response = served.post(RESPONSES, BODY | fields)
+    error = response.json["error"]
+    assert (response.status_code, error["param"]) == (status, param)
+    assert not {"messages", "response_format", "max_completion_tokens"} & set(
+        error["message"].replace("`", " ").split()
+    )
+
+
+def test_a_device_that_samples_names_the_fields_of_this_api_too(serve):
+    served = serve(sampling="device").get_ready()
+    for fields, param in (
+        ({"top_logprobs": 1}, "top_logprobs"),
+        ({"text": {"format": {"type": "json_object"}}}, "text.format"),
+    ):
+        error = served.post(RESPONSES, BODY | fields).json["error"]
+        assert error["param"] == param and f"`{param}` needs SAMPLING=host" in error["message"]
+    assert whole(served, BODY)["output"][0]["content"][0]["text"]
+
+
+# Responses
+
+
+def test_a_response_says_what_a_chat_says(served):
+    answer = whole(served, BODY)
+    chatted = served.post(
+        CHAT, {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 12, "temperature": 0}
+    ).json
+    (choice,), usage = chatted["choices"], chatted["usage"]
+    (message,) = answer["output"]
+    assert message["content"] == [
+        {"type": "output_text", "text": choice["message"]["content"], "annotations": [], "logprobs": []}
+    ]
+    assert (message["type"], message["role"]) == ("message", "assistant")
+    is_cut = choice["finish_reason"] == "length"
+    assert answer["status"] == message["status"] == ("incomplete" if is_cut else "completed")
+    assert answer["incomplete_details"] == ({"reason": "max_output_tokens"} if is_cut else None)
+    counts = (answer["usage"][name] for name in ("input_tokens", "output_tokens", "total_tokens"))
+    assert list(counts) == [usage["prompt_tokens"], usage["completion_tokens"], usage["total_tokens"]]
+    defaults = {
+        "tools": [],
+        "tool_choice": "auto",
+        "parallel_tool_calls": True,
+        "error": None,
+        "store": False,
+    }
+    assert {name: answer[name] for name in defaults} == defaults
+    assert answer["id"].startswith("resp_") and answer["object"] == "response" and answer["model"] == "m"
+
+
+def test_a_stream_says_the_same_as_a_whole_response(served):
+    events, answer = stream(served, BODY), whole(served, BODY)
+    kinds = [event["type"].removeprefix("response.") for event in events]
+    deltas = kinds.count("output_text.delta")
+    begin = ["created", "in_progress", "output_item.added", "content_part.added"]
+    end = ["output_text.done", "content_part.done", "output_item.done", answer["status"]]
+    assert deltas > 1 and kinds == begin + ["output_text.delta"] * deltas + end
+    assert (
+        "".join(event["delta"] for event in events if "delta" in event)
+        == answer["output"][0]["content"][0]["text"]
+    )
+    first, last = events[0]["response"], events[-1]["response"]
+    assert (first["status"], first["output"], first["usage"]) == ("in_progress", [], None)
+    assert first["id"] == last["id"] != answer["id"]
+    for response in (last, answer):
+        del response["id"], response["created_at"], response["output"][0]["id"]
+    assert last == answer
+
+
+CALLS = [
+    f'<tool_call>\n{{"name": "weather", "arguments": {{"city":"{city}"}}}}\n</tool_call>'
+    for city in ("Oslo", "Rome")
+]
+
+
+@pytest.mark.parametrize(
+    ("text", "options", "kinds"),
+    [
+        ("Just text", {}, ["message"]),
+        ("", {}, ["message"]),
+        (CALLS[0], {}, ["function_call"]),
+        ("\n".join(CALLS), {}, ["function_call", "function_call"]),
+        ("Let me see. " + CALLS[0], {}, ["message", "function_call"]),
+        ("<think>Hm.</think>Yes", {"thinking": "before"}, ["reasoning", "message"]),
+        ("Hm.</think>" + CALLS[0], {"thinking": "inside"}, ["reasoning", "function_call"]),
+        (CALLS[0], {"tool_choice": "none"}, ["message"]),
+    ],
+)
+def test_a_text_is_split_into_items_the_same_in_a_stream_and_in_a_whole_response(
+    answered, text, options, kinds
+):
+    whole, events = answered(text, **options)
+    assert [item["type"] for item in whole["output"]] == kinds
+    assert built(events) == events[-1]["response"]["output"]
+    assert (events[-1]["type"], events[-1]["response"]["status"]) == ("response.completed", "completed")
+    for each in (whole, events[-1]["response"]):
+        assert {item["status"] for item in each["output"]} == {"completed"}
+        for item in each["output"]:
+            assert item.pop("id").startswith(
+                {"message": "msg_", "function_call": "fc_", "reasoning": "rs_"}[item["type"]]
+            )
+            if "call_id" in item:
+                assert item.pop("call_id").startswith("call_")
+    assert whole["output"] == events[-1]["response"]["output"]
+
+
+def test_a_call_is_announced_by_name_before_its_arguments_come(answered):
+    _, events = answered(CALLS[0])
+    kinds = [event["type"].removeprefix("response.") for event in events]
+    deltas = kinds.count("function_call_arguments.delta")
+    begin = ["created", "in_progress", "output_item.added"]
+    end = ["function_call_arguments.done", "output_item.done", "completed"]
+    assert deltas > 1 and kinds == begin + ["function_call_arguments.delta"] * deltas + end
+    item = events[2]["item"]
+    assert (item["type"], item["name"], item["arguments"], item["status"]) == (
+        "function_call",
+        "weather",
+        "",
+        "in_progress",
+    )
+    assert json.loads(events[-1]["response"]["output"][0]["arguments"]) == {"city": "Oslo"}
+
+
+def test_reasoning_is_an_item_of_its_own_and_its_tokens_are_counted(answered):
+    whole, _ = answered("<think>Hm.</think>Yes", thinking="before")
+    reasoning, message = whole["output"]
+    assert reasoning["content"] == [{"type": "reasoning_text", "text": "Hm."}] and reasoning["summary"] == []
+    assert message["content"][0]["text"] == "Yes"
+    assert 3 <= whole["usage"]["output_tokens_details"]["reasoning_tokens"] < whole["usage"]["output_tokens"]
+
+
+@pytest.mark.parametrize("text", ["Just te", CALLS[0][:-20], "Hm."])
+def test_an_item_that_the_limit_of_tokens_cuts_is_incomplete_and_so_is_the_response(answered, text):
+    whole, events = answered(text, finish_reason="length", thinking="inside" if text == "Hm." else "")
+    for response in (whole, events[-1]["response"]):
+        assert (response["status"], response["incomplete_details"]) == (
+            "incomplete",
+            {"reason": "max_output_tokens"},
+        )
+        assert response["output"][-1]["status"] == "incomplete"
+    assert events[-1]["type"] == "response.incomplete"
+
+
+def test_a_call_that_cannot_be_read_is_content_and_in_a_stream_incomplete(answered):
+    text = '<tool_call>\n{"name": "weather", "arguments": {"city":]}}'
+    whole, events = answered(text)
+    (message,) = whole["output"]
+    assert message["content"][0]["text"] == text
+    assert built(events) == events[-1]["response"]["output"]
+    assert "completed" not in [
+        item["status"] for item in events[-1]["response"]["output"] if item["type"] == "function_call"
+    ]
+
+
+def test_log_probabilities_come_with_the_text_that_they_belong_to(served):
+    body = BODY | {"top_logprobs": 20}
+    answer, events = whole(served, body), stream(served, body)
+    content = answer["output"][0]["content"][0]
+    assert "".join(each["token"] for each in content["logprobs"]) == content["text"]
+    tops = [top for each in content["logprobs"] for top in each["top_logprobs"]]
+    assert len(tops) == 20 * len(content["logprobs"])
+    assert {top["token"] for top in tops if top["bytes"] == []} == {"<eos>"}, "special tokens have none"
+    deltas = [event for event in events if event["type"] == "response.output_text.delta"]
+    assert [logprob for event in deltas for logprob in event["logprobs"]] == content["logprobs"]
+    asked = whole(served, BODY | {"include": ["message.output_text.logprobs"]})["output"][0]["content"][0][
+        "logprobs"
+    ]
+    assert [each["logprob"] for each in asked] == [each["logprob"] for each in content["logprobs"]]
+
+
+def test_a_text_of_no_tokens_is_a_message_without_text(served):
+    """The model reads the chat's end of turn; the request's only token is the end of the sequence."""
+    body = BODY | {"input": [{"role": "user", "content": "Hi"}]}
+    served.model.forward = lambda chunks, forward=served.model.forward: only_eos(forward(chunks))
+    answer, events = whole(served, body), stream(served, body)
+    assert answer["status"] == "completed" and answer["output"][0]["content"][0]["text"] == ""
+    assert events[-1]["response"]["output"][0]["content"] == answer["output"][0]["content"]
+
+
+def only_eos(logits):
+    logits[:, EOS] = 1e9
+    return logits
+
+
+def test_a_failure_ends_a_stream_with_an_error_that_clients_raise(served):
+    served.model.may_decode.clear()
+    with served.post(RESPONSES, BODY | {"stream": True}) as response:
+        served.model.fail_next_decode = True
+        served.model.may_decode.set()
+        events = events_of(response.get_data(as_text=True))
+    error = events[-1]
+    assert (events[0]["type"], error["type"]) == ("response.created", "error")
+    assert error["message"] == error["error"]["message"] and error["code"] == "generation"

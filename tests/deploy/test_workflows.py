@@ -1,0 +1,140 @@
+"""The workflows of GitHub are valid, run what .ci/run runs, and can publish only what a tag names."""
+
+import re
+import subprocess
+import sys
+
+import pytest
+import yaml
+
+import config
+from run import HERE
+
+FOLDER = HERE / ".github" / "workflows"
+TEXTS = {path.name: path.read_text() for path in FOLDER.glob("*.yml")}
+WORKFLOWS = {name: yaml.safe_load(text) for name, text in TEXTS.items()}
+STEPS = [
+    step
+    for workflow in WORKFLOWS.values()
+    for job in workflow["jobs"].values()
+    for step in job.get("steps", [])
+]
+
+
+def check(*paths):
+    command = [
+        sys.executable,
+        "-m",
+        "check_jsonschema",
+        "--builtin-schema",
+        "vendor.github-workflows",
+        *map(str, paths),
+    ]
+    return subprocess.run(command, capture_output=True, text=True)
+
+
+def test_the_workflows_are_what_github_accepts():
+    done = check(*FOLDER.glob("*.yml"))
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize(
+    ("written", "broken"),
+    [("runs-on:", "run-on:"), ("packages: write", "packages: all"), ("- run:", "- runs:")],
+)
+def test_a_broken_workflow_is_found(tmp_path, written, broken):
+    (name,) = [
+        name
+        for name, text in TEXTS.items()
+        if written in text and (written != "runs-on:" or name == "ci.yml")
+    ]
+    path = tmp_path / name
+    path.write_text(TEXTS[name].replace(written, broken, 1))
+    done = check(path)
+    assert done.returncode == 1 and name in done.stdout
+
+
+def test_a_push_runs_what_has_to_pass_before_a_change_lands():
+    commands = (HERE / ".ci" / "run").read_text()
+    needed = set(re.findall(r"\bstep make (\S+)", commands, flags=re.MULTILINE))
+    assert needed >= {"lint", "test", "test-clients"}
+    assert needed <= set(WORKFLOWS["ci.yml"]["jobs"]["make"]["strategy"]["matrix"]["target"])
+    scripts = re.findall(r"^step (tests/\S+\.sh)", commands, flags=re.MULTILINE)
+    assert scripts and all(f"run: sudo {script}" in TEXTS["ci.yml"] for script in scripts)
+
+
+def test_every_python_that_the_project_supports_runs_the_tests():
+    matrix = WORKFLOWS["ci.yml"]["jobs"]["make"]["strategy"]["matrix"]
+    tested = {*matrix["python"], *(row["python"] for row in matrix["include"] if row["target"] == "test")}
+    assert tested == {"3.10", "3.11", "3.12"} and ">=3.10,<3.13" in (HERE / "pyproject.toml").read_text()
+
+
+def test_actions_are_pinned_to_a_commit_and_credentials_are_not_kept():
+    actions = [step for step in STEPS if "uses" in step]
+    assert actions and all(re.fullmatch(r"actions/[\w-]+@[0-9a-f]{40}", step["uses"]) for step in actions)
+    checkouts = [step for step in actions if "checkout" in step["uses"]]
+    assert checkouts and all(step["with"] == {"persist-credentials": False} for step in checkouts)
+
+
+def test_only_the_job_that_publishes_may_write():
+    for name, workflow in WORKFLOWS.items():
+        assert workflow["permissions"] == {"contents": "read"}, name
+    writing = [
+        name
+        for workflow in WORKFLOWS.values()
+        for name, job in workflow["jobs"].items()
+        if "permissions" in job
+    ]
+    assert writing == ["publish"]
+    release = WORKFLOWS["release.yml"]
+    assert release[True] == {"push": {"tags": ["v*"]}}  # YAML reads the key `on` as a truth value
+    jobs = release["jobs"]
+    assert (jobs["publish"]["needs"], jobs["ci"]["needs"], jobs["ci"]["uses"]) == (
+        "ci",
+        "version",
+        "./.github/workflows/ci.yml",
+    )
+
+
+def test_a_tag_that_is_not_the_version_ends_the_release(tmp_path):
+    (step,) = [step for step in WORKFLOWS["release.yml"]["jobs"]["version"]["steps"] if "run" in step]
+
+    def run(tag):
+        return subprocess.run(
+            ["bash", "-e", "-c", step["run"]], cwd=HERE, env={"GITHUB_REF_NAME": tag}
+        ).returncode
+
+    assert run(f"v{config.VERSION}") == 0
+    assert run("v9.9.9") != 0
+
+
+@pytest.mark.parametrize(("device", "tags"), [("neuron", ["", "latest"]), ("cpu", ["-cpu", "cpu"])])
+def test_each_image_is_published_by_make_with_provenance_and_a_list_of_packages(device, tags):
+    publish = WORKFLOWS["release.yml"]["jobs"]["publish"]
+    assert device in publish["strategy"]["matrix"]["device"]
+    (step,) = [step for step in publish["steps"] if step.get("id") == "push"]
+    command = (
+        step["run"]
+        .replace("${{ matrix.device }}", device)
+        .replace("make image", "make --dry-run image")
+        .split("jq ")[0]
+    )
+    environment = {"IMAGE": "ghcr.io/someone/fork", "PATH": "/usr/bin:/bin"}
+    done = subprocess.run(
+        ["bash", "-e", "-c", command], cwd=HERE, env=environment, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    built = " ".join(done.stdout.replace("\\\n", " ").split())
+    assert "docker buildx build" in built
+    assert "--push --provenance=mode=max --sbom=true --metadata-file=build.json" in built
+    named = [tag if tag in ("latest", "cpu") else config.VERSION + tag for tag in tags]
+    assert re.findall(r"-t (\S+)", built) == [f"ghcr.io/someone/fork:{tag}" for tag in named]
+
+
+def test_the_changelog_begins_with_the_version_and_the_documents_name_it():
+    changelog = (HERE / "CHANGELOG.md").read_text()
+    assert re.findall(r"^## (\S+) ", changelog, flags=re.MULTILINE)[0] == config.VERSION
+    assert set(re.findall(r"neuron-textgen:(\d[\w.]*)", (HERE / "SECURITY.md").read_text())) == {
+        config.VERSION
+    }
+    assert f"`v{config.VERSION}`" in (HERE / "CONTRIBUTING.md").read_text()

@@ -1,0 +1,861 @@
+"""The worker's loop on a fake model: every request gets its own tokens and exactly one terminal message, whatever fails."""
+
+import contextlib
+import queue
+import subprocess
+import sys
+import threading
+import time
+from collections import Counter, defaultdict
+from unittest import mock
+
+import msgspec
+import numpy as np
+import pytest
+from fakes.model import EOS, greedy, next_logits
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from loop import ENGINES, Driven, on_every_engine
+from processes import wait_until
+
+import protocol
+import worker
+from config import Config
+from engine import sampling
+from engine.link import PeerLost
+from engine.masks import GrammarThreads
+from models.base import DeviceLost
+from protocol import Cancel, End, Generate, Hello, RequestStats, Sampling, SubmitRequests, Tokens
+from run import HERE
+from worker import StepTimer
+
+WAIT_S = 20
+LONG = list(range(1, 31))  # a prompt of several chunks
+
+
+def on_purpose(*_):
+    raise RuntimeError("on purpose")
+
+
+def prompt_of(*, tokens, most, ends_early=True):
+    """A prompt that generates so many tokens, of at most `most`; the last one is an EOS token if it ends early."""
+    texts = (([a, b], greedy([a, b], most)) for a in range(50) for b in range(50))
+    return next(prompt for prompt, text in texts if len(text) == tokens and (text[-1] == EOS) == ends_early)
+
+
+# Tokens and ends
+
+
+@on_every_engine
+def test_a_request_gets_its_tokens_and_one_terminal_message(engine):
+    driven = Driven(**engine)
+    driven.arrive(Generate(1, [5, 6, 7, 8, 9, 10], 4))
+    driven.run()
+    assert driven.tokens[1] == greedy([5, 6, 7, 8, 9, 10], 4)
+    assert driven.ends == {1: "length"}
+
+
+@pytest.mark.parametrize("most", [12, 3], ids=["before the limit", "as the last token"])
+def test_an_eos_token_ends_a_request_and_is_sent(most):
+    driven, prompt = Driven(), prompt_of(tokens=3, most=most)
+    driven.arrive(Generate(1, prompt, most))
+    driven.run()
+    assert driven.tokens[1] == greedy(prompt, most)
+    assert driven.ends == {1: "eos_token"}
+
+
+def test_the_context_length_ends_a_request_for_more_tokens():
+    driven = Driven(max_total_tokens=8)
+    prompt = next([a, 1, 2, 3] for a in range(50) if EOS not in greedy([a, 1, 2, 3], 4))
+    driven.arrive(Generate(1, prompt, 100))
+    driven.run()
+    assert driven.tokens[1] == greedy(prompt, 4)
+    assert driven.ends == {1: "length"}
+
+
+def test_no_eos_token_comes_before_min_new_tokens():
+    driven, prompt = Driven(), prompt_of(tokens=3, most=8)
+    driven.arrive(Generate(1, prompt, 8, min_new_tokens=5))
+    driven.run()
+    assert EOS not in driven.tokens[1][:5] and len(driven.tokens[1]) >= 5
+    assert driven.tokens[1][:2] == greedy(prompt, 2)
+
+
+def test_an_eos_token_that_is_ignored_does_not_end_a_request():
+    driven = Driven()
+    driven.arrive(Generate(1, prompt_of(tokens=3, most=8), 8, ignore_eos=True))
+    driven.run()
+    assert driven.tokens[1][2] == EOS and len(driven.tokens[1]) == 8
+    assert driven.ends == {1: "length"}
+
+
+@on_every_engine
+def test_requests_join_while_others_run_and_change_none_of_their_tokens(engine):
+    driven = Driven(**engine)
+    driven.arrive(Generate(1, [1, 2], 10))
+    driven.step(2)
+    driven.arrive(Generate(2, [3], 10))
+    driven.step()
+    driven.arrive(Generate(3, [4, 5, 6, 7, 8, 9], 10))
+    driven.run()
+    assert [driven.tokens[i] for i in (1, 2, 3)] == [greedy(p, 10) for p in ([1, 2], [3], [4, 5, 6, 7, 8, 9])]
+
+
+@on_every_engine
+def test_sampled_tokens_do_not_depend_on_other_requests(engine):
+    seeded = Generate(1, [9] * 6, 12, sampling=Sampling(seed=11, temperature=1.3, top_k=20))
+    alone, crowded = Driven(), Driven(**engine)
+    alone.arrive(seeded)
+    alone.run()
+    crowded.arrive(*(Generate(i, [i], 30, sampling=Sampling(seed=i)) for i in (2, 3)))
+    crowded.step(2)
+    crowded.arrive(seeded)
+    crowded.run()
+    assert alone.tokens[1] == crowded.tokens[1] != greedy([9] * 6, 12)
+
+
+@pytest.mark.parametrize("engine", ["mixes", "chunks"])
+def test_a_short_prompt_has_its_first_token_while_a_long_one_is_in_progress_and_others_generate(engine):
+    driven = Driven(prefill_budget=4, **ENGINES[engine])
+    driven.arrive(Generate(1, [1], 30, ignore_eos=True))
+    driven.step()
+    driven.arrive(Generate(2, LONG, 3), Generate(3, [7, 8, 9], 5))
+    while 2 not in driven.prompts:
+        driven.step()
+    assert list(driven.prompts) == [1, 3, 2]
+    assert len(driven.tokens[1]) >= len(LONG) / 4
+    driven.run()
+    for i, prompt, most in (2, LONG, 3), (3, [7, 8, 9], 5):
+        assert driven.tokens[i] == greedy(prompt, most)
+
+
+REUSES = {"in place": {"mixes": True, "prefix_step": 1}, "chunks": {"prefill_chunk": 4, "prefix_step": 4}}
+REUSES["copied"] = REUSES["in place"] | {"copies_prefixes": True}
+
+
+@pytest.mark.parametrize("engine", REUSES.values(), ids=REUSES)
+def test_what_a_slot_still_holds_of_a_prompt_does_not_run_again_and_the_text_is_the_same(engine):
+    driven = Driven(batch_size=2, max_total_tokens=200, **engine)
+    driven.arrive(Generate(1, [3, 4, 5], 190, ignore_eos=True))
+    prompt, cached = list(range(1, 14)), []
+    for turn in range(2, 6):
+        driven.arrive(Generate(turn, prompt, 6))
+        while turn not in driven.ends:
+            driven.step()
+        assert driven.tokens[turn] == greedy(prompt, 6)
+        cached.append(driven.prompts[turn].cached)
+        prompt = [*prompt, *driven.tokens[turn], 20 + turn, 21, 22, 23, 24]
+    assert cached[0] == 0 and all(held >= 4 for held in cached[1:])
+
+
+def test_a_prefix_that_cannot_be_copied_ends_the_worker_instead_of_giving_wrong_text(monkeypatch):
+    driven = Driven(batch_size=3, mixes=True, prefix_step=1, copies_prefixes=True)
+    driven.arrive(Generate(1, list(range(1, 20)), 15, ignore_eos=True))
+    driven.step()
+    monkeypatch.setattr(driven.model, "copy_prefix", lambda *_: 1 / 0)
+    driven.arrive(Generate(2, list(range(1, 20)), 5))
+    with pytest.raises(DeviceLost, match="a prefix cannot be copied"):
+        driven.step()
+
+
+def test_a_prefix_of_a_running_request_is_copied():
+    driven = Driven(batch_size=3, mixes=True, prefix_step=1, copies_prefixes=True)
+    prompt = list(range(1, 20))
+    driven.arrive(Generate(1, prompt, 15, ignore_eos=True))
+    driven.step()
+    driven.arrive(Generate(2, [*prompt, 30], 5), Generate(3, [*prompt[:9], 31, 32], 5))
+    driven.run()
+    assert [driven.prompts[i].cached for i in (1, 2, 3)] == [0, 18, 9]
+    for i, tail in (2, [30]), (3, [31, 32]):
+        assert driven.tokens[i] == greedy([*prompt[: {2: 19, 3: 9}[i]], *tail], 5)
+
+
+def test_requests_get_slots_in_the_order_of_arrival():
+    driven = Driven(batch_size=2)
+    driven.arrive(*(Generate(i, [10 + i], 3) for i in range(4)))
+    driven.run()
+    assert list(driven.prompts) == [0, 1, 2, 3]
+
+
+# What is sent
+
+
+def test_a_step_has_one_message_for_each_web_process():
+    driven = Driven(batch_size=4, mixes=True)
+    for i, peer in enumerate([b"a", b"b", b"a", b"b"]):
+        driven.arrive(Generate(i, [30, i], 30, ignore_eos=True), peer=peer)
+    driven.step(2)
+    driven.wire.sent.clear()
+    driven.step()
+    assert Counter(peer for peer, _message in driven.wire.sent) == {b"a": 1, b"b": 1}
+    assert [len(message.tokens) for _peer, message in driven.wire.sent] == [2, 2]
+
+
+def test_outputs_are_handed_over_before_the_next_step_runs():
+    driven, sent = Driven(), []
+    driven.each_call(lambda _chunks: sent.append(len(driven.tokens[1])))
+    driven.arrive(Generate(1, [1, 2], 8, ignore_eos=True))
+    for _ in range(4):
+        driven.worker.step()
+    assert sent == [0, 1, 2, 3]
+
+
+def test_the_device_runs_no_more_than_max_unpublished_steps_ahead():
+    driven = Driven(batch_size=1)
+    driven.wire.lag = 1000
+    driven.arrive(Generate(1, [1, 2], 8, ignore_eos=True))
+    loop = threading.Thread(target=driven.step, args=(8,), daemon=True)
+    loop.start()
+    wait_until(lambda: len(driven.model.calls) > worker.MAX_UNPUBLISHED, "steps whose outputs wait")
+    loop.join(0.1)
+    assert loop.is_alive() and len(driven.model.calls) == worker.MAX_UNPUBLISHED + 1
+    while loop.is_alive():
+        driven.wire.deliver()
+    driven.wire.deliver()
+    assert len(driven.tokens[1]) == 8
+
+
+def test_a_token_has_the_log_probability_and_the_most_likely_tokens_of_its_logits():
+    driven = Driven()
+    driven.arrive(Generate(1, [1, 2, 3], 1, top_n_tokens=3))
+    driven.run()
+    ((_peer, message),) = driven.wire.sent
+    (token,) = message.tokens
+    logits = next_logits([1, 2, 3]).astype(np.float64)
+    logprobs = logits - np.log(np.exp(logits).sum())
+    best = np.argsort(-logprobs)[:3]
+    assert [i for i, _ in token.top] == best.tolist()
+    assert [logprob for _, logprob in token.top] == pytest.approx(logprobs[best].tolist(), abs=1e-5)
+    assert token.top[0] == (token.token, token.logprob)
+
+
+def test_log_probabilities_that_nobody_wants_are_not_sent_and_those_of_others_stay_the_same():
+    def logprobs(*generates):
+        driven, found = Driven(mixes=True), {}
+        driven.arrive(*generates)
+        driven.run()
+        for _peer, message in driven.wire.sent:
+            for token in message.tokens:
+                found.setdefault(token.id, []).append((token.logprob, token.top))
+        return found
+
+    wanted, spared = Generate(1, [1, 2], 8, top_n_tokens=2), Generate(2, [3], 8, logprobs=False)
+    together = logprobs(wanted, spared)
+    assert together[1] == logprobs(wanted)[1]
+    assert together[2] == logprobs(spared)[2] == [(None, [])] * len(together[2])
+
+
+@on_every_engine
+def test_log_probabilities_of_a_prompt_are_those_of_the_whole_prompt_however_it_is_cut(engine):
+    driven = Driven(prefill_budget=7, **engine)
+    driven.arrive(Generate(1, [1], 30, ignore_eos=True))
+    driven.step()
+    driven.arrive(
+        Generate(2, LONG, 4, top_n_tokens=2, prompt_logprobs=True), Generate(3, LONG, 4, top_n_tokens=2)
+    )
+    driven.run()
+    assert driven.tokens[2] == driven.tokens[3] == greedy(LONG, 4)
+    rows = np.stack([next_logits(LONG[:n]) for n in range(1, len(LONG))]).astype(np.float64)
+    rows -= np.log(np.exp(rows).sum(1, keepdims=True))
+    prompt = driven.prompts[2]
+    assert prompt.logprobs == pytest.approx([row[token] for row, token in zip(rows, LONG[1:])], abs=1e-5)
+    assert [[token for token, _ in top] for top in prompt.top] == np.argsort(-rows)[:, :2].tolist()
+    assert (driven.prompts[3].logprobs, driven.prompts[3].top) == ([], [])
+
+
+def test_a_prompt_comes_with_the_time_that_it_waited_for_a_slot(monkeypatch):
+    monkeypatch.setattr(time, "monotonic", lambda: 100.0)
+    driven = Driven(batch_size=1)
+    driven.arrive(Generate(1, [1, 2], 2, sent_at=98.5))
+    driven.run()
+    assert driven.prompts[1].queued_s == 1.5
+
+
+# Limits, cancels and web processes
+
+
+def test_the_status_has_room_for_a_new_request_before_the_answer_of_the_last_one_is_sent():
+    driven, full = Driven(max_concurrent_requests=1), []
+    publish = driven.wire.publish
+    driven.wire.publish = lambda messages: (full.append(driven.wire.status.full), publish(messages))
+    driven.arrive(Generate(1, [1], 3, ignore_eos=True))
+    with pytest.raises(AssertionError, match="the loop would wait for ever"):
+        while True:
+            driven.worker.step()
+    assert full == [True, True, False] and driven.ends == {1: "length"}
+
+
+def test_the_requests_of_an_http_request_are_accepted_together_up_to_the_limit_or_not_at_all():
+    driven = Driven(max_concurrent_requests=4)
+    driven.arrive(Generate(1, [1], 3))
+    driven.arrive(SubmitRequests([Generate(i, [1], 3) for i in (2, 3, 4, 5)]))
+    driven.arrive(SubmitRequests([Generate(i, [1], 3) for i in (6, 7, 8)]))
+    driven.run()
+    assert {i for i, end in driven.ends.items() if end == "overloaded"} == {2, 3, 4, 5}
+    assert set(driven.tokens) == {1, 6, 7, 8}
+
+
+@pytest.mark.parametrize(
+    ("engine", "prompt", "turns"),
+    [("whole", [1], 0), ("whole", [1], 1), ("whole", [1], 3), ("chunks", LONG, 2), ("mixes", LONG, 2)],
+    ids=["waiting", "after its prompt", "generating", "in its prompt", "in its prompt, mixed"],
+)
+@pytest.mark.parametrize("how", ["cancel", "web process gone"])
+def test_a_cancelled_request_frees_its_slot_or_its_place_in_the_queue_at_once(engine, prompt, turns, how):
+    driven = Driven(batch_size=2, prefill_budget=4, **ENGINES[engine])
+    driven.arrive(Generate(1, [1, 2], 30, ignore_eos=True), peer=b"other")
+    driven.step()
+    driven.arrive(Generate(2, prompt, 30, ignore_eos=True))
+    driven.step(turns)
+    driven.arrive(Cancel(2, "client disconnected") if how == "cancel" else PeerLost())
+    driven.arrive(Generate(3, [3, 4], 8), peer=b"other")
+    driven.worker.receive()
+    assert driven.worker.scheduler.busy == 1
+    driven.run()
+    assert driven.ends == {2: "cancelled", 1: "length", 3: driven.ends[3]}
+    assert driven.tokens[3] == greedy([3, 4], 8)
+
+
+def test_a_request_that_is_cancelled_during_a_step_is_not_in_the_next_one():
+    driven = Driven(batch_size=4)
+    driven.arrive(*(Generate(i, [i], 5) for i in (1, 2, 3)))
+    driven.each_call(lambda _chunks: driven.arrive(Cancel(2, "client disconnected")))
+    driven.run()
+    assert driven.ends[2] == "cancelled" and not driven.tokens[2]
+    assert [driven.tokens[i] for i in (1, 3)] == [greedy([i], 5) for i in (1, 3)]
+
+
+def test_a_cancel_for_a_request_that_is_unknown_or_over_has_no_effect():
+    driven = Driven()
+    driven.arrive(Cancel(99, "never there"), Generate(1, [1], 5), Cancel(1, "first"), Cancel(1, "second"))
+    driven.run()
+    assert driven.ends == {1: "cancelled"}
+
+
+def test_a_second_request_with_the_same_id_is_dropped():
+    driven = Driven()
+    driven.arrive(Generate(1, [1, 2], 5), Generate(1, [3], 5))
+    driven.run()
+    assert driven.tokens[1] == greedy([1, 2], 5)
+
+
+@on_every_engine
+def test_a_request_that_waited_longer_than_max_queue_time_is_refused_while_a_prompt_runs(engine, monkeypatch):
+    now = [100.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    driven = Driven(batch_size=2, prefill_budget=2, max_queue_time_s=10, **engine)
+    driven.arrive(Generate(1, [1], 30, ignore_eos=True))
+    driven.step()
+    same_http_request = SubmitRequests([Generate(2, LONG, 4), Generate(3, LONG, 4)])
+    driven.arrive(same_http_request, Generate(4, [4], 4))
+    driven.step()
+    now[0] = 109.0
+    driven.arrive(Generate(5, [5], 4))
+    driven.step()
+    now[0] = 111.0
+    driven.step()
+    assert driven.ends == {4: "overloaded"}
+    driven.run()
+    for i, prompt in (2, LONG), (3, LONG), (5, [5]):
+        assert driven.tokens[i] == greedy(prompt, 4)
+
+
+def test_connected_is_logged_once_every_web_process_is_ready(tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr("worker.run_dir", lambda: tmp_path)
+    caplog.set_level("INFO")
+    driven = Driven(web_processes=2)
+    driven.arrive(Hello(1, False), Hello(1, True), Hello(1, True))
+    driven.step()
+    assert not (tmp_path / "ready").exists()
+    driven.arrive(Hello(2, True))
+    driven.step()
+    assert (tmp_path / "ready").exists()
+    assert caplog.messages.count("Connected") == 1
+
+
+# Failures
+
+
+@pytest.mark.parametrize(("engine", "failed"), [("mixes", {1, 2}), ("chunks", {2}), ("whole", {2})])
+def test_a_failed_step_ends_the_requests_of_that_step_and_no_others(engine, failed):
+    driven = Driven(batch_size=2, prefill_budget=4, **ENGINES[engine])
+    driven.arrive(Generate(1, [1, 2], 8, ignore_eos=True))
+    driven.step(2)
+    driven.arrive(Generate(2, LONG, 8), Generate(3, [6], 8))
+    driven.model.failures.append(RuntimeError("on purpose"))
+    driven.run()
+    assert {i for i, end in driven.ends.items() if end == "failed"} == failed
+    for i, prompt in {1: [1, 2], 3: [6]}.items():
+        assert i in failed or driven.tokens[i] == greedy(prompt, 8)
+
+
+def test_a_failed_decode_step_ends_what_runs_after_its_last_token_and_the_loop_goes_on():
+    driven = Driven(batch_size=2)
+    driven.arrive(*(Generate(i, [i], 8, ignore_eos=True) for i in (1, 2, 3)))
+    driven.worker.step()
+    driven.worker.step()
+    driven.model.failures.append(RuntimeError("on purpose"))
+    driven.worker.step()
+    assert [type(message) for _peer, message in driven.wire.sent] == [Tokens, Tokens, End, End]
+    driven.run()
+    assert driven.ends == {1: "failed", 2: "failed", 3: "length"}
+
+
+def test_a_lost_device_ends_the_requests_of_the_step_and_then_the_loop():
+    driven = Driven()
+    driven.arrive(Generate(1, [1, 2], 8))
+    driven.model.failures.append(DeviceLost("the core does not answer"))
+    with pytest.raises(DeviceLost):
+        driven.worker.run()
+    assert driven.ends == {1: "failed"}
+
+
+def test_logits_that_are_not_a_number_end_that_request_alone():
+    driven = Driven()
+    driven.arrive(Generate(1, [1, 2], 8), Generate(2, [3], 8, ignore_eos=True))
+    driven.step(3)
+    driven.model.nan_slots = {1}
+    driven.run()
+    assert driven.ends[2] == "failed"
+    assert driven.tokens[1] == greedy([1, 2], 8)
+
+
+@pytest.mark.parametrize(
+    ("error", "message"),
+    [
+        (sampling.SamplingError("no token is left"), "no token is left"),
+        (KeyError(3), "the next token could not be sampled"),
+    ],
+)
+def test_a_row_that_cannot_be_sampled_ends_that_request_alone_and_internal_errors_are_not_shown(
+    error, message, monkeypatch
+):
+    driven, sample = Driven(), sampling.sample
+    driven.arrive(Generate(1, [1, 2], 8), Generate(2, [3], 8, ignore_eos=True))
+    driven.step(3)
+    monkeypatch.setattr(
+        sampling, "sample", lambda *a: [error if i == 1 else t for i, t in enumerate(sample(*a))]
+    )
+    driven.run()
+    assert [m.message for _peer, m in driven.wire.sent if isinstance(m, End)] == [message]
+    assert driven.ends[2] == "failed"
+    assert driven.tokens[1] == greedy([1, 2], 8)
+
+
+@pytest.mark.parametrize("what", ["sample", "logprobs"])
+def test_when_no_row_can_be_sampled_or_scored_what_runs_ends_and_the_loop_goes_on(what, monkeypatch):
+    driven = Driven(batch_size=2)
+    driven.arrive(*(Generate(i, [i], 8, ignore_eos=True) for i in (1, 2, 3)))
+    driven.step(3)
+    monkeypatch.setattr(sampling, what, on_purpose)
+    driven.step()
+    monkeypatch.undo()
+    driven.run()
+    assert driven.ends == {1: "failed", 2: "failed", 3: "length"}
+
+
+@pytest.mark.parametrize("failing_at", range(1, 9))  # the last is the token that ends the request
+@pytest.mark.parametrize("lag", [0, 1])
+def test_a_token_that_cannot_be_published_ends_that_request_alone_and_once(failing_at, lag, monkeypatch):
+    driven, logprobs, calls = Driven(), sampling.logprobs, []
+    driven.wire.lag = lag
+    driven.arrive(Generate(1, [1, 2], 8), Generate(2, [3], 8, top_n_tokens=1, ignore_eos=True))
+
+    def fails_once(logits, tokens, top_n, maxima):
+        found = logprobs(logits, tokens, top_n, maxima)
+        if 1 in top_n:
+            calls.append(top_n)
+            if len(calls) == failing_at:
+                found[top_n.index(1)] = RuntimeError("on purpose")
+        return found
+
+    monkeypatch.setattr(sampling, "logprobs", fails_once)
+    driven.run()
+    assert driven.ends[2] == "failed"
+    assert len(driven.tokens[2]) == failing_at - 1
+    assert driven.tokens[1] == greedy([1, 2], 8)
+
+
+@pytest.mark.parametrize("most", [1, 8])
+@on_every_engine
+def test_a_prompt_that_cannot_be_scored_ends_that_request_alone(engine, most, monkeypatch):
+    driven = Driven(prefill_budget=4, **engine)
+    driven.arrive(Generate(1, [1, 2], 8, logprobs=False))
+    driven.step()
+    monkeypatch.setattr(sampling, "logprobs", on_purpose)
+    driven.arrive(Generate(2, LONG, most, prompt_logprobs=True))
+    driven.run()
+    assert driven.ends[2] == "failed" and not driven.tokens[2]
+    assert driven.tokens[1] == greedy([1, 2], 8)
+
+
+NOT_RUN = {
+    "no prompt": Generate(1, [], 8),
+    "no token to generate": Generate(1, [1], 0),
+    "a prompt that fills its slot": Generate(1, [1] * 40, 8),
+    "a prompt with a token that does not exist": Generate(1, [1, 50], 8),
+    "a prompt with a negative token": Generate(1, [1, -1], 8),
+    "a bias for a token that does not exist": Generate(1, [1], 8, sampling=Sampling(logit_bias=[(50, 1.0)])),
+    "a token id beyond 64 bits": Generate(1, [1], 8, sampling=Sampling(logit_bias=[(2**64, 1.0)])),
+    "fewer than no top tokens": Generate(1, [1], 8, top_n_tokens=-3),
+    "more top tokens than any client gets": Generate(1, [1], 8, top_n_tokens=10**6),
+}
+
+
+@pytest.mark.parametrize("generate", NOT_RUN.values(), ids=NOT_RUN)
+def test_what_the_model_cannot_run_is_refused_with_its_http_request_and_the_reason(generate):
+    driven = Driven()
+    driven.arrive(SubmitRequests([generate, Generate(2, [2], 8)]), Generate(3, [3], 8))
+    driven.run()
+    assert (driven.ends[1], driven.ends[2]) == ("failed", "failed")
+    assert all("cannot be run: " in m.message for _peer, m in driven.wire.sent if isinstance(m, End))
+    assert driven.tokens == {3: greedy([3], 8)}
+
+
+@pytest.mark.parametrize("options", [{"prompt_logprobs": True}, {"grammar": "start: /a/"}], ids=str)
+def test_what_a_device_that_samples_cannot_give_is_refused(options):
+    driven = Driven(sampling="device")
+    driven.arrive(Generate(1, [1, 2], 8, **options), Generate(2, [2], 8))
+    driven.run()
+    assert driven.ends[1] == "failed" and driven.tokens == {2: greedy([2], 8)}
+
+
+def test_a_web_process_cannot_cancel_the_requests_of_another():
+    driven = Driven()
+    driven.arrive(Generate(1, [1, 2], 8), peer=b"a")
+    driven.arrive(Cancel(1, "not its own"), peer=b"b")
+    driven.run()
+    assert driven.tokens[1] == greedy([1, 2], 8)
+
+
+def test_an_id_that_another_web_process_uses_is_refused_to_the_second_one_alone():
+    driven = Driven()
+    driven.arrive(Generate(1, [1, 2], 8), peer=b"a")
+    driven.arrive(Generate(1, [3], 8), peer=b"b")
+    driven.run()
+    assert [(peer, m.reason) for peer, m in driven.wire.sent if isinstance(m, End)] == [(b"b", "failed")]
+    tokens = [t.token for peer, m in driven.wire.sent for t in getattr(m, "tokens", []) if peer == b"a"]
+    assert tokens == greedy([1, 2], 8) and driven.worker.is_idle
+
+
+@pytest.mark.parametrize("sent_at", [10.0**9, -5.0, float("nan"), float("inf")])
+def test_a_time_of_sending_that_cannot_be_counts_as_now(sent_at, monkeypatch):
+    monkeypatch.setattr(time, "monotonic", lambda: 100.0)
+    driven = Driven(max_queue_time_s=10)
+    driven.arrive(Generate(1, [1, 2], 2, sent_at=sent_at))
+    driven.run()
+    assert driven.prompts[1].queued_s == 0.0
+
+
+def test_a_stop_ends_what_arrived_before_however_many_calls_it_takes_to_receive_it():
+    driven = Driven()
+    receive, waiting = driven.wire.receive, []
+
+    def one_at_a_time(block):
+        waiting.extend(receive(False))
+        return [waiting.pop(0)] if waiting else []
+
+    driven.wire.receive = one_at_a_time
+    driven.worker.stop()
+    driven.arrive(*(Generate(i, [i], 8) for i in range(1, 6)))
+    driven.worker.run()
+    assert driven.ends == dict.fromkeys(range(1, 6), "draining") and driven.worker.is_idle
+
+
+IMPOSSIBLE = {
+    "a temperature that is no number": Generate(1, [1], 8, sampling=Sampling(seed=7, temperature="hot")),
+    "a seed beyond 64 bits": Generate(1, [1], 8, sampling=Sampling(seed=2**64)),
+}
+
+
+@pytest.mark.parametrize("impossible", IMPOSSIBLE.values(), ids=IMPOSSIBLE)
+def test_a_request_that_cannot_be_run_ends_alone(impossible):
+    driven = Driven()
+    driven.arrive(SubmitRequests([impossible, Generate(2, [2], 8)]))
+    driven.run()
+    assert driven.ends[1] == "failed" and not driven.tokens[1]
+    assert driven.tokens[2] == greedy([2], 8)
+
+
+# A device that samples
+
+
+def test_a_device_that_samples_gets_the_parameters_before_each_prompt_and_gives_no_log_probabilities():
+    driven = Driven(batch_size=2, sampling="device")
+    sampled = Sampling(seed=7, top_k=5, top_p=0.5, temperature=2.0)
+    driven.arrive(Generate(1, [1, 2], 8), Generate(2, [3], 8, sampling=sampled), Generate(3, [4, 5], 8))
+    driven.step(2)
+    assert driven.model.device_sampling == {0: (1, 1.0, 1.0), 1: (5, 0.5, 2.0)}
+    driven.run()
+    assert [driven.tokens[i] for i in (1, 3)] == [greedy([1, 2], 8), greedy([4, 5], 8)]
+    assert {token.logprob for _peer, message in driven.wire.sent for token in message.tokens} == {None}
+
+
+def test_an_id_from_the_device_that_is_no_token_ends_that_request_alone():
+    driven = Driven(sampling="device")
+    driven.arrive(Generate(1, [1, 2], 8), Generate(2, [3], 8, ignore_eos=True))
+    driven.step(3)
+    driven.model.nan_slots = {1}
+    driven.run()
+    assert driven.ends[2] == "failed"
+    assert driven.tokens[1] == greedy([1, 2], 8)
+
+
+# Progress, draining and stopping
+
+
+def test_the_status_says_when_the_running_step_is_due_and_that_none_is_when_there_is_nothing_to_do():
+    driven, due_at = Driven(), []
+    driven.each_call(lambda _chunks: due_at.append(driven.wire.status.due_at))
+    driven.arrive(Generate(1, [1, 2], 3))
+    driven.step()
+    assert due_at[0] > time.monotonic() + StepTimer.FIRST_S / 2
+    driven.run()
+    driven.arrive(Cancel(1, "over"))
+    driven.step()
+    status = driven.wire.status
+    assert (status.due_at, status.running, status.queued, status.phase) == (0, 0, 0, "ready")
+
+
+def test_the_limit_of_a_step_follows_the_typical_duration():
+    timer = StepTimer()
+    assert timer.limit_s(4000) > 4000, "nothing is known of the device yet, and it may be slow"
+    timer.record(0, 30.0)  # the first one takes long
+    assert timer.limit_s(0) > 30.0
+    for _ in range(50):
+        timer.record(0, 0.02)
+    assert timer.limit_s(0) == StepTimer.MINIMUM_S
+    timer.record(100, 10.0)
+    assert timer.limit_s(1000) == pytest.approx(2000), "ten times the tokens may take ten times as long"
+
+
+def test_stopping_ends_every_open_request():
+    driven = Driven(batch_size=1)
+    driven.arrive(Generate(1, [1, 2], 30), Generate(2, [3], 30))
+    driven.step()
+    driven.worker.stop()
+    driven.arrive(Generate(3, [4], 6))
+    driven.worker.run()
+    assert driven.ends == dict.fromkeys((1, 2, 3), "draining")
+    assert driven.worker.is_idle
+
+
+def test_draining_finishes_what_is_known_and_refuses_what_is_new():
+    driven = Driven(batch_size=1)
+    driven.arrive(Generate(1, [1, 2], 6), Generate(2, [3], 6))
+    driven.step()
+    driven.worker.drain()
+    driven.arrive(Generate(3, [4], 6))
+    driven.worker.run()
+    assert driven.ends[3] == "draining"
+    assert [driven.tokens[1], driven.tokens[2]] == [greedy([1, 2], 6), greedy([3], 6)]
+    assert driven.wire.status.phase == "draining"
+
+
+# Everything at once
+
+arrivals = st.tuples(
+    st.integers(0, 12),  # the turn in which it arrives
+    st.lists(st.integers(1, 49), min_size=1, max_size=12),
+    st.integers(1, 40),
+    st.booleans(),  # log-probabilities of the prompt
+    st.sampled_from([b"a", b"b"]),
+    st.one_of(st.none(), st.integers(0, 20)),  # the turn in which it is cancelled
+)
+TROUBLES = ("the step fails", "a row is not a number", "nothing can be published", "a is gone")
+
+
+@given(
+    st.sampled_from(list(ENGINES)),
+    st.lists(arrivals, max_size=10),
+    st.dictionaries(st.integers(0, 25), st.sampled_from(TROUBLES), max_size=3),
+    st.integers(0, 1),
+)
+def test_whatever_happens_every_request_gets_one_terminal_message_and_nothing_leaks(
+    engine, schedule, troubles, lag
+):
+    driven = Driven(max_concurrent_requests=6, max_total_tokens=24, prefill_budget=4, **ENGINES[engine])
+    driven.wire.lag = lag
+    for turn in range(30):
+        for i, (arrives, prompt, most, scored, peer, cancelled) in enumerate(schedule):
+            if arrives == turn:
+                driven.arrive(Generate(i, prompt, most, prompt_logprobs=scored), peer=peer)
+            if cancelled == turn:
+                driven.arrive(Cancel(i, "test"), peer=peer)
+        trouble = troubles.get(turn)
+        driven.model.failures = [RuntimeError("on purpose")] if trouble == TROUBLES[0] else []
+        driven.model.nan_slots = {0} if trouble == TROUBLES[1] else set()
+        if trouble == TROUBLES[3]:
+            driven.arrive(PeerLost(), peer=b"a")
+        driven.arrive(Cancel(10**9, "keeps the loop from waiting"))
+        failing = mock.patch.object(sampling, "logprobs", side_effect=RuntimeError("on purpose"))
+        with failing if trouble == TROUBLES[2] else contextlib.nullcontext():
+            driven.step()
+    driven.model.failures, driven.model.nan_slots = [], set()
+    driven.run()
+    assert set(driven.ends) == set(range(len(schedule)))
+    assert set(driven.tokens) <= set(driven.prompts)
+    for i, (_arrives, prompt, most, scored, _peer, _cancelled) in enumerate(schedule):
+        expected = greedy(prompt, min(most, 24 - len(prompt)))
+        assert driven.tokens[i] == expected[: len(driven.tokens[i])]
+        if driven.ends[i] in ("length", "eos_token"):
+            assert driven.tokens[i] == expected
+            assert len(driven.prompts[i].logprobs) == (len(prompt) - 1 if scored else 0)
+
+
+FLOATS = (
+    st.sampled_from([0.0, 1.0, -1.0, 0.5, 1e-320, 1e308, float("inf"), float("-inf"), float("nan")])
+    | st.floats()
+)
+NUMBERS = st.sampled_from([-3, -1, 0, 1, 2, 7, 49, 50, 2**31, 2**63 - 1, 2**63, 2**64 - 1]) | st.integers(
+    -(2**63), 2**64 - 1
+)
+TOKENS = st.lists(st.integers(1, 49), min_size=1, max_size=30) | st.lists(NUMBERS, max_size=30)
+hostile_sampling = st.builds(
+    Sampling,
+    *(st.none() | NUMBERS, FLOATS, NUMBERS, *[FLOATS] * 6),
+    st.lists(st.tuples(NUMBERS, FLOATS), max_size=3),
+)
+hostile = st.one_of(
+    st.builds(
+        lambda *fields, **options: SubmitRequests([Generate(*fields, **options)]),
+        st.integers(0, 12),
+        TOKENS,
+        NUMBERS,
+        FLOATS,
+        sampling=st.just(Sampling())
+        | st.builds(Sampling, seed=NUMBERS, temperature=FLOATS, top_p=FLOATS)
+        | hostile_sampling,
+        top_n_tokens=st.just(0) | NUMBERS,
+        min_new_tokens=st.just(0) | NUMBERS,
+        prompt_logprobs=st.booleans(),
+        ignore_eos=st.booleans(),
+    ),
+    st.builds(SubmitRequests, st.just([])),
+    st.builds(Cancel, NUMBERS, st.text(max_size=300)),
+    st.builds(Cancel, st.integers(0, 12), st.just("")),
+    st.builds(Hello, NUMBERS, st.booleans()),
+    st.builds(
+        RequestStats,
+        NUMBERS,
+        st.none() | st.text(),
+        FLOATS,
+        FLOATS,
+        FLOATS,
+        FLOATS,
+        FLOATS,
+        NUMBERS,
+        NUMBERS,
+        NUMBERS,
+    ),
+)
+decoder = msgspec.msgpack.Decoder(protocol.FromWeb)
+
+
+@settings(max_examples=80)
+@given(st.sampled_from(list(ENGINES)), st.lists(hostile, max_size=12))
+def test_whatever_one_web_process_sends_the_loop_goes_on_and_the_text_of_another_stays_right(
+    engine, messages
+):
+    driven = Driven(max_total_tokens=24, prefill_budget=4, web_processes=10**6, **ENGINES[engine])
+    driven.arrive(Generate(7, [5, 6, 7], 12), peer=b"good")
+    for message in messages:
+        with contextlib.suppress(OverflowError):  # cannot be sent
+            if (received := protocol.decode(decoder, [protocol.encode(message)])) is None:
+                continue
+            if isinstance(received, RequestStats):
+                driven.worker.metrics.handle(received)
+            else:
+                driven.arrive(received, peer=b"evil")
+        driven.step()
+    driven.arrive(Generate(8, [9, 8], 12), peer=b"good")
+    driven.run()
+    texts = defaultdict(list)
+    for peer, message in driven.wire.sent:
+        for token in getattr(message, "tokens", []) if peer == b"good" else []:
+            texts[token.id].append(token.token)
+    assert (texts[7], texts[8]) == (greedy([5, 6, 7], 12), greedy([9, 8], 12))
+    assert b"NaN" not in driven.worker.metrics.render() and driven.worker.is_idle
+
+
+# The process
+
+PROCESS = """
+import errno, sys, threading, worker
+from run import ConfigError
+from models.base import DeviceLost, ModelError
+
+def boot(config, end, metrics):
+    if sys.argv[1] == "socket":
+        end.publish(lambda: [(b"", object())])  # cannot be encoded
+        threading.Event().wait()
+    if sys.argv[1] == "thread":
+        threading.Thread(target=lambda: 1 / 0).start()
+        threading.Event().wait()
+    if sys.argv[1] == "disk":
+        raise OSError(errno.ENOSPC, "on purpose", "/a/file")
+    if sys.argv[1] == "memory":
+        raise MemoryError
+    raise {"device": DeviceLost, "model": ModelError, "configuration": ConfigError}[sys.argv[1]]("on purpose")
+
+worker.boot = boot
+sys.exit(worker.main())
+"""
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(
+    ("failure", "code", "message"),
+    [
+        ("socket", 1, "CRITICAL worker: a thread of the worker failed: TypeError"),
+        ("thread", 1, "CRITICAL worker: a thread of the worker failed: ZeroDivisionError"),
+        (
+            "disk",
+            1,
+            "ERROR worker: /a/file: No space left on device; free space, or name another folder with TMPDIR",
+        ),
+        ("memory", 1, "ERROR worker: Cannot allocate memory; use a machine or container with more memory"),
+        ("device", 1, "ERROR worker: unrecoverable device error; restart the process: on purpose"),
+        ("model", 2, "ERROR worker: on purpose"),
+        ("configuration", 2, "ERROR worker: on purpose"),
+    ],
+)
+def test_a_worker_that_cannot_go_on_ends_with_one_message_and_its_exit_code(
+    failure, code, message, tmp_path, monkeypatch
+):
+    (tmp_path / "config.json").write_text(Config().to_json())
+    monkeypatch.setenv("NEURON_TEXTGEN_RUN_DIR", str(tmp_path))
+    command = [sys.executable, "-c", PROCESS, failure]
+    ended = subprocess.run(command, cwd=HERE, capture_output=True, text=True, timeout=WAIT_S * 3)
+    assert ended.returncode == code, ended.stderr
+    assert [line for line in ended.stderr.splitlines() if message in line]
+    assert sum("CRITICAL" in line or "ERROR" in line for line in ended.stderr.splitlines()) == 1
+
+
+class _Panic(BaseException):
+    """As Rust's libraries raise it."""
+
+
+def test_a_panic_while_a_grammar_is_compiled_ends_the_request_that_waits_for_it():
+    class Panicking:
+        def knows(self, grammar):
+            return False
+
+        def matcher(self, grammar):
+            raise _Panic
+
+    compiled = queue.SimpleQueue()
+    threads = GrammarThreads(Panicking(), 10, compiled.put)
+    threads.compile(Generate(7, [1], 1, grammar="{}"))
+    ended = compiled.get(timeout=WAIT_S)
+    assert (ended.generate.id, ended.matcher, ended.error) == (7, None, "the grammar cannot be compiled")
+
+
+def test_eos_ids_that_the_model_does_not_have_are_ignored_with_one_warning(caplog):
+    assert worker.known_eos_ids([2, 10**30, -1, 2, 99, 100], 100) == [2, 99]
+    (record,) = caplog.records
+    assert "0 to 99: 1000000000" in record.getMessage()
+    assert record.getMessage().endswith(", -1, 100")
+    caplog.clear()
+    assert worker.known_eos_ids([0, 99], 100) == [0, 99]
+    assert not caplog.records

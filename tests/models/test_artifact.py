@@ -1,0 +1,407 @@
+"""Compiled programs on disk: what a manifest holds, which settings contradict it, and what a cache finds."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from config import Config
+from models.artifact import Artifact, Cache, Programs, check_compiler, model_key, with_optimum, with_programs
+from models.cache import evict
+from run import ConfigError
+
+PROGRAMS = Programs(
+    batch_size=4,
+    tp_degree=2,
+    dtype="bfloat16",
+    prefill_buckets=(128, 512),
+    position_buckets=(128, 512, 1024),
+    continuous_batching=True,
+    quantize=None,
+    sampling="host",
+    compiler_version="2.20.9961.0",
+    transformers_neuronx_version="0.13.1216",
+)
+OPTIMUM = {
+    "task": "text-generation",
+    "batch_size": 4,
+    "num_cores": 2,
+    "auto_cast_type": "bf16",
+    "sequence_length": 1000,
+    "compiler_type": "neuronx-cc",
+    "compiler_version": "2.16.372.0",
+    "checkpoint_id": "meta/llama",
+    "checkpoint_revision": "abc",
+}
+counts = st.lists(st.integers(1, 1 << 17), min_size=1, max_size=9, unique=True).map(
+    lambda lengths: tuple(sorted(lengths))
+)
+
+
+def folder_with(tmp_path, section):
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", "neuron": section}))
+    return tmp_path
+
+
+def refusal(call, *arguments):
+    with pytest.raises(ConfigError) as refused:
+        call(*arguments)
+    assert len(str(refused.value).splitlines()) == 1
+    return str(refused.value)
+
+
+@given(
+    st.builds(
+        Programs,
+        batch_size=st.integers(1, 64),
+        tp_degree=st.integers(1, 32),
+        dtype=st.sampled_from(["float32", "float16", "bfloat16"]),
+        prefill_buckets=counts,
+        position_buckets=counts,
+        continuous_batching=st.booleans(),
+        quantize=st.sampled_from([None, "int8"]),
+        sampling=st.sampled_from(["host", "device"]),
+        compiler_version=st.text(min_size=1),
+        transformers_neuronx_version=st.text(min_size=1),
+        neuron_config=st.sampled_from(
+            [(), ("collectives_layout=BSH", "sequence_parallel_norm_threshold=512")]
+        ),
+    )
+)
+def test_a_manifest_is_read_as_it_was_written(tmp_path_factory, programs):
+    section = json.loads(json.dumps(dataclasses.asdict(programs)))
+    assert Artifact.read(folder_with(tmp_path_factory.getbasetemp(), section)).programs == programs
+
+
+def test_a_folder_of_optimum_neuron_gives_its_values_and_its_checkpoint(tmp_path, caplog):
+    caplog.set_level("INFO")
+    found = Artifact.read(folder_with(tmp_path, OPTIMUM))
+    assert (found.programs, found.checkpoint_id, found.checkpoint_revision) == (None, "meta/llama", "abc")
+    config = with_optimum(Config(model_id="/x"), found.optimum, batches=True)
+    assert (config.max_batch_size, config.max_total_tokens, config.tp_degree, config.dtype) == (
+        4,
+        1000,
+        2,
+        "bfloat16",
+    )
+    assert caplog.messages == [
+        "The programs of optimum-neuron cannot be loaded; /x is compiled with its values: --max-batch-size 4 (MAX_BATCH_SIZE), "
+        "--max-total-tokens 1000 (MAX_TOTAL_TOKENS), --tp-degree 2 (TP_DEGREE), --dtype bfloat16 (DTYPE)"
+    ]
+
+
+def test_settings_come_before_the_values_of_optimum_neuron(tmp_path):
+    given = {"max_batch_size": 2, "max_total_tokens": 64, "tp_degree": 8, "dtype": "float32"}
+    optimum = Artifact.read(folder_with(tmp_path, OPTIMUM)).optimum
+    assert with_optimum(Config(model_id="/x", **given), optimum, batches=True) == Config(
+        model_id="/x", **given
+    )
+    assert with_optimum(Config(model_id="/x"), optimum, batches=False).max_batch_size == 1
+
+
+def test_a_plain_checkpoint_is_not_a_compiled_model(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama"}))
+    assert Artifact.read(tmp_path) is None
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"batch_size": None}, "Expected `int`, got `null` - at `$.batch_size`"),
+        ({"batch_size": True}, "Expected `int`, got `bool` - at `$.batch_size`"),
+        ({"num_cores": 0}, "Expected `int` >= 1 - at `$.num_cores`"),
+        ({"auto_cast_type": "int4"}, "Invalid enum value 'int4' - at `$.auto_cast_type`"),
+        ({"auto_cast_type": "auto"}, "Invalid enum value 'auto' - at `$.auto_cast_type`"),
+        ({"task": "feature-extraction"}, "Invalid enum value 'feature-extraction' - at `$.task`"),
+        ({"prefill_buckets": None}, "Expected `array`, got `null` - at `$.prefill_buckets`"),
+        ({"prefill_buckets": [0]}, "Expected `int` >= 1 - at `$.prefill_buckets[0]`"),
+        ({"prefill_buckets": ["a"]}, "Expected `int`, got `str` - at `$.prefill_buckets[0]`"),
+        ({"position_buckets": []}, "Expected `array` of length >= 1 - at `$.position_buckets`"),
+        ({"quantize": "int4"}, "Invalid enum value 'int4' - at `$.quantize`"),
+        ({"prefill_chunk": -1}, "Expected `int` >= 0 - at `$.prefill_chunk`"),
+        ({"sampling": "banana"}, "Invalid enum value 'banana' - at `$.sampling`"),
+        ({"exporter": "banana"}, "Invalid enum value 'banana' - at `$.exporter`"),
+        ({"dtype": "bf16"}, "Invalid enum value 'bf16' - at `$.dtype`"),
+        ({"continuous_batching": "yes"}, "Expected `bool`, got `str` - at `$.continuous_batching`"),
+        ({"position_buckets": [0]}, "Expected `int` >= 1 - at `$.position_buckets[0]`"),
+        ({"tp_degree": 0}, "Expected `int` >= 1 - at `$.tp_degree`"),
+        ({"batch_size": 10**12}, "Expected `int` <= 1000000 - at `$.batch_size`"),
+        ({"batch_size": 10**30, "exporter": "neuron-textgen"}, "- at `$.batch_size`"),
+        (
+            {"compiler_version": None, "exporter": "neuron-textgen"},
+            "Expected `str`, got `null` - at `$.compiler_version`",
+        ),
+        (
+            {"transformers_neuronx_version": None},
+            "Expected `str`, got `null` - at `$.transformers_neuronx_version`",
+        ),
+        (
+            {"checkpoint_id": 5, "exporter": "neuron-textgen"},
+            "Expected `str | null`, got `int` - at `$.checkpoint_id`",
+        ),
+        ({"checkpoint_revision": []}, "Expected `str | null`, got `array` - at `$.checkpoint_revision`"),
+        ({"files": {"a.neff": "abc"}}, "Expected `array`, got `str` - at `$.files[...]`"),
+        ({"rope_base": 5, "exporter": "neuron-textgen"}, "Object contains unknown field `rope_base`"),
+    ],
+    ids=str,
+)
+def test_an_incomplete_or_wrong_manifest_is_refused_by_the_field(tmp_path, change, reason):
+    section = json.loads(json.dumps(dataclasses.asdict(PROGRAMS))) if set(change) - set(OPTIMUM) else OPTIMUM
+    assert reason in refusal(Artifact.read, folder_with(tmp_path, section | change))
+
+
+@pytest.mark.parametrize("section", [[], "yes", 1])
+def test_a_manifest_that_is_not_an_object_is_refused(tmp_path, section):
+    assert "`neuron` cannot be served (Expected `object`" in refusal(
+        Artifact.read, folder_with(tmp_path, section)
+    )
+
+
+def test_values_that_are_left_open_come_from_the_manifest():
+    config = with_programs(Config(model_id="/x"), PROGRAMS, "/x")
+    assert (config.max_batch_size, config.tp_degree, config.dtype) == (4, 2, "bfloat16")
+    assert (config.max_total_tokens, config.max_input_tokens) == (1024, 512)
+
+
+def test_smaller_limits_and_equal_values_are_accepted():
+    config = Config(model_id="/x", max_batch_size=2, max_total_tokens=300, max_input_tokens=100)
+    expected = dataclasses.replace(config, tp_degree=2, dtype="bfloat16", sampling="host")
+    assert with_programs(config, PROGRAMS, "/x") == expected
+    assert with_programs(Config(model_id="/x", max_total_tokens=300), PROGRAMS, "/x").max_input_tokens == 299
+    equal = {
+        "tp_degree": 2,
+        "dtype": "bfloat16",
+        "prefill_buckets": (128,),
+        "position_buckets": (128, 512, 1024),
+    }
+    assert with_programs(Config(model_id="/x", **equal), PROGRAMS, "/x").tp_degree == 2
+
+
+@pytest.mark.parametrize(
+    ("setting", "reason"),
+    [
+        (
+            {"max_batch_size": 5},
+            "--max-batch-size 5 (MAX_BATCH_SIZE) is more than the 4 that /x was compiled for",
+        ),
+        (
+            {"max_total_tokens": 1025},
+            "--max-total-tokens 1025 (MAX_TOTAL_TOKENS) is more than the 1024",
+        ),
+        ({"max_input_tokens": 513}, "--max-input-tokens 513 (MAX_INPUT_TOKENS) is more than the 512"),
+        ({"tp_degree": 1}, "--tp-degree 1 (TP_DEGREE) contradicts /x, compiled for 2"),
+        ({"dtype": "float16"}, "--dtype float16 (DTYPE) contradicts /x, compiled for bfloat16"),
+        ({"quantize": "int8"}, "--quantize int8 (QUANTIZE) contradicts /x, compiled for none"),
+        ({"prefill_buckets": (64, 128)}, "--prefill-buckets 64,128 (PREFILL_BUCKETS) contradicts /x, comp"),
+        ({"sampling": "device"}, "--sampling device (SAMPLING) contradicts /x, compiled for host"),
+        (
+            {"neuron_config": ("on_device_embedding=true",)},
+            "--neuron-config on_device_embedding=true (NEURON_CONFIG) contradicts /x, compiled for none",
+        ),
+        ({"position_buckets": (256,)}, "--position-buckets 256 (POSITION_BUCKETS) contradicts /x"),
+        ({"prefill_chunk": 128}, "--prefill-chunk 128 (PREFILL_CHUNK) contradicts /x, compiled for 0"),
+    ],
+    ids=str,
+)
+def test_a_setting_that_contradicts_the_manifest_is_refused_with_both_values(setting, reason):
+    message = refusal(with_programs, Config(model_id="/x", **setting), PROGRAMS, "/x")
+    assert reason in message
+    assert "compile it again" in message
+
+
+@given(st.integers(1, 8), st.integers(2, 2000), st.integers(1, 2000))
+def test_limits_that_are_accepted_can_be_run(slots, total, prompt):
+    try:
+        config = Config(model_id="/x", max_batch_size=slots, max_total_tokens=total, max_input_tokens=prompt)
+        found = with_programs(config, PROGRAMS, "/x")
+    except ConfigError:
+        assert slots > 4 or total > 1024 or prompt > 512 or prompt >= total
+    else:
+        assert found.max_batch_size <= 4 and found.max_input_tokens <= 512
+        assert found.max_input_tokens < found.max_total_tokens <= 1024
+
+
+@pytest.mark.parametrize("version", ["2.20.9961.0", "2.20.9961.0+0acef03a", "2.21.0", "2.20.10000.0", "3.0"])
+def test_the_same_compiler_and_newer_ones_are_accepted(version):
+    check_compiler(PROGRAMS, version, "/x")
+
+
+def test_programs_of_a_newer_compiler_are_refused_with_both_versions():
+    message = refusal(check_compiler, PROGRAMS, "2.16.372.0", "/x")
+    assert "/x was compiled by neuronx-cc 2.20.9961.0, newer than the installed 2.16.372.0" in message
+
+
+def save_programs(folder):
+    Path(folder, "a.neff").write_text("a program")
+
+
+def test_a_cache_finds_its_own_entries_and_nothing_else(tmp_path):
+    cache = Cache(tmp_path / "cache", 1.0)
+    assert cache.find("model", PROGRAMS) is None
+    entry = cache.add("model", PROGRAMS, save_programs)
+    assert cache.find("model", PROGRAMS) == entry
+    assert (entry / "a.neff").read_text() == "a program"
+    assert cache.find("other", PROGRAMS) is None
+    assert cache.find("model", dataclasses.replace(PROGRAMS, batch_size=8)) is None
+
+
+@pytest.mark.parametrize(
+    ("name", "damage", "reason"),
+    [
+        ("a.neff", Path.unlink, "a.neff is missing"),
+        ("a.neff", lambda path: path.write_text(""), "a.neff is damaged: it has 0 bytes instead of 9"),
+        ("a.neff", lambda path: path.write_text("a Program"), "a.neff is damaged: its SHA-256 differs"),
+        ("programs.json", lambda path: path.write_text("{"), "programs.json is damaged"),
+        (
+            "programs.json",
+            lambda path: path.write_text('{"files": {"a.neff": 5}}'),
+            "programs.json is damaged",
+        ),
+        ("programs.json", lambda path: path.write_text('{"files": []}'), "programs.json is damaged"),
+    ],
+)
+def test_a_damaged_file_is_named_and_its_programs_are_removed(tmp_path, name, damage, reason, caplog):
+    cache = Cache(tmp_path, 1.0)
+    entry = cache.add("model", PROGRAMS, save_programs)
+    damage(entry / name)
+    assert cache.find("model", PROGRAMS) is None
+    assert caplog.messages == [
+        f"{entry}/{reason}: removing these programs from the cache, to compile them again"
+    ]
+    assert not entry.exists()
+    cache.add("model", PROGRAMS, save_programs)
+    assert cache.find("model", PROGRAMS) == entry
+
+
+def test_the_least_recently_used_programs_go_first(tmp_path, caplog):
+    caplog.set_level("INFO")
+    size = sum(
+        file.stat().st_size
+        for file in Cache(tmp_path / "other", 1.0).add("a", PROGRAMS, save_programs).iterdir()
+    )
+    cache = Cache(tmp_path / "cache", 2.5 * size / 1e9)
+    for age, model in enumerate("abc"):
+        entry = cache.add(model, PROGRAMS, save_programs)
+        os.utime(entry / "programs.json", (age, age))
+        if model == "b":
+            assert cache.find("a", PROGRAMS)  # used now
+    assert [bool(cache.find(model, PROGRAMS)) for model in "abc"] == [True, False, True]
+    assert "the cache exceeds --compile-cache-size (COMPILE_CACHE_SIZE)" in caplog.text
+
+
+def test_programs_that_another_process_removes_meanwhile_do_not_matter(tmp_path):
+    kept = Cache(tmp_path, 1.0).add("a", PROGRAMS, save_programs)
+    evict([tmp_path / "removed" / "programs.json", kept / "programs.json"], 1.0, "--compile-cache-size")
+    assert kept.exists()
+
+
+def test_programs_are_kept_even_where_they_alone_are_more_than_the_cache_may_hold(tmp_path):
+    cache = Cache(tmp_path, 1e-9)
+    cache.add("a", PROGRAMS, save_programs)
+    assert cache.find("a", PROGRAMS)
+
+
+def test_what_an_interrupted_compile_left_is_removed_by_the_next_and_a_running_one_is_not_disturbed(tmp_path):
+    cache = Cache(tmp_path, 1.0)
+    (tmp_path / ".neuron-textgen-abandoned.new").mkdir()
+
+    def save(folder):
+        save_programs(folder)
+        cache.add("b", PROGRAMS, save_programs)  # another process, at the same time
+        assert Path(folder, "a.neff").exists()
+
+    entry = cache.add("a", PROGRAMS, save)
+    assert {path.name for path in tmp_path.iterdir()} == {entry.name, cache.find("b", PROGRAMS).name}
+
+
+@pytest.mark.parametrize("package", ["torch-neuronx", "libneuronxla"])
+def test_programs_for_another_version_of_the_runtime_are_not_found(tmp_path, monkeypatch, package):
+    cache = Cache(tmp_path, 1.0)
+    cache.add("model", PROGRAMS, save_programs)
+    monkeypatch.setattr("models.artifact.installed", lambda name: "2.9" if name == package else None)
+    assert cache.find("model", PROGRAMS) is None
+    assert cache.missing("model", PROGRAMS).endswith(f"other values: {package} 2.9 instead of none")
+
+
+@pytest.mark.parametrize("change", [{"compiler_version": "2.21"}, {"transformers_neuronx_version": "0.14"}])
+def test_programs_of_another_compiler_or_library_are_not_found(tmp_path, change):
+    cache = Cache(tmp_path, 1.0)
+    cache.add("model", PROGRAMS, save_programs)
+    assert cache.find("model", dataclasses.replace(PROGRAMS, **change)) is None
+
+
+def test_programs_for_other_compiler_flags_are_not_found(tmp_path, monkeypatch):
+    cache = Cache(tmp_path, 1.0)
+    monkeypatch.setenv("NEURON_CC_FLAGS", "-O1")
+    cache.add("model", PROGRAMS, save_programs)
+    monkeypatch.setenv("NEURON_CC_FLAGS", "-O2")
+    assert cache.find("model", PROGRAMS) is None
+    assert cache.missing("model", PROGRAMS).endswith("other values: NEURON_CC_FLAGS -O2 instead of -O1")
+
+
+def test_a_cache_names_the_values_in_which_the_nearest_entry_differs(tmp_path):
+    cache = Cache(tmp_path, 1.0)
+    assert "holds none of this model" in cache.missing("model", PROGRAMS)
+    cache.add("model", PROGRAMS, save_programs)
+    cache.add(
+        "model", dataclasses.replace(PROGRAMS, batch_size=1, tp_degree=1, dtype="float32"), save_programs
+    )
+    wanted = dataclasses.replace(PROGRAMS, batch_size=8, position_buckets=(128, 2048))
+    reason = cache.missing("model", wanted)
+    assert reason.endswith(
+        "other values: batch_size 8 instead of 4, position_buckets 128,2048 instead of 128,512,1024"
+    )
+    assert "holds none of this model" in cache.missing("other", wanted)
+
+
+def test_an_entry_that_was_not_saved_completely_is_not_found(tmp_path):
+    def save_half(folder):
+        save_programs(folder)
+        raise OSError(28, "No space left on device")
+
+    cache = Cache(tmp_path, 1.0)
+    with pytest.raises(OSError):
+        cache.add("model", PROGRAMS, save_half)
+    assert cache.find("model", PROGRAMS) is None
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    "record", ["", "{", "[]", "{}", '{"model": "model", "programs": 1}', '{"model": 1, "programs": {}}']
+)
+def test_a_damaged_record_does_not_matter(tmp_path, record):
+    cache = Cache(tmp_path, 1.0)
+    (tmp_path / "damaged").mkdir()
+    (tmp_path / "damaged" / "programs.json").write_text(record)
+    assert "holds none of this model" in cache.missing("model", PROGRAMS)
+    cache.add("model", PROGRAMS, save_programs)
+    assert "batch_size 8 instead of 4" in cache.missing("model", dataclasses.replace(PROGRAMS, batch_size=8))
+
+
+@pytest.mark.parametrize(
+    ("url", "folder"),
+    [
+        (None, "/var/tmp/neuron-compile-cache/neuron-textgen"),
+        ("", "/var/tmp/neuron-compile-cache/neuron-textgen"),
+        ("/data/cache", "/data/cache/neuron-textgen"),
+        ("file:///data/cache", "/data/cache/neuron-textgen"),
+        ("s3://bucket/cache", None),
+    ],
+)
+def test_the_cache_is_in_the_compilers_cache_folder(url, folder):
+    found = Cache.here(5.0, {} if url is None else {"NEURON_COMPILE_CACHE_URL": url})
+    assert found == (folder and Cache(Path(folder), 5.0))
+
+
+def test_the_model_key_depends_on_what_is_computed_alone():
+    config = {"model_type": "llama", "hidden_size": 64}
+    assert model_key(config) == model_key(
+        config | {"transformers_version": "4.48.3", "_name_or_path": "/x", "neuron": {}}
+    )
+    assert model_key(config) != model_key(config | {"hidden_size": 128})

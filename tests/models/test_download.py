@@ -1,0 +1,469 @@
+"""What is downloaded from the hub, of which commit and with which token, and the one line for everything that fails.
+
+The hub's library is the real one; the hub is in this process. See fakes/hub.py.
+"""
+
+import contextlib
+import errno
+import json
+import logging
+import os
+import re
+import signal
+import threading
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import huggingface_hub
+import pytest
+from fakes.hub import READER, STRANGER, Hub
+from huggingface_hub import constants, file_download
+from huggingface_hub.utils import _http
+from processes import Server, wait_until
+
+import models
+from config import DEMO_MODEL, Config
+from manifest import Manifest
+from models import plan
+from models.artifact import Artifact
+from models.base import ModelError
+from models.fetch import fetch, fetch_artifact, fetch_checkpoint, fetch_weights
+
+FACTS = [
+    "chat_template.jinja",
+    "config.json",
+    "model.safetensors.index.json",
+    "tokenizer.json",
+    "tokenizer.model",
+    "vocab.txt",
+]
+SHARDS = ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"]
+PICKLED = ["pytorch_model-00001-of-00002.bin", "pytorch_model-00002-of-00002.bin"]
+CODE = ["modeling_own.py"]
+NEVER = [
+    "README.md",
+    "consolidated.00.pth",
+    "consolidated.safetensors",
+    "flax_model.msgpack",
+    "onnx/config.json",
+    "onnx/model.onnx",
+    "original/consolidated.safetensors",
+    "training_args.bin",
+]
+
+
+forget_connections = getattr(_http, "close_session", None) or _http.reset_sessions  # the latter in 0.36
+
+
+def files(*groups, **contents):
+    return {name: f"the content of {name}".encode() for group in groups for name in group} | contents
+
+
+@pytest.fixture
+def hub(tmp_path, monkeypatch):
+    with Hub() as hub:
+        for name in ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "HF_API_TOKEN", "HF_HUB_OFFLINE"):
+            monkeypatch.delenv(name, raising=False)
+        for name, value in hub.environment(tmp_path).items():
+            monkeypatch.setenv(name, value)
+        # The library read its environment when it was imported.
+        for name, value in {
+            "ENDPOINT": hub.endpoint,
+            "HF_HUB_CACHE": str(tmp_path / "hub"),
+            "HF_TOKEN_PATH": str(tmp_path / "token"),
+            "HF_HUB_OFFLINE": False,
+            "HF_HUB_DISABLE_TELEMETRY": True,
+            "HF_HUB_DISABLE_XET": True,
+        }.items():
+            monkeypatch.setattr(constants, name, value)
+        for module in (constants, file_download):  # 0.36 has it in both
+            if hasattr(module, "HUGGINGFACE_CO_URL_TEMPLATE"):
+                template = hub.endpoint + "/{repo_id}/resolve/{revision}/{filename}"
+                monkeypatch.setattr(module, "HUGGINGFACE_CO_URL_TEMPLATE", template)
+        forget_connections()
+        yield hub
+        forget_connections()
+
+
+@pytest.fixture
+def config():
+    return Config(model_id="someone/model")
+
+
+@pytest.fixture
+def no_pauses(monkeypatch):
+    """The library waits a second before it tries again."""
+    monkeypatch.setattr(time, "sleep", lambda seconds: None)
+
+
+def go_offline(monkeypatch):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    forget_connections()
+
+
+def refusal(config):
+    with pytest.raises(ModelError) as caught:
+        folder, _commit = fetch(config)
+        fetch_weights(config, folder)
+    message = str(caught.value)
+    assert len(message.splitlines()) == 1 and READER not in message
+    return message
+
+
+def names(folder):
+    return sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
+
+
+def test_the_facts_come_first_and_the_weights_when_they_are_wanted(hub, config):
+    commit = hub.push("someone/model", files(FACTS, SHARDS, PICKLED, CODE, NEVER))
+    folder, sha = fetch(config)
+    assert (sha, folder.name) == (commit, commit)
+    assert hub.fetched == names(folder) == FACTS
+    assert fetch_weights(config, folder) == folder
+    assert hub.fetched == names(folder) == sorted(FACTS + SHARDS)
+    assert (folder / SHARDS[0]).read_text() == f"the content of {SHARDS[0]}"
+
+
+def test_pickled_weights_are_fetched_only_where_there_are_no_others(hub, config):
+    hub.push("someone/model", files(FACTS, PICKLED, NEVER))
+    fetch_weights(config, fetch(config)[0])
+    assert hub.fetched == sorted(FACTS + PICKLED)
+
+
+def test_a_checkpoint_that_was_split_into_a_file_for_each_tensor_is_fetched(hub, config):
+    split = ["pytorch_model.bin/key_to_filename.json", "pytorch_model.bin/p0.lm_head.weight"]
+    hub.push("someone/model", files(FACTS, split, NEVER))
+    folder, _commit = fetch(config)
+    assert hub.fetched == FACTS
+    assert names(fetch_weights(config, folder)) == sorted(FACTS + split)
+
+
+def test_pickled_weights_are_not_downloaded_for_a_cpu_which_does_not_read_them(hub, config):
+    hub.push("someone/model", files(FACTS, PICKLED, NEVER))
+    folder, _commit = fetch(config)
+    _config, _device, fetch_its_weights, _load = models.prepare(
+        replace(config, device="cpu"), folder, Manifest("llama", 4096, ())
+    )
+    with pytest.raises(ModelError, match=r"someone/model holds no weights: there is no \*.safetensors$"):
+        fetch_its_weights()
+    assert hub.fetched == FACTS
+
+
+def test_code_is_fetched_only_where_it_is_trusted(hub):
+    hub.push("someone/model", files(FACTS, CODE, NEVER))
+    fetch(Config(model_id="someone/model", trust_remote_code=True))
+    assert hub.fetched == sorted(FACTS + CODE)
+
+
+def test_a_model_without_weights_is_refused_by_name(hub, config):
+    hub.push("someone/model", files(FACTS, NEVER))
+    missing = "there is no *.safetensors and no pytorch_model.bin/* and no pytorch_model*.bin"
+    assert refusal(config) == f"someone/model holds no weights: {missing}"
+
+
+def test_the_weights_are_of_the_commit_that_the_facts_are_of(hub, config):
+    hub.push("someone/model", files(FACTS, **{"model.safetensors": b"old"}))
+    folder, _commit = fetch(config)
+    hub.push("someone/model", files(FACTS, **{"model.safetensors": b"new"}))
+    assert (fetch_weights(config, folder) / "model.safetensors").read_bytes() == b"old"
+
+
+@pytest.mark.parametrize("kind", ["branch", "tag", "commit"])
+def test_a_revision_is_a_branch_a_tag_or_a_commit(hub, kind):
+    wanted = hub.push("someone/model", files(FACTS, SHARDS), branch="a/branch", tag="v1.0")
+    hub.push("someone/model", files(FACTS, SHARDS))
+    config = Config(
+        model_id="someone/model", revision={"branch": "a/branch", "tag": "v1.0", "commit": wanted}[kind]
+    )
+    folder, sha = fetch(config)
+    fetch_weights(config, folder)
+    assert sha == wanted
+    assert names(folder) == sorted(FACTS + SHARDS)
+
+
+def test_what_is_in_the_cache_is_not_fetched_again(hub, config):
+    hub.push("someone/model", files(FACTS, SHARDS))
+    fetch_weights(config, fetch(config)[0])
+    hub.asked.clear()
+    fetch_weights(config, fetch(config)[0])
+    assert hub.fetched == []
+
+
+def test_a_hub_that_is_down_does_not_matter_where_the_cache_has_everything(hub, config):
+    commit = hub.push("someone/model", files(FACTS, SHARDS))
+    fetch_weights(config, fetch(config)[0])
+    hub.close()
+    folder, sha = fetch(config)
+    assert (sha, names(fetch_weights(config, folder))) == (commit, sorted(FACTS + SHARDS))
+
+
+def test_a_compiled_model_brings_its_programs_and_its_weights(hub, config):
+    own = ["checkpoint/model.safetensors", "compiled/model.neff", "compiled/more/model.neff"]
+    hub.push("someone/model", files(FACTS, own, NEVER))
+    folder, _commit = fetch(config)
+    assert hub.fetched == FACTS
+    fetch_artifact(config, folder, ["checkpoint"])
+    assert names(folder) == sorted([*FACTS, own[0]])
+    fetch_artifact(config, folder, ["compiled", "checkpoint"])
+    assert names(folder) == sorted(FACTS + own)
+
+
+def test_a_compiled_model_without_weights_names_the_commit_to_fetch_them_of(hub, config):
+    wanted = hub.push("someone/base", files(FACTS, NEVER, **{"model.safetensors": b"old"}))
+    hub.push("someone/base", files(FACTS, **{"model.safetensors": b"new"}))
+    section = {
+        "batch_size": 2,
+        "sequence_length": 64,
+        "num_cores": 2,
+        "auto_cast_type": "bf16",
+        "compiler_version": "2",
+    }
+    section |= {"checkpoint_id": "someone/base", "checkpoint_revision": wanted}
+    compiled = {
+        "config.json": json.dumps({"model_type": "llama", "neuron": section}).encode(),
+        "compiled/a.neff": b"a",
+    }
+    hub.push("someone/model", compiled)
+    folder, _commit = fetch(config)
+    artifact = Artifact.read(folder)
+    checkpoint = fetch_checkpoint(config, artifact.checkpoint_id, artifact.checkpoint_revision)
+    assert names(checkpoint) == sorted([*FACTS, "model.safetensors"])
+    assert (checkpoint / "model.safetensors").read_bytes() == b"old"
+
+
+@pytest.mark.parametrize("access", ["private", "gated"])
+@pytest.mark.parametrize("name", ["HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "HF_API_TOKEN"])
+def test_a_token_opens_what_is_closed_and_goes_to_the_hub_alone(hub, config, monkeypatch, access, name):
+    hub.push("someone/model", files(FACTS, SHARDS), access=access)
+    monkeypatch.setenv(name, READER)
+    fetch_weights(config, fetch(config)[0])
+    assert {asked.token for asked in hub.asked if not asked.host.startswith("localhost")} == {READER}
+    assert {asked.token for asked in hub.asked if asked.host.startswith("localhost")} == {None}
+
+
+HIDDEN = (
+    "the hub has no such model: check the spelling of --model-id (MODEL_ID); if it is private, give a token with read "
+    "access in HF_TOKEN"
+)
+GATED = "it is gated: request access on its page, and give a token of that account in HF_TOKEN"
+BAD_TOKEN = "the hub does not know the token: give a valid one in HF_TOKEN, or none for a public model"
+
+
+@pytest.mark.parametrize(
+    "access, token, why",
+    [
+        ("private", None, HIDDEN),
+        ("private", STRANGER, HIDDEN),
+        ("gated", None, GATED),
+        ("gated", STRANGER, GATED),
+        ("forbidden", STRANGER, "the hub denies access: give a token with read access in HF_TOKEN"),
+        ("public", "hf_TypedWrong", BAD_TOKEN),
+    ],
+)
+def test_what_may_not_be_read_is_refused_with_what_would_help(
+    hub, config, monkeypatch, capsys, access, token, why
+):
+    hub.push("someone/model", files(FACTS, SHARDS), access=access)
+    if token:
+        monkeypatch.setenv("HF_TOKEN", token)
+    assert refusal(config) == f"someone/model cannot be downloaded: {why}"
+    assert plan.main(["--model-id", "someone/model"]) == 2
+    assert capsys.readouterr().err == f"error: someone/model cannot be downloaded: {why}\n"
+
+
+@pytest.mark.parametrize("token", [None, STRANGER])
+def test_a_model_that_is_not_there_is_refused(hub, config, monkeypatch, token):
+    if token:
+        monkeypatch.setenv("HF_TOKEN", token)
+    assert refusal(config) == f"someone/model cannot be downloaded: {HIDDEN}"
+
+
+@pytest.mark.parametrize("revision", ["v2", "0" * 40])
+def test_a_revision_that_is_not_there_is_named(hub, capsys, revision):
+    hub.push("someone/model", files(FACTS, SHARDS))
+    why = f"it has no branch, tag or commit '{revision}': check --revision (REVISION)"
+    assert (
+        refusal(Config(model_id="someone/model", revision=revision))
+        == f"someone/model cannot be downloaded: {why}"
+    )
+    assert plan.main(["--model-id", "someone/model", "--revision", revision]) == 2
+    assert capsys.readouterr().err == f"error: someone/model cannot be downloaded: {why}\n"
+
+
+def test_what_cannot_be_an_id_is_refused(hub):
+    message = refusal(Config(model_id="some one/model"))
+    assert (
+        "some one/model cannot be downloaded: --model-id (MODEL_ID) is neither a folder nor a hub id"
+        in message
+    )
+
+
+@pytest.mark.parametrize("status", [500, 503])
+def test_a_failing_hub_is_reported_with_its_status(hub, config, status, no_pauses):
+    hub.status = status
+    assert (
+        refusal(config)
+        == f"someone/model cannot be downloaded: the hub answers with status {status}: try again later"
+    )
+
+
+def test_the_rate_limit_of_the_hub_is_reported(hub, config, no_pauses):
+    hub.status = 429
+    assert "wait, or give a token in HF_TOKEN" in refusal(config)
+
+
+def test_a_hub_that_cannot_be_reached_is_reported(hub, config, no_pauses):
+    hub.close()
+    message = refusal(config)
+    assert message.startswith(
+        "someone/model cannot be downloaded: it is not in the cache, and the hub cannot be reached (Conn"
+    )
+    assert message.endswith("; check the network, or give a local folder")
+
+
+def test_offline_what_is_not_in_the_cache_is_refused(hub, config, monkeypatch):
+    go_offline(monkeypatch)
+    assert "it is not in the cache, and HF_HUB_OFFLINE is set" in refusal(config)
+    assert hub.asked == []
+
+
+def test_offline_a_cache_without_the_weights_is_refused(hub, config, monkeypatch):
+    hub.push("someone/model", files(FACTS, SHARDS))
+    fetch(config)
+    go_offline(monkeypatch)
+    assert "HF_HUB_OFFLINE is set" in refusal(config)
+
+
+def test_an_answer_that_is_no_hubs_is_refused(hub, config):
+    hub.status = 200
+    assert refusal(config).startswith("someone/model cannot be downloaded: ")
+
+
+@pytest.mark.skipif(
+    huggingface_hub.__version__.startswith("0."), reason="0.36 gives up, and goes on at the next start"
+)
+def test_a_download_resumes_after_a_lost_connection(hub, config, no_pauses):
+    hub.push("someone/model", {"config.json": b"{}", "model.safetensors": b"0123456789" * 1000})
+    hub.fail("model.safetensors", "cut", times=3)
+    folder = fetch_weights(config, fetch(config)[0])
+    assert (folder / "model.safetensors").read_bytes() == b"0123456789" * 1000
+
+
+@pytest.mark.parametrize("kind", ["cut", "reset", "error"])
+@pytest.mark.parametrize("file", ["config.json", "model.safetensors"])
+def test_a_download_that_fails_is_reported_in_one_line_and_succeeds_at_the_next_start(
+    hub, config, no_pauses, file, kind
+):
+    hub.push("someone/model", {"config.json": b"1", "model.safetensors": b"1"})
+    hub.fail(file, kind, times=100)
+    assert refusal(config).startswith("someone/model cannot be downloaded: ")
+    hub.faults.clear()
+    assert (fetch_weights(config, fetch(config)[0]) / file).read_bytes() == b"1"
+
+
+def kept_in(folder):
+    return Config(model_id="someone/model", huggingface_hub_cache=str(folder))
+
+
+@pytest.mark.parametrize("number", [errno.EACCES, errno.EROFS], ids=errno.errorcode.get)
+def test_a_cache_that_may_not_be_written_is_named_with_the_user_and_the_remedy(
+    hub, tmp_path, monkeypatch, number
+):
+    hub.push("someone/model", files(FACTS, SHARDS))
+    cache, mkdir = tmp_path / "cache", os.mkdir
+
+    def refuse(path, *how, **named):
+        if Path(path).is_relative_to(cache):
+            raise OSError(number, os.strerror(number), str(path))
+        mkdir(path, *how, **named)
+
+    monkeypatch.setattr(os, "mkdir", refuse)
+    assert re.fullmatch(
+        f"someone/model cannot be downloaded: {cache}\\S* cannot be used by user {os.geteuid()} \\({os.strerror(number)}\\); "
+        r"give that user the folder \(chown\), or another one with --huggingface-hub-cache \(HF_HUB_CACHE\) or HF_HOME",
+        refusal(kept_in(cache)),
+    )
+
+
+def test_a_file_where_the_cache_should_be_is_named(hub, tmp_path):
+    hub.push("someone/model", files(FACTS, SHARDS))
+    (tmp_path / "cache").write_text("in the way")
+    message = refusal(kept_in(tmp_path / "cache"))
+    assert message.startswith(f"someone/model cannot be downloaded: {tmp_path / 'cache'}")
+    assert "--huggingface-hub-cache" in message
+
+
+def test_while_a_download_goes_on_the_log_says_so(hub, config, monkeypatch, caplog):
+    monkeypatch.setattr("models.base.PROGRESS_S", 0.05)
+    caplog.set_level(logging.INFO)
+    hub.push("someone/model", files(FACTS, SHARDS))
+    folder, _commit = fetch(config)
+    hub.fail(SHARDS[1], "hang")
+    fetching = threading.Thread(target=fetch_weights, args=(config, folder))
+    fetching.start()
+    wait_until(lambda: "Still downloading someone/model after" in caplog.text, "a word of the download")
+    hub.may_go_on.set()
+    fetching.join()
+    assert (folder / SHARDS[1]).exists()
+    assert "http" not in caplog.text, "addresses of the hub are signed"
+
+
+def test_plan_fetches_the_config_and_nothing_else(hub, capsys, monkeypatch):
+    hub.push("someone/demo", DEMO_MODEL, access="private")
+    monkeypatch.setenv("HF_API_TOKEN", READER)
+    assert plan.main(["--model-id", "someone/demo"]) == 0
+    assert hub.fetched == ["config.json"]
+    assert "parameters in bfloat16" in capsys.readouterr().out
+
+
+def test_plan_names_the_file_that_is_not_there(hub, capsys):
+    hub.push("someone/model", {"README.md": b"no model"})
+    assert plan.main(["--model-id", "someone/model"]) == 2
+    assert capsys.readouterr().err.endswith(" is not a model folder: it has no config.json\n")
+
+
+# The whole server.
+
+
+@pytest.mark.processes
+def test_a_private_model_of_a_tag_is_downloaded_and_served_and_the_next_start_needs_no_hub(hub, tmp_path):
+    commit = hub.push("someone/demo", DEMO_MODEL, tag="v1", access="private")
+    hub.push("someone/demo", {"README.md": b"all gone"})
+    hub.fail("model.safetensors", "hang")
+    flags = ("--model-id", "someone/demo", "--revision", "v1")
+    with Server(*flags, **hub.environment(tmp_path, HF_TOKEN=READER, LOG_LEVEL="debug")) as server:
+        wait_until(hub.hangs.is_set, "the weights are requested")
+        wait_until(lambda: health(server) == (503, "downloading"), "/health says that it downloads")
+        hub.may_go_on.set()
+        server.wait_ready()
+        info = json.loads(server.get("/info")[1])
+        assert (info["model_id"], info["model_sha"]) == ("someone/demo", commit)
+        assert "learning" in server.generate("What is Deep Learning?")[1]["generated_text"].lower()
+        assert server.stop() == 0
+        assert "Downloading the weights of someone/demo" in server.log and READER not in server.log
+    hub.close()
+    with Server(*flags, **hub.environment(tmp_path, HF_HUB_OFFLINE="1")) as server:
+        server.wait_ready()
+        assert json.loads(server.get("/info")[1])["model_sha"] == commit
+        assert server.generate("Hello")[0] == 200
+        assert server.stop() == 0
+
+
+def health(server):
+    with contextlib.suppress(OSError):  # no process listens yet
+        status, body = server.get("/health")
+        return status, json.loads(body)["phase"]
+
+
+@pytest.mark.processes
+def test_sigterm_ends_a_download_at_once(hub, tmp_path):
+    hub.push("someone/demo", DEMO_MODEL)
+    hub.fail("model.safetensors", "hang")
+    with Server("--model-id", "someone/demo", **hub.environment(tmp_path)) as server:
+        wait_until(hub.hangs.is_set, "the weights are asked for")
+        asked_at = time.monotonic()
+        server.process.send_signal(signal.SIGTERM)
+        assert server.wait_exit() == 0
+        assert time.monotonic() - asked_at < 5

@@ -1,0 +1,113 @@
+"""A Neuron machine is recognised by its files, and cores that the runtime would refuse are refused first."""
+
+import pytest
+
+from models.machine import Machine, detect, usable_threads
+from run import ConfigError
+
+GIB = 1 << 30
+
+
+@pytest.fixture
+def machine(tmp_path):
+    """Makes the files of a machine with `chips`, of which a container was given `devices`."""
+
+    def make(devices=(0,), chips=None, core_count="2", product="inf2.8xlarge", kind="Inf2", memory_max=None):
+        (tmp_path / "dev/neuron_log").mkdir(parents=True)  # not a device
+        for device in devices:
+            (tmp_path / f"dev/neuron{device}").touch()
+        files = {
+            "sys/devices/virtual/dmi/id/product_name": product,
+            "proc/meminfo": "MemTotal: 134217728 kB\nMemFree: 1 kB",
+        }
+        for chip in range(chips or max(devices, default=-1) + 1):
+            folder = f"sys/devices/virtual/neuron_device/neuron{chip}"
+            files |= {f"{folder}/core_count": core_count, f"{folder}/info/architecture/instance_type": kind}
+        for name, text in (files | {"sys/fs/cgroup/memory.max": memory_max}).items():
+            if text is not None:
+                (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+                (tmp_path / name).write_text(text + "\n")
+        return tmp_path
+
+    return make
+
+
+def look(root, **environ):
+    return detect(root, environ)
+
+
+@pytest.mark.parametrize(
+    "files, expected",
+    [
+        ({}, Machine(2, "inf2", "inf2.8xlarge", 128 * GIB)),
+        ({"devices": range(12), "product": "inf2.48xlarge"}, Machine(24, "inf2", "inf2.48xlarge", 128 * GIB)),
+        (
+            {"devices": (3, 4), "chips": 12, "memory_max": str(8 * GIB)},
+            Machine(4, "inf2", "inf2.8xlarge", 8 * GIB),
+        ),
+        ({"memory_max": "max"}, Machine(2, "inf2", "inf2.8xlarge", 128 * GIB)),
+        ({"product": "trn1n.32xlarge", "kind": None}, Machine(2, "trn1", None, 128 * GIB)),
+        ({"product": "KVM", "kind": "Trn1"}, Machine(2, "trn1", None, 128 * GIB)),
+        ({"product": None, "kind": "Trn1n"}, Machine(2, "trn1", None, 128 * GIB)),
+        (
+            {"devices": (0, 1), "core_count": None, "product": None, "kind": "Trn9"},
+            Machine(4, None, None, 128 * GIB),
+        ),
+        ({"devices": (), "chips": 12}, None),
+    ],
+)
+def test_cores_family_and_memory_are_those_of_this_machine_or_container(machine, files, expected):
+    assert look(machine(**files)) == expected
+
+
+@pytest.mark.parametrize(
+    "environ, cores",
+    [
+        ({"NEURON_RT_VISIBLE_CORES": "3"}, 1),
+        ({"NEURON_RT_VISIBLE_CORES": "0-3"}, 4),
+        ({"NEURON_RT_VISIBLE_CORES": "1,2,3-5"}, 5),
+        ({"NEURON_RT_VISIBLE_CORES": "0-3", "NEURON_RT_NUM_CORES": "8"}, 4),
+        ({"NEURON_RT_NUM_CORES": "8"}, 8),
+        ({"NEURON_RT_NUM_CORES": "0"}, 24),
+        ({"NEURON_RT_NUM_CORES": " ", "NEURON_RT_VISIBLE_CORES": ""}, 24),
+    ],
+)
+def test_the_runtimes_variables_limit_the_cores(machine, environ, cores):
+    assert look(machine(range(12)), **environ).cores == cores
+
+
+@pytest.mark.parametrize(
+    "name, value, words",
+    [
+        ("NEURON_RT_VISIBLE_CORES", "0,2", "in a row"),
+        ("NEURON_RT_VISIBLE_CORES", "3-1", "in a row"),
+        ("NEURON_RT_VISIBLE_CORES", "all", "in a row"),
+        ("NEURON_RT_VISIBLE_CORES", "0-3", "4 cores and there are 2"),
+        ("NEURON_RT_NUM_CORES", "many", "a number of cores"),
+        ("NEURON_RT_NUM_CORES", "-1", "a number of cores"),
+        ("NEURON_RT_NUM_CORES", "4", "4 cores and there are 2"),
+    ],
+)
+def test_cores_that_the_runtime_would_refuse_are_refused_first(machine, name, value, words):
+    with pytest.raises(ConfigError) as refused:
+        look(machine(), **{name: value})
+    assert name in str(refused.value) and value in str(refused.value) and words in str(refused.value)
+
+
+QUOTAS = [
+    ({"cpu.max": "350000 100000\n"}, 3),
+    ({"cpu.max": "50000 100000\n"}, 1),
+    ({"cpu.max": "max 100000\n"}, 6),
+    ({"cpu/cpu.cfs_quota_us": "200000\n", "cpu/cpu.cfs_period_us": "100000\n"}, 2),
+    ({"cpu/cpu.cfs_quota_us": "-1\n", "cpu/cpu.cfs_period_us": "100000\n"}, 6),
+    ({}, 6),
+]
+
+
+@pytest.mark.parametrize(("files", "threads"), QUOTAS)
+def test_the_threads_are_the_cores_that_affinity_and_quota_allow(tmp_path, monkeypatch, files, threads):
+    (tmp_path / "cpu").mkdir()
+    for name, text in files.items():
+        (tmp_path / name).write_text(text)
+    monkeypatch.setattr("os.sched_getaffinity", lambda pid: set(range(6)))
+    assert usable_threads(tmp_path) == threads

@@ -1,0 +1,273 @@
+"""The cache of converted models: what a later start needs, what makes an entry anew, and who may write to it."""
+
+import dataclasses
+import fcntl
+import os
+import shutil
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from tiny_models import edit_config, llama, save_checkpoint, settings
+
+import models.cache
+from config import Config
+from models import openvino_model as cpu
+from models.base import ModelError
+from models.cache import ModelCache, model_key, read_entry, renamed_when_complete, write_entry
+from run import HERE, ConfigError
+
+pytestmark = [
+    pytest.mark.models,
+    pytest.mark.filterwarnings("ignore"),
+]  # of torch and openvino, while converting
+
+
+@pytest.fixture(scope="session")
+def checkpoint(tmp_path_factory):
+    return save_checkpoint(tmp_path_factory.mktemp("checkpoint") / "llama", llama())
+
+
+@pytest.fixture(scope="session")
+def entry(checkpoint, converter, tmp_path_factory):
+    """What a conversion of the checkpoint writes."""
+    folder = tmp_path_factory.mktemp("entry")
+    converter.convert(settings(checkpoint), checkpoint, folder)
+    return folder
+
+
+@pytest.fixture
+def copies(entry, monkeypatch):
+    """Conversions that take no time: each copies what one has written before."""
+    made = []
+
+    def convert(arguments, config):
+        made.append(config.model_id)
+        shutil.copytree(entry, arguments[1], dirs_exist_ok=True)
+
+    monkeypatch.setattr(cpu, "run_converter", convert)
+    return made
+
+
+@pytest.fixture
+def config(checkpoint, tmp_path):
+    return settings(checkpoint, model_cache=str(tmp_path / "cache"))
+
+
+def load(config: Config):
+    return cpu.load(config, Path(config.model_id), lambda phase: None)
+
+
+def cache_in(folder: Path, size_gb: float = 1.0) -> ModelCache:
+    return ModelCache(Config(model_cache=str(folder), model_cache_size=size_gb))
+
+
+LATER_START = """
+import json, sys
+from pathlib import Path
+from config import Config
+from models.openvino_model import load
+config = Config.from_json(sys.stdin.read())
+model = load(config, Path(config.model_id), lambda phase: None)
+print(model.engine, "torch" in sys.modules, "transformers" in sys.modules)
+"""
+
+
+def test_the_first_start_converts_in_a_child_and_a_later_one_imports_neither_torch_nor_transformers(config):
+    for _start in range(2):
+        command = [sys.executable, "-c", LATER_START]
+        done = subprocess.run(
+            command, input=config.to_json(), capture_output=True, text=True, cwd=HERE, check=True
+        )
+        assert done.stdout == "openvino False False\n"
+    assert len(list(Path(config.model_cache).glob("model-*"))) == 1
+    assert Path(config.model_cache).stat().st_mode & 0o777 == 0o700
+
+
+def test_a_converted_model_is_used_again_and_a_changed_checkpoint_is_converted_anew(tmp_path, copies):
+    config = settings(save_checkpoint(tmp_path / "model", llama()))
+    load(config)
+    load(dataclasses.replace(config, max_batch_size=2, max_total_tokens=12, max_input_tokens=11))
+    assert len(copies) == 1
+    edit_config(Path(config.model_id), rms_norm_eps=1e-3)
+    load(config)
+    assert len(copies) == 2
+
+
+def test_the_key_depends_on_all_that_a_conversion_reads(config, checkpoint, tmp_path, monkeypatch):
+    keys = [
+        model_key(dataclasses.replace(config, dtype=dtype), checkpoint) for dtype in ("float32", "bfloat16")
+    ]
+    keys.append(model_key(dataclasses.replace(config, quantize="int8"), checkpoint))
+    hub = dataclasses.replace(config, model_id="someone/llama")
+    keys += [model_key(hub, Path("snapshots") / commit) for commit in ("c0ffee", "decade")]
+    code = save_checkpoint(tmp_path / "code", llama())
+    keys.append(model_key(dataclasses.replace(config, model_id=str(code)), edit_config(code, auto_map={})))
+    (code / "modeling.py").write_text("1")
+    keys.append(model_key(dataclasses.replace(config, model_id=str(code)), code))
+    keys.append(model_key(dataclasses.replace(config, model_id=str(code), trust_remote_code=True), code))
+    monkeypatch.setattr("models.cache.version", lambda package: "another")
+    keys.append(model_key(config, checkpoint))
+    monkeypatch.setattr("models.cache.CONVERTER", -1)
+    keys.append(model_key(config, checkpoint))
+    assert len(set(keys)) == len(keys)
+
+
+def test_a_model_whose_code_comes_from_another_repository_is_not_kept(tmp_path, copies, caplog):
+    """That code is not part of the checkpoint, so a changed one would not change the key."""
+    folder = save_checkpoint(tmp_path / "model", llama())
+    edit_config(folder, auto_map={"AutoModelForCausalLM": "someone/code--modeling.Own"})
+    config = settings(folder, trust_remote_code=True)
+    assert load(config).engine == "openvino"
+    assert not list(Path(config.model_cache).glob("model-*"))
+    assert "the next start converts them again: its code comes from another repository" in caplog.text
+
+
+@pytest.mark.parametrize("damage", ["model.bin", "model.xml", "entry.json", "logits"])
+def test_a_damaged_entry_is_converted_anew_with_one_warning(config, copies, caplog, damage):
+    load(config)
+    (entry,) = Path(config.model_cache).glob("model-*")
+    if damage == "logits":
+        facts = read_entry(entry)
+        facts["reference"]["logits"][5][0] += 1
+        write_entry(entry, facts)
+    else:
+        os.truncate(entry / damage, (entry / damage).stat().st_size // 2)
+    assert load(config).engine == "openvino"
+    assert len(copies) == 2
+    assert [record.levelname for record in caplog.records].count("WARNING") == 1
+    assert "is damaged" in caplog.text and "converting again" in caplog.text
+
+
+def test_a_model_that_does_not_convert_is_not_tried_again(
+    config, converter, conversions, monkeypatch, caplog
+):
+    def fail(model):
+        raise RuntimeError("Exception from somewhere:\nNo conversion rule for aten::frobnicate\n")
+
+    monkeypatch.setattr(converter, "trace", fail)
+    assert [load(config).engine for _start in range(2)] == ["torch", "torch"]
+    assert len(conversions) == 1
+    assert (
+        caplog.text.count("plain PyTorch, slower: RuntimeError: No conversion rule for aten::frobnicate") == 2
+    )
+
+
+def test_a_conversion_that_dies_leaves_plain_pytorch_and_no_entry(config, monkeypatch, caplog):
+    def die(arguments, config):
+        raise RuntimeError("the conversion ended with code -9")
+
+    monkeypatch.setattr(cpu, "run_converter", die)
+    assert load(config).engine == "torch"
+    assert "the conversion ended with code -9" in caplog.text
+    assert [path.name for path in Path(config.model_cache).iterdir()] == ["lock"]
+
+
+@pytest.mark.parametrize("full", [False, True], ids=["read-only", "full"])
+def test_a_cache_that_cannot_be_written_costs_a_warning(
+    config, converter, conversions, monkeypatch, caplog, full
+):
+    if full:
+        free = lambda path: SimpleNamespace(free=0 if "cache" in str(path) else 10**12)  # noqa: E731
+        monkeypatch.setattr(converter.shutil, "disk_usage", free)
+    else:
+        config = dataclasses.replace(config, model_cache="/proc/no-such-folder")
+    assert load(config).engine == "openvino"
+    assert [record.levelname for record in caplog.records].count("WARNING") == 1
+    assert "cannot be kept" in caplog.text
+
+
+def test_too_many_slots_for_the_memory_are_refused_and_cost_no_converted_model(config, copies, monkeypatch):
+    def fill_memory(*arguments):
+        raise MemoryError("Unable to allocate 244. GiB")
+
+    load(config)
+    monkeypatch.setattr(cpu, "OpenVinoModel", fill_memory)
+    with pytest.raises(
+        ModelError, match=r"244. GiB\); lower --max-batch-size \(MAX_BATCH_SIZE\) or --max-total-tokens"
+    ):
+        load(config)
+    assert len(copies) == 1 and list(Path(config.model_cache).glob("model-*"))
+
+
+def test_what_cannot_be_kept_is_converted_into_the_folder_of_the_run(config, entry, tmp_path, monkeypatch):
+    """That folder is removed also when the worker is killed."""
+    targets = []
+
+    def convert(arguments, config):
+        targets.append(Path(arguments[1]))
+        shutil.copytree(entry, arguments[1], dirs_exist_ok=True)
+
+    monkeypatch.setattr(cpu, "run_converter", convert)
+    monkeypatch.setenv("NEURON_TEXTGEN_RUN_DIR", str(tmp_path))
+    load(dataclasses.replace(config, model_cache="/proc/no-such-folder"))
+    assert [target.parent for target in targets] == [tmp_path] and not targets[0].exists()
+
+
+def test_one_process_converts_and_the_other_waits_and_says_so(tmp_path, monkeypatch):
+    cache, made, said, waits = cache_in(tmp_path), [], [], threading.Event()
+    monkeypatch.setattr(
+        models.cache.logger, "info", lambda message, *values: (said.append(message % values), waits.set())
+    )
+
+    def convert(folder):
+        made.append(folder)
+        write_entry(folder, {})
+
+    with open(tmp_path / "lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        other = threading.Thread(target=cache.find_or_add, args=("model-a", convert, tmp_path))
+        other.start()
+        assert waits.wait(10)
+        (tmp_path / "model-a").mkdir()
+        write_entry(tmp_path / "model-a", {})
+    other.join(10)
+    assert made == []
+    assert said[0].startswith("Another process is converting a model")
+
+
+def test_a_conversion_that_was_killed_leaves_nothing_behind(tmp_path):
+    killed = "import os, sys; from pathlib import Path; from models.cache import renamed_when_complete\n"
+    killed += "with renamed_when_complete(Path(sys.argv[1])): os.kill(os.getpid(), 9)"
+    subprocess.run([sys.executable, "-c", killed, str(tmp_path / "model-a")], cwd=HERE)
+    assert {path.suffix for path in tmp_path.iterdir()} == {".lock", ".new"}
+    with pytest.raises(ZeroDivisionError):
+        cache_in(tmp_path).find_or_add("model-a", lambda folder: 1 / 0, tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["lock"]
+
+
+def test_a_folder_that_another_process_is_still_writing_is_left_alone(tmp_path):
+    with renamed_when_complete(tmp_path / "first") as first:
+        (first / "half").touch()
+        with renamed_when_complete(tmp_path / "second"):
+            assert (first / "half").exists()
+    assert {path.name for path in tmp_path.iterdir()} == {"first", "second"}
+
+
+def test_the_least_recently_used_entries_go_first(tmp_path):
+    cache = cache_in(tmp_path, 2500e-9)
+
+    def convert(folder):
+        (folder / "model.bin").write_bytes(bytes(1000))
+        write_entry(folder, {})
+
+    for age, key in enumerate(("model-a", "tokenizer-b", "model-c")):
+        os.utime(cache.find_or_add(key, convert, tmp_path) / "entry.json", (age, age))
+        if key == "tokenizer-b":
+            cache.find("model-a")
+    assert {path.name for path in tmp_path.iterdir()} == {"lock", "model-a", "model-c"}
+
+
+def test_a_folder_that_others_may_write_to_is_refused(tmp_path, monkeypatch):
+    tmp_path.chmod(0o777)
+    with pytest.raises(
+        ConfigError, match=r"--model-cache .*\(MODEL_CACHE\) can be written to by other users"
+    ):
+        cache_in(tmp_path)
+    tmp_path.chmod(0o700)
+    monkeypatch.setattr(os, "geteuid", lambda: tmp_path.stat().st_uid + 1)
+    with pytest.raises(ConfigError, match=r"--model-cache .*\(MODEL_CACHE\) belongs to user"):
+        cache_in(tmp_path)

@@ -1,0 +1,235 @@
+"""On OpenVINO, in any schedule, a slot generates what `transformers` alone generates, to the last bit what it generates alone;
+which engine serves which family; and what happens where a model does not convert.
+
+The checkpoints are tiny and random (`tiny_models`). They are converted in this process: the child process is tested once.
+"""
+
+import logging
+import random
+from math import inf
+
+import numpy as np
+import pytest
+import tiny_models
+from hypothesis import given
+from hypothesis import strategies as st
+from tiny_models import POSITIONS, VOCABULARY, run, save_checkpoint, settings
+
+from config import Config
+from manifest import Manifest
+from models import openvino_model as cpu
+from models.base import Chunk, ModelError
+from models.cache import read_entry
+
+# The warnings are of torch, openvino and nncf, while converting.
+pytestmark = [
+    pytest.mark.models,
+    pytest.mark.usefixtures("conversions"),
+    pytest.mark.filterwarnings("ignore"),
+]
+
+IN_TORCH = ("gemma2", "falcon", "gpt-j", "mpt")
+
+
+def serve(folder, max_total_tokens=POSITIONS, max_batch_size=32, **changes):
+    """The model of a folder; converted unless a test has done so before."""
+    return cpu.load(
+        settings(folder, max_total_tokens, max_batch_size=max_batch_size, **changes),
+        folder,
+        lambda phase: None,
+    )
+
+
+@pytest.mark.parametrize("family", IN_TORCH)
+def test_an_attention_that_openvino_lacks_runs_in_plain_pytorch_with_a_warning(zoo, caplog, family):
+    assert serve(zoo.folder(family)).engine == "torch"
+    warnings = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+    assert len(warnings) == 1 and "runs in plain PyTorch, slower: its " in warnings[0]
+
+
+@pytest.mark.parametrize("family", [family for family in tiny_models.ALL if family not in IN_TORCH])
+def test_openvino_gives_the_tokens_of_transformers_alone_and_in_any_schedule_to_the_last_bit(
+    zoo, caplog, family
+):
+    model, chosen = serve(zoo.folder(family)), zoo.references(family)
+    assert model.engine == "openvino" and "slower" not in caplog.text
+    alone = [run(model, [reference.prompt])[0] for reference in chosen]
+    for sequence, reference in zip(alone, chosen):
+        assert sequence.tokens == reference.tokens
+        assert len(reference.prompt) + len(reference.tokens) == POSITIONS
+    for seed, budget in enumerate((7, 16, None)):
+        together = run(model, [reference.prompt for reference in chosen] * 3, seed, budget=budget)
+        assert sum(sequence.tokens == own.tokens for sequence, own in zip(together, alone * 3)) > 3
+        for sequence, own in zip(together, alone * 3):
+            assert sequence.tokens == own.tokens[: len(sequence.tokens)]
+            assert np.array_equal(sequence.logits, own.logits[: len(sequence.logits)])
+
+
+@pytest.fixture(scope="module")
+def even(tmp_path_factory):
+    """A Llama with sums as long as those of usual models, and weights as even: those of the zoo do not bear bfloat16."""
+    config = tiny_models.llama(
+        hidden_size=768, intermediate_size=2048, num_hidden_layers=1, max_position_embeddings=300
+    )
+    return save_checkpoint(tmp_path_factory.mktemp("even") / "llama", config, spread=0.05)
+
+
+@pytest.mark.parametrize(
+    ("family", "dtype"), [("llama", "float32"), ("qwen2-sliding", "float32"), ("even", "bfloat16")]
+)
+def test_one_to_all_rows_in_any_slots_change_no_bit(zoo, even, family, dtype):
+    model, chance = (
+        serve(even if family == "even" else zoo.folder(family), dtype=dtype, threads=2),
+        random.Random(0),
+    )
+    assert model.engine == "openvino"
+    begin, token = 11, 3
+    for slot in range(model.batch_size):
+        model.forward([Chunk(slot, list(range(begin)), 0)])
+    alone = model.forward([Chunk(0, [token], begin)])
+    for company in range(model.batch_size):
+        own, *others = chance.sample(range(model.batch_size), company + 1)
+        rows = [
+            Chunk(slot, [chance.randrange(VOCABULARY)], chance.randrange(11, POSITIONS)) for slot in others
+        ]
+        found = model.forward([*rows, Chunk(own, [token], begin)])
+        assert found.shape == (company + 1, VOCABULARY)
+        assert np.array_equal(found[-1:], alone)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_chunks_of_any_length_but_one_change_no_bit(even, dtype):
+    """On two threads. (A chunk of one token runs as a decode step does.)"""
+    model = serve(even, 300, threads=2, dtype=dtype, max_batch_size=4)
+    assert model.engine == "openvino"
+    prompt = np.random.default_rng(0).integers(0, VOCABULARY, 290).tolist()
+    whole = model.forward([Chunk(0, prompt[:256], 0, keep_all=True)])
+    for sizes in ((2, 5, 3), (31, 33, 2), (64, 7, 100), (128,)):
+        for others in (0, 3):
+            found, begin, turn = [], 0, 0
+            while begin < 256:
+                end = min(begin + sizes[turn % len(sizes)], 256)
+                end -= 256 - end == 1
+                rows = [Chunk(1 + slot, [slot], turn) for slot in range(others)]
+                found.append(
+                    model.forward([*rows, Chunk(0, prompt[begin:end], begin, keep_all=True)])[others:]
+                )
+                begin, turn = end, turn + 1
+            assert np.array_equal(np.concatenate(found), whole)
+
+
+def test_bfloat16_on_one_thread_is_computed_in_float32(even):
+    """OpenVINO divides by zero there on a CPU with AMX."""
+    model = serve(even, dtype="bfloat16", threads=1)
+    assert (model.engine, model.dtype, model.computed_in, model.threads) == (
+        "openvino",
+        "bfloat16",
+        "float32",
+        1,
+    )
+
+
+def test_prompt_logits_are_those_of_transformers_and_of_a_prompt_without_them(zoo, converter):
+    model, reference = serve(zoo.folder("llama")), zoo.references("llama")[-1]
+    (scored,) = run(model, [reference.prompt], keep_all=True)
+    loaded = converter.load_pretrained(Config(max_total_tokens=POSITIONS), zoo.folder("llama"), "cpu")
+    expected = converter.reference_logits(loaded, reference.prompt)
+    assert np.abs(np.array(scored.logits) - expected).max() < 1e-3
+    assert scored.tokens == run(model, [reference.prompt])[0].tokens
+
+
+def test_logits_stay_as_they_are_when_the_model_runs_again(zoo):
+    model = serve(zoo.folder("llama"))
+    logits = model.forward([Chunk(0, [1, 2], 0)])
+    kept = logits.copy()
+    model.forward([Chunk(0, [3], 2)])
+    assert (logits.dtype, logits.shape) == (np.float32, (1, VOCABULARY)) and np.array_equal(logits, kept)
+
+
+@pytest.mark.parametrize(("slots", "window", "longest"), [(1, 2, 1), (3, 2, 1), (1, POSITIONS, 2), (3, 6, 5)])
+def test_limits_may_be_as_small_as_they_get(zoo, slots, window, longest):
+    model = serve(zoo.folder("llama"), window, max_batch_size=slots, max_input_tokens=longest)
+    assert (model.batch_size, model.max_total_tokens, model.max_input_tokens) == (slots, window, longest)
+    assert model.forward([Chunk(slots - 1, [1] * window, 0)]).shape == (1, VOCABULARY)
+
+
+def test_a_sliding_window_longer_than_the_check_is_checked_too(tmp_path, converter, monkeypatch):
+    """A layer that does not slide, where transformers' slides, shows in the check with a shortened window."""
+    folder = save_checkpoint(
+        tmp_path / "mistral", tiny_models.mistral(sliding_window=400, max_position_embeddings=500)
+    )
+    config = Config(model_id=str(folder), device="cpu").with_manifest(Manifest.read(folder))
+    converter.convert(config, folder, tmp_path)
+    refused = [read_entry(tmp_path)["refused"]]
+    attend = converter._attend
+    never_slides = lambda *args, sliding_window=None, **kwargs: attend(*args, **kwargs)  # noqa: E731
+    monkeypatch.setitem(converter.ALL_ATTENTION_FUNCTIONS, converter.ATTENTION, never_slides)
+    converter.convert(config, folder, tmp_path)
+    refused.append(read_entry(tmp_path)["refused"])
+    assert refused[0] is None and refused[1].startswith("its logits differ from those of transformers by")
+
+
+def test_positions_that_stretch_with_the_text_are_served_up_to_the_trained_length_only(zoo):
+    folder = zoo.folder("llama-dynamic")
+    assert serve(folder).engine == "openvino"
+    longer = Config(
+        model_id=str(folder), model_cache=str(zoo.root / "cache"), max_total_tokens=25, max_input_tokens=24
+    )
+    with pytest.raises(
+        ModelError, match=f"stretches its positions.*give --max-total-tokens {POSITIONS} or less"
+    ):
+        cpu.load(longer, folder, lambda phase: None)
+
+
+def test_float16_runs_in_plain_pytorch_and_the_log_says_why(zoo, caplog):
+    model = serve(zoo.folder("llama"), dtype="float16", max_batch_size=2)
+    assert (model.engine, model.dtype) == ("torch", "float16")
+    assert "OpenVINO computes in float32 or bfloat16 on a CPU, not in float16" in caplog.text
+
+
+def test_what_no_engine_can_serve_is_refused_with_its_reason(tmp_path):
+    folder = save_checkpoint(tmp_path / "llama", tiny_models.llama())
+    (folder / "model.safetensors").unlink()
+    with pytest.raises(ModelError, match="holds no weights"):
+        serve(folder)
+
+
+@pytest.mark.parametrize("kind", ["int8", "int4"])
+def test_compressed_weights_are_smaller_and_close_to_the_model(tmp_path, kind):
+    pytest.importorskip("nncf", reason='pip install "nncf==3.4.0"')
+    config = tiny_models.llama(hidden_size=256, intermediate_size=512, num_hidden_layers=1)
+    model = serve(save_checkpoint(tmp_path / "llama", config, spread=0.1), quantize=kind)
+    assert (model.engine, model.quantize) == ("openvino", kind)
+    (weights,) = tmp_path.glob("cache/model-*/model.bin")
+    whole = tmp_path / "llama" / "model.safetensors"
+    assert weights.stat().st_size < whole.stat().st_size / (3.5 if kind == "int8" else 5)
+
+
+def test_without_nncf_one_line_says_what_to_install(zoo, monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ModelError, match=r'--quantize int8 \(QUANTIZE\) needs .*pip install "nncf==3.4.0"'):
+        serve(zoo.folder("opt"), quantize="int8")
+
+
+def test_compressed_weights_are_refused_where_only_pytorch_serves(zoo):
+    with pytest.raises(ModelError, match="--quantize int8"):
+        serve(zoo.folder("falcon"), quantize="int8")
+
+
+keeping = st.tuples(st.integers(1, 200), st.booleans())
+
+
+@given(lengths=st.lists(keeping, min_size=1, max_size=12), most=st.sampled_from([4, 5, 64, inf]))
+def test_a_long_call_is_split_into_shorter_ones_that_leave_no_token_of_a_chunk_alone(lengths, most):
+    chunks = [Chunk(slot, list(range(n)), 7, keep_all) for slot, (n, keep_all) in enumerate(lengths)]
+    found = {chunk.slot: [] for chunk in chunks}
+    for call in cpu.split(chunks, most):
+        assert 0 < sum(len(piece[1]) for piece in call) <= most
+        for piece in call:
+            found[piece[0]].append(piece)
+    for slot, tokens, begin, keep_all in chunks:
+        assert [token for piece in found[slot] for token in piece[1]] == tokens
+        assert [piece[2] for piece in found[slot]] == [begin + piece[1][0] for piece in found[slot]]
+        assert min(len(piece[1]) for piece in found[slot]) >= min(2, len(tokens))
+        assert sum(piece[3] for piece in found[slot]) == (len(tokens) if keep_all else 1)
+        assert found[slot][-1][3] >= 1

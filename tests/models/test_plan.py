@@ -1,0 +1,661 @@
+"""`plan` and `serve` size a model by the library's arithmetic; a refusal holds the numbers and what would fit."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+from config import Config
+from models import plan
+from models.machine import GIB, Machine
+from models.plan import INSTANCES, PUBLISHED, PUBLISHED_SHAPES, Shape, Sizing, padded_heads, published
+from run import HERE, ConfigError
+
+
+def llama(layers, hidden, heads, kv_heads, intermediate, vocab, window, **more):
+    return {
+        "model_type": "llama",
+        "num_hidden_layers": layers,
+        "hidden_size": hidden,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "intermediate_size": intermediate,
+        "vocab_size": vocab,
+        "max_position_embeddings": window,
+        "tie_word_embeddings": False,
+        "torch_dtype": "bfloat16",
+    } | more
+
+
+MISTRAL = {"model_type": "mistral", "sliding_window": None}
+# As in the models' own config.json.
+CONFIGS = {
+    "Llama-2-7B": llama(32, 4096, 32, 32, 11008, 32000, 4096),
+    "Llama-2-13B": llama(40, 5120, 40, 40, 13824, 32000, 4096),
+    "Llama-2-70B": llama(80, 8192, 64, 8, 28672, 32000, 4096),
+    "Llama-3-8B": llama(32, 4096, 32, 8, 14336, 128256, 8192),
+    "Llama-3-70B": llama(80, 8192, 64, 8, 28672, 128256, 8192),
+    "Llama-3.2-3B": llama(28, 3072, 24, 8, 8192, 128256, 131072, head_dim=128, tie_word_embeddings=True),
+    "TinyLlama": llama(22, 2048, 32, 4, 5632, 32000, 2048),
+    "Mistral-7B": llama(32, 4096, 32, 8, 14336, 32000, 32768) | MISTRAL,
+    "Mixtral-8x7B": llama(32, 4096, 32, 8, 14336, 32000, 32768, num_local_experts=8)
+    | {"model_type": "mixtral"},
+    "GPT-2": {
+        "model_type": "gpt2",
+        "n_layer": 12,
+        "n_embd": 768,
+        "n_head": 12,
+        "n_positions": 1024,
+        "vocab_size": 50257,
+    },
+    "OPT-125M": {
+        "model_type": "opt",
+        "num_hidden_layers": 12,
+        "hidden_size": 768,
+        "num_attention_heads": 12,
+        "ffn_dim": 3072,
+        "max_position_embeddings": 2048,
+        "vocab_size": 50272,
+        "torch_dtype": "float16",
+    },
+    "BLOOM-560M": {
+        "model_type": "bloom",
+        "n_layer": 24,
+        "n_embed": 1024,
+        "num_attention_heads": 16,
+        "vocab_size": 250880,
+        "seq_length": 2048,
+    },
+    "GPT-NeoX-20B": {
+        "model_type": "gpt_neox",
+        "num_hidden_layers": 44,
+        "hidden_size": 6144,
+        "num_attention_heads": 64,
+        "intermediate_size": 24576,
+        "max_position_embeddings": 2048,
+        "vocab_size": 50432,
+        "torch_dtype": "float16",
+    },
+}
+SHAPES = {name: Shape.from_config(data) for name, data in CONFIGS.items()}
+shapes = st.sampled_from(list(SHAPES.values()))
+
+
+def choose(shape, machine, **settings):
+    return plan.choose(shape, machine, Config(model_id="x", **settings))
+
+
+@pytest.mark.parametrize(
+    "name, parameters",
+    {
+        "Llama-2-7B": 6_738_415_616,
+        "Llama-2-13B": 13_015_864_320,
+        "Llama-2-70B": 68_976_648_192,
+        "Llama-3-8B": 8_030_261_248,
+        "Llama-3.2-3B": 3_212_749_824,
+        "TinyLlama": 1_100_048_384,
+        "Mistral-7B": 7_241_732_096,
+        "Mixtral-8x7B": 46_702_792_704,
+        "GPT-2": 124_439_808,
+        "OPT-125M": 125_239_296,
+        "BLOOM-560M": 559_214_592,
+        "GPT-NeoX-20B": 20_554_567_680,
+    }.items(),
+)
+def test_parameters_are_counted_exactly(name, parameters):
+    assert SHAPES[name].parameters == parameters
+
+
+@pytest.mark.parametrize(
+    "name, tp_degree, cached",
+    [
+        *(("Llama-2-7B", *row) for row in [(12, 36), (24, 48), (32, 32)]),
+        *(("Llama-2-13B", *row) for row in [(12, 48), (16, 48), (24, 48), (32, 64)]),
+        *(("Llama-2-70B", *row) for row in [(8, 8), (12, 72), (16, 16), (24, 24), (32, 32)]),
+        *(
+            (name, *row)
+            for name in ("Llama-3-8B", "Mistral-7B")
+            for row in [(2, 8), (4, 8), (8, 8), (12, 36), (16, 16), (24, 24), (32, 32)]
+        ),
+        *(("Llama-3.2-3B", *row) for row in [(12, 24), (16, 16), (24, 24)]),
+        ("TinyLlama", 8, 8),
+    ],
+)
+def test_cached_heads_are_those_of_the_library(name, tp_degree, cached):
+    assert padded_heads(SHAPES[name].heads, SHAPES[name].kv_heads, tp_degree)[1] == cached
+
+
+@given(kv_heads=st.integers(1, 64), group=st.integers(1, 16), tp_degree=st.integers(1, 64))
+def test_padded_heads_are_enough_and_even(kv_heads, group, tp_degree):
+    heads, cached = padded_heads(kv_heads * group, kv_heads, tp_degree)
+    assert heads >= kv_heads * group and heads % tp_degree == 0
+    assert kv_heads <= cached <= heads and cached % tp_degree == 0
+
+
+@pytest.mark.parametrize(
+    "tp_degree, batch_size, weights_gb, with_embedding_gb, kv_gb",
+    [(2, 4, 7.5, 8.0, 1.07), (8, 32, 1.9, 2.0, 2.15)],
+)
+def test_the_memory_of_a_core_is_that_of_two_worked_examples(
+    tp_degree, batch_size, weights_gb, with_embedding_gb, kv_gb
+):
+    sizing = Sizing(SHAPES["Llama-3-8B"], tp_degree, batch_size, 4096)
+    assert round(sizing.weights_bytes / 1e9, 1) == weights_gb  # the embedding stays on the host
+    assert round((sizing.weights_bytes + 128256 * 4096 * 2 / tp_degree) / 1e9, 1) == with_embedding_gb
+    assert round(sizing.kv_bytes / 1e9, 2) == kv_gb
+    assert sizing.fits
+
+
+def test_int8_halves_the_matrices_of_the_layers_and_nothing_else():
+    plain, int8 = (
+        Sizing(SHAPES["Llama-3-8B"], 8, 4, 4096, "bfloat16", quantize) for quantize in (None, "int8")
+    )
+    assert plain.weights_bytes - int8.weights_bytes == 32 * (2 * 4096 * (4096 + 1024) + 3 * 4096 * 14336) / 8
+    assert plain.kv_bytes == int8.kv_bytes
+
+
+def test_the_embedding_table_takes_host_memory_in_float32():
+    assert SHAPES["Llama-3-8B"].host_bytes == SHAPES["Llama-3-8B"].parameters * 2 + 128256 * 4096 * 4
+    assert SHAPES["GPT-2"].host_bytes == SHAPES["GPT-2"].parameters * 4 + (50257 + 1024) * 768 * 4
+
+
+def test_a_tied_output_matrix_is_one_table_of_the_checkpoint_and_still_takes_device_memory():
+    tied, untied = (
+        Shape.from_config(CONFIGS["TinyLlama"] | {"tie_word_embeddings": is_tied})
+        for is_tied in (True, False)
+    )
+    assert untied.parameters - tied.parameters == 32000 * 2048
+    assert Sizing(tied, 2, 1, 2048).total_bytes == Sizing(untied, 2, 1, 2048).total_bytes
+
+
+@pytest.mark.parametrize("dtype, factor", [("float32", 2), ("bfloat16", 1), ("float16", 1), ("auto", 1)])
+def test_memory_follows_the_dtype(dtype, factor):
+    shape = SHAPES["TinyLlama"]
+    assert Sizing(shape, 2, 4, 2048, dtype).total_bytes == factor * Sizing(shape, 2, 4, 2048).total_bytes
+
+
+@given(
+    shape=shapes,
+    tp=st.sampled_from((1, 2, 4, 8, 12, 16, 24, 32)),
+    batch=st.integers(1, 64),
+    length=st.integers(1, 16384),
+)
+def test_more_or_longer_slots_take_more_memory(shape, tp, batch, length):
+    sizing = Sizing(shape, tp, batch, length)
+    for more in (Sizing(shape, tp, batch + 1, length), Sizing(shape, tp, batch, length + 1)):
+        assert more.total_bytes > sizing.total_bytes
+        assert sizing.fits or not more.fits
+
+
+@given(shape=shapes, batch=st.integers(1, 32), length=st.integers(128, 8192))
+def test_more_cores_never_hold_more_weights_each(shape, batch, length):
+    weights = [Sizing(shape, tp, batch, length).weights_bytes for tp in (1, 2, 4, 8, 16, 32)]
+    assert weights == sorted(weights, reverse=True)
+
+
+@given(
+    shape=shapes, tp=st.sampled_from((1, 2, 4, 8)), batch=st.integers(1, 64), length=st.integers(128, 16384)
+)
+def test_every_alternative_that_a_refusal_names_fits(shape, tp, batch, length):
+    reason = Sizing(shape, tp, batch, length).reason(plan.allowed_tp_degrees(None, 32)) or ""
+    advice = reason.rpartition("; ")[2].removesuffix(" would fit").split(", or ")
+    assume("would fit" in reason)
+    for option in advice:
+        name, _, value = option.rpartition(" ")
+        changed = {"tp_degree": tp, "batch_size": batch, "length": length, "quantize": None}
+        field = {
+            "--max-batch-size": "batch_size",
+            "--max-total-tokens": "length",
+            "--tp-degree": "tp_degree",
+        }.get(name, "quantize")
+        changed[field] = value if value == "int8" else int(value)
+        assert Sizing(shape, **changed).fits, option
+
+
+@pytest.mark.parametrize("name", ["Llama-3-8B", "Mixtral-8x7B"])
+def test_config_files_of_transformers_4_and_5_give_the_same_shape(name):
+    old = CONFIGS[name] | {"rope_theta": 500000.0, "rope_scaling": None}
+    new = {key: value for key, value in CONFIGS[name].items() if key != "torch_dtype"}
+    new |= {"dtype": "bfloat16", "rope_parameters": {"rope_theta": 500000.0, "rope_type": "default"}}
+    assert Shape.from_config(new) == Shape.from_config(old) == SHAPES[name]
+    with pytest.raises(
+        ConfigError, match="model_type 'mistral3' is not served on Neuron"
+    ):  # nor are its weights' names
+        Shape.from_config({"model_type": "mistral3", "text_config": new})
+
+
+def test_missing_numbers_default_to_those_of_transformers():
+    without = {key: value for key, value in CONFIGS["Llama-2-7B"].items() if key != "num_key_value_heads"}
+    assert Shape.from_config(without).kv_heads == 32
+    assert Shape.from_config(without | MISTRAL).kv_heads == 8
+    assert Shape.from_config(CONFIGS["GPT-2"] | {"n_inner": None}).intermediate == 4 * 768
+    assert Shape.from_config(CONFIGS["GPT-2"]).dtype == "float32"
+
+
+@pytest.mark.parametrize(
+    "changes, words",
+    [
+        ({"model_type": "qwen2"}, ["'qwen2'", "llama, mistral, mixtral"]),
+        ({"model_type": None}, ["None", "not served"]),
+        ({"hidden_size": None}, ["hidden_size", "None"]),
+        ({"num_hidden_layers": 0}, ["num_hidden_layers", "0"]),
+        ({"vocab_size": "many"}, ["vocab_size", "'many'"]),
+        ({"vocab_size": True}, ["vocab_size", "True"]),
+        ({"num_attention_heads": 31}, ["31", "4096"]),
+        ({"num_key_value_heads": 5}, ["5", "32"]),
+        ({"head_dim": 160}, ["160", "128"]),
+    ],
+)
+def test_a_config_that_cannot_be_served_is_refused_in_one_line(changes, words):
+    with pytest.raises(ConfigError) as refused:
+        Shape.from_config(CONFIGS["Llama-3-8B"] | changes)
+    assert all(word in str(refused.value) for word in words) and len(str(refused.value).splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    "name, tp_degree, batch_size, quantize, words",
+    [
+        (
+            "Llama-3-8B",
+            2,
+            32,
+            None,
+            ["weights 6.99 + KV cache 8.00 GiB", "80%", "size 23", "tokens 2944", "degree 4", "int8"],
+        ),
+        ("Llama-2-70B", 8, 1, None, ["weights 16.00", "--tp-degree 16", "int8"]),
+        ("GPT-2", 2, 4, None, ["gpt2 models run one request at a time on Neuron; give 1"]),
+        ("GPT-NeoX-20B", 12, 1, None, ["12", "64 heads", "1, 2, 4, 8, 16, 32"]),
+        ("GPT-NeoX-20B", 8, 1, "int8", ["gpt_neox", "int8"]),
+        ("Mixtral-8x7B", 12, 1, None, ["12", "8 experts", "8 would work"]),
+        ("Mixtral-8x7B", 24, 1, None, ["3 cores", "14336"]),
+    ],
+)
+def test_what_does_not_fit_says_why_and_what_would(name, tp_degree, batch_size, quantize, words):
+    sizing = Sizing(SHAPES[name], tp_degree, batch_size, 4096, quantize=quantize)
+    assert not sizing.fits
+    reason = sizing.reason(plan.allowed_tp_degrees(None, 32))
+    assert [word for word in words if word not in reason] == []
+    assert len(reason.splitlines()) == 1
+
+
+def test_a_model_that_is_too_large_for_everything_says_so():
+    giant = Shape.from_config(CONFIGS["Llama-3-70B"] | {"num_hidden_layers": 800})
+    assert Sizing(giant, 32, 1, 4096).reason([32]).endswith("no machine that is known here is large enough")
+
+
+def test_int4_is_refused_by_name():
+    with pytest.raises(
+        ConfigError, match=r"--quantize int4 \(QUANTIZE\) is not supported on Neuron; give int8 or none"
+    ):
+        choose(SHAPES["TinyLlama"], Machine(2), quantize="int4")
+
+
+@pytest.mark.parametrize(
+    "name, instance, chosen",
+    [
+        ("TinyLlama", "inf2.xlarge", (2, 32, 2048)),
+        ("Llama-3-8B", "inf2.8xlarge", (2, 16, 4096)),
+        ("Llama-3-8B", "inf2.24xlarge", (8, 32, 4096)),  # with 12 each core would keep 3 heads instead of 1
+        ("Llama-3-8B", "inf2.48xlarge", (24, 32, 4096)),
+        ("Llama-2-70B", "inf2.24xlarge", (12, 1, 1024)),  # 72 heads cached for 8
+        ("Llama-2-70B", "inf2.48xlarge", (24, 32, 4096)),
+        ("Mixtral-8x7B", "inf2.48xlarge", (8, 16, 4096)),
+        ("Mixtral-8x7B", "trn1.32xlarge", (32, 32, 4096)),
+        ("GPT-2", "inf2.xlarge", (2, 1, 1024)),
+        ("BLOOM-560M", "inf2.xlarge", (2, 1, 2048)),  # longer is refused by `serve`
+    ],
+)
+def test_the_chosen_sizes_for_a_machine(name, instance, chosen):
+    sizing = choose(SHAPES[name], INSTANCES[instance])
+    assert (sizing.tp_degree, sizing.batch_size, sizing.length) == chosen and sizing.fits
+    assert str(sizing).startswith("tp_degree {}, batch size {}, length {}: weights".format(*chosen))
+
+
+@given(
+    shape=shapes,
+    place=st.sampled_from(list(INSTANCES.values())),
+    batch=st.none() | st.integers(1, 40),
+    length=st.none() | st.integers(16, 1024),
+)
+def test_given_values_are_kept_and_the_choice_fits(shape, place, batch, length):
+    try:
+        best = choose(shape, place, max_batch_size=batch, max_total_tokens=length)
+    except ConfigError as error:
+        assert len(str(error).splitlines()) == 1
+        return
+    assert best.fits and best.tp_degree in plan.TP_DEGREES[place.family] and best.tp_degree <= place.cores
+    assert best.batch_size == (batch or best.batch_size) and best.length == (length or best.length)
+
+
+@pytest.mark.parametrize(
+    "settings, chosen",
+    [
+        ({"max_batch_total_tokens": 16384}, (8, 2048)),
+        ({"max_batch_total_tokens": 3 * 2048 + 1}, (3, 2048)),
+        ({"max_batch_total_tokens": 1_000_000}, (32, 2048)),
+        ({"max_batch_total_tokens": 1000}, (1, 1000)),
+        ({"max_batch_total_tokens": 4096, "max_total_tokens": 1024}, (4, 1024)),
+        ({"max_batch_total_tokens": 4096, "max_batch_size": 8, "max_total_tokens": 2048}, (2, 2048)),
+    ],
+)
+def test_max_batch_total_tokens_is_a_limit_of_the_slots(settings, chosen):
+    sizing = choose(SHAPES["TinyLlama"], INSTANCES["inf2.xlarge"], **settings)
+    assert (sizing.batch_size, sizing.length) == chosen
+
+
+def test_chunks_of_prompts_are_planned_for_where_a_prompt_can_be_longer():
+    shape, machine = SHAPES["Llama-3-8B"], plan.INSTANCES["inf2.48xlarge"]
+    chosen = choose(shape, machine)
+    whole = choose(shape, machine, prefill_chunk=0)
+    assert (chosen.chunk, whole.chunk) == (128, 0)
+    assert chosen.total_bytes - whole.total_bytes == 128 * 2 * -(-shape.vocab // chosen.tp_degree)
+    assert choose(shape, machine, prefill_chunk=64).chunk == 64
+    assert choose(shape, machine, max_total_tokens=129).chunk == 0
+
+
+@pytest.mark.parametrize("option", ["shard_over_sequence=true", "sequence_parallel_norm=true"])
+def test_prompts_run_whole_with_the_options_that_the_program_of_chunks_does_not_support(option):
+    shape, machine = SHAPES["Llama-3-8B"], INSTANCES["inf2.48xlarge"]
+    assert choose(shape, machine, neuron_config=(option,)).chunk == 0
+    assert choose(shape, machine, neuron_config=(option,), prefill_chunk=0).chunk == 0
+    setting = rf"--prefill-chunk 64 \(PREFILL_CHUNK\) is not supported with --neuron-config {option} \(NEURON_CONFIG\)"
+    with pytest.raises(ConfigError, match=setting):
+        choose(shape, machine, neuron_config=(option,), prefill_chunk=64)
+
+
+def test_a_length_is_halved_until_it_fits():
+    shape = SHAPES["Llama-2-13B"]
+    assert choose(shape, Machine(2, "inf2")).length == 2048
+    assert not Sizing(shape, 2, 1, 4096).fits
+
+
+@pytest.mark.parametrize(
+    "name, machine, settings, words",
+    [
+        ("Llama-2-70B", Machine(2), {}, ["2 cores", "a larger instance with --tp-degree 12 would fit"]),
+        (
+            "Mixtral-8x7B",
+            Machine(12),
+            {"dtype": "float32"},
+            ["12 cores", "weights 21.69", "a larger instance with --tp-degree 16"],
+        ),
+        (
+            "Llama-3-8B",
+            Machine(2),
+            {"max_batch_size": 32, "max_total_tokens": 8192},
+            ["size 11", "tokens 2944"],
+        ),
+        ("Llama-2-70B", Machine(24, "inf2"), {"tp_degree": 8}, ["24 cores", "; --tp-degree 12, or"]),
+        (
+            "Mixtral-8x7B",
+            Machine(24),
+            {"sampling": "device"},
+            ["--sampling device (SAMPLING)", "mixtral models", "give host"],
+        ),
+        (
+            "Mixtral-8x7B",
+            Machine(24),
+            {"neuron_config": ("on_device_embedding=true",)},
+            ["--neuron-config on_device_embedding=true (NEURON_CONFIG)", "mixtral models", "leave it out"],
+        ),
+        ("Llama-3-8B", Machine(2), {"tp_degree": 8}, ["tp_degree 8", "2 cores", "1, 2 would work"]),
+        ("Llama-3-8B", Machine(32, "trn1"), {"tp_degree": 12}, ["trn1", "1, 2, 8, 16, 32"]),
+        ("Llama-3-8B", Machine(24, "inf2"), {"tp_degree": 7}, ["tp_degree 7"]),
+        ("Llama-3-8B", Machine(24), {"max_total_tokens": 9000}, ["9000", "8192"]),
+        ("GPT-2", Machine(2), {"max_batch_size": 8}, ["gpt2 models run one request at a time"]),
+    ],
+)
+def test_impossible_settings_are_refused_in_one_line(name, machine, settings, words):
+    with pytest.raises(ConfigError) as refused:
+        choose(SHAPES[name], machine, **settings)
+    assert [word for word in words if word not in str(refused.value)] == []
+    assert len(str(refused.value).splitlines()) == 1
+
+
+def test_the_window_of_a_mistral_ends_where_its_attention_would_slide():
+    """`serve` applies the same limit: both read it here."""
+    sliding = CONFIGS["Mistral-7B"] | {"sliding_window": 3000}
+    assert choose(Shape.from_config(sliding), INSTANCES["inf2.8xlarge"]).length == 3000
+    with pytest.raises(ConfigError, match=r"--max-total-tokens 3001 .* more than the 3000 positions"):
+        choose(Shape.from_config(sliding), INSTANCES["inf2.8xlarge"], max_total_tokens=3001)
+    del sliding["sliding_window"]
+    assert Shape.from_config(sliding).window == 4096
+    assert SHAPES["Mistral-7B"].window == 32768
+
+
+def test_any_even_tp_degree_may_be_set_on_inferentia2():
+    assert choose(SHAPES["Llama-3-8B"], Machine(24, "inf2"), tp_degree=16).tp_degree == 16
+
+
+@pytest.mark.parametrize("gib, is_enough", [(16, False), (24, False), (25, True), (None, True)])
+def test_too_little_host_memory_for_loading_or_compiling_is_a_warning(gib, is_enough):
+    warning = SHAPES["Llama-3-8B"].memory_warning(Machine(2, host_bytes=gib and gib * GIB))
+    assert (warning is None) == is_enough
+    if warning:
+        assert (
+            f"there are {gib:.1f} GiB of host memory: loading takes about 16.9, compiling about 8 more"
+            in warning
+        )
+
+
+def test_the_embedding_table_on_the_device_takes_memory_of_the_cores():
+    plain, embedded = (
+        Sizing(SHAPES["Llama-3-8B"], 8, 4, 4096, neuron_config=o) for o in ((), ("on_device_embedding=true",))
+    )
+    assert embedded.weights_bytes - plain.weights_bytes == 128256 * 4096 * 2 // 8
+
+
+def test_a_sharded_sequence_divides_the_positions_of_a_key_value_head_over_its_cores():
+    plain, sharded = (
+        Sizing(SHAPES["Llama-3-70B"], 32, 8, 16384, neuron_config=o)
+        for o in ((), ("shard_over_sequence=true",))
+    )
+    assert plain.kv_bytes == 2 * 80 * 16384 * 8 * 128 * 2
+    assert sharded.kv_bytes == 2 * 80 * (16384 + 128) // 4 * 8 * 128 * 2
+
+
+def test_a_sharded_sequence_decides_the_tp_degree():
+    sizing = choose(
+        SHAPES["Llama-3-8B"], INSTANCES["inf2.48xlarge"], neuron_config=("shard_over_sequence=true",)
+    )
+    assert (
+        sizing.tp_degree == 24
+    )  # of 1, 2, 4, 8, 12 and 24 the only one that is a multiple of 8 and more than 8
+    for name in ("inf2.xlarge", "inf2.24xlarge"):
+        with pytest.raises(
+            ConfigError, match="needs more heads than its 8 key-value heads, and a tp_degree of two or more"
+        ):
+            choose(SHAPES["Llama-3-8B"], INSTANCES[name], neuron_config=("shard_over_sequence=true",))
+
+
+def test_published_figures_are_for_that_size_and_that_quantization():
+    def figures(name, **settings):
+        return published(Sizing(SHAPES[name], 24, 1, 4096), Config(model_id="x", **settings), "inf2.48xlarge")
+
+    assert {row.model for row in figures("Llama-3-8B", quantize="int8")} == {"Llama-3-8B"}
+    assert {row.tokens_per_s for row in figures("Llama-3-8B")} == {734.6}
+    assert figures("Llama-3-8B", tp_degree=24) == []  # published for 3 servers of 8 cores
+    assert figures("Llama-3-8B", dtype="float32") == figures("Mixtral-8x7B") == []
+    assert all(figures(name) for name in PUBLISHED_SHAPES)
+
+
+def test_every_published_figure_has_its_source_and_its_machine():
+    assert len(PUBLISHED) == 49
+    assert all(
+        row.source and row.instance in INSTANCES and row.model in PUBLISHED_SHAPES for row in PUBLISHED
+    )
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """Makes a model folder that holds a config.json and nothing else."""
+
+    def make(name):
+        path = tmp_path / name
+        path.mkdir()
+        (path / "config.json").write_text(json.dumps(CONFIGS[name]))
+        return path
+
+    return make
+
+
+@pytest.fixture
+def run(capsys, monkeypatch):
+    """Runs `plan`: its exit code, its output and its errors."""
+
+    def run(*argv, **environ):
+        for name in ("MODEL_ID", "HF_MODEL_ID"):
+            monkeypatch.delenv(name, raising=False)
+        for name, value in environ.items():
+            monkeypatch.setenv(name, value)
+        code = plan.main([str(argument) for argument in argv])
+        return code, *capsys.readouterr()
+
+    return run
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_plan_prints_every_instance(run, folder, name):
+    code, output, errors = run("--model-id", folder(name))
+    assert (code, errors) == (0, "")
+    assert all(instance in output for instance in INSTANCES)
+    assert max(map(len, output.splitlines())) <= 100
+    assert "Recommended: " in output and "Prices as of" in output
+
+
+@pytest.mark.parametrize(
+    "name, instance",
+    [
+        ("Llama-3-8B", "trn1.2xlarge"),  # an inf2.xlarge has too little host memory to load it
+        ("Llama-2-7B", "inf2.xlarge"),  # which has enough to load it, and too little to compile it
+        ("Llama-2-70B", "inf2.48xlarge"),  # an inf2.24xlarge has room for a length of 1024
+    ],
+)
+def test_plan_recommends_the_cheapest_machine_for_the_whole_length(run, folder, name, instance):
+    assert f"Recommended: {instance}, " in run("--model-id", folder(name))[1]
+
+
+def test_plan_warns_where_a_model_that_can_be_loaded_cannot_be_compiled(run, folder):
+    model = folder("Llama-2-7B")
+    output = run("--model-id", model, "--instance", "inf2.xlarge")[1]
+    assert "there are 16.0 GiB of host memory: loading takes about 13.0, compiling about 8 more" in " ".join(
+        output.split()
+    )
+    assert "of host memory: " not in run("--model-id", model, "--instance", "inf2.8xlarge")[1]
+
+
+def test_plan_recommends_nothing_below_a_useful_length(folder):
+    def recommendation(**settings):
+        machines = [
+            INSTANCES[name] for name in ("inf2.xlarge", "inf2.24xlarge")
+        ]  # 70B fits with a length of 1024
+        lines = list(plan.report("x", SHAPES["Llama-2-70B"], machines, Config(model_id="x", **settings)))
+        return next(line for line in lines if line.startswith("Recommended: "))
+
+    assert recommendation() == "Recommended: none, as no machine has room for a length of 2048."
+    assert recommendation(max_total_tokens=512) == "Recommended: inf2.24xlarge, the cheapest for length 512."
+
+
+def test_plan_recommends_replicas_where_they_were_published_to_give_more_tokens(run, folder):
+    argv = "--model-id", folder("Llama-3-8B"), "--instance", "ml.inf2.48xlarge"
+    output = " ".join(run(*argv)[1].split())
+    assert (
+        "Llama-3-8B, batch size 32, length 4096, 3 replicas of tp_degree 8: 734.6 tokens/s, $4.91 per million"
+        in output
+    )
+    assert (
+        "recommended here, by these figures: 3 replicas, each with tp_degree 8, batch size 32, length 4096"
+        in output
+    )
+    for other in (["--tp-degree", "24"], ["--quantize", "int8"]):  # int8: 859.1 tokens/s with all cores
+        assert "recommended here" not in run(*argv, *other)[1]
+    assert (
+        "recommended here" not in run(*argv, "--max-batch-size", "180")[1]
+    )  # which fits on 24 cores and not on 8
+
+
+@pytest.mark.parametrize("name", ["trn1n.32xlarge", "ml.trn1n.32xlarge"])
+def test_plan_knows_the_machines_by_the_names_of_ec2_and_of_sagemaker(run, folder, name):
+    assert (
+        "\ntrn1n.32xlarge, $24.78 an hour\n" in run("--model-id", folder("TinyLlama"), "--instance", name)[1]
+    )
+
+
+def test_plan_prints_choice_speed_and_price(run, folder):
+    argv = ("--instance", "inf2.48xlarge", "--quantize", "int8", "--max-batch-size", "8")
+    code, output, errors = run("--model-id", folder("Llama-3-8B"), *argv)
+    assert (code, errors) == (0, "")
+    assert "inf2.24xlarge" not in output
+    assert "tp_degree 24, batch size 8, length 4096" in output
+    assert "859.1 tokens/s, first token 66 ms, then 10.45 ms each, $4.20 per million tokens" in output
+    assert "[SDK 2.25 docs, inf2/throughput_data_decoder.csv:4]" in output
+
+
+def test_plan_quotes_figures_with_their_own_batch_sizes_and_none_for_another_tp_degree(run, folder):
+    argv = "--model-id", folder("Llama-2-7B"), "--instance", "inf2.48xlarge"
+    output = run(*argv)[1]
+    assert all(f"Llama-2-7B, batch size {size}, " in output for size in (1, 8))
+    assert "tokens/s" not in run(*argv, "--tp-degree", "8")[1]
+
+
+def test_plan_reads_the_settings_of_serve_from_the_environment(run, folder):
+    model = folder("Llama-3-8B")
+    _, output, _ = run(
+        "--instance", "trn1.2xlarge", MODEL_ID=str(model), MAX_TOTAL_TOKENS="3000", HF_BATCH_SIZE="3"
+    )
+    assert "trn1.2xlarge, $1.34 an hour\n  tp_degree 2, batch size 3, length 3000" in output
+
+
+def test_plan_for_a_model_that_does_not_fit_says_what_would(run, folder):
+    code, output, _ = run("--model-id", folder("Llama-2-70B"), "--instance", "inf2.xlarge")
+    assert code == 0 and "--tp-degree 12 would fit" in " ".join(output.split())
+
+
+@pytest.mark.parametrize(
+    "argv, words",
+    [
+        (["--model-id", "/no/such/folder"], "no such folder"),
+        (["--model-id", "{empty}"], "config.json"),
+        (["--model-id", "{broken}"], "JSON"),
+        (["--model-id", "{model}", "--instance", "p5.48xlarge"], "p5.48xlarge"),
+        (["--model-id", "{model}", "--max-batch-size", "0"], "'0'"),
+        (["--model-id", "{model}", "--dtype", "int4"], "int4"),
+        (["--model-id", "{biased}"], "config.json: mlp_bias is True and transformers-neuronx computes False"),
+        (["--model-id", "{listed}"], "config.json: rope_scaling is ['x'] and should be an object"),
+        (["--model-id", "{model}", "--colour"], "unknown argument '--colour'"),
+    ],
+)
+def test_plan_refuses_in_one_line_with_code_2(run, folder, tmp_path, argv, words):
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "broken").mkdir()
+    (tmp_path / "broken" / "config.json").write_text("{")
+    paths = {"empty": tmp_path / "empty", "broken": tmp_path / "broken", "model": folder("TinyLlama")}
+    paths["biased"] = folder("Llama-3-8B")  # refused by `serve` in the same words
+    (paths["biased"] / "config.json").write_text(json.dumps(CONFIGS["Llama-3-8B"] | {"mlp_bias": True}))
+    paths["listed"] = folder("Mistral-7B")
+    (paths["listed"] / "config.json").write_text(json.dumps(CONFIGS["Mistral-7B"] | {"rope_scaling": ["x"]}))
+    code, output, errors = run(*(word.format(**paths) for word in argv))
+    assert (code, output) == (2, "")
+    assert errors.startswith("error: ") and words in errors and len(errors.splitlines()) == 1
+
+
+def test_the_verb_exits_with_its_code_and_needs_no_torch(folder):
+    blocked = "import sys; sys.modules['torch'] = sys.modules['transformers'] = None; import runpy; "
+    verb = [sys.executable, "-c", blocked + "runpy.run_module('models.plan', run_name='__main__')"]
+    runs = [
+        subprocess.run([*verb, *argv], cwd=HERE, capture_output=True, text=True, timeout=60)
+        for argv in (["--model-id", str(folder("TinyLlama"))], ["--help"], ["--colour"])
+    ]
+    assert [done.returncode for done in runs] == [0, 0, 2]
+    assert "Recommended: " in runs[0].stdout
+    assert all(
+        flag in runs[1].stdout for flag in ("--model-id", "--instance", "--max-total-tokens", "--quantize")
+    )
+
+
+def test_without_a_model_the_demonstration_model_is_planned_for(run):
+    code, output, _ = run("--instance", "inf2.xlarge")
+    assert code == 0 and output.startswith("neuron-textgen/demo (llama): ")

@@ -1,0 +1,145 @@
+"""A model's tokenizer.json: its own, or one converted once and kept."""
+
+import json
+import subprocess
+from pathlib import Path
+
+import pytest
+import tiny_models
+import tiny_tokenizers
+import transformers
+from tokenizers import Tokenizer
+
+import models.tokenizer
+from config import Config
+from models.base import ModelError
+from models.tokenizer import tokenizer_folder
+from run import ConfigError
+
+pytestmark = pytest.mark.models
+RUN = subprocess.run
+
+
+@pytest.fixture(autouse=True)
+def in_this_process(monkeypatch):
+    """Conversions cost no child process, where transformers is imported anew; one test runs a real one."""
+
+    def run(command, **_):
+        try:
+            models.tokenizer.main(*map(Path, command[-2:]))
+        except ModelError as error:
+            return subprocess.CompletedProcess(command, 1, "", f"error: {error}\n")
+        return subprocess.CompletedProcess(command, 0, "", "")
+
+    monkeypatch.setattr(subprocess, "run", run)
+
+
+@pytest.fixture
+def config(tmp_path):
+    return Config(model_cache=str(tmp_path / "cache"))
+
+
+@pytest.fixture
+def slow(tmp_path):
+    """A folder with a slow tokenizer."""
+    (tmp_path / "model").mkdir()
+    return tiny_models.save_byte_level_bpe(tmp_path / "model")
+
+
+def converted(config, folder, scratch):
+    return Tokenizer.from_file(str(tokenizer_folder(config, folder, scratch) / "tokenizer.json"))
+
+
+def test_a_ready_tokenizer_is_used_where_it_is(tmp_path, config):
+    tiny_tokenizers.byte_level().save(str(tmp_path / "tokenizer.json"))
+    assert tokenizer_folder(config, tmp_path, tmp_path / "scratch") == tmp_path
+    assert not (tmp_path / "cache").exists()
+
+
+@pytest.mark.parametrize("kind", ["byte-level-bpe", "sentencepiece"])
+def test_a_slow_tokenizer_is_converted_to_one_that_does_the_same(tmp_path, config, kind):
+    save = {
+        "byte-level-bpe": tiny_models.save_byte_level_bpe,
+        "sentencepiece": tiny_models.save_sentencepiece,
+    }[kind]
+    (tmp_path / "model").mkdir()
+    folder = save(tmp_path / "model")
+    fast, slow = converted(config, folder, tmp_path), transformers.AutoTokenizer.from_pretrained(folder)
+    end = slow.eos_token
+    for text in [*tiny_models.TEXTS, " leading space", f"a{end}b{end}", "characters it has never seen: Ωж"]:
+        ids = fast.encode(text).ids
+        assert ids == slow(text)["input_ids"]
+        assert fast.decode(ids) == slow.decode(ids, skip_special_tokens=True)
+        assert fast.decode(ids, skip_special_tokens=False) == slow.decode(ids)
+    assert [fast.decode(fast.encode(text).ids) for text in tiny_models.TEXTS] == tiny_models.TEXTS
+    assert not (folder / "tokenizer.json").exists()
+
+
+def test_a_converted_sentencepiece_tokenizer_agrees_with_sentencepiece_itself(tmp_path, config):
+    import sentencepiece
+
+    (tmp_path / "model").mkdir()
+    folder = tiny_models.save_sentencepiece(tmp_path / "model")
+    own = sentencepiece.SentencePieceProcessor(model_file=str(folder / "tokenizer.model"))
+    fast = converted(config, folder, tmp_path)
+    assert [fast.encode(text).ids for text in tiny_models.TEXTS] == [
+        own.encode(t, add_bos=True) for t in tiny_models.TEXTS
+    ]
+
+
+def test_a_conversion_in_a_child_process_is_kept_for_the_next_start(tmp_path, config, slow, monkeypatch):
+    monkeypatch.setattr(subprocess, "run", RUN)
+    first = tokenizer_folder(config, slow, tmp_path)
+    monkeypatch.setattr(subprocess, "run", lambda *_, **__: pytest.fail("converted again"))
+    assert tokenizer_folder(config, slow, tmp_path) == first
+
+
+def test_where_the_cache_cannot_be_written_it_is_converted_for_this_start(tmp_path, slow):
+    (tmp_path / "file").touch()
+    unwritable = Config(model_cache=str(tmp_path / "file" / "cache"))
+    assert tokenizer_folder(unwritable, slow, tmp_path) == tmp_path
+    assert (tmp_path / "tokenizer.json").is_file()
+
+
+def test_code_that_comes_with_a_tokenizer_is_not_run(tmp_path, config):
+    ran = tmp_path / "ran"
+    (tmp_path / "tokenization_own.py").write_text(f"open({str(ran)!r}, 'w').close()")
+    own = {
+        "tokenizer_class": "OwnTokenizer",
+        "auto_map": {"AutoTokenizer": ["tokenization_own.OwnTokenizer", None]},
+    }
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(own))
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama"}))
+    (tmp_path / "vocab.json").write_text("{}")
+    with pytest.raises(ConfigError):
+        tokenizer_folder(config, tmp_path, tmp_path)
+    assert not ran.exists()
+
+
+def test_no_file_outside_of_the_folder_becomes_tokens(tmp_path, config):
+    secret, folder = tmp_path / "secret", tmp_path / "model"
+    secret.write_text("a-secret\n")
+    folder.mkdir()
+    (folder / "config.json").write_text('{"model_type": "bert"}')
+    (folder / "vocab.json").write_text("{}")
+    names = dict.fromkeys(("vocab_file", "vocab", "tokenizer_file"), str(secret))
+    (folder / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "BertTokenizer"} | names))
+    assert "a-secret" not in converted(config, folder, tmp_path).to_str()
+
+
+def test_a_folder_without_any_tokenizer_is_refused_with_what_is_missing(tmp_path, config):
+    with pytest.raises(
+        ConfigError, match=r"holds no tokenizer \(tokenizer\.json, or .*tokenizer\.model, vocab\.json\)"
+    ):
+        tokenizer_folder(config, tmp_path, tmp_path)
+
+
+def test_a_tokenizer_that_cannot_be_converted_is_refused_in_one_line(tmp_path, config):
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama"}))
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "LlamaTokenizer"}))
+    (tmp_path / "tokenizer.model").write_bytes(b"no sentencepiece model")
+    with pytest.raises(
+        ConfigError, match=r"\(tokenizer\.model\) cannot be converted: .*cannot be read for its"
+    ) as refused:
+        tokenizer_folder(config, tmp_path, tmp_path)
+    assert "\n" not in str(refused.value)

@@ -1,0 +1,514 @@
+"""In any schedule a slot generates what `transformers` alone generates, to the last bit what it generates alone; and what is
+refused.
+
+The checkpoints are tiny and random (`tiny_models`); the expected tokens come from `generate`, greedily, up to the last position
+of the window.
+"""
+
+import json
+import os
+import random
+import resource
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+import pytest
+import tiny_models
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+from tiny_models import (
+    POSITIONS,
+    VOCABULARY,
+    Reference,
+    edit_config,
+    generate,
+    reference_model,
+    references,
+    run,
+    save_checkpoint,
+    settings,
+)
+
+import models.openvino_model
+from config import Config
+from models.base import Chunk, DeviceLost, ModelError
+
+pytestmark = pytest.mark.models
+
+
+@pytest.fixture(scope="session")
+def served(zoo):
+    """A family's model with four slots, made when it is first needed."""
+    return cache(lambda family: serve(zoo.folder(family), max_batch_size=4))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread():
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def torch_model_is_imported():
+    """That takes seconds, which an import at this module's top costs each of pytest's workers."""
+    import models.torch_model  # noqa: F401
+
+
+def serve(folder, device="cpu", **changes):
+    return models.torch_model.TorchModel(settings(folder, **changes), Path(folder), device)
+
+
+def continued(model, reference: Reference) -> list[int]:
+    return run(model, [reference.prompt])[0].tokens
+
+
+@pytest.mark.parametrize("family", tiny_models.ALL)
+def test_a_sequence_is_that_of_transformers_alone_and_in_any_schedule_to_the_last_bit(zoo, served, family):
+    model, chosen, index = served(family), zoo.references(family), list(tiny_models.ALL).index(family)
+    prefill_chunk = (3, 4, 128)[index % 3]
+    alone = [run(model, [reference.prompt], 0, prefill_chunk)[0] for reference in chosen]
+    for sequence, reference in zip(alone, chosen):
+        assert sequence.tokens == reference.tokens
+        assert len(reference.prompt) + len(reference.tokens) == POSITIONS
+    together = run(model, [reference.prompt for reference in chosen] * 2, index, prefill_chunk)
+    assert any(sequence.tokens == own.tokens for sequence, own in zip(together, alone * 2))
+    for sequence, own in zip(together, alone * 2):
+        assert sequence.tokens == own.tokens[: len(sequence.tokens)]
+        assert np.array_equal(sequence.logits, own.logits[: len(sequence.logits)])
+
+
+BITS = [(family, "float32", 32) for family in ("llama", "mistral", "gpt2", "gemma2", "falcon")]
+BITS += [("llama", "bfloat16", 32), ("llama", "float32", 7), ("mixtral", "float32", 7)]
+
+
+@pytest.mark.parametrize(("family", "dtype", "slots"), BITS)
+def test_one_to_all_rows_in_any_slots_change_no_bit(zoo, family, dtype, slots):
+    model, chance = serve(zoo.folder(family), dtype=dtype, max_batch_size=slots), random.Random(0)
+    prompt, begin, token = zoo.references(family)[3].prompt, 11, 3
+    for slot in range(slots):
+        model.forward([Chunk(slot, prompt, 0)])
+    alone = model.forward([Chunk(0, [token], begin)])
+    for company in range(slots):
+        own, *others = chance.sample(range(slots), company + 1)
+        rows = [
+            Chunk(slot, [chance.randrange(VOCABULARY)], chance.randrange(11, POSITIONS)) for slot in others
+        ]
+        found = model.forward([*rows, Chunk(own, [token], begin)])
+        assert found.shape == (company + 1, VOCABULARY)
+        assert np.array_equal(found[-1:], alone)
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_long_sums_give_the_same_bits_alone_and_in_company(tmp_path, threads):
+    """A kernel for one row splits them; with two threads one of them may get the fifth row alone."""
+    torch.set_num_threads(threads)
+    config = tiny_models.llama(intermediate_size=2048, num_hidden_layers=1)
+    model = serve(save_checkpoint(tmp_path, config), max_batch_size=5)
+    rows = [Chunk(slot, [1], 0) for slot in range(5)]
+    together, alone = model.forward(rows), np.concatenate([model.forward([chunk]) for chunk in rows])
+    torch.set_num_threads(1)
+    assert np.array_equal(together, alone)
+    assert np.array_equal(together, together[:1].repeat(5, 0))
+
+
+@pytest.mark.parametrize("family", tiny_models.ALL)
+def test_the_texts_differ_so_that_a_mix_up_would_show(zoo, family):
+    chosen = zoo.references(family)
+    assert len({tuple(reference.tokens) for reference in chosen}) == len(chosen)
+    assert len({token for reference in chosen for token in reference.tokens}) > 10
+
+
+@pytest.mark.parametrize(
+    ("family", "changes"),
+    [
+        ("mistral", {"sliding_window": None}),
+        ("phi3", {"sliding_window": None}),
+        ("qwen2-sliding", {"layer_types": ["full_attention"] * 3}),
+        ("qwen2-sliding", {"layer_types": ["sliding_attention"] * 3}),
+        ("gemma2", {"layer_types": ["full_attention"] * 3}),
+        ("gemma2", {"attn_logit_softcapping": None}),
+        ("llama", {"rope_parameters": tiny_models.rope(rope_theta=10000.0)}),
+    ],
+)
+def test_what_makes_a_family_special_matters_to_its_texts(zoo, family, changes):
+    reference = zoo.references(family)[2]
+    without = reference_model(zoo.folder(family), **changes)
+    assert generate(without, torch.tensor([reference.prompt]))[0] != [reference.tokens]
+
+
+@pytest.mark.parametrize("window", [6, POSITIONS - 1])
+@pytest.mark.parametrize("family", ["llama", "mistral", "gpt-j"])
+def test_a_window_smaller_than_the_models_ends_a_text_early_and_changes_nothing_else(zoo, family, window):
+    reference = zoo.references(family)[2]
+    model = serve(zoo.folder(family), max_total_tokens=window)
+    assert continued(model, reference) == reference.tokens[: window - 5]
+
+
+@pytest.mark.parametrize(("slots", "window"), [(1, 2), (3, 2), (1, POSITIONS)])
+def test_limits_may_be_as_small_as_they_get(zoo, slots, window):
+    reference = zoo.references("llama")[0]
+    model = serve(zoo.folder("llama"), max_batch_size=slots, max_total_tokens=window, max_input_tokens=1)
+    assert (model.batch_size, model.max_total_tokens, model.max_input_tokens) == (slots, window, 1)
+    assert continued(model, reference) == reference.tokens[: window - 1]
+
+
+def test_a_model_states_what_it_is(zoo):
+    model = serve(zoo.folder("llama"), max_batch_size=3, max_total_tokens=None)
+    assert (model.batch_size, model.max_total_tokens, model.max_input_tokens) == (3, POSITIONS, POSITIONS - 1)
+    assert (model.engine, model.device, model.dtype, model.quantize) == ("torch", "cpu", "float32", None)
+    assert (model.vocab_size, model.sampling, model.mixes, model.prefill_chunk) == (
+        VOCABULARY,
+        "host",
+        False,
+        128,
+    )
+
+
+def test_logits_are_float32_rows_in_the_order_of_the_chunks_and_later_calls_leave_them_alone(zoo, served):
+    model, reference = served("llama"), zoo.references("llama")[2]
+    model.forward([Chunk(2, reference.prompt, 0)])
+    first = model.forward([Chunk(0, reference.prompt, 0)])
+    before = first.copy()
+    rows = model.forward([Chunk(2, [7], 5), Chunk(0, [reference.tokens[0]], 5)])
+    assert (first.shape, first.dtype, rows.shape, rows.dtype) == (
+        (1, VOCABULARY),
+        np.float32,
+        (2, VOCABULARY),
+        np.float32,
+    )
+    assert np.array_equal(first, before)
+    for token, row in zip((7, reference.tokens[0]), rows):
+        expected = models.torch_model.reference_logits(
+            reference_model(zoo.folder("llama")), [*reference.prompt, token]
+        )
+        np.testing.assert_allclose(row, expected[5], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("family", tiny_models.ALL)
+def test_the_logits_after_every_prompt_token_are_those_of_transformers(zoo, served, family):
+    model, expected, chosen = served(family), reference_model(zoo.folder(family)), zoo.references(family)
+    assert model.gives_prompt_logits
+    sequences = run(model, [reference.prompt for reference in chosen], 3, prefill_chunk=3, keep_all=True)
+    for sequence, reference in zip(sequences, chosen):
+        with torch.inference_mode():
+            wanted = expected(torch.tensor([reference.prompt])).logits[0]
+        whole = model.forward([Chunk(1, reference.prompt, 0, keep_all=True)])
+        for found in (whole, sequence.logits[: len(wanted)]):
+            np.testing.assert_allclose(found, wanted, rtol=1e-4, atol=1e-4)
+        assert sequence.tokens == reference.tokens[: len(sequence.tokens)]
+
+
+@pytest.mark.parametrize("family", tiny_models.FAMILIES | tiny_models.WITH_THEIR_OWN_ATTENTION)
+def test_bfloat16_is_near(zoo, served, family):
+    prompt = zoo.references(family)[4].prompt
+    exact, rounded = served(family), serve(zoo.folder(family), dtype="bfloat16")
+    assert rounded.dtype == "bfloat16"
+    for chunk in (Chunk(0, prompt, 0), Chunk(0, [3], 16)):
+        expected, found = exact.forward([chunk]), rounded.forward([chunk])
+        assert 0 < np.abs(found - expected).max() < 0.15 * np.abs(expected).max()
+
+
+@pytest.mark.parametrize("can_multiply", [True, False])
+@pytest.mark.parametrize("saved", ["float32", "bfloat16", "float16"])
+def test_a_cpu_computes_in_bfloat16_where_it_and_the_checkpoint_do_and_else_in_float32(
+    tmp_path, saved, can_multiply, monkeypatch
+):
+    monkeypatch.setattr(models.cpu, "cpu_multiplies_bfloat16", lambda: can_multiply)
+    folder = save_checkpoint(tmp_path, tiny_models.llama(), dtype=getattr(torch, saved))
+    expected = torch.bfloat16 if saved == "bfloat16" and can_multiply else torch.float32
+    assert (
+        models.torch_model.load_pretrained(
+            models.cpu.with_dtype(settings(folder), folder), folder, "cpu"
+        ).dtype
+        == expected
+    )
+    given = models.cpu.with_dtype(settings(folder, dtype="bfloat16"), folder)
+    assert models.torch_model.load_pretrained(given, folder, "cpu").dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"hidden_act": "gelu"},
+        {"attention_bias": True, "mlp_bias": True},
+        {"num_key_value_heads": 1, "head_dim": 6},
+    ],
+    ids=str,
+)
+def test_variants_of_llama_give_the_tokens_of_transformers(tmp_path, changes):
+    folder = save_checkpoint(tmp_path, tiny_models.llama(**changes))
+    (reference,) = references(folder, [5])
+    assert continued(serve(folder), reference) == reference.tokens
+
+
+def test_a_device_error_that_every_later_call_would_meet_is_the_loss_of_the_device(zoo, monkeypatch):
+    def fails(*_args, **_kwargs):
+        raise torch.AcceleratorError("CUDA error: an illegal memory access was encountered\nMore lines")
+
+    model = serve(zoo.folder("llama"))
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", fails)
+    with pytest.raises(DeviceLost, match=r"illegal memory access was encountered$"):
+        model.forward([Chunk(0, [1, 2], 0)])
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA GPU here")
+@pytest.mark.parametrize("family", tiny_models.FAMILIES)
+def test_on_a_gpu_a_full_batch_generates_what_transformers_does(zoo, family):
+    chosen = zoo.references(family)
+    model = serve(zoo.folder(family), device="cuda", dtype="float32", max_batch_size=4)
+    for sequence, reference in zip(run(model, [reference.prompt for reference in chosen]), chosen):
+        assert sequence.tokens == reference.tokens[: len(sequence.tokens)]
+
+
+@pytest.mark.parametrize("scaling", [None, {"type": "linear", "factor": 2.0}])
+def test_checkpoints_of_transformers_4_and_5_give_the_same_tokens(tmp_path, scaling):
+    new_rope = tiny_models.rope() if scaling is None else tiny_models.rope(rope_type="linear", factor=2.0)
+    new, old, other = (
+        save_checkpoint(tmp_path / name, tiny_models.llama(rope_parameters=new_rope))
+        for name in ("new", "old", "other")
+    )
+    written = json.loads((new / "config.json").read_text())
+    assert "rope_parameters" in written and "dtype" in written and "rope_theta" not in written
+    form = {"rope_scaling": scaling, "torch_dtype": "float32", "transformers_version": "4.48.3"}
+    edit_config(old, remove=("rope_parameters", "dtype"), rope_theta=tiny_models.ROPE_THETA, **form)
+    edit_config(other, remove=("rope_parameters", "dtype"), rope_theta=10000.0, **form)
+
+    (reference,) = references(new, [5])
+    tokens = {folder.name: continued(serve(folder), reference) for folder in (new, old, other)}
+
+    assert tokens["new"] == tokens["old"] == reference.tokens
+    assert tokens["other"] != tokens["new"]
+
+
+def refusal(folder, **changes) -> str:
+    """The one line that a person reads who wants to serve `folder`."""
+    with pytest.raises(ModelError) as caught:
+        serve(folder, **changes)
+    message = str(caught.value)
+    assert message.strip() and "\n" not in message
+    return message
+
+
+def test_an_encoder_decoder_is_refused(tmp_path):
+    transformers.T5Config(vocab_size=VOCABULARY, n_positions=POSITIONS).save_pretrained(tmp_path)
+    assert (
+        refusal(tmp_path)
+        == "t5 models do not continue text token by token (no causal language model); nothing to serve"
+    )
+
+
+def test_a_model_that_is_no_language_model_is_refused(tmp_path):
+    transformers.ViTConfig().save_pretrained(tmp_path)
+    assert "vit models do not continue text" in refusal(tmp_path)
+
+
+UNFIT = {
+    "bert": lambda: transformers.BertConfig(**tiny_models.GROUPED | {"pad_token_id": 0}),
+    "mamba": lambda: transformers.MambaConfig(
+        **tiny_models.NO_SPECIAL_TOKENS, hidden_size=48, num_hidden_layers=2, state_size=8
+    ),
+    "gpt_neo": lambda: transformers.GPTNeoConfig(
+        **tiny_models.SMALL | {"num_layers": 2, "num_heads": 4},
+        attention_types=[[["global", "local"], 1]],
+        window_size=8,
+    ),
+    "gpt_oss": lambda: transformers.GptOssConfig(
+        **tiny_models.GROUPED,
+        head_dim=12,
+        sliding_window=8,
+        layer_types=["sliding_attention", "full_attention"],
+        num_local_experts=4,
+        num_experts_per_tok=2,
+    ),
+    "bloom": lambda: transformers.BloomConfig(
+        **tiny_models.NO_SPECIAL_TOKENS, hidden_size=48, n_head=4, n_layer=2
+    ),
+    "rwkv": lambda: transformers.RwkvConfig(
+        vocab_size=VOCABULARY, hidden_size=48, num_hidden_layers=2, context_length=POSITIONS
+    ),
+    "lfm2": lambda: transformers.Lfm2Config(**tiny_models.GROUPED, layer_types=["conv", "full_attention"]),
+}
+
+
+@pytest.mark.parametrize("family", UNFIT)
+def test_a_family_that_slots_cannot_share_is_refused(tmp_path, family):
+    """BERT looks ahead; Mamba, RWKV and LFM2 keep a state; gpt-oss has sinks; GPT-Neo's window, BLOOM's bias are their own."""
+    folder = save_checkpoint(tmp_path, UNFIT[family]())
+    assert "static batch" in refusal(folder)
+
+
+@pytest.mark.parametrize("family", ["mamba", "bloom", "lfm2"])
+def test_a_family_that_cannot_even_run_in_slots_is_named(tmp_path, family):
+    folder = save_checkpoint(tmp_path, UNFIT[family]())
+    message = refusal(folder)
+    assert f"{family} model" in message and "static batch" in message
+
+
+def test_a_window_that_the_attention_does_not_get_is_refused_where_it_would_have_to_slide(tmp_path):
+    folder = save_checkpoint(tmp_path, tiny_models.llama())
+    edit_config(folder, sliding_window=tiny_models.SLIDING)
+    assert "give --max-total-tokens 8 or less" in refusal(folder)
+    assert serve(folder, max_total_tokens=tiny_models.SLIDING).max_total_tokens == tiny_models.SLIDING
+
+
+def test_attention_in_chunks_is_refused_by_name(tmp_path):
+    config = transformers.Llama4TextConfig(
+        **tiny_models.GROUPED
+        | {"attention_chunk_size": POSITIONS // 2, "head_dim": 12, "intermediate_size_mlp": 64},
+        num_local_experts=2,
+    )
+    folder = save_checkpoint(tmp_path, config)
+    assert (
+        refusal(folder)
+        == "llama4_text models with chunked_attention layers cannot be served on a static batch yet"
+    )
+
+
+def test_a_folder_without_weights_is_refused(tmp_path):
+    tiny_models.llama().save_pretrained(tmp_path)
+    (tmp_path / "pytorch_model.bin").write_bytes(b"pickle is never read")
+    assert refusal(tmp_path) == f"{tmp_path} holds no weights (*.safetensors)"
+
+
+def truncate(path: Path) -> None:
+    os.truncate(path, path.stat().st_size // 2)
+
+
+def overwrite_header(path: Path) -> None:
+    path.write_bytes(b"<!doctype html>" + path.read_bytes()[15:])
+
+
+def empty(path: Path) -> None:
+    path.write_bytes(b"")
+
+
+@pytest.mark.parametrize("damage", [truncate, overwrite_header, empty])
+def test_a_damaged_weights_file_is_refused(tmp_path, damage):
+    folder = save_checkpoint(tmp_path, tiny_models.llama())
+    damage(folder / "model.safetensors")
+    assert refusal(folder).startswith(f"{folder} cannot be loaded: SafetensorError: ")
+
+
+def test_a_checkpoint_that_lacks_a_shard_is_refused(tmp_path):
+    folder = save_checkpoint(tmp_path, tiny_models.llama())
+    weights = load_file(folder / "model.safetensors")
+    os.rename(folder / "model.safetensors", folder / "model-00001-of-00002.safetensors")
+    files = dict.fromkeys(weights, "model-00001-of-00002.safetensors") | {
+        "lm_head.weight": "model-00002-of-00002.safetensors"
+    }
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": files}))
+    assert "model-00002-of-00002.safetensors" in refusal(folder)
+
+
+@pytest.mark.parametrize("changes", [{"num_hidden_layers": 1000, "hidden_size": 8192}, {"vocab_size": 10**7}])
+def test_a_config_of_more_parameters_than_the_weights_hold_is_refused_before_memory_is_taken(
+    tmp_path, changes
+):
+    folder = save_checkpoint(tmp_path, tiny_models.llama())
+    tiny_models.llama(**changes).save_pretrained(folder)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    line = refusal(folder)
+    assert (
+        line.startswith(f"{folder}: config.json describes ")
+        and "billion parameters, more than its weight files of " in line
+    )
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 200_000  # KB
+
+
+def test_an_index_that_names_files_elsewhere_is_refused(tmp_path):
+    folder = save_checkpoint(tmp_path, tiny_models.llama())
+    names = {"lm_head.weight": "../other/model.safetensors"}
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": names}))
+    assert refusal(folder) == (
+        f"{folder}/model.safetensors.index.json names '../other/model.safetensors', which is not a file of the model's folder"
+    )
+
+
+def test_a_checkpoint_that_lacks_a_tensor_is_refused_and_the_tensor_named(tmp_path):
+    folder = save_checkpoint(tmp_path, tiny_models.llama())
+    weights = load_file(folder / "model.safetensors")
+    del weights["model.layers.1.mlp.up_proj.weight"]
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    assert refusal(folder) == f"{folder} lacks 1 of its weights, model.layers.1.mlp.up_proj.weight among them"
+
+
+def test_a_checkpoint_with_a_tensor_of_another_shape_is_refused_and_the_tensor_named(tmp_path):
+    folder = save_checkpoint(tmp_path, tiny_models.llama())
+    weights = load_file(folder / "model.safetensors")
+    weights["model.norm.weight"] = torch.ones(40)
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    assert "model.norm.weight" in refusal(folder)
+
+
+def test_an_unknown_model_type_is_refused_by_name(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama7000"}))
+    assert "llama7000" in refusal(tmp_path)
+
+
+def test_a_quantized_checkpoint_is_refused(tmp_path):
+    folder = save_checkpoint(tmp_path, tiny_models.llama())
+    edit_config(
+        folder, quantization_config={"quant_method": "gptq", "bits": 4, "group_size": 128, "desc_act": False}
+    )
+    assert "this llama checkpoint is quantized" in refusal(folder)
+
+
+@pytest.mark.parametrize("form", ["new", "old"])
+def test_positions_that_stretch_with_the_longest_text_are_refused_beyond_what_they_were_trained_for(
+    tmp_path, form
+):
+    rope = tiny_models.rope(rope_type="dynamic", factor=2.0)
+    folder = save_checkpoint(
+        tmp_path, tiny_models.llama(rope_parameters=rope, max_position_embeddings=POSITIONS // 2)
+    )
+    if form == "old":
+        old_rope = {"type": "dynamic", "factor": 2.0}
+        edit_config(
+            folder, remove=("rope_parameters",), rope_theta=tiny_models.ROPE_THETA, rope_scaling=old_rope
+        )
+    config = Config(
+        model_id=str(folder),
+        device="cpu",
+        max_total_tokens=POSITIONS // 2 + 1,
+        max_input_tokens=POSITIONS // 2,
+    )
+    with pytest.raises(ModelError, match=f"give --max-total-tokens {POSITIONS // 2} or less"):
+        models.torch_model.TorchModel(config, folder, "cpu")
+    assert serve(folder, max_total_tokens=POSITIONS // 2).max_total_tokens == POSITIONS // 2
+
+
+def test_code_that_comes_with_a_model_is_not_run_by_default(tmp_path):
+    ran = tmp_path / "ran"
+    (tmp_path / "configuration_own.py").write_text(f"open({str(ran)!r}, 'w').close()")
+    own = {"AutoConfig": "configuration_own.OwnConfig", "AutoModelForCausalLM": "configuration_own.OwnModel"}
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "own", "auto_map": own}))
+    assert "code" in refusal(tmp_path)
+    assert not ran.exists()
+
+
+@pytest.mark.parametrize("name", ["owner/kernel", "flash_attention_2"])
+def test_attention_that_a_checkpoint_names_is_not_loaded(tmp_path, name):
+    """transformers takes it from the hub, and runs it, where the package `kernels` is installed."""
+    folder = edit_config(save_checkpoint(tmp_path / "m", tiny_models.llama()), _attn_implementation=name)
+    model = models.torch_model.load_pretrained(settings(folder), folder, "cpu")
+    assert np.isfinite(models.torch_model.reference_logits(model, [1, 2, 3])).all()
+
+
+@pytest.mark.parametrize("quantize", ["int8", "int4"])
+def test_compressed_weights_are_refused(zoo, quantize):
+    message = refusal(zoo.folder("llama"), quantize=quantize)
+    assert message.startswith(f"--quantize {quantize} (QUANTIZE): ") and message.endswith("; leave it out")
+
+
+def test_a_profile_without_warm_up_steps_gives_no_warning(tmp_path, monkeypatch, recwarn):
+    ends = []
+    monkeypatch.setattr(models.torch_model.atexit, "register", ends.append)
+    monkeypatch.setattr(models.torch_model.TorchModel, "__init__", lambda self: None)
+    model = models.torch_model.TorchModel()
+    model.profile(str(tmp_path / "trace.json"), 0, 0, 1)
+    ends[0]()
+    assert not recwarn.list

@@ -1,0 +1,349 @@
+"""grammar.py: what becomes of schemas, expressions and choices; limits; which texts the masks allow."""
+
+import json
+import threading
+import time
+from functools import cache
+
+import numpy as np
+import pytest
+from tiny_tokenizers import KINDS
+from tokenizers import Tokenizer
+
+from config import DEMO_MODEL
+from text import grammar
+from text.grammar import GrammarError, Grammars, of_choice, of_json_schema, of_regex
+
+
+@cache
+def demo():
+    return Tokenizer.from_file(str(DEMO_MODEL / "tokenizer.json")), Grammars.load(DEMO_MODEL, 2048, [0])
+
+
+def mask_of(matcher, tokens=2048):
+    mask = np.zeros(-(-tokens // 32), np.uint32)
+    matcher.fill(mask.ctypes.data, mask.nbytes)
+    return np.unpackbits(mask.view(np.uint8), bitorder="little")[:tokens].astype(bool)
+
+
+def accepts(text, serialized, tokenizer=None, grammars=None):
+    """Whether the text is one of the grammar's, as a model would write it: token by token, then the end."""
+    if tokenizer is None:
+        tokenizer, grammars = demo()
+    matcher, size = grammars.matcher(serialized), tokenizer.get_vocab_size()
+    for token in tokenizer.encode(text, add_special_tokens=False).ids:
+        if not mask_of(matcher, size)[token]:
+            return False
+        matcher.consume(token)
+    return bool(mask_of(matcher, size)[0])
+
+
+PERSON = {
+    "type": "object",
+    "properties": {"name": {"type": "string"}, "age": {"type": "integer", "minimum": 0, "maximum": 150}},
+    "required": ["name", "age"],
+}
+
+
+@pytest.mark.parametrize(
+    "text, allowed",
+    [
+        ('{"name": "Ada", "age": 36}', True),
+        ('{"name":"Ada","age":36}', True),
+        ('{\n  "name": "Ada",\n  "age": 36\n}', True),
+        ('{"age": 36, "name": "Ada"}', False),  # in the order of the schema
+        ('{"name": "Ada", "age": 151}', False),
+        ('{"name": "Ada"}', False),
+        ('{"name": "Ada", "age": 36, "more": 1}', False),  # nothing that is not named
+        (' {"name": "Ada", "age": 36}', False),
+        ("{" + 50 * " " + '"name": "Ada", "age": 36}', False),
+    ],
+)
+def test_a_schema_allows_its_documents_with_the_usual_blanks(text, allowed):
+    assert accepts(text, of_json_schema(PERSON)) == allowed
+
+
+@pytest.mark.parametrize(
+    "whitespace, allowed",
+    [(None, ['{"a":1}']), ("[ ]?", ['{"a":1}', '{"a": 1}']), (r"\s{0,60}", ['{"a":' + 40 * " " + "1}"])],
+)
+def test_a_pattern_decides_which_blanks_are_allowed(whitespace, allowed):
+    schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
+    for text in ('{"a":1}', '{"a": 1}', '{"a":' + 40 * " " + "1}"):
+        assert accepts(text, of_json_schema(schema, whitespace)) == (
+            text in allowed or whitespace == r"\s{0,60}"
+        )
+
+
+@pytest.mark.parametrize(
+    "schema, text",
+    [
+        ({"type": "object"}, '{"any": [1, null]}'),
+        (
+            {"properties": {"a": {}}, "required": ["b"]},
+            '{"a": 1, "b": 2}',
+        ),  # a name that is required but not described
+        ({"properties": {"a": {}}, "additionalProperties": True}, '{"a": 1, "b": 2}'),
+        (
+            {"allOf": [{"properties": {"a": {}}, "required": ["a"]}, {"properties": {"b": {}}}]},
+            '{"a": 1, "b": 2}',
+        ),
+        (
+            {"$defs": {"x": PERSON}, "type": "array", "items": {"$ref": "#/$defs/x"}},
+            '[{"name": "", "age": 1}]',
+        ),
+        ({"oneOf": [{"const": "a"}, {"enum": ["b", 3]}]}, "3"),
+        ({"type": "string", "format": "int64"}, '"whatever"'),  # unknown formats only describe
+        ({"properties": {"format": {"type": "string", "format": "date"}}}, '{"format": "2026-11-23"}'),
+        ({"properties": {"a": {"type": "string", "required": True}}}, '{"a": "x"}'),
+        ({"const": {"format": "int64"}}, '{"format": "int64"}'),
+        ({"type": "array", "items": False, "prefixItems": [{"type": "integer"}]}, "[7]"),
+    ],
+)
+def test_schemas_of_many_forms_allow_their_documents(schema, text):
+    assert accepts(text, of_json_schema(schema))
+
+
+def test_expressions_and_choices_allow_whole_matches_only():
+    assert accepts("415-ab", of_regex("[0-9]{3}-[a-z]{2}")) and not accepts(
+        "415-ab!", of_regex("[0-9]{3}-[a-z]{2}")
+    )
+    assert accepts("maybe", of_choice(["yes", "no", "maybe"])) and not accepts("ye", of_choice(["yes", "no"]))
+    ascii_text = "".join(map(chr, range(128)))
+    assert accepts(ascii_text, of_choice([ascii_text])) and accepts("é😀", of_choice(["é😀"]))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_masks_fit_every_kind_of_tokenizer(kind):
+    tokenizer = KINDS[kind]()
+    grammars = Grammars(tokenizer.to_str(), tokenizer.get_vocab_size(), [0])
+    try:
+        grammars.check(of_regex("a"))
+    except GrammarError as error:
+        assert "this model's tokenizer" in str(error)
+        pytest.skip(str(error))
+    serialized = of_regex(" ?[a-z]{4} [0-9]+é")  # some put a space in front of every text
+    assert accepts("line 12é", serialized, tokenizer, grammars) and not accepts(
+        "line x", serialized, tokenizer, grammars
+    )
+
+
+def deep(levels):
+    schema = {"type": "integer"}
+    for _ in range(levels):
+        schema = {"type": "array", "items": schema}
+    return schema
+
+
+def combined(levels, leaf):
+    """A schema of a few bytes a level, each of which has more than twice the alternatives of the one below it."""
+    below = [{"$ref": f"#/$defs/{n + 1}"} for n in range(levels)]
+    defs = {
+        str(n): {"allOf": [below[n], {"anyOf": [below[n], {"type": "string", "minLength": n}]}]}
+        for n in range(levels)
+    }
+    return {"$defs": {**defs, str(levels): leaf}, "$ref": "#/$defs/0"}
+
+
+def either(*formats):
+    return {"anyOf": [{"type": "string", "format": name} for name in formats]}
+
+
+def properties(count):
+    return {"type": "object", "properties": {f"p{n}": {"type": "integer"} for n in range(count)}}
+
+
+@pytest.mark.parametrize(
+    "schema, reason",
+    [
+        ([], "must be a JSON schema"),
+        ({"not": {}}, "Unimplemented keys"),
+        ({"type": "nope"}, "Invalid type: nope"),
+        ({"properties": 5}, "properties must be an object"),
+        ({"type": "integer", "minimum": 5, "maximum": 1}, "Unsatisfiable schema"),
+        ({"$ref": "#"}, "allows no text"),
+        ({"$ref": "https://example.com/schema"}, "example.com"),
+        (deep(120), "64 levels"),
+        (deep(5000), "64 levels"),
+        ({"enum": list(range(1001))}, "at most 1000 values"),
+        ({"enum": ["a" * 1001]}, "at most 1000 bytes in a value or name. Given: 1001"),
+        ({"const": "a" * 10_000}, "at most 1000 bytes in a value or name. Given: 10000"),
+        ({"const": ["a" * 5_000]}, "at most 1000 bytes in a value or name"),
+        ({"properties": {"a" * 5_000: {}}}, "at most 1000 bytes in a value or name"),
+        ({"description": "a" * 120_000}, "at most 120000 bytes"),
+        ({"properties": {str(n): {} for n in range(5001)}}, "at most 5000 properties"),
+        (properties(500), "at most 499 properties of an object that are not required. Given: 500"),
+        ({"type": "integer", "multipleOf": 999_983}, "`multipleOf` that are at most 10000"),
+        ({"$ref": "#/default", "default": {"type": "integer", "multipleOf": 999_983}}, "`multipleOf`"),
+        ({"$ref": "#/x", "x": {"const": "a" * 2000}}, "at most 1000 bytes in a value"),
+        ({"items": [], "additionalItems": {"type": "integer", "multipleOf": 999_983}}, "`multipleOf`"),
+        (
+            {"properties": {str(n): {"type": "integer", "multipleOf": 4999 - n} for n in range(40)}},
+            "all together",
+        ),
+        (
+            {"patternProperties": {f"^a{n}[a-z]*b$": {} for n in range(51)}},
+            "at most 50 patterns in `patternProperties`",
+        ),
+        ({"anyOf": [{"allOf": [{"$ref": ""}]} for _ in range(2600)]}, "at most 500 `\\$ref`s"),
+        ({"allOf": [{"type": "integer", "multipleOf": n} for n in (997, 991, 983, 977)]}, "all together"),
+        ({"type": "integer", "multipleOf": 10**400}, "all together"),
+        (
+            {"allOf": [{"type": "string", "pattern": f"a.*{c}"} for c in "abcdefghijklmnopqrst"]},
+            "at most 4 patterns",
+        ),
+        ({"required": ["a" * 5_000]}, "at most 1000 bytes in a value or name"),
+        (combined(20, {"type": "string", "pattern": "a" * 3_900}), "combine at most 500 alternatives"),
+        (combined(20, {"$id": "a:b", "type": "string"}), "combine at most 500 alternatives"),
+        (combined(240, {"type": "string"}), "nested too deeply|at most 500 alternatives"),
+        ({"allOf": [either("uri", "email")] * 12}, "combine at most 500 alternatives"),
+        ({"allOf": [{"$ref": "#a"}, {"$ref": "#b"}]}, "combine at most 500 alternatives"),
+        ({"type": "string", "pattern": "a\0"}, "NUL"),
+        ({"type": "string", "pattern": "(?=a)b"}, "look-around"),
+    ],
+)
+def test_a_schema_that_cannot_be_enforced_is_refused_with_the_reason_and_soon(schema, reason):
+    started_at = time.thread_time()
+    with pytest.raises(GrammarError, match=reason):
+        demo()[1].check(of_json_schema(schema))
+    assert time.thread_time() - started_at < 5
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {
+            "allOf": [{"$ref": "#/$defs/a~1b%20"}],
+            "default": {},
+            "$defs": {"a/b ": either("uri", "email")},
+        },  # as pydantic's
+        {
+            "properties": {f"p{n}": {"anyOf": [{"$ref": "#/$defs/t"}, {"type": "null"}]} for n in range(300)},
+            "$defs": {"t": {}},
+        },
+        {"allOf": [properties(9), {"properties": {"a": either("uri", "email")}}, {"required": ["p1"]}]},
+        {
+            "type": "object",
+            "oneOf": [{"properties": {"kind": {"const": n}}, "required": ["kind"]} for n in range(300)],
+        },
+        {
+            "$defs": {"t": {"properties": {"items": {"type": "array", "items": {"$ref": "#/$defs/t"}}}}},
+            "$ref": "#/$defs/t",
+        },
+        {
+            "properties": {"$ref": {"type": "string"}, "format": {}, "allOf": {}, "items": {}}
+        },  # these are names, not keywords
+        {
+            "properties": {"a": {}, "b": {"items": {"$ref": "#"}}},
+            "anyOf": [{"required": ["a"]}, {"required": ["b"]}],
+        },
+    ],
+)
+def test_alternatives_that_are_not_multiplied_may_be_many(schema):
+    demo()[1].check(of_json_schema(schema))
+
+
+@pytest.mark.parametrize(
+    "text, reason",
+    [
+        ("a(", "unclosed group"),
+        ("(?=a)b", "look-around"),
+        (r"(a)\1", "backreferences are not supported"),
+        ("a\0b", "NUL"),
+        ("", "must not be empty"),
+        ("a" * 4001, "at most 4000 bytes in a regular expression. Given: 4001"),
+        ("(((a{100}){100}){100}){100}", "too many|too complex"),
+        ("(a?){500}a{500}", "too many|too complex"),
+    ],
+)
+def test_an_expression_that_cannot_be_enforced_is_refused_with_the_reason(text, reason):
+    with pytest.raises(GrammarError, match=reason):
+        demo()[1].check(of_regex(text))
+
+
+@pytest.mark.parametrize("text", ["[ab]*a[ab]{40}", "(a|aa)+", "(x+x+)+y", ".*a.{200}", "(.{1,100}){1,100}"])
+def test_expressions_that_other_engines_take_for_ever_for_are_harmless(text):
+    matcher, started_at = demo()[1].matcher(of_regex(text)), time.thread_time()
+    try:
+        for _ in range(60):
+            matcher.consume(int(mask_of(matcher).nonzero()[0][-1]))
+    except GrammarError:
+        pass  # the limits of a step may end it
+    assert time.thread_time() - started_at < 2
+
+
+@pytest.mark.parametrize("choices", [[], [""], [1], ["a" * 1001], ["a"] * 1001])
+def test_choices_that_are_none_are_refused(choices):
+    with pytest.raises(GrammarError):
+        of_choice(choices)
+
+
+def test_a_mask_that_takes_long_twice_ends_the_text(monkeypatch):
+    matcher = demo()[1].matcher(of_regex("[ab]{9}"))
+    mask_of(matcher)
+    monkeypatch.setattr(grammar, "SLOW_MASK_S", -1)
+    mask_of(matcher)
+    with pytest.raises(GrammarError, match="too complex"):
+        mask_of(matcher)
+
+
+def test_a_token_that_is_not_allowed_is_an_error_and_no_quiet_end():
+    tokenizer, grammars = demo()
+    matcher = grammars.matcher(of_regex("[ab]{9}"))
+    with pytest.raises(GrammarError):
+        matcher.consume(tokenizer.token_to_id("c"))
+
+
+def test_matchers_of_one_grammar_do_not_disturb_each_other():
+    tokenizer, grammars = demo()
+    serialized = of_regex("ab|ba")
+    first, second = grammars.matcher(serialized), grammars.matcher(serialized)
+    first.consume(tokenizer.token_to_id("a"))
+    second.consume(tokenizer.token_to_id("b"))
+    assert mask_of(first).nonzero()[0].tolist() == [tokenizer.token_to_id("b")]
+    assert mask_of(second).nonzero()[0].tolist() == [tokenizer.token_to_id("a")]
+
+
+def test_more_grammars_than_are_kept_are_compiled_again(monkeypatch):
+    monkeypatch.setattr(grammar, "CACHED", 2)
+    grammars = Grammars.load(DEMO_MODEL, 2048, [0])
+    texts = [of_regex(f"a{{{n}}}") for n in range(1, 4)]
+    for text in texts:
+        grammars.matcher(text)
+    assert [grammars.knows(text) for text in texts] == [False, True, True]
+    grammars.matcher(texts[0])
+
+
+def test_long_grammars_are_kept_as_long_as_they_are_not_many(monkeypatch):
+    monkeypatch.setattr(grammar, "CACHED_CHARACTERS", 400)
+    grammars, texts = Grammars.load(DEMO_MODEL, 2048, [0]), [of_regex("a" * 100 + c) for c in "abc"]
+    for text in texts:
+        grammars.check(text)
+    assert [grammars.knows(text) for text in texts] == [False, True, True]
+
+
+def test_threads_may_compile_and_use_the_same_grammar_at_once():
+    serialized, errors, begin = of_json_schema(PERSON), [], threading.Barrier(8)
+    tokenizer, grammars = demo()[0], Grammars.load(DEMO_MODEL, 2048, [0])
+
+    def use():
+        begin.wait()
+        try:
+            assert accepts('{"name": "Ada", "age": 36}', serialized, tokenizer, grammars)
+        except Exception as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=use) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not errors
+
+
+def test_a_tokenizer_that_cannot_be_used_is_an_error_once_a_grammar_is_requested():
+    with pytest.raises(GrammarError, match="this model's tokenizer"):
+        Grammars("{}", 10, [0]).check(of_regex("a"))
+    smaller = Grammars((DEMO_MODEL / "tokenizer.json").read_text(), 100, [0])
+    with pytest.raises(GrammarError, match="this model's tokenizer"):
+        smaller.check(json.dumps({}))

@@ -1,0 +1,269 @@
+"""Templates may do no harm: they read only their chat, and neither take all time nor all memory."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import resource
+import signal
+import socket
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+from processes import Server, wait_until
+
+from config import DEMO_MODEL
+from run import HERE
+from text.template import ChatTemplate, TemplateError
+
+USER = {"role": "user", "content": "Is <b>1 < 2</b>?"}
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{{ ''.__class__ }}",
+        "{{ messages.__class__.__mro__ }}",
+        "{{ messages | attr('__len__') }}",
+        "{{ raise_exception.__globals__ }}",
+        "{{ '{0.__class__}'.format(messages) }}",
+        "{{ messages.append(1) }}",
+        "{% set _ = messages[0].update(role='system') %}",
+        "{{ messages[0].clear() }}",
+        "{{ messages.pop() }}",
+    ],
+)
+def test_a_template_that_reaches_for_more_than_the_chat_is_refused(template):
+    messages = [dict(USER)]
+    with pytest.raises(TemplateError):
+        ChatTemplate(template, {}).render(messages)
+    assert messages == [USER]
+
+
+@pytest.mark.parametrize(
+    ("template", "reason"),
+    [
+        ("{{ raise_exception('Only <one> question') }}", "Only <one> question"),
+        ("{{ raise_exception(7) }}", "7"),
+        ("{{ 1 / 0 }}", "division by zero"),
+        ("{{ 'a' + 1 }}", 'can only concatenate str (not "int") to str'),
+        ("{{ nothing.at.all }}", "'nothing' is undefined"),
+        ("{{ nothing | tojson }}", "Object of type Undefined is not JSON serializable"),
+        ("{{ messages[0].content.absent.more }}", "'str object' has no attribute 'absent'"),
+        ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "maximum recursion depth exceeded"),
+        ("{% for n in range(10 ** 9) %}{% endfor %}", "Range too big"),
+        ("{% include 'x' %}", "no loader for this environment specified"),
+        ("{{ strftime_now(1) }}", "must be str, not int"),
+        ("{{ messages | sort(attribute='role') | map('f') | list }}", "No filter named 'f'."),
+    ],
+)
+def test_what_goes_wrong_in_a_template_is_told_in_one_line(template, reason):
+    with pytest.raises(TemplateError) as refused:
+        ChatTemplate(template, {}).render([USER])
+    assert reason in str(refused.value)
+    assert len(str(refused.value).splitlines()) == 1
+
+
+# Each would take seconds, hours or gigabytes, and some do all of it in one call of C code.
+ATTACKS = {
+    "a loop": "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
+    "map": "{% set r = range(99999) %}{{ ([r] * 99999) | map('sum') | list | length }}",
+    "a macro that calls itself": "{% macro m(n) %}{% if n %}{{ m(n - 1) }}{{ m(n - 1) }}{% endif %}{% endmacro %}{{ m(60) }}",
+    "a macro without an end": "{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}",
+    "a recursive loop": "{% for a in [range(99999)] recursive %}{{ loop(a) if a is iterable }}{{ loop([a]) }}{% endfor %}",
+    "lipsum": "{{ lipsum(n=10**9) }}",
+    "slice": "{{ range(99999) | slice(10**9) | list }}",
+    "batch": "{{ range(99999) | batch(10**9, 'x') | list }}",
+    "sort": "{{ ([1, 2] * 10**7) | sort | length }}",
+    "%": "{{ '%4000000000d' % 1 }}",
+    "format": "{{ '{:4000000000d}'.format(1) }}",
+    "the filter format": "{{ '%4000000000d' | format(1) }}",
+    "center": "{{ 'a' | center(4 * 10**9) }}",
+    "ljust": "{{ 'a'.ljust(4 * 10**9) }}",
+    "zfill": "{{ '1'.zfill(4 * 10**9) }}",
+    "expandtabs": "{{ ('\t' * 10**6).expandtabs(10**6) }}",
+    "replace": "{{ ('a' * 10**5) | replace('a', 'b' * 10**6) }}",
+    "join": "{{ (['a' * 10**5] * 10**5) | join }}",
+    "indent": "{{ ('a\n' * 10**6) | indent(10**5) }}",
+    "text times a number": "{{ 'ab' * 10**10 }}",
+    "a list times a number": "{{ 10**10 * [1, 2] }}",
+    "bytes times a number": "{{ 'a'.encode() * 4000000000 }}",
+    "doubling": "{% set n = namespace(a='aa') %}{% for _ in range(60) %}{% set n.a = n.a ~ n.a %}{% endfor %}{{ n.a }}",
+    "a power": "{% if messages %}{{ 9 ** (9 ** 9) }}{% endif %}",
+    "a constant of the compiler's": "{% if not messages %}{{ 9 ** (9 ** 9) }}{% endif %}",
+    "writing": "{% for _ in range(99999) %}{{ 'a' * 10**6 }}{% endfor %}",
+    "chats": "{% for a in messages * 9999 %}{% for b in messages * 9999 if b.role == a.content %}{% endfor %}{% endfor %}",
+}
+LIMITS = r"longer than 0\.5 s of processor time|more than 256 MiB of memory|maximum recursion depth exceeded"
+
+
+def memory_kb() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * 4
+
+
+def children() -> set[int]:
+    """The processes of this one that render."""
+    found = set()
+    for status in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            state, parent = status.read_text().rsplit(") ", 1)[1].split()[:2]
+            if (
+                int(parent) == os.getpid()
+                and state != "Z"
+                and b"limited.py" in (status.parent / "cmdline").read_bytes()
+            ):
+                found.add(int(status.parent.name))
+    return found
+
+
+@pytest.mark.parametrize("template", ATTACKS.values(), ids=ATTACKS)
+def test_a_template_that_takes_all_time_or_memory_fails_its_chat_and_no_other(template, monkeypatch):
+    monkeypatch.setattr("text.template.TEMPLATE_CPU_S", 0.5)
+    plain = ChatTemplate("{{ messages[0].content }}", {})
+    assert plain.render([USER]) == USER["content"]
+    cpu_s, before_kb = resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime, memory_kb()
+    with pytest.raises(TemplateError, match=LIMITS):
+        ChatTemplate(template, {}).render([USER])
+    assert resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime - cpu_s < 2
+    assert memory_kb() - before_kb < 20_000
+    assert plain.render([USER]) == USER["content"]
+
+
+def test_chats_of_a_template_without_an_end_leave_a_plain_chat_its_answer(monkeypatch):
+    monkeypatch.setattr("text.template.TEMPLATE_CPU_S", 0.5)
+    with ThreadPoolExecutor(2) as threads:
+        endless = [threads.submit(ChatTemplate(ATTACKS["a loop"], {}).render, [USER]) for _ in range(4)]
+        plain = threads.submit(ChatTemplate("{{ messages[0].content }}", {}).render, [USER])
+    assert plain.result() == USER["content"]
+    assert all("longer than 0.5 s" in str(chat.exception()) for chat in endless)
+
+
+def test_messages_of_two_megabytes_fit(monkeypatch):
+    chat = ChatTemplate.load(DEMO_MODEL)
+    message = {"role": "user", "content": "é😀<b>" * 200_000}
+    assert len(chat.render([message])) > 1_000_000
+
+
+def test_a_process_that_was_killed_between_two_chats_is_replaced():
+    chat = ChatTemplate("{{ messages[0].content }}", {})
+    chat.render([USER])
+    for pid in children():
+        os.kill(pid, signal.SIGKILL)
+    wait_until(lambda: not children(), "the end of the processes")
+    assert chat.render([USER]) == USER["content"]
+    chat.render([USER])
+    assert len(children()) == 1, "the new process renders the next chat, too"
+
+
+def test_the_processes_end_with_the_one_that_started_them():
+    code = "from text import template as chat; chat.ChatTemplate('{{ 1 }}', {}).render([]); print(chat.posix.getpid(), flush=True); input()"
+    with subprocess.Popen(
+        [sys.executable, "-c", code], cwd=HERE, stdin=-1, stdout=-1, env=os.environ | {"SECRET": "s"}
+    ) as ran:
+        parent = int(ran.stdout.readline())
+        (child,) = [int(pid) for pid in Path(f"/proc/{parent}/task/{parent}/children").read_text().split()]
+        ran.kill()
+    wait_until(
+        lambda: not Path(f"/proc/{child}").exists() or "Z" in Path(f"/proc/{child}/stat").read_text(),
+        "its end",
+        10,
+    )
+
+
+def test_a_process_has_neither_the_keys_nor_the_files_of_the_one_that_started_it(monkeypatch):
+    for pid in children():
+        os.kill(pid, signal.SIGKILL)
+    wait_until(lambda: not children(), "the end of the processes")
+    monkeypatch.setenv("HF_TOKEN", "secret")
+    monkeypatch.setenv("TZ", "Asia/Tokyo")
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        listener.set_inheritable(True)
+        ChatTemplate("{{ strftime_now('%H') }}", {}).render([USER])
+        (pid,) = children()
+        files = [os.readlink(fd).split(":")[0] for fd in Path(f"/proc/{pid}/fd").iterdir()]
+    assert set(files) == {"pipe", "/dev/null"}
+    environment = Path(f"/proc/{pid}/environ").read_bytes()
+    assert b"TZ=Asia/Tokyo" in environment and b"secret" not in environment
+
+
+def test_under_gevent_a_chat_in_a_thread_lets_greenlets_run_and_leaves_their_loop_alone():
+    code = """
+from gevent import monkey; monkey.patch_all()
+import gevent.threadpool
+from text import template as chat
+template, seen = chat.ChatTemplate("{% for a in range(999) %}{% for b in range(999) %}{% endfor %}{% endfor %}x", {}), []
+ticker = gevent.spawn(lambda: [seen.append(gevent.sleep(0.001)) for _ in iter(int, 1)])
+threads = gevent.threadpool.ThreadPool(2)
+print(threads.apply(template.render, ([],)), len(seen) > 3, threads.apply(lambda: gevent.hub._get_hub()))
+"""
+    ran = subprocess.run([sys.executable, "-c", code], cwd=HERE, capture_output=True, text=True, check=True)
+    assert ran.stdout.split() == ["x", "True", "None"]
+
+
+def test_a_template_may_multiply():
+    template = "{{ 2**10 }} {{ 2**-1 }} {{ '=' * 5 }} {{ 3 * [0] }} {{ 1.5 * 4 }} {{ 'x' * -1 }}"
+    assert ChatTemplate(template, {}).render([USER]) == "1024 0.5 ===== [0, 0, 0] 6.0 "
+
+
+def test_a_template_that_writes_too_much_is_stopped(monkeypatch):
+    monkeypatch.setattr("text.template.TEMPLATE_CHARACTERS", 1000)
+    chat = ChatTemplate("{% for m in messages %}{{ m.content }}{% endfor %}", {})
+    assert chat.render([{"role": "user", "content": "a" * 1000}])
+    with pytest.raises(TemplateError, match="more than 1000 characters"):
+        chat.render([{"role": "user", "content": "a" * 1001}])
+
+
+@pytest.mark.parametrize(
+    "source",
+    ["{% if %}", "{{", "{% generation %}", "{% nothing %}", "a\n{{ b | f }}", "(" * 9 + "{{" + "(" * 9999],
+)
+def test_a_template_that_does_not_compile_fails_chats_and_not_the_loading(tmp_path, source):
+    (tmp_path / "chat_template.jinja").write_text(source)
+    chat = ChatTemplate.load(tmp_path)
+    for _ in range(2):
+        with pytest.raises(TemplateError) as refused:
+            chat.render([USER])
+        assert len(str(refused.value).splitlines()) == 1
+
+
+@pytest.mark.processes
+def test_a_server_answers_a_chat_of_an_endless_template_with_422_and_stops_in_the_middle_of_one(tmp_path):
+    endless = "{% if messages[0].content == 'a' %}a{% else %}" + ATTACKS["a loop"] + "{% endif %}"
+    (tmp_path / "mine.json").write_text(json.dumps({"chat_template": endless}))
+    with Server("--tokenizer-config-path", str(tmp_path / "mine.json")) as server:
+        server.wait_ready()
+
+        def chat(content):
+            body = {"messages": [{"role": "user", "content": content}], "max_tokens": 2}
+            response = server.request("POST", "/v1/chat/completions", body)
+            return response.status, json.loads(response.read())
+
+        with ThreadPoolExecutor(12) as clients:
+            chats = [clients.submit(chat, "endless") for _ in range(4)]
+            assert chat("a")[0] == 200
+            for refused in chats:
+                status, answer = refused.result()
+                assert (status, answer["error"]["message"].split(": ")[0]) == (422, "Template error"), answer
+                assert "longer than 1 s of processor time" in answer["error"]["message"]
+            last = clients.submit(chat, "endless")
+            wait_until(
+                lambda: any(processor_s(pid) > 0.3 for pid in server.pids("limited.py")), "it is rendered"
+            )
+            stopped_at = time.monotonic()
+            assert server.stop() == 0
+            assert time.monotonic() - stopped_at < 20
+            assert last.exception() or last.result()[0] in (422, 503)
+
+
+def processor_s(pid: int) -> float:
+    """Of a process that may have ended."""
+    with contextlib.suppress(OSError):
+        return sum(
+            map(int, Path(f"/proc/{pid}/stat").read_text().rsplit(") ", 1)[1].split()[11:13])
+        ) / os.sysconf("SC_CLK_TCK")
+    return 0.0

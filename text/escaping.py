@@ -1,0 +1,114 @@
+"""Text of clients that looks like special tokens, encoded as text (--escape-special-tokens).
+
+A special token never begins in an escaped text: the character that would begin it is replaced by a lone surrogate, which no
+client can send and which templates take for any other character. What then still looks like a special token is the chat
+template's own: a random alias takes its place, and the surrogates become their characters again. A second tokenizer, which
+takes the aliases for added tokens and encodes special tokens as text, reads the result. This layer knows no HTTP and no
+templates.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import re
+import secrets
+from collections.abc import Collection, Iterator
+from typing import Any
+
+import tokenizers
+
+
+class Escaping:
+    """For one model's tokenizer. `tokenizer` encodes texts that `prepare` returned; `ids` are those of the model."""
+
+    def __init__(self, tokenizer: tokenizers.Tokenizer, special_ids: frozenset[int]):
+        added = tokenizer.get_added_tokens_decoder()
+        special = {token.content: i for i, token in added.items() if i in special_ids}
+        self._aliases = {name: secrets.token_hex(16) for name in special}
+        self._added = re.compile(f"({_any_of([token.content for token in added.values()])})")
+        self._beginning = re.compile(f"(?={_any_of(list(special))}).", re.DOTALL)
+        self._prefixes = {name[:length] for name in special for length in range(1, len(name))}
+        self._longest = max(map(len, special), default=0)
+        self._surrogates = {
+            character: chr(0xDC00 + n) for n, character in enumerate(sorted({name[0] for name in special}))
+        }
+        self._characters = {ord(surrogate): character for character, surrogate in self._surrogates.items()}
+        as_json = tokenizer.to_str()
+        self.tokenizer = tokenizers.Tokenizer.from_str(as_json)
+        self.tokenizer.add_special_tokens(
+            [tokenizers.AddedToken(name) for name in special]
+        )  # also an EOS that is not flagged
+        self.tokenizer.encode_special_tokens = True
+        for name, alias in self._aliases.items():
+            token = added[special[name]]
+            alike = tokenizers.AddedToken(alias, lstrip=token.lstrip, rstrip=token.rstrip, normalized=False)
+            self.tokenizer.add_tokens([alike])
+        self._ids = {
+            self.tokenizer.token_to_id(alias): special[name] for name, alias in self._aliases.items()
+        }
+        model = json.loads(as_json)["model"]
+        unknown = {
+            model.get("unk_id"),
+            tokenizer.token_to_id(model.get("unk_token") or ""),
+        }  # any text may have it
+        self._refused = special_ids - unknown
+
+    def escape(self, value: Any) -> Any:
+        """A text, or JSON of several, in which no special token begins. Raises RecursionError."""
+        if isinstance(value, str):
+            text = self._escape_whole(value)
+            for at in range(max(0, len(text) - self._longest), len(text)):  # what follows may complete it
+                if text[at:] in self._prefixes:
+                    text = text[:at] + self._surrogates[text[at]] + text[at + 1 :]
+            return text
+        if isinstance(value, dict):
+            return {self._escape_whole(name): self.escape(item) for name, item in value.items()}
+        return [self.escape(item) for item in value] if isinstance(value, list) else value
+
+    def _escape_whole(self, text: str) -> str:
+        return self._beginning.sub(lambda found: self._surrogates[found[0]], text)
+
+    def unescape(self, text: str) -> str:
+        return text.translate(self._characters)
+
+    def prepare(self, text: str) -> str:
+        """The text as `tokenizer` is to read it."""
+        return self.unescape(self._added.sub(lambda found: self._aliases.get(found[0], found[0]), text))
+
+    def widths(self, text: str) -> Iterator[int]:
+        """How many bytes of the text each character of the prepared one stands for."""
+        for n, part in enumerate(self._added.split(text)):
+            if n % 2 and part in self._aliases:
+                yield len(part.encode())
+                yield from itertools.repeat(0, len(self._aliases[part]) - 1)
+            else:
+                yield from map(utf8_bytes, self.unescape(part))
+
+    def ids(self, encoding: tokenizers.Encoding) -> list[int]:
+        """Raises ValueError where text became a special token all the same: the model's vocabulary has it as a word."""
+        ids = encoding.ids
+        if not self._refused.isdisjoint(ids):
+            for i, is_added in zip(ids, encoding.special_tokens_mask):
+                if i in self._refused and not is_added:
+                    raise ValueError(
+                        f"this tokenizer cannot encode {self.tokenizer.id_to_token(i)!r} as text"
+                    )
+        return [self._ids.get(i, i) for i in ids]
+
+
+def _any_of(texts: Collection[str]) -> str:
+    """A regular expression for the longest of these texts, whose time does not grow with their number."""
+    beginning = os.path.commonprefix(list(texts))  # noqa: RUF071 of any texts, not of paths
+    rests: dict[str, list[str]] = {}
+    for text in texts:
+        rests.setdefault(text[len(beginning) : len(beginning) + 1], []).append(text[len(beginning) :])
+    is_optional = rests.pop("", None) is not None
+    if not rests:
+        return re.escape(beginning) if texts else "(?!)"
+    return f"{re.escape(beginning)}(?:{'|'.join(map(_any_of, rests.values()))}){'?' * is_optional}"
+
+
+def utf8_bytes(character: str) -> int:
+    return len(character.encode())
