@@ -51,14 +51,7 @@ SETTINGS = {
     "CLIENT_TIMEOUT": CLIENT_TIMEOUT_S,
     "THREADS": 1,
 }
-GENERATING = (
-    "/generate",
-    "/generate_stream",
-    "/",
-    "/v1/chat/completions",
-    "/v1/completions",
-    "/v1/responses",
-)
+GENERATING = ("/generate", "/generate_stream", "/", "/v1/chat/completions", "/v1/completions", "/v1/responses")
 TAKING_JSON = (*GENERATING, "/invocations", "/vertex", "/tokenize", "/chat_tokenize")
 PLAIN = {"inputs": "What is Deep Learning?", "parameters": {"max_new_tokens": 12}}
 Tries = Iterator[str]
@@ -74,10 +67,7 @@ class Target(NamedTuple):
     def send(self, raw: bytes, wait_s: float = CLIENT_TIMEOUT_S + 5) -> bytes:
         """What comes back until the server closes the connection. Raises TimeoutError where it does not."""
         received = b""
-        with (
-            socket.create_connection((self.host, self.port), timeout=wait_s) as client,
-            contextlib.suppress(ConnectionError),
-        ):
+        with socket.create_connection((self.host, self.port), timeout=wait_s) as client, contextlib.suppress(ConnectionError):
             client.sendall(raw)
             while piece := client.recv(65536):
                 received += piece
@@ -124,16 +114,10 @@ def framing(target: Target) -> Tries:
     """Bodies whose end two readers may see at different places: never a second response."""
     body = json.dumps(PLAIN).encode()
     chunked = head("POST /generate HTTP/1.1", "Transfer-Encoding: chunked")
-    raws = [
-        head("POST /generate HTTP/1.1", *headers) + b"0\r\n\r\n" + HIDDEN for headers in hostile.AMBIGUOUS
-    ]
+    raws = [head("POST /generate HTTP/1.1", *headers) + b"0\r\n\r\n" + HIDDEN for headers in hostile.AMBIGUOUS]
     raws += [chunked + size + b"\r\n" + body + b"\r\n0\r\n\r\n" + HIDDEN for size in hostile.CHUNK_SIZES]
     raws += [chunked + b"5\r\nhelloXX0\r\n\r\n" + HIDDEN]
-    raws += [
-        head("POST /generate HTTP/1.1", f"Content-Length: {len(body)}").replace(b"\r\n", b"\n")
-        + body
-        + HIDDEN
-    ]
+    raws += [head("POST /generate HTTP/1.1", f"Content-Length: {len(body)}").replace(b"\r\n", b"\n") + body + HIDDEN]
 
     def one(raw: bytes) -> str:
         received = target.send(raw)
@@ -170,19 +154,12 @@ def keys(target: Target) -> Tries:
     open_paths = ("/", "/health", "/ping", "/live", "/metrics", "/api-doc/openapi.json", "/docs")
 
     def one(path: str, method: str) -> list[str]:
-        is_open = method == "OPTIONS" or (
-            method in ("GET", "HEAD") and (path in open_paths or path.startswith("/docs"))
-        )
+        is_open = method == "OPTIONS" or (method in ("GET", "HEAD") and (path in open_paths or path.startswith("/docs")))
         found = []
         connection = http.client.HTTPConnection(target.host, target.port, timeout=PATIENCE_S)
         with contextlib.closing(connection):
-            for asked, headers in [
-                (f"{path}?api_key={KEY}", {}),
-                *((path, headers) for headers in hostile.wrong_keys(KEY)),
-            ]:
-                connection.request(
-                    method, asked, "{}" if method in ("POST", "PUT", "PATCH") else None, headers
-                )
+            for asked, headers in [(f"{path}?api_key={KEY}", {}), *((path, headers) for headers in hostile.wrong_keys(KEY))]:
+                connection.request(method, asked, "{}" if method in ("POST", "PUT", "PATCH") else None, headers)
                 response = connection.getresponse()
                 response.read()
                 is_right = is_open or response.status in (401, 404, 405)
@@ -210,10 +187,7 @@ def texts(target: Target) -> Tries:
     """Texts that are hard for tokenizers, templates and logs: an answer or a refusal."""
     chat = '{"messages":[{"role":"user","content":%s}],"max_tokens":2}'
     forms = [("/generate", '{"inputs":%s,"parameters":{"max_new_tokens":2}}'), ("/tokenize", '{"inputs":%s}')]
-    forms += [
-        ("/generate", '{"inputs":"a","parameters":{"max_new_tokens":2,"stop":[%s]}}'),
-        ("/chat_tokenize", chat),
-    ]
+    forms += [("/generate", '{"inputs":"a","parameters":{"max_new_tokens":2,"stop":[%s]}}'), ("/chat_tokenize", chat)]
     forms += [("/v1/completions", '{"prompt":%s,"max_tokens":2}'), ("/v1/chat/completions", chat)]
     forms += [("/v1/responses", '{"input":%s,"max_output_tokens":2}')]
 
@@ -234,9 +208,7 @@ def grammars(target: Target) -> Tries:
         status, body = target.ask("/generate", {"inputs": "a", "parameters": parameters})
         return "" if status in (200, 413, 422) else f"{json.dumps(value)[:100]} got {status} {body[:200]!r}"
 
-    values = [("regex", pattern) for pattern in hostile.PATTERNS] + [
-        ("json", schema) for schema in hostile.SCHEMAS
-    ]
+    values = [("regex", pattern) for pattern in hostile.PATTERNS] + [("json", schema) for schema in hostile.SCHEMAS]
     yield from at_once((partial(one, *value) for value in values), 4)
 
 
@@ -280,22 +252,14 @@ def floods(target: Target) -> Tries:
 
     def one(path: str, raw: bytes) -> str:
         status, _ = target.ask(path, raw)
-        return (
-            ""
-            if status in (400, 404, 413, 422, 429, 503)
-            else f"POST {path} with {len(raw)} bytes got {status}"
-        )
+        return "" if status in (400, 404, 413, 422, 429, 503) else f"POST {path} with {len(raw)} bytes got {status}"
 
-    yield from at_once(
-        (partial(one, path, raw) for path in (*TAKING_JSON, "/nothing") for raw in large * 2), 24
-    )
+    yield from at_once((partial(one, path, raw) for path in (*TAKING_JSON, "/nothing") for raw in large * 2), 24)
     connections = [socket.create_connection((target.host, target.port)) for _ in range(500)]
     for connection in connections:
         connection.close()
         yield ""
-    stream = json.dumps(
-        {"inputs": "a", "parameters": {"max_new_tokens": 200, "ignore_eos_token": True}}
-    ).encode()
+    stream = json.dumps({"inputs": "a", "parameters": {"max_new_tokens": 200, "ignore_eos_token": True}}).encode()
     for _ in range(200):
         with socket.create_connection((target.host, target.port)) as client:
             client.sendall(head("POST /generate_stream HTTP/1.1", f"Content-Length: {len(stream)}") + stream)
@@ -318,23 +282,14 @@ def idle(target: Target) -> Tries:
 
 def worker_socket(target: Target) -> Tries:
     """What a web process that was taken over can send to the worker: nothing stops it or changes another's text."""
-    generates = [
-        Generate(**({"id": 1, "prompt": [5], "max_new_tokens": 3} | fields)) for fields in hostile.GENERATES
-    ]
+    generates = [Generate(**({"id": 1, "prompt": [5], "max_new_tokens": 3} | fields)) for fields in hostile.GENERATES]
     samplings = [Sampling(seed=1, **fields) for fields in hostile.SAMPLINGS]
     generates += [Generate(id=2, prompt=[5], max_new_tokens=3, sampling=sampling) for sampling in samplings]
-    messages = [SubmitRequests([generate]) for generate in generates] + [
-        SubmitRequests(generates),
-        SubmitRequests([]),
-    ]
-    messages += [Hello(pid, True) for pid in (-1, 0, 1, 2**40)] + [
-        RequestStats(200, duration_s=float("nan"), input_tokens=-5)
-    ]
+    messages = [SubmitRequests([generate]) for generate in generates] + [SubmitRequests(generates), SubmitRequests([])]
+    messages += [Hello(pid, True) for pid in (-1, 0, 1, 2**40)] + [RequestStats(200, duration_s=float("nan"), input_tokens=-5)]
     alone = len(messages) + len(hostile.NO_MESSAGES)
     raws = [encode(message) for message in messages] + hostile.NO_MESSAGES
-    raws += [encode(Cancel(n, "a\r\nb" * 1000)) for n in range(20_000)] + [
-        encode(MetricsRequest(n)) for n in range(2000)
-    ]
+    raws += [encode(Cancel(n, "a\r\nb" * 1000)) for n in range(20_000)] + [encode(MetricsRequest(n)) for n in range(2000)]
     (worker,) = target.server.pids("worker.py")
     variables = Path(f"/proc/{worker}/environ").read_text().split("\0")
     run_dir = next(line.partition("=")[2] for line in variables if line.startswith("NEURON_TEXTGEN_RUN_DIR="))
@@ -350,14 +305,10 @@ def worker_socket(target: Target) -> Tries:
 
 def templates(target: Target) -> Tries:
     """A model whose chat template computes without end, or looks for Python's insides: 422, and other chats are answered."""
-    cases = "".join(
-        f"{{% elif messages[0].content == '{name}' %}}{source}" for name, source in hostile.TEMPLATES.items()
-    )
+    cases = "".join(f"{{% elif messages[0].content == '{name}' %}}{source}" for name, source in hostile.TEMPLATES.items())
 
     def status(content: str) -> int:
-        return victim.ask(
-            "/v1/chat/completions", {"messages": [{"role": "user", "content": content}], "max_tokens": 2}
-        )[0]
+        return victim.ask("/v1/chat/completions", {"messages": [{"role": "user", "content": content}], "max_tokens": 2})[0]
 
     def one(case: str) -> str:
         statuses = status(case), status("plain")
@@ -365,9 +316,7 @@ def templates(target: Target) -> Tries:
 
     with tempfile.TemporaryDirectory(prefix="textgen-attack-") as name:
         template = f"{{% set n = messages | length %}}{{% if messages[0].content == 'plain' %}}User: Hello{cases}{{% endif %}}"
-        folder = model_folder(
-            Path(name) / "model", {"chat_template.jinja": lambda path: path.write_text(template)}
-        )
+        folder = model_folder(Path(name) / "model", {"chat_template.jinja": lambda path: path.write_text(template)})
         with server(Path(name), MODEL_ID=str(folder)) as victim:
             yield from at_once((partial(one, case) for case in hostile.TEMPLATES), 4)
             for pid in victim.server.pids():
@@ -397,23 +346,11 @@ def model_folders(target: Target) -> Tries:
         path.touch()
         os.truncate(path, 10**12)
 
-    files = (
-        "chat_template.jinja",
-        "config.json",
-        "tokenizer.json",
-        "tokenizer_config.json",
-        "model.safetensors",
-    )
+    files = ("chat_template.jinja", "config.json", "tokenizer.json", "tokenizer_config.json", "model.safetensors")
     makes = (link("/proc/self/environ"), link("/dev/zero"), link("nowhere"), os.mkfifo, terabyte)
     found = [{file: make} for file in files for make in makes]
-    found += [
-        {"config.json": text(json.dumps(config | {name: value}))} for name, value in hostile.CONFIG.items()
-    ]
-    found += [
-        {"config.json": text("[" * 100_000)},
-        {"config.json": text("")},
-        {"model.safetensors": text("x" * 1000)},
-    ]
+    found += [{"config.json": text(json.dumps(config | {name: value}))} for name, value in hostile.CONFIG.items()]
+    found += [{"config.json": text("[" * 100_000)}, {"config.json": text("")}, {"model.safetensors": text("x" * 1000)}]
     found += [{"tokenizer.json": text(json.dumps(tokenizer | {"normalizer": hostile.NORMALIZER}))}]
     with tempfile.TemporaryDirectory(prefix="textgen-attack-") as name:
         folders = [model_folder(Path(name) / f"model{number}", files) for number, files in enumerate(found)]
@@ -427,9 +364,7 @@ def settings(target: Target) -> Tries:
         deep = Path(name) / ("d" * 120)
         deep.mkdir()
         tries = [partial(refused, Path(name), **{name: value}) for name, value in hostile.SETTINGS.items()]
-        tries += [partial(refused, Path(name), limit) for limit in limits] + [
-            partial(refused, Path(name), TMPDIR=str(deep))
-        ]
+        tries += [partial(refused, Path(name), limit) for limit in limits] + [partial(refused, Path(name), TMPDIR=str(deep))]
         yield from at_once(tries, 3)
 
 
@@ -454,20 +389,14 @@ def refused(folder: Path, limit: tuple[int, int] | None = None, **given: str) ->
 @contextlib.contextmanager
 def server(folder: Path, **more: str) -> Iterator[Target]:
     port = launch.free_port()
-    environment = launch.clean_environment(
-        folder, port, **{name: str(value) for name, value in (SETTINGS | more).items()}
-    )
-    with launch.Server(
-        [launch.HERE / "entrypoint.sh", "serve"], port, folder / "log", environment
-    ) as started:
+    environment = launch.clean_environment(folder, port, **{name: str(value) for name, value in (SETTINGS | more).items()})
+    with launch.Server([launch.HERE / "entrypoint.sh", "serve"], port, folder / "log", environment) as started:
         started.wait_ready()
         yield Target("127.0.0.1", port, started)
 
 
 ON_HTTP = (framing, lines, keys, bodies, texts, grammars, slow_clients, floods)
-ATTACKS = {
-    attack.__name__: attack for attack in (*ON_HTTP, worker_socket, templates, model_folders, settings)
-}
+ATTACKS = {attack.__name__: attack for attack in (*ON_HTTP, worker_socket, templates, model_folders, settings)}
 
 
 def run(attack: Callable[[Target], Tries], target: Target, text: str) -> int:
@@ -485,20 +414,14 @@ def run(attack: Callable[[Target], Tries], target: Target, text: str) -> int:
     if target.server and not set(processes) <= set(target.server.pids()):
         problems.append("a process of the server ended")
     seconds = time.monotonic() - began_at
-    print(
-        f"{attack.__name__:15} {tried:>7,} {len(problems):>7,} {seconds:>7.1f}  {attack.__doc__}", flush=True
-    )
+    print(f"{attack.__name__:15} {tried:>7,} {len(problems):>7,} {seconds:>7.1f}  {attack.__doc__}", flush=True)
     print("".join(f"    {problem}\n" for problem in problems[:5]), end="", flush=True)
     return len(problems)
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument(
-        "names", nargs="*", metavar="NAME", help=f"what to try of {', '.join(ATTACKS)}; without one all"
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("names", nargs="*", metavar="NAME", help=f"what to try of {', '.join(ATTACKS)}; without one all")
     parser.add_argument("--url", help="a running server")
     arguments = parser.parse_args()
     if unknown := set(arguments.names) - set(ATTACKS):
@@ -507,10 +430,7 @@ def main() -> int:
     with contextlib.ExitStack() as stack:
         if arguments.url:
             at = urlsplit(arguments.url)
-            target, chosen = (
-                Target(at.hostname, at.port or 80),
-                [attack for attack in chosen if attack in ON_HTTP],
-            )
+            target, chosen = (Target(at.hostname, at.port or 80), [attack for attack in chosen if attack in ON_HTTP])
         else:
             target = stack.enter_context(
                 server(Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="textgen-attack-"))))

@@ -30,9 +30,7 @@ td:first-child, th:first-child { text-align: left; } .missed { font-weight: bold
 
 
 def describe_machine() -> dict[str, str | int | float]:
-    cpu = next(
-        (line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")), ""
-    )
+    cpu = next((line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")), "")
     return {
         "processor": cpu.partition(":")[2].strip() or platform.machine(),
         "cores": len(os.sched_getaffinity(0)),
@@ -56,12 +54,9 @@ def write(out: Path, subject: str, found: Sequence[Figure]) -> list[Path]:
     machine = describe_machine()
     out.parent.mkdir(parents=True, exist_ok=True)
     paths = [out.with_suffix(".json"), out.with_suffix(".html")]
-    paths[0].write_text(
-        json.dumps({"machine": machine, "figures": [figure.as_dict() for figure in found]}, indent=1)
-    )
+    paths[0].write_text(json.dumps({"machine": machine, "figures": [figure.as_dict() for figure in found]}, indent=1))
     rows = "".join(
-        f"<tr{' class=missed' if figure.met is False else ''}><td>" + "<td>".join(map(escape, row(figure)))
-        for figure in found
+        f"<tr{' class=missed' if figure.met is False else ''}><td>" + "<td>".join(map(escape, row(figure))) for figure in found
     )
     facts = escape("; ".join(f"{name} {value}" for name, value in machine.items()))
     paths[1].write_text(
@@ -75,34 +70,24 @@ def write(out: Path, subject: str, found: Sequence[Figure]) -> list[Path]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--url", help="a running server; its key is read from API_KEY")
-    parser.add_argument(
-        "--concurrency", type=int, nargs="+", default=[1, 4, 16], help="with --url: streams at a time"
-    )
+    parser.add_argument("--concurrency", type=int, nargs="+", default=[1, 4, 16], help="with --url: streams at a time")
     parser.add_argument("--tokens", type=int, default=64, help="with --url: tokens of a completion")
     parser.add_argument("--rounds", type=int, default=5, help="with --url: how often each is measured")
     parser.add_argument("--smoke", action="store_true", help="a little of everything, to see that it works")
-    parser.add_argument(
-        "--out", type=Path, default=Path(__file__).parent / "report", help="without the endings"
-    )
+    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "report", help="without the endings")
     args = parser.parse_args()
     subject, found = "neuron-textgen on simulated devices", []
     try:
         if args.url:
             target = find(args.url, os.environ.get("API_KEY"))
-            subject, measured = (
-                args.url,
-                figures.measure_url(target, args.concurrency, args.tokens, args.rounds),
-            )
+            subject, measured = (args.url, figures.measure_url(target, args.concurrency, args.tokens, args.rounds))
         else:
             measured = figures.measure(figures.SMOKE if args.smoke else figures.FULL)
         print(f"{'':80} {'least':>10} {'median':>10} {'most':>10}")
         for figure in measured:
             found.append(figure)
             name, least, median, most, unit, goal = row(figure)
-            print(
-                f"{name:80} {least:>10} {median:>10} {most:>10} {unit}{', ' if goal else ''}{goal}",
-                flush=True,
-            )
+            print(f"{name:80} {least:>10} {median:>10} {most:>10} {unit}{', ' if goal else ''}{goal}", flush=True)
     except RuntimeError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1

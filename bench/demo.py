@@ -41,9 +41,7 @@ def main() -> None:
     parser.add_argument("--starts", type=int, default=3, help="later starts")
     args = parser.parse_args()
     trees = {"this tree": HERE} | ({"the other": args.other.resolve()} if args.other else {})
-    turns = Turns(
-        lambda target: target.request(QUESTION, TOKENS), TOKENS, CLIENTS, [8 * clients for clients in CLIENTS]
-    )
+    turns = Turns(lambda target: target.request(QUESTION, TOKENS), TOKENS, CLIENTS, [8 * clients for clients in CLIENTS])
     servers: list[Server] = []
     with tempfile.TemporaryDirectory(prefix="textgen-bench-") as name:
         folders = {tree: Path(name) / str(number) for number, tree in enumerate(trees)}
@@ -60,9 +58,7 @@ def main() -> None:
             turns.run(args.rounds)
             turns.report()
             for (tree, (first, *later)), server in zip(starts.items(), servers):
-                print(
-                    f"{tree}: first start {first:.1f} s, later {spread(later or [first], 0, 2)} s; ", end=""
-                )
+                print(f"{tree}: first start {first:.1f} s, later {spread(later or [first], 0, 2)} s; ", end="")
                 print(f"worker {rss_mb(server.pids('worker.py')[0]):.0f} MB RSS")
         except RuntimeError as error:
             sys.exit(f"error: {error}")

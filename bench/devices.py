@@ -18,18 +18,8 @@ from launch import HERE, Server, clean_environment, free_port
 
 # Of the two models, as their config.json has it.
 SHAPES = {
-    32000: {
-        "hidden_size": 4096,
-        "intermediate_size": 11008,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 32,
-    },
-    128256: {
-        "hidden_size": 4096,
-        "intermediate_size": 14336,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-    },
+    32000: {"hidden_size": 4096, "intermediate_size": 11008, "num_attention_heads": 32, "num_key_value_heads": 32},
+    128256: {"hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads": 32, "num_key_value_heads": 8},
 }
 
 
@@ -66,14 +56,7 @@ def serve(device: Device, *more_flags: str) -> Iterator[Server]:
     """The server on that device, ready, with one web process. It ends when the block is left."""
     with tempfile.TemporaryDirectory(prefix="textgen-bench-") as name:
         folder, port = Path(name), free_port()
-        flags = [
-            "--model-id",
-            str(write_model(folder / "model", device)),
-            "--device",
-            "neuron",
-            "--dtype",
-            "bfloat16",
-        ]
+        flags = ["--model-id", str(write_model(folder / "model", device)), "--device", "neuron", "--dtype", "bfloat16"]
         flags += ["--tp-degree", str(device.tp_degree), "--max-batch-size", str(device.slots)]
         flags += ["--max-total-tokens", str(device.window), *more_flags]
         environment = clean_environment(
@@ -98,13 +81,7 @@ def write_model(folder: Path, device: Device) -> Path:
     tokenizer = json.loads((demo / "tokenizer.json").read_text())
     vocab = tokenizer["model"]["vocab"]
     vocab |= {f"Ġw{number}": number for number in range(len(vocab), device.vocab)}
-    config = {
-        "model_type": "llama",
-        "num_hidden_layers": 32,
-        "rms_norm_eps": 1e-5,
-        "hidden_act": "silu",
-        "rope_theta": 1e4,
-    }
+    config = {"model_type": "llama", "num_hidden_layers": 32, "rms_norm_eps": 1e-5, "hidden_act": "silu", "rope_theta": 1e4}
     config |= {"torch_dtype": "bfloat16", "max_position_embeddings": 8192, "tie_word_embeddings": False}
     config |= {"vocab_size": device.vocab, "bos_token_id": 0, "eos_token_id": 0} | SHAPES[device.vocab]
     (folder / "tokenizer.json").write_text(json.dumps(tokenizer))

@@ -31,11 +31,7 @@ PETS = {
         "required": ["name", "age", "kind", "toys"],
     },
 }
-KINDS = {
-    "greedy": None,
-    "sampled": SAMPLED,
-    "sampled, JSON": SAMPLED | {"grammar": {"type": "json", "value": PETS}},
-}
+KINDS = {"greedy": None, "sampled": SAMPLED, "sampled, JSON": SAMPLED | {"grammar": {"type": "json", "value": PETS}}}
 
 
 @dataclass(frozen=True)
@@ -102,13 +98,7 @@ def _of_windows(windows: Sequence[Window], device: Device, kind: str, target: fl
     name = f"{device.name}, {kind}"
     rates = [window.tokens_per_s for window in windows]
     jitter = [percentile(window.gaps_s, 0.99) * 1e3 / device.step_ms for window in windows]
-    yield Figure(
-        f"serving efficiency: {name}",
-        [rate / device.tokens_per_s for rate in rates],
-        "of the device",
-        target,
-        True,
-    )
+    yield Figure(f"serving efficiency: {name}", [rate / device.tokens_per_s for rate in rates], "of the device", target, True)
     yield Figure(f"inter-token latency p99: {name}", jitter, "steps")
     for number, process in enumerate(("worker", "web processes")):
         costs = [window.spent[number] / (rate * window.seconds) * 1e6 for window, rate in zip(windows, rates)]
@@ -131,22 +121,14 @@ def measure_url(target: Target, concurrencies: Sequence[int], tokens: int, round
     """Throughput, time to first token and inter-token latency of any server, at each concurrency."""
     number = 0
     for concurrency in concurrencies:
-        found: dict[str, list[float]] = {
-            "throughput": [],
-            "ttft p50": [],
-            "ttft p99": [],
-            "itl p50": [],
-            "itl p99": [],
-        }
+        found: dict[str, list[float]] = {"throughput": [], "ttft p50": [], "ttft p99": [], "itl p50": [], "itl p99": []}
         for _ in range(rounds):
             prompts = [prompt_of(90, number + offset) for offset in range(max(4, 2 * concurrency))]
             number += len(prompts)
             requests = [target.request(prompt, tokens) for prompt in prompts]
             started_at = time.perf_counter()
             answers = asyncio.run(closed_loop(target, requests, concurrency))
-            found["throughput"].append(
-                sum(answer.tokens for answer in answers) / (time.perf_counter() - started_at)
-            )
+            found["throughput"].append(sum(answer.tokens for answer in answers) / (time.perf_counter() - started_at))
             gaps = [gap for answer in answers for gap in answer.gaps_s] or [0.0]
             for name, values in (("ttft", [answer.ttft_s for answer in answers]), ("itl", gaps)):
                 for share in (0.5, 0.99):

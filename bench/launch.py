@@ -42,9 +42,7 @@ class Server:
         self.port, self.url, self.log_path = port, f"http://127.0.0.1:{port}", log_path
         self.started_at, self.ready_s = time.monotonic(), 0.0
         with log_path.open("wb") as log:
-            self.process = subprocess.Popen(
-                command, env=environment, stdout=log, stderr=log, start_new_session=True
-            )
+            self.process = subprocess.Popen(command, env=environment, stdout=log, stderr=log, start_new_session=True)
 
     def __enter__(self) -> Server:
         return self
@@ -110,9 +108,7 @@ def cpu_s(pids: Sequence[int]) -> float:
 
 def machine_busy_s() -> float:
     """CPU time that all processes of the machine have taken."""
-    user, nice, system, _idle, _iowait, irq, softirq, *_ = map(
-        int, Path("/proc/stat").read_text().split()[1:11]
-    )
+    user, nice, system, _idle, _iowait, irq, softirq, *_ = map(int, Path("/proc/stat").read_text().split()[1:11])
     return (user + nice + system + irq + softirq) / os.sysconf("SC_CLK_TCK")
 
 

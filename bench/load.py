@@ -39,23 +39,12 @@ class Target:
             path, body = "/generate_stream", {"inputs": prompt}
             body["parameters"] = {"max_new_tokens": tokens, "do_sample": bool(sampling)} | (sampling or {})
         else:
-            path, body = (
-                "/v1/completions",
-                {"model": self.model, "prompt": prompt, "max_tokens": tokens, "stream": True},
-            )
+            path, body = ("/v1/completions", {"model": self.model, "prompt": prompt, "max_tokens": tokens, "stream": True})
             body |= {"stream_options": {"include_usage": True}} | (sampling or {"temperature": 0})
             body |= {"ignore_eos": True} if self.ignores_eos else {}
         written = json.dumps(body).encode()
-        head = [
-            f"POST {self.url.path.rstrip('/')}{path} HTTP/1.1",
-            f"Host: {self.url.netloc}",
-            "Connection: close",
-        ]
-        head += [
-            "Content-Type: application/json",
-            f"Content-Length: {len(written)}",
-            "Accept: text/event-stream",
-        ]
+        head = [f"POST {self.url.path.rstrip('/')}{path} HTTP/1.1", f"Host: {self.url.netloc}", "Connection: close"]
+        head += ["Content-Type: application/json", f"Content-Length: {len(written)}", "Accept: text/event-stream"]
         head += [f"Authorization: Bearer {self.api_key}"] if self.api_key else []
         return "\r\n".join(head).encode() + b"\r\n\r\n" + written
 
@@ -110,10 +99,7 @@ class Answer:
         answer = cls(stream.started_at)
         whole = b"".join(data for _at, data in stream.reads)
         if b" 200 " not in whole[:15]:
-            answer.error = (
-                whole[:2000].decode(errors="replace").replace("\r\n", " ")
-                or "the connection was closed unanswered"
-            )
+            answer.error = whole[:2000].decode(errors="replace").replace("\r\n", " ") or "the connection was closed unanswered"
             return answer
         for at, event in events(stream.reads):
             if b'"error"' in event and "error" in (body := json.loads(event)):
@@ -169,9 +155,7 @@ async def open_stream(target: Target, request: bytes) -> Stream:
     secure, started_at = target.url.scheme == "https" or None, time.perf_counter()
     port = target.url.port or (443 if secure else 80)
     connect = asyncio.get_running_loop().create_connection
-    _transport, stream = await connect(
-        lambda: Stream(request, started_at), target.url.hostname, port, ssl=secure
-    )
+    _transport, stream = await connect(lambda: Stream(request, started_at), target.url.hostname, port, ssl=secure)
     return stream
 
 
@@ -227,9 +211,7 @@ class Window:
         return [after - before for times in self._times() for before, after in pairwise(times)]
 
     def _times(self) -> list[list[float]]:
-        found = [
-            [at for at in answer.times if self.opened_at <= at < self.closed_at] for answer in self.answers
-        ]
+        found = [[at for at in answer.times if self.opened_at <= at < self.closed_at] for answer in self.answers]
         if not any(len(times) > 1 for times in found):
             raise LoadError(f"no stream had two tokens within {self.seconds:.1f} s")
         return [times for times in found if len(times) > 1]
@@ -251,13 +233,9 @@ async def saturate(
                 await asyncio.sleep(seconds)
         if ended := [stream for stream in streams if stream.done.done()]:
             reason = Answer.of(ended[0]).error or "it was too short"
-            raise LoadError(
-                f"{len(ended)} of {len(streams)} streams ended while they were measured: {reason}"
-            )
+            raise LoadError(f"{len(ended)} of {len(streams)} streams ended while they were measured: {reason}")
     except asyncio.TimeoutError:
-        raise LoadError(
-            f"not every stream began within {TIMEOUT_S:.0f} s: are there as many slots as streams?"
-        ) from None
+        raise LoadError(f"not every stream began within {TIMEOUT_S:.0f} s: are there as many slots as streams?") from None
     finally:
         for stream in streams:
             stream.close()
@@ -276,17 +254,13 @@ def percentile(values: Sequence[float], share: float) -> float:
 
 def find(url: str, api_key: str | None = None, model: str | None = None) -> Target:
     """Which API a server speaks; with a model's name, how it speaks OpenAI's. Raises LoadError where it speaks neither."""
-    target = Target(
-        urlsplit(url.rstrip("/") if "://" in url else f"http://{url.rstrip('/')}"), api_key=api_key
-    )
+    target = Target(urlsplit(url.rstrip("/") if "://" in url else f"http://{url.rstrip('/')}"), api_key=api_key)
     if model is None:
         if _get(target, "/info").get("model_id"):
             return target
         models = _get(target, "/v1/models").get("data")
         if not models:
-            raise LoadError(
-                f"{url}: neither GET /info nor GET /v1/models names a model; is it ready, and is API_KEY its key?"
-            )
+            raise LoadError(f"{url}: neither GET /info nor GET /v1/models names a model; is it ready, and is API_KEY its key?")
         model = models[0]["id"]
     for ignores_eos in (True, False):
         target = Target(target.url, model, api_key, ignores_eos)

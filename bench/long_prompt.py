@@ -30,14 +30,10 @@ from peers import Prompts, save_checkpoint, spread, start
 BEFORE_S = 2.0  # the streams alone
 
 
-async def one_round(
-    target: Target, streams: int, prompts: dict[str, Prompts], prompt_tokens: int
-) -> dict[str, float]:
+async def one_round(target: Target, streams: int, prompts: dict[str, Prompts], prompt_tokens: int) -> dict[str, float]:
     """The figures. Raises LoadError when a request fails, or a stream ends before the long prompt's first token."""
     (alone,) = await closed_loop(target, [target.request(next(prompts["long"]), 1)], 1)
-    requests = [
-        target.request(next(prompts["stream"]), _stream_tokens(prompt_tokens)) for _ in range(streams)
-    ]
+    requests = [target.request(next(prompts["stream"]), _stream_tokens(prompt_tokens)) for _ in range(streams)]
     running = [await open_stream(target, request) for request in requests]
     try:
         await asyncio.gather(*(stream.begun for stream in running))
@@ -53,14 +49,8 @@ async def one_round(
             stream.close()
     all_times = [Answer.of(stream).times for stream in running]
     gaps = [gap for times in all_times for gap in pairwise(times)]
-    before = [
-        later - earlier
-        for earlier, later in gaps
-        if long.started_at - BEFORE_S / 2 <= earlier < later < long.started_at
-    ]
-    during = [
-        later - earlier for earlier, later in gaps if long.started_at < later and earlier < long.times[0]
-    ]
+    before = [later - earlier for earlier, later in gaps if long.started_at - BEFORE_S / 2 <= earlier < later < long.started_at]
+    during = [later - earlier for earlier, later in gaps if long.started_at < later and earlier < long.times[0]]
     gap_s = statistics.median(before)
     return {
         "gap before, ms": gap_s * 1e3,
@@ -68,9 +58,7 @@ async def one_round(
         "alone, s": alone.ttft_s,
         "beside, s": long.ttft_s,
         "beside over alone": long.ttft_s / alone.ttft_s,
-        "short prompt, steps": max(
-            sum(short.started_at < at <= short.times[0] for at in times) for times in all_times
-        ),
+        "short prompt, steps": max(sum(short.started_at < at <= short.times[0] for at in times) for times in all_times),
     }
 
 
@@ -85,17 +73,11 @@ def measure(budget: str, model: Path, scratch: Path, args: argparse.Namespace) -
     flags = f"--dtype {args.dtype} --max-batch-size {args.streams + 2} --max-total-tokens {window} --hostname 127.0.0.1"
     flags += "" if budget == "default" else f" --max-batch-prefill-tokens {budget}"
     entrypoint = f"PYTHON={sys.executable} {args.tree}/entrypoint.sh serve"
-    prompts = {
-        "long": Prompts(model, args.prompt),
-        "stream": Prompts(model, 128),
-        "short": Prompts(model, 20),
-    }
+    prompts = {"long": Prompts(model, args.prompt), "stream": Prompts(model, 128), "short": Prompts(model, 20)}
     command = f"{entrypoint} --model-id {{model}} --port {{port}} {flags}"
     with start(command, model, scratch / "log", scratch / "cache") as server:
         target = find(server.wait_ready().url, model=str(model))
-        return [
-            asyncio.run(one_round(target, args.streams, prompts, args.prompt)) for _ in range(args.rounds)
-        ]
+        return [asyncio.run(one_round(target, args.streams, prompts, args.prompt)) for _ in range(args.rounds)]
 
 
 def main() -> None:
@@ -104,13 +86,9 @@ def main() -> None:
     parser.add_argument("--streams", type=int, default=4)
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument(
-        "--budgets", nargs="+", default=["default"], help="values of --max-batch-prefill-tokens, or default"
-    )
+    parser.add_argument("--budgets", nargs="+", default=["default"], help="values of --max-batch-prefill-tokens, or default")
     parser.add_argument("--model", type=Path, help="a model folder with a tokenizer.json")
-    parser.add_argument(
-        "--tree", type=Path, default=HERE, help="the source tree whose entrypoint.sh is started"
-    )
+    parser.add_argument("--tree", type=Path, default=HERE, help="the source tree whose entrypoint.sh is started")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="textgen-bench-") as name:
         scratch = Path(name)
@@ -122,10 +100,7 @@ def main() -> None:
                 sys.exit(f"error: {error}")
             figures = {name: [each[name] for each in rounds] for name in rounds[0]}
             print(f"--max-batch-prefill-tokens {budget}: (min, median, max of {args.rounds} rounds)")
-            print(
-                "\n".join(f"    {name:20} {spread(values, 8, 2)}" for name, values in figures.items()),
-                flush=True,
-            )
+            print("\n".join(f"    {name:20} {spread(values, 8, 2)}" for name, values in figures.items()), flush=True)
 
 
 if __name__ == "__main__":

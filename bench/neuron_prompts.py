@@ -27,9 +27,7 @@ DEVICE = dataclasses.replace(LLAMA_31_8B, prefill_ms=0.0, token_ms=700 / PROMPT)
 
 async def one_round(target: Target, seconds: float) -> dict[str, float]:
     sampling = SAMPLED | {"truncate": PROMPT}
-    streams = [
-        await open_stream(target, target.request(prompt_of(20, number), 3900)) for number in range(STREAMS)
-    ]
+    streams = [await open_stream(target, target.request(prompt_of(20, number), 3900)) for number in range(STREAMS)]
     await asyncio.gather(*(stream.begun for stream in streams))
     asked, started_at, loop = [], asyncio.get_running_loop().time(), asyncio.get_running_loop()
     for number in range(int(seconds / EVERY_S)):

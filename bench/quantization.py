@@ -32,9 +32,7 @@ KINDS = (("float32", None), ("bfloat16", None), ("float32", "int8"), ("float32",
 
 def logits_of(model, ids: list[int]) -> np.ndarray:
     chunks = range(0, len(ids), model.prefill_chunk)
-    return np.concatenate(
-        [model.forward([Chunk(0, ids[at : at + model.prefill_chunk], at, True)]) for at in chunks]
-    )
+    return np.concatenate([model.forward([Chunk(0, ids[at : at + model.prefill_chunk], at, True)]) for at in chunks])
 
 
 def perplexity(logits: list[np.ndarray], texts: list[list[int]]) -> float:
@@ -42,9 +40,7 @@ def perplexity(logits: list[np.ndarray], texts: list[list[int]]) -> float:
     for of, ids in zip(logits, texts):
         of = of[:-1].astype(np.float64)
         largest = of.max(1)
-        losses += list(
-            np.log(np.exp(of - largest[:, None]).sum(1)) + largest - of[np.arange(len(of)), ids[1:]]
-        )
+        losses += list(np.log(np.exp(of - largest[:, None]).sum(1)) + largest - of[np.arange(len(of)), ids[1:]])
     return math.exp(statistics.mean(losses))
 
 
@@ -66,14 +62,10 @@ def main() -> None:
     text = "\n\n".join(" ".join(paragraph.split()) for paragraph in paragraphs)
     ids = Tokenizer.from_file(str(given.model_id / "tokenizer.json")).encode(text).ids[:TOKENS]
     texts = [ids[at : at + WINDOW] for at in range(0, len(ids), WINDOW)]
-    print(
-        f"{len(ids)} tokens\n{'kind':10} {'perplexity':>10} {'rms error':>10} {'same best':>10} {'step, ms':>10}"
-    )
+    print(f"{len(ids)} tokens\n{'kind':10} {'perplexity':>10} {'rms error':>10} {'same best':>10} {'step, ms':>10}")
     manifest, exact = Manifest.read(given.model_id), None
     for dtype, quantize in KINDS:
-        config = Config(
-            model_id=str(given.model_id), dtype=dtype, quantize=quantize, max_total_tokens=WINDOW + 1
-        )
+        config = Config(model_id=str(given.model_id), dtype=dtype, quantize=quantize, max_total_tokens=WINDOW + 1)
         try:
             model = cpu.load(config.with_manifest(manifest), given.model_id, lambda phase: None)
         except ModelError as error:
@@ -84,9 +76,7 @@ def main() -> None:
         found, expected = np.concatenate(logits), np.concatenate(exact)
         error = np.sqrt(np.square(found - expected).mean()) / expected.std()
         same = (found.argmax(1) == expected.argmax(1)).mean()
-        print(
-            f"{quantize or dtype:10} {perplexity(logits, texts):10.4g} {error:10.2%} {same:10.1%} {step_ms(model):10.2f}"
-        )
+        print(f"{quantize or dtype:10} {perplexity(logits, texts):10.4g} {error:10.2%} {same:10.1%} {step_ms(model):10.2f}")
 
 
 if __name__ == "__main__":

@@ -37,12 +37,7 @@ sys.path.insert(0, str(HERE))
 
 from models.plan import PRICES, PUBLISHED, Figure
 
-MODEL, INSTANCE, LENGTH, PROMPT = (
-    "Llama-3-8B",
-    "inf2.48xlarge",
-    4096,
-    128,
-)  # the figures that are simulated by default
+MODEL, INSTANCE, LENGTH, PROMPT = ("Llama-3-8B", "inf2.48xlarge", 4096, 128)  # the figures that are simulated by default
 TOKENS = 250  # mean length of an answer
 WARM_UP_S = 60.0  # of simulated time
 
@@ -129,10 +124,7 @@ def simulate(
         else:
             number = chance.randrange(replicas)
             if balance == "least":  # among equals any, as a balancer that goes round
-                number = (
-                    min(range(number, number + replicas), key=lambda n: servers[n % replicas].requests)
-                    % replicas
-                )
+                number = min(range(number, number + replicas), key=lambda n: servers[n % replicas].requests) % replicas
             length = 1 + int(chance.expovariate(1) * (tokens - 1))
             servers[number].waiting.append((now, length))
             arrival = now + chance.expovariate(requests_per_s)
@@ -144,18 +136,12 @@ def simulate(
 
 def published(model: str, instance: str) -> tuple[Times, Figure]:
     """The times of a model on an instance. A prompt alone has the time of the figure with one slot. Raises LoadError."""
-    rows = [
-        row
-        for row in PUBLISHED
-        if (row.model, row.instance, row.prompt) == (model, instance, PROMPT) and row.token_ms
-    ]
+    rows = [row for row in PUBLISHED if (row.model, row.instance, row.prompt) == (model, instance, PROMPT) and row.token_ms]
     rows = [row for row in rows if row.length == LENGTH] or rows
     alone = min(rows, key=lambda row: row.batch_size, default=None)
     full = max(rows, key=lambda row: row.batch_size, default=None)
     if alone is None or alone.batch_size == full.batch_size:
-        raise LoadError(
-            f"models/plan.json has no figures of {model} on {instance} for one slot and for several"
-        )
+        raise LoadError(f"models/plan.json has no figures of {model} on {instance} for one slot and for several")
     return Times(full.batch_size, alone.ttft_ms / 1e3, full.token_ms / 1e3), full
 
 
@@ -173,9 +159,7 @@ def report_simulation(model: str, instance: str, counts: Sequence[int], load: fl
         rate = count * most * load
         seconds = max(200.0, 4000.0 / count)  # few replicas take long to show a p99
         least, random_ = (simulate(times, count, rate, balance, seconds) for balance in ("least", "random"))
-        waits = " | ".join(
-            " / ".join(f"{percentile(o.ttft_s, p) * 1e3:,.0f}" for p in (0.5, 0.99)) for o in (least, random_)
-        )
+        waits = " | ".join(" / ".join(f"{percentile(o.ttft_s, p) * 1e3:,.0f}" for p in (0.5, 0.99)) for o in (least, random_))
         yield f"| {count} | {rate:.1f} | {least.tokens_per_s:,.0f} | {count * PRICES[instance]:,.0f} | {waits} |"
 
 
@@ -185,9 +169,7 @@ def report_costs() -> Iterator[str]:
     yield "|---|---|---|---|---|---|"
     kinds = {(row.model, row.quantize, row.instance) for row in PUBLISHED}
     for model, quantize, instance in sorted(kinds, key=str):
-        rows = [
-            row for row in PUBLISHED if (row.model, row.quantize, row.instance) == (model, quantize, instance)
-        ]
+        rows = [row for row in PUBLISHED if (row.model, row.quantize, row.instance) == (model, quantize, instance)]
         best = max(rows, key=lambda row: row.tokens_per_s)
         name = f"{model} {quantize}" if quantize else model
         slots = f"{best.replicas} x {best.batch_size}" if best.replicas > 1 else best.batch_size
@@ -216,9 +198,7 @@ def haproxy(servers: Sequence[Server]) -> Iterator[Server]:
     with tempfile.TemporaryDirectory(prefix="textgen-bench-") as name:
         settings = Path(name) / "haproxy.cfg"
         settings.write_text("global\nnbthread 1\n" + "\n".join(lines) + "\n")
-        with Server(
-            ["haproxy", "-db", "-f", settings], port, Path(name) / "log", clean_environment(Path(name), port)
-        ) as proxy:
+        with Server(["haproxy", "-db", "-f", settings], port, Path(name) / "log", clean_environment(Path(name), port)) as proxy:
             yield proxy.wait_ready(log_text=None)
 
 
@@ -228,9 +208,7 @@ def load_of(urls: Sequence[str], slots: int, tokens: int, rounds: int) -> tuple[
     async def all_of_them() -> list[list]:
         targets = [Target(urlsplit(url), model="any") for url in urls]
         question = "What is Deep Learning?"
-        return await asyncio.gather(
-            *(closed_loop(t, [t.request(question, tokens)] * slots * rounds, slots) for t in targets)
-        )
+        return await asyncio.gather(*(closed_loop(t, [t.request(question, tokens)] * slots * rounds, slots) for t in targets))
 
     began = time.perf_counter()
     answers = asyncio.run(all_of_them())
@@ -243,10 +221,7 @@ def measure(
     """One row: `clients` on each server, or on the proxy for each server."""
     urls = [proxy.url if proxy else server.url for server in servers]
     load_of(urls, clients, args.tokens, args.rounds)  # warms up: the first start compiles loops meanwhile
-    groups = [
-        list(itertools.chain(*(server.pids(script) for server in servers)))
-        for script in ("worker.py", "web.py")
-    ]
+    groups = [list(itertools.chain(*(server.pids(script) for server in servers))) for script in ("worker.py", "web.py")]
     groups.append(proxy.pids("haproxy") if proxy else [])
 
     def clocks() -> list[float]:
@@ -264,10 +239,7 @@ def report_measurement(args: argparse.Namespace) -> Iterator[str]:
     device = devices.LLAMA_2_7B
     yield "| server, replicas | tokens/s | CPU, µs a token: worker / web / proxy / client | processors busy, with others |"
     yield "|---|---|---|---|"
-    kinds = [
-        ("demonstration model", demonstration, 4),
-        (device.name, lambda: devices.serve(device), device.slots),
-    ]
+    kinds = [("demonstration model", demonstration, 4), (device.name, lambda: devices.serve(device), device.slots)]
     for what, start, clients in kinds:
         for count, is_behind in [(1, False), (2, False), (2, True)]:
             if is_behind and not shutil.which("haproxy"):
@@ -283,12 +255,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", default=MODEL, help=f"of models/plan.json ({MODEL})")
     parser.add_argument("--instance", default=INSTANCE, choices=PRICES, help=f"({INSTANCE})")
-    parser.add_argument(
-        "--replicas", nargs="+", type=int, default=[1, 2, 4, 10, 30, 100], help="how many to simulate"
-    )
-    parser.add_argument(
-        "--load", type=float, default=0.8, help="requests per second, over the most that can be served (0.8)"
-    )
+    parser.add_argument("--replicas", nargs="+", type=int, default=[1, 2, 4, 10, 30, 100], help="how many to simulate")
+    parser.add_argument("--load", type=float, default=0.8, help="requests per second, over the most that can be served (0.8)")
     parser.add_argument("--measure", action="store_true", help="start servers instead of simulating them")
     parser.add_argument("--tokens", type=int, default=128, help="of each answer that is measured (128)")
     parser.add_argument("--rounds", type=int, default=8, help="answers of each client (8)")

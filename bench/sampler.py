@@ -58,17 +58,12 @@ def measure(rows: int, vocab: int, rounds: int) -> None:
             one_pass = median_ms(logits.ravel(order="K").max, rounds)
             print(f"{kind}, {layout}, {rows} x {vocab}: one pass {one_pass:.2f} ms")
             for name, parameters in CASES.items():
-                own = [
-                    Sampling() if parameters is None else Sampling(seed=row, **parameters)
-                    for row in range(rows)
-                ]
+                own = [Sampling() if parameters is None else Sampling(seed=row, **parameters) for row in range(rows)]
                 batch = SamplingBatch([RowSampler(each, list(range(1000))) for each in own])
                 taken = median_ms(lambda logits=logits, batch=batch: sample(logits, batch), rounds)
                 print(f"  {name:40} {taken:8.2f} ms {taken / one_pass:6.2f} passes")
             taken = median_ms(lambda logits=logits: logprobs(logits, [0] * rows, [5] * rows), rounds)
-            print(
-                f"  {'log-probabilities with 5 top tokens':40} {taken:8.2f} ms {taken / one_pass:6.2f} passes"
-            )
+            print(f"  {'log-probabilities with 5 top tokens':40} {taken:8.2f} ms {taken / one_pass:6.2f} passes")
 
 
 if __name__ == "__main__":

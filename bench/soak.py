@@ -60,13 +60,7 @@ SETTINGS = [
     {"max_new_tokens": 40, "do_sample": True, "temperature": 1.2, "seed": 7},
     {"max_new_tokens": 30, "do_sample": True, "temperature": 0.8, "top_p": 0.9, "top_k": 40, "seed": 11},
     {"max_new_tokens": 40, "repetition_penalty": 1.3, "stop": [" the "]},
-    {
-        "max_new_tokens": 60,
-        "do_sample": True,
-        "temperature": 1.2,
-        "seed": 5,
-        "grammar": {"type": "json", "value": SCHEMA},
-    },
+    {"max_new_tokens": 60, "do_sample": True, "temperature": 1.2, "seed": 5, "grammar": {"type": "json", "value": SCHEMA}},
 ]
 
 
@@ -107,18 +101,14 @@ def native_stream(body: bytes) -> tuple[str, ...]:
 
 
 def openai_whole(body: bytes) -> tuple[str, ...]:
-    return tuple(
-        one["message"]["content"] if "message" in one else one["text"] for one in json.loads(body)["choices"]
-    )
+    return tuple(one["message"]["content"] if "message" in one else one["text"] for one in json.loads(body)["choices"])
 
 
 def openai_stream(body: bytes) -> tuple[str, ...]:
     texts: dict[int, str] = defaultdict(str)
     finished = set()
     for choice in (choice for event in events(body, ends_with_done=True) for choice in event["choices"]):
-        texts[choice["index"]] += (
-            choice["delta"].get("content") if "delta" in choice else choice["text"]
-        ) or ""
+        texts[choice["index"]] += (choice["delta"].get("content") if "delta" in choice else choice["text"]) or ""
         finished |= {choice["index"]} if choice["finish_reason"] else set()
     if finished != set(texts):
         raise Wrong("a choice of the stream has no end")
@@ -130,40 +120,19 @@ def asks() -> list[Ask]:
     for p, prompt in enumerate(PROMPTS):
         for s, parameters in enumerate(SETTINGS):
             body = {"inputs": prompt, "parameters": parameters | {"return_full_text": False}}
-            detailed = {
-                "inputs": prompt,
-                "parameters": body["parameters"] | {"details": True, "top_n_tokens": 5},
-            }
+            detailed = {"inputs": prompt, "parameters": body["parameters"] | {"details": True, "top_n_tokens": 5}}
             openai = {"temperature": parameters.get("temperature", 0), "seed": parameters.get("seed")}
             openai |= {"max_tokens": parameters["max_new_tokens"], "n": 1 + (s == 2)}
             if "grammar" in parameters:
-                openai["response_format"] = {
-                    "type": "json_schema",
-                    "json_schema": {"name": "pet", "schema": SCHEMA},
-                }
-            chat, text = (
-                openai | {"messages": [{"role": "user", "content": prompt}]},
-                openai | {"prompt": prompt},
-            )
+                openai["response_format"] = {"type": "json_schema", "json_schema": {"name": "pet", "schema": SCHEMA}}
+            chat, text = (openai | {"messages": [{"role": "user", "content": prompt}]}, openai | {"prompt": prompt})
             for kind, family, path, sent, read in (
                 ("whole", "native", "/generate", body, lambda raw: (json.loads(raw)["generated_text"],)),
                 ("stream", "native", "/generate_stream", body, native_stream),
                 ("stream", "native", "/generate_stream", detailed, native_stream),
                 ("stream", "native", "/", body | {"stream": True}, native_stream),
-                (
-                    "whole",
-                    "native",
-                    "/invocations",
-                    body,
-                    lambda raw: (json.loads(raw)[0]["generated_text"],),
-                ),
-                (
-                    "whole",
-                    "native",
-                    "/vertex",
-                    {"instances": [body]},
-                    lambda raw: tuple(json.loads(raw)["predictions"]),
-                ),
+                ("whole", "native", "/invocations", body, lambda raw: (json.loads(raw)[0]["generated_text"],)),
+                ("whole", "native", "/vertex", {"instances": [body]}, lambda raw: tuple(json.loads(raw)["predictions"])),
                 ("chat", "chat", "/v1/chat/completions", chat, openai_whole),
                 ("/v1 stream", "chat", "/v1/chat/completions", chat | {"stream": True}, openai_stream),
                 ("whole", "text", "/v1/completions", text, openai_whole),
@@ -186,18 +155,9 @@ def bad_requests() -> list[tuple[bytes, int]]:
     """Invalid requests, as bytes, and the status that each must get."""
     deep = 20_000
     of_status = {
-        400: [
-            b"",
-            b"{inputs: 1",
-            b'{"inputs":"\xff\xfe"}',
-            b'{"inputs":"a","x":' + b"[" * deep + b"]" * deep + b"}",
-        ],
+        400: [b"", b"{inputs: 1", b'{"inputs":"\xff\xfe"}', b'{"inputs":"a","x":' + b"[" * deep + b"]" * deep + b"}"],
         413: [b'{"inputs":"' + b"a" * 2_500_000 + b'"}'],
-        422: [
-            b'{"inputs":["a"]}',
-            b'{"inputs":"a","parameters":{"top_p":7}}',
-            b'{"inputs":"' + b"word " * deep + b'"}',
-        ],
+        422: [b'{"inputs":["a"]}', b'{"inputs":"a","parameters":{"top_p":7}}', b'{"inputs":"' + b"word " * deep + b'"}'],
     }
     return [(post("/generate", body), status) for status in of_status for body in of_status[status]] + [
         (post("/generate", b'{"inputs":"a"}', content_type="text/plain"), 415),
@@ -224,14 +184,7 @@ class Ledger:
 
     @property
     def open(self) -> int:
-        return (
-            self.sent.total()
-            - self.right.total()
-            - self.refused.total()
-            - self.cancelled
-            - self.cut
-            - len(self.wrong)
-        )
+        return self.sent.total() - self.right.total() - self.refused.total() - self.cancelled - self.cut - len(self.wrong)
 
     def problems(self) -> list[str]:
         found = [f"{len(self.wrong)} requests went wrong; the first: {self.wrong[0]}"] if self.wrong else []
@@ -271,13 +224,7 @@ class Traffic:
         self.connections: set[Connection] = set()
         self._texts: dict[str, tuple[str, ...]] = {}
         self._asks, self._bad = asks(), bad_requests()
-        self._acts = {
-            "plain": 10.0,
-            "hangs up": 4.0,
-            "no request": 3.0,
-            "slow to write": 1.0,
-            "slow to read": 1.0,
-        }
+        self._acts = {"plain": 10.0, "hangs up": 4.0, "no request": 3.0, "slow to write": 1.0, "slow to read": 1.0}
         # The timeout of other servers for a request that never ends is not known.
         self._acts |= {"probe": 4.0, "does not read": 1.0, "never done writing": 0.5 if is_ours else 0.0}
 
@@ -286,9 +233,7 @@ class Traffic:
         self.ledger.sent[kind] += 1
         connection = None
         try:
-            _, connection = await asyncio.get_running_loop().create_connection(
-                Connection, self.host, self.port
-            )
+            _, connection = await asyncio.get_running_loop().create_connection(Connection, self.host, self.port)
             self.connections.add(connection)
             status, body = await asyncio.wait_for(exchange(connection), TIMEOUT_S)
             if status not in wanted | {429, 503}:
@@ -304,20 +249,8 @@ class Traffic:
                 self.ledger.cancelled += 1
             else:
                 self.ledger.wrong.append(f"{kind}: no response in {TIMEOUT_S} s")
-        except (
-            OSError,
-            http.client.HTTPException,
-            Wrong,
-            ValueError,
-            KeyError,
-            IndexError,
-            TypeError,
-        ) as error:
-            if (
-                isinstance(error, (OSError, http.client.HTTPException))
-                and connection
-                and connection.was_killed
-            ):
+        except (OSError, http.client.HTTPException, Wrong, ValueError, KeyError, IndexError, TypeError) as error:
+            if isinstance(error, (OSError, http.client.HTTPException)) and connection and connection.was_killed:
                 self.ledger.cut += 1
             else:
                 self.ledger.wrong.append(f"{kind}: {error!r}")
@@ -380,9 +313,7 @@ class Traffic:
 
     async def crowds(self) -> None:
         while time.monotonic() < self.until:
-            await asyncio.gather(
-                *(self.act("plain" if number % 5 else "hangs up") for number in range(CROWD))
-            )
+            await asyncio.gather(*(self.act("plain" if number % 5 else "hangs up") for number in range(CROWD)))
             await asyncio.sleep(CROWD_EVERY_S * self.random.uniform(0.3, 1.7))
 
     async def gauges(self) -> dict[str, float]:
@@ -398,22 +329,10 @@ class Server:
 
     def __init__(self, folder: Path):
         port = launch.free_port()
-        settings = {
-            "MAX_BATCH_SIZE": SLOTS,
-            "MAX_CONCURRENT_REQUESTS": CONCURRENT,
-            "WEB_CONCURRENCY": WEB_PROCESSES,
-        }
-        settings |= {
-            "CLIENT_TIMEOUT": 5,
-            "PAYLOAD_LIMIT": 300_000,
-            "THREADS": 1,
-        }  # the clients are on the same machine
-        environment = launch.clean_environment(
-            folder, port, **{name: str(value) for name, value in settings.items()}
-        )
-        self.process = launch.Server(
-            [launch.HERE / "entrypoint.sh", "serve"], port, folder / "log", environment
-        )
+        settings = {"MAX_BATCH_SIZE": SLOTS, "MAX_CONCURRENT_REQUESTS": CONCURRENT, "WEB_CONCURRENCY": WEB_PROCESSES}
+        settings |= {"CLIENT_TIMEOUT": 5, "PAYLOAD_LIMIT": 300_000, "THREADS": 1}  # the clients are on the same machine
+        environment = launch.clean_environment(folder, port, **{name: str(value) for name, value in settings.items()})
+        self.process = launch.Server([launch.HERE / "entrypoint.sh", "serve"], port, folder / "log", environment)
         self.rss: dict[int, list[tuple[float, float]]] = defaultdict(list)  # (minutes, MB) by process
         self.names: dict[int, str] = {}
         self.kills = 0
@@ -471,9 +390,7 @@ class Server:
         found = [] if len(now) == len(before) else [f"{len(now)} processes instead of {len(before)}"]
         for pid, held in now.items():
             if held != (held_before := before.get(pid, before[self.spared])):
-                found.append(
-                    f"{self.names.get(pid, 'web')} {pid} has {held} descriptors, {held_before} before"
-                )
+                found.append(f"{self.names.get(pid, 'web')} {pid} has {held} descriptors, {held_before} before")
         return found
 
     def growth(self) -> list[dict]:
@@ -483,16 +400,9 @@ class Server:
             begins = points[0][0] + WARM_UP * (points[-1][0] - points[0][0])
             watched = [point for point in points if point[0] >= begins]
             slope = statistics.linear_regression(*zip(*watched)).slope if len(watched) > 1 else 0.0
-            sizes = {
-                "first_mb": points[0][1],
-                "last_mb": points[-1][1],
-                "most_mb": max(mb for _, mb in points),
-            }
+            sizes = {"first_mb": points[0][1], "last_mb": points[-1][1], "most_mb": max(mb for _, mb in points)}
             minutes = watched[-1][0] - watched[0][0]
-            found.append(
-                {"process": f"{self.names.get(pid, 'web')} {pid}", "minutes": minutes, "mb_per_minute": slope}
-                | sizes
-            )
+            found.append({"process": f"{self.names.get(pid, 'web')} {pid}", "minutes": minutes, "mb_per_minute": slope} | sizes)
         return found
 
 
@@ -523,10 +433,7 @@ async def run(traffic: Traffic, server: Server | None, minutes: float) -> dict:
                 if now >= kill_at:
                     await server.kill_one(traffic)
                     kill_at = now + KILL_EVERY_S * traffic.random.uniform(0.5, 2)
-            print(
-                f"\r{now - started_at:.0f} of {60 * minutes:.0f} s, {traffic.ledger.sent.total():,} requests",
-                end="",
-            )
+            print(f"\r{now - started_at:.0f} of {60 * minutes:.0f} s, {traffic.ledger.sent.total():,} requests", end="")
             await asyncio.sleep(SAMPLE_EVERY_S)
         print()
 
@@ -534,18 +441,14 @@ async def run(traffic: Traffic, server: Server | None, minutes: float) -> dict:
     problems = await leftovers(traffic, server, before)
     ledger = traffic.ledger
     report = vars(ledger) | {"texts_compared": ledger.right_texts, "health_probes": ledger.right["probe"]}
-    report |= (
-        {"kills": server.kills, "processes": server.growth()} if server else {"kills": 0, "processes": []}
-    )
+    report |= {"kills": server.kills, "processes": server.growth()} if server else {"kills": 0, "processes": []}
     for process in report["processes"]:
         grown = process["mb_per_minute"] * process["minutes"]
         if 60 * process["minutes"] >= JUDGED_S and grown > GROWTH_MB:
             problems.append(f"{process['process']} grew by {grown:.1f} MB, more than {GROWTH_MB}")
     if server:
         if (tracebacks := server.process.log.count("Traceback")) > 0:
-            problems.append(
-                f"{tracebacks} tracebacks in the log; it ends with:\n{server.process.log[-2000:]}"
-            )
+            problems.append(f"{tracebacks} tracebacks in the log; it ends with:\n{server.process.log[-2000:]}")
         if (code := await asyncio.to_thread(server.process.stop, 60)) != 0:
             problems.append(f"the server ended with {code}")
     report["problems"] = ledger.problems() + problems
@@ -553,9 +456,7 @@ async def run(traffic: Traffic, server: Server | None, minutes: float) -> dict:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--minutes", type=float, default=10.0)
     parser.add_argument("--url", help="a running server; its processes are left alone")
     parser.add_argument("--json", type=Path, help="write the report to this file, too")
@@ -573,11 +474,7 @@ def main() -> int:
         traffic = Traffic(at.hostname, at.port or 80, server is not None, seed)
         report = asyncio.run(run(traffic, server, arguments.minutes)) | {"seed": seed}
     print(json.dumps(report, indent=1))
-    print(
-        "FAILED"
-        if report["problems"]
-        else "Every request is accounted for, every text is right, nothing is left behind."
-    )
+    print("FAILED" if report["problems"] else "Every request is accounted for, every text is right, nothing is left behind.")
     if arguments.json:
         arguments.json.write_text(json.dumps(report, indent=1))
     return 1 if report["problems"] else 0

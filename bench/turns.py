@@ -25,14 +25,7 @@ from peers import Prompts, save_checkpoint, start
 
 def one_turn(url: str, model: str, prompt: str, tokens: int) -> tuple[float, str, dict]:
     """The time to first token in seconds, the answer and the usage."""
-    body = {
-        "model": model,
-        "prompt": prompt,
-        "max_tokens": tokens,
-        "temperature": 0,
-        "ignore_eos": True,
-        "stream": True,
-    }
+    body = {"model": model, "prompt": prompt, "max_tokens": tokens, "temperature": 0, "ignore_eos": True, "stream": True}
     written = json.dumps(body | {"stream_options": {"include_usage": True}}).encode()
     request = urllib.request.Request(f"{url}/v1/completions", written, {"Content-Type": "application/json"})
     started_at, first_at, text, usage = time.perf_counter(), None, "", {}
@@ -52,9 +45,7 @@ def main() -> None:
     for name, default in {"turns": 8, "user": 200, "answer": 100, "rounds": 3}.items():
         parser.add_argument(f"--{name}", type=int, default=default)
     args = parser.parse_args()
-    window = (
-        args.turns * (args.user + args.answer) + 1000
-    )  # an answer's text may be more tokens when it comes back
+    window = args.turns * (args.user + args.answer) + 1000  # an answer's text may be more tokens when it comes back
     with tempfile.TemporaryDirectory(prefix="textgen-bench-") as name:
         scratch = Path(name)
         model = save_checkpoint(scratch / "model")
@@ -71,9 +62,7 @@ def main() -> None:
                         history += next(prompts)
                         ttft_s, text, usage = one_turn(url, str(model), history, args.answer)
                         history += text
-                        turns.append(
-                            (ttft_s, usage["prompt_tokens"], usage["prompt_tokens_details"]["cached_tokens"])
-                        )
+                        turns.append((ttft_s, usage["prompt_tokens"], usage["prompt_tokens_details"]["cached_tokens"]))
                     rounds.append(turns)
             print(f"--prefix-reuse {reuse}: turn, time to first token in ms, prompt tokens, of which held")
             medians = [[statistics.median(column) for column in zip(*turn)] for turn in zip(*rounds)]

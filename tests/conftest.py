@@ -10,19 +10,14 @@ from hypothesis import settings
 os.environ["OMP_NUM_THREADS"] = "1"  # before torch is imported
 # Compiled sampling loops are shared with the servers (processes.py) and with later runs.
 os.environ["NUMBA_CACHE_DIR"] = str(Path(__file__).parent.parent / ".pytest_cache" / "models" / "numba")
-if (
-    signal.getsignal(signal.SIGINT) is signal.SIG_IGN
-):  # a job in the background ignores Ctrl-C, and so would its servers
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a job in the background ignores Ctrl-C, and so would its servers
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # An example takes as long as it takes: the first one may wait for a compiler.
 settings.register_profile("brief", settings(), deadline=None, max_examples=50)
 settings.load_profile("brief")
 
-collect_ignore = [
-    "clients",
-    "ray_serve",
-]  # have environments of their own: `make test-clients`, `make test-ray`
+collect_ignore = ["clients", "ray_serve"]  # have environments of their own: `make test-clients`, `make test-ray`
 
 
 @pytest.fixture

@@ -74,9 +74,7 @@ class Driven:
             copies_prefixes=self.model.copies_prefixes,
         )
         more = {"web_processes": web_processes, "grammars": grammars}
-        self.worker = Worker(
-            self.model, self.wire, frozenset([EOS]), scheduler, max_concurrent_requests, **more
-        )
+        self.worker = Worker(self.model, self.wire, frozenset([EOS]), scheduler, max_concurrent_requests, **more)
 
     def arrive(self, *messages, peer=b"web"):
         for message in messages:

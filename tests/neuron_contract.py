@@ -72,8 +72,7 @@ def write_checkpoint(folder: Path, config: dict = LLAMA) -> Path:
         (folder / "model.safetensors").touch()  # the fake only looks whether it is there
     else:
         save_file(
-            _opt_weights(config) if config["model_type"] == "opt" else _llama_weights(config),
-            folder / "model.safetensors",
+            _opt_weights(config) if config["model_type"] == "opt" else _llama_weights(config), folder / "model.safetensors"
         )
     return folder
 
@@ -107,23 +106,13 @@ def _llama_weights(config: dict) -> dict[str, torch.Tensor]:
 
 def _opt_weights(config: dict) -> dict[str, torch.Tensor]:
     random, hidden, inner = _random(0), config["hidden_size"], config["ffn_dim"]
-    weights = {
-        "lm_head.weight": random(VOCABULARY, hidden),
-        "model.decoder.embed_tokens.weight": random(VOCABULARY, hidden),
-    }
+    weights = {"lm_head.weight": random(VOCABULARY, hidden), "model.decoder.embed_tokens.weight": random(VOCABULARY, hidden)}
     weights["model.decoder.embed_positions.weight"] = random(config["max_position_embeddings"] + 2, hidden)
     linear = {f"self_attn.{name}_proj": (hidden, hidden) for name in ("q", "k", "v", "out")}
     linear |= {"fc1": (inner, hidden), "fc2": (hidden, inner)}
-    norms = [
-        f"layers.{layer}.{name}"
-        for layer in range(2)
-        for name in ("self_attn_layer_norm", "final_layer_norm")
-    ]
+    norms = [f"layers.{layer}.{name}" for layer in range(2) for name in ("self_attn_layer_norm", "final_layer_norm")]
     for name in [*norms, "final_layer_norm"]:
-        weights |= {
-            f"model.decoder.{name}.weight": torch.ones(hidden),
-            f"model.decoder.{name}.bias": torch.zeros(hidden),
-        }
+        weights |= {f"model.decoder.{name}.weight": torch.ones(hidden), f"model.decoder.{name}.bias": torch.zeros(hidden)}
     for layer in range(config["num_hidden_layers"]):
         for name, shape in linear.items():
             weights[f"model.decoder.layers.{layer}.{name}.weight"] = random(*shape)
@@ -140,8 +129,7 @@ def load(folder: Path, cls=LlamaForSampling, **options):
 def load_slots(folder: Path, slots: int = SLOTS, neuron: dict | None = None, **options):
     """The same with continuous batching."""
     config = NeuronConfig(
-        continuous_batching=ContinuousBatchingConfig(batch_size_for_shared_caches=slots),
-        **{} if neuron is None else neuron,
+        continuous_batching=ContinuousBatchingConfig(batch_size_for_shared_caches=slots), **{} if neuron is None else neuron
     )
     return load(folder, **{"batch_size": slots, "neuron_config": config} | options)
 
@@ -350,10 +338,7 @@ def test_a_slot_is_held_back_with_its_last_token_at_the_same_position(model):
 def test_all_slots_can_be_named_with_free_ones_at_position_0(model):
     expected = alone(model, A, [5, 6])
     prefill(model, A, 2)
-    found = [
-        decode(model, [0, 0, token, 0], [0, 0, len(A) + n, 0], [0, 1, 2, 3])[2]
-        for n, token in enumerate([5, 6])
-    ]
+    found = [decode(model, [0, 0, token, 0], [0, 0, len(A) + n, 0], [0, 1, 2, 3])[2] for n, token in enumerate([5, 6])]
     assert_same(torch.stack(found), expected[1:])
 
 
@@ -409,16 +394,8 @@ def test_a_short_row_next_to_a_long_one(model):
 @pytest.mark.parametrize("slots", [torch.int32, torch.int64])
 def test_integers_of_two_sizes(model, ids, positions, slots):
     expected = alone(model, A, [5], slot=1)
-    prompt = (
-        torch.tensor([A], dtype=ids),
-        torch.arange(len(A), dtype=positions)[None],
-        torch.tensor([1], dtype=slots),
-    )
-    step = (
-        torch.tensor([[5]], dtype=ids),
-        torch.tensor([[len(A)]], dtype=positions),
-        torch.tensor([1], dtype=slots),
-    )
+    prompt = (torch.tensor([A], dtype=ids), torch.arange(len(A), dtype=positions)[None], torch.tensor([1], dtype=slots))
+    step = (torch.tensor([[5]], dtype=ids), torch.tensor([[len(A)]], dtype=positions), torch.tensor([1], dtype=slots))
     assert_same(call(model, *prompt)[0], expected[0])
     if ids == positions:
         assert_same(call(model, *step)[0], expected[1])
@@ -467,9 +444,7 @@ def test_refused_and_nothing_is_damaged(model, name):
     arguments, error = REFUSED[name]
     with pytest.raises(error):
         call(model, *arguments)
-    assert_same(
-        torch.cat([decode(model, [5], [len(A)], [1]), decode(model, [6], [len(A) + 1], [1])]), expected[1:]
-    )
+    assert_same(torch.cat([decode(model, [5], [len(A)], [1]), decode(model, [6], [len(A) + 1], [1])]), expected[1:])
 
 
 # Construction
@@ -554,9 +529,7 @@ def test_settings_can_be_read_back():
     assert NeuronConfig().padding_side == "left"
     batching = ContinuousBatchingConfig(batch_size_for_shared_caches=4)
     assert NeuronConfig(continuous_batching=batching, padding_side="left").padding_side == "right"
-    assert (
-        NeuronConfig(group_query_attention="shard-over-heads").group_query_attention is GQA.SHARD_OVER_HEADS
-    )
+    assert NeuronConfig(group_query_attention="shard-over-heads").group_query_attention is GQA.SHARD_OVER_HEADS
     assert Layout.BSH == "BSH"
 
 
@@ -575,9 +548,7 @@ def test_a_folder_without_weights(tmp_path):
 
 
 def test_a_folder_without_a_config(tmp_path):
-    with pytest.raises(
-        (OSError, ValueError)
-    ):  # it depends on the version of transformers, and on the folder's name
+    with pytest.raises((OSError, ValueError)):  # it depends on the version of transformers, and on the folder's name
         load(tmp_path)
 
 
@@ -626,9 +597,7 @@ def test_programs_are_saved_and_loaded(folder, model, tmp_path):
 def test_layers_in_parts_need_more_programs(folder, model, tmp_path, unrolls, programs):
     context_unroll, unroll = unrolls
     parts = on_device(
-        load_slots(
-            folder, n_positions=[8], context_length_estimate=[8], context_unroll=context_unroll, unroll=unroll
-        )
+        load_slots(folder, n_positions=[8], context_length_estimate=[8], context_unroll=context_unroll, unroll=unroll)
     )
     parts.save(str(tmp_path))
     assert len(list(tmp_path.glob("*.neff"))) == programs
@@ -708,9 +677,7 @@ def test_a_long_prompt_of_a_static_batch_goes_on_token_by_token(static):
     logits = call(static, torch.tensor([tokens]), None, zeros(1))
     call(static, torch.tensor([tokens[:16]]), None, zeros(1))
     for position in range(16, 20):
-        last = call(
-            static, torch.tensor([tokens[position : position + 1]]), torch.tensor([position]), zeros(1)
-        )
+        last = call(static, torch.tensor([tokens[position : position + 1]]), torch.tensor([position]), zeros(1))
     assert_same(logits, last)
 
 
@@ -750,9 +717,7 @@ def test_what_a_static_batch_must_look_like(static, rows):
 
 def test_a_static_batch_padded_on_the_right(folder, model):
     config = NeuronConfig(padding_side="right")
-    right = on_device(
-        load(folder, batch_size=2, neuron_config=config, n_positions=[8], context_length_estimate=[8])
-    )
+    right = on_device(load(folder, batch_size=2, neuron_config=config, n_positions=[8], context_length_estimate=[8]))
     expected = torch.stack([alone(model, A, [5])[1], alone(model, B, [6])[1]])
     prompt, rows = torch.tensor([A, [*B, 0, 0]]), torch.arange(2)
     places = torch.tensor([[0, 1, 2, 3, 4], [0, 1, 2, 0, 0]])
@@ -790,18 +755,12 @@ def test_tokens_of_the_device_do_not_go_with_int64_positions(sampler):
 def test_each_slot_has_its_own_parameters(model, sampler):
     greedy = int(prefill(model, A, 0).argmax())
     new = GenerationConfig(
-        do_sample=True,
-        dynamic=True,
-        per_batch_line=True,
-        top_k=[1, VOCABULARY, 1, 1],
-        temperature=[1.0, 50.0, 1.0, 1.0],
+        do_sample=True, dynamic=True, per_batch_line=True, top_k=[1, VOCABULARY, 1, 1], temperature=[1.0, 50.0, 1.0, 1.0]
     )
     sampler.update_generation_config(new)
     assert {int(prefill(sampler, A, 0)) for _ in range(20)} == {greedy}
     assert len({int(prefill(sampler, A, 1)) for _ in range(20)}) > 5
-    sampler.update_generation_config(
-        GenerationConfig(do_sample=True, dynamic=True, per_batch_line=True, top_k=1)
-    )
+    sampler.update_generation_config(GenerationConfig(do_sample=True, dynamic=True, per_batch_line=True, top_k=1))
     assert {int(prefill(sampler, A, 1)) for _ in range(20)} == {greedy}
 
 
@@ -819,9 +778,7 @@ def test_parameters_that_do_not_fit_are_refused(sampler, settings):
 
 
 def test_lists_need_parameters_for_each_slot(folder):
-    model = on_device(
-        load_slots(folder, n_positions=[8], context_length_estimate=[4], neuron=sampling(top_k=1))
-    )
+    model = on_device(load_slots(folder, n_positions=[8], context_length_estimate=[4], neuron=sampling(top_k=1)))
     with pytest.raises(AssertionError):
         model.update_generation_config(GenerationConfig(do_sample=True, dynamic=True, top_k=[1] * SLOTS))
 
@@ -841,23 +798,14 @@ def test_mistral_has_slots_up_to_its_window(tmp_path):
     wide = on_device(load_slots(write_checkpoint(tmp_path / "without", MISTRAL), **options))
     tokens = [*A, 5]
     assert_same(alone(wide, A, [5])[1:], prefill(wide, tokens, 1))
-    equal = on_device(
-        load_slots(write_checkpoint(tmp_path / "equal", MISTRAL | {"sliding_window": 16}), **options)
-    )
+    equal = on_device(load_slots(write_checkpoint(tmp_path / "equal", MISTRAL | {"sliding_window": 16}), **options))
     assert prefill(equal, A, 1).shape == (1, VOCABULARY)
     with pytest.raises(AssertionError):
-        on_device(
-            load_slots(write_checkpoint(tmp_path / "narrow", MISTRAL | {"sliding_window": 8}), **options)
-        )
+        on_device(load_slots(write_checkpoint(tmp_path / "narrow", MISTRAL | {"sliding_window": 8}), **options))
 
 
 def test_opt_has_no_slots(tmp_path):
     with pytest.raises(AssertionError):
         on_device(
-            load_slots(
-                write_checkpoint(tmp_path, OPT),
-                cls=OPTForSampling,
-                n_positions=[16],
-                context_length_estimate=[8],
-            )
+            load_slots(write_checkpoint(tmp_path, OPT), cls=OPTForSampling, n_positions=[16], context_length_estimate=[8])
         )

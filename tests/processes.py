@@ -53,12 +53,7 @@ class Server:
         self.environment |= {"MODEL_CACHE": str(MODEL_CACHE), "WEB_CONCURRENCY": "1"} | environment
         with self.log_path.open("wb") as log:
             self.process = subprocess.Popen(
-                [*command, *arguments],
-                cwd=HERE,
-                env=self.environment,
-                stdout=log,
-                stderr=log,
-                start_new_session=True,
+                [*command, *arguments], cwd=HERE, env=self.environment, stdout=log, stderr=log, start_new_session=True
             )
 
     def __enter__(self):
@@ -119,13 +114,8 @@ class Server:
         found = []
         for proc in Path("/proc").glob("[0-9]*"):
             try:
-                if (
-                    mark in (proc / "environ").read_bytes()
-                    and (proc / "stat").read_text().rsplit(") ", 1)[1][0] != "Z"
-                ):
-                    found.append(
-                        (int(proc.name), (proc / "cmdline").read_bytes().decode().replace("\0", " ").strip())
-                    )
+                if mark in (proc / "environ").read_bytes() and (proc / "stat").read_text().rsplit(") ", 1)[1][0] != "Z":
+                    found.append((int(proc.name), (proc / "cmdline").read_bytes().decode().replace("\0", " ").strip()))
             except (OSError, IndexError):
                 continue
         return found
@@ -139,9 +129,7 @@ class Server:
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=WAIT_S)
         if body is not None and not isinstance(body, bytes):
             body = json.dumps(body).encode()
-        connection.request(
-            method, path, body, {"Content-Type": "application/json", "Connection": "close"} | headers
-        )
+        connection.request(method, path, body, {"Content-Type": "application/json", "Connection": "close"} | headers)
         response = connection.getresponse()
         response.connection = connection  # keeps the socket open as long as the response
         return response

@@ -63,11 +63,7 @@ class Served:
         (folder / "chat_template.jinja").write_text(TEMPLATE)
         sampled_by = settings.get("sampling", "host")
         self.model = PausableModel(
-            batch_size=slots,
-            max_total_tokens=WINDOW,
-            vocab_size=VOCABULARY,
-            sampling=sampled_by,
-            prefill_chunk=prefill_chunk,
+            batch_size=slots, max_total_tokens=WINDOW, vocab_size=VOCABULARY, sampling=sampled_by, prefill_chunk=prefill_chunk
         )
         address = self.address = f"ipc://{folder}/worker.sock"
         self.metrics = Metrics()
@@ -75,17 +71,13 @@ class Served:
         scheduler = Scheduler(slots=slots, mixes=False, prefill_chunk=prefill_chunk)
         most = LIMITS["max_concurrent_requests"]
         grammars = Grammars.load(folder, VOCABULARY, [EOS])
-        self.worker = Worker(
-            self.model, self.end, frozenset([EOS]), scheduler, most, self.metrics, grammars=grammars
-        )
+        self.worker = Worker(self.model, self.end, frozenset([EOS]), scheduler, most, self.metrics, grammars=grammars)
         self.config = Config(**LIMITS | settings)
         escapes = self.config.escape_special_tokens
         self.seen = EngineClient(address, lambda info: handlers.ModelText.load(info, None, escapes))
         self.client = web.create_app(self.config, self.seen).test_client()
         limits = (VOCABULARY, [EOS], 2, WINDOW - 1, WINDOW)
-        info = ModelInfo(
-            "m", None, str(folder), *limits, "fake", "float32", model_dir=str(folder), sampling=sampled_by
-        )
+        info = ModelInfo("m", None, str(folder), *limits, "fake", "float32", model_dir=str(folder), sampling=sampled_by)
         self.info = msgspec.structs.replace(info, prompt_logprobs=self.model.gives_prompt_logits)
         self.thread = threading.Thread(target=self.worker.run, daemon=True)
 

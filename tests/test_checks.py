@@ -23,13 +23,7 @@ from manifest import Manifest
 from models.tokenizer import check_tokenizer
 from run import HERE, ConfigError
 
-LLAMA = {
-    "model_type": "llama",
-    "vocab_size": 100,
-    "hidden_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-}
+LLAMA = {"model_type": "llama", "vocab_size": 100, "hidden_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
 SOON_S = 20  # for what takes less than a second on a machine with nothing else to do
 
 
@@ -51,13 +45,7 @@ def refusal(folder):
 # Files
 
 
-FILES = (
-    "config.json",
-    "tokenizer.json",
-    "chat_template.jinja",
-    "additional_chat_templates/tool.jinja",
-    ".x/shard.safetensors",
-)
+FILES = ("config.json", "tokenizer.json", "chat_template.jinja", "additional_chat_templates/tool.jinja", ".x/shard.safetensors")
 
 
 @pytest.mark.parametrize("name", FILES)
@@ -76,9 +64,7 @@ def test_a_link_out_of_the_folder_is_refused_with_what_it_points_to(folder, name
 
 def test_a_link_to_nothing_or_to_itself_is_refused_by_name(folder):
     (folder / "tokenizer.json").symlink_to("nothing")
-    assert refusal(folder).startswith(
-        f"{folder}/tokenizer.json is a link to {folder}/nothing, which does not exist; copy the"
-    )
+    assert refusal(folder).startswith(f"{folder}/tokenizer.json is a link to {folder}/nothing, which does not exist; copy the")
     (folder / "tokenizer.json").unlink()
     (folder / "tokenizer.json").symlink_to("tokenizer.json")
     assert refusal(folder).startswith(f"{folder}/tokenizer.json is a link to itself; ")
@@ -133,17 +119,11 @@ def test_a_snapshot_of_the_hub_may_link_to_the_files_of_its_own_model_alone(tmp_
     (tmp_path / "models--a--c").mkdir()
     (tmp_path / "models--a--c" / "2").write_text("{}")
     (snapshot / "tokenizer.json").symlink_to("../../../models--a--c/2")
-    assert refusal(snapshot).startswith(
-        f"{snapshot}/tokenizer.json is a link to {tmp_path}/models--a--c/2, outside of"
-    )
+    assert refusal(snapshot).startswith(f"{snapshot}/tokenizer.json is a link to {tmp_path}/models--a--c/2, outside of")
 
 
-@pytest.mark.parametrize(
-    ("name", "limit"), [("config.json", 10), ("tokenizer.json", 100), ("chat_template.jinja", 1)]
-)
-def test_a_file_that_is_too_large_is_refused_with_its_size_and_the_limit_before_it_is_read(
-    folder, name, limit
-):
+@pytest.mark.parametrize(("name", "limit"), [("config.json", 10), ("tokenizer.json", 100), ("chat_template.jinja", 1)])
+def test_a_file_that_is_too_large_is_refused_with_its_size_and_the_limit_before_it_is_read(folder, name, limit):
     with open(folder / name, "ab") as file:
         file.truncate(limit * 1_000_000)
     if name != "config.json":  # which would be read now
@@ -203,18 +183,13 @@ def test_a_number_that_no_model_has_is_refused_by_name(folder, name, value, sect
     shown = value[0] if isinstance(value, list) else value
     changes = {section: {name: value}} if section else {name: value}
     (folder / "config.json").write_text(json.dumps(LLAMA | changes))
-    assert refusal(folder).startswith(
-        f"{folder}/config.json: {name} is {shown!r:.50} and should be a whole number from "
-    )
+    assert refusal(folder).startswith(f"{folder}/config.json: {name} is {shown!r:.50} and should be a whole number from ")
 
 
 @pytest.mark.parametrize("section", [[1], "x", 5, True])
 def test_a_section_that_is_no_object_is_refused_in_one_line(folder, section):
     (folder / "config.json").write_text(json.dumps(LLAMA | {"text_config": section}))
-    assert (
-        refusal(folder)
-        == f"{folder}/config.json: text_config should be a JSON object, not {type(section).__name__}"
-    )
+    assert refusal(folder) == f"{folder}/config.json: text_config should be a JSON object, not {type(section).__name__}"
 
 
 def test_an_integer_of_thousands_of_digits_is_refused_in_one_line(folder):
@@ -223,23 +198,14 @@ def test_an_integer_of_thousands_of_digits_is_refused_in_one_line(folder):
 
 
 def test_numbers_that_published_models_have_are_taken(folder):
-    published = {
-        "num_key_value_heads": None,
-        "intermediate_size": [64, 32],
-        "num_experts": 0,
-        "sliding_window": None,
-    }
-    (folder / "config.json").write_text(
-        json.dumps(LLAMA | published | {"max_position_embeddings": 10_485_760})
-    )
+    published = {"num_key_value_heads": None, "intermediate_size": [64, 32], "num_experts": 0, "sliding_window": None}
+    (folder / "config.json").write_text(json.dumps(LLAMA | published | {"max_position_embeddings": 10_485_760}))
     assert Manifest.read(folder).max_positions == 10_485_760
 
 
 @pytest.mark.parametrize("name", ["config.json", "generation_config.json"])
 def test_an_eos_id_that_no_model_has_is_refused(folder, name):
-    (folder / name).write_text(
-        json.dumps((LLAMA if name == "config.json" else {}) | {"eos_token_id": [2, 10**30]})
-    )
+    (folder / name).write_text(json.dumps((LLAMA if name == "config.json" else {}) | {"eos_token_id": [2, 10**30]}))
     assert refusal(folder).startswith(f"{folder}: eos_token_id is 1000000000")
 
 
@@ -276,23 +242,17 @@ def refused_tokenizer(folder):
 def test_a_tokenizer_that_multiplies_text_is_refused_with_how_much(folder):
     tokenizer_with(folder, normalizers.Replace("a", "b " * 6_000))
     line = refused_tokenizer(folder)
-    assert re.fullmatch(
-        f"{folder}/tokenizer.json makes [0-9]+ tokens of a character, and at most 50 can be served", line
-    )
+    assert re.fullmatch(f"{folder}/tokenizer.json makes [0-9]+ tokens of a character, and at most 50 can be served", line)
 
 
 def test_a_tokenizer_that_blows_up_is_refused_within_its_memory(folder, monkeypatch):
     monkeypatch.setattr(models.tokenizer, "CHECK_BYTES", 500_000_000)
     tokenizer_with(folder, normalizers.Sequence([normalizers.Replace("a", "aa")] * 40))
-    assert (
-        refused_tokenizer(folder) == "the tokenizer needs more than 0.5 GB of memory, so it cannot be served"
-    )
+    assert refused_tokenizer(folder) == "the tokenizer needs more than 0.5 GB of memory, so it cannot be served"
 
 
 @pytest.mark.parametrize(
-    "kind, steps",
-    [(decoders, decoders.Replace), (normalizers, normalizers.Replace)],
-    ids=["decoder", "normalizer"],
+    "kind, steps", [(decoders, decoders.Replace), (normalizers, normalizers.Replace)], ids=["decoder", "normalizer"]
 )
 def test_a_tokenizer_that_multiplies_text_which_the_check_does_not_hold_is_refused(folder, kind, steps):
     tokenizer, name = byte_level(), kind.__name__.removesuffix("s").rpartition(".")[2]
@@ -388,10 +348,7 @@ LONGEST = run.MAX_SOCKET_NAME - len("/neuron-textgen.12345678/worker.sock")
 def test_a_folder_for_temporary_files_with_too_long_a_name_is_refused_with_the_variable(with_name_of):
     folder = with_name_of(LONGEST + 1)
     line = one_error(run_in(folder, "sh", "-c", START))
-    assert (
-        line
-        == f"error: {folder}: the name is 1 bytes too long for a folder with a socket; name another with TMPDIR"
-    )
+    assert line == f"error: {folder}: the name is 1 bytes too long for a folder with a socket; name another with TMPDIR"
     assert not [*folder.iterdir()]
 
 
@@ -406,10 +363,7 @@ def test_a_server_runs_in_a_folder_with_the_longest_name_that_a_socket_may_have(
     ("limit", "words"),
     [
         ("ulimit -n 20", "20 open files (ulimit -n), and the server needs at least 256; raise the limit"),
-        (
-            "ulimit -v 1000000",
-            "1024000000 bytes of address space (ulimit -v), and the server needs at least 2000000000",
-        ),
+        ("ulimit -v 1000000", "1024000000 bytes of address space (ulimit -v), and the server needs at least 2000000000"),
     ],
 )
 def test_too_low_a_limit_of_the_process_is_refused_with_what_is_needed(short_path, limit, words):
@@ -420,9 +374,7 @@ def test_too_low_a_limit_of_the_process_is_refused_with_what_is_needed(short_pat
 
 def test_a_folder_for_temporary_files_that_is_not_there_is_named_with_the_variable(tmp_path):
     line = one_error(run_in(tmp_path / "nowhere", "sh", "-c", START))
-    assert str(tmp_path / "nowhere") in line and line.endswith(
-        "No such file or directory; name another folder with TMPDIR"
-    )
+    assert str(tmp_path / "nowhere") in line and line.endswith("No such file or directory; name another folder with TMPDIR")
 
 
 needs_mounts = pytest.mark.skipif(
@@ -436,16 +388,10 @@ needs_mounts = pytest.mark.skipif(
     ("options", "fill", "words"),
     [
         ("size=64k,ro", "true", "Read-only file system; name another folder with TMPDIR"),
-        (
-            "size=64k",
-            "cat /dev/zero > $TMPDIR/fill",
-            "No space left on device; free space, or name another folder with TMPDIR",
-        ),
+        ("size=64k", "cat /dev/zero > $TMPDIR/fill", "No space left on device; free space, or name another folder with TMPDIR"),
     ],
 )
-def test_a_full_or_read_only_folder_for_temporary_files_is_named_with_the_variable(
-    short_path, options, fill, words
-):
+def test_a_full_or_read_only_folder_for_temporary_files_is_named_with_the_variable(short_path, options, fill, words):
     mounted = f"mount -t tmpfs -o {options} tmpfs $TMPDIR; {fill} 2>/dev/null; {START}; code=$?; ls $TMPDIR >&2; exit $code"
     code, output = run_in(short_path, "unshare", "--mount", "sh", "-c", mounted)
     line = one_error((code, output.removesuffix("fill\n")))  # nothing else is left there

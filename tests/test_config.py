@@ -43,10 +43,7 @@ VALUES = {
     "sampling": [("host", "host"), ("device", "device")],
     "neuron_config": [
         ("on_device_embedding=true", ("on_device_embedding=true",)),
-        (
-            "shard_over_sequence=true, collectives_layout=BSH",
-            ("collectives_layout=BSH", "shard_over_sequence=true"),
-        ),
+        ("shard_over_sequence=true, collectives_layout=BSH", ("collectives_layout=BSH", "shard_over_sequence=true")),
     ],
     "otlp_endpoint": [
         ("http://localhost:4318", "http://localhost:4318/v1/traces"),
@@ -59,10 +56,7 @@ VALUES = {
     "hostname": [("127.0.0.1", "127.0.0.1"), ("::1", "::1")],
     "port": [("7000", 7000), ("9000", 9000)],
     "api_key": [("secret", "secret"), ("Other", "Other")],
-    "cors_allow_origin": [
-        ("https://a.example", "https://a.example"),
-        ("http://b.example:80", "http://b.example:80"),
-    ],
+    "cors_allow_origin": [("https://a.example", "https://a.example"), ("http://b.example:80", "http://b.example:80")],
     "compute_type": [("inf2", "inf2"), ("cpu", "cpu")],
     "log_level": [("debug", "debug"), ("WARNING", "warn")],
 }
@@ -93,9 +87,7 @@ def model(tmp_path):
     """A folder that says that it holds a model; returns a function that writes its files."""
 
     def write(config: object = None, generation_config: object = None):
-        (tmp_path / "config.json").write_text(
-            json.dumps({"model_type": "llama"} if config is None else config)
-        )
+        (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama"} if config is None else config))
         if generation_config is not None:
             (tmp_path / "generation_config.json").write_text(json.dumps(generation_config))
         return tmp_path
@@ -112,11 +104,7 @@ def test_every_setting_has_a_flag_and_variables_which_change_nothing_else(flag, 
     for written, meant in VALUES[entry.name]:
         starts = [([], {name: written}) for name in entry.metadata["names"]]
         for name in (flag, *entry.metadata["flags"], *SAME_AS[flag]):
-            starts += (
-                [([name, written], {}), ([f"{name}={written}"], {})]
-                if name.startswith("-")
-                else [([], {name: written})]
-            )
+            starts += [([name, written], {}), ([f"{name}={written}"], {})] if name.startswith("-") else [([], {name: written})]
         for argv, environ in starts:
             assert parse(argv, others | environ) == dataclasses.replace(of(), **{entry.name: meant})
 
@@ -131,9 +119,7 @@ def test_a_flag_beats_the_environment_which_beats_the_default(flag, entry):
 
 
 def test_no_two_settings_share_a_name():
-    names = [
-        name for entry in SETTINGS.values() for name in (*entry.metadata["names"], *entry.metadata["flags"])
-    ]
+    names = [name for entry in SETTINGS.values() for name in (*entry.metadata["names"], *entry.metadata["flags"])]
     assert len(set(names)) == len(names)
 
 
@@ -156,9 +142,7 @@ def test_the_names_of_older_servers_work_and_give_way_to_the_current_ones(winner
 def test_the_older_name_of_max_input_tokens_works_but_not_beside_the_current_one():
     assert of(MAX_INPUT_LENGTH="70").max_input_tokens == of("--max-input-length", "70").max_input_tokens == 70
     assert "MAX_INPUT_LENGTH are both set" in refusal(MAX_INPUT_TOKENS="70", MAX_INPUT_LENGTH="80")
-    assert "--max-input-tokens is given twice" in refusal(
-        "--max-input-tokens", "70", "--max-input-length", "80"
-    )
+    assert "--max-input-tokens is given twice" in refusal("--max-input-tokens", "70", "--max-input-length", "80")
 
 
 def test_without_any_setting_the_demonstration_model_is_served_with_the_defaults():
@@ -179,9 +163,7 @@ def test_the_model_that_sagemaker_unpacks_is_served_when_none_is_named(model, mo
 
 @pytest.mark.parametrize("empty", ["", "  ", "\n"])
 def test_an_empty_variable_counts_as_unset(empty):
-    names = {name for entry in SETTINGS.values() for name in entry.metadata["names"]} - (
-        {"API_KEY"} if empty else set()
-    )
+    names = {name for entry in SETTINGS.values() for name in entry.metadata["names"]} - ({"API_KEY"} if empty else set())
     assert parse([], dict.fromkeys([*names, "NUM_SHARD", "LORA_ADAPTERS"], empty)) == Config()
 
 
@@ -199,12 +181,7 @@ def test_a_hostname_variable_that_is_not_an_address_is_ignored_and_a_flag_must_b
 def test_origins_may_be_given_in_a_list_and_by_repeating_the_flag():
     both = "https://a.example,https://b.example"
     assert of("--cors-allow-origin", both).cors_allow_origin == both
-    assert (
-        of(
-            "--cors-allow-origin", "https://a.example/", "--cors-allow-origin=https://b.example"
-        ).cors_allow_origin
-        == both
-    )
+    assert of("--cors-allow-origin", "https://a.example/", "--cors-allow-origin=https://b.example").cors_allow_origin == both
     assert "'a.example' is not an origin" in refusal(CORS_ALLOW_ORIGIN="a.example")
 
 
@@ -243,10 +220,7 @@ def test_short_flags_are_those_of_tgi():
 )
 def test_an_unknown_flag_names_the_nearest_and_hides_its_value(typed, nearest):
     flag = typed.split("=")[0]
-    assert (
-        refusal(typed, "5")
-        == f"unknown argument {flag!r}; did you mean {nearest}? (--help lists the settings)"
-    )
+    assert refusal(typed, "5") == f"unknown argument {flag!r}; did you mean {nearest}? (--help lists the settings)"
 
 
 @pytest.mark.parametrize("typed", ["serve", "8080", "--zzzzzzzz", "-", "--", "", "a\nb"])
@@ -267,14 +241,8 @@ def test_a_value_that_is_missing_empty_or_given_twice_is_refused(flag, entry):
 
 
 WHOLE_NUMBERS = dict.fromkeys(("many", "2.5", "1e3", "0x10", "5 GB"), "must be a whole number")
-COUNT = (
-    WHOLE_NUMBERS
-    | dict.fromkeys(("0", "-1"), "must be at least 1")
-    | {"9" * 30: "must be between 1 and 1000000000"}
-)
-POSITIVE = dict.fromkeys(
-    ("soon", "5s", "0", "-1", "inf", "nan", "1e999", "1e20"), "must be a positive number, at most 1000000"
-)
+COUNT = WHOLE_NUMBERS | dict.fromkeys(("0", "-1"), "must be at least 1") | {"9" * 30: "must be between 1 and 1000000000"}
+POSITIVE = dict.fromkeys(("soon", "5s", "0", "-1", "inf", "nan", "1e999", "1e20"), "must be a positive number, at most 1000000")
 BY_KIND = {"int": COUNT, "int | None": COUNT, "float": POSITIVE, "float | None": POSITIVE}
 BY_KIND["bool"] = {"maybe": "must be one of true, false"}
 WRONG = {entry.name: BY_KIND[entry.type] for entry in SETTINGS.values() if entry.type in BY_KIND}
@@ -284,9 +252,7 @@ WRONG |= {
     "queue_threshold_ms": WHOLE_NUMBERS | {"-1": "must be at least 0"},
     "port": WHOLE_NUMBERS | dict.fromkeys(("0", "65536", "-1"), "must be between 1 and 65535"),
     "max_top_n_tokens": WHOLE_NUMBERS | dict.fromkeys(("0", "-1", "10001"), "must be between 1 and 10000"),
-    "waiting_served_ratio": dict.fromkeys(
-        ("often", "-1", "inf", "nan", "1e20"), "must be a number between 0 and 1000000"
-    ),
+    "waiting_served_ratio": dict.fromkeys(("often", "-1", "inf", "nan", "1e20"), "must be a number between 0 and 1000000"),
     "prefill_chunk": WHOLE_NUMBERS | {"-1": "must be at least 0", "1": "must be 0 (off) or at least 3"},
     "prefill_buckets": {"128,": "must be a whole number", "0,1": "must be at least 1"},
     "tokenizer_config_path": {"/nowhere": "there is no such file"},
@@ -294,8 +260,7 @@ WRONG |= {
     "dtype": {"int3": "must be one of auto, float32, bfloat16, float16"},
     "quantize": {"awq": "must be one of none, int8, int4"},
     **dict.fromkeys(
-        ("max_waiting_tokens", "prof_waitstep", "prof_warmupstep", "prof_step"),
-        WHOLE_NUMBERS | {"-1": "must be at least 0"},
+        ("max_waiting_tokens", "prof_waitstep", "prof_warmupstep", "prof_step"), WHOLE_NUMBERS | {"-1": "must be at least 0"}
     ),
     "neuron_config": {
         "fuse_mlp=true": "'fuse_mlp' is not an option; these are: collectives_layout, on_device_embedding, "
@@ -305,9 +270,7 @@ WRONG |= {
         "sequence_parallel_norm_threshold=0": "sequence_parallel_norm_threshold must be a positive whole number",
         "shard_over_sequence=true,shard_over_sequence=false": "shard_over_sequence must be true, or left out",
     },
-    "compute_type": dict.fromkeys(
-        ("café", "a\u2028b"), "must be printable ASCII characters, as it is sent in a header"
-    ),
+    "compute_type": dict.fromkeys(("café", "a\u2028b"), "must be printable ASCII characters, as it is sent in a header"),
     "otlp_endpoint": {
         "localhost:4318": "must be the URL of a collector, such as http://localhost:4318",
         "http://": "must be the URL of a collector, such as http://localhost:4318",
@@ -341,10 +304,7 @@ def test_an_api_key_is_stripped_and_checked_and_never_shown():
     for wrong in ("two words", "schlüssel", "\udcff\udcfe"):
         assert refusal(API_KEY=wrong) == "API_KEY: must be printable ASCII characters without blanks"
     for blank in (" ", "\n"):
-        assert (
-            refusal(API_KEY=blank)
-            == "API_KEY is blank: give a key, or leave it empty for a server that asks for none"
-        )
+        assert refusal(API_KEY=blank) == "API_KEY is blank: give a key, or leave it empty for a server that asks for none"
 
 
 @pytest.mark.parametrize("longest_input", ["100", "101", "5000"])
@@ -368,15 +328,8 @@ max-client-batch-size lora-adapters usage-stats payload-limit enable-prefill-log
 
 
 def test_every_flag_of_tgis_launcher_and_its_variable_are_known():
-    known = {
-        name.partition("=")[0]
-        for table in OTHER_SERVERS.values()
-        for names in table
-        for name in names.split()
-    }
-    known |= {
-        name for flag, e in SETTINGS.items() for name in (flag, *e.metadata["flags"], *e.metadata["names"])
-    }
+    known = {name.partition("=")[0] for table in OTHER_SERVERS.values() for names in table for name in names.split()}
+    known |= {name for flag, e in SETTINGS.items() for name in (flag, *e.metadata["flags"], *e.metadata["names"])}
     flags = {f"--{name}" for name in LAUNCHER.split()}
     assert flags | {flag[2:].upper().replace("-", "_") for flag in flags} <= known
 
@@ -434,9 +387,7 @@ def test_a_setting_of_another_server_may_have_the_value_that_asks_for_nothing():
 
 def test_the_name_of_another_server_is_logged_with_the_setting_that_it_means_and_hides_its_value():
     done = run("--max-num-seqs", "7", **HUB_MODEL, NUM_SHARD="2", VLLM_API_KEY="secret")
-    assert Config.from_json(done.stdout) == of(
-        "--max-batch-size", "7", "--tp-degree", "2", "--api-key", "secret"
-    )
+    assert Config.from_json(done.stdout) == of("--max-batch-size", "7", "--tp-degree", "2", "--api-key", "secret")
     lines = {line.split(" WARNING config: ")[1] for line in done.stderr.splitlines()[1:]}
     assert lines == {
         "--max-num-seqs is read as --max-batch-size (MAX_BATCH_SIZE)",
@@ -454,15 +405,7 @@ def test_of_several_names_of_a_setting_flags_beat_variables_and_its_own_name_the
 
 
 def test_each_name_of_another_server_that_does_not_count_is_logged_with_the_one_that_does():
-    done = run(
-        "--num-shard",
-        "2",
-        **HUB_MODEL,
-        NUM_SHARD="8",
-        SM_NUM_GPUS="4",
-        HF_OPTIMUM_BATCH_SIZE="3",
-        TS_BATCH_SIZE="5",
-    )
+    done = run("--num-shard", "2", **HUB_MODEL, NUM_SHARD="8", SM_NUM_GPUS="4", HF_OPTIMUM_BATCH_SIZE="3", TS_BATCH_SIZE="5")
     assert Config.from_json(done.stdout) == of("--tp-degree", "2", "--max-batch-size", "3")
     assert {line.split(" WARNING config: ")[1] for line in done.stderr.splitlines()[1:]} == {
         "--num-shard is read as --tp-degree (TP_DEGREE)",
@@ -478,9 +421,7 @@ def test_a_flag_of_another_server_cannot_have_two_values():
 
 
 def test_the_names_of_other_servers_are_no_settings_and_are_in_the_documents():
-    ours = {
-        name for flag, e in SETTINGS.items() for name in (flag, *e.metadata["flags"], *e.metadata["names"])
-    }
+    ours = {name for flag, e in SETTINGS.items() for name in (flag, *e.metadata["flags"], *e.metadata["names"])}
     table = settings_tables.other_names()
     names = table.replace("|", "").replace("`", "").replace(",", "").split()
     assert {"--speculate", "TS_*", "SM_NUM_GPUS"} <= set(names)
@@ -521,9 +462,7 @@ def test_a_folder_beats_a_hub_id_of_the_same_name(tmp_path, monkeypatch, model):
 # The file between the processes
 
 
-@pytest.mark.parametrize(
-    "argv", [[], [f"{flag}={VALUES[entry.name][0][0]}" for flag, entry in SETTINGS.items()]]
-)
+@pytest.mark.parametrize("argv", [[], [f"{flag}={VALUES[entry.name][0][0]}" for flag, entry in SETTINGS.items()]])
 def test_a_run_reads_back_what_was_resolved_for_it(argv, tmp_path, monkeypatch):
     monkeypatch.setenv("NEURON_TEXTGEN_RUN_DIR", str(tmp_path))
     (tmp_path / "config.json").write_text(of(*argv).to_json())
@@ -541,8 +480,7 @@ def test_a_configuration_cannot_be_changed():
 
 def test_a_manifest_is_read_from_both_files(model):
     folder = model(
-        {"model_type": "llama", "max_position_embeddings": 4096, "eos_token_id": 2},
-        {"eos_token_id": [7, 2, 9], "top_k": 50},
+        {"model_type": "llama", "max_position_embeddings": 4096, "eos_token_id": 2}, {"eos_token_id": [7, 2, 9], "top_k": 50}
     )
     assert Manifest.read(folder) == Manifest.read(str(folder)) == Manifest("llama", 4096, (2, 7, 9))
 
@@ -562,10 +500,7 @@ def test_a_manifest_is_read_from_both_files(model):
     ],
 )
 def test_every_eos_id_that_either_file_names_counts(model, in_config, in_generation_config, eos_token_ids):
-    assert (
-        Manifest.read(model({"model_type": "llama", **in_config}, in_generation_config)).eos_token_ids
-        == eos_token_ids
-    )
+    assert Manifest.read(model({"model_type": "llama", **in_config}, in_generation_config)).eos_token_ids == eos_token_ids
 
 
 @pytest.mark.parametrize(
@@ -654,11 +589,7 @@ def test_a_broken_generation_config_is_refused(model):
 )
 def test_what_is_left_open_is_taken_from_the_model(argv, window, total, longest_input):
     got = of(*argv).with_manifest(Manifest("llama", window, ()))
-    assert (got.max_total_tokens, got.max_input_tokens, got.max_batch_size) == (
-        total,
-        longest_input,
-        DEFAULT_BATCH_SIZE,
-    )
+    assert (got.max_total_tokens, got.max_input_tokens, got.max_batch_size) == (total, longest_input, DEFAULT_BATCH_SIZE)
     assert dataclasses.replace(got, max_total_tokens=None, max_input_tokens=None, max_batch_size=None) == of()
 
 
@@ -693,22 +624,14 @@ def test_a_window_that_the_model_does_not_have_is_refused_with_both_numbers():
     with pytest.raises(ConfigError) as refused:
         of("--max-total-tokens", "4097").with_manifest(Manifest("llama", 4096, ()))
     message = str(refused.value)
-    for words in (
-        "--max-total-tokens 4097",
-        "MAX_TOTAL_TOKENS",
-        "4096 positions",
-        "someone/model",
-        "at most 4096",
-    ):
+    for words in ("--max-total-tokens 4097", "MAX_TOTAL_TOKENS", "4096 positions", "someone/model", "at most 4096"):
         assert words in message
     assert len(message.splitlines()) == 1
 
 
 @pytest.mark.parametrize(("window", "total"), [(1024, 1024), (131_072, DEFAULT_MAX_TOTAL_TOKENS)])
 def test_a_prompt_that_does_not_fit_the_models_window_is_refused_with_both_numbers(window, total):
-    with pytest.raises(
-        ConfigError, match=rf"`max_input_tokens`\({total}\) must be < `max_total_tokens`\({total}\)"
-    ):
+    with pytest.raises(ConfigError, match=rf"`max_input_tokens`\({total}\) must be < `max_total_tokens`\({total}\)"):
         of("--max-input-tokens", str(total)).with_manifest(Manifest("llama", window, ()))
 
 
@@ -724,13 +647,7 @@ def test_the_help_names_every_setting_its_variables_its_meaning_and_its_default(
         text = f"{entry.metadata['help']} Default: {entry.metadata['shown']}. [{', '.join(entry.metadata['names'])}]"
         assert flag in words
         assert "".join(text.split()) in words
-    for default in (
-        "Default:8080.",
-        "Default:0.0.0.0.",
-        "Default:false.",
-        "Default:25.",
-        "Default:max_total_tokens-1.",
-    ):
+    for default in ("Default:8080.", "Default:0.0.0.0.", "Default:false.", "Default:25.", "Default:max_total_tokens-1."):
         assert default in words
     assert str(DEMO_MODEL) not in words
     assert "--speculate" not in words
@@ -740,9 +657,7 @@ def test_the_version_is_printed():
     for flag in ("--version", "-V"):
         done = run("--port", "http", flag)
         assert (done.returncode, done.stderr, done.stdout) == (0, "", f"neuron-textgen {config.VERSION}\n")
-    done = subprocess.run(
-        [HERE / "entrypoint.sh", "serve", "--version"], env=CLEAN, capture_output=True, text=True
-    )
+    done = subprocess.run([HERE / "entrypoint.sh", "serve", "--version"], env=CLEAN, capture_output=True, text=True)
     assert (done.returncode, done.stdout) == (0, f"neuron-textgen {config.VERSION}\n")
 
 
@@ -753,9 +668,7 @@ CLEAN = {"PATH": os.environ["PATH"], "LANG": "C.UTF-8", "PYTHON": sys.executable
 
 
 def run(*argv: str, **environ: str) -> subprocess.CompletedProcess:
-    return subprocess.run(
-        [sys.executable, HERE / "config.py", *argv], env=CLEAN | environ, capture_output=True, text=True
-    )
+    return subprocess.run([sys.executable, HERE / "config.py", *argv], env=CLEAN | environ, capture_output=True, text=True)
 
 
 @pytest.mark.parametrize(
@@ -796,9 +709,7 @@ def test_with_json_output_every_line_of_the_log_is_json():
 
 
 def test_log_level_says_what_is_logged():
-    assert (
-        run(**HUB_MODEL, LOG_LEVEL="warning").stderr == run("--log-level", "error", **HUB_MODEL).stderr == ""
-    )
+    assert run(**HUB_MODEL, LOG_LEVEL="warning").stderr == run("--log-level", "error", **HUB_MODEL).stderr == ""
 
 
 @pytest.fixture
@@ -811,9 +722,7 @@ def log_line(monkeypatch, capsys):
         monkeypatch.setattr(root, "level", root.level)
         logs.set_up("info", json_output)
         fields = {"request": 7, "path": "/\n" + "a" * 5000}
-        logging.getLogger("web").error(
-            "it is %d\nlines %s", 2, "x" * 5000, extra={"fields": fields}, exc_info=exc_info
-        )
+        logging.getLogger("web").error("it is %d\nlines %s", 2, "x" * 5000, extra={"fields": fields}, exc_info=exc_info)
         return capsys.readouterr().err
 
     return write

@@ -31,9 +31,7 @@ def server(tmp_path_factory):
     }
     for name, values in changes.items():
         (folder / name).write_text(json.dumps(json.loads((folder / name).read_text()) | values))
-    with Server(
-        MODEL_ID=str(folder), MAX_TOTAL_TOKENS="32", MAX_BATCH_SIZE="8", LOG_LEVEL="warning"
-    ) as server:
+    with Server(MODEL_ID=str(folder), MAX_TOTAL_TOKENS="32", MAX_BATCH_SIZE="8", LOG_LEVEL="warning") as server:
         server.wait_healthy()
         yield server
         assert server.stop() == 0

@@ -19,15 +19,11 @@ from api.types import ChatRequest, CompletionRequest, GenerateRequest, Parameter
 from engine.metrics import Metrics
 from run import HERE
 
-DOCUMENTS = [
-    path for folder in (".", "bench", "demo", "docs", "deploy/*") for path in HERE.glob(f"{folder}/*.md")
-]
+DOCUMENTS = [path for folder in (".", "bench", "demo", "docs", "deploy/*") for path in HERE.glob(f"{folder}/*.md")]
 README = (HERE / "README.md").read_text()
 MIGRATING = (HERE / "docs" / "migrating.md").read_text()
 SETTINGS = {
-    name
-    for flag, entry in config.SETTINGS.items()
-    for name in (flag, *entry.metadata["names"], *entry.metadata["flags"])
+    name for flag, entry in config.SETTINGS.items() for name in (flag, *entry.metadata["names"], *entry.metadata["flags"])
 }
 OTHER_NAMES = {
     name.partition("=")[0]: effect.replace("_", " ")
@@ -41,11 +37,7 @@ FIELDS = {
     if isinstance(kind, type) and issubclass(kind, schema.Struct)
     for field in getattr(kind, "__struct_fields__", ())
 }
-REQUEST_FIELDS = {
-    f
-    for kind in (GenerateRequest, Parameters, ChatRequest, CompletionRequest)
-    for f in kind.__struct_fields__
-}
+REQUEST_FIELDS = {f for kind in (GenerateRequest, Parameters, ChatRequest, CompletionRequest) for f in kind.__struct_fields__}
 
 
 def rows(text):
@@ -57,9 +49,7 @@ def rows(text):
 
 
 ROWS = [row for row in rows(MIGRATING) if row[0] not in ("Start commands", "From start to stop")]
-COMMANDS = [
-    (names[0], here) for section, names, here in rows(MIGRATING) if section == "Start commands" and names
-]
+COMMANDS = [(names[0], here) for section, names, here in rows(MIGRATING) if section == "Start commands" and names]
 
 
 def test_the_guide_for_each_server_has_tables():
@@ -90,17 +80,13 @@ def test_a_start_command_of_another_server_means_what_the_guide_says(there, here
     while words.pop(0) == "-e":
         name, _, variables[name] = words.pop(0).partition("=")
     environ = {"PATH": os.environ["PATH"], **variables}
-    done = subprocess.run(
-        [sys.executable, HERE / "config.py", *words], env=environ, capture_output=True, text=True
-    )
+    done = subprocess.run([sys.executable, HERE / "config.py", *words], env=environ, capture_output=True, text=True)
     flags, *without_effect = re.findall(r"`([^`]+)`", here)
     if here.startswith("ends: "):
         assert (done.returncode, done.stderr) == (2, f"error: {flags}\n")
         return
     given = {word for word in (*variables, *words) if re.fullmatch(r"--[a-z-]+|[A-Z]\w+", word)}
-    silent = {
-        name for name, effect in OTHER_NAMES.items() if effect != "no effect"
-    }  # read, or asks for nothing
+    silent = {name for name, effect in OTHER_NAMES.items() if effect != "no effect"}  # read, or asks for nothing
     assert given <= SETTINGS | silent | set(without_effect)
     assert config.Config.from_json(done.stdout) == config.parse(shlex.split(flags), {})
     assert set(re.findall(r"(\S+) has no effect", done.stderr)) == set(without_effect)
@@ -122,34 +108,9 @@ def test_every_name_of_this_server_in_the_guide_exists():
     metrics = Metrics()
     metrics.set_limits(1, 1, 2)
     series = set(re.findall(r"^# TYPE (\w+)", metrics.render().decode(), flags=re.MULTILINE))
-    elsewhere = {
-        "NEURON_COMPILE_CACHE_URL",
-        "NEURON_CC_FLAGS",
-        "save_pretrained_split",
-    }  # of the compiler and the library
-    words = {
-        "true",
-        "false",
-        "none",
-        "no",
-        "yes",
-        "stop",
-        "length",
-        "eos_token",
-        "assistant",
-        "compile",
-        "localhost",
-    }
-    words |= {
-        "float32",
-        "int8",
-        "int4",
-        "context_length_exceeded",
-        "no effect",
-        "chat_template",
-        "auto",
-        "no_tool",
-    }
+    elsewhere = {"NEURON_COMPILE_CACHE_URL", "NEURON_CC_FLAGS", "save_pretrained_split"}  # of the compiler and the library
+    words = {"true", "false", "none", "no", "yes", "stop", "length", "eos_token", "assistant", "compile", "localhost"}
+    words |= {"float32", "int8", "int4", "context_length_exceeded", "no effect", "chat_template", "auto", "no_tool"}
     for _section, _names, here in ROWS:
         for name in re.findall(r"`([^`]+)`", here):
             if re.fullmatch(r"--[a-z-]+|[A-Z][A-Z_]+", name):
@@ -171,9 +132,7 @@ def test_the_readme_names_every_route_and_the_guide_no_other():
     table = README.split("## API\n")[1].split("\n## ")[0]
     assert set(re.findall(r"`(?:GET|POST) (/[\w/.{}-]*)(?:\?[^`]*)?`", table)) == routes
     guide = {path for *_, here in ROWS for path in re.findall(r"`(?:GET |POST )?(/[\w/]+)`", here)}
-    guide |= {
-        path for _, names, here in ROWS if here.startswith("same") for path in names if path.startswith("/")
-    }
+    guide |= {path for _, names, here in ROWS if here.startswith("same") for path in names if path.startswith("/")}
     assert len(guide) > 10 and guide <= routes
 
 
@@ -187,9 +146,7 @@ def test_links_lead_to_a_file_and_to_a_heading(document):
         assert file.exists(), target
         if anchor:
             headings = re.findall(r"^#+ (.*)$", file.read_text(), flags=re.MULTILINE)
-            assert anchor in {
-                re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings
-            }, target
+            assert anchor in {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}, target
 
 
 def test_the_readme_is_short_and_its_picture_is_small():
@@ -209,9 +166,7 @@ def test_the_readme_has_no_figure_that_the_benchmarks_do_not_have():
 
 
 def test_the_stages_of_a_request_are_those_that_the_log_has():
-    section = (
-        (HERE / "docs" / "operations.md").read_text().split("## Following a request\n")[1].split("\n## ")[0]
-    )
+    section = (HERE / "docs" / "operations.md").read_text().split("## Following a request\n")[1].split("\n## ")[0]
     stages = re.findall(r"`([a-z ]+)`", section)
     source = "".join((HERE / name).read_text() for name in ("web.py", "api/stream.py", "worker.py"))
     assert len(stages) == 7 and [stage for stage in stages if f'"{stage}"' not in source] == []

@@ -48,10 +48,7 @@ def test_a_question_is_answered_and_the_answer_ends_by_itself(server):
     stream = server.stream("What is Deep Learning?", details=True)
     assert "learning" in stream[-1]["generated_text"].lower()
     assert stream[-1]["details"]["finish_reason"] == "eos_token"
-    assert (
-        "".join(e["token"]["text"] for e in stream if not e["token"]["special"])
-        == stream[-1]["generated_text"]
-    )
+    assert "".join(e["token"]["text"] for e in stream if not e["token"]["special"]) == stream[-1]["generated_text"]
 
 
 def test_tokens_come_one_by_one_while_the_answer_is_written(server):
@@ -83,10 +80,7 @@ def test_a_seed_gives_the_same_text_alone_and_in_a_crowd(server):
 
 
 def test_the_next_turn_of_a_chat_runs_only_what_is_new_and_says_so(server):
-    body = {
-        "messages": [{"role": "user", "content": f"What is Deep Learning? {os.urandom(4).hex()}"}],
-        "temperature": 0,
-    }
+    body = {"messages": [{"role": "user", "content": f"What is Deep Learning? {os.urandom(4).hex()}"}], "temperature": 0}
     cached = []
     for text in ("Tell me more.", "And then?", "Thanks."):
         answer = json.loads(server.request("POST", "/v1/chat/completions", body).read())
@@ -109,11 +103,7 @@ def test_bad_bodies_disturb_nobody(server):
     ]
     with concurrent.futures.ThreadPoolExecutor(8) as pool:
         good = [pool.submit(server.generate, QUESTIONS[0]) for _ in range(4)]
-        statuses = [
-            server.request("POST", route, body).status
-            for body in bad
-            for route in ("/generate", "/generate_stream")
-        ]
+        statuses = [server.request("POST", route, body).status for body in bad for route in ("/generate", "/generate_stream")]
     assert all(status in (400, 422) for status in statuses)
     assert all(answer.result() == (200, alone) for answer in good)
 
@@ -121,11 +111,7 @@ def test_bad_bodies_disturb_nobody(server):
 def test_a_second_sigterm_ends_at_once_and_the_streams_are_told(tiny_model):
     with Server("--model-id", tiny_model, "--max-total-tokens", "4096", "--max-batch-size", "1") as server:
         server.wait_ready()
-        stream = events(
-            server.request(
-                "POST", "/generate_stream", {"inputs": "ab", "parameters": {"max_new_tokens": 4000}}
-            )
-        )
+        stream = events(server.request("POST", "/generate_stream", {"inputs": "ab", "parameters": {"max_new_tokens": 4000}}))
         next(stream)
         server.process.send_signal(signal.SIGTERM)
         wait_until(lambda: server.get("/health")[0] == 503, "the first signal has its effect")
@@ -174,14 +160,7 @@ def test_every_web_process_tells_the_same_metrics(server):
 def test_chats_and_completions_in_a_crowd_say_what_they_say_alone(server):
     def ask(n):
         if n % 2:
-            body = {
-                "prompt": [QUESTIONS[0], "Hello"],
-                "n": 2,
-                "max_tokens": 12,
-                "seed": n,
-                "logprobs": 1,
-                "echo": True,
-            }
+            body = {"prompt": [QUESTIONS[0], "Hello"], "n": 2, "max_tokens": 12, "seed": n, "logprobs": 1, "echo": True}
             answer = server.post("/v1/completions", body)
             return [(choice["text"], choice["logprobs"]["tokens"]) for choice in answer["choices"]]
         message = {"role": "user", "content": QUESTIONS[n % len(QUESTIONS)]}
@@ -260,17 +239,11 @@ def test_sigterm_while_it_still_loads_ends_it_with_code_0():
 def test_a_killed_web_process_is_replaced_and_its_requests_are_cancelled(tiny_model):
     with Server("--model-id", tiny_model, "--max-total-tokens", "4096") as server:
         server.wait_ready()
-        stream = events(
-            server.request(
-                "POST", "/generate_stream", {"inputs": "ab", "parameters": {"max_new_tokens": 4000}}
-            )
-        )
+        stream = events(server.request("POST", "/generate_stream", {"inputs": "ab", "parameters": {"max_new_tokens": 4000}}))
         next(stream)
         killed = server.pids("web.py")[1]
         os.kill(killed, signal.SIGKILL)
-        assert server.generate("ab", max_new_tokens=3)[0] == 200, (
-            "the new one takes no connection before it can answer"
-        )
+        assert server.generate("ab", max_new_tokens=3)[0] == 200, "the new one takes no connection before it can answer"
         assert len(server.pids("web.py")) == 2 and killed not in server.pids("web.py")
         server.wait_idle()
 
@@ -285,21 +258,14 @@ def test_json_logs_are_json_to_the_last_words_about_a_killed_worker(tiny_model):
     with Server("--model-id", tiny_model, "--json-output", "--log-level", "debug") as server:
         server.wait_ready()
         server.generate("ab", max_new_tokens=2)
-        wait_until(
-            lambda: "request finished" in server.log and "generation ends" in server.log,
-            "the lines of the request",
-        )
+        wait_until(lambda: "request finished" in server.log and "generation ends" in server.log, "the lines of the request")
         os.kill(server.pids("worker.py")[0], signal.SIGKILL)
         assert server.wait_exit() == 1
         lines = [json.loads(line) for line in server.log.splitlines()]
     assert {"timestamp", "level", "target", "fields"} == set(lines[0])
     (finished,) = [line["fields"] for line in lines if line["fields"]["message"] == "request finished"]
     assert finished["generated_tokens"] == 2
-    steps = [
-        (line["target"], line["fields"]["message"])
-        for line in lines
-        if finished["request_id"] in line["fields"].values()
-    ]
+    steps = [(line["target"], line["fields"]["message"]) for line in lines if finished["request_id"] in line["fields"].values()]
     assert [message for target, message in steps if target == "worker"] == [
         "request queued",
         "prompt begins",
@@ -374,9 +340,7 @@ def test_help_fits_a_terminal_and_starts_nothing():
         assert "--max-batch-size" in server.log
 
 
-def test_two_servers_on_one_machine_do_not_meet_and_a_killed_web_server_ends_its_own_with_1(
-    server, tiny_model
-):
+def test_two_servers_on_one_machine_do_not_meet_and_a_killed_web_server_ends_its_own_with_1(server, tiny_model):
     with Server("--model-id", tiny_model) as other:
         other.wait_ready()
         assert json.loads(other.get("/info")[1])["model_id"] == tiny_model

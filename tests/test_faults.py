@@ -116,11 +116,7 @@ def server(shared):
 
     def now():
         found, known = held(shared), before["descriptors"]  # fewer than before is no leak
-        return found | {
-            "descriptors": {
-                pid: links | known.get(pid, Counter()) for pid, links in found["descriptors"].items()
-            }
-        }
+        return found | {"descriptors": {pid: links | known.get(pid, Counter()) for pid, links in found["descriptors"].items()}}
 
     try:
         wait_until(lambda: now() == before, "everything given back", 30)
@@ -130,13 +126,7 @@ def server(shared):
 
 
 def head_of(path, body, *more):
-    lines = [
-        f"POST {path} HTTP/1.1",
-        "Host: x",
-        "Content-Type: application/json",
-        f"Content-Length: {len(body)}",
-        *more,
-    ]
+    lines = [f"POST {path} HTTP/1.1", "Host: x", "Content-Type: application/json", f"Content-Length: {len(body)}", *more]
     return "".join(line + "\r\n" for line in [*lines, ""]).encode()
 
 
@@ -215,17 +205,13 @@ def well(server):
 
 def counts(server):
     """What /metrics says, by name without "tgi_"."""
-    lines = [
-        line.rsplit(" ", 1) for line in server.get("/metrics")[1].splitlines() if line.startswith("tgi_")
-    ]
+    lines = [line.rsplit(" ", 1) for line in server.get("/metrics")[1].splitlines() if line.startswith("tgi_")]
     return {name.removeprefix("tgi_"): float(value) for name, value in lines}
 
 
 def test_of_500_clients_at_once_exactly_the_surplus_is_refused(server):
     first = [send(server, COMPLETIONS, some(300)) for _ in range(4)]
-    wait_until(
-        lambda: server.status().running == 4, "every slot is taken, for longer than the others need to come"
-    )
+    wait_until(lambda: server.status().running == 4, "every slot is taken, for longer than the others need to come")
     connections = [send(server, COMPLETIONS, some(5)) for _ in range(496)]
     assert server.get("/health")[0] == 200
     assert server.get("/metrics")[0] == 200
@@ -238,18 +224,12 @@ def test_of_500_clients_at_once_exactly_the_surplus_is_refused(server):
         tuple((name, value) for name, value in headers.items() if name not in ("Date", "x-request-id"))
         for headers, _ in refused
     }
-    (body,) = {
-        body for _, body in refused
-    }  # whoever refuses: the worker, a web process before it asks, or one in a crowd
+    (body,) = {body for _, body in refused}  # whoever refuses: the worker, a web process before it asks, or one in a crowd
     assert int(dict(headers)["Retry-After"]) > 0 and dict(headers)["Access-Control-Allow-Origin"] == "*"
     assert json.loads(body)["error"]["code"] == "rate_limit_exceeded"
     assert all(body.endswith(b"data: [DONE]\n\n") for body in served)
     texts = Counter(
-        "".join(
-            json.loads(line[6:])["choices"][0]["text"]
-            for line in body.splitlines()
-            if line.startswith(b"data: {")
-        )
+        "".join(json.loads(line[6:])["choices"][0]["text"] for line in body.splitlines() if line.startswith(b"data: {"))
         for body in served
     )
     assert sorted(texts.values()) == [4, MOST - 4], "all that asked the same got the same"
@@ -269,9 +249,7 @@ def test_what_is_refused_is_counted_whoever_refuses_it(server):
 
     before = found()
     first = [send(server, COMPLETIONS, some(300)) for _ in range(4)]
-    wait_until(
-        lambda: server.status().running == 4, "every slot is taken, for longer than the others need to come"
-    )
+    wait_until(lambda: server.status().running == 4, "every slot is taken, for longer than the others need to come")
     first += [send(server, COMPLETIONS, some(1)) for _ in range(MOST - 4)]
     wait_until(lambda: server.status().full, "a full house")
     assert [status for status, _, _ in crowd(server, 100, COMPLETIONS, some(5))] == [429] * 100
@@ -408,9 +386,7 @@ def sockets_to(pid, port):
         with contextlib.suppress(FileNotFoundError):
             mine.add(os.readlink(fd))
     rows = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
-    return sum(
-        row[1].endswith(f":{port:04X}") and row[3] != "0A" and f"socket:[{row[9]}]" in mine for row in rows
-    )
+    return sum(row[1].endswith(f":{port:04X}") and row[3] != "0A" and f"socket:[{row[9]}]" in mine for row in rows)
 
 
 def connections(server):
@@ -451,10 +427,7 @@ def test_bodies_that_never_end_are_held_up_to_a_bound():
         assert all(memory_mb(pid) < 300 for pid in server.pids("web.py"))
         endings = Counter(pool.map(end_of, clients))
         assert endings[503] > 0 and endings[503] + endings[408] + endings[None] == 60
-        wait_until(
-            lambda: counts(server)['http_errors{status="503"}'] == endings[503] + endings[None],
-            "they are counted",
-        )
+        wait_until(lambda: counts(server)['http_errors{status="503"}'] == endings[503] + endings[None], "they are counted")
 
 
 def test_long_bodies_that_are_refused_keep_nobody_waiting(server):
@@ -543,16 +516,7 @@ def test_many_bad_bodies_at_once_leave_health_and_others_served(server):
 
 
 PRIVATE = ["/", "/infer?sentence=a", "/info", "/v1/models", "/v1/models/x", "/nothing"]
-PRIVATE_POST = [
-    "/",
-    "/v1",
-    "/generate",
-    "/generate_stream",
-    COMPLETIONS,
-    "/v1/chat/completions",
-    "/invocations",
-    "/vertex",
-]
+PRIVATE_POST = ["/", "/v1", "/generate", "/generate_stream", COMPLETIONS, "/v1/chat/completions", "/invocations", "/vertex"]
 PRIVATE_POST += ["/tokenize", "/chat_tokenize", "/health", "/metrics", "/info"]
 
 
@@ -565,23 +529,11 @@ def test_with_a_key_set_only_health_and_metrics_are_open_and_nobody_tells_it():
             response = server.request("GET", path)
             said.append(response.read())
             assert response.status == 200
-        wrong = (
-            {},
-            {"Authorization": "Bearer no"},
-            {"Authorization": key},
-            {"Authorization": f"Bearer {key.upper()}"},
-        )
+        wrong = ({}, {"Authorization": "Bearer no"}, {"Authorization": key}, {"Authorization": f"Bearer {key.upper()}"})
         for headers in wrong:
-            for method, paths in (
-                ("GET", PRIVATE[1:]),
-                ("POST", PRIVATE_POST),
-                ("PUT", ["/generate"]),
-                ("HEAD", ["/info"]),
-            ):
+            for method, paths in (("GET", PRIVATE[1:]), ("POST", PRIVATE_POST), ("PUT", ["/generate"]), ("HEAD", ["/info"])):
                 for path in paths:
-                    response = server.request(
-                        method, path, {"inputs": "a"} if method == "POST" else None, **headers
-                    )
+                    response = server.request(method, path, {"inputs": "a"} if method == "POST" else None, **headers)
                     said.append(response.read())
                     assert response.status == 401, (method, path)
         right = {"Authorization": f"Bearer {key}"}
@@ -614,9 +566,7 @@ def is_free(lock):
     return True
 
 
-def test_a_killed_supervisor_takes_everything_with_it_and_the_next_start_removes_what_is_left_of_that_run_alone(
-    shared, start
-):
+def test_a_killed_supervisor_takes_everything_with_it_and_the_next_start_removes_what_is_left_of_that_run_alone(shared, start):
     with start() as killed:
         killed.wait_ready()
         for _ in range(8):
@@ -626,20 +576,14 @@ def test_a_killed_supervisor_takes_everything_with_it_and_the_next_start_removes
         killed.process.kill()
         wait_until(lambda: not killed.survivors(), "the end of every process", SOON_S)
         assert (left / "worker.sock").exists()
-        wait_until(
-            lambda: is_free(left / "lock"), "the lock of its run"
-        )  # a process that ends lets go of its files last
-        other = shared.run_dir.rename(
-            left.parent / shared.run_dir.name
-        )  # as if both had used the same folder
+        wait_until(lambda: is_free(left / "lock"), "the lock of its run")  # a process that ends lets go of its files last
+        other = shared.run_dir.rename(left.parent / shared.run_dir.name)  # as if both had used the same folder
         try:
             with Server(TMPDIR=str(left.parent)) as following:
                 following.wait_ready()
                 assert not left.exists()
                 assert (other / "config.json").exists()
-                assert (
-                    following.process.send_signal(signal.SIGTERM) is None and following.process.wait(60) == 0
-                )
+                assert following.process.send_signal(signal.SIGTERM) is None and following.process.wait(60) == 0
         finally:
             other.rename(shared.tmp / other.name)
         assert well(shared)
@@ -703,9 +647,7 @@ def test_a_killed_web_process_takes_nobody_elses_requests_with_it(shared):
     while not all(any(owner == pid for owner, _ in streams) for pid in web):  # one at least on each
         client = send(shared, COMPLETIONS, some(100))
         wait_until(lambda: connections(shared) == len(streams) + 1, "it is taken")
-        counts = {
-            pid: sockets_to(pid, shared.port) - sum(owner == pid for owner, _ in streams) for pid in web
-        }
+        counts = {pid: sockets_to(pid, shared.port) - sum(owner == pid for owner, _ in streams) for pid in web}
         streams.append((next(pid for pid, more in counts.items() if more), client))
     os.kill(web[0], signal.SIGKILL)
     for owner, client in streams:
@@ -723,9 +665,7 @@ def stop_worker(server):
     os.kill(server.pids("worker.py")[0], signal.SIGSTOP)
 
 
-@pytest.mark.parametrize(
-    "fault", [lambda server: server.fail("hang"), stop_worker], ids=["a step hangs", "SIGSTOP"]
-)
+@pytest.mark.parametrize("fault", [lambda server: server.fail("hang"), stop_worker], ids=["a step hangs", "SIGSTOP"])
 def test_a_stuck_device_is_told_and_then_ended(start, fault):
     with start("--stuck-timeout", "2") as server:
         server.wait_ready()
@@ -733,8 +673,7 @@ def test_a_stuck_device_is_told_and_then_ended(start, fault):
         wait_until(lambda: server.status().steps > 20, "a pace to judge by")
         fault(server)
         told = wait_until(
-            lambda: (said := server.request("GET", "/health")).status == 503 and json.loads(said.read()),
-            "health",
+            lambda: (said := server.request("GET", "/health")).status == 503 and json.loads(said.read()), "health"
         )
         assert told["phase"] == "stuck"
         answers = [answer(stream) for stream in streams]

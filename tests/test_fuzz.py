@@ -56,11 +56,7 @@ def fuzz(cases):
     return settings(
         max_examples=LONG_CASES if IS_LONG else cases,
         derandomize=not IS_LONG,
-        suppress_health_check=[
-            HealthCheck.function_scoped_fixture,
-            HealthCheck.too_slow,
-            HealthCheck.data_too_large,
-        ],
+        suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow, HealthCheck.data_too_large],
     )
 
 
@@ -78,21 +74,15 @@ NUMBERS = mostly(
         st.integers().map(str),
         st.floats(allow_nan=False, allow_infinity=False).map(json.dumps),
         st.sampled_from(["1e308", "1e-999", "-0", "0.0", "1E+2", "2" * 400, "9" * 5000]),
-        st.sampled_from(
-            [n + d for n in (2**31, 2**32, 2**63, 2**64, -(2**31), -(2**63)) for d in (-1, 0, 1)]
-        ).map(str),
+        st.sampled_from([n + d for n in (2**31, 2**32, 2**63, 2**64, -(2**31), -(2**63)) for d in (-1, 0, 1)]).map(str),
     ),
     st.sampled_from(["1e999", "-1e999", "NaN", "Infinity", "-Infinity", "01", "1.", ".5", "+1", "0x10", "-"]),
 )
 STRINGS = st.one_of(
     st.text(max_size=6),
-    st.sampled_from(
-        ["<eos>", "user", "assistant", "system", "forbidden", "text", "1", "256", "257", "\x00", "\ufffd"]
-    ),
+    st.sampled_from(["<eos>", "user", "assistant", "system", "forbidden", "text", "1", "256", "257", "\x00", "\ufffd"]),
 )
-HALVES = st.text(
-    st.characters(codec=None), max_size=6
-)  # surrogates that have no other half may be among them
+HALVES = st.text(st.characters(codec=None), max_size=6)  # surrogates that have no other half may be among them
 TEXTS = mostly(
     st.one_of(STRINGS.map(json.dumps), STRINGS.map(lambda text: json.dumps(text, ensure_ascii=False))),
     st.one_of(
@@ -101,9 +91,7 @@ TEXTS = mostly(
         st.sampled_from(['"\\ud800"', '"\\udc00\\ud800"', '"\\u00"', '"\\x"', '"\t"', '"', "'a'"]),
     ),
 )
-WORDS = mostly(
-    st.sampled_from(["null", "true", "false", "[]", "{}"]), st.sampled_from(["nan", "undefined", "", "True"])
-)
+WORDS = mostly(st.sampled_from(["null", "true", "false", "[]", "{}"]), st.sampled_from(["nan", "undefined", "", "True"]))
 ATOMS = st.integers(1, 3).flatmap(lambda drawn: [NUMBERS, TEXTS, WORDS][drawn - 1])
 
 
@@ -124,11 +112,7 @@ DEPTHS = st.sampled_from([10, 200, 990, 1000, 1010, 3000])  # about Python's lim
 DEEP = st.tuples(DEPTHS, st.sampled_from([("[", "]"), ('{"a":', "}"), ("[", ""), ('{"type":[', "]}")])).map(
     lambda drawn: drawn[1][0] * drawn[0] + "1" * (drawn[1] != ("[", "")) + drawn[1][1] * drawn[0]
 )
-VALUES = st.recursive(
-    ATOMS,
-    lambda values: array_of(values, max_size=3) | object_of(TEXTS, values, max_size=3),
-    max_leaves=6,
-)
+VALUES = st.recursive(ATOMS, lambda values: array_of(values, max_size=3) | object_of(TEXTS, values, max_size=3), max_leaves=6)
 ANYTHING = st.integers(0, 9).flatmap(lambda drawn: VALUES if drawn < 9 else DEEP)
 
 
@@ -142,9 +126,7 @@ def body_of(required, known):
     must = [field(pair) for pair in required.items()]
     stray = st.tuples(TEXTS, ANYTHING)
     may = mostly(st.one_of([field(pair) for pair in known.items()]), stray) if known else stray
-    return st.tuples(st.tuples(*must), st.lists(may, max_size=4)).map(
-        lambda parts: written([*parts[0], *parts[1]])
-    )
+    return st.tuples(st.tuples(*must), st.lists(may, max_size=4)).map(lambda parts: written([*parts[0], *parts[1]]))
 
 
 SHORT = mostly(st.sampled_from(['"ab"', '"a"', '"  "', '"The quick"', '"é€😀"', '"<eos>"']), TEXTS)
@@ -152,13 +134,8 @@ COUNT = mostly(st.integers(1, 4).map(str), NUMBERS)
 SHARE = mostly(st.sampled_from(["0.1", "0.9", "1", "1.0", "1e-9", "1e-320", "null"]), NUMBERS)
 SWITCH = st.sampled_from(["true", "false", "null"])
 STOPS = array_of(SHORT, max_size=5)
-BIASES = object_of(
-    st.sampled_from(['"0"', '"1"', '"256"', '"257"', '"-1"', '"1e3"', '"٣"', '""']), COUNT, max_size=3
-)
-CALLS = array_of(
-    object_of(st.just('"function"'), object_of(st.just('"arguments"'), TEXTS, max_size=1), max_size=1),
-    max_size=2,
-)
+BIASES = object_of(st.sampled_from(['"0"', '"1"', '"256"', '"257"', '"-1"', '"1e3"', '"٣"', '""']), COUNT, max_size=3)
+CALLS = array_of(object_of(st.just('"function"'), object_of(st.just('"arguments"'), TEXTS, max_size=1), max_size=1), max_size=2)
 PARTS, INPUT_PARTS = (
     array_of(body_of({"type": mostly(st.just(kind), TEXTS), "text": SHORT}, {"text": SHORT}), max_size=3)
     for kind in ('"text"', '"input_text"')
@@ -177,10 +154,7 @@ def known_of(kind, **given):
     known = {}
     for info in msgspec.structs.fields(kind):
         words = str(info.type)
-        simple = next(
-            (values for type_, values in LIKELY.items() if type_.__name__ in words),
-            mostly(NOTHING, ANYTHING, 3),
-        )
+        simple = next((values for type_, values in LIKELY.items() if type_.__name__ in words), mostly(NOTHING, ANYTHING, 3))
         known[info.name] = given.get(info.name, simple)
     return known
 
@@ -190,23 +164,14 @@ OPENAI = {"max_tokens": COUNT, "stop": STOPS | SHORT, "logit_bias": BIASES, "n":
 IDS = array_of(COUNT, max_size=4)
 PROMPTS = st.one_of(SHORT, array_of(SHORT, max_size=3), IDS, array_of(IDS, max_size=3))
 NATIVE_BODY = body_of({"inputs": SHORT, "parameters": PARAMETERS}, {"stream": SWITCH, "inputs": SHORT})
-CHAT_BODY = body_of(
-    {"messages": array_of(MESSAGE, max_size=3), "max_tokens": COUNT}, known_of(ChatRequest, **OPENAI)
-)
-COMPLETION_BODY = body_of(
-    {"prompt": PROMPTS, "max_tokens": COUNT}, known_of(CompletionRequest, prompt=PROMPTS, **OPENAI)
-)
+CHAT_BODY = body_of({"messages": array_of(MESSAGE, max_size=3), "max_tokens": COUNT}, known_of(ChatRequest, **OPENAI))
+COMPLETION_BODY = body_of({"prompt": PROMPTS, "max_tokens": COUNT}, known_of(CompletionRequest, prompt=PROMPTS, **OPENAI))
 ITEM = body_of(
     {"role": ROLES, "content": st.one_of(SHORT, INPUT_PARTS)},
-    {
-        "type": st.sampled_from(['"message"', '"function_call"', '"function_call_output"', '"reasoning"'])
-        | TEXTS
-    }
+    {"type": st.sampled_from(['"message"', '"function_call"', '"function_call_output"', '"reasoning"']) | TEXTS}
     | dict.fromkeys(("call_id", "name", "arguments", "output"), SHORT),
 )
-RESPONSES_BODY = body_of(
-    {"input": SHORT | array_of(ITEM, max_size=3), "max_output_tokens": COUNT}, known_of(ResponsesRequest)
-)
+RESPONSES_BODY = body_of({"input": SHORT | array_of(ITEM, max_size=3), "max_output_tokens": COUNT}, known_of(ResponsesRequest))
 VERTEX_BODY = body_of({"instances": array_of(NATIVE_BODY | CHAT_BODY, max_size=3)}, {})
 BODIES = {
     "/": NATIVE_BODY,
@@ -264,9 +229,7 @@ def assert_answered(response, route):
     """A whole answer, a stream that ends as one should, or an error that is the client's and has the route's shape."""
     body = response.get_data()
     if response.status_code == 200 and response.mimetype == "text/event-stream":
-        events = [
-            event for event in body.decode().split("\n\n") if event != ":"
-        ]  # a comment, where a token was long in coming
+        events = [event for event in body.decode().split("\n\n") if event != ":"]  # a comment, where a token was long in coming
         if route == "/v1/responses":
             events = [event.partition("\n")[2] for event in events]  # behind the name of the event
         assert events.pop() == "" and all(event.startswith("data: ") for event in events)
@@ -281,13 +244,7 @@ def assert_answered(response, route):
         return
     assert response.status_code in (400, 413, 422), answer
     assert len(body) < LONGEST_ERROR
-    shapes = (
-        {"openai"}
-        if route.startswith("/v1/")
-        else {"openai", "native"}
-        if route == "/invocations"
-        else {"native"}
-    )
+    shapes = {"openai"} if route.startswith("/v1/") else {"openai", "native"} if route == "/invocations" else {"native"}
     assert_error(answer, shapes)
 
 
@@ -312,9 +269,7 @@ def garbage_is_collected_between_tests():
 
 @pytest.fixture
 def roomy(serve):
-    served = serve(
-        payload_limit=100_000, max_client_batch_size=2
-    ).get_ready()  # 2 x 2 is what the worker takes
+    served = serve(payload_limit=100_000, max_client_batch_size=2).get_ready()  # 2 x 2 is what the worker takes
     yield served
     served.assert_idle()
 
@@ -390,13 +345,7 @@ def test_any_tokens_stream_as_a_text_that_their_pieces_add_up_to(tokenizers, nam
     ids = st.lists(st.integers(0, 450) | st.sampled_from([2**31, 2**32 - 1]), max_size=12)
 
     @fuzz(20)
-    @given(
-        prompt=ids,
-        tokens=ids,
-        stops=st.lists(st.text(max_size=4), max_size=3),
-        keep_stop=st.booleans(),
-        least=least,
-    )
+    @given(prompt=ids, tokens=ids, stops=st.lists(st.text(max_size=4), max_size=3), keep_stop=st.booleans(), least=least)
     def any_tokens(prompt, tokens, stops, keep_stop, least):
         counted["stream", name] += 1
         stream, pieces = TextStream(tokenizer, prompt, stops, keep_stop, least), []
@@ -439,9 +388,7 @@ GOOD = [
     Hello(1, ready=True),
     Cancel(7, "client hung up"),
     SubmitRequests([Generate(11, [97, 98], 3)]),
-    SubmitRequests(
-        [Generate(12, [97], 2, 1.0, sampling=Sampling(3, 0.7, logit_bias=[(5, 1.5)]), ignore_eos=True)]
-    ),
+    SubmitRequests([Generate(12, [97], 2, 1.0, sampling=Sampling(3, 0.7, logit_bias=[(5, 1.5)]), ignore_eos=True)]),
     RequestStats(200, "success", 3.0, 0.1, 0.2, 2.5, 0.5, 10, 20, 30),
     MetricsRequest(9),
     Tokens([Token(5, 3, -0.5, [(3, -0.5)], "length")], [Prompt(5, 0.1, 0, [-1.0], [[(1, -2.0)]])]),
@@ -452,12 +399,7 @@ GOOD = [
 ]
 ENCODED = [msgspec.msgpack.encode(message) for message in GOOD]
 PACKED = st.recursive(
-    st.none()
-    | st.booleans()
-    | st.integers(-(2**63), 2**64 - 1)
-    | st.floats()
-    | st.text(max_size=5)
-    | st.binary(max_size=5),
+    st.none() | st.booleans() | st.integers(-(2**63), 2**64 - 1) | st.floats() | st.text(max_size=5) | st.binary(max_size=5),
     lambda values: st.lists(values, max_size=4) | st.dictionaries(st.text(max_size=6), values, max_size=4),
     max_leaves=8,
 )
@@ -516,9 +458,7 @@ def test_any_message_leaves_the_worker_serving(served, context, caplog):
             message = decoder.decode(peer.recv())
             if isinstance(message, End) and message.id == mark:
                 break
-            if isinstance(message, Tokens) and any(
-                token.id == mark and token.finish_reason for token in message.tokens
-            ):
+            if isinstance(message, Tokens) and any(token.id == mark and token.finish_reason for token in message.tokens):
                 break
         assert served.thread.is_alive(), "the loop has ended"
         counted["worker's end", type(message).__name__] += 1

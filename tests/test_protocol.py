@@ -69,22 +69,15 @@ def receive(worker, count=1):
 
 def test_messages_arrive_as_they_were_sent(worker, connect):
     web = connect()
-    sampling = Sampling(
-        seed=2**64 - 1, temperature=0.5, top_k=3, presence_penalty=-0.5, logit_bias=[(7, -100.0), (8, 0.25)]
-    )
-    generate = Generate(
-        2**63 - 1, [1, 2, 3], 9, sampling=sampling, top_n_tokens=5, min_new_tokens=2, prompt_logprobs=True
-    )
+    sampling = Sampling(seed=2**64 - 1, temperature=0.5, top_k=3, presence_penalty=-0.5, logit_bias=[(7, -100.0), (8, 0.25)])
+    generate = Generate(2**63 - 1, [1, 2, 3], 9, sampling=sampling, top_n_tokens=5, min_new_tokens=2, prompt_logprobs=True)
     request = SubmitRequests([generate, Generate(1, [4], 1)])
     web.send(request)
     web.send(Cancel(7, "client hung up"))
     (peer, hello), (_, got), (_, cancel) = receive(worker, 3)
     assert (hello, got, cancel) == (Hello(1, False), request, Cancel(7, "client hung up"))
     prompts = [Prompt(1, 0.5, 3, [-0.25], [[(5, -0.25), (6, -3.0)]]), Prompt(2, 0.0)]
-    step = Tokens(
-        [Token(1, 5, -0.25, [(5, -0.25), (6, -3.0)], "eos_token"), Token(2, 6, -1.0), Token(3, 7, None)],
-        prompts,
-    )
+    step = Tokens([Token(1, 5, -0.25, [(5, -0.25), (6, -3.0)], "eos_token"), Token(2, 6, -1.0), Token(3, 7, None)], prompts)
     worker.send(peer, step)
     assert web.next(Tokens) == step
 
@@ -222,16 +215,11 @@ def test_immediate_messages_are_handled_while_the_loop_reads_nothing(worker_with
     assert other.next(Metrics) == Metrics(8, b"text")
     assert STATS in handled and {type(message) for message in handled} == {RequestStats, MetricsRequest}
     web.send(Cancel(5, ""))
-    assert (
-        sorted(map(str, (message for _, message in receive(worker, 3))))
-        == [str(Cancel(5, ""))] + [str(Hello(1, False))] * 2
-    )
+    assert sorted(map(str, (message for _, message in receive(worker, 3)))) == [str(Cancel(5, ""))] + [str(Hello(1, False))] * 2
 
 
 def test_an_immediate_message_that_cannot_be_handled_is_logged_and_dropped(worker_with, connect, caplog):
-    worker = worker_with(
-        lambda message: Metrics(message.id, b"") if isinstance(message, MetricsRequest) else 1 // 0
-    )
+    worker = worker_with(lambda message: Metrics(message.id, b"") if isinstance(message, MetricsRequest) else 1 // 0)
     web = connect()
     web.send(STATS)
     web.send(MetricsRequest(1))
@@ -255,10 +243,7 @@ def test_a_refusal_is_sent_at_once_while_the_loop_reads_nothing(worker, connect)
     web.send(SubmitRequests([Generate(1, [1], 1), Generate(2, [1], 1)]))
     web.send(SubmitRequests([Generate(3, [1], 1)]))
     assert [web.next(End), web.next(End)] == [End(1, "overloaded"), End(2, "overloaded")]
-    assert [message for _, message in receive(worker, 2)] == [
-        Hello(1, False),
-        SubmitRequests([Generate(3, [1], 1)]),
-    ]
+    assert [message for _, message in receive(worker, 2)] == [Hello(1, False), SubmitRequests([Generate(3, [1], 1)])]
 
 
 def test_published_messages_are_made_on_the_sockets_thread_and_keep_their_order(worker, connect):
@@ -346,18 +331,7 @@ def test_numbers_out_of_range_are_not_decoded(message):
 def test_the_extremes_that_clients_may_send_are_decoded():
     most, least = sys.float_info.max, 5e-324
     for sampling in (
-        Sampling(
-            2**64 - 1,
-            most,
-            2**31 - 1,
-            1.0,
-            1.0,
-            1.0,
-            most,
-            2.0,
-            2.0,
-            [(2**32, 100.0)] * protocol.MAX_LOGIT_BIAS,
-        ),
+        Sampling(2**64 - 1, most, 2**31 - 1, 1.0, 1.0, 1.0, most, 2.0, 2.0, [(2**32, 100.0)] * protocol.MAX_LOGIT_BIAS),
         Sampling(0, least, 0, least, 0.0, least, least, -2.0, -2.0, [(0, -100.0)]),
     ):
         assert received(sampling).generates[0].sampling == sampling
@@ -372,14 +346,10 @@ def test_the_loop_takes_a_limited_number_of_messages_at_a_time_in_their_order(wo
     while sum(map(len, pieces)) < count + 1:
         pieces.append(worker.receive(block=True, timeout=WAIT_S))
     assert max(map(len, pieces)) <= link.MAX_PER_STEP
-    assert [message.id for piece in pieces for _, message in piece if isinstance(message, Cancel)] == list(
-        range(count)
-    )
+    assert [message.id for piece in pieces for _, message in piece if isinstance(message, Cancel)] == list(range(count))
 
 
-def test_a_flood_of_one_web_process_is_dropped_and_the_messages_of_another_arrive(
-    worker_with, connect, monkeypatch
-):
+def test_a_flood_of_one_web_process_is_dropped_and_the_messages_of_another_arrive(worker_with, connect, monkeypatch):
     monkeypatch.setattr("engine.link.MAX_WAITING", 50)
     flooded = threading.Event()
     worker = worker_with(lambda _stats: flooded.set())

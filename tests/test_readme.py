@@ -36,9 +36,7 @@ def made_and_run():
 
 
 def events(text):
-    return [
-        json.loads(line.removeprefix("data:")) for line in text.splitlines() if line.startswith("data: {")
-    ]
+    return [json.loads(line.removeprefix("data:")) for line in text.splitlines() if line.startswith("data: {")]
 
 
 def run(command, server):
@@ -48,10 +46,7 @@ def run(command, server):
 
 
 def test_there_are_the_commands_that_this_file_promises_to_run():
-    assert [command.split("#")[0].strip() for command in COMMANDS if command.startswith("make")] == [
-        "make run",
-        "make test",
-    ]
+    assert [command.split("#")[0].strip() for command in COMMANDS if command.startswith("make")] == ["make run", "make test"]
     assert len(CURLS) == 7
 
 
@@ -98,9 +93,7 @@ def test_the_commands_of_the_migration_stories_are_answered(made_and_run):
 def schema_in(command, name):
     """The JSON schema of the body that a command sends, by the name of what it is for."""
     body = json.loads(re.search(r"-d '(.*)'", command, flags=re.DOTALL)[1])
-    (found,) = [function["function"] for function in body.get("tools", [])] or [
-        body["response_format"]["json_schema"]
-    ]
+    (found,) = [function["function"] for function in body.get("tools", [])] or [body["response_format"]["json_schema"]]
     assert found["name"] == name
     return found.get("schema") or found["parameters"]
 

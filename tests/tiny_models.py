@@ -27,16 +27,9 @@ from manifest import Manifest
 VOCABULARY = 97
 POSITIONS = 24  # as many as a slot's window: the last position of a slot is the last that the model has
 SLIDING = 8
-ROPE_THETA = (
-    40.0  # far from the usual 10000, at which a text of this length turns most of its angles very little
-)
+ROPE_THETA = 40.0  # far from the usual 10000, at which a text of this length turns most of its angles very little
 
-NO_SPECIAL_TOKENS = {
-    "vocab_size": VOCABULARY,
-    "bos_token_id": None,
-    "eos_token_id": None,
-    "pad_token_id": None,
-}
+NO_SPECIAL_TOKENS = {"vocab_size": VOCABULARY, "bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
 SMALL = NO_SPECIAL_TOKENS | {
     "hidden_size": 48,
     "num_attention_heads": 4,
@@ -68,13 +61,7 @@ def qwen2(**changes) -> transformers.PretrainedConfig:
 def qwen2_sliding(**changes) -> transformers.PretrainedConfig:
     """Full attention in the first of three layers, a sliding window in the others."""
     return qwen2(
-        **{
-            "num_hidden_layers": 3,
-            "use_sliding_window": True,
-            "sliding_window": SLIDING,
-            "max_window_layers": 1,
-        }
-        | changes
+        **{"num_hidden_layers": 3, "use_sliding_window": True, "sliding_window": SLIDING, "max_window_layers": 1} | changes
     )
 
 
@@ -110,9 +97,7 @@ FAMILIES: dict[str, Callable[..., transformers.PretrainedConfig]] = {
 WITH_THEIR_OWN_ATTENTION: dict[str, Callable[..., transformers.PretrainedConfig]] = {
     "falcon": lambda: transformers.FalconConfig(**SMALL, alibi=False, multi_query=True),
     "gpt-j": lambda: transformers.GPTJConfig(**NARROW, rotary_dim=8, tie_word_embeddings=False),
-    "mpt": lambda: transformers.MptConfig(
-        **NO_SPECIAL_TOKENS, d_model=48, n_heads=4, n_layers=2, max_seq_len=POSITIONS
-    ),
+    "mpt": lambda: transformers.MptConfig(**NO_SPECIAL_TOKENS, d_model=48, n_heads=4, n_layers=2, max_seq_len=POSITIONS),
 }
 
 OTHERS: dict[str, Callable[..., transformers.PretrainedConfig]] = {
@@ -194,9 +179,7 @@ def reference_model(folder, **changes):
     config = transformers.AutoConfig.from_pretrained(folder)
     for name, value in changes.items():
         setattr(config, name, value)
-    return transformers.AutoModelForCausalLM.from_pretrained(
-        folder, config=config, attn_implementation="eager"
-    ).eval()
+    return transformers.AutoModelForCausalLM.from_pretrained(folder, config=config, attn_implementation="eager").eval()
 
 
 def references(folder, lengths=LENGTHS) -> list[Reference]:
@@ -228,9 +211,7 @@ def generate(model, ids: torch.Tensor) -> tuple[list[list[int]], list[float]]:
     return out.sequences[:, ids.shape[1] :].tolist(), (best - second).min(0).values.tolist()
 
 
-def run(
-    model, prompts: list[list[int]], seed=0, prefill_chunk=None, budget=None, keep_all=False
-) -> list[Sequence]:
+def run(model, prompts: list[list[int]], seed=0, prefill_chunk=None, budget=None, keep_all=False) -> list[Sequence]:
     """Runs all prompts to the end of the window as the worker does, arriving at random times; some are cancelled on the way.
 
     Prompts are repeated, so many continue what a slot holds.
@@ -245,9 +226,7 @@ def run(
         prefix_step=model.prefix_step and min(model.prefix_step, chunk),
         copies_prefixes=model.copies_prefixes,
     )
-    sequences = [
-        Sequence(prompt, model.max_total_tokens - len(prompt), 0.0, keep_all=keep_all) for prompt in prompts
-    ]
+    sequences = [Sequence(prompt, model.max_total_tokens - len(prompt), 0.0, keep_all=keep_all) for prompt in prompts]
     arriving = list(sequences)
     while arriving or scheduler.waiting or scheduler.busy:
         while arriving and chance.random() < 0.3:
@@ -317,13 +296,7 @@ def save_sentencepiece(folder: Path) -> Path:
         minloglevel=2,
     )
     (folder / "tokenizer.model").write_bytes(model.getvalue())
-    marks = {
-        "bos_token": "<s>",
-        "eos_token": "</s>",
-        "unk_token": "<unk>",
-        "add_bos_token": True,
-        "add_eos_token": False,
-    }
+    marks = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>", "add_bos_token": True, "add_eos_token": False}
     (folder / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "LlamaTokenizer"} | marks))
     (folder / "config.json").write_text(json.dumps({"model_type": "llama"}))
     return folder

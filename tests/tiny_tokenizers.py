@@ -9,17 +9,7 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 
-from tokenizers import (
-    AddedToken,
-    Regex,
-    Tokenizer,
-    decoders,
-    models,
-    normalizers,
-    pre_tokenizers,
-    processors,
-    trainers,
-)
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
 TEXTS = [
     "The quick brown fox jumps over the lazy dog, and the dog does not mind.",
@@ -37,9 +27,7 @@ def byte_level() -> Tokenizer:
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    trainer = trainers.BpeTrainer(
-        vocab_size=400, initial_alphabet=alphabet, special_tokens=SPECIAL, show_progress=False
-    )
+    trainer = trainers.BpeTrainer(vocab_size=400, initial_alphabet=alphabet, special_tokens=SPECIAL, show_progress=False)
     tokenizer.train_from_iterator(TEXTS, trainer)
     return tokenizer
 
@@ -66,14 +54,9 @@ def _with_byte_fallback() -> Tokenizer:
     learned.pre_tokenizer = pre_tokenizers.Split("▁", "merged_with_next")
     learned.train_from_iterator(TEXTS[:2], trainers.BpeTrainer(vocab_size=160, show_progress=False))
     model = json.loads(learned.to_str())["model"]
-    vocab = {
-        token: i
-        for i, token in enumerate([*SPECIAL, *BYTES, *sorted({*model["vocab"], "▁", "▁▁", "▁▁▁▁", "é"})])
-    }
+    vocab = {token: i for i, token in enumerate([*SPECIAL, *BYTES, *sorted({*model["vocab"], "▁", "▁▁", "▁▁▁▁", "é"})])}
     merges = [tuple(pair) for pair in model["merges"]] + [("▁", "▁"), ("▁▁", "▁▁")]
-    tokenizer = Tokenizer(
-        models.BPE(vocab=vocab, merges=merges, unk_token="<unk>", fuse_unk=True, byte_fallback=True)
-    )
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=merges, unk_token="<unk>", fuse_unk=True, byte_fallback=True))
     tokenizer.add_special_tokens(SPECIAL)
     return tokenizer
 
@@ -95,9 +78,7 @@ def gemma() -> Tokenizer:
     """Byte fallback without the space before the text, and tokens that were added."""
     tokenizer = _with_byte_fallback()
     tokenizer.normalizer = normalizers.Replace(" ", "▁")
-    tokenizer.decoder = decoders.Sequence(
-        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
-    )
+    tokenizer.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
     tokenizer.add_tokens(["\n\n", "<unused0>", "日本 語"])
     tokenizer.add_special_tokens(["<start_of_turn>", "<end_of_turn>"])
     return tokenizer
@@ -108,10 +89,7 @@ def metaspace_bpe() -> Tokenizer:
     tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
     tokenizer.decoder = decoders.Metaspace()
     tokenizer.train_from_iterator(
-        TEXTS,
-        trainers.BpeTrainer(
-            vocab_size=300, special_tokens=SPECIAL, initial_alphabet=["▁"], show_progress=False
-        ),
+        TEXTS, trainers.BpeTrainer(vocab_size=300, special_tokens=SPECIAL, initial_alphabet=["▁"], show_progress=False)
     )
     tokenizer.add_tokens(["<sep>", "two words"])
     return tokenizer
@@ -122,9 +100,7 @@ def metaspace_unigram() -> Tokenizer:
     tokenizer = Tokenizer(models.Unigram())
     tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first")
     tokenizer.decoder = decoders.Metaspace(prepend_scheme="first")
-    trainer = trainers.UnigramTrainer(
-        vocab_size=300, special_tokens=SPECIAL, unk_token="<unk>", show_progress=False
-    )
+    trainer = trainers.UnigramTrainer(vocab_size=300, special_tokens=SPECIAL, unk_token="<unk>", show_progress=False)
     tokenizer.train_from_iterator(TEXTS, trainer)
     return tokenizer
 
@@ -135,10 +111,7 @@ def suffix_bpe() -> Tokenizer:
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
     tokenizer.decoder = decoders.BPEDecoder(suffix="</w>")
     tokenizer.train_from_iterator(
-        TEXTS,
-        trainers.BpeTrainer(
-            vocab_size=300, special_tokens=SPECIAL, end_of_word_suffix="</w>", show_progress=False
-        ),
+        TEXTS, trainers.BpeTrainer(vocab_size=300, special_tokens=SPECIAL, end_of_word_suffix="</w>", show_progress=False)
     )
     tokenizer.add_tokens(["two words", "日本 語", " naïve ", AddedToken("<sep>", normalized=False)])
     tokenizer.add_special_tokens(["<|ünd|>", "<a b>"])
@@ -150,9 +123,7 @@ def word_piece() -> Tokenizer:
     tokenizer = Tokenizer(models.WordPiece(unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
     tokenizer.decoder = decoders.WordPiece()
-    tokenizer.train_from_iterator(
-        TEXTS, trainers.WordPieceTrainer(vocab_size=300, special_tokens=SPECIAL, show_progress=False)
-    )
+    tokenizer.train_from_iterator(TEXTS, trainers.WordPieceTrainer(vocab_size=300, special_tokens=SPECIAL, show_progress=False))
     return tokenizer
 
 
@@ -160,9 +131,7 @@ def word_level() -> Tokenizer:
     """Whole words and no decoder at all: they are joined by spaces. Knows no "a"."""
     tokenizer = Tokenizer(models.WordLevel(unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"\s+"), "removed")
-    tokenizer.train_from_iterator(
-        TEXTS, trainers.WordLevelTrainer(special_tokens=SPECIAL, show_progress=False)
-    )
+    tokenizer.train_from_iterator(TEXTS, trainers.WordLevelTrainer(special_tokens=SPECIAL, show_progress=False))
     tokenizer.add_tokens(["two words"])
     return tokenizer
 

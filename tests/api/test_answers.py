@@ -49,13 +49,8 @@ def refusal(served, route, body, status=422):
 
 
 def streamed_text(stream, index=0):
-    key = {
-        "chat.completion.chunk": lambda c: c["delta"].get("content", ""),
-        "text_completion": lambda c: c["text"],
-    }
-    return "".join(
-        key[chunk["object"]](c) for chunk in stream for c in chunk["choices"] if c["index"] == index
-    )
+    key = {"chat.completion.chunk": lambda c: c["delta"].get("content", ""), "text_completion": lambda c: c["text"]}
+    return "".join(key[chunk["object"]](c) for chunk in stream for c in chunk["choices"] if c["index"] == index)
 
 
 def log_softmax(tokens):
@@ -78,11 +73,7 @@ def test_a_chat_is_answered_by_what_follows_its_template(served):
     assert choice["message"] == {"role": "assistant", "content": served.tokenizer.decode(expected)}
     assert choice["logprobs"] is None
     assert choice["finish_reason"] == ("stop" if expected[-1] == EOS else "length")
-    usage = {
-        "prompt_tokens": len(prompt),
-        "completion_tokens": len(expected),
-        "total_tokens": len(prompt) + len(expected),
-    }
+    usage = {"prompt_tokens": len(prompt), "completion_tokens": len(expected), "total_tokens": len(prompt) + len(expected)}
     assert answer["usage"] == usage | UNCACHED
 
 
@@ -107,9 +98,7 @@ def test_a_streamed_chat_says_the_role_once_then_the_text_then_why_it_ended(serv
     assert all(list(choice["delta"]) == ["content"] for choice in choices[1:-1])
     assert choices[-1]["delta"] == {"content": ""}, "loops that print it must not print None"
     answer = whole(served, CHAT, MESSAGES)["choices"][0]
-    assert [choice["finish_reason"] for choice in choices] == [None] * (len(choices) - 1) + [
-        answer["finish_reason"]
-    ]
+    assert [choice["finish_reason"] for choice in choices] == [None] * (len(choices) - 1) + [answer["finish_reason"]]
     assert streamed_text(stream) == answer["message"]["content"]
     assert all(chunk["usage"] is None for chunk in stream)
 
@@ -120,9 +109,7 @@ def test_usage_comes_last_in_a_stream_when_it_is_asked_for(served, route, body):
     assert stream[-1]["choices"] == []
     assert stream[-1]["usage"] == whole(served, route, body)["usage"]
     assert all(chunk["usage"] is None for chunk in stream[:-1])
-    always = chunks(
-        served, route, body | {"stream_options": {"include_usage": True, "continuous_usage_stats": True}}
-    )
+    always = chunks(served, route, body | {"stream_options": {"include_usage": True, "continuous_usage_stats": True}})
     counts = [chunk["usage"]["completion_tokens"] for chunk in always]
     assert counts == sorted(counts)
     assert always[-1]["usage"] == stream[-1]["usage"]
@@ -136,9 +123,7 @@ def test_n_choices_have_a_random_stream_each_which_follows_from_the_seed(served,
     assert [choice | {"index": 0} for choice in answer["choices"]] == alone
     assert answer["usage"]["prompt_tokens"] == whole(served, route, body)["usage"]["prompt_tokens"]
     stream = chunks(served, route, body | SAMPLED | {"n": 3})
-    text = {"chat.completion": lambda c: c["message"]["content"], "text_completion": lambda c: c["text"]}[
-        answer["object"]
-    ]
+    text = {"chat.completion": lambda c: c["message"]["content"], "text_completion": lambda c: c["text"]}[answer["object"]]
     assert [streamed_text(stream, n) for n in range(3)] == [text(choice) for choice in answer["choices"]]
     ends = [c["index"] for chunk in stream for c in chunk["choices"] if c["finish_reason"]]
     assert sorted(ends) == [0, 1, 2]
@@ -231,10 +216,7 @@ def test_what_asks_for_nothing_changes_nothing(served, harmless):
     [
         ([], "`messages` cannot be empty"),
         ([{"role": "user"}], "`messages[0]` needs `content`"),
-        (
-            [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}],
-            "image_url is not supported",
-        ),
+        ([{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}], "image_url is not supported"),
         ([{"role": "forbidden", "content": "x"}], "Template error: no such role"),
         ([{"content": "x"}], "missing required field `role`"),
         ("Hi", "messages: Expected `array`, got `str`"),
@@ -286,8 +268,7 @@ def test_openai_samples_unless_the_temperature_is_nought(served):
     free = {"prompt": "Hi", "max_tokens": 12}
     assert len({whole(served, COMPLETION, free)["choices"][0]["text"] for _ in range(5)}) > 1
     assert (
-        whole(served, COMPLETION, free | {"seed": -1})["choices"]
-        == whole(served, COMPLETION, free | {"seed": -1})["choices"]
+        whole(served, COMPLETION, free | {"seed": -1})["choices"] == whole(served, COMPLETION, free | {"seed": -1})["choices"]
     )
 
 
@@ -339,11 +320,7 @@ def test_what_does_not_fit_is_told_in_the_names_of_the_route(served):
     error = refusal(served, COMPLETION, PROMPT | {"max_tokens": WINDOW}, 400)
     told = f"`prompt` tokens + `max_tokens` must be <= {WINDOW}. Given: 2 `prompt` tokens and {WINDOW} `max_tokens`"
     limit = f"This model's maximum context length is {WINDOW} tokens: "
-    assert (error["message"], error["code"], error["param"]) == (
-        limit + told,
-        "context_length_exceeded",
-        "prompt",
-    )
+    assert (error["message"], error["code"], error["param"]) == (limit + told, "context_length_exceeded", "prompt")
     error = refusal(served, CHAT, MESSAGES | {"max_completion_tokens": WINDOW}, 400)
     assert "`messages` tokens + `max_completion_tokens`" in error["message"]
 
@@ -373,9 +350,7 @@ def test_log_probabilities_of_a_completion_tell_of_prompt_and_answer(served, top
         assert all(top <= len(entry) <= top + 1 for entry in told["top_logprobs"][1:])
     else:
         assert told["top_logprobs"] is None
-    pieces = [
-        c["logprobs"] for chunk in chunks(served, COMPLETION, body) for c in chunk["choices"] if c["logprobs"]
-    ]
+    pieces = [c["logprobs"] for chunk in chunks(served, COMPLETION, body) for c in chunk["choices"] if c["logprobs"]]
     for column in ("tokens", "token_logprobs", "text_offset"):
         assert [value for piece in pieces for value in piece[column]] == told[column]
 
@@ -402,9 +377,7 @@ def test_the_best_of_several_is_the_one_that_the_model_finds_likeliest(served):
     assert "`best_of`" in refusal(served, COMPLETION, body | {"n": 3, "best_of": 2})["message"]
 
 
-@pytest.mark.parametrize(
-    "token", ["0" * 20 + "9" * 30, "0" * 4000 + "1", "9" * 30, "1000", "-1", "1.0", "", " 1", "٣"]
-)
+@pytest.mark.parametrize("token", ["0" * 20 + "9" * 30, "0" * 4000 + "1", "9" * 30, "1000", "-1", "1.0", "", " 1", "٣"])
 def test_a_bias_of_what_is_no_token_is_refused_and_harms_nobody(served, token):
     error = refusal(served, COMPLETION, PROMPT | {"logit_bias": {token: 1}})
     assert error["param"] == "logit_bias"
@@ -433,9 +406,7 @@ def test_an_error_names_the_parameter_that_it_is_about(served, route, body, para
 
 def test_of_several_tokens_with_the_same_text_the_likeliest_is_told(served):
     prompt = "☀☀"
-    told = whole(
-        served, COMPLETION, {"prompt": prompt, "max_tokens": 1, "temperature": 0, "echo": True, "logprobs": 5}
-    )
+    told = whole(served, COMPLETION, {"prompt": prompt, "max_tokens": 1, "temperature": 0, "echo": True, "logprobs": 5})
     ids = served.tokenizer.encode(prompt).ids
     for n, entry in list(enumerate(told["choices"][0]["logprobs"]["top_logprobs"]))[1 : len(ids)]:
         logprobs = log_softmax(ids[:n])
@@ -483,10 +454,7 @@ def test_best_of_tells_the_likeliest_and_shows_the_others(served):
     assert mean(details) >= mean(other)
     assert details["seed"] != other["seed"]
     again = {"temperature": 0.9, "max_new_tokens": 8, "seed": other["seed"]}
-    assert (
-        whole(served, "/generate", {"inputs": "Hi", "parameters": again})["generated_text"]
-        == other["generated_text"]
-    )
+    assert whole(served, "/generate", {"inputs": "Hi", "parameters": again})["generated_text"] == other["generated_text"]
 
 
 def test_decoder_input_details_are_the_models_log_probabilities_of_the_prompt(served):
@@ -498,9 +466,7 @@ def test_decoder_input_details_are_the_models_log_probabilities_of_the_prompt(se
     assert prefill[0]["logprob"] is None
     expected = [log_softmax(ids[:n])[ids[n]] for n in range(1, len(ids))]
     assert [token["logprob"] for token in prefill[1:]] == pytest.approx(expected, abs=1e-5)
-    kept = whole(served, "/generate", {"inputs": "Hello", "parameters": parameters | {"truncate": 2}})[
-        "details"
-    ]["prefill"]
+    kept = whole(served, "/generate", {"inputs": "Hello", "parameters": parameters | {"truncate": 2}})["details"]["prefill"]
     assert [token["id"] for token in kept] == ids[-2:]
 
 
@@ -521,9 +487,7 @@ def test_an_invocation_is_whichever_request_it_looks_like(served):
     assert chat.json["choices"] == whole(served, CHAT, MESSAGES)["choices"]
     completion = served.post("/invocations", PROMPT)
     assert completion.json["choices"] == whole(served, COMPLETION, PROMPT)["choices"]
-    assert served.post("/invocations", MESSAGES | {"n": 0}).json["error"]["param"] == "n", (
-        "its errors are OpenAI's too"
-    )
+    assert served.post("/invocations", MESSAGES | {"n": 0}).json["error"]["param"] == "n", "its errors are OpenAI's too"
     neither = served.post("/invocations", {"text": "Hi"})
     assert (neither.status_code, neither.json["error_type"]) == (422, "validation")
     assert "did not match any variant" in neither.json["error"]
@@ -541,13 +505,8 @@ def test_vertex_predicts_a_text_for_each_instance(served):
     empty = served.post("/vertex", {"instances": []})
     assert (empty.status_code, empty.json["error_type"]) == (422, "Input validation error")
     wrong = served.post("/vertex", {"instances": [instances[0], {"inputs": "", "parameters": greedy}]})
-    assert (wrong.status_code, wrong.json["error"]) == (
-        422,
-        "Input validation error: `inputs` cannot be empty",
-    )
-    assert (
-        served.post("/vertex", {"instances": [instances[0]] * 33}).json["error_type"] == "batch size exceeded"
-    )
+    assert (wrong.status_code, wrong.json["error"]) == (422, "Input validation error: `inputs` cannot be empty")
+    assert served.post("/vertex", {"instances": [instances[0]] * 33}).json["error_type"] == "batch size exceeded"
     for cannot in ({"n": 2}, {"stream": True}):
         refused = served.post("/vertex", {"instances": [MESSAGES | cannot]})
         assert (refused.status_code, f"`{next(iter(cannot))}`" in refused.json["error"]) == (422, True)

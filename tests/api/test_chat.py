@@ -21,26 +21,7 @@ from config import DEMO_MODEL
 from run import HERE, ConfigError
 from text.template import ChatTemplate, TemplateError
 
-PARTS = [
-    " ",
-    "  ",
-    "\n",
-    "\t",
-    ".",
-    "a",
-    "b",
-    "dog",
-    " the",
-    "é",
-    "e\u0301",
-    "ß",
-    "ع",
-    "€",
-    "日",
-    "𠀀",
-    "😀",
-    "👨‍👩‍👧",
-]
+PARTS = [" ", "  ", "\n", "\t", ".", "a", "b", "dog", " the", "é", "e\u0301", "ß", "ع", "€", "日", "𠀀", "😀", "👨‍👩‍👧"]
 ANY_TEXT = st.lists(st.sampled_from(PARTS), max_size=8).map("".join)
 
 # Written in the manner of the models they are named after.
@@ -102,24 +83,12 @@ USER = {"role": "user", "content": "  Is <b>1 < 2</b> & 'é' an \"emoji\" 😀?\
 CHATS = {
     "one question": [USER],
     "with a system message": [{"role": "system", "content": "Be brief. "}, USER],
-    "several turns": [
-        USER,
-        {"role": "assistant", "content": "No,\n\n  it is not. "},
-        {**USER, "content": "Why?"},
-    ],
+    "several turns": [USER, {"role": "assistant", "content": "No,\n\n  it is not. "}, {**USER, "content": "Why?"}],
     "out of turn": [USER, USER],
     "an answer to go on with": [USER, {"role": "assistant", "content": "No, because"}],
-    "an answer that the user has said before": [
-        {"role": "user", "content": "No"},
-        {"role": "assistant", "content": "No"},
-    ],
+    "an answer that the user has said before": [{"role": "user", "content": "No"}, {"role": "assistant", "content": "No"}],
 }
-TOOLS = [
-    {
-        "type": "function",
-        "function": {"name": "look_up", "description": "Finds <é> & 'such'", "parameters": {}},
-    }
-]
+TOOLS = [{"type": "function", "function": {"name": "look_up", "description": "Finds <é> & 'such'", "parameters": {}}}]
 SPECIAL_TOKENS = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
 
 
@@ -195,11 +164,7 @@ def test_the_demo_model_reads_tools_their_calls_and_results_as_hermes_models_do(
     chat = [
         {"role": "system", "content": "Be brief."},
         {"role": "user", "content": "Where?"},
-        {
-            "role": "assistant",
-            "content": "",
-            "tool_calls": [call("look_up", {"q": "é"}), call("look_up", "")],
-        },
+        {"role": "assistant", "content": "", "tool_calls": [call("look_up", {"q": "é"}), call("look_up", "")]},
         {"role": "tool", "content": "here", "tool_call_id": "call_1"},
         {"role": "tool", "content": "there", "tool_call_id": "call_2"},
         {"role": "assistant", "content": "Again.", "tool_calls": [call("look_up", {})]},
@@ -225,17 +190,13 @@ def test_the_demo_model_reads_tools_their_calls_and_results_as_hermes_models_do(
 
 
 def test_an_answer_that_is_printed_twice_is_continued_at_the_second_place():
-    chat = ChatTemplate(
-        "{{ messages[-1].content }} {{ add_generation_prompt }} {{ messages[-1].content }}!", {}
-    )
+    chat = ChatTemplate("{{ messages[-1].content }} {{ add_generation_prompt }} {{ messages[-1].content }}!", {})
     assert chat.render([USER, {"role": "assistant", "content": "No"}]) == "No False No"
 
 
 def test_an_answer_that_the_template_does_not_print_cannot_be_continued():
     chat = ChatTemplate("{% for m in messages if m.role == 'user' %}{{ m.content }}{% endfor %}", {})
-    with pytest.raises(
-        TemplateError, match="does not print the last message of the assistant, so it cannot be continued"
-    ):
+    with pytest.raises(TemplateError, match="does not print the last message of the assistant, so it cannot be continued"):
         chat.render([USER, {"role": "assistant", "content": "No"}])
 
 
@@ -290,19 +251,10 @@ def test_of_several_templates_the_default_one_or_the_only_one_is_taken(tmp_path,
 
 def test_special_tokens_come_from_the_tokenizer_config_and_those_it_lacks_from_their_own_file(tmp_path):
     shown = "{{ bos_token }} {{ eos_token }} {{ unk_token }} {{ pad_token is defined }} {{ add_bos_token is defined }}"
-    config = {
-        "chat_template": shown,
-        "bos_token": {"content": "B"},
-        "eos_token": "E",
-        "unk_token": None,
-        "add_bos_token": True,
-    }
+    config = {"chat_template": shown, "bos_token": {"content": "B"}, "eos_token": "E", "unk_token": None, "add_bos_token": True}
     write_json(tmp_path / "tokenizer_config.json", config)
     assert ChatTemplate.load(tmp_path).render([USER]) == "B E  False False"
-    write_json(
-        tmp_path / "special_tokens_map.json",
-        {"bos_token": "other", "unk_token": {"content": "U"}, "pad_token": "P"},
-    )
+    write_json(tmp_path / "special_tokens_map.json", {"bos_token": "other", "unk_token": {"content": "U"}, "pad_token": "P"})
     assert ChatTemplate.load(tmp_path).render([USER]) == "B E U True False"
 
 
@@ -358,8 +310,6 @@ def test_a_call_of_a_tool_at_the_end_of_a_chat_is_not_lost():
 
 
 def test_the_words_in_quotes_are_what_a_template_may_call_its_roles():
-    template = ChatTemplate(
-        "{% if m.role in ['ipython', \"critic\"] %}{{ '<|im_end|>' ~ 'a b' }}{% endif %}", {}
-    )
+    template = ChatTemplate("{% if m.role in ['ipython', \"critic\"] %}{{ '<|im_end|>' ~ 'a b' }}{% endif %}", {})
     assert template.words >= {"ipython", "critic"}
     assert not template.words & {"<|im_end|>", "a b", "role", "if"}

@@ -42,10 +42,7 @@ TEMPLATE = (
     "{% for m in messages %}{{ m.role[0] }}:{{ m.content }}{{ m.name }}{{ m.tool_call_id }}"
     "{% for c in m.tool_calls or [] %}{{ c.function.name }}{{ c.function.arguments.a }}{% endfor %};{% endfor %}a:"
 )
-TOOLS = [
-    {"type": "function", "function": {"name": name, "parameters": {"additionalProperties": False}}}
-    for name in "fg"
-]
+TOOLS = [{"type": "function", "function": {"name": name, "parameters": {"additionalProperties": False}}} for name in "fg"]
 FUNCTIONS = [{"type": "function", **tool["function"]} for tool in TOOLS]  # as in a Responses request
 FUNCTION = {"type": "function", "name": "f"}
 CALLED = {"type": "function_call", "call_id": "1", "name": "f", "arguments": "{}"}
@@ -88,11 +85,7 @@ OPENAI_VALUES = {
     "user": ({}, "someone"),
 }
 VALUES = {
-    GenerateRequest: {
-        "inputs": ({}, "Ho"),
-        "parameters": ({}, {"max_new_tokens": 2}),
-        "stream": ({}, True),
-    },
+    GenerateRequest: {"inputs": ({}, "Ho"), "parameters": ({}, {"max_new_tokens": 2}), "stream": ({}, True)},
     Parameters: {
         "best_of": ({"temperature": 1}, 2),
         "temperature": ({"seed": 1}, 0.3),
@@ -177,10 +170,7 @@ VALUES = {
         "text": ({}, {"format": {"type": "json_object"}}),
         "tools": ({}, FUNCTIONS),
         "tool_choice": ({"tools": FUNCTIONS}, "required"),
-        "parallel_tool_calls": (
-            {"tools": FUNCTIONS, "tool_choice": "required", "max_output_tokens": 45},
-            False,
-        ),
+        "parallel_tool_calls": ({"tools": FUNCTIONS, "tool_choice": "required", "max_output_tokens": 45}, False),
         "stream": ({}, True),
         "include": ({}, ["message.output_text.logprobs"]),
         "store": ({}, True),
@@ -214,22 +204,14 @@ VALUES = {
     InputPart: {"type": ({}, "input_image"), "text": ({}, "Ho")},
 }
 # The tables of docs/api.md, and the routes that differ from them: Vertex returns only texts.
-TABLES = {
-    Parameters: "TGI's parameters",
-    ChatRequest: "OpenAI's chat completions",
-    CompletionRequest: "OpenAI's completions",
-}
+TABLES = {Parameters: "TGI's parameters", ChatRequest: "OpenAI's chat completions", CompletionRequest: "OpenAI's completions"}
 TABLES[ResponsesRequest] = "OpenAI's responses"
 TEXT_ALONE = ("details", "decoder_input_details", "top_n_tokens", "logprobs", "top_logprobs", "n", "stream")
 EXCEPTIONS = {
     **{("/generate", "stream"): "ignored", ("/generate_stream", "stream"): "ignored"},
     **{("/generate_stream", "best_of"): "refused", ("/generate_stream", "decoder_input_details"): "refused"},
     **{("/vertex", name): "refused" for name in TEXT_ALONE},
-    **{
-        ("/vertex", "tools"): "refused",
-        ("/vertex", "tool_choice"): "refused",
-        ("/vertex", "parallel_tool_calls"): "ignored",
-    },
+    **{("/vertex", "tools"): "refused", ("/vertex", "tool_choice"): "refused", ("/vertex", "parallel_tool_calls"): "ignored"},
     ("/v1/responses", "verbosity"): "ignored",
 }
 # Fields that are refused, and what the error calls them.
@@ -246,21 +228,13 @@ BODIES = {
 WITHIN = {
     Parameters: lambda fields: {"parameters": {"max_new_tokens": 12} | fields},
     Message: lambda fields: {"messages": [USER | fields]},
-    Part: lambda fields: {
-        "messages": [{"role": "user", "content": [{"type": "text", "text": "Hi"} | fields]}]
-    },
+    Part: lambda fields: {"messages": [{"role": "user", "content": [{"type": "text", "text": "Hi"} | fields]}]},
     StructuredOutputs: lambda fields: {"structured_outputs": fields or None},
     StreamOptions: lambda fields: {"stream": True, "stream_options": fields},
     TextConfig: lambda fields: {"text": fields},
-    ToolChoice: lambda fields: {
-        "max_output_tokens": 40,
-        "tools": FUNCTIONS,
-        "tool_choice": FUNCTION | fields,
-    },
+    ToolChoice: lambda fields: {"max_output_tokens": 40, "tools": FUNCTIONS, "tool_choice": FUNCTION | fields},
     InputItem: lambda fields: {"input": [USER | fields]},
-    InputPart: lambda fields: {
-        "input": [{"role": "user", "content": [{"type": "input_text", "text": "Hi"} | fields]}]
-    },
+    InputPart: lambda fields: {"input": [{"role": "user", "content": [{"type": "input_text", "text": "Hi"} | fields]}]},
 }
 
 
@@ -270,11 +244,7 @@ def table(title):
 
 
 DOCUMENTED = {kind: table(title) for kind, title in TABLES.items()}
-WHOLE = {
-    GenerateRequest: "/generate",
-    ChatRequest: "/v1/chat/completions",
-    CompletionRequest: "/v1/completions",
-}
+WHOLE = {GenerateRequest: "/generate", ChatRequest: "/v1/chat/completions", CompletionRequest: "/v1/completions"}
 DEVICE_TABLE = table("Sampling on the device")
 
 
@@ -300,9 +270,7 @@ CASES = [
     for body in (*route.bodies, *((GenerateRequest, ChatRequest) if route.path == "/vertex" else ()))
     for kind in dict.fromkeys(structs_in(body))
     for name in names_of(kind)
-    if not (
-        route.path == "/vertex" and (kind is StreamOptions or name == "stream_options")
-    )  # `stream` is refused there
+    if not (route.path == "/vertex" and (kind is StreamOptions or name == "stream_options"))  # `stream` is refused there
 ]
 
 
@@ -342,9 +310,7 @@ def test_every_field_and_every_row_of_the_tables_has_a_value_here():
         assert set(VALUES[kind]) == set(names_of(kind))
     for kind, documented in DOCUMENTED.items():
         assert set(kind.__struct_fields__) <= set(documented)
-        assert set(documented.values()) == {"honoured", "refused", "ignored"} - (
-            {"ignored"} if kind is Parameters else set()
-        )
+        assert set(documented.values()) == {"honoured", "refused", "ignored"} - ({"ignored"} if kind is Parameters else set())
 
 
 @pytest.mark.parametrize(("path", "body", "kind", "name"), CASES)
@@ -375,22 +341,12 @@ def test_what_the_documents_say_of_sampling_on_the_device_is_so(serve, body):
     served.get_ready()
     kind = Parameters if body is GenerateRequest else body
     sampled = {"do_sample": True} if kind is Parameters else {"temperature": 1, "logprobs": None}
-    honoured = {name for name, said in DOCUMENTED[kind].items() if said == "honoured"} - {
-        "decoder_input_details"
-    }
+    honoured = {name for name, said in DOCUMENTED[kind].items() if said == "honoured"} - {"decoder_input_details"}
     refused = set()
     for name in honoured:
         value = {"top_k": 257, "stop": ["a"]}.get(name, VALUES[kind][name][1])
-        needed = (
-            {"logprobs": True}
-            if name == "top_logprobs"
-            else {"tools": TOOLS}
-            if name == "tool_choice"
-            else {}
-        )
-        status, (_, answer) = ask(
-            served, WHOLE[body], request_of(body, kind, sampled | needed | {name: value}), name
-        )
+        needed = {"logprobs": True} if name == "top_logprobs" else {"tools": TOOLS} if name == "tool_choice" else {}
+        status, (_, answer) = ask(served, WHOLE[body], request_of(body, kind, sampled | needed | {name: value}), name)
         assert status == 200 or (status == 422 and validate.NEEDS_HOST in answer), (name, answer)
         refused |= {name} if status == 422 else set()
     assert refused == set(DEVICE_TABLE) & honoured

@@ -24,10 +24,7 @@ OPENAI = ["chat", "completion"]
 NATIVE_SHAPES = [
     ({"type": "json", "value": SCHEMA}, JSON),
     ({"type": "json", "value": TEXT}, JSON),
-    (
-        {"type": "json", "value": {"type": "array", "items": SCHEMA}},
-        of_json_schema({"type": "array", "items": SCHEMA}),
-    ),
+    ({"type": "json", "value": {"type": "array", "items": SCHEMA}}, of_json_schema({"type": "array", "items": SCHEMA})),
     ({"type": "regex", "value": "a+"}, REGEX),
     ({"type": "json_schema", "value": NAMED}, JSON),
     ({"type": "json_schema", "value": {"schema": SCHEMA}}, JSON),
@@ -37,15 +34,7 @@ NATIVE_SHAPES = [
 OPENAI_SHAPES = [
     ({"response_format": {"type": "json_object"}}, ANY_OBJECT),
     ({"response_format": {"type": "json_schema", "json_schema": NAMED}}, JSON),
-    (
-        {
-            "response_format": {
-                "type": "json_schema",
-                "json_schema": NAMED | {"strict": False, "description": "d"},
-            }
-        },
-        JSON,
-    ),
+    ({"response_format": {"type": "json_schema", "json_schema": NAMED | {"strict": False, "description": "d"}}}, JSON),
     ({"response_format": {"type": "json_object", "value": SCHEMA}}, JSON),
     ({"response_format": {"type": "json_object", "schema": SCHEMA}}, JSON),
     *[({"response_format": shape}, grammar) for shape, grammar in NATIVE_SHAPES],
@@ -88,41 +77,17 @@ OPENAI_REFUSALS = [
         "response_format",
         "needs `json_schema.schema`",
     ),
-    (
-        {"response_format": {"type": "structural_tag", "structures": []}},
-        "response_format.type",
-        "'structural_tag'",
-    ),
+    ({"response_format": {"type": "structural_tag", "structures": []}}, "response_format.type", "'structural_tag'"),
     ({"response_format": {"type": "json_object", "schema": DEEP}}, "response_format.schema", "64 levels"),
-    (
-        {"response_format": {"type": "json", "value": {"enum": list(range(1001))}}},
-        "response_format.value",
-        "at most 1000",
-    ),
-    (
-        {"structured_outputs": {}},
-        "structured_outputs",
-        "needs one of `json`, `regex`, `choice` and `json_object`",
-    ),
+    ({"response_format": {"type": "json", "value": {"enum": list(range(1001))}}}, "response_format.value", "at most 1000"),
+    ({"structured_outputs": {}}, "structured_outputs", "needs one of `json`, `regex`, `choice` and `json_object`"),
     ({"structured_outputs": {"jsn": SCHEMA}}, "structured_outputs", "needs one of"),
     ({"structured_outputs": {"json_object": False}}, "structured_outputs.json_object", "must be true"),
     ({"structured_outputs": {"choice": []}}, "structured_outputs.choice", "must be a list of texts"),
     ({"structured_outputs": {"grammar": "start: /a/"}}, "structured_outputs.grammar", "is not supported"),
-    (
-        {"structured_outputs": {"structural_tag": "{}"}},
-        "structured_outputs.structural_tag",
-        "is not supported",
-    ),
-    (
-        {"structured_outputs": {"json": SCHEMA, "regex": "a"}},
-        "structured_outputs.regex",
-        f"{ONE} `structured_outputs.json`",
-    ),
-    (
-        {"response_format": {"type": "json_object"}, "guided_choice": ["a"]},
-        "guided_choice",
-        f"{ONE} `response_format`",
-    ),
+    ({"structured_outputs": {"structural_tag": "{}"}}, "structured_outputs.structural_tag", "is not supported"),
+    ({"structured_outputs": {"json": SCHEMA, "regex": "a"}}, "structured_outputs.regex", f"{ONE} `structured_outputs.json`"),
+    ({"response_format": {"type": "json_object"}, "guided_choice": ["a"]}, "guided_choice", f"{ONE} `response_format`"),
     ({"guided_json": "no JSON"}, "guided_json", "must be a JSON schema"),
     ({"guided_choice": []}, "guided_choice", "must be a list of texts"),
     ({"guided_choice": ["a", ""]}, "guided_choice", "must be a list of texts"),
@@ -171,9 +136,7 @@ def test_a_format_that_cannot_be_used_is_refused_by_name(route, fields, param, w
 
 
 def test_every_prompt_of_a_request_gets_the_grammar():
-    assert [job.grammar for job in asked_of("completion", FACTS, prompt=["a", "b"], regex="a+")] == [
-        REGEX
-    ] * 2
+    assert [job.grammar for job in asked_of("completion", FACTS, prompt=["a", "b"], regex="a+")] == [REGEX] * 2
 
 
 @pytest.mark.parametrize(
@@ -193,11 +156,7 @@ def test_the_end_token_is_generated_where_the_client_gets_single_tokens(route, w
 
 @pytest.mark.parametrize(
     ("route", "fields"),
-    [
-        ("native", {"grammar": {"type": "regex", "value": "a"}}),
-        ("chat", {"regex": "a"}),
-        ("completion", {"regex": "a"}),
-    ],
+    [("native", {"grammar": {"type": "regex", "value": "a"}}), ("chat", {"regex": "a"}), ("completion", {"regex": "a"})],
 )
 def test_a_device_that_samples_refuses_grammars(route, fields):
     assert asked_of(route, FACTS, **fields)
@@ -207,10 +166,7 @@ def test_a_device_that_samples_refuses_grammars(route, fields):
 
 NOT = {"not": {"type": "string"}}  # no mask can say this
 NATIVE = {"inputs": "Hi", "parameters": {"grammar": {"type": "json", "value": NOT}}}
-CHAT = {
-    "messages": [{"role": "user", "content": "Hi"}],
-    "response_format": {"type": "json_object", "schema": NOT},
-}
+CHAT = {"messages": [{"role": "user", "content": "Hi"}], "response_format": {"type": "json_object", "schema": NOT}}
 COMPLETION = {"prompt": "Hi", "guided_json": NOT}
 
 
@@ -219,14 +175,8 @@ COMPLETION = {"prompt": "Hi", "guided_json": NOT}
     [
         *((path, NATIVE, "grammar.value") for path in ("/generate", "/generate_stream", "/invocations")),
         ("/", NATIVE | {"stream": True}, "grammar.value"),
-        *(
-            (path, CHAT | {"stream": True}, "response_format.schema")
-            for path in ("/v1/chat/completions", "/invocations")
-        ),
-        *(
-            (path, COMPLETION | {"stream": True}, "guided_json")
-            for path in ("/v1/completions", "/invocations")
-        ),
+        *((path, CHAT | {"stream": True}, "response_format.schema") for path in ("/v1/chat/completions", "/invocations")),
+        *((path, COMPLETION | {"stream": True}, "guided_json") for path in ("/v1/completions", "/invocations")),
         ("/vertex", {"instances": [NATIVE]}, "grammar.value"),
         ("/vertex", {"instances": [CHAT]}, "response_format.schema"),
     ],

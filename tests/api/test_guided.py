@@ -45,9 +45,7 @@ def text_of(driven, request_id):
 def test_guided_rows_follow_their_grammar_and_free_ones_beside_them_generate_what_they_do_alone(engine):
     driven = guided(**engine)
     warm = [Sampling(seed=seed, temperature=1.5, top_k=5 * (seed % 3)) for seed in range(4)]
-    driven.arrive(
-        *(Generate(n, [10 + n], 40, sampling=each, grammar=of_regex(PHONE)) for n, each in enumerate(warm))
-    )
+    driven.arrive(*(Generate(n, [10 + n], 40, sampling=each, grammar=of_regex(PHONE)) for n, each in enumerate(warm)))
     driven.arrive(Generate(10, [20, 21], 30), Generate(11, [22] * 9, 30))
     driven.run()
     for n in range(4):
@@ -134,9 +132,7 @@ def test_a_grammar_that_cannot_be_compiled_ends_its_request_alone_with_the_reaso
     driven.step()
     wait_until(lambda: driven.wire.arrivals, "the failed grammar")
     driven.run()
-    assert driven.ends[1] == "failed" and len(driven.tokens[2]) == len(
-        greedy([4], 5, tokenizer().get_vocab_size())
-    )
+    assert driven.ends[1] == "failed" and len(driven.tokens[2]) == len(greedy([4], 5, tokenizer().get_vocab_size()))
     assert "the grammar cannot be used: unclosed group" in [
         getattr(message, "message", "") for _peer, message in driven.wire.sent
     ]
@@ -172,32 +168,20 @@ def random_schema(random, depth=0):
         "string": lambda: {"type": "string", **short},
         "integer": lambda: {"type": "integer", "minimum": least, "maximum": most},
         "number": lambda: {"type": "number", "minimum": least, "exclusiveMaximum": most + 1},
-        "enum": lambda: {
-            "enum": random.sample(["red", "green", 3, None, True, "été", [1, "x"], {"a": 1}], 3)
-        },
+        "enum": lambda: {"enum": random.sample(["red", "green", 3, None, True, "été", [1, "x"], {"a": 1}], 3)},
         "const": lambda: {"const": random.choice(["x", 17, None, ["a"]])},
         "pattern": lambda: {
             "type": "string",
             "pattern": random.choice(["^[A-Z]{2}[0-9]{3}$", "^(foo|bar)+$"]),
             "maxLength": 12,
         },
-        "format": lambda: {
-            "type": "string",
-            "format": random.choice(["date", "uuid", "ipv4", "int64"]),
-            "maxLength": 40,
-        },
+        "format": lambda: {"type": "string", "format": random.choice(["date", "uuid", "ipv4", "int64"]), "maxLength": 40},
     }.get(kind, lambda: {"type": kind})()
 
 
 def test_hundreds_of_schemas_give_valid_json_whatever_the_model_prefers():
     random, grammars = Random(7), Grammars(tokenizer().to_str(), tokenizer().get_vocab_size(), [EOS])
-    driven = Driven(
-        grammars=grammars,
-        vocab_size=tokenizer().get_vocab_size(),
-        max_total_tokens=500,
-        batch_size=8,
-        mixes=True,
-    )
+    driven = Driven(grammars=grammars, vocab_size=tokenizer().get_vocab_size(), max_total_tokens=500, batch_size=8, mixes=True)
     schemas = {n: random_schema(random) for n in range(SCHEMAS)}
     for n, schema in schemas.items():
         serialized = of_json_schema(schema)

@@ -9,9 +9,7 @@ from processes import Server, wait_until
 pytestmark = pytest.mark.processes
 webdriver = pytest.importorskip("selenium.webdriver")
 if not (shutil.which("chromium") and shutil.which("chromedriver")):
-    pytest.skip(
-        "needs chromium and chromedriver (apt install chromium chromium-driver)", allow_module_level=True
-    )
+    pytest.skip("needs chromium and chromedriver (apt install chromium chromium-driver)", allow_module_level=True)
 
 KEY = "the-key"
 
@@ -25,19 +23,8 @@ def server():
 @pytest.fixture(scope="module")
 def browser(tmp_path_factory):
     options = webdriver.ChromeOptions()
-    quiet = (
-        "headless",
-        "no-sandbox",
-        "disable-gpu",
-        "disable-dev-shm-usage",
-        "disable-background-networking",
-    )
-    for argument in (
-        *quiet,
-        "no-first-run",
-        "window-size=420,800",
-        f"user-data-dir={tmp_path_factory.mktemp('browser')}",
-    ):
+    quiet = ("headless", "no-sandbox", "disable-gpu", "disable-dev-shm-usage", "disable-background-networking")
+    for argument in (*quiet, "no-first-run", "window-size=420,800", f"user-data-dir={tmp_path_factory.mktemp('browser')}"):
         options.add_argument(f"--{argument}")
     options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
     service = webdriver.ChromeService(executable_path=shutil.which("chromedriver"))
@@ -51,9 +38,7 @@ def page(browser, server):
     browser.get(f"http://127.0.0.1:{server.port}/")
     yield Page(browser)
     severe = [entry["message"] for entry in browser.get_log("browser") if "favicon" not in entry["message"]]
-    assert [
-        message for message in severe if "Content Security Policy" in message or "TypeError" in message
-    ] == []
+    assert [message for message in severe if "Content Security Policy" in message or "TypeError" in message] == []
 
 
 class Page:
@@ -86,17 +71,11 @@ def test_a_chat_streams_its_answer_and_tells_its_speed(page, server):
     page.ask("What is Deep Learning?", temperature=0, max_tokens=12)
     page.wait_for(".figures")
     wait_until(page.is_done, "the end")
-    body = {
-        "messages": [{"role": "user", "content": "What is Deep Learning?"}],
-        "temperature": 0,
-        "max_tokens": 12,
-    }
+    body = {"messages": [{"role": "user", "content": "What is Deep Learning?"}], "temperature": 0, "max_tokens": 12}
     response = server.request("POST", "/v1/chat/completions", body, Authorization=f"Bearer {KEY}")
     expected = json.loads(response.read())["choices"][0]["message"]["content"]
     assert page.find("article.assistant div")[0].text == expected.strip()
-    assert (
-        "first token after" in page.find(".figures")[0].text and "12 tokens" in page.find(".figures")[0].text
-    )
+    assert "first token after" in page.find(".figures")[0].text and "12 tokens" in page.find(".figures")[0].text
     page.ask("Go on.", temperature=0, max_tokens=5)
     wait_until(lambda: len(page.find(".figures")) == 2, "a second answer")
     assert page.find("h1")[0].text == "neuron-textgen/demo"
@@ -125,8 +104,7 @@ def test_an_answer_has_the_form_of_the_schema_that_is_given(page):
 
 
 @pytest.mark.parametrize(
-    ("given", "problem"),
-    [('{"type": "object"', "The schema is not valid JSON: "), ("[1]", "A JSON schema is an object: {…}")],
+    ("given", "problem"), [('{"type": "object"', "The schema is not valid JSON: "), ("[1]", "A JSON schema is an object: {…}")]
 )
 def test_a_schema_that_is_none_is_described_and_nothing_is_sent(page, given, problem):
     page.ask("Which city?", schema=given)
@@ -134,10 +112,7 @@ def test_a_schema_that_is_none_is_described_and_nothing_is_sent(page, given, pro
     assert described.is_displayed() and described.text.startswith(problem)
     (field,) = page.find("#schema")
     assert page.browser.switch_to.active_element == field
-    assert (field.get_attribute("aria-invalid"), field.get_attribute("aria-describedby")) == (
-        "true",
-        "schema-error",
-    )
+    assert (field.get_attribute("aria-invalid"), field.get_attribute("aria-describedby")) == ("true", "schema-error")
     assert page.find("article") == [] and page.find("#prompt")[0].get_property("value") == "Which city?"
     page.type("schema", " ")
     page.type("prompt", "")

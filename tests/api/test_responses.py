@@ -19,18 +19,9 @@ from text.tokenizer import Tokenizer
 RESPONSES, CHAT = "/v1/responses", "/v1/chat/completions"
 BODY = {"input": "Hi", "max_output_tokens": 12, "temperature": 0}
 WEATHER = {"type": "function", "name": "weather", "parameters": {"type": "object"}, "strict": True}
-NESTED = {
-    "type": "function",
-    "function": {"name": "weather", "parameters": {"type": "object"}, "strict": True},
-}
+NESTED = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}, "strict": True}}
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
-CALL = {
-    "type": "function_call",
-    "call_id": "call_1",
-    "name": "weather",
-    "arguments": '{"city":"Oslo"}',
-    "id": "fc_1",
-}
+CALL = {"type": "function_call", "call_id": "call_1", "name": "weather", "arguments": '{"city":"Oslo"}', "id": "fc_1"}
 
 
 def chat(**fields):
@@ -138,19 +129,10 @@ def test_messages_may_leave_out_their_type_and_their_parts_are_joined(kind):
 
 
 def test_calls_become_one_message_of_the_assistant_and_their_outputs_one_of_the_tool_each():
-    items = [
-        {"role": "user", "content": "Weather?"},
-        {"type": "reasoning", "id": "rs_1", "summary": [], "content": None},
-    ]
+    items = [{"role": "user", "content": "Weather?"}, {"type": "reasoning", "id": "rs_1", "summary": [], "content": None}]
     items += [{"role": "assistant", "content": "Let me see"}, CALL, CALL | {"call_id": "call_2"}]
     items += [{"type": "function_call_output", "call_id": "call_1", "output": "sun"}]
-    items += [
-        {
-            "type": "function_call_output",
-            "call_id": "call_2",
-            "output": [{"type": "input_text", "text": "rain"}],
-        }
-    ]
+    items += [{"type": "function_call_output", "call_id": "call_2", "output": [{"type": "input_text", "text": "rain"}]}]
     function = {"name": "weather", "arguments": '{"city":"Oslo"}'}
     calls = [{"id": name, "type": "function", "function": function} for name in ("call_1", "call_2")]
     assert messages(input=items) == [
@@ -163,21 +145,12 @@ def test_calls_become_one_message_of_the_assistant_and_their_outputs_one_of_the_
 
 
 def test_tools_and_formats_get_the_form_that_chats_have():
-    asked = chat(
-        tools=[WEATHER], parallel_tool_calls=False, tool_choice={"type": "function", "name": "weather"}
-    )
+    asked = chat(tools=[WEATHER], parallel_tool_calls=False, tool_choice={"type": "function", "name": "weather"})
     assert asked.tools == [NESTED] and asked.parallel_tool_calls is False
     assert asked.tool_choice == {"type": "function", "function": {"name": "weather"}}
-    allowed = {
-        "type": "allowed_tools",
-        "mode": "required",
-        "tools": [{"type": "function", "name": "weather"}],
-    }
+    allowed = {"type": "allowed_tools", "mode": "required", "tools": [{"type": "function", "name": "weather"}]}
     nested = {"mode": "required", "tools": [{"type": "function", "function": {"name": "weather"}}]}
-    assert chat(tools=[WEATHER], tool_choice=allowed).tool_choice == {
-        "type": "allowed_tools",
-        "allowed_tools": nested,
-    }
+    assert chat(tools=[WEATHER], tool_choice=allowed).tool_choice == {"type": "allowed_tools", "allowed_tools": nested}
     assert chat(tools=[WEATHER], tool_choice="required").tool_choice == "required"
     given = {"type": "json_schema", "name": "x", "schema": SCHEMA, "strict": True}
     assert chat(text={"format": given}).response_format["json_schema"]["schema"] == SCHEMA
@@ -208,11 +181,7 @@ REFUSED = {
 @pytest.mark.parametrize("param", REFUSED)
 def test_what_is_not_supported_is_refused_by_name(param):
     value = REFUSED[param]
-    fields = (
-        value
-        if isinstance(value, dict) and param not in ResponsesRequest.__struct_fields__
-        else {param: value}
-    )
+    fields = value if isinstance(value, dict) and param not in ResponsesRequest.__struct_fields__ else {param: value}
     with pytest.raises(ApiError) as refused:
         chat(**fields)
     assert (refused.value.status, refused.value.param) == (422, param)
@@ -220,19 +189,8 @@ def test_what_is_not_supported_is_refused_by_name(param):
 
 
 def test_what_changes_nothing_is_accepted_and_repeated(served):
-    given = {
-        "metadata": {"a": "b"},
-        "user": "x",
-        "service_tier": "auto",
-        "truncation": "disabled",
-        "store": False,
-    }
-    given |= {
-        "background": False,
-        "reasoning": {"effort": "low"},
-        "previous_response_id": None,
-        "text": {"verbosity": "low"},
-    }
+    given = {"metadata": {"a": "b"}, "user": "x", "service_tier": "auto", "truncation": "disabled", "store": False}
+    given |= {"background": False, "reasoning": {"effort": "low"}, "previous_response_id": None, "text": {"verbosity": "low"}}
     ignored = {"include": ["reasoning.encrypted_content"], "stream_options": {"include_obfuscation": False}}
     answer = whole(served, BODY | given | ignored)
     assert answer["output"][0]["content"] == whole(served, BODY)["output"][0]["content"]
@@ -256,9 +214,7 @@ def test_errors_name_the_fields_of_this_api(served, fields, status, param):
     response = served.post(RESPONSES, BODY | fields)
     error = response.json["error"]
     assert (response.status_code, error["param"]) == (status, param)
-    assert not {"messages", "response_format", "max_completion_tokens"} & set(
-        error["message"].replace("`", " ").split()
-    )
+    assert not {"messages", "response_format", "max_completion_tokens"} & set(error["message"].replace("`", " ").split())
 
 
 def test_a_device_that_samples_names_the_fields_of_this_api_too(serve):
@@ -277,9 +233,7 @@ def test_a_device_that_samples_names_the_fields_of_this_api_too(serve):
 
 def test_a_response_says_what_a_chat_says(served):
     answer = whole(served, BODY)
-    chatted = served.post(
-        CHAT, {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 12, "temperature": 0}
-    ).json
+    chatted = served.post(CHAT, {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 12, "temperature": 0}).json
     (choice,), usage = chatted["choices"], chatted["usage"]
     (message,) = answer["output"]
     assert message["content"] == [
@@ -291,13 +245,7 @@ def test_a_response_says_what_a_chat_says(served):
     assert answer["incomplete_details"] == ({"reason": "max_output_tokens"} if is_cut else None)
     counts = (answer["usage"][name] for name in ("input_tokens", "output_tokens", "total_tokens"))
     assert list(counts) == [usage["prompt_tokens"], usage["completion_tokens"], usage["total_tokens"]]
-    defaults = {
-        "tools": [],
-        "tool_choice": "auto",
-        "parallel_tool_calls": True,
-        "error": None,
-        "store": False,
-    }
+    defaults = {"tools": [], "tool_choice": "auto", "parallel_tool_calls": True, "error": None, "store": False}
     assert {name: answer[name] for name in defaults} == defaults
     assert answer["id"].startswith("resp_") and answer["object"] == "response" and answer["model"] == "m"
 
@@ -309,10 +257,7 @@ def test_a_stream_says_the_same_as_a_whole_response(served):
     begin = ["created", "in_progress", "output_item.added", "content_part.added"]
     end = ["output_text.done", "content_part.done", "output_item.done", answer["status"]]
     assert deltas > 1 and kinds == begin + ["output_text.delta"] * deltas + end
-    assert (
-        "".join(event["delta"] for event in events if "delta" in event)
-        == answer["output"][0]["content"][0]["text"]
-    )
+    assert "".join(event["delta"] for event in events if "delta" in event) == answer["output"][0]["content"][0]["text"]
     first, last = events[0]["response"], events[-1]["response"]
     assert (first["status"], first["output"], first["usage"]) == ("in_progress", [], None)
     assert first["id"] == last["id"] != answer["id"]
@@ -321,10 +266,7 @@ def test_a_stream_says_the_same_as_a_whole_response(served):
     assert last == answer
 
 
-CALLS = [
-    f'<tool_call>\n{{"name": "weather", "arguments": {{"city":"{city}"}}}}\n</tool_call>'
-    for city in ("Oslo", "Rome")
-]
+CALLS = [f'<tool_call>\n{{"name": "weather", "arguments": {{"city":"{city}"}}}}\n</tool_call>' for city in ("Oslo", "Rome")]
 
 
 @pytest.mark.parametrize(
@@ -340,9 +282,7 @@ CALLS = [
         (CALLS[0], {"tool_choice": "none"}, ["message"]),
     ],
 )
-def test_a_text_is_split_into_items_the_same_in_a_stream_and_in_a_whole_response(
-    answered, text, options, kinds
-):
+def test_a_text_is_split_into_items_the_same_in_a_stream_and_in_a_whole_response(answered, text, options, kinds):
     whole, events = answered(text, **options)
     assert [item["type"] for item in whole["output"]] == kinds
     assert built(events) == events[-1]["response"]["output"]
@@ -350,9 +290,7 @@ def test_a_text_is_split_into_items_the_same_in_a_stream_and_in_a_whole_response
     for each in (whole, events[-1]["response"]):
         assert {item["status"] for item in each["output"]} == {"completed"}
         for item in each["output"]:
-            assert item.pop("id").startswith(
-                {"message": "msg_", "function_call": "fc_", "reasoning": "rs_"}[item["type"]]
-            )
+            assert item.pop("id").startswith({"message": "msg_", "function_call": "fc_", "reasoning": "rs_"}[item["type"]])
             if "call_id" in item:
                 assert item.pop("call_id").startswith("call_")
     assert whole["output"] == events[-1]["response"]["output"]
@@ -366,12 +304,7 @@ def test_a_call_is_announced_by_name_before_its_arguments_come(answered):
     end = ["function_call_arguments.done", "output_item.done", "completed"]
     assert deltas > 1 and kinds == begin + ["function_call_arguments.delta"] * deltas + end
     item = events[2]["item"]
-    assert (item["type"], item["name"], item["arguments"], item["status"]) == (
-        "function_call",
-        "weather",
-        "",
-        "in_progress",
-    )
+    assert (item["type"], item["name"], item["arguments"], item["status"]) == ("function_call", "weather", "", "in_progress")
     assert json.loads(events[-1]["response"]["output"][0]["arguments"]) == {"city": "Oslo"}
 
 
@@ -387,10 +320,7 @@ def test_reasoning_is_an_item_of_its_own_and_its_tokens_are_counted(answered):
 def test_an_item_that_the_limit_of_tokens_cuts_is_incomplete_and_so_is_the_response(answered, text):
     whole, events = answered(text, finish_reason="length", thinking="inside" if text == "Hm." else "")
     for response in (whole, events[-1]["response"]):
-        assert (response["status"], response["incomplete_details"]) == (
-            "incomplete",
-            {"reason": "max_output_tokens"},
-        )
+        assert (response["status"], response["incomplete_details"]) == ("incomplete", {"reason": "max_output_tokens"})
         assert response["output"][-1]["status"] == "incomplete"
     assert events[-1]["type"] == "response.incomplete"
 
@@ -401,9 +331,7 @@ def test_a_call_that_cannot_be_read_is_content_and_in_a_stream_incomplete(answer
     (message,) = whole["output"]
     assert message["content"][0]["text"] == text
     assert built(events) == events[-1]["response"]["output"]
-    assert "completed" not in [
-        item["status"] for item in events[-1]["response"]["output"] if item["type"] == "function_call"
-    ]
+    assert "completed" not in [item["status"] for item in events[-1]["response"]["output"] if item["type"] == "function_call"]
 
 
 def test_log_probabilities_come_with_the_text_that_they_belong_to(served):
@@ -416,9 +344,7 @@ def test_log_probabilities_come_with_the_text_that_they_belong_to(served):
     assert {top["token"] for top in tops if top["bytes"] == []} == {"<eos>"}, "special tokens have none"
     deltas = [event for event in events if event["type"] == "response.output_text.delta"]
     assert [logprob for event in deltas for logprob in event["logprobs"]] == content["logprobs"]
-    asked = whole(served, BODY | {"include": ["message.output_text.logprobs"]})["output"][0]["content"][0][
-        "logprobs"
-    ]
+    asked = whole(served, BODY | {"include": ["message.output_text.logprobs"]})["output"][0]["content"][0]["logprobs"]
     assert [each["logprob"] for each in asked] == [each["logprob"] for each in content["logprobs"]]
 
 

@@ -49,11 +49,7 @@ thorough = settings(max_examples=100, suppress_health_check=[HealthCheck.too_slo
 
 def job(parameters=None, inputs="Hello", streaming=False, **more) -> Job:
     """A request for `inputs` with these `parameters`, all the way from its bytes."""
-    body = (
-        {"inputs": inputs, **more}
-        if parameters is None
-        else {"inputs": inputs, "parameters": parameters, **more}
-    )
+    body = {"inputs": inputs, **more} if parameters is None else {"inputs": inputs, "parameters": parameters, **more}
     return check(parse(json.dumps(body).encode(), GenerateRequest), CONFIG, FACTS, streaming)
 
 
@@ -65,10 +61,7 @@ def refusal(parameters=None, **more) -> ApiError:
 
 def assert_invalid(error: ApiError, detail: str) -> None:
     assert error.status == 422
-    assert json.loads(error.json) == {
-        "error": f"Input validation error: {detail}",
-        "error_type": "validation",
-    }
+    assert json.loads(error.json) == {"error": f"Input validation error: {detail}", "error_type": "validation"}
 
 
 # Rules of the fields
@@ -78,26 +71,11 @@ TOP_N = "`top_n_tokens` must be >= 0 and <= 5. Given: "
 TRUNCATE = "`truncate` must be strictly positive and at most 100. Given: "
 PENALTY = "`frequency_penalty` must be >= -2.0 and <= 2.0"
 LIMITS = [  # field, what is just right, what is just wrong, the detail
-    (
-        "temperature",
-        [1e-30, 0.01, 1, 1.0, 1000],
-        [0, 0.0, -0.0, 1e-999, -1e-30, -1],
-        "`temperature` must be strictly positive",
-    ),
-    (
-        "repetition_penalty",
-        [1e-30, 1, 1.3],
-        [0, 0.0, -1e-30, -1.3],
-        "`repetition_penalty` must be strictly positive",
-    ),
+    ("temperature", [1e-30, 0.01, 1, 1.0, 1000], [0, 0.0, -0.0, 1e-999, -1e-30, -1], "`temperature` must be strictly positive"),
+    ("repetition_penalty", [1e-30, 1, 1.3], [0, 0.0, -1e-30, -1.3], "`repetition_penalty` must be strictly positive"),
     ("frequency_penalty", [-2, -2.0, 0, 2, 2.0], [-2.0001, 2.0001, 3], PENALTY),
     ("top_p", [1e-30, 0.5, 1, 1.0], [0, 0.0, -0.1, 1.0000001, 2], "`top_p` must be > 0.0 and <= 1.0"),
-    (
-        "min_p",
-        [0, 0.0, 1e-30, 0.5, 1, 1.0],
-        [-0.1, -1e-30, 1.0000001, 2],
-        "`min_p` must be >= 0.0 and <= 1.0",
-    ),
+    ("min_p", [0, 0.0, 1e-30, 0.5, 1, 1.0], [-0.1, -1e-30, 1.0000001, 2], "`min_p` must be >= 0.0 and <= 1.0"),
     ("typical_p", [1e-30, 0.5, 1, 1.0], [0, 0.0, -0.1, 1.0000001, 2], "`typical_p` must be > 0.0 and <= 1.0"),
     ("top_k", [1, 2**31 - 1], [0, -1, -(2**31)], "`top_k` must be strictly positive"),
     ("max_new_tokens", [1, 2**32 - 1], [0], "`max_new_tokens` must be strictly positive"),
@@ -111,12 +89,7 @@ LIMITS = [  # field, what is just right, what is just wrong, the detail
     ("best_of", [None], [2, 3], "`best_of` > 1 needs sampling: set `do_sample` or `temperature`"),
     ("watermark", [False], [True], "`watermark` is not supported"),
     ("adapter_id", [""], ["someone/adapter"], "`adapter_id` is not supported"),
-    (
-        "grammar",
-        [None, {}, {"type": "regex", "value": "a"}],
-        [{"type": "json"}],
-        "`grammar` of the type json needs `value`",
-    ),
+    ("grammar", [None, {}, {"type": "regex", "value": "a"}], [{"type": "json"}], "`grammar` of the type json needs `value`"),
 ]
 ACCEPTED = [(field, value) for field, right, _, _ in LIMITS for value in right]
 REFUSED = [(field, value, detail) for field, _, wrong, detail in LIMITS for value in wrong]
@@ -135,12 +108,7 @@ def test_what_is_just_outside_a_limit_is_refused_in_tgis_words(field, value, det
 def test_the_limits_are_those_of_the_configuration_and_the_model():
     request = GenerateRequest("x", Parameters(stop=["a"] * 9, top_n_tokens=9, truncate=900))
     larger = replace(CONFIG, max_stop_sequences=9, max_top_n_tokens=9)
-    assert (
-        check(
-            request, larger, msgspec.structs.replace(FACTS, max_input_tokens=900), streaming=False
-        ).top_n_tokens
-        == 9
-    )
+    assert check(request, larger, msgspec.structs.replace(FACTS, max_input_tokens=900), streaming=False).top_n_tokens == 9
     for config, facts, words in [
         (replace(larger, max_stop_sequences=8), FACTS, "`stop` supports up to 8 stop sequences. Given: 9"),
         (replace(larger, max_top_n_tokens=8), FACTS, "`top_n_tokens` must be >= 0 and <= 8. Given: 9"),
@@ -161,12 +129,7 @@ def test_empty_inputs_are_refused():
     [
         ("best_of", 1, 2, "`best_of` != 1 is not supported when streaming tokens"),
         ("best_of", None, 0, "`best_of` != 1 is not supported when streaming tokens"),
-        (
-            "decoder_input_details",
-            False,
-            True,
-            "`decoder_input_details` == true is not supported when streaming tokens",
-        ),
+        ("decoder_input_details", False, True, "`decoder_input_details` == true is not supported when streaming tokens"),
     ],
 )
 def test_a_stream_refuses_what_tgi_refuses_in_a_stream(field, right, wrong, detail):
@@ -233,16 +196,9 @@ def test_best_of_draws_several_sequences_with_a_random_stream_each():
     asked = job({"best_of": 3, "temperature": 0.5})
     assert asked.sequences == 3
     assert len({asked.sampling_of(n).seed for n in range(3)}) == 3
-    assert_invalid(
-        refusal({"best_of": 2, "temperature": 0.5, "seed": 1}), "`seed` must not be set when `best_of` > 1"
-    )
+    assert_invalid(refusal({"best_of": 2, "temperature": 0.5, "seed": 1}), "`seed` must not be set when `best_of` > 1")
     with pytest.raises(ApiError) as refused:
-        check(
-            GenerateRequest("x", Parameters(best_of=2, top_k=3)),
-            replace(CONFIG, max_best_of=1),
-            FACTS,
-            streaming=False,
-        )
+        check(GenerateRequest("x", Parameters(best_of=2, top_k=3)), replace(CONFIG, max_best_of=1), FACTS, streaming=False)
     assert_invalid(refused.value, "`best_of` != 1 is not allowed for this endpoint")
 
 
@@ -307,9 +263,7 @@ def asked_of(route, facts, **fields):
 
 
 @pytest.mark.parametrize(("route", "field", "right", "wrong"), NEEDS_HOST)
-def test_a_device_that_samples_refuses_what_it_cannot_do_and_takes_what_does_nothing(
-    route, field, right, wrong
-):
+def test_a_device_that_samples_refuses_what_it_cannot_do_and_takes_what_does_nothing(route, field, right, wrong):
     for value in right:
         assert asked_of(route, ON_DEVICE, **{field: value})
     for value in wrong:
@@ -322,12 +276,7 @@ def test_a_device_that_samples_refuses_what_it_cannot_do_and_takes_what_does_not
 
 def test_the_document_says_that_log_probabilities_and_seeds_may_be_null():
     schemas = openapi.openapi()["components"]["schemas"]
-    for kind, field in [
-        ("TokenOut", "logprob"),
-        ("Details", "seed"),
-        ("StreamDetails", "seed"),
-        ("BestOfSequence", "seed"),
-    ]:
+    for kind, field in [("TokenOut", "logprob"), ("Details", "seed"), ("StreamDetails", "seed"), ("BestOfSequence", "seed")]:
         assert {"type": "null"} in schemas[kind]["properties"][field]["anyOf"]
 
 
@@ -337,24 +286,14 @@ def test_a_device_draws_from_256_tokens_at_most():
         assert asked_of(route, FACTS, top_k=257)[0].sampling.top_k == 257
         with pytest.raises(ApiError) as refused:
             asked_of(route, ON_DEVICE, top_k=257)
-        assert_invalid(
-            refused.value,
-            "`top_k` above 256 needs SAMPLING=host: this server samples on the device. Given: 257",
-        )
+        assert_invalid(refused.value, "`top_k` above 256 needs SAMPLING=host: this server samples on the device. Given: 257")
     assert asked_of("greedy chat", ON_DEVICE, top_k=5000)[0].sampling.seed is None
     for everything in (0, -1):
         assert asked_of("chat", ON_DEVICE, top_k=everything)[0].sampling.top_k == 0
 
 
 def test_a_device_that_samples_takes_all_that_it_can_do():
-    everything = {
-        "top_k": 256,
-        "top_p": 0.5,
-        "temperature": 0.1,
-        "max_new_tokens": 5,
-        "stop": ["a"],
-        "details": True,
-    }
+    everything = {"top_k": 256, "top_p": 0.5, "temperature": 0.1, "max_new_tokens": 5, "stop": ["a"], "details": True}
     (native,) = asked_of("sampled", ON_DEVICE, **everything)
     assert (native.sampling.top_k, native.sampling.top_p, native.sampling.temperature) == (256, 0.5, 0.1)
     fields = {"n": 2, "ignore_eos": True, "max_tokens": 5, "top_p": 0.5, "stop": "a"}
@@ -381,9 +320,7 @@ def test_every_field_has_its_wrong_types():
     assert set(WRONG_VALUES) == set(FIELDS)
 
 
-@pytest.mark.parametrize(
-    ("field", "value"), [(field, value) for field in WRONG_VALUES for value in WRONG_VALUES[field]]
-)
+@pytest.mark.parametrize(("field", "value"), [(field, value) for field in WRONG_VALUES for value in WRONG_VALUES[field]])
 def test_a_wrong_type_is_refused_with_the_path_of_its_field(field, value):
     error = refusal({field: value})
     assert (error.status, error.error_type) == (422, "validation")
@@ -422,10 +359,7 @@ def test_an_integer_beyond_its_width_is_a_wrong_type(field, right, wrong, words)
         (b'{"inputs":"a","parameters":"b"}', "parameters: Expected `object | null`, got `str`"),
         (b'{"inputs":"a","parameters":{"stop":["b",1]}}', "parameters.stop[1]: Expected `str`, got `int`"),
         (b'{"inputs":"a","parameters":{"temperature":1e999}}', "parameters.temperature: Number out of range"),
-        (
-            b'{"inputs":"a","parameters":{"seed":' + b"1" * 5000 + b"}}",
-            "parameters.seed: Integer value out of range",
-        ),
+        (b'{"inputs":"a","parameters":{"seed":' + b"1" * 5000 + b"}}", "parameters.seed: Integer value out of range"),
         (b"[]", "Expected `object`, got `array`"),
         (b"null", "Expected `object`, got `null`"),
         (b'"inputs"', "Expected `object`, got `str`"),
@@ -499,14 +433,10 @@ def job_or_refusal(body: bytes, streaming: bool) -> None:
     assert 0 <= asked.top_n_tokens <= CONFIG.max_top_n_tokens
 
 
-NUMBER = st.one_of(
-    st.integers(-5, 10), st.integers(), st.floats(allow_nan=False, allow_infinity=False), st.floats(-3, 3)
-)
+NUMBER = st.one_of(st.integers(-5, 10), st.integers(), st.floats(allow_nan=False, allow_infinity=False), st.floats(-3, 3))
 ANY_JSON = st.recursive(
     st.one_of(st.none(), st.booleans(), NUMBER, st.text(max_size=5)),
-    lambda inner: st.one_of(
-        st.lists(inner, max_size=3), st.dictionaries(st.text(max_size=3), inner, max_size=3)
-    ),
+    lambda inner: st.one_of(st.lists(inner, max_size=3), st.dictionaries(st.text(max_size=3), inner, max_size=3)),
     max_leaves=5,
 )
 # Mostly what a field could be, so that many bodies get past the first check.
@@ -517,16 +447,11 @@ LIKELY = {
     "stop": st.lists(st.text(max_size=3), max_size=6),
 }
 ANY_PARAMETERS = st.fixed_dictionaries(
-    {},
-    optional={field: st.one_of(LIKELY[field], ANY_JSON) if field in LIKELY else ANY_JSON for field in FIELDS},
+    {}, optional={field: st.one_of(LIKELY[field], ANY_JSON) if field in LIKELY else ANY_JSON for field in FIELDS}
 )
 
 
-@given(
-    parameters=st.one_of(ANY_PARAMETERS, ANY_JSON),
-    inputs=st.one_of(st.text(max_size=5), ANY_JSON),
-    streaming=st.booleans(),
-)
+@given(parameters=st.one_of(ANY_PARAMETERS, ANY_JSON), inputs=st.one_of(st.text(max_size=5), ANY_JSON), streaming=st.booleans())
 @thorough
 def test_any_values_give_a_job_or_a_refusal(parameters, inputs, streaming):
     job_or_refusal(json.dumps({"inputs": inputs, "parameters": parameters}).encode(), streaming)
@@ -600,9 +525,7 @@ def test_openais_requests_are_greedy_at_temperature_0_and_sample_otherwise(ask):
 
 @pytest.mark.parametrize("kind", [schema.ChatRequest, schema.CompletionRequest])
 def test_null_means_absent_in_openais_requests_too(kind):
-    ask, needed = {schema.ChatRequest: (chat, "messages"), schema.CompletionRequest: (completion, "prompt")}[
-        kind
-    ]
+    ask, needed = {schema.ChatRequest: (chat, "messages"), schema.CompletionRequest: (completion, "prompt")}[kind]
     without = ask(temperature=0)
     for field in set(kind.__struct_fields__) - {needed, "temperature"}:
         assert ask(temperature=0, **{field: None}) == without, field
@@ -615,22 +538,14 @@ def test_null_means_absent_in_openais_requests_too(kind):
         ([{"role": "user", "content": []}], [{"role": "user", "content": ""}]),
         ([{"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]}], None),
         ([{"role": "function", "content": "a", "name": "n", "tool_calls": None, "refusal": None}], None),
-        (
-            [{"role": "tool", "content": "a", "tool_call_id": "1"}],
-            [{"role": "tool", "content": "a", "tool_call_id": "1"}],
-        ),
+        ([{"role": "tool", "content": "a", "tool_call_id": "1"}], [{"role": "tool", "content": "a", "tool_call_id": "1"}]),
     ],
 )
 def test_messages_come_as_templates_read_them(messages, expected):
     body = json.dumps({"messages": messages}).encode()
     got = validate.messages_of(parse(body, schema.ChatRequest).messages)
     if expected is None:
-        expected = [
-            {
-                "role": messages[0]["role"],
-                "content": "ab" if isinstance(messages[0]["content"], list) else "a",
-            }
-        ]
+        expected = [{"role": messages[0]["role"], "content": "ab" if isinstance(messages[0]["content"], list) else "a"}]
         expected[0] |= {"name": "n"} if "name" in messages[0] else {}
     assert got == expected
 
@@ -646,14 +561,7 @@ def test_a_role_is_a_known_one_or_a_word_of_the_template():
 
 @pytest.mark.parametrize(
     ("arguments", "read"),
-    [
-        ('{"a": 1}', {"a": 1}),
-        ({"a": 1}, {"a": 1}),
-        ("", {}),
-        (None, {}),
-        ("nonsense", "nonsense"),
-        ("[" * 9999, "[" * 9999),
-    ],
+    [('{"a": 1}', {"a": 1}), ({"a": 1}, {"a": 1}), ("", {}), (None, {}), ("nonsense", "nonsense"), ("[" * 9999, "[" * 9999)],
 )
 def test_the_arguments_of_a_tool_call_are_read_where_they_can_be(arguments, read):
     call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": arguments}}
@@ -686,9 +594,7 @@ def test_errors_have_openais_shape_too():
 
 OPENAI_LIKELY = {
     **dict.fromkeys(("max_tokens", "top_k", "n", "seed", "min_tokens", "best_of", "logprobs"), NUMBER),
-    **dict.fromkeys(
-        ("temperature", "top_p", "presence_penalty", "frequency_penalty", "repetition_penalty"), NUMBER
-    ),
+    **dict.fromkeys(("temperature", "top_p", "presence_penalty", "frequency_penalty", "repetition_penalty"), NUMBER),
     **dict.fromkeys(("ignore_eos", "stream", "echo"), st.booleans()),
     "stop": st.text(max_size=2) | st.lists(st.text(max_size=3), max_size=6),
     "logit_bias": st.dictionaries(st.integers(-2, 60).map(str) | st.text(max_size=3), NUMBER, max_size=3),
@@ -699,9 +605,7 @@ ANY_PROMPT = st.text(max_size=3) | st.lists(st.text(max_size=2) | st.integers(-2
 
 @given(
     prompt=ANY_PROMPT | ANY_JSON,
-    fields=st.fixed_dictionaries(
-        {}, optional={name: value | ANY_JSON for name, value in OPENAI_LIKELY.items()}
-    ),
+    fields=st.fixed_dictionaries({}, optional={name: value | ANY_JSON for name, value in OPENAI_LIKELY.items()}),
 )
 @thorough
 def test_any_completion_request_gives_jobs_that_can_run_or_a_refusal(prompt, fields):
@@ -715,9 +619,7 @@ def test_any_completion_request_gives_jobs_that_can_run_or_a_refusal(prompt, fie
     for job in jobs:
         assert 1 <= job.sequences <= CONFIG.max_client_batch_size
         assert 0 <= job.top_n_tokens <= CONFIG.max_top_n_tokens
-        assert all(
-            0 <= token < FACTS.vocab_size and abs(bias) <= 100 for token, bias in job.sampling.logit_bias
-        )
+        assert all(0 <= token < FACTS.vocab_size and abs(bias) <= 100 for token, bias in job.sampling.logit_bias)
         assert job.max_new_tokens is None or job.min_new_tokens <= job.max_new_tokens
         if isinstance(job.prompt, list):
             assert all(0 <= token < FACTS.vocab_size for token in job.prompt)
@@ -728,13 +630,9 @@ def test_any_completion_request_gives_jobs_that_can_run_or_a_refusal(prompt, fie
     fields=st.fixed_dictionaries(
         {},
         optional={
-            **dict.fromkeys(
-                ("top_k", "seed", "min_tokens", "best_of", "top_n_tokens"), st.none() | st.integers(0, 300)
-            ),
+            **dict.fromkeys(("top_k", "seed", "min_tokens", "best_of", "top_n_tokens"), st.none() | st.integers(0, 300)),
             **dict.fromkeys(("presence_penalty", "frequency_penalty"), st.sampled_from([None, 0, 0.5])),
-            **dict.fromkeys(
-                ("temperature", "top_p", "typical_p", "repetition_penalty"), st.sampled_from([None, 1, 0.5])
-            ),
+            **dict.fromkeys(("temperature", "top_p", "typical_p", "repetition_penalty"), st.sampled_from([None, 1, 0.5])),
             "min_p": st.sampled_from([None, 0, 0.5]),
             "logprobs": st.none() | st.booleans() | st.integers(0, 2),
             "logit_bias": st.none() | st.dictionaries(st.sampled_from(["5", "6"]), st.sampled_from([0, 1])),
@@ -750,11 +648,7 @@ def test_a_device_that_samples_takes_a_request_as_the_host_does_or_names_what_it
             return str(error)
         for n, job in enumerate(jobs):  # a seed that is not given is drawn
             drawn = job.sampling.seed is not None and fields.get("seed") is None
-            jobs[n] = (
-                msgspec.structs.replace(job, sampling=msgspec.structs.replace(job.sampling, seed=0))
-                if drawn
-                else job
-            )
+            jobs[n] = msgspec.structs.replace(job, sampling=msgspec.structs.replace(job.sampling, seed=0)) if drawn else job
         return jobs
 
     on_host, on_device = ask(FACTS), ask(ON_DEVICE)
@@ -762,11 +656,7 @@ def test_a_device_that_samples_takes_a_request_as_the_host_does_or_names_what_it
         assert "needs SAMPLING=host: this server samples on the device" in on_device
         return
     for job in on_device if isinstance(on_device, list) else []:
-        can = {
-            "seed": job.sampling.seed,
-            "temperature": job.sampling.temperature,
-            "top_p": job.sampling.top_p,
-        }
+        can = {"seed": job.sampling.seed, "temperature": job.sampling.temperature, "top_p": job.sampling.top_p}
         can["min_p"] = job.sampling.min_p if job.sampling.seed is None else 0.0
         bias = [(token, 0) for token, _bias in job.sampling.logit_bias]
         assert job.sampling == Sampling(**can, top_k=job.sampling.top_k, logit_bias=bias)
@@ -866,17 +756,11 @@ def test_a_prompt_without_tokens_is_refused():
 
 def test_a_token_that_the_model_does_not_have_is_refused():
     assert fit(asked(), [49], FACTS)[0] == [49]
-    assert_invalid(
-        unfit(2, token=50), "`inputs` holds token 50, but the model's vocabulary has the tokens 0 to 49"
-    )
+    assert_invalid(unfit(2, token=50), "`inputs` holds token 50, but the model's vocabulary has the tokens 0 to 49")
     assert fit(asked(truncate=1), [50, 49], FACTS)[0] == [49]
 
 
-@given(
-    length=st.integers(0, 250),
-    max_new_tokens=st.none() | st.integers(1, 250),
-    truncate=st.none() | st.integers(1, 100),
-)
+@given(length=st.integers(0, 250), max_new_tokens=st.none() | st.integers(1, 250), truncate=st.none() | st.integers(1, 100))
 @thorough
 def test_what_fits_is_never_more_than_the_slot_holds(length, max_new_tokens, truncate):
     kept = min(length, truncate or length)
@@ -915,9 +799,7 @@ def test_the_last_event_of_a_stream():
         b'{"index":2,"token":{"id":2,"text":"</s>","logprob":-0.25,"special":true},"generated_text":" x y",'
         b'"details":{"finish_reason":"eos_token","generated_tokens":2,"seed":null,"input_length":7}}'
     )
-    assert b'"generated_text":" x","details":null}' in encode(
-        schema.StreamResponse(2, END, generated_text=" x")
-    )
+    assert b'"generated_text":" x","details":null}' in encode(schema.StreamResponse(2, END, generated_text=" x"))
 
 
 def test_an_answer_without_details():
@@ -961,12 +843,7 @@ def test_info_has_tgis_keys_in_their_order_and_then_others():
 @pytest.mark.parametrize(
     ("error", "status", "retry_after_s", "body"),
     [
-        (
-            errors.invalid(None, "no"),
-            422,
-            None,
-            b'{"error":"Input validation error: no","error_type":"validation"}',
-        ),
+        (errors.invalid(None, "no"), 422, None, b'{"error":"Input validation error: no","error_type":"validation"}'),
         (errors.overloaded(), 429, 1, b'{"error":"Model is overloaded","error_type":"overloaded"}'),
         (
             end_error("failed", "it broke"),
@@ -981,12 +858,7 @@ def test_info_has_tgis_keys_in_their_order_and_then_others():
             b'{"error":"Failed to buffer the request body: length limit exceeded (at most 2000 bytes; --payload-limit raises '
             b'it)","error_type":"validation"}',
         ),
-        (
-            end_error("cancelled"),
-            500,
-            None,
-            b'{"error":"Incomplete generation","error_type":"incomplete_generation"}',
-        ),
+        (end_error("cancelled"), 500, None, b'{"error":"Incomplete generation","error_type":"incomplete_generation"}'),
         (
             errors.not_ready("loading"),
             503,
@@ -1006,12 +878,7 @@ def test_errors_have_tgis_shape(error, status, retry_after_s, body):
 
 @pytest.mark.parametrize(
     ("logprob", "written"),
-    [
-        (-0.3400000035762787, b"-0.34"),
-        (-16.777217864990234, b"-16.7772179"),
-        (-1.1920929e-7, b"-1e-7"),
-        (-1e-9, b"0.0"),
-    ],
+    [(-0.3400000035762787, b"-0.34"), (-16.777217864990234, b"-16.7772179"), (-1.1920929e-7, b"-1e-7"), (-1e-9, b"0.0")],
 )
 def test_a_logprob_is_written_with_seven_decimals(logprob, written):
     assert encode(rounded(logprob)) == written
@@ -1048,12 +915,7 @@ def test_log_probabilities_are_computed_where_they_are_returned_or_rank_sequence
 def test_a_misspelt_field_is_refused_with_the_right_name(kind):
     for name in set(kind.__struct_fields__) - {"n"}:
         for misspelt in (name + "x", name[:-1], name.replace("_", "", 1) if "_" in name else name + "s"):
-            if misspelt in {
-                *kind.__struct_fields__,
-                *validate.NOT_SUPPORTED,
-                *validate.CHANGES_TEXT,
-                *validate.NOT_MISSPELT,
-            }:
+            if misspelt in {*kind.__struct_fields__, *validate.NOT_SUPPORTED, *validate.CHANGES_TEXT, *validate.NOT_MISSPELT}:
                 continue
             with pytest.raises(ApiError, match="did you mean") as error:
                 parse_with(kind, misspelt, 1)
@@ -1068,16 +930,10 @@ def test_a_request_with_more_fields_than_any_client_sends_is_refused():
 
 
 def parse_with(kind, name, value):
-    required = {
-        CompletionRequest: {"prompt": "a"},
-        ChatRequest: {"messages": []},
-        GenerateRequest: {"inputs": "a"},
-    }
+    required = {CompletionRequest: {"prompt": "a"}, ChatRequest: {"messages": []}, GenerateRequest: {"inputs": "a"}}
     required[schema.ResponsesRequest] = {"input": "a"}
     if kind is schema.Parameters:
-        return validate.parse(
-            json.dumps({"inputs": "a", "parameters": {name: value}}).encode(), GenerateRequest
-        )
+        return validate.parse(json.dumps({"inputs": "a", "parameters": {name: value}}).encode(), GenerateRequest)
     return validate.parse(json.dumps(required[kind] | {name: value}).encode(), kind)
 
 
@@ -1120,17 +976,7 @@ def test_the_refusal_of_another_apis_field_names_what_to_use(kind, name, meant):
     assert str(error.value).endswith(meant)
 
 
-HARMLESS = (
-    "user",
-    "metadata",
-    "store",
-    "service_tier",
-    "request_id",
-    "mode",
-    "models",
-    "priority",
-    "options",
-)
+HARMLESS = ("user", "metadata", "store", "service_tier", "request_id", "mode", "models", "priority", "options")
 
 
 @pytest.mark.parametrize("name", ["model", *HARMLESS])

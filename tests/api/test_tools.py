@@ -60,14 +60,8 @@ CALLS = {
         '<tool_call>\n{"name": "weather", "arguments": {"city": "Bern"}}\n</tool_call>',
         '\n<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>',
     ),
-    "llama3_json": (
-        '{"name": "weather", "parameters": {"city": "Bern"}}',
-        '; {"name": "now", "parameters": {}}',
-    ),
-    "mistral": (
-        '[TOOL_CALLS] [{"name": "weather", "arguments": {"city": "Bern"}}',
-        ', {"name": "now", "arguments": {}}',
-    ),
+    "llama3_json": ('{"name": "weather", "parameters": {"city": "Bern"}}', '; {"name": "now", "parameters": {}}'),
+    "mistral": ('[TOOL_CALLS] [{"name": "weather", "arguments": {"city": "Bern"}}', ', {"name": "now", "arguments": {}}'),
     "pythonic": ('[weather(city="Bern")', ", now()"),
 }
 ENDS = {"mistral": "]", "pythonic": "]"}
@@ -136,9 +130,7 @@ def test_the_format_of_calls_is_detected_in_the_chat_template(name, tmp_path):
         ('{{ tools }}"parameters"', ""),
     ],
 )
-def test_a_template_without_tools_or_with_an_unknown_format_is_not_taken_for_another(
-    template, name, tmp_path
-):
+def test_a_template_without_tools_or_with_an_unknown_format_is_not_taken_for_another(template, name, tmp_path):
     tokenizer = Tokenizer(tiny_tokenizers.save(tiny_tokenizers.byte_level(), tmp_path))
     found = tool_format(ChatTemplate(template, {}), tokenizer, None)
     assert (found and found.name) == name
@@ -146,10 +138,7 @@ def test_a_template_without_tools_or_with_an_unknown_format_is_not_taken_for_ano
 
 
 def test_a_template_of_its_own_for_tools_is_used_for_them(tmp_path):
-    templates = [
-        {"name": "default", "template": "d"},
-        {"name": "tool_use", "template": "{{ tools }}<tool_call>"},
-    ]
+    templates = [{"name": "default", "template": "d"}, {"name": "tool_use", "template": "{{ tools }}<tool_call>"}]
     tokenizer = tiny_tokenizers.save(tiny_tokenizers.byte_level(), tmp_path, chat_template=templates)
     template = ChatTemplate.load(tokenizer)
     assert template.render([{"role": "user", "content": ""}]) == "d"
@@ -169,18 +158,8 @@ def test_a_template_of_its_own_for_tools_is_used_for_them(tmp_path):
         (TOOLS, "now", "named", ["now"]),
         (TOOLS, {"type": "function", "function": {"name": "now"}}, "named", ["now"]),
         (TOOLS, {"function": {"name": "now"}}, "named", ["now"]),
-        (
-            TOOLS,
-            {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": [NOW]}},
-            "auto",
-            ["now"],
-        ),
-        (
-            TOOLS,
-            {"type": "allowed_tools", "allowed_tools": {"mode": "required", "tools": [NOW]}},
-            "required",
-            ["now"],
-        ),
+        (TOOLS, {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": [NOW]}}, "auto", ["now"]),
+        (TOOLS, {"type": "allowed_tools", "allowed_tools": {"mode": "required", "tools": [NOW]}}, "required", ["now"]),
     ],
 )
 def test_a_tool_choice_says_whether_and_what_is_called(tools, choice, mode, names):
@@ -190,9 +169,7 @@ def test_a_tool_choice_says_whether_and_what_is_called(tools, choice, mode, name
     assert found.is_named == (mode == "named")
 
 
-@pytest.mark.parametrize(
-    ("tools", "choice"), [([], None), (None, None), ([], "auto"), (None, "none"), (TOOLS, "none")]
-)
+@pytest.mark.parametrize(("tools", "choice"), [([], None), (None, None), ([], "auto"), (None, "none"), (TOOLS, "none")])
 @pytest.mark.parametrize("form", [None, ToolFormat("hermes"), ToolFormat("")])
 def test_nothing_is_called_without_tools_and_with_the_choice_none(tools, choice, form):
     assert tool_use(request(tools, choice), form) is None
@@ -231,12 +208,7 @@ def allowed(**more):
         ([tool(parameters=[])], None, "tools[0].function.parameters", "object"),
         ([tool(parameters={"type": "string"})], None, "tools[0].function.parameters", "object"),
         ([tool(parameters={"properties": []})], None, "tools[0].function.parameters", "object"),
-        (
-            [tool(), tool("g", {"properties": {"a": {"multipleOf": 99999}}})],
-            "g",
-            "tools[1].function.parameters",
-            "multipleOf",
-        ),
+        ([tool(), tool("g", {"properties": {"a": {"multipleOf": 99999}}})], "g", "tools[1].function.parameters", "multipleOf"),
         ([tool(f"t{n}", MULTIPLE) for n in range(9)], "required", "tools", "all together"),
     ],
 )
@@ -294,9 +266,7 @@ def tokenizer_of(kind):
     tokenizer = tiny_tokenizers.byte_level()
     if kind != "text":
         markers = [marker for markers in (*MARKERS.values(), THINKING) for marker in markers]
-        tokenizer.add_tokens(
-            [AddedToken(marker, special=kind == "special", normalized=False) for marker in markers]
-        )
+        tokenizer.add_tokens([AddedToken(marker, special=kind == "special", normalized=False) for marker in markers])
     return tokenizer
 
 
@@ -375,12 +345,7 @@ def test_strict_allows_any_text_and_constrains_the_calls_in_it(name, tokenizer):
 @pytest.mark.parametrize("name", FORMATS)
 def test_with_a_format_of_the_text_an_answer_is_a_call_or_has_that_format(name, tokenizer):
     body = LLMatcher.grammar_from_json_schema(
-        {
-            "type": "object",
-            "properties": {"ok": {"type": "boolean"}},
-            "required": ["ok"],
-            "additionalProperties": False,
-        }
+        {"type": "object", "properties": {"ok": {"type": "boolean"}}, "required": ["ok"], "additionalProperties": False}
     )
     found = use(name, choice="auto", token_id=tokenizer.token_to_id)
     judge = Judge(tokenizer, found.grammar_beside("response_format", body))
@@ -432,9 +397,7 @@ def test_arguments_of_python_calls_have_the_types_of_the_schema(arguments, is_al
         assert Reading(use("pythonic")).whole(written).calls
 
 
-@pytest.mark.parametrize(
-    "value", ['"a"', "-1.5e3", "True", "None", "[1, [2], 'x']", '{"a": {"b": False}, "c": []}', "{}"]
-)
+@pytest.mark.parametrize("value", ['"a"', "-1.5e3", "True", "None", "[1, [2], 'x']", '{"a": {"b": False}, "c": []}', "{}"])
 def test_arguments_of_python_calls_without_a_type_are_any_literal(value):
     found = use("pythonic", [tool("f", {"properties": {"x": {}}})], "required")
     judge = Judge(tokenizer_of("text"), found.grammar)
@@ -445,9 +408,7 @@ def test_arguments_of_python_calls_without_a_type_are_any_literal(value):
 
 @pytest.mark.parametrize("thinking", ["inside", "before"])
 def test_a_grammar_begins_after_the_end_of_thinking(thinking, tokenizer):
-    grammar = after_thinking(
-        LLMatcher.grammar_from_json_schema({"const": 1}), thinking, tokenizer.token_to_id
-    )
+    grammar = after_thinking(LLMatcher.grammar_from_json_schema({"const": 1}), thinking, tokenizer.token_to_id)
     judge = Judge(tokenizer, grammar)
     opening = "<think>" if thinking == "before" else ""
     assert judge.allows(opening + "\nHm, {2}?\n</think>\n\n1")
@@ -464,12 +425,7 @@ def test_a_grammar_begins_after_the_end_of_thinking(thinking, tokenizer):
 @pytest.mark.parametrize("size", [None, 1, 2, 3, 7])
 def test_calls_are_read_however_the_text_is_split(name, size):
     parts = read(Reading(use(name)).reader(), WRITTEN[name], size)
-    assert parts == [
-        (CallBegin, 0, "weather"),
-        (Arguments, 0, '{"city": "Bern"}'),
-        (CallBegin, 1, "now"),
-        (Arguments, 1, "{}"),
-    ]
+    assert parts == [(CallBegin, 0, "weather"), (Arguments, 0, '{"city": "Bern"}'), (CallBegin, 1, "now"), (Arguments, 1, "{}")]
 
 
 SNIPPETS = [
@@ -508,9 +464,7 @@ def test_any_text_gives_the_same_parts_however_it_is_split(name, snippets, think
     assert (reader.failed, reader.has_calls) == (other.failed, other.has_calls)
     whole = reading.whole(text)
     assert all(isinstance(json.loads(call.arguments), dict) for call in whole.calls)
-    assert other.failed or [call.name for call in whole.calls] == [
-        name for kind, _, name in parts if kind is CallBegin
-    ]
+    assert other.failed or [call.name for call in whole.calls] == [name for kind, _, name in parts if kind is CallBegin]
     if other.failed and not thinking:
         assert whole == (text, "", [])
 
@@ -531,19 +485,9 @@ def test_no_text_is_lost_or_made_up_in_a_text_without_calls(name, snippets):
         ("hermes", "\n\n" + WRITTEN["hermes"] + "\n", "", BOTH),
         ("hermes", WRITTEN["hermes"] + " Done.", " Done.", BOTH),
         ("hermes", '<tool_call>{"name":"now","arguments":{}}', "", BOTH[1:]),
-        (
-            "hermes",
-            '<tool_call>{"arguments": {"city": "}"}, "name": "weather"}</tool_call>',
-            "",
-            [("weather", {"city": "}"})],
-        ),
+        ("hermes", '<tool_call>{"arguments": {"city": "}"}, "name": "weather"}</tool_call>', "", [("weather", {"city": "}"})]),
         ("hermes", '<tool_call>{"name": "now", "arguments": {}, "id": "x"}</tool_call>', "", BOTH[1:]),
-        (
-            "hermes",
-            '<tool_call>{"name": "weather", "arguments": {"city": "\\"}\\\\"}}',
-            "",
-            [("weather", {"city": '"}\\'})],
-        ),
+        ("hermes", '<tool_call>{"name": "weather", "arguments": {"city": "\\"}\\\\"}}', "", [("weather", {"city": '"}\\'})]),
         ("llama3_json", "<|python_tag|>" + WRITTEN["llama3_json"], "", BOTH),
         ("llama3_json", "One moment.<|python_tag|>" + WRITTEN["llama3_json"], "One moment.", BOTH),
         ("llama3_json", '{"type": "function", "name": "now", "parameters": {}}', "", BOTH[1:]),
@@ -685,16 +629,12 @@ def test_foreign_ids_are_shortened_in_calls_and_results_where_the_template_requi
 # Answers
 
 
-def chat_answer(
-    folder, written, kind="special", streams=False, reading=None, logprobs=False, finish="eos_token"
-):
+def chat_answer(folder, written, kind="special", streams=False, reading=None, logprobs=False, finish="eos_token"):
     """An answer whose sequences have the texts `written`, token by token: whole, or as the choices of its stream."""
     tokenizer = Tokenizer(tiny_tokenizers.save(tokenizer_of(kind), folder))
     job = Job("", reading=reading, sequences=len(written), logprobs=logprobs)
     info = ModelInfo("m", None, str(folder), 1000, [], 1, 1, 2, "fake", "float32")
-    answer = ChatAnswer(
-        [job], info, tokenizer, streams, request=schema.ChatRequest(messages=[], logprobs=logprobs)
-    )
+    answer = ChatAnswer([job], info, tokenizer, streams, request=schema.ChatRequest(messages=[], logprobs=logprobs))
     sequences, events = [Sequence(tokenizer, job, [5], 99, n, n) for n in range(len(written))], b""
     for sequence, text in zip(sequences, written):
         ids = tokenizer.encode(text, add_special_tokens=False)
@@ -704,9 +644,7 @@ def chat_answer(
             events += answer.events(sequence, pieces) if streams else b""
     if not streams:
         return json.loads(schema.encode(answer.whole(sequences)))["choices"]
-    return [
-        json.loads(event.removeprefix("data: "))["choices"][0] for event in events.decode().split("\n\n")[:-1]
-    ]
+    return [json.loads(event.removeprefix("data: "))["choices"][0] for event in events.decode().split("\n\n")[:-1]]
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -733,9 +671,7 @@ def test_calls_are_streamed_in_openais_sequence(kind, tmp_path):
         begin, *rest = [call for (call,) in called if call["index"] == index]
         assert re.fullmatch("call_[0-9a-f]{24}", begin.pop("id"))
         assert begin == {"index": index, "type": "function", "function": {"name": name, "arguments": ""}}
-        assert all(
-            call.keys() == {"index", "function"} and call["function"].keys() == {"arguments"} for call in rest
-        )
+        assert all(call.keys() == {"index", "function"} and call["function"].keys() == {"arguments"} for call in rest)
         assert json.loads("".join(call["function"]["arguments"] for call in rest)) == arguments
     assert deltas[-1] == {}
     assert [choice["finish_reason"] for choice in choices] == [None] * (len(choices) - 1) + ["tool_calls"]
@@ -755,12 +691,8 @@ def test_calls_are_streamed_in_openais_sequence(kind, tmp_path):
         ("auto", "length", CALLS["hermes"][0][:-20], "length"),
     ],
 )
-def test_the_finish_reason_says_whether_tools_are_to_be_called(
-    choice, finish, text, reason, streams, tmp_path
-):
-    answer = chat_answer(
-        tmp_path, [text], streams=streams, reading=Reading(use(choice=choice)), finish=finish
-    )
+def test_the_finish_reason_says_whether_tools_are_to_be_called(choice, finish, text, reason, streams, tmp_path):
+    answer = chat_answer(tmp_path, [text], streams=streams, reading=Reading(use(choice=choice)), finish=finish)
     assert answer[-1]["finish_reason"] == reason
     if not streams and choice in ("required", "weather"):
         assert answer[0]["message"]["content"] == ""
@@ -781,16 +713,8 @@ def test_each_choice_is_read_by_itself(streams, tmp_path):
 def test_reasoning_is_written_under_both_of_its_names(kind, tmp_path):
     reading = Reading(None, "before")
     (choice,) = chat_answer(tmp_path, ["<think>Hm</think>Yes"], kind, reading=reading)
-    assert choice["message"] == {
-        "role": "assistant",
-        "content": "Yes",
-        "reasoning": "Hm",
-        "reasoning_content": "Hm",
-    }
-    deltas = [
-        c["delta"]
-        for c in chat_answer(tmp_path, ["<think>Hm</think>Yes"], kind, streams=True, reading=reading)
-    ]
+    assert choice["message"] == {"role": "assistant", "content": "Yes", "reasoning": "Hm", "reasoning_content": "Hm"}
+    deltas = [c["delta"] for c in chat_answer(tmp_path, ["<think>Hm</think>Yes"], kind, streams=True, reading=reading)]
     for name, written in (("content", "Yes"), ("reasoning", "Hm"), ("reasoning_content", "Hm")):
         assert "".join(delta.get(name, "") for delta in deltas) == written
 
@@ -817,11 +741,7 @@ def served_with(serve, monkeypatch, template, **settings):
 
 USER = {"role": "user", "content": "Hi"}
 SHORT = tool(
-    parameters={
-        "properties": {"day": {"enum": ["Monday", "Sunday"]}},
-        "required": ["day"],
-        "additionalProperties": False,
-    }
+    parameters={"properties": {"day": {"enum": ["Monday", "Sunday"]}}, "required": ["day"], "additionalProperties": False}
 )
 LLAMA = "{% if tools %}<|python_tag|>{{ tools[0].function.name }};{% endif %}"
 
@@ -835,13 +755,7 @@ def streamed(response):
 @pytest.mark.parametrize(("choice", "reason"), [("required", "tool_calls"), ("weather", "stop")])
 def test_a_forced_call_is_answered_whole_and_streamed(serve, monkeypatch, choice, reason):
     served = served_with(serve, monkeypatch, LLAMA)
-    body = {
-        "messages": [USER],
-        "temperature": 0,
-        "tools": [SHORT],
-        "tool_choice": choice,
-        "parallel_tool_calls": False,
-    }
+    body = {"messages": [USER], "temperature": 0, "tools": [SHORT], "tool_choice": choice, "parallel_tool_calls": False}
     answer = served.post("/v1/chat/completions", body).json["choices"][0]
     assert answer["finish_reason"] == reason
     message = answer["message"]
@@ -870,56 +784,34 @@ def test_tools_are_printed_by_the_template_whatever_the_choice_is(serve, monkeyp
 
 
 @pytest.mark.parametrize(
-    ("body", "param"),
-    [
-        ({"tool_choice": "required"}, "tool_choice"),
-        ({"tools": [tool(strict=True)]}, "tools"),
-    ],
+    ("body", "param"), [({"tool_choice": "required"}, "tool_choice"), ({"tools": [tool(strict=True)]}, "tools")]
 )
 def test_a_device_that_samples_cannot_constrain_calls(serve, monkeypatch, body, param):
     served = served_with(serve, monkeypatch, LLAMA, sampling="device")
     body = {"messages": [USER], "tools": [SHORT], "max_tokens": 3} | body
     error = served.post("/v1/chat/completions", body).json["error"]
     assert error["param"] == param and "SAMPLING=host" in error["message"]
-    assert (
-        served.post(
-            "/v1/chat/completions", {"messages": [USER], "tools": [SHORT], "max_tokens": 3}
-        ).status_code
-        == 200
-    )
+    assert served.post("/v1/chat/completions", {"messages": [USER], "tools": [SHORT], "max_tokens": 3}).status_code == 200
 
 
 def test_a_model_without_a_place_for_tools_refuses_them(served):
     error = served.post("/v1/chat/completions", {"messages": [USER], "tools": TOOLS}).json["error"]
     assert error["param"] == "tools" and "no place for tools" in error["message"]
-    assert (
-        served.post(
-            "/v1/chat/completions", {"messages": [USER], "tools": TOOLS, "tool_choice": "none"}
-        ).status_code
-        == 200
-    )
+    assert served.post("/v1/chat/completions", {"messages": [USER], "tools": TOOLS, "tool_choice": "none"}).status_code == 200
 
 
 def test_a_tool_whose_schema_cannot_be_enforced_is_refused_as_one_of_the_tools(serve, monkeypatch):
     served = served_with(serve, monkeypatch, LLAMA)
     parameters = {"type": "object", "properties": {"city": {"not": {}}}}
     tools = [{"type": "function", "function": {"name": "weather", "parameters": parameters}}]
-    response = served.post(
-        "/v1/chat/completions", {"messages": [USER], "tools": tools, "tool_choice": "required"}
-    )
+    response = served.post("/v1/chat/completions", {"messages": [USER], "tools": tools, "tool_choice": "required"})
     assert response.status_code == 422 and response.json["error"]["param"] == "tools"
     assert "Unimplemented keys" in response.json["error"]["message"]
 
 
 def test_a_tool_parser_may_be_set(serve, monkeypatch):
     served = served_with(serve, monkeypatch, "{% if tools %}{% endif %}", tool_parser="pythonic")
-    body = {
-        "messages": [USER],
-        "temperature": 0,
-        "tools": [SHORT],
-        "tool_choice": "required",
-        "parallel_tool_calls": False,
-    }
+    body = {"messages": [USER], "temperature": 0, "tools": [SHORT], "tool_choice": "required", "parallel_tool_calls": False}
     (call,) = served.post("/v1/chat/completions", body).json["choices"][0]["message"]["tool_calls"]
     assert json.loads(call["function"]["arguments"]).keys() == {"day"}
 

@@ -101,10 +101,7 @@ def test_a_request_is_a_span_below_the_clients_with_a_span_for_each_stage(traced
     assert response.status_code == 200
     request, stages = collector.trace()
     after = time.time()
-    assert (request["traceId"], request["parentSpanId"]) == (
-        "0af7651916cd43dd8448eb211c80319c",
-        "b7ad6b7169203331",
-    )
+    assert (request["traceId"], request["parentSpanId"]) == ("0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331")
     assert request["kind"] == 2  # a server's
     assert attributes(request) == {
         "request_id": "the-id",
@@ -126,9 +123,7 @@ def test_a_request_is_a_span_below_the_clients_with_a_span_for_each_stage(traced
 
 def test_the_time_in_the_queue_is_in_the_span_of_that_name(traced, collector):
     traced.model.may_decode.clear()
-    running = traced.client.post(
-        "/generate_stream", json={"inputs": "a", "parameters": {"max_new_tokens": 9}}
-    )
+    running = traced.client.post("/generate_stream", json={"inputs": "a", "parameters": {"max_new_tokens": 9}})
     body = {"inputs": "abc", "parameters": {"max_new_tokens": 1}}
     waiting = gevent.spawn(traced.post, "/generate", body)
     gevent.sleep(0.3)
@@ -152,19 +147,14 @@ def test_each_sequence_of_a_request_has_spans_of_its_own(traced, collector):
     traced.post("/v1/completions", {"prompt": ["abc", "de"], "n": 2, "temperature": 1, "max_tokens": 3})
     _request, stages = collector.trace("POST /v1/completions")
     assert names(stages) == ["validate", *("queue", "prefill", "decode") * 4]
-    assert [attributes(stage)["sequence"] for stage in stages[1:]] == [
-        str(i) for i in range(4) for _ in range(3)
-    ]
+    assert [attributes(stage)["sequence"] for stage in stages[1:]] == [str(i) for i in range(4) for _ in range(3)]
 
 
 def test_a_request_that_is_refused_shows_its_status_and_no_stage_after_the_validation(traced, collector):
     assert traced.post("/generate", {"inputs": ""}).status_code == 422
     request, stages = collector.trace()
     assert names(stages) == ["validate"]
-    assert (attributes(request)["http.response.status_code"], attributes(request)["error.type"]) == (
-        "422",
-        "validation",
-    )
+    assert (attributes(request)["http.response.status_code"], attributes(request)["error.type"]) == ("422", "validation")
     assert request.get("status", {}).get("code", 0) == 0  # an error of the client
 
 
@@ -173,17 +163,12 @@ def test_a_failure_of_the_device_is_an_error_of_the_span(traced, collector):
     assert traced.post("/generate", {"inputs": "abc"}).status_code == 424
     request, stages = collector.trace()
     assert names(stages) == ["validate"]
-    assert (attributes(request)["http.response.status_code"], attributes(request)["error.type"]) == (
-        "424",
-        "generation",
-    )
+    assert (attributes(request)["http.response.status_code"], attributes(request)["error.type"]) == ("424", "generation")
     assert request["status"]["code"] == 2
 
 
 def test_a_client_that_disconnects_ends_its_spans(traced, collector):
-    response = traced.client.post(
-        "/generate_stream", json={"inputs": "abc", "parameters": {"max_new_tokens": 50}}
-    )
+    response = traced.client.post("/generate_stream", json={"inputs": "abc", "parameters": {"max_new_tokens": 50}})
     response.close()
     request, stages = collector.trace("POST /generate_stream")
     assert attributes(request)["error.type"] == "dropped"
@@ -198,9 +183,7 @@ def test_a_trace_that_the_client_does_not_sample_is_not_exported(traced, collect
     assert {span["traceId"] for span in collector.spans} == {CLIENT["traceparent"].split("-")[1]}
 
 
-@pytest.mark.parametrize(
-    "header", ["", "00-0-0-01", "ff-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01", "é"]
-)
+@pytest.mark.parametrize("header", ["", "00-0-0-01", "ff-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01", "é"])
 def test_a_header_that_names_no_span_begins_a_trace(traced, collector, header):
     assert traced.post("/generate", {"inputs": "abc"}, headers={"traceparent": header}).status_code == 200
     assert not collector.trace()[0].get("parentSpanId")
@@ -217,9 +200,7 @@ def test_health_and_metrics_are_not_traced(traced, collector):
 @pytest.fixture
 def main(monkeypatch, caplog):
     """web.py's `main` with an endpoint for traces: its exit code, and the one line that it logs."""
-    monkeypatch.setattr(
-        web.configuration, "load", lambda: Config(otlp_endpoint="http://127.0.0.1:4318/v1/traces")
-    )
+    monkeypatch.setattr(web.configuration, "load", lambda: Config(otlp_endpoint="http://127.0.0.1:4318/v1/traces"))
     monkeypatch.setattr(web.logs, "set_up", lambda *_: None)
     monkeypatch.setattr("web.die_with_parent", lambda: None)
     return lambda: (web.main(), *caplog.messages)
@@ -248,12 +229,7 @@ def test_a_variable_that_the_library_cannot_read_ends_the_server_with_one_line_t
 ):
     monkeypatch.setenv(variable, value)
     code, line = main()
-    assert (
-        code == 2
-        and line.startswith(f"{variable} '{value[:50]}")
-        and f"from {lowest} to" in line
-        and len(line) < 200
-    )
+    assert code == 2 and line.startswith(f"{variable} '{value[:50]}") and f"from {lowest} to" in line and len(line) < 200
 
 
 @pytest.mark.processes
@@ -268,9 +244,7 @@ def test_a_collector_that_hangs_delays_no_request_and_gets_all_spans_when_the_se
         collector.may_answer.set()
         assert server.stop() == 0
     assert names(collector.spans).count("POST /generate") == 3
-    assert {resource["service.name"] for resource in collector.resources} == {
-        "text-generation-inference.router"
-    }
+    assert {resource["service.name"] for resource in collector.resources} == {"text-generation-inference.router"}
 
 
 @pytest.mark.processes
@@ -281,6 +255,4 @@ def test_a_server_that_stops_waits_two_seconds_for_its_collector(collector):
         assert server.generate("Hello", max_new_tokens=3)[0] == 200
         begins = time.monotonic()
         assert server.stop() == 0
-        assert (
-            collector.is_asked.is_set() and time.monotonic() - begins < 10
-        )  # the exporter itself would wait for 10 s
+        assert collector.is_asked.is_set() and time.monotonic() - begins < 10  # the exporter itself would wait for 10 s

@@ -53,9 +53,7 @@ def test_info_tells_the_limits_in_force(served):
 
 
 def test_generate_returns_the_text_of_the_models_tokens(served):
-    response = served.post(
-        "/generate", {"inputs": "Hello", "parameters": {"max_new_tokens": 8, "details": True}}
-    )
+    response = served.post("/generate", {"inputs": "Hello", "parameters": {"max_new_tokens": 8, "details": True}})
     assert response.status_code == 200
     expected = served.expected("Hello", 8)
     assert response.json["generated_text"] == served.tokenizer.decode(expected)
@@ -69,10 +67,7 @@ def test_without_details_there_is_only_the_text(served):
 
 
 def test_a_stream_says_the_same_as_a_whole_response(served):
-    body = {
-        "inputs": "Hello",
-        "parameters": {"max_new_tokens": 12, "details": True, "seed": 5, "temperature": 0.8},
-    }
+    body = {"inputs": "Hello", "parameters": {"max_new_tokens": 12, "details": True, "seed": 5, "temperature": 0.8}}
     whole = served.post("/generate", body).json
     response = served.post("/generate_stream", body)
     assert response.content_type == "text/event-stream"
@@ -82,10 +77,7 @@ def test_a_stream_says_the_same_as_a_whole_response(served):
     assert [event["token"] for event in stream] == whole["details"]["tokens"]
     assert all(event["generated_text"] is None and event["details"] is None for event in stream[:-1])
     assert stream[-1]["generated_text"] == whole["generated_text"]
-    assert (
-        "".join(event["token"]["text"] for event in stream if not event["token"]["special"])
-        == whole["generated_text"]
-    )
+    assert "".join(event["token"]["text"] for event in stream if not event["token"]["special"]) == whole["generated_text"]
     assert stream[-1]["details"] == {
         "finish_reason": whole["details"]["finish_reason"],
         "generated_tokens": len(stream),
@@ -118,31 +110,14 @@ def test_a_device_that_samples_gives_the_same_greedy_text_and_null_for_what_it_d
 
 
 def test_a_device_that_samples_serves_openais_routes_and_the_others(sampled):
-    chat = {
-        "messages": [{"role": "user", "content": "Hi"}],
-        "max_tokens": 9,
-        "n": 2,
-        "top_p": 0.9,
-        "stop": "zz",
-    }
+    chat = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 9, "n": 2, "top_p": 0.9, "stop": "zz"}
     answer = sampled.post("/v1/chat/completions", chat).json
     assert [(choice["index"], choice["logprobs"]) for choice in answer["choices"]] == [(0, None), (1, None)]
-    completion = {
-        "prompt": "Hello",
-        "max_tokens": 8,
-        "temperature": 0,
-        "seed": 1,
-        "ignore_eos": True,
-        "echo": True,
-    }
+    completion = {"prompt": "Hello", "max_tokens": 8, "temperature": 0, "seed": 1, "ignore_eos": True, "echo": True}
     expected = sampled.tokenizer.decode(sampled.expected("Hello", 8))
-    assert (
-        sampled.post("/v1/completions", completion).json["choices"][0]["text"].startswith("Hello" + expected)
-    )
+    assert sampled.post("/v1/completions", completion).json["choices"][0]["text"].startswith("Hello" + expected)
     assert sampled.client.get("/infer?sentence=Hello").json[0].startswith("Hello" + expected)
-    predictions = sampled.post(
-        "/vertex", {"instances": [{"inputs": "Hello", "parameters": {"max_new_tokens": 8}}]}
-    ).json
+    predictions = sampled.post("/vertex", {"instances": [{"inputs": "Hello", "parameters": {"max_new_tokens": 8}}]}).json
     assert predictions == {"predictions": [expected]}
 
 
@@ -169,9 +144,7 @@ def test_top_tokens_come_when_asked_for(served):
 
 
 def test_a_stop_string_ends_the_text_and_frees_the_slot(served):
-    full = served.post("/generate", {"inputs": "stop", "parameters": {"max_new_tokens": 30}}).json[
-        "generated_text"
-    ]
+    full = served.post("/generate", {"inputs": "stop", "parameters": {"max_new_tokens": 30}}).json["generated_text"]
     stop = full[4:7]
     body = {"inputs": "stop", "parameters": {"max_new_tokens": 30, "stop": [stop], "details": True}}
     response = served.post("/generate", body).json
@@ -195,26 +168,14 @@ BAD = [
     (b"{", 400, "Failed to parse the request body as JSON: "),
     (b"\xff", 400, "Failed to parse the request body as JSON: "),
     (b"", 400, "Failed to parse the request body as JSON: "),
-    (
-        {"inputs": "a", "parameters": {"temperature": 0}},
-        422,
-        "Input validation error: `temperature` must be strictly positive",
-    ),
+    ({"inputs": "a", "parameters": {"temperature": 0}}, 422, "Input validation error: `temperature` must be strictly positive"),
     (
         {"inputs": "a", "parameters": {"top_k": "x"}},
         422,
         "Failed to deserialize the JSON body into the target type: parameters.top_k: ",
     ),
-    (
-        {"inputs": "a", "parameters": {"watermark": True}},
-        422,
-        "Input validation error: `watermark` is not supported",
-    ),
-    (
-        {"inputs": "a" * WINDOW},
-        422,
-        f"Input validation error: `inputs` must have at most {WINDOW - 1} tokens. Given: {WINDOW}",
-    ),
+    ({"inputs": "a", "parameters": {"watermark": True}}, 422, "Input validation error: `watermark` is not supported"),
+    ({"inputs": "a" * WINDOW}, 422, f"Input validation error: `inputs` must have at most {WINDOW - 1} tokens. Given: {WINDOW}"),
     (
         {"inputs": "abc", "parameters": {"max_new_tokens": WINDOW}},
         422,
@@ -239,12 +200,7 @@ def test_other_content_types_are_refused(served):
     response = served.post("/generate", {"inputs": "a"}, content_type="application/x-www-form-urlencoded")
     assert response.status_code == 415
     assert response.json["error"] == "Expected request with `Content-Type: application/json`"
-    assert (
-        served.post(
-            "/generate", {"inputs": "a"}, content_type="application/vnd.api+json; charset=utf-8"
-        ).status_code
-        == 200
-    )
+    assert served.post("/generate", {"inputs": "a"}, content_type="application/vnd.api+json; charset=utf-8").status_code == 200
 
 
 def test_what_http_refuses_is_json_too(served):
@@ -286,21 +242,10 @@ def test_two_requests_too_many_are_429_while_a_step_lasts_and_the_others_do_not_
         assert response.json == {"error": "Model is overloaded", "error_type": "overloaded"}
         assert int(response.headers["Retry-After"]) > 0
     text = served.tokenizer.decode(served.expected("Hello", 6))
-    assert [response.json["generated_text"] for response in answers if response not in refused] == [
-        text
-    ] * most
+    assert [response.json["generated_text"] for response in answers if response not in refused] == [text] * most
 
 
-GENERATE = [
-    "/",
-    "/v1",
-    "/generate",
-    "/generate_stream",
-    "/v1/completions",
-    "/v1/chat/completions",
-    "/invocations",
-    "/vertex",
-]
+GENERATE = ["/", "/v1", "/generate", "/generate_stream", "/v1/completions", "/v1/chat/completions", "/invocations", "/vertex"]
 BROWSER = {
     "Origin": "http://a.example",
     "Access-Control-Request-Headers": "x-one,x-two",
@@ -318,9 +263,7 @@ def full(served):
 def test_a_full_house_is_told_before_anyone_asks_and_so_is_a_free_place(served):
     served.worker.max_concurrent_requests = 1
     served.model.may_decode.clear()
-    with served.post(
-        "/generate_stream", {"inputs": "Hello", "parameters": {"max_new_tokens": 2}}, buffered=False
-    ) as stream:
+    with served.post("/generate_stream", {"inputs": "Hello", "parameters": {"max_new_tokens": 2}}, buffered=False) as stream:
         wait_until(lambda: served.seen.is_full)
         served.model.may_decode.set()
         assert b"".join(stream.response).count(b"data: ") == 2
@@ -377,19 +320,14 @@ def test_a_failure_in_the_middle_of_a_stream_is_an_event(served):
         served.model.may_decode.set()
         stream = events(response)
     assert stream[0]["index"] == 1
-    assert stream[-1] == {
-        "error": "Request failed during generation: a step on the device failed",
-        "error_type": "generation",
-    }
+    assert stream[-1] == {"error": "Request failed during generation: a step on the device failed", "error_type": "generation"}
 
 
 def test_a_silent_stream_is_kept_open_with_comments(served, monkeypatch):
     monkeypatch.setattr(generation, "KEEP_ALIVE_S", 0.05)
     monkeypatch.setattr(web, "KEEP_ALIVE_S", 0.05)
     served.model.may_decode.clear()
-    with served.post(
-        "/generate_stream", {"inputs": "Hello", "parameters": {"max_new_tokens": 3}}, buffered=False
-    ) as response:
+    with served.post("/generate_stream", {"inputs": "Hello", "parameters": {"max_new_tokens": 3}}, buffered=False) as response:
         chunks = iter(response.response)
         assert next(chunks).startswith(b"data: ")
         assert next(chunks) == b":\n\n"
@@ -410,9 +348,7 @@ def test_a_client_that_hangs_up_frees_its_place(served, route, place):
     before = len(served.seen._queues)
 
     def ask():
-        response = served.post(
-            route, {"inputs": "Hello"}, environ_overrides={"gunicorn.socket": ours}, buffered=False
-        )
+        response = served.post(route, {"inputs": "Hello"}, environ_overrides={"gunicorn.socket": ours}, buffered=False)
         for _ in response.response:
             pass
         response.close()
@@ -429,9 +365,7 @@ def test_a_client_that_hangs_up_frees_its_place(served, route, place):
 
 
 @pytest.mark.parametrize("route", ["/generate", "/generate_stream"])
-def test_a_client_that_hangs_up_while_its_prompt_is_run_frees_its_slot_after_the_chunk_that_runs(
-    serve, route
-):
+def test_a_client_that_hangs_up_while_its_prompt_is_run_frees_its_slot_after_the_chunk_that_runs(serve, route):
     served = serve(prefill_chunk=4).get_ready()
     chunks, there, may_go_on, forward = [], threading.Event(), threading.Event(), served.model.forward
 
@@ -444,14 +378,10 @@ def test_a_client_that_hangs_up_while_its_prompt_is_run_frees_its_slot_after_the
         return forward(step)
 
     served.model.forward = pause_in_third_chunk
-    other = served.post(
-        "/generate_stream", {"inputs": "Hello", "parameters": {"max_new_tokens": 50}}, buffered=False
-    )
+    other = served.post("/generate_stream", {"inputs": "Hello", "parameters": {"max_new_tokens": 50}}, buffered=False)
     ours, theirs = socket.socketpair()
     asking = gevent.spawn(
-        lambda: served.post(
-            route, {"inputs": "a" * 40}, environ_overrides={"gunicorn.socket": ours}, buffered=False
-        )
+        lambda: served.post(route, {"inputs": "a" * 40}, environ_overrides={"gunicorn.socket": ours}, buffered=False)
     )
     wait_until(there.is_set)
     theirs.close()
@@ -523,9 +453,7 @@ def test_when_the_worker_dies_everyone_is_told(booting):
 def test_a_bug_in_the_middle_of_a_stream_is_an_event_and_ends_that_stream_alone(served, monkeypatch, caplog):
     with monkeypatch.context() as patched:
         patched.setattr(NativeAnswer, "events", lambda *_: 1 / 0)
-        *_, last = events(
-            served.post("/generate_stream", {"inputs": "Hello", "parameters": {"max_new_tokens": 5}})
-        )
+        *_, last = events(served.post("/generate_stream", {"inputs": "Hello", "parameters": {"max_new_tokens": 5}}))
     assert last["error_type"] == "internal"
     assert "ZeroDivisionError" in caplog.text
     assert served.post("/generate", {"inputs": "Hello"}).status_code == 200
@@ -550,11 +478,7 @@ def test_a_request_keeps_the_id_of_its_client_in_header_answer_and_log(served, c
     given = {"X-Request-Id": "client-1.a_B"}
     answer = served.post("/v1/completions", {"prompt": "Hi", "max_tokens": 2}, headers=given)
     assert (answer.headers["x-request-id"], answer.json["id"]) == ("client-1.a_B", "cmpl-client-1.a_B")
-    wait_until(
-        lambda: any(
-            getattr(record, "fields", {}).get("request_id") == "client-1.a_B" for record in caplog.records
-        )
-    )
+    wait_until(lambda: any(getattr(record, "fields", {}).get("request_id") == "client-1.a_B" for record in caplog.records))
     refused = served.post("/generate", b"{", headers=given)
     assert refused.headers["x-request-id"] == "client-1.a_B"
 
@@ -591,18 +515,14 @@ def test_the_openapi_document_tells_every_route_and_no_other(served):
     rules = served.client.application.url_map.iter_rules()
     there = {(method, rule.rule) for rule in rules for method in rule.methods - {"OPTIONS", "HEAD"}}
     there = {(method, path.replace("<path:name>", "{name}")) for method, path in there}
-    assert told == {(method, path) for method, path in there if not path.startswith("/docs")}, (
-        "but the page for people"
-    )
+    assert told == {(method, path) for method, path in there if not path.startswith("/docs")}, "but the page for people"
 
 
 @pytest.mark.parametrize("route", openapi.ROUTES, ids=lambda route: f"{route.method} {route.path}")
 def test_every_route_answers_in_the_type_that_it_promises(served, route):
     response = ask(served, route)
     assert response.status_code == 200
-    promised = served.client.get("/api-doc/openapi.json").json["paths"][route.path][route.method.lower()][
-        "responses"
-    ]["200"]
+    promised = served.client.get("/api-doc/openapi.json").json["paths"][route.path][route.method.lower()]["responses"]["200"]
     kinds = promised.get("content")
     assert (response.mimetype or None) in (kinds or [None])
 
@@ -616,9 +536,7 @@ def test_the_openapi_document_is_valid_and_serves_client_generators():
     text = json.dumps(document)
     assert '"default": null' not in text, "generators take such a field for a required one"
     chat = document["components"]["schemas"]["ChatRequest"]["properties"]
-    assert "model" in chat and all(
-        "items" in kind for kind in chat["tools"]["anyOf"] if kind["type"] == "array"
-    )
+    assert "model" in chat and all("items" in kind for kind in chat["tools"]["anyOf"] if kind["type"] == "array")
 
 
 @pytest.mark.parametrize("kind", openapi.EXAMPLES)
@@ -643,15 +561,7 @@ def test_with_an_api_key_only_health_and_metrics_are_open(serve, route):
         return
     assert refused.status_code == 401
     assert refused.headers["WWW-Authenticate"] == "Bearer"
-    for wrong in (
-        "Secret",
-        "Bearer secret",
-        "Bearer",
-        "Bearer Secre",
-        "Bearer Secrets",
-        "Basic Secret",
-        "Bearer Sécret",
-    ):
+    for wrong in ("Secret", "Bearer secret", "Bearer", "Bearer Secre", "Bearer Secrets", "Basic Secret", "Bearer Sécret"):
         assert ask(served, route, headers={"Authorization": wrong}).status_code == 401
     for right in ("Bearer Secret", "bearer Secret"):
         assert ask(served, route, headers={"Authorization": right}).status_code == 200
@@ -667,9 +577,7 @@ def test_a_refusal_for_want_of_the_key_has_the_shape_of_its_api(serve):
 @pytest.mark.parametrize("path", ["/generate", "/v1/chat/completions", "/nowhere"])
 def test_browsers_may_ask_from_anywhere_unless_told_otherwise(serve, path):
     served = serve(api_key="Secret").get_ready()
-    asked = served.client.options(
-        path, headers={"Origin": "https://a.example", "Access-Control-Request-Method": "POST"}
-    )
+    asked = served.client.options(path, headers={"Origin": "https://a.example", "Access-Control-Request-Method": "POST"})
     assert asked.status_code == 200
     assert asked.headers["Access-Control-Allow-Origin"] == "*"
     assert asked.headers["Access-Control-Allow-Methods"] == "GET,POST"
@@ -685,10 +593,7 @@ def test_with_a_list_of_origins_only_these_may_ask(serve):
         response = served.client.get("/health", headers={"Origin": origin})
         assert response.headers["Access-Control-Allow-Origin"] == origin
     for origin in ("https://c.example", "https://a.example.evil", ""):
-        assert (
-            "Access-Control-Allow-Origin"
-            not in served.client.get("/health", headers={"Origin": origin}).headers
-        )
+        assert "Access-Control-Allow-Origin" not in served.client.get("/health", headers={"Origin": origin}).headers
 
 
 def test_errors_of_openais_routes_have_openais_shape(served):
@@ -746,10 +651,7 @@ class BrokenBody(io.BytesIO):
 
 @pytest.mark.parametrize(
     ("error", "status", "counts"),
-    [
-        (InvalidChunkSize(b"zz"), 400, "tgi_http_errors_total,400"),
-        (ClientDisconnected(), 499, "tgi_client_hang_ups_total"),
-    ],
+    [(InvalidChunkSize(b"zz"), 400, "tgi_http_errors_total,400"), (ClientDisconnected(), 499, "tgi_client_hang_ups_total")],
 )
 def test_a_body_that_does_not_come_to_its_end_is_told_or_counted_as_what_it_is(served, error, status, counts):
     broken = {"wsgi.input_terminated": True, "CONTENT_LENGTH": None, "wsgi.input": BrokenBody(error)}
@@ -788,9 +690,7 @@ def test_a_long_text_is_tokenized_while_others_are_answered(serve):
 def test_a_new_web_process_accepts_nothing_before_it_can_serve_what_the_worker_accepts(served, monkeypatch):
     monkeypatch.setattr(engine_client, "FIRST_MESSAGE_S", WAIT_S)
     may_load = threading.Event()
-    newcomer = EngineClient(
-        served.address, lambda info: may_load.wait(WAIT_S) and handlers.ModelText.load(info, None)
-    )
+    newcomer = EngineClient(served.address, lambda info: may_load.wait(WAIT_S) and handlers.ModelText.load(info, None))
     try:
         waiting = gevent.spawn(newcomer.wait_until_known)
         wait_until(lambda: newcomer.phase == "loading")
@@ -803,9 +703,7 @@ def test_a_new_web_process_accepts_nothing_before_it_can_serve_what_the_worker_a
         newcomer.close()
 
 
-def test_a_web_process_waits_neither_for_a_worker_that_boots_nor_for_one_that_is_not_there(
-    serve, tmp_path, monkeypatch
-):
+def test_a_web_process_waits_neither_for_a_worker_that_boots_nor_for_one_that_is_not_there(serve, tmp_path, monkeypatch):
     served = serve()
     monkeypatch.setattr(engine_client, "FIRST_MESSAGE_S", WAIT_S)
     monkeypatch.setattr(engine_client, "LOADING_S", 10 * WAIT_S)
@@ -833,24 +731,14 @@ def test_an_openai_stream_that_fails_says_so_and_is_done(served):
 
 def test_the_headers_tell_what_a_request_took(served):
     response = served.post("/generate", {"inputs": "Héllo", "parameters": {"max_new_tokens": 4}})
-    headers = {
-        name: value
-        for name, value in response.headers.items()
-        if name.startswith("x-") and name != "x-request-id"
-    }
+    headers = {name: value for name, value in response.headers.items() if name.startswith("x-") and name != "x-request-id"}
     assert headers.pop("x-compute-type") == "fake"
     assert headers.pop("x-compute-characters") == "5"
     assert 0 < float(headers.pop("x-compute-time")) < WAIT_S
     assert headers.pop("x-prompt-tokens") == "6"
     assert headers.pop("x-generated-tokens") == str(len(served.expected("Héllo", 4)))
     milliseconds = {name: int(value) for name, value in headers.items()}
-    assert set(milliseconds) == {
-        "x-total-time",
-        "x-validation-time",
-        "x-queue-time",
-        "x-inference-time",
-        "x-time-per-token",
-    }
+    assert set(milliseconds) == {"x-total-time", "x-validation-time", "x-queue-time", "x-inference-time", "x-time-per-token"}
     parts = sum(milliseconds[f"x-{part}-time"] for part in ("validation", "queue", "inference"))
     assert parts <= milliseconds["x-total-time"] <= parts + 3
     stream = served.post("/generate_stream", {"inputs": "Hi", "parameters": {"max_new_tokens": 2}})
@@ -862,9 +750,7 @@ def test_the_headers_tell_what_a_request_took(served):
 def test_the_time_in_the_queue_is_told_apart_from_the_rest(served):
     served.model.may_decode.clear()
     running = gevent.spawn(served.post, "/generate", {"inputs": "a"})
-    wait_until(
-        lambda: served.model.is_paused
-    )  # sooner, the second one's prompt could run right behind the first one's
+    wait_until(lambda: served.model.is_paused)  # sooner, the second one's prompt could run right behind the first one's
     answers = []
     body = {"inputs": "c", "parameters": {"max_new_tokens": 1}}
     waiting = gevent.spawn(lambda: answers.append(served.post("/generate", body)))
@@ -881,11 +767,7 @@ def test_the_time_in_the_queue_is_told_apart_from_the_rest(served):
 def test_a_request_of_several_sequences_tells_their_sums(served):
     body = {"prompt": ["Hi", "Ho"], "n": 2, "max_tokens": 3, "temperature": 0, "ignore_eos": True}
     headers = served.post("/v1/completions", body).headers
-    assert (headers["x-compute-characters"], headers["x-prompt-tokens"], headers["x-generated-tokens"]) == (
-        "4",
-        "4",
-        "12",
-    )
+    assert (headers["x-compute-characters"], headers["x-prompt-tokens"], headers["x-generated-tokens"]) == ("4", "4", "12")
 
 
 # Deadlines
@@ -906,10 +788,7 @@ def test_an_answer_ends_at_its_deadline_with_the_text_so_far(serve):
     first = served.tokenizer.decode(served.expected("Hello", 1))
     response = late(served, "/generate", {"inputs": "Hello", "parameters": {"details": True}})
     assert (response.status_code, response.json["generated_text"]) == (200, first)
-    assert (response.json["details"]["finish_reason"], response.json["details"]["generated_tokens"]) == (
-        "length",
-        1,
-    )
+    assert (response.json["details"]["finish_reason"], response.json["details"]["generated_tokens"]) == ("length", 1)
     served.assert_idle()
     response = late(served, "/v1/completions", {"prompt": "Hello", "temperature": 0})
     assert response.json["choices"][0]["finish_reason"] == "length"
@@ -944,17 +823,13 @@ def test_an_invocation_has_a_deadline_of_its_own(serve, monkeypatch):
     monkeypatch.setattr(web, "SAGEMAKER_DEADLINE_S", DEADLINE_S)
     served = serve().get_ready()
     body = {"inputs": "Hello", "parameters": {"return_full_text": False}}
-    assert late(served, "/invocations", body).json[0]["generated_text"] == served.tokenizer.decode(
-        served.expected("Hello", 1)
-    )
+    assert late(served, "/invocations", body).json[0]["generated_text"] == served.tokenizer.decode(served.expected("Hello", 1))
     served.assert_idle()
 
 
 def test_a_stream_has_no_deadline(serve):
     served = serve(response_deadline=1e-9).get_ready()
-    stream = events(
-        served.post("/generate_stream", {"inputs": "Hello", "parameters": {"max_new_tokens": 12}})
-    )
+    stream = events(served.post("/generate_stream", {"inputs": "Hello", "parameters": {"max_new_tokens": 12}}))
     assert len(stream) == len(served.expected("Hello", 12))
 
 
@@ -976,8 +851,7 @@ def test_who_has_only_waited_until_the_deadline_is_told_to_come_again(serve):
 def metrics(served):
     text = served.client.get("/metrics").get_data(as_text=True)
     return {
-        sample.name
-        + "".join(f",{value}" for label, value in sample.labels.items() if label != "le"): sample.value
+        sample.name + "".join(f",{value}" for label, value in sample.labels.items() if label != "le"): sample.value
         for family in text_string_to_metric_families(text)
         for sample in family.samples
         if not sample.name.endswith("_bucket")
@@ -1023,12 +897,9 @@ def test_every_request_for_text_is_counted_once(served):
     seen = metrics(served)
     assert seen["tgi_request_success_total"] == seen["tgi_request_duration_count"] == 4
     assert seen["tgi_request_time_to_first_token_duration_count"] == 4
-    failures = {
-        name: value for name, value in seen.items() if name.startswith("tgi_request_failure") and value
-    }
+    failures = {name: value for name, value in seen.items() if name.startswith("tgi_request_failure") and value}
     assert failures == {
-        f"tgi_request_failure_total,{err}": n
-        for err, n in (("validation", 2), ("template", 1), ("generation", 1))
+        f"tgi_request_failure_total,{err}": n for err, n in (("validation", 2), ("template", 1), ("generation", 1))
     }
 
 
@@ -1085,40 +956,28 @@ def test_a_template_without_an_end_fails_its_chat_and_holds_up_nobody(serve, mon
     (served.folder / "chat_template.jinja").write_text(endless)
     served.get_ready()
     chats = []
-    chat = gevent.spawn(
-        lambda: chats.append(served.post("/v1/chat/completions", body_of("/v1/chat/completions")))
-    )
+    chat = gevent.spawn(lambda: chats.append(served.post("/v1/chat/completions", body_of("/v1/chat/completions"))))
     assert served.post("/generate", {"inputs": "a", "parameters": {"max_new_tokens": 2}}).status_code == 200
     assert served.client.get("/health").status_code == 200
     assert not chat.ready(), "it is still at it"
     chat.join(WAIT_S)
     (refused,) = chats
-    assert (
-        refused.status_code == 422 and "longer than 1 s of processor time" in refused.json["error"]["message"]
-    )
+    assert refused.status_code == 422 and "longer than 1 s of processor time" in refused.json["error"]["message"]
 
 
 def test_a_text_of_too_many_tokens_is_not_listed_token_by_token(served, monkeypatch):
     monkeypatch.setattr("api.handlers.MAX_LISTED_TOKENS", 10)
     assert len(served.post("/tokenize", {"inputs": "a" * 10}).json) == 10
     refused = served.post("/tokenize", {"inputs": "a" * 11})
-    assert (refused.status_code, refused.json["error"].split(": ")[1]) == (
-        422,
-        "the text has 11 tokens; at most 10 are listed",
-    )
-    assert (
-        served.post("/chat_tokenize", {"messages": [{"role": "user", "content": "a" * 11}]}).status_code
-        == 422
-    )
+    assert (refused.status_code, refused.json["error"].split(": ")[1]) == (422, "the text has 11 tokens; at most 10 are listed")
+    assert served.post("/chat_tokenize", {"messages": [{"role": "user", "content": "a" * 11}]}).status_code == 422
 
 
 def test_a_compressed_body_is_refused_by_name_instead_of_read_as_text(served):
     for header, status in (("Content-Encoding", 415), ("Transfer-Encoding", 501)):
         response = served.post("/generate", {"inputs": "a"}, headers={header: "gzip, chunked"})
         assert (response.status_code, header in response.json["error"]) == (status, True)
-    assert (
-        served.post("/generate", {"inputs": "a"}, headers={"Content-Encoding": "identity"}).status_code == 200
-    )
+    assert served.post("/generate", {"inputs": "a"}, headers={"Content-Encoding": "identity"}).status_code == 200
 
 
 def test_the_page_for_people_is_reached_on_this_host_whatever_the_request_calls_it(served):

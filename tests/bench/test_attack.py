@@ -38,9 +38,7 @@ class Gullible(http.server.BaseHTTPRequestHandler):
         length = self.headers.get("Content-Length", "0")
         self.rfile.read(int(length) if length.isascii() and length.isdigit() and len(length) < 9 else 0)
         body = (
-            b"root:x:0:0"
-            if "passwd" in self.path
-            else json.dumps({"generated_text": "a", "paths": {"/generate": {}}}).encode()
+            b"root:x:0:0" if "passwd" in self.path else json.dumps({"generated_text": "a", "paths": {"/generate": {}}}).encode()
         )
         self.send_response(200)
         self.send_header("Content-Length", str(len(body)))

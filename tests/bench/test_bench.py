@@ -44,14 +44,8 @@ def test_the_server_on_a_simulated_device_is_measured(tmp_path):
     figures = {figure["name"]: figure for figure in report["figures"]}
     efficiencies = [figure for name, figure in figures.items() if name.startswith("serving efficiency")]
     assert len(efficiencies) == 2 and all(figure["target"] for figure in efficiencies)
-    assert all(0 < figure["max"] < 1.001 for figure in efficiencies), (
-        "more tokens than the device makes: measured wrongly"
-    )
-    assert {name.partition(":")[0] for name in figures} >= {
-        "added latency",
-        "inter-token latency p99",
-        "CPU of the worker",
-    }
+    assert all(0 < figure["max"] < 1.001 for figure in efficiencies), "more tokens than the device makes: measured wrongly"
+    assert {name.partition(":")[0] for name in figures} >= {"added latency", "inter-token latency p99", "CPU of the worker"}
     for figure in figures.values():
         assert figure["min"] <= figure["value"] <= figure["max"]
         assert (figure["met"] is None) == (figure["target"] is None)
@@ -67,9 +61,7 @@ class OpenAI(http.server.BaseHTTPRequestHandler):
     asked: list[dict]
 
     def do_GET(self):
-        self.answer(
-            200, {"data": [{"id": "some-model"}]} if self.path == "/v1/models" else {"detail": "Not Found"}
-        )
+        self.answer(200, {"data": [{"id": "some-model"}]} if self.path == "/v1/models" else {"detail": "Not Found"})
 
     def do_POST(self):
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
@@ -79,9 +71,7 @@ class OpenAI(http.server.BaseHTTPRequestHandler):
         self.send_response(200)
         self.send_header("Transfer-Encoding", "chunked")
         self.end_headers()
-        written = "".join(
-            f"data: {json.dumps(event, ensure_ascii=False)}\r\n\r\n" for event in EVENTS
-        ).encode()
+        written = "".join(f"data: {json.dumps(event, ensure_ascii=False)}\r\n\r\n" for event in EVENTS).encode()
         for part in (written[:20], written[20:], b"data: [DONE]\r\n\r\n", b""):
             self.wfile.write(b"%x\r\n%s\r\n" % (len(part), part))
             self.wfile.flush()
@@ -108,26 +98,15 @@ def openai_server():
 
 
 def test_a_server_that_speaks_openais_api_is_measured(openai_server, tmp_path):
-    report, _page = bench(
-        "--url", openai_server, "--concurrency", "1", "2", "--rounds", "2", out=tmp_path / "report"
-    )
+    report, _page = bench("--url", openai_server, "--concurrency", "1", "2", "--rounds", "2", out=tmp_path / "report")
     names = {figure["name"] for figure in report["figures"]}
     assert {"throughput: 1 at a time", "ttft p99: 2 at a time", "itl p50: 2 at a time"} <= names
     assert all(body["model"] == "some-model" and body["max_tokens"] <= 64 for body in OpenAI.asked)
-    assert len({body["prompt"] for body in OpenAI.asked}) == len(OpenAI.asked), (
-        "a server could cache a text's beginning"
-    )
+    assert len({body["prompt"] for body in OpenAI.asked}) == len(OpenAI.asked), "a server could cache a text's beginning"
 
 
 def test_a_server_that_cannot_be_measured_is_named_in_one_line(tmp_path):
-    command = [
-        sys.executable,
-        "bench/bench.py",
-        "--url",
-        "http://127.0.0.1:9",
-        "--out",
-        str(tmp_path / "report"),
-    ]
+    command = [sys.executable, "bench/bench.py", "--url", "http://127.0.0.1:9", "--out", str(tmp_path / "report")]
     done = subprocess.run(command, cwd=HERE, capture_output=True, text=True, timeout=60)
     assert done.returncode == 1
     assert done.stderr.startswith("error: http://127.0.0.1:9/info: ") and done.stderr.count("\n") == 1
@@ -137,16 +116,12 @@ def test_a_server_is_ready_when_its_log_says_so_and_is_ended_with_its_children(t
     script = "sleep 60 & echo Connected; wait"
     with Server(["sh", "-c", script], free_port(), tmp_path / "log", dict(os.environ)) as server:
         server.wait_ready()
-        wait_until(
-            lambda: len(server.pids("sleep")) == 2, "the shell and its child"
-        )  # which may just be starting its program
+        wait_until(lambda: len(server.pids("sleep")) == 2, "the shell and its child")  # which may just be starting its program
     assert server.pids() == []
 
 
 def test_a_server_that_ends_before_it_is_ready_is_reported_with_its_log(tmp_path):
-    server = Server(
-        ["sh", "-c", "echo no such model; exit 2"], free_port(), tmp_path / "log", dict(os.environ)
-    )
+    server = Server(["sh", "-c", "echo no such model; exit 2"], free_port(), tmp_path / "log", dict(os.environ))
     with server, pytest.raises(RuntimeError, match="no such model"):
         server.wait_ready()
 

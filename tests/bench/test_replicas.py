@@ -46,9 +46,7 @@ def test_without_a_queue_the_first_token_takes_the_prompt_and_the_step_before_it
 
 def test_fewest_requests_keep_a_free_slot_where_a_random_choice_does_not():
     rate = 10 * 0.8 * EIGHT_SLOTS.requests_per_s(50)
-    least, anywhere = (
-        simulate(EIGHT_SLOTS, 10, rate, balance, seconds=60, tokens=50) for balance in ("least", "random")
-    )
+    least, anywhere = (simulate(EIGHT_SLOTS, 10, rate, balance, seconds=60, tokens=50) for balance in ("least", "random"))
     assert max(least.ttft_s) < max(anywhere.ttft_s) / 3
 
 

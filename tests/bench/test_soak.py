@@ -31,16 +31,9 @@ def test_a_short_soak_passes_and_has_seen_everything(tmp_path):
     assert report["texts_compared"] > 20
     assert report["cancelled"] > 0 and report["health_probes"] > 0
     assert {"429", "422", "400"} <= set(report["refused"])
-    assert {
-        "whole",
-        "stream",
-        "chat",
-        "/v1 stream",
-        "hangs up",
-        "no request",
-        "slow to write",
-        "slow to read",
-    } <= set(report["sent"])
+    assert {"whole", "stream", "chat", "/v1 stream", "hangs up", "no request", "slow to write", "slow to read"} <= set(
+        report["sent"]
+    )
 
 
 class Stub:
@@ -52,9 +45,7 @@ class Stub:
     async def serve(self, reader, writer):
         with contextlib.suppress(asyncio.IncompleteReadError):
             head = await reader.readuntil(b"\r\n\r\n")
-            length = next(
-                line.split(b": ")[1] for line in head.split(b"\r\n") if line.startswith(b"Content-Length")
-            )
+            length = next(line.split(b": ")[1] for line in head.split(b"\r\n") if line.startswith(b"Content-Length"))
             await reader.readexactly(int(length))
             writer.write(next(self.answers))
         writer.close()

@@ -39,17 +39,10 @@ def serving(port_name="PORT", command=("./entrypoint.sh", "serve"), **settings):
     inherited = {name: os.environ[name] for name in ("PATH", "HOME", "LANG") if name in os.environ}
     # /tmp: the path of a socket may have 107 characters, and folders of pytest's own are long
     with tempfile.TemporaryDirectory(prefix="textgen-clients-", dir="/tmp") as folder:
-        own = {
-            "PYTHON": os.environ["SERVER_PYTHON"],
-            "TMPDIR": folder,
-            "OMP_NUM_THREADS": "1",
-            port_name: str(port),
-        }
+        own = {"PYTHON": os.environ["SERVER_PYTHON"], "TMPDIR": folder, "OMP_NUM_THREADS": "1", port_name: str(port)}
         log = Path(folder, "log")
         with log.open("wb") as out:
-            process = subprocess.Popen(
-                command, cwd=ROOT, env=inherited | own | settings, stdout=out, stderr=out
-            )
+            process = subprocess.Popen(command, cwd=ROOT, env=inherited | own | settings, stdout=out, stderr=out)
         try:
             url = f"http://127.0.0.1:{port}"
             _wait_ready(url, process, log)
@@ -69,9 +62,7 @@ def _exit_code(process):
 
 def _processes():
     """Every process and what it waits for, to see what holds up one that does not end."""
-    return subprocess.run(
-        ["sh", "-c", "ps -eo pid,ppid,stat,wchan:20,etimes,args"], capture_output=True, text=True
-    ).stdout
+    return subprocess.run(["sh", "-c", "ps -eo pid,ppid,stat,wchan:20,etimes,args"], capture_output=True, text=True).stdout
 
 
 def free_port():

@@ -17,11 +17,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 PIECE_BYTES = 100  # less than most events have: what reads them must put lines together again
 STRING = 7  # the type of a header's value
-PASSED_ON = (
-    "Content-Type",
-    "Accept",
-    "X-Amzn-SageMaker-Custom-Attributes",
-)  # Authorization does not reach the container
+PASSED_ON = ("Content-Type", "Accept", "X-Amzn-SageMaker-Custom-Attributes")  # Authorization does not reach the container
 
 
 @contextlib.contextmanager
@@ -44,9 +40,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_POST(self):
         _, endpoints, _name, action = self.path.split("/")
-        assert endpoints == "endpoints" and action in ("invocations", "invocations-response-stream"), (
-            self.path
-        )
+        assert endpoints == "endpoints" and action in ("invocations", "invocations-response-stream"), self.path
         body = self.rfile.read(int(self.headers["Content-Length"]))
         container = http.client.HTTPConnection("127.0.0.1", self.container_port, timeout=60)
         with contextlib.closing(container):
@@ -56,9 +50,7 @@ class _Handler(BaseHTTPRequestHandler):
             if answer.status >= 400:
                 told = answer.read().decode()
                 message = f"Received client error ({answer.status}) from primary with message {told!r}"
-                self._refuse(
-                    424, "ModelError", Message=message, OriginalStatusCode=answer.status, OriginalMessage=told
-                )
+                self._refuse(424, "ModelError", Message=message, OriginalStatusCode=answer.status, OriginalMessage=told)
             elif action == "invocations":
                 self._send(200, answer.read(), {"Content-Type": answer.headers["Content-Type"]})
             else:
@@ -75,9 +67,7 @@ class _Handler(BaseHTTPRequestHandler):
         self.wfile.write(body)
 
     def _refuse(self, status, kind, **what):
-        self._send(
-            status, json.dumps(what).encode(), {"Content-Type": "application/json", "x-amzn-ErrorType": kind}
-        )
+        self._send(status, json.dumps(what).encode(), {"Content-Type": "application/json", "x-amzn-ErrorType": kind})
 
     def _stream(self, answer):
         self.send_response(200)
@@ -93,11 +83,7 @@ class _Handler(BaseHTTPRequestHandler):
 
 def payload_part(payload):
     """`payload` as one event: lengths, CRC32 of these, headers, payload, CRC32 of all before."""
-    names = {
-        ":message-type": "event",
-        ":event-type": "PayloadPart",
-        ":content-type": "application/octet-stream",
-    }
+    names = {":message-type": "event", ":event-type": "PayloadPart", ":content-type": "application/octet-stream"}
     headers = b"".join(_header(name.encode(), value.encode()) for name, value in names.items())
     prelude = struct.pack("!II", 12 + len(headers) + len(payload) + 4, len(headers))
     message = prelude + struct.pack("!I", zlib.crc32(prelude)) + headers + payload

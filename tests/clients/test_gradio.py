@@ -18,9 +18,7 @@ import gradio_app
 
 webdriver = pytest.importorskip("selenium.webdriver")
 if not (shutil.which("chromium") and shutil.which("chromedriver")):
-    pytest.skip(
-        "needs chromium and chromedriver (apt install chromium chromium-driver)", allow_module_level=True
-    )
+    pytest.skip("needs chromium and chromedriver (apt install chromium chromium-driver)", allow_module_level=True)
 
 WAIT_S = 90
 KEY = "the-key"
@@ -82,9 +80,7 @@ def urls(slow):
     port = free_port()
     command = [sys.executable, "deploy/gradio_app.py", "--port", str(port)]
     with serving(API_KEY=KEY) as url:
-        process = subprocess.Popen(
-            command, cwd=ROOT, env={"PATH": "/usr/bin", "SERVICE_NAME": url, "API_KEY": KEY}
-        )
+        process = subprocess.Popen(command, cwd=ROOT, env={"PATH": "/usr/bin", "SERVICE_NAME": url, "API_KEY": KEY})
         pages = [gradio_app.page(slow.url), gradio_app.page(url, "wrong")]
         others = [page.launch(prevent_thread_lock=True, show_error=True, quiet=True)[1] for page in pages]
         real = f"http://127.0.0.1:{port}/"
@@ -104,13 +100,7 @@ def answers(url):
 @pytest.fixture(scope="module")
 def browser():
     options = webdriver.ChromeOptions()
-    for argument in (
-        "headless",
-        "no-sandbox",
-        "disable-gpu",
-        "disable-dev-shm-usage",
-        "window-size=1000,900",
-    ):
+    for argument in ("headless", "no-sandbox", "disable-gpu", "disable-dev-shm-usage", "window-size=1000,900"):
         options.add_argument(f"--{argument}")
     browser = webdriver.Chrome(options, webdriver.ChromeService(shutil.which("chromedriver")))
     yield browser
@@ -131,9 +121,7 @@ class Page:
         self.browser = browser
 
     def shown(self, selector):
-        return [
-            found for found in self.browser.find_elements("css selector", selector) if found.is_displayed()
-        ]
+        return [found for found in self.browser.find_elements("css selector", selector) if found.is_displayed()]
 
     def wait_for(self, selector):
         return wait_until(lambda: self.shown(selector), selector)[0]
@@ -166,9 +154,7 @@ def test_words_are_shown_as_they_come(opens, slow):
     slow.may_go_on.clear()
     page = opens("slow")
     page.ask(QUESTION)
-    wait_until(
-        lambda: page.said("bot") and page.said("bot")[0].startswith("One more more"), "the first words"
-    )
+    wait_until(lambda: page.said("bot") and page.said("bot")[0].startswith("One more more"), "the first words")
     assert "last" not in page.said("bot")[0]
     slow.may_go_on.set()
     wait_until(lambda: page.said("bot")[0].endswith("more last."), "the others")

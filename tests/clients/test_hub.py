@@ -4,16 +4,7 @@ import asyncio
 import re
 
 import pytest
-from demo_server import (
-    ANSWER,
-    ANSWER_TOKENS,
-    CHAT,
-    CHAT_ANSWER,
-    CHAT_ANSWER_TOKENS,
-    CHAT_TOKENS,
-    QUESTION,
-    QUESTION_TOKENS,
-)
+from demo_server import ANSWER, ANSWER_TOKENS, CHAT, CHAT_ANSWER, CHAT_ANSWER_TOKENS, CHAT_TOKENS, QUESTION, QUESTION_TOKENS
 from huggingface_hub import AsyncInferenceClient, InferenceClient
 from huggingface_hub.errors import HfHubHTTPError, OverloadedError, ValidationError
 from weather import SCHEMA, TOOL, Forecast, GetWeather
@@ -68,9 +59,7 @@ def test_decoder_input_details_tell_the_tokens_of_the_prompt(client):
 
 
 def test_a_stream_with_details_ends_with_the_reason_and_the_whole_text(client):
-    *events, last = client.text_generation(
-        QUESTION, stream=True, details=True, max_new_tokens=5, return_full_text=False
-    )
+    *events, last = client.text_generation(QUESTION, stream=True, details=True, max_new_tokens=5, return_full_text=False)
     assert all(event.generated_text is None and event.details is None for event in events)
     assert last.generated_text == "".join(event.token.text for event in [*events, last])
     assert ANSWER.startswith(last.generated_text)
@@ -92,9 +81,7 @@ def test_top_n_tokens_come_with_each_token_the_likeliest_first(client):
     asked = {"details": True, "top_n_tokens": 3, "max_new_tokens": 4}
     whole = client.text_generation(QUESTION, **asked).details
     streamed = list(client.text_generation(QUESTION, stream=True, **asked))
-    ids = [
-        [top["id"] for top in tops] for tops in whole.top_tokens
-    ]  # this client leaves them dicts; in a stream it does not
+    ids = [[top["id"] for top in tops] for tops in whole.top_tokens]  # this client leaves them dicts; in a stream it does not
     assert [len(top) for top in ids] == [3] * 4
     assert [top[0] for top in ids] == [token.id for token in whole.tokens]
     assert [[top.id for top in event.top_tokens] for event in streamed] == ids
@@ -146,11 +133,7 @@ def test_a_busy_server_is_an_overloaded_error(client, busy):
 def test_a_chat_is_answered(chat_client):
     output = chat_client.chat_completion(CHAT, temperature=0)
     (choice,) = output.choices
-    assert (choice.message.role, choice.message.content, choice.finish_reason) == (
-        "assistant",
-        CHAT_ANSWER,
-        "stop",
-    )
+    assert (choice.message.role, choice.message.content, choice.finish_reason) == ("assistant", CHAT_ANSWER, "stop")
     assert (output.usage.prompt_tokens, output.usage.completion_tokens) == (CHAT_TOKENS, CHAT_ANSWER_TOKENS)
 
 
@@ -179,10 +162,7 @@ def test_logprobs_of_a_chat_come_with_the_likeliest_tokens(chat_client):
 
 def test_a_chat_ends_before_its_stop_text_and_after_max_tokens(chat_client):
     stopped = chat_client.chat_completion(CHAT, temperature=0, stop=[" neural"]).choices[0]
-    assert (stopped.message.content, stopped.finish_reason) == (
-        CHAT_ANSWER[: CHAT_ANSWER.index(" neural")],
-        "stop",
-    )
+    assert (stopped.message.content, stopped.finish_reason) == (CHAT_ANSWER[: CHAT_ANSWER.index(" neural")], "stop")
     cut = chat_client.chat_completion(CHAT, temperature=0, max_tokens=3)
     assert (cut.choices[0].finish_reason, cut.usage.completion_tokens) == ("length", 3)
 
@@ -199,10 +179,7 @@ def test_a_text_has_the_form_of_its_grammar(client, stream):
 
 @pytest.mark.parametrize(
     "form",
-    [
-        {"type": "json_schema", "json_schema": {"name": "forecast", "schema": SCHEMA}},
-        {"type": "json_object", "value": SCHEMA},
-    ],
+    [{"type": "json_schema", "json_schema": {"name": "forecast", "schema": SCHEMA}}, {"type": "json_object", "value": SCHEMA}],
     ids=lambda form: form["type"],
 )
 def test_a_chat_has_the_form_of_its_response_format(chat_client, form):

@@ -11,9 +11,7 @@ CHAT_MODES = [instructor.Mode.TOOLS, instructor.Mode.TOOLS_STRICT, instructor.Mo
 
 
 def connect(url, mode):
-    return instructor.from_openai(
-        openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0), mode=mode
-    )
+    return instructor.from_openai(openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0), mode=mode)
 
 
 @pytest.mark.parametrize("mode", CHAT_MODES, ids=lambda mode: mode.name)

@@ -16,27 +16,17 @@ PACKAGES = Path(os.environ["NODE_PATH"])
 GIVEN = ("QUESTION", "ANSWER", "ANSWER_TOKENS", "CHAT_ANSWER", "CHAT_ANSWER_TOKENS")
 KEY = "secret"
 
-pytestmark = pytest.mark.skipif(
-    not PACKAGES.exists(), reason="no npm here: the JavaScript clients are not installed"
-)
+pytestmark = pytest.mark.skipif(not PACKAGES.exists(), reason="no npm here: the JavaScript clients are not installed")
 
 
 @pytest.fixture(scope="module")
 def environment():
     with demo_server.serving(API_KEY=KEY, MAX_CONCURRENT_REQUESTS="1") as url:
-        yield (
-            os.environ
-            | {"SERVER": url, "KEY": KEY}
-            | {name: str(getattr(demo_server, name)) for name in GIVEN}
-        )
+        yield (os.environ | {"SERVER": url, "KEY": KEY} | {name: str(getattr(demo_server, name)) for name in GIVEN})
 
 
-@pytest.mark.parametrize(
-    "file", sorted(HERE.glob("*.test.js")), ids=lambda file: file.name.removesuffix(".test.js")
-)
+@pytest.mark.parametrize("file", sorted(HERE.glob("*.test.js")), ids=lambda file: file.name.removesuffix(".test.js"))
 def test_a_javascript_client_gets_what_it_expects(file, environment):
     command = [shutil.which("node"), "--test", "--test-reporter=spec", file]
-    done = subprocess.run(
-        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=110
-    )
+    done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=110)
     assert done.returncode == 0, done.stdout

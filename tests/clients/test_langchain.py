@@ -12,9 +12,7 @@ END = "<|endoftext|>"  # this client gives the special tokens of a stream too, a
 
 
 def endpoint(url, **parameters):
-    return HuggingFaceEndpoint(
-        endpoint_url=url, task="text-generation", **({"max_new_tokens": 200, "top_k": 1} | parameters)
-    )
+    return HuggingFaceEndpoint(endpoint_url=url, task="text-generation", **({"max_new_tokens": 200, "top_k": 1} | parameters))
 
 
 @pytest.fixture(scope="module")

@@ -9,12 +9,7 @@ from weather import MODEL, QUESTION, Forecast, GetWeather
 @pytest.fixture(scope="module", params=[False, True], ids=["chat", "responses"])
 def chat(request, url):
     return ChatOpenAI(
-        model=MODEL,
-        base_url=f"{url}/v1",
-        api_key="none",
-        temperature=0,
-        max_tokens=300,
-        use_responses_api=request.param,
+        model=MODEL, base_url=f"{url}/v1", api_key="none", temperature=0, max_tokens=300, use_responses_api=request.param
     )
 
 

@@ -18,14 +18,7 @@ CHATS = [  # model, what api_base ends in
 @pytest.fixture(params=CHATS, ids=lambda given: given[0].split("/")[0] + given[1].replace("/", "-"))
 def chat(request, url):
     model, ending = request.param
-    return {
-        "model": model,
-        "api_base": url + ending,
-        "api_key": "none",
-        "messages": CHAT,
-        "temperature": 0,
-        "timeout": 60,
-    }
+    return {"model": model, "api_base": url + ending, "api_key": "none", "messages": CHAT, "temperature": 0, "timeout": 60}
 
 
 @pytest.fixture
@@ -74,11 +67,7 @@ def test_an_answer_has_the_form_of_a_model(chat):
 
 
 def test_a_tool_is_called_whole_or_streamed(chat):
-    forced = {
-        "tools": [TOOL],
-        "tool_choice": {"type": "function", "function": {"name": "GetWeather"}},
-        "max_tokens": 200,
-    }
+    forced = {"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "GetWeather"}}, "max_tokens": 200}
     (call,) = litellm.completion(**chat, **forced).choices[0].message.tool_calls
     assert call.function.name == "GetWeather"
     GetWeather.model_validate_json(call.function.arguments)
@@ -92,10 +81,7 @@ def test_a_text_is_completed_whole_or_streamed(text):
     answer = litellm.text_completion(**text)
     assert answer.choices[0].text == ANSWER
     assert answer.usage.completion_tokens == ANSWER_TOKENS
-    assert (
-        "".join(chunk.choices[0].text or "" for chunk in litellm.text_completion(stream=True, **text))
-        == ANSWER
-    )
+    assert "".join(chunk.choices[0].text or "" for chunk in litellm.text_completion(stream=True, **text)) == ANSWER
 
 
 def test_the_async_call_answers_several_chats_at_once(chat):

@@ -8,9 +8,7 @@ import os
 import pytest
 from demo_server import QUESTION, ROOT, serving
 
-os.environ.update(
-    HF_HUB_OFFLINE="1", OMP_NUM_THREADS="1", TOKENIZERS_PARALLELISM="false"
-)  # before lm_eval is imported
+os.environ.update(HF_HUB_OFFLINE="1", OMP_NUM_THREADS="1", TOKENIZERS_PARALLELISM="false")  # before lm_eval is imported
 
 import datasets
 from lm_eval import simple_evaluate
@@ -19,16 +17,8 @@ from lm_eval.tasks import TaskManager
 MODEL = str(ROOT / "demo/model")
 LONG_TEXT = (ROOT / "demo/corpus/prose.md").read_text()[:8000]  # about twice the model's window
 ITEMS = [
-    {
-        "question": "Deep learning is a branch of",
-        "choices": ["machine learning", "cooking", "law"],
-        "answer": 0,
-    },
-    {
-        "question": f"{QUESTION} Deep learning is a",
-        "choices": ["fish", "song", "branch of machine learning"],
-        "answer": 2,
-    },
+    {"question": "Deep learning is a branch of", "choices": ["machine learning", "cooking", "law"], "answer": 0},
+    {"question": f"{QUESTION} Deep learning is a", "choices": ["fish", "song", "branch of machine learning"], "answer": 2},
     {"question": LONG_TEXT, "choices": ["the", "The end.", "of it"], "answer": 1},
 ]
 TEXTS = [{"text": "The sun rose over the hills."}, {"text": LONG_TEXT}]
@@ -67,20 +57,10 @@ def evaluate(client, **model_args):
     """By task, in the items' order: (log-likelihood, whether a greedy text would be the same), log-likelihoods, texts."""
     manager = TaskManager(include_defaults=False)
     done = simple_evaluate(
-        client,
-        model_args,
-        [dict(task) for task in TASKS],
-        batch_size=4,
-        bootstrap_iters=0,
-        task_manager=manager,
-        device="cpu",
+        client, model_args, [dict(task) for task in TASKS], batch_size=4, bootstrap_iters=0, task_manager=manager, device="cpu"
     )
-    samples = {
-        name: sorted(done["samples"][name], key=lambda sample: sample["doc_id"]) for name in done["samples"]
-    }
-    return {
-        name: [answer for sample in samples[name] for answer in sample["filtered_resps"]] for name in samples
-    }
+    samples = {name: sorted(done["samples"][name], key=lambda sample: sample["doc_id"]) for name in done["samples"]}
+    return {name: [answer for sample in samples[name] for answer in sample["filtered_resps"]] for name in samples}
 
 
 @pytest.fixture(scope="module")

@@ -36,9 +36,7 @@ def chat(client):
     """Asks the one question without sampling."""
 
     def ask(**parameters):
-        return client.chat.completions.create(
-            **({"model": MODEL, "messages": CHAT, "temperature": 0} | parameters)
-        )
+        return client.chat.completions.create(**({"model": MODEL, "messages": CHAT, "temperature": 0} | parameters))
 
     return ask
 
@@ -48,9 +46,7 @@ def complete(client):
     """Completes the one prompt without sampling."""
 
     def ask(**parameters):
-        return client.completions.create(
-            **({"model": MODEL, "prompt": QUESTION, "temperature": 0} | parameters)
-        )
+        return client.completions.create(**({"model": MODEL, "prompt": QUESTION, "temperature": 0} | parameters))
 
     return ask
 
@@ -69,11 +65,7 @@ def test_an_unknown_model_is_not_found_and_the_error_names_the_one_there_is(clie
 def test_a_chat_is_answered_with_its_usage(chat):
     completion = chat()
     (choice,) = completion.choices
-    assert (choice.message.role, choice.message.content, choice.finish_reason) == (
-        "assistant",
-        CHAT_ANSWER,
-        "stop",
-    )
+    assert (choice.message.role, choice.message.content, choice.finish_reason) == ("assistant", CHAT_ANSWER, "stop")
     usage = completion.usage
     assert (usage.prompt_tokens, usage.completion_tokens) == (CHAT_TOKENS, CHAT_ANSWER_TOKENS)
     assert usage.total_tokens == CHAT_TOKENS + CHAT_ANSWER_TOKENS
@@ -128,17 +120,11 @@ def test_logprobs_come_with_the_likeliest_tokens_whole_or_streamed(chat):
     tokens = whole.logprobs.content
     assert "".join(token.token for token in tokens) == whole.message.content
     assert bytes(byte for token in tokens for byte in token.bytes).decode() == whole.message.content
-    assert all(token.top_logprobs[0].token == token.token for token in tokens), (
-        "without sampling the likeliest is taken"
-    )
+    assert all(token.top_logprobs[0].token == token.token for token in tokens), "without sampling the likeliest is taken"
     assert all(0 >= token.top_logprobs[0].logprob >= token.top_logprobs[1].logprob for token in tokens)
-    streamed = [
-        choice.logprobs for chunk in chat(stream=True, **asked) for choice in chunk.choices if choice.logprobs
-    ]
+    streamed = [choice.logprobs for chunk in chat(stream=True, **asked) for choice in chunk.choices if choice.logprobs]
     # Batches of other sizes may round the last digits another way.
-    assert [token.token for logprobs in streamed for token in logprobs.content] == [
-        token.token for token in tokens
-    ]
+    assert [token.token for logprobs in streamed for token in logprobs.content] == [token.token for token in tokens]
     assert [token.logprob for logprobs in streamed for token in logprobs.content] == pytest.approx(
         [token.logprob for token in tokens], abs=1e-3
     )
@@ -146,14 +132,8 @@ def test_logprobs_come_with_the_likeliest_tokens_whole_or_streamed(chat):
 
 def test_n_gives_as_many_choices_whole_or_streamed(chat):
     completion = chat(n=2)
-    assert [(choice.index, choice.message.content) for choice in completion.choices] == [
-        (0, CHAT_ANSWER),
-        (1, CHAT_ANSWER),
-    ]
-    assert (completion.usage.prompt_tokens, completion.usage.completion_tokens) == (
-        CHAT_TOKENS,
-        2 * CHAT_ANSWER_TOKENS,
-    )
+    assert [(choice.index, choice.message.content) for choice in completion.choices] == [(0, CHAT_ANSWER), (1, CHAT_ANSWER)]
+    assert (completion.usage.prompt_tokens, completion.usage.completion_tokens) == (CHAT_TOKENS, 2 * CHAT_ANSWER_TOKENS)
     texts = ["", ""]
     for chunk in chat(n=2, stream=True):
         texts[chunk.choices[0].index] += chunk.choices[0].delta.content or ""
@@ -184,9 +164,7 @@ def test_a_seed_gives_the_same_answer_again_and_another_seed_another(chat):
 
 def test_what_does_not_fit_is_a_bad_request_with_openais_code(client):
     with pytest.raises(openai.BadRequestError, match="maximum context length is 1024 tokens") as caught:
-        client.chat.completions.create(
-            model="m", messages=[{"role": "user", "content": "Hi"}], max_tokens=5000
-        )
+        client.chat.completions.create(model="m", messages=[{"role": "user", "content": "Hi"}], max_tokens=5000)
     assert caught.value.code == "context_length_exceeded"
 
 
@@ -197,9 +175,7 @@ def test_what_does_not_fit_is_a_bad_request_with_openais_code(client):
     ids=lambda value: "" if isinstance(value, dict) else value,
 )
 def test_a_wrong_value_is_unprocessable_and_the_message_names_it(chat, wrong, name, stream):
-    with pytest.raises(
-        openai.UnprocessableEntityError, match=f"Input validation error: .*`{name}`"
-    ) as caught:
+    with pytest.raises(openai.UnprocessableEntityError, match=f"Input validation error: .*`{name}`") as caught:
         chat(stream=stream, **wrong)
     assert caught.value.body["message"].startswith("Input validation error")
     assert caught.value.type == "invalid_request_error"
@@ -213,10 +189,7 @@ def test_a_busy_server_is_a_rate_limit_error(chat, busy):
 def test_a_completion_goes_on_where_the_prompt_ends(complete):
     completion = complete(max_tokens=100)
     assert (completion.choices[0].text, completion.choices[0].finish_reason) == (ANSWER, "stop")
-    assert (completion.usage.prompt_tokens, completion.usage.completion_tokens) == (
-        QUESTION_TOKENS,
-        ANSWER_TOKENS,
-    )
+    assert (completion.usage.prompt_tokens, completion.usage.completion_tokens) == (QUESTION_TOKENS, ANSWER_TOKENS)
 
 
 def test_a_list_of_prompts_gets_a_choice_each_in_their_order(complete):
@@ -232,13 +205,9 @@ def test_echo_puts_the_prompt_in_front_with_its_logprobs(complete):
     told = choice.logprobs
     assert "".join(told.tokens) == choice.text
     assert len(told.tokens) == QUESTION_TOKENS + 3
-    assert [
-        choice.text[offset:].startswith(token) for offset, token in zip(told.text_offset, told.tokens)
-    ] == [True] * 11
+    assert [choice.text[offset:].startswith(token) for offset, token in zip(told.text_offset, told.tokens)] == [True] * 11
     assert told.token_logprobs[0] is None and all(logprob <= 0 for logprob in told.token_logprobs[1:])
-    assert told.top_logprobs[0] is None and all(
-        2 <= len(top) <= 3 for top in told.top_logprobs[1:]
-    )  # and the token itself
+    assert told.top_logprobs[0] is None and all(2 <= len(top) <= 3 for top in told.top_logprobs[1:])  # and the token itself
 
 
 def test_a_prompt_can_be_scored_without_generating(complete):
@@ -259,9 +228,7 @@ def test_the_async_client_streams_several_answers_at_once(url):
         return "".join([chunk.choices[0].delta.content or "" async for chunk in chunks])
 
     async def ask():
-        async with openai.AsyncOpenAI(
-            base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=60
-        ) as client:
+        async with openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=60) as client:
             return await asyncio.gather(*(stream(client) for _ in range(3)))
 
     assert asyncio.run(ask()) == [CHAT_ANSWER] * 3

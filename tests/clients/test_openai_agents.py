@@ -26,10 +26,7 @@ def get_weather(city: City) -> str:
 
 
 CALLER = Agent(
-    name="caller",
-    instructions="Be brief.",
-    tools=[get_weather],
-    model_settings=ModelSettings(tool_choice="required"),
+    name="caller", instructions="Be brief.", tools=[get_weather], model_settings=ModelSettings(tool_choice="required")
 )
 FORECASTER = Agent(name="forecaster", output_type=Forecast)
 

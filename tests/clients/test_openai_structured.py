@@ -36,14 +36,10 @@ def test_a_stream_with_a_format_ends_with_the_parsed_instance(client):
     assert final.parsed == events[-1].parsed == Forecast.model_validate_json(final.content)
 
 
-@pytest.mark.parametrize(
-    "choice", ["required", {"type": "function", "function": {"name": "GetWeather"}}], ids=str
-)
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "GetWeather"}}], ids=str)
 def test_parse_gives_the_arguments_of_a_forced_call(client, choice):
     message = (
-        client.chat.completions.parse(
-            **ASK, tools=[STRICT_TOOL], tool_choice=choice, parallel_tool_calls=False
-        )
+        client.chat.completions.parse(**ASK, tools=[STRICT_TOOL], tool_choice=choice, parallel_tool_calls=False)
         .choices[0]
         .message
     )
@@ -140,9 +136,7 @@ def test_a_response_calls_a_function_and_takes_its_result(client):
 
 
 def test_the_arguments_of_a_streamed_function_call_come_in_pieces(client):
-    with client.responses.stream(
-        **RESPOND, tools=[openai.pydantic_function_tool(GetWeather)], **FORCED
-    ) as stream:
+    with client.responses.stream(**RESPOND, tools=[openai.pydantic_function_tool(GetWeather)], **FORCED) as stream:
         events = list(stream)
         (call,) = stream.get_final_response().output
     deltas = [event.delta for event in events if event.type == "response.function_call_arguments.delta"]

@@ -26,19 +26,10 @@ def document(url, tmp_path_factory):
 def generated(document):
     """Finds a module of the generated client by its name."""
     tools = sysconfig.get_path("scripts")
-    command = [
-        "openapi-python-client",
-        "generate",
-        "--path",
-        document,
-        "--output-path",
-        document.parent / "textgen_client",
-    ]
+    command = ["openapi-python-client", "generate", "--path", document, "--output-path", document.parent / "textgen_client"]
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PATH", tools, prepend=os.pathsep)  # it formats what it writes with ruff
-        done = subprocess.run(
-            [*command, "--meta", "none", "--fail-on-warning"], capture_output=True, text=True
-        )
+        done = subprocess.run([*command, "--meta", "none", "--fail-on-warning"], capture_output=True, text=True)
         assert done.returncode == 0, done.stdout + done.stderr
         patch.syspath_prepend(document.parent)
         yield lambda name: importlib.import_module(f"textgen_client.{name}")
@@ -54,9 +45,7 @@ def client(generated, url):
 def chat(generated, client):
     def ask(**parameters):
         models = generated("models")
-        body = models.ChatRequest(
-            messages=[models.Message(role="user", content=QUESTION)], temperature=0, **parameters
-        )
+        body = models.ChatRequest(messages=[models.Message(role="user", content=QUESTION)], temperature=0, **parameters)
         return generated("api.default.post_v1_chat_completions").sync_detailed(client=client, body=body)
 
     return ask
@@ -96,10 +85,7 @@ def test_the_generated_client_reads_a_stream_as_text(client, generated):
     models = generated("models")
     body = models.GenerateRequest(inputs=QUESTION, parameters=models.Parameters(max_new_tokens=2))
     events = generated("api.default.post_generate_stream").sync(client=client, body=body)
-    assert [json.loads(event.removeprefix("data: "))["index"] for event in events.strip().split("\n\n")] == [
-        1,
-        2,
-    ]
+    assert [json.loads(event.removeprefix("data: "))["index"] for event in events.strip().split("\n\n")] == [1, 2]
 
 
 @pytest.mark.skipif(not REDOCLY.exists(), reason="no npm here: redocly is not installed")

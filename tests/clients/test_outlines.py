@@ -46,9 +46,7 @@ def test_a_model_is_filled_in(model):
 
 
 def test_a_stream_adds_up_to_a_filled_in_model(model):
-    Forecast.model_validate_json(
-        "".join(model.stream(QUESTION, Forecast, **settings(model, 200))).removesuffix(END)
-    )
+    Forecast.model_validate_json("".join(model.stream(QUESTION, Forecast, **settings(model, 200))).removesuffix(END))
 
 
 def test_the_model_for_openai_fills_in_a_form(client):

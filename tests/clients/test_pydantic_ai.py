@@ -29,9 +29,7 @@ def test_the_output_is_an_instance_of_the_model(model, output):
 @pytest.mark.parametrize("output", [ToolOutput, NativeOutput], ids=lambda output: output.__name__)
 def test_a_streamed_output_ends_as_an_instance_of_the_model(model, output):
     async def ask():
-        async with Agent(model, output_type=output(Forecast), model_settings=SETTINGS).run_stream(
-            QUESTION
-        ) as result:
+        async with Agent(model, output_type=output(Forecast), model_settings=SETTINGS).run_stream(QUESTION) as result:
             return [output async for output in result.stream_output(debounce_by=None)]
 
     assert isinstance(asyncio.run(ask())[-1], Forecast)

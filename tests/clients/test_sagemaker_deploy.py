@@ -54,12 +54,7 @@ exec ./entrypoint.sh serve
 def aws(monkeypatch):
     """A stub for each API; each answers what was added to it, in order, and refuses anything else."""
     keys = {"region_name": "us-east-1", "aws_access_key_id": "none", "aws_secret_access_key": "none"}
-    names = {
-        "sagemaker": "sagemaker",
-        "logs": "logs",
-        "autoscaling": "application-autoscaling",
-        "runtime": "sagemaker-runtime",
-    }
+    names = {"sagemaker": "sagemaker", "logs": "logs", "autoscaling": "application-autoscaling", "runtime": "sagemaker-runtime"}
     clients = {api: boto3.client(api, **keys) for api in names.values()}
     stubs = types.SimpleNamespace(**{name: Stubber(clients[api]) for name, api in names.items()})
     monkeypatch.setattr(boto3, "client", lambda api, **_: clients[api])
@@ -72,9 +67,7 @@ def aws(monkeypatch):
 
 
 def expect_creation(aws, source=None, **variant):
-    container = {"Image": IMAGE, "Environment": ENVIRONMENT} | (
-        {"ModelDataSource": {"S3DataSource": source}} if source else {}
-    )
+    container = {"Image": IMAGE, "Environment": ENVIRONMENT} | ({"ModelDataSource": {"S3DataSource": source}} if source else {})
     variant = {
         "VariantName": "AllTraffic",
         "ModelName": "demo",
@@ -94,9 +87,7 @@ def expect_creation(aws, source=None, **variant):
 
 def add_status(aws, status, **more):
     endpoint = {"EndpointName": "demo", "EndpointArn": ARN, "EndpointStatus": status, "CreationTime": BEGAN}
-    aws.sagemaker.add_response(
-        "describe_endpoint", endpoint | {"LastModifiedTime": BEGAN} | more, {"EndpointName": "demo"}
-    )
+    aws.sagemaker.add_response("describe_endpoint", endpoint | {"LastModifiedTime": BEGAN} | more, {"EndpointName": "demo"})
 
 
 def add_log(aws, *lines, since_ms=BEGAN_MS, **more):
@@ -107,42 +98,27 @@ def add_log(aws, *lines, since_ms=BEGAN_MS, **more):
 
 
 def settings():
-    return [
-        word for name, value in ENVIRONMENT.items() if name != "PORT" for word in ("--env", f"{name}={value}")
-    ]
+    return [word for name, value in ENVIRONMENT.items() if name != "PORT" for word in ("--env", f"{name}={value}")]
 
 
 def test_create_makes_the_three_resources_and_waits(aws, capsys):
-    expect_creation(
-        aws, SOURCE, VolumeSizeInGB=256, InferenceAmiVersion="al2-ami-sagemaker-inference-neuron-2"
-    )
+    expect_creation(aws, SOURCE, VolumeSizeInGB=256, InferenceAmiVersion="al2-ami-sagemaker-inference-neuron-2")
     add_status(aws, "InService")
     add_log(aws)
-    more = [
-        "--model-data",
-        "s3://bucket/llama",
-        "--volume-gib",
-        "256",
-        "--ami",
-        "al2-ami-sagemaker-inference-neuron-2",
-    ]
+    more = ["--model-data", "s3://bucket/llama", "--volume-gib", "256", "--ami", "al2-ami-sagemaker-inference-neuron-2"]
     assert deploy.main([*CREATE, *more, *settings()]) == 0
     assert capsys.readouterr().out == "demo: InService\n"
 
 
 def test_an_archive_is_unpacked(aws):
     uri = "s3://bucket/model.tar.gz"
-    expect_creation(
-        aws, {"S3Uri": uri, "S3DataType": "S3Object", "CompressionType": "Gzip"}, InitialInstanceCount=2
-    )
+    expect_creation(aws, {"S3Uri": uri, "S3DataType": "S3Object", "CompressionType": "Gzip"}, InitialInstanceCount=2)
     assert deploy.main([*CREATE, "--model-data", uri, "--instances", "2", "--no-wait", *settings()]) == 0
 
 
 def test_wait_prints_each_line_of_the_log_once(aws, capsys):
     add_status(aws, "Creating")
-    aws.logs.add_client_error(
-        "filter_log_events", "ResourceNotFoundException", "The specified log group does not exist."
-    )
+    aws.logs.add_client_error("filter_log_events", "ResourceNotFoundException", "The specified log group does not exist.")
     add_status(aws, "Creating")
     add_log(aws, (1, "starts\n"), (2, "compiles"), nextToken="more")
     add_log(aws, (90_000, "loads"), after="more")
@@ -176,9 +152,7 @@ def test_ctrl_c_ends_the_wait_without_a_traceback(aws, capsys, monkeypatch):
 
 
 def test_autoscale_follows_the_invocations_of_an_instance(aws):
-    aws.autoscaling.add_response(
-        "register_scalable_target", {}, {**SCALED, "MinCapacity": 1, "MaxCapacity": 4}
-    )
+    aws.autoscaling.add_response("register_scalable_target", {}, {**SCALED, "MinCapacity": 1, "MaxCapacity": 4})
     policy = {
         "TargetValue": 30.0,
         "PredefinedMetricSpecification": {"PredefinedMetricType": "SageMakerVariantInvocationsPerInstance"},
@@ -192,13 +166,9 @@ def test_autoscale_follows_the_invocations_of_an_instance(aws):
 
 
 def test_delete_removes_what_is_there_and_says_so(aws, capsys):
-    aws.autoscaling.add_client_error(
-        "deregister_scalable_target", "ObjectNotFoundException", "No scalable target found"
-    )
+    aws.autoscaling.add_client_error("deregister_scalable_target", "ObjectNotFoundException", "No scalable target found")
     aws.sagemaker.add_response("delete_endpoint", {}, {"EndpointName": "demo"})
-    aws.sagemaker.add_client_error(
-        "delete_endpoint_config", "ValidationException", "Could not find endpoint configuration"
-    )
+    aws.sagemaker.add_client_error("delete_endpoint_config", "ValidationException", "Could not find endpoint configuration")
     aws.sagemaker.add_response("delete_model", {}, {"ModelName": "demo"})
     assert deploy.main(["delete", "demo"]) == 0
     assert capsys.readouterr().out == "deleted: endpoint, model\n"
@@ -206,16 +176,10 @@ def test_delete_removes_what_is_there_and_says_so(aws, capsys):
 
 def test_an_error_of_aws_is_one_line_and_stops_what_follows(aws, capsys):
     aws.autoscaling.add_response("deregister_scalable_target", {}, SCALED)
-    aws.sagemaker.add_client_error(
-        "delete_endpoint", "ValidationException", "Cannot update in-progress endpoint"
-    )
+    aws.sagemaker.add_client_error("delete_endpoint", "ValidationException", "Cannot update in-progress endpoint")
     assert deploy.main(["delete", "demo"]) == 1
     error = capsys.readouterr().err
-    assert (
-        error.startswith("error: ")
-        and error.endswith("Cannot update in-progress endpoint\n")
-        and error.count("\n") == 1
-    )
+    assert error.startswith("error: ") and error.endswith("Cannot update in-progress endpoint\n") and error.count("\n") == 1
 
 
 @pytest.mark.parametrize("variable", ["MAX_BATCH_SIZE", "=1", "A B=1"])
@@ -239,12 +203,7 @@ def test_an_empty_body_is_sent_as_it_is(aws):
 
 
 def unshares():
-    return (
-        subprocess.run(
-            ["unshare", "--mount", "mount", "--bind", "/etc", "/etc"], capture_output=True
-        ).returncode
-        == 0
-    )
+    return subprocess.run(["unshare", "--mount", "mount", "--bind", "/etc", "/etc"], capture_output=True).returncode == 0
 
 
 @pytest.fixture(scope="module")
@@ -253,11 +212,7 @@ def container():
     if not unshares():
         pytest.skip("needs a mount namespace: root, with unshare")
     cache = os.environ.get("MODEL_CACHE") or os.path.expanduser("~/.cache/neuron-textgen")
-    started = {
-        "command": ("unshare", "--mount", "sh", "-c", AS_A_CONTAINER),
-        "MODEL_CACHE": cache,
-        **ENVIRONMENT,
-    }
+    started = {"command": ("unshare", "--mount", "sh", "-c", AS_A_CONTAINER), "MODEL_CACHE": cache, **ENVIRONMENT}
     with serving(port_name="SAGEMAKER_BIND_TO_PORT", **started) as url:
         yield url
 
@@ -266,11 +221,7 @@ def container():
 def endpoint(container, monkeypatch):
     """Makes boto3 find the container behind an endpoint of SageMaker's."""
     with shim(urlsplit(container).port) as url:
-        keys = {
-            "AWS_ACCESS_KEY_ID": "none",
-            "AWS_SECRET_ACCESS_KEY": "none",
-            "AWS_DEFAULT_REGION": "us-east-1",
-        }
+        keys = {"AWS_ACCESS_KEY_ID": "none", "AWS_SECRET_ACCESS_KEY": "none", "AWS_DEFAULT_REGION": "us-east-1"}
         for name, value in (keys | {"AWS_ENDPOINT_URL_SAGEMAKER_RUNTIME": url}).items():
             monkeypatch.setenv(name, value)
         yield

@@ -19,9 +19,7 @@ PROMPTS = {
 @pytest.fixture(scope="module")
 def model(url):
     settings = {"temperature": 0, "max_tokens": 200, "parallel_tool_calls": False}
-    return OpenAIModel(
-        MODEL, api_base=f"{url}/v1", api_key="none", client_kwargs={"max_retries": 0}, **settings
-    )
+    return OpenAIModel(MODEL, api_base=f"{url}/v1", api_key="none", client_kwargs={"max_retries": 0}, **settings)
 
 
 @tool
@@ -48,9 +46,7 @@ def test_an_answer_has_the_form_of_the_schema(url):
 def test_a_tool_is_called_whole_or_streamed(model):
     (call,) = model.generate(MESSAGES, tools_to_call_from=[get_weather]).tool_calls
     assert call.function.name == "get_weather"
-    streamed = agglomerate_stream_deltas(
-        list(model.generate_stream(MESSAGES, tools_to_call_from=[get_weather]))
-    )
+    streamed = agglomerate_stream_deltas(list(model.generate_stream(MESSAGES, tools_to_call_from=[get_weather])))
     assert streamed.tool_calls[0].function.arguments == call.function.arguments
 
 

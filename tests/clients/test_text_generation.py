@@ -20,10 +20,7 @@ def test_a_text_is_generated_with_its_details(client):
     response = client.generate(QUESTION, max_new_tokens=ALL)
     assert response.generated_text == ANSWER
     details = response.details
-    assert (details.finish_reason, details.generated_tokens) == (
-        FinishReason.EndOfSequenceToken,
-        ANSWER_TOKENS,
-    )
+    assert (details.finish_reason, details.generated_tokens) == (FinishReason.EndOfSequenceToken, ANSWER_TOKENS)
     assert len(details.tokens) == ANSWER_TOKENS
     assert details.prefill == []
 
@@ -45,10 +42,7 @@ def test_a_stream_comes_token_by_token_and_ends_with_the_whole_text(client):
 
 def test_a_stop_sequence_and_a_limit_are_told_as_what_they_are(client):
     stopped = client.generate(QUESTION, max_new_tokens=ALL, stop_sequences=[" neural"])
-    assert (stopped.details.finish_reason, stopped.generated_text[-7:]) == (
-        FinishReason.StopSequence,
-        " neural",
-    )
+    assert (stopped.details.finish_reason, stopped.generated_text[-7:]) == (FinishReason.StopSequence, " neural")
     assert client.generate(QUESTION, max_new_tokens=3).details.finish_reason == FinishReason.Length
 
 
@@ -86,11 +80,7 @@ def test_a_busy_server_is_an_overloaded_error(client, busy):
 def test_a_chat_is_answered(client):
     output = client.chat([Message(role="user", content=QUESTION)], temperature=1e-6, max_tokens=ALL)
     (choice,) = output.choices
-    assert (choice.message.role, choice.message.content, choice.finish_reason) == (
-        "assistant",
-        CHAT_ANSWER,
-        "stop",
-    )
+    assert (choice.message.role, choice.message.content, choice.finish_reason) == ("assistant", CHAT_ANSWER, "stop")
     assert output.usage["completion_tokens"] == CHAT_ANSWER_TOKENS
 
 

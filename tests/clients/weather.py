@@ -27,9 +27,5 @@ class GetWeather(BaseModel):
 SCHEMA = Forecast.model_json_schema()
 TOOL = {
     "type": "function",
-    "function": {
-        "name": "GetWeather",
-        "description": GetWeather.__doc__,
-        "parameters": GetWeather.model_json_schema(),
-    },
+    "function": {"name": "GetWeather", "description": GetWeather.__doc__, "parameters": GetWeather.model_json_schema()},
 }

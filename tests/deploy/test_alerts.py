@@ -28,9 +28,7 @@ NOT_ON_THE_DASHBOARD = {
     "request_max_new_tokens",
 }
 
-needs_promtool = pytest.mark.skipif(
-    not shutil.which("promtool"), reason="needs promtool (apt install prometheus)"
-)
+needs_promtool = pytest.mark.skipif(not shutil.which("promtool"), reason="needs promtool (apt install prometheus)")
 
 
 def exposed():
@@ -86,8 +84,6 @@ def test_prometheus_accepts_the_rules_and_they_fire_where_they_should():
 @needs_promtool
 def test_prometheus_accepts_the_queries_of_the_dashboard(tmp_path):
     rules = [{"record": "a", "expr": query.replace("$__rate_interval", "1m")} for query in queries()]
-    (tmp_path / "rules.json").write_text(
-        json.dumps({"groups": [{"name": "dashboard", "rules": rules}]})
-    )  # JSON is YAML
+    (tmp_path / "rules.json").write_text(json.dumps({"groups": [{"name": "dashboard", "rules": rules}]}))  # JSON is YAML
     checked = promtool("check", "rules", "--lint=none", tmp_path / "rules.json")
     assert checked.returncode == 0, checked.stdout + checked.stderr

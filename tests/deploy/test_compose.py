@@ -25,11 +25,7 @@ from run import HERE
 
 DEPLOY = HERE / "deploy"
 COMPOSE = DEPLOY / "compose.yaml"
-LONG = {
-    "prompt": "Hello",
-    "max_tokens": 8000,
-    "ignore_eos": True,
-}  # many seconds of text, on the fastest machine too
+LONG = {"prompt": "Hello", "max_tokens": 8000, "ignore_eos": True}  # many seconds of text, on the fastest machine too
 SHORT = {"prompt": "Hello", "max_tokens": 3}
 
 
@@ -76,9 +72,7 @@ def test_the_proxy_gets_each_variable_of_its_configuration():
 def test_each_version_is_exact_and_gradio_that_of_the_extra():
     services = load(COMPOSE)["services"]
     dockerfile = services.pop("gradio")["build"]["dockerfile_inline"]
-    extra = re.search(
-        r"^ui = \[(.*?)^\]", (HERE / "pyproject.toml").read_text(), flags=re.MULTILINE | re.DOTALL
-    )[1]
+    extra = re.search(r"^ui = \[(.*?)^\]", (HERE / "pyproject.toml").read_text(), flags=re.MULTILINE | re.DOTALL)[1]
     assert sorted(re.findall(r"\S+==\S+", dockerfile)) == sorted(re.findall(r'"(.*?)"', extra))
     for name, service in services.items():
         if name != "server":
@@ -103,9 +97,7 @@ def test_prometheus_takes_its_configuration(tmp_path):
     for source, target in mounts(load(COMPOSE)["services"]["prometheus"]).items():
         if target.startswith("/etc/prometheus/"):
             shutil.copy(DEPLOY / source, tmp_path / os.path.basename(target))
-    done = subprocess.run(
-        ["promtool", "check", "config", tmp_path / "prometheus.yml"], capture_output=True, text=True
-    )
+    done = subprocess.run(["promtool", "check", "config", tmp_path / "prometheus.yml"], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
 
 
@@ -115,9 +107,7 @@ class Names(threading.Thread):
     def __init__(self, addresses):
         super().__init__(daemon=True)
         self.addresses = addresses
-        self.own_address = (
-            f"127.0.{1 + secrets.randbelow(250)}.53"  # port 53, also when tests run side by side
-        )
+        self.own_address = f"127.0.{1 + secrets.randbelow(250)}.53"  # port 53, also when tests run side by side
         self.socket = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
         self.socket.bind((self.own_address, 53))
 
@@ -127,13 +117,9 @@ class Names(threading.Thread):
                 query, client = self.socket.recvfrom(512)
                 end = query.index(b"\0", 12) + 5
                 addresses = self.addresses if query[end - 4 : end - 2] == b"\0\1" else []
-                answer = (
-                    query[:2] + b"\x81\x80\0\1" + len(addresses).to_bytes(2, "big") + bytes(4) + query[12:end]
-                )
+                answer = query[:2] + b"\x81\x80\0\1" + len(addresses).to_bytes(2, "big") + bytes(4) + query[12:end]
                 for address in addresses:
-                    answer += (
-                        b"\xc0\x0c\0\1\0\1" + (1).to_bytes(4, "big") + b"\0\4" + socket.inet_aton(address)
-                    )
+                    answer += b"\xc0\x0c\0\1\0\1" + (1).to_bytes(4, "big") + b"\0\4" + socket.inet_aton(address)
                 self.socket.sendto(answer, client)
 
 
@@ -156,9 +142,7 @@ def asking(server):
 
     def ask():
         while not ended.is_set():
-            with contextlib.closing(
-                http.client.HTTPConnection("127.0.0.1", server.port, timeout=60)
-            ) as client:
+            with contextlib.closing(http.client.HTTPConnection("127.0.0.1", server.port, timeout=60)) as client:
                 client.putrequest("POST", "/v1/completions")
                 client.putheader("Content-Type", "application/json")
                 client.putheader("Content-Length", str(len(body)))
@@ -178,10 +162,7 @@ def asking(server):
 
 needs_haproxy = pytest.mark.skipif(
     not shutil.which("haproxy")
-    or subprocess.run(
-        ["unshare", "--mount", "mount", "--bind", "/etc", "/etc"], capture_output=True
-    ).returncode
-    != 0,
+    or subprocess.run(["unshare", "--mount", "mount", "--bind", "/etc", "/etc"], capture_output=True).returncode != 0,
     reason="needs haproxy (Debian's package), and root with unshare for a resolv.conf",
 )
 
@@ -205,34 +186,22 @@ class Replicas:
         self.proxy = self.start_proxy()
 
     def start(self, address):
-        settings = {
-            "HOSTNAME": address,
-            "PORT": self._port,
-            "MAX_CONCURRENT_REQUESTS": "4",
-            "MAX_BATCH_SIZE": "4",
-        }
+        settings = {"HOSTNAME": address, "PORT": self._port, "MAX_CONCURRENT_REQUESTS": "4", "MAX_BATCH_SIZE": "4"}
         settings |= {"MODEL_ID": str(self._model), "MAX_TOTAL_TOKENS": "8192"}
         return self._stack.enter_context(Server(**settings))
 
     def start_proxy(self):
         command = f"mount --bind {self._resolv_conf} /etc/resolv.conf && exec haproxy -f {DEPLOY}/compose/haproxy.cfg"
         settings = {"SERVERS": f"server:{self._port}", "METRICS_PORT": str(free_port())}
-        return self._stack.enter_context(
-            Server(command=("unshare", "--mount", "sh", "-c", command), **settings)
-        )
+        return self._stack.enter_context(Server(command=("unshare", "--mount", "sh", "-c", command), **settings))
 
     def wait_ready(self, count=2):
         """Waits until the proxy counts that many servers as ready."""
         url = f"http://127.0.0.1:{self.proxy.environment['METRICS_PORT']}"
 
         def counted():
-            with (
-                contextlib.suppress(OSError),
-                urllib.request.urlopen(f"{url}/metrics?scope=backend") as metrics,
-            ):
-                return (
-                    f'haproxy_backend_active_servers{{proxy="servers"}} {count}\n' in metrics.read().decode()
-                )
+            with contextlib.suppress(OSError), urllib.request.urlopen(f"{url}/metrics?scope=backend") as metrics:
+                return f'haproxy_backend_active_servers{{proxy="servers"}} {count}\n' in metrics.read().decode()
 
         wait_until(counted, f"{count} servers ready; log so far:\n{self.proxy.log}")
         return self
@@ -303,9 +272,7 @@ def test_a_refusal_is_passed_on_unchanged(replicas):
         with contextlib.closing(http.client.HTTPConnection(host, port)) as client:
             client.request("POST", "/v1/completions", json.dumps(SHORT), {"Content-Type": "application/json"})
             answer = client.getresponse()
-            answers.append(
-                (answer.status, answer.headers["Retry-After"], answer.headers["Content-Type"], answer.read())
-            )
+            answers.append((answer.status, answer.headers["Retry-After"], answer.headers["Content-Type"], answer.read()))
     assert answers[0] == answers[1]
     assert answers[0][:2] == (429, "1")
     for stream in streams:
@@ -365,9 +332,7 @@ def test_the_proxy_finishes_what_runs_when_it_is_stopped(replicas):
     stream = replicas.stream(max_tokens=2000)
     proxy.process.send_signal(signal.SIGUSR1)  # compose.yaml: stop_signal
     assert is_whole(stream)
-    proxy.process.wait(
-        20
-    )  # its exit code is that of a crash with the 2.6.12 of Debian 12, which has nothing left to do
+    proxy.process.wait(20)  # its exit code is that of a crash with the 2.6.12 of Debian 12, which has nothing left to do
     replicas.proxy = replicas.start_proxy()
 
 

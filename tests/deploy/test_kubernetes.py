@@ -26,15 +26,7 @@ from run import HERE
 
 FOLDER = HERE / "deploy" / "kubernetes"
 OVERLAYS = ("cpu", "inf2", "trn1")
-APPLIED = (
-    *OVERLAYS,
-    "compile",
-    "monitoring",
-    "hpa",
-    "keda",
-    "karpenter",
-    "ray",
-)  # by the commands of the README
+APPLIED = (*OVERLAYS, "compile", "monitoring", "hpa", "keda", "karpenter", "ray")  # by the commands of the README
 VERSIONS = ("1.30", "1.37")  # of Kubernetes: the oldest with all fields in use, the newest with a schema
 IMAGE = "ghcr.io/neuron-textgen/neuron-textgen"
 CRDS = yaml.safe_load((HERE / "tests" / "kubernetes_crds.yaml").read_text())
@@ -81,15 +73,8 @@ def invalid(document):
                 kubernetes_validate.validate(document, version, strict=True)
             return None
         spec = {"type": "object", **CRDS[kind]}
-        fields = {
-            "apiVersion": spec.pop("apiVersion"),
-            "kind": {},
-            "metadata": {"$ref": "#/$defs/metadata"},
-            "spec": spec,
-        }
-        jsonschema.validate(
-            document, {"$defs": CRDS["$defs"], "properties": fields, "additionalProperties": False}
-        )
+        fields = {"apiVersion": spec.pop("apiVersion"), "kind": {}, "metadata": {"$ref": "#/$defs/metadata"}, "spec": spec}
+        jsonschema.validate(document, {"$defs": CRDS["$defs"], "properties": fields, "additionalProperties": False})
         pod = {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "pod"}}
         return next(filter(None, (invalid(pod | template) for template in pod_templates(document))), None)
     except (jsonschema.ValidationError, kubernetes_validate.ValidationError) as error:
@@ -119,9 +104,7 @@ def complaints(document):
 def container_complaints(container, volumes, kind):
     context, resources = container.get("securityContext", {}), container.get("resources", {})
     requests, limits = resources.get("requests", {}), resources.get("limits", {})
-    if context.get("allowPrivilegeEscalation", True) or context.get("capabilities", {}).get("drop") != [
-        "ALL"
-    ]:
+    if context.get("allowPrivilegeEscalation", True) or context.get("capabilities", {}).get("drop") != ["ALL"]:
         yield "may gain privileges"
     if not context.get("readOnlyRootFilesystem") and kind != "RayService":  # Ray writes to folders of its own
         yield "may write to its image"
@@ -177,39 +160,18 @@ INVALID = [
     ("karpenter", "EC2NodeClass", "spec amiSelectorTerms", None, "amiSelectorTerms"),
     ("ray", "RayService", "spec serveConfig", "", "serveConfig"),
     # In the blueprint for Inferentia2 on EKS, where it has no effect.
-    (
-        "ray",
-        "RayService",
-        "spec rayClusterConfig headGroupSpec template schedulerName",
-        "my-scheduler",
-        "schedulerName",
-    ),
+    ("ray", "RayService", "spec rayClusterConfig headGroupSpec template schedulerName", "my-scheduler", "schedulerName"),
 ]
 UNSAFE = [
     ("cpu", "spec template spec securityContext runAsUser", 0, "runs as root"),
     ("cpu", "spec template spec securityContext seccompProfile", None, "has no seccomp profile"),
-    (
-        "inf2",
-        "spec template spec securityContext fsGroupChangePolicy",
-        None,
-        "lets the group write to the model cache",
-    ),
+    ("inf2", "spec template spec securityContext fsGroupChangePolicy", None, "lets the group write to the model cache"),
     ("cpu", "spec template spec hostNetwork", True, "shares a namespace of the node"),
     ("cpu", "spec template spec volumes 0 hostPath", {"path": "/"}, "mounts a folder of the node"),
     ("cpu", "spec template spec containers 0 securityContext capabilities", None, "may gain privileges"),
-    (
-        "cpu",
-        "spec template spec containers 0 securityContext readOnlyRootFilesystem",
-        False,
-        "may write to its image",
-    ),
+    ("cpu", "spec template spec containers 0 securityContext readOnlyRootFilesystem", False, "may write to its image"),
     ("cpu", "spec template spec containers 0 resources limits memory", None, "has no requests and limits"),
-    (
-        "inf2",
-        "spec template spec containers 0 resources requests aws.amazon.com/neuron",
-        "2",
-        "does not request its devices",
-    ),
+    ("inf2", "spec template spec containers 0 resources requests aws.amazon.com/neuron", "2", "does not request its devices"),
     ("cpu", "spec template spec containers 0 image", f"{IMAGE}:latest", "has an image without a version"),
     ("cpu", "spec template spec volumes 0 name", "other", "mounts a volume that is not there"),
     ("cpu", "spec template spec containers 0 startupProbe", None, "has no probes"),
@@ -244,17 +206,12 @@ def test_the_times_of_the_probes_fit_what_the_server_does(name):
     pod = spec["template"]["spec"]
     (server,) = pod["containers"]
     startup_s = float(variables(server).get("STARTUP_TIMEOUT", Config.startup_timeout))
-    grace_s = float(
-        variables(server).get("GRACEFUL_TERMINATION_TIMEOUT", Config.graceful_termination_timeout)
-    )
+    grace_s = float(variables(server).get("GRACEFUL_TERMINATION_TIMEOUT", Config.graceful_termination_timeout))
     assert startup_s < window_s(server["startupProbe"]) < spec["progressDeadlineSeconds"]
     assert window_s(server["readinessProbe"]) <= 10  # a replica that is stuck gets no requests
     assert window_s(server["livenessProbe"]) >= 30  # one long pause is no reason to restart
     # entrypoint.sh: the worker has 5 s after the deadline, the web processes then 2 s
-    assert (
-        server["lifecycle"]["preStop"]["sleep"]["seconds"] + grace_s + 7
-        < pod["terminationGracePeriodSeconds"]
-    )
+    assert server["lifecycle"]["preStop"]["sleep"]["seconds"] + grace_s + 7 < pod["terminationGracePeriodSeconds"]
 
 
 @pytest.mark.parametrize("name", OVERLAYS)
@@ -268,11 +225,7 @@ def test_probes_service_and_monitor_ask_where_the_server_answers(name):
     assert {*paths.values(), endpoint["path"]} <= web.OPEN_ROUTES  # they need no key
     (service,) = find(built(name), "Service")["spec"]["ports"]
     policy = find(built(name), "NetworkPolicy")["spec"]["ingress"][0]["ports"][0]["port"]
-    ports = {server[f"{kind}Probe"]["httpGet"]["port"] for kind in paths} | {
-        service["targetPort"],
-        endpoint["port"],
-        policy,
-    }
+    ports = {server[f"{kind}Probe"]["httpGet"]["port"] for kind in paths} | {service["targetPort"], endpoint["port"], policy}
     assert ports == {"http"}
 
 
@@ -285,10 +238,7 @@ def test_the_network_policy_lets_out_names_downloads_and_traces():
 @pytest.mark.parametrize("name", OVERLAYS)
 def test_every_selector_finds_the_pods(name):
     labels = deployment(name)["template"]["metadata"]["labels"]
-    selectors = [
-        find(built(name), kind)["spec"]
-        for kind in ("Service", "PodDisruptionBudget", "NetworkPolicy", "Deployment")
-    ]
+    selectors = [find(built(name), kind)["spec"] for kind in ("Service", "PodDisruptionBudget", "NetworkPolicy", "Deployment")]
     selectors.append(find(built("monitoring"), "PodMonitor")["spec"])
     found = [spec["podSelector"] if "podSelector" in spec else spec["selector"] for spec in selectors]
     assert all(selector.get("matchLabels", selector) == labels for selector in found)
@@ -320,17 +270,12 @@ def test_the_job_compiles_into_the_volume_that_the_overlays_mount():
 @pytest.mark.parametrize("name", ("inf2", "trn1"))
 def test_a_replica_fits_on_every_instance_that_it_may_run_on(name):
     pod = deployment(name)["template"]["spec"]
-    terms = pod["affinity"]["nodeAffinity"]["requiredDuringSchedulingIgnoredDuringExecution"][
-        "nodeSelectorTerms"
-    ]
+    terms = pod["affinity"]["nodeAffinity"]["requiredDuringSchedulingIgnoredDuringExecution"]["nodeSelectorTerms"]
     machines = [INSTANCES[instance] for instance in terms[0]["matchExpressions"][0]["values"]]
     limits = pod["containers"][0]["resources"]["limits"]
     assert {machine.family for machine in machines} == {name}
     # The node keeps more than 1 GiB for itself.
-    assert (
-        int(limits["memory"].removesuffix("Gi")) * GIB
-        <= min(machine.host_bytes for machine in machines) - 2 * GIB
-    )
+    assert int(limits["memory"].removesuffix("Gi")) * GIB <= min(machine.host_bytes for machine in machines) - 2 * GIB
     assert 2 * int(limits["aws.amazon.com/neuron"]) <= min(machine.cores for machine in machines)
 
 
@@ -340,9 +285,7 @@ def test_a_volume_of_one_node_is_never_wanted_by_two_pods_at_once(tmp_path):
     assert deployment("inf2")["strategy"] == {"type": "Recreate"}
     copytree(FOLDER, tmp_path / "kubernetes")
     overlay = tmp_path / "kubernetes" / "inf2" / "kustomization.yaml"
-    overlay.write_text(
-        overlay.read_text().replace("components: [../neuron]", "components: [../neuron, ../efs]")
-    )
+    overlay.write_text(overlay.read_text().replace("components: [../neuron]", "components: [../neuron, ../efs]"))
     shared = kustomize(overlay.parent)
     assert [invalid(document) for document in shared] == [None] * len(shared)
     assert find(shared, "PersistentVolumeClaim")["spec"]["accessModes"] == ["ReadWriteMany"]
@@ -350,19 +293,13 @@ def test_a_volume_of_one_node_is_never_wanted_by_two_pods_at_once(tmp_path):
 
 
 def test_autoscalers_read_metrics_that_exist():
-    rule = yaml.safe_load((FOLDER / "hpa" / "prometheus-adapter-values.yaml").read_text())["rules"]["custom"][
-        0
-    ]
+    rule = yaml.safe_load((FOLDER / "hpa" / "prometheus-adapter-values.yaml").read_text())["rules"]["custom"][0]
     (metric,) = find(built("hpa"), "HorizontalPodAutoscaler")["spec"]["metrics"]
     (trigger,) = find(built("keda"), "ScaledObject")["spec"]["triggers"]
     assert metric["pods"]["metric"]["name"] == rule["name"]["as"]
     queries = rule["seriesQuery"] + rule["metricsQuery"], trigger["metadata"]["query"]
     for query in queries:
-        assert (
-            metrics_in(query)
-            == {"queue_size", "slots_busy", "slots_total"}
-            <= {name for _, name, *_ in METRICS}
-        )
+        assert metrics_in(query) == {"queue_size", "slots_busy", "slots_total"} <= {name for _, name, *_ in METRICS}
 
 
 def test_an_autoscaler_owns_the_number_of_replicas():
@@ -379,9 +316,7 @@ def test_the_node_pool_has_what_the_pods_of_inf2_ask_for():
     assert node["nodeClassRef"]["name"] == find(built("karpenter"), "EC2NodeClass")["metadata"]["name"]
     (worker,) = find(built("ray"), "RayService")["spec"]["rayClusterConfig"]["workerGroupSpecs"]
     for pod in (deployment("inf2")["template"]["spec"], worker["template"]["spec"]):
-        assert [toleration["key"] for toleration in pod["tolerations"]] == [
-            taint["key"] for taint in node["taints"]
-        ]
+        assert [toleration["key"] for toleration in pod["tolerations"]] == [taint["key"] for taint in node["taints"]]
         assert pod["containers"][0]["resources"]["limits"].keys() >= pool["limits"].keys()
 
 
@@ -392,22 +327,14 @@ def test_a_ray_worker_has_room_for_one_replica():
     (worker,) = cluster["workerGroupSpecs"]
     replica, limits = application["args"], worker["template"]["spec"]["containers"][0]["resources"]["limits"]
     cores = yaml.safe_load(yaml.safe_load(worker["rayStartParams"]["resources"]))
-    assert (
-        cores
-        == {"neuron_cores": int(replica["tp-degree"])}
-        == {"neuron_cores": 2 * int(limits["aws.amazon.com/neuron"])}
-    )
+    assert cores == {"neuron_cores": int(replica["tp-degree"])} == {"neuron_cores": 2 * int(limits["aws.amazon.com/neuron"])}
     assert int(replica["cpus"]) < int(limits["cpu"])  # the proxy of the node needs some
     scaling = int(replica["min-replicas"]), int(replica["max-replicas"])
     assert scaling == (worker["minReplicas"], worker["maxReplicas"])
     assert cluster["enableInTreeAutoscaling"]
     dockerfile = (FOLDER / "ray" / "Dockerfile").read_text()
-    (environment,) = re.findall(
-        r"python3 -m venv (\S+)", dockerfile
-    )  # what the SDK was tested with may not move
-    (installed,) = re.findall(
-        r"(\S*pip) --disable-pip-version-check install .* \"ray\[serve\]==(\S+)\"", dockerfile
-    )
+    (environment,) = re.findall(r"python3 -m venv (\S+)", dockerfile)  # what the SDK was tested with may not move
+    (installed,) = re.findall(r"(\S*pip) --disable-pip-version-check install .* \"ray\[serve\]==(\S+)\"", dockerfile)
     assert installed == (f"{environment}/bin/pip", cluster["rayVersion"])
     extra = re.search(r"^ray = \[(.*?)\]", (HERE / "pyproject.toml").read_text(), flags=re.MULTILINE)[1]
     assert all(package in dockerfile for package in re.findall(r'"[^"]+"', extra))
@@ -431,36 +358,11 @@ BROKEN = [
         "failureThreshold: 60",
         test_the_times_of_the_probes_fit_what_the_server_does,
     ),
-    (
-        "base/deployment.yaml",
-        "Seconds: 150",
-        "Seconds: 135",
-        test_the_times_of_the_probes_fit_what_the_server_does,
-    ),
-    (
-        "base/deployment.yaml",
-        "Seconds: 4800",
-        "Seconds: 600",
-        test_the_times_of_the_probes_fit_what_the_server_does,
-    ),
-    (
-        "base/deployment.yaml",
-        "path: /live",
-        "path: /health",
-        test_probes_service_and_monitor_ask_where_the_server_answers,
-    ),
-    (
-        "base/service.yaml",
-        "targetPort: http",
-        "targetPort: 80",
-        test_probes_service_and_monitor_ask_where_the_server_answers,
-    ),
-    (
-        "base/service.yaml",
-        "name: neuron-textgen\n  ports",
-        "name: server\n  ports",
-        test_every_selector_finds_the_pods,
-    ),
+    ("base/deployment.yaml", "Seconds: 150", "Seconds: 135", test_the_times_of_the_probes_fit_what_the_server_does),
+    ("base/deployment.yaml", "Seconds: 4800", "Seconds: 600", test_the_times_of_the_probes_fit_what_the_server_does),
+    ("base/deployment.yaml", "path: /live", "path: /health", test_probes_service_and_monitor_ask_where_the_server_answers),
+    ("base/service.yaml", "targetPort: http", "targetPort: 80", test_probes_service_and_monitor_ask_where_the_server_answers),
+    ("base/service.yaml", "name: neuron-textgen\n  ports", "name: server\n  ports", test_every_selector_finds_the_pods),
     (
         "base/deployment.yaml",
         "name: GRACEFUL",
@@ -473,30 +375,15 @@ BROKEN = [
         "claimName: other",
         test_the_job_compiles_into_the_volume_that_the_overlays_mount,
     ),
-    (
-        "inf2/kustomization.yaml",
-        "memory: 12Gi",
-        "memory: 16Gi",
-        test_a_replica_fits_on_every_instance_that_it_may_run_on,
-    ),
+    ("inf2/kustomization.yaml", "memory: 12Gi", "memory: 16Gi", test_a_replica_fits_on_every_instance_that_it_may_run_on),
     (
         "neuron/deployment.yaml",
         "type: Recreate",
         "type: RollingUpdate",
         test_a_volume_of_one_node_is_never_wanted_by_two_pods_at_once,
     ),
-    (
-        "keda/scaledobject.yaml",
-        "tgi_queue_size",
-        "tgi_queue_length",
-        test_autoscalers_read_metrics_that_exist,
-    ),
-    (
-        "base/deployment.yaml",
-        "  selector:\n",
-        "  replicas: 2\n  selector:\n",
-        test_an_autoscaler_owns_the_number_of_replicas,
-    ),
+    ("keda/scaledobject.yaml", "tgi_queue_size", "tgi_queue_length", test_autoscalers_read_metrics_that_exist),
+    ("base/deployment.yaml", "  selector:\n", "  replicas: 2\n  selector:\n", test_an_autoscaler_owns_the_number_of_replicas),
     (
         "karpenter/nodepool.yaml",
         "key: aws.amazon.com/neuron",
@@ -521,7 +408,5 @@ def test_a_broken_manifest_is_found(file, right, wrong, test, tmp_path, monkeypa
 
 def test_the_commands_of_the_readme_name_folders_that_are_there():
     text = (FOLDER / "README.md").read_text()
-    assert {*re.findall(r"kubectl (?:apply -k|kustomize) deploy/kubernetes/(\w+)", text)} == {*APPLIED} - {
-        "trn1"
-    }
+    assert {*re.findall(r"kubectl (?:apply -k|kustomize) deploy/kubernetes/(\w+)", text)} == {*APPLIED} - {"trn1"}
     assert len(text.splitlines()) <= 60

@@ -13,23 +13,11 @@ from run import HERE
 FOLDER = HERE / ".github" / "workflows"
 TEXTS = {path.name: path.read_text() for path in FOLDER.glob("*.yml")}
 WORKFLOWS = {name: yaml.safe_load(text) for name, text in TEXTS.items()}
-STEPS = [
-    step
-    for workflow in WORKFLOWS.values()
-    for job in workflow["jobs"].values()
-    for step in job.get("steps", [])
-]
+STEPS = [step for workflow in WORKFLOWS.values() for job in workflow["jobs"].values() for step in job.get("steps", [])]
 
 
 def check(*paths):
-    command = [
-        sys.executable,
-        "-m",
-        "check_jsonschema",
-        "--builtin-schema",
-        "vendor.github-workflows",
-        *map(str, paths),
-    ]
+    command = [sys.executable, "-m", "check_jsonschema", "--builtin-schema", "vendor.github-workflows", *map(str, paths)]
     return subprocess.run(command, capture_output=True, text=True)
 
 
@@ -39,15 +27,10 @@ def test_the_workflows_are_what_github_accepts():
 
 
 @pytest.mark.parametrize(
-    ("written", "broken"),
-    [("runs-on:", "run-on:"), ("packages: write", "packages: all"), ("- run:", "- runs:")],
+    ("written", "broken"), [("runs-on:", "run-on:"), ("packages: write", "packages: all"), ("- run:", "- runs:")]
 )
 def test_a_broken_workflow_is_found(tmp_path, written, broken):
-    (name,) = [
-        name
-        for name, text in TEXTS.items()
-        if written in text and (written != "runs-on:" or name == "ci.yml")
-    ]
+    (name,) = [name for name, text in TEXTS.items() if written in text and (written != "runs-on:" or name == "ci.yml")]
     path = tmp_path / name
     path.write_text(TEXTS[name].replace(written, broken, 1))
     done = check(path)
@@ -79,12 +62,7 @@ def test_actions_are_pinned_to_a_commit_and_credentials_are_not_kept():
 def test_only_the_job_that_publishes_may_write():
     for name, workflow in WORKFLOWS.items():
         assert workflow["permissions"] == {"contents": "read"}, name
-    writing = [
-        name
-        for workflow in WORKFLOWS.values()
-        for name, job in workflow["jobs"].items()
-        if "permissions" in job
-    ]
+    writing = [name for workflow in WORKFLOWS.values() for name, job in workflow["jobs"].items() if "permissions" in job]
     assert writing == ["publish"]
     release = WORKFLOWS["release.yml"]
     assert release[True] == {"push": {"tags": ["v*"]}}  # YAML reads the key `on` as a truth value
@@ -100,9 +78,7 @@ def test_a_tag_that_is_not_the_version_ends_the_release(tmp_path):
     (step,) = [step for step in WORKFLOWS["release.yml"]["jobs"]["version"]["steps"] if "run" in step]
 
     def run(tag):
-        return subprocess.run(
-            ["bash", "-e", "-c", step["run"]], cwd=HERE, env={"GITHUB_REF_NAME": tag}
-        ).returncode
+        return subprocess.run(["bash", "-e", "-c", step["run"]], cwd=HERE, env={"GITHUB_REF_NAME": tag}).returncode
 
     assert run(f"v{config.VERSION}") == 0
     assert run("v9.9.9") != 0
@@ -113,16 +89,9 @@ def test_each_image_is_published_by_make_with_provenance_and_a_list_of_packages(
     publish = WORKFLOWS["release.yml"]["jobs"]["publish"]
     assert device in publish["strategy"]["matrix"]["device"]
     (step,) = [step for step in publish["steps"] if step.get("id") == "push"]
-    command = (
-        step["run"]
-        .replace("${{ matrix.device }}", device)
-        .replace("make image", "make --dry-run image")
-        .split("jq ")[0]
-    )
+    command = step["run"].replace("${{ matrix.device }}", device).replace("make image", "make --dry-run image").split("jq ")[0]
     environment = {"IMAGE": "ghcr.io/someone/fork", "PATH": "/usr/bin:/bin"}
-    done = subprocess.run(
-        ["bash", "-e", "-c", command], cwd=HERE, env=environment, capture_output=True, text=True
-    )
+    done = subprocess.run(["bash", "-e", "-c", command], cwd=HERE, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     built = " ".join(done.stdout.replace("\\\n", " ").split())
     assert "docker buildx build" in built
@@ -134,7 +103,5 @@ def test_each_image_is_published_by_make_with_provenance_and_a_list_of_packages(
 def test_the_changelog_begins_with_the_version_and_the_documents_name_it():
     changelog = (HERE / "CHANGELOG.md").read_text()
     assert re.findall(r"^## (\S+) ", changelog, flags=re.MULTILINE)[0] == config.VERSION
-    assert set(re.findall(r"neuron-textgen:(\d[\w.]*)", (HERE / "SECURITY.md").read_text())) == {
-        config.VERSION
-    }
+    assert set(re.findall(r"neuron-textgen:(\d[\w.]*)", (HERE / "SECURITY.md").read_text())) == {config.VERSION}
     assert f"`v{config.VERSION}`" in (HERE / "CONTRIBUTING.md").read_text()

@@ -15,9 +15,7 @@ from protocol import Cancel, Generate, MetricsRequest, RequestStats, Status, Sub
 from protocol import Metrics as MetricsText
 
 WAIT_S = 20
-LASTING = next(
-    [a, 9] for a in range(50) if EOS not in greedy([a, 9], 30)
-)  # a prompt whose text has no EOS token
+LASTING = next([a, 9] for a in range(50) if EOS not in greedy([a, 9], 30))  # a prompt whose text has no EOS token
 
 
 class Clock:
@@ -53,9 +51,7 @@ def types(metrics):
 
 def bounds(found, name):
     """The upper bounds of a histogram's buckets, the same for each label."""
-    return list(
-        dict.fromkeys(float(key[1].removeprefix("le=")) for key in found if key[0] == f"{name}_bucket")
-    )
+    return list(dict.fromkeys(float(key[1].removeprefix("le=")) for key in found if key[0] == f"{name}_bucket"))
 
 
 def with_limits():
@@ -100,11 +96,7 @@ def test_every_series_is_there_from_the_start_and_counters_have_no_suffix():
     for reason in ("backpressure", "wait_exceeded"):
         assert found["tgi_batch_concat", f"reason={reason}"] == 0
     assert found["tgi_request_count",] == found["tgi_steps",] == found["tgi_request_skipped_tokens_sum",] == 0
-    assert {
-        value
-        for key, value in found.items()
-        if key[0] not in ("tgi_slots_total", "tgi_batch_max_total_tokens")
-    } == {0}
+    assert {value for key, value in found.items() if key[0] not in ("tgi_slots_total", "tgi_batch_max_total_tokens")} == {0}
     assert (found["tgi_slots_total",], found["tgi_batch_max_total_tokens",]) == (4, 1600)
     suffixed = {key[0] for key in found if key[0].endswith(("_total", "_created"))}
     assert suffixed == {"tgi_slots_total"}
@@ -119,20 +111,14 @@ def test_buckets_are_tgis():
         assert bounds(found, name) == pytest.approx(durations + infinity)
     assert ("tgi_batch_forward_duration_bucket", "le=0.00015000000000000001", "method=decode") in found
     assert bounds(found, "tgi_batch_next_size") == [*range(1, 1025), *infinity]
-    assert bounds(found, "tgi_request_input_length") == pytest.approx(
-        [2 * n for n in range(1, 101)] + infinity
-    )
+    assert bounds(found, "tgi_request_input_length") == pytest.approx([2 * n for n in range(1, 101)] + infinity)
     for name in ("tgi_request_generated_tokens", "tgi_request_max_new_tokens"):
         assert bounds(found, name) == pytest.approx([4 * n for n in range(1, 101)] + infinity)
 
 
 def test_before_the_limits_are_known_everything_else_is_there():
     missing = set(types(with_limits())) - set(types(Metrics()))
-    assert missing == {
-        "tgi_request_input_length",
-        "tgi_request_generated_tokens",
-        "tgi_request_max_new_tokens",
-    }
+    assert missing == {"tgi_request_input_length", "tgi_request_generated_tokens", "tgi_request_max_new_tokens"}
 
 
 SUCCESS = RequestStats(
@@ -197,14 +183,8 @@ def test_a_success_without_a_token_divides_by_nothing():
             RequestStats(422, "validation"),
             {"request_count": 1, "request_failure err=validation": 1, "http_errors status=422": 1},
         ),
-        (
-            RequestStats(500, "other"),
-            {"request_count": 1, "request_failure err=generation": 1, "http_errors status=500": 1},
-        ),
-        (
-            RequestStats(499, "dropped"),
-            {"request_count": 1, "request_failure err=dropped": 1, "client_hang_ups": 1},
-        ),
+        (RequestStats(500, "other"), {"request_count": 1, "request_failure err=generation": 1, "http_errors status=500": 1}),
+        (RequestStats(499, "dropped"), {"request_count": 1, "request_failure err=dropped": 1, "client_hang_ups": 1}),
         (RequestStats(0, "dropped"), {"request_count": 1, "request_failure err=dropped": 1}),
         (RequestStats(404), {"http_errors status=404": 1}),
         (RequestStats(418), {"http_errors status=418": 1}),
@@ -291,9 +271,7 @@ def test_a_prompt_that_starts_because_max_waiting_tokens_have_passed_is_counted_
     driven.arrive(*(Generate(i, LASTING, 2) for i in (4, 5, 6)))
     driven.run()
     found = samples(driven.worker.metrics)
-    counted = {
-        reason: found["tgi_batch_concat", f"reason={reason}"] for reason in ("wait_exceeded", "backpressure")
-    }
+    counted = {reason: found["tgi_batch_concat", f"reason={reason}"] for reason in ("wait_exceeded", "backpressure")}
     assert counted == {"wait_exceeded": 1, "backpressure": 4}
 
 
@@ -322,13 +300,7 @@ def test_the_gauges_show_the_present(clock):
     driven = Driven(batch_size=1, max_total_tokens=40)
 
     def gauges():
-        names = [
-            "queue_size",
-            "slots_busy",
-            "batch_current_size",
-            "batch_current_max_tokens",
-            "last_step_age_seconds",
-        ]
+        names = ["queue_size", "slots_busy", "batch_current_size", "batch_current_max_tokens", "last_step_age_seconds"]
         found = samples(driven.worker.metrics)
         return [found[f"tgi_{name}",] for name in names]
 

@@ -40,27 +40,18 @@ def test_the_phases_of_the_steps_that_were_asked_for_are_written_once(tmp_path):
     events = slices(trace)
     assert [event["name"] for event in events] == PHASES * 4
     assert [event["args"]["step"] for event in events[::5]] == [3, 4, 5, 6]
-    assert all(
-        event["args"] | {"step": 0} == {"step": 0, "slots": [0], "rows": 1, "prompt_tokens": 0}
-        for event in events
-    )
+    assert all(event["args"] | {"step": 0} == {"step": 0, "slots": [0], "rows": 1, "prompt_tokens": 0} for event in events)
     assert all(event["dur"] >= 0 for event in events) and all(event["dur"] > 0 for event in events[1::5])
     loop = [event for event in events if event["name"] != "publish"]
-    for before, after in itertools.pairwise(
-        loop
-    ):  # one phase begins where the one before ended; in microseconds
+    for before, after in itertools.pairwise(loop):  # one phase begins where the one before ended; in microseconds
         assert after["ts"] == pytest.approx(before["ts"] + before["dur"], abs=1)
     threads = {event["args"]["name"] for event in trace["traceEvents"] if event["ph"] == "M"}
     assert threads == {"worker loop", "output thread"}
 
 
 @pytest.mark.processes
-def test_a_server_that_stops_before_all_steps_ran_writes_what_there_is_with_torchs_profile_beside_it(
-    tmp_path,
-):
-    with Server(
-        "--dtype", "float16", PROF_PATH=str(tmp_path), PROF_STEP="10000"
-    ) as server:  # float16: plain PyTorch
+def test_a_server_that_stops_before_all_steps_ran_writes_what_there_is_with_torchs_profile_beside_it(tmp_path):
+    with Server("--dtype", "float16", PROF_PATH=str(tmp_path), PROF_STEP="10000") as server:  # float16: plain PyTorch
         server.wait_ready()
         count = server.generate("Hello", max_new_tokens=6, details=True)[1]["details"]["generated_tokens"]
         assert server.stop() == 0
@@ -102,17 +93,13 @@ def test_the_neuron_runtime_is_given_the_folder_unless_its_variables_are_set(tmp
     assert os.environ["NEURON_RT_INSPECT_OUTPUT_DIR"] == "/elsewhere"
 
 
-@pytest.mark.parametrize(
-    ("settings", "is_on"), [({}, False), ({"prof_step": 3}, True), ({"prof_waitstep": 3}, False)]
-)
+@pytest.mark.parametrize(("settings", "is_on"), [({}, False), ({"prof_step": 3}, True), ({"prof_waitstep": 3}, False)])
 def test_a_trace_is_wanted_with_a_folder_or_a_number_of_steps(settings, is_on, tmp_path, monkeypatch, caplog):
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     monkeypatch.setattr("tempfile.tempdir", None)  # which is found once in a process
     assert (Profiler.of(Config(**settings), "cpu") is not None) == is_on
     assert (tmp_path / "profile").is_dir() == is_on
-    assert ("PROF_WAITSTEP and PROF_WARMUPSTEP have no effect" in caplog.text) == (
-        "prof_waitstep" in settings
-    )
+    assert ("PROF_WAITSTEP and PROF_WARMUPSTEP have no effect" in caplog.text) == ("prof_waitstep" in settings)
     assert Profiler.of(Config(profile=str(tmp_path), prof_step=0), "cpu") is None
 
 
@@ -121,9 +108,7 @@ def test_the_default_folder_is_private(tmp_path, monkeypatch):
     Profiler.of(Config(prof_step=3), "cpu")
     assert (tmp_path / "profile").stat().st_mode & 0o777 == 0o700
     (tmp_path / "profile").chmod(0o777)  # as another user may have made it
-    with pytest.raises(
-        ConfigError, match=r"/profile \(--profile, PROFILE\) can be written to by other users"
-    ):
+    with pytest.raises(ConfigError, match=r"/profile \(--profile, PROFILE\) can be written to by other users"):
         Profiler.of(Config(prof_step=3), "cpu")
 
 

@@ -80,10 +80,7 @@ def warped(logits: np.ndarray, parameters: Sampling, prompt=(), generated=()) ->
     import torch  # here, because these imports take seconds
     import transformers as hf
 
-    ids, scores = (
-        torch.tensor([[*prompt, *generated]], dtype=torch.long),
-        torch.from_numpy(logits).double()[None].clone(),
-    )
+    ids, scores = (torch.tensor([[*prompt, *generated]], dtype=torch.long), torch.from_numpy(logits).double()[None].clone())
     if parameters.repetition_penalty != 1.0:
         scores = hf.RepetitionPenaltyLogitsProcessor(parameters.repetition_penalty)(ids, scores)
     for token, count in Counter(generated).items():
@@ -149,14 +146,7 @@ PARAMETERS = [
     {"logit_bias": [(3, 1.0)], "repetition_penalty": 1.5, "presence_penalty": 0.5, "top_p": 0.9},
     {"temperature": 1.3, "top_k": 7, "top_p": 0.9, "min_p": 0.1},
     {"temperature": 1.5, "top_k": 8, "typical_p": 0.8, "min_p": 0.05},
-    {
-        "temperature": 0.8,
-        "top_k": 9,
-        "top_p": 0.95,
-        "typical_p": 0.9,
-        "repetition_penalty": 1.2,
-        "frequency_penalty": 0.4,
-    },
+    {"temperature": 0.8, "top_k": 9, "top_p": 0.95, "typical_p": 0.9, "repetition_penalty": 1.2, "frequency_penalty": 0.4},
 ]
 
 
@@ -168,9 +158,7 @@ def test_tokens_are_drawn_from_exactly_the_distribution_of_the_parameters(parame
 
 
 @with_transformers
-@pytest.mark.parametrize(
-    "parameters", [{}, {"temperature": 0.6, "top_k": 6}, {"temperature": 2.0, "top_p": 0.9}], ids=str
-)
+@pytest.mark.parametrize("parameters", [{}, {"temperature": 0.6, "top_k": 6}, {"temperature": 2.0, "top_p": 0.9}], ids=str)
 def test_the_tokens_of_one_seed_follow_the_distribution_too(parameters):
     batch = SamplingBatch([RowSampler(Sampling(seed=7, **parameters), PROMPT)])
     counts = Counter(sample(LOGITS[None], batch)[0] for _ in range(DRAWS))
@@ -199,8 +187,7 @@ def test_the_chi_square_test_distinguishes_similar_distributions(drawn, claimed)
 
 shares = st.sampled_from([0.05, 0.25, 0.5, 0.9, 0.95, 0.999]) | st.floats(0.01, 0.999)
 FILTERS = st.fixed_dictionaries(
-    {},
-    optional={"top_k": st.integers(1, 60), "top_p": shares, "min_p": shares, "typical_p": shares},
+    {}, optional={"top_k": st.integers(1, 60), "top_p": shares, "min_p": shares, "typical_p": shares}
 )
 
 
@@ -246,20 +233,11 @@ def test_greedy_penalties_count_the_prompt_or_the_generated_tokens_as_their_apis
     assert steps(logits, RowSampler(Sampling(repetition_penalty=1.5), [0]), 1) == [1]
     assert steps(logits, RowSampler(Sampling(repetition_penalty=1.5), [2]), 1) == [0]
     assert steps(logits, RowSampler(Sampling(frequency_penalty=2.0), [0, 0, 0]), 1) == [0]
-    assert steps([-1.0, -1.2], RowSampler(Sampling(repetition_penalty=1.5), [0]), 1) == [
-        1
-    ]  # negative logits, too
+    assert steps([-1.0, -1.2], RowSampler(Sampling(repetition_penalty=1.5), [0]), 1) == [1]  # negative logits, too
     assert steps(logits, RowSampler(Sampling(repetition_penalty=0.5), [1]), 1) == [1]
     assert steps([3.0, 2.5, 2.2, -1.0], RowSampler(Sampling(repetition_penalty=1.5), [3]), 4) == [0, 1, 2, 0]
     # 3.0 | 2.5 | 2.0 2.2 | 2.0 1.7 | 1.5 1.7 1.9 | 1.5 1.7 1.4
-    assert steps([3.0, 2.2, 1.9, -1.0], RowSampler(Sampling(frequency_penalty=0.5), [0]), 6) == [
-        0,
-        0,
-        1,
-        0,
-        2,
-        1,
-    ]
+    assert steps([3.0, 2.2, 1.9, -1.0], RowSampler(Sampling(frequency_penalty=0.5), [0]), 6) == [0, 0, 1, 0, 2, 1]
     # 3.0 | 2.5 2.7 | 2.5 2.2 2.4, unchanged until 2 is generated: never
     assert steps([3.0, 2.7, 2.4, -1.0], RowSampler(Sampling(presence_penalty=0.5), [0]), 5) == [0, 1, 0, 0, 0]
     both = Sampling(presence_penalty=0.5, frequency_penalty=0.5)  # 3.0 | 2.0 2.2 | 2.0 1.2 1.9 | 1.5 1.2 1.9
@@ -270,14 +248,10 @@ def test_a_bias_is_added_after_the_repetition_penalty_and_leaves_impossible_toke
     assert steps([3.0, 2.0, -1.0], RowSampler(Sampling(logit_bias=[(2, 4.5)]), [0]), 1) == [2]
     assert steps([3.0, -INF], RowSampler(Sampling(logit_bias=[(1, 100.0)]), [0]), 1) == [0]
     # 2 / 2 + 4 = 5 beats 4; (2 + 4) / 2 = 3 would not
-    assert steps([2.0, 4.0], RowSampler(Sampling(repetition_penalty=2.0, logit_bias=[(0, 4.0)]), [0]), 1) == [
-        0
-    ]
+    assert steps([2.0, 4.0], RowSampler(Sampling(repetition_penalty=2.0, logit_bias=[(0, 4.0)]), [0]), 1) == [0]
 
 
-@pytest.mark.parametrize(
-    "parameters", [Sampling(), Sampling(seed=5), Sampling(repetition_penalty=1.1)], ids=str
-)
+@pytest.mark.parametrize("parameters", [Sampling(), Sampling(seed=5), Sampling(repetition_penalty=1.1)], ids=str)
 def test_banned_tokens_come_only_after_the_first_tokens_and_may_be_outside_of_the_vocabulary(parameters):
     sampler = RowSampler(parameters, [3], banned=frozenset([0, 1, 50]), banned_for=3)
     tokens = steps([9.0, 8.0, 1.0, 0.5], sampler, 9)
@@ -291,20 +265,14 @@ def test_a_row_without_a_possible_token_fails_alone(seed):
         return RowSampler(Sampling(seed=seed), [0], **ban)
 
     logits = rows_of([1.0, 2.0, -INF], [1.0, 2.0, -INF], [-INF] * 3)
-    banned, other, impossible = sample(
-        logits, SamplingBatch([row(banned=[0, 1], banned_for=1), row(), row()])
-    )
-    _allowed, masked, _ = sample(
-        logits, SamplingBatch([row(), row(), row()]), np.array([[7], [4], [7]], np.uint32)
-    )
+    banned, other, impossible = sample(logits, SamplingBatch([row(banned=[0, 1], banned_for=1), row(), row()]))
+    _allowed, masked, _ = sample(logits, SamplingBatch([row(), row(), row()]), np.array([[7], [4], [7]], np.uint32))
     for failed in (banned, impossible, masked):
         assert isinstance(failed, SamplingError) and "no token is possible" in str(failed)
     assert other in (0, 1)
 
 
-@pytest.mark.parametrize(
-    "parameters", [{}, {"seed": 3}, {"seed": 3, "top_k": 2}, {"repetition_penalty": 1.2}], ids=str
-)
+@pytest.mark.parametrize("parameters", [{}, {"seed": 3}, {"seed": 3, "top_k": 2}, {"repetition_penalty": 1.2}], ids=str)
 @pytest.mark.parametrize("value", [NAN, -NAN, INF])
 @pytest.mark.parametrize("as_laid_out", [np.ascontiguousarray, column_major])
 def test_a_row_that_is_not_a_number_fails_alone(parameters, value, as_laid_out):
@@ -321,9 +289,7 @@ def test_a_row_that_is_not_a_number_fails_alone(parameters, value, as_laid_out):
 
 def test_an_exception_in_one_row_is_that_rows_result():
     outside = RowSampler(Sampling(logit_bias=[(99, 1.0)]), [0])
-    first, failed = sample(
-        rows_of([1.0, 2.0], [1.0, 2.0]), SamplingBatch([RowSampler(Sampling(), [0]), outside])
-    )
+    first, failed = sample(rows_of([1.0, 2.0], [1.0, 2.0]), SamplingBatch([RowSampler(Sampling(), [0]), outside]))
     assert first == 1 and isinstance(failed, IndexError)
 
 
@@ -335,9 +301,7 @@ def mask_of(rows: int, vocab: int, allowed) -> np.ndarray:
 
 
 @with_transformers
-@pytest.mark.parametrize(
-    "parameters", [{}, {"top_k": 3}, {"top_p": 0.7}, {"min_p": 0.3, "temperature": 2.0}], ids=str
-)
+@pytest.mark.parametrize("parameters", [{}, {"top_k": 3}, {"top_p": 0.7}, {"min_p": 0.3, "temperature": 2.0}], ids=str)
 def test_a_mask_restricts_a_row_before_temperature_and_filters(parameters):
     allowed = [1, 4, 5, 7, 8]
     masked = np.full_like(LOGITS, -INF)
@@ -366,9 +330,7 @@ def test_a_mask_of_ones_changes_nothing_and_each_row_has_its_own(vocab):
 SHAPES = ("normal", "plateaus", "two values", "equal", "ranks", "rising", "impossible")
 
 
-def large_rows(
-    shape: str, rows: int, vocab: int, seed: int = 0, scale: float = 2.0, offset: float = 0.0
-) -> np.ndarray:
+def large_rows(shape: str, rows: int, vocab: int, seed: int = 0, scale: float = 2.0, offset: float = 0.0) -> np.ndarray:
     random = np.random.default_rng(seed)
     normal = random.standard_normal((rows, vocab))
     values = {
@@ -394,8 +356,7 @@ ANY_ROW = st.builds(
 )
 ANY_SHARE = st.sampled_from([1e-300, 1e-6, 0.99999, 1 - 1e-16]) | shares
 ANY_FILTER = st.fixed_dictionaries(
-    {},
-    optional={"top_k": st.integers(1, 600), "top_p": ANY_SHARE, "min_p": ANY_SHARE, "typical_p": ANY_SHARE},
+    {}, optional={"top_k": st.integers(1, 600), "top_p": ANY_SHARE, "min_p": ANY_SHARE, "typical_p": ANY_SHARE}
 )
 TEMPERATURES = st.sampled_from([1e-300, 0.01, 0.3, 0.8, 1.0, 1.5, 5.0, 1e300]) | st.floats(0.1, 2.0)
 
@@ -412,11 +373,7 @@ def test_the_loops_choose_the_token_that_the_readable_computation_chooses(logits
         near = [max(0.0, draw - 2e-5), draw, min(draw + 2e-5, 1 - 2**-53)]
         possible = set()
         if filters:
-            limits = (
-                [parameters.top_p]
-                if parameters.top_p == 1.0
-                else [parameters.top_p * (1 + x) for x in (-2e-5, 0, 2e-5)]
-            )
+            limits = [parameters.top_p] if parameters.top_p == 1.0 else [parameters.top_p * (1 + x) for x in (-2e-5, 0, 2e-5)]
             for limit in limits:
                 of_limit = Sampling(seed=0, temperature=temperature, **{**filters, "top_p": min(limit, 1.0)})
                 ranks = [rank_of(logits[0], sample_whole_row(logits[0], of_limit, share)) for share in near]
@@ -424,10 +381,7 @@ def test_the_loops_choose_the_token_that_the_readable_computation_chooses(logits
             assert rank_of(logits[0], token) in possible
         else:  # in the order of the ids
             weights = np.exp((logits[0].astype(float) - float(logits.max())) / temperature)
-            low, high = (
-                np.searchsorted(np.cumsum(weights), share * weights.sum(), side="right")
-                for share in near[::2]
-            )
+            low, high = (np.searchsorted(np.cumsum(weights), share * weights.sum(), side="right") for share in near[::2])
             assert low <= token <= high and logits[0, token] > -INF
 
 
@@ -436,9 +390,7 @@ def rank_of(row: np.ndarray, token: int) -> int:
 
 
 @pytest.mark.parametrize("filters", [{}, {"top_p": 0.9}, {"min_p": 0.01}, {"top_k": 300}], ids=str)
-@pytest.mark.parametrize(
-    ("shape", "scale"), [("normal", 0.7), ("plateaus", 0.2), ("ranks", 0.5), ("impossible", 0.3)]
-)
+@pytest.mark.parametrize(("shape", "scale"), [("normal", 0.7), ("plateaus", 0.2), ("ranks", 0.5), ("impossible", 0.3)])
 def test_every_kept_token_of_a_large_row_is_drawn_as_often_as_it_should_be(shape, scale, filters):
     (row,) = large_rows(shape, 1, 3000, 5, scale)
     parameters = Sampling(temperature=0.9, **filters)
@@ -483,14 +435,9 @@ def test_not_a_bit_of_a_row_depends_on_its_neighbours_their_number_memory_order_
     for count in (2, 5, 16, 31, 64):
         for as_laid_out in (np.ascontiguousarray, column_major):
             assert generated(logits, range(count), as_laid_out) == alone[:count]
-            assert (
-                generated(logits, range(count), lambda x, laid=as_laid_out: laid(bfloat16(x)))
-                == alone[:count]
-            )
+            assert generated(logits, range(count), lambda x, laid=as_laid_out: laid(bfloat16(x))) == alone[:count]
     assert generated(logits, range(31, -1, -1), column_major) == alone[31::-1]
-    assert (
-        generated(logits, range(32), lambda x: column_major(np.concatenate((x, x)))[: len(x)]) == alone[:32]
-    )
+    assert generated(logits, range(32), lambda x: column_major(np.concatenate((x, x)))[: len(x)]) == alone[:32]
 
 
 def test_a_seed_decides_and_another_seed_decides_otherwise():
@@ -516,9 +463,7 @@ def test_a_random_stream_continues_whichever_rows_are_in_the_batch():
     (row,) = large_rows("normal", 1, 1000)
     one, other, late = (RowSampler(Sampling(seed=seed), [0]) for seed in (7, 8, 9))
     batches = [other, one], [one], [one, other, late], [late, one], [one], [other, one]
-    drawn = [
-        tokens_of(np.repeat(row[None], len(batch), axis=0), batch)[batch.index(one)] for batch in batches
-    ]
+    drawn = [tokens_of(np.repeat(row[None], len(batch), axis=0), batch)[batch.index(one)] for batch in batches]
     assert drawn == steps(row, RowSampler(Sampling(seed=7), [0]), len(batches))
 
 
@@ -553,16 +498,12 @@ def test_extreme_parameters_always_choose_a_possible_token(parameters, row, seed
     scores = EXTREME_ROWS[row]
     bias = [each for each in parameters.get("logit_bias", []) if each[0] < len(scores)]
     ids = range(len(scores))
-    sampler = sampler_after(
-        Sampling(seed=seed, **{**parameters, "logit_bias": bias}), ids, [t for t in GENERATED if t in ids]
-    )
+    sampler = sampler_after(Sampling(seed=seed, **{**parameters, "logit_bias": bias}), ids, [t for t in GENERATED if t in ids])
     assert all(scores[token] > -INF for token in steps(scores, sampler, 10))
 
 
 @pytest.mark.parametrize("bits", [0, 2**53 - 1])
-@pytest.mark.parametrize(
-    "filters", [{}, {"temperature": 0.01}, {"top_p": 0.999}, {"top_k": 700}, {"typical_p": 0.9}], ids=str
-)
+@pytest.mark.parametrize("filters", [{}, {"temperature": 0.01}, {"top_p": 0.999}, {"top_k": 700}, {"typical_p": 0.9}], ids=str)
 def test_the_smallest_and_the_largest_draw_fall_on_a_possible_token(filters, bits):
     def unshifted(state: int, by: int) -> int:
         found = state
@@ -596,16 +537,12 @@ def test_top_k_takes_the_highest_even_where_a_temperature_makes_all_equally_like
     assert {sample(logits, batch)[0] for _ in range(30)} == {5, 19999}
 
 
-@pytest.mark.parametrize(
-    "filters", [{}, {"top_k": 50, "top_p": 0.95}, {"top_p": 0.95}, {"min_p": 0.05}, {"top_k": 1}], ids=str
-)
+@pytest.mark.parametrize("filters", [{}, {"top_k": 50, "top_p": 0.95}, {"top_p": 0.95}, {"min_p": 0.05}, {"top_k": 1}], ids=str)
 @pytest.mark.parametrize("vocab", [32000, 128256])
 def test_usual_parameters_do_not_need_the_slow_computation_over_the_whole_row(filters, vocab, monkeypatch):
     logits = np.repeat(large_rows("ranks", 1, vocab, scale=1.5, offset=18.0), 20, axis=0)
     monkeypatch.setattr(sampling, "sample_whole_row", lambda *_: pytest.fail("slow"))
-    tokens_of(
-        logits, [RowSampler(Sampling(seed=seed, temperature=0.8, **filters), [0]) for seed in range(20)]
-    )
+    tokens_of(logits, [RowSampler(Sampling(seed=seed, temperature=0.8, **filters), [0]) for seed in range(20)])
 
 
 @given(logits=ANY_ROW, n=st.integers(0, 40), data=st.data())
@@ -622,16 +559,12 @@ def test_log_probabilities_are_log_softmax_and_top_tokens_the_likeliest_in_order
 
 def test_log_probabilities_are_the_models_own_whatever_the_parameters_and_the_mask():
     plain = logprobs(LOGITS[None], [9], [VOCAB])
-    sampler = RowSampler(
-        Sampling(logit_bias=[(9, 10.0)], temperature=2.0, seed=1, top_k=1), [0], banned=(2,), banned_for=1
-    )
+    sampler = RowSampler(Sampling(logit_bias=[(9, 10.0)], temperature=2.0, seed=1, top_k=1), [0], banned=(2,), banned_for=1)
     assert tokens_of(LOGITS[None].copy(), [sampler], mask_of(1, VOCAB, [[9, 3]])) == [9]
     assert logprobs(LOGITS[None], [9], [VOCAB]) == plain
 
 
-@pytest.mark.parametrize(
-    "as_laid_out", [np.ascontiguousarray, column_major, lambda x: column_major(bfloat16(x))]
-)
+@pytest.mark.parametrize("as_laid_out", [np.ascontiguousarray, column_major, lambda x: column_major(bfloat16(x))])
 def test_log_probabilities_of_a_prompt_do_not_depend_on_its_chunks(as_laid_out):
     logits = rounded(large_rows("normal", 6, 5025))
     prompt, whole = [1, 2, 3, 4, 5, 6], logprobs(logits[:5], [2, 3, 4, 5, 6], [4] * 5)
@@ -639,9 +572,7 @@ def test_log_probabilities_of_a_prompt_do_not_depend_on_its_chunks(as_laid_out):
         found = []
         for begin in range(0, 5, size):
             followers = prompt[begin + 1 : begin + size + 1]
-            found += logprobs(
-                as_laid_out(logits[begin : begin + len(followers)]), followers, [4] * len(followers)
-            )
+            found += logprobs(as_laid_out(logits[begin : begin + len(followers)]), followers, [4] * len(followers))
         assert found == whole
 
 
@@ -686,22 +617,11 @@ def test_loops_are_compiled_also_where_they_cannot_be_cached(tmp_path):
     shutil.copy(HERE / "engine" / "sampling.py", tmp_path)
     (tmp_path / "__pycache__").write_text("no folder")
     (tmp_path / "home").write_text("no folder")
-    nowhere = {
-        "HOME": str(tmp_path / "home"),
-        "XDG_CACHE_HOME": str(tmp_path / "home"),
-        "NUMBA_CACHE_DIR": "",
-    }
+    nowhere = {"HOME": str(tmp_path / "home"), "XDG_CACHE_HOME": str(tmp_path / "home"), "NUMBA_CACHE_DIR": ""}
     zeros = "np.zeros((1, 4), np.float32)"  # with maxima given, one loop is enough
-    code = (
-        f"import sampling, numpy as np; print(round(sampling.logprobs({zeros}, [0], [0], {zeros})[0][0], 4))"
-    )
+    code = f"import sampling, numpy as np; print(round(sampling.logprobs({zeros}, [0], [0], {zeros})[0][0], 4))"
     ran = subprocess.run(
-        [sys.executable, "-c", code],
-        cwd=tmp_path,
-        env=os.environ | nowhere,
-        capture_output=True,
-        text=True,
-        check=True,
+        [sys.executable, "-c", code], cwd=tmp_path, env=os.environ | nowhere, capture_output=True, text=True, check=True
     )
     assert (ran.stdout, ran.stderr) == ("-1.3863\n", ""), "the log of a quarter"
 
@@ -718,6 +638,4 @@ def test_log_probabilities_need_no_second_look_at_logits_that_were_sampled_from(
     for kinds in ([plain, plain, plain], [plain, penalized, plain], [penalized, penalized, penalized]):
         batch = SamplingBatch([RowSampler(kind, [0, 1]) for kind in kinds])
         tokens = sampling.sample(logits, batch)
-        assert sampling.logprobs(logits, tokens, [2, 0, 5], batch.maxima) == sampling.logprobs(
-            logits, tokens, [2, 0, 5]
-        )
+        assert sampling.logprobs(logits, tokens, [2, 0, 5], batch.maxima) == sampling.logprobs(logits, tokens, [2, 0, 5])

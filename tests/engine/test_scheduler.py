@@ -35,9 +35,7 @@ def added(scheduler, *requests):
 
 def run_step(scheduler, now=0.0, token=OTHER):
     step = scheduler.next(now)
-    return step, scheduler.update(
-        step, [token if i in step.samples else None for i in range(len(step.chunks))]
-    )
+    return step, scheduler.update(step, [token if i in step.samples else None for i in range(len(step.chunks))])
 
 
 def running(scheduler, count):
@@ -54,9 +52,7 @@ def shape(step):
 
 
 def prompt_tokens(step):
-    return [
-        len(chunk.tokens) for chunk, each in zip(step.chunks, step.requests) if chunk.begin < len(each.prompt)
-    ]
+    return [len(chunk.tokens) for chunk, each in zip(step.chunks, step.requests) if chunk.begin < len(each.prompt)]
 
 
 def prompts_until_decode(scheduler):
@@ -121,11 +117,7 @@ def test_nothing_to_run_is_no_step():
 def test_requests_expire_in_the_queue_while_a_prompt_runs_unless_their_http_request_has_a_slot():
     scheduler = Scheduler(slots=1, max_queue_time_s=10.0, **MIXED)
     _, same_group, late, in_time = added(
-        scheduler,
-        request(10**4, group=1),
-        request(3, group=1),
-        request(3, group=2),
-        request(3, group=3, arrived_at=2.0),
+        scheduler, request(10**4, group=1), request(3, group=1), request(3, group=2), request(3, group=3, arrived_at=2.0)
     )
     run_step(scheduler)
 
@@ -253,9 +245,7 @@ def test_a_long_prompt_gets_half_of_the_budget_while_short_ones_come_one_after_t
 
 def test_all_logits_of_prompts_are_kept_for_64_tokens_a_step_and_its_last_chunk_samples():
     scheduler = Scheduler(slots=4, **MIXED)
-    scored, also_scored, _ = added(
-        scheduler, request(100, keep_all=True), request(100, keep_all=True), request(500)
-    )
+    scored, also_scored, _ = added(scheduler, request(100, keep_all=True), request(100, keep_all=True), request(500))
 
     step, _ = run_step(scheduler)
     assert {(len(chunk.tokens), chunk.keep_all) for chunk in step.chunks} == {(64, True), (192, False)}
@@ -278,10 +268,7 @@ def test_without_mixing_a_step_is_one_whole_prompt_or_the_rows_of_all_running_re
     scheduler = Scheduler(slots=3, **WHOLE)
     running(scheduler, 2)
     added(scheduler, request(1000))
-    assert [shape(run_step(scheduler)[0]) for _ in range(2)] == [
-        [(2, 0, 1000)],
-        [(0, 2, 1), (1, 2, 1), (2, 1000, 1)],
-    ]
+    assert [shape(run_step(scheduler)[0]) for _ in range(2)] == [[(2, 0, 1000)], [(0, 2, 1), (1, 2, 1), (2, 1000, 1)]]
 
 
 @pytest.mark.parametrize(("budget", "prompts"), [(1, [1, 1, 1]), (5, [2, 1]), (100, [3])])
@@ -292,10 +279,7 @@ def test_between_two_decode_steps_prompts_run_up_to_the_budget_and_one_always(bu
     assert [prompts_until_decode(scheduler) for _ in prompts] == prompts
 
 
-@pytest.mark.parametrize(
-    ("rows", "waiting", "prompts"),
-    [(1, 7, 3), (2, 6, 2), (4, 4, 1), (6, 2, 1)],
-)
+@pytest.mark.parametrize(("rows", "waiting", "prompts"), [(1, 7, 3), (2, 6, 2), (4, 4, 1), (6, 2, 1)])
 def test_running_requests_wait_for_several_prompts_while_more_could_start_than_run(rows, waiting, prompts):
     scheduler = Scheduler(slots=8, **WHOLE)
     running(scheduler, rows)
@@ -320,9 +304,7 @@ def test_prompts_start_beside_running_requests_only_for_enough_of_them_or_after_
     assert steps == [0, 0, 1], "with the step before, three decode steps"
 
 
-@pytest.mark.parametrize(
-    ("length", "parts"), [(1, [1]), (128, [128]), (129, [127, 2]), (300, [128, 128, 44])]
-)
+@pytest.mark.parametrize(("length", "parts"), [(1, [1]), (128, [128]), (129, [127, 2]), (300, [128, 128, 44])])
 def test_chunks_of_a_prompt_are_cut_at_fixed_positions_and_none_has_a_single_token(length, parts):
     scheduler = Scheduler(slots=3, **CHUNKED)
     (prompt,) = added(scheduler, request(length))
@@ -373,14 +355,7 @@ def test_a_prompt_that_is_held_whole_runs_its_last_two_tokens_again():
 def test_without_chunks_of_fixed_length_only_whole_ones_are_reused():
     scheduler = Scheduler(slots=1, prefix_step=128, **CHUNKED)
     prompt = list(range(300))
-    assert [finished(scheduler, prompt[:end])[0].cached for end in (300, 290, 257, 130, 129, 300)] == [
-        0,
-        256,
-        128,
-        128,
-        0,
-        0,
-    ]
+    assert [finished(scheduler, prompt[:end])[0].cached for end in (300, 290, 257, 130, 129, 300)] == [0, 256, 128, 128, 0, 0]
 
 
 def test_generated_tokens_are_not_reused_because_decode_steps_round_differently():
@@ -461,9 +436,7 @@ def test_shorter_prompts_go_first_until_others_have_waited_longer_than_the_thres
 
 def test_a_request_that_was_queued_late_goes_first_when_it_has_waited_longer_than_the_threshold():
     scheduler = Scheduler(slots=1, queue_threshold_s=5.0, **MIXED)
-    _, _, overdue = added(
-        scheduler, request(9, arrived_at=8.0), request(3, arrived_at=9.0), request(9, arrived_at=1.0)
-    )
+    _, _, overdue = added(scheduler, request(9, arrived_at=8.0), request(3, arrived_at=9.0), request(9, arrived_at=1.0))
     run_step(scheduler, now=10.0)
     assert overdue.slot is not None
 
@@ -494,9 +467,7 @@ requests = st.fixed_dictionaries(
         "eos_after": st.one_of(st.none(), st.integers(1, 12)),
         "keep_all": st.sampled_from([False, False, True]),
         "group": st.integers(0, 4),
-        "removed": st.one_of(
-            st.none(), st.tuples(st.integers(0, 40), st.sampled_from(["before", "during", "failed"]))
-        ),
+        "removed": st.one_of(st.none(), st.tuples(st.integers(0, 40), st.sampled_from(["before", "during", "failed"]))),
     }
 )
 schedulers = st.fixed_dictionaries(
@@ -591,9 +562,7 @@ class Simulation:
             if account.request.slot is not None and account.prompt is None:
                 account.prompt = account.request.cached
                 assert account.prompt <= max(0, len(account.request.prompt) - 2)
-                assert account.prompt == 0 or (
-                    self.engine.get("prefix_step") and not account.request.keep_all
-                )
+                assert account.prompt == 0 or (self.engine.get("prefix_step") and not account.request.keep_all)
         self.check_slots(live, rows)
         self.check_chunks(step, rows)
         self.check_budget(step, live, rows)
@@ -615,14 +584,8 @@ class Simulation:
     def check_slots(self, live, rows):
         """Slots are given first in, first out; none is left free while a request waits."""
         held = [account.request.slot for account in live if account.request.slot is not None]
-        assert (
-            sorted(set(held)) == sorted(held)
-            and set(held) <= set(range(self.slots))
-            and len(held) == self.scheduler.busy
-        )
-        assert [account.request.slot is None for account in live] == sorted(
-            account.request.slot is None for account in live
-        )
+        assert sorted(set(held)) == sorted(held) and set(held) <= set(range(self.slots)) and len(held) == self.scheduler.busy
+        assert [account.request.slot is None for account in live] == sorted(account.request.slot is None for account in live)
         if len(held) < min(self.slots, len(live)):
             assert not self.gate_is_open and rows and self.decodes_since_prompt <= self.max_waiting_tokens
 
@@ -642,9 +605,7 @@ class Simulation:
                 assert index in step.samples
             else:
                 end = chunk.begin + len(chunk.tokens)
-                assert self.held[chunk.slot][: chunk.begin] == each.prompt[: chunk.begin], (
-                    "what a slot holds is the prompt's"
-                )
+                assert self.held[chunk.slot][: chunk.begin] == each.prompt[: chunk.begin], "what a slot holds is the prompt's"
                 assert chunk.begin == account.prompt and chunk.keep_all == each.keep_all
                 assert len(chunk.tokens) > 1 or len(chunk.tokens) == len(each.prompt)
                 assert chunk.tokens == each.prompt[chunk.begin : end]
@@ -654,9 +615,7 @@ class Simulation:
                 if not self.mixes:
                     assert end in self.cuts(len(each.prompt))
         assert in_rows == [] or {id(account) for account in in_rows} == {id(account) for account in rows}
-        assert [account.request.slot for account in in_rows] == sorted(
-            account.request.slot for account in in_rows
-        )
+        assert [account.request.slot for account in in_rows] == sorted(account.request.slot for account in in_rows)
         if self.mixes:
             assert len(in_rows) == len(rows)
         else:
@@ -680,9 +639,7 @@ class Simulation:
                 left = [len(account.request.prompt) - account.prompt for account in given]
                 assert len(given) == min(budget // 2, len(in_slots))
                 pairs = sum(min(2, each) for each in left)
-                assert tokens >= (pairs if len(given) == budget // 2 else min(budget, sum(left))), (
-                    "the budget is used"
-                )
+                assert tokens >= (pairs if len(given) == budget // 2 else min(budget, sum(left))), "the budget is used"
         elif tokens:
             startable = min(len(live), self.slots) - len(rows)
             fills_slots = startable > len(rows) and not self.engine["prefill_chunk"]
@@ -696,17 +653,9 @@ class Simulation:
     def check_promise(self, step, live):
         """A waiting request with a free slot gets prompt tokens within N steps."""
         for account in live:
-            if (
-                account.request.slot is not None
-                and account.prompt == account.request.cached
-                and not account.tokens
-            ):
+            if account.request.slot is not None and account.prompt == account.request.cached and not account.tokens:
                 account.steps_with_slot += 1
-                few = (
-                    math.ceil(self.slots / max(1, self.beside // 2))
-                    if not account.request.keep_all
-                    else self.slots
-                )
+                few = math.ceil(self.slots / max(1, self.beside // 2)) if not account.request.keep_all else self.slots
                 most = few if self.mixes else 2 * self.slots
                 if account.removed is None or account.removed[1] != "failed":
                     given = account.request in step.requests
@@ -772,9 +721,7 @@ alike = st.fixed_dictionaries(
 @given(st.lists(alike, min_size=3, max_size=9), st.sampled_from([1, 3, 5, 7, 300]), engines)
 def test_prompts_of_the_same_length_get_their_first_tokens_in_the_order_of_arrival(schedule, budget, engine):
     facts = {"slots": 8, "max_batch_prefill_tokens": budget, "max_queue_time_s": math.inf}
-    accounts = Simulation(
-        schedule, facts | {"waiting_served_ratio": 0.0, "max_waiting_tokens": 0}, engine
-    ).run()
+    accounts = Simulation(schedule, facts | {"waiting_served_ratio": 0.0, "max_waiting_tokens": 0}, engine).run()
     for length in (1, 20, 60):
         firsts = [account.first_token_at for account in accounts if len(account.request.prompt) == length]
         assert firsts == sorted(firsts)

@@ -250,9 +250,7 @@ def test_log_probabilities_of_a_prompt_are_those_of_the_whole_prompt_however_it_
     driven = Driven(prefill_budget=7, **engine)
     driven.arrive(Generate(1, [1], 30, ignore_eos=True))
     driven.step()
-    driven.arrive(
-        Generate(2, LONG, 4, top_n_tokens=2, prompt_logprobs=True), Generate(3, LONG, 4, top_n_tokens=2)
-    )
+    driven.arrive(Generate(2, LONG, 4, top_n_tokens=2, prompt_logprobs=True), Generate(3, LONG, 4, top_n_tokens=2))
     driven.run()
     assert driven.tokens[2] == driven.tokens[3] == greedy(LONG, 4)
     rows = np.stack([next_logits(LONG[:n]) for n in range(1, len(LONG))]).astype(np.float64)
@@ -422,20 +420,13 @@ def test_logits_that_are_not_a_number_end_that_request_alone():
 
 @pytest.mark.parametrize(
     ("error", "message"),
-    [
-        (sampling.SamplingError("no token is left"), "no token is left"),
-        (KeyError(3), "the next token could not be sampled"),
-    ],
+    [(sampling.SamplingError("no token is left"), "no token is left"), (KeyError(3), "the next token could not be sampled")],
 )
-def test_a_row_that_cannot_be_sampled_ends_that_request_alone_and_internal_errors_are_not_shown(
-    error, message, monkeypatch
-):
+def test_a_row_that_cannot_be_sampled_ends_that_request_alone_and_internal_errors_are_not_shown(error, message, monkeypatch):
     driven, sample = Driven(), sampling.sample
     driven.arrive(Generate(1, [1, 2], 8), Generate(2, [3], 8, ignore_eos=True))
     driven.step(3)
-    monkeypatch.setattr(
-        sampling, "sample", lambda *a: [error if i == 1 else t for i, t in enumerate(sample(*a))]
-    )
+    monkeypatch.setattr(sampling, "sample", lambda *a: [error if i == 1 else t for i, t in enumerate(sample(*a))])
     driven.run()
     assert [m.message for _peer, m in driven.wire.sent if isinstance(m, End)] == [message]
     assert driven.ends[2] == "failed"
@@ -671,9 +662,7 @@ TROUBLES = ("the step fails", "a row is not a number", "nothing can be published
     st.dictionaries(st.integers(0, 25), st.sampled_from(TROUBLES), max_size=3),
     st.integers(0, 1),
 )
-def test_whatever_happens_every_request_gets_one_terminal_message_and_nothing_leaks(
-    engine, schedule, troubles, lag
-):
+def test_whatever_happens_every_request_gets_one_terminal_message_and_nothing_leaks(engine, schedule, troubles, lag):
     driven = Driven(max_concurrent_requests=6, max_total_tokens=24, prefill_budget=4, **ENGINES[engine])
     driven.wire.lag = lag
     for turn in range(30):
@@ -703,18 +692,11 @@ def test_whatever_happens_every_request_gets_one_terminal_message_and_nothing_le
             assert len(driven.prompts[i].logprobs) == (len(prompt) - 1 if scored else 0)
 
 
-FLOATS = (
-    st.sampled_from([0.0, 1.0, -1.0, 0.5, 1e-320, 1e308, float("inf"), float("-inf"), float("nan")])
-    | st.floats()
-)
-NUMBERS = st.sampled_from([-3, -1, 0, 1, 2, 7, 49, 50, 2**31, 2**63 - 1, 2**63, 2**64 - 1]) | st.integers(
-    -(2**63), 2**64 - 1
-)
+FLOATS = st.sampled_from([0.0, 1.0, -1.0, 0.5, 1e-320, 1e308, float("inf"), float("-inf"), float("nan")]) | st.floats()
+NUMBERS = st.sampled_from([-3, -1, 0, 1, 2, 7, 49, 50, 2**31, 2**63 - 1, 2**63, 2**64 - 1]) | st.integers(-(2**63), 2**64 - 1)
 TOKENS = st.lists(st.integers(1, 49), min_size=1, max_size=30) | st.lists(NUMBERS, max_size=30)
 hostile_sampling = st.builds(
-    Sampling,
-    *(st.none() | NUMBERS, FLOATS, NUMBERS, *[FLOATS] * 6),
-    st.lists(st.tuples(NUMBERS, FLOATS), max_size=3),
+    Sampling, *(st.none() | NUMBERS, FLOATS, NUMBERS, *[FLOATS] * 6), st.lists(st.tuples(NUMBERS, FLOATS), max_size=3)
 )
 hostile = st.one_of(
     st.builds(
@@ -723,9 +705,7 @@ hostile = st.one_of(
         TOKENS,
         NUMBERS,
         FLOATS,
-        sampling=st.just(Sampling())
-        | st.builds(Sampling, seed=NUMBERS, temperature=FLOATS, top_p=FLOATS)
-        | hostile_sampling,
+        sampling=st.just(Sampling()) | st.builds(Sampling, seed=NUMBERS, temperature=FLOATS, top_p=FLOATS) | hostile_sampling,
         top_n_tokens=st.just(0) | NUMBERS,
         min_new_tokens=st.just(0) | NUMBERS,
         prompt_logprobs=st.booleans(),
@@ -735,28 +715,14 @@ hostile = st.one_of(
     st.builds(Cancel, NUMBERS, st.text(max_size=300)),
     st.builds(Cancel, st.integers(0, 12), st.just("")),
     st.builds(Hello, NUMBERS, st.booleans()),
-    st.builds(
-        RequestStats,
-        NUMBERS,
-        st.none() | st.text(),
-        FLOATS,
-        FLOATS,
-        FLOATS,
-        FLOATS,
-        FLOATS,
-        NUMBERS,
-        NUMBERS,
-        NUMBERS,
-    ),
+    st.builds(RequestStats, NUMBERS, st.none() | st.text(), FLOATS, FLOATS, FLOATS, FLOATS, FLOATS, NUMBERS, NUMBERS, NUMBERS),
 )
 decoder = msgspec.msgpack.Decoder(protocol.FromWeb)
 
 
 @settings(max_examples=80)
 @given(st.sampled_from(list(ENGINES)), st.lists(hostile, max_size=12))
-def test_whatever_one_web_process_sends_the_loop_goes_on_and_the_text_of_another_stays_right(
-    engine, messages
-):
+def test_whatever_one_web_process_sends_the_loop_goes_on_and_the_text_of_another_stays_right(engine, messages):
     driven = Driven(max_total_tokens=24, prefill_budget=4, web_processes=10**6, **ENGINES[engine])
     driven.arrive(Generate(7, [5, 6, 7], 12), peer=b"good")
     for message in messages:
@@ -809,20 +775,14 @@ sys.exit(worker.main())
     [
         ("socket", 1, "CRITICAL worker: a thread of the worker failed: TypeError"),
         ("thread", 1, "CRITICAL worker: a thread of the worker failed: ZeroDivisionError"),
-        (
-            "disk",
-            1,
-            "ERROR worker: /a/file: No space left on device; free space, or name another folder with TMPDIR",
-        ),
+        ("disk", 1, "ERROR worker: /a/file: No space left on device; free space, or name another folder with TMPDIR"),
         ("memory", 1, "ERROR worker: Cannot allocate memory; use a machine or container with more memory"),
         ("device", 1, "ERROR worker: unrecoverable device error; restart the process: on purpose"),
         ("model", 2, "ERROR worker: on purpose"),
         ("configuration", 2, "ERROR worker: on purpose"),
     ],
 )
-def test_a_worker_that_cannot_go_on_ends_with_one_message_and_its_exit_code(
-    failure, code, message, tmp_path, monkeypatch
-):
+def test_a_worker_that_cannot_go_on_ends_with_one_message_and_its_exit_code(failure, code, message, tmp_path, monkeypatch):
     (tmp_path / "config.json").write_text(Config().to_json())
     monkeypatch.setenv("NEURON_TEXTGEN_RUN_DIR", str(tmp_path))
     command = [sys.executable, "-c", PROCESS, failure]

@@ -57,9 +57,7 @@ class Hub:
         self.server.hub = self
         self.port = self.server.server_address[1]
         self.endpoint = f"http://127.0.0.1:{self.port}"
-        self.thread = threading.Thread(
-            target=self.server.serve_forever, kwargs={"poll_interval": 0.02}, name="hub"
-        )
+        self.thread = threading.Thread(target=self.server.serve_forever, kwargs={"poll_interval": 0.02}, name="hub")
         self.thread.start()
 
     def __enter__(self):
@@ -80,13 +78,9 @@ class Hub:
     def push(self, model_id, files, branch="main", tag=None, access="public"):
         """A commit with these files: a folder, or contents by path. Returns its id."""
         if isinstance(files, Path):
-            files = {
-                str(path.relative_to(files)): path.read_bytes() for path in files.rglob("*") if path.is_file()
-            }
+            files = {str(path.relative_to(files)): path.read_bytes() for path in files.rglob("*") if path.is_file()}
         repository = self.repositories.setdefault(model_id, Repository(access))
-        content = "".join(
-            f"{path} {hashlib.sha256(data).hexdigest()}\n" for path, data in sorted(files.items())
-        )
+        content = "".join(f"{path} {hashlib.sha256(data).hexdigest()}\n" for path, data in sorted(files.items()))
         commit = hashlib.sha1(f"{model_id} {len(repository.commits)}\n{content}".encode()).hexdigest()
         repository.commits[commit] = dict(files)
         repository.revisions |= {name: commit for name in (branch, tag) if name}
@@ -184,20 +178,10 @@ class _Handler(BaseHTTPRequestHandler):
         commit, files = self.find(model_id, revision, token)
         if kind == "tree":
             told = [_entry(path, data) for path, data in sorted(files.items())]
-            told += [
-                {"type": "directory", "oid": "0" * 40, "size": 0, "path": path}
-                for path in sorted(_folders(files))
-            ]
+            told += [{"type": "directory", "oid": "0" * 40, "size": 0, "path": path} for path in sorted(_folders(files))]
         else:
             siblings = [{"rfilename": path} for path in sorted(files)]
-            told = {
-                "_id": "0",
-                "id": model_id,
-                "modelId": model_id,
-                "sha": commit,
-                "siblings": siblings,
-                "tags": [],
-            }
+            told = {"_id": "0", "id": model_id, "modelId": model_id, "sha": commit, "siblings": siblings, "tags": []}
         self.send(200, json.dumps(told).encode(), **{"Content-Type": "application/json"})
 
     def send_small(self, model_id, revision, file, token):
@@ -208,9 +192,7 @@ class _Handler(BaseHTTPRequestHandler):
         headers = {"X-Repo-Commit": commit, "X-Linked-Size": str(len(data))}
         if file.endswith(LARGE):
             digest = hashlib.sha256(data).hexdigest()
-            place = (
-                f"http://localhost:{self.server.hub.port}/{model_id}/{commit}?name={file}&signature=secret"
-            )
+            place = f"http://localhost:{self.server.hub.port}/{model_id}/{commit}?name={file}&signature=secret"
             self.send(302, b"", **headers, **{"X-Linked-ETag": f'"{digest}"', "Location": place})
         else:
             self.send_content(data, file, headers | {"ETag": f'"{_blob_id(data)}"'})

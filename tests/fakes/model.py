@@ -92,19 +92,13 @@ class FakeModel:
         for chunk in chunks:
             slot, tokens = chunk.slot, list(chunk.tokens)
             assert self.prefill_chunk is None or len(tokens) <= self.prefill_chunk
-            assert tokens and chunk.begin <= len(self.cache[slot]), (
-                "chunks follow each other, or what the slot holds"
-            )
+            assert tokens and chunk.begin <= len(self.cache[slot]), "chunks follow each other, or what the slot holds"
             assert chunk.begin + len(tokens) <= self.max_total_tokens
             if self.sampling == "device" and chunk.begin == 0:
                 self.ready_slots.remove(slot)
             before = self.cache[slot][: chunk.begin]
             self.cache[slot] = before + tokens
-            ends = (
-                range(chunk.begin + 1, len(self.cache[slot]) + 1)
-                if chunk.keep_all
-                else [len(self.cache[slot])]
-            )
+            ends = range(chunk.begin + 1, len(self.cache[slot]) + 1) if chunk.keep_all else [len(self.cache[slot])]
             for end in ends:
                 logits = next_logits(self.cache[slot][:end], self.vocab_size)
                 rows.append(np.full_like(logits, np.nan) if slot in self.nan_slots else logits)

@@ -39,9 +39,7 @@ OPTIMUM = {
     "checkpoint_id": "meta/llama",
     "checkpoint_revision": "abc",
 }
-counts = st.lists(st.integers(1, 1 << 17), min_size=1, max_size=9, unique=True).map(
-    lambda lengths: tuple(sorted(lengths))
-)
+counts = st.lists(st.integers(1, 1 << 17), min_size=1, max_size=9, unique=True).map(lambda lengths: tuple(sorted(lengths)))
 
 
 def folder_with(tmp_path, section):
@@ -69,9 +67,7 @@ def refusal(call, *arguments):
         sampling=st.sampled_from(["host", "device"]),
         compiler_version=st.text(min_size=1),
         transformers_neuronx_version=st.text(min_size=1),
-        neuron_config=st.sampled_from(
-            [(), ("collectives_layout=BSH", "sequence_parallel_norm_threshold=512")]
-        ),
+        neuron_config=st.sampled_from([(), ("collectives_layout=BSH", "sequence_parallel_norm_threshold=512")]),
     )
 )
 def test_a_manifest_is_read_as_it_was_written(tmp_path_factory, programs):
@@ -84,12 +80,7 @@ def test_a_folder_of_optimum_neuron_gives_its_values_and_its_checkpoint(tmp_path
     found = Artifact.read(folder_with(tmp_path, OPTIMUM))
     assert (found.programs, found.checkpoint_id, found.checkpoint_revision) == (None, "meta/llama", "abc")
     config = with_optimum(Config(model_id="/x"), found.optimum, batches=True)
-    assert (config.max_batch_size, config.max_total_tokens, config.tp_degree, config.dtype) == (
-        4,
-        1000,
-        2,
-        "bfloat16",
-    )
+    assert (config.max_batch_size, config.max_total_tokens, config.tp_degree, config.dtype) == (4, 1000, 2, "bfloat16")
     assert caplog.messages == [
         "The programs of optimum-neuron cannot be loaded; /x is compiled with its values: --max-batch-size 4 (MAX_BATCH_SIZE), "
         "--max-total-tokens 1000 (MAX_TOTAL_TOKENS), --tp-degree 2 (TP_DEGREE), --dtype bfloat16 (DTYPE)"
@@ -99,9 +90,7 @@ def test_a_folder_of_optimum_neuron_gives_its_values_and_its_checkpoint(tmp_path
 def test_settings_come_before_the_values_of_optimum_neuron(tmp_path):
     given = {"max_batch_size": 2, "max_total_tokens": 64, "tp_degree": 8, "dtype": "float32"}
     optimum = Artifact.read(folder_with(tmp_path, OPTIMUM)).optimum
-    assert with_optimum(Config(model_id="/x", **given), optimum, batches=True) == Config(
-        model_id="/x", **given
-    )
+    assert with_optimum(Config(model_id="/x", **given), optimum, batches=True) == Config(model_id="/x", **given)
     assert with_optimum(Config(model_id="/x"), optimum, batches=False).max_batch_size == 1
 
 
@@ -133,18 +122,9 @@ def test_a_plain_checkpoint_is_not_a_compiled_model(tmp_path):
         ({"tp_degree": 0}, "Expected `int` >= 1 - at `$.tp_degree`"),
         ({"batch_size": 10**12}, "Expected `int` <= 1000000 - at `$.batch_size`"),
         ({"batch_size": 10**30, "exporter": "neuron-textgen"}, "- at `$.batch_size`"),
-        (
-            {"compiler_version": None, "exporter": "neuron-textgen"},
-            "Expected `str`, got `null` - at `$.compiler_version`",
-        ),
-        (
-            {"transformers_neuronx_version": None},
-            "Expected `str`, got `null` - at `$.transformers_neuronx_version`",
-        ),
-        (
-            {"checkpoint_id": 5, "exporter": "neuron-textgen"},
-            "Expected `str | null`, got `int` - at `$.checkpoint_id`",
-        ),
+        ({"compiler_version": None, "exporter": "neuron-textgen"}, "Expected `str`, got `null` - at `$.compiler_version`"),
+        ({"transformers_neuronx_version": None}, "Expected `str`, got `null` - at `$.transformers_neuronx_version`"),
+        ({"checkpoint_id": 5, "exporter": "neuron-textgen"}, "Expected `str | null`, got `int` - at `$.checkpoint_id`"),
         ({"checkpoint_revision": []}, "Expected `str | null`, got `array` - at `$.checkpoint_revision`"),
         ({"files": {"a.neff": "abc"}}, "Expected `array`, got `str` - at `$.files[...]`"),
         ({"rope_base": 5, "exporter": "neuron-textgen"}, "Object contains unknown field `rope_base`"),
@@ -158,9 +138,7 @@ def test_an_incomplete_or_wrong_manifest_is_refused_by_the_field(tmp_path, chang
 
 @pytest.mark.parametrize("section", [[], "yes", 1])
 def test_a_manifest_that_is_not_an_object_is_refused(tmp_path, section):
-    assert "`neuron` cannot be served (Expected `object`" in refusal(
-        Artifact.read, folder_with(tmp_path, section)
-    )
+    assert "`neuron` cannot be served (Expected `object`" in refusal(Artifact.read, folder_with(tmp_path, section))
 
 
 def test_values_that_are_left_open_come_from_the_manifest():
@@ -174,26 +152,15 @@ def test_smaller_limits_and_equal_values_are_accepted():
     expected = dataclasses.replace(config, tp_degree=2, dtype="bfloat16", sampling="host")
     assert with_programs(config, PROGRAMS, "/x") == expected
     assert with_programs(Config(model_id="/x", max_total_tokens=300), PROGRAMS, "/x").max_input_tokens == 299
-    equal = {
-        "tp_degree": 2,
-        "dtype": "bfloat16",
-        "prefill_buckets": (128,),
-        "position_buckets": (128, 512, 1024),
-    }
+    equal = {"tp_degree": 2, "dtype": "bfloat16", "prefill_buckets": (128,), "position_buckets": (128, 512, 1024)}
     assert with_programs(Config(model_id="/x", **equal), PROGRAMS, "/x").tp_degree == 2
 
 
 @pytest.mark.parametrize(
     ("setting", "reason"),
     [
-        (
-            {"max_batch_size": 5},
-            "--max-batch-size 5 (MAX_BATCH_SIZE) is more than the 4 that /x was compiled for",
-        ),
-        (
-            {"max_total_tokens": 1025},
-            "--max-total-tokens 1025 (MAX_TOTAL_TOKENS) is more than the 1024",
-        ),
+        ({"max_batch_size": 5}, "--max-batch-size 5 (MAX_BATCH_SIZE) is more than the 4 that /x was compiled for"),
+        ({"max_total_tokens": 1025}, "--max-total-tokens 1025 (MAX_TOTAL_TOKENS) is more than the 1024"),
         ({"max_input_tokens": 513}, "--max-input-tokens 513 (MAX_INPUT_TOKENS) is more than the 512"),
         ({"tp_degree": 1}, "--tp-degree 1 (TP_DEGREE) contradicts /x, compiled for 2"),
         ({"dtype": "float16"}, "--dtype float16 (DTYPE) contradicts /x, compiled for bfloat16"),
@@ -258,11 +225,7 @@ def test_a_cache_finds_its_own_entries_and_nothing_else(tmp_path):
         ("a.neff", lambda path: path.write_text(""), "a.neff is damaged: it has 0 bytes instead of 9"),
         ("a.neff", lambda path: path.write_text("a Program"), "a.neff is damaged: its SHA-256 differs"),
         ("programs.json", lambda path: path.write_text("{"), "programs.json is damaged"),
-        (
-            "programs.json",
-            lambda path: path.write_text('{"files": {"a.neff": 5}}'),
-            "programs.json is damaged",
-        ),
+        ("programs.json", lambda path: path.write_text('{"files": {"a.neff": 5}}'), "programs.json is damaged"),
         ("programs.json", lambda path: path.write_text('{"files": []}'), "programs.json is damaged"),
     ],
 )
@@ -271,9 +234,7 @@ def test_a_damaged_file_is_named_and_its_programs_are_removed(tmp_path, name, da
     entry = cache.add("model", PROGRAMS, save_programs)
     damage(entry / name)
     assert cache.find("model", PROGRAMS) is None
-    assert caplog.messages == [
-        f"{entry}/{reason}: removing these programs from the cache, to compile them again"
-    ]
+    assert caplog.messages == [f"{entry}/{reason}: removing these programs from the cache, to compile them again"]
     assert not entry.exists()
     cache.add("model", PROGRAMS, save_programs)
     assert cache.find("model", PROGRAMS) == entry
@@ -281,10 +242,7 @@ def test_a_damaged_file_is_named_and_its_programs_are_removed(tmp_path, name, da
 
 def test_the_least_recently_used_programs_go_first(tmp_path, caplog):
     caplog.set_level("INFO")
-    size = sum(
-        file.stat().st_size
-        for file in Cache(tmp_path / "other", 1.0).add("a", PROGRAMS, save_programs).iterdir()
-    )
+    size = sum(file.stat().st_size for file in Cache(tmp_path / "other", 1.0).add("a", PROGRAMS, save_programs).iterdir())
     cache = Cache(tmp_path / "cache", 2.5 * size / 1e9)
     for age, model in enumerate("abc"):
         entry = cache.add(model, PROGRAMS, save_programs)
@@ -349,14 +307,10 @@ def test_a_cache_names_the_values_in_which_the_nearest_entry_differs(tmp_path):
     cache = Cache(tmp_path, 1.0)
     assert "holds none of this model" in cache.missing("model", PROGRAMS)
     cache.add("model", PROGRAMS, save_programs)
-    cache.add(
-        "model", dataclasses.replace(PROGRAMS, batch_size=1, tp_degree=1, dtype="float32"), save_programs
-    )
+    cache.add("model", dataclasses.replace(PROGRAMS, batch_size=1, tp_degree=1, dtype="float32"), save_programs)
     wanted = dataclasses.replace(PROGRAMS, batch_size=8, position_buckets=(128, 2048))
     reason = cache.missing("model", wanted)
-    assert reason.endswith(
-        "other values: batch_size 8 instead of 4, position_buckets 128,2048 instead of 128,512,1024"
-    )
+    assert reason.endswith("other values: batch_size 8 instead of 4, position_buckets 128,2048 instead of 128,512,1024")
     assert "holds none of this model" in cache.missing("other", wanted)
 
 
@@ -372,9 +326,7 @@ def test_an_entry_that_was_not_saved_completely_is_not_found(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize(
-    "record", ["", "{", "[]", "{}", '{"model": "model", "programs": 1}', '{"model": 1, "programs": {}}']
-)
+@pytest.mark.parametrize("record", ["", "{", "[]", "{}", '{"model": "model", "programs": 1}', '{"model": 1, "programs": {}}'])
 def test_a_damaged_record_does_not_matter(tmp_path, record):
     cache = Cache(tmp_path, 1.0)
     (tmp_path / "damaged").mkdir()
@@ -401,7 +353,5 @@ def test_the_cache_is_in_the_compilers_cache_folder(url, folder):
 
 def test_the_model_key_depends_on_what_is_computed_alone():
     config = {"model_type": "llama", "hidden_size": 64}
-    assert model_key(config) == model_key(
-        config | {"transformers_version": "4.48.3", "_name_or_path": "/x", "neuron": {}}
-    )
+    assert model_key(config) == model_key(config | {"transformers_version": "4.48.3", "_name_or_path": "/x", "neuron": {}})
     assert model_key(config) != model_key(config | {"hidden_size": 128})

@@ -26,9 +26,7 @@ def test_a_value_that_the_library_does_not_compute_is_refused_by_its_name(family
     with pytest.raises(ModelError) as refused:
         check_values({"hidden_size": 64, field: value_of(field, other)}, family)
     message = str(refused.value)
-    assert message.startswith(
-        f"config.json: {field} is {other} and transformers-neuronx computes {computed[0]}"
-    )
+    assert message.startswith(f"config.json: {field} is {other} and transformers-neuronx computes {computed[0]}")
     assert f" for {family} models, so its text would be wrong" in message and len(message.splitlines()) == 1
 
 
@@ -41,17 +39,13 @@ def test_what_the_library_computes_is_accepted_and_so_is_no_value(family, field)
 
 def test_the_older_name_of_a_scaled_rotary_base_counts():
     check_values({"rope_scaling": {"type": "llama3"}}, "llama")
-    with pytest.raises(
-        ModelError, match="rope_scaling is llama3 and transformers-neuronx computes default for mistral"
-    ):
+    with pytest.raises(ModelError, match="rope_scaling is llama3 and transformers-neuronx computes default for mistral"):
         check_values({"rope_scaling": {"type": "llama3"}}, "mistral")
 
 
 def test_opt_with_embeddings_of_another_width_is_refused():
     check_values({"hidden_size": 64, "word_embed_proj_dim": 64}, "opt")
-    with pytest.raises(
-        ModelError, match="word_embed_proj_dim is 32 and transformers-neuronx computes hidden_size"
-    ):
+    with pytest.raises(ModelError, match="word_embed_proj_dim is 32 and transformers-neuronx computes hidden_size"):
         check_values({"hidden_size": 64, "word_embed_proj_dim": 32}, "opt")
 
 

@@ -30,14 +30,7 @@ from models.artifact import Artifact
 from models.base import ModelError
 from models.fetch import fetch, fetch_artifact, fetch_checkpoint, fetch_weights
 
-FACTS = [
-    "chat_template.jinja",
-    "config.json",
-    "model.safetensors.index.json",
-    "tokenizer.json",
-    "tokenizer.model",
-    "vocab.txt",
-]
+FACTS = ["chat_template.jinja", "config.json", "model.safetensors.index.json", "tokenizer.json", "tokenizer.model", "vocab.txt"]
 SHARDS = ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"]
 PICKLED = ["pytorch_model-00001-of-00002.bin", "pytorch_model-00002-of-00002.bin"]
 CODE = ["modeling_own.py"]
@@ -174,9 +167,7 @@ def test_the_weights_are_of_the_commit_that_the_facts_are_of(hub, config):
 def test_a_revision_is_a_branch_a_tag_or_a_commit(hub, kind):
     wanted = hub.push("someone/model", files(FACTS, SHARDS), branch="a/branch", tag="v1.0")
     hub.push("someone/model", files(FACTS, SHARDS))
-    config = Config(
-        model_id="someone/model", revision={"branch": "a/branch", "tag": "v1.0", "commit": wanted}[kind]
-    )
+    config = Config(model_id="someone/model", revision={"branch": "a/branch", "tag": "v1.0", "commit": wanted}[kind])
     folder, sha = fetch(config)
     fetch_weights(config, folder)
     assert sha == wanted
@@ -213,18 +204,9 @@ def test_a_compiled_model_brings_its_programs_and_its_weights(hub, config):
 def test_a_compiled_model_without_weights_names_the_commit_to_fetch_them_of(hub, config):
     wanted = hub.push("someone/base", files(FACTS, NEVER, **{"model.safetensors": b"old"}))
     hub.push("someone/base", files(FACTS, **{"model.safetensors": b"new"}))
-    section = {
-        "batch_size": 2,
-        "sequence_length": 64,
-        "num_cores": 2,
-        "auto_cast_type": "bf16",
-        "compiler_version": "2",
-    }
+    section = {"batch_size": 2, "sequence_length": 64, "num_cores": 2, "auto_cast_type": "bf16", "compiler_version": "2"}
     section |= {"checkpoint_id": "someone/base", "checkpoint_revision": wanted}
-    compiled = {
-        "config.json": json.dumps({"model_type": "llama", "neuron": section}).encode(),
-        "compiled/a.neff": b"a",
-    }
+    compiled = {"config.json": json.dumps({"model_type": "llama", "neuron": section}).encode(), "compiled/a.neff": b"a"}
     hub.push("someone/model", compiled)
     folder, _commit = fetch(config)
     artifact = Artifact.read(folder)
@@ -262,9 +244,7 @@ BAD_TOKEN = "the hub does not know the token: give a valid one in HF_TOKEN, or n
         ("public", "hf_TypedWrong", BAD_TOKEN),
     ],
 )
-def test_what_may_not_be_read_is_refused_with_what_would_help(
-    hub, config, monkeypatch, capsys, access, token, why
-):
+def test_what_may_not_be_read_is_refused_with_what_would_help(hub, config, monkeypatch, capsys, access, token, why):
     hub.push("someone/model", files(FACTS, SHARDS), access=access)
     if token:
         monkeypatch.setenv("HF_TOKEN", token)
@@ -284,29 +264,20 @@ def test_a_model_that_is_not_there_is_refused(hub, config, monkeypatch, token):
 def test_a_revision_that_is_not_there_is_named(hub, capsys, revision):
     hub.push("someone/model", files(FACTS, SHARDS))
     why = f"it has no branch, tag or commit '{revision}': check --revision (REVISION)"
-    assert (
-        refusal(Config(model_id="someone/model", revision=revision))
-        == f"someone/model cannot be downloaded: {why}"
-    )
+    assert refusal(Config(model_id="someone/model", revision=revision)) == f"someone/model cannot be downloaded: {why}"
     assert plan.main(["--model-id", "someone/model", "--revision", revision]) == 2
     assert capsys.readouterr().err == f"error: someone/model cannot be downloaded: {why}\n"
 
 
 def test_what_cannot_be_an_id_is_refused(hub):
     message = refusal(Config(model_id="some one/model"))
-    assert (
-        "some one/model cannot be downloaded: --model-id (MODEL_ID) is neither a folder nor a hub id"
-        in message
-    )
+    assert "some one/model cannot be downloaded: --model-id (MODEL_ID) is neither a folder nor a hub id" in message
 
 
 @pytest.mark.parametrize("status", [500, 503])
 def test_a_failing_hub_is_reported_with_its_status(hub, config, status, no_pauses):
     hub.status = status
-    assert (
-        refusal(config)
-        == f"someone/model cannot be downloaded: the hub answers with status {status}: try again later"
-    )
+    assert refusal(config) == f"someone/model cannot be downloaded: the hub answers with status {status}: try again later"
 
 
 def test_the_rate_limit_of_the_hub_is_reported(hub, config, no_pauses):
@@ -317,9 +288,7 @@ def test_the_rate_limit_of_the_hub_is_reported(hub, config, no_pauses):
 def test_a_hub_that_cannot_be_reached_is_reported(hub, config, no_pauses):
     hub.close()
     message = refusal(config)
-    assert message.startswith(
-        "someone/model cannot be downloaded: it is not in the cache, and the hub cannot be reached (Conn"
-    )
+    assert message.startswith("someone/model cannot be downloaded: it is not in the cache, and the hub cannot be reached (Conn")
     assert message.endswith("; check the network, or give a local folder")
 
 
@@ -341,9 +310,7 @@ def test_an_answer_that_is_no_hubs_is_refused(hub, config):
     assert refusal(config).startswith("someone/model cannot be downloaded: ")
 
 
-@pytest.mark.skipif(
-    huggingface_hub.__version__.startswith("0."), reason="0.36 gives up, and goes on at the next start"
-)
+@pytest.mark.skipif(huggingface_hub.__version__.startswith("0."), reason="0.36 gives up, and goes on at the next start")
 def test_a_download_resumes_after_a_lost_connection(hub, config, no_pauses):
     hub.push("someone/model", {"config.json": b"{}", "model.safetensors": b"0123456789" * 1000})
     hub.fail("model.safetensors", "cut", times=3)
@@ -353,9 +320,7 @@ def test_a_download_resumes_after_a_lost_connection(hub, config, no_pauses):
 
 @pytest.mark.parametrize("kind", ["cut", "reset", "error"])
 @pytest.mark.parametrize("file", ["config.json", "model.safetensors"])
-def test_a_download_that_fails_is_reported_in_one_line_and_succeeds_at_the_next_start(
-    hub, config, no_pauses, file, kind
-):
+def test_a_download_that_fails_is_reported_in_one_line_and_succeeds_at_the_next_start(hub, config, no_pauses, file, kind):
     hub.push("someone/model", {"config.json": b"1", "model.safetensors": b"1"})
     hub.fail(file, kind, times=100)
     assert refusal(config).startswith("someone/model cannot be downloaded: ")
@@ -368,9 +333,7 @@ def kept_in(folder):
 
 
 @pytest.mark.parametrize("number", [errno.EACCES, errno.EROFS], ids=errno.errorcode.get)
-def test_a_cache_that_may_not_be_written_is_named_with_the_user_and_the_remedy(
-    hub, tmp_path, monkeypatch, number
-):
+def test_a_cache_that_may_not_be_written_is_named_with_the_user_and_the_remedy(hub, tmp_path, monkeypatch, number):
     hub.push("someone/model", files(FACTS, SHARDS))
     cache, mkdir = tmp_path / "cache", os.mkdir
 

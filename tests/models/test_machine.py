@@ -16,10 +16,7 @@ def machine(tmp_path):
         (tmp_path / "dev/neuron_log").mkdir(parents=True)  # not a device
         for device in devices:
             (tmp_path / f"dev/neuron{device}").touch()
-        files = {
-            "sys/devices/virtual/dmi/id/product_name": product,
-            "proc/meminfo": "MemTotal: 134217728 kB\nMemFree: 1 kB",
-        }
+        files = {"sys/devices/virtual/dmi/id/product_name": product, "proc/meminfo": "MemTotal: 134217728 kB\nMemFree: 1 kB"}
         for chip in range(chips or max(devices, default=-1) + 1):
             folder = f"sys/devices/virtual/neuron_device/neuron{chip}"
             files |= {f"{folder}/core_count": core_count, f"{folder}/info/architecture/instance_type": kind}
@@ -41,18 +38,12 @@ def look(root, **environ):
     [
         ({}, Machine(2, "inf2", "inf2.8xlarge", 128 * GIB)),
         ({"devices": range(12), "product": "inf2.48xlarge"}, Machine(24, "inf2", "inf2.48xlarge", 128 * GIB)),
-        (
-            {"devices": (3, 4), "chips": 12, "memory_max": str(8 * GIB)},
-            Machine(4, "inf2", "inf2.8xlarge", 8 * GIB),
-        ),
+        ({"devices": (3, 4), "chips": 12, "memory_max": str(8 * GIB)}, Machine(4, "inf2", "inf2.8xlarge", 8 * GIB)),
         ({"memory_max": "max"}, Machine(2, "inf2", "inf2.8xlarge", 128 * GIB)),
         ({"product": "trn1n.32xlarge", "kind": None}, Machine(2, "trn1", None, 128 * GIB)),
         ({"product": "KVM", "kind": "Trn1"}, Machine(2, "trn1", None, 128 * GIB)),
         ({"product": None, "kind": "Trn1n"}, Machine(2, "trn1", None, 128 * GIB)),
-        (
-            {"devices": (0, 1), "core_count": None, "product": None, "kind": "Trn9"},
-            Machine(4, None, None, 128 * GIB),
-        ),
+        ({"devices": (0, 1), "core_count": None, "product": None, "kind": "Trn9"}, Machine(4, None, None, 128 * GIB)),
         ({"devices": (), "chips": 12}, None),
     ],
 )

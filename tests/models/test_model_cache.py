@@ -20,10 +20,7 @@ from models.base import ModelError
 from models.cache import ModelCache, model_key, read_entry, renamed_when_complete, write_entry
 from run import HERE, ConfigError
 
-pytestmark = [
-    pytest.mark.models,
-    pytest.mark.filterwarnings("ignore"),
-]  # of torch and openvino, while converting
+pytestmark = [pytest.mark.models, pytest.mark.filterwarnings("ignore")]  # of torch and openvino, while converting
 
 
 @pytest.fixture(scope="session")
@@ -79,9 +76,7 @@ print(model.engine, "torch" in sys.modules, "transformers" in sys.modules)
 def test_the_first_start_converts_in_a_child_and_a_later_one_imports_neither_torch_nor_transformers(config):
     for _start in range(2):
         command = [sys.executable, "-c", LATER_START]
-        done = subprocess.run(
-            command, input=config.to_json(), capture_output=True, text=True, cwd=HERE, check=True
-        )
+        done = subprocess.run(command, input=config.to_json(), capture_output=True, text=True, cwd=HERE, check=True)
         assert done.stdout == "openvino False False\n"
     assert len(list(Path(config.model_cache).glob("model-*"))) == 1
     assert Path(config.model_cache).stat().st_mode & 0o777 == 0o700
@@ -98,9 +93,7 @@ def test_a_converted_model_is_used_again_and_a_changed_checkpoint_is_converted_a
 
 
 def test_the_key_depends_on_all_that_a_conversion_reads(config, checkpoint, tmp_path, monkeypatch):
-    keys = [
-        model_key(dataclasses.replace(config, dtype=dtype), checkpoint) for dtype in ("float32", "bfloat16")
-    ]
+    keys = [model_key(dataclasses.replace(config, dtype=dtype), checkpoint) for dtype in ("float32", "bfloat16")]
     keys.append(model_key(dataclasses.replace(config, quantize="int8"), checkpoint))
     hub = dataclasses.replace(config, model_id="someone/llama")
     keys += [model_key(hub, Path("snapshots") / commit) for commit in ("c0ffee", "decade")]
@@ -142,18 +135,14 @@ def test_a_damaged_entry_is_converted_anew_with_one_warning(config, copies, capl
     assert "is damaged" in caplog.text and "converting again" in caplog.text
 
 
-def test_a_model_that_does_not_convert_is_not_tried_again(
-    config, converter, conversions, monkeypatch, caplog
-):
+def test_a_model_that_does_not_convert_is_not_tried_again(config, converter, conversions, monkeypatch, caplog):
     def fail(model):
         raise RuntimeError("Exception from somewhere:\nNo conversion rule for aten::frobnicate\n")
 
     monkeypatch.setattr(converter, "trace", fail)
     assert [load(config).engine for _start in range(2)] == ["torch", "torch"]
     assert len(conversions) == 1
-    assert (
-        caplog.text.count("plain PyTorch, slower: RuntimeError: No conversion rule for aten::frobnicate") == 2
-    )
+    assert caplog.text.count("plain PyTorch, slower: RuntimeError: No conversion rule for aten::frobnicate") == 2
 
 
 def test_a_conversion_that_dies_leaves_plain_pytorch_and_no_entry(config, monkeypatch, caplog):
@@ -167,9 +156,7 @@ def test_a_conversion_that_dies_leaves_plain_pytorch_and_no_entry(config, monkey
 
 
 @pytest.mark.parametrize("full", [False, True], ids=["read-only", "full"])
-def test_a_cache_that_cannot_be_written_costs_a_warning(
-    config, converter, conversions, monkeypatch, caplog, full
-):
+def test_a_cache_that_cannot_be_written_costs_a_warning(config, converter, conversions, monkeypatch, caplog, full):
     if full:
         free = lambda path: SimpleNamespace(free=0 if "cache" in str(path) else 10**12)  # noqa: E731
         monkeypatch.setattr(converter.shutil, "disk_usage", free)
@@ -186,9 +173,7 @@ def test_too_many_slots_for_the_memory_are_refused_and_cost_no_converted_model(c
 
     load(config)
     monkeypatch.setattr(cpu, "OpenVinoModel", fill_memory)
-    with pytest.raises(
-        ModelError, match=r"244. GiB\); lower --max-batch-size \(MAX_BATCH_SIZE\) or --max-total-tokens"
-    ):
+    with pytest.raises(ModelError, match=r"244. GiB\); lower --max-batch-size \(MAX_BATCH_SIZE\) or --max-total-tokens"):
         load(config)
     assert len(copies) == 1 and list(Path(config.model_cache).glob("model-*"))
 
@@ -209,9 +194,7 @@ def test_what_cannot_be_kept_is_converted_into_the_folder_of_the_run(config, ent
 
 def test_one_process_converts_and_the_other_waits_and_says_so(tmp_path, monkeypatch):
     cache, made, said, waits = cache_in(tmp_path), [], [], threading.Event()
-    monkeypatch.setattr(
-        models.cache.logger, "info", lambda message, *values: (said.append(message % values), waits.set())
-    )
+    monkeypatch.setattr(models.cache.logger, "info", lambda message, *values: (said.append(message % values), waits.set()))
 
     def convert(folder):
         made.append(folder)
@@ -263,9 +246,7 @@ def test_the_least_recently_used_entries_go_first(tmp_path):
 
 def test_a_folder_that_others_may_write_to_is_refused(tmp_path, monkeypatch):
     tmp_path.chmod(0o777)
-    with pytest.raises(
-        ConfigError, match=r"--model-cache .*\(MODEL_CACHE\) can be written to by other users"
-    ):
+    with pytest.raises(ConfigError, match=r"--model-cache .*\(MODEL_CACHE\) can be written to by other users"):
         cache_in(tmp_path)
     tmp_path.chmod(0o700)
     monkeypatch.setattr(os, "geteuid", lambda: tmp_path.stat().st_uid + 1)

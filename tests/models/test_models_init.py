@@ -24,10 +24,7 @@ def refusal(**settings) -> str:
 
 @pytest.mark.skipif(any(Path("/dev").glob("nvidia*")), reason="this machine has a GPU")
 def test_cuda_is_refused_where_there_is_none():
-    assert (
-        refusal(device="cuda")
-        == "--device cuda: torch finds no CUDA GPU on this machine; use --device cpu or auto"
-    )
+    assert refusal(device="cuda") == "--device cuda: torch finds no CUDA GPU on this machine; use --device cpu or auto"
 
 
 @pytest.mark.parametrize(
@@ -42,15 +39,11 @@ def test_cuda_is_refused_where_there_is_none():
     ],
 )
 def test_a_setting_for_neuron_is_refused_elsewhere_by_name(flag, setting):
-    assert (
-        refusal(device="cpu", **setting) == f"{flag} is for Neuron, and this server runs on cpu; leave it out"
-    )
+    assert refusal(device="cpu", **setting) == f"{flag} is for Neuron, and this server runs on cpu; leave it out"
 
 
 def test_a_model_is_not_split_elsewhere_and_one_shard_is_no_split():
-    assert refusal(device="cpu", **{"tp_degree": config.parse([], {"NUM_SHARD": "2"}).tp_degree}).startswith(
-        "--tp-degree"
-    )
+    assert refusal(device="cpu", **{"tp_degree": config.parse([], {"NUM_SHARD": "2"}).tp_degree}).startswith("--tp-degree")
     one = config.parse(["--num-shard", "1", "--sharded", "false", "--device", "cpu"], {"SM_NUM_GPUS": "1"})
     assert models.prepare(one, DEMO_MODEL, Manifest.read(DEMO_MODEL))[1] == "cpu"
 
@@ -59,16 +52,12 @@ def test_settings_left_open_are_filled_in_from_the_model():
     served, device, _fetch, _load = models.prepare(
         Config(model_id=str(DEMO_MODEL), device="cpu", sampling="host"), DEMO_MODEL, Manifest.read(DEMO_MODEL)
     )
-    assert (
-        device == "cpu" and served.max_total_tokens and served.max_input_tokens == served.max_total_tokens - 1
-    )
+    assert device == "cpu" and served.max_total_tokens and served.max_input_tokens == served.max_total_tokens - 1
 
 
 def test_without_a_gpus_device_file_the_choice_of_a_device_does_not_import_torch():
     code = "import sys, models; print(models.choose_device('auto'), 'torch' in sys.modules)"
-    printed = subprocess.run(
-        [sys.executable, "-c", code], cwd=HERE, capture_output=True, text=True, check=True
-    ).stdout
+    printed = subprocess.run([sys.executable, "-c", code], cwd=HERE, capture_output=True, text=True, check=True).stdout
     assert printed == "cpu False\n" or any(Path("/dev").glob("nvidia*"))
 
 

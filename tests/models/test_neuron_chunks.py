@@ -37,9 +37,7 @@ OFF = "Prompts are not run in chunks"
 
 
 def load_chunks(tmp_path, **given):
-    return load(
-        tmp_path, **{"max_batch_size": 4, "prefill_chunk": CHUNK, "position_buckets": (2, CHUNK, 8)} | given
-    )
+    return load(tmp_path, **{"max_batch_size": 4, "prefill_chunk": CHUNK, "position_buckets": (2, CHUNK, 8)} | given)
 
 
 def run_chunks(model, slot, prompt, begin=0):
@@ -54,9 +52,7 @@ def as_float32(logits):
     return (logits.astype(np.uint32) << 16).view(np.float32)
 
 
-ARRIVALS = st.lists(
-    st.tuples(st.integers(1, WINDOW - 1), st.integers(1, WINDOW), st.integers(0, 4)), min_size=1, max_size=12
-)
+ARRIVALS = st.lists(st.tuples(st.integers(1, WINDOW - 1), st.integers(1, WINDOW), st.integers(0, 4)), min_size=1, max_size=12)
 
 
 @pytest.mark.parametrize("sampling", ["host", "device"])
@@ -114,12 +110,7 @@ def test_a_slot_keeps_what_it_holds_until_another_prompt_starts_there(tmp_path, 
 def test_a_prompt_cannot_continue_behind_what_its_slot_holds(tmp_path):
     model = load_chunks(tmp_path)
     run_chunks(model, 1, [5] * 6)
-    for chunk in (
-        Chunk(1, [7, 8], 7),
-        Chunk(0, [7, 8], 4),
-        Chunk(1, [7] * (CHUNK + 1), 4),
-        Chunk(1, [7, 8], WINDOW - 2),
-    ):
+    for chunk in (Chunk(1, [7, 8], 7), Chunk(0, [7, 8], 4), Chunk(1, [7] * (CHUNK + 1), 4), Chunk(1, [7, 8], WINDOW - 2)):
         with pytest.raises(AssertionError):
             model.forward([chunk])
     run_chunks(model, 1, [5] * 8, 6)
@@ -134,10 +125,7 @@ def test_logits_after_every_token_of_a_prompt(tmp_path, length):
     for begin in range(0, length, CHUNK):
         chunk = Chunk(2, prompt[begin : begin + CHUNK], begin, keep_all=True)
         logits = as_float32(model.forward([chunk]))
-        expected = [
-            fake.expected_logits(prompt[: n + 1], LLAMA["vocab_size"])
-            for n in range(begin, begin + len(chunk.tokens))
-        ]
+        expected = [fake.expected_logits(prompt[: n + 1], LLAMA["vocab_size"]) for n in range(begin, begin + len(chunk.tokens))]
         assert np.array_equal(logits, np.stack(expected))
 
 
@@ -183,9 +171,7 @@ def test_a_compiler_that_refuses_the_program_turns_chunks_off_with_one_warning(t
     assert "neuronx-cc failed with exit code 70" in caplog.text
 
 
-def test_a_program_that_the_compiler_refused_is_not_tried_again_by_the_next_start(
-    tmp_path, monkeypatch, caplog
-):
+def test_a_program_that_the_compiler_refused_is_not_tried_again_by_the_next_start(tmp_path, monkeypatch, caplog):
     monkeypatch.setenv("FAKE_NEURON_FAIL", "speculation")
     load_chunks(tmp_path)
     fake.restart()
@@ -226,9 +212,7 @@ def no_program(real, model, ids, positions, slots, speculation_length):
 
 
 @pytest.mark.parametrize("wrong", [wrong_slot, wrong_tokens, no_logits, no_program])
-def test_chunks_that_give_other_logits_than_the_whole_prompt_are_turned_off_at_the_start(
-    tmp_path, monkeypatch, caplog, wrong
-):
+def test_chunks_that_give_other_logits_than_the_whole_prompt_are_turned_off_at_the_start(tmp_path, monkeypatch, caplog, wrong):
     monkeypatch.setenv("FAKE_NEURON_STRICT", "0")  # the library does not notice either
     real = transformers_neuronx.LlamaForSampling.speculative_forward
     monkeypatch.setattr(
@@ -240,9 +224,7 @@ def test_chunks_that_give_other_logits_than_the_whole_prompt_are_turned_off_at_t
     fake.violations.clear()
 
 
-def test_the_program_of_chunks_runs_at_the_start_also_where_the_longest_prompt_has_one_token_more(
-    tmp_path, monkeypatch
-):
+def test_the_program_of_chunks_runs_at_the_start_also_where_the_longest_prompt_has_one_token_more(tmp_path, monkeypatch):
     calls, real = [], transformers_neuronx.LlamaForSampling.speculative_forward
 
     def record(model, ids, *rest, **options):
@@ -254,17 +236,13 @@ def test_the_program_of_chunks_runs_at_the_start_also_where_the_longest_prompt_h
     assert calls == [(1, CHUNK)]
 
 
-def test_a_device_that_fails_in_a_chunk_at_the_start_ends_it_with_the_setting_to_change(
-    tmp_path, monkeypatch
-):
+def test_a_device_that_fails_in_a_chunk_at_the_start_ends_it_with_the_setting_to_change(tmp_path, monkeypatch):
     def fail(model, *arguments, **options):
         fake.runtime().die('nrt_execute status=1004 message="Execution error"')
 
     monkeypatch.setattr(transformers_neuronx.LlamaForSampling, "speculative_forward", fail)
     message = refusal(tmp_path, max_batch_size=4, prefill_chunk=CHUNK)
-    assert message.startswith("the program of prompt chunks fails") and message.endswith(
-        "give --prefill-chunk 0"
-    )
+    assert message.startswith("the program of prompt chunks fails") and message.endswith("give --prefill-chunk 0")
 
 
 # Compiled models
@@ -277,20 +255,14 @@ def test_a_folder_is_served_with_the_chunks_that_it_was_compiled_for(tmp_path):
     assert serve(output, prefill_chunk=CHUNK).prefill_chunk == CHUNK
     fake.restart()
     assert serve(output, prefill_chunk=0).prefill_chunk is None and not fake.compiles
-    with pytest.raises(
-        ConfigError, match=r"--prefill-chunk 8 \(PREFILL_CHUNK\) contradicts .* compiled for 4; leave it out"
-    ):
+    with pytest.raises(ConfigError, match=r"--prefill-chunk 8 \(PREFILL_CHUNK\) contradicts .* compiled for 4; leave it out"):
         serve(output, prefill_chunk=8)
     fake.restart()
     assert serve(output, max_input_tokens=CHUNK).prefill_chunk is None  # all prompts are that short
 
 
-@pytest.mark.parametrize(
-    ("family", "model_class"), [("llama", "LlamaForSampling"), ("mistral", "MistralForSampling")]
-)
-def test_a_folder_of_an_older_version_is_served_as_before_and_not_compiled_again(
-    tmp_path, monkeypatch, family, model_class
-):
+@pytest.mark.parametrize(("family", "model_class"), [("llama", "LlamaForSampling"), ("mistral", "MistralForSampling")])
+def test_a_folder_of_an_older_version_is_served_as_before_and_not_compiled_again(tmp_path, monkeypatch, family, model_class):
     before = {"llama": neuron.LLAMA, "mistral": neuron.MISTRAL}
     monkeypatch.setattr(neuron, "FAMILIES", neuron.FAMILIES | before)
     output = compiled(tmp_path, "--prefill-chunk", "0", "--max-batch-size", "4", config=FAMILIES[family])
@@ -304,20 +276,14 @@ def test_a_folder_of_an_older_version_is_served_as_before_and_not_compiled_again
     batch.join(0, [5] * 10)
     batch.step()
     assert batch.leave(0) == alone([5] * 10, 12)
-    with pytest.raises(
-        ConfigError, match=r"--prefill-chunk 4 \(PREFILL_CHUNK\) contradicts .* compiled for 0"
-    ):
+    with pytest.raises(ConfigError, match=r"--prefill-chunk 4 \(PREFILL_CHUNK\) contradicts .* compiled for 0"):
         serve(output, prefill_chunk=CHUNK)
 
 
 def test_a_folder_that_was_compiled_for_another_class_is_refused(tmp_path):
     output = compiled(tmp_path)
-    (output / "config.json").write_text(
-        (output / "config.json").read_text().replace("LlamaForSampling", "OtherForSampling")
-    )
-    with pytest.raises(
-        ModelError, match="compiled for OtherForSampling, not LlamaForSampling; compile it again"
-    ):
+    (output / "config.json").write_text((output / "config.json").read_text().replace("LlamaForSampling", "OtherForSampling"))
+    with pytest.raises(ModelError, match="compiled for OtherForSampling, not LlamaForSampling; compile it again"):
         serve(output)
 
 

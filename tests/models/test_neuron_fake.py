@@ -51,14 +51,7 @@ from transformers_neuronx import fake, models  # noqa: E402
 sys.path.remove(FAKE)
 
 SMALL = {"n_positions": [8], "context_length_estimate": [4]}
-GPT2 = {
-    "model_type": "gpt2",
-    "vocab_size": VOCABULARY,
-    "n_embd": 32,
-    "n_layer": 2,
-    "n_head": 4,
-    "n_positions": 64,
-}
+GPT2 = {"model_type": "gpt2", "vocab_size": VOCABULARY, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64}
 NEOX = OPT | {"model_type": "gpt_neox"}
 BLOOM = {"model_type": "bloom", "vocab_size": VOCABULARY, "hidden_size": 32, "n_layer": 2, "n_head": 4}
 
@@ -107,11 +100,7 @@ def violation(message: str):
 def process(code: str, **environment) -> subprocess.Popen:
     paths = os.pathsep.join([FAKE, str(Path(__file__).parents[1])])
     return subprocess.Popen(
-        [
-            sys.executable,
-            "-c",
-            "from neuron_contract import *\nfrom transformers_neuronx import fake\n" + code,
-        ],
+        [sys.executable, "-c", "from neuron_contract import *\nfrom transformers_neuronx import fake\n" + code],
         env=os.environ | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1"} | environment,
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
@@ -186,9 +175,7 @@ def test_rule_05_a_window_is_said_to_be_one_too_long_for_prompts(tmp_path, machi
 
 SILENT = {
     "rope_parameters": {"rope_parameters": {"rope_theta": 500000.0, "rope_type": "default"}},
-    "stretched rope_parameters": {
-        "rope_parameters": {"rope_theta": 10000.0, "rope_type": "llama3", "factor": 8.0}
-    },
+    "stretched rope_parameters": {"rope_parameters": {"rope_theta": 10000.0, "rope_type": "llama3", "factor": 8.0}},
     "head_dim": {"head_dim": 16},
     "attention_bias": {"attention_bias": True},
 }
@@ -247,13 +234,7 @@ def test_rule_08_a_process_takes_all_cores_or_those_that_it_asks_for(folder, mac
         monkeypatch.delenv(f"NEURON_RT_{name}_CORES")
         assert fake.runtime().cores == cores  # read once
         fake.restart()
-    for name, value in (
-        ("NUM", "9"),
-        ("VISIBLE", "7-8"),
-        ("VISIBLE", "1,3"),
-        ("VISIBLE", "x"),
-        ("NUM", "many"),
-    ):
+    for name, value in (("NUM", "9"), ("VISIBLE", "7-8"), ("VISIBLE", "1,3"), ("VISIBLE", "x"), ("NUM", "many")):
         monkeypatch.setenv(f"NEURON_RT_{name}_CORES", value)
         with pytest.raises(RuntimeError, match="could not be initialized"):
             fake.runtime()
@@ -311,13 +292,7 @@ def test_rule_12_names_follow_from_all_that_is_compiled(folder, tmp_path, monkey
     assert names() == first
     assert len(first) == 6
     neuron = {"fuse_qkv": True}
-    for changed in (
-        {"slots": 2},
-        {"tp_degree": 2},
-        {"amp": "bf16"},
-        {"n_positions": [8, 64]},
-        {"neuron": neuron},
-    ):
+    for changed in ({"slots": 2}, {"tp_degree": 2}, {"amp": "bf16"}, {"n_positions": [8, 64]}, {"neuron": neuron}):
         assert not names(**changed) & first
     assert names(neuron={"compilation_worker_count": 1}) == first
     assert names(neuron=sampling(top_k=1)) == names(neuron=sampling(top_k=2))

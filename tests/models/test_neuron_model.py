@@ -55,14 +55,7 @@ FAMILIES = {
     "llama": LLAMA,
     "mistral": LLAMA | {"model_type": "mistral", "sliding_window": None},
     "mixtral": LLAMA | {"model_type": "mixtral", "num_local_experts": 4},
-    "gpt2": {
-        "model_type": "gpt2",
-        "vocab_size": VOCABULARY,
-        "n_embd": 32,
-        "n_layer": 2,
-        "n_head": 4,
-        "n_positions": 64,
-    },
+    "gpt2": {"model_type": "gpt2", "vocab_size": VOCABULARY, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64},
     "opt": LLAMA | {"model_type": "opt", "ffn_dim": 64},
     "bloom": {"model_type": "bloom", "vocab_size": VOCABULARY, "hidden_size": 32, "n_layer": 2, "n_head": 4},
     "gpt_neox": LLAMA | {"model_type": "gpt_neox"},
@@ -113,9 +106,7 @@ def load(tmp_path, config=LLAMA, **settings):
 
 
 def serve(folder, announce=lambda phase: None, **settings):
-    build = Build.decide(
-        Config(model_id=str(folder), device="neuron", **settings), folder, Manifest.read(folder)
-    )
+    build = Build.decide(Config(model_id=str(folder), device="neuron", **settings), folder, Manifest.read(folder))
     return NeuronModel(build, Path(tempfile.mkdtemp(dir=folder.parent)), announce)
 
 
@@ -151,11 +142,7 @@ class Batch:
     def _next_tokens(self, chunks):
         output = self.model.forward(chunks)
         if self.model.sampling == "device":
-            assert (
-                isinstance(output, SampledIds)
-                and output.ids.shape == (len(chunks),)
-                and output.ids.dtype == np.int64
-            )
+            assert isinstance(output, SampledIds) and output.ids.shape == (len(chunks),) and output.ids.dtype == np.int64
             return output.ids.tolist()
         assert output.shape == (len(chunks), VOCABULARY)
         if self.model.dtype == "bfloat16":
@@ -184,8 +171,7 @@ def first_token(model, slot, prompt):
 
 
 @pytest.mark.parametrize(
-    ("family", "sampling"),
-    [*((family, "host") for family in BATCHING), ("llama", "device"), ("mistral", "device")],
+    ("family", "sampling"), [*((family, "host") for family in BATCHING), ("llama", "device"), ("mistral", "device")]
 )
 def test_requests_that_come_and_go_get_the_text_that_they_get_alone(tmp_path, family, sampling):
     batch = Batch(load(tmp_path, FAMILIES[family], max_batch_size=4, sampling=sampling))
@@ -291,28 +277,18 @@ def updates(monkeypatch):
 
 
 JOINS = st.tuples(  # slot, prompt length, steps until the next one joins, sampling
-    st.integers(0, 7),
-    st.integers(1, 20),
-    st.integers(0, 5),
-    st.sampled_from([GREEDY, (0, 1.0, 5.0), (9, 0.7, 2.0)]),
+    st.integers(0, 7), st.integers(1, 20), st.integers(0, 5), st.sampled_from([GREEDY, (0, 1.0, 5.0), (9, 0.7, 2.0)])
 )
 
 
 @pytest.mark.parametrize("sampling", ["host", "device"])
 @given(schedule=st.lists(JOINS, min_size=1, max_size=25))
 @settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
-def test_any_schedule_over_eight_slots_gives_every_greedy_request_its_own_text(
-    tmp_path, updates, sampling, schedule
-):
+def test_any_schedule_over_eight_slots_gives_every_greedy_request_its_own_text(tmp_path, updates, sampling, schedule):
     """Beside sampled requests as well; and the device is updated only when the parameters of a slot change."""
     fake.restart()
     updates.clear()
-    batch, prompts, parameters, changes = (
-        Batch(load(tmp_path, max_batch_size=8, sampling=sampling)),
-        {},
-        [GREEDY] * 8,
-        0,
-    )
+    batch, prompts, parameters, changes = (Batch(load(tmp_path, max_batch_size=8, sampling=sampling)), {}, [GREEDY] * 8, 0)
 
     def leave(slot):
         text = batch.leave(slot)
@@ -335,10 +311,7 @@ def test_any_schedule_over_eight_slots_gives_every_greedy_request_its_own_text(
     for slot in list(batch.texts):
         leave(slot)
     assert len(updates) == changes
-    expected = [
-        (top_k or min(VOCABULARY, DEVICE_TOP_K), top_p, temperature)
-        for top_k, top_p, temperature in parameters
-    ]
+    expected = [(top_k or min(VOCABULARY, DEVICE_TOP_K), top_p, temperature) for top_k, top_p, temperature in parameters]
     assert not updates or updates[-1] == expected
 
 
@@ -413,12 +386,8 @@ def test_buckets_reach_up_to_the_limit(given, limit, expected):
 
 
 def test_buckets_above_the_limit_are_refused(tmp_path):
-    assert "--prefill-buckets 64 is more than the limit of 24 tokens" in refusal(
-        tmp_path, prefill_buckets=(64,)
-    )
-    assert "--position-buckets 64 is more than the limit of 24 tokens" in refusal(
-        tmp_path, position_buckets=(64,)
-    )
+    assert "--prefill-buckets 64 is more than the limit of 24 tokens" in refusal(tmp_path, prefill_buckets=(64,))
+    assert "--position-buckets 64 is more than the limit of 24 tokens" in refusal(tmp_path, position_buckets=(64,))
 
 
 @pytest.mark.parametrize("version", [4, 5])
@@ -438,23 +407,14 @@ def test_a_scaled_rotary_base_keeps_its_scaling():
     rope = {"rope_theta": 5e5, "rope_type": "llama3", "factor": 8.0, "original_max_position_embeddings": 8192}
     legacy = legacy_config({"model_type": "llama", "rope_parameters": rope})
     assert legacy["rope_theta"] == 5e5
-    scaling = {
-        "rope_type": "llama3",
-        "type": "llama3",
-        "factor": 8.0,
-        "original_max_position_embeddings": 8192,
-    }
+    scaling = {"rope_type": "llama3", "type": "llama3", "factor": 8.0, "original_max_position_embeddings": 8192}
     assert legacy["rope_scaling"] == scaling
 
 
 @pytest.mark.parametrize(
     ("config", "settings", "reason"),
     [
-        (
-            {"model_type": "qwen2"},
-            {},
-            "model_type 'qwen2' is not served on Neuron; these are: llama, mistral",
-        ),
+        ({"model_type": "qwen2"}, {}, "model_type 'qwen2' is not served on Neuron; these are: llama, mistral"),
         ({"head_dim": 16}, {}, "head_dim 16 is not served on Neuron"),
         ({"attention_bias": True}, {}, "attention_bias is True and transformers-neuronx computes False"),
         (
@@ -462,16 +422,8 @@ def test_a_scaled_rotary_base_keeps_its_scaling():
             {},
             "rope_scaling is yarn and transformers-neuronx computes default or llama3",
         ),
-        (
-            {"model_type": "mistral", "sliding_window": 20},
-            {},
-            "24 (MAX_TOTAL_TOKENS) is more than the 20 positions",
-        ),
-        (
-            {},
-            {"quantize": "int4"},
-            "--quantize int4 (QUANTIZE) is not supported on Neuron; give int8 or none",
-        ),
+        ({"model_type": "mistral", "sliding_window": 20}, {}, "24 (MAX_TOTAL_TOKENS) is more than the 20 positions"),
+        ({}, {"quantize": "int4"}, "--quantize int4 (QUANTIZE) is not supported on Neuron; give int8 or none"),
         (
             {"model_type": "mixtral"},
             {"neuron_config": ("on_device_embedding=true",)},
@@ -489,16 +441,8 @@ def test_a_scaled_rotary_base_keeps_its_scaling():
         ),
         ({"rope_parameters": "x"}, {}, "config.json: rope_parameters is 'x' and should be an object"),
         ({"rope_scaling": ["x"]}, {}, "config.json: rope_scaling is ['x'] and should be an object"),
-        (
-            {"quantization_config": "gptq"},
-            {},
-            "config.json: quantization_config is 'gptq' and should be an object",
-        ),
-        (
-            {"model_type": "mistral3", "text_config": LLAMA},
-            {},
-            "model_type 'mistral3' is not served on Neuron",
-        ),
+        ({"quantization_config": "gptq"}, {}, "config.json: quantization_config is 'gptq' and should be an object"),
+        ({"model_type": "mistral3", "text_config": LLAMA}, {}, "model_type 'mistral3' is not served on Neuron"),
         ({}, {"tp_degree": 4}, "the cores are held by another process"),
     ],
 )
@@ -526,11 +470,7 @@ def test_the_visible_cores_are_counted_and_left_as_they_are(tmp_path, monkeypatc
 
 @pytest.mark.parametrize(
     ("fault", "reason"),
-    [
-        ("init", "no Neuron device can be used here"),
-        ("oom", "the device has too little memory"),
-        ("compile", "compiler"),
-    ],
+    [("init", "no Neuron device can be used here"), ("oom", "the device has too little memory"), ("compile", "compiler")],
 )
 def test_a_failure_of_the_device_at_boot_is_explained_in_one_line(tmp_path, monkeypatch, fault, reason):
     monkeypatch.setenv("FAKE_NEURON_FAIL", fault)
@@ -591,10 +531,7 @@ def test_the_model_waits_for_cores_that_another_process_holds(tmp_path, monkeypa
 
 def test_a_process_that_keeps_the_cores_ends_the_boot_with_what_helps(tmp_path, holder):
     message = refusal(tmp_path)
-    assert (
-        message.startswith("the cores are held by another process, also after")
-        and "NEURON_RT_VISIBLE_CORES" in message
-    )
+    assert message.startswith("the cores are held by another process, also after") and "NEURON_RT_VISIBLE_CORES" in message
 
 
 # Sizes for a machine
@@ -606,9 +543,7 @@ INF2_XLARGE = Machine(2, "inf2", "inf2.xlarge", 16 << 30)
 def test_sizes_that_are_left_open_are_chosen_for_the_machine(tmp_path, monkeypatch, caplog):
     caplog.set_level("INFO")
     monkeypatch.setattr(neuron, "detect", lambda: INF2_XLARGE)
-    model = load(
-        tmp_path, LLAMA | {"max_position_embeddings": 512}, max_total_tokens=None, max_input_tokens=None
-    )
+    model = load(tmp_path, LLAMA | {"max_position_embeddings": 512}, max_total_tokens=None, max_input_tokens=None)
     assert (model.batch_size, model.max_total_tokens, model.max_input_tokens) == (32, 512, 511)
     assert os.environ["NEURON_RT_NUM_CORES"] == "2"
     assert "On inf2.xlarge with 2 cores: tp_degree 2, batch size 32, length 512: weights" in caplog.text
@@ -616,12 +551,7 @@ def test_sizes_that_are_left_open_are_chosen_for_the_machine(tmp_path, monkeypat
 
 def test_a_model_that_does_not_fit_is_refused_before_a_weight_is_read(tmp_path, monkeypatch):
     monkeypatch.setattr(neuron, "detect", lambda: INF2_XLARGE)
-    large = {
-        "hidden_size": 8192,
-        "num_hidden_layers": 80,
-        "num_attention_heads": 64,
-        "intermediate_size": 28672,
-    }
+    large = {"hidden_size": 8192, "num_hidden_layers": 80, "num_attention_heads": 64, "intermediate_size": 28672}
     (tmp_path / "large").mkdir()
     (tmp_path / "large" / "config.json").write_text(json.dumps(LLAMA | large | {"num_key_value_heads": 8}))
     with pytest.raises(ConfigError, match=r"does not fit on 2 cores: .* GiB.*--tp-degree 12 would fit"):
@@ -629,16 +559,12 @@ def test_a_model_that_does_not_fit_is_refused_before_a_weight_is_read(tmp_path, 
 
 
 def test_a_bloom_is_served_up_to_the_length_of_its_training(tmp_path):
-    model = load(
-        tmp_path, FAMILIES["bloom"] | {"seq_length": 64}, max_total_tokens=None, max_input_tokens=None
-    )
+    model = load(tmp_path, FAMILIES["bloom"] | {"seq_length": 64}, max_total_tokens=None, max_input_tokens=None)
     assert model.max_total_tokens == 64
 
 
 def test_a_sliding_window_limits_the_length_that_is_chosen(tmp_path):
-    model = load(
-        tmp_path, FAMILIES["mistral"] | {"sliding_window": 20}, max_total_tokens=None, max_input_tokens=None
-    )
+    model = load(tmp_path, FAMILIES["mistral"] | {"sliding_window": 20}, max_total_tokens=None, max_input_tokens=None)
     assert model.max_total_tokens == 20
 
 
@@ -650,17 +576,7 @@ def compiled(tmp_path, *flags, config=LLAMA):
     folder = checkpoint(tmp_path / "model", config)
     byte_tokenizer(folder)
     output = tmp_path / "compiled"
-    words = [
-        "--model-id",
-        str(folder),
-        "--output",
-        str(output),
-        "--tp-degree",
-        "2",
-        "--max-total-tokens",
-        str(WINDOW),
-        *flags,
-    ]
+    words = ["--model-id", str(folder), "--output", str(output), "--tp-degree", "2", "--max-total-tokens", str(WINDOW), *flags]
     assert verb.main(words) == 0
     fake.restart()  # forgets what this process compiled
     return output
@@ -671,13 +587,9 @@ def test_a_model_is_compiled_without_a_device(tmp_path, monkeypatch):
     assert list((compiled(tmp_path) / "compiled").glob("*.neff"))
 
 
-@pytest.mark.parametrize(
-    "limits", [{}, {"max_batch_size": 2, "max_total_tokens": 20, "max_input_tokens": 10}]
-)
+@pytest.mark.parametrize("limits", [{}, {"max_batch_size": 2, "max_total_tokens": 20, "max_input_tokens": 10}])
 def test_a_compiled_model_is_served_without_compiling_with_its_limits_or_smaller_ones(tmp_path, limits):
-    output = compiled(
-        tmp_path, "--max-batch-size", "4", "--prefill-buckets", "8", "--position-buckets", "8,16"
-    )
+    output = compiled(tmp_path, "--max-batch-size", "4", "--prefill-buckets", "8", "--position-buckets", "8,16")
     model = serve(output, **limits)
     assert not fake.compiles
     expected = limits or {"max_batch_size": 4, "max_total_tokens": WINDOW, "max_input_tokens": WINDOW - 1}
@@ -694,42 +606,31 @@ def test_a_compiled_model_is_served_without_compiling_with_its_limits_or_smaller
 def test_a_compiled_model_links_the_weights_of_a_local_checkpoint(tmp_path):
     weights = compiled(tmp_path) / "checkpoint" / "model.safetensors"
     assert weights.samefile(tmp_path / "model" / "model.safetensors")
-    assert {path.name for path in (tmp_path / "compiled").iterdir()} >= {
-        "config.json",
-        "tokenizer.json",
-        "compiled",
-    }
+    assert {path.name for path in (tmp_path / "compiled").iterdir()} >= {"config.json", "tokenizer.json", "compiled"}
 
 
 def test_a_compiled_model_needs_the_cores_that_it_was_compiled_for(tmp_path, monkeypatch):
     output = compiled(tmp_path)
     monkeypatch.setenv("NEURON_RT_VISIBLE_CORES", "0")
-    with pytest.raises(
-        ConfigError, match=r"--tp-degree 2 .* needs more cores than the 1 that this process may use"
-    ):
+    with pytest.raises(ConfigError, match=r"--tp-degree 2 .* needs more cores than the 1 that this process may use"):
         serve(output)
 
 
 @pytest.mark.parametrize(
-    ("damage", "reason"),
-    [(Path.unlink, "is missing"), (lambda path: path.write_text(""), "is damaged: it has 0 bytes")],
+    ("damage", "reason"), [(Path.unlink, "is missing"), (lambda path: path.write_text(""), "is damaged: it has 0 bytes")]
 )
 def test_a_missing_or_damaged_program_is_named_in_one_line(tmp_path, damage, reason):
     output = compiled(tmp_path)
     program = next((output / "compiled").glob("*.neff"))
     damage(program)
-    with pytest.raises(
-        ModelError, match=f"^{program} {reason}.*; copy {output} again, or compile the model again$"
-    ):
+    with pytest.raises(ModelError, match=f"^{program} {reason}.*; copy {output} again, or compile the model again$"):
         serve(output)
 
 
 def test_programs_of_a_newer_compiler_are_refused_with_both_versions(tmp_path, monkeypatch):
     output = compiled(tmp_path)
     monkeypatch.setattr(neuronxcc, "__version__", "2.16.372.0")
-    with pytest.raises(
-        ConfigError, match=r"compiled by neuronx-cc 2\.20.*, newer than the installed 2.16.372.0"
-    ):
+    with pytest.raises(ConfigError, match=r"compiled by neuronx-cc 2\.20.*, newer than the installed 2.16.372.0"):
         serve(output)
 
 
@@ -750,9 +651,7 @@ def test_options_of_the_library_reach_it_and_come_from_the_manifest(tmp_path, bu
         assert (config.collectives_layout, config.on_device_embedding) == ("BSH", True)
         assert (config.sequence_parallel_norm_threshold, config.sequence_parallel_norm) == (512, False)
     assert len(built) == 3
-    with pytest.raises(
-        ConfigError, match=r"--neuron-config shard_over_sequence=true \(NEURON_CONFIG\) contradicts"
-    ):
+    with pytest.raises(ConfigError, match=r"--neuron-config shard_over_sequence=true \(NEURON_CONFIG\) contradicts"):
         serve(output, neuron_config=("shard_over_sequence=true",))
 
 
@@ -810,11 +709,7 @@ def test_a_folder_of_optimum_neuron_is_compiled_with_its_values_once(tmp_path, c
         fake.restart()
         model = serve(folder)
         assert bool(fake.compiles) == compiles
-        assert (model.batch_size, model.max_total_tokens, model.max_input_tokens) == (
-            slots,
-            WINDOW,
-            WINDOW - 1,
-        )
+        assert (model.batch_size, model.max_total_tokens, model.max_input_tokens) == (slots, WINDOW, WINDOW - 1)
     for prompt in ([5, 6, 7], [8], [9] * (WINDOW - 2)):
         batch = Batch(model)
         batch.join(0, prompt)
@@ -834,9 +729,7 @@ def test_weights_are_downloaded_by_the_id_and_the_commit_in_the_manifest(tmp_pat
     folder = optimum(tmp_path, checkpoint_id="someone/llama", checkpoint_revision="abc")
     elsewhere = (folder / "checkpoint").rename(tmp_path / "elsewhere")
     requested = []
-    monkeypatch.setattr(
-        neuron, "fetch_checkpoint", lambda config, *named: requested.append(named) or elsewhere
-    )
+    monkeypatch.setattr(neuron, "fetch_checkpoint", lambda config, *named: requested.append(named) or elsewhere)
     assert serve(folder).batch_size == 4
     assert requested == [("someone/llama", "abc")]
 
@@ -850,9 +743,7 @@ def test_a_plain_checkpoint_is_compiled_once(tmp_path, caplog):
     load(tmp_path, max_batch_size=2, announce=phases.append)
     programs = len(fake.compiles)
     assert programs and phases == ["compiling"]
-    assert (
-        "holds none of this model" in caplog.text and "Compiling programs for prompts up to 24" in caplog.text
-    )
+    assert "holds none of this model" in caplog.text and "Compiling programs for prompts up to 24" in caplog.text
     fake.restart()
     load(tmp_path, max_batch_size=2, announce=phases.append)
     assert not fake.compiles and phases == ["compiling"]
@@ -885,9 +776,7 @@ def test_a_damaged_program_that_was_kept_is_named_and_compiled_again(tmp_path, c
 def test_kept_programs_that_lack_one_are_named_and_compiled_again(tmp_path, caplog):
     load(tmp_path)
     (record,) = (tmp_path / "cache" / "neuron-textgen").glob("*/programs.json")
-    record.write_text(
-        json.dumps(json.loads(record.read_text()) | {"files": {}})
-    )  # as of a version that compiles others
+    record.write_text(json.dumps(json.loads(record.read_text()) | {"files": {}}))  # as of a version that compiles others
     next(record.parent.glob("*.neff")).unlink()
     for compiles in (True, False):
         fake.restart()
@@ -903,9 +792,7 @@ def test_of_two_servers_that_need_the_same_programs_one_compiles_them(tmp_path, 
     (entry,) = (path.parent for path in folder.glob("*/programs.json"))
     entry.rename(tmp_path / "made")
     fake.restart()
-    monkeypatch.setattr(
-        "models.cache.logger.info", lambda message, *_: waits.set() if "waiting for it" in message else None
-    )
+    monkeypatch.setattr("models.cache.logger.info", lambda message, *_: waits.set() if "waiting for it" in message else None)
     with locked(entry.with_suffix(".lock"), "compiling"):
         other = threading.Thread(target=lambda: loaded.append(load(tmp_path)))
         other.start()
@@ -933,11 +820,7 @@ def test_programs_are_not_removed_while_a_server_loads_them(tmp_path, monkeypatc
     monkeypatch.setattr(neuron.artifact, "find_damage", another_server_fills_the_cache)
     load(tmp_path, max_batch_size=2)
     assert calls and not fake.compiles
-    evict(
-        [calls[0].with_name("newest") / "programs.json", calls[0] / "programs.json"],
-        0.0,
-        "--compile-cache-size",
-    )
+    evict([calls[0].with_name("newest") / "programs.json", calls[0] / "programs.json"], 0.0, "--compile-cache-size")
     assert not calls[0].exists()  # once nothing uses it
 
 
@@ -945,10 +828,7 @@ def test_a_cache_that_another_user_may_write_to_is_refused(tmp_path):
     load(tmp_path)
     (tmp_path / "cache" / "neuron-textgen").chmod(0o777)
     fake.restart()
-    assert (
-        "neuron-textgen (NEURON_COMPILE_CACHE_URL) can be written to by other users; chmod 700 it"
-        in refusal(tmp_path)
-    )
+    assert "neuron-textgen (NEURON_COMPILE_CACHE_URL) can be written to by other users; chmod 700 it" in refusal(tmp_path)
 
 
 @pytest.mark.parametrize("fault", ["oom", "init"])
@@ -974,9 +854,7 @@ def test_a_compiled_model_takes_longer_prompts_than_the_limit_that_it_was_compil
 
 
 @pytest.mark.parametrize(("window", "largest"), [(4096, 4096), (1000, 1000)])
-def test_the_largest_prompt_bucket_is_the_window_and_the_longest_prompt_one_token_less(
-    tmp_path, window, largest
-):
+def test_the_largest_prompt_bucket_is_the_window_and_the_longest_prompt_one_token_less(tmp_path, window, largest):
     """The library's kernel for long prompts begins at a bucket of 4096."""
     folder = checkpoint(tmp_path / "model", LLAMA | {"max_position_embeddings": window})
     build = Build.decide(Config(model_id=str(folder), device="neuron"), folder, Manifest.read(folder))
@@ -989,9 +867,7 @@ def test_the_cache_of_programs_is_bounded(tmp_path, size_gb):
     for slots in (2, 3, 4):
         fake.restart()
         load(tmp_path, max_batch_size=slots, compile_cache_size=size_gb)
-    assert len(list((tmp_path / "cache" / "neuron-textgen").glob("*/programs.json"))) == (
-        3 if size_gb == 1.0 else 1
-    )
+    assert len(list((tmp_path / "cache" / "neuron-textgen").glob("*/programs.json"))) == (3 if size_gb == 1.0 else 1)
 
 
 # The verb `compile`
@@ -1011,36 +887,17 @@ def test_help_names_the_flags_that_decide_what_is_compiled(capsys):
         (["--model-id", "{model}"], "--output is missing"),
         (["--model-id", "{model}", "--output"], "argument --output: expected one argument"),
         (["--model-id", "{model}", "--output", "{model}"], "exists and is not empty"),
-        (
-            ["--model-id", "{model}", "--output={output}"],
-            "this machine has no Neuron device whose cores could be counted",
-        ),
-        (
-            ["--model-id", "{model}", "--output", "{output}", "--device", "cpu"],
-            "--device cpu: only models for Neuron",
-        ),
-        (
-            ["--model-id", "{model}", "--output", "{output}", "--tp-degree", "3"],
-            "tp_degree 3 is not possible with 3 cores",
-        ),
-        (
-            ["--model-id", "{model}", "--output", "{output}", "--tp-degree", "2", "--quantize", "int4"],
-            "give int8 or none",
-        ),
-        (
-            ["--model-id", "{model}", "--output", "{output}", "--max-batch", "3"],
-            "unknown argument '--max-batch'",
-        ),
+        (["--model-id", "{model}", "--output={output}"], "this machine has no Neuron device whose cores could be counted"),
+        (["--model-id", "{model}", "--output", "{output}", "--device", "cpu"], "--device cpu: only models for Neuron"),
+        (["--model-id", "{model}", "--output", "{output}", "--tp-degree", "3"], "tp_degree 3 is not possible with 3 cores"),
+        (["--model-id", "{model}", "--output", "{output}", "--tp-degree", "2", "--quantize", "int4"], "give int8 or none"),
+        (["--model-id", "{model}", "--output", "{output}", "--max-batch", "3"], "unknown argument '--max-batch'"),
         (["--model-id", "{compiled}", "--output", "{output}", "--tp-degree", "2"], "is compiled already"),
     ],
     ids=str,
 )
 def test_what_compile_cannot_do_is_one_line_and_exit_code_2(tmp_path, capsys, words, reason):
-    places = {
-        "model": checkpoint(tmp_path / "model"),
-        "output": tmp_path / "output",
-        "compiled": tmp_path / "compiled",
-    }
+    places = {"model": checkpoint(tmp_path / "model"), "output": tmp_path / "output", "compiled": tmp_path / "compiled"}
     if "{compiled}" in words:
         compiled(tmp_path)
         capsys.readouterr()
@@ -1050,21 +907,12 @@ def test_what_compile_cannot_do_is_one_line_and_exit_code_2(tmp_path, capsys, wo
     assert not places["output"].exists()
 
 
-def test_an_output_that_cannot_be_replaced_is_refused_before_anything_is_compiled(
-    tmp_path, monkeypatch, capsys
-):
+def test_an_output_that_cannot_be_replaced_is_refused_before_anything_is_compiled(tmp_path, monkeypatch, capsys):
     (tmp_path / "empty").mkdir()
     (tmp_path / "link").symlink_to(tmp_path / "empty")
     monkeypatch.setattr(Path, "is_mount", lambda path: path.name == "empty")
     for name in ("link", "empty"):
-        words = [
-            "--model-id",
-            str(checkpoint(tmp_path / "model")),
-            "--output",
-            str(tmp_path / name),
-            "--tp-degree",
-            "1",
-        ]
+        words = ["--model-id", str(checkpoint(tmp_path / "model")), "--output", str(tmp_path / name), "--tp-degree", "1"]
         assert verb.main(words) == 2
         assert f"{name} is a symbolic link or a mount point; name a folder in it" in capsys.readouterr().err
     assert not fake.compiles
@@ -1140,11 +988,7 @@ def test_a_server_whose_device_samples_gives_concurrent_streams_their_own_texts(
             tokens = [event["token"] for event in events(stream)]
             prompt = byte_tokenizer(tmp_path).encode(text).ids
             expected = alone(prompt, 60)[len(prompt) :]
-            expected = (
-                expected[: expected.index(LLAMA["eos_token_id"]) + 1]
-                if LLAMA["eos_token_id"] in expected
-                else expected
-            )
+            expected = expected[: expected.index(LLAMA["eos_token_id"]) + 1] if LLAMA["eos_token_id"] in expected else expected
             assert [token["id"] for token in tokens] == expected
             assert {token["logprob"] for token in tokens} == {None}
         assert len({list(events(stream))[-1]["generated_text"] for stream in noise}) == 2

@@ -22,22 +22,14 @@ from models.base import Chunk, ModelError
 from models.cache import read_entry
 
 # The warnings are of torch, openvino and nncf, while converting.
-pytestmark = [
-    pytest.mark.models,
-    pytest.mark.usefixtures("conversions"),
-    pytest.mark.filterwarnings("ignore"),
-]
+pytestmark = [pytest.mark.models, pytest.mark.usefixtures("conversions"), pytest.mark.filterwarnings("ignore")]
 
 IN_TORCH = ("gemma2", "falcon", "gpt-j", "mpt")
 
 
 def serve(folder, max_total_tokens=POSITIONS, max_batch_size=32, **changes):
     """The model of a folder; converted unless a test has done so before."""
-    return cpu.load(
-        settings(folder, max_total_tokens, max_batch_size=max_batch_size, **changes),
-        folder,
-        lambda phase: None,
-    )
+    return cpu.load(settings(folder, max_total_tokens, max_batch_size=max_batch_size, **changes), folder, lambda phase: None)
 
 
 @pytest.mark.parametrize("family", IN_TORCH)
@@ -48,9 +40,7 @@ def test_an_attention_that_openvino_lacks_runs_in_plain_pytorch_with_a_warning(z
 
 
 @pytest.mark.parametrize("family", [family for family in tiny_models.ALL if family not in IN_TORCH])
-def test_openvino_gives_the_tokens_of_transformers_alone_and_in_any_schedule_to_the_last_bit(
-    zoo, caplog, family
-):
+def test_openvino_gives_the_tokens_of_transformers_alone_and_in_any_schedule_to_the_last_bit(zoo, caplog, family):
     model, chosen = serve(zoo.folder(family)), zoo.references(family)
     assert model.engine == "openvino" and "slower" not in caplog.text
     alone = [run(model, [reference.prompt])[0] for reference in chosen]
@@ -68,20 +58,13 @@ def test_openvino_gives_the_tokens_of_transformers_alone_and_in_any_schedule_to_
 @pytest.fixture(scope="module")
 def even(tmp_path_factory):
     """A Llama with sums as long as those of usual models, and weights as even: those of the zoo do not bear bfloat16."""
-    config = tiny_models.llama(
-        hidden_size=768, intermediate_size=2048, num_hidden_layers=1, max_position_embeddings=300
-    )
+    config = tiny_models.llama(hidden_size=768, intermediate_size=2048, num_hidden_layers=1, max_position_embeddings=300)
     return save_checkpoint(tmp_path_factory.mktemp("even") / "llama", config, spread=0.05)
 
 
-@pytest.mark.parametrize(
-    ("family", "dtype"), [("llama", "float32"), ("qwen2-sliding", "float32"), ("even", "bfloat16")]
-)
+@pytest.mark.parametrize(("family", "dtype"), [("llama", "float32"), ("qwen2-sliding", "float32"), ("even", "bfloat16")])
 def test_one_to_all_rows_in_any_slots_change_no_bit(zoo, even, family, dtype):
-    model, chance = (
-        serve(even if family == "even" else zoo.folder(family), dtype=dtype, threads=2),
-        random.Random(0),
-    )
+    model, chance = (serve(even if family == "even" else zoo.folder(family), dtype=dtype, threads=2), random.Random(0))
     assert model.engine == "openvino"
     begin, token = 11, 3
     for slot in range(model.batch_size):
@@ -89,9 +72,7 @@ def test_one_to_all_rows_in_any_slots_change_no_bit(zoo, even, family, dtype):
     alone = model.forward([Chunk(0, [token], begin)])
     for company in range(model.batch_size):
         own, *others = chance.sample(range(model.batch_size), company + 1)
-        rows = [
-            Chunk(slot, [chance.randrange(VOCABULARY)], chance.randrange(11, POSITIONS)) for slot in others
-        ]
+        rows = [Chunk(slot, [chance.randrange(VOCABULARY)], chance.randrange(11, POSITIONS)) for slot in others]
         found = model.forward([*rows, Chunk(own, [token], begin)])
         assert found.shape == (company + 1, VOCABULARY)
         assert np.array_equal(found[-1:], alone)
@@ -111,9 +92,7 @@ def test_chunks_of_any_length_but_one_change_no_bit(even, dtype):
                 end = min(begin + sizes[turn % len(sizes)], 256)
                 end -= 256 - end == 1
                 rows = [Chunk(1 + slot, [slot], turn) for slot in range(others)]
-                found.append(
-                    model.forward([*rows, Chunk(0, prompt[begin:end], begin, keep_all=True)])[others:]
-                )
+                found.append(model.forward([*rows, Chunk(0, prompt[begin:end], begin, keep_all=True)])[others:])
                 begin, turn = end, turn + 1
             assert np.array_equal(np.concatenate(found), whole)
 
@@ -121,12 +100,7 @@ def test_chunks_of_any_length_but_one_change_no_bit(even, dtype):
 def test_bfloat16_on_one_thread_is_computed_in_float32(even):
     """OpenVINO divides by zero there on a CPU with AMX."""
     model = serve(even, dtype="bfloat16", threads=1)
-    assert (model.engine, model.dtype, model.computed_in, model.threads) == (
-        "openvino",
-        "bfloat16",
-        "float32",
-        1,
-    )
+    assert (model.engine, model.dtype, model.computed_in, model.threads) == ("openvino", "bfloat16", "float32", 1)
 
 
 def test_prompt_logits_are_those_of_transformers_and_of_a_prompt_without_them(zoo, converter):
@@ -155,9 +129,7 @@ def test_limits_may_be_as_small_as_they_get(zoo, slots, window, longest):
 
 def test_a_sliding_window_longer_than_the_check_is_checked_too(tmp_path, converter, monkeypatch):
     """A layer that does not slide, where transformers' slides, shows in the check with a shortened window."""
-    folder = save_checkpoint(
-        tmp_path / "mistral", tiny_models.mistral(sliding_window=400, max_position_embeddings=500)
-    )
+    folder = save_checkpoint(tmp_path / "mistral", tiny_models.mistral(sliding_window=400, max_position_embeddings=500))
     config = Config(model_id=str(folder), device="cpu").with_manifest(Manifest.read(folder))
     converter.convert(config, folder, tmp_path)
     refused = [read_entry(tmp_path)["refused"]]
@@ -172,12 +144,8 @@ def test_a_sliding_window_longer_than_the_check_is_checked_too(tmp_path, convert
 def test_positions_that_stretch_with_the_text_are_served_up_to_the_trained_length_only(zoo):
     folder = zoo.folder("llama-dynamic")
     assert serve(folder).engine == "openvino"
-    longer = Config(
-        model_id=str(folder), model_cache=str(zoo.root / "cache"), max_total_tokens=25, max_input_tokens=24
-    )
-    with pytest.raises(
-        ModelError, match=f"stretches its positions.*give --max-total-tokens {POSITIONS} or less"
-    ):
+    longer = Config(model_id=str(folder), model_cache=str(zoo.root / "cache"), max_total_tokens=25, max_input_tokens=24)
+    with pytest.raises(ModelError, match=f"stretches its positions.*give --max-total-tokens {POSITIONS} or less"):
         cpu.load(longer, folder, lambda phase: None)
 
 

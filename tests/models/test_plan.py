@@ -41,16 +41,8 @@ CONFIGS = {
     "Llama-3.2-3B": llama(28, 3072, 24, 8, 8192, 128256, 131072, head_dim=128, tie_word_embeddings=True),
     "TinyLlama": llama(22, 2048, 32, 4, 5632, 32000, 2048),
     "Mistral-7B": llama(32, 4096, 32, 8, 14336, 32000, 32768) | MISTRAL,
-    "Mixtral-8x7B": llama(32, 4096, 32, 8, 14336, 32000, 32768, num_local_experts=8)
-    | {"model_type": "mixtral"},
-    "GPT-2": {
-        "model_type": "gpt2",
-        "n_layer": 12,
-        "n_embd": 768,
-        "n_head": 12,
-        "n_positions": 1024,
-        "vocab_size": 50257,
-    },
+    "Mixtral-8x7B": llama(32, 4096, 32, 8, 14336, 32000, 32768, num_local_experts=8) | {"model_type": "mixtral"},
+    "GPT-2": {"model_type": "gpt2", "n_layer": 12, "n_embd": 768, "n_head": 12, "n_positions": 1024, "vocab_size": 50257},
     "OPT-125M": {
         "model_type": "opt",
         "num_hidden_layers": 12,
@@ -136,12 +128,9 @@ def test_padded_heads_are_enough_and_even(kv_heads, group, tp_degree):
 
 
 @pytest.mark.parametrize(
-    "tp_degree, batch_size, weights_gb, with_embedding_gb, kv_gb",
-    [(2, 4, 7.5, 8.0, 1.07), (8, 32, 1.9, 2.0, 2.15)],
+    "tp_degree, batch_size, weights_gb, with_embedding_gb, kv_gb", [(2, 4, 7.5, 8.0, 1.07), (8, 32, 1.9, 2.0, 2.15)]
 )
-def test_the_memory_of_a_core_is_that_of_two_worked_examples(
-    tp_degree, batch_size, weights_gb, with_embedding_gb, kv_gb
-):
+def test_the_memory_of_a_core_is_that_of_two_worked_examples(tp_degree, batch_size, weights_gb, with_embedding_gb, kv_gb):
     sizing = Sizing(SHAPES["Llama-3-8B"], tp_degree, batch_size, 4096)
     assert round(sizing.weights_bytes / 1e9, 1) == weights_gb  # the embedding stays on the host
     assert round((sizing.weights_bytes + 128256 * 4096 * 2 / tp_degree) / 1e9, 1) == with_embedding_gb
@@ -150,9 +139,7 @@ def test_the_memory_of_a_core_is_that_of_two_worked_examples(
 
 
 def test_int8_halves_the_matrices_of_the_layers_and_nothing_else():
-    plain, int8 = (
-        Sizing(SHAPES["Llama-3-8B"], 8, 4, 4096, "bfloat16", quantize) for quantize in (None, "int8")
-    )
+    plain, int8 = (Sizing(SHAPES["Llama-3-8B"], 8, 4, 4096, "bfloat16", quantize) for quantize in (None, "int8"))
     assert plain.weights_bytes - int8.weights_bytes == 32 * (2 * 4096 * (4096 + 1024) + 3 * 4096 * 14336) / 8
     assert plain.kv_bytes == int8.kv_bytes
 
@@ -163,10 +150,7 @@ def test_the_embedding_table_takes_host_memory_in_float32():
 
 
 def test_a_tied_output_matrix_is_one_table_of_the_checkpoint_and_still_takes_device_memory():
-    tied, untied = (
-        Shape.from_config(CONFIGS["TinyLlama"] | {"tie_word_embeddings": is_tied})
-        for is_tied in (True, False)
-    )
+    tied, untied = (Shape.from_config(CONFIGS["TinyLlama"] | {"tie_word_embeddings": is_tied}) for is_tied in (True, False))
     assert untied.parameters - tied.parameters == 32000 * 2048
     assert Sizing(tied, 2, 1, 2048).total_bytes == Sizing(untied, 2, 1, 2048).total_bytes
 
@@ -177,12 +161,7 @@ def test_memory_follows_the_dtype(dtype, factor):
     assert Sizing(shape, 2, 4, 2048, dtype).total_bytes == factor * Sizing(shape, 2, 4, 2048).total_bytes
 
 
-@given(
-    shape=shapes,
-    tp=st.sampled_from((1, 2, 4, 8, 12, 16, 24, 32)),
-    batch=st.integers(1, 64),
-    length=st.integers(1, 16384),
-)
+@given(shape=shapes, tp=st.sampled_from((1, 2, 4, 8, 12, 16, 24, 32)), batch=st.integers(1, 64), length=st.integers(1, 16384))
 def test_more_or_longer_slots_take_more_memory(shape, tp, batch, length):
     sizing = Sizing(shape, tp, batch, length)
     for more in (Sizing(shape, tp, batch + 1, length), Sizing(shape, tp, batch, length + 1)):
@@ -196,9 +175,7 @@ def test_more_cores_never_hold_more_weights_each(shape, batch, length):
     assert weights == sorted(weights, reverse=True)
 
 
-@given(
-    shape=shapes, tp=st.sampled_from((1, 2, 4, 8)), batch=st.integers(1, 64), length=st.integers(128, 16384)
-)
+@given(shape=shapes, tp=st.sampled_from((1, 2, 4, 8)), batch=st.integers(1, 64), length=st.integers(128, 16384))
 def test_every_alternative_that_a_refusal_names_fits(shape, tp, batch, length):
     reason = Sizing(shape, tp, batch, length).reason(plan.allowed_tp_degrees(None, 32)) or ""
     advice = reason.rpartition("; ")[2].removesuffix(" would fit").split(", or ")
@@ -206,11 +183,9 @@ def test_every_alternative_that_a_refusal_names_fits(shape, tp, batch, length):
     for option in advice:
         name, _, value = option.rpartition(" ")
         changed = {"tp_degree": tp, "batch_size": batch, "length": length, "quantize": None}
-        field = {
-            "--max-batch-size": "batch_size",
-            "--max-total-tokens": "length",
-            "--tp-degree": "tp_degree",
-        }.get(name, "quantize")
+        field = {"--max-batch-size": "batch_size", "--max-total-tokens": "length", "--tp-degree": "tp_degree"}.get(
+            name, "quantize"
+        )
         changed[field] = value if value == "int8" else int(value)
         assert Sizing(shape, **changed).fits, option
 
@@ -221,9 +196,7 @@ def test_config_files_of_transformers_4_and_5_give_the_same_shape(name):
     new = {key: value for key, value in CONFIGS[name].items() if key != "torch_dtype"}
     new |= {"dtype": "bfloat16", "rope_parameters": {"rope_theta": 500000.0, "rope_type": "default"}}
     assert Shape.from_config(new) == Shape.from_config(old) == SHAPES[name]
-    with pytest.raises(
-        ConfigError, match="model_type 'mistral3' is not served on Neuron"
-    ):  # nor are its weights' names
+    with pytest.raises(ConfigError, match="model_type 'mistral3' is not served on Neuron"):  # nor are its weights' names
         Shape.from_config({"model_type": "mistral3", "text_config": new})
 
 
@@ -258,13 +231,7 @@ def test_a_config_that_cannot_be_served_is_refused_in_one_line(changes, words):
 @pytest.mark.parametrize(
     "name, tp_degree, batch_size, quantize, words",
     [
-        (
-            "Llama-3-8B",
-            2,
-            32,
-            None,
-            ["weights 6.99 + KV cache 8.00 GiB", "80%", "size 23", "tokens 2944", "degree 4", "int8"],
-        ),
+        ("Llama-3-8B", 2, 32, None, ["weights 6.99 + KV cache 8.00 GiB", "80%", "size 23", "tokens 2944", "degree 4", "int8"]),
         ("Llama-2-70B", 8, 1, None, ["weights 16.00", "--tp-degree 16", "int8"]),
         ("GPT-2", 2, 4, None, ["gpt2 models run one request at a time on Neuron; give 1"]),
         ("GPT-NeoX-20B", 12, 1, None, ["12", "64 heads", "1, 2, 4, 8, 16, 32"]),
@@ -287,9 +254,7 @@ def test_a_model_that_is_too_large_for_everything_says_so():
 
 
 def test_int4_is_refused_by_name():
-    with pytest.raises(
-        ConfigError, match=r"--quantize int4 \(QUANTIZE\) is not supported on Neuron; give int8 or none"
-    ):
+    with pytest.raises(ConfigError, match=r"--quantize int4 \(QUANTIZE\) is not supported on Neuron; give int8 or none"):
         choose(SHAPES["TinyLlama"], Machine(2), quantize="int4")
 
 
@@ -382,19 +347,9 @@ def test_a_length_is_halved_until_it_fits():
             {"dtype": "float32"},
             ["12 cores", "weights 21.69", "a larger instance with --tp-degree 16"],
         ),
-        (
-            "Llama-3-8B",
-            Machine(2),
-            {"max_batch_size": 32, "max_total_tokens": 8192},
-            ["size 11", "tokens 2944"],
-        ),
+        ("Llama-3-8B", Machine(2), {"max_batch_size": 32, "max_total_tokens": 8192}, ["size 11", "tokens 2944"]),
         ("Llama-2-70B", Machine(24, "inf2"), {"tp_degree": 8}, ["24 cores", "; --tp-degree 12, or"]),
-        (
-            "Mixtral-8x7B",
-            Machine(24),
-            {"sampling": "device"},
-            ["--sampling device (SAMPLING)", "mixtral models", "give host"],
-        ),
+        ("Mixtral-8x7B", Machine(24), {"sampling": "device"}, ["--sampling device (SAMPLING)", "mixtral models", "give host"]),
         (
             "Mixtral-8x7B",
             Machine(24),
@@ -435,39 +390,25 @@ def test_too_little_host_memory_for_loading_or_compiling_is_a_warning(gib, is_en
     warning = SHAPES["Llama-3-8B"].memory_warning(Machine(2, host_bytes=gib and gib * GIB))
     assert (warning is None) == is_enough
     if warning:
-        assert (
-            f"there are {gib:.1f} GiB of host memory: loading takes about 16.9, compiling about 8 more"
-            in warning
-        )
+        assert f"there are {gib:.1f} GiB of host memory: loading takes about 16.9, compiling about 8 more" in warning
 
 
 def test_the_embedding_table_on_the_device_takes_memory_of_the_cores():
-    plain, embedded = (
-        Sizing(SHAPES["Llama-3-8B"], 8, 4, 4096, neuron_config=o) for o in ((), ("on_device_embedding=true",))
-    )
+    plain, embedded = (Sizing(SHAPES["Llama-3-8B"], 8, 4, 4096, neuron_config=o) for o in ((), ("on_device_embedding=true",)))
     assert embedded.weights_bytes - plain.weights_bytes == 128256 * 4096 * 2 // 8
 
 
 def test_a_sharded_sequence_divides_the_positions_of_a_key_value_head_over_its_cores():
-    plain, sharded = (
-        Sizing(SHAPES["Llama-3-70B"], 32, 8, 16384, neuron_config=o)
-        for o in ((), ("shard_over_sequence=true",))
-    )
+    plain, sharded = (Sizing(SHAPES["Llama-3-70B"], 32, 8, 16384, neuron_config=o) for o in ((), ("shard_over_sequence=true",)))
     assert plain.kv_bytes == 2 * 80 * 16384 * 8 * 128 * 2
     assert sharded.kv_bytes == 2 * 80 * (16384 + 128) // 4 * 8 * 128 * 2
 
 
 def test_a_sharded_sequence_decides_the_tp_degree():
-    sizing = choose(
-        SHAPES["Llama-3-8B"], INSTANCES["inf2.48xlarge"], neuron_config=("shard_over_sequence=true",)
-    )
-    assert (
-        sizing.tp_degree == 24
-    )  # of 1, 2, 4, 8, 12 and 24 the only one that is a multiple of 8 and more than 8
+    sizing = choose(SHAPES["Llama-3-8B"], INSTANCES["inf2.48xlarge"], neuron_config=("shard_over_sequence=true",))
+    assert sizing.tp_degree == 24  # of 1, 2, 4, 8, 12 and 24 the only one that is a multiple of 8 and more than 8
     for name in ("inf2.xlarge", "inf2.24xlarge"):
-        with pytest.raises(
-            ConfigError, match="needs more heads than its 8 key-value heads, and a tp_degree of two or more"
-        ):
+        with pytest.raises(ConfigError, match="needs more heads than its 8 key-value heads, and a tp_degree of two or more"):
             choose(SHAPES["Llama-3-8B"], INSTANCES[name], neuron_config=("shard_over_sequence=true",))
 
 
@@ -484,9 +425,7 @@ def test_published_figures_are_for_that_size_and_that_quantization():
 
 def test_every_published_figure_has_its_source_and_its_machine():
     assert len(PUBLISHED) == 49
-    assert all(
-        row.source and row.instance in INSTANCES and row.model in PUBLISHED_SHAPES for row in PUBLISHED
-    )
+    assert all(row.source and row.instance in INSTANCES and row.model in PUBLISHED_SHAPES for row in PUBLISHED)
 
 
 @pytest.fixture
@@ -541,17 +480,13 @@ def test_plan_recommends_the_cheapest_machine_for_the_whole_length(run, folder, 
 def test_plan_warns_where_a_model_that_can_be_loaded_cannot_be_compiled(run, folder):
     model = folder("Llama-2-7B")
     output = run("--model-id", model, "--instance", "inf2.xlarge")[1]
-    assert "there are 16.0 GiB of host memory: loading takes about 13.0, compiling about 8 more" in " ".join(
-        output.split()
-    )
+    assert "there are 16.0 GiB of host memory: loading takes about 13.0, compiling about 8 more" in " ".join(output.split())
     assert "of host memory: " not in run("--model-id", model, "--instance", "inf2.8xlarge")[1]
 
 
 def test_plan_recommends_nothing_below_a_useful_length(folder):
     def recommendation(**settings):
-        machines = [
-            INSTANCES[name] for name in ("inf2.xlarge", "inf2.24xlarge")
-        ]  # 70B fits with a length of 1024
+        machines = [INSTANCES[name] for name in ("inf2.xlarge", "inf2.24xlarge")]  # 70B fits with a length of 1024
         lines = list(plan.report("x", SHAPES["Llama-2-70B"], machines, Config(model_id="x", **settings)))
         return next(line for line in lines if line.startswith("Recommended: "))
 
@@ -562,26 +497,16 @@ def test_plan_recommends_nothing_below_a_useful_length(folder):
 def test_plan_recommends_replicas_where_they_were_published_to_give_more_tokens(run, folder):
     argv = "--model-id", folder("Llama-3-8B"), "--instance", "ml.inf2.48xlarge"
     output = " ".join(run(*argv)[1].split())
-    assert (
-        "Llama-3-8B, batch size 32, length 4096, 3 replicas of tp_degree 8: 734.6 tokens/s, $4.91 per million"
-        in output
-    )
-    assert (
-        "recommended here, by these figures: 3 replicas, each with tp_degree 8, batch size 32, length 4096"
-        in output
-    )
+    assert "Llama-3-8B, batch size 32, length 4096, 3 replicas of tp_degree 8: 734.6 tokens/s, $4.91 per million" in output
+    assert "recommended here, by these figures: 3 replicas, each with tp_degree 8, batch size 32, length 4096" in output
     for other in (["--tp-degree", "24"], ["--quantize", "int8"]):  # int8: 859.1 tokens/s with all cores
         assert "recommended here" not in run(*argv, *other)[1]
-    assert (
-        "recommended here" not in run(*argv, "--max-batch-size", "180")[1]
-    )  # which fits on 24 cores and not on 8
+    assert "recommended here" not in run(*argv, "--max-batch-size", "180")[1]  # which fits on 24 cores and not on 8
 
 
 @pytest.mark.parametrize("name", ["trn1n.32xlarge", "ml.trn1n.32xlarge"])
 def test_plan_knows_the_machines_by_the_names_of_ec2_and_of_sagemaker(run, folder, name):
-    assert (
-        "\ntrn1n.32xlarge, $24.78 an hour\n" in run("--model-id", folder("TinyLlama"), "--instance", name)[1]
-    )
+    assert "\ntrn1n.32xlarge, $24.78 an hour\n" in run("--model-id", folder("TinyLlama"), "--instance", name)[1]
 
 
 def test_plan_prints_choice_speed_and_price(run, folder):
@@ -603,9 +528,7 @@ def test_plan_quotes_figures_with_their_own_batch_sizes_and_none_for_another_tp_
 
 def test_plan_reads_the_settings_of_serve_from_the_environment(run, folder):
     model = folder("Llama-3-8B")
-    _, output, _ = run(
-        "--instance", "trn1.2xlarge", MODEL_ID=str(model), MAX_TOTAL_TOKENS="3000", HF_BATCH_SIZE="3"
-    )
+    _, output, _ = run("--instance", "trn1.2xlarge", MODEL_ID=str(model), MAX_TOTAL_TOKENS="3000", HF_BATCH_SIZE="3")
     assert "trn1.2xlarge, $1.34 an hour\n  tp_degree 2, batch size 3, length 3000" in output
 
 
@@ -651,9 +574,7 @@ def test_the_verb_exits_with_its_code_and_needs_no_torch(folder):
     ]
     assert [done.returncode for done in runs] == [0, 0, 2]
     assert "Recommended: " in runs[0].stdout
-    assert all(
-        flag in runs[1].stdout for flag in ("--model-id", "--instance", "--max-total-tokens", "--quantize")
-    )
+    assert all(flag in runs[1].stdout for flag in ("--model-id", "--instance", "--max-total-tokens", "--quantize"))
 
 
 def test_without_a_model_the_demonstration_model_is_planned_for(run):

@@ -58,10 +58,7 @@ def test_a_ready_tokenizer_is_used_where_it_is(tmp_path, config):
 
 @pytest.mark.parametrize("kind", ["byte-level-bpe", "sentencepiece"])
 def test_a_slow_tokenizer_is_converted_to_one_that_does_the_same(tmp_path, config, kind):
-    save = {
-        "byte-level-bpe": tiny_models.save_byte_level_bpe,
-        "sentencepiece": tiny_models.save_sentencepiece,
-    }[kind]
+    save = {"byte-level-bpe": tiny_models.save_byte_level_bpe, "sentencepiece": tiny_models.save_sentencepiece}[kind]
     (tmp_path / "model").mkdir()
     folder = save(tmp_path / "model")
     fast, slow = converted(config, folder, tmp_path), transformers.AutoTokenizer.from_pretrained(folder)
@@ -82,9 +79,7 @@ def test_a_converted_sentencepiece_tokenizer_agrees_with_sentencepiece_itself(tm
     folder = tiny_models.save_sentencepiece(tmp_path / "model")
     own = sentencepiece.SentencePieceProcessor(model_file=str(folder / "tokenizer.model"))
     fast = converted(config, folder, tmp_path)
-    assert [fast.encode(text).ids for text in tiny_models.TEXTS] == [
-        own.encode(t, add_bos=True) for t in tiny_models.TEXTS
-    ]
+    assert [fast.encode(text).ids for text in tiny_models.TEXTS] == [own.encode(t, add_bos=True) for t in tiny_models.TEXTS]
 
 
 def test_a_conversion_in_a_child_process_is_kept_for_the_next_start(tmp_path, config, slow, monkeypatch):
@@ -104,10 +99,7 @@ def test_where_the_cache_cannot_be_written_it_is_converted_for_this_start(tmp_pa
 def test_code_that_comes_with_a_tokenizer_is_not_run(tmp_path, config):
     ran = tmp_path / "ran"
     (tmp_path / "tokenization_own.py").write_text(f"open({str(ran)!r}, 'w').close()")
-    own = {
-        "tokenizer_class": "OwnTokenizer",
-        "auto_map": {"AutoTokenizer": ["tokenization_own.OwnTokenizer", None]},
-    }
+    own = {"tokenizer_class": "OwnTokenizer", "auto_map": {"AutoTokenizer": ["tokenization_own.OwnTokenizer", None]}}
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(own))
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama"}))
     (tmp_path / "vocab.json").write_text("{}")
@@ -128,9 +120,7 @@ def test_no_file_outside_of_the_folder_becomes_tokens(tmp_path, config):
 
 
 def test_a_folder_without_any_tokenizer_is_refused_with_what_is_missing(tmp_path, config):
-    with pytest.raises(
-        ConfigError, match=r"holds no tokenizer \(tokenizer\.json, or .*tokenizer\.model, vocab\.json\)"
-    ):
+    with pytest.raises(ConfigError, match=r"holds no tokenizer \(tokenizer\.json, or .*tokenizer\.model, vocab\.json\)"):
         tokenizer_folder(config, tmp_path, tmp_path)
 
 
@@ -138,8 +128,6 @@ def test_a_tokenizer_that_cannot_be_converted_is_refused_in_one_line(tmp_path, c
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama"}))
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "LlamaTokenizer"}))
     (tmp_path / "tokenizer.model").write_bytes(b"no sentencepiece model")
-    with pytest.raises(
-        ConfigError, match=r"\(tokenizer\.model\) cannot be converted: .*cannot be read for its"
-    ) as refused:
+    with pytest.raises(ConfigError, match=r"\(tokenizer\.model\) cannot be converted: .*cannot be read for its") as refused:
         tokenizer_folder(config, tmp_path, tmp_path)
     assert "\n" not in str(refused.value)

@@ -94,9 +94,7 @@ def test_one_to_all_rows_in_any_slots_change_no_bit(zoo, family, dtype, slots):
     alone = model.forward([Chunk(0, [token], begin)])
     for company in range(slots):
         own, *others = chance.sample(range(slots), company + 1)
-        rows = [
-            Chunk(slot, [chance.randrange(VOCABULARY)], chance.randrange(11, POSITIONS)) for slot in others
-        ]
+        rows = [Chunk(slot, [chance.randrange(VOCABULARY)], chance.randrange(11, POSITIONS)) for slot in others]
         found = model.forward([*rows, Chunk(own, [token], begin)])
         assert found.shape == (company + 1, VOCABULARY)
         assert np.array_equal(found[-1:], alone)
@@ -160,12 +158,7 @@ def test_a_model_states_what_it_is(zoo):
     model = serve(zoo.folder("llama"), max_batch_size=3, max_total_tokens=None)
     assert (model.batch_size, model.max_total_tokens, model.max_input_tokens) == (3, POSITIONS, POSITIONS - 1)
     assert (model.engine, model.device, model.dtype, model.quantize) == ("torch", "cpu", "float32", None)
-    assert (model.vocab_size, model.sampling, model.mixes, model.prefill_chunk) == (
-        VOCABULARY,
-        "host",
-        False,
-        128,
-    )
+    assert (model.vocab_size, model.sampling, model.mixes, model.prefill_chunk) == (VOCABULARY, "host", False, 128)
 
 
 def test_logits_are_float32_rows_in_the_order_of_the_chunks_and_later_calls_leave_them_alone(zoo, served):
@@ -174,17 +167,10 @@ def test_logits_are_float32_rows_in_the_order_of_the_chunks_and_later_calls_leav
     first = model.forward([Chunk(0, reference.prompt, 0)])
     before = first.copy()
     rows = model.forward([Chunk(2, [7], 5), Chunk(0, [reference.tokens[0]], 5)])
-    assert (first.shape, first.dtype, rows.shape, rows.dtype) == (
-        (1, VOCABULARY),
-        np.float32,
-        (2, VOCABULARY),
-        np.float32,
-    )
+    assert (first.shape, first.dtype, rows.shape, rows.dtype) == ((1, VOCABULARY), np.float32, (2, VOCABULARY), np.float32)
     assert np.array_equal(first, before)
     for token, row in zip((7, reference.tokens[0]), rows):
-        expected = models.torch_model.reference_logits(
-            reference_model(zoo.folder("llama")), [*reference.prompt, token]
-        )
+        expected = models.torch_model.reference_logits(reference_model(zoo.folder("llama")), [*reference.prompt, token])
         np.testing.assert_allclose(row, expected[5], rtol=1e-4, atol=1e-4)
 
 
@@ -220,23 +206,14 @@ def test_a_cpu_computes_in_bfloat16_where_it_and_the_checkpoint_do_and_else_in_f
     monkeypatch.setattr(models.cpu, "cpu_multiplies_bfloat16", lambda: can_multiply)
     folder = save_checkpoint(tmp_path, tiny_models.llama(), dtype=getattr(torch, saved))
     expected = torch.bfloat16 if saved == "bfloat16" and can_multiply else torch.float32
-    assert (
-        models.torch_model.load_pretrained(
-            models.cpu.with_dtype(settings(folder), folder), folder, "cpu"
-        ).dtype
-        == expected
-    )
+    assert models.torch_model.load_pretrained(models.cpu.with_dtype(settings(folder), folder), folder, "cpu").dtype == expected
     given = models.cpu.with_dtype(settings(folder, dtype="bfloat16"), folder)
     assert models.torch_model.load_pretrained(given, folder, "cpu").dtype == torch.bfloat16
 
 
 @pytest.mark.parametrize(
     "changes",
-    [
-        {"hidden_act": "gelu"},
-        {"attention_bias": True, "mlp_bias": True},
-        {"num_key_value_heads": 1, "head_dim": 6},
-    ],
+    [{"hidden_act": "gelu"}, {"attention_bias": True, "mlp_bias": True}, {"num_key_value_heads": 1, "head_dim": 6}],
     ids=str,
 )
 def test_variants_of_llama_give_the_tokens_of_transformers(tmp_path, changes):
@@ -268,8 +245,7 @@ def test_on_a_gpu_a_full_batch_generates_what_transformers_does(zoo, family):
 def test_checkpoints_of_transformers_4_and_5_give_the_same_tokens(tmp_path, scaling):
     new_rope = tiny_models.rope() if scaling is None else tiny_models.rope(rope_type="linear", factor=2.0)
     new, old, other = (
-        save_checkpoint(tmp_path / name, tiny_models.llama(rope_parameters=new_rope))
-        for name in ("new", "old", "other")
+        save_checkpoint(tmp_path / name, tiny_models.llama(rope_parameters=new_rope)) for name in ("new", "old", "other")
     )
     written = json.loads((new / "config.json").read_text())
     assert "rope_parameters" in written and "dtype" in written and "rope_theta" not in written
@@ -295,10 +271,7 @@ def refusal(folder, **changes) -> str:
 
 def test_an_encoder_decoder_is_refused(tmp_path):
     transformers.T5Config(vocab_size=VOCABULARY, n_positions=POSITIONS).save_pretrained(tmp_path)
-    assert (
-        refusal(tmp_path)
-        == "t5 models do not continue text token by token (no causal language model); nothing to serve"
-    )
+    assert refusal(tmp_path) == "t5 models do not continue text token by token (no causal language model); nothing to serve"
 
 
 def test_a_model_that_is_no_language_model_is_refused(tmp_path):
@@ -312,9 +285,7 @@ UNFIT = {
         **tiny_models.NO_SPECIAL_TOKENS, hidden_size=48, num_hidden_layers=2, state_size=8
     ),
     "gpt_neo": lambda: transformers.GPTNeoConfig(
-        **tiny_models.SMALL | {"num_layers": 2, "num_heads": 4},
-        attention_types=[[["global", "local"], 1]],
-        window_size=8,
+        **tiny_models.SMALL | {"num_layers": 2, "num_heads": 4}, attention_types=[[["global", "local"], 1]], window_size=8
     ),
     "gpt_oss": lambda: transformers.GptOssConfig(
         **tiny_models.GROUPED,
@@ -324,9 +295,7 @@ UNFIT = {
         num_local_experts=4,
         num_experts_per_tok=2,
     ),
-    "bloom": lambda: transformers.BloomConfig(
-        **tiny_models.NO_SPECIAL_TOKENS, hidden_size=48, n_head=4, n_layer=2
-    ),
+    "bloom": lambda: transformers.BloomConfig(**tiny_models.NO_SPECIAL_TOKENS, hidden_size=48, n_head=4, n_layer=2),
     "rwkv": lambda: transformers.RwkvConfig(
         vocab_size=VOCABULARY, hidden_size=48, num_hidden_layers=2, context_length=POSITIONS
     ),
@@ -357,15 +326,11 @@ def test_a_window_that_the_attention_does_not_get_is_refused_where_it_would_have
 
 def test_attention_in_chunks_is_refused_by_name(tmp_path):
     config = transformers.Llama4TextConfig(
-        **tiny_models.GROUPED
-        | {"attention_chunk_size": POSITIONS // 2, "head_dim": 12, "intermediate_size_mlp": 64},
+        **tiny_models.GROUPED | {"attention_chunk_size": POSITIONS // 2, "head_dim": 12, "intermediate_size_mlp": 64},
         num_local_experts=2,
     )
     folder = save_checkpoint(tmp_path, config)
-    assert (
-        refusal(folder)
-        == "llama4_text models with chunked_attention layers cannot be served on a static batch yet"
-    )
+    assert refusal(folder) == "llama4_text models with chunked_attention layers cannot be served on a static batch yet"
 
 
 def test_a_folder_without_weights_is_refused(tmp_path):
@@ -397,25 +362,18 @@ def test_a_checkpoint_that_lacks_a_shard_is_refused(tmp_path):
     folder = save_checkpoint(tmp_path, tiny_models.llama())
     weights = load_file(folder / "model.safetensors")
     os.rename(folder / "model.safetensors", folder / "model-00001-of-00002.safetensors")
-    files = dict.fromkeys(weights, "model-00001-of-00002.safetensors") | {
-        "lm_head.weight": "model-00002-of-00002.safetensors"
-    }
+    files = dict.fromkeys(weights, "model-00001-of-00002.safetensors") | {"lm_head.weight": "model-00002-of-00002.safetensors"}
     (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": files}))
     assert "model-00002-of-00002.safetensors" in refusal(folder)
 
 
 @pytest.mark.parametrize("changes", [{"num_hidden_layers": 1000, "hidden_size": 8192}, {"vocab_size": 10**7}])
-def test_a_config_of_more_parameters_than_the_weights_hold_is_refused_before_memory_is_taken(
-    tmp_path, changes
-):
+def test_a_config_of_more_parameters_than_the_weights_hold_is_refused_before_memory_is_taken(tmp_path, changes):
     folder = save_checkpoint(tmp_path, tiny_models.llama())
     tiny_models.llama(**changes).save_pretrained(folder)
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     line = refusal(folder)
-    assert (
-        line.startswith(f"{folder}: config.json describes ")
-        and "billion parameters, more than its weight files of " in line
-    )
+    assert line.startswith(f"{folder}: config.json describes ") and "billion parameters, more than its weight files of " in line
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 200_000  # KB
 
 
@@ -451,31 +409,18 @@ def test_an_unknown_model_type_is_refused_by_name(tmp_path):
 
 def test_a_quantized_checkpoint_is_refused(tmp_path):
     folder = save_checkpoint(tmp_path, tiny_models.llama())
-    edit_config(
-        folder, quantization_config={"quant_method": "gptq", "bits": 4, "group_size": 128, "desc_act": False}
-    )
+    edit_config(folder, quantization_config={"quant_method": "gptq", "bits": 4, "group_size": 128, "desc_act": False})
     assert "this llama checkpoint is quantized" in refusal(folder)
 
 
 @pytest.mark.parametrize("form", ["new", "old"])
-def test_positions_that_stretch_with_the_longest_text_are_refused_beyond_what_they_were_trained_for(
-    tmp_path, form
-):
+def test_positions_that_stretch_with_the_longest_text_are_refused_beyond_what_they_were_trained_for(tmp_path, form):
     rope = tiny_models.rope(rope_type="dynamic", factor=2.0)
-    folder = save_checkpoint(
-        tmp_path, tiny_models.llama(rope_parameters=rope, max_position_embeddings=POSITIONS // 2)
-    )
+    folder = save_checkpoint(tmp_path, tiny_models.llama(rope_parameters=rope, max_position_embeddings=POSITIONS // 2))
     if form == "old":
         old_rope = {"type": "dynamic", "factor": 2.0}
-        edit_config(
-            folder, remove=("rope_parameters",), rope_theta=tiny_models.ROPE_THETA, rope_scaling=old_rope
-        )
-    config = Config(
-        model_id=str(folder),
-        device="cpu",
-        max_total_tokens=POSITIONS // 2 + 1,
-        max_input_tokens=POSITIONS // 2,
-    )
+        edit_config(folder, remove=("rope_parameters",), rope_theta=tiny_models.ROPE_THETA, rope_scaling=old_rope)
+    config = Config(model_id=str(folder), device="cpu", max_total_tokens=POSITIONS // 2 + 1, max_input_tokens=POSITIONS // 2)
     with pytest.raises(ModelError, match=f"give --max-total-tokens {POSITIONS // 2} or less"):
         models.torch_model.TorchModel(config, folder, "cpu")
     assert serve(folder, max_total_tokens=POSITIONS // 2).max_total_tokens == POSITIONS // 2

@@ -24,37 +24,15 @@ from run import ConfigError
 PROMPT = [3, 100, 7, *[(5 * n) % 250 + 2 for n in range(30)]]
 WINDOW = 48
 GATED = SMALL | {"num_key_value_heads": 2}
-SMALL_OPT = {
-    "vocab_size": VOCABULARY,
-    "hidden_size": 64,
-    "ffn_dim": 128,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-}
-SMALL_GPT2 = {
-    "vocab_size": VOCABULARY,
-    "initializer_range": 0.3,
-    "n_embd": 64,
-    "n_layer": 2,
-    "n_head": 4,
-    "n_positions": 128,
-}
-SMALL_BLOOM = {
-    "vocab_size": VOCABULARY,
-    "initializer_range": 0.3,
-    "hidden_size": 64,
-    "n_layer": 2,
-    "n_head": 4,
-}
+SMALL_OPT = {"vocab_size": VOCABULARY, "hidden_size": 64, "ffn_dim": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
+SMALL_GPT2 = {"vocab_size": VOCABULARY, "initializer_range": 0.3, "n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 128}
+SMALL_BLOOM = {"vocab_size": VOCABULARY, "initializer_range": 0.3, "hidden_size": 64, "n_layer": 2, "n_head": 4}
 FAMILIES = {
     "llama": (transformers.LlamaConfig, GATED),
     "mistral": (transformers.MistralConfig, GATED | {"sliding_window": None}),
     "mixtral": (transformers.MixtralConfig, GATED | {"num_local_experts": 4}),
     "gpt2": (transformers.GPT2Config, SMALL_GPT2),
-    "opt": (
-        transformers.OPTConfig,
-        SMALL_OPT | {"word_embed_proj_dim": 64, "init_std": 0.3, "max_position_embeddings": 256},
-    ),
+    "opt": (transformers.OPTConfig, SMALL_OPT | {"word_embed_proj_dim": 64, "init_std": 0.3, "max_position_embeddings": 256}),
     "bloom": (transformers.BloomConfig, SMALL_BLOOM),
     "gpt_neox": (transformers.GPTNeoXConfig, SMALL),
 }
@@ -79,9 +57,7 @@ def error(model, expected):
     """The largest difference of a logit from transformers', after a prompt and after a token."""
     logits = [model.forward([Chunk(0, PROMPT, 0)]), model.forward([Chunk(0, [9], len(PROMPT))])]
     texts = [PROMPT, [*PROMPT, 9]]
-    return max(
-        float((torch.from_numpy(a[0].copy()) - expected.logits(b)).abs().max()) for a, b in zip(logits, texts)
-    )
+    return max(float((torch.from_numpy(a[0].copy()) - expected.logits(b)).abs().max()) for a, b in zip(logits, texts))
 
 
 @pytest.mark.parametrize(
@@ -111,9 +87,7 @@ def error(model, expected):
         ("gpt_neox", "attention_bias", False),
     ],
 )
-def test_a_value_is_refused_that_the_library_computes_otherwise_or_not_at_all(
-    tmp_path, monkeypatch, family, field, value
-):
+def test_a_value_is_refused_that_the_library_computes_otherwise_or_not_at_all(tmp_path, monkeypatch, family, field, value):
     expected = made(family, tmp_path / "model", **{field: value})
     with pytest.raises(ModelError, match=f"^config.json: {field} is "):
         serve(expected, tmp_path)
@@ -151,9 +125,7 @@ def test_other_values_have_the_logits_of_transformers(tmp_path, family, values):
 
 
 def test_mixtral_is_refused_beyond_its_sliding_window(tmp_path):
-    with pytest.raises(
-        ConfigError, match=r"48 \(MAX_TOTAL_TOKENS\) is more than the 32 positions over which"
-    ):
+    with pytest.raises(ConfigError, match=r"48 \(MAX_TOTAL_TOKENS\) is more than the 32 positions over which"):
         serve(made("mixtral", tmp_path / "model", sliding_window=32), tmp_path)
 
 
@@ -163,11 +135,7 @@ def test_gpt_neox_in_the_form_of_transformers_5_keeps_its_rotary_dimensions_and_
     saved = json.loads(source.read_text())
     saved["rope_parameters"] = {"rope_theta": saved.pop("rotary_emb_base"), "rope_type": "default"}
     saved["rope_parameters"]["partial_rotary_factor"] = saved.pop("rotary_pct")
-    source.write_text(
-        json.dumps(
-            {name: value for name, value in saved.items() if name not in ("rope_theta", "rope_scaling")}
-        )
-    )
+    source.write_text(json.dumps({name: value for name, value in saved.items() if name not in ("rope_theta", "rope_scaling")}))
     assert error(serve(expected, tmp_path), expected) < 0.01
 
 
@@ -189,16 +157,7 @@ def test_checkpoints_of_older_forms_are_served_and_compiled(tmp_path, form, fami
     save(expected, form)
     assert error(serve(expected, tmp_path), expected) < 0.01
     output = tmp_path / "compiled"
-    words = [
-        "--model-id",
-        str(expected.folder),
-        "--output",
-        str(output),
-        "--tp-degree",
-        "1",
-        "--dtype",
-        "float32",
-    ]
+    words = ["--model-id", str(expected.folder), "--output", str(output), "--tp-degree", "1", "--dtype", "float32"]
     assert verb.main([*words, "--max-total-tokens", str(WINDOW), "--max-batch-size", "1"]) == 0
     build = Build.decide(Config(model_id=str(output), device="neuron"), output, Manifest.read(output))
     assert error(NeuronModel(build, Path(tempfile.mkdtemp(dir=tmp_path))), expected) < 0.01
@@ -222,13 +181,7 @@ def test_a_pickled_checkpoint_runs_no_code_whatever_the_default_of_torch(tmp_pat
 
 def test_a_folder_of_optimum_neuron_is_compiled_with_its_values(reference, tmp_path):  # noqa: F811
     made, folder = reference("llama, grouped"), tmp_path / "optimum"
-    section = {
-        "task": "text-generation",
-        "batch_size": 3,
-        "num_cores": 2,
-        "auto_cast_type": "fp32",
-        "sequence_length": WINDOW,
-    }
+    section = {"task": "text-generation", "batch_size": 3, "num_cores": 2, "auto_cast_type": "fp32", "sequence_length": WINDOW}
     section |= {"compiler_type": "neuronx-cc", "compiler_version": "2.15.143.0", "checkpoint_id": None}
     shutil.copytree(made.folder, folder / "checkpoint")
     config = json.loads((Path(made.folder) / "config.json").read_text())
@@ -253,15 +206,8 @@ def test_the_longest_prompt_runs_in_the_bucket_of_the_window(reference, tmp_path
 
 def test_a_window_of_4096_runs_long_prompts_through_the_kernel_for_them(reference, tmp_path, monkeypatch):  # noqa: F811
     made, kernels, nki_call = reference("llama, long"), [], attention.nki_call
-    monkeypatch.setattr(
-        attention, "nki_call", lambda kernel, *a, **b: kernels.append(kernel) or nki_call(kernel, *a, **b)
-    )
-    limits = {
-        "max_total_tokens": 4096,
-        "max_input_tokens": None,
-        "prefill_buckets": (128,),
-        "position_buckets": (4096,),
-    }
+    monkeypatch.setattr(attention, "nki_call", lambda kernel, *a, **b: kernels.append(kernel) or nki_call(kernel, *a, **b))
+    limits = {"max_total_tokens": 4096, "max_input_tokens": None, "prefill_buckets": (128,), "position_buckets": (4096,)}
     model = serve(made, tmp_path, max_batch_size=1, **limits)
     assert model.max_input_tokens == 4095 and kernels
     prompt = [step * step % 255 + 1 for step in range(4095)]

@@ -24,12 +24,8 @@ CONFIGS = {
     "llama, scaled": lambda: transformers.LlamaConfig(
         **SMALL, rope_theta=500000.0, rope_scaling=ROPE | {"original_max_position_embeddings": 16}
     ),
-    "mistral": lambda: transformers.MistralConfig(
-        **SMALL, num_key_value_heads=2, sliding_window=None, rope_theta=1e6
-    ),
-    "mistral, sliding": lambda: transformers.MistralConfig(
-        **SMALL, num_key_value_heads=2, sliding_window=WINDOW
-    ),
+    "mistral": lambda: transformers.MistralConfig(**SMALL, num_key_value_heads=2, sliding_window=None, rope_theta=1e6),
+    "mistral, sliding": lambda: transformers.MistralConfig(**SMALL, num_key_value_heads=2, sliding_window=WINDOW),
 }
 _made = {}
 
@@ -51,20 +47,14 @@ def run_chunks(model, slot, prompt, begin=0):
 
 @pytest.mark.parametrize("tp_degree", [1, 2])
 @pytest.mark.parametrize("made", CONFIGS, indirect=True)
-def test_random_arrivals_through_the_scheduler_get_transformers_text_with_chunks_and_without(
-    made, tmp_path, tp_degree
-):
+def test_random_arrivals_through_the_scheduler_get_transformers_text_with_chunks_and_without(made, tmp_path, tp_degree):
     chance, requests = random.Random(tp_degree), []
-    lengths = [1, 2, CHUNK, CHUNK + 1, 2 * CHUNK + 1, WINDOW - 1] + [
-        chance.randrange(1, WINDOW) for _ in range(10)
-    ]
+    lengths = [1, 2, CHUNK, CHUNK + 1, 2 * CHUNK + 1, WINDOW - 1] + [chance.randrange(1, WINDOW) for _ in range(10)]
     for n, length in enumerate(chance.sample(lengths, len(lengths))):
         prompt = [chance.randrange(1, VOCABULARY) for _ in range(length)]
         requests.append(Generate(n, prompt, chance.randrange(1, WINDOW - length + 1), ignore_eos=True))
     for chunk in (CHUNK, 0):
-        model = serve(
-            made, tmp_path, max_batch_size=4, tp_degree=tp_degree, prefill_chunk=chunk, position_buckets=(16,)
-        )
+        model = serve(made, tmp_path, max_batch_size=4, tp_degree=tp_degree, prefill_chunk=chunk, position_buckets=(16,))
         assert model.prefill_chunk == model.prefix_step == (chunk or None)
         driven = Driven(served=model)
         for request in requests:
@@ -132,10 +122,7 @@ def test_logits_after_every_token_of_a_prompt_are_those_of_transformers(made, tm
     assert model.gives_prompt_logits
     prompt = [5 * n + 2 for n in range(2 * CHUNK + 3)]
     for length in (1, 2, CHUNK, CHUNK + 1, len(prompt)):
-        chunks = [
-            Chunk(1, prompt[begin : begin + CHUNK][: length - begin], begin, True)
-            for begin in range(0, length, CHUNK)
-        ]
+        chunks = [Chunk(1, prompt[begin : begin + CHUNK][: length - begin], begin, True) for begin in range(0, length, CHUNK)]
         logits = np.concatenate([model.forward([chunk]) for chunk in chunks])
         expected = np.stack([made.logits(prompt[: n + 1]).numpy() for n in range(length)])
         assert logits.shape == expected.shape and np.abs(logits - expected).max() < 1e-3
@@ -143,15 +130,7 @@ def test_logits_after_every_token_of_a_prompt_are_those_of_transformers(made, tm
 
 @pytest.mark.parametrize("made", ["llama, grouped"], indirect=True)
 def test_the_device_samples_the_token_after_a_chunk_with_the_parameters_of_its_slot(made, tmp_path):
-    model = serve(
-        made,
-        tmp_path,
-        max_batch_size=3,
-        prefill_chunk=CHUNK,
-        position_buckets=(16,),
-        sampling="device",
-        tp_degree=2,
-    )
+    model = serve(made, tmp_path, max_batch_size=3, prefill_chunk=CHUNK, position_buckets=(16,), sampling="device", tp_degree=2)
     assert model.prefill_chunk and not model.gives_prompt_logits
     prompt = [7 * n + 3 for n in range(CHUNK + 3)]
     logits, ids = made.logits(prompt).topk(4)
@@ -175,9 +154,7 @@ def test_rounding_in_16_bits_is_no_difference_at_the_start(made, tmp_path, dtype
 
 @pytest.mark.parametrize("wrong", ["slot", "position"])
 @pytest.mark.parametrize("made", ["llama, grouped"], indirect=True)
-def test_a_chunk_that_goes_to_the_wrong_place_is_noticed_at_the_start(
-    made, tmp_path, monkeypatch, caplog, wrong
-):
+def test_a_chunk_that_goes_to_the_wrong_place_is_noticed_at_the_start(made, tmp_path, monkeypatch, caplog, wrong):
     real = LlamaForSampling.speculative_forward
 
     def forward(model, ids, positions, slots, speculation_length):
@@ -196,19 +173,8 @@ def test_a_chunk_that_goes_to_the_wrong_place_is_noticed_at_the_start(
 
 
 @pytest.mark.parametrize("made", ["mistral"], indirect=True)
-def test_a_compiled_folder_has_the_program_of_chunks_and_serves_without_compiling(
-    made, tmp_path, monkeypatch
-):
-    words = [
-        "--max-total-tokens",
-        str(WINDOW),
-        "--tp-degree",
-        "1",
-        "--max-batch-size",
-        "2",
-        "--prefill-chunk",
-        str(CHUNK),
-    ]
+def test_a_compiled_folder_has_the_program_of_chunks_and_serves_without_compiling(made, tmp_path, monkeypatch):
+    words = ["--max-total-tokens", str(WINDOW), "--tp-degree", "1", "--max-batch-size", "2", "--prefill-chunk", str(CHUNK)]
     byte_tokenizer(made.folder)
     monkeypatch.setattr("logs.set_up", lambda level, as_json: None)
     assert verb.main(["--model-id", str(made.folder), "--output", str(tmp_path / "out"), *words]) == 0

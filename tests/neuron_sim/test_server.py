@@ -37,12 +37,7 @@ def cores(monkeypatch, tmp_path):
 
 
 def serve(made, tmp_path, folder=None, **settings):
-    settings = {
-        "max_total_tokens": WINDOW,
-        "max_input_tokens": WINDOW - 1,
-        "dtype": "float32",
-        "tp_degree": 1,
-    } | settings
+    settings = {"max_total_tokens": WINDOW, "max_input_tokens": WINDOW - 1, "dtype": "float32", "tp_degree": 1} | settings
     folder = Path(folder or made.folder)
     manifest = Manifest.read(folder)
     build = Build.decide(Config(model_id=str(folder), device="neuron", **settings), folder, manifest)
@@ -130,22 +125,14 @@ def test_requests_that_come_and_go_get_transformers_text(reference, tmp_path, na
 )
 def test_options_of_the_library_change_no_text(reference, tmp_path, options):  # noqa: F811
     made = reference("llama, grouped")
-    buckets = {
-        "prefill_buckets": (8, 32),
-        "max_input_tokens": 32,
-    }  # above 16 they have to divide by tp_degree
+    buckets = {"prefill_buckets": (8, 32), "max_input_tokens": 32}  # above 16 they have to divide by tp_degree
     tp_degree = 4 if "shard_over_sequence=true" in options else 2  # more than there are key-value heads
-    model = serve(
-        made, tmp_path, max_batch_size=2, tp_degree=tp_degree, neuron_config=tuple(options), **buckets
-    )
+    model = serve(made, tmp_path, max_batch_size=2, tp_degree=tp_degree, neuron_config=tuple(options), **buckets)
     long = [(7 * i) % 255 + 1 for i in range(32)]
     rows = [model.forward([Chunk(1, long, 0)])[0], model.forward([Chunk(0, [9], 0)])[0]]
     rows += [*model.forward([Chunk(0, [4], 1), Chunk(1, [5], 32)])]
     for row, text in zip(rows, ([*long], [9], [9, 4], [*long, 5])):
-        assert (
-            np.abs(row - made.logits(text).numpy()).max() < 1e-3
-            and row.argmax() == made.logits(text).argmax()
-        )
+        assert np.abs(row - made.logits(text).numpy()).max() < 1e-3 and row.argmax() == made.logits(text).argmax()
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -172,9 +159,7 @@ def test_bfloat16_logits_equal_the_librarys_float32_ones(reference, tmp_path, mo
     for dtypes in ("bfloat16",), ():
         monkeypatch.setattr(neuron, "LOGITS_DTYPES", dtypes)
         model = serve(made, tmp_path, dtype="bfloat16", max_batch_size=2 if batches else 1, quantize=quantize)
-        logits.append(
-            np.concatenate([model.forward([Chunk(0, [3, 100, 7], 0)]), model.forward([Chunk(0, [9], 3)])])
-        )
+        logits.append(np.concatenate([model.forward([Chunk(0, [3, 100, 7], 0)]), model.forward([Chunk(0, [9], 3)])]))
         if name != "gpt_neox":  # whose programs cannot be saved
             monkeypatch.setattr(compiler, "compile_hlo_module", refuse_to_compile)
     assert [output.dtype for output in logits] == [np.uint16, np.float32]
@@ -205,20 +190,14 @@ def test_rows_with_a_grammar_follow_it_and_free_rows_get_transformers_text(refer
     tokenizer = Tokenizer(tokenizer_models.BPE(vocab={"<eos>": EOS, **characters}, merges=[]))
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens(["<eos>"])
-    schema = {
-        "type": "object",
-        "properties": {"n": {"type": "integer"}, "ok": {"type": "boolean"}},
-        "required": ["n", "ok"],
-    }
+    schema = {"type": "object", "properties": {"n": {"type": "integer"}, "ok": {"type": "boolean"}}, "required": ["n", "ok"]}
     schema["properties"]["n"] |= {"minimum": 10, "maximum": 99}
     grammars, serialized = Grammars(tokenizer.to_str(), VOCABULARY, [EOS]), of_json_schema(schema)
     grammars.check(serialized)
     driven = Driven(grammars=grammars, served=serve(made, tmp_path, max_batch_size=4, dtype="float32"))
     free = {n: Generate(n, [n + 1, 7, 30 * n + 9], 20, ignore_eos=True) for n in range(4)}
     warm = [Sampling(), Sampling(seed=5, temperature=1.5), Sampling(seed=6, top_k=40)]
-    guided = [
-        Generate(10 + n, [n + 2, 60], 40, sampling=each, grammar=serialized) for n, each in enumerate(warm)
-    ]
+    guided = [Generate(10 + n, [n + 2, 60], 40, sampling=each, grammar=serialized) for n, each in enumerate(warm)]
     driven.arrive(free[0], guided[0], free[1], guided[1], free[2], guided[2], free[3])
     driven.run()
     for n, request in free.items():
@@ -312,9 +291,7 @@ def test_a_low_temperature_does_not_bring_back_tokens_that_top_k_removed(tmp_pat
     key = "negative logits"
     if key not in _kept:
         made, states = Reference(ARCHITECTURES["llama"](), tmp_path / "made"), []
-        with made.model.model.norm.register_forward_hook(
-            lambda module, given, state: states.append(state[0, -1])
-        ):
+        with made.model.model.norm.register_forward_hook(lambda module, given, state: states.append(state[0, -1])):
             made.logits([3, 100, 7])
         unlikely = -20 * states[0] / states[0].dot(states[0])
         made.model.lm_head.weight.data[:] = unlikely * (1 + 0.01 * torch.arange(VOCABULARY)[:, None])
@@ -330,9 +307,7 @@ def test_the_text_is_the_same_across_the_borders_of_buckets(reference, tmp_path,
     made = reference("llama")
     key = "borders"
     if key not in _kept:
-        _kept[key] = serve(
-            made, tmp_path, max_batch_size=2, prefill_buckets=(8, 16, 32), position_buckets=(8, 16, 32)
-        )
+        _kept[key] = serve(made, tmp_path, max_batch_size=2, prefill_buckets=(8, 16, 32), position_buckets=(8, 16, 32))
     batch = Batch(_kept[key])
     prompt = [(3 + 5 * n) % 250 + 1 for n in range(length)]
     batch.join(0, [3, 4])
@@ -393,31 +368,11 @@ def test_programs_that_another_process_compiled_without_a_device_are_loaded(
 ):
     made = reference("llama, grouped")
     output = tmp_path / "compiled"
-    words = [
-        "--model-id",
-        str(made.folder),
-        "--output",
-        str(output),
-        "--tp-degree",
-        str(tp_degree),
-        "--dtype",
-        "float32",
-    ]
-    words += [
-        "--max-batch-size",
-        "3",
-        "--max-total-tokens",
-        str(WINDOW),
-        "--prefill-buckets",
-        "8",
-        "--position-buckets",
-        "16",
-    ]
+    words = ["--model-id", str(made.folder), "--output", str(output), "--tp-degree", str(tp_degree), "--dtype", "float32"]
+    words += ["--max-batch-size", "3", "--max-total-tokens", str(WINDOW), "--prefill-buckets", "8", "--position-buckets", "16"]
     subprocess.run([sys.executable, "-m", "models.compile", *words], cwd=HERE, check=True)
     monkeypatch.setattr(compiler, "compile_hlo_module", refuse_to_compile)
-    build = Build.decide(
-        Config(model_id=str(output), device="neuron", max_batch_size=2), output, Manifest.read(output)
-    )
+    build = Build.decide(Config(model_id=str(output), device="neuron", max_batch_size=2), output, Manifest.read(output))
     batch = Batch(NeuronModel(build, Path(tempfile.mkdtemp(dir=tmp_path))))
     prompts = {0: [3, 100, 7], 1: list(range(1, 20))}
     for slot, prompt in prompts.items():

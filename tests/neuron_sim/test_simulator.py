@@ -14,9 +14,7 @@ from transformers_neuronx.gpt2.model import GPT2ForSampling
 
 SLOTS = 4
 VOCABULARY = 256
-SHORT, LONG, TINY = (
-    [(start + 97 * step) % 255 + 1 for step in range(length)] for start, length in ((3, 10), (50, 37), (7, 5))
-)
+SHORT, LONG, TINY = ([(start + 97 * step) % 255 + 1 for step in range(length)] for start, length in ((3, 10), (50, 37), (7, 5)))
 
 SMALL = {
     "vocab_size": VOCABULARY,
@@ -27,22 +25,13 @@ SMALL = {
     "num_attention_heads": 4,
     "max_position_embeddings": 256,
 }
-NARROW = {
-    "vocab_size": VOCABULARY,
-    "initializer_range": 0.3,
-    "n_embd": 64,
-    "n_layer": 2,
-    "n_head": 4,
-    "n_positions": 128,
-}
+NARROW = {"vocab_size": VOCABULARY, "initializer_range": 0.3, "n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 128}
 ARCHITECTURES = {
     "llama": lambda: transformers.LlamaConfig(**SMALL),
     "llama, grouped": lambda: transformers.LlamaConfig(**SMALL, num_key_value_heads=2),
     "llama, long": lambda: transformers.LlamaConfig(**SMALL | {"max_position_embeddings": 8192}),
     "mistral": lambda: transformers.MistralConfig(**SMALL, num_key_value_heads=2, sliding_window=None),
-    "mixtral": lambda: transformers.MixtralConfig(
-        **SMALL, num_key_value_heads=2, sliding_window=None, num_local_experts=4
-    ),
+    "mixtral": lambda: transformers.MixtralConfig(**SMALL, num_key_value_heads=2, sliding_window=None, num_local_experts=4),
     "gpt2": lambda: transformers.GPT2Config(**NARROW),
     "gpt_neox": lambda: transformers.GPTNeoXConfig(**SMALL),
     "opt": lambda: transformers.OPTConfig(
@@ -104,10 +93,7 @@ def loaded(reference, model_class=LlamaForSampling, neuron=None, **changes):
     """With its weights on the host: nothing is compiled yet."""
     batching = ContinuousBatchingConfig(batch_size_for_shared_caches=SLOTS)
     settings = {"tp_degree": 1, "amp": "f32", "n_positions": 128, "context_length_estimate": [32, 64]}
-    settings |= {
-        "batch_size": SLOTS,
-        "neuron_config": NeuronConfig(continuous_batching=batching, **neuron or {}),
-    }
+    settings |= {"batch_size": SLOTS, "neuron_config": NeuronConfig(continuous_batching=batching, **neuron or {})}
     return model_class.from_pretrained(reference.folder, **settings | changes)
 
 
@@ -148,9 +134,7 @@ def assert_serves(model, reference, count=16, pick=greedy):
             tokens[0] += pick(prefill(model, LONG, 0))
         live = [slot for slot in tokens if tokens[slot]]
         positions = [len(prompts[slot]) + len(tokens[slot]) - 1 for slot in live]
-        for slot, token in zip(
-            live, pick(decode(model, [tokens[slot][-1] for slot in live], positions, live))
-        ):
+        for slot, token in zip(live, pick(decode(model, [tokens[slot][-1] for slot in live], positions, live))):
             tokens[slot].append(token)
     assert tokens[2] == reference.greedy(SHORT, count)
     assert tokens[0] == reference.greedy(LONG, len(tokens[0])) and len(tokens[0]) == count - 5
@@ -165,11 +149,7 @@ def assert_alike(logits, expected):
     [
         pytest.param("llama", {}, id="llama"),
         pytest.param("llama", {"n_positions": [32, 64, 128]}, id="several lengths"),
-        pytest.param(
-            "llama",
-            {"n_positions": [32, 128], "context_length_estimate": None},
-            id="context buckets by default",
-        ),
+        pytest.param("llama", {"n_positions": [32, 128], "context_length_estimate": None}, id="context buckets by default"),
         pytest.param("llama", {"tp_degree": 2}, id="two cores"),
         pytest.param("llama", {"neuron": {"attention_layout": "BSH", "fuse_qkv": True}}, id="fused qkv"),
         pytest.param("llama", {"neuron": {"on_device_embedding": True}}, id="embedding on the device"),
@@ -212,9 +192,7 @@ def test_rows_come_in_the_order_of_the_call_and_not_of_the_slots(reference):
     tokens = [greedy(prefill(model, prompt, slot)) for prompt, slot in zip(prompts, slots)]
     for step in range(9):
         positions = [len(prompt) + step for prompt in prompts]
-        for line, token in zip(
-            tokens, greedy(decode(model, [line[-1] for line in tokens], positions, slots))
-        ):
+        for line, token in zip(tokens, greedy(decode(model, [line[-1] for line in tokens], positions, slots))):
             line.append(token)
     assert tokens == [reference().greedy(prompt, 10) for prompt in prompts]
 
@@ -287,12 +265,7 @@ def test_one_sequence_without_continuous_batching(reference, name, model_class, 
     assert tokens == reference(name).greedy(SHORT, 12)
 
 
-LINES = {
-    "top_k": [1] * SLOTS,
-    "top_p": [1.0] * SLOTS,
-    "temperature": [1.0] * SLOTS,
-    "top_p_min_tokens": [1] * SLOTS,
-}
+LINES = {"top_k": [1] * SLOTS, "top_p": [1.0] * SLOTS, "temperature": [1.0] * SLOTS, "top_p_min_tokens": [1] * SLOTS}
 
 
 @pytest.mark.parametrize("tp_degree", [1, 2])
@@ -300,9 +273,7 @@ LINES = {
     "generation",
     [
         pytest.param({"do_sample": False}, id="greedy"),
-        pytest.param(
-            {"do_sample": True, "dynamic": True, "global_top_k": 16, "top_k": 1}, id="of the 16 most likely"
-        ),
+        pytest.param({"do_sample": True, "dynamic": True, "global_top_k": 16, "top_k": 1}, id="of the 16 most likely"),
         pytest.param({"do_sample": True, "dynamic": True, "per_batch_line": True} | LINES, id="line by line"),
     ],
 )
@@ -315,9 +286,7 @@ def test_the_device_draws_each_token_as_often_as_it_is_likely(reference):
     likely, tokens = reference().logits(SHORT).softmax(-1).topk(4)
     model = built(reference(), neuron=generating(do_sample=True, top_k=4))
     drawn = torch.cat([prefill(model, SHORT, 0) for _ in range(300)])
-    assert (
-        (drawn == tokens).float().mean(0) - likely / likely.sum()
-    ).abs().max() < 0.12  # four standard deviations
+    assert ((drawn == tokens).float().mean(0) - likely / likely.sum()).abs().max() < 0.12  # four standard deviations
 
 
 def test_for_nan_logits_the_device_silently_samples_token_0(tmp_path):
@@ -348,31 +317,15 @@ def test_what_was_saved_is_loaded_without_compiling(reference, tmp_path, monkeyp
     "error, message, ids, positions, slots",
     [
         pytest.param(
-            AssertionError,
-            "65 <= 64",
-            [[1] * 65],
-            [[*range(65)]],
-            [0],
-            id="a prompt beyond the largest context bucket",
+            AssertionError, "65 <= 64", [[1] * 65], [[*range(65)]], [0], id="a prompt beyond the largest context bucket"
         ),
         pytest.param(StopIteration, "", [[5]], [[128]], [0], id="a position beyond the largest n_positions"),
-        pytest.param(
-            RuntimeError, "out of bounds", [[5]], [[3]], [SLOTS], id="a slot that is not there, in decode"
-        ),
-        pytest.param(
-            AssertionError,
-            "speculative",
-            [[5, 6, 7]],
-            [[4, 5, 6]],
-            [1],
-            id="a prompt that goes on from a position",
-        ),
+        pytest.param(RuntimeError, "out of bounds", [[5]], [[3]], [SLOTS], id="a slot that is not there, in decode"),
+        pytest.param(AssertionError, "speculative", [[5, 6, 7]], [[4, 5, 6]], [1], id="a prompt that goes on from a position"),
         pytest.param(AssertionError, "n_active_seqs", [[5, 6]], [0, 1], [1], id="flat cache_ids, in prefill"),
         pytest.param(IndexError, "", [[5]], [3], [1], id="flat cache_ids, in decode"),
         pytest.param(KeyError, "", [[5, 6], [5, 6]], [[0, 1], [0, 1]], [1], id="fewer slots than prompts"),
-        pytest.param(
-            IndexError, "", [[VOCABULARY + 9, 6]], [[0, 1]], [1], id="a token beyond the vocabulary"
-        ),
+        pytest.param(IndexError, "", [[VOCABULARY + 9, 6]], [[0, 1]], [1], id="a token beyond the vocabulary"),
     ],
 )
 def test_a_call_out_of_range_fails_and_the_next_one_works(reference, error, message, ids, positions, slots):

@@ -146,9 +146,7 @@ def request(method, path, body=None, port=PORT, **headers):
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=WAIT_S)
     if body is not None and not isinstance(body, bytes):
         body = json.dumps(body).encode()
-    headers = {"Content-Type": "application/json"} | {
-        name.replace("_", "-"): value for name, value in headers.items()
-    }
+    headers = {"Content-Type": "application/json"} | {name.replace("_", "-"): value for name, value in headers.items()}
     connection.request(method, path, body, headers)
     response = connection.getresponse()
     response.connection = connection
@@ -157,13 +155,7 @@ def request(method, path, body=None, port=PORT, **headers):
 
 def generation(tokens, stream=False):
     """A request body for `/v1/completions` that generates exactly so many tokens."""
-    return {
-        "prompt": "Deep learning",
-        "max_tokens": tokens,
-        "ignore_eos": True,
-        "temperature": 0,
-        "stream": stream,
-    }
+    return {"prompt": "Deep learning", "max_tokens": tokens, "ignore_eos": True, "temperature": 0, "stream": stream}
 
 
 def busy(replicas):

@@ -70,9 +70,7 @@ def test_a_session_whose_node_is_gone_is_answered_by_another_replica():
         assert asyncio.run(status(own, [own, lost], session)) == 200
 
 
-@pytest.mark.parametrize(
-    "body", [b"[" * 200_000, b"{", b"\xff", b"1", json.dumps({"messages": [{"role": {}}]}).encode()]
-)
+@pytest.mark.parametrize("body", [b"[" * 200_000, b"{", b"\xff", b"1", json.dumps({"messages": [{"role": {}}]}).encode()])
 def test_a_body_that_is_no_chat_has_no_session(body):
     assert session_of("/v1/chat/completions", None, body) is None
 

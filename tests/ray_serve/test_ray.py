@@ -38,26 +38,16 @@ def queued(replicas):
     return [replica.metric("tgi_queue_size") for replica in replicas]
 
 
-CHAT = {
-    "messages": [{"role": "user", "content": "What is Deep Learning?"}],
-    "max_tokens": 8,
-    "temperature": 0,
-}
+CHAT = {"messages": [{"role": "user", "content": "What is Deep Learning?"}], "max_tokens": 8, "temperature": 0}
 INPUTS = {"inputs": "What is Deep Learning?", "parameters": {"max_new_tokens": 8, "details": True}}
 ROUTES = [
-    *[
-        ("GET", path, None)
-        for path in ("/", "/health", "/ping", "/live", "/info", "/docs/", "/docs", "/api-doc/openapi.json")
-    ],
+    *[("GET", path, None) for path in ("/", "/health", "/ping", "/live", "/info", "/docs/", "/docs", "/api-doc/openapi.json")],
     *[("GET", path, None) for path in ("/v1/models", "/v1/models/nope", "/nope", "/generate", "/metrics")],
     ("GET", "/infer?sentence=What%20is%20deep%20learning%3F", None),
     ("GET", "/infer?sentence=%C3%A9t%C3%A9+%26+%25", None),
     ("HEAD", "/health", None),
     ("OPTIONS", "/generate", None),
-    *[
-        ("POST", path, INPUTS)
-        for path in ("/generate", "/generate_stream", "/", "/v1", "/invocations", "/tokenize")
-    ],
+    *[("POST", path, INPUTS) for path in ("/generate", "/generate_stream", "/", "/v1", "/invocations", "/tokenize")],
     *[("POST", path, CHAT) for path in ("/v1/chat/completions", "/invocations", "/chat_tokenize")],
     ("POST", "/v1/chat/completions", CHAT | {"stream": True}),
     ("POST", "/v1/completions", generation(8)),
@@ -70,18 +60,8 @@ ROUTES = [
     ("POST", "/generate", {"inputs": "x" * 2_100_000}),
 ]
 # Differ between any two requests, or belong to a connection.
-VOLATILE_HEADERS = {
-    "date",
-    "server",
-    "connection",
-    "keep-alive",
-    "transfer-encoding",
-    "x-request-id",
-    "x-compute-time",
-}
-VOLATILE_HEADERS |= {f"x-{name}-time" for name in ("total", "validation", "queue", "inference")} | {
-    "x-time-per-token"
-}
+VOLATILE_HEADERS = {"date", "server", "connection", "keep-alive", "transfer-encoding", "x-request-id", "x-compute-time"}
+VOLATILE_HEADERS |= {f"x-{name}-time" for name in ("total", "validation", "queue", "inference")} | {"x-time-per-token"}
 VOLATILE = re.compile(
     r'"(id|response_id|item_id|created\w*|completed_at|\w*tokens_details)": ?("[^"]*"|\d+|\{[^}]*\})|\b(msg|resp)_\w+'
 )
@@ -89,9 +69,7 @@ VOLATILE = re.compile(
 
 def answer(method, path, body, **where):
     response = request(method, path, body, Host="example.com", Origin="http://example.com", **where)
-    headers = {
-        name.lower(): value for name, value in response.getheaders() if name.lower() not in VOLATILE_HEADERS
-    }
+    headers = {name.lower(): value for name, value in response.getheaders() if name.lower() not in VOLATILE_HEADERS}
     text = response.read().decode()
     assert response.getheader("x-request-id")
     if path == "/metrics":
@@ -103,9 +81,7 @@ def answer(method, path, body, **where):
     return response.status, headers, VOLATILE.sub("", text)
 
 
-@pytest.mark.parametrize(
-    ("method", "path", "body"), ROUTES, ids=[f"{m} {p} {i}" for i, (m, p, _) in enumerate(ROUTES)]
-)
+@pytest.mark.parametrize(("method", "path", "body"), ROUTES, ids=[f"{m} {p} {i}" for i, (m, p, _) in enumerate(ROUTES)])
 def test_every_route_answers_as_without_ray(replicas, method, path, body):
     assert answer(method, path, body) == answer(method, path, body, port=replicas[0].port)
 
@@ -143,9 +119,7 @@ def test_overload_is_answered_by_the_server_with_429(replicas):
         assert refused[0] == 429
         assert json.loads(refused[2])["error_type"] == "overloaded"
         with concurrent.futures.ThreadPoolExecutor(40) as pool:
-            assert {
-                status for status, *_ in pool.map(lambda _: answer("POST", "/generate", INPUTS), range(40))
-            } == {429}
+            assert {status for status, *_ in pool.map(lambda _: answer("POST", "/generate", INPUTS), range(40))} == {429}
 
 
 @contextlib.contextmanager
@@ -170,17 +144,12 @@ def test_turns_of_a_conversation_go_to_one_replica(replicas):
         chat = {"messages": [{"role": "user", "content": f"Question {number}"}], "max_tokens": 2}
         for turn in range(4):
             assert request("POST", "/v1/chat/completions", chat, **headers).status == 200
-            chat["messages"] += [
-                {"role": "assistant", "content": "Yes"},
-                {"role": "user", "content": f"And {turn}?"},
-            ]
+            chat["messages"] += [{"role": "assistant", "content": "Yes"}, {"role": "user", "content": f"And {turn}?"}]
 
     by_message = [counted(replicas, lambda n=n: turns(n)) for n in range(6)]
     by_header = [counted(replicas, lambda n=n: turns(n, X_Session_Id=f"s{n}")) for n in range(6)]
     assert all(sorted(counts) == [0, 4] for counts in by_message + by_header)
-    assert all(sum(counts) for counts in zip(*by_message, *by_header)), (
-        "all conversations went to one replica"
-    )
+    assert all(sum(counts) for counts in zip(*by_message, *by_header)), "all conversations went to one replica"
 
 
 def test_other_requests_spread_over_the_replicas(replicas):
@@ -200,9 +169,7 @@ def test_killed_replica_fails_its_own_requests_only_and_is_replaced(cluster, rep
         running = sum(busy([victim]))
         killed_at = time.monotonic()
         os.kill(pid, signal.SIGKILL)
-        wait_until(
-            lambda: {r.port for r in cluster.replicas()} - {r.port for r in replicas}, "a replacement", 60
-        )
+        wait_until(lambda: {r.port for r in cluster.replicas()} - {r.port for r in replicas}, "a replacement", 60)
         back_s = time.monotonic() - killed_at
         load.wait_for(8)
     print(f"{what}: {running:g} running, back after {back_s:.1f} s, of {len(load.results)} failed:")

@@ -4,24 +4,13 @@ import json
 
 from cluster import HAPROXY, Cluster, Load, busy, wait_until
 
-AUTOSCALING = {
-    "min_replicas": 1,
-    "max_replicas": 2,
-    "target_ongoing_requests": 3,
-    "upscale_delay_s": 2,
-    "downscale_delay_s": 4,
-}
+AUTOSCALING = {"min_replicas": 1, "max_replicas": 2, "target_ongoing_requests": 3, "upscale_delay_s": 2, "downscale_delay_s": 4}
 AUTOSCALING |= {"metrics_interval_s": 1, "look_back_period_s": 3}
 
 
 def test_replicas_come_and_go_with_the_load_and_no_request_is_lost(tmp_path):
     deployment = {"name": "TextGeneration", "autoscaling_config": AUTOSCALING}
-    application = {
-        "name": "default",
-        "import_path": "deploy.ray.app:app",
-        "args": {"cpus": 0.5},
-        "deployments": [deployment],
-    }
+    application = {"name": "default", "import_path": "deploy.ray.app:app", "args": {"cpus": 0.5}, "deployments": [deployment]}
     config = tmp_path / "config.yaml"  # JSON is YAML, too
     config.write_text(json.dumps({"applications": [application]}))
     with Cluster(str(config), **HAPROXY) as cluster:

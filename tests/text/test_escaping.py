@@ -141,9 +141,7 @@ BODY = {"messages": [{"role": "user", "content": "a<eos>"}], "max_tokens": 2}
 @pytest.mark.parametrize("escapes", [False, True])
 def test_routes_read_special_tokens_of_clients_as_text_with_the_option_only(serve, escapes):
     served = serve(escape_special_tokens=escapes)
-    (served.folder / "chat_template.jinja").write_text(
-        "{% for m in messages %}{{ m.content }}<eos>{% endfor %}"
-    )
+    (served.folder / "chat_template.jinja").write_text("{% for m in messages %}{{ m.content }}<eos>{% endfor %}")
     served.get_ready()
     typed = [1, 5] if escapes else [1, 1]  # <eos> is one token, or five bytes
 
@@ -159,10 +157,6 @@ def test_routes_read_special_tokens_of_clients_as_text_with_the_option_only(serv
     assert tokens("/v1/chat/completions", BODY)["usage"]["prompt_tokens"] == sum(typed) + 1
     completion = {"prompt": "a<eos>", "max_tokens": 2, "echo": True}
     answer = tokens("/v1/completions", completion)
-    assert answer["usage"]["prompt_tokens"] == sum(typed) and answer["choices"][0]["text"].startswith(
-        "a<eos>"
-    )
-    native = tokens(
-        "/generate", {"inputs": "a<eos>", "parameters": {"details": True, "decoder_input_details": True}}
-    )
+    assert answer["usage"]["prompt_tokens"] == sum(typed) and answer["choices"][0]["text"].startswith("a<eos>")
+    native = tokens("/generate", {"inputs": "a<eos>", "parameters": {"details": True, "decoder_input_details": True}})
     assert len(native["details"]["prefill"]) == sum(typed)

@@ -64,34 +64,22 @@ def test_a_schema_allows_its_documents_with_the_usual_blanks(text, allowed):
 
 
 @pytest.mark.parametrize(
-    "whitespace, allowed",
-    [(None, ['{"a":1}']), ("[ ]?", ['{"a":1}', '{"a": 1}']), (r"\s{0,60}", ['{"a":' + 40 * " " + "1}"])],
+    "whitespace, allowed", [(None, ['{"a":1}']), ("[ ]?", ['{"a":1}', '{"a": 1}']), (r"\s{0,60}", ['{"a":' + 40 * " " + "1}"])]
 )
 def test_a_pattern_decides_which_blanks_are_allowed(whitespace, allowed):
     schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
     for text in ('{"a":1}', '{"a": 1}', '{"a":' + 40 * " " + "1}"):
-        assert accepts(text, of_json_schema(schema, whitespace)) == (
-            text in allowed or whitespace == r"\s{0,60}"
-        )
+        assert accepts(text, of_json_schema(schema, whitespace)) == (text in allowed or whitespace == r"\s{0,60}")
 
 
 @pytest.mark.parametrize(
     "schema, text",
     [
         ({"type": "object"}, '{"any": [1, null]}'),
-        (
-            {"properties": {"a": {}}, "required": ["b"]},
-            '{"a": 1, "b": 2}',
-        ),  # a name that is required but not described
+        ({"properties": {"a": {}}, "required": ["b"]}, '{"a": 1, "b": 2}'),  # a name that is required but not described
         ({"properties": {"a": {}}, "additionalProperties": True}, '{"a": 1, "b": 2}'),
-        (
-            {"allOf": [{"properties": {"a": {}}, "required": ["a"]}, {"properties": {"b": {}}}]},
-            '{"a": 1, "b": 2}',
-        ),
-        (
-            {"$defs": {"x": PERSON}, "type": "array", "items": {"$ref": "#/$defs/x"}},
-            '[{"name": "", "age": 1}]',
-        ),
+        ({"allOf": [{"properties": {"a": {}}, "required": ["a"]}, {"properties": {"b": {}}}]}, '{"a": 1, "b": 2}'),
+        ({"$defs": {"x": PERSON}, "type": "array", "items": {"$ref": "#/$defs/x"}}, '[{"name": "", "age": 1}]'),
         ({"oneOf": [{"const": "a"}, {"enum": ["b", 3]}]}, "3"),
         ({"type": "string", "format": "int64"}, '"whatever"'),  # unknown formats only describe
         ({"properties": {"format": {"type": "string", "format": "date"}}}, '{"format": "2026-11-23"}'),
@@ -105,9 +93,7 @@ def test_schemas_of_many_forms_allow_their_documents(schema, text):
 
 
 def test_expressions_and_choices_allow_whole_matches_only():
-    assert accepts("415-ab", of_regex("[0-9]{3}-[a-z]{2}")) and not accepts(
-        "415-ab!", of_regex("[0-9]{3}-[a-z]{2}")
-    )
+    assert accepts("415-ab", of_regex("[0-9]{3}-[a-z]{2}")) and not accepts("415-ab!", of_regex("[0-9]{3}-[a-z]{2}"))
     assert accepts("maybe", of_choice(["yes", "no", "maybe"])) and not accepts("ye", of_choice(["yes", "no"]))
     ascii_text = "".join(map(chr, range(128)))
     assert accepts(ascii_text, of_choice([ascii_text])) and accepts("é😀", of_choice(["é😀"]))
@@ -123,9 +109,7 @@ def test_masks_fit_every_kind_of_tokenizer(kind):
         assert "this model's tokenizer" in str(error)
         pytest.skip(str(error))
     serialized = of_regex(" ?[a-z]{4} [0-9]+é")  # some put a space in front of every text
-    assert accepts("line 12é", serialized, tokenizer, grammars) and not accepts(
-        "line x", serialized, tokenizer, grammars
-    )
+    assert accepts("line 12é", serialized, tokenizer, grammars) and not accepts("line x", serialized, tokenizer, grammars)
 
 
 def deep(levels):
@@ -138,10 +122,7 @@ def deep(levels):
 def combined(levels, leaf):
     """A schema of a few bytes a level, each of which has more than twice the alternatives of the one below it."""
     below = [{"$ref": f"#/$defs/{n + 1}"} for n in range(levels)]
-    defs = {
-        str(n): {"allOf": [below[n], {"anyOf": [below[n], {"type": "string", "minLength": n}]}]}
-        for n in range(levels)
-    }
+    defs = {str(n): {"allOf": [below[n], {"anyOf": [below[n], {"type": "string", "minLength": n}]}]} for n in range(levels)}
     return {"$defs": {**defs, str(levels): leaf}, "$ref": "#/$defs/0"}
 
 
@@ -177,21 +158,12 @@ def properties(count):
         ({"$ref": "#/default", "default": {"type": "integer", "multipleOf": 999_983}}, "`multipleOf`"),
         ({"$ref": "#/x", "x": {"const": "a" * 2000}}, "at most 1000 bytes in a value"),
         ({"items": [], "additionalItems": {"type": "integer", "multipleOf": 999_983}}, "`multipleOf`"),
-        (
-            {"properties": {str(n): {"type": "integer", "multipleOf": 4999 - n} for n in range(40)}},
-            "all together",
-        ),
-        (
-            {"patternProperties": {f"^a{n}[a-z]*b$": {} for n in range(51)}},
-            "at most 50 patterns in `patternProperties`",
-        ),
+        ({"properties": {str(n): {"type": "integer", "multipleOf": 4999 - n} for n in range(40)}}, "all together"),
+        ({"patternProperties": {f"^a{n}[a-z]*b$": {} for n in range(51)}}, "at most 50 patterns in `patternProperties`"),
         ({"anyOf": [{"allOf": [{"$ref": ""}]} for _ in range(2600)]}, "at most 500 `\\$ref`s"),
         ({"allOf": [{"type": "integer", "multipleOf": n} for n in (997, 991, 983, 977)]}, "all together"),
         ({"type": "integer", "multipleOf": 10**400}, "all together"),
-        (
-            {"allOf": [{"type": "string", "pattern": f"a.*{c}"} for c in "abcdefghijklmnopqrst"]},
-            "at most 4 patterns",
-        ),
+        ({"allOf": [{"type": "string", "pattern": f"a.*{c}"} for c in "abcdefghijklmnopqrst"]}, "at most 4 patterns"),
         ({"required": ["a" * 5_000]}, "at most 1000 bytes in a value or name"),
         (combined(20, {"type": "string", "pattern": "a" * 3_900}), "combine at most 500 alternatives"),
         (combined(20, {"$id": "a:b", "type": "string"}), "combine at most 500 alternatives"),
@@ -212,31 +184,13 @@ def test_a_schema_that_cannot_be_enforced_is_refused_with_the_reason_and_soon(sc
 @pytest.mark.parametrize(
     "schema",
     [
-        {
-            "allOf": [{"$ref": "#/$defs/a~1b%20"}],
-            "default": {},
-            "$defs": {"a/b ": either("uri", "email")},
-        },  # as pydantic's
-        {
-            "properties": {f"p{n}": {"anyOf": [{"$ref": "#/$defs/t"}, {"type": "null"}]} for n in range(300)},
-            "$defs": {"t": {}},
-        },
+        {"allOf": [{"$ref": "#/$defs/a~1b%20"}], "default": {}, "$defs": {"a/b ": either("uri", "email")}},  # as pydantic's
+        {"properties": {f"p{n}": {"anyOf": [{"$ref": "#/$defs/t"}, {"type": "null"}]} for n in range(300)}, "$defs": {"t": {}}},
         {"allOf": [properties(9), {"properties": {"a": either("uri", "email")}}, {"required": ["p1"]}]},
-        {
-            "type": "object",
-            "oneOf": [{"properties": {"kind": {"const": n}}, "required": ["kind"]} for n in range(300)],
-        },
-        {
-            "$defs": {"t": {"properties": {"items": {"type": "array", "items": {"$ref": "#/$defs/t"}}}}},
-            "$ref": "#/$defs/t",
-        },
-        {
-            "properties": {"$ref": {"type": "string"}, "format": {}, "allOf": {}, "items": {}}
-        },  # these are names, not keywords
-        {
-            "properties": {"a": {}, "b": {"items": {"$ref": "#"}}},
-            "anyOf": [{"required": ["a"]}, {"required": ["b"]}],
-        },
+        {"type": "object", "oneOf": [{"properties": {"kind": {"const": n}}, "required": ["kind"]} for n in range(300)]},
+        {"$defs": {"t": {"properties": {"items": {"type": "array", "items": {"$ref": "#/$defs/t"}}}}}, "$ref": "#/$defs/t"},
+        {"properties": {"$ref": {"type": "string"}, "format": {}, "allOf": {}, "items": {}}},  # these are names, not keywords
+        {"properties": {"a": {}, "b": {"items": {"$ref": "#"}}}, "anyOf": [{"required": ["a"]}, {"required": ["b"]}]},
     ],
 )
 def test_alternatives_that_are_not_multiplied_may_be_many(schema):

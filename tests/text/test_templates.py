@@ -112,11 +112,7 @@ def children() -> set[int]:
     for status in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):
             state, parent = status.read_text().rsplit(") ", 1)[1].split()[:2]
-            if (
-                int(parent) == os.getpid()
-                and state != "Z"
-                and b"limited.py" in (status.parent / "cmdline").read_bytes()
-            ):
+            if int(parent) == os.getpid() and state != "Z" and b"limited.py" in (status.parent / "cmdline").read_bytes():
                 found.add(int(status.parent.name))
     return found
 
@@ -162,17 +158,11 @@ def test_a_process_that_was_killed_between_two_chats_is_replaced():
 
 def test_the_processes_end_with_the_one_that_started_them():
     code = "from text import template as chat; chat.ChatTemplate('{{ 1 }}', {}).render([]); print(chat.posix.getpid(), flush=True); input()"
-    with subprocess.Popen(
-        [sys.executable, "-c", code], cwd=HERE, stdin=-1, stdout=-1, env=os.environ | {"SECRET": "s"}
-    ) as ran:
+    with subprocess.Popen([sys.executable, "-c", code], cwd=HERE, stdin=-1, stdout=-1, env=os.environ | {"SECRET": "s"}) as ran:
         parent = int(ran.stdout.readline())
         (child,) = [int(pid) for pid in Path(f"/proc/{parent}/task/{parent}/children").read_text().split()]
         ran.kill()
-    wait_until(
-        lambda: not Path(f"/proc/{child}").exists() or "Z" in Path(f"/proc/{child}/stat").read_text(),
-        "its end",
-        10,
-    )
+    wait_until(lambda: not Path(f"/proc/{child}").exists() or "Z" in Path(f"/proc/{child}/stat").read_text(), "its end", 10)
 
 
 def test_a_process_has_neither_the_keys_nor_the_files_of_the_one_that_started_it(monkeypatch):
@@ -219,8 +209,7 @@ def test_a_template_that_writes_too_much_is_stopped(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "source",
-    ["{% if %}", "{{", "{% generation %}", "{% nothing %}", "a\n{{ b | f }}", "(" * 9 + "{{" + "(" * 9999],
+    "source", ["{% if %}", "{{", "{% generation %}", "{% nothing %}", "a\n{{ b | f }}", "(" * 9 + "{{" + "(" * 9999]
 )
 def test_a_template_that_does_not_compile_fails_chats_and_not_the_loading(tmp_path, source):
     (tmp_path / "chat_template.jinja").write_text(source)
@@ -251,9 +240,7 @@ def test_a_server_answers_a_chat_of_an_endless_template_with_422_and_stops_in_th
                 assert (status, answer["error"]["message"].split(": ")[0]) == (422, "Template error"), answer
                 assert "longer than 1 s of processor time" in answer["error"]["message"]
             last = clients.submit(chat, "endless")
-            wait_until(
-                lambda: any(processor_s(pid) > 0.3 for pid in server.pids("limited.py")), "it is rendered"
-            )
+            wait_until(lambda: any(processor_s(pid) > 0.3 for pid in server.pids("limited.py")), "it is rendered")
             stopped_at = time.monotonic()
             assert server.stop() == 0
             assert time.monotonic() - stopped_at < 20
@@ -263,7 +250,5 @@ def test_a_server_answers_a_chat_of_an_endless_template_with_422_and_stops_in_th
 def processor_s(pid: int) -> float:
     """Of a process that may have ended."""
     with contextlib.suppress(OSError):
-        return sum(
-            map(int, Path(f"/proc/{pid}/stat").read_text().rsplit(") ", 1)[1].split()[11:13])
-        ) / os.sysconf("SC_CLK_TCK")
+        return sum(map(int, Path(f"/proc/{pid}/stat").read_text().rsplit(") ", 1)[1].split()[11:13])) / os.sysconf("SC_CLK_TCK")
     return 0.0

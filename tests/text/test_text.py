@@ -109,9 +109,7 @@ def stream_text(kind: Kind, prompt: Sequence[int], ids: Sequence[int]) -> str:
     return "".join([*map(detokenizer.push, ids), detokenizer.finish()])
 
 
-def run(
-    tokenizer: Tokenizer, prompt: Sequence[int], ids: Sequence[int], stops: Sequence[str] = (), **options
-):
+def run(tokenizer: Tokenizer, prompt: Sequence[int], ids: Sequence[int], stops: Sequence[str] = (), **options):
     """Streams `ids` as a request does; the last of them ends it, and so does a stop string."""
     stream, pieces = TextStream(tokenizer, prompt, stops, **options), []
     for n, token_id in enumerate(ids):
@@ -159,9 +157,7 @@ def test_a_stream_is_exactly_what_decoding_everything_adds_to_the_prompt(kinds, 
 @pytest.mark.parametrize("name", LOSSLESS)
 @given(data=st.data())
 @brief
-def test_a_character_that_the_prompt_began_comes_out_whole_and_nothing_of_the_prompt_is_repeated(
-    kinds, name, data
-):
+def test_a_character_that_the_prompt_began_comes_out_whole_and_nothing_of_the_prompt_is_repeated(kinds, name, data):
     kind = kinds(name)
     ids = kind.ids(data.draw(ANY_TEXT))
     cut = data.draw(st.integers(0, len(ids)))
@@ -204,9 +200,7 @@ def test_real_text_comes_back_whole_when_it_is_all_of_the_answer(kinds, name, st
     if name == "byte-level-in-sequence":  # it takes off one space that begins a text
         string = " " + string
     stream, pieces = run(kind.tokenizer, [], kind.ids(string))
-    assert (
-        text_of(pieces) == stream.text == string.removeprefix(" " if name == "byte-level-in-sequence" else "")
-    )
+    assert text_of(pieces) == stream.text == string.removeprefix(" " if name == "byte-level-in-sequence" else "")
 
 
 @pytest.mark.parametrize("name", ["llama", "metaspace-bpe", "metaspace-unigram"])
@@ -361,9 +355,7 @@ def test_tokens_that_the_tokenizer_adds_itself_span_nothing(kinds):
 def test_bytes_of_byte_level_tokens_add_up_to_the_text(kinds, name, data):
     kind = kinds(name)
     pieces = [(i, kind.tokenizer.piece_bytes(i)) for i in data.draw(any_ids(kind, 10))]
-    assert [i for i, piece in pieces if piece is None] == [
-        i for i, _ in pieces if i in kind.tokenizer.special_ids
-    ]
+    assert [i for i, piece in pieces if piece is None] == [i for i, _ in pieces if i in kind.tokenizer.special_ids]
     told = b"".join(piece for _, piece in pieces if piece is not None)
     assert told.decode(errors="replace") == kind.decode([i for i, _ in pieces])
 
@@ -371,10 +363,7 @@ def test_bytes_of_byte_level_tokens_add_up_to_the_text(kinds, name, data):
 def test_bytes_are_told_of_tokens_that_stand_for_one_byte_and_not_where_the_text_around_has_a_say(kinds):
     for name in ["llama", "gemma"]:
         kind = kinds(name)
-        told = {
-            kind.raw.id_to_token(i): kind.tokenizer.piece_bytes(i)
-            for i in range(kind.raw.get_vocab_size() + 5)
-        }
+        told = {kind.raw.id_to_token(i): kind.tokenizer.piece_bytes(i) for i in range(kind.raw.get_vocab_size() + 5)}
         known = {token: piece for token, piece in told.items() if piece is not None}
         assert known == {f"<0x{byte:02X}>": bytes([byte]) for byte in range(256)}
     assert {kinds("metaspace-bpe").tokenizer.piece_bytes(i) for i in range(300)} == {None}
@@ -396,9 +385,7 @@ def test_the_texts_of_a_prompts_tokens_add_up_to_it_and_special_ones_give_their_
     kind = kinds(name)
     ids = data.draw(any_ids(kind, 10))
     texts = list(zip(ids, kind.tokenizer.prompt_texts(ids), strict=True))
-    assert "".join(told for i, told in texts if i not in kind.tokenizer.special_ids) == kind.tokenizer.decode(
-        ids
-    )
+    assert "".join(told for i, told in texts if i not in kind.tokenizer.special_ids) == kind.tokenizer.decode(ids)
     assert all(told == kind.raw.id_to_token(i) for i, told in texts if i in kind.tokenizer.special_ids)
 
 
@@ -482,9 +469,7 @@ def test_wherever_tokens_border_the_text_ends_behind_the_first_stop_string(kinds
     kind = kinds(name)
     prompt, ids = kind.ids("The dog"), data.draw(any_ids(kind, 12))
     whole = kind.added_text(prompt, ids)
-    cuts = st.tuples(st.integers(0, len(whole)), st.integers(1, 6)).map(
-        lambda cut: whole[cut[0] : cut[0] + cut[1]]
-    )
+    cuts = st.tuples(st.integers(0, len(whole)), st.integers(1, 6)).map(lambda cut: whole[cut[0] : cut[0] + cut[1]])
     stops = data.draw(st.lists(st.one_of(cuts, ANY_TEXT), max_size=3))
     real = [stop for stop in stops if stop]
     end = next((n for n in range(len(whole) + 1) if any(whole[:n].endswith(stop) for stop in real)), None)
@@ -494,11 +479,7 @@ def test_wherever_tokens_border_the_text_ends_behind_the_first_stop_string(kinds
     assert [piece.id for piece in pieces] == ids[: stream.tokens]
 
 
-@given(
-    string=st.text("ab", max_size=12),
-    stops=st.lists(st.text("ab", min_size=1, max_size=4), max_size=3),
-    data=st.data(),
-)
+@given(string=st.text("ab", max_size=12), stops=st.lists(st.text("ab", min_size=1, max_size=4), max_size=3), data=st.data())
 @thorough
 def test_find_stop_finds_the_end_of_the_first_complete_stop_string(string, stops, data):
     ends = [n for n in range(len(string) + 1) if any(string[:n].endswith(stop) for stop in stops)]
@@ -523,15 +504,11 @@ def began(string: str, stops: Sequence[str]) -> int:
 @pytest.mark.parametrize("name", EXACT)
 @given(data=st.data())
 @thorough
-def test_without_keep_stop_nothing_of_a_stop_string_is_ever_shown_and_nothing_else_is_missing(
-    kinds, name, data
-):
+def test_without_keep_stop_nothing_of_a_stop_string_is_ever_shown_and_nothing_else_is_missing(kinds, name, data):
     kind = kinds(name)
     prompt, ids = kind.ids("The dog"), data.draw(any_ids(kind, 12))
     whole = kind.added_text(prompt, ids)
-    cuts = st.tuples(st.integers(0, len(whole)), st.integers(1, 6)).map(
-        lambda cut: whole[cut[0] : cut[0] + cut[1]]
-    )
+    cuts = st.tuples(st.integers(0, len(whole)), st.integers(1, 6)).map(lambda cut: whole[cut[0] : cut[0] + cut[1]])
     near_misses = st.tuples(cuts, ANY_TEXT).map("".join)
     stops = data.draw(st.lists(st.one_of(cuts, near_misses, ANY_TEXT), max_size=4), label="stops")
     real = [stop for stop in stops if stop]
@@ -566,21 +543,14 @@ def test_without_keep_stop_nothing_of_a_stop_string_is_ever_shown_and_nothing_el
 
 def released(kind: Kind, tokens: Sequence[str], stops: Sequence[str], **options) -> list[list[str]]:
     """The pieces' texts that each of `tokens` sets free, the last one ending the answer."""
-    stream, ids = (
-        TextStream(kind.tokenizer, [], stops, keep_stop=False, **options),
-        [kind.id(token) for token in tokens],
-    )
-    return [
-        [piece.text for piece in stream.push(i, -0.5, [], last=n == len(ids) - 1)] for n, i in enumerate(ids)
-    ]
+    stream, ids = (TextStream(kind.tokenizer, [], stops, keep_stop=False, **options), [kind.id(token) for token in tokens])
+    return [[piece.text for piece in stream.push(i, -0.5, [], last=n == len(ids) - 1)] for n, i in enumerate(ids)]
 
 
 def test_without_keep_stop_pieces_wait_while_they_may_become_a_stop_string(kinds):
     kind = kinds("byte-level")
     assert released(kind, "xSTyz", ["STOP"]) == [["x"], [], [], ["S", "T", "y"], ["z"]]
-    assert released(kind, "SSTOz", ["STOP"]) == [[], ["S"], [], [], ["S", "T", "O", "z"]], (
-        "only as many as must"
-    )
+    assert released(kind, "SSTOz", ["STOP"]) == [[], ["S"], [], [], ["S", "T", "O", "z"]], "only as many as must"
     assert released(kind, "xST", ["STOP"]) == [["x"], [], ["S", "T"]], "the last token sets them free"
     assert released(kind, "xSTOP", ["STOP"]) == [["x"], [], [], [], ["", "", "", ""]]
 
@@ -605,8 +575,7 @@ def test_without_keep_stop_the_longest_of_those_complete_at_once_is_left_out(kin
 
 
 @pytest.mark.parametrize(
-    ("min_tokens", "expected"),
-    [(0, "ab"), (2, "ab"), (3, "abab"), (4, "abab"), (5, "ababx"), (6, "ababx"), (99, "ababx")],
+    ("min_tokens", "expected"), [(0, "ab"), (2, "ab"), (3, "abab"), (4, "abab"), (5, "ababx"), (6, "ababx"), (99, "ababx")]
 )
 def test_a_stop_string_counts_if_it_ends_with_the_token_min_tokens_or_later(kinds, min_tokens, expected):
     kind = kinds("byte-level")
@@ -683,11 +652,7 @@ def test_threads_may_share_a_tokenizer(kinds):
         for _ in range(10):
             for string, (ids, whole) in zip(strings, expected):
                 got = kind.tokenizer.encode(string)
-                if (
-                    got != ids
-                    or kind.tokenizer.decode(got) != whole
-                    or run(kind.tokenizer, [], got)[0].text != whole
-                ):
+                if got != ids or kind.tokenizer.decode(got) != whole or run(kind.tokenizer, [], got)[0].text != whole:
                     wrong.append(string)
 
     for n in range(8):
@@ -735,9 +700,7 @@ def test_the_eos_token_of_the_tokenizer_is_known(tmp_path, eos):
 def test_the_eos_token_counts_even_if_it_is_not_flagged_as_special(tmp_path):
     raw = tiny_tokenizers.byte_level()
     raw.add_tokens(["<|end|>"])
-    assert check(save(raw, tmp_path, eos_token="<|end|>"), tmp_path)["eos_token_ids"] == [
-        raw.token_to_id("<|end|>")
-    ]
+    assert check(save(raw, tmp_path, eos_token="<|end|>"), tmp_path)["eos_token_ids"] == [raw.token_to_id("<|end|>")]
 
 
 @pytest.mark.parametrize("eos", [None, "<|nowhere|>", 7, {"content": None}, {}, ["</s>"]])
@@ -750,9 +713,7 @@ def test_an_end_of_turn_token_ends_answers_too(tmp_path, end_of_turn):
     raw = tiny_tokenizers.byte_level()
     raw.add_special_tokens([end_of_turn])
     expected = [raw.token_to_id("</s>"), raw.token_to_id(end_of_turn)]
-    assert (
-        check(save(raw, tmp_path / "both", eos_token="</s>"), tmp_path / "both")["eos_token_ids"] == expected
-    )
+    assert check(save(raw, tmp_path / "both", eos_token="</s>"), tmp_path / "both")["eos_token_ids"] == expected
     assert check(save(raw, tmp_path / "one"), tmp_path / "one")["eos_token_ids"] == expected[1:]
 
 
@@ -765,9 +726,7 @@ def test_text_that_looks_like_an_end_of_turn_ends_nothing(tmp_path, end_of_turn,
     assert check(save(raw, tmp_path, eos_token=eos), tmp_path)["eos_token_ids"] == expected
 
 
-@pytest.mark.parametrize(
-    "content", [b"", b"{", b"[]", b"{}", b'{"version": "1.0"}', b'{\n"model": {\n}}', b"\xff\xfe"]
-)
+@pytest.mark.parametrize("content", [b"", b"{", b"[]", b"{}", b'{"version": "1.0"}', b'{\n"model": {\n}}', b"\xff\xfe"])
 def test_a_corrupt_tokenizer_is_refused_in_one_line(tmp_path, content):
     (tmp_path / "tokenizer.json").write_bytes(content)
     with pytest.raises(ConfigError, match=r"tokenizer\.json cannot be read as a tokenizer: ") as refused:
@@ -790,9 +749,7 @@ def test_a_tokenizer_that_turns_text_into_nothing_is_refused(tmp_path):
 
 def test_as_a_process_it_prints_what_the_worker_must_know(tmp_path):
     folder = save(tiny_tokenizers.byte_level(), tmp_path, eos_token="</s>")
-    done = subprocess.run(
-        [sys.executable, "-m", "text.tokenizer", folder, tmp_path], capture_output=True, text=True, cwd=HERE
-    )
+    done = subprocess.run([sys.executable, "-m", "text.tokenizer", folder, tmp_path], capture_output=True, text=True, cwd=HERE)
     assert (done.returncode, done.stderr) == (0, "")
     assert json.loads(done.stdout)["eos_token_ids"] == [2]
 

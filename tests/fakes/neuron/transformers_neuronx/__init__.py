@@ -4,12 +4,7 @@ It takes what the library takes, answers in the same shapes and dtypes, and rais
 would go wrong without a word, `fake.FakeNeuronViolation` is raised. What only the fake has is in the module `fake`.
 """
 
-from transformers_neuronx.config import (
-    ContinuousBatchingConfig,
-    GenerationConfig,
-    NeuronConfig,
-    QuantizationConfig,
-)
+from transformers_neuronx.config import ContinuousBatchingConfig, GenerationConfig, NeuronConfig, QuantizationConfig
 from transformers_neuronx.constants import GQA, Layout
 from transformers_neuronx.modeling_auto import NeuronAutoModelForCausalLM
 from transformers_neuronx.models import (

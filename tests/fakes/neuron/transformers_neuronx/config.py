@@ -103,10 +103,7 @@ class ContinuousBatchingConfig:
         self.max_model_len = settings.pop("max_model_len", None)
         self.optimized_paged_attention = settings.pop("optimized_paged_attention", None) or False
         self.enable_chunked_prefill = settings.pop("enable_chunked_prefill", None) or False
-        _require(
-            self.optimized_paged_attention or not self.enable_chunked_prefill,
-            "chunked prefill needs paged attention",
-        )
+        _require(self.optimized_paged_attention or not self.enable_chunked_prefill, "chunked prefill needs paged attention")
         _require(not settings, f"ContinuousBatchingConfig has no {sorted(settings)}")
         if self.optimized_paged_attention:
             raise NotImplementedError("the fake does not simulate paged attention")
@@ -154,12 +151,7 @@ def _floats(value):
 
 class QuantizationConfig:
     def __init__(
-        self,
-        quant_dtype="s8",
-        dequant_dtype="f16",
-        quantize_method="vector_dynamic",
-        quantize_attn=True,
-        no_quantize_list=(),
+        self, quant_dtype="s8", dequant_dtype="f16", quantize_method="vector_dynamic", quantize_attn=True, no_quantize_list=()
     ):
         if quant_dtype not in ("s8", "f8e4m3fn"):
             raise NotImplementedError(f"quant_dtype={quant_dtype!r}")

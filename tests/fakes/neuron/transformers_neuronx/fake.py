@@ -117,9 +117,7 @@ class Runtime:
         if _must_fail("init"):
             self._refuse("NRT:nrt_init Failed to initialize devices")
         self._take_cores()
-        self.free_bytes = {
-            core: int(os.environ.get("FAKE_NEURON_CORE_BYTES", 16 << 30)) for core in self.cores
-        }
+        self.free_bytes = {core: int(os.environ.get("FAKE_NEURON_CORE_BYTES", 16 << 30)) for core in self.cores}
 
     @property
     def cores(self) -> list[int]:
@@ -128,9 +126,7 @@ class Runtime:
     def _take_cores(self) -> None:
         machine = int(os.environ.get("FAKE_NEURON_CORES", 2))
         if machine == 0:
-            self._refuse(
-                "NRT:nrt_init Unable to determine Neuron Driver version. Is the driver (aws-neuronx-dkms) installed?"
-            )
+            self._refuse("NRT:nrt_init Unable to determine Neuron Driver version. Is the driver (aws-neuronx-dkms) installed?")
         visible, number = (os.environ.get(f"NEURON_RT_{name}_CORES") for name in ("VISIBLE", "NUM"))
         try:
             candidates = _core_list(visible) if visible else list(range(machine))
@@ -146,9 +142,7 @@ class Runtime:
             available = len(self._locks)
             self.close()
             asked = f"nc{candidates[0]}-nc{candidates[0] + wanted - 1}"
-            self._refuse(
-                f"NRT:nrt_allocate_neuron_cores NeuronCore(s) not available - Requested:{asked} Available:{available}"
-            )
+            self._refuse(f"NRT:nrt_allocate_neuron_cores NeuronCore(s) not available - Requested:{asked} Available:{available}")
 
     def _lock(self, core: int) -> None:
         # Record locks belong to the process: a forked child neither has them nor keeps them, and a killed one loses them.
@@ -162,9 +156,7 @@ class Runtime:
 
     def _refuse(self, log: str) -> None:
         _log(log)
-        raise RuntimeError(
-            f"The PyTorch Neuron Runtime could not be initialized. Driver or core problem, see the log: {log}"
-        )
+        raise RuntimeError(f"The PyTorch Neuron Runtime could not be initialized. Driver or core problem, see the log: {log}")
 
     def close(self) -> None:
         for file in self._locks.values():
@@ -188,9 +180,7 @@ class Runtime:
 
     def load_programs(self, tp_degree: int, intact: bool) -> None:
         if tp_degree > len(self._locks) or (tp_degree not in TENSOR_PARALLEL_DEGREES and tp_degree % 32):
-            _log(
-                "TDRV: Unsupported topology. Supported number of Neuron Cores is 1, 2, 8, 16 or a multiple of 32"
-            )
+            _log("TDRV: Unsupported topology. Supported number of Neuron Cores is 1, 2, 8, 16 or a multiple of 32")
             self.die('nrt_load_collectives status=2 message="Invalid"')
         if not intact:
             self.die('nrt_load_collectives status=2 message="Invalid NEFF"')
@@ -266,9 +256,7 @@ def compile_programs(programs: dict[str, str], workers: int | None) -> None:
     if _must_fail("speculation") and any(tag.startswith("speculation") for tag in programs.values()):
         raise RuntimeError("neuronx-cc failed with exit code 70")
     if _must_fail("compile"):
-        raise BrokenProcessPool(
-            "A process in the process pool was terminated abruptly while the future was running."
-        )
+        raise BrokenProcessPool("A process in the process pool was terminated abruptly while the future was running.")
     rounds = -(-len(programs) // (workers or len(programs) or 1))
     time.sleep(_seconds("FAKE_NEURON_COMPILE_S") * rounds)
     for name, tag in programs.items():

@@ -117,18 +117,7 @@ class NeuronModel:
         model._check_checkpoint(Path(pretrained_model_path))
         return model
 
-    def _setup(
-        self,
-        config,
-        amp,
-        tp_degree,
-        batch_size,
-        n_positions,
-        estimate,
-        neuron_config,
-        unrolls,
-        swallowed=None,
-    ):
+    def _setup(self, config, amp, tp_degree, batch_size, n_positions, estimate, neuron_config, unrolls, swallowed=None):
         self.config = config = read_config(config)
         self.neuron_config = neuron_config or NeuronConfig()
         self.tp_degree = tp_degree
@@ -147,21 +136,14 @@ class NeuronModel:
                 raise ValueError(f"unroll={unroll} does not divide num_layers={layers}")
         if self.neuron_config.cache_layout == Layout.BSH:
             raise NotImplementedError("the fake does not simulate the BSH cache layout")
-        config.n_positions, config.batch_size, config.amp, config.tp_degree = (
-            n_positions,
-            batch_size,
-            amp,
-            tp_degree,
-        )
+        config.n_positions, config.batch_size, config.amp, config.tp_degree = (n_positions, batch_size, amp, tp_degree)
         self._generation: GenerationConfig | None = self.neuron_config.on_device_generation
         self._sampling = None
         if self._generation:
             self._generation.vocab_size = config.vocab_size
         self._compiled_from: Path | None = None
         self._presharded: Path | None = None
-        self._programs = (
-            self._name_programs()
-        )  # before the device's own parameters take the place of the given ones
+        self._programs = self._name_programs()  # before the device's own parameters take the place of the given ones
         self._compiled = False
         self._on_device = False
         self.fake_live: set[int] = set()
@@ -178,18 +160,12 @@ class NeuronModel:
             fake.violate(f"transformers {version} moves rope_theta to where the library does not look")
         rope = getattr(config, "rope_parameters", None) or {}
         theta = getattr(config, "rope_theta", 10000)
-        stretched = rope.get("rope_type", "default") != "default" and not getattr(
-            config, "rope_scaling", None
-        )
+        stretched = rope.get("rope_type", "default") != "default" and not getattr(config, "rope_scaling", None)
         if stretched or rope.get("rope_theta", theta) != theta:
-            fake.violate(
-                "config.json has rope_parameters, of transformers 5, which the library does not read"
-            )
+            fake.violate("config.json has rope_parameters, of transformers 5, which the library does not read")
         head_dim = getattr(config, "head_dim", None)
         if head_dim and head_dim != config.hidden_size // config.num_attention_heads:
-            fake.violate(
-                f"head_dim {head_dim} is not hidden_size / num_attention_heads, which is what the library takes"
-            )
+            fake.violate(f"head_dim {head_dim} is not hidden_size / num_attention_heads, which is what the library takes")
         if getattr(config, "attention_bias", False):
             fake.violate("attention_bias: the library leaves the bias of query, key and value out")
 
@@ -213,9 +189,7 @@ class NeuronModel:
         same = [type(self).__name__, config, self.token_buckets, self.tp_degree, self.amp, neuron_config]
         same += [__version__, os.environ.get("FAKE_NEURON_SDK", "2.25.0")]
         programs = [*speculation]
-        programs += [
-            ("decode", self.unroll, size, batch) for size in self.token_buckets for batch in self.batch_sizes
-        ]
+        programs += [("decode", self.unroll, size, batch) for size in self.token_buckets for batch in self.batch_sizes]
         contexts = [(size, batch) for size in self.context_buckets for batch in self.context_batch_sizes]
         programs += [("context", self.context_unroll, *context) for context in contexts]
         # what runs on a part of the layers leaves the logits to a program of their own
@@ -223,12 +197,8 @@ class NeuronModel:
         names = {}
         for program in programs:
             text = json.dumps([same, program], sort_keys=True, default=str)
-            kind = (
-                "speculation" if "speculation" in program else "context" if "context" in program else "token"
-            )
-            names[hashlib.sha256(text.encode()).hexdigest()[:20] + ".neff"] = (
-                f"{kind}-seqlen{program[-2]}-batch{program[-1]}"
-            )
+            kind = "speculation" if "speculation" in program else "context" if "context" in program else "token"
+            names[hashlib.sha256(text.encode()).hexdigest()[:20] + ".neff"] = f"{kind}-seqlen{program[-2]}-batch{program[-1]}"
         return names
 
     def _bytes_per_core(self) -> int:
@@ -236,22 +206,10 @@ class NeuronModel:
         head_dim = config.hidden_size // config.num_attention_heads
         weight_bytes = 1 if self.neuron_config.quant else width
         gated = config.model_type in ("llama", "mistral", "mixtral", "code_llama")
-        attention = (
-            2 * config.hidden_size * head_dim * (config.num_attention_heads + config.num_key_value_heads)
-        )
-        mlp = (
-            (3 if gated else 2)
-            * config.hidden_size
-            * config.intermediate_size
-            * getattr(config, "num_local_experts", 1)
-        )
+        attention = 2 * config.hidden_size * head_dim * (config.num_attention_heads + config.num_key_value_heads)
+        mlp = (3 if gated else 2) * config.hidden_size * config.intermediate_size * getattr(config, "num_local_experts", 1)
         weights = config.num_hidden_layers * (attention + mlp) * weight_bytes
-        weights += (
-            config.vocab_size
-            * config.hidden_size
-            * width
-            * (2 if self.neuron_config.on_device_embedding else 1)
-        )
+        weights += config.vocab_size * config.hidden_size * width * (2 if self.neuron_config.on_device_embedding else 1)
         heads = cached_heads(config.num_attention_heads, config.num_key_value_heads, self.tp_degree)
         positions = max(self.token_buckets) * sum(self.batch_sizes)
         cache = 2 * config.num_hidden_layers * positions * heads * head_dim * width
@@ -331,12 +289,8 @@ class NeuronModel:
             raise FileNotFoundError(f"Did not find directory: {self._compiled_from}.")
         for name in self._programs:
             if not (self._compiled_from / name).is_file():
-                raise FileNotFoundError(
-                    f"Could not find a matching NEFF in {self._compiled_from} for this model: {name}"
-                )
-        return all(
-            (self._compiled_from / name).read_text() == f"fake program {name}\n" for name in self._programs
-        )
+                raise FileNotFoundError(f"Could not find a matching NEFF in {self._compiled_from} for this model: {name}")
+        return all((self._compiled_from / name).read_text() == f"fake program {name}\n" for name in self._programs)
 
     def reset(self) -> None:
         self.reset_rows()
@@ -359,13 +313,9 @@ class NeuronModel:
                 if len(getattr(new, name)) != self.batch_sizes[0]:
                     raise AssertionError(f"{name} must have {self.batch_sizes[0]} entries, one for each slot")
         if self._sampling is None:
-            raise AttributeError(
-                "sampling parameters can be changed on a model with a dynamic GenerationConfig only"
-            )
+            raise AttributeError("sampling parameters can be changed on a model with a dynamic GenerationConfig only")
         for name in SAMPLING:
-            torch.tensor(
-                getattr(new, name), dtype=torch.float32
-            )  # the object of the constructor holds no numbers any more
+            torch.tensor(getattr(new, name), dtype=torch.float32)  # the object of the constructor holds no numbers any more
         self._sampling = {name: getattr(new, name) for name in SAMPLING}
 
     def __call__(self, *args, **kwargs):
@@ -394,10 +344,7 @@ class NeuronModel:
     def _check_tokens(self, input_ids) -> None:
         if input_ids.dtype not in (torch.int32, torch.int64):
             raise RuntimeError(f"token ids are int32 or int64, not {input_ids.dtype}")
-        if (
-            input_ids.numel()
-            and not 0 <= int(input_ids.min()) <= int(input_ids.max()) < self.config.vocab_size
-        ):
+        if input_ids.numel() and not 0 <= int(input_ids.min()) <= int(input_ids.max()) < self.config.vocab_size:
             if not self.neuron_config.on_device_embedding:
                 raise IndexError("index out of range in self")
             fake.violate("a token id is outside of the vocabulary, which the device does not check")
@@ -425,9 +372,7 @@ class NeuronModel:
         if len(set(slots)) < len(slots):
             fake.violate(f"a slot is named twice in {slots}")
         if not all(0 <= slot < self._slots for slot in slots):
-            fake.violate(
-                f"slots {slots} are not all below {self._slots}: memory of another slot, or of nobody, is written"
-            )
+            fake.violate(f"slots {slots} are not all below {self._slots}: memory of another slot, or of nobody, is written")
             slots = [min(max(slot, 0), self._slots - 1) for slot in slots]
         logits = []
         for tokens, places, slot in zip(input_ids.tolist(), cache_ids[:, :length].tolist(), slots):
@@ -461,9 +406,7 @@ class NeuronModel:
             if slot in named:
                 self._check_position(row, position, token, f"slot {slot}")
             elif slot in self.fake_live:
-                fake.violate(
-                    f"slot {slot} is live and left out of a decode call of {named}: its position 0 is overwritten"
-                )
+                fake.violate(f"slot {slot} is live and left out of a decode call of {named}: its position 0 is overwritten")
         is_nan = runtime.step()
         for slot, row in enumerate(self._rows[self._slots]):
             if slot in named:
@@ -489,29 +432,19 @@ class NeuronModel:
         if position == 0:
             return
         if row.damaged_by:
-            fake.violate(
-                f"{name} is used again, but {row.damaged_by} left it out and so overwrote its position 0"
-            )
+            fake.violate(f"{name} is used again, but {row.damaged_by} left it out and so overwrote its position 0")
         if getattr(self, "decoder_lm_head_for_speculation", None) and 0 <= position <= row.length:
             return  # what was there may be a filler
         if position < 0 or position not in (row.length, row.length - 1):
             fake.violate(f"{name} holds {row.length} tokens, so its next one is not at position {position}")
         if position == row.length - 1 and row.tokens[position] != token:
-            fake.violate(
-                f"{name} holds token {row.tokens[position]} at position {position}, and {token} would replace it"
-            )
+            fake.violate(f"{name} holds token {row.tokens[position]} at position {position}, and {token} would replace it")
 
     def _left_padded(self, runtime, input_ids, cache_ids, start_ids):
         batch, length = input_ids.shape
         if cache_ids is not None and cache_ids.shape != (length,):
-            error = (
-                AssertionError
-                if cache_ids.numel() == 1 or (length > 1 and cache_ids.ndim == 1)
-                else RuntimeError
-            )
-            raise error(
-                f"cache_ids of a static batch have the shape ({length},), not {tuple(cache_ids.shape)}"
-            )
+            error = AssertionError if cache_ids.numel() == 1 or (length > 1 and cache_ids.ndim == 1) else RuntimeError
+            raise error(f"cache_ids of a static batch have the shape ({length},), not {tuple(cache_ids.shape)}")
         if length > 1 and cache_ids is not None and cache_ids[0] > 0:
             error = StopIteration if length in self.context_buckets else ValueError
             raise error(f"a prompt begins at position 0, not {cache_ids[0]}")
@@ -520,9 +453,7 @@ class NeuronModel:
         pads = [0] * batch if start_ids is None else start_ids.tolist()
         rows, positions = self._rows[batch], range(length) if cache_ids is None else cache_ids.tolist()
         if length == 1:
-            return self._decode_together(
-                runtime, input_ids[:, 0].tolist(), positions[0], pads, cache_ids is None
-            )
+            return self._decode_together(runtime, input_ids[:, 0].tolist(), positions[0], pads, cache_ids is None)
         if list(positions) != list(range(length)):
             fake.violate(f"cache_ids of a prompt are 0, 1, ..., not {list(positions)}")
         if not all(0 <= pad < length for pad in pads):
@@ -530,9 +461,7 @@ class NeuronModel:
         in_one_go = min(length, bucket.find(self.context_buckets, length) or 0)
         window = getattr(self.config, "sliding_window", None)
         if isinstance(self, MistralForSampling) and window and in_one_go > window:
-            fake.violate(
-                f"a prompt of {length} tokens is longer than the window {window}: the library then takes one more"
-            )
+            fake.violate(f"a prompt of {length} tokens is longer than the window {window}: the library then takes one more")
         self.fake_slow_tokens += length - in_one_go
         for position in range(in_one_go, length):
             next(size for size in self.token_buckets if size > position)
@@ -571,9 +500,7 @@ class NeuronModel:
         """For classes whose single steps are wrong."""
 
     def _answer_together(self, runtime, rows, position, is_nan=False):
-        logits = torch.stack(
-            [fake.expected_logits(row.seen_from(position), self.config.vocab_size) for row in rows]
-        )
+        logits = torch.stack([fake.expected_logits(row.seen_from(position), self.config.vocab_size) for row in rows])
         return self._answer(runtime, logits.fill_(float("nan")) if is_nan else logits, range(len(rows)))
 
     def _right_padded(self, runtime, input_ids, cache_ids, start_ids):
@@ -582,16 +509,12 @@ class NeuronModel:
             fake.violate("cache_ids=None with one column means position 0")
             cache_ids = torch.zeros(batch, 1, dtype=torch.int64)
         if cache_ids.ndim != 2:  # an AttributeError for None
-            raise (IndexError if length > 1 else ValueError)(
-                "cache_ids have two dimensions with padding on the right"
-            )
+            raise (IndexError if length > 1 else ValueError)("cache_ids have two dimensions with padding on the right")
         if length > 1 and cache_ids.flatten()[0] > 0:
             raise ValueError(f"a prompt begins at position 0, not {cache_ids[0, 0]}")
         if cache_ids.shape != input_ids.shape:
             error = AssertionError if length > 1 else KeyError
-            raise error(
-                f"cache_ids has the shape {tuple(cache_ids.shape)} instead of {tuple(input_ids.shape)}"
-            )
+            raise error(f"cache_ids has the shape {tuple(cache_ids.shape)} instead of {tuple(input_ids.shape)}")
         highest = int(cache_ids.max())
         next(size for size in (self.context_buckets if length > 1 else self.token_buckets) if size > highest)
         self._check_batch(batch, length, start_ids)
@@ -712,19 +635,15 @@ class LlamaForSampling(NeuronModel):
 
     def enable_speculative_decoder(self, speculation_length, batch_sizes):
         for batch_size in [batch_sizes] if isinstance(batch_sizes, int) else batch_sizes:
-            self.decoder_lm_head_for_speculation[speculation_length, batch_size] = (
-                self._init_speculative_decoder(
-                    self.unroll, self.token_buckets, self, speculation_length, batch_size
-                )
+            self.decoder_lm_head_for_speculation[speculation_length, batch_size] = self._init_speculative_decoder(
+                self.unroll, self.token_buckets, self, speculation_length, batch_size
             )
 
     def _init_speculative_decoder(self, unroll, buckets, model_obj, n_active_tokens, batch_size):
         if self._compiled or batch_size != 1 or not self._batching:
             raise NotImplementedError("the fake speculates for one slot at a time, with continuous batching")
         if min(buckets) < n_active_tokens:
-            raise NotImplementedError(
-                f"Updating 2D cache_ids is not implemented for n_active_tokens={n_active_tokens}"
-            )
+            raise NotImplementedError(f"Updating 2D cache_ids is not implemented for n_active_tokens={n_active_tokens}")
         programs = tuple(("speculation", unroll, n_active_tokens, size, batch_size) for size in buckets)
         self._programs |= self._name_programs(programs)
         return SimpleNamespace(n_positions_list=buckets)
@@ -736,35 +655,23 @@ class LlamaForSampling(NeuronModel):
             n, length = input_ids.shape
             positions = cache_ids.flatten().tolist()
             if (length, n) not in self.decoder_lm_head_for_speculation or length != speculation_length:
-                raise AssertionError(
-                    f"invalid batch size for speculative forward ({n} sequences of {length})"
-                )
+                raise AssertionError(f"invalid batch size for speculative forward ({n} sequences of {length})")
             self._check_tokens(input_ids)
-            (slot,), begin, lengths = (
-                start_ids.tolist(),
-                positions[0],
-                self.decoder_lm_head_for_speculation[length, n],
-            )
+            (slot,), begin, lengths = (start_ids.tolist(), positions[0], self.decoder_lm_head_for_speculation[length, n])
             if positions != list(range(begin, begin + length)) or begin < 1:
                 fake.violate(f"positions {positions} do not ascend by one from above 0")
             if next(size for size in lengths.n_positions_list if size > positions[-1]) <= length:
                 fake.violate(f"a bucket of {length} positions begins at position 0, not {begin}")
             row = self._row(slot)
             if row.damaged_by or begin > row.length:
-                fake.violate(
-                    f"slot {slot} holds {row.length} tokens, not {begin}, or was damaged by {row.damaged_by}"
-                )
+                fake.violate(f"slot {slot} holds {row.length} tokens, not {begin}, or was damaged by {row.damaged_by}")
             runtime.prefill()
             for position, token in zip(positions, input_ids[0].tolist()):
                 row.write(position, token)
-            answer = self._answer(
-                runtime, torch.stack([self._logits(slot, p) for p in positions]), [slot] * length
-            )
+            answer = self._answer(runtime, torch.stack([self._logits(slot, p) for p in positions]), [slot] * length)
             return answer.T if self._generation else answer[:, :, None]
 
-    def forward(
-        self, input_ids, cache_ids=None, start_ids=None, last_token_id=None, input_embeddings=None, **kwargs
-    ):
+    def forward(self, input_ids, cache_ids=None, start_ids=None, last_token_id=None, input_embeddings=None, **kwargs):
         if last_token_id is not None or input_embeddings is not None or kwargs:
             raise NotImplementedError("the fake's forward() takes input_ids, cache_ids and start_ids")
         return super().forward(input_ids, cache_ids, start_ids)
@@ -846,9 +753,7 @@ class OPTForSampling(NeuronModel):
         config = _override(config, kwargs)
         longest = max(n_positions) if isinstance(n_positions, list) else n_positions
         if longest > config.max_position_embeddings:
-            raise ValueError(
-                f"n_positions {longest} is above max_position_embeddings {config.max_position_embeddings}"
-            )
+            raise ValueError(f"n_positions {longest} is above max_position_embeddings {config.max_position_embeddings}")
         amp = amp or {"float16": "f16", "bfloat16": "bf16"}.get(str(config.torch_dtype), "f32")
         estimate, unrolls = context_length_estimate, (context_unroll, unroll)
         self._setup(config, amp, tp_degree, batch_size, n_positions, estimate, neuron_config, unrolls)
@@ -880,16 +785,12 @@ class GPT2ForSamplingWithContextBroadcasting(NeuronModel):
         self._setup(config, amp, tp_degree, batch_size, config.n_positions, estimate, neuron_config, unrolls)
 
         if max(self.token_buckets) > self.config.max_position_embeddings:
-            fake.violate(
-                f"there are only {self.config.max_position_embeddings} positions, and n_positions is above it"
-            )
+            fake.violate(f"there are only {self.config.max_position_embeddings} positions, and n_positions is above it")
 
     def _check_build(self) -> None:
         super()._check_build()
         if [self.prompt_batch_size] != self.batch_sizes or self._reorders:
-            raise NotImplementedError(
-                "the fake simulates prompt_batch_size == batch_size without reorder_cache only"
-            )
+            raise NotImplementedError("the fake simulates prompt_batch_size == batch_size without reorder_cache only")
 
     def reset(self, context_length_estimate) -> None:
         super().reset()
@@ -901,15 +802,7 @@ class _Serial(NeuronModel):
     can_batch_continuously = False
 
     def __init__(
-        self,
-        config,
-        batch_size=1,
-        amp="f32",
-        tp_degree=2,
-        unroll=None,
-        init_n_active_tokens=None,
-        neuron_config=None,
-        **kwargs,
+        self, config, batch_size=1, amp="f32", tp_degree=2, unroll=None, init_n_active_tokens=None, neuron_config=None, **kwargs
     ):
         config = read_config(config)
         config.n_positions = longest = config.max_position_embeddings
@@ -942,9 +835,7 @@ class _NotSaved(_Serial):
     def _check_build(self) -> None:
         super()._check_build()
         if self.config.num_attention_heads % self.tp_degree:
-            raise AssertionError(
-                f"{self.config.num_attention_heads} heads cannot be shared by {self.tp_degree} cores"
-            )
+            raise AssertionError(f"{self.config.num_attention_heads} heads cannot be shared by {self.tp_degree} cores")
 
 
 class GPTJForSampling(_NotSaved):

@@ -87,9 +87,7 @@ def _top_k(scribe, result, operands, config):
         return scribe.pred.Compare(left, right, comparison_direction="GT")
 
     pair = scribe.tuple(dtype[sizes], s32[sizes])
-    ordered = pair.Sort(
-        values, s32[sizes].Iota(dimensions=[dim]), dimensions=[dim], is_stable=True, to_apply=descending
-    )
+    ordered = pair.Sort(values, s32[sizes].Iota(dimensions=[dim]), dimensions=[dim], is_stable=True, to_apply=descending)
     window = [{"start": 0, "limit": size, "stride": 1} for size in sizes]
     window[dim]["limit"] = k
     outputs = []
@@ -112,11 +110,7 @@ def _gelu_tanh(scribe, result, operands, config):
 
     hidden = _cast(hidden, f32)
     cube = op("Multiply", hidden, op("Multiply", hidden, hidden))
-    inner = op(
-        "Multiply",
-        number((2 / 3.141592653589793) ** 0.5),
-        op("Add", hidden, op("Multiply", number(0.044715), cube)),
-    )
+    inner = op("Multiply", number((2 / 3.141592653589793) ** 0.5), op("Add", hidden, op("Multiply", number(0.044715), cube)))
     gate = op("Multiply", number(0.5), op("Add", number(1.0), op("Tanh", inner)))
     return _cast(op("Multiply", hidden, gate), result.dtype)
 
@@ -136,9 +130,7 @@ def _cumsum(scribe, result, operands, axis):
 
     window = [{"size": 1, "stride": 1, "window_dilation": 1, "base_dilation": 1} for _ in sizes]
     window[axis].update(size=sizes[axis], padding_low=sizes[axis] - 1)
-    return dtype[sizes].ReduceWindow(
-        values, dtype.Constant(constant_value=0), window={"dimensions": window}, to_apply=reducer
-    )
+    return dtype[sizes].ReduceWindow(values, dtype.Constant(constant_value=0), window={"dimensions": window}, to_apply=reducer)
 
 
 def _batched_dot(left):
@@ -172,10 +164,7 @@ def _native_kernel(scribe, result, operands, config):
     call = json.loads(config)
     if call["kernel"] == "cumsum":
         return _cumsum(scribe, result, operands, call["axis"])
-    if (
-        call["kernel"] == "attention_isa_kernel"
-        and call["variant"] == "CausalAttentionMMSoftmaxMMWithoutSwap"
-    ):
+    if call["kernel"] == "attention_isa_kernel" and call["variant"] == "CausalAttentionMMSoftmaxMMWithoutSwap":
         return _causal_attention(scribe, result, operands, call["scale"])
     raise NotImplementedError(f"device kernel {call['kernel']!r} is not emulated")
 
@@ -197,10 +186,7 @@ def _body(instruction, operand_shapes):
     result_shape = instruction.shape
 
     def body(scribe):
-        operands = [
-            HloShape(scribe, shape).Parameter(parameter_number=number)
-            for number, shape in enumerate(operand_shapes)
-        ]
+        operands = [HloShape(scribe, shape).Parameter(parameter_number=number) for number, shape in enumerate(operand_shapes)]
         return lowering(scribe, HloShape(scribe, result_shape), operands, config)
 
     return body
@@ -226,9 +212,7 @@ def lower(module_bytes):
             if target not in _LOWERINGS:
                 raise NotImplementedError(f"custom call {target!r} is not emulated")
             operand_shapes = [shapes[operand] for operand in instruction.operand_ids]
-            signature = (
-                shape.SerializeToString(deterministic=True) for shape in [instruction.shape, *operand_shapes]
-            )
+            signature = (shape.SerializeToString(deterministic=True) for shape in [instruction.shape, *operand_shapes])
             key = (target, instruction.backend_config, *signature)
             if key not in ids:
                 ids[key] = scribe.add_computation(_body(instruction, operand_shapes), target)

@@ -47,9 +47,7 @@ def _store(tensor, array):
     bits = {1: np.int8, 2: np.int16, 4: np.int32, 8: np.int64}[array.dtype.itemsize]
     torch_bits = getattr(torch, np.dtype(bits).name)
     if array.shape != tuple(tensor.shape) or array.dtype.itemsize != tensor.element_size():
-        raise RuntimeError(
-            f"program result {array.dtype}{list(array.shape)} for a buffer {tensor.dtype}{list(tensor.shape)}"
-        )
+        raise RuntimeError(f"program result {array.dtype}{list(array.shape)} for a buffer {tensor.dtype}{list(tensor.shape)}")
     source = torch.from_numpy(np.array(array, order="C").view(bits).reshape(array.shape))
     tensor.view(torch_bits).copy_(source)
 
@@ -59,9 +57,7 @@ def _parallel_to_neuron(tensors):
     if len(shapes) != 1:
         raise RuntimeError(f"the cores need tensors of one shape and dtype, not {shapes}")
     with torch.inference_mode(False), torch.no_grad():
-        return DeviceTensor(
-            [tensor.detach().clone(memory_format=torch.contiguous_format) for tensor in tensors]
-        )
+        return DeviceTensor([tensor.detach().clone(memory_format=torch.contiguous_format) for tensor in tensors])
 
 
 def _parallel_from_neuron(tensor):
@@ -164,10 +160,7 @@ def _parallel_executor_run(executor, tensors, return_ranks):
     if return_ranks == 0:
         return []
     count = None if return_ranks < 0 else return_ranks
-    return [
-        torch.cat([shard.clone() for shard in output.shards[:count]], dim=0)
-        for output in executor.user_outputs
-    ]
+    return [torch.cat([shard.clone() for shard in output.shards[:count]], dim=0) for output in executor.user_outputs]
 
 
 class Namespace:

@@ -43,9 +43,7 @@ def _add_field(message, package, text, enums):
         field.type_name = f".{package}.{kind}"
 
 
-def build(
-    file_name, package, enums, messages, module_name, namespace, imports=(), known_enums=(), nested_enums=None
-):
+def build(file_name, package, enums, messages, module_name, namespace, imports=(), known_enums=(), nested_enums=None):
     """Declare the messages and put their classes into `namespace`."""
     nested_enums = nested_enums or {}
     all_enums = set(enums) | set(known_enums)

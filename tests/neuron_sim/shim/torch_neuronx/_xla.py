@@ -46,9 +46,7 @@ class Program:
         self.results = [_array_spec(shape) for shape in outputs]
         self.devices = jax.devices("cpu")[:replicas]
         if len(self.devices) < replicas:
-            raise RuntimeError(
-                f"{replicas} cores requested, {len(self.devices)} simulated (set NEURON_SIM_CORES)"
-            )
+            raise RuntimeError(f"{replicas} cores requested, {len(self.devices)} simulated (set NEURON_SIM_CORES)")
         options = xla_client.CompileOptions()
         options.num_replicas = replicas
         options.num_partitions = 1
@@ -60,9 +58,7 @@ class Program:
         build.num_partitions = 1
         stablehlo = low_level.mlir.hlo_to_stablehlo(_lowering.lower(module_bytes))
         client = self.devices[0].client
-        self.executable = client.compile_and_load(
-            stablehlo, xla_client.DeviceList(tuple(self.devices)), options
-        )
+        self.executable = client.compile_and_load(stablehlo, xla_client.DeviceList(tuple(self.devices)), options)
         mesh = jax.sharding.Mesh(np.array(self.devices), ("core",))
         self._stacked = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("core"))
         self._jax = jax
@@ -85,9 +81,7 @@ class Program:
         if not shape:  # a scalar has no axis to lay the cores along
             sharding = jax.sharding.NamedSharding(self._stacked.mesh, jax.sharding.PartitionSpec())
             return jax.make_array_from_single_device_arrays((), sharding, pieces)
-        return jax.make_array_from_single_device_arrays(
-            (shape[0] * len(pieces), *shape[1:]), self._stacked, pieces
-        )
+        return jax.make_array_from_single_device_arrays((shape[0] * len(pieces), *shape[1:]), self._stacked, pieces)
 
 
 def _array_spec(shape):

@@ -14,33 +14,9 @@ import numpy as np
 
 from torch_neuronx.pyhlo import hlo_pb2, xla_data_pb2
 
-_DTYPES = (
-    "pred",
-    "s8",
-    "s16",
-    "s32",
-    "s64",
-    "u8",
-    "u16",
-    "u32",
-    "u64",
-    "f16",
-    "bf16",
-    "f32",
-    "f64",
-    "f8e4m3fn",
-    "f8e5m2",
-)
+_DTYPES = ("pred", "s8", "s16", "s32", "s64", "u8", "u16", "u32", "u64", "f16", "bf16", "f32", "f64", "f8e4m3fn", "f8e5m2")
 _OPCODES = {"Exp": "exponential", "Sin": "sine", "Cos": "cosine"}
-_LIST_LITERALS = {
-    "PRED": "preds",
-    "S32": "s32s",
-    "S64": "s64s",
-    "U32": "u32s",
-    "U64": "u64s",
-    "F32": "f32s",
-    "F64": "f64s",
-}
+_LIST_LITERALS = {"PRED": "preds", "S32": "s32s", "S64": "s64s", "U32": "u32s", "U64": "u64s", "F32": "f32s", "F64": "f64s"}
 
 
 def _opcode(attribute):
@@ -145,11 +121,7 @@ class HloShape:
 
     def __repr__(self):
         if self.shape_proto.tuple_shapes:
-            return (
-                "("
-                + ", ".join(repr(HloShape(self.scribe, shape)) for shape in self.shape_proto.tuple_shapes)
-                + ")"
-            )
+            return "(" + ", ".join(repr(HloShape(self.scribe, shape)) for shape in self.shape_proto.tuple_shapes) + ")"
         return f"{xla_data_pb2.PrimitiveType.Name(self.shape_proto.element_type).lower()}{list(self.sizes)}"
 
 
@@ -238,11 +210,7 @@ class HloScribe:
         """Continue an existing module, for rewrites that add computations."""
         self.module_proto = module_proto
         ids = [computation.id for computation in module_proto.computations]
-        ids += [
-            instruction.id
-            for computation in module_proto.computations
-            for instruction in computation.instructions
-        ]
+        ids += [instruction.id for computation in module_proto.computations for instruction in computation.instructions]
         self._next_id = max(ids, default=0) + 1
         return self
 
