@@ -585,7 +585,8 @@ def test_other_dtypes_are_not_read_as_if_they_were_logits():
 def test_the_first_steps_wait_for_no_compiler():
     """In a process of its own, where no other test has compiled anything."""
     code = """
-import numpy as np, sampling
+import numpy as np
+from engine import sampling
 from protocol import Sampling
 from engine.sampling import *
 

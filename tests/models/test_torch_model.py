@@ -203,11 +203,14 @@ def test_bfloat16_is_near(zoo, served, family):
 def test_a_cpu_computes_in_bfloat16_where_it_and_the_checkpoint_do_and_else_in_float32(
     tmp_path, saved, can_multiply, monkeypatch
 ):
-    monkeypatch.setattr(models.cpu, "cpu_multiplies_bfloat16", lambda: can_multiply)
+    monkeypatch.setattr(models.openvino_model, "cpu_multiplies_bfloat16", lambda: can_multiply)
     folder = save_checkpoint(tmp_path, tiny_models.llama(), dtype=getattr(torch, saved))
     expected = torch.bfloat16 if saved == "bfloat16" and can_multiply else torch.float32
-    assert models.torch_model.load_pretrained(models.cpu.with_dtype(settings(folder), folder), folder, "cpu").dtype == expected
-    given = models.cpu.with_dtype(settings(folder, dtype="bfloat16"), folder)
+    assert (
+        models.torch_model.load_pretrained(models.openvino_model.with_dtype(settings(folder), folder), folder, "cpu").dtype
+        == expected
+    )
+    given = models.openvino_model.with_dtype(settings(folder, dtype="bfloat16"), folder)
     assert models.torch_model.load_pretrained(given, folder, "cpu").dtype == torch.bfloat16
 
 

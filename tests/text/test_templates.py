@@ -117,6 +117,13 @@ def children() -> set[int]:
     return found
 
 
+def kill_children():
+    """They have ended when it returns: a process that ends loses its command line before anybody can see that it has ended."""
+    for pid in children():
+        os.kill(pid, signal.SIGKILL)
+        os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+
+
 @pytest.mark.parametrize("template", ATTACKS.values(), ids=ATTACKS)
 def test_a_template_that_takes_all_time_or_memory_fails_its_chat_and_no_other(template, monkeypatch):
     monkeypatch.setattr("text.template.TEMPLATE_CPU_S", 0.5)
@@ -148,9 +155,7 @@ def test_messages_of_two_megabytes_fit(monkeypatch):
 def test_a_process_that_was_killed_between_two_chats_is_replaced():
     chat = ChatTemplate("{{ messages[0].content }}", {})
     chat.render([USER])
-    for pid in children():
-        os.kill(pid, signal.SIGKILL)
-    wait_until(lambda: not children(), "the end of the processes")
+    kill_children()
     assert chat.render([USER]) == USER["content"]
     chat.render([USER])
     assert len(children()) == 1, "the new process renders the next chat, too"
@@ -166,9 +171,7 @@ def test_the_processes_end_with_the_one_that_started_them():
 
 
 def test_a_process_has_neither_the_keys_nor_the_files_of_the_one_that_started_it(monkeypatch):
-    for pid in children():
-        os.kill(pid, signal.SIGKILL)
-    wait_until(lambda: not children(), "the end of the processes")
+    kill_children()
     monkeypatch.setenv("HF_TOKEN", "secret")
     monkeypatch.setenv("TZ", "Asia/Tokyo")
     with socket.create_server(("127.0.0.1", 0)) as listener:
