@@ -36,9 +36,7 @@ from engine.outputs import ActiveRequest, StepOutput, last_rows, messages_of, ro
 from engine.profiling import MakeMessages, Profiler
 from engine.sampling import RowSampler, SamplingBatch, SamplingError
 from engine.scheduler import Request, Scheduler, Step
-from manifest import Manifest
 from models.base import DeviceLost, ModelError, StaticBatchModel
-from models.fetch import fetch
 from models.tokenizer import check_tokenizer
 from protocol import (
     Cancel,
@@ -498,21 +496,20 @@ def boot(config: Config, end: WorkerEnd, metrics: Metrics) -> Worker:
         with boot_phase(
             end, metrics, "downloading" if not config.is_local else "checking", config.model_name
         ):
-            folder, sha = fetch(config)
-            manifest = Manifest.read(folder)
-            config, device, fetch_weights, load = models.prepare(config, folder, manifest)
+            prepared = models.prepare(config)
+            config, folder = prepared.config, prepared.folder
             metrics.set_limits(config.max_batch_size or 0, config.max_input_tokens, config.max_total_tokens)
-        profiler = Profiler.of(config, device)
-        dtypes = ["float32", "bfloat16"] if device == "neuron" else ["float32"]
+        profiler = Profiler.of(config, prepared.device)
+        dtypes = ["float32", "bfloat16"] if prepared.device == "neuron" else ["float32"]
         compiling = (
             aside.submit(sampling.compile_loops, dtypes, Sampling()) if config.sampling != "device" else None
         )
         tokenizer_check = aside.submit(check_tokenizer, config, folder, run_dir())
         if not config.is_local:
             with boot_phase(end, metrics, "downloading", f"the weights of {config.model_name}"):
-                fetch_weights()
+                prepared.fetch_weights()
         with boot_phase(end, metrics, "loading", "weights"):
-            model = load(lambda phase: end.report(Status(phase)))
+            model = prepared.load(lambda phase: end.report(Status(phase)))
         if compiling:
             with boot_phase(end, metrics, "compiling", "the sampling loops"):
                 try:
@@ -526,11 +523,11 @@ def boot(config: Config, end: WorkerEnd, metrics: Metrics) -> Worker:
         raise ConfigError(
             f"{what}, and the vocabulary of the model has the tokens 0 to {model.vocab_size - 1}"
         )
-    eos_token_ids = known_eos_ids([*manifest.eos_token_ids, *tokenizer.eos_token_ids], model.vocab_size)
+    eos_token_ids = known_eos_ids([*prepared.eos_token_ids, *tokenizer.eos_token_ids], model.vocab_size)
     end.announce(
         ModelInfo(
             model_name=config.model_name,
-            model_sha=sha,
+            model_sha=prepared.sha,
             tokenizer_dir=str(tokenizer.folder),
             vocab_size=model.vocab_size,
             eos_token_ids=eos_token_ids,

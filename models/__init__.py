@@ -1,20 +1,100 @@
 """Models behind one interface (`base.py`): CPUs through OpenVINO, Neuron devices through transformers-neuronx, plain torch.
 
-Only the modules of this package import torch, transformers, openvino or transformers_neuronx. This file picks the one that
-serves a model on this machine, before any of them is imported.
+Only the modules of this package import torch, transformers, openvino or transformers_neuronx. This file reads what a model
+folder says, picks the engine that serves it on this machine, and decides every setting that was left open.
 """
 
 from __future__ import annotations
 
 import importlib.util
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from config import Config
 from manifest import Manifest
 from models.base import ModelError, StaticBatchModel
-from models.fetch import SAFETENSORS, fetch_weights
+from models.fetch import SAFETENSORS, fetch, fetch_weights
 from run import run_dir
+
+if TYPE_CHECKING:
+    from models.neuron import Build
+
+NEURON_SETTINGS = (
+    "tp_degree",
+    "prefill_buckets",
+    "position_buckets",
+    "prefill_chunk",
+    "neuron_config",
+    "compile_workers",
+)
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A model that can be served here: its folder and all settings, before a weight is read."""
+
+    config: Config  # with every open setting filled in
+    device: str  # "cpu", "cuda" or "neuron"
+    folder: Path  # of the model, with everything but its weights
+    sha: str | None  # its commit on the hub; None: a local folder
+    eos_token_ids: tuple[int, ...]  # that config.json and generation_config.json name
+    build: Build | None = None  # on Neuron: what to compile or to load
+
+    def fetch_weights(self) -> None:
+        """Downloads the weights of a model on the hub. Raises ModelError."""
+        if self.build:
+            self.build.checkpoint()
+        else:
+            fetch_weights(self.config, self.folder, SAFETENSORS)
+
+    def load(self, announce: Callable[[str], None]) -> StaticBatchModel:
+        """The model, ready to run. Calls `announce` with the name of a long phase, such as "compiling". Raises ConfigError or
+        ModelError."""
+        # One engine alone is imported: Neuron's needs another version of transformers than torch's.
+        if self.build:
+            from models.neuron import NeuronModel
+
+            return NeuronModel(self.build, run_dir(), announce)
+        if self.device == "cpu":
+            from models.openvino_model import load
+
+            return load(self.config, self.folder, announce)
+        from models.torch_model import TorchModel
+
+        return TorchModel(self.config, self.folder, self.device)
+
+
+def prepare(config: Config) -> Prepared:
+    """Fetches a model's folder without its weights, and decides how it is served on this machine.
+
+    Raises ConfigError or ModelError, with the reason in one line, for what cannot be served.
+    """
+    folder, sha = fetch(config)
+    manifest = Manifest.read(folder)
+    device = choose_device(config.device)
+    if device == "neuron":
+        from models.neuron import Build
+
+        build = Build.decide(config, folder, manifest)
+        return Prepared(build.config, device, folder, sha, manifest.eos_token_ids, build)
+    _refuse_neuron_settings(config, device)
+    if manifest.is_compiled:
+        raise ModelError(
+            f"{config.model_name} is compiled for Neuron, and this server runs on {device}; give its checkpoint"
+        )
+    return Prepared(config.with_manifest(manifest), device, folder, sha, manifest.eos_token_ids)
+
+
+def _refuse_neuron_settings(config: Config, device: str) -> None:
+    given = [
+        f"--{name.replace('_', '-')} ({name.upper()})" for name in NEURON_SETTINGS if getattr(config, name)
+    ]
+    if config.sampling == "device":
+        given.append("--sampling device (SAMPLING)")
+    if given:
+        raise ModelError(f"{given[0]} is for Neuron, and this server runs on {device}; leave it out")
 
 
 def choose_device(wanted: str) -> str:
@@ -25,9 +105,8 @@ def choose_device(wanted: str) -> str:
         return wanted
     if list(Path("/dev").glob("neuron[0-9]*")):
         return "neuron"
-    if importlib.util.find_spec(
-        "transformers_neuronx"
-    ):  # an image for Neuron: a CPU would be too slow to be meant
+    if importlib.util.find_spec("transformers_neuronx"):
+        # An image for Neuron: nobody means to serve on its host's CPU.
         missing = "transformers-neuronx is installed but there is no Neuron device"
         raise ModelError(
             f"{missing}: pass it to the container with --device=/dev/neuron0, or serve with --device cpu (DEVICE)"
@@ -36,60 +115,9 @@ def choose_device(wanted: str) -> str:
 
 
 def _has_cuda() -> bool:
-    if not any(
-        path.name == "dxg" or path.name.startswith("nvidia") for path in Path("/dev").iterdir()
-    ):  # dxg: WSL
-        return False  # without importing torch, which takes seconds
+    # The device files first: importing torch takes seconds. dxg is the GPU's in WSL.
+    if not any(path.name == "dxg" or path.name.startswith("nvidia") for path in Path("/dev").iterdir()):
+        return False
     import torch
 
     return torch.cuda.is_available()
-
-
-def prepare(
-    config: Config, folder: Path, manifest: Manifest
-) -> tuple[Config, str, Callable[[], Path], Callable]:
-    """Returns the configuration with all open settings filled in, the device, a function that downloads the weights, and one
-    that loads the model and calls its argument with the name of a long phase. All of them, and `prepare`, raise ConfigError or
-    ModelError, with the reason, for what cannot be served."""
-    device = choose_device(config.device)
-    if device == "neuron":
-        from models.neuron import (  # needs its own version of transformers: only one can be imported
-            Build,
-            NeuronModel,
-        )
-
-        build = Build.decide(config, folder, manifest)
-        return (
-            build.config,
-            device,
-            build.checkpoint,
-            lambda announce: NeuronModel(build, run_dir(), announce),
-        )
-    for_neuron = [
-        "tp_degree",
-        "prefill_buckets",
-        "position_buckets",
-        "prefill_chunk",
-        "neuron_config",
-        "compile_workers",
-    ]
-    given = [f"--{name.replace('_', '-')} ({name.upper()})" for name in for_neuron if getattr(config, name)]
-    given += ["--sampling device (SAMPLING)"] * (config.sampling == "device")
-    if given:
-        raise ModelError(f"{given[0]} is for Neuron, and this server runs on {device}; leave it out")
-    if manifest.is_compiled:
-        raise ModelError(
-            f"{config.model_name} is compiled for Neuron, and this server runs on {device}; give its checkpoint"
-        )
-    config = config.with_manifest(manifest)
-
-    def load(announce: Callable[[str], None]) -> StaticBatchModel:
-        if device == "cpu":
-            from models.openvino_model import load
-
-            return load(config, folder, announce)
-        from models.torch_model import TorchModel
-
-        return TorchModel(config, folder, device)
-
-    return config, device, lambda: fetch_weights(config, folder, SAFETENSORS), load

@@ -20,7 +20,7 @@ MAY_IMPORT = {
     "engine": "models text.grammar protocol config run",
     "api": "text protocol config run logs",
     "web": "api config run logs protocol text",
-    "worker": "engine models manifest text.grammar protocol config run logs",
+    "worker": "engine models text.grammar protocol config run logs",
 }
 ONLY_IN = {
     "flask": "web api",

@@ -24,7 +24,6 @@ from processes import Server, wait_until
 
 import models
 from config import DEMO_MODEL, Config
-from manifest import Manifest
 from models import plan
 from models.artifact import Artifact
 from models.base import ModelError
@@ -134,13 +133,10 @@ def test_a_checkpoint_that_was_split_into_a_file_for_each_tensor_is_fetched(hub,
 
 
 def test_pickled_weights_are_not_downloaded_for_a_cpu_which_does_not_read_them(hub, config):
-    hub.push("someone/model", files(FACTS, PICKLED, NEVER))
-    folder, _commit = fetch(config)
-    _config, _device, fetch_its_weights, _load = models.prepare(
-        replace(config, device="cpu"), folder, Manifest("llama", 4096, ())
-    )
+    hub.push("someone/model", files(FACTS, PICKLED, NEVER, **{"config.json": b'{"model_type": "llama"}'}))
+    prepared = models.prepare(replace(config, device="cpu"))
     with pytest.raises(ModelError, match=r"someone/model holds no weights: there is no \*.safetensors$"):
-        fetch_its_weights()
+        prepared.fetch_weights()
     assert hub.fetched == FACTS
 
 

@@ -9,7 +9,6 @@ import pytest
 import config
 import models
 from config import DEMO_MODEL, Config
-from manifest import Manifest
 from models.base import ModelError
 from run import HERE
 
@@ -17,7 +16,7 @@ from run import HERE
 def refusal(**settings) -> str:
     """The one line that the user reads."""
     with pytest.raises(ModelError) as caught:
-        models.prepare(Config(model_id=str(DEMO_MODEL), **settings), DEMO_MODEL, Manifest.read(DEMO_MODEL))
+        models.prepare(Config(model_id=str(DEMO_MODEL), **settings))
     assert "\n" not in str(caught.value)
     return str(caught.value)
 
@@ -45,14 +44,12 @@ def test_a_setting_for_neuron_is_refused_elsewhere_by_name(flag, setting):
 def test_a_model_is_not_split_elsewhere_and_one_shard_is_no_split():
     assert refusal(device="cpu", **{"tp_degree": config.parse([], {"NUM_SHARD": "2"}).tp_degree}).startswith("--tp-degree")
     one = config.parse(["--num-shard", "1", "--sharded", "false", "--device", "cpu"], {"SM_NUM_GPUS": "1"})
-    assert models.prepare(one, DEMO_MODEL, Manifest.read(DEMO_MODEL))[1] == "cpu"
+    assert models.prepare(one).device == "cpu"
 
 
 def test_settings_left_open_are_filled_in_from_the_model():
-    served, device, _fetch, _load = models.prepare(
-        Config(model_id=str(DEMO_MODEL), device="cpu", sampling="host"), DEMO_MODEL, Manifest.read(DEMO_MODEL)
-    )
-    assert device == "cpu" and served.max_total_tokens and served.max_input_tokens == served.max_total_tokens - 1
+    served = models.prepare(Config(model_id=str(DEMO_MODEL), device="cpu", sampling="host")).config
+    assert served.max_total_tokens and served.max_input_tokens == served.max_total_tokens - 1
 
 
 def test_without_a_gpus_device_file_the_choice_of_a_device_does_not_import_torch():
