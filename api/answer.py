@@ -23,7 +23,8 @@ from api.types import ChatRequest, CompletionRequest, Parameters
 from config import VERSION
 from protocol import ModelInfo, Prompt, Token
 from text.reader import CallBegin, Content, Part, Reader, Reasoning
-from text.tokenizer import Piece, TextStream, Tokenizer
+from text.stream import Piece, TextStream, prompt_texts
+from text.tokenizer import Tokenizer
 
 OPENAI_FINISH_REASONS = {"length": "length", "eos_token": "stop", "stop_sequence": "stop"}
 
@@ -121,7 +122,7 @@ class Answer:
         logprobs, tops = (sequence.ran.logprobs, sequence.ran.top) if sequence.ran else ([], [])
         columns = (
             sequence.prompt,
-            self.tokenizer.prompt_texts(sequence.prompt),
+            prompt_texts(self.tokenizer, sequence.prompt),
             [None, *logprobs],
             [[], *tops],
         )

@@ -31,7 +31,7 @@ from api.types import (
     ResponsesRequest,
 )
 from text.reader import Arguments, CallBegin, Content, Part, Reading, Reasoning
-from text.tokenizer import Piece
+from text.stream import Piece
 
 NOT_SUPPORTED = {
     **dict.fromkeys(

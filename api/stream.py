@@ -24,7 +24,7 @@ from api.engine_client import EngineClient, InFlightRequest, TooLarge
 from api.errors import ApiError
 from api.fields import Job
 from protocol import End, Generate, GenerateOptions, Prompt, RequestStats, Token
-from text.tokenizer import Piece
+from text.stream import Piece
 
 logger = logging.getLogger("web")
 

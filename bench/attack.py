@@ -334,7 +334,7 @@ def model_folder(folder: Path, files: dict[str, Callable[[Path], object]]) -> Pa
 
 def model_folders(target: Target) -> Tries:
     """Models with links, pipes, devices, absurd numbers and damaged files: one line, and no server."""
-    config, tokenizer = (json.loads((DEMO / name).read_text()) for name in ("config.json", "tokenizer.json"))
+    config = json.loads((DEMO / "config.json").read_text())
 
     def link(to: str) -> Callable[[Path], object]:
         return lambda path: path.symlink_to(to)
@@ -351,7 +351,6 @@ def model_folders(target: Target) -> Tries:
     found = [{file: make} for file in files for make in makes]
     found += [{"config.json": text(json.dumps(config | {name: value}))} for name, value in hostile.CONFIG.items()]
     found += [{"config.json": text("[" * 100_000)}, {"config.json": text("")}, {"model.safetensors": text("x" * 1000)}]
-    found += [{"tokenizer.json": text(json.dumps(tokenizer | {"normalizer": hostile.NORMALIZER}))}]
     with tempfile.TemporaryDirectory(prefix="textgen-attack-") as name:
         folders = [model_folder(Path(name) / f"model{number}", files) for number, files in enumerate(found)]
         yield from at_once((partial(refused, Path(name), MODEL_ID=str(folder)) for folder in folders), 3)

@@ -127,7 +127,6 @@ CONFIG = {
     "eos_token_id": 10**30, "num_hidden_layers": 10**6, "hidden_size": 10**9, "vocab_size": -1, "num_attention_heads": 0,
     "model_type": "../../x", "max_position_embeddings": "x", "intermediate_size": 1.5,
 }
-NORMALIZER = {"type": "Replace", "pattern": {"String": "a"}, "content": "a" * 100_000}
 
 SETTINGS = {
     "PORT": "99999999999", "MAX_BATCH_SIZE": "1e9", "STARTUP_TIMEOUT": "1e20", "CLIENT_TIMEOUT": "nan", "API_KEY": "a\nb",

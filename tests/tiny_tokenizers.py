@@ -1,15 +1,24 @@
 """Small tokenizers, one of each kind that published models come with, made in a few milliseconds from a few lines of text.
 
-`KINDS` maps a kind's name to the function that builds it; `save` writes one as a model folder holds it.
+`KINDS` maps a kind's name to the function that builds it; `save` writes one as a model folder holds it; `kind_of` gives one
+as the library and as the server know it. With texts and ids to try them with.
 """
 
 from __future__ import annotations
 
+import functools
 import json
-from collections.abc import Callable
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
+
+import text.tokenizer
+from config import DEMO_MODEL
 
 TEXTS = [
     "The quick brown fox jumps over the lazy dog, and the dog does not mind.",
@@ -148,6 +157,7 @@ KINDS: dict[str, Callable[[], Tokenizer]] = {
     "word-piece": word_piece,
     "word-level": word_level,
 }
+ALL = [*KINDS, "demo"]  # the demonstration model's, too
 
 
 def save(tokenizer: Tokenizer, folder: Path, **tokenizer_config) -> Path:
@@ -157,3 +167,90 @@ def save(tokenizer: Tokenizer, folder: Path, **tokenizer_config) -> Path:
     if tokenizer_config:
         (folder / "tokenizer_config.json").write_text(json.dumps(tokenizer_config))
     return folder
+
+
+# Most tests run with each of eleven tokenizers.
+thorough = settings(max_examples=60, suppress_health_check=[HealthCheck.too_slow])
+brief = settings(thorough, max_examples=25)
+
+# What texts are made of here: one, two, three and four bytes, several characters that are one to the eye, words and spaces.
+PARTS = [
+    " ",
+    "  ",
+    "\n",
+    "\t",
+    ".",
+    "a",
+    "b",
+    "dog",
+    " the",
+    "é",
+    "e\u0301",
+    "ß",
+    "ع",
+    "€",
+    "日",
+    "語",
+    "二",
+    "𠀀",
+    "😀",
+    "👨‍👩‍👧",
+    "🏳️‍🌈",
+]
+ANY_TEXT = st.lists(st.sampled_from(PARTS), max_size=8).map("".join)
+
+REAL_TEXTS = {
+    "emoji": "Great! 😀 and 👨‍👩‍👧‍👦, 🏳️‍🌈🇫🇷👍🏽!",
+    "cjk": "日本語の文章です。한국어, 漢字㐀𠀀𠀀",
+    "combining marks": "e\u0301 n\u0303 a\u0308\u0323 हिन्दी ภาษาไทย",
+    "mixed scripts": "naïve Здравствуй, мир — العربية, שלום; x²≤√π",
+    "spaces": "  two leading,   three inside, and trailing  ",
+    "newlines": "line\n\n\tindented\r\n  end\n",
+    "an emoji at the end": "Bye 😀",
+}
+# These lose nothing: what is encoded comes back as it was.
+LOSSLESS = ["byte-level", "byte-level-with-added", "byte-level-in-sequence", "llama", "gemma", "demo"]
+
+
+@dataclass(frozen=True, eq=False)
+class Kind:
+    """A tokenizer as the library knows it, and as the server does."""
+
+    raw: Tokenizer
+    tokenizer: text.tokenizer.Tokenizer
+    folder: Path
+
+    def ids(self, string: str) -> list[int]:
+        return self.raw.encode(string, add_special_tokens=False).ids
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return self.raw.decode(ids, skip_special_tokens=True)
+
+    def id(self, token: str) -> int:
+        token_id = self.raw.token_to_id(token)
+        assert token_id is not None
+        return token_id
+
+    def added_text(self, prompt: Sequence[int], ids: Sequence[int]) -> str:
+        """What `ids` add to the text of `prompt`."""
+        told, whole = self.decode(prompt), self.decode([*prompt, *ids])
+        assert whole.startswith(told)
+        return whole[len(told) :]
+
+
+@functools.cache
+def kind_of(name: str) -> Kind:
+    """One of `ALL`, made once."""
+    folder = DEMO_MODEL if name == "demo" else save(KINDS[name](), Path(tempfile.mkdtemp()))
+    raw = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    return Kind(raw, text.tokenizer.Tokenizer(folder), folder)
+
+
+@functools.cache
+def any_ids(kind: Kind, max_chunks: int):
+    """Ids of all sorts: any at all, also some that no token has; added and special ones; runs that make characters."""
+    chunks = [[i] for i in range(kind.raw.get_vocab_size() + 5)]
+    telling = [kind.ids(part) for part in PARTS] + [[i] for i in kind.raw.get_added_tokens_decoder()]
+    chunks += telling * (len(chunks) // len(telling) + 1)  # about half of what is drawn
+    numbers = st.lists(st.integers(0, len(chunks) - 1), max_size=max_chunks)
+    return numbers.map(lambda drawn: [i for number in drawn for i in chunks[number]])

@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from text.tokenizer import stop_begun
+from text.stream import stop_begun
 
 MAX_HEAD = 1_000  # characters of a call before its arguments
 MARKERS = {

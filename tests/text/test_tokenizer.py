@@ -1,0 +1,199 @@
+"""A model's tokenizer: ids, bytes and texts of single tokens, and what is found out about it at boot."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import threading
+
+import pytest
+import tiny_tokenizers
+import tokenizers
+from hypothesis import given
+from hypothesis import strategies as st
+from tiny_tokenizers import ALL, ANY_TEXT, REAL_TEXTS, Kind, any_ids, brief, kind_of, save
+
+from run import HERE, ConfigError
+from text.tokenizer import Tokenizer, check
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_token_text_is_what_the_token_adds_in_the_middle_of_a_text(name):
+    kind = kind_of(name)
+    before = kind.ids("the dog")
+    told = kind.decode(before)
+    for token_id in range(kind.raw.get_vocab_size()):
+        if token_id in kind.tokenizer.special_ids:
+            expected = kind.raw.id_to_token(token_id)
+        else:
+            expected = kind.decode([*before, token_id])[len(told) :]
+        assert kind.tokenizer.token_text(token_id) == expected
+
+
+@pytest.mark.parametrize("name", ALL)
+@given(string=ANY_TEXT, add_special_tokens=st.booleans())
+@brief
+def test_spans_are_the_librarys_offsets_counted_in_bytes(name, string, add_special_tokens):
+    kind = kind_of(name)
+    encoding = kind.raw.encode(string, add_special_tokens=add_special_tokens)
+    spans = kind.tokenizer.spans(string, add_special_tokens)
+    assert [token_id for token_id, _, _ in spans] == encoding.ids
+    for (_, start, stop), (first, behind) in zip(spans, encoding.offsets):
+        assert len(string[:first].encode()) == start
+        assert string.encode()[start:stop].decode() == string[first:behind]
+
+
+def test_tokens_that_the_tokenizer_adds_itself_span_nothing():
+    kind = kind_of("llama")
+    (start, *rest) = kind.tokenizer.spans("é 😀dog</s>")
+    assert start == (kind.id("<s>"), 0, 0)
+    assert rest[-1] == (kind.id("</s>"), 10, 14), "one that is written in the text is where it is written"
+    assert kind.tokenizer.spans("é", add_special_tokens=False)[-1][1:] == (0, 2)
+
+
+@pytest.mark.parametrize("name", ["byte-level", "byte-level-with-added", "demo"])
+@given(data=st.data())
+@brief
+def test_bytes_of_byte_level_tokens_add_up_to_the_text(name, data):
+    kind = kind_of(name)
+    pieces = [(i, kind.tokenizer.piece_bytes(i)) for i in data.draw(any_ids(kind, 10))]
+    assert [i for i, piece in pieces if piece is None] == [i for i, _ in pieces if i in kind.tokenizer.special_ids]
+    told = b"".join(piece for _, piece in pieces if piece is not None)
+    assert told.decode(errors="replace") == kind.decode([i for i, _ in pieces])
+
+
+def test_bytes_are_told_of_tokens_that_stand_for_one_byte_and_not_where_the_text_around_has_a_say():
+    for name in ["llama", "gemma"]:
+        kind = kind_of(name)
+        told = {kind.raw.id_to_token(i): kind.tokenizer.piece_bytes(i) for i in range(kind.raw.get_vocab_size() + 5)}
+        known = {token: piece for token, piece in told.items() if piece is not None}
+        assert known == {f"<0x{byte:02X}>": bytes([byte]) for byte in range(256)}
+    assert {kind_of("metaspace-bpe").tokenizer.piece_bytes(i) for i in range(300)} == {None}
+
+
+def test_a_token_that_only_looks_like_a_byte_has_no_bytes(tmp_path):
+    raw = tiny_tokenizers.gemma()
+    raw.add_tokens(["<0xZZ>"])
+    assert Tokenizer(save(raw, tmp_path)).piece_bytes(raw.token_to_id("<0xZZ>")) is None
+    raw = tiny_tokenizers.metaspace_bpe()  # whose decoder knows no such tokens
+    raw.add_tokens(["<0x41>"])
+    assert Tokenizer(save(raw, tmp_path)).piece_bytes(raw.token_to_id("<0x41>")) is None
+
+
+def test_threads_may_share_a_tokenizer():
+    interval = sys.getswitchinterval()
+    threads, wrong, start = [], [], threading.Barrier(8)
+
+    def work(kind: Kind, strings: list[str], expected: list[tuple[list[int], str]]) -> None:
+        start.wait()
+        for _ in range(10):
+            for string, (ids, whole) in zip(strings, expected):
+                got = kind.tokenizer.encode(string)
+                if got != ids or kind.tokenizer.decode(got) != whole:
+                    wrong.append(string)
+
+    for n in range(8):
+        kind = kind_of(["byte-level", "llama"][n % 2])
+        strings = [f"{n} {string}" for string in REAL_TEXTS.values()]
+        expected = [(ids, kind.decode(ids)) for ids in (kind.raw.encode(string).ids for string in strings)]
+        threads.append(threading.Thread(target=work, args=(kind, strings, expected)))
+    sys.setswitchinterval(1e-5)
+    try:
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        sys.setswitchinterval(interval)
+    assert wrong == []
+
+
+def test_encoding_adds_special_tokens_unless_told_otherwise():
+    kind = kind_of("llama")
+    assert kind.tokenizer.encode("dog") == [kind.id("<s>"), *kind.ids("dog")]
+    assert kind.tokenizer.encode("dog", add_special_tokens=False) == kind.ids("dog")
+
+
+def test_a_tokenizer_saved_with_truncation_and_padding_does_neither(tmp_path):
+    raw = tiny_tokenizers.byte_level()
+    raw.enable_truncation(max_length=4)
+    raw.enable_padding(length=64)
+    tokenizer = Tokenizer(save(raw, tmp_path))
+    string = "the dog and the fox"
+    assert tokenizer.decode(tokenizer.encode(string)) == string
+    assert len(tokenizer.encode("a")) == 1
+
+
+@pytest.mark.parametrize("eos", ["</s>", {"content": "</s>", "lstrip": False}])
+def test_the_eos_token_of_the_tokenizer_is_known(tmp_path, eos):
+    raw = tiny_tokenizers.byte_level()
+    folder = save(raw, tmp_path, eos_token=eos)
+    assert check(folder, tmp_path)["eos_token_ids"] == [raw.token_to_id("</s>")]
+
+
+def test_the_eos_token_counts_even_if_it_is_not_flagged_as_special(tmp_path):
+    raw = tiny_tokenizers.byte_level()
+    raw.add_tokens(["<|end|>"])
+    assert check(save(raw, tmp_path, eos_token="<|end|>"), tmp_path)["eos_token_ids"] == [raw.token_to_id("<|end|>")]
+
+
+@pytest.mark.parametrize("eos", [None, "<|nowhere|>", 7, {"content": None}, {}, ["</s>"]])
+def test_an_eos_token_that_names_none_is_passed_over(tmp_path, eos):
+    assert check(save(tiny_tokenizers.byte_level(), tmp_path, eos_token=eos), tmp_path)["eos_token_ids"] == []
+
+
+@pytest.mark.parametrize("end_of_turn", ["<|eot_id|>", "<|im_end|>", "<end_of_turn>"])
+def test_an_end_of_turn_token_ends_answers_too(tmp_path, end_of_turn):
+    raw = tiny_tokenizers.byte_level()
+    raw.add_special_tokens([end_of_turn])
+    expected = [raw.token_to_id("</s>"), raw.token_to_id(end_of_turn)]
+    assert check(save(raw, tmp_path / "both", eos_token="</s>"), tmp_path / "both")["eos_token_ids"] == expected
+    assert check(save(raw, tmp_path / "one"), tmp_path / "one")["eos_token_ids"] == expected[1:]
+
+
+@pytest.mark.parametrize("eos", [None, "</s>"])
+@pytest.mark.parametrize("end_of_turn", ["<|eot_id|>", "<|im_end|>", "<end_of_turn>"])
+def test_text_that_looks_like_an_end_of_turn_ends_nothing(tmp_path, end_of_turn, eos):
+    raw = tiny_tokenizers.byte_level()
+    raw.add_tokens([end_of_turn])  # not a special token: an answer may well contain it
+    expected = [] if eos is None else [raw.token_to_id(eos)]
+    assert check(save(raw, tmp_path, eos_token=eos), tmp_path)["eos_token_ids"] == expected
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"[]", b"{}", b'{"version": "1.0"}', b'{\n"model": {\n}}', b"\xff\xfe"])
+def test_a_corrupt_tokenizer_is_refused_in_one_line(tmp_path, content):
+    (tmp_path / "tokenizer.json").write_bytes(content)
+    with pytest.raises(ConfigError, match=r"tokenizer\.json cannot be read as a tokenizer: ") as refused:
+        check(tmp_path, tmp_path)
+    assert len(str(refused.value).splitlines()) == 1
+
+
+def test_a_tokenizer_config_that_is_no_json_is_refused(tmp_path):
+    folder = save(tiny_tokenizers.byte_level(), tmp_path)
+    (folder / "tokenizer_config.json").write_text("{")
+    with pytest.raises(ConfigError, match=r"tokenizer_config\.json cannot be read as JSON"):
+        check(folder, tmp_path)
+
+
+def test_a_tokenizer_that_turns_text_into_nothing_is_refused(tmp_path):
+    folder = save(tokenizers.Tokenizer(tokenizers.models.BPE()), tmp_path)
+    with pytest.raises(ConfigError, match="turns text into nothing"):
+        check(folder, tmp_path)
+
+
+def test_as_a_process_it_prints_what_the_worker_must_know(tmp_path):
+    folder = save(tiny_tokenizers.byte_level(), tmp_path, eos_token="</s>")
+    done = subprocess.run([sys.executable, "-m", "text.tokenizer", folder, tmp_path], capture_output=True, text=True, cwd=HERE)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert json.loads(done.stdout)["eos_token_ids"] == [2]
+
+
+def test_as_a_process_it_says_in_one_line_what_is_wrong(tmp_path):
+    done = subprocess.run(
+        [sys.executable, "-m", "text.tokenizer", tmp_path, tmp_path], capture_output=True, text=True, cwd=HERE
+    )
+    assert done.returncode == 1
+    assert done.stdout == ""
+    assert done.stderr.count("\n") == 1
+    assert done.stderr.startswith(f"{tmp_path / 'tokenizer.json'} cannot be read as a tokenizer")

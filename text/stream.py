@@ -1,0 +1,290 @@
+"""Text from token ids while they arrive, and the stop strings that end it.
+
+A `TextStream` reads the tokens of one request and returns them as pieces of text, each as soon as no later
+token and no stop string can change it. What single tokens stand for is in tokenizer.py.
+"""
+
+from __future__ import annotations
+
+import codecs
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from text.tokenizer import Tokenizer
+
+PROMPT_TAIL = 64  # tokens: more than a character and the special tokens in the middle of it take
+MIN_CONTEXT = 8  # tokens: a character can take 4, and another one have begun with 3
+MAX_HELD = 16  # tokens: each can end one character and begin another
+ALL_BYTES = 1_000_000  # more than any token has
+REPLACEMENT = "\ufffd"  # stands for bytes that are no character, or not a whole one yet
+
+
+def detokenizer_for(
+    tokenizer: Tokenizer, prompt: Sequence[int] = ()
+) -> ByteLevelDetokenizer | WindowDetokenizer:
+    """Text from token ids as they arrive: `push` returns the text that has become certain, `finish` the rest.
+
+    All of it together is exactly what decoding prompt and tokens at once adds to the prompt's text. Text is
+    held back while a later token could still change it: inside a character, or inside a run of single-byte
+    tokens. Constant time a token.
+    """
+    kind = ByteLevelDetokenizer if tokenizer.is_byte_level else WindowDetokenizer
+    return kind(tokenizer, prompt)
+
+
+class ByteLevelDetokenizer:
+    """Every token is a run of bytes: an incremental UTF-8 decoder is exact."""
+
+    def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int]):
+        self._bytes_of = tokenizer.token_bytes
+        self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        for token_id in prompt[-PROMPT_TAIL:]:  # a prompt may end inside a character
+            self._decoder.decode(self._bytes_of(token_id))
+        self._has_begun = False  # until then what is held is the prompt's
+
+    @property
+    def holds_text(self) -> bool:
+        return self._has_begun and bool(self._decoder.getstate()[0])
+
+    def push(self, token_id: int) -> str:
+        added = self._bytes_of(token_id)
+        self._has_begun = self._has_begun or bool(added)
+        return self._decoder.decode(added)
+
+    def finish(self) -> str:
+        return self._decoder.decode(b"", final=True) if self._has_begun else ""
+
+
+class WindowDetokenizer:
+    """Any other decoder: what a token adds is the text of the last few tokens with it, less their text
+    without it.
+
+    The window reaches back to the last token that added text, so that the decoder sees no token as the first
+    of a text (whose leading space would be stripped).
+    """
+
+    def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int]):
+        self._tokenizer = tokenizer
+        self._context = self._prompt_tail(prompt)
+        self._new: list[int] = []
+        self._context_text = tokenizer.decode(self._context)
+        if self._context_text.endswith(REPLACEMENT):
+            # Inside a character, which the answer may complete: it is not out yet.
+            shorter = [tokenizer.decode(self._context[: len(self._context) - n]) for n in range(4)]
+            self._context_text = max((text.rstrip(REPLACEMENT) for text in shorter), key=len)
+
+    def _prompt_tail(self, prompt: Sequence[int]) -> list[int]:
+        """The last tokens of the prompt, far enough back that they have a text and no run of bytes is cut."""
+        start = len(prompt)
+        while start > 0:
+            start -= 1
+            if start > 0 and (self._in_byte_run(prompt[start]) or self._in_byte_run(prompt[start - 1])):
+                continue
+            if len(prompt) - start >= MIN_CONTEXT and self._tokenizer.decode(prompt[start:]):
+                break
+        return list(prompt[start:])
+
+    def _in_byte_run(self, token_id: int) -> bool:
+        if token_id in self._tokenizer.special_ids:
+            return self._tokenizer.has_byte_fallback
+        return self._tokenizer.is_byte_token(token_id)
+
+    @property
+    def holds_text(self) -> bool:
+        return bool(self._new)
+
+    def push(self, token_id: int) -> str:
+        if token_id in self._tokenizer.special_ids or self._tokenizer.id_to_token(token_id) is None:
+            return ""
+        self._new.append(token_id)
+        return "" if self._in_byte_run(token_id) else self._release()
+
+    def finish(self) -> str:
+        return self._release(final=True) if self._new else ""
+
+    def _release(self, final: bool = False) -> str:
+        text = self._tokenizer.decode(self._context + self._new)
+        if text.endswith(REPLACEMENT) and len(self._new) < MAX_HELD and not final:
+            return ""  # perhaps inside a character
+        added = text[len(self._context_text) :]
+        if added:
+            self._context = self._new
+            self._new = []
+            self._context_text = self._tokenizer.decode(self._context)
+        return added
+
+
+def find_stop(text: str, stops: Sequence[str], scanned: int) -> int | None:
+    """Where `text` is to end: just behind the stop string that is complete first; None if there is none.
+
+    The first `scanned` characters are known to hold no complete stop string.
+    """
+    ends = []
+    for stop in stops:
+        at = text.find(stop, max(0, scanned - len(stop) + 1))
+        if at >= 0:
+            ends.append(at + len(stop))
+    return min(ends, default=None)
+
+
+def stop_begun(text: str, stops: Sequence[str]) -> str:
+    """The longest end of `text` that more text could make a stop string of; empty if there is none."""
+    longest = max(map(len, stops), default=1) - 1
+    for at in range(max(0, len(text) - longest), len(text)):
+        if any(len(stop) > len(text) - at and stop.startswith(text[at:]) for stop in stops):
+            return text[at:]
+    return ""
+
+
+@dataclass
+class Piece:
+    """One generated token as clients see it."""
+
+    id: int
+    text: str
+    logprob: float | None
+    special: bool
+    top: list[tuple[int, float]] = field(default_factory=list)
+    cut: int = 0  # how many bytes of its end a stop string took
+
+
+class TextStream:
+    """One request's tokens as pieces of text, with its stop strings.
+
+    `push` returns the pieces whose text is certain, one for each token. While text is held back its last
+    piece is held back too, so that the texts of the pieces that are not special add up to `text` whatever the
+    last token is.
+
+    The text ends behind the stop string that is complete first, or, without `keep_stop`, before it: then the
+    end of a text that may yet become a stop string is held back until it is certain which. If several are
+    complete at once, the text ends before the longest of them. Stop strings that are complete before the
+    token number `min_tokens` are ordinary text; one that ends with that token's text or later counts,
+    wherever it began.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        prompt: Sequence[int],
+        stops: Sequence[str] = (),
+        keep_stop: bool = True,
+        min_tokens: int = 0,
+    ):
+        self._tokenizer = tokenizer
+        self._detokenizer = detokenizer_for(tokenizer, prompt)
+        self._stops = [stop for stop in stops if stop]
+        self._keep_stop = keep_stop
+        self._min_tokens = min_tokens
+        self._parts: list[str] = []
+        self._length = 0  # characters: of all the text,
+        self._certain = 0  # of that which stays, whatever comes,
+        self._released = 0  # and of that which was returned
+        self._recent = ""  # the end of the text, in which a stop string has begun
+        self._pending: deque[Piece] = deque()
+        self._carrier: Piece | None = None  # the newest piece that is not special; text goes to it
+        self._opener: Piece | None = None  # the piece in which the character began that is not complete yet
+        self.tokens = 0
+        self.stopped = False  # a stop string is complete; the text ends with it, or before it
+
+    @property
+    def text(self) -> str:
+        return "".join(self._parts)[: self._certain]
+
+    def push(
+        self, token_id: int, logprob: float | None, top: list[tuple[int, float]], last: bool = False
+    ) -> list[Piece]:
+        """Takes the next token. After the `last` one, and once `stopped`, everything has been returned."""
+        self.tokens += 1
+        special = token_id in self._tokenizer.special_ids
+        name = (self._tokenizer.id_to_token(token_id) or "") if special else ""
+        piece = Piece(token_id, name, logprob, special, top)
+        text = self._detokenizer.push(token_id)
+        self._pending.append(piece)
+        if not special:
+            self._carrier = piece
+            self._add(text)
+            if not self._detokenizer.holds_text:
+                self._opener = None
+            elif text or self._opener is None:
+                self._opener = piece
+        if last and not self.stopped:
+            return self.finish()
+        return self._release(everything=self.stopped)
+
+    def finish(self) -> list[Piece]:
+        """What was held back, when no token comes any more."""
+        self._add(self._detokenizer.finish())
+        if not self.stopped:
+            self._certain = self._length  # nothing comes that could complete a stop string
+        return self._release(everything=True)
+
+    def _add(self, text: str) -> None:
+        """Gives text to the newest piece that can carry it, and looks whether a stop string ends in it."""
+        if not text:
+            return
+        assert self._carrier is not None, "only such a token brings text"
+        self._carrier.text += text
+        self._parts.append(text)
+        self._length += len(text)
+        if not self._stops:
+            self._certain = self._length
+            return
+        recent = self._recent + text
+        end = None
+        if self.tokens >= self._min_tokens:
+            end = find_stop(recent, self._stops, len(self._recent))
+        if end is None:
+            self._recent = stop_begun(recent, self._stops)
+            self._certain = self._length
+            if not self._keep_stop:
+                self._certain -= len(self._recent)
+            return
+        self.stopped = True
+        if not self._keep_stop:  # the longest that ends here, so that nothing shows of any
+            end -= max(len(stop) for stop in self._stops if recent.endswith(stop, 0, end))
+        self._cut(len(recent) - end)
+
+    def _cut(self, excess: int) -> None:
+        """Takes that many characters off the end of the text, which no piece that was returned has a part
+        in."""
+        self._length -= excess
+        self._certain = self._length
+        # Whether the text of the piece behind is gone, and with it a character that began before that piece.
+        is_gone = False
+        for piece in reversed(self._pending):
+            if piece.special or not (excess or (is_gone and not piece.text)):
+                continue
+            kept = max(0, len(piece.text) - excess)
+            excess -= len(piece.text) - kept
+            piece.cut = len(piece.text[kept:].encode()) or ALL_BYTES
+            piece.text = piece.text[:kept]
+            is_gone = kept == 0
+
+    def _release(self, everything: bool) -> list[Piece]:
+        released: list[Piece] = []
+        held = None
+        if self._detokenizer.holds_text:
+            # Where a stop string may begin with that character, all of its bytes are held back.
+            held = self._carrier if self._keep_stop else self._opener
+        while self._pending:
+            piece = self._pending[0]
+            end = self._released + (0 if piece.special else len(piece.text))
+            # A piece without text may hold the first bytes of the character behind it, which is not certain
+            # yet.
+            opens_uncertain = not piece.special and not piece.text and end == self._certain < self._length
+            if not everything and (end > self._certain or opens_uncertain or piece is held):
+                break
+            self._released = end
+            released.append(self._pending.popleft())
+        return released
+
+
+def prompt_texts(tokenizer: Tokenizer, ids: Sequence[int]) -> list[str]:
+    """One text a token of a prompt, as a stream of them would show it.
+
+    Special tokens show their names; the texts of the others add up to `tokenizer.decode(ids)`.
+    """
+    stream = TextStream(tokenizer, ())
+    pieces = [piece for token_id in ids for piece in stream.push(token_id, 0.0, [])]
+    return [piece.text for piece in pieces + stream.finish()]
