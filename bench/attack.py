@@ -13,11 +13,8 @@ import argparse
 import contextlib
 import http.client
 import json
-import os
-import resource
 import shutil
 import socket
-import subprocess
 import sys
 import tempfile
 import time
@@ -28,22 +25,15 @@ from pathlib import Path
 from typing import NamedTuple
 from urllib.parse import urlsplit
 
-import zmq
-
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-
 import hostile
 import launch
 from hostile import HIDDEN
-
-from protocol import Cancel, Generate, Hello, MetricsRequest, RequestStats, Sampling, SubmitRequests, encode
 
 DEMO = launch.HERE / "demo" / "model"
 KEY = "correct-key"
 CLIENT_TIMEOUT_S = 5
 WEB_MB = 250  # of a web process after floods
 PATIENCE_S = 60
-START_S = 60  # in which a server that cannot start has said so
 SETTINGS = {
     "API_KEY": KEY,
     "MAX_BATCH_SIZE": 4,
@@ -280,31 +270,8 @@ def idle(target: Target) -> Tries:
         yield f"a web process has {size:.0f} MB" if size > WEB_MB else ""
 
 
-def worker_socket(target: Target) -> Tries:
-    """What a web process that was taken over can send to the worker: nothing stops it or changes another's text."""
-    generates = [Generate(**({"id": 1, "prompt": [5], "max_new_tokens": 3} | fields)) for fields in hostile.GENERATES]
-    samplings = [Sampling(seed=1, **fields) for fields in hostile.SAMPLINGS]
-    generates += [Generate(id=2, prompt=[5], max_new_tokens=3, sampling=sampling) for sampling in samplings]
-    messages = [SubmitRequests([generate]) for generate in generates] + [SubmitRequests(generates), SubmitRequests([])]
-    messages += [Hello(pid, True) for pid in (-1, 0, 1, 2**40)] + [RequestStats(200, duration_s=float("nan"), input_tokens=-5)]
-    alone = len(messages) + len(hostile.NO_MESSAGES)
-    raws = [encode(message) for message in messages] + hostile.NO_MESSAGES
-    raws += [encode(Cancel(n, "a\r\nb" * 1000)) for n in range(20_000)] + [encode(MetricsRequest(n)) for n in range(2000)]
-    (worker,) = target.server.pids("worker.py")
-    variables = Path(f"/proc/{worker}/environ").read_text().split("\0")
-    run_dir = next(line.partition("=")[2] for line in variables if line.startswith("NEURON_TEXTGEN_RUN_DIR="))
-    right = target.text()
-    with zmq.Context() as context, context.socket(zmq.DEALER) as peer:
-        peer.linger = 0
-        peer.connect(f"ipc://{run_dir}/worker.sock")
-        for number, raw in enumerate(raws):
-            peer.send(raw)
-            is_checked = number < alone or number % 5000 == 0
-            yield f"{raw[:80]!r} changed another's text" if is_checked and target.text() != right else ""
-
-
 def templates(target: Target) -> Tries:
-    """A model whose chat template computes without end, or looks for Python's insides: 422, and other chats are answered."""
+    """A chat template in which a client's text takes all time or memory: 422, and other chats are answered."""
     cases = "".join(f"{{% elif messages[0].content == '{name}' %}}{source}" for name, source in hostile.TEMPLATES.items())
 
     def status(content: str) -> int:
@@ -315,74 +282,13 @@ def templates(target: Target) -> Tries:
         return "" if statuses == (422, 200) else f"{case} and a plain chat got {statuses}"
 
     with tempfile.TemporaryDirectory(prefix="textgen-attack-") as name:
+        folder = shutil.copytree(DEMO, Path(name) / "model")
         template = f"{{% set n = messages | length %}}{{% if messages[0].content == 'plain' %}}User: Hello{cases}{{% endif %}}"
-        folder = model_folder(Path(name) / "model", {"chat_template.jinja": lambda path: path.write_text(template)})
+        (folder / "chat_template.jinja").write_text(template)
         with server(Path(name), MODEL_ID=str(folder)) as victim:
             yield from at_once((partial(one, case) for case in hostile.TEMPLATES), 4)
             for pid in victim.server.pids():
                 yield f"process {pid} has a gigabyte" if launch.rss_mb(pid) > 1000 else ""
-
-
-def model_folder(folder: Path, files: dict[str, Callable[[Path], object]]) -> Path:
-    """A copy of the demonstration model with other files, which `files` has functions for."""
-    shutil.copytree(DEMO, folder)
-    for name, make in files.items():
-        (folder / name).unlink(missing_ok=True)
-        make(folder / name)
-    return folder
-
-
-def model_folders(target: Target) -> Tries:
-    """Models with links, pipes, devices, absurd numbers and damaged files: one line, and no server."""
-    config = json.loads((DEMO / "config.json").read_text())
-
-    def link(to: str) -> Callable[[Path], object]:
-        return lambda path: path.symlink_to(to)
-
-    def text(content: str) -> Callable[[Path], object]:
-        return lambda path: path.write_text(content)
-
-    def terabyte(path: Path) -> None:
-        path.touch()
-        os.truncate(path, 10**12)
-
-    files = ("chat_template.jinja", "config.json", "tokenizer.json", "tokenizer_config.json", "model.safetensors")
-    makes = (link("/proc/self/environ"), link("/dev/zero"), link("nowhere"), os.mkfifo, terabyte)
-    found = [{file: make} for file in files for make in makes]
-    found += [{"config.json": text(json.dumps(config | {name: value}))} for name, value in hostile.CONFIG.items()]
-    found += [{"config.json": text("[" * 100_000)}, {"config.json": text("")}, {"model.safetensors": text("x" * 1000)}]
-    with tempfile.TemporaryDirectory(prefix="textgen-attack-") as name:
-        folders = [model_folder(Path(name) / f"model{number}", files) for number, files in enumerate(found)]
-        yield from at_once((partial(refused, Path(name), MODEL_ID=str(folder)) for folder in folders), 3)
-
-
-def settings(target: Target) -> Tries:
-    """Values of settings and limits of the system that cannot work: one line, and no server."""
-    limits = ((resource.RLIMIT_NOFILE, 20), (resource.RLIMIT_AS, 10**9), (resource.RLIMIT_FSIZE, 100))
-    with tempfile.TemporaryDirectory(prefix="textgen-attack-") as name:
-        deep = Path(name) / ("d" * 120)
-        deep.mkdir()
-        tries = [partial(refused, Path(name), **{name: value}) for name, value in hostile.SETTINGS.items()]
-        tries += [partial(refused, Path(name), limit) for limit in limits] + [partial(refused, Path(name), TMPDIR=str(deep))]
-        yield from at_once(tries, 3)
-
-
-def refused(folder: Path, limit: tuple[int, int] | None = None, **given: str) -> str:
-    """Starts a server with these settings, and a limit of the system's. It should end, with one line that says why."""
-    environment = launch.clean_environment(folder, launch.free_port(), **given)
-    command = [launch.HERE / "entrypoint.sh", "serve"]
-    prepare = limit and partial(resource.setrlimit, limit[0], (limit[1], limit[1]))
-    out = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "errors": "replace"}
-    process = subprocess.Popen(command, env=environment, preexec_fn=prepare, **out)
-    with process:
-        try:
-            log, _ = process.communicate(timeout=START_S)
-        except subprocess.TimeoutExpired:
-            process.terminate()
-            return f"with {limit} {given} it still runs after {START_S} s"
-    errors = [line for line in log.splitlines() if line.startswith("error:") or " ERROR " in line]
-    is_right = process.returncode in (1, 2) and "Traceback" not in log and len(errors) == 1
-    return "" if is_right else f"with {limit} {given} it ended with {process.returncode} and {log[-600:]!r}"
 
 
 @contextlib.contextmanager
@@ -395,7 +301,7 @@ def server(folder: Path, **more: str) -> Iterator[Target]:
 
 
 ON_HTTP = (framing, lines, keys, bodies, texts, grammars, slow_clients, floods)
-ATTACKS = {attack.__name__: attack for attack in (*ON_HTTP, worker_socket, templates, model_folders, settings)}
+ATTACKS = {attack.__name__: attack for attack in (*ON_HTTP, templates)}
 
 
 def run(attack: Callable[[Target], Tries], target: Target, text: str) -> int:

@@ -1,4 +1,4 @@
-"""What attack.py sends: requests, keys, texts, grammars, templates and files that no good client and no good model has.
+"""What attack.py sends: requests, keys, texts and grammars that no good client sends, and chat templates that cost too much.
 
 Data only. Each name says what it is; nothing here knows how it is sent, or what a server should do with it.
 """
@@ -97,54 +97,16 @@ SCHEMAS = [
     {"type": "array", "minItems": 10**9}, {"multipleOf": 1e-300}, {"$defs": {"a": {"$ref": "#/$defs/a"}}, "$ref": "#/$defs/a"},
 ]
 
-# Chat templates that compute without end, take all memory, or look for Python's insides. `n` is 1: what has no variable in it
-# would be computed when the template is compiled, and with it every other one.
+# Chat templates that compute without end or take all memory. `n` is 1: what has no variable in it would be computed when the
+# template is compiled, and with it every other one.
 TEMPLATES = {
-    "lipsum": "{{ lipsum(n=10**9) }}",
     "range": "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
     "format": "{{ '%4000000000d' % n }}",
-    "center": "{{ 'a'.center(n * 4000000000) }}",
-    "ljust": "{{ 'a'.ljust(n * 4000000000) }}",
-    "zfill": "{{ 'a'.zfill(n * 4000000000) }}",
-    "tabs": "{{ ('\t' * n * 1000).expandtabs(10**7) }}",
     "power": "{{ 9 ** (n * 9 ** 9) }}",
     "replace": "{{ ('a' * n * 10**6).replace('a', 'b' * n * 10**5) }}",
     "join": "{{ ('a' * n * 10**6).join(['b'] * n * 10**6) }}",
-    "indent": "{{ ('a\n' * n * 10**6) | indent(10**6) }}",
     "sort": "{{ (([3, 1, 2] * n * 10**7) | sort) | length }}",
-    "batch": "{{ (range(9) | batch(10**9, 'a') | list) }}",
-    "slice": "{{ (range(9) | slice(10**9) | list) }}",
     "double": "{% set m = namespace(a='a' * n * 1000) %}{% for i in range(60) %}{% set m.a = m.a ~ m.a %}{% endfor %}{{ m.a }}",
     "list": "{{ [[0] * n * 10**9] * 10**9 }}",
     "recursion": "{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}",
-    "class": "{{ messages.__class__.__mro__[1].__subclasses__() }}",
-    "globals": "{{ cycler.__init__.__globals__.os.environ }}",
-    "attribute": "{{ (messages | attr('__class__')).mro() }}",
 }
-
-# Values of config.json.
-CONFIG = {
-    "eos_token_id": 10**30, "num_hidden_layers": 10**6, "hidden_size": 10**9, "vocab_size": -1, "num_attention_heads": 0,
-    "model_type": "../../x", "max_position_embeddings": "x", "intermediate_size": 1.5,
-}
-
-SETTINGS = {
-    "PORT": "99999999999", "MAX_BATCH_SIZE": "1e9", "STARTUP_TIMEOUT": "1e20", "CLIENT_TIMEOUT": "nan", "API_KEY": "a\nb",
-    "MODEL_ID": "/nowhere\nX: 1", "COMPUTE_TYPE": "a\r\nX: 1", "WEB_CONCURRENCY": "-1", "HOSTNAME": "nowhere.invalid",
-    "MAX_INPUT_TOKENS": "1_0", "TMPDIR": "/proc", "MODEL_CACHE": "/dev/null/x", "TOKENIZER_CONFIG_PATH": "/nowhere/x",
-}
-
-# Fields of the worker's messages (protocol.py), as a web process that was taken over could send them.
-_NAN, _HUGE = float("nan"), 2**63 - 1
-SAMPLINGS = [
-    *({"temperature": value} for value in (_NAN, -1.0, 0.0, 1e-320, 1e308)), {"top_k": -1}, {"top_k": _HUGE}, {"top_p": _NAN},
-    {"typical_p": -1.0}, {"min_p": _NAN}, {"repetition_penalty": 0.0}, {"frequency_penalty": _NAN}, {"logit_bias": [(_HUGE,
-    _NAN)]},
-    {"logit_bias": [(-1, 1.0)] * 100_000},
-]
-GENERATES = [
-    {"prompt": []}, {"prompt": [-1]}, {"prompt": [_HUGE]}, {"prompt": [1] * 200_000}, {"max_new_tokens": -1},
-    {"max_new_tokens": _HUGE},
-    {"top_n_tokens": -3}, {"top_n_tokens": _HUGE}, {"min_new_tokens": _HUGE}, {"grammar": "x" * 1_000_000}, {"sent_at": _NAN},
-]
-NO_MESSAGES = [b"", b"\xc1", b"\x80", b"\xdd\xff\xff\xff\xff", b"\x91" * 100_000, b"\x81\xa4type\xa6tokens"]

@@ -176,3 +176,18 @@ def test_the_files_and_names_of_code_that_a_document_names_are_there(document):
             assert re.search(rf"^\s*(async )?(def|class) {part}\b|^{part}( =|:)", source, flags=re.MULTILINE), f"{path}: {name}"
     if document.name == "architecture.md":
         assert [path for path in re.findall(r"`([\w/]+\.\w+)`", text) if not (HERE / path).exists()] == []
+
+
+def test_the_tables_of_replicas_are_what_the_simulation_and_the_published_figures_say(monkeypatch):
+    monkeypatch.syspath_prepend(HERE / "bench")
+    import replicas
+
+    operations = (HERE / "docs" / "operations.md").read_text()
+    times, _figure = replicas.published(replicas.MODEL, replicas.INSTANCE)
+    most = times.requests_per_s(replicas.TOKENS)
+    assert f"{most:.2f} requests/s or {most * replicas.TOKENS:.0f} tokens/s" in operations
+    of_times = f"prompts of 128 tokens {times.prompt_s * 1e3:g} ms, steps {times.step_s * 1e3:g} ms"
+    assert of_times in re.sub(r"\s+", " ", operations)
+    simulated = replicas.report_simulation(replicas.MODEL, replicas.INSTANCE, [2, 4], 0.8)
+    rows = [*(row for row in simulated if re.match(r"\| \d", row)), *replicas.report_costs()]
+    assert len(rows) > 10 and [row for row in rows if row not in operations] == []

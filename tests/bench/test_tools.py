@@ -1,0 +1,50 @@
+"""The tools that `make bench`, `make soak` and `make attack` run, once each and briefly. No test depends on speed."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+
+import pytest
+from processes import MODEL_CACHE
+
+from run import HERE
+
+pytestmark = pytest.mark.processes
+
+
+def output_of(*command):
+    """What a tool prints; it ends with exit code 0."""
+    environment = os.environ | {"MODEL_CACHE": str(MODEL_CACHE)}
+    done = subprocess.run([sys.executable, *command], cwd=HERE, env=environment, capture_output=True, text=True, timeout=170)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def test_bench_measures_the_server_on_simulated_devices_and_writes_a_page_that_needs_nothing_else(tmp_path):
+    output_of("bench/bench.py", "--smoke", "--out", str(tmp_path / "report"))
+    report = json.loads((tmp_path / "report.json").read_text())
+    page = (tmp_path / "report.html").read_text()
+    figures = {figure["name"]: figure for figure in report["figures"]}
+    efficiencies = [figure for name, figure in figures.items() if name.startswith("serving efficiency")]
+    assert len(efficiencies) == 2
+    assert all(0 < figure["max"] < 1.001 for figure in efficiencies), "more tokens than the device makes: measured wrongly"
+    for figure in figures.values():
+        assert figure["min"] <= figure["value"] <= figure["max"]
+        assert (figure["met"] is None) == (figure["target"] is None)
+    assert not re.search(r"<script|<link|<img|https?://|url\(|@import", page)
+    assert page.count("<tr") == 1 + len(figures)
+
+
+def test_a_short_soak_passes_and_has_seen_everything(tmp_path):
+    path = tmp_path / "report.json"
+    output_of("bench/soak.py", "--minutes", "0.07", "--seed", "1", "--json", str(path))
+    report = json.loads(path.read_text())
+    assert report["problems"] == report["wrong"] == []
+    assert report["kills"] >= 1 and report["texts_compared"] > 20 and report["cancelled"] > 0
+    assert {"429", "422", "400"} <= set(report["refused"])
+
+
+def test_an_attack_leaves_a_server_as_it_was():
+    assert output_of("bench/attack.py", "framing", "lines").endswith("Nothing went wrong.\n")
