@@ -66,12 +66,12 @@ class Programs:
     dtype: Literal["float32", "bfloat16", "float16"]
     prefill_buckets: Counts
     position_buckets: Counts
-    continuous_batching: bool
     quantize: Literal["int8"] | None
     sampling: Literal["host", "device"]
     compiler_version: str
     transformers_neuronx_version: str
     exporter: Literal["neuron-textgen"] = EXPORTER
+    continuous_batching: bool = True  # of every family; a part of older manifests and keys
     neuron_config: tuple[Option, ...] = ()  # further options of the library, NAME=VALUE
     # Tokens of a prompt that one program adds to a slot; 0: prompts run whole, as in older manifests.
     prefill_chunk: Annotated[int, msgspec.Meta(ge=0)] = 0
@@ -83,9 +83,7 @@ class Programs:
 
     @property
     def max_input_tokens(self) -> int:
-        """Without continuous batching the library runs what exceeds the largest prompt bucket token by token."""
-        longest = max(self.prefill_buckets) if self.continuous_batching else self.max_total_tokens
-        return min(longest, self.max_total_tokens - 1)
+        return min(max(self.prefill_buckets), self.max_total_tokens - 1)
 
 
 @dataclass(frozen=True)
@@ -143,10 +141,10 @@ class Artifact(NamedTuple):
         return cls(programs, None, *named)
 
 
-def with_optimum(config: Config, optimum: Optimum, batches: bool) -> Config:
-    """`config` with the values of optimum-neuron's folder for what was left open; one slot where the model does not batch."""
+def with_optimum(config: Config, optimum: Optimum) -> Config:
+    """`config` with the values of optimum-neuron's folder for what was left open."""
     values = {
-        "max_batch_size": optimum.batch_size if batches else 1,
+        "max_batch_size": optimum.batch_size,
         "max_total_tokens": optimum.sequence_length,
         "tp_degree": optimum.num_cores,
         "dtype": DTYPES[optimum.auto_cast_type],

@@ -51,10 +51,6 @@ def compile_model(config: Config, output: Path) -> None:
             "this machine has no Neuron device whose cores could be counted; give --tp-degree (TP_DEGREE)"
         )
     build = Build.decide(config, folder, manifest)
-    if not build.family.can_save:
-        raise ModelError(
-            f"the library cannot save compiled {manifest.model_type} models; serve them without compiling first"
-        )
     try:
         with tempfile.TemporaryDirectory() as work_dir, artifact.renamed_when_complete(output) as staging:
             failure = f"{config.model_name} cannot be compiled"

@@ -62,11 +62,9 @@ CHUNK_TOLERANCE = {"float32": 0.01, "bfloat16": 0.05, "float16": 0.05}
 
 @dataclass(frozen=True)
 class Family:
-    """How the library serves one model type. Those in `plan.ONE_SLOT` run one request at a time."""
+    """How the library serves one model type."""
 
     name: str  # of the library's class
-    has_prefill: bool = True  # else a prompt runs token by token
-    can_save: bool = True  # compiled programs can be saved and loaded
     options: dict[str, Any] = field(default_factory=dict)  # of NeuronConfig
 
 
@@ -77,10 +75,6 @@ FAMILIES = {
     "llama": LLAMA,
     "mistral": LLAMA,
     "mixtral": Family("MixtralForSampling"),
-    "gpt2": Family("GPT2ForSamplingWithContextBroadcasting"),
-    "opt": Family("OPTForSampling"),
-    "bloom": Family("BloomForSampling"),
-    "gpt_neox": Family("GPTNeoXForSampling", has_prefill=False, can_save=False),
 }
 
 DEVICE_ERROR = "nrt_|neuron runtime|neuron device|cores are held"  # an error that the compiler does not cause
@@ -129,9 +123,7 @@ class Build:
         check_values(legacy, shape.model_type)
         compiler = str(importlib.import_module("neuronxcc").__version__)
         if found and found.optimum:
-            config = artifact.with_optimum(
-                config, found.optimum, shape.model_type in plan.CONTINUOUS_BATCHING
-            )
+            config = artifact.with_optimum(config, found.optimum)
         if found and found.programs:
             programs = found.programs
             artifact.check_compiler(programs, compiler, config.model_name)
@@ -159,7 +151,6 @@ class Build:
                 dtype=dtype,
                 prefill_buckets=buckets(length, config.prefill_buckets, "--prefill-buckets"),
                 position_buckets=buckets(length, config.position_buckets, "--position-buckets"),
-                continuous_batching=shape.model_type in plan.CONTINUOUS_BATCHING,
                 quantize=config.quantize,
                 sampling=config.sampling or "host",
                 prefill_chunk=sizing.chunk,
@@ -225,10 +216,7 @@ class NeuronModel:
         self.vocab_size = build.legacy["vocab_size"]
         self.dtype, self.quantize = build.programs.dtype, build.programs.quantize
         self.sampling = build.programs.sampling
-        self._batches, self._position_buckets = (
-            build.programs.continuous_batching,
-            build.programs.position_buckets,
-        )
+        self._position_buckets = build.programs.position_buckets
         self._held: dict[int, list[int]] = {}  # slot → the tokens in its KV cache
         self._slot_sampling = [GREEDY] * build.programs.batch_size
         if not os.environ.get(
@@ -237,7 +225,7 @@ class NeuronModel:
             os.environ.setdefault("NEURON_RT_NUM_CORES", str(build.programs.tp_degree))
         if compiled := build.compiled():
             self._model = _loaded(build, work_dir, compiled)
-        elif build.family.can_save and (cache := Cache.here(config.compile_cache_size)):
+        elif cache := Cache.here(config.compile_cache_size):
             self._model, build = _cached(cache, build, work_dir, announce)
         else:  # only the compiler can look, at NEURON_COMPILE_CACHE_URL
             announce("compiling")
@@ -363,7 +351,7 @@ class NeuronModel:
             return self._continue(slot, held, begin if keep_all else end - 1, begin)
         first = held[:1] if keep_all else held
         ids, positions = [first], [range(len(first))]
-        if self._batches and len(first) == 1:  # would run as a decode step, which damages every other slot
+        if len(first) == 1:  # would run as a decode step, which damages every other slot
             ids, positions = [[*first, 0]], [[0, 0]]
         output = self._call(self._model, ids, positions, [slot])
         return torch.cat([output, self._continue(slot, held, 1, 1)]) if len(first) < len(held) else output
@@ -392,8 +380,6 @@ class NeuronModel:
         arrays = [
             torch.from_numpy(np.array(rows)) for rows in (ids, positions, slots)
         ]  # much faster than torch.tensor
-        if not self._batches:  # all rows share a position, and a prompt has none
-            arrays[1:] = None if len(ids[0]) > 1 else arrays[1][0], torch.zeros(1, dtype=torch.int64)
         try:
             return program(*arrays, **options)
         except Exception as error:
@@ -439,24 +425,15 @@ def make(build: Build, work_dir: Path) -> Any:
         options["on_device_generation"] = generation_config(
             [GREEDY] * programs.batch_size, build.legacy["vocab_size"]
         )
-    if programs.continuous_batching:
-        options["continuous_batching"] = library.ContinuousBatchingConfig(
-            batch_size_for_shared_caches=programs.batch_size
-        )
+    options["continuous_batching"] = library.ContinuousBatchingConfig(
+        batch_size_for_shared_caches=programs.batch_size
+    )
     if programs.quantize == "int8":
         options["quant"] = library.QuantizationConfig(quant_dtype="s8", dequant_dtype=AMP[programs.dtype])
     # A cast of bfloat16 logits to float32 would take the host longer than sampling from them.
     for name, value in (option.split("=") for option in programs.neuron_config):
         options[name] = value == "true" or (int(value) if value.isdigit() else value)
     options["cast_logits_dtype"] = programs.dtype if programs.dtype in LOGITS_DTYPES else "float32"
-    lengths = {
-        "n_positions": list(programs.position_buckets),
-        "context_length_estimate": list(programs.prefill_buckets),
-    }
-    if not programs.continuous_batching:  # such families take single numbers
-        lengths = {name: lengths[name][-1] for name in lengths}
-        if not family.has_prefill:
-            del lengths["context_length_estimate"]
     with reported_as(f"{build.config.model_name} cannot be built for Neuron", explain):
         model = getattr(library, family.name).from_pretrained(
             str(view),
@@ -464,10 +441,11 @@ def make(build: Build, work_dir: Path) -> Any:
             tp_degree=programs.tp_degree,
             amp=AMP[programs.dtype],
             neuron_config=library.NeuronConfig(**options, compilation_worker_count=build.compile_workers),
-            **lengths,
+            n_positions=list(programs.position_buckets),
+            context_length_estimate=list(programs.prefill_buckets),
         )
         expected, found = build.legacy.get("rope_theta"), getattr(model.config, "rope_theta", None)
-        if programs.continuous_batching and expected not in (None, found):
+        if expected not in (None, found):
             raise ModelError(
                 f"the library reads rope_theta {found} where config.json has {expected}; it needs transformers 4"
             )

@@ -30,29 +30,25 @@ from models.machine import GIB, Machine
 from run import ConfigError
 
 CORE_BYTES = 16 * GIB  # HBM of a NeuronCore-v2 (SDK@v2.25.0:general/arch/neuron-hardware/inf2-arch.rst:32-70)
-HEADROOM = (
-    0.8  # share of a core to fill; compiled code, scratch, logits and the runtime need the rest (an estimate)
-)
-MAX_BATCH_SIZE, MAX_LENGTH = 32, 4096  # defaults; larger values must be set explicitly
+# The share of a core to fill. Compiled code, scratch, logits and the runtime need the rest: an estimate.
+HEADROOM = 0.8
+# Defaults; larger values must be set explicitly.
+MAX_BATCH_SIZE = 32
+MAX_LENGTH = 4096
+PREFILL_CHUNK = 128  # tokens of a prompt between two decode steps, by default
 USEFUL_LENGTH = 2048  # of a slot: no machine with room for less is recommended
 COMPILER_BYTES = 8 * GIB  # host memory for each compiler process: an estimate, a large model takes several GB
-ON_DEVICE_EMBEDDING, SHARD_OVER_SEQUENCE = (
-    "on_device_embedding=true",
-    "shard_over_sequence=true",
-)  # of --neuron-config
-WHOLE_PROMPTS = (
-    SHARD_OVER_SEQUENCE,
-    "sequence_parallel_norm=true",
-)  # the program of prompt chunks is wrong with these
+# Values of --neuron-config that change the arithmetic here.
+ON_DEVICE_EMBEDDING = "on_device_embedding=true"
+SHARD_OVER_SEQUENCE = "shard_over_sequence=true"
+# The library's program of prompt chunks is wrong with these.
+WHOLE_PROMPTS = (SHARD_OVER_SEQUENCE, "sequence_parallel_norm=true")
 WIDTHS = {"float32": 4, "bfloat16": 2, "float16": 2}  # bytes
 
-CONTINUOUS_BATCHING = GATED = ("llama", "mistral", "mixtral")  # gated: three MLP matrices, RMSNorm, no biases
-LLAMA_LIKE = (
-    "llama",
-    "mistral",
-)  # the library's class for Llama: prompts in chunks, sampling on the device, its options
-PREFILL_CHUNK = 128  # tokens, by default
-ONE_SLOT = ("gpt2", "opt", "bloom", "gpt_neox")
+MODEL_TYPES = ("llama", "mistral", "mixtral")
+# The library's class for Llama serves these: prompts in chunks, sampling on the device, its options.
+LLAMA_LIKE = ("llama", "mistral")
+NOT_ANY_MORE = ("gpt2", "opt", "bloom", "gpt_neox")
 
 _DATA = json.loads(Path(__file__).with_name("plan.json").read_text(encoding="utf-8"))
 TP_DEGREES: dict[str, list[int]] = _DATA["tp_degrees"]  # by family
@@ -62,9 +58,8 @@ INSTANCES = {
 }
 PRICES = {row["name"]: row["dollars_per_hour"] for row in _ROWS}
 PUBLISHED_SHAPES: dict[str, dict[str, int]] = _DATA["shapes"]  # by model: the fields of its Shape
-Figure = namedtuple(
-    "Figure", _DATA["figure_columns"]
-)  # a published speed of another server: quoted, never scaled
+# A published speed of another server: quoted, never scaled.
+Figure = namedtuple("Figure", _DATA["figure_columns"])
 PUBLISHED = [Figure(*row) for row in _DATA["figures"]]
 
 
@@ -80,8 +75,7 @@ class Shape:
     intermediate: int  # of one expert
     vocab: int
     experts: int  # 0 for a dense model
-    window: int | None  # context length, where attention need not slide; None: unlimited
-    positions: int  # rows of a learned position table; 0 with rotary embeddings or ALiBi
+    window: int  # context length, where attention need not slide
     is_tied: bool  # the output matrix is the embedding table; Neuron keeps both
     dtype: str  # of the checkpoint
 
@@ -91,50 +85,44 @@ class Shape:
 
         Raises ConfigError for a family that is not served on Neuron, and for numbers that are missing or contradict.
         """
-        model_type = "llama" if data.get("model_type") == "code_llama" else data.get("model_type")
-        if model_type not in CONTINUOUS_BATCHING + ONE_SLOT:
-            families = ", ".join(CONTINUOUS_BATCHING + ONE_SLOT)
+        model_type = data.get("model_type")
+        if model_type == "code_llama":
+            model_type = "llama"
+        if model_type in NOT_ANY_MORE:
+            raise ConfigError(
+                f"{model_type} models are not served on Neuron any more; give a model of Llama's architecture, "
+                "or try --device cpu"
+            )
+        if model_type not in MODEL_TYPES:
+            families = ", ".join(MODEL_TYPES)
             raise ConfigError(f"model_type {model_type!r} is not served on Neuron; these are: {families}")
 
-        def number(*names: str, default: int | None = None) -> int:
-            value = next((data[name] for name in names if data.get(name) is not None), default)
+        def number(name: str, default: int | None = None) -> int:
+            value = default if data.get(name) is None else data[name]
             if type(value) is not int or value < 1:
-                raise ConfigError(
-                    f"config.json: {names[0]} is {value!r} and should be a positive whole number"
-                )
+                raise ConfigError(f"config.json: {name} is {value!r} and should be a positive whole number")
             return value
 
-        is_gated = model_type in GATED
-        hidden = number("hidden_size", "n_embd", "n_embed")
-        heads = number("num_attention_heads", "n_head")
-        window = number("max_position_embeddings", "n_positions", "seq_length", default=2048)
-        default = 4096 if model_type == "mistral" else None  # transformers'
-        if model_type in ("mistral", "mixtral") and data.get("sliding_window", default):
-            window = min(
-                window, number("sliding_window", default=default)
-            )  # the library's sliding attention is wrong
+        hidden = number("hidden_size")
+        heads = number("num_attention_heads")
+        window = number("max_position_embeddings", default=2048)
+        default_window = 4096 if model_type == "mistral" else None  # transformers'
+        if model_type != "llama" and data.get("sliding_window", default_window):
+            # The library's sliding attention is wrong.
+            window = min(window, number("sliding_window", default=default_window))
         shape = cls(
             model_type=model_type,
-            layers=number("num_hidden_layers", "n_layer"),
+            layers=number("num_hidden_layers"),
             hidden=hidden,
             heads=heads,
-            # transformers' default: 8 for Mistral and Mixtral, else as many as heads
-            kv_heads=number("num_key_value_heads", default=heads if model_type == "llama" else 8)
-            if is_gated
-            else heads,
-            intermediate=number(
-                "intermediate_size", "ffn_dim", "n_inner", default=None if is_gated else 4 * hidden
-            ),
+            # transformers' defaults
+            kv_heads=number("num_key_value_heads", default=heads if model_type == "llama" else 8),
+            intermediate=number("intermediate_size"),
             vocab=number("vocab_size"),
             experts=number("num_local_experts", default=8) if model_type == "mixtral" else 0,
-            window=None
-            if model_type == "bloom" and not data.get("seq_length")
-            else window,  # ALiBi has no limit of its own
-            positions={"gpt2": window, "opt": window + 2}.get(model_type, 0),
-            is_tied=bool(data.get("tie_word_embeddings", model_type in ("gpt2", "opt", "bloom"))),
-            dtype=DTYPES.get(
-                str(data.get("dtype") or data.get("torch_dtype")), "float32"
-            ),  # transformers' default
+            window=window,
+            is_tied=bool(data.get("tie_word_embeddings", False)),
+            dtype=DTYPES.get(str(data.get("dtype") or data.get("torch_dtype")), "float32"),
         )
         if hidden % heads or heads % shape.kv_heads:
             sizes = f"hidden_size {hidden}, {heads} attention heads and {shape.kv_heads} key-value heads"
@@ -146,7 +134,7 @@ class Shape:
 
     def check_length(self, length: int | None) -> None:
         """Raises ConfigError for a length of a slot that the model cannot attend over."""
-        if length and self.window and length > self.window:
+        if length and length > self.window:
             setting = f"--max-total-tokens {length} (MAX_TOTAL_TOKENS)"
             raise ConfigError(
                 f"{setting} is more than the {self.window} positions over which this model attends on Neuron"
@@ -161,23 +149,15 @@ class Shape:
         return self.hidden // self.heads
 
     @property
-    def default_slots(self) -> int:
-        """The largest batch size that is chosen by default."""
-        return 1 if self.model_type in ONE_SLOT else MAX_BATCH_SIZE
-
-    @property
     def parameters(self) -> int:
-        tables = self.hidden * (self.vocab * (1 if self.is_tied else 2) + self.positions)
-        return (
-            self.layers * (self.matrix_parameters(tp_degree=1) + self.vector_parameters)
-            + tables
-            + self.norm_parameters
-        )
+        layer = self.matrix_parameters(tp_degree=1) + self.vector_parameters
+        tables = self.vocab * (1 if self.is_tied else 2)
+        return self.layers * layer + self.hidden * (tables + 1)  # 1: the last norm
 
     @property
     def host_bytes(self) -> int:
         """Host memory during loading: the checkpoint, and the embedding tables in float32 (T/llama/model.py:280-286)."""
-        return self.parameters * WIDTHS[self.dtype] + 4 * self.hidden * (self.vocab + self.positions)
+        return self.parameters * WIDTHS[self.dtype] + 4 * self.hidden * self.vocab
 
     def memory_warning(self, machine: Machine) -> str | None:
         """One line where the machine's host memory looks too small to load the model, or to compile it."""
@@ -190,23 +170,13 @@ class Shape:
     def matrix_parameters(self, tp_degree: int) -> int:
         """Of one layer's attention and MLP matrices on all cores together, padded for `tp_degree`."""
         attention = 2 * self.head_dim * sum(padded_heads(self.heads, self.kv_heads, tp_degree))
-        mlp = (3 if self.model_type in GATED else 2) * _round_up(
-            self.intermediate * max(1, self.experts), tp_degree
-        )
+        mlp = 3 * _round_up(self.intermediate * max(1, self.experts), tp_degree)
         return self.hidden * (attention + mlp)
 
     @property
     def vector_parameters(self) -> int:
-        """Norms, biases and the router of one layer: few, and copied to every core."""
-        return (
-            self.hidden * (2 + self.experts)
-            if self.model_type in GATED
-            else 9 * self.hidden + self.intermediate
-        )
-
-    @property
-    def norm_parameters(self) -> int:
-        return self.hidden * {"bloom": 4}.get(self.model_type, 1 if self.model_type in GATED else 2)
+        """Norms and the router of one layer: few, and copied to every core."""
+        return self.hidden * (2 + self.experts)
 
 
 def padded_heads(heads: int, kv_heads: int, tp_degree: int) -> tuple[int, int]:
@@ -254,26 +224,29 @@ class Sizing:
         return WIDTHS[self.shape.served_in(self.dtype)]
 
     @property
+    def _vocab(self) -> int:
+        """The part of the vocabulary that one core has, of the output matrix as of the logits."""
+        return _round_up(self.shape.vocab, self.tp_degree) // self.tp_degree
+
+    @property
     def weights_bytes(self) -> int:
         """Matrices / tp_degree with padded heads, plus what every core repeats. The embedding table is usually on the host."""
-        shape, tp_degree, width = self.shape, self.tp_degree, self._width
-        matrices = shape.matrix_parameters(tp_degree) // tp_degree
+        shape = self.shape
+        width = self._width
+        matrices = shape.matrix_parameters(self.tp_degree) // self.tp_degree
         layer = matrices * (1 if self.quantize else width) + shape.vector_parameters * width
-        table, tables = (
-            _round_up(shape.vocab, tp_degree) // tp_degree,
-            2 if ON_DEVICE_EMBEDDING in self.neuron_config else 1,
-        )
-        return shape.layers * layer + (shape.hidden * table * tables + shape.norm_parameters) * width
+        tables = 2 if ON_DEVICE_EMBEDDING in self.neuron_config else 1
+        return shape.layers * layer + shape.hidden * (tables * self._vocab + 1) * width
 
     @property
     def kv_bytes(self) -> int:
-        heads, positions = (
-            padded_heads(self.shape.heads, self.shape.kv_heads, self.tp_degree)[1] // self.tp_degree,
-            self.length,
-        )
+        shape = self.shape
+        _padded, cached = padded_heads(shape.heads, shape.kv_heads, self.tp_degree)
+        positions = self.length
         if SHARD_OVER_SEQUENCE in self.neuron_config:  # T/llama/model.py:41-56, T/decoder.py:1794-1807
-            positions = (positions + 128) // max(1, self.tp_degree // self.shape.kv_heads)
-        return 2 * self.shape.layers * positions * self.batch_size * heads * self.shape.head_dim * self._width
+            positions = (positions + 128) // max(1, self.tp_degree // shape.kv_heads)
+        heads = cached // self.tp_degree
+        return 2 * shape.layers * positions * self.batch_size * heads * shape.head_dim * self._width
 
     @property
     def total_bytes(self) -> int:
@@ -282,7 +255,7 @@ class Sizing:
     @property
     def chunk_bytes(self) -> int:
         """The logits after each token of a chunk."""
-        return self.chunk * _round_up(self.shape.vocab, self.tp_degree) // self.tp_degree * self._width
+        return self.chunk * self._vocab * self._width
 
     @property
     def fits(self) -> bool:
@@ -291,33 +264,27 @@ class Sizing:
     @property
     def unsupported(self) -> str | None:
         """Why the library cannot run this, whatever the memory, and what would work; None: it can."""
-        shape, tp_degree, experts, kv_heads = (
-            self.shape,
-            self.tp_degree,
-            self.shape.experts,
-            self.shape.kv_heads,
-        )
-        if self.batch_size > 1 and shape.model_type in ONE_SLOT:
-            setting = f"--max-batch-size {self.batch_size} (MAX_BATCH_SIZE)"
-            return f"{setting}: {shape.model_type} models run one request at a time on Neuron; give 1"
-        if shape.model_type == "gpt_neox" and self.quantize:  # T/gptneox/model.py
-            return "--quantize int8: gpt_neox cannot be quantized on Neuron; none would work"
-        if shape.model_type == "gpt_neox" and shape.heads % tp_degree:
-            degrees = [
-                degree for degree in allowed_tp_degrees(None, shape.heads) if shape.heads % degree == 0
-            ]
-            return f"tp_degree {tp_degree} does not divide the {shape.heads} heads; {', '.join(map(str, degrees))} would"
+        tp_degree = self.tp_degree
+        heads = self.shape.heads
+        kv_heads = self.shape.kv_heads
+        experts = self.shape.experts
+        columns = self.shape.intermediate
         if SHARD_OVER_SEQUENCE in self.neuron_config and (
-            kv_heads in (shape.heads, tp_degree) or tp_degree % kv_heads
+            kv_heads in (heads, tp_degree) or tp_degree % kv_heads
         ):
-            rule = f"needs more heads than its {kv_heads} key-value heads, and a tp_degree of two or more times {kv_heads}"
-            return f"--neuron-config {SHARD_OVER_SEQUENCE} (NEURON_CONFIG) {rule}; not {shape.heads} and {tp_degree}"
+            return (
+                f"--neuron-config {SHARD_OVER_SEQUENCE} (NEURON_CONFIG) needs more heads than its {kv_heads} "
+                f"key-value heads, and a tp_degree of two or more times {kv_heads}; not {heads} and {tp_degree}"
+            )
         if experts and experts % tp_degree and tp_degree % experts:  # T/mixtral/config.py:61
             return f"tp_degree {tp_degree} and {experts} experts: one has to divide the other; {experts} would work"
-        # The library pads the columns of all experts as one matrix: a remainder would shift them to the next expert's cores.
-        if experts and tp_degree > experts and shape.intermediate % (tp_degree // experts):
-            sizes = f"{tp_degree // experts} cores, which does not divide its {shape.intermediate} columns"
-            return f"tp_degree {tp_degree} spreads each expert over {sizes}; {experts} would work"
+        # The library pads the columns of all experts as one matrix: a remainder would shift them to the next
+        # expert's cores.
+        if experts and tp_degree > experts and columns % (tp_degree // experts):
+            return (
+                f"tp_degree {tp_degree} spreads each expert over {tp_degree // experts} cores, which does not "
+                f"divide its {columns} columns; {experts} would work"
+            )
         return None
 
     def reason(self, degrees: Sequence[int]) -> str | None:
@@ -326,20 +293,23 @@ class Sizing:
         if self.unsupported or self.fits:
             return self.unsupported
         free = HEADROOM * CORE_BYTES - self.weights_bytes - self.chunk_bytes
-        slots, length = (int(free * count // self.kv_bytes) for count in (self.batch_size, self.length))
+        slots = int(free * self.batch_size // self.kv_bytes)
+        length = int(free * self.length // self.kv_bytes)
         larger = [degree for degree in allowed_tp_degrees(None, 32) if degree > self.tp_degree]
         fitting = [degree for degree in larger if replace(self, tp_degree=degree).fits]
         here = [f"--tp-degree {degree}" for degree in fitting if degree in degrees]
         elsewhere = [f"a larger instance with --tp-degree {degree}" for degree in fitting]
-        options = [f"--max-batch-size {slots}"] * (slots > 0)
-        options += [f"--max-total-tokens {length // 128 * 128}"] * (length >= 128)
+        options = []
+        if slots > 0:
+            options.append(f"--max-batch-size {slots}")
+        if length >= 128:
+            options.append(f"--max-total-tokens {length // 128 * 128}")
         options += (here or elsewhere)[:1]
-        options += ["--quantize int8"] * (not self.quantize and replace(self, quantize="int8").fits)
-        advice = (
-            f"{', or '.join(options)} would fit"
-            if options
-            else "no machine that is known here is large enough"
-        )
+        if not self.quantize and replace(self, quantize="int8").fits:
+            options.append("--quantize int8")
+        advice = "no machine that is known here is large enough"
+        if options:
+            advice = f"{', or '.join(options)} would fit"
         return f"{self}, and at most {HEADROOM:.0%} can be filled; {advice}"
 
     def __str__(self) -> str:
@@ -363,30 +333,19 @@ def choose(shape: Shape, machine: Machine, config: Config) -> Sizing:
     """
     chunk = _prefill_chunk(shape, config)
     shape.check_length(config.max_total_tokens)
-    cores, degree = machine.cores, config.tp_degree
-    degrees = allowed_tp_degrees(machine.family, cores)
-    # Inferentia2's collectives take any even number (collective-communication.rst:79-127), but only these are known to load.
-    is_even_inf2 = machine.family == "inf2" and degree and degree % 2 == 0 and degree <= cores
-    if degree and degree not in degrees and not is_even_inf2:
-        family, known = f" of {machine.family}" if machine.family else "", ", ".join(map(str, degrees))
-        raise ConfigError(
-            f"tp_degree {degree} is not possible with {cores} cores{family}; {known} would work"
-        )
-    longest = min(shape.window or MAX_LENGTH, MAX_LENGTH, config.max_batch_total_tokens or MAX_LENGTH)
+    degrees = _tp_degrees(machine, config)
+    longest = min(shape.window, MAX_LENGTH, config.max_batch_total_tokens or MAX_LENGTH)
     lengths = [longest >> n for n in range(16) if n == 0 or longest >> n >= 128]
-    batch_sizes = [1 << n for n in range(shape.default_slots.bit_length())]
+    batch_sizes = [1 << n for n in range(MAX_BATCH_SIZE.bit_length())]
+    options = {
+        "dtype": config.dtype,
+        "quantize": config.quantize,
+        "neuron_config": config.neuron_config or (),
+        "prefill_chunk": chunk,
+    }
     sizings = [
-        Sizing(
-            shape,
-            tp_degree,
-            batch_size,
-            length,
-            config.dtype,
-            config.quantize,
-            config.neuron_config or (),
-            chunk,
-        )
-        for tp_degree in ([degree] if degree else degrees)
+        Sizing(shape, tp_degree, batch_size, length, **options)
+        for tp_degree in ([config.tp_degree] if config.tp_degree else degrees)
         for length in ([config.max_total_tokens] if config.max_total_tokens else lengths)
         for batch_size in sorted({config.slots(length, slots) for slots in batch_sizes})
     ]
@@ -396,8 +355,25 @@ def choose(shape: Shape, machine: Machine, config: Config) -> Sizing:
     working = [sizing for sizing in possible if sizing.fits]
     if not working:
         nearest = min(possible, key=lambda sizing: (sizing.batch_size, sizing.total_bytes))
-        raise ConfigError(f"the model does not fit on {cores} cores: {nearest.reason(degrees)}")
+        raise ConfigError(f"the model does not fit on {machine.cores} cores: {nearest.reason(degrees)}")
     return max(working, key=lambda sizing: (sizing.length, sizing.batch_size, -sizing.total_bytes))
+
+
+def _tp_degrees(machine: Machine, config: Config) -> list[int]:
+    """Those that a machine has. Raises ConfigError for a configured one that it does not have."""
+    degrees = allowed_tp_degrees(machine.family, machine.cores)
+    degree = config.tp_degree
+    if not degree or degree in degrees:
+        return degrees
+    # Inferentia2's collectives take any even number (collective-communication.rst:79-127), but only the others are
+    # known to load.
+    if machine.family == "inf2" and degree % 2 == 0 and degree <= machine.cores:
+        return degrees
+    family = f" of {machine.family}" if machine.family else ""
+    known = ", ".join(map(str, degrees))
+    raise ConfigError(
+        f"tp_degree {degree} is not possible with {machine.cores} cores{family}; {known} would work"
+    )
 
 
 def _prefill_chunk(shape: Shape, config: Config) -> int:
@@ -406,47 +382,51 @@ def _prefill_chunk(shape: Shape, config: Config) -> int:
         raise ConfigError(
             f"--quantize {config.quantize} (QUANTIZE) is not supported on Neuron; give int8 or none"
         )
-    options, chunk = config.neuron_config or (), config.prefill_chunk
+    options = config.neuron_config or ()
+    chunk = config.prefill_chunk
+    setting = f"--prefill-chunk {chunk} (PREFILL_CHUNK)"
     of_llama = [
-        (chunk, f"--prefill-chunk {chunk} (PREFILL_CHUNK)", "give 0"),
+        (chunk, setting, "give 0"),
         (config.sampling == "device", "--sampling device (SAMPLING)", "give host"),
         (options, f"--neuron-config {','.join(options)} (NEURON_CONFIG)", "leave it out"),
     ]
-    for is_given, setting, remedy in of_llama:
-        if is_given and shape.model_type not in LLAMA_LIKE:
-            raise ConfigError(f"{setting} is not supported for {shape.model_type} models on Neuron; {remedy}")
+    is_like_llama = shape.model_type in LLAMA_LIKE
+    for is_given, flag, remedy in of_llama:
+        if is_given and not is_like_llama:
+            raise ConfigError(f"{flag} is not supported for {shape.model_type} models on Neuron; {remedy}")
     whole = [option for option in options if option in WHOLE_PROMPTS]
     if chunk and whole:
-        setting = f"--prefill-chunk {chunk} (PREFILL_CHUNK)"
         raise ConfigError(
             f"{setting} is not supported with --neuron-config {whole[0]} (NEURON_CONFIG) on Neuron; give 0"
         )
-    default = PREFILL_CHUNK if shape.model_type in LLAMA_LIKE and not whole else 0
-    return default if chunk is None else chunk
+    if chunk is not None:
+        return chunk
+    return PREFILL_CHUNK if is_like_llama and not whole else 0
 
 
 def published(sizing: Sizing, config: Config, instance: str) -> list[Figure]:
     """The published figures for models of exactly this size on an instance; there are none in float32."""
-    shape, degree = sizing.shape, sizing.tp_degree
+    shape = sizing.shape
     if shape.experts or shape.served_in(config.dtype) == "float32":
         return []
     models = [model for model, sizes in PUBLISHED_SHAPES.items() if sizes.items() <= asdict(shape).items()]
-    rows = [
+    return [
         row
         for row in PUBLISHED
-        if row.model in models and (row.quantize, row.instance) == (config.quantize, instance)
-    ]
-    return [
-        row for row in rows if row.tp_degree in (None, degree) or (row.replicas > 1 and not config.tp_degree)
+        if row.model in models
+        and (row.quantize, row.instance) == (config.quantize, instance)
+        and (row.tp_degree in (None, sizing.tp_degree) or (row.replicas > 1 and not config.tp_degree))
     ]
 
 
 def report(name: str, shape: Shape, machines: Sequence[Machine], config: Config) -> Iterator[str]:
     """The lines that `plan` prints, of any length."""
-    served = shape.served_in(config.dtype) + (f", its layers in {config.quantize}" if config.quantize else "")
+    served = shape.served_in(config.dtype)
+    if config.quantize:
+        served += f", its layers in {config.quantize}"
     yield f"{name} ({shape.model_type}): {shape.parameters:,} parameters in {shape.dtype}, {shape.layers} layers"
-    yield f"served in {served}; window: {shape.window or 'unlimited'}; host memory to load it: {shape.host_bytes / GIB:.1f} GiB"
-    useful = min(USEFUL_LENGTH, shape.window or USEFUL_LENGTH, config.max_total_tokens or USEFUL_LENGTH)
+    yield f"served in {served}; window: {shape.window}; host memory to load it: {shape.host_bytes / GIB:.1f} GiB"
+    useful = min(USEFUL_LENGTH, shape.window, config.max_total_tokens or USEFUL_LENGTH)
     recommended: list[tuple[int, float, str]] = []  # longest first, then cheapest
     for machine in machines:
         price = PRICES[machine.instance]
@@ -457,33 +437,41 @@ def report(name: str, shape: Shape, machines: Sequence[Machine], config: Config)
         except ConfigError as error:
             yield f"  {error}"
             continue
-        yield f"  {sizing}"
-        if warning := shape.memory_warning(machine):
-            yield f"  {warning}"
+        yield from _report_machine(sizing, machine, config)
         if sizing.length >= useful and shape.host_bytes <= machine.host_bytes:
             recommended.append((-sizing.length, price, machine.instance))
-        largest, slots = [], range(1, (config.max_batch_size or shape.default_slots) + 1)
-        for length in [n for n in (1024, 2048, 4096, 8192, 16384) if n <= (shape.window or n)] or [
-            shape.window
-        ]:
-            fitting = [n for n in slots if replace(sizing, batch_size=n, length=length).fits]
-            largest.append(f"{max(fitting, default='none')} for {length}")
-        yield f"  largest batch size (up to {slots[-1]}) by length: {', '.join(largest)}"
-        figures = sorted(published(sizing, config, machine.instance), key=lambda row: row.tokens_per_s)
-        for row in figures:
-            yield from _lines(row)
-        replicas = figures[-1].replicas if figures else 1
-        if (
-            replicas > 1 and (each := replace(sizing, tp_degree=figures[-1].tp_degree)).fits
-        ):  # more tokens for the same dollars
-            yield f"  recommended here, by these figures: {replicas} replicas, each with {each}"
     yield ""
     if len(machines) > 1:
-        longest, _price, instance = min(recommended, default=(0, 0, None))
-        none = f"none, as no machine has room for a length of {useful}"
-        yield f"Recommended: {f'{instance}, the cheapest for length {-longest}' if instance else none}."
+        answer = f"none, as no machine has room for a length of {useful}"
+        if recommended:
+            longest, _price, instance = min(recommended)
+            answer = f"{instance}, the cheapest for length {-longest}"
+        yield f"Recommended: {answer}."
         yield ""
     yield from _DATA["notes"]
+
+
+def _report_machine(sizing: Sizing, machine: Machine, config: Config) -> Iterator[str]:
+    shape = sizing.shape
+    yield f"  {sizing}"
+    if warning := shape.memory_warning(machine):
+        yield f"  {warning}"
+    slots = range(1, (config.max_batch_size or MAX_BATCH_SIZE) + 1)
+    lengths = [length for length in (1024, 2048, 4096, 8192, 16384) if length <= shape.window]
+    largest = []
+    for length in lengths or [shape.window]:
+        fitting = [n for n in slots if replace(sizing, batch_size=n, length=length).fits]
+        largest.append(f"{max(fitting, default='none')} for {length}")
+    yield f"  largest batch size (up to {slots[-1]}) by length: {', '.join(largest)}"
+    figures = sorted(published(sizing, config, machine.instance), key=lambda row: row.tokens_per_s)
+    for row in figures:
+        yield from _lines(row)
+    if not figures or figures[-1].replicas == 1:
+        return
+    best = figures[-1]
+    each = replace(sizing, tp_degree=best.tp_degree)
+    if each.fits:  # more tokens for the same dollars
+        yield f"  recommended here, by these figures: {best.replicas} replicas, each with {each}"
 
 
 def _lines(row: Figure) -> Iterator[str]:

@@ -22,7 +22,6 @@ PROGRAMS = Programs(
     dtype="bfloat16",
     prefill_buckets=(128, 512),
     position_buckets=(128, 512, 1024),
-    continuous_batching=True,
     quantize=None,
     sampling="host",
     compiler_version="2.20.9961.0",
@@ -62,7 +61,6 @@ def refusal(call, *arguments):
         dtype=st.sampled_from(["float32", "float16", "bfloat16"]),
         prefill_buckets=counts,
         position_buckets=counts,
-        continuous_batching=st.booleans(),
         quantize=st.sampled_from([None, "int8"]),
         sampling=st.sampled_from(["host", "device"]),
         compiler_version=st.text(min_size=1),
@@ -79,7 +77,7 @@ def test_a_folder_of_optimum_neuron_gives_its_values_and_its_checkpoint(tmp_path
     caplog.set_level("INFO")
     found = Artifact.read(folder_with(tmp_path, OPTIMUM))
     assert (found.programs, found.checkpoint_id, found.checkpoint_revision) == (None, "meta/llama", "abc")
-    config = with_optimum(Config(model_id="/x"), found.optimum, batches=True)
+    config = with_optimum(Config(model_id="/x"), found.optimum)
     assert (config.max_batch_size, config.max_total_tokens, config.tp_degree, config.dtype) == (4, 1000, 2, "bfloat16")
     assert caplog.messages == [
         "The programs of optimum-neuron cannot be loaded; /x is compiled with its values: --max-batch-size 4 (MAX_BATCH_SIZE), "
@@ -90,8 +88,7 @@ def test_a_folder_of_optimum_neuron_gives_its_values_and_its_checkpoint(tmp_path
 def test_settings_come_before_the_values_of_optimum_neuron(tmp_path):
     given = {"max_batch_size": 2, "max_total_tokens": 64, "tp_degree": 8, "dtype": "float32"}
     optimum = Artifact.read(folder_with(tmp_path, OPTIMUM)).optimum
-    assert with_optimum(Config(model_id="/x", **given), optimum, batches=True) == Config(model_id="/x", **given)
-    assert with_optimum(Config(model_id="/x"), optimum, batches=False).max_batch_size == 1
+    assert with_optimum(Config(model_id="/x", **given), optimum) == Config(model_id="/x", **given)
 
 
 def test_a_plain_checkpoint_is_not_a_compiled_model(tmp_path):

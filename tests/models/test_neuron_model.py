@@ -55,10 +55,6 @@ FAMILIES = {
     "llama": LLAMA,
     "mistral": LLAMA | {"model_type": "mistral", "sliding_window": None},
     "mixtral": LLAMA | {"model_type": "mixtral", "num_local_experts": 4},
-    "gpt2": {"model_type": "gpt2", "vocab_size": VOCABULARY, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64},
-    "opt": LLAMA | {"model_type": "opt", "ffn_dim": 64},
-    "bloom": {"model_type": "bloom", "vocab_size": VOCABULARY, "hidden_size": 32, "n_layer": 2, "n_head": 4},
-    "gpt_neox": LLAMA | {"model_type": "gpt_neox"},
 }
 BATCHING = ["llama", "mistral", "mixtral"]
 
@@ -202,21 +198,6 @@ def test_the_text_is_the_same_across_the_borders_of_buckets(tmp_path, length):
     assert batch.leave(1) == alone(range(1, length + 1), WINDOW)
     text = batch.leave(0)
     assert text == alone([3, 4], len(text))
-
-
-@pytest.mark.parametrize("family", sorted(set(FAMILIES) - set(BATCHING)))
-def test_families_without_continuous_batching_run_one_request_at_a_time(tmp_path, family):
-    model = load(tmp_path, FAMILIES[family])
-    assert model.batch_size == 1
-    for prompt in ([5, 6, 7], [8]):
-        batch = Batch(model)
-        batch.join(0, prompt)
-        for _ in range(5):
-            batch.step()
-        assert batch.leave(0) == alone(prompt, len(prompt) + 6)
-    assert f"{family} models run one request at a time on Neuron; give 1" in refusal(
-        tmp_path, FAMILIES[family], max_batch_size=2
-    )
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -415,6 +396,7 @@ def test_a_scaled_rotary_base_keeps_its_scaling():
     ("config", "settings", "reason"),
     [
         ({"model_type": "qwen2"}, {}, "model_type 'qwen2' is not served on Neuron; these are: llama, mistral"),
+        ({"model_type": "gpt2"}, {}, "gpt2 models are not served on Neuron any more"),
         ({"head_dim": 16}, {}, "head_dim 16 is not served on Neuron"),
         ({"attention_bias": True}, {}, "attention_bias is True and transformers-neuronx computes False"),
         (
@@ -558,11 +540,6 @@ def test_a_model_that_does_not_fit_is_refused_before_a_weight_is_read(tmp_path, 
         serve(tmp_path / "large")
 
 
-def test_a_bloom_is_served_up_to_the_length_of_its_training(tmp_path):
-    model = load(tmp_path, FAMILIES["bloom"] | {"seq_length": 64}, max_total_tokens=None, max_input_tokens=None)
-    assert model.max_total_tokens == 64
-
-
 def test_a_sliding_window_limits_the_length_that_is_chosen(tmp_path):
     model = load(tmp_path, FAMILIES["mistral"] | {"sliding_window": 20}, max_total_tokens=None, max_input_tokens=None)
     assert model.max_total_tokens == 20
@@ -701,7 +678,7 @@ def optimum(tmp_path, config=LLAMA, **section):
     return folder
 
 
-@pytest.mark.parametrize(("family", "slots"), [("llama", 4), ("mixtral", 4), ("gpt2", 1)])
+@pytest.mark.parametrize(("family", "slots"), [("llama", 4), ("mixtral", 4)])
 def test_a_folder_of_optimum_neuron_is_compiled_with_its_values_once(tmp_path, caplog, family, slots):
     caplog.set_level("INFO")
     folder = optimum(tmp_path, FAMILIES[family])

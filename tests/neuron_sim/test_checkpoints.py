@@ -24,27 +24,19 @@ from run import ConfigError
 PROMPT = [3, 100, 7, *[(5 * n) % 250 + 2 for n in range(30)]]
 WINDOW = 48
 GATED = SMALL | {"num_key_value_heads": 2}
-SMALL_OPT = {"vocab_size": VOCABULARY, "hidden_size": 64, "ffn_dim": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
-SMALL_GPT2 = {"vocab_size": VOCABULARY, "initializer_range": 0.3, "n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 128}
-SMALL_BLOOM = {"vocab_size": VOCABULARY, "initializer_range": 0.3, "hidden_size": 64, "n_layer": 2, "n_head": 4}
 FAMILIES = {
     "llama": (transformers.LlamaConfig, GATED),
     "mistral": (transformers.MistralConfig, GATED | {"sliding_window": None}),
     "mixtral": (transformers.MixtralConfig, GATED | {"num_local_experts": 4}),
-    "gpt2": (transformers.GPT2Config, SMALL_GPT2),
-    "opt": (transformers.OPTConfig, SMALL_OPT | {"word_embed_proj_dim": 64, "init_std": 0.3, "max_position_embeddings": 256}),
-    "bloom": (transformers.BloomConfig, SMALL_BLOOM),
-    "gpt_neox": (transformers.GPTNeoXConfig, SMALL),
 }
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 LLAMA3 |= {"original_max_position_embeddings": 64}
 
 
 def made(family, folder, **changes):
-    """A random model with these values, all its biases different from zero, in transformers' own attention: the faster one
-    ignores the scale of GPT-2's."""
+    """A random model with these values, all its biases different from zero."""
     config_class, values = FAMILIES[family]
-    found = Reference(config_class(**values | changes, attn_implementation="eager"), folder)
+    found = Reference(config_class(**values | changes), folder)
     with torch.no_grad():
         for name, parameter in found.model.named_parameters():
             if name.endswith("bias"):
@@ -70,21 +62,6 @@ def error(model, expected):
         ("mistral", "hidden_act", "gelu"),
         ("mixtral", "hidden_act", "gelu"),
         ("mixtral", "rope_scaling", LLAMA3),
-        ("gpt2", "activation_function", "relu"),
-        ("gpt2", "layer_norm_epsilon", 0.1),
-        ("gpt2", "scale_attn_weights", False),
-        ("gpt2", "scale_attn_by_inverse_layer_idx", True),
-        ("opt", "activation_function", "gelu"),
-        ("opt", "do_layer_norm_before", False),
-        ("opt", "_remove_final_layer_norm", True),
-        ("opt", "enable_bias", False),
-        ("opt", "word_embed_proj_dim", 32),
-        ("bloom", "layer_norm_epsilon", 0.1),
-        ("bloom", "apply_residual_connection_post_layernorm", True),
-        ("gpt_neox", "hidden_act", "relu"),
-        ("gpt_neox", "layer_norm_eps", 0.1),
-        ("gpt_neox", "use_parallel_residual", False),
-        ("gpt_neox", "attention_bias", False),
     ],
 )
 def test_a_value_is_refused_that_the_library_computes_otherwise_or_not_at_all(tmp_path, monkeypatch, family, field, value):
@@ -108,14 +85,6 @@ def test_a_value_is_refused_that_the_library_computes_otherwise_or_not_at_all(tm
         ("mistral", {"rope_theta": 500000.0}),
         ("mixtral", {"num_experts_per_tok": 3}),
         ("mixtral", {"sliding_window": WINDOW}),
-        ("gpt2", {"n_inner": 96}),
-        ("gpt2", {"activation_function": "gelu"}),
-        ("opt", {}),
-        ("opt", {"activation_function": "gelu_new"}),
-        ("opt", {"activation_function": "silu"}),
-        ("bloom", {"hidden_size": 96, "n_head": 6}),
-        ("gpt_neox", {}),
-        ("gpt_neox", {"rotary_pct": 1.0, "rotary_emb_base": 500000, "hidden_act": "gelu_fast"}),
     ],
     ids=str,
 )
@@ -127,16 +96,6 @@ def test_other_values_have_the_logits_of_transformers(tmp_path, family, values):
 def test_mixtral_is_refused_beyond_its_sliding_window(tmp_path):
     with pytest.raises(ConfigError, match=r"48 \(MAX_TOTAL_TOKENS\) is more than the 32 positions over which"):
         serve(made("mixtral", tmp_path / "model", sliding_window=32), tmp_path)
-
-
-def test_gpt_neox_in_the_form_of_transformers_5_keeps_its_rotary_dimensions_and_base(tmp_path):
-    expected = made("gpt_neox", tmp_path / "model", rotary_pct=1.0, rotary_emb_base=500000)
-    source = tmp_path / "model" / "config.json"
-    saved = json.loads(source.read_text())
-    saved["rope_parameters"] = {"rope_theta": saved.pop("rotary_emb_base"), "rope_type": "default"}
-    saved["rope_parameters"]["partial_rotary_factor"] = saved.pop("rotary_pct")
-    source.write_text(json.dumps({name: value for name, value in saved.items() if name not in ("rope_theta", "rope_scaling")}))
-    assert error(serve(expected, tmp_path), expected) < 0.01
 
 
 def save(expected, form):
@@ -151,7 +110,7 @@ def save(expected, form):
 
 
 @pytest.mark.parametrize("form", ["split", "pytorch_model.bin"])
-@pytest.mark.parametrize("family", ["llama", "gpt2"])
+@pytest.mark.parametrize("family", ["llama"])
 def test_checkpoints_of_older_forms_are_served_and_compiled(tmp_path, form, family):
     expected = made(family, tmp_path / "model")
     save(expected, form)

@@ -149,19 +149,17 @@ def test_logits_are_views_in_the_librarys_order_and_stay_as_they_are(reference, 
 
 
 @pytest.mark.parametrize("quantize", [None, "int8"])
-@pytest.mark.parametrize("name", ["llama", "mistral", "mixtral", "gpt2", "gpt_neox", "bloom"])
+@pytest.mark.parametrize("name", ["llama", "mistral", "mixtral"])
 def test_bfloat16_logits_equal_the_librarys_float32_ones(reference, tmp_path, monkeypatch, name, quantize):  # noqa: F811
     """Nothing is lost where they are taken as they come; and the programs are the same."""
     if quantize and name not in ("llama", "mistral"):
         pytest.skip("served without it")
     made, logits = reference(name), []
-    batches = name in ("llama", "mistral", "mixtral")
     for dtypes in ("bfloat16",), ():
         monkeypatch.setattr(neuron, "LOGITS_DTYPES", dtypes)
-        model = serve(made, tmp_path, dtype="bfloat16", max_batch_size=2 if batches else 1, quantize=quantize)
+        model = serve(made, tmp_path, dtype="bfloat16", max_batch_size=2, quantize=quantize)
         logits.append(np.concatenate([model.forward([Chunk(0, [3, 100, 7], 0)]), model.forward([Chunk(0, [9], 3)])]))
-        if name != "gpt_neox":  # whose programs cannot be saved
-            monkeypatch.setattr(compiler, "compile_hlo_module", refuse_to_compile)
+        monkeypatch.setattr(compiler, "compile_hlo_module", refuse_to_compile)
     assert [output.dtype for output in logits] == [np.uint16, np.float32]
     assert np.array_equal(as_float32(logits[0]), logits[1])
 
@@ -319,19 +317,6 @@ def test_the_text_is_the_same_across_the_borders_of_buckets(reference, tmp_path,
 
 
 _kept = {}  # one model for all lengths: building it is what takes long
-
-
-@pytest.mark.parametrize("name", ["gpt2", "gpt_neox", "bloom", "opt"])
-def test_families_without_continuous_batching_run_one_request_at_a_time(reference, tmp_path, name):  # noqa: F811
-    made = reference(name)
-    model = serve(made, tmp_path)
-    assert model.batch_size == 1
-    for prompt in ([3, 100, 7], [9]):
-        batch = Batch(model)
-        batch.join(0, prompt)
-        for _ in range(8):
-            batch.step()
-        assert_like(made, prompt, batch.leave(0))
 
 
 @pytest.mark.parametrize("form", [4, 5])

@@ -10,7 +10,6 @@ import transformers
 import transformers_neuronx as neuronx
 from torch_neuronx import simulator
 from transformers_neuronx import ContinuousBatchingConfig, GenerationConfig, LlamaForSampling, NeuronConfig
-from transformers_neuronx.gpt2.model import GPT2ForSampling
 
 SLOTS = 4
 VOCABULARY = 256
@@ -25,28 +24,12 @@ SMALL = {
     "num_attention_heads": 4,
     "max_position_embeddings": 256,
 }
-NARROW = {"vocab_size": VOCABULARY, "initializer_range": 0.3, "n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 128}
 ARCHITECTURES = {
     "llama": lambda: transformers.LlamaConfig(**SMALL),
     "llama, grouped": lambda: transformers.LlamaConfig(**SMALL, num_key_value_heads=2),
     "llama, long": lambda: transformers.LlamaConfig(**SMALL | {"max_position_embeddings": 8192}),
     "mistral": lambda: transformers.MistralConfig(**SMALL, num_key_value_heads=2, sliding_window=None),
     "mixtral": lambda: transformers.MixtralConfig(**SMALL, num_key_value_heads=2, sliding_window=None, num_local_experts=4),
-    "gpt2": lambda: transformers.GPT2Config(**NARROW),
-    "gpt_neox": lambda: transformers.GPTNeoXConfig(**SMALL),
-    "opt": lambda: transformers.OPTConfig(
-        vocab_size=VOCABULARY,
-        init_std=0.3,
-        hidden_size=64,
-        word_embed_proj_dim=64,
-        ffn_dim=128,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        max_position_embeddings=256,
-    ),
-    "bloom": lambda: transformers.BloomConfig(
-        vocab_size=VOCABULARY, initializer_range=0.3, hidden_size=64, n_layer=2, n_head=4
-    ),
 }
 
 
@@ -240,29 +223,6 @@ def test_a_slot_is_held_back_by_its_last_token_at_that_tokens_own_position(refer
     for step in range(3):
         decode(model, [7, LONG[-1]], [len(SHORT) + step, len(LONG) - 1], [2, 0])
     assert_alike(decode(model, [9], [len(LONG)], [0])[0], reference().logits([*LONG, 9]))
-
-
-@pytest.mark.parametrize(
-    "name, model_class, buckets",
-    [
-        ("llama", LlamaForSampling, {"context_length_estimate": [32, 64]}),
-        ("gpt2", GPT2ForSampling, {}),
-        ("gpt2", neuronx.GPT2ForSamplingWithContextBroadcasting, {"context_length_estimate": 64}),
-        ("gpt_neox", neuronx.GPTNeoXForSampling, {}),
-        ("bloom", neuronx.BloomForSampling, {"context_length_estimate": [32, 64]}),
-    ],
-)
-def test_one_sequence_without_continuous_batching(reference, name, model_class, buckets):
-    model = model_class.from_pretrained(
-        reference(name).folder, batch_size=1, tp_degree=1, amp="f32", n_positions=128, **buckets
-    )
-    model.to_neuron()
-    start = torch.zeros(1, dtype=torch.int32)
-    tokens = greedy(model(torch.tensor([SHORT]), None, start))
-    while len(tokens) < 12:
-        position = torch.tensor([len(SHORT) + len(tokens) - 1], dtype=torch.int32)
-        tokens += greedy(model(torch.tensor([tokens[-1:]]), position, start))
-    assert tokens == reference(name).greedy(SHORT, 12)
 
 
 LINES = {"top_k": [1] * SLOTS, "top_p": [1.0] * SLOTS, "temperature": [1.0] * SLOTS, "top_p_min_tokens": [1] * SLOTS}
