@@ -10,9 +10,7 @@ import signal
 import socket
 
 import pytest
-from fakes.tokenizer import VOCABULARY, byte_tokenizer
 from processes import Server, events, free_port, memory_mb, wait_until
-from tiny_models import llama, save_checkpoint
 
 from config import DEMO_MODEL
 
@@ -33,15 +31,6 @@ def nothing_is_left_over(request):
     yield
     if "server" in request.fixturenames:
         request.getfixturevalue("server").wait_idle()
-
-
-@pytest.fixture(scope="module")
-def tiny_model(tmp_path_factory):
-    """A model with random weights and a long window: it goes on as long as it is let."""
-    folder = tmp_path_factory.mktemp("tiny")
-    save_checkpoint(folder, llama(vocab_size=VOCABULARY, max_position_embeddings=4096))
-    byte_tokenizer(folder)
-    return str(folder)
 
 
 def test_a_question_is_answered_and_the_answer_ends_by_itself(server):
@@ -68,17 +57,6 @@ def test_32_streams_on_4_slots_all_get_the_right_text(server):
     assert answers == [alone[question] for question in asked]
 
 
-def test_a_seed_gives_the_same_text_alone_and_in_a_crowd(server):
-    parameters = {"seed": 7, "temperature": 1.2, "top_p": 0.95, "max_new_tokens": 30}
-    alone = server.generate("Tell me about", **parameters)[1]
-    with concurrent.futures.ThreadPoolExecutor(8) as pool:
-        crowd = [pool.submit(server.generate, q, seed=i, temperature=1.0) for i, q in enumerate(QUESTIONS)]
-        again = pool.submit(server.generate, "Tell me about", **parameters).result()[1]
-        assert all(answer.result()[0] == 200 for answer in crowd)
-    assert again == alone
-    assert server.generate("Tell me about", **(parameters | {"seed": 8}))[1] != alone
-
-
 def test_the_next_turn_of_a_chat_runs_only_what_is_new_and_says_so(server):
     body = {"messages": [{"role": "user", "content": f"What is Deep Learning? {os.urandom(4).hex()}"}], "temperature": 0}
     cached = []
@@ -88,36 +66,6 @@ def test_the_next_turn_of_a_chat_runs_only_what_is_new_and_says_so(server):
         last = answer["usage"]["prompt_tokens"]
         body["messages"] += [answer["choices"][0]["message"], {"role": "user", "content": text}]
     assert cached[0] < cached[1] < cached[2] < last
-
-
-def test_bad_bodies_disturb_nobody(server):
-    alone = server.generate(QUESTIONS[0])[1]
-    bad = [
-        b"{",
-        b"\xff\xfe",
-        b"[]",
-        {"inputs": ""},
-        {"inputs": 1},
-        {"inputs": "a", "parameters": {"top_p": 7}},
-        {"inputs": "a " * 5000},
-    ]
-    with concurrent.futures.ThreadPoolExecutor(8) as pool:
-        good = [pool.submit(server.generate, QUESTIONS[0]) for _ in range(4)]
-        statuses = [server.request("POST", route, body).status for body in bad for route in ("/generate", "/generate_stream")]
-    assert all(status in (400, 422) for status in statuses)
-    assert all(answer.result() == (200, alone) for answer in good)
-
-
-def test_a_second_sigterm_ends_at_once_and_the_streams_are_told(tiny_model):
-    with Server("--model-id", tiny_model, "--max-total-tokens", "4096", "--max-batch-size", "1") as server:
-        server.wait_ready()
-        stream = events(server.request("POST", "/generate_stream", {"inputs": "ab", "parameters": {"max_new_tokens": 4000}}))
-        next(stream)
-        server.process.send_signal(signal.SIGTERM)
-        wait_until(lambda: server.get("/health")[0] == 503, "the first signal has its effect")
-        server.process.send_signal(signal.SIGTERM)
-        assert list(stream)[-1]["error"].endswith("draining")
-        assert server.wait_exit() == 0
 
 
 def test_every_web_process_answers_and_none_carries_torch(server):
@@ -134,14 +82,6 @@ def test_the_threads_of_a_web_process_share_two_heaps(server):
     for pid in server.pids("web.py"):
         with open(f"/proc/{pid}/environ") as environ:
             assert "MALLOC_ARENA_MAX=2" in environ.read().split("\0")
-
-
-def test_health_live_and_info(server):
-    assert server.get("/health") == (200, "")
-    assert server.get("/live") == (200, "")
-    status, body = server.get("/info")
-    info = json.loads(body)
-    assert (status, info["model_id"], info["max_batch_size"]) == (200, "neuron-textgen/demo", 4)
 
 
 def test_every_web_process_tells_the_same_metrics(server):
@@ -191,18 +131,17 @@ def test_what_is_no_http_or_too_much_of_it_is_refused(server, sent, status):
         assert response.status == status
 
 
-def test_as_sagemaker_starts_it(tiny_model):
+def test_as_sagemaker_starts_it():
     """`serve` as argument, its names for the settings, its port, and no more."""
     port = str(free_port())
-    settings = {"HF_MODEL_ID": tiny_model, "SM_NUM_GPUS": "1", "SAGEMAKER_BIND_TO_PORT": port, "PORT": port}
-    with Server("--max-batch-size", "2", **settings | {"RESPONSE_DEADLINE": "0.5"}) as server:
+    settings = {"HF_MODEL_ID": str(DEMO_MODEL), "SM_NUM_GPUS": "1", "SAGEMAKER_BIND_TO_PORT": port, "PORT": port}
+    with Server(**settings) as server:
         server.wait_ready()
         assert server.get("/ping") == (200, "")
-        response = server.request("POST", "/invocations", {"inputs": "Hello"})
+        response = server.request("POST", "/invocations", {"inputs": QUESTIONS[0]})
         (answer,) = json.loads(response.read())
-        assert answer["generated_text"].startswith("Hello")
-        assert 0 < int(response.headers["x-generated-tokens"]) < 4000
-        server.wait_idle()
+        assert answer["generated_text"].startswith(QUESTIONS[0])
+        assert int(response.headers["x-generated-tokens"]) > 0
         assert server.stop() == 0
 
 
@@ -236,26 +175,14 @@ def test_sigterm_while_it_still_loads_ends_it_with_code_0():
         assert server.stop() == 0
 
 
-def test_a_killed_web_process_is_replaced_and_its_requests_are_cancelled(tiny_model):
-    with Server("--model-id", tiny_model, "--max-total-tokens", "4096") as server:
-        server.wait_ready()
-        stream = events(server.request("POST", "/generate_stream", {"inputs": "ab", "parameters": {"max_new_tokens": 4000}}))
-        next(stream)
-        killed = server.pids("web.py")[1]
-        os.kill(killed, signal.SIGKILL)
-        assert server.generate("ab", max_new_tokens=3)[0] == 200, "the new one takes no connection before it can answer"
-        assert len(server.pids("web.py")) == 2 and killed not in server.pids("web.py")
-        server.wait_idle()
-
-
 def test_a_model_that_is_not_ready_in_time_is_given_up():
     with Server("--startup-timeout", "0.1") as server:
         assert server.wait_exit() == 1
         assert "--startup-timeout" in server.log
 
 
-def test_json_logs_are_json_to_the_last_words_about_a_killed_worker(tiny_model):
-    with Server("--model-id", tiny_model, "--json-output", "--log-level", "debug") as server:
+def test_json_logs_are_json_to_the_last_words_about_a_killed_worker():
+    with Server("--json-output", "--log-level", "debug") as server:
         server.wait_ready()
         server.generate("ab", max_new_tokens=2)
         wait_until(lambda: "request finished" in server.log and "generation ends" in server.log, "the lines of the request")
@@ -296,15 +223,6 @@ def test_an_unknown_flag_names_the_nearest():
     assert "did you mean --max-batch-size?" in refused("--max-batch-sise", "3")
 
 
-def test_limits_that_make_no_sense_are_refused():
-    line = refused("--max-input-tokens", "100", MAX_TOTAL_TOKENS="100")
-    assert "`max_input_tokens`(100) must be < `max_total_tokens`(100)" in line
-
-
-def test_more_positions_than_the_model_has_are_refused():
-    assert "MAX_TOTAL_TOKENS" in refused("--max-total-tokens", "100000")
-
-
 def test_a_port_in_use_is_refused():
     with socket.create_server(("0.0.0.0", 0)) as taken:
         line = refused(PORT=str(taken.getsockname()[1]))
@@ -317,20 +235,11 @@ def test_no_room_for_what_is_compiled_is_refused(tmp_path):
     assert "NUMBA_CACHE_DIR names another folder" in refused(command=little, NUMBA_CACHE_DIR=str(tmp_path))
 
 
-def test_a_folder_that_is_not_there_is_refused():
-    assert "there is no such folder" in refused("--model-id", "/nowhere/model")
-
-
-def test_corrupt_weights_are_refused(tiny_model, tmp_path):
-    shutil.copytree(tiny_model, tmp_path, dirs_exist_ok=True)
+def test_corrupt_weights_are_refused(tmp_path):
+    shutil.copytree(DEMO_MODEL, tmp_path, dirs_exist_ok=True)
     weights = tmp_path / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:1000])
     assert "cannot be loaded" in refused("--model-id", str(tmp_path))
-
-
-def test_a_model_that_cannot_be_downloaded_is_refused(tmp_path):
-    line = refused("--model-id", "nobody/nothing", HF_HUB_OFFLINE="1", HF_HOME=str(tmp_path))
-    assert "nobody/nothing" in line
 
 
 def test_help_fits_a_terminal_and_starts_nothing():
@@ -340,11 +249,11 @@ def test_help_fits_a_terminal_and_starts_nothing():
         assert "--max-batch-size" in server.log
 
 
-def test_two_servers_on_one_machine_do_not_meet_and_a_killed_web_server_ends_its_own_with_1(server, tiny_model):
-    with Server("--model-id", tiny_model) as other:
+def test_two_servers_on_one_machine_do_not_meet_and_a_killed_web_server_ends_its_own_with_1(server):
+    with Server("--max-batch-size", "2") as other:
         other.wait_ready()
-        assert json.loads(other.get("/info")[1])["model_id"] == tiny_model
-        assert json.loads(server.get("/info")[1])["model_id"] == "neuron-textgen/demo"
+        assert json.loads(other.get("/info")[1])["max_batch_size"] == 2
+        assert json.loads(server.get("/info")[1])["max_batch_size"] == 4
         os.kill(other.pids("web.py")[0], signal.SIGKILL)
         assert other.wait_exit() == 1
         assert server.get("/health")[0] == 200

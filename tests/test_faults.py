@@ -546,18 +546,6 @@ def test_sigterm_under_load_lets_every_stream_end_and_waits_for_no_idle_connecti
             connection.close()
 
 
-def test_the_end_of_the_grace_ends_streams_with_an_error(start):
-    with start("--graceful-termination-timeout", "1") as server:
-        server.wait_ready()
-        streams = [send(server, COMPLETIONS, endless()) for _ in range(6)]
-        wait_until(lambda: server.status().queued == 2, "all are there")
-        server.process.send_signal(signal.SIGTERM)
-        answers = [answer(stream) for stream in streams]
-        assert sorted(status for status, _, _ in answers) == [200] * 4 + [503] * 2
-        assert all(b'"error"' in last_word(body) for _, _, body in answers)
-        assert server.wait_exit() == 0
-
-
 def kill_worker(server):
     os.kill(server.pids("worker.py")[0], signal.SIGKILL)
 
@@ -572,6 +560,24 @@ def hang_step(server):
 
 def fail_step(server):
     server.fault.write_text("step")
+
+
+@pytest.mark.parametrize("how", ["the end of the grace", "a second SIGTERM", "a device that hangs"])
+def test_streams_that_do_not_end_after_sigterm_end_with_an_error(start, how):
+    with start("--graceful-termination-timeout", "60" if how == "a second SIGTERM" else "1") as server:
+        server.wait_ready()
+        streams = [send(server, COMPLETIONS, endless()) for _ in range(6)]
+        wait_until(lambda: server.status().steps > 0 and server.status().queued == 2, "all are there, and four run")
+        if how == "a device that hangs":
+            hang_step(server)
+        server.process.send_signal(signal.SIGTERM)
+        if how == "a second SIGTERM":
+            wait_until(lambda: server.get("/health")[0] == 503, "the first signal has its effect")
+            server.process.send_signal(signal.SIGTERM)
+        answers = [answer(stream) for stream in streams]
+        assert sorted(status for status, _, _ in answers) == [200] * 4 + [503] * 2
+        assert all(b'"error"' in last_word(body) for _, _, body in answers)
+        assert server.wait_exit() == 0
 
 
 @pytest.mark.parametrize("fault", [kill_worker, fail_step])
@@ -627,19 +633,6 @@ def test_a_stuck_device_is_told_and_then_ended(start, fault):
         assert all(b"stuck" in last_word(body) for _, _, body in answers)
         assert server.wait_exit() == 1
         assert "--stuck-timeout (STUCK_TIMEOUT)" in server.log
-
-
-def test_sigterm_while_the_device_hangs_tells_those_who_wait_and_ends(start):
-    with start("--graceful-termination-timeout", "1") as server:
-        server.wait_ready()
-        streams = [send(server, COMPLETIONS, endless()) for _ in range(6)]
-        wait_until(lambda: server.status().steps > 20, "they run")
-        hang_step(server)
-        server.process.send_signal(signal.SIGTERM)
-        answers = [answer(stream) for stream in streams]
-        assert sorted(status for status, _, _ in answers) == [200] * 4 + [503] * 2
-        assert all(b'"error"' in last_word(body) for _, _, body in answers)
-        assert server.wait_exit() == 0
 
 
 def test_a_worker_that_goes_on_after_a_while_is_well_again(server):
