@@ -225,35 +225,6 @@ def test_a_chunked_body_that_is_too_large_is_refused_whole(served, excess):
     assert served.post("/generate", b"", environ_overrides=chunked | {"wsgi.input": body}).status_code == 200
 
 
-def test_two_requests_too_many_are_429_while_a_step_lasts_and_the_others_do_not_notice(served):
-    served.model.may_decode.clear()
-    body = {"inputs": "Hello", "parameters": {"max_new_tokens": 6}}
-    most = LIMITS["max_concurrent_requests"]
-    answers = []
-    threads = [gevent.spawn(lambda: answers.append(served.post("/generate", body))) for _ in range(most + 2)]
-    wait_until(lambda: len(answers) == 2)
-    wait_until(lambda: served.seen.is_full)  # the others have reached the worker
-    served.model.may_decode.set()
-    for thread in threads:
-        thread.join(WAIT_S)
-    refused = [response for response in answers if response.status_code == 429]
-    assert len(refused) == 2
-    for response in refused:
-        assert response.json == {"error": "Model is overloaded", "error_type": "overloaded"}
-        assert int(response.headers["Retry-After"]) > 0
-    text = served.tokenizer.decode(served.expected("Hello", 6))
-    assert [response.json["generated_text"] for response in answers if response not in refused] == [text] * most
-
-
-GENERATE = ["/", "/v1", "/generate", "/generate_stream", "/v1/completions", "/v1/chat/completions", "/invocations", "/vertex"]
-BROWSER = {
-    "Origin": "http://a.example",
-    "Access-Control-Request-Headers": "x-one,x-two",
-    "Access-Control-Request-Method": "POST",
-}
-KEY = "the-key"
-
-
 def full(served):
     served.worker.max_concurrent_requests = 0
     served.end.interrupt()
@@ -284,7 +255,8 @@ def test_a_stream_too_many_is_429_before_its_first_byte(served):
     served.worker.max_concurrent_requests = 0
     response = served.post("/generate_stream", {"inputs": "Hello"})
     assert response.status_code == 429
-    assert response.content_type == "application/json"
+    assert response.json == {"error": "Model is overloaded", "error_type": "overloaded"}
+    assert int(response.headers["Retry-After"]) > 0
 
 
 @pytest.mark.parametrize("route", ["/generate", "/generate_stream"])
@@ -334,34 +306,6 @@ def test_a_silent_stream_is_kept_open_with_comments(served, monkeypatch):
         served.model.may_decode.set()
         rest = b"".join(chunks)
     assert rest.count(b"data: ") == len(served.expected("Hello", 3)) - 1
-
-
-@pytest.mark.parametrize("route", ["/generate", "/generate_stream"])
-@pytest.mark.parametrize("place", ["running", "waiting"])
-def test_a_client_that_hangs_up_frees_its_place(served, route, place):
-    served.model.may_decode.clear()
-    if place == "waiting":
-        for text in "ab":
-            gevent.spawn(served.post, "/generate", {"inputs": text})
-        wait_until(lambda: len(served.seen._queues) == 2)
-    ours, theirs = socket.socketpair()
-    before = len(served.seen._queues)
-
-    def ask():
-        response = served.post(route, {"inputs": "Hello"}, environ_overrides={"gunicorn.socket": ours}, buffered=False)
-        for _ in response.response:
-            pass
-        response.close()
-
-    asking = gevent.spawn(ask)
-    wait_until(lambda: len(served.seen._queues) == before + 1)
-    theirs.close()
-    asking.join(WAIT_S)
-    assert asking.ready(), "it still waits for a token, though nobody reads"
-    assert list(served.seen._queues.values()).count(None) == 1, "the id is kept until the worker has ended it"
-    served.model.may_decode.set()
-    served.assert_idle()
-    ours.close()
 
 
 @pytest.mark.parametrize("route", ["/generate", "/generate_stream"])
@@ -424,30 +368,6 @@ def test_a_client_that_announced_its_last_request_may_close_its_sending_side(ser
         assert not asking.ready()
         served.model.may_decode.set()
         assert asking.get(timeout=WAIT_S).status_code == 200
-
-
-def test_a_response_that_is_closed_before_it_is_read_frees_its_slot(served):
-    served.model.may_decode.clear()
-    response = served.post("/generate_stream", {"inputs": "Hello"}, buffered=False)
-    response.close()
-    served.model.may_decode.set()
-    served.assert_idle()
-
-
-def test_when_the_worker_dies_everyone_is_told(booting):
-    booting.get_ready()
-    booting.model.may_decode.clear()
-    stream = booting.post("/generate_stream", {"inputs": "Hello"}, buffered=False)
-    answers = []
-    waiting = gevent.spawn(lambda: answers.append(booting.post("/generate", {"inputs": "Hello"})))
-    wait_until(lambda: len(booting.seen._queues) == 2)
-    booting.end.close()
-    waiting.join(WAIT_S)
-    assert answers[0].status_code == 503
-    assert events(stream)[-1]["error_type"] == "unavailable"
-    assert booting.client.get("/health").json["phase"] == "dead"
-    assert booting.post("/generate", {"inputs": "Hello"}).status_code == 503
-    assert booting.client.get("/live").status_code == 200
 
 
 def test_a_bug_in_the_middle_of_a_stream_is_an_event_and_ends_that_stream_alone(served, monkeypatch, caplog):
@@ -552,19 +472,19 @@ def test_the_page_of_the_document_needs_no_other_server(served):
     assert "https://" not in page
 
 
-@pytest.mark.parametrize("route", openapi.ROUTES, ids=lambda route: f"{route.method} {route.path}")
-def test_with_an_api_key_only_health_and_metrics_are_open(serve, route):
+def test_with_an_api_key_only_health_and_metrics_are_open(serve):
     served = serve(api_key="Secret").get_ready()
-    refused = ask(served, route)
-    if not route.needs_key:
-        assert refused.status_code == 200
-        return
-    assert refused.status_code == 401
-    assert refused.headers["WWW-Authenticate"] == "Bearer"
-    for wrong in ("Secret", "Bearer secret", "Bearer", "Bearer Secre", "Bearer Secrets", "Basic Secret", "Bearer Sécret"):
-        assert ask(served, route, headers={"Authorization": wrong}).status_code == 401
-    for right in ("Bearer Secret", "bearer Secret"):
-        assert ask(served, route, headers={"Authorization": right}).status_code == 200
+    for route in openapi.ROUTES:
+        refused = ask(served, route)
+        if not route.needs_key:
+            assert refused.status_code == 200
+            continue
+        assert refused.status_code == 401
+        assert refused.headers["WWW-Authenticate"] == "Bearer"
+        for wrong in ("Secret", "Bearer secret", "Bearer", "Bearer Secre", "Bearer Secrets", "Basic Secret", "Bearer Sécret"):
+            assert ask(served, route, headers={"Authorization": wrong}).status_code == 401
+        for right in ("Bearer Secret", "bearer Secret"):
+            assert ask(served, route, headers={"Authorization": right}).status_code == 200
 
 
 def test_a_refusal_for_want_of_the_key_has_the_shape_of_its_api(serve):
@@ -620,21 +540,6 @@ def test_a_request_of_several_sequences_is_refused_before_its_first_byte_or_not_
     body = {"prompt": "Hello", "n": 3, "stream": True}
     for _ in range(5):
         assert served.post("/v1/completions", body).status_code == 429
-
-
-def test_when_the_server_stops_who_still_waits_is_told_so(booting):
-    booting.get_ready()
-    booting.model.may_decode.clear()
-    stream = booting.post("/generate_stream", {"inputs": "Hello"}, buffered=False)
-    answers = []
-    waiting = gevent.spawn(lambda: answers.append(booting.post("/generate", {"inputs": "Hello"})))
-    wait_until(lambda: len(booting.seen._queues) == 2)
-    booting.worker.stop()
-    booting.model.may_decode.set()
-    waiting.join(WAIT_S)
-    assert (answers[0].status_code, answers[0].json["phase"]) == (503, "draining")
-    assert "Retry-After" in answers[0].headers
-    assert events(stream)[-1]["error_type"] == "unavailable"
 
 
 class BrokenBody(io.BytesIO):
