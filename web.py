@@ -561,9 +561,7 @@ class Server(gunicorn.app.base.BaseApplication):
         die_with_parent()
         engine = EngineClient(
             socket_address(),
-            lambda info: ModelText.load(
-                info, self._config.tokenizer_config_path, self._config.escape_special_tokens
-            ),
+            lambda info: ModelText.load(info, self._config),
             self._config.stuck_timeout,
             on_stuck=(run_dir() / "stuck").touch,  # entrypoint.sh looks for it
         )

@@ -19,31 +19,34 @@ from api.answer import Answer, ChatAnswer, CompletionAnswer, NativeAnswer, Predi
 from api.engine_client import EngineClient
 from api.errors import ApiError
 from api.fields import Job
-from api.tools import after_thinking, tool_format, tool_use
+from api.tools import tool_use
 from api.types import ChatRequest, CompletionRequest, GenerateRequest
 from config import Config
 from protocol import ModelInfo
-from text.grammar import Grammars
-from text.reader import THINK, Reading
+from text.grammar import GrammarError, Grammars
+from text.reader import Reading
 from text.template import ChatTemplate, TemplateError
 from text.tokenizer import Tokenizer, TooManyTokens
+from text.tool_formats import THINK, ModelTools, after_thinking
 
 MAX_TOKENIZED = 500_000  # bytes of a text for /tokenize, each of which may be a token that takes 250 bytes
 MAX_LISTED_TOKENS = 100_000  # of a response of /tokenize, which then has 4 MB
 
 
 class ModelText(NamedTuple):
-    """The served model's tokenizer and chat template."""
+    """The served model's tokenizer and chat template, and what they say about tools and grammars."""
 
     tokenizer: Tokenizer
     template: ChatTemplate | None
     grammars: Grammars
+    tools: ModelTools | None
 
     @classmethod
-    def load(cls, info: ModelInfo, tokenizer_config_path: str | None, escapes: bool = False) -> ModelText:
-        template = ChatTemplate.load(info.model_dir, tokenizer_config_path)
+    def load(cls, info: ModelInfo, config: Config) -> ModelText:
+        template = ChatTemplate.load(info.model_dir, config.tokenizer_config_path)
+        tokenizer = Tokenizer(info.tokenizer_dir, info.eos_token_ids, config.escape_special_tokens)
         grammars = Grammars.load(info.tokenizer_dir, info.vocab_size, info.eos_token_ids)
-        return cls(Tokenizer(info.tokenizer_dir, info.eos_token_ids, escapes), template, grammars)
+        return cls(tokenizer, template, grammars, ModelTools.of(template, tokenizer, config.tool_parser))
 
 
 class Handlers:
@@ -161,7 +164,7 @@ class Handlers:
     def _chat_job(self, chat: ChatRequest) -> Job:
         """The job of a chat, with the grammar of its format, its tools and its thinking together."""
         job, text = validate.check_chat(chat, self._config, self._engine.info), self._engine.text
-        use = tool_use(chat, tool_format(text.template, text.tokenizer, self._config.tool_parser))
+        use = tool_use(chat.tools, chat.tool_choice, chat.parallel_tool_calls, text.tools)
         prompt, thinking = self.chat_prompt(chat), ""
         if self._config.reasoning_parser:
             thinking = "inside" if prompt.rstrip().endswith(THINK) else "before"
@@ -170,8 +173,11 @@ class Handlers:
             grammar = use.grammar_beside(name, grammar)
         elif use:
             name, grammar = "tool_choice" if use.is_forced else "tools", use.grammar
-        if grammar and thinking:
-            grammar = after_thinking(grammar, thinking, text.tokenizer.token_to_id)
+        if grammar:
+            try:
+                grammar = after_thinking(grammar, thinking, text.tokenizer.token_to_id)
+            except GrammarError as error:
+                raise errors.invalid(name, str(error)) from None
         job = validate.with_grammar(job, name, grammar, self._engine.info)
         name = (
             "tools" if use and name == "tool_choice" else job.grammar_name

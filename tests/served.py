@@ -73,8 +73,7 @@ class Served:
         grammars = Grammars.load(folder, VOCABULARY, [EOS])
         self.worker = Worker(self.model, self.end, frozenset([EOS]), scheduler, most, self.metrics, grammars=grammars)
         self.config = Config(**LIMITS | settings)
-        escapes = self.config.escape_special_tokens
-        self.seen = EngineClient(address, lambda info: handlers.ModelText.load(info, None, escapes))
+        self.seen = EngineClient(address, lambda info: handlers.ModelText.load(info, self.config))
         self.client = web.create_app(self.config, self.seen).test_client()
         limits = (VOCABULARY, [EOS], 2, WINDOW - 1, WINDOW)
         info = ModelInfo("m", None, str(folder), *limits, "fake", "float32", model_dir=str(folder), sampling=sampled_by)

@@ -1,10 +1,10 @@
 """Text of clients that looks like special tokens, encoded as text (--escape-special-tokens).
 
-A special token never begins in an escaped text: the character that would begin it is replaced by a lone surrogate, which no
-client can send and which templates take for any other character. What then still looks like a special token is the chat
-template's own: a random alias takes its place, and the surrogates become their characters again. A second tokenizer, which
-takes the aliases for added tokens and encodes special tokens as text, reads the result. This layer knows no HTTP and no
-templates.
+A special token never begins in an escaped text: the character that would begin it is replaced by a lone
+surrogate, which no client can send and which templates take for any other character. What then still looks
+like a special token is the chat template's own: a random alias takes its place, and the surrogates become
+their characters again. A second tokenizer, which takes the aliases for added tokens and encodes special
+tokens as text, reads the result. This layer knows no HTTP and no templates.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ import tokenizers
 
 
 class Escaping:
-    """For one model's tokenizer. `tokenizer` encodes texts that `prepare` returned; `ids` are those of the model."""
+    """For one model's tokenizer. `tokenizer` encodes texts that `prepare` returned; `ids` are those of the
+    model."""
 
     def __init__(self, tokenizer: tokenizers.Tokenizer, special_ids: frozenset[int]):
         added = tokenizer.get_added_tokens_decoder()
@@ -87,7 +88,8 @@ class Escaping:
                 yield from map(utf8_bytes, self.unescape(part))
 
     def ids(self, encoding: tokenizers.Encoding) -> list[int]:
-        """Raises ValueError where text became a special token all the same: the model's vocabulary has it as a word."""
+        """Raises ValueError where text became a special token all the same: the model's vocabulary has it as
+        a word."""
         ids = encoding.ids
         if not self._refused.isdisjoint(ids):
             for i, is_added in zip(ids, encoding.special_tokens_mask):

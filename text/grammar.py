@@ -1,8 +1,10 @@
-"""Grammars: what a generated text must look like, as JSON schemas, regular expressions and choices; and their token masks.
+"""Grammars: what a generated text must look like, as JSON schemas, regular expressions and choices; and their
+token masks.
 
-Both sides use it. A web process turns what a client sent into a grammar in llguidance's serialized form, and checks that it
-compiles and how long its masks take, before anything is generated. The worker keeps a `Matcher` beside each request: it is
-given every sampled token and fills in which tokens may follow. This layer knows no HTTP and no sockets.
+Both sides use it. A web process turns what a client sent into a grammar in llguidance's serialized form, and
+checks that it compiles and how long its masks take, before anything is generated. The worker keeps a
+`Matcher` beside each request: it is given every sampled token and fills in which tokens may follow. This
+layer knows no HTTP and no sockets.
 """
 
 from __future__ import annotations
@@ -68,12 +70,13 @@ class GrammarError(Exception):
 
 
 def of_json_schema(schema: Any, whitespace: str | None = WHITESPACE) -> str:
-    """JSON that the schema allows. whitespace: a regular expression for what may stand between JSON tokens, None: nothing."""
-    return LLMatcher.grammar_from_json_schema(json_rule(schema, whitespace))
+    """JSON that the schema allows. whitespace: a regular expression for what may stand between JSON tokens,
+    None: nothing."""
+    return f"start: {json_rule(schema, whitespace)}"
 
 
 def json_rule(schema: Any, whitespace: str | None = WHITESPACE) -> str:
-    """The schema, checked, as it stands behind `%json` in a Lark grammar."""
+    """What a schema allows, in Lark."""
     if not isinstance(schema, dict):
         raise GrammarError("must be a JSON schema, which is an object")
     objects = list(_objects(schema))
@@ -89,7 +92,7 @@ def json_rule(schema: Any, whitespace: str | None = WHITESPACE) -> str:
     if whitespace is not None:
         _check_regex(whitespace)
         schema["x-guidance"]["whitespace_pattern"] = whitespace
-    return json.dumps(schema, ensure_ascii=False)
+    return f"%json {json.dumps(schema, ensure_ascii=False)}"
 
 
 def of_regex(text: str) -> str:
@@ -97,7 +100,7 @@ def of_regex(text: str) -> str:
     if not text:
         raise GrammarError("must not be empty")
     _check_regex(text)
-    return LLMatcher.grammar_from_regex(text)
+    return json.loads(LLMatcher.grammar_from_regex(text))["grammars"][0]["lark_grammar"]
 
 
 def of_choice(choices: Sequence[str]) -> str:
@@ -107,16 +110,19 @@ def of_choice(choices: Sequence[str]) -> str:
     _at_most(MAX_VALUES, len(choices), "choices")
     for choice in choices:
         _checked_size(choice, MAX_STRING_BYTES, "bytes in a choice")
-    return of_lark("start: " + " | ".join(_lark_string(choice) for choice in choices))
+    return of_rules(["start: " + " | ".join(_lark_string(choice) for choice in choices)])
 
 
 def _lark_string(text: str) -> str:
     return json.dumps(text, ensure_ascii=False).replace("\x7f", r"\u007f")  # which JSON leaves as it is
 
 
-def of_lark(text: str) -> str:
-    """Text that a Lark grammar of this server's own making allows."""
-    return LLMatcher.grammar_from_lark(_checked_size(text))
+def of_rules(rules: list[str], inner: str = "", name: str = "") -> str:
+    """A grammar of Lark rules, the first of which is `start`; they may use the grammar `inner` as the rule
+    `name`."""
+    if inner:
+        rules = [*rules, name + inner.removeprefix("start")]
+    return _checked_size("\n".join(rules))
 
 
 def _checked_size(text: str, limit: int = MAX_BYTES, what: str = "bytes") -> str:
@@ -209,7 +215,8 @@ def _check_size_of_parts(objects: list[dict[str, Any]]) -> None:
 
 
 def check_work(schemas: Sequence[dict[str, Any]]) -> None:
-    """Limits the work for the schemas of one grammar: of what is intersected, the automata and alternatives are multiplied."""
+    """Limits the work for the schemas of one grammar: of what is intersected, the automata and alternatives
+    are multiplied."""
     multiple = combined = 0
     for schema in schemas:
         objects = list(_objects(schema))
@@ -228,7 +235,8 @@ def check_work(schemas: Sequence[dict[str, Any]]) -> None:
 
 
 class _Alternatives:
-    """How many alternatives `anyOf` and `oneOf` make of an object in a schema; intersections multiply those of their parts."""
+    """How many alternatives `anyOf` and `oneOf` make of an object in a schema; intersections multiply those
+    of their parts."""
 
     MANY = MAX_COMBINED + 1
 
@@ -282,7 +290,8 @@ class _Alternatives:
 
 
 def _close(schemas: list[dict[str, Any]]) -> None:
-    """Allows no properties but those that are named, unless the schema says more about it: models go on inventing some."""
+    """Allows no properties but those that are named, unless the schema says more about it: models go on
+    inventing some."""
     parts = [name for each in schemas if "properties" in each or "required" in each for name in each]
     if not {"allOf", "anyOf", "oneOf", "$ref"}.intersection(parts) and not any(
         "allOf" in each for each in schemas
@@ -364,7 +373,8 @@ def _is_slow(matcher: LLMatcher) -> bool:
 
 
 class Matcher:
-    """How far the text of one request has come in its grammar. One thread at a time. Its methods raise GrammarError."""
+    """How far the text of one request has come in its grammar. One thread at a time. Its methods raise
+    GrammarError."""
 
     def __init__(self, matcher: LLMatcher):
         self._matcher = matcher

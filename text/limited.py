@@ -1,12 +1,14 @@
 """Renders chat templates, in a process of its own that chat.py starts.
 
-A template is a program that comes with a model and is not trusted: it runs in Jinja's sandbox, and the kernel limits the memory
-and the time of this process, which ends when a template exceeds them. It knows no messages, no HTTP and no tokens.
+A template is a program that comes with a model and is not trusted: it runs in Jinja's sandbox, and the kernel
+limits the memory and the time of this process, which ends when a template exceeds them. It knows no messages,
+no HTTP and no tokens.
 
     python3 templates.py
 
-reads requests from its standard input until that ends, each as four bytes of length and JSON: `source`, `variables` and
-`limits`. Writes for each whether it was rendered (a byte), four bytes of length, and the text or the error in UTF-8.
+reads requests from its standard input until that ends, each as four bytes of length and JSON: `source`,
+`variables` and `limits`. Writes for each whether it was rendered (a byte), four bytes of length, and the text
+or the error in UTF-8.
 """
 
 from __future__ import annotations

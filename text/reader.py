@@ -1,7 +1,7 @@
 """From the text of an answer to its parts, while the text grows: content, reasoning and calls of tools.
 
-A `Reader` reads one sequence. It holds back only what may be the beginning of a marker or of a call. This layer knows no HTTP,
-no tokens and no grammars.
+A `Reader` reads one sequence. It holds back only what may be the beginning of a marker or of a call. This
+layer knows no HTTP, no tokens and no grammars.
 """
 
 from __future__ import annotations
@@ -10,33 +10,16 @@ import ast
 import functools
 import json
 import secrets
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Generator
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import msgspec
 
 from text.stream import stop_begun
+from text.tool_formats import THINK, THINK_END, Calls
 
 MAX_HEAD = 1_000  # characters of a call before its arguments
-MARKERS = {
-    "hermes": ("<tool_call>", "</tool_call>"),
-    "llama3_json": ("<|python_tag|>",),
-    "mistral": ("[TOOL_CALLS]",),
-    "pythonic": ("<|python_start|>", "<|python_end|>"),
-}
-BARE = {
-    "llama3_json": "{",
-    "pythonic": "[",
-}  # what calls begin with where they may be the whole text, without a marker
-# What may follow calls. Those that end with a bracket are a list.
-ENDS = {
-    "hermes": ["</tool_call>"],
-    "llama3_json": [";"],
-    "mistral": ["]"],
-    "pythonic": ["]", "<|python_end|>"],
-}
-THINK, THINK_END = "<think>", "</think>"
 
 
 @dataclass(frozen=True)
@@ -84,34 +67,6 @@ class Whole(NamedTuple):
 
 
 @dataclass(frozen=True)
-class ToolFormat:
-    """How the served model writes calls. `name`: a key of MARKERS, "none" (calls stay text) or "" (unknown)."""
-
-    name: str
-    token_id: Callable[[str], int | None] = lambda _text: None  # of a text that is one token
-    several: bool = True  # in one message
-    short_ids: bool = False  # of 9 letters and digits, which Mistral's templates require
-
-
-@dataclass(frozen=True)
-class Calls:
-    """The calls that an answer may have: of `names`, more than one if `several`. `mode` is auto, required or named."""
-
-    format: ToolFormat
-    names: Sequence[str]
-    mode: str
-    several: bool
-
-    @property
-    def is_named(self) -> bool:
-        return self.mode == "named"
-
-    @property
-    def is_forced(self) -> bool:
-        return self.mode != "auto"
-
-
-@dataclass(frozen=True)
 class Reading:
     """How the answers of a request are read.
 
@@ -128,10 +83,12 @@ class Reading:
     def markers(self) -> frozenset[str]:
         """Texts that a reader must get even where they are special tokens."""
         thinks = (THINK, THINK_END) if self.thinking else ()
-        return frozenset((*MARKERS[self.calls.format.name], *thinks) if self.calls else thinks)
+        calls = self.calls.format.markers if self.calls else ()
+        return frozenset((*calls, *thinks))
 
     def whole(self, text: str) -> Whole:
-        """The parts of a complete text. When one of its calls cannot be read, all of it is content, but for the reasoning."""
+        """The parts of a complete text. When one of its calls cannot be read, all of it is content, but for
+        the reasoning."""
         reader = self.reader()
         parts = [*reader.push(text), *reader.finish()]
         if reader.failed:
@@ -208,28 +165,33 @@ class Reader:
         self._unsent = ""
 
     def _read_calls(self) -> Generator[None, None, None]:
-        """Calls behind a marker or, where the format allows that, at the beginning of the text; other text is content."""
-        name = self._calls.format.name
-        opening, bare, ends = MARKERS[name][0], BARE.get(name, ()), ENDS[name]
+        """Calls behind a marker or, where the format allows that, at the beginning of the text; other text is
+        content."""
+        form = self._calls.format
         yield from self._blanks()
-        marked = not self._buffer.startswith(bare)
-        follows = not marked
-        while follows or (yield from self._until(opening)):
-            if "]" in ends and not (yield from self._skip("[")):
+        follows = self._begins_bare()
+        marked = not follows
+        while follows or (yield from self._until(form.open)):
+            if form.is_list and not (yield from self._skip("[")):
                 raise _NotACall
             yield from self._call(marked)
-            while "]" in ends and (yield from self._skip(",")):
+            while form.is_list and (yield from self._skip(",")):
                 yield from self._call(marked)
-            for end in ends:
+            for end in form.ends:
                 yield from self._skip(end)
             self._unsent = ""
             yield from self._blanks()
-            follows = name == "llama3_json" and self._buffer.startswith("{")
-            if bare and not follows:
+            follows = self._begins_bare() and not form.is_list
+            if form.bare and not follows:
                 return
 
+    def _begins_bare(self) -> bool:
+        """Whether a call without a marker may begin here."""
+        bare = self._calls.format.bare
+        return bool(bare) and self._buffer.startswith(bare)
+
     def _call(self, marked: bool) -> Generator[None, None, None]:
-        yield from self._python_call() if self._calls.format.name == "pythonic" else self._json_call(marked)
+        yield from self._python_call() if self._calls.format.is_python else self._json_call(marked)
         self._complete += 1
         while not self._calls.several:  # the rest is dropped
             self._buffer = ""
@@ -239,7 +201,8 @@ class Reader:
         self._unsent = ""
 
     def _json_call(self, marked: bool) -> Generator[None, None, None]:
-        """A call as a JSON object. Its arguments are sent while they grow, unless their name comes before that of the tool."""
+        """A call as a JSON object. Its arguments are sent while they grow, unless their name comes before
+        that of the tool."""
         kinds, keys = (
             ("", '"type":"function",'),
             ("arguments", "parameters"),
@@ -281,9 +244,7 @@ class Reader:
     def _begin(self, name: str, arguments: str = "") -> None:
         if name not in self._calls.names:
             raise _NotACall
-        call_id = (
-            secrets.token_hex(5)[:9] if self._calls.format.short_ids else f"call_{secrets.token_hex(12)}"
-        )
+        call_id = secrets.token_hex(5)[:9] if self._calls.model.short_ids else f"call_{secrets.token_hex(12)}"
         self._parts.append(CallBegin(self._begun, call_id, name))
         if arguments:
             self._parts.append(Arguments(self._begun, arguments))

@@ -1,7 +1,7 @@
 """Chat templates: a model's own Jinja template turns messages into the text that it was trained on.
 
-Templates are programs that come with a model and are not trusted: other processes (templates.py) render them, within limits of
-time and memory. This layer knows no HTTP, no sockets, no torch and no tokens.
+Templates are programs that come with a model and are not trusted: other processes (templates.py) render them,
+within limits of time and memory. This layer knows no HTTP, no sockets, no torch and no tokens.
 """
 
 from __future__ import annotations
@@ -41,13 +41,15 @@ class TemplateError(Exception):
 class ChatTemplate:
     """How a model wants its chats written: a Jinja template, and the special tokens that it may name.
 
-    Safe to share between threads. What templates may use is what transformers' `apply_chat_template` gives them.
+    Safe to share between threads. What templates may use is what transformers' `apply_chat_template` gives
+    them.
     """
 
     def __init__(self, source: str, special_tokens: dict[str, str]):
         self.source = source
         self.for_tools = self  # the template for chats with tools; some models have one of its own
         self.words = frozenset(WORD.findall(source))  # in quotes, such as the names of roles
+        self.needs_short_ids = "[TOOL_CALLS]" in source  # Mistral's: ids of calls have 9 letters and digits
         self._special_tokens = special_tokens
 
     @classmethod
@@ -56,9 +58,9 @@ class ChatTemplate:
     ) -> ChatTemplate | None:
         """The template of a model folder; None if it has none.
 
-        `tokenizer_config_path` names a file that takes the place of the folder's tokenizer_config.json, and whose template
-        goes before every other. Raises ConfigError for a file that cannot be read. A template that does not compile is
-        found out by `render`: it harms nothing but chats.
+        `tokenizer_config_path` names a file that takes the place of the folder's tokenizer_config.json, and
+        whose template goes before every other. Raises ConfigError for a file that cannot be read. A template
+        that does not compile is found out by `render`: it harms nothing but chats.
         """
         folder = Path(model_dir)
         config_path = Path(tokenizer_config_path or folder / "tokenizer_config.json")
@@ -86,10 +88,10 @@ class ChatTemplate:
     def render(self, messages: list[dict], tools: list[dict] | None = None) -> str:
         """The chat as the model reads it, up to where its answer begins.
 
-        A last message of the assistant's is continued: the text ends right behind its content. Raises TemplateError, and
-        RecursionError for messages that are nested too deeply.
+        A last message of the assistant's is continued: the text ends right behind its content. Raises
+        TemplateError, and RecursionError for messages that are nested too deeply.
         """
-        if "[TOOL_CALLS]" in self.source:
+        if self.needs_short_ids:
             messages = [_with_short_ids(message) for message in messages]
         last = messages[-1] if messages else {}
         if last.get("role") != "assistant":
@@ -98,7 +100,8 @@ class ChatTemplate:
         if not content.strip():  # nothing to continue; a call of a tool stays part of the chat
             kept = messages if last.get("tool_calls") else messages[:-1]
             return self._write(kept, tools, add_generation_prompt=True)
-        # The content itself may occur anywhere in the chat, or be trimmed; this occurs nowhere else and is no space.
+        # The content itself may occur anywhere in the chat, or be trimmed; this occurs nowhere else and is no
+        # space.
         marker = secrets.token_hex(16)
         marked = [*messages[:-1], {**last, "content": content + marker}]
         text, found, _ = self._write(marked, tools, add_generation_prompt=False).rpartition(marker)
@@ -121,8 +124,8 @@ class ChatTemplate:
 class _Renderer:
     """A process that renders templates (templates.py), for one thread at a time.
 
-    It is started and waited for in threads beside an event loop, whose library replaces functions of `os` by its own: those of
-    `posix` are the real ones.
+    It is started and waited for in threads beside an event loop, whose library replaces functions of `os` by
+    its own: those of `posix` are the real ones.
     """
 
     def __init__(self):

@@ -10,11 +10,14 @@ from api.answer import Sequence
 from api.errors import ApiError
 from api.fields import Job, parse
 from api.responses import ResponsesAnswer, chat_of
-from api.tools import ToolFormat, tool_use
+from api.tools import tool_use
 from api.types import ResponsesRequest, encode
 from protocol import ModelInfo, Token
 from text.reader import Reading
 from text.tokenizer import Tokenizer
+from text.tool_formats import FORMATS, ModelTools
+
+HERMES = ModelTools(FORMATS[0])
 
 RESPONSES, CHAT = "/v1/responses", "/v1/chat/completions"
 BODY = {"input": "Hi", "max_output_tokens": 12, "temperature": 0}
@@ -67,7 +70,7 @@ def answered(tmp_path):
     def make(text, finish_reason="eos_token", thinking="", **fields):
         request = parse(json.dumps({"input": "Hi", "tools": [WEATHER]} | fields).encode(), ResponsesRequest)
         chat = chat_of(request)
-        job = Job("", reading=Reading(tool_use(chat, ToolFormat("hermes")), thinking))
+        job = Job("", reading=Reading(tool_use(chat.tools, chat.tool_choice, chat.parallel_tool_calls, HERMES), thinking))
         ids = bytes_of.encode(text).ids + [EOS] * (finish_reason == "eos_token")
         for streams in (True, False):
             answer = ResponsesAnswer([job], info, tokenizer, streams, request=request, chat=chat)

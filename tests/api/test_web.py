@@ -595,7 +595,7 @@ def test_a_long_text_is_tokenized_while_others_are_answered(serve):
 def test_a_new_web_process_accepts_nothing_before_it_can_serve_what_the_worker_accepts(served, monkeypatch):
     monkeypatch.setattr(engine_client, "FIRST_MESSAGE_S", WAIT_S)
     may_load = threading.Event()
-    newcomer = EngineClient(served.address, lambda info: may_load.wait(WAIT_S) and handlers.ModelText.load(info, None))
+    newcomer = EngineClient(served.address, lambda info: may_load.wait(WAIT_S) and handlers.ModelText.load(info, served.config))
     try:
         waiting = gevent.spawn(newcomer.wait_until_known)
         wait_until(lambda: newcomer.phase == "loading")

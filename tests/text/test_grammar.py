@@ -269,7 +269,7 @@ def test_more_grammars_than_are_kept_are_compiled_again(monkeypatch):
 
 
 def test_long_grammars_are_kept_as_long_as_they_are_not_many(monkeypatch):
-    monkeypatch.setattr(grammar, "CACHED_CHARACTERS", 400)
+    monkeypatch.setattr(grammar, "CACHED_CHARACTERS", 250)
     grammars, texts = Grammars.load(DEMO_MODEL, 2048, [0]), [of_regex("a" * 100 + c) for c in "abc"]
     for text in texts:
         grammars.check(text)

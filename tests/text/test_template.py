@@ -13,6 +13,7 @@ from pathlib import Path
 import jinja2
 import pytest
 import tiny_tokenizers
+import tool_calls
 from fakes.tokenizer import byte_tokenizer
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -313,3 +314,19 @@ def test_the_words_in_quotes_are_what_a_template_may_call_its_roles():
     template = ChatTemplate("{% if m.role in ['ipython', \"critic\"] %}{{ '<|im_end|>' ~ 'a b' }}{% endif %}", {})
     assert template.words >= {"ipython", "critic"}
     assert not template.words & {"<|im_end|>", "a b", "role", "if"}
+
+
+def test_foreign_ids_are_shortened_in_calls_and_results_where_the_template_requires_it():
+    chat = ChatTemplate(tool_calls.TEMPLATES["mistral"], {})
+    call = {"type": "function", "function": {"name": "now", "arguments": {}}}
+    ids = ["call_0123456789", "abcDEF123"]
+    messages = [
+        {"role": "assistant", "content": "", "tool_calls": [call | {"id": given} for given in ids]},
+        *({"role": "tool", "content": "12:00", "tool_call_id": given} for given in ids),
+    ]
+    written = chat.render(messages, TOOLS)
+    first, second = re.findall(r"\[TOOL_RESULTS\] (\w{9})\[", written)
+    assert f"[TOOL_CALLS] [{first}{second}]" in written
+    assert second == "abcDEF123" and first != second
+    assert chat.render(messages, TOOLS) == written
+    assert messages[1]["tool_call_id"] == ids[0]

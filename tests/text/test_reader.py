@@ -1,0 +1,215 @@
+"""What the text of an answer is read as, while it grows: content, reasoning and calls of tools."""
+
+import json
+import re
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tool_calls import BOTH, CALLS, FORMATS, FORMS, THINKING, WRITTEN, use
+
+from text.reader import Arguments, CallBegin, Content, Reading, Reasoning
+
+
+def read(reader, text, size=None):
+    """The parts of `text`, which arrives in pieces of `size` characters, as (kind, index, text); texts that follow each other
+    are joined, and the ids of calls left out."""
+    pieces = [text[at : at + size] for at in range(0, len(text), size)] if size else [text]
+    parts = []
+    for part in [part for piece in pieces for part in reader.push(piece)] + reader.finish():
+        kind, index = type(part), getattr(part, "index", None)
+        if parts and kind is not CallBegin and parts[-1][:2] == (kind, index):
+            parts[-1] = (kind, index, parts[-1][2] + part.text)
+        else:
+            parts.append((kind, index, part.name if kind is CallBegin else part.text))
+    return parts
+
+
+def calls_of(whole):
+    return [(call.name, json.loads(call.arguments)) for call in whole.calls]
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("size", [None, 1, 2, 3, 7])
+def test_calls_are_read_however_the_text_is_split(name, size):
+    parts = read(Reading(use(name)).reader(), WRITTEN[name], size)
+    assert parts == [(CallBegin, 0, "weather"), (Arguments, 0, '{"city": "Bern"}'), (CallBegin, 1, "now"), (Arguments, 1, "{}")]
+
+
+SNIPPETS = [
+    '{"name": "now", ',
+    '"arguments": {',
+    '"parameters": {',
+    "}",
+    "]",
+    "[",
+    "; ",
+    " ",
+    "\n",
+    '"',
+    "\\",
+    "[now(",
+    ")",
+    "Hi",
+]
+SNIPPETS += ['"type": "function", ', '{"name": "oth', "<thi", "</", ",", *THINKING, *WRITTEN.values()]
+SNIPPETS += [marker for form in FORMS.values() for marker in form.markers]
+
+
+@given(
+    name=st.sampled_from(FORMATS),
+    snippets=st.lists(st.sampled_from(SNIPPETS), max_size=9),
+    thinking=st.sampled_from(["", "inside", "before"]),
+    several=st.booleans(),
+    size=st.integers(1, 9),
+)
+def test_any_text_gives_the_same_parts_however_it_is_split(name, snippets, thinking, several, size):
+    reading, text = Reading(use(name, several=several), thinking), "".join(snippets)
+    reader = reading.reader()
+    parts = read(reader, text, size)
+    other = reading.reader()
+    assert parts == read(other, text)
+    assert (reader.failed, reader.has_calls) == (other.failed, other.has_calls)
+    whole = reading.whole(text)
+    assert all(isinstance(json.loads(call.arguments), dict) for call in whole.calls)
+    assert other.failed or [call.name for call in whole.calls] == [name for kind, _, name in parts if kind is CallBegin]
+    if other.failed and not thinking:
+        assert whole == (text, "", [])
+
+
+@given(name=st.sampled_from(FORMATS), snippets=st.lists(st.sampled_from(SNIPPETS), max_size=9))
+def test_no_text_is_lost_or_made_up_in_a_text_without_calls(name, snippets):
+    text = "".join(snippets)
+    reader = Reading(use(name)).reader()
+    parts = read(reader, text, 1)
+    if not any(kind is CallBegin for kind, *_ in parts):
+        assert "".join(written for *_, written in parts) == text
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "content", "calls"),
+    [
+        ("hermes", "Let me see.\n" + WRITTEN["hermes"], "Let me see.\n", BOTH),
+        ("hermes", "\n\n" + WRITTEN["hermes"] + "\n", "", BOTH),
+        ("hermes", WRITTEN["hermes"] + " Done.", " Done.", BOTH),
+        ("hermes", '<tool_call>{"name":"now","arguments":{}}', "", BOTH[1:]),
+        ("hermes", '<tool_call>{"arguments": {"city": "}"}, "name": "weather"}</tool_call>', "", [("weather", {"city": "}"})]),
+        ("hermes", '<tool_call>{"name": "now", "arguments": {}, "id": "x"}</tool_call>', "", BOTH[1:]),
+        ("hermes", '<tool_call>{"name": "weather", "arguments": {"city": "\\"}\\\\"}}', "", [("weather", {"city": '"}\\'})]),
+        ("llama3_json", "<|python_tag|>" + WRITTEN["llama3_json"], "", BOTH),
+        ("llama3_json", "One moment.<|python_tag|>" + WRITTEN["llama3_json"], "One moment.", BOTH),
+        ("llama3_json", '{"type": "function", "name": "now", "parameters": {}}', "", BOTH[1:]),
+        ("llama3_json", '{"name": "now", "arguments": {}}', "", BOTH[1:]),
+        ("llama3_json", WRITTEN["llama3_json"].replace(";", "\n") + "\nDone", "Done", BOTH),
+        ("mistral", "Hm" + WRITTEN["mistral"], "Hm", BOTH),
+        ("mistral", WRITTEN["mistral"].replace("] [", "][")[:-1] + " \n]", "", BOTH),
+        ("mistral", '[TOOL_CALLS][{"name": "now", "arguments": {}, "id": "abcdefghi"}]', "", BOTH[1:]),
+        ("pythonic", "<|python_start|>" + WRITTEN["pythonic"] + "<|python_end|>", "", BOTH),
+        ("pythonic", "[weather(city='[)', unit=\"F\")]", "", [("weather", {"city": "[)", "unit": "F"})]),
+    ],
+)
+def test_calls_are_read_as_models_write_them(name, text, content, calls):
+    whole = Reading(use(name)).whole(text)
+    assert (whole.content, calls_of(whole)) == (content, calls)
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("hermes", "Hello"),
+        ("hermes", "a <b> <tool_"),
+        ("hermes", "The tag <tool_call> begins a call."),
+        ("hermes", WRITTEN["hermes"].replace("now", "then")),
+        ("hermes", '<tool_call>{"name": "now"}</tool_call>'),
+        ("hermes", '<tool_call>{"name": "now", "arguments": []}</tool_call>'),
+        ("hermes", '<tool_call>{"name": "now", "arguments": "{}"}</tool_call>'),
+        ("hermes", '<tool_call>{"name": "now", "arguments": {"a": NaN}}</tool_call>'),
+        ("hermes", '<tool_call>{"name": "now", "arguments": {"a": 1'),
+        ("hermes", '<tool_call>{"name": "now", "arguments": {"a" 1}}</tool_call>'),
+        ("hermes", '<tool_call>{"arguments": {"a": 1'),
+        ("hermes", '<tool_call>{"name": "now", "arguments": ' + '{"a":' * 2000 + "1" + "}" * 2001),
+        ("llama3_json", '{"name": "Alice", "parameters": {}}'),
+        ("llama3_json", '{"answer": 1}'),
+        ("llama3_json", "{} is an empty object"),
+        ("llama3_json", 'Use {"name": "now", "parameters": {}}'),
+        ("mistral", "[TOOL_CALLS] none"),
+        ("mistral", '[TOOL_CALLS] [{"name": "now"}]'),
+        ("pythonic", "[1] see below"),
+        ("pythonic", "[now] is a tool"),
+        ("pythonic", "[now(1)]"),
+        ("pythonic", "[now(**{})]"),
+        ("pythonic", "[now(a=b)]"),
+        ("pythonic", "[now(a=1e999)]"),
+        ("pythonic", "[now(a=" + "-" * 20000 + "1)]"),
+        ("pythonic", "<|python_start|>"),
+    ],
+)
+def test_what_is_not_a_call_stays_content(name, text):
+    assert Reading(use(name)).whole(text) == (text, "", [])
+
+
+def test_a_stream_gives_as_content_what_it_has_not_sent_as_a_call():
+    reader = Reading(use()).reader()
+    text = CALLS["hermes"][0] + "\n<tool_call>nonsense"
+    assert read(reader, text, 1) == [
+        (CallBegin, 0, "weather"),
+        (Arguments, 0, '{"city": "Bern"}'),
+        (Content, None, "\n<tool_call>nonsense"),
+    ]
+    assert reader.failed and reader.has_calls
+
+
+def test_nothing_is_held_back_that_cannot_belong_to_a_call():
+    reader = Reading(use()).reader()
+    assert reader.push("Hello <") == [Content("Hello ")]
+    assert reader.push("b> <tool") == [Content("<b> ")]
+    assert reader.push("_call>") == []
+    assert reader.push('{"name": "weather", "arguments": {"ci')[1:] == [Arguments(0, '{"ci')]
+    assert reader.push('ty": "B') == [Arguments(0, 'ty": "B')]
+    json_answer = Reading(use("llama3_json")).reader()
+    assert json_answer.push('{"na') == []
+    assert json_answer.push("il") == [Content('{"nail')]
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_one_call_is_read_where_only_one_may_be_made(name):
+    whole = Reading(use(name, parallel=False)).whole(WRITTEN[name] + " and more")
+    assert calls_of(whole) == BOTH[:1]
+
+
+def test_only_allowed_tools_are_called():
+    found = use(choice="now")
+    assert calls_of(Reading(found).whole(CALLS["hermes"][1])) == BOTH[1:]
+    assert Reading(found).whole(CALLS["hermes"][0]).calls == []
+
+
+def test_ids_have_the_form_that_templates_require():
+    for short, form in ((False, r"call_[0-9a-f]{24}"), (True, r"[0-9a-zA-Z]{9}")):
+        found = use(short_ids=short)
+        first, second = Reading(found).whole(CALLS["hermes"][0] * 2).calls
+        assert re.fullmatch(form, first.id) and first.id != second.id
+
+
+@pytest.mark.parametrize(
+    ("thinking", "text", "reasoning", "content"),
+    [
+        ("inside", "Hm.\n</think>\n\nYes <think>", "Hm.\n", "Yes <think>"),
+        ("inside", "Hm", "Hm", ""),
+        ("before", "\n<think>Hm <tool_call></think>Yes", "Hm <tool_call>", "Yes"),
+        ("before", "<think></think>Yes", "", "Yes"),
+        ("before", " Yes</think>", "", " Yes</think>"),
+        ("before", "<thin", "", "<thin"),
+        ("", "<think>a</think>b", "", "<think>a</think>b"),
+    ],
+)
+def test_thinking_is_separated_from_the_answer(thinking, text, reasoning, content):
+    assert Reading(None, thinking).whole(text) == (content, reasoning, [])
+    parts = read(Reading(None, thinking).reader(), text, 1)
+    assert parts == [part for part in ((Reasoning, None, reasoning), (Content, None, content)) if part[2]]
+
+
+def test_calls_follow_thinking():
+    whole = Reading(use(), "inside").whole("Bern?</think>\n\n" + WRITTEN["hermes"])
+    assert (whole.reasoning, whole.content, calls_of(whole)) == ("Bern?", "", BOTH)
+    failed = Reading(use(), "inside").whole("Bern?</think>\n\n<tool_call>")
+    assert failed == ("<tool_call>", "Bern?", [])

@@ -1,0 +1,231 @@
+"""How models write calls of tools: which format a chat template shows, and which texts the grammars allow."""
+
+import json
+
+import pytest
+import tiny_tokenizers
+from llguidance import LLMatcher, LLTokenizer
+from tool_calls import CALLS, ENDS, FORMATS, KINDS, TEMPLATES, WEATHER, WRITTEN, tokenizer_of, tool, use
+
+from api.errors import ApiError
+from text.grammar import of_json_schema, of_regex
+from text.reader import Reading
+from text.template import ChatTemplate
+from text.tokenizer import Tokenizer
+from text.tool_formats import ModelTools, after_thinking
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_the_format_of_calls_is_detected_in_the_chat_template(name, tmp_path):
+    tokenizer = Tokenizer(tiny_tokenizers.save(tiny_tokenizers.byte_level(), tmp_path))
+    found = ModelTools.of(ChatTemplate(TEMPLATES[name], {}), tokenizer, None)
+    assert found.format.name == name
+    assert found.short_ids == (name == "mistral")
+    assert found.several == (name != "llama3_json"), "its template refuses messages with several calls"
+    for parser in ("none", "hermes"):
+        assert ModelTools.of(ChatTemplate(TEMPLATES[name], {}), tokenizer, parser).format.name == parser
+
+
+@pytest.mark.parametrize(
+    ("template", "name"),
+    [
+        ("{{ messages }}", "no place"),
+        ("{{ messages }}{{ tools_in_user_message }}", "no place"),
+        ("{{ tools }}", None),
+        ("{{ tools }}<tool_call>\n<function=f>", None),
+        ("{{ tools }}[TOOL_CALLS]f[ARGS]{}", None),
+        ("{{ tools }}<|python_start|>", "pythonic"),
+        ("{{ tools }}<|python_tag|>", "llama3_json"),
+        ('{{ tools }}"parameters"', None),
+    ],
+)
+def test_a_template_without_tools_or_with_an_unknown_format_is_not_taken_for_another(template, name, tmp_path):
+    tokenizer = Tokenizer(tiny_tokenizers.save(tiny_tokenizers.byte_level(), tmp_path))
+    found = ModelTools.of(ChatTemplate(template, {}), tokenizer, None)
+    assert (found is None) == (name == "no place")
+    assert found is None or (found.format and found.format.name) == name
+    assert ModelTools.of(None, tokenizer, "hermes") is None
+
+
+def test_a_template_of_its_own_for_tools_is_used_for_them(tmp_path):
+    templates = [{"name": "default", "template": "d"}, {"name": "tool_use", "template": "{{ tools }}<tool_call>"}]
+    tokenizer = tiny_tokenizers.save(tiny_tokenizers.byte_level(), tmp_path, chat_template=templates)
+    template = ChatTemplate.load(tokenizer)
+    assert template.render([{"role": "user", "content": ""}]) == "d"
+    assert template.for_tools.render([{"role": "user", "content": ""}], ["f"]) == "['f']<tool_call>"
+    assert ModelTools.of(template, Tokenizer(tokenizer), None).format.name == "hermes"
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_parameters_beyond_the_limits_of_grammars_are_refused(name):
+    nested = {}
+    for _ in range(70):
+        nested = {"properties": {"a": nested}}
+    with pytest.raises(ApiError, match="nested") as raised:
+        assert use(name, [tool(parameters=nested)], "required").grammar
+    assert raised.value.param == "tools[0].function.parameters"
+
+
+def test_python_calls_need_names_that_python_allows():
+    with pytest.raises(ApiError, match="'a-b'") as raised:
+        assert use("pythonic", [tool(parameters={"properties": {"a-b": {}}})], "required").grammar
+    assert raised.value.param == "tools[0].function.parameters"
+
+
+# Grammars
+
+
+class Judge:
+    """Which texts a grammar allows."""
+
+    def __init__(self, tokenizer, grammar):
+        self.tokenizer = tokenizer
+        ll_tokenizer = LLTokenizer(tokenizer.to_str(), eos_token=tokenizer.token_to_id("</s>"))
+        self.matcher = LLMatcher(ll_tokenizer, grammar, log_level=0)
+        assert not self.matcher.is_error(), self.matcher.get_error()
+
+    def allows(self, text):
+        """Whether `text` is allowed as a whole; None: as a beginning."""
+        matcher = self.matcher.deep_copy()
+        ids = self.tokenizer.encode(text, add_special_tokens=False).ids
+        if matcher.try_consume_tokens(ids) < len(ids):
+            return False
+        assert not matcher.is_error(), matcher.get_error()
+        return matcher.is_accepting() or None
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def tokenizer(request):
+    return tokenizer_of(request.param)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_required_forces_calls_in_the_format_of_the_model(name, tokenizer):
+    judge = Judge(tokenizer, use(name, choice="required", token_id=tokenizer.token_to_id).grammar)
+    one, more = CALLS[name]
+    end = ENDS.get(name, "")
+    assert judge.allows(one + end)
+    assert judge.allows(one + more + end)
+    assert judge.allows(one[:-5]) is None or name == "hermes"
+    assert not judge.allows("Hello")
+    assert judge.allows("Hello" + one + end) is False
+    assert judge.allows((one + end).replace("weather", "wether")) is False
+    assert judge.allows((one + end).replace("city", "town")) is False
+    assert judge.allows((one + end).replace('"Bern"', "1")) is False
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize(("choice", "parallel"), [("weather", None), ("required", False)])
+def test_a_named_tool_and_no_parallel_calls_allow_one_call(name, choice, parallel, tokenizer):
+    found = use(name, choice=choice, token_id=tokenizer.token_to_id, parallel=parallel)
+    judge = Judge(tokenizer, found.grammar)
+    one, more = CALLS[name]
+    end = ENDS.get(name, "")
+    assert judge.allows(one + end)
+    assert not judge.allows(one + more + end)
+    other = (one + end).replace("weather", "now").replace('"city": "Bern"', "").replace('city="Bern"', "")
+    assert bool(judge.allows(other)) == (choice == "required")
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_strict_allows_any_text_and_constrains_the_calls_in_it(name, tokenizer):
+    tools = [tool(strict=True), tool("free", {"type": "object", "properties": {"a": {"type": "string"}}})]
+    judge = Judge(tokenizer, use(name, tools, token_id=tokenizer.token_to_id).grammar)
+    written = CALLS[name][0] + ENDS.get(name, "")
+    for answer in ("", "Hello {1} [2] <b>", "Hello\n\nthere", written):
+        assert judge.allows(answer), answer
+    assert judge.allows(written.replace("city", "town")) is False
+    assert judge.allows(written.replace("weather", "other")) is False
+    if name in ("hermes", "mistral"):
+        assert judge.allows("Let me see.\n" + written)
+        assert judge.allows("Let me see.\n" + written.replace("weather", "other")) is False
+    if name == "hermes":
+        assert judge.allows(written + "\n" + written + " Done.")
+        assert judge.allows(written + "\n" + written.replace("city", "town")) is False
+    if name != "pythonic":
+        free = written.replace("weather", "free").replace('"city": "Bern"', '"b": [1]')
+        assert judge.allows(free), "a tool that is not strict gets any object"
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_with_a_format_of_the_text_an_answer_is_a_call_or_has_that_format(name, tokenizer):
+    body = of_json_schema({"properties": {"ok": {"type": "boolean"}}, "required": ["ok"]})
+    found = use(name, choice="auto", token_id=tokenizer.token_to_id)
+    judge = Judge(tokenizer, found.grammar_beside("response_format", body))
+    assert judge.allows(WRITTEN[name])
+    assert judge.allows('{"ok": true}')
+    assert judge.allows("Hello") is False
+    assert judge.allows('{"no": true}') is False
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"$ref": "#/$defs/A", "$defs": {"A": WEATHER}},
+        {"properties": {"city": {"$ref": "#/$defs/C"}}, "$defs": {"C": {"type": "string"}}},
+        {"anyOf": [WEATHER, {"type": "object", "properties": {"x": {"type": "integer"}}, "required": ["x"]}]},
+        {},
+    ],
+)
+def test_each_tool_has_definitions_of_its_own(schema):
+    tokenizer = tokenizer_of("text")
+    tools = [
+        tool(parameters=schema),
+        tool("other", {"properties": {"a": {"$ref": "#/$defs/C"}}, "$defs": {"C": {"type": "null"}}}),
+    ]
+    judge = Judge(tokenizer, use(tools=tools, choice="required").grammar)
+    assert judge.allows(CALLS["hermes"][0])
+    assert judge.allows(CALLS["hermes"][0].replace('{"city": "Bern"}', "[]")) is False
+
+
+@pytest.mark.parametrize(
+    ("arguments", "is_allowed"),
+    [
+        ('city="Bern", days=3, unit="F"', True),
+        ("city='Bern', unit=\"C\"", True),
+        ('city="say \\"hi\\""', True),
+        ('city="x", days=-3', True),
+        ('city="x", days=2.5', False),
+        ('city="x", unit="K"', False),
+        ("days=3", False),
+        ('days=3, city="x"', False),
+        ("", False),
+    ],
+)
+def test_arguments_of_python_calls_have_the_types_of_the_schema(arguments, is_allowed):
+    judge = Judge(tokenizer_of("text"), use("pythonic", choice="weather").grammar)
+    written = f"[weather({arguments})]"
+    assert bool(judge.allows(written)) == is_allowed
+    if is_allowed:
+        assert Reading(use("pythonic")).whole(written).calls
+
+
+@pytest.mark.parametrize("value", ['"a"', "-1.5e3", "True", "None", "[1, [2], 'x']", '{"a": {"b": False}, "c": []}', "{}"])
+def test_arguments_of_python_calls_without_a_type_are_any_literal(value):
+    found = use("pythonic", [tool("f", {"properties": {"x": {}}})], "required")
+    judge = Judge(tokenizer_of("text"), found.grammar)
+    assert judge.allows(f"[f(x={value})]") and judge.allows("[f()]")
+    (call,) = Reading(found).whole(f"[f(x={value})]").calls
+    assert json.loads(call.arguments) == {"x": eval(value)}
+
+
+@pytest.mark.parametrize("thinking", ["inside", "before"])
+def test_a_grammar_begins_after_the_end_of_thinking(thinking, tokenizer):
+    grammar = after_thinking(of_json_schema({"const": 1}), thinking, tokenizer.token_to_id)
+    judge = Judge(tokenizer, grammar)
+    opening = "<think>" if thinking == "before" else ""
+    assert judge.allows(opening + "\nHm, {2}?\n</think>\n\n1")
+    assert judge.allows(opening + "Hm</think>1")
+    assert judge.allows(opening + "Hm</think>2") is False
+    assert bool(judge.allows("1")) == (thinking == "before"), "a model need not think"
+    assert after_thinking("x", "", tokenizer.token_to_id) == "x"
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_after_thinking_an_answer_is_a_call_or_has_the_format_of_the_text(name, tokenizer):
+    found = use(name, token_id=tokenizer.token_to_id)
+    grammar = found.grammar_beside("grammar", of_regex("[0-9]+"))
+    judge = Judge(tokenizer, after_thinking(grammar, "inside", tokenizer.token_to_id))
+    assert judge.allows("Hm</think>" + WRITTEN[name])
+    assert judge.allows("Hm</think>12")
+    assert judge.allows("Hm</think>x") is False

@@ -1,0 +1,83 @@
+"""Calls of tools as models write them in each format, and the chat templates that show which format it is."""
+
+import tiny_tokenizers
+from tokenizers import AddedToken
+
+from api.tools import tool_use
+from text import tool_formats
+from text.tool_formats import ModelTools
+
+FORMS = {form.name: form for form in (*tool_formats.FORMATS, tool_formats.AS_TEXT)}
+
+# Written for these tests, in the style of the published ones.
+TEMPLATES = {
+    "hermes": (
+        "{%- if tools %}<|im_start|>system\nTools:{% for tool in tools %}{{ tool | tojson }}{% endfor %}\n"
+        'Write calls as <tool_call>\n{"name": <function-name>, "arguments": <object>}\n</tool_call><|im_end|>{% endif %}'
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}{% for call in m.tool_calls or [] %}<tool_call>"
+        "{{ call.function | tojson }}</tool_call>{% endfor %}<|im_end|>{% endfor %}<|im_start|>assistant\n"
+    ),
+    "llama3_json": (
+        "{% if tools is not none %}<|start_header_id|>system<|end_header_id|>Environment: ipython{% for t in tools %}{{ t }}"
+        '{% endfor %}{{ \'Respond in the format {"name": function name, "parameters": dictionary}.\' }}{% endif %}'
+        "{% for m in messages %}{% if m.tool_calls and m.tool_calls | length != 1 %}"
+        '{{ raise_exception("This model only supports single tool-calls at once!") }}{% endif %}{{ m.content }}{% endfor %}'
+    ),
+    "pythonic": (
+        "{% if tools %}Put calls in the format of [func_name1(params_name1=params_value1), func_name2(params)]"
+        "{% for t in tools %}{{ t | tojson }}{% endfor %}{% endif %}<|start_header_id|>{% for m in messages %}{{ m.content }}"
+        "{% endfor %}"
+    ),
+    "mistral": (
+        "{% if tools %}[AVAILABLE_TOOLS] {{ tools | tojson }}[/AVAILABLE_TOOLS]{% endif %}{% for m in messages %}"
+        "{% if m.tool_calls %}[TOOL_CALLS] [{% for c in m.tool_calls %}{% if c.id | length != 9 %}"
+        '{{ raise_exception("Tool call IDs should be alphanumeric strings with length 9!") }}{% endif %}{{ c.id }}{% endfor %}]'
+        "{% elif m.role == 'tool' %}[TOOL_RESULTS] {{ m.tool_call_id }}[/TOOL_RESULTS]{% else %}{{ m.content }}{% endif %}"
+        "{% endfor %}"
+    ),
+}
+WEATHER = {
+    "type": "object",
+    "properties": {"city": {"type": "string"}, "days": {"type": "integer"}, "unit": {"enum": ["C", "F"]}},
+    "required": ["city"],
+    "additionalProperties": False,
+}
+# What each format makes of `weather(city="Bern")` and `now()`.
+CALLS = {
+    "hermes": (
+        '<tool_call>\n{"name": "weather", "arguments": {"city": "Bern"}}\n</tool_call>',
+        '\n<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>',
+    ),
+    "llama3_json": ('{"name": "weather", "parameters": {"city": "Bern"}}', '; {"name": "now", "parameters": {}}'),
+    "mistral": ('[TOOL_CALLS] [{"name": "weather", "arguments": {"city": "Bern"}}', ', {"name": "now", "arguments": {}}'),
+    "pythonic": ('[weather(city="Bern")', ", now()"),
+}
+ENDS = {"mistral": "]", "pythonic": "]"}
+FORMATS = list(CALLS)
+WRITTEN = {name: "".join(CALLS[name]) + ENDS.get(name, "") for name in FORMATS}
+BOTH = [("weather", {"city": "Bern"}), ("now", {})]
+
+
+def tool(name="weather", parameters=WEATHER, **more):
+    return {"type": "function", "function": {"name": name, "parameters": parameters, **more}}
+
+
+NOW = {"type": "function", "function": {"name": "now"}}
+TOOLS = [tool(), NOW]
+
+
+def use(name="hermes", tools=TOOLS, choice=None, parallel=None, **known):
+    """What a chat with these tools may call, of a model that writes calls in the format of this name."""
+    return tool_use(tools, choice, parallel, ModelTools(FORMS.get(name), **known))
+
+
+THINKING = ("<think>", "</think>")
+KINDS = ["text", "added", "special"]  # what the markers are in the tokenizer
+
+
+def tokenizer_of(kind):
+    tokenizer = tiny_tokenizers.byte_level()
+    if kind != "text":
+        markers = [marker for form in FORMS.values() for marker in form.markers] + [*THINKING]
+        tokenizer.add_tokens([AddedToken(marker, special=kind == "special", normalized=False) for marker in markers])
+    return tokenizer
