@@ -1,42 +1,64 @@
-"""The errors that clients read: status, `error_type`, message, and their shapes for TGI's and OpenAI's routes.
+"""The errors that clients read: status, `error_type`, message, and the shape that each dialect gives them.
 
-A message is written where its error is raised; those that several places raise are here. This layer knows neither Flask nor
-ZeroMQ.
+A message is written where its error is raised; those that several places raise are here.
 """
 
 from __future__ import annotations
 
+import contextlib
 import re
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from api.types import ErrorBody, OpenAIErrorBody, OpenAIErrorDetail, encode
+from msgspec import Struct
+
+from api.types import encode
+
+HANG_UP = 499  # the status of a response to a client that has disconnected, in the metrics
+
+
+class ErrorBody(Struct, omit_defaults=True):
+    """An error of the native routes; `phase` is the state of a server that is not ready."""
+
+    error: str
+    error_type: str
+    phase: str | None = None
+
+
+class OpenAIErrorDetail(Struct, omit_defaults=True):
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+    phase: str | None = None
+
+
+class OpenAIErrorBody(Struct):
+    """An error of OpenAI's routes."""
+
+    error: OpenAIErrorDetail
 
 
 @dataclass(eq=False)
 class ApiError(Exception):
-    """A response that is not 200. `json` is its body on TGI's routes, `openai_json` on OpenAI's."""
+    """A response that is not 200. Its message is `text`, and behind that `quoted`: what the client wrote."""
 
     status: int
     error_type: str
-    message: str
+    text: str
     retry_after_s: int | None = None
     code: str | None = None  # OpenAI's; None: the `error_type`
     phase: str | None = None  # of the worker, when it is not ready
     param: str | None = None
+    quoted: str = ""
+    shape: ErrorShape | None = None  # None: that of the request's route
 
     def __str__(self) -> str:
         return self.message
 
     @property
-    def json(self) -> bytes:
-        return encode(ErrorBody(self.message, self.error_type, self.phase))
-
-    @property
-    def openai_json(self) -> bytes:
-        kind = "server_error" if self.status >= 500 or self.status == 424 else "invalid_request_error"
-        kind = "rate_limit_error" if self.status == 429 else kind
-        detail = OpenAIErrorDetail(self.message, kind, self.param, self.code or self.error_type, self.phase)
-        return encode(OpenAIErrorBody(detail))
+    def message(self) -> str:
+        return self.text + self.quoted
 
     @property
     def outcome(self) -> str:
@@ -49,10 +71,48 @@ class ApiError(Exception):
         return labels.get(self.error_type, "validation" if self.status < 424 else "generation")
 
 
-def invalid(param: str | None, detail: str, code: str | None = None) -> ApiError:
-    """The field `param` has an invalid value; without `param` the request as a whole is invalid."""
+ErrorShape = Callable[[ApiError], Struct]  # the body of the response
+
+
+def tgi_error(error: ApiError) -> ErrorBody:
+    return ErrorBody(error.message, error.error_type, error.phase)
+
+
+def openai_error(error: ApiError) -> OpenAIErrorBody:
+    if error.status == 429:
+        kind = "rate_limit_error"
+    elif error.status >= 500 or error.status == 424:
+        kind = "server_error"
+    else:
+        kind = "invalid_request_error"
+    code = error.code or error.error_type
+    return OpenAIErrorBody(OpenAIErrorDetail(error.message, kind, error.param, code, error.phase))
+
+
+@contextlib.contextmanager
+def in_shape(shape: ErrorShape) -> Iterator[None]:
+    """Errors of the block have this shape, unless they have one already, and not that of the request's route."""
+    try:
+        yield
+    except ApiError as error:
+        error.shape = error.shape or shape
+        raise
+
+
+def event(body: Struct) -> bytes:
+    """A server-sent event."""
+    return b"data: " + encode(body) + b"\n\n"
+
+
+def invalid(param: str | None, detail: str, code: str | None = None, given: str | None = None) -> ApiError:
+    """The field `param` has an invalid value; without `param` the request as a whole is invalid.
+
+    given: the client's own words, which no dialect may take for names of fields.
+    """
     sentence = f"`{param}` {detail}" if param else detail
-    return ApiError(422, "validation", f"Input validation error: {sentence}", code=code, param=param)
+    quoted = "" if given is None else f". Given: {given!r}"
+    text = f"Input validation error: {sentence}"
+    return ApiError(422, "validation", text, code=code, param=param, quoted=quoted)
 
 
 def overloaded() -> ApiError:
@@ -65,9 +125,12 @@ def too_large(limit: int) -> ApiError:
 
 
 def not_ready(phase: str) -> ApiError:
-    return ApiError(
-        503, "unavailable", f"The model cannot take requests now: {phase}", retry_after_s=5, phase=phase
-    )
+    what = f"The model cannot take requests now: {phase}"
+    return ApiError(503, "unavailable", what, retry_after_s=5, phase=phase)
+
+
+def internal() -> ApiError:
+    return ApiError(500, "internal", "Internal server error")
 
 
 def wrong_type(message: str) -> ApiError:
@@ -75,8 +138,7 @@ def wrong_type(message: str) -> ApiError:
     message, _, path = message.partition(" - at `$")
     path = path.strip("`.")
     missing = re.search(r"required field `(\w+)`", message)
-    param = ".".join(filter(None, [path, missing[1] if missing else ""])) or None
-    what = "Failed to deserialize the JSON body into the target type: " + (
-        f"{path}: {message}" if path else message
-    )
-    return ApiError(422, "validation", what, param=param)
+    names = [path, missing[1] if missing else ""]
+    what = "Failed to deserialize the JSON body into the target type: "
+    what += f"{path}: {message}" if path else message
+    return ApiError(422, "validation", what, param=".".join(filter(None, names)) or None)

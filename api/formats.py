@@ -1,7 +1,7 @@
 """From the fields of a request that say what the generated text must look like to its grammar.
 
 The fields are those of TGI (`grammar`), OpenAI (`response_format`), vLLM (`structured_outputs`, before 0.12 `guided_json` and
-others) and SGLang (`regex`, `json_schema`). grammar.py makes the grammar and knows the limits; this layer knows the fields.
+others) and SGLang (`regex`, `json_schema`). text/grammar.py makes the grammar and knows the limits.
 """
 
 from __future__ import annotations
@@ -9,9 +9,10 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import msgspec
+from msgspec import Struct
 
 from api.errors import invalid
-from api.types import OpenAIRequest, Parameters, StructuredOutputs
+from api.types import JsonSchema, SamplingFields
 from text.grammar import WHITESPACE, GrammarError, of_choice, of_json_schema, of_regex
 
 # Where `response_format` and `grammar` have the schema or the regular expression, by their `type`: OpenAI's place and others.
@@ -23,12 +24,43 @@ PLACES = {
 }
 # What the other fields hold; those of `structured_outputs` have names of their own.
 KINDS = {
-    **dict.fromkeys(("json", "guided_json", "json_schema"), "json"),
-    **dict.fromkeys(("regex", "guided_regex"), "regex"),
-    **dict.fromkeys(("choice", "guided_choice"), "choice"),
-    **dict.fromkeys(("grammar", "structural_tag"), "unsupported"),
+    "json": "json",
+    "guided_json": "json",
+    "json_schema": "json",
+    "regex": "regex",
+    "guided_regex": "regex",
+    "choice": "choice",
+    "guided_choice": "choice",
+    "grammar": "unsupported",
+    "structural_tag": "unsupported",
     "json_object": "json_object",
 }
+
+
+class StructuredOutputs(Struct):
+    """vLLM's `structured_outputs`: one of the first four fields. `grammar` and `structural_tag` are not supported."""
+
+    json: JsonSchema | None = None
+    regex: str | None = None
+    choice: list[str] | None = None
+    json_object: bool | None = None
+    disable_any_whitespace: bool | None = None
+    whitespace_pattern: str | None = None
+    grammar: str | None = None
+    structural_tag: Any = None
+
+
+class FormatFields(SamplingFields, kw_only=True):
+    """Fields of sampling, and those of OpenAI, vLLM and SGLang that ask for a format, of which a request may have one."""
+
+    response_format: dict[str, Any] | None = None
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: JsonSchema | None = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_whitespace_pattern: str | None = None
+    regex: str | None = None
+    json_schema: JsonSchema | None = None
 
 
 class Format(NamedTuple):
@@ -39,25 +71,32 @@ class Format(NamedTuple):
     value: Any
 
 
-def of_native(parameters: Parameters) -> tuple[str, str]:
+def of_native(grammar: dict[str, Any] | None) -> tuple[str, str]:
     """The path of the field that asks for a grammar, and the grammar; both are empty when none does. Raises ApiError."""
-    return _grammar(_of_type("grammar", parameters.grammar), WHITESPACE)
+    return _grammar(_of_type("grammar", grammar), WHITESPACE)
 
 
-def of_openai(request: OpenAIRequest) -> tuple[str, str]:
+def of_openai(request: FormatFields) -> tuple[str, str]:
     """As `of_native`, for the fields of chat and completion requests."""
     outputs = request.structured_outputs or StructuredOutputs()
     within = _of_fields("structured_outputs.", outputs)
     if request.structured_outputs is not None and not within:
         raise invalid("structured_outputs", "needs one of `json`, `regex`, `choice` and `json_object`")
-    patterns = (outputs.whitespace_pattern, request.guided_whitespace_pattern, WHITESPACE)
-    whitespace = (
-        None
-        if outputs.disable_any_whitespace
-        else next(pattern for pattern in patterns if pattern is not None)
-    )
-    formats = [*_of_type("response_format", request.response_format), *within, *_of_fields("", request)]
-    return _grammar(formats, whitespace)
+    formats = [
+        *_of_type("response_format", request.response_format),
+        *within,
+        *_of_fields("", request),
+    ]
+    return _grammar(formats, _whitespace(outputs, request.guided_whitespace_pattern))
+
+
+def _whitespace(outputs: StructuredOutputs, guided: str | None) -> str | None:
+    """The regular expression for what may stand between JSON tokens; None: nothing."""
+    if outputs.disable_any_whitespace:
+        return None
+    if outputs.whitespace_pattern is not None:
+        return outputs.whitespace_pattern
+    return WHITESPACE if guided is None else guided
 
 
 def _of_type(name: str, given: dict[str, Any] | None) -> list[Format]:
@@ -66,7 +105,7 @@ def _of_type(name: str, given: dict[str, Any] | None) -> list[Format]:
     if not given or kind == "text":
         return []
     if not isinstance(kind, str) or kind not in PLACES:
-        raise invalid(f"{name}.type", f"must be one of text, {', '.join(PLACES)}. Given: {str(kind)[:40]!r}")
+        raise invalid(f"{name}.type", f"must be one of text, {', '.join(PLACES)}", given=str(kind)[:40])
     for place in PLACES[kind]:
         value = given
         for key in place.split("."):
@@ -78,7 +117,7 @@ def _of_type(name: str, given: dict[str, Any] | None) -> list[Format]:
     raise invalid(name, f"of the type {kind} needs `{'` or `'.join(PLACES[kind])}`")
 
 
-def _of_fields(prefix: str, fields: OpenAIRequest | StructuredOutputs) -> list[Format]:
+def _of_fields(prefix: str, fields: FormatFields | StructuredOutputs) -> list[Format]:
     given = ((name, getattr(fields, name, None)) for name in KINDS)
     return [Format(prefix + name, KINDS[name], value) for name, value in given if value is not None]
 

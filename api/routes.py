@@ -1,170 +1,282 @@
-"""The OpenAPI document: the routes, and the types of their requests and responses.
+"""The one table of routes: Flask's rules, the OpenAPI document, which routes need the key, and the shape of errors.
 
-The types are those that requests are parsed into and responses are made of (schema.py), so the document cannot differ from
-them. This layer knows neither Flask nor ZeroMQ.
+A dialect is a file beside this one, and its rows here.
 """
 
 from __future__ import annotations
 
-import re
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import msgspec
+from flask import Response, request
 
-from api import types as schema
-from api.types import ChatRequest, CompletionRequest, GenerateRequest, ResponsesRequest, VertexRequest
-from config import VERSION
+from api import chat, clouds, completions, responses, status, tgi, tokenize
+from api.conversation import ChatRequest
+from api.errors import ErrorShape, openai_error, tgi_error
+from api.fields import Json
+from api.job import Served
+from api.openai import ModelCard, ModelList
+from api.responses import ResponsesRequest
+from api.server import Read, Server, json_response
+
+SAGEMAKER_DEADLINE_S = 55.0  # SageMaker gives up on an answer after 60
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Route:
-    """A route. `answers` are the types of its JSON responses with status 200, `events` those of the events of its streams.
-    `parameter` is the place and the name of its one parameter."""
+    """A route, and what the OpenAPI document says of it.
+
+    bodies: the types of the JSON bodies that it takes; answers: those of its JSON responses with status 200; events: those of
+    the events of its streams; parameter: the place and the name of its one parameter.
+    """
 
     method: str
-    path: str
+    path: str  # as OpenAPI writes it
     summary: str
+    view: Callable[..., Response]  # called with the Server, and a parameter of the path
+    errors: tuple[ErrorShape, ...] = (tgi_error,)  # the first one, unless the view says otherwise
+    needs_key: bool = True
     bodies: tuple = ()
     answers: tuple = ()
     events: tuple = ()
     parameter: tuple[str, str] | None = None
-    needs_key: bool = True
     content_type: str | None = None  # of a response that is not JSON
 
+    @property
+    def name(self) -> str:
+        return f"{self.method} {self.path}"
 
-QUESTION = "What is Deep Learning?"
-EXAMPLES = {
-    GenerateRequest: {"inputs": QUESTION, "parameters": {"max_new_tokens": 20}},
-    ChatRequest: {"messages": [{"role": "user", "content": QUESTION}], "max_tokens": 20},
-    CompletionRequest: {"prompt": QUESTION, "max_tokens": 20},
-    ResponsesRequest: {"input": QUESTION, "max_output_tokens": 20},
-    VertexRequest: {"instances": [{"inputs": QUESTION, "parameters": {"max_new_tokens": 20}}]},
-}
-NATIVE, CHAT, COMPLETION = (GenerateRequest,), (ChatRequest,), (CompletionRequest,)
-LIST, EVENT, COMPLETED = (list[schema.GenerateResponse],), (schema.StreamResponse,), (schema.Completion,)
-CHATTED, CHUNK = (schema.ChatCompletion,), (schema.ChatChunk,)
-SAGEMAKER = "SageMaker: a native, chat or completion request, which its required field identifies"
-INFER = "The Ray Serve blueprint for Inferentia: the sentence and its continuation"
+    @property
+    def rule(self) -> str:
+        """The path as Flask writes it."""
+        return self.path.replace("{name}", "<path:name>")
+
+
+def generates(read: Read, renders: bool = False) -> Callable[[Server], Response]:
+    return functools.partial(Server.generate, read=read, renders=renders)
+
+
+def replies(make: Callable[[Json, Served], Any]) -> Callable[[Server], Response]:
+    return functools.partial(Server.reply, make=make)
+
+
+def invocations(server: Server) -> Response:
+    return server.generate(clouds.invocations, renders=True, deadline_s=SAGEMAKER_DEADLINE_S)
+
+
+def infer(server: Server) -> Response:
+    sentence = request.args.get("sentence", "")
+    return server.generate_from(lambda served: clouds.infer(sentence, served))
+
+
+def info(server: Server) -> Response:
+    return json_response(tgi.Info.of(server.served))
+
+
+def document(_server: Server) -> Response:
+    from api.openapi import openapi  # which describes this table
+
+    return json_response(openapi())
+
+
+NATIVE = (tgi.GenerateRequest,)
+CHAT = (ChatRequest,)
+COMPLETION = (completions.CompletionRequest,)
+LIST = (list[tgi.GenerateResponse],)
+EVENT = (tgi.StreamResponse,)
+COMPLETED = (completions.Completion,)
+CHATTED = (chat.ChatCompletion,)
+CHUNK = (chat.ChatChunk,)
+OPENAI = (openai_error,)
+
 ROUTES = (
-    Route("POST", "/generate", "Generate text, as one response", NATIVE, (schema.GenerateResponse,)),
-    Route("POST", "/generate_stream", "Generate text, one event per token", NATIVE, events=EVENT),
-    Route("POST", "/", "Generate text, streamed if `stream` is true", NATIVE, LIST, EVENT),
-    Route("POST", "/v1", "`POST /` for base URLs that end in /v1", NATIVE, LIST, EVENT),
-    Route("POST", "/tokenize", "The tokens of `inputs`", NATIVE, (list[schema.SimpleToken],)),
     Route(
-        "POST", "/chat_tokenize", "The text and the tokens of a chat", CHAT, (schema.ChatTokenizeResponse,)
+        method="POST",
+        path="/generate",
+        summary="Generate text, as one response",
+        view=generates(tgi.generate),
+        bodies=NATIVE,
+        answers=(tgi.GenerateResponse,),
     ),
-    Route("POST", "/v1/chat/completions", "OpenAI's chat completions", CHAT, CHATTED, CHUNK),
-    Route("POST", "/v1/completions", "OpenAI's completions", COMPLETION, COMPLETED, COMPLETED),
     Route(
-        "POST",
-        "/v1/responses",
-        "OpenAI's responses",
-        (ResponsesRequest,),
-        (schema.ResponsesResponse,),
-        (dict[str, Any],),
+        method="POST",
+        path="/generate_stream",
+        summary="Generate text, one event per token",
+        view=generates(tgi.generate_stream),
+        bodies=NATIVE,
+        events=EVENT,
     ),
-    Route("GET", "/v1/models", "The served model, in a list", answers=(schema.ModelList,)),
     Route(
-        "GET",
-        "/v1/models/{name}",
-        "The served model",
-        answers=(schema.ModelCard,),
+        method="POST",
+        path="/",
+        summary="Generate text, streamed if `stream` is true",
+        view=generates(tgi.compat),
+        bodies=NATIVE,
+        answers=LIST,
+        events=EVENT,
+    ),
+    Route(
+        method="POST",
+        path="/v1",  # for huggingface_hub's text_generation with a base_url that ends in /v1
+        summary="`POST /` for base URLs that end in /v1",
+        view=generates(tgi.compat),
+        bodies=NATIVE,
+        answers=LIST,
+        events=EVENT,
+    ),
+    Route(
+        method="POST",
+        path="/tokenize",
+        summary="The tokens of `inputs`",
+        view=replies(tokenize.tokenize),
+        bodies=NATIVE,
+        answers=(list[tokenize.SimpleToken],),
+    ),
+    Route(
+        method="POST",
+        path="/chat_tokenize",
+        summary="The text and the tokens of a chat",
+        view=replies(tokenize.chat_tokenize),
+        bodies=CHAT,
+        answers=(tokenize.ChatTokenizeResponse,),
+    ),
+    Route(
+        method="POST",
+        path="/v1/chat/completions",
+        summary="OpenAI's chat completions",
+        view=generates(chat.chat, renders=True),
+        errors=OPENAI,
+        bodies=CHAT,
+        answers=CHATTED,
+        events=CHUNK,
+    ),
+    Route(
+        method="POST",
+        path="/v1/completions",
+        summary="OpenAI's completions",
+        view=generates(completions.completion),
+        errors=OPENAI,
+        bodies=COMPLETION,
+        answers=COMPLETED,
+        events=COMPLETED,
+    ),
+    Route(
+        method="POST",
+        path="/v1/responses",
+        summary="OpenAI's responses",
+        view=generates(responses.responses, renders=True),
+        errors=OPENAI,
+        bodies=(ResponsesRequest,),
+        answers=(responses.ResponsesResponse,),
+        events=(dict[str, Any],),
+    ),
+    Route(
+        method="GET",
+        path="/v1/models",
+        summary="The served model, in a list",
+        view=status.models,
+        errors=OPENAI,
+        answers=(ModelList,),
+    ),
+    Route(
+        method="GET",
+        path="/v1/models/{name}",
+        summary="The served model",
+        view=status.model,
+        errors=OPENAI,
+        answers=(ModelCard,),
         parameter=("path", "name"),
     ),
     Route(
-        "POST",
-        "/invocations",
-        SAGEMAKER,
-        NATIVE + CHAT + COMPLETION,
-        LIST + CHATTED + COMPLETED,
-        EVENT + CHUNK + COMPLETED,
+        method="POST",
+        path="/invocations",
+        summary="SageMaker: a native, chat or completion request, which its required field identifies",
+        view=invocations,
+        errors=(tgi_error, openai_error),
+        bodies=NATIVE + CHAT + COMPLETION,
+        answers=LIST + CHATTED + COMPLETED,
+        events=EVENT + CHUNK + COMPLETED,
     ),
     Route(
-        "POST", "/vertex", "Vertex AI: several requests at once", (VertexRequest,), (schema.VertexResponse,)
+        method="POST",
+        path="/vertex",
+        summary="Vertex AI: several requests at once",
+        view=generates(clouds.vertex, renders=True),
+        bodies=(clouds.VertexRequest,),
+        answers=(clouds.VertexResponse,),
     ),
-    Route("GET", "/infer", INFER, answers=(list[str],), parameter=("query", "sentence")),
-    Route("GET", "/info", "The model, and the limits in force", answers=(schema.Info,)),
-    Route("GET", "/health", "200 when requests are accepted", needs_key=False),
-    Route("GET", "/ping", "`GET /health` under SageMaker's name", needs_key=False),
-    Route("GET", "/", "`GET /health` for probes of the root", needs_key=False),
-    Route("GET", "/live", "200 when this web process responds", needs_key=False),
-    Route("GET", "/metrics", "Metrics for Prometheus", needs_key=False, content_type="text/plain"),
-    Route("GET", "/api-doc/openapi.json", "This document", answers=(dict[str, Any],), needs_key=False),
+    Route(
+        method="GET",
+        path="/infer",
+        summary="The Ray Serve blueprint for Inferentia: the sentence and its continuation",
+        view=infer,
+        answers=(list[str],),
+        parameter=("query", "sentence"),
+    ),
+    Route(
+        method="GET",
+        path="/info",
+        summary="The model, and the limits in force",
+        view=info,
+        answers=(tgi.Info,),
+    ),
+    Route(
+        method="GET",
+        path="/health",
+        summary="200 when requests are accepted",
+        view=status.health,
+        needs_key=False,
+    ),
+    Route(
+        method="GET",
+        path="/ping",
+        summary="`GET /health` under SageMaker's name",
+        view=status.health,
+        needs_key=False,
+    ),
+    Route(
+        method="GET",
+        path="/",
+        summary="`GET /health` for probes of the root",
+        view=status.root,
+        needs_key=False,
+    ),
+    Route(
+        method="GET",
+        path="/live",
+        summary="200 when this web process responds",
+        view=status.live,
+        needs_key=False,
+    ),
+    Route(
+        method="GET",
+        path="/metrics",
+        summary="Metrics for Prometheus",
+        view=status.metrics,
+        needs_key=False,
+        content_type="text/plain",
+    ),
+    Route(
+        method="GET",
+        path="/api-doc/openapi.json",
+        summary="This document",
+        view=document,
+        needs_key=False,
+        answers=(dict[str, Any],),
+    ),
 )
+BY_NAME = {route.name: route for route in ROUTES}
+
+# msgspec 0.22.0 crashes when several threads make it learn a type at the same time; now there is one thread.
+for _body in {body for route in ROUTES for body in route.bodies}:
+    msgspec.json.Decoder(_body)
 
 
-def openapi() -> dict[str, Any]:
-    """The OpenAPI 3.1 document."""
-    used = [kind for route in ROUTES for kind in (*route.bodies, *route.answers, *route.events)]
-    used += [schema.ErrorBody, schema.OpenAIErrorBody]
-    refs, components = msgspec.json.schema_components(used, ref_template="#/components/schemas/{name}")
-    schema_of = dict(zip(used, refs))
-
-    def content(kinds: tuple) -> dict[str, Any]:
-        schemas = [schema_of[kind] for kind in kinds]
-        return {"schema": schemas[0] if len(schemas) == 1 else {"anyOf": schemas}}
-
-    components["VertexRequest"]["properties"]["instances"]["items"] = content(NATIVE + CHAT)["schema"]
-    for component in components.values():
-        for field in component.get("properties", {}).values():
-            if field.get("default", ...) is None:
-                del field["default"]  # client generators take a field with a default for a required one
-    paths: dict[str, Any] = {}
-    for route in ROUTES:
-        paths.setdefault(route.path, {})[route.method.lower()] = _operation(route, content)
-    return {
-        "openapi": "3.1.0",
-        "info": {
-            "title": "neuron-textgen",
-            "version": VERSION,
-            "license": {"name": "Apache-2.0", "identifier": "Apache-2.0"},
-        },
-        "servers": [{"url": "/"}],
-        "paths": paths,
-        "components": {
-            "schemas": components,
-            "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}},
-        },
-    }
-
-
-def _operation(route: Route, content: Callable[[tuple], dict[str, Any]]) -> dict[str, Any]:
-    """`content` makes the description of a body that has one of several types."""
-    ok: dict[str, Any] = {}
-    if route.answers:
-        ok["application/json"] = content(route.answers)
-    if route.events:
-        data = {"contentMediaType": "application/json", "contentSchema": content(route.events)["schema"]}
-        data = {"type": "string", "anyOf": [data, {"const": "[DONE]"}]}  # the last one of OpenAI's streams
-        event = {
-            "type": "object",
-            "properties": {"data": data},
-        }  # for validators; generated clients get the stream as text
-        ok["text/event-stream"] = {"schema": {"anyOf": [{"type": "string"}, event]}}
-    if route.content_type:
-        ok[route.content_type] = {"schema": {"type": "string"}}
-    native = () if route.path.startswith("/v1/") else (schema.ErrorBody,)
-    openai = (schema.OpenAIErrorBody,) if route.path.startswith(("/v1/", "/invocations")) else ()
-    error = {"description": "The error", "content": {"application/json": content(native + openai)}}
-    operation: dict[str, Any] = {
-        "operationId": re.sub(r"\W+", "_", f"{route.method.lower()}{route.path}").strip("_"),
-        "summary": route.summary,
-        "responses": {
-            "200": {"description": "OK"} | ({"content": ok} if ok else {}),
-            "4XX": error,
-            "5XX": error,
-        },
-        "security": [{"key": []}, {}] if route.needs_key else [],
-    }
-    if route.bodies:
-        body = content(route.bodies) | {"example": EXAMPLES[route.bodies[0]]}
-        operation["requestBody"] = {"required": True, "content": {"application/json": body}}
-    if route.parameter:
-        place, name = route.parameter
-        operation["parameters"] = [
-            {"in": place, "name": name, "required": True, "schema": {"type": "string", "minLength": 1}}
-        ]
-    return operation
+def error_shape(endpoint: str | None, path: str) -> ErrorShape:
+    """The shape of errors of a route by its name; without one, that of the dialect in whose paths the client looked."""
+    if route := BY_NAME.get(endpoint):
+        return route.errors[0]
+    return openai_error if path.startswith("/v1/") else tgi_error

@@ -1,8 +1,7 @@
-"""One HTTP request whose sequences are being generated: from the worker's tokens to text.
+"""A request while it is generated: from the worker's tokens to text, and to the body of its response, whole or as events.
 
-A `Generation` sends the request's prompts to the worker, turns the tokens that come back into text, and ends sequences
-early: after a stop string, at a deadline, when the client disconnects. How text becomes a response is
-answers.py's business, how it is written web.py's.
+A `Generation` sends the prompts of a request to the worker, turns the tokens that come back into text, and ends sequences early:
+after a stop string, at a deadline, when the client disconnects. `Generation.close` is the one place where a request ends.
 """
 
 from __future__ import annotations
@@ -13,25 +12,76 @@ import select
 import socket
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from dataclasses import dataclass
 
 import gevent
 from gevent.monkey import get_original
 
 from api import errors
-from api.answer import Sequence
-from api.engine_client import EngineClient, InFlightRequest, TooLarge
-from api.errors import ApiError
-from api.fields import Job
-from protocol import End, Generate, GenerateOptions, Prompt, RequestStats, Token
+from api.answer import Answer, Sequence
+from api.engine_client import ClientGone, EngineClient, InFlightRequest, TooLarge
+from api.errors import HANG_UP, ApiError
+from api.job import Prompt
+from api.tracing import Generated, RequestTrace
+from protocol import End, Generate, GenerateOptions, RequestStats, Token
+from protocol import Prompt as PromptRan
 from text.stream import Piece
 
 logger = logging.getLogger("web")
 
 WATCH_S = 0.1  # how often all requests are looked after
 KEEP_ALIVE_S = 15.0  # a stream without an event for this long carries a comment, so that proxies keep it open
-HANG_UP = 499  # the status of a response to a client that has disconnected
 Batch = list[tuple[Sequence, list[Piece]]]  # what became certain together
+
+
+class Connection:
+    """The connection to a client. The end of the client's input counts as a disconnect unless `input_may_end`: then only a
+    broken connection does."""
+
+    def __init__(self, client: socket.socket | None, input_may_end: bool):
+        self._poll = get_original(
+            "select", "poll"
+        )()  # does not wait; gevent's cannot see the end of the input
+        if client is not None:
+            events = select.POLLHUP | select.POLLERR
+            if not input_may_end:
+                events |= select.POLLRDHUP
+            self._poll.register(client, events)
+
+    @property
+    def is_lost(self) -> bool:
+        return bool(self._poll.poll(0))
+
+
+@dataclass(frozen=True)
+class Arrival:
+    """An HTTP request as it arrived. Times are CLOCK_MONOTONIC, in seconds."""
+
+    request_id: str
+    at: float
+    connection: Connection
+    trace: RequestTrace | None = None
+
+
+class Watch:
+    """Looks after all requests of this process: disconnects, deadlines, keep-alives."""
+
+    def __init__(self):
+        self._generations: set[Generation] = set()
+        gevent.spawn(self._run)
+
+    def add(self, generation: Generation) -> None:
+        self._generations.add(generation)
+
+    def discard(self, generation: Generation) -> None:
+        self._generations.discard(generation)
+
+    def _run(self) -> None:
+        while True:
+            gevent.sleep(WATCH_S)
+            for generation in list(self._generations):
+                generation.look()
 
 
 class Generation:
@@ -39,142 +89,160 @@ class Generation:
 
     Iterating yields a Batch whenever text has become certain, each sequence once, until all have finished; an empty Batch
     means that KEEP_ALIVE_S passed without a token. Raises ApiError when the worker refuses or fails, and ClientGone when the
-    client has disconnected. What is unfinished at `deadline_at` ends there. `settle` frees everything.
+    client has disconnected. What is unfinished at `deadline_at` ends there.
 
-    `in_progress` holds it from its start until it is settled, and `watch` looks after all that are there. The end of the
-    client's input counts as a disconnect unless `input_may_end`: then only a broken connection does. `on_settled` is called
-    once.
+    As a context manager it is closed at the end of the block, with the outcome of the block.
     """
 
     def __init__(
         self,
         engine: EngineClient,
-        jobs: list[Job],
-        prompts: list[tuple[list[int], int]],  # of each job: token ids, max_new_tokens
-        in_progress: set[Generation],
-        request_id: str,
-        started_at: float,
+        prompts: list[Prompt],
+        arrival: Arrival,
+        watch: Watch,
         deadline_at: float = float("inf"),
-        client: socket.socket | None = None,
-        input_may_end: bool = False,
-        on_settled: Callable[[RequestStats, Generation], None] | None = None,
     ):
-        self.request_id = request_id
-        self.model_name = engine.info.model_name
-        self.started_at = started_at
-        self.sent_at = self._received_at = time.monotonic()
+        self.arrival = arrival
+        self._model_name = engine.info.model_name
+        self.sent_at = time.monotonic()
         self.streams_at: float | None = None  # when its stream began
-        self.is_settled = False
         self.sequences: list[Sequence] = []
         self._engine = engine
-        self._on_settled = on_settled
+        self._watch = watch
         self._deadline_at = deadline_at
+        self._received_at = self.sent_at
+        self._is_closed = False
+        self._outcome = "dropped"  # unless it comes to its end
+        self._status = HANG_UP
         self._unfinished: dict[int, Sequence] = {}
-        generates = []
-        for job, (prompt, max_new_tokens) in zip(jobs, prompts):
-            options = {name: getattr(job, name) for name in GenerateOptions.__struct_fields__}
-            for number in range(job.sequences):
-                sequence = Sequence(
-                    engine.text.tokenizer, job, prompt, max_new_tokens, number, len(self.sequences)
-                )
-                generate = Generate(
-                    secrets.randbits(63),
-                    prompt,
-                    max_new_tokens,
-                    sent_at=self.sent_at,
-                    request_id=request_id,
-                    **options | {"sampling": sequence.sampling},
-                )
-                generates.append(generate)
-                self.sequences.append(sequence)
-                self._unfinished[generate.id] = sequence
-        self._connection = get_original(
-            "select", "poll"
-        )()  # asked without waiting; gevent's cannot see the end of the input
-        if client is not None:
-            events = select.POLLHUP | select.POLLERR | (0 if input_may_end else select.POLLRDHUP)
-            self._connection.register(client, events)
-        self._log(
-            "sent to the worker",
-            sequences=len(generates),
-            prompt_tokens=sum(len(prompt) for prompt, _ in prompts),
-        )
+        generates = [generate for prompt in prompts for generate in self._generates(prompt)]
+        tokens = sum(len(prompt.ids) for prompt in prompts)
+        self._log("sent to the worker", sequences=len(generates), prompt_tokens=tokens)
         try:
             self._request = InFlightRequest(engine, generates)
         except TooLarge:
             tokens = sum(len(generate.prompt) for generate in generates)
             what = f"the request asks for {len(generates)} sequences whose prompts have {tokens} tokens altogether"
-            raise errors.invalid(
-                None, f"{what}, too many to be sent at once; send several requests"
-            ) from None
-        self._in_progress = in_progress
-        in_progress.add(self)
+            what += ", too many to be sent at once; send several requests"
+            raise errors.invalid(None, what) from None
+        watch.add(self)
+
+    def __enter__(self) -> Generation:
+        return self
+
+    def __exit__(self, _kind, error: BaseException | None, _trace) -> None:
+        if error is None:
+            self.succeed()
+        else:
+            self.fail(error)
+        self.close()
 
     def __iter__(self) -> Iterator[Batch]:
         while self._unfinished:
             messages = self._request.receive()
             self._received_at = time.monotonic()
             batch: dict[Sequence, list[Piece]] = defaultdict(list)
+            ends: list[End] = []
             for message in messages:
-                if sequence := self._unfinished.get(
-                    message.id
-                ):  # None: a token that arrives after a stop string
+                if isinstance(message, End):
+                    ends.append(message)
+                elif sequence := self._unfinished.get(message.id):  # None: a token after a stop string
                     self._take(message, sequence, batch)
-            if self._unfinished and self._received_at >= self._deadline_at:
+            if self._unfinished and not ends and self._received_at >= self._deadline_at:
                 self._cut(batch)
             if batch or not messages:  # a prompt that has been run is no reason yet to begin an answer
                 yield list(batch.items())
+            for end in ends:
+                if end.id in self._unfinished:
+                    raise end_error(end.reason, end.message)
 
     @property
     def first_token_at(self) -> float | None:
-        return min(
-            (sequence.first_token_at for sequence in self.sequences if sequence.first_token_at), default=None
-        )
+        times = [sequence.first_token_at for sequence in self.sequences if sequence.first_token_at]
+        return min(times, default=None)
+
+    def run(self) -> None:
+        """Generates all, for an answer that is not streamed."""
+        for batch in self:
+            for sequence, pieces in batch:
+                sequence.keep(pieces)
 
     def look(self) -> None:
         """Wakes the request when its client has disconnected, at its deadline, and when it is time for a sign of life."""
-        if self._connection.poll(0):
+        if self.arrival.connection.is_lost:
             self._request.hang_up()
         elif time.monotonic() >= min(self._received_at + KEEP_ALIVE_S, self._deadline_at):
             self._request.wake()
 
-    def settle(self, outcome: str, status: int = 200) -> None:
-        """Cancels what still runs, and adds the request to the metrics; only the first outcome counts."""
-        self._request.close()
-        self._in_progress.discard(self)
-        if self.is_settled:
+    def succeed(self) -> None:
+        self._outcome = "success"
+        self._status = 200
+
+    def fail(self, error: BaseException, status: int | None = None) -> None:
+        """status: that of the response, where it was sent before."""
+        if isinstance(error, ApiError):
+            self._outcome = error.outcome
+            self._status = status or error.status
+        elif not isinstance(error, ClientGone):
+            self._outcome = "generation"
+            self._status = status or 500
+
+    def close(self) -> None:
+        """Ends the request, however it ended: cancels what still runs, and adds it to the metrics and traces. Idempotent."""
+        if self._is_closed:
             return
-        self.is_settled = True
-        duration_s = time.monotonic() - self.started_at
-        validation_s = self.sent_at - self.started_at
+        self._is_closed = True
+        self._watch.discard(self)
+        self._request.close()
+        stats = self._stats()
+        self._engine.record(stats)
+        if self.arrival.trace:
+            generated = Generated(self._model_name, self.sequences, self.sent_at, self.streams_at)
+            self.arrival.trace.end(stats, generated)
+        self._log("generation ends", outcome=stats.outcome, generated_tokens=stats.generated_tokens)
+
+    def _stats(self) -> RequestStats:
+        duration_s = time.monotonic() - self.arrival.at
+        validation_s = self.sent_at - self.arrival.at
         queue_s = max(sequence.queue_s for sequence in self.sequences)
-        stats = RequestStats(
-            status=HANG_UP if outcome == "dropped" else status,
-            outcome=outcome,
+        first_token_s = None if self.first_token_at is None else self.first_token_at - self.arrival.at
+        return RequestStats(
+            status=self._status,
+            outcome=self._outcome,
             duration_s=duration_s,
             validation_s=validation_s,
             queue_s=queue_s,
             inference_s=max(0.0, duration_s - validation_s - queue_s),
-            first_token_s=None if self.first_token_at is None else self.first_token_at - self.started_at,
+            first_token_s=first_token_s,
             input_tokens=sum(len(sequence.prompt) for sequence in self.sequences if sequence.number == 0),
             generated_tokens=sum(sequence.tokens for sequence in self.sequences),
             max_new_tokens=sum(sequence.max_new_tokens for sequence in self.sequences),
         )
-        self._engine.record(stats)
-        if self._on_settled:
-            self._on_settled(stats, self)
-        self._log("generation ends", outcome=outcome, generated_tokens=stats.generated_tokens)
 
-    def _log(self, event: str, **fields) -> None:
-        logger.debug(event, extra={"fields": {"request_id": self.request_id, **fields}})
+    def _generates(self, prompt: Prompt) -> Iterator[Generate]:
+        """The messages to the worker for one job, each with a sequence that waits for its tokens."""
+        job = prompt.job
+        options = {name: getattr(job, name) for name in GenerateOptions.__struct_fields__}
+        for number in range(job.sequences):
+            sequence = Sequence(self._engine.text.tokenizer, prompt, number, len(self.sequences))
+            options["sampling"] = sequence.sampling
+            generate = Generate(
+                secrets.randbits(63),
+                prompt.ids,
+                prompt.max_new_tokens,
+                sent_at=self.sent_at,
+                request_id=self.arrival.request_id,
+                **options,
+            )
+            self.sequences.append(sequence)
+            self._unfinished[generate.id] = sequence
+            yield generate
 
     def _take(
-        self, message: Prompt | Token | End, sequence: Sequence, batch: dict[Sequence, list[Piece]]
+        self, message: PromptRan | Token, sequence: Sequence, batch: dict[Sequence, list[Piece]]
     ) -> None:
-        if isinstance(message, End):
-            raise end_error(message.reason, message.message)
-        if isinstance(message, Prompt):
-            sequence.ran = message
+        if isinstance(message, PromptRan):
+            sequence.start(message)
             return
         batch[sequence] += sequence.take(message)
         if sequence.finish_reason is not None:
@@ -190,13 +258,89 @@ class Generation:
         self._unfinished.clear()
         self._request.close("deadline")
 
+    def _log(self, event: str, **fields) -> None:
+        logger.debug(event, extra={"fields": {"request_id": self.arrival.request_id, **fields}})
 
-def watch(in_progress: set[Generation]) -> None:
-    """Looks after all requests of this process; never returns."""
-    while True:
-        gevent.sleep(WATCH_S)
-        for generation in list(in_progress):
-            generation.look()
+
+class EventStream:
+    """The body of a streamed response. What became certain together is one write.
+
+    The web server calls `close` at the end, and when the client disconnects, also before the first event is written.
+    """
+
+    def __init__(self, answer: Answer, generation: Generation):
+        """Waits for the first text, which decides the status. Raises ApiError and ClientGone."""
+        self._answer = answer
+        self._generation = generation
+        self._batches = iter(generation)
+        try:
+            self._first = next(self._batches)
+        except BaseException as error:
+            generation.fail(error)
+            generation.close()
+            raise
+        self._events = self._write()
+
+    def __iter__(self) -> Iterator[bytes]:
+        return self._events
+
+    def close(self) -> None:
+        self._events.close()
+        self._generation.close()
+
+    def _write(self) -> Iterator[bytes]:
+        generation = self._generation
+        generation.streams_at = time.monotonic()
+        try:
+            yield from self._data()
+            generation.succeed()
+            if closing := self._answer.closing(generation.sequences):
+                yield closing
+        except ClientGone:
+            pass
+        except ApiError as error:
+            generation.fail(error, status=200)
+            yield self._answer.failure(error)
+        except Exception as error:
+            request_id = generation.arrival.request_id
+            logger.exception("a stream failed", extra={"fields": {"request_id": request_id}})
+            generation.fail(error, status=200)
+            yield self._answer.failure(errors.internal())
+
+    def _data(self) -> Iterator[bytes]:
+        written_at = self._generation.arrival.at
+        batch: Batch | None = self._first
+        while batch is not None:
+            data = b"".join(self._answer.events(sequence, pieces) for sequence, pieces in batch)
+            now = time.monotonic()
+            if not data and now - written_at >= KEEP_ALIVE_S:
+                data = b":\n\n"
+            if data:
+                written_at = now
+                yield data
+            batch = next(self._batches, None)
+
+
+def timing_headers(generation: Generation) -> dict[str, str]:
+    """TGI's, in whole milliseconds; the sums over all sequences."""
+    sequences = generation.sequences
+    arrived_at = generation.arrival.at
+    total_s = sum(sequence.finished_at - arrived_at for sequence in sequences)
+    validation_s = (generation.sent_at - arrived_at) * len(sequences)
+    queue_s = sum(sequence.queue_s for sequence in sequences)
+    inference_s = max(0.0, total_s - validation_s - queue_s)
+    generated = sum(sequence.tokens for sequence in sequences)
+    headers = {
+        "x-compute-time": f"{time.monotonic() - arrived_at:.6f}",
+        "x-prompt-tokens": sum(len(sequence.prompt) for sequence in sequences if sequence.number == 0),
+        "x-generated-tokens": generated,
+        "x-total-time": int(total_s * 1000),
+        "x-validation-time": int(validation_s * 1000),
+        "x-queue-time": int(queue_s * 1000),
+        "x-inference-time": int(inference_s * 1000),
+        "x-time-per-token": int(inference_s / max(1, generated) * 1000),
+    }
+    return {name: str(value) for name, value in headers.items()}
 
 
 def end_error(reason: str, message: str = "") -> ApiError:

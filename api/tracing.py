@@ -12,11 +12,12 @@ import importlib.util
 import re
 import time
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import gevent
 
-from api.stream import Generation
+from api.answer import Sequence
 from config import VERSION
 from protocol import RequestStats
 from run import ConfigError
@@ -70,57 +71,84 @@ class Tracer:
             self._provider.shutdown()
 
 
+@dataclass(frozen=True)
+class Generated:
+    """What a request that was sent to the worker generated, and when. Times are CLOCK_MONOTONIC, in seconds."""
+
+    model_name: str
+    sequences: list[Sequence]
+    sent_at: float
+    streams_at: float | None  # when its stream began
+
+
 class RequestTrace:
     """The span of a request that arrived at `started_at`; `end` adds its stages. Times are CLOCK_MONOTONIC, in seconds."""
 
     def __init__(
-        self, tracer: Tracer, route: str, headers: Mapping[str, str], request_id: str, started_at: float
+        self,
+        tracer: Tracer,
+        route: str,
+        headers: Mapping[str, str],
+        request_id: str,
+        started_at: float,
     ):
         self._tracer = tracer
         self._clock_ns = time.time_ns() - time.monotonic_ns()
         self._started_at = started_at
-        parent, kind = tracer.parent_of(headers), tracer.api.SpanKind.SERVER
         self._span = tracer.start_span(
-            route, parent, kind, {"request_id": request_id}, start_time=self._ns(started_at)
+            route,
+            tracer.parent_of(headers),
+            tracer.api.SpanKind.SERVER,
+            {"request_id": request_id},
+            start_time=self._ns(started_at),
         )
         self._context = tracer.api.set_span_in_context(self._span)
 
-    def end(self, stats: RequestStats, generation: Generation | None = None) -> None:
-        """`generation` is None for a request that was not sent to the worker."""
+    def end(self, stats: RequestStats, generated: Generated | None = None) -> None:
+        """generated: None for a request that was not sent to the worker."""
         now = time.monotonic()
-        attributes = {"http.response.status_code": stats.status}
+        self._span.set_attribute("http.response.status_code", stats.status)
         if stats.outcome != "success":
-            attributes["error.type"] = str(stats.outcome)
-        self._stage("validate", self._started_at, generation.sent_at if generation else now)
-        if generation:
-            for sequence in generation.sequences:
-                # The worker sends the time in the queue with the first token: before that, where the time went is not known.
-                if sequence.first_token_at is not None:
-                    index, cached = {"sequence": sequence.index}, {"cached_tokens": sequence.ran.cached}
-                    queued_until = generation.sent_at + sequence.queue_s
-                    self._stage("queue", generation.sent_at, queued_until, index)
-                    self._stage("prefill", queued_until, sequence.first_token_at, index | cached)
-                    self._stage("decode", sequence.first_token_at, sequence.finished_at or now, index)
-            if generation.streams_at is not None:
-                self._stage("stream", generation.streams_at, now)
-            attributes |= {
-                "gen_ai.response.model": generation.model_name,
-                "gen_ai.response.finish_reasons": [s.finish_reason or "error" for s in generation.sequences],
-                "gen_ai.request.max_tokens": stats.max_new_tokens,
-                "gen_ai.usage.input_tokens": stats.input_tokens,
-                "gen_ai.usage.output_tokens": stats.generated_tokens,
-            }
-        self._span.set_attributes(attributes)
+            self._span.set_attribute("error.type", str(stats.outcome))
+        self._stage("validate", self._started_at, generated.sent_at if generated else now)
+        if generated:
+            self._add_stages(generated, now)
+            self._add_usage(stats, generated)
         if stats.outcome in FAULTS:
             self._span.set_status(self._tracer.api.StatusCode.ERROR)
         self._span.end(self._ns(now))
 
+    def _add_stages(self, generated: Generated, now: float) -> None:
+        for sequence in generated.sequences:
+            if sequence.first_token_at is None:
+                # The worker sends the time in the queue with the first token: until then it is not known.
+                continue
+            index = {"sequence": sequence.index}
+            cached = {"cached_tokens": sequence.ran.cached}
+            queued_until = generated.sent_at + sequence.queue_s
+            self._stage("queue", generated.sent_at, queued_until, index)
+            self._stage("prefill", queued_until, sequence.first_token_at, index | cached)
+            self._stage("decode", sequence.first_token_at, sequence.finished_at or now, index)
+        if generated.streams_at is not None:
+            self._stage("stream", generated.streams_at, now)
+
+    def _add_usage(self, stats: RequestStats, generated: Generated) -> None:
+        attributes = {
+            "gen_ai.response.model": generated.model_name,
+            "gen_ai.response.finish_reasons": [
+                sequence.finish_reason or "error" for sequence in generated.sequences
+            ],
+            "gen_ai.request.max_tokens": stats.max_new_tokens,
+            "gen_ai.usage.input_tokens": stats.input_tokens,
+            "gen_ai.usage.output_tokens": stats.generated_tokens,
+        }
+        self._span.set_attributes(attributes)
+
     def _stage(
         self, name: str, begins_at: float, ends_at: float, attributes: dict[str, Any] | None = None
     ) -> None:
-        span = self._tracer.start_span(
-            name, self._context, attributes=attributes, start_time=self._ns(begins_at)
-        )
+        start = self._ns(begins_at)
+        span = self._tracer.start_span(name, self._context, attributes=attributes, start_time=start)
         span.end(self._ns(ends_at))
 
     def _ns(self, at: float) -> int:

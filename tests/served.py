@@ -1,6 +1,5 @@
 """An app with a real worker on a fake model behind it, and a tokenizer of bytes."""
 
-import functools
 import json
 import threading
 import time
@@ -11,9 +10,8 @@ from fakes.model import EOS, FakeModel, greedy
 from fakes.tokenizer import VOCABULARY, byte_tokenizer
 
 import web
-from api import handlers
-from api import routes as openapi
 from api.engine_client import EngineClient
+from api.job import ModelText
 from config import Config
 from engine import sampling
 from engine.link import WorkerEnd
@@ -22,8 +20,6 @@ from engine.scheduler import Scheduler
 from protocol import ModelInfo, Sampling
 from text.grammar import Grammars
 from worker import Worker
-
-openapi.openapi = functools.cache(openapi.openapi)  # the same in every app, and half of what an app costs
 
 WAIT_S = 20
 WINDOW = 60
@@ -73,7 +69,7 @@ class Served:
         grammars = Grammars.load(folder, VOCABULARY, [EOS])
         self.worker = Worker(self.model, self.end, frozenset([EOS]), scheduler, most, self.metrics, grammars=grammars)
         self.config = Config(**LIMITS | settings)
-        self.seen = EngineClient(address, lambda info: handlers.ModelText.load(info, self.config))
+        self.seen = EngineClient(address, lambda info: ModelText.load(info, self.config))
         self.client = web.create_app(self.config, self.seen).test_client()
         limits = (VOCABULARY, [EOS], 2, WINDOW - 1, WINDOW)
         info = ModelInfo("m", None, str(folder), *limits, "fake", "float32", model_dir=str(folder), sampling=sampled_by)

@@ -16,15 +16,15 @@ from served import LIMITS, WAIT_S, WINDOW, events, wait_until
 from werkzeug.exceptions import ClientDisconnected
 
 import protocol
-import web
-from api import engine_client, errors, handlers
-from api import fields as validate
-from api import routes as openapi
+from api import engine_client, errors, tgi
 from api import stream as generation
-from api import types as schema
-from api.answer import NativeAnswer
 from api.engine_client import EngineClient
-from protocol import End, Prompt
+from api.job import ModelText, Served
+from api.job import Prompt as PromptToRun
+from api.openapi import EXAMPLES, openapi
+from api.routes import ROUTES
+from api.tgi import NativeAnswer
+from protocol import End, Prompt, Token
 
 
 def test_before_the_model_is_ready_everything_says_what_is_going_on(booting):
@@ -242,7 +242,7 @@ def test_a_full_house_is_told_before_anyone_asks_and_so_is_a_free_place(served):
 
 
 def test_a_client_that_asks_before_the_report_of_a_free_place_arrives_is_served(served, monkeypatch):
-    monkeypatch.setattr("web.ROOM_S", 1.0)
+    monkeypatch.setattr("api.server.ROOM_S", 1.0)
     full(served)
     answer = gevent.spawn(served.post, "/generate", {"inputs": "Hello", "parameters": {"max_new_tokens": 2}})
     gevent.idle()  # the request has been found too much
@@ -271,17 +271,33 @@ def test_a_failure_before_the_first_token_has_its_own_status(served, route):
 
 
 def test_a_prompt_that_has_been_run_does_not_begin_an_answer_that_then_fails(served, monkeypatch):
-    body = validate.parse(b'{"inputs":"a"}', schema.GenerateRequest)
-    job = validate.check(body, served.config, served.info, streaming=True)
-    monkeypatch.setattr(served.seen, "submit", lambda generates, queue: sent.append((generates[0].id, queue)))
-    sent = []
-    generating = generation.Generation(served.seen, [job], [([97], 5)], set(), "an-id", time.monotonic())
-    ((request_id, queue),) = sent
+    generating, request_id, queue = generation_of(served, monkeypatch)
     queue.put([Prompt(request_id, 0.0)])
     gevent.spawn_later(0.01, queue.put, [End(request_id, "failed", "no number")])
     with pytest.raises(errors.ApiError) as error:
         next(iter(generating))
     assert error.value.status == 424
+
+
+def test_tokens_that_arrive_together_with_the_end_of_their_request_are_not_lost(served, monkeypatch):
+    generating, request_id, queue = generation_of(served, monkeypatch)
+    queue.put([Prompt(request_id, 0.0), Token(request_id, 97, None), End(request_id, "failed", "no number")])
+    batches = iter(generating)
+    ((_sequence, pieces),) = next(batches)
+    assert [piece.id for piece in pieces] == [97]
+    with pytest.raises(errors.ApiError, match="no number"):
+        next(batches)
+
+
+def generation_of(served, monkeypatch):
+    """A generation for the prompt "a", its id, and the queue for its messages, which the worker does not hear of."""
+    sent = []
+    monkeypatch.setattr(served.seen, "submit", lambda generates, queue: sent.append((generates[0].id, queue)))
+    of = Served(served.config, served.info, served.seen.text)
+    prompt = PromptToRun(tgi.check(tgi.GenerateRequest("a"), of, streams=True), [97], 5)
+    connection = generation.Connection(None, input_may_end=False)
+    arrival = generation.Arrival("an-id", time.monotonic(), connection)
+    return generation.Generation(served.seen, [prompt], arrival, generation.Watch()), *sent[0]
 
 
 def test_a_failure_in_the_middle_of_a_stream_is_an_event(served):
@@ -297,7 +313,6 @@ def test_a_failure_in_the_middle_of_a_stream_is_an_event(served):
 
 def test_a_silent_stream_is_kept_open_with_comments(served, monkeypatch):
     monkeypatch.setattr(generation, "KEEP_ALIVE_S", 0.05)
-    monkeypatch.setattr(web, "KEEP_ALIVE_S", 0.05)
     served.model.may_decode.clear()
     with served.post("/generate_stream", {"inputs": "Hello", "parameters": {"max_new_tokens": 3}}, buffered=False) as response:
         chunks = iter(response.response)
@@ -358,7 +373,7 @@ def test_what_a_client_sent_ahead_does_not_hide_that_it_hung_up(served):
         asking.join(3 * generation.WATCH_S)
         assert not asking.ready()
         theirs.close()
-        assert asking.get(timeout=WAIT_S).status_code == generation.HANG_UP
+        assert asking.get(timeout=WAIT_S).status_code == errors.HANG_UP
 
 
 def test_a_client_that_announced_its_last_request_may_close_its_sending_side(served):
@@ -438,7 +453,7 @@ def test_the_openapi_document_tells_every_route_and_no_other(served):
     assert told == {(method, path) for method, path in there if not path.startswith("/docs")}, "but the page for people"
 
 
-@pytest.mark.parametrize("route", openapi.ROUTES, ids=lambda route: f"{route.method} {route.path}")
+@pytest.mark.parametrize("route", ROUTES, ids=lambda route: f"{route.method} {route.path}")
 def test_every_route_answers_in_the_type_that_it_promises(served, route):
     response = ask(served, route)
     assert response.status_code == 200
@@ -448,7 +463,7 @@ def test_every_route_answers_in_the_type_that_it_promises(served, route):
 
 
 def test_the_openapi_document_is_valid_and_serves_client_generators():
-    document = json.loads(json.dumps(openapi.openapi()))
+    document = json.loads(json.dumps(openapi()))
     openapi_spec_validator.validate(document)
     operations = [operation for path in document["paths"].values() for operation in path.values()]
     assert len({operation["operationId"] for operation in operations}) == len(operations)
@@ -459,10 +474,10 @@ def test_the_openapi_document_is_valid_and_serves_client_generators():
     assert "model" in chat and all("items" in kind for kind in chat["tools"]["anyOf"] if kind["type"] == "array")
 
 
-@pytest.mark.parametrize("kind", openapi.EXAMPLES)
+@pytest.mark.parametrize("kind", EXAMPLES)
 def test_an_example_of_the_document_is_a_request_that_is_served(served, kind):
-    (path,) = [route.path for route in openapi.ROUTES if route.bodies == (kind,)][:1]
-    assert served.post(path, openapi.EXAMPLES[kind]).status_code == 200
+    (path,) = [route.path for route in ROUTES if route.bodies == (kind,)][:1]
+    assert served.post(path, EXAMPLES[kind]).status_code == 200
 
 
 def test_the_page_of_the_document_needs_no_other_server(served):
@@ -474,7 +489,7 @@ def test_the_page_of_the_document_needs_no_other_server(served):
 
 def test_with_an_api_key_only_health_and_metrics_are_open(serve):
     served = serve(api_key="Secret").get_ready()
-    for route in openapi.ROUTES:
+    for route in ROUTES:
         refused = ask(served, route)
         if not route.needs_key:
             assert refused.status_code == 200
@@ -595,7 +610,7 @@ def test_a_long_text_is_tokenized_while_others_are_answered(serve):
 def test_a_new_web_process_accepts_nothing_before_it_can_serve_what_the_worker_accepts(served, monkeypatch):
     monkeypatch.setattr(engine_client, "FIRST_MESSAGE_S", WAIT_S)
     may_load = threading.Event()
-    newcomer = EngineClient(served.address, lambda info: may_load.wait(WAIT_S) and handlers.ModelText.load(info, served.config))
+    newcomer = EngineClient(served.address, lambda info: may_load.wait(WAIT_S) and ModelText.load(info, served.config))
     try:
         waiting = gevent.spawn(newcomer.wait_until_known)
         wait_until(lambda: newcomer.phase == "loading")
@@ -725,7 +740,7 @@ def test_at_the_deadline_the_best_is_one_that_has_begun(narrow):
 
 
 def test_an_invocation_has_a_deadline_of_its_own(serve, monkeypatch):
-    monkeypatch.setattr(web, "SAGEMAKER_DEADLINE_S", DEADLINE_S)
+    monkeypatch.setattr("api.routes.SAGEMAKER_DEADLINE_S", DEADLINE_S)
     served = serve().get_ready()
     body = {"inputs": "Hello", "parameters": {"return_full_text": False}}
     assert late(served, "/invocations", body).json[0]["generated_text"] == served.tokenizer.decode(served.expected("Hello", 1))
@@ -790,7 +805,8 @@ def test_every_request_for_text_is_counted_once(served):
     small = {"max_new_tokens": 3, "temperature": 0.5}
     served.post("/generate", {"inputs": "a", "parameters": small | {"best_of": 2}})
     served.post("/v1/completions", {"prompt": ["a", "b"], "n": 2, "max_tokens": 3})
-    served.post("/v1/chat/completions", body_of("/v1/chat/completions") | {"stream": True}).get_data()
+    with served.post("/v1/chat/completions", body_of("/v1/chat/completions") | {"stream": True}) as stream:
+        stream.get_data()
     served.post("/vertex", {"instances": [{"inputs": "a", "parameters": small}] * 2})
     counted(served, "tgi_request_success_total", 4)
     served.post("/generate", {"inputs": ""})
@@ -871,7 +887,7 @@ def test_a_template_without_an_end_fails_its_chat_and_holds_up_nobody(serve, mon
 
 
 def test_a_text_of_too_many_tokens_is_not_listed_token_by_token(served, monkeypatch):
-    monkeypatch.setattr("api.handlers.MAX_LISTED_TOKENS", 10)
+    monkeypatch.setattr("api.tokenize.MAX_LISTED_TOKENS", 10)
     assert len(served.post("/tokenize", {"inputs": "a" * 10}).json) == 10
     refused = served.post("/tokenize", {"inputs": "a" * 11})
     assert (refused.status_code, refused.json["error"].split(": ")[1]) == (422, "the text has 11 tokens; at most 10 are listed")

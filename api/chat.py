@@ -1,0 +1,171 @@
+"""`/v1/chat/completions`: the answers to chats. What a chat asks for is in conversation.py."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+
+from msgspec import UNSET, Struct, UnsetType
+
+from api import fields
+from api.answer import Answer, Sequence
+from api.conversation import ChatRequest, chat_job, readable
+from api.fields import Json
+from api.job import Job, Served
+from api.openai import FINISH_REASONS, ChunkedAnswer, OpenAIResponse, TokenLogprob, Usage
+from text.reader import CallBegin, Content, Part, Reader, Reasoning
+from text.stream import Piece
+
+
+class ChatLogprobs(Struct):
+    content: list[TokenLogprob]
+
+
+class CalledFunction(Struct):
+    """`arguments` is JSON in a string."""
+
+    name: str
+    arguments: str
+
+
+class ToolCall(Struct):
+    id: str
+    type: str
+    function: CalledFunction
+
+
+class ChatMessage(Struct):
+    """`content` is null where there are calls only."""
+
+    role: str
+    content: str | None
+    reasoning: str | UnsetType = UNSET  # vLLM's name
+    reasoning_content: str | UnsetType = UNSET  # SGLang's
+    tool_calls: list[ToolCall] | UnsetType = UNSET
+
+
+class ChatChoice(Struct):
+    index: int
+    message: ChatMessage
+    logprobs: ChatLogprobs | None
+    finish_reason: str
+
+
+class ChatCompletion(OpenAIResponse):
+    choices: list[ChatChoice]
+    usage: Usage
+
+
+class FunctionDelta(Struct):
+    name: str | UnsetType = UNSET
+    arguments: str = ""
+
+
+class ToolCallDelta(Struct, omit_defaults=True):
+    """The beginning of a call has all fields; the others have more of its `arguments`."""
+
+    index: int
+    function: FunctionDelta
+    id: str | None = None
+    type: str | None = None
+
+
+class Delta(Struct, omit_defaults=True):
+    role: str | None = None
+    content: str | None = None
+    reasoning: str | None = None
+    reasoning_content: str | None = None
+    tool_calls: list[ToolCallDelta] | None = None
+
+
+class ChunkChoice(Struct):
+    index: int
+    delta: Delta
+    logprobs: ChatLogprobs | None = None
+    finish_reason: str | None = None
+
+
+class ChatChunk(OpenAIResponse):
+    choices: list[ChunkChoice]
+    usage: Usage | None = None
+
+
+def chat(data: Json, served: Served) -> Answer:
+    request = fields.read(data, ChatRequest)
+    return ChatAnswer(chat_job(request, served), served, request)
+
+
+class ChatAnswer(ChunkedAnswer):
+    """The choices are the sequences of one job."""
+
+    kind = "chat.completion"
+    id_prefix = "chatcmpl"
+    chunk_type = ChatChunk
+
+    def __init__(self, job: Job, served: Served, request: ChatRequest):
+        super().__init__([job], served, request)
+        self._reading = job.reading
+        self._readers: dict[Sequence, Reader] = {}  # of those with events in the stream
+        self._wants_logprobs = bool(request.logprobs)
+        if self.streams:
+            self.kind = "chat.completion.chunk"
+
+    def whole(self, sequences: list[Sequence]) -> Struct:
+        choices = [self._choice(index, sequence) for index, sequence in enumerate(sequences)]
+        return ChatCompletion(**self._envelope, choices=choices, usage=self._usage(sequences))
+
+    def _choice(self, index: int, sequence: Sequence) -> ChatChoice:
+        read = self._reading.whole("".join(readable(piece, self._reading) for piece in sequence.pieces))
+        message = ChatMessage("assistant", read.content)
+        if read.reasoning:
+            message.reasoning = read.reasoning
+            message.reasoning_content = read.reasoning
+        if read.calls:
+            if not read.content and not self._reading.calls.is_forced:
+                message.content = None
+            message.tool_calls = [
+                ToolCall(call.id, "function", CalledFunction(call.name, call.arguments))
+                for call in read.calls
+            ]
+        reason = self._finish_reason(sequence, bool(read.calls))
+        return ChatChoice(index, message, self._logprobs(sequence.pieces), reason)
+
+    def _choices(self, sequence: Sequence, pieces: list[Piece]) -> Iterator[ChunkChoice]:
+        choice = functools.partial(ChunkChoice, sequence.index)
+        if sequence not in self._readers:
+            self._readers[sequence] = self._reading.reader()
+            yield choice(Delta(role="assistant", content=""))
+        reader = self._readers[sequence]
+        for piece in pieces:
+            deltas = [_delta(part) for part in reader.push(readable(piece, self._reading))]
+            if self._wants_logprobs and not deltas:
+                deltas = [Delta(content="")]
+            for n, delta in enumerate(deltas):
+                yield choice(delta, None if n else self._logprobs([piece]))
+        if sequence.finish_reason is not None:
+            yield from (choice(_delta(part)) for part in reader.finish())
+            # Loops that print `delta.content` expect a text in the last event, too.
+            last = Delta() if reader.has_calls else Delta(content="")
+            yield choice(last, None, self._finish_reason(sequence, reader.has_calls))
+
+    def _finish_reason(self, sequence: Sequence, has_calls: bool) -> str:
+        reason = FINISH_REASONS[sequence.finish_reason]
+        if reason == "stop" and has_calls and not self._reading.calls.is_named:
+            return "tool_calls"
+        return reason
+
+    def _logprobs(self, pieces: list[Piece]) -> ChatLogprobs | None:
+        if not self._wants_logprobs:
+            return None
+        return ChatLogprobs([self._token_logprob(piece) for piece in pieces])
+
+
+def _delta(part: Part) -> Delta:
+    if isinstance(part, Content):
+        return Delta(content=part.text)
+    if isinstance(part, Reasoning):
+        return Delta(reasoning=part.text, reasoning_content=part.text)
+    if isinstance(part, CallBegin):
+        begin = FunctionDelta(part.name, "")
+        return Delta(tool_calls=[ToolCallDelta(part.index, begin, part.id, "function")])
+    return Delta(tool_calls=[ToolCallDelta(part.index, FunctionDelta(arguments=part.text))])

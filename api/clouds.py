@@ -1,0 +1,117 @@
+"""The routes of cloud platforms: SageMaker's `/invocations`, Vertex AI's `/vertex`, and `/infer` of the Ray Serve blueprint for
+Inferentia. They wrap requests of the dialects beside this one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from msgspec import Struct
+from msgspec.structs import replace
+
+from api import chat, completions, errors, fields, tgi
+from api.answer import Answer, Sequence, best_of
+from api.conversation import ChatRequest, chat_job
+from api.errors import ApiError, in_shape, openai_error, tgi_error
+from api.fields import Json, require
+from api.job import Job, Served
+from api.tgi import GenerateRequest
+
+# The dialects of a body of `/invocations` by the field that it has, and how each answers errors.
+INVOCATIONS = {
+    "inputs": (tgi.compat, tgi_error),
+    "messages": (chat.chat, openai_error),
+    "prompt": (completions.completion, openai_error),
+}
+# Not for Vertex, which returns texts.
+ONLY_TEXT = (
+    "stream",
+    "details",
+    "decoder_input_details",
+    "top_n_tokens",
+    "logprobs",
+    "top_logprobs",
+    "tools",
+)
+
+
+class VertexRequest(Struct):
+    """Body of `POST /vertex`; each instance is `inputs` with `parameters`, or a chat request."""
+
+    instances: list[Any]  # read one by one, each as its own type
+
+
+class VertexResponse(Struct):
+    predictions: list[str]
+
+
+def invocations(data: Json, served: Served) -> Answer:
+    """A native, chat or completion request, in whose dialect it is answered."""
+    read, shape = fields.choose(data, INVOCATIONS)
+    with in_shape(shape):
+        return read(data, served)
+
+
+def vertex(data: Json, served: Served) -> Answer:
+    jobs: list[Job] = []
+    prefixes: list[str] = []
+    for instance in _instances(fields.read(data, VertexRequest), served):
+        if isinstance(instance, ChatRequest):
+            jobs.append(chat_job(instance, served))
+            prefixes.append("")
+        else:
+            jobs.append(tgi.check(instance, served, streams=False))
+            wants_prompt = instance.parameters and instance.parameters.return_full_text
+            prefixes.append(instance.inputs if wants_prompt else "")
+    return PredictionsAnswer(jobs, served, prefixes, VertexResponse)
+
+
+def infer(sentence: str, served: Served) -> Answer:
+    """The sentence and its continuation, in a list."""
+    if not sentence:
+        raise errors.invalid("sentence", "cannot be empty")
+    job = tgi.check(GenerateRequest(sentence), served, streams=False)
+    return PredictionsAnswer([replace(job, prompt_name="sentence")], served, [sentence], list)
+
+
+def _instances(request: VertexRequest, served: Served) -> list[GenerateRequest | ChatRequest]:
+    """Each parsed as a native or a chat request. Raises ApiError."""
+    if not request.instances:
+        raise ApiError(422, "Input validation error", "Input validation error: `instances` cannot be empty")
+    fields.check_batch(len(request.instances), "instances", "instances", served.config)
+    return [_instance(data) for data in request.instances]
+
+
+def _instance(given: Any) -> GenerateRequest | ChatRequest:
+    data = fields.as_object(given)
+    read = fields.choose(data, {"inputs": tgi.read, "messages": _read_chat})
+    instance = read(data)
+    parameters = getattr(instance, "parameters", None)
+    for name in ONLY_TEXT:
+        asked = getattr(instance, name, None) or getattr(parameters, name, None)
+        require(not asked, name, "is not supported in `instances`: a prediction is a text")
+    require((getattr(instance, "n", None) or 1) == 1, "n", "!= 1 is not supported in `instances`")
+    return instance
+
+
+def _read_chat(data: Json) -> ChatRequest:
+    return fields.read(data, ChatRequest)
+
+
+class PredictionsAnswer(Answer):
+    """The best text of each job behind its prefix. `form` makes the body of these texts."""
+
+    def __init__(
+        self,
+        jobs: list[Job],
+        served: Served,
+        prefixes: list[str],
+        form: Callable[[list[str]], Struct | list],
+    ):
+        super().__init__(jobs, served)
+        self._prefixes = prefixes
+        self._form = form
+
+    def whole(self, sequences: list[Sequence]) -> Struct | list:
+        texts = (best_of(candidates).stream.text for candidates in self._by_job(sequences))
+        return self._form([prefix + text for prefix, text in zip(self._prefixes, texts)])

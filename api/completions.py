@@ -1,0 +1,196 @@
+"""`/v1/completions`: prompts as texts or token ids, `echo`, `best_of`, log-probabilities in the older form."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from itertools import accumulate
+
+from msgspec import Struct
+from msgspec.structs import replace
+
+from api import errors, fields, formats
+from api.answer import Answer, Sequence, rounded
+from api.errors import ApiError
+from api.fields import Json, require
+from api.job import Job, Served, with_grammar
+from api.openai import FINISH_REASONS, ChunkedAnswer, OpenAIRequest, OpenAIResponse, Usage, check_openai
+from api.types import U32
+from text.stream import Piece
+
+
+class CompletionRequest(OpenAIRequest, kw_only=True):
+    """Body of `POST /v1/completions`: one prompt or several, each a text or a list of token ids."""
+
+    prompt: str | list[str | int | list[int]]
+    best_of: U32 | None = None
+    echo: bool | None = None
+    logprobs: U32 | None = None
+    suffix: str | None = None
+
+
+class CompletionLogprobs(Struct):
+    """Lists with an entry for each token; `text_offset` is in characters of the choice's text."""
+
+    tokens: list[str]
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float | None] | None] | None
+    text_offset: list[int]
+
+
+class CompletionChoice(Struct):
+    index: int
+    text: str
+    logprobs: CompletionLogprobs | None = None
+    finish_reason: str | None = None
+
+
+class Completion(OpenAIResponse):
+    choices: list[CompletionChoice]
+    usage: Usage | None = None
+
+
+def completion(data: Json, served: Served) -> Answer:
+    request = fields.read(data, CompletionRequest)
+    return CompletionAnswer(_jobs(request, served), served, request)
+
+
+def _jobs(request: CompletionRequest, served: Served) -> list[Job]:
+    """Checks a completion request. Returns a job for each of its prompts; raises ApiError."""
+    prompts = _prompts(request.prompt)
+    fields.check_batch(len(prompts), "prompts", "prompt", served.config)
+    if request.suffix:
+        what = "Suffix is not supported and can be achieved by preprocessing the prompt."
+        raise ApiError(422, "suffix not supported", what, param="suffix")
+    n = request.n or 1
+    best_of = request.best_of or n
+    if best_of != n:
+        require(not request.stream, "best_of", "> `n` is not supported when streaming tokens")
+        require(best_of > n, "best_of", f"must be >= `n`. Given: {best_of} and {n}")
+        fields.check_best_of(best_of, served.config)
+    detail = "must be strictly positive, unless `echo` asks for the prompt alone"
+    require(request.max_tokens != 0 or bool(request.echo), "max_tokens", detail)
+    fields.check_top_n(request.logprobs, "logprobs", served.config.max_top_n_tokens)
+    prompt_logprobs = bool(request.echo) and request.logprobs is not None
+    gives_prompt = served.info.prompt_logprobs or not prompt_logprobs
+    require(gives_prompt, "logprobs", f"with `echo` {fields.NO_PROMPT_LOGITS}")
+    format_name, grammar = formats.of_openai(request)
+    jobs = []
+    for prompt in prompts:
+        job = _job(request, prompt, best_of, served)
+        job = replace(job, prompt_logprobs=prompt_logprobs)
+        jobs.append(with_grammar(job, format_name, grammar, served.info))
+    return jobs
+
+
+def _job(request: CompletionRequest, prompt: str | list[int], best_of: int, served: Served) -> Job:
+    require(len(prompt) > 0, "prompt", "cannot be empty")
+    if isinstance(prompt, list):
+        fields.check_ids(prompt, "prompt", served.info)
+    ranks = best_of > (request.n or 1)
+    wants_logprobs = request.logprobs is not None
+    job = check_openai(request, prompt, request.max_tokens, wants_logprobs, served, best_of=ranks)
+    return replace(
+        job,
+        sequences=best_of,
+        logprobs=wants_logprobs or ranks,
+        top_n_tokens=request.logprobs or 0,
+    )
+
+
+def _prompts(prompt: str | list[str | int | list[int]]) -> list[str] | list[list[int]]:
+    """OpenAI's four forms of a prompt as a list of prompts."""
+    if isinstance(prompt, str):
+        return [prompt]
+    if not prompt:
+        what = "Empty array detected. Do not use an empty array for the prompt."
+        raise errors.wrong_type(f"{what} - at `$.prompt`")
+    kinds = {type(item) for item in prompt}
+    if len(kinds) > 1:
+        what = "Expected strings, token ids or arrays of token ids, not a mixture"
+        raise errors.wrong_type(f"{what} - at `$.prompt`")
+    return [prompt] if kinds == {int} else prompt
+
+
+class CompletionAnswer(ChunkedAnswer):
+    """The choices of the first prompt come first; of `best_of` sequences the best `n` are returned."""
+
+    kind = "text_completion"
+    id_prefix = "cmpl"
+    chunk_type = Completion
+
+    def __init__(self, jobs: list[Job], served: Served, request: CompletionRequest):
+        super().__init__(jobs, served, request)
+        self._n = request.n or 1
+        self._echoes = bool(request.echo)
+        self._top_n = request.logprobs
+        # Characters of each stream that are out, for the offsets of log-probabilities.
+        self._sent: dict[Sequence, int] = {}
+
+    def whole(self, sequences: list[Sequence]) -> Struct:
+        choices: list[CompletionChoice] = []
+        for candidates in self._by_job(sequences):
+            if len(candidates) > self._n:
+                candidates = sorted(candidates, key=lambda sequence: -sequence.mean_logprob)[: self._n]
+            for sequence in candidates:
+                logprobs = self._logprobs(sequence, [*self._echoed_pieces(sequence), *sequence.pieces])
+                reason = FINISH_REASONS[sequence.finish_reason]
+                text = self._echoed(sequence) + sequence.stream.text
+                choices.append(CompletionChoice(len(choices), text, logprobs, reason))
+        return Completion(**self._envelope, choices=choices, usage=self._usage(sequences))
+
+    def _choices(self, sequence: Sequence, pieces: list[Piece]) -> Iterator[CompletionChoice]:
+        choice = functools.partial(CompletionChoice, sequence.index)
+        if self._echoes and sequence not in self._sent:
+            self._sent[sequence] = 0
+            yield choice(self._echoed(sequence), self._logprobs(sequence, self._echoed_pieces(sequence)))
+        for piece in pieces:
+            text = "" if piece.special else piece.text
+            if text or self._top_n is not None:
+                yield choice(text, self._logprobs(sequence, [piece]))
+        if sequence.finish_reason is not None:
+            yield choice("", None, FINISH_REASONS[sequence.finish_reason])
+
+    def _echoed(self, sequence: Sequence) -> str:
+        if not self._echoes:
+            return ""
+        prompt = sequence.job.prompt
+        return prompt if isinstance(prompt, str) else self.tokenizer.decode(prompt)
+
+    def _echoed_pieces(self, sequence: Sequence) -> list[Piece]:
+        """The prompt's tokens where they are listed; `special` are those that the echo does not show."""
+        if self._top_n is None or not self._echoes:
+            return []
+        pieces, echoed, at = self._prompt_pieces(sequence), self._echoed(sequence), 0
+        for piece in pieces:
+            piece.special = piece.special and not echoed.startswith(piece.text, at)
+            at += 0 if piece.special else len(piece.text)
+        return pieces
+
+    def _logprobs(self, sequence: Sequence, pieces: list[Piece]) -> CompletionLogprobs | None:
+        if self._top_n is None:
+            return None
+        lengths = (0 if piece.special else len(piece.text) for piece in pieces)
+        ends = list(accumulate(lengths, initial=self._sent.get(sequence, 0)))
+        self._sent[sequence] = ends[-1]
+        return CompletionLogprobs(
+            tokens=[piece.text for piece in pieces],
+            token_logprobs=[rounded(piece.logprob) for piece in pieces],
+            top_logprobs=[self._top(piece) for piece in pieces] if self._top_n else None,
+            text_offset=ends[:-1],
+        )
+
+    def _top(self, piece: Piece) -> dict[str, float] | None:
+        """OpenAI's form: the most likely tokens and the token itself, by text. Of equal texts the more likely token counts."""
+        if piece.logprob is None:
+            return None
+        top_logprobs: dict[str, float] = {}
+        for token, logprob in [*piece.top, (piece.id, piece.logprob)]:
+            top_logprobs.setdefault(self._name(token), rounded(logprob))
+        return top_logprobs
+
+    def _name(self, token: int) -> str:
+        """A token's text; where it is but a part of a character, its bytes as OpenAI writes them."""
+        text = self.tokenizer.token_text(token)
+        exact = self.tokenizer.piece_bytes(token) if "\ufffd" in text else None
+        return text if exact is None else "bytes:" + "".join(f"\\x{byte:02x}" for byte in exact)

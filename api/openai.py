@@ -1,0 +1,236 @@
+"""What OpenAI's dialects share: fields of requests and their rules, usage, log-probabilities, streams of chunks, models.
+
+Source of the shapes: OpenAI's API reference (chat completions, completions, models).
+"""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Iterator
+from typing import Any
+
+from msgspec import Struct
+
+from api.answer import Answer, Sequence, rounded
+from api.errors import ApiError, event, openai_error
+from api.fields import check_device, check_ids, check_sampling, check_stop, require, sampling_of
+from api.formats import FormatFields
+from api.job import Job, Served
+from api.types import U32, AtLeastOne, Penalty
+from config import VERSION
+from protocol import MAX_LOGIT_BIAS, ModelInfo
+from text.stream import Piece
+
+FINISH_REASONS = {"length": "length", "eos_token": "stop", "stop_sequence": "stop"}
+
+
+class StreamOptions(Struct):
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+
+
+class OpenAIRequest(FormatFields, kw_only=True):
+    """Fields that chat and completion requests share. `top_k`, `min_p`, `repetition_penalty`, `ignore_eos`,
+    `min_tokens`, `structured_outputs` and `guided_*` are vLLM's, `regex` and `json_schema` are SGLang's."""
+
+    model: str | None = None  # ignored: one model is served
+    max_tokens: U32 | None = None
+    n: AtLeastOne | None = None
+    stop: str | list[str] | None = None
+    presence_penalty: Penalty | None = None
+    logit_bias: dict[str, float] | None = None
+    min_tokens: U32 | None = None
+    ignore_eos: bool | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+
+
+class PromptTokensDetails(Struct):
+    """`cached_tokens` did not run, because a slot still held them."""
+
+    cached_tokens: int
+
+
+class Usage(Struct):
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptTokensDetails
+
+
+class TopLogprob(Struct):
+    """`bytes` is null for a special token, which has no text."""
+
+    token: str
+    logprob: float | None
+    bytes: list[int] | None
+
+
+class TokenLogprob(TopLogprob):
+    top_logprobs: list[TopLogprob]
+
+
+class OpenAIResponse(Struct):
+    id: str
+    object: str
+    created: int
+    model: str
+    system_fingerprint: str
+
+
+class ModelCard(Struct):
+    """An entry of `GET /v1/models`."""
+
+    id: str
+    object: str
+    created: int
+    owned_by: str
+    max_model_len: int
+
+    @classmethod
+    def of(cls, info: ModelInfo) -> ModelCard:
+        return cls(info.model_name, "model", 0, info.model_name, info.max_total_tokens)
+
+
+class ModelList(Struct):
+    object: str
+    data: list[ModelCard]
+
+
+def check_openai(
+    request: OpenAIRequest,
+    prompt: str | list[int],
+    limit: int | None,
+    logprobs: bool,
+    served: Served,
+    **host_only: Any,
+) -> Job:
+    """Checks the fields that chat and completion requests share. They sample unless the temperature is 0, as OpenAI's do.
+
+    limit: of the generated tokens; host_only: further fields that only the host can honour, and whether they are asked for.
+    """
+    info = served.info
+    most = served.config.max_client_batch_size
+    n = 1 if request.n is None else request.n
+    detail = f"must be > 0 and <= {most} (--max-client-batch-size raises it). Given: {n}"
+    require(1 <= n <= most, "n", detail)
+    require(request.temperature is None or request.temperature >= 0, "temperature", "must be >= 0.0")
+    check_sampling(request)
+    require(request.top_k is None or request.top_k >= -1, "top_k", "must be >= -1")
+    detail = "must be >= -2.0 and <= 2.0"
+    require(-2 <= (request.presence_penalty or 0) <= 2, "presence_penalty", detail)
+    stop = [request.stop] if isinstance(request.stop, str) else request.stop or []
+    check_stop(stop, served.config)
+    min_tokens = request.min_tokens or 0
+    detail = f"must be <= the limit of generated tokens. Given: {min_tokens} and {limit}"
+    require(limit is None or min_tokens <= limit, "min_tokens", detail)
+    logit_bias = _logit_bias(request.logit_bias or {}, info)
+    sampling = sampling_of(request, samples=request.temperature != 0, logit_bias=logit_bias)
+    host_only["logprobs"] = logprobs
+    host_only["min_tokens"] = min_tokens
+    host_only["logit_bias"] = any(bias for _token, bias in logit_bias)
+    check_device(info, request, sampling, **host_only)
+    return Job(
+        prompt=prompt,
+        sampling=sampling,
+        sequences=n,
+        max_new_tokens=limit,
+        min_new_tokens=min_tokens,
+        ignore_eos=bool(request.ignore_eos),
+        stop=stop,
+        keep_stop=False,
+        logprobs=logprobs,
+        keep_eos=logprobs,
+        prompt_name="prompt",
+        limit_name="max_tokens",
+        is_openai=True,
+    )
+
+
+def _logit_bias(given: dict[str, float], info: ModelInfo) -> list[tuple[int, float]]:
+    detail = f"takes up to {MAX_LOGIT_BIAS} tokens. Given: {len(given)}"
+    require(len(given) <= MAX_LOGIT_BIAS, "logit_bias", detail)
+    for token, bias in given.items():
+        is_id = token.isascii() and token.isdigit() and len(token) <= 10
+        require(is_id, "logit_bias", "maps token ids to numbers", given=token[:40])
+        require(-100 <= bias <= 100, "logit_bias", f"must be >= -100 and <= 100. Given: {bias}")
+    biases = {int(token): bias for token, bias in given.items()}
+    check_ids(list(biases), "logit_bias", info)
+    return list(biases.items())
+
+
+class OpenAIAnswer(Answer):
+    """What all answers of OpenAI's dialects share: the shape of errors, usage, log-probabilities."""
+
+    error_shape = staticmethod(openai_error)
+
+    def _usage(self, sequences: list[Sequence]) -> Usage:
+        """Tokens fed and produced. A prompt counts once, however many choices were made from it."""
+        first = [sequence for sequence in sequences if sequence.number == 0]
+        prompt_tokens = sum(len(sequence.prompt) for sequence in first)
+        completion_tokens = sum(sequence.tokens for sequence in sequences)
+        cached = PromptTokensDetails(sum(sequence.ran.cached for sequence in first if sequence.ran))
+        return Usage(prompt_tokens, completion_tokens, prompt_tokens + completion_tokens, cached)
+
+    def _token_logprob(self, piece: Piece) -> TokenLogprob:
+        top_logprobs = [self._top_logprob(token_id, logprob) for token_id, logprob in piece.top]
+        exact = self._bytes(piece.id, piece.text, piece.cut)
+        return TokenLogprob(piece.text, rounded(piece.logprob), exact, top_logprobs)
+
+    def _top_logprob(self, token_id: int, logprob: float) -> TopLogprob:
+        text = self.tokenizer.token_text(token_id)
+        return TopLogprob(text, rounded(logprob), self._bytes(token_id, text))
+
+    def _bytes(self, token_id: int, text: str, cut: int = 0) -> list[int] | None:
+        """The token's own bytes without those that a stop string took, or where it has none the bytes of its text."""
+        if token_id in self.tokenizer.special_ids:
+            return None
+        exact = self.tokenizer.piece_bytes(token_id)
+        return list(text.encode() if exact is None else exact[: max(0, len(exact) - cut)])
+
+
+class ChunkedAnswer(OpenAIAnswer):
+    """What chat and completions share: ids, and streams whose events are of the type `chunk_type`."""
+
+    kind = ""  # the response's `object`
+    id_prefix = ""
+    chunk_type: type[OpenAIResponse]
+
+    def __init__(self, jobs: list[Job], served: Served, request: OpenAIRequest):
+        super().__init__(jobs, served, request.stream)
+        options = request.stream_options or StreamOptions()
+        self._usage_at_end = bool(options.include_usage)
+        self._usage_always = bool(options.continuous_usage_stats) and self._usage_at_end
+        self._created = int(time.time())
+
+    @functools.cached_property
+    def _envelope(self) -> dict[str, Any]:
+        return {
+            "id": f"{self.id_prefix}-{self.request_id}",
+            "object": self.kind,
+            "created": self._created,
+            "model": self.info.model_name,
+            "system_fingerprint": f"{VERSION}-native",
+        }
+
+    def events(self, sequence: Sequence, pieces: list[Piece]) -> bytes:
+        usage = self._usage([sequence]) if self._usage_always else None
+        return b"".join(self._chunk([choice], usage) for choice in self._choices(sequence, pieces))
+
+    def _choices(self, sequence: Sequence, pieces: list[Piece]) -> Iterator[Struct]:
+        """The choices of the events of `pieces`."""
+        raise NotImplementedError
+
+    def closing(self, sequences: list[Sequence]) -> bytes:
+        usage = self._chunk([], self._usage(sequences)) if self._usage_at_end else b""
+        return usage + DONE
+
+    def failure(self, error: ApiError) -> bytes:
+        return super().failure(error) + DONE
+
+    def _chunk(self, choices: list, usage: Usage | None) -> bytes:
+        return event(self.chunk_type(**self._envelope, choices=choices, usage=usage))
+
+
+DONE = b"data: [DONE]\n\n"

@@ -1,0 +1,102 @@
+"""The OpenAPI document, made of the table of routes and of the types that requests are read into and responses made of."""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+
+from api.clouds import VertexRequest
+from api.completions import CompletionRequest
+from api.conversation import ChatRequest
+from api.errors import ErrorBody, OpenAIErrorBody, openai_error, tgi_error
+from api.responses import ResponsesRequest
+from api.routes import CHAT, NATIVE, ROUTES, Route
+from api.tgi import GenerateRequest
+from config import VERSION
+
+QUESTION = "What is Deep Learning?"
+EXAMPLES = {
+    GenerateRequest: {"inputs": QUESTION, "parameters": {"max_new_tokens": 20}},
+    ChatRequest: {"messages": [{"role": "user", "content": QUESTION}], "max_tokens": 20},
+    CompletionRequest: {"prompt": QUESTION, "max_tokens": 20},
+    ResponsesRequest: {"input": QUESTION, "max_output_tokens": 20},
+    VertexRequest: {"instances": [{"inputs": QUESTION, "parameters": {"max_new_tokens": 20}}]},
+}
+ERRORS = {tgi_error: ErrorBody, openai_error: OpenAIErrorBody}
+
+
+@functools.cache
+def openapi() -> dict[str, Any]:
+    """The OpenAPI 3.1 document."""
+    used = [kind for route in ROUTES for kind in (*route.bodies, *route.answers, *route.events)]
+    used += ERRORS.values()
+    refs, components = msgspec.json.schema_components(used, ref_template="#/components/schemas/{name}")
+    schema_of = dict(zip(used, refs))
+
+    def content(kinds: tuple) -> dict[str, Any]:
+        schemas = [schema_of[kind] for kind in kinds]
+        return {"schema": schemas[0] if len(schemas) == 1 else {"anyOf": schemas}}
+
+    components["VertexRequest"]["properties"]["instances"]["items"] = content(NATIVE + CHAT)["schema"]
+    for component in components.values():
+        for field in component.get("properties", {}).values():
+            if field.get("default", ...) is None:
+                del field["default"]  # client generators take a field with a default for a required one
+    paths: dict[str, Any] = {}
+    for route in ROUTES:
+        paths.setdefault(route.path, {})[route.method.lower()] = _operation(route, content)
+    key = {"type": "http", "scheme": "bearer"}
+    return {
+        "openapi": "3.1.0",
+        "info": {
+            "title": "neuron-textgen",
+            "version": VERSION,
+            "license": {"name": "Apache-2.0", "identifier": "Apache-2.0"},
+        },
+        "servers": [{"url": "/"}],
+        "paths": paths,
+        "components": {"schemas": components, "securitySchemes": {"key": key}},
+    }
+
+
+def _operation(route: Route, content: Callable[[tuple], dict[str, Any]]) -> dict[str, Any]:
+    """`content` makes the description of a body that has one of several types."""
+    ok = {"description": "OK"}
+    if answers := _answers(route, content):
+        ok["content"] = answers
+    shapes = tuple(ERRORS[shape] for shape in route.errors)
+    error = {"description": "The error", "content": {"application/json": content(shapes)}}
+    operation: dict[str, Any] = {
+        "operationId": re.sub(r"\W+", "_", f"{route.method.lower()}{route.path}").strip("_"),
+        "summary": route.summary,
+        "responses": {"200": ok, "4XX": error, "5XX": error},
+        "security": [{"key": []}, {}] if route.needs_key else [],
+    }
+    if route.bodies:
+        body = content(route.bodies) | {"example": EXAMPLES[route.bodies[0]]}
+        operation["requestBody"] = {"required": True, "content": {"application/json": body}}
+    if route.parameter:
+        place, name = route.parameter
+        schema = {"type": "string", "minLength": 1}
+        operation["parameters"] = [{"in": place, "name": name, "required": True, "schema": schema}]
+    return operation
+
+
+def _answers(route: Route, content: Callable[[tuple], dict[str, Any]]) -> dict[str, Any]:
+    """The descriptions of a route's responses by their content type."""
+    answers: dict[str, Any] = {}
+    if route.answers:
+        answers["application/json"] = content(route.answers)
+    if route.events:
+        event = {"contentMediaType": "application/json", "contentSchema": content(route.events)["schema"]}
+        data = {"type": "string", "anyOf": [event, {"const": "[DONE]"}]}  # the last one of OpenAI's streams
+        stream = {"type": "object", "properties": {"data": data}}
+        # The object is for validators; generated clients get the stream as text.
+        answers["text/event-stream"] = {"schema": {"anyOf": [{"type": "string"}, stream]}}
+    if route.content_type:
+        answers[route.content_type] = {"schema": {"type": "string"}}
+    return answers

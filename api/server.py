@@ -1,0 +1,209 @@
+"""What the routes of one web process share: reading and preparing requests, generating, and JSON responses.
+
+Work that would hold up the event loop (chat templates, long texts, grammars) runs in a few threads.
+"""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Callable
+from typing import Any
+
+import gevent
+from flask import Response, g, request
+from gevent.threadpool import ThreadPool
+
+from api import errors, fields
+from api.answer import Answer
+from api.bodies import Bodies
+from api.engine_client import ClientGone, EngineClient
+from api.errors import HANG_UP, in_shape
+from api.fields import Json
+from api.job import Prompt, Served, prompts_of
+from api.stream import Arrival, Connection, EventStream, Generation, Watch, timing_headers
+from api.tracing import RequestTrace, Tracer
+from api.types import encode
+from config import Config
+from protocol import RequestStats
+from text.grammar import GrammarError
+
+LONG_TEXT = 20_000  # bytes; shorter ones are tokenized in less than a millisecond
+TEXT_THREADS = 2
+ROOM_S = 0.1  # before a refusal: a client may know that a request has ended before the worker's report of it arrives here
+
+Read = Callable[[Json, Served], Answer]  # a dialect: from a body to the answer that it asks for
+
+
+class TextThreads:
+    """A few threads for what would hold up the event loop.
+
+    `run` must be given functions that neither log nor use Flask's request nor the socket to the worker.
+    """
+
+    def __init__(self, max_pending: int):
+        self._threads = ThreadPool(TEXT_THREADS)
+        self._max_pending = max_pending
+        self._pending = 0
+
+    def run(self, function: Callable):
+        """`function()`, when a thread is free. Raises ApiError (429) when too many wait."""
+        if self._pending >= self._max_pending:
+            raise errors.overloaded()
+        self._pending += 1
+        try:
+            result = self._threads.apply(_attempt, (function,))
+        finally:
+            self._pending -= 1
+        if isinstance(result, Exception):
+            raise result
+        return result
+
+
+def _attempt(function: Callable):
+    """What `function()` returns or raises; gevent would print the traceback of an error that leaves its thread."""
+    try:
+        return function()
+    except Exception as error:
+        return error
+
+
+class Server:
+    """One web process. To be made after the fork."""
+
+    def __init__(self, config: Config, engine: EngineClient):
+        self.config = config
+        self.engine = engine
+        self._bodies = Bodies(config)
+        self._threads = TextThreads(config.max_concurrent_requests)
+        self._watch = Watch()
+        self._tracer: Tracer | None = None
+        if config.otlp_endpoint:
+            self._tracer = Tracer(config.otlp_endpoint, config.otlp_service_name)
+
+    @property
+    def served(self) -> Served:
+        """Raises ApiError (503) while the model is not ready."""
+        if self.engine.phase != "ready":
+            raise errors.not_ready(self.engine.phase)
+        return Served(self.config, self.engine.info, self.engine.text)
+
+    def reply(self, make: Callable[[Json, Served], Any]) -> Response:
+        """A response without generated text to a JSON body."""
+        served = self.served
+        with self._bodies.read() as body:
+            return json_response(self._threads.run(lambda: make(fields.parse(body), served)))
+
+    def show(self, make: Callable[[Served], Any]) -> Response:
+        return json_response(make(self.served))
+
+    def generate(self, read: Read, renders: bool = False, deadline_s: float | None = None) -> Response:
+        """Generates what the JSON body of the request asks for.
+
+        renders: it may render a chat template, which takes long; deadline_s: of an answer that is not streamed, unless
+        configured.
+        """
+        self._begin()
+        served = self.served
+        with self._bodies.read() as body:
+            prepare = functools.partial(_prepared, lambda: read(fields.parse(body), served), served)
+            is_long = renders or len(body) >= LONG_TEXT
+            answer, prompts = self._threads.run(prepare) if is_long else prepare()
+        return self._answer(answer, prompts, deadline_s)
+
+    def generate_from(self, read: Callable[[Served], Answer]) -> Response:
+        """Generates for a request without a body."""
+        self._begin()
+        served = self.served
+        return self._answer(*_prepared(lambda: read(served), served))
+
+    def record_failure(self, status: int) -> None:
+        """Adds a request that was not sent to the worker to the metrics and traces."""
+        stats = RequestStats(status, g.get("outcome"))
+        self.engine.record(stats)
+        if "trace" in g:
+            g.trace.end(stats)
+
+    def _begin(self) -> None:
+        """Refuses what need not be read."""
+        g.generates = True
+        g.started_at = time.monotonic()
+        if self._tracer:
+            route = f"{request.method} {request.path}"
+            g.trace = RequestTrace(self._tracer, route, request.headers, g.request_id, g.started_at)
+        self.served  # noqa: B018 raises where there is none
+        if self.engine.is_full:
+            gevent.sleep(ROOM_S)
+            if self.engine.is_full:
+                raise errors.overloaded()
+
+    def _answer(self, answer: Answer, prompts: list[Prompt], deadline_s: float | None = None) -> Response:
+        with in_shape(answer.error_shape):
+            self._check_grammars(prompts)
+            generation = self._start(answer, prompts, self.config.response_deadline or deadline_s)
+            headers = {
+                "x-compute-type": self.config.compute_type or self.engine.info.device,
+                "x-compute-characters": str(sum(prompt.job.characters for prompt in prompts)),
+            }
+            try:
+                if answer.streams:
+                    return _streamed(answer, generation, headers)
+                return _whole(answer, generation, headers)
+            except ClientGone:
+                return Response(status=HANG_UP)  # for the metrics
+
+    def _check_grammars(self, prompts: list[Prompt]) -> None:
+        grammars = self.engine.text.grammars
+        names = {prompt.job.grammar: prompt.job.grammar_name for prompt in prompts if prompt.job.grammar}
+        for grammar, name in names.items():
+            if grammars.knows(grammar):
+                continue
+            try:
+                self._threads.run(functools.partial(grammars.check, grammar))
+            except GrammarError as error:
+                raise errors.invalid(name, str(error)) from None
+
+    def _start(self, answer: Answer, prompts: list[Prompt], deadline_s: float | None) -> Generation:
+        asks_to_close = "close" in request.headers.get("Connection", "").lower()
+        is_last = request.environ["SERVER_PROTOCOL"] == "HTTP/1.0" or asks_to_close
+        connection = Connection(request.environ.get("gunicorn.socket"), input_may_end=is_last)
+        arrival = Arrival(g.request_id, g.started_at, connection, g.get("trace"))
+        deadline_at = g.started_at + deadline_s if deadline_s and not answer.streams else float("inf")
+        answer.request_id = g.request_id
+        g.generation = Generation(self.engine, prompts, arrival, self._watch, deadline_at)
+        return g.generation
+
+
+def json_response(body: Any) -> Response:
+    return Response(encode(body), mimetype="application/json")
+
+
+def empty_response() -> Response:
+    response = Response(status=200)
+    del response.headers["Content-Type"]
+    return response
+
+
+def _prepared(read: Callable[[], Answer], served: Served) -> tuple[Answer, list[Prompt]]:
+    """The answer to make, and the prompts that it needs."""
+    answer = read()
+    with in_shape(answer.error_shape):
+        return answer, prompts_of(answer.jobs, served)
+
+
+def _whole(answer: Answer, generation: Generation, headers: dict[str, str]) -> Response:
+    with generation:
+        generation.run()
+        response = json_response(answer.whole(generation.sequences))
+        response.headers.extend(headers | timing_headers(generation))
+        return response
+
+
+def _streamed(answer: Answer, generation: Generation, headers: dict[str, str]) -> Response:
+    """The response, as soon as its status is certain: with its first text."""
+    headers |= {
+        "Content-Type": "text/event-stream",
+        "Cache-Control": "no-cache",
+        "X-Accel-Buffering": "no",
+    }
+    return Response(EventStream(answer, generation), headers=headers)

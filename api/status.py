@@ -1,0 +1,83 @@
+"""The routes that generate nothing: health, metrics, the model, and the page for browsers."""
+
+from __future__ import annotations
+
+import base64
+import functools
+import hashlib
+import html
+import re
+from typing import NamedTuple
+
+from flask import Response, request
+
+from api.errors import ApiError
+from api.openai import ModelCard, ModelList
+from api.server import Server, empty_response, json_response
+from run import HERE
+
+PAGE = HERE / "api" / "page.html"
+
+
+def live(_server: Server) -> Response:
+    return empty_response()
+
+
+def health(server: Server) -> Response:
+    phase = server.engine.phase
+    if phase != "ready":
+        raise ApiError(503, "healthcheck", "unhealthy", retry_after_s=5, phase=phase)
+    return empty_response()
+
+
+def metrics(server: Server) -> Response:
+    return Response(server.engine.metrics(), content_type="text/plain; version=0.0.4; charset=utf-8")
+
+
+def models(server: Server) -> Response:
+    return json_response(ModelList("list", [ModelCard.of(server.served.info)]))
+
+
+def model(server: Server, name: str) -> Response:
+    card = ModelCard.of(server.served.info)
+    if name != card.id:
+        raise ApiError(
+            404, "not_found", f"The model {name!r} is not served here, {card.id!r} is", code="model_not_found"
+        )
+    return json_response(card)
+
+
+def root(server: Server) -> Response:
+    """The page for browsers, and `GET /health` for probes."""
+    is_browser = "text/html" in request.headers.get("Accept", "")
+    if is_browser and not server.config.no_web_page:
+        return _page(server)
+    return health(server)
+
+
+class _Page(NamedTuple):
+    text: str
+    policy: str
+
+
+@functools.cache
+def _load_page() -> _Page:
+    """One file that loads nothing else, under a policy that allows nothing else."""
+    text = PAGE.read_text()
+    sources = []
+    for tag in ("script", "style"):
+        inline = re.search(rf"<{tag}>(.*?)</{tag}>", text, re.DOTALL)[1]
+        digest = base64.b64encode(hashlib.sha256(inline.encode()).digest()).decode()
+        sources.append(f"{tag}-src 'sha256-{digest}'")
+    rest = "connect-src 'self'; img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+    return _Page(text, "; ".join(["default-src 'none'", *sources, rest]))
+
+
+def _page(server: Server) -> Response:
+    page = _load_page()
+    data = ""
+    if server.engine.phase == "ready":
+        chats = "true" if server.engine.text.template else "false"
+        data = f' data-model="{html.escape(server.engine.info.model_name)}" data-chats="{chats}"'
+    text = page.text.replace("<body>", f"<body{data}>")
+    return Response(text, mimetype="text/html", headers={"Content-Security-Policy": page.policy})

@@ -1,0 +1,303 @@
+"""TGI's own dialect: `/generate`, `/generate_stream`, `POST /` and `/info`.
+
+Source of the shapes: the HTTP API of Text Generation Inference 3.3.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Annotated, Any
+
+import msgspec
+from msgspec import UNSET, Meta, Struct, UnsetType
+
+from api import errors, fields, formats
+from api.answer import Answer, Sequence, best_of, rounded
+from api.errors import event
+from api.fields import Json, require
+from api.job import Job, Served, with_grammar
+from api.types import I32, U32, U64_MAX, AtLeastOne, Positive, SamplingFields, Share
+from config import VERSION
+from text.stream import Piece
+
+
+class Parameters(SamplingFields, kw_only=True):
+    """`parameters` of the native routes (TGI's GenerateParameters); formats.py reads `grammar`."""
+
+    best_of: U32 | None = None
+    temperature: Positive | None = None
+    top_k: Annotated[I32, Meta(extra_json_schema={"minimum": 1})] | None = None
+    typical_p: Share | None = None
+    do_sample: bool | None = None
+    max_new_tokens: AtLeastOne | None = None
+    return_full_text: bool | None = None
+    stop: list[str] | None = None
+    truncate: U32 | None = None
+    details: bool | None = None
+    decoder_input_details: bool | None = None
+    seed: Annotated[int, Meta(ge=0, extra_json_schema={"maximum": U64_MAX})] | None = None
+    top_n_tokens: U32 | None = None
+    grammar: dict[str, Any] | None = None
+
+
+class GenerateRequest(Struct):
+    """Body of the native routes. `stream` is ignored except on `POST /` and `/invocations`."""
+
+    inputs: str
+    parameters: Parameters | None = None
+    stream: bool | None = None
+
+
+class PrefillToken(Struct):
+    """A token of the prompt; the first has no log-probability."""
+
+    id: int
+    text: str
+    logprob: float | None
+
+
+class TokenOut(PrefillToken):
+    """A generated token; without log-probability where the device samples."""
+
+    special: bool
+
+
+class Finish(Struct):
+    finish_reason: str
+    generated_tokens: int
+    seed: int | None
+
+
+class StreamDetails(Finish):
+    input_length: int
+
+
+class StreamResponse(Struct):
+    """One event of a native stream; the last one has `generated_text` and, if asked for, `details`."""
+
+    index: int
+    token: TokenOut
+    top_tokens: list[TokenOut] | UnsetType = UNSET
+    generated_text: str | None = None
+    details: StreamDetails | None = None
+
+
+class SequenceDetails(Finish):
+    prefill: list[PrefillToken]
+    tokens: list[TokenOut]
+    top_tokens: list[list[TokenOut]] | UnsetType = UNSET
+
+
+class BestOfSequence(SequenceDetails, kw_only=True):
+    """A sequence of `best_of` other than the best."""
+
+    generated_text: str
+
+
+class Details(SequenceDetails):
+    best_of_sequences: list[BestOfSequence] | UnsetType = UNSET
+
+
+class GenerateResponse(Struct):
+    generated_text: str
+    details: Details | UnsetType = UNSET
+
+
+class Info(Struct):
+    """Body of `GET /info`: TGI's keys in TGI's order, then those of this server."""
+
+    model_id: str
+    model_sha: str | None
+    model_pipeline_tag: str | None
+    max_concurrent_requests: int
+    max_best_of: int
+    max_stop_sequences: int
+    max_input_tokens: int
+    max_total_tokens: int
+    validation_workers: int
+    max_client_batch_size: int
+    router: str
+    version: str
+    sha: str | None
+    docker_label: str | None
+    max_batch_size: int
+    model_device_type: str
+    model_dtype: str
+    eos_token_ids: list[int]
+    sampling: str
+    quantize: str | None
+
+    @classmethod
+    def of(cls, served: Served) -> Info:
+        info = served.info
+        values = dataclasses.asdict(served.config) | msgspec.structs.asdict(info)
+        values |= dict.fromkeys(("model_pipeline_tag", "sha", "docker_label"))
+        values |= {
+            "model_id": info.model_name,
+            "model_device_type": info.device,
+            "model_dtype": info.dtype,
+            "max_batch_size": info.batch_size,
+            "validation_workers": served.config.web_concurrency,
+            "router": "neuron-textgen",
+            "version": VERSION,
+        }
+        return cls(**{name: values[name] for name in cls.__struct_fields__})
+
+
+def generate(data: Json, served: Served) -> Answer:
+    request = read(data)
+    return NativeAnswer([check(request, served, streams=False)], served, parameters=_parameters(request))
+
+
+def generate_stream(data: Json, served: Served) -> Answer:
+    request = read(data)
+    job = check(request, served, streams=True)
+    return NativeAnswer([job], served, streams=True, parameters=_parameters(request))
+
+
+def compat(data: Json, served: Served) -> Answer:
+    """`POST /`: streams when the body says so, and gives the prompt back unless it says not to."""
+    request = read(data)
+    parameters = _parameters(request)
+    if parameters.return_full_text is None:
+        parameters.return_full_text = True
+    job = check(request, served, streams=bool(request.stream))
+    return NativeAnswer([job], served, streams=request.stream, parameters=parameters, in_list=True)
+
+
+def read(data: Json) -> GenerateRequest:
+    return fields.read(data, GenerateRequest, parameters=Parameters)
+
+
+def _parameters(request: GenerateRequest) -> Parameters:
+    return request.parameters or Parameters()
+
+
+def check(request: GenerateRequest, served: Served, streams: bool) -> Job:
+    """Checks every field of a native request in TGI's order; raises ApiError for the first that is wrong."""
+    config = served.config
+    info = served.info
+    p = _parameters(request)
+    if p.seed is not None and p.seed > U64_MAX:
+        raise errors.wrong_type(f"Expected `int` <= {U64_MAX} - at `$.parameters.seed`")
+    if streams:
+        require(p.best_of in (None, 1), "best_of", "!= 1 is not supported when streaming tokens")
+        detail = "== true is not supported when streaming tokens"
+        require(not p.decoder_input_details, "decoder_input_details", detail)
+    samples = _samples(p)
+    best_of = p.best_of or 1
+    if best_of > 1:
+        require(config.max_best_of > 1, "best_of", "!= 1 is not allowed for this endpoint")
+        fields.check_best_of(best_of, config)
+        require(samples, "best_of", "> 1 needs sampling: set `do_sample` or `temperature`")
+    require(p.temperature is None or p.temperature > 0, "temperature", "must be strictly positive")
+    fields.check_sampling(p)
+    require(p.typical_p is None or 0 < p.typical_p <= 1, "typical_p", "must be > 0.0 and <= 1.0")
+    require(p.top_k is None or p.top_k > 0, "top_k", "must be strictly positive")
+    require(p.max_new_tokens != 0, "max_new_tokens", "must be strictly positive")
+    fields.check_stop(p.stop or [], config)
+    require(best_of == 1 or p.seed is None, "seed", "must not be set when `best_of` > 1")
+    fields.check_top_n(p.top_n_tokens, "top_n_tokens", config.max_top_n_tokens)
+    require(request.inputs != "", "inputs", "cannot be empty")
+    most = info.max_input_tokens
+    detail = f"must be strictly positive and at most {most}. Given: {p.truncate}"
+    require(p.truncate is None or 1 <= p.truncate <= most, "truncate", detail)
+    gives_prompt = info.prompt_logprobs or not p.decoder_input_details
+    require(gives_prompt, "decoder_input_details", fields.NO_PROMPT_LOGITS)
+    sampling = fields.sampling_of(p, samples)
+    fields.check_device(info, p, sampling, best_of=best_of > 1, top_n_tokens=p.top_n_tokens)
+    job = Job(
+        prompt=request.inputs,
+        sampling=sampling,
+        sequences=best_of,
+        max_new_tokens=p.max_new_tokens,
+        stop=p.stop or [],
+        truncate=p.truncate,
+        top_n_tokens=p.top_n_tokens or 0,
+        prompt_logprobs=bool(p.decoder_input_details),
+        # The client gets single tokens, so a text that its grammar completes still gets its end.
+        keep_eos=bool(p.details or p.decoder_input_details or p.top_n_tokens),
+    )
+    return with_grammar(job, *formats.of_native(p.grammar), info)
+
+
+def _samples(p: Parameters) -> bool:
+    """Sampling is on when asked for, or when a parameter is given that has no effect without it."""
+    if p.do_sample or p.temperature is not None or p.top_k is not None:
+        return True
+    return (p.top_p or 1.0) < 1.0 or bool(p.min_p) or (p.typical_p or 1.0) < 1.0
+
+
+class NativeAnswer(Answer):
+    """TGI's own shapes. `in_list`: `POST /` puts the answer into a list."""
+
+    def __init__(
+        self,
+        jobs: list[Job],
+        served: Served,
+        streams: bool | None = False,
+        *,
+        parameters: Parameters,
+        in_list: bool = False,
+    ):
+        super().__init__(jobs, served, streams)
+        self._in_list = in_list
+        self._prefix = jobs[0].prompt if parameters.return_full_text else ""
+        self._wants_details = bool(parameters.details or parameters.decoder_input_details)
+        self._index = 0
+
+    def whole(self, sequences: list[Sequence]) -> Struct | list:
+        best = best_of(sequences)
+        response = GenerateResponse(self._prefix + best.stream.text)
+        if self._wants_details:
+            response.details = Details(**self._details(best))
+            if len(sequences) > 1:
+                response.details.best_of_sequences = [
+                    BestOfSequence(generated_text=self._prefix + other.stream.text, **self._details(other))
+                    for other in sequences
+                    if other is not best
+                ]
+        return [response] if self._in_list else response
+
+    def events(self, sequence: Sequence, pieces: list[Piece]) -> bytes:
+        events = []
+        for piece in pieces:
+            self._index += 1
+            response = StreamResponse(self._index, _token(piece))
+            if piece.top:
+                response.top_tokens = self._top_tokens(piece)
+            if piece is pieces[-1] and sequence.finish_reason is not None:
+                response.generated_text = self._prefix + sequence.stream.text
+                if self._wants_details:
+                    length = len(sequence.prompt)
+                    response.details = StreamDetails(**self._finish(sequence), input_length=length)
+            events.append(event(response))
+        return b"".join(events)
+
+    def _finish(self, sequence: Sequence) -> dict[str, Any]:
+        return {
+            "finish_reason": sequence.finish_reason,
+            "generated_tokens": sequence.tokens,
+            # A device draws without it.
+            "seed": sequence.sampling.seed if self.info.sampling == "host" else None,
+        }
+
+    def _details(self, sequence: Sequence) -> dict[str, Any]:
+        details = self._finish(sequence)
+        prompt = self._prompt_pieces(sequence) if sequence.job.prompt_logprobs else []
+        details["prefill"] = [PrefillToken(piece.id, piece.text, rounded(piece.logprob)) for piece in prompt]
+        details["tokens"] = [_token(piece) for piece in sequence.pieces]
+        if sequence.job.top_n_tokens:
+            details["top_tokens"] = [self._top_tokens(piece) for piece in sequence.pieces]
+        return details
+
+    def _top_tokens(self, piece: Piece) -> list[TokenOut]:
+        special_ids = self.tokenizer.special_ids
+        return [
+            TokenOut(i, self.tokenizer.token_text(i), rounded(logprob), i in special_ids)
+            for i, logprob in piece.top
+        ]
+
+
+def _token(piece: Piece) -> TokenOut:
+    return TokenOut(piece.id, piece.text, rounded(piece.logprob), piece.special)
