@@ -1,8 +1,9 @@
 """HTTP: the Flask app with its API key, CORS and errors, and the gunicorn server around it.
 
-A web process reads and validates requests, turns text into token ids, sends them to the worker (api/engine_client.py) and turns
-the generated tokens back into text. Whatever a client can get wrong is answered here, before the worker is asked. Each request
-runs in a greenlet of gunicorn's gevent worker. The routes are in api/routes.py.
+A web process reads and validates requests, turns text into token ids, sends them to the worker
+(api/engine_client.py) and turns the generated tokens back into text. Whatever a client can get wrong is
+answered here, before the worker is asked. Each request runs in a greenlet of gunicorn's gevent worker. The
+routes are in api/routes.py.
 
     python3 web.py      serves, with the configuration that `entrypoint.sh` resolved for this run
 """
@@ -53,7 +54,8 @@ def create_app(config: Config, engine: EngineClient) -> Flask:
     app.config["MAX_CONTENT_LENGTH"] = (
         config.payload_limit + 1
     )  # werkzeug cuts a chunked body here without an error
-    # The pages at /docs, and a redirect to them without a host, which may be anybody's in the request's own header.
+    # The pages at /docs, and a redirect to them without a host, which may be anybody's in the request's own
+    # header.
     app.register_blueprint(get_swaggerui_blueprint(DOCS.rstrip("/"), DOCUMENT))
     app.add_url_rule(DOCS.rstrip("/"), "docs", lambda: redirect(DOCS))
     process = server.Server(config, engine)
@@ -191,7 +193,8 @@ class _GunicornLog(gunicorn.glogging.Logger):
 
 
 class Server(gunicorn.app.base.BaseApplication):
-    """Gunicorn with its gevent worker: a connection costs a greenlet, so slow and silent clients delay no others."""
+    """Gunicorn with its gevent worker: a connection costs a greenlet, so slow and silent clients delay no
+    others."""
 
     def __init__(self, config: Config, listener: socket.socket):
         self._config = config
@@ -213,7 +216,8 @@ class Server(gunicorn.app.base.BaseApplication):
             "worker_connections": self._max_connections,
             "keepalive": math.ceil(self._config.client_timeout),  # for the headers, and between requests
             "forwarder_headers": "",  # no client may set the path under which this server is mounted
-            "limit_request_line": 8190,  # the most that gunicorn allows: GET /infer carries its sentence there
+            # The most that gunicorn allows: GET /infer carries its sentence there.
+            "limit_request_line": 8190,
             "limit_request_fields": 100,
             "limit_request_field_size": 8190,
             "sendfile": False,
@@ -234,7 +238,8 @@ class Server(gunicorn.app.base.BaseApplication):
         self._in_progress += change
 
     def _quit_when_done(self, worker) -> None:
-        """On SIGTERM gunicorn waits for connections, and idle ones stay; this waits for requests in progress only."""
+        """On SIGTERM gunicorn waits for connections, and idle ones stay; this waits for requests in progress
+        only."""
         while worker.alive or self._in_progress:
             gevent.sleep(0.1)
         os.kill(os.getpid(), signal.SIGQUIT)

@@ -1,4 +1,5 @@
-"""Answers while they grow: a `Sequence` is one completion of one prompt, an `Answer` the response to one HTTP request.
+"""Answers while they grow: a `Sequence` is one completion of one prompt, an `Answer` the response to one HTTP
+request.
 
 Each dialect has a subclass of `Answer`, which writes the sequences of its jobs, whole or event by event.
 """
@@ -97,7 +98,8 @@ class Answer:
         self.request_id = ""  # of the HTTP request; set before anything is written
 
     def whole(self, sequences: list[Sequence]) -> Struct | list:
-        """The body, when all is generated. `sequences`: those of the first job, then those of the second, and so on."""
+        """The body, when all is generated. `sequences`: those of the first job, then those of the second, and
+        so on."""
         raise NotImplementedError
 
     def events(self, sequence: Sequence, pieces: list[Piece]) -> bytes:
@@ -117,7 +119,8 @@ class Answer:
         return [list(islice(rest, job.sequences)) for job in self.jobs]
 
     def _prompt_pieces(self, sequence: Sequence) -> list[Piece]:
-        """The tokens of the prompt. The first has no log-probability, nor has any of a prompt that never ran."""
+        """The tokens of the prompt. The first has no log-probability, nor has any of a prompt that never
+        ran."""
         ids = sequence.prompt
         texts = prompt_texts(self.tokenizer, ids)
         logprobs = sequence.ran.logprobs if sequence.ran else []

@@ -1,7 +1,7 @@
 """The bodies of requests: read within limits of size, time and memory; what is left is read and dropped.
 
-Hands bodies to web.py's routes, and raises the ApiErrors that they answer. Knows Flask's current request and gunicorn's socket,
-not what a body means.
+Hands bodies to web.py's routes, and raises the ApiErrors that they answer. Knows Flask's current request and
+gunicorn's socket, not what a body means.
 """
 
 from __future__ import annotations
@@ -85,10 +85,11 @@ class Bodies:
 
 
 def discard_rest() -> None:
-    """Reads what is left of a request's body, for DISCARD_S at most: of one that is refused, or of `GET /live` with a body.
+    """Reads what is left of a request's body, for DISCARD_S at most: of one that is refused, or of `GET
+    /live` with a body.
 
-    gunicorn would read it in pieces of a kilobyte, each of which copies all that has arrived: a second for 2 MB, during which
-    the process serves no other request.
+    gunicorn would read it in pieces of a kilobyte, each of which copies all that has arrived: a second for 2
+    MB, during which the process serves no other request.
     """
     with contextlib.suppress(OSError, ParseException, ClientDisconnected), gevent.Timeout(DISCARD_S, False):
         while request.environ["wsgi.input"].read(BODY_PIECE):

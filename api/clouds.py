@@ -1,5 +1,5 @@
-"""The routes of cloud platforms: SageMaker's `/invocations`, Vertex AI's `/vertex`, and `/infer` of the Ray Serve blueprint for
-Inferentia. They wrap requests of the dialects beside this one."""
+"""The routes of cloud platforms: SageMaker's `/invocations`, Vertex AI's `/vertex`, and `/infer` of the Ray
+Serve blueprint for Inferentia. They wrap requests of the dialects beside this one."""
 
 from __future__ import annotations
 

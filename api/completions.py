@@ -1,4 +1,5 @@
-"""`/v1/completions`: prompts as texts or token ids, `echo`, `best_of`, log-probabilities in the older form."""
+"""`/v1/completions`: prompts as texts or token ids, `echo`, `best_of`, log-probabilities in the older
+form."""
 
 from __future__ import annotations
 
@@ -181,7 +182,8 @@ class CompletionAnswer(ChunkedAnswer):
         )
 
     def _top(self, piece: Piece) -> dict[str, float] | None:
-        """OpenAI's form: the most likely tokens and the token itself, by text. Of equal texts the more likely token counts."""
+        """OpenAI's form: the most likely tokens and the token itself, by text. Of equal texts the more likely
+        token counts."""
         if piece.logprob is None:
             return None
         top_logprobs: dict[str, float] = {}

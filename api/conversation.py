@@ -1,6 +1,8 @@
-"""One form of a chat for all dialects: its messages, how a chat template reads them, and the job that they make.
+"""One form of a chat for all dialects: its messages, how a chat template reads them, and the job that they
+make.
 
-Chat completions, Responses, Vertex AI, SageMaker and `/chat_tokenize` bring their chats here as a `ChatRequest`.
+Chat completions, Responses, Vertex AI, SageMaker and `/chat_tokenize` bring their chats here as a
+`ChatRequest`.
 """
 
 from __future__ import annotations
@@ -59,7 +61,8 @@ class ChatRequest(OpenAIRequest, kw_only=True):
 
 
 def chat_job(chat: ChatRequest, served: Served) -> Job:
-    """The job of a chat, with the grammar of its format, its tools and its thinking together. Raises ApiError."""
+    """The job of a chat, with the grammar of its format, its tools and its thinking together. Raises
+    ApiError."""
     text = served.text
     job = _check(chat, served)
     use = tool_use(chat.tools, chat.tool_choice, chat.parallel_tool_calls, text.tools)
@@ -95,7 +98,8 @@ def readable(piece: Piece, reading: Reading) -> str:
 
 
 def _check(chat: ChatRequest, served: Served) -> Job:
-    """Checks all fields but the messages and tools. The job's prompt is empty: the chat template writes it."""
+    """Checks all fields but the messages and tools. The job's prompt is empty: the chat template writes
+    it."""
     require(bool(chat.logprobs or not chat.top_logprobs), "top_logprobs", "needs `logprobs` to be true")
     limit_name = "max_tokens" if chat.max_completion_tokens is None else "max_completion_tokens"
     limit = getattr(chat, limit_name)
@@ -137,7 +141,8 @@ def _prompt(chat: ChatRequest, served: Served) -> str:
 def _messages(messages: list[Message], template_words: Collection[str]) -> list[dict[str, Any]]:
     """Messages as a chat template reads them, the content of each as one text. Raises ApiError.
 
-    A role is one of ROLES, or a word that the template has in quotes: templates may write any other next to control tokens.
+    A role is one of ROLES, or a word that the template has in quotes: templates may write any other next to
+    control tokens.
     """
     require(len(messages) > 0, "messages", "cannot be empty")
     for n, message in enumerate(messages):
@@ -170,7 +175,8 @@ def _part(path: str, part: Part) -> str:
 
 
 def _with_arguments(call: dict[str, Any]) -> dict[str, Any]:
-    """A tool call with its arguments as an object: OpenAI sends them as JSON in a string, templates expect the object."""
+    """A tool call with its arguments as an object: OpenAI sends them as JSON in a string, templates expect
+    the object."""
     function = call.get("function")
     if not isinstance(function, dict):
         return call

@@ -91,7 +91,8 @@ def openai_error(error: ApiError) -> OpenAIErrorBody:
 
 @contextlib.contextmanager
 def in_shape(shape: ErrorShape) -> Iterator[None]:
-    """Errors of the block have this shape, unless they have one already, and not that of the request's route."""
+    """Errors of the block have this shape, unless they have one already, and not that of the request's
+    route."""
     try:
         yield
     except ApiError as error:

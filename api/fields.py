@@ -1,7 +1,7 @@
 """From the body of a request to its dialect's type, and the rules of fields that several dialects have.
 
-A body is read once as JSON; its names are checked before its types, so that a field which is misspelt, not supported or of another
-dialect is refused by name.
+A body is read once as JSON; its names are checked before its types, so that a field which is misspelt, not
+supported or of another dialect is refused by name.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ V = TypeVar("V")
 Json = dict[str, Any]
 
 MAX_FIELDS = 256  # each unknown one is compared with all known ones, to find misspelt ones
-# Fields of TGI, OpenAI and other servers that would change the output and are not supported: the values that they may
-# have, which change nothing, and their names.
+# Fields of TGI, OpenAI and other servers that would change the output and are not supported: the values that
+# they may have, which change nothing, and their names.
 _NOT_SUPPORTED: list[tuple[Sequence[Any], str]] = [
     ([], "guided_grammar ebnf structural_tag allowed_token_ids logits_processors prompt_logprobs"),
     ([], "truncate_prompt_tokens max_length min_length chat_template documents max_tokens_to_sample"),
@@ -91,7 +91,8 @@ NO_PROMPT_LOGITS = "is not supported: this device gives no logits of the prompt"
 
 
 def parse(body: bytes) -> Json:
-    """The JSON object of a request's body. Raises ApiError: 400 when it is not JSON, 422 when it is no object."""
+    """The JSON object of a request's body. Raises ApiError: 400 when it is not JSON, 422 when it is no
+    object."""
     try:
         data = msgspec.json.decode(body)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
@@ -181,7 +182,8 @@ def check_best_of(best_of: int, config: Config) -> None:
 
 
 def check_sampling(fields: SamplingFields) -> None:
-    """The limits that native and OpenAI requests share. Unlike TGI, `top_p` may be 1.0, which clients send for no filter."""
+    """The limits that native and OpenAI requests share. Unlike TGI, `top_p` may be 1.0, which clients send
+    for no filter."""
     penalty = fields.repetition_penalty
     require(penalty is None or penalty > 0, "repetition_penalty", "must be strictly positive")
     penalty = fields.frequency_penalty
@@ -207,8 +209,8 @@ def check_ids(ids: list[int], name: str, info: ModelInfo) -> None:
 
 
 def check_device(info: ModelInfo, fields: SamplingFields, sampling: Sampling, **host_only: Any) -> None:
-    """Where the device samples, refuses what only the host can do. A greedy request may have a seed, `min_p` and `top_k`:
-    they do nothing."""
+    """Where the device samples, refuses what only the host can do. A greedy request may have a seed, `min_p`
+    and `top_k`: they do nothing."""
     if info.sampling == "host":
         return
     samples = sampling.seed is not None

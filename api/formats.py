@@ -1,7 +1,8 @@
 """From the fields of a request that say what the generated text must look like to its grammar.
 
-The fields are those of TGI (`grammar`), OpenAI (`response_format`), vLLM (`structured_outputs`, before 0.12 `guided_json` and
-others) and SGLang (`regex`, `json_schema`). text/grammar.py makes the grammar and knows the limits.
+The fields are those of TGI (`grammar`), OpenAI (`response_format`), vLLM (`structured_outputs`, before 0.12
+`guided_json` and others) and SGLang (`regex`, `json_schema`). text/grammar.py makes the grammar and knows the
+limits.
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ from api.errors import invalid
 from api.types import JsonSchema, SamplingFields
 from text.grammar import WHITESPACE, GrammarError, of_choice, of_json_schema, of_regex
 
-# Where `response_format` and `grammar` have the schema or the regular expression, by their `type`: OpenAI's place and others.
+# Where `response_format` and `grammar` have the schema or the regular expression, by their `type`: OpenAI's
+# place and others.
 PLACES = {
     "json_object": ["schema", "value"],
     "json_schema": ["json_schema.schema", "value.schema"],
@@ -38,7 +40,8 @@ KINDS = {
 
 
 class StructuredOutputs(Struct):
-    """vLLM's `structured_outputs`: one of the first four fields. `grammar` and `structural_tag` are not supported."""
+    """vLLM's `structured_outputs`: one of the first four fields. `grammar` and `structural_tag` are not
+    supported."""
 
     json: JsonSchema | None = None
     regex: str | None = None
@@ -51,7 +54,8 @@ class StructuredOutputs(Struct):
 
 
 class FormatFields(SamplingFields, kw_only=True):
-    """Fields of sampling, and those of OpenAI, vLLM and SGLang that ask for a format, of which a request may have one."""
+    """Fields of sampling, and those of OpenAI, vLLM and SGLang that ask for a format, of which a request may
+    have one."""
 
     response_format: dict[str, Any] | None = None
     structured_outputs: StructuredOutputs | None = None
@@ -72,7 +76,8 @@ class Format(NamedTuple):
 
 
 def of_native(grammar: dict[str, Any] | None) -> tuple[str, str]:
-    """The path of the field that asks for a grammar, and the grammar; both are empty when none does. Raises ApiError."""
+    """The path of the field that asks for a grammar, and the grammar; both are empty when none does. Raises
+    ApiError."""
     return _grammar(_of_type("grammar", grammar), WHITESPACE)
 
 

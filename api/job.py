@@ -1,6 +1,7 @@
 """A checked prompt and what to generate from it, for the model that is served.
 
-Every dialect turns a request into `Job`s. Here a job's prompt becomes token ids, and is checked against the context length.
+Every dialect turns a request into `Job`s. Here a job's prompt becomes token ids, and is checked against the
+context length.
 """
 
 from __future__ import annotations
@@ -89,7 +90,8 @@ class Prompt(NamedTuple):
 
 
 def with_grammar(job: Job, name: str, grammar: str, info: ModelInfo) -> Job:
-    """The job with the grammar that the field `name` asks for; an empty one changes nothing. Raises ApiError."""
+    """The job with the grammar that the field `name` asks for; an empty one changes nothing. Raises
+    ApiError."""
     if not grammar:
         return job
     require(info.sampling == "host", name, NEEDS_HOST)

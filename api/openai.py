@@ -1,4 +1,5 @@
-"""What OpenAI's dialects share: fields of requests and their rules, usage, log-probabilities, streams of chunks, models.
+"""What OpenAI's dialects share: fields of requests and their rules, usage, log-probabilities, streams of
+chunks, models.
 
 Source of the shapes: OpenAI's API reference (chat completions, completions, models).
 """
@@ -106,9 +107,11 @@ def check_openai(
     served: Served,
     **host_only: Any,
 ) -> Job:
-    """Checks the fields that chat and completion requests share. They sample unless the temperature is 0, as OpenAI's do.
+    """Checks the fields that chat and completion requests share. They sample unless the temperature is 0, as
+    OpenAI's do.
 
-    limit: of the generated tokens; host_only: further fields that only the host can honour, and whether they are asked for.
+    limit: of the generated tokens; host_only: further fields that only the host can honour, and whether they
+    are asked for.
     """
     info = served.info
     most = served.config.max_client_batch_size
@@ -183,7 +186,8 @@ class OpenAIAnswer(Answer):
         return TopLogprob(text, rounded(logprob), self._bytes(token_id, text))
 
     def _bytes(self, token_id: int, text: str, cut: int = 0) -> list[int] | None:
-        """The token's own bytes without those that a stop string took, or where it has none the bytes of its text."""
+        """The token's own bytes without those that a stop string took, or where it has none the bytes of its
+        text."""
         if token_id in self.tokenizer.special_ids:
             return None
         exact = self.tokenizer.piece_bytes(token_id)

@@ -1,4 +1,5 @@
-"""The OpenAPI document, made of the table of routes and of the types that requests are read into and responses made of."""
+"""The OpenAPI document, made of the table of routes and of the types that requests are read into and
+responses made of."""
 
 from __future__ import annotations
 

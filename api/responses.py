@@ -1,7 +1,7 @@
 """`/v1/responses`, without stored state: a request becomes a chat, and the chat's text becomes output items.
 
-`_chat_of` makes the chat, whose errors get the names that its fields have in a Responses request. `ResponsesAnswer` writes the
-response, whole or as events.
+`_chat_of` makes the chat, whose errors get the names that its fields have in a Responses request.
+`ResponsesAnswer` writes the response, whole or as events.
 
 Source of the shapes and of the order of events: OpenAI's API reference (responses, streaming events).
 """
@@ -38,7 +38,8 @@ NOT_SUPPORTED = {
     "prompt": "is not supported",
     "max_tool_calls": "is not supported",
 }
-# What each type of item needs. An item of the type reasoning is one of earlier output, which the model does not read again.
+# What each type of item needs. An item of the type reasoning is one of earlier output, which the model does
+# not read again.
 NEEDED = {
     "message": ("role", "content"),
     "function_call": ("call_id", "name", "arguments"),
@@ -57,7 +58,8 @@ OWN_NAMES = {
 
 
 class TextConfig(Struct, omit_defaults=True):
-    """`text` of a Responses request; `format` is `response_format` of a chat, without the level `json_schema`."""
+    """`text` of a Responses request; `format` is `response_format` of a chat, without the level
+    `json_schema`."""
 
     format: dict[str, Any] | None = None
     verbosity: str | None = None
@@ -73,7 +75,8 @@ class ToolChoice(Struct, omit_defaults=True):
 
 
 class ResponsesFields(Struct, kw_only=True):
-    """What a Responses request may set and its response repeats; responses.py names those that are not supported."""
+    """What a Responses request may set and its response repeats; responses.py names those that are not
+    supported."""
 
     instructions: str | None = None
     max_output_tokens: AtLeastOne | None = None
@@ -102,7 +105,8 @@ class InputPart(Part):
 
 
 class InputItem(Struct):
-    """A message (its type may be left out), `function_call`, `function_call_output`, or `reasoning`, which is ignored."""
+    """A message (its type may be left out), `function_call`, `function_call_output`, or `reasoning`, which is
+    ignored."""
 
     type: str | None = None
     role: str | None = None
@@ -162,7 +166,8 @@ class ResponsesUsage(Struct):
 
 
 class ResponsesResponse(ResponsesFields, kw_only=True):
-    """The body of a whole response; in a stream, the state of the response at its beginning and at its end."""
+    """The body of a whole response; in a stream, the state of the response at its beginning and at its
+    end."""
 
     id: str
     object: str
@@ -215,14 +220,16 @@ def responses(data: Json, served: Served) -> Answer:
 
 
 def _own_names(text: str) -> str:
-    """The name of a chat's field, or a message about it, with the names that the fields have in a Responses request."""
+    """The name of a chat's field, or a message about it, with the names that the fields have in a Responses
+    request."""
     for pattern, own in OWN_NAMES.items():
         text = re.sub(pattern, own, text)
     return text
 
 
 def _chat_of(request: ResponsesRequest) -> ChatRequest:
-    """The chat that a request asks for. Raises ApiError for what this server does not do, and for incomplete items."""
+    """The chat that a request asks for. Raises ApiError for what this server does not do, and for incomplete
+    items."""
     for name, why in NOT_SUPPORTED.items():
         if getattr(request, name):
             raise invalid(name, why)

@@ -1,4 +1,5 @@
-"""The one table of routes: Flask's rules, the OpenAPI document, which routes need the key, and the shape of errors.
+"""The one table of routes: Flask's rules, the OpenAPI document, which routes need the key, and the shape of
+errors.
 
 A dialect is a file beside this one, and its rows here.
 """
@@ -25,12 +26,12 @@ from api.server import Read, Server, json_response
 SAGEMAKER_DEADLINE_S = 55.0  # SageMaker gives up on an answer after 60
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Route:
     """A route, and what the OpenAPI document says of it.
 
-    bodies: the types of the JSON bodies that it takes; answers: those of its JSON responses with status 200; events: those of
-    the events of its streams; parameter: the place and the name of its one parameter.
+    bodies: the types of the JSON bodies that it takes; answers: those of its JSON responses with status 200;
+    events: those of the events of its streams; parameter: the place and the name of its one parameter.
     """
 
     method: str
@@ -94,176 +95,176 @@ OPENAI = (openai_error,)
 
 ROUTES = (
     Route(
-        method="POST",
-        path="/generate",
-        summary="Generate text, as one response",
-        view=generates(tgi.generate),
+        "POST",
+        "/generate",
+        "Generate text, as one response",
+        generates(tgi.generate),
         bodies=NATIVE,
         answers=(tgi.GenerateResponse,),
     ),
     Route(
-        method="POST",
-        path="/generate_stream",
-        summary="Generate text, one event per token",
-        view=generates(tgi.generate_stream),
+        "POST",
+        "/generate_stream",
+        "Generate text, one event per token",
+        generates(tgi.generate_stream),
         bodies=NATIVE,
         events=EVENT,
     ),
     Route(
-        method="POST",
-        path="/",
-        summary="Generate text, streamed if `stream` is true",
-        view=generates(tgi.compat),
-        bodies=NATIVE,
-        answers=LIST,
-        events=EVENT,
-    ),
-    Route(
-        method="POST",
-        path="/v1",  # for huggingface_hub's text_generation with a base_url that ends in /v1
-        summary="`POST /` for base URLs that end in /v1",
-        view=generates(tgi.compat),
+        "POST",
+        "/",
+        "Generate text, streamed if `stream` is true",
+        generates(tgi.compat),
         bodies=NATIVE,
         answers=LIST,
         events=EVENT,
     ),
     Route(
-        method="POST",
-        path="/tokenize",
-        summary="The tokens of `inputs`",
-        view=replies(tokenize.tokenize),
+        "POST",
+        "/v1",  # for huggingface_hub's text_generation
+        "`POST /` for base URLs that end in /v1",
+        generates(tgi.compat),
+        bodies=NATIVE,
+        answers=LIST,
+        events=EVENT,
+    ),
+    Route(
+        "POST",
+        "/tokenize",
+        "The tokens of `inputs`",
+        replies(tokenize.tokenize),
         bodies=NATIVE,
         answers=(list[tokenize.SimpleToken],),
     ),
     Route(
-        method="POST",
-        path="/chat_tokenize",
-        summary="The text and the tokens of a chat",
-        view=replies(tokenize.chat_tokenize),
+        "POST",
+        "/chat_tokenize",
+        "The text and the tokens of a chat",
+        replies(tokenize.chat_tokenize),
         bodies=CHAT,
         answers=(tokenize.ChatTokenizeResponse,),
     ),
     Route(
-        method="POST",
-        path="/v1/chat/completions",
-        summary="OpenAI's chat completions",
-        view=generates(chat.chat, renders=True),
+        "POST",
+        "/v1/chat/completions",
+        "OpenAI's chat completions",
+        generates(chat.chat, renders=True),
         errors=OPENAI,
         bodies=CHAT,
         answers=CHATTED,
         events=CHUNK,
     ),
     Route(
-        method="POST",
-        path="/v1/completions",
-        summary="OpenAI's completions",
-        view=generates(completions.completion),
+        "POST",
+        "/v1/completions",
+        "OpenAI's completions",
+        generates(completions.completion),
         errors=OPENAI,
         bodies=COMPLETION,
         answers=COMPLETED,
         events=COMPLETED,
     ),
     Route(
-        method="POST",
-        path="/v1/responses",
-        summary="OpenAI's responses",
-        view=generates(responses.responses, renders=True),
+        "POST",
+        "/v1/responses",
+        "OpenAI's responses",
+        generates(responses.responses, renders=True),
         errors=OPENAI,
         bodies=(ResponsesRequest,),
         answers=(responses.ResponsesResponse,),
         events=(dict[str, Any],),
     ),
     Route(
-        method="GET",
-        path="/v1/models",
-        summary="The served model, in a list",
-        view=status.models,
+        "GET",
+        "/v1/models",
+        "The served model, in a list",
+        status.models,
         errors=OPENAI,
         answers=(ModelList,),
     ),
     Route(
-        method="GET",
-        path="/v1/models/{name}",
-        summary="The served model",
-        view=status.model,
+        "GET",
+        "/v1/models/{name}",
+        "The served model",
+        status.model,
         errors=OPENAI,
         answers=(ModelCard,),
         parameter=("path", "name"),
     ),
     Route(
-        method="POST",
-        path="/invocations",
-        summary="SageMaker: a native, chat or completion request, which its required field identifies",
-        view=invocations,
+        "POST",
+        "/invocations",
+        "SageMaker: a native, chat or completion request, which its required field identifies",
+        invocations,
         errors=(tgi_error, openai_error),
         bodies=NATIVE + CHAT + COMPLETION,
         answers=LIST + CHATTED + COMPLETED,
         events=EVENT + CHUNK + COMPLETED,
     ),
     Route(
-        method="POST",
-        path="/vertex",
-        summary="Vertex AI: several requests at once",
-        view=generates(clouds.vertex, renders=True),
+        "POST",
+        "/vertex",
+        "Vertex AI: several requests at once",
+        generates(clouds.vertex, renders=True),
         bodies=(clouds.VertexRequest,),
         answers=(clouds.VertexResponse,),
     ),
     Route(
-        method="GET",
-        path="/infer",
-        summary="The Ray Serve blueprint for Inferentia: the sentence and its continuation",
-        view=infer,
+        "GET",
+        "/infer",
+        "The Ray Serve blueprint for Inferentia: the sentence and its continuation",
+        infer,
         answers=(list[str],),
         parameter=("query", "sentence"),
     ),
     Route(
-        method="GET",
-        path="/info",
-        summary="The model, and the limits in force",
-        view=info,
+        "GET",
+        "/info",
+        "The model, and the limits in force",
+        info,
         answers=(tgi.Info,),
     ),
     Route(
-        method="GET",
-        path="/health",
-        summary="200 when requests are accepted",
-        view=status.health,
+        "GET",
+        "/health",
+        "200 when requests are accepted",
+        status.health,
         needs_key=False,
     ),
     Route(
-        method="GET",
-        path="/ping",
-        summary="`GET /health` under SageMaker's name",
-        view=status.health,
+        "GET",
+        "/ping",
+        "`GET /health` under SageMaker's name",
+        status.health,
         needs_key=False,
     ),
     Route(
-        method="GET",
-        path="/",
-        summary="`GET /health` for probes of the root",
-        view=status.root,
+        "GET",
+        "/",
+        "`GET /health` for probes of the root",
+        status.root,
         needs_key=False,
     ),
     Route(
-        method="GET",
-        path="/live",
-        summary="200 when this web process responds",
-        view=status.live,
+        "GET",
+        "/live",
+        "200 when this web process responds",
+        status.live,
         needs_key=False,
     ),
     Route(
-        method="GET",
-        path="/metrics",
-        summary="Metrics for Prometheus",
-        view=status.metrics,
+        "GET",
+        "/metrics",
+        "Metrics for Prometheus",
+        status.metrics,
         needs_key=False,
         content_type="text/plain",
     ),
     Route(
-        method="GET",
-        path="/api-doc/openapi.json",
-        summary="This document",
-        view=document,
+        "GET",
+        "/api-doc/openapi.json",
+        "This document",
+        document,
         needs_key=False,
         answers=(dict[str, Any],),
     ),
@@ -276,7 +277,8 @@ for _body in {body for route in ROUTES for body in route.bodies}:
 
 
 def error_shape(endpoint: str | None, path: str) -> ErrorShape:
-    """The shape of errors of a route by its name; without one, that of the dialect in whose paths the client looked."""
+    """The shape of errors of a route by its name; without one, that of the dialect in whose paths the client
+    looked."""
     if route := BY_NAME.get(endpoint):
         return route.errors[0]
     return openai_error if path.startswith("/v1/") else tgi_error

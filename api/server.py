@@ -30,7 +30,8 @@ from text.grammar import GrammarError
 
 LONG_TEXT = 20_000  # bytes; shorter ones are tokenized in less than a millisecond
 TEXT_THREADS = 2
-ROOM_S = 0.1  # before a refusal: a client may know that a request has ended before the worker's report of it arrives here
+# Before a refusal: a client may know that a request has ended before the worker's report of it arrives here.
+ROOM_S = 0.1
 
 Read = Callable[[Json, Served], Answer]  # a dialect: from a body to the answer that it asks for
 
@@ -61,7 +62,8 @@ class TextThreads:
 
 
 def _attempt(function: Callable):
-    """What `function()` returns or raises; gevent would print the traceback of an error that leaves its thread."""
+    """What `function()` returns or raises; gevent would print the traceback of an error that leaves its
+    thread."""
     try:
         return function()
     except Exception as error:
@@ -100,8 +102,8 @@ class Server:
     def generate(self, read: Read, renders: bool = False, deadline_s: float | None = None) -> Response:
         """Generates what the JSON body of the request asks for.
 
-        renders: it may render a chat template, which takes long; deadline_s: of an answer that is not streamed, unless
-        configured.
+        renders: it may render a chat template, which takes long; deadline_s: of an answer that is not
+        streamed, unless configured.
         """
         self._begin()
         served = self.served

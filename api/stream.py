@@ -1,7 +1,9 @@
-"""A request while it is generated: from the worker's tokens to text, and to the body of its response, whole or as events.
+"""A request while it is generated: from the worker's tokens to text, and to the body of its response, whole
+or as events.
 
-A `Generation` sends the prompts of a request to the worker, turns the tokens that come back into text, and ends sequences early:
-after a stop string, at a deadline, when the client disconnects. `Generation.close` is the one place where a request ends.
+A `Generation` sends the prompts of a request to the worker, turns the tokens that come back into text, and
+ends sequences early: after a stop string, at a deadline, when the client disconnects. `Generation.close` is
+the one place where a request ends.
 """
 
 from __future__ import annotations
@@ -36,8 +38,8 @@ Batch = list[tuple[Sequence, list[Piece]]]  # what became certain together
 
 
 class Connection:
-    """The connection to a client. The end of the client's input counts as a disconnect unless `input_may_end`: then only a
-    broken connection does."""
+    """The connection to a client. The end of the client's input counts as a disconnect unless
+    `input_may_end`: then only a broken connection does."""
 
     def __init__(self, client: socket.socket | None, input_may_end: bool):
         self._poll = get_original(
@@ -87,9 +89,9 @@ class Watch:
 class Generation:
     """The sequences that are generated for one HTTP request, as text. Times are CLOCK_MONOTONIC, in seconds.
 
-    Iterating yields a Batch whenever text has become certain, each sequence once, until all have finished; an empty Batch
-    means that KEEP_ALIVE_S passed without a token. Raises ApiError when the worker refuses or fails, and ClientGone when the
-    client has disconnected. What is unfinished at `deadline_at` ends there.
+    Iterating yields a Batch whenever text has become certain, each sequence once, until all have finished; an
+    empty Batch means that KEEP_ALIVE_S passed without a token. Raises ApiError when the worker refuses or
+    fails, and ClientGone when the client has disconnected. What is unfinished at `deadline_at` ends there.
 
     As a context manager it is closed at the end of the block, with the outcome of the block.
     """
@@ -168,7 +170,8 @@ class Generation:
                 sequence.keep(pieces)
 
     def look(self) -> None:
-        """Wakes the request when its client has disconnected, at its deadline, and when it is time for a sign of life."""
+        """Wakes the request when its client has disconnected, at its deadline, and when it is time for a sign
+        of life."""
         if self.arrival.connection.is_lost:
             self._request.hang_up()
         elif time.monotonic() >= min(self._received_at + KEEP_ALIVE_S, self._deadline_at):
@@ -188,7 +191,8 @@ class Generation:
             self._status = status or 500
 
     def close(self) -> None:
-        """Ends the request, however it ended: cancels what still runs, and adds it to the metrics and traces. Idempotent."""
+        """Ends the request, however it ended: cancels what still runs, and adds it to the metrics and traces.
+        Idempotent."""
         if self._is_closed:
             return
         self._is_closed = True
@@ -265,7 +269,8 @@ class Generation:
 class EventStream:
     """The body of a streamed response. What became certain together is one write.
 
-    The web server calls `close` at the end, and when the client disconnects, also before the first event is written.
+    The web server calls `close` at the end, and when the client disconnects, also before the first event is
+    written.
     """
 
     def __init__(self, answer: Answer, generation: Generation):

@@ -1,4 +1,5 @@
-"""What a chat may call: its `tools` and `tool_choice`, checked. text/tool_formats.py knows how models write calls."""
+"""What a chat may call: its `tools` and `tool_choice`, checked. text/tool_formats.py knows how models write
+calls."""
 
 from __future__ import annotations
 

@@ -1,8 +1,10 @@
-"""OpenTelemetry traces of the requests for text, sent to a collector by OTLP over HTTP, in JSON (`--otlp-endpoint`).
+"""OpenTelemetry traces of the requests for text, sent to a collector by OTLP over HTTP, in JSON
+(`--otlp-endpoint`).
 
-A request is a span of kind SERVER, the child of the span that its `traceparent` header names. The spans of its stages are made
-when it ends, from the times that its web process knows: validate; queue, prefill and decode of each sequence; stream. The
-packages of the extra `otel` are imported nowhere else, and only when a `Tracer` is made. Knows no Flask.
+A request is a span of kind SERVER, the child of the span that its `traceparent` header names. The spans of
+its stages are made when it ends, from the times that its web process knows: validate; queue, prefill and
+decode of each sequence; stream. The packages of the extra `otel` are imported nowhere else, and only when a
+`Tracer` is made. Knows no Flask.
 """
 
 from __future__ import annotations
@@ -26,12 +28,14 @@ BATCH = 64  # spans that are encoded at a time, which holds up the event loop fo
 FLUSH_S = 2.0  # a server that stops does not wait longer for its collector
 FAULTS = ("generation", "incomplete")  # outcomes that are errors of the server
 
-# Whole numbers that OpenTelemetry's library cannot do without, and the lowest; so are all `OTEL_*_LIMIT`, from 0 on.
+# Whole numbers that OpenTelemetry's library cannot do without, and the lowest; so are all `OTEL_*_LIMIT`,
+# from 0 on.
 LOWEST = {"OTEL_BSP_SCHEDULE_DELAY": 1, "OTEL_BSP_MAX_QUEUE_SIZE": BATCH, "OTEL_BSP_EXPORT_TIMEOUT": 0}
 
 
 def check(environ: Mapping[str, str]) -> None:
-    """Raises ConfigError where a `Tracer` cannot be made: without the packages, or with a wrong variable of theirs."""
+    """Raises ConfigError where a `Tracer` cannot be made: without the packages, or with a wrong variable of
+    theirs."""
     if not importlib.util.find_spec("opentelemetry"):
         raise ConfigError(
             '--otlp-endpoint (OTLP_ENDPOINT) needs the packages of OpenTelemetry: pip install ".[otel]"'
@@ -44,8 +48,9 @@ def check(environ: Mapping[str, str]) -> None:
 
 
 class Tracer:
-    """Exports spans every few seconds and when the process ends. To be made when gevent has patched the process: the exporter's
-    thread is then a greenlet. OpenTelemetry's own variables (`OTEL_TRACES_SAMPLER`, …) are read."""
+    """Exports spans every few seconds and when the process ends. To be made when gevent has patched the
+    process: the exporter's thread is then a greenlet. OpenTelemetry's own variables (`OTEL_TRACES_SAMPLER`,
+    …) are read."""
 
     def __init__(self, endpoint: str, service_name: str):
         from opentelemetry import trace
@@ -73,7 +78,8 @@ class Tracer:
 
 @dataclass(frozen=True)
 class Generated:
-    """What a request that was sent to the worker generated, and when. Times are CLOCK_MONOTONIC, in seconds."""
+    """What a request that was sent to the worker generated, and when. Times are CLOCK_MONOTONIC, in
+    seconds."""
 
     model_name: str
     sequences: list[Sequence]
@@ -82,7 +88,8 @@ class Generated:
 
 
 class RequestTrace:
-    """The span of a request that arrived at `started_at`; `end` adds its stages. Times are CLOCK_MONOTONIC, in seconds."""
+    """The span of a request that arrived at `started_at`; `end` adds its stages. Times are CLOCK_MONOTONIC,
+    in seconds."""
 
     def __init__(
         self,

@@ -1,7 +1,7 @@
 """Types that several dialects share: numbers with limits, the fields of sampling, and how JSON is written.
 
-A dialect's own types are in its own file. msgspec parses the bodies of requests into such types, and openapi.py describes them. In
-requests `null` means absent.
+A dialect's own types are in its own file. msgspec parses the bodies of requests into such types, and
+openapi.py describes them. In requests `null` means absent.
 """
 
 from __future__ import annotations
