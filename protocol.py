@@ -1,103 +1,70 @@
-"""How web processes and the worker communicate: the message types, their encoding, and the worker's end of the socket.
-
-The worker binds one ROUTER in the private folder of this run; each web process connects one DEALER (engine_client.py). The
-worker's socket is owned by a thread (ZeroMQ sockets must not be shared between threads); a second one, the output thread, turns
-the outputs of a step into messages, while the next step runs. Messages are msgspec structs in msgpack, never pickle. This layer
-does not know what the messages are for.
+"""The messages between web processes and the worker: msgspec structs in msgpack, never pickle.
 
 A request on the wire: `Generate` (in a `SubmitRequests`), then a `Prompt` and `Token`s inside the `Tokens` of each step, until
 exactly one terminal message: a `Token` with a `finish_reason`, or an `End`. `Cancel` asks for an early end, with the same rule.
-A web process that was taken over may send anything: decoding checks the ranges that the types give, and what one web process
-sends is bounded, so that it can neither end the worker nor keep it from the others.
-`IMMEDIATE` messages and refusals for lack of room are handled on the socket's thread: they never wait for a step.
+Both ends are processes of one server and trust each other: ranges are checked once, where a request comes in (api/fields.py).
+engine/link.py and api/engine_client.py own the sockets.
 """
 
 from __future__ import annotations
 
-import logging
-import sys
-from typing import Annotated
-
 import msgspec
-from msgspec import Meta
-
-logger = logging.getLogger("protocol")
 
 HEARTBEAT_S = 0.25
 SILENCE_S = 20 * HEARTBEAT_S  # a worker that is silent for that long is not running
-METRICS_S = 0.1  # between two times that the metrics are rendered, which takes about 20 ms
-# Limits of what a web process can make the worker do.
-MAX_MESSAGE_BYTES = 64_000_000  # ZeroMQ disconnects a web process that sends more
-MAX_SEQUENCES = 10_000  # of an HTTP request
-MAX_PER_ROUND = 100  # messages that are read before others are sent: about 1 ms
-MAX_PER_STEP = 1_000  # messages that the loop takes between two steps: about 1 ms
-MAX_WAITING = 10_000  # messages of a web process that the loop has not taken
-MAX_UNREAD = 10_000  # messages to a web process that does not read: minutes of its tokens
-MAX_PEERS = 1_000  # connected web processes
-MAX_METRICS_REQUESTS = 10  # of a web process, that wait to be answered
 MAX_LOGIT_BIAS = 1024  # tokens; more would take longer than a decode step
 MAX_GRAMMAR = 500_000  # characters
-
-Count = Annotated[int, Meta(ge=0)]
-TokenCount = Annotated[int, Meta(ge=0, le=1 << 32)]
-Positive = Annotated[float, Meta(gt=0, le=sys.float_info.max)]
-Share = Annotated[float, Meta(gt=0, le=1)]
-Penalty = Annotated[float, Meta(ge=-2, le=2)]
-Bias = Annotated[float, Meta(ge=-100, le=100)]
-Seconds = Annotated[float, Meta(ge=0, le=1e7)]
-Text = Annotated[str, Meta(max_length=200)]
 
 
 class Sampling(msgspec.Struct, frozen=True):
     """How the next token is sampled from the logits. `seed` None means greedy: the most likely token."""
 
-    seed: Count | None = None
-    temperature: Positive = 1.0
-    top_k: Annotated[int, Meta(ge=0, le=2**63 - 1)] = 0  # 0: off
-    top_p: Share = 1.0
-    min_p: Annotated[float, Meta(ge=0, le=1)] = 0.0  # 0: off
-    typical_p: Share = 1.0
-    repetition_penalty: Positive = 1.0
-    frequency_penalty: Penalty = 0.0
-    presence_penalty: Penalty = 0.0
-    # (token id, value added to its logit)
-    logit_bias: Annotated[list[tuple[Count, Bias]], Meta(max_length=MAX_LOGIT_BIAS)] = []
+    seed: int | None = None
+    temperature: float = 1.0
+    top_k: int = 0  # 0: off
+    top_p: float = 1.0
+    min_p: float = 0.0  # 0: off
+    typical_p: float = 1.0
+    repetition_penalty: float = 1.0
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    logit_bias: list[tuple[int, float]] = []  # (token id, value added to its logit)
 
 
 class GenerateOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """What a request's `Job` (validate.py) and its `Generate` share."""
+    """What a request's `Job` (api/fields.py) and its `Generate` share."""
 
     sampling: Sampling = Sampling()
-    top_n_tokens: Count = 0
-    min_new_tokens: Count = 0  # no end-of-sequence token before that many tokens
+    top_n_tokens: int = 0
+    min_new_tokens: int = 0  # no end-of-sequence token before that many tokens
     ignore_eos: bool = False  # an end-of-sequence token does not end the completion
     logprobs: bool = True  # of generated tokens; never available where the device samples
     prompt_logprobs: bool = False
-    grammar: Annotated[str, Meta(max_length=MAX_GRAMMAR)] = ""  # of the text (grammar.py); "": any text
+    grammar: str = ""  # of the text (text/grammar.py); "": any text
     keep_eos: bool = False  # a text that its grammar completes still gets its end-of-sequence token
 
 
 class Generate(GenerateOptions, frozen=True):
     """Continue `prompt`. `id` is random, 63 bits, unique among all web processes."""
 
-    id: Count
-    prompt: Annotated[list[Count], Meta(min_length=1)]
-    max_new_tokens: Annotated[int, Meta(ge=1)]
-    sent_at: float = 0.0  # CLOCK_MONOTONIC in seconds, the same for all processes; 0: unknown
-    request_id: Text = ""  # of the HTTP request, for the log
+    id: int
+    prompt: list[int]
+    max_new_tokens: int
+    sent_at: float = 0.0  # CLOCK_MONOTONIC in seconds, the same for all processes
+    request_id: str = ""  # of the HTTP request, for the log
 
 
 class SubmitRequests(msgspec.Struct, tag="submit", frozen=True):
     """Web → worker: everything that one HTTP request asks for. All of it is accepted, or all of it is refused."""
 
-    generates: Annotated[list[Generate], Meta(min_length=1, max_length=MAX_SEQUENCES)]
+    generates: list[Generate]
 
 
 class Cancel(msgspec.Struct, tag="cancel", frozen=True):
     """Web → worker: end this request. `reason` is for the log: a stop sequence, a client disconnect."""
 
-    id: Count
-    reason: Text
+    id: int
+    reason: str
 
 
 class Hello(msgspec.Struct, tag="hello", frozen=True):
@@ -114,22 +81,22 @@ class RequestStats(msgspec.Struct, tag="request_stats", frozen=True):
     incomplete, template, generation, dropped. `first_token_s` counts from the arrival of the HTTP request.
     """
 
-    status: Annotated[int, Meta(ge=0, le=599)]  # HTTP; 499: client disconnect; 0: the web process is gone
-    outcome: Text | None = None
-    duration_s: Seconds = 0.0
-    validation_s: Seconds = 0.0
-    queue_s: Seconds = 0.0
-    inference_s: Seconds = 0.0
-    first_token_s: Seconds | None = None
-    input_tokens: TokenCount = 0
-    generated_tokens: TokenCount = 0
-    max_new_tokens: TokenCount = 0
+    status: int  # HTTP; 499: client disconnect; 0: the web process is gone
+    outcome: str | None = None
+    duration_s: float = 0.0
+    validation_s: float = 0.0
+    queue_s: float = 0.0
+    inference_s: float = 0.0
+    first_token_s: float | None = None
+    input_tokens: int = 0
+    generated_tokens: int = 0
+    max_new_tokens: int = 0
 
 
 class MetricsRequest(msgspec.Struct, tag="metrics_request", frozen=True):
     """Web → worker: asks for `Metrics` with the same `id`."""
 
-    id: Count
+    id: int
 
 
 class Token(msgspec.Struct, array_like=True, frozen=True, gc=False):
@@ -216,17 +183,5 @@ class Metrics(msgspec.Struct, tag="metrics", frozen=True):
 
 FromWeb = SubmitRequests | Cancel | Hello | RequestStats | MetricsRequest
 FromWorker = Tokens | End | Status | ModelInfo | Metrics
-IMMEDIATE = (RequestStats, MetricsRequest)  # handled on the socket's thread, never by the loop
-
 
 encode = msgspec.msgpack.Encoder().encode
-
-
-def decode(decoder: msgspec.msgpack.Decoder, frames: list[bytes]):
-    """The message in `frames`; None, with a log line, for anything else: it must not end the thread that reads."""
-    try:
-        (body,) = frames
-        return decoder.decode(body)
-    except (ValueError, RecursionError) as error:  # from msgspec, from UTF-8, and for more frames than one
-        logger.error("dropped a message that cannot be decoded: %s", error)
-        return None

@@ -28,6 +28,8 @@ logger = logging.getLogger("engine_client")
 METRICS_TIMEOUT_S = 2.0
 FIRST_MESSAGE_S = 1.0  # a running worker answers a new web process within milliseconds
 LOADING_S = 30.0  # the largest tokenizers load in about two seconds
+MAX_MESSAGE_BYTES = 64_000_000  # of one HTTP request: both processes hold it in memory
+UNREADABLE = "the worker's message cannot be read"
 
 
 class EngineError(Exception):
@@ -130,17 +132,14 @@ class EngineClient:
 
         Raises TooLarge, and sends nothing.
         """
-        message = protocol.SubmitRequests(generates)
-        if (
-            len(generates) > protocol.MAX_SEQUENCES
-            or len(protocol.encode(message)) > protocol.MAX_MESSAGE_BYTES
-        ):
-            raise TooLarge  # sent, it would cost this process its connection
+        body = protocol.encode(protocol.SubmitRequests(generates))
+        if len(body) > MAX_MESSAGE_BYTES:
+            raise TooLarge
         for generate in generates:
             self._queues[generate.id] = messages
-        self._send(message)
+        self._send_bytes(body)
         if self._lost:
-            self._end_all()
+            self._end_all(self._lost)
 
     def cancel(self, request_id: int, reason: str) -> None:
         """Ends a request early. Nothing happens when it has ended already."""
@@ -175,21 +174,36 @@ class EngineClient:
         self._context.destroy(linger=0)
 
     def _send(self, message: protocol.FromWeb) -> None:
+        self._send_bytes(protocol.encode(message))
+
+    def _send_bytes(self, body: bytes) -> None:
         # Without a high-water mark this never blocks. A green socket looks for arrived messages after each send, which could
         # have hidden their signal.
-        self._dealer.send(protocol.encode(message), zmq.NOBLOCK)
+        self._dealer.send(body, zmq.NOBLOCK)
 
     def _receive(self) -> None:
         while True:
             self._read()
 
     def _read(self, flags: int = 0) -> None:
-        message = protocol.decode(self._decoder, self._dealer.recv_multipart(flags))
+        body = self._dealer.recv(flags)
         self._heard_at = time.monotonic()
+        try:
+            message = self._decoder.decode(body)
+        except ValueError as error:
+            logger.error("%s: %s", UNREADABLE, error)
+            self._fail_all()
+            return
         try:
             self._handle(message)
         except Exception:
             logger.exception("%s could not be handled", type(message).__name__)
+
+    def _fail_all(self) -> None:
+        """Whose tokens a message had that cannot be decoded is not known: no request may wait for ever."""
+        for request_id in self._queues:
+            self._send(protocol.Cancel(request_id, "unreadable"))
+        self._end_all("failed", UNREADABLE)
 
     def _wait_for_disconnect(self) -> None:
         """The worker is never started twice in a run: once disconnected, it is gone for good."""
@@ -198,7 +212,7 @@ class EngineClient:
             self._read(zmq.NOBLOCK)
         self._lose()
 
-    def _handle(self, message: protocol.FromWorker | None) -> None:
+    def _handle(self, message: protocol.FromWorker) -> None:
         if isinstance(message, protocol.Tokens):
             self._deliver([*message.prompts, *message.tokens])
         elif isinstance(message, (End, Metrics)):
@@ -251,10 +265,10 @@ class EngineClient:
 
     def _lose(self) -> None:
         self._lost = self._lost or ("stuck" if self._stuck_s else "dead")
-        self._end_all()
+        self._end_all(self._lost)
 
-    def _end_all(self) -> None:
-        self._deliver([End(request_id, self._lost) for request_id in list(self._queues)])
+    def _end_all(self, reason: str, message: str = "") -> None:
+        self._deliver([End(request_id, reason, message) for request_id in self._queues])
 
 
 class InFlightRequest:

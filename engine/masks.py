@@ -1,12 +1,13 @@
 """The worker's side of grammars: the threads that compile them and compute token masks.
 
 A grammar is compiled before its request takes a slot. The masks of a step are computed while the device runs it, for the logits
-that it will return. This layer knows neither slots nor sockets.
+that it will return.
 """
 
 from __future__ import annotations
 
 import logging
+import queue
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -20,9 +21,8 @@ from text.grammar import GrammarError, Grammars, Matcher
 
 logger = logging.getLogger("worker")
 
-STACK_BYTES = (
-    256 << 20
-)  # address space: llguidance recurses 3 kB deep a rule, and MAX_GRAMMAR characters have 50,000 rules
+# Address space: llguidance recurses 3 kB deep a rule, and the longest grammar (MAX_GRAMMAR) has 50,000 rules.
+STACK_BYTES = 256 << 20
 
 
 class Compiled(NamedTuple):
@@ -43,10 +43,13 @@ class Masks(NamedTuple):
 
 
 class GrammarThreads:
-    """`ready` is called with what `compile` could not return at once, on a thread of this class."""
+    """One thread compiles, one fills masks. `wake` is called, on the first one, when `take_compiled` has something."""
 
-    def __init__(self, grammars: Grammars, vocab_size: int, ready: Callable[[Compiled], None]):
-        self._grammars, self._vocab_size, self._ready = grammars, vocab_size, ready
+    def __init__(self, grammars: Grammars, vocab_size: int, wake: Callable[[], None]):
+        self._grammars = grammars
+        self._vocab_size = vocab_size
+        self._wake = wake
+        self._compiled: queue.SimpleQueue[Compiled] = queue.SimpleQueue()
         self._compiler = ThreadPoolExecutor(1, "worker-grammars")
         before = threading.stack_size(STACK_BYTES)
         self._compiler.submit(int).result()  # starts the thread
@@ -54,14 +57,27 @@ class GrammarThreads:
         self._filler = ThreadPoolExecutor(1, "worker-masks")
 
     def compile(self, generate: Generate) -> Compiled | None:
-        """The matcher of a request whose grammar is known; None for one that is being compiled."""
+        """The matcher of a request whose grammar is known; None for one that `take_compiled` will have."""
         if self._grammars.knows(generate.grammar):
             return self._compile(generate)
-        self._compiler.submit(lambda: self._ready(self._compile(generate)))
+        self._compiler.submit(self._compile_aside, generate)
         return None
 
+    def take_compiled(self) -> list[Compiled]:
+        """What has been compiled since the last call."""
+        compiled = []
+        while not self._compiled.empty():
+            compiled.append(self._compiled.get())
+        return compiled
+
+    def _compile_aside(self, generate: Generate) -> None:
+        self._compiled.put(self._compile(generate))
+        self._wake()
+
     def _compile(self, generate: Generate) -> Compiled:
-        started_at, matcher, error = time.monotonic(), None, ""
+        started_at = time.monotonic()
+        matcher = None
+        error = ""
         try:
             matcher = self._grammars.matcher(generate.grammar)
         except GrammarError as reason:
@@ -76,12 +92,14 @@ class GrammarThreads:
         return self._filler.submit(self._masks, matchers) if any(matchers) else None
 
     def _masks(self, matchers: Sequence[Matcher | None]) -> Masks:
-        started_at, errors = time.monotonic(), {}
+        started_at = time.monotonic()
+        errors = {}
         mask = np.full((len(matchers), -(-self._vocab_size // 32)), 0xFFFFFFFF, np.uint32)
         for row, matcher in enumerate(matchers):
             try:
                 if matcher:
                     matcher.fill(mask[row].ctypes.data, mask[row].nbytes)
             except Exception as error:  # one row must not stop the others
-                errors[row], mask[row] = error, 0xFFFFFFFF
+                errors[row] = error
+                mask[row] = 0xFFFFFFFF
         return Masks(mask, errors, time.monotonic() - started_at)

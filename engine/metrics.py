@@ -2,21 +2,22 @@
 
 It lives in the worker. The output thread counts steps from `StepOutput`s; web processes send `RequestStats` for HTTP requests,
 and request the text when one of them is scraped. Those are handled on the socket's thread, so also during boot and while the
-device is busy. Knows no sockets.
+device is busy. Gauges of the present are read from the worker at that time.
 """
 
 from __future__ import annotations
 
 import itertools
 import operator
+from collections.abc import Mapping
+from typing import Protocol
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Summary
 from prometheus_client.utils import floatToGoString
 
-from engine.outputs import StepOutput
 from engine.scheduler import Step
-from protocol import FromWeb, MetricsRequest, RequestStats
-from protocol import Metrics as MetricsText
+from engine.step import StepOutput
+from protocol import RequestStats
 
 METHODS = ("prefill", "decode")
 FAILURES = ("overloaded", "validation", "incomplete", "template", "generation", "dropped")
@@ -115,10 +116,19 @@ METRICS = (
 DURATION_BUCKETS = list(itertools.accumulate([0.0001] + [1.5] * 35, operator.mul))[1:]
 
 
+class Loaded(Protocol):
+    """Something that is busy to some degree."""
+
+    def load(self) -> Mapping[str, float]:
+        """The present values of gauges, by their names without "tgi_". Called on the thread that renders."""
+
+
 class Metrics:
     """Everything that /metrics shows. May be used from any thread."""
 
     def __init__(self):
+        self._worker: Loaded | None = None
+        self._tokens_at = 0.0  # when running requests last gained a token
         self._registry = CollectorRegistry()
         self._metrics: dict[str, Counter | Gauge | Histogram | Summary] = {}
         for kind, name, about, *label in METRICS:
@@ -142,48 +152,80 @@ class Metrics:
         ):
             self._add(Histogram, name, about, buckets=[longest / 100 * (i + 1) for i in range(100)])
 
-    def handle(self, message: FromWeb) -> MetricsText | None:
-        """Handles what web processes send about metrics; a return value is the reply to that process."""
-        if isinstance(message, MetricsRequest):
-            return MetricsText(message.id, self.render())
-        if isinstance(message, RequestStats):
-            self._count_request(message)
-        return None
+    def watch(self, worker: Loaded) -> None:
+        """Shows the load of the worker from now on."""
+        self._worker = worker
 
-    def step(self, output: StepOutput) -> None:
-        """Counts a successful step."""
-        step, method = output.step, _method(output.step)
+    def record(self, stats: RequestStats) -> None:
+        """Counts an HTTP request that is over."""
+        if stats.status == 499:
+            self.series("client_hang_ups").inc()
+        elif stats.status >= 400:
+            self.series("http_errors", str(stats.status)).inc()
+        if stats.outcome is None:
+            return
+        self.series("request_count").inc()
+        if stats.first_token_s is not None:
+            self.series("request_time_to_first_token_duration").observe(stats.first_token_s)
+        if stats.input_tokens > 0:
+            self.series("request_input_length").observe(stats.input_tokens)
+            self.series("request_max_new_tokens").observe(stats.max_new_tokens)
+        if stats.outcome == "success":
+            self._count_success(stats)
+        else:
+            err = stats.outcome if stats.outcome in FAILURES else "generation"
+            self.series("request_failure", err).inc()
+
+    def count_step(self, output: StepOutput) -> None:
+        step = output.step
+        # TGI's label; a step with rows of running requests is a decode step, whatever else it runs.
+        method = "decode" if step.rows else "prefill"
         self.series("batch_inference_count", method).inc()
+        if output.failure:
+            self.series("batch_inference_failure", method).inc()
+            return
         self.series("batch_inference_success", method).inc()
         self.series("batch_inference_duration", method).observe(output.sampled_at - output.started_at)
         self.series("batch_forward_duration", method).observe(output.ran_at - output.started_at)
         self.series("batch_decode_duration", method).observe(output.sampled_at - output.ran_at)
         self.series("batch_filter_duration", method).observe(output.done_at - output.sampled_at)
-        self.series("generated_tokens").inc(sum(token is not None for token in output.tokens))
+        self.series("generated_tokens").inc(sum(map(len, output.tokens)))
         if output.mask_s is not None:
             self.series("grammar_mask_duration").observe(output.mask_s)
         if step.rows:
             self.series("steps").inc()
-            self.series("inter_token_latency_duration").observe(output.interval_s)
-        elif output.running:
+            self.series("inter_token_latency_duration").observe(output.done_at - self._tokens_at)
+        elif step.running:
             self.series("batch_concat_duration", "decode").observe(output.ran_at - output.started_at)
-        prompts = zip(step.chunks[step.rows :], step.requests[step.rows :])
-        started = [request for chunk, request in prompts if chunk.begin == request.cached]
-        if started:
-            self.series("prefix_cache_tokens").inc(sum(request.cached for request in started))
-            self.series("batch_next_size").observe(len(started))
-        if output.running:
-            for request in started:
-                self.series(
-                    "batch_concat", "wait_exceeded" if request.exceeded_wait else "backpressure"
-                ).inc()
+        if step.rows or not step.running:  # the first tokens follow none
+            self._tokens_at = output.done_at
+        self._count_prompts(step)
 
-    def failed_step(self, step: Step) -> None:
-        self.series("batch_inference_count", _method(step)).inc()
-        self.series("batch_inference_failure", _method(step)).inc()
+    def _count_prompts(self, step: Step) -> None:
+        if not (started := step.started):
+            return
+        self.series("prefix_cache_tokens").inc(sum(request.cached for request in started))
+        self.series("batch_next_size").observe(len(started))
+        if step.running:
+            for request in started:
+                reason = "wait_exceeded" if request.exceeded_wait else "backpressure"
+                self.series("batch_concat", reason).inc()
+
+    def _count_success(self, stats: RequestStats) -> None:
+        self.series("request_success").inc()
+        self.series("request_duration").observe(stats.duration_s)
+        self.series("request_validation_duration").observe(stats.validation_s)
+        self.series("request_queue_duration").observe(stats.queue_s)
+        self.series("request_inference_duration").observe(stats.inference_s)
+        self.series("request_generated_tokens").observe(stats.generated_tokens)
+        if stats.generated_tokens:
+            seconds = stats.inference_s / stats.generated_tokens
+            self.series("request_mean_time_per_token_duration").observe(seconds)
 
     def render(self) -> bytes:
         """Prometheus' text format. Not the library's own, because TGI's counters do not end in `_total`."""
+        for name, value in self._worker.load().items() if self._worker else ():
+            self.series(name).set(value)
         lines = []
         for metric in self._registry.collect():
             lines += [f"# HELP {metric.name} {metric.documentation}", f"# TYPE {metric.name} {metric.type}"]
@@ -205,36 +247,3 @@ class Metrics:
         self._metrics[name] = metric = kind(f"tgi_{name}", about, labels, registry=self._registry, **options)
         for value in values:  # a rate would miss the first event of a series that starts with it
             metric.labels(value)
-
-    def _count_request(self, stats: RequestStats) -> None:
-        if stats.status == 499:
-            self.series("client_hang_ups").inc()
-        elif stats.status >= 400:
-            self.series("http_errors", str(stats.status)).inc()
-        if stats.outcome is None:
-            return
-        self.series("request_count").inc()
-        if stats.first_token_s is not None:
-            self.series("request_time_to_first_token_duration").observe(stats.first_token_s)
-        if stats.input_tokens > 0:
-            self.series("request_input_length").observe(stats.input_tokens)
-            self.series("request_max_new_tokens").observe(stats.max_new_tokens)
-        if stats.outcome != "success":
-            err = stats.outcome if stats.outcome in FAILURES else "generation"
-            self.series("request_failure", err).inc()
-            return
-        self.series("request_success").inc()
-        self.series("request_duration").observe(stats.duration_s)
-        self.series("request_validation_duration").observe(stats.validation_s)
-        self.series("request_queue_duration").observe(stats.queue_s)
-        self.series("request_inference_duration").observe(stats.inference_s)
-        self.series("request_generated_tokens").observe(stats.generated_tokens)
-        if stats.generated_tokens:
-            self.series("request_mean_time_per_token_duration").observe(
-                stats.inference_s / stats.generated_tokens
-            )
-
-
-def _method(step: Step) -> str:
-    """TGI's label; a step with rows of running requests is a decode step, whatever else it runs."""
-    return "decode" if step.rows else "prefill"

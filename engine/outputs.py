@@ -1,147 +1,172 @@
-"""The requests that the worker knows, the output of a step, and the messages that it becomes for the web processes.
+"""The outputs of steps as messages for the web processes.
 
-The loop (`worker.py`) hands over plain data, a `StepOutput`. `messages_of` runs on the output thread while the next step runs:
-it computes log-probabilities and changes nothing that the loop reads but `publish_failed`. Knows no sockets, no models.
+A `Publisher` makes and sends them on a thread of its own, in order, while the next step runs: log-probabilities over a
+vocabulary of 128,256 tokens take a quarter of a millisecond a row, which the device would otherwise wait for. All terminal
+messages are sent there, so each request gets exactly one.
 """
 
 from __future__ import annotations
 
 import logging
+import queue
+import threading
+import time
 from collections import defaultdict
-from collections.abc import Iterator
-from dataclasses import dataclass, field
-from typing import NamedTuple
+from concurrent.futures import Executor, ThreadPoolExecutor
 
-import numpy as np
-
-from config import MAX_TOP_TOKENS
 from engine import sampling
-from engine.sampling import RowSampler
-from engine.scheduler import Request, Step
-from models.base import StaticBatchModel
-from protocol import End, Generate, Prompt, Token, Tokens
-from text.grammar import Matcher
+from engine.link import Link
+from engine.metrics import Metrics
+from engine.profiling import Profiler
+from engine.requests import Request
+from engine.sampling import RowLogprobs
+from engine.step import StepOutput, last_rows, rows_of
+from protocol import End, Prompt, Token, Tokens
 
 logger = logging.getLogger("worker")
 
-
-@dataclass(slots=True, eq=False, kw_only=True)
-class ActiveRequest(Request):
-    """A request that the worker knows, waiting or running. Times are CLOCK_MONOTONIC, in seconds."""
-
-    peer: bytes
-    generate: Generate
-    sampler: RowSampler  # unused where the device samples
-    matcher: Matcher | None = None  # where the text has a grammar
-    prefilled_at: float = 0.0
-    prompt_logprobs: list[float] = field(default_factory=list)  # filled on the output thread
-    prompt_top: list[list[tuple[int, float]]] = field(default_factory=list)
-    publish_failed: bool = False  # set on the output thread; the loop then ends the request
+MAX_UNPUBLISHED = 2  # steps whose outputs wait for the output thread; each holds its logits
 
 
-def wrong_with(generate: Generate, model: StaticBatchModel) -> str | None:
-    """Why the model cannot run this, if so. Web processes check the same (validate.py), but one may be taken over."""
-    prompt, biased = generate.prompt, [token for token, _bias in generate.sampling.logit_bias]
-    if not 0 < len(prompt) <= model.max_input_tokens:
-        return f"{len(prompt)} prompt tokens, where 1 to {model.max_input_tokens} are possible"
-    if generate.max_new_tokens < 1:
-        return f"{generate.max_new_tokens} new tokens"
-    if not 0 <= min(prompt + biased) <= max(prompt + biased) < model.vocab_size:
-        return f"a token outside of the vocabulary, which has {model.vocab_size}"
-    if not 0 <= generate.top_n_tokens <= MAX_TOP_TOKENS:
-        return f"{generate.top_n_tokens} top tokens, where {MAX_TOP_TOKENS} are possible"
-    if generate.prompt_logprobs and not model.gives_prompt_logits:
-        return "this device gives no logits of the prompt"
-    if generate.grammar and model.sampling == "device":
-        return "this device samples, so it cannot follow a grammar"
-    return None
+class Publisher:
+    """Sends what steps gave to the web processes, and counts it. `executor` runs one call at a time, in order."""
+
+    def __init__(
+        self, link: Link, metrics: Metrics, profiler: Profiler | None = None, executor: Executor | None = None
+    ):
+        self._link = link
+        self._metrics = metrics
+        self._profiler = profiler
+        self._executor = executor or ThreadPoolExecutor(1, "worker-outputs")
+        self._unpublished = threading.Semaphore(MAX_UNPUBLISHED)
+        self._failed: queue.SimpleQueue[Request] = queue.SimpleQueue()
+
+    def publish(self, output: StepOutput) -> None:
+        """Hands over the output of a step; waits while MAX_UNPUBLISHED others have not been published."""
+        self._unpublished.acquire()
+        self._executor.submit(self._publish, output)
+
+    def end(self, request: Request, reason: str, message: str = "") -> None:
+        """Ends a request after the tokens that it has gained; does nothing if it has its terminal message."""
+        self._executor.submit(self._end, request, reason, message)
+
+    def take_failed(self) -> list[Request]:
+        """The requests that ended since the last call because their tokens could not be published."""
+        failed = []
+        while not self._failed.empty():
+            failed.append(self._failed.get())
+        return failed
+
+    def close(self) -> None:
+        """Publishes what is left."""
+        self._executor.shutdown()
+
+    def _publish(self, output: StepOutput) -> None:
+        begin = time.monotonic()
+        try:
+            self._send(output)
+        except Exception:
+            logger.exception("the outputs of a step could not be published")
+            for request in output.step.requests:
+                self._fail(request)
+        finally:
+            self._unpublished.release()
+        self._metrics.count_step(output)
+        if self._profiler and not output.failure:
+            self._profiler.record(output, begin, time.monotonic())
+
+    def _send(self, output: StepOutput) -> None:
+        """One message a web process: the tokens of its requests, with log-probabilities where they were requested."""
+        logprobs = logprobs_of(output)
+        for i, error in failed_rows(logprobs, score_prompts(output)).items():
+            request = output.step.requests[i]
+            logger.error("no log-probabilities for request %s", request.generate.request_id, exc_info=error)
+            self._fail(request)
+        messages: defaultdict[bytes, Tokens] = defaultdict(lambda: Tokens([]))
+        for i, (request, tokens) in enumerate(zip(output.step.requests, output.tokens)):
+            if request.has_ended or not tokens:
+                continue
+            message = messages[request.peer]
+            if i >= output.step.rows:
+                message.prompts.append(_prompt_of(request))
+            message.tokens.extend(_tokens_of(request, tokens, logprobs.get(i), output.finish_reasons[i]))
+            request.has_ended = output.finish_reasons[i] is not None
+        for peer, message in messages.items():
+            self._link.send(peer, message)
+
+    def _fail(self, request: Request) -> None:
+        self._end(request, "failed", "the next token could not be published")
+        self._failed.put(request)
+
+    def _end(self, request: Request, reason: str, message: str) -> None:
+        if not request.has_ended:
+            request.has_ended = True
+            self._link.send(request.peer, End(request.id, reason, message))
 
 
-class StepOutput(NamedTuple):
-    """What a step produced, one entry a chunk of `step`. Times are CLOCK_MONOTONIC, in seconds."""
-
-    step: Step
-    tokens: list[int | None]  # None: the chunk sampled nothing, or its request has failed
-    finish_reasons: list[str | None]
-    logits: np.ndarray | None  # [rows, vocab]; None where the device samples or nothing needs them
-    maxima: np.ndarray | None  # of the sampled rows (sampling.SamplingBatch)
-    started_at: float
-    ran_at: float
-    sampled_at: float
-    done_at: float
-    running: int  # requests that were generating when the step began
-    mask_s: float | None  # that the masks of the step took; None without grammars
-    interval_s: float | None  # since the running requests' previous tokens; None for a prefill
+def _prompt_of(request: Request) -> Prompt:
+    return Prompt(
+        request.id,
+        queued_s=request.started_at - request.arrived_at,
+        cached=request.cached,
+        logprobs=request.prompt_logprobs,
+        top=request.prompt_top,
+    )
 
 
-def last_rows(step: Step) -> list[int]:
-    """For each chunk, the row of the step's logits that follows its last token."""
-    if not any(chunk.keep_all for chunk in step.chunks):
-        return list(range(len(step.chunks)))
-    return (np.cumsum([len(chunk.tokens) if chunk.keep_all else 1 for chunk in step.chunks]) - 1).tolist()
+def _tokens_of(
+    request: Request, tokens: list[int], logprobs: list[RowLogprobs] | None, finish_reason: str | None
+) -> list[Token]:
+    """The last one says how the request ends."""
+    reasons = [None] * (len(tokens) - 1) + [finish_reason]
+    if logprobs is None:
+        return [Token(request.id, token, None, [], reason) for token, reason in zip(tokens, reasons)]
+    return [Token(request.id, token, *row, reason) for token, row, reason in zip(tokens, logprobs, reasons)]
 
 
-def rows_of(logits: np.ndarray, rows: list[int]) -> np.ndarray:
-    """Some rows of the logits, in this order; without a copy if they are the first ones."""
-    return logits[: len(rows)] if rows == list(range(len(rows))) else logits[rows]
-
-
-def messages_of(output: StepOutput) -> Iterator[tuple[bytes, Tokens | End]]:
-    """One message a web process: the tokens of its requests, with log-probabilities where they were requested."""
-    logprobs = logprobs_of(output)
-    messages: defaultdict[bytes, Tokens] = defaultdict(lambda: Tokens([]))
-    for i, (request, token) in enumerate(zip(output.step.requests, output.tokens)):
-        generate, logprob = request.generate, logprobs.get(i, (None, []))
-        if isinstance(logprob, Exception) and not request.publish_failed:
-            logger.error("no log-probabilities for request %s", generate.request_id, exc_info=logprob)
-            request.publish_failed = True  # the loop ends the request, unless this was its last step
-        if request.publish_failed and output.finish_reasons[i]:
-            yield request.peer, End(generate.id, "failed", "the next token could not be published")
-        if request.publish_failed or token is None:
-            continue
-        message = messages[request.peer]
-        if i >= output.step.rows:
-            queued_s = request.started_at - request.arrived_at
-            message.prompts.append(
-                Prompt(generate.id, queued_s, request.cached, request.prompt_logprobs, request.prompt_top)
-            )
-        message.tokens.append(Token(generate.id, token, *logprob, output.finish_reasons[i]))
-    yield from messages.items()
-
-
-def logprobs_of(output: StepOutput) -> dict[int, tuple[float, list[tuple[int, float]]] | Exception]:
-    """By chunk, the log-probability of its token and the most likely ones, where requested. Those of prompts are added to the
-    request."""
+def logprobs_of(output: StepOutput) -> dict[int, list[RowLogprobs]]:
+    """By chunk, the log-probability and the most likely tokens at each of its new tokens, where requested."""
     if output.logits is None:
         return {}
-    rows, found = last_rows(output.step), {}
-    wanted = [
-        i
-        for i, token in enumerate(output.tokens)
-        if token is not None and output.step.requests[i].generate.logprobs
-    ]
-    try:
-        logits = rows_of(output.logits, [rows[i] for i in wanted])
-        top_n = [output.step.requests[i].generate.top_n_tokens for i in wanted]
-        tokens, maxima = (
-            [output.tokens[i] for i in wanted],
-            output.maxima if wanted == output.step.samples else None,
-        )
-        found = dict(zip(wanted, sampling.logprobs(logits, tokens, top_n, maxima))) if wanted else {}
-    except Exception as error:
-        found = dict.fromkeys(wanted, error)
+    requests = output.step.requests
+    wanted = [i for i, tokens in enumerate(output.tokens) if tokens and requests[i].generate.logprobs]
+    if not wanted:
+        return {}
+    last = last_rows(output.step)
+    found = sampling.logprobs(
+        rows_of(output.logits, [last[i] for i in wanted]),
+        [output.tokens[i][0] for i in wanted],
+        [requests[i].generate.top_n_tokens for i in wanted],
+        output.maxima if wanted == output.step.samples else None,
+    )
+    return {i: [row] for i, row in zip(wanted, found)}  # one token a step, until there is speculation
+
+
+def score_prompts(output: StepOutput) -> dict[int, list[RowLogprobs]]:
+    """Adds the log-probabilities of prompt tokens to their requests, where requested. Returns them by chunk."""
+    found = {}
+    if output.logits is None:
+        return found
+    last = last_rows(output.step)
     for i, (chunk, request) in enumerate(zip(output.step.chunks, output.step.requests)):
-        if chunk.keep_all:
-            end = chunk.begin + len(chunk.tokens)
-            followers = request.prompt[chunk.begin + 1 : end + 1]
-            try:
-                logits = output.logits[rows[i] + 1 - len(chunk.tokens) : rows[i] + 1]
-                top_n = [request.generate.top_n_tokens] * len(followers)
-                for scored in sampling.logprobs(logits[: len(followers)], followers, top_n):
-                    if isinstance(scored, Exception):
-                        raise scored
-                    request.prompt_logprobs.append(scored[0])
-                    request.prompt_top.append(scored[1])
-            except Exception as error:
-                found[i] = error
+        if not chunk.keep_all:
+            continue
+        followers = request.prompt[chunk.begin + 1 : chunk.begin + 1 + len(chunk.tokens)]
+        first = last[i] + 1 - len(chunk.tokens)
+        logits = output.logits[first : first + len(followers)]
+        found[i] = sampling.logprobs(logits, followers, [request.generate.top_n_tokens] * len(followers))
+        scored = [row for row in found[i] if not isinstance(row, Exception)]
+        request.prompt_logprobs += [logprob for logprob, _top in scored]
+        request.prompt_top += [top for _logprob, top in scored]
     return found
+
+
+def failed_rows(*found: dict[int, list[RowLogprobs]]) -> dict[int, Exception]:
+    """The chunks with a row that has no log-probabilities, such as logits that are not a number, and why."""
+    return {
+        i: row
+        for by_chunk in found
+        for i, rows in by_chunk.items()
+        for row in rows
+        if isinstance(row, Exception)
+    }

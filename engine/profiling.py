@@ -1,8 +1,8 @@
 """Traces of the worker (`--profile`): its phases step by step as Chrome trace JSON, which Perfetto opens, on every engine.
 
 The times are those of `StepOutput`. After `PROF_WAITSTEP` and `PROF_WARMUPSTEP` steps, `PROF_STEP` steps are recorded and
-written; at the end of the process, what there is. The engine's own profile is switched on here too: torch.profiler through
-`TorchModel.profile`, the Neuron runtime's through its environment. Without `--profile` nothing of this file is called.
+written; at the end of the process, what there is. The engine's own profile is switched on here too: torch's by the model,
+the Neuron runtime's through its environment.
 """
 
 from __future__ import annotations
@@ -13,18 +13,15 @@ import logging
 import os
 import tempfile
 import time
-from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from config import Config
-from engine.outputs import StepOutput, messages_of
+from engine.step import StepOutput
 from models.base import StaticBatchModel
-from protocol import End, Tokens
 from run import ConfigError, check_private
 
 logger = logging.getLogger("worker")
 
-MakeMessages = Callable[[StepOutput], Iterator[tuple[bytes, Tokens | End]]]
 DEFAULT_STEPS = 100
 LOOP, OUTPUT = 1, 2  # thread ids in the trace
 THREADS = {LOOP: "worker loop", OUTPUT: "output thread"}
@@ -68,42 +65,36 @@ class Profiler:
             )
         return cls(config, device) if is_wanted else None
 
-    def attach(self, model: StaticBatchModel) -> MakeMessages:
-        """Begins with the model's next call. Returns what takes the place of `outputs.messages_of`."""
+    def start(self, model: StaticBatchModel) -> None:
+        """Begins with the model's next call."""
         if model.engine == "torch":
-            model.profile(f"{self._prefix}-torch.json", *self._skipped, self._steps)
-        return self._messages_of
+            start = getattr(model, "start_profile", None) or model.profile
+            start(f"{self._prefix}-torch.json", *self._skipped, self._steps)
 
-    def _messages_of(self, output: StepOutput) -> Iterator[tuple[bytes, Tokens | End]]:
-        """On the output thread; the messages are sent between two yields."""
-        begin = time.monotonic()
-        yield from messages_of(output)
+    def record(self, output: StepOutput, publish_begin: float, publish_end: float) -> None:
+        """Takes the times of a step. Called on the output thread."""
         first = sum(self._skipped)
         if first <= self._seen < first + self._steps:
-            self._record(output, begin, time.monotonic())
+            self._add(output, publish_begin, publish_end)
         self._seen += 1
         self._done_at = output.done_at
         if self._seen == first + self._steps:
             self._write()
 
-    def _record(self, output: StepOutput, publish_begin: float, publish_end: float) -> None:
+    def _add(self, output: StepOutput, publish_begin: float, publish_end: float) -> None:
         step = output.step
         arguments = {
             "step": self._seen,
             "slots": [chunk.slot for chunk in step.chunks],
             "rows": step.rows,  # of running requests
-            "prompt_tokens": sum(len(chunk.tokens) for chunk in step.chunks[step.rows :]),
+            "prompt_tokens": step.prompt_tokens,
         }
-        times = (
-            self._done_at or output.started_at,
-            output.started_at,
-            output.ran_at,
-            output.sampled_at,
-            output.done_at,
-        )
-        phases = zip(("receive and schedule", "forward", "sample", "update slots"), times, times[1:])
+        received_at = self._done_at or output.started_at
         for name, begin, end, thread in (
-            *((*phase, LOOP) for phase in phases),
+            ("receive and schedule", received_at, output.started_at, LOOP),
+            ("forward", output.started_at, output.ran_at, LOOP),
+            ("sample", output.ran_at, output.sampled_at, LOOP),
+            ("update slots", output.sampled_at, output.done_at, LOOP),
             ("publish", publish_begin, publish_end, OUTPUT),
         ):
             event = {
@@ -112,8 +103,10 @@ class Profiler:
                 "ts": begin * 1e6,
                 "dur": (end - begin) * 1e6,
                 "pid": os.getpid(),
+                "tid": thread,
+                "args": arguments,
             }
-            self._events.append(event | {"tid": thread, "args": arguments})
+            self._events.append(event)
 
     def _write(self) -> None:
         events, self._events = self._events, []

@@ -68,17 +68,22 @@ class RowSampler:
         self._seen = np.unique(prompt) if parameters.repetition_penalty != 1.0 else None
         self._counts_tokens = parameters.frequency_penalty != 0.0 or parameters.presence_penalty != 0.0
         self._counts: dict[int, int] = {}
-        self._banned, self.banned_for = np.array(list(banned), np.int64), banned_for if banned else 0
+        self._banned = np.array(list(banned), np.int64)
+        self._banned_for = banned_for if banned else 0
 
     @property
     def changes_logits(self) -> bool:
         return bool(
-            self._seen is not None or self._counts or self.parameters.logit_bias or self.banned_for > 0
+            self._seen is not None or self._counts or self.parameters.logit_bias or self._banned_for > 0
         )
+
+    def lift_ban(self) -> None:
+        """Lets the banned tokens be sampled from now on."""
+        self._banned_for = 0
 
     def record(self, token: int) -> None:
         """Counts a sampled token for the penalties and bans of the next one."""
-        self.banned_for -= 1
+        self._banned_for -= 1
         if self._counts_tokens:
             self._counts[token] = self._counts.get(token, 0) + 1
         if self._seen is not None and token not in self._seen:
@@ -98,7 +103,7 @@ class RowSampler:
                 )
             for token, bias in self.parameters.logit_bias:
                 scores[token] += bias
-            if self.banned_for > 0:
+            if self._banned_for > 0:
                 banned = self._banned[self._banned < len(scores)]
                 scores[banned] = np.where(
                     scores[banned] < np.inf, -np.inf, scores[banned]

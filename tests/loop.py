@@ -1,103 +1,108 @@
 """A worker on a fake model, without a socket or a thread: the test sends, runs the steps and reads what was published."""
 
 from collections import defaultdict
-from math import inf
 
 import pytest
 from fakes.model import EOS, FakeModel
 
-from engine.scheduler import Scheduler
+from engine.metrics import Metrics
+from engine.requests import Admission
+from engine.scheduler import Limits
 from protocol import End, Generate, Status, SubmitRequests, Tokens
-from worker import Worker
+from worker import Parts, Worker
 
 ENGINES = {"mixes": {"mixes": True}, "chunks": {"prefill_chunk": 4}, "whole": {}}
+OPERATORS_LIMITS = ("max_batch_prefill_tokens", "max_queue_time_s", "waiting_served_ratio", "max_waiting_tokens")
 on_every_engine = pytest.mark.parametrize("engine", ENGINES.values(), ids=ENGINES)
 
 
 class Wire:
-    """In the place of WorkerEnd. `lag`: how many outgoing items stay unsent for the time being, in their order."""
+    """In the place of Link."""
 
     def __init__(self):
-        self.arrivals, self.sent, self.outbox = [], [], []
-        self.lag = 0
+        self.arrivals, self.sent = [], []
         self.status = Status("starting")
 
     def receive(self, block):
         assert self.arrivals or not block, "the loop would wait for ever"
         arrivals, self.arrivals = self.arrivals, []
-        return arrivals
+        return [arrival for arrival in arrivals if arrival]
 
     def send(self, peer, message):
-        self.publish(lambda: [(peer, message)])
-
-    def publish(self, make_messages):
-        self.outbox.append(make_messages)
-        self.deliver(self.lag)
-
-    def deliver(self, lag=0):
-        while len(self.outbox) > lag:
-            self.sent += self.outbox.pop(0)()
+        self.sent.append((peer, message))
 
     def report(self, status):
         self.status = status
 
-    def interrupt(self, message=None):
-        self.arrivals += [(b"", message)] if message else []
+    def interrupt(self):
+        self.arrivals.append(None)
+
+
+class OutputThread:
+    """In the place of the thread that publishes. `lag`: how many calls stay undone for the time being, in their order."""
+
+    def __init__(self):
+        self.calls, self.lag = [], 0
+
+    def submit(self, call, *args):
+        self.calls.append((call, args))
+        self.catch_up(self.lag)
+
+    def catch_up(self, lag=0):
+        while len(self.calls) > lag:
+            call, args = self.calls.pop(0)
+            call(*args)
+
+    def shutdown(self):
+        self.catch_up()
 
 
 class Driven:
-    """A worker on a fake model, driven step by step."""
+    """A worker on a fake model, driven step by step. `served` is in the place of the fake model."""
 
-    def __init__(
-        self,
-        max_concurrent_requests=100,
-        prefill_budget=None,
-        max_queue_time_s=inf,
-        waiting_served_ratio=0.0,
-        max_waiting_tokens=20,
-        web_processes=0,
-        grammars=None,
-        served=None,  # in the place of the fake model
-        **model,
-    ):
-        self.wire = Wire()
+    def __init__(self, max_concurrent_requests=100, web_processes=0, grammars=None, served=None, **model):
+        self.wire, self.output_thread = Wire(), OutputThread()
+        shared_out = {name: model.pop(name) for name in OPERATORS_LIMITS if name in model}
         self.model = served or FakeModel(**model)
-        scheduler = Scheduler(
-            slots=self.model.batch_size,
-            mixes=self.model.mixes,
-            prefill_chunk=self.model.prefill_chunk,
-            max_batch_prefill_tokens=prefill_budget,
-            max_queue_time_s=max_queue_time_s,
-            waiting_served_ratio=waiting_served_ratio,
-            max_waiting_tokens=max_waiting_tokens,
-            prefix_step=self.model.prefix_step,
-            copies_prefixes=self.model.copies_prefixes,
+        self.admission = Admission(max_concurrent_requests)
+        of_model = ("mixes", "prefill_chunk", "prefix_step", "copies_prefixes")
+        facts = {name: getattr(self.model, name) for name in of_model}
+        self.worker = Worker(
+            Parts(
+                model=self.model,
+                limits=Limits(slots=self.model.batch_size, **facts, **shared_out),
+                eos_token_ids=frozenset([EOS]),
+                link=self.wire,
+                admission=self.admission,
+                metrics=Metrics(),
+                grammars=grammars,
+                web_processes=web_processes,
+                output_thread=self.output_thread,
+            )
         )
-        more = {"web_processes": web_processes, "grammars": grammars}
-        self.worker = Worker(self.model, self.wire, frozenset([EOS]), scheduler, max_concurrent_requests, **more)
 
     def arrive(self, *messages, peer=b"web"):
         for message in messages:
             if isinstance(message, Generate):
                 message = SubmitRequests([message])
-            if isinstance(message, SubmitRequests) and (refusal := self.wire.refuses(message)):
-                self.wire.sent += [(peer, End(generate.id, *refusal)) for generate in message.generates]
+            if isinstance(message, SubmitRequests) and (reason := self.admission.admit(len(message.generates))):
+                self.wire.sent += [(peer, End(generate.id, reason)) for generate in message.generates]
             else:
                 self.wire.arrivals.append((peer, message))
 
     def step(self, times=1):
-        """Steps of the loop; outputs are handed over after each, and not first when the next one begins."""
         for _ in range(times):
             self.worker.step()
-            self.worker.flush_outputs()
 
     def run(self, at_most=500):
         """Steps until no request is known any more. Fails when something is left behind."""
-        while self.wire.arrivals or not self.worker.is_idle:
+        while self.wire.arrivals or self.output_thread.calls or not self.worker.is_idle:
+            if self.worker.is_idle:
+                self.output_thread.catch_up()
+                self.wire.interrupt()
             self.step()
             at_most -= 1
             assert at_most, "requests are left over"
-        self.wire.deliver()
 
     def each_call(self, action):
         """Calls `action(chunks)` before each call of the model from now on."""

@@ -5,7 +5,7 @@ import time
 import msgspec
 import zmq
 
-from protocol import FromWorker, Hello, decode, encode
+from protocol import FromWorker, Hello, encode
 
 WAIT_S = 20
 
@@ -21,13 +21,16 @@ class Peer:
         self.send(Hello(pid=1, ready=False))
 
     def send(self, message):
-        self._dealer.send(encode(message))
+        self.send_bytes(encode(message))
+
+    def send_bytes(self, body):
+        self._dealer.send(body)
 
     def next(self, kind=object, wait_s=WAIT_S):
         """The next message of one kind; the others are skipped."""
         deadline = time.monotonic() + wait_s
         while self._dealer.poll(max(0.0, deadline - time.monotonic()) * 1000):
-            message = decode(self._decoder, self._dealer.recv_multipart())
+            message = self._decoder.decode(self._dealer.recv())
             if isinstance(message, kind):
                 return message
         raise AssertionError(f"no {kind} came")

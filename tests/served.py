@@ -14,12 +14,13 @@ from api.engine_client import EngineClient
 from api.job import ModelText
 from config import Config
 from engine import sampling
-from engine.link import WorkerEnd
+from engine.link import Link
 from engine.metrics import Metrics
-from engine.scheduler import Scheduler
+from engine.requests import Admission
+from engine.scheduler import Limits
 from protocol import ModelInfo, Sampling
 from text.grammar import Grammars
-from worker import Worker
+from worker import Parts, Worker
 
 WAIT_S = 20
 WINDOW = 60
@@ -63,11 +64,18 @@ class Served:
         )
         address = self.address = f"ipc://{folder}/worker.sock"
         self.metrics = Metrics()
-        self.end = WorkerEnd(address, self.metrics.handle)
-        scheduler = Scheduler(slots=slots, mixes=False, prefill_chunk=prefill_chunk)
-        most = LIMITS["max_concurrent_requests"]
-        grammars = Grammars.load(folder, VOCABULARY, [EOS])
-        self.worker = Worker(self.model, self.end, frozenset([EOS]), scheduler, most, self.metrics, grammars=grammars)
+        self.admission = Admission(LIMITS["max_concurrent_requests"])
+        self.link = Link(address, self.metrics, self.admission)
+        parts = Parts(
+            model=self.model,
+            limits=Limits(slots=slots, prefill_chunk=prefill_chunk),
+            eos_token_ids=frozenset([EOS]),
+            link=self.link,
+            admission=self.admission,
+            metrics=self.metrics,
+            grammars=Grammars.load(folder, VOCABULARY, [EOS]),
+        )
+        self.worker = Worker(parts)
         self.config = Config(**LIMITS | settings)
         self.seen = EngineClient(address, lambda info: ModelText.load(info, self.config))
         self.client = web.create_app(self.config, self.seen).test_client()
@@ -78,7 +86,7 @@ class Served:
 
     def get_ready(self):
         sampling.compile_loops(["float32"], Sampling())
-        self.end.announce(self.info)
+        self.link.announce(self.info)
         self.thread.start()
         wait_until(lambda: self.seen.phase == "ready")
         return self
@@ -98,7 +106,7 @@ class Served:
         self.worker.stop()
         if self.thread.is_alive():
             self.thread.join(WAIT_S)
-        self.end.close()
+        self.link.close()
         self.seen.close()
 
 

@@ -21,8 +21,10 @@ import torch
 import transformers
 
 from config import Config
-from engine.scheduler import Request, Scheduler
+from engine.requests import Request
+from engine.scheduler import Limits, Scheduler
 from manifest import Manifest
+from protocol import Generate
 
 VOCABULARY = 97
 POSITIONS = 24  # as many as a slot's window: the last position of a slot is the last that the model has
@@ -159,7 +161,7 @@ class Reference:
     tokens: list[int]
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, kw_only=True)
 class Sequence(Request):
     tokens: list[int] = field(default_factory=list)
     logits: list[np.ndarray] = field(default_factory=list)
@@ -218,7 +220,7 @@ def run(model, prompts: list[list[int]], seed=0, prefill_chunk=None, budget=None
     A sequence's logits are those that its tokens were chosen from; with `keep_all` those after every prompt token as well.
     """
     chance, chunk = random.Random(seed), prefill_chunk or model.prefill_chunk
-    scheduler = Scheduler(
+    limits = Limits(
         slots=min(6, model.batch_size),
         mixes=model.mixes,
         prefill_chunk=chunk,
@@ -226,7 +228,12 @@ def run(model, prompts: list[list[int]], seed=0, prefill_chunk=None, budget=None
         prefix_step=model.prefix_step and min(model.prefix_step, chunk),
         copies_prefixes=model.copies_prefixes,
     )
-    sequences = [Sequence(prompt, model.max_total_tokens - len(prompt), 0.0, keep_all=keep_all) for prompt in prompts]
+    scheduler = Scheduler(limits)
+    sequences = []
+    for prompt in prompts:
+        most = model.max_total_tokens - len(prompt)
+        generate = Generate(0, prompt, most, prompt_logprobs=keep_all)
+        sequences.append(Sequence(generate=generate, max_new_tokens=most, arrived_at=0.0))
     arriving = list(sequences)
     while arriving or scheduler.waiting or scheduler.busy:
         while arriving and chance.random() < 0.3:
@@ -239,13 +246,13 @@ def run(model, prompts: list[list[int]], seed=0, prefill_chunk=None, budget=None
                 model.copy_prefix(copy.source, copy.slot, copy.cached)
             logits = model.forward(step.chunks)
             ends = np.cumsum([len(chunk.tokens) if chunk.keep_all else 1 for chunk in step.chunks])
-            sampled: list[int | None] = [None] * len(ends)
+            sampled: list[list[int]] = [[] for _ in ends]
             for i, (request, begin, end) in enumerate(zip(step.requests, [0, *ends], ends)):
                 if keep_all or i in step.samples:
                     request.logits += list(logits[begin:end])
             for i in step.samples:
-                sampled[i] = int(logits[ends[i] - 1].argmax())
-                step.requests[i].tokens.append(sampled[i])
+                sampled[i] = [int(logits[ends[i] - 1].argmax())]
+                step.requests[i].tokens += sampled[i]
             scheduler.update(step, sampled)
     return sequences
 

@@ -15,7 +15,6 @@ from prometheus_client.parser import text_string_to_metric_families
 from served import LIMITS, WAIT_S, WINDOW, events, wait_until
 from werkzeug.exceptions import ClientDisconnected
 
-import protocol
 from api import engine_client, errors, tgi
 from api import stream as generation
 from api.engine_client import EngineClient
@@ -226,13 +225,13 @@ def test_a_chunked_body_that_is_too_large_is_refused_whole(served, excess):
 
 
 def full(served):
-    served.worker.max_concurrent_requests = 0
-    served.end.interrupt()
+    served.admission.limit = 0
+    served.link.interrupt()
     wait_until(lambda: served.seen.is_full)
 
 
 def test_a_full_house_is_told_before_anyone_asks_and_so_is_a_free_place(served):
-    served.worker.max_concurrent_requests = 1
+    served.admission.limit = 1
     served.model.may_decode.clear()
     with served.post("/generate_stream", {"inputs": "Hello", "parameters": {"max_new_tokens": 2}}, buffered=False) as stream:
         wait_until(lambda: served.seen.is_full)
@@ -246,13 +245,13 @@ def test_a_client_that_asks_before_the_report_of_a_free_place_arrives_is_served(
     full(served)
     answer = gevent.spawn(served.post, "/generate", {"inputs": "Hello", "parameters": {"max_new_tokens": 2}})
     gevent.idle()  # the request has been found too much
-    served.worker.max_concurrent_requests = 1
-    served.end.interrupt()
+    served.admission.limit = 1
+    served.link.interrupt()
     assert answer.get(timeout=WAIT_S).status_code == 200
 
 
 def test_a_stream_too_many_is_429_before_its_first_byte(served):
-    served.worker.max_concurrent_requests = 0
+    served.admission.limit = 0
     response = served.post("/generate_stream", {"inputs": "Hello"})
     assert response.status_code == 429
     assert response.json == {"error": "Model is overloaded", "error_type": "overloaded"}
@@ -346,7 +345,7 @@ def test_a_client_that_hangs_up_while_its_prompt_is_run_frees_its_slot_after_the
     theirs.close()
     asking.join(WAIT_S)
     assert asking.ready(), "it waits for the device, though nobody reads"
-    wait_until(lambda: served.end._inbox.qsize())  # the worker has been told
+    wait_until(lambda: served.link._inbox.qsize())  # the worker has been told
     may_go_on.set()
     assert b"".join(other.response).count(b"data: ") == len(served.expected("Hello", 50))
     assert chunks == [0, 4, 8]
@@ -544,14 +543,14 @@ def test_errors_of_openais_routes_have_openais_shape(served):
         assert list(response.json) == ["error"]
         assert response.json["error"]["code"] == code
         assert response.json["error"]["type"] == "invalid_request_error"
-    served.worker.max_concurrent_requests = 0
+    served.admission.limit = 0
     refused = served.post("/v1/completions", {"prompt": "a", "stream": True})
     assert (refused.status_code, refused.json["error"]["type"]) == (429, "rate_limit_error")
     assert int(refused.headers["Retry-After"]) > 0
 
 
 def test_a_request_of_several_sequences_is_refused_before_its_first_byte_or_not_at_all(served):
-    served.worker.max_concurrent_requests = 2
+    served.admission.limit = 2
     body = {"prompt": "Hello", "n": 3, "stream": True}
     for _ in range(5):
         assert served.post("/v1/completions", body).status_code == 429
@@ -790,9 +789,8 @@ def test_a_request_for_more_sequences_than_may_ever_run_and_wait_is_not_told_to_
     assert served.post("/v1/completions", {"prompt": ["a", "b"], "max_tokens": 2}).status_code == 200
 
 
-@pytest.mark.parametrize(("limit", "value"), [("MAX_MESSAGE_BYTES", 1000), ("MAX_SEQUENCES", 3)])
-def test_more_than_a_message_to_the_worker_holds_is_refused_and_not_sent(served, monkeypatch, limit, value):
-    monkeypatch.setattr(protocol, limit, value)
+def test_more_than_a_message_to_the_worker_holds_is_refused_and_not_sent(served, monkeypatch):
+    monkeypatch.setattr(engine_client, "MAX_MESSAGE_BYTES", 1000)
     response = served.post("/v1/completions", {"prompt": ["a" * 30, "b" * 30], "n": 2, "temperature": 1})
     assert response.status_code == 422
     message = "the request asks for 4 sequences whose prompts have 120 tokens altogether, too many to be sent at once"
@@ -865,7 +863,7 @@ def test_metrics_are_there_while_the_device_stands_still_and_before_it_is_ready(
 
 def test_without_a_worker_there_are_no_metrics_and_it_is_told(booting):
     booting.get_ready()
-    booting.end.close()
+    booting.link.close()
     wait_until(lambda: booting.seen.phase == "dead")
     assert booting.client.get("/metrics").status_code == 503
 

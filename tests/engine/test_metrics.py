@@ -9,8 +9,10 @@ from peer import Peer
 from prometheus_client.parser import text_string_to_metric_families
 
 import worker
-from engine.link import PeerLost, WorkerEnd
+from config import Config
+from engine.link import Link, PeerLost
 from engine.metrics import Metrics
+from engine.requests import Admission
 from protocol import Cancel, Generate, MetricsRequest, RequestStats, Status, SubmitRequests
 from protocol import Metrics as MetricsText
 
@@ -139,7 +141,7 @@ def changed(metrics, *stats):
     """The series that these messages change, buckets apart → by how much."""
     before = samples(metrics)
     for message in stats:
-        assert metrics.handle(message) is None
+        metrics.record(message)
     after = samples(metrics)
     names = [key for key in after if "_bucket" not in key[0] and after[key] != before.get(key, 0)]
     return {" ".join(key).removeprefix("tgi_"): after[key] - before.get(key, 0) for key in names}
@@ -215,7 +217,7 @@ def test_a_request_whose_web_process_is_gone_counts_as_dropped_once():
 
 
 def test_steps_and_their_failures_are_counted_and_timed_by_what_they_do():
-    driven = Driven(batch_size=2, prefill_budget=1)
+    driven = Driven(batch_size=2, max_batch_prefill_tokens=1)
     driven.arrive(*(Generate(i, LASTING, 4) for i in range(3)))
     driven.run()  # two start one after the other, the third when the first has ended, beside the second
     driven.model.failures.append(RuntimeError("on purpose"))
@@ -336,7 +338,7 @@ def test_the_age_of_the_last_step_grows_while_the_first_prompt_hangs(clock):
 
 def test_a_phase_of_the_boot_counts_its_seconds(clock):
     metrics, wire = Metrics(), Wire()
-    with worker.boot_phase(wire, metrics, "loading", "weights"):
+    with worker.Boot(Config(), wire, Admission(1), metrics).phase("loading", "weights"):
         clock.pass_s(12.5)
     assert wire.status == Status("loading")
     assert samples(metrics)["tgi_boot_phase_seconds", "phase=loading"] == 12.5
@@ -345,7 +347,7 @@ def test_a_phase_of_the_boot_counts_its_seconds(clock):
 def test_metrics_are_sent_while_the_device_hangs_in_a_step(tmp_path):
     driven = Driven()
     driven.model.may_run.clear()
-    end = WorkerEnd(f"ipc://{tmp_path}/worker.sock", driven.worker.metrics.handle)
+    end = Link(f"ipc://{tmp_path}/worker.sock", driven.worker.metrics, driven.admission)
     web = Peer(f"ipc://{tmp_path}/worker.sock")
     driven.arrive(Generate(1, [1, 2], 1))
     loop = threading.Thread(target=driven.step, daemon=True)

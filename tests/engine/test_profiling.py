@@ -9,9 +9,9 @@ import pytest
 from processes import Server, wait_until
 
 from config import Config
-from engine.outputs import StepOutput
 from engine.profiling import Profiler
 from engine.scheduler import Step
+from engine.step import StepOutput
 from models.base import Chunk
 from run import HERE, ConfigError
 
@@ -118,15 +118,10 @@ def test_a_folder_that_cannot_be_written_ends_the_boot_with_one_line(tmp_path):
         Profiler.of(Config(profile=str(tmp_path / "file" / "x")), "cpu")
 
 
-class FakeEngine:
-    engine = "openvino"
-
-
 def test_a_trace_that_cannot_be_written_disturbs_no_request(tmp_path, caplog):
     folder = tmp_path / "profile"
-    make_messages = Profiler.of(Config(profile=str(folder), prof_step=1), "cpu").attach(FakeEngine())
+    profiler = Profiler.of(Config(profile=str(folder), prof_step=1), "cpu")
     folder.rmdir()
-    step = Step([Chunk(0, [1], 0)], [], [], 0, [])
-    output = StepOutput(step, [], [], None, None, 1.0, 2.0, 3.0, 4.0, 0, None, None)
-    assert list(make_messages(output)) == []
+    output = StepOutput.begin(Step([Chunk(0, [1], 0)], [], [], 0, [], 0))
+    profiler.record(output, 1.0, 2.0)
     assert "the trace cannot be written" in caplog.text

@@ -11,7 +11,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.scheduler import Request, Scheduler
+from engine import scheduler as scheduling
+from engine.requests import Request
+from engine.scheduler import Limits
+from protocol import Generate
 
 EOS, OTHER = 0, 7
 BESIDE, ALONE, BETWEEN, BETWEEN_MANY, KEEP_ALL = 32, 256, 128, 2048, 64
@@ -20,11 +23,20 @@ WHOLE = {"mixes": False, "prefill_chunk": None}
 CHUNKED = {"mixes": False, "prefill_chunk": 128}
 
 
+def Scheduler(**limits):
+    return scheduling.Scheduler(Limits(**limits))
+
+
+def of_prompt(prompt, most, arrived_at=0.0, keep_all=False, **fields):
+    generate = Generate(0, prompt, most, prompt_logprobs=keep_all)
+    return Request(generate=generate, max_new_tokens=most, arrived_at=arrived_at, **fields)
+
+
 def request(length, most=1000, own=0, **fields):
     """`own`: how many of the last prompt tokens no other request has."""
     fields.setdefault("group", object())  # its own
     prompt = [*range(100, 100 + length - own), *(random.random() for _ in range(own))]
-    return Request(prompt, most, fields.pop("arrived_at", 0.0), **fields)
+    return of_prompt(prompt, most, **fields)
 
 
 def added(scheduler, *requests):
@@ -35,7 +47,7 @@ def added(scheduler, *requests):
 
 def run_step(scheduler, now=0.0, token=OTHER):
     step = scheduler.next(now)
-    return step, scheduler.update(step, [token if i in step.samples else None for i in range(len(step.chunks))])
+    return step, scheduler.update(step, [[token] if i in step.samples else [] for i in range(len(step.chunks))])
 
 
 def running(scheduler, count):
@@ -100,7 +112,7 @@ def test_removing_is_idempotent_and_a_token_for_a_removed_request_is_ignored():
 
     scheduler.remove(leaves)
     scheduler.remove(leaves)
-    reasons = scheduler.update(step, [OTHER, OTHER])
+    reasons = scheduler.update(step, [[OTHER], [OTHER]])
 
     assert reasons == [None, None] and leaves.generated == stays.generated - 1
     assert scheduler.busy == 1 and scheduler.next(0.0).requests == [stays]
@@ -326,7 +338,7 @@ def test_running_requests_have_a_step_after_each_chunk_of_a_long_prompt():
 
 def finished(scheduler, prompt):
     """Runs the only request of the scheduler; returns it with the slot that it had."""
-    each = Request(prompt, 1, 0.0)
+    each = of_prompt(prompt, 1, 0.0)
     scheduler.add(each)
     step, _ = run_step(scheduler)
     slot = step.chunks[0].slot
@@ -360,7 +372,7 @@ def test_without_chunks_of_fixed_length_only_whole_ones_are_reused():
 
 def test_generated_tokens_are_not_reused_because_decode_steps_round_differently():
     scheduler = Scheduler(slots=1, prefix_step=1, **MIXED)
-    each = Request([1, 2, 3, 4], 5, 0.0)
+    each = of_prompt([1, 2, 3, 4], 5, 0.0)
     scheduler.add(each)
     while each.generated < 5:
         run_step(scheduler)
@@ -370,7 +382,7 @@ def test_generated_tokens_are_not_reused_because_decode_steps_round_differently(
 def test_a_prompt_with_log_probabilities_runs_whole():
     scheduler = Scheduler(slots=1, prefix_step=1, **MIXED)
     finished(scheduler, list(range(40)))
-    (each,) = added(scheduler, Request(list(range(40)), 1, 0.0, keep_all=True))
+    (each,) = added(scheduler, of_prompt(list(range(40)), 1, 0.0, keep_all=True))
     run_step(scheduler)
     assert each.cached == 0
 
@@ -379,10 +391,10 @@ def test_a_common_system_prompt_is_copied_from_a_running_slot_where_the_model_ca
     system = list(range(100, 200))
     for copies, cached in ((True, 100), (False, 0)):
         scheduler = Scheduler(slots=2, prefix_step=1, copies_prefixes=copies, **MIXED)
-        (runs,) = added(scheduler, Request([*system, 1, 2, 3], 1000, 0.0))
+        (runs,) = added(scheduler, of_prompt([*system, 1, 2, 3], 1000, 0.0))
         while not runs.generated:
             run_step(scheduler)
-        (joins,) = added(scheduler, Request([*system, 4, 5, 6], 1000, 0.0))
+        (joins,) = added(scheduler, of_prompt([*system, 4, 5, 6], 1000, 0.0))
         step, _ = run_step(scheduler)
         assert joins.cached == cached
         assert step.copies == ([(1, 100, 0)] if copies else [])
@@ -406,7 +418,7 @@ def test_a_chunk_shorter_than_the_budget_is_followed_by_a_decode_step_too():
 
 def test_a_prompt_whose_logits_are_all_kept_leaves_no_prefix_because_it_may_be_cut_elsewhere():
     scheduler = Scheduler(slots=1, prefix_step=1, **MIXED)
-    (kept,) = added(scheduler, Request(list(range(40)), 1, 0.0, keep_all=True))
+    (kept,) = added(scheduler, of_prompt(list(range(40)), 1, 0.0, keep_all=True))
     while not kept.generated:
         run_step(scheduler)
     assert finished(scheduler, list(range(40)))[0].cached == 0
@@ -571,7 +583,9 @@ class Simulation:
         for chunk in step.chunks:
             self.held[chunk.slot] = [*self.held[chunk.slot][: chunk.begin], *chunk.tokens]
         tokens = [self.token(index, step, now) for index in range(len(step.chunks))]
-        for index, (reason, each) in enumerate(zip(self.scheduler.update(step, tokens), step.requests)):
+        for index, (reason, each) in enumerate(
+            zip(self.scheduler.update(step, [[] if token is None else [token] for token in tokens]), step.requests)
+        ):
             self.note(step, index, tokens[index], reason, self.by_request[each], now)
         self.remove(now, "failed")
 

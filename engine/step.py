@@ -1,0 +1,203 @@
+"""One step of the device: copies, masks, forward, sampling. `StepRunner.run` reads from top to bottom.
+
+What goes wrong is part of the result: a `StepOutput` has tokens or an error message for each request, and one bad row does not
+end the others. Only a lost device is more than that: the process has to be restarted.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import deque
+from collections.abc import Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from engine import sampling
+from engine.masks import GrammarThreads, Masks
+from engine.requests import Request
+from engine.sampling import SamplingBatch, SamplingError
+from engine.scheduler import Step
+from models.base import DeviceLost, SampledIds, StaticBatchModel
+from text.grammar import GrammarError
+
+logger = logging.getLogger("worker")
+
+Choice = int | Exception  # a token, or why there is none
+
+
+@dataclass(slots=True, eq=False)
+class StepOutput:
+    """What a step gave, one entry a chunk of `step`. Times are CLOCK_MONOTONIC, in seconds."""
+
+    step: Step
+    tokens: list[list[int]]  # what each request gained; [] for a part of a prompt, or where there is an error
+    started_at: float
+    ran_at: float = 0.0
+    sampled_at: float = 0.0
+    done_at: float = 0.0  # when slots and requests were updated
+    errors: dict[int, str] = field(default_factory=dict)  # by chunk, for the client
+    failure: Exception | None = None  # of the whole step; all requests have errors
+    finish_reasons: list[str | None] = field(default_factory=list)  # what `Scheduler.update` returned
+    logits: np.ndarray | None = (
+        None  # [rows, vocab]; None where the device samples or nobody wants log-probabilities
+    )
+    maxima: np.ndarray | None = None  # of the sampled rows (sampling.py: SamplingBatch)
+    mask_s: float | None = None  # that the masks took; None without grammars
+
+    @classmethod
+    def begin(cls, step: Step) -> StepOutput:
+        return cls(step, [[] for _ in step.chunks], time.monotonic())
+
+
+class StepRunner:
+    """Runs steps on a model. `grammars` is None where the device samples."""
+
+    def __init__(self, model: StaticBatchModel, grammars: GrammarThreads | None = None):
+        self._model = model
+        self._grammars = grammars
+        self._sampled: list[Request] = []  # the requests that `_batch` was made for
+        self._batch = SamplingBatch([])
+
+    def run(self, step: Step) -> StepOutput:
+        requests = [step.requests[i] for i in step.samples]
+        masks = self._start_masks(requests)
+        output = StepOutput.begin(step)
+        try:
+            self._copy_prefixes(step)
+            self._set_device_sampling(step)
+            result = self._model.forward(step.chunks)
+        except Exception as error:
+            logger.exception("a step of %d slots failed", len(step.chunks))
+            output.failure = error
+            output.errors = dict.fromkeys(range(len(step.chunks)), "a step on the device failed")
+            return output
+        output.ran_at = time.monotonic()
+        try:
+            if self._model.sampling == "device":
+                choices = self._device_choices(step, result)
+            else:
+                choices = self._sample(output, requests, result, masks)
+        except Exception as error:
+            choices = [error] * len(requests)
+            output.logits = None
+        for i, request, choice in zip(step.samples, requests, choices):
+            if isinstance(choice, Exception):
+                output.errors[i] = _message_of(choice, request)
+            else:
+                output.tokens[i] = [choice]
+        output.sampled_at = time.monotonic()
+        return output
+
+    def _start_masks(self, requests: Sequence[Request]) -> Future[Masks] | None:
+        """Begins to compute the masks, which takes milliseconds, while the device runs."""
+        if self._grammars is None:
+            return None
+        return self._grammars.start([request.matcher for request in requests])
+
+    def _copy_prefixes(self, step: Step) -> None:
+        try:
+            for slot, tokens, source in step.copies:
+                self._model.copy_prefix(source, slot, tokens)
+        except Exception as error:  # requests that have no chunk in this step rely on the copies, too
+            raise DeviceLost(f"a prefix cannot be copied: {error}") from error
+
+    def _set_device_sampling(self, step: Step) -> None:
+        if self._model.sampling != "device":
+            return
+        for request in step.started:
+            wanted = request.generate.sampling
+            if wanted.seed is None:
+                self._model.set_sampling(request.slot, top_k=1, top_p=1.0, temperature=1.0)
+            else:
+                self._model.set_sampling(request.slot, wanted.top_k, wanted.top_p, wanted.temperature)
+
+    def _device_choices(self, step: Step, result: SampledIds) -> list[Choice]:
+        unknown = SamplingError("the device chose a token that does not exist")
+        ids = result.ids[step.samples].tolist()
+        return [token if 0 <= token < self._model.vocab_size else unknown for token in ids]
+
+    def _sample(
+        self, output: StepOutput, requests: list[Request], logits: np.ndarray, masks: Future[Masks] | None
+    ) -> list[Choice]:
+        """The next token of each request that samples."""
+        step = output.step
+        if any(request.generate.logprobs or request.keep_all for request in step.requests):
+            output.logits = logits
+        if not requests:
+            return []
+        if requests != self._sampled:  # else the arrays of the last step are right
+            self._sampled = requests
+            self._batch = SamplingBatch([request.sampler for request in requests])
+        found = masks.result() if masks else Masks(sampling.NO_MASK, {}, None)
+        output.mask_s = found.seconds
+        rows = last_rows(step)
+        choices = sampling.sample(rows_of(logits, [rows[i] for i in step.samples]), self._batch, found.mask)
+        output.maxima = self._batch.maxima
+        return [
+            found.errors.get(place) or _follow_grammar(request, choice)
+            for place, (request, choice) in enumerate(zip(requests, choices))
+        ]
+
+
+def last_rows(step: Step) -> list[int]:
+    """For each chunk, the row of the step's logits that follows its last token."""
+    if not any(chunk.keep_all for chunk in step.chunks):
+        return list(range(len(step.chunks)))
+    return (np.cumsum([len(chunk.tokens) if chunk.keep_all else 1 for chunk in step.chunks]) - 1).tolist()
+
+
+def rows_of(logits: np.ndarray, rows: list[int]) -> np.ndarray:
+    """Some rows of the logits, in this order; without a copy if they are the first ones."""
+    return logits[: len(rows)] if rows == list(range(len(rows))) else logits[rows]
+
+
+def _follow_grammar(request: Request, choice: Choice) -> Choice:
+    """Moves the request's matcher on behind the token."""
+    if request.matcher is None or isinstance(choice, Exception):
+        return choice
+    try:
+        request.matcher.consume(choice)
+    except Exception as error:
+        return error
+    if request.matcher.is_complete:
+        request.sampler.lift_ban()  # the tokens that end the text are all that is left
+        request.is_complete = not request.generate.keep_eos
+    return choice
+
+
+def _message_of(error: Exception, request: Request) -> str:
+    """What the client reads. Internal errors are logged and not shown."""
+    if isinstance(error, GrammarError):
+        return f"the grammar {error}"
+    if isinstance(error, SamplingError):
+        return str(error)
+    logger.error("no token for request %s", request.generate.request_id, exc_info=error)
+    return "the next token could not be sampled"
+
+
+class StepTimer:
+    """How long a step may take before the device counts as stuck, learned from the steps so far."""
+
+    FACTOR = 20  # times the typical duration
+    MINIMUM_S = 5.0  # a busy machine delays any step by that much now and then
+    FIRST_S = 100.0  # for the first step of a kind, plus a second for each of its tokens
+    WINDOW = 9  # durations that the typical one, their median, is taken from
+
+    def __init__(self):
+        self._decode_s: deque[float] = deque(maxlen=self.WINDOW)
+        self._prompt_token_s: deque[float] = deque(maxlen=self.WINDOW)
+
+    def limit_s(self, prompt_tokens: int) -> float:
+        """The limit of a step with so many prompt tokens; 0: a decode step."""
+        recent = self._prompt_token_s if prompt_tokens else self._decode_s
+        if not recent:
+            return self.FIRST_S + prompt_tokens
+        typical_s = sorted(recent)[len(recent) // 2]
+        return max(self.MINIMUM_S, self.FACTOR * typical_s * max(1, prompt_tokens))
+
+    def record(self, prompt_tokens: int, seconds: float) -> None:
+        recent = self._prompt_token_s if prompt_tokens else self._decode_s
+        recent.append(seconds / max(1, prompt_tokens))

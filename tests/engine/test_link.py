@@ -1,0 +1,252 @@
+"""The socket between web processes and the worker: nothing is lost, order holds, and a process that is gone is noticed."""
+
+import queue
+import threading
+
+import msgspec
+import pytest
+from peer import Peer
+
+from engine.link import Link, PeerLost
+from engine.metrics import Metrics
+from engine.requests import Admission
+from protocol import (
+    Cancel,
+    End,
+    Generate,
+    Hello,
+    MetricsRequest,
+    ModelInfo,
+    Prompt,
+    RequestStats,
+    Sampling,
+    Status,
+    SubmitRequests,
+    Token,
+    Tokens,
+)
+from protocol import Metrics as MetricsText
+
+WAIT_S = 20
+INFO = ModelInfo("m", None, "/t", 50, [0], 4, 39, 40, "cpu", "float32")
+STATS = RequestStats(404)
+
+
+class Counting(Metrics):
+    """Notes on which thread it is used."""
+
+    def __init__(self):
+        super().__init__()
+        self.recorded, self.rendered = [], 0
+
+    def record(self, stats):
+        self.recorded.append(stats)
+
+    def render(self):
+        self.rendered += 1
+        return b"text"
+
+
+@pytest.fixture
+def address(tmp_path):
+    return f"ipc://{tmp_path}/worker.sock"
+
+
+@pytest.fixture
+def metrics():
+    return Counting()
+
+
+@pytest.fixture
+def admission():
+    return Admission(limit=100)
+
+
+@pytest.fixture
+def worker(address, metrics, admission):
+    link = Link(address, metrics, admission)
+    yield link
+    link.close()
+
+
+@pytest.fixture
+def connect(address):
+    webs = []
+
+    def make():
+        webs.append(Peer(address))
+        return webs[-1]
+
+    yield make
+    for web in webs:
+        web.close()
+
+
+def receive(worker, count=1):
+    got = []
+    while len(got) < count:
+        arrived = worker.receive(block=True, timeout=WAIT_S)
+        assert arrived, f"only {len(got)} of {count} messages came"
+        got += arrived
+    return got
+
+
+def test_messages_arrive_as_they_were_sent(worker, connect):
+    web = connect()
+    sampling = Sampling(seed=2**64 - 1, temperature=0.5, top_k=3, presence_penalty=-0.5, logit_bias=[(7, -100.0), (8, 0.25)])
+    generate = Generate(2**63 - 1, [1, 2, 3], 9, sampling=sampling, top_n_tokens=5, min_new_tokens=2, prompt_logprobs=True)
+    request = SubmitRequests([generate, Generate(1, [4], 1)])
+    web.send(request)
+    web.send(Cancel(7, "client hung up"))
+    (peer, hello), (_, got), (_, cancel) = receive(worker, 3)
+    assert (hello, got, cancel) == (Hello(1, False), request, Cancel(7, "client hung up"))
+    prompts = [Prompt(1, 0.5, 3, [-0.25], [[(5, -0.25), (6, -3.0)]]), Prompt(2, 0.0)]
+    step = Tokens([Token(1, 5, -0.25, [(5, -0.25), (6, -3.0)], "eos_token"), Token(2, 6, -1.0), Token(3, 7, None)], prompts)
+    worker.send(peer, step)
+    assert web.next(Tokens) == step
+
+
+def test_a_message_that_cannot_be_encoded_fails_at_its_sender_alone(worker, connect):
+    web = connect()
+    with pytest.raises(OverflowError):
+        web.send(Cancel(2**64, ""))
+    web.send(Cancel(7, ""))
+    assert [message for _, message in receive(worker, 2)] == [Hello(1, False), Cancel(7, "")]
+
+
+def test_each_web_process_gets_its_own_messages(worker, connect):
+    first, second = connect(), connect()
+    first.send(Cancel(1, ""))
+    second.send(Cancel(2, ""))
+    peers = {message.id: peer for peer, message in receive(worker, 4) if isinstance(message, Cancel)}
+    worker.send(peers[1], End(1, "cancelled"))
+    worker.send(peers[2], End(2, "cancelled"))
+    assert (first.next(End).id, second.next(End).id) == (1, 2)
+
+
+def test_nothing_is_dropped_and_order_holds_when_a_reader_is_slow(worker, connect):
+    count = 20_000  # ZeroMQ would drop silently beyond 1,000
+    web = connect()
+    ((peer, _),) = receive(worker)
+    for i in range(count):
+        worker.send(peer, Tokens([Token(i, i, -1.0)]))
+    worker.send(peer, End(count, "cancelled"))
+    assert [web.next(Tokens).tokens[0].id for _ in range(count)] == list(range(count))
+    assert web.next(End) == End(count, "cancelled")
+
+
+def test_the_model_info_reaches_web_processes_that_are_there_and_those_that_come_later(worker, connect):
+    early = connect()
+    receive(worker)
+    worker.announce(INFO)
+    late = connect()
+    assert early.next(ModelInfo) == INFO
+    assert late.next(ModelInfo) == INFO
+
+
+def test_the_status_of_the_worker_comes_unasked(worker, connect):
+    web = connect()
+    worker.report(Status("loading", steps=1))
+    while web.next(Status) != Status("loading", steps=1):
+        pass
+    worker.report(Status("loading", steps=2))
+    while web.next(Status) != Status("loading", steps=2):
+        pass
+
+
+def test_a_web_process_that_ends_is_reported_once(worker, connect):
+    web, other = connect(), connect()
+    peers = [peer for peer, _ in receive(worker, 2)]
+    web.close()
+    ((peer, message),) = receive(worker)
+    assert isinstance(message, PeerLost)
+    assert peer in peers
+    worker.send(peer, End(1, "late"))
+    other.send(Cancel(5, ""))
+    assert [message for _, message in receive(worker)] == [Cancel(5, "")]
+
+
+def test_a_worker_that_ends_is_noticed_after_its_last_message(worker, connect):
+    web = connect()
+    ((peer, _),) = receive(worker)
+    worker.send(peer, End(1, "failed", "the server is stopping"))
+    worker.close()
+    assert web.next(End).message == "the server is stopping"
+    assert web.is_lost()
+
+
+@pytest.mark.parametrize("wrong", [{"sampling": {"min_p": "much"}}, {"max_new_tokens": None}, {"prompt": [1.5]}], ids=str)
+def test_a_request_that_cannot_be_decoded_ends_with_an_error_and_no_client_waits(worker, connect, admission, caplog, wrong):
+    web = connect()
+    generates = [msgspec.to_builtins(Generate(id, [1], 5)) for id in (1, 2)]
+    web.send_bytes(msgspec.msgpack.encode({"type": "submit", "generates": [generates[0], generates[1] | wrong]}))
+    ends = [web.next(End), web.next(End)]
+    assert ends == [End(id, "failed", "the worker cannot read the request") for id in (1, 2)]
+    assert admission.count == 0 and "cannot be decoded" in caplog.text
+
+
+@pytest.mark.parametrize("body", [b"", b"\xc1", b"\x82\xa4type\xa6cancel\xa6reason\xa2\xff\xfe", msgspec.msgpack.encode(INFO)])
+def test_what_is_no_message_is_logged_and_the_next_one_is_read(worker, connect, caplog, body):
+    web = connect()
+    web.send_bytes(body)
+    web.send(Cancel(5, ""))
+    assert [message for _, message in receive(worker, 2)] == [Hello(1, False), Cancel(5, "")]
+    assert "cannot be decoded" in caplog.text
+
+
+def test_waiting_for_messages_can_be_interrupted(worker):
+    threading.Timer(0.05, worker.interrupt).start()
+    assert worker.receive(block=True, timeout=WAIT_S) == []
+
+
+def test_closing_twice_is_once(worker, connect):
+    web = connect()
+    receive(worker)
+    web.close()
+    web.close()
+    worker.close()
+    worker.close()
+
+
+def test_metrics_are_answered_and_counted_while_the_loop_reads_nothing(worker, connect, metrics):
+    web, other = connect(), connect()
+    web.send(STATS)
+    web.send(MetricsRequest(7))
+    other.send(MetricsRequest(8))
+    assert (web.next(MetricsText), other.next(MetricsText)) == (MetricsText(7, b"text"), MetricsText(8, b"text"))
+    assert metrics.recorded == [STATS]
+    web.send(Cancel(5, ""))
+    assert sorted(map(str, (message for _, message in receive(worker, 3)))) == [str(Cancel(5, ""))] + [str(Hello(1, False))] * 2
+
+
+def test_metrics_are_rendered_once_for_all_who_ask_at_a_time(worker, connect, metrics):
+    web, other = connect(), connect()
+    for i in range(1000):
+        web.send(MetricsRequest(i))
+    other.send(MetricsRequest(5000))
+    assert other.next(MetricsText) == MetricsText(5000, b"text")
+    assert metrics.rendered < 10
+
+
+def test_a_refusal_is_sent_at_once_while_the_loop_reads_nothing(worker, connect, admission):
+    admission.limit = 1
+    web = connect()
+    web.send(SubmitRequests([Generate(1, [1], 1), Generate(2, [1], 1)]))
+    web.send(SubmitRequests([Generate(3, [1], 1)]))
+    assert [web.next(End), web.next(End)] == [End(1, "overloaded"), End(2, "overloaded")]
+    assert [message for _, message in receive(worker, 2)] == [Hello(1, False), SubmitRequests([Generate(3, [1], 1)])]
+
+
+def test_web_processes_learn_at_once_that_there_is_no_more_room(worker, connect, admission):
+    admission.limit = 1
+    web, other = connect(), connect()
+    web.send(SubmitRequests([Generate(3, [1], 1)]))
+    while not other.next(Status).full:
+        pass
+
+
+def test_an_unexpected_error_of_the_sockets_thread_ends_the_thread(worker, monkeypatch):
+    failures = queue.SimpleQueue()
+    monkeypatch.setattr(threading, "excepthook", lambda failure: failures.put(failure.exc_type))
+    worker.send(b"", End("no id", object()))  # cannot be encoded
+    assert failures.get(timeout=WAIT_S) is TypeError
