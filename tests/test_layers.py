@@ -32,7 +32,7 @@ ONLY_IN = {
     "jinja2": "text",
     "prometheus_client": "engine.metrics",
     "opentelemetry": "api.tracing",
-    "numpy": "engine models worker",
+    "numpy": "engine models",
     "numba": "engine",
     "torch": "models",
     "transformers": "models",
