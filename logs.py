@@ -13,6 +13,9 @@ import time
 from collections import Counter
 from typing import Any
 
+# The names of our own loggers. Libraries log warnings and errors only: at `debug`, numba alone writes 24,000 lines at a first
+# start, and HTTP clients write signed addresses, with which anyone may download.
+OURS = ("compile", "config", "engine_client", "model", "protocol", "web", "worker")
 REPEATS = 10  # lines a minute of one kind of warning or error
 
 
@@ -81,4 +84,6 @@ def set_up(level: str, as_json: bool) -> None:
     handler.setFormatter(_JsonFormatter() if as_json else _PlainFormatter())
     root = logging.getLogger()
     root.handlers[:] = [handler]
-    root.setLevel(level.upper())
+    root.setLevel("ERROR" if level == "error" else "WARNING")
+    for name in OURS:
+        logging.getLogger(name).setLevel(level.upper())

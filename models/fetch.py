@@ -94,18 +94,14 @@ def _download(config: Config, model_id: str, revision: str | None, patterns: Seq
 
 
 def _quiet_hub_library() -> None:
-    """No progress bars in a log, and errors only: the hub library's request log holds signed addresses, with which anyone may
-    download. `LOG_LEVEL=debug` shows everything."""
+    """No progress bars in a log, and no lines of the hub library but errors: `_explain` says what went wrong."""
     from huggingface_hub.utils import disable_progress_bars
 
     if not sys.stderr.isatty():
         disable_progress_bars()
     library = logging.getLogger("huggingface_hub")
     library.handlers.clear()  # its own handler would print everything a second time
-    if not logging.getLogger().isEnabledFor(logging.DEBUG):
-        library.setLevel(logging.ERROR)
-        for name in ("httpx", "httpx2"):
-            logging.getLogger(name).setLevel(logging.WARNING)
+    library.setLevel(logging.ERROR)
 
 
 def _explain(error: BaseException, revision: str | None) -> str:

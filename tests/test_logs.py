@@ -2,19 +2,21 @@
 
 import io
 import logging
+import re
 
 import pytest
 
 import logs
+from run import HERE
 
 
 @pytest.fixture
-def log(monkeypatch):
-    """The lines that have been logged since the last call."""
+def log(monkeypatch, request):
+    """The lines that have been logged since the last call; at `info`, or at the level that a test gives."""
     root, stream = logging.getLogger(), io.StringIO()
     handlers, level = root.handlers[:], root.level
     monkeypatch.setattr(logs.sys, "stderr", stream)
-    logs.set_up("info", False)
+    logs.set_up(getattr(request, "param", "info"), False)
 
     def lines():
         text = stream.getvalue()
@@ -25,6 +27,8 @@ def log(monkeypatch):
     yield lines
     root.handlers[:] = handlers
     root.setLevel(level)
+    for name in logs.OURS:
+        logging.getLogger(name).setLevel(logging.NOTSET)
 
 
 @pytest.mark.parametrize("level", ["warning", "error"])
@@ -51,3 +55,19 @@ def test_a_minute_later_the_lines_are_logged_again(log, monkeypatch):
     monkeypatch.setattr(logs.time, "time", lambda: now + 61)
     logging.getLogger("worker").error("again")
     assert len(log()) == 1
+
+
+@pytest.mark.parametrize("log", ["debug"], indirect=True)
+def test_at_debug_libraries_log_warnings_and_no_more(log):
+    for name in (*logs.OURS, "numba.core.ssa"):
+        logging.getLogger(name).debug("step")
+        logging.getLogger(name).warning("careful")
+    lines = log()
+    assert [line.split()[2] for line in lines if line.endswith("step")] == [f"{name}:" for name in logs.OURS]
+    assert sum(line.endswith("numba.core.ssa: careful") for line in lines) == 1
+
+
+def test_every_logger_of_the_product_counts_as_ours():
+    sources = [path for folder in (".", "api", "text", "engine", "models") for path in (HERE / folder).glob("*.py")]
+    named = {name for path in sources for name in re.findall(r'^logger = .*getLogger\("(.*)"\)', path.read_text(), re.M)}
+    assert named and named <= set(logs.OURS)
