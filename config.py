@@ -19,6 +19,7 @@ import logging
 import math
 import os
 import re
+import shlex
 import sys
 import unicodedata
 from collections.abc import Callable, Mapping, Sequence
@@ -47,6 +48,17 @@ DTYPES |= {"fp32": "float32", "f32": "float32", "bf16": "bfloat16", "fp16": "flo
 
 MAX_COUNT, MAX_SECONDS = 10**9, 10**6  # of any setting
 MAX_TOP_TOKENS = 10_000  # of `max_top_n_tokens`; the worker checks it, too
+
+
+# What entrypoint.sh needs to know.
+IN_SHELL = (
+    "model_cache",
+    "startup_timeout",
+    "stuck_timeout",
+    "graceful_termination_timeout",
+    "log_level",
+    "json_output",
+)
 
 
 def _whole(value: str, low: int = 1, high: int = MAX_COUNT) -> int:
@@ -380,6 +392,17 @@ class Config:
     def to_json(self) -> str:
         return json.dumps(dataclasses.asdict(self), indent=1)
 
+    def to_shell(self) -> str:
+        """What entrypoint.sh reads, as assignments; times also in milliseconds, because bash computes with integers."""
+        lines = []
+        for name in IN_SHELL:
+            value = getattr(self, name)
+            if isinstance(value, float):
+                lines.append(f"{name}_ms={math.ceil(value * 1000)}")
+                value = f"{value:g}"
+            lines.append(f"{name}={shlex.quote(str(value))}")
+        return "\n".join(lines) + "\n"
+
     @classmethod
     def from_json(cls, text: str | bytes) -> Config:
         return cls(
@@ -539,9 +562,11 @@ def load() -> Config:
 
 
 def main(argv: Sequence[str]) -> int:
+    """Writes the configuration into the folder of the run, or prints it where there is no run."""
+    folder = run_dir() if "NEURON_TEXTGEN_RUN_DIR" in os.environ else None
     try:
-        if "NEURON_TEXTGEN_RUN_DIR" in os.environ:
-            check_limits(run_dir())
+        if folder:
+            check_limits(folder)
         config = parse(argv, os.environ)
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
@@ -552,11 +577,15 @@ def main(argv: Sequence[str]) -> int:
     logger.info("neuron-textgen %s starts; model: %s; %s", VERSION, config.model_name, key)
     for line in _of_other_servers(_given(argv, os.environ)):
         logger.warning("%s", line)
+    if not folder:
+        print(config.to_json())
+        return 0
     try:
-        print(config.to_json(), flush=True)
+        (folder / "config.json").write_text(config.to_json())
+        (folder / "settings.sh").write_bytes(os.fsencode(config.to_shell()))
     except OSError as error:
-        print(f"error: {explained(error, os.readlink('/proc/self/fd/1')) or error}", file=sys.stderr)
-        os._exit(2)  # what cannot be written would be written again at the end
+        print(f"error: {explained(error, str(folder)) or error}", file=sys.stderr)
+        return 2
     return 0
 
 

@@ -41,17 +41,20 @@ run_dir=$(mktemp -d "${TMPDIR:-/tmp}/neuron-textgen.XXXXXXXX" 2>&1) || {
 trap '[ "$BASHPID" != $$ ] || rm -rf "$run_dir"' EXIT
 exec 7>"$run_dir/lock.new" && flock 7 && mv "$run_dir/lock.new" "$run_dir/lock" # it has its final name only when it is locked
 export NEURON_TEXTGEN_RUN_DIR=$run_dir
-"$python" "$here/config.py" "$@" >"$run_dir/config.json" || exit $?
-setting() { sed -n "s/^ *\"$1\": \([0-9]*\).*/\1/p" "$run_dir/config.json"; }
-boot_deadline=$((SECONDS + $(setting startup_timeout)))
-grace=$(setting graceful_termination_timeout)
-export NUMBA_CACHE_DIR=${NUMBA_CACHE_DIR:-$(sed -n 's/^ *"model_cache": "\(.*\)",$/\1/p' "$run_dir/config.json")/numba}
+"$python" "$here/config.py" "$@" || exit $? # writes config.json, for the processes, and settings.sh, for this script
+source "$run_dir/settings.sh"
+export NUMBA_CACHE_DIR=${NUMBA_CACHE_DIR:-$model_cache/numba}
 (umask 077 && mkdir -p "$NUMBA_CACHE_DIR") 2>/dev/null # numba would let the group write to the model cache
 
 # Nothing is written to this pipe: reading from it with a timeout sleeps without starting a process. (`wait -n` would wake at
 # the end of a child and at a signal, but a signal at the wrong moment makes it miss both.)
 mkfifo "$run_dir/idle" && exec 9<>"$run_dir/idle" || exit 1
 pause() { read -r -t "$1" -u 9; }
+
+# Sets `now`, in milliseconds, without starting a process. (The decimal point in EPOCHREALTIME is that of the locale.)
+clock() { now=$((${EPOCHREALTIME//[!0-9]/} / 1000)); }
+clock
+boot_deadline=$((now + startup_timeout_ms))
 
 stops=0 # signals to stop so far; bash runs no trap inside a trap, so the handler only counts
 trap 'stops=$((stops + 1))' TERM INT
@@ -66,21 +69,29 @@ web=$!
 
 running() { kill -0 "$1"; }
 
-# Waits until the process $1 has ended, until the time $2 (in SECONDS), or for more than $3 signals to stop.
+# Waits until the process $1 has ended, for $2 milliseconds, or for more than $3 signals to stop.
 wait_for() {
-    while running "$1" && [ "$SECONDS" -le "$2" ] && [ "$stops" -le "${3:-$stops}" ]; do pause 0.05; done
+    local until
+    clock
+    until=$((now + $2))
+    while running "$1" && [ "$now" -lt "$until" ] && [ "$stops" -le "${3:-$stops}" ]; do
+        pause 0.05
+        clock
+    done
 }
 
 # Logs a line in the format of the other processes; LEVEL MESSAGE.
 log() {
-    [ "$1" = ERROR ] || grep -qE '"log_level": "(info|debug)"' "$run_dir/config.json" || return
-    if grep -q '"json_output": true' "$run_dir/config.json"; then
+    local time
+    [ "$1" = ERROR ] || [ "$log_level" = info ] || [ "$log_level" = debug ] || return
+    time=$(date -u +%FT%T.%3NZ)
+    if [ "$json_output" = True ]; then
         printf '{"timestamp": "%s", "level": "%s", "target": "entrypoint", "fields": {"message": "%s"}}\n' \
-            "$(date -u +%FT%TZ)" "$1" "$2"
+            "$time" "$1" "$2"
     elif [ "$1" = ERROR ]; then
         echo "error: $2"
     else
-        printf '%s %-5s entrypoint: %s\n' "$(date -u +%FT%T.%3NZ)" "$1" "$2"
+        printf '%s %-5s entrypoint: %s\n' "$time" "$1" "$2"
     fi >&8
 }
 
@@ -92,8 +103,9 @@ finish() {
 }
 
 while running "$worker" && running "$web" && [ "$stops" -eq 0 ] && [ ! -e "$run_dir/stuck" ]; do
-    if [ ! -e "$run_dir/ready" ] && [ "$SECONDS" -ge "$boot_deadline" ]; then
-        log ERROR "the model was not ready within --startup-timeout (STARTUP_TIMEOUT) $(setting startup_timeout) s"
+    clock
+    if [ "$now" -ge "$boot_deadline" ] && [ ! -e "$run_dir/ready" ]; then
+        log ERROR "the model was not ready within --startup-timeout (STARTUP_TIMEOUT) $startup_timeout s"
         finish 1
     fi
     pause 0.1
@@ -102,31 +114,34 @@ done
 if [ "$stops" -gt 0 ]; then
     # The worker finishes its running requests and ends; the web processes answer new ones with 503. At the deadline, or after
     # another signal to stop, a second SIGTERM ends the worker at once, and its running requests with an error.
-    deadline=$((SECONDS + grace))
-    log INFO "Stopping; running requests have $grace s to finish, a second signal ends them"
+    log INFO "Stopping; running requests have $graceful_termination_timeout s to finish, a second signal ends them"
+    clock
+    deadline=$((now + graceful_termination_timeout_ms))
     kill -TERM "$worker"
-    wait_for "$worker" "$deadline" 1
+    wait_for "$worker" "$graceful_termination_timeout_ms" 1
     kill -TERM "$worker"
-    wait_for "$worker" $((SECONDS + 5))
+    wait_for "$worker" 5000
     kill -KILL -- "-$worker" # if it still runs; the web processes then answer open requests with an error
     kill -TERM "$web" # which lets clients read open responses to their end
-    wait_for "$web" $((SECONDS + 2 > deadline ? SECONDS + 2 : deadline)) 1
+    clock
+    left=$((deadline - now))
+    wait_for "$web" $((left > 2000 ? left : 2000)) 1
     log INFO "Stopped"
     finish 0
 fi
 
 if [ -e "$run_dir/stuck" ]; then
-    log ERROR "the worker was stuck for longer than --stuck-timeout (STUCK_TIMEOUT) $(setting stuck_timeout) s"
+    log ERROR "the worker was stuck for longer than --stuck-timeout (STUCK_TIMEOUT) $stuck_timeout s"
     kill -KILL -- "-$worker"
     kill -TERM "$web" # which still sends the errors to open requests
-    wait_for "$web" $((SECONDS + 2))
+    wait_for "$web" 2000
     finish 1
 elif ! running "$worker"; then
     wait "$worker"
     code=$?
     [ "$code" -eq 2 ] || log ERROR "the worker process ended with code $code"
     kill -TERM "$web" # which still sends the errors to open requests
-    wait_for "$web" $((SECONDS + 2))
+    wait_for "$web" 2000
 else
     wait "$web"
     code=$?

@@ -720,6 +720,7 @@ def log_line(monkeypatch, capsys):
         root = logging.getLogger()
         monkeypatch.setattr(root, "handlers", list(root.handlers))
         monkeypatch.setattr(root, "level", root.level)
+        monkeypatch.setattr(logs, "OURS", ())
         logs.set_up("info", json_output)
         fields = {"request": 7, "path": "/\n" + "a" * 5000}
         logging.getLogger("web").error("it is %d\nlines %s", 2, "x" * 5000, extra={"fields": fields}, exc_info=exc_info)

@@ -1,0 +1,79 @@
+"""The script that starts, supervises and stops: what it reads of the settings, and the lines that it logs itself."""
+
+import json
+import re
+import signal
+import sys
+import time
+
+import pytest
+from processes import Server, wait_until
+
+# In place of Python: the real config.py, and processes of the two other kinds that do what a test asks for.
+PYTHON = """#!/usr/bin/env bash
+case $1 in
+    *config.py) exec {python} "$@" ;;
+    *worker.py) {worker} ;;
+    *web.py) exec sleep 60 ;;
+esac
+"""
+
+
+@pytest.fixture
+def start(tmp_path):
+    """Starts the script with a worker of these lines of bash."""
+
+    def run(worker, *flags, **settings):
+        python = tmp_path / "python"
+        python.write_text(PYTHON.format(python=sys.executable, worker=worker))
+        python.chmod(0o755)
+        return Server(*flags, PYTHON=str(python), **settings)
+
+    return run
+
+
+@pytest.mark.parametrize("name", ["modèle", 'it\'s "quoted"', "back\\slash\\n", "$(touch made) `touch made`", "  a  b "])
+def test_the_compiled_loops_are_kept_in_the_model_cache_whatever_its_name(start, tmp_path, name):
+    cache = tmp_path / f"x{name}x"
+    with start('echo "loops: $NUMBA_CACHE_DIR"; exit 2', MODEL_CACHE=str(cache)) as server:
+        assert server.wait_exit() == 2
+        assert server.log.splitlines()[-1] == f"loops: {cache}/numba"
+    assert (cache / "numba").stat().st_mode & 0o777 == 0o700
+
+
+def test_a_model_cache_below_a_folder_with_a_line_break_in_its_name_works(start, tmp_path):
+    folder = tmp_path / "two\nlines"
+    folder.mkdir()
+    inside = ("bash", "-c", 'cd "$0" && exec "$OLDPWD/entrypoint.sh"', str(folder))
+    with start("exit 2", command=inside, MODEL_CACHE="cache") as server:
+        assert server.wait_exit() == 2
+    assert (folder / "cache" / "numba").is_dir()
+
+
+@pytest.mark.parametrize("seconds", ["0.9", "1"])
+def test_a_boot_that_takes_too_long_ends_with_1_after_the_time_that_was_given(start, seconds):
+    started_at = time.monotonic()
+    with start("exec sleep 60", "--startup-timeout", seconds) as server:
+        assert server.wait_exit() == 1
+        assert time.monotonic() - started_at >= float(seconds)
+        words = f"error: the model was not ready within --startup-timeout (STARTUP_TIMEOUT) {seconds} s"
+        assert server.log.splitlines()[-1] == words
+
+
+# Writes the time of each SIGTERM, and ends at the second one.
+STUBBORN = """
+    trap 'date +%s.%N >>"$TMPDIR/signals"; [ "$(wc -l <"$TMPDIR/signals")" -lt 2 ] || exit 0' TERM
+    touch "$TMPDIR/is_running"
+    while :; do sleep 0.05; done
+"""
+
+
+def test_running_requests_have_the_time_that_was_given_after_sigterm(start):
+    with start(STUBBORN, "--graceful-termination-timeout", "0.6", "--json-output") as server:
+        wait_until((server.tmp / "is_running").exists, "the worker")
+        assert server.stop(signal.SIGTERM) == 0
+        first, second = map(float, (server.tmp / "signals").read_text().split())
+        lines = [json.loads(line) for line in server.log.splitlines()]
+    assert second - first >= 0.5
+    assert "Stopping; running requests have 0.6 s to finish, " in lines[-2]["fields"]["message"]
+    assert all(re.fullmatch(r"20\d\d-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z", line["timestamp"]) for line in lines)
