@@ -61,10 +61,9 @@ trap 'stops=$((stops + 1))' TERM INT
 exec 8>&2 2>/dev/null # bash's own messages about ended children stay out of the log, which is 8
 "$python" "$here/worker.py" 2>&8 8>&- 9<&- &
 worker=$!
-# Only the worker downloads, so that the web processes, which read what strangers write, have no token of the hub.
-tokens=(HF_TOKEN HUGGING_FACE_HUB_TOKEN HUGGINGFACE_HUB_TOKEN HF_API_TOKEN)
 # One heap per thread would keep the memory of each thread's largest request. Free memory goes back to the system early.
-MALLOC_ARENA_MAX=${MALLOC_ARENA_MAX:-2} MALLOC_TRIM_THRESHOLD_=131072 env "${tokens[@]/#/--unset=}" "$python" "$here/web.py" 2>&8 8>&- 9<&- &
+MALLOC_ARENA_MAX=${MALLOC_ARENA_MAX:-2} MALLOC_TRIM_THRESHOLD_=131072 \
+    "$python" "$here/web.py" 2>&8 8>&- 9<&- &
 web=$!
 
 running() { kill -0 "$1"; }

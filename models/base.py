@@ -102,7 +102,10 @@ def check_length(model: str, limit: int | None, length: int) -> None:
 
 
 def first_line(error: BaseException) -> str:
-    return next(iter(str(error).strip().splitlines()), type(error).__name__).strip()
+    lines = str(error).strip().splitlines() or [type(error).__name__]
+    if lines[0].endswith(":"):  # the reason is in the next one
+        return " ".join(line.strip() for line in lines[:2])
+    return lines[0].strip()
 
 
 def named(error: BaseException) -> str:

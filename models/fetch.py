@@ -13,7 +13,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from config import Config
-from manifest import check_files
 from models.base import ModelError, first_line, named, progress_logged, reported_as
 
 METADATA = ["*.json", "*.model", "*.jinja", "*.txt"]
@@ -89,7 +88,6 @@ def _download(config: Config, model_id: str, revision: str | None, patterns: Seq
             allow_patterns=patterns,
             ignore_patterns=None if all("/" in pattern for pattern in patterns) else OTHER_FORMATS,
         )
-    check_files(Path(folder))
     return Path(folder)
 
 

@@ -1,0 +1,183 @@
+"""What a model folder says, and how a broken one is refused: in one line, with exit code 2."""
+
+import json
+import shutil
+
+import pytest
+from processes import Server
+
+from config import DEMO_MODEL
+from manifest import Manifest, check_weights
+from run import ConfigError
+
+
+@pytest.fixture
+def model(tmp_path):
+    """A folder that says that it holds a model; returns a function that writes its files."""
+
+    def write(config=(), generation_config=None):
+        (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama"} | dict(config)))
+        if generation_config is not None:
+            (tmp_path / "generation_config.json").write_text(json.dumps(generation_config))
+        return tmp_path
+
+    return write
+
+
+def refusal(folder):
+    with pytest.raises(ConfigError) as refused:
+        Manifest.read(folder)
+    (line,) = str(refused.value).splitlines()
+    return line
+
+
+def test_a_manifest_is_read_from_both_files(model, monkeypatch):
+    folder = model({"max_position_embeddings": 4096, "eos_token_id": 2}, {"eos_token_id": [7, 2, 9], "top_k": 50})
+    monkeypatch.setenv("HOME", str(folder.parent))
+    for written in (folder, str(folder), f"~/{folder.name}"):
+        assert Manifest.read(written) == Manifest("llama", 4096, (2, 7, 9))
+
+
+@pytest.mark.parametrize(
+    ("in_config", "in_generation_config", "eos_token_ids"),
+    [
+        ({}, None, ()),
+        ({"eos_token_id": None}, {}, ()),
+        ({"eos_token_id": 0}, None, (0,)),
+        ({}, {"eos_token_id": 4}, (4,)),
+        ({"eos_token_id": 2}, {"eos_token_id": 2}, (2,)),
+        ({"eos_token_id": [2, 3]}, {"eos_token_id": [4, 3]}, (2, 3, 4)),
+        ({"eos_token_id": "</s>"}, {"eos_token_id": [4, None, "x"]}, (4,)),
+    ],
+)
+def test_every_eos_id_that_either_file_names_counts(model, in_config, in_generation_config, eos_token_ids):
+    assert Manifest.read(model(in_config, in_generation_config)).eos_token_ids == eos_token_ids
+
+
+@pytest.mark.parametrize(
+    ("written", "length"),
+    [
+        ({}, None),
+        ({"max_position_embeddings": 4096}, 4096),
+        ({"n_positions": 1024}, 1024),
+        ({"max_seq_len": 2048}, 2048),
+        ({"seq_length": 512}, 512),
+        ({"max_position_embeddings": 4096, "n_positions": 1024}, 4096),
+        ({"max_position_embeddings": None, "n_positions": 1024}, 1024),
+        ({"max_position_embeddings": -1}, None),
+        ({"text_config": {"max_position_embeddings": 8192}}, 8192),
+        ({"text_config": None, "max_position_embeddings": 4096}, 4096),
+    ],
+)
+def test_the_context_length_is_read_under_each_of_its_names(model, written, length):
+    assert Manifest.read(model(written)).max_positions == length
+
+
+# Broken folders
+
+
+def test_a_folder_that_is_not_there_or_holds_no_model_is_refused(tmp_path):
+    assert refusal(tmp_path / "nowhere") == f"--model-id {tmp_path}/nowhere: there is no such folder"
+    assert refusal(tmp_path) == f"{tmp_path} is not a model folder: it has no config.json"
+    (tmp_path / "config.json").symlink_to("nothing")
+    assert refusal(tmp_path) == f"{tmp_path} is not a model folder: it has no config.json"
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (b"", "cannot be read as JSON"),
+        (b'{"model_type": "llama",}', "cannot be read as JSON"),
+        (b"\xff\xfe", "cannot be read as JSON"),
+        (b"[" * 100_000, "cannot be read as JSON"),
+        (b'{"eos_token_id": ' + b"9" * 5000 + b"}", "cannot be read as JSON"),
+        (b"[]", "should hold a JSON object, not list"),
+        (b"null", "should hold a JSON object, not NoneType"),
+        (b"{}", "has no `model_type`"),
+        (b'{"model_type": 5}', "has no `model_type`"),
+        (b'{"model_type": "llama", "text_config": [1]}', ": text_config should be a JSON object, not list"),
+        (b'{"model_type": "llama", "text_config": 0}', ": text_config should be a JSON object, not int"),
+    ],
+    ids=lambda value: repr(value[:25]),
+)
+def test_a_config_json_that_cannot_be_used_is_refused_with_the_reason(tmp_path, content, words):
+    (tmp_path / "config.json").write_bytes(content)
+    line = refusal(tmp_path)
+    assert line.startswith(f"{tmp_path}/config.json") and words in line
+
+
+def test_a_folder_in_the_place_of_a_file_is_refused(model):
+    folder = model()
+    (folder / "generation_config.json").mkdir()
+    assert refusal(folder).startswith(f"{folder}/generation_config.json cannot be read as JSON: ")
+
+
+def test_more_parameters_than_the_weights_can_hold_are_refused_with_both_numbers(tmp_path):
+    for number in range(2):
+        with open(tmp_path / f"model-0000{number + 1}-of-00003.safetensors", "wb") as file:
+            file.truncate(5_000_000_000)
+    check_weights(10_000_000_000, tmp_path)
+    with pytest.raises(ConfigError, match=r"describes 15\.0 billion parameters, more than its weight files of 10\.000 GB can"):
+        check_weights(15_000_000_000, tmp_path)
+    (tmp_path / "model-00003-of-00003.safetensors").symlink_to("blobs/gone")
+    with pytest.raises(ConfigError, match=r"model-00003-of-00003\.safetensors cannot be read: No such file"):
+        check_weights(15_000_000_000, tmp_path)
+
+
+def in_config(**fields):
+    def change(folder):
+        path = folder / "config.json"
+        path.write_text(json.dumps(json.loads(path.read_text()) | fields))
+
+    return change
+
+
+def is_folder(name):
+    def change(folder):
+        (folder / name).unlink()
+        (folder / name).mkdir()
+
+    return change
+
+
+def leads_nowhere(name):
+    def change(folder):
+        (folder / name).unlink()
+        (folder / name).symlink_to("gone")
+
+    return change
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(
+    ("broken", "words"),
+    [
+        (in_config(vocab_size="2048"), "vocab_size': TypeError: Field 'vocab_size' expected int, got str"),
+        (is_folder("model.safetensors"), "model.safetensors cannot be read: Is a directory"),
+        (leads_nowhere("model.safetensors"), "model.safetensors cannot be read: No such file or directory"),
+        (is_folder("tokenizer.json"), "tokenizer.json cannot be read as a tokenizer: Is a directory"),
+        (is_folder("tokenizer_config.json"), "tokenizer_config.json cannot be read as JSON: [Errno 21] Is a directory"),
+        (leads_nowhere("tokenizer.json"), "holds no tokenizer"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_a_start_with_a_broken_folder_ends_with_2_and_one_line(tmp_path, broken, words):
+    folder = tmp_path / "model"
+    shutil.copytree(DEMO_MODEL, folder)
+    broken(folder)
+    with Server("--model-id", str(folder), LOG_LEVEL="warn") as server:
+        assert server.wait_exit() == 2
+        (line,) = server.log.splitlines()
+    assert words in line and str(folder) in line
+
+
+@pytest.mark.processes
+def test_ids_beyond_the_vocabulary_do_not_keep_a_model_from_being_served(tmp_path):
+    folder = tmp_path / "model"
+    shutil.copytree(DEMO_MODEL, folder)
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [999_999, 10**30, -1]}))
+    with Server("--model-id", str(folder)) as server:
+        server.wait_ready()
+        assert server.generate("A fox", max_new_tokens=2)[0] == 200
+        assert server.log.count("EOS ids that are ignored") == 1
+        assert server.stop() == 0
