@@ -135,7 +135,8 @@ def _prompt(chat: ChatRequest, served: Served) -> str:
         escaped = [escape(message) | {"role": message["role"]} for message in messages]
         return template.render(escaped, escape(chat.tools))
     except (TemplateError, RecursionError) as error:
-        raise ApiError(422, "template_error", f"Template error: {error}") from None
+        # What a template says may repeat the client's own words.
+        raise ApiError(422, "template_error", "Template error: ", quoted=str(error)) from None
 
 
 def _messages(messages: list[Message], template_words: Collection[str]) -> list[dict[str, Any]]:

@@ -75,7 +75,16 @@ CHANGES_TEXT = {
         "top_n_tokens",
         "logit_bias",
     ],
-    *["max_tokens", "max_completion_tokens", "min_tokens", "stop_sequences", "ignore_eos", "n", "echo"],
+    *[
+        "max_tokens",
+        "max_completion_tokens",
+        "max_output_tokens",
+        "min_tokens",
+        "stop_sequences",
+        "ignore_eos",
+        "n",
+        "echo",
+    ],
     *["tools", "tool_choice", "regex", "json_schema"],
     *_FORMATS,
 }
@@ -95,6 +104,8 @@ def parse(body: bytes) -> Json:
     object."""
     try:
         data = msgspec.json.decode(body)
+    except msgspec.ValidationError as error:  # JSON, but a number that no float or integer holds
+        raise errors.wrong_type(str(error).partition(" - at ")[0]) from None
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         what = f"Failed to parse the request body as JSON: {error}"
         raise ApiError(400, "validation", what) from None

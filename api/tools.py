@@ -66,7 +66,7 @@ def tool_use(
         path, function = _function(f"tools[{n}]", tool)
         name = function.name
         if name in functions:
-            raise invalid(f"{path}.name", f"is the name of two tools. Given: {name!r}")
+            raise invalid(f"{path}.name", "is the name of two tools", given=name)
         functions[name] = function
         paths[name] = path
     mode, names = _choice(tool_choice, list(functions))
@@ -90,11 +90,11 @@ def _function(path: str, tool: dict[str, Any]) -> tuple[str, Function]:
     """A tool of a request, checked, and the path of what describes it."""
     kind = tool.get("type", "function")
     if kind != "function":
-        raise invalid(f"{path}.type", f"must be function. Given: {str(kind)[:40]!r}")
+        raise invalid(f"{path}.type", "must be function", given=str(kind)[:40])
     name, path, function = _named(tool, path)
     if not NAME.fullmatch(name):
         rule = "must have 1 to 128 letters, digits, dots, dashes or underscores"
-        raise invalid(f"{path}.name", f"{rule}. Given: {name[:140]!r}")
+        raise invalid(f"{path}.name", rule, given=name[:140])
     parameters = function.get("parameters")
     if parameters is None:
         parameters = {"properties": {}, "additionalProperties": False}
@@ -136,7 +136,7 @@ def _choice(choice: str | dict[str, Any] | None, known: list[str]) -> tuple[str,
     else:
         kind = choice.get("type", "function")
         if kind != "function":
-            raise invalid("tool_choice.type", f"must be function or allowed_tools. Given: {str(kind)[:40]!r}")
+            raise invalid("tool_choice.type", "must be function or allowed_tools", given=str(kind)[:40])
         name, path, _ = _named(choice, "tool_choice")
         mode = "named"
         names = [name]
@@ -147,5 +147,5 @@ def _choice(choice: str | dict[str, Any] | None, known: list[str]) -> tuple[str,
     for name in names or ["no tool"]:
         if name not in known:
             words = ", or none, auto or required" if path == "tool_choice" else ""
-            raise invalid(path, f"must name one of `tools`{words}. Given: {name[:140]!r}")
+            raise invalid(path, f"must name one of `tools`{words}", given=name[:140])
     return mode, list(dict.fromkeys(names))

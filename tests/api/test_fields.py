@@ -1,354 +1,259 @@
-"""Every field of every request: it changes the output, or a 4xx names it, or the documents say that it is ignored.
-
-The cases are generated from the types in schema.py and the routes in openapi.py: a new field fails here until it has a value in
-`VALUES` and, where docs/api.md has a table for its type, a row there.
-"""
+"""From bytes to types: what is no JSON, has wrong types, or has names that mean nothing here; what a device cannot do."""
 
 from __future__ import annotations
 
 import json
-import re
-import typing
 
-import msgspec
 import pytest
-from fakes.model import EOS
-from served import Served
+from asked import INFO, ON_DEVICE, USER, assert_invalid, job, jobs, refusal, refusal_of
 
-from api import fields as validate
-from api import routes as openapi
-from api.types import (
-    ChatRequest,
-    CompletionRequest,
-    GenerateRequest,
-    InputItem,
-    InputPart,
-    Message,
-    Parameters,
-    Part,
-    ResponsesRequest,
-    StreamOptions,
-    StructuredOutputs,
-    TextConfig,
-    ToolChoice,
-    VertexRequest,
+from api import fields
+from api.clouds import VertexRequest
+from api.completions import CompletionRequest
+from api.conversation import ChatRequest
+from api.errors import ApiError
+from api.fields import CHANGES_TEXT, NOT_MISSPELT, NOT_SUPPORTED, parse
+from api.responses import ResponsesRequest
+from api.tgi import GenerateRequest, Parameters
+
+# The types whose names a client writes, with the shortest body of each; `Parameters` are a part of a native one.
+KINDS = {
+    GenerateRequest: {"inputs": "a"},
+    Parameters: {"inputs": "a"},
+    ChatRequest: {"messages": []},
+    CompletionRequest: {"prompt": "a"},
+    ResponsesRequest: {"input": "a"},
+    VertexRequest: {"instances": []},
+}
+FIELDS = {name for kind in KINDS for name in kind.__struct_fields__}
+# Fields that may be ignored where another dialect than theirs is spoken: they name the request, or do nothing by themselves.
+SILENT = """inputs parameters messages prompt input instances instructions text conversation model stream stream_options details
+decoder_input_details logprobs top_logprobs suffix user metadata store service_tier background reasoning include truncation
+parallel_tool_calls previous_response_id max_tool_calls guided_whitespace_pattern"""
+
+
+def read(kind, **given):
+    body = KINDS[kind]
+    if kind is Parameters:
+        return fields.read(body | {"parameters": given}, GenerateRequest, parameters=Parameters)
+    return fields.read(body | given, kind, Parameters if kind is GenerateRequest else None)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"",
+        b" ",
+        b"{",
+        b'{"inputs":"a"',
+        b'{"inputs":"a",}',
+        b'{"inputs":"a"} b',
+        b"{'inputs':'a'}",
+        b'{"inputs":"a\nb"}',
+        b'{"inputs":"a\x00b"}',
+        b'{"inputs":"\xff"}',
+        b'{"inputs":"\xed\xa0\x80"}',
+        b'{"inputs":"\\ud800"}',
+        b'{"inputs":"\\udc00\\ud800"}',
+        b'{"inputs":"\\x41"}',
+        b'\xef\xbb\xbf{"inputs":"a"}',
+        b'{"inputs":"a","parameters":{"temperature":NaN}}',
+        b'{"inputs":"a","parameters":{"temperature":-Infinity}}',
+        b'{"inputs":"a","parameters":{"temperature":01}}',
+        b'{"inputs":"a","unknown":' + b"[" * 100_000,
+        b'{"inputs":"a","unknown":' + b"[" * 100_000 + b"]" * 100_000 + b"}",
+    ],
+    ids=lambda body: repr(body[:50]),
 )
-from run import HERE
+def test_what_is_no_json_is_answered_with_400(body):
+    error = refusal_of("native", body)
+    assert (error.status, error.error_type, error.param) == (400, "validation", None)
+    assert str(error).startswith("Failed to parse the request body as JSON: ")
 
-USER = {"role": "user", "content": "Hi"}
-CALL = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
-TEMPLATE = (
-    "{# <|python_tag|> #}{% for tool in tools or [] %}{{ tool.function.name }}{% endfor %}"
-    "{% for m in messages %}{{ m.role[0] }}:{{ m.content }}{{ m.name }}{{ m.tool_call_id }}"
-    "{% for c in m.tool_calls or [] %}{{ c.function.name }}{{ c.function.arguments.a }}{% endfor %};{% endfor %}a:"
+
+@pytest.mark.parametrize(
+    ("body", "expected", "param"),
+    [
+        (b"[]", "Expected `object`, got `array`", None),
+        (b"null", "Expected `object`, got `null`", None),
+        (b'"inputs"', "Expected `object`, got `str`", None),
+        (b"{}", "Object missing required field `inputs`", "inputs"),
+        (b'{"inputs":null}', "inputs: Expected `str`, got `null`", "inputs"),
+        (b'{"inputs":["a"]}', "inputs: Expected `str`, got `array`", "inputs"),
+        (b'{"inputs":"a","parameters":[]}', "parameters: Expected `object | null`, got `array`", "parameters"),
+        (
+            b'{"inputs":"a","parameters":{"stop":["b",1]}}',
+            "parameters.stop[1]: Expected `str`, got `int`",
+            "parameters.stop[1]",
+        ),
+        (b'{"inputs":"a","parameters":{"temperature":1e999}}', "Number out of range", None),
+        (b'{"inputs":"a","parameters":{"seed":' + b"1" * 5000 + b"}}", "Integer value out of range", None),
+        (
+            b'{"inputs":"a","parameters":{"temperature":' + b"1" * 400 + b"}}",
+            "parameters.temperature: Number out of range",
+            "parameters.temperature",
+        ),
+    ],
+    ids=lambda value: repr(value[:50]) if isinstance(value, bytes) else "",
 )
-TOOLS = [{"type": "function", "function": {"name": name, "parameters": {"additionalProperties": False}}} for name in "fg"]
-FUNCTIONS = [{"type": "function", **tool["function"]} for tool in TOOLS]  # as in a Responses request
-FUNCTION = {"type": "function", "name": "f"}
-CALLED = {"type": "function_call", "call_id": "1", "name": "f", "arguments": "{}"}
-RESULT = {"type": "function_call_output", "call_id": "1", "output": "x"}
-SEVERAL = {"tool_choice": "required", "logit_bias": {str(ord(";") - 32): 100}}  # the tokens are bytes
-EARLY_END = {"logit_bias": {str(EOS): 100}}
-RANDOM = {"seed": 1, "temperature": 5}
-REPEATING = {"logit_bias": {"5": 12}, "ignore_eos": True}
-ARRAY = {"type": "array", "items": {"enum": [1, 2]}, "minItems": 3}
-
-# For each field of each type: the other fields of both requests, and the value that the second request has.
-OPENAI_VALUES = {
-    "model": ({}, "gpt-x"),
-    "max_tokens": ({}, 2),
-    "temperature": ({"seed": 1}, 0.3),
-    "top_p": (RANDOM, 0.01),
-    "top_k": (RANDOM, 1),
-    "min_p": (RANDOM, 1.0),
-    "n": ({}, 2),
-    "stop": ({}, None),  # replaced by a piece of the text that is generated without it
-    "seed": (RANDOM, 2),
-    "presence_penalty": (REPEATING, 2),
-    "frequency_penalty": (REPEATING, 2),
-    "repetition_penalty": (REPEATING, 50),
-    "logit_bias": ({}, {"5": 100}),
-    "min_tokens": (EARLY_END, 3),
-    "ignore_eos": (EARLY_END, True),
-    "stream": ({}, True),
-    "stream_options": ({"stream": True}, {"include_usage": True}),
-    "response_format": ({}, {"type": "json_object"}),
-    "structured_outputs": ({}, {"choice": ["ab"]}),
-    "guided_json": ({}, ARRAY),
-    "guided_regex": ({}, "ab"),
-    "guided_choice": ({}, ["ab"]),
-    "guided_whitespace_pattern": ({"guided_json": ARRAY}, "[ ]{9}"),
-    "guided_grammar": ({}, 'start: "ab"'),
-    "regex": ({}, "ab"),
-    "json_schema": ({}, json.dumps(ARRAY)),
-    "ebnf": ({}, 'root ::= "ab"'),
-    "user": ({}, "someone"),
-}
-VALUES = {
-    GenerateRequest: {"inputs": ({}, "Ho"), "parameters": ({}, {"max_new_tokens": 2}), "stream": ({}, True)},
-    Parameters: {
-        "best_of": ({"temperature": 1}, 2),
-        "temperature": ({"seed": 1}, 0.3),
-        "repetition_penalty": ({}, 0.01),
-        "frequency_penalty": ({"max_new_tokens": 50, "top_k": 1}, -2),
-        "top_k": (RANDOM, 1),
-        "top_p": (RANDOM, 0.01),
-        "min_p": (RANDOM, 1.0),
-        "typical_p": (RANDOM, 0.01),
-        "do_sample": ({"seed": 1}, True),
-        "max_new_tokens": ({}, 2),
-        "return_full_text": ({"return_full_text": False}, True),
-        "stop": ({}, None),
-        "truncate": ({}, 1),
-        "watermark": ({}, True),
-        "details": ({}, True),
-        "decoder_input_details": ({}, True),
-        "seed": (RANDOM, 2),
-        "top_n_tokens": ({"details": True}, 2),
-        "grammar": ({}, {"type": "regex", "value": "a"}),
-        "adapter_id": ({}, "someone/adapter"),
-    },
-    ChatRequest: OPENAI_VALUES
-    | {
-        "messages": ({}, [{"role": "user", "content": "Ho"}]),
-        "max_completion_tokens": ({}, 2),
-        "logprobs": ({}, True),
-        "top_logprobs": ({"logprobs": True}, 2),
-        "tools": ({}, TOOLS),
-        "tool_choice": ({"tools": TOOLS}, "required"),
-        "parallel_tool_calls": ({"tools": TOOLS, "max_tokens": 45} | SEVERAL, False),
-        "functions": ({}, [{"name": "f"}]),
-        "function_call": ({}, {"name": "f"}),
-        "modalities": ({}, ["audio"]),
-        "audio": ({}, {"voice": "x"}),
-        "web_search_options": ({}, {}),
-        "metadata": ({}, {"a": "b"}),
-        "prediction": ({}, {"type": "content", "content": "x"}),
-        "prompt_cache_key": ({}, "x"),
-        "reasoning_effort": ({}, "low"),
-        "safety_identifier": ({}, "x"),
-        "service_tier": ({}, "auto"),
-        "store": ({}, True),
-        "verbosity": ({}, "low"),
-    },
-    Message: {
-        "role": ({}, "system"),
-        "content": ({}, "Ho"),
-        "name": ({}, "x"),
-        "tool_calls": ({}, [CALL]),
-        "tool_call_id": ({}, "x"),
-    },
-    Part: {"type": ({}, "image_url"), "text": ({}, "Ho")},
-    StructuredOutputs: {
-        "json": ({}, ARRAY),
-        "regex": ({}, "ab"),
-        "choice": ({}, ["ab"]),
-        "json_object": ({}, True),
-        "disable_any_whitespace": ({"json": ARRAY, "whitespace_pattern": "[ ]{9}"}, True),
-        "whitespace_pattern": ({"json": ARRAY}, "[ ]{9}"),
-        "grammar": ({}, 'start: "ab"'),
-        "structural_tag": ({}, "{}"),
-    },
-    StreamOptions: {"include_usage": ({}, True), "continuous_usage_stats": ({"include_usage": True}, True)},
-    CompletionRequest: OPENAI_VALUES
-    | {
-        "prompt": ({}, "Ho"),
-        "best_of": ({"temperature": 1, "ignore_eos": True}, 2),
-        "echo": ({}, True),
-        "logprobs": ({}, 1),
-        "suffix": ({}, "end"),
-    },
-    VertexRequest: {"instances": ({}, [{"inputs": "Ho"}])},
-    ResponsesRequest: {
-        "input": ({}, "Ho"),
-        "instructions": ({}, "Be"),
-        "model": ({}, "gpt-x"),
-        "max_output_tokens": ({}, 2),
-        "temperature": ({}, 100),
-        "top_p": ({"temperature": 100}, 1e-9),
-        "top_logprobs": ({}, 2),
-        "text": ({}, {"format": {"type": "json_object"}}),
-        "tools": ({}, FUNCTIONS),
-        "tool_choice": ({"tools": FUNCTIONS}, "required"),
-        "parallel_tool_calls": ({"tools": FUNCTIONS, "tool_choice": "required", "max_output_tokens": 45}, False),
-        "stream": ({}, True),
-        "include": ({}, ["message.output_text.logprobs"]),
-        "store": ({}, True),
-        "previous_response_id": ({}, "resp_1"),
-        "conversation": ({}, "conv_1"),
-        "background": ({}, True),
-        "prompt": ({}, {"id": "x"}),
-        "max_tool_calls": ({}, 1),
-        "truncation": ({}, "auto"),
-        "metadata": ({}, {"a": "b"}),
-        "reasoning": ({}, {"effort": "low"}),
-        "service_tier": ({}, "auto"),
-        "user": ({}, "someone"),
-    },
-    TextConfig: {"format": ({}, {"type": "json_object"}), "verbosity": ({}, "low")},
-    ToolChoice: {
-        "type": ({"tools": FUNCTIONS}, "allowed_tools"),
-        "name": ({}, "g"),
-        "mode": ({"type": "allowed_tools", "tools": FUNCTIONS}, "required"),
-        "tools": ({"type": "allowed_tools", "mode": "required", "tools": FUNCTIONS[:1]}, FUNCTIONS[1:]),
-    },
-    InputItem: {
-        "type": (CALLED | RESULT, "function_call"),
-        "role": ({}, "system"),
-        "content": ({}, "Ho"),
-        "call_id": (RESULT, "2"),
-        "name": (CALLED, "g"),
-        "arguments": (CALLED, '{"a": 1}'),
-        "output": (RESULT, "y"),
-    },
-    InputPart: {"type": ({}, "input_image"), "text": ({}, "Ho")},
-}
-# The tables of docs/api.md, and the routes that differ from them: Vertex returns only texts.
-TABLES = {Parameters: "TGI's parameters", ChatRequest: "OpenAI's chat completions", CompletionRequest: "OpenAI's completions"}
-TABLES[ResponsesRequest] = "OpenAI's responses"
-TEXT_ALONE = ("details", "decoder_input_details", "top_n_tokens", "logprobs", "top_logprobs", "n", "stream")
-EXCEPTIONS = {
-    **{("/generate", "stream"): "ignored", ("/generate_stream", "stream"): "ignored"},
-    **{("/generate_stream", "best_of"): "refused", ("/generate_stream", "decoder_input_details"): "refused"},
-    **{("/vertex", name): "refused" for name in TEXT_ALONE},
-    **{("/vertex", "tools"): "refused", ("/vertex", "tool_choice"): "refused", ("/vertex", "parallel_tool_calls"): "ignored"},
-    ("/v1/responses", "verbosity"): "ignored",
-}
-# Fields that are refused, and what the error calls them.
-REFUSED = {(Part, "type"): "type", (InputPart, "type"): r"content\[0\]"}
-REFUSED |= {(StructuredOutputs, name): name for name in ("grammar", "structural_tag")}
-# The shortest request of each type, and where the fields of a type within it belong.
-BODIES = {
-    GenerateRequest: {"inputs": "Hi", "parameters": {"max_new_tokens": 12}},
-    ChatRequest: {"messages": [USER], "max_tokens": 12, "temperature": 0},
-    CompletionRequest: {"prompt": "Hi", "max_tokens": 12, "temperature": 0},
-    VertexRequest: {"instances": [{"inputs": "Hi"}]},
-    ResponsesRequest: {"input": "Hi", "max_output_tokens": 12, "temperature": 0},
-}
-WITHIN = {
-    Parameters: lambda fields: {"parameters": {"max_new_tokens": 12} | fields},
-    Message: lambda fields: {"messages": [USER | fields]},
-    Part: lambda fields: {"messages": [{"role": "user", "content": [{"type": "text", "text": "Hi"} | fields]}]},
-    StructuredOutputs: lambda fields: {"structured_outputs": fields or None},
-    StreamOptions: lambda fields: {"stream": True, "stream_options": fields},
-    TextConfig: lambda fields: {"text": fields},
-    ToolChoice: lambda fields: {"max_output_tokens": 40, "tools": FUNCTIONS, "tool_choice": FUNCTION | fields},
-    InputItem: lambda fields: {"input": [USER | fields]},
-    InputPart: lambda fields: {"input": [{"role": "user", "content": [{"type": "input_text", "text": "Hi"} | fields]}]},
-}
+def test_json_of_the_wrong_shape_is_answered_with_422_and_the_path(body, expected, param):
+    error = refusal_of("native", body)
+    assert (error.status, error.error_type, error.param) == (422, "validation", param)
+    assert str(error) == f"Failed to deserialize the JSON body into the target type: {expected}"
 
 
-def table(title):
-    section = (HERE / "docs" / "api.md").read_text().split(f"## {title}\n")[1].split("\n## ")[0]
-    return dict(re.findall(r"^\| `(\w+)` \| (\w+) \|", section, flags=re.MULTILINE))
+@pytest.mark.parametrize("dialect", ["chat", "completion", "responses", "vertex"])
+def test_in_every_dialect_a_body_is_an_object_with_the_field_that_it_needs(dialect):
+    for body in (b"[]", b"null", b"5"):
+        assert (refusal_of(dialect, body).status, refusal_of(dialect, b"{").status) == (422, 400)
+    error = refusal_of(dialect, b"{}")
+    assert (error.status, error.param in KINDS[ChatRequest] | {"prompt": 0, "input": 0, "instances": 0}) == (422, True)
 
 
-DOCUMENTED = {kind: table(title) for kind, title in TABLES.items()}
-WHOLE = {GenerateRequest: "/generate", ChatRequest: "/v1/chat/completions", CompletionRequest: "/v1/completions"}
-DEVICE_TABLE = table("Sampling on the device")
+# Names
 
 
-def structs_in(kind):
-    """The struct `kind`, or those that the type `kind` is made of, with all within them."""
-    if isinstance(kind, type) and issubclass(kind, msgspec.Struct):
-        yield kind
-        for field in msgspec.structs.fields(kind):
-            yield from structs_in(field.type)
-    for inner in typing.get_args(kind):
-        yield from structs_in(inner)
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_misspelt_field_is_refused_with_the_right_name(kind):
+    for name in set(kind.__struct_fields__) - {"n"}:
+        for misspelt in (name + "x", name[:-1], name.replace("_", "", 1) if "_" in name else name + "s"):
+            if misspelt in {*kind.__struct_fields__, *NOT_SUPPORTED, *CHANGES_TEXT, *NOT_MISSPELT}:
+                continue
+            with pytest.raises(ApiError, match=f"`{misspelt}` .*did you mean"):
+                read(kind, **{misspelt: 1})
 
 
-def names_of(kind):
-    return dict.fromkeys((*kind.__struct_fields__, *DOCUMENTED.get(kind, ())))
+@pytest.mark.parametrize("name", NOT_SUPPORTED)
+def test_a_field_of_another_server_that_asks_for_something_is_refused_by_name(name):
+    for kind in KINDS:
+        for neutral in (None, *NOT_SUPPORTED[name]):
+            read(kind, **{name: neutral})
+        with pytest.raises(ApiError, match=rf"`{name}` is not supported"):
+            read(kind, **{name: "something"})
 
 
-# (path, type of the body, type of the field, field): every field of every route that generates text.
-CASES = [
-    pytest.param(route.path, body, kind, name, id=f"{route.path}-{kind.__name__}.{name}")
-    for route in openapi.ROUTES
-    if route.bodies and "tokenize" not in route.path
-    for body in (*route.bodies, *((GenerateRequest, ChatRequest) if route.path == "/vertex" else ()))
-    for kind in dict.fromkeys(structs_in(body))
-    for name in names_of(kind)
-    if not (route.path == "/vertex" and (kind is StreamOptions or name == "stream_options"))  # `stream` is refused there
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_field_of_another_dialect_that_would_change_the_text_is_refused_by_name(kind):
+    for name in {*FIELDS, *CHANGES_TEXT} - {*kind.__struct_fields__, *NOT_SUPPORTED, *SILENT.split()}:
+        read(kind, **{name: None})
+        with pytest.raises(ApiError, match=f"`{name}` is not a field of this request"):
+            read(kind, **{name: 1})
+
+
+@pytest.mark.parametrize(
+    "kind, name, meant",
+    [
+        (GenerateRequest, "max_tokens", "; use `max_new_tokens` in `parameters`"),
+        (GenerateRequest, "temperature", "; use `temperature` in `parameters`"),
+        (GenerateRequest, "min_tokens", "is not a field of this request"),
+        (GenerateRequest, "guided_json", "; use `grammar` in `parameters`"),
+        (Parameters, "stop_sequences", "; use `stop`"),
+        (Parameters, "response_format", "; use `grammar`"),
+        (ChatRequest, "max_new_tokens", "; use `max_completion_tokens`"),
+        (ChatRequest, "grammar", "; use `response_format`"),
+        (CompletionRequest, "max_completion_tokens", "; use `max_tokens`"),
+        (ResponsesRequest, "max_tokens", "; use `max_output_tokens`"),
+        (ResponsesRequest, "response_format", "; use `text`"),
+    ],
+)
+def test_the_refusal_of_another_apis_field_names_what_to_use(kind, name, meant):
+    with pytest.raises(ApiError) as refused:
+        read(kind, **{name: 1})
+    assert (str(refused.value).endswith(meant), refused.value.param) == (True, name)
+
+
+def test_other_fields_are_ignored():
+    names = ("model", "user", "metadata", "request_id", "mode", "models", "priority", "options", "max_retries")
+    for kind in KINDS:
+        for name in set(names) - set(kind.__struct_fields__):
+            read(kind, **{name: {"nested": [1, None, {}]}})
+    for dialect in ("native", "greedy chat"):
+        assert job(dialect, request_id="x", quantile=-5) == job(dialect)
+
+
+def test_a_request_with_more_fields_than_any_client_sends_is_refused():
+    names = [f"max_tok{i}" for i in range(256)]
+    read(GenerateRequest, **dict.fromkeys(names[:255], 1))
+    for kind in (GenerateRequest, Parameters):
+        with pytest.raises(ApiError, match=r"at most 256 fields\. Given: 257"):
+            read(kind, **dict.fromkeys([*names, "another"][: 256 + (kind is Parameters)], 1))
+
+
+@pytest.mark.parametrize("dialect", ["native", "stream", "greedy chat", "completion", "responses"])
+def test_null_means_absent(dialect):
+    kinds = {"greedy chat": ChatRequest, "completion": CompletionRequest, "responses": ResponsesRequest}
+    kind = kinds.get(dialect, Parameters)
+    greedy = {} if kind is Parameters else {"temperature": 0}
+    without = job(dialect, **greedy)
+    for name in set(kind.__struct_fields__) - {*greedy, "messages", "prompt", "input"}:
+        assert job(dialect, **greedy | {name: None}) == without, name
+
+
+def test_a_wrong_type_is_refused_before_a_wrong_value_and_an_unknown_name():
+    assert "parameters.top_n_tokens" in refusal("native", temperature=0, top_n_tokens=-1, temprature=1).message
+    assert "parameters.seed" in refusal("native", best_of=2, seed=2**64).message
+
+
+# A device that samples
+
+NEEDS_HOST = [  # dialect, field, what does nothing and so is taken, what is refused
+    ("native", "seed", [None, 5], []),  # a greedy text needs no seed
+    ("native", "repetition_penalty", [None, 1, 1.0], [0.9, 1.2]),
+    ("native", "frequency_penalty", [None, 0, -0.0], [0.1, -2]),
+    ("native", "typical_p", [None, 1, 1.0], [0.95]),
+    ("native", "top_n_tokens", [None, 0], [1, 5]),
+    ("native", "best_of", [None, 0, 1], []),
+    ("native", "min_p", [None, 0, 0.0], [0.05]),
+    ("sampled", "seed", [None], [0, 5]),
+    ("sampled", "best_of", [None, 1], [2, 3]),
+    ("chat", "seed", [None], [0, -1]),
+    ("chat", "min_p", [None, 0], [0.05]),
+    ("greedy chat", "min_p", [None, 0, 0.05], []),  # it filters nothing from a greedy text
+    ("chat", "logprobs", [None, False], [True]),
+    ("chat", "presence_penalty", [None, 0], [0.1]),
+    ("chat", "logit_bias", [None, {}, {"5": 0}], [{"5": 1}, {"5": 0, "6": -1}]),
+    ("chat", "min_tokens", [None, 0], [1]),
+    ("greedy chat", "seed", [None, 5], []),
+    ("greedy chat", "frequency_penalty", [0], [1]),
+    ("completion", "logprobs", [None], [0, 1]),
+    ("completion", "best_of", [None, 1], [2]),
+    ("completion", "repetition_penalty", [1], [1.1]),
+    ("responses", "top_logprobs", [None, 0], [1]),
 ]
 
 
-def request_of(body, kind, fields):
-    return BODIES[body] | (WITHIN[kind](fields) if kind in WITHIN else fields)
+@pytest.mark.parametrize(("dialect", "field", "right", "wrong"), NEEDS_HOST)
+def test_a_device_that_samples_refuses_what_it_cannot_do_and_takes_what_does_nothing(dialect, field, right, wrong):
+    for value in right:
+        assert jobs(dialect, ON_DEVICE, **{field: value})
+    for value in wrong:
+        assert jobs(dialect, INFO, **{field: value})
+        error = refusal(dialect, ON_DEVICE, **{field: value})
+        assert_invalid(error, f"`{field}` needs SAMPLING=host: this server samples on the device")
+        assert error.param == field
 
 
-def ask(served, path, body, name):
-    """The status, how many tokens were generated, and the body without ids and times; of `best_of` no text, which is random."""
-    if path == "/vertex" and "instances" not in body:
-        body = {"instances": [body]}
-    response = served.post(path, body)
-    text = response.get_data(as_text=True)
-    if path == "/v1/responses" and response.is_json and response.status_code == 200:
-        text = json.dumps(response.json["output"])  # all else of it repeats the request
-    text = re.sub(r'"(id|call_id|created)": ?("[\w-]*"|\d+)', "", text)
-    is_random = name == "best_of" and response.status_code == 200
-    return response.status_code, (response.headers.get("x-generated-tokens"), "" if is_random else text)
+def test_a_device_draws_from_256_tokens_at_most():
+    for dialect in ("native", "chat"):
+        assert job(dialect, ON_DEVICE, top_k=256).sampling.top_k == 256
+        assert job(dialect, INFO, top_k=257).sampling.top_k == 257
+        error = refusal(dialect, ON_DEVICE, top_k=257)
+        assert_invalid(error, "`top_k` above 256 needs SAMPLING=host: this server samples on the device. Given: 257")
+    assert job("greedy chat", ON_DEVICE, top_k=5000).sampling.seed is None
+    for everything in (0, -1):
+        assert job("chat", ON_DEVICE, top_k=everything).sampling.top_k == 0
 
 
-def generated_text(answer):
-    choice = answer["choices"][0] if "choices" in answer else answer
-    return choice.get("generated_text") or choice.get("text") or choice["message"]["content"]
+def test_a_device_that_samples_takes_all_that_it_can_do():
+    most = {"top_k": 256, "top_p": 0.5, "temperature": 0.1, "max_new_tokens": 5, "stop": ["a"], "details": True}
+    sampling = job("sampled", ON_DEVICE, **most).sampling
+    assert (sampling.top_k, sampling.top_p, sampling.temperature) == (256, 0.5, 0.1)
+    most = {"n": 2, "ignore_eos": True, "max_tokens": 5, "top_p": 0.5, "stop": "a"}
+    chat = job("chat", ON_DEVICE, **most)
+    assert (chat.sequences, chat.ignore_eos, list(chat.stop)) == (2, True, ["a"])
+    assert job("completion", ON_DEVICE, **most, best_of=2).sequences == 2
 
 
-@pytest.fixture(scope="module")
-def served(tmp_path_factory):
-    served = Served(tmp_path_factory.mktemp("served"))
-    (served.folder / "chat_template.jinja").write_text(TEMPLATE)
-    yield served.get_ready()
-    served.assert_idle()
-    served.close()
-
-
-def test_every_field_and_every_row_of_the_tables_has_a_value_here():
-    for kind in {kind for body in BODIES for kind in structs_in(body)}:
-        assert set(VALUES[kind]) == set(names_of(kind))
-    for kind, documented in DOCUMENTED.items():
-        assert set(kind.__struct_fields__) <= set(documented)
-        assert set(documented.values()) == {"honoured", "refused", "ignored"} - ({"ignored"} if kind is Parameters else set())
-
-
-@pytest.mark.parametrize(("path", "body", "kind", "name"), CASES)
-def test_a_field_does_what_the_documents_say(served, path, body, kind, name):
-    fields, value = VALUES[kind][name]
-    said = DOCUMENTED.get(kind, {}).get(name, "honoured")
-    if (path, name) in EXCEPTIONS:
-        fields, said = {}, EXCEPTIONS[path, name]
-    without = request_of(body, kind, fields)
-    if name == "stop":
-        value = [generated_text(served.post(WHOLE[body], without).json)[2]]
-    status, before = ask(served, path, without, name)
-    assert status == 200, before
-    status, after = ask(served, path, request_of(body, kind, fields | {name: value}), name)
-    if said == "refused" or (kind, name) in REFUSED:
-        assert status == 422, after
-        named = REFUSED.get((kind, name), name)
-        assert re.search(rf'`([\w.\[\]]+\.)?{named}`|"param":"{named}"', after[1])
-    else:
-        assert status == 200, after
-        assert (after == before) == (said == "ignored")
-
-
-@pytest.mark.parametrize("body", WHOLE)
-def test_what_the_documents_say_of_sampling_on_the_device_is_so(serve, body):
-    served = serve(sampling="device")
-    (served.folder / "chat_template.jinja").write_text(TEMPLATE)
-    served.get_ready()
-    kind = Parameters if body is GenerateRequest else body
-    sampled = {"do_sample": True} if kind is Parameters else {"temperature": 1, "logprobs": None}
-    honoured = {name for name, said in DOCUMENTED[kind].items() if said == "honoured"} - {"decoder_input_details"}
-    refused = set()
-    for name in honoured:
-        value = {"top_k": 257, "stop": ["a"]}.get(name, VALUES[kind][name][1])
-        needed = {"logprobs": True} if name == "top_logprobs" else {"tools": TOOLS} if name == "tool_choice" else {}
-        status, (_, answer) = ask(served, WHOLE[body], request_of(body, kind, sampled | needed | {name: value}), name)
-        assert status == 200 or (status == 422 and validate.NEEDS_HOST in answer), (name, answer)
-        refused |= {name} if status == 422 else set()
-    assert refused == set(DEVICE_TABLE) & honoured
-    assert set(DEVICE_TABLE.values()) == {"refused"}
-    served.assert_idle()
+def test_a_body_is_read_once_whatever_it_holds():
+    data = parse(json.dumps({"messages": [USER], "temperature": 1}).encode())
+    assert fields.read(data, ChatRequest).temperature == 1.0 and data["temperature"] == 1

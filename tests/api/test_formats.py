@@ -6,9 +6,9 @@ import json
 import re
 
 import pytest
+from asked import ANY_JSON, ON_DEVICE, as_openai, job, jobs, refusal, thorough
 from hypothesis import given
 from hypothesis import strategies as st
-from test_schema import ANY_JSON, FACTS, ON_DEVICE, asked_of, thorough
 
 from api.errors import ApiError
 from api.fields import NEEDS_HOST
@@ -99,29 +99,21 @@ OPENAI_REFUSALS = [
 ]
 
 
-def refusal(route, **fields) -> ApiError:
-    with pytest.raises(ApiError) as refused:
-        asked_of(route, FACTS, **fields)
-    return refused.value
-
-
 def assert_names(error: ApiError, param: str, words: str) -> None:
     assert (error.status, error.param) == (422, param)
     assert re.match(f"Input validation error: `{re.escape(param)}` .*{words}", str(error)), str(error)
-    assert json.loads(error.openai_json)["error"]["param"] == param
+    assert as_openai(error)["param"] == param
 
 
 @pytest.mark.parametrize(("grammar", "expected"), NATIVE_SHAPES)
 def test_every_shape_of_tgis_grammar_is_taken(grammar, expected):
-    (job,) = asked_of("native", FACTS, grammar=grammar)
-    assert job.grammar == expected
+    assert job(grammar=grammar).grammar == expected
 
 
 @pytest.mark.parametrize("route", OPENAI)
 @pytest.mark.parametrize(("fields", "expected"), OPENAI_SHAPES)
 def test_every_shape_of_openais_vllms_and_sglangs_clients_is_taken(route, fields, expected):
-    (job,) = asked_of(route, FACTS, **fields)
-    assert job.grammar == expected
+    assert job(route, **fields).grammar == expected
 
 
 @pytest.mark.parametrize(("grammar", "param", "words"), NATIVE_REFUSALS)
@@ -136,7 +128,7 @@ def test_a_format_that_cannot_be_used_is_refused_by_name(route, fields, param, w
 
 
 def test_every_prompt_of_a_request_gets_the_grammar():
-    assert [job.grammar for job in asked_of("completion", FACTS, prompt=["a", "b"], regex="a+")] == [REGEX] * 2
+    assert [job.grammar for job in jobs("completion", prompt=["a", "b"], regex="a+")] == [REGEX] * 2
 
 
 @pytest.mark.parametrize(
@@ -150,18 +142,22 @@ def test_every_prompt_of_a_request_gets_the_grammar():
     ],
 )
 def test_the_end_token_is_generated_where_the_client_gets_single_tokens(route, wanted):
-    assert not asked_of(route, FACTS)[0].keep_eos
-    assert asked_of(route, FACTS, **wanted)[0].keep_eos
+    assert not job(route).keep_eos
+    assert job(route, **wanted).keep_eos
 
 
 @pytest.mark.parametrize(
     ("route", "fields"),
-    [("native", {"grammar": {"type": "regex", "value": "a"}}), ("chat", {"regex": "a"}), ("completion", {"regex": "a"})],
+    [
+        ("native", {"grammar": {"type": "regex", "value": "a"}}),
+        ("chat", {"regex": "a"}),
+        ("completion", {"regex": "a"}),
+        ("responses", {"text": {"format": {"type": "json_object"}}}),
+    ],
 )
 def test_a_device_that_samples_refuses_grammars(route, fields):
-    assert asked_of(route, FACTS, **fields)
-    with pytest.raises(ApiError, match=NEEDS_HOST):
-        asked_of(route, ON_DEVICE, **fields)
+    assert job(route, **fields).grammar
+    assert NEEDS_HOST in str(refusal(route, ON_DEVICE, **fields))
 
 
 NOT = {"not": {"type": "string"}}  # no mask can say this
@@ -218,9 +214,9 @@ def test_any_format_gives_a_grammar_or_a_refusal(given_format):
 
 def grammar_or_refusal(route, **fields):
     try:
-        (job,) = asked_of(route, FACTS, **fields)
+        asked = job(route, **fields)
     except ApiError as error:
         assert error.status == 422
         assert next(iter(fields)) in error.param
     else:
-        assert isinstance(job.grammar, str)
+        assert isinstance(asked.grammar, str)

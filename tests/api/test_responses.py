@@ -1,25 +1,23 @@
 """`POST /v1/responses`: its requests become chats, and its responses and events are those of OpenAI's API reference."""
 
 import json
+import re
 
+import msgspec
 import pytest
+from asked import USER, answer_to, as_openai, job, refusal, serving
 from fakes.model import EOS
-from fakes.tokenizer import VOCABULARY, byte_tokenizer
+from openai_api import CHAT, MESSAGES, RESPONSES
+from openai_api import whole as asked
 
+from api import fields as api_fields
 from api.answer import Sequence
-from api.errors import ApiError
-from api.fields import Job, parse
-from api.responses import ResponsesAnswer, chat_of
-from api.tools import tool_use
-from api.types import ResponsesRequest, encode
-from protocol import ModelInfo, Token
+from api.job import Prompt
+from api.responses import ResponsesAnswer, ResponsesRequest
+from api.types import encode
+from protocol import Token
 from text.reader import Reading
-from text.tokenizer import Tokenizer
-from text.tool_formats import FORMATS, ModelTools
 
-HERMES = ModelTools(FORMATS[0])
-
-RESPONSES, CHAT = "/v1/responses", "/v1/chat/completions"
 BODY = {"input": "Hi", "max_output_tokens": 12, "temperature": 0}
 WEATHER = {"type": "function", "name": "weather", "parameters": {"type": "object"}, "strict": True}
 NESTED = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}, "strict": True}}
@@ -27,21 +25,8 @@ SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
 CALL = {"type": "function_call", "call_id": "call_1", "name": "weather", "arguments": '{"city":"Oslo"}', "id": "fc_1"}
 
 
-def chat(**fields):
-    return chat_of(parse(json.dumps({"input": "Hi"} | fields).encode(), ResponsesRequest))
-
-
-def messages(**fields):
-    return [
-        {name: value for name in message.__struct_fields__ if (value := getattr(message, name)) is not None}
-        for message in chat(**fields).messages
-    ]
-
-
 def whole(served, body):
-    response = served.post(RESPONSES, body)
-    assert response.status_code == 200, response.json
-    return response.json
+    return asked(served, RESPONSES, body)
 
 
 def events_of(data):
@@ -60,32 +45,26 @@ def stream(served, body):
     return events_of(response.get_data(as_text=True))
 
 
-@pytest.fixture
-def answered(tmp_path):
-    """Makes the whole response and the events of a text, which a model with Hermes' format writes, a byte a token."""
-    bytes_of = byte_tokenizer(tmp_path)
-    tokenizer = Tokenizer(tmp_path)
-    info = ModelInfo("m", None, str(tmp_path), VOCABULARY, [EOS], 1, 999, 999, "fake", "float32")
-
-    def make(text, finish_reason="eos_token", thinking="", **fields):
-        request = parse(json.dumps({"input": "Hi", "tools": [WEATHER]} | fields).encode(), ResponsesRequest)
-        chat = chat_of(request)
-        job = Job("", reading=Reading(tool_use(chat.tools, chat.tool_choice, chat.parallel_tool_calls, HERMES), thinking))
-        ids = bytes_of.encode(text).ids + [EOS] * (finish_reason == "eos_token")
-        for streams in (True, False):
-            answer = ResponsesAnswer([job], info, tokenizer, streams, request=request, chat=chat)
-            answer.request_id = "r"
-            sequence, data = Sequence(tokenizer, job, [1], 999, 0, 0), b""
-            for n, token in enumerate(ids, 1):
-                pieces = sequence.take(Token(1, token, 0.0, [], finish_reason if n == len(ids) else None))
-                sequence.pieces += pieces
-                data += answer.events(sequence, pieces) if streams else b""
+def answered(text, finish_reason="eos_token", thinking="", **fields):
+    """The whole response and the events of a text, which a model with Hermes' format writes, a byte a token."""
+    tokenizer = serving().text.tokenizer
+    ids = tokenizer.encode(text) + [EOS] * (finish_reason == "eos_token")
+    for streams in (True, False):
+        body = {"input": "Hi", "tools": [WEATHER], "stream": streams} | fields
+        (asked_for,) = answer_to("responses", body).jobs
+        asked_for = msgspec.structs.replace(asked_for, reading=Reading(asked_for.reading.calls, thinking))
+        answer = ResponsesAnswer(asked_for, serving(), api_fields.read(body, ResponsesRequest), wants_logprobs=False)
+        answer.request_id = "r"
+        sequence = Sequence(tokenizer, Prompt(asked_for, [1], 999), 0, 0)
+        data = b""
+        for n, token in enumerate(ids, 1):
+            pieces = sequence.take(Token(1, token, 0.0, [], finish_reason if n == len(ids) else None))
+            sequence.keep(pieces)
             if streams:
-                events = events_of((data + answer.closing([sequence])).decode())
-        whole = json.loads(encode(answer.whole([sequence])))
-        return whole, events
-
-    return make
+                data += answer.events(sequence, pieces)
+        if streams:
+            events = events_of((data + answer.closing([sequence])).decode())
+    return json.loads(encode(answer.whole([sequence]))), events
 
 
 def built(events):
@@ -114,51 +93,75 @@ def built(events):
 
 # Requests
 
+PARTS = [{"type": "input_text", "text": "H"}, {"type": "input_text", "text": "i"}]
+SAID = [{"type": "output_text", "text": "Yes?", "annotations": [], "logprobs": []}]
+OUTPUT = {"type": "function_call_output", "output": "sun"}
+FUNCTION = {"name": "weather", "arguments": '{"city":"Oslo"}'}
+CALLS_OF = {name: {"id": name, "type": "function", "function": FUNCTION} for name in ("call_1", "call_2")}
+SYSTEM = {"role": "system", "content": "Be brief"}
+ALLOWED = {"mode": "required", "tools": [{"type": "function", "function": {"name": "weather"}}]}
+NAMED_SCHEMA = {"name": "x", "schema": SCHEMA, "strict": True}
+CHATS = [  # a request, and the chat that it is
+    ({"input": "Hi"}, {"messages": [USER]}),
+    ({"input": "Hi", "instructions": "Be brief"}, {"messages": [SYSTEM, USER]}),
+    (
+        {"input": [{"role": "developer", "content": "Be brief"}, {"role": "user", "content": PARTS}]},
+        {"messages": [SYSTEM, USER]},
+    ),
+    (
+        {"input": [{"type": "message", **USER}, {"role": "assistant", "content": SAID, "id": "msg_1", "status": "completed"}]},
+        {"messages": [USER, {"role": "assistant", "content": "Yes?"}]},
+    ),
+    (
+        {
+            "input": [
+                USER,
+                {"type": "reasoning", "id": "rs_1", "summary": [], "content": None},
+                {"role": "assistant", "content": "Let me see"},
+                CALL,
+                CALL | {"call_id": "call_2"},
+                OUTPUT | {"call_id": "call_1"},
+                OUTPUT | {"call_id": "call_2", "output": PARTS},
+            ]
+        },
+        {
+            "messages": [
+                USER,
+                {"role": "assistant", "content": "Let me see", "tool_calls": list(CALLS_OF.values())},
+                {"role": "tool", "content": "sun", "tool_call_id": "call_1"},
+                {"role": "tool", "content": "Hi", "tool_call_id": "call_2"},
+            ]
+        },
+    ),
+    ({"input": [CALL]}, {"messages": [{"role": "assistant", "tool_calls": [CALLS_OF["call_1"]]}]}),
+    ({"tools": [WEATHER], "parallel_tool_calls": False}, {"tools": [NESTED], "parallel_tool_calls": False}),
+    (
+        {"tools": [WEATHER], "tool_choice": {"type": "function", "name": "weather"}},
+        {"tools": [NESTED], "tool_choice": {"type": "function", "function": {"name": "weather"}}},
+    ),
+    (
+        {"tools": [WEATHER], "tool_choice": {"type": "allowed_tools", "mode": "required", "tools": [WEATHER]}},
+        {"tools": [NESTED], "tool_choice": {"type": "allowed_tools", "allowed_tools": ALLOWED}},
+    ),
+    ({"tools": [WEATHER], "tool_choice": "required"}, {"tools": [NESTED], "tool_choice": "required"}),
+    (
+        {"text": {"format": {"type": "json_schema", **NAMED_SCHEMA}, "verbosity": "low"}},
+        {"response_format": {"type": "json_schema", "json_schema": NAMED_SCHEMA}},
+    ),
+    ({"text": {"format": {"type": "json_object"}}}, {"response_format": {"type": "json_object"}}),
+    ({"text": {"format": {"type": "text"}}}, {}),
+    ({"text": {"format": None}}, {}),
+    ({"max_output_tokens": 7, "top_logprobs": 2}, {"max_tokens": 7, "logprobs": True, "top_logprobs": 2}),
+    ({"include": ["message.output_text.logprobs"]}, {"logprobs": True}),
+]
 
-def test_a_text_is_what_the_user_says_and_instructions_come_first():
-    assert messages() == [{"role": "user", "content": "Hi"}]
-    assert messages(instructions="Be brief")[0] == {"role": "system", "content": "Be brief"}
 
-
-@pytest.mark.parametrize("kind", [{}, {"type": "message"}])
-def test_messages_may_leave_out_their_type_and_their_parts_are_joined(kind):
-    parts = [{"type": "input_text", "text": "H"}, {"type": "input_text", "text": "i"}]
-    said = [{"type": "output_text", "text": "Yes?", "annotations": [], "logprobs": []}]
-    items = [{"role": "developer", "content": "Be brief"}, {"role": "user", "content": parts}]
-    items += [{"role": "assistant", "content": said, "id": "msg_1", "status": "completed"}]
-    expected = [{"role": "system", "content": "Be brief"}, {"role": "user", "content": "Hi"}]
-    expected += [{"role": "assistant", "content": "Yes?"}]
-    assert messages(input=[item | kind for item in items]) == expected
-
-
-def test_calls_become_one_message_of_the_assistant_and_their_outputs_one_of_the_tool_each():
-    items = [{"role": "user", "content": "Weather?"}, {"type": "reasoning", "id": "rs_1", "summary": [], "content": None}]
-    items += [{"role": "assistant", "content": "Let me see"}, CALL, CALL | {"call_id": "call_2"}]
-    items += [{"type": "function_call_output", "call_id": "call_1", "output": "sun"}]
-    items += [{"type": "function_call_output", "call_id": "call_2", "output": [{"type": "input_text", "text": "rain"}]}]
-    function = {"name": "weather", "arguments": '{"city":"Oslo"}'}
-    calls = [{"id": name, "type": "function", "function": function} for name in ("call_1", "call_2")]
-    assert messages(input=items) == [
-        {"role": "user", "content": "Weather?"},
-        {"role": "assistant", "content": "Let me see", "tool_calls": calls},
-        {"role": "tool", "content": "sun", "tool_call_id": "call_1"},
-        {"role": "tool", "content": "rain", "tool_call_id": "call_2"},
-    ]
-    assert messages(input=[CALL]) == [{"role": "assistant", "tool_calls": calls[:1]}]
-
-
-def test_tools_and_formats_get_the_form_that_chats_have():
-    asked = chat(tools=[WEATHER], parallel_tool_calls=False, tool_choice={"type": "function", "name": "weather"})
-    assert asked.tools == [NESTED] and asked.parallel_tool_calls is False
-    assert asked.tool_choice == {"type": "function", "function": {"name": "weather"}}
-    allowed = {"type": "allowed_tools", "mode": "required", "tools": [{"type": "function", "name": "weather"}]}
-    nested = {"mode": "required", "tools": [{"type": "function", "function": {"name": "weather"}}]}
-    assert chat(tools=[WEATHER], tool_choice=allowed).tool_choice == {"type": "allowed_tools", "allowed_tools": nested}
-    assert chat(tools=[WEATHER], tool_choice="required").tool_choice == "required"
-    given = {"type": "json_schema", "name": "x", "schema": SCHEMA, "strict": True}
-    assert chat(text={"format": given}).response_format["json_schema"]["schema"] == SCHEMA
-    for given in ({"type": "text"}, {"type": "json_object"}, None):
-        assert chat(text={"format": given, "verbosity": "low"}).response_format == given
+@pytest.mark.parametrize(("fields", "chat"), CHATS)
+def test_a_request_asks_for_what_a_chat_asks_for(fields, chat):
+    names = {"prompt_name": "", "limit_name": "", "grammar_name": ""}
+    made = [job("responses", temperature=0, **fields), job("greedy chat", **chat)]
+    made = [msgspec.structs.replace(each, **names) for each in made]
+    assert made[0] == made[1]
 
 
 REFUSED = {
@@ -169,12 +172,15 @@ REFUSED = {
     "prompt": {"id": "pmpt_1"},
     "max_tool_calls": 2,
     "truncation": "auto",
+    "top_logprobs": 99,
+    "max_output_tokens": 0,
+    "input": [],
     "tools[0].type": {"tools": [{"type": "web_search"}]},
     "tool_choice.type": {"tools": [WEATHER], "tool_choice": {"type": "file_search"}},
     "text.format": {"text": {"format": {"type": "json_schema", "name": "x"}}},
-    "input[0].content[1]": {
-        "input": [{"role": "user", "content": [{"type": "input_text", "text": ""}, {"type": "input_image"}]}]
-    },
+    "text.format.type": {"text": {"format": {"type": "xml"}}},
+    "text.format.schema": {"text": {"format": {"type": "json_schema", "schema": 5}}},
+    "input[0].content[1]": {"input": [{"role": "user", "content": [PARTS[0], {"type": "input_image"}]}]},
     "input[0].type": {"input": [{"type": "item_reference", "id": "msg_1"}]},
     "input[1].type": {"input": [CALL, {"type": "computer_call", "call_id": "x"}]},
     "input[1]": {"input": [CALL, {"type": "function_call_output", "call_id": "call_1"}]},
@@ -182,13 +188,30 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("param", REFUSED)
-def test_what_is_not_supported_is_refused_by_name(param):
+def test_what_is_not_supported_is_refused_in_the_names_of_this_api(param):
     value = REFUSED[param]
     fields = value if isinstance(value, dict) and param not in ResponsesRequest.__struct_fields__ else {param: value}
-    with pytest.raises(ApiError) as refused:
-        chat(**fields)
-    assert (refused.value.status, refused.value.param) == (422, param)
-    assert f"`{param}`" in refused.value.message
+    error = refusal("responses", **fields)
+    assert (error.status, error.param) == (422, param)
+    assert f"`{param}`" in str(error)
+    assert not {"messages", "response_format", "max_completion_tokens"} & set(re.findall(r"\w+", str(error)))
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "quoted"),
+    [
+        ({"input": [{"role": "`messages`", "content": "x"}]}, "input[0].role", "'`messages`'"),
+        ({"truncation": "`logprobs`"}, "truncation", "'`logprobs`'"),
+        ({"text": {"format": {"type": "`response_format"}}}, "text.format.type", "'`response_format'"),
+        ({"tools": [WEATHER | {"name": "`messages`"}]}, "tools[0].name", "'`messages`'"),
+        ({"tools": [WEATHER], "tool_choice": "`max_tokens"}, "tool_choice", "'`max_tokens'"),
+        ({"input": [{"role": "tool", "content": "x"}]}, None, "no id of `messages`"),  # the words of the template
+    ],
+)
+def test_an_error_leaves_the_words_of_others_alone(fields, param, quoted):
+    error = refusal("responses", **fields)
+    assert (error.status, error.param) == (422, param)
+    assert as_openai(error)["message"].endswith(quoted)
 
 
 def test_what_changes_nothing_is_accepted_and_repeated(served):
@@ -203,21 +226,18 @@ def test_what_changes_nothing_is_accepted_and_repeated(served):
 @pytest.mark.parametrize(
     ("fields", "status", "param"),
     [
-        ({"input": []}, 422, "input"),
         ({"input": "x" * 70}, 400, "input"),
         ({"max_output_tokens": 1000}, 400, "input"),
-        ({"max_output_tokens": 0}, 422, "max_output_tokens"),
         ({"max_tokens": 2}, 422, "max_tokens"),
         ({"text": {"format": {"type": "json_schema", "schema": {"not": {}}}}}, 422, "text.format.schema"),
-        ({"text": {"format": {"type": "xml"}}}, 422, "text.format.type"),
-        ({"top_logprobs": 99}, 422, "top_logprobs"),
     ],
 )
-def test_errors_name_the_fields_of_this_api(served, fields, status, param):
+def test_errors_of_what_cannot_run_name_the_fields_of_this_api_too(served, fields, status, param):
     response = served.post(RESPONSES, BODY | fields)
-    error = response.json["error"]
-    assert (response.status_code, error["param"]) == (status, param)
-    assert not {"messages", "response_format", "max_completion_tokens"} & set(error["message"].replace("`", " ").split())
+    assert (response.status_code, response.json["error"]["param"]) == (status, param)
+    assert not {"messages", "response_format", "max_completion_tokens"} & set(
+        re.findall(r"\w+", response.json["error"]["message"])
+    )
 
 
 def test_a_device_that_samples_names_the_fields_of_this_api_too(serve):
@@ -236,7 +256,7 @@ def test_a_device_that_samples_names_the_fields_of_this_api_too(serve):
 
 def test_a_response_says_what_a_chat_says(served):
     answer = whole(served, BODY)
-    chatted = served.post(CHAT, {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 12, "temperature": 0}).json
+    chatted = asked(served, CHAT, MESSAGES)
     (choice,), usage = chatted["choices"], chatted["usage"]
     (message,) = answer["output"]
     assert message["content"] == [
@@ -285,7 +305,7 @@ CALLS = [f'<tool_call>\n{{"name": "weather", "arguments": {{"city":"{city}"}}}}\
         (CALLS[0], {"tool_choice": "none"}, ["message"]),
     ],
 )
-def test_a_text_is_split_into_items_the_same_in_a_stream_and_in_a_whole_response(answered, text, options, kinds):
+def test_a_text_is_split_into_items_the_same_in_a_stream_and_in_a_whole_response(text, options, kinds):
     whole, events = answered(text, **options)
     assert [item["type"] for item in whole["output"]] == kinds
     assert built(events) == events[-1]["response"]["output"]
@@ -299,7 +319,7 @@ def test_a_text_is_split_into_items_the_same_in_a_stream_and_in_a_whole_response
     assert whole["output"] == events[-1]["response"]["output"]
 
 
-def test_a_call_is_announced_by_name_before_its_arguments_come(answered):
+def test_a_call_is_announced_by_name_before_its_arguments_come():
     _, events = answered(CALLS[0])
     kinds = [event["type"].removeprefix("response.") for event in events]
     deltas = kinds.count("function_call_arguments.delta")
@@ -311,7 +331,7 @@ def test_a_call_is_announced_by_name_before_its_arguments_come(answered):
     assert json.loads(events[-1]["response"]["output"][0]["arguments"]) == {"city": "Oslo"}
 
 
-def test_reasoning_is_an_item_of_its_own_and_its_tokens_are_counted(answered):
+def test_reasoning_is_an_item_of_its_own_and_its_tokens_are_counted():
     whole, _ = answered("<think>Hm.</think>Yes", thinking="before")
     reasoning, message = whole["output"]
     assert reasoning["content"] == [{"type": "reasoning_text", "text": "Hm."}] and reasoning["summary"] == []
@@ -320,7 +340,7 @@ def test_reasoning_is_an_item_of_its_own_and_its_tokens_are_counted(answered):
 
 
 @pytest.mark.parametrize("text", ["Just te", CALLS[0][:-20], "Hm."])
-def test_an_item_that_the_limit_of_tokens_cuts_is_incomplete_and_so_is_the_response(answered, text):
+def test_an_item_that_the_limit_of_tokens_cuts_is_incomplete_and_so_is_the_response(text):
     whole, events = answered(text, finish_reason="length", thinking="inside" if text == "Hm." else "")
     for response in (whole, events[-1]["response"]):
         assert (response["status"], response["incomplete_details"]) == ("incomplete", {"reason": "max_output_tokens"})
@@ -328,7 +348,7 @@ def test_an_item_that_the_limit_of_tokens_cuts_is_incomplete_and_so_is_the_respo
     assert events[-1]["type"] == "response.incomplete"
 
 
-def test_a_call_that_cannot_be_read_is_content_and_in_a_stream_incomplete(answered):
+def test_a_call_that_cannot_be_read_is_content_and_in_a_stream_incomplete():
     text = '<tool_call>\n{"name": "weather", "arguments": {"city":]}}'
     whole, events = answered(text)
     (message,) = whole["output"]

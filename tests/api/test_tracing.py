@@ -136,7 +136,8 @@ def test_the_time_in_the_queue_is_in_the_span_of_that_name(traced, collector):
 
 
 def test_a_stream_has_a_span_from_its_first_event_to_its_last(traced, collector):
-    traced.post("/generate_stream", {"inputs": "abc", "parameters": {"max_new_tokens": 5}}).get_data()
+    with traced.post("/generate_stream", {"inputs": "abc", "parameters": {"max_new_tokens": 5}}) as response:
+        response.get_data()
     request, stages = collector.trace("POST /generate_stream")
     assert names(stages) == ["validate", "queue", "prefill", "decode", "stream"]
     begins, ends = times(stages[-1])

@@ -1,0 +1,53 @@
+"""What answers of all dialects share: how log-probabilities are written, sequences that end early, the best of several."""
+
+import math
+
+import pytest
+from asked import encode, job, serving
+
+from api.answer import Sequence, best_of, rounded
+from api.job import Prompt
+from protocol import Token
+
+
+def sequence(number=0, **fields):
+    asked = job("completion", **fields)
+    return Sequence(serving().text.tokenizer, Prompt(asked, [72, 105], 9), number, number)
+
+
+@pytest.mark.parametrize(
+    ("logprob", "written"),
+    [
+        (-0.3400000035762787, b"-0.34"),
+        (-16.777217864990234, b"-16.7772179"),
+        (-1.1920929e-7, b"-1e-7"),
+        (-1e-9, b"0.0"),
+        (math.nan, b"null"),
+        (-math.inf, b"null"),
+    ],
+)
+def test_a_logprob_is_written_with_seven_decimals_and_as_null_where_it_is_no_number(logprob, written):
+    assert encode(rounded(logprob)) == written
+
+
+def test_the_best_sequence_has_the_highest_mean_and_one_without_tokens_is_the_worst():
+    sequences = [sequence(n) for n in range(3)]
+    for n, logprobs in ((0, [-1.0, -3.0]), (1, [-1.5])):
+        for logprob in logprobs:
+            sequences[n].take(Token(n, 98, logprob))
+    assert best_of(sequences) is sequences[1]
+    assert best_of(sequences[1:]) is sequences[1]
+
+
+def test_a_sequence_that_is_cut_gives_what_was_held_back_for_a_stop_string():
+    cut = sequence(stop="bcd")
+    told = [piece for token in serving().text.tokenizer.encode("abc") for piece in cut.take(Token(1, token, -1.0))]
+    assert "".join(piece.text for piece in told) == "a"
+    assert "".join(piece.text for piece in cut.cut()) == "bc"
+    assert (cut.finish_reason, cut.stream.text) == ("length", "abc")
+
+
+def test_a_prompt_that_is_only_scored_has_no_answer():
+    scored = sequence(max_tokens=0, echo=True)
+    assert scored.take(Token(1, 98, -1.0)) == []
+    assert (scored.finish_reason, scored.tokens) == ("length", 0)

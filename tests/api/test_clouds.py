@@ -1,0 +1,110 @@
+"""The routes of cloud platforms: they wrap requests of the other dialects, in whose shapes they answer."""
+
+import re
+
+import pytest
+from openai_api import CHAT, COMPLETION, MESSAGES, PROMPT, whole
+
+NATIVE = {"inputs": "Hi", "parameters": {"max_new_tokens": 5}}
+
+
+def predictions(served, *instances):
+    return whole(served, "/vertex", {"instances": instances})["predictions"]
+
+
+def test_an_invocation_is_whichever_request_it_looks_like(served):
+    assert whole(served, "/invocations", MESSAGES)["choices"] == whole(served, CHAT, MESSAGES)["choices"]
+    assert whole(served, "/invocations", PROMPT)["choices"] == whole(served, COMPLETION, PROMPT)["choices"]
+    assert whole(served, "/invocations", PROMPT | {"inputs": None})["choices"]
+    text = whole(served, "/generate", NATIVE)["generated_text"]
+    assert whole(served, "/invocations", NATIVE | {"messages": []}) == [{"generated_text": "Hi" + text}]
+
+
+NOT = {"type": "json", "value": {"not": {}}}  # no mask can say this
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "param"),
+    [
+        (MESSAGES | {"n": 0}, 422, "n"),
+        (PROMPT | {"tempreature": 1}, 422, "tempreature"),
+        (PROMPT | {"prompt": "a" * 100}, 400, "prompt"),
+        (MESSAGES | {"max_tokens": 100}, 400, "messages"),
+        (PROMPT | {"prompt": ["a"] * 4, "n": 2}, 422, None),
+        (PROMPT | {"response_format": NOT}, 422, "response_format.value"),
+        (MESSAGES | {"response_format": NOT, "stream": True}, 422, "response_format.value"),
+        (NATIVE | {"parameters": {"top_k": 0}}, 422, ...),
+        (NATIVE | {"inputs": "a" * 100}, 422, ...),
+        (NATIVE | {"parameters": {"grammar": NOT}}, 422, ...),
+        ({"text": "Hi"}, 422, ...),
+        ([], 422, ...),
+        (b"{", 400, ...),
+    ],
+)
+def test_an_invocation_that_cannot_be_served_is_refused_in_the_dialect_of_its_body(served, body, status, param):
+    response = served.post("/invocations", body)
+    assert response.status_code == status
+    if param is ...:
+        assert list(response.json) == ["error", "error_type"]
+    else:
+        assert response.json["error"]["param"] == param
+
+
+def test_an_invocation_without_a_known_field_is_told_which_there_are(served):
+    error = served.post("/invocations", {"text": "Hi", "inputs": None}).json["error"]
+    assert error.endswith("did not match any variant: one of `inputs`, `messages`, `prompt` is needed")
+
+
+def test_vertex_predicts_a_text_for_each_instance(served):
+    full = NATIVE | {"parameters": {"max_new_tokens": 5, "return_full_text": True}}
+    text = whole(served, "/generate", NATIVE)["generated_text"]
+    chat = whole(served, CHAT, MESSAGES)["choices"][0]["message"]["content"]
+    assert predictions(served, NATIVE, MESSAGES, full) == [text, chat, "Hi" + text]
+
+
+@pytest.mark.parametrize(
+    ("instances", "error_type", "words"),
+    [
+        ([], "Input validation error", "Input validation error: `instances` cannot be empty"),
+        ([NATIVE] * 33, "batch size exceeded", "exceeds the maximum allowed batch size of 32"),
+        ([NATIVE, NATIVE | {"inputs": ""}], "validation", "`inputs` cannot be empty"),
+        ([NATIVE, 5], "validation", "Expected `object`, got `int`"),
+        ([PROMPT], "validation", "one of `inputs`, `messages` is needed"),
+        ([NATIVE | {"max_tokens": 5}], "validation", "`max_tokens` is not a field of this request; use `max_new_tokens`"),
+        ([MESSAGES | {"n": 2}], "validation", "`n` != 1 is not supported in `instances`"),
+        *[
+            ([MESSAGES | {name: value}], "validation", f"`{name}` is not supported in `instances`: a prediction is a text")
+            for name, value in {"stream": True, "logprobs": True, "top_logprobs": 2, "tools": [{}]}.items()
+        ],
+        *[
+            ([{"inputs": "a", "parameters": {name: 1 if "top" in name else True}}], "validation", f"`{name}` is not supported")
+            for name in ("details", "decoder_input_details", "top_n_tokens")
+        ],
+    ],
+)
+def test_vertex_refuses_what_gives_no_texts(served, instances, error_type, words):
+    response = served.post("/vertex", {"instances": instances})
+    assert (response.status_code, response.json["error_type"]) == (422, error_type)
+    assert re.search(re.escape(words), response.json["error"])
+
+
+def test_the_route_of_the_ray_blueprint_gives_prompt_and_answer_in_a_list(served):
+    text = whole(served, "/generate", {"inputs": "Hi there"})["generated_text"]
+    response = served.client.get("/infer?sentence=Hi%20there")
+    assert (response.status_code, response.json) == (200, ["Hi there" + text])
+    for path in ("/infer", "/infer?sentence="):
+        assert "`sentence` cannot be empty" in served.client.get(path).json["error"]
+    assert "`sentence` must have at most 59 tokens" in served.client.get(f"/infer?sentence={'a' * 99}").json["error"]
+
+
+def test_a_device_that_samples_serves_these_routes_too(serve):
+    served = serve(sampling="device").get_ready()
+    expected = served.tokenizer.decode(served.expected("Hello", 8))
+    assert served.client.get("/infer?sentence=Hello").json[0].startswith("Hello" + expected)
+    assert predictions(served, {"inputs": "Hello", "parameters": {"max_new_tokens": 8}}) == [expected]
+    chat = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 9, "n": 2, "top_p": 0.9, "stop": "zz"}
+    choices = whole(served, "/invocations", chat)["choices"]
+    assert [(choice["index"], choice["logprobs"]) for choice in choices] == [(0, None), (1, None)]
+    completion = {"prompt": "Hello", "max_tokens": 8, "temperature": 0, "seed": 1, "ignore_eos": True, "echo": True}
+    assert whole(served, "/invocations", completion)["choices"][0]["text"].startswith("Hello" + expected)
+    served.assert_idle()

@@ -1,0 +1,123 @@
+"""Chats of every dialect: messages as the model's template reads them, and the job that a chat makes."""
+
+import json
+import re
+
+import pytest
+from asked import USER, answer_to, job, refusal, serving
+
+from api.conversation import ROLES
+
+ASSISTANT = {"role": "assistant", "content": "Well "}
+
+
+def prompt_of(*messages):
+    return job("chat", messages=messages).prompt
+
+
+@pytest.mark.parametrize(
+    ("messages", "prompt"),
+    [
+        ([USER], "u:Hi;a:"),
+        ([{"role": "system", "content": "Be brief"}, USER], "s:Be brief;u:Hi;a:"),
+        ([{"role": "user", "content": [{"type": "text", "text": "H"}, {"type": "text", "text": "i"}]}], "u:Hi;a:"),
+        ([{"role": "user", "content": []}], "u:;a:"),
+        ([{"role": "function", "content": "a", "name": "n", "tool_calls": None, "refusal": None}], "f:a;a:"),
+        ([{"role": "tool", "content": "a", "tool_call_id": "1"}], "t:a1;a:"),
+        ([{"role": "ipython", "content": "a"}], "i:a;a:"),  # the template has the word in quotes
+        ([USER, ASSISTANT], "u:Hi;a:Well"),  # which is continued
+    ],
+)
+def test_a_chat_is_what_its_template_makes_of_its_messages(messages, prompt):
+    assert prompt_of(*messages) == prompt
+    assert not job("chat", messages=messages).add_special_tokens, "the template has put them"
+
+
+@pytest.mark.parametrize(
+    ("messages", "param", "words"),
+    [
+        ([], "messages", "`messages` cannot be empty"),
+        ([{"role": "user"}], "messages[0]", "`messages[0]` needs `content`"),
+        ([USER, {"role": "user", "content": [{"type": "image_url"}]}], "messages[1].content[0].type", "only text is"),
+        ([{"role": "user", "content": [{"type": "text"}]}], "messages[0].content[0]", "needs `text`"),
+        ([{"content": "x"}], "messages[0].role", "missing required field `role`"),
+        ([USER, {"role": "<|end|>", "content": "x"}], "messages[1].role", rf"{', '.join(ROLES)}, .* Given: '<\|end\|>'"),
+        ("Hi", "messages", "messages: Expected `array`, got `str`"),
+        ([{"role": "tool", "content": "x"}], None, "Template error: no id of `messages`"),
+    ],
+)
+def test_messages_that_cannot_be_read_are_refused_with_the_reason(messages, param, words):
+    error = refusal("chat", messages=messages)
+    assert (error.status, error.param) == (422, param)
+    assert re.search(words if "Given" in words else re.escape(words), str(error))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "read"),
+    [('{"a": 1}', {"a": 1}), ({"a": 1}, {"a": 1}), ("", {}), (None, {}), ("nonsense", "nonsense"), ("[" * 9999, "[" * 9999)],
+)
+def test_a_template_gets_the_arguments_of_a_call_as_an_object_where_they_can_be_read(arguments, read, monkeypatch):
+    written = []
+    monkeypatch.setattr("text.template.ChatTemplate.render", lambda _, messages, tools: written.append(messages) or "")
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": arguments}}
+    prompt_of({"role": "assistant", "content": None, "tool_calls": [call]})
+    ((message,),) = written
+    assert message["content"] == ""
+    assert message["tool_calls"][0]["function"] == {"name": "f", "arguments": read}
+
+
+def test_more_messages_than_a_prompt_has_tokens_are_refused():
+    assert job("chat", messages=[USER] * 100)
+    error = refusal("chat", messages=[USER] * 101)
+    assert re.search(r"`messages` holds 101: .* may have 100 \(--max-input-tokens", str(error))
+
+
+def test_a_model_without_a_template_says_so(monkeypatch):
+    without = serving().text._replace(template=None)
+    monkeypatch.setattr("asked.text", lambda: without)
+    error = refusal("chat")
+    assert (error.status, str(error), error.error_type) == (422, "Template error: template not found", "template_error")
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"top_logprobs": 2}, "top_logprobs"),
+        ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"max_completion_tokens": 0}, "max_completion_tokens"),
+        ({"max_tokens": 9, "max_completion_tokens": 0}, "max_completion_tokens"),
+    ],
+)
+def test_what_a_chat_cannot_honour_is_refused_by_name(fields, param):
+    error = refusal("chat", **fields)
+    assert (error.status, error.param) == (422, param)
+    assert f"`{param}`" in str(error)
+
+
+def test_a_chat_asks_for_what_its_fields_say():
+    asked = job("chat", logprobs=True, top_logprobs=20, max_tokens=50, max_completion_tokens=12)
+    assert (asked.logprobs, asked.top_n_tokens, asked.max_new_tokens) == (True, 20, 12)
+    assert [job("chat", logprobs=wanted).logprobs for wanted in (None, False, True)] == [False, False, True]
+
+
+@pytest.mark.parametrize(
+    "harmless",
+    [
+        {"tools": [], "tool_choice": "auto"},
+        {"response_format": {"type": "text"}},
+        {"user": "u", "model": "gpt-x", "store": True, "metadata": {"a": "b"}},
+        {"stop": None, "seed": None, "logit_bias": None, "stream_options": None, "tools": None},
+    ],
+)
+def test_what_asks_for_nothing_changes_nothing(harmless):
+    assert job("greedy chat", **harmless) == job("greedy chat")
+
+
+def test_every_dialect_with_chats_makes_the_same_job_of_one():
+    chat = {"messages": [USER, ASSISTANT, USER], "temperature": 0, "max_tokens": 7, "stop": ["x"]}
+    (expected,) = answer_to("chat", chat).jobs
+    assert answer_to("vertex", {"instances": [chat]}).jobs == [expected]
+    responses = {"input": chat["messages"], "temperature": 0, "max_output_tokens": 7}
+    (job,) = answer_to("responses", json.loads(json.dumps(responses))).jobs
+    assert (job.prompt, job.sampling, job.max_new_tokens) == (expected.prompt, expected.sampling, 7)

@@ -1,0 +1,345 @@
+"""Every field of every request: it changes the output, or a 4xx names it, or the documents say that it is ignored.
+
+The cases are generated from the table of routes and the types of their bodies: a new field fails here until it has a value in
+`VALUES` and, where docs/api.md has a table for its type, a row there.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import typing
+
+import msgspec
+import pytest
+from fakes.model import EOS
+from served import Served
+
+from api.clouds import VertexRequest
+from api.completions import CompletionRequest
+from api.conversation import ChatRequest, Message, Part
+from api.fields import NEEDS_HOST
+from api.formats import StructuredOutputs
+from api.openai import StreamOptions
+from api.responses import InputItem, InputPart, ResponsesRequest, TextConfig, ToolChoice
+from api.routes import ROUTES
+from api.tgi import GenerateRequest, Parameters
+from run import HERE
+
+USER = {"role": "user", "content": "Hi"}
+CALL = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+TEMPLATE = (
+    "{# <|python_tag|> #}{% for tool in tools or [] %}{{ tool.function.name }}{% endfor %}"
+    "{% for m in messages %}{{ m.role[0] }}:{{ m.content }}{{ m.name }}{{ m.tool_call_id }}"
+    "{% for c in m.tool_calls or [] %}{{ c.function.name }}{{ c.function.arguments.a }}{% endfor %};{% endfor %}a:"
+)
+TOOLS = [{"type": "function", "function": {"name": name, "parameters": {"additionalProperties": False}}} for name in "fg"]
+FUNCTIONS = [{"type": "function", **tool["function"]} for tool in TOOLS]  # as in a Responses request
+FUNCTION = {"type": "function", "name": "f"}
+CALLED = {"type": "function_call", "call_id": "1", "name": "f", "arguments": "{}"}
+RESULT = {"type": "function_call_output", "call_id": "1", "output": "x"}
+SEVERAL = {"tool_choice": "required", "logit_bias": {str(ord(";") - 32): 100}}  # the tokens are bytes
+EARLY_END = {"logit_bias": {str(EOS): 100}}
+RANDOM = {"seed": 1, "temperature": 5}
+REPEATING = {"logit_bias": {"5": 12}, "ignore_eos": True}
+ARRAY = {"type": "array", "items": {"enum": [1, 2]}, "minItems": 3}
+
+# For each field of each type: the other fields of both requests, and the value that the second request has.
+OPENAI_VALUES = {
+    "model": ({}, "gpt-x"),
+    "max_tokens": ({}, 2),
+    "temperature": ({"seed": 1}, 0.3),
+    "top_p": (RANDOM, 0.01),
+    "top_k": (RANDOM, 1),
+    "min_p": (RANDOM, 1.0),
+    "n": ({}, 2),
+    "stop": ({}, None),  # replaced by a piece of the text that is generated without it
+    "seed": (RANDOM, 2),
+    "presence_penalty": (REPEATING, 2),
+    "frequency_penalty": (REPEATING, 2),
+    "repetition_penalty": (REPEATING, 50),
+    "logit_bias": ({}, {"5": 100}),
+    "min_tokens": (EARLY_END, 3),
+    "ignore_eos": (EARLY_END, True),
+    "stream": ({}, True),
+    "stream_options": ({"stream": True}, {"include_usage": True}),
+    "response_format": ({}, {"type": "json_object"}),
+    "structured_outputs": ({}, {"choice": ["ab"]}),
+    "guided_json": ({}, ARRAY),
+    "guided_regex": ({}, "ab"),
+    "guided_choice": ({}, ["ab"]),
+    "guided_whitespace_pattern": ({"guided_json": ARRAY}, "[ ]{9}"),
+    "guided_grammar": ({}, 'start: "ab"'),
+    "regex": ({}, "ab"),
+    "json_schema": ({}, json.dumps(ARRAY)),
+    "ebnf": ({}, 'root ::= "ab"'),
+    "user": ({}, "someone"),
+}
+VALUES = {
+    GenerateRequest: {"inputs": ({}, "Ho"), "parameters": ({}, {"max_new_tokens": 2}), "stream": ({}, True)},
+    Parameters: {
+        "best_of": ({"temperature": 1}, 2),
+        "temperature": ({"seed": 1}, 0.3),
+        "repetition_penalty": ({}, 0.01),
+        "frequency_penalty": ({"max_new_tokens": 50, "top_k": 1}, -2),
+        "top_k": (RANDOM, 1),
+        "top_p": (RANDOM, 0.01),
+        "min_p": (RANDOM, 1.0),
+        "typical_p": (RANDOM, 0.01),
+        "do_sample": ({"seed": 1}, True),
+        "max_new_tokens": ({}, 2),
+        "return_full_text": ({"return_full_text": False}, True),
+        "stop": ({}, None),
+        "truncate": ({}, 1),
+        "watermark": ({}, True),
+        "details": ({}, True),
+        "decoder_input_details": ({}, True),
+        "seed": (RANDOM, 2),
+        "top_n_tokens": ({"details": True}, 2),
+        "grammar": ({}, {"type": "regex", "value": "a"}),
+        "adapter_id": ({}, "someone/adapter"),
+    },
+    ChatRequest: OPENAI_VALUES
+    | {
+        "messages": ({}, [{"role": "user", "content": "Ho"}]),
+        "max_completion_tokens": ({}, 2),
+        "logprobs": ({}, True),
+        "top_logprobs": ({"logprobs": True}, 2),
+        "tools": ({}, TOOLS),
+        "tool_choice": ({"tools": TOOLS}, "required"),
+        "parallel_tool_calls": ({"tools": TOOLS, "max_tokens": 45} | SEVERAL, False),
+        "functions": ({}, [{"name": "f"}]),
+        "function_call": ({}, {"name": "f"}),
+        "modalities": ({}, ["audio"]),
+        "audio": ({}, {"voice": "x"}),
+        "web_search_options": ({}, {}),
+        "metadata": ({}, {"a": "b"}),
+        "prediction": ({}, {"type": "content", "content": "x"}),
+        "prompt_cache_key": ({}, "x"),
+        "reasoning_effort": ({}, "low"),
+        "safety_identifier": ({}, "x"),
+        "service_tier": ({}, "auto"),
+        "store": ({}, True),
+        "verbosity": ({}, "low"),
+    },
+    Message: {
+        "role": ({}, "system"),
+        "content": ({}, "Ho"),
+        "name": ({}, "x"),
+        "tool_calls": ({}, [CALL]),
+        "tool_call_id": ({}, "x"),
+    },
+    Part: {"type": ({}, "image_url"), "text": ({}, "Ho")},
+    StructuredOutputs: {
+        "json": ({}, ARRAY),
+        "regex": ({}, "ab"),
+        "choice": ({}, ["ab"]),
+        "json_object": ({}, True),
+        "disable_any_whitespace": ({"json": ARRAY, "whitespace_pattern": "[ ]{9}"}, True),
+        "whitespace_pattern": ({"json": ARRAY}, "[ ]{9}"),
+        "grammar": ({}, 'start: "ab"'),
+        "structural_tag": ({}, "{}"),
+    },
+    StreamOptions: {"include_usage": ({}, True), "continuous_usage_stats": ({"include_usage": True}, True)},
+    CompletionRequest: OPENAI_VALUES
+    | {
+        "prompt": ({}, "Ho"),
+        "best_of": ({"temperature": 1, "ignore_eos": True}, 2),
+        "echo": ({}, True),
+        "logprobs": ({}, 1),
+        "suffix": ({}, "end"),
+    },
+    VertexRequest: {"instances": ({}, [{"inputs": "Ho"}])},
+    ResponsesRequest: {
+        "input": ({}, "Ho"),
+        "instructions": ({}, "Be"),
+        "model": ({}, "gpt-x"),
+        "max_output_tokens": ({}, 2),
+        "temperature": ({}, 100),
+        "top_p": ({"temperature": 100}, 1e-9),
+        "top_logprobs": ({}, 2),
+        "text": ({}, {"format": {"type": "json_object"}}),
+        "tools": ({}, FUNCTIONS),
+        "tool_choice": ({"tools": FUNCTIONS}, "required"),
+        "parallel_tool_calls": ({"tools": FUNCTIONS, "tool_choice": "required", "max_output_tokens": 45}, False),
+        "stream": ({}, True),
+        "include": ({}, ["message.output_text.logprobs"]),
+        "store": ({}, True),
+        "previous_response_id": ({}, "resp_1"),
+        "conversation": ({}, "conv_1"),
+        "background": ({}, True),
+        "prompt": ({}, {"id": "x"}),
+        "max_tool_calls": ({}, 1),
+        "truncation": ({}, "auto"),
+        "metadata": ({}, {"a": "b"}),
+        "reasoning": ({}, {"effort": "low"}),
+        "service_tier": ({}, "auto"),
+        "user": ({}, "someone"),
+    },
+    TextConfig: {"format": ({}, {"type": "json_object"}), "verbosity": ({}, "low")},
+    ToolChoice: {
+        "type": ({"tools": FUNCTIONS}, "allowed_tools"),
+        "name": ({}, "g"),
+        "mode": ({"type": "allowed_tools", "tools": FUNCTIONS}, "required"),
+        "tools": ({"type": "allowed_tools", "mode": "required", "tools": FUNCTIONS[:1]}, FUNCTIONS[1:]),
+    },
+    InputItem: {
+        "type": (CALLED | RESULT, "function_call"),
+        "role": ({}, "system"),
+        "content": ({}, "Ho"),
+        "call_id": (RESULT, "2"),
+        "name": (CALLED, "g"),
+        "arguments": (CALLED, '{"a": 1}'),
+        "output": (RESULT, "y"),
+    },
+    InputPart: {"type": ({}, "input_image"), "text": ({}, "Ho")},
+}
+# The tables of docs/api.md, and the routes that differ from them: Vertex returns only texts.
+TABLES = {Parameters: "TGI's parameters", ChatRequest: "OpenAI's chat completions", CompletionRequest: "OpenAI's completions"}
+TABLES[ResponsesRequest] = "OpenAI's responses"
+TEXT_ALONE = ("details", "decoder_input_details", "top_n_tokens", "logprobs", "top_logprobs", "n", "stream")
+EXCEPTIONS = {
+    **{("/generate", "stream"): "ignored", ("/generate_stream", "stream"): "ignored"},
+    **{("/generate_stream", "best_of"): "refused", ("/generate_stream", "decoder_input_details"): "refused"},
+    **{("/vertex", name): "refused" for name in TEXT_ALONE},
+    **{("/vertex", "tools"): "refused", ("/vertex", "tool_choice"): "refused", ("/vertex", "parallel_tool_calls"): "ignored"},
+    ("/v1/responses", "verbosity"): "ignored",
+}
+# Fields that are refused, and what the error calls them.
+REFUSED = {(Part, "type"): "type", (InputPart, "type"): r"content\[0\]"}
+REFUSED |= {(StructuredOutputs, name): name for name in ("grammar", "structural_tag")}
+# The shortest request of each type, and where the fields of a type within it belong.
+BODIES = {
+    GenerateRequest: {"inputs": "Hi", "parameters": {"max_new_tokens": 12}},
+    ChatRequest: {"messages": [USER], "max_tokens": 12, "temperature": 0},
+    CompletionRequest: {"prompt": "Hi", "max_tokens": 12, "temperature": 0},
+    VertexRequest: {"instances": [{"inputs": "Hi"}]},
+    ResponsesRequest: {"input": "Hi", "max_output_tokens": 12, "temperature": 0},
+}
+WITHIN = {
+    Parameters: lambda fields: {"parameters": {"max_new_tokens": 12} | fields},
+    Message: lambda fields: {"messages": [USER | fields]},
+    Part: lambda fields: {"messages": [{"role": "user", "content": [{"type": "text", "text": "Hi"} | fields]}]},
+    StructuredOutputs: lambda fields: {"structured_outputs": fields or None},
+    StreamOptions: lambda fields: {"stream": True, "stream_options": fields},
+    TextConfig: lambda fields: {"text": fields},
+    ToolChoice: lambda fields: {"max_output_tokens": 40, "tools": FUNCTIONS, "tool_choice": FUNCTION | fields},
+    InputItem: lambda fields: {"input": [USER | fields]},
+    InputPart: lambda fields: {"input": [{"role": "user", "content": [{"type": "input_text", "text": "Hi"} | fields]}]},
+}
+
+
+def table(title):
+    section = (HERE / "docs" / "api.md").read_text().split(f"## {title}\n")[1].split("\n## ")[0]
+    return dict(re.findall(r"^\| `(\w+)` \| (\w+) \|", section, flags=re.MULTILINE))
+
+
+DOCUMENTED = {kind: table(title) for kind, title in TABLES.items()}
+WHOLE = {GenerateRequest: "/generate", ChatRequest: "/v1/chat/completions", CompletionRequest: "/v1/completions"}
+DEVICE_TABLE = table("Sampling on the device")
+
+
+def structs_in(kind):
+    """The struct `kind`, or those that the type `kind` is made of, with all within them."""
+    if isinstance(kind, type) and issubclass(kind, msgspec.Struct):
+        yield kind
+        for field in msgspec.structs.fields(kind):
+            yield from structs_in(field.type)
+    for inner in typing.get_args(kind):
+        yield from structs_in(inner)
+
+
+def names_of(kind):
+    return dict.fromkeys((*kind.__struct_fields__, *DOCUMENTED.get(kind, ())))
+
+
+# (path, type of the body, type of the field, field): every field of every route that generates text.
+CASES = [
+    pytest.param(route.path, body, kind, name, id=f"{route.path}-{kind.__name__}.{name}")
+    for route in ROUTES
+    if route.bodies and "tokenize" not in route.path
+    for body in (*route.bodies, *((GenerateRequest, ChatRequest) if route.path == "/vertex" else ()))
+    for kind in dict.fromkeys(structs_in(body))
+    for name in names_of(kind)
+    if not (route.path == "/vertex" and (kind is StreamOptions or name == "stream_options"))  # `stream` is refused there
+]
+
+
+def request_of(body, kind, fields):
+    return BODIES[body] | (WITHIN[kind](fields) if kind in WITHIN else fields)
+
+
+def ask(served, path, body, name):
+    """The status, how many tokens were generated, and the body without ids and times; of `best_of` no text, which is random."""
+    if path == "/vertex" and "instances" not in body:
+        body = {"instances": [body]}
+    response = served.post(path, body)
+    text = response.get_data(as_text=True)
+    if path == "/v1/responses" and response.is_json and response.status_code == 200:
+        text = json.dumps(response.json["output"])  # all else of it repeats the request
+    text = re.sub(r'"(id|call_id|created)": ?("[\w-]*"|\d+)', "", text)
+    is_random = name == "best_of" and response.status_code == 200
+    return response.status_code, (response.headers.get("x-generated-tokens"), "" if is_random else text)
+
+
+def generated_text(answer):
+    choice = answer["choices"][0] if "choices" in answer else answer
+    return choice.get("generated_text") or choice.get("text") or choice["message"]["content"]
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory):
+    served = Served(tmp_path_factory.mktemp("served"))
+    (served.folder / "chat_template.jinja").write_text(TEMPLATE)
+    yield served.get_ready()
+    served.assert_idle()
+    served.close()
+
+
+def test_every_field_and_every_row_of_the_tables_has_a_value_here():
+    for kind in {kind for body in BODIES for kind in structs_in(body)}:
+        assert set(VALUES[kind]) == set(names_of(kind))
+    for kind, documented in DOCUMENTED.items():
+        assert set(kind.__struct_fields__) <= set(documented)
+        assert set(documented.values()) == {"honoured", "refused", "ignored"} - ({"ignored"} if kind is Parameters else set())
+
+
+@pytest.mark.parametrize(("path", "body", "kind", "name"), CASES)
+def test_a_field_does_what_the_documents_say(served, path, body, kind, name):
+    fields, value = VALUES[kind][name]
+    said = DOCUMENTED.get(kind, {}).get(name, "honoured")
+    if (path, name) in EXCEPTIONS:
+        fields, said = {}, EXCEPTIONS[path, name]
+    without = request_of(body, kind, fields)
+    if name == "stop":
+        value = [generated_text(served.post(WHOLE[body], without).json)[2]]
+    status, before = ask(served, path, without, name)
+    assert status == 200, before
+    status, after = ask(served, path, request_of(body, kind, fields | {name: value}), name)
+    if said == "refused" or (kind, name) in REFUSED:
+        assert status == 422, after
+        named = REFUSED.get((kind, name), name)
+        assert re.search(rf'`([\w.\[\]]+\.)?{named}`|"param":"{named}"', after[1])
+    else:
+        assert status == 200, after
+        assert (after == before) == (said == "ignored")
+
+
+@pytest.mark.parametrize("body", WHOLE)
+def test_what_the_documents_say_of_sampling_on_the_device_is_so(serve, body):
+    served = serve(sampling="device")
+    (served.folder / "chat_template.jinja").write_text(TEMPLATE)
+    served.get_ready()
+    kind = Parameters if body is GenerateRequest else body
+    sampled = {"do_sample": True} if kind is Parameters else {"temperature": 1, "logprobs": None}
+    honoured = {name for name, said in DOCUMENTED[kind].items() if said == "honoured"} - {"decoder_input_details"}
+    refused = set()
+    for name in honoured:
+        value = {"top_k": 257, "stop": ["a"]}.get(name, VALUES[kind][name][1])
+        needed = {"logprobs": True} if name == "top_logprobs" else {"tools": TOOLS} if name == "tool_choice" else {}
+        status, (_, answer) = ask(served, WHOLE[body], request_of(body, kind, sampled | needed | {name: value}), name)
+        assert status == 200 or (status == 422 and NEEDS_HOST in answer), (name, answer)
+        refused |= {name} if status == 422 else set()
+    assert refused == set(DEVICE_TABLE) & honoured
+    assert set(DEVICE_TABLE.values()) == {"refused"}
+    served.assert_idle()

@@ -1,0 +1,164 @@
+"""What chats and completions share: the limits of OpenAI's fields, what sampling they ask for, usage, choices, stop strings."""
+
+import pytest
+from asked import assert_invalid, job, refusal
+from fakes.model import EOS
+from fakes.tokenizer import VOCABULARY
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from openai_api import CHAT, COMPLETION, MESSAGES, PROMPT, SAMPLED, chunks, streamed_text, text_of, whole
+
+from protocol import MAX_LOGIT_BIAS, Sampling
+
+BOTH = pytest.mark.parametrize("dialect", ["chat", "completion"])
+ROUTES = pytest.mark.parametrize(("route", "body"), [(CHAT, MESSAGES), (COMPLETION, PROMPT)])
+
+several = settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
+
+LIMITS = [  # field, what is just right, what is just wrong, the detail
+    ("temperature", [0, 0.0, 2, 5], [-0.1, -1], "must be >= 0.0"),
+    ("top_p", [1e-9, 1], [0, 1.5], "must be > 0.0 and <= 1.0"),
+    ("min_p", [0, 1], [-0.1, 1.1], "must be >= 0.0 and <= 1.0"),
+    ("top_k", [-1, 0, 50], [-2], "must be >= -1"),
+    ("presence_penalty", [-2, 2], [-2.1, 2.5], "must be >= -2.0 and <= 2.0"),
+    ("frequency_penalty", [-2, 2], [-3, 2.1], "must be >= -2.0 and <= 2.0"),
+    ("repetition_penalty", [0.1, 2], [0, -1], "must be strictly positive"),
+    ("n", [1, 4], [0, 5], "must be > 0 and <= 4 (--max-client-batch-size raises it). Given: "),
+    ("stop", ["a", ["a"] * 4], [["a"] * 5], "supports up to 4 stop sequences. Given: 5"),
+    ("min_tokens", [0, 9], [10], "must be <= the limit of generated tokens. Given: 10 and 9"),
+    ("logit_bias", [{}, {"0": -100, "256": 100}], [{"1": 101}], "must be >= -100 and <= 100. Given: 101"),
+    ("logit_bias", [{}], [{str(n): 1 for n in range(MAX_LOGIT_BIAS + 1)}], f"takes up to {MAX_LOGIT_BIAS} tokens. Given: "),
+    ("logit_bias", [{"07": 1}], [{str(VOCABULARY): 1}], f"holds token {VOCABULARY}, but the model's vocabulary has"),
+    *[
+        ("logit_bias", [{}], [{token: 1}], "maps token ids to numbers. Given: ")
+        for token in ("0" * 4000 + "1", "9" * 30, "-1", "1.0", "", " 1", "٣")
+    ],
+]
+
+
+@BOTH
+@pytest.mark.parametrize(("field", "right", "wrong", "detail"), LIMITS)
+def test_a_value_just_inside_a_limit_is_accepted_and_one_just_outside_is_refused_by_name(dialect, field, right, wrong, detail):
+    for value in right:
+        assert job(dialect, max_tokens=9, **{field: value})
+    for value in wrong:
+        error = refusal(dialect, max_tokens=9, **{field: value})
+        assert (error.status, error.param) == (422, field)
+        assert str(error).startswith(f"Input validation error: `{field}` {detail}")
+
+
+@BOTH
+def test_what_openais_clients_ask_for_arrives(dialect):
+    asked = {
+        "temperature": 0.5,
+        "top_p": 0.9,
+        "top_k": 7,
+        "min_p": 0.05,
+        "seed": 3,
+        "presence_penalty": 0.5,
+        "frequency_penalty": -0.5,
+        "repetition_penalty": 1.5,
+        "logit_bias": {"7": 1.5, "07": 2, "0": -100},
+    }
+    sampling = Sampling(**asked | {"logit_bias": [(7, 2.0), (0, -100.0)]})
+    assert job(dialect, **asked).sampling == sampling
+    made = job(dialect, max_tokens=9, min_tokens=4, ignore_eos=True, stop="x", n=2)
+    assert (made.max_new_tokens, made.min_new_tokens, made.ignore_eos, made.sequences) == (9, 4, True, 2)
+    assert (made.stop, made.keep_stop) == (["x"], False)
+
+
+@BOTH
+def test_a_request_is_greedy_at_temperature_0_and_samples_otherwise(dialect):
+    assert job(dialect, temperature=0, top_p=0.5, top_k=4, seed=1).sampling.seed is None
+    assert job(dialect, temperature=0.0).sampling.seed is None
+    for fields in ({}, {"temperature": 1}, {"top_p": 0.5}):
+        assert 0 <= job(dialect, **fields).sampling.seed < 2**64
+    assert job(dialect, seed=-1).sampling.seed == 2**64 - 1
+    assert job(dialect, top_k=-1).sampling.top_k == job(dialect, top_k=0).sampling.top_k == 0
+
+
+def test_a_format_and_an_ignored_end_are_refused_together():
+    assert_invalid(
+        refusal("chat", regex="a", ignore_eos=True), "`ignore_eos` cannot be combined with `regex`, which ends the text"
+    )
+
+
+# Answers
+
+
+@ROUTES
+def test_usage_comes_last_in_a_stream_when_it_is_asked_for(served, route, body):
+    stream = chunks(served, route, body | {"stream_options": {"include_usage": True, "unknown": 1}})
+    assert stream[-1]["choices"] == []
+    assert stream[-1]["usage"] == whole(served, route, body)["usage"]
+    assert all(chunk["usage"] is None for chunk in stream[:-1])
+    always = chunks(served, route, body | {"stream_options": {"include_usage": True, "continuous_usage_stats": True}})
+    counts = [chunk["usage"]["completion_tokens"] for chunk in always]
+    assert counts == sorted(counts)
+    assert always[-1]["usage"] == stream[-1]["usage"]
+
+
+@ROUTES
+def test_n_choices_have_a_random_stream_each_which_follows_from_the_seed(served, route, body):
+    answer = whole(served, route, body | SAMPLED | {"n": 3})
+    assert [choice["index"] for choice in answer["choices"]] == [0, 1, 2]
+    alone = [whole(served, route, body | SAMPLED | {"seed": 11 + n})["choices"][0] for n in range(3)]
+    assert [choice | {"index": 0} for choice in answer["choices"]] == alone
+    assert answer["usage"]["prompt_tokens"] == whole(served, route, body)["usage"]["prompt_tokens"]
+    stream = chunks(served, route, body | SAMPLED | {"n": 3})
+    assert [streamed_text(stream, n) for n in range(3)] == [text_of(choice) for choice in answer["choices"]]
+    ends = [c["index"] for chunk in stream for c in chunk["choices"] if c["finish_reason"]]
+    assert sorted(ends) == [0, 1, 2]
+
+
+@ROUTES
+@given(start=st.integers(0, 10), length=st.integers(1, 5), as_list=st.booleans())
+@several
+def test_a_stop_string_ends_the_text_and_no_part_of_it_shows(served, route, body, start, length, as_list):
+    full = streamed_text(chunks(served, route, body))
+    stop = full[start : start + length] or "never"
+    body = body | {"stop": [stop] if as_list else stop}
+    stream = chunks(served, route, body)
+    answer = whole(served, route, body)["choices"][0]
+    assert streamed_text(stream) == text_of(answer) == full.split(stop)[0]
+    assert answer["finish_reason"] == stream[-1]["choices"][0]["finish_reason"]
+    assert stop not in full or answer["finish_reason"] == "stop"
+
+
+def test_a_logit_bias_decides_which_token_comes(served):
+    (token,) = served.tokenizer.encode("z").ids
+    answer = whole(served, COMPLETION, PROMPT | {"logit_bias": {str(token): 100}})
+    assert answer["choices"][0]["text"] == "z" * 12
+
+
+def test_an_end_that_is_ignored_or_comes_too_early_does_not_end_the_text(served):
+    for fields, text_tokens, reason in (({}, 1, "stop"), ({"ignore_eos": True}, 12, "length"), ({"min_tokens": 5}, 6, "stop")):
+        answer = whole(served, COMPLETION, PROMPT | {"logit_bias": {str(EOS): 100}} | fields)
+        assert (answer["usage"]["completion_tokens"], answer["choices"][0]["finish_reason"]) == (text_tokens, reason)
+
+
+def test_penalties_are_of_the_answer_and_as_strong_as_asked(served):
+    (token,) = served.tokenizer.encode("z").ids
+    always = PROMPT | {"logit_bias": {str(token): 25}, "max_tokens": 24}
+    assert whole(served, COMPLETION, always)["choices"][0]["text"] == "z" * 24
+    assert whole(served, COMPLETION, always | {"presence_penalty": 2})["choices"][0]["text"] == "z" * 24
+    with_frequency = whole(served, COMPLETION, always | {"frequency_penalty": 2})["choices"][0]["text"]
+    assert with_frequency.startswith("z" * 5), "25 is not spent by the first few"
+    assert with_frequency != "z" * 24
+
+
+def test_a_request_samples_unless_the_temperature_is_0(served):
+    greedy = whole(served, COMPLETION, PROMPT)["choices"][0]["text"]
+    assert greedy == served.tokenizer.decode(served.expected("Hi", 12))
+    free = {"prompt": "Hi", "max_tokens": 12}
+    assert len({whole(served, COMPLETION, free)["choices"][0]["text"] for _ in range(5)}) > 1
+    seeded = [whole(served, COMPLETION, free | {"seed": -1})["choices"] for _ in range(2)]
+    assert seeded[0] == seeded[1]
+
+
+def test_the_model_is_listed_under_its_name(served):
+    card = served.client.get("/v1/models").json["data"][0]
+    assert (card["id"], card["object"], card["owned_by"]) == ("m", "model", "m")
+    assert served.client.get("/v1/models/m").json == card
+    missing = served.client.get("/v1/models/other")
+    assert (missing.status_code, missing.json["error"]["code"]) == (404, "model_not_found")

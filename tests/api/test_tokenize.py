@@ -1,0 +1,59 @@
+"""`/tokenize` and `/chat_tokenize`: the tokens of a text and of a chat, and where each stands."""
+
+import pytest
+from openai_api import whole
+
+CHAT = {"messages": [{"role": "user", "content": "Hi"}]}
+
+
+def test_tokenize_tells_where_each_token_stands(served):
+    text = "Hé!"
+    tokens = whole(served, "/tokenize", {"inputs": text, "parameters": {"truncate": 1}})
+    assert [token["id"] for token in tokens] == served.tokenizer.encode(text).ids
+    assert tokens[0] == {"id": tokens[0]["id"], "text": "H", "start": 0, "stop": 1}
+    assert (tokens[-1]["text"], tokens[-1]["start"], tokens[-1]["stop"]) == ("!", 3, 4)
+    assert whole(served, "/tokenize", {"inputs": ""}) == []
+
+
+def test_chat_tokenize_shows_the_text_that_a_chat_becomes(served):
+    answer = whole(served, "/chat_tokenize", CHAT)
+    assert answer["templated_text"] == "u:Hi;a:"
+    assert [token["text"] for token in answer["tokenize_response"]] == list("u:Hi;a:")
+
+
+@pytest.mark.parametrize(
+    ("limit", "most", "words"),
+    [
+        ("MAX_LISTED_TOKENS", 10, "the text has 11 tokens; at most 10 are listed"),
+        ("MAX_TOKENIZED", 10, "a text to tokenize must have at most 10 bytes. Given: 11"),
+    ],
+)
+def test_a_text_of_too_many_tokens_is_not_listed_token_by_token(served, monkeypatch, limit, most, words):
+    monkeypatch.setattr(f"api.tokenize.{limit}", most)
+    assert len(whole(served, "/tokenize", {"inputs": "a" * 10})) == 10
+    refused = served.post("/tokenize", {"inputs": "a" * 11})
+    assert (refused.status_code, refused.json["error"]) == (422, f"Input validation error: {words}")
+    assert served.post("/chat_tokenize", {"messages": [{"role": "user", "content": "a" * 11}]}).status_code == 422
+
+
+def test_errors_have_tgis_shape(served):
+    for path, body in (("/tokenize", {"input": "a"}), ("/chat_tokenize", CHAT | {"n": 0}), ("/chat_tokenize", b"{")):
+        response = served.post(path, body)
+        assert (response.status_code, response.json["error_type"]) == (400 if body == b"{" else 422, "validation")
+
+
+@pytest.mark.parametrize("route", ["/generate", "/tokenize"])
+def test_a_panic_of_the_tokenizers_library_is_an_error_of_the_request(served, monkeypatch, route):
+    class PanicException(BaseException):
+        """As pyo3 makes of a panic: no Exception."""
+
+    class Panics:
+        def encode_batch(self, *_args, **_options):
+            raise PanicException("called `Option::unwrap()` on a `None` value")
+
+        encode_batch_fast = encode_batch
+
+    monkeypatch.setattr(served.seen.text.tokenizer, "_tokenizer", Panics())
+    response = served.post(route, {"inputs": "a"})
+    assert response.status_code == 422
+    assert response.json["error"].endswith("tokenizer error: the tokenizer cannot process this text")

@@ -1,0 +1,113 @@
+"""What a request becomes without a server around it: its jobs, or the error that it is refused with."""
+
+from __future__ import annotations
+
+import functools
+import json
+import tempfile
+from pathlib import Path
+
+import msgspec
+import pytest
+from fakes.model import EOS
+from fakes.tokenizer import VOCABULARY, byte_tokenizer
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+
+from api import chat, clouds, completions, fields, responses, tgi
+from api.errors import ApiError, openai_error, tgi_error
+from api.job import ModelText, Served
+from api.types import encode
+from config import Config
+from protocol import ModelInfo
+from text.template import ChatTemplate
+from text.tokenizer import Tokenizer
+from text.tool_formats import FORMATS, ModelTools
+
+CONFIG = Config(max_stop_sequences=4, max_top_n_tokens=5, max_best_of=3, max_client_batch_size=4)
+INFO = ModelInfo("someone/model", "abc123", "/somewhere", VOCABULARY, [EOS], 8, 100, 120, "cpu", "float32")
+ON_DEVICE = msgspec.structs.replace(INFO, sampling="device")
+TEMPLATE = (
+    "{# 'ipython' #}{{ tools | tojson if tools }}{% for m in messages %}{% if m.role == 'tool' and not m.tool_call_id %}"
+    "{{ raise_exception('no id of `messages`') }}{% endif %}{{ m.role[0] }}:{{ m.content }}{{ m.tool_calls | tojson if m.tool_calls }}"
+    "{{ m.tool_call_id }};{% endfor %}a:"
+)
+USER = {"role": "user", "content": "Hi"}
+# The dialects, each with a body that a request's fields are added to; native ones have theirs in `parameters`.
+DIALECTS = {
+    "native": (tgi.generate, {"inputs": "Hello"}),
+    "sampled": (tgi.generate, {"inputs": "Hello"}),
+    "stream": (tgi.generate_stream, {"inputs": "Hello"}),
+    "chat": (chat.chat, {"messages": [USER]}),
+    "greedy chat": (chat.chat, {"messages": [USER], "temperature": 0}),
+    "completion": (completions.completion, {"prompt": "Hello"}),
+    "responses": (responses.responses, {"input": "Hi"}),
+    "vertex": (clouds.vertex, {"instances": [{"inputs": "Hello"}]}),
+}
+NATIVE = ("native", "sampled", "stream")
+
+thorough = settings(max_examples=100, suppress_health_check=[HealthCheck.too_slow])
+NUMBER = st.one_of(st.integers(-5, 10), st.integers(), st.floats(allow_nan=False, allow_infinity=False), st.floats(-3, 3))
+ANY_JSON = st.recursive(
+    st.one_of(st.none(), st.booleans(), NUMBER, st.text(max_size=5)),
+    lambda inner: st.one_of(st.lists(inner, max_size=3), st.dictionaries(st.text(max_size=3), inner, max_size=3)),
+    max_leaves=5,
+)
+
+
+@functools.cache
+def text() -> ModelText:
+    """A token is a byte; calls of tools are written in Hermes' format."""
+    with tempfile.TemporaryDirectory() as folder:
+        byte_tokenizer(Path(folder))
+        tokenizer = Tokenizer(folder)
+    return ModelText(tokenizer, ChatTemplate(TEMPLATE, {}), None, ModelTools(FORMATS[0]))
+
+
+def serving(info=INFO, config=CONFIG) -> Served:
+    return Served(config, info, text())
+
+
+def body_of(dialect, **given):
+    body = DIALECTS[dialect][1]
+    if dialect not in NATIVE:
+        return body | given
+    return body | {"parameters": given | ({"do_sample": True} if dialect == "sampled" else {})}
+
+
+def answer_to(dialect, body, info=INFO, config=CONFIG):
+    """The answer that a whole body asks for, from its bytes on."""
+    data = fields.parse(body if isinstance(body, bytes) else json.dumps(body).encode())
+    return DIALECTS[dialect][0](data, serving(info, config))
+
+
+def jobs(dialect, info=INFO, config=CONFIG, **given):
+    return answer_to(dialect, body_of(dialect, **given), info, config).jobs
+
+
+def job(dialect="native", info=INFO, config=CONFIG, **given):
+    (only,) = jobs(dialect, info, config, **given)
+    return only
+
+
+def refusal_of(dialect, body, info=INFO, config=CONFIG) -> ApiError:
+    with pytest.raises(ApiError) as refused:
+        answer_to(dialect, body, info, config)
+    return refused.value
+
+
+def refusal(dialect, info=INFO, config=CONFIG, **given) -> ApiError:
+    return refusal_of(dialect, body_of(dialect, **given), info, config)
+
+
+def as_tgi(error):
+    return json.loads(encode(tgi_error(error)))
+
+
+def as_openai(error):
+    return json.loads(encode(openai_error(error)))["error"]
+
+
+def assert_invalid(error: ApiError, detail: str) -> None:
+    assert (error.status, error.error_type) == (422, "validation")
+    assert str(error) == f"Input validation error: {detail}"
