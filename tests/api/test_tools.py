@@ -2,18 +2,22 @@
 
 import json
 import re
+from dataclasses import replace
 
 import pytest
 import served as served_app
 import tiny_tokenizers
+from asked import serving
 from tool_calls import BOTH, CALLS, FORMATS, KINDS, NOW, TOOLS, WRITTEN, tokenizer_of, tool, use
 
-from api import types as schema
-from api.answer import ChatAnswer, Sequence
+from api.answer import Sequence
+from api.chat import ChatAnswer
+from api.conversation import ChatRequest
 from api.errors import ApiError
-from api.fields import Job
+from api.job import Job, Prompt
 from api.tools import tool_use
-from protocol import ModelInfo, Token
+from api.types import encode
+from protocol import Token
 from text.reader import Reading
 from text.tokenizer import Tokenizer
 from text.tool_formats import ModelTools
@@ -116,9 +120,11 @@ def chat_answer(folder, written, kind="special", streams=False, reading=None, lo
     """An answer whose sequences have the texts `written`, token by token: whole, or as the choices of its stream."""
     tokenizer = Tokenizer(tiny_tokenizers.save(tokenizer_of(kind), folder))
     job = Job("", reading=reading, sequences=len(written), logprobs=logprobs)
-    info = ModelInfo("m", None, str(folder), 1000, [], 1, 1, 2, "fake", "float32")
-    answer = ChatAnswer([job], info, tokenizer, streams, request=schema.ChatRequest(messages=[], logprobs=logprobs))
-    sequences, events = [Sequence(tokenizer, job, [5], 99, n, n) for n in range(len(written))], b""
+    model = serving()
+    model = replace(model, text=model.text._replace(tokenizer=tokenizer))
+    answer = ChatAnswer(job, model, ChatRequest(messages=[], logprobs=logprobs, stream=streams))
+    sequences = [Sequence(tokenizer, Prompt(job, [5], 99), n, n) for n in range(len(written))]
+    events = b""
     for sequence, text in zip(sequences, written):
         ids = tokenizer.encode(text, add_special_tokens=False)
         for n, token in enumerate(ids):
@@ -126,7 +132,7 @@ def chat_answer(folder, written, kind="special", streams=False, reading=None, lo
             sequence.pieces += pieces
             events += answer.events(sequence, pieces) if streams else b""
     if not streams:
-        return json.loads(schema.encode(answer.whole(sequences)))["choices"]
+        return json.loads(encode(answer.whole(sequences)))["choices"]
     return [json.loads(event.removeprefix("data: "))["choices"][0] for event in events.decode().split("\n\n")[:-1]]
 
 
