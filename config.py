@@ -1,7 +1,8 @@
-"""Settings: flags, environment variables and the model's own files become one frozen `Config`, which every process reads.
+"""Settings: flags, environment variables and the model's own files become one frozen `Config`, which every
+process reads.
 
-Owns each setting's flag, variables, default, check and help text (the source of `--help` and of the tables in the documents),
-the settings of other servers, and what a checkpoint's config.json says (`Manifest`). Knows no HTTP, no sockets and no torch.
+In this order: how a value is read and checked, the settings (one `setting(...)` is the flag, its variables,
+the default, the line of `--help` and the row in docs/settings.md), the names of other servers, the parser.
 
     python3 config.py [flags]   checks everything and prints the resolved configuration as JSON
 """
@@ -22,10 +23,10 @@ import re
 import shlex
 import sys
 import unicodedata
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
 import logs
@@ -38,27 +39,30 @@ SAGEMAKER_MODEL = Path("/opt/ml/model")  # where SageMaker unpacks an endpoint's
 DEFAULT_MAX_TOTAL_TOKENS = 2048
 DEFAULT_BATCH_SIZE = 4
 DEVICE_TOP_K = 256  # most tokens that a device samples from, with SAMPLING=device
+MAX_COUNT = 10**9  # of any setting
+MAX_SECONDS = 10**6
+MAX_TOP_TOKENS = 10_000  # of `max_top_n_tokens`
 
-# Options of transformers-neuronx's NeuronConfig that change no text and may change the speed, with their values.
-NEURON_CONFIG = {"collectives_layout": "BSH", "on_device_embedding": "true", "sequence_parallel_norm": "true"}
-NEURON_CONFIG |= {"sequence_parallel_norm_threshold": "[1-9][0-9]*", "shard_over_sequence": "true"}
-
-DTYPES = {"auto": "auto", "float32": "float32", "bfloat16": "bfloat16", "float16": "float16"}
-DTYPES |= {"fp32": "float32", "f32": "float32", "bf16": "bfloat16", "fp16": "float16", "f16": "float16"}
-
-MAX_COUNT, MAX_SECONDS = 10**9, 10**6  # of any setting
-MAX_TOP_TOKENS = 10_000  # of `max_top_n_tokens`; the worker checks it, too
-
-
-# What entrypoint.sh needs to know.
-IN_SHELL = (
-    "model_cache",
-    "startup_timeout",
-    "stuck_timeout",
-    "graceful_termination_timeout",
-    "log_level",
-    "json_output",
-)
+# Options of transformers-neuronx's NeuronConfig that change no text and may change the speed, with their
+# values.
+NEURON_CONFIG = {
+    "collectives_layout": "BSH",
+    "on_device_embedding": "true",
+    "sequence_parallel_norm": "true",
+    "sequence_parallel_norm_threshold": "[1-9][0-9]*",
+    "shard_over_sequence": "true",
+}
+DTYPES = {
+    "auto": "auto",
+    "float32": "float32",
+    "bfloat16": "bfloat16",
+    "float16": "float16",
+    "fp32": "float32",
+    "f32": "float32",
+    "bf16": "bfloat16",
+    "fp16": "float16",
+    "f16": "float16",
+}
 
 
 def _whole(value: str, low: int = 1, high: int = MAX_COUNT) -> int:
@@ -66,14 +70,15 @@ def _whole(value: str, low: int = 1, high: int = MAX_COUNT) -> int:
         number = int(value)
     except ValueError:
         raise ValueError("must be a whole number") from None
-    if number < low or number > high:
-        raise ValueError(
-            f"must be at least {low}" if high == MAX_COUNT > number else f"must be between {low} and {high}"
-        )
+    if number < low and high == MAX_COUNT:
+        raise ValueError(f"must be at least {low}")
+    if not low <= number <= high:
+        raise ValueError(f"must be between {low} and {high}")
     return number
 
 
 _from_0 = functools.partial(_whole, low=0)
+_from_2 = functools.partial(_whole, low=2)
 
 
 def _chunk(value: str) -> int:
@@ -88,18 +93,19 @@ def _lengths(value: str) -> tuple[int, ...]:
 
 
 def _neuron_config(value: str) -> tuple[str, ...]:
-    options = sorted({part.strip() for part in value.split(",")})
-    names = [option.partition("=")[0] for option in options]
-    for name, option in zip(names, options):
+    given: dict[str, str] = {}
+    for option in value.split(","):
+        name, _, written = option.strip().partition("=")
         if name not in NEURON_CONFIG:
             raise ValueError(f"{name!r} is not an option; these are: {', '.join(NEURON_CONFIG)}")
-        if not re.fullmatch(NEURON_CONFIG[name], option.partition("=")[2]):
-            is_number = name == "sequence_parallel_norm_threshold"
-            allowed = "a positive whole number" if is_number else f"{NEURON_CONFIG[name]}, or left out"
+        if not re.fullmatch(NEURON_CONFIG[name], written):
+            allowed = f"{NEURON_CONFIG[name]}, or left out"
+            if name == "sequence_parallel_norm_threshold":
+                allowed = "a positive whole number"
             raise ValueError(f"{name} must be {allowed}")
-        if names.count(name) > 1:
+        if given.setdefault(name, written) != written:
             raise ValueError(f"{name} is given twice")
-    return tuple(options)
+    return tuple(f"{name}={written}" for name, written in sorted(given.items()))
 
 
 def _ratio(value: str) -> float:
@@ -185,174 +191,389 @@ def _origins(value: str) -> str:
     return ",".join(origins)
 
 
+PARSERS = {"str": str, "int": _whole, "float": _positive, "bool": _switch}  # by the type of a field
+
+
 def setting(
     default: Any, names: str, help: str, *, parse: Callable[[str], Any] | None = None, shown: str = ""
 ) -> Any:
-    """A field of `Config`, whose flag is its name with dashes. `names`: its environment variables, the preferred one first, and
-    further flags. `parse` defaults to the parser of the field's type; `shown`, the default in the help, to `default`."""
+    """A field of `Config`, whose flag is its name with dashes. `names`: its environment variables, the
+    preferred one first, and further flags. `parse` defaults to the parser of the field's type; `shown`, the
+    default in the help, to `default`."""
     variables = [name for name in names.split() if not name.startswith("-")]
     flags = [name for name in names.split() if name.startswith("-")]
-    if not shown:
-        shown = (
-            "none"
-            if default is None
-            else f"{default:g}"
-            if isinstance(default, float)
-            else str(default).lower()
-        )
+    shown = shown or _shown(default)
     return field(
         default=default,
         metadata={"names": variables, "flags": flags, "help": help, "parse": parse, "shown": shown},
     )
 
 
-PARSERS = {"str": str, "int": _whole, "float": _positive, "bool": _switch}
+def _shown(default: Any) -> str:
+    return f"{default:g}" if isinstance(default, float) else str(default).lower()
 
 
 @dataclass(frozen=True)
 class Config:
     """All settings. None: the model (`with_manifest`) or the device decides."""
 
-    # fmt: off
-    model_id: str = setting(str(DEMO_MODEL), "MODEL_ID HF_MODEL_ID", "Model to serve: a hub id or a local folder.",
-        shown="the model in /opt/ml/model (SageMaker), else the built-in demonstration model")
-    revision: str | None = setting(None, "REVISION HF_MODEL_REVISION", "Branch, tag or commit of a hub model.")
-    huggingface_hub_cache: str | None = setting(None, "HUGGINGFACE_HUB_CACHE HF_HUB_CACHE", "Folder for downloaded models.",
-        shown="that of huggingface_hub")
-    trust_remote_code: bool = setting(False, "TRUST_REMOTE_CODE HF_MODEL_TRUST_REMOTE_CODE",
-        "Run the Python code that comes with the model. Only for models that you trust.")
-    tokenizer_config_path: str | None = setting(None, "TOKENIZER_CONFIG_PATH",
-        "File to read the chat template and the special tokens from.", parse=_file, shown="the model's tokenizer_config.json")
-    escape_special_tokens: bool = setting(False, "ESCAPE_SPECIAL_TOKENS", "Encode special tokens in what clients write "
-        "(messages, tools, prompts) as plain text. Only the chat template writes control tokens.")
-    tool_parser: str | None = setting(None, "TOOL_PARSER --tool-call-parser", "Format in which the model writes tool calls: "
-        "hermes, llama3_json, mistral or pythonic; none leaves calls in the text.", shown="detected in the chat template",
-        parse=_one_of("hermes", "llama3_json", "mistral", "pythonic", "none"))
-    reasoning_parser: str | None = setting(None, "REASONING_PARSER", "think separates `<think>...</think>` from the content of "
-        "chats, as their `reasoning`. vLLM's deepseek_r1 and qwen3 mean the same.",
-        parse=_one_of("think", aliases={"deepseek_r1": "think", "qwen3": "think"}))
-    device: str = setting("auto", "DEVICE", "auto, cpu, cuda or neuron; auto takes what the machine has.",
-        parse=_one_of("auto", "cpu", "cuda", "neuron"))
-    dtype: str = setting("auto", "DTYPE HF_AUTO_CAST_TYPE", "auto, float32, bfloat16 or float16. auto is the checkpoint's; "
-        "on a CPU it is bfloat16 if the checkpoint and the CPU have it, else float32.",
-        parse=_one_of("auto", "float32", "bfloat16", "float16", aliases=DTYPES))
-    quantize: str | None = setting(None, "QUANTIZE HF_MODEL_QUANTIZE", "Weight compression: none, int8, or int4 (CPUs only). "
-        "On a CPU the first start needs the package nncf.", parse=_quantize)
-    model_cache: str = setting(os.path.expanduser("~/.cache/neuron-textgen"), "MODEL_CACHE",
-        "Folder for models converted for CPUs and for compiled sampling loops. Other users must not be able to write to it.",
-        parse=_folder, shown="~/.cache/neuron-textgen")
-    model_cache_size: float = setting(20.0, "MODEL_CACHE_SIZE",
-        "Gigabytes of converted models to keep; the least recently used are removed first.")
-    threads: int | None = setting(None, "THREADS", "Threads of the model on a CPU.",
-        shown="the processors that the process may use")
-    tp_degree: int | None = setting(None, "TP_DEGREE HF_NUM_CORES", "NeuronCores to split the model over.",
-        shown="the one with the least memory per core, among the cores present or in NEURON_RT_VISIBLE_CORES")
-    max_batch_size: int | None = setting(None, "MAX_BATCH_SIZE HF_BATCH_SIZE",
+    model_id: str = setting(
+        str(DEMO_MODEL),
+        "MODEL_ID HF_MODEL_ID",
+        "Model to serve: a hub id or a local folder.",
+        shown="the model in /opt/ml/model (SageMaker), else the built-in demonstration model",
+    )
+    revision: str | None = setting(
+        None,
+        "REVISION HF_MODEL_REVISION",
+        "Branch, tag or commit of a hub model.",
+    )
+    huggingface_hub_cache: str | None = setting(
+        None,
+        "HUGGINGFACE_HUB_CACHE HF_HUB_CACHE",
+        "Folder for downloaded models.",
+        shown="that of huggingface_hub",
+    )
+    trust_remote_code: bool = setting(
+        False,
+        "TRUST_REMOTE_CODE HF_MODEL_TRUST_REMOTE_CODE",
+        "Run the Python code that comes with the model. Only for models that you trust.",
+    )
+    tokenizer_config_path: str | None = setting(
+        None,
+        "TOKENIZER_CONFIG_PATH",
+        "File to read the chat template and the special tokens from.",
+        parse=_file,
+        shown="the model's tokenizer_config.json",
+    )
+    escape_special_tokens: bool = setting(
+        False,
+        "ESCAPE_SPECIAL_TOKENS",
+        "Encode special tokens in what clients write (messages, tools, prompts) as plain text. Only the "
+        "chat template writes control tokens.",
+    )
+    tool_parser: str | None = setting(
+        None,
+        "TOOL_PARSER --tool-call-parser",
+        "Format in which the model writes tool calls: hermes, llama3_json, mistral or pythonic; none leaves "
+        "calls in the text.",
+        shown="detected in the chat template",
+        parse=_one_of("hermes", "llama3_json", "mistral", "pythonic", "none"),
+    )
+    reasoning_parser: str | None = setting(
+        None,
+        "REASONING_PARSER",
+        "think separates `<think>...</think>` from the content of chats, as their `reasoning`. vLLM's "
+        "deepseek_r1 and qwen3 mean the same.",
+        parse=_one_of("think", aliases={"deepseek_r1": "think", "qwen3": "think"}),
+    )
+    device: str = setting(
+        "auto",
+        "DEVICE",
+        "auto, cpu, cuda or neuron; auto takes what the machine has.",
+        parse=_one_of("auto", "cpu", "cuda", "neuron"),
+    )
+    dtype: str = setting(
+        "auto",
+        "DTYPE HF_AUTO_CAST_TYPE",
+        "auto, float32, bfloat16 or float16. auto is the checkpoint's; on a CPU it is bfloat16 if the "
+        "checkpoint and the CPU have it, else float32.",
+        parse=_one_of("auto", "float32", "bfloat16", "float16", aliases=DTYPES),
+    )
+    quantize: str | None = setting(
+        None,
+        "QUANTIZE HF_MODEL_QUANTIZE",
+        "Weight compression: none, int8, or int4 (CPUs only). On a CPU the first start needs the package "
+        "nncf.",
+        parse=_quantize,
+    )
+    model_cache: str = setting(
+        os.path.expanduser("~/.cache/neuron-textgen"),
+        "MODEL_CACHE",
+        "Folder for models converted for CPUs and for compiled sampling loops. Other users must not be able "
+        "to write to it.",
+        parse=_folder,
+        shown="~/.cache/neuron-textgen",
+    )
+    model_cache_size: float = setting(
+        20.0,
+        "MODEL_CACHE_SIZE",
+        "Gigabytes of converted models to keep; the least recently used are removed first.",
+    )
+    threads: int | None = setting(
+        None,
+        "THREADS",
+        "Threads of the model on a CPU.",
+        shown="the processors that the process may use",
+    )
+    tp_degree: int | None = setting(
+        None,
+        "TP_DEGREE HF_NUM_CORES",
+        "NeuronCores to split the model over.",
+        shown="the one with the least memory per core, among the cores present or in NEURON_RT_VISIBLE_CORES",
+    )
+    max_batch_size: int | None = setting(
+        None,
+        "MAX_BATCH_SIZE HF_BATCH_SIZE",
         "Slots: how many requests are decoded together. Further requests wait in the queue.",
-        shown=f"{DEFAULT_BATCH_SIZE}; on Neuron what fits, up to 32")
-    max_input_tokens: int | None = setting(None, "MAX_INPUT_TOKENS MAX_INPUT_LENGTH --max-input-length",
-        "Longest prompt, in tokens.", shown="max_total_tokens - 1")
-    max_total_tokens: int | None = setting(None, "MAX_TOTAL_TOKENS HF_SEQUENCE_LENGTH",
-        "Longest prompt plus completion, in tokens: the context length of a slot.", parse=functools.partial(_whole, low=2),
-        shown=f"the model's context length, at most {DEFAULT_MAX_TOTAL_TOKENS}; on Neuron what fits, up to 4096")
-    max_batch_total_tokens: int | None = setting(None, "MAX_BATCH_TOTAL_TOKENS", "Limit of the tokens of all slots together: "
-        "lowers the slots to this divided by max_total_tokens.", parse=functools.partial(_whole, low=2), shown="no limit")
-    prefill_buckets: tuple[int, ...] | None = setting(None, "PREFILL_BUCKETS",
+        shown=f"{DEFAULT_BATCH_SIZE}; on Neuron what fits, up to 32",
+    )
+    max_input_tokens: int | None = setting(
+        None,
+        "MAX_INPUT_TOKENS MAX_INPUT_LENGTH --max-input-length",
+        "Longest prompt, in tokens.",
+        shown="max_total_tokens - 1",
+    )
+    max_total_tokens: int | None = setting(
+        None,
+        "MAX_TOTAL_TOKENS HF_SEQUENCE_LENGTH",
+        "Longest prompt plus completion, in tokens: the context length of a slot.",
+        parse=_from_2,
+        shown=f"the model's context length, at most {DEFAULT_MAX_TOTAL_TOKENS}; on Neuron what fits, up to "
+        "4096",
+    )
+    max_batch_total_tokens: int | None = setting(
+        None,
+        "MAX_BATCH_TOTAL_TOKENS",
+        "Limit of the tokens of all slots together: lowers the slots to this divided by max_total_tokens.",
+        parse=_from_2,
+        shown="no limit",
+    )
+    prefill_buckets: tuple[int, ...] | None = setting(
+        None,
+        "PREFILL_BUCKETS",
         "Prompt lengths to compile for Neuron, separated by commas; max_total_tokens is always included.",
-        parse=_lengths, shown="powers of two from 128")
-    position_buckets: tuple[int, ...] | None = setting(None, "POSITION_BUCKETS",
+        parse=_lengths,
+        shown="powers of two from 128",
+    )
+    position_buckets: tuple[int, ...] | None = setting(
+        None,
+        "POSITION_BUCKETS",
         "Lengths of prompt plus completion to compile for Neuron; max_total_tokens is always included.",
-        parse=_lengths, shown="powers of two from 128")
-    neuron_config: tuple[str, ...] | None = setting(None, "NEURON_CONFIG", "Options of the library to compile Llama and "
-        f"Mistral with, as NAME=VALUE: {', '.join(NEURON_CONFIG)}. They change no text; the flag may be repeated, the variable "
-        "has commas.",
-        parse=_neuron_config)
-    prefill_chunk: int | None = setting(None, "PREFILL_CHUNK", "Tokens of a long prompt that Neuron runs between two decode "
-        "steps of the running requests; 0 runs prompts whole. Part of what is compiled.", parse=_chunk,
-        shown="128 for Llama and Mistral, else 0")
-    compile_workers: int | None = setting(None, "COMPILE_WORKERS",
+        parse=_lengths,
+        shown="powers of two from 128",
+    )
+    neuron_config: tuple[str, ...] | None = setting(
+        None,
+        "NEURON_CONFIG",
+        "Options of the library to compile Llama and Mistral with, as NAME=VALUE: "
+        f"{', '.join(NEURON_CONFIG)}. They change no text; the flag may be repeated, the variable has "
+        "commas.",
+        parse=_neuron_config,
+    )
+    prefill_chunk: int | None = setting(
+        None,
+        "PREFILL_CHUNK",
+        "Tokens of a long prompt that Neuron runs between two decode steps of the running requests; 0 runs "
+        "prompts whole. Part of what is compiled.",
+        parse=_chunk,
+        shown="128 for Llama and Mistral, else 0",
+    )
+    compile_workers: int | None = setting(
+        None,
+        "COMPILE_WORKERS",
         "Programs to compile for Neuron at the same time; each needs gigabytes of memory.",
-        shown="one per processor and 8 GiB of memory")
-    compile_cache_size: float = setting(20.0, "COMPILE_CACHE_SIZE", "Gigabytes of compiled Neuron programs that the server "
-        "keeps in NEURON_COMPILE_CACHE_URL; the least recently used are removed first. The compiler's own files there do not "
-        "count.")
-    sampling: str | None = setting(None, "SAMPLING", "Where tokens are sampled: host, or device (Neuron only), which refuses "
-        "the request parameters that only host supports.", parse=_one_of("host", "device"), shown="host")
-    max_concurrent_requests: int = setting(128, "MAX_CONCURRENT_REQUESTS",
-        "Limit of running and waiting requests; one more is answered with 429.")
-    max_queue_time: float | None = setting(None, "MAX_QUEUE_TIME",
-        "Seconds that a request may wait for a slot; then it is answered with 429.", shown="no limit")
-    queue_threshold_ms: int | None = setting(None, "QUEUE_THRESHOLD_MS", "Milliseconds in the queue after which a request goes "
-        "first; until then shorter prompts start before longer ones.", parse=_from_0,
-        shown="requests start in the order of arrival")
-    max_batch_prefill_tokens: int | None = setting(None, "MAX_BATCH_PREFILL_TOKENS",
-        "Prompt tokens per decode step of the running requests. OpenVINO runs them in the same step; elsewhere they run before "
-        "it, at least one prompt or chunk at a time.", shown="with OpenVINO 32 in bfloat16 and 16 in float32; 128 elsewhere")
-    waiting_served_ratio: float = setting(0.0, "WAITING_SERVED_RATIO", "Ratio of waiting to running requests from which "
-        "prompts may interrupt decoding. No effect with OpenVINO, which runs both in the same step.", parse=_ratio)
-    max_waiting_tokens: int = setting(20, "MAX_WAITING_TOKENS",
-        "Decode steps after which a waiting prompt runs whatever waiting_served_ratio is.", parse=_from_0)
-    prefix_reuse: bool = setting(True, "PREFIX_REUSE PREFIX_CACHING USE_PREFIX_CACHING", "A prompt continues what a slot still "
-        "holds of its first tokens (a chat's next turn, a common system prompt). Its time to first token may show that others "
-        "used the same prefix.")
-    max_client_batch_size: int = setting(32, "MAX_CLIENT_BATCH_SIZE",
-        "Limit of the prompts of a request (`/v1/completions`, `/vertex`), and of the choices (`n`) for each.")
+        shown="one per processor and 8 GiB of memory",
+    )
+    compile_cache_size: float = setting(
+        20.0,
+        "COMPILE_CACHE_SIZE",
+        "Gigabytes of compiled Neuron programs that the server keeps in NEURON_COMPILE_CACHE_URL; the least "
+        "recently used are removed first. The compiler's own files there do not count.",
+    )
+    sampling: str | None = setting(
+        None,
+        "SAMPLING",
+        "Where tokens are sampled: host, or device (Neuron only), which refuses the request parameters that "
+        "only host supports.",
+        parse=_one_of("host", "device"),
+        shown="host",
+    )
+    max_concurrent_requests: int = setting(
+        128,
+        "MAX_CONCURRENT_REQUESTS",
+        "Limit of running and waiting requests; one more is answered with 429.",
+    )
+    max_queue_time: float | None = setting(
+        None,
+        "MAX_QUEUE_TIME",
+        "Seconds that a request may wait for a slot; then it is answered with 429.",
+        shown="no limit",
+    )
+    queue_threshold_ms: int | None = setting(
+        None,
+        "QUEUE_THRESHOLD_MS",
+        "Milliseconds in the queue after which a request goes first; until then shorter prompts start "
+        "before longer ones.",
+        parse=_from_0,
+        shown="requests start in the order of arrival",
+    )
+    max_batch_prefill_tokens: int | None = setting(
+        None,
+        "MAX_BATCH_PREFILL_TOKENS",
+        "Prompt tokens per decode step of the running requests. OpenVINO runs them in the same step; "
+        "elsewhere they run before it, at least one prompt or chunk at a time.",
+        shown="with OpenVINO 32 in bfloat16 and 16 in float32; 128 elsewhere",
+    )
+    waiting_served_ratio: float = setting(
+        0.0,
+        "WAITING_SERVED_RATIO",
+        "Ratio of waiting to running requests from which prompts may interrupt decoding. No effect with "
+        "OpenVINO, which runs both in the same step.",
+        parse=_ratio,
+    )
+    max_waiting_tokens: int = setting(
+        20,
+        "MAX_WAITING_TOKENS",
+        "Decode steps after which a waiting prompt runs whatever waiting_served_ratio is.",
+        parse=_from_0,
+    )
+    prefix_reuse: bool = setting(
+        True,
+        "PREFIX_REUSE PREFIX_CACHING USE_PREFIX_CACHING",
+        "A prompt continues what a slot still holds of its first tokens (a chat's next turn, a common "
+        "system prompt). Its time to first token may show that others used the same prefix.",
+    )
+    max_client_batch_size: int = setting(
+        32,
+        "MAX_CLIENT_BATCH_SIZE",
+        "Limit of the prompts of a request (`/v1/completions`, `/vertex`), and of the choices (`n`) for "
+        "each.",
+    )
     max_best_of: int = setting(2, "MAX_BEST_OF", "Limit of `best_of`.")
     max_stop_sequences: int = setting(4, "MAX_STOP_SEQUENCES", "Limit of the stop sequences of a request.")
-    max_top_n_tokens: int = setting(5, "MAX_TOP_N_TOKENS", "Limit of `top_n_tokens`, and of `logprobs` in `/v1/completions`.",
-        parse=functools.partial(_whole, high=MAX_TOP_TOKENS))
-    hostname: str = setting("0.0.0.0", "HOSTNAME", "IP address to listen on. A HOSTNAME variable that is not an IP address, as "
-        "containers and shells set it, is ignored.", parse=_ip)
-    port: int = setting(8080, "SAGEMAKER_BIND_TO_PORT PORT -p",
-        "Port to listen on. SAGEMAKER_BIND_TO_PORT comes before PORT.", parse=functools.partial(_whole, high=65535))
-    api_key: str | None = setting(None, "API_KEY",
-        "Key that requests must carry as `Authorization: Bearer`, except those for health and metrics.", parse=_key)
-    cors_allow_origin: str = setting("*", "CORS_ALLOW_ORIGIN",
-        "Origins of web pages that may call the server, separated by commas; the flag may be repeated.", parse=_origins)
+    max_top_n_tokens: int = setting(
+        5,
+        "MAX_TOP_N_TOKENS",
+        "Limit of `top_n_tokens`, and of `logprobs` in `/v1/completions`.",
+        parse=functools.partial(_whole, high=MAX_TOP_TOKENS),
+    )
+    hostname: str = setting(
+        "0.0.0.0",
+        "HOSTNAME",
+        "IP address to listen on. A HOSTNAME variable that is not an IP address, as containers and shells "
+        "set it, is ignored.",
+        parse=_ip,
+    )
+    port: int = setting(
+        8080,
+        "SAGEMAKER_BIND_TO_PORT PORT -p",
+        "Port to listen on. SAGEMAKER_BIND_TO_PORT comes before PORT.",
+        parse=functools.partial(_whole, high=65535),
+    )
+    api_key: str | None = setting(
+        None,
+        "API_KEY",
+        "Key that requests must carry as `Authorization: Bearer`, except those for health and metrics.",
+        parse=_key,
+    )
+    cors_allow_origin: str = setting(
+        "*",
+        "CORS_ALLOW_ORIGIN",
+        "Origins of web pages that may call the server, separated by commas; the flag may be repeated.",
+        parse=_origins,
+    )
     no_web_page: bool = setting(False, "NO_WEB_PAGE", "Do not serve the page for browsers at `/`.")
     web_concurrency: int = setting(2, "WEB_CONCURRENCY", "Web processes (HTTP, tokenizing, streaming).")
-    payload_limit: int = setting(2_000_000, "PAYLOAD_LIMIT",
-        "Largest request body, in bytes; a larger one is answered with 413.")
-    client_timeout: float = setting(75.0, "CLIENT_TIMEOUT",
-        "Seconds that a client may take to send a request's headers (or stay idle before), its body, or to read on.")
-    response_deadline: float | None = setting(None, "RESPONSE_DEADLINE",
-        "Seconds after which a response that is not streamed ends with the text so far and finish reason `length`.",
-        shown="55 on `/invocations` (SageMaker waits 60), else none")
-    compute_type: str | None = setting(None, "COMPUTE_TYPE", "Value of the response header `x-compute-type`.",
-        parse=_header, shown="the device")
-    startup_timeout: float = setting(3600.0, "STARTUP_TIMEOUT", "Seconds that the model may take to become ready.")
-    stuck_timeout: float = setting(120.0, "STUCK_TIMEOUT",
-        "Seconds that a step may be stuck (far longer than usual) before the server exits with code 1.")
-    graceful_termination_timeout: float = setting(25.0, "GRACEFUL_TERMINATION_TIMEOUT -g",
-        "Seconds for running requests to finish after SIGTERM.")
-    otlp_endpoint: str | None = setting(None, "OTLP_ENDPOINT", "URL of an OpenTelemetry collector that takes OTLP over HTTP, "
-        "such as http://localhost:4318, to export traces of requests to. Needs the packages of the extra `otel`.",
-        parse=_collector, shown="no traces")
-    otlp_service_name: str = setting("text-generation-inference.router", "OTLP_SERVICE_NAME OTEL_SERVICE_NAME",
-        "Service name in the traces.")
-    profile: str | None = setting(None, "PROFILE PROF_PATH", "Folder for a trace of the worker's steps.",
-        parse=_folder, shown="/tmp/profile with PROF_STEP, else no trace")
+    payload_limit: int = setting(
+        2_000_000,
+        "PAYLOAD_LIMIT",
+        "Largest request body, in bytes; a larger one is answered with 413.",
+    )
+    client_timeout: float = setting(
+        75.0,
+        "CLIENT_TIMEOUT",
+        "Seconds that a client may take to send a request's headers (or stay idle before), its body, or to "
+        "read on.",
+    )
+    response_deadline: float | None = setting(
+        None,
+        "RESPONSE_DEADLINE",
+        "Seconds after which a response that is not streamed ends with the text so far and finish reason "
+        "`length`.",
+        shown="55 on `/invocations` (SageMaker waits 60), else none",
+    )
+    compute_type: str | None = setting(
+        None,
+        "COMPUTE_TYPE",
+        "Value of the response header `x-compute-type`.",
+        parse=_header,
+        shown="the device",
+    )
+    startup_timeout: float = setting(
+        3600.0,
+        "STARTUP_TIMEOUT",
+        "Seconds that the model may take to become ready.",
+    )
+    stuck_timeout: float = setting(
+        120.0,
+        "STUCK_TIMEOUT",
+        "Seconds that a step may be stuck (far longer than usual) before the server exits with code 1.",
+    )
+    graceful_termination_timeout: float = setting(
+        25.0,
+        "GRACEFUL_TERMINATION_TIMEOUT -g",
+        "Seconds for running requests to finish after SIGTERM.",
+    )
+    otlp_endpoint: str | None = setting(
+        None,
+        "OTLP_ENDPOINT",
+        "URL of an OpenTelemetry collector that takes OTLP over HTTP, such as http://localhost:4318, to "
+        "export traces of requests to. Needs the packages of the extra `otel`.",
+        parse=_collector,
+        shown="no traces",
+    )
+    otlp_service_name: str = setting(
+        "text-generation-inference.router",
+        "OTLP_SERVICE_NAME OTEL_SERVICE_NAME",
+        "Service name in the traces.",
+    )
+    profile: str | None = setting(
+        None,
+        "PROFILE PROF_PATH",
+        "Folder for a trace of the worker's steps.",
+        parse=_folder,
+        shown="/tmp/profile with PROF_STEP, else no trace",
+    )
     prof_waitstep: int = setting(0, "PROF_WAITSTEP", "Steps to run before the trace begins.", parse=_from_0)
-    prof_warmupstep: int = setting(0, "PROF_WARMUPSTEP", "Steps to run with the profiler on before it records.", parse=_from_0)
-    prof_step: int | None = setting(None, "PROF_STEP", "Steps to record; 0 turns the trace off.", parse=_from_0,
-        shown="100 with profile")
-    log_level: str = setting("info", "LOG_LEVEL", "Lowest level to log: error, warn, info or debug.",
-        parse=_one_of("error", "warn", "info", "debug", aliases={"critical": "error", "warning": "warn", "trace": "debug"}))
+    prof_warmupstep: int = setting(
+        0,
+        "PROF_WARMUPSTEP",
+        "Steps to run with the profiler on before it records.",
+        parse=_from_0,
+    )
+    prof_step: int | None = setting(
+        None,
+        "PROF_STEP",
+        "Steps to record; 0 turns the trace off.",
+        parse=_from_0,
+        shown="100 with profile",
+    )
+    log_level: str = setting(
+        "info",
+        "LOG_LEVEL",
+        "Lowest level to log: error, warn, info or debug. Of libraries warnings and errors only.",
+        parse=_one_of(
+            "error",
+            "warn",
+            "info",
+            "debug",
+            aliases={"critical": "error", "warning": "warn", "trace": "debug"},
+        ),
+    )
     json_output: bool = setting(False, "JSON_OUTPUT", "Log one JSON object per line.")
-    # fmt: on
 
     def __post_init__(self):
-        if self.max_input_tokens and self.max_total_tokens and self.max_input_tokens >= self.max_total_tokens:
+        total = self.max_total_tokens
+        if total and self.max_input_tokens and self.max_input_tokens >= total:
             raise ConfigError(
-                f"`max_input_tokens`({self.max_input_tokens}) must be < `max_total_tokens`({self.max_total_tokens}): "
-                "lower --max-input-tokens (MAX_INPUT_TOKENS) or raise --max-total-tokens (MAX_TOTAL_TOKENS)"
+                f"`max_input_tokens`({self.max_input_tokens}) must be < `max_total_tokens`({total}): lower "
+                "--max-input-tokens (MAX_INPUT_TOKENS) or raise --max-total-tokens (MAX_TOTAL_TOKENS)"
             )
-        if self.max_total_tokens and self.max_total_tokens > (
-            self.max_batch_total_tokens or self.max_total_tokens
-        ):
+        if total and self.max_batch_total_tokens and total > self.max_batch_total_tokens:
             raise ConfigError(
-                f"--max-batch-total-tokens {self.max_batch_total_tokens} (MAX_BATCH_TOTAL_TOKENS) is less than one slot of "
-                f"{self.max_total_tokens} tokens: raise it, or lower --max-total-tokens (MAX_TOTAL_TOKENS)"
+                f"--max-batch-total-tokens {self.max_batch_total_tokens} (MAX_BATCH_TOTAL_TOKENS) is less "
+                f"than one slot of {total} tokens: raise it, or lower --max-total-tokens (MAX_TOTAL_TOKENS)"
             )
 
     @property
@@ -371,29 +592,41 @@ class Config:
         return is_path or os.path.isdir(self.model_id)
 
     def with_manifest(self, manifest: Manifest) -> Config:
-        """With the limits that are not set taken from the model. Raises ConfigError for a limit that the model cannot meet."""
+        """With the limits that are not set taken from the model. Raises ConfigError for a limit that the
+        model cannot meet."""
         window = manifest.max_positions
         total = self.max_total_tokens or min(window or DEFAULT_MAX_TOTAL_TOKENS, DEFAULT_MAX_TOTAL_TOKENS)
         if window and total > window:
             raise ConfigError(
-                f"--max-total-tokens {total} (MAX_TOTAL_TOKENS) is more than the {window} positions that {self.model_name} "
-                f"was trained for; give at most {window}"
+                f"--max-total-tokens {total} (MAX_TOTAL_TOKENS) is more than the {window} positions that "
+                f"{self.model_name} was trained for; give at most {window}"
             )
-        slots, longest = self.slots(total, DEFAULT_BATCH_SIZE), self.max_input_tokens or total - 1
         return dataclasses.replace(
-            self, max_batch_size=slots, max_total_tokens=total, max_input_tokens=longest
+            self,
+            max_batch_size=self.slots(total, DEFAULT_BATCH_SIZE),
+            max_total_tokens=total,
+            max_input_tokens=self.max_input_tokens or total - 1,
         )
 
     def slots(self, length: int, default: int) -> int:
-        """How many slots of `length` tokens `max_batch_size`, else `default`, and `max_batch_total_tokens` allow."""
+        """How many slots of `length` tokens `max_batch_size`, else `default`, and `max_batch_total_tokens`
+        allow."""
         slots = self.max_batch_size or default
-        return min(slots, (self.max_batch_total_tokens or slots * length) // length)
+        if self.max_batch_total_tokens:
+            return min(slots, self.max_batch_total_tokens // length)
+        return slots
 
     def to_json(self) -> str:
         return json.dumps(dataclasses.asdict(self), indent=1)
 
+    @classmethod
+    def from_json(cls, text: str | bytes) -> Config:
+        values = json.loads(text)
+        return cls(**{name: tuple(v) if isinstance(v, list) else v for name, v in values.items()})
+
     def to_shell(self) -> str:
-        """What entrypoint.sh reads, as assignments; times also in milliseconds, because bash computes with integers."""
+        """What entrypoint.sh reads, as assignments; times also in milliseconds, because bash computes with
+        integers."""
         lines = []
         for name in IN_SHELL:
             value = getattr(self, name)
@@ -403,26 +636,75 @@ class Config:
             lines.append(f"{name}={shlex.quote(str(value))}")
         return "\n".join(lines) + "\n"
 
-    @classmethod
-    def from_json(cls, text: str | bytes) -> Config:
-        return cls(
-            **{
-                name: tuple(value) if isinstance(value, list) else value
-                for name, value in json.loads(text).items()
-            }
-        )
+
+IN_SHELL = (
+    "model_cache",
+    "startup_timeout",
+    "stuck_timeout",
+    "graceful_termination_timeout",
+    "log_level",
+    "json_output",
+)
+SETTINGS = {"--" + entry.name.replace("_", "-"): entry for entry in dataclasses.fields(Config)}
+REPEATABLE = ("--cors-allow-origin", "--neuron-config")  # flags whose values make a list
+NOTHING = ("0", "false", "none", "off")  # values that ask for nothing
 
 
-# Flags and variables of TGI's launcher, TGI-Gaudi, TorchServe, vLLM and older Neuron images that are not settings here, as
-# {effect: {names: text}}; with `same_as`, the text begins with the flag of a setting. `TS_*` is any other variable that begins
-# with `TS_`; in `NAME=1`, the value 1 asks for nothing.
-_OTHERS = json.loads((HERE / "other_servers.json").read_text(encoding="utf-8"))
-_OTHER_NAMES = {
-    name.partition("=")[0]: (effect, name.partition("=")[2] or None, text)
-    for effect, table in _OTHERS.items()
-    for names, text in table.items()
-    for name in names.split()
-}
+class OtherName(NamedTuple):
+    """A flag or variable of TGI's launcher, TGI-Gaudi, TorchServe, vLLM or an older Neuron image that is not
+    a setting here."""
+
+    effect: str  # same_as, no_effect or not_supported
+    neutral: str | None  # another value that asks for nothing
+    text: str  # what it sets, beginning with the flag (same_as), or why it has no effect
+
+
+def _other_names() -> Iterator[tuple[str, OtherName]]:
+    """`NAME=1` in the file names the neutral value 1."""
+    for effect, table in json.loads((HERE / "other_servers.json").read_text(encoding="utf-8")).items():
+        for names, text in table.items():
+            for name in names.split():
+                name, _, neutral = name.partition("=")
+                yield name, OtherName(effect, neutral or None, text)
+
+
+OTHER_NAMES = dict(_other_names())
+
+
+def _names_given(flag: str, given: Mapping[str, str]) -> list[str]:
+    """The names of a setting that are given, flags first, its own before those of other servers. The first
+    one counts."""
+    others = [
+        name
+        for name, other in OTHER_NAMES.items()
+        if other.effect == "same_as" and other.text.split()[0] == flag and given.get(name) != other.neutral
+    ]
+    names = (flag, *SETTINGS[flag].metadata["names"], *others)
+    return sorted((name for name in names if name in given), key=lambda name: not name.startswith("-"))
+
+
+def _of_other_servers(given: Mapping[str, str]) -> list[str]:
+    """A line for each setting of another server: what it sets, or why it has no effect. Raises ConfigError
+    for one that is not supported."""
+    lines = []
+    for name, value in given.items():
+        other = OTHER_NAMES.get(name) or OTHER_NAMES.get(name.split("_")[0] + "_*")  # TS_*: any with TS_
+        if other is None:
+            continue
+        if other.effect == "no_effect":
+            lines.append(f"{name} has no effect: {other.text}")
+        elif other.effect == "not_supported":
+            if value.lower() not in (other.neutral, *NOTHING):
+                raise ConfigError(f"{name} is not supported: {other.text}")
+        elif value != other.neutral:
+            first = _names_given(other.text.split()[0], given)[0]
+            if name == first:
+                lines.append(f"{name} is read as {other.text}")
+            else:
+                lines.append(f"{name} is ignored: {first} is set")
+    return lines
+
+
 USAGE = """entrypoint.sh [serve] [flags]
        entrypoint.sh compile [flags]  (compiles for Neuron: compile --help)
        entrypoint.sh plan [flags]     (what fits on Neuron: plan --help)
@@ -431,31 +713,22 @@ Serves a large language model over TGI's and OpenAI's HTTP APIs.
 A flag beats its environment variables, which are listed in brackets."""
 
 
-SETTINGS = {"--" + entry.name.replace("_", "-"): entry for entry in dataclasses.fields(Config)}
-
-
 class _Parser(argparse.ArgumentParser):
     """Collects flags as strings, which `parse` reads in the same way as the variables."""
 
     def __init__(self):
         formatter = functools.partial(argparse.HelpFormatter, max_help_position=6)
         super().__init__(usage=USAGE, formatter_class=formatter, allow_abbrev=False)
-        self.add_argument(
-            "-V",
-            "--version",
-            action="version",
-            version=f"neuron-textgen {VERSION}",
-            help="Print the version.",
-        )
+        version = f"neuron-textgen {VERSION}"
+        self.add_argument("-V", "--version", action="version", version=version, help="Print the version.")
         for flag, entry in SETTINGS.items():
-            value = (
-                {"nargs": "?", "const": "true", "metavar": "true|false"}
-                if entry.type == "bool"
-                else {"metavar": "X"}
-            )
-            text = f"{entry.metadata['help']} Default: {entry.metadata['shown']}. [{', '.join(entry.metadata['names'])}]"
-            self.add_argument(flag, *entry.metadata["flags"], dest=flag, action="append", help=text, **value)
-        for name in _OTHER_NAMES:
+            about = entry.metadata
+            value: dict[str, Any] = {"metavar": "X"}
+            if entry.type == "bool":
+                value = {"nargs": "?", "const": "true", "metavar": "true|false"}
+            text = f"{about['help']} Default: {about['shown']}. [{', '.join(about['names'])}]"
+            self.add_argument(flag, *about["flags"], dest=flag, action="append", help=text, **value)
+        for name in OTHER_NAMES:
             if name.startswith("-"):
                 self.add_argument(name, dest=name, action="extend", nargs="*", help=argparse.SUPPRESS)
 
@@ -464,7 +737,8 @@ class _Parser(argparse.ArgumentParser):
 
 
 def _given(argv: Sequence[str], environ: Mapping[str, str]) -> dict[str, str]:
-    """The values of all flags and variables, by name (`--port`, `PORT`). An empty variable counts as unset."""
+    """The values of all flags and variables, by name (`--port`, `PORT`). An empty variable counts as
+    unset."""
     given = {name: value.strip() for name, value in environ.items() if value.strip()}
     if environ.get("API_KEY") and "API_KEY" not in given:
         raise ConfigError("API_KEY is blank: give a key, or leave it empty for a server that asks for none")
@@ -479,53 +753,33 @@ def _given(argv: Sequence[str], environ: Mapping[str, str]) -> dict[str, str]:
         hint = f"; did you mean {nearest[0]}?" if nearest else ""
         raise ConfigError(f"unknown argument {flag!r}{hint} (--help lists the settings)")
     for flag, values in vars(options).items():
-        if values is not None:
-            if (
-                len(values) > 1
-                and flag in SETTINGS
-                and flag not in ("--cors-allow-origin", "--neuron-config")
-            ):
-                raise ConfigError(f"{flag} is given twice")
-            given[flag] = ",".join(values).strip()
+        if values is None:
+            continue
+        if len(values) > 1 and flag in SETTINGS and flag not in REPEATABLE:
+            raise ConfigError(f"{flag} is given twice")
+        given[flag] = ",".join(values).strip()
     return given
 
 
-def _names_given(flag: str, given: Mapping[str, str]) -> list[str]:
-    """The names of a setting that are given, flags first, its own before those of other servers. The first one counts."""
-    others = [
-        name
-        for name, (effect, neutral, text) in _OTHER_NAMES.items()
-        if effect == "same_as" and text.split()[0] == flag and given.get(name) != neutral
-    ]
-    names = (flag, *SETTINGS[flag].metadata["names"], *others)
-    return sorted((name for name in names if name in given), key=lambda name: not name.startswith("-"))
-
-
-def _of_other_servers(given: Mapping[str, str]) -> list[str]:
-    """A line for each setting of another server: what it sets, or why it has no effect. Raises ConfigError for one that is not
-    supported."""
-    lines = []
-    for name, value in given.items():
-        effect, neutral, text = (
-            _OTHER_NAMES.get(name) or _OTHER_NAMES.get(name.split("_")[0] + "_*") or ("", None, "")
-        )
-        if effect == "no_effect":
-            lines.append(f"{name} has no effect: {text}")
-        elif effect == "same_as" and value != neutral:
-            first = _names_given(text.split()[0], given)[0]
-            lines.append(
-                f"{name} is read as {text}" if name == first else f"{name} is ignored: {first} is set"
-            )
-        elif effect == "not_supported" and value.lower() not in (neutral, "0", "false", "none", "off"):
-            raise ConfigError(f"{name} is not supported: {text}")
-    return lines
+def _read(name: str, value: str, entry: dataclasses.Field) -> Any:
+    """A setting's value as it was written under `name`."""
+    if not value:
+        raise ConfigError(f"{name} needs a value")
+    parse = entry.metadata["parse"] or PARSERS[entry.type.removesuffix(" | None")]
+    try:
+        if any(unicodedata.category(character) == "Cc" for character in value):
+            raise ValueError("must have no control characters")
+        return parse(value)
+    except ValueError as error:
+        shown = "" if entry.name == "api_key" else f" {value!r}"
+        raise ConfigError(f"{name}{shown}: {error}") from None
 
 
 def parse(argv: Sequence[str], environ: Mapping[str, str]) -> Config:
     """Flags beat environment variables, which beat defaults.
 
-    Raises ConfigError: for a wrong value with the setting, the value and what it must be, for an unknown flag with the nearest
-    known one, and for a local folder without a model.
+    Raises ConfigError: for a wrong value with the setting, the value and what it must be, for an unknown flag
+    with the nearest known one, and for a local folder without a model.
     """
     given = _given(argv, environ)
     _of_other_servers(given)
@@ -535,19 +789,8 @@ def parse(argv: Sequence[str], environ: Mapping[str, str]) -> Config:
         )
     values = {}
     for flag, entry in SETTINGS.items():
-        name = next(iter(_names_given(flag, given)), None)
-        if name is None:
-            continue
-        if not given[name]:
-            raise ConfigError(f"{name} needs a value")
-        read = entry.metadata["parse"] or PARSERS[entry.type.removesuffix(" | None")]
-        try:
-            if any(unicodedata.category(character) == "Cc" for character in given[name]):
-                raise ValueError("must have no control characters")
-            values[entry.name] = read(given[name])
-        except ValueError as error:
-            shown = "" if entry.name == "api_key" else f" {given[name]!r}"
-            raise ConfigError(f"{name}{shown}: {error}") from None
+        if names := _names_given(flag, given):
+            values[entry.name] = _read(names[0], given[names[0]], entry)
     if "model_id" not in values and (SAGEMAKER_MODEL / "config.json").is_file():
         values["model_id"] = str(SAGEMAKER_MODEL)
     config = Config(**values)

@@ -1,22 +1,28 @@
 #!/usr/bin/env bash
-# Starts, supervises and stops the two kinds of process: the worker, which owns the device, and the web processes.
+# Starts, supervises and stops the two kinds of process: the worker, which owns the device, and the web
+# processes.
 #
 #   entrypoint.sh [serve] [flags]     serves (--help lists the flags; each has an environment variable too)
 #   entrypoint.sh compile [flags]     compiles a model into a folder (compile --help)
 #   entrypoint.sh plan [flags]        shows what fits on Inferentia2 and Trainium (plan --help)
 #
-# Exit code: 0 after SIGTERM or SIGINT, 2 for a configuration or model that cannot be served (one line says why), 1 when a
-# process died. Nothing survives: no process, no socket file.
-set -u -m # -m: a process group for each child, so that Ctrl-C reaches only this script, which ends them in order
+# Exit code: 0 after SIGTERM or SIGINT, 1 when a process died, 2 for a configuration or model that cannot be
+# served (one line says why). Nothing survives: no process, no socket file.
+set -u
+set -m # a process group for each child: Ctrl-C reaches only this script, which ends them in order
 
 here=$(cd "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")" && pwd)
 python=${PYTHON:-python3}
-unset HF_HUB_ENABLE_HF_TRANSFER # TGI's images set it; huggingface_hub would end every download without the package hf_transfer
+# TGI's images set it; without the package hf_transfer, huggingface_hub would end every download.
+unset HF_HUB_ENABLE_HF_TRANSFER
 
 # Runs a module of this folder as a program; the caller's folder is not on Python's path.
 run_module() {
-    exec "$python" -c 'import runpy, sys; sys.path[0] = sys.argv.pop(1); runpy.run_module(sys.argv.pop(1), run_name="__main__", alter_sys=True)' \
-        "$here" "$@"
+    exec "$python" -c '
+import runpy, sys
+sys.path[0] = sys.argv.pop(1)
+runpy.run_module(sys.argv.pop(1), run_name="__main__", alter_sys=True)
+' "$here" "$@"
 }
 
 case ${1:-} in
@@ -28,10 +34,11 @@ for argument in "$@"; do
     case $argument in -h | --help | -V | --version) exec "$python" "$here/config.py" "$argument" ;; esac
 done
 
-# Each run has a private folder (0700), whose lock all of its processes hold. A folder with a free lock belongs to a run that was
-# killed, in this container or in another that shares the parent folder, and is removed.
+# Each run has a private folder (0700), whose lock all of its processes hold. A folder with a free lock belongs
+# to a run that was killed, in this container or in another that shares the parent folder, and is removed.
 for lock in "${TMPDIR:-/tmp}"/neuron-textgen.*/lock; do
-    [ -O "${lock%/lock}" ] && [ ! -L "${lock%/lock}" ] && [ -f "$lock" ] && flock -n "$lock" rm -rf "${lock%/lock}"
+    folder=${lock%/lock}
+    [ -O "$folder" ] && [ ! -L "$folder" ] && [ -f "$lock" ] && flock -n "$lock" rm -rf "$folder"
 done
 run_dir=$(mktemp -d "${TMPDIR:-/tmp}/neuron-textgen.XXXXXXXX" 2>&1) || {
     echo "error: ${run_dir#mktemp: }; name another folder with TMPDIR" >&2
@@ -39,19 +46,21 @@ run_dir=$(mktemp -d "${TMPDIR:-/tmp}/neuron-textgen.XXXXXXXX" 2>&1) || {
 }
 # A child that a signal ends before its exec runs this trap, too.
 trap '[ "$BASHPID" != $$ ] || rm -rf "$run_dir"' EXIT
-exec 7>"$run_dir/lock.new" && flock 7 && mv "$run_dir/lock.new" "$run_dir/lock" # it has its final name only when it is locked
+# The lock has its final name only when it is locked.
+exec 7>"$run_dir/lock.new" && flock 7 && mv "$run_dir/lock.new" "$run_dir/lock"
 export NEURON_TEXTGEN_RUN_DIR=$run_dir
-"$python" "$here/config.py" "$@" || exit $? # writes config.json, for the processes, and settings.sh, for this script
+# Writes config.json, which the processes read, and settings.sh, which this script reads.
+"$python" "$here/config.py" "$@" || exit $?
 source "$run_dir/settings.sh"
 export NUMBA_CACHE_DIR=${NUMBA_CACHE_DIR:-$model_cache/numba}
 (umask 077 && mkdir -p "$NUMBA_CACHE_DIR") 2>/dev/null # numba would let the group write to the model cache
 
-# Nothing is written to this pipe: reading from it with a timeout sleeps without starting a process. (`wait -n` would wake at
-# the end of a child and at a signal, but a signal at the wrong moment makes it miss both.)
+# Nothing is written to this pipe: reading from it with a timeout sleeps without starting a process.
+# `wait -n` would wake at the end of a child and at a signal, but a signal at the wrong moment makes it miss both.
 mkfifo "$run_dir/idle" && exec 9<>"$run_dir/idle" || exit 1
 pause() { read -r -t "$1" -u 9; }
 
-# Sets `now`, in milliseconds, without starting a process. (The decimal point in EPOCHREALTIME is that of the locale.)
+# Sets `now`, in milliseconds, without starting a process. The decimal point in EPOCHREALTIME is the locale's.
 clock() { now=$((${EPOCHREALTIME//[!0-9]/} / 1000)); }
 clock
 boot_deadline=$((now + startup_timeout_ms))
@@ -61,7 +70,7 @@ trap 'stops=$((stops + 1))' TERM INT
 exec 8>&2 2>/dev/null # bash's own messages about ended children stay out of the log, which is 8
 "$python" "$here/worker.py" 2>&8 8>&- 9<&- &
 worker=$!
-# One heap per thread would keep the memory of each thread's largest request. Free memory goes back to the system early.
+# One heap per thread would keep the memory of each thread's largest request. Free memory goes back early.
 MALLOC_ARENA_MAX=${MALLOC_ARENA_MAX:-2} MALLOC_TRIM_THRESHOLD_=131072 \
     "$python" "$here/web.py" 2>&8 8>&- 9<&- &
 web=$!
@@ -111,9 +120,11 @@ while running "$worker" && running "$web" && [ "$stops" -eq 0 ] && [ ! -e "$run_
 done
 
 if [ "$stops" -gt 0 ]; then
-    # The worker finishes its running requests and ends; the web processes answer new ones with 503. At the deadline, or after
-    # another signal to stop, a second SIGTERM ends the worker at once, and its running requests with an error.
-    log INFO "Stopping; running requests have $graceful_termination_timeout s to finish, a second signal ends them"
+    # The worker finishes its running requests and ends; the web processes answer new ones with 503. At the
+    # deadline, or after another signal to stop, a second SIGTERM ends the worker at once, and its running
+    # requests with an error.
+    grace=$graceful_termination_timeout
+    log INFO "Stopping; running requests have $grace s to finish, a second signal ends them"
     clock
     deadline=$((now + graceful_termination_timeout_ms))
     kill -TERM "$worker"

@@ -1,7 +1,6 @@
 """The log: one line per event on stderr, as text or as JSON.
 
-Owns the format of a line, which nothing that a client sends or a model folder says can break or flood. Knows no settings and
-nothing of what is logged.
+Owns the format of a line, which nothing that a client sends or a model folder says can break or flood.
 """
 
 from __future__ import annotations
@@ -13,8 +12,8 @@ import time
 from collections import Counter
 from typing import Any
 
-# The names of our own loggers. Libraries log warnings and errors only: at `debug`, numba alone writes 24,000 lines at a first
-# start, and HTTP clients write signed addresses, with which anyone may download.
+# The names of our own loggers. Libraries log warnings and errors only: at `debug`, numba alone writes 24,000
+# lines at a first start, and HTTP clients write signed addresses, with which anyone may download.
 OURS = ("compile", "config", "engine_client", "model", "protocol", "web", "worker")
 REPEATS = 10  # lines a minute of one kind of warning or error
 
@@ -22,63 +21,72 @@ REPEATS = 10  # lines a minute of one kind of warning or error
 def _escaped(value: Any, limit: int) -> str:
     """`value` on one line, cut at `limit` characters."""
     text = str(value)
-    text = text if len(text) <= limit else text[:limit] + "..."
-    return text if text.isprintable() else "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
+    if len(text) > limit:
+        text = text[:limit] + "..."
+    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
 
 
 class _PlainFormatter(logging.Formatter):
     converter = time.gmtime
+    default_time_format = "%Y-%m-%dT%H:%M:%S"
+    default_msec_format = "%s.%03dZ"
 
     def __init__(self):
-        super().__init__(
-            "%(asctime)s.%(msecs)03dZ %(levelname)-5s %(name)s: %(message)s", "%Y-%m-%dT%H:%M:%S"
-        )
+        super().__init__("%(asctime)s %(levelname)-5s %(name)s: %(message)s")
 
     def formatMessage(self, record: logging.LogRecord) -> str:
         """The line, without the traceback that may follow."""
         record.message = _escaped(record.message, 1000)
         fields = getattr(record, "fields", {})
-        return super().formatMessage(record) + "".join(
-            f" {key}={_escaped(value, 200)}" for key, value in fields.items()
-        )
+        named = "".join(f" {name}={_escaped(value, 200)}" for name, value in fields.items())
+        return super().formatMessage(record) + named
 
 
 class _JsonFormatter(_PlainFormatter):
     def format(self, record: logging.LogRecord) -> str:
-        trace = "\n" + self.formatException(record.exc_info) if record.exc_info else ""
-        fields = {
-            k: _escaped(v, 200) if isinstance(v, str) else v for k, v in getattr(record, "fields", {}).items()
+        message = _escaped(record.getMessage(), 1000)
+        if record.exc_info:
+            message += "\n" + self.formatException(record.exc_info)
+        fields = {"message": message}
+        for name, value in getattr(record, "fields", {}).items():
+            fields[name] = _escaped(value, 200) if isinstance(value, str) else value
+        line = {
+            "timestamp": self.formatTime(record),
+            "level": record.levelname,
+            "target": record.name,
+            "fields": fields,
         }
-        fields = {"message": _escaped(record.getMessage(), 1000) + trace, **fields}
-        stamp = f"{self.formatTime(record, self.datefmt)}.{int(record.msecs):03d}Z"
-        return json.dumps(
-            {"timestamp": stamp, "level": record.levelname, "target": record.name, "fields": fields}
-        )
+        return json.dumps(line)
 
 
 class _FewRepeats(logging.Filter):
-    """Leaves out warnings and errors that repeat: behind REPEATS lines of a kind in a minute, all but the 100th, 1,000th and
-    so on, which say so."""
+    """Leaves out warnings and errors that repeat: behind REPEATS lines of a kind in a minute, all but the
+    100th, 1,000th and so on, which say so."""
 
     def __init__(self):
         super().__init__()
-        self._began, self._counts = 0.0, Counter()
+        self._began = 0.0
+        self._counts: Counter[tuple[str, Any]] = Counter()
 
     def filter(self, record: logging.LogRecord) -> bool:
         if record.levelno < logging.WARNING:
             return True
         if not 0 <= record.created - self._began < 60:
-            self._began, self._counts = record.created, Counter()
+            self._began = record.created
+            self._counts.clear()
         kind = record.name, record.msg if isinstance(record.msg, str) else type(record.msg)
-        self._counts[kind] = count = self._counts[kind] + 1
+        self._counts[kind] += 1
+        count = self._counts[kind]
         if count <= REPEATS:
             return True
-        record.msg, record.args = f"{record.getMessage()} (line {count} of this kind within a minute)", ()
+        record.msg = f"{record.getMessage()} (line {count} of this kind within a minute)"
+        record.args = ()
         return count == 10 ** (len(str(count)) - 1)
 
 
 def set_up(level: str, as_json: bool) -> None:
-    """Logs to stderr, one line per event; `logger.info(message, extra={"fields": {...}})` adds named values."""
+    """Logs to stderr, one line per event; `logger.info(message, extra={"fields": {...}})` adds named
+    values."""
     handler = logging.StreamHandler(sys.stderr)
     handler.addFilter(_FewRepeats())
     handler.setFormatter(_JsonFormatter() if as_json else _PlainFormatter())

@@ -1,6 +1,7 @@
-"""What a model folder says: its config.json and generation_config.json, and whether it holds the weights that it describes.
+"""What a model folder says: its config.json and generation_config.json, and whether it holds the weights that
+it describes.
 
-Whoever names a model folder trusts it. What is checked here is what a broken one needs: one line that says what is wrong.
+A model folder is trusted. What is checked here is what a broken one needs: one line that says what is wrong.
 """
 
 from __future__ import annotations
@@ -40,7 +41,8 @@ class Manifest:
             text_config = config
         if not isinstance(text_config, dict):
             raise ConfigError(
-                f"{folder / 'config.json'}: text_config should be a JSON object, not {type(text_config).__name__}"
+                f"{folder / 'config.json'}: text_config should be a JSON object, not "
+                f"{type(text_config).__name__}"
             )
         lengths = [text_config.get(name) for name in CONTEXT_LENGTHS]
         generation_config = read_json(folder / "generation_config.json")
@@ -73,8 +75,8 @@ def read_json(path: Path, required: bool = False) -> dict[str, Any]:
 
 
 def check_weights(parameters: int, folder: Path) -> None:
-    """Raises ConfigError for a model of more parameters than the weight files in `folder` hold, such as where one of the
-    files is missing: memory for all of them would be taken before the first is missed."""
+    """Raises ConfigError for a model of more parameters than the weight files in `folder` hold, such as where
+    one of the files is missing: memory for all of them would be taken before the first is missed."""
     files = {path for pattern in WEIGHTS for path in folder.glob(pattern)}
     try:
         stored = sum(path.stat().st_size for path in files)
@@ -82,6 +84,6 @@ def check_weights(parameters: int, folder: Path) -> None:
         raise ConfigError(f"{error.filename} cannot be read: {error.strerror}") from None
     if parameters > stored + COMPUTED:  # a parameter takes at least a byte
         raise ConfigError(
-            f"{folder}: config.json describes {parameters / 1e9:,.1f} billion parameters, more than its weight files of "
-            f"{stored / 1e9:,.3f} GB can hold"
+            f"{folder}: config.json describes {parameters / 1e9:,.1f} billion parameters, more than its "
+            f"weight files of {stored / 1e9:,.3f} GB can hold"
         )

@@ -1,7 +1,7 @@
 """A run of the server: its private folder and its socket, and what its processes ask of the machine.
 
-Owns `ConfigError`, the limits of this process that are too low for any model, and the lines that explain a full disk or a used-up
-memory. Knows no settings and no packages.
+Owns `ConfigError`, the limits of this process that are too low for any model, and the lines that explain a
+full disk or used-up memory.
 """
 
 from __future__ import annotations
@@ -51,7 +51,8 @@ def die_with_parent() -> None:
 
 
 def check_private(folder: Path, name: str) -> None:
-    """Raises ConfigError for a folder, which `name` names, that another user owns or may write to: its files are trusted."""
+    """Raises ConfigError for a folder, which `name` names, that another user owns or may write to: its files
+    are trusted."""
     with contextlib.suppress(FileNotFoundError, NotADirectoryError, PermissionError):
         status = folder.stat()
         if status.st_uid != os.geteuid():
@@ -65,12 +66,13 @@ def check_private(folder: Path, name: str) -> None:
 
 
 def check_limits(run_dir: Path) -> None:
-    """Raises ConfigError where the limits of this process are too low for any model. `run_dir`: where its socket is to be."""
+    """Raises ConfigError where the limits of this process are too low for any model. `run_dir`: where its
+    socket is to be."""
     excess = len(os.fsencode(run_dir / SOCKET)) - MAX_SOCKET_NAME
     if excess > 0:
-        folder = run_dir.parent
         raise ConfigError(
-            f"{folder}: the name is {excess} bytes too long for a folder with a socket; name another with TMPDIR"
+            f"{run_dir.parent}: the name is {excess} bytes too long for a folder with a socket; name another "
+            "with TMPDIR"
         )
     for kind, least, what in (
         (resource.RLIMIT_NOFILE, MIN_FILES, "open files (ulimit -n)"),
@@ -79,15 +81,17 @@ def check_limits(run_dir: Path) -> None:
         limit, _hard = resource.getrlimit(kind)
         if limit != resource.RLIM_INFINITY and limit < least:
             raise ConfigError(
-                f"this process may have {limit} {what}, and the server needs at least {least}; raise the limit"
+                f"this process may have {limit} {what}, and the server needs at least {least}; raise the "
+                "limit"
             )
 
 
 def explained(error: OSError | MemoryError, where: str | None = None) -> str | None:
-    """One line: which resource of the machine is used up, and what to do. None: no such error. `where`: the file, where the
-    error does not name it."""
+    """One line: which resource of the machine is used up, and what to do. None: no such error. `where`: the
+    file, where the error does not name it."""
     number = errno.ENOMEM if isinstance(error, MemoryError) else error.errno
     if number not in REMEDIES:
         return None
+    line = f"{os.strerror(number)}; {REMEDIES[number]}"
     file = where or getattr(error, "filename", None)
-    return f"{f'{file}: ' if file else ''}{os.strerror(number)}; {REMEDIES[number]}"
+    return f"{file}: {line}" if file else line
