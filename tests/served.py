@@ -8,6 +8,7 @@ import gevent
 import msgspec
 from fakes.model import EOS, FakeModel, greedy
 from fakes.tokenizer import VOCABULARY, byte_tokenizer
+from prometheus_client.parser import text_string_to_metric_families
 
 import web
 from api.engine_client import EngineClient
@@ -97,6 +98,19 @@ class Served:
 
     def expected(self, text, most):
         return greedy(self.tokenizer.encode(text).ids, most, VOCABULARY)
+
+    def counts(self):
+        """The samples of all series by their name and labels, without the buckets of histograms."""
+        text = self.client.get("/metrics").get_data(as_text=True)
+        return {
+            sample.name + "".join(f",{value}" for label, value in sample.labels.items() if label != "le"): sample.value
+            for family in text_string_to_metric_families(text)
+            for sample in family.samples
+            if not sample.name.endswith("_bucket")
+        }
+
+    def wait_for_count(self, name, value):
+        wait_until(lambda: self.counts()[name] == value)
 
     def assert_idle(self):
         wait_until(lambda: self.worker.is_idle and self.seen.is_idle)

@@ -1,14 +1,18 @@
 """The worker as a web process sees it, with the test in the place of the worker."""
 
+import threading
+
+import gevent
 import msgspec
 import pytest
 import zmq.green as zmq
 from gevent.queue import SimpleQueue
+from served import WAIT_S, wait_until
 
+from api import engine_client
 from api.engine_client import EngineClient
+from api.job import ModelText
 from protocol import Cancel, End, FromWeb, Generate, SubmitRequests, Token, Tokens
-
-WAIT_S = 20
 
 
 @pytest.fixture
@@ -38,3 +42,33 @@ def test_a_message_that_cannot_be_decoded_ends_the_open_requests_with_an_error(w
     assert isinstance(msgspec.msgpack.decode(router.recv_multipart()[1], type=FromWeb), SubmitRequests)
     router.send_multipart([peer, msgspec.msgpack.encode(Tokens([Token(2, 7, None)]))])
     assert messages.get(timeout=WAIT_S) == [Token(2, 7, None)]
+
+
+def test_a_new_web_process_accepts_nothing_before_it_can_serve_what_the_worker_accepts(served, monkeypatch):
+    monkeypatch.setattr(engine_client, "FIRST_MESSAGE_S", WAIT_S)
+    may_load = threading.Event()
+    newcomer = EngineClient(served.address, lambda info: may_load.wait(WAIT_S) and ModelText.load(info, served.config))
+    try:
+        waiting = gevent.spawn(newcomer.wait_until_known)
+        wait_until(lambda: newcomer.phase == "loading")
+        assert not waiting.ready()
+        may_load.set()
+        waiting.join(WAIT_S)
+        assert newcomer.phase == "ready" and waiting.ready()
+    finally:
+        may_load.set()
+        newcomer.close()
+
+
+def test_a_web_process_waits_neither_for_a_worker_that_boots_nor_for_one_that_is_not_there(serve, tmp_path, monkeypatch):
+    served = serve()
+    monkeypatch.setattr(engine_client, "FIRST_MESSAGE_S", WAIT_S)
+    monkeypatch.setattr(engine_client, "LOADING_S", 10 * WAIT_S)
+    with gevent.Timeout(2 * WAIT_S):
+        served.seen.wait_until_known()
+    assert served.seen.phase == "starting" and served.seen.text is None
+    monkeypatch.setattr(engine_client, "FIRST_MESSAGE_S", 0.01)
+    alone = EngineClient(f"ipc://{tmp_path}/nobody.sock", lambda info: None)
+    alone.wait_until_known()
+    assert alone.phase == "starting"
+    alone.close()

@@ -1,0 +1,63 @@
+"""Bodies of requests: what is refused before it is read, and what does not come to its end."""
+
+import io
+import json
+
+import pytest
+from gunicorn.http.errors import InvalidChunkSize
+from served import LIMITS
+from werkzeug.exceptions import ClientDisconnected
+
+SMALL = {"inputs": "Hi", "parameters": {"max_new_tokens": 1}}
+
+
+def test_other_content_types_and_encodings_are_refused_by_name(served):
+    refused = [
+        ({"content_type": "application/x-www-form-urlencoded"}, 415, "Expected request with `Content-Type: application/json`"),
+        ({"headers": {"Content-Encoding": "gzip"}}, 415, "A request body must not be compressed (`Content-Encoding`)"),
+        ({"headers": {"Transfer-Encoding": "gzip, chunked"}}, 501, "The only `Transfer-Encoding` that is supported is chunked"),
+    ]
+    for options, status, words in refused:
+        response = served.post("/generate", SMALL, **options)
+        assert (response.status_code, response.json["error"]) == (status, words)
+    for options in ({"content_type": "application/vnd.api+json; charset=utf-8"}, {"headers": {"Content-Encoding": "identity"}}):
+        assert served.post("/generate", SMALL, **options).status_code == 200
+
+
+def chunked(served, body):
+    environ = {"wsgi.input_terminated": True, "CONTENT_LENGTH": None, "wsgi.input": body}
+    return served.post("/generate", b"", environ_overrides=environ)
+
+
+def test_a_body_that_is_too_large_is_refused_whole(served):
+    most = LIMITS["payload_limit"]
+    refused = served.post("/generate", {"inputs": "a" * most})
+    assert refused.status_code == 413 and str(most) in refused.json["error"]
+    fits = json.dumps(SMALL).encode()
+    for excess in (1, 1000):
+        assert chunked(served, io.BytesIO(fits.ljust(most + excess))).status_code == 413
+    assert chunked(served, io.BytesIO(fits.ljust(most))).status_code == 200
+
+
+class BrokenBody(io.BytesIO):
+    """A request body that ends in an error, as gunicorn's do."""
+
+    def __init__(self, error):
+        self.error = error
+
+    def read(self, *_):
+        raise self.error
+
+    readinto = readline = read
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "counts"),
+    [(InvalidChunkSize(b"zz"), 400, "tgi_http_errors_total,400"), (ClientDisconnected(), 499, "tgi_client_hang_ups_total")],
+)
+def test_a_body_that_does_not_come_to_its_end_is_told_or_counted_as_what_it_is(served, error, status, counts):
+    response = chunked(served, BrokenBody(error))
+    assert response.status_code == status
+    served.wait_for_count(counts, 1)
+    assert served.counts()["tgi_request_count_total"] == 1
+    assert "failed" not in (response.get_data(as_text=True) if status == 499 else "")

@@ -1,0 +1,33 @@
+"""Health, metrics and the page: what a web process tells of itself while the worker boots, hangs or is gone."""
+
+from served import wait_until
+
+
+def test_before_the_model_is_ready_everything_says_what_is_going_on(booting):
+    wait_until(lambda: booting.seen.phase == "starting")
+    assert booting.client.get("/live").status_code == 200
+    health = booting.client.get("/health")
+    assert health.status_code == 503
+    assert health.json == {"error": "unhealthy", "error_type": "healthcheck", "phase": "starting"}
+    assert health.headers["Retry-After"] == "5"
+    refused = booting.post("/generate", {"inputs": "a"})
+    assert refused.status_code == 503
+    assert refused.json["phase"] == "starting"
+    assert int(refused.headers["Retry-After"]) > 0
+
+
+def test_metrics_are_there_while_the_device_stands_still_and_before_it_is_ready(booting):
+    assert "tgi_request_count 0.0" in booting.client.get("/metrics").get_data(as_text=True)
+    booting.get_ready()
+    booting.model.may_decode.clear()
+    stream = booting.post("/generate_stream", {"inputs": "Hello"}, buffered=False)
+    assert booting.counts()["tgi_slots_busy"] == 1
+    booting.model.may_decode.set()
+    stream.close()
+
+
+def test_without_a_worker_there_are_no_metrics_and_it_is_told(booting):
+    booting.get_ready()
+    booting.link.close()
+    wait_until(lambda: booting.seen.phase == "dead")
+    assert booting.client.get("/metrics").status_code == 503

@@ -1,0 +1,293 @@
+"""A request while it is generated: its events, failures, disconnects, deadlines, and what the headers tell."""
+
+import contextlib
+import json
+import socket
+import threading
+import time
+
+import gevent
+import pytest
+from asked import job
+from openai_api import CHAT, COMPLETION, MESSAGES, PROMPT, RESPONSES
+from served import WAIT_S, events, wait_until
+
+from api import stream as generation
+from api.errors import HANG_UP, ApiError
+from api.job import Prompt as PromptToRun
+from api.tgi import NativeAnswer
+from protocol import End, Prompt, Token
+
+NATIVE = {"inputs": "Hello", "parameters": {"max_new_tokens": 12}}
+DEADLINE_S = 1.5  # long enough for the first token, also on a busy machine
+
+# Failures
+
+
+@pytest.mark.parametrize("route", ["/generate", "/generate_stream"])
+def test_a_failure_before_the_first_token_has_its_own_status(served, route):
+    served.model.fail_next_prefill = True
+    response = served.post(route, {"inputs": "a"})
+    message = "Request failed during generation: a step on the device failed"
+    assert (response.status_code, response.json) == (424, {"error": message, "error_type": "generation"})
+
+
+@pytest.mark.parametrize(
+    ("route", "body"),
+    [("/generate_stream", NATIVE), (COMPLETION, PROMPT), (CHAT, MESSAGES), (RESPONSES, {"input": "Hi", "temperature": 0})],
+)
+def test_a_failure_in_the_middle_of_a_stream_is_its_last_event(served, route, body):
+    served.model.may_decode.clear()
+    with served.post(route, body | {"stream": True}) as response:
+        assert response.status_code == 200
+        served.model.fail_next_decode = True
+        served.model.may_decode.set()
+        *told, last = response.get_data(as_text=True).removesuffix("data: [DONE]\n\n").removesuffix("\n\n").split("\n\n")
+    error = json.loads(last.partition("data: ")[2])
+    message = "Request failed during generation: a step on the device failed"
+    assert told and message in (error["error"], error["error"]["message"] if isinstance(error["error"], dict) else "")
+
+
+def test_a_bug_in_the_middle_of_a_stream_is_an_event_and_ends_that_stream_alone(served, monkeypatch, caplog):
+    with monkeypatch.context() as patched:
+        patched.setattr(NativeAnswer, "events", lambda *_: 1 / 0)
+        *_, last = events(served.post("/generate_stream", {"inputs": "Hello", "parameters": {"max_new_tokens": 5}}))
+    assert last["error_type"] == "internal"
+    assert "ZeroDivisionError" in caplog.text
+    assert served.post("/generate", {"inputs": "Hello"}).status_code == 200
+
+
+@pytest.fixture
+def started(served, monkeypatch):
+    """A generation for the prompt "a", its id, and the queue for its messages, which the worker does not hear of."""
+    sent = []
+    monkeypatch.setattr(served.seen, "submit", lambda generates, queue: sent.append((generates[0].id, queue)))
+    arrival = generation.Arrival("an-id", time.monotonic(), generation.Connection(None, input_may_end=False))
+    prompt = PromptToRun(job("stream"), [97], 5)
+    return generation.Generation(served.seen, [prompt], arrival, generation.Watch()), *sent[0]
+
+
+def test_a_prompt_that_has_been_run_does_not_begin_an_answer_that_then_fails(started):
+    generating, request_id, queue = started
+    queue.put([Prompt(request_id, 0.0)])
+    gevent.spawn_later(0.01, queue.put, [End(request_id, "failed", "no number")])
+    with pytest.raises(ApiError) as error:
+        next(iter(generating))
+    assert error.value.status == 424
+
+
+def test_tokens_that_arrive_together_with_the_end_of_their_request_are_not_lost(started):
+    generating, request_id, queue = started
+    queue.put([Prompt(request_id, 0.0), Token(request_id, 97, None), End(request_id, "failed", "no number")])
+    batches = iter(generating)
+    ((_sequence, pieces),) = next(batches)
+    assert [piece.id for piece in pieces] == [97]
+    with pytest.raises(ApiError, match="no number"):
+        next(batches)
+
+
+def test_a_silent_stream_is_kept_open_with_comments(served, monkeypatch):
+    monkeypatch.setattr(generation, "KEEP_ALIVE_S", 0.05)
+    served.model.may_decode.clear()
+    with served.post("/generate_stream", {"inputs": "Hello", "parameters": {"max_new_tokens": 3}}, buffered=False) as response:
+        chunks = iter(response.response)
+        assert next(chunks).startswith(b"data: ")
+        assert next(chunks) == b":\n\n"
+        served.model.may_decode.set()
+        rest = b"".join(chunks)
+    assert rest.count(b"data: ") == len(served.expected("Hello", 3)) - 1
+
+
+# Disconnects
+
+
+@pytest.mark.parametrize("route", ["/generate", "/generate_stream"])
+def test_a_client_that_hangs_up_while_its_prompt_is_run_frees_its_slot_after_the_chunk_that_runs(serve, route):
+    served = serve(prefill_chunk=4).get_ready()
+    chunks, there, may_go_on, forward = [], threading.Event(), threading.Event(), served.model.forward
+
+    def pause_in_third_chunk(step):
+        if step[0].slot == 1:
+            chunks.append(step[0].begin)
+            if step[0].begin == 8:
+                there.set()
+                assert may_go_on.wait(WAIT_S)
+        return forward(step)
+
+    served.model.forward = pause_in_third_chunk
+    other = served.post("/generate_stream", {"inputs": "Hello", "parameters": {"max_new_tokens": 50}}, buffered=False)
+    ours, theirs = socket.socketpair()
+    asking = gevent.spawn(
+        lambda: served.post(route, {"inputs": "a" * 40}, environ_overrides={"gunicorn.socket": ours}, buffered=False)
+    )
+    wait_until(there.is_set)
+    theirs.close()
+    asking.join(WAIT_S)
+    assert asking.ready(), "it waits for the device, though nobody reads"
+    wait_until(lambda: served.link._inbox.qsize())  # the worker has been told
+    may_go_on.set()
+    assert b"".join(other.response).count(b"data: ") == len(served.expected("Hello", 50))
+    assert chunks == [0, 4, 8]
+    served.assert_idle()
+    ours.close()
+
+
+@contextlib.contextmanager
+def waiting_with_a_socket(served, **headers):
+    """A request that waits for the device: its greenlet, and the client's end of its connection."""
+    served.model.may_decode.clear()
+    ours, theirs = socket.socketpair()
+    options = {"environ_overrides": {"gunicorn.socket": ours}, "headers": headers}
+    asking = gevent.spawn(lambda: served.post("/generate", {"inputs": "Hello"}, **options))
+    wait_until(lambda: len(served.seen._queues) == 1)
+    with ours, theirs:
+        yield asking, theirs
+        served.model.may_decode.set()
+
+
+def test_what_a_client_sent_ahead_does_not_hide_that_it_hung_up(served):
+    with waiting_with_a_socket(served) as (asking, theirs):
+        theirs.sendall(b"GET /health HTTP/1.1\r\n")
+        asking.join(3 * generation.WATCH_S)
+        assert not asking.ready()
+        theirs.close()
+        assert asking.get(timeout=WAIT_S).status_code == HANG_UP
+
+
+def test_a_client_that_announced_its_last_request_may_close_its_sending_side(served):
+    with waiting_with_a_socket(served, Connection="close") as (asking, theirs):
+        theirs.shutdown(socket.SHUT_WR)
+        asking.join(3 * generation.WATCH_S)
+        assert not asking.ready()
+        served.model.may_decode.set()
+        assert asking.get(timeout=WAIT_S).status_code == 200
+
+
+@pytest.mark.parametrize("first_event", [False, True])
+def test_a_disconnect_is_counted_as_dropped_also_before_the_first_event(served, first_event):
+    served.model.may_decode.clear()
+    response = served.post("/generate_stream", {"inputs": "Hello"}, buffered=False)
+    if first_event:
+        next(iter(response.response))
+    response.close()
+    served.wait_for_count("tgi_client_hang_ups_total", 1)
+    seen = served.counts()
+    assert (seen["tgi_request_failure_total,dropped"], seen["tgi_request_count_total"]) == (1, 1)
+    served.model.may_decode.set()
+
+
+# Headers
+
+
+def test_the_headers_tell_what_a_request_took(served):
+    response = served.post("/generate", {"inputs": "Héllo", "parameters": {"max_new_tokens": 4}})
+    headers = {name: value for name, value in response.headers.items() if name.startswith("x-") and name != "x-request-id"}
+    assert headers.pop("x-compute-type") == "fake"
+    assert headers.pop("x-compute-characters") == "5"
+    assert 0 < float(headers.pop("x-compute-time")) < WAIT_S
+    assert headers.pop("x-prompt-tokens") == "6"
+    assert headers.pop("x-generated-tokens") == str(len(served.expected("Héllo", 4)))
+    milliseconds = {name: int(value) for name, value in headers.items()}
+    assert set(milliseconds) == {"x-total-time", "x-validation-time", "x-queue-time", "x-inference-time", "x-time-per-token"}
+    parts = sum(milliseconds[f"x-{part}-time"] for part in ("validation", "queue", "inference"))
+    assert parts <= milliseconds["x-total-time"] <= parts + 3
+    stream = served.post("/generate_stream", {"inputs": "Hi", "parameters": {"max_new_tokens": 2}})
+    assert (stream.headers["x-compute-type"], stream.headers["x-compute-characters"]) == ("fake", "2")
+    assert "x-total-time" not in stream.headers
+    stream.get_data()
+
+
+def test_the_time_in_the_queue_is_told_apart_from_the_rest(served):
+    served.model.may_decode.clear()
+    running = gevent.spawn(served.post, "/generate", {"inputs": "a"})
+    wait_until(lambda: served.model.is_paused)  # sooner, the second one's prompt could run right behind the first one's
+    answers = []
+    body = {"inputs": "c", "parameters": {"max_new_tokens": 1}}
+    waiting = gevent.spawn(lambda: answers.append(served.post("/generate", body)))
+    wait_until(lambda: len(served.seen._queues) == 2)
+    sent_at = time.monotonic()
+    wait_until(lambda: time.monotonic() - sent_at > 0.1)
+    served.model.may_decode.set()
+    for thread in (running, waiting):
+        thread.join(WAIT_S)
+    assert int(answers[0].headers["x-queue-time"]) >= 50
+    assert int(answers[0].headers["x-inference-time"]) < int(answers[0].headers["x-queue-time"])
+
+
+def test_a_request_of_several_sequences_tells_their_sums(served):
+    body = {"prompt": ["Hi", "Ho"], "n": 2, "max_tokens": 3, "temperature": 0, "ignore_eos": True}
+    headers = served.post("/v1/completions", body).headers
+    assert (headers["x-compute-characters"], headers["x-prompt-tokens"], headers["x-generated-tokens"]) == ("4", "4", "12")
+
+
+# Deadlines
+
+
+def late(served, route, body):
+    """Answers while the device stands still after the first token, until the deadline."""
+    served.model.may_decode.clear()
+    response = served.post(route, body)
+    served.model.may_decode.set()
+    return response
+
+
+def test_an_answer_ends_at_its_deadline_with_the_text_so_far(serve):
+    served = serve(response_deadline=DEADLINE_S).get_ready()
+    first = served.tokenizer.decode(served.expected("Hello", 1))
+    response = late(served, "/generate", {"inputs": "Hello", "parameters": {"details": True}})
+    assert (response.status_code, response.json["generated_text"]) == (200, first)
+    assert (response.json["details"]["finish_reason"], response.json["details"]["generated_tokens"]) == ("length", 1)
+    served.assert_idle()
+    response = late(served, "/v1/completions", {"prompt": "Hello", "temperature": 0})
+    assert response.json["choices"][0]["finish_reason"] == "length"
+    assert response.json["usage"]["completion_tokens"] == 1
+    served.assert_idle()
+
+
+@pytest.fixture
+def narrow(serve):
+    """One slot and a deadline: of several sequences only the first has begun when it comes."""
+    served = serve(slots=1, response_deadline=DEADLINE_S).get_ready()
+    yield served
+    served.assert_idle()
+
+
+def test_at_the_deadline_the_best_is_one_that_has_begun(narrow):
+    parameters = {"best_of": 2, "temperature": 0.5, "details": True, "decoder_input_details": True}
+    response = late(narrow, "/generate", {"inputs": "Hello", "parameters": parameters})
+    assert response.status_code == 200
+    assert response.json["details"]["generated_tokens"] == 1
+    (other,) = response.json["details"]["best_of_sequences"]
+    assert (other["generated_tokens"], other["generated_text"]) == (0, "")
+    assert [token["logprob"] for token in other["prefill"]] == [None] * 5
+    narrow.assert_idle()
+    body = {"prompt": ["Hello", "Hi"], "echo": True, "logprobs": 1, "temperature": 0}
+    response = late(narrow, "/v1/completions", body)
+    assert response.status_code == 200
+    assert [len(choice["logprobs"]["tokens"]) for choice in response.json["choices"]] == [6, 2]
+
+
+def test_an_invocation_has_a_deadline_of_its_own(serve, monkeypatch):
+    monkeypatch.setattr("api.routes.SAGEMAKER_DEADLINE_S", DEADLINE_S)
+    served = serve().get_ready()
+    body = {"inputs": "Hello", "parameters": {"return_full_text": False}}
+    assert late(served, "/invocations", body).json[0]["generated_text"] == served.tokenizer.decode(served.expected("Hello", 1))
+    served.assert_idle()
+
+
+def test_a_stream_has_no_deadline(serve):
+    served = serve(response_deadline=1e-9).get_ready()
+    stream = events(served.post("/generate_stream", {"inputs": "Hello", "parameters": {"max_new_tokens": 12}}))
+    assert len(stream) == len(served.expected("Hello", 12))
+
+
+def test_who_has_only_waited_until_the_deadline_is_told_to_come_again(serve):
+    served = serve(slots=1, response_deadline=0.3).get_ready()
+    served.model.may_decode.clear()
+    busy = served.post("/generate_stream", {"inputs": "a"}, buffered=False)
+    response = served.post("/generate", {"inputs": "c"})
+    assert (response.status_code, response.json["error_type"]) == (429, "overloaded")
+    assert "Retry-After" in response.headers
+    served.model.may_decode.set()
+    busy.close()
+    served.assert_idle()
