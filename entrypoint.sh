@@ -34,8 +34,8 @@ for argument in "$@"; do
     case $argument in -h | --help | -V | --version) exec "$python" "$here/config.py" "$argument" ;; esac
 done
 
-# Each run has a private folder (0700), whose lock all of its processes hold. A folder with a free lock belongs
-# to a run that was killed, in this container or in another that shares the parent folder, and is removed.
+# Each run has a private folder (0700), whose lock all of its processes hold. A folder with a free lock is left
+# of a run that was killed, in this container or in another that shares the parent folder, and is removed.
 for lock in "${TMPDIR:-/tmp}"/neuron-textgen.*/lock; do
     folder=${lock%/lock}
     [ -O "$folder" ] && [ ! -L "$folder" ] && [ -f "$lock" ] && flock -n "$lock" rm -rf "$folder"
@@ -55,8 +55,8 @@ source "$run_dir/settings.sh"
 export NUMBA_CACHE_DIR=${NUMBA_CACHE_DIR:-$model_cache/numba}
 (umask 077 && mkdir -p "$NUMBA_CACHE_DIR") 2>/dev/null # numba would let the group write to the model cache
 
-# Nothing is written to this pipe: reading from it with a timeout sleeps without starting a process.
-# `wait -n` would wake at the end of a child and at a signal, but a signal at the wrong moment makes it miss both.
+# Nothing is written to this pipe: reading from it with a timeout sleeps without starting a process. `wait -n`
+# would wake at the end of a child and at a signal, but a signal at the wrong moment makes it miss both.
 mkfifo "$run_dir/idle" && exec 9<>"$run_dir/idle" || exit 1
 pause() { read -r -t "$1" -u 9; }
 

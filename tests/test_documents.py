@@ -11,7 +11,7 @@ import pytest
 import settings_tables
 
 import config
-from api.routes import openapi
+from api.openapi import openapi
 from engine.metrics import Metrics
 from run import HERE
 

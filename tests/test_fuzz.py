@@ -11,7 +11,7 @@ import tiny_tokenizers
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from api.routes import openapi
+from api.openapi import openapi
 from config import DEMO_MODEL
 from text.stream import TextStream, detokenizer_for, prompt_texts
 from text.tokenizer import Tokenizer

@@ -16,25 +16,10 @@ WORKFLOWS = {name: yaml.safe_load(text) for name, text in TEXTS.items()}
 STEPS = [step for workflow in WORKFLOWS.values() for job in workflow["jobs"].values() for step in job.get("steps", [])]
 
 
-def check(*paths):
-    command = [sys.executable, "-m", "check_jsonschema", "--builtin-schema", "vendor.github-workflows", *map(str, paths)]
-    return subprocess.run(command, capture_output=True, text=True)
-
-
 def test_the_workflows_are_what_github_accepts():
-    done = check(*FOLDER.glob("*.yml"))
+    command = [sys.executable, "-m", "check_jsonschema", "--builtin-schema", "vendor.github-workflows", *FOLDER.glob("*.yml")]
+    done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
-
-
-@pytest.mark.parametrize(
-    ("written", "broken"), [("runs-on:", "run-on:"), ("packages: write", "packages: all"), ("- run:", "- runs:")]
-)
-def test_a_broken_workflow_is_found(tmp_path, written, broken):
-    (name,) = [name for name, text in TEXTS.items() if written in text and (written != "runs-on:" or name == "ci.yml")]
-    path = tmp_path / name
-    path.write_text(TEXTS[name].replace(written, broken, 1))
-    done = check(path)
-    assert done.returncode == 1 and name in done.stdout
 
 
 def test_a_push_runs_what_has_to_pass_before_a_change_lands():
@@ -46,32 +31,11 @@ def test_a_push_runs_what_has_to_pass_before_a_change_lands():
     assert scripts and all(f"run: sudo {script}" in TEXTS["ci.yml"] for script in scripts)
 
 
-def test_every_python_that_the_project_supports_runs_the_tests():
-    matrix = WORKFLOWS["ci.yml"]["jobs"]["make"]["strategy"]["matrix"]
-    tested = {*matrix["python"], *(row["python"] for row in matrix["include"] if row["target"] == "test")}
-    assert tested == {"3.10", "3.11", "3.12"} and ">=3.10,<3.13" in (HERE / "pyproject.toml").read_text()
-
-
 def test_actions_are_pinned_to_a_commit_and_credentials_are_not_kept():
     actions = [step for step in STEPS if "uses" in step]
     assert actions and all(re.fullmatch(r"actions/[\w-]+@[0-9a-f]{40}", step["uses"]) for step in actions)
     checkouts = [step for step in actions if "checkout" in step["uses"]]
     assert checkouts and all(step["with"] == {"persist-credentials": False} for step in checkouts)
-
-
-def test_only_the_job_that_publishes_may_write():
-    for name, workflow in WORKFLOWS.items():
-        assert workflow["permissions"] == {"contents": "read"}, name
-    writing = [name for workflow in WORKFLOWS.values() for name, job in workflow["jobs"].items() if "permissions" in job]
-    assert writing == ["publish"]
-    release = WORKFLOWS["release.yml"]
-    assert release[True] == {"push": {"tags": ["v*"]}}  # YAML reads the key `on` as a truth value
-    jobs = release["jobs"]
-    assert (jobs["publish"]["needs"], jobs["ci"]["needs"], jobs["ci"]["uses"]) == (
-        "ci",
-        "version",
-        "./.github/workflows/ci.yml",
-    )
 
 
 def test_a_tag_that_is_not_the_version_ends_the_release(tmp_path):
