@@ -119,7 +119,8 @@ def test_every_name_of_this_server_in_the_guide_exists():
 
 def test_the_table_of_settings_is_that_of_the_code():
     table = settings_tables.settings()
-    assert table in (HERE / "docs" / "settings.md").read_text()
+    how = "PYTHONPATH=. python tests/settings_tables.py prints the tables for docs/settings.md"
+    assert table in (HERE / "docs" / "settings.md").read_text(), how
     assert all(row.count("|") == 5 for row in table.splitlines())
 
 

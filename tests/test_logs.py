@@ -1,6 +1,7 @@
-"""The log: what repeats is left out, and what does not is not."""
+"""The log: one line an event, which nothing breaks or floods; what repeats is left out, and what does not is not."""
 
 import io
+import json
 import logging
 import re
 
@@ -12,11 +13,11 @@ from run import HERE
 
 @pytest.fixture
 def log(monkeypatch, request):
-    """The lines that have been logged since the last call; at `info`, or at the level that a test gives."""
+    """The lines that have been logged since the last call; `set_up` with `info` and text, or with what a test gives."""
     root, stream = logging.getLogger(), io.StringIO()
     handlers, level = root.handlers[:], root.level
     monkeypatch.setattr(logs.sys, "stderr", stream)
-    logs.set_up(getattr(request, "param", "info"), False)
+    logs.set_up(*getattr(request, "param", ("info", False)))
 
     def lines():
         text = stream.getvalue()
@@ -57,7 +58,7 @@ def test_a_minute_later_the_lines_are_logged_again(log, monkeypatch):
     assert len(log()) == 1
 
 
-@pytest.mark.parametrize("log", ["debug"], indirect=True)
+@pytest.mark.parametrize("log", [("debug", False)], indirect=True)
 def test_at_debug_libraries_log_warnings_and_no_more(log):
     for name in (*logs.OURS, "numba.core.ssa"):
         logging.getLogger(name).debug("step")
@@ -71,3 +72,30 @@ def test_every_logger_of_the_product_counts_as_ours():
     sources = [path for folder in (".", "api", "text", "engine", "models") for path in (HERE / folder).glob("*.py")]
     named = {name for path in sources for name in re.findall(r'^logger = .*getLogger\("(.*)"\)', path.read_text(), re.M)}
     assert named and named <= set(logs.OURS)
+
+
+def log_of_all_kinds():
+    fields = {"request": 7, "path": "/\n" + "a" * 5000}
+    try:
+        raise ValueError("wrong")
+    except ValueError:
+        logging.getLogger("web").exception("it is %d\nlines %s", 2, "x" * 5000, extra={"fields": fields})
+
+
+def test_a_log_line_carries_named_values_and_nothing_breaks_or_floods_it(log):
+    log_of_all_kinds()
+    line, *trace = log()
+    assert len(line) < 1400 and trace[-1] == "ValueError: wrong"
+    assert "Z ERROR web: it is 2\\nlines xxx" in line and "x... request=7 path=/\\naaa" in line
+
+
+@pytest.mark.parametrize("log", [("info", True)], indirect=True)
+def test_a_json_log_line_carries_named_values_and_the_traceback_in_one_line(log):
+    log_of_all_kinds()
+    (line,) = map(json.loads, log())
+    assert list(line) == ["timestamp", "level", "target", "fields"]
+    assert re.fullmatch(r"20\d\d-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z", line["timestamp"])
+    fields = line["fields"]
+    assert fields["request"] == 7 and len(fields["path"]) < 210 and "\n" not in fields["path"]
+    assert fields["message"].startswith("it is 2\\nlines xxx") and "x...\nTraceback" in fields["message"]
+    assert fields["message"].endswith("ValueError: wrong")
