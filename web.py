@@ -38,6 +38,7 @@ from api.engine_client import EngineClient, EngineError
 from api.errors import HANG_UP, ApiError
 from api.job import ModelText
 from config import Config
+from protocol import ModelInfo
 from run import ConfigError, die_with_parent, run_dir, socket_address
 
 logger = logging.getLogger("web")
@@ -249,13 +250,19 @@ class Server(gunicorn.app.base.BaseApplication):
         die_with_parent()
         engine = EngineClient(
             socket_address(),
-            lambda info: ModelText.load(info, self._config),
+            self._load_text,
             self._config.stuck_timeout,
             on_stuck=(run_dir() / "stuck").touch,  # entrypoint.sh looks for it
         )
         app = create_app(self._config, engine)
         engine.wait_until_known()
         return app
+
+    def _load_text(self, info: ModelInfo) -> ModelText:
+        text = ModelText.load(info, self._config)
+        if info.sampling == "host":  # a device that samples refuses grammars
+            text.grammars.start()
+        return text
 
 
 def main() -> int:

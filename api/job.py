@@ -18,7 +18,7 @@ from api.fields import NEEDS_HOST, check_ids, require
 from api.types import U64_MAX
 from config import Config
 from protocol import MAX_GRAMMAR, GenerateOptions, ModelInfo, Sampling
-from text.grammar import Grammars
+from text.grammar import GrammarChecker
 from text.reader import Reading
 from text.template import ChatTemplate
 from text.tokenizer import Tokenizer
@@ -32,13 +32,13 @@ class ModelText(NamedTuple):
 
     tokenizer: Tokenizer
     template: ChatTemplate | None
-    grammars: Grammars
+    grammars: GrammarChecker
     tools: ModelTools | None  # None: the template has no place for tools
 
     @classmethod
     def load(cls, info: ModelInfo, config: Config) -> ModelText:
         template = ChatTemplate.load(info.model_dir, config.tokenizer_config_path)
-        grammars = Grammars.load(info.tokenizer_dir, info.vocab_size, info.eos_token_ids)
+        grammars = GrammarChecker(info.tokenizer_dir, info.vocab_size, info.eos_token_ids)
         tokenizer = Tokenizer(info.tokenizer_dir, info.eos_token_ids, config.escape_special_tokens)
         return cls(tokenizer, template, grammars, ModelTools.of(template, tokenizer, config.tool_parser))
 

@@ -1,39 +1,38 @@
-"""Grammars: what a generated text must look like, as JSON schemas, regular expressions and choices; and their
-token masks.
+"""Grammars: what a generated text must look like, as JSON schemas, regular expressions and choices; and their token masks.
 
-Both sides use it. A web process turns what a client sent into a grammar in llguidance's serialized form, and
-checks that it compiles and how long its masks take, before anything is generated. The worker keeps a
-`Matcher` beside each request: it is given every sampled token and fills in which tokens may follow. This
-layer knows no HTTP and no sockets.
+A grammar is text in llguidance's dialect of Lark whose first rule is `start`. A web process makes it of what a client sent, and
+has a `GrammarChecker` compile it in a child process with limits, before anything is generated. The worker compiles what was
+accepted (`Grammars`) and keeps a `Matcher` beside each request: it is given every sampled token and fills in which tokens may
+follow.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
-import math
 import re
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
-from fractions import Fraction
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
-from urllib.parse import unquote
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
+from text.limited import Limited, LimitExceeded, Refused
+
 WHITESPACE = r"\n? {0,16}"  # between JSON tokens: the ways in which models write it, without endless blanks
-MAX_BYTES, MAX_REGEX_BYTES = 120_000, 4_000
-MAX_STRING_BYTES = 1_000  # of a name or value: such bytes are forced, and tokenized together
-MAX_NESTING, MAX_PROPERTIES, MAX_VALUES, MAX_REFERENCES = 64, 5_000, 1_000, 500
-MAX_OPTIONAL = 499  # properties of an object: four items each of LIMITS' max_items_in_row
-MAX_PATTERNS, MAX_NAME_PATTERNS = 4, 50  # within an allOf; in patternProperties
-MAX_MULTIPLE = 10_000  # of the numerators in multipleOf: a state of the automaton for each remainder
-MAX_COMBINED = 500  # alternatives of intersections: each is as large as its patterns, and takes milliseconds
-COMPILE_S = 0.25  # of processor time
+MAX_BYTES = 120_000
+MAX_REGEX_BYTES = 4_000
+COMPILE_S = 0.25  # of processor time, in the worker, too
+CHECK_S = 0.5  # of processor time, for compiling and the masks of the first tokens
+CHECK_BYTES = 128 * 2**20  # for the same, beside the tokenizer
+PROBED_TOKENS = 50
 SLOW_MASK_S = 0.02  # a grammar whose masks take longer twice is given up
-CACHED, CACHED_CHARACTERS = 64, 500_000  # compiled grammars; those of that length take about 60 MB
+CACHED = 64  # compiled grammars,
+CACHED_CHARACTERS = 500_000  # and their length; those of that length take about 60 MB
+ACCEPTED = 1_000  # grammars that a web process does not check again
 # Above these llguidance ends with an error instead of a step that takes long.
 LIMITS = LLParserLimits(
     max_items_in_row=2_000,
@@ -45,24 +44,11 @@ LIMITS = LLParserLimits(
     verbose_errors=False,
 )
 FORMATS = {"date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri"}
-# JSON Schema's keywords by what they hold; all others hold plain values.
-ONE_SCHEMA = (
-    "additionalProperties",
-    "items",
-)  # llguidance refuses the others: `not`, `if`, `contains` and the like
+# JSON Schema's keywords by what they hold. llguidance refuses others that hold schemas: `not`, `if`, `contains` and the like.
+ONE_SCHEMA = ("additionalProperties", "items")
 SCHEMA_LISTS = ("allOf", "anyOf", "oneOf", "prefixItems", "items")
 NAMED_SCHEMAS = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
-PLAIN_VALUES = {
-    "pattern",
-    "format",
-    "minLength",
-    "maxLength",
-    "multipleOf",
-    "minimum",
-    "maximum",
-    "enum",
-    "const",
-}
+COMBINING = {"allOf", "anyOf", "oneOf", "$ref"}
 
 
 class GrammarError(Exception):
@@ -70,8 +56,10 @@ class GrammarError(Exception):
 
 
 def of_json_schema(schema: Any, whitespace: str | None = WHITESPACE) -> str:
-    """JSON that the schema allows. whitespace: a regular expression for what may stand between JSON tokens,
-    None: nothing."""
+    """JSON that the schema allows.
+
+    whitespace: a regular expression for what may stand between JSON tokens, None: nothing.
+    """
     return f"start: {json_rule(schema, whitespace)}"
 
 
@@ -79,11 +67,11 @@ def json_rule(schema: Any, whitespace: str | None = WHITESPACE) -> str:
     """What a schema allows, in Lark."""
     if not isinstance(schema, dict):
         raise GrammarError("must be a JSON schema, which is an object")
-    objects = list(_objects(schema))
-    schema = json.loads(_checked_size(json.dumps(schema, ensure_ascii=False)))
-    _check_size_of_parts(objects)
-    check_work([schema])
-    schemas = list(_schemas(schema))
+    try:
+        schema = json.loads(_checked_size(json.dumps(schema, ensure_ascii=False)))
+        schemas = list(_schemas(schema))
+    except RecursionError:
+        raise GrammarError("is nested too deeply") from None
     for each in schemas:  # unknown formats describe, and need not be enforced
         if isinstance(each.get("format"), str) and each["format"] not in FORMATS:
             del each["format"]
@@ -107,32 +95,25 @@ def of_choice(choices: Sequence[str]) -> str:
     """One of these texts."""
     if not choices or not all(isinstance(choice, str) and choice for choice in choices):
         raise GrammarError("must be a list of texts that are not empty")
-    _at_most(MAX_VALUES, len(choices), "choices")
-    for choice in choices:
-        _checked_size(choice, MAX_STRING_BYTES, "bytes in a choice")
     return of_rules(["start: " + " | ".join(_lark_string(choice) for choice in choices)])
+
+
+def of_rules(rules: list[str], inner: str = "", name: str = "") -> str:
+    """A grammar of Lark rules, the first of which is `start`; they may use the grammar `inner` as the rule `name`."""
+    if inner:
+        rules = [*rules, name + inner.removeprefix("start")]
+    return _checked_size("\n".join(rules))
 
 
 def _lark_string(text: str) -> str:
     return json.dumps(text, ensure_ascii=False).replace("\x7f", r"\u007f")  # which JSON leaves as it is
 
 
-def of_rules(rules: list[str], inner: str = "", name: str = "") -> str:
-    """A grammar of Lark rules, the first of which is `start`; they may use the grammar `inner` as the rule
-    `name`."""
-    if inner:
-        rules = [*rules, name + inner.removeprefix("start")]
-    return _checked_size("\n".join(rules))
-
-
 def _checked_size(text: str, limit: int = MAX_BYTES, what: str = "bytes") -> str:
-    _at_most(limit, len(text.encode("utf-8", "replace")), what)
-    return text
-
-
-def _at_most(limit: int, given: int, what: str) -> None:
+    given = len(text.encode("utf-8", "replace"))
     if given > limit:
         raise GrammarError(f"must have at most {limit} {what}. Given: {given}")
+    return text
 
 
 def _check_regex(text: str) -> None:
@@ -154,155 +135,101 @@ def _schemas(schema: Any) -> Iterator[dict[str, Any]]:
         yield from _schemas(part)
 
 
-def _objects(value: Any, level: int = 0) -> Iterator[dict[str, Any]]:
-    """All objects in a JSON value: a `$ref` makes a schema of any of them."""
-    if level > MAX_NESTING:
-        raise GrammarError(f"is nested more deeply than {MAX_NESTING} levels")
-    if isinstance(value, dict):
-        yield value
-    for item in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
-        yield from _objects(item, level + 1)
-
-
-def _texts(value: Any) -> Iterator[str]:
-    """All strings in a JSON value, whose bytes are forced and tokenized together."""
-    if isinstance(value, str):
-        yield value
-    for item in (
-        [*value, *value.values()] if isinstance(value, dict) else value if isinstance(value, list) else ()
-    ):
-        yield from _texts(item)
-
-
-def _properties(schema: dict[str, Any], keyword: str = "properties") -> dict[str, Any]:
-    return schema[keyword] if isinstance(schema.get(keyword), dict) else {}
-
-
-def _required(schema: dict[str, Any]) -> set[str]:
-    return set(map(str, schema["required"])) if isinstance(schema.get("required"), list) else set()
-
-
-def _patterns(objects: list[dict[str, Any]]) -> int:
-    return sum(isinstance(each.get("pattern"), str) for each in objects)
-
-
-def _check_size_of_parts(objects: list[dict[str, Any]]) -> None:
-    """Limits what would take long to compile."""
-    _at_most(MAX_PROPERTIES, sum(len(_properties(each)) for each in objects), "properties")
-    name_patterns = [pattern for each in objects for pattern in _properties(each, "patternProperties")]
-    _at_most(MAX_NAME_PATTERNS, len(name_patterns), "patterns in `patternProperties`")
-    _at_most(MAX_REFERENCES, sum("$ref" in each for each in objects), "`$ref`s")
-    in_all = _patterns(objects) if any("$ref" in each for each in objects) else None
-    values = 0
-    for each in objects:
-        optional = _properties(each).keys() - _required(each)
-        _at_most(MAX_OPTIONAL, len(optional), "properties of an object that are not required")
-        fixed = [
-            *(each["enum"] if isinstance(each.get("enum"), list) else []),
-            *([each["const"]] if "const" in each else []),
-        ]
-        values += len(fixed)
-        _at_most(MAX_VALUES, values, "values of enumerations")
-        for text in _texts([fixed, *_properties(each), *_required(each)]):
-            _checked_size(text, MAX_STRING_BYTES, "bytes in a value or name")
-        if isinstance(each.get("pattern"), str):
-            _check_regex(each["pattern"])
-        if isinstance(each.get("allOf"), list):
-            inner = _patterns(list(_objects(each))) if in_all is None else in_all
-            _at_most(MAX_PATTERNS, inner, "patterns within an `allOf`")
-    for pattern in name_patterns:
-        _check_regex(pattern)
-
-
-def check_work(schemas: Sequence[dict[str, Any]]) -> None:
-    """Limits the work for the schemas of one grammar: of what is intersected, the automata and alternatives
-    are multiplied."""
-    multiple = combined = 0
-    for schema in schemas:
-        objects = list(_objects(schema))
-        numbers = [each["multipleOf"] for each in objects if type(each.get("multipleOf")) in (int, float)]
-        numerators = [Fraction(str(number)).numerator for number in numbers]
-        combines = any(not each.keys().isdisjoint(("allOf", "anyOf", "oneOf", "$ref")) for each in objects)
-        multiple += math.lcm(*numerators) if combines and numerators else sum(numerators)
-        alternatives = _Alternatives(objects)
-        combined += sum(alternatives.of(each) for each in objects if len(alternatives.factors(each)) > 1)
-    if multiple > MAX_MULTIPLE:
-        raise GrammarError(f"must have numbers in `multipleOf` that are at most {MAX_MULTIPLE} all together")
-    if combined > MAX_COMBINED:
-        raise GrammarError(
-            f"must combine at most {MAX_COMBINED} alternatives, with `allOf`, `$ref`s or beside other keywords"
-        )
-
-
-class _Alternatives:
-    """How many alternatives `anyOf` and `oneOf` make of an object in a schema; intersections multiply those
-    of their parts."""
-
-    MANY = MAX_COMBINED + 1
-
-    def __init__(self, objects: list[dict[str, Any]]):
-        self._schema = objects[0]
-        self._has_ids = any(isinstance(each.get(name), str) for each in objects[1:] for name in ("$id", "id"))
-        self._known: dict[int, int] = {}
-
-    def of(self, schema: Any) -> int:
-        if not isinstance(schema, dict):
-            return 1
-        if id(schema) not in self._known:
-            self._known[id(schema)] = (
-                1  # within itself: of what is recursive, llguidance limits the depth of intersections
-            )
-            try:
-                self._known[id(schema)] = min(math.prod(self.factors(schema)), self.MANY)
-            except RecursionError:
-                raise GrammarError("has `$ref`s that are nested too deeply") from None
-        return self._known[id(schema)]
-
-    def factors(self, schema: dict[str, Any]) -> list[int]:
-        """The number for each of the schemas of which this one is the intersection."""
-        lists = {name: schema[name] for name in SCHEMA_LISTS if isinstance(schema.get(name), list)}
-        factors = [self.of(part) for part in lists.pop("allOf", ())]
-        factors += [sum(map(self.of, lists.pop(name))) for name in ("anyOf", "oneOf") if name in lists]
-        inner = [part for parts in lists.values() for part in parts] + [
-            schema[name] for name in ONE_SCHEMA if name in schema
-        ]
-        inner += [
-            part
-            for name in ("properties", "patternProperties")
-            for part in _properties(schema, name).values()
-        ]
-        factors += [max(map(self.of, inner))] if inner else []
-        factors += [self._of_reference(schema["$ref"])] if isinstance(schema.get("$ref"), str) else []
-        return factors + [1] * (not PLAIN_VALUES.isdisjoint(schema))
-
-    def _of_reference(self, reference: str) -> int:
-        """The number for a path from the root, such as `#/$defs/name`. Other references are not looked up."""
-        if self._has_ids or not f"{reference}/".startswith("#/"):
-            return self.MANY
-        target: Any = self._schema
-        for key in unquote(reference).split("/")[1:]:
-            key = key.replace("~1", "/").replace("~0", "~")
-            if isinstance(target, list) and key.isdecimal() and int(key) < len(target):
-                target = target[int(key)]
-            else:
-                target = target.get(key) if isinstance(target, dict) else None
-        return self.of(target)
-
-
 def _close(schemas: list[dict[str, Any]]) -> None:
-    """Allows no properties but those that are named, unless the schema says more about it: models go on
-    inventing some."""
-    parts = [name for each in schemas if "properties" in each or "required" in each for name in each]
-    if not {"allOf", "anyOf", "oneOf", "$ref"}.intersection(parts) and not any(
-        "allOf" in each for each in schemas
-    ):
-        for each in schemas:
-            named, others = (
-                _properties(each),
-                {"patternProperties", "unevaluatedProperties"}.intersection(each),
-            )
-            if named and not others and named.keys() >= _required(each):
-                each.setdefault("additionalProperties", False)
+    """Allows no properties but those that are named, unless a schema says more about it: models go on inventing some."""
+    for each in schemas:
+        if "allOf" in each or (
+            not COMBINING.isdisjoint(each) and ("properties" in each or "required" in each)
+        ):
+            return
+    for each in schemas:
+        named = each.get("properties")
+        required = each.get("required")
+        if not isinstance(named, dict) or not named or "patternProperties" in each:
+            continue
+        if not isinstance(required, list) or named.keys() >= set(map(str, required)):
+            each.setdefault("additionalProperties", False)
+
+
+class GrammarChecker:
+    """Finds out for a web process whether grammars can be used with a model's tokenizer. Threads may share it.
+
+    A child process compiles them, so that one that takes all time or memory harms nothing.
+    """
+
+    def __init__(self, tokenizer_dir: str | Path, vocab_size: int, eos_token_ids: Sequence[int]):
+        setup = (str(tokenizer_dir), vocab_size, list(eos_token_ids))
+        self._probe = Limited("text.grammar:probe", setup, cpu_s=CHECK_S, memory_bytes=CHECK_BYTES)
+        self._accepted: set[bytes] = set()
+
+    def start(self) -> None:
+        """Has a child load the tokenizer, which takes a second where it has 128,000 tokens."""
+        self._probe.start()
+
+    def knows(self, grammar: str) -> bool:
+        return _digest(grammar) in self._accepted
+
+    def check(self, grammar: str) -> None:
+        """Raises GrammarError for a grammar that does not compile, and for one that takes too much for it."""
+        try:
+            self._probe(grammar)
+        except Refused as error:
+            raise GrammarError(str(error)) from None
+        except LimitExceeded as error:
+            raise GrammarError(f"is too complex: it {error}") from None
+        if len(self._accepted) >= ACCEPTED:
+            self._accepted.clear()
+        self._accepted.add(_digest(grammar))
+
+
+def _digest(grammar: str) -> bytes:
+    return hashlib.sha256(grammar.encode("utf-8", "surrogatepass")).digest()
+
+
+def probe(tokenizer_dir: str, vocab_size: int, eos_token_ids: list[int]) -> Callable[[str], str]:
+    """What the child of a `GrammarChecker` does: compiles a grammar and computes its masks for the first tokens."""
+    grammars = Grammars.load(tokenizer_dir, vocab_size, eos_token_ids)
+    ends = sum(1 << token_id for token_id in set(eos_token_ids))
+
+    def run(grammar: str) -> str:
+        started_at = time.process_time()
+        try:
+            compiled = grammars.compile(grammar)
+            if time.process_time() - started_at > COMPILE_S:
+                raise GrammarError("is too complex: it takes too long to compile")
+            for choose in (_lowest, _highest):
+                _try_tokens(compiled.deep_copy(), choose, ends)
+        except GrammarError as error:
+            raise Refused(str(error)) from None
+        return ""
+
+    return run
+
+
+def _try_tokens(matcher: LLMatcher, choose: Callable[[int], int], ends: int) -> None:
+    """Raises GrammarError if the masks of the first tokens take too long, or cannot be computed.
+
+    `choose` picks one of the tokens that may follow, whose bits are set; `ends` has those of EOS tokens.
+    """
+    slow = 0
+    for _ in range(PROBED_TOKENS):
+        started_at = time.process_time()
+        mask = int.from_bytes(matcher.compute_bitmask(), "little")
+        slow += time.process_time() - started_at > SLOW_MASK_S
+        if slow > 1:
+            raise GrammarError("is too complex: its masks take too long")
+        following = mask & ~ends
+        if _valid(matcher).is_stopped() or not following:
+            return
+        matcher.consume_token(choose(following))
+
+
+def _lowest(bits: int) -> int:
+    return (bits & -bits).bit_length() - 1
+
+
+def _highest(bits: int) -> int:
+    return bits.bit_length() - 1
 
 
 class Grammars:
@@ -314,67 +241,48 @@ class Grammars:
     def __init__(self, tokenizer_json: str, vocab_size: int, eos_token_ids: Sequence[int]):
         self._lock = threading.Lock()
         self._compiled: OrderedDict[str, LLMatcher] = OrderedDict()  # the last used one is last
-        self._error, self._tokenizer = "", None
+        self._error = ""
         try:
-            plain = json.dumps(
-                json.loads(tokenizer_json) | {"padding": None, "truncation": None}, ensure_ascii=False
+            plain = json.loads(tokenizer_json) | {"padding": None, "truncation": None}
+            self._tokenizer = LLTokenizer(
+                json.dumps(plain, ensure_ascii=False),
+                n_vocab=vocab_size,
+                eos_token=list(eos_token_ids) or None,
             )
-            self._tokenizer = LLTokenizer(plain, n_vocab=vocab_size, eos_token=list(eos_token_ids) or None)
         except Exception as error:  # of a tokenizer that llguidance cannot read: all else is served
             self._error = f"cannot be enforced with this model's tokenizer: {error}"
 
     @classmethod
     def load(cls, tokenizer_dir: str | Path, vocab_size: int, eos_token_ids: Sequence[int]) -> Grammars:
-        return cls(
-            (Path(tokenizer_dir) / "tokenizer.json").read_text(encoding="utf-8"), vocab_size, eos_token_ids
-        )
-
-    def check(self, grammar: str) -> None:
-        """Compiles a grammar, and computes its masks for the first tokens. Raises GrammarError."""
-        self._get(grammar, probes=True)
-
-    def matcher(self, grammar: str) -> Matcher:
-        """A matcher at the beginning of the text; quick where the grammar is known. Raises GrammarError."""
-        return Matcher(self._get(grammar, probes=False))
-
-    def _get(self, grammar: str, probes: bool) -> LLMatcher:
-        if self._error:
-            raise GrammarError(self._error)
-        with self._lock:
-            if compiled := self._compiled.get(grammar):
-                self._compiled.move_to_end(grammar)
-                return compiled.deep_copy()
-        started_at = time.thread_time()
-        compiled = _valid(LLMatcher(self._tokenizer, grammar, log_level=0, limits=LIMITS))
-        if probes and (_is_slow(compiled.deep_copy()) or time.thread_time() - started_at > COMPILE_S):
-            raise GrammarError("is too complex: it takes too long to compile")
-        with self._lock:
-            self._compiled[grammar] = compiled
-            while len(self._compiled) > CACHED or sum(map(len, self._compiled)) > CACHED_CHARACTERS:
-                self._compiled.popitem(last=False)
-            return compiled.deep_copy()
+        text = (Path(tokenizer_dir) / "tokenizer.json").read_text(encoding="utf-8")
+        return cls(text, vocab_size, eos_token_ids)
 
     def knows(self, grammar: str) -> bool:
         with self._lock:
             return grammar in self._compiled
 
+    def matcher(self, grammar: str) -> Matcher:
+        """A matcher at the beginning of the text; quick where the grammar is known. Raises GrammarError."""
+        with self._lock:
+            if compiled := self._compiled.get(grammar):
+                self._compiled.move_to_end(grammar)
+                return Matcher(compiled.deep_copy())
+        compiled = self.compile(grammar)
+        with self._lock:
+            self._compiled[grammar] = compiled
+            while len(self._compiled) > CACHED or sum(map(len, self._compiled)) > CACHED_CHARACTERS:
+                self._compiled.popitem(last=False)
+        return Matcher(compiled.deep_copy())
 
-def _is_slow(matcher: LLMatcher) -> bool:
-    """Whether the masks of the first tokens take too long."""
-    slow = 0
-    for _ in range(3):
-        started_at = time.thread_time()
-        mask = matcher.compute_bitmask()
-        slow += time.thread_time() - started_at > SLOW_MASK_S
-        if _valid(matcher).is_stopped():
-            break
-        matcher.consume_token(next(i for i in range(8 * len(mask)) if mask[i // 8] >> i % 8 & 1))
-    return slow > 1
+    def compile(self, grammar: str) -> LLMatcher:
+        """Raises GrammarError."""
+        if self._error:
+            raise GrammarError(self._error)
+        return _valid(LLMatcher(self._tokenizer, grammar, log_level=0, limits=LIMITS))
 
 
 class Matcher:
-    """How far the text of one request has come in its grammar. One thread at a time. Its methods raise
-    GrammarError."""
+    """How far the text of one request has come in its grammar. One thread at a time. Its methods raise GrammarError."""
 
     def __init__(self, matcher: LLMatcher):
         self._matcher = matcher
@@ -403,11 +311,8 @@ class Matcher:
 def _valid(matcher: LLMatcher) -> LLMatcher:
     """The matcher, unless it is in an error state: then its masks allow nothing but the end."""
     if matcher.is_error():
-        lines = [
-            line.strip()
-            for line in matcher.get_error().replace("<non-verbose/>", "").splitlines()
-            if line.strip()
-        ]
+        text = matcher.get_error().replace("<non-verbose/>", "")
+        lines = [line.strip() for line in text.splitlines() if line.strip()]
         reasons = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
         reason = re.sub(r"^at \d+\(\d+\): ", "", (reasons or lines or ["is not valid"])[0])[:500]
         raise GrammarError("allows no text" if reason == "NoExtensionBias" else f"cannot be used: {reason}")

@@ -1,100 +1,150 @@
-"""Renders chat templates, in a process of its own that chat.py starts.
+"""Functions that run in child processes with limits on processor time and memory, for what clients can make
+expensive.
 
-A template is a program that comes with a model and is not trusted: it runs in Jinja's sandbox, and the kernel
-limits the memory and the time of this process, which ends when a template exceeds them. It knows no messages,
-no HTTP and no tokens.
+`Limited` is the parent's side: a request goes to an idle child, and a child that exceeded a limit is
+replaced. It names the function as `module:maker`; `maker(*setup)` runs once in each child and returns the
+function, which takes a JSON value and returns a text, or raises `Refused`.
 
-    python3 templates.py
-
-reads requests from its standard input until that ends, each as four bytes of length and JSON: `source`,
-`variables` and `limits`. Writes for each whether it was rendered (a byte), four bytes of length, and the text
-or the error in UTF-8.
+A child reads requests from its standard input until that ends, each as four bytes of length and JSON. It
+writes for each whether it was refused (a byte), four bytes of length, and the text or the reason in UTF-8.
 """
 
 from __future__ import annotations
 
-import datetime
+import contextlib
 import errno
-import functools
+import importlib
 import json
 import os
+import posix
 import resource
 import signal
 import struct
 import sys
-from typing import Any
+from collections import deque
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, BinaryIO
 
-import jinja2
-import jinja2.ext
-import jinja2.nodes
-import jinja2.sandbox
+from run import HERE
 
-ERROR_CHARACTERS = 2000  # of a message for clients, which a template may choose
-
-
-class _Generation(jinja2.ext.Extension):
-    """`{% generation %}` marks for training what the assistant says; here it prints it."""
-
-    tags = frozenset({"generation"})
-
-    def parse(self, parser: jinja2.parser.Parser) -> jinja2.nodes.Node:
-        line = next(parser.stream).lineno
-        return jinja2.nodes.Scope(
-            parser.parse_statements(("name:endgeneration",), drop_needle=True), lineno=line
-        )
+CHILD = "import sys; sys.path[0] = sys.argv[1]; from text.limited import main; main(*sys.argv[2:])"
+PIPE_BYTES = 2**16  # what a pipe holds
+# What Python needs to start, and what shows to which run a process belongs: no keys.
+ENVIRONMENT = ("PATH", "LD_LIBRARY_PATH", "PYTHONHOME", "PYTHONPATH", "TZ", "NEURON_TEXTGEN_RUN_DIR")
+# One heap and one thread: each takes a part of the address space, however little of it is used.
+ONE_THREAD = {"MALLOC_ARENA_MAX": "1", "RAYON_NUM_THREADS": "1"}
 
 
-class _TemplateEnvironment(jinja2.sandbox.ImmutableSandboxedEnvironment):
-    """What chat templates are written for: transformers' settings, filters and functions."""
-
-    def __init__(self):
-        super().__init__(
-            trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols]
-        )
-        self.filters["tojson"] = _tojson
-        self.globals["raise_exception"] = _raise_exception
-        self.globals["strftime_now"] = lambda format: datetime.datetime.now().strftime(format)
-
-    def unsafe_undefined(self, obj: Any, attribute: str) -> jinja2.Undefined:
-        # Jinja's own waits until it is used, and prints as nothing.
-        raise jinja2.sandbox.SecurityError(
-            f"the template may not use `{attribute}` of a {type(obj).__name__}"
-        )
+class Refused(Exception):
+    """What the function says is wrong with a request; the message is for the client."""
 
 
-def _tojson(
-    value: Any,
-    ensure_ascii: bool = False,
-    indent: Any = None,
-    separators: Any = None,
-    sort_keys: bool = False,
-) -> str:
-    """Unlike Jinja's own it escapes nothing for HTML."""
-    return json.dumps(
-        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
-    )
+class LimitExceeded(Exception):
+    """A request took more than it may; the message says what, as in "takes longer than 1 s of processor
+    time"."""
 
 
-def _raise_exception(message: Any) -> None:
-    raise jinja2.TemplateError(str(message))
+class Limited:
+    """A function that runs in child processes. Threads may share it: meanwhile each has a child for itself.
+
+    `cpu_s` and `memory_bytes` are for one request, beyond what a child needs before the first.
+    """
+
+    def __init__(self, maker: str, setup: Sequence[Any] = (), *, cpu_s: float, memory_bytes: int):
+        self._arguments = [maker, json.dumps(setup), json.dumps([cpu_s, memory_bytes])]
+        self._reasons = {
+            -signal.SIGPROF: f"takes longer than {cpu_s:g} s of processor time",
+            errno.ENOMEM: f"needs more than {memory_bytes // 2**20} MiB of memory",
+        }
+        self._reasons[-signal.SIGABRT] = self._reasons[errno.ENOMEM]  # so does Rust end where it gets none
+        self._idle: deque[_Child] = deque()  # as many as threads have called at the same time
+
+    def start(self) -> None:
+        """Starts a child, so that the next request does not wait for it."""
+        self._idle.append(_Child(self._arguments))
+
+    def __call__(self, request: Any) -> str:
+        """Raises Refused and LimitExceeded."""
+        child = self._take()
+        answer = child.ask(json.dumps(request).encode())
+        if answer is None:
+            code = child.end()
+            self.start()
+            raise LimitExceeded(self._reasons.get(code, f"ended its process (code {code})"))
+        self._idle.append(child)
+        is_refused, text = answer
+        if is_refused:
+            raise Refused(text)
+        return text
+
+    def _take(self) -> _Child:
+        """An idle child, or a new one."""
+        with contextlib.suppress(IndexError):
+            while True:
+                child = self._idle.pop()
+                if child.is_alive:
+                    return child
+        return _Child(self._arguments)
 
 
-_compiled = functools.lru_cache(8)(_TemplateEnvironment().from_string)
+class _Child:
+    """The parent's end of a child, for one thread at a time.
 
+    It is started and waited for in threads beside an event loop, whose library replaces functions of `os` by
+    its own: those of `posix` are the real ones.
+    """
 
-def _render(source: str, variables: dict[str, Any], limits: dict[str, int]) -> tuple[bool, str]:
-    """True and the text, or False and what is wrong, for the client."""
-    try:
-        text = _compiled(source).render(variables)
-    except MemoryError:
-        raise
-    except jinja2.TemplateSyntaxError as error:
-        return False, f"this model's chat template does not compile: {error.message} (line {error.lineno})"
-    except Exception as error:  # a template is a program, which can fail in every way
-        return False, (str(error) or type(error).__name__)[:ERROR_CHARACTERS]
-    if len(text) > limits["characters"]:
-        return False, f"the model's chat template writes more than {limits['characters']} characters"
-    return True, text
+    def __init__(self, arguments: list[str]):
+        requests, self._requests = posix.pipe()  # which no other process inherits
+        self._answers, answers = posix.pipe()
+        environment = {name: os.environ[name] for name in ENVIRONMENT if name in os.environ} | ONE_THREAD
+        streams = [(os.POSIX_SPAWN_DUP2, requests, 0), (os.POSIX_SPAWN_DUP2, answers, 1)]
+        command = [sys.executable, "-c", CHILD, str(HERE), *arguments]
+        try:
+            self._pid = posix.posix_spawn(sys.executable, command, environment, file_actions=streams)
+        except OSError:
+            self._close()
+            raise
+        finally:
+            posix.close(requests)
+            posix.close(answers)
+
+    @property
+    def is_alive(self) -> bool:
+        if posix.waitpid(self._pid, os.WNOHANG) == (0, 0):
+            return True
+        self._close()
+        return False
+
+    def ask(self, request: bytes) -> tuple[bool, str] | None:
+        """Whether the request is refused, and the text or the reason; None: the child has ended."""
+        unsent = memoryview(len(request).to_bytes(4, "big") + request)
+        try:
+            while unsent:
+                unsent = unsent[posix.write(self._requests, unsent) :]
+            is_refused, length = struct.unpack(">?I", self._read(5))
+            return is_refused, self._read(length).decode("utf-8", "surrogatepass")
+        except (BrokenPipeError, EOFError):
+            return None
+
+    def end(self) -> int:
+        """The exit code of a child that has ended; the negative number of the signal that ended it."""
+        self._close()
+        return os.waitstatus_to_exitcode(posix.waitpid(self._pid, 0)[1])
+
+    def _read(self, size: int) -> bytes:
+        parts = []
+        while size:
+            parts.append(posix.read(self._answers, min(size, PIPE_BYTES)))
+            size -= len(parts[-1])
+            if not parts[-1]:
+                raise EOFError
+        return b"".join(parts)
+
+    def _close(self) -> None:
+        posix.close(self._requests)
+        posix.close(self._answers)
 
 
 def _limit(kind: int, most: int) -> None:
@@ -103,26 +153,39 @@ def _limit(kind: int, most: int) -> None:
     resource.setrlimit(kind, (most if hard == resource.RLIM_INFINITY else min(most, hard), hard))
 
 
-def main() -> None:
-    os.closerange(3, os.sysconf("SC_OPEN_MAX"))  # what the web process has open
-    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # nothing that a template does may fill the log
-    for kind, most in ((resource.RLIMIT_CORE, 0), (resource.RLIMIT_FSIZE, 0), (resource.RLIMIT_NOFILE, 16)):
-        _limit(kind, most)
-    requests, answers = sys.stdin.buffer, sys.stdout.buffer
+def _address_space() -> int:
+    """How many bytes this process has now."""
+    return int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+
+
+def serve(requests: BinaryIO, answers: BinaryIO, maker: str, setup: str, limits: str) -> None:
+    """Makes the function, and answers requests until they end."""
+    module, name = maker.split(":")
+    function = getattr(importlib.import_module(module), name)(*json.loads(setup))
+    cpu_s, memory_bytes = json.loads(limits)
+    _limit(resource.RLIMIT_AS, _address_space() + memory_bytes)
     while header := requests.read(4):
         request = json.loads(requests.read(int.from_bytes(header, "big")))
-        _limit(resource.RLIMIT_AS, request["limits"]["memory_bytes"])
-        signal.setitimer(
-            signal.ITIMER_PROF, request["limits"]["cpu_s"]
-        )  # SIGPROF ends it; RLIMIT_CPU counts whole seconds
-        rendered, text = _render(**request)
+        signal.setitimer(signal.ITIMER_PROF, cpu_s)  # SIGPROF ends it; RLIMIT_CPU counts whole seconds
+        is_refused = False
+        try:
+            text = function(request)
+        except Refused as error:
+            is_refused = True
+            text = str(error)
+        signal.setitimer(signal.ITIMER_PROF, 0)  # reading the next request is not part of it
         data = text.encode("utf-8", "surrogatepass")
-        answers.write(struct.pack(">?I", rendered, len(data)) + data)
+        answers.write(struct.pack(">?I", is_refused, len(data)) + data)
         answers.flush()
 
 
-if __name__ == "__main__":
+def main(*arguments: str) -> None:
+    """The child; `arguments` are those of `serve`."""
+    os.closerange(3, os.sysconf("SC_OPEN_MAX"))  # what the parent has open
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # nothing that a request does may fill the log
+    for kind, most in ((resource.RLIMIT_CORE, 0), (resource.RLIMIT_FSIZE, 0), (resource.RLIMIT_NOFILE, 16)):
+        _limit(kind, most)
     try:
-        main()
+        serve(sys.stdin.buffer, sys.stdout.buffer, *arguments)
     except MemoryError:
-        os._exit(errno.ENOMEM)  # chat.py has the words for it
+        os._exit(errno.ENOMEM)  # `Limited` has the words for it

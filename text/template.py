@@ -1,37 +1,32 @@
 """Chat templates: a model's own Jinja template turns messages into the text that it was trained on.
 
-Templates are programs that come with a model and are not trusted: other processes (templates.py) render them,
-within limits of time and memory. This layer knows no HTTP, no sockets, no torch and no tokens.
+A template is a program that clients can make expensive: it runs in Jinja's sandbox, in child processes with
+limits on time and memory (limited.py).
 """
 
 from __future__ import annotations
 
-import contextlib
-import errno
+import datetime
+import functools
 import hashlib
 import json
-import os
-import posix
 import re
 import secrets
-import signal
-import struct
-import sys
-from collections import deque
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from manifest import read_json
-from run import HERE, ConfigError
+import jinja2
+import jinja2.ext
+import jinja2.nodes
+import jinja2.sandbox
 
-# Of a template, which is a program that does as much as the messages make it do.
-TEMPLATE_CPU_S = 1.0
-TEMPLATE_BYTES = 256 * 2**20
-TEMPLATE_CHARACTERS = 4_000_000
+from manifest import read_json
+from run import ConfigError
+from text.limited import Limited, LimitExceeded, Refused
+
+ERROR_CHARACTERS = 2000  # of a message for clients, which a template may choose
 WORD = re.compile(r"""(?<=['"])[A-Za-z][A-Za-z0-9_-]*(?=['"])""")
-PIPE_BYTES = 2**16  # what a pipe holds
-# What Python needs to start, and what shows to which run a process belongs: no keys.
-ENVIRONMENT = ("PATH", "LD_LIBRARY_PATH", "PYTHONHOME", "PYTHONPATH", "TZ", "NEURON_TEXTGEN_RUN_DIR")
 
 
 class TemplateError(Exception):
@@ -118,101 +113,87 @@ class ChatTemplate:
             "documents": None,
             "add_generation_prompt": add_generation_prompt,
         }
-        return _rendered(self.source, self._special_tokens | chat)
+        try:
+            return rendered([self.source, self._special_tokens | chat])
+        except Refused as error:
+            raise TemplateError(str(error)) from None
+        except LimitExceeded as error:
+            raise TemplateError(f"the model's chat template {error}") from None
 
 
-class _Renderer:
-    """A process that renders templates (templates.py), for one thread at a time.
+class Generation(jinja2.ext.Extension):
+    """`{% generation %}` marks for training what the assistant says; here it prints it."""
 
-    It is started and waited for in threads beside an event loop, whose library replaces functions of `os` by
-    its own: those of `posix` are the real ones.
-    """
+    tags = frozenset({"generation"})
+
+    def parse(self, parser: jinja2.parser.Parser) -> jinja2.nodes.Node:
+        line = next(parser.stream).lineno
+        return jinja2.nodes.Scope(
+            parser.parse_statements(("name:endgeneration",), drop_needle=True), lineno=line
+        )
+
+
+class TemplateEnvironment(jinja2.sandbox.ImmutableSandboxedEnvironment):
+    """What chat templates are written for: transformers' settings, filters and functions."""
 
     def __init__(self):
-        requests, self._requests = posix.pipe()  # which no other process inherits
-        self._answers, answers = posix.pipe()
-        environment = {name: os.environ[name] for name in ENVIRONMENT if name in os.environ}
-        streams = [(os.POSIX_SPAWN_DUP2, requests, 0), (os.POSIX_SPAWN_DUP2, answers, 1)]
-        command = [sys.executable, str(HERE / "text" / "limited.py")]
+        super().__init__(
+            trim_blocks=True, lstrip_blocks=True, extensions=[Generation, jinja2.ext.loopcontrols]
+        )
+        self.filters["tojson"] = to_json
+        self.globals["raise_exception"] = raise_exception
+        self.globals["strftime_now"] = lambda format: datetime.datetime.now().strftime(format)
+
+    def unsafe_undefined(self, obj: Any, attribute: str) -> jinja2.Undefined:
+        # Jinja's own waits until it is used, and prints as nothing.
+        raise jinja2.sandbox.SecurityError(
+            f"the template may not use `{attribute}` of a {type(obj).__name__}"
+        )
+
+
+def to_json(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: Any = None,
+    separators: Any = None,
+    sort_keys: bool = False,
+) -> str:
+    """Unlike Jinja's own it escapes nothing for HTML."""
+    return json.dumps(
+        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+    )
+
+
+def raise_exception(message: Any) -> None:
+    raise jinja2.TemplateError(str(message))
+
+
+_compiled = functools.lru_cache(8)(TemplateEnvironment().from_string)
+
+
+def renderer(most_characters: int) -> Callable[[list], str]:
+    """What a child process does: the text that a template's source makes of its variables. Raises Refused."""
+
+    def render(request: list) -> str:
+        source, variables = request
         try:
-            self._pid = posix.posix_spawn(sys.executable, command, environment, file_actions=streams)
-        except OSError:
-            self._close()
+            text = _compiled(source).render(variables)
+        except MemoryError:
             raise
-        finally:
-            posix.close(requests)
-            posix.close(answers)
+        except jinja2.TemplateSyntaxError as error:
+            reason = f"{error.message} (line {error.lineno})"
+            raise Refused(f"this model's chat template does not compile: {reason}") from None
+        except Exception as error:  # a template is a program, which can fail in every way
+            raise Refused((str(error) or type(error).__name__)[:ERROR_CHARACTERS]) from None
+        if len(text) > most_characters:
+            raise Refused(f"the model's chat template writes more than {most_characters} characters")
+        return text
 
-    @property
-    def is_alive(self) -> bool:
-        if posix.waitpid(self._pid, os.WNOHANG) == (0, 0):
-            return True
-        self._close()
-        return False
-
-    def render(self, request: bytes) -> tuple[bool, str] | None:
-        """Whether it was rendered, and the text or the error; None: the process has ended."""
-        unsent = memoryview(len(request).to_bytes(4, "big") + request)
-        try:
-            while unsent:
-                unsent = unsent[posix.write(self._requests, unsent) :]
-            rendered, length = struct.unpack(">?I", self._read(5))
-            if length > 4 * TEMPLATE_CHARACTERS:
-                posix.kill(self._pid, signal.SIGKILL)
-                return None
-            return rendered, self._read(length).decode("utf-8", "surrogatepass")
-        except (BrokenPipeError, EOFError):
-            return None
-
-    def end(self) -> str:
-        """Why the process has ended."""
-        self._close()
-        code = os.waitstatus_to_exitcode(posix.waitpid(self._pid, 0)[1])
-        reasons = {
-            -signal.SIGPROF: f"takes longer than {TEMPLATE_CPU_S:g} s of processor time",
-            errno.ENOMEM: f"needs more than {TEMPLATE_BYTES // 2**20} MiB of memory",
-        }
-        return reasons.get(code, f"ended the process that renders it (code {code})")
-
-    def _read(self, size: int) -> bytes:
-        parts = []
-        while size:
-            parts.append(posix.read(self._answers, min(size, PIPE_BYTES)))
-            size -= len(parts[-1])
-            if not parts[-1]:
-                raise EOFError
-        return b"".join(parts)
-
-    def _close(self) -> None:
-        posix.close(self._requests)
-        posix.close(self._answers)
+    return render
 
 
-_idle: deque[_Renderer] = deque()  # as many as threads have rendered at the same time
-
-
-def _take() -> _Renderer:
-    """An idle process, or a new one."""
-    with contextlib.suppress(IndexError):
-        while True:
-            if (renderer := _idle.pop()).is_alive:
-                return renderer
-    return _Renderer()
-
-
-def _rendered(source: str, variables: dict[str, Any]) -> str:
-    """The text that a template makes of its variables. Raises TemplateError."""
-    limits = {"cpu_s": TEMPLATE_CPU_S, "memory_bytes": TEMPLATE_BYTES, "characters": TEMPLATE_CHARACTERS}
-    request = json.dumps({"source": source, "variables": variables, "limits": limits}).encode()
-    renderer = _take()
-    answer = renderer.render(request)
-    if answer is None:
-        raise TemplateError(f"the model's chat template {renderer.end()}")
-    _idle.append(renderer)
-    rendered, text = answer
-    if not rendered:
-        raise TemplateError(text)
-    return text
+# Of a template, which is a program that does as much as the messages make it do.
+rendered = Limited("text.template:renderer", [4_000_000], cpu_s=1.0, memory_bytes=256 * 2**20)
 
 
 def _with_short_ids(message: dict[str, Any]) -> dict[str, Any]:

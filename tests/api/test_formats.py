@@ -67,9 +67,7 @@ NATIVE_REFUSALS = [
     ({"type": "regex", "value": "a\0"}, "grammar.value", "NUL"),
 ]
 ONE = "cannot be combined with"
-DEEP = {"items": {}}
-for _ in range(70):
-    DEEP = {"items": DEEP}
+LONG = {"description": "x" * 120_000}
 OPENAI_REFUSALS = [
     ({"response_format": {"type": "json_schema"}}, "response_format", "needs `json_schema.schema`"),
     (
@@ -78,8 +76,7 @@ OPENAI_REFUSALS = [
         "needs `json_schema.schema`",
     ),
     ({"response_format": {"type": "structural_tag", "structures": []}}, "response_format.type", "'structural_tag'"),
-    ({"response_format": {"type": "json_object", "schema": DEEP}}, "response_format.schema", "64 levels"),
-    ({"response_format": {"type": "json", "value": {"enum": list(range(1001))}}}, "response_format.value", "at most 1000"),
+    ({"response_format": {"type": "json_object", "schema": LONG}}, "response_format.schema", "at most 120000 bytes"),
     ({"structured_outputs": {}}, "structured_outputs", "needs one of `json`, `regex`, `choice` and `json_object`"),
     ({"structured_outputs": {"jsn": SCHEMA}}, "structured_outputs", "needs one of"),
     ({"structured_outputs": {"json_object": False}}, "structured_outputs.json_object", "must be true"),

@@ -33,7 +33,7 @@ def guided(**options):
     """A worker whose tokens are pieces of text, with compiled grammars."""
     grammars = Grammars(tokenizer().to_str(), tokenizer().get_vocab_size(), [EOS])
     for text in (PHONE, WORDS):
-        grammars.check(of_regex(text))
+        grammars.matcher(of_regex(text))
     return Driven(grammars=grammars, vocab_size=tokenizer().get_vocab_size(), max_total_tokens=80, **options)
 
 
@@ -185,7 +185,7 @@ def test_hundreds_of_schemas_give_valid_json_whatever_the_model_prefers():
     schemas = {n: random_schema(random) for n in range(SCHEMAS)}
     for n, schema in schemas.items():
         serialized = of_json_schema(schema)
-        grammars.check(serialized)
+        grammars.matcher(serialized)
         warm = Sampling(seed=n, temperature=1.5) if n % 2 else Sampling()
         driven.arrive(Generate(n, [n % 300 + 1], 480, sampling=warm, grammar=serialized, logprobs=False))
         if n % 50 == 49:  # of the compiled grammars as many are kept

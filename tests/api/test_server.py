@@ -91,7 +91,6 @@ def test_a_long_text_is_tokenized_while_others_are_answered(serve):
 
 
 def test_a_template_without_an_end_fails_its_chat_and_holds_up_nobody(serve, monkeypatch):
-    monkeypatch.setattr("text.template.TEMPLATE_CPU_S", 1)
     served = serve()
     endless = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
     (served.folder / "chat_template.jinja").write_text(endless)

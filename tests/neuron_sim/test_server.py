@@ -191,7 +191,7 @@ def test_rows_with_a_grammar_follow_it_and_free_rows_get_transformers_text(refer
     schema = {"type": "object", "properties": {"n": {"type": "integer"}, "ok": {"type": "boolean"}}, "required": ["n", "ok"]}
     schema["properties"]["n"] |= {"minimum": 10, "maximum": 99}
     grammars, serialized = Grammars(tokenizer.to_str(), VOCABULARY, [EOS]), of_json_schema(schema)
-    grammars.check(serialized)
+    grammars.matcher(serialized)
     driven = Driven(grammars=grammars, served=serve(made, tmp_path, max_batch_size=4, dtype="float32"))
     free = {n: Generate(n, [n + 1, 7, 30 * n + 9], 20, ignore_eos=True) for n in range(4)}
     warm = [Sampling(), Sampling(seed=5, temperature=1.5), Sampling(seed=6, top_k=40)]

@@ -1,4 +1,4 @@
-"""Templates may do no harm: they read only their chat, and neither take all time nor all memory."""
+"""What runs in a child process with limits takes neither all time nor all memory, and harms nothing else."""
 
 from __future__ import annotations
 
@@ -17,56 +17,15 @@ from pathlib import Path
 import pytest
 from processes import Server, wait_until
 
-from config import DEMO_MODEL
 from run import HERE
-from text.template import ChatTemplate, TemplateError
+from text.limited import Limited, LimitExceeded, Refused
 
 USER = {"role": "user", "content": "Is <b>1 < 2</b>?"}
 
 
-@pytest.mark.parametrize(
-    "template",
-    [
-        "{{ ''.__class__ }}",
-        "{{ messages.__class__.__mro__ }}",
-        "{{ messages | attr('__len__') }}",
-        "{{ raise_exception.__globals__ }}",
-        "{{ '{0.__class__}'.format(messages) }}",
-        "{{ messages.append(1) }}",
-        "{% set _ = messages[0].update(role='system') %}",
-        "{{ messages[0].clear() }}",
-        "{{ messages.pop() }}",
-    ],
-)
-def test_a_template_that_reaches_for_more_than_the_chat_is_refused(template):
-    messages = [dict(USER)]
-    with pytest.raises(TemplateError):
-        ChatTemplate(template, {}).render(messages)
-    assert messages == [USER]
-
-
-@pytest.mark.parametrize(
-    ("template", "reason"),
-    [
-        ("{{ raise_exception('Only <one> question') }}", "Only <one> question"),
-        ("{{ raise_exception(7) }}", "7"),
-        ("{{ 1 / 0 }}", "division by zero"),
-        ("{{ 'a' + 1 }}", 'can only concatenate str (not "int") to str'),
-        ("{{ nothing.at.all }}", "'nothing' is undefined"),
-        ("{{ nothing | tojson }}", "Object of type Undefined is not JSON serializable"),
-        ("{{ messages[0].content.absent.more }}", "'str object' has no attribute 'absent'"),
-        ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "maximum recursion depth exceeded"),
-        ("{% for n in range(10 ** 9) %}{% endfor %}", "Range too big"),
-        ("{% include 'x' %}", "no loader for this environment specified"),
-        ("{{ strftime_now(1) }}", "must be str, not int"),
-        ("{{ messages | sort(attribute='role') | map('f') | list }}", "No filter named 'f'."),
-    ],
-)
-def test_what_goes_wrong_in_a_template_is_told_in_one_line(template, reason):
-    with pytest.raises(TemplateError) as refused:
-        ChatTemplate(template, {}).render([USER])
-    assert reason in str(refused.value)
-    assert len(str(refused.value).splitlines()) == 1
+def limited(characters=4_000_000, cpu_s=0.5, megabytes=256):
+    """Renders templates: programs that do as much as a test wants."""
+    return Limited("text.template:renderer", [characters], cpu_s=cpu_s, memory_bytes=megabytes * 2**20)
 
 
 # Each would take seconds, hours or gigabytes, and some do all of it in one call of C code.
@@ -107,12 +66,12 @@ def memory_kb() -> int:
 
 
 def children() -> set[int]:
-    """The processes of this one that render."""
+    """The processes of this one that work within limits."""
     found = set()
     for status in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):
             state, parent = status.read_text().rsplit(") ", 1)[1].split()[:2]
-            if int(parent) == os.getpid() and state != "Z" and b"limited.py" in (status.parent / "cmdline").read_bytes():
+            if int(parent) == os.getpid() and state != "Z" and b"text.limited" in (status.parent / "cmdline").read_bytes():
                 found.add(int(status.parent.name))
     return found
 
@@ -125,44 +84,62 @@ def kill_children():
 
 
 @pytest.mark.parametrize("template", ATTACKS.values(), ids=ATTACKS)
-def test_a_template_that_takes_all_time_or_memory_fails_its_chat_and_no_other(template, monkeypatch):
-    monkeypatch.setattr("text.template.TEMPLATE_CPU_S", 0.5)
-    plain = ChatTemplate("{{ messages[0].content }}", {})
-    assert plain.render([USER]) == USER["content"]
+def test_what_takes_all_time_or_memory_fails_and_nothing_else(template):
+    render = limited()
+    variables = {"messages": [USER]}
+    assert render(["{{ messages[0].content }}", variables]) == USER["content"]
     cpu_s, before_kb = resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime, memory_kb()
-    with pytest.raises(TemplateError, match=LIMITS):
-        ChatTemplate(template, {}).render([USER])
+    with pytest.raises((LimitExceeded, Refused), match=LIMITS):
+        render([template, variables])
     assert resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime - cpu_s < 2
     assert memory_kb() - before_kb < 20_000
-    assert plain.render([USER]) == USER["content"]
+    assert render(["{{ messages[0].content }}", variables]) == USER["content"]
 
 
-def test_chats_of_a_template_without_an_end_leave_a_plain_chat_its_answer(monkeypatch):
-    monkeypatch.setattr("text.template.TEMPLATE_CPU_S", 0.5)
+def test_requests_without_an_end_leave_a_plain_one_its_answer():
+    render = limited()
     with ThreadPoolExecutor(2) as threads:
-        endless = [threads.submit(ChatTemplate(ATTACKS["a loop"], {}).render, [USER]) for _ in range(4)]
-        plain = threads.submit(ChatTemplate("{{ messages[0].content }}", {}).render, [USER])
-    assert plain.result() == USER["content"]
-    assert all("longer than 0.5 s" in str(chat.exception()) for chat in endless)
+        endless = [threads.submit(render, [ATTACKS["a loop"], {}]) for _ in range(4)]
+        plain = threads.submit(render, ["{{ 1 }}", {}])
+    assert plain.result() == "1"
+    assert all("longer than 0.5 s" in str(request.exception()) for request in endless)
 
 
-def test_messages_of_two_megabytes_fit(monkeypatch):
-    chat = ChatTemplate.load(DEMO_MODEL)
-    message = {"role": "user", "content": "é😀<b>" * 200_000}
-    assert len(chat.render([message])) > 1_000_000
+def test_the_limits_are_for_each_request_alone():
+    render, half = (
+        limited(cpu_s=0.4),
+        "{% for a in range(99) %}{% for b in range(9999) %}{% endfor %}{% endfor %}{{ x | length }}",
+    )
+    for _ in range(9):  # more than the limit all together
+        assert render([half, {"x": "é" * 3_000_000}]) == "3000000"
 
 
-def test_a_process_that_was_killed_between_two_chats_is_replaced():
-    chat = ChatTemplate("{{ messages[0].content }}", {})
-    chat.render([USER])
-    kill_children()
-    assert chat.render([USER]) == USER["content"]
-    chat.render([USER])
-    assert len(children()) == 1, "the new process renders the next chat, too"
+def test_a_process_that_was_killed_between_two_requests_is_replaced():
+    render = limited()
+    before = children()
+    assert render(["{{ 1 }}", {}]) == "1"
+    (started,) = children() - before
+    os.kill(started, signal.SIGKILL)
+    wait_until(lambda: started not in children(), "the end of the process")
+    assert render(["{{ 2 }}", {}]) == "2"
+    (replacement,) = children() - before
+    assert render(["{{ 3 }}", {}]) == "3"
+    assert children() - before == {replacement}, "the new process has the next request, too"
+
+
+def test_a_process_is_there_before_the_first_request_and_after_one_that_took_too_much():
+    render, before = limited(cpu_s=0.1), children()
+    render.start()
+    (started,) = children() - before
+    assert render(["{{ 1 }}", {}]) == "1"
+    assert children() - before == {started}
+    with pytest.raises(LimitExceeded, match=r"longer than 0\.1 s"):
+        render([ATTACKS["a loop"], {}])
+    (_replacement,) = children() - before - {started}
 
 
 def test_the_processes_end_with_the_one_that_started_them():
-    code = "from text import template as chat; chat.ChatTemplate('{{ 1 }}', {}).render([]); print(chat.posix.getpid(), flush=True); input()"
+    code = "import os; from text.template import ChatTemplate; ChatTemplate('{{ 1 }}', {}).render([]); print(os.getpid(), flush=True); input()"
     with subprocess.Popen([sys.executable, "-c", code], cwd=HERE, stdin=-1, stdout=-1, env=os.environ | {"SECRET": "s"}) as ran:
         parent = int(ran.stdout.readline())
         (child,) = [int(pid) for pid in Path(f"/proc/{parent}/task/{parent}/children").read_text().split()]
@@ -171,13 +148,13 @@ def test_the_processes_end_with_the_one_that_started_them():
 
 
 def test_a_process_has_neither_the_keys_nor_the_files_of_the_one_that_started_it(monkeypatch):
-    kill_children()
     monkeypatch.setenv("HF_TOKEN", "secret")
     monkeypatch.setenv("TZ", "Asia/Tokyo")
+    before = children()
     with socket.create_server(("127.0.0.1", 0)) as listener:
         listener.set_inheritable(True)
-        ChatTemplate("{{ strftime_now('%H') }}", {}).render([USER])
-        (pid,) = children()
+        limited()(["{{ strftime_now('%H') }}", {}])
+        (pid,) = children() - before
         files = [os.readlink(fd).split(":")[0] for fd in Path(f"/proc/{pid}/fd").iterdir()]
     assert set(files) == {"pipe", "/dev/null"}
     environment = Path(f"/proc/{pid}/environ").read_bytes()
@@ -188,8 +165,8 @@ def test_under_gevent_a_chat_in_a_thread_lets_greenlets_run_and_leaves_their_loo
     code = """
 from gevent import monkey; monkey.patch_all()
 import gevent.threadpool
-from text import template as chat
-template, seen = chat.ChatTemplate("{% for a in range(999) %}{% for b in range(999) %}{% endfor %}{% endfor %}x", {}), []
+from text.template import ChatTemplate
+template, seen = ChatTemplate("{% for a in range(999) %}{% for b in range(999) %}{% endfor %}{% endfor %}x", {}), []
 ticker = gevent.spawn(lambda: [seen.append(gevent.sleep(0.001)) for _ in iter(int, 1)])
 threads = gevent.threadpool.ThreadPool(2)
 print(threads.apply(template.render, ([],)), len(seen) > 3, threads.apply(lambda: gevent.hub._get_hub()))
@@ -198,29 +175,11 @@ print(threads.apply(template.render, ([],)), len(seen) > 3, threads.apply(lambda
     assert ran.stdout.split() == ["x", "True", "None"]
 
 
-def test_a_template_may_multiply():
-    template = "{{ 2**10 }} {{ 2**-1 }} {{ '=' * 5 }} {{ 3 * [0] }} {{ 1.5 * 4 }} {{ 'x' * -1 }}"
-    assert ChatTemplate(template, {}).render([USER]) == "1024 0.5 ===== [0, 0, 0] 6.0 "
-
-
-def test_a_template_that_writes_too_much_is_stopped(monkeypatch):
-    monkeypatch.setattr("text.template.TEMPLATE_CHARACTERS", 1000)
-    chat = ChatTemplate("{% for m in messages %}{{ m.content }}{% endfor %}", {})
-    assert chat.render([{"role": "user", "content": "a" * 1000}])
-    with pytest.raises(TemplateError, match="more than 1000 characters"):
-        chat.render([{"role": "user", "content": "a" * 1001}])
-
-
-@pytest.mark.parametrize(
-    "source", ["{% if %}", "{{", "{% generation %}", "{% nothing %}", "a\n{{ b | f }}", "(" * 9 + "{{" + "(" * 9999]
-)
-def test_a_template_that_does_not_compile_fails_chats_and_not_the_loading(tmp_path, source):
-    (tmp_path / "chat_template.jinja").write_text(source)
-    chat = ChatTemplate.load(tmp_path)
-    for _ in range(2):
-        with pytest.raises(TemplateError) as refused:
-            chat.render([USER])
-        assert len(str(refused.value).splitlines()) == 1
+def test_a_template_that_writes_too_much_is_refused():
+    render, source = limited(characters=1000), "{{ text }}"
+    assert render([source, {"text": "a" * 1000}])
+    with pytest.raises(Refused, match="more than 1000 characters"):
+        render([source, {"text": "a" * 1001}])
 
 
 @pytest.mark.processes
@@ -243,7 +202,7 @@ def test_a_server_answers_a_chat_of_an_endless_template_with_422_and_stops_in_th
                 assert (status, answer["error"]["message"].split(": ")[0]) == (422, "Template error"), answer
                 assert "longer than 1 s of processor time" in answer["error"]["message"]
             last = clients.submit(chat, "endless")
-            wait_until(lambda: any(processor_s(pid) > 0.3 for pid in server.pids("limited.py")), "it is rendered")
+            wait_until(lambda: any(processor_s(pid) > 0.3 for pid in server.pids("text.limited")), "it is rendered")
             stopped_at = time.monotonic()
             assert server.stop() == 0
             assert time.monotonic() - stopped_at < 20

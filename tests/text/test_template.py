@@ -330,3 +330,74 @@ def test_foreign_ids_are_shortened_in_calls_and_results_where_the_template_requi
     assert second == "abcDEF123" and first != second
     assert chat.render(messages, TOOLS) == written
     assert messages[1]["tool_call_id"] == ids[0]
+
+
+# What a template may do
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{{ ''.__class__ }}",
+        "{{ messages.__class__.__mro__ }}",
+        "{{ messages | attr('__len__') }}",
+        "{{ raise_exception.__globals__ }}",
+        "{{ '{0.__class__}'.format(messages) }}",
+        "{{ messages.append(1) }}",
+        "{% set _ = messages[0].update(role='system') %}",
+        "{{ messages[0].clear() }}",
+        "{{ messages.pop() }}",
+    ],
+)
+def test_a_template_that_reaches_for_more_than_the_chat_is_refused(template):
+    messages = [dict(USER)]
+    with pytest.raises(TemplateError):
+        ChatTemplate(template, {}).render(messages)
+    assert messages == [USER]
+
+
+@pytest.mark.parametrize(
+    ("template", "reason"),
+    [
+        ("{{ raise_exception('Only <one> question') }}", "Only <one> question"),
+        ("{{ raise_exception(7) }}", "7"),
+        ("{{ 1 / 0 }}", "division by zero"),
+        ("{{ 'a' + 1 }}", 'can only concatenate str (not "int") to str'),
+        ("{{ nothing.at.all }}", "'nothing' is undefined"),
+        ("{{ nothing | tojson }}", "Object of type Undefined is not JSON serializable"),
+        ("{{ messages[0].content.absent.more }}", "'str object' has no attribute 'absent'"),
+        ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "maximum recursion depth exceeded"),
+        ("{% for n in range(10 ** 9) %}{% endfor %}", "Range too big"),
+        ("{% include 'x' %}", "no loader for this environment specified"),
+        ("{{ strftime_now(1) }}", "must be str, not int"),
+        ("{{ messages | sort(attribute='role') | map('f') | list }}", "No filter named 'f'."),
+    ],
+)
+def test_what_goes_wrong_in_a_template_is_told_in_one_line(template, reason):
+    with pytest.raises(TemplateError) as refused:
+        ChatTemplate(template, {}).render([USER])
+    assert reason in str(refused.value)
+    assert len(str(refused.value).splitlines()) == 1
+
+
+def test_messages_of_two_megabytes_fit():
+    chat = ChatTemplate.load(DEMO_MODEL)
+    message = {"role": "user", "content": "é😀<b>" * 200_000}
+    assert len(chat.render([message])) > 1_000_000
+
+
+def test_a_template_may_multiply():
+    template = "{{ 2**10 }} {{ 2**-1 }} {{ '=' * 5 }} {{ 3 * [0] }} {{ 1.5 * 4 }} {{ 'x' * -1 }}"
+    assert ChatTemplate(template, {}).render([USER]) == "1024 0.5 ===== [0, 0, 0] 6.0 "
+
+
+@pytest.mark.parametrize(
+    "source", ["{% if %}", "{{", "{% generation %}", "{% nothing %}", "a\n{{ b | f }}", "(" * 9 + "{{" + "(" * 9999]
+)
+def test_a_template_that_does_not_compile_fails_chats_and_not_the_loading(tmp_path, source):
+    (tmp_path / "chat_template.jinja").write_text(source)
+    chat = ChatTemplate.load(tmp_path)
+    for _ in range(2):
+        with pytest.raises(TemplateError) as refused:
+            chat.render([USER])
+        assert len(str(refused.value).splitlines()) == 1

@@ -56,16 +56,6 @@ def test_a_template_of_its_own_for_tools_is_used_for_them(tmp_path):
     assert ModelTools.of(template, Tokenizer(tokenizer), None).format.name == "hermes"
 
 
-@pytest.mark.parametrize("name", FORMATS)
-def test_parameters_beyond_the_limits_of_grammars_are_refused(name):
-    nested = {}
-    for _ in range(70):
-        nested = {"properties": {"a": nested}}
-    with pytest.raises(ApiError, match="nested") as raised:
-        assert use(name, [tool(parameters=nested)], "required").grammar
-    assert raised.value.param == "tools[0].function.parameters"
-
-
 def test_python_calls_need_names_that_python_allows():
     with pytest.raises(ApiError, match="'a-b'") as raised:
         assert use("pythonic", [tool(parameters={"properties": {"a-b": {}}})], "required").grammar
