@@ -11,8 +11,6 @@ import msgspec
 import pytest
 from fakes.model import EOS
 from fakes.tokenizer import VOCABULARY, byte_tokenizer
-from hypothesis import HealthCheck, settings
-from hypothesis import strategies as st
 
 from api import chat, clouds, completions, fields, responses, tgi
 from api.errors import ApiError, openai_error, tgi_error
@@ -45,14 +43,6 @@ DIALECTS = {
     "vertex": (clouds.vertex, {"instances": [{"inputs": "Hello"}]}),
 }
 NATIVE = ("native", "sampled", "stream")
-
-thorough = settings(max_examples=100, suppress_health_check=[HealthCheck.too_slow])
-NUMBER = st.one_of(st.integers(-5, 10), st.integers(), st.floats(allow_nan=False, allow_infinity=False), st.floats(-3, 3))
-ANY_JSON = st.recursive(
-    st.one_of(st.none(), st.booleans(), NUMBER, st.text(max_size=5)),
-    lambda inner: st.one_of(st.lists(inner, max_size=3), st.dictionaries(st.text(max_size=3), inner, max_size=3)),
-    max_leaves=5,
-)
 
 
 @functools.cache

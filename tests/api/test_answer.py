@@ -5,7 +5,7 @@ import math
 import pytest
 from asked import encode, job, serving
 
-from api.answer import Sequence, best_of, rounded
+from api.answer import Sequence, rounded
 from api.job import Prompt
 from protocol import Token
 
@@ -30,24 +30,9 @@ def test_a_logprob_is_written_with_seven_decimals_and_as_null_where_it_is_no_num
     assert encode(rounded(logprob)) == written
 
 
-def test_the_best_sequence_has_the_highest_mean_and_one_without_tokens_is_the_worst():
-    sequences = [sequence(n) for n in range(3)]
-    for n, logprobs in ((0, [-1.0, -3.0]), (1, [-1.5])):
-        for logprob in logprobs:
-            sequences[n].take(Token(n, 98, logprob))
-    assert best_of(sequences) is sequences[1]
-    assert best_of(sequences[1:]) is sequences[1]
-
-
 def test_a_sequence_that_is_cut_gives_what_was_held_back_for_a_stop_string():
     cut = sequence(stop="bcd")
     told = [piece for token in serving().text.tokenizer.encode("abc") for piece in cut.take(Token(1, token, -1.0))]
     assert "".join(piece.text for piece in told) == "a"
     assert "".join(piece.text for piece in cut.cut()) == "bc"
     assert (cut.finish_reason, cut.stream.text) == ("length", "abc")
-
-
-def test_a_prompt_that_is_only_scored_has_no_answer():
-    scored = sequence(max_tokens=0, echo=True)
-    assert scored.take(Token(1, 98, -1.0)) == []
-    assert (scored.finish_reason, scored.tokens) == ("length", 0)

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 from fakes.model import EOS
-from openai_api import CHAT, MESSAGES, SAMPLED, UNCACHED, chunks, log_softmax, refusal, streamed_text, whole
+from openai_api import CHAT, MESSAGES, SAMPLED, UNCACHED, chunks, log_softmax, streamed_text, whole
 
 
 def test_a_chat_is_answered_by_what_follows_its_template(served):
@@ -64,25 +64,3 @@ def test_no_part_of_a_stop_string_shows_in_the_bytes_of_log_probabilities(served
         choice = whole(served, CHAT, MESSAGES | {"stop": stop, "logprobs": True})["choices"][0]
         spelled = b"".join(bytes(token["bytes"] or []) for token in choice["logprobs"]["content"])
         assert spelled.decode(errors="replace") == choice["message"]["content"] == full.split(stop)[0]
-
-
-REFUSED = {
-    "tools": [{"type": "function", "function": {"name": "f", "parameters": {}}}],  # the template has no place for them
-    "functions": [{"name": "f"}],
-    "tool_choice": "required",
-    "function_call": {"name": "f"},
-    "response_format": {"type": "json_schema"},
-    "modalities": ["text", "audio"],
-    "audio": {"voice": "x"},
-    "top_logprobs": 2,
-    "max_completion_tokens": 0,
-    "min_tokens": 13,
-}
-
-
-@pytest.mark.parametrize("streams", [False, True])
-@pytest.mark.parametrize("field", REFUSED)
-def test_what_a_chat_cannot_honour_is_refused_by_name_before_the_first_byte(served, field, streams):
-    error = refusal(served, CHAT, MESSAGES | {field: REFUSED[field], "stream": streams})
-    assert f"`{field}`" in error["message"]
-    assert (error["param"], error["type"], error["code"]) == (field, "invalid_request_error", "validation")

@@ -95,16 +95,3 @@ def test_the_route_of_the_ray_blueprint_gives_prompt_and_answer_in_a_list(served
     for path in ("/infer", "/infer?sentence="):
         assert "`sentence` cannot be empty" in served.client.get(path).json["error"]
     assert "`sentence` must have at most 59 tokens" in served.client.get(f"/infer?sentence={'a' * 99}").json["error"]
-
-
-def test_a_device_that_samples_serves_these_routes_too(serve):
-    served = serve(sampling="device").get_ready()
-    expected = served.tokenizer.decode(served.expected("Hello", 8))
-    assert served.client.get("/infer?sentence=Hello").json[0].startswith("Hello" + expected)
-    assert predictions(served, {"inputs": "Hello", "parameters": {"max_new_tokens": 8}}) == [expected]
-    chat = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 9, "n": 2, "top_p": 0.9, "stop": "zz"}
-    choices = whole(served, "/invocations", chat)["choices"]
-    assert [(choice["index"], choice["logprobs"]) for choice in choices] == [(0, None), (1, None)]
-    completion = {"prompt": "Hello", "max_tokens": 8, "temperature": 0, "seed": 1, "ignore_eos": True, "echo": True}
-    assert whole(served, "/invocations", completion)["choices"][0]["text"].startswith("Hello" + expected)
-    served.assert_idle()

@@ -1,13 +1,9 @@
 """`/v1/completions`: the forms of a prompt, `echo`, `best_of`, log-probabilities in the older form."""
 
 import pytest
-from asked import ANY_JSON, CONFIG, NUMBER, as_openai, jobs, refusal, thorough
+from asked import jobs, refusal
 from fakes.tokenizer import VOCABULARY
-from hypothesis import given
-from hypothesis import strategies as st
 from openai_api import COMPLETION, PROMPT, SAMPLED, UNCACHED, chunks, log_softmax, streamed_text, whole
-
-from api.errors import ApiError
 
 LAST = VOCABULARY - 1
 REFUSED = [
@@ -47,39 +43,6 @@ def test_a_suffix_is_refused_in_openais_words():
 def test_log_probabilities_are_computed_where_they_are_returned_or_rank_sequences():
     wanted = [{}, {"logprobs": 0}, {"best_of": 2}, {"n": 2}]
     assert [jobs("completion", **fields)[0].logprobs for fields in wanted] == [False, True, True, False]
-
-
-LIKELY = {
-    **dict.fromkeys(("max_tokens", "top_k", "n", "seed", "min_tokens", "best_of", "logprobs"), NUMBER),
-    **dict.fromkeys(("temperature", "top_p", "presence_penalty", "frequency_penalty", "repetition_penalty"), NUMBER),
-    **dict.fromkeys(("ignore_eos", "stream", "echo"), st.booleans()),
-    "stop": st.text(max_size=2) | st.lists(st.text(max_size=3), max_size=6),
-    "logit_bias": st.dictionaries(st.integers(-2, 300).map(str) | st.text(max_size=3), NUMBER, max_size=3),
-}
-ANY_IDS = st.lists(st.integers(-2, 300))
-ANY_PROMPT = st.text(max_size=3) | st.lists(st.text(max_size=2) | st.integers(-2, 300) | ANY_IDS, max_size=5)
-
-
-@given(
-    prompt=ANY_PROMPT | ANY_JSON,
-    fields=st.fixed_dictionaries({}, optional={name: value | ANY_JSON for name, value in LIKELY.items()}),
-)
-@thorough
-def test_any_request_gives_jobs_that_can_run_or_a_refusal(prompt, fields):
-    try:
-        made = jobs("completion", prompt=prompt, **fields)
-    except ApiError as error:
-        assert error.status in (400, 422)
-        assert as_openai(error).keys() == {"message", "type", "param", "code"}
-        return
-    assert 1 <= len(made) <= CONFIG.max_client_batch_size
-    for job in made:
-        assert 1 <= job.sequences <= CONFIG.max_client_batch_size
-        assert 0 <= job.top_n_tokens <= CONFIG.max_top_n_tokens
-        assert all(0 <= token < VOCABULARY and abs(bias) <= 100 for token, bias in job.sampling.logit_bias)
-        assert job.max_new_tokens is None or job.min_new_tokens <= job.max_new_tokens
-        if isinstance(job.prompt, list):
-            assert all(0 <= token < VOCABULARY for token in job.prompt)
 
 
 # Answers

@@ -101,19 +101,6 @@ def test_a_chat_asks_for_what_its_fields_say():
     assert [job("chat", logprobs=wanted).logprobs for wanted in (None, False, True)] == [False, False, True]
 
 
-@pytest.mark.parametrize(
-    "harmless",
-    [
-        {"tools": [], "tool_choice": "auto"},
-        {"response_format": {"type": "text"}},
-        {"user": "u", "model": "gpt-x", "store": True, "metadata": {"a": "b"}},
-        {"stop": None, "seed": None, "logit_bias": None, "stream_options": None, "tools": None},
-    ],
-)
-def test_what_asks_for_nothing_changes_nothing(harmless):
-    assert job("greedy chat", **harmless) == job("greedy chat")
-
-
 def test_every_dialect_with_chats_makes_the_same_job_of_one():
     chat = {"messages": [USER, ASSISTANT, USER], "temperature": 0, "max_tokens": 7, "stop": ["x"]}
     (expected,) = answer_to("chat", chat).jobs

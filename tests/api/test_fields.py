@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
-from asked import INFO, ON_DEVICE, USER, assert_invalid, job, jobs, refusal, refusal_of
+from asked import INFO, ON_DEVICE, assert_invalid, job, jobs, refusal, refusal_of
 
 from api import fields
 from api.clouds import VertexRequest
 from api.completions import CompletionRequest
 from api.conversation import ChatRequest
 from api.errors import ApiError
-from api.fields import CHANGES_TEXT, NOT_MISSPELT, NOT_SUPPORTED, parse
+from api.fields import CHANGES_TEXT, NOT_MISSPELT, NOT_SUPPORTED
 from api.responses import ResponsesRequest
 from api.tgi import GenerateRequest, Parameters
 
@@ -100,6 +98,34 @@ def test_json_of_the_wrong_shape_is_answered_with_422_and_the_path(body, expecte
     error = refusal_of("native", body)
     assert (error.status, error.error_type, error.param) == (422, "validation", param)
     assert str(error) == f"Failed to deserialize the JSON body into the target type: {expected}"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_wrong_type_is_refused_with_the_path_of_its_field(kind):
+    for name in set(kind.__struct_fields__) - {"instances"}:
+        with pytest.raises(ApiError, match=rf"\b{name}[\d\[\]]*: Expected ") as refused:
+            read(kind, **{name: [[[]]]})
+        assert refused.value.status == 422 and name in refused.value.param
+
+
+@pytest.mark.parametrize(
+    ("field", "right", "wrong", "words"),
+    [
+        ("top_k", [2**31 - 1], [2**31], "Expected `int` <= 2147483647"),
+        ("top_k", [1], [-(2**31) - 1], "Expected `int` >= -2147483648"),
+        ("top_k", [1], ["1", 1.0, 1e3, True], "Expected `int | null`, got `"),
+        ("max_new_tokens", [2**32 - 1], [2**32], "Expected `int` <= 4294967295"),
+        ("best_of", [0], [-1], "Expected `int` >= 0"),
+        ("seed", [0, 2**64 - 1], [2**64, 10**400], "Expected `int` <= 18446744073709551615"),
+        ("temperature", [1, 1.0], ["0.5", True], "Expected `float | null`, got `"),
+        ("details", [True], [0, 1, "true"], "Expected `bool | null`, got `"),
+    ],
+)
+def test_a_number_is_neither_a_text_nor_a_switch_and_has_its_width(field, right, wrong, words):
+    for value in right:
+        assert job(**{field: value})
+    for value in wrong:
+        assert f": parameters.{field}: {words}" in str(refusal("native", **{field: value}))
 
 
 @pytest.mark.parametrize("dialect", ["chat", "completion", "responses", "vertex"])
@@ -242,18 +268,3 @@ def test_a_device_draws_from_256_tokens_at_most():
     assert job("greedy chat", ON_DEVICE, top_k=5000).sampling.seed is None
     for everything in (0, -1):
         assert job("chat", ON_DEVICE, top_k=everything).sampling.top_k == 0
-
-
-def test_a_device_that_samples_takes_all_that_it_can_do():
-    most = {"top_k": 256, "top_p": 0.5, "temperature": 0.1, "max_new_tokens": 5, "stop": ["a"], "details": True}
-    sampling = job("sampled", ON_DEVICE, **most).sampling
-    assert (sampling.top_k, sampling.top_p, sampling.temperature) == (256, 0.5, 0.1)
-    most = {"n": 2, "ignore_eos": True, "max_tokens": 5, "top_p": 0.5, "stop": "a"}
-    chat = job("chat", ON_DEVICE, **most)
-    assert (chat.sequences, chat.ignore_eos, list(chat.stop)) == (2, True, ["a"])
-    assert job("completion", ON_DEVICE, **most, best_of=2).sequences == 2
-
-
-def test_a_body_is_read_once_whatever_it_holds():
-    data = parse(json.dumps({"messages": [USER], "temperature": 1}).encode())
-    assert fields.read(data, ChatRequest).temperature == 1.0 and data["temperature"] == 1

@@ -6,9 +6,7 @@ import json
 import re
 
 import pytest
-from asked import ANY_JSON, ON_DEVICE, as_openai, job, jobs, refusal, thorough
-from hypothesis import given
-from hypothesis import strategies as st
+from asked import ON_DEVICE, as_openai, job, jobs, refusal
 
 from api.errors import ApiError
 from api.fields import NEEDS_HOST
@@ -190,23 +188,6 @@ def test_a_keyword_that_holds_anything_gives_a_grammar_or_a_refusal(keyword):
         schema = {"type": "object", "properties": {"a": {keyword: value}}}
         for sent in (schema, {keyword: value}, {"allOf": [schema, {keyword: value}]}):
             grammar_or_refusal("native", grammar={"type": "json", "value": sent})
-
-
-ANY_FORMAT = st.fixed_dictionaries(
-    {"type": st.sampled_from(["json", "regex", "json_object", "json_schema", "text"]) | ANY_JSON},
-    optional={
-        "value": ANY_JSON,
-        "schema": ANY_JSON,
-        "json_schema": st.fixed_dictionaries({}, optional={"schema": ANY_JSON}) | ANY_JSON,
-    },
-)
-
-
-@given(given_format=ANY_FORMAT | ANY_JSON)
-@thorough
-def test_any_format_gives_a_grammar_or_a_refusal(given_format):
-    grammar_or_refusal("native", grammar=given_format)
-    grammar_or_refusal("chat", response_format=given_format)
 
 
 def grammar_or_refusal(route, **fields):

@@ -4,8 +4,6 @@ import msgspec
 import pytest
 from asked import CONFIG, INFO, assert_invalid, job, jobs, serving
 from fakes.tokenizer import VOCABULARY
-from hypothesis import given
-from hypothesis import strategies as st
 
 from api.errors import ApiError
 from api.job import prompts_of
@@ -63,16 +61,6 @@ def test_a_prompt_without_tokens_and_a_token_that_the_model_does_not_have_are_re
     detail = f"`inputs` holds token {last + 1}, but the model's vocabulary has the tokens 0 to {last}"
     assert_invalid(unfit([1, last + 1]), detail)
     assert fit([last + 1, last], truncate=1)[0] == [last]
-
-
-@given(length=st.integers(0, 250), max_new_tokens=st.none() | st.integers(1, 250), truncate=st.none() | st.integers(1, 100))
-def test_what_fits_is_never_more_than_the_slot_holds(length, max_new_tokens, truncate):
-    kept = min(length, truncate or length)
-    if 0 < kept <= 100 and kept + (max_new_tokens or 0) <= 120:
-        prompt, follow = fit([1] * length, max_new_tokens=max_new_tokens, truncate=truncate)
-        assert (len(prompt), follow) == (kept, max_new_tokens or 120 - kept)
-    else:
-        assert unfit([1] * length, max_new_tokens=max_new_tokens, truncate=truncate).status == 422
 
 
 @pytest.mark.parametrize(

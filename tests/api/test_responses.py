@@ -223,34 +223,6 @@ def test_what_changes_nothing_is_accepted_and_repeated(served):
     assert {name: answer[name] for name in given} == given
 
 
-@pytest.mark.parametrize(
-    ("fields", "status", "param"),
-    [
-        ({"input": "x" * 70}, 400, "input"),
-        ({"max_output_tokens": 1000}, 400, "input"),
-        ({"max_tokens": 2}, 422, "max_tokens"),
-        ({"text": {"format": {"type": "json_schema", "schema": {"not": {}}}}}, 422, "text.format.schema"),
-    ],
-)
-def test_errors_of_what_cannot_run_name_the_fields_of_this_api_too(served, fields, status, param):
-    response = served.post(RESPONSES, BODY | fields)
-    assert (response.status_code, response.json["error"]["param"]) == (status, param)
-    assert not {"messages", "response_format", "max_completion_tokens"} & set(
-        re.findall(r"\w+", response.json["error"]["message"])
-    )
-
-
-def test_a_device_that_samples_names_the_fields_of_this_api_too(serve):
-    served = serve(sampling="device").get_ready()
-    for fields, param in (
-        ({"top_logprobs": 1}, "top_logprobs"),
-        ({"text": {"format": {"type": "json_object"}}}, "text.format"),
-    ):
-        error = served.post(RESPONSES, BODY | fields).json["error"]
-        assert error["param"] == param and f"`{param}` needs SAMPLING=host" in error["message"]
-    assert whole(served, BODY)["output"][0]["content"][0]["text"]
-
-
 # Responses
 
 
@@ -369,20 +341,6 @@ def test_log_probabilities_come_with_the_text_that_they_belong_to(served):
     assert [logprob for event in deltas for logprob in event["logprobs"]] == content["logprobs"]
     asked = whole(served, BODY | {"include": ["message.output_text.logprobs"]})["output"][0]["content"][0]["logprobs"]
     assert [each["logprob"] for each in asked] == [each["logprob"] for each in content["logprobs"]]
-
-
-def test_a_text_of_no_tokens_is_a_message_without_text(served):
-    """The model reads the chat's end of turn; the request's only token is the end of the sequence."""
-    body = BODY | {"input": [{"role": "user", "content": "Hi"}]}
-    served.model.forward = lambda chunks, forward=served.model.forward: only_eos(forward(chunks))
-    answer, events = whole(served, body), stream(served, body)
-    assert answer["status"] == "completed" and answer["output"][0]["content"][0]["text"] == ""
-    assert events[-1]["response"]["output"][0]["content"] == answer["output"][0]["content"]
-
-
-def only_eos(logits):
-    logits[:, EOS] = 1e9
-    return logits
 
 
 def test_a_failure_ends_a_stream_with_an_error_that_clients_raise(served):

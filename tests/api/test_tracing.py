@@ -6,7 +6,6 @@ import json
 import threading
 import time
 
-import gevent
 import pytest
 from processes import WAIT_S, Server, wait_until
 
@@ -119,20 +118,6 @@ def test_a_request_is_a_span_below_the_clients_with_a_span_for_each_stage(traced
     assert before <= times(request)[0] == moments[0] and moments[-1] <= times(request)[1] <= after
     assert {span["traceId"] for span in stages} == {request["traceId"]}
     assert collector.resources[0]["service.name"] == "the-service"
-
-
-def test_the_time_in_the_queue_is_in_the_span_of_that_name(traced, collector):
-    traced.model.may_decode.clear()
-    running = traced.client.post("/generate_stream", json={"inputs": "a", "parameters": {"max_new_tokens": 9}})
-    body = {"inputs": "abc", "parameters": {"max_new_tokens": 1}}
-    waiting = gevent.spawn(traced.post, "/generate", body)
-    gevent.sleep(0.3)
-    traced.model.may_decode.set()
-    waiting.join(WAIT_S)
-    running.get_data()
-    _request, stages = collector.trace()
-    begins, ends = times(stages[1])
-    assert stages[1]["name"] == "queue" and ends - begins > 0.25
 
 
 def test_a_stream_has_a_span_from_its_first_event_to_its_last(traced, collector):
