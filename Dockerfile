@@ -1,5 +1,5 @@
 # The server as an image. The base decides what is installed into it:
-#   make image              Inferentia2 and Trainium: AWS's image with SDK 2.25.0, the last that ships transformers-neuronx
+#   make image              Inferentia2 and Trainium: AWS's image with SDK 2.25.0, the last with transformers-neuronx
 #   make image DEVICE=cpu   CPUs: a slim image of Python
 ARG BASE_IMAGE=public.ecr.aws/neuron/pytorch-inference-neuronx:2.7.0-neuronx-py310-sdk2.25.0-ubuntu22.04
 FROM ${BASE_IMAGE}
@@ -8,13 +8,15 @@ FROM ${BASE_IMAGE}
 USER 0
 WORKDIR /app
 
-# Number 1000, because on most hosts that is the person who makes the folder that is mounted on /data. AWS's image has a user
-# of this number. Another number (--user) works too; with group 0 it may write to a new volume.
-RUN { getent passwd 1000 >/dev/null || useradd --uid 1000 --no-create-home --home-dir /data --shell /usr/sbin/nologin server; } \
+# Number 1000, because on most hosts that is the person who makes the folder that is mounted on /data. AWS's image
+# has a user of this number. Another number (--user) works too; with group 0 it may write to a new volume.
+RUN { getent passwd 1000 >/dev/null \
+        || useradd --uid 1000 --no-create-home --home-dir /data --shell /usr/sbin/nologin server; } \
     && install -d -o 1000 -g 0 -m 0775 /data
 
-# The dependencies by themselves: this layer, the large one, is kept when only our code changes. On AWS's image nothing that
-# the SDK was tested with may move; pip stops where that cannot be. Elsewhere torch comes from TORCH_INDEX (see the Makefile).
+# The dependencies by themselves: this layer, the large one, is kept when only our code changes. On AWS's image
+# nothing that the SDK was tested with may move; pip stops where that cannot be. Elsewhere torch comes from
+# TORCH_INDEX (see the Makefile).
 COPY pyproject.toml ./
 ARG TORCH_INDEX=""
 # hadolint ignore=DL3013
@@ -31,7 +33,8 @@ RUN install() { python3 -m pip --disable-pip-version-check install --no-cache-di
     fi \
     && rm -rf build ./*.egg-info /tmp/installed.txt /tmp/sdk.txt
 
-# Whatever the umask of the checkout was, the server can read its files; it cannot write the bytecode, so that is done here.
+# Whatever the umask of the checkout was, the server can read its files; it cannot write the bytecode, so that is
+# done here.
 COPY LICENSE entrypoint.sh *.py other_servers.json ./
 COPY api api
 COPY text text
@@ -39,14 +42,17 @@ COPY engine engine
 COPY models models
 COPY demo/model demo/model
 RUN find . ! -perm -444 -exec chmod a+rX {} + && python3 -m compileall -q . \
-    && if python3 -m pip show --quiet openvino 2>/dev/null; then python3 -m models.convert --demo && chmod -R a+rX demo; fi
+    && if python3 -m pip show --quiet openvino 2>/dev/null; then \
+        python3 -m models.convert --demo && chmod -R a+rX demo; \
+    fi
 
-# /data keeps downloads, compiled and converted models, and compiled sampling loops. The demonstration model starts without it;
-# --read-only needs a --tmpfs /tmp (TEMP: AWS's image names a folder for it that only its own user can reach).
+# /data keeps downloads, compiled and converted models, and compiled sampling loops. The demonstration model starts
+# without it; --read-only needs a --tmpfs /tmp (TEMP: AWS's image names a folder for it that only its own user can
+# reach).
 #
-# PORT is TGI's. A user without rights may listen on 80 in Docker's containers, where net.ipv4.ip_unprivileged_port_start is
-# 0. Where it is not (podman, Kubernetes on containerd 1, --network host), and on SageMaker, which asks on 8080, set
-# PORT=8080. SAGEMAKER_BIND_TO_PORT comes before PORT, and a flag before both.
+# PORT is TGI's. A user without rights may listen on 80 in Docker's containers, where
+# net.ipv4.ip_unprivileged_port_start is 0. Where it is not (podman, Kubernetes on containerd 1, --network host), and
+# on SageMaker, which asks on 8080, set PORT=8080. SAGEMAKER_BIND_TO_PORT comes before PORT, and a flag before both.
 ENV HF_HOME=/data \
     NEURON_COMPILE_CACHE_URL=/data/neuron-compile-cache \
     MODEL_CACHE=/data/model-cache \
@@ -57,8 +63,8 @@ USER 1000
 # Not /app: neuronx-cc writes its log into the working folder.
 WORKDIR /data
 
-# Asks where this run listens, whichever setting said so. Until the model is loaded (--startup-timeout, an hour) it is
-# "starting"; http.client because a proxy that is meant for downloads is no way to ourselves.
+# Asks where this run listens, whichever setting said so. Until the model is loaded (--startup-timeout, an hour) it
+# is "starting"; http.client because a proxy that is meant for downloads is no way to ourselves.
 HEALTHCHECK --start-period=1h --interval=10s --timeout=5s --retries=3 CMD ["python3", "-I", "-c", "\
 import glob, http.client, json, os; \
 run = json.load(open(glob.glob((os.environ.get('TMPDIR') or '/tmp') + '/neuron-textgen.*/config.json')[0])); \

@@ -34,8 +34,8 @@ for argument in "$@"; do
     case $argument in -h | --help | -V | --version) exec "$python" "$here/config.py" "$argument" ;; esac
 done
 
-# Each run has a private folder (0700), whose lock all of its processes hold. A folder with a free lock is left
-# of a run that was killed, in this container or in another that shares the parent folder, and is removed.
+# Each run has a private folder (0700), whose lock all of its processes hold. A folder with a free lock is
+# left of a run that was killed, in this container or in another that shares the parent folder, and is removed.
 for lock in "${TMPDIR:-/tmp}"/neuron-textgen.*/lock; do
     folder=${lock%/lock}
     [ -O "$folder" ] && [ ! -L "$folder" ] && [ -f "$lock" ] && flock -n "$lock" rm -rf "$folder"
