@@ -18,8 +18,9 @@ NO_PLACE = (
     "(--tokenizer-config-path sets another one)"
 )
 UNKNOWN = (
-    "is not supported: this model's chat template does not say in which known format it writes calls; set --tool-parser "
-    "(TOOL_PARSER) to hermes, llama3_json, mistral or pythonic, or to none to get calls as text"
+    "is not supported: this model's chat template does not say in which known format it writes calls; "
+    "set --tool-parser (TOOL_PARSER) to hermes, llama3_json, mistral or pythonic, "
+    "or to none to get calls as text"
 )
 NO_PARSER = "cannot constrain calls with --tool-parser none (TOOL_PARSER)"
 

@@ -26,35 +26,29 @@ class Escaping:
 
     def __init__(self, tokenizer: tokenizers.Tokenizer, special_ids: frozenset[int]):
         added = tokenizer.get_added_tokens_decoder()
-        special = {token.content: i for i, token in added.items() if i in special_ids}
-        self._aliases = {name: secrets.token_hex(16) for name in special}
+        special = {token.content: token_id for token_id, token in added.items() if token_id in special_ids}
         self._added = re.compile(f"({_any_of([token.content for token in added.values()])})")
         self._beginning = re.compile(f"(?={_any_of(list(special))}).", re.DOTALL)
         self._prefixes = {name[:length] for name in special for length in range(1, len(name))}
         self._longest = max(map(len, special), default=0)
-        self._surrogates = {
-            character: chr(0xDC00 + n) for n, character in enumerate(sorted({name[0] for name in special}))
-        }
+        beginnings = sorted({name[0] for name in special})
+        self._surrogates = {character: chr(0xDC00 + n) for n, character in enumerate(beginnings)}
         self._characters = {ord(surrogate): character for character, surrogate in self._surrogates.items()}
+        self._aliases = {name: secrets.token_hex(16) for name in special}
         as_json = tokenizer.to_str()
         self.tokenizer = tokenizers.Tokenizer.from_str(as_json)
-        self.tokenizer.add_special_tokens(
-            [tokenizers.AddedToken(name) for name in special]
-        )  # also an EOS that is not flagged
+        # Also an EOS token that is not flagged as special.
+        self.tokenizer.add_special_tokens([tokenizers.AddedToken(name) for name in special])
         self.tokenizer.encode_special_tokens = True
+        self._ids = {}
         for name, alias in self._aliases.items():
             token = added[special[name]]
             alike = tokenizers.AddedToken(alias, lstrip=token.lstrip, rstrip=token.rstrip, normalized=False)
             self.tokenizer.add_tokens([alike])
-        self._ids = {
-            self.tokenizer.token_to_id(alias): special[name] for name, alias in self._aliases.items()
-        }
+            self._ids[self.tokenizer.token_to_id(alias)] = special[name]
         model = json.loads(as_json)["model"]
-        unknown = {
-            model.get("unk_id"),
-            tokenizer.token_to_id(model.get("unk_token") or ""),
-        }  # any text may have it
-        self._refused = special_ids - unknown
+        unknown = (model.get("unk_id"), tokenizer.token_to_id(model.get("unk_token") or ""))
+        self._refused = special_ids.difference(unknown)  # any text may have the unknown token
 
     def escape(self, value: Any) -> Any:
         """A text, or JSON of several, in which no special token begins. Raises RecursionError."""
@@ -66,7 +60,9 @@ class Escaping:
             return text
         if isinstance(value, dict):
             return {self._escape_whole(name): self.escape(item) for name, item in value.items()}
-        return [self.escape(item) for item in value] if isinstance(value, list) else value
+        if isinstance(value, list):
+            return [self.escape(item) for item in value]
+        return value
 
     def _escape_whole(self, text: str) -> str:
         return self._beginning.sub(lambda found: self._surrogates[found[0]], text)
@@ -105,11 +101,14 @@ def _any_of(texts: Collection[str]) -> str:
     beginning = os.path.commonprefix(list(texts))  # noqa: RUF071 of any texts, not of paths
     rests: dict[str, list[str]] = {}
     for text in texts:
-        rests.setdefault(text[len(beginning) : len(beginning) + 1], []).append(text[len(beginning) :])
+        rest = text[len(beginning) :]
+        rests.setdefault(rest[:1], []).append(rest)
     is_optional = rests.pop("", None) is not None
     if not rests:
         return re.escape(beginning) if texts else "(?!)"
-    return f"{re.escape(beginning)}(?:{'|'.join(map(_any_of, rests.values()))}){'?' * is_optional}"
+    alternatives = "|".join(map(_any_of, rests.values()))
+    pattern = f"{re.escape(beginning)}(?:{alternatives})"
+    return f"{pattern}?" if is_optional else pattern
 
 
 def utf8_bytes(character: str) -> int:

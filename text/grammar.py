@@ -1,9 +1,10 @@
-"""Grammars: what a generated text must look like, as JSON schemas, regular expressions and choices; and their token masks.
+"""Grammars: what a generated text must look like, as JSON schemas, regular expressions and choices; and their
+token masks.
 
-A grammar is text in llguidance's dialect of Lark whose first rule is `start`. A web process makes it of what a client sent, and
-has a `GrammarChecker` compile it in a child process with limits, before anything is generated. The worker compiles what was
-accepted (`Grammars`) and keeps a `Matcher` beside each request: it is given every sampled token and fills in which tokens may
-follow.
+A grammar is text in llguidance's dialect of Lark whose first rule is `start`. A web process makes it of what
+a client sent, and has a `GrammarChecker` compile it in a child process with limits, before anything is
+generated. The worker compiles what was accepted (`Grammars`) and keeps a `Matcher` beside each request: it is
+given every sampled token and fills in which tokens may follow.
 """
 
 from __future__ import annotations
@@ -44,11 +45,13 @@ LIMITS = LLParserLimits(
     verbose_errors=False,
 )
 FORMATS = {"date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri"}
-# JSON Schema's keywords by what they hold. llguidance refuses others that hold schemas: `not`, `if`, `contains` and the like.
+# JSON Schema's keywords by what they hold. llguidance refuses others that hold schemas: `not`, `if`,
+# `contains` and the like.
 ONE_SCHEMA = ("additionalProperties", "items")
 SCHEMA_LISTS = ("allOf", "anyOf", "oneOf", "prefixItems", "items")
 NAMED_SCHEMAS = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
 COMBINING = {"allOf", "anyOf", "oneOf", "$ref"}
+OPEN = {"patternProperties", "unevaluatedProperties"}  # say which other properties are allowed
 
 
 class GrammarError(Exception):
@@ -99,7 +102,8 @@ def of_choice(choices: Sequence[str]) -> str:
 
 
 def of_rules(rules: list[str], inner: str = "", name: str = "") -> str:
-    """A grammar of Lark rules, the first of which is `start`; they may use the grammar `inner` as the rule `name`."""
+    """A grammar of Lark rules, the first of which is `start`; they may use the grammar `inner` as the rule
+    `name`."""
     if inner:
         rules = [*rules, name + inner.removeprefix("start")]
     return _checked_size("\n".join(rules))
@@ -136,7 +140,8 @@ def _schemas(schema: Any) -> Iterator[dict[str, Any]]:
 
 
 def _close(schemas: list[dict[str, Any]]) -> None:
-    """Allows no properties but those that are named, unless a schema says more about it: models go on inventing some."""
+    """Allows no properties but those that are named, unless a schema says more about it: models go on
+    inventing some."""
     for each in schemas:
         if "allOf" in each or (
             not COMBINING.isdisjoint(each) and ("properties" in each or "required" in each)
@@ -145,14 +150,15 @@ def _close(schemas: list[dict[str, Any]]) -> None:
     for each in schemas:
         named = each.get("properties")
         required = each.get("required")
-        if not isinstance(named, dict) or not named or "patternProperties" in each:
+        if not isinstance(named, dict) or not named or not OPEN.isdisjoint(each):
             continue
         if not isinstance(required, list) or named.keys() >= set(map(str, required)):
             each.setdefault("additionalProperties", False)
 
 
 class GrammarChecker:
-    """Finds out for a web process whether grammars can be used with a model's tokenizer. Threads may share it.
+    """Finds out for a web process whether grammars can be used with a model's tokenizer. Threads may share
+    it.
 
     A child process compiles them, so that one that takes all time or memory harms nothing.
     """
@@ -187,7 +193,8 @@ def _digest(grammar: str) -> bytes:
 
 
 def probe(tokenizer_dir: str, vocab_size: int, eos_token_ids: list[int]) -> Callable[[str], str]:
-    """What the child of a `GrammarChecker` does: compiles a grammar and computes its masks for the first tokens."""
+    """What the child of a `GrammarChecker` does: compiles a grammar and computes its masks for the first
+    tokens."""
     grammars = Grammars.load(tokenizer_dir, vocab_size, eos_token_ids)
     ends = sum(1 << token_id for token_id in set(eos_token_ids))
 
@@ -282,7 +289,8 @@ class Grammars:
 
 
 class Matcher:
-    """How far the text of one request has come in its grammar. One thread at a time. Its methods raise GrammarError."""
+    """How far the text of one request has come in its grammar. One thread at a time. Its methods raise
+    GrammarError."""
 
     def __init__(self, matcher: LLMatcher):
         self._matcher = matcher

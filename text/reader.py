@@ -1,7 +1,7 @@
 """From the text of an answer to its parts, while the text grows: content, reasoning and calls of tools.
 
-A `Reader` reads one sequence. It holds back only what may be the beginning of a marker or of a call. This
-layer knows no HTTP, no tokens and no grammars.
+A `Reader` reads one sequence. It holds back only what may be the beginning of a marker or of a call. What the
+formats of calls look like is in tool_formats.py.
 """
 
 from __future__ import annotations
@@ -113,12 +113,14 @@ class Reader:
     """Reads one sequence. How its text is split over calls of `push` makes no difference to its parts."""
 
     def __init__(self, reading: Reading):
-        self._calls, self._thinking = reading.calls, reading.thinking
+        self._calls = reading.calls
+        self._thinking = reading.thinking
         self._buffer = ""  # text that is not read yet
         self._unsent = ""  # text that is read and in no part yet
         self._parts: list[Part] = []
         self._ended = False
-        self._begun = self._complete = 0  # calls
+        self._begun = 0  # calls
+        self._complete = 0  # calls
         self.failed = False  # where a call should be is something else, which is content
         self._steps = self._read()
 
@@ -130,7 +132,8 @@ class Reader:
     def push(self, text: str) -> list[Part]:
         self._buffer += text
         next(self._steps, None)
-        parts, self._parts = self._parts, []
+        parts = self._parts
+        self._parts = []
         return parts
 
     def finish(self) -> list[Part]:
@@ -203,15 +206,11 @@ class Reader:
     def _json_call(self, marked: bool) -> Generator[None, None, None]:
         """A call as a JSON object. Its arguments are sent while they grow, unless their name comes before
         that of the tool."""
-        kinds, keys = (
-            ("", '"type":"function",'),
-            ("arguments", "parameters"),
-        )  # some Llama models write the type first
         heads = {
             f'{{{kind}"name":"{name}","{key}":{{': name
-            for kind in kinds
+            for kind in ("", '"type":"function",')  # some Llama models write the type first
             for name in self._calls.names
-            for key in keys
+            for key in ("arguments", "parameters")
         }
         yield from self._blanks()
         while True:
@@ -253,12 +252,15 @@ class Reader:
 
     def _brackets(self, depth: int = 0, sends: bool = False, quotes: str = '"') -> Generator[None, None, str]:
         """Reads up to the bracket that closes all; `depth` are open before."""
-        text, quote, is_escaped = "", "", False
+        text = ""
+        quote = ""  # the one that is open
+        is_escaped = False
         while True:
             length = len(self._buffer)
             for at, character in enumerate(self._buffer):
                 if quote:
-                    quote = "" if character == quote and not is_escaped else quote
+                    if character == quote and not is_escaped:
+                        quote = ""
                     is_escaped = character == "\\" and not is_escaped
                 elif character in quotes:
                     quote = character
@@ -314,7 +316,8 @@ class Reader:
         yield
 
     def _take(self, length: int) -> str:
-        taken, self._buffer = self._buffer[:length], self._buffer[length:]
+        taken = self._buffer[:length]
+        self._buffer = self._buffer[length:]
         self._unsent += taken
         return taken
 

@@ -101,9 +101,8 @@ class ChatTemplate:
         marked = [*messages[:-1], {**last, "content": content + marker}]
         text, found, _ = self._write(marked, tools, add_generation_prompt=False).rpartition(marker)
         if not found:
-            raise TemplateError(
-                "this model's chat template does not print the last message of the assistant, so it cannot be continued"
-            )
+            reason = "does not print the last message of the assistant, so it cannot be continued"
+            raise TemplateError(f"this model's chat template {reason}")
         return text.replace(marker, "").rstrip()  # the template may have printed it before
 
     def _write(self, messages: list[dict], tools: list[dict] | None, add_generation_prompt: bool) -> str:
@@ -209,11 +208,9 @@ def _with_short_ids(message: dict[str, Any]) -> dict[str, Any]:
 
 
 def _short_id(given: Any) -> str:
-    return (
-        given
-        if re.fullmatch("[A-Za-z0-9]{9}", str(given))
-        else hashlib.sha256(str(given).encode()).hexdigest()[:9]
-    )
+    if re.fullmatch("[A-Za-z0-9]{9}", str(given)):
+        return given
+    return hashlib.sha256(str(given).encode()).hexdigest()[:9]
 
 
 def _template_in(config: dict[str, Any], name: str = "default") -> str | None:
@@ -222,13 +219,12 @@ def _template_in(config: dict[str, Any], name: str = "default") -> str | None:
     if isinstance(template, list):
         entries = [entry for entry in template if isinstance(entry, dict)]
         chosen = [entry for entry in entries if entry.get("name") == name]
-        chosen = chosen or (entries if name == "default" else [])
-        return (
-            chosen[0].get("template")
-            if len(chosen) == 1 and isinstance(chosen[0].get("template"), str)
-            else None
-        )
-    return template if isinstance(template, str) and name == "default" else None
+        if name == "default":
+            chosen = chosen or entries
+        template = chosen[0].get("template") if len(chosen) == 1 else None
+    elif name != "default":
+        return None
+    return template if isinstance(template, str) else None
 
 
 def _read_if_there(path: Path) -> str | None:

@@ -141,23 +141,6 @@ def test_an_answer_that_says_nothing_yet_is_begun(template, content):
     assert chat.render([USER, {"role": "assistant", "content": content}]) == chat.render([USER])
 
 
-def test_the_demo_model_is_asked_for_an_answer_and_continues_one():
-    chat = ChatTemplate.load(DEMO_MODEL)
-    assert chat.render([{"role": "user", "content": "Hi"}]) == "<|user|>Hi<|assistant|>"
-    answer = {"role": "assistant", "content": "Hello "}
-    assert chat.render([{"role": "user", "content": "Hi"}, answer]) == "<|user|>Hi<|assistant|>Hello"
-
-
-@pytest.mark.parametrize("messages", CHATS.values(), ids=CHATS)
-def test_the_demo_model_reads_a_chat_without_tools_as_its_messages_alone(messages):
-    is_continued = messages[-1]["role"] == "assistant"
-    ends = ["<|endoftext|>" if m["role"] == "assistant" else "" for m in messages[:-1]] + [
-        "" if is_continued else "<|assistant|>"
-    ]
-    expected = "".join(f"<|{m['role']}|>{m['content']}{end}" for m, end in zip(messages, ends, strict=True))
-    assert ChatTemplate.load(DEMO_MODEL).render(messages) == expected
-
-
 def test_the_demo_model_reads_tools_their_calls_and_results_as_hermes_models_do():
     def call(name, arguments):
         return {"id": "call_1", "type": "function", "function": {"name": name, "arguments": arguments}}

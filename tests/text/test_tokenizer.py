@@ -125,40 +125,26 @@ def test_a_tokenizer_saved_with_truncation_and_padding_does_neither(tmp_path):
     assert len(tokenizer.encode("a")) == 1
 
 
-@pytest.mark.parametrize("eos", ["</s>", {"content": "</s>", "lstrip": False}])
-def test_the_eos_token_of_the_tokenizer_is_known(tmp_path, eos):
+@pytest.mark.parametrize(
+    ("eos", "flagged", "plain", "expected"),
+    [
+        ("</s>", [], [], ["</s>"]),
+        ({"content": "</s>", "lstrip": False}, [], [], ["</s>"]),
+        ("<|end|>", [], ["<|end|>"], ["<|end|>"]),  # named, so it counts although it is not flagged as special
+        *((nothing, [], [], []) for nothing in (None, "<|nowhere|>", 7, {"content": None}, {}, ["</s>"])),
+        ("</s>", ["<|eot_id|>"], [], ["</s>", "<|eot_id|>"]),
+        (None, ["<|im_end|>", "<end_of_turn>"], [], ["<|im_end|>", "<end_of_turn>"]),
+        ("</s>", [], ["<|eot_id|>", "<|im_end|>"], ["</s>"]),  # text of an answer, as it is not flagged
+    ],
+)
+def test_the_eos_tokens_are_the_one_that_the_files_name_and_ends_of_turns_that_are_special(
+    tmp_path, eos, flagged, plain, expected
+):
     raw = tiny_tokenizers.byte_level()
-    folder = save(raw, tmp_path, eos_token=eos)
-    assert check(folder, tmp_path)["eos_token_ids"] == [raw.token_to_id("</s>")]
-
-
-def test_the_eos_token_counts_even_if_it_is_not_flagged_as_special(tmp_path):
-    raw = tiny_tokenizers.byte_level()
-    raw.add_tokens(["<|end|>"])
-    assert check(save(raw, tmp_path, eos_token="<|end|>"), tmp_path)["eos_token_ids"] == [raw.token_to_id("<|end|>")]
-
-
-@pytest.mark.parametrize("eos", [None, "<|nowhere|>", 7, {"content": None}, {}, ["</s>"]])
-def test_an_eos_token_that_names_none_is_passed_over(tmp_path, eos):
-    assert check(save(tiny_tokenizers.byte_level(), tmp_path, eos_token=eos), tmp_path)["eos_token_ids"] == []
-
-
-@pytest.mark.parametrize("end_of_turn", ["<|eot_id|>", "<|im_end|>", "<end_of_turn>"])
-def test_an_end_of_turn_token_ends_answers_too(tmp_path, end_of_turn):
-    raw = tiny_tokenizers.byte_level()
-    raw.add_special_tokens([end_of_turn])
-    expected = [raw.token_to_id("</s>"), raw.token_to_id(end_of_turn)]
-    assert check(save(raw, tmp_path / "both", eos_token="</s>"), tmp_path / "both")["eos_token_ids"] == expected
-    assert check(save(raw, tmp_path / "one"), tmp_path / "one")["eos_token_ids"] == expected[1:]
-
-
-@pytest.mark.parametrize("eos", [None, "</s>"])
-@pytest.mark.parametrize("end_of_turn", ["<|eot_id|>", "<|im_end|>", "<end_of_turn>"])
-def test_text_that_looks_like_an_end_of_turn_ends_nothing(tmp_path, end_of_turn, eos):
-    raw = tiny_tokenizers.byte_level()
-    raw.add_tokens([end_of_turn])  # not a special token: an answer may well contain it
-    expected = [] if eos is None else [raw.token_to_id(eos)]
-    assert check(save(raw, tmp_path, eos_token=eos), tmp_path)["eos_token_ids"] == expected
+    raw.add_special_tokens(flagged)
+    raw.add_tokens(plain)
+    found = check(save(raw, tmp_path, eos_token=eos), tmp_path)
+    assert found["eos_token_ids"] == [raw.token_to_id(name) for name in expected]
 
 
 @pytest.mark.parametrize("content", [b"", b"{", b"[]", b"{}", b'{"version": "1.0"}', b'{\n"model": {\n}}', b"\xff\xfe"])
