@@ -441,7 +441,7 @@ BAD = {
     "not UTF-8": (b'{"inputs":"\xff\xfe"}', 400),
     "half a character": (b'{"inputs":"\\ud800"}', 400),
     "deep": (b'{"inputs":"a","x":' + b"[" * LONG + b"]" * LONG + b"}", 400),
-    "deep where a text belongs": (b'{"inputs":' + b"[" * LONG + b"]" * LONG + b"}", 422),
+    "deep where a text belongs": (b'{"inputs":' + b"[" * LONG + b"]" * LONG + b"}", 400),
     "a number without end": (b'{"inputs":"a","parameters":{"seed":' + b"9" * LONG + b"}}", 422),
     "not a number": (b'{"inputs":"a","parameters":{"temperature":NaN}}', 400),
     "infinity": (b'{"inputs":"a","parameters":{"temperature":Infinity}}', 400),
