@@ -1,0 +1,381 @@
+"""The loops of sampling.py, compiled by numba: over logits as they lie in memory, float32 or bfloat16, by row or by token.
+
+A row's result does not depend on its neighbours, to the bit: sums have one fixed order. The logits are read once for the maxima
+of lanes of tokens. The k-th highest of these is at most the k-th highest logit, so only lanes that reach it are searched for
+the top k. Weights are float32 powers of 2. `Parameters` has one array for each parameter of a batch.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from typing import NamedTuple
+
+import numpy as np
+
+logging.getLogger("numba").setLevel(
+    logging.WARNING
+)  # at LOG_LEVEL=debug it would write 24,000 lines about its own work
+
+import numba  # noqa: E402
+
+LANES = 32  # a lane: each LANES-th token of a group
+STEPS = 16  # tokens of a lane
+GROUP = LANES * STEPS
+LISTED = 64  # top tokens listed first for top-p and min-p without top-k
+WHOLE_ROW = -1  # in the place of a token: `sampling.sample_whole_row` has to choose it
+FAILED = -2
+NO_MASK = np.empty((0, 0), np.uint32)
+# The highest signed integer of a float's size, and how far negative NaNs are from the lowest one in the order of floats.
+FLOAT32 = (np.int32(0x7FFFFFFF), np.int32(0x7FFFFF))
+BFLOAT16 = (np.int16(0x7FFF), np.int16(0x7F))
+INT32_MAX = np.int32(0x7FFFFFFF)
+FINITE_BITS = 0x7F7FFFFF  # of the highest finite float32
+# 2 ** x for |x| <= 1/2, relative error below 3e-6 (Remez algorithm).
+POWER_1 = np.float32(0.6931242)
+POWER_2 = np.float32(0.24024099)
+POWER_3 = np.float32(0.05590637)
+POWER_4 = np.float32(0.00958282)
+ONE = np.float32(1.0)
+ZERO = np.float32(0.0)
+MIN_EXPONENT = np.float32(-100.0)
+ROUND = np.float32(1.5 * 2**23)  # adding it rounds a float32 to a whole number
+# SplitMix64 (Steele, Lea and Flood 2014).
+GAMMA = np.uint64(0x9E3779B97F4A7C15)
+MIX_1 = np.uint64(0xBF58476D1CE4E5B9)
+MIX_2 = np.uint64(0x94D049BB133111EB)
+
+
+class Parameters(NamedTuple):
+    """The sampling parameters of a batch, [rows] each."""
+
+    greedy: np.ndarray  # bool: top_k is 1
+    temperature: np.ndarray  # float64
+    scale: np.ndarray  # float32: log2(e) / temperature
+    top_k: np.ndarray  # int64; 0: off
+    top_p: np.ndarray  # float64
+    min_p: np.ndarray  # float64
+    whole_row: np.ndarray  # bool: needs `sample_whole_row`
+    weighted: np.ndarray  # bool: needs the sum of all weights
+    streams: np.ndarray  # uint64
+    draws: np.ndarray  # float64: the random number of the current token
+
+
+class Source(NamedTuple):
+    """Logits as the loops read them."""
+
+    flat: np.ndarray  # int32 or int16, in memory order: the bits of float32 or bfloat16
+    highest: np.signedinteger  # integer of their size
+    nan_offset: np.signedinteger  # wraps the bits of negative NaNs around to the highest integers
+    rows: int
+    adjacent: int  # rows adjacent in memory for each token: all in column-major order, else 1
+    vocab: int
+    groups: int  # of GROUP tokens
+    mask: np.ndarray  # uint32: the words of the mask in the memory order of the logits; empty: none
+    words: int  # of a row's mask
+
+
+def source_of(logits: np.ndarray, mask: np.ndarray = NO_MASK) -> Source:
+    """logits: float32 or uint16 [rows, vocab], mask: uint32 [rows, ceil(vocab / 32)] (sampling.py: sample)."""
+    assert logits.dtype in (np.float32, np.uint16), "logits are float32, or bfloat16 as uint16"
+    if not logits.flags.writeable:  # read-only arrays are another type for the compiler
+        logits = logits.copy()
+    rows, vocab = logits.shape
+    is_by_token = rows > 1 and logits.strides[0] < logits.strides[1]
+    highest, nan_offset = FLOAT32 if logits.dtype == np.float32 else BFLOAT16
+    in_memory_order = logits.T if is_by_token else logits
+    words = mask.T if is_by_token else mask
+    return Source(
+        flat=in_memory_order.reshape(-1).view(highest.dtype),
+        highest=highest,
+        nan_offset=nan_offset,
+        rows=rows,
+        adjacent=rows if is_by_token else 1,
+        vocab=vocab,
+        groups=-(-vocab // GROUP),
+        mask=words.reshape(-1),
+        words=mask.shape[1],
+    )
+
+
+def _compiled(function):
+    try:
+        return numba.njit(function, cache=True, nogil=True, error_model="numpy")
+    except RuntimeError:  # no folder for the cache can be written
+        return numba.njit(function, nogil=True, error_model="numpy")
+
+
+@_compiled
+def float32_of(bits):
+    """The float32 with these bits, or these of its upper half: a bfloat16. The compiler knows their size."""
+    integer = type(bits)
+    return np.int32(np.int32(bits) << (16 * (integer(1 << 16) == 0))).view(np.float32)
+
+
+@_compiled
+def score_of(source, row, token):
+    """-inf for a token that the mask excludes."""
+    first, word = row, row
+    if source.adjacent == 1:
+        first, word = row * source.vocab, row * source.words
+    if source.words > 0:
+        bits = source.mask[word + token // 32 * source.adjacent]
+        if not (bits >> np.uint32(token % 32)) & np.uint32(1):
+            return -np.float32(np.inf)
+    return float32_of(source.flat[first + token * source.adjacent])
+
+
+@_compiled
+def copied(source, rows):
+    """Rows of the source, float32 [len(rows), vocab]."""
+    scores = np.empty((len(rows), source.vocab), np.float32)
+    for begin in range(0, source.vocab, 32):
+        for i in range(len(rows)):
+            for token in range(begin, min(begin + 32, source.vocab)):
+                scores[i, token] = score_of(source, rows[i], token)
+    return scores
+
+
+@_compiled
+def allowed(source, row, start, part, masked):
+    """`part`, the LANES tokens from `start` on, with -inf for those that the mask excludes; empty if it excludes all."""
+    integer = type(source.highest)
+    adjacent = source.adjacent
+    first = row * source.words + start // LANES
+    words = source.mask[first : first + adjacent]
+    any_allowed = np.uint32(0)
+    all_allowed = np.uint32(0xFFFFFFFF)
+    for word in words:
+        any_allowed = any_allowed | word
+        all_allowed = all_allowed & word
+    if any_allowed == 0:
+        return part[:0]
+    if all_allowed == 0xFFFFFFFF:
+        return part
+    for lane in range(len(part) // adjacent):
+        for i in range(adjacent):
+            kept = integer(-np.int32((words[i] >> np.uint32(lane)) & np.uint32(1)))  # all bits or none
+            masked[lane * adjacent + i] = (part[lane * adjacent + i] & kept) | (~source.nan_offset & ~kept)
+    return masked[: len(part)]
+
+
+@_compiled
+def flipped(bits, highest):
+    """An integer ordered as the float with these bits is; the same again makes the bits of it. highest: of the integers."""
+    integer = type(highest)
+    return integer(bits ^ integer(integer(bits >> integer(31)) & highest))
+
+
+@_compiled
+def maxima_of(source):
+    """The highest score of each lane, or NaN, float32 [rows, lanes]. Scores are compared as integers of their size, less an
+    offset that brings NaNs of both signs to the top."""
+    integer = type(source.highest)
+    width = LANES * source.adjacent
+    size = source.vocab * source.adjacent
+    maxima = np.empty((source.rows, source.groups * LANES), np.float32)
+    best = np.empty(width, source.flat.dtype)
+    masked = np.empty(width, source.flat.dtype)
+    for row in range(0, source.rows, source.adjacent):
+        for group in range(source.groups):
+            begin = group * STEPS * width
+            best[:] = ~source.highest
+            for start in range(begin, min(begin + STEPS * width, size), width):
+                part = source.flat[row * source.vocab + start : row * source.vocab + min(start + width, size)]
+                # One expression: with an `if` the compiler leaves the loop below a third slower or more.
+                part = part if source.words == 0 else allowed(source, row, start, part, masked)
+                for i in range(len(part)):
+                    best[i] = max(best[i], integer(flipped(part[i], source.highest) - source.nan_offset))
+            for i in range(source.adjacent):
+                for lane in range(LANES):
+                    bits = integer(best[lane * source.adjacent + i] + source.nan_offset)
+                    maxima[row + i, group * LANES + lane] = float32_of(flipped(bits, source.highest))
+    return maxima
+
+
+@_compiled
+def weight_of(score, peak, scale):
+    """2 ** ((score - peak) * scale) in float32; 0 below 2 ** -100 and for impossible tokens."""
+    exponent = np.float32((score - peak) * scale)
+    is_positive = exponent > MIN_EXPONENT  # not where it is NaN: -inf * 0
+    exponent = exponent if is_positive else MIN_EXPONENT
+    rounded = np.float32(exponent + ROUND)
+    x = np.float32(exponent - np.float32(rounded - ROUND))
+    power = np.float32(ONE + x * (POWER_1 + x * (POWER_2 + x * (POWER_3 + x * POWER_4))))
+    bits = np.int32(power.view(np.int32) + np.int32(rounded.view(np.int32) << np.int32(23)))
+    return bits.view(np.float32) if is_positive else ZERO
+
+
+@_compiled
+def sums_of(source, peaks, scales):
+    """The sum of the weights of each group of tokens, float64 [rows, groups]: lanes first, whatever the memory order."""
+    width = LANES * source.adjacent
+    size = source.vocab * source.adjacent
+    sums = np.zeros((source.rows, source.groups))
+    lanes = np.empty(width, np.float32)
+    peak = np.empty(width, np.float32)
+    scale = np.empty(width, np.float32)
+    masked = np.empty(width, source.flat.dtype)
+    for row in range(0, source.rows, source.adjacent):
+        for i in range(width):
+            peak[i] = peaks[row + i % source.adjacent]
+            scale[i] = scales[row + i % source.adjacent]
+        for group in range(source.groups):
+            begin = group * STEPS * width
+            lanes[:] = 0
+            for start in range(begin, min(begin + STEPS * width, size), width):
+                part = source.flat[row * source.vocab + start : row * source.vocab + min(start + width, size)]
+                # One expression: with an `if` the compiler leaves the loop below a third slower or more.
+                part = part if source.words == 0 else allowed(source, row, start, part, masked)
+                for i in range(len(part)):
+                    lanes[i] += weight_of(float32_of(part[i]), peak[i], scale[i])
+            for i in range(source.adjacent):
+                for lane in range(LANES):
+                    sums[row + i, group] += lanes[lane * source.adjacent + i]
+    return sums
+
+
+@_compiled
+def sort(scores, ids, count):
+    """Sorts the first `count`, highest scores first, equal ones by id (Shell sort)."""
+    for gap in (1750, 701, 301, 132, 57, 23, 10, 4, 1):
+        for i in range(gap, count):
+            id = ids[i]
+            score = scores[i]
+            while i >= gap and (scores[i - gap] < score or (scores[i - gap] == score and ids[i - gap] > id)):
+                ids[i] = ids[i - gap]
+                scores[i] = scores[i - gap]
+                i -= gap
+            ids[i] = id
+            scores[i] = score
+
+
+@_compiled
+def threshold_of(scores, k):
+    """A score that k of them reach; the lowest finite float32 if fewer are finite. Bisects the integers in their order."""
+    low, high = ~FINITE_BITS, FINITE_BITS
+    while low < high:
+        middle = (low + high + 1) >> 1
+        score = float32_of(flipped(np.int32(middle), INT32_MAX))
+        count = np.uint32(0)  # as small as the scores: fast
+        for i in range(len(scores)):
+            count = np.uint32(count + np.uint32(scores[i] >= score))
+        if count < k:
+            high = middle - 1
+        else:
+            low = middle
+            if count == k:
+                high = middle
+    return float32_of(flipped(np.int32(low), INT32_MAX))
+
+
+@_compiled
+def list_top(source, row, maxima, peak, k, ids, scores):
+    """Lists the top k possible tokens and ties of the k-th: most likely first, ties by id. Returns their number."""
+    threshold = peak if k == 1 else threshold_of(maxima, k)
+    count = 0
+    for lane in range(len(maxima)):
+        if maxima[lane] >= threshold:
+            begin = lane // LANES * GROUP + lane % LANES
+            for token in range(begin, min(begin + GROUP, source.vocab), LANES):
+                score = score_of(source, row, token)
+                if score >= threshold:
+                    ids[count] = token
+                    scores[count] = score
+                    count += 1
+    sort(scores, ids, count)
+    listed = min(k, count)
+    while listed < count and scores[listed] == scores[listed - 1]:
+        listed += 1
+    return listed
+
+
+@_compiled
+def place_of(weights, draw):
+    """The index at the share `draw` of all weights, never one without weight, and the share of that weight below it."""
+    wanted = draw * weights.sum()
+    cumulative = 0.0
+    place = 0
+    share = 0.0
+    for i in range(len(weights)):
+        if weights[i] > 0.0:
+            place = i
+            share = (wanted - cumulative) / weights[i]
+            cumulative += weights[i]
+            if cumulative > wanted:
+                break
+    return place, share
+
+
+@_compiled
+def draw_listed(ids, scores, is_complete, sums, peak, temperature, top_p, min_p, draw):
+    """A token from the listed ones, most likely first; WHOLE_ROW where top-p and min-p may keep others."""
+    weights = np.exp((scores.astype(np.float64) - peak) / temperature)
+    limit = top_p * (weights if is_complete else sums).sum()
+    cumulative = 0.0
+    for i in range(len(scores)):
+        if weights[i] < min_p or (top_p < 1.0 and cumulative >= limit):
+            weights[i:] = 0.0
+            is_complete = True
+            break
+        cumulative += weights[i]
+    if is_complete or (top_p < 1.0 and cumulative >= limit):
+        return ids[place_of(weights, draw)[0]]
+    return WHOLE_ROW
+
+
+@_compiled
+def draw_any(source, place, sums, peak, scale, draw):
+    """A token from all of them, in the order of their ids."""
+    group, share = place_of(sums, draw)
+    weights = np.zeros(GROUP)
+    for i in range(min(GROUP, source.vocab - group * GROUP)):
+        weights[i] = weight_of(score_of(source, place, group * GROUP + i), peak, scale)
+    return group * GROUP + place_of(weights, share)[0]
+
+
+@_compiled
+def next_draw(streams, row):
+    """The next random number of a row's stream, in [0, 1)."""
+    state = streams[row] = streams[row] + GAMMA
+    state = (state ^ (state >> np.uint64(30))) * MIX_1
+    state = (state ^ (state >> np.uint64(27))) * MIX_2
+    return ((state ^ (state >> np.uint64(31))) >> np.uint64(11)) * 2.0**-53
+
+
+@_compiled
+def choose(source, maxima, peaks, indices, parameters):
+    """The token of each row, WHOLE_ROW or FAILED. indices: each row's place in `parameters`; -1 leaves it out."""
+    scales = parameters.scale[indices]
+    weighted = parameters.weighted[indices] & (indices >= 0)
+    sums = sums_of(source, peaks, scales) if weighted.any() else np.empty((source.rows, 0))
+    ids = np.empty(source.vocab, np.int64)
+    scores = np.empty(source.vocab, np.float32)
+    tokens = np.empty(source.rows, np.int64)
+    for place in range(source.rows):
+        row = indices[place]
+        if row < 0:
+            continue
+        draw = next_draw(parameters.streams, row)
+        if parameters.greedy[row]:
+            draw = 0.0
+        parameters.draws[row] = draw
+        peak = peaks[place]
+        top_k, top_p, min_p = parameters.top_k[row], parameters.top_p[row], parameters.min_p[row]
+        tokens[place] = WHOLE_ROW
+        if not math.isfinite(peak):
+            tokens[place] = FAILED
+        elif parameters.whole_row[row]:
+            continue
+        elif top_k == 0 and top_p >= 1.0 and min_p == 0.0:
+            tokens[place] = draw_any(source, place, sums[place], peak, scales[place], draw)
+        wanted = top_k if top_k > 0 else LISTED
+        while tokens[place] == WHOLE_ROW and wanted <= 8 * max(LISTED, top_k):
+            count = list_top(source, place, maxima[place], peak, wanted, ids, scores)
+            is_complete = top_k > 0 or count < wanted
+            temperature = parameters.temperature[row]
+            tokens[place] = draw_listed(
+                ids, scores[:count], is_complete, sums[place], peak, temperature, top_p, min_p, draw
+            )
+            wanted *= 8
+    return tokens
