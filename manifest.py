@@ -7,7 +7,8 @@ A model folder is trusted. What is checked here is what a broken one needs: one 
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ class Manifest:
     max_positions: int | None  # context length of the training, in tokens
     eos_token_ids: tuple[int, ...]
     is_compiled: bool = False  # for Neuron
+    config_json: Mapping[str, Any] = field(default_factory=dict, compare=False, repr=False)  # all of it
 
     @classmethod
     def read(cls, folder: str | Path) -> Manifest:
@@ -51,6 +53,7 @@ class Manifest:
             max_positions=next((n for n in lengths if isinstance(n, int) and n > 0), None),
             eos_token_ids=tuple(dict.fromkeys([*_eos_ids(config), *_eos_ids(generation_config)])),
             is_compiled="neuron" in config,
+            config_json=config,
         )
 
 

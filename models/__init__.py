@@ -19,7 +19,7 @@ from models.fetch import SAFETENSORS, fetch, fetch_weights
 from run import run_dir
 
 if TYPE_CHECKING:
-    from models.neuron import Build
+    from models.neuron_build import Build
 
 NEURON_SETTINGS = (
     "tp_degree",
@@ -75,7 +75,7 @@ def prepare(config: Config) -> Prepared:
     manifest = Manifest.read(folder)
     device = choose_device(config.device)
     if device == "neuron":
-        from models.neuron import Build
+        from models.neuron_build import Build
 
         build = Build.decide(config, folder, manifest)
         return Prepared(build.config, device, folder, sha, manifest.eos_token_ids, build)

@@ -119,11 +119,13 @@ class Artifact(NamedTuple):
     files: dict[str, tuple[int, str]] | None
 
     @classmethod
-    def read(cls, folder: Path) -> Artifact | None:
-        """None for a folder that holds no compiled model. Raises ConfigError for a section that is incomplete, or holds a value
-        or a field that is not known here: it may change what the programs compute."""
-        source = folder / "config.json"
-        section = read_json(source, required=True).get("neuron")
+    def of(cls, config_json: Mapping[str, Any], source: Path) -> Artifact | None:
+        """What the object in `source`, a config.json, says; None where it is not that of a compiled model.
+
+        Raises ConfigError for a section that is incomplete, or holds a value or a field that is not known here: it may change
+        what the programs compute.
+        """
+        section = config_json.get("neuron")
         if section is None:
             return None
         try:

@@ -1,7 +1,7 @@
 """The verb `compile`: writes a folder with a compiled model, which `serve` loads in seconds and never compiles.
 
 Owns what such a folder holds apart from the programs: the manifest, the tokenizer, and the weights of a local model. The
-settings go to `neuron.Build`, which decides what is compiled. Knows nothing of requests, and needs no device.
+settings go to `neuron_build.Build`, which decides what is compiled. Knows nothing of requests, and needs no device.
 
     python3 -m models.compile --model-id X --output DIR [flags]
 """
@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import functools
 import json
 import logging
 import os
@@ -23,12 +22,12 @@ from pathlib import Path
 import config as configuration
 import logs
 from config import Config
-from manifest import Manifest, read_json
+from manifest import Manifest
 from models import artifact
 from models.base import ModelError
 from models.fetch import SPLIT_WEIGHTS, fetch
 from models.machine import detect
-from models.neuron import Build, make_compiled
+from models.neuron_build import Build, make_compiled
 from run import ConfigError
 
 logger = logging.getLogger("compile")
@@ -56,16 +55,16 @@ def compile_model(config: Config, output: Path) -> None:
             failure = f"{config.model_name} cannot be compiled"
             model, build = make_compiled(build, Path(work_dir), lambda model: model.cpu_compile(), failure)
             model.save(str(staging / artifact.COMPILED))
-            _write_model(build, staging, commit)
+            _write_model(build, manifest, staging, commit)
     except OSError as error:
         raise ConfigError(f"--output {output} cannot be written: {error}") from None
     logger.info("Compiled %s into %s; serve it with --model-id %s", config.model_name, output, output)
 
 
-def _write_model(build: Build, target: Path, commit: str | None) -> None:
+def _write_model(build: Build, manifest: Manifest, target: Path, commit: str | None) -> None:
     """Everything but the programs: tokenizer files, the weights of a local model, and what was compiled."""
-    checkpoint, weights = build.checkpoint(), target / artifact.CHECKPOINT
-    manifest = read_json(checkpoint / "config.json", required=True)
+    checkpoint = build.checkpoint()
+    weights = target / artifact.CHECKPOINT
     for path in checkpoint.iterdir():
         if path.is_dir() and path.name != SPLIT_WEIGHTS:
             continue
@@ -73,17 +72,17 @@ def _write_model(build: Build, target: Path, commit: str | None) -> None:
             shutil.copyfile(path, target / path.name)
         elif commit is None:
             weights.mkdir(exist_ok=True)
-            copy = functools.partial(shutil.copytree, copy_function=_link) if path.is_dir() else _link
-            copy(path, weights / path.name)
+            if path.is_dir():
+                shutil.copytree(path, weights / path.name, copy_function=_link)
+            else:
+                _link(path, weights / path.name)
     if commit is None:
         shutil.copyfile(checkpoint / "config.json", weights / "config.json")
-    source = {"checkpoint_id": build.config.model_id if commit else None, "checkpoint_revision": commit}
-    section = (
-        dataclasses.asdict(build.programs)
-        | source
-        | {"files": artifact.described(target / artifact.COMPILED)}
-    )
-    (target / "config.json").write_text(json.dumps(manifest | {"neuron": section}, indent=2))
+    section = dataclasses.asdict(build.programs)
+    section["checkpoint_id"] = build.config.model_id if commit else None
+    section["checkpoint_revision"] = commit
+    section["files"] = artifact.described(target / artifact.COMPILED)
+    (target / "config.json").write_text(json.dumps({**manifest.config_json, "neuron": section}, indent=2))
 
 
 def _link(source: str | Path, target: str | Path) -> None:

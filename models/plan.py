@@ -504,9 +504,9 @@ def main(argv: Sequence[str]) -> int:
         options, flags = parser.parse_known_args(argv)
         config = configuration.parse(flags, os.environ)
         folder, _commit = fetch(config, ["config.json"])
-        model_config = read_json(folder / "config.json", required=True)
-        shape = Shape.from_config(model_config)
-        check_values(legacy_config(model_config), shape.model_type)
+        config_json = read_json(folder / "config.json", required=True)
+        shape = Shape.from_config(config_json)
+        check_values(legacy_config(config_json), shape.model_type)
         machines = [machine for name, machine in INSTANCES.items() if options.instance in (None, name)]
         for line in report(config.model_name, shape, machines, config):
             indent = " " * (len(line) - len(line.lstrip()) + 4)

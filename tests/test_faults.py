@@ -25,7 +25,7 @@ from run import HERE
 
 pytestmark = pytest.mark.processes
 
-DEVICE = f"{HERE / 'tests' / 'fakes' / 'faulty'}:{HERE / 'bench' / 'simulated'}"
+DEVICE = f"{HERE / 'tests' / 'fakes' / 'neuron'}:{HERE / 'bench' / 'simulated'}"
 LLAMA = {
     "model_type": "llama",
     "vocab_size": 257,

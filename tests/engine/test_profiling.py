@@ -15,7 +15,7 @@ from engine.step import StepOutput
 from models.base import Chunk
 from run import HERE, ConfigError
 
-FAKE = str(HERE / "tests" / "fakes" / "neuron")
+SIMULATED = str(HERE / "bench" / "simulated")
 PHASES = ["receive and schedule", "forward", "sample", "update slots", "publish"]
 
 
@@ -64,11 +64,7 @@ def test_a_server_that_stops_before_all_steps_ran_writes_what_there_is_with_torc
 
 @pytest.mark.processes
 def test_on_neuron_the_runtimes_own_profile_is_switched_on_before_the_model_is_loaded(tmp_path):
-    environment = {
-        "PYTHONPATH": FAKE,
-        "FAKE_NEURON_STATE_DIR": str(tmp_path / "machine"),
-        "NEURON_COMPILE_CACHE_URL": str(tmp_path / "cache"),
-    }
+    environment = {"PYTHONPATH": SIMULATED, "NEURON_COMPILE_CACHE_URL": str(tmp_path / "cache")}
     limits = ("--device", "neuron", "--max-total-tokens", "60", "--max-batch-size", "2")
     folder = tmp_path / "profile"
     with Server("--profile", str(folder), *limits, **environment) as server:

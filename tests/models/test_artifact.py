@@ -46,6 +46,11 @@ def folder_with(tmp_path, section):
     return tmp_path
 
 
+def read(folder):
+    source = folder / "config.json"
+    return Artifact.of(json.loads(source.read_text()), source)
+
+
 def refusal(call, *arguments):
     with pytest.raises(ConfigError) as refused:
         call(*arguments)
@@ -70,12 +75,12 @@ def refusal(call, *arguments):
 )
 def test_a_manifest_is_read_as_it_was_written(tmp_path_factory, programs):
     section = json.loads(json.dumps(dataclasses.asdict(programs)))
-    assert Artifact.read(folder_with(tmp_path_factory.getbasetemp(), section)).programs == programs
+    assert read(folder_with(tmp_path_factory.getbasetemp(), section)).programs == programs
 
 
 def test_a_folder_of_optimum_neuron_gives_its_values_and_its_checkpoint(tmp_path, caplog):
     caplog.set_level("INFO")
-    found = Artifact.read(folder_with(tmp_path, OPTIMUM))
+    found = read(folder_with(tmp_path, OPTIMUM))
     assert (found.programs, found.checkpoint_id, found.checkpoint_revision) == (None, "meta/llama", "abc")
     config = with_optimum(Config(model_id="/x"), found.optimum)
     assert (config.max_batch_size, config.max_total_tokens, config.tp_degree, config.dtype) == (4, 1000, 2, "bfloat16")
@@ -87,13 +92,13 @@ def test_a_folder_of_optimum_neuron_gives_its_values_and_its_checkpoint(tmp_path
 
 def test_settings_come_before_the_values_of_optimum_neuron(tmp_path):
     given = {"max_batch_size": 2, "max_total_tokens": 64, "tp_degree": 8, "dtype": "float32"}
-    optimum = Artifact.read(folder_with(tmp_path, OPTIMUM)).optimum
+    optimum = read(folder_with(tmp_path, OPTIMUM)).optimum
     assert with_optimum(Config(model_id="/x", **given), optimum) == Config(model_id="/x", **given)
 
 
 def test_a_plain_checkpoint_is_not_a_compiled_model(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama"}))
-    assert Artifact.read(tmp_path) is None
+    assert read(tmp_path) is None
 
 
 @pytest.mark.parametrize(
@@ -130,12 +135,12 @@ def test_a_plain_checkpoint_is_not_a_compiled_model(tmp_path):
 )
 def test_an_incomplete_or_wrong_manifest_is_refused_by_the_field(tmp_path, change, reason):
     section = json.loads(json.dumps(dataclasses.asdict(PROGRAMS))) if set(change) - set(OPTIMUM) else OPTIMUM
-    assert reason in refusal(Artifact.read, folder_with(tmp_path, section | change))
+    assert reason in refusal(read, folder_with(tmp_path, section | change))
 
 
 @pytest.mark.parametrize("section", [[], "yes", 1])
 def test_a_manifest_that_is_not_an_object_is_refused(tmp_path, section):
-    assert "`neuron` cannot be served (Expected `object`" in refusal(Artifact.read, folder_with(tmp_path, section))
+    assert "`neuron` cannot be served (Expected `object`" in refusal(read, folder_with(tmp_path, section))
 
 
 def test_values_that_are_left_open_come_from_the_manifest():

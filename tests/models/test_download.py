@@ -205,7 +205,7 @@ def test_a_compiled_model_without_weights_names_the_commit_to_fetch_them_of(hub,
     compiled = {"config.json": json.dumps({"model_type": "llama", "neuron": section}).encode(), "compiled/a.neff": b"a"}
     hub.push("someone/model", compiled)
     folder, _commit = fetch(config)
-    artifact = Artifact.read(folder)
+    artifact = Artifact.of(json.loads((folder / "config.json").read_text()), folder / "config.json")
     checkpoint = fetch_checkpoint(config, artifact.checkpoint_id, artifact.checkpoint_revision)
     assert names(checkpoint) == sorted([*FACTS, "model.safetensors"])
     assert (checkpoint / "model.safetensors").read_bytes() == b"old"

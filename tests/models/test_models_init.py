@@ -60,5 +60,5 @@ def test_without_a_gpus_device_file_the_choice_of_a_device_does_not_import_torch
 
 @pytest.mark.skipif(any(Path("/dev").glob("neuron*")), reason="this machine has a Neuron device")
 def test_with_the_neuron_library_and_no_device_the_cpu_is_no_substitute(monkeypatch):
-    monkeypatch.syspath_prepend(str(HERE / "tests" / "fakes" / "neuron"))
+    monkeypatch.syspath_prepend(str(HERE / "bench" / "simulated"))
     assert "no Neuron device: pass it to the container with --device=/dev/neuron0" in refusal(device="auto")

@@ -16,9 +16,10 @@ from transformers_neuronx.module import save_pretrained_split
 from config import Config
 from manifest import Manifest
 from models import compile as verb
-from models import neuron
+from models import neuron_build
 from models.base import Chunk, ModelError
-from models.neuron import Build, NeuronModel
+from models.neuron import NeuronModel
+from models.neuron_build import Build
 from run import ConfigError
 
 PROMPT = [3, 100, 7, *[(5 * n) % 250 + 2 for n in range(30)]]
@@ -68,7 +69,7 @@ def test_a_value_is_refused_that_the_library_computes_otherwise_or_not_at_all(tm
     expected = made(family, tmp_path / "model", **{field: value})
     with pytest.raises(ModelError, match=f"^config.json: {field} is "):
         serve(expected, tmp_path)
-    monkeypatch.setattr(neuron, "check_values", lambda legacy, model_type: None)
+    monkeypatch.setattr(neuron_build, "check_values", lambda legacy, model_type: None)
     try:
         model = serve(expected, tmp_path)
     except ModelError:

@@ -1,5 +1,6 @@
 """The server's NeuronModel on the real library: greedy text equals transformers', whatever else is in the batch."""
 
+import itertools
 import json
 import random
 import subprocess
@@ -20,9 +21,10 @@ from transformers_neuronx import compiler
 
 from config import Config
 from manifest import Manifest
-from models import neuron
+from models import neuron_build
 from models.base import Chunk, ModelError
-from models.neuron import Build, NeuronModel
+from models.neuron import NeuronModel
+from models.neuron_build import Build
 from protocol import Generate, Sampling
 from run import HERE
 from text.grammar import Grammars, of_json_schema
@@ -86,12 +88,11 @@ def assert_like(made, prompt, text):
     assert text == [*prompt, *made.greedy(prompt, len(text) - len(prompt))]
 
 
-@pytest.mark.parametrize("sampling", ["host", "device"])
-@pytest.mark.parametrize("tp_degree", [1, 2, 4])
-@pytest.mark.parametrize("name", ["llama", "llama, grouped", "mistral", "mixtral"])
+LIKE_LLAMA = itertools.product(["llama", "llama, grouped", "mistral"], [1, 2, 4], ["host", "device"])
+
+
+@pytest.mark.parametrize(("name", "tp_degree", "sampling"), [*LIKE_LLAMA, ("mixtral", 1, "host")])
 def test_requests_that_come_and_go_get_transformers_text(reference, tmp_path, name, tp_degree, sampling):  # noqa: F811
-    if name == "mixtral" and (tp_degree > 1 or sampling == "device"):
-        pytest.skip("the library takes other degrees for Mixtral, and does not sample it")
     made = reference(name)
     batch = Batch(serve(made, tmp_path, max_batch_size=3, tp_degree=tp_degree, sampling=sampling))
     prompts = {0: [3, 100, 7], 2: [9], 1: list(range(1, WINDOW))}
@@ -148,15 +149,12 @@ def test_logits_are_views_in_the_librarys_order_and_stay_as_they_are(reference, 
     assert all(np.array_equal(output, copy) for output, copy in zip(outputs, copies))
 
 
-@pytest.mark.parametrize("quantize", [None, "int8"])
-@pytest.mark.parametrize("name", ["llama", "mistral", "mixtral"])
+@pytest.mark.parametrize(("name", "quantize"), [("llama", None), ("llama", "int8"), ("mistral", "int8"), ("mixtral", None)])
 def test_bfloat16_logits_equal_the_librarys_float32_ones(reference, tmp_path, monkeypatch, name, quantize):  # noqa: F811
     """Nothing is lost where they are taken as they come; and the programs are the same."""
-    if quantize and name not in ("llama", "mistral"):
-        pytest.skip("served without it")
     made, logits = reference(name), []
     for dtypes in ("bfloat16",), ():
-        monkeypatch.setattr(neuron, "LOGITS_DTYPES", dtypes)
+        monkeypatch.setattr(neuron_build, "LOGITS_DTYPES", dtypes)
         model = serve(made, tmp_path, dtype="bfloat16", max_batch_size=2, quantize=quantize)
         logits.append(np.concatenate([model.forward([Chunk(0, [3, 100, 7], 0)]), model.forward([Chunk(0, [9], 3)])]))
         monkeypatch.setattr(compiler, "compile_hlo_module", refuse_to_compile)
@@ -382,4 +380,4 @@ def test_a_plain_checkpoint_is_compiled_once(reference, tmp_path, monkeypatch): 
 
 def test_the_library_is_the_real_one():
     assert "site-packages" in sys.modules["transformers_neuronx"].__file__
-    assert not hasattr(sys.modules["transformers_neuronx"], "fake")
+    assert not hasattr(sys.modules["transformers_neuronx"], "simulated")

@@ -146,14 +146,6 @@ def test_a_request_that_joins_late_and_the_one_it_joins_get_their_own_text(refer
     assert_serves(built(reference(name), **settings), reference(name))
 
 
-def test_logits_are_float32_with_a_row_for_each_line_of_the_call(reference):
-    model = built(reference())
-    first = prefill(model, SHORT, 2)
-    assert first.shape == (1, VOCABULARY) and first.dtype == torch.float32
-    assert_alike(first[0], reference().logits(SHORT))
-    assert decode(model, [5, 6], [len(SHORT), 0], [2, 0]).shape == (2, VOCABULARY)
-
-
 def test_bfloat16_is_off_by_what_bfloat16_rounds(reference):
     exact = reference().logits(SHORT)
     rounded = transformers.AutoModelForCausalLM.from_pretrained(reference().folder).bfloat16()
@@ -167,28 +159,6 @@ def test_a_prompt_of_thousands_of_tokens_goes_through_the_kernel_for_long_ones(r
     model = built(reference("llama, long"), n_positions=4224, context_length_estimate=[4096])
     prompt = [step * step % 255 + 1 for step in range(4000)]
     assert_alike(prefill(model, prompt, 1)[0], reference("llama, long").logits(prompt))
-
-
-def test_rows_come_in_the_order_of_the_call_and_not_of_the_slots(reference):
-    model = built(reference())
-    prompts, slots = [SHORT, LONG, TINY, SHORT[:3]], [3, 0, 2, 1]
-    tokens = [greedy(prefill(model, prompt, slot)) for prompt, slot in zip(prompts, slots)]
-    for step in range(9):
-        positions = [len(prompt) + step for prompt in prompts]
-        for line, token in zip(tokens, greedy(decode(model, [line[-1] for line in tokens], positions, slots))):
-            line.append(token)
-    assert tokens == [reference().greedy(prompt, 10) for prompt in prompts]
-
-
-def test_a_slot_that_held_another_prompt_is_as_good_as_new(reference):
-    model = built(reference())
-    for slot, prompt in enumerate([LONG, SHORT, TINY, LONG]):
-        prefill(model, prompt, slot)
-    for prompt in (TINY, SHORT, LONG, TINY):
-        tokens = greedy(prefill(model, prompt, 3))
-        while len(tokens) < 8:
-            tokens += greedy(decode(model, [tokens[-1]], [len(prompt) + len(tokens) - 1], [3]))
-        assert tokens == reference().greedy(prompt, 8)
 
 
 def test_a_position_runs_in_the_smallest_bucket_that_holds_it(reference):
@@ -206,23 +176,6 @@ def test_a_prompt_may_fill_the_largest_context_bucket_and_a_text_the_largest_pos
     prompt = (LONG + LONG)[:64]
     assert_alike(prefill(model, prompt, 0)[0], reference().logits(prompt))
     decode(model, [5], [127], [0])
-
-
-def test_a_prompt_of_one_token_runs_as_a_prompt_when_it_is_padded_to_two(reference):
-    model = built(reference())
-    prefill(model, SHORT, 2)
-    logits = model(torch.tensor([[7, 0]]), torch.tensor([[0, 0]]), torch.tensor([0]))
-    assert_alike(logits[0], reference().logits([7]))
-    assert_alike(decode(model, [9], [len(SHORT)], [2])[0], reference().logits([*SHORT, 9]))
-
-
-def test_a_slot_is_held_back_by_its_last_token_at_that_tokens_own_position(reference):
-    model = built(reference())
-    prefill(model, SHORT, 2)
-    prefill(model, LONG, 0)
-    for step in range(3):
-        decode(model, [7, LONG[-1]], [len(SHORT) + step, len(LONG) - 1], [2, 0])
-    assert_alike(decode(model, [9], [len(LONG)], [0])[0], reference().logits([*LONG, 9]))
 
 
 LINES = {"top_k": [1] * SLOTS, "top_p": [1.0] * SLOTS, "temperature": [1.0] * SLOTS, "top_p_min_tokens": [1] * SLOTS}
@@ -259,20 +212,6 @@ def test_for_nan_logits_the_device_silently_samples_token_0(tmp_path):
     assert device_tokens(decode(model, [5], [len(SHORT)], [1])) == [0]
 
 
-def test_what_was_saved_is_loaded_without_compiling(reference, tmp_path, monkeypatch):
-    built(reference()).save(tmp_path)
-    assert len(list(tmp_path.glob("*.neff"))) == 3  # two context buckets and 128 positions
-
-    def compile_nothing(*arguments, **options):
-        raise AssertionError("the compiler was called")
-
-    monkeypatch.setattr("transformers_neuronx.compiler.neuron_xla_compile", compile_nothing)
-    model = loaded(reference())
-    model.load(tmp_path)
-    model.to_neuron()
-    assert_serves(model, reference())
-
-
 @pytest.mark.parametrize(
     "error, message, ids, positions, slots",
     [
@@ -302,20 +241,6 @@ def test_decode_wants_ids_and_positions_of_one_integer_type(reference):
         model(torch.tensor([[9]]), torch.tensor([[len(SHORT)]], dtype=torch.int32), torch.tensor([1]))
 
 
-@pytest.mark.parametrize("batch_size", [2, [2, 4]])
-def test_continuous_batching_wants_the_batch_size_of_its_slots(reference, batch_size):
-    with pytest.raises(AssertionError):
-        loaded(reference(), batch_size=batch_size)
-
-
-def test_a_program_that_was_not_saved_is_missed_when_the_model_is_built(reference, tmp_path):
-    built(reference()).save(tmp_path)
-    model = loaded(reference(), context_length_estimate=[16, 64])
-    model.load(tmp_path)
-    with pytest.raises(FileNotFoundError):
-        model.to_neuron()
-
-
 def test_more_cores_than_are_simulated_are_refused(reference):
     with pytest.raises(RuntimeError, match="16 cores requested, 8 simulated"):
         built(reference(), tp_degree=16)
@@ -338,7 +263,6 @@ def test_data_on_the_device_cannot_be_used_on_the_host():
 @pytest.mark.parametrize(
     "call",
     [
-        pytest.param(lambda model: decode(model, [7], [4], [1]), id="decode that leaves the slot out"),
         pytest.param(lambda model: prefill(model, [7], 1), id="a prompt of one token, which runs as decode"),
     ],
 )
@@ -348,19 +272,3 @@ def test_a_live_slot_is_damaged_by(reference, call):
     call(model)
     damage = decode(model, [9], [len(SHORT)], [2])[0] - reference().logits([*SHORT, 9])
     assert damage.abs().max() > 1e-2
-
-
-def test_padding_counts_as_the_prompt_unless_its_positions_are_zero(reference):
-    model = built(reference())
-    padded, positions = torch.tensor([TINY + [0] * 5]), torch.arange(10)[None]
-    careless = model(padded, positions, torch.tensor([1]))[0]
-    careful = model(padded, positions.where(positions < len(TINY), 0), torch.tensor([1]))[0]
-    assert_alike(careful, reference().logits(TINY))
-    assert_alike(careless, reference().logits(TINY + [0] * 5))
-
-
-def test_a_position_that_skips_ahead_attends_to_what_was_there_before(reference):
-    model = built(reference())
-    prefill(model, SHORT, 1)
-    skipped = decode(model, [9], [len(SHORT) + 3], [1])[0]
-    assert (skipped - reference().logits([*SHORT, 9])).abs().max() > 1e-2

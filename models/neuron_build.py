@@ -1,0 +1,449 @@
+"""What runs on NeuronCores: decided before a weight is read, then compiled or loaded through transformers-neuronx 0.13.
+
+All shapes are fixed when a model is compiled: slots, prompt buckets, position buckets. `Build` decides them, from the manifest
+of a compiled model, else from the settings and what fits on this machine. `load_model` puts the library's model on the device,
+with the programs that came with the model, those of the cache, or newly compiled ones; `models/neuron.py` runs it. Imports the
+library when it builds, and torch only through it.
+
+Source: the library's public code at 0.13.322.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import gc
+import json
+import logging
+import os
+import re
+import shutil
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from config import DEVICE_TOP_K, Config
+from manifest import Manifest, check_weights
+from models import artifact, plan
+from models.artifact import Artifact, Cache, Programs, buckets
+from models.base import ModelError, first_line, named, progress_logged, reported_as
+from models.checkpoint import check_values, legacy_config
+from models.fetch import fetch_artifact, fetch_checkpoint, fetch_weights
+from models.machine import Machine, detect, host_memory, usable_cores
+from run import ConfigError
+
+logger = logging.getLogger("model")
+
+# For cores that another process holds: a container that is being replaced needs some time.
+CORES_WAIT_S = 60.0
+CORES_RETRY_S = 2.0
+LOGITS_DTYPES = ("float32", "bfloat16")  # that the host samples from; others are cast to float32
+GREEDY = (1, 1.0, 1.0)  # top_k, top_p, temperature of a slot where the device samples
+AMP = {"float32": "f32", "bfloat16": "bf16", "float16": "f16"}
+
+
+@dataclass(frozen=True)
+class Family:
+    """How the library serves a model type."""
+
+    name: str  # of the library's class
+    options: dict[str, Any] = field(default_factory=dict)  # of NeuronConfig
+
+
+LLAMA = Family("LlamaForSampling", {"attention_layout": "BSH", "fuse_qkv": True})
+# Of compiled folders that name no class. It adds sliding attention, which no slot is long enough for (plan.Shape.window).
+MISTRAL = Family("MistralForSampling", {"fuse_qkv": True})
+FAMILIES = {"llama": LLAMA, "mistral": LLAMA, "mixtral": Family("MixtralForSampling")}
+
+DEVICE_ERROR = "nrt_|neuron runtime|neuron device|cores are held"  # an error that the compiler does not cause
+NOT_ON_DEVICE = "cannot be loaded onto the device"
+MISSING = "a program of this model is missing; remove the folder and compile it again"
+# What errors of the runtime, the compiler and the library mean, by a pattern in lower case; the first match is used.
+MEANINGS = {
+    "allocation fail|status=4": "the device has too little memory for this model; lower --max-batch-size or "
+    "--max-total-tokens",
+    "status=2": "a program is damaged (compile again), or this machine lacks this tp_degree (--tp-degree, TP_DEGREE)",
+    "driver version": "there is no Neuron driver on this machine (aws-neuronx-dkms on the host)",
+    "could not be initialized|no neuron device": "no Neuron device can be used here; in a container pass it with "
+    "--device=/dev/neuron0",
+    "terminated abruptly": "the compiler ran out of host memory; give --compile-workers 1, or a larger machine",
+    "filenotfounderror": MISSING,
+}
+
+
+def explain(error: BaseException) -> str:
+    """One line: what the library's error means, where that is known, and the error."""
+    text = f"{type(error).__name__}: {error}".lower()
+    for pattern, meaning in MEANINGS.items():
+        if re.search(pattern, text):
+            return f"{meaning} ({named(error)})"
+    return named(error)
+
+
+def is_device_error(error: BaseException) -> bool:
+    return re.search(DEVICE_ERROR, str(error).lower()) is not None
+
+
+@dataclass(frozen=True)
+class Build:
+    """Everything that is decided before a weight is read."""
+
+    config: Config  # with everything that was left open filled in
+    programs: Programs
+    family: Family
+    legacy: dict[str, Any]  # the checkpoint's config.json as the library reads it
+    folder: Path
+    artifact: Artifact | None  # of a compiled model's folder; None: a plain checkpoint
+    compile_workers: int
+
+    @classmethod
+    def decide(cls, config: Config, folder: Path, manifest: Manifest) -> Build:
+        """For the model in `folder`; its weights may still have to be downloaded.
+
+        Raises ConfigError or ModelError with the reason for what cannot be served.
+        """
+        library()
+        legacy = legacy_config(manifest.config_json)
+        shape = plan.Shape.from_config(manifest.config_json)
+        family = FAMILIES[shape.model_type]
+        found = Artifact.of(manifest.config_json, folder / "config.json")
+        check_values(legacy, shape.model_type)
+        if found and found.programs:
+            programs = found.programs
+            if shape.model_type == "mistral" and not programs.model_class:
+                family = MISTRAL
+            config = _configured_for(programs, family, shape, config).with_manifest(manifest)
+        else:
+            if found:
+                config = artifact.with_optimum(config, found.optimum)
+            config, programs = _sized(shape, family, config)
+            config = config.with_manifest(manifest)
+        memory_workers = (host_memory() or 0) // plan.COMPILER_BYTES
+        workers = config.compile_workers or max(1, min(os.cpu_count() or 1, memory_workers))
+        return cls(config, programs, family, legacy, folder, found, workers)
+
+    def checkpoint(self) -> Path:
+        """The folder with the weights, downloaded if necessary."""
+        if self.artifact is None:
+            return fetch_weights(self.config, self.folder)
+        subfolders = [artifact.CHECKPOINT]
+        if self.artifact.programs:
+            subfolders.append(artifact.COMPILED)
+        fetch_artifact(self.config, self.folder, subfolders)
+        if (self.folder / artifact.CHECKPOINT).is_dir():
+            return self.folder / artifact.CHECKPOINT
+        if not self.artifact.checkpoint_id:
+            raise ModelError(
+                f"{self.folder} has no folder `checkpoint` and names no checkpoint_id; compile it again"
+            )
+        return fetch_checkpoint(self.config, self.artifact.checkpoint_id, self.artifact.checkpoint_revision)
+
+    def without_chunks(self) -> Build:
+        return dataclasses.replace(self, programs=dataclasses.replace(self.programs, prefill_chunk=0))
+
+    def compiled(self) -> Path | None:
+        """The folder of the programs that came with the model. Raises ModelError for one that is not as it was saved."""
+        if self.artifact is None or self.artifact.programs is None:
+            return None
+        folder = self.folder / artifact.COMPILED
+        if damage := artifact.find_damage(folder, self.artifact.files or {}):
+            raise ModelError(f"{damage}; copy {self.folder} again, or compile the model again")
+        return folder
+
+
+def _configured_for(programs: Programs, family: Family, shape: plan.Shape, config: Config) -> Config:
+    """`config` with the values of a compiled model. Raises ConfigError or ModelError for one that does not run here."""
+    artifact.check_compiler(programs, compiler_version(), config.model_name)
+    config = artifact.with_programs(config, programs, config.model_name)
+    if programs.model_class not in (None, family.name):
+        reason = f"{config.model_name} was compiled for {programs.model_class}, not {family.name}"
+        raise ModelError(f"{reason}; compile it again")
+    shape.check_length(config.max_total_tokens)
+    _machine(config)
+    return config
+
+
+def _sized(shape: plan.Shape, family: Family, config: Config) -> tuple[Config, Programs]:
+    """`config` with the sizes for this machine, and the programs that have to be compiled for it."""
+    machine = _machine(config)
+    sizing = plan.choose(shape, machine, config)
+    logger.info("On %s with %d cores: %s", machine.instance or "this machine", machine.cores, sizing)
+    if warning := shape.memory_warning(machine):
+        logger.warning(warning)
+    dtype = shape.served_in(config.dtype)
+    config = dataclasses.replace(
+        config,
+        tp_degree=sizing.tp_degree,
+        max_batch_size=sizing.batch_size,
+        max_total_tokens=sizing.length,
+        dtype=dtype,
+    )
+    programs = Programs(
+        batch_size=sizing.batch_size,
+        tp_degree=sizing.tp_degree,
+        dtype=dtype,
+        prefill_buckets=buckets(sizing.length, config.prefill_buckets, "--prefill-buckets"),
+        position_buckets=buckets(sizing.length, config.position_buckets, "--position-buckets"),
+        quantize=config.quantize,
+        sampling=config.sampling or "host",
+        prefill_chunk=sizing.chunk,
+        model_class=family.name,
+        compiler_version=compiler_version(),
+        transformers_neuronx_version=str(library().__version__),
+        neuron_config=config.neuron_config or (),
+    )
+    return config, programs
+
+
+def _machine(config: Config) -> Machine:
+    """This machine; without a device, where only `compile` works, one with the cores of --tp-degree."""
+    machine = detect() or Machine(usable_cores(None, os.environ) or config.tp_degree or 1)
+    if config.tp_degree and config.tp_degree > machine.cores:
+        raise ConfigError(
+            f"--tp-degree {config.tp_degree} (TP_DEGREE) needs more cores than the {machine.cores} that this "
+            "process may use"
+        )
+    return machine
+
+
+def library():
+    """The package transformers_neuronx. Raises ModelError where it is not installed."""
+    try:
+        import transformers_neuronx
+    except ImportError as error:
+        raise ModelError(f"--device neuron needs transformers-neuronx ({error}); use the image") from None
+    return transformers_neuronx
+
+
+def compiler_version() -> str:
+    import neuronxcc
+
+    return str(neuronxcc.__version__)
+
+
+# The library's model: built, compiled, loaded
+
+
+def load_model(build: Build, work_dir: Path, announce: Callable[[str], None]) -> tuple[Any, Build]:
+    """The library's model on the device, and what was built: without chunks where they cannot be had.
+
+    `work_dir` is a folder of this run, for the checkpoint as the library can read it. Calls `announce` with "compiling" before
+    anything is compiled. Raises ModelError with the reason for what cannot be served.
+    """
+    if not os.environ.get("NEURON_RT_VISIBLE_CORES"):  # without either variable the runtime takes all cores
+        os.environ.setdefault("NEURON_RT_NUM_CORES", str(build.programs.tp_degree))
+    if compiled := build.compiled():
+        return _loaded(build, work_dir, compiled), build
+    if cache := Cache.here(build.config.compile_cache_size):
+        return _cached(cache, build, work_dir, announce)
+    announce("compiling")  # only the compiler can look into its cache, at NEURON_COMPILE_CACHE_URL
+    return make_compiled(build, work_dir, _to_device, f"the model {NOT_ON_DEVICE}")
+
+
+def make(build: Build, work_dir: Path) -> Any:
+    """The library's model with its weights in host memory, not compiled and not on the device."""
+    # The library calls torch.load without weights_only, and pickles may run code.
+    os.environ["TORCH_FORCE_WEIGHTS_ONLY_LOAD"] = "1"
+    checkpoint = build.checkpoint()
+    check_weights(plan.Shape.from_config(build.legacy).parameters, checkpoint)
+    programs = build.programs
+    with reported_as(f"{build.config.model_name} cannot be built for Neuron", explain):
+        model = getattr(library(), build.family.name).from_pretrained(
+            str(_view_of(checkpoint, build.legacy, work_dir / "checkpoint")),
+            batch_size=programs.batch_size,
+            tp_degree=programs.tp_degree,
+            amp=AMP[programs.dtype],
+            n_positions=list(programs.position_buckets),
+            context_length_estimate=list(programs.prefill_buckets),
+            neuron_config=_neuron_config(build),
+        )
+        expected = build.legacy.get("rope_theta")
+        found = getattr(model.config, "rope_theta", None)
+        if expected not in (None, found):
+            raise ModelError(
+                f"the library reads rope_theta {found} where config.json has {expected}; it needs transformers 4"
+            )
+    return model
+
+
+def _view_of(checkpoint: Path, legacy: dict[str, Any], view: Path) -> Path:
+    """A folder with the checkpoint's files and another config.json."""
+    shutil.rmtree(view, ignore_errors=True)
+    view.mkdir(parents=True)
+    for path in checkpoint.resolve().iterdir():
+        if path.name != "config.json":
+            (view / path.name).symlink_to(path)
+    (view / "config.json").write_text(json.dumps(legacy, indent=1))
+    return view
+
+
+def _neuron_config(build: Build) -> Any:
+    """The library's NeuronConfig."""
+    programs = build.programs
+    options = dict(build.family.options)
+    options["compilation_worker_count"] = build.compile_workers
+    options["continuous_batching"] = library().ContinuousBatchingConfig(
+        batch_size_for_shared_caches=programs.batch_size
+    )
+    # A cast of bfloat16 logits to float32 would take the host longer than sampling from them.
+    options["cast_logits_dtype"] = programs.dtype if programs.dtype in LOGITS_DTYPES else "float32"
+    if programs.sampling == "device":
+        slots = [GREEDY] * programs.batch_size
+        options["on_device_generation"] = generation_config(slots, build.legacy["vocab_size"])
+    if programs.quantize == "int8":
+        options["quant"] = library().QuantizationConfig(quant_dtype="s8", dequant_dtype=AMP[programs.dtype])
+    for option in programs.neuron_config:
+        name, value = option.split("=")
+        options[name] = value == "true" or (int(value) if value.isdigit() else value)
+    return library().NeuronConfig(**options)
+
+
+def generation_config(slots: Sequence[tuple[int, float, float]], vocab_size: int) -> Any:
+    """What the device samples with: top_k, top_p and temperature of each slot. A new object each time, because the library
+    writes into the one that it is given."""
+    top_k, top_p, temperature = map(list, zip(*slots))
+    return library().GenerationConfig(
+        do_sample=True,
+        dynamic=True,
+        per_batch_line=True,
+        global_top_k=min(DEVICE_TOP_K, vocab_size),
+        top_k=top_k,
+        top_p=top_p,
+        temperature=temperature,
+    )
+
+
+def _enable_chunks(model: Any, chunk: int) -> None:
+    """Adds the program that continues one slot by `chunk` tokens, for the position buckets that are longer than that."""
+    lengths = [size for size in model.token_buckets if size > chunk]
+    model.decoder_lm_head_for_speculation[chunk, 1] = model.decoder_param_set.init_speculative_decoder(
+        unroll=model.unroll, buckets=lengths, model_obj=model, n_active_tokens=chunk, batch_size=1
+    )
+
+
+def make_compiled(
+    build: Build, work_dir: Path, compile_: Callable[[Any], None], failure: str
+) -> tuple[Any, Build]:
+    """The library's model, compiled by `compile_`, and what was built: without the program of prompt chunks where the library
+    or the compiler refuses it. Raises ModelError, `failure` with the reason."""
+    chunk = build.programs.prefill_chunk
+    model = make(build, work_dir)
+    try:
+        with _compiling(build, failure):
+            if chunk:
+                _enable_chunks(model, chunk)
+            compile_(model)
+        return model, build
+    except ModelError as error:
+        if not chunk or is_device_error(error):
+            raise
+        logger.warning(
+            "Prompts are not run in chunks (--prefill-chunk), as compiling for them failed: %s", error
+        )
+    model = None
+    gc.collect()  # its weights are on the device
+    return make_compiled(build.without_chunks(), work_dir, compile_, failure)
+
+
+@contextlib.contextmanager
+def _compiling(build: Build, failure: str) -> Iterator[None]:
+    """Logs what is compiled and how long it takes; reports errors as `failure`."""
+    programs = build.programs
+    started_at = time.monotonic()
+    logger.info(
+        "Compiling programs for prompts up to %d tokens and positions up to %d, %d at a time",
+        max(programs.prefill_buckets),
+        max(programs.position_buckets),
+        build.compile_workers,
+    )
+    with progress_logged("compiling"), reported_as(failure, explain):
+        yield
+    logger.info("Compiled in %.0f s", time.monotonic() - started_at)
+
+
+def _cached(cache: Cache, build: Build, work_dir: Path, announce: Callable[[str], None]) -> tuple[Any, Build]:
+    """As `make_compiled`, on the device; the programs are those of the cache, which keeps them if they have to be compiled."""
+    key = artifact.model_key(build.legacy)
+    wanted = build.programs
+    with cache.locked(key, wanted, is_shared=True):  # several servers may load the same programs
+        if kept := _kept(cache, key, build, work_dir):
+            return kept
+    with cache.locked(key, wanted, is_shared=False):  # one compiles them, and the others wait
+        if kept := _kept(cache, key, build, work_dir):
+            return kept
+        logger.info("Compiling, because %s", cache.missing(key, wanted))
+        announce("compiling")
+        model, build = make_compiled(build, work_dir, _to_device, f"the model {NOT_ON_DEVICE}")
+        try:
+            entry = cache.add(key, wanted, model.save, refuses_chunks=build.programs != wanted)
+            logger.info("Kept the compiled programs in %s for the next start", entry)
+        except OSError as error:
+            logger.warning(
+                "The compiled programs cannot be kept, so each start compiles them again: %s; give that folder to "
+                "user %d (chown), or another one with NEURON_COMPILE_CACHE_URL",
+                error,
+                os.getuid(),
+            )
+    return model, build
+
+
+def _kept(cache: Cache, key: str, build: Build, work_dir: Path) -> tuple[Any, Build] | None:
+    """The model with the programs of the cache. Another version of this server or of the library may have named them in
+    another way: such ones are removed."""
+    entry = cache.find(key, build.programs)
+    if not entry:
+        return None
+    if cache.refuses_chunks(entry):
+        build = build.without_chunks()
+        logger.warning(
+            "Prompts are not run in chunks (--prefill-chunk), as compiling for them has failed; remove %s to try again",
+            entry,
+        )
+    try:
+        return _loaded(build, work_dir, entry), build
+    except ModelError as error:
+        if f"{NOT_ON_DEVICE}: {MISSING}" not in str(error):
+            raise
+        logger.warning("%s: removing these programs from the cache, to compile them again", error)
+    shutil.rmtree(entry, ignore_errors=True)
+    gc.collect()  # the weights that were loaded
+    return None
+
+
+def _loaded(build: Build, work_dir: Path, compiled: Path) -> Any:
+    """The library's model with the programs of a folder, on the device."""
+    logger.info("Loading the compiled programs of %s", compiled)
+    model = make(build, work_dir)
+    with progress_logged("loading programs"), reported_as(f"{compiled} {NOT_ON_DEVICE}", explain):
+        if build.programs.prefill_chunk:
+            _enable_chunks(model, build.programs.prefill_chunk)
+        model.load(str(compiled))
+        _to_device(model)
+    return model
+
+
+def _to_device(model: Any) -> None:
+    """Compiles or loads the programs; waits up to CORES_WAIT_S for cores that another process holds."""
+    deadline = time.monotonic() + CORES_WAIT_S
+    while True:
+        try:
+            model.to_neuron()
+            return
+        except RuntimeError as error:
+            if not _are_cores_held(error):
+                raise
+            if time.monotonic() > deadline:
+                raise ModelError(
+                    f"the cores are held by another process, also after {CORES_WAIT_S:.0f} s ({first_line(error)}); "
+                    "stop it (neuron-ls), or set NEURON_RT_VISIBLE_CORES to others"
+                ) from None
+        logger.warning("The NeuronCores are held by another process; trying again")
+        time.sleep(CORES_RETRY_S)
+
+
+def _are_cores_held(error: RuntimeError) -> bool:
+    """The exception does not always name the reason: on a machine with a device it is this one."""
+    message = str(error).lower()
+    return "not available" in message or ("could not be initialized" in message and detect() is not None)

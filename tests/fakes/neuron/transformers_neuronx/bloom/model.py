@@ -1,3 +1,0 @@
-from transformers_neuronx.models import BloomForSampling
-
-__all__ = ["BloomForSampling"]

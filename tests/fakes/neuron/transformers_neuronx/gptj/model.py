@@ -1,3 +1,0 @@
-from transformers_neuronx.models import GPTJForSampling
-
-__all__ = ["GPTJForSampling"]

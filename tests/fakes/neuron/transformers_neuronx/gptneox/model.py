@@ -1,3 +1,0 @@
-from transformers_neuronx.models import GPTNeoXForSampling
-
-__all__ = ["GPTNeoXForSampling"]

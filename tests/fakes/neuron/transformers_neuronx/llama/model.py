@@ -1,3 +1,0 @@
-from transformers_neuronx.models import LlamaForSampling
-
-__all__ = ["LlamaForSampling"]

@@ -1,3 +1,0 @@
-from transformers_neuronx.models import MistralForSampling
-
-__all__ = ["MistralForSampling"]

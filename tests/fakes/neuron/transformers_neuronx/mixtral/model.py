@@ -1,3 +1,0 @@
-from transformers_neuronx.models import MixtralForSampling
-
-__all__ = ["MixtralForSampling"]

@@ -1,3 +1,0 @@
-from transformers_neuronx.models import OPTForSampling
-
-__all__ = ["OPTForSampling"]

@@ -1,0 +1,280 @@
+"""NeuronModel: each request's text is the one that it gets alone, and calls that the library would run wrongly are not made."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from loop import Driven
+from on_neuron import (  # noqa: F401
+    CHUNK,
+    FAMILIES,
+    GREEDY,
+    LLAMA,
+    VOCABULARY,
+    WINDOW,
+    Batch,
+    alone,
+    as_float32,
+    assert_text_alone,
+    built,
+    device,
+    fail,
+    first_token,
+    load,
+    load_chunks,
+    machine,
+    refusal,
+    run_chunks,
+)
+
+from models.base import Chunk, DeviceLost
+from protocol import Generate
+
+EXECUTION_ERROR = RuntimeError('nrt_execute status=1004 message="Execution error"')
+ARRIVALS = st.lists(st.tuples(st.integers(1, WINDOW - 1), st.integers(1, WINDOW), st.integers(0, 4)), min_size=1, max_size=12)
+
+
+# A batch
+
+
+@pytest.mark.parametrize("chunk", [CHUNK, 0], ids=["chunks", "whole"])
+@pytest.mark.parametrize("sampling", ["host", "device"])
+@given(arrivals=ARRIVALS)
+@settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_every_schedule_gives_each_request_the_text_that_it_gets_alone(tmp_path, sampling, chunk, arrivals):
+    model = load_chunks(tmp_path, sampling=sampling, prefill_chunk=chunk)
+    assert model.prefill_chunk == model.prefix_step == (chunk or None)
+    driven = Driven(served=model)
+    requests = []
+    for n, (length, count, steps) in enumerate(arrivals):
+        prompt = [(7 * n + position) % 90 + 1 for position in range(length)]
+        requests.append(Generate(n, prompt, min(count, WINDOW - length), ignore_eos=True))
+        driven.arrive(requests[-1])
+        for _ in range(steps):
+            if not driven.worker.is_idle or driven.wire.arrivals:
+                driven.step()
+    driven.run()
+    for request in requests:
+        text = [*request.prompt, *driven.tokens[request.id]]
+        assert text == alone(request.prompt, len(request.prompt) + request.max_new_tokens)
+
+
+@pytest.mark.parametrize("family", ["mistral", "mixtral"])
+def test_the_other_families_run_in_a_batch_too(tmp_path, family):
+    batch = Batch(load(tmp_path, FAMILIES[family], max_batch_size=4))
+    batch.join(0, [5, 6, 7])
+    batch.step()
+    batch.join(2, [8])
+    batch.step()
+    assert_text_alone(batch, 0, [5, 6, 7])
+    while len(batch.texts[2]) < WINDOW:
+        batch.step()
+    assert_text_alone(batch, 2, [8])
+
+
+@given(data=st.data())
+@settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_a_slot_keeps_what_it_holds_until_another_prompt_starts_there(tmp_path, data):
+    """Prompts continue at any position of what their slot holds, while other slots decode and are left."""
+    batch, held, lengths = Batch(load_chunks(tmp_path)), {}, {}
+
+    def leave(slot):
+        text = batch.leave(slot)
+        assert text == alone(text[: lengths[slot]], len(text))
+        held[slot] = text[:-1]  # the last token has not been run
+
+    for n in range(data.draw(st.integers(2, 12))):
+        slot = data.draw(st.integers(0, 3))
+        if slot in batch.texts:
+            leave(slot)
+        begin = data.draw(st.integers(0, min(len(held.get(slot, [])), WINDOW - 2)))
+        new = data.draw(st.integers(1, WINDOW - 1 - begin))
+        prompt = [*held.get(slot, [])[:begin], *([n + 1] * new)]
+        logits = run_chunks(batch.model, slot, prompt, begin)
+        assert int(as_float32(logits).argmax()) == alone(prompt, len(prompt) + 1)[-1]
+        batch.texts[slot], lengths[slot] = alone(prompt, len(prompt) + 1), len(prompt)
+        for _ in range(data.draw(st.integers(0, 3))):
+            for full in [s for s, text in batch.texts.items() if len(text) >= WINDOW]:
+                leave(full)
+            if batch.texts:
+                batch.step()
+    for slot in list(batch.texts):
+        leave(slot)
+
+
+def test_a_slot_that_a_step_did_not_name_does_not_go_on(tmp_path):
+    batch = Batch(load(tmp_path, max_batch_size=2))
+    batch.join(0, [5, 6])
+    batch.join(1, [7, 8])
+    forgotten = batch.leave(1)
+    batch.step()
+    batch.texts[1] = forgotten
+    with pytest.raises(AssertionError, match=r"slots \[0, 1\] hold \[\d, None\] positions"):
+        batch.step()
+    batch.join(1, [7])  # a new prompt there begins anew
+    with pytest.raises(AssertionError, match=r"slots \[0, 1\] hold \[3, 1\] positions"):
+        batch.model.forward([Chunk(0, [1], 3), Chunk(1, [1], 2)])
+
+
+def test_steps_that_the_library_would_silently_run_wrongly_are_refused(tmp_path):
+    model = load(tmp_path, max_batch_size=2)
+    for slot in (0, 1):
+        model.forward([Chunk(slot, [5, 6], 0)])
+    for chunks in (
+        [Chunk(0, [1], 1), Chunk(1, [1], 2)],  # not the next position
+        [Chunk(0, [1], 3), Chunk(1, [1], 2)],
+        [Chunk(1, [1], 2), Chunk(0, [1], 2)],  # not in the order of the slots
+        [Chunk(0, [1], 2), Chunk(0, [1], 2)],
+        [Chunk(0, [1, 2], 2), Chunk(1, [1], 2)],  # several tokens
+        [Chunk(0, [5, 6], 0), Chunk(1, [1], 2)],  # a prompt beside a step
+    ):
+        with pytest.raises((AssertionError, ValueError)):
+            model.forward(chunks)
+    model.forward([Chunk(0, [1], 2), Chunk(1, [1], 2)])
+
+
+def test_a_prompt_cannot_continue_behind_what_its_slot_holds(tmp_path):
+    model = load_chunks(tmp_path)
+    run_chunks(model, 1, [5] * 6)
+    for chunk in (Chunk(1, [7, 8], 7), Chunk(0, [7, 8], 4), Chunk(1, [7] * (CHUNK + 1), 4), Chunk(1, [7, 8], WINDOW - 2)):
+        with pytest.raises(AssertionError):
+            model.forward([chunk])
+    run_chunks(model, 1, [5] * 8, 6)
+
+
+@pytest.mark.parametrize("length", [1, 2, CHUNK, CHUNK + 1, 3 * CHUNK + 2, WINDOW - 1])
+def test_logits_after_every_token_of_a_prompt(tmp_path, length):
+    model = load_chunks(tmp_path)
+    prompt = list(range(1, length + 1))
+    assert model.gives_prompt_logits and not load_chunks(tmp_path, prefill_chunk=0).gives_prompt_logits
+    for begin in range(0, length, CHUNK):
+        chunk = Chunk(2, prompt[begin : begin + CHUNK], begin, keep_all=True)
+        expected = [device.expected_logits(prompt[: n + 1], VOCABULARY) for n in range(begin, begin + len(chunk.tokens))]
+        assert np.array_equal(as_float32(model.forward([chunk])), np.stack(expected))
+
+
+@pytest.mark.parametrize("program", ["prompt", "step"])
+def test_an_error_of_the_device_means_that_it_is_lost(tmp_path, monkeypatch, program):
+    batch = Batch(load(tmp_path, max_batch_size=2))
+    batch.join(0, [5, 6])
+    fail(monkeypatch, "__call__", EXECUTION_ERROR, lambda model, ids, *_: (ids.shape[1] == 1) == (program == "step"))
+    with pytest.raises(DeviceLost, match="status=1004"):
+        batch.step()
+        batch.join(1, [7, 8])
+
+
+# Sampling on the device
+
+
+@pytest.fixture
+def updates(monkeypatch):
+    """Every update of the device's sampling parameters: top_k, top_p and temperature of each slot."""
+    seen = []
+    update = device.LlamaForSampling.update_generation_config
+
+    def listen(model, new):
+        seen.append(list(zip(new.top_k, new.top_p, new.temperature)))
+        update(model, new)
+
+    monkeypatch.setattr(device.LlamaForSampling, "update_generation_config", listen)
+    return seen
+
+
+def test_the_device_is_updated_only_when_the_parameters_of_a_slot_change(tmp_path, updates):
+    batch = Batch(load(tmp_path, max_batch_size=2, sampling="device"))
+    batch.join(0, [5, 6])
+    batch.join(1, [7, 8], (9, 0.7, 2.0))
+    batch.step()
+    batch.join(1, [9], (9, 0.7, 2.0))
+    assert updates == [[GREEDY, (9, 0.7, 2.0)]]
+    batch.join(1, [9])
+    assert updates[1:] == [[GREEDY, GREEDY]]
+    assert_text_alone(batch, 0, [5, 6])
+
+
+@pytest.mark.parametrize(
+    ("requested", "expected"),
+    [
+        ((1, 0.5, 9.0), GREEDY),
+        ((0, 0.5, 0.009), GREEDY),
+        ((5, 0.5, 1e-300), GREEDY),
+        ((5, 0.5, 0.01), (5, 0.5, 0.01)),
+        ((0, 1.0, 1.0), (256, 1.0, 1.0)),
+        ((256, 1.0, 1.0), (256, 1.0, 1.0)),
+        ((5, 1e-30, 1e300), (5, 1e-30, 10000.0)),
+    ],
+)
+def test_parameters_are_brought_within_the_bounds_of_the_device(tmp_path, updates, requested, expected):
+    model = load(tmp_path, LLAMA | {"vocab_size": 300}, max_batch_size=2, sampling="device")
+    model.set_sampling(0, 7, 1.0, 7.0)
+    model.set_sampling(0, *requested)
+    assert updates[1] == [expected, GREEDY]
+    assert 0 <= first_token(model, 0, [5, 6]) < 300
+
+
+def test_with_a_small_vocabulary_the_device_samples_from_all_of_it(tmp_path, updates, built):  # noqa: F811
+    load(tmp_path, LLAMA | {"vocab_size": 100}, sampling="device").set_sampling(0, 256, 1.0, 1.0)
+    assert built[0].on_device_generation.global_top_k == 100 and updates[0][0] == (100, 1.0, 1.0)
+
+
+def test_a_device_that_fails_during_an_update_is_lost(tmp_path, monkeypatch):
+    model = load(tmp_path, max_batch_size=2, sampling="device")
+    fail(monkeypatch, "update_generation_config", IndexError())
+    with pytest.raises(DeviceLost):
+        model.set_sampling(0, 5, 1.0, 1.0)
+
+
+# When chunks are turned off
+
+
+def assert_serves_whole(model, caplog, warnings=1):
+    assert model.prefill_chunk is None and model.prefix_step is None and not model.gives_prompt_logits
+    assert caplog.text.count("Prompts are not run in chunks") == warnings
+    batch = Batch(model)
+    batch.join(0, [5] * 10)
+    batch.step()
+    batch.join(1, [6] * 3)
+    batch.step()
+    assert_text_alone(batch, 0, [5] * 10)
+
+
+def wrong_slot(real, model, ids, positions, slots, speculation_length):
+    return real(model, ids, positions, (slots + 1) % 4, speculation_length)
+
+
+def wrong_tokens(real, model, ids, positions, slots, speculation_length):
+    return real(model, ids.flip(1), positions, slots, speculation_length)
+
+
+def no_logits(real, model, ids, positions, slots, speculation_length):
+    return real(model, ids, positions, slots, speculation_length).fill_(float("nan"))
+
+
+def no_program(real, model, ids, positions, slots, speculation_length):
+    raise RuntimeError("1th input shape mismatch")
+
+
+@pytest.mark.parametrize("wrong", [wrong_slot, wrong_tokens, no_logits, no_program])
+def test_chunks_that_give_other_logits_than_the_whole_prompt_are_turned_off_at_the_start(tmp_path, monkeypatch, caplog, wrong):
+    real = device.LlamaForSampling.speculative_forward
+    monkeypatch.setattr(
+        device.LlamaForSampling,
+        "speculative_forward",
+        lambda model, *arguments, **options: wrong(real, model, *arguments, **options),
+    )
+    assert_serves_whole(load_chunks(tmp_path), caplog)
+
+
+def test_the_program_of_chunks_runs_at_the_start_also_where_the_longest_prompt_has_one_token_more(tmp_path, monkeypatch):
+    calls = []
+    fail(monkeypatch, "speculative_forward", None, lambda model, ids, *_, **__: calls.append(ids.shape))
+    assert load_chunks(tmp_path, max_input_tokens=CHUNK + 1).prefill_chunk == CHUNK
+    assert calls == [(1, CHUNK)]
+
+
+def test_a_device_that_fails_in_a_chunk_at_the_start_ends_it_with_the_setting_to_change(tmp_path, monkeypatch):
+    fail(monkeypatch, "speculative_forward", EXECUTION_ERROR)
+    message = refusal(tmp_path, max_batch_size=4, prefill_chunk=CHUNK)
+    assert message.startswith("the program of prompt chunks fails") and message.endswith("give --prefill-chunk 0")
