@@ -1,9 +1,10 @@
 """The messages between web processes and the worker: msgspec structs in msgpack, never pickle.
 
-A request on the wire: `Generate` (in a `SubmitRequests`), then a `Prompt` and `Token`s inside the `Tokens` of each step, until
-exactly one terminal message: a `Token` with a `finish_reason`, or an `End`. `Cancel` asks for an early end, with the same rule.
-Both ends are processes of one server and trust each other: ranges are checked once, where a request comes in (api/fields.py).
-engine/link.py and api/engine_client.py own the sockets.
+A request on the wire: `Generate` (in a `SubmitRequests`), then a `Prompt` and `Token`s inside the `Tokens` of
+each step, until exactly one terminal message: a `Token` with a `finish_reason`, or an `End`. `Cancel` asks
+for an early end, with the same rule. Both ends are processes of one server and trust each other: ranges are
+checked once, where a request comes in (api/fields.py). engine/link.py and api/engine_client.py own the
+sockets.
 """
 
 from __future__ import annotations
@@ -55,7 +56,8 @@ class Generate(GenerateOptions, frozen=True):
 
 
 class SubmitRequests(msgspec.Struct, tag="submit", frozen=True):
-    """Web → worker: everything that one HTTP request asks for. All of it is accepted, or all of it is refused."""
+    """Web → worker: everything that one HTTP request asks for. All of it is accepted, or all of it is
+    refused."""
 
     generates: list[Generate]
 
@@ -77,8 +79,9 @@ class Hello(msgspec.Struct, tag="hello", frozen=True):
 class RequestStats(msgspec.Struct, tag="request_stats", frozen=True):
     """Web → worker: a finished HTTP request, for the metrics.
 
-    `outcome` is None for a route that generates no text, else "success" or the reason of the failure: overloaded, validation,
-    incomplete, template, generation, dropped. `first_token_s` counts from the arrival of the HTTP request.
+    `outcome` is None for a route that generates no text, else "success" or the reason of the failure:
+    overloaded, validation, incomplete, template, generation, dropped. `first_token_s` counts from the arrival
+    of the HTTP request.
     """
 
     status: int  # HTTP; 499: client disconnect; 0: the web process is gone
@@ -100,8 +103,8 @@ class MetricsRequest(msgspec.Struct, tag="metrics_request", frozen=True):
 
 
 class Token(msgspec.Struct, array_like=True, frozen=True, gc=False):
-    """One generated token. `logprob` is of the model's own distribution, None where it was not requested or the device samples;
-    `top` holds (token id, logprob), most likely first."""
+    """One generated token. `logprob` is of the model's own distribution, None where it was not requested or
+    the device samples; `top` holds (token id, logprob), most likely first."""
 
     id: int
     token: int
@@ -111,8 +114,9 @@ class Token(msgspec.Struct, array_like=True, frozen=True, gc=False):
 
 
 class Prompt(msgspec.Struct, array_like=True, frozen=True, gc=False):
-    """The prompt of a request has been run, but for the `cached` tokens that a slot held. `logprobs` are of its tokens from the
-    second on, if requested; `top` holds the `top_n_tokens` most likely (token id, logprob) at each of these positions."""
+    """The prompt of a request has been run, but for the `cached` tokens that a slot held. `logprobs` are of
+    its tokens from the second on, if requested; `top` holds the `top_n_tokens` most likely (token id,
+    logprob) at each of these positions."""
 
     id: int
     queued_s: float
@@ -122,7 +126,8 @@ class Prompt(msgspec.Struct, array_like=True, frozen=True, gc=False):
 
 
 class Tokens(msgspec.Struct, tag="tokens", frozen=True):
-    """Worker → web: the outputs of one step for one web process; no token comes before its request's `Prompt`."""
+    """Worker → web: the outputs of one step for one web process; no token comes before its request's
+    `Prompt`."""
 
     tokens: list[Token]
     prompts: list[Prompt] = []
@@ -131,7 +136,8 @@ class Tokens(msgspec.Struct, tag="tokens", frozen=True):
 class End(msgspec.Struct, tag="end", frozen=True):
     """Worker → web: the request `id` ends without a (further) token.
 
-    `reason`: "cancelled", "overloaded" or "draining" (refused at once), or "failed" with a `message` that a client may read.
+    `reason`: "cancelled", "overloaded" or "draining" (refused at once), or "failed" with a `message` that a
+    client may read.
     """
 
     id: int
@@ -142,9 +148,9 @@ class End(msgspec.Struct, tag="end", frozen=True):
 class Status(msgspec.Struct, tag="status", frozen=True):
     """Worker → web, every HEARTBEAT_S: the worker's state.
 
-    `phase` is "ready" when requests are accepted, before that the phase of the boot. `due_at` is when the running step counts
-    as stuck, in seconds of CLOCK_MONOTONIC (which on Linux stands still while the machine is suspended), or 0 when the device
-    is idle. `full`: new requests are refused as overload.
+    `phase` is "ready" when requests are accepted, before that the phase of the boot. `due_at` is when the
+    running step counts as stuck, in seconds of CLOCK_MONOTONIC (which on Linux stands still while the machine
+    is suspended), or 0 when the device is idle. `full`: new requests are refused as overload.
     """
 
     phase: str

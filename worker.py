@@ -1,7 +1,8 @@
 """The process that owns the device: boot, and the loop receive → next step → run → update → publish.
 
-Requests arrive as token ids and leave as token ids; text and HTTP never reach this process. engine/ has the parts: what runs
-next (scheduler.py), one step of the device (step.py), a request's life (requests.py), messages (outputs.py), the socket (link.py).
+Requests arrive as token ids and leave as token ids; text and HTTP never reach this process. engine/ has the
+parts: what runs next (scheduler.py), one step of the device (step.py), a request's life (requests.py),
+messages (outputs.py), the socket (link.py).
 """
 
 from __future__ import annotations
@@ -122,7 +123,7 @@ class Worker:
         has_nothing_to_run = not self.scheduler.busy and not self.scheduler.waiting
         if has_nothing_to_run:
             self._report()
-        # Requests that do not run: their grammars are being compiled.
+        # There may be requests and nothing to run: their grammars are being compiled.
         waits = has_nothing_to_run and not self.stopping and (bool(self.requests) or not self.draining)
         for peer, message in self.link.receive(block=waits):
             self._handle(peer, message)
@@ -168,12 +169,12 @@ class Worker:
         self._report()  # first: a client may send its next request as soon as it has its answer
 
     def drain(self) -> None:
-        """Refuses new requests; the loop ends with the last running one. May be called from a signal handler."""
+        """Refuses new requests; the loop ends with the last running one. Signal handlers may call it."""
         self.admission.drain()
         self.link.interrupt()
 
     def stop(self) -> None:
-        """Ends the loop after the running step. May be called from a signal handler."""
+        """Ends the loop after the running step. Signal handlers may call it."""
         self.stopping = True
         self.link.interrupt()
 
@@ -376,16 +377,19 @@ class Boot:
 
 
 def limits_of(config: Config, model: StaticBatchModel) -> Limits:
-    """The scheduler's limits; logs which settings have no effect, or another one than might be thought, on this model."""
+    """The scheduler's limits; logs which settings have no effect, or another one than might be thought, on
+    this model."""
     is_paced = config.waiting_served_ratio or config.max_waiting_tokens != Config.max_waiting_tokens
     if model.mixes and is_paced:
         logger.info(
-            "--waiting-served-ratio and --max-waiting-tokens have no effect here: prompts run beside decode steps"
+            "--waiting-served-ratio and --max-waiting-tokens have no effect here: "
+            "prompts run beside decode steps"
         )
     per_step = config.max_batch_prefill_tokens or 0
     if not model.mixes and model.prefill_chunk and per_step > model.prefill_chunk:
         logger.info(
-            "--max-batch-prefill-tokens %d: that many tokens of prompts run between two decode steps, in chunks of %d",
+            "--max-batch-prefill-tokens %d: that many tokens of prompts run between two decode steps, "
+            "in chunks of %d",
             per_step,
             model.prefill_chunk,
         )
@@ -406,8 +410,8 @@ def limits_of(config: Config, model: StaticBatchModel) -> Limits:
 def _check_vocabulary(tokenizer: TokenizerFacts, model: StaticBatchModel) -> None:
     if tokenizer.largest_id >= model.vocab_size:
         raise ConfigError(
-            f"the tokenizer in {tokenizer.folder} makes the token {tokenizer.largest_id} of ordinary text, and the "
-            f"vocabulary of the model has the tokens 0 to {model.vocab_size - 1}"
+            f"the tokenizer in {tokenizer.folder} makes the token {tokenizer.largest_id} of ordinary text, "
+            f"and the vocabulary of the model has the tokens 0 to {model.vocab_size - 1}"
         )
 
 
@@ -436,7 +440,8 @@ def main() -> int:
     logs.set_up(config.log_level, config.json_output)
     if config.is_demo:
         logger.info(
-            "No model is named: serving the built-in demonstration model. Name one with --model-id or MODEL_ID."
+            "No model is named: serving the built-in demonstration model. "
+            "Name one with --model-id or MODEL_ID."
         )
     metrics = Metrics()
     admission = Admission(config.max_concurrent_requests)
@@ -444,7 +449,8 @@ def main() -> int:
     threading.excepthook = end_process
     try:
         worker = Boot(config, link, admission, metrics).run()
-        gc.freeze()  # a full collection over everything imported so far takes up to 150 ms, in which no token is generated
+        # A full collection over what was imported takes up to 150 ms, in which no token is generated.
+        gc.freeze()
         signal.signal(signal.SIGTERM, lambda *_: worker.stop() if worker.draining else worker.drain())
         worker.run()
     except (ConfigError, ModelError) as error:

@@ -1,1 +1,1 @@
-"""Requests on the device: what each step runs, sampling, and the messages to the web processes. Runs in the worker."""
+"""Requests on the device: what each step runs, sampling, and messages to the web processes."""

@@ -1,8 +1,9 @@
 """The worker's end of the socket to the web processes.
 
-The worker binds one ROUTER in the private folder of this run; each web process connects one DEALER (api/engine_client.py). The
-socket is owned by a thread, because ZeroMQ sockets must not be shared between threads. What must not wait for a step is
-handled on that thread: metrics, and the admission of requests. Everything else goes to the loop's inbox.
+The worker binds one ROUTER in the private folder of this run; each web process connects one DEALER
+(api/engine_client.py). The socket is owned by a thread, because ZeroMQ sockets must not be shared between
+threads. What must not wait for a step is handled on that thread: metrics, and the admission of requests.
+Everything else goes to the loop's inbox.
 """
 
 from __future__ import annotations
@@ -63,8 +64,9 @@ _decode_ids = msgspec.msgpack.Decoder(_Ids).decode
 
 
 class Link:
-    """The worker's end of the socket. `send`, `announce` and `report` may be called from any thread; `receive` from one.
-    What is sent is sent in order. `metrics` and `admission` are used on the socket's thread."""
+    """The worker's end of the socket. `send`, `announce` and `report` may be called from any thread;
+    `receive` from one. What is sent is sent in order. `metrics` and `admission` are used on the socket's
+    thread."""
 
     def __init__(self, address: str, metrics: Metrics, admission: Admission):
         self.status = Status("starting")
@@ -79,8 +81,8 @@ class Link:
         self._closing = threading.Event()
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.ROUTER)
-        # Unlimited: a web process that is stopped for a while misses nothing. What waits for it is bounded by what its
-        # requests may generate, and gunicorn ends a process that stays stopped.
+        # Unlimited: a web process that is stopped for a while misses nothing. What waits for it is bounded by
+        # what its requests may generate, and gunicorn ends a process that stays stopped.
         self._socket.sndhwm = 0
         self._socket.router_mandatory = (
             True  # else a message to a peer that is gone is dropped without an error
@@ -91,7 +93,8 @@ class Link:
         self._thread.start()
 
     def receive(self, block: bool, timeout: float | None = None) -> list[tuple[bytes, ForLoop]]:
-        """What arrived, as (peer, message) in order; with `block`, waits until there is something or `timeout` is over."""
+        """What arrived, as (peer, message) in order; with `block`, waits until there is something or
+        `timeout` is over."""
         received = []
         if block:
             with contextlib.suppress(queue.Empty):
@@ -105,7 +108,7 @@ class Link:
         self._inbox.put(None)
 
     def report(self, status: Status) -> None:
-        """The status that every heartbeat carries from now on; a change of `phase` or `full` is sent at once."""
+        """The status that heartbeats carry from now on; a change of `phase` or `full` is sent at once."""
         is_news = (status.phase, status.full) != (self.status.phase, self.status.full)
         self.status = status
         if is_news:
@@ -177,7 +180,8 @@ class Link:
         self._handle(peer, message)
 
     def _refuse_unreadable(self, peer: bytes, body: bytes) -> None:
-        """Ends the requests of a message that says too little or something wrong: no client waits for what never runs."""
+        """Ends the requests of a message that says too little or something wrong: no client waits for what
+        never runs."""
         with contextlib.suppress(ValueError):
             for generate in _decode_ids(body).generates:
                 self._send(peer, End(generate.id, "failed", "the worker cannot read the request"))
@@ -209,7 +213,8 @@ class Link:
             self.report(msgspec.structs.replace(self.status, full=True))
 
     def _answer_metrics(self) -> None:
-        """All requests that wait get the same metrics: rendering them for each would keep this thread from its work."""
+        """All requests that wait get the same metrics: rendering them for each would keep this thread from
+        its work."""
         requests, self._metrics_requests = self._metrics_requests, []
         text = self._metrics.render()
         for peer, request in requests:

@@ -1,7 +1,7 @@
 """The worker's side of grammars: the threads that compile them and compute token masks.
 
-A grammar is compiled before its request takes a slot. The masks of a step are computed while the device runs it, for the logits
-that it will return.
+A grammar is compiled before its request takes a slot. The masks of a step are computed while the device runs
+it, for the logits that it will return.
 """
 
 from __future__ import annotations
@@ -43,7 +43,8 @@ class Masks(NamedTuple):
 
 
 class GrammarThreads:
-    """One thread compiles, one fills masks. `wake` is called, on the first one, when `take_compiled` has something."""
+    """One thread compiles, one fills masks. `wake` is called, on the first one, when `take_compiled` has
+    something."""
 
     def __init__(self, grammars: Grammars, vocab_size: int, wake: Callable[[], None]):
         self._grammars = grammars
@@ -88,7 +89,8 @@ class GrammarThreads:
         return Compiled(generate, matcher, error, time.monotonic() - started_at)
 
     def start(self, matchers: Sequence[Matcher | None]) -> Future[Masks] | None:
-        """Begins to compute the masks of a step's rows, None where any token may follow; nothing to do without matchers."""
+        """Begins to compute the masks of a step's rows, None where any token may follow; nothing to do
+        without matchers."""
         return self._filler.submit(self._masks, matchers) if any(matchers) else None
 
     def _masks(self, matchers: Sequence[Matcher | None]) -> Masks:

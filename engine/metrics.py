@@ -1,8 +1,9 @@
-"""The Prometheus registry of the whole server: TGI's metric names, types, labels and buckets, and some of its own.
+"""The Prometheus registry of the whole server: TGI's metric names, types, labels and buckets, and some of its
+own.
 
-It lives in the worker. The output thread counts steps from `StepOutput`s; web processes send `RequestStats` for HTTP requests,
-and request the text when one of them is scraped. Those are handled on the socket's thread, so also during boot and while the
-device is busy. Gauges of the present are read from the worker at that time.
+It lives in the worker. The output thread counts steps from `StepOutput`s; web processes send `RequestStats`
+for HTTP requests, and request the text when one of them is scraped. Those are handled on the socket's thread,
+so also during boot and while the device is busy. Gauges of the present are read from the worker at that time.
 """
 
 from __future__ import annotations
@@ -140,7 +141,8 @@ class Metrics:
         return metric.labels(*label) if label else metric
 
     def set_limits(self, batch_size: int, max_input_tokens: int, max_total_tokens: int) -> None:
-        """Sets the limits and adds the metrics that depend on them. `batch_size` may be 0 until the model has decided it."""
+        """Sets the limits and adds the metrics that depend on them. `batch_size` may be 0 until the model has
+        decided it."""
         self.series("slots_total").set(batch_size)
         self.series("batch_max_total_tokens").set(batch_size * max_total_tokens)
         if "request_input_length" in self._metrics:

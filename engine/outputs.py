@@ -1,8 +1,8 @@
 """The outputs of steps as messages for the web processes.
 
-A `Publisher` makes and sends them on a thread of its own, in order, while the next step runs: log-probabilities over a
-vocabulary of 128,256 tokens take a quarter of a millisecond a row, which the device would otherwise wait for. All terminal
-messages are sent there, so each request gets exactly one.
+A `Publisher` makes and sends them on a thread of its own, in order, while the next step runs:
+log-probabilities over a vocabulary of 128,256 tokens take a quarter of a millisecond a row, which the device
+would otherwise wait for. All terminal messages are sent there, so each request gets exactly one.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ MAX_UNPUBLISHED = 2  # steps whose outputs wait for the output thread; each hold
 
 
 class Publisher:
-    """Sends what steps gave to the web processes, and counts it. `executor` runs one call at a time, in order."""
+    """Sends what steps gave to the web processes, and counts it. `executor` runs one call at a time, in
+    order."""
 
     def __init__(
         self, link: Link, metrics: Metrics, profiler: Profiler | None = None, executor: Executor | None = None
@@ -76,7 +77,8 @@ class Publisher:
             self._profiler.record(output, begin, time.monotonic())
 
     def _send(self, output: StepOutput) -> None:
-        """One message a web process: the tokens of its requests, with log-probabilities where they were requested."""
+        """One message a web process: the tokens of its requests, with log-probabilities where they were
+        requested."""
         logprobs = logprobs_of(output)
         for i, error in failed_rows(logprobs, score_prompts(output)).items():
             request = output.step.requests[i]
@@ -143,7 +145,7 @@ def logprobs_of(output: StepOutput) -> dict[int, list[RowLogprobs]]:
 
 
 def score_prompts(output: StepOutput) -> dict[int, list[RowLogprobs]]:
-    """Adds the log-probabilities of prompt tokens to their requests, where requested. Returns them by chunk."""
+    """Adds the log-probabilities of prompt tokens to the requests that want them. Returns them by chunk."""
     found = {}
     if output.logits is None:
         return found

@@ -1,8 +1,9 @@
-"""Traces of the worker (`--profile`): its phases step by step as Chrome trace JSON, which Perfetto opens, on every engine.
+"""Traces of the worker (`--profile`): its phases step by step as Chrome trace JSON, which Perfetto opens, on
+every engine.
 
-The times are those of `StepOutput`. After `PROF_WAITSTEP` and `PROF_WARMUPSTEP` steps, `PROF_STEP` steps are recorded and
-written; at the end of the process, what there is. The engine's own profile is switched on here too: torch's by the model,
-the Neuron runtime's through its environment.
+The times are those of `StepOutput`. After `PROF_WAITSTEP` and `PROF_WARMUPSTEP` steps, `PROF_STEP` steps are
+recorded and written; at the end of the process, what there is. The engine's own profile is switched on here
+too: torch's by the model, the Neuron runtime's through its environment.
 """
 
 from __future__ import annotations

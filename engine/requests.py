@@ -1,7 +1,7 @@
 """A request in the worker: its type, how many are admitted, and its life from arrival to its end.
 
-Every request ends in one place, `Requests.end` or, with its last token, `Requests.finish`. Its terminal message is sent by
-outputs.py.
+Every request ends in one place, `Requests.end` or, with its last token, `Requests.finish`. Its terminal
+message is sent by outputs.py.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ class Admission:
         return self.count >= self.limit
 
     def admit(self, count: int) -> str | None:
-        """None: all requests of an HTTP request are admitted. Else the reason of the `End` for each of them."""
+        """None: all requests of an HTTP request are admitted. Else the reason of the `End` for each."""
         if self.is_draining:
             return "draining"
         with self._lock:

@@ -1,11 +1,11 @@
 """Logits to token ids and log-probabilities.
 
-Owns each request's random stream and token counts. The order is transformers': penalties, logit biases, bans and the token mask;
-temperature; top-k (with ties of the k-th), top-p, min-p, typical-p. A row's result depends on its own logits, parameters and
-seed alone, to the bit.
+Owns each request's random stream and token counts. The order is transformers': penalties, logit biases, bans
+and the token mask; temperature; top-k (with ties of the k-th), top-p, min-p, typical-p. A row's result
+depends on its own logits, parameters and seed alone, to the bit.
 
-`sample_whole_row` is the readable reference. sampling_loops.py has the compiled loops that do the same for almost all rows, and
-numpy's argmax chooses greedy tokens where it is faster.
+`sample_whole_row` is the readable reference. sampling_loops.py has the compiled loops that do the same for
+almost all rows, and numpy's argmax chooses greedy tokens where it is faster.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ class SamplingError(Exception):
 class RowSampler:
     """The parameters, random stream and token counts of one request.
 
-    parameters: an object with the attributes of `protocol.Sampling`; seed None is greedy. `prompt` counts for the repetition
-    penalty, as in transformers, not for OpenAI's frequency and presence penalties. The ids in `banned` may be outside of the
-    vocabulary; they are not sampled for the first `banned_for` tokens.
+    parameters: an object with the attributes of `protocol.Sampling`; seed None is greedy. `prompt` counts for
+    the repetition penalty, as in transformers, not for OpenAI's frequency and presence penalties. The ids in
+    `banned` may be outside of the vocabulary; they are not sampled for the first `banned_for` tokens.
     """
 
     def __init__(
@@ -69,7 +69,8 @@ class RowSampler:
             self._seen = np.append(self._seen, token)
 
     def change(self, scores: np.ndarray) -> None:
-        """Applies penalties, biases and bans in place to float32 [vocab], rounded to float32 as in transformers."""
+        """Applies penalties, biases and bans in place to float32 [vocab], rounded to float32 as in
+        transformers."""
         with np.errstate(over="ignore", invalid="ignore"):
             if self._seen is not None:
                 seen = scores[self._seen].astype(np.float64)
@@ -89,7 +90,8 @@ class RowSampler:
 
 
 class SamplingBatch:
-    """A step's rows. Reuse it while they stay the same. It takes over their random streams: discard earlier batches of them.
+    """A step's rows. Reuse it while they stay the same. It takes over their random streams: discard earlier
+    batches of them.
 
     `maxima`: of the last logits, where the loops have read them all; they spare `logprobs` a pass.
     """
@@ -132,7 +134,7 @@ class SamplingBatch:
 def sample(logits: np.ndarray, batch: SamplingBatch, mask: np.ndarray = NO_MASK) -> list[int | Exception]:
     """The next token of each row; a row that fails yields its exception in its place.
 
-    logits: float32 [rows, vocab], or uint16, the bit patterns of bfloat16; row-major or column-major; not changed.
+    logits: float32 [rows, vocab], or uint16, the bits of bfloat16; in either memory order; not changed.
     mask: uint32 [rows, ceil(vocab / 32)], a set bit allows the token; applied before temperature and filters.
     """
     batch.maxima = None
@@ -147,7 +149,8 @@ def sample(logits: np.ndarray, batch: SamplingBatch, mask: np.ndarray = NO_MASK)
 
 
 def _is_fast_for_numpy(logits: np.ndarray) -> bool:
-    """Measured: float32 rows take an eighth of the loops' time, columns twice as much and more (bench/sampler.py)."""
+    """Measured: float32 rows take an eighth of the loops' time, columns twice as much and more
+    (bench/sampler.py)."""
     return logits.dtype == np.float32 and logits.flags.c_contiguous
 
 
@@ -192,7 +195,8 @@ def _sample_in_loops(logits: np.ndarray, batch: SamplingBatch, mask: np.ndarray)
 def _choose(
     source: Source, maxima: np.ndarray, indices: np.ndarray, batch: SamplingBatch, chosen: list
 ) -> None:
-    """Puts the tokens of a source's rows into their places in `chosen`. indices: these places; -1 leaves a row out."""
+    """Puts the tokens of a source's rows into their places in `chosen`. indices: these places; -1 leaves a
+    row out."""
     peaks = maxima.max(axis=1)
     tokens = loops.choose(source, maxima, peaks, indices, batch.parameters)
     for place, (row, token) in enumerate(zip(indices.tolist(), tokens.tolist())):
@@ -208,7 +212,8 @@ def _choose(
 
 
 def sample_whole_row(scores: np.ndarray, parameters: Any, draw: float) -> int:
-    """The reference: the token at the share `draw` of the kept weights, most likely first, ties by id. scores: [vocab]."""
+    """The reference: the token at the share `draw` of the kept weights, most likely first, ties by id.
+    scores: [vocab]."""
     ordered = -np.sort(-scores[scores > -np.inf])
     weights = filtered_weights(ordered, parameters)
     place = np.searchsorted(np.cumsum(weights), draw * weights.sum(), side="right").clip(
@@ -219,7 +224,8 @@ def sample_whole_row(scores: np.ndarray, parameters: Any, draw: float) -> int:
 
 
 def filtered_weights(ordered: np.ndarray, parameters: Any) -> np.ndarray:
-    """exp((score - highest) / temperature), 0 for tokens that the filters remove. ordered: possible scores, highest first."""
+    """exp((score - highest) / temperature), 0 for tokens that the filters remove. ordered: possible scores,
+    highest first."""
     with np.errstate(over="ignore", divide="ignore", invalid="ignore"):
         weights = np.exp((ordered.astype(np.float64) - float(ordered[0])) / parameters.temperature)
         if parameters.top_k:
@@ -238,8 +244,9 @@ def filtered_weights(ordered: np.ndarray, parameters: Any) -> np.ndarray:
 def logprobs(
     logits: np.ndarray, tokens: Sequence[int], top_n: Sequence[int], maxima: np.ndarray | None = None
 ) -> list[RowLogprobs]:
-    """The log-probability of each row's token, and the `top_n` most likely ones, ties by id, without impossible ones.
-    logits: as for `sample`; maxima: what `sample` left in its batch for them. A row without a highest logit fails."""
+    """The log-probability of each row's token, and the `top_n` most likely ones, ties by id, without
+    impossible ones. logits: as for `sample`; maxima: what `sample` left in its batch for them. A row without
+    a highest logit fails."""
     source = loops.source_of(logits)
     if maxima is None and _is_fast_for_numpy(logits) and not any(top_n):
         peaks = logits.max(axis=1)
@@ -265,8 +272,8 @@ def logprobs(
 
 
 def compile_loops(dtypes: Sequence[str], neutral: Any) -> None:
-    """Compiles the loops for logits of these types, "float32" or "bfloat16", or loads them from numba's cache.
-    neutral: sampling parameters with which a row is read where it is; a row with a ban is changed."""
+    """Compiles the loops for logits of these types, "float32" or "bfloat16", or loads them from numba's
+    cache. neutral: sampling parameters with which a row is read where it is; a row with a ban is changed."""
     batch = SamplingBatch(
         [RowSampler(neutral, [0]), RowSampler(neutral, [0], banned=[1], banned_for=1 << 40)]
     )

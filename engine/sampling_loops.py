@@ -1,8 +1,10 @@
-"""The loops of sampling.py, compiled by numba: over logits as they lie in memory, float32 or bfloat16, by row or by token.
+"""The loops of sampling.py, compiled by numba: over logits as they lie in memory, float32 or bfloat16, by row
+or by token.
 
-A row's result does not depend on its neighbours, to the bit: sums have one fixed order. The logits are read once for the maxima
-of lanes of tokens. The k-th highest of these is at most the k-th highest logit, so only lanes that reach it are searched for
-the top k. Weights are float32 powers of 2. `Parameters` has one array for each parameter of a batch.
+A row's result does not depend on its neighbours, to the bit: sums have one fixed order. The logits are read
+once for the maxima of lanes of tokens. The k-th highest of these is at most the k-th highest logit, so only
+lanes that reach it are searched for the top k. Weights are float32 powers of 2. `Parameters` has one array
+for each parameter of a batch.
 """
 
 from __future__ import annotations
@@ -26,7 +28,8 @@ LISTED = 64  # top tokens listed first for top-p and min-p without top-k
 WHOLE_ROW = -1  # in the place of a token: `sampling.sample_whole_row` has to choose it
 FAILED = -2
 NO_MASK = np.empty((0, 0), np.uint32)
-# The highest signed integer of a float's size, and how far negative NaNs are from the lowest one in the order of floats.
+# The highest signed integer of a float's size, and how far negative NaNs are from the lowest one in the order
+# of floats.
 FLOAT32 = (np.int32(0x7FFFFFFF), np.int32(0x7FFFFF))
 BFLOAT16 = (np.int16(0x7FFF), np.int16(0x7F))
 INT32_MAX = np.int32(0x7FFFFFFF)
@@ -76,7 +79,7 @@ class Source(NamedTuple):
 
 
 def source_of(logits: np.ndarray, mask: np.ndarray = NO_MASK) -> Source:
-    """logits: float32 or uint16 [rows, vocab], mask: uint32 [rows, ceil(vocab / 32)] (sampling.py: sample)."""
+    """logits: float32 or uint16 [rows, vocab]; mask: uint32 [rows, ceil(vocab / 32)]. See sampling.py."""
     assert logits.dtype in (np.float32, np.uint16), "logits are float32, or bfloat16 as uint16"
     if not logits.flags.writeable:  # read-only arrays are another type for the compiler
         logits = logits.copy()
@@ -138,7 +141,8 @@ def copied(source, rows):
 
 @_compiled
 def allowed(source, row, start, part, masked):
-    """`part`, the LANES tokens from `start` on, with -inf for those that the mask excludes; empty if it excludes all."""
+    """`part`, the LANES tokens from `start` on, with -inf for those that the mask excludes; empty if it
+    excludes all."""
     integer = type(source.highest)
     adjacent = source.adjacent
     first = row * source.words + start // LANES
@@ -161,15 +165,16 @@ def allowed(source, row, start, part, masked):
 
 @_compiled
 def flipped(bits, highest):
-    """An integer ordered as the float with these bits is; the same again makes the bits of it. highest: of the integers."""
+    """An integer ordered as the float with these bits is; the same again makes the bits of it. highest: of
+    the integers."""
     integer = type(highest)
     return integer(bits ^ integer(integer(bits >> integer(31)) & highest))
 
 
 @_compiled
 def maxima_of(source):
-    """The highest score of each lane, or NaN, float32 [rows, lanes]. Scores are compared as integers of their size, less an
-    offset that brings NaNs of both signs to the top."""
+    """The highest score of each lane, or NaN, float32 [rows, lanes]. Scores are compared as integers of their
+    size, less an offset that brings NaNs of both signs to the top."""
     integer = type(source.highest)
     width = LANES * source.adjacent
     size = source.vocab * source.adjacent
@@ -208,7 +213,8 @@ def weight_of(score, peak, scale):
 
 @_compiled
 def sums_of(source, peaks, scales):
-    """The sum of the weights of each group of tokens, float64 [rows, groups]: lanes first, whatever the memory order."""
+    """The sum of the weights of each group of tokens, float64 [rows, groups]: lanes first, whatever the
+    memory order."""
     width = LANES * source.adjacent
     size = source.vocab * source.adjacent
     sums = np.zeros((source.rows, source.groups))
@@ -252,7 +258,8 @@ def sort(scores, ids, count):
 
 @_compiled
 def threshold_of(scores, k):
-    """A score that k of them reach; the lowest finite float32 if fewer are finite. Bisects the integers in their order."""
+    """A score that k of them reach; the lowest finite float32 if fewer are finite. Bisects the integers in
+    their order."""
     low, high = ~FINITE_BITS, FINITE_BITS
     while low < high:
         middle = (low + high + 1) >> 1
@@ -271,7 +278,8 @@ def threshold_of(scores, k):
 
 @_compiled
 def list_top(source, row, maxima, peak, k, ids, scores):
-    """Lists the top k possible tokens and ties of the k-th: most likely first, ties by id. Returns their number."""
+    """Lists the top k possible tokens and ties of the k-th: most likely first, ties by id. Returns their
+    number."""
     threshold = peak if k == 1 else threshold_of(maxima, k)
     count = 0
     for lane in range(len(maxima)):
@@ -292,7 +300,8 @@ def list_top(source, row, maxima, peak, k, ids, scores):
 
 @_compiled
 def place_of(weights, draw):
-    """The index at the share `draw` of all weights, never one without weight, and the share of that weight below it."""
+    """The index at the share `draw` of all weights, never one without weight, and the share of that weight
+    below it."""
     wanted = draw * weights.sum()
     cumulative = 0.0
     place = 0
@@ -345,7 +354,8 @@ def next_draw(streams, row):
 
 @_compiled
 def choose(source, maxima, peaks, indices, parameters):
-    """The token of each row, WHOLE_ROW or FAILED. indices: each row's place in `parameters`; -1 leaves it out."""
+    """The token of each row, WHOLE_ROW or FAILED. indices: each row's place in `parameters`; -1 leaves it
+    out."""
     scales = parameters.scale[indices]
     weighted = parameters.weighted[indices] & (indices >= 0)
     sums = sums_of(source, peaks, scales) if weighted.any() else np.empty((source.rows, 0))

@@ -1,13 +1,15 @@
 """Which request gets which slot, and which tokens the next step runs: queue, slots, token budgets, expiry.
 
-The worker adds requests, runs each `Step` on the model and hands the sampled tokens back. Everything here is synchronous:
-no threads, no tensors, no clock (times come as arguments, in seconds). What a slot can be reused for is in slots.py.
+The worker adds requests, runs each `Step` on the model and hands the sampled tokens back. Everything here is
+synchronous: no threads, no tensors, no clock (times come as arguments, in seconds). What a slot can be reused
+for is in slots.py.
 
-Waiting requests take free slots first in, first out, unless `queue_threshold_s` lets shorter prompts go first. Several
-prompts are in progress at a time, so a short prompt does not wait for a long one to finish. Which of them run next, and beside
-whom, is a policy: `MixedSteps` or `PromptBetweenSteps`. A waiting request with a free slot gets prompt tokens within this many
-steps:
-- mixed steps: ceil(slots / pairs of tokens for prompts beside running requests); `slots` for a request with `keep_all`;
+Waiting requests take free slots first in, first out, unless `queue_threshold_s` lets shorter prompts go
+first. Several prompts are in progress at a time, so a short prompt does not wait for a long one to finish.
+Which of them run next, and beside whom, is a policy: `MixedSteps` or `PromptBetweenSteps`. A waiting request
+with a free slot gets prompt tokens within this many steps:
+- mixed steps: ceil(slots / pairs of tokens for prompts beside running requests); `slots` for a request with
+  `keep_all`;
 - else 2 * slots, counted from the step at which `waiting_served_ratio` and `max_waiting_tokens` let it start.
 """
 
@@ -25,8 +27,8 @@ from engine.requests import Request
 from engine.slots import Placement, Slots
 from models.base import Chunk
 
-# Prompt tokens of a mixed step. A larger budget lowers the prompt's time to first token and raises the inter-token latency
-# of the running requests.
+# Prompt tokens of a mixed step. A larger budget lowers the prompt's time to first token and raises the
+# inter-token latency of the running requests.
 PROMPT_TOKENS_BESIDE = 32  # while requests run
 PROMPT_TOKENS_ALONE = 256
 # Prompt tokens between two decode steps, where the model cannot mix them.
@@ -49,7 +51,8 @@ class Limits:
     max_batch_prefill_tokens: int | None = None  # None: the constants above
     max_queue_time_s: float = math.inf
     queue_threshold_s: float | None = None
-    # Where steps do not mix: prompts start beside running requests once there are enough of them, or after enough steps.
+    # Where steps do not mix: prompts start beside running requests once there are enough of them, or after
+    # enough steps.
     waiting_served_ratio: float = 0.0  # waiting requests for each running one
     max_waiting_tokens: int = 20  # decode steps
 
@@ -85,7 +88,8 @@ class Step(NamedTuple):
 
 
 class Scheduler:
-    """Owns the queue and the slots. Callers may read `waiting`, `prefilling`, `running`, `busy` and `max_tokens`."""
+    """Owns the queue and the slots. Callers may read `waiting`, `prefilling`, `running`, `busy` and
+    `max_tokens`."""
 
     def __init__(self, limits: Limits):
         self.waiting: deque[Request] = deque()
@@ -109,7 +113,8 @@ class Scheduler:
         self.waiting.append(request)
 
     def remove(self, request: Request) -> None:
-        """Takes a cancelled or failed request out of its slot or of the queue. Does nothing if it has ended already."""
+        """Takes a cancelled or failed request out of its slot or of the queue. Does nothing if it has ended
+        already."""
         if request.slot is not None:
             self._release(request)
         else:
@@ -117,8 +122,9 @@ class Scheduler:
                 self.waiting.remove(request)
 
     def expired(self, now: float) -> list[Request]:
-        """Takes the requests that have waited longer than `max_queue_time_s` out of the queue and returns them. A request
-        stays if another one of its group has a slot: one HTTP request is served whole or not at all."""
+        """Takes the requests that have waited longer than `max_queue_time_s` out of the queue and returns
+        them. A request stays if another one of its group has a slot: one HTTP request is served whole or not
+        at all."""
         limit_s = self._limits.max_queue_time_s
         overdue = [request for request in self.waiting if now - request.arrived_at > limit_s]
         if overdue:
@@ -150,11 +156,13 @@ class Scheduler:
         return step
 
     def update(self, step: Step, tokens: Sequence[list[int]]) -> list[str | None]:
-        """Records the tokens of `step`, a list for each chunk: empty where the chunk samples nothing or its row failed. Returns
-        one finish reason a chunk: "eos_token", "length", or None. The slot of a finished request is free for the next step.
+        """Records the tokens of `step`, a list for each chunk: empty where the chunk samples nothing or its
+        row failed. Returns one finish reason a chunk: "eos_token", "length", or None. The slot of a finished
+        request is free for the next step.
 
-        Takes the tokens behind the one that ends a request out of its list. Tokens of a request that was removed meanwhile are
-        ignored. The caller must remove a request whose row failed: until then the same chunk is scheduled again.
+        Takes the tokens behind the one that ends a request out of its list. Tokens of a request that was
+        removed meanwhile are ignored. The caller must remove a request whose row failed: until then the same
+        chunk is scheduled again.
         """
         reasons: list[str | None] = [None] * len(step.chunks)
         for index, (chunk, request) in enumerate(zip(step.chunks, step.requests)):
@@ -211,8 +219,8 @@ class Scheduler:
             self.prefilling.append(request)
 
     def _next_waiting(self, now: float) -> Request:
-        """Takes a request out of the queue: the first one; with `queue_threshold_s` the one that has waited longest, if that is
-        longer than this, else the shortest prompt."""
+        """Takes a request out of the queue: the first one; with `queue_threshold_s` the one that has waited
+        longest, if that is longer than this, else the shortest prompt."""
         first = self.waiting[0]
         if self._limits.queue_threshold_s is not None:
             first = min(self.waiting, key=lambda request: request.arrived_at)
@@ -257,9 +265,9 @@ class MixedSteps:
     def _share(self, budget: int, prefilling: list[Request]) -> Prompts:
         """How many tokens of each prompt run: an even share of the budget, and what shorter ones leave.
 
-        With more prompts than pairs of tokens, those that have waited longest for tokens get two each. No chunk of a longer
-        prompt has one token: the model would round it as in a decode step. So a step may exceed its budget by one token a
-        prompt.
+        With more prompts than pairs of tokens, those that have waited longest for tokens get two each. No
+        chunk of a longer prompt has one token: the model would round it as in a decode step. So a step may
+        exceed its budget by one token a prompt.
         """
         chosen = self._choose(budget // 2, prefilling)
         # Rounding up and the second sort key keep requests of the same length first come, first served.
@@ -281,7 +289,7 @@ class MixedSteps:
         return shares
 
     def _choose(self, most: int, prefilling: list[Request]) -> list[Request]:
-        """The prompts that get tokens in this step, one with `keep_all` at most. They go behind the others."""
+        """The prompts that get tokens now, at most one with `keep_all`. They go behind the others."""
         chosen: list[Request] = []
         skipped: list[Request] = []
         one_keeps_all = False
@@ -296,7 +304,7 @@ class MixedSteps:
 
 
 class PromptBetweenSteps:
-    """One prompt, or a chunk of one, runs alone; between two decode steps as many as the budget has room for."""
+    """One prompt, or a chunk of it, runs alone; between two decode steps as many as the budget allows."""
 
     def __init__(self, limits: Limits):
         self._limits = limits
@@ -336,15 +344,17 @@ class PromptBetweenSteps:
     def _next_chunk(self, request: Request) -> int:
         """How many tokens of a prompt run next.
 
-        Chunks begin and end at fixed positions of the prompt, whatever else runs: other boundaries would round the logits
-        differently. So would a chunk of one token, which the model computes as a decode step.
+        Chunks begin and end at fixed positions of the prompt, whatever else runs: other boundaries would
+        round the logits differently. So would a chunk of one token, which the model computes as a decode
+        step.
         """
         left = len(request.prompt) - request.prefilled
         tokens = min(left, self._limits.longest_chunk)
         return tokens - 1 if left - tokens == 1 else tokens
 
     def _has_room(self, tokens: int, more_could_run: bool) -> bool:
-        """Whether running requests wait for so many tokens more. One chunk always runs between two decode steps."""
+        """Whether running requests wait for so many tokens more. One chunk always runs between two decode
+        steps."""
         # Of prompts that run whole, idle slots cost more than the pause.
         fills_slots = more_could_run and self._limits.prefill_chunk is None
         budget = self._budget_alone if fills_slots else self._budget_beside

@@ -1,9 +1,10 @@
 """The slots of a static batch: which are free, and which prompt tokens each one holds in its KV cache.
 
-A slot keeps its contents when its request ends, so a request whose prompt begins with the same tokens (the next turn of a
-chat, a common system prompt) runs only the rest. Only tokens that ran as prompt chunks, cut where chunks of any prompt are
-cut, count as held: what a request generates must not depend, to the last bit, on which slot it got. Generated tokens do not
-count, because a decode step rounds differently than a prompt chunk.
+A slot keeps its contents when its request ends, so a request whose prompt begins with the same tokens (the
+next turn of a chat, a common system prompt) runs only the rest. Only tokens that ran as prompt chunks, cut
+where chunks of any prompt are cut, count as held: what a request generates must not depend, to the last bit,
+on which slot it got. Generated tokens do not count, because a decode step rounds differently than a prompt
+chunk.
 """
 
 from __future__ import annotations
@@ -13,7 +14,8 @@ from typing import NamedTuple
 
 
 class Placement(NamedTuple):
-    """The slot of a request, how many of its prompt tokens are held already, and in which slot (else its own: to be copied)."""
+    """The slot of a request, how many of its prompt tokens are held already, and in which slot (else its own:
+    to be copied)."""
 
     slot: int
     cached: int
@@ -32,9 +34,9 @@ class Slots:
     def take(self, prompt: Sequence[int], reuse: bool = True) -> Placement:
         """The free slot with the longest common prefix, else the least recently used one.
 
-        A slot of which less than half would be used keeps its contents, for the conversation that they belong to, if the
-        prefix can be copied or another free slot holds nothing. At least two tokens are left to run: a chunk of one would be
-        rounded as a decode step is.
+        A slot of which less than half would be used keeps its contents, for the conversation that they belong
+        to, if the prefix can be copied or another free slot holds nothing. At least two tokens are left to
+        run: a chunk of one would be rounded as a decode step is.
         """
         step = self._prefix_step
         common = [0] * len(self._held)
@@ -64,7 +66,8 @@ class Slots:
 
 
 def common_prefix(a: Sequence[int], b: Sequence[int]) -> int:
-    """How many of the first elements are equal. By halves, because slices are compared much faster than elements."""
+    """How many of the first elements are equal. By halves, because slices are compared much faster than
+    elements."""
     low, high = 0, min(len(a), len(b))
     while low < high:
         middle = (low + high + 1) // 2

@@ -1,7 +1,7 @@
 """One step of the device: copies, masks, forward, sampling. `StepRunner.run` reads from top to bottom.
 
-What goes wrong is part of the result: a `StepOutput` has tokens or an error message for each request, and one bad row does not
-end the others. Only a lost device is more than that: the process has to be restarted.
+What goes wrong is part of the result: a `StepOutput` has tokens or an error message for each request, and one
+bad row does not end the others. Only a lost device is more than that: the process has to be restarted.
 """
 
 from __future__ import annotations

@@ -3,25 +3,21 @@
 import contextlib
 import subprocess
 import sys
-import threading
 import time
-from collections import Counter
 from unittest import mock
 
-import numpy as np
 import pytest
-from fakes.model import EOS, greedy, next_logits
+from fakes.model import EOS, greedy
 from hypothesis import given
 from hypothesis import strategies as st
 from loop import ENGINES, Driven, on_every_engine
-from processes import wait_until
 
 import worker
 from config import Config
-from engine import outputs, sampling
+from engine import sampling
 from engine.link import PeerLost
 from models.base import DeviceLost
-from protocol import Cancel, End, Generate, Hello, Sampling, SubmitRequests, Tokens
+from protocol import Cancel, End, Generate, Hello, Sampling, Tokens
 from run import HERE
 
 WAIT_S = 20
@@ -143,16 +139,6 @@ def test_what_a_slot_still_holds_of_a_prompt_does_not_run_again_and_the_text_is_
     assert cached[0] == 0 and all(held >= 4 for held in cached[1:])
 
 
-def test_a_prefix_that_cannot_be_copied_ends_the_worker_instead_of_giving_wrong_text(monkeypatch):
-    driven = Driven(batch_size=3, mixes=True, prefix_step=1, copies_prefixes=True)
-    driven.arrive(Generate(1, list(range(1, 20)), 15, ignore_eos=True))
-    driven.step()
-    monkeypatch.setattr(driven.model, "copy_prefix", lambda *_: 1 / 0)
-    driven.arrive(Generate(2, list(range(1, 20)), 5))
-    with pytest.raises(DeviceLost, match="a prefix cannot be copied"):
-        driven.step()
-
-
 def test_a_prefix_of_a_running_request_is_copied():
     driven = Driven(batch_size=3, mixes=True, prefix_step=1, copies_prefixes=True)
     prompt = list(range(1, 20))
@@ -170,177 +156,6 @@ def test_requests_get_slots_in_the_order_of_arrival():
     driven.arrive(*(Generate(i, [10 + i], 3) for i in range(4)))
     driven.run()
     assert list(driven.prompts) == [0, 1, 2, 3]
-
-
-# What is sent
-
-
-def test_a_step_has_one_message_for_each_web_process():
-    driven = Driven(batch_size=4, mixes=True)
-    for i, peer in enumerate([b"a", b"b", b"a", b"b"]):
-        driven.arrive(Generate(i, [30, i], 30, ignore_eos=True), peer=peer)
-    driven.step(2)
-    driven.wire.sent.clear()
-    driven.step()
-    assert Counter(peer for peer, _message in driven.wire.sent) == {b"a": 1, b"b": 1}
-    assert [len(message.tokens) for _peer, message in driven.wire.sent] == [2, 2]
-
-
-def test_outputs_are_handed_over_before_the_next_step_runs():
-    driven, sent = Driven(), []
-    driven.each_call(lambda _chunks: sent.append(len(driven.tokens[1])))
-    driven.arrive(Generate(1, [1, 2], 8, ignore_eos=True))
-    driven.step(4)
-    assert sent == [0, 1, 2, 3]
-
-
-def test_the_device_runs_no_more_than_max_unpublished_steps_ahead():
-    driven = Driven(batch_size=1)
-    driven.output_thread.lag = 1000
-    driven.arrive(Generate(1, [1, 2], 8, ignore_eos=True))
-    loop = threading.Thread(target=driven.step, args=(8,), daemon=True)
-    loop.start()
-    wait_until(lambda: len(driven.model.calls) > outputs.MAX_UNPUBLISHED, "steps whose outputs wait")
-    loop.join(0.1)
-    assert loop.is_alive() and len(driven.model.calls) == outputs.MAX_UNPUBLISHED + 1
-    while loop.is_alive():
-        driven.output_thread.catch_up()
-    driven.output_thread.catch_up()
-    assert len(driven.tokens[1]) == 8
-
-
-def test_a_token_has_the_log_probability_and_the_most_likely_tokens_of_its_logits():
-    driven = Driven()
-    driven.arrive(Generate(1, [1, 2, 3], 1, top_n_tokens=3))
-    driven.run()
-    ((_peer, message),) = driven.wire.sent
-    (token,) = message.tokens
-    logits = next_logits([1, 2, 3]).astype(np.float64)
-    logprobs = logits - np.log(np.exp(logits).sum())
-    best = np.argsort(-logprobs)[:3]
-    assert [i for i, _ in token.top] == best.tolist()
-    assert [logprob for _, logprob in token.top] == pytest.approx(logprobs[best].tolist(), abs=1e-5)
-    assert token.top[0] == (token.token, token.logprob)
-
-
-def test_log_probabilities_that_nobody_wants_are_not_sent_and_those_of_others_stay_the_same():
-    def logprobs(*generates):
-        driven, found = Driven(mixes=True), {}
-        driven.arrive(*generates)
-        driven.run()
-        for _peer, message in driven.wire.sent:
-            for token in message.tokens:
-                found.setdefault(token.id, []).append((token.logprob, token.top))
-        return found
-
-    wanted, spared = Generate(1, [1, 2], 8, top_n_tokens=2), Generate(2, [3], 8, logprobs=False)
-    together = logprobs(wanted, spared)
-    assert together[1] == logprobs(wanted)[1]
-    assert together[2] == logprobs(spared)[2] == [(None, [])] * len(together[2])
-
-
-@on_every_engine
-def test_log_probabilities_of_a_prompt_are_those_of_the_whole_prompt_however_it_is_cut(engine):
-    driven = Driven(max_batch_prefill_tokens=7, **engine)
-    driven.arrive(Generate(1, [1], 30, ignore_eos=True))
-    driven.step()
-    driven.arrive(Generate(2, LONG, 4, top_n_tokens=2, prompt_logprobs=True), Generate(3, LONG, 4, top_n_tokens=2))
-    driven.run()
-    assert driven.tokens[2] == driven.tokens[3] == greedy(LONG, 4)
-    rows = np.stack([next_logits(LONG[:n]) for n in range(1, len(LONG))]).astype(np.float64)
-    rows -= np.log(np.exp(rows).sum(1, keepdims=True))
-    prompt = driven.prompts[2]
-    assert prompt.logprobs == pytest.approx([row[token] for row, token in zip(rows, LONG[1:])], abs=1e-5)
-    assert [[token for token, _ in top] for top in prompt.top] == np.argsort(-rows)[:, :2].tolist()
-    assert (driven.prompts[3].logprobs, driven.prompts[3].top) == ([], [])
-
-
-def test_a_prompt_comes_with_the_time_that_it_waited_for_a_slot(monkeypatch):
-    monkeypatch.setattr(time, "monotonic", lambda: 100.0)
-    driven = Driven(batch_size=1)
-    driven.arrive(Generate(1, [1, 2], 2, sent_at=98.5))
-    driven.run()
-    assert driven.prompts[1].queued_s == 1.5
-
-
-# Limits, cancels and web processes
-
-
-def test_the_status_has_room_for_a_new_request_before_the_answer_of_the_last_one_is_sent():
-    driven, full = Driven(max_concurrent_requests=1), []
-    send = driven.wire.send
-    driven.wire.send = lambda *message: (full.append(driven.wire.status.full), send(*message))
-    driven.arrive(Generate(1, [1], 3, ignore_eos=True))
-    driven.run()
-    assert full == [True, True, False] and driven.ends == {1: "length"}
-
-
-def test_the_requests_of_an_http_request_are_accepted_together_up_to_the_limit_or_not_at_all():
-    driven = Driven(max_concurrent_requests=4)
-    driven.arrive(Generate(1, [1], 3))
-    driven.arrive(SubmitRequests([Generate(i, [1], 3) for i in (2, 3, 4, 5)]))
-    driven.arrive(SubmitRequests([Generate(i, [1], 3) for i in (6, 7, 8)]))
-    driven.run()
-    assert {i for i, end in driven.ends.items() if end == "overloaded"} == {2, 3, 4, 5}
-    assert set(driven.tokens) == {1, 6, 7, 8}
-
-
-@pytest.mark.parametrize(
-    ("engine", "prompt", "turns"),
-    [("whole", [1], 0), ("whole", [1], 1), ("whole", [1], 3), ("chunks", LONG, 2), ("mixes", LONG, 2)],
-    ids=["waiting", "after its prompt", "generating", "in its prompt", "in its prompt, mixed"],
-)
-@pytest.mark.parametrize("how", ["cancel", "web process gone"])
-def test_a_cancelled_request_frees_its_slot_or_its_place_in_the_queue_at_once(engine, prompt, turns, how):
-    driven = Driven(batch_size=2, max_batch_prefill_tokens=4, **ENGINES[engine])
-    driven.arrive(Generate(1, [1, 2], 30, ignore_eos=True), peer=b"other")
-    driven.step()
-    driven.arrive(Generate(2, prompt, 30, ignore_eos=True))
-    driven.step(turns)
-    driven.arrive(Cancel(2, "client disconnected") if how == "cancel" else PeerLost())
-    driven.arrive(Generate(3, [3, 4], 8), peer=b"other")
-    driven.worker.receive()
-    assert driven.worker.scheduler.busy == 1
-    driven.run()
-    assert driven.ends == {2: "cancelled", 1: "length", 3: driven.ends[3]}
-    assert driven.tokens[3] == greedy([3, 4], 8)
-
-
-def test_a_request_that_is_cancelled_during_a_step_is_not_in_the_next_one():
-    driven = Driven(batch_size=4)
-    driven.arrive(*(Generate(i, [i], 5) for i in (1, 2, 3)))
-    driven.each_call(lambda _chunks: driven.arrive(Cancel(2, "client disconnected")))
-    driven.run()
-    assert driven.ends[2] == "cancelled" and not driven.tokens[2]
-    assert [driven.tokens[i] for i in (1, 3)] == [greedy([i], 5) for i in (1, 3)]
-
-
-def test_a_cancel_for_a_request_that_is_unknown_or_over_has_no_effect():
-    driven = Driven()
-    driven.arrive(Cancel(99, "never there"), Generate(1, [1], 5), Cancel(1, "first"), Cancel(1, "second"))
-    driven.run()
-    assert driven.ends == {1: "cancelled"}
-
-
-@on_every_engine
-def test_a_request_that_waited_longer_than_max_queue_time_is_refused_while_a_prompt_runs(engine, monkeypatch):
-    now = [100.0]
-    monkeypatch.setattr(time, "monotonic", lambda: now[0])
-    driven = Driven(batch_size=2, max_batch_prefill_tokens=2, max_queue_time_s=10, **engine)
-    driven.arrive(Generate(1, [1], 30, ignore_eos=True))
-    driven.step()
-    same_http_request = SubmitRequests([Generate(2, LONG, 4), Generate(3, LONG, 4)])
-    driven.arrive(same_http_request, Generate(4, [4], 4))
-    driven.step()
-    now[0] = 109.0
-    driven.arrive(Generate(5, [5], 4))
-    driven.step()
-    now[0] = 111.0
-    driven.step()
-    assert driven.ends == {4: "overloaded"}
-    driven.run()
-    for i, prompt in (2, LONG), (3, LONG), (5, [5]):
-        assert driven.tokens[i] == greedy(prompt, 4)
 
 
 def test_connected_is_logged_once_every_web_process_is_ready(tmp_path, monkeypatch, caplog):
@@ -392,31 +207,6 @@ def test_a_lost_device_ends_the_requests_of_the_step_and_then_the_loop():
     assert driven.ends == {1: "failed"}
 
 
-def test_logits_that_are_not_a_number_end_that_request_alone():
-    driven = Driven()
-    driven.arrive(Generate(1, [1, 2], 8), Generate(2, [3], 8, ignore_eos=True))
-    driven.step(3)
-    driven.model.nan_slots = {1}
-    driven.run()
-    assert driven.ends[2] == "failed"
-    assert driven.tokens[1] == greedy([1, 2], 8)
-
-
-@pytest.mark.parametrize(
-    ("error", "message"),
-    [(sampling.SamplingError("no token is left"), "no token is left"), (KeyError(3), "the next token could not be sampled")],
-)
-def test_a_row_that_cannot_be_sampled_ends_that_request_alone_and_internal_errors_are_not_shown(error, message, monkeypatch):
-    driven, sample = Driven(), sampling.sample
-    driven.arrive(Generate(1, [1, 2], 8), Generate(2, [3], 8, ignore_eos=True))
-    driven.step(3)
-    monkeypatch.setattr(sampling, "sample", lambda *a: [error if i == 1 else t for i, t in enumerate(sample(*a))])
-    driven.run()
-    assert [m.message for _peer, m in driven.wire.sent if isinstance(m, End)] == [message]
-    assert driven.ends[2] == "failed"
-    assert driven.tokens[1] == greedy([1, 2], 8)
-
-
 @pytest.mark.parametrize("what", ["sample", "logprobs"])
 def test_when_no_row_can_be_sampled_or_scored_what_runs_ends_and_the_loop_goes_on(what, monkeypatch):
     driven = Driven(batch_size=2)
@@ -427,75 +217,6 @@ def test_when_no_row_can_be_sampled_or_scored_what_runs_ends_and_the_loop_goes_o
     monkeypatch.undo()
     driven.run()
     assert driven.ends == {1: "failed", 2: "failed", 3: "length"}
-
-
-@pytest.mark.parametrize("failing_at", range(1, 9))  # the last is the token that ends the request
-@pytest.mark.parametrize("lag", [0, 1])
-def test_a_token_that_cannot_be_published_ends_that_request_alone_and_once(failing_at, lag, monkeypatch):
-    driven, logprobs, calls = Driven(), sampling.logprobs, []
-    driven.output_thread.lag = lag
-    driven.arrive(Generate(1, [1, 2], 8), Generate(2, [3], 8, top_n_tokens=1, ignore_eos=True))
-
-    def fails_once(logits, tokens, top_n, maxima):
-        found = logprobs(logits, tokens, top_n, maxima)
-        if 1 in top_n:
-            calls.append(top_n)
-            if len(calls) == failing_at:
-                found[top_n.index(1)] = RuntimeError("on purpose")
-        return found
-
-    monkeypatch.setattr(sampling, "logprobs", fails_once)
-    driven.run()
-    assert driven.ends[2] == "failed"
-    assert len(driven.tokens[2]) == failing_at - 1
-    assert driven.tokens[1] == greedy([1, 2], 8)
-
-
-@pytest.mark.parametrize("most", [1, 8])
-@on_every_engine
-def test_a_prompt_that_cannot_be_scored_ends_that_request_alone(engine, most, monkeypatch):
-    driven, logprobs = Driven(max_batch_prefill_tokens=4, **engine), sampling.logprobs
-    driven.arrive(Generate(1, [1, 2], 8, logprobs=False))
-    driven.step()
-    failed = RuntimeError("on purpose")
-    monkeypatch.setattr(sampling, "logprobs", lambda *a: [failed] * len(logprobs(*a)))
-    driven.arrive(Generate(2, LONG, most, prompt_logprobs=True))
-    driven.run()
-    assert driven.ends[2] == "failed" and not driven.tokens[2]
-    assert driven.tokens[1] == greedy([1, 2], 8)
-
-
-def test_a_request_that_cannot_be_run_ends_alone():
-    driven = Driven()
-    impossible = Generate(1, [1], 8, sampling=Sampling(seed=2**64))
-    driven.arrive(SubmitRequests([impossible, Generate(2, [2], 8)]))
-    driven.run()
-    assert driven.ends[1] == "failed" and not driven.tokens[1]
-    assert driven.tokens[2] == greedy([2], 8)
-
-
-# A device that samples
-
-
-def test_a_device_that_samples_gets_the_parameters_before_each_prompt_and_gives_no_log_probabilities():
-    driven = Driven(batch_size=2, sampling="device")
-    sampled = Sampling(seed=7, top_k=5, top_p=0.5, temperature=2.0)
-    driven.arrive(Generate(1, [1, 2], 8), Generate(2, [3], 8, sampling=sampled), Generate(3, [4, 5], 8))
-    driven.step(2)
-    assert driven.model.device_sampling == {0: (1, 1.0, 1.0), 1: (5, 0.5, 2.0)}
-    driven.run()
-    assert [driven.tokens[i] for i in (1, 3)] == [greedy([1, 2], 8), greedy([4, 5], 8)]
-    assert {token.logprob for _peer, message in driven.wire.sent for token in message.tokens} == {None}
-
-
-def test_an_id_from_the_device_that_is_no_token_ends_that_request_alone():
-    driven = Driven(sampling="device")
-    driven.arrive(Generate(1, [1, 2], 8), Generate(2, [3], 8, ignore_eos=True))
-    driven.step(3)
-    driven.model.nan_slots = {1}
-    driven.run()
-    assert driven.ends[2] == "failed"
-    assert driven.tokens[1] == greedy([1, 2], 8)
 
 
 # Progress, draining and stopping

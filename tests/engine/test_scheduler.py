@@ -105,6 +105,18 @@ def test_a_request_ends_at_an_eos_token_or_at_its_length_and_its_slot_is_free_fo
     assert step.requests == [follower] and follower.slot == 0
 
 
+def test_a_step_may_give_several_tokens_and_those_behind_an_end_do_not_count():
+    scheduler = Scheduler(slots=3, **MIXED)
+    goes_on, eos, length = added(scheduler, request(3), request(3, eos_token_ids={EOS}), request(3, 2))
+    tokens = [[OTHER, 8], [OTHER, EOS, OTHER], [OTHER, 8, 9]]
+
+    assert scheduler.update(scheduler.next(0.0), tokens) == [None, "eos_token", "length"]
+
+    assert tokens == [[OTHER, 8], [OTHER, EOS], [OTHER, 8]]
+    assert [each.generated for each in (goes_on, eos, length)] == [2, 2, 2]
+    assert scheduler.next(0.0).chunks == [(goes_on.slot, (8,), 4, False)]
+
+
 def test_removing_is_idempotent_and_a_token_for_a_removed_request_is_ignored():
     scheduler = Scheduler(slots=2, **MIXED)
     leaves, stays = running(scheduler, 2)

@@ -1,15 +1,17 @@
-"""How long a step may take before the device counts as stuck, and what a failed step says."""
+"""One step of the device: tokens for each request or an error, and how long it may take."""
 
 import numpy as np
 import pytest
-from fakes.model import FakeModel, next_logits
+from fakes.model import FakeModel, greedy, next_logits
+from loop import Driven
 
+from engine import sampling
 from engine.requests import Request
 from engine.sampling import RowSampler
 from engine.scheduler import Limits, Scheduler
 from engine.step import StepRunner, StepTimer
 from models.base import DeviceLost
-from protocol import Generate, Sampling
+from protocol import End, Generate, Sampling
 
 
 def scheduled(*prompts):
@@ -29,14 +31,6 @@ def test_a_step_gives_a_list_of_tokens_for_each_request():
     assert (output.errors, output.failure) == ({}, None)
 
 
-def test_a_row_that_fails_has_a_message_and_no_token():
-    model = FakeModel(mixes=True)
-    model.nan_slots = {1}
-    output = StepRunner(model).run(scheduled([1, 2], [3, 9], [4, 8]))
-    assert [len(tokens) for tokens in output.tokens] == [1, 0, 1]
-    assert output.errors == {1: "the model's output is not a number"}
-
-
 @pytest.mark.parametrize("error", [RuntimeError("on purpose"), DeviceLost("gone")])
 def test_a_step_that_fails_has_a_message_for_every_request(error):
     model = FakeModel(mixes=True)
@@ -53,6 +47,62 @@ def test_logits_are_kept_only_while_somebody_wants_log_probabilities():
     for request, like in zip(spared, step.requests):
         request.sampler = like.sampler
     assert StepRunner(FakeModel(mixes=True)).run(step._replace(requests=spared)).logits is None
+
+
+def test_a_prefix_that_cannot_be_copied_ends_the_worker_instead_of_giving_wrong_text(monkeypatch):
+    driven = Driven(batch_size=3, mixes=True, prefix_step=1, copies_prefixes=True)
+    driven.arrive(Generate(1, list(range(1, 20)), 15, ignore_eos=True))
+    driven.step()
+    monkeypatch.setattr(driven.model, "copy_prefix", lambda *_: 1 / 0)
+    driven.arrive(Generate(2, list(range(1, 20)), 5))
+    with pytest.raises(DeviceLost, match="a prefix cannot be copied"):
+        driven.step()
+
+
+def test_logits_that_are_not_a_number_end_that_request_alone():
+    driven = Driven()
+    driven.arrive(Generate(1, [1, 2], 8), Generate(2, [3], 8, ignore_eos=True))
+    driven.step(3)
+    driven.model.nan_slots = {1}
+    driven.run()
+    assert driven.ends[2] == "failed"
+    assert driven.tokens[1] == greedy([1, 2], 8)
+
+
+@pytest.mark.parametrize(
+    ("error", "message"),
+    [(sampling.SamplingError("no token is left"), "no token is left"), (KeyError(3), "the next token could not be sampled")],
+)
+def test_a_row_that_cannot_be_sampled_ends_that_request_alone_and_internal_errors_are_not_shown(error, message, monkeypatch):
+    driven, sample = Driven(), sampling.sample
+    driven.arrive(Generate(1, [1, 2], 8), Generate(2, [3], 8, ignore_eos=True))
+    driven.step(3)
+    monkeypatch.setattr(sampling, "sample", lambda *a: [error if i == 1 else t for i, t in enumerate(sample(*a))])
+    driven.run()
+    assert [m.message for _peer, m in driven.wire.sent if isinstance(m, End)] == [message]
+    assert driven.ends[2] == "failed"
+    assert driven.tokens[1] == greedy([1, 2], 8)
+
+
+def test_a_device_that_samples_gets_the_parameters_before_each_prompt_and_gives_no_log_probabilities():
+    driven = Driven(batch_size=2, sampling="device")
+    sampled = Sampling(seed=7, top_k=5, top_p=0.5, temperature=2.0)
+    driven.arrive(Generate(1, [1, 2], 8), Generate(2, [3], 8, sampling=sampled), Generate(3, [4, 5], 8))
+    driven.step(2)
+    assert driven.model.device_sampling == {0: (1, 1.0, 1.0), 1: (5, 0.5, 2.0)}
+    driven.run()
+    assert [driven.tokens[i] for i in (1, 3)] == [greedy([1, 2], 8), greedy([4, 5], 8)]
+    assert {token.logprob for _peer, message in driven.wire.sent for token in message.tokens} == {None}
+
+
+def test_an_id_from_the_device_that_is_no_token_ends_that_request_alone():
+    driven = Driven(sampling="device")
+    driven.arrive(Generate(1, [1, 2], 8), Generate(2, [3], 8, ignore_eos=True))
+    driven.step(3)
+    driven.model.nan_slots = {1}
+    driven.run()
+    assert driven.ends[2] == "failed"
+    assert driven.tokens[1] == greedy([1, 2], 8)
 
 
 def test_the_limit_of_a_step_follows_the_typical_duration():
