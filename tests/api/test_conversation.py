@@ -22,7 +22,7 @@ def prompt_of(*messages):
         ([{"role": "system", "content": "Be brief"}, USER], "s:Be brief;u:Hi;a:"),
         ([{"role": "user", "content": [{"type": "text", "text": "H"}, {"type": "text", "text": "i"}]}], "u:Hi;a:"),
         ([{"role": "user", "content": []}], "u:;a:"),
-        ([{"role": "function", "content": "a", "name": "n", "tool_calls": None, "refusal": None}], "f:a;a:"),
+        ([{"role": "function", "content": "a", "name": "n", "tool_calls": None, "refusal": None}], "f:an;a:"),
         ([{"role": "tool", "content": "a", "tool_call_id": "1"}], "t:a1;a:"),
         ([{"role": "ipython", "content": "a"}], "i:a;a:"),  # the template has the word in quotes
         ([USER, ASSISTANT], "u:Hi;a:Well"),  # which is continued

@@ -159,16 +159,17 @@ NOT = {"not": {"type": "string"}}  # no mask can say this
 NATIVE = {"inputs": "Hi", "parameters": {"grammar": {"type": "json", "value": NOT}}}
 CHAT = {"messages": [{"role": "user", "content": "Hi"}], "response_format": {"type": "json_object", "schema": NOT}}
 COMPLETION = {"prompt": "Hi", "guided_json": NOT}
+RESPONSE = {"input": "Hi", "stream": True, "text": {"format": {"type": "json_schema", "schema": NOT}}}
 
 
 @pytest.mark.parametrize(
     ("path", "body", "name"),
     [
-        *((path, NATIVE, "grammar.value") for path in ("/generate", "/generate_stream", "/invocations")),
+        ("/generate", NATIVE, "grammar.value"),
         ("/", NATIVE | {"stream": True}, "grammar.value"),
-        *((path, CHAT | {"stream": True}, "response_format.schema") for path in ("/v1/chat/completions", "/invocations")),
-        *((path, COMPLETION | {"stream": True}, "guided_json") for path in ("/v1/completions", "/invocations")),
-        ("/vertex", {"instances": [NATIVE]}, "grammar.value"),
+        ("/v1/chat/completions", CHAT | {"stream": True}, "response_format.schema"),
+        ("/v1/completions", COMPLETION | {"stream": True}, "guided_json"),
+        ("/v1/responses", RESPONSE, "text.format.schema"),
         ("/vertex", {"instances": [CHAT]}, "response_format.schema"),
     ],
 )

@@ -165,12 +165,6 @@ def test_a_request_asks_for_what_a_chat_asks_for(fields, chat):
 
 
 REFUSED = {
-    "store": True,
-    "previous_response_id": "resp_1",
-    "conversation": "conv_1",
-    "background": True,
-    "prompt": {"id": "pmpt_1"},
-    "max_tool_calls": 2,
     "truncation": "auto",
     "top_logprobs": 99,
     "max_output_tokens": 0,
