@@ -34,6 +34,7 @@ def test_a_body_that_is_too_large_is_refused_whole(served):
     refused = served.post("/generate", {"inputs": "a" * most})
     assert refused.status_code == 413 and str(most) in refused.json["error"]
     fits = json.dumps(SMALL).encode()
+    assert served.post("/generate", fits.ljust(most + 1)).status_code == 413
     for excess in (1, 1000):
         assert chunked(served, io.BytesIO(fits.ljust(most + excess))).status_code == 413
     assert chunked(served, io.BytesIO(fits.ljust(most))).status_code == 200

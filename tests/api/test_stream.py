@@ -51,9 +51,11 @@ def test_a_failure_in_the_middle_of_a_stream_is_its_last_event(served, route, bo
 def test_a_bug_in_the_middle_of_a_stream_is_an_event_and_ends_that_stream_alone(served, monkeypatch, caplog):
     with monkeypatch.context() as patched:
         patched.setattr(NativeAnswer, "events", lambda *_: 1 / 0)
-        *_, last = events(served.post("/generate_stream", {"inputs": "Hello", "parameters": {"max_new_tokens": 5}}))
+        with served.post("/generate_stream", NATIVE) as response:
+            *_, last = events(response)
     assert last["error_type"] == "internal"
     assert "ZeroDivisionError" in caplog.text
+    served.wait_for_count("tgi_request_failure_total,generation", 1)
     assert served.post("/generate", {"inputs": "Hello"}).status_code == 200
 
 
