@@ -82,7 +82,7 @@ class Worker:
         self._web_processes = parts.web_processes
         self._ready_web_processes: set[int] = set()
         self.metrics.set_limits(model.batch_size, model.max_input_tokens, model.max_total_tokens)
-        self.metrics.watch(self)
+        self.metrics.watch(self.load)
 
     @property
     def draining(self) -> bool:

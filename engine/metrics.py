@@ -10,8 +10,7 @@ from __future__ import annotations
 
 import itertools
 import operator
-from collections.abc import Mapping
-from typing import Protocol
+from collections.abc import Callable, Iterable, Mapping
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Summary
 from prometheus_client.utils import floatToGoString
@@ -22,7 +21,7 @@ from protocol import RequestStats
 
 METHODS = ("prefill", "decode")
 FAILURES = ("overloaded", "validation", "incomplete", "template", "generation", "dropped")
-HTTP_ERRORS = (
+HTTP_ERRORS = [
     "400",
     "401",
     "404",
@@ -38,7 +37,7 @@ HTTP_ERRORS = (
     "500",
     "501",
     "503",
-)
+]
 REASONS = ("backpressure", "wait_exceeded")
 
 # (class, name without "tgi_", help, label name, the label's values that are there from the start)
@@ -117,18 +116,11 @@ METRICS = (
 DURATION_BUCKETS = list(itertools.accumulate([0.0001] + [1.5] * 35, operator.mul))[1:]
 
 
-class Loaded(Protocol):
-    """Something that is busy to some degree."""
-
-    def load(self) -> Mapping[str, float]:
-        """The present values of gauges, by their names without "tgi_". Called on the thread that renders."""
-
-
 class Metrics:
     """Everything that /metrics shows. May be used from any thread."""
 
     def __init__(self):
-        self._worker: Loaded | None = None
+        self._load: Callable[[], Mapping[str, float]] = dict
         self._tokens_at = 0.0  # when running requests last gained a token
         self._registry = CollectorRegistry()
         self._metrics: dict[str, Counter | Gauge | Histogram | Summary] = {}
@@ -154,9 +146,10 @@ class Metrics:
         ):
             self._add(Histogram, name, about, buckets=[longest / 100 * (i + 1) for i in range(100)])
 
-    def watch(self, worker: Loaded) -> None:
-        """Shows the load of the worker from now on."""
-        self._worker = worker
+    def watch(self, load: Callable[[], Mapping[str, float]]) -> None:
+        """Shows from now on what `load` returns: values of gauges by their names without "tgi_", as they are
+        when the metrics are rendered, on that thread."""
+        self._load = load
 
     def record(self, stats: RequestStats) -> None:
         """Counts an HTTP request that is over."""
@@ -226,7 +219,7 @@ class Metrics:
 
     def render(self) -> bytes:
         """Prometheus' text format. Not the library's own, because TGI's counters do not end in `_total`."""
-        for name, value in self._worker.load().items() if self._worker else ():
+        for name, value in self._load().items():
             self.series(name).set(value)
         lines = []
         for metric in self._registry.collect():
@@ -241,7 +234,7 @@ class Metrics:
         return "".join(f"{line}\n" for line in lines).encode()
 
     def _add(
-        self, kind, name: str, about: str, label: str | None = None, values: tuple[str, ...] = (), **options
+        self, kind, name: str, about: str, label: str | None = None, values: Iterable[str] = (), **options
     ) -> None:
         if kind is Histogram and "buckets" not in options:
             options["buckets"] = range(1, 1025) if name == "batch_next_size" else DURATION_BUCKETS

@@ -91,7 +91,10 @@ class Publisher:
             message = messages[request.peer]
             if i >= output.step.rows:
                 message.prompts.append(_prompt_of(request))
-            message.tokens.extend(_tokens_of(request, tokens, logprobs.get(i), output.finish_reasons[i]))
+            rows = logprobs.get(i) or [(None, [])] * len(tokens)
+            reasons = [None] * (len(tokens) - 1) + [output.finish_reasons[i]]
+            for token, row, reason in zip(tokens, rows, reasons):
+                message.tokens.append(Token(request.id, token, *row, reason))
             request.has_ended = output.finish_reasons[i] is not None
         for peer, message in messages.items():
             self._link.send(peer, message)
@@ -114,16 +117,6 @@ def _prompt_of(request: Request) -> Prompt:
         logprobs=request.prompt_logprobs,
         top=request.prompt_top,
     )
-
-
-def _tokens_of(
-    request: Request, tokens: list[int], logprobs: list[RowLogprobs] | None, finish_reason: str | None
-) -> list[Token]:
-    """The last one says how the request ends."""
-    reasons = [None] * (len(tokens) - 1) + [finish_reason]
-    if logprobs is None:
-        return [Token(request.id, token, None, [], reason) for token, reason in zip(tokens, reasons)]
-    return [Token(request.id, token, *row, reason) for token, row, reason in zip(tokens, logprobs, reasons)]
 
 
 def logprobs_of(output: StepOutput) -> dict[int, list[RowLogprobs]]:
