@@ -8,22 +8,15 @@ from api.errors import ApiError, in_shape, openai_error, tgi_error
 from api.stream import end_error
 
 TOO_LARGE = "Failed to buffer the request body: length limit exceeded (at most 2000 bytes; --payload-limit raises it)"
-NOT_READY = {"error": "The model cannot take requests now: loading", "error_type": "unavailable", "phase": "loading"}
+LOADING = "The model cannot take requests now: loading"
+FAILED = "Request failed during generation: oh"
 ERRORS = [  # the error, its status, when to come again, TGI's body, OpenAI's type and code, the outcome in the metrics
     (errors.invalid("a", "b"), 422, None, "Input validation error: `a` b", "validation", "invalid_request_error", "validation"),
     (errors.too_large(2000), 413, None, TOO_LARGE, "validation", "invalid_request_error", "validation"),
     (errors.overloaded(), 429, 1, "Model is overloaded", "overloaded", "rate_limit_error", "overloaded"),
     (errors.internal(), 500, None, "Internal server error", "internal", "server_error", "generation"),
-    (errors.not_ready("loading"), 503, 5, NOT_READY["error"], "unavailable", "server_error", "generation"),
-    (
-        end_error("failed", "it broke"),
-        424,
-        None,
-        "Request failed during generation: it broke",
-        "generation",
-        "server_error",
-        "generation",
-    ),
+    (errors.not_ready("loading"), 503, 5, LOADING, "unavailable", "server_error", "generation"),
+    (end_error("failed", "oh"), 424, None, FAILED, "generation", "server_error", "generation"),
     (end_error("cancelled"), 500, None, "Incomplete generation", "incomplete_generation", "server_error", "incomplete"),
     (end_error("overloaded"), 429, 1, "Model is overloaded", "overloaded", "rate_limit_error", "overloaded"),
     (end_error("dead"), 503, 5, "The model cannot take requests now: dead", "unavailable", "server_error", "generation"),

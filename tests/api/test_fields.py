@@ -41,14 +41,11 @@ def read(kind, **given):
     "body",
     [
         b"",
-        b" ",
         b"{",
-        b'{"inputs":"a"',
         b'{"inputs":"a",}',
         b'{"inputs":"a"} b',
         b"{'inputs':'a'}",
         b'{"inputs":"a\nb"}',
-        b'{"inputs":"a\x00b"}',
         b'{"inputs":"\xff"}',
         b'{"inputs":"\xed\xa0\x80"}',
         b'{"inputs":"\\ud800"}',
@@ -56,7 +53,6 @@ def read(kind, **given):
         b'{"inputs":"\\x41"}',
         b'\xef\xbb\xbf{"inputs":"a"}',
         b'{"inputs":"a","parameters":{"temperature":NaN}}',
-        b'{"inputs":"a","parameters":{"temperature":-Infinity}}',
         b'{"inputs":"a","parameters":{"temperature":01}}',
         b'{"inputs":"a","unknown":' + b"[" * 100_000,
         b'{"inputs":"a","unknown":' + b"[" * 100_000 + b"]" * 100_000 + b"}",
@@ -225,10 +221,8 @@ def test_a_wrong_type_is_refused_before_a_wrong_value_and_an_unknown_name():
 NEEDS_HOST = [  # dialect, field, what does nothing and so is taken, what is refused
     ("native", "seed", [None, 5], []),  # a greedy text needs no seed
     ("native", "repetition_penalty", [None, 1, 1.0], [0.9, 1.2]),
-    ("native", "frequency_penalty", [None, 0, -0.0], [0.1, -2]),
     ("native", "typical_p", [None, 1, 1.0], [0.95]),
     ("native", "top_n_tokens", [None, 0], [1, 5]),
-    ("native", "best_of", [None, 0, 1], []),
     ("native", "min_p", [None, 0, 0.0], [0.05]),
     ("sampled", "seed", [None], [0, 5]),
     ("sampled", "best_of", [None, 1], [2, 3]),
@@ -240,10 +234,8 @@ NEEDS_HOST = [  # dialect, field, what does nothing and so is taken, what is ref
     ("chat", "logit_bias", [None, {}, {"5": 0}], [{"5": 1}, {"5": 0, "6": -1}]),
     ("chat", "min_tokens", [None, 0], [1]),
     ("greedy chat", "seed", [None, 5], []),
-    ("greedy chat", "frequency_penalty", [0], [1]),
     ("completion", "logprobs", [None], [0, 1]),
     ("completion", "best_of", [None, 1], [2]),
-    ("completion", "repetition_penalty", [1], [1.1]),
     ("responses", "top_logprobs", [None, 0], [1]),
 ]
 

@@ -21,7 +21,7 @@ from text.reader import Reading
 BODY = {"input": "Hi", "max_output_tokens": 12, "temperature": 0}
 WEATHER = {"type": "function", "name": "weather", "parameters": {"type": "object"}, "strict": True}
 NESTED = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}, "strict": True}}
-SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
+SCHEMA = {"name": "x", "schema": {"type": "object", "properties": {"a": {"type": "integer"}}}, "strict": True}
 CALL = {"type": "function_call", "call_id": "call_1", "name": "weather", "arguments": '{"city":"Oslo"}', "id": "fc_1"}
 
 
@@ -99,8 +99,11 @@ OUTPUT = {"type": "function_call_output", "output": "sun"}
 FUNCTION = {"name": "weather", "arguments": '{"city":"Oslo"}'}
 CALLS_OF = {name: {"id": name, "type": "function", "function": FUNCTION} for name in ("call_1", "call_2")}
 SYSTEM = {"role": "system", "content": "Be brief"}
-ALLOWED = {"mode": "required", "tools": [{"type": "function", "function": {"name": "weather"}}]}
-NAMED_SCHEMA = {"name": "x", "schema": SCHEMA, "strict": True}
+TOOLS = {"tools": [WEATHER]}
+NESTED_TOOLS = {"tools": [NESTED]}
+NAMED = {"type": "function", "function": {"name": "weather"}}
+ALLOWED = {"mode": "required", "tools": [WEATHER]}
+NESTED_ALLOWED = {"type": "allowed_tools", "allowed_tools": {"mode": "required", "tools": [NAMED]}}
 CHATS = [  # a request, and the chat that it is
     ({"input": "Hi"}, {"messages": [USER]}),
     ({"input": "Hi", "instructions": "Be brief"}, {"messages": [SYSTEM, USER]}),
@@ -134,19 +137,13 @@ CHATS = [  # a request, and the chat that it is
         },
     ),
     ({"input": [CALL]}, {"messages": [{"role": "assistant", "tool_calls": [CALLS_OF["call_1"]]}]}),
-    ({"tools": [WEATHER], "parallel_tool_calls": False}, {"tools": [NESTED], "parallel_tool_calls": False}),
+    (TOOLS | {"parallel_tool_calls": False}, NESTED_TOOLS | {"parallel_tool_calls": False}),
+    (TOOLS | {"tool_choice": {"type": "function", "name": "weather"}}, NESTED_TOOLS | {"tool_choice": NAMED}),
+    (TOOLS | {"tool_choice": ALLOWED | {"type": "allowed_tools"}}, NESTED_TOOLS | {"tool_choice": NESTED_ALLOWED}),
+    (TOOLS | {"tool_choice": "required"}, NESTED_TOOLS | {"tool_choice": "required"}),
     (
-        {"tools": [WEATHER], "tool_choice": {"type": "function", "name": "weather"}},
-        {"tools": [NESTED], "tool_choice": {"type": "function", "function": {"name": "weather"}}},
-    ),
-    (
-        {"tools": [WEATHER], "tool_choice": {"type": "allowed_tools", "mode": "required", "tools": [WEATHER]}},
-        {"tools": [NESTED], "tool_choice": {"type": "allowed_tools", "allowed_tools": ALLOWED}},
-    ),
-    ({"tools": [WEATHER], "tool_choice": "required"}, {"tools": [NESTED], "tool_choice": "required"}),
-    (
-        {"text": {"format": {"type": "json_schema", **NAMED_SCHEMA}, "verbosity": "low"}},
-        {"response_format": {"type": "json_schema", "json_schema": NAMED_SCHEMA}},
+        {"text": {"format": {"type": "json_schema", **SCHEMA}}},
+        {"response_format": {"type": "json_schema", "json_schema": SCHEMA}},
     ),
     ({"text": {"format": {"type": "json_object"}}}, {"response_format": {"type": "json_object"}}),
     ({"text": {"format": {"type": "text"}}}, {}),
