@@ -17,16 +17,11 @@ from models.base import ModelError, first_line, named, progress_logged, reported
 
 METADATA = ["*.json", "*.model", "*.jinja", "*.txt"]
 SAFETENSORS = ("*.safetensors",)
-SPLIT_WEIGHTS = (
-    "pytorch_model.bin"  # a folder with a file for each tensor: save_pretrained_split of transformers-neuronx
-)
-WEIGHTS = (
-    *SAFETENSORS,
-    f"{SPLIT_WEIGHTS}/*",
-    "pytorch_model*.bin",
-)  # in this order; the latter two are pickled
+# A folder with a file for each tensor: save_pretrained_split of transformers-neuronx.
+SPLIT_WEIGHTS = "pytorch_model.bin"
+# In this order; the latter two are pickled.
+WEIGHTS = (*SAFETENSORS, f"{SPLIT_WEIGHTS}/*", "pytorch_model*.bin")
 OTHER_FORMATS = ["*/*", "consolidated*"]  # subfolders and other names hold the same weights in other formats
-TOKENS = ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "HUGGINGFACE_HUB_TOKEN", "HF_API_TOKEN")  # of the hub
 STATUSES = {
     401: "the hub does not know the token: give a valid one in HF_TOKEN, or none for a public model",
     403: "the hub denies access: give a token with read access in HF_TOKEN",
@@ -73,9 +68,8 @@ def _download(config: Config, model_id: str, revision: str | None, patterns: Seq
     from huggingface_hub import snapshot_download
 
     _quiet_hub_library()
-    has_token = os.environ.get("HF_TOKEN") or os.environ.get(
-        "HUGGING_FACE_HUB_TOKEN"
-    )  # which the library reads itself
+    # The library reads these itself; HF_API_TOKEN is TGI's older name.
+    has_token = os.environ.get("HF_TOKEN") or os.environ.get("HUGGING_FACE_HUB_TOKEN")
     with (
         reported_as(f"{model_id} cannot be downloaded", lambda error: _explain(error, revision)),
         progress_logged(f"downloading {model_id}"),
@@ -83,7 +77,7 @@ def _download(config: Config, model_id: str, revision: str | None, patterns: Seq
         folder = snapshot_download(
             model_id,
             revision=revision,
-            token=None if has_token else os.environ.get("HF_API_TOKEN") or None,  # TGI's older name
+            token=None if has_token else os.environ.get("HF_API_TOKEN") or None,
             cache_dir=config.huggingface_hub_cache,
             allow_patterns=patterns,
             ignore_patterns=None if all("/" in pattern for pattern in patterns) else OTHER_FORMATS,
@@ -102,6 +96,17 @@ def _quiet_hub_library() -> None:
     library.setLevel(logging.ERROR)
 
 
+# What the hub's errors mean, by their names in huggingface_hub.errors.
+REASONS = {
+    "OfflineModeIsEnabled": "{not_cached}, and HF_HUB_OFFLINE is set; unset it, or give a local folder",
+    "HFValidationError": "--model-id (MODEL_ID) is neither a folder nor a hub id: {cause}",
+    "GatedRepoError": "it is gated: request access on its page, and give a token of that account in HF_TOKEN",
+    "RepositoryNotFoundError": "the hub has no such model: check the spelling of --model-id (MODEL_ID); if it is "
+    "private, give a token with read access in HF_TOKEN",
+    "RevisionNotFoundError": "it has no branch, tag or commit {revision!r}: check --revision (REVISION)",
+}
+
+
 def _explain(error: BaseException, revision: str | None) -> str:
     """Why a download failed and what would help, for anything that huggingface_hub 0.36 or 2.x raises."""
     from huggingface_hub import errors
@@ -110,19 +115,12 @@ def _explain(error: BaseException, revision: str | None) -> str:
     if isinstance(error, errors.LocalEntryNotFoundError) and isinstance(error.__cause__, Exception):
         cause = error.__cause__  # what kept the library from asking the hub, so that it looked into its cache
     status = getattr(getattr(cause, "response", None), "status_code", None)
-    not_cached = (
-        "its copy in the cache is incomplete" if hasattr(error, "snapshot_path") else "it is not in the cache"
-    )
-    for kind, reason in {
-        errors.HFValidationError: f"--model-id (MODEL_ID) is neither a folder nor a hub id: {first_line(cause)}",
-        errors.OfflineModeIsEnabled: f"{not_cached}, and HF_HUB_OFFLINE is set; unset it, or give a local folder",
-        errors.GatedRepoError: "it is gated: request access on its page, and give a token of that account in HF_TOKEN",
-        errors.RepositoryNotFoundError: "the hub has no such model: check the spelling of --model-id (MODEL_ID); if it is "
-        "private, give a token with read access in HF_TOKEN",
-        errors.RevisionNotFoundError: f"it has no branch, tag or commit {revision!r}: check --revision (REVISION)",
-    }.items():
-        if isinstance(cause, kind):
-            return reason
+    not_cached = "it is not in the cache"
+    if hasattr(error, "snapshot_path"):
+        not_cached = "its copy in the cache is incomplete"
+    for kind, reason in REASONS.items():
+        if isinstance(cause, getattr(errors, kind)):
+            return reason.format(not_cached=not_cached, cause=first_line(cause), revision=revision)
     if status:
         return STATUSES.get(status) or f"the hub answers with status {status}: try again later"
     if isinstance(cause, OSError) and cause.filename:

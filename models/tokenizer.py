@@ -1,8 +1,8 @@
 """The folder with a model's `tokenizer.json`: the model's own, or one converted from a slow or sentencepiece tokenizer.
 
-The web side reads `tokenizer.json` and nothing else. A conversion needs transformers, so it runs in a child process, once: the
-result is kept in the model cache. Each tokenizer is tried out in a child process of the text layer, too, within limits of time
-and memory. Knows nothing of chat templates.
+The web side reads `tokenizer.json` and nothing else. A conversion needs transformers, so it runs in a child
+process, once: the result is kept in the model cache. A child process of the text layer tries each tokenizer out,
+so that a broken one ends the start with one line. Knows nothing of chat templates.
 
     python -m models.tokenizer FOLDER TARGET     writes TARGET/tokenizer.json
 """
@@ -10,27 +10,22 @@ and memory. Knows nothing of chat templates.
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
-import tempfile
 from pathlib import Path
 from typing import NamedTuple
 
 from config import Config
-from manifest import read_json
 from models.base import ModelError, reported_as
 from models.cache import ModelCache, tokenizer_key, write_entry
-from models.fetch import TOKENS
 from run import HERE, ConfigError
 
-CONVERSION_S, CHECK_S = 900, 120  # the check of one with 262,000 tokens takes 6 s
-CHECK_BYTES = 4_000_000_000  # of address space; that of 262,000 tokens takes a tenth
+TIMEOUT_S = 900
 SLOW = ("tokenizer.model", "vocab.json", "spiece.model")
 
 
 class TokenizerFacts(NamedTuple):
-    """A model's tokenizer, and what `text.py` finds out about it."""
+    """A model's tokenizer, and what `text/tokenizer.py` finds out about it."""
 
     folder: Path
     eos_token_ids: list[int]  # that it names
@@ -48,58 +43,39 @@ def tokenizer_folder(config: Config, folder: Path, scratch: Path) -> Path:
         )
 
     def convert(target: Path) -> None:
-        command = [sys.executable, "-m", "models.tokenizer", str(folder.absolute()), str(target)]
-        _output(command, f"the tokenizer of {folder} ({slow}) cannot be converted: ", CONVERSION_S)
+        arguments = ["models.tokenizer", str(folder.absolute()), str(target)]
+        _output(arguments, f"the tokenizer of {folder} ({slow}) cannot be converted: ")
         write_entry(target, {"from": folder.name})
 
     return ModelCache(config).find_or_add(tokenizer_key(folder), convert, scratch)
 
 
 def check_tokenizer(config: Config, folder: Path, scratch: Path) -> TokenizerFacts:
-    """Finds or converts the tokenizer of a model, and has `text.py` try it out. Raises ConfigError, for one that takes too much
-    time or memory too."""
+    """Finds or converts the tokenizer of a model, and has `text/tokenizer.py` try it out. Raises ConfigError."""
     tokenizer_dir = tokenizer_folder(config, folder, scratch)
-    given = [config.tokenizer_config_path] if config.tokenizer_config_path else []
-    command = [sys.executable, "-m", "text.tokenizer", str(folder), str(tokenizer_dir), *given]
-    return TokenizerFacts(tokenizer_dir, **json.loads(_output(command, "", CHECK_S, CHECK_BYTES)))
+    arguments = ["text.tokenizer", str(folder), str(tokenizer_dir)]
+    if config.tokenizer_config_path:
+        arguments.append(config.tokenizer_config_path)
+    return TokenizerFacts(tokenizer_dir, **json.loads(_output(arguments, "")))
 
 
-def _output(command: list[str], failure: str, seconds: int, memory: int | None = None) -> str:
-    """What a child process prints, which has no access to the hub. Raises ConfigError: `failure`, and its last line or the
-    limit that it exceeds."""
-    # One heap and one thread: each takes a part of the address space, however little of it is used.
-    environment = os.environ | {"MALLOC_ARENA_MAX": "1", "RAYON_NUM_THREADS": "1"}
-    environment = {name: value for name, value in environment.items() if name not in TOKENS}
-    limited = ["sh", "-c", 'ulimit -v "$0" 2>/dev/null; exec "$@"', str(memory // 1024)] if memory else []
+def _output(arguments: list[str], failure: str) -> str:
+    """What a module prints in a child process. Raises ConfigError: `failure`, and its last line."""
+    command = [sys.executable, "-m", *arguments]
     try:
-        done = subprocess.run(
-            [*limited, *command], capture_output=True, text=True, cwd=HERE, env=environment, timeout=seconds
-        )
+        done = subprocess.run(command, capture_output=True, text=True, cwd=HERE, timeout=TIMEOUT_S)
     except subprocess.TimeoutExpired:
-        raise ConfigError(
-            f"{failure}the tokenizer needs more than {seconds} s, so it cannot be served"
-        ) from None
-    if not done.returncode:
-        return done.stdout
-    reason = (done.stderr.strip().splitlines() or ["no reason given"])[-1]
-    if memory and (done.returncode < 0 or "MemoryError" in reason):
-        reason = f"the tokenizer needs more than {memory / 1e9:g} GB of memory, so it cannot be served"
-    raise ConfigError(f"{failure}{reason}")
+        raise ConfigError(f"{failure}the tokenizer needs more than {TIMEOUT_S} s") from None
+    if done.returncode:
+        raise ConfigError(failure + (done.stderr.strip().splitlines() or ["no reason given"])[-1])
+    return done.stdout
 
 
 def main(folder: Path, target: Path) -> None:
     import transformers
 
-    with reported_as(f"{folder} cannot be read for its tokenizer"), tempfile.TemporaryDirectory() as view:
-        for path in folder.iterdir():
-            (Path(view) / path.name).symlink_to(path.absolute())
-        written = read_json(folder / "tokenizer_config.json")
-        if named := {name for name in written if name.endswith("_file") or name in ("vocab", "merges")}:
-            # Files by paths of their own, which may be anywhere: transformers would make tokens of their lines.
-            (Path(view) / "tokenizer_config.json").unlink()
-            kept = {name: value for name, value in written.items() if name not in named}
-            (Path(view) / "tokenizer_config.json").write_text(json.dumps(kept))
-        tokenizer = transformers.AutoTokenizer.from_pretrained(view, trust_remote_code=False)
+    with reported_as(f"{folder} cannot be read for its tokenizer"):
+        tokenizer = transformers.AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
         tokenizer.backend_tokenizer.save(str(target / "tokenizer.json"))
 
 

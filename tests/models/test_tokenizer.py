@@ -1,6 +1,7 @@
-"""A model's tokenizer.json: its own, or one converted once and kept."""
+"""A model's tokenizer.json: its own, or one converted once and kept; and which ones are refused at a start."""
 
 import json
+import shutil
 import subprocess
 from pathlib import Path
 
@@ -8,12 +9,13 @@ import pytest
 import tiny_models
 import tiny_tokenizers
 import transformers
+from processes import Server
 from tokenizers import Tokenizer
 
 import models.tokenizer
-from config import Config
+from config import DEMO_MODEL, Config
 from models.base import ModelError
-from models.tokenizer import tokenizer_folder
+from models.tokenizer import check_tokenizer, tokenizer_folder
 from run import ConfigError
 
 pytestmark = pytest.mark.models
@@ -24,7 +26,9 @@ RUN = subprocess.run
 def in_this_process(monkeypatch):
     """Conversions cost no child process, where transformers is imported anew; one test runs a real one."""
 
-    def run(command, **_):
+    def run(command, **options):
+        if "text.tokenizer" in command:
+            return RUN(command, **options)
         try:
             models.tokenizer.main(*map(Path, command[-2:]))
         except ModelError as error:
@@ -108,17 +112,6 @@ def test_code_that_comes_with_a_tokenizer_is_not_run(tmp_path, config):
     assert not ran.exists()
 
 
-def test_no_file_outside_of_the_folder_becomes_tokens(tmp_path, config):
-    secret, folder = tmp_path / "secret", tmp_path / "model"
-    secret.write_text("a-secret\n")
-    folder.mkdir()
-    (folder / "config.json").write_text('{"model_type": "bert"}')
-    (folder / "vocab.json").write_text("{}")
-    names = dict.fromkeys(("vocab_file", "vocab", "tokenizer_file"), str(secret))
-    (folder / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "BertTokenizer"} | names))
-    assert "a-secret" not in converted(config, folder, tmp_path).to_str()
-
-
 def test_a_folder_without_any_tokenizer_is_refused_with_what_is_missing(tmp_path, config):
     with pytest.raises(ConfigError, match=r"holds no tokenizer \(tokenizer\.json, or .*tokenizer\.model, vocab\.json\)"):
         tokenizer_folder(config, tmp_path, tmp_path)
@@ -131,3 +124,33 @@ def test_a_tokenizer_that_cannot_be_converted_is_refused_in_one_line(tmp_path, c
     with pytest.raises(ConfigError, match=r"\(tokenizer\.model\) cannot be converted: .*cannot be read for its") as refused:
         tokenizer_folder(config, tmp_path, tmp_path)
     assert "\n" not in str(refused.value)
+
+
+def test_the_check_finds_the_largest_id_of_ordinary_text(tmp_path, config):
+    tokenizer = tiny_tokenizers.byte_level()
+    tokenizer.add_special_tokens(["<never in text>"])
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    most = tokenizer.token_to_id("<never in text>")
+    assert 90 < check_tokenizer(config, tmp_path, tmp_path).largest_id < most
+
+
+def test_a_broken_tokenizer_is_refused_in_one_line(tmp_path, config):
+    (tmp_path / "tokenizer.json").write_text("{}")
+    with pytest.raises(ConfigError, match=r"tokenizer\.json") as refused:
+        check_tokenizer(config, tmp_path, tmp_path)
+    assert "\n" not in str(refused.value)
+
+
+@pytest.mark.processes
+def test_a_tokenizer_whose_tokens_the_model_does_not_have_is_refused(tmp_path, monkeypatch):
+    monkeypatch.undo()
+    folder = tmp_path / "model"
+    shutil.copytree(DEMO_MODEL, folder)
+    written = json.loads(Tokenizer.from_file(str(folder / "tokenizer.json")).to_str())
+    vocabulary = written["model"]["vocab"]
+    written["model"]["vocab"] = {token: i + 10**6 * token.isalnum() for token, i in vocabulary.items()}
+    (folder / "tokenizer.json").write_text(json.dumps(written))
+    with Server("--model-id", str(folder)) as server:
+        assert server.wait_exit() == 2
+        assert f"the tokenizer in {folder} makes the token 100" in server.log
+        assert "of ordinary text, and the vocabulary of the model has the tokens 0 to " in server.log
