@@ -136,7 +136,7 @@ class ErrorAnswers:
         self._process = process
 
     def api_error(self, error: ApiError) -> Response:
-        shape = error.shape or routes.error_shape(request.endpoint, request.path)
+        shape = error.shape or g.get("error_shape") or routes.error_shape(request.endpoint, request.path)
         response = server.json_response(shape(error))
         response.status_code = error.status
         if error.retry_after_s is not None:

@@ -140,6 +140,7 @@ class Server:
                 raise errors.overloaded()
 
     def _answer(self, answer: Answer, prompts: list[Prompt], deadline_s: float | None = None) -> Response:
+        g.error_shape = answer.error_shape
         with in_shape(answer.error_shape):
             self._check_grammars(prompts)
             generation = self._start(answer, prompts, self.config.response_deadline or deadline_s)
