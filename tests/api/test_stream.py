@@ -140,7 +140,8 @@ def test_a_client_that_announced_its_last_request_may_close_its_sending_side(ser
 
 
 @pytest.mark.parametrize("first_event", [False, True])
-def test_a_disconnect_is_counted_as_dropped_also_before_the_first_event(served, first_event):
+def test_a_disconnect_is_counted_as_dropped_and_ends_the_request_also_before_the_first_event(served, first_event, caplog):
+    caplog.set_level("INFO")
     served.model.may_decode.clear()
     response = served.post("/generate_stream", {"inputs": "Hello"}, buffered=False)
     if first_event:
@@ -150,6 +151,9 @@ def test_a_disconnect_is_counted_as_dropped_also_before_the_first_event(served, 
     seen = served.counts()
     assert (seen["tgi_request_failure_total,dropped"], seen["tgi_request_count_total"]) == (1, 1)
     served.model.may_decode.set()
+    served.assert_idle()
+    (finished,) = [record.fields for record in caplog.records if record.message == "request finished"]
+    assert finished["finish_reason"] == "client_disconnected"
 
 
 # Headers

@@ -213,3 +213,11 @@ def test_calls_follow_thinking():
     assert (whole.reasoning, whole.content, calls_of(whole)) == ("Bern?", "", BOTH)
     failed = Reading(use(), "inside").whole("Bern?</think>\n\n<tool_call>")
     assert failed == ("<tool_call>", "Bern?", [])
+
+
+@pytest.mark.parametrize("name", ["hermes", "llama3_json", "mistral"])
+def test_an_answer_whose_last_call_is_sent_and_does_not_end_is_not_one_of_calls(name):
+    text = WRITTEN[name]
+    reader = Reading(use(name)).reader()
+    read(reader, text[: text.rindex("}")])
+    assert reader.failed and not reader.has_calls
