@@ -23,7 +23,7 @@ from tokenizers import Tokenizer  # noqa: E402
 
 from config import Config  # noqa: E402
 from manifest import Manifest  # noqa: E402
-from models import openvino_model as cpu  # noqa: E402
+from models import openvino_model  # noqa: E402
 from models.base import Chunk, ModelError  # noqa: E402
 
 TOKENS, WINDOW = 2048, 512
@@ -67,7 +67,7 @@ def main() -> None:
     for dtype, quantize in KINDS:
         config = Config(model_id=str(given.model_id), dtype=dtype, quantize=quantize, max_total_tokens=WINDOW + 1)
         try:
-            model = cpu.load(config.with_manifest(manifest), given.model_id, lambda phase: None)
+            model = openvino_model.load(config.with_manifest(manifest), given.model_id, manifest, lambda phase: None)
         except ModelError as error:
             print(f"{quantize or dtype:10} {error}")
             continue

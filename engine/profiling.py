@@ -69,8 +69,7 @@ class Profiler:
     def start(self, model: StaticBatchModel) -> None:
         """Begins with the model's next call."""
         if model.engine == "torch":
-            start = getattr(model, "start_profile", None) or model.profile
-            start(f"{self._prefix}-torch.json", *self._skipped, self._steps)
+            model.start_profile(f"{self._prefix}-torch.json", *self._skipped, self._steps)
 
     def record(self, output: StepOutput, publish_begin: float, publish_end: float) -> None:
         """Takes the times of a step. Called on the output thread."""

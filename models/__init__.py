@@ -1,8 +1,9 @@
-"""Models behind one interface (`base.py`): CPUs through OpenVINO, Neuron devices through transformers-neuronx, plain torch.
+"""Models behind one interface (`base.py`): CPUs through OpenVINO, Neuron devices through
+transformers-neuronx, plain torch.
 
-Only the modules of this package import torch, transformers, openvino or transformers_neuronx. This file reads what a model
-folder says, picks the engine that serves it on this machine, and decides every setting that was left open.
-"""
+Only the modules of this package import torch, transformers, openvino or transformers_neuronx. This file reads
+what a model folder says, picks the engine that serves it on this machine, and decides every setting that was
+left open."""
 
 from __future__ import annotations
 
@@ -39,8 +40,13 @@ class Prepared:
     device: str  # "cpu", "cuda" or "neuron"
     folder: Path  # of the model, with everything but its weights
     sha: str | None  # its commit on the hub; None: a local folder
-    eos_token_ids: tuple[int, ...]  # that config.json and generation_config.json name
+    manifest: Manifest
     build: Build | None = None  # on Neuron: what to compile or to load
+
+    @property
+    def eos_token_ids(self) -> tuple[int, ...]:
+        """Those that config.json and generation_config.json name."""
+        return self.manifest.eos_token_ids
 
     def fetch_weights(self) -> None:
         """Downloads the weights of a model on the hub. Raises ModelError."""
@@ -50,8 +56,8 @@ class Prepared:
             fetch_weights(self.config, self.folder, SAFETENSORS)
 
     def load(self, announce: Callable[[str], None]) -> StaticBatchModel:
-        """The model, ready to run. Calls `announce` with the name of a long phase, such as "compiling". Raises ConfigError or
-        ModelError."""
+        """The model, ready to run. Calls `announce` with the name of a long phase, such as "compiling".
+        Raises ConfigError or ModelError."""
         # One engine alone is imported: Neuron's needs another version of transformers than torch's.
         if self.build:
             from models.neuron import NeuronModel
@@ -60,7 +66,7 @@ class Prepared:
         if self.device == "cpu":
             from models.openvino_model import load
 
-            return load(self.config, self.folder, announce)
+            return load(self.config, self.folder, self.manifest, announce)
         from models.torch_model import TorchModel
 
         return TorchModel(self.config, self.folder, self.device)
@@ -78,13 +84,13 @@ def prepare(config: Config) -> Prepared:
         from models.neuron_build import Build
 
         build = Build.decide(config, folder, manifest)
-        return Prepared(build.config, device, folder, sha, manifest.eos_token_ids, build)
+        return Prepared(build.config, device, folder, sha, manifest, build)
     _refuse_neuron_settings(config, device)
     if manifest.is_compiled:
         raise ModelError(
             f"{config.model_name} is compiled for Neuron, and this server runs on {device}; give its checkpoint"
         )
-    return Prepared(config.with_manifest(manifest), device, folder, sha, manifest.eos_token_ids)
+    return Prepared(config.with_manifest(manifest), device, folder, sha, manifest)
 
 
 def _refuse_neuron_settings(config: Config, device: str) -> None:

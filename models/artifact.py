@@ -1,11 +1,11 @@
-"""Compiled programs on disk: what they were compiled for, where they are kept, and whether they match the settings.
+"""Compiled programs on disk: what they were compiled for, where they are kept, and whether they match the
+settings.
 
-A compiled model is a folder: `config.json` with a `neuron` section, tokenizer files, `compiled/` with the programs, and
-`checkpoint/` with the weights, or the hub id to download them by. `compile` writes such folders; `with_programs` refuses
-settings that contradict one. optimum-neuron wrote such folders, too: only their values and weights are used. The programs that
-`serve` compiles itself are kept in a `Cache`, which names the values that differ where it holds none that fit. Imports neither
-torch nor transformers-neuronx.
-"""
+A compiled model is a folder: `config.json` with a `neuron` section, tokenizer files, `compiled/` with the
+programs, and `checkpoint/` with the weights, or the hub id to download them by. `compile` writes such
+folders; `with_programs` refuses settings that contradict one. optimum-neuron wrote such folders, too: only
+their values and weights are used. The programs that `serve` compiles itself are kept in a `Cache`, which
+names the values that differ where it holds none that fit. Imports neither torch nor transformers-neuronx."""
 
 from __future__ import annotations
 
@@ -42,8 +42,9 @@ VOLATILE = ("_name_or_path", "architectures", "transformers_version", "torch_dty
 
 
 def buckets(limit: int, given: Sequence[int] | None = None, flag: str = "") -> tuple[int, ...]:
-    """The lengths that programs are compiled for: `given`, or powers of two from 128, as the library chooses; always with
-    `limit` itself. A prompt or sequence runs in the smallest that holds it. Raises ConfigError for buckets above the limit."""
+    """The lengths that programs are compiled for: `given`, or powers of two from 128, as the library chooses;
+    always with `limit` itself. A prompt or sequence runs in the smallest that holds it. Raises ConfigError
+    for buckets above the limit."""
     given = [128 << n for n in range(limit.bit_length()) if 128 << n < limit] if given is None else given
     if max(given, default=0) > limit:
         raise ConfigError(f"{flag} {max(given)} is more than the limit of {limit} tokens; leave it out")
@@ -59,7 +60,8 @@ Counts = Annotated[tuple[Count, ...], msgspec.Meta(min_length=1)]
 
 @dataclass(frozen=True)
 class Programs:
-    """The values that a set of programs was compiled for, and runs with. `compile` writes them as a `neuron` section."""
+    """The values that a set of programs was compiled for, and runs with. `compile` writes them as a `neuron`
+    section."""
 
     batch_size: Count  # slots
     tp_degree: Count
@@ -88,8 +90,8 @@ class Programs:
 
 @dataclass(frozen=True)
 class Optimum:
-    """What optimum-neuron compiled a model for. The library does not find its programs: their names are hashes of graphs that
-    another version of the library built, with other options."""
+    """What optimum-neuron compiled a model for. The library does not find its programs: their names are
+    hashes of graphs that another version of the library built, with other options."""
 
     batch_size: Count
     sequence_length: Count
@@ -122,9 +124,8 @@ class Artifact(NamedTuple):
     def of(cls, config_json: Mapping[str, Any], source: Path) -> Artifact | None:
         """What the object in `source`, a config.json, says; None where it is not that of a compiled model.
 
-        Raises ConfigError for a section that is incomplete, or holds a value or a field that is not known here: it may change
-        what the programs compute.
-        """
+        Raises ConfigError for a section that is incomplete, or holds a value or a field that is not known
+        here: it may change what the programs compute."""
         section = config_json.get("neuron")
         if section is None:
             return None
@@ -164,8 +165,8 @@ def with_optimum(config: Config, optimum: Optimum) -> Config:
 def with_programs(config: Config, programs: Programs, name: str) -> Config:
     """`config` with every value that was left open taken from `programs`, of the model `name`.
 
-    Raises ConfigError, naming both values, for a setting that the programs do not support. Smaller limits are supported.
-    """
+    Raises ConfigError, naming both values, for a setting that the programs do not support. Smaller limits are
+    supported."""
     slots, total, longest = programs.batch_size, programs.max_total_tokens, programs.max_input_tokens
     remedy = "leave it out, or compile it again"
     for setting, limit in {
@@ -211,7 +212,8 @@ def _shown(value: Any) -> str:
 
 
 def check_compiler(programs: Programs, installed: str, name: str) -> None:
-    """Raises ConfigError, with both versions, for programs of a newer compiler: they do not run on an older runtime."""
+    """Raises ConfigError, with both versions, for programs of a newer compiler: they do not run on an older
+    runtime."""
     compiler = programs.compiler_version
     newest, available = (
         [int(n) for n in re.findall(r"\d+", v.partition("+")[0])] for v in (compiler, installed)
@@ -231,8 +233,8 @@ class Cache:
 
     @classmethod
     def here(cls, size_gb: float, environ: Mapping[str, str] = os.environ) -> Cache | None:
-        """None when NEURON_COMPILE_CACHE_URL is not a local folder: only the compiler can look there. Raises ConfigError where
-        other users may write into the folder."""
+        """None when NEURON_COMPILE_CACHE_URL is not a local folder: only the compiler can look there. Raises
+        ConfigError where other users may write into the folder."""
         url = urlsplit(environ.get("NEURON_COMPILE_CACHE_URL", "").strip() or CACHE)
         if url.scheme not in ("", "file"):
             return None
@@ -242,7 +244,8 @@ class Cache:
 
     @contextlib.contextmanager
     def locked(self, model: str, programs: Programs, is_shared: bool) -> Iterator[None]:
-        """Holds the lock of an entry, shared to load it, or alone to make it; none where the cache cannot be written."""
+        """Holds the lock of an entry, shared to load it, or alone to make it; none where the cache cannot be
+        written."""
         with contextlib.ExitStack() as stack:
             with contextlib.suppress(OSError):
                 lock = self._entry(model, programs).with_suffix(".lock")
@@ -288,8 +291,8 @@ class Cache:
     def add(
         self, model: str, programs: Programs, save: Callable[[str], None], refuses_chunks: bool = False
     ) -> Path:
-        """Keeps what `save` writes into a folder. `refuses_chunks`: without the program of prompt chunks, which the compiler
-        refused. Raises OSError on failure; an incomplete entry is never found."""
+        """Keeps what `save` writes into a folder. `refuses_chunks`: without the program of prompt chunks,
+        which the compiler refused. Raises OSError on failure; an incomplete entry is never found."""
         entry = self._entry(model, programs)
         with renamed_when_complete(entry) as new:
             save(str(new))

@@ -1,8 +1,9 @@
-"""The interface between the worker and a model: a fixed number of slots, each with its own positions in one KV cache.
+"""The interface between the worker and a model: a fixed number of slots, each with its own positions in one
+KV cache.
 
-`models.prepare` picks the implementation; each one raises `ModelError` with the reason in one line for what it cannot serve.
-A model knows slots, tokens and positions. It knows no requests, and of sampling only what a device does itself.
-"""
+`models.prepare` picks the implementation; each one raises `ModelError` with the reason in one line for what
+it cannot serve. A model knows slots, tokens and positions. It knows no requests, and of sampling only what a
+device does itself."""
 
 from __future__ import annotations
 
@@ -18,6 +19,8 @@ import numpy as np
 logger = logging.getLogger("model")
 
 PROGRESS_S = 30.0
+# Largest difference of a logit from that of transformers, as a share of the largest logit (at least 1).
+TOLERANCE = {"float32": 1e-3, "bfloat16": 0.05, "float16": 0.05, "int8": 0.25, "int4": 0.5}
 
 
 class ModelError(Exception):
@@ -29,7 +32,8 @@ class DeviceLost(Exception):
 
 
 class Chunk(NamedTuple):
-    """The next tokens of one slot: a prompt, a part of one, or the last generated token (a decode step's row)."""
+    """The next tokens of one slot: a prompt, a part of one, or the last generated token (a decode step's
+    row)."""
 
     slot: int
     tokens: Sequence[int]
@@ -43,8 +47,9 @@ class SampledIds(NamedTuple):
     ids: np.ndarray  # int64 [len(chunks)]; an id may be outside of the vocabulary
 
 
-# Logits are float32 [rows, vocab], or uint16 [rows, vocab]: the bit patterns of bfloat16, which numpy has no type for. They
-# may be a transposed view (transformers-neuronx leaves [vocab, rows] in memory); `sampling.py` reads both orders.
+# Logits are float32 [rows, vocab], or uint16 [rows, vocab]: the bit patterns of bfloat16, which numpy has no
+# type for. They may be a transposed view (transformers-neuronx leaves [vocab, rows] in memory); `sampling.py`
+# reads both orders.
 Logits = np.ndarray
 
 
@@ -60,41 +65,41 @@ class StaticBatchModel(Protocol):
     max_input_tokens: int  # longest prompt
     vocab_size: int
     gives_prompt_logits: bool  # whether `Chunk.keep_all` is supported
-    sampling: (
-        str  # "host"; "device": `forward` returns SampledIds, and `set_sampling` comes before each prompt
-    )
-    mixes: bool  # one call may hold any mix of chunks; else either rows of one token each, or a single prompt chunk
+    # "host", or "device": `forward` returns SampledIds, and `set_sampling` comes before each prompt.
+    sampling: str
+    # One call may hold any mix of chunks; else either rows of one token each, or a single prompt chunk.
+    mixes: bool
     prefill_chunk: int | None  # longest prompt chunk in tokens; None: a prompt runs whole
-    prefix_step: (
-        int | None
-    )  # a prompt may continue what its slot holds at multiples of this position; None: nowhere
+    # A prompt may continue what its slot holds at multiples of this position; None: nowhere.
+    prefix_step: int | None
     copies_prefixes: bool  # whether `copy_prefix` is supported
-    prompt_budget: (
-        int | None
-    )  # prompt tokens beside running requests, unless configured; None: the scheduler's constant
+    # Prompt tokens beside running requests, unless configured; None: the scheduler's constant.
+    prompt_budget: int | None
 
     def forward(self, chunks: Sequence[Chunk]) -> Logits | SampledIds:
-        """Runs the chunks, at most one a slot, and extends the KV cache of their slots; no other slot changes.
+        """Runs the chunks, at most one a slot, and extends the KV cache of their slots; no other slot
+        changes.
 
-        Where `prefix_step` is set, a slot holds what ran in it until other tokens run at these positions: a prompt may begin
-        behind what it has in common with the slot's last one. (On Neuron up to rounding, see NeuronModel.)
-        Returns one row of logits a chunk, after its last token, in the order of `chunks`; a chunk with `keep_all` has one row
-        a token. The result stays as it is when `forward` is called again. A row depends on its own slot alone, to the last
-        bit: not on the other chunks, and not on how a prompt was cut into chunks where the scheduler follows `mixes` and
-        `prefill_chunk`. Every slot with a live sequence must be in each call of one-token rows where `mixes` is false.
-        Raises DeviceLost when the process must be restarted; any other exception leaves the model usable.
-        """
+        Where `prefix_step` is set, a slot holds what ran in it until other tokens run at these positions: a
+        prompt may begin behind what it has in common with the slot's last one. (On Neuron up to rounding, see
+        NeuronModel.) Returns one row of logits a chunk, after its last token, in the order of `chunks`; a
+        chunk with `keep_all` has one row a token. The result stays as it is when `forward` is called again. A
+        row depends on its own slot alone, to the last bit: not on the other chunks, and not on how a prompt
+        was cut into chunks where the scheduler follows `mixes` and `prefill_chunk`. Every slot with a live
+        sequence must be in each call of one-token rows where `mixes` is false. Raises DeviceLost when the
+        process must be restarted; any other exception leaves the model usable."""
 
     def copy_prefix(self, source: int, target: int, tokens: int) -> None:
         """Copies what slot `source` holds of its first `tokens` positions to slot `target`."""
 
     def set_sampling(self, slot: int, top_k: int, top_p: float, temperature: float) -> None:
-        """How the device samples for `slot` from its next prompt on. Only where `sampling` is "device". top_k 1 is greedy,
-        0 is off."""
+        """How the device samples for `slot` from its next prompt on. Only where `sampling` is "device". top_k
+        1 is greedy, 0 is off."""
 
 
 def check_length(model: str, limit: int | None, length: int) -> None:
-    """Raises ModelError for slots longer than the length from which a model's positions depend on the longest sequence."""
+    """Raises ModelError for slots longer than the length from which a model's positions depend on the longest
+    sequence."""
     if limit and length > limit:
         raise ModelError(
             f"{model} stretches its positions beyond {limit} tokens; give --max-total-tokens {limit} or less"
@@ -115,7 +120,8 @@ def named(error: BaseException) -> str:
 
 @contextlib.contextmanager
 def reported_as(failure: str, explain: Callable[[BaseException], str] = named) -> Iterator[None]:
-    """Turns any exception into a ModelError of one line: `failure`, then what `explain` makes of the exception."""
+    """Turns any exception into a ModelError of one line: `failure`, then what `explain` makes of the
+    exception."""
     try:
         yield
     except ModelError:
@@ -128,7 +134,8 @@ def reported_as(failure: str, explain: Callable[[BaseException], str] = named) -
 @contextlib.contextmanager
 def progress_logged(what: str) -> Iterator[None]:
     """Logs every PROGRESS_S seconds that `what` is still running."""
-    done, started_at = threading.Event(), time.monotonic()
+    done = threading.Event()
+    started_at = time.monotonic()
 
     def log_progress() -> None:
         while not done.wait(PROGRESS_S):

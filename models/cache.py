@@ -1,8 +1,9 @@
 """The cache of converted models and tokenizers (`--model-cache`), and the child process that converts them.
 
-An entry is a folder named by a key: a hash of everything its contents depend on. It is written beside its final place and
-renamed, so an entry that can be seen is complete. `cpu.py` and `tokenizer.py` look for an entry before they convert.
-This file does not know what is in an entry but its `entry.json`, and imports neither numpy nor torch.
+An entry is a folder named by a key: a hash of everything its contents depend on. It is written beside its
+final place and renamed, so an entry that can be seen is complete. `openvino_model.py` and `tokenizer.py` look for an
+entry before they convert. This file does not know what is in an entry but its `entry.json`, and imports
+neither numpy nor torch.
 
     FOLDER/model-<key>/        entry.json, and model.xml and model.bin of OpenVINO where the model converts
     FOLDER/tokenizer-<key>/    entry.json, tokenizer.json
@@ -28,27 +29,30 @@ from pathlib import Path
 from typing import Any
 
 from config import VERSION, Config
-from manifest import read_json
+from manifest import Manifest
 from run import HERE, ConfigError, check_private
 
 logger = logging.getLogger("model")
 
 ENTRY = "entry.json"
 TEMPORARY = ".neuron-textgen-"  # beginning of the names of unfinished folders and their locks
-HASHED_BYTES = 64_000_000  # a larger file is identified by its size and modification time: hashing weights would take seconds
-CANNOT_SERVE, CANNOT_WRITE = (
-    2,
-    3,
-)  # exit codes of the child process, its reason in the last line of its output
-# To be raised with any change of what a conversion writes, or of how it is read: entries of another one are not used.
+# A larger file is identified by its size and modification time: hashing weights would take seconds.
+HASHED_BYTES = 64_000_000
+# Exit codes of the child process, its reason in the last line of its output.
+CANNOT_SERVE = 2
+CANNOT_WRITE = 3
+# To be raised with any change of what a conversion writes, or of how it is read: entries of another one are
+# not used.
 CONVERTER = 1
 
 
 class ModelCache:
-    """The folder of entries, at most `model_cache_size` GB of them. Raises ConfigError where others may write into it."""
+    """The folder of entries, at most `model_cache_size` GB of them. Raises ConfigError where others may write
+    into it."""
 
     def __init__(self, config: Config):
-        self.folder, self._size_gb = Path(config.model_cache).expanduser().absolute(), config.model_cache_size
+        self.folder = Path(config.model_cache).expanduser().absolute()
+        self._size_gb = config.model_cache_size
         check_private(self.folder, f"--model-cache {config.model_cache} (MODEL_CACHE)")
 
     def find(self, key: str) -> Path | None:
@@ -63,8 +67,9 @@ class ModelCache:
         shutil.rmtree(self.folder / key, ignore_errors=True)
 
     def find_or_add(self, key: str | None, convert: Callable[[Path], None], scratch: Path) -> Path:
-        """The folder of an entry, which `convert` fills where there is none; `scratch` where the cache cannot be written, or
-        where `key` is None. Of several processes one converts, and the others wait. Raises whatever `convert` raises."""
+        """The folder of an entry, which `convert` fills where there is none; `scratch` where the cache cannot
+        be written, or where `key` is None. Of several processes one converts, and the others wait. Raises
+        whatever `convert` raises."""
         reason: object = "its code comes from another repository, which may change at any time"
         try:
             if key:
@@ -89,8 +94,8 @@ class ModelCache:
 
 @contextlib.contextmanager
 def locked(path: Path, doing: str, is_shared: bool = False) -> Iterator[None]:
-    """Holds the lock file of a cache, or of an entry, which `evict` then leaves alone. `doing` is for the log: what the process
-    that holds the lock does in that folder. Raises OSError."""
+    """Holds the lock file of a cache, or of an entry, which `evict` then leaves alone. `doing` is for the
+    log: what the process that holds the lock does in that folder. Raises OSError."""
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     kind = fcntl.LOCK_SH if is_shared else fcntl.LOCK_EX
     with open(path, "w") as lock:
@@ -109,8 +114,8 @@ def mark_used(record: Path) -> None:
 
 
 def evict(records: Iterable[Path], size_gb: float, setting: str) -> None:
-    """Removes the least recently used entries, each the folder of a record, until the rest fit into `size_gb`. The newest,
-    which was just made, always stays, and so do those whose lock is held."""
+    """Removes the least recently used entries, each the folder of a record, until the rest fit into
+    `size_gb`. The newest, which was just made, always stays, and so do those whose lock is held."""
     entries = []  # time of the last use, folder, bytes
     for record in records:
         with contextlib.suppress(FileNotFoundError):  # another process has just removed it
@@ -127,8 +132,8 @@ def evict(records: Iterable[Path], size_gb: float, setting: str) -> None:
 
 @contextlib.contextmanager
 def renamed_when_complete(target: Path) -> Iterator[Path]:
-    """A temporary folder that replaces `target` at the end: half a model would be taken for a whole one. Removes what killed
-    processes left there. Raises OSError."""
+    """A temporary folder that replaces `target` at the end: half a model would be taken for a whole one.
+    Removes what killed processes left there. Raises OSError."""
     target.parent.mkdir(parents=True, exist_ok=True)
     for folder in target.parent.glob(f"{TEMPORARY}*.new"):
         with _lock_if_free(folder.with_suffix(".lock")) as is_free:
@@ -162,20 +167,21 @@ def _lock_if_free(path: Path) -> Iterator[bool]:
         yield is_free
 
 
-def model_key(config: Config, folder: Path) -> str | None:
-    """Names the entry of a checkpoint; None where its code comes from another repository, which may change at any time.
+def model_key(config: Config, folder: Path, manifest: Manifest) -> str | None:
+    """Names the entry of a checkpoint; None where its code comes from another repository, which may change at
+    any time.
 
-    The CPU is not part of the key: an entry holds a portable graph, which OpenVINO compiles at every start."""
-    code = read_json(folder / "config.json").get("auto_map") if config.trust_remote_code else None
+    The CPU is not part of the key: an entry holds a portable graph, which OpenVINO compiles at every
+    start."""
+    code = manifest.config_json.get("auto_map") if config.trust_remote_code else None
     if "--" in json.dumps(code):  # "owner/name--module.Class"
         return None
     checkpoint = [folder.name, config.model_id]  # a commit of a hub model
     if config.is_local:
         checkpoint = _identify(folder, ("config.json", "*.safetensors*", "*.py"))
     versions = [installed(package) for package in ("openvino", "transformers", "torch", "nncf")]
-    return (
-        f"model-{digest([checkpoint, config.dtype, config.quantize, code is not None, versions, CONVERTER])}"
-    )
+    depends_on = [checkpoint, config.dtype, config.quantize, code is not None, versions, CONVERTER]
+    return f"model-{digest(depends_on)}"
 
 
 def tokenizer_key(folder: Path) -> str:
@@ -187,8 +193,8 @@ def tokenizer_key(folder: Path) -> str:
 def run_converter(arguments: list[str], config: Config) -> None:
     """Runs `models.convert` in a child process, so that what it imports and loads is gone when it is done.
 
-    Raises ConfigError for what cannot be served at all, OSError where the child cannot write, RuntimeError where it dies.
-    """
+    Raises ConfigError for what cannot be served at all, OSError where the child cannot write, RuntimeError
+    where it dies."""
     command = [sys.executable, "-m", "models.convert", *arguments]
     done = subprocess.run(command, input=config.to_json(), stdout=subprocess.PIPE, text=True, cwd=HERE)
     reason = (done.stdout.strip().splitlines() or ["no reason given"])[-1]
@@ -209,7 +215,8 @@ def read_entry(folder: Path) -> dict[str, Any]:
 
 
 def _identify(folder: Path, patterns: tuple[str, ...]) -> list[tuple]:
-    """Names, sizes and contents of the files that match; of large ones the time of the last change instead of the contents."""
+    """Names, sizes and contents of the files that match; of large ones the time of the last change instead of
+    the contents."""
     found = []
     try:
         for path in sorted({path for pattern in patterns for path in folder.glob(pattern)}):

@@ -1,7 +1,8 @@
-"""A checkpoint's config.json as transformers-neuronx reads it: the form of transformers 4, and only values that it computes.
+"""A checkpoint's config.json as transformers-neuronx reads it: the form of transformers 4, and only values
+that it computes.
 
-The library hard-codes some values, and reads others under the names of transformers 4 alone: a checkpoint that differs would
-silently give wrong text. Imports neither torch nor the library.
+The library hard-codes some values, and reads others under the names of transformers 4 alone: a checkpoint
+that differs would silently give wrong text. Imports neither torch nor the library.
 
 Source: the library's code at 0.13.322, `*/config.py` and `*/hlo.py`.
 """
@@ -19,8 +20,8 @@ GATED = {
     "rope_scaling": ("default",),
     "quantization_config": ("none",),
 }
-# By model type: fields of config.json and the values that the library computes, whatever config.json says. A field that is
-# missing or null has transformers' default, which is among them.
+# By model type: fields of config.json and the values that the library computes, whatever config.json says. A
+# field that is missing or null has transformers' default, which is among them.
 COMPUTED: dict[str, dict[str, tuple[Any, ...]]] = {
     "llama": {**GATED, "mlp_bias": (False,), "rope_scaling": ("default", "llama3")},
     "mistral": GATED,  # the library's class for Mistral scales no positions; folders may be compiled with it
@@ -29,8 +30,8 @@ COMPUTED: dict[str, dict[str, tuple[Any, ...]]] = {
 
 
 def legacy_config(config: Mapping[str, Any]) -> dict[str, Any]:
-    """A `config.json` as transformers 4 writes it. transformers 5 renamed the rotary base and the dtype; the library does not
-    read the new names and would silently use its defaults: wrong text.
+    """A `config.json` as transformers 4 writes it. transformers 5 renamed the rotary base and the dtype; the
+    library does not read the new names and would silently use its defaults: wrong text.
 
     Raises ModelError for a value that is not an object and should be one.
     """
@@ -55,7 +56,8 @@ def legacy_config(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def check_values(legacy: Mapping[str, Any], model_type: str) -> None:
-    """Raises ModelError for a value of config.json that the library would not compute, with the field and what it computes."""
+    """Raises ModelError for a value of config.json that the library would not compute, with the field and
+    what it computes."""
     found = dict(legacy)
     scaling = legacy.get("rope_scaling") or {}
     found["rope_scaling"] = scaling.get("rope_type", scaling.get("type", "default"))

@@ -1,7 +1,9 @@
-"""The verb `compile`: writes a folder with a compiled model, which `serve` loads in seconds and never compiles.
+"""The verb `compile`: writes a folder with a compiled model, which `serve` loads in seconds and never
+compiles.
 
-Owns what such a folder holds apart from the programs: the manifest, the tokenizer, and the weights of a local model. The
-settings go to `neuron_build.Build`, which decides what is compiled. Knows nothing of requests, and needs no device.
+Owns what such a folder holds apart from the programs: the manifest, the tokenizer, and the weights of a local
+model. The settings go to `neuron_build.Build`, which decides what is compiled. Knows nothing of requests, and
+needs no device.
 
     python3 -m models.compile --model-id X --output DIR [flags]
 """
@@ -34,7 +36,8 @@ logger = logging.getLogger("compile")
 
 
 def compile_model(config: Config, output: Path) -> None:
-    """Compiles a model into the folder `output`, with all that `serve` needs to load it. Raises ConfigError or ModelError."""
+    """Compiles a model into the folder `output`, with all that `serve` needs to load it. Raises ConfigError
+    or ModelError."""
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
         raise ConfigError(f"--output {output} exists and is not empty; name another folder, or remove it")
     if output.is_symlink() or output.is_mount():  # cannot be replaced by the finished folder
@@ -86,7 +89,8 @@ def _write_model(build: Build, manifest: Manifest, target: Path, commit: str | N
 
 
 def _link(source: str | Path, target: str | Path) -> None:
-    """A hard link to a file where both are in one file system, so that weights take no space twice; else a copy."""
+    """A hard link to a file where both are in one file system, so that weights take no space twice; else a
+    copy."""
     source = Path(source).resolve()
     try:
         os.link(source, target)

@@ -1,9 +1,11 @@
-"""Converts a checkpoint into an entry of the model cache: an OpenVINO graph, checked against transformers' own logits.
+"""Converts a checkpoint into an entry of the model cache: an OpenVINO graph, checked against transformers'
+own logits.
 
-Runs in a child process, so that the worker never imports torch or transformers. `convert` loads the checkpoint
-(`torch_model.load_pretrained`), traces it with a placeholder in the place of each attention layer, saves the graph, and
-compares what `cpu.py` computes from the saved files with the logits of transformers. For a model that cannot be converted the
-entry holds the reason, and the next start goes straight to plain PyTorch.
+Runs in a child process, so that the worker never imports torch or transformers. `convert` loads the
+checkpoint (`torch_model.load_pretrained`), traces it with a placeholder in the place of each attention layer,
+saves the graph, and compares what `openvino_model.py` computes from the saved files with the logits of transformers. For
+a model that cannot be converted the entry holds the reason, and the next start goes straight to plain
+PyTorch.
 
     python -m models.convert FOLDER TARGET < CONFIG.json     a model; CONFIG as `Config.to_json` writes it
     python -m models.convert --demo                          the demonstration model, into demo/converted, for an image
@@ -28,10 +30,12 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 import logs
 from config import Config
 from manifest import Manifest
-from models import openvino_model as cpu  # first: it keeps openvino from loading its telemetry
-from models.base import Chunk, ModelError, first_line
+from models.base import TOLERANCE, Chunk, ModelError, first_line
 from models.cache import CANNOT_SERVE, CANNOT_WRITE, model_key, renamed_when_complete, write_entry
 from models.machine import usable_threads
+
+# Before openvino, which it keeps from loading its telemetry.
+from models.openvino_model import PLACEHOLDER, SHIPPED, OpenVinoModel, read_graph, reason, with_dtype
 from models.torch_model import length_limit, load_pretrained, reference_logits
 from run import die_with_parent
 
@@ -42,8 +46,9 @@ from openvino.frontend.pytorch.ts_decoder import TorchScriptPythonDecoder  # iso
 
 logger = logging.getLogger("model")
 
-ATTENTION = "openvino_placeholder"
-CHECK_TOKENS = cpu.PREFILL_CHUNK + 16
+PLACEHOLDERS = "openvino_placeholder"  # the name of an attention function of transformers
+CHUNK = OpenVinoModel.prefill_chunk
+CHECK_TOKENS = CHUNK + 16
 SHORT_CHECK_TOKENS = 80  # crosses the edges of two blocks
 SHORT_CHECK_BEGINS = (0, 1, 3, 34, 67, 68, 70), (0, 35, 36, 37, 54, 55)  # of the chunks of two slots
 CHECK_WINDOW = 40  # longer sliding windows are shortened to this for the check, so that they slide in it
@@ -58,12 +63,12 @@ class UnsupportedModel(Exception):
 
 
 class Placeholder(torch.nn.Module):
-    """Stands for one layer's attention while the model is traced; returns any [tokens, width]. `facts`: what its name holds
-    for `cpu.read_graph`. width: heads * value size."""
+    """Stands for one layer's attention while the model is traced; returns any [tokens, width]. `facts`: what
+    its name holds for `read_graph`. width: heads * value size."""
 
     def __init__(self, facts: tuple, width: int):
         super().__init__()
-        self.name, self.width = cpu.PLACEHOLDER + "|".join(map(repr, facts)), width
+        self.name, self.width = PLACEHOLDER + "|".join(map(repr, facts)), width
 
     def forward(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         return query[:, :1].expand(-1, self.width) * 1.0
@@ -87,7 +92,8 @@ def _attend(
     s_aux=None,
     **_,
 ):
-    """The attention function of transformers: query [1, heads, tokens, head size] -> [1, tokens, heads, value size]."""
+    """The attention function of transformers: query [1, heads, tokens, head size] -> [1, tokens, heads, value
+    size]."""
     if softcap is not None or s_aux is not None:
         raise UnsupportedModel("its attention caps scores or has sinks")
     (_, heads, _, size), (_, kv_heads, _, value_size) = query.shape, value.shape
@@ -99,11 +105,12 @@ def _attend(
     return module.placeholder(*flat).reshape(1, -1, heads, value_size), None
 
 
-ALL_ATTENTION_FUNCTIONS.register(ATTENTION, _attend)
+ALL_ATTENTION_FUNCTIONS.register(PLACEHOLDERS, _attend)
 
 
 class _Flat(torch.nn.Module):
-    """input_ids, position_ids: int64 [tokens] of all chunks; keep: int64 [rows], which tokens' logits are returned."""
+    """input_ids, position_ids: int64 [tokens] of all chunks; keep: int64 [rows], which tokens' logits are
+    returned."""
 
     def __init__(self, model: torch.nn.Module):
         super().__init__()
@@ -116,17 +123,19 @@ class _Flat(torch.nn.Module):
 
 
 def convert(config: Config, folder: Path, target: Path) -> None:
-    """Fills `target`. Raises ModelError for what no engine can serve, OSError where `target` cannot be written."""
-    manifest, config = Manifest.read(folder), cpu.with_dtype(config, folder)
+    """Fills `target`. Raises ModelError for what no engine can serve, OSError where `target` cannot be
+    written."""
+    manifest = Manifest.read(folder)
+    config = with_dtype(config, manifest)
     dtype = config.dtype
     if config.quantize and not importlib.util.find_spec("nncf"):
         raise ModelError(
             f'--quantize {config.quantize} (QUANTIZE) needs nncf for the first start: pip install "{NNCF}"'
         )
-    needed = SPARE_BYTES + sum(path.stat().st_size for path in folder.glob("*.safetensors")) * (
-        2 if dtype == "float32" else 1
-    )
-    if shutil.disk_usage(target).free < needed:  # float32 takes twice the bytes of a 16-bit checkpoint
+    stored = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
+    # float32 takes twice the bytes of a 16-bit checkpoint.
+    needed = SPARE_BYTES + stored * (2 if dtype == "float32" else 1)
+    if shutil.disk_usage(target).free < needed:
         raise OSError(f"{target} has no room for {needed / 1e9:.1f} GB")
     model = load_pretrained(config, folder, "cpu")
     text_config = model.config.get_text_config()
@@ -138,36 +147,34 @@ def convert(config: Config, folder: Path, target: Path) -> None:
         "max_total_tokens": length_limit(text_config),
         "refused": None,
     }
+    tolerance = TOLERANCE[config.quantize or dtype]
     try:
-        check = Check(
-            model.float(), facts["max_total_tokens"] or manifest.max_positions or config.max_total_tokens
-        )
+        positions = facts["max_total_tokens"] or manifest.max_positions or config.max_total_tokens
+        check = Check(model.float(), positions)
         for parameter in model.parameters():
             parameter.data = parameter.data.to(getattr(torch, dtype))
-        facts["reference"] = check.stored | {
-            "tolerance": cpu.TOLERANCE[config.quantize or dtype] * check.scale
-        }
+        facts["reference"] = {**check.stored, "tolerance": tolerance * check.scale}
         graph = trace(model)
         _save(graph, target)
         if config.quantize:
-            check(target, facts, cpu.TOLERANCE[dtype])  # before compression adds its own error
+            check(target, facts, TOLERANCE[dtype])  # before compression adds its own error
             _save(quantize(graph, config.quantize), target)
         del model, graph
         gc.collect()
-        check(target, facts, cpu.TOLERANCE[config.quantize or dtype])
+        check(target, facts, tolerance)
     except (ModelError, OSError, MemoryError):
         raise
     except Exception as error:
         logger.debug("not converted", exc_info=True)
         for path in target.glob("model.*"):
             path.unlink()
-        facts["refused"] = str(error) if type(error) is UnsupportedModel else cpu.reason(error)
+        facts["refused"] = str(error) if type(error) is UnsupportedModel else reason(error)
     write_entry(target, facts)
 
 
 def trace(model: torch.nn.Module) -> ov.Model:
     """A graph with placeholders. Changes the torch model, which cannot be used afterwards."""
-    model.requires_grad_(False).set_attn_implementation(ATTENTION)
+    model.requires_grad_(False).set_attn_implementation(PLACEHOLDERS)
     model.set_experts_implementation(
         "batched_mm"
     )  # the others do not convert, or break where an expert has no token
@@ -204,13 +211,15 @@ def trace(model: torch.nn.Module) -> ov.Model:
 
 
 class Check:
-    """Token ids and the logits of transformers for them in float32, computed before `trace` changes the model.
+    """Token ids and the logits of transformers for them in float32, computed before `trace` changes the
+    model.
 
     `positions`: how many the model has. `stored` goes into the entry, for the comparison at every start.
     """
 
     def __init__(self, model: torch.nn.Module, positions: int):
-        text_config, random = model.config.get_text_config(), np.random.default_rng(0)
+        text_config = model.config.get_text_config()
+        random = np.random.default_rng(0)
         self.ids = random.integers(0, text_config.vocab_size, min(CHECK_TOKENS, positions)).tolist()
         self.short = self.ids[:SHORT_CHECK_TOKENS]
         self.shift = positions - len(self.short)  # the model's last positions
@@ -227,28 +236,22 @@ class Check:
             text_config.sliding_window = window
 
     def __call__(self, target: Path, facts: dict[str, Any], tolerance: float) -> None:
-        """Runs the saved graph: long and short chunks, one and two slots a call, at the first and at the last positions.
-        Raises UnsupportedModel where a logit differs by more than `tolerance` times the largest."""
-        graph = cpu.read_graph(target / "model.xml", CHECK_WINDOW)
-        model = cpu.OpenVinoModel(
-            graph, facts, slots=3, max_total_tokens=len(self.ids), threads=usable_threads()
-        )
+        """Runs the saved graph: long and short chunks, one and two slots a call, at the first and at the last
+        positions. Raises UnsupportedModel where a logit differs by more than `tolerance` times the
+        largest."""
+        graph = read_graph(target / "model.xml", CHECK_WINDOW)
+        model = OpenVinoModel(graph, facts, slots=3, max_total_tokens=len(self.ids), threads=usable_threads())
         found = [model.forward([Chunk(0, self.short, 0, keep_all=True)], self.shift)]
         wanted = [self.at_end, self.logits]
-        for begin in range(0, len(self.ids), cpu.PREFILL_CHUNK):
-            found.append(
-                model.forward([Chunk(0, self.ids[begin : begin + cpu.PREFILL_CHUNK], begin, keep_all=True)])
-            )
+        for begin in range(0, len(self.ids), CHUNK):
+            found.append(model.forward([Chunk(0, self.ids[begin : begin + CHUNK], begin, keep_all=True)]))
         n = len(self.short)
-        chunks = (
-            itertools.pairwise([*(begin for begin in begins if begin < n), n])
-            for begins in SHORT_CHECK_BEGINS
-        )
-        for step in itertools.zip_longest(*chunks):
+        begins_of = [[begin for begin in begins if begin < n] for begins in SHORT_CHECK_BEGINS]
+        ranges = [itertools.pairwise([*begins, n]) for begins in begins_of]
+        for step in itertools.zip_longest(*ranges):
             running = [(slot, part) for slot, part in enumerate(step) if part]
-            found.append(
-                model.forward([Chunk(slot, self.short[begin:end], begin) for slot, (begin, end) in running])
-            )
+            chunks = [Chunk(slot, self.short[begin:end], begin) for slot, (begin, end) in running]
+            found.append(model.forward(chunks))
             wanted.append(self.logits[[end - 1 for _slot, (_begin, end) in running]])
         error = float(np.abs(np.concatenate(found) - np.concatenate(wanted)).max())
         if not error <= tolerance * self.scale:  # not: NaN
@@ -258,7 +261,8 @@ class Check:
 
 
 def quantize(graph: ov.Model, kind: str) -> ov.Model:
-    """Compresses the weights of the linear layers and embeddings: int8 a channel, or int4 a group, both asymmetric."""
+    """Compresses the weights of the linear layers and embeddings: int8 a channel, or int4 a group, both
+    asymmetric."""
     import nncf
 
     logging.getLogger("nncf").setLevel(logging.ERROR)  # nncf.set_log_level would change our handlers as well
@@ -281,8 +285,9 @@ def main(arguments: list[str]) -> int:
         if arguments == ["--demo"]:
             config = Config()
             folder = Path(config.model_id)
-            config = cpu.with_dtype(config.with_manifest(Manifest.read(folder)), folder)
-            with renamed_when_complete(cpu.SHIPPED / model_key(config, folder)) as target:
+            manifest = Manifest.read(folder)
+            config = with_dtype(config.with_manifest(manifest), manifest)
+            with renamed_when_complete(SHIPPED / model_key(config, folder, manifest)) as target:
                 convert(config, folder, target)
         else:
             config = Config.from_json(sys.stdin.read())

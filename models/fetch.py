@@ -1,7 +1,8 @@
-"""Finding and downloading a model: the folder of a checkpoint, its weights, and the hub's errors as one line each.
+"""Finding and downloading a model: the folder of a checkpoint, its weights, and the hub's errors as one line
+each.
 
-`fetch` gives the worker a folder with everything but the weights, `fetch_weights` adds those; `plan` needs only config.json.
-Works with huggingface_hub 0.36 and 2.x, needs no torch, and does not look into the files.
+`fetch` gives the worker a folder with everything but the weights, `fetch_weights` adds those; `plan` needs
+only config.json. Works with huggingface_hub 0.36 and 2.x, needs no torch, and does not look into the files.
 """
 
 from __future__ import annotations
@@ -30,7 +31,8 @@ STATUSES = {
 
 
 def fetch(config: Config, files: Sequence[str] = METADATA) -> tuple[Path, str | None]:
-    """The model's folder with all `files` but the weights, and its commit on the hub (None for a local one)."""
+    """The model's folder with all `files` but the weights, and its commit on the hub (None for a local
+    one)."""
     if config.is_local:
         return Path(config.model_id).expanduser(), None
     patterns = [*files, "*.py"] if config.trust_remote_code else files
@@ -39,7 +41,8 @@ def fetch(config: Config, files: Sequence[str] = METADATA) -> tuple[Path, str | 
 
 
 def fetch_weights(config: Config, folder: Path, formats: Sequence[str] = WEIGHTS) -> Path:
-    """The folder that `fetch` returned, with the weights in it, downloaded if necessary, in the first format that there is."""
+    """The folder that `fetch` returned, with the weights in it, downloaded if necessary, in the first format
+    that there is."""
     return folder if config.is_local else _with_weights(config, config.model_id, folder, formats)
 
 
@@ -86,7 +89,8 @@ def _download(config: Config, model_id: str, revision: str | None, patterns: Seq
 
 
 def _quiet_hub_library() -> None:
-    """No progress bars in a log, and no lines of the hub library but errors: `_explain` says what went wrong."""
+    """No progress bars in a log, and no lines of the hub library but errors: `_explain` says what went
+    wrong."""
     from huggingface_hub.utils import disable_progress_bars
 
     if not sys.stderr.isatty():

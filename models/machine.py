@@ -1,8 +1,8 @@
 """The machine that this process runs on: CPU cores; NeuronCores, instance family, host memory.
 
-Reads /dev, sysfs, procfs and the Neuron runtime's environment variables, and hands a `Machine` to `models/neuron.py` and
-`models/compile.py`. Knows no model, no prices, no torch; `models/plan.py` decides what fits.
-"""
+Reads /dev, sysfs, procfs and the Neuron runtime's environment variables, and hands a `Machine` to
+`models/neuron.py` and `models/compile.py`. Knows no model, no prices, no torch; `models/plan.py` decides what
+fits."""
 
 from __future__ import annotations
 
@@ -31,9 +31,8 @@ class Machine:
 def detect(root: str | Path = "/", environ: Mapping[str, str] = os.environ) -> Machine | None:
     """The Neuron devices of this machine or container; None when there are none.
 
-    Devices are /dev/neuronN; cores come from sysfs, else 2 per device, as Inferentia2 and Trainium1 have. Raises ConfigError
-    as `usable_cores` does.
-    """
+    Devices are /dev/neuronN; cores come from sysfs, else 2 per device, as Inferentia2 and Trainium1 have.
+    Raises ConfigError as `usable_cores` does."""
     root = Path(root)
     devices = [int(path.name[6:]) for path in root.glob("dev/neuron*") if path.name[6:].isdigit()]
     if not devices:
@@ -56,7 +55,8 @@ def detect(root: str | Path = "/", environ: Mapping[str, str] = os.environ) -> M
 
 
 def usable_cores(cores: int | None, environ: Mapping[str, str]) -> int | None:
-    """How many of `cores` (None: unknown) the runtime takes: NEURON_RT_VISIBLE_CORES, or else NEURON_RT_NUM_CORES, limits them.
+    """How many of `cores` (None: unknown) the runtime takes: NEURON_RT_VISIBLE_CORES, or else
+    NEURON_RT_NUM_CORES, limits them.
 
     Raises ConfigError for a value that the runtime refuses.
     """
@@ -85,7 +85,8 @@ def host_memory(root: Path = Path("/")) -> int | None:
 
 
 def usable_threads(cgroup: Path = Path("/sys/fs/cgroup")) -> int:
-    """The cores that the process may use: its affinity, and the CPU quota of its cgroup (version 2 or 1), rounded down."""
+    """The cores that the process may use: its affinity, and the CPU quota of its cgroup (version 2 or 1),
+    rounded down."""
     threads = len(os.sched_getaffinity(0))
     for names in (["cpu.max"], ["cpu/cpu.cfs_quota_us", "cpu/cpu.cfs_period_us"]):
         try:

@@ -1,8 +1,9 @@
-"""Static-batch models on Inferentia2 and Trainium: `NeuronModel` runs what `neuron_build.py` compiled or loaded.
+"""Static-batch models on Inferentia2 and Trainium: `NeuronModel` runs what `neuron_build.py` compiled or
+loaded.
 
-The library does not check several of its own rules (every live slot in every step, prompts of one token, positions, dtypes);
-`NeuronModel.forward` keeps them (source: the library's public code at 0.13.322). Knows no requests.
-"""
+The library does not check several of its own rules (every live slot in every step, prompts of one token,
+positions, dtypes); `NeuronModel.forward` keeps them (source: the library's public code at 0.13.322). Knows no
+requests."""
 
 from __future__ import annotations
 
@@ -37,10 +38,9 @@ CHUNK_TOLERANCE = {"float32": 0.01, "bfloat16": 0.05, "float16": 0.05}
 class NeuronModel:
     """A model on NeuronCores. Implements StaticBatchModel. One call at a time, from the thread that made it.
 
-    Where `prefill_chunk` is set, a chunk at position 0 runs in the program of a whole prompt, and later ones in a program for
-    one slot and `prefill_chunk` tokens, which the library has for speculation. Such a prompt, and what a free slot holds,
-    survive the decode steps of other slots.
-    """
+    Where `prefill_chunk` is set, a chunk at position 0 runs in the program of a whole prompt, and later ones
+    in a program for one slot and `prefill_chunk` tokens, which the library has for speculation. Such a
+    prompt, and what a free slot holds, survive the decode steps of other slots."""
 
     engine = "neuron"
     device = "neuron"
@@ -49,7 +49,8 @@ class NeuronModel:
     prompt_budget = None
 
     def __init__(self, build: Build, work_dir: Path, announce: Callable[[str], None] = lambda phase: None):
-        """`work_dir` is a folder of this run. `announce` is called with "compiling" before anything is compiled.
+        """`work_dir` is a folder of this run. `announce` is called with "compiling" before anything is
+        compiled.
 
         Raises ModelError with the reason for what cannot be served.
         """
@@ -77,11 +78,11 @@ class NeuronModel:
         self.gives_prompt_logits = self.prefill_chunk is not None and self.sampling == "host"
 
     def _chunk_problem(self) -> str | None:
-        """Runs a prompt in chunks and whole, each time with a decode step after it: how the results differ, if they do.
+        """Runs a prompt in chunks and whole, each time with a decode step after it: how the results differ,
+        if they do.
 
-        In the highest slot, beside a decode step of slot 0. The tokens repeat, so that a language model is sure of the next
-        one. Chunks come first, so that they find nothing that the whole prompt has left.
-        """
+        In the highest slot, beside a decode step of slot 0. The tokens repeat, so that a language model is
+        sure of the next one. Chunks come first, so that they find nothing that the whole prompt has left."""
         length = min(self.prefill_chunk * 3 // 2 + 1, self.max_input_tokens)
         prompt = [(37 * (n % 50) + 5) % self.vocab_size for n in range(length)]
         try:
@@ -117,9 +118,9 @@ class NeuronModel:
     def set_sampling(self, slot: int, top_k: int, top_p: float, temperature: float) -> None:
         """See StaticBatchModel. Raises DeviceLost.
 
-        The device samples in the model's own dtype, among DEVICE_TOP_K tokens at most. A filtered token gets a logit of -30000
-        there, after the temperature: that bounds the temperature from below, and float16 from above.
-        """
+        The device samples in the model's own dtype, among DEVICE_TOP_K tokens at most. A filtered token gets
+        a logit of -30000 there, after the temperature: that bounds the temperature from below, and float16
+        from above."""
         assert self.sampling == "device" and 0 <= slot < self.batch_size
         most = min(DEVICE_TOP_K, self.vocab_size)
         parameters = (min(top_k or most, most), top_p, min(temperature, MAX_TEMPERATURE))
@@ -134,8 +135,8 @@ class NeuronModel:
             raise DeviceLost(explain(error)) from error
 
     def forward(self, chunks: Sequence[Chunk]) -> Logits | SampledIds:
-        """See StaticBatchModel. A prompt, or a chunk of one, comes alone; otherwise the chunks are one token of every live
-        slot, in ascending order of the slots."""
+        """See StaticBatchModel. A prompt, or a chunk of one, comes alone; otherwise the chunks are one token
+        of every live slot, in ascending order of the slots."""
         first = chunks[0]
         goes_back = first.begin < max(1, len(self._held.get(first.slot, ())))
         if len(first.tokens) > 1 or (len(chunks) == 1 and goes_back):
@@ -152,8 +153,8 @@ class NeuronModel:
         return logits[:, : self.vocab_size]
 
     def _run_step(self, chunks: Sequence[Chunk]) -> torch.Tensor:
-        """A decode step: logits [len(chunks), vocab], or ids [len(chunks), 1]. The library allocates the logits of each call,
-        as [vocab, rows]; what is returned is a view of them where it can be."""
+        """A decode step: logits [len(chunks), vocab], or ids [len(chunks), 1]. The library allocates the
+        logits of each call, as [vocab, rows]; what is returned is a view of them where it can be."""
         slots = [chunk.slot for chunk in chunks]
         begins = [chunk.begin for chunk in chunks]
         lengths = [len(self._held[slot]) if slot in self._held else None for slot in slots]
@@ -163,7 +164,8 @@ class NeuronModel:
         assert all(len(chunk.tokens) == 1 for chunk in chunks), "a decode step has one token a slot"
         rows = {chunk.slot: (chunk.tokens[0], chunk.begin) for chunk in chunks}
         if not self.prefill_chunk:
-            # The library overwrites position 0 of each slot that is not named: it holds no sequence from here on.
+            # The library overwrites position 0 of each slot that is not named: it holds no sequence from here
+            # on.
             self._held = {slot: self._held[slot] for slot in slots}
         elif len(self._held) > len(slots):
             rows = self._rows_with_fillers(rows)
@@ -180,8 +182,8 @@ class NeuronModel:
     def _rows_with_fillers(self, rows: dict[int, tuple[int, int]]) -> dict[int, tuple[int, int]]:
         """slot → (token, position) of every slot, so that the ones that only hold their tokens keep them.
 
-        Such a slot gets a filler behind its tokens. One that is longer than the program of this step gets its first token again
-        at its own position: the same keys and values but for rounding, and a short program.
+        Such a slot gets a filler behind its tokens. One that is longer than the program of this step gets its
+        first token again at its own position: the same keys and values but for rounding, and a short program.
         """
         last = max(position for _token, position in rows.values())
         bucket = next(size for size in self._position_buckets if size > last)
@@ -191,7 +193,8 @@ class NeuronModel:
         return every_slot | rows
 
     def _run_prompt(self, slot: int, tokens: Sequence[int], begin: int, keep_all: bool) -> torch.Tensor:
-        """Logits [1, vocab] after the last token, with `keep_all` [len(tokens), vocab] after each; or ids [1, 1]."""
+        """Logits [1, vocab] after the last token, with `keep_all` [len(tokens), vocab] after each; or ids [1,
+        1]."""
         held = self._held.get(slot, [])
         chunk = self.prefill_chunk or 0
         end = begin + len(tokens)
@@ -215,12 +218,12 @@ class NeuronModel:
         return torch.cat([output, self._continue(slot, held, 1, 1)])
 
     def _continue(self, slot: int, held: list[int], first: int, begin: int) -> torch.Tensor:
-        """Runs the tokens from position `begin` > 0 on: logits [len(held) - first, vocab] after those from `first` on; or ids.
+        """Runs the tokens from position `begin` > 0 on: logits [len(held) - first, vocab] after those from
+        `first` on; or ids.
 
-        The program has a fixed number of tokens and gives logits after each. Fillers behind the last token write positions
-        that are written again before anything attends to them. Near the end of the slot the program begins earlier, with
-        tokens that the slot holds.
-        """
+        The program has a fixed number of tokens and gives logits after each. Fillers behind the last token
+        write positions that are written again before anything attends to them. Near the end of the slot the
+        program begins earlier, with tokens that the slot holds."""
         chunk = self.prefill_chunk
         start = min(begin, self._position_buckets[-1] - chunk)
         ids = (held + [0] * chunk)[start : start + chunk]
@@ -233,8 +236,8 @@ class NeuronModel:
         return output[first - start : len(held) - start].contiguous()
 
     def _call(self, program: Callable, ids: Any, positions: Any, slots: Any, **options: int) -> torch.Tensor:
-        """int64 [n, q], [n, q], [n] → what the library returns. After an error of the runtime nothing works until a
-        restart."""
+        """int64 [n, q], [n, q], [n] → what the library returns. After an error of the runtime nothing works
+        until a restart."""
         # Through numpy, which is much faster than torch.tensor.
         arrays = [torch.from_numpy(np.array(rows)) for rows in (ids, positions, slots)]
         try:

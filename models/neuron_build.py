@@ -1,9 +1,10 @@
-"""What runs on NeuronCores: decided before a weight is read, then compiled or loaded through transformers-neuronx 0.13.
+"""What runs on NeuronCores: decided before a weight is read, then compiled or loaded through
+transformers-neuronx 0.13.
 
-All shapes are fixed when a model is compiled: slots, prompt buckets, position buckets. `Build` decides them, from the manifest
-of a compiled model, else from the settings and what fits on this machine. `load_model` puts the library's model on the device,
-with the programs that came with the model, those of the cache, or newly compiled ones; `models/neuron.py` runs it. Imports the
-library when it builds, and torch only through it.
+All shapes are fixed when a model is compiled: slots, prompt buckets, position buckets. `Build` decides them,
+from the manifest of a compiled model, else from the settings and what fits on this machine. `load_model` puts
+the library's model on the device, with the programs that came with the model, those of the cache, or newly
+compiled ones; `models/neuron.py` runs it. Imports the library when it builds, and torch only through it.
 
 Source: the library's public code at 0.13.322.
 """
@@ -53,14 +54,16 @@ class Family:
 
 
 LLAMA = Family("LlamaForSampling", {"attention_layout": "BSH", "fuse_qkv": True})
-# Of compiled folders that name no class. It adds sliding attention, which no slot is long enough for (plan.Shape.window).
+# Of compiled folders that name no class. It adds sliding attention, which no slot is long enough for
+# (plan.Shape.window).
 MISTRAL = Family("MistralForSampling", {"fuse_qkv": True})
 FAMILIES = {"llama": LLAMA, "mistral": LLAMA, "mixtral": Family("MixtralForSampling")}
 
 DEVICE_ERROR = "nrt_|neuron runtime|neuron device|cores are held"  # an error that the compiler does not cause
 NOT_ON_DEVICE = "cannot be loaded onto the device"
 MISSING = "a program of this model is missing; remove the folder and compile it again"
-# What errors of the runtime, the compiler and the library mean, by a pattern in lower case; the first match is used.
+# What errors of the runtime, the compiler and the library mean, by a pattern in lower case; the first match
+# is used.
 MEANINGS = {
     "allocation fail|status=4": "the device has too little memory for this model; lower --max-batch-size or "
     "--max-total-tokens",
@@ -144,7 +147,8 @@ class Build:
         return dataclasses.replace(self, programs=dataclasses.replace(self.programs, prefill_chunk=0))
 
     def compiled(self) -> Path | None:
-        """The folder of the programs that came with the model. Raises ModelError for one that is not as it was saved."""
+        """The folder of the programs that came with the model. Raises ModelError for one that is not as it
+        was saved."""
         if self.artifact is None or self.artifact.programs is None:
             return None
         folder = self.folder / artifact.COMPILED
@@ -154,7 +158,8 @@ class Build:
 
 
 def _configured_for(programs: Programs, family: Family, shape: plan.Shape, config: Config) -> Config:
-    """`config` with the values of a compiled model. Raises ConfigError or ModelError for one that does not run here."""
+    """`config` with the values of a compiled model. Raises ConfigError or ModelError for one that does not
+    run here."""
     artifact.check_compiler(programs, compiler_version(), config.model_name)
     config = artifact.with_programs(config, programs, config.model_name)
     if programs.model_class not in (None, family.name):
@@ -229,9 +234,8 @@ def compiler_version() -> str:
 def load_model(build: Build, work_dir: Path, announce: Callable[[str], None]) -> tuple[Any, Build]:
     """The library's model on the device, and what was built: without chunks where they cannot be had.
 
-    `work_dir` is a folder of this run, for the checkpoint as the library can read it. Calls `announce` with "compiling" before
-    anything is compiled. Raises ModelError with the reason for what cannot be served.
-    """
+    `work_dir` is a folder of this run, for the checkpoint as the library can read it. Calls `announce` with
+    "compiling" before anything is compiled. Raises ModelError with the reason for what cannot be served."""
     if not os.environ.get("NEURON_RT_VISIBLE_CORES"):  # without either variable the runtime takes all cores
         os.environ.setdefault("NEURON_RT_NUM_CORES", str(build.programs.tp_degree))
     if compiled := build.compiled():
@@ -301,8 +305,8 @@ def _neuron_config(build: Build) -> Any:
 
 
 def generation_config(slots: Sequence[tuple[int, float, float]], vocab_size: int) -> Any:
-    """What the device samples with: top_k, top_p and temperature of each slot. A new object each time, because the library
-    writes into the one that it is given."""
+    """What the device samples with: top_k, top_p and temperature of each slot. A new object each time,
+    because the library writes into the one that it is given."""
     top_k, top_p, temperature = map(list, zip(*slots))
     return library().GenerationConfig(
         do_sample=True,
@@ -316,7 +320,8 @@ def generation_config(slots: Sequence[tuple[int, float, float]], vocab_size: int
 
 
 def _enable_chunks(model: Any, chunk: int) -> None:
-    """Adds the program that continues one slot by `chunk` tokens, for the position buckets that are longer than that."""
+    """Adds the program that continues one slot by `chunk` tokens, for the position buckets that are longer
+    than that."""
     lengths = [size for size in model.token_buckets if size > chunk]
     model.decoder_lm_head_for_speculation[chunk, 1] = model.decoder_param_set.init_speculative_decoder(
         unroll=model.unroll, buckets=lengths, model_obj=model, n_active_tokens=chunk, batch_size=1
@@ -326,8 +331,8 @@ def _enable_chunks(model: Any, chunk: int) -> None:
 def make_compiled(
     build: Build, work_dir: Path, compile_: Callable[[Any], None], failure: str
 ) -> tuple[Any, Build]:
-    """The library's model, compiled by `compile_`, and what was built: without the program of prompt chunks where the library
-    or the compiler refuses it. Raises ModelError, `failure` with the reason."""
+    """The library's model, compiled by `compile_`, and what was built: without the program of prompt chunks
+    where the library or the compiler refuses it. Raises ModelError, `failure` with the reason."""
     chunk = build.programs.prefill_chunk
     model = make(build, work_dir)
     try:
@@ -364,7 +369,8 @@ def _compiling(build: Build, failure: str) -> Iterator[None]:
 
 
 def _cached(cache: Cache, build: Build, work_dir: Path, announce: Callable[[str], None]) -> tuple[Any, Build]:
-    """As `make_compiled`, on the device; the programs are those of the cache, which keeps them if they have to be compiled."""
+    """As `make_compiled`, on the device; the programs are those of the cache, which keeps them if they have
+    to be compiled."""
     key = artifact.model_key(build.legacy)
     wanted = build.programs
     with cache.locked(key, wanted, is_shared=True):  # several servers may load the same programs
@@ -390,8 +396,8 @@ def _cached(cache: Cache, build: Build, work_dir: Path, announce: Callable[[str]
 
 
 def _kept(cache: Cache, key: str, build: Build, work_dir: Path) -> tuple[Any, Build] | None:
-    """The model with the programs of the cache. Another version of this server or of the library may have named them in
-    another way: such ones are removed."""
+    """The model with the programs of the cache. Another version of this server or of the library may have
+    named them in another way: such ones are removed."""
     entry = cache.find(key, build.programs)
     if not entry:
         return None

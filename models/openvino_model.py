@@ -1,11 +1,13 @@
-"""Decoder-only models on a CPU, through OpenVINO. `OpenVinoModel` implements StaticBatchModel; `load` picks the engine.
+"""Decoder-only models on a CPU, through OpenVINO. `OpenVinoModel` implements StaticBatchModel; `load` picks
+the engine.
 
-A model is converted once (`convert.py`, in a child process) and kept in the cache (`cache.py`) as an OpenVINO graph whose
-attention layers are placeholders. Here the graph is read, the placeholders become PagedAttention, and the graph is compiled;
-a few logits are compared with those of `transformers` at every start. What does not convert is served by `torch_model.py`.
+A model is converted once (`convert.py`, in a child process) and kept in the cache (`cache.py`) as an OpenVINO
+graph whose attention layers are placeholders. Here the graph is read, the placeholders become PagedAttention,
+and the graph is compiled; a few logits are compared with those of `transformers` at every start. What does
+not convert is served by `torch_model.py`.
 
-Each slot owns a fixed range of the KV cache's blocks, so there is no block allocator, and one call runs any mix of chunks.
-This file imports neither torch nor transformers, unless the model is served by plain PyTorch.
+Each slot owns a fixed range of the KV cache's blocks, so there is no block allocator, and one call runs any
+mix of chunks. This file imports neither torch nor transformers, unless the model is served by plain PyTorch.
 """
 
 from __future__ import annotations
@@ -20,9 +22,8 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-sys.modules.setdefault(
-    "openvino_telemetry", None
-)  # openvino takes its own stub instead: no usage data leaves the machine
+# openvino takes its own stub instead: no usage data leaves the machine.
+sys.modules.setdefault("openvino_telemetry", None)
 
 import numpy as np  # noqa: E402
 import openvino as ov  # noqa: E402
@@ -30,7 +31,7 @@ from openvino import opset13 as ops  # noqa: E402
 from openvino.op import _PagedAttentionExtension as PagedAttention  # noqa: E402
 
 from config import DEFAULT_BATCH_SIZE, Config  # noqa: E402
-from manifest import read_json  # noqa: E402
+from manifest import Manifest  # noqa: E402
 from models.base import Chunk, ModelError, StaticBatchModel, check_length, progress_logged  # noqa: E402
 from models.cache import ModelCache, model_key, read_entry, run_converter  # noqa: E402
 from models.machine import usable_threads  # noqa: E402
@@ -39,38 +40,37 @@ from run import HERE, ConfigError  # noqa: E402
 logger = logging.getLogger("model")
 
 BLOCK = 32  # tokens of a KV cache block; PagedAttention on a CPU has no other size
-PREFILL_CHUNK = 256
-FLOAT32_BUDGET = 16  # prompt tokens beside running requests: a token takes twice the share of a step that it takes in bfloat16
+# Prompt tokens beside running requests: a token takes twice the share of a step that it takes in bfloat16.
+FLOAT32_BUDGET = 16
 FLOAT32_TOKENS = 64  # per call: from 65 or 81 rows on, oneDNN's AVX2 kernels sum in another order
-SHIPPED = (
-    HERE / "demo" / "converted"
-)  # the demonstration model in the image, converted when the image is built
-
-# Largest difference to the logits of transformers, as a share of the largest logit (at least 1).
-TOLERANCE = {"float32": 1e-3, "bfloat16": 0.05, "int8": 0.25, "int4": 0.5}
-
-PLACEHOLDER = (
-    "paged_attention|"  # then layer, scaling, sliding window, KV heads, key head size, value head size
-)
+# The demonstration model in the image, converted when the image is built.
+SHIPPED = HERE / "demo" / "converted"
+# Then layer, scaling, sliding window, KV heads, key head size, value head size.
+PLACEHOLDER = "paged_attention|"
 BATCH_INPUTS = ("past_lens", "subsequence_begins", "block_indices", "block_indices_begins", "max_context_len")
 
 
 class OpenVinoModel:
     """A converted model and its KV cache. `graph` comes from `read_graph`; `facts` is its `entry.json`."""
 
-    engine, device, sampling = "openvino", "cpu", "host"
-    mixes, prefill_chunk, gives_prompt_logits = True, PREFILL_CHUNK, True
-    prefix_step, copies_prefixes = 1, True
+    engine = "openvino"
+    device = "cpu"
+    sampling = "host"
+    mixes = True
+    prefill_chunk = 256
+    gives_prompt_logits = True
+    prefix_step = 1
+    copies_prefixes = True
 
     def __init__(
         self, graph: ov.Model, facts: dict[str, Any], slots: int, max_total_tokens: int, threads: int
     ):
-        self.batch_size, self.max_total_tokens, self.max_input_tokens = (
-            slots,
-            max_total_tokens,
-            max_total_tokens - 1,
-        )
-        self.vocab_size, self.dtype, self.quantize = facts["vocab_size"], facts["dtype"], facts["quantize"]
+        self.batch_size = slots
+        self.max_total_tokens = max_total_tokens
+        self.max_input_tokens = max_total_tokens - 1
+        self.vocab_size = facts["vocab_size"]
+        self.dtype = facts["dtype"]
+        self.quantize = facts["quantize"]
         core = ov.Core()
         settings = {
             "PERFORMANCE_HINT": "LATENCY",
@@ -78,16 +78,16 @@ class OpenVinoModel:
             "ENABLE_CPU_PINNING": False,  # other processes share the cores
         }
         self.threads = _threads_taken(core, settings)
-        is_bfloat16 = self.dtype == "bfloat16" and "BF16" in core.get_property(
-            "CPU", "OPTIMIZATION_CAPABILITIES"
-        )
+        # On one thread OpenVINO's AMX kernel for MLPs divides by zero, half the threads: SIGFPE.
         is_bfloat16 = (
-            is_bfloat16 and self.threads > 1
-        )  # OpenVINO's AMX kernel for MLPs divides by half the threads: SIGFPE
+            self.dtype == "bfloat16"
+            and self.threads > 1
+            and "BF16" in core.get_property("CPU", "OPTIMIZATION_CAPABILITIES")
+        )
         self.computed_in = "bfloat16" if is_bfloat16 else "float32"
         self.prompt_budget = None if is_bfloat16 else FLOAT32_BUDGET
-        precision = "bf16" if is_bfloat16 else "f32"
         self._max_call_tokens = math.inf if is_bfloat16 else FLOAT32_TOKENS
+        precision = "bf16" if is_bfloat16 else "f32"
         settings |= {
             "INFERENCE_PRECISION_HINT": precision,  # both default to less precise types on some CPUs
             "KV_CACHE_PRECISION": precision,
@@ -96,18 +96,19 @@ class OpenVinoModel:
         compiled = core.compile_model(graph, "CPU", settings)
         self._request = compiled.create_infer_request()
         blocks = math.ceil(max_total_tokens / BLOCK)
-        self._blocks = np.arange((slots + 1) * blocks, dtype=np.int32).reshape(
-            slots + 1, blocks
-        )  # the last for padding
-        self._kv_cache = []  # openvino holds no reference to the arrays
-        for port in compiled.inputs:
-            if "_cache." in port.get_any_name():
-                shape = [self._blocks.size, *(port.get_partial_shape()[i].get_length() for i in (1, 2, 3))]
-                zeros = np.zeros((*shape[:-1], shape[-1] * port.get_element_type().size), np.uint8)
-                self._request.set_tensor(
-                    port.get_any_name(), ov.Tensor(zeros, ov.Shape(shape), port.get_element_type())
-                )
-                self._kv_cache.append(zeros)
+        # Of each slot, and of the padding row.
+        self._blocks = np.arange((slots + 1) * blocks, dtype=np.int32).reshape(slots + 1, blocks)
+        self._kv_cache = [  # openvino holds no reference to the arrays
+            self._add_cache(port) for port in compiled.inputs if "_cache." in port.get_any_name()
+        ]
+
+    def _add_cache(self, port: ov.ConstOutput) -> np.ndarray:
+        """An array for the keys or the values of a layer: bytes [blocks, KV heads, BLOCK, head size * bytes]."""
+        kind = port.get_element_type()
+        shape = [self._blocks.size, *(port.get_partial_shape()[i].get_length() for i in (1, 2, 3))]
+        zeros = np.zeros((*shape[:-1], shape[-1] * kind.size), np.uint8)
+        self._request.set_tensor(port.get_any_name(), ov.Tensor(zeros, ov.Shape(shape), kind))
+        return zeros
 
     def forward(self, chunks: Sequence[Chunk], shift: int = 0) -> np.ndarray:
         """`shift` is added to the positions that the model gets, for the check of a conversion."""
@@ -123,11 +124,13 @@ class OpenVinoModel:
     def _infer(self, pieces: list[tuple[int, Sequence[int], int, int]], shift: int) -> np.ndarray:
         """Runs (slot, tokens, begin, how many of the last tokens' logits to return) in one call."""
         if len(pieces) == len(pieces[0][1]) == 1:
-            pieces = [
-                *pieces,
-                (self.batch_size, (0,), 0, 0),
-            ]  # a single row is rounded differently: add a padding row
-        ids, positions, keep, starts, past, blocks = [], [], [], [0], [], []
+            # A single row is rounded differently: add a padding row.
+            pieces = [*pieces, (self.batch_size, (0,), 0, 0)]
+        ids = []
+        positions = []
+        keep = []
+        starts = [0]
+        blocks = []
         for slot, tokens, begin, wanted in pieces:
             end = begin + len(tokens)
             assert 0 <= slot < len(self._blocks) and 0 <= begin < end <= self.max_total_tokens
@@ -135,15 +138,15 @@ class OpenVinoModel:
             positions += range(begin + shift, end + shift)
             keep += range(len(ids) - wanted, len(ids))
             starts.append(len(ids))
-            past.append(begin)
             blocks.append(self._blocks[slot, : math.ceil(end / BLOCK)])
         rows = len(keep)
-        keep += [0] * (2 - rows)  # a matrix product of one row sums in another order than one of several rows
+        # A matrix product of one row sums in another order than one of several rows.
+        keep += [0] * (2 - rows)
         inputs = {
             "input_ids": np.array(ids, np.int64),
             "position_ids": np.array(positions, np.int64),
             "keep": np.array(keep, np.int64),
-            "past_lens": np.array(past, np.int32),
+            "past_lens": np.array([begin for _slot, _tokens, begin, _wanted in pieces], np.int32),
             "subsequence_begins": np.array(starts, np.int32),
             "block_indices": np.concatenate(blocks),
             "block_indices_begins": np.cumsum([0, *map(len, blocks)], dtype=np.int32),
@@ -156,17 +159,18 @@ class OpenVinoModel:
 
 
 def _threads_taken(core: ov.Core, settings: dict[str, Any]) -> int:
-    """How many threads a graph compiled with `settings` runs on: no more than there are cores. Only a compiled one says so."""
+    """How many threads a graph compiled with `settings` runs on: no more than there are cores. Only a
+    compiled one says so."""
     number = ops.parameter([1], np.float32)
-    return core.compile_model(ov.Model([ops.relu(number)], [number]), "CPU", settings).get_property(
-        "INFERENCE_NUM_THREADS"
-    )
+    smallest = core.compile_model(ov.Model([ops.relu(number)], [number]), "CPU", settings)
+    return smallest.get_property("INFERENCE_NUM_THREADS")
 
 
 def split(chunks: Sequence[Chunk], max_tokens: float) -> Iterator[list[tuple[int, Sequence[int], int, int]]]:
-    """Calls of at most `max_tokens` tokens. No piece of a longer chunk has one token: it would be rounded as a decode step
-    is."""
-    call, room = [], max_tokens
+    """Calls of at most `max_tokens` tokens. No piece of a longer chunk has one token: it would be rounded as
+    a decode step is."""
+    call = []
+    room = max_tokens
     for slot, tokens, begin, keep_all in chunks:
         done = 0
         while done < len(tokens):
@@ -174,16 +178,19 @@ def split(chunks: Sequence[Chunk], max_tokens: float) -> Iterator[list[tuple[int
             take = left if left <= room else min(room, left - 2)
             if take < min(left, 2):
                 yield call
-                call, room = [], max_tokens
+                call = []
+                room = max_tokens
                 continue
-            done, room = done + take, room - take
+            done += take
+            room -= take
             wanted = take if keep_all else int(done == len(tokens))
             call.append((slot, tokens[done - take : done], begin + done - take, wanted))
     yield call
 
 
 def read_graph(path: Path, longest_window: int | None = None) -> ov.Model:
-    """Reads a converted graph and replaces its placeholders by PagedAttention. `longest_window` shortens sliding windows."""
+    """Reads a converted graph and replaces its placeholders by PagedAttention. `longest_window` shortens
+    sliding windows."""
     graph = ov.Core().read_model(path)
     batch = {
         name: _parameter(name, [] if name == "max_context_len" else [-1], ov.Type.i32)
@@ -197,18 +204,19 @@ def read_graph(path: Path, longest_window: int | None = None) -> ov.Model:
         window, kv_heads, key_size, value_size = map(int, sizes)
         window = min(window, longest_window or window)
         caches = [_parameter(f"{kind}_cache.{layer}", [-1] * 4, ov.Type.dynamic) for kind in ("key", "value")]
-        none, no_floats, zero = _constant([]), _constant([], np.float32), _constant(0)
+        none = _constant([])
+        no_floats = _constant([], np.float32)
+        zero = _constant(0)
         attention = PagedAttention(
             [
                 *node.input_values(),  # query, key, value: [tokens, heads * head size]
                 *(cache.output(0) for cache in caches),
                 *(batch[name].output(0) for name in BATCH_INPUTS[:4]),
-                *(_constant(float(scaling), np.float32), _constant(window)),  # 0: no window
-                *(
-                    no_floats,
-                    batch["max_context_len"].output(0),
-                    none,
-                ),  # ALiBi slopes, length, score aggregation window
+                _constant(float(scaling), np.float32),
+                _constant(window),  # 0: no window
+                no_floats,  # ALiBi slopes
+                batch["max_context_len"].output(0),
+                none,  # score aggregation window
                 *(none, none, no_floats),  # rotation of cached blocks
                 *(no_floats, zero, zero),  # sparse attention: threshold, block size, stride
                 _constant(np.zeros((0, 0, 0, 0)), np.float32),  # sinks
@@ -237,17 +245,19 @@ def _constant(value: Any, kind: type = np.int32):
     return ops.constant(np.array(value, kind)).output(0)
 
 
-def load(config: Config, folder: Path, announce: Callable[[str], None]) -> StaticBatchModel:
+def load(
+    config: Config, folder: Path, manifest: Manifest, announce: Callable[[str], None]
+) -> StaticBatchModel:
     """The model in `folder`; `config` as `with_manifest` returns it. Calls `announce` with the name of a long phase.
 
     Raises ModelError or ConfigError for what no engine can serve.
     """
-    config = with_dtype(config, folder)
+    config = with_dtype(config, manifest)
     if config.dtype == "float16":
-        return _load_torch(
-            config, folder, "OpenVINO computes in float32 or bfloat16 on a CPU, not in float16"
-        )
-    cache, key = ModelCache(config), model_key(config, folder)
+        why = "OpenVINO computes in float32 or bfloat16 on a CPU, not in float16"
+        return _load_torch(config, folder, why)
+    cache = ModelCache(config)
+    key = model_key(config, folder, manifest)
 
     def convert(target: Path) -> None:
         announce("converting")
@@ -256,8 +266,7 @@ def load(config: Config, folder: Path, announce: Callable[[str], None]) -> Stati
             run_converter([str(folder), str(target)], config)
 
     try:
-        entry = SHIPPED / key if config.is_demo and (SHIPPED / key).is_dir() else key and cache.find(key)
-        if entry:
+        if entry := _find_entry(config, cache, key):
             try:
                 return _load_entry(config, folder, entry)
             except (ConfigError, ModelError):
@@ -267,8 +276,8 @@ def load(config: Config, folder: Path, announce: Callable[[str], None]) -> Stati
                     "The converted model in %s is damaged (%s): converting again", entry, reason(error)
                 )
                 cache.remove(key)
-        run_dir = os.environ.get("NEURON_TEXTGEN_RUN_DIR")  # which is removed even if this process is killed
-        with tempfile.TemporaryDirectory(dir=run_dir) as scratch:
+        # The folder of this run is removed even if this process is killed.
+        with tempfile.TemporaryDirectory(dir=os.environ.get("NEURON_TEXTGEN_RUN_DIR")) as scratch:
             return _load_entry(config, folder, cache.find_or_add(key, convert, Path(scratch)))
     except (ConfigError, ModelError):
         raise
@@ -276,6 +285,14 @@ def load(config: Config, folder: Path, announce: Callable[[str], None]) -> Stati
         if key:
             cache.remove(key)
         return _load_torch(config, folder, reason(error))
+
+
+def _find_entry(config: Config, cache: ModelCache, key: str | None) -> Path | None:
+    if key is None:
+        return None
+    if config.is_demo and (SHIPPED / key).is_dir():
+        return SHIPPED / key
+    return cache.find(key)
 
 
 def reason(error: BaseException) -> str:
@@ -286,38 +303,47 @@ def reason(error: BaseException) -> str:
 
 
 def _load_entry(config: Config, folder: Path, entry: Path) -> StaticBatchModel:
-    """Raises ModelError where plain PyTorch cannot serve what does not convert, another exception for a damaged entry."""
+    """Raises ModelError where plain PyTorch cannot serve what does not convert, another exception for a
+    damaged entry."""
     facts = read_entry(entry)
     if facts["refused"]:
         return _load_torch(config, folder, facts["refused"])
     check_length(config.model_name, facts["max_total_tokens"], config.max_total_tokens)
-    slots, threads = config.max_batch_size or DEFAULT_BATCH_SIZE, config.threads or usable_threads()
+    slots = config.max_batch_size or DEFAULT_BATCH_SIZE
+    threads = config.threads or usable_threads()
     try:
         model = OpenVinoModel(read_graph(entry / "model.xml"), facts, slots, config.max_total_tokens, threads)
     except MemoryError as error:  # of the KV cache
-        remedy = "lower --max-batch-size (MAX_BATCH_SIZE) or --max-total-tokens (MAX_TOTAL_TOKENS)"
-        size = f"{slots} slots of {config.max_total_tokens} tokens"
-        raise ModelError(f"{size} need more memory than there is ({error}); {remedy}") from None
+        raise ModelError(
+            f"{slots} slots of {config.max_total_tokens} tokens need more memory than there is ({error}); lower "
+            "--max-batch-size (MAX_BATCH_SIZE) or --max-total-tokens (MAX_TOTAL_TOKENS)"
+        ) from None
     model.max_input_tokens = config.max_input_tokens
-    reference = facts[
-        "reference"
-    ]  # what transformers computed, [positions, columns]: a prompt and a decode step
-    n = min(len(reference["ids"]), model.max_total_tokens)
-    prompt, (last,) = reference["ids"][: n - 1], reference["ids"][n - 1 : n]
-    logits = [
-        model.forward([Chunk(slots - 1, prompt, 0, keep_all=True)]),
-        model.forward([Chunk(slots - 1, [last], n - 1)]),
-    ]
-    error = float(
-        np.abs(np.concatenate(logits)[:, reference["columns"]] - np.array(reference["logits"][:n])).max()
-    )
-    if not error <= reference["tolerance"]:  # not: NaN
-        raise ValueError(f"its logits differ by {error:.2g} from those of transformers")
-    weights = model.quantize or model.dtype
+    _compare(model, facts["reference"])
     logger.info(
-        "OpenVINO: weights in %s, computed in %s, threads: %d", weights, model.computed_in, model.threads
+        "OpenVINO: weights in %s, computed in %s, threads: %d",
+        model.quantize or model.dtype,
+        model.computed_in,
+        model.threads,
     )
     return model
+
+
+def _compare(model: OpenVinoModel, reference: dict[str, Any]) -> None:
+    """Runs a prompt and a decode step. Raises ValueError where they differ from `reference`: what transformers
+    computed, logits [positions, columns]."""
+    slot = model.batch_size - 1
+    n = min(len(reference["ids"]), model.max_total_tokens)
+    prompt = reference["ids"][: n - 1]
+    last = reference["ids"][n - 1]
+    logits = [
+        model.forward([Chunk(slot, prompt, 0, keep_all=True)]),
+        model.forward([Chunk(slot, [last], n - 1)]),
+    ]
+    found = np.concatenate(logits)[:, reference["columns"]]
+    error = float(np.abs(found - np.array(reference["logits"][:n])).max())
+    if not error <= reference["tolerance"]:  # not: NaN
+        raise ValueError(f"its logits differ by {error:.2g} from those of transformers")
 
 
 def _load_torch(config: Config, folder: Path, why: str) -> StaticBatchModel:
@@ -327,15 +353,17 @@ def _load_torch(config: Config, folder: Path, why: str) -> StaticBatchModel:
     return TorchModel(config, folder, "cpu")
 
 
-def with_dtype(config: Config, folder: Path) -> Config:
-    """`config` with a dtype for "auto": bfloat16 where both the checkpoint and the CPU have it, else float32; float32 also for
-    the demonstration model, whose text is the same on every machine."""
+def with_dtype(config: Config, manifest: Manifest) -> Config:
+    """`config` with a dtype for "auto": bfloat16 where both the checkpoint and the CPU have it, else float32; float32
+    also for the demonstration model, whose text is the same on every machine."""
     if config.dtype != "auto":
         return config
-    facts = read_json(folder / "config.json", required=True)
-    facts = {**facts, **(facts.get("text_config") or {})}
-    is_bfloat16 = (facts.get("dtype") or facts.get("torch_dtype")) == "bfloat16"
-    is_bfloat16 = is_bfloat16 and cpu_multiplies_bfloat16() and not config.is_demo
+    facts = {**manifest.config_json, **(manifest.config_json.get("text_config") or {})}
+    is_bfloat16 = (
+        (facts.get("dtype") or facts.get("torch_dtype")) == "bfloat16"
+        and cpu_multiplies_bfloat16()
+        and not config.is_demo
+    )
     return dataclasses.replace(config, dtype="bfloat16" if is_bfloat16 else "float32")
 
 

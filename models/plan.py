@@ -1,11 +1,13 @@
-"""The verb `plan`: which model fits on which Inferentia2 or Trainium machine, at what price, and at which published speed.
+"""The verb `plan`: which model fits on which Inferentia2 or Trainium machine, at what price, and at which
+published speed.
 
-Arithmetic over a model's config.json: how heads and weights are split across NeuronCores, the device memory of weights and KV
-cache, and the tp_degree, batch size and length to use. `main` prints it; `models/neuron.py` calls `choose` for the machine it
-runs on. Instance types, prices and published figures are data, in plan.json. Knows no torch, no requests, and reads no weights.
+Arithmetic over a model's config.json: how heads and weights are split across NeuronCores, the device memory
+of weights and KV cache, and the tp_degree, batch size and length to use. `main` prints it; `models/neuron.py`
+calls `choose` for the machine it runs on. Instance types, prices and published figures are data, in
+plan.json. Knows no torch, no requests, and reads no weights.
 
-Source references: "T/" is the code of transformers-neuronx 0.13.322, "SDK@" is the public repository aws-neuron-sdk at a tag.
-"""
+Source references: "T/" is the code of transformers-neuronx 0.13.322, "SDK@" is the public repository
+aws-neuron-sdk at a tag."""
 
 from __future__ import annotations
 
@@ -83,8 +85,8 @@ class Shape:
     def from_config(cls, data: Mapping[str, Any]) -> Shape:
         """From the object in a config.json that transformers 4 or 5 wrote.
 
-        Raises ConfigError for a family that is not served on Neuron, and for numbers that are missing or contradict.
-        """
+        Raises ConfigError for a family that is not served on Neuron, and for numbers that are missing or
+        contradict."""
         model_type = data.get("model_type")
         if model_type == "code_llama":
             model_type = "llama"
@@ -156,7 +158,8 @@ class Shape:
 
     @property
     def host_bytes(self) -> int:
-        """Host memory during loading: the checkpoint, and the embedding tables in float32 (T/llama/model.py:280-286)."""
+        """Host memory during loading: the checkpoint, and the embedding tables in float32
+        (T/llama/model.py:280-286)."""
         return self.parameters * WIDTHS[self.dtype] + 4 * self.hidden * self.vocab
 
     def memory_warning(self, machine: Machine) -> str | None:
@@ -180,7 +183,8 @@ class Shape:
 
 
 def padded_heads(heads: int, kv_heads: int, tp_degree: int) -> tuple[int, int]:
-    """Query heads and cached key-value heads of all cores together, after the library's padding and replication.
+    """Query heads and cached key-value heads of all cores together, after the library's padding and
+    replication.
 
     Both are multiples of `tp_degree`; `kv_heads` divides `heads`. Follows T/utils.py:325-391 and
     T/decoder.py:100-176,1762-1768 with `group_query_attention=None`, the library's default.
@@ -230,7 +234,8 @@ class Sizing:
 
     @property
     def weights_bytes(self) -> int:
-        """Matrices / tp_degree with padded heads, plus what every core repeats. The embedding table is usually on the host."""
+        """Matrices / tp_degree with padded heads, plus what every core repeats. The embedding table is
+        usually on the host."""
         shape = self.shape
         width = self._width
         matrices = shape.matrix_parameters(self.tp_degree) // self.tp_degree
@@ -288,8 +293,8 @@ class Sizing:
         return None
 
     def reason(self, degrees: Sequence[int]) -> str | None:
-        """Why it does not work and what would, each change alone, in one line; None: it works. `degrees` are those that the
-        machine has."""
+        """Why it does not work and what would, each change alone, in one line; None: it works. `degrees` are
+        those that the machine has."""
         if self.unsupported or self.fits:
             return self.unsupported
         free = HEADROOM * CORE_BYTES - self.weights_bytes - self.chunk_bytes
@@ -327,10 +332,9 @@ def allowed_tp_degrees(family: str | None, cores: int) -> list[int]:
 def choose(shape: Shape, machine: Machine, config: Config) -> Sizing:
     """The tp_degree, batch size and length for a machine; those that are set in `config` are kept.
 
-    The longest length up to the model's window and 4096 that fits (else halves of it), then the largest batch size of 1, 2,
-    4 … 32, then the tp_degree with the fewest bytes per core, as a decode step reads all of them. Raises ConfigError with
-    the numbers and what would fit where nothing does.
-    """
+    The longest length up to the model's window and 4096 that fits (else halves of it), then the largest batch
+    size of 1, 2, 4 … 32, then the tp_degree with the fewest bytes per core, as a decode step reads all of
+    them. Raises ConfigError with the numbers and what would fit where nothing does."""
     chunk = _prefill_chunk(shape, config)
     shape.check_length(config.max_total_tokens)
     degrees = _tp_degrees(machine, config)
@@ -365,8 +369,8 @@ def _tp_degrees(machine: Machine, config: Config) -> list[int]:
     degree = config.tp_degree
     if not degree or degree in degrees:
         return degrees
-    # Inferentia2's collectives take any even number (collective-communication.rst:79-127), but only the others are
-    # known to load.
+    # Inferentia2's collectives take any even number (collective-communication.rst:79-127), but only the
+    # others are known to load.
     if machine.family == "inf2" and degree % 2 == 0 and degree <= machine.cores:
         return degrees
     family = f" of {machine.family}" if machine.family else ""
@@ -377,7 +381,8 @@ def _tp_degrees(machine: Machine, config: Config) -> list[int]:
 
 
 def _prefill_chunk(shape: Shape, config: Config) -> int:
-    """The tokens of a chunk, 0 for whole prompts. Raises ConfigError for what the library does not support in this family."""
+    """The tokens of a chunk, 0 for whole prompts. Raises ConfigError for what the library does not support in
+    this family."""
     if config.quantize not in (None, "int8"):
         raise ConfigError(
             f"--quantize {config.quantize} (QUANTIZE) is not supported on Neuron; give int8 or none"

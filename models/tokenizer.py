@@ -1,8 +1,9 @@
-"""The folder with a model's `tokenizer.json`: the model's own, or one converted from a slow or sentencepiece tokenizer.
+"""The folder with a model's `tokenizer.json`: the model's own, or one converted from a slow or sentencepiece
+tokenizer.
 
 The web side reads `tokenizer.json` and nothing else. A conversion needs transformers, so it runs in a child
-process, once: the result is kept in the model cache. A child process of the text layer tries each tokenizer out,
-so that a broken one ends the start with one line. Knows nothing of chat templates.
+process, once: the result is kept in the model cache. A child process of the text layer tries each tokenizer
+out, so that a broken one ends the start with one line. Knows nothing of chat templates.
 
     python -m models.tokenizer FOLDER TARGET     writes TARGET/tokenizer.json
 """
@@ -51,7 +52,8 @@ def tokenizer_folder(config: Config, folder: Path, scratch: Path) -> Path:
 
 
 def check_tokenizer(config: Config, folder: Path, scratch: Path) -> TokenizerFacts:
-    """Finds or converts the tokenizer of a model, and has `text/tokenizer.py` try it out. Raises ConfigError."""
+    """Finds or converts the tokenizer of a model, and has `text/tokenizer.py` try it out. Raises
+    ConfigError."""
     tokenizer_dir = tokenizer_folder(config, folder, scratch)
     arguments = ["text.tokenizer", str(folder), str(tokenizer_dir)]
     if config.tokenizer_config_path:

@@ -1,13 +1,14 @@
 """Decoder-only models of `transformers` in plain PyTorch, on a CPU or a CUDA GPU, as static batches.
 
-Owns the loading of checkpoints (`load_pretrained` refuses what no engine can serve; `convert.py` uses it too), transformers'
-own logits (`reference_logits`), and `TorchModel`: the library's forward with an attention function over a slot cache. Serves
-what OpenVINO cannot convert. Knows no requests and no sampling. Written for transformers 5.
-"""
+Owns the loading of checkpoints (`load_pretrained` refuses what no engine can serve; `convert.py` uses it
+too), transformers' own logits (`reference_logits`), and `TorchModel`: the library's forward with an attention
+function over a slot cache. Serves what OpenVINO cannot convert. Knows no requests and no sampling. Written
+for transformers 5."""
 
 from __future__ import annotations
 
 import atexit
+import functools
 import itertools
 import logging
 import math
@@ -26,30 +27,23 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from config import DEFAULT_BATCH_SIZE, Config
 from manifest import check_weights, read_json
-from models.base import Chunk, DeviceLost, ModelError, check_length, first_line, reported_as
+from models.base import TOLERANCE, Chunk, DeviceLost, ModelError, check_length, first_line, reported_as
 from models.machine import usable_threads
 from run import ConfigError
 
 logger = logging.getLogger("model")
 
-ATTENTION = "static_batch"
-PREFILL_CHUNK = (
-    128  # tokens; fixed boundaries, because the last bits of a token's logits may depend on its chunk
-)
-CHECK_TOKENS = 12
-CHECK_CHUNK = 5
-TOLERANCE = {
-    "float32": 1e-3,
-    "bfloat16": 0.05,
-    "float16": 0.05,
-}  # of the largest logit, compared with transformers' own
+STATIC_BATCH = "static_batch"  # the name of an attention function of transformers
+# Of the comparison with transformers at the start.
+SAMPLE_TOKENS = 12
+SAMPLE_CHUNK = 5
 
 
 def load_pretrained(config: Config, folder: Path, device: str) -> torch.nn.Module:
     """The model of a folder in evaluation mode on `device`, with transformers' eager attention.
 
-    Raises ModelError, in one line, for what no engine can serve: unknown families, quantized checkpoints, missing weights.
-    """
+    Raises ModelError, in one line, for what no engine can serve: unknown families, quantized checkpoints,
+    missing weights."""
     written = read_json(folder / "config.json", required=True)
     kind = written["model_type"]
     if kind not in transformers.CONFIG_MAPPING and "auto_map" in written and not config.trust_remote_code:
@@ -94,13 +88,13 @@ def reference_logits(model: torch.nn.Module, ids: Sequence[int], begin: int = 0)
     positions = torch.arange(begin, begin + len(ids), device=model.device)[None] if begin else None
     with torch.inference_mode():
         tokens = torch.tensor([list(ids)], device=model.device)
-        return (
-            model(input_ids=tokens, position_ids=positions, use_cache=False).logits[0].float().cpu().numpy()
-        )
+        out = model(input_ids=tokens, position_ids=positions, use_cache=False)
+        return out.logits[0].float().cpu().numpy()
 
 
 def length_limit(text_config) -> int | None:
-    """The length up to which rope does not change with the length of the sequence; None where it never does."""
+    """The length up to which rope does not change with the length of the sequence; None where it never
+    does."""
     rope = getattr(text_config, "rope_parameters", None) or {}
     kinds = [rope, *(parameters for parameters in rope.values() if isinstance(parameters, dict))]
     if not any(parameters.get("rope_type") in ("dynamic", "longrope") for parameters in kinds):
@@ -110,18 +104,15 @@ def length_limit(text_config) -> int | None:
 
 
 def _check_weights(hf_config, folder: Path, trust_remote_code: bool) -> None:
-    """Raises ModelError for more weights than the files hold, and for files elsewhere, before memory is taken for them."""
-    for index in folder.glob("*.safetensors.index.json"):
-        for name in read_json(index)["weight_map"].values():
-            if "/" in name:
-                raise ModelError(f"{index} names {name!r:.100}, which is not a file of the model's folder")
+    """Raises ModelError for more weights than the files hold, before memory is taken for them."""
     with torch.device("meta"):  # takes no memory
         # Else transformers would load the attention that config.json names, which may be code on the hub.
-        options = {"attn_implementation": "eager", "trust_remote_code": trust_remote_code}
-        model = AutoModelForCausalLM.from_config(hf_config, **options)
-    parameters = sum(tensor.numel() for tensor in itertools.chain(model.parameters(), model.buffers()))
+        model = AutoModelForCausalLM.from_config(
+            hf_config, attn_implementation="eager", trust_remote_code=trust_remote_code
+        )
+    tensors = [*model.parameters(), *model.buffers()]
     try:
-        check_weights(parameters, folder)
+        check_weights(sum(tensor.numel() for tensor in tensors), folder)
     except ConfigError as error:
         raise ModelError(str(error)) from None
 
@@ -145,37 +136,43 @@ def _refuse_unsupported(hf_config) -> None:
 
 
 class _SlotCache(Cache):
-    """Keys and values of all slots, [rows, kv heads, window, head size] a layer, and the masks of the current forward pass.
+    """Keys and values of all slots, [rows, kv heads, window, head size] a layer, and the masks of the current
+    forward pass.
 
-    A pass runs the next tokens of one slot, or a decode step. A decode step always has the same number of rows, row i for slot
-    i, because the last bits of a matrix product depend on the number of its rows. Rows without a chunk write nothing.
-    """
+    A pass runs the next tokens of one slot, or a decode step. A decode step always has the same number of
+    rows, row i for slot i, because the last bits of a matrix product depend on the number of its rows. Rows
+    without a chunk write nothing."""
 
     def __init__(self, rows: int, window: int):
         super().__init__(layers=[])
-        self.rows, self.window = rows, window
+        self.rows = rows
+        self.window = window
         self.sliding_windows: dict[int, int | None] = {}  # by layer
         self._stores: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # by layer, made at the first pass
 
     def start(self, chunks: Sequence[Chunk], is_step: bool, device: str) -> tuple[torch.Tensor, torch.Tensor]:
         """Begins a pass. Returns its token ids and positions, int64 [rows, q]."""
-        self.is_step, self._masks = is_step, {}
-        self.ends = {
-            chunk.slot: chunk.begin + len(chunk.tokens) for chunk in chunks
-        }  # of each slot, this pass included
+        self.is_step = is_step
+        self._masks: dict[int | None, torch.Tensor] = {}  # by sliding window
+        # Of each slot, this pass included.
+        self.ends = {chunk.slot: chunk.begin + len(chunk.tokens) for chunk in chunks}
         assert max(self.ends) < self.rows and max(self.ends.values()) <= self.window
         begins = torch.tensor([chunk.begin for chunk in chunks])
         slots = torch.tensor([chunk.slot for chunk in chunks])
-        rows, length = slots if is_step else [0], len(chunks[0].tokens)
+        length = len(chunks[0].tokens)
+        rows = slots if is_step else [0]
         ids, positions = torch.zeros(2, self.rows if is_step else 1, length, dtype=torch.int64)
         ids[rows] = torch.tensor([chunk.tokens for chunk in chunks])
         positions[rows] = begins[:, None] + torch.arange(length)
-        self.slots, self._begins, self._positions = slots.to(device), begins.to(device), positions.to(device)
+        self.slots = slots.to(device)
+        self._begins = begins.to(device)
+        self._positions = positions.to(device)
         return ids.to(device), self._positions
 
     def update(self, key_states, value_states, layer_idx, *args, **kwargs):
-        """Part of transformers' cache protocol: takes the keys and values of this pass, [rows, kv heads, q, size]. Returns
-        those that may be attended to: the filled part of the one slot, or of a decode step all."""
+        """Part of transformers' cache protocol: takes the keys and values of this pass, [rows, kv heads, q,
+        size]. Returns those that may be attended to: the filled part of the one slot, or of a decode step
+        all."""
         states = (key_states, value_states)
         if layer_idx not in self._stores:
             self._stores[layer_idx] = tuple(
@@ -192,14 +189,15 @@ class _SlotCache(Cache):
         return tuple(store[slot : slot + 1, :, :end] for store in stores)
 
     def copy(self, source: int, target: int, tokens: int) -> None:
-        for store in (store for stores in self._stores.values() for store in stores):
+        for store in itertools.chain.from_iterable(self._stores.values()):
             store[target, :, :tokens] = store[source, :, :tokens]
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         return 0  # positions and masks are always given
 
     def mask(self, sliding_window: int | None, dtype: torch.dtype) -> torch.Tensor:
-        """Added to the scores: 0 for the positions that a token attends to, the lowest number elsewhere; [rows, 1, q, keys]."""
+        """Added to the scores: 0 for the positions that a token attends to, the lowest number elsewhere;
+        [rows, 1, q, keys]."""
         if sliding_window not in self._masks:
             position = self._positions[:, None, :, None]
             key = torch.arange(
@@ -218,13 +216,14 @@ def _zeros(shape: Sequence[int], like: torch.Tensor) -> torch.Tensor:
 
 
 def _attend(module, query, key, value, attention_mask, scaling=None, sliding_window=None, softcap=None, **_):
-    """Attention as transformers' modules call it. query: [rows, heads, q, head size]; key and value: what the cache returned.
-    Returns [rows, q, heads, head size].
+    """Attention as transformers' modules call it. query: [rows, heads, q, head size]; key and value: what the
+    cache returned. Returns [rows, q, heads, head size].
 
-    In a decode step each row attends to the filled part of its own slot in a call of its own. A batched call would pad all
-    rows to the longest, which changes the last bits of the others.
-    """
-    cache, scaling = module.slot_cache, query.shape[-1] ** -0.5 if scaling is None else scaling
+    In a decode step each row attends to the filled part of its own slot in a call of its own. A batched call
+    would pad all rows to the longest, which changes the last bits of the others."""
+    cache = module.slot_cache
+    if scaling is None:
+        scaling = query.shape[-1] ** -0.5
     cache.sliding_windows[module.layer_idx] = sliding_window
     if not cache.is_step:
         mask = cache.mask(sliding_window, query.dtype)
@@ -233,7 +232,8 @@ def _attend(module, query, key, value, attention_mask, scaling=None, sliding_win
     out = query.new_zeros(rows, 1, heads, value.shape[-1])
     for slot, end in cache.ends.items():
         seen = slice(max(0, end - (sliding_window or end)), end)
-        # Query heads that share a key head are passed as tokens of one head: keys are neither repeated nor masked.
+        # Query heads that share a key head are passed as tokens of one head: keys are neither repeated nor
+        # masked.
         grouped = query[slot].reshape(1, key.shape[1], -1, size)
         attended = _scaled_dot_product(
             grouped, key[slot, None, :, seen], value[slot, None, :, seen], None, scaling, softcap
@@ -243,17 +243,20 @@ def _attend(module, query, key, value, attention_mask, scaling=None, sliding_win
 
 
 def _scaled_dot_product(query, key, value, mask, scaling: float, softcap: float | None) -> torch.Tensor:
-    """query: [1, heads, q, head size]; key, value: [1, kv heads, keys, head size]. Returns [1, heads, q, head size]."""
+    """query: [1, heads, q, head size]; key, value: [1, kv heads, keys, head size]. Returns [1, heads, q, head
+    size]."""
     repeats = query.shape[1] // key.shape[1]
     if softcap is None:
         return F.scaled_dot_product_attention(query, key, value, mask, scale=scaling, enable_gqa=repeats > 1)
-    key, value = key.repeat_interleave(repeats, 1), value.repeat_interleave(repeats, 1)
+    key = key.repeat_interleave(repeats, 1)
+    value = value.repeat_interleave(repeats, 1)
     scores = torch.tanh(query @ key.transpose(-1, -2) * (scaling / softcap)) * softcap
-    scores = scores if mask is None else scores + mask
+    if mask is not None:
+        scores = scores + mask
     return torch.softmax(scores, dim=-1, dtype=torch.float32).to(value.dtype) @ value
 
 
-ALL_ATTENTION_FUNCTIONS.register(ATTENTION, _attend)
+ALL_ATTENTION_FUNCTIONS.register(STATIC_BATCH, _attend)
 
 
 class TorchModel:
@@ -262,66 +265,72 @@ class TorchModel:
     Raises ModelError for what cannot be served; at boot the logits are compared with transformers' own.
     """
 
-    engine, sampling, quantize, mixes, prompt_budget = "torch", "host", None, False, None
-    gives_prompt_logits, prefill_chunk = True, PREFILL_CHUNK
-    prefix_step, copies_prefixes = PREFILL_CHUNK, True
+    engine = "torch"
+    sampling = "host"
+    quantize = None
+    mixes = False
+    prompt_budget = None
+    gives_prompt_logits = True
+    prefill_chunk = 128  # fixed boundaries: the last bits of a token's logits may depend on its chunk
+    prefix_step = prefill_chunk
+    copies_prefixes = True
 
     def __init__(self, config: Config, folder: Path, device: str):
         if config.quantize:
-            setting = f"--quantize {config.quantize} (QUANTIZE)"
             raise ModelError(
-                f"{setting}: {config.model_name} runs in PyTorch, where weights stay as they are; leave it out"
+                f"--quantize {config.quantize} (QUANTIZE): {config.model_name} runs in PyTorch, where weights stay "
+                "as they are; leave it out"
             )
         self.device = device
         self.batch_size = config.max_batch_size or DEFAULT_BATCH_SIZE
-        self.max_total_tokens, self.max_input_tokens = config.max_total_tokens, config.max_input_tokens
-        if device == "cpu" and (
-            config.threads or "OMP_NUM_THREADS" not in os.environ
-        ):  # which torch reads itself
+        self.max_total_tokens = config.max_total_tokens
+        self.max_input_tokens = config.max_input_tokens
+        # OMP_NUM_THREADS is read by torch itself.
+        if device == "cpu" and (config.threads or "OMP_NUM_THREADS" not in os.environ):
             torch.set_num_threads(config.threads or usable_threads())
         self._model = load_pretrained(config, folder, device)
         self._kind = self._model.config.model_type
         self.vocab_size = self._model.config.get_text_config().vocab_size
         self.dtype = str(self._model.dtype).removeprefix("torch.")
-        self._batches_rows, self._mask_is_given = True, False
-        ids = torch.randint(
-            0, self.vocab_size, (CHECK_TOKENS,), generator=torch.Generator().manual_seed(0)
-        ).tolist()
-        ids = ids[: self.max_input_tokens + 1]
+        self._batches_rows = True
+        self._mask_is_given = False
+        self._profiler: torch.profiler.profile | None = None
+        random = torch.Generator().manual_seed(0)
+        count = min(SAMPLE_TOKENS, self.max_input_tokens + 1)
+        ids = torch.randint(0, self.vocab_size, (count,), generator=random).tolist()
         with reported_as(f"{self._kind} models cannot be served on a static batch"):
             self._adopt(ids)
             self._choose_rows(ids)
 
     def forward(self, chunks: Sequence[Chunk]) -> np.ndarray:
-        """One prompt chunk, or a decode step: one token of each slot with a live sequence. Returns float32 [rows, vocab]."""
+        """One prompt chunk, or a decode step: one token of each slot with a live sequence. Returns float32
+        [rows, vocab]."""
         try:
             if self._batches_rows and len(chunks[0].tokens) == 1:
-                return self._run(chunks, is_step=True)
-            return np.concatenate([self._run([chunk], is_step=False) for chunk in chunks])
+                logits = self._run(chunks, is_step=True)
+            else:
+                logits = np.concatenate([self._run([chunk], is_step=False) for chunk in chunks])
         except torch.AcceleratorError as error:  # every later call would fail as well
             raise DeviceLost(f"{type(error).__name__}: {first_line(error)}") from error
+        if self._profiler:
+            self._profiler.step()
+        return logits
 
-    def profile(self, path: str, wait: int, warmup: int, active: int) -> None:
-        """Writes torch.profiler's Chrome trace of `active` calls of `forward` to `path`, after `wait` + `warmup` others."""
-        forward = self.forward
-
-        def write(profiler: torch.profiler.profile) -> None:
-            del self.forward  # what is left is the method
-            profiler.export_chrome_trace(path)
-            logger.info("Wrote the trace of torch.profiler to %s", path)
-
-        def profiled(chunks: Sequence[Chunk]) -> np.ndarray:
-            output = forward(chunks)
-            profiler.step()
-            return output
-
+    def start_profile(self, path: str, wait: int, warmup: int, active: int) -> None:
+        """Writes torch.profiler's Chrome trace of `active` calls of `forward` to `path`, after `wait` + `warmup`
+        others; at the end of the process what there is."""
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "Profiler won't be using warmup")  # as the setting says
             schedule = torch.profiler.schedule(wait=wait, warmup=warmup, active=active, repeat=1)
-        profiler = torch.profiler.profile(schedule=schedule, on_trace_ready=write)
-        self.forward = profiled
-        profiler.start()
-        atexit.register(profiler.stop)  # writes what there is when the process ends before
+        write = functools.partial(self._write_profile, path)
+        self._profiler = torch.profiler.profile(schedule=schedule, on_trace_ready=write)
+        self._profiler.start()
+        atexit.register(self._profiler.stop)
+
+    def _write_profile(self, path: str, profiler: torch.profiler.profile) -> None:
+        self._profiler = None
+        profiler.export_chrome_trace(path)
+        logger.info("Wrote the trace of torch.profiler to %s", path)
 
     @torch.inference_mode()
     def copy_prefix(self, source: int, target: int, tokens: int) -> None:
@@ -329,7 +338,8 @@ class TorchModel:
 
     @torch.inference_mode()
     def _run(self, chunks: Sequence[Chunk], is_step: bool) -> np.ndarray:
-        cache, keep_all = self._cache, chunks[0].keep_all
+        cache = self._cache
+        keep_all = chunks[0].keep_all
         ids, positions = cache.start(chunks, is_step, self.device)
         out = self._model(
             input_ids=ids,
@@ -352,21 +362,21 @@ class TorchModel:
     def _adopt(self, ids: list[int]) -> None:
         """Finds out how this family runs on a static batch, or raises ModelError.
 
-        Most families use the registered attention function. Those with attention code of their own get a mask over the whole
-        window instead, which is right for them as long as their scores depend on the mask alone: no sliding window, no bias
-        by distance.
-        """
-        text_config, expected = self._model.config.get_text_config(), reference_logits(self._model, ids)
-        self._model.set_attn_implementation(ATTENTION)
+        Most families use the registered attention function. Those with attention code of their own get a mask
+        over the whole window instead, which is right for them as long as their scores depend on the mask
+        alone: no sliding window, no bias by distance."""
+        text_config = self._model.config.get_text_config()
+        expected = reference_logits(self._model, ids)
+        self._model.set_attn_implementation(STATIC_BATCH)
         self._make_cache(self.batch_size)
         self.forward([Chunk(0, ids[:1], 0)])  # fills `sliding_windows`
         self._mask_is_given = not self._cache.sliding_windows
         refusal = f"{self._kind} models cannot be served on a static batch"
-        if self._mask_is_given and any(
-            getattr(text_config, name, None) for name in ("sliding_window", "window_size")
-        ):
+        windows = [getattr(text_config, name, None) for name in ("sliding_window", "window_size")]
+        if self._mask_is_given and any(windows):
             raise ModelError(f"{refusal}: their own attention code has a sliding window")
-        error, highest = self._error(ids, expected), float(np.abs(expected).max())
+        error = self._error(ids, expected)
+        highest = float(np.abs(expected).max())
         if not error <= TOLERANCE[self.dtype] * max(1.0, highest):  # not: NaN
             raise ModelError(
                 f"{refusal}: their logits differ from those of transformers by {error:.2g} (of {highest:.2g})"
@@ -374,28 +384,27 @@ class TorchModel:
         self._check_sliding_windows(text_config)
 
     def _error(self, ids: list[int], expected: np.ndarray) -> float:
-        """Runs the first half of `ids` and all but the last as prompts of two slots, in chunks, then a decode step of both.
-        Returns the largest difference to the `expected` logits."""
+        """Runs the first half of `ids` and all but the last as prompts of two slots, in chunks, then a decode
+        step of both. Returns the largest difference to the `expected` logits."""
         ends = {self.batch_size - 1: max(1, len(ids) // 2), 0: len(ids) - 1}  # of the prompt in the slot
-        found, wanted = [], []
+        found = []
+        wanted = []
         for slot, end in ends.items():
-            for begin in range(0, end, CHECK_CHUNK):
-                found.append(
-                    self.forward(
-                        [Chunk(slot, ids[begin : min(begin + CHECK_CHUNK, end)], begin, keep_all=True)]
-                    )
-                )
+            for begin in range(0, end, SAMPLE_CHUNK):
+                tokens = ids[begin : min(begin + SAMPLE_CHUNK, end)]
+                found.append(self.forward([Chunk(slot, tokens, begin, keep_all=True)]))
             wanted.append(expected[:end])
         found.append(self.forward([Chunk(slot, [ids[end]], end) for slot, end in ends.items()]))
         wanted.append(expected[list(ends.values())])
         return float(np.abs(np.concatenate(found) - np.concatenate(wanted)).max())
 
     def _choose_rows(self, ids: list[int]) -> None:
-        """The fewest rows of a decode step in which a token's logits are the same to the last bit in every slot, alone or not.
+        """The fewest rows of a decode step in which a token's logits are the same to the last bit in every
+        slot, alone or not.
 
-        A matrix library may use another kernel for the last rows of an odd number. In a mixture of experts the number of
-        tokens of an expert varies: there each row is a pass of its own, which reads few weights twice.
-        """
+        A matrix library may use another kernel for the last rows of an odd number. In a mixture of experts
+        the number of tokens of an expert varies: there each row is a pass of its own, which reads few weights
+        twice."""
         for rows in range(self.batch_size, self.batch_size + 8):
             self._make_cache(rows)
             if all(self._rows_are_equal(token, position) for position, token in enumerate(ids[:2])):
@@ -414,15 +423,16 @@ class TorchModel:
         return bool((logits == logits[0]).all())
 
     def _check_sliding_windows(self, text_config) -> None:
-        """Refuses a sliding window that a family does not pass to its attention function: it would silently not slide."""
-        size = (
-            getattr(text_config, "sliding_window", None)
-            if getattr(text_config, "use_sliding_window", True)
-            else None
-        )
+        """Refuses a sliding window that a family does not pass to its attention function: it would silently
+        not slide."""
+        size = getattr(text_config, "sliding_window", None)
+        if not size or not getattr(text_config, "use_sliding_window", True) or self.max_total_tokens <= size:
+            return
         kinds = getattr(text_config, "layer_types", None)
         for layer, seen in self._cache.sliding_windows.items():
             slides = kinds[layer] == "sliding_attention" if kinds else True
-            if size and slides and seen != size and self.max_total_tokens > size:
-                refusal = f"the sliding attention of this {self._kind} model cannot be served"
-                raise ModelError(f"{refusal}; give --max-total-tokens {size} or less")
+            if slides and seen != size:
+                raise ModelError(
+                    f"the sliding attention of this {self._kind} model cannot be served; give --max-total-tokens "
+                    f"{size} or less"
+                )

@@ -69,7 +69,7 @@ def converter():
 @pytest.fixture
 def conversions(converter, monkeypatch):
     """The models that a test converts. In this process: the child process is tested once."""
-    from models import openvino_model as cpu
+    from models import openvino_model
 
     converted = []
 
@@ -77,6 +77,6 @@ def conversions(converter, monkeypatch):
         converted.append(config.model_id)
         converter.convert(config, *map(Path, arguments))
 
-    monkeypatch.setattr(cpu, "run_converter", convert)
-    monkeypatch.setattr(cpu, "usable_threads", lambda: 1)
+    monkeypatch.setattr(openvino_model, "run_converter", convert)
+    monkeypatch.setattr(openvino_model, "usable_threads", lambda: 1)
     return converted

@@ -15,7 +15,8 @@ from tiny_models import edit_config, llama, save_checkpoint, settings
 
 import models.cache
 from config import Config
-from models import openvino_model as cpu
+from manifest import Manifest
+from models import openvino_model
 from models.base import ModelError
 from models.cache import ModelCache, model_key, read_entry, renamed_when_complete, write_entry
 from run import HERE, ConfigError
@@ -45,7 +46,7 @@ def copies(entry, monkeypatch):
         made.append(config.model_id)
         shutil.copytree(entry, arguments[1], dirs_exist_ok=True)
 
-    monkeypatch.setattr(cpu, "run_converter", convert)
+    monkeypatch.setattr(openvino_model, "run_converter", convert)
     return made
 
 
@@ -55,7 +56,7 @@ def config(checkpoint, tmp_path):
 
 
 def load(config: Config):
-    return cpu.load(config, Path(config.model_id), lambda phase: None)
+    return openvino_model.load(config, Path(config.model_id), Manifest.read(config.model_id), lambda phase: None)
 
 
 def cache_in(folder: Path, size_gb: float = 1.0) -> ModelCache:
@@ -66,9 +67,10 @@ LATER_START = """
 import json, sys
 from pathlib import Path
 from config import Config
+from manifest import Manifest
 from models.openvino_model import load
 config = Config.from_json(sys.stdin.read())
-model = load(config, Path(config.model_id), lambda phase: None)
+model = load(config, Path(config.model_id), Manifest.read(config.model_id), lambda phase: None)
 print(model.engine, "torch" in sys.modules, "transformers" in sys.modules)
 """
 
@@ -92,20 +94,25 @@ def test_a_converted_model_is_used_again_and_a_changed_checkpoint_is_converted_a
     assert len(copies) == 2
 
 
+def key(config, folder):
+    return model_key(config, folder, Manifest.read(folder))
+
+
 def test_the_key_depends_on_all_that_a_conversion_reads(config, checkpoint, tmp_path, monkeypatch):
-    keys = [model_key(dataclasses.replace(config, dtype=dtype), checkpoint) for dtype in ("float32", "bfloat16")]
-    keys.append(model_key(dataclasses.replace(config, quantize="int8"), checkpoint))
+    keys = [key(dataclasses.replace(config, dtype=dtype), checkpoint) for dtype in ("float32", "bfloat16")]
+    keys.append(key(dataclasses.replace(config, quantize="int8"), checkpoint))
     hub = dataclasses.replace(config, model_id="someone/llama")
-    keys += [model_key(hub, Path("snapshots") / commit) for commit in ("c0ffee", "decade")]
+    of_hub = Manifest("llama", None, ())
+    keys += [model_key(hub, Path("snapshots") / commit, of_hub) for commit in ("c0ffee", "decade")]
     code = save_checkpoint(tmp_path / "code", llama())
-    keys.append(model_key(dataclasses.replace(config, model_id=str(code)), edit_config(code, auto_map={})))
+    keys.append(key(dataclasses.replace(config, model_id=str(code)), edit_config(code, auto_map={})))
     (code / "modeling.py").write_text("1")
-    keys.append(model_key(dataclasses.replace(config, model_id=str(code)), code))
-    keys.append(model_key(dataclasses.replace(config, model_id=str(code), trust_remote_code=True), code))
+    keys.append(key(dataclasses.replace(config, model_id=str(code)), code))
+    keys.append(key(dataclasses.replace(config, model_id=str(code), trust_remote_code=True), code))
     monkeypatch.setattr("models.cache.version", lambda package: "another")
-    keys.append(model_key(config, checkpoint))
+    keys.append(key(config, checkpoint))
     monkeypatch.setattr("models.cache.CONVERTER", -1)
-    keys.append(model_key(config, checkpoint))
+    keys.append(key(config, checkpoint))
     assert len(set(keys)) == len(keys)
 
 
@@ -149,7 +156,7 @@ def test_a_conversion_that_dies_leaves_plain_pytorch_and_no_entry(config, monkey
     def die(arguments, config):
         raise RuntimeError("the conversion ended with code -9")
 
-    monkeypatch.setattr(cpu, "run_converter", die)
+    monkeypatch.setattr(openvino_model, "run_converter", die)
     assert load(config).engine == "torch"
     assert "the conversion ended with code -9" in caplog.text
     assert [path.name for path in Path(config.model_cache).iterdir()] == ["lock"]
@@ -172,7 +179,7 @@ def test_too_many_slots_for_the_memory_are_refused_and_cost_no_converted_model(c
         raise MemoryError("Unable to allocate 244. GiB")
 
     load(config)
-    monkeypatch.setattr(cpu, "OpenVinoModel", fill_memory)
+    monkeypatch.setattr(openvino_model, "OpenVinoModel", fill_memory)
     with pytest.raises(ModelError, match=r"244. GiB\); lower --max-batch-size \(MAX_BATCH_SIZE\) or --max-total-tokens"):
         load(config)
     assert len(copies) == 1 and list(Path(config.model_cache).glob("model-*"))
@@ -186,7 +193,7 @@ def test_what_cannot_be_kept_is_converted_into_the_folder_of_the_run(config, ent
         targets.append(Path(arguments[1]))
         shutil.copytree(entry, arguments[1], dirs_exist_ok=True)
 
-    monkeypatch.setattr(cpu, "run_converter", convert)
+    monkeypatch.setattr(openvino_model, "run_converter", convert)
     monkeypatch.setenv("NEURON_TEXTGEN_RUN_DIR", str(tmp_path))
     load(dataclasses.replace(config, model_cache="/proc/no-such-folder"))
     assert [target.parent for target in targets] == [tmp_path] and not targets[0].exists()

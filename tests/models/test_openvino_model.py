@@ -17,7 +17,7 @@ from tiny_models import POSITIONS, VOCABULARY, run, save_checkpoint, settings
 
 from config import Config
 from manifest import Manifest
-from models import openvino_model as cpu
+from models import openvino_model
 from models.base import Chunk, ModelError
 from models.cache import read_entry
 
@@ -29,7 +29,12 @@ IN_TORCH = ("gemma2", "falcon", "gpt-j", "mpt")
 
 def serve(folder, max_total_tokens=POSITIONS, max_batch_size=32, **changes):
     """The model of a folder; converted unless a test has done so before."""
-    return cpu.load(settings(folder, max_total_tokens, max_batch_size=max_batch_size, **changes), folder, lambda phase: None)
+    config = settings(folder, max_total_tokens, max_batch_size=max_batch_size, **changes)
+    return load(config, folder)
+
+
+def load(config, folder):
+    return openvino_model.load(config, folder, Manifest.read(folder), lambda phase: None)
 
 
 @pytest.mark.parametrize("family", IN_TORCH)
@@ -135,7 +140,7 @@ def test_a_sliding_window_longer_than_the_check_is_checked_too(tmp_path, convert
     refused = [read_entry(tmp_path)["refused"]]
     attend = converter._attend
     never_slides = lambda *args, sliding_window=None, **kwargs: attend(*args, **kwargs)  # noqa: E731
-    monkeypatch.setitem(converter.ALL_ATTENTION_FUNCTIONS, converter.ATTENTION, never_slides)
+    monkeypatch.setitem(converter.ALL_ATTENTION_FUNCTIONS, converter.PLACEHOLDERS, never_slides)
     converter.convert(config, folder, tmp_path)
     refused.append(read_entry(tmp_path)["refused"])
     assert refused[0] is None and refused[1].startswith("its logits differ from those of transformers by")
@@ -146,7 +151,7 @@ def test_positions_that_stretch_with_the_text_are_served_up_to_the_trained_lengt
     assert serve(folder).engine == "openvino"
     longer = Config(model_id=str(folder), model_cache=str(zoo.root / "cache"), max_total_tokens=25, max_input_tokens=24)
     with pytest.raises(ModelError, match=f"stretches its positions.*give --max-total-tokens {POSITIONS} or less"):
-        cpu.load(longer, folder, lambda phase: None)
+        load(longer, folder)
 
 
 def test_float16_runs_in_plain_pytorch_and_the_log_says_why(zoo, caplog):
@@ -191,7 +196,7 @@ keeping = st.tuples(st.integers(1, 200), st.booleans())
 def test_a_long_call_is_split_into_shorter_ones_that_leave_no_token_of_a_chunk_alone(lengths, most):
     chunks = [Chunk(slot, list(range(n)), 7, keep_all) for slot, (n, keep_all) in enumerate(lengths)]
     found = {chunk.slot: [] for chunk in chunks}
-    for call in cpu.split(chunks, most):
+    for call in openvino_model.split(chunks, most):
         assert 0 < sum(len(piece[1]) for piece in call) <= most
         for piece in call:
             found[piece[0]].append(piece)
