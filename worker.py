@@ -166,7 +166,8 @@ class Worker:
         if step.rows and not output.failure:
             self.steps += 1
         output.done_at = self._progress_at = time.monotonic()
-        self._report()  # first: a client may send its next request as soon as it has its answer
+        if any(output.finish_reasons):
+            self._report()  # first: a client may send its next request as soon as it has its answer
 
     def drain(self) -> None:
         """Refuses new requests; the loop ends with the last running one. Signal handlers may call it."""
