@@ -106,9 +106,8 @@ class Files:
 
     checkpoint_id: str | None = None  # on the hub, with its commit; None: the weights are in the folder
     checkpoint_revision: str | None = None
-    files: dict[str, tuple[int, str]] | None = (
-        None  # name → size in bytes, SHA-256; None: written by an older version
-    )
+    # name → size in bytes, SHA-256; None: written by an older version
+    files: dict[str, tuple[int, str]] | None = None
 
 
 class Artifact(NamedTuple):
@@ -125,7 +124,8 @@ class Artifact(NamedTuple):
         """What the object in `source`, a config.json, says; None where it is not that of a compiled model.
 
         Raises ConfigError for a section that is incomplete, or holds a value or a field that is not known
-        here: it may change what the programs compute."""
+        here: it may change what the programs compute.
+        """
         section = config_json.get("neuron")
         if section is None:
             return None
@@ -166,14 +166,15 @@ def with_programs(config: Config, programs: Programs, name: str) -> Config:
     """`config` with every value that was left open taken from `programs`, of the model `name`.
 
     Raises ConfigError, naming both values, for a setting that the programs do not support. Smaller limits are
-    supported."""
-    slots, total, longest = programs.batch_size, programs.max_total_tokens, programs.max_input_tokens
+    supported.
+    """
     remedy = "leave it out, or compile it again"
-    for setting, limit in {
-        "max_batch_size": slots,
-        "max_total_tokens": total,
-        "max_input_tokens": longest,
-    }.items():
+    limits = {
+        "max_batch_size": programs.batch_size,
+        "max_total_tokens": programs.max_total_tokens,
+        "max_input_tokens": programs.max_input_tokens,
+    }
+    for setting, limit in limits.items():
         given = getattr(config, setting) or 0
         if given > limit:
             raise ConfigError(
@@ -187,12 +188,12 @@ def with_programs(config: Config, programs: Programs, name: str) -> Config:
             raise ConfigError(
                 f"{_named(setting, given)} contradicts {name}, compiled for {_shown(compiled)}; {remedy}"
             )
-    total = config.max_total_tokens or total
+    total = config.max_total_tokens or programs.max_total_tokens
     return dataclasses.replace(
         config,
-        max_batch_size=config.max_batch_size or slots,
+        max_batch_size=config.max_batch_size or programs.batch_size,
         max_total_tokens=total,
-        max_input_tokens=config.max_input_tokens or min(total - 1, longest),
+        max_input_tokens=config.max_input_tokens or min(total - 1, programs.max_input_tokens),
         **{name: getattr(programs, name) for name in ("tp_degree", "dtype", "quantize", "sampling")},
     )
 
@@ -202,26 +203,25 @@ def _named(setting: str, value: Any) -> str:
 
 
 def _shown(value: Any) -> str:
-    return (
-        ",".join(map(str, value)) or "none"
-        if isinstance(value, (list, tuple))
-        else "none"
-        if value is None
-        else str(value)
-    )
+    if isinstance(value, (list, tuple)):
+        value = ",".join(map(str, value)) or None
+    return "none" if value is None else str(value)
 
 
 def check_compiler(programs: Programs, installed: str, name: str) -> None:
     """Raises ConfigError, with both versions, for programs of a newer compiler: they do not run on an older
     runtime."""
     compiler = programs.compiler_version
-    newest, available = (
-        [int(n) for n in re.findall(r"\d+", v.partition("+")[0])] for v in (compiler, installed)
-    )
-    if newest > available:
+    if _numbers(compiler) > _numbers(installed):
         raise ConfigError(
-            f"{name} was compiled by neuronx-cc {compiler}, newer than the installed {installed}; compile again"
+            f"{name} was compiled by neuronx-cc {compiler}, newer than the installed {installed}; compile "
+            "again"
         )
+
+
+def _numbers(version: str) -> list[int]:
+    """Without the part behind a plus sign."""
+    return [int(number) for number in re.findall(r"\d+", version.partition("+")[0])]
 
 
 @dataclass(frozen=True)
@@ -273,17 +273,19 @@ class Cache:
         """Why `find` found nothing: the values in which the nearest entry differs."""
         differences = []
         for path in self.folder.glob(f"*/{RECORD}"):
-            with contextlib.suppress(
-                ConfigError, KeyError, TypeError
-            ):  # a record of another version: compile
+            # Suppressed: a record of another version.
+            with contextlib.suppress(ConfigError, KeyError, TypeError):
                 record = read_json(path)
-                if record["model"] == model:
-                    pairs = [
-                        (name, value, record["programs"][name]) for name, value in _values(programs).items()
+                if record["model"] != model:
+                    continue
+                kept = record["programs"]
+                differences.append(
+                    [
+                        f"{name} {_shown(value)} instead of {_shown(kept[name])}"
+                        for name, value in _values(programs).items()
+                        if value != kept[name]
                     ]
-                    differences.append(
-                        [f"{name} {_shown(a)} instead of {_shown(b)}" for name, a, b in pairs if a != b]
-                    )
+                )
         if not differences:
             return f"{self.folder} holds none of this model"
         return f"{self.folder} has programs for other values: {', '.join(min(differences, key=len))}"
@@ -316,18 +318,21 @@ class Cache:
 
 def _values(programs: Programs) -> dict[str, Any]:
     """Everything that the programs of a checkpoint depend on, as JSON keeps it."""
-    environment = {"NEURON_CC_FLAGS": os.environ.get("NEURON_CC_FLAGS", "")} | {
-        name: installed(name) for name in RUNTIME
-    }
-    return json.loads(json.dumps(dataclasses.asdict(programs) | environment))
+    values = dataclasses.asdict(programs)
+    values["NEURON_CC_FLAGS"] = os.environ.get("NEURON_CC_FLAGS", "")
+    for package in RUNTIME:
+        values[package] = installed(package)
+    return json.loads(json.dumps(values))
 
 
 def described(folder: Path) -> dict[str, tuple[int, str]]:
     """The files of a folder: their size in bytes and SHA-256, by name."""
-    contents = {
-        str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()
-    }
-    return {name: (len(content), hashlib.sha256(content).hexdigest()) for name, content in contents.items()}
+    return {str(path.relative_to(folder)): _facts(path) for path in folder.rglob("*") if path.is_file()}
+
+
+def _facts(path: Path) -> tuple[int, str]:
+    content = path.read_bytes()
+    return len(content), hashlib.sha256(content).hexdigest()
 
 
 def find_damage(folder: Path, files: Mapping[str, tuple[int, str]]) -> str | None:
@@ -336,10 +341,10 @@ def find_damage(folder: Path, files: Mapping[str, tuple[int, str]]) -> str | Non
         path = folder / name
         if not path.is_file():
             return f"{path} is missing"
-        content = path.read_bytes()
-        if len(content) != size:
-            return f"{path} is damaged: it has {len(content)} bytes instead of {size}"
-        if hashlib.sha256(content).hexdigest() != sha256:
+        found_size, found_sha256 = _facts(path)
+        if found_size != size:
+            return f"{path} is damaged: it has {found_size} bytes instead of {size}"
+        if found_sha256 != sha256:
             return f"{path} is damaged: its SHA-256 differs"
     return None
 

@@ -87,7 +87,8 @@ class StaticBatchModel(Protocol):
         row depends on its own slot alone, to the last bit: not on the other chunks, and not on how a prompt
         was cut into chunks where the scheduler follows `mixes` and `prefill_chunk`. Every slot with a live
         sequence must be in each call of one-token rows where `mixes` is false. Raises DeviceLost when the
-        process must be restarted; any other exception leaves the model usable."""
+        process must be restarted; any other exception leaves the model usable.
+        """
 
     def copy_prefix(self, source: int, target: int, tokens: int) -> None:
         """Copies what slot `source` holds of its first `tokens` positions to slot `target`."""

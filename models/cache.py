@@ -1,9 +1,9 @@
 """The cache of converted models and tokenizers (`--model-cache`), and the child process that converts them.
 
 An entry is a folder named by a key: a hash of everything its contents depend on. It is written beside its
-final place and renamed, so an entry that can be seen is complete. `openvino_model.py` and `tokenizer.py` look for an
-entry before they convert. This file does not know what is in an entry but its `entry.json`, and imports
-neither numpy nor torch.
+final place and renamed, so an entry that can be seen is complete. `openvino_model.py` and `tokenizer.py` look
+for an entry before they convert. This file does not know what is in an entry but its `entry.json`, and
+imports neither numpy nor torch.
 
     FOLDER/model-<key>/        entry.json, and model.xml and model.bin of OpenVINO where the model converts
     FOLDER/tokenizer-<key>/    entry.json, tokenizer.json
@@ -172,7 +172,8 @@ def model_key(config: Config, folder: Path, manifest: Manifest) -> str | None:
     any time.
 
     The CPU is not part of the key: an entry holds a portable graph, which OpenVINO compiles at every
-    start."""
+    start.
+    """
     code = manifest.config_json.get("auto_map") if config.trust_remote_code else None
     if "--" in json.dumps(code):  # "owner/name--module.Class"
         return None
@@ -194,7 +195,8 @@ def run_converter(arguments: list[str], config: Config) -> None:
     """Runs `models.convert` in a child process, so that what it imports and loads is gone when it is done.
 
     Raises ConfigError for what cannot be served at all, OSError where the child cannot write, RuntimeError
-    where it dies."""
+    where it dies.
+    """
     command = [sys.executable, "-m", "models.convert", *arguments]
     done = subprocess.run(command, input=config.to_json(), stdout=subprocess.PIPE, text=True, cwd=HERE)
     reason = (done.stdout.strip().splitlines() or ["no reason given"])[-1]

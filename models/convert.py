@@ -3,12 +3,12 @@ own logits.
 
 Runs in a child process, so that the worker never imports torch or transformers. `convert` loads the
 checkpoint (`torch_model.load_pretrained`), traces it with a placeholder in the place of each attention layer,
-saves the graph, and compares what `openvino_model.py` computes from the saved files with the logits of transformers. For
-a model that cannot be converted the entry holds the reason, and the next start goes straight to plain
-PyTorch.
+saves the graph, and compares what `openvino_model.py` computes from the saved files with the logits of
+transformers. For a model that cannot be converted the entry holds the reason, and the next start goes
+straight to plain PyTorch.
 
     python -m models.convert FOLDER TARGET < CONFIG.json     a model; CONFIG as `Config.to_json` writes it
-    python -m models.convert --demo                          the demonstration model, into demo/converted, for an image
+    python -m models.convert --demo                          the demonstration model, into demo/converted
 """
 
 from __future__ import annotations

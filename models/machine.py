@@ -32,7 +32,8 @@ def detect(root: str | Path = "/", environ: Mapping[str, str] = os.environ) -> M
     """The Neuron devices of this machine or container; None when there are none.
 
     Devices are /dev/neuronN; cores come from sysfs, else 2 per device, as Inferentia2 and Trainium1 have.
-    Raises ConfigError as `usable_cores` does."""
+    Raises ConfigError as `usable_cores` does.
+    """
     root = Path(root)
     devices = [int(path.name[6:]) for path in root.glob("dev/neuron*") if path.name[6:].isdigit()]
     if not devices:

@@ -40,7 +40,8 @@ class NeuronModel:
 
     Where `prefill_chunk` is set, a chunk at position 0 runs in the program of a whole prompt, and later ones
     in a program for one slot and `prefill_chunk` tokens, which the library has for speculation. Such a
-    prompt, and what a free slot holds, survive the decode steps of other slots."""
+    prompt, and what a free slot holds, survive the decode steps of other slots.
+    """
 
     engine = "neuron"
     device = "neuron"
@@ -82,7 +83,8 @@ class NeuronModel:
         if they do.
 
         In the highest slot, beside a decode step of slot 0. The tokens repeat, so that a language model is
-        sure of the next one. Chunks come first, so that they find nothing that the whole prompt has left."""
+        sure of the next one. Chunks come first, so that they find nothing that the whole prompt has left.
+        """
         length = min(self.prefill_chunk * 3 // 2 + 1, self.max_input_tokens)
         prompt = [(37 * (n % 50) + 5) % self.vocab_size for n in range(length)]
         try:
@@ -101,7 +103,10 @@ class NeuronModel:
                 continue
             difference = np.abs(found - expected).max() / np.ptp(expected)
             if not difference <= CHUNK_TOLERANCE[self.dtype]:  # not: NaN
-                return f"the logits differ from those of the same prompt run whole by {difference:.1%} of their range"
+                return (
+                    f"the logits differ from those of the same prompt run whole by {difference:.1%} of their "
+                    "range"
+                )
         return None
 
     def _run_at_start(self, prompt: list[int], begins: list[int]) -> list[np.ndarray | list[int]]:
@@ -120,7 +125,8 @@ class NeuronModel:
 
         The device samples in the model's own dtype, among DEVICE_TOP_K tokens at most. A filtered token gets
         a logit of -30000 there, after the temperature: that bounds the temperature from below, and float16
-        from above."""
+        from above.
+        """
         assert self.sampling == "device" and 0 <= slot < self.batch_size
         most = min(DEVICE_TOP_K, self.vocab_size)
         parameters = (min(top_k or most, most), top_p, min(temperature, MAX_TEMPERATURE))
@@ -223,7 +229,8 @@ class NeuronModel:
 
         The program has a fixed number of tokens and gives logits after each. Fillers behind the last token
         write positions that are written again before anything attends to them. Near the end of the slot the
-        program begins earlier, with tokens that the slot holds."""
+        program begins earlier, with tokens that the slot holds.
+        """
         chunk = self.prefill_chunk
         start = min(begin, self._position_buckets[-1] - chunk)
         ids = (held + [0] * chunk)[start : start + chunk]

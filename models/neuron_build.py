@@ -67,11 +67,14 @@ MISSING = "a program of this model is missing; remove the folder and compile it 
 MEANINGS = {
     "allocation fail|status=4": "the device has too little memory for this model; lower --max-batch-size or "
     "--max-total-tokens",
-    "status=2": "a program is damaged (compile again), or this machine lacks this tp_degree (--tp-degree, TP_DEGREE)",
+    "status=2": "a program is damaged (compile again), or this machine lacks this tp_degree (--tp-degree, "
+    "TP_DEGREE)",
     "driver version": "there is no Neuron driver on this machine (aws-neuronx-dkms on the host)",
-    "could not be initialized|no neuron device": "no Neuron device can be used here; in a container pass it with "
+    "could not be initialized|no neuron device": "no Neuron device can be used here; in a container pass it "
+    "with "
     "--device=/dev/neuron0",
-    "terminated abruptly": "the compiler ran out of host memory; give --compile-workers 1, or a larger machine",
+    "terminated abruptly": "the compiler ran out of host memory; give --compile-workers 1, or a larger "
+    "machine",
     "filenotfounderror": MISSING,
 }
 
@@ -235,7 +238,8 @@ def load_model(build: Build, work_dir: Path, announce: Callable[[str], None]) ->
     """The library's model on the device, and what was built: without chunks where they cannot be had.
 
     `work_dir` is a folder of this run, for the checkpoint as the library can read it. Calls `announce` with
-    "compiling" before anything is compiled. Raises ModelError with the reason for what cannot be served."""
+    "compiling" before anything is compiled. Raises ModelError with the reason for what cannot be served.
+    """
     if not os.environ.get("NEURON_RT_VISIBLE_CORES"):  # without either variable the runtime takes all cores
         os.environ.setdefault("NEURON_RT_NUM_CORES", str(build.programs.tp_degree))
     if compiled := build.compiled():
@@ -267,7 +271,8 @@ def make(build: Build, work_dir: Path) -> Any:
         found = getattr(model.config, "rope_theta", None)
         if expected not in (None, found):
             raise ModelError(
-                f"the library reads rope_theta {found} where config.json has {expected}; it needs transformers 4"
+                f"the library reads rope_theta {found} where config.json has {expected}; it needs "
+                "transformers 4"
             )
     return model
 
@@ -387,7 +392,8 @@ def _cached(cache: Cache, build: Build, work_dir: Path, announce: Callable[[str]
             logger.info("Kept the compiled programs in %s for the next start", entry)
         except OSError as error:
             logger.warning(
-                "The compiled programs cannot be kept, so each start compiles them again: %s; give that folder to "
+                "The compiled programs cannot be kept, so each start compiles them again: %s; give that "
+                "folder to "
                 "user %d (chown), or another one with NEURON_COMPILE_CACHE_URL",
                 error,
                 os.getuid(),
@@ -404,7 +410,8 @@ def _kept(cache: Cache, key: str, build: Build, work_dir: Path) -> tuple[Any, Bu
     if cache.refuses_chunks(entry):
         build = build.without_chunks()
         logger.warning(
-            "Prompts are not run in chunks (--prefill-chunk), as compiling for them has failed; remove %s to try again",
+            "Prompts are not run in chunks (--prefill-chunk), as compiling for them has failed; remove %s to "
+            "try again",
             entry,
         )
     try:
@@ -442,7 +449,8 @@ def _to_device(model: Any) -> None:
                 raise
             if time.monotonic() > deadline:
                 raise ModelError(
-                    f"the cores are held by another process, also after {CORES_WAIT_S:.0f} s ({first_line(error)}); "
+                    f"the cores are held by another process, also after {CORES_WAIT_S:.0f} s "
+                    f"({first_line(error)}); "
                     "stop it (neuron-ls), or set NEURON_RT_VISIBLE_CORES to others"
                 ) from None
         logger.warning("The NeuronCores are held by another process; trying again")

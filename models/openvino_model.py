@@ -103,7 +103,8 @@ class OpenVinoModel:
         ]
 
     def _add_cache(self, port: ov.ConstOutput) -> np.ndarray:
-        """An array for the keys or the values of a layer: bytes [blocks, KV heads, BLOCK, head size * bytes]."""
+        """An array for the keys or the values of a layer: bytes [blocks, KV heads, BLOCK, head size * "
+        "bytes]."""
         kind = port.get_element_type()
         shape = [self._blocks.size, *(port.get_partial_shape()[i].get_length() for i in (1, 2, 3))]
         zeros = np.zeros((*shape[:-1], shape[-1] * kind.size), np.uint8)
@@ -248,7 +249,8 @@ def _constant(value: Any, kind: type = np.int32):
 def load(
     config: Config, folder: Path, manifest: Manifest, announce: Callable[[str], None]
 ) -> StaticBatchModel:
-    """The model in `folder`; `config` as `with_manifest` returns it. Calls `announce` with the name of a long phase.
+    """The model in `folder`; `config` as `with_manifest` returns it. Calls `announce` with the name of a long
+    phase.
 
     Raises ModelError or ConfigError for what no engine can serve.
     """
@@ -315,7 +317,8 @@ def _load_entry(config: Config, folder: Path, entry: Path) -> StaticBatchModel:
         model = OpenVinoModel(read_graph(entry / "model.xml"), facts, slots, config.max_total_tokens, threads)
     except MemoryError as error:  # of the KV cache
         raise ModelError(
-            f"{slots} slots of {config.max_total_tokens} tokens need more memory than there is ({error}); lower "
+            f"{slots} slots of {config.max_total_tokens} tokens need more memory than there is ({error}); "
+            "lower "
             "--max-batch-size (MAX_BATCH_SIZE) or --max-total-tokens (MAX_TOTAL_TOKENS)"
         ) from None
     model.max_input_tokens = config.max_input_tokens
@@ -330,8 +333,8 @@ def _load_entry(config: Config, folder: Path, entry: Path) -> StaticBatchModel:
 
 
 def _compare(model: OpenVinoModel, reference: dict[str, Any]) -> None:
-    """Runs a prompt and a decode step. Raises ValueError where they differ from `reference`: what transformers
-    computed, logits [positions, columns]."""
+    """Runs a prompt and a decode step. Raises ValueError where they differ from `reference`: what
+    transformers computed, logits [positions, columns]."""
     slot = model.batch_size - 1
     n = min(len(reference["ids"]), model.max_total_tokens)
     prompt = reference["ids"][: n - 1]
@@ -354,8 +357,8 @@ def _load_torch(config: Config, folder: Path, why: str) -> StaticBatchModel:
 
 
 def with_dtype(config: Config, manifest: Manifest) -> Config:
-    """`config` with a dtype for "auto": bfloat16 where both the checkpoint and the CPU have it, else float32; float32
-    also for the demonstration model, whose text is the same on every machine."""
+    """`config` with a dtype for "auto": bfloat16 where both the checkpoint and the CPU have it, else float32;
+    float32 also for the demonstration model, whose text is the same on every machine."""
     if config.dtype != "auto":
         return config
     facts = {**manifest.config_json, **(manifest.config_json.get("text_config") or {})}

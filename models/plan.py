@@ -86,13 +86,15 @@ class Shape:
         """From the object in a config.json that transformers 4 or 5 wrote.
 
         Raises ConfigError for a family that is not served on Neuron, and for numbers that are missing or
-        contradict."""
+        contradict.
+        """
         model_type = data.get("model_type")
         if model_type == "code_llama":
             model_type = "llama"
         if model_type in NOT_ANY_MORE:
             raise ConfigError(
-                f"{model_type} models are not served on Neuron any more; give a model of Llama's architecture, "
+                f"{model_type} models are not served on Neuron any more; give a model of Llama's "
+                "architecture, "
                 "or try --device cpu"
             )
         if model_type not in MODEL_TYPES:
@@ -130,7 +132,10 @@ class Shape:
             sizes = f"hidden_size {hidden}, {heads} attention heads and {shape.kv_heads} key-value heads"
             raise ConfigError(f"config.json: {sizes} do not divide each other")
         if data.get("head_dim") not in (None, shape.head_dim):
-            rule = f"transformers-neuronx takes hidden_size / num_attention_heads, which is {shape.head_dim} here"
+            rule = (
+                f"transformers-neuronx takes hidden_size / num_attention_heads, which is {shape.head_dim} "
+                "here"
+            )
             raise ConfigError(f"head_dim {data['head_dim']} is not served on Neuron: {rule}")
         return shape
 
@@ -166,9 +171,11 @@ class Shape:
         """One line where the machine's host memory looks too small to load the model, or to compile it."""
         if machine.host_bytes is None or self.host_bytes + COMPILER_BYTES <= machine.host_bytes:
             return None
-        needed, there = self.host_bytes / GIB, machine.host_bytes / GIB
-        compiling = f"compiling about {COMPILER_BYTES // GIB} more; `compile` needs no device and runs on a larger machine"
-        return f"there are {there:.1f} GiB of host memory: loading takes about {needed:.1f}, {compiling}"
+        return (
+            f"there are {machine.host_bytes / GIB:.1f} GiB of host memory: loading takes about "
+            f"{self.host_bytes / GIB:.1f}, compiling about {COMPILER_BYTES // GIB} more; "
+            "`compile` needs no device and runs on a larger machine"
+        )
 
     def matrix_parameters(self, tp_degree: int) -> int:
         """Of one layer's attention and MLP matrices on all cores together, padded for `tp_degree`."""
@@ -279,15 +286,20 @@ class Sizing:
         ):
             return (
                 f"--neuron-config {SHARD_OVER_SEQUENCE} (NEURON_CONFIG) needs more heads than its {kv_heads} "
-                f"key-value heads, and a tp_degree of two or more times {kv_heads}; not {heads} and {tp_degree}"
+                f"key-value heads, and a tp_degree of two or more times {kv_heads}; not {heads} and "
+                f"{tp_degree}"
             )
         if experts and experts % tp_degree and tp_degree % experts:  # T/mixtral/config.py:61
-            return f"tp_degree {tp_degree} and {experts} experts: one has to divide the other; {experts} would work"
+            return (
+                f"tp_degree {tp_degree} and {experts} experts: one has to divide the other; {experts} would "
+                "work"
+            )
         # The library pads the columns of all experts as one matrix: a remainder would shift them to the next
         # expert's cores.
         if experts and tp_degree > experts and columns % (tp_degree // experts):
             return (
-                f"tp_degree {tp_degree} spreads each expert over {tp_degree // experts} cores, which does not "
+                f"tp_degree {tp_degree} spreads each expert over {tp_degree // experts} cores, which does "
+                "not "
                 f"divide its {columns} columns; {experts} would work"
             )
         return None
@@ -334,7 +346,8 @@ def choose(shape: Shape, machine: Machine, config: Config) -> Sizing:
 
     The longest length up to the model's window and 4096 that fits (else halves of it), then the largest batch
     size of 1, 2, 4 … 32, then the tp_degree with the fewest bytes per core, as a decode step reads all of
-    them. Raises ConfigError with the numbers and what would fit where nothing does."""
+    them. Raises ConfigError with the numbers and what would fit where nothing does.
+    """
     chunk = _prefill_chunk(shape, config)
     shape.check_length(config.max_total_tokens)
     degrees = _tp_degrees(machine, config)
@@ -429,8 +442,14 @@ def report(name: str, shape: Shape, machines: Sequence[Machine], config: Config)
     served = shape.served_in(config.dtype)
     if config.quantize:
         served += f", its layers in {config.quantize}"
-    yield f"{name} ({shape.model_type}): {shape.parameters:,} parameters in {shape.dtype}, {shape.layers} layers"
-    yield f"served in {served}; window: {shape.window}; host memory to load it: {shape.host_bytes / GIB:.1f} GiB"
+    yield (
+        f"{name} ({shape.model_type}): {shape.parameters:,} parameters in {shape.dtype}, {shape.layers} "
+        "layers"
+    )
+    yield (
+        f"served in {served}; window: {shape.window}; host memory to load it: {shape.host_bytes / GIB:.1f} "
+        "GiB"
+    )
     useful = min(USEFUL_LENGTH, shape.window, config.max_total_tokens or USEFUL_LENGTH)
     recommended: list[tuple[int, float, str]] = []  # longest first, then cheapest
     for machine in machines:
@@ -492,9 +511,10 @@ def _lines(row: Figure) -> Iterator[str]:
 
 USAGE = """entrypoint.sh plan --model-id X [--instance TYPE] [flags]
 
-Shows what fits on which AWS Neuron machine. Only the model's config.json is read (without --model-id the demonstration
-model's). The flags are those of `serve` (entrypoint.sh --help lists them); these are used: --model-id --revision
---max-total-tokens --max-batch-size --prefill-chunk --tp-degree --dtype --quantize --sampling --neuron-config."""
+Shows what fits on which AWS Neuron machine. Only the model's config.json is read (without --model-id the
+demonstration model's). The flags are those of `serve` (entrypoint.sh --help lists them); these are used:
+--model-id --revision --max-total-tokens --max-batch-size --prefill-chunk --tp-degree --dtype --quantize
+--sampling --neuron-config."""
 
 
 def main(argv: Sequence[str]) -> int:

@@ -43,7 +43,8 @@ def load_pretrained(config: Config, folder: Path, device: str) -> torch.nn.Modul
     """The model of a folder in evaluation mode on `device`, with transformers' eager attention.
 
     Raises ModelError, in one line, for what no engine can serve: unknown families, quantized checkpoints,
-    missing weights."""
+    missing weights.
+    """
     written = read_json(folder / "config.json", required=True)
     kind = written["model_type"]
     if kind not in transformers.CONFIG_MAPPING and "auto_map" in written and not config.trust_remote_code:
@@ -141,7 +142,8 @@ class _SlotCache(Cache):
 
     A pass runs the next tokens of one slot, or a decode step. A decode step always has the same number of
     rows, row i for slot i, because the last bits of a matrix product depend on the number of its rows. Rows
-    without a chunk write nothing."""
+    without a chunk write nothing.
+    """
 
     def __init__(self, rows: int, window: int):
         super().__init__(layers=[])
@@ -220,7 +222,8 @@ def _attend(module, query, key, value, attention_mask, scaling=None, sliding_win
     cache returned. Returns [rows, q, heads, head size].
 
     In a decode step each row attends to the filled part of its own slot in a call of its own. A batched call
-    would pad all rows to the longest, which changes the last bits of the others."""
+    would pad all rows to the longest, which changes the last bits of the others.
+    """
     cache = module.slot_cache
     if scaling is None:
         scaling = query.shape[-1] ** -0.5
@@ -278,7 +281,8 @@ class TorchModel:
     def __init__(self, config: Config, folder: Path, device: str):
         if config.quantize:
             raise ModelError(
-                f"--quantize {config.quantize} (QUANTIZE): {config.model_name} runs in PyTorch, where weights stay "
+                f"--quantize {config.quantize} (QUANTIZE): {config.model_name} runs in PyTorch, where "
+                "weights stay "
                 "as they are; leave it out"
             )
         self.device = device
@@ -317,8 +321,8 @@ class TorchModel:
         return logits
 
     def start_profile(self, path: str, wait: int, warmup: int, active: int) -> None:
-        """Writes torch.profiler's Chrome trace of `active` calls of `forward` to `path`, after `wait` + `warmup`
-        others; at the end of the process what there is."""
+        """Writes torch.profiler's Chrome trace of `active` calls of `forward` to `path`, after `wait` +
+        `warmup` others; at the end of the process what there is."""
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "Profiler won't be using warmup")  # as the setting says
             schedule = torch.profiler.schedule(wait=wait, warmup=warmup, active=active, repeat=1)
@@ -364,7 +368,8 @@ class TorchModel:
 
         Most families use the registered attention function. Those with attention code of their own get a mask
         over the whole window instead, which is right for them as long as their scores depend on the mask
-        alone: no sliding window, no bias by distance."""
+        alone: no sliding window, no bias by distance.
+        """
         text_config = self._model.config.get_text_config()
         expected = reference_logits(self._model, ids)
         self._model.set_attn_implementation(STATIC_BATCH)
@@ -404,7 +409,8 @@ class TorchModel:
 
         A matrix library may use another kernel for the last rows of an odd number. In a mixture of experts
         the number of tokens of an expert varies: there each row is a pass of its own, which reads few weights
-        twice."""
+        twice.
+        """
         for rows in range(self.batch_size, self.batch_size + 8):
             self._make_cache(rows)
             if all(self._rows_are_equal(token, position) for position, token in enumerate(ids[:2])):
@@ -433,6 +439,7 @@ class TorchModel:
             slides = kinds[layer] == "sliding_attention" if kinds else True
             if slides and seen != size:
                 raise ModelError(
-                    f"the sliding attention of this {self._kind} model cannot be served; give --max-total-tokens "
+                    f"the sliding attention of this {self._kind} model cannot be served; give "
+                    "--max-total-tokens "
                     f"{size} or less"
                 )
