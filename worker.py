@@ -123,6 +123,7 @@ class Worker:
         has_nothing_to_run = not self.scheduler.busy and not self.scheduler.waiting
         if has_nothing_to_run:
             self._report()
+            self.outputs.flush()
         # There may be requests and nothing to run: their grammars are being compiled.
         waits = has_nothing_to_run and not self.stopping and (bool(self.requests) or not self.draining)
         for peer, message in self.link.receive(block=waits):
@@ -146,6 +147,7 @@ class Worker:
         for request in step.started:
             request.log("prompt begins", slot=request.slot, cached=request.cached)
         self._report(self._timer.limit_s(step.prompt_tokens))
+        self.outputs.flush()  # of the step before, while this one runs
         output = self._runner.run(step)
         if not output.failure:
             self._timer.record(step.prompt_tokens, output.ran_at - output.started_at)

@@ -13,6 +13,7 @@ import threading
 import time
 from collections import defaultdict
 from concurrent.futures import Executor, ThreadPoolExecutor
+from typing import Any
 
 from engine import sampling
 from engine.link import Link
@@ -40,15 +41,33 @@ class Publisher:
         self._profiler = profiler
         self._executor = executor or ThreadPoolExecutor(1, "worker-outputs")
         self._unpublished = threading.Semaphore(MAX_UNPUBLISHED)
+        self._held: list[StepOutput] = []
+        self._finished: list[dict[str, Any]] = []  # log fields of requests
         self._failed: queue.SimpleQueue[Request] = queue.SimpleQueue()
 
     def publish(self, output: StepOutput) -> None:
-        """Hands over the output of a step; waits while MAX_UNPUBLISHED others have not been published."""
-        self._unpublished.acquire()
-        self._executor.submit(self._publish, output)
+        """Takes the output of a step, which `flush` hands over."""
+        self._held.append(output)
+
+    def log_finished(self, fields: dict[str, Any]) -> None:
+        """Logs a request that is over, behind its last tokens."""
+        self._finished.append(fields)
+
+    def flush(self) -> None:
+        """Hands over what is held; waits while MAX_UNPUBLISHED others have not been published.
+
+        To be called right before the device runs, or when there is nothing to run: earlier, the output thread would hold
+        the interpreter's lock while the next step is prepared.
+        """
+        if self._held or self._finished:
+            self._unpublished.acquire()
+            self._executor.submit(self._publish, self._held, self._finished)
+            self._held = []
+            self._finished = []
 
     def end(self, request: Request, reason: str, message: str = "") -> None:
         """Ends a request after the tokens that it has gained; does nothing if it has its terminal message."""
+        self.flush()
         self._executor.submit(self._end, request, reason, message)
 
     def take_failed(self) -> list[Request]:
@@ -60,9 +79,19 @@ class Publisher:
 
     def close(self) -> None:
         """Publishes what is left."""
+        self.flush()
         self._executor.shutdown()
 
-    def _publish(self, output: StepOutput) -> None:
+    def _publish(self, outputs: list[StepOutput], finished: list[dict[str, Any]]) -> None:
+        try:
+            for output in outputs:
+                self._publish_step(output)
+            for fields in finished:
+                logger.info("request finished", extra={"fields": fields})
+        finally:
+            self._unpublished.release()
+
+    def _publish_step(self, output: StepOutput) -> None:
         begin = time.monotonic()
         try:
             self._send(output)
@@ -70,8 +99,6 @@ class Publisher:
             logger.exception("the outputs of a step could not be published")
             for request in output.step.requests:
                 self._fail(request)
-        finally:
-            self._unpublished.release()
         self._metrics.count_step(output)
         if self._profiler and not output.failure:
             self._profiler.record(output, begin, time.monotonic())

@@ -173,4 +173,4 @@ class Requests:
             "decode_ms": round((now - first_token_at) * 1000, 1),
             "finish_reason": reason.replace(" ", "_"),
         }
-        logger.info("request finished", extra={"fields": fields})
+        self._outputs.log_finished(fields)

@@ -93,6 +93,7 @@ class Driven:
     def step(self, times=1):
         for _ in range(times):
             self.worker.step()
+            self.worker.outputs.flush()  # which the loop does when it runs the next step
 
     def run(self, at_most=500):
         """Steps until no request is known any more. Fails when something is left behind."""
