@@ -1,8 +1,9 @@
 """The worker as a web process sees it: submit, stream, cancel, metrics, health.
 
-An `EngineClient` owns the web process' end of the socket. Its greenlets receive messages and put them into the queue of the
-request that they belong to; the request's own greenlet takes them out with `InFlightRequest.receive`. Everything runs on the
-one thread of the event loop, so nothing here takes a lock. This layer knows no HTTP, no text and no torch.
+An `EngineClient` owns the web process' end of the socket. Its greenlets receive messages and put them into
+the queue of the request that they belong to; the request's own greenlet takes them out with
+`InFlightRequest.receive`. Everything runs on the one thread of the event loop, so nothing here takes a lock.
+This layer knows no HTTP, no text and no torch.
 """
 
 from __future__ import annotations
@@ -47,8 +48,9 @@ class ClientGone(Exception):
 class EngineClient:
     """The worker's state, and the requests that this web process has sent to it. To be made after the fork.
 
-    `load_text` is called with the worker's ModelInfo in a thread, because it reads a large file; its result is `text`, and
-    requests are accepted from then on. `on_stuck` is called once, when the worker has been stuck for `stuck_timeout_s`.
+    `load_text` is called with the worker's ModelInfo in a thread, because it reads a large file; its result
+    is `text`, and requests are accepted from then on. `on_stuck` is called once, when the worker has been
+    stuck for `stuck_timeout_s`.
     """
 
     def __init__(
@@ -121,8 +123,8 @@ class EngineClient:
     def wait_until_known(self) -> None:
         """Waits for the worker's first status and, if it is ready, for the tokenizer.
 
-        A web process that replaces another one would otherwise refuse requests that the processes beside it accept. It does
-        not wait for a worker that is still booting, or silent.
+        A web process that replaces another one would otherwise refuse requests that the processes beside it
+        accept. It does not wait for a worker that is still booting, or silent.
         """
         if self._has_status.wait(FIRST_MESSAGE_S) and self._status.phase == "ready":
             self._has_text.wait(LOADING_S)
@@ -153,7 +155,8 @@ class EngineClient:
             self._send(stats)
 
     def metrics(self) -> bytes:
-        """All metrics in Prometheus' text format. Raises EngineError when the worker does not answer in METRICS_TIMEOUT_S."""
+        """All metrics in Prometheus' text format. Raises EngineError when the worker does not answer in
+        METRICS_TIMEOUT_S."""
         request_id, replies = secrets.randbits(63), SimpleQueue()
         self._queues[request_id] = replies
         try:
@@ -177,8 +180,8 @@ class EngineClient:
         self._send_bytes(protocol.encode(message))
 
     def _send_bytes(self, body: bytes) -> None:
-        # Without a high-water mark this never blocks. A green socket looks for arrived messages after each send, which could
-        # have hidden their signal.
+        # Without a high-water mark this never blocks. A green socket looks for arrived messages after each
+        # send, which could have hidden their signal.
         self._dealer.send(body, zmq.NOBLOCK)
 
     def _receive(self) -> None:
@@ -272,7 +275,8 @@ class EngineClient:
 
 
 class InFlightRequest:
-    """What one HTTP request has running in the worker: one Generate for each sequence. `close` is idempotent."""
+    """What one HTTP request has running in the worker: one Generate for each sequence. `close` is
+    idempotent."""
 
     def __init__(self, engine: EngineClient, generates: list[Generate]):
         self._engine = engine
@@ -281,7 +285,8 @@ class InFlightRequest:
         engine.submit(generates, self._messages)
 
     def receive(self) -> list[Prompt | Token | End]:
-        """The messages that have arrived since the last call; waits for the first one. None of them after `wake`.
+        """The messages that have arrived since the last call; waits for the first one. None of them after
+        `wake`.
 
         Raises ClientGone after `hang_up`.
         """

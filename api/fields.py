@@ -54,9 +54,10 @@ _FORMATS = [
     "guided_choice",
 ]
 _NAMES = (
-    "temperature top_k top_p min_p typical_p repetition_penalty frequency_penalty presence_penalty seed best_of n "
-    "do_sample stop stop_sequences logit_bias max_new_tokens max_tokens max_completion_tokens max_output_tokens "
-    "min_tokens ignore_eos return_full_text truncate top_n_tokens echo tools tool_choice regex json_schema"
+    "temperature top_k top_p min_p typical_p repetition_penalty frequency_penalty presence_penalty seed "
+    "best_of n do_sample stop stop_sequences logit_bias max_new_tokens max_tokens max_completion_tokens "
+    "max_output_tokens min_tokens ignore_eos return_full_text truncate top_n_tokens echo tools tool_choice "
+    "regex json_schema"
 )
 CHANGES_TEXT = {*_NAMES.split(), *_FORMATS}
 _LIMITS = ["max_new_tokens", "max_output_tokens", "max_completion_tokens", "max_tokens"]

@@ -124,8 +124,8 @@ class Generation:
             self._request = InFlightRequest(engine, generates)
         except TooLarge:
             tokens = sum(len(generate.prompt) for generate in generates)
-            what = f"the request asks for {len(generates)} sequences whose prompts have {tokens} tokens altogether"
-            what += ", too many to be sent at once; send several requests"
+            what = f"the request asks for {len(generates)} sequences whose prompts have {tokens} tokens "
+            what += "altogether, too many to be sent at once; send several requests"
             raise errors.invalid(None, what) from None
         watch.add(self)
 

@@ -1,10 +1,11 @@
 """Train the built-in demonstration model: demo/corpus/*.md in, demo/model/ out.
 
-Owns everything about that model: how the corpus is read, how a question is varied, the tokenizer, the chat template,
-the network and its training. The server knows none of this; it loads demo/model/ like any other checkpoint.
+Owns everything about that model: how the corpus is read, how a question is varied, the tokenizer, the chat
+template, the network and its training. The server knows none of this; it loads demo/model/ like any other
+checkpoint.
 
     python demo/train.py                 # retrain, about 18 minutes on two idle cores
-    python demo/train.py --start demo/model --steps 700 --rate 1e-3     # go on from a model, after an edit of its texts
+    python demo/train.py --start demo/model --steps 700 --rate 1e-3  # after an edit of its texts
     python demo/train.py --steps 20 --out /tmp/model                    # see that it runs
 """
 
@@ -38,12 +39,13 @@ ROW_LENGTHS = [
 ]  # rows of several lengths: short ones start often, long ones reach far positions
 STEP_TOKENS = 2048
 
-# A closed answer ends with EOS; an assistant message that comes last stays open, so that it can be continued. Tools are
-# described and called as Hermes models do, with the results of calls in a turn of the user.
+# A closed answer ends with EOS; an assistant message that comes last stays open, so that it can be continued.
+# Tools are described and called as Hermes models do, with the results of calls in a turn of the user.
 CHAT_TEMPLATE = (
     "{% if tools %}"
     "<|system|>{% if messages[0]['role'] == 'system' %}{{ messages[0]['content'] }}\n\n{% endif %}"
-    "You may call these functions:\n<tools>\n{% for tool in tools %}{{ tool | tojson }}\n{% endfor %}</tools>\n"
+    "You may call these functions:\n<tools>\n"
+    "{% for tool in tools %}{{ tool | tojson }}\n{% endfor %}</tools>\n"
     'A call looks like this:\n<tool_call>\n{"name": "the name", "arguments": {}}\n</tool_call>'
     "{% endif %}"
     "{% for message in messages %}"
@@ -54,7 +56,8 @@ CHAT_TEMPLATE = (
     "<|{{ message['role'] }}|>{{ message['content'] }}"
     "{% for call in message['tool_calls'] or [] %}"
     "{{ '' if loop.first and not message['content'] else '\n' }}<tool_call>\n"
-    '{"name": {{ call["function"]["name"] | tojson }}, "arguments": {{ (call["function"]["arguments"] or {}) | tojson }}}'
+    '{"name": {{ call["function"]["name"] | tojson }}, '
+    '"arguments": {{ (call["function"]["arguments"] or {}) | tojson }}}'
     "\n</tool_call>"
     "{% endfor %}"
     "{% if message['role'] == 'assistant' and not loop.last %}<|endoftext|>{% endif %}"
@@ -66,7 +69,8 @@ CHAT_TEMPLATE = (
 
 @dataclass(frozen=True)
 class Answer:
-    """What to reply to any of these questions. Each `{word}`, `{name}` or `{number}` in them is filled in anew."""
+    """What to reply to any of these questions. Each `{word}`, `{name}` or `{number}` in them is filled in
+    anew."""
 
     questions: list[str]
     text: str
@@ -94,9 +98,9 @@ class Corpus:
 
 
 def read_corpus(folder: Path) -> Corpus:
-    """Blocks are parted by blank lines: `Q:` lines with their `A:`, `S:` lines (system messages), `N:` (first names),
-    `R:` lines with the wordings below them, and `#` lines (headings, skipped). Any other paragraph is a passage of
-    prose. Lines of text are joined by a space, or kept apart after a `\\`."""
+    """Blocks are parted by blank lines: `Q:` lines with their `A:`, `S:` lines (system messages), `N:` (first
+    names), `R:` lines with the wordings below them, and `#` lines (headings, skipped). Any other paragraph is
+    a passage of prose. Lines of text are joined by a space, or kept apart after a `\\`."""
     corpus = Corpus([], [], [], [], [])
     for path in sorted(folder.glob("*.md")):
         for block in re.split(r"\n\s*\n", path.read_text(encoding="utf-8").strip()):
@@ -130,7 +134,8 @@ def unwrap(text: str) -> str:
 
 
 def rephrase(question: str, wordings: list[Wording], rng: random.Random) -> str:
-    """Another wording of the question at times, then case, punctuation and typing slips as people make them."""
+    """Another wording of the question at times, then case, punctuation and typing slips as people make
+    them."""
     fitting = [(match, w.forms) for w in wordings if (match := w.pattern.fullmatch(question))]
     if fitting and rng.random() < 0.5:
         match, forms = fitting[0] if rng.random() < 0.7 else rng.choice(fitting)
@@ -212,7 +217,8 @@ class Examples:
         return rephrase(question, self.corpus.wordings, self.rng), text
 
     def asked(self, answer: Answer) -> tuple[list[int], list[bool]]:
-        """One answer, asked for in one of the ways the server meets: raw text, a chat, or below a page of text."""
+        """One answer, asked for in one of the ways the server meets: raw text, a chat, or below a page of
+        text."""
         rng = self.rng
         question, text = self.question_and_reply(answer)
         form = rng.random()
@@ -231,8 +237,8 @@ class Examples:
         return self.joined([*parts, (USER + question + ASSISTANT, False), *self.reply(text)])
 
     def reply(self, text: str) -> list[tuple[str, bool]]:
-        """The whole text, or its first words only, so that those are met more often: there the model has to find the
-        right answer, which is harder to learn than the words that follow."""
+        """The whole text, or its first words only, so that those are met more often: there the model has to
+        find the right answer, which is harder to learn than the words that follow."""
         start = " ".join(text.split(" ")[:8])
         if start == text or self.rng.random() < 0.5:
             return [(text, True), (EOS, True)]
@@ -250,8 +256,8 @@ class Examples:
 def batches(examples, row_length: int):
     """One step's rows: int64 ids [rows, row_length] and labels, -100 where nothing is to be learnt.
 
-    Each row starts with a fresh example, as every prompt does, and the rest follow it without a mask between them:
-    so the model also learns to find the end of a long prompt and to let what came before it be."""
+    Each row starts with a fresh example, as every prompt does, and the rest follow it without a mask between
+    them: so the model also learns to find the end of a long prompt and to let what came before it be."""
     ids = torch.zeros(STEP_TOKENS // row_length, row_length, dtype=torch.long)
     labels = torch.full_like(ids, -100)
     for row in range(len(ids)):

@@ -3,9 +3,9 @@
     make run        the server, on http://localhost:8080
     make ui         this page, on http://localhost:7860; URL=http://host:port names another server
 
-Chat streams from `POST /v1/chat/completions`. Infer sends each text by itself to `GET /infer?sentence=` and shows what follows
-it, whole, as the Gradio app of the Ray Serve blueprint for Inferentia2 does; it needs no chat template. Without make:
-`pip install ".[ui]"`, then `python deploy/gradio_app.py URL`.
+Chat streams from `POST /v1/chat/completions`. Infer sends each text by itself to `GET /infer?sentence=` and
+shows what follows it, whole, as the Gradio app of the Ray Serve blueprint for Inferentia2 does; it needs no
+chat template. Without make: `pip install ".[ui]"`, then `python deploy/gradio_app.py URL`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ INFER_TIMEOUT_S = 600
 
 
 def chat_tab(url: str, api_key: str | None) -> gr.ChatInterface:
-    """As `gr.load_chat`, whose stop button does not close the connection: the server would generate the rest for nobody."""
+    """As `gr.load_chat`, whose stop button does not close the connection: the server would generate the rest
+    for nobody."""
     client = AsyncOpenAI(base_url=f"{url}/v1", api_key=api_key or "none")
 
     async def chat(message: str, history: list[dict]) -> AsyncIterator[str]:

@@ -56,8 +56,8 @@ class Publisher:
     def flush(self) -> None:
         """Hands over what is held; waits while MAX_UNPUBLISHED others have not been published.
 
-        To be called right before the device runs, or when there is nothing to run: earlier, the output thread would hold
-        the interpreter's lock while the next step is prepared.
+        To be called right before the device runs, or when there is nothing to run: earlier, the output thread
+        would hold the interpreter's lock while the next step is prepared.
         """
         if self._held or self._finished:
             self._unpublished.acquire()

@@ -27,8 +27,8 @@ INFO = ModelInfo("someone/model", "abc123", "/somewhere", VOCABULARY, [EOS], 8, 
 ON_DEVICE = msgspec.structs.replace(INFO, sampling="device")
 TEMPLATE = (
     "{# 'ipython' #}{{ tools | tojson if tools }}{% for m in messages %}{% if m.role == 'tool' and not m.tool_call_id %}"
-    "{{ raise_exception('no id of `messages`') }}{% endif %}{{ m.role[0] }}:{{ m.content }}{{ m.tool_calls | tojson if m.tool_calls }}"
-    "{{ m.name }}{{ m.tool_call_id }};{% endfor %}a:"
+    "{{ raise_exception('no id of `messages`') }}{% endif %}{{ m.role[0] }}:{{ m.content }}"
+    "{{ m.tool_calls | tojson if m.tool_calls }}{{ m.name }}{{ m.tool_call_id }};{% endfor %}a:"
 )
 USER = {"role": "user", "content": "Hi"}
 # The dialects, each with a body that a request's fields are added to; native ones have theirs in `parameters`.

@@ -1,7 +1,8 @@
-"""Session affinity: the turns of a conversation prefer one replica, whose slots still hold the conversation's prefix.
+"""Session affinity: the turns of a conversation prefer one replica, whose slots still hold the conversation's
+prefix.
 
-Owns what identifies a conversation, and which server it prefers. The choice needs no shared state but the list of servers, and
-moves few conversations when the list changes.
+Owns what identifies a conversation, and which server it prefers. The choice needs no shared state but the
+list of servers, and moves few conversations when the list changes.
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ CHAT_ROUTES = ("/v1/chat/completions", "/v1/responses", "/invocations")
 
 
 def session_of(path: str, header: str | None, body: bytes) -> str | None:
-    """The header's value, else, for a chat, a hash of its messages up to the first one of the user; None without either."""
+    """The header's value, else, for a chat, a hash of its messages up to the first one of the user; None
+    without either."""
     if header or not path.endswith(CHAT_ROUTES):
         return header or None
     try:

@@ -2,9 +2,9 @@
 
     serve run deploy.ray.app:app [NAME=VALUE ...]
 
-Owns the Serve application: its arguments, what Ray is asked for, and the life of a replica. A NAME is one of `OWN_ARGUMENTS`,
-or a flag of the server without its dashes (model-id=org/model). What is not given comes from the environment of Ray's
-processes.
+Owns the Serve application: its arguments, what Ray is asked for, and the life of a replica. A NAME is one of
+`OWN_ARGUMENTS`, or a flag of the server without its dashes (model-id=org/model). What is not given comes from
+the environment of Ray's processes.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ from ray.serve.handle import DeploymentHandle
 from deploy.ray.proxy import Proxy
 from deploy.ray.server import Server
 
-# With their defaults; each is an environment variable too (MIN_REPLICAS). `cpus` is a replica's share, which may be a fraction.
+# With their defaults; each is an environment variable too (MIN_REPLICAS). `cpus` is a replica's share, which
+# may be a fraction.
 OWN_ARGUMENTS = {"min-replicas": "1", "max-replicas": "2", "cpus": "1"}
 DEFAULTS = {
     "max-batch-size": "4",
@@ -68,7 +69,8 @@ class Directory:
 )
 @serve.ingress()
 class TextGeneration:
-    """A replica. Ray routes requests to it when its server is ready, and replaces it when the server's health fails."""
+    """A replica. Ray routes requests to it when its server is ready, and replaces it when the server's health
+    fails."""
 
     async def __init__(self, directory: DeploymentHandle, arguments: dict[str, str]):
         flags = [f"--{name}={value}" for name, value in arguments.items()]
@@ -105,7 +107,8 @@ class TextGeneration:
         self._proxy.is_healthy = True
 
     async def _register(self) -> None:
-        """Keeps this server in the directory, and the list of the others up to date, for as long as the server runs."""
+        """Keeps this server in the directory, and the list of the others up to date, for as long as the
+        server runs."""
         while self._server.is_running:
             with contextlib.suppress(Exception):  # a directory that Ray replaces is asked again
                 self._addresses = await self._directory.register.remote(self._server.address)
@@ -113,7 +116,8 @@ class TextGeneration:
         await self._directory.remove.remote(self._server.address)
 
     async def __del__(self) -> None:
-        """Ray calls this once the requests that it routed here have ended; other replicas may still have some here."""
+        """Ray calls this once the requests that it routed here have ended; other replicas may still have some
+        here."""
         self._registering.cancel()
         with contextlib.suppress(Exception):
             await self._directory.remove.remote(self._server.address)

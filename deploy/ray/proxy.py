@@ -16,7 +16,8 @@ from yarl import URL
 from deploy.ray.affinity import SESSION_HEADER, candidates, session_of
 
 SEED_PREFIX = "/serve"  # under which the Ray Serve blueprint for Inferentia is reached
-# Belong to one connection, or are added by each HTTP server itself; Ray adds `x-request-id`, with the value that it passes on.
+# Belong to one connection, or are added by each HTTP server itself; Ray adds `x-request-id`, with the value
+# that it passes on.
 DROPPED = {
     b"connection",
     b"keep-alive",
@@ -35,7 +36,8 @@ CANNOT_CONNECT = (
 
 
 class Proxy:
-    """An ASGI application in front of the server `own`, which prefers others of `addresses()` for sessions (affinity.py)."""
+    """An ASGI application in front of the server `own`, which prefers others of `addresses()` for sessions
+    (affinity.py)."""
 
     def __init__(
         self,
@@ -104,7 +106,8 @@ class Proxy:
     async def _request(
         self, method: str, path: str, target: str, headers: list, body: bytes
     ) -> aiohttp.ClientResponse:
-        """The beginning of the response of the first candidate that can be reached; one that is full refers to the next."""
+        """The beginning of the response of the first candidate that can be reached; one that is full refers
+        to the next."""
         header = next((value for name, value in headers if name.lower() == SESSION_HEADER), None)
         servers = candidates(session_of(path, header, body), self._own, self._addresses())
         servers.sort(key=lambda server: server == self._own and not self.is_healthy)
@@ -136,7 +139,8 @@ SKIPPED = ("Accept", "Accept-Encoding", "Content-Type", "User-Agent")  # which a
 
 
 def _path(scope: dict) -> str:
-    """The path as the server knows it, percent-encoded: without the prefix of the Serve application, and without the seed's."""
+    """The path as the server knows it, percent-encoded: without the prefix of the Serve application, and
+    without the seed's."""
     path = scope["path"].removeprefix(scope.get("root_path", "").rstrip("/"))
     if path.startswith(SEED_PREFIX + "/"):
         path = path.removeprefix(SEED_PREFIX)

@@ -1,4 +1,5 @@
-"""The server as a child process of a replica: `entrypoint.sh serve`, started, checked and stopped as in a container.
+"""The server as a child process of a replica: `entrypoint.sh serve`, started, checked and stopped as in a
+container.
 
 Owns the process, its address and its log. Knows nothing of Ray, nor of the requests.
 """
@@ -26,7 +27,8 @@ class ServerError(Exception):
 
 
 class Server:
-    """A server on a free port of `host`. `flags` are its command line; what they leave open comes from the environment."""
+    """A server on a free port of `host`. `flags` are its command line; what they leave open comes from the
+    environment."""
 
     def __init__(self, host: str, flags: list[str], grace_s: float):
         with socket.create_server((host, 0)) as listener:
@@ -34,7 +36,8 @@ class Server:
         self.address = f"{host}:{port}"
         self._grace_s = grace_s
         self._last_line = ""
-        # The kernel ends the server when this process dies, so that a killed replica leaves its device to the next one.
+        # The kernel ends the server when this process dies, so that a killed replica leaves its device to the
+        # next one.
         command = [
             "setpriv",
             "--pdeathsig",
@@ -71,7 +74,8 @@ class Server:
         return self._process.poll() is None
 
     async def wait_ready(self, session: aiohttp.ClientSession) -> None:
-        """Returns when requests are accepted, which takes as long as loading or compiling the model. Raises ServerError."""
+        """Returns when requests are accepted, which takes as long as loading or compiling the model. Raises
+        ServerError."""
         while True:
             try:
                 return await self.check(session)
@@ -90,7 +94,8 @@ class Server:
                 raise ServerError(f"the server is not ready: {await response.text()}")
 
     async def stop(self) -> None:
-        """Lets running requests finish, as long as --graceful-termination-timeout allows; then nothing of it is left."""
+        """Lets running requests finish, as long as --graceful-termination-timeout allows; then nothing of it
+        is left."""
         deadline = asyncio.get_running_loop().time() + self._grace_s + STOP_MARGIN_S
         self._process.terminate()
         while self.is_running and asyncio.get_running_loop().time() < deadline:

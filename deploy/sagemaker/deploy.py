@@ -1,6 +1,8 @@
-"""An endpoint on SageMaker: create, wait, invoke, stream, autoscale, delete. Needs boto3 and AWS credentials with a region.
+r"""An endpoint on SageMaker: create, wait, invoke, stream, autoscale, delete. Needs boto3 and AWS credentials
+with a region.
 
-    python3 deploy/sagemaker/deploy.py create NAME --image URI --role ARN --instance-type ml.inf2.xlarge --env MODEL_ID=...
+    python3 deploy/sagemaker/deploy.py create NAME --image URI --role ARN --env MODEL_ID=... \
+        --instance-type ml.inf2.xlarge
     python3 deploy/sagemaker/deploy.py stream NAME "What is Deep Learning?"
 
 The SageMaker model, its endpoint configuration and its endpoint all have the name NAME.
@@ -47,10 +49,11 @@ def create(
     model_data: str | None = None,
     environment: dict[str, str] | None = None,
 ) -> None:
-    """Creates the model, the configuration and the endpoint. Raises ClientError; what was created until then stays.
+    """Creates the model, the configuration and the endpoint. Raises ClientError; what was created until then
+    stays.
 
-    `environment`: the server's settings. `model_data`: an S3 folder, or a .tar.gz, that SageMaker puts into /opt/ml/model.
-    `ami`: SageMaker's name for the system and the driver of the instance.
+    `environment`: the server's settings. `model_data`: an S3 folder, or a .tar.gz, that SageMaker puts into
+    /opt/ml/model. `ami`: SageMaker's name for the system and the driver of the instance.
     """
     container = {"Image": image, "Environment": {"PORT": PORT} | (environment or {})}
     if model_data and model_data.endswith(".tar.gz"):
@@ -78,8 +81,8 @@ def create(
 
 
 def wait(sagemaker: BaseClient, logs: BaseClient, name: str) -> None:
-    """Waits until the endpoint takes requests, and prints its status and its containers' log meanwhile. Raises DeployError with
-    SageMaker's reason when it fails."""
+    """Waits until the endpoint takes requests, and prints its status and its containers' log meanwhile.
+    Raises DeployError with SageMaker's reason when it fails."""
     tail, shown = None, None
     while True:
         endpoint = sagemaker.describe_endpoint(EndpointName=name)
@@ -122,8 +125,8 @@ class LogTail:
 
 
 def invoke(runtime: BaseClient, name: str, body: dict) -> dict | list:
-    """The server's answer to `body`, which is any that /invocations takes. SageMaker waits 60 s; after 55 the server answers
-    with the text so far."""
+    """The server's answer to `body`, which is any that /invocations takes. SageMaker waits 60 s; after 55 the
+    server answers with the text so far."""
     response = runtime.invoke_endpoint(
         EndpointName=name, ContentType="application/json", Body=json.dumps(body)
     )
@@ -144,7 +147,8 @@ def stream(runtime: BaseClient, name: str, body: dict) -> Iterator[dict]:
 
 
 def text_of(event: dict) -> str:
-    """What an event adds to the text: of a chat, a completion or TGI's stream. Raises DeployError for the event of an error."""
+    """What an event adds to the text: of a chat, a completion or TGI's stream. Raises DeployError for the
+    event of an error."""
     if "error" in event:
         error = event["error"]
         raise DeployError(error["message"] if isinstance(error, dict) else error)
@@ -309,9 +313,8 @@ def _run(arguments: argparse.Namespace) -> None:
     elif arguments.verb == "autoscale":
         autoscale(autoscaling, name, arguments.min, arguments.max, arguments.invocations)
     elif arguments.verb == "delete":
-        print(
-            f"deleted: {', '.join(delete(sagemaker, autoscaling, name)) or 'nothing; there was nothing of that name'}"
-        )
+        deleted = ", ".join(delete(sagemaker, autoscaling, name))
+        print(f"deleted: {deleted or 'nothing; there was nothing of that name'}")
 
 
 def main(argv: list[str]) -> int:

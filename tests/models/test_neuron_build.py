@@ -1,4 +1,5 @@
-"""What is decided, compiled, kept and loaded for Neuron: sizes, refusals, compiled folders, the cache, and a device that fails."""
+"""What is decided, compiled, kept and loaded for Neuron: sizes, refusals, compiled folders, the cache, and a device that
+fails."""
 
 from __future__ import annotations
 

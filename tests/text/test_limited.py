@@ -119,7 +119,10 @@ def test_a_process_is_there_before_the_first_request_and_after_one_that_took_too
 
 
 def test_the_processes_end_with_the_one_that_started_them():
-    code = "import os; from text.template import ChatTemplate; ChatTemplate('{{ 1 }}', {}).render([]); print(os.getpid(), flush=True); input()"
+    code = (
+        "import os; from text.template import ChatTemplate; ChatTemplate('{{ 1 }}', {}).render([]); "
+        "print(os.getpid(), flush=True); input()"
+    )
     with subprocess.Popen([sys.executable, "-c", code], cwd=HERE, stdin=-1, stdout=-1, env=os.environ | {"SECRET": "s"}) as ran:
         parent = int(ran.stdout.readline())
         (child,) = [int(pid) for pid in Path(f"/proc/{parent}/task/{parent}/children").read_text().split()]

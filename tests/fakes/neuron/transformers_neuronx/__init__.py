@@ -3,7 +3,8 @@
 A slot's KV cache is the tokens in it, and logits are a function of the tokens up to a position: a call that damages a slot
 shows in its text, as on a device. It does what neuron_contract.py asks of the library, and checks nothing.
 
-The file that FAULT names makes the next decode step fail, and is removed: "hang" never returns, "step" is an error of the device.
+The file that FAULT names makes the next decode step fail, and is removed: "hang" never returns, "step" is an error of the
+device.
 """
 
 import copy
