@@ -104,6 +104,28 @@ def test_a_slot_keeps_what_it_holds_until_another_prompt_starts_there(tmp_path, 
         leave(slot)
 
 
+def test_a_free_slot_holds_its_tokens_beside_the_steps_of_others(tmp_path):
+    batch = Batch(load_chunks(tmp_path))
+    batch.join(0, [5, 6, 7])
+    held = batch.leave(0)[:-1]
+    batch.join(2, [8])
+    for _ in range(3):
+        batch.step()
+    logits = run_chunks(batch.model, 0, [*held, 9], len(held))
+    assert int(as_float32(logits).argmax()) == alone([*held, 9], len(held) + 2)[-1]
+    batch.step()
+    assert_text_alone(batch, 2, [8])
+
+
+@pytest.mark.parametrize("begin", [WINDOW - CHUNK, WINDOW - 3, WINDOW - 2])
+def test_a_prompt_may_continue_near_the_end_of_its_slot(tmp_path, begin):
+    model = load_chunks(tmp_path)
+    prompt = list(range(1, WINDOW))
+    run_chunks(model, 1, prompt)
+    logits = run_chunks(model, 1, prompt, begin)
+    assert int(as_float32(logits).argmax()) == alone(prompt, WINDOW)[-1]
+
+
 def test_a_slot_that_a_step_did_not_name_does_not_go_on(tmp_path):
     batch = Batch(load(tmp_path, max_batch_size=2))
     batch.join(0, [5, 6])
