@@ -32,7 +32,7 @@ from werkzeug.exceptions import ClientDisconnected, HTTPException
 
 import config as configuration
 import logs
-from api import errors, routes, server, tracing
+from api import errors, routes, server, status, tracing
 from api.bodies import discard_rest
 from api.engine_client import EngineClient, EngineError
 from api.errors import HANG_UP, ApiError
@@ -51,7 +51,8 @@ SPARE_FDS = 200  # for everything but connections
 
 def create_app(config: Config, engine: EngineClient) -> Flask:
     """The WSGI application. Serves from the first moment; until the model is ready it answers 503."""
-    app = Flask("neuron-textgen", static_folder=None)
+    files = None if config.no_web_page else status.PAGE_FILES
+    app = Flask("neuron-textgen", static_folder=files, static_url_path="/page")
     app.config["MAX_CONTENT_LENGTH"] = (
         config.payload_limit + 1
     )  # werkzeug cuts a chunked body here without an error
@@ -118,7 +119,8 @@ class Guard:
         if request.method not in ("GET", "HEAD"):
             return False
         route = routes.BY_NAME.get(request.endpoint)
-        return request.path.startswith(DOCS) or (route is not None and not route.needs_key)
+        is_page = request.path.startswith(DOCS) or request.endpoint == "static"
+        return is_page or (route is not None and not route.needs_key)
 
     def _has_key(self) -> bool:
         if self._key is None:

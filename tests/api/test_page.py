@@ -1,17 +1,20 @@
-"""The pages for people, in a real browser (Debian's chromium), against the real server with the demonstration model."""
+"""The pages for people, in a real browser (Debian's chromium): against the real server with the demonstration model, and
+against one whose answers the test writes."""
 
 import json
-import shutil
+import time
 
 import pytest
+from chat_page import Page, chromium, webdriver
+from fakes.chat_server import ChatServer
 from processes import Server, wait_until
 
 pytestmark = pytest.mark.processes
-webdriver = pytest.importorskip("selenium.webdriver")
-if not (shutil.which("chromium") and shutil.which("chromedriver")):
-    pytest.skip("needs chromium and chromedriver (apt install chromium chromium-driver)", allow_module_level=True)
 
 KEY = "the-key"
+OWN = "article.user .text"
+SOME = "article.assistant .text"
+PROBLEM = "article.error .text"
 
 
 @pytest.fixture(scope="module")
@@ -21,114 +24,291 @@ def server():
 
 
 @pytest.fixture(scope="module")
+def scripted():
+    with ChatServer() as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
 def browser(tmp_path_factory):
-    options = webdriver.ChromeOptions()
-    quiet = ("headless", "no-sandbox", "disable-gpu", "disable-dev-shm-usage", "disable-background-networking")
-    for argument in (*quiet, "no-first-run", "window-size=420,800", f"user-data-dir={tmp_path_factory.mktemp('browser')}"):
-        options.add_argument(f"--{argument}")
-    options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
-    service = webdriver.ChromeService(executable_path=shutil.which("chromedriver"))
-    browser = webdriver.Chrome(options=options, service=service)
+    browser = chromium(tmp_path_factory.mktemp("browser"))
     yield browser
     browser.quit()
 
 
 @pytest.fixture
 def page(browser, server):
-    browser.get(f"http://127.0.0.1:{server.port}/")
-    yield Page(browser)
-    severe = [entry["message"] for entry in browser.get_log("browser") if "favicon" not in entry["message"]]
-    assert [message for message in severe if "Content Security Policy" in message or "TypeError" in message] == []
+    """The page of the real server."""
+    page = Page(browser, f"http://127.0.0.1:{server.port}/")
+    yield page
+    assert page.violations() == []
 
 
-class Page:
-    def __init__(self, browser):
-        self.browser = browser
-
-    def find(self, selector):
-        return self.browser.find_elements("css selector", selector)
-
-    def type(self, name, text):
-        (field,) = self.find(f"#{name}")
-        self.browser.execute_script("arguments[0].closest('details')?.setAttribute('open', '')", field)
-        field.clear()
-        field.send_keys(text)
-
-    def ask(self, text, key=KEY, **settings):
-        for name, value in (settings | {"key": key}).items():
-            self.type(name, str(value))
-        self.type("prompt", text + "\n")
-
-    def wait_for(self, selector):
-        (last, *_) = reversed(wait_until(lambda: self.find(selector), selector))
-        return last
-
-    def is_done(self):
-        return self.find("#send")[0].is_displayed()
+@pytest.fixture
+def chat(browser, scripted):
+    """The page of the server whose answers the test writes."""
+    page = Page(browser, scripted.url, scripted.answers)
+    yield page
+    assert page.violations() == []
 
 
 def test_a_chat_streams_its_answer_and_tells_its_speed(page, server):
-    page.ask("What is Deep Learning?", temperature=0, max_tokens=12)
-    page.wait_for(".figures")
-    wait_until(page.is_done, "the end")
+    page.ask("What is Deep Learning?", key=KEY, temperature=0, max_tokens=12)
+    page.wait_for_end()
     body = {"messages": [{"role": "user", "content": "What is Deep Learning?"}], "temperature": 0, "max_tokens": 12}
     response = server.request("POST", "/v1/chat/completions", body, Authorization=f"Bearer {KEY}")
     expected = json.loads(response.read())["choices"][0]["message"]["content"]
-    assert page.find("article.assistant div")[0].text == expected.strip()
-    assert "first token after" in page.find(".figures")[0].text and "12 tokens" in page.find(".figures")[0].text
-    page.ask("Go on.", temperature=0, max_tokens=5)
-    wait_until(lambda: len(page.find(".figures")) == 2, "a second answer")
-    assert page.find("h1")[0].text == "neuron-textgen/demo"
+    assert page.texts(SOME) == [expected.strip()]
+    (figures,) = page.texts(".figures")
+    assert "tokens/s, first token after" in figures
+    assert "12 tokens, cut at the limit of tokens" in figures
+    assert page.texts("h1") == ["neuron-textgen/demo"]
 
 
 # Clicks as soon as there is text: the driver of the browser may be slower than the answer.
 CLICK_STOP = """
-const click = () => document.querySelector("article.assistant div")?.textContent && document.querySelector("#stop").click()
+const click = () => document.querySelector("article.assistant .text")?.textContent && document.querySelector("#stop").click()
 new MutationObserver(click).observe(document.body, {childList: true, subtree: true, characterData: true})
 """
 
 
 def test_an_answer_can_be_stopped(page, server):
-    page.browser.execute_script(CLICK_STOP)
-    page.ask("Tell me everything.", temperature=5, max_tokens=900)  # random text rarely ends by itself
-    assert "stopped" in page.wait_for(".figures").text
+    page.script(CLICK_STOP)
+    page.ask("Tell me everything.", key=KEY, temperature=5, max_tokens=900)  # random text rarely ends by itself
+    page.wait_for_end()
+    assert "stopped" in page.texts(".figures")[0]
     server.wait_idle()
 
 
 def test_an_answer_has_the_form_of_the_schema_that_is_given(page):
     schema = {"type": "object", "properties": {"city": {"enum": ["Tartu", "Pärnu"]}}, "required": ["city"]}
-    page.ask("Which city?", schema=json.dumps(schema, ensure_ascii=False), temperature=0)
-    page.wait_for(".figures")
-    wait_until(page.is_done, "the end")
-    assert json.loads(page.find("article.assistant div")[0].text)["city"] in ("Tartu", "Pärnu")
+    page.ask("Which city?", key=KEY, schema=json.dumps(schema, ensure_ascii=False), temperature=0)
+    page.wait_for_end()
+    assert json.loads(page.texts(SOME)[0])["city"] in ("Tartu", "Pärnu")
 
 
 @pytest.mark.parametrize(
     ("given", "problem"), [('{"type": "object"', "The schema is not valid JSON: "), ("[1]", "A JSON schema is an object: {…}")]
 )
-def test_a_schema_that_is_none_is_described_and_nothing_is_sent(page, given, problem):
-    page.ask("Which city?", schema=given)
-    (described,) = page.find("#schema-error")
+def test_a_schema_that_is_none_is_described_and_nothing_is_sent(chat, given, problem):
+    chat.ask("Which city?", schema=given)
+    (described,) = chat.find("#schema-error")
     assert described.is_displayed() and described.text.startswith(problem)
-    (field,) = page.find("#schema")
-    assert page.browser.switch_to.active_element == field
+    (field,) = chat.find("#schema")
+    assert chat.browser.switch_to.active_element == field
     assert (field.get_attribute("aria-invalid"), field.get_attribute("aria-describedby")) == ("true", "schema-error")
-    assert page.find("article") == [] and page.find("#prompt")[0].get_property("value") == "Which city?"
-    page.type("schema", " ")
-    page.type("prompt", "")
+    assert chat.find("article") == [] and chat.field == "Which city?"
+    chat.type("schema", " ")
+    chat.type("prompt", "")
     assert not described.is_displayed()
 
 
 def test_errors_of_the_server_are_shown_in_its_words(page):
-    page.ask("Hi", max_tokens=100_000)
-    assert "maximum context length" in page.wait_for("article.error div").text
+    page.ask("Hi", key=KEY, max_tokens=100_000)
+    assert "maximum context length" in page.wait_for(PROBLEM).text
 
 
 def test_without_the_key_the_page_opens_and_says_that_one_is_needed(page):
     page.ask("Hi", key="wrong")
-    assert "API key" in page.wait_for("article.error div").text
+    assert "API key" in page.wait_for(PROBLEM).text
 
 
 def test_the_api_page_shows_the_routes(browser, server):
     browser.get(f"http://127.0.0.1:{server.port}/docs/")
     wait_until(lambda: len(browser.find_elements("css selector", ".opblock")) > 10, "the routes")
+
+
+def test_after_an_error_the_text_is_back_in_the_field_and_can_be_sent_again(chat):
+    chat.ask("Hello")
+    answer = chat.next_answer()
+    chat.type("prompt", "typed meanwhile")
+    answer.refuse(429, "Model is overloaded")
+    chat.wait_for_texts(PROBLEM, ["Model is overloaded (429)"])
+    assert chat.field == "Hello" and chat.find("article.user") == []
+    chat.click("Retry")
+    answer = chat.next_answer()
+    assert answer.asked == ["Hello"] and chat.field == "typed meanwhile" and chat.find("article.error") == []
+    answer.write("Good ")
+    answer.fail("out of memory")  # half an answer stays, and the text can be sent again in its place
+    chat.wait_for_texts(PROBLEM, ["out of memory"])
+    assert chat.field == "Hello" and chat.texts(SOME) == ["Good"]
+    chat.click("Retry")
+    answer = chat.next_answer()
+    answer.write("Good day")
+    answer.end()
+    chat.wait_for_texts(SOME, ["Good day"])
+    assert answer.asked == ["Hello"] and chat.texts(OWN) == ["Hello"]
+
+
+def test_a_new_chat_while_an_answer_runs_begins_with_nothing_of_it(chat):
+    chat.exchange("One", "1")
+    chat.ask("Two")
+    chat.next_answer().write("2")
+    chat.wait_for_texts(SOME, ["1", "2"])
+    chat.click("New chat")
+    wait_until(lambda: not chat.find("article"), "an empty chat")
+    assert chat.exchange("Three", "3") == ["Three"]
+    assert chat.texts(SOME) == ["3"]
+
+
+def test_thinking_is_folded_and_its_tokens_count(chat):
+    chat.ask("Why?")
+    answer = chat.next_answer()
+    answer.write(reasoning="Let me see.", reasoning_content="Let me see.")
+    summary = chat.wait_for(".thinking summary")
+    begun_at = time.monotonic()
+    (thoughts,) = chat.find(".thinking div")
+    assert summary.text == "Thinking" and not thoughts.is_displayed()
+    summary.click()
+    assert thoughts.text == "Let me see."
+    chat.wait_for_texts("#status", ["Thinking"])
+    thought_s = time.monotonic() - begun_at
+    answer.write("Because.")
+    answer.end(tokens=51)
+    chat.wait_for_end()
+    assert chat.texts(SOME) == ["Because."] and summary.text.startswith("Thought for ")
+    tokens_per_s = float(chat.texts(".figures")[0].split(" tokens/s")[0])
+    assert 0 < tokens_per_s <= 50 / thought_s
+    assert chat.exchange("And?", "So.") == ["Why?", "Because.", "And?"]
+
+
+MARKDOWN = """## Two *things*
+1. **First** with `code_of_it`
+   - inner [link](https://example.com/a_(b)) [bad](javascript:alert(1)) <img src=x onerror="window.hacked=1">
+2. snake_case_name, 2 * 3 * 4
+
+> quoted https://example.com/x.
+
+| a | b |
+|---|--:|
+| 1 \\| 2 | **x**<br>y |
+
+```python
+def f():
+\treturn "<b>"
+```"""
+
+
+def test_markdown_is_shown_and_html_stays_text(chat):
+    chat.exchange("Everything", *MARKDOWN[:-3], MARKDOWN[-3:])
+    shown = chat.script("return document.querySelector('article.assistant .text').innerHTML.replaceAll('\\n', '⏎')")
+    link = 'target="_blank" rel="noopener noreferrer"'
+    expected = [
+        '<h3 class="level2">Two <em>things</em></h3>',
+        '<ol start="1"><li><p><strong>First</strong> with <code>code_of_it</code></p><ul><li>',
+        f'<p>inner <a href="https://example.com/a_(b)" {link}>link</a> [bad](javascript:alert(1)) &lt;img src=x',
+        "<li><p>snake_case_name, 2 * 3 * 4</p></li></ol>",
+        f'<blockquote><p>quoted <a href="https://example.com/x" {link}>https://example.com/x</a>.</p></blockquote>',
+        "<thead><tr><th>a</th><th>b</th></tr></thead><tbody><tr><td>1 | 2</td><td><strong>x</strong><br>y</td></tr>",
+        '<code>def f():⏎\treturn "&lt;b&gt;"</code></pre>',
+    ]
+    assert [part for part in expected if part not in shown] == []
+    assert chat.find("article img") == [] and chat.script("return window.hacked") is None
+    assert chat.script("try { document.body.innerHTML = '<b>' } catch (error) { return error.name }") == "TypeError"
+
+
+def test_code_and_messages_can_be_copied(chat):
+    chat.exchange("Code", "```sh\nls  -l\n```")
+    for selector, copied in ((".code button", "ls  -l"), (".assistant > .actions button", "```sh\nls  -l\n```")):
+        chat.find(selector)[0].click()
+        chat.wait_for_texts(selector, ["Copied", *chat.texts(selector)[1:]])
+        chat.type("prompt", "")
+        chat.find("#prompt")[0].send_keys(webdriver.Keys.CONTROL, "v")
+        assert chat.field == copied
+
+
+def test_who_scrolls_up_stays_there_while_the_answer_grows(chat):
+    chat.ask("A poem")
+    answer = chat.next_answer()
+
+    def grow(word):
+        answer.write("line\n\n" * 40 + word)
+        wait_until(lambda: any(word in text for text in chat.texts(SOME)), word)
+        return chat.script("const view = document.querySelector('#chat'); return [view.scrollTop, view.scrollHeight]")
+
+    top, height = grow("first")
+    assert top > height / 2  # it follows
+    chat.script("document.querySelector('#chat').scrollTop = 100")
+    top, height = grow("second")
+    assert top == 100
+    chat.script("document.querySelector('#chat').scrollTop = 1e9")
+    assert grow("third")[0] > height
+    answer.end()
+    chat.wait_for_end()
+
+
+def test_an_answer_can_be_generated_again(chat):
+    chat.exchange("One", "1")
+    chat.exchange("Two", "2")
+    chat.click("Regenerate")
+    chat.next_answer().refuse(503, "not now")
+    chat.wait_for_texts(PROBLEM, ["not now (503)"])
+    assert chat.texts(SOME) == ["1", "2"]  # there is no better one yet
+    chat.click("Retry")
+    answer = chat.next_answer()
+    answer.write("22")
+    answer.end()
+    chat.wait_for_texts(SOME, ["1", "22"])
+    assert answer.asked == ["One", "1", "Two"] and chat.texts(OWN) == ["One", "Two"]
+
+
+def test_a_message_can_be_edited_and_what_followed_it_goes(chat):
+    chat.exchange("One", "1")
+    chat.exchange("Two", "2")
+    chat.type("prompt", "a draft")
+    chat.find(".edit")[0].click()
+    assert chat.field == "One" and chat.texts("#prompt-label") == ["Edit the message (what follows it goes)"]
+    chat.click("Cancel")
+    assert chat.field == "a draft" and chat.texts(SOME) == ["1", "2"]
+    chat.find(".edit")[0].click()
+    assert chat.exchange("Uno", "uno") == ["Uno"]
+    assert chat.texts(OWN) == ["Uno"] and chat.texts(SOME) == ["uno"] and chat.field == "a draft"
+
+
+def test_a_conversation_survives_a_reload_unless_the_user_does_not_want_that(chat):
+    chat.type("system", "Be brief.")
+    assert chat.exchange("One", "**1**") == ["Be brief.", "One"]
+    chat.ask("Two")
+    chat.next_answer().write("half")
+    chat.wait_for_texts(SOME, ["1", "half"])
+    chat.browser.refresh()
+    assert chat.texts(SOME) == ["1", "half"] and chat.find(".text strong") and not chat.field
+    chat.ask("Three")
+    assert chat.next_answer().asked == ["Be brief.", "One", "**1**", "Two", "half", "Three"]
+    chat.browser.refresh()  # before its answer began
+    assert chat.texts(OWN) == ["One", "Two"] and chat.field == "Three"
+    chat.script("document.querySelector('#settings').open = true")
+    chat.find("#keep")[0].click()
+    chat.browser.refresh()
+    assert chat.find("article") == [] and not chat.find("#keep")[0].is_selected()
+    assert json.loads(chat.script("return localStorage.getItem('neuron-textgen')")) == {"keep": False}
+
+
+def test_on_a_small_screen_the_chat_is_usable_with_settings_open(chat):
+    small = {"width": 360, "height": 760, "deviceScaleFactor": 1, "mobile": False}
+    chat.browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", small)
+    try:
+        chat.exchange("A table", "| a | b |\n|---|---|\n| " + "wide" * 40 + " | b |\n\n`" + "code" * 40 + "`")
+        chat.script("document.querySelector('#settings').open = true")
+        assert chat.script("return document.querySelector('#chat').clientHeight") >= 250
+        views = "[document.documentElement, document.querySelector('#chat')]"
+        wide = f"return {views}.filter(view => view.scrollWidth > view.clientWidth)"
+        assert chat.script(wide) == []
+        assert chat.script("return document.documentElement.scrollHeight") == 760
+    finally:
+        chat.browser.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
+
+
+def test_everything_has_a_name_and_its_own_place_for_the_keyboard(chat):
+    chat.exchange("One", "1")
+    chat.script("document.querySelector('#settings').open = true")
+    controls = [control for control in chat.find("a, button, input, textarea, summary, main") if control.is_displayed()]
+    assert [control.get_attribute("outerHTML") for control in controls if not control.accessible_name] == []
+    (prompt,) = chat.find("#prompt")
+    prompt.send_keys("x")
+    style = "const style = getComputedStyle(arguments[0]);"
+    ring = style + "return parseFloat(style.outlineOffset) + parseFloat(style.outlineWidth)"
+    (label,) = chat.find("#prompt-label")
+    assert label.rect["y"] + label.rect["height"] < prompt.rect["y"] - chat.script(ring, prompt)
+    loaded = chat.script("return performance.getEntriesByType('resource').map(entry => entry.name)")
+    assert [url for url in loaded if not url.startswith(chat.url.removesuffix("page.html"))] == []

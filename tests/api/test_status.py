@@ -31,3 +31,13 @@ def test_without_a_worker_there_are_no_metrics_and_it_is_told(booting):
     booting.link.close()
     wait_until(lambda: booting.seen.phase == "dead")
     assert booting.client.get("/metrics").status_code == 503
+
+
+def test_the_page_loads_nothing_from_elsewhere_and_can_be_left_out(serve):
+    browser = {"Accept": "text/html"}
+    shown = serve().client.get("/", headers=browser)
+    assert shown.mimetype == "text/html"
+    assert "default-src 'none'; script-src 'self'" in shown.headers["Content-Security-Policy"]
+    hidden = serve(no_web_page=True).client
+    assert hidden.get("/page/chat.js").status_code == 404
+    assert hidden.get("/", headers=browser).mimetype != "text/html"

@@ -1,0 +1,88 @@
+"""The page at `/` in Debian's chromium, as a user sees and drives it. Without chromium its tests are skipped."""
+
+import shutil
+
+import pytest
+from processes import wait_until
+
+webdriver = pytest.importorskip("selenium.webdriver")
+if not (shutil.which("chromium") and shutil.which("chromedriver")):
+    pytest.skip("needs chromium and chromedriver (apt install chromium chromium-driver)", allow_module_level=True)
+
+
+def chromium(folder):
+    """A browser without a screen, whose profile is in the folder."""
+    options = webdriver.ChromeOptions()
+    quiet = ("headless", "no-sandbox", "disable-gpu", "disable-dev-shm-usage", "disable-background-networking")
+    for argument in (*quiet, "no-first-run", "window-size=420,800", f"user-data-dir={folder}"):
+        options.add_argument(f"--{argument}")
+    options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
+    service = webdriver.ChromeService(executable_path=shutil.which("chromedriver"))
+    return webdriver.Chrome(options=options, service=service)
+
+
+class Page:
+    def __init__(self, browser, url, answers=None):
+        self.browser = browser
+        self.url = url
+        self.answers = answers
+        for _ in range(2):  # the second time without what the first one has kept
+            browser.get(url)
+            browser.execute_script("localStorage.clear()")
+
+    def violations(self):
+        """Of the content security policy, and errors of the page's own scripts."""
+        messages = [entry["message"] for entry in self.browser.get_log("browser")]
+        return [message for message in messages if "Content Security Policy" in message or "Uncaught" in message]
+
+    def find(self, selector):
+        return self.browser.find_elements("css selector", selector)
+
+    def texts(self, selector):
+        return [found.text for found in self.find(selector)]
+
+    def script(self, script, *arguments):
+        return self.browser.execute_script(script, *arguments)
+
+    def type(self, name, text):
+        (field,) = self.find(f"#{name}")
+        self.script("arguments[0].closest('details')?.setAttribute('open', '')", field)
+        field.clear()
+        field.send_keys(text)
+
+    def ask(self, text, **settings):
+        for name, value in settings.items():
+            self.type(name, str(value))
+        self.type("prompt", text + "\n")
+
+    def click(self, label):
+        """The last button of this name that is shown."""
+        shown = [button for button in self.find("button") if button.text == label]
+        self.script("arguments[0].scrollIntoView()", shown[-1])
+        shown[-1].click()
+
+    def wait_for(self, selector):
+        return wait_until(lambda: self.find(selector), selector)[-1]
+
+    def wait_for_texts(self, selector, texts):
+        wait_until(lambda: self.texts(selector) == texts, f"{selector}: {texts}", 20)
+
+    def wait_for_end(self):
+        wait_until(lambda: self.find("#send")[0].is_displayed(), "the end")
+
+    def next_answer(self):
+        return self.answers.get(timeout=20)
+
+    def exchange(self, text, *pieces):
+        """A message and its answer. Returns what was asked."""
+        self.ask(text)
+        answer = self.next_answer()
+        for piece in pieces:
+            answer.write(piece)
+        answer.end()
+        self.wait_for_end()
+        return answer.asked
+
+    @property
+    def field(self):
+        return self.find("#prompt")[0].get_property("value")

@@ -1,0 +1,78 @@
+"""A server of the page at `/` whose answers the test writes, piece by piece."""
+
+import json
+import queue
+import threading
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+
+from api.status import PAGE, PAGE_POLICY
+
+
+class Answer:
+    """The answer to a request of the page."""
+
+    def __init__(self, body):
+        self.body = body
+        self.asked = [message["content"] for message in body["messages"]]
+        self.status = 200  # set before the first piece
+        self.pieces = queue.Queue()
+
+    def write(self, content=None, **delta):
+        self._send({"choices": [{"delta": {"content": content} | delta}]})
+
+    def end(self, tokens=2):
+        self._send({"choices": [{"delta": {}, "finish_reason": "stop"}]})
+        self._send({"choices": [], "usage": {"completion_tokens": tokens}})
+        self.pieces.put(None)
+
+    def fail(self, message):
+        self._send({"error": {"message": message}})
+        self.pieces.put(None)
+
+    def refuse(self, status, message):
+        self.status = status
+        self.pieces.put(json.dumps({"error": {"message": message}}).encode())
+        self.pieces.put(None)
+
+    def _send(self, event):
+        self.pieces.put(f"data: {json.dumps(event)}\n\n".encode())
+
+
+class ChatServer(ThreadingHTTPServer):
+    def __init__(self):
+        super().__init__(("127.0.0.1", 0), Handler)
+        self.url = f"http://127.0.0.1:{self.server_port}/page.html"
+        self.answers = queue.Queue()  # to the requests, as they come
+
+    def __enter__(self):
+        threading.Thread(target=self.serve_forever).start()
+        return self
+
+    def __exit__(self, *_):
+        self.shutdown()
+        self.server_close()
+
+
+class Handler(SimpleHTTPRequestHandler):
+    def __init__(self, *arguments):
+        super().__init__(*arguments, directory=PAGE.parent)
+
+    def end_headers(self):
+        self.send_header("Content-Security-Policy", PAGE_POLICY)
+        super().end_headers()
+
+    def do_POST(self):
+        answer = Answer(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
+        self.server.answers.put(answer)
+        piece = answer.pieces.get()
+        self.send_response(answer.status)
+        self.end_headers()
+        while piece:
+            try:
+                self.wfile.write(piece)
+            except OSError:
+                return  # the page has hung up
+            piece = answer.pieces.get()
+
+    def log_message(self, *_):
+        pass
