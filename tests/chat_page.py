@@ -39,7 +39,8 @@ class Page:
         return self.browser.find_elements("css selector", selector)
 
     def texts(self, selector):
-        return [found.text for found in self.find(selector)]
+        # In one step: elements may be replaced meanwhile.
+        return self.script("return [...document.querySelectorAll(arguments[0])].map(it => it.innerText.trim())", selector)
 
     def script(self, script, *arguments):
         return self.browser.execute_script(script, *arguments)
