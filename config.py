@@ -39,6 +39,17 @@ SAGEMAKER_MODEL = Path("/opt/ml/model")  # where SageMaker unpacks an endpoint's
 DEFAULT_MAX_TOTAL_TOKENS = 2048
 DEFAULT_BATCH_SIZE = 4
 DEVICE_TOP_K = 256  # most tokens that a device samples from, with SAMPLING=device
+# The names in FORMATS of text/tool_formats.py (tested).
+TOOL_PARSERS = (
+    "hermes",
+    "llama3_json",
+    "pythonic",
+    "mistral",
+    "mistral_v11",
+    "qwen3_coder",
+    "deepseek_v3",
+    "deepseek_v31",
+)
 MAX_COUNT = 10**9  # of any setting
 MAX_SECONDS = 10**6
 MAX_TOP_TOKENS = 10_000  # of `max_top_n_tokens`
@@ -183,6 +194,16 @@ def _collector(value: str) -> str:
     return value.rstrip("/").removesuffix("/v1/traces") + "/v1/traces"
 
 
+def _template_options(value: str) -> str:
+    try:
+        options = json.loads(value)
+    except ValueError:
+        options = None
+    if not isinstance(options, dict):
+        raise ValueError("must be a JSON object")
+    return value
+
+
 def _origins(value: str) -> str:
     origins = [origin.strip().rstrip("/") for origin in value.split(",") if origin.strip()]
     for origin in origins:
@@ -246,6 +267,13 @@ class Config:
         parse=_file,
         shown="the model's tokenizer_config.json",
     )
+    chat_template_kwargs: str | None = setting(
+        None,
+        "CHAT_TEMPLATE_KWARGS",
+        'Variables for the chat template, as a JSON object, such as {"enable_thinking": false}. Those of a '
+        "request go before them.",
+        parse=_template_options,
+    )
     escape_special_tokens: bool = setting(
         False,
         "ESCAPE_SPECIAL_TOKENS",
@@ -255,10 +283,10 @@ class Config:
     tool_parser: str | None = setting(
         None,
         "TOOL_PARSER --tool-call-parser",
-        "Format in which the model writes tool calls: hermes, llama3_json, mistral or pythonic; none leaves "
-        "calls in the text.",
+        f"Format in which the model writes tool calls: {', '.join(TOOL_PARSERS)}; none leaves calls in the "
+        "text. vLLM's qwen3_xml is qwen3_coder.",
         shown="detected in the chat template",
-        parse=_one_of("hermes", "llama3_json", "mistral", "pythonic", "none"),
+        parse=_one_of(*TOOL_PARSERS, "none", aliases={"qwen3_xml": "qwen3_coder"}),
     )
     reasoning_parser: str | None = setting(
         None,
@@ -575,6 +603,10 @@ class Config:
                 f"--max-batch-total-tokens {self.max_batch_total_tokens} (MAX_BATCH_TOTAL_TOKENS) is less "
                 f"than one slot of {total} tokens: raise it, or lower --max-total-tokens (MAX_TOTAL_TOKENS)"
             )
+
+    @property
+    def template_options(self) -> dict[str, Any]:
+        return json.loads(self.chat_template_kwargs) if self.chat_template_kwargs else {}
 
     @property
     def is_demo(self) -> bool:

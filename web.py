@@ -92,7 +92,8 @@ class Guard:
         if request.method == "OPTIONS":
             return server.empty_response()  # a browser's preflight request carries no key
         if not (self._is_open() or self._has_key()):
-            what = "Unauthorized: this server requires its API key in the header `Authorization: Bearer`"
+            headers = "`Authorization: Bearer` or `x-api-key`"
+            what = f"Unauthorized: this server requires its API key in the header {headers}"
             raise ApiError(401, "unauthorized", what, code="invalid_api_key")
         return None
 
@@ -126,9 +127,11 @@ class Guard:
         if self._key is None:
             return True
         scheme, _, given = request.headers.get("Authorization", "").partition(" ")
+        keys = [request.headers.get("x-api-key", "")]  # where Anthropic's clients have it
+        if scheme.lower() == "bearer":
+            keys.append(given)
         # WSGI hands the bytes of a header over as Latin-1.
-        given = given.strip().encode("latin-1", "replace")
-        return scheme.lower() == "bearer" and hmac.compare_digest(given, self._key)
+        return any(hmac.compare_digest(key.strip().encode("latin-1", "replace"), self._key) for key in keys)
 
 
 class ErrorAnswers:
@@ -138,8 +141,9 @@ class ErrorAnswers:
         self._process = process
 
     def api_error(self, error: ApiError) -> Response:
-        shape = error.shape or g.get("error_shape") or routes.error_shape(request.endpoint, request.path)
-        response = server.json_response(shape(error))
+        of_route = routes.error_shape(request.endpoint, request.path)
+        shape = error.shaped(g.get("error_shape") or of_route)
+        response = server.json_response(shape.body(error))
         response.status_code = error.status
         if error.retry_after_s is not None:
             response.headers["Retry-After"] = str(error.retry_after_s)
@@ -202,6 +206,7 @@ class Server(gunicorn.app.base.BaseApplication):
     def __init__(self, config: Config, listener: socket.socket):
         self._config = config
         self._in_progress = 0  # requests of this process
+        self._engine: EngineClient | None = None  # of this process, after the fork
         # A client that never reads is disconnected by the kernel; accepted connections inherit it.
         listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(config.client_timeout * 1000))
         _soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -232,10 +237,20 @@ class Server(gunicorn.app.base.BaseApplication):
             "logger_class": _GunicornLog,
             "pre_request": lambda _worker, _request: self._count(1),
             "post_request": lambda _worker, _request, _environ, _response: self._count(-1),
-            "post_worker_init": lambda worker: gevent.spawn(self._quit_when_done, worker),
+            "post_worker_init": self._begin,
         }
         for name, value in settings.items():
             self.cfg.set(name, value)
+
+    def _begin(self, worker) -> None:
+        gevent.spawn(self._quit_when_done, worker)
+        if worker.age == 1:  # one line, whatever the number of processes
+            gevent.spawn(self._log_tools)
+
+    def _log_tools(self) -> None:
+        self._engine.wait_for_text()
+        if note := self._engine.text.tools_note:
+            logger.info("%s", note)
 
     def _count(self, change: int) -> None:
         self._in_progress += change
@@ -256,6 +271,7 @@ class Server(gunicorn.app.base.BaseApplication):
             self._config.stuck_timeout,
             on_stuck=(run_dir() / "stuck").touch,  # entrypoint.sh looks for it
         )
+        self._engine = engine
         app = create_app(self._config, engine)
         engine.wait_until_known()
         return app

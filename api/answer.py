@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from itertools import islice, zip_longest
 
 from msgspec import Struct
 
-from api.errors import ApiError, ErrorShape, event, tgi_error
+from api.errors import TGI, ApiError, ErrorShape, event
 from api.job import Job, Prompt, Served
 from protocol import Prompt as PromptRan
 from protocol import Token
@@ -44,6 +44,11 @@ class Sequence:
     def tokens(self) -> int:
         """How many tokens were generated."""
         return self.stream.tokens
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether it ended because it may have no more tokens, or no more time."""
+        return self.finish_reason == "length"
 
     @property
     def mean_logprob(self) -> float:
@@ -88,7 +93,8 @@ class Sequence:
 class Answer:
     """The response to one HTTP request. Each dialect has a subclass; this is what they share."""
 
-    error_shape: ErrorShape = staticmethod(tgi_error)
+    error_shape: ErrorShape = TGI
+    left_out: Collection[str] = ()  # types of tools of the request that this server does not run
 
     def __init__(self, jobs: list[Job], served: Served, streams: bool | None = False):
         self.jobs = jobs
@@ -112,7 +118,7 @@ class Answer:
 
     def failure(self, error: ApiError) -> bytes:
         """What ends a stream in which something did."""
-        return event(self.error_shape(error))
+        return event(self.error_shape.body(error))
 
     def _by_job(self, sequences: list[Sequence]) -> list[list[Sequence]]:
         rest = iter(sequences)

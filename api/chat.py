@@ -115,7 +115,8 @@ class ChatAnswer(ChunkedAnswer):
         return ChatCompletion(**self._envelope, choices=choices, usage=self._usage(sequences))
 
     def _choice(self, index: int, sequence: Sequence) -> ChatChoice:
-        read = self._reading.whole("".join(readable(piece, self._reading) for piece in sequence.pieces))
+        text = "".join(readable(piece, self._reading) for piece in sequence.pieces)
+        read = self._reading.whole(text, sequence.is_cut)
         message = ChatMessage("assistant", read.content)
         if read.reasoning:
             message.reasoning = read.reasoning
@@ -127,7 +128,7 @@ class ChatAnswer(ChunkedAnswer):
                 ToolCall(call.id, "function", CalledFunction(call.name, call.arguments))
                 for call in read.calls
             ]
-        reason = self._finish_reason(sequence, bool(read.calls))
+        reason = self._finish_reason(sequence, bool(read.calls) and not read.is_cut)
         return ChatChoice(index, message, self._logprobs(sequence.pieces), reason)
 
     def _choices(self, sequence: Sequence, pieces: list[Piece]) -> Iterator[ChunkChoice]:
@@ -143,7 +144,7 @@ class ChatAnswer(ChunkedAnswer):
             for n, delta in enumerate(deltas):
                 yield choice(delta, None if n else self._logprobs([piece]))
         if sequence.finish_reason is not None:
-            yield from (choice(_delta(part)) for part in reader.finish())
+            yield from (choice(_delta(part)) for part in reader.finish(sequence.is_cut))
             # Loops that print `delta.content` expect a text in the last event, too.
             last = Delta() if reader.has_calls else Delta(content="")
             yield choice(last, None, self._finish_reason(sequence, reader.has_calls))

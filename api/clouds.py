@@ -12,16 +12,16 @@ from msgspec.structs import replace
 from api import chat, completions, errors, fields, tgi
 from api.answer import Answer, Sequence, best_of
 from api.conversation import ChatRequest, chat_job
-from api.errors import ApiError, in_shape, openai_error, tgi_error
+from api.errors import OPENAI, TGI, ApiError, in_shape
 from api.fields import Json, require
 from api.job import Job, Served
 from api.tgi import GenerateRequest
 
 # The dialects of a body of `/invocations` by the field that it has, and how each answers errors.
 INVOCATIONS = {
-    "inputs": (tgi.compat, tgi_error),
-    "messages": (chat.chat, openai_error),
-    "prompt": (completions.completion, openai_error),
+    "inputs": (tgi.compat, TGI),
+    "messages": (chat.chat, OPENAI),
+    "prompt": (completions.completion, OPENAI),
 }
 # Not for Vertex, which returns texts.
 ONLY_TEXT = (

@@ -1,14 +1,16 @@
 """One form of a chat for all dialects: its messages, how a chat template reads them, and the job that they
 make.
 
-Chat completions, Responses, Vertex AI, SageMaker and `/chat_tokenize` bring their chats here as a
-`ChatRequest`.
+Chat completions, Responses, Anthropic's Messages, Vertex AI, SageMaker and `/chat_tokenize` bring their
+chats here as a `ChatRequest`.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Collection
+import re
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from msgspec import Struct
@@ -18,17 +20,44 @@ from api import formats
 from api.errors import ApiError, invalid
 from api.fields import check_top_n, require
 from api.job import Job, Served, with_grammar
+from api.normalise import ALIASES, normalised
 from api.openai import OpenAIRequest, check_openai
 from api.tools import ToolUse, tool_use
 from api.types import U32
 from text.grammar import GrammarError
 from text.reader import Reading
 from text.stream import Piece
-from text.template import TemplateError
+from text.template import RESERVED, TemplateError
 from text.tool_formats import THINK, after_thinking
 
+# In the place of what the model cannot read: a session that shows it a picture goes on.
+NO_SIGHT = "[{kind} omitted: this model reads text only]"
 OPENAI_TOP_LOGPROBS = 20  # OpenAI's own limit
-ROLES = ("system", "user", "assistant", "tool", "developer", "function")
+PLAIN_ROLES = ("system", "user", "assistant", "tool")  # which traits.py has tried
+ROLES = (*PLAIN_ROLES, *ALIASES)
+
+
+@dataclass(frozen=True)
+class Names:
+    """What a dialect calls the fields of a chat, for the errors that its clients read.
+
+    messages, tools: the paths of the chat's messages and tools; patterns: from regular expressions over
+    `param`s and names in backticks to what is in their place.
+    """
+
+    messages: Sequence[str] = ()
+    tools: Sequence[str] = ()
+    patterns: Mapping[str, str] = field(default_factory=dict)
+
+    def message(self, n: int) -> str:
+        return self.messages[n] if self.messages else f"messages[{n}]"
+
+    def own(self, text: str) -> str:
+        if self.tools:
+            text = re.sub(r"(^|`)tools\[(\d+)\]", lambda found: found[1] + self.tools[int(found[2])], text)
+        for pattern, own in self.patterns.items():
+            text = re.sub(pattern, own, text)
+        return text
 
 
 class Part(Struct):
@@ -46,6 +75,8 @@ class Message(Struct, omit_defaults=True):
     name: str | None = None
     tool_calls: list[dict[str, Any]] | None = None
     tool_call_id: str | None = None
+    reasoning_content: str | None = None  # of an earlier answer, for templates that write it
+    reasoning: str | None = None  # the same
 
 
 class ChatRequest(OpenAIRequest, kw_only=True):
@@ -58,15 +89,32 @@ class ChatRequest(OpenAIRequest, kw_only=True):
     tools: list[dict[str, Any]] | None = None
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
 
 
-def chat_job(chat: ChatRequest, served: Served) -> Job:
-    """The job of a chat, with the grammar of its format, its tools and its thinking together. Raises
-    ApiError."""
+def chat_job(chat: ChatRequest, served: Served, names: Names = Names()) -> Job:
+    """The job of a chat. Raises ApiErrors with the dialect's own names, which the job's later errors have,
+    too."""
+    try:
+        job = _job(chat, served, names)
+    except ApiError as error:
+        error.text = names.own(error.text)
+        error.param = error.param and names.own(error.param)
+        raise
+    return replace(
+        job,
+        prompt_name=names.own(job.prompt_name),
+        limit_name=names.own(job.limit_name),
+        grammar_name=names.own(job.grammar_name),
+    )
+
+
+def _job(chat: ChatRequest, served: Served, names: Names) -> Job:
+    """The job with the grammar of its format, its tools and its thinking together."""
     text = served.text
     job = _check(chat, served)
     use = tool_use(chat.tools, chat.tool_choice, chat.parallel_tool_calls, text.tools)
-    prompt = _prompt(chat, served)
+    prompt = _prompt(chat, served, names)
     thinking = ""
     if served.config.reasoning_parser:
         thinking = "inside" if prompt.rstrip().endswith(THINK) else "before"
@@ -121,25 +169,48 @@ def _check(chat: ChatRequest, served: Served) -> Job:
     return with_grammar(job, *formats.of_openai(chat), served.info)
 
 
-def _prompt(chat: ChatRequest, served: Served) -> str:
+def _prompt(chat: ChatRequest, served: Served, names: Names) -> str:
     """The text that the model's chat template makes of the messages and tools."""
     template = served.text.template
     escape = served.text.tokenizer.escape
-    if template and chat.tools:
+    if template is None:
+        raise ApiError(422, "template_error", "Template error: template not found")
+    traits = served.text.traits
+    options = _template_options(chat.chat_template_kwargs, served)
+    if chat.tools:
         template = template.for_tools
-    messages = _messages(chat.messages, template.words if template else ())
+    messages = _messages(chat.messages, template.words, names)
+    tools = chat.tools if chat.tool_choice != "none" or traits.tools else None
+    messages = normalised(messages, tools, traits)
     try:
-        if template is None:
-            raise TemplateError("template not found")
         # A role is a word that the template expects.
         escaped = [escape(message) | {"role": message["role"]} for message in messages]
-        return template.render(escaped, escape(chat.tools))
+        prompt = template.render(escaped, escape(tools) if traits.tools else None, options)
     except (TemplateError, RecursionError) as error:
         # What a template says may repeat the client's own words.
         raise ApiError(422, "template_error", "Template error: ", quoted=str(error)) from None
+    for message in escaped:
+        is_written = message["role"] in PLAIN_ROLES or message["content"].strip() in prompt
+        require(
+            is_written, "messages", "has a role that the model's chat template leaves out", message["role"]
+        )
+    return prompt
 
 
-def _messages(messages: list[Message], template_words: Collection[str]) -> list[dict[str, Any]]:
+def _template_options(given: dict[str, Any] | None, served: Served) -> dict[str, Any]:
+    """Variables for the template, of the request before those of the server."""
+    options = served.config.template_options | (given or {})
+    for name, value in options.items():
+        is_name = name.isidentifier() and not name.startswith("_") and name not in RESERVED
+        require(is_name, "chat_template_kwargs", "has a name that cannot be set", given=name[:40])
+        values = value if isinstance(value, list) else [value]
+        is_plain = all(isinstance(item, (str, int, float, bool, type(None))) for item in values)
+        detail = f"needs a plain value or a list of them for `{name}`"
+        require(is_plain, "chat_template_kwargs", detail)
+    return options
+
+
+def _messages(messages: list[Message], template_words: Collection[str], names: Names) -> list[dict[str, Any]]:
     """Messages as a chat template reads them, the content of each as one text. Raises ApiError.
 
     A role is one of ROLES, or a word that the template has in quotes: templates may write any other next to
@@ -149,8 +220,8 @@ def _messages(messages: list[Message], template_words: Collection[str]) -> list[
     for n, message in enumerate(messages):
         is_known = message.role in ROLES or message.role in template_words
         detail = f"must be one of {', '.join(ROLES)}, or another role that the model's chat template names"
-        require(is_known, f"messages[{n}].role", detail, given=message.role[:40])
-    return [_message(f"messages[{n}]", message) for n, message in enumerate(messages)]
+        require(is_known, f"{names.message(n)}.role", detail, given=message.role[:40])
+    return [_message(names.message(n), message) for n, message in enumerate(messages)]
 
 
 def _message(path: str, message: Message) -> dict[str, Any]:
@@ -159,10 +230,12 @@ def _message(path: str, message: Message) -> dict[str, Any]:
         content = "".join(_part(f"{path}.content[{i}]", part) for i, part in enumerate(content))
     require(content is not None or bool(message.tool_calls), path, "needs `content`")
     written: dict[str, Any] = {"role": message.role, "content": content or ""}
-    if message.name is not None:
-        written["name"] = message.name
-    if message.tool_call_id is not None:
-        written["tool_call_id"] = message.tool_call_id
+    optional = {
+        "name": message.name,
+        "tool_call_id": message.tool_call_id,
+        "reasoning_content": message.reasoning_content or message.reasoning,
+    }
+    written |= {name: value for name, value in optional.items() if value is not None}
     if message.tool_calls:
         written["tool_calls"] = [_with_arguments(call) for call in message.tool_calls]
     return written

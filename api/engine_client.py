@@ -129,6 +129,9 @@ class EngineClient:
         if self._has_status.wait(FIRST_MESSAGE_S) and self._status.phase == "ready":
             self._has_text.wait(LOADING_S)
 
+    def wait_for_text(self) -> None:
+        self._has_text.wait()
+
     def submit(self, generates: list[Generate], messages: SimpleQueue) -> None:
         """Sends requests, of which all are accepted or none. Lists of their messages are put into `messages`.
 

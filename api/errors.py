@@ -7,13 +7,15 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 
+from flask import g, has_app_context
 from msgspec import Struct
 
 from api.types import encode
 
+CONTEXT_LENGTH_EXCEEDED = "context_length_exceeded"
 HANG_UP = 499  # the status of a response to a client that has disconnected, in the metrics
 
 
@@ -37,6 +39,19 @@ class OpenAIErrorBody(Struct):
     """An error of OpenAI's routes."""
 
     error: OpenAIErrorDetail
+
+
+class AnthropicErrorDetail(Struct):
+    type: str
+    message: str
+
+
+class AnthropicErrorBody(Struct):
+    """An error of Anthropic's routes."""
+
+    error: AnthropicErrorDetail
+    request_id: str | None = None
+    type: str = "error"
 
 
 @dataclass(eq=False)
@@ -70,15 +85,19 @@ class ApiError(Exception):
         }
         return labels.get(self.error_type, "validation" if self.status < 424 else "generation")
 
+    def shaped(self, shape: ErrorShape) -> ErrorShape:
+        """Gives the error a shape, and that shape's status, unless it has one already."""
+        if self.shape is None:
+            self.shape = shape
+            self.status = shape.statuses.get(self.status, self.status)
+        return self.shape
 
-ErrorShape = Callable[[ApiError], Struct]  # the body of the response
 
-
-def tgi_error(error: ApiError) -> ErrorBody:
+def _tgi_body(error: ApiError) -> ErrorBody:
     return ErrorBody(error.message, error.error_type, error.phase)
 
 
-def openai_error(error: ApiError) -> OpenAIErrorBody:
+def _openai_body(error: ApiError) -> OpenAIErrorBody:
     if error.status == 429:
         kind = "rate_limit_error"
     elif error.status >= 500 or error.status == 424:
@@ -89,6 +108,42 @@ def openai_error(error: ApiError) -> OpenAIErrorBody:
     return OpenAIErrorBody(OpenAIErrorDetail(error.message, kind, error.param, code, error.phase))
 
 
+ANTHROPIC_TYPES = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    529: "overloaded_error",
+}
+
+
+def _anthropic_body(error: ApiError) -> AnthropicErrorBody:
+    kind = ANTHROPIC_TYPES.get(error.status, "api_error")
+    request_id = g.get("request_id") if has_app_context() else None
+    # Claude Code looks for these words, and then makes the conversation shorter.
+    is_too_long = error.code == CONTEXT_LENGTH_EXCEEDED
+    message = f"Prompt is too long. {error.message}" if is_too_long else error.message
+    return AnthropicErrorBody(AnthropicErrorDetail(kind, message), request_id)
+
+
+@dataclass(frozen=True)
+class ErrorShape:
+    """How a dialect answers errors. statuses: its own instead of those of TGI."""
+
+    body_type: type[Struct]
+    body: Callable[[ApiError], Struct]
+    statuses: Mapping[int, int] = field(default_factory=dict)
+
+
+TGI = ErrorShape(ErrorBody, _tgi_body)
+OPENAI = ErrorShape(OpenAIErrorBody, _openai_body, {422: 400})
+ANTHROPIC = ErrorShape(
+    AnthropicErrorBody,
+    _anthropic_body,
+    {405: 404, 408: 400, 415: 400, 422: 400, 424: 500, 429: 529, 501: 400, 503: 529},
+)
+
+
 @contextlib.contextmanager
 def in_shape(shape: ErrorShape) -> Iterator[None]:
     """Errors of the block have this shape, unless they have one already, and not that of the request's
@@ -96,7 +151,7 @@ def in_shape(shape: ErrorShape) -> Iterator[None]:
     try:
         yield
     except ApiError as error:
-        error.shape = error.shape or shape
+        error.shaped(shape)
         raise
 
 

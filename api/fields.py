@@ -39,7 +39,7 @@ _NOT_SUPPORTED: list[tuple[Sequence[Any], str]] = [
     ([1], "num_beams length_penalty repeat_penalty tfs_z"),
     ([""], "adapter_id"),
     ([[]], "functions stop_token_ids bad_words"),
-    ([{}], "audio chat_template_kwargs"),
+    ([{}], "audio"),
     ([[], ["text"]], "modalities"),
     (["none", "auto"], "function_call"),
 ]
@@ -57,14 +57,16 @@ _NAMES = (
     "temperature top_k top_p min_p typical_p repetition_penalty frequency_penalty presence_penalty seed "
     "best_of n do_sample stop stop_sequences logit_bias max_new_tokens max_tokens max_completion_tokens "
     "max_output_tokens min_tokens ignore_eos return_full_text truncate top_n_tokens echo tools tool_choice "
-    "regex json_schema"
+    "chat_template_kwargs regex json_schema output_format"
 )
 CHANGES_TEXT = {*_NAMES.split(), *_FORMATS}
 _LIMITS = ["max_new_tokens", "max_output_tokens", "max_completion_tokens", "max_tokens"]
 SAME_MEANING = {
     **dict.fromkeys(_LIMITS, _LIMITS),
     "stop_sequences": ["stop"],
-    **{name: [*_FORMATS, "text"] for name in _FORMATS},  # Responses have `text.format`
+    "stop": ["stop_sequences"],
+    # Responses have `text.format`, Anthropic's messages `output_config.format`.
+    **{name: [*_FORMATS, "text", "output_config"] for name in (*_FORMATS, "output_format")},
 }
 NOT_MISSPELT = {"mode", "models"}  # harmless fields of other servers that look like misspelt ones
 NEEDS_HOST = "needs SAMPLING=host: this server samples on the device"

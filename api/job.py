@@ -12,8 +12,7 @@ from typing import NamedTuple
 
 from msgspec.structs import replace
 
-from api import errors
-from api.errors import ApiError, invalid
+from api.errors import CONTEXT_LENGTH_EXCEEDED, ApiError, invalid
 from api.fields import NEEDS_HOST, check_ids, require
 from api.types import U64_MAX
 from config import Config
@@ -22,9 +21,8 @@ from text.grammar import GrammarChecker
 from text.reader import Reading
 from text.template import ChatTemplate
 from text.tokenizer import Tokenizer
-from text.tool_formats import ModelTools
-
-CONTEXT_LENGTH_EXCEEDED = "context_length_exceeded"
+from text.tool_formats import AS_TEXT, ModelTools
+from text.traits import Traits
 
 
 class ModelText(NamedTuple):
@@ -33,14 +31,27 @@ class ModelText(NamedTuple):
     tokenizer: Tokenizer
     template: ChatTemplate | None
     grammars: GrammarChecker
-    tools: ModelTools | None  # None: the template has no place for tools
+    tools: ModelTools
+    traits: Traits = Traits()
+
+    @property
+    def tools_note(self) -> str:
+        """What an operator should know of tools; "": nothing."""
+        if self.template is None or not self.tools.in_prompt or self.tools.format is AS_TEXT:
+            return ""
+        return (
+            "the chat template has no place for tools: the system message describes them, and calls are read "
+            f"as {self.tools.format.name} (--tool-parser none refuses tools)"
+        )
 
     @classmethod
     def load(cls, info: ModelInfo, config: Config) -> ModelText:
         template = ChatTemplate.load(info.model_dir, config.tokenizer_config_path)
+        traits = Traits.of(template) if template else Traits()
         grammars = GrammarChecker(info.tokenizer_dir, info.vocab_size, info.eos_token_ids)
         tokenizer = Tokenizer(info.tokenizer_dir, info.eos_token_ids, config.escape_special_tokens)
-        return cls(tokenizer, template, grammars, ModelTools.of(template, tokenizer, config.tool_parser))
+        tools = ModelTools.of(template, traits.tools, tokenizer, config.tool_parser)
+        return cls(tokenizer, template, grammars, tools, traits)
 
 
 @dataclass(frozen=True)
@@ -67,7 +78,7 @@ class Job(GenerateOptions, frozen=True):
     grammar_name: str = "grammar"  # what the request calls it, for error messages
     prompt_name: str = "inputs"
     limit_name: str = "max_new_tokens"
-    is_openai: bool = False
+    is_openai: bool = False  # also Anthropic's: what is left of the context length cuts `max_new_tokens`
     reading: Reading = Reading()  # which parts the text of a chat has
 
     @property
@@ -107,10 +118,11 @@ def prompts_of(jobs: list[Job], served: Served) -> list[Prompt]:
     if asked > most:  # it could never be accepted
         limit = f"at most {most} may run and wait (--max-concurrent-requests)"
         raise invalid(None, f"the request asks for {asked} sequences, and {limit}")
-    return [_fit(job, _ids(job, served), served.info) for job in jobs]
+    return [_fit(job, ids_of(job, served), served.info) for job in jobs]
 
 
-def _ids(job: Job, served: Served) -> list[int]:
+def ids_of(job: Job, served: Served) -> list[int]:
+    """The tokens of a prompt. Raises ApiError for a text that cannot be tokenized, or is far too long."""
     if not isinstance(job.prompt, str):
         return job.prompt
     tokenizer = served.text.tokenizer
@@ -135,9 +147,12 @@ def _fit(job: Job, ids: list[int], info: ModelInfo) -> Prompt:
     length = len(ids)
     window = info.max_total_tokens
     most = window - length if job.max_new_tokens is None else job.max_new_tokens
-    if job.max_new_tokens is not None and length + most > window:
+    if job.is_openai:
+        most = min(most, window - length)
+    elif length + most > window and job.max_new_tokens is not None:
         tokens = f"{length} `{job.prompt_name}` tokens and {most} `{job.limit_name}`"
-        raise _too_long(job, f"tokens + `{job.limit_name}` must be <= {window}. Given: {tokens}", info)
+        detail = f"tokens + `{job.limit_name}` must be <= {window}. Given: {tokens}"
+        raise invalid(job.prompt_name, detail, CONTEXT_LENGTH_EXCEEDED)
     if length > info.max_input_tokens:
         raise _too_many_tokens(job, f"{length}", info)
     require(length > 0, job.prompt_name, "cannot be empty")
@@ -148,14 +163,10 @@ def _fit(job: Job, ids: list[int], info: ModelInfo) -> Prompt:
 
 
 def _too_many_tokens(job: Job, given: str, info: ModelInfo) -> ApiError:
-    return _too_long(job, f"must have at most {info.max_input_tokens} tokens. Given: {given}", info)
-
-
-def _too_long(job: Job, detail: str, info: ModelInfo) -> ApiError:
+    detail = f"must have at most {info.max_input_tokens} tokens. Given: {given}"
     if not job.is_openai:
-        return errors.invalid(job.prompt_name, detail, CONTEXT_LENGTH_EXCEEDED)
+        return invalid(job.prompt_name, detail, CONTEXT_LENGTH_EXCEEDED)
     # OpenAI's status and code, and the words that clients such as LangChain look for.
-    what = (
-        f"This model's maximum context length is {info.max_total_tokens} tokens: `{job.prompt_name}` {detail}"
-    )
+    window = f"This model's maximum context length is {info.max_total_tokens} tokens"
+    what = f"{window} (--max-total-tokens raises it): `{job.prompt_name}` {detail}"
     return ApiError(400, CONTEXT_LENGTH_EXCEEDED, what, code=CONTEXT_LENGTH_EXCEEDED, param=job.prompt_name)

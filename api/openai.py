@@ -14,7 +14,7 @@ from typing import Any
 from msgspec import Struct
 
 from api.answer import Answer, Sequence, rounded
-from api.errors import ApiError, event, openai_error
+from api.errors import OPENAI, ApiError, event
 from api.fields import check_device, check_ids, check_sampling, check_stop, require, sampling_of
 from api.formats import FormatFields
 from api.job import Job, Served
@@ -166,7 +166,7 @@ def _logit_bias(given: dict[str, float], info: ModelInfo) -> list[tuple[int, flo
 class OpenAIAnswer(Answer):
     """What all answers of OpenAI's dialects share: the shape of errors, usage, log-probabilities."""
 
-    error_shape = staticmethod(openai_error)
+    error_shape = OPENAI
 
     def _usage(self, sequences: list[Sequence]) -> Usage:
         """Tokens fed and produced. A prompt counts once, however many choices were made from it."""

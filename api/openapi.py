@@ -13,7 +13,8 @@ import msgspec
 from api.clouds import VertexRequest
 from api.completions import CompletionRequest
 from api.conversation import ChatRequest
-from api.errors import ErrorBody, OpenAIErrorBody, openai_error, tgi_error
+from api.errors import ANTHROPIC, OPENAI, TGI
+from api.messages import CountRequest, MessagesRequest
 from api.responses import ResponsesRequest
 from api.routes import CHAT, NATIVE, ROUTES, Route
 from api.tgi import GenerateRequest
@@ -25,16 +26,17 @@ EXAMPLES = {
     ChatRequest: {"messages": [{"role": "user", "content": QUESTION}], "max_tokens": 20},
     CompletionRequest: {"prompt": QUESTION, "max_tokens": 20},
     ResponsesRequest: {"input": QUESTION, "max_output_tokens": 20},
+    MessagesRequest: {"messages": [{"role": "user", "content": QUESTION}], "max_tokens": 20},
+    CountRequest: {"messages": [{"role": "user", "content": QUESTION}]},
     VertexRequest: {"instances": [{"inputs": QUESTION, "parameters": {"max_new_tokens": 20}}]},
 }
-ERRORS = {tgi_error: ErrorBody, openai_error: OpenAIErrorBody}
 
 
 @functools.cache
 def openapi() -> dict[str, Any]:
     """The OpenAPI 3.1 document."""
     used = [kind for route in ROUTES for kind in (*route.bodies, *route.answers, *route.events)]
-    used += ERRORS.values()
+    used += [shape.body_type for shape in (TGI, OPENAI, ANTHROPIC)]
     refs, components = msgspec.json.schema_components(used, ref_template="#/components/schemas/{name}")
     schema_of = dict(zip(used, refs))
 
@@ -69,7 +71,7 @@ def _operation(route: Route, content: Callable[[tuple], dict[str, Any]]) -> dict
     ok = {"description": "OK"}
     if answers := _answers(route, content):
         ok["content"] = answers
-    shapes = tuple(ERRORS[shape] for shape in route.errors)
+    shapes = tuple(shape.body_type for shape in route.errors)
     error = {"description": "The error", "content": {"application/json": content(shapes)}}
     operation: dict[str, Any] = {
         "operationId": re.sub(r"\W+", "_", f"{route.method.lower()}{route.path}").strip("_"),

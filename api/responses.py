@@ -8,52 +8,71 @@ Source of the shapes and of the order of events: OpenAI's API reference (respons
 
 from __future__ import annotations
 
-import re
+import json
 import time
+from collections import Counter
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
-from msgspec import Struct
-from msgspec.structs import replace
+from msgspec import UNSET, Struct, UnsetType
 
 from api import fields
 from api.answer import Answer, Sequence
-from api.conversation import ChatRequest, Message, Part, chat_job, readable
-from api.errors import ApiError, invalid, openai_error
+from api.conversation import NO_SIGHT, ChatRequest, Message, Names, Part, chat_job, readable
+from api.errors import OPENAI, ApiError, invalid
 from api.fields import Json
 from api.job import Job, Served
 from api.openai import OpenAIAnswer, TokenLogprob
 from api.types import U32, AtLeastOne, NotNegative, Share, encode
 from text import reader
-from text.reader import Arguments, CallBegin, Content, Reading, Reasoning
+from text.reader import Arguments, CallBegin, Content, Reasoning
 from text.stream import Piece
 
 NO_STATE = "is not supported: this server stores no responses"
 NOT_SUPPORTED = {
-    "store": NO_STATE,
     "previous_response_id": NO_STATE,
     "conversation": NO_STATE,
     "background": "is not supported",
     "prompt": "is not supported",
     "max_tool_calls": "is not supported",
 }
-# What each type of item needs. An item of the type reasoning is one of earlier output, which the model does
-# not read again.
+# What each type of item needs that the model reads.
 NEEDED = {
     "message": ("role", "content"),
     "function_call": ("call_id", "name", "arguments"),
     "function_call_output": ("call_id", "output"),
+    "custom_tool_call": ("call_id", "name", "input"),
+    "custom_tool_call_output": ("call_id", "output"),
+    "local_shell_call": ("call_id", "action"),
+    "local_shell_call_output": ("output",),
     "reasoning": (),
 }
+# Items of tools that OpenAI runs, or that only OpenAI can read.
+FOREIGN = {
+    "web_search_call",
+    "file_search_call",
+    "code_interpreter_call",
+    "image_generation_call",
+    "computer_call",
+    "computer_call_output",
+    "tool_search_call",
+    "tool_search_output",
+    "mcp_list_tools",
+    "mcp_approval_request",
+    "mcp_approval_response",
+    "mcp_call",
+    "compaction",
+}
+CUSTOM_INPUT = {"type": "object", "properties": {"input": {"type": "string"}}, "required": ["input"]}
 LOGPROBS = "message.output_text.logprobs"
 # From the names of a chat's fields to those of this API, in a `param` or in backticks.
-OWN_NAMES = {
+PATTERNS = {
     r"(^|`)messages\b": r"\1input",
     r"(^|`)(max_completion_tokens|max_tokens)\b": r"\1max_output_tokens",
     r"(^|`)logprobs\b": r"\1top_logprobs",
     r"(^|`)response_format(\.json_schema)?\b": r"\1text.format",
-    r"(^|`)(tools\[\d+\]|tool_choice)\.(function|allowed_tools)\b": r"\1\2",
+    r"(^|`)(tools\[\d+\](?:\.tools\[\d+\])?|tool_choice)\.(function|allowed_tools)\b": r"\1\2",
 }
 
 
@@ -101,12 +120,13 @@ class ResponsesFields(Struct, kw_only=True):
 
 
 class InputPart(Part):
-    """A part of an item's text: `input_text` or `output_text`."""
+    """A part of an item's text, or an image or a file, which the model cannot read."""
+
+    refusal: str | None = None
 
 
 class InputItem(Struct):
-    """A message (its type may be left out), `function_call`, `function_call_output`, or `reasoning`, which is
-    ignored."""
+    """A message (its type may be left out), a call of a tool or its output, or reasoning."""
 
     type: str | None = None
     role: str | None = None
@@ -115,6 +135,10 @@ class InputItem(Struct):
     name: str | None = None
     arguments: str | None = None
     output: str | list[InputPart] | None = None
+    input: str | None = None  # of a custom tool
+    action: dict[str, Any] | None = None  # of the local shell
+    namespace: str | None = None
+    summary: list[InputPart] | None = None  # of reasoning
 
 
 class ResponsesRequest(ResponsesFields, kw_only=True):
@@ -124,6 +148,7 @@ class ResponsesRequest(ResponsesFields, kw_only=True):
     model: str | None = None  # ignored: one model is served
     stream: bool | None = None
     include: list[str] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
 
 
 class OutputText(Struct, tag="output_text"):
@@ -155,6 +180,14 @@ class FunctionCall(OutputItem, tag="function_call"):
     call_id: str
     name: str
     arguments: str = ""
+    namespace: str | UnsetType = UNSET
+
+
+class CustomToolCall(OutputItem, tag="custom_tool_call"):
+    call_id: str
+    name: str
+    input: str = ""
+    namespace: str | UnsetType = UNSET
 
 
 class ResponsesUsage(Struct):
@@ -176,7 +209,7 @@ class ResponsesResponse(ResponsesFields, kw_only=True):
     model: str
     error: None = None  # a failed request has no response
     incomplete_details: dict[str, str] | None = None
-    output: list[OutputMessage | OutputReasoning | FunctionCall] = []
+    output: list[OutputMessage | OutputReasoning | FunctionCall | CustomToolCall] = []
     usage: ResponsesUsage | None = None
 
 
@@ -201,100 +234,200 @@ TEXTS = {
 }
 
 
+class ClientTool(NamedTuple):
+    """A function or a custom tool of the client."""
+
+    name: str
+    namespace: str | None = None
+    is_custom: bool = False
+
+
 def responses(data: Json, served: Served) -> Answer:
     request = fields.read(data, ResponsesRequest)
-    chat = _chat_of(request)
-    try:
-        job = chat_job(chat, served)
-    except ApiError as error:
-        error.text = _own_names(error.text)
-        error.param = error.param and _own_names(error.param)
-        raise
-    job = replace(
-        job,
-        prompt_name=_own_names(job.prompt_name),
-        limit_name=_own_names(job.limit_name),
-        grammar_name=_own_names(job.grammar_name),
-    )
-    return ResponsesAnswer(job, served, request, wants_logprobs=bool(chat.logprobs))
-
-
-def _own_names(text: str) -> str:
-    """The name of a chat's field, or a message about it, with the names that the fields have in a Responses
-    request."""
-    for pattern, own in OWN_NAMES.items():
-        text = re.sub(pattern, own, text)
-    return text
-
-
-def _chat_of(request: ResponsesRequest) -> ChatRequest:
-    """The chat that a request asks for. Raises ApiError for what this server does not do, and for incomplete
-    items."""
     for name, why in NOT_SUPPORTED.items():
         if getattr(request, name):
             raise invalid(name, why)
-    if request.truncation not in (None, "disabled"):
-        raise invalid("truncation", "must be disabled", given=request.truncation[:40])
-    tools = request.tools and [_function(f"tools[{i}]", tool) for i, tool in enumerate(request.tools)]
-    return ChatRequest(
-        messages=_messages(request),
+    if request.truncation not in (None, "disabled", "auto"):
+        raise invalid("truncation", "must be auto or disabled", given=request.truncation[:40])
+    tools = Tools(request)
+    paths, messages = _messages(request, tools)
+    chat = ChatRequest(
+        messages=messages,
         max_completion_tokens=request.max_output_tokens,
         temperature=request.temperature,
         top_p=request.top_p,
         logprobs=bool(request.top_logprobs) or LOGPROBS in (request.include or []),
         top_logprobs=request.top_logprobs,
         response_format=_response_format(request.text and request.text.format),
-        tools=tools,
-        tool_choice=_tool_choice(request.tool_choice),
+        tools=tools.functions or None,
+        tool_choice=tools.choice(request.tool_choice),
         parallel_tool_calls=request.parallel_tool_calls,
         stream=request.stream,
+        chat_template_kwargs=request.chat_template_kwargs,
     )
+    job = chat_job(chat, served, Names(paths, tools.paths, PATTERNS))
+    request.store = False  # whatever was asked for
+    return ResponsesAnswer(job, served, request, tools)
 
 
-def _messages(request: ResponsesRequest) -> list[Message]:
+class Tools:
+    """The tools of a request in a chat's form. Those that OpenAI runs are left out."""
+
+    def __init__(self, request: ResponsesRequest):
+        self.functions: list[dict[str, Any]] = []
+        self.paths: list[str] = []  # of each function in the request
+        self._of_names: dict[str, ClientTool] = {}
+        self.left_out: set[str] = set()  # types
+        flat = list(_flat(request.tools or []))
+        names = Counter(tool.get("name") for _path, _namespace, tool in flat)
+        for path, namespace, tool in flat:
+            kind = tool.get("type")
+            if kind not in ("function", "custom"):
+                self.left_out.add(str(kind)[:40])
+                continue
+            keys = ("name", "description", "parameters", "strict")
+            function = {key: tool[key] for key in keys if tool.get(key) is not None}
+            name = tool.get("name")
+            if namespace and names[name] > 1:
+                function["name"] = f"{namespace}__{name}"
+            if kind == "custom":
+                function |= _custom(tool)
+            self.functions.append({"type": "function", "function": function})
+            self.paths.append(path)
+            self._of_names[function.get("name", "")] = ClientTool(name, namespace, kind == "custom")
+
+    def of(self, name: str) -> ClientTool:
+        """The tool that the model calls by this name."""
+        return self._of_names.get(name) or ClientTool(name)
+
+    def name_of(self, name: str, namespace: str | None) -> str:
+        """The name by which the model calls a tool."""
+        for own, tool in self._of_names.items():
+            if (tool.name, tool.namespace) == (name, namespace):
+                return own
+        return name
+
+    def choice(self, given: str | ToolChoice | None) -> str | dict[str, Any] | None:
+        """`tool_choice` in a chat's form."""
+        if not isinstance(given, ToolChoice):
+            return given if self.functions or given == "required" else None
+        if given.type in self.left_out:
+            raise invalid("tool_choice.type", "names a tool that this server has not", given=given.type[:40])
+        if given.type == "allowed_tools":
+            named = [{"function": {"name": tool.get("name")}} for tool in given.tools or []]
+            return {"type": given.type, given.type: {"mode": given.mode or "auto", "tools": named}}
+        if given.type not in ("function", "custom"):
+            detail = "must be function, custom or allowed_tools"
+            raise invalid("tool_choice.type", detail, given=given.type[:40])
+        return {"type": "function", "function": {"name": given.name}}
+
+
+def _flat(tools: list[dict[str, Any]]) -> Iterator[tuple[str, str | None, dict[str, Any]]]:
+    """Each tool with its path and its namespace."""
+    for i, tool in enumerate(tools):
+        if tool.get("type") != "namespace":
+            yield f"tools[{i}]", None, tool
+            continue
+        inner = tool.get("tools")
+        for k, one in enumerate(inner if isinstance(inner, list) else ()):
+            if isinstance(one, dict):
+                yield f"tools[{i}].tools[{k}]", str(tool.get("name")), one
+
+
+def _custom(tool: dict[str, Any]) -> dict[str, Any]:
+    """What describes a custom tool as a function of one text, whose grammar is told, not enforced."""
+    described = {"parameters": CUSTOM_INPUT}
+    grammar = tool.get("format")
+    if isinstance(grammar, dict) and grammar.get("definition"):
+        words = f"The input has to match this grammar ({grammar.get('syntax')}):\n{grammar['definition']}"
+        described["description"] = "\n".join(filter(None, [tool.get("description"), words]))
+    return described
+
+
+def _messages(request: ResponsesRequest, tools: Tools) -> tuple[list[str], list[Message]]:
+    """The messages of the chat and the path of each in the request."""
     items = request.input
     if isinstance(items, str):
         items = [InputItem(role="user", content=items)]
-    messages = []
+    paths: list[str] = []
+    messages: list[Message] = []
     if request.instructions:
+        paths.append("instructions")
         messages.append(Message("system", request.instructions))
     for i, item in enumerate(items):
-        _add_item(messages, f"input[{i}]", item)
-    return messages
+        path = f"input[{i}]"
+        message = _message(path, item, tools)
+        if message is None:
+            continue
+        if _continues(messages, message):
+            messages[-1] = _joined(messages[-1], message)
+        else:
+            paths.append(path)
+            messages.append(message)
+    return paths, messages
 
 
-def _add_item(messages: list[Message], path: str, item: InputItem) -> None:
+def _continues(messages: list[Message], message: Message) -> bool:
+    """Whether reasoning, text and calls of one answer become one message."""
+    if not messages or messages[-1].role != "assistant" or message.role != "assistant":
+        return False
+    last = messages[-1]
+    return bool(message.tool_calls) or (last.content is None and not last.tool_calls)
+
+
+def _joined(one: Message, other: Message) -> Message:
+    return Message(
+        "assistant",
+        content=other.content if one.content is None else one.content,
+        tool_calls=[*(one.tool_calls or []), *(other.tool_calls or [])] or None,
+        reasoning_content=one.reasoning_content or other.reasoning_content,
+    )
+
+
+def _message(path: str, item: InputItem, tools: Tools) -> Message | None:
+    """None for what only OpenAI's own tools mean."""
     kind = item.type or "message"
+    if kind in FOREIGN:
+        return None
     if kind == "item_reference":
-        what = "item_reference is not supported: no items are stored; set `store` to false"
-        raise invalid(f"{path}.type", what)
+        raise invalid(f"{path}.type", "item_reference is not supported: no items are stored")
     if kind not in NEEDED:
         raise invalid(f"{path}.type", f"must be one of {', '.join(NEEDED)}", given=kind[:40])
     for field in NEEDED[kind]:
         if getattr(item, field) is None:
             raise invalid(path, f"needs `{field}`")
     if kind == "message":
-        role = "system" if item.role == "developer" else item.role  # chat templates know no developer
-        messages.append(Message(role, _text(f"{path}.content", item.content)))
-    elif kind == "function_call":
-        if not messages or messages[-1].role != "assistant":
-            messages.append(Message("assistant", tool_calls=[]))
-        function = {"name": item.name, "arguments": item.arguments}
-        call = {"id": item.call_id, "type": "function", "function": function}
-        messages[-1].tool_calls = [*(messages[-1].tool_calls or []), call]
-    elif kind == "function_call_output":
-        output = _text(f"{path}.output", item.output)
-        messages.append(Message("tool", output, tool_call_id=item.call_id))
+        return Message(item.role, _text(f"{path}.content", item.content))
+    if kind == "reasoning":
+        thoughts = _text(f"{path}.content", item.content or item.summary or "")
+        return Message("assistant", reasoning_content=thoughts) if thoughts else None
+    if kind.endswith("_output"):
+        return Message("tool", _text(f"{path}.output", item.output), tool_call_id=item.call_id or "")
+    if kind == "function_call":
+        return _call(item, tools.name_of(item.name, item.namespace), item.arguments)
+    if kind == "custom_tool_call":
+        return _call(item, tools.name_of(item.name, item.namespace), json.dumps({"input": item.input}))
+    return _call(item, "local_shell", json.dumps(item.action))
+
+
+def _call(item: InputItem, name: str, arguments: str) -> Message:
+    function = {"name": name, "arguments": arguments}
+    return Message("assistant", tool_calls=[{"id": item.call_id, "type": "function", "function": function}])
 
 
 def _text(path: str, content: str | list[InputPart]) -> str:
     if isinstance(content, str):
         return content
-    for i, part in enumerate(content):
-        if part.type not in ("input_text", "output_text") or part.text is None:
-            detail = "must be `input_text` or `output_text` with a `text`"
-            raise invalid(f"{path}[{i}]", detail, given=part.type[:40])
-    return "".join(part.text for part in content)
+    return "".join(_part(f"{path}[{i}]", part) for i, part in enumerate(content))
+
+
+def _part(path: str, part: InputPart) -> str:
+    if part.type in ("input_image", "input_file", "input_audio"):
+        return NO_SIGHT.format(kind=part.type.removeprefix("input_"))
+    text = part.refusal if part.type == "refusal" else part.text
+    if text is None:
+        raise invalid(path, "needs `text`", given=part.type[:40])
+    return text
 
 
 def _response_format(given: dict[str, Any] | None) -> dict[str, Any] | None:
@@ -306,34 +439,18 @@ def _response_format(given: dict[str, Any] | None) -> dict[str, Any] | None:
     return {"type": "json_schema", "json_schema": given}
 
 
-def _tool_choice(given: str | ToolChoice | None) -> str | dict[str, Any] | None:
-    if not isinstance(given, ToolChoice):
-        return given
-    if given.type == "allowed_tools":
-        tools = [_function(f"tool_choice.tools[{i}]", tool) for i, tool in enumerate(given.tools or [])]
-        return {"type": given.type, given.type: {"mode": given.mode or "auto", "tools": tools}}
-    return _function("tool_choice", {"type": given.type, "name": given.name})
-
-
-def _function(path: str, tool: dict[str, Any]) -> dict[str, Any]:
-    """A function in a chat's form: what describes it is one level deeper."""
-    if tool.get("type") != "function":
-        detail = "must be function: this server has no tools of its own"
-        raise invalid(f"{path}.type", detail, given=str(tool.get("type"))[:40])
-    names = ("name", "description", "parameters", "strict")
-    function = {name: tool[name] for name in names if tool.get(name) is not None}
-    return {"type": "function", "function": function}
-
-
 class ResponsesAnswer(OpenAIAnswer):
     """The response is built item by item as the text grows, the same way for a stream and for a whole one."""
 
-    def __init__(self, job: Job, served: Served, request: ResponsesRequest, wants_logprobs: bool):
+    def __init__(self, job: Job, served: Served, request: ResponsesRequest, tools: Tools):
         super().__init__([job], served, request.stream)
+        self.left_out = tools.left_out
+        self._tools = tools
         self._reading = job.reading
-        self._wants_logprobs = wants_logprobs
+        self._wants_logprobs = job.logprobs
         self._reader = self._reading.reader()
         self._events = 0
+        self._arguments = ""  # of the newest call of a custom tool
         self._reasoning_tokens = 0
         self._logprobs_read: list[TokenLogprob] = []  # of text that has not been written yet
         given = {name: getattr(request, name) for name in ResponsesFields.__struct_fields__}
@@ -348,11 +465,8 @@ class ResponsesAnswer(OpenAIAnswer):
 
     def whole(self, sequences: list[Sequence]) -> ResponsesResponse:
         (sequence,) = sequences
-        probe = self._reading.reader()
-        probe.push("".join(readable(piece, self._reading) for piece in sequence.pieces))
-        probe.finish()
-        if probe.failed:  # then all of it is content, as in a chat
-            self._reader = Reading(None, self._reading.thinking).reader()
+        text = "".join(readable(piece, self._reading) for piece in sequence.pieces)
+        self._reader = self._reading.of_text(text, sequence.is_cut).reader()
         for _ in self._read(sequence, sequence.pieces):
             pass
         return self._complete(sequences)
@@ -367,13 +481,13 @@ class ResponsesAnswer(OpenAIAnswer):
 
     def failure(self, error: ApiError) -> bytes:
         """OpenAI's clients look for `error`, the documented fields are beside it."""
-        detail = msgspec.to_builtins(openai_error(error).error)
+        detail = msgspec.to_builtins(OPENAI.body(error).error)
         return _encode(self._event("error", **detail | {"type": "error"}, error=detail))
 
     def _complete(self, sequences: list[Sequence]) -> ResponsesResponse:
         response = self._response
         usage = self._usage(sequences)
-        is_cut = sequences[0].finish_reason == "length"
+        is_cut = sequences[0].is_cut
         response.status = "incomplete" if is_cut else "completed"
         response.incomplete_details = {"reason": "max_output_tokens"} if is_cut else None
         response.usage = ResponsesUsage(
@@ -398,24 +512,26 @@ class ResponsesAnswer(OpenAIAnswer):
                 yield from self._take(part)
             self._reasoning_tokens += isinstance(self._newest, OutputReasoning)
         if sequence.finish_reason is not None:
-            for part in self._reader.finish():
+            for part in self._reader.finish(sequence.is_cut):
                 yield from self._take(part)
             if self._newest is None:
                 yield from self._take(Content(""))  # clients expect a message
-            yield from self._end_item(is_cut=sequence.finish_reason == "length")
+            yield from self._end_item(is_cut=sequence.is_cut or self._reader.is_cut)
 
     def _bytes(self, token_id: int, text: str, cut: int = 0) -> list[int]:
         return super()._bytes(token_id, text, cut) or []  # the interface has no null here
 
     @property
-    def _newest(self) -> OutputMessage | OutputReasoning | FunctionCall | None:
+    def _newest(self) -> OutputMessage | OutputReasoning | FunctionCall | CustomToolCall | None:
         return self._response.output[-1] if self._response.output else None
 
     def _take(self, part: reader.Part) -> Iterator[dict[str, Any]]:
         logprobs = self._logprobs_read
         self._logprobs_read = []
         if isinstance(part, CallBegin):
-            yield from self._begin_item("fc", FunctionCall, call_id=part.id, name=part.name)
+            yield from self._begin_call(part)
+        elif isinstance(part, Arguments) and isinstance(self._newest, CustomToolCall):
+            self._arguments += part.text  # JSON, whose one string is the input
         elif isinstance(part, Arguments):
             self._newest.arguments += part.text
             yield self._item_event("response.function_call_arguments.delta", delta=part.text)
@@ -434,6 +550,15 @@ class ResponsesAnswer(OpenAIAnswer):
             if part.text:
                 yield self._text_event("delta", logprobs, delta=part.text)
 
+    def _begin_call(self, part: CallBegin) -> Iterator[dict[str, Any]]:
+        tool = self._tools.of(part.name)
+        named = {"call_id": part.id, "name": tool.name, "namespace": tool.namespace or UNSET}
+        if tool.is_custom:
+            self._arguments = ""
+            yield from self._begin_item("ctc", CustomToolCall, **named)
+        else:
+            yield from self._begin_item("fc", FunctionCall, **named)
+
     def _begin_item(self, prefix: str, kind: type[OutputItem], **fields: Any) -> Iterator[dict[str, Any]]:
         if self._newest:
             yield from self._end_item()
@@ -443,9 +568,13 @@ class ResponsesAnswer(OpenAIAnswer):
 
     def _end_item(self, is_cut: bool = False) -> Iterator[dict[str, Any]]:
         item = self._newest
-        is_broken = isinstance(item, FunctionCall) and self._reader.failed
+        is_broken = isinstance(item, (FunctionCall, CustomToolCall)) and self._reader.failed
         item.status = "incomplete" if is_cut or is_broken else "completed"
-        if isinstance(item, FunctionCall):
+        if isinstance(item, CustomToolCall):
+            item.input = _input_of(self._arguments)
+            yield self._item_event("response.custom_tool_call_input.delta", delta=item.input)
+            yield self._item_event("response.custom_tool_call_input.done", input=item.input)
+        elif isinstance(item, FunctionCall):
             done = {"name": item.name, "arguments": item.arguments}
             yield self._item_event("response.function_call_arguments.done", **done)
         else:
@@ -473,3 +602,12 @@ class ResponsesAnswer(OpenAIAnswer):
 
 def _encode(event: dict[str, Any]) -> bytes:
     return f"event: {event['type']}\ndata: ".encode() + encode(event) + b"\n\n"
+
+
+def _input_of(arguments: str) -> str:
+    """The input of a custom tool in the arguments of its function; as they are where the limit of tokens cut
+    them."""
+    try:
+        return str(json.loads(arguments)["input"])
+    except (ValueError, KeyError, TypeError):
+        return arguments

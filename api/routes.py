@@ -14,9 +14,9 @@ from typing import Any
 import msgspec
 from flask import Response, request
 
-from api import chat, clouds, completions, responses, status, tgi, tokenize
+from api import chat, clouds, completions, messages, responses, status, tgi, tokenize
 from api.conversation import ChatRequest
-from api.errors import ErrorShape, openai_error, tgi_error
+from api.errors import ANTHROPIC, OPENAI, TGI, ErrorShape
 from api.fields import Json
 from api.job import Served
 from api.openai import ModelCard, ModelList
@@ -38,7 +38,7 @@ class Route:
     path: str  # as OpenAPI writes it
     summary: str
     view: Callable[..., Response]  # called with the Server, and a parameter of the path
-    errors: tuple[ErrorShape, ...] = (tgi_error,)  # the first one, unless the view says otherwise
+    errors: tuple[ErrorShape, ...] = (TGI,)  # the first one, unless the view says otherwise
     needs_key: bool = True
     bodies: tuple = ()
     answers: tuple = ()
@@ -91,7 +91,6 @@ EVENT = (tgi.StreamResponse,)
 COMPLETED = (completions.Completion,)
 CHATTED = (chat.ChatCompletion,)
 CHUNK = (chat.ChatChunk,)
-OPENAI = (openai_error,)
 
 ROUTES = (
     Route(
@@ -149,7 +148,7 @@ ROUTES = (
         "/v1/chat/completions",
         "OpenAI's chat completions",
         generates(chat.chat, renders=True),
-        errors=OPENAI,
+        errors=(OPENAI,),
         bodies=CHAT,
         answers=CHATTED,
         events=CHUNK,
@@ -159,7 +158,7 @@ ROUTES = (
         "/v1/completions",
         "OpenAI's completions",
         generates(completions.completion),
-        errors=OPENAI,
+        errors=(OPENAI,),
         bodies=COMPLETION,
         answers=COMPLETED,
         events=COMPLETED,
@@ -169,26 +168,45 @@ ROUTES = (
         "/v1/responses",
         "OpenAI's responses",
         generates(responses.responses, renders=True),
-        errors=OPENAI,
+        errors=(OPENAI,),
         bodies=(ResponsesRequest,),
         answers=(responses.ResponsesResponse,),
         events=(dict[str, Any],),
+    ),
+    Route(
+        "POST",
+        "/v1/messages",
+        "Anthropic's messages",
+        generates(messages.messages, renders=True),
+        errors=(ANTHROPIC,),
+        bodies=(messages.MessagesRequest,),
+        answers=(messages.MessagesResponse,),
+        events=(dict[str, Any],),
+    ),
+    Route(
+        "POST",
+        "/v1/messages/count_tokens",
+        "The number of tokens of Anthropic's messages",
+        replies(messages.count_tokens),
+        errors=(ANTHROPIC,),
+        bodies=(messages.CountRequest,),
+        answers=(messages.TokenCount,),
     ),
     Route(
         "GET",
         "/v1/models",
         "The served model, in a list",
         status.models,
-        errors=OPENAI,
-        answers=(ModelList,),
+        errors=(OPENAI,),
+        answers=(ModelList, messages.AnthropicModelList),
     ),
     Route(
         "GET",
         "/v1/models/{name}",
         "The served model",
         status.model,
-        errors=OPENAI,
-        answers=(ModelCard,),
+        errors=(OPENAI,),
+        answers=(ModelCard, messages.AnthropicModelCard),
         parameter=("path", "name"),
     ),
     Route(
@@ -196,7 +214,7 @@ ROUTES = (
         "/invocations",
         "SageMaker: a native, chat or completion request, which its required field identifies",
         invocations,
-        errors=(tgi_error, openai_error),
+        errors=(TGI, OPENAI),
         bodies=NATIVE + CHAT + COMPLETION,
         answers=LIST + CHATTED + COMPLETED,
         events=EVENT + CHUNK + COMPLETED,
@@ -281,4 +299,6 @@ def error_shape(endpoint: str | None, path: str) -> ErrorShape:
     looked."""
     if route := BY_NAME.get(endpoint):
         return route.errors[0]
-    return openai_error if path.startswith("/v1/") else tgi_error
+    if path.startswith("/v1/messages"):
+        return ANTHROPIC
+    return OPENAI if path.startswith("/v1/") else TGI

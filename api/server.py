@@ -6,6 +6,7 @@ Work that would hold up the event loop (chat templates, long texts, grammars) ru
 from __future__ import annotations
 
 import functools
+import logging
 import time
 from collections.abc import Callable
 from typing import Any
@@ -27,6 +28,8 @@ from api.types import encode
 from config import Config
 from protocol import RequestStats
 from text.grammar import GrammarError
+
+logger = logging.getLogger("web")
 
 LONG_TEXT = 20_000  # bytes; shorter ones are tokenized in less than a millisecond
 TEXT_THREADS = 2
@@ -141,6 +144,7 @@ class Server:
 
     def _answer(self, answer: Answer, prompts: list[Prompt], deadline_s: float | None = None) -> Response:
         g.error_shape = answer.error_shape
+        _log_changes(answer, prompts)
         with in_shape(answer.error_shape):
             self._check_grammars(prompts)
             generation = self._start(answer, prompts, self.config.response_deadline or deadline_s)
@@ -192,6 +196,18 @@ def _prepared(read: Callable[[], Answer], served: Served) -> tuple[Answer, list[
     answer = read()
     with in_shape(answer.error_shape):
         return answer, prompts_of(answer.jobs, served)
+
+
+def _log_changes(answer: Answer, prompts: list[Prompt]) -> None:
+    """What is not done as the request asked for it, although it is not refused."""
+    fields = {"request_id": g.request_id}
+    if answer.left_out:
+        names = ", ".join(sorted(answer.left_out))
+        logger.debug("left out tools that this server does not run: %s", names, extra={"fields": fields})
+    for job, _ids, most in prompts:
+        if job.is_openai and job.max_new_tokens and most < job.max_new_tokens:
+            words = "cut `%s` of %d to the %d tokens that are left of the context length"
+            logger.debug(words, job.limit_name, job.max_new_tokens, most, extra={"fields": fields})
 
 
 def _whole(answer: Answer, generation: Generation, headers: dict[str, str]) -> Response:

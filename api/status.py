@@ -7,6 +7,7 @@ import html
 from flask import Response, request
 
 from api.errors import ApiError
+from api.messages import AnthropicModelCard, AnthropicModelList
 from api.openai import ModelCard, ModelList
 from api.server import Server, empty_response, json_response
 from run import HERE
@@ -37,7 +38,11 @@ def metrics(server: Server) -> Response:
 
 
 def models(server: Server) -> Response:
-    return json_response(ModelList("list", [ModelCard.of(server.served.info)]))
+    info = server.served.info
+    if "anthropic-version" in request.headers:
+        card = AnthropicModelCard(info.model_name, info.model_name)
+        return json_response(AnthropicModelList([card], card.id, card.id))
+    return json_response(ModelList("list", [ModelCard.of(info)]))
 
 
 def model(server: Server, name: str) -> Response:
@@ -46,6 +51,8 @@ def model(server: Server, name: str) -> Response:
         raise ApiError(
             404, "not_found", f"The model {name!r} is not served here, {card.id!r} is", code="model_not_found"
         )
+    if "anthropic-version" in request.headers:
+        return json_response(AnthropicModelCard(card.id, card.id))
     return json_response(card)
 
 

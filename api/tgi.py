@@ -126,10 +126,12 @@ class Info(Struct):
     eos_token_ids: list[int]
     sampling: str
     quantize: str | None
+    tool_parser: str | None
 
     @classmethod
     def of(cls, served: Served) -> Info:
         info = served.info
+        text = served.text
         values = dataclasses.asdict(served.config) | msgspec.structs.asdict(info)
         values |= dict.fromkeys(("model_pipeline_tag", "sha", "docker_label"))
         values |= {
@@ -138,6 +140,7 @@ class Info(Struct):
             "model_dtype": info.dtype,
             "max_batch_size": info.batch_size,
             "validation_workers": served.config.web_concurrency,
+            "tool_parser": text.tools.format.name if text.template and text.tools.format else None,
             "router": "neuron-textgen",
             "version": VERSION,
         }

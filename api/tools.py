@@ -9,7 +9,7 @@ from typing import Any
 
 from api.errors import invalid
 from text.grammar import GrammarError
-from text.tool_formats import AS_TEXT, Calls, Function, ModelTools, ParametersError, calls_grammar
+from text.tool_formats import AS_TEXT, FORMATS, Calls, Function, ModelTools, ParametersError, calls_grammar
 
 NAME = re.compile(r"[A-Za-z0-9_.-]{1,128}")
 MODES = ("none", "auto", "required")
@@ -19,7 +19,7 @@ NO_PLACE = (
 )
 UNKNOWN = (
     "is not supported: this model's chat template does not say in which known format it writes calls; "
-    "set --tool-parser (TOOL_PARSER) to hermes, llama3_json, mistral or pythonic, "
+    f"set --tool-parser (TOOL_PARSER) to {', '.join(form.name for form in FORMATS)}, "
     "or to none to get calls as text"
 )
 NO_PARSER = "cannot constrain calls with --tool-parser none (TOOL_PARSER)"
@@ -58,7 +58,7 @@ def tool_use(
     tools: list[dict[str, Any]] | None,
     tool_choice: str | dict[str, Any] | None,
     parallel_tool_calls: bool | None,
-    model: ModelTools | None,
+    model: ModelTools,
 ) -> ToolUse | None:
     """What a chat may call; None: nothing, or calls stay text. Raises ApiError."""
     functions: dict[str, Function] = {}
@@ -73,7 +73,7 @@ def tool_use(
     mode, names = _choice(tool_choice, list(functions))
     if mode == "none":
         return None
-    if model is None:
+    if model.in_prompt and model.format is AS_TEXT:
         raise invalid("tools", NO_PLACE)
     if model.format is None:
         raise invalid("tools", UNKNOWN)

@@ -271,7 +271,7 @@ def idle(target: Target) -> Tries:
 
 
 def templates(target: Target) -> Tries:
-    """A chat template in which a client's text takes all time or memory: 422, and other chats are answered."""
+    """A chat template in which a client's text takes all time or memory: 400, and other chats are answered."""
     cases = "".join(f"{{% elif messages[0].content == '{name}' %}}{source}" for name, source in hostile.TEMPLATES.items())
 
     def status(content: str) -> int:
@@ -279,7 +279,7 @@ def templates(target: Target) -> Tries:
 
     def one(case: str) -> str:
         statuses = status(case), status("plain")
-        return "" if statuses == (422, 200) else f"{case} and a plain chat got {statuses}"
+        return "" if statuses == (400, 200) else f"{case} and a plain chat got {statuses}"
 
     with tempfile.TemporaryDirectory(prefix="textgen-attack-") as name:
         folder = shutil.copytree(DEMO, Path(name) / "model")

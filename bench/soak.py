@@ -161,7 +161,7 @@ def bad_requests() -> list[tuple[bytes, int]]:
     }
     return [(post("/generate", body), status) for status in of_status for body in of_status[status]] + [
         (post("/generate", b'{"inputs":"a"}', content_type="text/plain"), 415),
-        (post("/v1/chat/completions", b'{"messages":[]}'), 422),
+        (post("/v1/chat/completions", b'{"messages":[]}'), 400),
         (post("/nothing", b"{}"), 404),
         (get("/generate", "PUT"), 405),
         (b"HELLO\r\n\r\n", 400),

@@ -12,8 +12,8 @@ import pytest
 from fakes.model import EOS
 from fakes.tokenizer import VOCABULARY, byte_tokenizer
 
-from api import chat, clouds, completions, fields, responses, tgi
-from api.errors import ApiError, openai_error, tgi_error
+from api import chat, clouds, completions, fields, messages, responses, tgi
+from api.errors import OPENAI, TGI, ApiError
 from api.job import ModelText, Served
 from api.types import encode
 from config import Config
@@ -21,6 +21,7 @@ from protocol import ModelInfo
 from text.template import ChatTemplate
 from text.tokenizer import Tokenizer
 from text.tool_formats import FORMATS, ModelTools
+from text.traits import Traits
 
 CONFIG = Config(max_stop_sequences=4, max_top_n_tokens=5, max_best_of=3, max_client_batch_size=4)
 INFO = ModelInfo("someone/model", "abc123", "/somewhere", VOCABULARY, [EOS], 8, 100, 120, "cpu", "float32")
@@ -40,6 +41,7 @@ DIALECTS = {
     "greedy chat": (chat.chat, {"messages": [USER], "temperature": 0}),
     "completion": (completions.completion, {"prompt": "Hello"}),
     "responses": (responses.responses, {"input": "Hi"}),
+    "messages": (messages.messages, {"messages": [USER], "max_tokens": 9}),
     "vertex": (clouds.vertex, {"instances": [{"inputs": "Hello"}]}),
 }
 NATIVE = ("native", "sampled", "stream")
@@ -51,7 +53,8 @@ def text() -> ModelText:
     with tempfile.TemporaryDirectory() as folder:
         byte_tokenizer(Path(folder))
         tokenizer = Tokenizer(folder)
-    return ModelText(tokenizer, ChatTemplate(TEMPLATE, {}), None, ModelTools(FORMATS[0]))
+    template = ChatTemplate(TEMPLATE, {})
+    return ModelText(tokenizer, template, None, ModelTools(FORMATS[0]), Traits.of(template))
 
 
 def serving(info=INFO, config=CONFIG) -> Served:
@@ -91,11 +94,11 @@ def refusal(dialect, info=INFO, config=CONFIG, **given) -> ApiError:
 
 
 def as_tgi(error):
-    return json.loads(encode(tgi_error(error)))
+    return json.loads(encode(TGI.body(error)))
 
 
 def as_openai(error):
-    return json.loads(encode(openai_error(error)))["error"]
+    return json.loads(encode(OPENAI.body(error)))["error"]
 
 
 def assert_invalid(error: ApiError, detail: str) -> None:

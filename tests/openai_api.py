@@ -32,7 +32,7 @@ def chunks(served, route, body):
     return [json.loads(part.removeprefix("data: ")) for part in parts]
 
 
-def refusal(served, route, body, status=422):
+def refusal(served, route, body, status=400):
     response = served.post(route, body)
     assert response.status_code == status, response.get_data()
     assert response.content_type == "application/json"

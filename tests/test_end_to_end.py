@@ -261,3 +261,17 @@ def test_two_servers_on_one_machine_do_not_meet_and_a_killed_web_server_ends_its
 
 def test_the_built_in_model_is_small(server):
     assert sum(f.stat().st_size for f in DEMO_MODEL.iterdir()) <= 8_000_000
+
+
+def test_tools_are_described_to_a_model_whose_template_has_no_place_for_them_and_the_log_says_so_once(tmp_path):
+    source = "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{% endfor %}<|assistant|>"
+    (tmp_path / "mine.json").write_text(json.dumps({"chat_template": source}))
+    tool = {"type": "function", "function": {"name": "weather", "parameters": {"properties": {"city": {"enum": ["Oslo"]}}}}}
+    chat = {"messages": [{"role": "user", "content": "Hi"}], "tools": [tool], "tool_choice": "required", "max_tokens": 60}
+    with Server("--tokenizer-config-path", str(tmp_path / "mine.json"), WEB_CONCURRENCY="2") as server:
+        server.wait_ready()
+        (call,) = server.post("/v1/chat/completions", chat)["choices"][0]["message"]["tool_calls"]
+        assert call["function"]["name"] == "weather"
+        assert json.loads(server.get("/info")[1])["tool_parser"] == "hermes"
+        wait_until(lambda: "no place for tools" in server.log, "the line")
+        assert server.log.count("no place for tools") == 1

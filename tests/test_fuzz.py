@@ -189,8 +189,14 @@ def strict(text):
     return read
 
 
+SHAPES = {"/invocations": {"openai", "native"}, "/v1/messages": {"anthropic"}, "/v1/messages/count_tokens": {"anthropic"}}
+
+
 def assert_error(answer, shapes):
-    if isinstance(answer.get("error"), dict):
+    if "anthropic" in shapes:
+        assert set(answer) == {"type", "error", "request_id"} and answer["request_id"]
+        assert set(answer["error"]) == {"type", "message"} and answer["error"]["message"]
+    elif isinstance(answer.get("error"), dict):
         assert "openai" in shapes
         error = answer["error"]
         assert set(error) == {"message", "type", "param", "code"}
@@ -206,7 +212,7 @@ def assert_answered(response, route):
     body = response.get_data()
     if response.status_code == 200 and response.mimetype == "text/event-stream":
         events = [event for event in body.decode().split("\n\n") if event != ":"]  # a comment, where a token was long in coming
-        if route == "/v1/responses":
+        if route in ("/v1/responses", "/v1/messages"):
             events = [event.partition("\n")[2] for event in events]  # behind the name of the event
         assert events.pop() == "" and all(event.startswith("data: ") for event in events)
         if events[-1] == "data: [DONE]":
@@ -220,8 +226,7 @@ def assert_answered(response, route):
         return
     assert response.status_code in (400, 413, 422), answer
     assert len(body) < LONGEST_ERROR
-    shapes = {"openai"} if route.startswith("/v1/") else {"openai", "native"} if route == "/invocations" else {"native"}
-    assert_error(answer, shapes)
+    assert_error(answer, SHAPES.get(route) or ({"openai"} if route.startswith("/v1/") else {"native"}))
 
 
 @pytest.fixture
@@ -246,7 +251,7 @@ def test_a_refusal_does_not_send_long_words_back(served):
     response = served.post("/generate_stream", {"inputs": "a", "parameters": {"grammar": {"a" * 4000: 1}}})
     assert response.status_code == 422 and len(response.get_data()) < LONGEST_ERROR
     response = served.post("/v1/chat/completions", {"messages": [message]})
-    assert response.status_code == 422 and len(response.get_data()) < LONGEST_ERROR
+    assert response.status_code == 400 and len(response.get_data()) < LONGEST_ERROR
 
 
 # Texts and tokens.

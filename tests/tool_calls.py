@@ -35,6 +35,34 @@ TEMPLATES = {
         "{% elif m.role == 'tool' %}[TOOL_RESULTS] {{ m.tool_call_id }}[/TOOL_RESULTS]{% else %}{{ m.content }}{% endif %}"
         "{% endfor %}"
     ),
+    "qwen3_coder": (
+        "{% if tools %}<|im_start|>system\n{% for tool in tools %}{{ tool.function | tojson }}{% endfor %}\nReply with\n"
+        "<tool_call>\n<function=name>\n<parameter=key>\nvalue\n</parameter>\n</function>\n</tool_call><|im_end|>\n{% endif %}"
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}{% for call in m.tool_calls or [] %}\n<tool_call>\n"
+        "<function={{ call.function.name }}>\n{% for key, value in call.function.arguments.items() %}<parameter={{ key }}>\n"
+        "{{ value if value is string else value | tojson }}\n</parameter>\n{% endfor %}</function>\n</tool_call>{% endfor %}"
+        "<|im_end|>\n{% endfor %}<|im_start|>assistant\n"
+    ),
+    "mistral_v11": (
+        "{% if tools %}[AVAILABLE_TOOLS]{{ tools | tojson }}[/AVAILABLE_TOOLS]{% endif %}{% for m in messages %}"
+        "{% if m.role == 'tool' %}[TOOL_RESULTS]{{ m.tool_call_id }}[TOOL_CONTENT]{{ m.content }}[/TOOL_RESULTS]{% else %}"
+        "{{ m.content }}{% for c in m.tool_calls or [] %}[TOOL_CALLS]{{ c.function.name }}[ARGS]"
+        "{{ c.function.arguments | tojson }}{% endfor %}{% endif %}{% endfor %}"
+    ),
+    "deepseek_v3": (
+        "{% for tool in tools or [] %}{{ tool | tojson }}\n{% endfor %}{% for m in messages %}{{ m.content }}"
+        "{% if m.tool_calls %}<｜tool▁calls▁begin｜>{% for c in m.tool_calls %}{{ '\n' if not loop.first }}"
+        "<｜tool▁call▁begin｜>{{ c.type }}<｜tool▁sep｜>"
+        "{{ c.function.name }}\n```json\n{{ c.function.arguments | tojson }}\n```<｜tool▁call▁end｜>{% endfor %}"
+        "<｜tool▁calls▁end｜>{% endif %}{% endfor %}<｜Assistant｜>"
+    ),
+    "deepseek_v31": (
+        "{% for tool in tools or [] %}{{ tool | tojson }}\n{% endfor %}{% for m in messages %}{{ m.content }}"
+        "{% if m.tool_calls %}<｜tool▁calls▁begin｜>{% for c in m.tool_calls %}<｜tool▁call▁begin｜>"
+        "{{ c.function.name }}<｜tool▁sep｜>"
+        "{{ c.function.arguments | tojson }}<｜tool▁call▁end｜>{% endfor %}<｜tool▁calls▁end｜>{% endif %}{% endfor %}"
+        "<｜Assistant｜></think>"
+    ),
 }
 WEATHER = {
     "type": "object",
@@ -51,8 +79,27 @@ CALLS = {
     "llama3_json": ('{"name": "weather", "parameters": {"city": "Bern"}}', '; {"name": "now", "parameters": {}}'),
     "mistral": ('[TOOL_CALLS] [{"name": "weather", "arguments": {"city": "Bern"}}', ', {"name": "now", "arguments": {}}'),
     "pythonic": ('[weather(city="Bern")', ", now()"),
+    "qwen3_coder": (
+        "<tool_call>\n<function=weather>\n<parameter=city>\nBern\n</parameter>\n</function>\n</tool_call>",
+        "\n<tool_call>\n<function=now>\n</function>\n</tool_call>",
+    ),
+    "mistral_v11": ('[TOOL_CALLS]weather[ARGS]{"city": "Bern"}', "[TOOL_CALLS]now[ARGS]{}"),
+    "deepseek_v3": (
+        "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>weather\n"
+        '```json\n{"city": "Bern"}\n```<｜tool▁call▁end｜>',
+        "\n<｜tool▁call▁begin｜>function<｜tool▁sep｜>now\n```json\n{}\n```<｜tool▁call▁end｜>",
+    ),
+    "deepseek_v31": (
+        '<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>weather<｜tool▁sep｜>{"city": "Bern"}<｜tool▁call▁end｜>',
+        "<｜tool▁call▁begin｜>now<｜tool▁sep｜>{}<｜tool▁call▁end｜>",
+    ),
 }
-ENDS = {"mistral": "]", "pythonic": "]"}
+ENDS = {
+    "mistral": "]",
+    "pythonic": "]",
+    "deepseek_v3": "<｜tool▁calls▁end｜>",
+    "deepseek_v31": "<｜tool▁calls▁end｜>",
+}
 FORMATS = list(CALLS)
 WRITTEN = {name: "".join(CALLS[name]) + ENDS.get(name, "") for name in FORMATS}
 BOTH = [("weather", {"city": "Bern"}), ("now", {})]

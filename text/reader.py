@@ -7,19 +7,34 @@ formats of calls look like is in tool_formats.py.
 from __future__ import annotations
 
 import ast
+import contextlib
 import functools
 import json
 import secrets
+import string
 from collections.abc import Generator
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 
 from text.stream import stop_begun
-from text.tool_formats import THINK, THINK_END, Calls
+from text.tool_formats import (
+    FUNCTION_END,
+    PARAMETER,
+    PARAMETER_END,
+    THINK,
+    THINK_END,
+    TYPES,
+    Calls,
+    Syntax,
+    types_of,
+)
 
-MAX_HEAD = 1_000  # characters of a call before its arguments
+MAX_HEAD = 1_000  # characters of a call before its arguments, or of a parameter's name
+ALPHANUMERIC = string.ascii_letters + string.digits
+MAX_CUTS = 20  # commas behind which the complete arguments of a Python call may end
+WORDS = {"True": "true", "False": "false", "None": "null"}  # as templates in Python write JSON's
 
 
 @dataclass(frozen=True)
@@ -64,6 +79,7 @@ class Whole(NamedTuple):
     content: str
     reasoning: str
     calls: list[Call]
+    is_cut: bool = False  # in the last call
 
 
 @dataclass(frozen=True)
@@ -86,13 +102,18 @@ class Reading:
         calls = self.calls.format.markers if self.calls else ()
         return frozenset((*calls, *thinks))
 
-    def whole(self, text: str) -> Whole:
-        """The parts of a complete text. When one of its calls cannot be read, all of it is content, but for
+    def of_text(self, text: str, is_cut: bool = False) -> Reading:
+        """How a complete text is read: when one of its calls cannot be read, all of it is content, but for
         the reasoning."""
         reader = self.reader()
-        parts = [*reader.push(text), *reader.finish()]
-        if reader.failed:
-            return Reading(None, self.thinking).whole(text)
+        reader.push(text)
+        reader.finish(is_cut)
+        return Reading(None, self.thinking) if reader.failed else self
+
+    def whole(self, text: str, is_cut: bool = False) -> Whole:
+        """The parts of a complete text. is_cut: it ends because it may have no more tokens."""
+        reader = self.of_text(text, is_cut).reader()
+        parts = [*reader.push(text), *reader.finish(is_cut)]
 
         def text_of(kind: type[Part], index: int | None = None) -> str:
             return "".join(
@@ -106,7 +127,7 @@ class Reading:
             for part in parts
             if isinstance(part, CallBegin)
         ]
-        return Whole(text_of(Content), text_of(Reasoning), calls)
+        return Whole(text_of(Content), text_of(Reasoning), calls, reader.is_cut)
 
 
 class Reader:
@@ -121,6 +142,7 @@ class Reader:
         self._ended = False
         self._begun = 0  # calls
         self._complete = 0  # calls
+        self._keeps_cut = False  # a call that the end of the text cuts is one, and no content
         self.failed = False  # where a call should be is something else, which is content
         self._steps = self._read()
 
@@ -129,6 +151,11 @@ class Reader:
         """Whether there are calls in the text, all of them complete."""
         return 0 < self._begun == self._complete
 
+    @property
+    def is_cut(self) -> bool:
+        """Whether the last call has only some of its arguments."""
+        return self._complete < self._begun
+
     def push(self, text: str) -> list[Part]:
         self._buffer += text
         next(self._steps, None)
@@ -136,9 +163,14 @@ class Reader:
         self._parts = []
         return parts
 
-    def finish(self) -> list[Part]:
-        """What was held back, when no text comes any more."""
+    def finish(self, is_cut: bool = False) -> list[Part]:
+        """What was held back, when no text comes any more.
+
+        is_cut: because of the limit of tokens. A call that this cuts stays one, without the rest of its
+        arguments; so does a forced call, whatever the reason.
+        """
         self._ended = True
+        self._keeps_cut = is_cut or (self._calls is not None and self._calls.is_forced)
         return self.push("")
 
     # Generators that read from the buffer, and yield when they need more text.
@@ -151,6 +183,8 @@ class Reader:
                 yield from self._read_calls()
                 if self._complete and not self._buffer:
                     self._unsent = ""  # blanks behind the last call
+            except _Cut:
+                self._end_cut()
             except _NotACall:
                 self.failed = True
         while True:
@@ -167,6 +201,17 @@ class Reader:
         yield from self._blanks()
         self._unsent = ""
 
+    def _end_cut(self) -> None:
+        """The text ended within a call."""
+        is_forced = self._calls.is_forced
+        if is_forced and not self._begun and len(self._calls.names) == 1:
+            self._begin(self._calls.names[0])
+        if self._keeps_cut and (self._begun or is_forced):
+            self._unsent = ""
+            self._buffer = ""
+        else:
+            self.failed = True
+
     def _read_calls(self) -> Generator[None, None, None]:
         """Calls behind a marker or, where the format allows that, at the beginning of the text; other text is
         content."""
@@ -174,17 +219,17 @@ class Reader:
         yield from self._blanks()
         follows = self._begins_bare()
         marked = not follows
-        while follows or (yield from self._until(form.open)):
-            if form.is_list and not (yield from self._skip("[")):
-                raise _NotACall
+        while follows or (yield from self._until(form.open, may_be_cut=self._calls.is_forced)):
+            if form.first:
+                yield from self._expect(form.first)
             yield from self._call(marked)
-            while form.is_list and (yield from self._skip(",")):
+            while form.next and (yield from self._skip(form.next)):
                 yield from self._call(marked)
             for end in form.ends:
                 yield from self._skip(end)
             self._unsent = ""
             yield from self._blanks()
-            follows = self._begins_bare() and not form.is_list
+            follows = self._begins_bare() and not form.next
             if form.bare and not follows:
                 return
 
@@ -194,7 +239,15 @@ class Reader:
         return bool(bare) and self._buffer.startswith(bare)
 
     def _call(self, marked: bool) -> Generator[None, None, None]:
-        yield from self._python_call() if self._calls.format.is_python else self._json_call(marked)
+        syntax = self._calls.format.syntax
+        if syntax is Syntax.JSON:
+            yield from self._json_call(marked)
+        elif syntax is Syntax.PYTHON:
+            yield from self._python_call()
+        elif syntax is Syntax.NAMED:
+            yield from self._named_call()
+        else:
+            yield from self._xml_call()
         self._complete += 1
         while not self._calls.several:  # the rest is dropped
             self._buffer = ""
@@ -234,11 +287,89 @@ class Reader:
             raise _NotACall
 
     def _python_call(self) -> Generator[None, None, None]:
-        found = yield from self._skip(*(f"{name}(" for name in self._calls.names))
-        if not found:
-            raise _NotACall
-        arguments = yield from self._brackets(depth=1, quotes="\"'")
+        found = yield from self._expect(*(f"{name}(" for name in self._calls.names))
+        begins = len(self._unsent)
+        try:
+            arguments = yield from self._brackets(depth=1, quotes="\"'")
+        except _Cut:
+            if self._keeps_cut:
+                self._begin(found[:-1], _cut_json(self._unsent[begins:]))
+            raise
         self._begin(found[:-1], _as_json(arguments))
+
+    def _named_call(self) -> Generator[None, None, None]:
+        """A name, and behind a separator the arguments as JSON. The id that a model may write is not used."""
+        form = self._calls.format
+        heads = {
+            form.head + name + end: name
+            for name in self._calls.names
+            for end in (form.separator, form.id_marker)
+            if end
+        }
+        found = yield from self._expect(*heads)
+        if form.id_marker and found.endswith(form.id_marker):
+            yield from self._strip(ALPHANUMERIC)
+            yield from self._expect(form.separator)
+        brace = yield from self._expect("{")
+        self._begin(heads[found], brace)
+        _check_object(brace + (yield from self._brackets(depth=1, sends=True)))
+        if form.tail:
+            yield from self._skip(form.tail.lstrip())
+
+    def _xml_call(self) -> Generator[None, None, None]:
+        """Tags for the function and for each parameter, whose value is raw text."""
+        found = yield from self._expect(*(f"<function={name}>" for name in self._calls.names))
+        name = found.removeprefix("<function=").removesuffix(">")
+        self._begin(name)
+        schema = self._calls.parameters_of(name)
+        before = "{"
+        while (yield from self._expect(PARAMETER, FUNCTION_END)) == PARAMETER:
+            name = yield from self._name()
+            self._send_arguments(f"{before}{json.dumps(name, ensure_ascii=False)}: ")
+            before = ", "
+            properties = schema.get("properties", {})
+            yield from self._value(types_of(properties.get(name), schema))
+        self._send_arguments("{}" if before == "{" else "}")
+
+    def _name(self) -> Generator[None, None, str]:
+        """Reads the name of a parameter, and the end of its tag."""
+        while True:
+            name, found, _rest = self._buffer.partition(">")
+            if len(name) > MAX_HEAD or "\n" in name:
+                raise _NotACall
+            if found:
+                self._take(len(name) + 1)
+                return name
+            yield from self._more()
+
+    def _value(self, types: set[str]) -> Generator[None, None, None]:
+        """Reads the value of a parameter, and sends it as JSON: while it grows, where it can only be text.
+        One line break belongs to each of the tags."""
+        is_text = types == {"string"}
+        value = ""
+        begun = False
+        while not self._buffer:
+            yield from self._more()
+        if self._buffer.startswith("\n"):
+            self._take(1)
+        while True:
+            text, found, _rest = self._buffer.partition(PARAMETER_END)
+            if not found:
+                held = stop_begun(text, ["\n" + PARAMETER_END, PARAMETER_END])
+                text = text.removesuffix(held)
+            elif text.endswith("\n"):
+                text = text[:-1]
+            value += self._take(len(text))
+            if is_text and not begun:
+                self._send_arguments('"')
+                begun = True
+            if is_text and text:
+                self._send_arguments(json.dumps(text, ensure_ascii=False)[1:-1])
+            if found:
+                break
+            yield from self._more()
+        yield from self._expect(PARAMETER_END)
+        self._send_arguments('"' if is_text else _value_as_json(value, types))
 
     def _begin(self, name: str, arguments: str = "") -> None:
         if name not in self._calls.names:
@@ -272,19 +403,28 @@ class Reader:
             chunk = self._take(length)
             text += chunk
             if sends and chunk:
-                self._parts.append(Arguments(self._begun - 1, chunk))
-                self._unsent = ""
+                self._send_arguments(chunk)
             if depth <= 0 and not quote and text:
                 return text
             yield from self._more()
 
     def _until(
-        self, marker: str, kind: type[Content] | type[Reasoning] = Content
+        self,
+        marker: str,
+        kind: type[Content] | type[Reasoning] = Content,
+        may_be_cut: bool = False,
     ) -> Generator[None, None, bool]:
-        """Sends the text up to the marker, and reads that; False when it never comes."""
+        """Sends the text up to the marker, and reads that; False when it never comes.
+
+        may_be_cut: a beginning of the marker at the end of the text is none of the text.
+        """
         while True:
             before, found, _rest = self._buffer.partition(marker)
-            held = "" if found or self._ended else stop_begun(before, [marker])
+            held = "" if found else stop_begun(before, [marker])
+            if self._ended and held and may_be_cut:
+                raise _Cut
+            if self._ended:
+                held = ""
             self._send(kind, len(before) - len(held))
             if found:
                 self._take(len(marker))
@@ -298,22 +438,40 @@ class Reader:
         while True:
             for marker in filter(self._buffer.startswith, markers):
                 return self._take(len(marker))
-            if self._ended or not any(marker.startswith(self._buffer) for marker in markers):
+            is_begun = any(marker.startswith(self._buffer) for marker in markers)
+            if is_begun and self._ended and self._keeps_cut:
+                self._take(len(self._buffer))
+            if self._ended or not is_begun:
                 return ""
             yield
 
+    def _expect(self, *markers: str) -> Generator[None, None, str]:
+        """Reads one of the markers, where nothing else can be."""
+        found = yield from self._skip(*markers)
+        if not found:
+            is_begun = any(marker.startswith(self._buffer) for marker in markers)
+            raise _Cut if is_begun else _NotACall
+        return found
+
     def _blanks(self) -> Generator[None, None, bool]:
         """Reads blanks; returns whether anything follows."""
+        return (yield from self._strip(None))
+
+    def _strip(self, characters: str | None) -> Generator[None, None, bool]:
         while True:
-            self._take(len(self._buffer) - len(self._buffer.lstrip()))
+            self._take(len(self._buffer) - len(self._buffer.lstrip(characters)))
             if self._buffer or self._ended:
                 return bool(self._buffer)
             yield
 
     def _more(self) -> Generator[None, None, None]:
         if self._ended:
-            raise _NotACall
+            raise _Cut
         yield
+
+    def _send_arguments(self, text: str) -> None:
+        self._parts.append(Arguments(self._begun - 1, text))
+        self._unsent = ""
 
     def _take(self, length: int) -> str:
         taken = self._buffer[:length]
@@ -332,6 +490,10 @@ class Reader:
 
 class _NotACall(Exception):
     pass
+
+
+class _Cut(_NotACall):
+    """The text ends, and what there is of it could be the beginning of a call."""
 
 
 def _decoded(text: str) -> tuple[str, str]:
@@ -362,3 +524,61 @@ def _as_json(text: str) -> str:
         )  # lone surrogates are no text
     except (SyntaxError, ValueError, TypeError, MemoryError, RecursionError):
         raise _NotACall from None
+
+
+def _cut_json(text: str) -> str:
+    """The complete ones of the keyword arguments of a Python call, as a JSON object that does not end."""
+    commas = [at for at, character in enumerate(text) if character == ","]
+    for at in reversed(commas[-MAX_CUTS:]):
+        with contextlib.suppress(_NotACall):
+            return _as_json(text[:at] + ")").removesuffix("}") + ", "
+    return "{"
+
+
+def complete_members(arguments: str) -> dict[str, Any]:
+    """The arguments of a call as far as they can be read, where the limit of tokens may have cut them."""
+    closing = ""  # the brackets that are open, from the inside
+    in_string = False
+    is_escaped = False
+    ends: list[tuple[int, str]] = []  # of values or keys, and the brackets that are open there
+    for at, character in enumerate(arguments):
+        if in_string:
+            in_string = is_escaped or character != '"'
+            is_escaped = character == "\\" and not is_escaped
+            if not in_string:
+                ends.append((at + 1, closing))
+        elif character == '"':
+            in_string = True
+        elif character in "{[":
+            closing = {"{": "}", "[": "]"}[character] + closing
+        elif character in "}]":
+            closing = closing[1:]
+            ends.append((at + 1, closing))
+        elif character == ",":
+            ends.append((at, closing))
+    for end, brackets in ends[:-4:-1]:  # the last may be a key's, the one before it a comma's
+        with contextlib.suppress(ValueError, RecursionError):
+            return json.loads(arguments[:end] + brackets)
+    return {}
+
+
+def _check_object(text: str) -> None:
+    """Raises _NotACall for a text that is no JSON object."""
+    try:
+        msgspec.json.decode(text, type=dict)
+    except (msgspec.DecodeError, RecursionError):
+        raise _NotACall from None
+
+
+def _value_as_json(text: str, types: set[str]) -> str:
+    """The value of a parameter of these types (none: of any), in JSON. A text that has none of them stays
+    text, and what calls the function says so."""
+    written = WORDS.get(text.strip(), text.strip())
+    try:
+        value = msgspec.json.decode(written)
+    except (msgspec.DecodeError, RecursionError):
+        return json.dumps(text, ensure_ascii=False)
+    kind = TYPES[type(value)]
+    if "string" in types and kind not in types and not (kind == "integer" and "number" in types):
+        return json.dumps(text, ensure_ascii=False)
+    return written

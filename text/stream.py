@@ -185,7 +185,11 @@ class TextStream:
         self._carrier: Piece | None = None  # the newest piece that is not special; text goes to it
         self._opener: Piece | None = None  # the piece in which the character began that is not complete yet
         self.tokens = 0
-        self.stopped = False  # a stop string is complete; the text ends with it, or before it
+        self.stop: str | None = None  # the stop string that is complete; the text ends with it, or before it
+
+    @property
+    def stopped(self) -> bool:
+        return self.stop is not None
 
     @property
     def text(self) -> str:
@@ -240,9 +244,10 @@ class TextStream:
             if not self._keep_stop:
                 self._certain -= len(self._recent)
             return
-        self.stopped = True
-        if not self._keep_stop:  # the longest that ends here, so that nothing shows of any
-            end -= max(len(stop) for stop in self._stops if recent.endswith(stop, 0, end))
+        # The longest that ends here: without `keep_stop` nothing shows of any.
+        self.stop = max((stop for stop in self._stops if recent.endswith(stop, 0, end)), key=len)
+        if not self._keep_stop:
+            end -= len(self.stop)
         self._cut(len(recent) - end)
 
     def _cut(self, excess: int) -> None:

@@ -12,7 +12,7 @@ import hashlib
 import json
 import re
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,17 @@ from text.limited import Limited, LimitExceeded, Refused
 
 ERROR_CHARACTERS = 2000  # of a message for clients, which a template may choose
 WORD = re.compile(r"""(?<=['"])[A-Za-z][A-Za-z0-9_-]*(?=['"])""")
+# Variables that are not for clients; so are the special tokens.
+RESERVED = {
+    "messages",
+    "tools",
+    "documents",
+    "add_generation_prompt",
+    "bos_token",
+    "eos_token",
+    "pad_token",
+    "unk_token",
+}
 
 
 class TemplateError(Exception):
@@ -80,8 +91,13 @@ class ChatTemplate:
             template.for_tools = cls(tool_use, special_tokens)
         return template
 
-    def render(self, messages: list[dict], tools: list[dict] | None = None) -> str:
-        """The chat as the model reads it, up to where its answer begins.
+    def render(
+        self,
+        messages: list[dict],
+        tools: list[dict] | None = None,
+        options: Mapping[str, Any] | None = None,
+    ) -> str:
+        """The chat as the model reads it, up to where its answer begins. `options` are further variables.
 
         A last message of the assistant's is continued: the text ends right behind its content. Raises
         TemplateError, and RecursionError for messages that are nested too deeply.
@@ -90,22 +106,28 @@ class ChatTemplate:
             messages = [_with_short_ids(message) for message in messages]
         last = messages[-1] if messages else {}
         if last.get("role") != "assistant":
-            return self._write(messages, tools, add_generation_prompt=True)
+            return self._write(messages, tools, options, True)
         content = last.get("content") or ""
         if not content.strip():  # nothing to continue; a call of a tool stays part of the chat
             kept = messages if last.get("tool_calls") else messages[:-1]
-            return self._write(kept, tools, add_generation_prompt=True)
+            return self._write(kept, tools, options, True)
         # The content itself may occur anywhere in the chat, or be trimmed; this occurs nowhere else and is no
         # space.
         marker = secrets.token_hex(16)
         marked = [*messages[:-1], {**last, "content": content + marker}]
-        text, found, _ = self._write(marked, tools, add_generation_prompt=False).rpartition(marker)
+        text, found, _ = self._write(marked, tools, options, False).rpartition(marker)
         if not found:
             reason = "does not print the last message of the assistant, so it cannot be continued"
             raise TemplateError(f"this model's chat template {reason}")
         return text.replace(marker, "").rstrip()  # the template may have printed it before
 
-    def _write(self, messages: list[dict], tools: list[dict] | None, add_generation_prompt: bool) -> str:
+    def _write(
+        self,
+        messages: list[dict],
+        tools: list[dict] | None,
+        options: Mapping[str, Any] | None,
+        add_generation_prompt: bool,
+    ) -> str:
         chat = {
             "messages": messages,
             "tools": tools,
@@ -113,7 +135,7 @@ class ChatTemplate:
             "add_generation_prompt": add_generation_prompt,
         }
         try:
-            return rendered([self.source, self._special_tokens | chat])
+            return rendered([self.source, {**(options or {}), **self._special_tokens, **chat}])
         except Refused as error:
             raise TemplateError(str(error)) from None
         except LimitExceeded as error:

@@ -1,16 +1,17 @@
 """How models write calls of tools: one row a format, and the grammars that make a model write its format.
 
 `FORMATS` has everything that tells one format from another: how a chat template shows it, the markers, what
-`Reader` (reader.py) looks for, and the grammar. Sources: the chat templates of Hermes and Qwen, Llama 3,
-Llama 4 and Mistral v3.
+`Reader` (reader.py) looks for, and the grammar. Sources: the chat templates of Hermes, Qwen, Llama 3, Llama 4
+and DeepSeek, and those that mistral-common and vLLM publish for Mistral and DeepSeek.
 """
 
 from __future__ import annotations
 
+import enum
 import json
 import keyword
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +21,20 @@ from text.tokenizer import Tokenizer
 
 THINK = "<think>"
 THINK_END = "</think>"
+# The tags of calls in XML, as Qwen3-Coder writes them.
+FUNCTION_END = "</function>"
+PARAMETER = "<parameter="
+PARAMETER_END = "</parameter>"
+# `parameter` with any name and value, `raw`: a value up to its end.
+XML_PARAMETERS = [
+    r"parameter: /<parameter=[^>\n]+>/ raw ws",
+    r"raw[lazy]: /(.|\n)*<\/parameter>/",
+]
+DEEPSEEK_CALLS = "<｜tool▁calls▁begin｜>"
+DEEPSEEK_CALLS_END = "<｜tool▁calls▁end｜>"
+DEEPSEEK_CALL = "<｜tool▁call▁begin｜>"
+DEEPSEEK_CALL_END = "<｜tool▁call▁end｜>"
+DEEPSEEK_SEPARATOR = "<｜tool▁sep｜>"
 # The rule of Python literals for each type of JSON Schema.
 LITERALS = {
     "string": "STR",
@@ -30,6 +45,18 @@ LITERALS = {
     "array": "list",
     "object": "dict",
 }
+TYPES = {
+    str: "string",
+    int: "integer",
+    float: "number",
+    bool: "boolean",
+    type(None): "null",
+    list: "array",
+    dict: "object",
+}
+DEFINITIONS = ("$defs", "definitions")
+ANNOTATIONS = ("title", "description", "default", "examples")  # which constrain nothing
+MAX_DEPTH = 8  # of schemas that name each other
 PYTHON_LITERALS = [
     "value: STR | NUM | BOOL | NONE | list | dict",
     'list: "[" (value ("," " "? value)*)? "]"',
@@ -42,24 +69,39 @@ PYTHON_LITERALS = [
 ]
 
 
+class Syntax(enum.Enum):
+    """How one call is written."""
+
+    JSON = enum.auto()  # {"name": …, "arguments": {…}}
+    PYTHON = enum.auto()  # name(key=value)
+    NAMED = enum.auto()  # the name, a separator, and the arguments in JSON
+    XML = enum.auto()  # tags for the function and each of its parameters
+
+
 @dataclass(frozen=True)
 class ToolFormat:
     """A way to write calls, for the reader and for the grammar.
 
     `before`, `between` and `after` are Lark for what stands around the calls of an answer; `marked` is Lark
-    for calls behind the opening marker within a text. They may use the rules `open`, `close` (the markers),
-    `call`, `listed` (all of them) and `ws`.
+    for calls behind the opening marker within a text. They may use the rules `open`, `close`, `next` (the
+    markers), `call`, `listed` (all of them) and `ws`.
     """
 
     name: str
     is_shown_by: Callable[[str], bool]  # the source of a chat template
     open: str  # the marker in front of calls,
     close: str = ""  # and the one behind them
+    first: str = ""  # stands in front of the first of several calls,
+    next: str = ""  # and in front of each other one
     bare: str = ""  # what calls begin with where they may be the whole text, without a marker
     ends: tuple[str, ...] = ()  # what may follow calls
-    is_list: bool = False  # calls stand in brackets, between commas
-    is_python: bool = False  # `name(key=value)`; otherwise a JSON object
-    arguments_key: str = "arguments"
+    syntax: Syntax = Syntax.JSON
+    arguments_key: str = "arguments"  # of a call in JSON
+    head: str = ""  # what is in front of the name of a NAMED call,
+    separator: str = ""  # between it and the arguments,
+    tail: str = ""  # and behind them
+    id_marker: str = ""  # an id may follow the name of a NAMED call, behind this marker
+    inner: tuple[str, ...] = ()  # further markers
     before: str = ""
     between: str = ""
     after: str = ""
@@ -67,7 +109,7 @@ class ToolFormat:
 
     @property
     def markers(self) -> list[str]:
-        return [marker for marker in (self.open, self.close) if marker]
+        return [marker for marker in (self.open, self.close, *self.inner) if marker]
 
 
 FORMATS = (
@@ -86,8 +128,9 @@ FORMATS = (
         name="mistral",
         is_shown_by=lambda source: "[TOOL_CALLS]" in source and "[ARGS]" not in source,
         open="[TOOL_CALLS]",
+        first="[",
+        next=",",
         ends=("]",),
-        is_list=True,
         before='open " "? "["',
         between='"," ws',
         after='"]"',
@@ -110,15 +153,76 @@ FORMATS = (
         is_shown_by=lambda source: "[func_name" in source or "<|python_start|>" in source,
         open="<|python_start|>",
         close="<|python_end|>",
+        first="[",
+        next=",",
         bare="[",
         ends=("]", "<|python_end|>"),
-        is_list=True,
-        is_python=True,
+        syntax=Syntax.PYTHON,
         before='"["',
         between='"," ws',
         after='"]"',
     ),
+    ToolFormat(
+        name="qwen3_coder",
+        is_shown_by=lambda source: "<tool_call>" in source and "<function=" in source,
+        open="<tool_call>",
+        close="</tool_call>",
+        ends=("</tool_call>",),
+        syntax=Syntax.XML,
+        before=r'open "\n"',
+        between=r'"\n" close "\n" open "\n"',
+        after=r'"\n" close',
+        marked="ws call ws close",
+    ),
+    ToolFormat(
+        name="mistral_v11",
+        is_shown_by=lambda source: "[TOOL_CALLS]" in source and "[ARGS]" in source,
+        open="[TOOL_CALLS]",
+        syntax=Syntax.NAMED,
+        separator="[ARGS]",
+        id_marker="[CALL_ID]",  # v11 writes an id, v13 does not
+        inner=("[ARGS]", "[CALL_ID]"),
+        before="open",
+        between="open",
+        marked="call",
+    ),
+    ToolFormat(
+        name="deepseek_v3",
+        is_shown_by=lambda source: DEEPSEEK_CALLS in source and "```json" in source,
+        open=DEEPSEEK_CALLS,
+        close=DEEPSEEK_CALLS_END,
+        first=DEEPSEEK_CALL,
+        next=DEEPSEEK_CALL,
+        ends=(DEEPSEEK_CALLS_END,),
+        syntax=Syntax.NAMED,
+        head=f"function{DEEPSEEK_SEPARATOR}",
+        separator="\n```json\n",
+        tail=f"\n```{DEEPSEEK_CALL_END}",
+        inner=(DEEPSEEK_CALL, DEEPSEEK_SEPARATOR, DEEPSEEK_CALL_END),
+        before="open next",
+        between=r'"\n" next',
+        after="close",
+        marked="ws next listed ws close",
+    ),
+    ToolFormat(
+        name="deepseek_v31",
+        is_shown_by=lambda source: DEEPSEEK_CALLS in source and "```json" not in source,
+        open=DEEPSEEK_CALLS,
+        close=DEEPSEEK_CALLS_END,
+        first=DEEPSEEK_CALL,
+        next=DEEPSEEK_CALL,
+        ends=(DEEPSEEK_CALLS_END,),
+        syntax=Syntax.NAMED,
+        separator=DEEPSEEK_SEPARATOR,
+        tail=DEEPSEEK_CALL_END,
+        inner=(DEEPSEEK_CALL, DEEPSEEK_SEPARATOR, DEEPSEEK_CALL_END),
+        before="open next",
+        between="next",
+        after="close",
+        marked="ws next listed ws close",
+    ),
 )
+HERMES = FORMATS[0]  # which TOOLS_PROMPT (api/normalise.py) asks for
 AS_TEXT = ToolFormat("none", is_shown_by=lambda _source: False, open="")  # calls are not read: they stay text
 
 
@@ -130,16 +234,19 @@ class ModelTools:
     token_id: Callable[[str], int | None] = lambda _text: None  # of a text that is one token
     several: bool = True  # calls in one message
     short_ids: bool = False  # of 9 letters and digits
+    in_prompt: bool = False  # the template has no place for tools, so the system message describes them
 
     @classmethod
-    def of(cls, template: ChatTemplate | None, tokenizer: Tokenizer, parser: str | None) -> ModelTools | None:
-        """None: the template has no place for tools. `parser`: --tool-parser, which overrides what is
-        found."""
-        source = template.for_tools.source if template else ""
-        if not re.search(r"\btools\b", source):
-            return None
+    def of(
+        cls, template: ChatTemplate | None, takes_tools: bool, tokenizer: Tokenizer, parser: str | None
+    ) -> ModelTools:
+        """takes_tools: the template writes them; parser: --tool-parser, which overrides what is found."""
+        if template is None or not takes_tools:
+            form = AS_TEXT if parser == AS_TEXT.name else HERMES
+            return cls(form, tokenizer.token_to_id, in_prompt=True)
+        source = template.for_tools.source
         found = [form for form in FORMATS if form.is_shown_by(source)]
-        if parser:
+        if parser and not (found and found[0].name.startswith(f"{parser}_v")):  # vLLM's `mistral` is both
             found = [form for form in (*FORMATS, AS_TEXT) if form.name == parser]
         return cls(
             format=found[0] if found else None,
@@ -176,6 +283,9 @@ class Calls:
     def names(self) -> list[str]:
         return [function.name for function in self.functions]
 
+    def parameters_of(self, name: str) -> dict[str, Any]:
+        return next(function.parameters for function in self.functions if function.name == name)
+
     @property
     def is_named(self) -> bool:
         return self.mode == "named"
@@ -207,8 +317,10 @@ def calls_grammar(calls: Calls, start: str, body: str = "") -> str:
         f"listed: call ({form.between} call)*" if calls.several else "listed: call",
         "call: " + " | ".join(f"call{n}" for n in range(len(calls.functions))),
         r"ws: /\n? ?/",
-        *(f"{name}: {_terminal(marker, token_id)}" for name, marker in zip(("open", "close"), form.markers)),
     ]
+    for name, marker in (("open", form.open), ("close", form.close), ("next", form.next)):
+        if marker:
+            rules.append(f"{name}: {_terminal(marker, token_id)}")
     if form.bare:  # what a text begins with decides
         rules += ["auto: TEXT? | calls", rf"TEXT: /\s*[^\{form.bare}\s](.|\n)*/"]
     else:
@@ -218,23 +330,103 @@ def calls_grammar(calls: Calls, start: str, body: str = "") -> str:
     for n, function in enumerate(calls.functions):
         is_free = start == "auto" and not function.is_strict
         try:
-            rules += _call(f"call{n}", form, function, is_free)
+            rules += _call(f"call{n}", form, function, is_free, token_id)
         except GrammarError as error:
             raise ParametersError(function.name, str(error)) from None
-    if form.is_python:
+    if form.syntax is Syntax.PYTHON:
         rules += PYTHON_LITERALS
+    if form.syntax is Syntax.XML:
+        rules += XML_PARAMETERS
     return of_rules(rules, body, "body")
 
 
-def _call(rule: str, form: ToolFormat, function: Function, is_free: bool) -> list[str]:
+def _call(
+    rule: str,
+    form: ToolFormat,
+    function: Function,
+    is_free: bool,
+    token_id: Callable[[str], int | None],
+) -> list[str]:
     """The rules of a call; the arguments of one that `is_free` are any JSON object."""
     # Templates write calls in one line, so models do, too.
     schema = json_rule({"type": "object"} | ({} if is_free else function.parameters), " ?")
-    if form.is_python:
+    arguments = f"{rule}_arguments: {schema}"
+    if form.syntax is Syntax.PYTHON:
         return _python_call(rule, function)
+    if form.syntax is Syntax.XML:
+        return _xml_call(rule, function, is_free)
+    if form.syntax is Syntax.NAMED:
+        head = _terminals(form.head + function.name + form.separator, form, token_id)
+        return [f"{rule}: {head} {rule}_arguments {_terminals(form.tail, form, token_id)}", arguments]
     name, key = (json.dumps(json.dumps(text)) for text in (function.name, form.arguments_key))
     members = rf'"\"name\"" ws ":" ws {name} ws "," ws {key} ws ":" ws {rule}_arguments'
-    return [rf'{rule}: "{{" ws {members} ws "}}"', f"{rule}_arguments: {schema}"]
+    return [rf'{rule}: "{{" ws {members} ws "}}"', arguments]
+
+
+def _xml_call(rule: str, function: Function, is_free: bool) -> list[str]:
+    """The rules of a call in tags: the properties in their order, those that are not required may be
+    missing."""
+    parameters = function.parameters
+    properties = parameters.get("properties", {})
+    required = parameters.get("required", [])
+    is_open = not properties and parameters.get("additionalProperties") is not False
+    begin = f'"<function={function.name}>" ws'
+    if is_free or is_open:
+        return [f'{rule}: {begin} parameter* "{FUNCTION_END}"']
+    rules = []
+    parts = []
+    for k, (name, schema) in enumerate(properties.items()):
+        if not re.fullmatch(r"[^>\n]+", name):
+            raise GrammarError(f"must have names without `>`. Given: {name[:40]!r}")
+        is_required = isinstance(required, list) and name in required
+        parts.append(f"{rule}_{k}" if is_required else f"{rule}_{k}?")
+        tag = json.dumps(f"{PARAMETER}{name}>", ensure_ascii=False)
+        rules.append(f"{rule}_{k}: {tag} {rule}_value_{k} ws")
+        rules += _xml_value(f"{rule}_value_{k}", schema, parameters)
+    return [f'{rule}: {begin} {" ".join(parts)} "{FUNCTION_END}"', *rules]
+
+
+def _xml_value(rule: str, schema: Any, parameters: dict[str, Any]) -> list[str]:
+    """A value and the tag behind it: text as it is where the schema allows text, otherwise JSON."""
+    types = types_of(schema, parameters)
+    values = _values(schema)
+    end = f'ws "{PARAMETER_END}"'
+    if types == {"string"} and values:
+        return [f"{rule}: ws ({_choice(values)}) {end}"]
+    if not types or "string" in types:
+        return [f"{rule}: raw"]
+    definitions: dict[str, Any] = {}
+    if "$ref" in json.dumps(schema):
+        definitions = {name: parameters[name] for name in DEFINITIONS if name in parameters}
+    constrained = definitions | {name: value for name, value in schema.items() if name not in ANNOTATIONS}
+    return [f"{rule}: ws {rule}_json {end}", f"{rule}_json: {json_rule(constrained, ' ?')}"]
+
+
+def types_of(schema: Any, parameters: dict[str, Any], depth: int = 0) -> set[str]:
+    """JSON Schema's names of the types that a property may have; none: it does not say.
+
+    parameters: the schema of all of them, which has the definitions that `schema` may name.
+    """
+    if not isinstance(schema, dict) or depth > MAX_DEPTH:
+        return set()
+    if isinstance(given := schema.get("type"), (str, list)):
+        return {given} if isinstance(given, str) else set(map(str, given))
+    if values := _values(schema):
+        return {TYPES[type(value)] for value in values}
+    if isinstance(path := schema.get("$ref"), str):
+        return types_of(_definition(path, parameters), parameters, depth + 1)
+    for name in ("anyOf", "oneOf", "allOf"):
+        if isinstance(options := schema.get(name), list):
+            found = [types_of(option, parameters, depth + 1) for option in options]
+            return set().union(*found) if all(found) else set()
+    return {"object"} if "properties" in schema else set()
+
+
+def _definition(path: str, parameters: dict[str, Any]) -> Any:
+    found: Any = parameters
+    for name in path.removeprefix("#/").split("/"):
+        found = found.get(name) if isinstance(found, dict) else None
+    return found
 
 
 def _python_call(rule: str, function: Function) -> list[str]:
@@ -257,12 +449,23 @@ def _python_call(rule: str, function: Function) -> list[str]:
 def _python_literal(schema: Any) -> str:
     if not isinstance(schema, dict):
         return "value"
-    values = schema.get("enum", [schema["const"]] if "const" in schema else None)
-    if not isinstance(values, list) or not values:
+    values = _values(schema)
+    if not values:
         return LITERALS.get(str(schema.get("type")), "value")
-    texts = (
+    return _choice(
         json.dumps(value, ensure_ascii=False) if isinstance(value, str) else repr(value) for value in values
     )
+
+
+def _values(schema: Any) -> list[Any]:
+    """The only values that a schema allows, if it names them."""
+    if not isinstance(schema, dict):
+        return []
+    values = schema.get("enum", [schema["const"]] if "const" in schema else [])
+    return values if isinstance(values, list) else []
+
+
+def _choice(texts: Iterable[str]) -> str:
     return " | ".join(json.dumps(text, ensure_ascii=False) for text in texts)
 
 
@@ -283,6 +486,12 @@ def _terminal(text: str, token_id: Callable[[str], int | None]) -> str:
     other tokens."""
     number = token_id(text)
     return json.dumps(text) if number is None else f"<[{number}]>"
+
+
+def _terminals(text: str, form: ToolFormat, token_id: Callable[[str], int | None]) -> str:
+    """A text with markers of the format in it, in Lark."""
+    parts = re.split(f"({'|'.join(map(re.escape, form.markers))})", text)
+    return " ".join(_terminal(part, token_id) for part in parts if part)
 
 
 def _up_to(

@@ -2,11 +2,13 @@
 
 import json
 import re
+from dataclasses import replace
 
 import pytest
-from asked import USER, answer_to, job, refusal, serving
+from asked import CONFIG, USER, answer_to, job, refusal, serving
 
 from api.conversation import ROLES
+from text.template import RESERVED, ChatTemplate
 
 ASSISTANT = {"role": "assistant", "content": "Well "}
 
@@ -22,7 +24,8 @@ def prompt_of(*messages):
         ([{"role": "system", "content": "Be brief"}, USER], "s:Be brief;u:Hi;a:"),
         ([{"role": "user", "content": [{"type": "text", "text": "H"}, {"type": "text", "text": "i"}]}], "u:Hi;a:"),
         ([{"role": "user", "content": []}], "u:;a:"),
-        ([{"role": "function", "content": "a", "name": "n", "tool_calls": None, "refusal": None}], "f:an;a:"),
+        ([{"role": "function", "content": "a", "name": "n", "tool_call_id": "1", "refusal": None}], "t:an1;a:"),
+        ([{"role": "developer", "content": "a"}, {"role": "ctx", "content": "b"}], "s:a;u:b;a:"),
         ([{"role": "tool", "content": "a", "tool_call_id": "1"}], "t:a1;a:"),
         ([{"role": "ipython", "content": "a"}], "i:a;a:"),  # the template has the word in quotes
         ([USER, ASSISTANT], "u:Hi;a:Well"),  # which is continued
@@ -58,12 +61,82 @@ def test_messages_that_cannot_be_read_are_refused_with_the_reason(messages, para
 )
 def test_a_template_gets_the_arguments_of_a_call_as_an_object_where_they_can_be_read(arguments, read, monkeypatch):
     written = []
-    monkeypatch.setattr("text.template.ChatTemplate.render", lambda _, messages, tools: written.append(messages) or "")
+    monkeypatch.setattr("text.template.ChatTemplate.render", lambda _, messages, tools, options: written.append(messages) or "")
     call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": arguments}}
     prompt_of({"role": "assistant", "content": None, "tool_calls": [call]})
     ((message,),) = written
     assert message["content"] == ""
     assert message["tool_calls"][0]["function"] == {"name": "f", "arguments": read}
+
+
+CONVERSATIONS = {  # with what the assistant thought before its call
+    "chat": {"messages": [USER, ASSISTANT | {"reasoning_content": "Hm."}, USER]},
+    "chat, vLLM's name": {"messages": [USER, ASSISTANT | {"reasoning": "Hm."}, USER]},
+    "responses": {
+        "input": [
+            USER,
+            {"type": "reasoning", "content": [{"type": "reasoning_text", "text": "Hm."}], "summary": []},
+            ASSISTANT,
+            USER,
+        ]
+    },
+    "responses, summary": {
+        "input": [USER, {"type": "reasoning", "summary": [{"type": "summary_text", "text": "Hm."}]}, ASSISTANT, USER]
+    },
+    "messages": {
+        "messages": [
+            USER,
+            {
+                "role": "assistant",
+                "content": [{"type": "thinking", "thinking": "Hm.", "signature": "x"}, {"type": "text", "text": "Well "}],
+            },
+            USER,
+        ],
+    },
+}
+
+
+@pytest.mark.parametrize("dialect", CONVERSATIONS)
+def test_earlier_thinking_is_given_to_the_template(dialect, monkeypatch):
+    written = []
+    monkeypatch.setattr("text.template.ChatTemplate.render", lambda _, messages, *rest: written.append(messages) or "Hi Well")
+    job(dialect.partition(",")[0], **CONVERSATIONS[dialect])
+    assert written == [[USER, ASSISTANT | {"reasoning_content": "Hm."}, USER]]
+
+
+@pytest.mark.parametrize("dialect", ["chat", "responses", "messages"])
+def test_variables_for_the_template_are_the_requests_before_the_servers(dialect, monkeypatch):
+    seen = []
+    monkeypatch.setattr("text.template.ChatTemplate.render", lambda _, messages, tools, options: seen.append(options) or "Hi")
+    config = replace(CONFIG, chat_template_kwargs='{"enable_thinking": false, "style": "brief"}')
+    job(dialect, config=config)
+    job(dialect, config=config, chat_template_kwargs={"enable_thinking": True, "names": ["a", 1, None]})
+    assert seen == [
+        {"enable_thinking": False, "style": "brief"},
+        {"enable_thinking": True, "style": "brief", "names": ["a", 1, None]},
+    ]
+
+
+@pytest.mark.parametrize("dialect", ["chat", "responses", "messages"])
+@pytest.mark.parametrize(
+    "options",
+    [*({name: "x"} for name in RESERVED), {"no name": 1}, {"_x": 1}, {"x": {}}, {"x": [[1]]}, {"x": [{}]}],
+    ids=str,
+)
+def test_what_is_no_variable_for_clients_is_refused(dialect, options):
+    error = refusal(dialect, chat_template_kwargs=options)
+    assert error.param == "chat_template_kwargs" and next(iter(options)) in str(error)
+
+
+def test_a_role_that_the_template_names_and_leaves_out_is_refused_by_name(monkeypatch):
+    source = (
+        "{# 'critic' #}{% for m in messages %}{% if m.role in ['user', 'assistant'] %}{{ m.content }}{% endif %}{% endfor %}"
+    )
+    without = serving().text._replace(template=ChatTemplate(source, {}))
+    monkeypatch.setattr("asked.text", lambda: without)
+    error = refusal("chat", messages=[USER, {"role": "critic", "content": "No"}])
+    assert error.param == "messages"
+    assert str(error).endswith("has a role that the model's chat template leaves out. Given: 'critic'")
 
 
 def test_more_messages_than_a_prompt_has_tokens_are_refused():

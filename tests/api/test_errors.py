@@ -4,7 +4,7 @@ import pytest
 from asked import as_openai, as_tgi
 
 from api import errors
-from api.errors import ApiError, in_shape, openai_error, tgi_error
+from api.errors import OPENAI, TGI, ApiError, in_shape
 from api.stream import end_error
 
 TOO_LARGE = "Failed to buffer the request body: length limit exceeded (at most 2000 bytes; --payload-limit raises it)"
@@ -44,6 +44,6 @@ def test_what_the_client_wrote_stands_behind_the_message_and_is_quoted():
 
 
 def test_the_innermost_dialect_decides_the_shape():
-    with pytest.raises(ApiError) as raised, in_shape(tgi_error), in_shape(openai_error):
+    with pytest.raises(ApiError) as raised, in_shape(TGI), in_shape(OPENAI):
         raise errors.overloaded()
-    assert raised.value.shape is openai_error
+    assert raised.value.shape is OPENAI

@@ -11,6 +11,7 @@ from api.completions import CompletionRequest
 from api.conversation import ChatRequest
 from api.errors import ApiError
 from api.fields import CHANGES_TEXT, NOT_MISSPELT, NOT_SUPPORTED
+from api.messages import MessagesRequest
 from api.responses import ResponsesRequest
 from api.tgi import GenerateRequest, Parameters
 
@@ -21,13 +22,14 @@ KINDS = {
     ChatRequest: {"messages": []},
     CompletionRequest: {"prompt": "a"},
     ResponsesRequest: {"input": "a"},
+    MessagesRequest: {"messages": [], "max_tokens": 1},
     VertexRequest: {"instances": []},
 }
 FIELDS = {name for kind in KINDS for name in kind.__struct_fields__}
 # Fields that may be ignored where another dialect than theirs is spoken: they name the request, or do nothing by themselves.
 SILENT = """inputs parameters messages prompt input instances instructions text conversation model stream stream_options details
 decoder_input_details logprobs top_logprobs suffix user metadata store service_tier background reasoning include truncation
-parallel_tool_calls previous_response_id max_tool_calls guided_whitespace_pattern"""
+parallel_tool_calls previous_response_id max_tool_calls guided_whitespace_pattern system thinking output_config mcp_servers"""
 
 
 def read(kind, **given):
@@ -176,6 +178,8 @@ def test_a_field_of_another_dialect_that_would_change_the_text_is_refused_by_nam
         (CompletionRequest, "max_completion_tokens", "; use `max_tokens`"),
         (ResponsesRequest, "max_tokens", "; use `max_output_tokens`"),
         (ResponsesRequest, "response_format", "; use `text`"),
+        (MessagesRequest, "stop", "; use `stop_sequences`"),
+        (MessagesRequest, "output_format", "; use `output_config`"),
     ],
 )
 def test_the_refusal_of_another_apis_field_names_what_to_use(kind, name, meant):

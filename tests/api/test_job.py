@@ -63,21 +63,30 @@ def test_a_prompt_without_tokens_and_a_token_that_the_model_does_not_have_are_re
     assert fit([last + 1, last], truncate=1)[0] == [last]
 
 
-@pytest.mark.parametrize(
-    ("dialect", "fields", "words"),
-    [
-        ("completion", {"max_tokens": 1000}, "`prompt` tokens + `max_tokens`"),
-        ("chat", {"max_tokens": 1000}, "`messages` tokens + `max_tokens`"),
-        ("chat", {"max_completion_tokens": 1000}, "`messages` tokens + `max_completion_tokens`"),
-        ("responses", {"max_output_tokens": 1000}, "`input` tokens + `max_output_tokens`"),
-    ],
-)
-def test_what_does_not_fit_is_told_as_openai_does_in_the_names_of_the_dialect(dialect, fields, words):
+DIALECTS = [("completion", "prompt"), ("chat", "messages"), ("responses", "input"), ("messages", "messages")]
+LIMITS = {"responses": "max_output_tokens"}
+
+
+@pytest.mark.parametrize(("dialect", "name"), DIALECTS)
+def test_the_other_dialects_cut_a_limit_to_what_is_left_of_the_window(dialect, name):
+    limit = LIMITS.get(dialect, "max_tokens")
+    for asked in (32_000, 120, 5):
+        (prompt,) = prompts_of(jobs(dialect, **{limit: asked}), serving())
+        assert prompt.max_new_tokens == min(asked, 120 - len(prompt.ids))
+        assert prompt.job.limit_name == limit
+
+
+@pytest.mark.parametrize(("dialect", "name"), DIALECTS)
+def test_a_prompt_that_does_not_fit_is_told_as_openai_does_in_the_names_of_the_dialect(dialect, name):
+    said = "a" * 101
+    said = [{"role": "user", "content": said}] if name == "messages" else said
     with pytest.raises(ApiError) as refused:
-        prompts_of(jobs(dialect, **fields), serving())
+        prompts_of(jobs(dialect, **{name: said}), serving())
     error = refused.value
-    assert (error.status, error.code, error.param) == (400, "context_length_exceeded", words.split("`")[1])
-    assert str(error).startswith(f"This model's maximum context length is 120 tokens: {words} must be <= 120. Given: ")
+    assert (error.status, error.code, error.param) == (400, "context_length_exceeded", name)
+    words = "This model's maximum context length is 120 tokens (--max-total-tokens raises it): "
+    words += f"`{name}` must have at most 100 tokens"
+    assert str(error).startswith(f"{words}. Given: 1")
 
 
 def test_more_sequences_than_may_ever_run_and_wait_are_refused():

@@ -104,7 +104,7 @@ def test_a_schema_that_is_none_is_described_and_nothing_is_sent(chat, given, pro
 
 
 def test_errors_of_the_server_are_shown_in_its_words(page):
-    page.ask("Hi", key=KEY, max_tokens=100_000)
+    page.ask("Hi " * 2000, key=KEY)
     assert "maximum context length" in page.wait_for(PROBLEM).text
 
 

@@ -1,6 +1,7 @@
 """`POST /v1/responses`: its requests become chats, and its responses and events are those of OpenAI's API reference."""
 
 import json
+import logging
 import re
 
 import msgspec
@@ -13,7 +14,7 @@ from openai_api import whole as asked
 from api import fields as api_fields
 from api.answer import Sequence
 from api.job import Prompt
-from api.responses import ResponsesAnswer, ResponsesRequest
+from api.responses import CUSTOM_INPUT, ResponsesAnswer, ResponsesRequest, Tools
 from api.types import encode
 from protocol import Token
 from text.reader import Reading
@@ -53,7 +54,8 @@ def answered(text, finish_reason="eos_token", thinking="", **fields):
         body = {"input": "Hi", "tools": [WEATHER], "stream": streams} | fields
         (asked_for,) = answer_to("responses", body).jobs
         asked_for = msgspec.structs.replace(asked_for, reading=Reading(asked_for.reading.calls, thinking))
-        answer = ResponsesAnswer(asked_for, serving(), api_fields.read(body, ResponsesRequest), wants_logprobs=False)
+        request = api_fields.read(body, ResponsesRequest)
+        answer = ResponsesAnswer(asked_for, serving(), request, Tools(request))
         answer.request_id = "r"
         sequence = Sequence(tokenizer, Prompt(asked_for, [1], 999), 0, 0)
         data = b""
@@ -104,6 +106,20 @@ NESTED_TOOLS = {"tools": [NESTED]}
 NAMED = {"type": "function", "function": {"name": "weather"}}
 ALLOWED = {"mode": "required", "tools": [WEATHER]}
 NESTED_ALLOWED = {"type": "allowed_tools", "allowed_tools": {"mode": "required", "tools": [NAMED]}}
+IMAGE = {"type": "input_image", "image_url": "data:image/png;base64,AAAA"}
+UNSEEN = "[image omitted: this model reads text only]"
+HOSTED = [
+    {"type": kind} for kind in ("web_search", "image_generation", "file_search", "code_interpreter", "mcp", "local_shell")
+]
+PATCH = {"type": "custom", "name": "patch", "description": "Changes files", "format": {"type": "grammar", "syntax": "lark"}}
+PATCH["format"]["definition"] = "start: /.*/"
+TOLD = "Changes files\nThe input has to match this grammar (lark):\nstart: /.*/"
+
+
+def called(call_id, name, arguments):
+    return {"id": call_id, "type": "function", "function": {"name": name, "arguments": json.dumps(arguments)}}
+
+
 CHATS = [  # a request, and the chat that it is
     ({"input": "Hi"}, {"messages": [USER]}),
     ({"input": "Hi", "instructions": "Be brief"}, {"messages": [SYSTEM, USER]}),
@@ -150,6 +166,41 @@ CHATS = [  # a request, and the chat that it is
     ({"text": {"format": None}}, {}),
     ({"max_output_tokens": 7, "top_logprobs": 2}, {"max_tokens": 7, "logprobs": True, "top_logprobs": 2}),
     ({"include": ["message.output_text.logprobs"]}, {"logprobs": True}),
+    (
+        {"store": True, "truncation": "auto", "prompt_cache_key": "x", "client_metadata": {"a": "b"}, "safety_identifier": "x"},
+        {},
+    ),
+    ({"input": [USER, *({"type": kind} for kind in ("web_search_call", "compaction", "mcp_call", "reasoning"))]}, {}),
+    ({"input": [{"role": "user", "content": [PARTS[0], IMAGE]}]}, {"messages": [{"role": "user", "content": "H" + UNSEEN}]}),
+    (
+        {
+            "input": [
+                CALL | {"type": "custom_tool_call", "name": "patch", "input": "*** Begin"},
+                {"type": "custom_tool_call_output", "call_id": "call_1", "output": [IMAGE]},
+                {"type": "local_shell_call", "call_id": "call_2", "action": {"command": ["ls"]}},
+                {"type": "local_shell_call_output", "call_id": "call_2", "output": "a.txt"},
+            ]
+        },
+        {
+            "messages": [
+                {"role": "assistant", "tool_calls": [called("call_1", "patch", {"input": "*** Begin"})]},
+                {"role": "tool", "content": UNSEEN, "tool_call_id": "call_1"},
+                {"role": "assistant", "tool_calls": [called("call_2", "local_shell", {"command": ["ls"]})]},
+                {"role": "tool", "content": "a.txt", "tool_call_id": "call_2"},
+            ]
+        },
+    ),
+    ({"tools": HOSTED}, {}),
+    ({"tools": [*HOSTED, WEATHER]}, NESTED_TOOLS),
+    ({"tools": [{"type": "namespace", "name": "mcp", "tools": [WEATHER]}]}, NESTED_TOOLS),
+    (
+        {"tools": [{"type": "namespace", "name": name, "tools": [WEATHER]} for name in ("a", "b")]},
+        {"tools": [{"type": "function", "function": NESTED["function"] | {"name": f"{name}__weather"}} for name in ("a", "b")]},
+    ),
+    (
+        {"tools": [PATCH]},
+        {"tools": [{"type": "function", "function": {"name": "patch", "description": TOLD, "parameters": CUSTOM_INPUT}}]},
+    ),
 ]
 
 
@@ -162,18 +213,20 @@ def test_a_request_asks_for_what_a_chat_asks_for(fields, chat):
 
 
 REFUSED = {
-    "truncation": "auto",
+    "truncation": "middle",
     "top_logprobs": 99,
     "max_output_tokens": 0,
     "input": [],
-    "tools[0].type": {"tools": [{"type": "web_search"}]},
-    "tool_choice.type": {"tools": [WEATHER], "tool_choice": {"type": "file_search"}},
+    "tool_choice.type": {"tools": [{"type": "file_search"}], "tool_choice": {"type": "file_search"}},
+    "tools[1].tools[0].name": {"tools": [HOSTED[0], {"type": "namespace", "name": "x", "tools": [WEATHER | {"name": "<"}]}]},
+    "previous_response_id": "resp_1",
+    "chat_template_kwargs": {"tools": []},
     "text.format": {"text": {"format": {"type": "json_schema", "name": "x"}}},
     "text.format.type": {"text": {"format": {"type": "xml"}}},
     "text.format.schema": {"text": {"format": {"type": "json_schema", "schema": 5}}},
-    "input[0].content[1]": {"input": [{"role": "user", "content": [PARTS[0], {"type": "input_image"}]}]},
+    "input[0].content[1]": {"input": [{"role": "user", "content": [PARTS[0], {"type": "input_text"}]}]},
     "input[0].type": {"input": [{"type": "item_reference", "id": "msg_1"}]},
-    "input[1].type": {"input": [CALL, {"type": "computer_call", "call_id": "x"}]},
+    "input[1].type": {"input": [CALL, {"type": "shell_call", "call_id": "x"}]},
     "input[1]": {"input": [CALL, {"type": "function_call_output", "call_id": "call_1"}]},
 }
 
@@ -206,12 +259,12 @@ def test_an_error_leaves_the_words_of_others_alone(fields, param, quoted):
 
 
 def test_what_changes_nothing_is_accepted_and_repeated(served):
-    given = {"metadata": {"a": "b"}, "user": "x", "service_tier": "auto", "truncation": "disabled", "store": False}
+    given = {"metadata": {"a": "b"}, "user": "x", "service_tier": "auto", "truncation": "auto", "store": True}
     given |= {"background": False, "reasoning": {"effort": "low"}, "previous_response_id": None, "text": {"verbosity": "low"}}
     ignored = {"include": ["reasoning.encrypted_content"], "stream_options": {"include_obfuscation": False}}
     answer = whole(served, BODY | given | ignored)
     assert answer["output"][0]["content"] == whole(served, BODY)["output"][0]["content"]
-    assert {name: answer[name] for name in given} == given
+    assert {name: answer[name] for name in given} == given | {"store": False}
 
 
 # Responses
@@ -292,6 +345,43 @@ def test_a_call_is_announced_by_name_before_its_arguments_come():
     item = events[2]["item"]
     assert (item["type"], item["name"], item["arguments"], item["status"]) == ("function_call", "weather", "", "in_progress")
     assert json.loads(events[-1]["response"]["output"][0]["arguments"]) == {"city": "Oslo"}
+
+
+def test_a_call_of_a_tool_in_a_namespace_is_given_back_with_it():
+    for names, called_as in ((("mcp",), "weather"), (("mcp", "other"), "mcp__weather")):
+        tools = [{"type": "namespace", "name": name, "tools": [WEATHER]} for name in names]
+        whole, events = answered(CALLS[0].replace("weather", called_as), tools=tools)
+        for (item,) in (whole["output"], built(events)):
+            assert (item["type"], item["namespace"], item["name"]) == ("function_call", "mcp", "weather")
+        assert "namespace" not in answered(CALLS[0])[0]["output"][0]
+
+
+@pytest.mark.parametrize("is_cut", [False, True])
+def test_a_call_of_a_custom_tool_is_given_back_with_its_text(is_cut):
+    text = 'One\n"two"'
+    written = f'<tool_call>\n{{"name": "patch", "arguments": {{"input": {json.dumps(text)}}}}}\n</tool_call>'
+    if is_cut:
+        whole, events = answered(written[:-20], "length", tools=[PATCH])
+        assert events[-1]["response"]["output"][-1]["status"] == "incomplete"
+        return
+    whole, events = answered(written, tools=[PATCH])
+    kinds = [event["type"].removeprefix("response.") for event in events]
+    said = ["custom_tool_call_input.delta", "custom_tool_call_input.done"]
+    assert kinds == ["created", "in_progress", "output_item.added", *said, "output_item.done", "completed"]
+    assert (events[2]["item"]["input"], events[3]["delta"], events[4]["input"]) == ("", text, text)
+    for (item,) in (whole["output"], events[-1]["response"]["output"]):
+        assert item.pop("id").startswith("ctc_") and item.pop("call_id").startswith("call_")
+        assert item == {"type": "custom_tool_call", "name": "patch", "input": text, "status": "completed"}
+
+
+def test_a_call_cannot_be_forced_where_all_tools_are_left_out():
+    assert refusal("responses", tools=HOSTED, tool_choice="required").param == "tool_choice"
+
+
+def test_tools_that_are_left_out_are_named_in_the_log(served, caplog):
+    caplog.set_level(logging.DEBUG, "web")
+    whole(served, BODY | {"tools": HOSTED[:2]})
+    assert "left out tools that this server does not run: image_generation, web_search" in caplog.text
 
 
 def test_reasoning_is_an_item_of_its_own_and_its_tokens_are_counted():

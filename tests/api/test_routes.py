@@ -69,14 +69,17 @@ def test_with_an_api_key_only_health_and_metrics_are_open(serve):
         assert refused.headers["WWW-Authenticate"] == "Bearer"
         for wrong in ("Secret", "Bearer secret", "Bearer", "Bearer Secre", "Bearer Secrets", "Basic Secret", "Bearer Sécret"):
             assert ask(served, route, headers={"Authorization": wrong}).status_code == 401
-        for right in ("Bearer Secret", "bearer Secret"):
-            assert ask(served, route, headers={"Authorization": right}).status_code == 200
+        assert ask(served, route, headers={"x-api-key": "secret"}).status_code == 401
+        rights = {"Authorization": "Bearer Secret"}, {"Authorization": "bearer Secret"}, {"x-api-key": "Secret"}
+        for right in rights:
+            assert ask(served, route, headers=right).status_code == 200
 
 
 def test_a_refusal_for_want_of_the_key_has_the_shape_of_its_api(serve):
     served = serve(api_key="Secret").get_ready()
     assert served.post("/generate", {"inputs": "a"}).json["error_type"] == "unauthorized"
     assert served.post("/v1/completions", {"prompt": "a"}).json["error"]["code"] == "invalid_api_key"
+    assert served.post("/v1/messages", {}).json["error"]["type"] == "authentication_error"
     assert served.client.get("/nowhere").status_code == 401, "what is there is nobody's business"
 
 
@@ -87,7 +90,7 @@ def test_a_refusal_for_want_of_the_key_has_the_shape_of_its_api(serve):
         ("GET", "{}/nothing", None, 404, "not_found"),
         ("GET", "{}", None, 405, "method_not_allowed"),
         ("POST", "{}", b" " * 5001, 413, "validation"),
-        ("POST", "{}", b"{}", 422, "validation"),
+        ("POST", "{}", b"{}", 400, "validation"),
     ],
 )
 def test_what_http_refuses_has_the_shape_of_the_dialect_in_whose_paths_the_client_looked(
@@ -95,7 +98,7 @@ def test_what_http_refuses_has_the_shape_of_the_dialect_in_whose_paths_the_clien
 ):
     for route in ("/generate", "/v1/completions"):
         response = served.client.open(path.format(route), method=method, data=body, content_type="application/json")
-        assert response.status_code == status
+        assert response.status_code == (422 if body == b"{}" and route == "/generate" else status)
         assert status != 405 or "POST" in response.headers["Allow"]
         if route == "/generate":
             assert response.json["error_type"] == error_type
@@ -124,3 +127,8 @@ for thread in threads: thread.join()
 """
     for _ in range(5):
         subprocess.run([sys.executable, "-c", program], cwd=HERE, check=True)
+
+
+def test_every_type_of_the_document_has_a_name_of_its_own():
+    """msgspec puts the module before names that two types have, and generators of clients cut it off again."""
+    assert [name for name in openapi()["components"]["schemas"] if "." in name or "_" in name] == []

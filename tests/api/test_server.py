@@ -54,7 +54,7 @@ def test_a_request_that_does_not_fit_is_429_before_its_first_byte_in_the_shape_o
 def test_more_than_a_message_to_the_worker_holds_is_refused_and_not_sent(served, monkeypatch):
     monkeypatch.setattr("api.engine_client.MAX_MESSAGE_BYTES", 1000)
     response = served.post("/v1/completions", {"prompt": ["a" * 30, "b" * 30], "n": 2, "temperature": 1})
-    assert response.status_code == 422
+    assert response.status_code == 400
     message = "the request asks for 4 sequences whose prompts have 120 tokens altogether, too many to be sent at once"
     assert message in response.json["error"]["message"]
     assert served.post("/v1/completions", {"prompt": "a", "max_tokens": 2}).status_code == 200
@@ -102,7 +102,7 @@ def test_a_template_without_an_end_fails_its_chat_and_holds_up_nobody(serve, mon
     assert not chat.ready(), "it is still at it"
     chat.join(WAIT_S)
     (refused,) = chats
-    assert refused.status_code == 422 and "longer than 1 s of processor time" in refused.json["error"]["message"]
+    assert refused.status_code == 400 and "longer than 1 s of processor time" in refused.json["error"]["message"]
 
 
 def test_work_that_too_many_wait_for_is_refused_and_its_errors_are_raised():

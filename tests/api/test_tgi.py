@@ -289,5 +289,12 @@ def test_info_has_tgis_keys_and_the_limits_in_force(served):
         **{"model_id": "someone/model", "model_sha": "abc123", "model_device_type": "cpu", "model_dtype": "float32"},
         **{"max_concurrent_requests": 77, "max_best_of": 3, "max_stop_sequences": 4, "max_client_batch_size": 4},
         **{"max_input_tokens": 100, "max_total_tokens": 120, "max_batch_size": 8, "validation_workers": 3},
-        **{"router": "neuron-textgen", "version": VERSION, "eos_token_ids": [0], "sampling": "host", "quantize": "int8"},
+        **{
+            "router": "neuron-textgen",
+            "version": VERSION,
+            "eos_token_ids": [0],
+            "sampling": "host",
+            "quantize": "int8",
+            "tool_parser": "hermes",
+        },
     }

@@ -15,10 +15,13 @@ from api.chat import ChatAnswer
 from api.conversation import ChatRequest
 from api.errors import ApiError
 from api.job import Job, Prompt
+from api.messages import MessagesAnswer
+from api.responses import ResponsesAnswer, ResponsesRequest
+from api.responses import Tools as ResponsesTools
 from api.tools import tool_use
 from api.types import encode
 from protocol import Token
-from text.reader import Reading
+from text.reader import Reading, complete_members
 from text.tokenizer import Tokenizer
 from text.tool_formats import ModelTools
 
@@ -116,23 +119,34 @@ def test_a_forced_call_and_a_format_of_the_text_are_refused_together():
 # Answers
 
 
-def chat_answer(folder, written, kind="special", streams=False, reading=None, logprobs=False, finish="eos_token"):
-    """An answer whose sequences have the texts `written`, token by token: whole, or as the choices of its stream."""
+def sequences_of(folder, written, kind, reading, finish="eos_token", **options):
+    """A model with a tokenizer of this kind, a job, and its sequences before they have the texts `written`, each with the ids
+    and the finish reasons of its tokens."""
     tokenizer = Tokenizer(tiny_tokenizers.save(tokenizer_of(kind), folder))
-    job = Job("", reading=reading, sequences=len(written), logprobs=logprobs)
+    job = Job("", reading=reading, sequences=len(written), **options)
     model = serving()
     model = replace(model, text=model.text._replace(tokenizer=tokenizer))
-    answer = ChatAnswer(job, model, ChatRequest(messages=[], logprobs=logprobs, stream=streams))
-    sequences = [Sequence(tokenizer, Prompt(job, [5], 99), n, n) for n in range(len(written))]
-    events = b""
-    for sequence, text in zip(sequences, written):
+    tokens = []
+    for n, text in enumerate(written):
         ids = tokenizer.encode(text, add_special_tokens=False)
-        for n, token in enumerate(ids):
-            pieces = sequence.take(Token(0, token, -1.0, [], finish if n == len(ids) - 1 else None))
+        ends = [None] * (len(ids) - 1) + [finish]
+        taken = [Token(0, token, -1.0, [], end) for token, end in zip(ids, ends)]
+        tokens.append((Sequence(tokenizer, Prompt(job, [5], 99), n, n), taken))
+    return model, job, tokens
+
+
+def chat_answer(folder, written, kind="special", streams=False, reading=None, logprobs=False, finish="eos_token"):
+    """An answer whose sequences have the texts `written`, token by token: whole, or as the choices of its stream."""
+    model, job, sequences = sequences_of(folder, written, kind, reading, finish, logprobs=logprobs)
+    answer = ChatAnswer(job, model, ChatRequest(messages=[], logprobs=logprobs, stream=streams))
+    events = b""
+    for sequence, tokens in sequences:
+        for token in tokens:
+            pieces = sequence.take(token)
             sequence.pieces += pieces
             events += answer.events(sequence, pieces) if streams else b""
     if not streams:
-        return json.loads(encode(answer.whole(sequences)))["choices"]
+        return json.loads(encode(answer.whole([sequence for sequence, _ in sequences])))["choices"]
     return [json.loads(event.removeprefix("data: "))["choices"][0] for event in events.decode().split("\n\n")[:-1]]
 
 
@@ -185,8 +199,88 @@ def test_the_finish_reason_says_whether_tools_are_to_be_called(choice, finish, t
     assert answer[-1]["finish_reason"] == reason
     if not streams and choice in ("required", "weather"):
         assert answer[0]["message"]["content"] == ""
-    if not streams and not text.endswith("}\n</tool_call>"):
+    if not streams and "weather" not in text:
         assert answer[0]["message"] == {"role": "assistant", "content": text}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("choice", ["auto", "required", "weather"])
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_call_that_the_limit_of_tokens_cuts_is_given_as_far_as_it_goes(name, choice, kind, tmp_path):
+    written = CALLS[name][0]
+    text = written[: written.index("ern")]
+    reading = Reading(use(name, choice=choice))
+    (choice,) = chat_answer(tmp_path, [text], kind, reading=reading, finish="length")
+    stream = chat_answer(tmp_path, [text], kind, streams=True, reading=reading, finish="length")
+    assert choice["finish_reason"] == stream[-1]["finish_reason"] == "length"
+    assert not choice["message"]["content"] and not any(each["delta"].get("content") for each in stream)
+    (call,) = choice["message"]["tool_calls"]
+    assert call["function"]["name"] == "weather"
+    assert call["function"]["arguments"] == ("{" if name == "pythonic" else '{"city": "B')
+    pieces = [piece["function"] for each in stream for piece in each["delta"].get("tool_calls", [])]
+    assert [piece["name"] for piece in pieces if "name" in piece] == ["weather"]
+    assert "".join(piece["arguments"] for piece in pieces) == call["function"]["arguments"]
+
+
+def dialect_answer(make, folder, name, text):
+    """The whole answer and the events of the stream of a call that the limit of tokens cuts."""
+    reading = Reading(use(name, choice="required"))
+    model, job, [(sequence, tokens)] = sequences_of(folder, [text], "special", reading, "length")
+    streamed = make(job, model, True)
+    events = b""
+    for token in tokens:
+        pieces = sequence.take(token)
+        sequence.pieces += pieces
+        events += streamed.events(sequence, pieces)
+    events += streamed.closing([sequence])
+    data = [line.removeprefix("data: ") for line in events.decode().split("\n") if line.startswith("data: ")]
+    return json.loads(encode(make(job, model, False).whole([sequence]))), [json.loads(event) for event in data]
+
+
+ONE_OF_TWO = {
+    "hermes": '<tool_call>\n{"name": "weather", "arguments": {"city": "Bern", "days": ',
+    "llama3_json": '{"name": "weather", "parameters": {"city": "Bern", "days": ',
+    "mistral": '[TOOL_CALLS] [{"name": "weather", "arguments": {"city": "Bern", "days": ',
+    "pythonic": '[weather(city="Bern", days=',
+    "qwen3_coder": "<tool_call>\n<function=weather>\n<parameter=city>\nBern\n</parameter>\n<parameter=days>\n",
+    "mistral_v11": '[TOOL_CALLS]weather[ARGS]{"city": "Bern", "days": ',
+    "deepseek_v3": CALLS["deepseek_v3"][0].partition("}")[0] + ', "days": ',
+    "deepseek_v31": CALLS["deepseek_v31"][0].partition("}")[0] + ', "days": ',
+}
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_cut_call_is_an_incomplete_item_of_a_response(name, tmp_path):
+    def make(job, model, streams):
+        request = ResponsesRequest(input="", stream=streams)
+        return ResponsesAnswer(job, model, request, ResponsesTools(request))
+
+    whole, events = dialect_answer(make, tmp_path, name, ONE_OF_TWO[name])
+    (item,) = whole["output"]
+    assert (whole["status"], item["status"], item["type"], item["name"]) == (
+        "incomplete",
+        "incomplete",
+        "function_call",
+        "weather",
+    )
+    assert item["arguments"].startswith('{"city": "Bern"') and not item["arguments"].endswith("}")
+    (done,) = [event["item"] for event in events if event["type"] == "response.output_item.done"]
+    for own in ("id", "call_id"):
+        done.pop(own), item.pop(own)
+    assert done == item
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_cut_call_has_in_a_message_the_arguments_that_are_complete(name, tmp_path):
+    whole, events = dialect_answer(MessagesAnswer, tmp_path, name, ONE_OF_TWO[name])
+    (block,) = whole["content"]
+    assert whole["stop_reason"] == "max_tokens"
+    assert (block["type"], block["name"], block["input"]) == ("tool_use", "weather", {"city": "Bern"})
+    (begun,) = [event["content_block"] for event in events if event["type"] == "content_block_start"]
+    assert (begun["type"], begun["name"]) == ("tool_use", "weather")
+    pieces = [event["delta"]["partial_json"] for event in events if event["type"] == "content_block_delta"]
+    assert complete_members("".join(pieces)) == {"city": "Bern"}
+    assert [event["delta"]["stop_reason"] for event in events if event["type"] == "message_delta"] == ["max_tokens"]
 
 
 @pytest.mark.parametrize("streams", [False, True])
@@ -232,7 +326,7 @@ USER = {"role": "user", "content": "Hi"}
 SHORT = tool(
     parameters={"properties": {"day": {"enum": ["Monday", "Sunday"]}}, "required": ["day"], "additionalProperties": False}
 )
-LLAMA = "{% if tools %}<|python_tag|>{{ tools[0].function.name }};{% endif %}"
+LLAMA = "{% if tools %}{{ tools | tojson }}<|python_tag|>{% endif %}"
 
 
 def streamed(response):
@@ -269,7 +363,7 @@ def test_tools_are_printed_by_the_template_whatever_the_choice_is(serve, monkeyp
     served = served_with(serve, monkeypatch, LLAMA)
     for choice in ("auto", "none"):
         body = {"messages": [USER], "tools": [SHORT], "tool_choice": choice}
-        assert served.post("/chat_tokenize", body).json["templated_text"] == "<|python_tag|>weather;u:Hi;a:"
+        assert served.post("/chat_tokenize", body).json["templated_text"].endswith("]<|python_tag|>u:Hi;a:")
 
 
 @pytest.mark.parametrize(
@@ -283,7 +377,8 @@ def test_a_device_that_samples_cannot_constrain_calls(serve, monkeypatch, body, 
     assert served.post("/v1/chat/completions", {"messages": [USER], "tools": [SHORT], "max_tokens": 3}).status_code == 200
 
 
-def test_a_model_without_a_place_for_tools_refuses_them(served):
+def test_a_model_without_a_place_for_tools_refuses_them_where_calls_are_not_read(serve):
+    served = serve(tool_parser="none").get_ready()
     error = served.post("/v1/chat/completions", {"messages": [USER], "tools": TOOLS}).json["error"]
     assert error["param"] == "tools" and "no place for tools" in error["message"]
     assert served.post("/v1/chat/completions", {"messages": [USER], "tools": TOOLS, "tool_choice": "none"}).status_code == 200
@@ -294,12 +389,12 @@ def test_a_tool_whose_schema_cannot_be_enforced_is_refused_as_one_of_the_tools(s
     parameters = {"type": "object", "properties": {"city": {"not": {}}}}
     tools = [{"type": "function", "function": {"name": "weather", "parameters": parameters}}]
     response = served.post("/v1/chat/completions", {"messages": [USER], "tools": tools, "tool_choice": "required"})
-    assert response.status_code == 422 and response.json["error"]["param"] == "tools"
+    assert response.status_code == 400 and response.json["error"]["param"] == "tools"
     assert "Unimplemented keys" in response.json["error"]["message"]
 
 
 def test_a_tool_parser_may_be_set(serve, monkeypatch):
-    served = served_with(serve, monkeypatch, "{% if tools %}{% endif %}", tool_parser="pythonic")
+    served = served_with(serve, monkeypatch, LLAMA, tool_parser="pythonic")
     body = {"messages": [USER], "temperature": 0, "tools": [SHORT], "tool_choice": "required", "parallel_tool_calls": False}
     (call,) = served.post("/v1/chat/completions", body).json["choices"][0]["message"]["tool_calls"]
     assert json.loads(call["function"]["arguments"]).keys() == {"day"}

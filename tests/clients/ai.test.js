@@ -52,7 +52,7 @@ test("a conversation with a system prompt and a limit is answered", async () => 
 test("an invalid value is an APICallError with the server's status and words", async () => {
     await assert.rejects(generateText({ ...chat, topP: 7 }), (error) => {
         assert.ok(APICallError.isInstance(error));
-        assert.deepEqual([error.statusCode, error.isRetryable], [422, false]);
+        assert.deepEqual([error.statusCode, error.isRetryable], [400, false]);
         assert.match(error.message, /`top_p` must be/);
         return true;
     });
@@ -64,7 +64,7 @@ test("an error of a stream reaches onError before any text", async () => {
     for await (const piece of result.textStream) assert.fail(piece);
     assert.equal(errors.length, 1);
     assert.ok(APICallError.isInstance(errors[0]));
-    assert.equal(errors[0].statusCode, 422);
+    assert.equal(errors[0].statusCode, 400);
 });
 
 test("a wrong key is an APICallError with 401", async () => {

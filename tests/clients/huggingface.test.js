@@ -73,8 +73,8 @@ for (const [version, client] of [
 test("4: errors are InferenceClientProviderApiErrors with the server's status and body, whole or streamed", async () => {
     const invalid = { ...chat, temperature: -1 };
     for (const [asked, status, param] of [
-        [() => connect(four).chatCompletion(invalid), 422, "temperature"],
-        [() => all(connect(four).chatCompletionStream(invalid)), 422, "temperature"],
+        [() => connect(four).chatCompletion(invalid), 400, "temperature"],
+        [() => all(connect(four).chatCompletionStream(invalid)), 400, "temperature"],
         [() => connect(four, "wrong").chatCompletion(chat), 401, null],
     ]) {
         await assert.rejects(asked, (error) => {

@@ -199,10 +199,10 @@ def test_a_tool_is_called_whole_or_streamed(chat_client):
     assert "".join(delta.function.arguments for delta in deltas) == call.function.arguments
 
 
-def test_a_wrong_parameter_of_a_chat_is_an_http_error_with_422(chat_client):
+def test_a_wrong_parameter_of_a_chat_is_an_http_error_with_400(chat_client):
     with pytest.raises(HfHubHTTPError, match=r"`temperature` must be >= 0\.0") as caught:
         chat_client.chat_completion(CHAT, temperature=-1)
-    assert caught.value.response.status_code == 422
+    assert caught.value.response.status_code == 400
 
 
 def test_the_async_client_generates_streams_and_chats_at_once(url):

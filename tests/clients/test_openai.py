@@ -164,8 +164,12 @@ def test_a_seed_gives_the_same_answer_again_and_another_seed_another(chat):
 
 def test_what_does_not_fit_is_a_bad_request_with_openais_code(client):
     with pytest.raises(openai.BadRequestError, match="maximum context length is 1024 tokens") as caught:
-        client.chat.completions.create(model="m", messages=[{"role": "user", "content": "Hi"}], max_tokens=5000)
+        client.chat.completions.create(model="m", messages=[{"role": "user", "content": "Why? " * 2000}])
     assert caught.value.code == "context_length_exceeded"
+
+
+def test_a_limit_beyond_the_window_is_cut(chat):
+    assert chat(max_tokens=32_000).choices[0].message.content == CHAT_ANSWER
 
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
@@ -174,8 +178,8 @@ def test_what_does_not_fit_is_a_bad_request_with_openais_code(client):
     [({"temperature": -1}, "temperature"), ({"top_p": 7}, "top_p"), ({"n": 0}, "n")],
     ids=lambda value: "" if isinstance(value, dict) else value,
 )
-def test_a_wrong_value_is_unprocessable_and_the_message_names_it(chat, wrong, name, stream):
-    with pytest.raises(openai.UnprocessableEntityError, match=f"Input validation error: .*`{name}`") as caught:
+def test_a_wrong_value_is_a_bad_request_and_the_message_names_it(chat, wrong, name, stream):
+    with pytest.raises(openai.BadRequestError, match=f"Input validation error: .*`{name}`") as caught:
         chat(stream=stream, **wrong)
     assert caught.value.body["message"].startswith("Input validation error")
     assert caught.value.type == "invalid_request_error"

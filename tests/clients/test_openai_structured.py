@@ -78,7 +78,7 @@ def test_without_tool_choice_the_model_may_answer_in_words(client):
 
 def test_a_tool_choice_that_names_no_tool_is_an_error_about_tool_choice(client):
     other = {"type": "function", "function": {"name": "other"}}
-    with pytest.raises(openai.UnprocessableEntityError) as caught:
+    with pytest.raises(openai.BadRequestError) as caught:
         client.chat.completions.create(**ASK, tools=[TOOL], tool_choice=other)
     assert caught.value.param == "tool_choice.function"
 
@@ -147,6 +147,6 @@ def test_the_arguments_of_a_streamed_function_call_come_in_pieces(client):
 
 
 def test_a_response_that_would_have_to_be_stored_is_refused_by_name(client):
-    with pytest.raises(openai.UnprocessableEntityError) as caught:
+    with pytest.raises(openai.BadRequestError) as caught:
         client.responses.create(**RESPOND, previous_response_id="resp_1")
     assert caught.value.param == "previous_response_id"

@@ -66,7 +66,7 @@ def test_the_generated_client_gives_log_probabilities_typed(chat):
 
 def test_an_error_reaches_the_generated_client_in_its_type(chat, generated):
     response = chat(top_p=7)
-    assert response.status_code == 422
+    assert response.status_code == 400
     assert isinstance(response.parsed, generated("models").OpenAIErrorBody)
     assert (response.parsed.error.param, response.parsed.error.type_) == ("top_p", "invalid_request_error")
 

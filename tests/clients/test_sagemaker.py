@@ -91,7 +91,7 @@ def test_a_chat_stream_is_whole_when_its_parts_are_put_together(runtime):
 def test_a_wrong_body_is_a_model_error_with_the_status_and_words_of_the_server(runtime, operation, body, told):
     with pytest.raises(runtime.exceptions.ModelError) as caught:
         getattr(runtime, operation)(Body=json.dumps(body), **ENDPOINT)
-    assert caught.value.response["OriginalStatusCode"] == 422
+    assert caught.value.response["OriginalStatusCode"] == (400 if "messages" in body else 422)
     assert told in caught.value.response["OriginalMessage"]
     assert caught.value.response["ResponseMetadata"]["HTTPStatusCode"] == 424
 

@@ -266,7 +266,7 @@ def test_invoke_prints_the_answer_to_a_prompt_as_json(endpoint, capsys):
 def test_an_error_of_the_server_is_one_line_with_its_status(endpoint, capsys, verb):
     assert deploy.main([verb, "demo", "--body", json.dumps(chat() | {"temperature": -1})]) == 1
     error = capsys.readouterr().err
-    assert error.startswith("error: status 422: ") and "`temperature` must be >= 0.0" in error
+    assert error.startswith("error: status 400: ") and "`temperature` must be >= 0.0" in error
 
 
 def chat():

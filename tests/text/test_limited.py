@@ -166,7 +166,7 @@ def test_a_template_that_writes_too_much_is_refused():
 
 
 @pytest.mark.processes
-def test_a_server_answers_a_chat_of_an_endless_template_with_422_and_stops_in_the_middle_of_one(tmp_path):
+def test_a_server_answers_a_chat_of_an_endless_template_with_400_and_stops_in_the_middle_of_one(tmp_path):
     endless = "{% if messages[0].content == 'a' %}a{% else %}" + ENDLESS + "{% endif %}"
     (tmp_path / "mine.json").write_text(json.dumps({"chat_template": endless}))
     with Server("--tokenizer-config-path", str(tmp_path / "mine.json")) as server:
@@ -182,14 +182,14 @@ def test_a_server_answers_a_chat_of_an_endless_template_with_422_and_stops_in_th
             assert chat("a")[0] == 200
             for refused in chats:
                 status, answer = refused.result()
-                assert (status, answer["error"]["message"].split(": ")[0]) == (422, "Template error"), answer
+                assert (status, answer["error"]["message"].split(": ")[0]) == (400, "Template error"), answer
                 assert "longer than 1 s of processor time" in answer["error"]["message"]
             last = clients.submit(chat, "endless")
             wait_until(lambda: any(processor_s(pid) > 0.3 for pid in server.pids("text.limited")), "it is rendered")
             stopped_at = time.monotonic()
             assert server.stop() == 0
             assert time.monotonic() - stopped_at < 20
-            assert last.exception() or last.result()[0] in (422, 503)
+            assert last.exception() or last.result()[0] in (400, 503)
 
 
 def processor_s(pid: int) -> float:

@@ -6,23 +6,32 @@ import re
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tool_calls import BOTH, CALLS, FORMATS, FORMS, THINKING, WRITTEN, use
+from tool_calls import BOTH, CALLS, ENDS, FORMATS, FORMS, THINKING, WRITTEN, tool, use
 
-from text.reader import Arguments, CallBegin, Content, Reading, Reasoning
+from text.reader import Arguments, CallBegin, Content, Reading, Reasoning, Whole, complete_members
 
 
-def read(reader, text, size=None):
+def read(reader, text, size=None, is_cut=False):
     """The parts of `text`, which arrives in pieces of `size` characters, as (kind, index, text); texts that follow each other
     are joined, and the ids of calls left out."""
     pieces = [text[at : at + size] for at in range(0, len(text), size)] if size else [text]
     parts = []
-    for part in [part for piece in pieces for part in reader.push(piece)] + reader.finish():
+    for part in [part for piece in pieces for part in reader.push(piece)] + reader.finish(is_cut):
         kind, index = type(part), getattr(part, "index", None)
         if parts and kind is not CallBegin and parts[-1][:2] == (kind, index):
             parts[-1] = (kind, index, parts[-1][2] + part.text)
         else:
             parts.append((kind, index, part.name if kind is CallBegin else part.text))
     return parts
+
+
+def xml(name="weather", **values):
+    """A call as Qwen3-Coder writes it."""
+    parameters = "".join(f"<parameter={key}>\n{value}\n</parameter>\n" for key, value in values.items())
+    return f"<tool_call>\n<function={name}>\n{parameters}</function>\n</tool_call>"
+
+
+TWICE = [("now", {}), ("now", {"a": "}"})]
 
 
 def calls_of(whole):
@@ -53,6 +62,7 @@ SNIPPETS = [
     "Hi",
 ]
 SNIPPETS += ['"type": "function", ', '{"name": "oth', "<thi", "</", ",", *THINKING, *WRITTEN.values()]
+SNIPPETS += ["now", "weather", "<parameter=", "city>", "</parameter>", "[AR", "aB3", "5", "True"]
 SNIPPETS += [marker for form in FORMS.values() for marker in form.markers]
 
 
@@ -62,19 +72,70 @@ SNIPPETS += [marker for form in FORMS.values() for marker in form.markers]
     thinking=st.sampled_from(["", "inside", "before"]),
     several=st.booleans(),
     size=st.integers(1, 9),
+    is_cut=st.booleans(),
+    choice=st.sampled_from(["auto", "required", "now"]),
 )
-def test_any_text_gives_the_same_parts_however_it_is_split(name, snippets, thinking, several, size):
-    reading, text = Reading(use(name, several=several), thinking), "".join(snippets)
+def test_any_text_gives_the_same_parts_however_it_is_split(name, snippets, thinking, several, size, is_cut, choice):
+    reading, text = Reading(use(name, several=several, choice=choice), thinking), "".join(snippets)
     reader = reading.reader()
-    parts = read(reader, text, size)
+    parts = read(reader, text, size, is_cut)
     other = reading.reader()
-    assert parts == read(other, text)
-    assert (reader.failed, reader.has_calls) == (other.failed, other.has_calls)
-    whole = reading.whole(text)
-    assert all(isinstance(json.loads(call.arguments), dict) for call in whole.calls)
+    assert parts == read(other, text, None, is_cut)
+    assert (reader.failed, reader.has_calls, reader.is_cut) == (other.failed, other.has_calls, other.is_cut)
+    whole = reading.whole(text, is_cut)
+    complete = whole.calls[:-1] if whole.is_cut else whole.calls
+    assert all(isinstance(json.loads(call.arguments), dict) for call in complete)
     assert other.failed or [call.name for call in whole.calls] == [name for kind, _, name in parts if kind is CallBegin]
     if other.failed and not thinking:
-        assert whole == (text, "", [])
+        assert whole == Whole(text, "", [])
+
+
+@pytest.mark.parametrize("choice", ["auto", "required", "weather"])
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_call_that_is_cut_anywhere_is_the_same_in_a_stream_and_in_a_whole_answer(name, choice):
+    reading = Reading(use(name, choice=choice))
+    written = CALLS[name][0] + ENDS.get(name, "")
+    lengths = []
+    for end in range(1, len(written) + 1):
+        reader = reading.reader()
+        parts = read(reader, written[:end], 3, is_cut=True)
+        whole = reading.whole(written[:end], is_cut=True)
+        assert whole.content == "".join(text for kind, _, text in parts if kind is Content)
+        assert whole.is_cut == reader.is_cut
+        assert [call.arguments for call in whole.calls] == (
+            ["".join(text for kind, _, text in parts if kind is Arguments)] if whole.calls else []
+        )
+        assert all(call.name == "weather" for call in whole.calls)
+        assert choice == "auto" or not whole.content
+        assert choice != "weather" or whole.calls
+        lengths += [len(call.arguments) for call in whole.calls]
+    assert lengths == sorted(lengths) and lengths[-1] == len('{"city": "Bern"}')
+
+
+def test_a_stop_string_cuts_a_forced_call_too():
+    text = CALLS["hermes"][0][:-20]
+    assert [call.arguments for call in Reading(use(choice="required")).whole(text).calls] == ['{"city": "']
+    assert Reading(use()).whole(text) == Whole(text, "", [])
+
+
+@pytest.mark.parametrize(
+    ("cut", "read"),
+    [
+        ("", {}),
+        ("{", {}),
+        ('{"a', {}),
+        ('{"a": 12', {}),
+        ('{"a": "x"', {"a": "x"}),
+        ('{"a": 12, "b', {"a": 12}),
+        ('{"a": 12, "b": ', {"a": 12}),
+        ('{"a": [1, {"b": "}"}, "c', {"a": [1, {"b": "}"}]}),
+        ('{"a": "\\"}", "b": {"c": [], "d', {"a": '"}', "b": {"c": []}}),
+        ('{"a": 1}', {"a": 1}),
+        ("nonsense", {}),
+    ],
+)
+def test_what_is_complete_of_cut_arguments_can_be_read(cut, read):
+    assert complete_members(cut) == read
 
 
 @given(name=st.sampled_from(FORMATS), snippets=st.lists(st.sampled_from(SNIPPETS), max_size=9))
@@ -106,6 +167,18 @@ def test_no_text_is_lost_or_made_up_in_a_text_without_calls(name, snippets):
         ("mistral", '[TOOL_CALLS][{"name": "now", "arguments": {}, "id": "abcdefghi"}]', "", BOTH[1:]),
         ("pythonic", "<|python_start|>" + WRITTEN["pythonic"] + "<|python_end|>", "", BOTH),
         ("pythonic", "[weather(city='[)', unit=\"F\")]", "", [("weather", {"city": "[)", "unit": "F"})]),
+        ("qwen3_coder", "Let me see.\n" + WRITTEN["qwen3_coder"] + " Done.", "Let me see.\n Done.", BOTH),
+        ("qwen3_coder", WRITTEN["qwen3_coder"].replace("\n", ""), "", BOTH),
+        ("qwen3_coder", "<tool_call>\n<function=now>\n</function>", "", BOTH[1:]),
+        ("qwen3_coder", xml(city='\n "a\\\t"\nb\n '), "", [("weather", {"city": '\n "a\\\t"\nb\n '})]),
+        ("qwen3_coder", xml(city="5", days="5"), "", [("weather", {"city": "5", "days": 5})]),
+        ("qwen3_coder", xml(city="", days="soon"), "", [("weather", {"city": "", "days": "soon"})]),
+        ("qwen3_coder", xml(city="<b>é</b>", other="[1, {}]"), "", [("weather", {"city": "<b>é</b>", "other": [1, {}]})]),
+        ("mistral_v11", "Hm" + WRITTEN["mistral_v11"], "Hm", BOTH),
+        ("mistral_v11", '[TOOL_CALLS]now[CALL_ID]aB3456789[ARGS]{}[TOOL_CALLS]now[ARGS] {"a": "}"}', "", TWICE),
+        ("deepseek_v3", "Hm\n" + WRITTEN["deepseek_v3"] + "\n", "Hm\n", BOTH),
+        ("deepseek_v3", WRITTEN["deepseek_v3"].replace("<｜tool▁calls▁end｜>", ""), "", BOTH),
+        ("deepseek_v31", "Hm" + WRITTEN["deepseek_v31"] + "Done", "HmDone", BOTH),
     ],
 )
 def test_calls_are_read_as_models_write_them(name, text, content, calls):
@@ -142,10 +215,23 @@ def test_calls_are_read_as_models_write_them(name, text, content, calls):
         ("pythonic", "[now(a=1e999)]"),
         ("pythonic", "[now(a=" + "-" * 20000 + "1)]"),
         ("pythonic", "<|python_start|>"),
+        ("qwen3_coder", '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>'),
+        ("qwen3_coder", WRITTEN["qwen3_coder"].replace("now", "then")),
+        ("qwen3_coder", "<tool_call>\n<function=weather>\n<parameter=city>\nBern"),
+        ("qwen3_coder", "<tool_call>\n<function=weather>\nBern\n</function>"),
+        ("qwen3_coder", f"<tool_call>\n<function=weather>\n<parameter={'x' * 2000}>1</parameter></function>"),
+        ("mistral_v11", "[TOOL_CALLS] none"),
+        ("mistral_v11", "[TOOL_CALLS]then[ARGS]{}"),
+        ("mistral_v11", "[TOOL_CALLS]now[ARGS]1"),
+        ("mistral_v11", "[TOOL_CALLS]now[ARGS]{nonsense}"),
+        ("mistral_v11", "[TOOL_CALLS]now[CALL_ID]a-b[ARGS]{}"),
+        ("deepseek_v3", "<｜tool▁calls▁begin｜>none"),
+        ("deepseek_v3", WRITTEN["deepseek_v31"]),
+        ("deepseek_v31", WRITTEN["deepseek_v3"]),
     ],
 )
 def test_what_is_not_a_call_stays_content(name, text):
-    assert Reading(use(name)).whole(text) == (text, "", [])
+    assert Reading(use(name)).whole(text) == Whole(text, "", [])
 
 
 def test_a_stream_gives_as_content_what_it_has_not_sent_as_a_call():
@@ -203,21 +289,59 @@ def test_ids_have_the_form_that_templates_require():
     ],
 )
 def test_thinking_is_separated_from_the_answer(thinking, text, reasoning, content):
-    assert Reading(None, thinking).whole(text) == (content, reasoning, [])
+    assert Reading(None, thinking).whole(text) == Whole(content, reasoning, [])
     parts = read(Reading(None, thinking).reader(), text, 1)
     assert parts == [part for part in ((Reasoning, None, reasoning), (Content, None, content)) if part[2]]
 
 
-def test_calls_follow_thinking():
-    whole = Reading(use(), "inside").whole("Bern?</think>\n\n" + WRITTEN["hermes"])
+@pytest.mark.parametrize("name", FORMATS)
+def test_calls_follow_thinking(name):
+    whole = Reading(use(name), "inside").whole("Bern?</think>\n\n" + WRITTEN[name])
     assert (whole.reasoning, whole.content, calls_of(whole)) == ("Bern?", "", BOTH)
+
+
+def test_what_follows_thinking_and_is_no_call_is_content():
     failed = Reading(use(), "inside").whole("Bern?</think>\n\n<tool_call>")
-    assert failed == ("<tool_call>", "Bern?", [])
+    assert failed == Whole("<tool_call>", "Bern?", [])
 
 
-@pytest.mark.parametrize("name", ["hermes", "llama3_json", "mistral"])
+@pytest.mark.parametrize("name", ["hermes", "llama3_json", "mistral", "mistral_v11"])
 def test_an_answer_whose_last_call_is_sent_and_does_not_end_is_not_one_of_calls(name):
     text = WRITTEN[name]
     reader = Reading(use(name)).reader()
     read(reader, text[: text.rindex("}")])
     assert reader.failed and not reader.has_calls
+
+
+@pytest.mark.parametrize(
+    ("schema", "text", "value"),
+    [
+        ({"type": "string"}, "5", "5"),
+        ({"type": "string"}, "null", "null"),
+        ({"enum": ["5", "6"]}, "5", "5"),
+        ({"anyOf": [{"type": "string"}, {"type": "null"}]}, "null", None),
+        ({"anyOf": [{"type": "string"}, {"type": "null"}]}, "5", "5"),
+        ({"type": ["string", "integer"]}, "5", 5),
+        ({"type": ["string", "number"]}, "5", 5),
+        ({"type": "number"}, "-1.5e3", -1500.0),
+        ({"type": "number"}, "NaN", "NaN"),
+        ({"type": "boolean"}, "True", True),
+        ({"type": "boolean"}, "false", False),
+        ({"type": "array"}, '[1, "a"]', [1, "a"]),
+        ({"type": "object"}, '\n{"a": [1]}\n', {"a": [1]}),
+        ({"properties": {"a": {}}}, '{"a": 1}', {"a": 1}),
+        ({"type": "array"}, "[" * 5000, "[" * 5000),
+        ({"$ref": "#/$defs/Point"}, '{"x": 1}', {"x": 1}),
+        ({"$ref": "#/$defs/Text"}, "1", "1"),
+        ({"$ref": "#/$defs/Self"}, "1", 1),
+        ({"$ref": "#/nowhere"}, "1", 1),
+        ({}, "[1]", [1]),
+        ({}, "a b", "a b"),
+        (True, "a b", "a b"),
+    ],
+)
+def test_values_in_tags_have_the_type_that_the_schema_says(schema, text, value):
+    definitions = {"Point": {"type": "object"}, "Text": {"const": "1"}, "Self": {"$ref": "#/$defs/Self"}}
+    found = use("qwen3_coder", [tool("f", {"properties": {"x": schema}, "$defs": definitions})])
+    (call,) = Reading(found).whole(xml("f", x=text)).calls
+    assert json.loads(call.arguments) == {"x": value}

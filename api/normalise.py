@@ -1,0 +1,166 @@
+"""A chat as the model's template takes it: roles that it does not know, neighbours that it does not take,
+tools and calls that it has no place for. Nothing that a client said disappears: it is written in another
+place, or refused by name.
+
+Messages here are those that a template reads: `role`, `content` as one text, `name`, `tool_calls` with
+arguments as objects, `tool_call_id`, `reasoning_content`.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from text.traits import Traits
+
+Message = dict[str, Any]
+
+# Roles that clients use for messages of their own, and older names.
+ALIASES = {"developer": "system", "function": "tool", "ctx": "user", "msg": "user"}
+APART = "\n\n"  # between texts that become one message
+TOOLS_PROMPT = """You may call these functions. Each line describes one as JSON:
+<tools>
+{tools}
+</tools>
+
+To call a function, write its name and its arguments as JSON between these tags, one pair of tags a call:
+<tool_call>
+{{"name": "the name", "arguments": {{"argument": "value"}}}}
+</tool_call>
+The result of a call follows between <tool_response> and </tool_response>."""
+
+
+def normalised(messages: list[Message], tools: list[dict[str, Any]] | None, traits: Traits) -> list[Message]:
+    """The messages as a template with these traits takes them. `tools` are written where it has no place for
+    them."""
+    messages = [_with_known_role(message, traits) for message in messages]
+    if not traits.calls:
+        messages = [_in_text(message) for message in messages]
+    if tools and not traits.tools:
+        functions = "\n".join(json.dumps(tool["function"], ensure_ascii=False) for tool in tools)
+        messages = [{"role": "system", "content": TOOLS_PROMPT.format(tools=functions)}, *messages]
+    messages = _merged(_with_system(messages, traits), traits)
+    if traits.calls and not traits.text_of_calls:
+        messages = _with_text_apart(messages, traits)
+    if traits.calls and not traits.user_after_result:
+        messages = _with_answers(messages)
+    return messages
+
+
+def _with_known_role(message: Message, traits: Traits) -> Message:
+    role = message["role"]
+    if role == "developer" and traits.developer:
+        return message
+    return message | {"role": ALIASES.get(role, role)}
+
+
+def _in_text(message: Message) -> Message:
+    """Calls and results of tools as text, in the form that TOOLS_PROMPT asks for."""
+    if message["role"] == "tool":
+        return {"role": "user", "content": f"<tool_response>\n{message['content']}\n</tool_response>"}
+    calls = message.get("tool_calls")
+    if not calls:
+        return message
+    texts = [message["content"]] if message["content"] else []
+    for call in calls:
+        function = call.get("function") or {}
+        written = {"name": function.get("name"), "arguments": function.get("arguments")}
+        texts.append(f"<tool_call>\n{json.dumps(written, ensure_ascii=False)}\n</tool_call>")
+    kept = {name: value for name, value in message.items() if name != "tool_calls"}
+    return kept | {"content": "\n".join(texts)}
+
+
+def _with_system(messages: list[Message], traits: Traits) -> list[Message]:
+    """System messages where the template takes them: all in the first one, or in the first user message."""
+    takes_system = traits.system
+    if messages[-1]["role"] != "user":
+        takes_system = takes_system and traits.system_always
+    begins = 0
+    while begins < len(messages) and messages[begins]["role"] == "system":
+        begins += 1
+    first = messages[:begins]
+    others = messages[begins:]
+    if not (traits.later_system and takes_system):
+        first += [message for message in others if message["role"] == "system"]
+        others = [message for message in others if message["role"] != "system"]
+    if not first or (takes_system and (len(first) == 1 or traits.several_system)):
+        return [*first, *others]
+    text = APART.join(message["content"] for message in first)
+    if takes_system:
+        return [first[0] | {"content": text}, *others]
+    for n, message in enumerate(others):
+        if message["role"] == "user":
+            merged = message | {"content": APART.join([text, message["content"]])}
+            return [*others[:n], merged, *others[n + 1 :]]
+    return [{"role": "user", "content": text}, *others]
+
+
+def _merged(messages: list[Message], traits: Traits) -> list[Message]:
+    """Neighbours of one role as one message, where the template does not take them."""
+    apart = {"user": traits.users, "assistant": traits.assistants}
+    merged: list[Message] = []
+    for message in messages:
+        role = message["role"]
+        if merged and merged[-1]["role"] == role and not apart.get(role, True):
+            merged[-1] = _joined(merged[-1], message)
+        else:
+            merged.append(message)
+    return merged
+
+
+def _with_text_apart(messages: list[Message], traits: Traits) -> list[Message]:
+    """What an assistant said beside its calls as a message in front of them; as the beginning of what it says
+    after their results, where the template does not take two messages of an assistant."""
+    apart: list[Message] = []
+    held = ""  # text that goes to the next message of the assistant
+    for n, message in enumerate(messages):
+        if message["role"] == "assistant" and message.get("tool_calls") and message["content"]:
+            if traits.assistants or not _is_answered(messages[n + 1 :]):
+                apart.append({"role": "assistant", "content": message["content"]})
+            else:
+                held = message["content"]
+            message = message | {"content": ""}
+        elif message["role"] == "assistant" and held:
+            message = message | {"content": APART.join(filter(None, [held, message["content"]]))}
+            held = ""
+        apart.append(message)
+    return apart
+
+
+def _is_answered(messages: list[Message]) -> bool:
+    """Whether the assistant says something before the next user does."""
+    for message in messages:
+        if message["role"] == "assistant" and not message.get("tool_calls"):
+            return True
+        if message["role"] == "user":
+            return False
+    return False
+
+
+def _with_answers(messages: list[Message]) -> list[Message]:
+    """An empty answer between the result of a call and a user, where the assistant said nothing since the
+    last one."""
+    answered: list[Message] = []
+    has_spoken = True
+    for message in messages:
+        role = message["role"]
+        if role == "user":
+            if not has_spoken and answered[-1]["role"] == "tool":
+                answered.append({"role": "assistant", "content": ""})
+            has_spoken = False
+        elif role == "assistant" and not message.get("tool_calls"):
+            has_spoken = True
+        answered.append(message)
+    return answered
+
+
+def _joined(one: Message, other: Message) -> Message:
+    joined = one | other
+    for name in ("content", "reasoning_content"):
+        texts = [message[name] for message in (one, other) if message.get(name)]
+        if texts or name == "content":
+            joined[name] = APART.join(texts)
+    calls = [*one.get("tool_calls", ()), *other.get("tool_calls", ())]
+    if calls:
+        joined["tool_calls"] = calls
+    return joined

@@ -1,0 +1,420 @@
+"""`POST /v1/messages`: requests become chats; messages, events and errors are those of Anthropic's API reference."""
+
+import json
+import logging
+
+import msgspec
+import pytest
+from asked import USER, answer_to, job, refusal, serving
+from fakes.model import EOS
+from openai_api import CHAT, MESSAGES
+from openai_api import whole as asked
+
+from api.answer import Sequence
+from api.errors import ANTHROPIC, ApiError
+from api.job import Prompt
+from api.messages import MessagesAnswer
+from api.types import encode
+from protocol import Token
+from text.reader import Reading
+
+ROUTE = "/v1/messages"
+BODY = {"messages": [USER], "max_tokens": 12, "temperature": 0}
+SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
+WEATHER = {"name": "weather", "description": "Rain or sun", "input_schema": {"type": "object"}, "strict": True}
+NESTED = {"name": "weather", "parameters": {"type": "object"}, "description": "Rain or sun", "strict": True}
+SEARCH = {"type": "web_search_20250305", "name": "web_search", "max_uses": 5}
+CALL = {"type": "tool_use", "id": "toolu_1", "name": "weather", "input": {"city": "Oslo"}}
+RESULT = {"type": "tool_result", "tool_use_id": "toolu_1", "content": "sun"}
+PARTS = [{"type": "text", "text": "H", "cache_control": {"type": "ephemeral"}}, {"type": "text", "text": "i"}]
+
+
+def whole(served, **fields):
+    return asked(served, ROUTE, BODY | fields)
+
+
+def events_of(data):
+    blocks = [block.split("\n") for block in data.removesuffix("\n\n").split("\n\n")]
+    events = [json.loads(line.removeprefix("data: ")) for _, line in blocks]
+    assert [name for name, _ in blocks] == [f"event: {event['type']}" for event in events]
+    return events
+
+
+def stream(served, **fields):
+    response = served.post(ROUTE, BODY | fields | {"stream": True})
+    assert response.content_type == "text/event-stream"
+    return events_of(response.get_data(as_text=True))
+
+
+def answered(text, finish_reason="eos_token", thinking="", **fields):
+    """The whole message and the events of a text, which a model with Hermes' format writes, a byte a token."""
+    tokenizer = serving().text.tokenizer
+    ids = tokenizer.encode(text) + [EOS] * (finish_reason == "eos_token")
+    for streams in (True, False):
+        (asked_for,) = answer_to("messages", BODY | {"tools": [WEATHER], "stream": streams} | fields).jobs
+        asked_for = msgspec.structs.replace(asked_for, reading=Reading(asked_for.reading.calls, thinking))
+        answer = MessagesAnswer(asked_for, serving(), streams)
+        answer.request_id = "r"
+        sequence = Sequence(tokenizer, Prompt(asked_for, [1], 999), 0, 0)
+        data = b""
+        for n, token in enumerate(ids, 1):
+            pieces = sequence.take(Token(1, token, 0.0, [], finish_reason if n == len(ids) else None))
+            sequence.keep(pieces)
+            if streams:
+                data += answer.events(sequence, pieces)
+        if streams:
+            events = events_of((data + answer.closing([sequence])).decode())
+    return json.loads(encode(answer.whole([sequence]))), events
+
+
+DELTAS = {"text_delta": "text", "thinking_delta": "thinking", "input_json_delta": "partial_json"}
+
+
+def built(events):
+    """The message of a stream, put together from its events, as clients do; fails where they are out of order."""
+    first, ping, *middle, delta, stop = events
+    assert (first["type"], ping, stop) == ("message_start", {"type": "ping"}, {"type": "message_stop"})
+    message = first["message"]
+    assert (message["content"], message["stop_reason"]) == ([], None)
+    texts, is_open = [], False
+    for event in middle:
+        kind = event["type"]
+        assert is_open == (kind != "content_block_start")
+        if kind == "content_block_start":
+            message["content"].append(event["content_block"])
+            texts.append("")
+        elif kind == "content_block_delta":
+            assert event["delta"][DELTAS[event["delta"]["type"]]]
+            texts[-1] += event["delta"][DELTAS[event["delta"]["type"]]]
+        else:
+            assert kind == "content_block_stop"
+        is_open = kind != "content_block_stop"
+        assert event["index"] == len(message["content"]) - 1
+    assert not is_open
+    for block, text in zip(message["content"], texts):
+        name = {"tool_use": "input"}.get(block["type"], block["type"])
+        assert not block[name]
+        block[name] = json.loads(text or "{}") if name == "input" else text
+    assert delta["type"] == "message_delta"
+    return message | delta["delta"] | {"usage": delta["usage"]}
+
+
+# Requests
+
+SYSTEM = {"role": "system", "content": "Be brief"}
+CALLED = {"id": "toolu_1", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Oslo"}'}}
+TOLD = {"role": "tool", "content": "sun", "tool_call_id": "toolu_1"}
+TOOLS = {"tools": [WEATHER]}
+NESTED_TOOLS = {"tools": [{"type": "function", "function": NESTED}]}
+NAMED = {"type": "function", "function": {"name": "weather"}}
+IMAGE = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "AAAA"}}
+PDF = {"type": "document", "source": {"type": "base64", "media_type": "application/pdf", "data": "AAAA"}}
+DOCUMENT = {"type": "document", "source": {"type": "text", "media_type": "text/plain", "data": "Read me"}}
+SEARCHED = [
+    {"type": "server_tool_use", "id": "srvtoolu_1", "name": "web_search", "input": {"query": "x"}},
+    {"type": "web_search_tool_result", "tool_use_id": "srvtoolu_1", "content": [{"type": "web_search_result", "url": "x"}]},
+]
+
+
+def user(*content):
+    return {"role": "user", "content": list(content)}
+
+
+def says(*content):
+    return {"role": "assistant", "content": list(content)}
+
+
+CHATS = [  # a request, and the chat that it is
+    ({}, {"messages": [USER]}),
+    ({"system": "Be brief"}, {"messages": [SYSTEM, USER]}),
+    ({"system": [{"type": "text", "text": "Be brief"}]}, {"messages": [SYSTEM, USER]}),
+    ({"messages": [USER, {"role": "assistant", "content": "Yes"}, SYSTEM, USER]}, ...),
+    ({"messages": [user(*PARTS)]}, {"messages": [{"role": "user", "content": "H\ni"}]}),
+    ({"messages": [{"role": "ctx", "content": "a"}, USER]}, {"messages": [{"role": "user", "content": "a"}, USER]}),
+    (
+        {"messages": [USER, says({"type": "text", "text": "Well"}, CALL), user(RESULT, *PARTS)]},
+        {
+            "messages": [
+                USER,
+                {"role": "assistant", "content": "Well", "tool_calls": [CALLED]},
+                TOLD,
+                {"role": "user", "content": "H\ni"},
+            ]
+        },
+    ),
+    (
+        {"messages": [USER, says(CALL), user(PARTS[0], RESULT | {"content": [*PARTS, IMAGE], "is_error": True})]},
+        {
+            "messages": [
+                USER,
+                {"role": "assistant", "content": "", "tool_calls": [CALLED]},
+                {"role": "user", "content": "H"},
+                TOLD | {"content": "Error: H\ni\n[image omitted: this model reads text only]"},
+            ]
+        },
+    ),
+    ({"messages": [USER, says(CALL), user({"type": "tool_result", "tool_use_id": "toolu_1"})]}, ...),
+    (
+        {"messages": [user(IMAGE, PDF, DOCUMENT)]},
+        {
+            "messages": [
+                {
+                    "role": "user",
+                    "content": "[image omitted: this model reads text only]\n"
+                    "[document omitted: this model reads text only]\nRead me",
+                }
+            ]
+        },
+    ),
+    (
+        {"messages": [USER, says(*SEARCHED, {"type": "redacted_thinking", "data": "x"}, PARTS[0]), USER]},
+        {"messages": [USER, {"role": "assistant", "content": "H"}, USER]},
+    ),
+    (TOOLS, NESTED_TOOLS),
+    ({"tools": [SEARCH, WEATHER | {"type": "custom"}]}, NESTED_TOOLS),
+    ({"tools": [SEARCH]}, {}),
+    ({"tools": [{"type": "mcp_toolset", "mcp_server_name": "x"}], "mcp_servers": [{"name": "x"}]}, {}),
+    (
+        TOOLS | {"tool_choice": {"type": "auto", "disable_parallel_tool_use": True}},
+        NESTED_TOOLS | {"parallel_tool_calls": False},
+    ),
+    (TOOLS | {"tool_choice": {"type": "any"}}, NESTED_TOOLS | {"tool_choice": "required"}),
+    (TOOLS | {"tool_choice": {"type": "tool", "name": "weather"}}, NESTED_TOOLS | {"tool_choice": NAMED}),
+    (TOOLS | {"tool_choice": {"type": "none"}}, NESTED_TOOLS | {"tool_choice": "none"}),
+    ({"tool_choice": {"type": "auto"}}, {}),
+    (
+        {"output_config": {"format": {"type": "json_schema", "schema": SCHEMA}, "effort": "low"}},
+        {"response_format": {"type": "json_schema", "json_schema": {"schema": SCHEMA}}},
+    ),
+    ({"stop_sequences": ["a", "b"]}, {"stop": ["a", "b"]}),
+    ({"top_k": 0}, {}),
+    (
+        {
+            "betas": ["x"],
+            "metadata": {"user_id": "x"},
+            "context_management": {"edits": []},
+            "container": None,
+            "service_tier": "auto",
+        },
+        {},
+    ),
+]
+
+
+@pytest.mark.parametrize(("fields", "chat"), CHATS)
+def test_a_request_asks_for_what_a_chat_asks_for(fields, chat):
+    if chat is ...:  # the same, but for what is no part of a chat
+        chat = {"messages": [{**message, "content": message["content"]} for message in fields["messages"]]}
+        if isinstance(chat["messages"][1]["content"], list):
+            chat["messages"][1:] = [{"role": "assistant", "content": "", "tool_calls": [CALLED]}, TOLD | {"content": ""}]
+    made = [job("messages", temperature=0, **fields), job("greedy chat", max_tokens=9, **chat)]
+    made = [msgspec.structs.replace(each, prompt_name="", limit_name="", grammar_name="") for each in made]
+    assert made[0] == made[1]
+
+
+@pytest.mark.parametrize(
+    ("thinking", "options"),
+    [("enabled", {"enable_thinking": True}), ("disabled", {"enable_thinking": False}), ("adaptive", {})],
+)
+def test_thinking_is_a_variable_of_the_template(thinking, options, monkeypatch):
+    seen = []
+    monkeypatch.setattr("text.template.ChatTemplate.render", lambda _, messages, tools, options: seen.append(options) or "Hi")
+    job("messages", thinking={"type": thinking, "budget_tokens": 99})
+    job("messages", thinking={"type": thinking}, chat_template_kwargs={"enable_thinking": None, "a": [1, "b"]})
+    assert seen == [options, {"enable_thinking": None, "a": [1, "b"]}]
+
+
+REFUSED = {
+    "max_tokens": {"max_tokens": 0},
+    "temperature": {"temperature": -1},
+    "stop_sequences": {"stop_sequences": list("abcde")},
+    "messages": {"messages": []},
+    "messages[0].content[1]": {"messages": [user(PARTS[0], {"type": "text"})]},
+    "messages[0].content[0].type": {"messages": [user({"type": "video"})]},
+    "messages[1].content[0]": {"messages": [USER, says({"type": "tool_use", "id": "x"})]},
+    "messages[1].role": {"messages": [USER, {"role": "<|x|>", "content": "a"}]},
+    "system[0].type": {"system": [{"type": "video"}]},
+    "tools[1]": {"tools": [SEARCH, {"name": "f"}]},
+    "tools[1].name": {"tools": [SEARCH, WEATHER | {"name": "no name"}]},
+    "tools[0].input_schema": {"tools": [WEATHER | {"input_schema": {"type": "array"}}]},
+    "tool_choice": {"tools": [SEARCH], "tool_choice": {"type": "any"}},
+    "tool_choice.name": {"tools": [SEARCH, WEATHER], "tool_choice": {"type": "tool", "name": "web_search"}},
+    "output_config.format": {"output_config": {"format": {"type": "xml"}}},
+    "output_config.format.schema": {"output_config": {"format": {"type": "json_schema", "schema": 5}}},
+    "chat_template_kwargs": {"chat_template_kwargs": {"messages": []}},
+}
+
+
+@pytest.mark.parametrize("param", REFUSED)
+def test_what_is_not_supported_is_refused_in_the_names_of_this_api(param):
+    error = refusal("messages", **REFUSED[param])
+    assert (error.status, error.param) == (422, param)
+    assert f"`{param}`" in str(error)
+
+
+# Messages
+
+CALLS = [f'<tool_call>\n{{"name": "weather", "arguments": {{"city":"{city}"}}}}\n</tool_call>' for city in ("Oslo", "Rome")]
+
+
+@pytest.mark.parametrize(
+    ("text", "options", "kinds", "stop_reason"),
+    [
+        ("Just text", {}, ["text"], "end_turn"),
+        ("Just te", {"finish_reason": "length"}, ["text"], "max_tokens"),
+        ("", {}, [], "end_turn"),
+        (CALLS[0], {}, ["tool_use"], "tool_use"),
+        ("\n".join(CALLS), {}, ["tool_use", "tool_use"], "tool_use"),
+        ("Let me see. " + CALLS[0], {}, ["text", "tool_use"], "tool_use"),
+        (CALLS[0], {"tool_choice": {"type": "tool", "name": "weather"}}, ["tool_use"], "tool_use"),
+        ("<think>Hm.</think>Yes", {"thinking": "before"}, ["thinking", "text"], "end_turn"),
+        ("Hm.</think>" + CALLS[0], {"thinking": "inside"}, ["thinking", "tool_use"], "tool_use"),
+        (CALLS[0], {"tool_choice": {"type": "none"}}, ["text"], "end_turn"),
+    ],
+)
+def test_a_text_is_split_into_blocks_the_same_in_a_stream_and_in_a_whole_message(text, options, kinds, stop_reason):
+    message, events = answered(text, **options)
+    assert [block["type"] for block in message["content"]] == kinds
+    assert (message["stop_reason"], message["stop_sequence"]) == (stop_reason, None)
+    of_stream = built(events)
+    for each in (message, of_stream):
+        for block in each["content"]:
+            if block["type"] == "tool_use":
+                assert block.pop("id")
+                assert block.pop("input")["city"] in ("Oslo", "Rome")
+                assert block == {"type": "tool_use", "name": "weather"}
+            if block["type"] == "thinking":
+                assert block == {"type": "thinking", "thinking": "Hm.", "signature": ""}
+    assert of_stream == message
+
+
+def test_a_call_that_cannot_be_read_is_text():
+    text = '<tool_call>\n{"name": "weather", "arguments": {"city":]}}'
+    message, events = answered(text)
+    assert message["content"] == [{"type": "text", "text": text}]
+    assert message["stop_reason"] == events[-2]["delta"]["stop_reason"] == "end_turn"
+
+
+def test_a_message_says_what_a_chat_says(served):
+    message = whole(served)
+    chatted = asked(served, CHAT, MESSAGES)
+    (choice,), usage = chatted["choices"], chatted["usage"]
+    assert message["content"] == [{"type": "text", "text": choice["message"]["content"]}]
+    assert message["stop_reason"] == {"length": "max_tokens", "stop": "end_turn"}[choice["finish_reason"]]
+    read = message["usage"]["input_tokens"] + message["usage"]["cache_read_input_tokens"]
+    assert (read, message["usage"]["output_tokens"]) == (usage["prompt_tokens"], usage["completion_tokens"])
+    assert message["id"].startswith("msg_")
+    assert (message["type"], message["role"], message["model"]) == ("message", "assistant", "m")
+    of_stream = built(stream(served))
+    for each in (message, of_stream):
+        del each["id"], each["usage"]  # which has what a slot still held
+    assert of_stream == message
+
+
+def test_a_stop_sequence_ends_a_message_in_front_of_it_and_is_named(served):
+    text = whole(served)["content"][0]["text"]
+    stop = text[3:5]
+    for message in (whole(served, stop_sequences=["never", stop]), built(stream(served, stop_sequences=["never", stop]))):
+        assert message["content"][0]["text"] == text.partition(stop)[0]
+        assert (message["stop_reason"], message["stop_sequence"]) == ("stop_sequence", stop)
+
+
+def test_a_limit_beyond_the_window_is_cut_and_the_log_says_so_and_which_tools_are_left_out(served, caplog):
+    caplog.set_level(logging.DEBUG, "web")
+    message = whole(served, max_tokens=32_000, tools=[SEARCH], mcp_servers=[{"name": "x"}], stop_sequences=[])
+    assert message["stop_reason"] in ("max_tokens", "end_turn")
+    assert "cut `max_tokens` of 32000 to the 53 tokens that are left of the context length" in caplog.text
+    assert "left out tools that this server does not run: mcp_servers, web_search_20250305" in caplog.text
+    caplog.clear()
+    whole(served)
+    assert "cut" not in caplog.text and "left out" not in caplog.text
+
+
+# Errors
+
+
+@pytest.mark.parametrize(
+    ("send", "status", "kind", "words"),
+    [
+        (lambda post: post(ROUTE, BODY | {"max_tokens": 0}), 400, "invalid_request_error", "`max_tokens`"),
+        (lambda post: post(ROUTE, {"messages": [USER]}), 400, "invalid_request_error", "`max_tokens`"),
+        (lambda post: post(ROUTE, b"{"), 400, "invalid_request_error", "JSON"),
+        (lambda post: post(ROUTE, BODY, content_type="text/plain"), 400, "invalid_request_error", "application/json"),
+        (
+            lambda post: post(ROUTE, BODY | {"messages": [{"role": "user", "content": "a" * 70}]}),
+            400,
+            "invalid_request_error",
+            "Prompt is too long",
+        ),
+        (lambda post: post(ROUTE, b" " * 6000), 413, "request_too_large", "--payload-limit"),
+        (lambda post: post(f"{ROUTE}/batches", BODY), 404, "not_found_error", "/batches"),
+        (lambda post: post(f"{ROUTE}/count_tokens", {"messages": []}), 400, "invalid_request_error", "`messages`"),
+    ],
+)  # fmt: skip
+def test_an_error_has_anthropics_shape_type_and_status(served, send, status, kind, words):
+    response = send(served.post)
+    assert response.status_code == status
+    assert response.json.keys() == {"type", "error", "request_id"}
+    assert (response.json["type"], response.json["error"]["type"]) == ("error", kind)
+    assert response.json["request_id"] == response.headers["x-request-id"]
+    assert words in response.json["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("status", "own", "kind"),
+    [
+        (401, 401, "authentication_error"),
+        (405, 404, "not_found_error"),
+        (424, 500, "api_error"),
+        (429, 529, "overloaded_error"),
+        (500, 500, "api_error"),
+        (503, 529, "overloaded_error"),
+    ],
+)
+def test_what_the_server_cannot_do_has_anthropics_status(status, own, kind):
+    error = ApiError(status, "x", "no")
+    assert error.shaped(ANTHROPIC).body(error).error.type == kind
+    assert error.status == own
+
+
+def test_a_full_server_says_when_to_come_again(served):
+    served.admission.limit = 0
+    refused = served.post(ROUTE, BODY)
+    assert (refused.status_code, refused.json["error"]["type"]) == (529, "overloaded_error")
+    assert int(refused.headers["Retry-After"]) > 0
+
+
+def test_a_failure_ends_a_stream_with_an_error(served):
+    served.model.may_decode.clear()
+    with served.post(ROUTE, BODY | {"stream": True}) as response:
+        served.model.fail_next_decode = True
+        served.model.may_decode.set()
+        events = events_of(response.get_data(as_text=True))
+    assert (events[0]["type"], events[-1]["type"]) == ("message_start", "error")
+    assert events[-1]["error"]["type"] == "api_error"
+    assert events[-1]["request_id"] == response.headers["x-request-id"]
+
+
+# What is beside messages
+
+
+@pytest.mark.parametrize("fields", [{}, {"system": "Be"}, {"messages": [user(*PARTS)]}, {"tools": [SEARCH]}])
+def test_the_tokens_of_a_request_are_counted_as_they_run(served, fields):
+    counted = asked(served, f"{ROUTE}/count_tokens", {"messages": [USER], "model": "m", **fields})
+    usage = whole(served, **fields)["usage"]
+    assert counted == {"input_tokens": usage["input_tokens"] + usage["cache_read_input_tokens"]}
+
+
+def test_the_tokens_of_a_prompt_that_does_not_fit_are_counted(served):
+    messages = [{"role": "user", "content": "a" * 55}]
+    assert asked(served, f"{ROUTE}/count_tokens", {"messages": messages}) == {"input_tokens": 60}
+    assert served.post(ROUTE, BODY | {"messages": messages}).status_code == 400
+
+
+def test_models_are_listed_in_anthropics_shape_for_its_clients(served):
+    card = {"id": "m", "display_name": "m", "created_at": "1970-01-01T00:00:00Z", "type": "model"}
+    headers = {"anthropic-version": "2023-06-01"}
+    listed = served.client.get("/v1/models", headers=headers).json
+    assert listed == {"data": [card], "first_id": "m", "last_id": "m", "has_more": False}
+    assert served.client.get("/v1/models/m", headers=headers).json == card
+    assert served.client.get("/v1/models").json["object"] == "list"

@@ -1,0 +1,88 @@
+"""Nothing that a client said disappears, whatever the chat template takes."""
+
+import json
+import random
+
+import pytest
+import templates
+
+from api.normalise import normalised
+from text.traits import Traits
+
+TEMPLATES = templates.with_rules() | templates.published()
+CHATS = 60  # of each template
+
+
+class Words:
+    """Words that occur once."""
+
+    def __init__(self, seed):
+        self.random = random.Random(seed)
+        self.said = []
+
+    def say(self):
+        self.said.append(f"w{self.random.randrange(10**12)}w")
+        return self.said[-1]
+
+    def message(self, role, **more):
+        return {"role": role, "content": self.say(), **more}
+
+    def call(self, speaks):
+        function = {"name": self.say(), "arguments": {"key": self.say()}}
+        call = {"id": "abcdefgh1", "type": "function", "function": function}
+        content = self.say() if speaks else ""
+        return {"role": "assistant", "content": content, "tool_calls": [call]}
+
+    def chat(self):
+        """Every role and part that a client may send, in every order that makes sense."""
+        draw = self.random
+        messages = [self.message(draw.choice(["system", "developer"])) for _ in range(draw.randrange(3))]
+        turns = draw.randrange(1, 5)
+        for turn in range(turns):
+            for _ in range(draw.choice([1, 1, 2])):
+                messages.append(self.message(draw.choice(["user", "user", "ctx"])))
+            if draw.random() < 0.2:
+                messages.append(self.message("system"))
+            if draw.random() < 0.3:
+                messages.append(self.call(speaks=draw.random() < 0.5))
+                messages.append(self.message(draw.choice(["tool", "function"]), tool_call_id="abcdefgh1", name="f"))
+                if draw.random() < 0.7:
+                    messages.append(self.message("assistant"))
+            elif turn < turns - 1:
+                for _ in range(draw.choice([1, 1, 2])):
+                    messages.append(self.message("assistant"))
+        return messages
+
+    def tools(self):
+        function = {"name": self.say(), "description": self.say(), "parameters": {"type": "object", "properties": {}}}
+        return [{"type": "function", "function": function}]
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_every_word_of_every_role_and_part_is_in_the_prompt(name):
+    template = TEMPLATES[name]
+    traits = Traits.of(template)
+    for seed in range(CHATS):
+        words = Words(seed)
+        messages = words.chat()
+        tools = words.tools() if seed % 2 else None
+        written = normalised(messages, tools, traits)
+        used = template.for_tools if tools else template
+        prompt = used.render(written, tools if traits.tools else None)
+        lost = [word for word in words.said if word not in prompt]
+        assert not lost, json.dumps(messages, indent=1)
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_a_chat_that_every_template_takes_is_left_as_it_is(name):
+    messages = [{"role": role, "content": f"text {n}"} for n, role in enumerate(["user", "assistant", "user"])]
+    assert normalised(messages, None, Traits.of(TEMPLATES[name])) == messages
+
+
+def test_published_templates_take_what_their_models_were_trained_on():
+    found = {name: Traits.of(template) for name, template in templates.published().items()}
+    if not found:
+        pytest.skip("no published templates: npm could not install them")
+    assert not found["gemma3"].several_system and not found["gemma3"].users
+    assert found["qwen3"].thinking and found["qwen3"].tools and not found["qwen3"].developer
+    assert not found["mistral_nemo"].users and found["mistral_nemo"].calls

@@ -1,0 +1,74 @@
+"""What a chat template takes is found out by trying it."""
+
+from dataclasses import fields
+
+import pytest
+
+from text.template import ChatTemplate
+from text.traits import Traits
+
+EACH = "{% for m in messages %}"
+END = "{% endfor %}"
+PLAIN = EACH + "<{{ m.role }}>{{ m.content }}" + END
+CALLS = "{% for c in m.tool_calls or [] %}{{ c.function.name }}{{ c.function.arguments | tojson }}{% endfor %}"
+TOOLS = "{% if tools %}{{ tools | tojson }}{% endif %}"
+FULL = TOOLS + EACH + "<{{ m.role }}>{{ m.reasoning_content }}{{ m.content }}" + CALLS + END
+OF_CALLS = {"calls", "text_of_calls", "user_after_result", "thinking"}
+
+
+def missing(source):
+    """The traits that a template has not."""
+    found = Traits.of(ChatTemplate(source, {}))
+    return {field.name for field in fields(found) if not getattr(found, field.name)}
+
+
+def without(condition, source=FULL):
+    """The template with a rule that every message has to keep."""
+    return source.replace(EACH, EACH + "{% if " + condition + " %}{{ raise_exception('no') }}{% endif %}")
+
+
+@pytest.mark.parametrize(
+    ("source", "expected"),
+    [
+        (FULL, {"developer"}),
+        (PLAIN, {"developer", "tools"} | OF_CALLS),
+        (FULL.replace("{{ m.reasoning_content }}", ""), {"developer", "thinking"}),
+        (FULL.replace(TOOLS, "{% if tools %}{% endif %}"), {"developer", "tools"}),
+        (FULL.replace(TOOLS, "{% if tools %}{{ tools[0].function.name }}{% endif %}"), {"developer", "tools"}),
+        (without("m.role not in ['user', 'assistant', 'system', 'tool']"), {"developer"}),
+        (
+            PLAIN.replace("<{{ m.role }}>", "{% if m.role in ['user', 'developer'] %}").replace(END, "{% endif %}" + END),
+            {"system", "several_system", "later_system", "system_always", "assistants", "tools"} | OF_CALLS,
+        ),
+        (without("m.role == 'system' and not loop.first"), {"developer", "several_system", "later_system"}),
+        (without("m.role == 'system'"), {"developer", "system", "several_system", "later_system", "system_always"}),
+        (without("not loop.first and m.role == 'user' and loop.previtem.role == 'user'"), {"developer", "users"}),
+        (
+            without("not loop.first and m.role == 'assistant' and loop.previtem.role == 'assistant'"),
+            {"developer", "assistants"},
+        ),
+        (without("not loop.first and m.role == 'user' and loop.previtem.role == 'tool'"), {"developer", "user_after_result"}),
+        (without("m.role == 'tool'"), {"developer"} | OF_CALLS),
+        (FULL.replace("{{ m.content }}", "{{ m.content if not m.tool_calls }}"), {"developer", "text_of_calls"}),
+        # The last system message wins, and stands in front of all.
+        (
+            "{% set ns = namespace(s='') %}" + EACH + "{% if m.role == 'system' %}{% set ns.s = m.content %}{% endif %}" + END
+            + "{{ ns.s }}" + EACH + "{% if m.role != 'system' %}{{ m.content }}{% endif %}" + END,
+            {"developer", "several_system", "later_system", "tools"} | OF_CALLS,
+        ),
+        # As Mistral's: the system text goes to the last message, if it is a user's.
+        (
+            EACH + "{% if loop.last and m.role == 'user' and messages[0].role == 'system' %}"
+            "{{ messages[0].content }}{% endif %}"
+            "{% if m.role != 'system' %}{{ m.content }}{% endif %}" + END,
+            {"developer", "several_system", "later_system", "system_always", "tools"} | OF_CALLS,
+        ),
+    ],
+)  # fmt: skip
+def test_what_a_template_loses_or_refuses_is_found(source, expected):
+    assert missing(source) == expected
+
+
+@pytest.mark.parametrize("source", ["", "{{ raise_exception('no') }}", "{{ 1 / 0 }}"])
+def test_of_a_template_that_writes_no_chat_nothing_is_known(source):
+    assert Traits.of(ChatTemplate(source, {})) == Traits()

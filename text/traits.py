@@ -1,0 +1,109 @@
+"""What a chat template takes: system messages, neighbours of one role, calls and results of tools, thinking.
+
+Templates differ, and most leave out in silence what they do not know. So each is tried with short chats,
+once, when it is loaded: what such a chat says has to be in the prompt, in its order.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from text.template import ChatTemplate, TemplateError
+
+# Words that no template writes by itself.
+FIRST, SECOND, THIRD, FOURTH = "Quokka", "Wombat", "Numbat", "Dingo"
+USER = {"role": "user", "content": FIRST}
+
+
+@dataclass(frozen=True)
+class Traits:
+    """What a template writes of a chat, beside users and assistants in turn."""
+
+    system: bool = True  # a system message at the beginning
+    several_system: bool = True  # two of them there
+    later_system: bool = True  # one behind other messages
+    system_always: bool = True  # also where the chat does not end with a user's message
+    developer: bool = False  # the role of this name, as another one than those that it does not know
+    users: bool = True  # two in a row
+    assistants: bool = True
+    tools: bool = True  # which may be called
+    calls: bool = True  # earlier ones, and their results
+    text_of_calls: bool = True  # the content of a message that has calls
+    user_after_result: bool = True  # a user message right behind the result of a call
+    thinking: bool = True  # `reasoning_content` of a message that calls a tool
+
+    @classmethod
+    def of(cls, template: ChatTemplate) -> Traits:
+        """Raises nothing: a template that cannot write the simplest chat is found out by a request."""
+        if not _writes(template, [USER]):
+            return cls()
+        system = {"role": "system", "content": FIRST}
+        user = {"role": "user", "content": SECOND}
+        answer = {"role": "assistant", "content": SECOND}
+        function = {"name": SECOND, "description": THIRD, "parameters": {"type": "object", "properties": {}}}
+        call = {
+            "id": "call01234",
+            "type": "function",
+            "function": {"name": SECOND, "arguments": {"a": THIRD}},
+        }
+        calling = {"role": "assistant", "content": "", "tool_calls": [call]}
+        result = {"role": "tool", "name": SECOND, "tool_call_id": "call01234", "content": FOURTH}
+        tools = [{"type": "function", "function": function}]
+        end = {"role": "user", "content": FOURTH}
+        for_tools = template.for_tools
+        calls = _writes(for_tools, [USER, calling, result], tools)
+        return cls(
+            system=_writes(template, [system, user]),
+            several_system=_writes(template, [system, system | {"content": SECOND}, end]),
+            later_system=_writes(template, [USER, answer, system | {"content": THIRD}, end]),
+            developer=_writes_role(template, "developer") and not _writes_role(template, "bandicoot"),
+            users=_writes(template, [USER, user]),
+            assistants=_writes(template, [USER, answer, answer | {"content": THIRD}, end]),
+            tools=_writes(for_tools, [USER], tools, words=(SECOND, THIRD)),
+            calls=calls,
+            system_always=_writes(template, [system, user, answer | {"content": THIRD}])
+            and (
+                not calls or _writes(for_tools, [system | {"content": "Bilby"}, USER, calling, result], tools)
+            ),
+            text_of_calls=_writes(for_tools, [USER, calling | {"content": "Bilby"}, result], tools),
+            user_after_result=_writes(for_tools, [USER, calling, result, end | {"content": "Bilby"}], tools),
+            thinking=_writes(
+                for_tools, [USER, calling | {"reasoning_content": "Bilby"}, result], tools, ("Bilby", FOURTH)
+            ),
+        )
+
+
+def _writes_role(template: ChatTemplate, role: str) -> bool:
+    return _writes(template, [USER | {"role": role}, {"role": "user", "content": SECOND}])
+
+
+def _writes(
+    template: ChatTemplate,
+    messages: list[dict[str, Any]],
+    tools: list[dict[str, Any]] | None = None,
+    words: tuple[str, ...] | None = None,
+) -> bool:
+    """Whether the template writes these messages with all their `words`, in their order."""
+    if words is None:
+        words = tuple(_words(messages))
+    try:
+        text = template.render(messages, tools)
+    except TemplateError:
+        return False
+    # From the end: a list of tools may have some of the words before.
+    for word in reversed(words):
+        text, found, _rest = text.rpartition(word)
+        if not found:
+            return False
+    return True
+
+
+def _words(messages: list[dict[str, Any]]) -> list[str]:
+    words = []
+    for message in messages:
+        if message["content"]:
+            words.append(message["content"])
+        for call in message.get("tool_calls", ()):
+            words += [call["function"]["name"], *call["function"]["arguments"].values()]
+    return words
