@@ -42,10 +42,17 @@ def url():
 
 
 @pytest.fixture
-def busy(url):
-    """While three of the four sequences that may run belong to somebody else."""
-    asked = {"prompt": "Hello", "n": 3, "temperature": 1, "max_tokens": 1000, "ignore_eos": True, "stream": True}
-    request = urllib.request.Request(f"{url}/v1/completions", json.dumps(asked).encode(), {"Content-Type": "application/json"})
-    with urllib.request.urlopen(request) as stream:
+def busy(url, request):
+    """While three of the four sequences that may run, or as many as the parameter says, belong to somebody else."""
+    asked = {
+        "prompt": "Hello",
+        "n": getattr(request, "param", 3),
+        "temperature": 1,
+        "max_tokens": 1000,
+        "ignore_eos": True,
+        "stream": True,
+    }
+    sent = urllib.request.Request(f"{url}/v1/completions", json.dumps(asked).encode(), {"Content-Type": "application/json"})
+    with urllib.request.urlopen(sent) as stream:
         assert stream.readline().startswith(b"data: ")
         yield
