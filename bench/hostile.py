@@ -46,8 +46,9 @@ def wrong_keys(key: str) -> list[dict[str, str]]:
         f"Basic {key}", f"Token {key}", f"Bearer={key}", f"Bearer,{key}", f"Bearer {key},x", f'Bearer "{key}"', "Bearer null",
         "Bearer None", "Bearer \xe9", "Bearer " + "x" * 5000, f"Bearer\xa0{key}", f"Bearer {key[0]}", "Bearer *", "%s",
     ]
-    names = ("X-API-Key", "Api-Key", "Cookie", "Proxy-Authorization", "X-Authorization", "X-Forwarded-User")
-    others = [{"X-Original-URL": "/health"}, {"X-HTTP-Method-Override": "GET"}, {"X-Forwarded-For": "127.0.0.1"}, {}]
+    names = ("Api-Key", "Cookie", "Proxy-Authorization", "X-Authorization", "X-Forwarded-User")
+    wrong = [{"X-API-Key": value} for value in ("", "null", key[:-1], f"{key}x", f"Bearer {key}")]
+    others = [*wrong, {"X-Original-URL": "/health"}, {"X-HTTP-Method-Override": "GET"}, {"X-Forwarded-For": "127.0.0.1"}, {}]
     return [{"Authorization": value} for value in given] + [{name: key} for name in names] + others
 
 
