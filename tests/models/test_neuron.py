@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import json
+
 import numpy as np
 import pytest
+from fakes.tokenizer import byte_tokenizer
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from loop import Driven
 from on_neuron import (  # noqa: F401
     CHUNK,
+    DEVICE,
     FAMILIES,
     GREEDY,
     LLAMA,
@@ -19,6 +23,7 @@ from on_neuron import (  # noqa: F401
     as_float32,
     assert_text_alone,
     built,
+    checkpoint,
     device,
     fail,
     first_token,
@@ -28,6 +33,7 @@ from on_neuron import (  # noqa: F401
     refusal,
     run_chunks,
 )
+from processes import Server, events
 
 from models.base import Chunk, DeviceLost
 from protocol import Generate
@@ -300,3 +306,31 @@ def test_a_device_that_fails_in_a_chunk_at_the_start_ends_it_with_the_setting_to
     fail(monkeypatch, "speculative_forward", EXECUTION_ERROR)
     message = refusal(tmp_path, max_batch_size=4, prefill_chunk=CHUNK)
     assert message.startswith("the program of prompt chunks fails") and message.endswith("give --prefill-chunk 0")
+
+
+# The whole server
+
+
+@pytest.mark.processes
+def test_a_server_whose_device_samples_gives_concurrent_streams_their_own_texts(tmp_path):
+    folder = checkpoint(tmp_path / "model")
+    tokenizer = byte_tokenizer(folder)
+    flags = ("--device", "neuron", "--sampling", "device", "--max-total-tokens", "60", "--max-batch-size", "4")
+    environment = {"PYTHONPATH": ":".join(DEVICE), "NEURON_COMPILE_CACHE_URL": str(tmp_path / "cache")}
+    with Server("--model-id", str(folder), *flags, **environment) as server:
+        server.wait_ready()
+        info = json.loads(server.get("/info")[1])
+        assert (info["model_device_type"], info["sampling"]) == ("neuron", "device")
+        noise = {"inputs": "zz", "parameters": {"temperature": 3.0, "top_k": 200, "max_new_tokens": 50}}
+        sampled = [server.request("POST", "/generate_stream", noise) for _ in range(2)]
+        texts = ("a", "bc", "d" * 40, "e", "fgh")
+        streams = [server.request("POST", "/generate_stream", {"inputs": text}) for text in texts]
+        for text, stream in zip(texts, streams):
+            tokens = [event["token"] for event in events(stream)]
+            prompt = tokenizer.encode(text).ids
+            expected = alone(prompt, len(prompt) + len(tokens))[len(prompt) :]
+            assert [token["id"] for token in tokens] == expected
+            assert {token["logprob"] for token in tokens} == {None}
+        assert len({list(events(stream))[-1]["generated_text"] for stream in sampled}) == 2
+        server.wait_idle()
+        assert server.stop() == 0
