@@ -120,6 +120,11 @@ class EngineClient:
         now = time.monotonic()
         return 0 < self._status.due_at < now or now - self._heard_at > SILENCE_S
 
+    def wait_while_loading(self) -> None:
+        """Waits for the tokenizer where the worker is ready: another web process may have said so already."""
+        if self._status and self._status.phase == "ready":
+            self._has_text.wait(LOADING_S)
+
     def wait_until_known(self) -> None:
         """Waits for the worker's first status and, if it is ready, for the tokenizer.
 

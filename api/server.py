@@ -89,6 +89,7 @@ class Server:
     @property
     def served(self) -> Served:
         """Raises ApiError (503) while the model is not ready."""
+        self.engine.wait_while_loading()
         if self.engine.phase != "ready":
             raise errors.not_ready(self.engine.phase)
         return Served(self.config, self.engine.info, self.engine.text)

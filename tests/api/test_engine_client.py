@@ -9,6 +9,7 @@ import zmq.green as zmq
 from gevent.queue import SimpleQueue
 from served import WAIT_S, wait_until
 
+import web
 from api import engine_client
 from api.engine_client import EngineClient
 from api.job import ModelText
@@ -55,6 +56,24 @@ def test_a_new_web_process_accepts_nothing_before_it_can_serve_what_the_worker_a
         may_load.set()
         waiting.join(WAIT_S)
         assert newcomer.phase == "ready" and waiting.ready()
+    finally:
+        may_load.set()
+        newcomer.close()
+
+
+def test_a_request_to_a_web_process_that_still_loads_the_tokenizer_waits_for_it(served):
+    """Another web process has said that the server is ready."""
+    may_load = threading.Event()
+    newcomer = EngineClient(served.address, lambda info: may_load.wait(WAIT_S) and ModelText.load(info, served.config))
+    client = web.create_app(served.config, newcomer).test_client()
+    body = {"inputs": "Hello", "parameters": {"max_new_tokens": 1}}
+    try:
+        wait_until(lambda: newcomer.phase == "loading")
+        asking = gevent.spawn(client.post, "/generate", json=body)
+        gevent.sleep(0.1)
+        assert not asking.ready()
+        may_load.set()
+        assert asking.get(timeout=WAIT_S).status_code == 200
     finally:
         may_load.set()
         newcomer.close()
