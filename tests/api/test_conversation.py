@@ -69,6 +69,12 @@ def test_a_template_gets_the_arguments_of_a_call_as_an_object_where_they_can_be_
     assert message["tool_calls"][0]["function"] == {"name": "f", "arguments": read}
 
 
+@pytest.fixture(scope="module", autouse=True)
+def the_template_is_probed():
+    """A template is probed at its first use, which must not fall under a test that replaces `render`."""
+    prompt_of(USER)
+
+
 CONVERSATIONS = {  # with what the assistant thought before its call
     "chat": {"messages": [USER, ASSISTANT | {"reasoning_content": "Hm."}, USER]},
     "chat, vLLM's name": {"messages": [USER, ASSISTANT | {"reasoning": "Hm."}, USER]},
