@@ -53,9 +53,8 @@ def create_app(config: Config, engine: EngineClient) -> Flask:
     """The WSGI application. Serves from the first moment; until the model is ready it answers 503."""
     files = None if config.no_web_page else status.PAGE_FILES
     app = Flask("neuron-textgen", static_folder=files, static_url_path="/page")
-    app.config["MAX_CONTENT_LENGTH"] = (
-        config.payload_limit + 1
-    )  # werkzeug cuts a chunked body here without an error
+    # Werkzeug cuts a chunked body here without an error.
+    app.config["MAX_CONTENT_LENGTH"] = config.payload_limit + 1
     # The pages at /docs, and a redirect to them without a host, which may be anybody's in the request's own
     # header.
     app.register_blueprint(get_swaggerui_blueprint(DOCS.rstrip("/"), DOCUMENT))
@@ -230,8 +229,8 @@ class Server(gunicorn.app.base.BaseApplication):
             "limit_request_field_size": 8190,
             "sendfile": False,
             "timeout": 120,  # of gunicorn's own heartbeat, not of a request
-            "graceful_timeout": int(self._config.graceful_termination_timeout)
-            + 5,  # entrypoint.sh enforces the real one
+            # entrypoint.sh enforces the real one.
+            "graceful_timeout": int(self._config.graceful_termination_timeout) + 5,
             "worker_tmp_dir": "/dev/shm" if Path("/dev/shm").is_dir() else None,
             "control_socket_disable": True,
             "logger_class": _GunicornLog,

@@ -25,10 +25,10 @@ YIELD_S = 1e-6  # sleep(0) lets other greenlets run, but does not look for input
 HELD_LIMIT = 32_000_000  # bytes of bodies that arrive or are being prepared, in a web process
 DISCARD_S = 1.0
 TRAILER_LIMIT = 8190  # bytes behind a chunked body; gunicorn reads through all of them whenever some arrive
-LONG_BODY = (
-    20_000  # bytes; tokenizing the text of a longer one leaves up to 100 MB of free memory in small pieces,
-)
-TRIM_S = 1.0  # which goes back to the system after that time
+# Tokenizing the text of a body of more bytes leaves up to 100 MB of free memory in small pieces, which go
+# back to the system after TRIM_S.
+LONG_BODY = 20_000
+TRIM_S = 1.0
 
 
 class Bodies:

@@ -72,9 +72,8 @@ class EngineClient:
         self._reported_ready = False
         self._has_status, self._has_text = Event(), Event()
         self._decoder = msgspec.msgpack.Decoder(protocol.FromWorker)
-        self._queues: dict[
-            int, SimpleQueue | None
-        ] = {}  # None: cancelled, but the worker has not confirmed it yet
+        # None: cancelled, but the worker has not confirmed it yet.
+        self._queues: dict[int, SimpleQueue | None] = {}
         self._context = zmq.Context()
         self._dealer = self._context.socket(zmq.DEALER)
         self._dealer.set_hwm(0)
@@ -112,11 +111,8 @@ class EngineClient:
     @property
     def _is_stuck(self) -> bool:
         """Whether a step takes many times longer than usual, or the worker sends nothing at all."""
-        if self._status is None or self._status.phase not in (
-            "ready",
-            "draining",
-        ):  # a boot may take long, and be silent
-            return False
+        if self._status is None or self._status.phase not in ("ready", "draining"):
+            return False  # a boot may take long, and be silent
         now = time.monotonic()
         return 0 < self._status.due_at < now or now - self._heard_at > SILENCE_S
 
@@ -240,10 +236,10 @@ class EngineClient:
         """Each queue gets its messages of a step as one list."""
         by_queue: dict[SimpleQueue, list] = {}
         for message in messages:
-            more_follow = type(message) is Prompt or (
-                type(message) is Token and message.finish_reason is None
+            is_last = isinstance(message, (End, Metrics)) or (
+                isinstance(message, Token) and message.finish_reason is not None
             )
-            queue = self._queues.get(message.id) if more_follow else self._queues.pop(message.id, None)
+            queue = self._queues.pop(message.id, None) if is_last else self._queues.get(message.id)
             if queue is not None:
                 by_queue.setdefault(queue, []).append(message)
         for queue, its_messages in by_queue.items():

@@ -214,9 +214,8 @@ def sampling_of(fields: SamplingFields, samples: bool, **more: Any) -> Sampling:
     """How tokens are sampled. Without a seed in it, the most likely token is taken at each step."""
     seed = None
     if samples:
-        seed = (
-            secrets.randbits(64) if fields.seed is None else fields.seed & U64_MAX
-        )  # OpenAI's may be negative
+        # OpenAI's may be negative.
+        seed = secrets.randbits(64) if fields.seed is None else fields.seed & U64_MAX
     given = {name: getattr(fields, name, None) for name in Sampling.__struct_fields__} | more
     given["seed"] = seed
     given["temperature"] = fields.temperature or None

@@ -68,9 +68,7 @@ class Job(GenerateOptions, frozen=True):
 
     prompt: str | list[int]
     sequences: int = 1
-    max_new_tokens: int | None = (
-        None  # None: what is left of the context length; 0: the prompt is only scored
-    )
+    max_new_tokens: int | None = None  # None: what is left of the context; 0: the prompt is only scored
     stop: Sequence[str] = ()
     keep_stop: bool = True
     truncate: int | None = None
@@ -157,9 +155,8 @@ def _fit(job: Job, ids: list[int], info: ModelInfo) -> Prompt:
         raise _too_many_tokens(job, f"{length}", info)
     require(length > 0, job.prompt_name, "cannot be empty")
     check_ids([max(ids)], job.prompt_name, info)
-    return Prompt(
-        job, ids, max(most, 1)
-    )  # a prompt that is only scored runs with one token, which is dropped
+    # A prompt that is only scored runs with one token, which is dropped.
+    return Prompt(job, ids, max(most, 1))
 
 
 def _too_many_tokens(job: Job, given: str, info: ModelInfo) -> ApiError:

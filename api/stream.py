@@ -42,9 +42,8 @@ class Connection:
     `input_may_end`: then only a broken connection does."""
 
     def __init__(self, client: socket.socket | None, input_may_end: bool):
-        self._poll = get_original(
-            "select", "poll"
-        )()  # does not wait; gevent's cannot see the end of the input
+        # It does not wait; gevent's own cannot see the end of the input.
+        self._poll = get_original("select", "poll")()
         if client is not None:
             events = select.POLLHUP | select.POLLERR
             if not input_may_end:

@@ -84,9 +84,8 @@ class Link:
         # Unlimited: a web process that is stopped for a while misses nothing. What waits for it is bounded by
         # what its requests may generate, and gunicorn ends a process that stays stopped.
         self._socket.sndhwm = 0
-        self._socket.router_mandatory = (
-            True  # else a message to a peer that is gone is dropped without an error
-        )
+        # Else a message to a peer that is gone is dropped without an error.
+        self._socket.router_mandatory = True
         self._socket.linger = 1000
         self._socket.bind(address)
         self._thread = threading.Thread(target=self._run, name="worker-socket", daemon=True)

@@ -15,9 +15,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-logging.getLogger("numba").setLevel(
-    logging.WARNING
-)  # at LOG_LEVEL=debug it would write 24,000 lines about its own work
+# At LOG_LEVEL=debug numba would write 24,000 lines about its own work.
+logging.getLogger("numba").setLevel(logging.WARNING)
 
 import numba  # noqa: E402
 

@@ -33,9 +33,8 @@ PROMPT_TOKENS_BESIDE = 32  # while requests run
 PROMPT_TOKENS_ALONE = 256
 # Prompt tokens between two decode steps, where the model cannot mix them.
 PROMPT_TOKENS_BETWEEN = 128  # while requests run
-PROMPT_TOKENS_BETWEEN_MANY = (
-    2048  # of whole prompts, while more of them have or can have a slot than requests run
-)
+# Of whole prompts, while more of them have or can have a slot than requests run.
+PROMPT_TOKENS_BETWEEN_MANY = 2048
 KEEP_ALL_TOKENS = 64  # of a mixed step: the logits after each of them are held in memory
 
 
@@ -57,9 +56,8 @@ class Limits:
     max_waiting_tokens: int = 20  # decode steps
 
     def __post_init__(self):
-        assert (
-            self.prefill_chunk is None or self.prefill_chunk > 2
-        )  # else chunks of one token cannot be avoided
+        # Else chunks of one token cannot be avoided.
+        assert self.prefill_chunk is None or self.prefill_chunk > 2
 
     @property
     def longest_chunk(self) -> float:
@@ -93,9 +91,8 @@ class Scheduler:
 
     def __init__(self, limits: Limits):
         self.waiting: deque[Request] = deque()
-        self.prefilling: list[
-            Request
-        ] = []  # prompts in progress; the one that has waited longest for tokens comes first
+        # Prompts in progress; the one that has waited longest for tokens comes first.
+        self.prefilling: list[Request] = []
         self.running: list[Request] = []  # requests that generate, slots ascending
         self.max_tokens = 0  # of the requests in slots: prompts and max_new_tokens
         self._limits = limits

@@ -41,9 +41,8 @@ class StepOutput:
     errors: dict[int, str] = field(default_factory=dict)  # by chunk, for the client
     failure: Exception | None = None  # of the whole step; all requests have errors
     finish_reasons: list[str | None] = field(default_factory=list)  # what `Scheduler.update` returned
-    logits: np.ndarray | None = (
-        None  # [rows, vocab]; None where the device samples or nobody wants log-probabilities
-    )
+    # [rows, vocab]; None where the device samples or nobody wants log-probabilities.
+    logits: np.ndarray | None = None
     maxima: np.ndarray | None = None  # of the sampled rows (sampling.py: SamplingBatch)
     mask_s: float | None = None  # that the masks took; None without grammars
 

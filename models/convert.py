@@ -175,18 +175,16 @@ def convert(config: Config, folder: Path, target: Path) -> None:
 def trace(model: torch.nn.Module) -> ov.Model:
     """A graph with placeholders. Changes the torch model, which cannot be used afterwards."""
     model.requires_grad_(False).set_attn_implementation(PLACEHOLDERS)
-    model.set_experts_implementation(
-        "batched_mm"
-    )  # the others do not convert, or break where an expert has no token
+    # The other implementations do not convert, or break where an expert has no token.
+    model.set_experts_implementation("batched_mm")
     ids = torch.arange(5)
     with torch.no_grad():
         model(input_ids=ids[None], position_ids=ids[None], use_cache=False)  # makes the placeholders
         placeholders = [module.placeholder for module in model.modules() if hasattr(module, "placeholder")]
         if len(placeholders) != model.config.get_text_config().num_hidden_layers:
             raise UnsupportedModel("its layers do not use the attention interface of transformers")
-        if (
-            model.dtype != torch.float32
-        ):  # 16-bit constants in a float32 graph; else the angles are computed in 16 bits, too
+        # 16-bit constants in a float32 graph; else the angles are computed in 16 bits, too.
+        if model.dtype != torch.float32:
             getattr(patch_model, "__make_16bit_traceable")(model)
         example = (ids, ids, ids[2:4])
         modules = {

@@ -22,9 +22,8 @@ FAMILIES = ("inf2", "trn1")  # trn1n, a trn1 with a faster network, counts as tr
 class Machine:
     cores: int  # NeuronCores that this process may use
     family: str | None = None
-    instance: str | None = (
-        None  # EC2 instance type; in a container with some of the devices still that of the whole machine
-    )
+    # EC2 instance type; in a container with some of the devices still that of the whole machine.
+    instance: str | None = None
     host_bytes: int | None = None  # the container's memory limit where it has one
 
 
@@ -40,9 +39,8 @@ def detect(root: str | Path = "/", environ: Mapping[str, str] = os.environ) -> M
         return None
     sysfs = root / "sys/devices/virtual/neuron_device"
     cores = sum(_number(_read(sysfs / f"neuron{device}/core_count")) or 2 for device in devices)
-    product = _read(
-        root / "sys/devices/virtual/dmi/id/product_name"
-    )  # the instance type on EC2's Nitro machines
+    # The instance type on EC2's Nitro machines.
+    product = _read(root / "sys/devices/virtual/dmi/id/product_name")
     architecture = _read(sysfs / f"neuron{min(devices)}/info/architecture/instance_type").lower()
     return Machine(
         cores=usable_cores(cores, environ),

@@ -132,10 +132,8 @@ class Shape:
             sizes = f"hidden_size {hidden}, {heads} attention heads and {shape.kv_heads} key-value heads"
             raise ConfigError(f"config.json: {sizes} do not divide each other")
         if data.get("head_dim") not in (None, shape.head_dim):
-            rule = (
-                f"transformers-neuronx takes hidden_size / num_attention_heads, which is {shape.head_dim} "
-                "here"
-            )
+            taken = "hidden_size / num_attention_heads"
+            rule = f"transformers-neuronx takes {taken}, which is {shape.head_dim} here"
             raise ConfigError(f"head_dim {data['head_dim']} is not served on Neuron: {rule}")
         return shape
 

@@ -519,9 +519,8 @@ def _as_json(text: str) -> str:
         ):
             raise _NotACall
         values = {keyword.arg: ast.literal_eval(keyword.value) for keyword in call.keywords}
-        return (
-            json.dumps(values, ensure_ascii=False, allow_nan=False).encode().decode()
-        )  # lone surrogates are no text
+        written = json.dumps(values, ensure_ascii=False, allow_nan=False)
+        return written.encode().decode()  # lone surrogates are no text
     except (SyntaxError, ValueError, TypeError, MemoryError, RecursionError):
         raise _NotACall from None
 

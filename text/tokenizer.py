@@ -62,9 +62,8 @@ class Tokenizer:
         self.special_ids = frozenset([*special, *eos_token_ids])
         self._escaping = Escaping(self._tokenizer, self.special_ids) if escapes else None
         kinds = _decoder_kinds(self._tokenizer)
-        self.is_byte_level = kinds == [
-            "ByteLevel"
-        ]  # a token is a run of bytes, and nothing else changes the text
+        # A token is a run of bytes, and nothing else changes the text.
+        self.is_byte_level = kinds == ["ByteLevel"]
         self.has_byte_fallback = "ByteFallback" in kinds  # tokens like <0xE2> stand for single bytes
         # Characters, or bytes where they are more.
         self.longest_token = max(map(len, self._tokenizer.get_vocab()), default=1)
