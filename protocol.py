@@ -3,7 +3,7 @@
 A request on the wire: `Generate` (in a `SubmitRequests`), then a `Prompt` and `Token`s inside the `Tokens` of
 each step, until exactly one terminal message: a `Token` with a `finish_reason`, or an `End`. `Cancel` asks
 for an early end, with the same rule. Both ends are processes of one server and trust each other: ranges are
-checked once, where a request comes in (api/fields.py). engine/link.py and api/engine_client.py own the
+checked once, where a request comes in (api/). engine/link.py and api/engine_client.py own the
 sockets.
 """
 
@@ -33,7 +33,7 @@ class Sampling(msgspec.Struct, frozen=True):
 
 
 class GenerateOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """What a request's `Job` (api/fields.py) and its `Generate` share."""
+    """What a request's `Job` (api/job.py) and its `Generate` share."""
 
     sampling: Sampling = Sampling()
     top_n_tokens: int = 0

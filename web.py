@@ -69,6 +69,7 @@ def create_app(config: Config, engine: EngineClient) -> Flask:
     answers = ErrorAnswers(process)
     app.register_error_handler(ApiError, answers.api_error)
     app.register_error_handler(EngineError, answers.engine_error)
+    app.register_error_handler(RecursionError, answers.too_deep)
     app.register_error_handler(HTTPException, answers.http_error)
     app.register_error_handler(Exception, answers.bug)
     app.after_request(answers.record)
@@ -119,7 +120,7 @@ class Guard:
         if request.method not in ("GET", "HEAD"):
             return False
         route = routes.BY_NAME.get(request.endpoint)
-        is_page = request.path.startswith(DOCS) or request.endpoint == "static"
+        is_page = request.path.startswith(DOCS) or request.endpoint in ("docs", "static")
         return is_page or (route is not None and not route.needs_key)
 
     def _has_key(self) -> bool:
@@ -140,8 +141,9 @@ class ErrorAnswers:
         self._process = process
 
     def api_error(self, error: ApiError) -> Response:
-        of_route = routes.error_shape(request.endpoint, request.path)
+        of_route = routes.error_shape(request.endpoint, request.path, request.headers)
         shape = error.shaped(g.get("error_shape") or of_route)
+        error.request_id = g.request_id
         response = server.json_response(shape.body(error))
         response.status_code = error.status
         if error.retry_after_s is not None:
@@ -154,6 +156,9 @@ class ErrorAnswers:
 
     def engine_error(self, error: EngineError) -> Response:
         return self.api_error(errors.not_ready(str(error)))
+
+    def too_deep(self, _error: RecursionError) -> Response:
+        return self.api_error(errors.too_deep())
 
     def http_error(self, error: HTTPException) -> Response:
         if isinstance(error, ClientDisconnected):

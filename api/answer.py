@@ -118,7 +118,8 @@ class Answer:
 
     def failure(self, error: ApiError) -> bytes:
         """What ends a stream in which something did."""
-        return event(self.error_shape.body(error))
+        error.request_id = self.request_id
+        return event(error.shaped(self.error_shape).body(error))
 
     def _by_job(self, sequences: list[Sequence]) -> list[list[Sequence]]:
         rest = iter(sequences)
@@ -136,6 +137,11 @@ class Answer:
             Piece(i, text, logprob, i in special_ids, top or [])
             for i, text, logprob, top in zip_longest(ids, texts, [None, *logprobs], [[], *tops])
         ]
+
+
+def first_of_prompts(sequences: list[Sequence]) -> list[Sequence]:
+    """One sequence of each prompt, which counts once, however many are made from it."""
+    return [sequence for sequence in sequences if sequence.number == 0]
 
 
 def best_of(sequences: Iterable[Sequence]) -> Sequence:

@@ -1,6 +1,6 @@
 """The bodies of requests: read within limits of size, time and memory; what is left is read and dropped.
 
-Hands bodies to web.py's routes, and raises the ApiErrors that they answer. Knows Flask's current request and
+Hands bodies to server.py, and raises the ApiErrors that they answer. Knows Flask's current request and
 gunicorn's socket, not what a body means.
 """
 
@@ -67,10 +67,9 @@ class Bodies:
                 while piece := request.stream.read(BODY_PIECE):
                     body += piece
                     self._held_bytes += len(piece)
-                    if self._held_bytes > HELD_LIMIT:
-                        raise ApiError(
-                            503, "unavailable", "Too many long requests at a time", retry_after_s=1
-                        )
+                    if self._held_bytes > max(HELD_LIMIT, self._config.payload_limit):
+                        what = "Too many long requests at a time"
+                        raise ApiError(503, "unavailable", what, retry_after_s=1)
                     gevent.sleep(YIELD_S)  # a body that arrives fast must not keep the event loop to itself
         except gevent.Timeout:
             _end_input()

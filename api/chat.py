@@ -9,7 +9,7 @@ from msgspec import UNSET, Struct, UnsetType
 
 from api import fields
 from api.answer import Answer, Sequence
-from api.conversation import ChatRequest, chat_job, readable
+from api.conversation import ChatRequest, chat_job, readable, text_of
 from api.fields import Json
 from api.job import Job, Served
 from api.openai import FINISH_REASONS, ChunkedAnswer, OpenAIResponse, TokenLogprob, Usage
@@ -115,8 +115,7 @@ class ChatAnswer(ChunkedAnswer):
         return ChatCompletion(**self._envelope, choices=choices, usage=self._usage(sequences))
 
     def _choice(self, index: int, sequence: Sequence) -> ChatChoice:
-        text = "".join(readable(piece, self._reading) for piece in sequence.pieces)
-        read = self._reading.whole(text, sequence.is_cut)
+        read = self._reading.whole(text_of(sequence.pieces, self._reading), sequence.is_cut)
         message = ChatMessage("assistant", read.content)
         if read.reasoning:
             message.reasoning = read.reasoning

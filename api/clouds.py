@@ -11,7 +11,7 @@ from msgspec.structs import replace
 
 from api import chat, completions, errors, fields, tgi
 from api.answer import Answer, Sequence, best_of
-from api.conversation import ChatRequest, chat_job
+from api.conversation import ChatRequest, chat_job, text_of
 from api.errors import OPENAI, TGI, ApiError, in_shape
 from api.fields import Json, require
 from api.job import Job, Served
@@ -77,6 +77,7 @@ def infer(sentence: str, served: Served) -> Answer:
 def _instances(request: VertexRequest, served: Served) -> list[GenerateRequest | ChatRequest]:
     """Each parsed as a native or a chat request. Raises ApiError."""
     if not request.instances:
+        # TGI's `error_type`.
         raise ApiError(422, "Input validation error", "Input validation error: `instances` cannot be empty")
     fields.check_batch(len(request.instances), "instances", "instances", served.config)
     return [_instance(data) for data in request.instances]
@@ -113,5 +114,11 @@ class PredictionsAnswer(Answer):
         self._form = form
 
     def whole(self, sequences: list[Sequence]) -> Struct | list:
-        texts = (best_of(candidates).stream.text for candidates in self._by_job(sequences))
+        texts = (_content(best_of(candidates)) for candidates in self._by_job(sequences))
         return self._form([prefix + text for prefix, text in zip(self._prefixes, texts)])
+
+
+def _content(sequence: Sequence) -> str:
+    """The text without what a chat's model thought."""
+    reading = sequence.job.reading
+    return reading.whole(text_of(sequence.pieces, reading), sequence.is_cut).content

@@ -162,7 +162,9 @@ class CompletionAnswer(ChunkedAnswer):
         """The prompt's tokens where they are listed; `special` are those that the echo does not show."""
         if self._top_n is None or not self._echoes:
             return []
-        pieces, echoed, at = self._prompt_pieces(sequence), self._echoed(sequence), 0
+        pieces = self._prompt_pieces(sequence)
+        echoed = self._echoed(sequence)
+        at = 0
         for piece in pieces:
             piece.special = piece.special and not echoed.startswith(piece.text, at)
             at += 0 if piece.special else len(piece.text)

@@ -145,6 +145,11 @@ def readable(piece: Piece, reading: Reading) -> str:
     return "" if is_hidden else piece.text
 
 
+def text_of(pieces: list[Piece], reading: Reading) -> str:
+    """What a reader of a whole answer reads."""
+    return "".join(readable(piece, reading) for piece in pieces)
+
+
 def _check(chat: ChatRequest, served: Served) -> Job:
     """Checks all fields but the messages and tools. The job's prompt is empty: the chat template writes
     it."""
@@ -177,29 +182,28 @@ def _prompt(chat: ChatRequest, served: Served, names: Names) -> str:
         raise ApiError(422, "template_error", "Template error: template not found")
     traits = served.text.traits
     options = _template_options(chat.chat_template_kwargs, served)
-    if chat.tools:
+    if chat.tools or any(message.tool_calls or message.role == "tool" for message in chat.messages):
         template = template.for_tools
     messages = _messages(chat.messages, template.words, names)
     tools = chat.tools if chat.tool_choice != "none" or traits.tools else None
     messages = normalised(messages, tools, traits)
+    # A role is a word that the template expects.
+    escaped = [escape(message) | {"role": message["role"]} for message in messages]
     try:
-        # A role is a word that the template expects.
-        escaped = [escape(message) | {"role": message["role"]} for message in messages]
         prompt = template.render(escaped, escape(tools) if traits.tools else None, options)
-    except (TemplateError, RecursionError) as error:
+    except TemplateError as error:
         # What a template says may repeat the client's own words.
         raise ApiError(422, "template_error", "Template error: ", quoted=str(error)) from None
     for message in escaped:
         is_written = message["role"] in PLAIN_ROLES or message["content"].strip() in prompt
-        require(
-            is_written, "messages", "has a role that the model's chat template leaves out", message["role"]
-        )
+        detail = "has a role that the model's chat template leaves out"
+        require(is_written, "messages", detail, given=message["role"])
     return prompt
 
 
 def _template_options(given: dict[str, Any] | None, served: Served) -> dict[str, Any]:
     """Variables for the template, of the request before those of the server."""
-    options = served.config.template_options | (given or {})
+    options = served.config.template_options | served.text.tokenizer.escape(given or {})
     for name, value in options.items():
         is_name = name.isidentifier() and not name.startswith("_") and name not in RESERVED
         require(is_name, "chat_template_kwargs", "has a name that cannot be set", given=name[:40])
@@ -237,7 +241,8 @@ def _message(path: str, message: Message) -> dict[str, Any]:
     }
     written |= {name: value for name, value in optional.items() if value is not None}
     if message.tool_calls:
-        written["tool_calls"] = [_with_arguments(call) for call in message.tool_calls]
+        calls = enumerate(message.tool_calls)
+        written["tool_calls"] = [_with_arguments(f"{path}.tool_calls[{i}]", call) for i, call in calls]
     return written
 
 
@@ -248,12 +253,11 @@ def _part(path: str, part: Part) -> str:
     return part.text
 
 
-def _with_arguments(call: dict[str, Any]) -> dict[str, Any]:
+def _with_arguments(path: str, call: dict[str, Any]) -> dict[str, Any]:
     """A tool call with its arguments as an object: OpenAI sends them as JSON in a string, templates expect
     the object."""
     function = call.get("function")
-    if not isinstance(function, dict):
-        return call
+    require(isinstance(function, dict), f"{path}.function", "is missing, or is not an object")
     arguments = function.get("arguments") or "{}"
     if not isinstance(arguments, str):
         return call

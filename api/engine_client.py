@@ -70,7 +70,8 @@ class EngineClient:
         self._heard_at = self._beat_at = time.monotonic()
         self._stuck_s = 0.0
         self._reported_ready = False
-        self._has_status, self._has_text = Event(), Event()
+        self._has_status = Event()
+        self._has_text = Event()
         self._decoder = msgspec.msgpack.Decoder(protocol.FromWorker)
         # None: cancelled, but the worker has not confirmed it yet.
         self._queues: dict[int, SimpleQueue | None] = {}
@@ -127,8 +128,8 @@ class EngineClient:
         A web process that replaces another one would otherwise refuse requests that the processes beside it
         accept. It does not wait for a worker that is still booting, or silent.
         """
-        if self._has_status.wait(FIRST_MESSAGE_S) and self._status.phase == "ready":
-            self._has_text.wait(LOADING_S)
+        self._has_status.wait(FIRST_MESSAGE_S)
+        self.wait_while_loading()
 
     def wait_for_text(self) -> None:
         self._has_text.wait()
@@ -161,7 +162,8 @@ class EngineClient:
     def metrics(self) -> bytes:
         """All metrics in Prometheus' text format. Raises EngineError when the worker does not answer in
         METRICS_TIMEOUT_S."""
-        request_id, replies = secrets.randbits(63), SimpleQueue()
+        request_id = secrets.randbits(63)
+        replies = SimpleQueue()
         self._queues[request_id] = replies
         try:
             if not self._lost:
@@ -261,8 +263,10 @@ class EngineClient:
             gevent.sleep(HEARTBEAT_S)
             now = time.monotonic()
             # At most two beats are counted: when this process itself was stopped, the worker may be well.
-            passed_s, self._beat_at = min(now - self._beat_at, 2 * HEARTBEAT_S), now
-            was_stuck, is_stuck = self._stuck_s > 0, self._is_stuck
+            passed_s = min(now - self._beat_at, 2 * HEARTBEAT_S)
+            self._beat_at = now
+            was_stuck = self._stuck_s > 0
+            is_stuck = self._is_stuck
             self._stuck_s = self._stuck_s + passed_s if is_stuck else 0.0
             if is_stuck != was_stuck:
                 logger.warning("the worker %s", "makes no progress" if is_stuck else "makes progress again")
@@ -309,6 +313,6 @@ class InFlightRequest:
         """Called by whoever sees that the client has disconnected."""
         self._messages.put(None)
 
-    def close(self, reason: str = "client disconnected") -> None:
+    def close(self, reason: str) -> None:
         for request_id in self._ids:
             self._engine.cancel(request_id, reason)

@@ -9,8 +9,8 @@ import contextlib
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
-from flask import g, has_app_context
 from msgspec import Struct
 
 from api.types import encode
@@ -67,6 +67,7 @@ class ApiError(Exception):
     param: str | None = None
     quoted: str = ""
     shape: ErrorShape | None = None  # None: that of the request's route
+    request_id: str | None = None
 
     def __str__(self) -> str:
         return self.message
@@ -119,11 +120,10 @@ ANTHROPIC_TYPES = {
 
 def _anthropic_body(error: ApiError) -> AnthropicErrorBody:
     kind = ANTHROPIC_TYPES.get(error.status, "api_error")
-    request_id = g.get("request_id") if has_app_context() else None
     # Claude Code looks for these words, and then makes the conversation shorter.
     is_too_long = error.code == CONTEXT_LENGTH_EXCEEDED
     message = f"Prompt is too long. {error.message}" if is_too_long else error.message
-    return AnthropicErrorBody(AnthropicErrorDetail(kind, message), request_id)
+    return AnthropicErrorBody(AnthropicErrorDetail(kind, message), error.request_id)
 
 
 @dataclass(frozen=True)
@@ -155,9 +155,14 @@ def in_shape(shape: ErrorShape) -> Iterator[None]:
         raise
 
 
-def event(body: Struct) -> bytes:
+def event(body: Struct | dict[str, Any]) -> bytes:
     """A server-sent event."""
     return b"data: " + encode(body) + b"\n\n"
+
+
+def named_event(name: str, body: Struct | dict[str, Any]) -> bytes:
+    """A server-sent event that has a name."""
+    return f"event: {name}\n".encode() + event(body)
 
 
 def invalid(param: str | None, detail: str, code: str | None = None, given: str | None = None) -> ApiError:
@@ -178,6 +183,10 @@ def overloaded() -> ApiError:
 def too_large(limit: int) -> ApiError:
     what = "Failed to buffer the request body: length limit exceeded"
     return ApiError(413, "validation", f"{what} (at most {limit} bytes; --payload-limit raises it)")
+
+
+def too_deep() -> ApiError:
+    return ApiError(400, "validation", "The JSON of the request is nested too deeply")
 
 
 def not_ready(phase: str) -> ApiError:

@@ -1,6 +1,6 @@
 """From the body of a request to its dialect's type, and the rules of fields that several dialects have.
 
-A body is read once as JSON; its names are checked before its types, so that a field which is misspelt, not
+A body is read once as JSON, then its types are checked, then its names: a field that is misspelt, not
 supported or of another dialect is refused by name.
 """
 
@@ -57,7 +57,8 @@ _NAMES = (
     "temperature top_k top_p min_p typical_p repetition_penalty frequency_penalty presence_penalty seed "
     "best_of n do_sample stop stop_sequences logit_bias max_new_tokens max_tokens max_completion_tokens "
     "max_output_tokens min_tokens ignore_eos return_full_text truncate top_n_tokens echo tools tool_choice "
-    "chat_template_kwargs regex json_schema output_format"
+    "chat_template_kwargs regex json_schema output_format system instructions parameters enable_thinking "
+    "add_special_tokens"
 )
 CHANGES_TEXT = {*_NAMES.split(), *_FORMATS}
 _LIMITS = ["max_new_tokens", "max_output_tokens", "max_completion_tokens", "max_tokens"]
@@ -162,7 +163,7 @@ def check_batch(count: int, what: str, param: str, config: Config) -> None:
 
 
 def check_best_of(best_of: int, config: Config) -> None:
-    detail = f"must be > 0 and <= {config.max_best_of}. Given: {best_of}"
+    detail = f"must be > 0 and <= {config.max_best_of} (--max-best-of raises it). Given: {best_of}"
     require(best_of <= config.max_best_of, "best_of", detail)
 
 
@@ -179,11 +180,13 @@ def check_sampling(fields: SamplingFields) -> None:
 
 def check_stop(stop: list[str], config: Config) -> None:
     most = config.max_stop_sequences
-    require(len(stop) <= most, "stop", f"supports up to {most} stop sequences. Given: {len(stop)}")
+    detail = f"supports up to {most} stop sequences (--max-stop-sequences raises it). Given: {len(stop)}"
+    require(len(stop) <= most, "stop", detail)
 
 
 def check_top_n(n: int | None, name: str, most: int) -> None:
-    require((n or 0) <= most, name, f"must be >= 0 and <= {most}. Given: {n}")
+    detail = f"must be >= 0 and <= {most} (--max-top-n-tokens raises it). Given: {n}"
+    require((n or 0) <= most, name, detail)
 
 
 def check_ids(ids: list[int], name: str, info: ModelInfo) -> None:

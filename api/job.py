@@ -32,7 +32,7 @@ class ModelText(NamedTuple):
     template: ChatTemplate | None
     grammars: GrammarChecker
     tools: ModelTools
-    traits: Traits = Traits()
+    traits: Traits
 
     @property
     def tools_note(self) -> str:
@@ -149,7 +149,9 @@ def _fit(job: Job, ids: list[int], info: ModelInfo) -> Prompt:
         most = min(most, window - length)
     elif length + most > window and job.max_new_tokens is not None:
         tokens = f"{length} `{job.prompt_name}` tokens and {most} `{job.limit_name}`"
-        detail = f"tokens + `{job.limit_name}` must be <= {window}. Given: {tokens}"
+        detail = (
+            f"tokens + `{job.limit_name}` must be <= {window} (--max-total-tokens raises it). Given: {tokens}"
+        )
         raise invalid(job.prompt_name, detail, CONTEXT_LENGTH_EXCEEDED)
     if length > info.max_input_tokens:
         raise _too_many_tokens(job, f"{length}", info)
@@ -160,10 +162,11 @@ def _fit(job: Job, ids: list[int], info: ModelInfo) -> Prompt:
 
 
 def _too_many_tokens(job: Job, given: str, info: ModelInfo) -> ApiError:
-    detail = f"must have at most {info.max_input_tokens} tokens. Given: {given}"
+    limit = f"must have at most {info.max_input_tokens} tokens"
     if not job.is_openai:
+        detail = f"{limit} (--max-input-tokens raises it). Given: {given}"
         return invalid(job.prompt_name, detail, CONTEXT_LENGTH_EXCEEDED)
     # OpenAI's status and code, and the words that clients such as LangChain look for.
     window = f"This model's maximum context length is {info.max_total_tokens} tokens"
-    what = f"{window} (--max-total-tokens raises it): `{job.prompt_name}` {detail}"
+    what = f"{window} (--max-total-tokens raises it): `{job.prompt_name}` {limit}. Given: {given}"
     return ApiError(400, CONTEXT_LENGTH_EXCEEDED, what, code=CONTEXT_LENGTH_EXCEEDED, param=job.prompt_name)

@@ -8,18 +8,18 @@ Source of the shapes and of the order of events: Anthropic's API reference (mess
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import Any
 
 from msgspec import Struct
 
 from api import fields
 from api.answer import Answer, Sequence
-from api.conversation import NO_SIGHT, ChatRequest, Message, Names, chat_job, readable
-from api.errors import ANTHROPIC, ApiError, invalid
+from api.conversation import NO_SIGHT, ChatRequest, Message, Names, chat_job, readable, text_of
+from api.errors import ANTHROPIC, ApiError, invalid, named_event
 from api.fields import Json
 from api.job import Job, Served, ids_of
-from api.types import U32, AtLeastOne, NotNegative, Share, encode
+from api.types import U32, AtLeastOne, NotNegative, Share
 from text import reader
 from text.reader import Arguments, CallBegin, Content, Reasoning
 from text.stream import Piece
@@ -187,9 +187,7 @@ def messages(data: Json, served: Served) -> Answer:
     chat.temperature = request.temperature
     chat.top_p = request.top_p
     chat.top_k = request.top_k
-    answer = MessagesAnswer(chat_job(chat, served, names), served, request.stream)
-    answer.left_out = tools.left_out
-    return answer
+    return MessagesAnswer(chat_job(chat, served, names), served, request.stream, tools.left_out)
 
 
 def count_tokens(data: Json, served: Served) -> TokenCount:
@@ -338,7 +336,7 @@ def _response_format(config: OutputConfig | None) -> dict[str, Any] | None:
     return {"type": "json_schema", "json_schema": {"schema": given["schema"]}}
 
 
-def _template_options(request: CountRequest) -> dict[str, Any] | None:
+def _template_options(request: CountRequest) -> dict[str, Any]:
     """`thinking` as the variable that templates of models which can think read."""
     options = dict(request.chat_template_kwargs or {})
     kind = (request.thinking or {}).get("type")
@@ -352,8 +350,9 @@ class MessagesAnswer(Answer):
 
     error_shape = ANTHROPIC
 
-    def __init__(self, job: Job, served: Served, streams: bool | None):
+    def __init__(self, job: Job, served: Served, streams: bool | None, left_out: Collection[str] = ()):
         super().__init__([job], served, streams)
+        self.left_out = left_out
         self._reading = job.reading
         self._reader = self._reading.reader()
         self._has_begun = False
@@ -362,7 +361,7 @@ class MessagesAnswer(Answer):
 
     def whole(self, sequences: list[Sequence]) -> MessagesResponse:
         (sequence,) = sequences
-        text = "".join(readable(piece, self._reading) for piece in sequence.pieces)
+        text = text_of(sequence.pieces, self._reading)
         self._reader = self._reading.of_text(text, sequence.is_cut).reader()
         for _event in self._read(sequence, sequence.pieces):
             pass
@@ -382,13 +381,13 @@ class MessagesAnswer(Answer):
         return _event(last) + _event({"type": "message_stop"})
 
     def failure(self, error: ApiError) -> bytes:
-        body = self.error_shape.body(error)
-        body.request_id = self.request_id
-        return b"event: error\ndata: " + encode(body) + b"\n\n"
+        return b"event: error\n" + super().failure(error)
 
     def _response(self, sequence: Sequence) -> MessagesResponse:
         return MessagesResponse(
-            id=f"msg_{self.request_id}", model=self.info.model_name, usage=self._usage(sequence)
+            id=f"msg_{self.request_id}",
+            model=self.info.model_name,
+            usage=self._usage(sequence),
         )
 
     def _usage(self, sequence: Sequence) -> MessagesUsage:
@@ -453,4 +452,4 @@ class MessagesAnswer(Answer):
 
 
 def _event(event: dict[str, Any]) -> bytes:
-    return f"event: {event['type']}\ndata: ".encode() + encode(event) + b"\n\n"
+    return named_event(event["type"], event)

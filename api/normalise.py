@@ -109,32 +109,52 @@ def _merged(messages: list[Message], traits: Traits) -> list[Message]:
 
 
 def _with_text_apart(messages: list[Message], traits: Traits) -> list[Message]:
-    """What an assistant said beside its calls as a message in front of them; as the beginning of what it says
-    after their results, where the template does not take two messages of an assistant."""
+    """What an assistant said beside its calls as messages in front of them; where the template does not take
+    two messages of an assistant, all that it said to a user as one."""
+    if not traits.assistants:
+        return [message for turn in _turns(messages) for message in _with_one_text(turn)]
     apart: list[Message] = []
-    held = ""  # text that goes to the next message of the assistant
-    for n, message in enumerate(messages):
-        if message["role"] == "assistant" and message.get("tool_calls") and message["content"]:
-            if traits.assistants or not _is_answered(messages[n + 1 :]):
-                apart.append({"role": "assistant", "content": message["content"]})
-            else:
-                held = message["content"]
+    for message in messages:
+        if _calls(message) and message["content"]:
+            apart.append({"role": "assistant", "content": message["content"]})
             message = message | {"content": ""}
-        elif message["role"] == "assistant" and held:
-            message = message | {"content": APART.join(filter(None, [held, message["content"]]))}
-            held = ""
         apart.append(message)
     return apart
 
 
-def _is_answered(messages: list[Message]) -> bool:
-    """Whether the assistant says something before the next user does."""
+def _turns(messages: list[Message]) -> list[list[Message]]:
+    """The messages in groups, each of which a user's message begins."""
+    turns: list[list[Message]] = [[]]
     for message in messages:
-        if message["role"] == "assistant" and not message.get("tool_calls"):
-            return True
         if message["role"] == "user":
-            return False
-    return False
+            turns.append([])
+        turns[-1].append(message)
+    return turns
+
+
+def _with_one_text(turn: list[Message]) -> list[Message]:
+    """All that an assistant said in its last message without calls, or else in one before its calls."""
+    said = [message for message in turn if message["role"] == "assistant" and message["content"]]
+    first_call = next((n for n, message in enumerate(turn) if _calls(message)), None)
+    if first_call is None or not said:
+        return turn
+    plain = [n for n, message in enumerate(turn) if message["role"] == "assistant" and not _calls(message)]
+    place = plain[-1] if plain else first_call
+    answer = turn[place] if plain else {"role": "assistant"}
+    text = APART.join(message["content"] for message in said)
+    written: list[Message] = []
+    for n, message in enumerate(turn):
+        if n == place:
+            written.append(answer | {"content": text})
+        if _calls(message):
+            written.append(message | {"content": ""})
+        elif n not in plain:
+            written.append(message)
+    return written
+
+
+def _calls(message: Message) -> bool:
+    return message["role"] == "assistant" and bool(message.get("tool_calls"))
 
 
 def _with_answers(messages: list[Message]) -> list[Message]:
@@ -148,7 +168,7 @@ def _with_answers(messages: list[Message]) -> list[Message]:
             if not has_spoken and answered[-1]["role"] == "tool":
                 answered.append({"role": "assistant", "content": ""})
             has_spoken = False
-        elif role == "assistant" and not message.get("tool_calls"):
+        elif role == "assistant" and not _calls(message):
             has_spoken = True
         answered.append(message)
     return answered

@@ -13,7 +13,7 @@ from typing import Any
 
 from msgspec import Struct
 
-from api.answer import Answer, Sequence, rounded
+from api.answer import Answer, Sequence, first_of_prompts, rounded
 from api.errors import OPENAI, ApiError, event
 from api.fields import check_device, check_ids, check_sampling, check_stop, require, sampling_of
 from api.formats import FormatFields
@@ -23,6 +23,7 @@ from config import VERSION
 from protocol import MAX_LOGIT_BIAS, ModelInfo
 from text.stream import Piece
 
+DONE = b"data: [DONE]\n\n"
 FINISH_REASONS = {"length": "length", "eos_token": "stop", "stop_sequence": "stop"}
 
 
@@ -170,7 +171,7 @@ class OpenAIAnswer(Answer):
 
     def _usage(self, sequences: list[Sequence]) -> Usage:
         """Tokens fed and produced. A prompt counts once, however many choices were made from it."""
-        first = [sequence for sequence in sequences if sequence.number == 0]
+        first = first_of_prompts(sequences) or sequences[:1]  # the usage of one choice has its prompt, too
         prompt_tokens = sum(len(sequence.prompt) for sequence in first)
         completion_tokens = sum(sequence.tokens for sequence in sequences)
         cached = PromptTokensDetails(sum(sequence.ran.cached for sequence in first if sequence.ran))
@@ -235,6 +236,3 @@ class ChunkedAnswer(OpenAIAnswer):
 
     def _chunk(self, choices: list, usage: Usage | None) -> bytes:
         return event(self.chunk_type(**self._envelope, choices=choices, usage=usage))
-
-
-DONE = b"data: [DONE]\n\n"

@@ -1,6 +1,6 @@
 """`/v1/responses`, without stored state: a request becomes a chat, and the chat's text becomes output items.
 
-`_chat_of` makes the chat, whose errors get the names that its fields have in a Responses request.
+`responses` makes the chat, whose errors get the names that its fields have in a Responses request.
 `ResponsesAnswer` writes the response, whole or as events.
 
 Source of the shapes and of the order of events: OpenAI's API reference (responses, streaming events).
@@ -19,12 +19,12 @@ from msgspec import UNSET, Struct, UnsetType
 
 from api import fields
 from api.answer import Answer, Sequence
-from api.conversation import NO_SIGHT, ChatRequest, Message, Names, Part, chat_job, readable
-from api.errors import OPENAI, ApiError, invalid
+from api.conversation import NO_SIGHT, ChatRequest, Message, Names, Part, chat_job, readable, text_of
+from api.errors import OPENAI, ApiError, invalid, named_event
 from api.fields import Json
 from api.job import Job, Served
 from api.openai import OpenAIAnswer, TokenLogprob
-from api.types import U32, AtLeastOne, NotNegative, Share, encode
+from api.types import U32, AtLeastOne, NotNegative, Share
 from text import reader
 from text.reader import Arguments, CallBegin, Content, Reasoning
 from text.stream import Piece
@@ -94,8 +94,7 @@ class ToolChoice(Struct, omit_defaults=True):
 
 
 class ResponsesFields(Struct, kw_only=True):
-    """What a Responses request may set and its response repeats; responses.py names those that are not
-    supported."""
+    """What a request may set and its response repeats; NOT_SUPPORTED names those that are refused."""
 
     instructions: str | None = None
     max_output_tokens: AtLeastOne | None = None
@@ -279,12 +278,15 @@ class Tools:
         self._of_names: dict[str, ClientTool] = {}
         self.left_out: set[str] = set()  # types
         flat = list(_flat(request.tools or []))
-        names = Counter(tool.get("name") for _path, _namespace, tool in flat)
+        names = Counter(str(tool.get("name")) for _path, _namespace, tool in flat)
         for path, namespace, tool in flat:
             kind = tool.get("type")
             if kind not in ("function", "custom"):
                 self.left_out.add(str(kind)[:40])
                 continue
+            for key in ("name", "description"):
+                if not isinstance(tool.get(key, ""), str | None):
+                    raise invalid(f"{path}.{key}", "must be a string")
             keys = ("name", "description", "parameters", "strict")
             function = {key: tool[key] for key in keys if tool.get(key) is not None}
             name = tool.get("name")
@@ -310,11 +312,12 @@ class Tools:
     def choice(self, given: str | ToolChoice | None) -> str | dict[str, Any] | None:
         """`tool_choice` in a chat's form."""
         if not isinstance(given, ToolChoice):
-            return given if self.functions or given == "required" else None
+            return given
         if given.type in self.left_out:
             raise invalid("tool_choice.type", "names a tool that this server has not", given=given.type[:40])
         if given.type == "allowed_tools":
-            named = [{"function": {"name": tool.get("name")}} for tool in given.tools or []]
+            known = [tool for tool in given.tools or [] if tool.get("type") not in self.left_out]
+            named = [{"function": {"name": tool.get("name")}} for tool in known]
             return {"type": given.type, given.type: {"mode": given.mode or "auto", "tools": named}}
         if given.type not in ("function", "custom"):
             detail = "must be function, custom or allowed_tools"
@@ -465,7 +468,7 @@ class ResponsesAnswer(OpenAIAnswer):
 
     def whole(self, sequences: list[Sequence]) -> ResponsesResponse:
         (sequence,) = sequences
-        text = "".join(readable(piece, self._reading) for piece in sequence.pieces)
+        text = text_of(sequence.pieces, self._reading)
         self._reader = self._reading.of_text(text, sequence.is_cut).reader()
         for _ in self._read(sequence, sequence.pieces):
             pass
@@ -481,7 +484,7 @@ class ResponsesAnswer(OpenAIAnswer):
 
     def failure(self, error: ApiError) -> bytes:
         """OpenAI's clients look for `error`, the documented fields are beside it."""
-        detail = msgspec.to_builtins(OPENAI.body(error).error)
+        detail = msgspec.to_builtins(error.shaped(OPENAI).body(error).error)
         return _encode(self._event("error", **detail | {"type": "error"}, error=detail))
 
     def _complete(self, sequences: list[Sequence]) -> ResponsesResponse:
@@ -601,7 +604,7 @@ class ResponsesAnswer(OpenAIAnswer):
 
 
 def _encode(event: dict[str, Any]) -> bytes:
-    return f"event: {event['type']}\ndata: ".encode() + encode(event) + b"\n\n"
+    return named_event(event["type"], event)
 
 
 def _input_of(arguments: str) -> str:

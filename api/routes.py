@@ -7,7 +7,7 @@ A dialect is a file beside this one, and its rows here.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -197,7 +197,7 @@ ROUTES = (
         "/v1/models",
         "The served model, in a list",
         status.models,
-        errors=(OPENAI,),
+        errors=(OPENAI, ANTHROPIC),
         answers=(ModelList, messages.AnthropicModelList),
     ),
     Route(
@@ -205,7 +205,7 @@ ROUTES = (
         "/v1/models/{name}",
         "The served model",
         status.model,
-        errors=(OPENAI,),
+        errors=(OPENAI, ANTHROPIC),
         answers=(ModelCard, messages.AnthropicModelCard),
         parameter=("path", "name"),
     ),
@@ -294,10 +294,12 @@ for _body in {body for route in ROUTES for body in route.bodies}:
     msgspec.json.Decoder(_body)
 
 
-def error_shape(endpoint: str | None, path: str) -> ErrorShape:
+def error_shape(endpoint: str | None, path: str, headers: Mapping[str, str]) -> ErrorShape:
     """The shape of errors of a route by its name; without one, that of the dialect in whose paths the client
     looked."""
     if route := BY_NAME.get(endpoint):
+        if ANTHROPIC in route.errors and "anthropic-version" in headers:
+            return ANTHROPIC
         return route.errors[0]
     if path.startswith("/v1/messages"):
         return ANTHROPIC

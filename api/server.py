@@ -100,17 +100,13 @@ class Server:
         with self._bodies.read() as body:
             return json_response(self._threads.run(lambda: make(fields.parse(body), served)))
 
-    def show(self, make: Callable[[Served], Any]) -> Response:
-        return json_response(make(self.served))
-
     def generate(self, read: Read, renders: bool = False, deadline_s: float | None = None) -> Response:
         """Generates what the JSON body of the request asks for.
 
         renders: it may render a chat template, which takes long; deadline_s: of an answer that is not
         streamed, unless configured.
         """
-        self._begin()
-        served = self.served
+        served = self._begin()
         with self._bodies.read() as body:
             prepare = functools.partial(_prepared, lambda: read(fields.parse(body), served), served)
             is_long = renders or len(body) >= LONG_TEXT
@@ -119,8 +115,7 @@ class Server:
 
     def generate_from(self, read: Callable[[Served], Answer]) -> Response:
         """Generates for a request without a body."""
-        self._begin()
-        served = self.served
+        served = self._begin()
         return self._answer(*_prepared(lambda: read(served), served))
 
     def record_failure(self, status: int) -> None:
@@ -130,18 +125,19 @@ class Server:
         if "trace" in g:
             g.trace.end(stats)
 
-    def _begin(self) -> None:
-        """Refuses what need not be read."""
+    def _begin(self) -> Served:
+        """What the request is checked against. Refuses what need not be read."""
         g.generates = True
         g.started_at = time.monotonic()
         if self._tracer:
             route = f"{request.method} {request.path}"
             g.trace = RequestTrace(self._tracer, route, request.headers, g.request_id, g.started_at)
-        self.served  # noqa: B018 raises where there is none
+        served = self.served
         if self.engine.is_full:
             gevent.sleep(ROOM_S)
             if self.engine.is_full:
                 raise errors.overloaded()
+        return served
 
     def _answer(self, answer: Answer, prompts: list[Prompt], deadline_s: float | None = None) -> Response:
         g.error_shape = answer.error_shape
@@ -220,7 +216,7 @@ def _whole(answer: Answer, generation: Generation, headers: dict[str, str]) -> R
 
 
 def _streamed(answer: Answer, generation: Generation, headers: dict[str, str]) -> Response:
-    """The response, as soon as its status is certain: with its first text."""
+    """The response, as soon as its status is certain."""
     headers |= {
         "Content-Type": "text/event-stream",
         "Cache-Control": "no-cache",

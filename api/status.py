@@ -1,4 +1,4 @@
-"""The routes that generate nothing: health, metrics, the model, and the page for browsers."""
+"""Routes without a body: health, metrics, the names of the model, and the page for browsers."""
 
 from __future__ import annotations
 
@@ -48,9 +48,8 @@ def models(server: Server) -> Response:
 def model(server: Server, name: str) -> Response:
     card = ModelCard.of(server.served.info)
     if name != card.id:
-        raise ApiError(
-            404, "not_found", f"The model {name!r} is not served here, {card.id!r} is", code="model_not_found"
-        )
+        what = f"The model {name!r} is not served here, {card.id!r} is"
+        raise ApiError(404, "not_found", what, code="model_not_found")
     if "anthropic-version" in request.headers:
         return json_response(AnthropicModelCard(card.id, card.id))
     return json_response(card)

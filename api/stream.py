@@ -21,7 +21,7 @@ import gevent
 from gevent.monkey import get_original
 
 from api import errors
-from api.answer import Answer, Sequence
+from api.answer import Answer, Sequence, first_of_prompts
 from api.engine_client import ClientGone, EngineClient, InFlightRequest, TooLarge
 from api.errors import HANG_UP, ApiError
 from api.job import Prompt
@@ -117,8 +117,6 @@ class Generation:
         self._status = HANG_UP
         self._unfinished: dict[int, Sequence] = {}
         generates = [generate for prompt in prompts for generate in self._generates(prompt)]
-        tokens = sum(len(prompt.ids) for prompt in prompts)
-        self._log("sent to the worker", sequences=len(generates), prompt_tokens=tokens)
         try:
             self._request = InFlightRequest(engine, generates)
         except TooLarge:
@@ -126,6 +124,8 @@ class Generation:
             what = f"the request asks for {len(generates)} sequences whose prompts have {tokens} tokens "
             what += "altogether, too many to be sent at once; send several requests"
             raise errors.invalid(None, what) from None
+        tokens = sum(len(prompt.ids) for prompt in prompts)
+        self._log("sent to the worker", sequences=len(generates), prompt_tokens=tokens)
         watch.add(self)
 
     def __enter__(self) -> Generation:
@@ -196,7 +196,7 @@ class Generation:
             return
         self._is_closed = True
         self._watch.discard(self)
-        self._request.close()
+        self._request.close("client disconnected" if self._outcome == "dropped" else self._outcome)
         stats = self._stats()
         self._engine.record(stats)
         if self.arrival.trace:
@@ -217,7 +217,7 @@ class Generation:
             queue_s=queue_s,
             inference_s=max(0.0, duration_s - validation_s - queue_s),
             first_token_s=first_token_s,
-            input_tokens=sum(len(sequence.prompt) for sequence in self.sequences if sequence.number == 0),
+            input_tokens=sum(len(sequence.prompt) for sequence in first_of_prompts(self.sequences)),
             generated_tokens=sum(sequence.tokens for sequence in self.sequences),
             max_new_tokens=sum(sequence.max_new_tokens for sequence in self.sequences),
         )
@@ -273,7 +273,8 @@ class EventStream:
     """
 
     def __init__(self, answer: Answer, generation: Generation):
-        """Waits for the first text, which decides the status. Raises ApiError and ClientGone."""
+        """Waits for the first text, or for KEEP_ALIVE_S: then the status is certain. Raises ApiError and
+        ClientGone."""
         self._answer = answer
         self._generation = generation
         self._batches = iter(generation)
@@ -336,7 +337,7 @@ def timing_headers(generation: Generation) -> dict[str, str]:
     generated = sum(sequence.tokens for sequence in sequences)
     headers = {
         "x-compute-time": f"{time.monotonic() - arrived_at:.6f}",
-        "x-prompt-tokens": sum(len(sequence.prompt) for sequence in sequences if sequence.number == 0),
+        "x-prompt-tokens": sum(len(sequence.prompt) for sequence in first_of_prompts(sequences)),
         "x-generated-tokens": generated,
         "x-total-time": int(total_s * 1000),
         "x-validation-time": int(validation_s * 1000),

@@ -41,7 +41,7 @@ class Parameters(SamplingFields, kw_only=True):
 
 
 class GenerateRequest(Struct):
-    """Body of the native routes. `stream` is ignored except on `POST /` and `/invocations`."""
+    """Body of the native routes. `/generate` and `/generate_stream` ignore `stream`."""
 
     inputs: str
     parameters: Parameters | None = None

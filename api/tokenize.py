@@ -42,10 +42,11 @@ def chat_tokenize(data: Json, served: Served) -> ChatTokenizeResponse:
 
 
 def _tokens(text: str, tokenizer: Tokenizer, add_special_tokens: bool) -> list[SimpleToken]:
-    raw = tokenizer.unescape(text).encode()
-    if len(raw) > MAX_TOKENIZED:
-        raise invalid(None, f"a text to tokenize must have at most {MAX_TOKENIZED} bytes. Given: {len(raw)}")
     try:
+        raw = tokenizer.unescape(text).encode()
+        if len(raw) > MAX_TOKENIZED:
+            limit = f"a text to tokenize must have at most {MAX_TOKENIZED} bytes"
+            raise invalid(None, f"{limit}. Given: {len(raw)}")
         spans = tokenizer.spans(text, add_special_tokens, MAX_LISTED_TOKENS)
     except TooManyTokens as error:
         what = f"the text has {error.args[0]} tokens; at most {MAX_LISTED_TOKENS} are listed"

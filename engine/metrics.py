@@ -37,6 +37,7 @@ HTTP_ERRORS = [
     "500",
     "501",
     "503",
+    "529",
 ]
 REASONS = ("backpressure", "wait_exceeded")
 

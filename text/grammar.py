@@ -98,7 +98,7 @@ def of_choice(choices: Sequence[str]) -> str:
     """One of these texts."""
     if not choices or not all(isinstance(choice, str) and choice for choice in choices):
         raise GrammarError("must be a list of texts that are not empty")
-    return of_rules(["start: " + " | ".join(_lark_string(choice) for choice in choices)])
+    return of_rules(["start: " + " | ".join(lark_string(choice) for choice in choices)])
 
 
 def of_rules(rules: list[str], inner: str = "", name: str = "") -> str:
@@ -109,7 +109,8 @@ def of_rules(rules: list[str], inner: str = "", name: str = "") -> str:
     return _checked_size("\n".join(rules))
 
 
-def _lark_string(text: str) -> str:
+def lark_string(text: str) -> str:
+    """A text in Lark."""
     return json.dumps(text, ensure_ascii=False).replace("\x7f", r"\u007f")  # which JSON leaves as it is
 
 

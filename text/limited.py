@@ -65,9 +65,10 @@ class Limited:
         self._idle.append(_Child(self._arguments))
 
     def __call__(self, request: Any) -> str:
-        """Raises Refused and LimitExceeded."""
+        """Raises Refused, LimitExceeded, and RecursionError for a request that is nested too deeply."""
+        written = json.dumps(request).encode()  # raises before a child is taken
         child = self._take()
-        answer = child.ask(json.dumps(request).encode())
+        answer = child.ask(written)
         if answer is None:
             code = child.end()
             self.start()

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from text.grammar import GrammarError, json_rule, of_rules
+from text.grammar import GrammarError, json_rule, lark_string, of_rules
 from text.template import ChatTemplate
 from text.tokenizer import Tokenizer
 
@@ -57,7 +57,10 @@ TYPES = {
 DEFINITIONS = ("$defs", "definitions")
 ANNOTATIONS = ("title", "description", "default", "examples")  # which constrain nothing
 MAX_DEPTH = 8  # of schemas that name each other
+# `argument` with any name, `value`: any literal, and the literals of each type.
 PYTHON_LITERALS = [
+    'argument: KEY "=" value',
+    "KEY: /[A-Za-z_][A-Za-z0-9_]*/",
     "value: STR | NUM | BOOL | NONE | list | dict",
     'list: "[" (value ("," " "? value)*)? "]"',
     'dict: "{" (STR ":" " "? value ("," " "? STR ":" " "? value)*)? "}"',
@@ -348,30 +351,37 @@ def _call(
     token_id: Callable[[str], int | None],
 ) -> list[str]:
     """The rules of a call; the arguments of one that `is_free` are any JSON object."""
-    # Templates write calls in one line, so models do, too.
+    # Templates write calls in one line, so models do, too. A schema that cannot be enforced is refused in
+    # every syntax.
     schema = json_rule({"type": "object"} | ({} if is_free else function.parameters), " ?")
-    arguments = f"{rule}_arguments: {schema}"
+    takes_any = is_free or _takes_any(function.parameters)
     if form.syntax is Syntax.PYTHON:
-        return _python_call(rule, function)
+        return _python_call(rule, function, takes_any)
     if form.syntax is Syntax.XML:
-        return _xml_call(rule, function, is_free)
+        return _xml_call(rule, function, takes_any)
+    arguments = f"{rule}_arguments: {schema}"
     if form.syntax is Syntax.NAMED:
         head = _terminals(form.head + function.name + form.separator, form, token_id)
         return [f"{rule}: {head} {rule}_arguments {_terminals(form.tail, form, token_id)}", arguments]
-    name, key = (json.dumps(json.dumps(text)) for text in (function.name, form.arguments_key))
+    name = json.dumps(json.dumps(function.name))
+    key = json.dumps(json.dumps(form.arguments_key))
     members = rf'"\"name\"" ws ":" ws {name} ws "," ws {key} ws ":" ws {rule}_arguments'
     return [rf'{rule}: "{{" ws {members} ws "}}"', arguments]
 
 
-def _xml_call(rule: str, function: Function, is_free: bool) -> list[str]:
+def _takes_any(parameters: dict[str, Any]) -> bool:
+    """Whether the schema names no properties and allows all."""
+    return not parameters.get("properties") and parameters.get("additionalProperties") is not False
+
+
+def _xml_call(rule: str, function: Function, takes_any: bool) -> list[str]:
     """The rules of a call in tags: the properties in their order, those that are not required may be
     missing."""
     parameters = function.parameters
     properties = parameters.get("properties", {})
     required = parameters.get("required", [])
-    is_open = not properties and parameters.get("additionalProperties") is not False
     begin = f'"<function={function.name}>" ws'
-    if is_free or is_open:
+    if takes_any:
         return [f'{rule}: {begin} parameter* "{FUNCTION_END}"']
     rules = []
     parts = []
@@ -380,7 +390,7 @@ def _xml_call(rule: str, function: Function, is_free: bool) -> list[str]:
             raise GrammarError(f"must have names without `>`. Given: {name[:40]!r}")
         is_required = isinstance(required, list) and name in required
         parts.append(f"{rule}_{k}" if is_required else f"{rule}_{k}?")
-        tag = json.dumps(f"{PARAMETER}{name}>", ensure_ascii=False)
+        tag = lark_string(f"{PARAMETER}{name}>")
         rules.append(f"{rule}_{k}: {tag} {rule}_value_{k} ws")
         rules += _xml_value(f"{rule}_value_{k}", schema, parameters)
     return [f'{rule}: {begin} {" ".join(parts)} "{FUNCTION_END}"', *rules]
@@ -429,9 +439,11 @@ def _definition(path: str, parameters: dict[str, Any]) -> Any:
     return found
 
 
-def _python_call(rule: str, function: Function) -> list[str]:
+def _python_call(rule: str, function: Function, takes_any: bool) -> list[str]:
     """The rules of `name(key=…, …)`: the properties in their order, those that are not required may be
     missing."""
+    if takes_any:
+        return [f'{rule}: "{function.name}(" (argument ("," " "? argument)*)? ")"']
     properties = function.parameters.get("properties", {})
     required = function.parameters.get("required", [])
     rules = [f'{rule}: "{function.name}(" {rule}_first_0 ")"']
@@ -466,7 +478,7 @@ def _values(schema: Any) -> list[Any]:
 
 
 def _choice(texts: Iterable[str]) -> str:
-    return " | ".join(json.dumps(text, ensure_ascii=False) for text in texts)
+    return " | ".join(map(lark_string, texts))
 
 
 def after_thinking(grammar: str, thinking: str, token_id: Callable[[str], int | None]) -> str:

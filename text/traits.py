@@ -1,4 +1,4 @@
-"""What a chat template takes: system messages, neighbours of one role, calls and results of tools, thinking.
+"""What a chat template takes: system messages, neighbours of one role, calls and results of tools.
 
 Templates differ, and most leave out in silence what they do not know. So each is tried with short chats,
 once, when it is loaded: what such a chat says has to be in the prompt, in its order.
@@ -12,7 +12,7 @@ from typing import Any
 from text.template import ChatTemplate, TemplateError
 
 # Words that no template writes by itself.
-FIRST, SECOND, THIRD, FOURTH = "Quokka", "Wombat", "Numbat", "Dingo"
+FIRST, SECOND, THIRD, FOURTH, FIFTH = "Quokka", "Wombat", "Numbat", "Dingo", "Bilby"
 USER = {"role": "user", "content": FIRST}
 
 
@@ -31,7 +31,6 @@ class Traits:
     calls: bool = True  # earlier ones, and their results
     text_of_calls: bool = True  # the content of a message that has calls
     user_after_result: bool = True  # a user message right behind the result of a call
-    thinking: bool = True  # `reasoning_content` of a message that calls a tool
 
     @classmethod
     def of(cls, template: ChatTemplate) -> Traits:
@@ -53,6 +52,8 @@ class Traits:
         end = {"role": "user", "content": FOURTH}
         for_tools = template.for_tools
         calls = _writes(for_tools, [USER, calling, result], tools)
+        system_before_answer = _writes(template, [system, user, answer | {"content": THIRD}])
+        system_before_result = _writes(for_tools, [system | {"content": FIFTH}, USER, calling, result], tools)
         return cls(
             system=_writes(template, [system, user]),
             several_system=_writes(template, [system, system | {"content": SECOND}, end]),
@@ -62,15 +63,9 @@ class Traits:
             assistants=_writes(template, [USER, answer, answer | {"content": THIRD}, end]),
             tools=_writes(for_tools, [USER], tools, words=(SECOND, THIRD)),
             calls=calls,
-            system_always=_writes(template, [system, user, answer | {"content": THIRD}])
-            and (
-                not calls or _writes(for_tools, [system | {"content": "Bilby"}, USER, calling, result], tools)
-            ),
-            text_of_calls=_writes(for_tools, [USER, calling | {"content": "Bilby"}, result], tools),
-            user_after_result=_writes(for_tools, [USER, calling, result, end | {"content": "Bilby"}], tools),
-            thinking=_writes(
-                for_tools, [USER, calling | {"reasoning_content": "Bilby"}, result], tools, ("Bilby", FOURTH)
-            ),
+            system_always=system_before_answer and (not calls or system_before_result),
+            text_of_calls=_writes(for_tools, [USER, calling | {"content": FIFTH}, result], tools),
+            user_after_result=_writes(for_tools, [USER, calling, result, end | {"content": FIFTH}], tools),
         )
 
 

@@ -27,7 +27,7 @@ def test_prompt_and_answer_together_fill_the_window_and_no_more():
     assert fit([1] * 80, max_new_tokens=40) == ([1] * 80, 40)
     assert fit([1] * 80) == ([1] * 80, 40)
     for prompt, most in ((80, 41), (10, 100_000), (101, 20)):  # the last is too long a prompt as well
-        expected = f"must be <= 120. Given: {prompt} `inputs` tokens and {most} `max_new_tokens`"
+        expected = f"must be <= 120 (--max-total-tokens raises it). Given: {prompt} `inputs` tokens and {most} `max_new_tokens`"
         assert_invalid(unfit([1] * prompt, max_new_tokens=most), f"`inputs` tokens + `max_new_tokens` {expected}")
 
 
@@ -35,13 +35,15 @@ def test_the_longest_prompt_is_max_input_tokens():
     assert fit([1] * 100, max_new_tokens=20) == ([1] * 100, 20)
     for length, most in ((101, 19), (101, None), (5000, None)):
         error = unfit([1] * length, max_new_tokens=most)
-        assert_invalid(error, f"`inputs` must have at most 100 tokens. Given: {length}")
+        assert_invalid(error, f"`inputs` must have at most 100 tokens (--max-input-tokens raises it). Given: {length}")
 
 
 def test_a_text_that_cannot_fit_is_refused_before_it_is_tokenized():
     longest = serving().text.tokenizer.longest_token
     error = unfit("a" * (120 * longest + 1))
-    assert_invalid(error, f"`inputs` must have at most 100 tokens. Given: at least {120 + 1 // longest}")
+    assert_invalid(
+        error, f"`inputs` must have at most 100 tokens (--max-input-tokens raises it). Given: at least {120 + 1 // longest}"
+    )
     assert len(fit("a" * 5000, truncate=7)[0]) == 7
 
 

@@ -29,8 +29,8 @@ from api.types import encode
 from config import VERSION
 from protocol import Sampling
 
-STOPS = "`stop` supports up to 4 stop sequences. Given: "
-TOP_N = "`top_n_tokens` must be >= 0 and <= 5. Given: "
+STOPS = "`stop` supports up to 4 stop sequences (--max-stop-sequences raises it). Given: "
+TOP_N = "`top_n_tokens` must be >= 0 and <= 5 (--max-top-n-tokens raises it). Given: "
 TRUNCATE = "`truncate` must be strictly positive and at most 100. Given: "
 PENALTY = "`frequency_penalty` must be >= -2.0 and <= 2.0"
 LIMITS_OF = [  # field, what is just right, what is just wrong, the detail
@@ -46,7 +46,7 @@ LIMITS_OF = [  # field, what is just right, what is just wrong, the detail
     ("top_n_tokens", [0, 5], [6], TOP_N + "6"),
     ("truncate", [1, 100], [0], TRUNCATE + "0"),
     ("truncate", [99], [101], TRUNCATE + "101"),
-    ("best_of", [0, 1], [4], "`best_of` must be > 0 and <= 3. Given: 4"),
+    ("best_of", [0, 1], [4], "`best_of` must be > 0 and <= 3 (--max-best-of raises it). Given: 4"),
     ("best_of", [None], [2, 3], "`best_of` > 1 needs sampling: set `do_sample` or `temperature`"),
     ("watermark", [False], [True], "`watermark` is not supported"),
     ("adapter_id", [""], ["someone/adapter"], "`adapter_id` is not supported"),
@@ -68,8 +68,16 @@ def test_the_limits_are_those_of_the_configuration_and_the_model():
     long = msgspec.structs.replace(INFO, max_input_tokens=900)
     assert job(info=long, config=larger, **asked).top_n_tokens == 9
     for config, info, words in [
-        (replace(larger, max_stop_sequences=8), INFO, "`stop` supports up to 8 stop sequences. Given: 9"),
-        (replace(larger, max_top_n_tokens=8), INFO, "`top_n_tokens` must be >= 0 and <= 8. Given: 9"),
+        (
+            replace(larger, max_stop_sequences=8),
+            INFO,
+            "`stop` supports up to 8 stop sequences (--max-stop-sequences raises it). Given: 9",
+        ),
+        (
+            replace(larger, max_top_n_tokens=8),
+            INFO,
+            "`top_n_tokens` must be >= 0 and <= 8 (--max-top-n-tokens raises it). Given: 9",
+        ),
         (larger, INFO, "`truncate` must be strictly positive and at most 100. Given: 900"),
     ]:
         assert_invalid(refusal("native", info, config, **asked), words)
@@ -269,7 +277,11 @@ def test_decoder_input_details_are_the_models_log_probabilities_of_the_prompt(se
         (b"{", 400, "Failed to parse the request body as JSON: "),
         ({"parameters": {}}, 422, "Failed to deserialize the JSON body into the target type: "),
         ({"inputs": "a", "parameters": {"top_k": 0}}, 422, "Input validation error: `top_k` must be strictly positive"),
-        ({"inputs": "a" * WINDOW}, 422, f"Input validation error: `inputs` must have at most {WINDOW - 1} tokens. Given: 60"),
+        (
+            {"inputs": "a" * WINDOW},
+            422,
+            f"Input validation error: `inputs` must have at most {WINDOW - 1} tokens (--max-input-tokens raises it). Given: 60",
+        ),
     ],
 )
 def test_a_bad_body_gets_its_status_and_words_before_the_first_byte(served, route, body, status, words):

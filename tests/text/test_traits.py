@@ -13,7 +13,7 @@ PLAIN = EACH + "<{{ m.role }}>{{ m.content }}" + END
 CALLS = "{% for c in m.tool_calls or [] %}{{ c.function.name }}{{ c.function.arguments | tojson }}{% endfor %}"
 TOOLS = "{% if tools %}{{ tools | tojson }}{% endif %}"
 FULL = TOOLS + EACH + "<{{ m.role }}>{{ m.reasoning_content }}{{ m.content }}" + CALLS + END
-OF_CALLS = {"calls", "text_of_calls", "user_after_result", "thinking"}
+OF_CALLS = {"calls", "text_of_calls", "user_after_result"}
 
 
 def missing(source):
@@ -32,7 +32,7 @@ def without(condition, source=FULL):
     [
         (FULL, {"developer"}),
         (PLAIN, {"developer", "tools"} | OF_CALLS),
-        (FULL.replace("{{ m.reasoning_content }}", ""), {"developer", "thinking"}),
+        (FULL.replace("{{ m.reasoning_content }}", ""), {"developer"}),
         (FULL.replace(TOOLS, "{% if tools %}{% endif %}"), {"developer", "tools"}),
         (FULL.replace(TOOLS, "{% if tools %}{{ tools[0].function.name }}{% endif %}"), {"developer", "tools"}),
         (without("m.role not in ['user', 'assistant', 'system', 'tool']"), {"developer"}),
