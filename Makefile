@@ -5,6 +5,7 @@
 # make test-neuron   runs transformers-neuronx on a simulator of its accelerator: TRANSFORMERS_NEURONX=/path/to/a/checkout
 # make ui            serves a page by Gradio on port 7860 for a running server; URL=http://host:port
 # make test-ui       tries that page in chromium
+# make test-open-webui  tries Open WebUI in chromium; its environment takes seven gigabytes
 # make ray           serves on port 8000 through Ray Serve, with replicas on this machine (deploy/ray/README.md)
 # make test-ray      runs deploy/ray on real Ray, in a network namespace: as root, or where users may make one
 # make bench         measures the server on simulated devices and writes bench/report.html; make bench URL=http://... any server
@@ -13,7 +14,7 @@
 # make image         builds the container image for Inferentia2 and Trainium; make image DEVICE=cpu the one for CPUs
 # make lint          ruff, as CI runs it
 # make clean         removes the environments
-.PHONY: run test test-fast clients test-clients test-neuron ui test-ui ray test-ray bench soak attack image lint clean
+.PHONY: run test test-fast clients test-clients test-neuron ui test-ui test-open-webui ray test-ray bench soak attack image lint clean
 
 VENV := .venv
 # The python3 of the machine if it is 3.10 to 3.12, else one of those by name.
@@ -33,13 +34,14 @@ VERSION := $(shell sed -n 's/^version = "\(.*\)"/\1/p' pyproject.toml)
 
 # The clients do not fit into one environment. What stands behind each name is in tests/clients/requirements-NAME.txt, and
 # these are the tests that it runs. Those in JavaScript are in tests/clients/package.json, coding agents in agents.json.
-CLIENTS := hub-0.36 hub-1 hub-2 openapi lm-eval
+CLIENTS := hub-0.36 hub-1 hub-2 openapi lm-eval aider
 hub-0.36 := test_hub.py test_text_generation.py
-hub-1 := test_hub.py test_instructor.py test_langchain.py test_litellm.py
+hub-1 := test_hub.py test_instructor.py test_langchain.py test_litellm.py test_litellm_proxy.py
 hub-2 := test_anthropic.py test_hub.py test_langchain_openai.py test_openai.py test_openai_agents.py test_openai_structured.py test_outlines.py \
 	test_pydantic_ai.py test_sagemaker.py test_sagemaker_deploy.py test_smolagents.py
 openapi := test_agents.py test_openapi.py test_javascript.py
 lm-eval := test_lm_eval.py
+aider := test_aider.py
 
 # The package in a checkout of transformers-neuronx or in a folder of installed packages; nothing where there is none.
 NEURON := $(shell for folder in "$(TRANSFORMERS_NEURONX)/src" "$(TRANSFORMERS_NEURONX)"; do \
@@ -86,6 +88,11 @@ ui: $(VENV)-ui/ui.installed
 test-ui: export SERVER_PYTHON := $(BIN)/python
 test-ui: $(VENV)/run.installed $(VENV)-ui/ui.installed
 	$(UI_BIN)/python -m pytest -c tests/clients/pytest.ini tests/clients/test_gradio.py $(ARGS)
+
+test-open-webui: export SERVER_PYTHON := $(BIN)/python
+test-open-webui: export AGENTS := $(abspath $(VENV)-clients)/agents/node_modules
+test-open-webui: $(VENV)/run.installed $(VENV)-clients/agents.installed $(VENV)-clients/open-webui.installed
+	$(VENV)-clients/open-webui/bin/python -m pytest -c tests/clients/pytest.ini tests/clients/test_open_webui.py $(ARGS)
 
 # Replicas run the server by its own environment.
 ray: $(VENV)/run.installed $(VENV)-ray/installed
@@ -149,7 +156,7 @@ $(VENV)/templates/installed: tests/package.json | $(VENV)/bin/python
 	@mkdir -p $(@D) && cp $< $(@D) && if cd $(@D) && npm install $(NPM_FLAGS) >/dev/null; then touch installed; \
 		else echo "npm cannot install them: tests of published chat templates are skipped" >&2; fi
 
-# Half a gigabyte, and nothing else needs it.
+# 1.6 GB, and nothing else needs it.
 $(VENV)-clients/agents.installed: tests/clients/agents.json
 	@echo "Installing the coding agents into $(VENV)-clients (once)" >&2
 	@mkdir -p $(VENV)-clients/agents && cp $< $(VENV)-clients/agents/package.json && if cd $(VENV)-clients/agents \

@@ -7,6 +7,7 @@ import urllib.request
 
 import pytest
 from demo_server import serving
+from scripted_server import Home
 
 os.environ.update(  # before any client is imported
     AWS_EC2_METADATA_DISABLED="true",
@@ -39,6 +40,11 @@ def url():
     """Of a server that has room for few requests at once: who asks for more answers is told of an overload."""
     with serving(MAX_CONCURRENT_REQUESTS="4", MAX_BEST_OF="8", MAX_CLIENT_BATCH_SIZE="8") as url:
         yield url
+
+
+@pytest.fixture
+def home(tmp_path):
+    return Home(tmp_path)
 
 
 @pytest.fixture

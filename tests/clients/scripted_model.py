@@ -1,57 +1,110 @@
-"""Makes a model that answers every prompt with one text, has a large window and costs next to nothing.
+"""Makes a model that answers as a script says, has a large window and costs next to nothing.
 
-    SERVER_PYTHON scripted_model.py FOLDER TOKENIZER TEXT     the tokenizer is a folder, with a chat template
+    SERVER_PYTHON scripted_model.py FOLDER TOKENIZER SCRIPT
 
-A token leads to the next one of the text, any other token to the first: the layers add nothing, and the embedding of a token
-is its place in the text. So no token may be in the text twice.
+TOKENIZER is a folder of a published tokenizer, with its chat template. SCRIPT is JSON: [["", text], [word, text], ...]. The
+model says the text of the last word of the list that stands somewhere in the prompt, the first text where none does.
+
+The words and the pieces of the texts are tokens of their own. The attention finds the strongest word of the prompt; the
+embedding of a token tells its place in the texts; from both the head reads the token that follows.
 """
 
 import json
-import shutil
+import math
 import sys
+from itertools import chain, pairwise
 from pathlib import Path
 
 import torch
-from tokenizers import Tokenizer
+from tokenizers import AddedToken, Tokenizer
 from transformers import LlamaConfig, LlamaForCausalLM
 
 WINDOW = 65536
-SURE = 10.0  # of the next token, also where tokens are sampled
+PIECE = 6  # characters of a token of a text
+HEADS = 4
+# Weights of the head: the model is sure, also where tokens are sampled.
+FOLLOWS, FOUND, BEGINS = 40.0, 20.0, 10.0
+STRONGER = 40.0  # a word's score in the attention, above that of all words before it and of 65,536 other tokens
+NO_TURN = 1e12  # base of the rotary embedding: the last dimension of a head stays as it is at every position
 
 
-def main(folder, tokenizer_folder, text):
+def main(folder, tokenizer_folder, script):
     folder.mkdir()
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        shutil.copy(tokenizer_folder / name, folder)
-    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
-    end = json.loads((folder / "tokenizer_config.json").read_text())["eos_token"]
-    script = [*tokenizer.encode(text, add_special_tokens=False).ids, tokenizer.token_to_id(end)]
-    assert len(set(script)) == len(script) < 64, "a token is in the text twice"
+    tokenizer = Tokenizer.from_file(str(tokenizer_folder / "tokenizer.json"))
+    settings = json.loads((tokenizer_folder / "tokenizer_config.json").read_text())
+    texts = [_pieces(text, tokenizer) for _, text in script]
+    words = [word for word, _ in script[1:]]
+    for new in [*words, *chain.from_iterable(texts)]:
+        if tokenizer.token_to_id(new) is None:
+            tokenizer.add_tokens([AddedToken(new, normalized=False)])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    end = settings["eos_token"]
+    end_id = tokenizer.token_to_id(end["content"] if isinstance(end, dict) else end)
+    answers = [[tokenizer.token_to_id(piece) for piece in text] + [end_id] for text in texts]
+    word_ids = [tokenizer.token_to_id(word) for word in words]
+    _model(tokenizer.get_vocab_size(), answers, word_ids).save_pretrained(folder)
+
+
+def _pieces(text, tokenizer):
+    """The marks of a call stay the tokens that they are."""
+    marks = [token.content for token in tokenizer.get_added_tokens_decoder().values()]
+    mark = next((mark for mark in marks if text.startswith(mark)), "")
+    rest = text.removeprefix(mark)
+    pieces = [mark] * bool(mark) + [rest[at : at + PIECE] for at in range(0, len(rest), PIECE)]
+    assert len(set(pieces)) == len(pieces), f"a piece is in a text twice: {pieces}"
+    return pieces
+
+
+def _model(vocab_size, answers, words):
+    place = {token: i for i, token in enumerate(dict.fromkeys(token for answer in answers for token in answer[:-1]))}
+    found = len(place)  # and the dimensions behind it: the word that the attention has found
+    other = found + len(words)
+    always = other + 1
+    hidden_size = math.ceil((always + 1) / 64) * 64
     config = LlamaConfig(
-        vocab_size=tokenizer.get_vocab_size(),
-        hidden_size=64,
+        vocab_size=vocab_size,
+        hidden_size=hidden_size,
         intermediate_size=64,
         num_hidden_layers=1,
-        num_attention_heads=4,
+        num_attention_heads=HEADS,
         max_position_embeddings=WINDOW,
+        rope_theta=NO_TURN,
         bos_token_id=None,
-        eos_token_id=script[-1],
+        eos_token_id=answers[0][-1],
         tie_word_embeddings=False,
     )
     model = LlamaForCausalLM(config)
+    attention = model.model.layers[0].self_attn
+    head_size = hidden_size // HEADS
+    # What the norm makes of a one in an embedding: two of a token's dimensions are one, three of a word's.
+    of_token, of_word = math.sqrt(hidden_size / 2), math.sqrt(hidden_size / 3)
     with torch.no_grad():
-        layer = model.model.layers[0]
-        layer.self_attn.o_proj.weight.zero_()
-        layer.mlp.down_proj.weight.zero_()
+        for parameter in [*attention.parameters(), *model.model.layers[0].mlp.parameters()]:
+            parameter.zero_()
         embedding = model.model.embed_tokens.weight.zero_()
-        embedding[:, 0] = 1
+        embedding[:, other] = 1
+        embedding[:, always] = 1
+        for token, dimension in place.items():
+            embedding[token, other] = 0
+            embedding[token, dimension] = 1
+        still = head_size - 1
+        attention.q_proj.weight[still, always] = math.sqrt(head_size) / of_token / of_word
+        for i, word in enumerate(words):
+            embedding[word, found + i] = 1
+            attention.k_proj.weight[still, found + i] = STRONGER * (i + 1)
+            attention.v_proj.weight[i, found + i] = 1 / of_word
+            attention.o_proj.weight[found + i, i] = 1
         head = model.lm_head.weight.zero_()
-        for place, token in enumerate(script):
-            embedding[token] = 0
-            embedding[token, place + 1] = 1
-            head[token, place] = SURE
-    model.save_pretrained(folder)
+        head[answers[0][0], other] = BEGINS
+        for i, answer in enumerate(answers[1:]):
+            head[answer, found + i] = BEGINS  # where a piece is in several texts, the word says which goes on
+            head[answer[0], found + i] = FOUND
+        for answer in answers:
+            for token, following in pairwise(answer):
+                head[following, place[token]] = FOLLOWS
+    return model
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3])
+    main(Path(sys.argv[1]), Path(sys.argv[2]), json.loads(sys.argv[3]))

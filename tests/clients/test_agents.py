@@ -1,66 +1,47 @@
-"""Coding agents as docs/agents.md configures them: their first request has some ten thousand tokens and all that they can send.
+"""Coding agents as docs/agents.md configures them: the model calls a tool, the agent runs it, the model answers.
 
-The model answers with one text. That the agents show it means that they took the answer, its events and its usage.
+The first request of an agent has some ten thousand tokens and all that it can send. Each agent is tried with three published
+templates: one that has a place for tools, one that has none, and one that raises for what Mistral's do.
 """
 
 import json
-import os
-import subprocess
-from pathlib import Path
 
 import pytest
-from demo_server import ROOT, serving
+from scripted_server import (
+    KNOWS,
+    PACKAGES,
+    SECRET,
+    SECRET_FILE,
+    documented,
+    exported,
+    needs_npm,
+    serving_script,
+    written_call,
+)
 
-PACKAGES = Path(os.environ.get("AGENTS", "/nowhere"))
-TEXT = "Served from your own machine."
-DOCUMENT = (ROOT / "docs" / "agents.md").read_text()
+pytestmark = [needs_npm(), pytest.mark.timeout(600)]
 
-pytestmark = [
-    pytest.mark.skipif(not PACKAGES.exists(), reason="npm could not install the agents"),
-    pytest.mark.timeout(600),
-]
-
-
-def documented(agent, url):
-    """The first block of code below the heading of an agent, for this server."""
-    section = DOCUMENT.split(f"## {agent}\n")[1].split("\n## ")[0]
-    return section.split("```")[1].partition("\n")[2].replace("http://localhost:8080", url)
+READ = f"cat {SECRET_FILE}"
+# The tool that each agent has for a command, and the arguments that it must have.
+TOOLS = {
+    "claude": ("Bash", {"command": READ, "description": "Reads it"}),
+    "codex": ("exec_command", {"cmd": READ}),
+    "opencode": ("bash", {"command": READ, "description": "Reads it"}),
+    "continue": ("Bash", {"command": READ}),
+    "qwen": ("run_shell_command", {"command": READ, "is_background": False}),
+}
 
 
-@pytest.fixture(scope="module")
-def url(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("agents")
-    tokenizer = PACKAGES / "@lenml" / "tokenizer-qwen2_5" / "models"
-    make = [os.environ["SERVER_PYTHON"], "tests/clients/scripted_model.py", folder / "model", tokenizer, TEXT]
-    subprocess.run(make, cwd=ROOT, check=True)
-    settings = {"MODEL_ID": str(folder / "model"), "MODEL_CACHE": str(folder / "cache"), "LOG_LEVEL": "debug"}
-    with serving(**settings, MAX_TOTAL_TOKENS="65536", MAX_BATCH_SIZE="2") as url:
+@pytest.fixture(scope="module", params=["qwen2_5", "gemma3", "mistral_nemo"])
+def url(request, tmp_path_factory):
+    calls = {asked(agent): written_call(request.param, tool, **arguments) for agent, (tool, arguments) in TOOLS.items()}
+    with serving_script(tmp_path_factory.mktemp("agents"), request.param, {**calls, SECRET: KNOWS}) as url:
         yield url
 
 
-@pytest.fixture
-def run(tmp_path):
-    """Runs an agent in a home and a folder of its own, and returns what it writes. Its only network is this server."""
-    proxy = dict.fromkeys(("HTTP_PROXY", "HTTPS_PROXY", "http_proxy", "https_proxy"), "http://127.0.0.1:9")
-    for name in ("home", "work"):
-        (tmp_path / name).mkdir()
-
-    def run(command, **variables):
-        own = {"PATH": os.environ["PATH"], "HOME": str(tmp_path / "home"), "NO_PROXY": "127.0.0.1", "no_proxy": "127.0.0.1"}
-        done = subprocess.run(
-            command,
-            cwd=tmp_path / "work",
-            env=own | proxy | variables,
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            timeout=300,
-        )
-        assert done.returncode == 0, done.stdout + done.stderr
-        return done.stdout
-
-    run.home = tmp_path / "home"
-    return run
+def asked(agent):
+    """The word that lets the model call the tool of this agent."""
+    return f"use-{agent}"
 
 
 def program(pattern):
@@ -71,20 +52,36 @@ def program(pattern):
     return str(found[0])
 
 
-def test_claude_code_is_answered(run, url):
-    lines = [line.removeprefix("export ") for line in documented("Claude Code", url).splitlines() if line.startswith("export ")]
-    variables = dict(line.split("=", 1) for line in lines)
+def test_claude_code_runs_a_tool(home, url):
     claude = program("@anthropic-ai/claude-code-linux-*/claude")
-    said = json.loads(run([claude, "-p", "Hello", "--output-format", "json"], **variables))
-    assert (said["is_error"], said["result"]) == (False, TEXT), said
-    assert said["usage"]["input_tokens"] + said["usage"]["cache_read_input_tokens"] > 5000
+    command = [claude, "-p", asked("claude"), "--allowedTools", "Bash", "--output-format", "json"]
+    said = json.loads(home.run(command, **exported(documented("Claude Code", url))))
+    assert (said["is_error"], said["result"], said["num_turns"]) == (False, KNOWS, 2), said
+    assert said["usage"]["cache_read_input_tokens"] > 10_000
 
 
-def test_codex_is_answered(run, url):
-    (run.home / ".codex").mkdir()
-    (run.home / ".codex" / "config.toml").write_text(documented("Codex", url))
-    codex = [str(PACKAGES / ".bin" / "codex"), "exec", "--json", "--skip-git-repo-check", "--sandbox", "read-only", "Hello"]
-    events = [json.loads(line) for line in run(codex, LOCAL_API_KEY="none").splitlines()]
-    said = [event["item"]["text"] for event in events if event.get("item", {}).get("type") == "agent_message"]
-    assert said == [TEXT], events
-    assert events[-1]["type"] == "turn.completed" and events[-1]["usage"]["input_tokens"] > 5000
+def test_codex_runs_a_tool(home, url):
+    home.write(".codex/config.toml", documented("Codex", url))
+    codex = [str(PACKAGES / ".bin" / "codex"), "exec", "--json", "--skip-git-repo-check", "--sandbox", "read-only"]
+    events = [json.loads(line) for line in home.run([*codex, asked("codex")]).splitlines()]
+    items = [event["item"] for event in events if event["type"] == "item.completed"]
+    assert [item["aggregated_output"] for item in items if item["type"] == "command_execution"] == [SECRET + "\n"], events
+    assert [item["text"] for item in items if item["type"] == "agent_message"] == [KNOWS], events
+    assert events[-1]["type"] == "turn.completed" and events[-1]["usage"]["input_tokens"] > 10_000
+
+
+def test_opencode_runs_a_tool(home, url):
+    home.write(".config/opencode/opencode.json", documented("opencode", url))
+    said = home.run([program("opencode-linux-x64*/bin/opencode"), "run", asked("opencode")])
+    assert said.strip().endswith(KNOWS), said
+
+
+def test_continue_runs_a_tool(home, url):
+    home.write(".continue/config.yaml", documented("Continue", url))
+    said = home.run([str(PACKAGES / ".bin" / "cn"), "-p", asked("continue"), "--allow", "Bash"])
+    assert said.strip() == KNOWS
+
+
+def test_qwen_code_runs_a_tool(home, url):
+    qwen = [str(PACKAGES / ".bin" / "qwen"), "-p", asked("qwen"), "--approval-mode", "yolo"]
+    assert home.run(qwen, **exported(documented("qwen-code", url))).strip() == KNOWS

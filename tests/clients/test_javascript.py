@@ -13,7 +13,7 @@ import pytest
 
 HERE = Path(__file__).parent
 PACKAGES = Path(os.environ["NODE_PATH"])
-GIVEN = ("QUESTION", "ANSWER", "ANSWER_TOKENS", "CHAT_ANSWER", "CHAT_ANSWER_TOKENS")
+GIVEN = ("QUESTION", "ANSWER", "ANSWER_TOKENS", "CHAT_ANSWER", "CHAT_ANSWER_TOKENS", "CHAT_TOKENS")
 KEY = "secret"
 
 pytestmark = pytest.mark.skipif(not PACKAGES.exists(), reason="no npm here: the JavaScript clients are not installed")
