@@ -139,6 +139,39 @@ ITEM = body_of(
     {"type": st.sampled_from(['"message"', '"function_call"', '"function_call_output"', '"reasoning"']) | TEXTS}
     | dict.fromkeys(("call_id", "name", "arguments", "output"), SHORT),
 )
+OBJECT = mostly(object_of(TEXTS, ANYTHING, max_size=2), ANYTHING)
+BLOCK_KINDS = (
+    "text",
+    "tool_use",
+    "tool_result",
+    "thinking",
+    "redacted_thinking",
+    "image",
+    "document",
+    "web_search_tool_result",
+)
+BLOCK = body_of(
+    {"type": mostly(st.sampled_from(BLOCK_KINDS).map(json.dumps), TEXTS), "text": SHORT},
+    dict.fromkeys(("id", "name", "tool_use_id", "thinking", "signature"), SHORT)
+    | {"input": OBJECT, "content": SHORT | PARTS, "is_error": SWITCH, "source": OBJECT},
+)
+TURN = body_of({"role": ROLES, "content": st.one_of(SHORT, array_of(BLOCK, max_size=3))}, {"role": ROLES})
+TYPED = body_of(
+    {"name": SHORT, "input_schema": mostly(st.just('{"type":"object"}'), ANYTHING)}, {"type": SHORT, "strict": SWITCH}
+)
+CHOICE = body_of({"type": mostly(st.sampled_from(['"auto"', '"any"', '"tool"', '"none"']), TEXTS)}, {"name": SHORT})
+CLAUDE = {
+    "system": SHORT | PARTS,
+    "tools": array_of(TYPED, max_size=2),
+    "tool_choice": CHOICE,
+    "thinking": body_of(
+        {"type": mostly(st.sampled_from(['"enabled"', '"disabled"', '"adaptive"']), TEXTS)}, {"budget_tokens": COUNT}
+    ),
+    "output_config": body_of(
+        {"format": body_of({"type": st.just('"json_schema"'), "schema": ANYTHING}, {})}, {"effort": SHORT}
+    ),
+}
+TURNS = mostly(array_of(TURN, min_size=1, max_size=3), st.just("[]"))
 NATIVE = body_of({"inputs": SHORT, "parameters": PARAMETERS}, {"stream": SWITCH, "inputs": SHORT})
 CHAT = body_of({"messages": array_of(MESSAGE, max_size=3), "max_tokens": COUNT}, known_of("ChatRequest", **OPENAI))
 BODIES = {
@@ -150,6 +183,10 @@ BODIES = {
     "ResponsesRequest": body_of(
         {"input": SHORT | array_of(ITEM, max_size=3), "max_output_tokens": COUNT}, known_of("ResponsesRequest")
     ),
+    "MessagesRequest": body_of(
+        {"messages": TURNS, "max_tokens": COUNT}, known_of("MessagesRequest", stop_sequences=STOPS, **CLAUDE)
+    ),
+    "CountRequest": body_of({"messages": TURNS}, known_of("CountRequest", **CLAUDE)),
     "VertexRequest": body_of({"instances": array_of(NATIVE | CHAT, max_size=3)}, {}),
 }
 
