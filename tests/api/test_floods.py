@@ -13,11 +13,11 @@ from processes import Server, memory_mb, wait_until
 pytestmark = pytest.mark.processes
 CONNECTIONS, SECONDS = 12, 2.5
 HEAD = b"POST /generate HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\nTransfer-Encoding: chunked\r\n\r\n"
-DRIBBLED = {  # what comes at once, and what follows byte by byte
-    "chunks of a byte": (b"", b"1\r\na\r\n"),
-    "the size of a chunk": (b"", b"0"),
-    "the extension of a chunk": (b"1;" + b"a" * 7000, b"a"),
-    "trailers": (b"0\r\n" + b"a: b\r\n" * 30_000, b"a: b\r\n"),
+DRIBBLED = {  # what comes at once, what follows byte by byte, and whether the server takes it to the end
+    "chunks of a byte": (b"", b"1\r\na\r\n", True),
+    "the size of a chunk": (b"", b"0", True),
+    "the extension of a chunk": (b"1;" + b"a" * 7000, b"a", True),
+    "trailers": (b"0\r\n" + b"a: b\r\n" * 30_000, b"a: b\r\n", False),
 }
 
 
@@ -28,7 +28,7 @@ def server():
 
 
 def test_long_texts_leave_a_web_process_small(server):
-    web = server.pids("web.py")[-1]
+    web = server.pids("web.py")[1]
     bodies = [
         ("/tokenize", {"inputs": "word " * 300_000}),
         ("/tokenize", {"inputs": "\u5b57" * 33_000}),
@@ -47,9 +47,10 @@ def test_long_texts_leave_a_web_process_small(server):
     wait_until(lambda: memory_mb(web) < 180, f"memory comes back: {memory_mb(web):.0f} MB", 10)
 
 
-@pytest.mark.parametrize("begin, dribbled", DRIBBLED.values(), ids=DRIBBLED)
-def test_bodies_that_come_byte_by_byte_cost_little(server, begin, dribbled):
-    web = server.pids("web.py")[-1]
+@pytest.mark.parametrize("begin, dribbled, is_taken", DRIBBLED.values(), ids=DRIBBLED)
+def test_bodies_that_come_byte_by_byte_cost_little(server, begin, dribbled, is_taken):
+    web = server.pids("web.py")[1]
+    taken = []
     stop_at = time.monotonic() + SECONDS
 
     def dribble():
@@ -62,8 +63,9 @@ def test_bodies_that_come_byte_by_byte_cost_little(server, begin, dribbled):
                     client.sendall(dribbled[at % len(dribbled) :][:1])
                     at += 1
                     time.sleep(0.01)
+                taken.append(True)
             except OSError:  # it was refused
-                pass
+                taken.append(False)
 
     before_s = _processor_s(web)
     clients = [threading.Thread(target=dribble) for _ in range(CONNECTIONS)]
@@ -71,12 +73,13 @@ def test_bodies_that_come_byte_by_byte_cost_little(server, begin, dribbled):
         client.start()
     for client in clients:
         client.join()
+    assert taken == [is_taken] * CONNECTIONS
     assert _processor_s(web) - before_s < 0.3 * SECONDS
 
 
 @pytest.mark.parametrize("line", [b"GET /live", b"OPTIONS /generate", b"POST /generate"])
 def test_a_body_that_is_not_read_costs_little(server, line):
-    web, body = server.pids("web.py")[-1], bytes(4_000_000)
+    web, body = server.pids("web.py")[1], bytes(4_000_000)
     before_s = _processor_s(web)
     with socket.create_connection(("127.0.0.1", server.port)) as client:
         client.sendall(line + b" HTTP/1.1\r\nHost: a\r\nContent-Length: %d\r\n\r\n" % len(body) + body)
@@ -86,12 +89,12 @@ def test_a_body_that_is_not_read_costs_little(server, line):
 
 
 def test_others_are_served_between_the_chunks_of_a_long_body(server):
-    chunks = b"1\r\na\r\n" * 300_000 + b"0\r\n\r\n"
+    chunks, answers = b"1\r\na\r\n" * 300_000 + b"0\r\n\r\n", []
 
     def send():
         with socket.create_connection(("127.0.0.1", server.port)) as client:
             client.sendall(HEAD + chunks)
-            client.recv(1)
+            answers.append(client.recv(12))
 
     sends, begins_at, slowest_s = threading.Thread(target=send), time.monotonic(), 0.0
     sends.start()
@@ -99,6 +102,7 @@ def test_others_are_served_between_the_chunks_of_a_long_body(server):
         asked_at = time.monotonic()
         assert server.get("/live")[0] == 200
         slowest_s = max(slowest_s, time.monotonic() - asked_at)
+    assert answers == [b"HTTP/1.1 400"], "all of it was read: it is no JSON"
     assert slowest_s < (time.monotonic() - begins_at) / 2
 
 
