@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from asked import INFO, ON_DEVICE, assert_invalid, job, jobs, refusal, refusal_of
+from asked import DIALECTS, INFO, ON_DEVICE, assert_invalid, job, jobs, refusal, refusal_of
 
 from api import fields
 from api.clouds import VertexRequest
@@ -126,12 +126,25 @@ def test_a_number_is_neither_a_text_nor_a_switch_and_has_its_width(field, right,
         assert f": parameters.{field}: {words}" in str(refusal("native", **{field: value}))
 
 
-@pytest.mark.parametrize("dialect", ["chat", "completion", "responses", "vertex"])
-def test_in_every_dialect_a_body_is_an_object_with_the_field_that_it_needs(dialect):
+NEEDED = {
+    "native": {"inputs"},
+    "chat": {"messages"},
+    "completion": {"prompt"},
+    "responses": {"input"},
+    "messages": {"messages", "max_tokens"},
+    "vertex": {"instances"},
+}
+
+
+@pytest.mark.parametrize("dialect", NEEDED)
+def test_in_every_dialect_a_body_is_an_object_with_the_fields_that_it_needs(dialect):
     for body in (b"[]", b"null", b"5"):
         assert (refusal_of(dialect, body).status, refusal_of(dialect, b"{").status) == (422, 400)
-    error = refusal_of(dialect, b"{}")
-    assert (error.status, error.param in KINDS[ChatRequest] | {"prompt": 0, "input": 0, "instances": 0}) == (422, True)
+    body = DIALECTS[dialect][1]
+    assert body.keys() == NEEDED[dialect]
+    for name in NEEDED[dialect]:
+        error = refusal_of(dialect, {other: body[other] for other in body if other != name})
+        assert (error.status, error.param) == (422, name)
 
 
 # Names
@@ -205,13 +218,18 @@ def test_a_request_with_more_fields_than_any_client_sends_is_refused():
             read(kind, **dict.fromkeys([*names, "another"][: 256 + (kind is Parameters)], 1))
 
 
-@pytest.mark.parametrize("dialect", ["native", "stream", "greedy chat", "completion", "responses"])
+@pytest.mark.parametrize("dialect", ["native", "stream", "greedy chat", "completion", "responses", "messages"])
 def test_null_means_absent(dialect):
-    kinds = {"greedy chat": ChatRequest, "completion": CompletionRequest, "responses": ResponsesRequest}
+    kinds = {
+        "greedy chat": ChatRequest,
+        "completion": CompletionRequest,
+        "responses": ResponsesRequest,
+        "messages": MessagesRequest,
+    }
     kind = kinds.get(dialect, Parameters)
     greedy = {} if kind is Parameters else {"temperature": 0}
     without = job(dialect, **greedy)
-    for name in set(kind.__struct_fields__) - {*greedy, "messages", "prompt", "input"}:
+    for name in set(kind.__struct_fields__) - {*greedy, *DIALECTS[dialect][1]}:
         assert job(dialect, **greedy | {name: None}) == without, name
 
 
