@@ -249,7 +249,7 @@ def floods(target: Target) -> Tries:
     for connection in connections:
         connection.close()
         yield ""
-    stream = json.dumps({"inputs": "a", "parameters": {"max_new_tokens": 200, "ignore_eos_token": True}}).encode()
+    stream = json.dumps({"inputs": "a", "parameters": {"max_new_tokens": 200}}).encode()
     for _ in range(200):
         with socket.create_connection((target.host, target.port)) as client:
             client.sendall(head("POST /generate_stream HTTP/1.1", f"Content-Length: {len(stream)}") + stream)

@@ -259,7 +259,7 @@ def test_two_servers_on_one_machine_do_not_meet_and_a_killed_web_server_ends_its
         assert server.get("/health")[0] == 200
 
 
-def test_the_built_in_model_is_small(server):
+def test_the_built_in_model_is_small():
     assert sum(f.stat().st_size for f in DEMO_MODEL.iterdir()) <= 8_000_000
 
 

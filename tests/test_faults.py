@@ -426,7 +426,7 @@ def test_a_client_that_asks_first_is_told_to_send_or_not_to(server):
 
 def test_requests_sent_ahead_on_one_connection_are_all_answered_in_order(server):
     lengths = [3, 1, 2]
-    given = [{"inputs": "ab", "parameters": {"max_new_tokens": n, "ignore_eos_token": True, "details": True}} for n in lengths]
+    given = [{"inputs": "ab", "parameters": {"max_new_tokens": n, "details": True}} for n in lengths]
     bodies = [json.dumps(body).encode() for body in given]
     with connect(server) as client:
         client.sendall(b"".join(head_of("/generate", body) + body for body in bodies))

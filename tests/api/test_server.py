@@ -90,7 +90,7 @@ def test_a_long_text_is_tokenized_while_others_are_answered(serve):
     assert max(gaps) < taken / 2, f"{max(gaps):.2f} of {taken:.2f} s nobody else could run"
 
 
-def test_a_template_without_an_end_fails_its_chat_and_holds_up_nobody(serve, monkeypatch):
+def test_a_template_without_an_end_fails_its_chat_and_holds_up_nobody(serve):
     served = serve()
     endless = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
     (served.folder / "chat_template.jinja").write_text(endless)

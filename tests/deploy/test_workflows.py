@@ -39,7 +39,7 @@ def test_actions_are_pinned_to_a_commit_and_credentials_are_not_kept():
     assert checkouts and not any(step["with"]["persist-credentials"] for step in checkouts)
 
 
-def test_a_tag_that_is_not_the_version_ends_the_release(tmp_path):
+def test_a_tag_that_is_not_the_version_ends_the_release():
     (step,) = [step for step in WORKFLOWS["release.yml"]["jobs"]["version"]["steps"] if "run" in step]
 
     def run(tag):

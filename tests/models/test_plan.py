@@ -448,7 +448,7 @@ def test_plan_warns_where_a_model_that_can_be_loaded_cannot_be_compiled(run, fol
     assert "of host memory: " not in run("--model-id", model, "--instance", "inf2.8xlarge")[1]
 
 
-def test_plan_recommends_nothing_below_a_useful_length(folder):
+def test_plan_recommends_nothing_below_a_useful_length():
     def recommendation(**settings):
         machines = [INSTANCES[name] for name in ("inf2.xlarge", "inf2.24xlarge")]  # 70B fits with a length of 1024
         lines = list(plan.report("x", SHAPES["Llama-2-70B"], machines, Config(model_id="x", **settings)))

@@ -318,7 +318,7 @@ _kept = {}  # one model for all lengths: building it is what takes long
 
 
 @pytest.mark.parametrize("form", [4, 5])
-def test_a_rotary_base_other_than_the_default_works_in_both_forms_of_the_config(reference, tmp_path, form):  # noqa: F811
+def test_a_rotary_base_other_than_the_default_works_in_both_forms_of_the_config(tmp_path, form):
     """In the form of transformers 5 the library alone would use 10000, which gives wrong text."""
     import transformers
 

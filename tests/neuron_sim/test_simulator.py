@@ -260,15 +260,9 @@ def test_data_on_the_device_cannot_be_used_on_the_host():
         buffer + 1
 
 
-@pytest.mark.parametrize(
-    "call",
-    [
-        pytest.param(lambda model: prefill(model, [7], 1), id="a prompt of one token, which runs as decode"),
-    ],
-)
-def test_a_live_slot_is_damaged_by(reference, call):
+def test_a_prompt_of_one_token_runs_as_decode_and_damages_a_live_slot(reference):
     model = built(reference())
     prefill(model, SHORT, 2)
-    call(model)
+    prefill(model, [7], 1)
     damage = decode(model, [9], [len(SHORT)], [2])[0] - reference().logits([*SHORT, 9])
     assert damage.abs().max() > 1e-2
