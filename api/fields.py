@@ -32,6 +32,7 @@ _NOT_SUPPORTED: list[tuple[Sequence[Any], str]] = [
     ([], "guided_grammar ebnf structural_tag allowed_token_ids logits_processors prompt_logprobs"),
     ([], "truncate_prompt_tokens max_length min_length chat_template documents max_tokens_to_sample"),
     ([], "n_predict num_predict web_search_options"),
+    ([False], "ignore_eos_token ban_eos_token"),
     ([False], "watermark continue_final_message use_beam_search early_stopping include_stop_str_in_output"),
     ([True], "add_generation_prompt skip_special_tokens spaces_between_special_tokens"),
     ([0], "no_repeat_ngram_size mirostat top_a epsilon_cutoff eta_cutoff dry_multiplier xtc_probability"),
