@@ -61,6 +61,19 @@ def serving(info=INFO, config=CONFIG) -> Served:
     return Served(config, info, text())
 
 
+def record_renders(monkeypatch) -> list:
+    """The messages and the options that the chat template gets from now on; it renders "Hi Well" of any."""
+    text()  # probes the template
+    rendered = []
+
+    def render(_, messages, tools, options):
+        rendered.append((messages, options))
+        return "Hi Well"
+
+    monkeypatch.setattr(ChatTemplate, "render", render)
+    return rendered
+
+
 def body_of(dialect, **given):
     body = DIALECTS[dialect][1]
     if dialect not in NATIVE:

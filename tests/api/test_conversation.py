@@ -5,7 +5,7 @@ import re
 from dataclasses import replace
 
 import pytest
-from asked import CONFIG, USER, answer_to, job, refusal, serving
+from asked import CONFIG, USER, answer_to, job, record_renders, refusal, serving
 
 from api.conversation import ROLES
 from text.template import RESERVED, ChatTemplate
@@ -60,19 +60,12 @@ def test_messages_that_cannot_be_read_are_refused_with_the_reason(messages, para
     [('{"a": 1}', {"a": 1}), ({"a": 1}, {"a": 1}), ("", {}), (None, {}), ("nonsense", "nonsense"), ("[" * 9999, "[" * 9999)],
 )
 def test_a_template_gets_the_arguments_of_a_call_as_an_object_where_they_can_be_read(arguments, read, monkeypatch):
-    written = []
-    monkeypatch.setattr("text.template.ChatTemplate.render", lambda _, messages, tools, options: written.append(messages) or "")
+    rendered = record_renders(monkeypatch)
     call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": arguments}}
     prompt_of({"role": "assistant", "content": None, "tool_calls": [call]})
-    ((message,),) = written
+    (((message,), _),) = rendered
     assert message["content"] == ""
     assert message["tool_calls"][0]["function"] == {"name": "f", "arguments": read}
-
-
-@pytest.fixture(scope="module", autouse=True)
-def the_template_is_probed():
-    """A template is probed at its first use, which must not fall under a test that replaces `render`."""
-    prompt_of(USER)
 
 
 CONVERSATIONS = {  # with what the assistant thought before its call
@@ -104,20 +97,18 @@ CONVERSATIONS = {  # with what the assistant thought before its call
 
 @pytest.mark.parametrize("dialect", CONVERSATIONS)
 def test_earlier_thinking_is_given_to_the_template(dialect, monkeypatch):
-    written = []
-    monkeypatch.setattr("text.template.ChatTemplate.render", lambda _, messages, *rest: written.append(messages) or "Hi Well")
+    rendered = record_renders(monkeypatch)
     job(dialect.partition(",")[0], **CONVERSATIONS[dialect])
-    assert written == [[USER, ASSISTANT | {"reasoning_content": "Hm."}, USER]]
+    assert [messages for messages, _ in rendered] == [[USER, ASSISTANT | {"reasoning_content": "Hm."}, USER]]
 
 
 @pytest.mark.parametrize("dialect", ["chat", "responses", "messages"])
 def test_variables_for_the_template_are_the_requests_before_the_servers(dialect, monkeypatch):
-    seen = []
-    monkeypatch.setattr("text.template.ChatTemplate.render", lambda _, messages, tools, options: seen.append(options) or "Hi")
+    rendered = record_renders(monkeypatch)
     config = replace(CONFIG, chat_template_kwargs='{"enable_thinking": false, "style": "brief"}')
     job(dialect, config=config)
     job(dialect, config=config, chat_template_kwargs={"enable_thinking": True, "names": ["a", 1, None]})
-    assert seen == [
+    assert [options for _, options in rendered] == [
         {"enable_thinking": False, "style": "brief"},
         {"enable_thinking": True, "style": "brief", "names": ["a", 1, None]},
     ]

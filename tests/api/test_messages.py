@@ -5,7 +5,7 @@ import logging
 
 import msgspec
 import pytest
-from asked import USER, answer_to, job, refusal, serving
+from asked import USER, answer_to, job, record_renders, refusal, serving
 from fakes.model import EOS
 from openai_api import CHAT, MESSAGES
 from openai_api import whole as asked
@@ -102,6 +102,7 @@ def built(events):
 # Requests
 
 SYSTEM = {"role": "system", "content": "Be brief"}
+PLAIN = [USER, {"role": "assistant", "content": "Yes"}, SYSTEM, USER]
 CALLED = {"id": "toolu_1", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Oslo"}'}}
 TOLD = {"role": "tool", "content": "sun", "tool_call_id": "toolu_1"}
 TOOLS = {"tools": [WEATHER]}
@@ -128,7 +129,7 @@ CHATS = [  # a request, and the chat that it is
     ({}, {"messages": [USER]}),
     ({"system": "Be brief"}, {"messages": [SYSTEM, USER]}),
     ({"system": [{"type": "text", "text": "Be brief"}]}, {"messages": [SYSTEM, USER]}),
-    ({"messages": [USER, {"role": "assistant", "content": "Yes"}, SYSTEM, USER]}, ...),
+    ({"messages": PLAIN}, {"messages": PLAIN}),
     ({"messages": [user(*PARTS)]}, {"messages": [{"role": "user", "content": "H\ni"}]}),
     ({"messages": [{"role": "ctx", "content": "a"}, USER]}, {"messages": [{"role": "user", "content": "a"}, USER]}),
     (
@@ -153,7 +154,10 @@ CHATS = [  # a request, and the chat that it is
             ]
         },
     ),
-    ({"messages": [USER, says(CALL), user({"type": "tool_result", "tool_use_id": "toolu_1"})]}, ...),
+    (
+        {"messages": [USER, says(CALL), user({"type": "tool_result", "tool_use_id": "toolu_1"})]},
+        {"messages": [USER, {"role": "assistant", "content": "", "tool_calls": [CALLED]}, TOLD | {"content": ""}]},
+    ),
     (
         {"messages": [user(IMAGE, PDF, DOCUMENT)]},
         {
@@ -203,10 +207,6 @@ CHATS = [  # a request, and the chat that it is
 
 @pytest.mark.parametrize(("fields", "chat"), CHATS)
 def test_a_request_asks_for_what_a_chat_asks_for(fields, chat):
-    if chat is ...:  # the same, but for what is no part of a chat
-        chat = {"messages": [{**message, "content": message["content"]} for message in fields["messages"]]}
-        if isinstance(chat["messages"][1]["content"], list):
-            chat["messages"][1:] = [{"role": "assistant", "content": "", "tool_calls": [CALLED]}, TOLD | {"content": ""}]
     made = [job("messages", temperature=0, **fields), job("greedy chat", max_tokens=9, **chat)]
     made = [msgspec.structs.replace(each, prompt_name="", limit_name="", grammar_name="") for each in made]
     assert made[0] == made[1]
@@ -217,11 +217,10 @@ def test_a_request_asks_for_what_a_chat_asks_for(fields, chat):
     [("enabled", {"enable_thinking": True}), ("disabled", {"enable_thinking": False}), ("adaptive", {})],
 )
 def test_thinking_is_a_variable_of_the_template(thinking, options, monkeypatch):
-    seen = []
-    monkeypatch.setattr("text.template.ChatTemplate.render", lambda _, messages, tools, options: seen.append(options) or "Hi")
+    rendered = record_renders(monkeypatch)
     job("messages", thinking={"type": thinking, "budget_tokens": 99})
     job("messages", thinking={"type": thinking}, chat_template_kwargs={"enable_thinking": None, "a": [1, "b"]})
-    assert seen == [options, {"enable_thinking": None, "a": [1, "b"]}]
+    assert [seen for _, seen in rendered] == [options, {"enable_thinking": None, "a": [1, "b"]}]
 
 
 REFUSED = {
