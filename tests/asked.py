@@ -96,6 +96,11 @@ def job(dialect="native", info=INFO, config=CONFIG, **given):
     return only
 
 
+def nameless(job):
+    """The job without the names that its dialect has for fields, which its errors speak of."""
+    return msgspec.structs.replace(job, prompt_name="", limit_name="", grammar_name="")
+
+
 def refusal_of(dialect, body, info=INFO, config=CONFIG) -> ApiError:
     with pytest.raises(ApiError) as refused:
         answer_to(dialect, body, info, config)

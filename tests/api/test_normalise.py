@@ -74,6 +74,37 @@ def test_every_word_of_every_role_and_part_is_in_the_prompt(name):
         assert not lost, json.dumps(messages, indent=1)
 
 
+def said(*pairs):
+    roles = {"s": "system", "u": "user", "a": "assistant"}
+    return [{"role": roles[role], "content": content} for role, content in pairs]
+
+
+@pytest.mark.parametrize(
+    ("lacking", "chat", "written"),
+    [
+        (["users"], said("uA", "uB", "aC", "uD"), said(("u", "A\n\nB"), "aC", "uD")),
+        (["assistants"], said("uA", "aB", "aC", "uD"), said("uA", ("a", "B\n\nC"), "uD")),
+        (["several_system"], said("sA", "sB", "uC"), said(("s", "A\n\nB"), "uC")),
+        (["later_system"], said("uA", "aB", "sC", "uD"), said("sC", "uA", "aB", "uD")),
+        (["later_system", "several_system"], said("sA", "uB", "sC", "uD"), said(("s", "A\n\nC"), "uB", "uD")),
+        (["system"], said("sA", "sB", "uC", "aD", "uE"), said(("u", "A\n\nB\n\nC"), "aD", "uE")),
+        (["system"], said("sA"), said("uA")),
+        (["system_always"], said("sA", "uB", "aC"), said(("u", "A\n\nB"), "aC")),
+    ],
+)
+def test_texts_that_a_template_takes_in_one_message_have_a_blank_line_between_them(lacking, chat, written):
+    assert normalised(chat, None, Traits(**dict.fromkeys(lacking, False))) == written
+    assert normalised(chat, None, Traits()) == chat
+
+
+def test_neighbours_that_become_one_keep_what_was_thought_and_called():
+    calls = [{"id": str(n), "type": "function", "function": {"name": "f", "arguments": {}}} for n in (1, 2)]
+    one = {"role": "assistant", "content": "A", "reasoning_content": "Hm.", "tool_calls": calls[:1]}
+    other = {"role": "assistant", "content": "", "reasoning_content": "So.", "tool_calls": calls[1:]}
+    joined = {"role": "assistant", "content": "A", "reasoning_content": "Hm.\n\nSo.", "tool_calls": calls}
+    assert normalised([one, other], None, Traits(assistants=False)) == [joined]
+
+
 @pytest.mark.parametrize("name", TEMPLATES)
 def test_a_chat_that_every_template_takes_is_left_as_it_is(name):
     messages = [{"role": role, "content": f"text {n}"} for n, role in enumerate(["user", "assistant", "user"])]
