@@ -80,6 +80,7 @@ class ApiError(Exception):
     def outcome(self) -> str:
         """The label of TGI's metric of failed requests."""
         labels = {
+            "validation": "validation",
             "overloaded": "overloaded",
             "template_error": "template",
             "incomplete_generation": "incomplete",

@@ -20,6 +20,8 @@ ERRORS = [  # the error, its status, when to come again, TGI's body, OpenAI's ty
     (end_error("cancelled"), 500, None, "Incomplete generation", "incomplete_generation", "server_error", "incomplete"),
     (end_error("overloaded"), 429, 1, "Model is overloaded", "overloaded", "rate_limit_error", "overloaded"),
     (end_error("dead"), 503, 5, "The model cannot take requests now: dead", "unavailable", "server_error", "generation"),
+    (ApiError(408, "timeout", "late"), 408, None, "late", "timeout", "invalid_request_error", "validation"),
+    (ApiError(501, "validation", "no"), 501, None, "no", "validation", "server_error", "validation"),
     (ApiError(422, "template_error", "no"), 422, None, "no", "template_error", "invalid_request_error", "template"),
 ]
 
