@@ -362,10 +362,16 @@ def test_an_error_has_anthropics_shape_type_and_status(served, send, status, kin
     ("status", "own", "kind"),
     [
         (401, 401, "authentication_error"),
+        (404, 404, "not_found_error"),
         (405, 404, "not_found_error"),
+        (408, 400, "invalid_request_error"),
+        (413, 413, "request_too_large"),
+        (415, 400, "invalid_request_error"),
+        (422, 400, "invalid_request_error"),
         (424, 500, "api_error"),
         (429, 529, "overloaded_error"),
         (500, 500, "api_error"),
+        (501, 400, "invalid_request_error"),
         (503, 529, "overloaded_error"),
     ],
 )
