@@ -65,6 +65,37 @@ def test_a_chat_streams_its_answer_and_tells_its_speed(page, server):
     assert page.texts("h1") == ["neuron-textgen/demo"]
 
 
+def test_the_settings_that_are_filled_in_reach_the_request_and_no_others(chat):
+    settings = {"temperature": 0.5, "top_p": 0.25, "max_tokens": 7, "seed": 42}
+    stream = {"stream": True, "stream_options": {"include_usage": True}}
+    chat.ask("Hello", **settings)
+    answer = chat.next_answer()
+    answer.end()
+    chat.wait_for_end()
+    assert answer.body == {"messages": [{"role": "user", "content": "Hello"}]} | stream | settings
+    for name in settings:
+        chat.type(name, "")
+    chat.ask("Again")
+    answer = chat.next_answer()
+    answer.end()
+    chat.wait_for_end()
+    assert answer.body.keys() == {"messages", *stream}
+
+
+def test_a_model_without_a_chat_template_continues_texts(browser, scripted):
+    page = Page(browser, scripted.url_without_chats, scripted.answers)
+    assert page.texts("#prompt-label") == ["Text to continue"]
+    assert not page.find("#system")[0].is_displayed()
+    page.ask("Once upon")
+    answer = page.next_answer()
+    assert (answer.path, answer.body["prompt"]) == ("/v1/completions", "Once upon") and "messages" not in answer.body
+    answer.write_text(" a time")
+    answer.end()
+    page.wait_for_end()
+    assert page.texts(SOME) == ["a time"]
+    assert page.violations() == []
+
+
 # Clicks as soon as there is text: the driver of the browser may be slower than the answer.
 CLICK_STOP = """
 const click = () => document.querySelector("article.assistant .text")?.textContent && document.querySelector("#stop").click()

@@ -1,5 +1,6 @@
 """Health, metrics and the page: what a web process tells of itself while the worker boots, hangs or is gone."""
 
+import pytest
 from served import wait_until
 
 
@@ -31,6 +32,17 @@ def test_without_a_worker_there_are_no_metrics_and_it_is_told(booting):
     booting.link.close()
     wait_until(lambda: booting.seen.phase == "dead")
     assert booting.client.get("/metrics").status_code == 503
+
+
+@pytest.mark.parametrize("is_chat", [True, False])
+def test_the_page_knows_the_model_and_whether_it_has_a_chat_template(booting, is_chat):
+    if not is_chat:
+        (booting.folder / "chat_template.jinja").unlink()
+    browser = {"Accept": "text/html"}
+    assert "<body>" in booting.client.get("/", headers=browser).get_data(as_text=True), "it is not known yet"
+    booting.get_ready()
+    shown = booting.client.get("/", headers=browser).get_data(as_text=True)
+    assert f'<body data-model="m" data-chats="{str(is_chat).lower()}">' in shown
 
 
 def test_the_page_loads_nothing_from_elsewhere_and_can_be_left_out(serve):

@@ -7,18 +7,27 @@ from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 
 from api.status import PAGE, PAGE_POLICY
 
+WITHOUT_CHATS = "without-chats.html"
+
 
 class Answer:
     """The answer to a request of the page."""
 
-    def __init__(self, body):
+    def __init__(self, path, body):
+        self.path = path
         self.body = body
-        self.asked = [message["content"] for message in body["messages"]]
         self.status = 200  # set before the first piece
         self.pieces = queue.Queue()
 
+    @property
+    def asked(self):
+        return [message["content"] for message in self.body["messages"]]
+
     def write(self, content=None, **delta):
         self._send({"choices": [{"delta": {"content": content} | delta}]})
+
+    def write_text(self, text):
+        self._send({"choices": [{"text": text}]})
 
     def end(self, tokens=2):
         self._send({"choices": [{"delta": {}, "finish_reason": "stop"}]})
@@ -42,6 +51,7 @@ class ChatServer(ThreadingHTTPServer):
     def __init__(self):
         super().__init__(("127.0.0.1", 0), Handler)
         self.url = f"http://127.0.0.1:{self.server_port}/page.html"
+        self.url_without_chats = f"http://127.0.0.1:{self.server_port}/{WITHOUT_CHATS}"
         self.answers = queue.Queue()  # to the requests, as they come
 
     def __enter__(self):
@@ -61,8 +71,16 @@ class Handler(SimpleHTTPRequestHandler):
         self.send_header("Content-Security-Policy", PAGE_POLICY)
         super().end_headers()
 
+    def do_GET(self):
+        if not self.path.endswith(WITHOUT_CHATS):
+            return super().do_GET()
+        self.send_response(200)
+        self.send_header("Content-Type", "text/html")
+        self.end_headers()
+        self.wfile.write(PAGE.read_bytes().replace(b"<body>", b'<body data-chats="false">'))
+
     def do_POST(self):
-        answer = Answer(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
+        answer = Answer(self.path, json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
         self.server.answers.put(answer)
         piece = answer.pieces.get()
         self.send_response(answer.status)
