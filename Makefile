@@ -1,4 +1,5 @@
-# make run           serves on port 8080; settings come as variables: PORT=8081 MODEL_ID=... ARGS="--max-batch-size 8"
+# make run           serves on port 8080; MODEL=smollm2 a real model that is small enough for any CPU, MODEL=... any other;
+#                    settings come as variables: PORT=8081 ARGS="--max-batch-size 8"
 # make test          runs the tests
 # make test-fast     runs those that start no server, load no model and try no random examples
 # make test-clients  runs the real clients against the real server: huggingface_hub, openai, boto3 and others
@@ -52,7 +53,7 @@ RAY_BIN := $(abspath $(VENV)-ray)/bin
 RAY := $(shell sed -n 's/^ray = \[\(.*\)\].*/\1/p' pyproject.toml | tr -d ',')
 
 run: $(VENV)/run.installed
-	@PATH="$(BIN):$$PATH" exec ./entrypoint.sh serve $(ARGS)
+	@PATH="$(BIN):$$PATH" exec ./entrypoint.sh serve $(if $(MODEL),--model-id $(MODEL)) $(ARGS)
 
 # Three at a time on two processors: many tests start servers, and wait for them.
 test: $(VENV)/test.installed $(VENV)/templates/installed

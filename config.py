@@ -30,13 +30,17 @@ from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
 import logs
-from manifest import Manifest
+from manifest import Manifest, has_gguf
 from run import HERE, ConfigError, check_limits, explained, run_dir
 
 VERSION = "0.2.0"  # the same as in pyproject.toml (tested)
 DEMO_MODEL = HERE / "demo" / "model"
+TRIAL_MODEL = "smollm2"  # a name of this server's own for SmolLM2-135M-Instruct
 SAGEMAKER_MODEL = Path("/opt/ml/model")  # where SageMaker unpacks an endpoint's model
+# Of the context length, where it is not given: at least so many tokens, or what the model has, and more where
+# the keys and values of all slots take at most this share of the memory.
 DEFAULT_MAX_TOTAL_TOKENS = 2048
+MEMORY_SHARE = 1 / 4
 DEFAULT_BATCH_SIZE = 4
 DEVICE_TOP_K = 256  # most tokens that a device samples from, with SAMPLING=device
 # The names in FORMATS of text/tool_formats.py (tested).
@@ -241,8 +245,15 @@ class Config:
     model_id: str = setting(
         str(DEMO_MODEL),
         "MODEL_ID HF_MODEL_ID",
-        "Model to serve: a hub id or a local folder.",
+        "Model to serve: a hub id, a local folder, a GGUF file (a path, or owner/name:file.gguf on the hub), "
+        f"or {TRIAL_MODEL}, a real model that is small enough for any CPU.",
         shown="the model in /opt/ml/model (SageMaker), else the built-in demonstration model",
+    )
+    served_model_name: str | None = setting(
+        None,
+        "SERVED_MODEL_NAME",
+        "The model's name in answers and in /v1/models. Requests may name any.",
+        shown="model_id",
     )
     revision: str | None = setting(
         None,
@@ -357,8 +368,9 @@ class Config:
         "MAX_TOTAL_TOKENS HF_SEQUENCE_LENGTH",
         "Longest prompt plus completion, in tokens: the context length of a slot.",
         parse=_from_2,
-        shown=f"the model's context length, at most {DEFAULT_MAX_TOTAL_TOKENS}; on Neuron what fits, up to "
-        "4096",
+        shown="the model's context length, or the largest power of two for which the keys and values of "
+        f"all slots fit into a quarter of the memory, at least {DEFAULT_MAX_TOTAL_TOKENS}; on Neuron what "
+        "fits, up to 4096",
     )
     max_batch_total_tokens: int | None = setting(
         None,
@@ -614,20 +626,26 @@ class Config:
 
     @property
     def model_name(self) -> str:
-        """The model's id for clients; for the built-in model not its path."""
-        return "neuron-textgen/demo" if self.is_demo else self.model_id
+        """The model's name for clients; of the built-in model not its path."""
+        return self.served_model_name or ("neuron-textgen/demo" if self.is_demo else self.model_id)
 
     @property
     def is_local(self) -> bool:
-        """Whether the model is a folder, or a path that does not exist and cannot be a hub id."""
-        is_path = self.model_id.startswith(("/", "./", "../", "~")) or self.model_id.count("/") > 1
-        return is_path or os.path.isdir(self.model_id)
+        """Whether the model is a folder or file, or a path that does not exist and cannot be a hub id."""
+        repository = self.model_id.partition(":")[0]
+        is_path = self.model_id.startswith(("/", "./", "../", "~")) or repository.count("/") > 1
+        return is_path or os.path.exists(self.model_id)
 
-    def with_manifest(self, manifest: Manifest) -> Config:
-        """With the limits that are not set taken from the model. Raises ConfigError for a limit that the
-        model cannot meet."""
+    @property
+    def is_gguf(self) -> bool:
+        """Whether the model is a GGUF file: a path, or `owner/name:file.gguf` on the hub."""
+        return self.model_id.endswith(".gguf")
+
+    def with_manifest(self, manifest: Manifest, memory_bytes: int | None = None) -> Config:
+        """With the limits that are not set taken from the model and from `memory_bytes`, what the device has.
+        Raises ConfigError for a limit that the model cannot meet."""
         window = manifest.max_positions
-        total = self.max_total_tokens or min(window or DEFAULT_MAX_TOTAL_TOKENS, DEFAULT_MAX_TOTAL_TOKENS)
+        total = self.max_total_tokens or self._default_length(manifest, memory_bytes)
         if window and total > window:
             raise ConfigError(
                 f"--max-total-tokens {total} (MAX_TOTAL_TOKENS) is more than the {window} positions that "
@@ -639,6 +657,18 @@ class Config:
             max_total_tokens=total,
             max_input_tokens=self.max_input_tokens or total - 1,
         )
+
+    def _default_length(self, manifest: Manifest, memory_bytes: int | None) -> int:
+        """`max_total_tokens` where it is not set."""
+        longest = manifest.steady_positions or DEFAULT_MAX_TOTAL_TOKENS
+        slots = self.max_batch_size or DEFAULT_BATCH_SIZE
+        fitting = DEFAULT_MAX_TOTAL_TOKENS
+        if memory_bytes and manifest.kv_bytes:
+            fitting = int(memory_bytes * MEMORY_SHARE) // manifest.kv_bytes // slots
+        if self.max_batch_total_tokens:
+            fitting = min(fitting, self.max_batch_total_tokens // slots)
+        power = 1 << max(fitting, 1).bit_length() - 1
+        return min(longest, max(power, DEFAULT_MAX_TOTAL_TOKENS))
 
     def slots(self, length: int, default: int) -> int:
         """How many slots of `length` tokens `max_batch_size`, else `default`, and `max_batch_total_tokens`
@@ -826,7 +856,7 @@ def parse(argv: Sequence[str], environ: Mapping[str, str]) -> Config:
     if "model_id" not in values and (SAGEMAKER_MODEL / "config.json").is_file():
         values["model_id"] = str(SAGEMAKER_MODEL)
     config = Config(**values)
-    if config.is_local:
+    if config.is_local and not has_gguf(Path(config.model_id).expanduser()):
         Manifest.read(config.model_id)
     return config
 

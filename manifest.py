@@ -17,6 +17,7 @@ from run import ConfigError
 WEIGHTS = ("*.safetensors", "*.bin", "*.bin/*")
 COMPUTED = 100_000_000  # parameters that need no file, such as tables of positions
 CONTEXT_LENGTHS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length")
+STRETCHED = ("dynamic", "longrope")  # kinds of rope whose positions depend on the longest sequence
 
 
 @dataclass(frozen=True)
@@ -28,6 +29,31 @@ class Manifest:
     eos_token_ids: tuple[int, ...]
     is_compiled: bool = False  # for Neuron
     config_json: Mapping[str, Any] = field(default_factory=dict, compare=False, repr=False)  # all of it
+
+    @property
+    def text_config(self) -> Mapping[str, Any]:
+        """Of a model for images and text, the part about text."""
+        return self.config_json.get("text_config") or self.config_json
+
+    @property
+    def steady_positions(self) -> int | None:
+        """The context length, or the length up to which positions do not depend on the longest sequence."""
+        rope = self.text_config.get("rope_parameters") or self.text_config.get("rope_scaling")
+        if not isinstance(rope, dict) or (rope.get("rope_type") or rope.get("type")) not in STRETCHED:
+            return self.max_positions
+        original = "original_max_position_embeddings"
+        return rope.get(original) or self.text_config.get(original) or self.max_positions
+
+    @property
+    def kv_bytes(self) -> int | None:
+        """Bytes of the keys and values of a token, in float32; None where config.json does not say."""
+        facts = self.text_config
+        try:
+            heads = facts["num_attention_heads"]
+            size = facts.get("head_dim") or facts["hidden_size"] // heads
+            return 2 * 4 * size * (facts.get("num_key_value_heads") or heads) * facts["num_hidden_layers"]
+        except (KeyError, TypeError, ZeroDivisionError):
+            return None
 
     @classmethod
     def read(cls, folder: str | Path) -> Manifest:
@@ -75,6 +101,13 @@ def read_json(path: Path, required: bool = False) -> dict[str, Any]:
     if not isinstance(data, dict):
         raise ConfigError(f"{path} should hold a JSON object, not {type(data).__name__}")
     return data
+
+
+def has_gguf(path: Path) -> bool:
+    """Whether a path is a GGUF file, or a folder with one in the place of an ordinary checkpoint."""
+    if path.is_file():
+        return path.suffix == ".gguf"
+    return not (path / "config.json").exists() and any(path.glob("*.gguf"))
 
 
 def check_weights(parameters: int, folder: Path) -> None:

@@ -16,7 +16,9 @@ from typing import TYPE_CHECKING
 from config import Config
 from manifest import Manifest
 from models.base import ModelError, StaticBatchModel
-from models.fetch import SAFETENSORS, fetch, fetch_weights
+from models.fetch import SAFETENSORS, fetch_weights
+from models.gguf import fetch_checkpoint_of
+from models.machine import host_memory
 from run import run_dir
 
 if TYPE_CHECKING:
@@ -77,7 +79,7 @@ def prepare(config: Config) -> Prepared:
 
     Raises ConfigError or ModelError, with the reason in one line, for what cannot be served.
     """
-    folder, sha = fetch(config)
+    config, folder, sha = fetch_checkpoint_of(config)
     manifest = Manifest.read(folder)
     device = choose_device(config.device)
     if device == "neuron":
@@ -91,7 +93,16 @@ def prepare(config: Config) -> Prepared:
             f"{config.model_name} is compiled for Neuron, and this server runs on {device}; give its "
             "checkpoint"
         )
-    return Prepared(config.with_manifest(manifest), device, folder, sha, manifest)
+    config = config.with_manifest(manifest, _memory_bytes(device))
+    return Prepared(config, device, folder, sha, manifest)
+
+
+def _memory_bytes(device: str) -> int | None:
+    if device == "cpu":
+        return host_memory()
+    import torch
+
+    return torch.cuda.mem_get_info()[1]
 
 
 def _refuse_neuron_settings(config: Config, device: str) -> None:

@@ -27,7 +27,8 @@ from config import Config
 from manifest import Manifest
 from models import artifact
 from models.base import ModelError
-from models.fetch import SPLIT_WEIGHTS, fetch
+from models.fetch import SPLIT_WEIGHTS
+from models.gguf import fetch_checkpoint_of
 from models.machine import detect
 from models.neuron_build import Build, make_compiled
 from run import ConfigError
@@ -42,7 +43,7 @@ def compile_model(config: Config, output: Path) -> None:
         raise ConfigError(f"--output {output} exists and is not empty; name another folder, or remove it")
     if output.is_symlink() or output.is_mount():  # cannot be replaced by the finished folder
         raise ConfigError(f"--output {output} is a symbolic link or a mount point; name a folder in it")
-    folder, commit = fetch(config)
+    config, folder, commit = fetch_checkpoint_of(config)
     manifest = Manifest.read(folder)
     if manifest.is_compiled:
         raise ConfigError(

@@ -7,10 +7,11 @@ only config.json. Works with huggingface_hub 0.36 and 2.x, needs no torch, and d
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from config import Config
@@ -32,18 +33,38 @@ STATUSES = {
 
 def fetch(config: Config, files: Sequence[str] = METADATA) -> tuple[Path, str | None]:
     """The model's folder with all `files` but the weights, and its commit on the hub (None for a local
-    one)."""
+    one).
+
+    Of a model in GGUF, `owner/name:file.gguf` or a path, it returns the file instead of a folder.
+    """
     if config.is_local:
         return Path(config.model_id).expanduser(), None
+    repository, _, file = config.model_id.partition(":")
+    if file:
+        folder = _download(config, repository, config.revision, [file])
+        if not (folder / file).is_file():
+            raise ModelError(f"{repository} holds no file {file}")
+        return folder / file, folder.name
     patterns = [*files, "*.py"] if config.trust_remote_code else files
-    folder = _download(config, config.model_id, config.revision, patterns)
+    folder = _download(config, repository, config.revision, patterns)
     return folder, folder.name
+
+
+def list_files(config: Config, ending: str) -> list[str]:
+    """The files of a model on the hub with this ending. Raises ModelError."""
+    from huggingface_hub import HfApi
+
+    with _hub_errors(config.model_id, config.revision):
+        names = HfApi(token=_token()).list_repo_files(config.model_id, revision=config.revision)
+    return [name for name in names if name.endswith(ending)]
 
 
 def fetch_weights(config: Config, folder: Path, formats: Sequence[str] = WEIGHTS) -> Path:
     """The folder that `fetch` returned, with the weights in it, downloaded if necessary, in the first format
     that there is."""
-    return folder if config.is_local else _with_weights(config, config.model_id, folder, formats)
+    if config.is_local or config.is_gguf:
+        return folder
+    return _with_weights(config, config.model_id, folder, formats)
 
 
 def fetch_checkpoint(config: Config, model_id: str, revision: str | None) -> Path:
@@ -70,22 +91,31 @@ def _download(config: Config, model_id: str, revision: str | None, patterns: Seq
     """The folder of a model on the hub with all files that match. Raises ModelError where that fails."""
     from huggingface_hub import snapshot_download
 
-    _quiet_hub_library()
-    # The library reads these itself; HF_API_TOKEN is TGI's older name.
-    has_token = os.environ.get("HF_TOKEN") or os.environ.get("HUGGING_FACE_HUB_TOKEN")
-    with (
-        reported_as(f"{model_id} cannot be downloaded", lambda error: _explain(error, revision)),
-        progress_logged(f"downloading {model_id}"),
-    ):
+    with _hub_errors(model_id, revision), progress_logged(f"downloading {model_id}"):
         folder = snapshot_download(
             model_id,
             revision=revision,
-            token=None if has_token else os.environ.get("HF_API_TOKEN") or None,
+            token=_token(),
             cache_dir=config.huggingface_hub_cache,
             allow_patterns=patterns,
             ignore_patterns=None if all("/" in pattern for pattern in patterns) else OTHER_FORMATS,
         )
     return Path(folder)
+
+
+def _token() -> str | None:
+    """Of TGI's older name; None: the library reads the other names itself."""
+    if os.environ.get("HF_TOKEN") or os.environ.get("HUGGING_FACE_HUB_TOKEN"):
+        return None
+    return os.environ.get("HF_API_TOKEN") or None
+
+
+@contextlib.contextmanager
+def _hub_errors(model_id: str, revision: str | None) -> Iterator[None]:
+    """Turns what the hub's library raises into a ModelError of one line."""
+    _quiet_hub_library()
+    with reported_as(f"{model_id} cannot be downloaded", lambda error: _explain(error, revision)):
+        yield
 
 
 def _quiet_hub_library() -> None:

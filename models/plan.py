@@ -526,6 +526,10 @@ def main(argv: Sequence[str]) -> int:
     try:
         options, flags = parser.parse_known_args(argv)
         config = configuration.parse(flags, os.environ)
+        if config.is_gguf:
+            raise ConfigError(
+                "plan reads a config.json; give the checkpoint that the GGUF file was made from"
+            )
         folder, _commit = fetch(config, ["config.json"])
         config_json = read_json(folder / "config.json", required=True)
         shape = Shape.from_config(config_json)

@@ -37,6 +37,7 @@ VALUES = {
     "max_batch_total_tokens": [("7000", 7000), ("9000", 9000)],
     "queue_threshold_ms": [("120", 120), ("0", 0)],
     "prefill_buckets": [("7", (7,)), ("9, 8,9", (8, 9))],
+    "served_model_name": [("mine", "mine"), ("a/b", "a/b")],
     "position_buckets": [("7", (7,)), ("9,8", (8, 9))],
     "prefill_chunk": [("0", 0), ("64", 64)],
     "sampling": [("host", "host"), ("device", "device")],
@@ -479,6 +480,33 @@ def test_what_is_left_open_is_taken_from_the_model(argv, window, total, longest_
     got = of(*argv).with_manifest(Manifest("llama", window, ()))
     assert (got.max_total_tokens, got.max_input_tokens, got.max_batch_size) == (total, longest_input, DEFAULT_BATCH_SIZE)
     assert dataclasses.replace(got, max_total_tokens=None, max_input_tokens=None, max_batch_size=None) == of()
+
+
+GIB = 1 << 30
+# 16 layers of 8 heads of keys and of values, of 64 numbers in float32: 64 KiB a token.
+SHAPE = {"num_hidden_layers": 16, "num_attention_heads": 32, "num_key_value_heads": 8, "hidden_size": 2048}
+LONGROPE = {"rope_scaling": {"type": "longrope"}, "original_max_position_embeddings": 4096}
+
+
+@pytest.mark.parametrize(
+    ("argv", "facts", "memory", "total"),
+    [
+        ([], SHAPE, 64 * GIB, 65_536),
+        ([], SHAPE, 63 * GIB, 32_768),
+        ([], SHAPE, 1024 * GIB, 131_072),  # what the model has
+        ([], SHAPE, GIB, DEFAULT_MAX_TOTAL_TOKENS),
+        (["--max-batch-size", "16"], SHAPE, 64 * GIB, 16_384),
+        (["--max-batch-total-tokens", "40000"], SHAPE, 64 * GIB, 8192),
+        (["--max-total-tokens", "3000"], SHAPE, 64 * GIB, 3000),
+        ([], SHAPE | LONGROPE, 64 * GIB, 4096),
+        ([], {"text_config": SHAPE}, 64 * GIB, 65_536),
+        ([], {}, 64 * GIB, DEFAULT_MAX_TOTAL_TOKENS),
+        ([], SHAPE, None, DEFAULT_MAX_TOTAL_TOKENS),
+    ],
+)
+def test_the_context_length_is_the_models_where_a_quarter_of_the_memory_holds_it_in_all_slots(argv, facts, memory, total):
+    manifest = Manifest("llama", 131_072, (), config_json=facts)
+    assert of(*argv).with_manifest(manifest, memory).max_total_tokens == total
 
 
 @pytest.mark.parametrize(

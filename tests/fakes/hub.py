@@ -15,6 +15,9 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from urllib.parse import parse_qs, unquote, urlsplit
 
+from huggingface_hub.utils import _http
+
+forget_connections = getattr(_http, "close_session", None) or _http.reset_sessions  # the latter in 0.36
 READER, STRANGER = "hf_ThisOneMayReadEverything", "hf_ThisOneHasNoAccess"  # the tokens that it knows
 LARGE = (".safetensors", ".bin", ".neff")  # kept apart from the repository, on the other host
 WAIT_S = 60

@@ -17,9 +17,8 @@ from pathlib import Path
 
 import huggingface_hub
 import pytest
-from fakes.hub import READER, STRANGER, Hub
-from huggingface_hub import constants, file_download
-from huggingface_hub.utils import _http
+from fakes.hub import READER, STRANGER, forget_connections
+from huggingface_hub import constants
 from processes import Server, wait_until
 
 import models
@@ -45,37 +44,8 @@ NEVER = [
 ]
 
 
-forget_connections = getattr(_http, "close_session", None) or _http.reset_sessions  # the latter in 0.36
-
-
 def files(*groups, **contents):
     return {name: f"the content of {name}".encode() for group in groups for name in group} | contents
-
-
-@pytest.fixture
-def hub(tmp_path, monkeypatch):
-    with Hub() as hub:
-        for name in ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "HF_API_TOKEN", "HF_HUB_OFFLINE"):
-            monkeypatch.delenv(name, raising=False)
-        for name, value in hub.environment(tmp_path).items():
-            monkeypatch.setenv(name, value)
-        # The library read its environment when it was imported.
-        for name, value in {
-            "ENDPOINT": hub.endpoint,
-            "HF_HUB_CACHE": str(tmp_path / "hub"),
-            "HF_TOKEN_PATH": str(tmp_path / "token"),
-            "HF_HUB_OFFLINE": False,
-            "HF_HUB_DISABLE_TELEMETRY": True,
-            "HF_HUB_DISABLE_XET": True,
-        }.items():
-            monkeypatch.setattr(constants, name, value)
-        for module in (constants, file_download):  # 0.36 has it in both
-            if hasattr(module, "HUGGINGFACE_CO_URL_TEMPLATE"):
-                template = hub.endpoint + "/{repo_id}/resolve/{revision}/{filename}"
-                monkeypatch.setattr(module, "HUGGINGFACE_CO_URL_TEMPLATE", template)
-        forget_connections()
-        yield hub
-        forget_connections()
 
 
 @pytest.fixture

