@@ -117,6 +117,21 @@ SEARCHED = [
 ]
 
 
+FOREIGN = [
+    "redacted_thinking",
+    "server_tool_use",
+    "web_search_tool_result",
+    "web_fetch_tool_result",
+    "code_execution_tool_result",
+    "bash_code_execution_tool_result",
+    "text_editor_code_execution_tool_result",
+    "tool_search_tool_result",
+    "mcp_tool_use",
+    "mcp_tool_result",
+    "container_upload",
+]
+
+
 def user(*content):
     return {"role": "user", "content": list(content)}
 
@@ -209,6 +224,14 @@ CHATS = [  # a request, and the chat that it is
 def test_a_request_asks_for_what_a_chat_asks_for(fields, chat):
     made = [job("messages", temperature=0, **fields), job("greedy chat", max_tokens=9, **chat)]
     assert nameless(made[0]) == nameless(made[1])
+
+
+@pytest.mark.parametrize("kind", FOREIGN)
+def test_a_block_that_only_anthropics_servers_mean_is_left_out_of_every_message(kind):
+    block = {"type": kind, "id": "x", "name": "x", "input": {}, "tool_use_id": "x", "content": "unseen", "data": "x"}
+    given = [user(block, *PARTS), says(*PARTS, block), user(*PARTS)]
+    left = [user(*PARTS), says(*PARTS), user(*PARTS)]
+    assert job("messages", messages=given, temperature=0) == job("messages", messages=left, temperature=0)
 
 
 @pytest.mark.parametrize(

@@ -101,6 +101,22 @@ OUTPUT = {"type": "function_call_output", "output": "sun"}
 FUNCTION = {"name": "weather", "arguments": '{"city":"Oslo"}'}
 CALLS_OF = {name: {"id": name, "type": "function", "function": FUNCTION} for name in ("call_1", "call_2")}
 SYSTEM = {"role": "system", "content": "Be brief"}
+FOREIGN = [
+    "web_search_call",
+    "file_search_call",
+    "code_interpreter_call",
+    "image_generation_call",
+    "computer_call",
+    "computer_call_output",
+    "tool_search_call",
+    "tool_search_output",
+    "mcp_list_tools",
+    "mcp_approval_request",
+    "mcp_approval_response",
+    "mcp_call",
+    "compaction",
+    "reasoning",
+]
 TOOLS = {"tools": [WEATHER]}
 NESTED_TOOLS = {"tools": [NESTED]}
 NAMED = {"type": "function", "function": {"name": "weather"}}
@@ -170,7 +186,7 @@ CHATS = [  # a request, and the chat that it is
         {"store": True, "truncation": "auto", "prompt_cache_key": "x", "client_metadata": {"a": "b"}, "safety_identifier": "x"},
         {},
     ),
-    ({"input": [USER, *({"type": kind} for kind in ("web_search_call", "compaction", "mcp_call", "reasoning"))]}, {}),
+    ({"input": [USER, *({"type": kind} for kind in FOREIGN)]}, {}),
     ({"input": [{"role": "user", "content": [PARTS[0], IMAGE]}]}, {"messages": [{"role": "user", "content": "H" + UNSEEN}]}),
     (
         {
