@@ -13,11 +13,13 @@ from fakes.model import EOS
 from fakes.tokenizer import VOCABULARY, byte_tokenizer
 
 from api import chat, clouds, completions, fields, messages, responses, tgi
+from api.answer import Sequence
 from api.errors import OPENAI, TGI, ApiError
-from api.job import ModelText, Served
+from api.job import ModelText, Prompt, Served
 from api.types import encode
 from config import Config
-from protocol import ModelInfo
+from protocol import ModelInfo, Token
+from text.reader import Reading
 from text.template import ChatTemplate
 from text.tokenizer import Tokenizer
 from text.tool_formats import FORMATS, ModelTools
@@ -32,6 +34,8 @@ TEMPLATE = (
     "{{ m.tool_calls | tojson if m.tool_calls }}{{ m.name }}{{ m.tool_call_id }};{% endfor %}a:"
 )
 USER = {"role": "user", "content": "Hi"}
+# Two calls of `weather`, as a model with Hermes' format writes them.
+CALLS = [f'<tool_call>\n{{"name": "weather", "arguments": {{"city":"{city}"}}}}\n</tool_call>' for city in ("Oslo", "Rome")]
 # The dialects, each with a body that a request's fields are added to; native ones have theirs in `parameters`.
 DIALECTS = {
     "native": (tgi.generate, {"inputs": "Hello"}),
@@ -122,3 +126,25 @@ def as_openai(error):
 def assert_invalid(error: ApiError, detail: str) -> None:
     assert (error.status, error.error_type) == (422, "validation")
     assert str(error) == f"Input validation error: {detail}"
+
+
+def thinking_of(job, thinking):
+    """The job of a model whose thinking begins so."""
+    return msgspec.structs.replace(job, reading=Reading(job.reading.calls, thinking))
+
+
+def written(answer, text, finish_reason):
+    """The answer to one job whose model writes `text`, a byte a token: the stream as text, or the object."""
+    (asked_for,) = answer.jobs
+    answer.request_id = "r"
+    ids = answer.tokenizer.encode(text) + [EOS] * (finish_reason == "eos_token")
+    sequence = Sequence(answer.tokenizer, Prompt(asked_for, [1], 999), 0, 0)
+    stream = b""
+    for n, token in enumerate(ids, 1):
+        pieces = sequence.take(Token(1, token, 0.0, [], finish_reason if n == len(ids) else None))
+        sequence.keep(pieces)
+        if answer.streams:
+            stream += answer.events(sequence, pieces)
+    if answer.streams:
+        return (stream + answer.closing([sequence])).decode()
+    return json.loads(encode(answer.whole([sequence])))

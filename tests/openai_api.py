@@ -2,10 +2,6 @@
 
 import json
 
-import numpy as np
-from fakes.model import next_logits
-from fakes.tokenizer import VOCABULARY
-
 CHAT = "/v1/chat/completions"
 COMPLETION = "/v1/completions"
 RESPONSES = "/v1/responses"
@@ -50,9 +46,3 @@ def text_of(choice):
 
 def streamed_text(stream, index=0):
     return "".join(text_of(choice) for chunk in stream for choice in chunk["choices"] if choice["index"] == index)
-
-
-def log_softmax(tokens):
-    """The model's log-probabilities after `tokens`."""
-    logits = next_logits(tokens, VOCABULARY).astype(np.float64)
-    return logits - np.log(np.exp(logits).sum())

@@ -10,6 +10,7 @@ import fcntl
 import http.client
 import json
 import os
+import re
 import select
 import signal
 import socket
@@ -211,17 +212,27 @@ def counts(server):
     return {name.removeprefix("tgi_"): float(value) for name, value in lines}
 
 
+def take_every_slot(server):
+    """The clients whose completions run; they end by hanging up."""
+    clients = [send(server, COMPLETIONS, endless()) for _ in range(4)]
+    wait_until(lambda: server.status().running == len(clients), "every slot is taken")
+    return clients
+
+
 def test_of_500_clients_at_once_exactly_the_surplus_is_refused(server):
-    first = [send(server, COMPLETIONS, some(200)) for _ in range(4)]
-    wait_until(lambda: server.status().running == 4, "every slot is taken, for longer than the others need to come")
-    connections = [send(server, COMPLETIONS, some(5)) for _ in range(496)]
+    first = take_every_slot(server)
+    clients = [send(server, COMPLETIONS, some(5)) for _ in range(500 - len(first))]
     for path in ("/health", "/metrics", "/info", "/live"):
         assert server.get(path)[0] == 200
+    surplus = 500 - MOST
+    wait_until(lambda: len(select.select(clients, [], [], 0)[0]) == surplus, "they are refused while the others wait")
+    for client in first:
+        client.close()
     with concurrent.futures.ThreadPoolExecutor(500) as pool:
-        answers = list(pool.map(answer, connections + first))
+        answers = list(pool.map(answer, clients))
     refused = [(headers, body) for status, headers, body in answers if status == 429]
     served = [body for status, _, body in answers if status == 200]
-    assert (len(served), len(refused)) == (MOST, 500 - MOST)
+    assert (len(served), len(refused)) == (MOST - len(first), surplus)
     (headers,) = {
         tuple((name, value) for name, value in headers.items() if name not in ("Date", "x-request-id"))
         for headers, _ in refused
@@ -245,9 +256,8 @@ def test_what_is_refused_is_counted_whoever_refuses_it(server):
         return [counts(server).get(name, 0) for name in names]
 
     before = found()
-    first = [send(server, COMPLETIONS, some(200)) for _ in range(4)]
-    wait_until(lambda: server.status().running == 4, "every slot is taken, for longer than the others need to come")
-    first += [send(server, COMPLETIONS, some(1)) for _ in range(MOST - 4)]
+    first = take_every_slot(server)
+    waiting = [send(server, COMPLETIONS, some(1)) for _ in range(MOST - len(first))]
     wait_until(lambda: server.status().full, "a full house")
     assert [status for status, _, _ in crowd(server, 100, COMPLETIONS, some(5))] == [429] * 100
     for status, sent in raw.items():
@@ -255,8 +265,10 @@ def test_what_is_refused_is_counted_whoever_refuses_it(server):
             with contextlib.suppress(ConnectionError):
                 client.sendall(sent)
             assert end_of(client) == status
-    assert [answer(client)[0] for client in first] == [200] * MOST
-    expected = [count + more for count, more in zip(before, (MOST, 100, *[1] * len(raw), 100))]
+    for client in first:
+        client.close()
+    assert [answer(client)[0] for client in waiting] == [200] * len(waiting)
+    expected = [count + more for count, more in zip(before, (len(waiting), 100, *[1] * len(raw), 100))]
     wait_until(lambda: found() == expected, "every request and every status is counted")
 
 
@@ -426,14 +438,14 @@ def test_a_client_that_asks_first_is_told_to_send_or_not_to(server):
 
 def test_requests_sent_ahead_on_one_connection_are_all_answered_in_order(server):
     lengths = [3, 1, 2]
-    given = [{"inputs": "ab", "parameters": {"max_new_tokens": n, "details": True}} for n in lengths]
-    bodies = [json.dumps(body).encode() for body in given]
+    given = [{"inputs": "ab", "parameters": {"max_new_tokens": length, "details": True}} for length in lengths]
+    *others, last = [json.dumps(body).encode() for body in given]
+    ahead = b"".join(head_of("/generate", body) + body for body in others)
     with connect(server) as client:
-        client.sendall(b"".join(head_of("/generate", body) + body for body in bodies))
-        for length in lengths:
-            response = http.client.HTTPResponse(client)
-            response.begin()
-            assert json.loads(response.read())["details"]["generated_tokens"] == length
+        client.sendall(ahead + head_of("/generate", last, "Connection: close") + last)
+        received = b"".join(iter(lambda: client.recv(65536), b""))
+    assert received.count(b"HTTP/1.1 200 OK") == len(lengths)
+    assert [int(count) for count in re.findall(rb'"generated_tokens":(\d+)', received)] == lengths
 
 
 LONG = 600_000  # characters

@@ -61,6 +61,7 @@ def test_a_folder_for_temporary_files_with_too_long_a_name_is_refused_with_the_v
     assert not [*folder.iterdir()]
 
 
+@pytest.mark.processes
 def test_a_server_runs_in_a_folder_with_the_longest_name_that_a_socket_may_have(with_name_of):
     with Server(TMPDIR=str(with_name_of(LONGEST))) as server:
         server.wait_ready()

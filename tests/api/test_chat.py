@@ -2,8 +2,9 @@
 
 import numpy as np
 import pytest
-from fakes.model import EOS
-from openai_api import CHAT, MESSAGES, SAMPLED, UNCACHED, chunks, log_softmax, streamed_text, whole
+from fakes.model import EOS, next_logprobs
+from fakes.tokenizer import VOCABULARY
+from openai_api import CHAT, MESSAGES, SAMPLED, UNCACHED, chunks, streamed_text, whole
 
 
 def test_a_chat_is_answered_by_what_follows_its_template(served):
@@ -45,7 +46,7 @@ def test_log_probabilities_of_a_chat_are_the_models_own_and_spell_its_bytes(serv
     spelled = b"".join(bytes(token["bytes"] or []) for token in told)
     assert spelled.decode(errors="replace") == choice["message"]["content"]
     for token in told:
-        logprobs = log_softmax(tokens)
+        logprobs = next_logprobs(tokens, VOCABULARY)
         top = [entry["logprob"] for entry in token["top_logprobs"]]
         assert top == pytest.approx(sorted(logprobs, reverse=True)[:3], abs=1e-5)
         near = int(np.abs(logprobs - token["logprob"]).argmin())

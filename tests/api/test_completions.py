@@ -2,8 +2,9 @@
 
 import pytest
 from asked import jobs, refusal
+from fakes.model import next_logprobs
 from fakes.tokenizer import VOCABULARY
-from openai_api import COMPLETION, PROMPT, SAMPLED, UNCACHED, chunks, log_softmax, streamed_text, whole
+from openai_api import COMPLETION, PROMPT, SAMPLED, UNCACHED, chunks, streamed_text, whole
 
 LAST = VOCABULARY - 1
 REFUSED = [
@@ -82,7 +83,7 @@ def test_log_probabilities_of_a_completion_tell_of_prompt_and_answer(served, top
     assert len(told["tokens"]) == answer["usage"]["total_tokens"]
     assert told["token_logprobs"][0] is None
     ids = served.tokenizer.encode("Hello").ids + served.expected("Hello", 12)
-    expected = [log_softmax(ids[:n])[ids[n]] for n in range(1, len(ids))]
+    expected = [next_logprobs(ids[:n], VOCABULARY)[ids[n]] for n in range(1, len(ids))]
     assert told["token_logprobs"][1:] == pytest.approx(expected, abs=1e-5)
     for token, offset in zip(told["tokens"], told["text_offset"]):
         assert text.startswith(token, offset) or token == "<eos>"
@@ -119,7 +120,7 @@ def test_of_several_tokens_with_the_same_text_the_likeliest_is_told(served):
     told = whole(served, COMPLETION, {"prompt": prompt, "max_tokens": 1, "temperature": 0, "echo": True, "logprobs": 5})
     ids = served.tokenizer.encode(prompt).ids
     for n, entry in list(enumerate(told["choices"][0]["logprobs"]["top_logprobs"]))[1 : len(ids)]:
-        logprobs = log_softmax(ids[:n])
+        logprobs = next_logprobs(ids[:n], VOCABULARY)
         best = sorted(logprobs, reverse=True)[:5]
         expected = best if logprobs[ids[n]] >= best[-1] else [*best, logprobs[ids[n]]]
         assert sorted(entry.values(), reverse=True) == pytest.approx(expected, abs=1e-5)

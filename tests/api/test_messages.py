@@ -3,20 +3,13 @@
 import json
 import logging
 
-import msgspec
 import pytest
-from asked import USER, answer_to, job, nameless, record_renders, refusal, serving
-from fakes.model import EOS
+from asked import CALLS, USER, answer_to, job, nameless, record_renders, refusal, serving, thinking_of, written
 from openai_api import CHAT, MESSAGES
 from openai_api import whole as asked
 
-from api.answer import Sequence
 from api.errors import ANTHROPIC, ApiError
-from api.job import Prompt
 from api.messages import MessagesAnswer
-from api.types import encode
-from protocol import Token
-from text.reader import Reading
 
 ROUTE = "/v1/messages"
 BODY = {"messages": [USER], "max_tokens": 12, "temperature": 0}
@@ -47,24 +40,11 @@ def stream(served, **fields):
 
 
 def answered(text, finish_reason="eos_token", thinking="", **fields):
-    """The whole message and the events of a text, which a model with Hermes' format writes, a byte a token."""
-    tokenizer = serving().text.tokenizer
-    ids = tokenizer.encode(text) + [EOS] * (finish_reason == "eos_token")
-    for streams in (True, False):
-        (asked_for,) = answer_to("messages", BODY | {"tools": [WEATHER], "stream": streams} | fields).jobs
-        asked_for = msgspec.structs.replace(asked_for, reading=Reading(asked_for.reading.calls, thinking))
-        answer = MessagesAnswer(asked_for, serving(), streams)
-        answer.request_id = "r"
-        sequence = Sequence(tokenizer, Prompt(asked_for, [1], 999), 0, 0)
-        data = b""
-        for n, token in enumerate(ids, 1):
-            pieces = sequence.take(Token(1, token, 0.0, [], finish_reason if n == len(ids) else None))
-            sequence.keep(pieces)
-            if streams:
-                data += answer.events(sequence, pieces)
-        if streams:
-            events = events_of((data + answer.closing([sequence])).decode())
-    return json.loads(encode(answer.whole([sequence]))), events
+    """The whole message and the events of a text, which a model with Hermes' format writes."""
+    (asked_for,) = answer_to("messages", BODY | {"tools": [WEATHER]} | fields).jobs
+    asked_for = thinking_of(asked_for, thinking)
+    whole, stream = (written(MessagesAnswer(asked_for, serving(), streams), text, finish_reason) for streams in (False, True))
+    return whole, events_of(stream)
 
 
 DELTAS = {"text_delta": "text", "thinking_delta": "thinking", "input_json_delta": "partial_json"}
@@ -274,8 +254,6 @@ def test_what_is_not_supported_is_refused_in_the_names_of_this_api(param):
 
 
 # Messages
-
-CALLS = [f'<tool_call>\n{{"name": "weather", "arguments": {{"city":"{city}"}}}}\n</tool_call>' for city in ("Oslo", "Rome")]
 
 
 @pytest.mark.parametrize(

@@ -4,20 +4,13 @@ import json
 import logging
 import re
 
-import msgspec
 import pytest
-from asked import USER, answer_to, as_openai, job, nameless, refusal, serving
-from fakes.model import EOS
+from asked import CALLS, USER, answer_to, as_openai, job, nameless, refusal, serving, thinking_of, written
 from openai_api import CHAT, MESSAGES, RESPONSES
 from openai_api import whole as asked
 
 from api import fields as api_fields
-from api.answer import Sequence
-from api.job import Prompt
 from api.responses import CUSTOM_INPUT, ResponsesAnswer, ResponsesRequest, Tools
-from api.types import encode
-from protocol import Token
-from text.reader import Reading
 
 BODY = {"input": "Hi", "max_output_tokens": 12, "temperature": 0}
 WEATHER = {"type": "function", "name": "weather", "parameters": {"type": "object"}, "strict": True}
@@ -47,26 +40,16 @@ def stream(served, body):
 
 
 def answered(text, finish_reason="eos_token", thinking="", **fields):
-    """The whole response and the events of a text, which a model with Hermes' format writes, a byte a token."""
-    tokenizer = serving().text.tokenizer
-    ids = tokenizer.encode(text) + [EOS] * (finish_reason == "eos_token")
-    for streams in (True, False):
+    """The whole response and the events of a text, which a model with Hermes' format writes."""
+
+    def answer(streams):
         body = {"input": "Hi", "tools": [WEATHER], "stream": streams} | fields
         (asked_for,) = answer_to("responses", body).jobs
-        asked_for = msgspec.structs.replace(asked_for, reading=Reading(asked_for.reading.calls, thinking))
         request = api_fields.read(body, ResponsesRequest)
-        answer = ResponsesAnswer(asked_for, serving(), request, Tools(request))
-        answer.request_id = "r"
-        sequence = Sequence(tokenizer, Prompt(asked_for, [1], 999), 0, 0)
-        data = b""
-        for n, token in enumerate(ids, 1):
-            pieces = sequence.take(Token(1, token, 0.0, [], finish_reason if n == len(ids) else None))
-            sequence.keep(pieces)
-            if streams:
-                data += answer.events(sequence, pieces)
-        if streams:
-            events = events_of((data + answer.closing([sequence])).decode())
-    return json.loads(encode(answer.whole([sequence]))), events
+        return ResponsesAnswer(thinking_of(asked_for, thinking), serving(), request, Tools(request))
+
+    whole, stream = (written(answer(streams), text, finish_reason) for streams in (False, True))
+    return whole, events_of(stream)
 
 
 def built(events):
@@ -317,9 +300,6 @@ def test_a_stream_says_the_same_as_a_whole_response(served):
     for response in (last, answer):
         del response["id"], response["created_at"], response["output"][0]["id"]
     assert last == answer
-
-
-CALLS = [f'<tool_call>\n{{"name": "weather", "arguments": {{"city":"{city}"}}}}\n</tool_call>' for city in ("Oslo", "Rome")]
 
 
 @pytest.mark.parametrize(

@@ -34,7 +34,6 @@ SCALED = {
 BEGAN = datetime.datetime(2026, 11, 23, tzinfo=datetime.timezone.utc)
 BEGAN_MS = int(BEGAN.timestamp() * 1000)
 LOG = "/aws/sagemaker/Endpoints/demo"
-MISSING = {"code": "ValidationException", "http_status_code": 400}
 
 # / becomes read-only, but for the folders of this run; /opt is another one, so that nothing of this machine's is touched.
 AS_A_CONTAINER = """

@@ -6,7 +6,7 @@ from collections import Counter
 
 import numpy as np
 import pytest
-from fakes.model import greedy, next_logits
+from fakes.model import greedy, next_logprobs
 from loop import Driven, on_every_engine
 from processes import wait_until
 
@@ -56,8 +56,7 @@ def test_a_token_has_the_log_probability_and_the_most_likely_tokens_of_its_logit
     driven.run()
     ((_peer, message),) = driven.wire.sent
     (token,) = message.tokens
-    logits = next_logits([1, 2, 3]).astype(np.float64)
-    logprobs = logits - np.log(np.exp(logits).sum())
+    logprobs = next_logprobs([1, 2, 3])
     best = np.argsort(-logprobs)[:3]
     assert [i for i, _ in token.top] == best.tolist()
     assert [logprob for _, logprob in token.top] == pytest.approx(logprobs[best].tolist(), abs=1e-5)
@@ -88,8 +87,7 @@ def test_log_probabilities_of_a_prompt_are_those_of_the_whole_prompt_however_it_
     driven.arrive(Generate(2, LONG, 4, top_n_tokens=2, prompt_logprobs=True), Generate(3, LONG, 4, top_n_tokens=2))
     driven.run()
     assert driven.tokens[2] == driven.tokens[3] == greedy(LONG, 4)
-    rows = np.stack([next_logits(LONG[:n]) for n in range(1, len(LONG))]).astype(np.float64)
-    rows -= np.log(np.exp(rows).sum(1, keepdims=True))
+    rows = np.stack([next_logprobs(LONG[:n]) for n in range(1, len(LONG))])
     prompt = driven.prompts[2]
     assert prompt.logprobs == pytest.approx([row[token] for row, token in zip(rows, LONG[1:])], abs=1e-5)
     assert [[token for token, _ in top] for top in prompt.top] == np.argsort(-rows)[:, :2].tolist()

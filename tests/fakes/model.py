@@ -30,6 +30,12 @@ def next_logits(tokens: Sequence[int], vocabulary: int = VOCABULARY) -> np.ndarr
     return _logits(tuple(tokens), vocabulary)
 
 
+def next_logprobs(tokens: Sequence[int], vocabulary: int = VOCABULARY) -> np.ndarray:
+    """The log-probabilities after `tokens`: float64 [vocab]."""
+    logits = next_logits(tokens, vocabulary).astype(np.float64)
+    return logits - np.log(np.exp(logits).sum())
+
+
 def greedy(prompt: list[int], max_new_tokens: int, vocabulary: int = VOCABULARY) -> list[int]:
     """What a greedy request for `prompt` must generate."""
     tokens = list(prompt)

@@ -56,13 +56,6 @@ def children() -> set[int]:
     return found
 
 
-def kill_children():
-    """They have ended when it returns: a process that ends loses its command line before anybody can see that it has ended."""
-    for pid in children():
-        os.kill(pid, signal.SIGKILL)
-        os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
-
-
 @pytest.mark.parametrize("template", ATTACKS.values(), ids=ATTACKS)
 def test_what_takes_all_time_or_memory_fails_and_nothing_else(template):
     render = limited()
