@@ -350,22 +350,26 @@ def test_a_call_of_a_tool_in_a_namespace_is_given_back_with_it():
         assert "namespace" not in answered(CALLS[0])[0]["output"][0]
 
 
-@pytest.mark.parametrize("is_cut", [False, True])
-def test_a_call_of_a_custom_tool_is_given_back_with_its_text(is_cut):
-    text = 'One\n"two"'
-    written = f'<tool_call>\n{{"name": "patch", "arguments": {{"input": {json.dumps(text)}}}}}\n</tool_call>'
-    if is_cut:
-        whole, events = answered(written[:-20], "length", tools=[PATCH])
-        assert events[-1]["response"]["output"][-1]["status"] == "incomplete"
-        return
-    whole, events = answered(written, tools=[PATCH])
+PATCHED = 'One\n"two"'
+PATCHES = f'<tool_call>\n{{"name": "patch", "arguments": {{"input": {json.dumps(PATCHED)}}}}}\n</tool_call>'
+
+
+def test_a_call_of_a_custom_tool_is_given_back_with_its_text():
+    whole, events = answered(PATCHES, tools=[PATCH])
     kinds = [event["type"].removeprefix("response.") for event in events]
     said = ["custom_tool_call_input.delta", "custom_tool_call_input.done"]
     assert kinds == ["created", "in_progress", "output_item.added", *said, "output_item.done", "completed"]
-    assert (events[2]["item"]["input"], events[3]["delta"], events[4]["input"]) == ("", text, text)
+    assert (events[2]["item"]["input"], events[3]["delta"], events[4]["input"]) == ("", PATCHED, PATCHED)
     for (item,) in (whole["output"], events[-1]["response"]["output"]):
         assert item.pop("id").startswith("ctc_") and item.pop("call_id").startswith("call_")
-        assert item == {"type": "custom_tool_call", "name": "patch", "input": text, "status": "completed"}
+        assert item == {"type": "custom_tool_call", "name": "patch", "input": PATCHED, "status": "completed"}
+
+
+def test_a_call_of_a_custom_tool_that_the_limit_of_tokens_cuts_is_incomplete():
+    whole, events = answered(PATCHES[:-20], "length", tools=[PATCH])
+    for response in (whole, events[-1]["response"]):
+        (item,) = response["output"]
+        assert (item["type"], item["status"]) == ("custom_tool_call", "incomplete")
 
 
 def test_a_call_cannot_be_forced_where_all_tools_are_left_out():
