@@ -170,6 +170,18 @@ def _folder(value: str) -> str:
     return str(Path(value).expanduser().absolute())
 
 
+def _adapter(value: str) -> str:
+    adapters = [adapter.strip() for adapter in value.split(",") if adapter.strip()]
+    if len(adapters) > 1:
+        raise ValueError(
+            f"{len(adapters)} adapters are given; one can be merged, for others start more servers"
+        )
+    name, _, path = adapters[0].partition("=")
+    if path and not Path(path).expanduser().is_dir():
+        raise ValueError(f"there is no folder {path}")
+    return f"{name}={_folder(path)}" if path else name
+
+
 def _ip(value: str) -> str:
     return str(ipaddress.ip_address("127.0.0.1" if value == "localhost" else value))
 
@@ -254,6 +266,13 @@ class Config:
         "SERVED_MODEL_NAME",
         "The model's name in answers and in /v1/models. Requests may name any.",
         shown="model_id",
+    )
+    lora_adapters: str | None = setting(
+        None,
+        "LORA_ADAPTERS",
+        "LoRA adapter to merge into the model's weights, once: a hub id, also with a revision (id@revision), "
+        "or name=folder.",
+        parse=_adapter,
     )
     revision: str | None = setting(
         None,
@@ -619,6 +638,11 @@ class Config:
     @property
     def template_options(self) -> dict[str, Any]:
         return json.loads(self.chat_template_kwargs) if self.chat_template_kwargs else {}
+
+    @property
+    def adapter_id(self) -> str | None:
+        """The name of the LoRA adapter for clients: what is in front of `=`, or the hub id."""
+        return re.split("[=@]", self.lora_adapters)[0] if self.lora_adapters else None
 
     @property
     def is_demo(self) -> bool:

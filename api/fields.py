@@ -135,7 +135,7 @@ def _check_names(given: Json, kind: type[Struct], usable: type[Struct]) -> None:
     if len(given) > MAX_FIELDS:
         raise invalid(None, f"a request must have at most {MAX_FIELDS} fields. Given: {len(given)}")
     for name in sorted(given):
-        if name in NOT_SUPPORTED:
+        if name in NOT_SUPPORTED and name not in known:
             changes_nothing = given[name] is None or given[name] in NOT_SUPPORTED[name]
             require(changes_nothing, name, "is not supported")
         elif name in known or name in NOT_MISSPELT:

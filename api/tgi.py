@@ -38,6 +38,7 @@ class Parameters(SamplingFields, kw_only=True):
     seed: Annotated[int, Meta(ge=0, extra_json_schema={"maximum": U64_MAX})] | None = None
     top_n_tokens: U32 | None = None
     grammar: dict[str, Any] | None = None
+    adapter_id: str | None = None
 
 
 class GenerateRequest(Struct):
@@ -193,6 +194,8 @@ def check(request: GenerateRequest, served: Served, streams: bool) -> Job:
         require(config.max_best_of > 1, "best_of", "!= 1 is not allowed for this endpoint")
         fields.check_best_of(best_of, config)
         require(samples, "best_of", "> 1 needs sampling: set `do_sample` or `temperature`")
+    detail = f"must be that of the adapter that is served (--lora-adapters): {config.adapter_id}"
+    require(p.adapter_id in (None, "", config.adapter_id), "adapter_id", detail, given=p.adapter_id)
     require(p.temperature is None or p.temperature > 0, "temperature", "must be strictly positive")
     fields.check_sampling(p)
     require(p.typical_p is None or 0 < p.typical_p <= 1, "typical_p", "must be > 0.0 and <= 1.0")

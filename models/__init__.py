@@ -17,8 +17,8 @@ from config import Config
 from manifest import Manifest
 from models.base import ModelError, StaticBatchModel
 from models.fetch import SAFETENSORS, fetch_weights
-from models.gguf import fetch_checkpoint_of
 from models.machine import host_memory
+from models.source import fetch_source
 from run import run_dir
 
 if TYPE_CHECKING:
@@ -79,7 +79,7 @@ def prepare(config: Config) -> Prepared:
 
     Raises ConfigError or ModelError, with the reason in one line, for what cannot be served.
     """
-    config, folder, sha = fetch_checkpoint_of(config)
+    config, folder, sha = fetch_source(config)
     manifest = Manifest.read(folder)
     device = choose_device(config.device)
     if device == "neuron":

@@ -179,7 +179,7 @@ def model_key(config: Config, folder: Path, manifest: Manifest) -> str | None:
         return None
     checkpoint = [folder.name, config.model_id]  # a commit of a hub model
     if config.is_local:
-        checkpoint = _identify(folder, ("config.json", "*.safetensors*", "*.py"))
+        checkpoint = identify(folder, ("config.json", "*.safetensors*", "*.py"))
     versions = [installed(package) for package in ("openvino", "transformers", "torch", "nncf")]
     depends_on = [checkpoint, config.dtype, config.quantize, code is not None, versions, CONVERTER]
     return f"model-{digest(depends_on)}"
@@ -187,7 +187,7 @@ def model_key(config: Config, folder: Path, manifest: Manifest) -> str | None:
 
 def tokenizer_key(folder: Path) -> str:
     """Names the entry of the tokenizer that was converted from the model's in `folder`."""
-    files = _identify(folder, ("*.json", "*.model", "*.txt"))
+    files = identify(folder, ("*.json", "*.model", "*.txt"))
     return f"tokenizer-{digest([files, VERSION, installed('transformers')])}"
 
 
@@ -216,7 +216,7 @@ def read_entry(folder: Path) -> dict[str, Any]:
     return json.loads((folder / ENTRY).read_text())
 
 
-def _identify(folder: Path, patterns: tuple[str, ...]) -> list[tuple]:
+def identify(folder: Path, patterns: tuple[str, ...]) -> list[tuple]:
     """Names, sizes and contents of the files that match; of large ones the time of the last change instead of
     the contents."""
     found = []

@@ -28,9 +28,9 @@ from manifest import Manifest
 from models import artifact
 from models.base import ModelError
 from models.fetch import SPLIT_WEIGHTS
-from models.gguf import fetch_checkpoint_of
 from models.machine import detect
 from models.neuron_build import Build, make_compiled
+from models.source import fetch_source
 from run import ConfigError
 
 logger = logging.getLogger("compile")
@@ -43,7 +43,7 @@ def compile_model(config: Config, output: Path) -> None:
         raise ConfigError(f"--output {output} exists and is not empty; name another folder, or remove it")
     if output.is_symlink() or output.is_mount():  # cannot be replaced by the finished folder
         raise ConfigError(f"--output {output} is a symbolic link or a mount point; name a folder in it")
-    config, folder, commit = fetch_checkpoint_of(config)
+    config, folder, commit = fetch_source(config)
     manifest = Manifest.read(folder)
     if manifest.is_compiled:
         raise ConfigError(

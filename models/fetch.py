@@ -18,6 +18,7 @@ from config import Config
 from models.base import ModelError, first_line, named, progress_logged, reported_as
 
 METADATA = ["*.json", "*.model", "*.jinja", "*.txt"]
+ADAPTER = ["adapter_config.json", "adapter_model.safetensors"]
 SAFETENSORS = ("*.safetensors",)
 # A folder with a file for each tensor: save_pretrained_split of transformers-neuronx.
 SPLIT_WEIGHTS = "pytorch_model.bin"
@@ -70,6 +71,15 @@ def fetch_weights(config: Config, folder: Path, formats: Sequence[str] = WEIGHTS
 def fetch_checkpoint(config: Config, model_id: str, revision: str | None) -> Path:
     """The folder of another model on the hub: the checkpoint that compiled programs were made from."""
     return _with_weights(config, model_id, _download(config, model_id, revision, METADATA), WEIGHTS)
+
+
+def fetch_adapter(config: Config) -> Path:
+    """The folder of the LoRA adapter: a path behind its name, or a repository on the hub."""
+    _name, _, path = config.lora_adapters.partition("=")
+    if path:
+        return Path(path).expanduser()
+    repository, _, revision = config.lora_adapters.partition("@")
+    return _download(config, repository, revision or None, ADAPTER)
 
 
 def fetch_artifact(config: Config, folder: Path, subfolders: Sequence[str]) -> None:

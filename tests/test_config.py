@@ -38,6 +38,7 @@ VALUES = {
     "queue_threshold_ms": [("120", 120), ("0", 0)],
     "prefill_buckets": [("7", (7,)), ("9, 8,9", (8, 9))],
     "served_model_name": [("mine", "mine"), ("a/b", "a/b")],
+    "lora_adapters": [("someone/adapter@v2", "someone/adapter@v2"), ("mine=/tmp", "mine=/tmp")],
     "position_buckets": [("7", (7,)), ("9,8", (8, 9))],
     "prefill_chunk": [("0", 0), ("64", 64)],
     "sampling": [("host", "host"), ("device", "device")],
@@ -353,7 +354,6 @@ def test_a_setting_of_another_server_that_clients_do_not_see_is_accepted_with_on
         ("--ngrok", "tunnel"),
         ("--models a=b.mar c=d.mar", "--model-id"),
         ("ROPE_FACTOR=2.0", "rope_scaling"),
-        ("LORA_ADAPTERS=a,b", "merge"),
         ("QUANT_CONFIG=/maxabs.json", "--quantize"),
         ("TS_MODEL_STORE=/models", "--model-id"),
         ("TEXT_GENERATION_SERVER_IGNORE_EOS_TOKEN=true", "ignore_eos"),
@@ -480,6 +480,19 @@ def test_what_is_left_open_is_taken_from_the_model(argv, window, total, longest_
     got = of(*argv).with_manifest(Manifest("llama", window, ()))
     assert (got.max_total_tokens, got.max_input_tokens, got.max_batch_size) == (total, longest_input, DEFAULT_BATCH_SIZE)
     assert dataclasses.replace(got, max_total_tokens=None, max_input_tokens=None, max_batch_size=None) == of()
+
+
+@pytest.mark.parametrize(
+    ("given", "adapter_id"),
+    [("someone/adapter@v2", "someone/adapter"), ("mine=/tmp", "mine"), ("someone/adapter", "someone/adapter")],
+)
+def test_an_adapter_has_the_name_that_requests_use(given, adapter_id):
+    assert of("--lora-adapters", given).adapter_id == adapter_id
+
+
+def test_more_than_one_adapter_and_a_missing_folder_are_refused():
+    assert "2 adapters are given; one can be merged" in refusal("--lora-adapters", "a/b,c/d")
+    assert "there is no folder /nowhere" in refusal("--lora-adapters", "a=/nowhere")
 
 
 GIB = 1 << 30

@@ -92,6 +92,7 @@ VALUES = {
         "seed": (RANDOM, 2),
         "top_n_tokens": ({"details": True}, 2),
         "grammar": ({}, {"type": "regex", "value": "a"}),
+        "adapter_id": ({}, "other"),
     },
     ChatRequest: OPENAI_VALUES
     | {

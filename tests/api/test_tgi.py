@@ -32,6 +32,7 @@ STOPS = "`stop` supports up to 4 stop sequences (--max-stop-sequences raises it)
 TOP_N = "`top_n_tokens` must be >= 0 and <= 5 (--max-top-n-tokens raises it). Given: "
 TRUNCATE = "`truncate` must be strictly positive and at most 100. Given: "
 PENALTY = "`frequency_penalty` must be >= -2.0 and <= 2.0"
+ADAPTER = "`adapter_id` must be that of the adapter that is served (--lora-adapters): "
 LIMITS_OF = [  # field, what is just right, what is just wrong, the detail
     ("temperature", [1e-30, 0.01, 1, 1.0, 1000], [0, 0.0, -0.0, 1e-999, -1e-30, -1], "`temperature` must be strictly positive"),
     ("repetition_penalty", [1e-30, 1, 1.3], [0, 0.0, -1e-30, -1.3], "`repetition_penalty` must be strictly positive"),
@@ -48,9 +49,20 @@ LIMITS_OF = [  # field, what is just right, what is just wrong, the detail
     ("best_of", [0, 1], [4], "`best_of` must be > 0 and <= 3 (--max-best-of raises it). Given: 4"),
     ("best_of", [None], [2, 3], "`best_of` > 1 needs sampling: set `do_sample` or `temperature`"),
     ("watermark", [False], [True], "`watermark` is not supported"),
-    ("adapter_id", [""], ["someone/adapter"], "`adapter_id` is not supported"),
+    (
+        "adapter_id",
+        [""],
+        ["other"],
+        "`adapter_id` must be that of the adapter that is served (--lora-adapters): None. Given: 'other'",
+    ),
     ("grammar", [None, {}, {"type": "regex", "value": "a"}], [{"type": "json"}], "`grammar` of the type json needs `value`"),
 ]
+
+
+def test_the_served_adapter_may_be_named():
+    adapted = replace(CONFIG, lora_adapters="mine=/adapter")
+    assert isinstance(job(config=adapted, adapter_id="mine"), Job)
+    assert_invalid(refusal("native", INFO, adapted, adapter_id="other"), ADAPTER + "mine. Given: 'other'")
 
 
 @pytest.mark.parametrize(("field", "right", "wrong", "detail"), LIMITS_OF)

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 
 import models
 from config import DEFAULT_MAX_TOTAL_TOKENS, Config
-from models import gguf as ours
+from models import source as ours
 from models.base import ModelError
 from run import ConfigError
 
@@ -140,13 +140,13 @@ def test_what_cannot_be_read_is_one_line(checkpoint, config, tmp_path, architect
     path.write_bytes(b"no model")
     if architecture:
         write_gguf(path, checkpoint, architecture)
-    with pytest.raises(ModelError, match=rf"^{NAME} cannot be read as a model: .*({reason})") as refused:
+    with pytest.raises(ModelError, match=rf"{NAME} cannot be read as a model: .*({reason})") as refused:
         models.prepare(config(path))
     assert "\n" not in str(refused.value)
 
 
 def test_without_the_packages_the_line_says_what_to_install(file, config, monkeypatch):
-    monkeypatch.setattr(ours, "PACKAGES", ("gguf", "no_such_package"))
+    monkeypatch.setattr(ours, "GGUF_PACKAGES", ("gguf", "no_such_package"))
     with pytest.raises(ModelError, match=r"needs the package no_such_package: pip install gguf no_such_package"):
         models.prepare(config(file))
 

