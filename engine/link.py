@@ -168,15 +168,17 @@ class Link:
 
     def _read(self) -> None:
         peer, body = self._socket.recv_multipart(zmq.NOBLOCK)
-        if peer not in self._peers:
-            self._welcome(peer)
+        is_new = peer not in self._peers
+        self._peers.add(peer)
         try:
             message = _decode(body)
         except ValueError as error:
             logger.error("a message of a web process cannot be decoded: %s", error)
             self._refuse_unreadable(peer, body)
-            return
-        self._handle(peer, message)
+        else:
+            self._handle(peer, message)
+        if is_new:  # behind the message: of a process that is gone, `PeerLost` has to follow its last one
+            self._welcome(peer)
 
     def _refuse_unreadable(self, peer: bytes, body: bytes) -> None:
         """Ends the requests of a message that says too little or something wrong: no client waits for what
@@ -186,7 +188,6 @@ class Link:
                 self._send(peer, End(generate.id, "failed", "the worker cannot read the request"))
 
     def _welcome(self, peer: bytes) -> None:
-        self._peers.add(peer)
         self._send(peer, self.status)
         if self._model_info is not None:
             self._send(peer, self._model_info)

@@ -39,7 +39,7 @@ class Peer:
         """Whether the worker is gone, or goes meanwhile."""
         return bool(self._monitor.poll(wait_s * 1000))
 
-    def close(self):
+    def close(self, linger_ms=0):
         if not self._context.closed:
             self._dealer.disable_monitor()
-            self._context.destroy(linger=0)
+            self._context.destroy(linger_ms)

@@ -5,6 +5,7 @@ import threading
 
 import msgspec
 import pytest
+import zmq
 from peer import Peer
 
 from engine.link import Link, PeerLost
@@ -164,6 +165,24 @@ def test_a_web_process_that_ends_is_reported_once(worker, connect):
     worker.send(peer, End(1, "late"))
     other.send(Cancel(5, ""))
     assert [message for _, message in receive(worker)] == [Cancel(5, "")]
+
+
+def test_the_loss_of_a_web_process_is_reported_behind_its_last_request(worker, connect, metrics):
+    disconnected = worker._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+    rendering, go_on = threading.Event(), threading.Event()
+    metrics.render = lambda: (rendering.set(), go_on.wait(WAIT_S), b"")[-1]
+    web = connect()
+    ((peer, _hello),) = receive(worker)
+    web.send(MetricsRequest(1))
+    assert rendering.wait(WAIT_S)
+    web.send(SubmitRequests([Generate(1, [1], 5)]))
+    web.close(linger_ms=WAIT_S * 1000)
+    assert disconnected.poll(WAIT_S * 1000)
+    worker.send(peer, End(0, "cancelled"))
+    go_on.set()
+    kinds = []
+    while kinds[-2:] != [SubmitRequests, PeerLost]:
+        kinds += [type(message) for _peer, message in receive(worker)]
 
 
 def test_a_worker_that_ends_is_noticed_after_its_last_message(worker, connect):
