@@ -129,9 +129,8 @@ class Worker:
         for peer, message in self.link.receive(block=waits):
             self._handle(peer, message)
         for compiled in self._grammars.take_compiled() if self._grammars else ():
-            request = self.requests.get(compiled.generate.id)
-            if request and request.generate is compiled.generate:  # else it was cancelled meanwhile
-                self._take_grammar(request, compiled)
+            if self.requests.get(compiled.request.id) is compiled.request:  # else it was cancelled meanwhile
+                self._take_grammar(compiled)
         for request in self.outputs.take_failed():
             self.requests.end(request, "failed")
 
@@ -238,10 +237,11 @@ class Worker:
             )
         if not generate.grammar:
             self.scheduler.add(request)
-        elif compiled := self._grammars.compile(generate):
-            self._take_grammar(request, compiled)
+        elif compiled := self._grammars.compile(request):
+            self._take_grammar(compiled)
 
-    def _take_grammar(self, request: Request, compiled: Compiled) -> None:
+    def _take_grammar(self, compiled: Compiled) -> None:
+        request = compiled.request
         self.metrics.series("grammar_compile_duration").observe(compiled.seconds)
         if compiled.matcher is None:
             self.requests.end(request, "failed", compiled.error)

@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from protocol import Generate
+from engine.requests import Request
 from text.grammar import GrammarError, Grammars, Matcher
 
 logger = logging.getLogger("worker")
@@ -28,7 +28,7 @@ STACK_BYTES = 256 << 20
 class Compiled(NamedTuple):
     """A request's grammar is compiled, or cannot be."""
 
-    generate: Generate
+    request: Request
     matcher: Matcher | None
     error: str
     seconds: float
@@ -57,11 +57,11 @@ class GrammarThreads:
         threading.stack_size(before)
         self._filler = ThreadPoolExecutor(1, "worker-masks")
 
-    def compile(self, generate: Generate) -> Compiled | None:
+    def compile(self, request: Request) -> Compiled | None:
         """The matcher of a request whose grammar is known; None for one that `take_compiled` will have."""
-        if self._grammars.knows(generate.grammar):
-            return self._compile(generate)
-        self._compiler.submit(self._compile_aside, generate)
+        if self._grammars.knows(request.generate.grammar):
+            return self._compile(request)
+        self._compiler.submit(self._compile_aside, request)
         return None
 
     def take_compiled(self) -> list[Compiled]:
@@ -71,22 +71,24 @@ class GrammarThreads:
             compiled.append(self._compiled.get())
         return compiled
 
-    def _compile_aside(self, generate: Generate) -> None:
-        self._compiled.put(self._compile(generate))
+    def _compile_aside(self, request: Request) -> None:
+        if request.has_ended:  # others wait for their grammars
+            return
+        self._compiled.put(self._compile(request))
         self._wake()
 
-    def _compile(self, generate: Generate) -> Compiled:
+    def _compile(self, request: Request) -> Compiled:
         started_at = time.monotonic()
         matcher = None
         error = ""
         try:
-            matcher = self._grammars.matcher(generate.grammar)
+            matcher = self._grammars.matcher(request.generate.grammar)
         except GrammarError as reason:
             error = f"the grammar {reason}"
         except BaseException:  # panics of llguidance are no Exceptions
-            logger.exception("the grammar of request %s cannot be compiled", generate.request_id)
+            logger.exception("the grammar of request %s cannot be compiled", request.generate.request_id)
             error = "the grammar cannot be compiled"
-        return Compiled(generate, matcher, error, time.monotonic() - started_at)
+        return Compiled(request, matcher, error, time.monotonic() - started_at)
 
     def start(self, matchers: Sequence[Matcher | None]) -> Future[Masks] | None:
         """Begins to compute the masks of a step's rows, None where any token may follow; nothing to do

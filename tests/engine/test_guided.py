@@ -126,6 +126,26 @@ def test_a_request_that_is_cancelled_while_its_grammar_is_compiled_takes_no_slot
     assert driven.ends == {1: "cancelled"} and not driven.model.calls
 
 
+def test_the_grammars_of_cancelled_requests_are_not_compiled_before_those_that_others_wait_for(monkeypatch):
+    driven, go_on, compiled, matcher = guided(), threading.Event(), [], Grammars.matcher
+
+    def wait_and_compile(grammars, text):
+        assert go_on.wait(60)
+        compiled.append(text)
+        return matcher(grammars, text)
+
+    monkeypatch.setattr(Grammars, "matcher", wait_and_compile)
+    texts = [of_regex(f"a{{{n}}}") for n in range(1, 9)]
+    driven.arrive(*(Generate(n, [3], 40, grammar=text) for n, text in enumerate(texts)))
+    driven.worker.receive()
+    driven.arrive(*(Cancel(n, "client disconnected") for n in range(1, 7)))
+    driven.worker.receive()
+    go_on.set()
+    wait_until(lambda: len(driven.wire.arrivals) >= 2, "the compiled grammars")
+    driven.run()
+    assert compiled == [texts[0], texts[7]] and driven.ends[7] == "eos_token"
+
+
 def test_a_grammar_that_cannot_be_compiled_ends_its_request_alone_with_the_reason():
     driven = guided()
     driven.arrive(Generate(1, [3], 40, grammar=of_regex("a(")), Generate(2, [4], 5))
@@ -210,9 +230,9 @@ def test_a_grammar_of_as_many_rules_as_fit_does_not_end_the_worker():
 
 def test_a_grammar_that_was_compiled_for_a_request_that_is_over_is_not_given_to_the_next_one_with_its_id():
     driven = guided()
-    driven.arrive(Generate(1, [1], 5, grammar=of_regex("[0-9]{7}")), Cancel(1, "over"))
+    driven.arrive(Generate(1, [1], 5, grammar=of_regex("[0-9]{7}")))
     driven.worker.receive()
-    driven.arrive(Generate(1, [1], 5))
-    wait_until(lambda: len(driven.wire.arrivals) == 2, "the grammar is compiled")
+    wait_until(lambda: driven.wire.arrivals, "the grammar is compiled")
+    driven.arrive(Cancel(1, "over"), Generate(1, [1], 5))
     driven.run()
     assert driven.tokens[1] == greedy([1], 5, tokenizer().get_vocab_size())

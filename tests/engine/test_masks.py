@@ -3,6 +3,7 @@
 import threading
 
 from engine.masks import GrammarThreads
+from engine.requests import Request
 from protocol import Generate
 
 WAIT_S = 20
@@ -23,10 +24,11 @@ class Panicking:
 def test_a_panic_while_a_grammar_is_compiled_ends_the_request_that_waits_for_it():
     woken = threading.Event()
     threads = GrammarThreads(Panicking(), 10, woken.set)
-    assert threads.compile(Generate(7, [1], 1, grammar="{}")) is None
+    request = Request(generate=Generate(7, [1], 1, grammar="{}"), max_new_tokens=1, arrived_at=0.0)
+    assert threads.compile(request) is None
     assert woken.wait(WAIT_S)
     (compiled,) = threads.take_compiled()
-    assert (compiled.generate.id, compiled.matcher, compiled.error) == (7, None, "the grammar cannot be compiled")
+    assert (compiled.request, compiled.matcher, compiled.error) == (request, None, "the grammar cannot be compiled")
     assert threads.take_compiled() == []
 
 
