@@ -29,7 +29,7 @@ from engine.masks import Compiled, GrammarThreads
 from engine.metrics import Metrics
 from engine.outputs import Publisher
 from engine.profiling import Profiler
-from engine.requests import Admission, Request, Requests
+from engine.requests import Admission, Group, Request, Requests
 from engine.sampling import RowSampler
 from engine.scheduler import Limits, Scheduler, Step
 from engine.step import StepOutput, StepRunner, StepTimer
@@ -217,8 +217,9 @@ class Worker:
     def _add(self, peer: bytes, message: SubmitRequests) -> None:
         if not self.requests:
             self._progress_at = time.monotonic()
+        group = Group()
         for generate in message.generates:
-            request = self.requests.add(peer, generate, group=message.generates[0].id)
+            request = self.requests.add(peer, generate, group)
             if self.draining:
                 self.requests.end(request, "draining")
                 continue

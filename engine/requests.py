@@ -25,6 +25,13 @@ if TYPE_CHECKING:  # both import Request
 logger = logging.getLogger("worker")
 
 
+@dataclass(slots=True, eq=False)
+class Group:
+    """The sequences of one HTTP request: they are served whole, or refused together."""
+
+    has_started: bool = False  # one of them has had a slot
+
+
 @dataclass(slots=True, eq=False, kw_only=True)
 class Request:
     """One sequence to generate, waiting or running. Times are CLOCK_MONOTONIC, in seconds."""
@@ -33,7 +40,7 @@ class Request:
     max_new_tokens: int  # within the context length
     arrived_at: float
     peer: bytes = b""  # the web process that it came from
-    group: int = 0  # the same for all sequences of one HTTP request
+    group: Group = field(default_factory=Group)
     eos_token_ids: Collection[int] = ()
     sampler: RowSampler | None = None  # None where the device samples
     matcher: Matcher | None = None  # where the text has a grammar
@@ -133,7 +140,7 @@ class Requests:
     def of_peer(self, peer: bytes) -> list[Request]:
         return [request for request in self if request.peer == peer]
 
-    def add(self, peer: bytes, generate: Generate, group: int) -> Request:
+    def add(self, peer: bytes, generate: Generate, group: Group) -> Request:
         """A new request, which the caller adds to the scheduler."""
         now = time.monotonic()
         request = Request(

@@ -120,15 +120,15 @@ class Scheduler:
 
     def expired(self, now: float) -> list[Request]:
         """Takes the requests that have waited longer than `max_queue_time_s` out of the queue and returns
-        them. A request stays if another one of its group has a slot: one HTTP request is served whole or not
-        at all."""
+        them. A request stays if another one of its group has started."""
         limit_s = self._limits.max_queue_time_s
-        overdue = [request for request in self.waiting if now - request.arrived_at > limit_s]
-        if overdue:
-            started = {request.group for request in (*self.running, *self.prefilling)}
-            overdue = [request for request in overdue if request.group not in started]
-            for request in overdue:
-                self.waiting.remove(request)
+        overdue = [
+            request
+            for request in self.waiting
+            if now - request.arrived_at > limit_s and not request.group.has_started
+        ]
+        for request in overdue:
+            self.waiting.remove(request)
         return overdue
 
     def next(self, now: float) -> Step | None:
@@ -207,6 +207,7 @@ class Scheduler:
         while self.waiting and self._slots.free:
             request = self._next_waiting(now)
             request.exceeded_wait = too_few_wait
+            request.group.has_started = True
             placement = self._slots.take(request.prompt, reuse=not request.keep_all)
             request.slot = placement.slot
             request.cached = request.prefilled = placement.cached

@@ -5,6 +5,7 @@ The property tests keep their own account of what each request has been given an
 
 import math
 import random
+from collections import defaultdict
 from dataclasses import dataclass, field
 
 import pytest
@@ -12,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine import scheduler as scheduling
-from engine.requests import Request
+from engine.requests import Group, Request
 from engine.scheduler import Limits
 from protocol import Generate
 
@@ -34,7 +35,6 @@ def of_prompt(prompt, most, arrived_at=0.0, keep_all=False, **fields):
 
 def request(length, most=1000, own=0, **fields):
     """`own`: how many of the last prompt tokens no other request has."""
-    fields.setdefault("group", object())  # its own
     prompt = [*range(100, 100 + length - own), *(random.random() for _ in range(own))]
     return of_prompt(prompt, most, **fields)
 
@@ -139,15 +139,25 @@ def test_nothing_to_run_is_no_step():
 
 
 def test_requests_expire_in_the_queue_while_a_prompt_runs_unless_their_http_request_has_a_slot():
-    scheduler = Scheduler(slots=1, max_queue_time_s=10.0, **MIXED)
+    scheduler, group = Scheduler(slots=1, max_queue_time_s=10.0, **MIXED), Group()
     _, same_group, late, in_time = added(
-        scheduler, request(10**4, group=1), request(3, group=1), request(3, group=2), request(3, group=3, arrived_at=2.0)
+        scheduler, request(10**4, group=group), request(3, group=group), request(3), request(3, arrived_at=2.0)
     )
     run_step(scheduler)
 
     assert scheduler.expired(10.0) == []
     assert scheduler.expired(11.0) == [late]
     assert list(scheduler.waiting) == [same_group, in_time]
+
+
+def test_a_request_does_not_expire_when_another_one_of_its_http_request_has_finished():
+    scheduler, group = Scheduler(slots=3, max_queue_time_s=10.0, waiting_served_ratio=2.0, **WHOLE), Group()
+    running(scheduler, 2)
+    _, second, *others = added(scheduler, request(1, 1, group=group), request(1, group=group), request(1), request(1))
+    run_step(scheduler)
+    run_step(scheduler)
+    assert list(scheduler.waiting) == [second, *others]  # too few for a prompt to start
+    assert scheduler.expired(11.0) == others
 
 
 def test_the_facts_for_metrics_follow_the_requests():
@@ -519,6 +529,7 @@ class Simulation:
         self.held = [[] for _ in range(self.slots)]  # the KV cache of each slot, as tokens
         self.accounts: list[Account] = []
         self.by_request: dict[Request, Account] = {}
+        self.groups = defaultdict(Group)
         self.tokens_since_decode = self.decodes_since_prompt = 0
 
     def run(self):
@@ -545,7 +556,7 @@ class Simulation:
                     each["most"],
                     min(each["own"], each["length"]),
                     arrived_at=float(now),
-                    group=each["group"],
+                    group=self.groups[each["group"]],
                     eos_token_ids={EOS},
                     keep_all=each["keep_all"],
                 )
@@ -563,7 +574,7 @@ class Simulation:
 
     def expire(self, now):
         live = [account for account in self.accounts if not account.ended]
-        begun = {account.request.group for account in live if account.request.slot is not None}
+        begun = {account.request.group for account in self.accounts if account.prompt is not None}
         late = [
             account.request
             for account in live
