@@ -49,6 +49,8 @@ trap '[ "$BASHPID" != $$ ] || rm -rf "$run_dir"' EXIT
 # The lock has its final name only when it is locked.
 exec 7>"$run_dir/lock.new" && flock 7 && mv "$run_dir/lock.new" "$run_dir/lock"
 export NEURON_TEXTGEN_RUN_DIR=$run_dir
+stops=0 # signals to stop so far; bash runs no trap inside a trap, so the handler only counts
+trap 'stops=$((stops + 1))' TERM INT
 # Writes config.json, which the processes read, and settings.sh, which this script reads.
 "$python" "$here/config.py" "$@" || exit $?
 source "$run_dir/settings.sh"
@@ -65,8 +67,6 @@ clock() { now=$((${EPOCHREALTIME//[!0-9]/} / 1000)); }
 clock
 boot_deadline=$((now + startup_timeout_ms))
 
-stops=0 # signals to stop so far; bash runs no trap inside a trap, so the handler only counts
-trap 'stops=$((stops + 1))' TERM INT
 exec 8>&2 2>/dev/null # bash's own messages about ended children stay out of the log, which is 8
 "$python" "$here/worker.py" 2>&8 8>&- 9<&- &
 worker=$!
@@ -119,7 +119,11 @@ while running "$worker" && running "$web" && [ "$stops" -eq 0 ] && [ ! -e "$run_
     pause 0.1
 done
 
-if [ "$stops" -gt 0 ]; then
+if [ "$stops" -gt 0 ] && [ ! -e "$run_dir/ready" ]; then
+    # No request runs yet; and bash as well as gunicorn lose signals to processes that they have just started.
+    log INFO "Stopped"
+    finish 0
+elif [ "$stops" -gt 0 ]; then
     # The worker finishes its running requests and ends; the web processes answer new ones with 503. At the
     # deadline, or after another signal to stop, a second SIGTERM ends the worker at once, and its running
     # requests with an error.

@@ -60,10 +60,27 @@ def test_a_boot_that_takes_too_long_ends_with_1_after_the_time_that_was_given(st
         assert server.log.splitlines()[-1] == words
 
 
+# As processes that do not see a signal so soon after their start.
+DEAF = """
+    trap '' TERM
+    touch "$NEURON_TEXTGEN_RUN_DIR/deaf"
+    while :; do sleep 0.05; done
+"""
+
+
+@pytest.mark.parametrize("since", ["lock", "config.json", "idle", "deaf"])
+def test_a_stop_before_the_server_is_ready_ends_it_at_once(start, since):
+    with start(DEAF) as server:
+        wait_until(lambda: server.run_dir and (server.run_dir / since).exists(), since)
+        server.process.send_signal(signal.SIGTERM)
+        assert server.wait_exit(seconds=10) == 0
+        assert server.log.splitlines()[-1].endswith("entrypoint: Stopped")
+
+
 # Writes the time of each SIGTERM, and ends at the second one.
 STUBBORN = """
     trap 'date +%s.%N >>"$TMPDIR/signals"; [ "$(wc -l <"$TMPDIR/signals")" -lt 2 ] || exit 0' TERM
-    touch "$TMPDIR/is_running"
+    touch "$NEURON_TEXTGEN_RUN_DIR/ready" "$TMPDIR/is_running"
     while :; do sleep 0.05; done
 """
 
