@@ -35,7 +35,7 @@ from engine.scheduler import Limits, Scheduler, Step
 from engine.step import StepOutput, StepRunner, StepTimer
 from models.base import DeviceLost, ModelError, StaticBatchModel
 from models.tokenizer import TokenizerFacts, check_tokenizer
-from protocol import Cancel, Hello, ModelInfo, RequestStats, Sampling, Status, SubmitRequests
+from protocol import Cancel, Hello, ModelInfo, RequestStats, Status, SubmitRequests
 from run import ConfigError, die_with_parent, explained, run_dir, socket_address
 from text.grammar import Grammars
 
@@ -289,14 +289,15 @@ class Boot:
             compiling = None
             if config.sampling != "device":
                 dtypes = ["float32", "bfloat16"] if prepared.device == "neuron" else ["float32"]
-                compiling = aside.submit(sampling.compile_loops, dtypes, Sampling())
+                compiling = aside.submit(sampling.compile_loops, dtypes)
             tokenizer_check = aside.submit(check_tokenizer, config, prepared.folder, run_dir())
             model = self._load(prepared)
             if compiling:
                 self._wait_for_loops(compiling)
             tokenizer = tokenizer_check.result()
         _check_vocabulary(tokenizer, model)
-        eos_token_ids = known_eos_ids([*prepared.eos_token_ids, *tokenizer.eos_token_ids], model.vocab_size)
+        named = [*prepared.manifest.eos_token_ids, *tokenizer.eos_token_ids]
+        eos_token_ids = known_eos_ids(named, model.vocab_size)
         self._announce(prepared, tokenizer, model, eos_token_ids)
         grammars = None
         if model.sampling == "host":
@@ -421,15 +422,15 @@ def _check_vocabulary(tokenizer: TokenizerFacts, model: StaticBatchModel) -> Non
 
 def known_eos_ids(ids: Iterable[int], vocab_size: int) -> list[int]:
     """Without those that the model does not have: some checkpoints name them."""
-    known = {i: 0 <= i < vocab_size for i in ids}
-    if not all(known.values()):
-        unknown = ", ".join(f"{i}"[:30] for i, is_known in known.items() if not is_known)
+    named = list(dict.fromkeys(ids))
+    known = [i for i in named if 0 <= i < vocab_size]
+    if known != named:
         logger.warning(
             "EOS ids that are ignored, as the vocabulary has the tokens 0 to %d: %.200s",
             vocab_size - 1,
-            unknown,
+            ", ".join(str(i) for i in named if i not in known),
         )
-    return [i for i, is_known in known.items() if is_known]
+    return known
 
 
 def end_process(failure: threading.ExceptHookArgs) -> None:
@@ -464,7 +465,8 @@ def main() -> int:
         logger.error("unrecoverable device error; restart the process: %s", error)
         return 1
     except (OSError, MemoryError) as error:
-        if not (reason := explained(error)):
+        reason = explained(error)
+        if reason is None:
             raise
         logger.error("%s", reason)
         return 1

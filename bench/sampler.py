@@ -51,7 +51,7 @@ def median_ms(function, rounds: int) -> float:
 
 
 def measure(rows: int, vocab: int, rounds: int) -> None:
-    compile_loops(["float32", "bfloat16"], Sampling())
+    compile_loops(["float32", "bfloat16"])
     for kind in ("model", "flat"):
         row_major = logits_of(kind, rows, vocab)
         narrow = np.ascontiguousarray((row_major.view(np.uint32) >> 16).astype(np.uint16).T).T

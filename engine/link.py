@@ -91,13 +91,10 @@ class Link:
         self._thread = threading.Thread(target=self._run, name="worker-socket", daemon=True)
         self._thread.start()
 
-    def receive(self, block: bool, timeout: float | None = None) -> list[tuple[bytes, ForLoop]]:
-        """What arrived, as (peer, message) in order; with `block`, waits until there is something or
-        `timeout` is over."""
-        received = []
-        if block:
-            with contextlib.suppress(queue.Empty):
-                received.append(self._inbox.get(timeout=timeout))
+    def receive(self, block: bool) -> list[tuple[bytes, ForLoop]]:
+        """What arrived, as (peer, message) in order; with `block`, waits until there is something, or for
+        `interrupt`."""
+        received = [self._inbox.get()] if block else []
         while not self._inbox.empty():  # cheaper than an exception in the common case
             received.append(self._inbox.get())
         return [item for item in received if item is not None]

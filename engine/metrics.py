@@ -21,24 +21,7 @@ from protocol import RequestStats
 
 METHODS = ("prefill", "decode")
 FAILURES = ("overloaded", "validation", "incomplete", "template", "generation", "dropped")
-HTTP_ERRORS = [
-    "400",
-    "401",
-    "404",
-    "405",
-    "408",
-    "413",
-    "414",
-    "415",
-    "422",
-    "424",
-    "429",
-    "431",
-    "500",
-    "501",
-    "503",
-    "529",
-]
+HTTP_ERRORS = (400, 401, 404, 405, 408, 413, 414, 415, 422, 424, 429, 431, 500, 501, 503, 529)
 REASONS = ("backpressure", "wait_exceeded")
 
 # (class, name without "tgi_", help, label name, the label's values that are there from the start)
@@ -128,7 +111,7 @@ class Metrics:
         for kind, name, about, *label in METRICS:
             self._add(kind, name, about, *label)
 
-    def series(self, name: str, *label: str) -> Counter | Gauge | Histogram | Summary:
+    def series(self, name: str, *label: str | int) -> Counter | Gauge | Histogram | Summary:
         """One metric by its name without "tgi_", with the value of its label if it has one."""
         metric = self._metrics[name]
         return metric.labels(*label) if label else metric
@@ -157,7 +140,7 @@ class Metrics:
         if stats.status == 499:
             self.series("client_hang_ups").inc()
         elif stats.status >= 400:
-            self.series("http_errors", str(stats.status)).inc()
+            self.series("http_errors", stats.status).inc()
         if stats.outcome is None:
             return
         self.series("request_count").inc()
@@ -169,8 +152,7 @@ class Metrics:
         if stats.outcome == "success":
             self._count_success(stats)
         else:
-            err = stats.outcome if stats.outcome in FAILURES else "generation"
-            self.series("request_failure", err).inc()
+            self.series("request_failure", stats.outcome).inc()
 
     def count_step(self, output: StepOutput) -> None:
         step = output.step
@@ -198,7 +180,8 @@ class Metrics:
         self._count_prompts(step)
 
     def _count_prompts(self, step: Step) -> None:
-        if not (started := step.started):
+        started = step.started
+        if not started:
             return
         self.series("prefix_cache_tokens").inc(sum(request.cached for request in started))
         self.series("batch_next_size").observe(len(started))
@@ -235,7 +218,13 @@ class Metrics:
         return "".join(f"{line}\n" for line in lines).encode()
 
     def _add(
-        self, kind, name: str, about: str, label: str | None = None, values: Iterable[str] = (), **options
+        self,
+        kind,
+        name: str,
+        about: str,
+        label: str | None = None,
+        values: Iterable = (),
+        **options,
     ) -> None:
         if kind is Histogram and "buckets" not in options:
             options["buckets"] = range(1, 1025) if name == "batch_next_size" else DURATION_BUCKETS

@@ -12,12 +12,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Sequence
-from typing import Any
 
 import numpy as np
 
 from engine import sampling_loops as loops
 from engine.sampling_loops import FAILED, NO_MASK, WHOLE_ROW, Parameters, Source
+from protocol import Sampling
 
 MAX_LISTED = 256  # largest top-k that is listed; the whole row is sorted for a larger one
 NOT_A_NUMBER = "the model's output is not a number"
@@ -34,13 +34,13 @@ class SamplingError(Exception):
 class RowSampler:
     """The parameters, random stream and token counts of one request.
 
-    parameters: an object with the attributes of `protocol.Sampling`; seed None is greedy. `prompt` counts for
-    the repetition penalty, as in transformers, not for OpenAI's frequency and presence penalties. The ids in
-    `banned` may be outside of the vocabulary; they are not sampled for the first `banned_for` tokens.
+    `prompt` counts for the repetition penalty, as in transformers, not for OpenAI's frequency and presence
+    penalties. The ids in `banned` may be outside of the vocabulary; they are not sampled for the first
+    `banned_for` tokens.
     """
 
     def __init__(
-        self, parameters: Any, prompt: Sequence[int], banned: Collection[int] = (), banned_for: int = 0
+        self, parameters: Sampling, prompt: Sequence[int], banned: Collection[int] = (), banned_for: int = 0
     ):
         self.parameters = parameters
         self.stream = np.array([parameters.seed or 0], np.uint64)  # state of SplitMix64: one number a token
@@ -211,7 +211,7 @@ def _choose(
             chosen[row] = token
 
 
-def sample_whole_row(scores: np.ndarray, parameters: Any, draw: float) -> int:
+def sample_whole_row(scores: np.ndarray, parameters: Sampling, draw: float) -> int:
     """The reference: the token at the share `draw` of the kept weights, most likely first, ties by id.
     scores: [vocab]."""
     ordered = -np.sort(-scores[scores > -np.inf])
@@ -223,7 +223,7 @@ def sample_whole_row(scores: np.ndarray, parameters: Any, draw: float) -> int:
     return int(equal[place - np.searchsorted(-ordered, -ordered[place])])
 
 
-def filtered_weights(ordered: np.ndarray, parameters: Any) -> np.ndarray:
+def filtered_weights(ordered: np.ndarray, parameters: Sampling) -> np.ndarray:
     """exp((score - highest) / temperature), 0 for tokens that the filters remove. ordered: possible scores,
     highest first."""
     with np.errstate(over="ignore", divide="ignore", invalid="ignore"):
@@ -271,12 +271,12 @@ def logprobs(
     return found
 
 
-def compile_loops(dtypes: Sequence[str], neutral: Any) -> None:
+def compile_loops(dtypes: Sequence[str]) -> None:
     """Compiles the loops for logits of these types, "float32" or "bfloat16", or loads them from numba's
-    cache. neutral: sampling parameters with which a row is read where it is; a row with a ban is changed."""
-    batch = SamplingBatch(
-        [RowSampler(neutral, [0]), RowSampler(neutral, [0], banned=[1], banned_for=1 << 40)]
-    )
+    cache."""
+    read_in_place = RowSampler(Sampling(), [0])
+    changed = RowSampler(Sampling(), [0], banned=[1], banned_for=1 << 40)
+    batch = SamplingBatch([read_in_place, changed])
     for dtype in {"float32", *dtypes}:  # logits that are changed are copied as float32
         logits = np.zeros((2, 1), np.float32 if dtype == "float32" else np.uint16)
         sample(logits, batch)

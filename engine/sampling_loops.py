@@ -117,9 +117,11 @@ def float32_of(bits):
 @_compiled
 def score_of(source, row, token):
     """-inf for a token that the mask excludes."""
-    first, word = row, row
+    first = row
+    word = row
     if source.adjacent == 1:
-        first, word = row * source.vocab, row * source.words
+        first = row * source.vocab
+        word = row * source.words
     if source.words > 0:
         bits = source.mask[word + token // 32 * source.adjacent]
         if not (bits >> np.uint32(token % 32)) & np.uint32(1):
@@ -370,7 +372,9 @@ def choose(source, maxima, peaks, indices, parameters):
             draw = 0.0
         parameters.draws[row] = draw
         peak = peaks[place]
-        top_k, top_p, min_p = parameters.top_k[row], parameters.top_p[row], parameters.min_p[row]
+        top_k = parameters.top_k[row]
+        top_p = parameters.top_p[row]
+        min_p = parameters.min_p[row]
         tokens[place] = WHOLE_ROW
         if not math.isfinite(peak):
             tokens[place] = FAILED

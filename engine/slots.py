@@ -28,7 +28,8 @@ class Slots:
     def __init__(self, count: int, prefix_step: int | None = None, copies_prefixes: bool = False):
         """`prefix_step`, `copies_prefixes`: see StaticBatchModel."""
         self.free = list(range(count))  # the least recently used first
-        self._prefix_step, self._copies = prefix_step, copies_prefixes
+        self._prefix_step = prefix_step
+        self._copies_prefixes = copies_prefixes
         self._held: list[list[int]] = [[] for _ in range(count)]
 
     def take(self, prompt: Sequence[int], reuse: bool = True) -> Placement:
@@ -43,13 +44,13 @@ class Slots:
         if step and reuse:
             head = prompt[: (len(prompt) - 2) // step * step]
             common = [common_prefix(head, held) // step * step for held in self._held]
-        spares = self._copies or not all(self._held[slot] for slot in self.free)
+        spares = self._copies_prefixes or not all(self._held[slot] for slot in self.free)
         slot = max(
             self.free,
             key=lambda slot: common[slot] if not spares or 2 * common[slot] >= len(self._held[slot]) else 0,
         )
         source = slot
-        if self._copies:
+        if self._copies_prefixes:
             source = max(range(len(common)), key=lambda other: (common[other], other == slot))
         self.free.remove(slot)
         self._held[slot] = list(prompt[: common[source]])
@@ -57,7 +58,8 @@ class Slots:
 
     def extend(self, slot: int, tokens: Sequence[int], begin: int) -> None:
         """A prompt chunk has run."""
-        held, step = self._held[slot], self._prefix_step
+        held = self._held[slot]
+        step = self._prefix_step
         if step and begin == len(held) and len(tokens) > 1 and len(tokens) % step == 0:
             held += tokens
 
@@ -68,7 +70,8 @@ class Slots:
 def common_prefix(a: Sequence[int], b: Sequence[int]) -> int:
     """How many of the first elements are equal. By halves, because slices are compared much faster than
     elements."""
-    low, high = 0, min(len(a), len(b))
+    low = 0
+    high = min(len(a), len(b))
     while low < high:
         middle = (low + high + 1) // 2
         if a[low:middle] == b[low:middle]:

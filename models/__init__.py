@@ -45,11 +45,6 @@ class Prepared:
     manifest: Manifest
     build: Build | None = None  # on Neuron: what to compile or to load
 
-    @property
-    def eos_token_ids(self) -> tuple[int, ...]:
-        """Those that config.json and generation_config.json name."""
-        return self.manifest.eos_token_ids
-
     def fetch_weights(self) -> None:
         """Downloads the weights of a model on the hub. Raises ModelError."""
         if self.build:

@@ -19,7 +19,7 @@ from engine.link import Link
 from engine.metrics import Metrics
 from engine.requests import Admission
 from engine.scheduler import Limits
-from protocol import ModelInfo, Sampling
+from protocol import ModelInfo
 from text.grammar import Grammars
 from worker import Parts, Worker
 
@@ -86,7 +86,7 @@ class Served:
         self.thread = threading.Thread(target=self.worker.run, daemon=True)
 
     def get_ready(self):
-        sampling.compile_loops(["float32"], Sampling())
+        sampling.compile_loops(["float32"])
         self.link.announce(self.info)
         self.thread.start()
         wait_until(lambda: self.seen.phase == "ready")

@@ -185,7 +185,7 @@ def test_a_success_without_a_token_divides_by_nothing():
             RequestStats(422, "validation"),
             {"request_count": 1, "request_failure err=validation": 1, "http_errors status=422": 1},
         ),
-        (RequestStats(500, "other"), {"request_count": 1, "request_failure err=generation": 1, "http_errors status=500": 1}),
+        (RequestStats(500, "template"), {"request_count": 1, "request_failure err=template": 1, "http_errors status=500": 1}),
         (RequestStats(499, "dropped"), {"request_count": 1, "request_failure err=dropped": 1, "client_hang_ups": 1}),
         (RequestStats(0, "dropped"), {"request_count": 1, "request_failure err=dropped": 1}),
         (RequestStats(404), {"http_errors status=404": 1}),

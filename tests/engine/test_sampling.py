@@ -593,7 +593,7 @@ from protocol import Sampling
 def compiled():
     return {name: len(loop.signatures) for name, loop in vars(sampling_loops).items() if hasattr(loop, "signatures")}
 
-compile_loops(["float32", "bfloat16"], Sampling())
+compile_loops(["float32", "bfloat16"])
 before = compiled()
 assert before["choose"]
 filters = {}, {"top_k": 20}, {"top_p": 0.9}, {"min_p": 0.2}, {"typical_p": 0.5}, {"top_k": 700}, {"repetition_penalty": 2.0}
@@ -617,8 +617,8 @@ print({name: count for name, count in compiled().items() if count != before[name
 def test_loops_are_compiled_also_where_they_cannot_be_cached(tmp_path):
     """As in a container with a read-only file system."""
     (tmp_path / "engine").mkdir()
-    for name in ("__init__.py", "sampling.py", "sampling_loops.py"):
-        shutil.copy(HERE / "engine" / name, tmp_path / "engine")
+    for name in ("engine/__init__.py", "engine/sampling.py", "engine/sampling_loops.py", "protocol.py"):
+        shutil.copy(HERE / name, tmp_path / name)
     (tmp_path / "engine" / "__pycache__").write_text("no folder")
     (tmp_path / "home").write_text("no folder")
     nowhere = {"HOME": str(tmp_path / "home"), "XDG_CACHE_HOME": str(tmp_path / "home"), "NUMBA_CACHE_DIR": ""}

@@ -95,7 +95,7 @@ def logits(folder):
 def test_the_weights_and_the_tokenizer_are_those_of_the_file(file, checkpoint, config):
     prepared = models.prepare(config(file, dtype="float32"))
     np.testing.assert_allclose(logits(prepared.folder), logits(checkpoint), atol=1e-5)
-    assert prepared.eos_token_ids == (1,)
+    assert prepared.manifest.eos_token_ids == (1,)
     tokenizer = tokenizers.Tokenizer.from_file(str(prepared.folder / "tokenizer.json"))
     assert tokenizer.encode("AB", add_special_tokens=False).ids == [32, 33]
     assert (prepared.folder / "chat_template.jinja").read_text() == "{{ messages[0].content }}"
