@@ -69,8 +69,8 @@ class Manifest:
             text_config = config
         if not isinstance(text_config, dict):
             raise ConfigError(
-                f"{folder / 'config.json'}: text_config should be a JSON object, not "
-                f"{type(text_config).__name__}"
+                f"{folder / 'config.json'}: text_config should be a JSON object, "
+                f"not {type(text_config).__name__}"
             )
         lengths = [text_config.get(name) for name in CONTEXT_LENGTHS]
         generation_config = read_json(folder / "generation_config.json")

@@ -71,8 +71,8 @@ def check_limits(run_dir: Path) -> None:
     excess = len(os.fsencode(run_dir / SOCKET)) - MAX_SOCKET_NAME
     if excess > 0:
         raise ConfigError(
-            f"{run_dir.parent}: the name is {excess} bytes too long for a folder with a socket; name another "
-            "with TMPDIR"
+            f"{run_dir.parent}: the name is {excess} bytes too long for a folder with a socket; "
+            "name another with TMPDIR"
         )
     for kind, least, what in (
         (resource.RLIMIT_NOFILE, MIN_FILES, "open files (ulimit -n)"),
@@ -81,8 +81,8 @@ def check_limits(run_dir: Path) -> None:
         limit, _hard = resource.getrlimit(kind)
         if limit != resource.RLIM_INFINITY and limit < least:
             raise ConfigError(
-                f"this process may have {limit} {what}, and the server needs at least {least}; raise the "
-                "limit"
+                f"this process may have {limit} {what}, and the server needs at least {least}; "
+                "raise the limit"
             )
 
 

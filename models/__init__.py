@@ -85,8 +85,8 @@ def prepare(config: Config) -> Prepared:
     _refuse_neuron_settings(config, device)
     if manifest.is_compiled:
         raise ModelError(
-            f"{config.model_name} is compiled for Neuron, and this server runs on {device}; give its "
-            "checkpoint"
+            f"{config.model_name} is compiled for Neuron, and this server runs on {device}; "
+            "give its checkpoint"
         )
     config = config.with_manifest(manifest, _memory_bytes(device))
     return Prepared(config, device, folder, sha, manifest)
@@ -120,10 +120,9 @@ def choose_device(wanted: str) -> str:
         return "neuron"
     if importlib.util.find_spec("transformers_neuronx"):
         # An image for Neuron: nobody means to serve on its host's CPU.
-        missing = "transformers-neuronx is installed but there is no Neuron device"
         raise ModelError(
-            f"{missing}: pass it to the container with --device=/dev/neuron0, or serve with --device cpu "
-            "(DEVICE)"
+            "transformers-neuronx is installed but there is no Neuron device: pass it to the container with "
+            "--device=/dev/neuron0, or serve with --device cpu (DEVICE)"
         )
     return "cuda" if _has_cuda() else "cpu"
 

@@ -32,7 +32,9 @@ from run import ConfigError, check_private
 
 logger = logging.getLogger("model")
 
-COMPILED, CHECKPOINT = "compiled", "checkpoint"  # subfolders, named as optimum-neuron does
+# Subfolders, named as optimum-neuron does.
+COMPILED = "compiled"
+CHECKPOINT = "checkpoint"
 EXPORTER = "neuron-textgen"
 RECORD = "programs.json"  # in each entry of the cache
 RUNTIME = ("torch-neuronx", "libneuronxla")  # packages that load programs; the SDK's version decides theirs
@@ -182,7 +184,8 @@ def with_programs(config: Config, programs: Programs, name: str) -> Config:
             )
     binding = ("tp_degree", "dtype", "quantize", "sampling", "prefill_buckets", "position_buckets")
     for setting in (*binding, "prefill_chunk", "neuron_config"):
-        given, compiled = getattr(config, setting), getattr(programs, setting)
+        given = getattr(config, setting)
+        compiled = getattr(programs, setting)
         is_subset = isinstance(given, tuple) and set(given) <= set(compiled)  # the limits are always buckets
         if given not in (None, "auto", 0, compiled) and not is_subset:
             raise ConfigError(
@@ -214,8 +217,8 @@ def check_compiler(programs: Programs, installed: str, name: str) -> None:
     compiler = programs.compiler_version
     if _numbers(compiler) > _numbers(installed):
         raise ConfigError(
-            f"{name} was compiled by neuronx-cc {compiler}, newer than the installed {installed}; compile "
-            "again"
+            f"{name} was compiled by neuronx-cc {compiler}, newer than the installed {installed}; "
+            "compile again"
         )
 
 

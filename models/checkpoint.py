@@ -69,7 +69,6 @@ def check_values(legacy: Mapping[str, Any], model_type: str) -> None:
             continue
         values = " or ".join(map(str, computed))
         raise ModelError(
-            f"config.json: {name} is {found[name]} and transformers-neuronx computes {values} for "
-            f"{model_type} "
-            "models, so its text would be wrong; serve this model on another device"
+            f"config.json: {name} is {found[name]} and transformers-neuronx computes {values} "
+            f"for {model_type} models, so its text would be wrong; serve this model on another device"
         )

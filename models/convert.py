@@ -68,7 +68,8 @@ class Placeholder(torch.nn.Module):
 
     def __init__(self, facts: tuple, width: int):
         super().__init__()
-        self.name, self.width = PLACEHOLDER + "|".join(map(repr, facts)), width
+        self.name = PLACEHOLDER + "|".join(map(repr, facts))
+        self.width = width
 
     def forward(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         return query[:, :1].expand(-1, self.width) * 1.0
@@ -96,7 +97,8 @@ def _attend(
     size]."""
     if softcap is not None or s_aux is not None:
         raise UnsupportedModel("its attention caps scores or has sinks")
-    (_, heads, _, size), (_, kv_heads, _, value_size) = query.shape, value.shape
+    _, heads, _, size = query.shape
+    _, kv_heads, _, value_size = value.shape
     if not hasattr(module, "placeholder"):
         scaling = float(size**-0.5 if scaling is None else scaling)
         facts = (module.layer_idx, scaling, int(sliding_window or 0), kv_heads, size, value_size)

@@ -145,9 +145,8 @@ REASONS = {
     "OfflineModeIsEnabled": "{not_cached}, and HF_HUB_OFFLINE is set; unset it, or give a local folder",
     "HFValidationError": "--model-id (MODEL_ID) is neither a folder nor a hub id: {cause}",
     "GatedRepoError": "it is gated: request access on its page, and give a token of that account in HF_TOKEN",
-    "RepositoryNotFoundError": "the hub has no such model: check the spelling of --model-id (MODEL_ID); if "
-    "it is "
-    "private, give a token with read access in HF_TOKEN",
+    "RepositoryNotFoundError": "the hub has no such model: check the spelling of --model-id (MODEL_ID); "
+    "if it is private, give a token with read access in HF_TOKEN",
     "RevisionNotFoundError": "it has no branch, tag or commit {revision!r}: check --revision (REVISION)",
 }
 
@@ -170,13 +169,12 @@ def _explain(error: BaseException, revision: str | None) -> str:
         return STATUSES.get(status) or f"the hub answers with status {status}: try again later"
     if isinstance(cause, OSError) and cause.filename:
         return (
-            f"{cause.filename} cannot be used by user {os.geteuid()} ({cause.strerror}); give that user the "
-            "folder (chown), "
-            "or another one with --huggingface-hub-cache (HF_HUB_CACHE) or HF_HOME"
+            f"{cause.filename} cannot be used by user {os.geteuid()} ({cause.strerror}); give that user "
+            "the folder (chown), or another one with --huggingface-hub-cache (HF_HUB_CACHE) or HF_HOME"
         )
     if isinstance(error, errors.LocalEntryNotFoundError):
         return (
-            f"{not_cached}, and the hub cannot be reached ({named(cause)}); check the network, or give a "
-            "local folder"
+            f"{not_cached}, and the hub cannot be reached ({named(cause)}); "
+            "check the network, or give a local folder"
         )
     return named(cause)

@@ -1,8 +1,7 @@
 """The machine that this process runs on: CPU cores; NeuronCores, instance family, host memory.
 
-Reads /dev, sysfs, procfs and the Neuron runtime's environment variables, and hands a `Machine` to
-`models/neuron.py` and `models/compile.py`. Knows no model, no prices, no torch; `models/plan.py` decides what
-fits."""
+Reads /dev, sysfs, procfs and the Neuron runtime's environment variables into a `Machine`. Knows no model, no
+prices, no torch; plan.py decides what fits on one."""
 
 from __future__ import annotations
 

@@ -103,10 +103,8 @@ class NeuronModel:
                 continue
             difference = np.abs(found - expected).max() / np.ptp(expected)
             if not difference <= CHUNK_TOLERANCE[self.dtype]:  # not: NaN
-                return (
-                    f"the logits differ from those of the same prompt run whole by {difference:.1%} of their "
-                    "range"
-                )
+                share = f"{difference:.1%} of their range"
+                return f"the logits differ from those of the same prompt run whole by {share}"
         return None
 
     def _run_at_start(self, prompt: list[int], begins: list[int]) -> list[np.ndarray | list[int]]:

@@ -65,16 +65,15 @@ MISSING = "a program of this model is missing; remove the folder and compile it 
 # What errors of the runtime, the compiler and the library mean, by a pattern in lower case; the first match
 # is used.
 MEANINGS = {
-    "allocation fail|status=4": "the device has too little memory for this model; lower --max-batch-size or "
-    "--max-total-tokens",
-    "status=2": "a program is damaged (compile again), or this machine lacks this tp_degree (--tp-degree, "
-    "TP_DEGREE)",
+    "allocation fail|status=4": "the device has too little memory for this model; "
+    "lower --max-batch-size or --max-total-tokens",
+    "status=2": "a program is damaged (compile again), "
+    "or this machine lacks this tp_degree (--tp-degree, TP_DEGREE)",
     "driver version": "there is no Neuron driver on this machine (aws-neuronx-dkms on the host)",
-    "could not be initialized|no neuron device": "no Neuron device can be used here; in a container pass it "
-    "with "
-    "--device=/dev/neuron0",
-    "terminated abruptly": "the compiler ran out of host memory; give --compile-workers 1, or a larger "
-    "machine",
+    "could not be initialized|no neuron device": "no Neuron device can be used here; in a container pass "
+    "it with --device=/dev/neuron0",
+    "terminated abruptly": "the compiler ran out of host memory; "
+    "give --compile-workers 1, or a larger machine",
     "filenotfounderror": MISSING,
 }
 
@@ -210,8 +209,8 @@ def _machine(config: Config) -> Machine:
     machine = detect() or Machine(usable_cores(None, os.environ) or config.tp_degree or 1)
     if config.tp_degree and config.tp_degree > machine.cores:
         raise ConfigError(
-            f"--tp-degree {config.tp_degree} (TP_DEGREE) needs more cores than the {machine.cores} that this "
-            "process may use"
+            f"--tp-degree {config.tp_degree} (TP_DEGREE) needs more cores than the {machine.cores} "
+            "that this process may use"
         )
     return machine
 
@@ -271,8 +270,8 @@ def make(build: Build, work_dir: Path) -> Any:
         found = getattr(model.config, "rope_theta", None)
         if expected not in (None, found):
             raise ModelError(
-                f"the library reads rope_theta {found} where config.json has {expected}; it needs "
-                "transformers 4"
+                f"the library reads rope_theta {found} where config.json has {expected}; "
+                "it needs transformers 4"
             )
     return model
 
@@ -392,9 +391,8 @@ def _cached(cache: Cache, build: Build, work_dir: Path, announce: Callable[[str]
             logger.info("Kept the compiled programs in %s for the next start", entry)
         except OSError as error:
             logger.warning(
-                "The compiled programs cannot be kept, so each start compiles them again: %s; give that "
-                "folder to "
-                "user %d (chown), or another one with NEURON_COMPILE_CACHE_URL",
+                "The compiled programs cannot be kept, so each start compiles them again: %s; "
+                "give that folder to user %d (chown), or another one with NEURON_COMPILE_CACHE_URL",
                 error,
                 os.getuid(),
             )
@@ -410,8 +408,8 @@ def _kept(cache: Cache, key: str, build: Build, work_dir: Path) -> tuple[Any, Bu
     if cache.refuses_chunks(entry):
         build = build.without_chunks()
         logger.warning(
-            "Prompts are not run in chunks (--prefill-chunk), as compiling for them has failed; remove %s to "
-            "try again",
+            "Prompts are not run in chunks (--prefill-chunk), as compiling for them has failed; "
+            "remove %s to try again",
             entry,
         )
     try:
@@ -450,8 +448,7 @@ def _to_device(model: Any) -> None:
             if time.monotonic() > deadline:
                 raise ModelError(
                     f"the cores are held by another process, also after {CORES_WAIT_S:.0f} s "
-                    f"({first_line(error)}); "
-                    "stop it (neuron-ls), or set NEURON_RT_VISIBLE_CORES to others"
+                    f"({first_line(error)}); stop it (neuron-ls), or set NEURON_RT_VISIBLE_CORES to others"
                 ) from None
         logger.warning("The NeuronCores are held by another process; trying again")
         time.sleep(CORES_RETRY_S)

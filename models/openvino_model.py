@@ -103,8 +103,7 @@ class OpenVinoModel:
         ]
 
     def _add_cache(self, port: ov.ConstOutput) -> np.ndarray:
-        """An array for the keys or the values of a layer: bytes [blocks, KV heads, BLOCK, head size * "
-        "bytes]."""
+        """An array for the keys or the values of a layer: [blocks, KV heads, BLOCK, head size in bytes]."""
         kind = port.get_element_type()
         shape = [self._blocks.size, *(port.get_partial_shape()[i].get_length() for i in (1, 2, 3))]
         zeros = np.zeros((*shape[:-1], shape[-1] * kind.size), np.uint8)
@@ -226,8 +225,10 @@ def read_graph(path: Path, longest_window: int | None = None) -> ov.Model:
             ]
         )
         facts = attention.get_rt_info()
-        facts["k_head_size"], facts["v_head_size"] = key_size, value_size
-        facts["num_k_heads"] = facts["num_v_heads"] = kv_heads
+        facts["k_head_size"] = key_size
+        facts["v_head_size"] = value_size
+        facts["num_k_heads"] = kv_heads
+        facts["num_v_heads"] = kv_heads
         (cut,) = node.output(0).get_target_inputs()  # the Slice that stands for attention's result
         cut.get_node().output(0).replace(attention.output(0))
         parameters += caches
@@ -318,8 +319,7 @@ def _load_entry(config: Config, folder: Path, entry: Path) -> StaticBatchModel:
     except MemoryError as error:  # of the KV cache
         raise ModelError(
             f"{slots} slots of {config.max_total_tokens} tokens need more memory than there is ({error}); "
-            "lower "
-            "--max-batch-size (MAX_BATCH_SIZE) or --max-total-tokens (MAX_TOTAL_TOKENS)"
+            "lower --max-batch-size (MAX_BATCH_SIZE) or --max-total-tokens (MAX_TOTAL_TOKENS)"
         ) from None
     model.max_input_tokens = config.max_input_tokens
     _compare(model, facts["reference"])

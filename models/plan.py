@@ -2,7 +2,7 @@
 published speed.
 
 Arithmetic over a model's config.json: how heads and weights are split across NeuronCores, the device memory
-of weights and KV cache, and the tp_degree, batch size and length to use. `main` prints it; `models/neuron.py`
+of weights and KV cache, and the tp_degree, batch size and length to use. `main` prints it; neuron_build.py
 calls `choose` for the machine it runs on. Instance types, prices and published figures are data, in
 plan.json. Knows no torch, no requests, and reads no weights.
 
@@ -93,9 +93,8 @@ class Shape:
             model_type = "llama"
         if model_type in NOT_ANY_MORE:
             raise ConfigError(
-                f"{model_type} models are not served on Neuron any more; give a model of Llama's "
-                "architecture, "
-                "or try --device cpu"
+                f"{model_type} models are not served on Neuron any more; "
+                "give a model of Llama's architecture, or try --device cpu"
             )
         if model_type not in MODEL_TYPES:
             families = ", ".join(MODEL_TYPES)
@@ -284,21 +283,20 @@ class Sizing:
         ):
             return (
                 f"--neuron-config {SHARD_OVER_SEQUENCE} (NEURON_CONFIG) needs more heads than its {kv_heads} "
-                f"key-value heads, and a tp_degree of two or more times {kv_heads}; not {heads} and "
-                f"{tp_degree}"
+                f"key-value heads, and a tp_degree of two or more times {kv_heads}; "
+                f"not {heads} and {tp_degree}"
             )
         if experts and experts % tp_degree and tp_degree % experts:  # T/mixtral/config.py:61
             return (
-                f"tp_degree {tp_degree} and {experts} experts: one has to divide the other; {experts} would "
-                "work"
+                f"tp_degree {tp_degree} and {experts} experts: one has to divide the other; "
+                f"{experts} would work"
             )
         # The library pads the columns of all experts as one matrix: a remainder would shift them to the next
         # expert's cores.
         if experts and tp_degree > experts and columns % (tp_degree // experts):
             return (
-                f"tp_degree {tp_degree} spreads each expert over {tp_degree // experts} cores, which does "
-                "not "
-                f"divide its {columns} columns; {experts} would work"
+                f"tp_degree {tp_degree} spreads each expert over {tp_degree // experts} cores, "
+                f"which does not divide its {columns} columns; {experts} would work"
             )
         return None
 
@@ -440,14 +438,10 @@ def report(name: str, shape: Shape, machines: Sequence[Machine], config: Config)
     served = shape.served_in(config.dtype)
     if config.quantize:
         served += f", its layers in {config.quantize}"
-    yield (
-        f"{name} ({shape.model_type}): {shape.parameters:,} parameters in {shape.dtype}, {shape.layers} "
-        "layers"
-    )
-    yield (
-        f"served in {served}; window: {shape.window}; host memory to load it: {shape.host_bytes / GIB:.1f} "
-        "GiB"
-    )
+    size = f"{shape.parameters:,} parameters in {shape.dtype}, {shape.layers} layers"
+    yield f"{name} ({shape.model_type}): {size}"
+    memory = f"host memory to load it: {shape.host_bytes / GIB:.1f} GiB"
+    yield f"served in {served}; window: {shape.window}; {memory}"
     useful = min(USEFUL_LENGTH, shape.window, config.max_total_tokens or USEFUL_LENGTH)
     recommended: list[tuple[int, float, str]] = []  # longest first, then cheapest
     for machine in machines:

@@ -281,9 +281,8 @@ class TorchModel:
     def __init__(self, config: Config, folder: Path, device: str):
         if config.quantize:
             raise ModelError(
-                f"--quantize {config.quantize} (QUANTIZE): {config.model_name} runs in PyTorch, where "
-                "weights stay "
-                "as they are; leave it out"
+                f"--quantize {config.quantize} (QUANTIZE): {config.model_name} runs in PyTorch, "
+                "where weights stay as they are; leave it out"
             )
         self.device = device
         self.batch_size = config.max_batch_size or DEFAULT_BATCH_SIZE
@@ -439,7 +438,6 @@ class TorchModel:
             slides = kinds[layer] == "sliding_attention" if kinds else True
             if slides and seen != size:
                 raise ModelError(
-                    f"the sliding attention of this {self._kind} model cannot be served; give "
-                    "--max-total-tokens "
-                    f"{size} or less"
+                    f"the sliding attention of this {self._kind} model cannot be served; "
+                    f"give --max-total-tokens {size} or less"
                 )
