@@ -54,8 +54,8 @@ TOOL_PARSERS = (
     "deepseek_v3",
     "deepseek_v31",
 )
-MAX_COUNT = 10**9  # of any setting
-MAX_SECONDS = 10**6
+MAX_COUNT = 10**9  # of a setting that is a whole number
+MAX_NUMBER = 10**6  # of any other
 MAX_TOP_TOKENS = 10_000  # of `max_top_n_tokens`
 
 # Options of transformers-neuronx's NeuronConfig that change no text and may change the speed, with their
@@ -128,8 +128,8 @@ def _ratio(value: str) -> float:
         number = float(value)
     except ValueError:
         number = math.nan
-    if not 0 <= number <= MAX_SECONDS:
-        raise ValueError(f"must be a number between 0 and {MAX_SECONDS}")
+    if not 0 <= number <= MAX_NUMBER:
+        raise ValueError(f"must be a number between 0 and {MAX_NUMBER}")
     return number
 
 
@@ -137,7 +137,7 @@ def _positive(value: str) -> float:
     with contextlib.suppress(ValueError):
         if (number := _ratio(value)) > 0:
             return number
-    raise ValueError(f"must be a positive number, at most {MAX_SECONDS}")
+    raise ValueError(f"must be a positive number, at most {MAX_NUMBER}")
 
 
 def _one_of(*words: str, aliases: Mapping[str, str] | None = None) -> Callable[[str], str]:

@@ -51,7 +51,7 @@ class ModelCache:
     into it."""
 
     def __init__(self, config: Config):
-        self.folder = Path(config.model_cache).expanduser().absolute()
+        self.folder = Path(config.model_cache)
         self._size_gb = config.model_cache_size
         check_private(self.folder, f"--model-cache {config.model_cache} (MODEL_CACHE)")
 

@@ -58,21 +58,38 @@ def usable_cores(cores: int | None, environ: Mapping[str, str]) -> int | None:
 
     Raises ConfigError for a value that the runtime refuses.
     """
-    if value := environ.get(name := "NEURON_RT_VISIBLE_CORES", "").strip():
-        ranges = [re.fullmatch(r"(\d+)(?:-(\d+))?", part.strip()) for part in value.split(",")]
-        ids = [core for r in ranges if r for core in range(int(r[1]), min(int(r[2] or r[1]), 1 << 12) + 1)]
-        if not all(ranges) or not ids or ids != list(range(ids[0], ids[0] + len(ids))):
-            raise ConfigError(f"{name} {value!r} should be one core (0), or cores in a row (0-3, or 0,1,2-3)")
-        wanted = len(ids)
-    elif value := environ.get(name := "NEURON_RT_NUM_CORES", "").strip():
-        wanted = _number(value)
-        if wanted is None:
-            raise ConfigError(f"{name} {value!r} should be a number of cores, 0 for all")
+    name = "NEURON_RT_VISIBLE_CORES"
+    value = environ.get(name, "").strip()
+    if value:
+        wanted = _cores_in_row(value)
+        rule = "one core (0), or cores in a row (0-3, or 0,1,2-3)"
     else:
-        return cores
+        name = "NEURON_RT_NUM_CORES"
+        value = environ.get(name, "").strip()
+        wanted = _number(value or "0")
+        rule = "a number of cores, 0 for all"
+    if wanted is None:
+        raise ConfigError(f"{name} {value!r} should be {rule}")
     if cores is not None and wanted > cores:
         raise ConfigError(f"{name} {value!r} asks for {wanted} cores and there are {cores}")
     return wanted or cores
+
+
+def _cores_in_row(ranges: str) -> int | None:
+    """How many cores "0-3" or "0,1,2-3" names; None where they are not in a row."""
+    count = 0
+    follows = None
+    for part in ranges.split(","):
+        found = re.fullmatch(r"(\d+)(?:-(\d+))?", part.strip())
+        if not found:
+            return None
+        first = int(found[1])
+        last = int(found[2] or first)
+        if last < first or follows not in (None, first):
+            return None
+        follows = last + 1
+        count += follows - first
+    return count
 
 
 def host_memory(root: Path = Path("/")) -> int | None:

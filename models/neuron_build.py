@@ -304,7 +304,10 @@ def _neuron_config(build: Build) -> Any:
         options["quant"] = library().QuantizationConfig(quant_dtype="s8", dequant_dtype=AMP[programs.dtype])
     for option in programs.neuron_config:
         name, value = option.split("=")
-        options[name] = value == "true" or (int(value) if value.isdigit() else value)
+        if value == "true":
+            options[name] = True
+        else:
+            options[name] = int(value) if value.isdigit() else value
     return library().NeuronConfig(**options)
 
 
