@@ -172,7 +172,7 @@ def _folder(value: str) -> str:
 
 def _adapter(value: str) -> str:
     adapters = [adapter.strip() for adapter in value.split(",") if adapter.strip()]
-    if len(adapters) > 1:
+    if len(adapters) != 1:
         raise ValueError(
             f"{len(adapters)} adapters are given; one can be merged, for others start more servers"
         )

@@ -63,6 +63,12 @@ class ModelCache:
         mark_used(entry / ENTRY)
         return entry
 
+    def hold(self, key: str) -> None:
+        """Keeps `evict`, of any process, from removing an entry as long as this process lives."""
+        with contextlib.suppress(OSError):  # a read-only cache
+            lock = os.open((self.folder / key).with_suffix(".lock"), os.O_RDWR | os.O_CREAT, 0o600)
+            fcntl.flock(lock, fcntl.LOCK_SH)
+
     def remove(self, key: str) -> None:
         shutil.rmtree(self.folder / key, ignore_errors=True)
 

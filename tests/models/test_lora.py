@@ -1,5 +1,6 @@
 """A LoRA adapter is merged as peft merges it; what is more than that is refused by name."""
 
+import dataclasses
 import json
 
 import numpy as np
@@ -114,6 +115,15 @@ def test_it_is_merged_once_and_again_when_the_adapter_changes(base, tmp_path, mo
     edit = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text()) | {"lora_alpha": 1}
     (tmp_path / "adapter" / "adapter_config.json").write_text(json.dumps(edit))
     assert models.prepare(config).folder != first.folder
+
+
+def test_the_merged_checkpoint_is_there_as_long_as_it_is_served_however_small_the_cache_is(base, tmp_path):
+    save_adapter(base, tmp_path / "adapter")
+    config = config_of(base, tmp_path, f"mine={tmp_path / 'adapter'}")
+    prepared = models.prepare(dataclasses.replace(config, model_cache_size=1e-6))
+    prepared.load(lambda phase: None)
+    assert list((tmp_path / "cache").glob("model-*"))  # its conversion would have removed what was not used last
+    assert (prepared.folder / "config.json").is_file()
 
 
 def test_an_adapter_and_its_base_come_from_the_hub(hub, base, tmp_path):
