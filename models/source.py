@@ -48,7 +48,7 @@ def fetch_source(config: Config) -> tuple[Config, Path, str | None]:
             folder, commit = fetch(config)
         folder = _dequantized(config, folder, commit)
     if config.lora_adapters:
-        folder = _merged(config, folder, commit)
+        folder = _merged(config, folder)
         config = _with_source(config, str(folder))
     return config, folder, commit
 
@@ -115,12 +115,11 @@ def _dequantized(config: Config, file: Path, commit: str | None) -> Path:
     return _made(config, "gguf", identity, [str(file), dtype], f"dequantizing {file.name} into {dtype}")
 
 
-def _merged(config: Config, base: Path, commit: str | None) -> Path:
+def _merged(config: Config, base: Path) -> Path:
     """The checkpoint in `base` with the adapter merged into its weights."""
     adapter = fetch_adapter(config)
     base = fetch_weights(config, base, SAFETENSORS)
-    base_id = commit or identify(base, CHECKPOINT)
-    identity = [base_id, identify(adapter, ("adapter_*",)), installed("safetensors")]
+    identity = [identify(base, CHECKPOINT), identify(adapter, ("adapter_*",)), installed("safetensors")]
     doing = f"merging {config.lora_adapters} into {config.model_name}"
     return _made(config, "lora", identity, [str(base), str(adapter)], doing)
 

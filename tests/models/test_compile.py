@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -40,6 +41,15 @@ def test_a_compiled_model_takes_along_weights_of_older_forms(tmp_path, form):
     assert verb.main(words(folder, output)) == 0
     assert (output / "checkpoint" / weights.relative_to(folder)).samefile(weights)
     assert not list(output.rglob("other"))
+
+
+def test_a_checkpoint_that_was_made_of_a_hub_model_is_taken_along(tmp_path, monkeypatch):
+    folder = checkpoint(tmp_path / "model")
+    monkeypatch.setattr(verb, "fetch_source", lambda config: (config, folder, "the commit of its source"))
+    output = tmp_path / "compiled"
+    assert verb.main(words("someone/model:file.gguf", output)) == 0
+    assert (output / "checkpoint" / "model.safetensors").samefile(folder / "model.safetensors")
+    assert json.loads((output / "config.json").read_text())["neuron"]["checkpoint_id"] is None
 
 
 def test_help_names_the_flags_that_decide_what_is_compiled(capsys):
