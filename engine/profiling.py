@@ -38,7 +38,7 @@ class Profiler:
         """
         self._skipped = config.prof_waitstep, config.prof_warmupstep
         self._steps = DEFAULT_STEPS if config.prof_step is None else config.prof_step
-        folder = Path(config.profile or Path(tempfile.gettempdir(), "profile"))
+        folder = Path(config.profile or f"{tempfile.gettempdir()}/profile")
         self._prefix = str(folder / time.strftime("%Y%m%d-%H%M%S"))
         try:
             folder.mkdir(0o777 if config.profile else 0o700, parents=True, exist_ok=True)

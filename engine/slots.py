@@ -45,10 +45,13 @@ class Slots:
             head = prompt[: (len(prompt) - 2) // step * step]
             common = [common_prefix(head, held) // step * step for held in self._held]
         spares = self._copies_prefixes or not all(self._held[slot] for slot in self.free)
-        slot = max(
-            self.free,
-            key=lambda slot: common[slot] if not spares or 2 * common[slot] >= len(self._held[slot]) else 0,
-        )
+
+        def reused(slot: int) -> int:
+            if spares and 2 * common[slot] < len(self._held[slot]):
+                return 0
+            return common[slot]
+
+        slot = max(self.free, key=reused)
         source = slot
         if self._copies_prefixes:
             source = max(range(len(common)), key=lambda other: (common[other], other == slot))

@@ -41,13 +41,14 @@ def detect(root: str | Path = "/", environ: Mapping[str, str] = os.environ) -> M
     # The instance type on EC2's Nitro machines.
     product = _read(root / "sys/devices/virtual/dmi/id/product_name")
     architecture = _read(sysfs / f"neuron{min(devices)}/info/architecture/instance_type").lower()
+    is_named = product.startswith(tuple(f"{family}." for family in FAMILIES))
+    families = [
+        family for family in FAMILIES if product.startswith(family) or architecture.startswith(family)
+    ]
     return Machine(
         cores=usable_cores(cores, environ),
-        family=next(
-            (family for family in FAMILIES for name in (product, architecture) if name.startswith(family)),
-            None,
-        ),
-        instance=product if product.startswith(tuple(f"{family}." for family in FAMILIES)) else None,
+        family=families[0] if families else None,
+        instance=product if is_named else None,
         host_bytes=host_memory(root),
     )
 

@@ -278,9 +278,8 @@ class Sizing:
         kv_heads = self.shape.kv_heads
         experts = self.shape.experts
         columns = self.shape.intermediate
-        if SHARD_OVER_SEQUENCE in self.neuron_config and (
-            kv_heads in (heads, tp_degree) or tp_degree % kv_heads
-        ):
+        shards = SHARD_OVER_SEQUENCE in self.neuron_config
+        if shards and (kv_heads in (heads, tp_degree) or tp_degree % kv_heads):
             return (
                 f"--neuron-config {SHARD_OVER_SEQUENCE} (NEURON_CONFIG) needs more heads than its {kv_heads} "
                 f"key-value heads, and a tp_degree of two or more times {kv_heads}; "

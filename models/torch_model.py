@@ -120,10 +120,9 @@ def _check_weights(hf_config, folder: Path, trust_remote_code: bool) -> None:
 
 def _refuse_unsupported(hf_config) -> None:
     kind = hf_config.model_type
-    is_causal = type(hf_config) in transformers.MODEL_FOR_CAUSAL_LM_MAPPING
-    if hf_config.is_encoder_decoder or not (
-        is_causal or "AutoModelForCausalLM" in getattr(hf_config, "auto_map", {})
-    ):
+    code = getattr(hf_config, "auto_map", {})
+    is_causal = type(hf_config) in transformers.MODEL_FOR_CAUSAL_LM_MAPPING or "AutoModelForCausalLM" in code
+    if hf_config.is_encoder_decoder or not is_causal:
         raise ModelError(
             f"{kind} models do not continue text token by token (no causal language model); nothing to serve"
         )
