@@ -297,6 +297,13 @@ class Config:
         parse=_file,
         shown="the model's tokenizer_config.json",
     )
+    generation_config: str = setting(
+        "auto",
+        "GENERATION_CONFIG",
+        "auto: what the model's generation_config.json says of temperature, top_p, top_k, min_p and "
+        "repetition_penalty is the default of requests below /v1. none: OpenAI's defaults are.",
+        parse=_one_of("auto", "none", aliases={"vllm": "none"}),
+    )
     chat_template_kwargs: str | None = setting(
         None,
         "CHAT_TEMPLATE_KWARGS",
@@ -335,7 +342,7 @@ class Config:
         "auto",
         "DTYPE HF_AUTO_CAST_TYPE",
         "auto, float32, bfloat16 or float16. auto is the checkpoint's; on a CPU it is bfloat16 if the "
-        "checkpoint and the CPU have it, else float32.",
+        "checkpoint has it, else float32.",
         parse=_one_of("auto", "float32", "bfloat16", "float16", aliases=DTYPES),
     )
     quantize: str | None = setting(

@@ -7,7 +7,7 @@ A model folder is trusted. What is checked here is what a broken one needs: one 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,16 @@ CONTEXT_LENGTHS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq
 STRETCHED = ("dynamic", "longrope")  # kinds of rope whose positions depend on the longest sequence
 
 
+# What generation_config.json may say of sampling, and the values that can be used.
+SAMPLING: dict[str, Callable[[float], bool]] = {
+    "temperature": lambda value: 0 <= value <= 100,
+    "top_k": lambda value: -1 <= value < 2**31 and value == int(value),
+    "top_p": lambda value: 0 < value <= 1,
+    "min_p": lambda value: 0 <= value <= 1,
+    "repetition_penalty": lambda value: 0 < value <= 100,
+}
+
+
 @dataclass(frozen=True)
 class Manifest:
     """What the `config.json` and `generation_config.json` of a checkpoint say."""
@@ -29,6 +39,13 @@ class Manifest:
     eos_token_ids: tuple[int, ...]
     is_compiled: bool = False  # for Neuron
     config_json: Mapping[str, Any] = field(default_factory=dict, compare=False, repr=False)  # all of it
+    generation_config: Mapping[str, Any] = field(default_factory=dict, compare=False, repr=False)
+
+    @property
+    def sampling(self) -> dict[str, float]:
+        """What generation_config.json says of sampling, as it says it: a value may be anything but null."""
+        given = ((name, self.generation_config.get(name)) for name in SAMPLING)
+        return {name: value for name, value in given if value is not None}
 
     @property
     def text_config(self) -> Mapping[str, Any]:
@@ -80,6 +97,7 @@ class Manifest:
             eos_token_ids=tuple(dict.fromkeys([*_eos_ids(config), *_eos_ids(generation_config)])),
             is_compiled="neuron" in config,
             config_json=config,
+            generation_config=generation_config,
         )
 
 
@@ -101,6 +119,11 @@ def read_json(path: Path, required: bool = False) -> dict[str, Any]:
     if not isinstance(data, dict):
         raise ConfigError(f"{path} should hold a JSON object, not {type(data).__name__}")
     return data
+
+
+def is_usable(name: str, value: Any) -> bool:
+    """Whether a value of `Manifest.sampling` can be used."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and SAMPLING[name](value)
 
 
 def has_gguf(path: Path) -> bool:

@@ -366,6 +366,7 @@ class Boot:
             prompt_logprobs=model.gives_prompt_logits,
             sampling=model.sampling,
             quantize=model.quantize,
+            sampling_defaults=prepared.sampling_defaults(model.sampling),
         )
         self._link.announce(info)
         logger.info(

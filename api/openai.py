@@ -109,12 +109,15 @@ def check_openai(
     **host_only: Any,
 ) -> Job:
     """Checks the fields that chat and completion requests share. They sample unless the temperature is 0, as
-    OpenAI's do.
+    OpenAI's do. Fields of sampling that the request leaves out get the model's defaults.
 
     limit: of the generated tokens; host_only: further fields that only the host can honour, and whether they
     are asked for.
     """
     info = served.info
+    for name, value in info.sampling_defaults.items():
+        if getattr(request, name) is None:
+            setattr(request, name, value)
     most = served.config.max_client_batch_size
     n = 1 if request.n is None else request.n
     detail = f"must be > 0 and <= {most} (--max-client-batch-size raises it). Given: {n}"

@@ -456,9 +456,10 @@ class ResponsesAnswer(OpenAIAnswer):
         self._arguments = ""  # of the newest call of a custom tool
         self._reasoning_tokens = 0
         self._logprobs_read: list[TokenLogprob] = []  # of text that has not been written yet
+        defaults = DEFAULTS | served.info.sampling_defaults
         given = {name: getattr(request, name) for name in ResponsesFields.__struct_fields__}
         self._response = ResponsesResponse(
-            **{name: DEFAULTS.get(name) if value is None else value for name, value in given.items()},
+            **{name: defaults.get(name) if value is None else value for name, value in given.items()},
             id="",  # known when the first event is
             object="response",
             created_at=int(time.time()),

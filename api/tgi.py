@@ -127,6 +127,7 @@ class Info(Struct):
     eos_token_ids: list[int]
     sampling: str
     quantize: str | None
+    sampling_defaults: dict[str, float]
     tool_parser: str | None
 
     @classmethod

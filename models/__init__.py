@@ -8,13 +8,14 @@ left open."""
 from __future__ import annotations
 
 import importlib.util
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from config import Config
-from manifest import Manifest
+from config import DEVICE_TOP_K, Config
+from manifest import Manifest, is_usable
 from models.base import ModelError, StaticBatchModel
 from models.fetch import SAFETENSORS, fetch_weights
 from models.machine import host_memory
@@ -24,6 +25,9 @@ from run import run_dir
 if TYPE_CHECKING:
     from models.neuron_build import Build
 
+logger = logging.getLogger("model")
+
+HOST_ONLY = ("min_p", "repetition_penalty")  # kinds of sampling
 NEURON_SETTINGS = (
     "tp_degree",
     "prefill_buckets",
@@ -44,6 +48,30 @@ class Prepared:
     sha: str | None  # its commit on the hub; None: a local folder
     manifest: Manifest
     build: Build | None = None  # on Neuron: what to compile or to load
+
+    def sampling_defaults(self, sampled_on: str) -> dict[str, float]:
+        """What generation_config.json says of sampling, as far as it can be used; the log says what is.
+
+        sampled_on: "host" or "device", which would refuse requests without what it cannot do.
+        """
+        if self.config.generation_config == "none":
+            return {}
+        given = self.manifest.sampling
+        left_out = HOST_ONLY if sampled_on == "device" else ()
+        used = {
+            name: value for name, value in given.items() if is_usable(name, value) and name not in left_out
+        }
+        if sampled_on == "device" and used.get("top_k", 0) > DEVICE_TOP_K:
+            used["top_k"] = DEVICE_TOP_K
+        for name in given.keys() - used.keys():
+            why = "which the device cannot do" if name in left_out else "which cannot be used"
+            logger.warning("generation_config.json has %s %r, %s", name, given[name], why)
+        if used:
+            values = ", ".join(f"{name} {value:g}" for name, value in used.items())
+            logger.info(
+                "Defaults of the model below /v1: %s (--generation-config none turns them off)", values
+            )
+        return used
 
     def fetch_weights(self) -> None:
         """Downloads the weights of a model on the hub. Raises ModelError."""

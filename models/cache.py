@@ -43,7 +43,7 @@ CANNOT_SERVE = 2
 CANNOT_WRITE = 3
 # To be raised with any change of what a conversion writes, or of how it is read: entries of another one are
 # not used.
-CONVERTER = 1
+CONVERTER = 2
 
 
 class ModelCache:

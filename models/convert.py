@@ -3,9 +3,10 @@ own logits.
 
 Runs in a child process, so that the worker never imports torch or transformers. `convert` loads the
 checkpoint (`torch_model.load_pretrained`), traces it with a placeholder in the place of each attention layer,
-saves the graph, and compares what `openvino_model.py` computes from the saved files with the logits of
-transformers. For a model that cannot be converted the entry holds the reason, and the next start goes
-straight to plain PyTorch.
+saves the graph, and compares what `openvino_model.py` computes from the saved files with what transformers
+computes in float32: logit by logit where the graph runs in float32, too, and by the loss on a text where
+bfloat16 or compressed weights round it. For a model that cannot be converted the entry holds the reason, and
+the next start goes straight to plain PyTorch.
 
     python -m models.convert FOLDER TARGET < CONFIG.json     a model; CONFIG as `Config.to_json` writes it
     python -m models.convert --demo                          the demonstration model, into demo/converted
@@ -17,14 +18,17 @@ import gc
 import importlib.util
 import itertools
 import logging
+import math
 import shutil
 import sys
 import warnings
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from transformers import PreTrainedTokenizerFast
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import logs
@@ -37,7 +41,7 @@ from models.machine import usable_threads
 # Before openvino, which it keeps from loading its telemetry.
 from models.openvino_model import PLACEHOLDER, SHIPPED, OpenVinoModel, read_graph, reason, with_dtype
 from models.torch_model import length_limit, load_pretrained, reference_logits
-from run import die_with_parent
+from run import HERE, die_with_parent
 
 import openvino as ov  # isort: skip
 from openvino import opset13 as ops  # isort: skip
@@ -46,6 +50,7 @@ from openvino.frontend.pytorch.ts_decoder import TorchScriptPythonDecoder  # iso
 
 logger = logging.getLogger("model")
 
+CHECK_TEXT = HERE / "models" / "check_text.txt"  # the beginning of a text of 1776 that every model has read
 PLACEHOLDERS = "openvino_placeholder"  # the name of an attention function of transformers
 CHUNK = OpenVinoModel.prefill_chunk
 CHECK_TOKENS = CHUNK + 16
@@ -53,7 +58,14 @@ SHORT_CHECK_TOKENS = 80  # crosses the edges of two blocks
 SHORT_CHECK_BEGINS = (0, 1, 3, 34, 67, 68, 70), (0, 35, 36, 37, 54, 55)  # of the chunks of two slots
 CHECK_WINDOW = 40  # longer sliding windows are shortened to this for the check, so that they slide in it
 REFERENCE_COLUMNS = 4  # of the logits, stored for the comparison at every start
-GROUP_SIZE = 64  # int4 weights that share a scale
+# Most mean Kullback-Leibler divergence from the model in float32 on CHECK_TEXT, in nats a token. That of
+# SmolLM2-135M, which is small and knows the text by heart, is 0.004 in bfloat16, 0.02 in int8, 0.7 in int4
+# (1.20 times the perplexity on 1,000 tokens of other texts). A broken model has several nats.
+MOST_LOSS = {"bfloat16": 0.1, "int8": 0.1, "int4": 1.0}
+INT4_GROUP = 32  # int4 weights that share a scale
+# The share of the linear layers that gets int4; the others get int8. The first that keeps the loss is taken:
+# models of a few hundred million parameters do not bear it everywhere.
+INT4_SHARES = (1.0, 0.8, 0.5)
 SPARE_BYTES = 50_000_000  # of the disk, for the graph without its weights
 NNCF = "nncf==3.4.0"
 
@@ -147,23 +159,27 @@ def convert(config: Config, folder: Path, target: Path) -> None:
         "quantize": config.quantize,
         "vocab_size": text_config.vocab_size,
         "max_total_tokens": length_limit(text_config),
+        "arithmetic": None,  # None: what the CPU has for the dtype
         "refused": None,
     }
-    tolerance = TOLERANCE[config.quantize or dtype]
     try:
         positions = facts["max_total_tokens"] or manifest.max_positions or config.max_total_tokens
-        check = Check(model.float(), positions)
+        check = Check(model.float(), positions, folder)
         for parameter in model.parameters():
             parameter.data = parameter.data.to(getattr(torch, dtype))
-        facts["reference"] = {**check.stored, "tolerance": tolerance * check.scale}
+        facts["reference"] = {**check.stored, "tolerance": TOLERANCE[config.quantize or dtype] * check.scale}
         graph = trace(model)
         _save(graph, target)
-        if config.quantize:
-            check(target, facts, TOLERANCE[dtype])  # before compression adds its own error
-            _save(quantize(graph, config.quantize), target)
-        del model, graph
+        del model
         gc.collect()
-        check(target, facts, tolerance)
+        check.logits_of(target, facts)
+        if config.quantize:
+            _compress(graph, config, check, target, facts)
+        elif dtype == "bfloat16" and check.loss_of(target, facts) > MOST_LOSS[dtype]:
+            logger.warning(
+                "%s does not bear arithmetic in bfloat16: it is computed in float32", facts["model"]
+            )
+            facts["arithmetic"] = "float32"
     except (ModelError, OSError, MemoryError):
         raise
     except Exception as error:
@@ -171,6 +187,11 @@ def convert(config: Config, folder: Path, target: Path) -> None:
         for path in target.glob("model.*"):
             path.unlink()
         facts["refused"] = str(error) if type(error) is UnsupportedModel else reason(error)
+        if config.quantize:
+            raise ModelError(
+                f"--quantize {config.quantize} (QUANTIZE): only plain PyTorch serves {config.model_name}, "
+                f"where weights stay as they are: {facts['refused']}; leave it out"
+            ) from None
     write_entry(target, facts)
 
 
@@ -217,15 +238,20 @@ class Check:
     `positions`: how many the model has. `stored` goes into the entry, for the comparison at every start.
     """
 
-    def __init__(self, model: torch.nn.Module, positions: int):
+    def __init__(self, model: torch.nn.Module, positions: int, folder: Path):
         text_config = model.config.get_text_config()
+        vocab_size = text_config.vocab_size
         random = np.random.default_rng(0)
-        self.ids = random.integers(0, text_config.vocab_size, min(CHECK_TOKENS, positions)).tolist()
+        self.ids = random.integers(0, vocab_size, min(CHECK_TOKENS, positions)).tolist()
         self.short = self.ids[:SHORT_CHECK_TOKENS]
         self.shift = positions - len(self.short)  # the model's last positions
-        logits = reference_logits(model, self.short)
-        columns = np.linspace(0, text_config.vocab_size - 1, REFERENCE_COLUMNS, dtype=int)
-        self.stored = {"ids": self.short, "columns": columns.tolist(), "logits": logits[:, columns].tolist()}
+        # Random ids where there is no tokenizer: they make small differences larger than texts do.
+        self.text = _ids_of_text(folder, vocab_size)[: len(self.ids)] or self.ids
+        self.text_logits = reference_logits(model, self.text)
+        stored = self.text[:SHORT_CHECK_TOKENS]
+        columns = np.linspace(0, vocab_size - 1, REFERENCE_COLUMNS, dtype=int)
+        logits = self.text_logits[: len(stored), columns]
+        self.stored = {"ids": stored, "columns": columns.tolist(), "logits": logits.tolist()}
         window = getattr(text_config, "sliding_window", None)
         if window:
             text_config.sliding_window = min(window, CHECK_WINDOW)
@@ -235,16 +261,13 @@ class Check:
         if window:
             text_config.sliding_window = window
 
-    def __call__(self, target: Path, facts: dict[str, Any], tolerance: float) -> None:
-        """Runs the saved graph: long and short chunks, one and two slots a call, at the first and at the last
-        positions. Raises UnsupportedModel where a logit differs by more than `tolerance` times the
-        largest."""
-        graph = read_graph(target / "model.xml", CHECK_WINDOW)
-        model = OpenVinoModel(graph, facts, slots=3, max_total_tokens=len(self.ids), threads=usable_threads())
+    def logits_of(self, target: Path, facts: dict[str, Any]) -> None:
+        """Runs the saved graph in float32: long and short chunks, one and two slots a call, at the first and
+        at the last positions. Raises UnsupportedModel where a logit differs by more than the tolerance."""
+        model = self._model(target, facts | {"arithmetic": "float32"}, CHECK_WINDOW)
         found = [model.forward([Chunk(0, self.short, 0, keep_all=True)], self.shift)]
         wanted = [self.at_end, self.logits]
-        for begin in range(0, len(self.ids), CHUNK):
-            found.append(model.forward([Chunk(0, self.ids[begin : begin + CHUNK], begin, keep_all=True)]))
+        found.append(_prompt_logits(model, self.ids))
         n = len(self.short)
         begins_of = [[begin for begin in begins if begin < n] for begins in SHORT_CHECK_BEGINS]
         ranges = [itertools.pairwise([*begins, n]) for begins in begins_of]
@@ -254,21 +277,71 @@ class Check:
             found.append(model.forward(chunks))
             wanted.append(self.logits[[end - 1 for _slot, (_begin, end) in running]])
         error = float(np.abs(np.concatenate(found) - np.concatenate(wanted)).max())
-        if not error <= tolerance * self.scale:  # not: NaN
+        if not error <= TOLERANCE["float32"] * self.scale:  # not: NaN
             raise UnsupportedModel(
                 f"its logits differ from those of transformers by {error:.2g} (of {self.scale:.2g})"
             )
 
+    def loss_of(self, target: Path, facts: dict[str, Any]) -> float:
+        """Runs the saved graph as it will be served. Returns the mean Kullback-Leibler divergence of its
+        tokens from those of transformers in float32, in nats; infinity for logits that are no numbers."""
+        found = _log_probabilities(_prompt_logits(self._model(target, facts), self.text))
+        wanted = _log_probabilities(self.text_logits)
+        loss = float((np.exp(wanted) * (wanted - found)).sum(-1).mean())
+        return math.inf if math.isnan(loss) else loss
 
-def quantize(graph: ov.Model, kind: str) -> ov.Model:
-    """Compresses the weights of the linear layers and embeddings: int8 a channel, or int4 a group, both
-    asymmetric."""
+    def _model(self, target: Path, facts: dict[str, Any], longest_window: int | None = None) -> OpenVinoModel:
+        graph = read_graph(target / "model.xml", longest_window)
+        return OpenVinoModel(graph, facts, slots=3, max_total_tokens=len(self.ids), threads=usable_threads())
+
+
+def _ids_of_text(folder: Path, vocab_size: int) -> list[int]:
+    """The tokens of CHECK_TEXT; none where the folder has no tokenizer.json, or that of another model."""
+    text = CHECK_TEXT.read_text()
+    try:
+        ids = PreTrainedTokenizerFast(tokenizer_file=str(folder / "tokenizer.json")).encode(text)
+    except Exception:  # the library raises nothing more special
+        return []
+    return ids if max(ids, default=vocab_size) < vocab_size else []
+
+
+def _prompt_logits(model: OpenVinoModel, ids: Sequence[int]) -> np.ndarray:
+    """The logits after each token of a prompt, which runs in chunks: float32 [tokens, vocab]."""
+    begins = range(0, len(ids), CHUNK)
+    chunks = [Chunk(0, ids[begin : begin + CHUNK], begin, keep_all=True) for begin in begins]
+    return np.concatenate([model.forward([chunk]) for chunk in chunks])
+
+
+def _log_probabilities(logits: np.ndarray) -> np.ndarray:
+    """Of logits [tokens, vocab], in float32."""
+    shifted = logits - logits.max(-1, keepdims=True)
+    return shifted - np.log(np.exp(shifted).sum(-1, keepdims=True))
+
+
+def _compress(graph: ov.Model, config: Config, check: Check, target: Path, facts: dict[str, Any]) -> None:
+    """Saves the graph with compressed weights: those of linear layers and embeddings. Raises ModelError where
+    that changes the model too much."""
     import nncf
 
     logging.getLogger("nncf").setLevel(logging.ERROR)  # nncf.set_log_level would change our handlers as well
-    if kind == "int8":
-        return nncf.compress_weights(graph, mode=nncf.CompressWeightsMode.INT8_ASYM)
-    return nncf.compress_weights(graph, mode=nncf.CompressWeightsMode.INT4_ASYM, group_size=GROUP_SIZE)
+    modes = nncf.CompressWeightsMode
+    ways = [{"mode": modes.INT8_ASYM}]
+    if config.quantize == "int4":
+        ways = [{"mode": modes.INT4_SYM, "group_size": INT4_GROUP, "ratio": share} for share in INT4_SHARES]
+    for way in ways:
+        # A copy: what is compressed once stays so.
+        _save(nncf.compress_weights(graph.clone(), **way), target)
+        loss = check.loss_of(target, facts)
+        if loss <= MOST_LOSS[config.quantize]:
+            if way.get("ratio", 1.0) < 1:
+                logger.info("int4 in %.0f %% of the layers, int8 in the others", 100 * way["ratio"])
+            return
+    other = ", or use int8" if config.quantize == "int4" else ""
+    raise ModelError(
+        f"--quantize {config.quantize} (QUANTIZE) changes {config.model_name} too much: its tokens diverge "
+        f"by {loss:.2f} nats from those in float32, at most {MOST_LOSS[config.quantize]} are taken; leave it "
+        f"out{other}"
+    )
 
 
 def _save(graph: ov.Model, target: Path) -> None:

@@ -47,7 +47,12 @@ FLOAT32_TOKENS = 64  # per call: from 65 or 81 rows on, oneDNN's AVX2 kernels su
 SHIPPED = HERE / "demo" / "converted"
 # Then layer, scaling, sliding window, KV heads, key head size, value head size.
 PLACEHOLDER = "paged_attention|"
+WORTH_COMPRESSING = 100_000_000  # bytes of weights
 BATCH_INPUTS = ("past_lens", "subsequence_begins", "block_indices", "block_indices_begins", "max_context_len")
+
+
+class NotConverted(Exception):
+    """OpenVINO cannot serve a model; the message says why, as a part of a log line."""
 
 
 class OpenVinoModel:
@@ -81,6 +86,7 @@ class OpenVinoModel:
         # On one thread OpenVINO's AMX kernel for MLPs divides by zero, half the threads: SIGFPE.
         is_bfloat16 = (
             self.dtype == "bfloat16"
+            and facts["arithmetic"] != "float32"
             and self.threads > 1
             and "BF16" in core.get_property("CPU", "OPTIMIZATION_CAPABILITIES")
         )
@@ -255,10 +261,11 @@ def load(
 
     Raises ModelError or ConfigError for what no engine can serve.
     """
+    given = config
     config = with_dtype(config, manifest)
     if config.dtype == "float16":
         why = "OpenVINO computes in float32 or bfloat16 on a CPU, not in float16"
-        return _load_torch(config, folder, why)
+        return _load_torch(given, manifest, folder, why)
     cache = ModelCache(config)
     key = model_key(config, folder, manifest)
 
@@ -271,8 +278,8 @@ def load(
     try:
         if entry := _find_entry(config, cache, key):
             try:
-                return _load_entry(config, folder, entry)
-            except (ConfigError, ModelError):
+                return _load_entry(config, entry)
+            except (ConfigError, ModelError, NotConverted):
                 raise
             except Exception as error:
                 logger.warning(
@@ -281,13 +288,15 @@ def load(
                 cache.remove(key)
         # The folder of this run is removed even if this process is killed.
         with tempfile.TemporaryDirectory(dir=os.environ.get("NEURON_TEXTGEN_RUN_DIR")) as scratch:
-            return _load_entry(config, folder, cache.find_or_add(key, convert, Path(scratch)))
+            return _load_entry(config, cache.find_or_add(key, convert, Path(scratch)))
     except (ConfigError, ModelError):
         raise
+    except NotConverted as why:
+        return _load_torch(given, manifest, folder, str(why))
     except Exception as error:
         if key:
             cache.remove(key)
-        return _load_torch(config, folder, reason(error))
+        return _load_torch(given, manifest, folder, reason(error))
 
 
 def _find_entry(config: Config, cache: ModelCache, key: str | None) -> Path | None:
@@ -305,12 +314,12 @@ def reason(error: BaseException) -> str:
     return f"{type(error).__name__}: {lines[-1].strip()}" if lines else type(error).__name__
 
 
-def _load_entry(config: Config, folder: Path, entry: Path) -> StaticBatchModel:
-    """Raises ModelError where plain PyTorch cannot serve what does not convert, another exception for a
-    damaged entry."""
+def _load_entry(config: Config, entry: Path) -> StaticBatchModel:
+    """Raises NotConverted for a model that OpenVINO cannot serve, ModelError for settings that it cannot be
+    served with, another exception for a damaged entry."""
     facts = read_entry(entry)
     if facts["refused"]:
-        return _load_torch(config, folder, facts["refused"])
+        raise NotConverted(facts["refused"])
     check_length(config.model_name, facts["max_total_tokens"], config.max_total_tokens)
     slots = config.max_batch_size or DEFAULT_BATCH_SIZE
     threads = config.threads or usable_threads()
@@ -329,6 +338,8 @@ def _load_entry(config: Config, folder: Path, entry: Path) -> StaticBatchModel:
         model.computed_in,
         model.threads,
     )
+    if not model.quantize and (entry / "model.bin").stat().st_size > WORTH_COMPRESSING:
+        logger.info("--quantize int8 takes half the memory, and is faster with few requests at a time")
     return model
 
 
@@ -349,24 +360,23 @@ def _compare(model: OpenVinoModel, reference: dict[str, Any]) -> None:
         raise ValueError(f"its logits differ by {error:.2g} from those of transformers")
 
 
-def _load_torch(config: Config, folder: Path, why: str) -> StaticBatchModel:
+def _load_torch(config: Config, manifest: Manifest, folder: Path, why: str) -> StaticBatchModel:
     from models.torch_model import TorchModel
 
+    if config.dtype == "auto" and not cpu_multiplies_bfloat16():
+        config = dataclasses.replace(config, dtype="float32")  # PyTorch's bfloat16 is slower there
     logger.warning("%s runs in plain PyTorch, slower: %s", config.model_name, why)
-    return TorchModel(config, folder, "cpu")
+    return TorchModel(with_dtype(config, manifest), folder, "cpu")
 
 
 def with_dtype(config: Config, manifest: Manifest) -> Config:
-    """`config` with a dtype for "auto": bfloat16 where both the checkpoint and the CPU have it, else float32;
-    float32 also for the demonstration model, whose text is the same on every machine."""
+    """`config` with a dtype for "auto": bfloat16 where the checkpoint has it, else float32; float32 also for
+    the demonstration model, whose text is the same on every machine."""
     if config.dtype != "auto":
         return config
-    facts = {**manifest.config_json, **(manifest.config_json.get("text_config") or {})}
-    is_bfloat16 = (
-        (facts.get("dtype") or facts.get("torch_dtype")) == "bfloat16"
-        and cpu_multiplies_bfloat16()
-        and not config.is_demo
-    )
+    stored = manifest.text_config.get("dtype") or manifest.text_config.get("torch_dtype")
+    stored = stored or manifest.config_json.get("dtype") or manifest.config_json.get("torch_dtype")
+    is_bfloat16 = stored == "bfloat16" and not config.is_demo
     return dataclasses.replace(config, dtype="bfloat16" if is_bfloat16 else "float32")
 
 

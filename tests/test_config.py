@@ -37,6 +37,7 @@ VALUES = {
     "max_batch_total_tokens": [("7000", 7000), ("9000", 9000)],
     "queue_threshold_ms": [("120", 120), ("0", 0)],
     "prefill_buckets": [("7", (7,)), ("9, 8,9", (8, 9))],
+    "generation_config": [("auto", "auto"), ("vllm", "none")],
     "served_model_name": [("mine", "mine"), ("a/b", "a/b")],
     "lora_adapters": [("someone/adapter@v2", "someone/adapter@v2"), ("mine=/tmp", "mine=/tmp")],
     "position_buckets": [("7", (7,)), ("9,8", (8, 9))],

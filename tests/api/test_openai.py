@@ -1,11 +1,12 @@
 """What chats and completions share: the limits of OpenAI's fields, what sampling they ask for, usage, choices, stop strings."""
 
 import pytest
-from asked import job, refusal
+from asked import INFO, job, refusal
 from fakes.model import EOS
 from fakes.tokenizer import VOCABULARY
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 from openai_api import CHAT, COMPLETION, MESSAGES, PROMPT, SAMPLED, chunks, streamed_text, text_of, whole
 
 from protocol import MAX_LOGIT_BIAS, Sampling
@@ -45,6 +46,28 @@ def test_a_value_just_inside_a_limit_is_accepted_and_one_just_outside_is_refused
         error = refusal(dialect, max_tokens=9, **{field: value})
         assert (error.status, error.param) == (422, field)
         assert str(error).startswith(f"Input validation error: `{field}` {detail}")
+
+
+DEFAULTS = {"temperature": 0.6, "top_k": 20, "top_p": 0.95, "min_p": 0.1, "repetition_penalty": 1.05}
+WITH_DEFAULTS = replace(INFO, sampling_defaults=DEFAULTS)
+
+
+@pytest.mark.parametrize("dialect", ["chat", "completion", "responses", "messages"])
+def test_what_a_request_leaves_out_is_the_models_default(dialect):
+    sampling = job(dialect, WITH_DEFAULTS).sampling
+    assert {name: getattr(sampling, name) for name in DEFAULTS} == DEFAULTS
+    assert sampling.seed is not None
+    asked = job(dialect, WITH_DEFAULTS, temperature=0.1, top_p=None).sampling
+    assert (asked.temperature, asked.top_p, asked.top_k) == (0.1, 0.95, 20)
+    assert job(dialect, WITH_DEFAULTS, temperature=0).sampling.seed is None  # greedy
+    assert job(dialect, replace(INFO, sampling_defaults={"temperature": 0})).sampling.seed is None
+
+
+@pytest.mark.parametrize("dialect", ["native", "sampled", "stream", "vertex"])
+def test_native_requests_have_tgis_defaults(dialect):
+    sampling, expected = job(dialect, WITH_DEFAULTS).sampling, job(dialect).sampling
+    assert replace(sampling, seed=None) == replace(expected, seed=None)
+    assert (sampling.seed is None) == (expected.seed is None)
 
 
 @BOTH

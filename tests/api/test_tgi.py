@@ -317,6 +317,7 @@ def test_info_has_tgis_keys_and_the_limits_in_force(served):
             "eos_token_ids": [0],
             "sampling": "host",
             "quantize": "int8",
+            "sampling_defaults": {},
             "tool_parser": "hermes",
         },
     }

@@ -11,6 +11,7 @@ from math import inf
 import numpy as np
 import pytest
 import tiny_models
+from fakes.tokenizer import byte_tokenizer
 from hypothesis import given
 from hypothesis import strategies as st
 from tiny_models import POSITIONS, VOCABULARY, run, save_checkpoint, settings
@@ -168,14 +169,73 @@ def test_what_no_engine_can_serve_is_refused_with_its_reason(tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["int8", "int4"])
-def test_compressed_weights_are_smaller_and_close_to_the_model(tmp_path, kind):
+def test_compressed_weights_are_smaller_and_close_to_the_model(wide, tmp_path, kind):
     pytest.importorskip("nncf", reason='pip install "nncf==3.4.0"')
-    config = tiny_models.llama(hidden_size=256, intermediate_size=512, num_hidden_layers=1)
-    model = serve(save_checkpoint(tmp_path / "llama", config, spread=0.1), quantize=kind)
+    model = serve(wide, quantize=kind)
     assert (model.engine, model.quantize) == ("openvino", kind)
     (weights,) = tmp_path.glob("cache/model-*/model.bin")
     whole = tmp_path / "llama" / "model.safetensors"
     assert weights.stat().st_size < whole.stat().st_size / (3.5 if kind == "int8" else 5)
+
+
+@pytest.fixture
+def wide(tmp_path):
+    """A Llama whose layers can be compressed in groups."""
+    config = tiny_models.llama(hidden_size=256, intermediate_size=512, num_hidden_layers=1)
+    return save_checkpoint(tmp_path / "llama", config, spread=0.1)
+
+
+def losses(converter, monkeypatch, *found):
+    """What the check of each attempt finds, in the place of its own."""
+    left = list(found)
+    monkeypatch.setattr(converter.Check, "loss_of", lambda *_: left.pop(0))
+
+
+def test_int4_goes_into_fewer_layers_where_the_model_does_not_bear_it_in_all(wide, converter, monkeypatch, caplog):
+    caplog.set_level(logging.INFO)
+    losses(converter, monkeypatch, 2.0, 1.01, 0.99)
+    assert serve(wide, quantize="int4").quantize == "int4"
+    assert "int4 in 50 % of the layers, int8 in the others" in caplog.text
+
+
+def test_a_model_that_compression_changes_too_much_is_refused_with_the_figures_in_one_line(wide, converter, monkeypatch):
+    losses(converter, monkeypatch, 3.0, 2.0, 1.1)
+    with pytest.raises(ModelError) as refused:
+        serve(wide, quantize="int4")
+    rule = f"changes {wide} too much: its tokens diverge by 1.10 nats from those in float32, at most 1.0 are taken"
+    assert str(refused.value) == f"--quantize int4 (QUANTIZE) {rule}; leave it out, or use int8"
+
+
+def test_weights_that_are_broken_by_compression_are_found_by_the_loss(wide, converter, monkeypatch):
+    import nncf
+    import openvino
+
+    def shuffled(graph, **_):
+        for node in graph.get_ordered_ops():
+            if node.get_type_name() == "Constant" and node.get_output_partial_shape(0).rank.get_length() == 2:
+                value = np.ascontiguousarray(node.get_data()[::-1])
+                node.output(0).replace(openvino.opset13.constant(value).output(0))
+        return graph
+
+    monkeypatch.setattr(nncf, "compress_weights", shuffled)
+    with pytest.raises(ModelError, match=r"--quantize int8 .* changes .* too much"):
+        serve(wide, quantize="int8")
+
+
+def test_a_model_that_does_not_bear_bfloat16_is_computed_in_float32(even, converter, tmp_path, monkeypatch, caplog):
+    losses(converter, monkeypatch, 0.2)
+    model = serve(even, dtype="bfloat16", threads=2, model_cache=str(tmp_path / "cache"))
+    assert (model.engine, model.dtype, model.computed_in) == ("openvino", "bfloat16", "float32")
+    assert "does not bear arithmetic in bfloat16: it is computed in float32" in caplog.text
+
+
+def test_the_loss_is_that_of_a_text_where_the_folder_has_a_tokenizer(tmp_path, converter):
+    folder = save_checkpoint(tmp_path / "llama", tiny_models.llama(vocab_size=300))
+    assert converter._ids_of_text(folder, 300) == []
+    tokenizer = byte_tokenizer(folder)
+    ids = converter._ids_of_text(folder, 300)
+    assert tokenizer.decode(ids).startswith("When in the Course of human events")
+    assert converter._ids_of_text(folder, 100) == []  # it is not the tokenizer of this model
 
 
 def test_without_nncf_one_line_says_what_to_install(zoo, monkeypatch):

@@ -122,6 +122,17 @@ def test_every_prompt_is_continued_as_transformers_does_it(name, prompts):
                 assert np.abs(ours - expected)[likely].max() < 1e-3
 
 
+@pytest.mark.parametrize("quantize", [None, "int8"])
+def test_a_published_model_bears_bfloat16_and_int8(smollm2, quantize):
+    where = {"model_id": str(smollm2.file), "model_cache": str(published.CACHE), "device": "cpu", "threads": 2}
+    prepared = models.prepare(Config(**where, quantize=quantize, max_total_tokens=100))
+    served = prepared.load(lambda phase: None)
+    assert (served.engine, served.dtype, served.quantize) == ("openvino", "bfloat16", quantize)
+    prompt = smollm2.tokenizer.apply_chat_template(QUESTION, add_generation_prompt=True, return_dict=True)["input_ids"]
+    (said,) = run(served, [prompt])
+    assert smollm2.tokenizer.decode(said.tokens).startswith("The capital of France is Paris")
+
+
 @pytest.fixture(scope="module")
 def server(smollm2):
     settings = {

@@ -201,15 +201,15 @@ def test_bfloat16_is_near(zoo, served, family):
 
 @pytest.mark.parametrize("can_multiply", [True, False])
 @pytest.mark.parametrize("saved", ["float32", "bfloat16", "float16"])
-def test_a_cpu_computes_in_bfloat16_where_it_and_the_checkpoint_do_and_else_in_float32(
-    tmp_path, saved, can_multiply, monkeypatch
+@pytest.mark.parametrize("dtype", ["auto", "bfloat16"])
+def test_plain_pytorch_computes_in_bfloat16_where_the_cpu_and_the_checkpoint_do_or_where_it_is_asked_for(
+    tmp_path, saved, can_multiply, dtype, monkeypatch
 ):
     monkeypatch.setattr(models.openvino_model, "cpu_multiplies_bfloat16", lambda: can_multiply)
     folder = save_checkpoint(tmp_path, tiny_models.llama(), dtype=getattr(torch, saved))
-    expected = torch.bfloat16 if saved == "bfloat16" and can_multiply else torch.float32
-    for dtype, loaded in (("auto", expected), ("bfloat16", torch.bfloat16)):
-        config = models.openvino_model.with_dtype(settings(folder, dtype=dtype), Manifest.read(folder))
-        assert models.torch_model.load_pretrained(config, folder, "cpu").dtype == loaded
+    model = models.openvino_model._load_torch(settings(folder, dtype=dtype), Manifest.read(folder), folder, "a test")
+    is_bfloat16 = dtype == "bfloat16" or (saved == "bfloat16" and can_multiply)
+    assert model.dtype == ("bfloat16" if is_bfloat16 else "float32")
 
 
 @pytest.mark.parametrize(
