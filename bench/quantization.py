@@ -25,6 +25,7 @@ from config import Config  # noqa: E402
 from manifest import Manifest  # noqa: E402
 from models import openvino_model  # noqa: E402
 from models.base import Chunk, ModelError  # noqa: E402
+from run import ConfigError  # noqa: E402
 
 TOKENS, WINDOW = 2048, 512
 KINDS = (("float32", None), ("bfloat16", None), ("float32", "int8"), ("float32", "int4"))
@@ -68,7 +69,7 @@ def main() -> None:
         config = Config(model_id=str(given.model_id), dtype=dtype, quantize=quantize, max_total_tokens=WINDOW + 1)
         try:
             model = openvino_model.load(config.with_manifest(manifest), given.model_id, manifest, lambda phase: None)
-        except ModelError as error:
+        except (ConfigError, ModelError) as error:
             print(f"{quantize or dtype:10} {error}")
             continue
         logits = [logits_of(model, ids) for ids in texts]

@@ -18,6 +18,7 @@ from config import Config
 from models.base import ModelError, first_line, named, progress_logged, reported_as
 
 METADATA = ["*.json", "*.model", "*.jinja", "*.txt"]
+TEMPLATES = "additional_chat_templates"  # a folder: chat templates for tools, say, beside the one for chats
 ADAPTER = ["adapter_config.json", "adapter_model.safetensors"]
 SAFETENSORS = ("*.safetensors",)
 # A folder with a file for each tensor: save_pretrained_split of transformers-neuronx.
@@ -48,6 +49,7 @@ def fetch(config: Config, files: Sequence[str] = METADATA) -> tuple[Path, str | 
         return folder / file, folder.name
     patterns = [*files, "*.py"] if config.trust_remote_code else files
     folder = _download(config, repository, config.revision, patterns)
+    _download(config, repository, folder.name, [f"{TEMPLATES}/*.jinja"])
     return folder, folder.name
 
 

@@ -24,6 +24,7 @@ from safetensors.torch import load_file, save_file
 
 from manifest import read_json
 from models.base import ModelError, reported_as
+from models.fetch import TEMPLATES
 from run import ConfigError
 
 PREFIX = "base_model.model."
@@ -90,6 +91,8 @@ def merge(base: Path, adapter_folder: Path, target: Path) -> None:
     """Raises ModelError for an adapter that does not fit the base model, or cannot be merged."""
     adapter = Adapter(adapter_folder)
     missing = set(adapter.modules)
+    if (base / TEMPLATES).is_dir():
+        shutil.copytree(base / TEMPLATES, target / TEMPLATES)
     for file in sorted(base.iterdir()):
         if file.suffix != ".safetensors":
             if file.is_file() and file.suffix != ".bin":

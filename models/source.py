@@ -37,7 +37,8 @@ CHECKPOINT = ("*.json", "*.safetensors", "*.model")  # files that tell one base 
 
 def fetch_source(config: Config) -> tuple[Config, Path, str | None]:
     """The settings with what was found as the model, the checkpoint's folder, with everything but the weights
-    of a hub model, and its commit on the hub. Raises ConfigError and ModelError."""
+    of a hub model, and its commit on the hub: None for a local one and for one that is made here. Raises
+    ConfigError and ModelError."""
     if config.model_id == TRIAL_MODEL:
         config = _trial_model(config)
     folder, commit = fetch(config)
@@ -47,6 +48,7 @@ def fetch_source(config: Config) -> tuple[Config, Path, str | None]:
             config = _with_source(config, _join(config, name))
             folder, commit = fetch(config)
         folder = _dequantized(config, folder, commit)
+        commit = None
     if config.lora_adapters:
         folder = _merged(config, folder)
         config = _with_source(config, str(folder))

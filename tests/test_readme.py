@@ -100,7 +100,7 @@ def schema_in(command, name):
 
 def test_an_answer_is_json_that_the_schema_allows(made_and_run):
     (choice,) = json.loads(run(CURLS[3], made_and_run))["choices"]
-    jsonschema.validate(json.loads(choice["message"]["content"]), schema_in(CURLS[3], "topic"))
+    jsonschema.validate(json.loads(choice["message"]["content"]), schema_in(CURLS[3], "person"))
     assert choice["finish_reason"] == "stop"
 
 

@@ -87,7 +87,8 @@ class ChatTemplate:
             if name.endswith("_token") and isinstance(token, str):
                 special_tokens[name] = token
         template = cls(source, special_tokens)
-        if tool_use := _template_in(config, "tool_use"):
+        additional = folder / "additional_chat_templates" / "tool_use.jinja"
+        if tool_use := _read_if_there(additional) or _template_in(config, "tool_use"):
             template.for_tools = cls(tool_use, special_tokens)
         return template
 
@@ -119,7 +120,7 @@ class ChatTemplate:
         if not found:
             reason = "does not print the last message of the assistant, so it cannot be continued"
             raise TemplateError(f"this model's chat template {reason}")
-        return text.replace(marker, "").rstrip()  # the template may have printed it before
+        return text.replace(marker, "")  # the template may have printed it before
 
     def _write(
         self,

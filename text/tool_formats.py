@@ -56,6 +56,9 @@ TYPES = {
 }
 DEFINITIONS = ("$defs", "definitions")
 ANNOTATIONS = ("title", "description", "default", "examples")  # which constrain nothing
+MOST_CALLS = (
+    16  # side by side that are asked for: small models would repeat theirs up to the end of the context
+)
 MAX_DEPTH = 8  # of schemas that name each other
 # `argument` with any name, `value`: any literal, and the literals of each type.
 PYTHON_LITERALS = [
@@ -317,7 +320,7 @@ def calls_grammar(calls: Calls, start: str, body: str = "") -> str:
     rules = [
         f"start: {start}",
         f"calls: {form.before} listed {form.after}",
-        f"listed: call ({form.between} call)*" if calls.several else "listed: call",
+        f"listed: call ({form.between} call){{0,{MOST_CALLS - 1}}}" if calls.several else "listed: call",
         "call: " + " | ".join(f"call{n}" for n in range(len(calls.functions))),
         r"ws: /\n? ?/",
     ]

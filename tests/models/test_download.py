@@ -258,6 +258,14 @@ def test_a_hub_that_cannot_be_reached_is_reported(hub, config, no_pauses):
     assert message.endswith("; check the network, or give a local folder")
 
 
+def test_templates_for_tools_are_fetched_from_their_folder(hub, config):
+    template = "additional_chat_templates/tool_use.jinja"
+    hub.push("someone/model", files(FACTS, [template, "onnx/other.jinja"]))
+    folder, _commit = fetch(config)
+    assert (folder / template).is_file()
+    assert hub.fetched == sorted([*FACTS, template])
+
+
 def test_offline_what_is_not_in_the_cache_is_refused(hub, config, monkeypatch):
     go_offline(monkeypatch)
     assert "it is not in the cache, and HF_HUB_OFFLINE is set" in refusal(config)

@@ -128,7 +128,7 @@ def test_an_answer_that_is_continued_ends_right_behind_what_it_says(template, co
     messages = [{"role": "user", "content": asked}, {"role": "assistant", "content": content}]
     chat = ChatTemplate(template, SPECIAL_TOKENS)
     text = chat.render(messages)
-    assert text.endswith(content.strip())
+    assert text.endswith(content.lstrip())  # templates may trim its beginning
     assert messages[-1]["content"] == content, "the caller's messages stay as they are"
     if template != TEMPLATES["for training"]:  # which has no generation prompt
         assert text.startswith(chat.render(messages[:-1]).rstrip())
@@ -231,6 +231,14 @@ def test_of_several_templates_the_default_one_or_the_only_one_is_taken(tmp_path,
     write_json(tmp_path / "tokenizer_config.json", {"chat_template": value})
     chat = ChatTemplate.load(tmp_path)
     assert (chat and chat.render([USER])) == expected
+
+
+def test_the_template_for_tools_may_be_a_file_beside_the_one_for_chats(tmp_path):
+    (tmp_path / "additional_chat_templates").mkdir()
+    (tmp_path / "additional_chat_templates" / "tool_use.jinja").write_text("t")
+    (tmp_path / "chat_template.jinja").write_text("d")
+    chat = ChatTemplate.load(tmp_path)
+    assert (chat.render([USER]), chat.for_tools.render([USER])) == ("d", "t")
 
 
 def test_special_tokens_come_from_the_tokenizer_config_and_those_it_lacks_from_their_own_file(tmp_path):

@@ -15,7 +15,7 @@ from text.grammar import of_json_schema, of_regex
 from text.reader import Reading
 from text.template import ChatTemplate
 from text.tokenizer import Tokenizer
-from text.tool_formats import ModelTools, after_thinking
+from text.tool_formats import MOST_CALLS, ModelTools, after_thinking
 from text.traits import Traits
 
 
@@ -139,6 +139,13 @@ def test_required_forces_calls_in_the_format_of_the_model(name, tokenizer):
     assert judge.allows((one + end).replace("city", "town")) is False
     if name != "qwen3_coder":  # where a text has no quotes
         assert judge.allows((one + end).replace('"Bern"', "1")) is False
+
+
+def test_calls_that_are_asked_for_have_an_end(tokenizer):
+    judge = Judge(tokenizer, use("hermes", choice="required", token_id=tokenizer.token_to_id).grammar)
+    one, more = CALLS["hermes"]
+    assert judge.allows(one + more * (MOST_CALLS - 1) + ENDS.get("hermes", ""))
+    assert not judge.allows(one + more * MOST_CALLS + ENDS.get("hermes", ""))
 
 
 @pytest.mark.parametrize("name", FORMATS)
