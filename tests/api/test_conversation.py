@@ -27,7 +27,7 @@ def prompt_of(*messages):
         ([{"role": "developer", "content": "a"}, {"role": "ctx", "content": "b"}], "s:a;u:b;a:"),
         ([{"role": "tool", "content": "a", "tool_call_id": "1"}], "t:a1;a:"),
         ([{"role": "ipython", "content": "a"}], "i:a;a:"),  # the template has the word in quotes
-        ([USER, ASSISTANT], "u:Hi;a:Well"),  # which is continued
+        ([USER, ASSISTANT], "u:Hi;a:Well "),  # which is continued, with its blanks
     ],
 )
 def test_a_chat_is_what_its_template_makes_of_its_messages(messages, prompt):
