@@ -530,7 +530,8 @@ class Config:
     api_key: str | None = setting(
         None,
         "API_KEY",
-        "Key that requests must carry as `Authorization: Bearer`, except those for health and metrics.",
+        "Key that requests must carry as `Authorization: Bearer` or `x-api-key`, except those for health and "
+        "metrics and the pages / and /docs.",
         parse=_key,
     )
     cors_allow_origin: str = setting(
@@ -802,7 +803,7 @@ USAGE = """entrypoint.sh [serve] [flags]
        entrypoint.sh compile [flags]  (compiles for Neuron: compile --help)
        entrypoint.sh plan [flags]     (what fits on Neuron: plan --help)
 
-Serves a large language model over TGI's and OpenAI's HTTP APIs.
+Serves a large language model over TGI's, OpenAI's and Anthropic's HTTP APIs.
 A flag beats its environment variables, which are listed in brackets."""
 
 

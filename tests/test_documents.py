@@ -192,3 +192,12 @@ def test_the_tables_of_replicas_are_what_the_simulation_and_the_published_figure
     simulated = replicas.report_simulation(replicas.MODEL, replicas.INSTANCE, [2, 4], 0.8)
     rows = [*(row for row in simulated if re.match(r"\| \d", row)), *replicas.report_costs()]
     assert len(rows) > 10 and [row for row in rows if row not in operations] == []
+
+
+def test_every_file_has_a_row_in_the_architecture():
+    table = (HERE / "docs" / "architecture.md").read_text().split("## Files\n")[1]
+    named = set(re.findall(r"`([\w/]+\.py)`", table))
+    files = {
+        path.relative_to(HERE) for folder in ("", "api", "text", "engine", "models") for path in (HERE / folder).glob("*.py")
+    }
+    assert {str(path) for path in files if path.name != "__init__.py" or path.parent.name == "models"} == named

@@ -13,7 +13,7 @@ import random
 from collections.abc import Collection
 
 SESSION_HEADER = "x-session-id"
-CHAT_ROUTES = ("/v1/chat/completions", "/v1/responses", "/invocations")
+CHAT_ROUTES = ("/v1/chat/completions", "/v1/responses", "/v1/messages", "/invocations")
 
 
 def session_of(path: str, header: str | None, body: bytes) -> str | None:
@@ -25,7 +25,8 @@ def session_of(path: str, header: str | None, body: bytes) -> str | None:
         chat = json.loads(body)
         messages = chat.get("messages") or chat["input"]  # `input` is that of /v1/responses
         first = next(i for i, message in enumerate(messages) if message.get("role") == "user")
-        return json.dumps(messages[: first + 1], sort_keys=True)
+        begin = [chat.get("system"), messages[: first + 1]]  # Anthropic's messages have `system` beside them
+        return json.dumps(begin, sort_keys=True)
     except (ValueError, KeyError, AttributeError, TypeError, StopIteration, RecursionError):
         return None  # the server says what is wrong, if anything is
 

@@ -15,7 +15,7 @@ from yarl import URL
 
 from deploy.ray.affinity import SESSION_HEADER, candidates, session_of
 
-SEED_PREFIX = "/serve"  # under which the Ray Serve blueprint for Inferentia is reached
+BLUEPRINT_PREFIX = "/serve"  # under which the Ray Serve blueprint for Inferentia is reached
 # Belong to one connection, or are added by each HTTP server itself; Ray adds `x-request-id`, with the value
 # that it passes on.
 DROPPED = {
@@ -29,10 +29,8 @@ DROPPED = {
     b"content-length",
 }
 DROPPED_OF_RESPONSES = DROPPED - {b"content-length"} | {b"date", b"server", b"x-request-id"}
-CANNOT_CONNECT = (
-    aiohttp.ClientConnectorError,
-    aiohttp.ConnectionTimeoutError,
-)  # the second one: its node is gone
+# The second one: its node is gone.
+CANNOT_CONNECT = (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError)
 
 
 class Proxy:
@@ -52,9 +50,8 @@ class Proxy:
         self._addresses = addresses
         self._payload_limit = payload_limit
         self._client_timeout_s = client_timeout_s
-        self.is_healthy = (
-            True  # the own server; else it is the last resort, not the one that answers fastest, with errors
-        )
+        # The own server; else it is the last resort, not the one that answers fastest, with errors.
+        self.is_healthy = True
 
     async def __call__(self, scope: dict, receive: Callable, send: Callable) -> None:
         if scope["type"] == "lifespan":
@@ -83,11 +80,10 @@ class Proxy:
         except CANNOT_CONNECT:
             return await _send_error(send, path, 503, "unavailable", "No replica can be reached")
         except aiohttp.ClientError:  # it may have been processed, so no other server gets it
-            return await _send_error(
-                send, path, 503, "unavailable", "The replica's server ended before it answered"
-            )
+            what = "The replica's server ended before it answered"
+            return await _send_error(send, path, 503, "unavailable", what)
         try:
-            await _send_response(send, response)
+            await _send_response(send, path, response)
         finally:
             response.close()  # after a client disconnect, which cancels this: the server frees the slot
 
@@ -140,14 +136,14 @@ SKIPPED = ("Accept", "Accept-Encoding", "Content-Type", "User-Agent")  # which a
 
 def _path(scope: dict) -> str:
     """The path as the server knows it, percent-encoded: without the prefix of the Serve application, and
-    without the seed's."""
+    without the blueprint's."""
     path = scope["path"].removeprefix(scope.get("root_path", "").rstrip("/"))
-    if path.startswith(SEED_PREFIX + "/"):
-        path = path.removeprefix(SEED_PREFIX)
+    if path.startswith(BLUEPRINT_PREFIX + "/"):
+        path = path.removeprefix(BLUEPRINT_PREFIX)
     return quote(path, safe="/:@!$&'()*+,;=~")
 
 
-async def _send_response(send: Callable, response: aiohttp.ClientResponse) -> None:
+async def _send_response(send: Callable, path: str, response: aiohttp.ClientResponse) -> None:
     headers = [(name.lower(), value) for name, value in response.raw_headers]
     headers = [(name, value) for name, value in headers if name not in DROPPED_OF_RESPONSES]
     await send({"type": "http.response.start", "status": response.status, "headers": headers})
@@ -156,7 +152,7 @@ async def _send_response(send: Callable, response: aiohttp.ClientResponse) -> No
             await send({"type": "http.response.body", "body": piece, "more_body": True})
     except aiohttp.ClientError:
         if response.content_type == "text/event-stream":
-            event = _error_json("/", "unavailable", "The replica's server ended")
+            event = error_json(path, "unavailable", "The replica's server ended")
             await send({"type": "http.response.body", "body": b"data: " + event + b"\n\n", "more_body": True})
         raise  # which cuts the connection: the response is not whole
     await send({"type": "http.response.body", "body": b""})
@@ -165,13 +161,15 @@ async def _send_response(send: Callable, response: aiohttp.ClientResponse) -> No
 async def _send_error(send: Callable, path: str, status: int, kind: str, message: str) -> None:
     headers = [(b"content-type", b"application/json")]
     await send({"type": "http.response.start", "status": status, "headers": headers})
-    await send({"type": "http.response.body", "body": _error_json(path, kind, message)})
+    await send({"type": "http.response.body", "body": error_json(path, kind, message)})
 
 
-def _error_json(path: str, kind: str, message: str) -> bytes:
-    """The error in the shape of the route's API: OpenAI's below /v1/, else TGI's."""
-    if path.startswith("/v1/"):
-        return json.dumps(
-            {"error": {"message": message, "type": "server_error", "param": None, "code": kind}}
-        ).encode()
-    return json.dumps({"error": message, "error_type": kind}).encode()
+def error_json(path: str, kind: str, message: str) -> bytes:
+    """The error in the shape of the route's API: Anthropic's, OpenAI's below /v1/, else TGI's."""
+    if path.startswith("/v1/messages"):
+        error = {"type": "error", "error": {"type": "api_error", "message": message}, "request_id": None}
+    elif path.startswith("/v1/"):
+        error = {"error": {"message": message, "type": "server_error", "param": None, "code": kind}}
+    else:
+        error = {"error": message, "error_type": kind}
+    return json.dumps(error).encode()

@@ -12,7 +12,7 @@ import pytest
 
 from deploy.ray import server as server_module
 from deploy.ray.affinity import candidates, session_of
-from deploy.ray.proxy import Proxy
+from deploy.ray.proxy import Proxy, error_json
 from deploy.ray.server import Server, ServerError
 
 
@@ -68,6 +68,27 @@ def test_a_session_whose_node_is_gone_is_answered_by_another_replica():
     with own_server() as own, lost_server() as lost:
         session = next(name for name in map(str, range(100)) if candidates(name, own, [own, lost])[0] == lost)
         assert asyncio.run(status(own, [own, lost], session)) == 200
+
+
+def test_the_turns_of_a_conversation_in_anthropics_messages_have_one_session():
+    def session(system, *texts):
+        messages = [{"role": role, "content": text} for role, text in zip(["user", "assistant", "user"], texts)]
+        return session_of("/v1/messages", None, json.dumps({"system": system, "messages": messages}).encode())
+
+    assert session("Be brief.", "Hi") == session("Be brief.", "Hi", "Hello", "Why?")
+    assert len({session("Be brief.", "Hi"), session("Be long.", "Hi"), session("Be brief.", "Ho")}) == 3
+
+
+def test_an_error_has_the_shape_of_the_routes_api():
+    written = {
+        path: json.loads(error_json(path, "unavailable", "Gone"))
+        for path in ("/generate", "/v1/chat/completions", "/v1/messages")
+    }
+    assert [error["error"] if isinstance(error["error"], str) else error["error"]["message"] for error in written.values()] == [
+        "Gone"
+    ] * 3
+    assert written["/generate"]["error_type"] == written["/v1/chat/completions"]["error"]["code"] == "unavailable"
+    assert written["/v1/messages"]["type"] == "error"
 
 
 @pytest.mark.parametrize("body", [b"[" * 200_000, b"{", b"\xff", b"1", json.dumps({"messages": [{"role": {}}]}).encode()])
