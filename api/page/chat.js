@@ -233,4 +233,5 @@ addEventListener("pageshow", () => {
 at("prompt-label").textContent = LABEL;
 at("system-label").hidden = !chats;
 at("model").textContent = document.body.dataset.model ?? at("model").textContent;
+at("toy").hidden = document.body.dataset.model !== "neuron-textgen/demo";
 restore();
