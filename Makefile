@@ -29,7 +29,7 @@ TORCH_INDEX := https://download.pytorch.org/whl/cpu
 PYTEST := $(shell sed -nE 's/.*"(pytest(-timeout)?==[^"]*)".*/\1/p' pyproject.toml)
 UI := $(shell sed -nE 's/.*"((gradio|openai|selenium|pytest|pytest-timeout)==[^"]*)".*/\1/p' pyproject.toml)
 UI_BIN := $(abspath $(VENV)-ui)/bin
-NPM_FLAGS := --no-package-lock --no-audit --no-fund --ignore-scripts
+NPM_FLAGS := --loglevel=error --no-package-lock --no-audit --no-fund --ignore-scripts
 IMAGE := ghcr.io/neuron-textgen/neuron-textgen
 VERSION := $(shell sed -n 's/^version = "\(.*\)"/\1/p' pyproject.toml)
 

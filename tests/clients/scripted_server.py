@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import shutil
 import subprocess
 import time
 import urllib.request
@@ -20,6 +21,12 @@ SECRET_FILE, SECRET, KNOWS = "secret.txt", "xyzzy-secret", "It says xyzzy and th
 
 def needs_npm():
     return pytest.mark.skipif(not PACKAGES.exists(), reason="npm could not install the agents and tokenizers")
+
+
+def needs_node(version):
+    """Debian 12 has an older one than some agents need."""
+    found = subprocess.run(["node", "--version"], capture_output=True, text=True).stdout if shutil.which("node") else "v0."
+    return pytest.mark.skipif(int(found[1:].split(".")[0]) < version, reason=f"needs Node {version}")
 
 
 @contextlib.contextmanager

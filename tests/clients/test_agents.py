@@ -14,6 +14,7 @@ from scripted_server import (
     SECRET_FILE,
     documented,
     exported,
+    needs_node,
     needs_npm,
     serving_script,
     written_call,
@@ -76,12 +77,14 @@ def test_opencode_runs_a_tool(home, url):
     assert said.strip().endswith(KNOWS), said
 
 
+@needs_node(20)
 def test_continue_runs_a_tool(home, url):
     home.write(".continue/config.yaml", documented("Continue", url))
     said = home.run([str(PACKAGES / ".bin" / "cn"), "-p", asked("continue"), "--allow", "Bash"])
     assert said.strip() == KNOWS
 
 
+@needs_node(20)
 def test_qwen_code_runs_a_tool(home, url):
     qwen = [str(PACKAGES / ".bin" / "qwen"), "-p", asked("qwen"), "--approval-mode", "yolo"]
     assert home.run(qwen, **exported(documented("qwen-code", url))).strip() == KNOWS

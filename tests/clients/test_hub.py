@@ -121,7 +121,7 @@ def test_a_wrong_parameter_is_a_validation_error_that_says_so(client, wrong, tol
 
 
 def test_a_prompt_that_is_too_long_is_a_validation_error_with_the_numbers(client):
-    with pytest.raises(ValidationError, match=r"must have at most 1023 tokens\. Given: \d{4}"):
+    with pytest.raises(ValidationError, match=r"must have at most 1023 tokens .*Given: \d{4}"):
         client.text_generation("deep learning " * 750)
 
 
