@@ -27,7 +27,7 @@ from config import Config
 from manifest import Manifest
 from models import artifact
 from models.base import ModelError
-from models.fetch import SPLIT_WEIGHTS, TEMPLATES
+from models.fetch import OTHER_FORMAT, SPLIT_WEIGHTS, TEMPLATES
 from models.machine import detect
 from models.neuron_build import Build, make_compiled
 from models.source import fetch_source
@@ -75,6 +75,8 @@ def _write_model(build: Build, manifest: Manifest, target: Path, commit: str | N
         if path.name == TEMPLATES:
             shutil.copytree(path, target / TEMPLATES)
         if path.is_dir() and path.name != SPLIT_WEIGHTS:
+            continue
+        if path.name.startswith(OTHER_FORMAT):
             continue
         if not path.name.endswith((".safetensors", ".bin", ".index.json")):
             shutil.copyfile(path, target / path.name)

@@ -25,7 +25,8 @@ SAFETENSORS = ("*.safetensors",)
 SPLIT_WEIGHTS = "pytorch_model.bin"
 # In this order; the latter two are pickled.
 WEIGHTS = (*SAFETENSORS, f"{SPLIT_WEIGHTS}/*", "pytorch_model*.bin")
-OTHER_FORMATS = ["*/*", "consolidated*"]  # subfolders and other names hold the same weights in other formats
+OTHER_FORMAT = "consolidated"  # begins the names of Mistral's own files, which hold the same weights
+OTHER_FORMATS = ["*/*", f"{OTHER_FORMAT}*"]  # as subfolders do
 STATUSES = {
     401: "the hub does not know the token: give a valid one in HF_TOKEN, or none for a public model",
     403: "the hub denies access: give a token with read access in HF_TOKEN",

@@ -43,6 +43,17 @@ def test_a_compiled_model_takes_along_weights_of_older_forms(tmp_path, form):
     assert not list(output.rglob("other"))
 
 
+def test_mistrals_own_copy_of_the_weights_and_what_is_no_part_of_a_chat_stay_behind(tmp_path):
+    folder = checkpoint(tmp_path / "model")
+    (folder / "consolidated.safetensors").write_bytes(b"x" * 100)
+    (folder / "additional_chat_templates").mkdir()
+    (folder / "additional_chat_templates" / "tool_use.jinja").write_text("t")
+    output = tmp_path / "compiled"
+    assert verb.main(words(folder, output)) == 0
+    assert not list(output.rglob("consolidated*"))
+    assert (output / "additional_chat_templates" / "tool_use.jinja").read_text() == "t"
+
+
 def test_a_checkpoint_that_was_made_of_a_hub_model_is_taken_along(tmp_path, monkeypatch):
     folder = checkpoint(tmp_path / "model")
     monkeypatch.setattr(verb, "fetch_source", lambda config: (config, folder, "the commit of its source"))
