@@ -177,6 +177,8 @@ def _adapter(value: str) -> str:
             f"{len(adapters)} adapters are given; one can be merged, for others start more servers"
         )
     name, _, path = adapters[0].partition("=")
+    if not path and (name.startswith(("/", ".", "~")) or Path(name).is_dir()):
+        path = name
     if path and not Path(path).expanduser().is_dir():
         raise ValueError(f"there is no folder {path}")
     return f"{name}={_folder(path)}" if path else name
@@ -271,7 +273,7 @@ class Config:
         None,
         "LORA_ADAPTERS",
         "LoRA adapter to merge into the model's weights, once: a hub id, also with a revision (id@revision), "
-        "or name=folder.",
+        "a folder, or name=folder.",
         parse=_adapter,
     )
     revision: str | None = setting(

@@ -77,7 +77,8 @@ class Manifest:
         """Reads a model folder. Raises ConfigError with the reason when it holds no model."""
         folder = Path(folder).expanduser()
         if not folder.is_dir():
-            raise ConfigError(f"--model-id {folder}: there is no such folder")
+            kind = "file" if folder.suffix == ".gguf" else "folder"
+            raise ConfigError(f"--model-id {folder}: there is no such {kind}")
         config = read_json(folder / "config.json", required=True)
         if not isinstance(config.get("model_type"), str):
             raise ConfigError(f"{folder / 'config.json'} has no `model_type`, so the model cannot be loaded")

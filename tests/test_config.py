@@ -494,6 +494,8 @@ def test_an_adapter_has_the_name_that_requests_use(given, adapter_id):
 def test_more_than_one_adapter_and_a_missing_folder_are_refused():
     assert "2 adapters are given; one can be merged" in refusal("--lora-adapters", "a/b,c/d")
     assert "there is no folder /nowhere" in refusal("--lora-adapters", "a=/nowhere")
+    assert "there is no folder /nowhere" in refusal("--lora-adapters", "/nowhere")
+    assert of("--lora-adapters", "/tmp").lora_adapters == "/tmp=/tmp"
 
 
 GIB = 1 << 30

@@ -181,3 +181,8 @@ def test_ids_beyond_the_vocabulary_do_not_keep_a_model_from_being_served(tmp_pat
         assert server.generate("A fox", max_new_tokens=2)[0] == 200
         assert server.log.count("EOS ids that are ignored") == 1
         assert server.stop() == 0
+
+
+@pytest.mark.parametrize(("name", "kind"), [("model", "folder"), ("model.gguf", "file")])
+def test_what_does_not_exist_is_called_what_it_would_be(tmp_path, name, kind):
+    assert refusal(tmp_path / name) == f"--model-id {tmp_path / name}: there is no such {kind}"
