@@ -74,9 +74,9 @@ class _FewRepeats(logging.Filter):
         if not 0 <= record.created - self._began < 60:
             self._began = record.created
             self._counts.clear()
-        kind = record.name, record.msg if isinstance(record.msg, str) else type(record.msg)
-        self._counts[kind] += 1
-        count = self._counts[kind]
+        what = record.msg if isinstance(record.msg, str) else type(record.msg)
+        self._counts[record.name, what] += 1
+        count = self._counts[record.name, what]
         if count <= REPEATS:
             return True
         record.msg = f"{record.getMessage()} (line {count} of this kind within a minute)"

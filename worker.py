@@ -72,7 +72,7 @@ class Worker:
         self.steps = 0  # decode steps
         self.stopping = False  # running requests are ended, too
         self._eos_token_ids = parts.eos_token_ids
-        self._samples = model.sampling == "host"
+        self._samples_on_host = model.sampling == "host"
         self._grammars: GrammarThreads | None = None
         if parts.grammars:
             self._grammars = GrammarThreads(parts.grammars, model.vocab_size, wake=parts.link.interrupt)
@@ -232,7 +232,7 @@ class Worker:
     def _queue(self, request: Request) -> None:
         """Adds the request to the scheduler; one with a grammar when that is compiled."""
         generate = request.generate
-        if self._samples:
+        if self._samples_on_host:
             request.sampler = RowSampler(
                 generate.sampling, generate.prompt, self._eos_token_ids, generate.min_new_tokens
             )

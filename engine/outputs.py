@@ -2,7 +2,7 @@
 
 A `Publisher` makes and sends them on a thread of its own, in order, while the next step runs:
 log-probabilities over a vocabulary of 128,256 tokens take a quarter of a millisecond a row, which the device
-would otherwise wait for. All terminal messages are sent there, so each request gets exactly one.
+would otherwise wait for. All terminal messages of admitted requests are sent there, so each gets exactly one.
 """
 
 from __future__ import annotations
