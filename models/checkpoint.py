@@ -1,11 +1,7 @@
-"""A checkpoint's config.json as transformers-neuronx reads it: the form of transformers 4, and only values
-that it computes.
+"""A checkpoint's config.json under the names of transformers 4, the only ones that transformers-neuronx reads.
 
-The library hard-codes some values, and reads others under the names of transformers 4 alone: a checkpoint
-that differs would silently give wrong text. Imports neither torch nor the library.
-
-Source: the library's code at 0.13.322, `*/config.py` and `*/hlo.py`.
-"""
+It would silently take its defaults for the others, and write wrong text. Imports neither torch nor the
+library."""
 
 from __future__ import annotations
 
@@ -14,24 +10,9 @@ from typing import Any
 
 from models.base import ModelError
 
-GATED = {
-    "hidden_act": ("silu", "swish"),
-    "attention_bias": (False,),
-    "rope_scaling": ("default",),
-    "quantization_config": ("none",),
-}
-# By model type: fields of config.json and the values that the library computes, whatever config.json says. A
-# field that is missing or null has transformers' default, which is among them.
-COMPUTED: dict[str, dict[str, tuple[Any, ...]]] = {
-    "llama": {**GATED, "mlp_bias": (False,), "rope_scaling": ("default", "llama3")},
-    "mistral": GATED,  # the library's class for Mistral scales no positions; folders may be compiled with it
-    "mixtral": GATED,
-}
-
 
 def legacy_config(config: Mapping[str, Any]) -> dict[str, Any]:
-    """A `config.json` as transformers 4 writes it. transformers 5 renamed the rotary base and the dtype; the
-    library does not read the new names and would silently use its defaults: wrong text.
+    """A `config.json` as transformers 4 writes it; 5 renamed the dtype and what is said of rotary positions.
 
     Raises ModelError for a value that is not an object and should be one.
     """
@@ -42,33 +23,29 @@ def legacy_config(config: Mapping[str, Any]) -> dict[str, Any]:
             raise ModelError(f"config.json: {name} is {legacy[name]!r:.100} and should be an object")
     rope = legacy.pop("rope_parameters", None)
     if rope is not None:
-        if any(isinstance(value, dict) for value in rope.values()):
-            raise ModelError(
-                "a model whose layers differ in their rotary positions cannot be served on Neuron"
-            )
-        rope = dict(rope)
-        legacy["rope_theta"] = rope.pop("rope_theta", legacy.get("rope_theta", 10000.0))
-        is_scaled = rope.get("rope_type", "default") != "default"
-        legacy["rope_scaling"] = rope | {"type": rope["rope_type"]} if is_scaled else None
+        legacy |= _legacy_rope(rope, legacy)
     if "dtype" in legacy:
         legacy["torch_dtype"] = legacy.pop("dtype")
     return legacy
 
 
-def check_values(legacy: Mapping[str, Any], model_type: str) -> None:
-    """Raises ModelError for a value of config.json that the library would not compute, with the field and
-    what it computes."""
-    found = dict(legacy)
-    scaling = legacy.get("rope_scaling") or {}
-    found["rope_scaling"] = scaling.get("rope_type", scaling.get("type", "default"))
-    quantization = legacy.get("quantization_config")
-    if quantization:
-        found["quantization_config"] = quantization.get("quant_method", "unknown")
-    for name, computed in COMPUTED[model_type].items():
-        if found.get(name) in (None, {}, *computed):
-            continue
-        values = " or ".join(map(str, computed))
-        raise ModelError(
-            f"config.json: {name} is {found[name]} and transformers-neuronx computes {values} "
-            f"for {model_type} models, so its text would be wrong; serve this model on another device"
-        )
+def _legacy_rope(rope: Mapping[str, Any], legacy: Mapping[str, Any]) -> dict[str, Any]:
+    fields = {}
+    if isinstance(rope.get("full_attention"), dict):  # Gemma 3: layers with a window have their own
+        near = rope.get("sliding_attention") or {}
+        if near.get("rope_type", "default") != "default":
+            raise ModelError(
+                f"config.json: rope_type {near['rope_type']!r} of layers with a sliding window cannot be "
+                "served on Neuron"
+            )
+        fields["rope_local_base_freq"] = near.get("rope_theta", 10000.0)
+        rope = rope["full_attention"]
+    if any(isinstance(value, dict) for value in rope.values()):
+        raise ModelError("a model whose layers differ in their rotary positions cannot be served on Neuron")
+    rope = dict(rope)
+    fields["rope_theta"] = rope.pop("rope_theta", legacy.get("rope_theta", 10000.0))
+    if "partial_rotary_factor" in rope:
+        fields["partial_rotary_factor"] = rope.pop("partial_rotary_factor")
+    is_scaled = rope.get("rope_type", "default") != "default"
+    fields["rope_scaling"] = rope | {"type": rope["rope_type"]} if is_scaled else None
+    return fields

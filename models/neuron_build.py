@@ -21,16 +21,17 @@ import re
 import shutil
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from config import DEVICE_TOP_K, Config
 from manifest import Manifest, check_weights
-from models import artifact, plan
+from models import artifact, families, plan
 from models.artifact import Artifact, Cache, Programs, buckets
 from models.base import ModelError, first_line, named, progress_logged, reported_as
-from models.checkpoint import check_values, legacy_config
+from models.checkpoint import legacy_config
+from models.families import Family
 from models.fetch import fetch_artifact, fetch_checkpoint, fetch_weights
 from models.machine import Machine, detect, host_memory, usable_cores
 from run import ConfigError
@@ -44,20 +45,6 @@ LOGITS_DTYPES = ("float32", "bfloat16")  # that the host samples from; others ar
 GREEDY = (1, 1.0, 1.0)  # top_k, top_p, temperature of a slot where the device samples
 AMP = {"float32": "f32", "bfloat16": "bf16", "float16": "f16"}
 
-
-@dataclass(frozen=True)
-class Family:
-    """How the library serves a model type."""
-
-    name: str  # of the library's class
-    options: dict[str, Any] = field(default_factory=dict)  # of NeuronConfig
-
-
-LLAMA = Family("LlamaForSampling", {"attention_layout": "BSH", "fuse_qkv": True})
-# Of compiled folders that name no class. It adds sliding attention, which no slot is long enough for
-# (plan.Shape.window).
-MISTRAL = Family("MistralForSampling", {"fuse_qkv": True})
-FAMILIES = {"llama": LLAMA, "mistral": LLAMA, "mixtral": Family("MixtralForSampling")}
 
 DEVICE_ERROR = "nrt_|neuron runtime|neuron device|cores are held"  # an error that the compiler does not cause
 NOT_ON_DEVICE = "cannot be loaded onto the device"
@@ -98,7 +85,7 @@ class Build:
     config: Config  # with everything that was left open filled in
     programs: Programs
     family: Family
-    legacy: dict[str, Any]  # the checkpoint's config.json as the library reads it
+    legacy: dict[str, Any]  # the checkpoint's config.json under the names of transformers 4
     folder: Path
     artifact: Artifact | None  # of a compiled model's folder; None: a plain checkpoint
     compile_workers: int
@@ -110,15 +97,12 @@ class Build:
         Raises ConfigError or ModelError with the reason for what cannot be served.
         """
         library()
-        legacy = legacy_config(manifest.config_json)
-        shape = plan.Shape.from_config(manifest.config_json)
-        family = FAMILIES[shape.model_type]
+        family = families.of(manifest.config_json)
+        shape = plan.Shape.of(family)
         found = Artifact.of(manifest.config_json, folder / "config.json")
-        check_values(legacy, shape.model_type)
+        family.check()
         if found and found.programs:
             programs = found.programs
-            if shape.model_type == "mistral" and not programs.model_class:
-                family = MISTRAL
             config = _configured_for(programs, family, shape, config).with_manifest(manifest)
         else:
             if found:
@@ -127,6 +111,7 @@ class Build:
             config = config.with_manifest(manifest)
         memory_workers = (host_memory() or 0) // plan.COMPILER_BYTES
         workers = config.compile_workers or max(1, min(os.cpu_count() or 1, memory_workers))
+        legacy = legacy_config(manifest.config_json)
         return cls(config, programs, family, legacy, folder, found, workers)
 
     def checkpoint(self) -> Path:
@@ -254,11 +239,11 @@ def make(build: Build, work_dir: Path) -> Any:
     # The library calls torch.load without weights_only, and pickles may run code.
     os.environ["TORCH_FORCE_WEIGHTS_ONLY_LOAD"] = "1"
     checkpoint = build.checkpoint()
-    check_weights(plan.Shape.from_config(build.legacy).parameters, checkpoint)
+    check_weights(plan.Shape.of(build.family).parameters, checkpoint)
     programs = build.programs
     with reported_as(f"{build.config.model_name} cannot be built for Neuron", explain):
-        model = getattr(library(), build.family.name).from_pretrained(
-            str(_view_of(checkpoint, build.legacy, work_dir / "checkpoint")),
+        model = _class_of(build.family).from_pretrained(
+            str(_view_of(checkpoint, _config_json(build), work_dir / "checkpoint")),
             batch_size=programs.batch_size,
             tp_degree=programs.tp_degree,
             amp=AMP[programs.dtype],
@@ -276,14 +261,28 @@ def make(build: Build, work_dir: Path) -> Any:
     return model
 
 
-def _view_of(checkpoint: Path, legacy: dict[str, Any], view: Path) -> Path:
+def _class_of(family: Family) -> Any:
+    if family.library_class:
+        return getattr(library(), family.library_class)
+    # Imported here: it needs the library, and other machines than those with a device do not have it.
+    from models.neuron_graph import class_of
+
+    return class_of(family)
+
+
+def _config_json(build: Build) -> dict[str, Any]:
+    """Of the folder that the library reads."""
+    return build.legacy if build.family.library_class else build.family.as_llama()
+
+
+def _view_of(checkpoint: Path, config_json: dict[str, Any], view: Path) -> Path:
     """A folder with the checkpoint's files and another config.json."""
     shutil.rmtree(view, ignore_errors=True)
     view.mkdir(parents=True)
     for path in checkpoint.resolve().iterdir():
         if path.name != "config.json":
             (view / path.name).symlink_to(path)
-    (view / "config.json").write_text(json.dumps(legacy, indent=1))
+    (view / "config.json").write_text(json.dumps(config_json, indent=1))
     return view
 
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import sys
 import textwrap
@@ -23,10 +24,11 @@ from pathlib import Path
 from typing import Any
 
 import config as configuration
-from config import DTYPES, Config
+from config import Config
 from manifest import read_json
+from models import families
 from models.base import ModelError
-from models.checkpoint import check_values, legacy_config
+from models.families import Family
 from models.fetch import fetch
 from models.machine import GIB, Machine
 from run import ConfigError
@@ -46,11 +48,6 @@ SHARD_OVER_SEQUENCE = "shard_over_sequence=true"
 # The library's program of prompt chunks is wrong with these.
 WHOLE_PROMPTS = (SHARD_OVER_SEQUENCE, "sequence_parallel_norm=true")
 WIDTHS = {"float32": 4, "bfloat16": 2, "float16": 2}  # bytes
-
-MODEL_TYPES = ("llama", "mistral", "mixtral")
-# The library's class for Llama serves these: prompts in chunks, sampling on the device, its options.
-LLAMA_LIKE = ("llama", "mistral")
-NOT_ANY_MORE = ("gpt2", "opt", "bloom", "gpt_neox")
 
 _DATA = json.loads(Path(__file__).with_name("plan.json").read_text(encoding="utf-8"))
 TP_DEGREES: dict[str, list[int]] = _DATA["tp_degrees"]  # by family
@@ -77,64 +74,38 @@ class Shape:
     intermediate: int  # of one expert
     vocab: int
     experts: int  # 0 for a dense model
-    window: int  # context length, where attention need not slide
+    window: int  # positions that it may have
     is_tied: bool  # the output matrix is the embedding table; Neuron keeps both
     dtype: str  # of the checkpoint
+    head_dim: int
+    vectors: int  # norms and biases of a layer
+    has_own_layers: bool = False  # whose graph is ours, not the library's
+    norms_all_heads: bool = False  # of queries and keys, together
 
     @classmethod
     def from_config(cls, data: Mapping[str, Any]) -> Shape:
-        """From the object in a config.json that transformers 4 or 5 wrote.
+        """From the object in a config.json. Raises as `families.of` does."""
+        return cls.of(families.of(data))
 
-        Raises ConfigError for a family that is not served on Neuron, and for numbers that are missing or
-        contradict.
-        """
-        model_type = data.get("model_type")
-        if model_type == "code_llama":
-            model_type = "llama"
-        if model_type in NOT_ANY_MORE:
-            raise ConfigError(
-                f"{model_type} models are not served on Neuron any more; "
-                "give a model of Llama's architecture, or try --device cpu"
-            )
-        if model_type not in MODEL_TYPES:
-            families = ", ".join(MODEL_TYPES)
-            raise ConfigError(f"model_type {model_type!r} is not served on Neuron; these are: {families}")
-
-        def number(name: str, default: int | None = None) -> int:
-            value = default if data.get(name) is None else data[name]
-            if type(value) is not int or value < 1:
-                raise ConfigError(f"config.json: {name} is {value!r} and should be a positive whole number")
-            return value
-
-        hidden = number("hidden_size")
-        heads = number("num_attention_heads")
-        window = number("max_position_embeddings", default=2048)
-        default_window = 4096 if model_type == "mistral" else None  # transformers'
-        if model_type != "llama" and data.get("sliding_window", default_window):
-            # The library's sliding attention is wrong.
-            window = min(window, number("sliding_window", default=default_window))
-        shape = cls(
-            model_type=model_type,
-            layers=number("num_hidden_layers"),
-            hidden=hidden,
-            heads=heads,
-            # transformers' defaults
-            kv_heads=number("num_key_value_heads", default=heads if model_type == "llama" else 8),
-            intermediate=number("intermediate_size"),
-            vocab=number("vocab_size"),
-            experts=number("num_local_experts", default=8) if model_type == "mixtral" else 0,
-            window=window,
-            is_tied=bool(data.get("tie_word_embeddings", False)),
-            dtype=DTYPES.get(str(data.get("dtype") or data.get("torch_dtype")), "float32"),
+    @classmethod
+    def of(cls, family: Family) -> Shape:
+        return cls(
+            model_type=family.model_type,
+            layers=family.layers,
+            hidden=family.hidden,
+            heads=family.heads,
+            kv_heads=family.kv_heads,
+            intermediate=family.intermediate,
+            vocab=family.vocab,
+            experts=family.experts,
+            window=family.length,
+            is_tied=family.is_tied,
+            dtype=family.dtype,
+            head_dim=family.head_dim,
+            vectors=family.vectors,
+            has_own_layers=family.graph().has_own_layers,
+            norms_all_heads=family.graph().head_norms == "all",
         )
-        if hidden % heads or heads % shape.kv_heads:
-            sizes = f"hidden_size {hidden}, {heads} attention heads and {shape.kv_heads} key-value heads"
-            raise ConfigError(f"config.json: {sizes} do not divide each other")
-        if data.get("head_dim") not in (None, shape.head_dim):
-            taken = "hidden_size / num_attention_heads"
-            rule = f"transformers-neuronx takes {taken}, which is {shape.head_dim} here"
-            raise ConfigError(f"head_dim {data['head_dim']} is not served on Neuron: {rule}")
-        return shape
 
     def check_length(self, length: int | None) -> None:
         """Raises ConfigError for a length of a slot that the model cannot attend over."""
@@ -147,10 +118,6 @@ class Shape:
     def served_in(self, dtype: str) -> str:
         """The dtype that `--dtype` means for this checkpoint: auto is its own."""
         return self.dtype if dtype == "auto" else dtype
-
-    @property
-    def head_dim(self) -> int:
-        return self.hidden // self.heads
 
     @property
     def parameters(self) -> int:
@@ -182,8 +149,8 @@ class Shape:
 
     @property
     def vector_parameters(self) -> int:
-        """Norms and the router of one layer: few, and copied to every core."""
-        return self.hidden * (2 + self.experts)
+        """Norms, biases and the router of one layer: few, and copied to every core."""
+        return self.vectors + self.hidden * self.experts
 
 
 def padded_heads(heads: int, kv_heads: int, tp_degree: int) -> tuple[int, int]:
@@ -284,6 +251,11 @@ class Sizing:
                 f"--neuron-config {SHARD_OVER_SEQUENCE} (NEURON_CONFIG) needs more heads than its {kv_heads} "
                 f"key-value heads, and a tp_degree of two or more times {kv_heads}; "
                 f"not {heads} and {tp_degree}"
+            )
+        if self.shape.norms_all_heads and (heads % tp_degree or kv_heads % tp_degree):
+            return (
+                f"tp_degree {tp_degree} does not divide {heads} attention and {kv_heads} key-value heads, "
+                f"over all of which a norm goes; {math.gcd(heads, kv_heads)} would work"
             )
         if experts and experts % tp_degree and tp_degree % experts:  # T/mixtral/config.py:61
             return (
@@ -403,11 +375,16 @@ def _prefill_chunk(shape: Shape, config: Config) -> int:
         (config.sampling == "device", "--sampling device (SAMPLING)", "give host"),
         (options, f"--neuron-config {','.join(options)} (NEURON_CONFIG)", "leave it out"),
     ]
-    is_like_llama = shape.model_type in LLAMA_LIKE
+    is_like_llama = not shape.experts
     for is_given, flag, remedy in of_llama:
         if is_given and not is_like_llama:
             raise ConfigError(f"{flag} is not supported for {shape.model_type} models on Neuron; {remedy}")
     whole = [option for option in options if option in WHOLE_PROMPTS]
+    if whole and shape.has_own_layers:
+        raise ConfigError(
+            f"--neuron-config {whole[0]} (NEURON_CONFIG) is not supported for {shape.model_type} models on "
+            "Neuron; leave it out"
+        )
     if chunk and whole:
         raise ConfigError(
             f"{setting} is not supported with --neuron-config {whole[0]} (NEURON_CONFIG) on Neuron; give 0"
@@ -524,9 +501,9 @@ def main(argv: Sequence[str]) -> int:
                 "plan reads a config.json; give the checkpoint that the GGUF file was made from"
             )
         folder, _commit = fetch(config, ["config.json"])
-        config_json = read_json(folder / "config.json", required=True)
-        shape = Shape.from_config(config_json)
-        check_values(legacy_config(config_json), shape.model_type)
+        family = families.of(read_json(folder / "config.json", required=True))
+        family.check()
+        shape = Shape.of(family)
         machines = [machine for name, machine in INSTANCES.items() if options.instance in (None, name)]
         for line in report(config.model_name, shape, machines, config):
             indent = " " * (len(line) - len(line.lstrip()) + 4)

@@ -1,0 +1,305 @@
+"""The library's class for Llama, extended to the families of `families.py`: their weights and their layers.
+
+Three things of the library are changed while it builds or loads: its config (a head_dim of its own), its
+graph (`Hlo`), and a layer's list of weights (biases and norms, for which the library has places that its
+class for Llama leaves empty). Its files stay as they are. Knows no requests; needs transformers-neuronx.
+
+Source: transformers-neuronx 0.13.322, llama/model.py, llama/hlo.py, decoder.py, module.py.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch  # puts back what it replaced
+
+import torch
+from safetensors import safe_open
+from transformers_neuronx import decoder, hlo
+from transformers_neuronx.layers import attention, rotary
+from transformers_neuronx.llama import model as llama
+
+from models.base import ModelError
+from models.families import Family, K, LayerKind, O, Q, V
+from models.rope import Rope
+
+# As they are before they are replaced.
+LlamaConfig = llama.LlamaConfig
+interleave_qkv = decoder.interleave_qkv
+
+# The weights that the library hands to a layer, in its order.
+WEIGHTS = [
+    *("pre_attn_ln_weight", "pre_attn_ln_bias"),
+    *(f"attn_{name}_{part}" for name in ("q", "k", "v", "out") for part in ("weight", "scales", "bias")),
+    *("post_attn_ln_weight", "post_attn_ln_bias", "pre_mlp_ln_weight", "pre_mlp_ln_bias"),
+    *(f"mlp_{name}_{part}" for name in ("in", "out") for part in ("weight", "scales", "bias")),
+    *("post_mlp_ln_weight", "post_mlp_ln_bias"),
+    *(f"{name}_{part}" for name in ("in0", "in1", "out") for part in ("weight", "scales")),
+    *("q_norm", "k_norm"),  # ours
+]
+OF_ATTENTION = [name for name in WEIGHTS if name.startswith("attn_")]
+# Where a layer of the library keeps what `Family.beside` gives.
+PLACES = {
+    **{f"{name}.bias": f"attn_{place}_bias" for name, place in zip((Q, K, V, O), ("q", "k", "v", "out"))},
+    "after_attention": "post_attn_ln_weight",
+    "after_mlp": "post_mlp_ln_weight",
+}
+
+
+def class_of(family: Family) -> type[FamilyForSampling]:
+    """What `from_pretrained` of the library's classes is called on."""
+    return type("FamilyForSampling", (FamilyForSampling,), {"family": family})
+
+
+class FamilyForSampling(llama.LlamaForSampling):
+    family: Family
+
+    def __init__(self, config: Any, **options: Any):
+        changed = {
+            "LlamaConfig": functools.partial(_config, self.family),
+            "LlamaForSamplingNoEmbeddingHlo": functools.partial(Hlo, self.family),
+        }
+        with patch.multiple(llama, **changed):
+            super().__init__(config, **options)
+
+    def load_state_dict_dir(self, folder: str) -> None:
+        """The library asks each module for its tensors when it needs them, and drops them afterwards."""
+        checkpoint = Checkpoint(Path(folder))
+        family = self.family
+        model = self.chkpt_model
+        self._checkpoint = checkpoint
+
+        def fills(module: torch.nn.Module, read: Callable[[], dict[str, torch.Tensor]]) -> None:
+            module.materialize = lambda: _fill(module, read())
+
+        fills(model.model.embed_tokens, lambda: {"weight": family.embedding(checkpoint).float()})
+        for number, layer in enumerate(model.model.layers):
+            fills(layer, functools.partial(family.layer, checkpoint.in_layer(family, number)))
+        fills(model.model.norm, lambda: {"weight": family.final_norm(checkpoint)})
+        fills(model.lm_head, lambda: {"weight": family.head(checkpoint)})
+
+    def load_weights(self) -> None:
+        new_layer = self.decoder_lm_head.new_layer
+
+        def extended(**options: Any) -> Any:
+            layer = new_layer(**options)
+            layer.to_neuron = functools.partial(self._add_beside, layer, layer.to_neuron)
+            return layer
+
+        with (
+            patch.object(self.decoder_lm_head, "new_layer", extended),
+            patch.object(decoder, "interleave_qkv", _interleave_qkv),
+        ):
+            super().load_weights()
+
+    def _add_beside(self, layer: Any, to_neuron: Callable[[], None]) -> None:
+        beside = self.family.beside(self._checkpoint.in_layer(self.family, layer.layer_num))
+        dtype = self.chkpt_model.lm_head.weight.dtype
+        over_all_heads = self.family.graph().head_norms == "all"
+        for name, tensor in beside.items():
+            if name in PLACES:
+                setattr(layer, PLACES[name], tensor.to(dtype) if name.endswith("bias") else tensor.float())
+        for name in ("q_norm", "k_norm"):
+            if name in beside:
+                layer.add_parameter(beside[name].float(), sharding=0 if over_all_heads else None)
+        to_neuron()
+
+
+def _config(family: Family, *arguments: Any, **options: Any) -> Any:
+    config = LlamaConfig(*arguments, **options)
+    config.attention_head_size = family.head_dim
+    return config
+
+
+def _fill(module: torch.nn.Module, tensors: dict[str, torch.Tensor]) -> None:
+    """Sets the parameters of a module; matrices get the dtype that the library gave them, norms float32."""
+    for name, tensor in tensors.items():
+        owner, _, attribute = name.rpartition(".")
+        submodule = module.get_submodule(owner)
+        dtype = getattr(submodule, attribute).dtype
+        setattr(submodule, attribute, torch.nn.Parameter(tensor.to(dtype), requires_grad=False))
+
+
+def _interleave_qkv(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, tp_degree: int, dim: int
+) -> torch.Tensor:
+    """The library's fails for biases, [n], where queries and keys differ in number."""
+    if q.dim() > 1:
+        return interleave_qkv(q, k, v, tp_degree, dim=dim)
+    return interleave_qkv(q[None], k[None], v[None], tp_degree, dim=1)[0]
+
+
+class Checkpoint:
+    """The tensors of the safetensors files in a folder, by name."""
+
+    def __init__(self, folder: Path):
+        """Raises ModelError where there are none."""
+        self._files: dict[str, Path] = {}
+        for path in sorted(folder.glob("model*.safetensors")):
+            with safe_open(path, "pt") as file:
+                self._files |= dict.fromkeys(file.keys(), path)
+        if not self._files:
+            raise ModelError(f"there is no model.safetensors, which this family of models needs, in {folder}")
+
+    def __call__(self, name: str) -> torch.Tensor:
+        if name not in self._files:
+            raise ModelError(f"the checkpoint has no tensor {name}")
+        with safe_open(self._files[name], "pt") as file:
+            return file.get_tensor(name)
+
+    def in_layer(self, family: Family, number: int) -> Callable[[str], torch.Tensor]:
+        return lambda name: self(f"{family.layer_prefix(number)}{name}")
+
+
+class Hlo(llama.LlamaForSamplingNoEmbeddingHlo):
+    """The graph of a family. Tensors are [slots, tokens, hidden], in the attention [tokens, slots, heads,
+    head_dim]."""
+
+    def __init__(self, family: Family, *arguments: Any, **options: Any):
+        super().__init__(*arguments, **options)
+        self.graph = family.graph()
+        self._kinds = self.graph.kinds or (LayerKind(),) * family.layers
+
+    def pre_layer(self, hidden: Any, cache_ids: Any, *arguments: Any, **options: Any) -> tuple[Any, ...]:
+        values = list(super().pre_layer(hidden, cache_ids, *arguments, **options))
+        if self.graph.ropes:
+            values[2] = [_sin_cos(cache_ids, hidden.dtype, rope) for rope in self.graph.ropes]
+        if not self.graph.has_own_layers:
+            values[2] = values[2][0] if self.graph.ropes else values[2]
+            return tuple(values)
+        self._ropes = values[2] if self.graph.ropes else [values[2]]
+        self._next = iter(self._kinds)
+        windows = {kind.window for kind in self._kinds}
+        self._masks = {each: _within(values[6], cache_ids, self._shown(each)) for each in windows}
+        self._active = {each: _within_active(values[7], self._shown(each)) for each in windows}
+        return tuple(values)
+
+    def _shown(self, window: int | None) -> int | None:
+        """None for a window that hides none of the positions of this program."""
+        return window if window and window < self.n_positions else None
+
+    def layer(self, hidden: Any, *arguments: Any, **options: Any) -> tuple[Any, Any, Any]:
+        if not self.graph.has_own_layers:
+            return super().layer(hidden, *arguments, **options)
+        last_token_id, _rope, cache_ids, start_ids, block_to_seq = arguments[:5]
+        others = arguments[7:12]
+        keys, values, *rest = arguments[12:]
+        weights = dict(zip(WEIGHTS, rest))
+        kind = next(self._next)
+        before = self.graph.norms in ("before", "both")
+        after = self.graph.norms in ("after", "both")
+
+        def normed(tensor: Any, name: str, is_wanted: bool) -> Any:
+            return self._norm(tensor, weights[name]) if is_wanted else tensor
+
+        with self._attention_of(kind, weights):
+            inner, keys, values = self.attention(
+                normed(hidden, "pre_attn_ln_weight", before),
+                *(cache_ids, start_ids, last_token_id, block_to_seq),
+                self._ropes[kind.rope or 0],
+                *(self._masks[kind.window], self._active[kind.window]),
+                *others,
+                *(keys, values),
+                *(weights[name] for name in OF_ATTENTION),
+            )
+        hidden = hlo.add(normed(inner, "post_attn_ln_weight", after), hidden)
+        inner = hlo.gated_mlp_bsh(
+            normed(hidden, "pre_mlp_ln_weight", before),
+            *(weights[f"{name}_weight"] for name in ("in0", "in1", "out")),
+            **{f"{name}_scales": weights[f"{name}_scales"] for name in ("in0", "in1", "out")},
+            activation_function=self.graph.activation,
+            tp_degree=self.config.tp_degree,
+            neuron_config=self.neuron_config,
+        )
+        return hlo.add(normed(inner, "post_mlp_ln_weight", after), hidden), keys, values
+
+    def _norm(self, tensor: Any, weight: Any) -> Any:
+        return hlo.rms_norm(
+            tensor,
+            weight,
+            self.config.rms_norm_eps,
+            neuron_config=self.neuron_config,
+            tp_degree=self.config.tp_degree,
+        )
+
+    def _attention_of(self, kind: LayerKind, weights: dict[str, Any]) -> Any:
+        """While it is entered, the library's attention has what this layer has: norms of queries and keys,
+        no positions, capped scores. Its kernel for long prompts knows neither caps nor windows."""
+        turn = rotary.rotate_half
+        score = attention.score
+        cap = self.graph.attention_cap
+
+        def rotate_half(query: Any, key: Any, *arguments: Any, **options: Any) -> tuple[Any, Any]:
+            if self.graph.head_norms:
+                query = self._norm_of_heads(query, weights["q_norm"])
+                key = self._norm_of_heads(key, weights["k_norm"])
+            return (query, key) if kind.rope is None else turn(query, key, *arguments, **options)
+
+        changed = {"score": lambda *arguments, **options: _capped(score(*arguments, **options), cap)}
+        if cap or self._shown(kind.window):
+            changed["flash_attention"] = lambda query, key, value: None
+        stack = contextlib.ExitStack()
+        stack.enter_context(patch.object(rotary, "rotate_half", rotate_half))
+        stack.enter_context(patch.multiple(attention, **changed))
+        return stack
+
+    def _norm_of_heads(self, tensor: Any, weight: Any) -> Any:
+        tokens, slots, heads, size = sizes = tensor.sizes
+        eps = self.config.rms_norm_eps
+        if self.graph.head_norms == "each":
+            heads_in_rows = hlo.reshape(tensor, (tokens * slots, heads, size))
+            return hlo.reshape(hlo.rms_norm(heads_in_rows, weight, eps, dim=2), sizes)
+        f32 = tensor.scribe.f32
+        rows = hlo.cast(hlo.reshape(tensor, (tokens * slots, heads * size)), f32)
+        squares = hlo.reduce_sum(hlo.multiply(rows, rows), 1)
+        total = hlo.all_reduce_sum(squares, self.config.tp_degree)  # of the heads on all cores
+        mean = hlo.divide(total, float(heads * size * self.config.tp_degree))
+        rows = hlo.multiply(rows, hlo.broadcast(hlo.rsqrt(hlo.add(mean, eps)), rows.sizes, [0]))
+        rows = hlo.multiply(rows, hlo.broadcast(hlo.cast(weight, f32), rows.sizes, [1]))
+        return hlo.reshape(hlo.cast(rows, tensor.dtype), sizes)
+
+    def ln_lm_head(self, *arguments: Any, **options: Any) -> Any:
+        return _capped(super().ln_lm_head(*arguments, **options), self.graph.logit_cap)
+
+
+def _capped(tensor: Any, cap: float | None) -> Any:
+    if not cap:
+        return tensor
+    tensor = hlo.divide(tensor, float(cap))
+    return hlo.multiply(tensor.dtype[tensor.sizes].Tanh(tensor), float(cap))
+
+
+def _sin_cos(positions: Any, dtype: Any, rope: Rope) -> tuple[Any, Any]:
+    """Positions [slots, tokens] → sine and cosine [slots, tokens, pairs]."""
+    f32 = positions.scribe.f32
+    slots, tokens = positions.sizes
+    pairs = len(rope.frequencies)
+    angles = hlo.dot_general(
+        hlo.reshape(hlo.cast(positions, f32), (slots, tokens, 1)),
+        hlo.reshape(hlo.literal(f32, torch.tensor(rope.frequencies)), (1, pairs)),
+        dimension_numbers={"lhs_contracting_dimensions": [2], "rhs_contracting_dimensions": [0]},
+    )
+    both = (hlo.sin(angles), hlo.cos(angles))
+    if rope.factor != 1.0:
+        both = tuple(hlo.multiply(values, rope.factor) for values in both)
+    return tuple(hlo.cast(values, dtype) for values in both)
+
+
+def _within(mask: Any, positions: Any, window: int | None) -> Any:
+    """`mask` [slots, tokens, positions] without what is `window` or more positions behind its token."""
+    if not window:
+        return mask
+    first = hlo.broadcast(hlo.subtract(positions, window), mask.sizes, [0, 1])
+    return hlo.logical_and(mask, hlo.greater(hlo.iota(first.dtype, mask.sizes, 2), first))
+
+
+def _within_active(mask: Any, window: int | None) -> Any:
+    """The same between the tokens of one call, [slots, tokens, tokens]."""
+    if not window or mask is None or len(mask.sizes) < 3:
+        return mask
+    s32 = mask.scribe.s32
+    distance = hlo.subtract(hlo.iota(s32, mask.sizes, 1), hlo.iota(s32, mask.sizes, 2))
+    return hlo.logical_and(mask, hlo.less(distance, window))

@@ -1,0 +1,103 @@
+"""Rotary positions that transformers-neuronx does not compute itself: linear, yarn, longrope, and any base.
+
+Source: transformers 4.57, modeling_rope_utils.py. Imports no torch."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+OF_THE_LIBRARY = ("default", "llama3")  # what it computes
+SCALED = ("linear", "dynamic", "yarn", "longrope")  # what is computed here
+
+
+@dataclass(frozen=True)
+class Rope:
+    """Position n turns pair i of a head by n * frequencies[i]; sine and cosine are multiplied by `factor`."""
+
+    frequencies: tuple[float, ...]
+    factor: float = 1.0
+
+
+def kind(config: Mapping[str, Any]) -> str:
+    """The rope_type of a config.json, under the names of transformers 4."""
+    scaling = config.get("rope_scaling") or {}
+    found = scaling.get("rope_type", scaling.get("type", "default"))
+    return "longrope" if found == "su" else found  # the name in Phi-3's first files
+
+
+def scaled(config: Mapping[str, Any], size: int) -> Rope | None:
+    """The rotary positions of a config.json for the first `size` values of a head; None for what the library
+    computes. A longrope is that of prompts within the original length."""
+    make = {"linear": _linear, "dynamic": _dynamic, "yarn": _yarn, "longrope": _longrope}.get(kind(config))
+    return make(config, size) if make else None
+
+
+def plain(base: float, size: int) -> Rope:
+    return Rope(tuple(base ** (-n / size) for n in range(0, size, 2)))
+
+
+def original_length(config: Mapping[str, Any]) -> int:
+    """Positions before the scaling."""
+    scaling = config.get("rope_scaling") or {}
+    name = "original_max_position_embeddings"
+    return config.get(name) or scaling.get(name) or config["max_position_embeddings"]
+
+
+def _linear(config: Mapping[str, Any], size: int) -> Rope:
+    factor = config["rope_scaling"]["factor"]
+    return Rope(tuple(each / factor for each in plain(config["rope_theta"], size).frequencies))
+
+
+def _dynamic(config: Mapping[str, Any], size: int) -> Rope:
+    """Differs from the plain one beyond the model's own length, which no slot has."""
+    return plain(config["rope_theta"], size)
+
+
+def _yarn(config: Mapping[str, Any], size: int) -> Rope:
+    """Frequencies that turn often within the original length stay, slow ones are divided by the factor, and
+    those between are mixed."""
+    scaling = config["rope_scaling"]
+    base = config["rope_theta"]
+    factor = scaling["factor"]
+    length = scaling.get("original_max_position_embeddings") or config["max_position_embeddings"]
+
+    def pair_with(turns: float) -> float:
+        return size * math.log(length / (turns * 2 * math.pi)) / (2 * math.log(base))
+
+    first = pair_with(scaling.get("beta_fast") or 32)
+    last = pair_with(scaling.get("beta_slow") or 1)
+    if scaling.get("truncate", True):
+        first = math.floor(first)
+        last = math.ceil(last)
+    first = max(first, 0)
+    last = min(last, size - 1)
+    if first == last:
+        last += 0.001
+    mixed = []
+    for pair, frequency in enumerate(plain(base, size).frequencies):
+        share = min(max((pair - first) / (last - first), 0), 1)
+        mixed.append(frequency * (1 - share) + frequency / factor * share)
+    return Rope(tuple(mixed), scaling.get("attention_factor") or _yarn_factor(scaling))
+
+
+def _yarn_factor(scaling: Mapping[str, Any]) -> float:
+    def grown(weight: float) -> float:
+        return 1.0 if scaling["factor"] <= 1 else 0.1 * weight * math.log(scaling["factor"]) + 1.0
+
+    if scaling.get("mscale") and scaling.get("mscale_all_dim"):
+        return grown(scaling["mscale"]) / grown(scaling["mscale_all_dim"])
+    return grown(1.0)
+
+
+def _longrope(config: Mapping[str, Any], size: int) -> Rope:
+    scaling = config["rope_scaling"]
+    length = original_length(config)
+    factor = config["max_position_embeddings"] / length
+    attention = scaling.get("attention_factor")
+    if attention is None:
+        attention = 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(length))
+    shortened = zip(plain(config["rope_theta"], size).frequencies, scaling["short_factor"], strict=True)
+    return Rope(tuple(each / short for each, short in shortened), attention)

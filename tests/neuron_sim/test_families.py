@@ -1,0 +1,235 @@
+"""Every family on the real library: transformers' logits and texts, whatever else is in the batch."""
+
+import json
+import random
+import tempfile
+from copy import copy, deepcopy
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from loop import Driven
+from safetensors.torch import load_file, save_file
+from test_server import WINDOW, as_float32, assert_like, cores, refuse_to_compile, serve  # noqa: F401
+from test_simulator import Reference
+from transformers_neuronx import compiler
+
+from config import Config
+from manifest import Manifest
+from models import compile as verb
+from models.base import Chunk
+from models.neuron import NeuronModel
+from models.neuron_build import Build
+from protocol import Generate
+from run import ConfigError
+
+VOCABULARY = 320
+SMALL = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "initializer_range": 0.2,  # wide, so that greedy text varies
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+    "pad_token_id": 2,
+}
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
+LONG = {"type": "longrope", "short_factor": [1.0 + 0.1 * n for n in range(6)], "long_factor": [4.0] * 6}
+SLIDING = {"sliding_window": 16, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}
+GEMMA = {"head_dim": 32, "query_pre_attn_scalar": 48, **SLIDING}
+
+T = transformers
+MODELS = {
+    "llama, biases": (T.LlamaConfig, {"attention_bias": True}),
+    "llama, head_dim": (T.LlamaConfig, {"head_dim": 32}),
+    "llama, linear": (T.LlamaConfig, {"rope_scaling": {"rope_type": "linear", "factor": 4.0}}),
+    "llama, dynamic": (T.LlamaConfig, {"rope_scaling": {"rope_type": "dynamic", "factor": 4.0}}),
+    "mistral, head_dim": (T.MistralConfig, {"head_dim": 32, "sliding_window": None}),
+    "mistral, window": (T.MistralConfig, {"sliding_window": 16}),
+    "qwen2": (T.Qwen2Config, {"rope_theta": 1e6}),
+    "qwen2, tied": (T.Qwen2Config, {"tie_word_embeddings": True}),
+    "qwen2, yarn": (T.Qwen2Config, {"rope_scaling": YARN}),
+    "qwen2, windows": (T.Qwen2Config, {"use_sliding_window": True, "sliding_window": 16, "max_window_layers": 1}),
+    "qwen3": (T.Qwen3Config, {"head_dim": 32, "rope_theta": 1e6, "tie_word_embeddings": True}),
+    "qwen3, yarn and biases": (T.Qwen3Config, {"head_dim": 32, "rope_scaling": YARN, "attention_bias": True}),
+    "phi3": (T.Phi3Config, {"rope_theta": 250000.0, "sliding_window": 16}),
+    "phi4 mini": (
+        T.Phi3Config,
+        {
+            "max_position_embeddings": 4096,
+            "original_max_position_embeddings": 256,
+            "partial_rotary_factor": 0.75,
+            "tie_word_embeddings": True,
+            "rope_scaling": LONG,
+        },
+    ),
+    "granite": (
+        T.GraniteConfig,
+        {
+            "embedding_multiplier": 12.0,
+            "attention_multiplier": 0.09,
+            "residual_multiplier": 0.22,
+            "logits_scaling": 8.0,
+            "attention_bias": True,
+        },
+    ),
+    "smollm3": (T.SmolLM3Config, {"no_rope_layer_interval": 2, "rope_theta": 5e6}),
+    "gemma": (T.GemmaConfig, {"head_dim": 32}),
+    "gemma2": (T.Gemma2Config, GEMMA),
+    "gemma3": (T.Gemma3TextConfig, GEMMA),
+    "olmo2": (T.Olmo2Config, {}),
+    "internlm2": (T.LlamaConfig, {}),
+}
+
+
+class Made(Reference):
+    """A random model whose norms and biases are not those of a new one."""
+
+    def __init__(self, name, folder, **changes):
+        config_class, values = MODELS[name]
+        super().__init__(config_class(**SMALL | values | changes, attn_implementation="eager"), folder)
+        with torch.no_grad():
+            for key, parameter in self.model.named_parameters():
+                if key.endswith("bias"):
+                    parameter.normal_(0, 0.3)
+                if "norm" in key:
+                    parameter.add_(torch.randn_like(parameter) * 0.2)
+        self.model.save_pretrained(folder)
+        if name == "internlm2":
+            as_internlm2(Path(folder))
+
+
+def as_internlm2(folder):
+    """A Llama under the names of InternLM2, whose code is not in transformers."""
+    config = json.loads((folder / "config.json").read_text())
+    heads, kv_heads, head_dim = (config[name] for name in ("num_attention_heads", "num_key_value_heads", "head_dim"))
+    names = {
+        "model.embed_tokens": "model.tok_embeddings",
+        "lm_head": "output",
+        "self_attn.o_proj": "attention.wo",
+        "mlp.gate_proj": "feed_forward.w1",
+        "mlp.up_proj": "feed_forward.w3",
+        "mlp.down_proj": "feed_forward.w2",
+        "input_layernorm": "attention_norm",
+        "post_attention_layernorm": "ffn_norm",
+    }
+    old, new = load_file(folder / "model.safetensors"), {}
+    for key, tensor in old.items():
+        if ".q_proj." in key:
+            others = [old[key.replace("q_proj", name)] for name in ("k_proj", "v_proj")]
+            parts = [part.view(kv_heads, -1, head_dim, part.shape[1]) for part in (tensor, *others)]
+            assert parts[0].shape[1] == heads // kv_heads
+            fused = torch.cat(parts, 1).reshape(-1, tensor.shape[1])
+            new[key.replace("self_attn.q_proj", "attention.wqkv")] = fused.contiguous()
+        elif ".k_proj." not in key and ".v_proj." not in key:
+            for ours, theirs in names.items():
+                key = key.replace(ours, theirs)
+            new[key] = tensor.contiguous()
+    save_file(new, folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps(config | {"model_type": "internlm2"}))
+
+
+@pytest.fixture(scope="session")
+def made(tmp_path_factory):
+    kept = {}
+
+    def make(name):
+        if name not in kept:
+            kept[name] = Made(name, tmp_path_factory.mktemp("checkpoint"))
+        return kept[name]
+
+    return make
+
+
+LARGEST = 1e-4  # error of a logit, as a share of their range
+PROMPTS = [[(31 * slot + 7 * n) % 300 + 3 for n in range(length)] for slot, length in enumerate((5, 11, 37))]
+
+
+def served_logits(model):
+    """After prompts in chunks or whole, and after one more token: float32 [6, vocabulary]."""
+    found = []
+    for slot, prompt in enumerate(PROMPTS):
+        size = model.prefill_chunk or len(prompt)
+        for begin in range(0, len(prompt), size):
+            output = model.forward([Chunk(slot, prompt[begin : begin + size], begin)])
+        found.append(as_float32(output)[0].copy())
+        found.append(as_float32(model.forward([Chunk(slot, [9], len(prompt))]))[0].copy())
+    return torch.from_numpy(np.stack(found))
+
+
+def logits_of(reference):
+    """What transformers makes of the same."""
+    return torch.stack([reference.logits(text).float() for prompt in PROMPTS for text in (prompt, [*prompt, 9])])
+
+
+def errors(found, expected):
+    return (found - expected).abs() / (expected.amax(-1) - expected.amin(-1))[:, None]
+
+
+def mean_error(found, expected):
+    return float(errors(found, expected).mean())
+
+
+@pytest.mark.parametrize(("tp_degree", "prefill_chunk"), [(1, 8), (2, 0), (8, 8)])
+@pytest.mark.parametrize("name", MODELS)
+def test_a_family_has_transformers_logits(made, tmp_path, name, tp_degree, prefill_chunk):
+    reference = made(name)
+    settings = {"max_batch_size": 4, "tp_degree": tp_degree, "prefill_chunk": prefill_chunk}
+    if name == "olmo2" and tp_degree == 8:
+        with pytest.raises(ConfigError, match="tp_degree 8 does not divide 4 attention and 2 key-value heads, .* 2 would work"):
+            serve(reference, tmp_path, **settings)
+        return
+    model = serve(reference, tmp_path, **settings)
+    assert model.prefill_chunk == (prefill_chunk or None)
+    assert errors(served_logits(model), logits_of(reference)).max() < LARGEST
+
+
+@pytest.mark.parametrize(
+    ("tp_degree", "prefill_chunk", "sampling"), [(1, 0, "device"), (2, 8, "host")], ids=["device", "host"]
+)
+@pytest.mark.parametrize("name", MODELS)
+def test_random_arrivals_get_transformers_text(made, tmp_path, name, tp_degree, prefill_chunk, sampling):
+    reference = made(name)
+    settings = {"tp_degree": tp_degree, "prefill_chunk": prefill_chunk, "sampling": sampling}
+    driven = Driven(served=serve(reference, tmp_path, max_batch_size=4, position_buckets=(16,), **settings))
+    chance, requests = random.Random(5), []
+    for n, length in enumerate((5, 1, 37, 8, 21, 9, 46, 16)):
+        prompt = [chance.randrange(3, VOCABULARY) for _ in range(length)]
+        requests.append(Generate(n, prompt, chance.randrange(1, WINDOW - length + 1), ignore_eos=True))
+        driven.arrive(requests[-1])
+        for _ in range(chance.randrange(4)):
+            if not driven.worker.is_idle or driven.wire.arrivals:
+                driven.step()
+    driven.run()
+    for request in requests:
+        assert len(driven.tokens[request.id]) == request.max_new_tokens
+        assert_like(reference, request.prompt, [*request.prompt, *driven.tokens[request.id]])
+
+
+@pytest.mark.parametrize("name", ["llama, biases", "qwen2", "qwen3", "granite", "gemma3"])
+def test_bfloat16_is_no_further_from_float32_than_transformers_own(made, tmp_path, name):
+    reference = made(name)
+    rounded = copy(reference)
+    rounded.model = deepcopy(reference.model).to(torch.bfloat16)
+    exact, theirs = logits_of(reference), logits_of(rounded)
+    ours = served_logits(serve(reference, tmp_path, max_batch_size=4, tp_degree=2, prefill_chunk=8, dtype="bfloat16"))
+    assert mean_error(ours, exact) < 1.1 * mean_error(theirs, exact)
+
+
+@pytest.mark.parametrize("name", ["qwen2", "qwen3", "phi3", "gemma2"])
+def test_a_family_is_compiled_and_served_from_the_artifact_in_int8(made, tmp_path, monkeypatch, name):
+    reference, output = made(name), tmp_path / "compiled"
+    words = ["--model-id", reference.folder, "--output", output, "--tp-degree", "2", "--dtype", "float32"]
+    words += ["--max-total-tokens", WINDOW, "--max-batch-size", "4", "--prefill-chunk", "8", "--quantize", "int8"]
+    assert verb.main(list(map(str, words))) == 0
+    monkeypatch.setattr(compiler, "compile_hlo_module", refuse_to_compile)
+    build = Build.decide(Config(model_id=str(output), device="neuron"), output, Manifest.read(output))
+    assert build.programs.model_class == f"{build.family.model_type}, revision 1"
+    model = NeuronModel(build, Path(tempfile.mkdtemp(dir=tmp_path)))
+    assert mean_error(served_logits(model), logits_of(reference)) < 0.01
