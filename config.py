@@ -424,7 +424,7 @@ class Config:
     neuron_config: tuple[str, ...] | None = setting(
         None,
         "NEURON_CONFIG",
-        "Options of the library to compile Llama and Mistral with, as NAME=VALUE: "
+        "Options of the library to compile with (not Mixtral), as NAME=VALUE: "
         f"{', '.join(NEURON_CONFIG)}. They change no text; the flag may be repeated, the variable has "
         "commas.",
         parse=_neuron_config,
@@ -435,7 +435,7 @@ class Config:
         "Tokens of a long prompt that Neuron runs between two decode steps of the running requests; 0 runs "
         "prompts whole. Part of what is compiled.",
         parse=_chunk,
-        shown="128 for Llama and Mistral, else 0",
+        shown="128; for Mixtral 0",
     )
     compile_workers: int | None = setting(
         None,

@@ -1,6 +1,6 @@
-"""A checkpoint's config.json under the names of transformers 4, the only ones that transformers-neuronx reads.
+"""A checkpoint's config.json under the names of transformers 4, which transformers-neuronx reads.
 
-It would silently take its defaults for the others, and write wrong text. Imports neither torch nor the
+It would silently take its defaults where it finds others, and write wrong text. Imports neither torch nor the
 library."""
 
 from __future__ import annotations

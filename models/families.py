@@ -1,9 +1,8 @@
 """The families of models that are served on Neuron: a class for each.
 
-transformers-neuronx has classes for Llama and Mixtral only. A family's class reads its config.json, gives the
-tensors of a layer under Llama's names, and says what its layers compute beyond Llama's (`Graph`), which
-`neuron_graph.py` builds. Weights are rewritten as they are read; nothing on disk is. A new family is a class
-and a row of FAMILIES here, and a row of tests/neuron_sim/test_families.py.
+transformers-neuronx has classes for Llama and Mixtral only; the others are read as a Llama that differs
+(`family.py`). A new one is a class and a row of FAMILIES here, and a row of
+tests/neuron_sim/test_families.py.
 
 Source: transformers 4.57, models/*/configuration_*.py and modeling_*.py. Imports neither torch nor the
 library.
@@ -13,232 +12,40 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from config import DTYPES
 from models import rope
-from models.base import ModelError
+from models.base import named
 from models.checkpoint import legacy_config
-from models.rope import Rope
+from models.family import (
+    DOWN,
+    GATE,
+    NORM_BEFORE_ATTENTION,
+    NORM_BEFORE_MLP,
+    UP,
+    Family,
+    Graph,
+    K,
+    LayerKind,
+    O,
+    Q,
+    V,
+)
 from run import ConfigError
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-Q, K, V, O = ATTENTION = [f"self_attn.{name}_proj" for name in "qkvo"]  # noqa: E741
-GATE, UP, DOWN = MLP = [f"mlp.{name}_proj" for name in ("gate", "up", "down")]
-NORM_BEFORE_ATTENTION = "input_layernorm.weight"
-NORM_BEFORE_MLP = "post_attention_layernorm.weight"  # Llama's name: it follows the attention
-
 NOT_ANY_MORE = ("gpt2", "opt", "bloom", "gpt_neox")
 
 
-@dataclass(frozen=True)
-class LayerKind:
-    rope: int | None = 0  # which of the rotary positions; None: the layer has none
-    window: int | None = None  # a token attends to so many, itself included; None: to all before it
-
-
-@dataclass(frozen=True)
-class Graph:
-    """What layers compute beyond Llama's."""
-
-    ropes: tuple[Rope, ...] = ()  # empty: the library's
-    kinds: tuple[LayerKind, ...] = ()  # of the layers; empty: all have the first rope and no window
-    head_norms: str | None = None  # of queries and keys: "each" over each head, "all" over all heads together
-    norms: str = "before"  # attention and MLP, "after" them, or "both"
-    activation: str = "silu"  # by the library's name
-    attention_cap: float | None = None  # scores become cap * tanh(score / cap)
-    logit_cap: float | None = None
-
-    @property
-    def has_own_layers(self) -> bool:
-        """The library's layer does not do."""
-        return self != Graph(ropes=self.ropes)
-
-
-class Family:
-    """Llama, and Mistral without a window."""
-
-    defaults: ClassVar[dict[str, Any]] = {}  # transformers', of fields that a config.json may leave out
-    # Fields of config.json and the values that are computed, whatever config.json says. A field that is
-    # missing or null has transformers' default, which is among them.
-    computed: ClassVar[dict[str, tuple[Any, ...]]] = {
-        "hidden_act": ("silu", "swish"),
-        "mlp_bias": (False,),
-        "rope_scaling": (*rope.OF_THE_LIBRARY, *rope.SCALED),
-        "quantization_config": ("none",),
-    }
-    # Programs of another revision are not loaded: counts up when a change here changes what is computed.
-    revision = 1
-    experts = 0
-    norms_per_layer = 2  # vectors of hidden_size
-    query_scale = residual_scale = embedding_scale = head_scale = 1.0
-
-    def __init__(self, config: Mapping[str, Any]):
-        """`config` has the names of transformers 4. Raises ConfigError for numbers that are missing or
-        contradict, ModelError for a value that is not computed."""
-        self.config = c = {"rope_theta": 10000.0, "rms_norm_eps": 1e-6, **self.defaults, **config}
-        self.model_type = c["model_type"]
-        self.layers = self._number("num_hidden_layers")
-        self.hidden = self._number("hidden_size")
-        self.heads = self._number("num_attention_heads")
-        self.kv_heads = self._number("num_key_value_heads", self.heads)
-        self.intermediate = self._number("intermediate_size")
-        self.vocab = self._number("vocab_size")
-        self.length = self._number("max_position_embeddings", 2048)
-        if self.heads % self.kv_heads or (c.get("head_dim") is None and self.hidden % self.heads):
-            sizes = f"hidden_size {self.hidden}, {self.heads} attention heads and {self.kv_heads}"
-            raise ConfigError(f"config.json: {sizes} key-value heads do not divide each other")
-        self.head_dim = self._number("head_dim", self.hidden // self.heads)
-        self.is_tied = bool(c.get("tie_word_embeddings", False))
-        self.dtype = DTYPES.get(str(c.get("torch_dtype")), "float32")
-        if rope.kind(c) == "longrope":
-            self.length = min(self.length, rope.original_length(c))
-
-    def _number(self, name: str, default: int | None = None) -> int:
-        value = default if self.config.get(name) is None else self.config[name]
-        if type(value) is not int or value < 1:
-            raise ConfigError(f"config.json: {name} is {value!r} and should be a positive whole number")
-        return value
-
-    def check(self) -> None:
-        """Raises ModelError for a value of config.json that would not be computed, with the field and what
-        is."""
-        found = dict(self.config, rope_scaling=rope.kind(self.config))
-        if quantization := self.config.get("quantization_config"):
-            found["quantization_config"] = quantization.get("quant_method", "unknown")
-        for name, computed in self.computed.items():
-            if found.get(name) in (None, {}, *computed):
-                continue
-            values = " or ".join(map(str, computed))
-            raise ModelError(
-                f"config.json: {name} is {found[name]} and is computed as {values} for {self.model_type} "
-                "models on Neuron, so the text would be wrong; serve this model on another device"
-            )
-
-    @property
-    def library_class(self) -> str | None:
-        """The name of the library's class that serves this model as it is; None: neuron_graph.py extends the
-        one for Llama."""
-        is_llama = (
-            type(self) in (Family, Mistral)
-            and self.graph() == Graph()
-            and not self.biases
-            and self.head_dim * self.heads == self.hidden
-        )
-        return "LlamaForSampling" if is_llama else None
-
-    @property
-    def name(self) -> str:
-        """Of what the programs of this model are compiled from."""
-        return self.library_class or f"{self.model_type}, revision {self.revision}"
-
-    @property
-    def options(self) -> dict[str, Any]:
-        """Of the library's NeuronConfig."""
-        return {"attention_layout": "BSH", "fuse_qkv": True}
-
-    def as_llama(self) -> dict[str, Any]:
-        """The config.json of a Llama of these sizes, for the library."""
-        c = self.config
-        return {
-            "model_type": "llama",
-            "num_hidden_layers": self.layers,
-            "hidden_size": self.hidden,
-            "num_attention_heads": self.heads,
-            "num_key_value_heads": self.kv_heads,
-            "head_dim": self.head_dim,
-            "intermediate_size": self.intermediate,
-            "vocab_size": self.vocab,
-            "max_position_embeddings": c.get("max_position_embeddings"),
-            "rms_norm_eps": c["rms_norm_eps"],
-            "rope_theta": c["rope_theta"],
-            "rope_scaling": c.get("rope_scaling") if rope.kind(c) == "llama3" else None,
-            "rotary_percentage": c.get("partial_rotary_factor") or 1.0,
-            "bos_token_id": c.get("bos_token_id"),
-            "eos_token_id": c.get("eos_token_id"),
-        }
-
-    def graph(self) -> Graph:
-        own = rope.scaled(self.config, self._rotated)
-        return Graph(ropes=(own,) if own else (), kinds=self.kinds())
-
-    @property
-    def _rotated(self) -> int:
-        """Values of a head that positions turn."""
-        return int(self.head_dim * (self.config.get("partial_rotary_factor") or 1.0))
-
-    def kinds(self) -> tuple[LayerKind, ...]:
-        """Of the layers, where they have windows or differ; else empty."""
-        windows = self.windows()
-        return tuple(LayerKind(0, window) for window in windows) if any(windows) else ()
-
-    def windows(self) -> list[int | None]:
-        """Of each layer."""
-        return [None] * self.layers
-
-    @property
-    def biases(self) -> list[str]:
-        """The projections of the attention that have one."""
-        return ATTENTION if self.config.get("attention_bias") else []
-
-    @property
-    def vectors(self) -> int:
-        """Values of a layer that are no matrix: norms and biases."""
-        of_heads = self.heads * self.head_dim
-        of_kv_heads = self.kv_heads * self.head_dim
-        sizes = {Q: of_heads, K: of_kv_heads, V: of_kv_heads, O: self.hidden}
-        norms = self.norms_per_layer * self.hidden
-        heads = {None: 0, "each": 2 * self.head_dim, "all": of_heads + of_kv_heads}
-        return norms + sum(sizes[name] for name in self.biases) + heads[self.graph().head_norms]
-
-    # Tensors. `get` returns that of a name in the checkpoint, in a layer without the layer's prefix.
-
-    def embedding(self, get: Callable[[str], Tensor]) -> Tensor:
-        return _times(get("model.embed_tokens.weight"), self.embedding_scale)
-
-    def head(self, get: Callable[[str], Tensor]) -> Tensor:
-        name = "model.embed_tokens.weight" if self.is_tied else "lm_head.weight"
-        return _times(get(name), self.head_scale)
-
-    def final_norm(self, get: Callable[[str], Tensor]) -> Tensor:
-        return self.norm(get("model.norm.weight"))
-
-    def norm(self, weight: Tensor) -> Tensor:
-        """What a norm multiplies by."""
-        return weight
-
-    def layer_prefix(self, number: int) -> str:
-        return f"model.layers.{number}."
-
-    def layer(self, get: Callable[[str], Tensor]) -> dict[str, Tensor]:
-        """Matrices and norms of a layer under Llama's names."""
-        matrices = {f"{name}.weight": get(f"{name}.weight") for name in (*ATTENTION, *MLP)}
-        return self._scaled(matrices | self.norms_before(get))
-
-    def norms_before(self, get: Callable[[str], Tensor]) -> dict[str, Tensor]:
-        return {name: self.norm(get(name)) for name in (NORM_BEFORE_ATTENTION, NORM_BEFORE_MLP)}
-
-    def beside(self, get: Callable[[str], Tensor]) -> dict[str, Tensor]:
-        """What a layer has and Llama's has not: biases by the names of the checkpoint, q_norm, k_norm,
-        after_attention and after_mlp."""
-        return self._scaled({f"{name}.bias": get(f"{name}.bias") for name in self.biases})
-
-    def _scaled(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Multipliers of the model go into its matrices and biases."""
-        scales = {Q: self.query_scale, O: self.residual_scale, DOWN: self.residual_scale}
-        return {
-            name: _times(tensor, scales.get(name.rpartition(".")[0], 1.0)) for name, tensor in tensors.items()
-        }
-
-
-def _times(tensor: Tensor, factor: float) -> Tensor:
-    return tensor if factor == 1.0 else (tensor.float() * factor).to(tensor.dtype)
+class Llama(Family):
+    is_llama = True
 
 
 class Mistral(Family):
+    is_llama = True
     defaults: ClassVar = {"num_key_value_heads": 8, "sliding_window": 4096, "max_position_embeddings": 131072}
     computed: ClassVar = Family.computed | {"attention_bias": (False,)}
 
@@ -298,17 +105,13 @@ class Qwen3(Qwen2):
     biases = Family.biases
 
     def graph(self) -> Graph:
-        return _with(super().graph(), head_norms="each")
+        return replace(super().graph(), head_norms="each")
 
     def beside(self, get: Callable[[str], Tensor]) -> dict[str, Tensor]:
         return super().beside(get) | self.head_norms(get)
 
     def head_norms(self, get: Callable[[str], Tensor]) -> dict[str, Tensor]:
         return {name: self.norm(get(f"self_attn.{name}.weight")) for name in ("q_norm", "k_norm")}
-
-
-def _with(graph: Graph, **changes: Any) -> Graph:
-    return Graph(**vars(graph) | changes)
 
 
 class Phi3(Family):
@@ -389,7 +192,7 @@ class Gemma(Family):
         self.embedding_scale = math.sqrt(self.hidden)
 
     def graph(self) -> Graph:
-        return _with(super().graph(), activation="gelu_new")
+        return replace(super().graph(), activation="gelu_new")
 
     def norm(self, weight: Tensor) -> Tensor:
         return weight.float() + 1
@@ -422,7 +225,7 @@ class Gemma2(Gemma):
         self.query_scale = math.sqrt(self.head_dim / self.config["query_pre_attn_scalar"])
 
     def graph(self) -> Graph:
-        return _with(
+        return replace(
             super().graph(),
             norms="both",
             attention_cap=self.config.get("attn_logit_softcapping"),
@@ -474,7 +277,7 @@ class Gemma3(Gemma2):
         everywhere = rope.scaled(c, self.head_dim) or rope.plain(c["rope_theta"], self.head_dim)
         near = rope.plain(c["rope_local_base_freq"], self.head_dim)
         kinds = tuple(LayerKind(1 if window else 0, window) for window in self.windows())
-        return _with(super().graph(), ropes=(everywhere, near), kinds=kinds, head_norms="each")
+        return replace(super().graph(), ropes=(everywhere, near), kinds=kinds, head_norms="each")
 
     def beside(self, get: Callable[[str], Tensor]) -> dict[str, Tensor]:
         norms = {name: self.norm(get(f"self_attn.{name}.weight")) for name in ("q_norm", "k_norm")}
@@ -488,7 +291,7 @@ class Olmo2(Family):
     defaults: ClassVar = {"rms_norm_eps": 1e-5}
 
     def graph(self) -> Graph:
-        return _with(super().graph(), head_norms="all", norms="after")
+        return replace(super().graph(), head_norms="all", norms="after")
 
     def norms_before(self, get: Callable[[str], Tensor]) -> dict[str, Tensor]:
         # The library's layer wants them; they are not computed.
@@ -530,8 +333,8 @@ class InternLM2(Family):
 
 
 FAMILIES: dict[str, type[Family]] = {
-    "llama": Family,
-    "code_llama": Family,
+    "llama": Llama,
+    "code_llama": Llama,
     "mistral": Mistral,
     "mixtral": Mixtral,
     "qwen2": Qwen2,
@@ -550,7 +353,8 @@ FAMILIES: dict[str, type[Family]] = {
 def of(config_json: Mapping[str, Any]) -> Family:
     """The family of a model by its config.json, which transformers 4 or 5 wrote.
 
-    Raises ConfigError for a family that is not served on Neuron, and as Family does.
+    Raises ConfigError for a family that is not served on Neuron and for what cannot be understood, ModelError
+    for a value that is not computed.
     """
     model_type = config_json.get("model_type")
     if model_type in NOT_ANY_MORE:
@@ -561,4 +365,16 @@ def of(config_json: Mapping[str, Any]) -> Family:
     if model_type not in FAMILIES:
         known = ", ".join(FAMILIES)
         raise ConfigError(f"model_type {model_type!r} is not served on Neuron; these are: {known}")
-    return FAMILIES[model_type](legacy_config(config_json))
+    try:
+        family = FAMILIES[model_type](legacy_config(config_json))
+        family.check()
+        kinds = family.graph().kinds
+    except (ArithmeticError, AttributeError, KeyError, TypeError, ValueError) as error:
+        raise ConfigError(
+            f"config.json of this {model_type} model cannot be understood: {named(error)}"
+        ) from None
+    if kinds and len(kinds) != family.layers:
+        raise ConfigError(
+            f"config.json describes {len(kinds)} layers and num_hidden_layers is {family.layers}"
+        )
+    return family

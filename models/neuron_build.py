@@ -31,7 +31,7 @@ from models import artifact, families, plan
 from models.artifact import Artifact, Cache, Programs, buckets
 from models.base import ModelError, first_line, named, progress_logged, reported_as
 from models.checkpoint import legacy_config
-from models.families import Family
+from models.family import Family
 from models.fetch import fetch_artifact, fetch_checkpoint, fetch_weights
 from models.machine import Machine, detect, host_memory, usable_cores
 from run import ConfigError
@@ -100,7 +100,6 @@ class Build:
         family = families.of(manifest.config_json)
         shape = plan.Shape.of(family)
         found = Artifact.of(manifest.config_json, folder / "config.json")
-        family.check()
         if found and found.programs:
             programs = found.programs
             config = _configured_for(programs, family, shape, config).with_manifest(manifest)

@@ -1,4 +1,4 @@
-"""The library's class for Llama, extended to the families of `families.py`: their weights and their layers.
+"""The library's class for Llama, extended to other families (`families.py`): their weights and their layers.
 
 Three things of the library are changed while it builds or loads: its config (a head_dim of its own), its
 graph (`Hlo`), and a layer's list of weights (biases and norms, for which the library has places that its
@@ -23,7 +23,7 @@ from transformers_neuronx.layers import attention, rotary
 from transformers_neuronx.llama import model as llama
 
 from models.base import ModelError
-from models.families import Family, K, LayerKind, O, Q, V
+from models.family import Family, K, LayerKind, O, Q, V
 from models.rope import Rope
 
 # As they are before they are replaced.

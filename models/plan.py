@@ -28,7 +28,7 @@ from config import Config
 from manifest import read_json
 from models import families
 from models.base import ModelError
-from models.families import Family
+from models.family import Family
 from models.fetch import fetch
 from models.machine import GIB, Machine
 from run import ConfigError
@@ -501,9 +501,7 @@ def main(argv: Sequence[str]) -> int:
                 "plan reads a config.json; give the checkpoint that the GGUF file was made from"
             )
         folder, _commit = fetch(config, ["config.json"])
-        family = families.of(read_json(folder / "config.json", required=True))
-        family.check()
-        shape = Shape.of(family)
+        shape = Shape.from_config(read_json(folder / "config.json", required=True))
         machines = [machine for name, machine in INSTANCES.items() if options.instance in (None, name)]
         for line in report(config.model_name, shape, machines, config):
             indent = " " * (len(line) - len(line.lstrip()) + 4)

@@ -96,6 +96,8 @@ def _longrope(config: Mapping[str, Any], size: int) -> Rope:
     scaling = config["rope_scaling"]
     length = original_length(config)
     factor = config["max_position_embeddings"] / length
+    if factor == 1:
+        factor = scaling.get("factor") or 1.0
     attention = scaling.get("attention_factor")
     if attention is None:
         attention = 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(length))

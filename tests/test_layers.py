@@ -36,7 +36,7 @@ ONLY_IN = {
     "numba": "engine",
     "torch": "models",
     "transformers": "models",
-    "transformers_neuronx": "models.neuron_build",
+    "transformers_neuronx": "models.neuron_build models.neuron_graph",
     "openvino": "models",
     "huggingface_hub": "models.fetch",
 }

@@ -93,12 +93,21 @@ def test_a_library_that_reads_another_rotary_base_is_refused(tmp_path, monkeypat
 @pytest.mark.parametrize(
     ("config", "settings", "reason"),
     [
-        ({"model_type": "qwen2"}, {}, "model_type 'qwen2' is not served on Neuron; these are: llama, mistral, mixtral"),
+        ({"model_type": "falcon"}, {}, "model_type 'falcon' is not served on Neuron; these are: llama, code_llama, mistral"),
         ({"model_type": "gpt2"}, {}, "gpt2 models are not served on Neuron any more"),
-        ({"head_dim": 16}, {}, "head_dim 16 is not served on Neuron"),
-        ({"attention_bias": True}, {}, "attention_bias is True and transformers-neuronx computes False"),
-        ({"rope_scaling": {"type": "yarn"}}, {}, "rope_scaling is yarn and transformers-neuronx computes default or llama3"),
-        ({"model_type": "mistral", "sliding_window": 20}, {}, "24 (MAX_TOTAL_TOKENS) is more than the 20 positions"),
+        ({"model_type": "mixtral", "head_dim": 16}, {}, "head_dim 16 is not served on Neuron"),
+        ({"mlp_bias": True}, {}, "mlp_bias is True and this server computes False for llama models on Neuron"),
+        ({"model_type": "mixtral", "sliding_window": 20}, {}, "24 (MAX_TOTAL_TOKENS) is more than the 20 positions"),
+        (
+            {"model_type": "qwen3"},
+            {"neuron_config": ("shard_over_sequence=true",)},
+            "--neuron-config shard_over_sequence=true (NEURON_CONFIG) is not supported for qwen3 models on Neuron",
+        ),
+        (
+            {"model_type": "olmo2", "num_attention_heads": 4, "num_key_value_heads": 1},
+            {"tp_degree": 2},
+            "tp_degree 2 does not divide 4 attention and 1 key-value heads, over all of which a norm goes; 1 would work",
+        ),
         ({}, {"quantize": "int4"}, "--quantize int4 (QUANTIZE) is not supported on Neuron; give int8 or none"),
         ({}, {"prefill_buckets": (64,)}, "--prefill-buckets 64 is more than the limit of 24 tokens"),
         ({}, {"position_buckets": (64,)}, "--position-buckets 64 is more than the limit of 24 tokens"),
@@ -144,7 +153,7 @@ def test_a_model_that_does_not_fit_is_refused_before_a_weight_is_read(tmp_path, 
 
 
 def test_a_sliding_window_limits_the_length_that_is_chosen(tmp_path):
-    model = load(tmp_path, FAMILIES["mistral"] | {"sliding_window": 20}, max_total_tokens=None, max_input_tokens=None)
+    model = load(tmp_path, FAMILIES["mixtral"] | {"sliding_window": 20}, max_total_tokens=None, max_input_tokens=None)
     assert model.max_total_tokens == 20
 
 
@@ -312,26 +321,6 @@ def test_a_folder_is_served_with_the_chunks_that_it_was_compiled_for(tmp_path):
     assert not device.compiled
     with pytest.raises(ConfigError, match=r"--prefill-chunk 8 \(PREFILL_CHUNK\) contradicts .* compiled for 4; leave it out"):
         serve(output, prefill_chunk=8)
-
-
-@pytest.mark.parametrize(("family", "model_class"), [("llama", "LlamaForSampling"), ("mistral", "MistralForSampling")])
-def test_a_folder_of_an_older_version_is_served_as_before_and_not_compiled_again(tmp_path, monkeypatch, family, model_class):
-    before = {"llama": neuron_build.LLAMA, "mistral": neuron_build.MISTRAL}
-    monkeypatch.setattr(neuron_build, "FAMILIES", neuron_build.FAMILIES | before)
-    output = compiled(tmp_path, "--prefill-chunk", "0", "--max-batch-size", "4", config=FAMILIES[family])
-    monkeypatch.setattr(neuron_build, "FAMILIES", {"llama": neuron_build.LLAMA, "mistral": neuron_build.LLAMA})
-    manifest = json.loads((output / "config.json").read_text())
-    assert manifest["neuron"].pop("model_class") == model_class
-    del manifest["neuron"]["prefill_chunk"]
-    (output / "config.json").write_text(json.dumps(manifest))
-    batch = Batch(serve(output))
-    assert type(batch.model._model).__name__ == model_class
-    assert batch.model.prefill_chunk is None and not device.compiled
-    batch.join(0, [5] * 10)
-    batch.step()
-    assert_text_alone(batch, 0, [5] * 10)
-    with pytest.raises(ConfigError, match=r"--prefill-chunk 4 \(PREFILL_CHUNK\) contradicts .* compiled for 0"):
-        serve(output, prefill_chunk=CHUNK)
 
 
 def test_a_folder_that_was_compiled_for_another_class_is_refused(tmp_path):

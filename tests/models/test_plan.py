@@ -177,7 +177,7 @@ def test_missing_numbers_default_to_those_of_transformers():
 @pytest.mark.parametrize(
     "changes, words",
     [
-        ({"model_type": "qwen2"}, ["'qwen2'", "llama, mistral, mixtral"]),
+        ({"model_type": "falcon"}, ["'falcon'", "llama, code_llama, mistral, mixtral, qwen2"]),
         ({"model_type": None}, ["None", "not served"]),
         (
             {"model_type": "gpt2"},
@@ -189,7 +189,9 @@ def test_missing_numbers_default_to_those_of_transformers():
         ({"vocab_size": True}, ["vocab_size", "True"]),
         ({"num_attention_heads": 31}, ["31", "4096"]),
         ({"num_key_value_heads": 5}, ["5", "32"]),
-        ({"head_dim": 160}, ["160", "128"]),
+        ({"head_dim": 160, "model_type": "mixtral"}, ["160", "128"]),
+        ({"rope_scaling": {"type": "yarn"}}, ["llama model cannot be understood", "'factor'"]),
+        ({"model_type": "gemma3_text", "layer_types": ["full_attention"]}, ["describes 1 layers and num_hidden_layers is 32"]),
     ],
 )
 def test_a_config_that_cannot_be_served_is_refused_in_one_line(changes, words):
@@ -334,15 +336,13 @@ def test_impossible_settings_are_refused_in_one_line(name, machine, settings, wo
     assert len(str(refused.value).splitlines()) == 1
 
 
-def test_the_window_of_a_mistral_ends_where_its_attention_would_slide():
+def test_the_window_of_a_mixtral_ends_where_its_attention_would_slide():
     """`serve` applies the same limit: both read it here."""
-    sliding = CONFIGS["Mistral-7B"] | {"sliding_window": 3000}
-    assert choose(Shape.from_config(sliding), INSTANCES["inf2.8xlarge"]).length == 3000
+    sliding = CONFIGS["Mixtral-8x7B"] | {"sliding_window": 3000}
+    assert choose(Shape.from_config(sliding), INSTANCES["inf2.48xlarge"]).length == 3000
     with pytest.raises(ConfigError, match=r"--max-total-tokens 3001 .* more than the 3000 positions"):
-        choose(Shape.from_config(sliding), INSTANCES["inf2.8xlarge"], max_total_tokens=3001)
-    del sliding["sliding_window"]
-    assert Shape.from_config(sliding).window == 4096
-    assert SHAPES["Mistral-7B"].window == 32768
+        choose(Shape.from_config(sliding), INSTANCES["inf2.48xlarge"], max_total_tokens=3001)
+    assert SHAPES["Mixtral-8x7B"].window == 32768
 
 
 def test_any_even_tp_degree_may_be_set_on_inferentia2():
@@ -510,7 +510,7 @@ def test_plan_for_a_model_that_does_not_fit_says_what_would(run, folder):
         (["--model-id", "{model}", "--instance", "p5.48xlarge"], "p5.48xlarge"),
         (["--model-id", "{model}", "--max-batch-size", "0"], "'0'"),
         (["--model-id", "{model}", "--dtype", "int4"], "int4"),
-        (["--model-id", "{biased}"], "config.json: mlp_bias is True and transformers-neuronx computes False"),
+        (["--model-id", "{biased}"], "config.json: mlp_bias is True and this server computes False"),
         (["--model-id", "{listed}"], "config.json: rope_scaling is ['x'] and should be an object"),
         (["--model-id", "{model}", "--colour"], "unknown argument '--colour'"),
     ],

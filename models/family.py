@@ -1,0 +1,234 @@
+"""What a family of models is on Neuron: Llama's, from which the others differ.
+
+`Family` reads a config.json, gives the tensors of a layer under Llama's names, and says what its layers
+compute beyond Llama's (`Graph`), which `neuron_graph.py` builds. Weights are rewritten as they are read;
+nothing on disk is. Imports neither torch nor the library.
+
+Source: transformers 4.57, models/llama.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from config import DTYPES
+from models import rope
+from models.base import ModelError
+from models.rope import Rope
+from run import ConfigError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+Q, K, V, O = ATTENTION = [f"self_attn.{name}_proj" for name in "qkvo"]  # noqa: E741
+GATE, UP, DOWN = MLP = [f"mlp.{name}_proj" for name in ("gate", "up", "down")]
+NORM_BEFORE_ATTENTION = "input_layernorm.weight"
+NORM_BEFORE_MLP = "post_attention_layernorm.weight"  # Llama's name: it follows the attention
+
+
+@dataclass(frozen=True)
+class LayerKind:
+    rope: int | None = 0  # which of the rotary positions; None: the layer has none
+    window: int | None = None  # a token attends to so many, itself included; None: to all before it
+
+
+@dataclass(frozen=True)
+class Graph:
+    """What layers compute beyond Llama's."""
+
+    ropes: tuple[Rope, ...] = ()  # empty: the library's
+    kinds: tuple[LayerKind, ...] = ()  # of the layers; empty: all have the first rope and no window
+    head_norms: str | None = None  # of queries and keys: "each" over each head, "all" over all heads together
+    norms: str = "before"  # attention and MLP, "after" them, or "both"
+    activation: str = "silu"  # by the library's name
+    attention_cap: float | None = None  # scores become cap * tanh(score / cap)
+    logit_cap: float | None = None
+
+    @property
+    def has_own_layers(self) -> bool:
+        """The library's layer does not do."""
+        return self != Graph(ropes=self.ropes)
+
+
+class Family:
+    """What Llama is, unless a subclass says otherwise."""
+
+    defaults: ClassVar[dict[str, Any]] = {}  # transformers', of fields that a config.json may leave out
+    # Fields of config.json and the values that are computed, whatever config.json says. A field that is
+    # missing or null has transformers' default, which is among them.
+    computed: ClassVar[dict[str, tuple[Any, ...]]] = {
+        "hidden_act": ("silu", "swish"),
+        "mlp_bias": (False,),
+        "rope_scaling": (*rope.OF_THE_LIBRARY, *rope.SCALED),
+        "quantization_config": ("none",),
+    }
+    # Programs of another revision are not loaded: counts up when a change here changes what is computed.
+    revision = 1
+    is_llama = False  # as far as it has no graph, biases or head_dim of its own
+    experts = 0
+    norms_per_layer = 2  # vectors of hidden_size
+    query_scale = residual_scale = embedding_scale = head_scale = 1.0
+
+    def __init__(self, config: Mapping[str, Any]):
+        """`config` has the names of transformers 4. Raises ConfigError for numbers that are missing or
+        contradict, ModelError for a value that is not computed."""
+        self.config = c = {"rope_theta": 10000.0, "rms_norm_eps": 1e-6, **self.defaults, **config}
+        self.model_type = c["model_type"]
+        self.layers = self._number("num_hidden_layers")
+        self.hidden = self._number("hidden_size")
+        self.heads = self._number("num_attention_heads")
+        self.kv_heads = self._number("num_key_value_heads", self.heads)
+        self.intermediate = self._number("intermediate_size")
+        self.vocab = self._number("vocab_size")
+        self.length = self._number("max_position_embeddings", 2048)
+        if self.heads % self.kv_heads or (c.get("head_dim") is None and self.hidden % self.heads):
+            sizes = f"hidden_size {self.hidden}, {self.heads} attention heads and {self.kv_heads}"
+            raise ConfigError(f"config.json: {sizes} key-value heads do not divide each other")
+        self.head_dim = self._number("head_dim", self.hidden // self.heads)
+        self.is_tied = bool(c.get("tie_word_embeddings", False))
+        self.dtype = DTYPES.get(str(c.get("torch_dtype")), "float32")
+        if rope.kind(c) == "longrope":
+            self.length = min(self.length, rope.original_length(c))
+
+    def _number(self, name: str, default: int | None = None) -> int:
+        value = default if self.config.get(name) is None else self.config[name]
+        if type(value) is not int or value < 1:
+            raise ConfigError(f"config.json: {name} is {value!r} and should be a positive whole number")
+        return value
+
+    def check(self) -> None:
+        """Raises ModelError for a value of config.json that would not be computed, with the field and what
+        is."""
+        found = dict(self.config, rope_scaling=rope.kind(self.config))
+        if quantization := self.config.get("quantization_config"):
+            found["quantization_config"] = quantization.get("quant_method", "unknown")
+        for name, computed in self.computed.items():
+            if found.get(name) in (None, {}, *computed):
+                continue
+            values = " or ".join(map(str, computed))
+            raise ModelError(
+                f"config.json: {name} is {found[name]} and this server computes {values} for "
+                f"{self.model_type} models on Neuron, so the text would be wrong; "
+                "serve this model on another device"
+            )
+
+    @property
+    def library_class(self) -> str | None:
+        """The name of the library's class that serves this model as it is; None: neuron_graph.py extends the
+        one for Llama."""
+        is_llama = (
+            self.is_llama
+            and self.graph() == Graph()
+            and not self.biases
+            and self.head_dim * self.heads == self.hidden
+        )
+        return "LlamaForSampling" if is_llama else None
+
+    @property
+    def name(self) -> str:
+        """Of what the programs of this model are compiled from."""
+        return self.library_class or f"{self.model_type}, revision {self.revision}"
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """Of the library's NeuronConfig."""
+        return {"attention_layout": "BSH", "fuse_qkv": True}
+
+    def as_llama(self) -> dict[str, Any]:
+        """The config.json of a Llama of these sizes, for the library."""
+        c = self.config
+        return {
+            "model_type": "llama",
+            "num_hidden_layers": self.layers,
+            "hidden_size": self.hidden,
+            "num_attention_heads": self.heads,
+            "num_key_value_heads": self.kv_heads,
+            "head_dim": self.head_dim,
+            "intermediate_size": self.intermediate,
+            "vocab_size": self.vocab,
+            "max_position_embeddings": c.get("max_position_embeddings"),
+            "rms_norm_eps": c["rms_norm_eps"],
+            "rope_theta": c["rope_theta"],
+            "rope_scaling": c.get("rope_scaling") if rope.kind(c) == "llama3" else None,
+            "rotary_percentage": c.get("partial_rotary_factor") or 1.0,
+            "bos_token_id": c.get("bos_token_id"),
+            "eos_token_id": c.get("eos_token_id"),
+        }
+
+    def graph(self) -> Graph:
+        own = rope.scaled(self.config, self._rotated)
+        return Graph(ropes=(own,) if own else (), kinds=self.kinds())
+
+    @property
+    def _rotated(self) -> int:
+        """Values of a head that positions turn."""
+        return int(self.head_dim * (self.config.get("partial_rotary_factor") or 1.0))
+
+    def kinds(self) -> tuple[LayerKind, ...]:
+        """Of the layers, where they have windows or differ; else empty."""
+        windows = self.windows()
+        return tuple(LayerKind(0, window) for window in windows) if any(windows) else ()
+
+    def windows(self) -> list[int | None]:
+        """Of each layer."""
+        return [None] * self.layers
+
+    @property
+    def biases(self) -> list[str]:
+        """The projections of the attention that have one."""
+        return ATTENTION if self.config.get("attention_bias") else []
+
+    @property
+    def vectors(self) -> int:
+        """Values of a layer that are no matrix: norms and biases."""
+        of_heads = self.heads * self.head_dim
+        of_kv_heads = self.kv_heads * self.head_dim
+        sizes = {Q: of_heads, K: of_kv_heads, V: of_kv_heads, O: self.hidden}
+        norms = self.norms_per_layer * self.hidden
+        heads = {None: 0, "each": 2 * self.head_dim, "all": of_heads + of_kv_heads}
+        return norms + sum(sizes[name] for name in self.biases) + heads[self.graph().head_norms]
+
+    # Tensors. `get` returns that of a name in the checkpoint, in a layer without the layer's prefix.
+
+    def embedding(self, get: Callable[[str], Tensor]) -> Tensor:
+        return times(get("model.embed_tokens.weight"), self.embedding_scale)
+
+    def head(self, get: Callable[[str], Tensor]) -> Tensor:
+        name = "model.embed_tokens.weight" if self.is_tied else "lm_head.weight"
+        return times(get(name), self.head_scale)
+
+    def final_norm(self, get: Callable[[str], Tensor]) -> Tensor:
+        return self.norm(get("model.norm.weight"))
+
+    def norm(self, weight: Tensor) -> Tensor:
+        """What a norm multiplies by."""
+        return weight
+
+    def layer_prefix(self, number: int) -> str:
+        return f"model.layers.{number}."
+
+    def layer(self, get: Callable[[str], Tensor]) -> dict[str, Tensor]:
+        """Matrices and norms of a layer under Llama's names."""
+        matrices = {f"{name}.weight": get(f"{name}.weight") for name in (*ATTENTION, *MLP)}
+        return self._scaled(matrices | self.norms_before(get))
+
+    def norms_before(self, get: Callable[[str], Tensor]) -> dict[str, Tensor]:
+        return {name: self.norm(get(name)) for name in (NORM_BEFORE_ATTENTION, NORM_BEFORE_MLP)}
+
+    def beside(self, get: Callable[[str], Tensor]) -> dict[str, Tensor]:
+        """What a layer has and Llama's has not: biases by the names of the checkpoint, q_norm, k_norm,
+        after_attention and after_mlp."""
+        return self._scaled({f"{name}.bias": get(f"{name}.bias") for name in self.biases})
+
+    def _scaled(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Multipliers of the model go into its matrices and biases."""
+        scales = {Q: self.query_scale, O: self.residual_scale, DOWN: self.residual_scale}
+        return {
+            name: times(tensor, scales.get(name.rpartition(".")[0], 1.0)) for name, tensor in tensors.items()
+        }
+
+
+def times(tensor: Tensor, factor: float) -> Tensor:
+    return tensor if factor == 1.0 else (tensor.float() * factor).to(tensor.dtype)

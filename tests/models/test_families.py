@@ -1,0 +1,147 @@
+"""How each family's config.json is read; `neuron_sim/test_families.py` shows on the library itself what is computed."""
+
+import math
+
+import pytest
+import torch
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+from models import families, rope
+from models.base import ModelError
+from models.families import FAMILIES
+from models.family import LayerKind
+from models.plan import Shape
+
+LLAMA = {
+    "model_type": "llama",
+    "num_hidden_layers": 4,
+    "hidden_size": 64,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 96,
+    "vocab_size": 320,
+    "max_position_embeddings": 64,
+}
+FIELDS = [(name, field) for name, family in FAMILIES.items() for field in family.computed]
+OTHER = {bool: lambda value: not value, float: lambda value: 10 * value, str: lambda value: "something else"}
+
+
+def value_of(field, value):
+    """As config.json has it."""
+    objects = {"rope_scaling": "rope_type", "quantization_config": "quant_method"}
+    return {objects[field]: value} if field in objects else value
+
+
+def of(model_type="llama", **changes):
+    return families.of(LLAMA | {"model_type": model_type} | changes)
+
+
+@pytest.mark.parametrize(("name", "field"), FIELDS)
+def test_a_value_that_is_not_computed_is_refused_by_its_name(name, field):
+    computed = FAMILIES[name].computed[field]
+    other = OTHER[type(computed[0])](computed[0])
+    with pytest.raises(ModelError) as refused:
+        of(name, **{field: value_of(field, other)})
+    message = str(refused.value)
+    assert message.startswith(f"config.json: {field} is {other} and this server computes {computed[0]}")
+    assert f" for {name} models on Neuron, so the text would be wrong" in message and len(message.splitlines()) == 1
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_config_that_says_nothing_of_them_is_accepted(name):
+    family = of(name)
+    nothing = dict.fromkeys(set(family.computed))
+    assert of(name, **nothing).graph() == family.graph()
+
+
+def test_the_librarys_own_class_serves_what_it_computes_and_ours_the_rest():
+    assert of().name == of("mistral", sliding_window=None).name == "LlamaForSampling"
+    assert of("mixtral").name == "MixtralForSampling"
+    assert of("phi3").name == "phi3, revision 1" and of("granite").name == "granite, revision 1"
+    assert of(attention_bias=True).name == of(head_dim=32).name == "llama, revision 1"
+    assert of("mistral").name == "mistral, revision 1"  # transformers' default is a window
+
+
+@pytest.mark.parametrize(
+    ("model_type", "fields", "windows"),
+    [
+        ("mistral", {"sliding_window": 8}, [8, 8, 8, 8]),
+        ("qwen2", {"sliding_window": 8}, []),
+        ("qwen2", {"sliding_window": 8, "use_sliding_window": True, "max_window_layers": 3}, [None, None, None, 8]),
+        ("gemma2", {"sliding_window": 8}, [8, None, 8, None]),
+        ("gemma3_text", {"sliding_window": 8, "sliding_window_pattern": 3}, [8, 8, None, 8]),
+    ],
+)
+def test_windows_are_those_of_the_layers(model_type, fields, windows):
+    assert [kind.window for kind in of(model_type, **fields).graph().kinds] == windows
+
+
+def test_layers_without_positions_are_told_apart():
+    assert of("smollm3").graph().kinds == (LayerKind(),) * 3 + (LayerKind(rope=None),)
+    assert of("smollm3", no_rope_layers=[0, 1, 1, 1]).graph().kinds[0] == LayerKind(rope=None)
+
+
+LONG = {"short_factor": [1 + n / 10 for n in range(8)], "long_factor": [4.0] * 8}
+
+
+@pytest.mark.parametrize(
+    "scaling",
+    [
+        {"rope_type": "linear", "factor": 4.0},
+        {"rope_type": "dynamic", "factor": 4.0},
+        {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64},
+        {"rope_type": "yarn", "factor": 40.0, "mscale": 0.7, "mscale_all_dim": 1.0, "beta_fast": 16, "truncate": False},
+        {"rope_type": "yarn", "factor": 2.0, "attention_factor": 1.5},
+        {"rope_type": "longrope", "original_max_position_embeddings": 64, **LONG},
+        {"rope_type": "longrope", "factor": 4.0, **LONG},
+    ],
+    ids=str,
+)
+def test_scaled_positions_are_those_of_transformers(scaling):
+    import transformers
+
+    config = transformers.LlamaConfig(
+        hidden_size=64,
+        num_attention_heads=4,
+        max_position_embeddings=256,
+        rope_parameters={"original_max_position_embeddings": 256, **scaling, "rope_theta": 5e5},
+    )
+    expected, factor = ROPE_INIT_FUNCTIONS[scaling["rope_type"]](config, "cpu")
+    found = rope.scaled({"rope_theta": 5e5, "max_position_embeddings": 256, "rope_scaling": scaling}, 16)
+    torch.testing.assert_close(torch.tensor(found.frequencies), expected)
+    assert math.isclose(found.factor, factor, rel_tol=1e-6)
+
+
+def test_a_longrope_ends_at_its_original_length():
+    scaling = {"type": "su", "short_factor": [1.0] * 8, "long_factor": [4.0] * 8}
+    family = of("phi3", rope_scaling=scaling, original_max_position_embeddings=16)
+    assert family.length == 16 and rope.kind(family.config) == "longrope"
+
+
+def test_config_files_of_transformers_5_name_positions_by_the_kind_of_layer():
+    new = {
+        "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+    }
+    old = {"rope_theta": 1e6, "rope_local_base_freq": 1e4, "rope_scaling": {"rope_type": "linear", "factor": 8.0}}
+    assert of("gemma3_text", rope_parameters=new).graph() == of("gemma3_text", **old).graph()
+    new["sliding_attention"] = {"rope_type": "yarn", "factor": 2.0}
+    with pytest.raises(ModelError, match="rope_type 'yarn' of layers with a sliding window cannot be served"):
+        of("gemma3_text", rope_parameters=new)
+
+
+def test_phi_4_mini_of_transformers_5_turns_three_quarters_of_a_head():
+    positions = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.75}
+    assert of("phi3", rope_parameters=positions).as_llama()["rotary_percentage"] == 0.75
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_parameters_are_those_of_the_model_that_transformers_makes(name):
+    import transformers
+
+    if name in ("code_llama", "internlm2"):
+        pytest.skip("not a model type of transformers")
+    config = transformers.AutoConfig.for_model(**LLAMA | {"model_type": name, "pad_token_id": None})
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(config)
+    assert Shape.from_config(config.to_dict()).parameters == sum(each.numel() for each in model.parameters())
