@@ -76,7 +76,8 @@ test-clients: clients
 		-c tests/clients/pytest.ini $(addprefix tests/clients/,$($(client))) $(ARGS) &&) true
 
 # What runs in this environment finds the library and the stand-ins for what it imports (tests/neuron_sim/README.md).
-test-neuron: $(if $(NEURON),$(VENV)-neuron/test.installed)
+test-neuron: export PUBLISHED := $(abspath $(VENV))/published
+test-neuron: $(if $(NEURON),$(VENV)-neuron/test.installed $(VENV)/published/installed)
 	@test -n "$(NEURON)" || { echo "error: no transformers_neuronx in TRANSFORMERS_NEURONX='$(TRANSFORMERS_NEURONX)'; it takes" \
 		"a checkout (git clone https://github.com/aws-neuron/transformers-neuronx)" >&2; echo "or the FOLDER of: pip install" \
 		"--no-deps --target FOLDER --extra-index-url https://pip.repos.neuron.amazonaws.com transformers-neuronx" >&2; exit 2; }

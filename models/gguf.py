@@ -21,12 +21,13 @@ def write_checkpoint(file: Path, dtype: str, target: Path) -> None:
     transformers.utils.logging.set_verbosity_error()
     with reported_as(f"{file.name} cannot be read as a model"):
         model = transformers.AutoModelForCausalLM.from_pretrained(
-            file.parent, gguf_file=file.name, dtype=getattr(torch, dtype)
+            file.parent, gguf_file=file.name, torch_dtype=getattr(torch, dtype)
         )
         tokenizer = transformers.AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
-    # It has been dequantized: save_pretrained would refuse it, and a reader would take it for quantized.
+    # It has been dequantized: save_pretrained of transformers 5 would refuse it, and a reader would think that
+    # it is quantized.
     model.hf_quantizer = None
-    del model.config.quantization_config
+    vars(model.config).pop("quantization_config", None)
     model.save_pretrained(target)
     tokenizer.save_pretrained(target)
 

@@ -1,6 +1,5 @@
 """Published models give what transformers gives, in float32: SmolLM2-135M-Instruct (Llama), Gemma 3 270M (sliding windows)."""
 
-import functools
 import json
 from concurrent.futures import ThreadPoolExecutor
 
@@ -8,9 +7,9 @@ import numpy as np
 import published
 import pytest
 import torch
-import transformers
 from processes import Server
-from tiny_models import reference_model, run
+from published import PROMPTS, TOKENS, Published
+from tiny_models import run
 
 import models
 from config import Config
@@ -25,31 +24,7 @@ pytestmark = [
     pytest.mark.skipif(not published.is_installed("smollm2"), reason=published.WHY),
 ]
 
-PROMPTS = [
-    "The capital of France is",
-    "def fibonacci(n):\n    ",
-    "Once upon a time",
-    '{"name": "Ada", "born": ',
-    "Die Hauptstadt von Deutschland heißt",
-    "東京は",
-    "1, 1, 2, 3, 5, 8,",
-    "SELECT name FROM users WHERE",
-    "Dear Sir or Madam,\n\nI am writing to",
-    "<html>\n<body>\n",
-    "Q: What is 17 + 25?\nA:",
-    "The quick brown fox jumps over the lazy dog. " * 20,
-    "  leading blanks and\ttabs\t",
-    "naïve café, déjà vu: ",
-    "🙂🙃🙂",
-    "import numpy as np\n\nx = np.",
-    "List three colors:\n1.",
-    "To be, or not to be,",
-    "A",
-    "\n\n\n",
-]
-TOKENS = 16
 LIKELY = -20.0  # log-probability; those below are rounded more
-CLEAR = 1e-3  # a smaller lead of the best token may turn with the order of additions
 QUESTION = [{"role": "user", "content": "What is the capital of France?"}]
 SCHEMA = {
     "type": "object",
@@ -59,53 +34,15 @@ SCHEMA = {
 }
 
 
-class Published:
-    """One of the models, as a checkpoint that is made once."""
-
-    def __init__(self, name):
-        if not published.is_installed(name):
-            pytest.skip(published.WHY)
-        self.file = published.file(name)
-        self.prepared = models.prepare(self.config(max_total_tokens=512))
-        self.folder = self.prepared.folder
-        self.tokenizer = transformers.AutoTokenizer.from_pretrained(self.folder)
-        self.model = reference_model(self.folder)
-        self.continued = functools.cache(self._continued)
-
-    def config(self, **settings):
-        where = {"model_id": str(self.file), "model_cache": str(published.CACHE), "device": "cpu"}
-        return Config(**where, dtype="float32", **settings)
-
-    def ids(self, prompt):
-        return tuple(self.tokenizer(prompt)["input_ids"])
-
-    def _continued(self, ids, tokens=TOKENS):
-        """What transformers continues a prompt with, up to the first token that does not lead clearly, and the
-        log-probabilities of every token there: float32 [tokens, vocabulary]."""
-        out = self.model.generate(
-            torch.tensor([ids]),
-            do_sample=False,
-            max_new_tokens=tokens,
-            eos_token_id=None,
-            return_dict_in_generate=True,
-            output_logits=True,
-        )
-        logits = torch.cat(out.logits)
-        best, second = logits.topk(2).values.T
-        unclear = (best - second < CLEAR).nonzero()
-        clear = int(unclear[0]) if len(unclear) else tokens
-        return out.sequences[0, len(ids) :][:clear].tolist(), torch.log_softmax(logits[:clear], -1).numpy()
-
-
 @pytest.fixture(scope="module")
 def smollm2():
-    return Published("smollm2")
+    return Published.of("smollm2")
 
 
 @pytest.mark.parametrize(("name", "prompts"), [("smollm2", PROMPTS), ("gemma3", PROMPTS[:6])])
 def test_every_prompt_is_continued_as_transformers_does_it(name, prompts):
     """On both engines, in a batch, while others join, leave, and continue prefixes."""
-    model = Published(name)
+    model = Published.of(name)
     ids = [model.ids(prompt) for prompt in prompts]
     config = model.config(max_total_tokens=max(map(len, ids)) + TOKENS, max_batch_size=4)
     config = config.with_manifest(model.prepared.manifest)
