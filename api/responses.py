@@ -8,6 +8,7 @@ Source of the shapes and of the order of events: OpenAI's API reference (respons
 
 from __future__ import annotations
 
+import contextlib
 import json
 import time
 from collections import Counter
@@ -64,6 +65,8 @@ FOREIGN = {
     "mcp_call",
     "compaction",
 }
+# What a cut can leave of a character that is escaped, such as \ud83d\ude4.
+CUT_ESCAPE = 12
 CUSTOM_INPUT = {"type": "object", "properties": {"input": {"type": "string"}}, "required": ["input"]}
 LOGPROBS = "message.output_text.logprobs"
 # From the names of a chat's fields to those of this API, in a `param` or in backticks.
@@ -609,9 +612,12 @@ def _encode(event: dict[str, Any]) -> bytes:
 
 
 def _input_of(arguments: str) -> str:
-    """The input of a custom tool in the arguments of its function; as they are where the limit of tokens cut
-    them."""
-    try:
-        return str(json.loads(arguments)["input"])
-    except (ValueError, KeyError, TypeError):
-        return arguments
+    """The input of a custom tool in the arguments of its function, as far as it goes where the limit of
+    tokens cut them."""
+    ends = [arguments, *(arguments[: len(arguments) - n] + '"}' for n in range(CUT_ESCAPE))]
+    for complete in ends:
+        with contextlib.suppress(ValueError, KeyError, TypeError):
+            text = str(json.loads(complete)["input"])
+            text.encode()  # raises for half of a surrogate pair
+            return text
+    return ""  # cut before the input began

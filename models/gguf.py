@@ -24,8 +24,8 @@ def write_checkpoint(file: Path, dtype: str, target: Path) -> None:
             file.parent, gguf_file=file.name, torch_dtype=getattr(torch, dtype)
         )
         tokenizer = transformers.AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
-    # It has been dequantized: save_pretrained of transformers 5 would refuse it, and a reader would think that
-    # it is quantized.
+    # It has been dequantized: save_pretrained of transformers 5 would refuse it, and a reader would believe
+    # the config.
     model.hf_quantizer = None
     vars(model.config).pop("quantization_config", None)
     model.save_pretrained(target)

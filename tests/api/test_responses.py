@@ -350,7 +350,7 @@ def test_a_call_of_a_tool_in_a_namespace_is_given_back_with_it():
         assert "namespace" not in answered(CALLS[0])[0]["output"][0]
 
 
-PATCHED = 'One\n"two"'
+PATCHED = 'One\n"two" \U0001f642.'
 PATCHES = f'<tool_call>\n{{"name": "patch", "arguments": {{"input": {json.dumps(PATCHED)}}}}}\n</tool_call>'
 
 
@@ -365,11 +365,18 @@ def test_a_call_of_a_custom_tool_is_given_back_with_its_text():
         assert item == {"type": "custom_tool_call", "name": "patch", "input": PATCHED, "status": "completed"}
 
 
-def test_a_call_of_a_custom_tool_that_the_limit_of_tokens_cuts_is_incomplete():
-    whole, events = answered(PATCHES[:-20], "length", tools=[PATCH])
-    for response in (whole, events[-1]["response"]):
-        (item,) = response["output"]
-        assert (item["type"], item["status"]) == ("custom_tool_call", "incomplete")
+def test_a_call_of_a_custom_tool_that_the_limit_of_tokens_cuts_is_incomplete_and_has_the_text_so_far():
+    said = []
+    begins, ends = PATCHES.index('"input"'), PATCHES.index("}}")
+    for end in range(begins, ends):
+        whole, events = answered(PATCHES[:end], "length", tools=[PATCH])
+        for response in (whole, events[-1]["response"]):
+            (item,) = response["output"]
+            assert (item["type"], item["status"]) == ("custom_tool_call", "incomplete")
+            assert PATCHED.startswith(item["input"])
+        said.append(item["input"])
+    assert said == sorted(said) and said[0] == "" and said[-1] == PATCHED
+    assert len(set(said)) == len(PATCHED) + 1
 
 
 def test_a_call_cannot_be_forced_where_all_tools_are_left_out():
