@@ -7,6 +7,7 @@ import shlex
 import subprocess
 import sys
 
+import neuron_tables
 import pytest
 import settings_tables
 
@@ -122,6 +123,11 @@ def test_the_table_of_settings_is_that_of_the_code():
     how = "PYTHONPATH=. python tests/settings_tables.py prints the tables for docs/settings.md"
     assert table in (HERE / "docs" / "settings.md").read_text(), how
     assert all(row.count("|") == 5 for row in table.splitlines())
+
+
+def test_the_table_of_models_on_neuron_is_that_of_plan():
+    how = "python tests/neuron_tables.py prints the table for docs/neuron.md"
+    assert neuron_tables.table() in (HERE / "docs" / "neuron.md").read_text(), how
 
 
 def test_the_readme_names_every_route_and_the_guide_no_other():

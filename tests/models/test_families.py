@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from published_configs import CONFIGS, PARAMETERS
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from models import families, rope
@@ -133,6 +134,11 @@ def test_config_files_of_transformers_5_name_positions_by_the_kind_of_layer():
 def test_phi_4_mini_of_transformers_5_turns_three_quarters_of_a_head():
     positions = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.75}
     assert of("phi3", rope_parameters=positions).as_llama()["rotary_percentage"] == 0.75
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_parameters_of_published_models_are_counted_exactly(name):
+    assert Shape.from_config(CONFIGS[name]).parameters == PARAMETERS[name]
 
 
 @pytest.mark.parametrize("name", FAMILIES)

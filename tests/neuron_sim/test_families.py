@@ -11,6 +11,8 @@ import pytest
 import torch
 import transformers
 from loop import Driven
+from neuron_tables import cheapest
+from published_configs import CONFIGS
 from safetensors.torch import load_file, save_file
 from test_server import WINDOW, as_float32, assert_like, cores, refuse_to_compile, serve  # noqa: F401
 from test_simulator import Reference
@@ -91,9 +93,14 @@ MODELS = {
 class Made(Reference):
     """A random model whose norms and biases are not those of a new one."""
 
-    def __init__(self, name, folder, **changes):
+    @classmethod
+    def named(cls, name, folder, **changes):
         config_class, values = MODELS[name]
-        super().__init__(config_class(**SMALL | values | changes, attn_implementation="eager"), folder)
+        return cls(config_class(**SMALL | values | changes), folder, name == "internlm2")
+
+    def __init__(self, config, folder, is_internlm2=False):
+        config._attn_implementation = "eager"  # its faster attention leaves Gemma-2's caps out
+        super().__init__(config, folder)
         with torch.no_grad():
             for key, parameter in self.model.named_parameters():
                 if key.endswith("bias"):
@@ -101,7 +108,7 @@ class Made(Reference):
                 if "norm" in key:
                     parameter.add_(torch.randn_like(parameter) * 0.2)
         self.model.save_pretrained(folder)
-        if name == "internlm2":
+        if is_internlm2:
             as_internlm2(Path(folder))
 
 
@@ -141,7 +148,7 @@ def made(tmp_path_factory):
 
     def make(name):
         if name not in kept:
-            kept[name] = Made(name, tmp_path_factory.mktemp("checkpoint"))
+            kept[name] = Made.named(name, tmp_path_factory.mktemp("checkpoint"))
         return kept[name]
 
     return make
@@ -238,7 +245,7 @@ def test_every_value_of_every_field_is_computed_as_transformers_does_or_refused(
     usual = logits_of(reference)
     for n, (field, value) in enumerate(changed_fields(reference.model.config)):
         try:
-            other = Made(name, tmp_path / f"{n}", **{field: value})
+            other = Made.named(name, tmp_path / f"{n}", **{field: value})
             expected = logits_of(other)
         except Exception:  # transformers refuses it, in many ways
             continue
@@ -279,3 +286,42 @@ def test_a_family_is_compiled_and_served_from_the_artifact_in_int8(made, tmp_pat
     assert build.programs.model_class == f"{build.family.model_type}, revision 1"
     model = NeuronModel(build, Path(tempfile.mkdtemp(dir=tmp_path)))
     assert mean_error(served_logits(model), logits_of(reference)) < 0.01
+
+
+def small(name):
+    """The config.json of a published model with everything as it is there but its sizes: heads stay as many."""
+    c = dict(CONFIGS[name])
+    layers = c.get("sliding_window_pattern", 3) + 1
+    heads = c["num_attention_heads"]
+    sizes = {"num_hidden_layers": layers, "hidden_size": 8 * heads, "intermediate_size": 96, "vocab_size": VOCABULARY}
+    if "head_dim" in c:
+        sizes |= {"head_dim": 16, "hidden_size": 8 * heads if c["head_dim"] * heads != c["hidden_size"] else 16 * heads}
+    if (c.get("sliding_window") or 0) < c["max_position_embeddings"] and c.get("sliding_window"):
+        sizes["sliding_window"] = 16
+    if "no_rope_layers" in c:
+        sizes["no_rope_layers"] = c["no_rope_layers"][:layers]
+    if "short_factor" in (c.get("rope_scaling") or {}):
+        pairs = int(8 * c.get("partial_rotary_factor", 1.0)) // 2
+        factors = {"short_factor": [1.0 + n / 10 for n in range(pairs)], "long_factor": [4.0] * pairs}
+        sizes["rope_scaling"] = c["rope_scaling"] | factors
+    ids = {"bos_token_id": 0, "eos_token_id": 1, "pad_token_id": None, "initializer_range": 0.2, "torch_dtype": "float32"}
+    return c | sizes | ids
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_a_published_model_is_compiled_and_served_from_the_artifact(tmp_path, monkeypatch, name):
+    """With the tp_degree that docs/neuron.md gives for it."""
+    monkeypatch.setenv("NEURON_RT_VISIBLE_CORES", "0-31")
+    monkeypatch.setenv("NEURON_SIM_CORES", "32")
+    config = small(name)
+    _instance, sizing = cheapest(name)
+    known = transformers.AutoConfig.for_model(**config | ({"model_type": "llama"} if "internlm2" in name else {}))
+    reference = Made(known, tmp_path / "model", is_internlm2="internlm2" in name)
+    output = tmp_path / "compiled"
+    words = ["--model-id", reference.folder, "--output", output, "--tp-degree", sizing.tp_degree, "--dtype", "float32"]
+    words += ["--max-total-tokens", WINDOW, "--max-batch-size", 4]
+    assert verb.main([*map(str, words), *([] if sizing.shape.experts else ["--prefill-chunk", "8"])]) == 0
+    monkeypatch.setattr(compiler, "compile_hlo_module", refuse_to_compile)
+    build = Build.decide(Config(model_id=str(output), device="neuron"), output, Manifest.read(output))
+    model = NeuronModel(build, Path(tempfile.mkdtemp(dir=tmp_path)))
+    assert errors(served_logits(model), logits_of(reference)).max() < LARGEST
