@@ -5,6 +5,7 @@ from pathlib import Path
 
 os.environ["OMP_NUM_THREADS"] = "1"  # before torch is imported
 os.environ["TF_CPP_MIN_LOG_LEVEL"] = "2"  # no log lines of XLA
+os.environ["NEURON_SIM_CORES"] = "32"  # as many as the largest machine has
 
 
 def pytest_ignore_collect(config):

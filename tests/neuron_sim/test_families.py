@@ -312,7 +312,6 @@ def small(name):
 def test_a_published_model_is_compiled_and_served_from_the_artifact(tmp_path, monkeypatch, name):
     """With the tp_degree that docs/neuron.md gives for it."""
     monkeypatch.setenv("NEURON_RT_VISIBLE_CORES", "0-31")
-    monkeypatch.setenv("NEURON_SIM_CORES", "32")
     config = small(name)
     _instance, sizing = cheapest(name)
     known = transformers.AutoConfig.for_model(**config | ({"model_type": "llama"} if "internlm2" in name else {}))

@@ -242,8 +242,8 @@ def test_decode_wants_ids_and_positions_of_one_integer_type(reference):
 
 
 def test_more_cores_than_are_simulated_are_refused(reference):
-    with pytest.raises(RuntimeError, match="16 cores requested, 8 simulated"):
-        built(reference(), tp_degree=16)
+    with pytest.raises(RuntimeError, match="64 cores requested, 32 simulated"):
+        built(reference(), tp_degree=64)
 
 
 def test_what_the_simulator_lacks_is_refused_by_name():
