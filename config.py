@@ -452,9 +452,9 @@ class Config:
     sampling: str | None = setting(
         None,
         "SAMPLING",
-        "Where tokens are sampled: host, or device (Neuron only), which refuses the request parameters that "
-        "only host supports.",
-        parse=_one_of("host", "device"),
+        "Where tokens are sampled: host, or on Neuron device, which refuses the request parameters that only "
+        "host supports, or hybrid: on the device in each step whose requests all allow it.",
+        parse=_one_of("host", "device", "hybrid"),
         shown="host",
     )
     max_concurrent_requests: int = setting(

@@ -30,6 +30,7 @@ class Sampling(msgspec.Struct, frozen=True):
     frequency_penalty: float = 0.0
     presence_penalty: float = 0.0
     logit_bias: list[tuple[int, float]] = []  # (token id, value added to its logit)
+    is_seed_given: bool = False  # by the client; a device draws without it
 
 
 class GenerateOptions(msgspec.Struct, frozen=True, kw_only=True):

@@ -72,7 +72,7 @@ class Worker:
         self.steps = 0  # decode steps
         self.stopping = False  # running requests are ended, too
         self._eos_token_ids = parts.eos_token_ids
-        self._samples_on_host = model.sampling == "host"
+        self._samples_on_host = model.sampling != "device"
         self._grammars: GrammarThreads | None = None
         if parts.grammars:
             self._grammars = GrammarThreads(parts.grammars, model.vocab_size, wake=parts.link.interrupt)
@@ -300,7 +300,7 @@ class Boot:
         eos_token_ids = known_eos_ids(named, model.vocab_size)
         self._announce(prepared, tokenizer, model, eos_token_ids)
         grammars = None
-        if model.sampling == "host":
+        if model.sampling != "device":
             grammars = Grammars.load(tokenizer.folder, model.vocab_size, eos_token_ids)
         if profiler:
             profiler.start(model)

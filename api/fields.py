@@ -200,7 +200,7 @@ def check_ids(ids: list[int], name: str, info: ModelInfo) -> None:
 def check_device(info: ModelInfo, fields: SamplingFields, sampling: Sampling, **host_only: Any) -> None:
     """Where the device samples, refuses what only the host can do. A greedy request may have a seed, `min_p`
     and `top_k`: they do nothing."""
-    if info.sampling == "host":
+    if info.sampling != "device":
         return
     samples = sampling.seed is not None
     neutral = Sampling()
@@ -222,6 +222,7 @@ def sampling_of(fields: SamplingFields, samples: bool, **more: Any) -> Sampling:
         seed = secrets.randbits(64) if fields.seed is None else fields.seed & U64_MAX
     given = {name: getattr(fields, name, None) for name in Sampling.__struct_fields__} | more
     given["seed"] = seed
+    given["is_seed_given"] = samples and fields.seed is not None
     given["temperature"] = fields.temperature or None
     given["top_k"] = max(fields.top_k or 0, 0)  # vLLM's -1 and 0: all tokens
     return Sampling(**{name: value for name, value in given.items() if value is not None})

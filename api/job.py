@@ -103,7 +103,7 @@ def with_grammar(job: Job, name: str, grammar: str, info: ModelInfo) -> Job:
     ApiError."""
     if not grammar:
         return job
-    require(info.sampling == "host", name, NEEDS_HOST)
+    require(info.sampling != "device", name, NEEDS_HOST)
     require(len(grammar) <= MAX_GRAMMAR, name, f"makes a grammar of more than {MAX_GRAMMAR} characters")
     require(not job.ignore_eos, "ignore_eos", f"cannot be combined with `{name}`, which ends the text")
     return replace(job, grammar=grammar, grammar_name=name)

@@ -221,6 +221,8 @@ def check(request: GenerateRequest, served: Served, streams: bool) -> Job:
         stop=p.stop or [],
         truncate=p.truncate,
         top_n_tokens=p.top_n_tokens or 0,
+        # Unasked, as TGI gives them, but not where the device can choose without them.
+        logprobs=bool(info.sampling == "host" or p.details or best_of > 1 or p.top_n_tokens),
         prompt_logprobs=bool(p.decoder_input_details),
         # The client gets single tokens, so a text that its grammar completes still gets its end.
         keep_eos=bool(p.details or p.decoder_input_details or p.top_n_tokens),
@@ -286,7 +288,7 @@ class NativeAnswer(Answer):
             "finish_reason": sequence.finish_reason,
             "generated_tokens": sequence.tokens,
             # A device draws without it.
-            "seed": sequence.sampling.seed if self.info.sampling == "host" else None,
+            "seed": sequence.sampling.seed if self.info.sampling != "device" else None,
         }
 
     def _details(self, sequence: Sequence) -> dict[str, Any]:

@@ -15,12 +15,14 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from config import DEVICE_TOP_K
 from engine import sampling
 from engine.masks import GrammarThreads, Masks
 from engine.requests import Request
 from engine.sampling import SamplingBatch, SamplingError
 from engine.scheduler import Step
 from models.base import DeviceLost, SampledIds, StaticBatchModel
+from protocol import Sampling
 from text.grammar import GrammarError
 
 logger = logging.getLogger("worker")
@@ -66,7 +68,7 @@ class StepRunner:
         output = StepOutput.begin(step)
         try:
             self._copy_prefixes(step)
-            self._set_device_sampling(step)
+            self._use_device_sampling(step)
             result = self._model.forward(step.chunks)
         except Exception as error:
             logger.exception("a step of %d slots failed", len(step.chunks))
@@ -75,7 +77,7 @@ class StepRunner:
             return output
         output.ran_at = time.monotonic()
         try:
-            if self._model.sampling == "device":
+            if isinstance(result, SampledIds):
                 choices = self._device_choices(step, result)
             else:
                 choices = self._sample(output, requests, result, masks)
@@ -103,9 +105,13 @@ class StepRunner:
         except Exception as error:  # requests that have no chunk in this step rely on the copies, too
             raise DeviceLost(f"a prefix cannot be copied: {error}") from error
 
-    def _set_device_sampling(self, step: Step) -> None:
-        if self._model.sampling != "device":
+    def _use_device_sampling(self, step: Step) -> None:
+        if self._model.sampling == "host":
             return
+        if self._model.sampling == "hybrid":
+            sampled = [step.requests[i] for i in step.samples]
+            is_scored = any(chunk.keep_all for chunk in step.chunks)
+            self._model.take(ids=not (is_scored or any(map(needs_logits, sampled))))
         for request in step.started:
             wanted = request.generate.sampling
             if wanted.seed is None:
@@ -139,6 +145,15 @@ class StepRunner:
             found.errors.get(place) or _follow_grammar(request, choice)
             for place, (request, choice) in enumerate(zip(requests, choices))
         ]
+
+
+def needs_logits(request: Request) -> bool:
+    """Whether only the host can choose its next token, or more is wanted of it than its id."""
+    generate = request.generate
+    wanted = generate.sampling
+    plain = Sampling(seed=wanted.seed, temperature=wanted.temperature, top_k=wanted.top_k, top_p=wanted.top_p)
+    device_can = wanted == plain and wanted.top_k <= DEVICE_TOP_K and not generate.min_new_tokens
+    return not device_can or generate.logprobs or bool(generate.grammar)
 
 
 def last_rows(step: Step) -> list[int]:

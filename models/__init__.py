@@ -132,8 +132,8 @@ def _refuse_neuron_settings(config: Config, device: str) -> None:
     given = [
         f"--{name.replace('_', '-')} ({name.upper()})" for name in NEURON_SETTINGS if getattr(config, name)
     ]
-    if config.sampling == "device":
-        given.append("--sampling device (SAMPLING)")
+    if config.sampling in ("device", "hybrid"):
+        given.append(f"--sampling {config.sampling} (SAMPLING)")
     if given:
         raise ModelError(f"{given[0]} is for Neuron, and this server runs on {device}; leave it out")
 

@@ -71,7 +71,7 @@ class Programs:
     prefill_buckets: Counts
     position_buckets: Counts
     quantize: Literal["int8"] | None
-    sampling: Literal["host", "device"]
+    sampling: Literal["host", "device", "hybrid"]
     compiler_version: str
     transformers_neuronx_version: str
     exporter: Literal["neuron-textgen"] = EXPORTER

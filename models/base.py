@@ -65,7 +65,8 @@ class StaticBatchModel(Protocol):
     max_input_tokens: int  # longest prompt
     vocab_size: int
     gives_prompt_logits: bool  # whether `Chunk.keep_all` is supported
-    # "host", or "device": `forward` returns SampledIds, and `set_sampling` comes before each prompt.
+    # "host"; "device": `forward` returns SampledIds, and `set_sampling` comes before each prompt; "hybrid":
+    # either, as `take` says.
     sampling: str
     # One call may hold any mix of chunks; else either rows of one token each, or a single prompt chunk.
     mixes: bool
@@ -94,8 +95,11 @@ class StaticBatchModel(Protocol):
         """Copies what slot `source` holds of its first `tokens` positions to slot `target`."""
 
     def set_sampling(self, slot: int, top_k: int, top_p: float, temperature: float) -> None:
-        """How the device samples for `slot` from its next prompt on. Only where `sampling` is "device". top_k
-        1 is greedy, 0 is off."""
+        """How the device samples for `slot` from its next prompt on. Not where `sampling` is "host". top_k 1
+        is greedy, 0 is off."""
+
+    def take(self, ids: bool) -> None:
+        """Whether the next `forward` returns SampledIds or logits. Only where `sampling` is "hybrid"."""
 
 
 def check_length(model: str, limit: int | None, length: int) -> None:

@@ -67,6 +67,7 @@ class NeuronModel:
         self.sampling = programs.sampling
         self._position_buckets = programs.position_buckets
         self._slot_sampling = [GREEDY] * programs.batch_size
+        self._takes_ids = self.sampling == "device"
         self._held: dict[int, list[int]] = {}  # slot → the tokens in its KV cache
         self.prefill_chunk: int | None = None
         if config.prefill_chunk != 0 and 0 < programs.prefill_chunk < self.max_input_tokens:
@@ -76,7 +77,7 @@ class NeuronModel:
                 self.prefill_chunk = None
             self._held.clear()
         self.prefix_step = self.prefill_chunk
-        self.gives_prompt_logits = self.prefill_chunk is not None and self.sampling == "host"
+        self.gives_prompt_logits = self.prefill_chunk is not None and self.sampling != "device"
 
     def _chunk_problem(self) -> str | None:
         """Runs a prompt in chunks and whole, each time with a decode step after it: how the results differ,
@@ -97,7 +98,7 @@ class NeuronModel:
             return str(error)
         whole = self._run_at_start(prompt, [0])
         for found, expected in zip(chunked, whole):
-            if self.sampling == "device":
+            if self._takes_ids:
                 if found != expected:
                     return f"another token, {found} instead of {expected}, than for the same prompt run whole"
                 continue
@@ -125,7 +126,7 @@ class NeuronModel:
         a logit of -30000 there, after the temperature: that bounds the temperature from below, and float16
         from above.
         """
-        assert self.sampling == "device" and 0 <= slot < self.batch_size
+        assert self.sampling != "host" and 0 <= slot < self.batch_size
         most = min(DEVICE_TOP_K, self.vocab_size)
         parameters = (min(top_k or most, most), top_p, min(temperature, MAX_TEMPERATURE))
         if top_k == 1 or temperature < MIN_TEMPERATURE:
@@ -138,6 +139,12 @@ class NeuronModel:
         except Exception as error:
             raise DeviceLost(explain(error)) from error
 
+    def take(self, ids: bool) -> None:
+        """See StaticBatchModel."""
+        assert self.sampling == "hybrid"
+        self._takes_ids = ids
+        self._model.take(ids)
+
     def forward(self, chunks: Sequence[Chunk]) -> Logits | SampledIds:
         """See StaticBatchModel. A prompt, or a chunk of one, comes alone; otherwise the chunks are one token
         of every live slot, in ascending order of the slots."""
@@ -148,7 +155,7 @@ class NeuronModel:
             output = self._run_prompt(*chunk)
         else:
             output = self._run_step(chunks)
-        if self.sampling == "device":
+        if self._takes_ids:
             return SampledIds(output[:, 0].long().numpy())
         if output.dtype == torch.bfloat16:
             logits = output.view(torch.int16).numpy().view(np.uint16)
@@ -236,7 +243,7 @@ class NeuronModel:
         output = self._call(
             self._model.speculative_forward, [ids], [positions], [slot], speculation_length=chunk
         )
-        output = output.T if self.sampling == "device" else output[:, :, 0]
+        output = output.T if self._takes_ids else output[:, :, 0]
         # A copy: a view would keep the logits of all tokens.
         return output[first - start : len(held) - start].contiguous()
 

@@ -241,7 +241,7 @@ def make(build: Build, work_dir: Path) -> Any:
     check_weights(plan.Shape.of(build.family).parameters, checkpoint)
     programs = build.programs
     with reported_as(f"{build.config.model_name} cannot be built for Neuron", explain):
-        model = _class_of(build.family).from_pretrained(
+        model = _class_of(build).from_pretrained(
             str(_view_of(checkpoint, _config_json(build), work_dir / "checkpoint")),
             batch_size=programs.batch_size,
             tp_degree=programs.tp_degree,
@@ -260,13 +260,14 @@ def make(build: Build, work_dir: Path) -> Any:
     return model
 
 
-def _class_of(family: Family) -> Any:
-    if family.library_class:
+def _class_of(build: Build) -> Any:
+    family = build.family
+    if family.library_class and build.programs.sampling != "hybrid":
         return getattr(library(), family.library_class)
     # Imported here: it needs the library, and other machines than those with a device do not have it.
     from models.neuron_graph import class_of
 
-    return class_of(family)
+    return class_of(family, build.programs.sampling)
 
 
 def _config_json(build: Build) -> dict[str, Any]:
@@ -295,7 +296,9 @@ def _neuron_config(build: Build) -> Any:
     )
     # A cast of bfloat16 logits to float32 would take the host longer than sampling from them.
     options["cast_logits_dtype"] = programs.dtype if programs.dtype in LOGITS_DTYPES else "float32"
-    if programs.sampling == "device":
+    if programs.sampling == "hybrid":
+        options["log_softmax_scores"] = True  # see HybridDecoder
+    if programs.sampling != "host":
         slots = [GREEDY] * programs.batch_size
         options["on_device_generation"] = generation_config(slots, build.legacy["vocab_size"])
     if programs.quantize == "int8":

@@ -1,8 +1,10 @@
-"""The library's class for Llama, extended to other families (`families.py`): their weights and their layers.
+"""The library's class for Llama, extended: to other families (`families.py`), and to programs that give ids
+and logits.
 
-Three things of the library are changed while it builds or loads: its config (a head_dim of its own), its
-graph (`Hlo`), and a layer's list of weights (biases and norms, for which the library has places that its
-class for Llama leaves empty). Its files stay as they are. Knows no requests; needs transformers-neuronx.
+Parts of the library are replaced while it builds or loads: its config (a head_dim of its own), its graph
+(`Hlo`), a layer's list of weights (biases and norms, for which the library has places that its class for
+Llama leaves empty), and what a program returns. Its files stay as they are. Knows no requests; needs
+transformers-neuronx.
 
 Source: transformers-neuronx 0.13.322, llama/model.py, llama/hlo.py, decoder.py, module.py.
 """
@@ -49,24 +51,67 @@ PLACES = {
 }
 
 
-def class_of(family: Family) -> type[FamilyForSampling]:
+def class_of(family: Family, sampling: str) -> type[FamilyForSampling]:
     """What `from_pretrained` of the library's classes is called on."""
-    return type("FamilyForSampling", (FamilyForSampling,), {"family": family})
+    is_hybrid = sampling == "hybrid"
+    return type("FamilyForSampling", (FamilyForSampling,), {"family": family, "is_hybrid": is_hybrid})
 
 
 class FamilyForSampling(llama.LlamaForSampling):
+    """`is_hybrid`: each run gives ids or logits, as `take` says; the device computes both."""
+
     family: Family
+    is_hybrid: bool
 
     def __init__(self, config: Any, **options: Any):
         changed = {
             "LlamaConfig": functools.partial(_config, self.family),
             "LlamaForSamplingNoEmbeddingHlo": functools.partial(Hlo, self.family),
         }
-        with patch.multiple(llama, **changed):
+        self._takes_ids = False
+        kind = HybridDecoder if self.is_hybrid else decoder.DecoderLmHeadForSamplingNoEmbedding
+        with (
+            patch.multiple(llama, **changed),
+            patch.object(decoder, "DecoderLmHeadForSamplingNoEmbedding", kind),
+        ):
             super().__init__(config, **options)
+
+    def take(self, ids: bool) -> None:
+        """Says whether ids or logits are copied to the host, of every program from now on."""
+        if ids == self._takes_ids:
+            return
+        self._takes_ids = ids
+        others = (self.decoder_lm_head_for_context, self.decoder_lm_head_for_speculation)
+        for each in (self.decoder_lm_head, *(each for some in others for each in some.values())):
+            each.program.takes_ids = ids
+
+    def to_neuron(self) -> None:
+        super().to_neuron()
+        # From here on, a run gives one output.
+        self.neuron_config.log_softmax_scores = False
+
+    def _forward(self, *arguments: Any) -> torch.Tensor:
+        output = super()._forward(*arguments)
+        return self._logits(output)[:, -1] if self._gives_logits else output
+
+    def speculative_forward(self, *arguments: Any, **options: Any) -> torch.Tensor:
+        output = super().speculative_forward(*arguments, **options)
+        # As the library gives them: [tokens, vocabulary, slots].
+        return self._logits(output).permute(1, 2, 0) if self._gives_logits else output
+
+    @property
+    def _gives_logits(self) -> bool:
+        """Where the library takes what a program gives for ids."""
+        return self.is_hybrid and not self._takes_ids
+
+    def _logits(self, output: torch.Tensor) -> torch.Tensor:
+        """[padded vocabulary, tokens, slots] → [slots, tokens, vocabulary]."""
+        return self._cast_logits(output)[: self.config.vocab_size].permute(2, 1, 0)
 
     def load_state_dict_dir(self, folder: str) -> None:
         """The library asks each module for its tensors when it needs them, and drops them afterwards."""
+        if self.family.library_class:
+            return super().load_state_dict_dir(folder)
         checkpoint = Checkpoint(Path(folder))
         family = self.family
         model = self.chkpt_model
@@ -82,6 +127,14 @@ class FamilyForSampling(llama.LlamaForSampling):
         fills(model.lm_head, lambda: {"weight": family.head(checkpoint)})
 
     def load_weights(self) -> None:
+        program = HybridProgram if self.is_hybrid else decoder.DecoderProgramFullyUnrolled
+        with patch.object(decoder, "DecoderProgramFullyUnrolled", program):
+            if self.family.library_class:
+                super().load_weights()
+            else:
+                self._load_weights_of_family()
+
+    def _load_weights_of_family(self) -> None:
         new_layer = self.decoder_lm_head.new_layer
 
         def extended(**options: Any) -> Any:
@@ -106,6 +159,47 @@ class FamilyForSampling(llama.LlamaForSampling):
             if name in beside:
                 layer.add_parameter(beside[name].float(), sharding=0 if over_all_heads else None)
         to_neuron()
+
+
+class HybridDecoder(decoder.DecoderLmHeadForSamplingNoEmbedding):
+    """Its programs return ids and logits: in the place of the two that `log_softmax_scores` is for."""
+
+    post_layer_builder = None  # the library hands it on
+
+    def _hlo_generation(self, logits: Any, *arguments: Any, **options: Any) -> Any:
+        self._ids = super()._hlo_generation(logits, *arguments, **options)
+        return self._ids
+
+    def _hlo_post_layer(self, logits: Any) -> tuple[Any, Any]:
+        return self._ids, logits
+
+
+class HybridProgram(decoder.DecoderProgramFullyUnrolled):
+    """Copies to the host either the ids, of one core, or the logits, of all."""
+
+    takes_ids = False
+
+    def enable_executor(self) -> None:
+        for place, batch_size in enumerate(self.batch_sizes):
+            ids, logits = self.logits_buffer[place]
+            for length in self.n_positions_list:
+                kernel, memory = self.kernels[length, batch_size], self.memories[length, batch_size]
+                inputs = self.input_buffers[place]
+                self.executors[length, batch_size] = (
+                    kernel.build_executor(memory, [*inputs], [logits]),
+                    kernel.build_executor(memory, [*inputs], [ids]),
+                )
+
+    def execute(self, bucket_id: int, batch_size: int, *inputs: Any, return_ranks: int = -1) -> Any:
+        executor = self.executors[self.n_positions_list[bucket_id], batch_size][self.takes_ids]
+        return executor(inputs, 1 if self.takes_ids else -1)
+
+    def maybe_logits_device_to_host(self, batch_size: int, return_ranks: int) -> torch.Tensor:
+        ids, logits = self.logits_buffer[self.batch_sizes.index(batch_size)]
+        if not self.takes_ids:
+            return self.manipulator.unshard_along(logits, dim=0)
+        of_all_cores = self.manipulator.unshard_along(ids, dim=0)
+        return of_all_cores[: len(of_all_cores) // self.tp_degree]
 
 
 def _config(family: Family, *arguments: Any, **options: Any) -> Any:

@@ -372,7 +372,7 @@ def _prefill_chunk(shape: Shape, config: Config) -> int:
     setting = f"--prefill-chunk {chunk} (PREFILL_CHUNK)"
     of_llama = [
         (chunk, setting, "give 0"),
-        (config.sampling == "device", "--sampling device (SAMPLING)", "give host"),
+        (config.sampling in ("device", "hybrid"), f"--sampling {config.sampling} (SAMPLING)", "give host"),
         (options, f"--neuron-config {','.join(options)} (NEURON_CONFIG)", "leave it out"),
     ]
     is_like_llama = not shape.experts

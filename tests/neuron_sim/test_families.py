@@ -197,7 +197,11 @@ def test_a_family_has_transformers_logits(made, tmp_path, name, tp_degree, prefi
     assert errors(served_logits(model), logits_of(reference)).max() < LARGEST
 
 
-@pytest.mark.parametrize(("tp_degree", "prefill_chunk", "sampling"), [(1, 0, "device"), (2, 8, "host")], ids=["device", "host"])
+@pytest.mark.parametrize(
+    ("tp_degree", "prefill_chunk", "sampling"),
+    [(1, 0, "device"), (2, 8, "host"), (2, 8, "hybrid")],
+    ids=["device", "host", "hybrid"],
+)
 @pytest.mark.parametrize("name", MODELS)
 def test_random_arrivals_get_transformers_text(made, tmp_path, name, tp_degree, prefill_chunk, sampling):
     reference = made(name)
@@ -206,7 +210,8 @@ def test_random_arrivals_get_transformers_text(made, tmp_path, name, tp_degree, 
     chance, requests = random.Random(5), []
     for n, length in enumerate((5, 1, 37, 8, 21, 9, 46, 16)):
         prompt = [chance.randrange(3, VOCABULARY) for _ in range(length)]
-        requests.append(Generate(n, prompt, chance.randrange(1, WINDOW - length + 1), ignore_eos=True))
+        wants = {"ignore_eos": True, "logprobs": n % 3 == 0}  # the host alone has them
+        requests.append(Generate(n, prompt, chance.randrange(1, WINDOW - length + 1), **wants))
         driven.arrive(requests[-1])
         for _ in range(chance.randrange(4)):
             if not driven.worker.is_idle or driven.wire.arrivals:
