@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from devices import FAST, LLAMA_2_7B, LLAMA_31_8B, Device, serve
+from devices import COPYING, FAST, LLAMA_2_7B, LLAMA_31_8B, Device, serve
 from launch import Server, cpu_s, machine_busy_s
 from load import SAMPLED, Target, Window, closed_loop, find, percentile, prompt_of, saturate
 
@@ -31,7 +31,9 @@ PETS = {
         "required": ["name", "age", "kind", "toys"],
     },
 }
-KINDS = {"greedy": None, "sampled": SAMPLED, "sampled, JSON": SAMPLED | {"grammar": {"type": "json", "value": PETS}}}
+JSON = {"grammar": {"type": "json", "value": PETS}}
+PLAIN = {name: value for name, value in SAMPLED.items() if name != "seed"}  # what a device can do
+KINDS = {"greedy": None, "sampled": SAMPLED, "sampled, JSON": SAMPLED | JSON}
 
 
 @dataclass(frozen=True)
@@ -65,13 +67,15 @@ class Plan:
     """What is measured: each device with its targets for the first KINDS; for JSON 0.95 of the target for sampled."""
 
     devices: tuple[tuple[Device | float, ...], ...]
+    copying: Device | None = None  # whose logits take time to copy, for the places where tokens are sampled
     rounds: int = 5
     seconds: float = 2.0  # of a round
     requests: int = 60  # of a round, for the added latency
 
 
-FULL = Plan(((LLAMA_2_7B, 0.96, 0.95), (LLAMA_31_8B, 0.92, 0.89, 0.845), (FAST, 0.90, 0.82)))
-SMOKE = Plan(((Device(2, 5.0, 32000, 2, 2.0), 0.9, 0.9),), rounds=1, seconds=1.0, requests=3)
+FULL = Plan(((LLAMA_2_7B, 0.96, 0.95), (LLAMA_31_8B, 0.92, 0.89, 0.845), (FAST, 0.90, 0.82)), COPYING)
+SMALL = Device(2, 5.0, 32000, 2, 2.0, copy_mb_s=20.0)
+SMOKE = Plan(((Device(2, 5.0, 32000, 2, 2.0), 0.9, 0.9),), SMALL, rounds=1, seconds=1.0, requests=3)
 
 
 def measure(plan: Plan) -> Iterator[Figure]:
@@ -86,6 +90,37 @@ def measure(plan: Plan) -> Iterator[Figure]:
                 requests = [target.request(prompt, device.window - 100, sampling) for prompt in prompts]
                 windows = asyncio.run(saturate(target, requests, plan.rounds, plan.seconds, clocks))
                 yield from _of_windows(windows, device, kind, goal)
+    if plan.copying:
+        yield from _where_sampled(plan.copying, plan)
+
+
+def _where_sampled(device: Device, plan: Plan) -> Iterator[Figure]:
+    """Tokens per second with a stream in every slot, sampled on the device, on the host, and in hybrid steps."""
+
+    def rates(sampling: str, *kinds: list[dict | None]) -> list[list[float]]:
+        with serve(device, "--sampling", sampling) as server:
+            target = find(server.url)
+            found = []
+            for kind in kinds:
+                parameters = (kind * device.slots)[: device.slots]
+                prompts = [prompt_of(20, slot) for slot in range(device.slots)]
+                requests = [target.request(each, device.window - 100, more) for each, more in zip(prompts, parameters)]
+                windows = asyncio.run(saturate(target, requests, plan.rounds, plan.seconds, _clocks(server)))
+                found.append([window.tokens_per_s for window in windows])
+            return found
+
+    one_guided = [PLAIN | JSON, *([PLAIN] * (device.slots - 1))]
+    (on_device,) = rates("device", [PLAIN])
+    on_host, guided_on_host = rates("host", [PLAIN], one_guided)
+    greedy, sampled, guided = rates("hybrid", [None], [PLAIN], one_guided)
+    name = f"{device.name}, logits copied at {device.copy_mb_s:g} MB/s"
+    for where, values in (("device", on_device), ("host", on_host)):
+        yield Figure(f"sampling on the {where}: {name}", values, "tokens/s")
+    for what, values in (("greedy", greedy), ("sampled", sampled)):
+        of_device = [value / statistics.median(on_device) for value in values]
+        yield Figure(f"hybrid, {what}, over the device: {name}", of_device, "ratio", 0.97, True)
+    of_host = [value / statistics.median(guided_on_host) for value in guided]
+    yield Figure(f"hybrid, JSON in one row, over the host: {name}", of_host, "ratio", 0.99, True)
 
 
 def _clocks(server: Server) -> Callable[[], list[float]]:

@@ -83,7 +83,7 @@ def test_what_openais_clients_ask_for_arrives(dialect):
         "repetition_penalty": 1.5,
         "logit_bias": {"7": 1.5, "07": 2, "0": -100},
     }
-    sampling = Sampling(**asked | {"logit_bias": [(7, 2.0), (0, -100.0)]})
+    sampling = Sampling(**asked | {"logit_bias": [(7, 2.0), (0, -100.0)], "is_seed_given": True})
     assert job(dialect, **asked).sampling == sampling
     made = job(dialect, max_tokens=9, min_tokens=4, ignore_eos=True, stop="x", n=2)
     assert (made.max_new_tokens, made.min_new_tokens, made.ignore_eos, made.sequences) == (9, 4, True, 2)

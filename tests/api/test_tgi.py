@@ -151,9 +151,9 @@ def test_sampling_is_on_exactly_when_something_asks_for_it():
 def test_sampling_takes_the_values_that_are_given_and_draws_a_seed_of_64_bits_where_none_is():
     values = {"temperature": 0.7, "top_k": 40, "top_p": 0.9, "min_p": 0.05, "typical_p": 0.95}
     values |= {"repetition_penalty": 1.1, "frequency_penalty": -0.5}
-    assert job(**values, seed=9).sampling == Sampling(seed=9, **values)
+    assert job(**values, seed=9).sampling == Sampling(seed=9, is_seed_given=True, **values)
     for seed in (0, 9, 2**64 - 1):
-        assert job("sampled", seed=seed).sampling == Sampling(seed=seed)
+        assert job("sampled", seed=seed).sampling == Sampling(seed=seed, is_seed_given=True)
     seeds = {job("sampled").sampling.seed for _ in range(50)}
     assert len(seeds) == 50 and 2**56 <= max(seeds) < 2**64
 
@@ -219,6 +219,15 @@ def test_a_device_that_samples_gives_the_same_greedy_text_and_null_for_what_it_d
         assert stream[-1]["details"]["seed"] is None
     assert len({generate(served, max_new_tokens=30, temperature=5.0)["generated_text"] for _ in range(4)}) > 1
     served.assert_idle()
+
+
+def test_hybrid_sampling_gives_log_probabilities_and_a_seed_to_those_who_ask_for_details(serve):
+    served = serve(sampling="hybrid").get_ready()
+    stream = events(served.post("/generate_stream", {"inputs": "Hello", "parameters": {"max_new_tokens": 4}}))
+    assert [event["token"]["id"] for event in stream] == served.expected("Hello", 4)
+    assert {event["token"]["logprob"] for event in stream} == {None}
+    details = generate(served, max_new_tokens=4, details=True, do_sample=True, seed=3)["details"]
+    assert details["seed"] == 3 and all(token["logprob"] <= 0 for token in details["tokens"])
 
 
 def test_top_tokens_come_when_asked_for(served):

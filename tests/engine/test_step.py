@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 from fakes.model import FakeModel, greedy, next_logits
 from loop import Driven
+from msgspec.structs import replace
 
 from engine import sampling
 from engine.requests import Request
@@ -94,6 +95,47 @@ def test_a_device_that_samples_gets_the_parameters_before_each_prompt_and_gives_
     driven.run()
     assert [driven.tokens[i] for i in (1, 3)] == [greedy([1, 2], 8), greedy([4, 5], 8)]
     assert {token.logprob for _peer, message in driven.wire.sent for token in message.tokens} == {None}
+
+
+PLAIN = Sampling(seed=7, top_k=5, top_p=0.5, temperature=2.0)
+
+
+@pytest.mark.parametrize(
+    ("options", "takes_ids"),
+    [
+        ({"logprobs": False}, True),
+        ({"logprobs": False, "sampling": PLAIN}, True),
+        ({"logprobs": False, "ignore_eos": True}, True),
+        ({}, False),
+        ({"logprobs": False, "min_new_tokens": 3}, False),
+        ({"logprobs": False, "sampling": replace(PLAIN, is_seed_given=True)}, False),
+        ({"logprobs": False, "sampling": replace(PLAIN, min_p=0.1)}, False),
+        ({"logprobs": False, "sampling": replace(PLAIN, top_k=257)}, False),
+        ({"logprobs": False, "sampling": Sampling(repetition_penalty=1.1)}, False),
+        ({"logprobs": False, "sampling": Sampling(logit_bias=[(3, 1.0)])}, False),
+        ({"logprobs": False, "prompt_logprobs": True}, True),  # after the prompt
+    ],
+)
+def test_a_hybrid_step_takes_ids_where_the_device_can_choose_every_token(options, takes_ids):
+    driven = Driven(batch_size=2, sampling="hybrid")
+    driven.arrive(Generate(1, [1, 2], 8, **options), Generate(2, [3, 9], 8, logprobs=False))
+    driven.step(2)
+    driven.step()
+    assert driven.model.takes_ids == takes_ids
+    driven.run()
+    assert driven.tokens[2] == greedy([3, 9], 8)
+    tokens = [token for _peer, message in driven.wire.sent for token in message.tokens if token.id == 1]
+    assert all((token.logprob is None) != options.get("logprobs", True) for token in tokens)
+
+
+def test_a_hybrid_step_takes_logits_for_the_log_probabilities_of_a_prompt():
+    driven = Driven(batch_size=1, sampling="hybrid")
+    driven.arrive(Generate(1, [1, 2, 5], 2, logprobs=False, prompt_logprobs=True))
+    driven.step()
+    assert not driven.model.takes_ids
+    driven.run()
+    (prompt,) = [prompt for _peer, message in driven.wire.sent for prompt in message.prompts]
+    assert len(prompt.logprobs) == 2
 
 
 def test_the_limit_of_a_step_follows_the_typical_duration():

@@ -66,7 +66,8 @@ class FakeModel:
         self.mixes, self.prefill_chunk = mixes, prefill_chunk
         self.prefix_step, self.copies_prefixes = prefix_step, copies_prefixes
         self.max_total_tokens, self.max_input_tokens = max_total_tokens, max_total_tokens - 1
-        self.gives_prompt_logits = sampling == "host"
+        self.gives_prompt_logits = sampling != "device"
+        self.takes_ids = sampling == "device"
         self.device_sampling: dict[int, tuple[int, float, float]] = {}  # slot → top_k, top_p, temperature
         self.ready_slots: set[int] = set()  # `set_sampling` was called and no prompt has followed yet
         self.cache: list[list[int]] = [[] for _ in range(batch_size)]
@@ -77,9 +78,13 @@ class FakeModel:
         self.may_run.set()
 
     def set_sampling(self, slot: int, top_k: int, top_p: float, temperature: float) -> None:
-        assert self.sampling == "device" and 0 <= slot < self.batch_size
+        assert self.sampling != "host" and 0 <= slot < self.batch_size
         self.device_sampling[slot] = (top_k, top_p, temperature)
         self.ready_slots.add(slot)
+
+    def take(self, ids: bool) -> None:
+        assert self.sampling == "hybrid"
+        self.takes_ids = ids
 
     def copy_prefix(self, source: int, target: int, tokens: int) -> None:
         assert self.copies_prefixes and tokens <= len(self.cache[source])
@@ -100,7 +105,7 @@ class FakeModel:
             assert self.prefill_chunk is None or len(tokens) <= self.prefill_chunk
             assert tokens and chunk.begin <= len(self.cache[slot]), "chunks follow each other, or what the slot holds"
             assert chunk.begin + len(tokens) <= self.max_total_tokens
-            if self.sampling == "device" and chunk.begin == 0:
+            if self.sampling != "host" and chunk.begin == 0:
                 self.ready_slots.remove(slot)
             before = self.cache[slot][: chunk.begin]
             self.cache[slot] = before + tokens
@@ -108,7 +113,7 @@ class FakeModel:
             for end in ends:
                 logits = next_logits(self.cache[slot][:end], self.vocab_size)
                 rows.append(np.full_like(logits, np.nan) if slot in self.nan_slots else logits)
-        if self.sampling == "host":
+        if not self.takes_ids:
             return np.stack(rows)
         return SampledIds(np.array([self._draw(row, slot) for row, slot in zip(rows, slots)]))
 

@@ -6,20 +6,23 @@ its time is over, polls for the rest without the interpreter's lock, and returns
     SIMULATED_STEP_MS      duration of a decode step (10)
     SIMULATED_PREFILL_MS   duration of a prompt (10)
     SIMULATED_TOKEN_MS     and of each of its tokens, also in chunks (0)
+    SIMULATED_COPY_MB_S    megabytes of logits that are copied to the host in a second, after a decode step (0: at once)
 
 Probabilities fall with a token's rank as a language model's do, and the end-of-text token never comes. A slot gets other
 logits at each position, of a few that take turns; after prompts they are always the same. The threads of the Neuron Runtime
 poll during a whole call and yield to other threads (Neuron documentation, "Best Practices: Neuron Runtime Performance"); on a
 small machine that would take the clients' processor time, so only the last moment is polled: a thread that sleeps to the end
-is woken too late. There is no KV cache, no weight, and no check of the calls: those are in tests/fakes.
+is woken too late. There is no KV cache, no weight, and no check of the calls: those are in tests/fakes. Where the device
+samples it gives the likeliest token, and copies nothing that takes time.
 """
 
 import ctypes
 import json
 import os
+import sys
 import time
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 
 import torch
 
@@ -42,26 +45,40 @@ class ContinuousBatchingConfig(_Settings):
     pass
 
 
+class GenerationConfig(_Settings):
+    pass
+
+
+def _decoder() -> SimpleNamespace:
+    return SimpleNamespace(program=SimpleNamespace(takes_ids=False))
+
+
 class LlamaForSampling:
     @classmethod
     def from_pretrained(cls, folder, **settings):
         return cls(json.loads((Path(folder) / "config.json").read_text()), **settings)
 
     def __init__(self, model_config: dict, batch_size: int, neuron_config: NeuronConfig, **_shapes):
-        if hasattr(neuron_config, "on_device_generation"):
-            raise NotImplementedError("the simulated device does not sample; give --sampling host")
+        self.neuron_config = neuron_config
+        self._samples = hasattr(neuron_config, "on_device_generation")
+        # As where a program gives both, the model says here which is taken.
+        self.decoder_lm_head = _decoder()
+        self.decoder_lm_head_for_context = {}
         self.config = SimpleNamespace(**model_config)
         self._slots = batch_size
         self._step_s = float(os.environ.get("SIMULATED_STEP_MS", 10)) / 1e3
         self._prefill_s = float(os.environ.get("SIMULATED_PREFILL_MS", 10)) / 1e3
         self._token_s = float(os.environ.get("SIMULATED_TOKEN_MS", 0)) / 1e3
+        self._copied_per_s = float(os.environ.get("SIMULATED_COPY_MB_S", 0)) * 1e6
         self.unroll, self.token_buckets, self.decoder_lm_head_for_speculation = None, [], {}
-        self.decoder_param_set = SimpleNamespace(init_speculative_decoder=lambda **_program: None)
+        self.decoder_param_set = SimpleNamespace(init_speculative_decoder=lambda **_program: _decoder())
         self._dtype = getattr(torch, neuron_config.cast_logits_dtype)
 
     def to_neuron(self) -> None:
-        self._logits = _logits(self._slots, self.config.vocab_size, self.config.eos_token_id).to(self._dtype)
-        self._prompt_logits = self._logits[:, :1].clone()  # a prompt's program has one row
+        self._pool = _logits(self._slots, self.config.vocab_size, self.config.eos_token_id).to(self._dtype)
+        self._prompt_logits = self._pool[:, :1].clone()  # a prompt's program has one row
+        turns = [self._pool[turn : turn + self.config.vocab_size] for turn in range(TURNS)]
+        self._ids = torch.stack([turn.argmax(0) for turn in turns]).int()  # [TURNS, slots]
 
     def save(self, directory) -> None:
         Path(directory).mkdir(parents=True, exist_ok=True)
@@ -70,22 +87,42 @@ class LlamaForSampling:
         pass
 
     def __call__(self, ids: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
-        """int64 [n, q], [n, q], [n] → [n, vocab], a view into a pool; in memory [vocab, n], as the library's logits are."""
+        """int64 [n, q], [n, q], [n] → [n, vocab], a view into a pool; in memory [vocab, n], as the library's logits are. Ids
+        [n, 1] where the device samples."""
         over_at = time.perf_counter()
+        turn = int(positions.max()) % TURNS
         if ids.shape[1] == 1:
-            turn = int(positions.max()) % TURNS
-            output = self._logits[turn : turn + self.config.vocab_size, : len(slots)].t()
+            output = self._pool[turn : turn + self.config.vocab_size, : len(slots)].t()
             over_at += self._step_s
         else:
             output = self._prompt_logits[: self.config.vocab_size].t()
             over_at += self._prefill_s + ids.shape[1] * self._token_s
+        if self._gives_ids:
+            output = self._ids[turn, : len(slots), None]
+        elif self._copied_per_s:
+            over_at += output.numel() * output.element_size() / self._copied_per_s
         _wait_until(over_at)
         return output
+
+    def _cast_logits(self, logits: torch.Tensor) -> torch.Tensor:
+        return logits
+
+    @property
+    def _gives_ids(self) -> bool:
+        is_hybrid = hasattr(self.neuron_config, "log_softmax_scores")
+        return self._samples and (not is_hybrid or self.decoder_lm_head.program.takes_ids)
+
+    def update_generation_config(self, config: GenerationConfig) -> None:
+        pass
 
     def speculative_forward(self, ids, positions, slots, speculation_length: int) -> torch.Tensor:
         """int64 [1, q], [1, q], [1] → [q, vocab, 1]: a chunk of a prompt."""
         over_at = time.perf_counter() + speculation_length * self._token_s
-        output = self._prompt_logits[None, : self.config.vocab_size].expand(speculation_length, -1, -1)
+        output = self._prompt_logits[: self.config.vocab_size, None].expand(-1, speculation_length, -1)
+        if self._gives_ids:
+            output = self._ids[:1, :1].expand(1, speculation_length)
+        elif not self._samples:  # where a program gives both, models/neuron_graph.py does it
+            output = output.transpose(0, 1)
         _wait_until(over_at)
         return output
 
@@ -105,3 +142,32 @@ def _logits(slots: int, vocab: int, eos_token_id: int) -> torch.Tensor:
     logits = torch.stack([one.roll(shift) for shift in shifts], dim=1)
     logits[eos_token_id : eos_token_id + TURNS] = -100.0
     return logits
+
+
+def _modules() -> None:
+    """What models/neuron_graph.py imports of the library, to change it."""
+    contents = {
+        "decoder": {
+            "DecoderLmHeadForSamplingNoEmbedding": object,
+            "DecoderProgramFullyUnrolled": object,
+            "interleave_qkv": None,
+        },
+        "hlo": {},
+        "layers": {},
+        "layers.attention": {},
+        "layers.rotary": {},
+        "llama": {},
+        "llama.model": {
+            "LlamaConfig": None,
+            "LlamaForSampling": LlamaForSampling,
+            "LlamaForSamplingNoEmbeddingHlo": object,
+        },
+    }
+    for name, attributes in contents.items():
+        module = sys.modules[f"{__name__}.{name}"] = ModuleType(f"{__name__}.{name}")
+        vars(module).update(attributes)
+        parent, _, own = module.__name__.rpartition(".")
+        setattr(sys.modules[parent], own, module)
+
+
+_modules()
