@@ -66,6 +66,7 @@ NEURON_CONFIG = {
     "sequence_parallel_norm": "true",
     "sequence_parallel_norm_threshold": "[1-9][0-9]*",
     "shard_over_sequence": "true",
+    "weight_tiling": "true",
 }
 DTYPES = {
     "auto": "auto",
@@ -412,14 +413,14 @@ class Config:
         "PREFILL_BUCKETS",
         "Prompt lengths to compile for Neuron, separated by commas; max_total_tokens is always included.",
         parse=_lengths,
-        shown="powers of two from 128",
+        shown="powers of two from 128, from 2048 on also halfway",
     )
     position_buckets: tuple[int, ...] | None = setting(
         None,
         "POSITION_BUCKETS",
         "Lengths of prompt plus completion to compile for Neuron; max_total_tokens is always included.",
         parse=_lengths,
-        shown="powers of two from 128",
+        shown="powers of two from 128, from 2048 on also halfway",
     )
     neuron_config: tuple[str, ...] | None = setting(
         None,

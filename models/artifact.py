@@ -44,10 +44,13 @@ VOLATILE = ("_name_or_path", "architectures", "transformers_version", "torch_dty
 
 
 def buckets(limit: int, given: Sequence[int] | None = None, flag: str = "") -> tuple[int, ...]:
-    """The lengths that programs are compiled for: `given`, or powers of two from 128, as the library chooses;
-    always with `limit` itself. A prompt or sequence runs in the smallest that holds it. Raises ConfigError
-    for buckets above the limit."""
-    given = [128 << n for n in range(limit.bit_length()) if 128 << n < limit] if given is None else given
+    """The lengths that programs are compiled for: `given`, or powers of two from 128, from 2,048 on also
+    halfway to the next; always with `limit` itself. A prompt or sequence runs in the smallest that holds it.
+    Raises ConfigError for buckets above the limit."""
+    if given is None:
+        powers = [128 << n for n in range(limit.bit_length())]
+        halfway = [length * 3 // 2 for length in powers if length >= 2048]
+        given = [length for length in (*powers, *halfway) if length < limit]
     if max(given, default=0) > limit:
         raise ConfigError(f"{flag} {max(given)} is more than the limit of {limit} tokens; leave it out")
     return tuple(sorted({*given, limit}))

@@ -254,7 +254,7 @@ WRONG |= {
     ),
     "neuron_config": {
         "fuse_mlp=true": "'fuse_mlp' is not an option; these are: collectives_layout, on_device_embedding, "
-        "sequence_parallel_norm, sequence_parallel_norm_threshold, shard_over_sequence",
+        "sequence_parallel_norm, sequence_parallel_norm_threshold, shard_over_sequence, weight_tiling",
         "collectives_layout=SBH": "collectives_layout must be BSH, or left out",
         "on_device_embedding": "on_device_embedding must be true, or left out",
         "sequence_parallel_norm_threshold=0": "sequence_parallel_norm_threshold must be a positive whole number",

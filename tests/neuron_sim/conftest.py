@@ -3,8 +3,11 @@
 import os
 from pathlib import Path
 
+import numpy
+
 os.environ["OMP_NUM_THREADS"] = "1"  # before torch is imported
 os.environ["TF_CPP_MIN_LOG_LEVEL"] = "2"  # no log lines of XLA
+numpy.product = numpy.prod  # the library is for numpy 1, and jax needs 2
 os.environ["NEURON_SIM_CORES"] = "32"  # as many as the largest machine has
 
 

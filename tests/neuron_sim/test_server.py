@@ -12,6 +12,7 @@ import jsonschema
 import numpy as np
 import pytest
 import torch
+import transformers
 from fakes.model import EOS
 from loop import Driven
 from test_simulator import ARCHITECTURES, SMALL, VOCABULARY, Reference, reference  # noqa: F401
@@ -134,6 +135,22 @@ def test_options_of_the_library_change_no_text(reference, tmp_path, options):  #
     rows += [*model.forward([Chunk(0, [4], 1), Chunk(1, [5], 32)])]
     for row, text in zip(rows, ([*long], [9], [9, 4], [*long, 5])):
         assert np.abs(row - made.logits(text).numpy()).max() < 1e-3 and row.argmax() == made.logits(text).argmax()
+
+
+@pytest.mark.parametrize("quantize", [None, "int8"])
+def test_tiled_weights_change_no_logit(tmp_path, quantize):
+    made = Reference(transformers.LlamaConfig(**SMALL | {"hidden_size": 128, "intermediate_size": 256}), tmp_path / "model")
+    settings = {"max_batch_size": 2, "tp_degree": 2, "quantize": quantize}
+    plain, tiled = (serve(made, tmp_path, neuron_config=options, **settings) for options in ((), ("weight_tiling=true",)))
+    rows = [[model.forward([Chunk(1, [3, 100, 7], 0)])[0], model.forward([Chunk(1, [9], 3)])[0]] for model in (plain, tiled)]
+    assert np.abs(np.subtract(*rows)).max() < 1e-4
+    assert quantize or np.abs(rows[1][0] - made.logits([3, 100, 7]).numpy()).max() < 1e-3
+
+
+def test_weights_that_make_no_whole_tiles_are_refused_in_one_line(reference, tmp_path):  # noqa: F811
+    with pytest.raises(ModelError, match=r"divisible by 128") as refused:
+        serve(reference("llama"), tmp_path, neuron_config=("weight_tiling=true",))
+    assert len(str(refused.value).splitlines()) == 1
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
