@@ -12,10 +12,11 @@
 # make bench         measures the server on simulated devices and writes bench/report.html; make bench URL=http://... any server
 # make soak          ten minutes of everything that clients do, to a server that loses web processes; MINUTES=1, URL=http://...
 # make attack        hostile requests, and a table of what was tried; NAMES="framing keys", URL=http://...
+# make first-run     what a first run on a device measures, in one report: MODEL=... (docs/first-run.md)
 # make image         builds the container image for Inferentia2 and Trainium; make image DEVICE=cpu the one for CPUs
 # make lint          ruff, as CI runs it
 # make clean         removes the environments
-.PHONY: run test test-fast clients test-clients test-neuron ui test-ui test-open-webui ray test-ray bench soak attack image lint clean
+.PHONY: run test test-fast clients test-clients test-neuron ui test-ui test-open-webui ray test-ray bench soak attack first-run image lint clean
 
 VENV := .venv
 # The python3 of the machine if it is 3.10 to 3.12, else one of those by name.
@@ -112,6 +113,10 @@ soak: $(VENV)/run.installed
 
 attack: $(VENV)/run.installed
 	@$(BIN)/python bench/attack.py $(NAMES) $(if $(URL),--url $(URL)) $(ARGS)
+
+# By the python3 of the machine: the server is in the image.
+first-run:
+	@python3 bench/first_run.py --model-id "$(or $(MODEL),Qwen/Qwen2.5-7B-Instruct)" $(if $(IMAGE_TO_RUN),--image $(IMAGE_TO_RUN)) $(ARGS)
 
 # docker where its daemon answers, else podman, which keeps health checks in Docker's format only.
 image: ENGINE := $(or $(ENGINE),$(shell for e in docker podman; do $$e info >/dev/null 2>&1 && { echo $$e; break; }; done))

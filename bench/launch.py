@@ -1,7 +1,7 @@
 """Starts servers for the benchmarks, watches their processes in /proc, and ends them with everything that they started.
 
 A `Server` is a command in a session of its own with its log in a file. Hands it to devices.py, peers.py, long_prompt.py,
-demo.py and soak.py. Does not know what the servers are asked, nor what is measured.
+demo.py, soak.py and first_run.py. Does not know what the servers are asked, nor what is measured.
 """
 
 from __future__ import annotations
@@ -54,10 +54,10 @@ class Server:
     def log(self) -> str:
         return self.log_path.read_text(errors="replace")
 
-    def wait_ready(self, log_text: str | None = "Connected") -> Server:
+    def wait_ready(self, log_text: str | None = "Connected", limit_s: float = READY_S) -> Server:
         """Until the log holds that text or, with None, until GET /health is answered. Raises RuntimeError."""
         while not self._is_ready(log_text):
-            if self.process.poll() is not None or time.monotonic() > self.started_at + READY_S:
+            if self.process.poll() is not None or time.monotonic() > self.started_at + limit_s:
                 raise RuntimeError(f"the server did not start; the end of its log:\n{self.log[-2000:]}")
             time.sleep(0.02 if log_text else 0.2)
         self.ready_s = time.monotonic() - self.started_at

@@ -1,10 +1,13 @@
 """The tools that `make bench`, `make soak` and `make attack` run, once each and briefly. No test depends on speed."""
 
+import getpass
 import json
 import os
 import re
+import socket
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from processes import MODEL_CACHE
@@ -44,6 +47,31 @@ def test_a_short_soak_passes_and_has_seen_everything(tmp_path):
     assert report["problems"] == report["wrong"] == []
     assert report["kills"] >= 1 and report["texts_compared"] > 20 and report["cancelled"] > 0
     assert {"429", "400"} <= set(report["refused"])
+
+
+def test_a_first_run_is_rehearsed_on_a_cpu_and_its_report_names_nobody(tmp_path, monkeypatch):
+    monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}:{os.environ['PATH']}")
+    server = "./entrypoint.sh serve --hostname 127.0.0.1 --port {port} --max-batch-size 2"
+    words = ["--device", "cpu", "--max-total-tokens", "512", "--server", server, "--out", str(tmp_path / "report.json")]
+    output_of("bench/first_run.py", "--model-id", str(HERE / "demo" / "model"), *words)
+    text = (tmp_path / "report.json").read_text()
+    report = json.loads(text)
+    (run,) = report["runs"]
+    assert run["texts"] == {"equal": 10, "part at a close choice": 0, "part at a clear choice": 0}
+    assert [each["streams"] for each in run["steps"]] == [1, 2]
+    assert all(each["step_ms"] > 0 and each["prompt_call_ms"] > 0 and each["tokens_per_s"] > 0 for each in run["steps"])
+    assert report["model"] == "a local folder" and report["packages"]["transformers"]
+    for secret in (str(HERE), str(Path.home()), socket.gethostname(), getpass.getuser(), "127.0.0.1"):
+        assert secret not in text
+
+
+def test_a_first_run_that_cannot_start_says_so_in_its_report_without_paths(tmp_path):
+    words = ["--device", "cpu", "--server", "sh -c 'echo error: /home/ada/model is damaged; exit 2'"]
+    words += ["--model-id", "someone/model", "--out", str(tmp_path / "report.json")]
+    command = [sys.executable, "bench/first_run.py", *words]
+    assert subprocess.run(command, cwd=HERE, capture_output=True, timeout=60).returncode == 1
+    report = json.loads((tmp_path / "report.json").read_text())
+    assert report["runs"][0]["failed"] == report["cpu_failed"] == "error: PATH is damaged"
 
 
 def test_an_attack_leaves_a_server_as_it_was():

@@ -1,0 +1,221 @@
+"""A first run on a device: what no simulator can tell, in one JSON report without names, addresses or keys.
+
+    python3 bench/first_run.py --model-id Qwen/Qwen2.5-7B-Instruct [--image IMAGE] [--out report.json]
+
+Starts the server of the image on the device once for each way to sample, each with programs of its own, and on the CPU for the
+texts. Measures how long compiling and starting take, whether prompts run in chunks, the steps of 1 stream and of a stream in
+every slot (from the server's own /metrics), and the texts of ten prompts against those of the CPU. docs/first-run.md says what
+to do with the report. `--server COMMAND --device cpu` rehearses it on any machine, with the server of a checkout.
+
+Owns the report. Needs Python alone. Does not know what the server runs on.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import platform
+import re
+import shlex
+import subprocess
+import sys
+import tempfile
+import urllib.request
+from collections.abc import Sequence
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from launch import Server, free_port
+from load import Target, closed_loop, prompt_of
+
+IMAGE = "ghcr.io/neuron-textgen/neuron-textgen"
+IN_IMAGE = "docker run --rm {passed} -p {port}:80 -v {data}:/data {image}"
+PACKAGES = "neuronx-cc|torch|torch-neuronx|transformers|transformers-neuronx|aws-neuronx-.*|libneuronxla|numpy"
+START_LIMIT_S = 3 * 3600.0
+TOKENS = 64
+CLOSE = 0.1  # a lead of log-probability by which two ways to round may still choose otherwise
+PROMPTS = [
+    "The capital of France is",
+    "def fibonacci(n):\n",
+    "Once upon a time there was a",
+    "1, 1, 2, 3, 5, 8,",
+    "SELECT name FROM users WHERE",
+    "Dear Sir or Madam,",
+    "Die Hauptstadt von Deutschland heißt",
+    "List three colors:\n1.",
+    "Q: What is 17 + 25?\nA:",
+    "The quick brown fox jumps over the lazy dog. " * 20,
+]
+
+
+def machine() -> dict:
+    """What the system says of the hardware, the driver and itself."""
+
+    def line(path: str) -> str | None:
+        found = Path(path)
+        return found.read_text().strip() if found.is_file() else None
+
+    return {
+        "instance": line("/sys/devices/virtual/dmi/id/product_name"),
+        "driver": line("/sys/module/neuron/version"),
+        "devices": len(list(Path("/dev").glob("neuron[0-9]*"))),
+        "processors": os.cpu_count(),
+        "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30),
+        "kernel": platform.release(),
+    }
+
+
+def packages(given: argparse.Namespace) -> dict[str, str]:
+    """Versions in the image, or beside this Python."""
+    command = [given.python, "-m", "pip", "list", "--format=freeze"]
+    if not given.server:
+        command = ["docker", "run", "--rm", "--entrypoint", "python3", given.image, *command[1:]]
+    listed = subprocess.run(command, capture_output=True, text=True).stdout
+    return dict(re.findall(rf"^({PACKAGES})==(\S+)$", listed, re.MULTILINE))
+
+
+def started(given: argparse.Namespace, folder: Path, device: str, *flags: str) -> Server:
+    port = free_port()
+    passed = "--device=/dev/neuron0" if device == "neuron" else ""
+    filled = (given.server or IN_IMAGE).format(port=port, data=given.data, image=given.image, passed=passed)
+    command = [*shlex.split(filled), "--model-id", given.model_id, "--device", device, *flags]
+    command += ["--max-total-tokens", str(given.max_total_tokens)]
+    environment = {**os.environ, "PORT": str(port)}
+    return Server(command, port, folder / "log", environment).wait_ready(limit_s=START_LIMIT_S)
+
+
+def post(server: Server, path: str, body: dict) -> dict:
+    request = urllib.request.Request(server.url + path, json.dumps(body).encode(), {"Content-Type": "application/json"})
+    with urllib.request.urlopen(request, timeout=600) as response:
+        return json.load(response)
+
+
+def texts(server: Server) -> list[list[tuple[int, float]]]:
+    """For each prompt the most likely tokens, each with its lead over the second in log-probability."""
+    found = []
+    for prompt in PROMPTS:
+        parameters = {"max_new_tokens": 24, "details": True, "top_n_tokens": 2}
+        details = post(server, "/generate", {"inputs": prompt, "parameters": parameters})["details"]
+        leads = [top[0]["logprob"] - top[1]["logprob"] for top in details["top_tokens"]]
+        found.append([(token["id"], lead) for token, lead in zip(details["tokens"], leads)])
+    return found
+
+
+def compared(ours: list[list[tuple[int, float]]], cpu: list[list[tuple[int, float]]]) -> dict[str, int]:
+    """How many texts are equal, and of the others how many part where the CPU was nearly undecided."""
+    counts = {"equal": 0, "part at a close choice": 0, "part at a clear choice": 0}
+    for here, there in zip(ours, cpu):
+        parts = next((n for n, (a, b) in enumerate(zip(here, there)) if a[0] != b[0]), None)
+        if parts is None:
+            counts["equal"] += 1
+        else:
+            counts[f"part at a {'close' if there[parts][1] < CLOSE else 'clear'} choice"] += 1
+    return counts
+
+
+def step_sums(server: Server) -> dict[str, float]:
+    with urllib.request.urlopen(server.url + "/metrics", timeout=60) as response:
+        lines = response.read().decode()
+    pattern = r'^tgi_batch_forward_duration_(sum|count)\{method="(\w+)"\} (\S+)$'
+    return {f"{method} {what}": float(value) for what, method, value in re.findall(pattern, lines, re.MULTILINE)}
+
+
+def steps(server: Server, streams: int) -> dict[str, float]:
+    """Milliseconds of a decode step and of a call with prompt tokens, and tokens per second at the clients."""
+    target = Target(urlsplit(server.url), model="model")
+    requests = [target.request(prompt_of(90, 1000 * streams + n), TOKENS) for n in range(2 * streams)]
+    before = step_sums(server)
+    answers = asyncio.run(closed_loop(target, requests, streams))
+    after = step_sums(server)
+    found: dict[str, float] = {"streams": streams}
+    for method, name in (("decode", "step_ms"), ("prefill", "prompt_call_ms")):
+        spent, count = (after[f"{method} {what}"] - before[f"{method} {what}"] for what in ("sum", "count"))
+        found[name] = round(spent / max(count, 1) * 1e3, 2)
+    seconds = max(answer.times[-1] for answer in answers) - min(answer.started_at for answer in answers)
+    found["tokens_per_s"] = round(sum(answer.tokens for answer in answers) / seconds, 1)
+    return found
+
+
+def without_paths(text: str) -> str:
+    return re.sub(r"(/[\w.@+-]+){2,}", "PATH", text)[:300]
+
+
+def measured(given: argparse.Namespace, folder: Path, *flags: str) -> tuple[dict, list[list[tuple[int, float]]]]:
+    """One way to sample: two starts, the second with what the first has compiled."""
+    with started(given, folder, given.device, *flags) as server:
+        first_s, log = server.ready_s, server.log
+    with started(given, folder, given.device, *flags) as server:
+        with urllib.request.urlopen(server.url + "/info", timeout=60) as response:
+            info = json.load(response)
+        slots = info["max_batch_size"]
+        refused = re.search(r"Prompts are not run in chunks.*?: (.*)", log)
+        found = {
+            "flags": list(flags),
+            "first_start_s": round(first_s, 1),
+            "compiled_s": [int(seconds) for seconds in re.findall(r"Compiled in (\d+) s", log)],
+            "later_start_s": round(server.ready_s, 1),
+            "chunks_refused": without_paths(refused[1]) if refused else None,
+            "slots": slots,
+            "dtype": info["model_dtype"],
+            "steps": [steps(server, streams) for streams in sorted({1, slots})],
+        }
+        return found, texts(server) if "device" not in flags else []
+
+
+def failure(error: Exception) -> str:
+    return without_paths(str(error).strip().splitlines()[-1])
+
+
+def report_of(given: argparse.Namespace) -> dict:
+    """What one way cannot do is part of the report."""
+    is_local = Path(given.model_id).exists()
+    report = {"model": "a local folder" if is_local else given.model_id, "machine": machine()}
+    report["packages"] = packages(given)
+    report["runs"] = runs = []
+    answers = []
+    ways = [["--sampling", way] for way in ("host", "hybrid", "device")] if given.device == "neuron" else [[]]
+    with tempfile.TemporaryDirectory(prefix="first-run-") as name:
+        for flags in ways:
+            try:
+                found, said = measured(given, Path(name), *flags)
+            except (RuntimeError, OSError) as error:
+                found, said = {"flags": flags, "failed": failure(error)}, []
+            runs.append(found)
+            answers.append(said)
+            print(json.dumps(found), flush=True)
+        if given.without_cpu:
+            return report
+        try:
+            with started(given, Path(name), "cpu") as server:
+                expected = texts(server)
+        except (RuntimeError, OSError) as error:
+            report["cpu_failed"] = failure(error)
+            return report
+    for found, said in zip(runs, answers):
+        if said:
+            found["texts"] = compared(said, expected)
+    return report
+
+
+def main(argv: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--model-id", required=True)
+    parser.add_argument("--image", default=IMAGE)
+    parser.add_argument("--data", type=Path, default=Path("data").absolute(), help="the folder that is mounted on /data")
+    parser.add_argument("--server", help="a command in the place of docker's, which listens on {port} or PORT")
+    parser.add_argument("--device", choices=("neuron", "cpu"), default="neuron")
+    parser.add_argument("--max-total-tokens", type=int, default=2048)
+    parser.add_argument("--without-cpu", action="store_true", help="compares no texts")
+    parser.add_argument("--out", type=Path, default=Path("first-run.json"))
+    parser.set_defaults(python=sys.executable)
+    given = parser.parse_args(argv)
+    report = report_of(given)
+    given.out.write_text(json.dumps(report, indent=1) + "\n")
+    print(f"The report is {given.out}; docs/first-run.md says where it is welcome")
+    return 1 if any("failed" in run for run in report["runs"]) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
