@@ -31,7 +31,11 @@ from launch import Server, free_port
 from load import Target, closed_loop, prompt_of
 
 IMAGE = "ghcr.io/neuron-textgen/neuron-textgen"
-IN_IMAGE = "docker run --rm {passed} -p {port}:80 -v {data}:/data {image}"
+# By device. The image for Neuron devices serves no CPU.
+IN_IMAGE = {
+    "neuron": "docker run --rm --device=/dev/neuron0 -e HF_TOKEN -p {port}:80 -v {data}:/data {image}",
+    "cpu": "docker run --rm -e HF_TOKEN -p {port}:80 -v {data}:/data {cpu_image}",
+}
 PACKAGES = "neuronx-cc|torch|torch-neuronx|transformers|transformers-neuronx|aws-neuronx-.*|libneuronxla|numpy"
 START_LIMIT_S = 3 * 3600.0
 TOKENS = 64
@@ -78,8 +82,7 @@ def packages(given: argparse.Namespace) -> dict[str, str]:
 
 def started(given: argparse.Namespace, folder: Path, device: str, *flags: str) -> Server:
     port = free_port()
-    passed = "--device=/dev/neuron0" if device == "neuron" else ""
-    filled = (given.server or IN_IMAGE).format(port=port, data=given.data, image=given.image, passed=passed)
+    filled = (given.server or IN_IMAGE[device]).format(port=port, **vars(given))
     command = [*shlex.split(filled), "--model-id", given.model_id, "--device", device, *flags]
     command += ["--max-total-tokens", str(given.max_total_tokens)]
     environment = {**os.environ, "PORT": str(port)}
@@ -203,6 +206,7 @@ def main(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model-id", required=True)
     parser.add_argument("--image", default=IMAGE)
+    parser.add_argument("--cpu-image", default=f"{IMAGE}:cpu", help="for the texts of a CPU")
     parser.add_argument("--data", type=Path, default=Path("data").absolute(), help="the folder that is mounted on /data")
     parser.add_argument("--server", help="a command in the place of docker's, which listens on {port} or PORT")
     parser.add_argument("--device", choices=("neuron", "cpu"), default="neuron")

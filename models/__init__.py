@@ -89,6 +89,9 @@ class Prepared:
 
             return NeuronModel(self.build, run_dir(), announce)
         if self.device == "cpu":
+            if not importlib.util.find_spec("openvino"):
+                needed = "--device cpu (DEVICE) needs the package openvino, which is not installed here"
+                raise ModelError(f"{needed}; the image for CPUs has it")
             from models.openvino_model import load
 
             return load(self.config, self.folder, self.manifest, announce)
@@ -150,7 +153,7 @@ def choose_device(wanted: str) -> str:
         # An image for Neuron: nobody means to serve on its host's CPU.
         raise ModelError(
             "transformers-neuronx is installed but there is no Neuron device: pass it to the container with "
-            "--device=/dev/neuron0, or serve with --device cpu (DEVICE)"
+            "--device=/dev/neuron0, or serve with the image for CPUs"
         )
     return "cuda" if _has_cuda() else "cpu"
 
