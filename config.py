@@ -456,7 +456,7 @@ class Config:
         "Where tokens are sampled: host, or on Neuron device, which refuses the request parameters that only "
         "host supports, or hybrid: on the device in each step whose requests all allow it.",
         parse=_one_of("host", "device", "hybrid"),
-        shown="host",
+        shown="hybrid on Neuron (Mixtral: host), else host",
     )
     max_concurrent_requests: int = setting(
         128,

@@ -81,7 +81,7 @@ SMOKE = Plan(((Device(2, 5.0, 32000, 2, 2.0), 0.9, 0.9),), SMALL, rounds=1, seco
 def measure(plan: Plan) -> Iterator[Figure]:
     """Every figure that the plan names."""
     for number, (device, *targets) in enumerate(plan.devices):
-        with serve(device) as server:
+        with serve(device, "--sampling", "host") as server:
             target = find(server.url)
             if number == 0:
                 yield from _added_latency(target, device, plan)

@@ -266,7 +266,8 @@ class Cache:
             return None
         try:
             damage = find_damage(entry, read_json(record)["files"])
-        except (ConfigError, KeyError, TypeError, ValueError, AttributeError, OSError):
+            self.built(entry)
+        except (ConfigError, KeyError, TypeError, ValueError, AttributeError, OSError, msgspec.MsgspecError):
             damage = f"{record} is damaged"
         if damage is None:
             mark_used(record)
@@ -297,10 +298,10 @@ class Cache:
         return f"{self.folder} has programs for other values: {', '.join(min(differences, key=len))}"
 
     def add(
-        self, model: str, programs: Programs, save: Callable[[str], None], refuses_chunks: bool = False
+        self, model: str, programs: Programs, save: Callable[[str], None], built: Programs | None = None
     ) -> Path:
-        """Keeps what `save` writes into a folder. `refuses_chunks`: without the program of prompt chunks,
-        which the compiler refused. Raises OSError on failure; an incomplete entry is never found."""
+        """Keeps what `save` writes into a folder. `built`: what these are, where not everything that
+        `programs` names could be compiled. Raises OSError on failure; an incomplete entry is never found."""
         entry = self._entry(model, programs)
         with renamed_when_complete(entry) as new:
             save(str(new))
@@ -308,15 +309,15 @@ class Cache:
                 "model": model,
                 "programs": _values(programs),
                 "files": described(new),
-                "refuses_chunks": refuses_chunks,
+                "built": dataclasses.asdict(built or programs),
             }
             (new / RECORD).write_text(json.dumps(record, indent=1))
         evict(self.folder.glob(f"*/{RECORD}"), self.size_gb, "--compile-cache-size (COMPILE_CACHE_SIZE)")
         return entry
 
     @staticmethod
-    def refuses_chunks(entry: Path) -> bool:
-        return bool(read_json(entry / RECORD).get("refuses_chunks"))
+    def built(entry: Path) -> Programs:
+        return msgspec.convert(read_json(entry / RECORD)["built"], Programs)
 
     def _entry(self, model: str, programs: Programs) -> Path:
         return self.folder / digest([model, _values(programs)])

@@ -100,6 +100,13 @@ def _windows(layer_types: list[str], window: int | None) -> list[int | None]:
     return [window if each == "sliding_attention" else None for each in layer_types]
 
 
+def _patterned(family: Family, pattern: int) -> list[int | None]:
+    """Where config.json does not name the types: of `pattern` layers the last attends to all."""
+    every = range(1, family.layers + 1)
+    types = ["sliding_attention" if n % pattern else "full_attention" for n in every]
+    return _windows(family.config.get("layer_types") or types, family.config["sliding_window"])
+
+
 class Qwen3(Qwen2):
     defaults: ClassVar = Qwen2.defaults | {"head_dim": 128}
     biases = Family.biases
@@ -218,7 +225,7 @@ class Gemma2(Gemma):
         "use_bidirectional_attention": (False,),
     }
     norms_per_layer = 4
-    pattern = 2  # of so many layers the last attends to all
+    pattern = 2
 
     def __init__(self, config: Mapping[str, Any]):
         super().__init__(config)
@@ -234,9 +241,7 @@ class Gemma2(Gemma):
 
     def windows(self) -> list[int | None]:
         pattern = self.config.get("sliding_window_pattern") or self.pattern
-        every = range(1, self.layers + 1)
-        types = ["sliding_attention" if n % pattern else "full_attention" for n in every]
-        return _windows(self.config.get("layer_types") or types, self.config["sliding_window"])
+        return _patterned(self, pattern)
 
     def norms_before(self, get: Callable[[str], Tensor]) -> dict[str, Tensor]:
         return {
@@ -303,6 +308,21 @@ class Olmo2(Family):
         return super().beside(get) | norms | _norms_after(self, get)
 
 
+class Olmo3(Olmo2):
+    """Three of four layers have a window, and positions that are not scaled."""
+
+    defaults: ClassVar = Olmo2.defaults | {"sliding_window": 4096}
+
+    def windows(self) -> list[int | None]:
+        return _patterned(self, 4)
+
+    def graph(self) -> Graph:
+        near = rope.plain(self.config["rope_theta"], self.head_dim)
+        everywhere = rope.scaled(self.config, self.head_dim) or near
+        kinds = tuple(LayerKind(1 if window else 0, window) for window in self.windows())
+        return replace(super().graph(), ropes=(everywhere, near), kinds=kinds)
+
+
 class InternLM2(Family):
     """InternLM2 and 2.5: a matrix holds the queries, the key and the value of each key-value head."""
 
@@ -346,6 +366,7 @@ FAMILIES: dict[str, type[Family]] = {
     "gemma2": Gemma2,
     "gemma3_text": Gemma3,
     "olmo2": Olmo2,
+    "olmo3": Olmo3,
     "internlm2": InternLM2,
 }
 

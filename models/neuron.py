@@ -70,6 +70,10 @@ class NeuronModel:
         self._takes_ids = self.sampling == "device"
         self._held: dict[int, list[int]] = {}  # slot → the tokens in its KV cache
         self.prefill_chunk: int | None = None
+        if self.sampling == "hybrid" and (problem := self._hybrid_problem()):
+            logger.warning("Tokens are sampled on the host (--sampling): %s", problem)
+            self.take(ids=False)
+            self.sampling = "host"
         if config.prefill_chunk != 0 and 0 < programs.prefill_chunk < self.max_input_tokens:
             self.prefill_chunk = programs.prefill_chunk
             if problem := self._chunk_problem():
@@ -78,6 +82,22 @@ class NeuronModel:
             self._held.clear()
         self.prefix_step = self.prefill_chunk
         self.gives_prompt_logits = self.prefill_chunk is not None and self.sampling != "device"
+
+    def _hybrid_problem(self) -> str | None:
+        """Takes the logits and the id after the same prompt: what is wrong with the id, if anything."""
+        chunk = Chunk(self.batch_size - 1, [3, 5], 0)
+        try:
+            self.take(ids=True)
+            (token,) = _comparable(self.forward([chunk]))
+            self.take(ids=False)
+            logits = _comparable(self.forward([chunk]))
+        except DeviceLost as error:
+            if is_device_error(error):
+                raise ModelError(f"hybrid sampling fails ({error}); give --sampling host") from None
+            return str(error)
+        if not 0 <= token < self.vocab_size or logits[token] != logits.max():
+            return f"the device chose token {token}, which is not the likeliest, {logits.argmax()}"
+        return None
 
     def _chunk_problem(self) -> str | None:
         """Runs a prompt in chunks and whole, each time with a decode step after it: how the results differ,

@@ -129,8 +129,23 @@ class Build:
             )
         return fetch_checkpoint(self.config, self.artifact.checkpoint_id, self.artifact.checkpoint_revision)
 
-    def without_chunks(self) -> Build:
-        return dataclasses.replace(self, programs=dataclasses.replace(self.programs, prefill_chunk=0))
+    def plainer(self) -> Iterator[Build]:
+        """This, and what is built instead where the library or the compiler refuses a part of it."""
+        yield self
+        if self.programs.prefill_chunk:
+            yield self._with(prefill_chunk=0)
+        if self.programs.sampling == "hybrid" and not self.config.sampling:
+            yield from self._with(sampling="host").plainer()
+
+    def _with(self, **changes: Any) -> Build:
+        return dataclasses.replace(self, programs=dataclasses.replace(self.programs, **changes))
+
+    def warn_of(self, built: Programs, reason: str) -> None:
+        """Logs what `built` lacks of these programs."""
+        if self.programs.prefill_chunk != built.prefill_chunk:
+            logger.warning("Prompts are not run in chunks (--prefill-chunk), %s", reason)
+        if self.programs.sampling != built.sampling:
+            logger.warning("Tokens are sampled on the %s (--sampling), %s", built.sampling, reason)
 
     def compiled(self) -> Path | None:
         """The folder of the programs that came with the model. Raises ModelError for one that is not as it
@@ -178,7 +193,7 @@ def _sized(shape: plan.Shape, family: Family, config: Config) -> tuple[Config, P
         prefill_buckets=buckets(sizing.length, config.prefill_buckets, "--prefill-buckets"),
         position_buckets=buckets(sizing.length, config.position_buckets, "--position-buckets"),
         quantize=config.quantize,
-        sampling=config.sampling or "host",
+        sampling=config.sampling or ("host" if shape.experts else "hybrid"),
         prefill_chunk=sizing.chunk,
         model_class=family.name,
         compiler_version=compiler_version(),
@@ -339,25 +354,27 @@ def _enable_chunks(model: Any, chunk: int) -> None:
 def make_compiled(
     build: Build, work_dir: Path, compile_: Callable[[Any], None], failure: str
 ) -> tuple[Any, Build]:
-    """The library's model, compiled by `compile_`, and what was built: without the program of prompt chunks
-    where the library or the compiler refuses it. Raises ModelError, `failure` with the reason."""
-    chunk = build.programs.prefill_chunk
-    model = make(build, work_dir)
-    try:
-        with _compiling(build, failure):
-            if chunk:
-                _enable_chunks(model, chunk)
-            compile_(model)
-        return model, build
-    except ModelError as error:
-        if not chunk or is_device_error(error):
-            raise
-        logger.warning(
-            "Prompts are not run in chunks (--prefill-chunk), as compiling for them failed: %s", error
-        )
-    model = None
-    gc.collect()  # its weights are on the device
-    return make_compiled(build.without_chunks(), work_dir, compile_, failure)
+    """The library's model, compiled by `compile_`, and what was built: the first of `Build.plainer` that the
+    library and the compiler take. Raises ModelError, `failure` with the reason of the last."""
+    first_error: ModelError | None = None
+    *_, last = ways = list(build.plainer())
+    for way in ways:
+        model = make(way, work_dir)
+        try:
+            with _compiling(way, failure):
+                if way.programs.prefill_chunk:
+                    _enable_chunks(model, way.programs.prefill_chunk)
+                compile_(model)
+        except ModelError as error:
+            if way is last or is_device_error(error):
+                raise
+            first_error = first_error or error
+            model = None
+            gc.collect()  # its weights are on the device
+            continue
+        build.warn_of(way.programs, f"as compiling for it failed: {first_error}")
+        return model, way
+    raise AssertionError("the last way returns or raises")
 
 
 @contextlib.contextmanager
@@ -391,7 +408,7 @@ def _cached(cache: Cache, build: Build, work_dir: Path, announce: Callable[[str]
         announce("compiling")
         model, build = make_compiled(build, work_dir, _to_device, f"the model {NOT_ON_DEVICE}")
         try:
-            entry = cache.add(key, wanted, model.save, refuses_chunks=build.programs != wanted)
+            entry = cache.add(key, wanted, model.save, built=build.programs)
             logger.info("Kept the compiled programs in %s for the next start", entry)
         except OSError as error:
             logger.warning(
@@ -409,13 +426,9 @@ def _kept(cache: Cache, key: str, build: Build, work_dir: Path) -> tuple[Any, Bu
     entry = cache.find(key, build.programs)
     if not entry:
         return None
-    if cache.refuses_chunks(entry):
-        build = build.without_chunks()
-        logger.warning(
-            "Prompts are not run in chunks (--prefill-chunk), as compiling for them has failed; "
-            "remove %s to try again",
-            entry,
-        )
+    built = cache.built(entry)
+    build.warn_of(built, f"as compiling for it has failed; remove {entry} to try again")
+    build = dataclasses.replace(build, programs=built)
     try:
         return _loaded(build, work_dir, entry), build
     except ModelError as error:

@@ -184,6 +184,17 @@ _MODELS = {
     "allenai/OLMo-2-0425-1B-Instruct": (1_484_916_736, sizes(2048, 8192, 16, 16, 16), of("olmo2", OLMO2)),
     "allenai/OLMo-2-1124-7B-Instruct": (7_298_617_344, sizes(4096, 11008, 32, 32, 32), of("olmo2", OLMO2)),
     "allenai/OLMo-2-0325-32B-Instruct": (32_234_279_936, sizes(5120, 27648, 64, 40, 8), of("olmo2", OLMO2)),
+    "allenai/Olmo-3-7B-Instruct": (
+        7_298_011_136,
+        sizes(4096, 11008, 32, 32, 32),
+        of(
+            "olmo3",
+            {"vocab_size": 100278, "max_position_embeddings": 65536, "rope_theta": 500000, "rms_norm_eps": 1e-6},
+            sliding_window=4096,
+            layer_types=[*["sliding_attention"] * 3, "full_attention"] * 8,
+            rope_scaling={"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 8192},
+        ),
+    ),
     "internlm/internlm2_5-7b-chat": (7_737_708_544, sizes(4096, 14336, 32, 32, 8), of("internlm2", INTERNLM2)),
     "internlm/internlm2_5-20b-chat": (19_861_149_696, sizes(6144, 16384, 48, 48, 8), of("internlm2", INTERNLM2)),
     "mistralai/Mixtral-8x7B-Instruct-v0.1": (

@@ -247,6 +247,17 @@ def test_with_a_small_vocabulary_the_device_samples_from_all_of_it(tmp_path, upd
     assert built[0].on_device_generation.global_top_k == 100 and updates[0][0] == (100, 1.0, 1.0)
 
 
+def test_a_device_whose_ids_are_not_the_likeliest_leaves_the_choice_to_the_host(tmp_path, monkeypatch, caplog):
+    sample = device.LlamaForSampling._sample
+    monkeypatch.setattr(device.LlamaForSampling, "_sample", lambda model, logits, slot: sample(model, -logits, slot))
+    batch = Batch(load(tmp_path, max_batch_size=2))
+    assert batch.model.sampling == "host"
+    assert "Tokens are sampled on the host (--sampling): the device chose token" in caplog.text
+    batch.join(1, [5, 6])
+    batch.step()
+    assert_text_alone(batch, 1, [5, 6])
+
+
 def test_a_device_that_fails_during_an_update_is_lost(tmp_path, monkeypatch):
     model = load(tmp_path, max_batch_size=2, sampling="device")
     fail(monkeypatch, "update_generation_config", IndexError())

@@ -514,13 +514,41 @@ def test_a_compiler_that_refuses_the_program_turns_chunks_off_with_one_warning_a
     device.compiled.clear()
     caplog.clear()
     assert_serves_whole(load_chunks(tmp_path), caplog)
-    assert not device.compiled and "compiling for them has failed; remove " in caplog.text
+    assert not device.compiled and "compiling for it has failed; remove " in caplog.text
 
 
 def test_a_folder_is_compiled_without_the_program_that_the_compiler_refuses(tmp_path, refuses_chunks, caplog):
     output = compiled(tmp_path, "--prefill-chunk", str(CHUNK), "--max-batch-size", "2")
     assert decide(output).programs.prefill_chunk == 0
     assert_serves_whole(serve(output), caplog)
+
+
+@pytest.fixture
+def refuses_both(monkeypatch):
+    """A compiler that refuses programs with ids and logits."""
+
+    def is_hybrid(model):
+        return model._gives_both
+
+    fail(monkeypatch, "to_neuron", REFUSED, when=is_hybrid)
+    fail(monkeypatch, "cpu_compile", REFUSED, when=is_hybrid)
+
+
+def test_a_compiler_that_refuses_hybrid_sampling_leaves_it_to_the_host_with_one_warning(tmp_path, refuses_both, caplog):
+    for reason in ("as compiling for it failed: ", "as compiling for it has failed; remove "):
+        model = load_chunks(tmp_path)
+        assert (model.sampling, model.prefill_chunk) == ("host", CHUNK)
+        assert caplog.text.count("Tokens are sampled on the host (--sampling), " + reason) == 1
+        assert "Prompts are not run in chunks" not in caplog.text
+        caplog.clear()
+        device.compiled.clear()
+    output = compiled(tmp_path)
+    assert decide(output).programs.sampling == serve(output).sampling == "host"
+
+
+def test_hybrid_sampling_that_was_asked_for_is_not_replaced(tmp_path, refuses_both):
+    with pytest.raises(ModelError, match="neuronx-cc failed with exit code 70"):
+        load(tmp_path, sampling="hybrid")
 
 
 def test_a_device_that_fails_is_no_reason_to_compile_again(tmp_path, monkeypatch, caplog):

@@ -86,6 +86,7 @@ MODELS = {
     "gemma2": (T.Gemma2Config, GEMMA),
     "gemma3": (T.Gemma3TextConfig, GEMMA),
     "olmo2": (T.Olmo2Config, {}),
+    "olmo3": (T.Olmo3Config, {"rope_scaling": YARN, **SLIDING}),
     "internlm2": (T.LlamaConfig, {}),
 }
 
@@ -188,7 +189,7 @@ def mean_error(found, expected):
 def test_a_family_has_transformers_logits(made, tmp_path, name, tp_degree, prefill_chunk):
     reference = made(name)
     settings = {"max_batch_size": 4, "tp_degree": tp_degree, "prefill_chunk": prefill_chunk}
-    if name == "olmo2" and tp_degree == 8:
+    if name in ("olmo2", "olmo3") and tp_degree == 8:
         with pytest.raises(ConfigError, match=r"tp_degree 8 does not divide 4 attention and 2 key-value heads"):
             serve(reference, tmp_path, **settings)
         return
@@ -224,7 +225,7 @@ def test_random_arrivals_get_transformers_text(made, tmp_path, name, tp_degree, 
 
 # A model for each type, with which every field of its config.json is tried.
 TYPES = ["llama, head_dim", "mistral, window", "qwen2, windows", "qwen3", "phi3", "granite", "smollm3"]
-TYPES += ["gemma", "gemma2", "gemma3", "olmo2"]
+TYPES += ["gemma", "gemma2", "gemma3", "olmo2", "olmo3"]
 ROPES = [{"rope_type": "linear", "factor": 4.0}, {"rope_type": "dynamic", "factor": 4.0}, YARN]
 ROPES += [{"rope_type": "longrope", "factor": 4.0, "short_factor": [1.5] * 16, "long_factor": [4.0] * 16}]
 OTHERS = {
@@ -303,6 +304,8 @@ def small(name):
         sizes |= {"head_dim": 16, "hidden_size": 8 * heads if c["head_dim"] * heads != c["hidden_size"] else 16 * heads}
     if (c.get("sliding_window") or 0) < c["max_position_embeddings"] and c.get("sliding_window"):
         sizes["sliding_window"] = 16
+    if "layer_types" in c:
+        sizes["layer_types"] = c["layer_types"][:layers]
     if "no_rope_layers" in c:
         sizes["no_rope_layers"] = c["no_rope_layers"][:layers]
     if "short_factor" in (c.get("rope_scaling") or {}):

@@ -144,8 +144,8 @@ def _logits(slots: int, vocab: int, eos_token_id: int) -> torch.Tensor:
     return logits
 
 
-def _modules() -> None:
-    """What models/neuron_graph.py imports of the library, to change it."""
+def add_modules(package: str, model: type) -> None:
+    """What models/neuron_graph.py imports of the library, to change it; `model` is its class for Llama."""
     contents = {
         "decoder": {
             "DecoderLmHeadForSamplingNoEmbedding": object,
@@ -159,16 +159,16 @@ def _modules() -> None:
         "llama": {},
         "llama.model": {
             "LlamaConfig": None,
-            "LlamaForSampling": LlamaForSampling,
+            "LlamaForSampling": model,
             "LlamaForSamplingNoEmbeddingHlo": object,
         },
     }
     for name, attributes in contents.items():
-        module = sys.modules[f"{__name__}.{name}"] = ModuleType(f"{__name__}.{name}")
+        module = sys.modules[f"{package}.{name}"] = ModuleType(f"{package}.{name}")
         vars(module).update(attributes)
         parent, _, own = module.__name__.rpartition(".")
         setattr(sys.modules[parent], own, module)
 
 
 if __name__ == "transformers_neuronx":  # tests/fakes take what they need by another name
-    _modules()
+    add_modules(__name__, LlamaForSampling)

@@ -41,6 +41,7 @@ class LlamaForSampling(simulated.LlamaForSampling):
         timed = copy.copy(neuron_config)
         self._generation = timed.__dict__.pop("on_device_generation", None)
         super().__init__(model_config, batch_size, timed, **shapes)
+        self._gives_both = hasattr(neuron_config, "log_softmax_scores")
         self.token_buckets = n_positions
         self.decoder_param_set = SimpleNamespace(init_speculative_decoder=self._add_chunks)
         self._programs = [f"step {size}" for size in n_positions] + [f"prompt {size}" for size in context_length_estimate]
@@ -50,6 +51,11 @@ class LlamaForSampling(simulated.LlamaForSampling):
 
     def _add_chunks(self, buckets, n_active_tokens, **_program):
         self._programs += [f"chunk of {n_active_tokens} in {size}" for size in buckets]
+        return simulated._decoder()
+
+    @property
+    def _takes_logits(self):
+        return self._generation is None or (self._gives_both and not self.decoder_lm_head.program.takes_ids)
 
     def _files(self):
         return [hashlib.sha256(f"{self._shape} {name}".encode()).hexdigest()[:20] + ".neff" for name in self._programs]
@@ -91,12 +97,14 @@ class LlamaForSampling(simulated.LlamaForSampling):
         super().speculative_forward(ids, positions, slots, speculation_length)
         self._held[slots[0], positions[0]] = ids[0]
         output = self._output([(int(slots[0]), end) for end in (positions[0] + 1).tolist()])
-        return output.t() if self._generation else output[:, :, None]
+        if self._takes_logits:
+            return output.t()[:, :, None] if self._gives_both else output[:, :, None]
+        return output.t()
 
     def _output(self, places):
         """Logits [n, vocab] or ids [n, 1] after the tokens of each slot up to an end: (slot, end)."""
         rows = [expected_logits(self._held[slot, :end].tolist(), self.config.vocab_size) for slot, end in places]
-        if not self._generation:
+        if self._takes_logits:
             return torch.stack(rows, 1).to(self._dtype).t()
         return torch.tensor([[self._sample(row, slot)] for row, (slot, _end) in zip(rows, places)], dtype=torch.int32)
 
@@ -121,3 +129,6 @@ class MistralForSampling(LlamaForSampling):
 
 class MixtralForSampling(LlamaForSampling):
     pass
+
+
+simulated.add_modules(__name__, LlamaForSampling)
