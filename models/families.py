@@ -115,10 +115,11 @@ class Qwen3(Qwen2):
         return replace(super().graph(), head_norms="each")
 
     def beside(self, get: Callable[[str], Tensor]) -> dict[str, Tensor]:
-        return super().beside(get) | self.head_norms(get)
+        return super().beside(get) | _head_norms(self, get)
 
-    def head_norms(self, get: Callable[[str], Tensor]) -> dict[str, Tensor]:
-        return {name: self.norm(get(f"self_attn.{name}.weight")) for name in ("q_norm", "k_norm")}
+
+def _head_norms(family: Family, get: Callable[[str], Tensor]) -> dict[str, Tensor]:
+    return {name: family.norm(get(f"self_attn.{name}.weight")) for name in ("q_norm", "k_norm")}
 
 
 class Phi3(Family):
@@ -285,7 +286,7 @@ class Gemma3(Gemma2):
         return replace(super().graph(), ropes=(everywhere, near), kinds=kinds, head_norms="each")
 
     def beside(self, get: Callable[[str], Tensor]) -> dict[str, Tensor]:
-        norms = {name: self.norm(get(f"self_attn.{name}.weight")) for name in ("q_norm", "k_norm")}
+        norms = _head_norms(self, get)
         norms["q_norm"] = norms["q_norm"] * self.query_norm_scale
         return super().beside(get) | norms
 
@@ -304,8 +305,7 @@ class Olmo2(Family):
         return {NORM_BEFORE_ATTENTION: unused, NORM_BEFORE_MLP: unused}
 
     def beside(self, get: Callable[[str], Tensor]) -> dict[str, Tensor]:
-        norms = {name: get(f"self_attn.{name}.weight") for name in ("q_norm", "k_norm")}
-        return super().beside(get) | norms | _norms_after(self, get)
+        return super().beside(get) | _head_norms(self, get) | _norms_after(self, get)
 
 
 class Olmo3(Olmo2):

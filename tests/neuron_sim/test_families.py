@@ -17,6 +17,7 @@ from safetensors.torch import load_file, save_file
 from test_server import WINDOW, as_float32, assert_like, cores, refuse_to_compile, serve  # noqa: F401
 from test_simulator import Reference
 from transformers_neuronx import compiler
+from transformers_neuronx.layers import attention
 
 from config import Config
 from manifest import Manifest
@@ -332,3 +333,18 @@ def test_a_published_model_is_compiled_and_served_from_the_artifact(tmp_path, mo
     build = Build.decide(Config(model_id=str(output), device="neuron"), output, Manifest.read(output))
     model = NeuronModel(build, Path(tempfile.mkdtemp(dir=tmp_path)))
     assert errors(served_logits(model), logits_of(reference)).max() < LARGEST
+
+
+@pytest.mark.parametrize(("name", "uses_kernel"), [("mistral, window", False), ("gemma2", False), ("qwen3", True)])
+def test_prompts_of_4096_tokens_run_in_the_librarys_kernel_only_where_that_knows_the_layers(
+    tmp_path, monkeypatch, name, uses_kernel
+):
+    reference = Made.named(name, tmp_path / "model", max_position_embeddings=8192)
+    kernels, nki_call = [], attention.nki_call
+    monkeypatch.setattr(attention, "nki_call", lambda kernel, *a, **b: kernels.append(kernel) or nki_call(kernel, *a, **b))
+    limits = {"max_total_tokens": 4096, "max_input_tokens": 4095, "prefill_buckets": (128,), "position_buckets": (4096,)}
+    model = serve(reference, tmp_path, max_batch_size=1, prefill_chunk=0, **limits)
+    prompt = [step * step % 255 + 3 for step in range(4095)]
+    logits = as_float32(model.forward([Chunk(0, prompt, 0)]))
+    assert bool(kernels) == uses_kernel
+    assert errors(torch.from_numpy(logits.copy()), reference.logits(prompt)[None]).max() < LARGEST
