@@ -13,8 +13,10 @@ from tiny_models import run
 
 import models
 from config import Config
+from models.base import Chunk
 from models.openvino_model import load
 from models.torch_model import TorchModel
+from run import HERE
 
 pytestmark = [
     pytest.mark.models,
@@ -68,6 +70,28 @@ def test_a_published_model_bears_bfloat16_and_int8(smollm2, quantize):
     prompt = smollm2.tokenizer.apply_chat_template(QUESTION, add_generation_prompt=True, return_dict=True)["input_ids"]
     (said,) = run(served, [prompt])
     assert smollm2.tokenizer.decode(said.tokens).startswith("The capital of France is Paris")
+
+
+def perplexity(smollm2, quantize):
+    """Of prose that the converter's check does not read, in windows of 256 tokens."""
+    where = {"model_id": str(smollm2.file), "model_cache": str(published.CACHE), "device": "cpu", "threads": 2}
+    served = models.prepare(Config(**where, quantize=quantize, max_total_tokens=257)).load(lambda phase: None)
+    assert (served.engine, served.quantize) == ("openvino", quantize)
+    losses, ids = [], smollm2.ids((HERE / "demo" / "corpus" / "prose.md").read_text())[:1024]
+    for begin in range(0, len(ids), 256):
+        window, rows = ids[begin : begin + 256], []
+        for at in range(0, len(window), served.prefill_chunk):
+            rows.append(served.forward([Chunk(0, window[at : at + served.prefill_chunk], at, keep_all=True)]))
+        logprobs = torch.log_softmax(torch.from_numpy(np.concatenate(rows)[:-1]).double(), -1)
+        losses.append(-logprobs[range(len(window) - 1), list(window[1:])])
+    return float(torch.cat(losses).mean().exp())
+
+
+def test_int8_and_int4_lose_little(smollm2):
+    exact = perplexity(smollm2, None)
+    assert 5 < exact < 100
+    assert perplexity(smollm2, "int8") < 1.03 * exact
+    assert perplexity(smollm2, "int4") < 1.25 * exact
 
 
 @pytest.fixture(scope="module")

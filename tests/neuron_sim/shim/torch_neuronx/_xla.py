@@ -1,6 +1,6 @@
 """Compiles HLO modules for the CPU and runs them, one XLA replica per simulated core."""
 
-import hashlib
+import functools
 import os
 import threading
 
@@ -13,7 +13,6 @@ from torch_neuronx.pyhlo.scribe import numpy_dtype
 MAX_CORES = int(os.environ.get("NEURON_SIM_CORES", "8"))
 
 _lock = threading.Lock()
-_programs = {}
 
 
 def _jax():
@@ -89,8 +88,11 @@ def _array_spec(shape):
 
 
 def load(module_bytes, replicas):
-    key = (hashlib.sha256(module_bytes).hexdigest(), replicas)
     with _lock:
-        if key not in _programs:
-            _programs[key] = Program(module_bytes, replicas)
-        return _programs[key]
+        return _loaded(module_bytes, replicas)
+
+
+# Not all of a run: each takes mappings of memory, of which a process may have 65,530.
+@functools.lru_cache(maxsize=100)
+def _loaded(module_bytes, replicas):
+    return Program(module_bytes, replicas)
