@@ -14,6 +14,9 @@ from processes import MODEL_CACHE
 
 from run import HERE
 
+sys.path.insert(0, str(HERE / "bench"))
+import devices
+
 pytestmark = pytest.mark.processes
 
 
@@ -63,6 +66,21 @@ def test_a_first_run_is_rehearsed_on_a_cpu_and_its_report_names_nobody(tmp_path,
     assert report["model"] == "a local folder" and report["packages"]["transformers"]
     for secret in (str(HERE), str(Path.home()), socket.gethostname(), getpass.getuser(), "127.0.0.1"):
         assert secret not in text
+
+
+def test_a_first_run_on_a_device_tries_each_place_to_sample(tmp_path, monkeypatch):
+    devices.write_model(tmp_path / "model", devices.Device(2, 5.0, 32000, 2))
+    monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}:{os.environ['PATH']}")
+    monkeypatch.setenv("PYTHONPATH", str(HERE / "bench" / "simulated"))
+    monkeypatch.setenv("NEURON_COMPILE_CACHE_URL", str(tmp_path / "programs"))
+    monkeypatch.setenv("NEURON_RT_NUM_CORES", "2")
+    server = "./entrypoint.sh serve --hostname 127.0.0.1 --port {port} --max-batch-size 2"
+    words = ["--max-total-tokens", "512", "--without-cpu", "--server", server, "--out", str(tmp_path / "report.json")]
+    output_of("bench/first_run.py", "--model-id", str(tmp_path / "model"), *words)
+    runs = json.loads((tmp_path / "report.json").read_text())["runs"]
+    assert [run["flags"][1] for run in runs] == ["host", "hybrid", "device"]
+    assert all(run["compiled_s"] and run["chunks_refused"] is None for run in runs)
+    assert all(each["step_ms"] >= 10 for run in runs for each in run["steps"]), "less than the simulated step"
 
 
 def test_a_first_run_that_cannot_start_says_so_in_its_report_without_paths(tmp_path):
