@@ -79,13 +79,13 @@ class NeuronModel:
             if problem := self._chunk_problem():
                 logger.warning("Prompts are not run in chunks (--prefill-chunk): %s", problem)
                 self.prefill_chunk = None
-            self._held.clear()
+        self._held.clear()
         self.prefix_step = self.prefill_chunk
         self.gives_prompt_logits = self.prefill_chunk is not None and self.sampling != "device"
 
     def _hybrid_problem(self) -> str | None:
         """Takes the logits and the id after the same prompt: what is wrong with the id, if anything."""
-        chunk = Chunk(self.batch_size - 1, [3, 5], 0)
+        chunk = Chunk(self.batch_size - 1, [1], 0)
         try:
             self.take(ids=True)
             (token,) = _comparable(self.forward([chunk]))
