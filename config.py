@@ -36,6 +36,7 @@ from run import HERE, ConfigError, check_limits, explained, run_dir
 VERSION = "0.2.0"  # the same as in pyproject.toml (tested)
 DEMO_MODEL = HERE / "demo" / "model"
 TRIAL_MODEL = "smollm2"  # a name of this server's own for SmolLM2-135M-Instruct
+AUTO_QUANTIZE = "auto"  # of that model where --quantize is not given: its source decides
 SAGEMAKER_MODEL = Path("/opt/ml/model")  # where SageMaker unpacks an endpoint's model
 # Of the context length, where it is not given: at least so many tokens, or what the model has, and more where
 # the keys and values of all slots take at most this share of the memory.
@@ -354,6 +355,7 @@ class Config:
         "Weight compression: none, int8, or int4 (CPUs only). On a CPU the first start needs the package "
         "nncf.",
         parse=_quantize,
+        shown=f"none; of {TRIAL_MODEL} on a CPU int8, where nncf is installed",
     )
     model_cache: str = setting(
         os.path.expanduser("~/.cache/neuron-textgen"),
@@ -890,6 +892,8 @@ def parse(argv: Sequence[str], environ: Mapping[str, str]) -> Config:
             values[entry.name] = _read(names[0], given[names[0]], entry)
     if "model_id" not in values and (SAGEMAKER_MODEL / "config.json").is_file():
         values["model_id"] = str(SAGEMAKER_MODEL)
+    if values.get("model_id") == TRIAL_MODEL:
+        values.setdefault("quantize", AUTO_QUANTIZE)
     config = Config(**values)
     if config.is_local and not has_gguf(Path(config.model_id).expanduser()):
         Manifest.read(config.model_id)

@@ -7,6 +7,7 @@ left open."""
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
 import logging
 from collections.abc import Callable
@@ -105,9 +106,9 @@ def prepare(config: Config) -> Prepared:
 
     Raises ConfigError or ModelError, with the reason in one line, for what cannot be served.
     """
-    config, folder, sha = fetch_source(config)
-    manifest = Manifest.read(folder)
     device = choose_device(config.device)
+    config, folder, sha = fetch_source(dataclasses.replace(config, device=device))
+    manifest = Manifest.read(folder)
     if device == "neuron":
         from models.neuron_build import Build
 

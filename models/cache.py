@@ -41,6 +41,8 @@ HASHED_BYTES = 64_000_000
 # Exit codes of the child process, its reason in the last line of its output.
 CANNOT_SERVE = 2
 CANNOT_WRITE = 3
+# What compresses weights; needed by a conversion alone.
+NNCF = "nncf==3.4.0"
 # To be raised with any change of what a conversion writes, or of how it is read: entries of another one are
 # not used.
 CONVERTER = 2
@@ -186,8 +188,9 @@ def model_key(config: Config, folder: Path, manifest: Manifest) -> str | None:
     checkpoint = [folder.name, config.model_id]  # a commit of a hub model
     if config.is_local:
         checkpoint = identify(folder, ("config.json", "*.safetensors*", "*.py"))
-    versions = [installed(package) for package in ("openvino", "transformers", "torch", "nncf")]
-    depends_on = [checkpoint, config.dtype, config.quantize, code is not None, versions, CONVERTER]
+    versions = [installed(package) for package in ("openvino", "transformers", "torch")]
+    compressed = [config.quantize, NNCF] if config.quantize else None
+    depends_on = [checkpoint, config.dtype, compressed, code is not None, versions, CONVERTER]
     return f"model-{digest(depends_on)}"
 
 

@@ -35,7 +35,7 @@ import logs
 from config import Config
 from manifest import Manifest
 from models.base import TOLERANCE, Chunk, ModelError, first_line
-from models.cache import CANNOT_SERVE, CANNOT_WRITE, model_key, renamed_when_complete, write_entry
+from models.cache import CANNOT_SERVE, CANNOT_WRITE, NNCF, model_key, renamed_when_complete, write_entry
 from models.machine import usable_threads
 
 # Before openvino, which it keeps from loading its telemetry.
@@ -67,7 +67,6 @@ INT4_GROUP = 32  # int4 weights that share a scale
 # models of a few hundred million parameters do not bear it everywhere.
 INT4_SHARES = (1.0, 0.8, 0.5)
 SPARE_BYTES = 50_000_000  # of the disk, for the graph without its weights
-NNCF = "nncf==3.4.0"
 
 
 class UnsupportedModel(Exception):

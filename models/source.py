@@ -20,9 +20,9 @@ import zipfile
 from pathlib import Path
 from typing import Any
 
-from config import TRIAL_MODEL, Config
+from config import AUTO_QUANTIZE, TRIAL_MODEL, Config
 from models.base import ModelError, progress_logged, reported_as
-from models.cache import ModelCache, digest, identify, installed, write_entry
+from models.cache import NNCF, ModelCache, digest, identify, installed, write_entry
 from models.fetch import SAFETENSORS, fetch, fetch_adapter, fetch_weights, list_files
 from run import HERE, ConfigError
 
@@ -37,10 +37,10 @@ CHECKPOINT = ("*.json", "*.safetensors", "*.model")  # files that tell one base 
 
 def fetch_source(config: Config) -> tuple[Config, Path, str | None]:
     """The settings with what was found as the model, the checkpoint's folder, with everything but the weights
-    of a hub model, and its commit on the hub: None for a local one and for one that is made here. Raises
-    ConfigError and ModelError."""
+    of a hub model, and its commit on the hub: None for a local one and for one that is made here. `config`
+    names the device. Raises ConfigError and ModelError."""
     if config.model_id == TRIAL_MODEL:
-        config = _trial_model(config)
+        config = _trial_model(_with_quantize(config))
     folder, commit = fetch(config)
     name = _name_of_file(config, folder)
     if name:
@@ -58,6 +58,19 @@ def fetch_source(config: Config) -> tuple[Config, Path, str | None]:
 def _with_source(config: Config, model_id: str) -> Config:
     """The settings with the model in another place; clients see the name that was given."""
     return dataclasses.replace(config, model_id=model_id, served_model_name=config.model_name)
+
+
+def _with_quantize(config: Config) -> Config:
+    """The settings of the model to try: int8 where no other value was given and it can be had."""
+    if config.quantize != AUTO_QUANTIZE:
+        return config
+    quantize = None
+    if config.device == "cpu" and config.dtype != "float16":  # which only plain PyTorch serves
+        if importlib.util.find_spec("nncf"):
+            quantize = "int8"
+        else:
+            logger.info('%s is not compressed; for int8: pip install "%s"', TRIAL_MODEL, NNCF)
+    return dataclasses.replace(config, quantize=quantize)
 
 
 def _trial_model(config: Config) -> Config:

@@ -116,6 +116,14 @@ def test_the_key_depends_on_all_that_a_conversion_reads(config, checkpoint, tmp_
     assert len(set(keys)) == len(keys)
 
 
+def test_a_compressed_model_in_the_cache_is_found_without_nncf(config, checkpoint, monkeypatch):
+    int8 = dataclasses.replace(config, quantize="int8")
+    with_nncf = key(int8, checkpoint)
+    versions = {"nncf": None}
+    monkeypatch.setattr("models.cache.installed", lambda package: versions.get(package, models.cache.version(package)))
+    assert key(int8, checkpoint) == with_nncf
+
+
 def test_a_model_whose_code_comes_from_another_repository_is_not_kept(tmp_path, copies, caplog):
     """That code is not part of the checkpoint, so a changed one would not change the key."""
     folder = save_checkpoint(tmp_path / "model", llama())

@@ -1,5 +1,7 @@
 """A model in a GGUF file: it becomes the checkpoint that it was made of, once, wherever the file is."""
 
+import dataclasses
+import subprocess
 import zipfile
 
 import gguf
@@ -11,10 +13,11 @@ from tiny_models import llama, save_checkpoint
 from transformers import AutoModelForCausalLM
 
 import models
-from config import DEFAULT_MAX_TOTAL_TOKENS, Config
+from config import AUTO_QUANTIZE, DEFAULT_MAX_TOTAL_TOKENS, Config, parse
 from models import source as ours
 from models.base import ModelError
-from run import ConfigError
+from models.cache import NNCF
+from run import HERE, ConfigError
 
 pytestmark = [pytest.mark.models, pytest.mark.filterwarnings("ignore")]
 
@@ -194,6 +197,41 @@ def test_the_model_to_try_comes_from_the_hub_where_that_has_it(hub, checkpoint, 
     assert (prepared.sha, prepared.config.model_name) == (commit, "smollm2")
     prepared.fetch_weights()
     assert "model.safetensors" in hub.fetched
+
+
+@pytest.mark.parametrize(
+    ("flags", "has_nncf", "quantize"),
+    [
+        ([], True, "int8"),
+        ([], False, None),
+        (["--quantize", "none"], True, None),
+        (["--quantize", "int4"], False, "int4"),
+        (["--dtype", "float16"], True, None),
+    ],
+)
+def test_the_model_to_try_is_compressed_where_it_can_be_and_nothing_else_was_said(
+    hub, checkpoint, monkeypatch, caplog, flags, has_nncf, quantize
+):
+    hub.push(ours.TRIAL_REPOSITORY, checkpoint)
+    monkeypatch.setattr(ours.importlib.util, "find_spec", lambda name: has_nncf or None)
+    caplog.set_level("INFO", "model")
+    given = parse(["--model-id", "smollm2", "--device", "cpu", *flags], {})
+    assert models.prepare(given).config.quantize == quantize
+    says_how = 'smollm2 is not compressed; for int8: pip install "nncf==3.4.0"' in caplog.text
+    assert says_how == (not flags and not has_nncf)
+
+
+@pytest.mark.parametrize(("model", "installs"), [("smollm2", True), ("someone/model", False), ("", False)])
+def test_make_run_installs_what_compresses_the_model_to_try(tmp_path, model, installs):
+    command = ["make", "--dry-run", "run", f"MODEL={model}", f"VENV={tmp_path}"]
+    done = subprocess.run(command, cwd=HERE, capture_output=True, text=True, check=True)
+    assert (f"install {NNCF}" in done.stdout) is installs
+
+
+def test_the_model_to_try_is_not_compressed_for_another_device(hub, checkpoint, config):
+    hub.push(ours.TRIAL_REPOSITORY, checkpoint)
+    found, *_ = ours.fetch_source(dataclasses.replace(config("smollm2", quantize=AUTO_QUANTIZE), device="neuron"))
+    assert found.quantize is None
 
 
 def test_without_the_hub_and_pypi_the_last_line_says_so(hub, config, monkeypatch):
