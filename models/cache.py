@@ -227,13 +227,13 @@ def read_entry(folder: Path) -> dict[str, Any]:
 
 def identify(folder: Path, patterns: tuple[str, ...]) -> list[tuple]:
     """Names, sizes and contents of the files that match; of large ones the time of the last change instead of
-    the contents."""
+    the contents, in seconds, as the layers of an image keep it."""
     found = []
     try:
         for path in sorted({path for pattern in patterns for path in folder.glob(pattern)}):
             status = path.stat()
             small = status.st_size <= HASHED_BYTES
-            contents = hashlib.sha256(path.read_bytes()).hexdigest() if small else status.st_mtime_ns
+            contents = hashlib.sha256(path.read_bytes()).hexdigest() if small else int(status.st_mtime)
             found.append((path.name, status.st_size, contents))
     except OSError as error:  # a link to a file that is gone, a folder, no right to read
         raise ConfigError(f"{error.filename} cannot be read: {error.strerror}") from None

@@ -10,6 +10,7 @@ the next start goes straight to plain PyTorch.
 
     python -m models.convert FOLDER TARGET < CONFIG.json     a model; CONFIG as `Config.to_json` writes it
     python -m models.convert --demo                          the demonstration model, into demo/converted
+    python -m models.convert --ahead                         the model of the settings, into the cache
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import importlib.util
 import itertools
 import logging
 import math
+import os
 import shutil
 import sys
 import warnings
@@ -32,7 +34,8 @@ from transformers import PreTrainedTokenizerFast
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import logs
-from config import Config
+import models
+from config import Config, parse
 from manifest import Manifest
 from models.base import TOLERANCE, Chunk, ModelError, first_line
 from models.cache import CANNOT_SERVE, CANNOT_WRITE, NNCF, model_key, renamed_when_complete, write_entry
@@ -361,6 +364,8 @@ def main(arguments: list[str]) -> int:
             config = with_dtype(config.with_manifest(manifest), manifest)
             with renamed_when_complete(SHIPPED / model_key(config, folder, manifest)) as target:
                 convert(config, folder, target)
+        elif arguments == ["--ahead"]:
+            models.prepare(parse([], os.environ)).load(lambda phase: None)
         else:
             config = Config.from_json(sys.stdin.read())
             logs.set_up(config.log_level, config.json_output)

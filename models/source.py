@@ -126,7 +126,7 @@ def _dequantized(config: Config, file: Path, commit: str | None) -> Path:
     dtype = "bfloat16" if config.dtype == "auto" else config.dtype
     status = file.stat()
     versions = [installed(package) for package in ("transformers", *GGUF_PACKAGES)]
-    identity = [file.name, status.st_size, commit or status.st_mtime_ns, dtype, versions]
+    identity = [file.name, status.st_size, commit or int(status.st_mtime), dtype, versions]
     return _made(config, "gguf", identity, [str(file), dtype], f"dequantizing {file.name} into {dtype}")
 
 

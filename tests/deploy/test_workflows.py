@@ -49,19 +49,28 @@ def test_a_tag_that_is_not_the_version_ends_the_release():
     assert run("v9.9.9") != 0
 
 
-@pytest.mark.parametrize(("device", "tags"), [("neuron", ["", "latest"]), ("cpu", ["-cpu", "cpu"])])
-def test_each_image_is_published_by_make_with_provenance_and_a_list_of_packages(device, tags):
+IMAGES = {
+    "latest": ({"device": "neuron"}, ["", "latest"]),
+    "cpu": ({"device": "cpu"}, ["-cpu", "cpu"]),
+    "cpu-smollm2": ({"device": "cpu", "model": "smollm2"}, ["-cpu-smollm2", "cpu-smollm2"]),
+}
+
+
+@pytest.mark.parametrize(("image", "tags"), IMAGES.values(), ids=IMAGES)
+def test_each_image_is_published_by_make_with_provenance_and_a_list_of_packages(image, tags):
     publish = WORKFLOWS["release.yml"]["jobs"]["publish"]
-    assert device in publish["strategy"]["matrix"]["device"]
+    assert publish["strategy"]["matrix"]["include"] == [image for image, _tags in IMAGES.values()]
     (step,) = [step for step in publish["steps"] if step.get("id") == "push"]
-    command = step["run"].replace("${{ matrix.device }}", device).replace("make image", "make --dry-run image").split("jq ")[0]
+    command = step["run"].replace("make image", "make --dry-run image").split("jq ")[0]
+    for name in ("device", "model"):
+        command = command.replace(f"${{{{ matrix.{name} }}}}", image.get(name, ""))
     environment = {"IMAGE": "ghcr.io/someone/fork", "PATH": "/usr/bin:/bin"}
     done = subprocess.run(["bash", "-e", "-c", command], cwd=HERE, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     built = " ".join(done.stdout.replace("\\\n", " ").split())
     assert "docker buildx build" in built
     assert "--push --provenance=mode=max --sbom=true --metadata-file=build.json" in built
-    named = [tag if tag in ("latest", "cpu") else config.VERSION + tag for tag in tags]
+    named = [tag if tag in IMAGES else config.VERSION + tag for tag in tags]
     assert re.findall(r"-t (\S+)", built) == [f"ghcr.io/someone/fork:{tag}" for tag in named]
 
 

@@ -163,3 +163,18 @@ stop
 left=$(podman diff "$name" | grep -E ' /(tmp/neuron-textgen|data/|app/)' | grep -vE ' /data/model-cache(/|$)' || true)
 [ -z "$left" ] || fail "it leaves behind: $left"
 say "as root, by variables and on another port as well; leaves nothing behind"
+
+# With the model to try in it: no network, and nothing mounted.
+make image DEVICE=cpu MODEL=smollm2 ENGINE=podman IMAGE="${image%:*}" BASE_IMAGE="$base" ARGS="--isolation chroot $mounts" \
+    >"$work/log" 2>&1 || fail "make image MODEL=smollm2: $(tail -n 40 "$work/log")"
+image+=-smollm2
+say "built with smollm2: $(podman image inspect --format '{{.Size}}' "$image" | numfmt --to=si)B"
+begin=$SECONDS
+start ""
+ready http://127.0.0.1/health
+say "ready $((SECONDS - begin)) s after its start"
+has '"model_id":"smollm2"' "$(ask http://127.0.0.1/info)"
+has '"content":"The capital of France is Paris' "$(ask http://127.0.0.1/v1/chat/completions -H 'Content-Type: application/json' \
+    -d '{"messages": [{"role": "user", "content": "What is the capital of France?"}], "max_tokens": 20, "temperature": 0}')"
+stop
+say "the image with smollm2 answers without a network"

@@ -16,6 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tiny_models import POSITIONS, VOCABULARY, run, save_checkpoint, settings
 
+import models
 from config import Config
 from manifest import Manifest
 from models import openvino_model
@@ -266,3 +267,15 @@ def test_a_long_call_is_split_into_shorter_ones_that_leave_no_token_of_a_chunk_a
         assert min(len(piece[1]) for piece in found[slot]) >= min(2, len(tokens))
         assert sum(piece[3] for piece in found[slot]) == (len(tokens) if keep_all else 1)
         assert found[slot][-1][3] >= 1
+
+
+def test_a_model_is_converted_ahead_of_its_start(tmp_path, monkeypatch, converter, caplog):
+    folder = save_checkpoint(tmp_path / "model", tiny_models.llama())
+    monkeypatch.setenv("MODEL_ID", str(folder))
+    monkeypatch.setenv("MODEL_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("DEVICE", "cpu")
+    assert converter.main(["--ahead"]) == 0
+    caplog.clear()
+    config = Config(model_id=str(folder), model_cache=str(tmp_path / "cache"), device="cpu", max_total_tokens=POSITIONS)
+    assert models.prepare(config).load(lambda phase: None).engine == "openvino"
+    assert "Converting" not in caplog.text
