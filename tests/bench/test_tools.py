@@ -14,9 +14,6 @@ from processes import MODEL_CACHE
 
 from run import HERE
 
-sys.path.insert(0, str(HERE / "bench"))
-import devices
-
 pytestmark = pytest.mark.processes
 
 
@@ -69,7 +66,8 @@ def test_a_first_run_is_rehearsed_on_a_cpu_and_its_report_names_nobody(tmp_path,
 
 
 def test_a_first_run_on_a_device_tries_each_place_to_sample(tmp_path, monkeypatch):
-    devices.write_model(tmp_path / "model", devices.Device(2, 5.0, 32000, 2))
+    model = "import sys, pathlib; sys.path.insert(0, 'bench'); from devices import Device, write_model; "
+    output_of("-c", model + f"write_model(pathlib.Path({str(tmp_path / 'model')!r}), Device(2, 5.0, 32000, 2))")
     monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}:{os.environ['PATH']}")
     monkeypatch.setenv("PYTHONPATH", str(HERE / "bench" / "simulated"))
     monkeypatch.setenv("NEURON_COMPILE_CACHE_URL", str(tmp_path / "programs"))
