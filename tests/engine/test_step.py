@@ -10,7 +10,7 @@ from engine import sampling
 from engine.requests import Request
 from engine.sampling import RowSampler
 from engine.scheduler import Limits, Scheduler
-from engine.step import StepRunner, StepTimer
+from engine.step import StepRunner, StepTimer, needs_logits
 from models.base import DeviceLost
 from protocol import End, Generate, Sampling
 
@@ -126,6 +126,13 @@ def test_a_hybrid_step_takes_ids_where_the_device_can_choose_every_token(options
     assert driven.tokens[2] == greedy([3, 9], 8)
     tokens = [token for _peer, message in driven.wire.sent for token in message.tokens if token.id == 1]
     assert all((token.logprob is None) != options.get("logprobs", True) for token in tokens)
+
+
+@pytest.mark.parametrize("more", [{"grammar": "a*"}, {"sampling": Sampling(presence_penalty=0.5)}], ids=str)
+def test_a_request_with_a_grammar_or_a_penalty_needs_logits(more):
+    for wanted, needs in ({"logprobs": False}, False), ({"logprobs": False} | more, True):
+        request = Request(generate=Generate(1, [1, 2], 8, **wanted), max_new_tokens=8, arrived_at=0.0)
+        assert needs_logits(request) == needs
 
 
 def test_a_hybrid_step_takes_logits_for_the_log_probabilities_of_a_prompt():
