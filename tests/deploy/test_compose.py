@@ -289,16 +289,17 @@ def test_no_request_is_lost_to_a_server_that_stops(replicas):
 @needs_haproxy
 @pytest.mark.processes
 def test_a_request_whose_server_dies_is_sent_to_the_other(replicas):
-    streams, whole = [replicas.stream(max_tokens=2000), replicas.stream(max_tokens=2000)], []
+    # Long, so that all four still run when a busy machine has started the last.
+    streams, whole = [replicas.stream(max_tokens=7000), replicas.stream(max_tokens=7000)], []
     with concurrent.futures.ThreadPoolExecutor() as pool:
         for _ in range(2):  # one after the other, so that each server gets one
-            whole.append(pool.submit(replicas.proxy.post, "/v1/completions", LONG | {"max_tokens": 1000}))
+            whole.append(pool.submit(replicas.proxy.post, "/v1/completions", LONG | {"max_tokens": 3000}))
             wait_until(lambda: sum(replicas.running()) == 2 + len(whole), "the request runs")
         assert replicas.running() == [2, 2]
         with asking(replicas.proxy) as statuses:
             wait_until(lambda: statuses, "an answer")
             replicas.servers[0].process.kill()
-            assert [done.result()["usage"]["completion_tokens"] for done in whole] == [1000, 1000]
+            assert [done.result()["usage"]["completion_tokens"] for done in whole] == [3000, 3000]
             assert sorted(is_whole(stream) for stream in streams) == [False, True]
             replicas.servers[0] = replicas.start("127.0.0.2")
             replicas.wait_ready()
