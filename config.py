@@ -585,7 +585,7 @@ class Config:
     graceful_termination_timeout: float = setting(
         25.0,
         "GRACEFUL_TERMINATION_TIMEOUT -g",
-        "Seconds for running requests to finish after SIGTERM.",
+        "Seconds for running requests to finish after a signal to stop.",
     )
     otlp_endpoint: str | None = setting(
         None,

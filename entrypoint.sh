@@ -6,7 +6,7 @@
 #   entrypoint.sh compile [flags]     compiles a model into a folder (compile --help)
 #   entrypoint.sh plan [flags]        shows what fits on Inferentia2 and Trainium (plan --help)
 #
-# Exit code: 0 after SIGTERM or SIGINT, 1 when a process died, 2 for a configuration or model that cannot be
+# Exit code: 0 after SIGTERM, SIGINT or SIGHUP, 1 when a process died, 2 for a configuration or model that cannot be
 # served (one line says why). Nothing survives: no process, no socket file.
 set -u
 set -m # a process group for each child: Ctrl-C reaches only this script, which ends them in order
@@ -46,11 +46,11 @@ run_dir=$(mktemp -d "${TMPDIR:-/tmp}/neuron-textgen.XXXXXXXX" 2>&1) || {
 }
 # A child that a signal ends before its exec runs this trap, too.
 trap '[ "$BASHPID" != $$ ] || rm -rf "$run_dir"' EXIT
+stops=0 # signals to stop so far; bash runs no trap inside a trap, so the handler only counts
+trap 'stops=$((stops + 1))' TERM INT HUP
 # The lock has its final name only when it is locked.
 exec 7>"$run_dir/lock.new" && flock 7 && mv "$run_dir/lock.new" "$run_dir/lock"
 export NEURON_TEXTGEN_RUN_DIR=$run_dir
-stops=0 # signals to stop so far; bash runs no trap inside a trap, so the handler only counts
-trap 'stops=$((stops + 1))' TERM INT
 # Writes config.json, which the processes read, and settings.sh, which this script reads.
 "$python" "$here/config.py" "$@" || exit $?
 source "$run_dir/settings.sh"

@@ -75,7 +75,7 @@ class Plan:
 
 FULL = Plan(((LLAMA_2_7B, 0.96, 0.95), (LLAMA_31_8B, 0.92, 0.89, 0.845), (FAST, 0.90, 0.82)), COPYING)
 SMALL = Device(2, 5.0, 32000, 2, 2.0, copy_mb_s=20.0)
-SMOKE = Plan(((Device(2, 5.0, 32000, 2, 2.0), 0.9, 0.9),), SMALL, rounds=1, seconds=1.0, requests=3)
+SMOKE = Plan(((Device(2, 5.0, 32000, 2, 2.0), 0.9, 0.9),), SMALL, rounds=1, seconds=3.0, requests=3)
 
 
 def measure(plan: Plan) -> Iterator[Figure]:

@@ -37,6 +37,11 @@ IN_IMAGE = {
     "cpu": "docker run --rm -e HF_TOKEN -p {port}:80 -v {data}:/data {cpu_image}",
 }
 PACKAGES = "neuronx-cc|torch|torch-neuronx|transformers|transformers-neuronx|aws-neuronx-.*|libneuronxla|numpy"
+LIST_PACKAGES = """
+from importlib.metadata import distributions
+for each in distributions():
+    print(each.metadata["Name"] + "==" + each.version)
+"""
 START_LIMIT_S = 3 * 3600.0
 TOKENS = 64
 CLOSE = 0.1  # a lead of log-probability by which two ways to round may still choose otherwise
@@ -73,7 +78,7 @@ def machine() -> dict:
 
 def packages(given: argparse.Namespace) -> dict[str, str]:
     """Versions in the image, or beside this Python."""
-    command = [given.python, "-m", "pip", "list", "--format=freeze"]
+    command = [given.python, "-c", LIST_PACKAGES]
     if not given.server:
         command = ["docker", "run", "--rm", "--entrypoint", "python3", given.image, *command[1:]]
     listed = subprocess.run(command, capture_output=True, text=True).stdout

@@ -69,10 +69,11 @@ DEAF = """
 
 
 @pytest.mark.parametrize("since", ["lock", "config.json", "idle", "deaf"])
-def test_a_stop_before_the_server_is_ready_ends_it_at_once(start, since):
+@pytest.mark.parametrize("stop", [signal.SIGTERM, signal.SIGHUP])
+def test_a_stop_before_the_server_is_ready_ends_it_at_once(start, since, stop):
     with start(DEAF) as server:
         wait_until(lambda: server.run_dir and (server.run_dir / since).exists(), since)
-        server.process.send_signal(signal.SIGTERM)
+        server.process.send_signal(stop)
         assert server.wait_exit(seconds=10) == 0
         assert server.log.splitlines()[-1].endswith("entrypoint: Stopped")
 
@@ -85,10 +86,11 @@ STUBBORN = """
 """
 
 
-def test_running_requests_have_the_time_that_was_given_after_sigterm(start):
+@pytest.mark.parametrize("stop", [signal.SIGTERM, signal.SIGHUP])
+def test_running_requests_have_the_time_that_was_given_after_a_signal_to_stop(start, stop):
     with start(STUBBORN, "--graceful-termination-timeout", "0.6", "--json-output") as server:
         wait_until((server.tmp / "is_running").exists, "the worker")
-        assert server.stop(signal.SIGTERM) == 0
+        assert server.stop(stop) == 0
         first, second = map(float, (server.tmp / "signals").read_text().split())
         lines = [json.loads(line) for line in server.log.splitlines()]
     assert second - first >= 0.5
