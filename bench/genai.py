@@ -1,45 +1,90 @@
-"""Tokens/s of openvino-genai's continuous batching, in process, to compare with this server.
+"""openvino-genai's continuous batching behind HTTP, to compare with this server.
 
     pip install openvino-genai==2026.4.1 optimum-intel==2.2.0 nncf==3.4.0
     optimum-cli export openvino --task text-generation-with-past --model FOLDER --weight-format int8 EXPORTED
-    python bench/genai.py EXPORTED STREAMS
+    python bench/genai.py EXPORTED PORT
 
-As `make bench URL=...` asks a server: greedy, 64 tokens for a prompt of 102 words, each prompt another text. The first of four
-rounds does not count. It speaks no HTTP and streams nothing. Belongs into an environment of its own.
+Answers TGI's /info and /generate_stream, greedy and without an end-of-text token, with Python's own HTTP server: as little as
+`make bench URL=http://localhost:PORT` needs. Belongs into an environment of its own.
 """
 
+import json
 import sys
-import time
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from queue import SimpleQueue
 
 import openvino_genai
 
-TEXT = "river stone green seven quickly under the old bridge many people walked each morning with bread and news"
-TOKENS = 64
+
+class Engine:
+    """Runs steps while there are requests; a queue of token ids for each of them, None at the end."""
+
+    def __init__(self, folder: str):
+        scheduler = openvino_genai.SchedulerConfig()
+        scheduler.max_num_seqs = 16
+        scheduler.cache_size = 1  # gigabyte
+        self.pipeline = openvino_genai.ContinuousBatchingPipeline(folder, scheduler, "CPU")
+        self.tokenizer = self.pipeline.get_tokenizer()
+        self.arrivals = SimpleQueue()
+        threading.Thread(target=self.run, daemon=True).start()
+
+    def run(self) -> None:
+        live = []
+        number = 0
+        while True:
+            while not live or not self.arrivals.empty():
+                prompt, tokens, ids = self.arrivals.get()
+                number += 1
+                live.append((self.pipeline.add_request(number, prompt, asked(tokens)), ids))
+            self.pipeline.step()
+            for handle, ids in live:
+                while handle.can_read():
+                    for output in handle.read().values():
+                        ids.put(output.generated_ids)
+                if handle.get_status() == openvino_genai.GenerationStatus.FINISHED:
+                    ids.put(None)
+            live = [each for each in live if each[0].get_status() == openvino_genai.GenerationStatus.RUNNING]
 
 
-def prompt(number: int) -> str:
-    words = TEXT.split()
-    return " ".join(words[(n * number + number) % len(words)] for n in range(102))
+def asked(tokens: int) -> openvino_genai.GenerationConfig:
+    config = openvino_genai.GenerationConfig()
+    config.max_new_tokens = tokens
+    config.ignore_eos = True
+    config.do_sample = False
+    config.apply_chat_template = False
+    return config
 
 
-def main(folder: str, streams: int) -> None:
-    scheduler = openvino_genai.SchedulerConfig()
-    scheduler.max_num_seqs = 16
-    scheduler.cache_size = 1  # gigabyte
-    pipeline = openvino_genai.ContinuousBatchingPipeline(folder, scheduler, "CPU")
-    asked = openvino_genai.GenerationConfig()
-    asked.max_new_tokens = TOKENS
-    asked.ignore_eos = True
-    asked.do_sample = False
-    asked.apply_chat_template = False
-    speeds = []
-    for turn in range(4):
-        prompts = [prompt(1 + turn * streams + n) for n in range(streams)]
-        started_at = time.perf_counter()
-        pipeline.generate(prompts, [asked] * streams)
-        speeds.append(streams * TOKENS / (time.perf_counter() - started_at))
-    print(f"{streams} streams: {', '.join(f'{speed:.1f}' for speed in speeds[1:])} tokens/s")
+class Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    engine: Engine
+
+    def do_GET(self) -> None:
+        body = json.dumps({"model_id": "openvino-genai"}).encode()
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def do_POST(self) -> None:
+        given = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        self.send_response(200)
+        self.send_header("Content-Type", "text/event-stream")
+        self.send_header("Transfer-Encoding", "chunked")
+        self.end_headers()
+        ids = SimpleQueue()
+        self.engine.arrivals.put((given["inputs"], given["parameters"]["max_new_tokens"], ids))
+        while (found := ids.get()) is not None:
+            text = self.engine.tokenizer.decode(found)
+            event = f"data:{json.dumps({'token': {'id': found[-1], 'text': text}})}\n\n".encode()
+            self.wfile.write(b"%x\r\n%s\r\n" % (len(event), event))
+        self.wfile.write(b"0\r\n\r\n")
+
+    def log_message(self, *_) -> None:
+        pass
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]))
+    Handler.engine = Engine(sys.argv[1])
+    ThreadingHTTPServer(("127.0.0.1", int(sys.argv[2])), Handler).serve_forever()

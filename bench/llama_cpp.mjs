@@ -2,14 +2,13 @@
 //
 //     npm install node-llama-cpp@3.14.2 && node bench/llama_cpp.mjs FILE.gguf STREAMS [TOKENS]
 //
-// As `make bench URL=...` asks a server: greedy, 64 tokens for a prompt of 102 words, each prompt another text. The first of
+// As `make bench URL=...` asks a server: greedy, 64 tokens for a prompt of some 130, each prompt another text. The first of
 // four rounds does not count.
 import { availableParallelism } from "node:os";
 import { getLlama, LlamaCompletion } from "node-llama-cpp";
 
 const [file, streams, tokens] = [process.argv[2], Number(process.argv[3]), Number(process.argv[4] ?? 64)];
 const threads = availableParallelism();
-const words = "river stone green seven quickly under the old bridge many people walked each morning with bread and news".split(" ");
 const llama = await getLlama({ gpu: false, build: "never", maxThreads: threads });
 const model = await llama.loadModel({ modelPath: file });
 const context = await model.createContext({ contextSize: 1024, sequences: streams, threads });
@@ -19,7 +18,7 @@ let asked = 0;
 
 function prompt() {
     asked += 1;
-    return Array.from({ length: 102 }, (_, n) => words[(n * asked + asked) % words.length]).join(" ");
+    return `Text number ${asked}: ` + "What is deep learning, and what is it not? ".repeat(11);
 }
 
 async function round() {

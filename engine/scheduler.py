@@ -29,7 +29,8 @@ from models.base import Chunk
 
 # Prompt tokens of a mixed step. A larger budget lowers the prompt's time to first token and raises the
 # inter-token latency of the running requests.
-PROMPT_TOKENS_BESIDE = 32  # while requests run
+PROMPT_TOKENS_BESIDE = 32  # while requests run; for each of up to PROMPTS_BESIDE prompts
+PROMPTS_BESIDE = 4  # the sooner many prompts are done, the more rows the steps have
 PROMPT_TOKENS_ALONE = 256
 # Prompt tokens between two decode steps, where the model cannot mix them.
 PROMPT_TOKENS_BETWEEN = 128  # while requests run
@@ -48,6 +49,7 @@ class Limits:
     prefix_step: int | None = None
     copies_prefixes: bool = False
     max_batch_prefill_tokens: int | None = None  # None: the constants above
+    prompt_budget: int | None = None  # of the engine, in place of PROMPT_TOKENS_BESIDE
     max_queue_time_s: float = math.inf
     queue_threshold_s: float | None = None
     # Where steps do not mix: prompts start beside running requests once there are enough of them, or after
@@ -244,7 +246,9 @@ class MixedSteps:
 
     def __init__(self, limits: Limits):
         self._limits = limits
-        self._budget_beside = limits.max_batch_prefill_tokens or PROMPT_TOKENS_BESIDE
+        given = limits.max_batch_prefill_tokens
+        self._budget_beside = given or limits.prompt_budget or PROMPT_TOKENS_BESIDE
+        self._prompts_beside = 1 if given else PROMPTS_BESIDE
         self._budget_alone = max(PROMPT_TOKENS_ALONE, self._budget_beside)
 
     def too_few_wait(self, waiting: int, running: int) -> bool:
@@ -257,8 +261,8 @@ class MixedSteps:
     def next(
         self, running: list[Request], prefilling: list[Request], startable: int
     ) -> tuple[list[Request], Prompts]:
-        budget = self._budget_beside if running else self._budget_alone
-        return running, self._share(max(2, budget), prefilling)
+        beside = self._budget_beside * min(len(prefilling), self._prompts_beside)
+        return running, self._share(max(2, beside if running else self._budget_alone), prefilling)
 
     def _share(self, budget: int, prefilling: list[Request]) -> Prompts:
         """How many tokens of each prompt run: an even share of the budget, and what shorter ones leave.

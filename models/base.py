@@ -74,7 +74,7 @@ class StaticBatchModel(Protocol):
     # A prompt may continue what its slot holds at multiples of this position; None: nowhere.
     prefix_step: int | None
     copies_prefixes: bool  # whether `copy_prefix` is supported
-    # Prompt tokens beside running requests, unless configured; None: the scheduler's constant.
+    # Tokens of a prompt beside running requests, unless configured; None: the scheduler's constant.
     prompt_budget: int | None
 
     def forward(self, chunks: Sequence[Chunk]) -> Logits | SampledIds:

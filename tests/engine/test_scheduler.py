@@ -174,7 +174,7 @@ def test_the_facts_for_metrics_follow_the_requests():
 
 
 def test_a_mixed_step_has_a_row_for_every_running_request_and_shares_the_budget_among_the_prompts():
-    scheduler = Scheduler(slots=5, **MIXED)
+    scheduler = Scheduler(slots=5, max_batch_prefill_tokens=32, **MIXED)
     running(scheduler, 2)
     added(scheduler, request(4), request(1000), request(900))
 
@@ -201,6 +201,16 @@ def test_max_batch_prefill_tokens_sets_the_budget_beside_running_requests(budget
     running(scheduler, 1)
     added(scheduler, request(2000))
     assert prompt_tokens(run_step(scheduler)[0]) == [budget]
+
+
+@pytest.mark.parametrize("engine_budget", [None, 16])
+def test_each_of_up_to_four_prompts_has_its_own_budget_unless_one_is_set(engine_budget):
+    each = engine_budget or BESIDE
+    for prompts in (1, 2, 4, 6):
+        scheduler = Scheduler(slots=8, prompt_budget=engine_budget, **MIXED)
+        running(scheduler, 1)
+        added(scheduler, *(request(600) for _ in range(prompts)))
+        assert sum(prompt_tokens(run_step(scheduler)[0])) == each * min(prompts, 4)
 
 
 def test_with_more_prompts_than_pairs_of_tokens_those_that_waited_longest_for_tokens_come_first():
@@ -525,6 +535,7 @@ class Simulation:
         self.gate_is_open = self.mixes or facts["waiting_served_ratio"] == 0
         self.max_waiting_tokens = facts["max_waiting_tokens"]
         self.beside = facts["max_batch_prefill_tokens"] or (BESIDE if self.mixes else BETWEEN)
+        self.most_beside = 4 if self.mixes and not facts["max_batch_prefill_tokens"] else 1
         self.alone = max(ALONE if self.mixes else BETWEEN_MANY, self.beside)
         self.held = [[] for _ in range(self.slots)]  # the KV cache of each slot, as tokens
         self.accounts: list[Account] = []
@@ -668,7 +679,7 @@ class Simulation:
         tokens = sum(prompt_tokens(step))
         in_slots = [account for account in live if account.request.slot is not None and not account.tokens]
         if self.mixes:
-            budget = max(2, self.beside if rows else self.alone)
+            budget = max(2, self.beside * min(self.most_beside, len(in_slots)) if rows else self.alone)
             given = [account for account in in_slots if account.request in step.requests]
             assert tokens <= budget + len(given)
             assert sum(len(chunk.tokens) for chunk in step.chunks if chunk.keep_all) <= KEEP_ALL
