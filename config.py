@@ -505,6 +505,14 @@ class Config:
         "A prompt continues what a slot still holds of its first tokens (a chat's next turn, a common "
         "system prompt). Its time to first token may show that others used the same prefix.",
     )
+    speculate: int | None = setting(
+        None,
+        "SPECULATE",
+        "Tokens of a request's next ones that are guessed, by looking its last ones up in its own text, and "
+        "verified in one step; 0: none. Texts stay the same.",
+        parse=_from_0,
+        shown="with OpenVINO up to 15, else 0",
+    )
     max_client_batch_size: int = setting(
         32,
         "MAX_CLIENT_BATCH_SIZE",

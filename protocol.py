@@ -44,6 +44,7 @@ class GenerateOptions(msgspec.Struct, frozen=True, kw_only=True):
     prompt_logprobs: bool = False
     grammar: str = ""  # of the text (text/grammar.py); "": any text
     keep_eos: bool = False  # a text that its grammar completes still gets its end-of-sequence token
+    prediction: list[int] = []  # what the client expects as the text: guesses of its tokens
 
 
 class Generate(GenerateOptions, frozen=True):
@@ -94,6 +95,7 @@ class RequestStats(msgspec.Struct, tag="request_stats", frozen=True):
     first_token_s: float | None = None
     input_tokens: int = 0
     generated_tokens: int = 0
+    guessed_tokens: int = 0  # those of them that took no step of their own
     max_new_tokens: int = 0
 
 
@@ -112,6 +114,7 @@ class Token(msgspec.Struct, array_like=True, frozen=True, gc=False):
     logprob: float | None
     top: list[tuple[int, float]] = []
     finish_reason: str | None = None  # "length" or "eos_token" on the last token
+    is_guessed: bool = False  # it took no step of its own
 
 
 class Prompt(msgspec.Struct, array_like=True, frozen=True, gc=False):

@@ -25,6 +25,7 @@ import models
 from config import Config
 from engine import sampling
 from engine.link import ForLoop, Link, PeerLost
+from engine.lookup import Lookup
 from engine.masks import Compiled, GrammarThreads
 from engine.metrics import Metrics
 from engine.outputs import Publisher
@@ -73,6 +74,7 @@ class Worker:
         self.stopping = False  # running requests are ended, too
         self._eos_token_ids = parts.eos_token_ids
         self._samples_on_host = model.sampling != "device"
+        self._verifies = parts.limits.verify_length > 1
         self._grammars: GrammarThreads | None = None
         if parts.grammars:
             self._grammars = GrammarThreads(parts.grammars, model.vocab_size, wake=parts.link.interrupt)
@@ -236,6 +238,8 @@ class Worker:
             request.sampler = RowSampler(
                 generate.sampling, generate.prompt, self._eos_token_ids, generate.min_new_tokens
             )
+        if self._verifies:
+            request.lookup = Lookup(generate.prompt, generate.prediction, request.max_new_tokens)
         if not generate.grammar:
             self.scheduler.add(request)
         elif compiled := self._grammars.compile(request):
@@ -407,11 +411,20 @@ def limits_of(config: Config, model: StaticBatchModel) -> Limits:
         copies_prefixes=model.copies_prefixes,
         max_batch_prefill_tokens=config.max_batch_prefill_tokens,
         prompt_budget=model.prompt_budget,
+        verify_budget=model.verify_budget,
+        verify_length=_verify_length(config, model),
         max_queue_time_s=config.max_queue_time or float("inf"),
         queue_threshold_s=None if config.queue_threshold_ms is None else config.queue_threshold_ms / 1000,
         waiting_served_ratio=config.waiting_served_ratio,
         max_waiting_tokens=config.max_waiting_tokens,
     )
+
+
+def _verify_length(config: Config, model: StaticBatchModel) -> int:
+    if config.speculate and not model.verify_length:
+        logger.warning("--speculate has no effect: this engine verifies no guesses")
+    most = model.verify_length
+    return most if config.speculate is None else min(most, config.speculate + 1)
 
 
 def _check_vocabulary(tokenizer: TokenizerFacts, model: StaticBatchModel) -> None:

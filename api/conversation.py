@@ -18,7 +18,7 @@ from msgspec.structs import replace
 
 from api import formats
 from api.errors import ApiError, invalid
-from api.fields import check_top_n, require
+from api.fields import check_ids, check_top_n, require
 from api.job import Job, Served, with_grammar
 from api.normalise import ALIASES, normalised
 from api.openai import OpenAIRequest, check_openai
@@ -79,6 +79,14 @@ class Message(Struct, omit_defaults=True):
     reasoning: str | None = None  # the same
 
 
+class Prediction(Struct):
+    """What the client expects as the answer, such as the file that it wants edited. It changes the speed,
+    never the text."""
+
+    type: str
+    content: str | list[Part]
+
+
 class ChatRequest(OpenAIRequest, kw_only=True):
     """Body of `POST /v1/chat/completions`."""
 
@@ -90,6 +98,7 @@ class ChatRequest(OpenAIRequest, kw_only=True):
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    prediction: Prediction | None = None
 
 
 def chat_job(chat: ChatRequest, served: Served, names: Names = Names()) -> Job:
@@ -127,7 +136,21 @@ def _job(chat: ChatRequest, served: Served, names: Names) -> Job:
     job = with_grammar(job, name, grammar, served.info)
     if name == "tool_choice":
         job = replace(job, grammar_name="tools")  # whose schemas may fail to compile
-    return replace(job, prompt=prompt, reading=Reading(use, thinking))
+    prediction = _prediction(chat.prediction, served) if chat.prediction else []
+    return replace(job, prompt=prompt, reading=Reading(use, thinking), prediction=prediction)
+
+
+def _prediction(given: Prediction, served: Served) -> list[int]:
+    """Its tokens, no more than a text can have."""
+    require(given.type == "content", "prediction.type", "must be `content`", given=given.type)
+    text = given.content
+    if isinstance(text, list):
+        text = "".join(_part(f"prediction.content[{i}]", part) for i, part in enumerate(text))
+    tokenizer = served.text.tokenizer
+    most = served.info.max_total_tokens
+    tokens = tokenizer.encode(tokenizer.escape(text[: most * tokenizer.longest_token]), False)[:most]
+    check_ids([max(tokens, default=0)], "prediction", served.info)
+    return tokens
 
 
 def _grammar(job: Job, use: ToolUse | None) -> tuple[str, str]:

@@ -54,11 +54,19 @@ class PromptTokensDetails(Struct):
     cached_tokens: int
 
 
+class CompletionTokensDetails(Struct):
+    """`accepted_prediction_tokens` were guessed, from `prediction` or another part of the text, and took no
+    step of their own."""
+
+    accepted_prediction_tokens: int
+
+
 class Usage(Struct):
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptTokensDetails
+    completion_tokens_details: CompletionTokensDetails
 
 
 class TopLogprob(Struct):
@@ -178,7 +186,8 @@ class OpenAIAnswer(Answer):
         prompt_tokens = sum(len(sequence.prompt) for sequence in first)
         completion_tokens = sum(sequence.tokens for sequence in sequences)
         cached = PromptTokensDetails(sum(sequence.ran.cached for sequence in first if sequence.ran))
-        return Usage(prompt_tokens, completion_tokens, prompt_tokens + completion_tokens, cached)
+        guessed = CompletionTokensDetails(sum(sequence.guessed_tokens for sequence in sequences))
+        return Usage(prompt_tokens, completion_tokens, prompt_tokens + completion_tokens, cached, guessed)
 
     def _token_logprob(self, piece: Piece) -> TokenLogprob:
         top_logprobs = [self._top_logprob(token_id, logprob) for token_id, logprob in piece.top]

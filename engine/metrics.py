@@ -52,7 +52,9 @@ METRICS = (
         "inter_token_latency_duration",
         "Seconds between a decode step's tokens and the previous step's",
     ),
-    (Summary, "request_skipped_tokens", "Tokens skipped by speculation: always 0, there is no speculation"),
+    (Summary, "request_skipped_tokens", "Tokens of a request that took no step of their own, on success"),
+    (Counter, "speculation_guesses", "Guesses of tokens that were verified"),
+    (Counter, "speculation_accepted", "Guesses of tokens that were right"),
     (Gauge, "queue_size", "Requests waiting for a slot"),
     (Histogram, "batch_next_size", "Prompts that started in the same step"),
     (Gauge, "batch_current_size", "Requests in the running batch"),
@@ -168,6 +170,8 @@ class Metrics:
         self.series("batch_decode_duration", method).observe(output.sampled_at - output.ran_at)
         self.series("batch_filter_duration", method).observe(output.done_at - output.sampled_at)
         self.series("generated_tokens").inc(sum(map(len, output.tokens)))
+        self.series("speculation_guesses").inc(output.guesses)
+        self.series("speculation_accepted").inc(output.accepted)
         if output.mask_s is not None:
             self.series("grammar_mask_duration").observe(output.mask_s)
         if step.rows:
@@ -197,6 +201,7 @@ class Metrics:
         self.series("request_queue_duration").observe(stats.queue_s)
         self.series("request_inference_duration").observe(stats.inference_s)
         self.series("request_generated_tokens").observe(stats.generated_tokens)
+        self.series("request_skipped_tokens").observe(stats.guessed_tokens)
         if stats.generated_tokens:
             seconds = stats.inference_s / stats.generated_tokens
             self.series("request_mean_time_per_token_duration").observe(seconds)

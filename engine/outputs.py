@@ -21,7 +21,7 @@ from engine.metrics import Metrics
 from engine.profiling import Profiler
 from engine.requests import Request
 from engine.sampling import RowLogprobs
-from engine.step import StepOutput, last_rows, rows_of
+from engine.step import StepOutput, rows_of, sampled_rows
 from protocol import End, Prompt, Token, Tokens
 
 logger = logging.getLogger("worker")
@@ -120,8 +120,8 @@ class Publisher:
                 message.prompts.append(_prompt_of(request))
             rows = logprobs.get(i) or [(None, [])] * len(tokens)
             reasons = [None] * (len(tokens) - 1) + [output.finish_reasons[i]]
-            for token, row, reason in zip(tokens, rows, reasons):
-                message.tokens.append(Token(request.id, token, *row, reason))
+            for number, (token, row, reason) in enumerate(zip(tokens, rows, reasons)):
+                message.tokens.append(Token(request.id, token, *row, reason, is_guessed=number > 0))
             request.has_ended = output.finish_reasons[i] is not None
         for peer, message in messages.items():
             self._link.send(peer, message)
@@ -154,14 +154,18 @@ def logprobs_of(output: StepOutput) -> dict[int, list[RowLogprobs]]:
     wanted = [i for i, tokens in enumerate(output.tokens) if tokens and requests[i].generate.logprobs]
     if not wanted:
         return {}
-    last = last_rows(output.step)
-    found = sampling.logprobs(
-        rows_of(output.logits, [last[i] for i in wanted]),
-        [output.tokens[i][0] for i in wanted],
-        [requests[i].generate.top_n_tokens for i in wanted],
-        output.maxima if wanted == output.step.samples else None,
+    rows = sampled_rows(output.step)
+    places = [(i, number) for i in wanted for number in range(len(output.tokens[i]))]
+    scored = sampling.logprobs(
+        rows_of(output.logits, [rows[i][number] for i, number in places]),
+        [output.tokens[i][number] for i, number in places],
+        [requests[i].generate.top_n_tokens for i, _number in places],
+        output.maxima if wanted == output.step.samples and not output.guesses else None,
     )
-    return {i: [row] for i, row in zip(wanted, found)}  # one token a step, until there is speculation
+    found: defaultdict[int, list[RowLogprobs]] = defaultdict(list)
+    for (i, _number), row in zip(places, scored):
+        found[i].append(row)
+    return found
 
 
 def score_prompts(output: StepOutput) -> dict[int, list[RowLogprobs]]:
@@ -169,12 +173,12 @@ def score_prompts(output: StepOutput) -> dict[int, list[RowLogprobs]]:
     found = {}
     if output.logits is None:
         return found
-    last = last_rows(output.step)
+    rows = sampled_rows(output.step)
     for i, (chunk, request) in enumerate(zip(output.step.chunks, output.step.requests)):
         if not chunk.keep_all:
             continue
         followers = request.prompt[chunk.begin + 1 : chunk.begin + 1 + len(chunk.tokens)]
-        first = last[i] + 1 - len(chunk.tokens)
+        first = rows[i].stop - len(chunk.tokens)
         logits = output.logits[first : first + len(followers)]
         found[i] = sampling.logprobs(logits, followers, [request.generate.top_n_tokens] * len(followers))
         scored = [row for row in found[i] if not isinstance(row, Exception)]

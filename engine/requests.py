@@ -13,6 +13,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from engine.lookup import Lookup
 from engine.sampling import RowSampler
 from models.base import StaticBatchModel
 from protocol import Generate
@@ -44,6 +45,7 @@ class Request:
     eos_token_ids: Collection[int] = ()
     sampler: RowSampler | None = None  # None where the device samples
     matcher: Matcher | None = None  # where the text has a grammar
+    lookup: Lookup | None = None  # where steps verify guesses
     # Kept by the scheduler:
     slot: int | None = None  # None: waiting or ended
     cached: int = 0  # prompt tokens that its slot, or another one, held already

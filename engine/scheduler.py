@@ -21,6 +21,7 @@ from bisect import insort
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 from typing import NamedTuple
 
 from engine.requests import Request
@@ -50,6 +51,8 @@ class Limits:
     copies_prefixes: bool = False
     max_batch_prefill_tokens: int | None = None  # None: the constants above
     prompt_budget: int | None = None  # of the engine, in place of PROMPT_TOKENS_BESIDE
+    verify_budget: int = 0  # tokens of all rows of a step with guesses
+    verify_length: int = 0  # of one of them
     max_queue_time_s: float = math.inf
     queue_threshold_s: float | None = None
     # Where steps do not mix: prompts start beside running requests once there are enough of them, or after
@@ -140,7 +143,8 @@ class Scheduler:
         rows, prompts = self._policy.next(self.running, self.prefilling, startable)
         if not rows and not prompts:
             return None
-        chunks = [Chunk(row.slot, (row.last_token,), len(row.prompt) + row.generated - 1) for row in rows]
+        guesses = [] if prompts else self._guesses(rows)
+        chunks = [_row(row, guessed) for row, guessed in zip_longest(rows, guesses, fillvalue=())]
         copies, self._copies = self._copies, []
         step = Step(chunks, list(rows), list(range(len(rows))), len(rows), copies, len(self.running))
         for request, tokens in prompts:
@@ -153,6 +157,17 @@ class Scheduler:
             chunks.append(Chunk(request.slot, request.prompt[begin:end], begin, request.keep_all))
             step.requests.append(request)
         return step
+
+    def _guesses(self, rows: list[Request]) -> list[list[int]]:
+        """What may follow the last token of each row. Nothing where one of them has no guess: it would wait
+        for those of the others. Nor beside prompts, which take their share of the step."""
+        most = min(self._limits.verify_budget // max(1, len(rows)), self._limits.verify_length) - 1
+        found = []
+        for row in rows if most > 0 else ():
+            found.append(row.lookup.guess(min(most, row.max_new_tokens - row.generated - 1)))
+            if not found[-1]:
+                return []
+        return found
 
     def update(self, step: Step, tokens: Sequence[list[int]]) -> list[str | None]:
         """Records the tokens of `step`, a list for each chunk: empty where the chunk samples nothing or its
@@ -169,6 +184,8 @@ class Scheduler:
                 continue
             if index >= step.rows:
                 self._update_prompt(request, chunk, is_done=bool(tokens[index]))
+            if chunk.verify and tokens[index]:
+                request.lookup.judge(len(chunk.tokens) - 1, len(tokens[index]) - 1)
             reasons[index] = self._record(request, tokens[index])
             if reasons[index]:
                 self._release(request)
@@ -188,6 +205,8 @@ class Scheduler:
 
     def _record(self, request: Request, tokens: list[int]) -> str | None:
         """Adds tokens to a request. Returns why it ends, if it does."""
+        if request.lookup:
+            request.lookup.add(tokens)
         for number, token in enumerate(tokens, 1):
             request.generated += 1
             request.last_token = token
@@ -234,6 +253,12 @@ class Scheduler:
         request.slot = None
         self.max_tokens -= len(request.prompt) + request.max_new_tokens
         (self.running if request.generated else self.prefilling).remove(request)
+
+
+def _row(request: Request, guesses: Sequence[int]) -> Chunk:
+    tokens = (request.last_token, *guesses)
+    begin = len(request.prompt) + request.generated - 1
+    return Chunk(request.slot, tokens, begin, verify=len(tokens) > 1)
 
 
 Prompts = list[tuple[Request, int]]  # and how many tokens of each run

@@ -21,7 +21,7 @@ from engine.masks import GrammarThreads, Masks
 from engine.requests import Request
 from engine.sampling import SamplingBatch, SamplingError
 from engine.scheduler import Step
-from models.base import DeviceLost, SampledIds, StaticBatchModel
+from models.base import Chunk, DeviceLost, Logits, SampledIds, StaticBatchModel
 from protocol import Sampling
 from text.grammar import GrammarError
 
@@ -43,6 +43,8 @@ class StepOutput:
     errors: dict[int, str] = field(default_factory=dict)  # by chunk, for the client
     failure: Exception | None = None  # of the whole step; all requests have errors
     finish_reasons: list[str | None] = field(default_factory=list)  # what `Scheduler.update` returned
+    guesses: int = 0  # that were verified, and how many of them were right
+    accepted: int = 0
     # [rows, vocab]; None where the device samples or nobody wants log-probabilities.
     logits: np.ndarray | None = None
     maxima: np.ndarray | None = None  # of the sampled rows (sampling.py: SamplingBatch)
@@ -77,18 +79,11 @@ class StepRunner:
             return output
         output.ran_at = time.monotonic()
         try:
-            if isinstance(result, SampledIds):
-                choices = self._device_choices(step, result)
-            else:
-                choices = self._sample(output, requests, result, masks)
+            self._sample(output, result, masks)
         except Exception as error:
-            choices = [error] * len(requests)
+            output.tokens = [[] for _ in step.chunks]
+            output.errors = {i: _message_of(error, step.requests[i]) for i in step.samples}
             output.logits = None
-        for i, request, choice in zip(step.samples, requests, choices):
-            if isinstance(choice, Exception):
-                output.errors[i] = _message_of(choice, request)
-            else:
-                output.tokens[i] = [choice]
         output.sampled_at = time.monotonic()
         return output
 
@@ -119,27 +114,58 @@ class StepRunner:
             else:
                 self._model.set_sampling(request.slot, wanted.top_k, wanted.top_p, wanted.temperature)
 
-    def _device_choices(self, step: Step, result: SampledIds) -> list[Choice]:
-        unknown = SamplingError("the device chose a token that does not exist")
-        ids = result.ids[step.samples].tolist()
-        return [token if 0 <= token < self._model.vocab_size else unknown for token in ids]
-
     def _sample(
-        self, output: StepOutput, requests: list[Request], logits: np.ndarray, masks: Future[Masks] | None
-    ) -> list[Choice]:
-        """The next token of each request that samples."""
+        self, output: StepOutput, result: Logits | SampledIds, masks: Future[Masks] | None
+    ) -> None:
+        """The next tokens of each request that samples: one, and one more behind each guess that is right."""
         step = output.step
-        if any(request.generate.logprobs or request.keep_all for request in step.requests):
-            output.logits = logits
-        if not requests:
-            return []
+        wants_logits = any(request.generate.logprobs or request.keep_all for request in step.requests)
+        if wants_logits and not isinstance(result, SampledIds):
+            output.logits = result
+        rows_by_chunk = sampled_rows(step)
+        samples = step.samples
+        depth = 0
+        while samples:
+            requests = [step.requests[i] for i in samples]
+            rows = [rows_by_chunk[i][depth] for i in samples]
+            if depth:
+                masks = self._start_masks(requests)
+            choices = self._choices(output, requests, rows, result, masks)
+            going = []
+            for i, request, choice in zip(samples, requests, choices):
+                if not isinstance(choice, Exception):
+                    output.tokens[i].append(choice)
+                    if _is_guessed(step.chunks[i], depth, choice) and not request.is_complete:
+                        going.append(i)
+                elif not depth:  # else the next step finds the same
+                    output.errors[i] = _message_of(choice, request)
+            samples = going
+            depth += 1
+        for chunk, tokens in zip(step.chunks, output.tokens):
+            if chunk.verify:
+                output.guesses += len(chunk.tokens) - 1
+                output.accepted += max(0, len(tokens) - 1)
+
+    def _choices(
+        self,
+        output: StepOutput,
+        requests: list[Request],
+        rows: list[int],
+        result: Logits | SampledIds,
+        masks: Future[Masks] | None,
+    ) -> list[Choice]:
+        """A token for each request, of its row of the result."""
+        if isinstance(result, SampledIds):
+            unknown = SamplingError("the device chose a token that does not exist")
+            ids = result.ids[rows].tolist()
+            return [token if 0 <= token < self._model.vocab_size else unknown for token in ids]
         if requests != self._sampled:  # else the arrays of the last step are right
             self._sampled = requests
             self._batch = SamplingBatch([request.sampler for request in requests])
         found = masks.result() if masks else Masks(sampling.NO_MASK, {}, None)
-        output.mask_s = found.seconds
-        rows = last_rows(step)
-        choices = sampling.sample(rows_of(logits, [rows[i] for i in step.samples]), self._batch, found.mask)
+        if found.seconds is not None:
+            output.mask_s = (output.mask_s or 0.0) + found.seconds
+        choices = sampling.sample(rows_of(result, rows), self._batch, found.mask)
         output.maxima = self._batch.maxima
         return [
             found.errors.get(place) or _follow_grammar(request, choice)
@@ -156,16 +182,25 @@ def needs_logits(request: Request) -> bool:
     return not device_can or generate.logprobs or bool(generate.grammar)
 
 
-def last_rows(step: Step) -> list[int]:
-    """For each chunk, the row of the step's logits that follows its last token."""
-    if not any(chunk.keep_all for chunk in step.chunks):
-        return list(range(len(step.chunks)))
-    return (np.cumsum([len(chunk.tokens) if chunk.keep_all else 1 for chunk in step.chunks]) - 1).tolist()
+def sampled_rows(step: Step) -> list[range]:
+    """For each chunk, the rows of the step's logits that new tokens may come from: that of its last token,
+    with guesses those of all."""
+    found = []
+    end = 0
+    for chunk in step.chunks:
+        end += chunk.rows
+        found.append(range(end - (chunk.rows if chunk.verify else 1), end))
+    return found
 
 
 def rows_of(logits: np.ndarray, rows: list[int]) -> np.ndarray:
     """Some rows of the logits, in this order; without a copy if they are the first ones."""
     return logits[: len(rows)] if rows == list(range(len(rows))) else logits[rows]
+
+
+def _is_guessed(chunk: Chunk, depth: int, token: int) -> bool:
+    """Whether the guess behind so many others is the token."""
+    return chunk.verify and depth + 1 < len(chunk.tokens) and chunk.tokens[depth + 1] == token
 
 
 def _follow_grammar(request: Request, choice: Choice) -> Choice:

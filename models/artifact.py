@@ -83,6 +83,8 @@ class Programs:
     # Tokens of a prompt that one program adds to a slot; 0: prompts run whole, as in older manifests.
     prefill_chunk: Annotated[int, msgspec.Meta(ge=0)] = 0
     model_class: str | None = None  # None: an older manifest
+    # Tokens of each slot that one program verifies guesses with; 0: there is none, as in older manifests.
+    verify_length: Annotated[int, msgspec.Meta(ge=0)] = 0
 
     @property
     def max_total_tokens(self) -> int:
@@ -178,6 +180,7 @@ def with_programs(config: Config, programs: Programs, name: str) -> Config:
         "max_batch_size": programs.batch_size,
         "max_total_tokens": programs.max_total_tokens,
         "max_input_tokens": programs.max_input_tokens,
+        "speculate": max(0, programs.verify_length - 1),
     }
     for setting, limit in limits.items():
         given = getattr(config, setting) or 0
@@ -326,6 +329,8 @@ class Cache:
 def _values(programs: Programs) -> dict[str, Any]:
     """Everything that the programs of a checkpoint depend on, as JSON keeps it."""
     values = dataclasses.asdict(programs)
+    if not programs.verify_length:
+        del values["verify_length"]  # as in older keys
     values["NEURON_CC_FLAGS"] = os.environ.get("NEURON_CC_FLAGS", "")
     for package in RUNTIME:
         values[package] = installed(package)

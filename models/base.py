@@ -33,12 +33,18 @@ class DeviceLost(Exception):
 
 class Chunk(NamedTuple):
     """The next tokens of one slot: a prompt, a part of one, or the last generated token (a decode step's
-    row)."""
+    row), with guesses of those that follow it where `verify` is set."""
 
     slot: int
     tokens: Sequence[int]
     begin: int  # position of tokens[0]; 0 starts a new sequence in the slot
     keep_all: bool = False  # return the logits after every token, for log-probabilities of prompts
+    verify: bool = False  # the same, as decode steps would give them
+
+    @property
+    def rows(self) -> int:
+        """Of logits."""
+        return len(self.tokens) if self.keep_all or self.verify else 1
 
 
 class SampledIds(NamedTuple):
@@ -76,6 +82,10 @@ class StaticBatchModel(Protocol):
     copies_prefixes: bool  # whether `copy_prefix` is supported
     # Tokens of a prompt beside running requests, unless configured; None: the scheduler's constant.
     prompt_budget: int | None
+    # Tokens of all rows of a call with `verify`, and of one of them; 0: it has none. More would cost more
+    # than they bring.
+    verify_budget: int
+    verify_length: int
 
     def forward(self, chunks: Sequence[Chunk]) -> Logits | SampledIds:
         """Runs the chunks, at most one a slot, and extends the KV cache of their slots; no other slot
@@ -84,10 +94,10 @@ class StaticBatchModel(Protocol):
         Where `prefix_step` is set, a slot holds what ran in it until other tokens run at these positions: a
         prompt may begin behind what it has in common with the slot's last one. (On Neuron up to rounding, see
         NeuronModel.) Returns one row of logits a chunk, after its last token, in the order of `chunks`; a
-        chunk with `keep_all` has one row a token. The result stays as it is when `forward` is called again. A
-        row depends on its own slot alone, to the last bit: not on the other chunks, and not on how a prompt
-        was cut into chunks where the scheduler follows `mixes` and `prefill_chunk`. Every slot with a live
-        sequence must be in each call of one-token rows where `mixes` is false. Raises DeviceLost when the
+        chunk with `keep_all` or `verify` has one row a token. The result stays as it is when `forward` is
+        called again. A row depends on its own slot alone, to the last bit: not on the other chunks, and not
+        on how a prompt was cut into chunks where the scheduler follows `mixes` and `prefill_chunk`. Every
+        slot with a live sequence must be in each call of one-token rows where `mixes` is false. Raises DeviceLost when the
         process must be restarted; any other exception leaves the model usable.
         """
 

@@ -110,7 +110,7 @@ USAGE = """entrypoint.sh compile --model-id X --output DIR [flags]
 Compiles a model for Inferentia2 or Trainium into the folder DIR, with or without a device on this machine;
 then `serve --model-id DIR` loads it in seconds and never compiles. The flags are those of `serve`
 (entrypoint.sh --help lists them); these decide what is compiled: --max-batch-size --max-total-tokens
---prefill-buckets --position-buckets --prefill-chunk --tp-degree --dtype --quantize --sampling
+--prefill-buckets --position-buckets --prefill-chunk --speculate --tp-degree --dtype --quantize --sampling
 --neuron-config.
 The weights of a local model are put into DIR, those of a hub model are downloaded by its id."""
 

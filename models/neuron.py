@@ -69,6 +69,8 @@ class NeuronModel:
         self._slot_sampling = [GREEDY] * programs.batch_size
         self._takes_ids = self.sampling == "device"
         self._held: dict[int, list[int]] = {}  # slot → the tokens in its KV cache
+        self._guessed: dict[int, Sequence[int]] = {}  # slot → what ran behind them, and may be wrong
+        self.verify_budget = self.verify_length = 0
         self.prefill_chunk: int | None = None
         if self.sampling == "hybrid" and (problem := self._hybrid_problem()):
             logger.warning("Tokens are sampled on the host (--sampling): %s", problem)
@@ -79,6 +81,12 @@ class NeuronModel:
             if problem := self._chunk_problem():
                 logger.warning("Prompts are not run in chunks (--prefill-chunk): %s", problem)
                 self.prefill_chunk = None
+        if programs.verify_length:
+            self.verify_length = programs.verify_length
+            self.verify_budget = self.verify_length * self.batch_size
+            if problem := self._verify_problem():
+                logger.warning("No guesses are verified (--speculate): %s", problem)
+                self.verify_budget = self.verify_length = 0
         self._held.clear()
         self.prefix_step = self.prefill_chunk
         self.gives_prompt_logits = self.prefill_chunk is not None and self.sampling != "device"
@@ -128,6 +136,28 @@ class NeuronModel:
                 return f"the logits differ from those of the same prompt run whole by {share}"
         return None
 
+    def _verify_problem(self) -> str | None:
+        """Verifies a guess in the highest slot: how the results differ from those of two steps, if they do."""
+        slot = self.batch_size - 1
+        try:
+            self.forward([Chunk(slot, [5, 42], 0)])
+            steps = [_comparable(self.forward([Chunk(slot, [token], 2 + n)])) for n, token in enumerate([5, 42])]
+            self.forward([Chunk(slot, [5, 42], 0)])
+            output = self.forward([Chunk(slot, [5, 42], 2, verify=True)])
+        except DeviceLost as error:
+            if is_device_error(error):
+                raise ModelError(f"the program of guesses fails ({error}); give --speculate 0") from None
+            return str(error)
+        if self._takes_ids:
+            found = output.ids.tolist()
+            expected = [token for (token,) in steps]
+            return None if found == expected else f"other tokens, {found} instead of {expected}, than in steps"
+        for n, expected in enumerate(steps):
+            difference = np.abs(_comparable(output[n : n + 1]) - expected).max() / np.ptp(expected)
+            if not difference <= CHUNK_TOLERANCE[self.dtype]:  # not: NaN
+                return f"the logits differ from those of single steps by {difference:.1%} of their range"
+        return None
+
     def _run_at_start(self, prompt: list[int], begins: list[int]) -> list[np.ndarray | list[int]]:
         """What comes after a prompt whose chunks begin at `begins`, and after one more token."""
         slot = self.batch_size - 1
@@ -168,11 +198,15 @@ class NeuronModel:
     def forward(self, chunks: Sequence[Chunk]) -> Logits | SampledIds:
         """See StaticBatchModel. A prompt, or a chunk of one, comes alone; otherwise the chunks are one token
         of every live slot, in ascending order of the slots."""
+        for chunk in chunks:
+            self._settle(chunk)
         first = chunks[0]
         goes_back = first.begin < max(1, len(self._held.get(first.slot, ())))
-        if len(first.tokens) > 1 or (len(chunks) == 1 and goes_back):
+        if first.verify:
+            output = self._verify(chunks)
+        elif len(first.tokens) > 1 or (len(chunks) == 1 and goes_back):
             (chunk,) = chunks
-            output = self._run_prompt(*chunk)
+            output = self._run_prompt(chunk)
         else:
             output = self._run_step(chunks)
         if self._takes_ids:
@@ -182,6 +216,59 @@ class NeuronModel:
         else:
             logits = output.numpy()
         return logits[:, : self.vocab_size]
+
+    def _settle(self, chunk: Chunk) -> None:
+        """Of the guesses that ran last in a slot, those before `chunk` were right."""
+        held = self._held.get(chunk.slot)
+        guessed = self._guessed.pop(chunk.slot, ())
+        if held is not None:
+            held += guessed[: max(0, chunk.begin - len(held))]
+
+    def _verify(self, chunks: Sequence[Chunk]) -> torch.Tensor:
+        """Up to `verify_length` tokens of every live slot: logits [tokens of all chunks, vocab], or ids [tokens,
+        1]. A view where it can be.
+
+        The program runs as many tokens of every slot. Fillers behind a chunk write positions that are written
+        again before anything attends to them. Near the end of a slot a row begins earlier, with tokens that the
+        slot holds. A free slot gets fillers behind its tokens, or where that would take a longer program some of
+        its tokens again. Slot 0 may not begin at 0: the library would take the call for a prompt.
+        """
+        length = self.verify_length
+        last = max(chunk.begin for chunk in chunks)
+        ends = {slot: len(held) for slot, held in self._held.items() if 0 < len(held) <= last}
+        begins = {slot: ends.get(slot, 1) for slot in range(self.batch_size)}
+        for slot, tokens, begin, _keep_all, _verify in chunks:
+            assert begin == len(self._held[slot]) > 0 and len(tokens) <= length
+            self._held[slot] += tokens
+            begins[slot] = begin
+        rows = []
+        ids = []
+        for slot, begin in begins.items():
+            begins[slot] = start = min(begin, self._position_buckets[-1] - length)
+            ids.append((self._held.get(slot, []) + [0] * (start + length))[start : start + length])
+            rows.append(range(start, start + length))
+        output = self._run_several(ids, rows, range(self.batch_size))
+        columns = []  # of [tokens, slots]
+        for slot, tokens, begin, _keep_all, _verify in chunks:
+            place = begin - begins[slot]
+            columns += [(place + n) * self.batch_size + slot for n in range(len(tokens))]
+            self._guessed[slot] = tokens[1:]
+            del self._held[slot][begin + 1 :]
+        if self._takes_ids:
+            return output.T.reshape(-1)[columns][:, None]
+        return output.transpose(0, 1).reshape(output.shape[1], -1)[:, columns].T
+
+    def _run_several(self, ids: Any, positions: Any, slots: Any) -> torch.Tensor:
+        """Runs a program of several tokens of some slots: logits [tokens, vocab, slots], or ids [slots, tokens].
+        The library looks programs up by their tokens alone, so it gets to see the right one only."""
+        model = self._model
+        every = model.decoder_lm_head_for_speculation
+        key = (len(ids[0]), len(ids))
+        model.decoder_lm_head_for_speculation = {key: every[key]}
+        try:
+            return self._call(model.speculative_forward, ids, positions, slots, speculation_length=key[0])
+        finally:
+            model.decoder_lm_head_for_speculation = every
 
     def _run_step(self, chunks: Sequence[Chunk]) -> torch.Tensor:
         """A decode step: logits [len(chunks), vocab], or ids [len(chunks), 1]. The library allocates the
@@ -223,15 +310,16 @@ class NeuronModel:
             every_slot[slot] = (held[0], len(held) if len(held) < bucket else 0)
         return every_slot | rows
 
-    def _run_prompt(self, slot: int, tokens: Sequence[int], begin: int, keep_all: bool) -> torch.Tensor:
+    def _run_prompt(self, chunk: Chunk) -> torch.Tensor:
         """Logits [1, vocab] after the last token, with `keep_all` [len(tokens), vocab] after each; or ids [1,
         1]."""
+        slot, tokens, begin, keep_all, _verify = chunk
         held = self._held.get(slot, [])
-        chunk = self.prefill_chunk or 0
+        length = self.prefill_chunk or 0
         end = begin + len(tokens)
         assert 0 <= slot < self.batch_size and len(tokens) >= 1 and end <= self.max_input_tokens
-        assert begin == 0 or len(tokens) <= chunk, (
-            f"{len(tokens)} tokens at position {begin}, in chunks of {chunk}"
+        assert begin == 0 or len(tokens) <= length, (
+            f"{len(tokens)} tokens at position {begin}, in chunks of {length}"
         )
         assert begin <= len(held), f"slot {slot} holds {len(held)} positions, not {begin}"
         held = self._held[slot] = [*held[:begin], *tokens]
@@ -260,9 +348,7 @@ class NeuronModel:
         start = min(begin, self._position_buckets[-1] - chunk)
         ids = (held + [0] * chunk)[start : start + chunk]
         positions = range(start, start + chunk)
-        output = self._call(
-            self._model.speculative_forward, [ids], [positions], [slot], speculation_length=chunk
-        )
+        output = self._run_several([ids], [positions], [slot])
         output = output.T if self._takes_ids else output[:, :, 0]
         # A copy: a view would keep the logits of all tokens.
         return output[first - start : len(held) - start].contiguous()

@@ -132,6 +132,9 @@ class Build:
     def plainer(self) -> Iterator[Build]:
         """This, and what is built instead where the library or the compiler refuses a part of it."""
         yield self
+        if self.programs.verify_length:
+            yield from self._with(verify_length=0).plainer()
+            return
         if self.programs.prefill_chunk:
             yield self._with(prefill_chunk=0)
         if self.programs.sampling == "hybrid" and not self.config.sampling:
@@ -144,6 +147,8 @@ class Build:
         """Logs what `built` lacks of these programs."""
         if self.programs.prefill_chunk != built.prefill_chunk:
             logger.warning("Prompts are not run in chunks (--prefill-chunk), %s", reason)
+        if self.programs.verify_length != built.verify_length:
+            logger.warning("No guesses are verified (--speculate), %s", reason)
         if self.programs.sampling != built.sampling:
             logger.warning("Tokens are sampled on the %s (--sampling), %s", built.sampling, reason)
 
@@ -199,8 +204,18 @@ def _sized(shape: plan.Shape, family: Family, config: Config) -> tuple[Config, P
         compiler_version=compiler_version(),
         transformers_neuronx_version=str(library().__version__),
         neuron_config=config.neuron_config or (),
+        verify_length=_verify_length(config, sizing.length),
     )
     return config, programs
+
+
+def _verify_length(config: Config, length: int) -> int:
+    """Tokens of each slot in the program that verifies guesses: these, and the one before them."""
+    if not config.speculate:
+        return 0
+    if config.speculate + 2 > length:
+        raise ConfigError(f"--speculate {config.speculate} (SPECULATE) needs slots of more tokens than {length}")
+    return config.speculate + 1
 
 
 def _machine(config: Config) -> Machine:
@@ -342,13 +357,22 @@ def generation_config(slots: Sequence[tuple[int, float, float]], vocab_size: int
     )
 
 
-def _enable_chunks(model: Any, chunk: int) -> None:
-    """Adds the program that continues one slot by `chunk` tokens, for the position buckets that are longer
-    than that."""
-    lengths = [size for size in model.token_buckets if size > chunk]
-    model.decoder_lm_head_for_speculation[chunk, 1] = model.decoder_param_set.init_speculative_decoder(
-        unroll=model.unroll, buckets=lengths, model_obj=model, n_active_tokens=chunk, batch_size=1
-    )
+def _enable_several(model: Any, programs: Programs) -> None:
+    """Adds the programs of several tokens: that continues one slot by a chunk of a prompt, and that verifies the
+    guesses of every slot. For the position buckets that are longer than that."""
+    wanted = {(programs.prefill_chunk, 1), (programs.verify_length, programs.batch_size)}
+    for tokens, slots in sorted(wanted):
+        if tokens:
+            lengths = [size for size in model.token_buckets if size > tokens]
+            model.decoder_lm_head_for_speculation[tokens, slots] = (
+                model.decoder_param_set.init_speculative_decoder(
+                    unroll=model.unroll,
+                    buckets=lengths,
+                    model_obj=model,
+                    n_active_tokens=tokens,
+                    batch_size=slots,
+                )
+            )
 
 
 def make_compiled(
@@ -362,8 +386,7 @@ def make_compiled(
         model = make(way, work_dir)
         try:
             with _compiling(way, failure):
-                if way.programs.prefill_chunk:
-                    _enable_chunks(model, way.programs.prefill_chunk)
+                _enable_several(model, way.programs)
                 compile_(model)
         except ModelError as error:
             if way is last or is_device_error(error):
@@ -445,8 +468,7 @@ def _loaded(build: Build, work_dir: Path, compiled: Path) -> Any:
     logger.info("Loading the compiled programs of %s", compiled)
     model = make(build, work_dir)
     with progress_logged("loading programs"), reported_as(f"{compiled} {NOT_ON_DEVICE}", explain):
-        if build.programs.prefill_chunk:
-            _enable_chunks(model, build.programs.prefill_chunk)
+        _enable_several(model, build.programs)
         model.load(str(compiled))
         _to_device(model)
     return model

@@ -373,6 +373,7 @@ def _prefill_chunk(shape: Shape, config: Config) -> int:
     of_llama = [
         (chunk, setting, "give 0"),
         (config.sampling in ("device", "hybrid"), f"--sampling {config.sampling} (SAMPLING)", "give host"),
+        (config.speculate, f"--speculate {config.speculate} (SPECULATE)", "give 0"),
         (options, f"--neuron-config {','.join(options)} (NEURON_CONFIG)", "leave it out"),
     ]
     is_like_llama = not shape.experts

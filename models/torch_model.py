@@ -272,6 +272,7 @@ class TorchModel:
     quantize = None
     mixes = False
     prompt_budget = None
+    verify_budget = verify_length = 0
     gives_prompt_logits = True
     prefill_chunk = 128  # fixed boundaries: the last bits of a token's logits may depend on its chunk
     prefix_step = prefill_chunk

@@ -57,6 +57,24 @@ class OutputThread:
         self.catch_up()
 
 
+class Oracle:
+    """In the place of Lookup: guesses from the text that a request has without guesses, now and then a wrong one."""
+
+    def __init__(self, text, chance):
+        self.text, self.chance, self.done = text, chance, 0
+        self.judged = []
+
+    def add(self, tokens):
+        self.done += len(tokens)
+
+    def guess(self, most):
+        guesses = self.text[self.done : self.done + self.chance.randint(0, max(0, most))]
+        return [token if self.chance.random() < 0.8 else 1 + token % 2 for token in guesses]
+
+    def judge(self, guesses, accepted):
+        self.judged.append((guesses, accepted))
+
+
 class Driven:
     """A worker on a fake model, driven step by step. `served` is in the place of the fake model."""
 
@@ -65,7 +83,7 @@ class Driven:
         shared_out = {name: model.pop(name) for name in OPERATORS_LIMITS if name in model}
         self.model = served or FakeModel(**model)
         self.admission = Admission(max_concurrent_requests)
-        of_model = ("mixes", "prefill_chunk", "prefix_step", "copies_prefixes")
+        of_model = ("mixes", "prefill_chunk", "prefix_step", "copies_prefixes", "verify_budget", "verify_length")
         facts = {name: getattr(self.model, name) for name in of_model}
         self.worker = Worker(
             Parts(

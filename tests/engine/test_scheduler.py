@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from engine import scheduler as scheduling
 from engine.requests import Group, Request
 from engine.scheduler import Limits
+from models.base import Chunk
 from protocol import Generate
 
 EOS, OTHER = 0, 7
@@ -114,7 +115,7 @@ def test_a_step_may_give_several_tokens_and_those_behind_an_end_do_not_count():
 
     assert tokens == [[OTHER, 8], [OTHER, EOS], [OTHER, 8]]
     assert [each.generated for each in (goes_on, eos, length)] == [2, 2, 2]
-    assert scheduler.next(0.0).chunks == [(goes_on.slot, (8,), 4, False)]
+    assert scheduler.next(0.0).chunks == [Chunk(goes_on.slot, (8,), 4)]
 
 
 def test_removing_is_idempotent_and_a_token_for_a_removed_request_is_ignored():
@@ -649,7 +650,7 @@ class Simulation:
             assert chunk.slot == each.slot and not account.ended
             if account.tokens:
                 in_rows.append(account)
-                assert chunk == (each.slot, (OTHER,), len(each.prompt) + account.tokens - 1, False)
+                assert chunk == Chunk(each.slot, (OTHER,), len(each.prompt) + account.tokens - 1)
                 assert index in step.samples
             else:
                 end = chunk.begin + len(chunk.tokens)

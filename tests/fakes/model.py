@@ -61,10 +61,12 @@ class FakeModel:
         prefill_chunk: int | None = None,
         prefix_step: int | None = None,
         copies_prefixes: bool = False,
+        verify_length: int = 0,
     ):
         self.batch_size, self.vocab_size, self.sampling = batch_size, vocab_size, sampling
         self.mixes, self.prefill_chunk = mixes, prefill_chunk
         self.prefix_step, self.copies_prefixes = prefix_step, copies_prefixes
+        self.verify_length, self.verify_budget = verify_length, verify_length * batch_size
         self.max_total_tokens, self.max_input_tokens = max_total_tokens, max_total_tokens - 1
         self.gives_prompt_logits = sampling != "device"
         self.takes_ids = sampling == "device"
@@ -93,7 +95,7 @@ class FakeModel:
     def forward(self, chunks: Sequence[Chunk]) -> np.ndarray | SampledIds:
         slots = [chunk.slot for chunk in chunks]
         assert chunks and len(set(slots)) == len(slots), "a slot is named once"
-        is_mix = len(chunks) > 1 and any(len(chunk.tokens) > 1 or chunk.begin == 0 for chunk in chunks)
+        is_mix = len(chunks) > 1 and any((len(chunk.tokens) > 1 and not chunk.verify) or chunk.begin == 0 for chunk in chunks)
         assert self.mixes or not is_mix, "this model runs either rows of one token or one prompt chunk"
         self.calls.append(list(chunks))
         assert self.may_run.wait(60)
@@ -102,19 +104,21 @@ class FakeModel:
         rows = []
         for chunk in chunks:
             slot, tokens = chunk.slot, list(chunk.tokens)
-            assert self.prefill_chunk is None or len(tokens) <= self.prefill_chunk
+            longest = self.verify_length if chunk.verify else self.prefill_chunk
+            assert longest is None or len(tokens) <= longest
             assert tokens and chunk.begin <= len(self.cache[slot]), "chunks follow each other, or what the slot holds"
             assert chunk.begin + len(tokens) <= self.max_total_tokens
             if self.sampling != "host" and chunk.begin == 0:
                 self.ready_slots.remove(slot)
             before = self.cache[slot][: chunk.begin]
             self.cache[slot] = before + tokens
-            ends = range(chunk.begin + 1, len(self.cache[slot]) + 1) if chunk.keep_all else [len(self.cache[slot])]
+            ends = range(len(self.cache[slot]) + 1 - chunk.rows, len(self.cache[slot]) + 1)
             for end in ends:
                 logits = next_logits(self.cache[slot][:end], self.vocab_size)
                 rows.append(np.full_like(logits, np.nan) if slot in self.nan_slots else logits)
         if not self.takes_ids:
             return np.stack(rows)
+        slots = [chunk.slot for chunk in chunks for _ in range(chunk.rows)]
         return SampledIds(np.array([self._draw(row, slot) for row, slot in zip(rows, slots)]))
 
     def _draw(self, row: np.ndarray, slot: int) -> int:

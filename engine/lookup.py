@@ -1,0 +1,74 @@
+"""Guesses of a request's next tokens, looked up in its own text: what followed the last tokens where they
+stood before. Code that is edited, quotations and long keys repeat; a step verifies several guesses for little
+more than one token costs.
+
+The longest earlier copy of the last tokens counts, of equal ones the latest, from MATCH tokens on. Guesses
+become more while they are right, fewer when they are not, and pause after each that was all wrong: for 1
+token, then 2, 4, up to 64, so a text that does not repeat itself costs next to nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+MATCH = 2  # tokens; shorter copies are chance
+LONGEST = 16  # tokens of a copy that are compared
+FIRST_GUESSES = 4
+LONGEST_PAUSE = 64  # tokens
+
+
+class Lookup:
+    """The tokens of one request, and how well guesses did. `prediction` is a text that the client expects; it
+    is guessed from its beginning."""
+
+    def __init__(self, prompt: Sequence[int], prediction: Sequence[int], max_new_tokens: int):
+        self._prediction = list(prediction)
+        self._begin = len(prediction) + len(prompt)  # of the generated tokens
+        self._end = self._begin
+        self._tokens = np.empty(self._begin + max_new_tokens, np.int32)
+        self._tokens[: len(prediction)] = prediction
+        self._tokens[len(prediction) : self._begin] = prompt
+        self._length = FIRST_GUESSES
+        self._pause = 0
+        self._next_pause = 1
+
+    def add(self, tokens: Sequence[int]) -> None:
+        """Generated tokens."""
+        self._tokens[self._end : self._end + len(tokens)] = tokens
+        self._end += len(tokens)
+        self._pause = max(0, self._pause - len(tokens))
+
+    def guess(self, most: int) -> list[int]:
+        """At most `most` tokens; none where nothing is found, or while it pauses."""
+        if most <= 0 or self._pause:
+            return []
+        begin = self._find()
+        return self._tokens[begin : min(begin + most, begin + self._length, self._end)].tolist()
+
+    def judge(self, guesses: int, accepted: int) -> None:
+        """How many of the last guesses were right."""
+        self._length = max(1, 2 * guesses if accepted == guesses else accepted + 1)
+        if accepted:
+            self._next_pause = 1
+        else:
+            self._pause = self._next_pause
+            self._next_pause = min(2 * self._next_pause, LONGEST_PAUSE)
+
+    def _find(self) -> int:
+        """Where what may follow begins; the end of the text where nothing does."""
+        tokens = self._tokens[: self._end]
+        generated = self._end - self._begin
+        if generated < MATCH and tokens[self._begin :].tolist() == self._prediction[:generated]:
+            return generated
+        found = np.flatnonzero(tokens[:-1] == tokens[-1])
+        length = 1
+        while length < LONGEST:
+            longer = found[found >= length]
+            longer = longer[tokens[longer - length] == tokens[-1 - length]]
+            if not len(longer):
+                break
+            found = longer
+            length += 1
+        return int(found[-1]) + 1 if length >= MATCH and len(found) else self._end

@@ -1,0 +1,118 @@
+"""Guesses on the real library: the texts are those without, whatever is guessed, and one program verifies all slots."""
+
+import random
+import tempfile
+from pathlib import Path
+
+import pytest
+from loop import Driven, Oracle
+from test_hybrid import mixed_requests
+from test_server import WINDOW, assert_like, cores, refuse_to_compile, serve  # noqa: F401
+from test_simulator import VOCABULARY, reference  # noqa: F401
+from transformers_neuronx import compiler
+
+import worker
+from config import Config
+from manifest import Manifest
+from models import compile as verb
+from models.neuron import NeuronModel
+from models.neuron_build import Build
+from protocol import Generate, Sampling
+
+K = 6
+
+
+def requests_of(made):
+    """Greedy ones and ones with a client's seed, some up to the end of the slot."""
+    chance = random.Random(7)
+    for n in range(14):
+        prompt = [chance.randrange(3, VOCABULARY) for _ in range(chance.choice([1, 2, 5, 9, 17, 30, 40]))]
+        most = WINDOW - len(prompt) if n % 3 == 0 else chance.randrange(1, WINDOW - len(prompt))
+        sampling = Sampling(seed=n, temperature=0.7, is_seed_given=True) if n % 2 else Sampling()
+        yield Generate(n, prompt, most, ignore_eos=True, logprobs=False, sampling=sampling)
+
+
+def texts_of(model, requests, known=None, schedule=0, at_most=2000):
+    """Their tokens, and how many of them took no step of their own. known: the texts to guess from."""
+    chance = random.Random(schedule)
+    driven = Driven(served=model)
+    oracles = iter(Oracle(known[request.id], chance) if known else None for request in requests)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(worker, "Lookup", lambda *_: next(oracles))
+        driven.worker._verifies = known is not None
+        for request in requests:
+            driven.arrive(request)
+            for _ in range(chance.randrange(4)):
+                if not driven.worker.is_idle or driven.wire.arrivals:
+                    driven.step()
+        driven.run(at_most)
+    guessed = sum(token.is_guessed for _peer, message in driven.wire.sent for token in getattr(message, "tokens", []))
+    return dict(driven.tokens), guessed
+
+
+@pytest.fixture
+def without():
+    """Runs requests on a model that could verify guesses, without any."""
+
+    def run(model, requests):
+        budget, model.verify_budget = model.verify_budget, 0
+        texts, _ = texts_of(model, requests)
+        model.verify_budget = budget
+        return texts
+
+    return run
+
+
+@pytest.mark.parametrize("sampling", ["host", "hybrid", "device"])
+@pytest.mark.parametrize("prefill_chunk", [8, 4, 0], ids=["chunks", "short chunks", "whole"])
+@pytest.mark.parametrize("tp_degree", [1, 2])
+def test_texts_are_those_without_guesses(reference, without, tmp_path, tp_degree, prefill_chunk, sampling):  # noqa: F811
+    made = reference("llama, grouped")
+    settings = {"tp_degree": tp_degree, "prefill_chunk": prefill_chunk, "sampling": sampling, "position_buckets": (16,)}
+    model = serve(made, tmp_path, max_batch_size=4, speculate=K - 1, **settings)
+    assert model.verify_length == K
+    requests = [each for each in requests_of(made) if sampling == "host" or each.sampling.seed is None]
+    known = without(model, requests)
+    for request in requests:
+        if request.sampling.seed is None:
+            assert_like(made, request.prompt, [*request.prompt, *known[request.id]])
+    guessed = 0
+    for schedule in range(4):
+        texts, more = texts_of(model, requests, known, schedule)
+        assert texts == known
+        guessed += more
+    assert guessed > 40
+
+
+def test_rows_that_the_device_cannot_sample_are_verified_beside_others(reference, without, tmp_path):  # noqa: F811
+    made = reference("llama, grouped")
+    model = serve(made, tmp_path, max_batch_size=3, speculate=K - 1, sampling="hybrid", tp_degree=2)
+    requests = [each for each in mixed_requests() if each.sampling.seed is None or each.sampling.is_seed_given]
+    known = without(model, requests)
+    texts, guessed = texts_of(model, requests, known)
+    assert texts == known and guessed
+
+
+def test_the_program_of_guesses_is_compiled_once_and_served_from_its_folder(reference, tmp_path, monkeypatch):  # noqa: F811
+    made, output = reference("llama, grouped"), tmp_path / "compiled"
+    words = ["--model-id", made.folder, "--output", output, "--tp-degree", "2", "--dtype", "float32", "--speculate", K - 1]
+    words += ["--max-total-tokens", WINDOW, "--max-batch-size", 3]
+    assert verb.main(list(map(str, words))) == 0
+    monkeypatch.setattr(compiler, "compile_hlo_module", refuse_to_compile)
+    build = Build.decide(Config(model_id=str(output), device="neuron"), output, Manifest.read(output))
+    model = NeuronModel(build, Path(tempfile.mkdtemp(dir=tmp_path)))
+    assert model.verify_length == K
+
+
+def test_a_model_whose_guesses_the_compiler_refuses_is_served_without(reference, tmp_path, monkeypatch, caplog):  # noqa: F811
+    real = compiler.compile_hlo_module
+
+    def refuse(hlo_module, *arguments, **options):
+        if f"speculation-k{K}" in str(arguments) + str(options):
+            raise RuntimeError("this program is not for me")
+        return real(hlo_module, *arguments, **options)
+
+    monkeypatch.setattr(compiler, "compile_hlo_module", refuse)
+    model = serve(reference("llama, grouped"), tmp_path, max_batch_size=3, speculate=K - 1, prefill_chunk=8)
+    assert (model.verify_length, model.prefill_chunk) == (0, 8)
+    assert "No guesses are verified (--speculate), as compiling for it failed" in caplog.text
