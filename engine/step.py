@@ -114,9 +114,7 @@ class StepRunner:
             else:
                 self._model.set_sampling(request.slot, wanted.top_k, wanted.top_p, wanted.temperature)
 
-    def _sample(
-        self, output: StepOutput, result: Logits | SampledIds, masks: Future[Masks] | None
-    ) -> None:
+    def _sample(self, output: StepOutput, result: Logits | SampledIds, masks: Future[Masks] | None) -> None:
         """The next tokens of each request that samples: one, and one more behind each guess that is right."""
         step = output.step
         wants_logits = any(request.generate.logprobs or request.keep_all for request in step.requests)

@@ -97,8 +97,9 @@ class StaticBatchModel(Protocol):
         chunk with `keep_all` or `verify` has one row a token. The result stays as it is when `forward` is
         called again. A row depends on its own slot alone, to the last bit: not on the other chunks, and not
         on how a prompt was cut into chunks where the scheduler follows `mixes` and `prefill_chunk`. Every
-        slot with a live sequence must be in each call of one-token rows where `mixes` is false. Raises DeviceLost when the
-        process must be restarted; any other exception leaves the model usable.
+        slot with a live sequence must be in each call of one-token rows, or of chunks with `verify`, where
+        `mixes` is false. Raises DeviceLost when the process must be restarted; any other exception leaves the
+        model usable.
         """
 
     def copy_prefix(self, source: int, target: int, tokens: int) -> None:

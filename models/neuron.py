@@ -137,13 +137,16 @@ class NeuronModel:
         return None
 
     def _verify_problem(self) -> str | None:
-        """Verifies a guess in the highest slot: how the results differ from those of two steps, if they do."""
+        """Verifies a guess in the highest slot: how the results differ from two steps, if they do."""
         slot = self.batch_size - 1
+        tokens = [5, 42]
+        steps = []
         try:
-            self.forward([Chunk(slot, [5, 42], 0)])
-            steps = [_comparable(self.forward([Chunk(slot, [token], 2 + n)])) for n, token in enumerate([5, 42])]
-            self.forward([Chunk(slot, [5, 42], 0)])
-            output = self.forward([Chunk(slot, [5, 42], 2, verify=True)])
+            self.forward([Chunk(slot, tokens, 0)])
+            for begin, token in enumerate(tokens, 2):
+                steps.append(_comparable(self.forward([Chunk(slot, [token], begin)])))
+            self.forward([Chunk(slot, tokens, 0)])
+            output = self.forward([Chunk(slot, tokens, 2, verify=True)])
         except DeviceLost as error:
             if is_device_error(error):
                 raise ModelError(f"the program of guesses fails ({error}); give --speculate 0") from None
@@ -151,7 +154,9 @@ class NeuronModel:
         if self._takes_ids:
             found = output.ids.tolist()
             expected = [token for (token,) in steps]
-            return None if found == expected else f"other tokens, {found} instead of {expected}, than in steps"
+            if found != expected:
+                return f"other tokens, {found} instead of {expected}, than in single steps"
+            return None
         for n, expected in enumerate(steps):
             difference = np.abs(_comparable(output[n : n + 1]) - expected).max() / np.ptp(expected)
             if not difference <= CHUNK_TOLERANCE[self.dtype]:  # not: NaN
@@ -225,13 +230,13 @@ class NeuronModel:
             held += guessed[: max(0, chunk.begin - len(held))]
 
     def _verify(self, chunks: Sequence[Chunk]) -> torch.Tensor:
-        """Up to `verify_length` tokens of every live slot: logits [tokens of all chunks, vocab], or ids [tokens,
-        1]. A view where it can be.
+        """Up to `verify_length` tokens of every live slot: logits [tokens of all chunks, vocab], or ids
+        [tokens, 1].
 
         The program runs as many tokens of every slot. Fillers behind a chunk write positions that are written
-        again before anything attends to them. Near the end of a slot a row begins earlier, with tokens that the
-        slot holds. A free slot gets fillers behind its tokens, or where that would take a longer program some of
-        its tokens again. Slot 0 may not begin at 0: the library would take the call for a prompt.
+        again before anything attends to them. Near the end of a slot a row begins earlier, with tokens that
+        the slot holds. A free slot gets fillers behind its tokens, or where that would take a longer program
+        some of its tokens again. Slot 0 may not begin at 0: the library would take the call for a prompt.
         """
         length = self.verify_length
         last = max(chunk.begin for chunk in chunks)
@@ -259,8 +264,8 @@ class NeuronModel:
         return output.transpose(0, 1).reshape(output.shape[1], -1)[:, columns].T
 
     def _run_several(self, ids: Any, positions: Any, slots: Any) -> torch.Tensor:
-        """Runs a program of several tokens of some slots: logits [tokens, vocab, slots], or ids [slots, tokens].
-        The library looks programs up by their tokens alone, so it gets to see the right one only."""
+        """Runs a program of several tokens of some slots: logits [tokens, vocab, slots], or ids [slots,
+        tokens]. The library looks programs up by their tokens alone, so it gets to see the right one only."""
         model = self._model
         every = model.decoder_lm_head_for_speculation
         key = (len(ids[0]), len(ids))

@@ -214,7 +214,8 @@ def _verify_length(config: Config, length: int) -> int:
     if not config.speculate:
         return 0
     if config.speculate + 2 > length:
-        raise ConfigError(f"--speculate {config.speculate} (SPECULATE) needs slots of more tokens than {length}")
+        given = f"--speculate {config.speculate} (SPECULATE)"
+        raise ConfigError(f"{given} needs slots of more tokens than {length}")
     return config.speculate + 1
 
 
@@ -358,7 +359,7 @@ def generation_config(slots: Sequence[tuple[int, float, float]], vocab_size: int
 
 
 def _enable_several(model: Any, programs: Programs) -> None:
-    """Adds the programs of several tokens: that continues one slot by a chunk of a prompt, and that verifies the
+    """Adds the programs of several tokens: one continues one slot by a chunk of a prompt, one verifies the
     guesses of every slot. For the position buckets that are longer than that."""
     wanted = {(programs.prefill_chunk, 1), (programs.verify_length, programs.batch_size)}
     for tokens, slots in sorted(wanted):

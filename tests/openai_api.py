@@ -8,7 +8,10 @@ RESPONSES = "/v1/responses"
 MESSAGES = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 12, "temperature": 0}
 PROMPT = {"prompt": "Hi", "max_tokens": 12, "temperature": 0}
 SAMPLED = {"temperature": 0.9, "seed": 11}
-UNCACHED = {"prompt_tokens_details": {"cached_tokens": 0}}
+UNCACHED = {
+    "prompt_tokens_details": {"cached_tokens": 0},
+    "completion_tokens_details": {"accepted_prediction_tokens": 0},
+}
 
 
 def whole(served, route, body):

@@ -11,10 +11,11 @@ import jsonschema
 import pytest
 from fakes.model import EOS, greedy
 from llguidance import LLMatcher
-from loop import Driven, on_every_engine
+from loop import Driven, Oracle, on_every_engine
 from processes import wait_until
 from tiny_tokenizers import byte_level
 
+import worker
 from protocol import MAX_GRAMMAR, Cancel, Generate, Sampling
 from text import grammar
 from text.grammar import Grammars, Matcher, of_json_schema, of_regex
@@ -53,6 +54,28 @@ def test_guided_rows_follow_their_grammar_and_free_ones_beside_them_generate_wha
     assert {n: driven.ends[n] for n in range(4)} == dict.fromkeys(range(4), "eos_token")
     size = tokenizer().get_vocab_size()
     assert driven.tokens[10] == greedy([20, 21], 30, size) and driven.tokens[11] == greedy([22] * 9, 30, size)
+
+
+@on_every_engine
+@pytest.mark.parametrize("seed", range(10))
+def test_a_guided_text_is_the_same_with_guesses_and_ends_where_it_is_complete(engine, seed):
+    chance = Random(seed)
+    grammars = [of_regex(PHONE), of_regex(WORDS), ""]
+    requests = [
+        Generate(n, [10 + n, seed + 1], 30, sampling=Sampling(seed=n, temperature=1.5), grammar=chance.choice(grammars))
+        for n in range(5)
+    ]
+    plain, guessed = guided(**engine), guided(verify_length=6, **engine)
+    plain.arrive(*requests)
+    plain.run()
+    texts = dict(plain.tokens)
+    waiting = iter(requests)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(worker, "Lookup", lambda *_: Oracle(texts[next(waiting).id], chance))
+        guessed.arrive(*requests)
+        guessed.run()
+    assert (guessed.tokens, guessed.ends) == (texts, plain.ends)
+    assert guessed.worker.metrics.series("speculation_guesses")._value.get() > 0
 
 
 @on_every_engine

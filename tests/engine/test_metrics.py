@@ -133,6 +133,7 @@ SUCCESS = RequestStats(
     first_token_s=1.0,
     input_tokens=10,
     generated_tokens=6,
+    guessed_tokens=2,
     max_new_tokens=20,
 )
 
@@ -165,6 +166,8 @@ def test_a_request_that_ends_well_is_counted_once_with_all_its_times():
         "request_time_to_first_token_duration_sum": 1.0,
         "request_generated_tokens_count": 1,
         "request_generated_tokens_sum": 6,
+        "request_skipped_tokens_count": 1,
+        "request_skipped_tokens_sum": 2,
         "request_input_length_count": 1,
         "request_input_length_sum": 10,
         "request_max_new_tokens_count": 1,

@@ -9,7 +9,7 @@ import pytest
 from fakes.tokenizer import byte_tokenizer
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from loop import Driven
+from loop import Driven, Oracle
 from on_neuron import (  # noqa: F401
     CHUNK,
     DEVICE,
@@ -35,6 +35,7 @@ from on_neuron import (  # noqa: F401
 )
 from processes import Server, events
 
+import worker
 from models.base import Chunk, DeviceLost
 from protocol import Generate
 
@@ -65,6 +66,44 @@ def test_every_schedule_gives_each_request_the_text_that_it_gets_alone(tmp_path,
     for request in requests:
         text = [*request.prompt, *driven.tokens[request.id]]
         assert text == alone(request.prompt, len(request.prompt) + request.max_new_tokens)
+
+
+@pytest.mark.parametrize("chunk", [CHUNK, 0], ids=["chunks", "whole"])
+@pytest.mark.parametrize("sampling", ["host", "device", "hybrid"])
+@given(arrivals=ARRIVALS, chance=st.randoms(use_true_random=False))
+@settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_every_schedule_with_guesses_gives_each_request_the_same_text(tmp_path, sampling, chunk, arrivals, chance):
+    model = load_chunks(tmp_path, sampling=sampling, prefill_chunk=chunk, speculate=3)
+    assert model.verify_length == 4
+    driven, requests = Driven(served=model), []
+    for n, (length, count, _steps) in enumerate(arrivals):
+        prompt = [(7 * n + position) % 90 + 1 for position in range(length)]
+        wanted = {"logprobs": n % 3 == 0 and sampling != "device", "ignore_eos": True}
+        requests.append(Generate(n, prompt, min(count, WINDOW - length), **wanted))
+    texts = [alone(each.prompt, len(each.prompt) + each.max_new_tokens)[len(each.prompt) :] for each in requests]
+    with pytest.MonkeyPatch.context() as patch:
+        oracles = iter([Oracle(text, chance) for text in texts])
+        patch.setattr(worker, "Lookup", lambda *_: next(oracles))
+        for request, (_length, _count, steps) in zip(requests, arrivals):
+            driven.arrive(request)
+            for _ in range(steps):
+                if not driven.worker.is_idle or driven.wire.arrivals:
+                    driven.step()
+        driven.run()
+    assert [driven.tokens[request.id] for request in requests] == texts
+
+
+@pytest.mark.parametrize("sampling", ["host", "device", "hybrid"])
+def test_guesses_that_the_device_verifies_wrongly_are_left_out_with_a_warning(tmp_path, monkeypatch, caplog, sampling):
+    real = device.LlamaForSampling.speculative_forward
+
+    def wrong(model, ids, positions, slots, speculation_length):
+        return real(model, ids.flip(1) if len(slots) > 1 else ids, positions, slots, speculation_length)
+
+    monkeypatch.setattr(device.LlamaForSampling, "speculative_forward", wrong)
+    model = load_chunks(tmp_path, sampling=sampling, speculate=3)
+    assert (model.verify_length, model.verify_budget) == (0, 0) and model.prefill_chunk
+    assert "No guesses are verified (--speculate): " in caplog.text
 
 
 @pytest.mark.parametrize("family", ["mistral", "mixtral"])

@@ -104,6 +104,26 @@ def test_chunks_of_any_length_but_one_change_no_bit(even, dtype):
             assert np.array_equal(np.concatenate(found), whole)
 
 
+@pytest.mark.parametrize("quantize", [None, "int8"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_guesses_are_verified_to_the_bit_of_single_steps_beside_other_rows(even, dtype, quantize):
+    """Also at the edges of the KV cache's blocks, and whatever wrong guesses a slot has seen before."""
+    model = serve(even, 128, dtype=dtype, quantize=quantize, threads=2)
+    chance = random.Random(0)
+    for length in (1, 2, 30, 31, 32, 33, 62):
+        prompt, tokens, wrong = ([chance.randrange(1, VOCABULARY) for _ in range(n)] for n in (length, 9, 9))
+        model.forward([Chunk(0, prompt, 0)])
+        steps = np.concatenate([model.forward([Chunk(0, [token], length + n)]) for n, token in enumerate(tokens)])
+        others = [(slot, 40 + slot) for slot in (1, 3)]
+        for slot, end in others:
+            model.forward([Chunk(slot, prompt[:1] * end, 0)])
+        for company in ([], others):
+            model.forward([Chunk(0, [*tokens[:1], *wrong], length, verify=True)])
+            rows = [Chunk(slot, [7], end) for slot, end in company]
+            found = model.forward([Chunk(0, tokens, length, verify=True), *rows])
+            assert np.array_equal(found[: len(tokens)], steps)
+
+
 def test_bfloat16_on_one_thread_is_computed_in_float32(even):
     """OpenVINO divides by zero there on a CPU with AMX."""
     model = serve(even, dtype="bfloat16", threads=1)

@@ -49,8 +49,8 @@ class LlamaForSampling(simulated.LlamaForSampling):
         self._held = torch.zeros(batch_size, max(n_positions), dtype=torch.int64)
         self._loaded = None
 
-    def _add_chunks(self, buckets, n_active_tokens, **_program):
-        self._programs += [f"chunk of {n_active_tokens} in {size}" for size in buckets]
+    def _add_chunks(self, buckets, n_active_tokens, batch_size, **_program):
+        self._programs += [f"chunk of {n_active_tokens} for {batch_size} in {size}" for size in buckets]
         return simulated._decoder()
 
     @property
@@ -95,11 +95,13 @@ class LlamaForSampling(simulated.LlamaForSampling):
 
     def speculative_forward(self, ids, positions, slots, speculation_length):
         super().speculative_forward(ids, positions, slots, speculation_length)
-        self._held[slots[0], positions[0]] = ids[0]
-        output = self._output([(int(slots[0]), end) for end in (positions[0] + 1).tolist()])
+        self._held[slots[:, None], positions] = ids
+        ends = (positions + 1).tolist()
+        outputs = [self._output([(slot, end) for end in row]) for slot, row in zip(slots.tolist(), ends)]
         if self._takes_logits:
-            return output.t()[:, :, None] if self._gives_both else output[:, :, None]
-        return output.t()
+            output = torch.stack(outputs, 2)  # [tokens, vocab, slots]
+            return output.transpose(0, 1) if self._gives_both else output
+        return torch.cat(outputs, 1).t()
 
     def _output(self, places):
         """Logits [n, vocab] or ids [n, 1] after the tokens of each slot up to an end: (slot, end)."""
