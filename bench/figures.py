@@ -11,9 +11,9 @@ import os
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from devices import COPYING, FAST, LLAMA_2_7B, LLAMA_31_8B, Device, serve
+from devices import COPYING, FAST, GUESSING, LLAMA_2_7B, LLAMA_31_8B, Device, serve
 from launch import Server, cpu_s, machine_busy_s
 from load import SAMPLED, Target, Window, closed_loop, find, percentile, prompt_of, saturate
 
@@ -32,6 +32,7 @@ PETS = {
     },
 }
 JSON = {"grammar": {"type": "json", "value": PETS}}
+GUESSES = 7  # of a slot in a call
 PLAIN = {name: value for name, value in SAMPLED.items() if name != "seed"}  # what a device can do
 KINDS = {"greedy": None, "sampled": SAMPLED, "sampled, JSON": SAMPLED | JSON}
 
@@ -68,14 +69,16 @@ class Plan:
 
     devices: tuple[tuple[Device | float, ...], ...]
     copying: Device | None = None  # whose logits take time to copy, for the places where tokens are sampled
+    guessing: Device | None = None  # that verifies guesses
     rounds: int = 5
     seconds: float = 2.0  # of a round
     requests: int = 60  # of a round, for the added latency
 
 
-FULL = Plan(((LLAMA_2_7B, 0.96, 0.95), (LLAMA_31_8B, 0.92, 0.89, 0.845), (FAST, 0.90, 0.82)), COPYING)
+FULL = Plan(((LLAMA_2_7B, 0.96, 0.95), (LLAMA_31_8B, 0.92, 0.89, 0.845), (FAST, 0.90, 0.82)), COPYING, GUESSING)
 SMALL = Device(2, 5.0, 32000, 2, 2.0, copy_mb_s=20.0)
-SMOKE = Plan(((Device(2, 5.0, 32000, 2, 2.0), 0.9, 0.9),), SMALL, rounds=1, seconds=3.0, requests=3)
+SMALL_GUESSING = Device(2, 5.0, 32000, 2, 2.0, verify_ms=6.5)
+SMOKE = Plan(((Device(2, 5.0, 32000, 2, 2.0), 0.9, 0.9),), SMALL, SMALL_GUESSING, rounds=1, seconds=3.0, requests=3)
 
 
 def measure(plan: Plan) -> Iterator[Figure]:
@@ -92,22 +95,40 @@ def measure(plan: Plan) -> Iterator[Figure]:
                 yield from _of_windows(windows, device, kind, goal)
     if plan.copying:
         yield from _where_sampled(plan.copying, plan)
+    if plan.guessing:
+        yield from _guessed(plan.guessing, plan)
+
+
+def _rates(device: Device, plan: Plan, flags: Sequence[str], *kinds: list[dict | None]) -> list[list[float]]:
+    """Tokens per second with a stream in every slot: the rounds of each kind of parameters, which the streams take in turns."""
+    with serve(device, *flags) as server:
+        target = find(server.url)
+        found = []
+        for kind in kinds:
+            parameters = (kind * device.slots)[: device.slots]
+            prompts = [prompt_of(20, slot) for slot in range(device.slots)]
+            requests = [target.request(each, device.window - 100, more) for each, more in zip(prompts, parameters)]
+            windows = asyncio.run(saturate(target, requests, plan.rounds, plan.seconds, _clocks(server)))
+            found.append([window.tokens_per_s for window in windows])
+        return found
+
+
+def _guessed(device: Device, plan: Plan) -> Iterator[Figure]:
+    """Tokens per second with guesses over those without: of texts that repeat themselves, and of texts that do not."""
+    plan = replace(plan, rounds=min(plan.rounds, 3), seconds=2.0)  # longer, and the streams would come to their end
+    random = PLAIN | {"min_p": 0.001, "temperature": 1.5}  # which only the host samples
+    without = _rates(device, plan, ("--speculate", "0"), [None], [random])
+    guessed = _rates(device, plan, ("--speculate", str(GUESSES)), [None], [random])
+    for what, goal, base, values in zip(("repeat", "do not repeat"), (1.5, 0.97), without, guessed):
+        of_base = [value / statistics.median(base) for value in values]
+        yield Figure(f"guesses over none, texts that {what}: {device.name}", of_base, "ratio", goal, True)
 
 
 def _where_sampled(device: Device, plan: Plan) -> Iterator[Figure]:
     """Tokens per second with a stream in every slot, sampled on the device, on the host, and in hybrid steps."""
 
     def rates(sampling: str, *kinds: list[dict | None]) -> list[list[float]]:
-        with serve(device, "--sampling", sampling) as server:
-            target = find(server.url)
-            found = []
-            for kind in kinds:
-                parameters = (kind * device.slots)[: device.slots]
-                prompts = [prompt_of(20, slot) for slot in range(device.slots)]
-                requests = [target.request(each, device.window - 100, more) for each, more in zip(prompts, parameters)]
-                windows = asyncio.run(saturate(target, requests, plan.rounds, plan.seconds, _clocks(server)))
-                found.append([window.tokens_per_s for window in windows])
-            return found
+        return _rates(device, plan, ("--sampling", sampling), *kinds)
 
     one_guided = [PLAIN | JSON, *([PLAIN] * (device.slots - 1))]
     (on_device,) = rates("device", [PLAIN])

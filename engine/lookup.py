@@ -2,9 +2,9 @@
 stood before. Code that is edited, quotations and long keys repeat; a step verifies several guesses for little
 more than one token costs.
 
-The longest earlier copy of the last tokens counts, of equal ones the latest, from MATCH tokens on. Guesses
-become more while they are right, fewer when they are not, and pause after each that was all wrong: for 1
-token, then 2, 4, up to 64, so a text that does not repeat itself costs next to nothing.
+The longest earlier copy of the last tokens counts, of equal ones the latest, from MATCH tokens on. There are
+twice as many guesses after a step in which all were right, else two more than were right. Where none was, they
+pause for 1 token, then 2, 4, up to 64, so a text that does not repeat itself costs next to nothing.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Lookup:
 
     def judge(self, guesses: int, accepted: int) -> None:
         """How many of the last guesses were right."""
-        self._length = max(1, 2 * guesses if accepted == guesses else accepted + 1)
+        self._length = 2 * guesses if accepted == guesses else accepted + 2
         if accepted:
             self._next_pause = 1
         else:

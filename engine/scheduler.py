@@ -159,13 +159,17 @@ class Scheduler:
         return step
 
     def _guesses(self, rows: list[Request]) -> list[list[int]]:
-        """What may follow the last token of each row. Nothing where one of them has no guess: it would wait
-        for those of the others. Nor beside prompts, which take their share of the step."""
+        """What may follow the last token of each row. Nothing where half of them or more have no guess: they
+        would wait for those of the others. Nor beside prompts, which take their share of the step."""
         most = min(self._limits.verify_budget // max(1, len(rows)), self._limits.verify_length) - 1
+        if most < 1:
+            return []
         found = []
-        for row in rows if most > 0 else ():
+        missing = 0
+        for row in rows:
             found.append(row.lookup.guess(min(most, row.max_new_tokens - row.generated - 1)))
-            if not found[-1]:
+            missing += not found[-1]
+            if 2 * missing >= len(rows):
                 return []
         return found
 

@@ -207,7 +207,7 @@ class NeuronModel:
             self._settle(chunk)
         first = chunks[0]
         goes_back = first.begin < max(1, len(self._held.get(first.slot, ())))
-        if first.verify:
+        if any(chunk.verify for chunk in chunks):
             output = self._verify(chunks)
         elif len(first.tokens) > 1 or (len(chunks) == 1 and goes_back):
             (chunk,) = chunks

@@ -51,7 +51,7 @@ def test_guesses_become_more_while_they_are_right_and_fewer_when_they_are_not():
     made.judge(FIRST_GUESSES, FIRST_GUESSES)
     assert len(made.guess(50)) == 2 * FIRST_GUESSES
     made.judge(8, 2)
-    assert len(made.guess(50)) == 3
+    assert len(made.guess(50)) == 4
 
 
 def test_a_request_whose_guesses_are_wrong_pauses_longer_and_longer_and_tries_again():
@@ -154,7 +154,7 @@ def test_a_request_that_is_cancelled_leaves_the_texts_of_the_others(engine):
             assert guessed[number] == plain[number][: len(guessed[number])]
 
 
-def test_a_step_has_no_guesses_where_one_request_has_none_or_a_prompt_runs():
+def test_a_step_has_no_guesses_where_half_of_the_requests_have_none_or_a_prompt_runs():
     driven = Driven(batch_size=3, mixes=True, verify_length=4, max_total_tokens=40, max_batch_prefill_tokens=2)
     driven.each_call(lambda chunks: calls.append(chunks))
     calls = []

@@ -7,13 +7,15 @@ its time is over, polls for the rest without the interpreter's lock, and returns
     SIMULATED_PREFILL_MS   duration of a prompt (10)
     SIMULATED_TOKEN_MS     and of each of its tokens, also in chunks (0)
     SIMULATED_COPY_MB_S    megabytes of logits that are copied to the host in a second, after a decode step (0: at once)
+    SIMULATED_VERIFY_MS    duration of a call that verifies the guesses of all slots (0: there is no such call)
 
 Probabilities fall with a token's rank as a language model's do, and the end-of-text token never comes. A slot gets other
 logits at each position, of a few that take turns; after prompts they are always the same. The threads of the Neuron Runtime
 poll during a whole call and yield to other threads (Neuron documentation, "Best Practices: Neuron Runtime Performance"); on a
 small machine that would take the clients' processor time, so only the last moment is polled: a thread that sleeps to the end
 is woken too late. There is no KV cache, no weight, and no check of the calls: those are in tests/fakes. Where the device
-samples it gives the likeliest token, and copies nothing that takes time.
+samples it gives ids, and copies nothing that takes time: each slot's text then repeats 40 tokens, with another one in every
+twentieth place, as code does that is written again with a name changed.
 """
 
 import ctypes
@@ -28,6 +30,7 @@ import torch
 
 __version__ = "0.0.0+simulated"
 TURNS = 8  # steps after which a slot gets the same logits again
+REPEATED, CHANGED = 40, 20  # tokens of a text that the device samples: how many repeat, and which one of them does not
 POLLED_S = 0.0003
 _libc = ctypes.CDLL(None)
 
@@ -69,6 +72,7 @@ class LlamaForSampling:
         self._step_s = float(os.environ.get("SIMULATED_STEP_MS", 10)) / 1e3
         self._prefill_s = float(os.environ.get("SIMULATED_PREFILL_MS", 10)) / 1e3
         self._token_s = float(os.environ.get("SIMULATED_TOKEN_MS", 0)) / 1e3
+        self._verify_s = float(os.environ.get("SIMULATED_VERIFY_MS", 0)) / 1e3
         self._copied_per_s = float(os.environ.get("SIMULATED_COPY_MB_S", 0)) * 1e6
         self.unroll, self.token_buckets, self.decoder_lm_head_for_speculation = None, [], {}
         self.decoder_param_set = SimpleNamespace(init_speculative_decoder=lambda **_program: _decoder())
@@ -76,9 +80,9 @@ class LlamaForSampling:
 
     def to_neuron(self) -> None:
         self._pool = _logits(self._slots, self.config.vocab_size, self.config.eos_token_id).to(self._dtype)
+        self._by_slot = self._pool.t().contiguous()
         self._prompt_logits = self._pool[:, :1].clone()  # a prompt's program has one row
-        turns = [self._pool[turn : turn + self.config.vocab_size] for turn in range(TURNS)]
-        self._ids = torch.stack([turn.argmax(0) for turn in turns]).int()  # [TURNS, slots]
+        self._id = self._prompt_logits[: self.config.vocab_size].argmax(0)[None].int()  # after prompts, [1, 1]
 
     def save(self, directory) -> None:
         Path(directory).mkdir(parents=True, exist_ok=True)
@@ -91,15 +95,19 @@ class LlamaForSampling:
         [n, 1] where the device samples."""
         over_at = time.perf_counter()
         turn = int(positions.max()) % TURNS
-        if ids.shape[1] == 1:
-            output = self._pool[turn : turn + self.config.vocab_size, : len(slots)].t()
+        if ids.shape[1] > 1:
+            output = self._id if self._gives_ids else self._prompt_logits[: self.config.vocab_size].t()
+            over_at += self._prefill_s + ids.shape[1] * self._token_s
+        elif self._gives_ids:
+            output = _own_ids(positions, slots, self.config.vocab_size)
+            over_at += self._step_s
+        elif self._verify_s:
+            output = self._own_logits(positions, slots)[:, 0].t()
             over_at += self._step_s
         else:
-            output = self._prompt_logits[: self.config.vocab_size].t()
-            over_at += self._prefill_s + ids.shape[1] * self._token_s
-        if self._gives_ids:
-            output = self._ids[turn, : len(slots), None]
-        elif self._copied_per_s:
+            output = self._pool[turn : turn + self.config.vocab_size, : len(slots)].t()
+            over_at += self._step_s
+        if self._copied_per_s and not self._gives_ids:
             over_at += output.numel() * output.element_size() / self._copied_per_s
         _wait_until(over_at)
         return output
@@ -116,15 +124,40 @@ class LlamaForSampling:
         pass
 
     def speculative_forward(self, ids, positions, slots, speculation_length: int) -> torch.Tensor:
-        """int64 [1, q], [1, q], [1] → [q, vocab, 1]: a chunk of a prompt."""
+        """int64 [n, q], [n, q], [n] → [q, vocab, n], or ids [n, q]: a chunk of a prompt, or the guesses of all slots."""
+        if len(slots) > 1:
+            return self._verified(positions, slots)
         over_at = time.perf_counter() + speculation_length * self._token_s
         output = self._prompt_logits[: self.config.vocab_size, None].expand(-1, speculation_length, -1)
         if self._gives_ids:
-            output = self._ids[:1, :1].expand(1, speculation_length)
+            output = self._id.expand(1, speculation_length)
         elif not self._samples:  # where a program gives both, models/neuron_graph.py does it
             output = output.transpose(0, 1)
         _wait_until(over_at)
         return output
+
+
+    def _verified(self, positions: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
+        over_at = time.perf_counter() + self._verify_s
+        if self._gives_ids:
+            output = _own_ids(positions, slots, self.config.vocab_size)
+        else:
+            output = self._own_logits(positions, slots)
+            output = output if self._samples else output.transpose(0, 1)
+        _wait_until(over_at)
+        return output
+
+    def _own_logits(self, positions: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
+        """[n, q] → [vocab, q, n]: of each slot those that follow its own position, as guesses need them. Takes a copy."""
+        turns, vocab = (positions % TURNS).t().tolist(), self.config.vocab_size
+        rows = [self._by_slot[slot, turn : turn + vocab] for row in turns for slot, turn in zip(slots.tolist(), row)]
+        return torch.stack(rows).t().view(vocab, len(turns), -1)
+
+
+def _own_ids(positions: torch.Tensor, slots: torch.Tensor, vocab: int) -> torch.Tensor:
+    """[n, q] → the ids [n, q] that follow: pseudo-random, the same after REPEATED positions but for some; never the first."""
+    place = torch.where(positions % CHANGED == 0, positions, positions % REPEATED)
+    return ((place * 2654435761 + slots[:, None] * 40503 >> 3) % (vocab - 1) + 1).int()
 
 
 def _wait_until(over_at: float) -> None:
