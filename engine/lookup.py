@@ -3,8 +3,8 @@ stood before. Code that is edited, quotations and long keys repeat; a step verif
 more than one token costs.
 
 The longest earlier copy of the last tokens counts, of equal ones the latest, from MATCH tokens on. There are
-twice as many guesses after a step in which all were right, else two more than were right. Where none was, they
-pause for 1 token, then 2, 4, up to 64, so a text that does not repeat itself costs next to nothing.
+twice as many guesses after a step in which all were right, else two more than were right. Where none was,
+they pause for 1 token, then 2, 4, up to 64, so a text that does not repeat itself costs next to nothing.
 """
 
 from __future__ import annotations

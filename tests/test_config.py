@@ -250,7 +250,8 @@ WRONG |= {
     "dtype": {"int3": "must be one of auto, float32, bfloat16, float16"},
     "quantize": {"awq": "must be one of none, int8, int4"},
     **dict.fromkeys(
-        ("max_waiting_tokens", "prof_waitstep", "prof_warmupstep", "prof_step"), WHOLE_NUMBERS | {"-1": "must be at least 0"}
+        ("max_waiting_tokens", "speculate", "prof_waitstep", "prof_warmupstep", "prof_step"),
+        WHOLE_NUMBERS | {"-1": "must be at least 0"},
     ),
     "neuron_config": {
         "fuse_mlp=true": "'fuse_mlp' is not an option; these are: collectives_layout, on_device_embedding, "
@@ -337,7 +338,6 @@ def test_a_setting_of_another_server_that_clients_do_not_see_is_accepted_with_on
     flags = {
         "--validation-workers": ["2"],
         "--sharded": ["true"],
-        "--speculate": ["3"],
         "--disable-custom-kernels": [],
         "--env": [],
         "--ncs": [],
@@ -413,7 +413,7 @@ def test_the_names_of_other_servers_are_no_settings_and_are_in_the_documents():
     ours = {name for flag, e in SETTINGS.items() for name in (flag, *e.metadata["flags"], *e.metadata["names"])}
     table = settings_tables.other_names()
     names = table.replace("|", "").replace("`", "").replace(",", "").split()
-    assert {"--speculate", "TS_*", "SM_NUM_GPUS"} <= set(names)
+    assert {"--cuda-graphs", "TS_*", "SM_NUM_GPUS"} <= set(names)
     rows = [row.split(" | ")[0] for row in table.splitlines()[2:]]
     assert not [name for name in ours if any(f"`{name}`" in row for row in rows)]
     assert table in (HERE / "docs" / "settings.md").read_text()
@@ -576,7 +576,7 @@ def test_the_help_names_every_setting_its_variables_its_meaning_and_its_default(
     for default in ("Default:8080.", "Default:0.0.0.0.", "Default:false.", "Default:25.", "Default:max_total_tokens-1."):
         assert default in words
     assert str(DEMO_MODEL) not in words
-    assert "--speculate" not in words
+    assert "--cuda-graphs" not in words
 
 
 def test_the_version_is_printed():

@@ -29,7 +29,8 @@ FIELDS = {name for kind in KINDS for name in kind.__struct_fields__}
 # Fields that may be ignored where another dialect than theirs is spoken: they name the request, or do nothing by themselves.
 SILENT = """inputs parameters messages prompt input instances instructions text conversation model stream stream_options details
 decoder_input_details logprobs top_logprobs suffix user metadata store service_tier background reasoning include truncation
-parallel_tool_calls previous_response_id max_tool_calls guided_whitespace_pattern system thinking output_config mcp_servers"""
+parallel_tool_calls previous_response_id max_tool_calls prediction
+guided_whitespace_pattern system thinking output_config mcp_servers"""
 
 
 def read(kind, **given):

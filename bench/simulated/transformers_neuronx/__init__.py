@@ -136,7 +136,6 @@ class LlamaForSampling:
         _wait_until(over_at)
         return output
 
-
     def _verified(self, positions: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
         over_at = time.perf_counter() + self._verify_s
         if self._gives_ids:
