@@ -26,10 +26,10 @@ FITS = -c 'import sys; sys.exit(not (3, 10) <= sys.version_info < (3, 14))' 2>/d
 PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11 python3.10; do $$p $(FITS) && { echo $$p; break; }; done)
 # In quotes wherever a shell reads it: a checkout may lie in a folder with blanks in its name.
 BIN := $(CURDIR)/$(VENV)/bin
-# uv where there is one, which takes seconds where pip takes minutes; else pip.
+# uv where there is one, which takes seconds where pip takes minutes. It would give up where an index cannot be reached.
 UV := $(shell command -v uv)
-PIP := $(if $(UV),uv pip install --quiet --python "$(BIN)/python","$(BIN)/python" -m pip --disable-pip-version-check --quiet install)
-ONCE := $(if $(UV),,--retries 1 --timeout 15)
+ONLY_PIP := "$(BIN)/python" -m pip --disable-pip-version-check --quiet install
+PIP := $(if $(UV),uv pip install --quiet --python "$(BIN)/python",$(ONLY_PIP))
 COMMA := ,
 NO_COMPILE := $(if $(UV),,--no-compile)
 PURELIB = "$(1)/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))'
@@ -164,7 +164,7 @@ $(VENV)/bin/python:
 $(VENV)/run.installed: pyproject.toml | $(VENV)/bin/python
 	@"$(BIN)/python" $(FITS) || { echo "error: $(VENV) was made with another Python than 3.10 to 3.13; make clean removes it" >&2; exit 2; }
 	@echo "Installing what the server needs into $(VENV) (once: 1.5 GB; $(if $(UV),by uv,by pip$(COMMA) which takes minutes; with uv it takes seconds))" >&2
-	@nvidia-smi -L >/dev/null 2>&1 || $(PIP) --no-deps $(ONCE) \
+	@nvidia-smi -L >/dev/null 2>&1 || $(ONLY_PIP) --no-deps --retries 1 --timeout 15 \
 		--extra-index-url $(TORCH_INDEX) $(TORCH)
 	@$(PIP) ".[cpu]"
 	@touch $@
@@ -222,7 +222,7 @@ $(VENV)-neuron/test.installed: tests/neuron_sim/requirements.txt pyproject.toml 
 		"3.12 in $(VENV) (make clean, then make test-neuron PYTHON=/path/to/python3)" >&2; exit 2; }
 	@echo "Installing what transformers-neuronx needs into $(VENV)-neuron (once)" >&2
 	@"$(BIN)/python" -m venv --clear $(VENV)-neuron
-	@$(subst $(BIN),$(NEURON_BIN),$(PIP)) $(NO_COMPILE) --no-deps $(ONCE) \
+	@$(subst $(BIN),$(NEURON_BIN),$(ONLY_PIP)) --no-compile --no-deps --retries 1 --timeout 15 \
 		--extra-index-url $(TORCH_INDEX) $(TORCH)
 	@$(subst $(BIN),$(NEURON_BIN),$(PIP)) $(NO_COMPILE) . $(TORCH) $(PYTEST) -r $<
 	@touch $@
