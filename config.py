@@ -196,6 +196,24 @@ def _key(value: str) -> str:
     return value
 
 
+def _key_file(value: str) -> str:
+    path = str(Path(value).expanduser().absolute())
+    try:
+        keys_of(path)
+    except OSError as error:
+        raise ValueError(f"cannot be read: {error.strerror}") from None
+    return path
+
+
+def keys_of(path: str) -> list[str]:
+    """The API keys in a file, one a line. Raises OSError, and ValueError where there is none or one cannot be
+    a key: a server without a key would be open to everybody."""
+    keys = [_key(line.strip()) for line in Path(path).read_text().splitlines() if line.strip()]
+    if not keys:
+        raise ValueError("has no key in it")
+    return keys
+
+
 def _header(value: str) -> str:
     if not (value.isascii() and value.isprintable()):
         raise ValueError("must be printable ASCII characters, as it is sent in a header")
@@ -547,6 +565,13 @@ class Config:
         "metrics and the pages / and /docs.",
         parse=_key,
     )
+    api_key_file: str | None = setting(
+        None,
+        "API_KEY_FILE",
+        "File with such keys, one a line, each of which is taken, beside that of --api-key; it is read again "
+        "when it changes, so keys can be replaced without a restart.",
+        parse=_key_file,
+    )
     cors_allow_origin: str = setting(
         "*",
         "CORS_ALLOW_ORIGIN",
@@ -673,6 +698,12 @@ class Config:
     def model_name(self) -> str:
         """The model's name for clients; of the built-in model not its path."""
         return self.served_model_name or ("neuron-textgen/demo" if self.is_demo else self.model_id)
+
+    @property
+    def address(self) -> str:
+        """Of the server, as a browser on this machine opens it."""
+        host = "localhost" if self.hostname in ("0.0.0.0", "::", "127.0.0.1") else self.hostname
+        return f"http://{f'[{host}]' if ':' in host else host}:{self.port}/"
 
     @property
     def is_local(self) -> bool:
@@ -925,7 +956,8 @@ def main(argv: Sequence[str]) -> int:
         return 2
     logs.set_up(config.log_level, config.json_output)
     logger = logging.getLogger("config")
-    key = "requests need the API key" if config.api_key else "requests need no API key (--api-key)"
+    is_open = not (config.api_key or config.api_key_file)
+    key = "requests need no API key (--api-key)" if is_open else "requests need the API key"
     logger.info("neuron-textgen %s starts; model: %s; %s", VERSION, config.model_name, key)
     for line in _of_other_servers(_given(argv, os.environ)):
         logger.warning("%s", line)

@@ -60,8 +60,8 @@ class _JsonFormatter(_PlainFormatter):
 
 
 class _FewRepeats(logging.Filter):
-    """Leaves out warnings and errors that repeat: behind REPEATS lines of a kind in a minute, all but the
-    100th, 1,000th and so on, which say so."""
+    """Leaves out warnings, errors and lines with `is_limited` that repeat: behind REPEATS lines of a kind in
+    a minute, all but the 100th, 1,000th and so on, which say so."""
 
     def __init__(self):
         super().__init__()
@@ -69,7 +69,7 @@ class _FewRepeats(logging.Filter):
         self._counts: Counter[tuple[str, Any]] = Counter()
 
     def filter(self, record: logging.LogRecord) -> bool:
-        if record.levelno < logging.WARNING:
+        if record.levelno < logging.WARNING and not getattr(record, "is_limited", False):
             return True
         if not 0 <= record.created - self._began < 60:
             self._began = record.created

@@ -37,7 +37,7 @@ from api.bodies import discard_rest
 from api.engine_client import EngineClient, EngineError
 from api.errors import HANG_UP, ApiError
 from api.job import ModelText
-from config import Config
+from config import Config, keys_of
 from protocol import ModelInfo
 from run import ConfigError, die_with_parent, run_dir, socket_address
 
@@ -81,7 +81,7 @@ class Guard:
 
     def __init__(self, config: Config):
         self._origins = config.cors_allow_origin.split(",")
-        self._key = config.api_key.encode() if config.api_key else None
+        self._keys = ApiKeys(config)
 
     def admit(self) -> Response | None:
         gevent.sleep(0)  # a client that sends requests ahead must not keep the event loop to itself
@@ -124,14 +124,45 @@ class Guard:
         return is_page or (route is not None and not route.needs_key)
 
     def _has_key(self) -> bool:
-        if self._key is None:
+        if self._keys.are_none:
             return True
         scheme, _, given = request.headers.get("Authorization", "").partition(" ")
         keys = [request.headers.get("x-api-key", "")]  # where Anthropic's clients have it
         if scheme.lower() == "bearer":
             keys.append(given)
         # WSGI hands the bytes of a header over as Latin-1.
-        return any(hmac.compare_digest(key.strip().encode("latin-1", "replace"), self._key) for key in keys)
+        return any(self._keys.has(key.strip().encode("latin-1", "replace")) for key in keys)
+
+
+class ApiKeys:
+    """The keys that are taken: that of `--api-key`, and those of a file, which may change while the server
+    runs."""
+
+    def __init__(self, config: Config):
+        self._own = [config.api_key.encode()] if config.api_key else []
+        self._file = config.api_key_file
+        self._read_at: tuple[int, int] | None = None
+        self._of_file: list[bytes] = []
+
+    @property
+    def are_none(self) -> bool:
+        return not (self._own or self._file)
+
+    def has(self, given: bytes) -> bool:
+        self._refresh()
+        return any(hmac.compare_digest(given, key) for key in (*self._own, *self._of_file))
+
+    def _refresh(self) -> None:
+        """A file that is gone or has no key leaves the keys as they are."""
+        if not self._file:
+            return
+        try:
+            found = os.stat(self._file)
+            if (found.st_mtime_ns, found.st_ino) != self._read_at:
+                self._of_file = [key.encode() for key in keys_of(self._file)]
+                self._read_at = (found.st_mtime_ns, found.st_ino)
+        except (OSError, ValueError) as error:
+            logger.warning("--api-key-file: the keys stay as they are: %s", error)
 
 
 class ErrorAnswers:
@@ -144,6 +175,7 @@ class ErrorAnswers:
         of_route = routes.error_shape(request.endpoint, request.path, request.headers)
         shape = error.shaped(g.get("error_shape") or of_route)
         error.request_id = g.request_id
+        g.refusal = error.text[:200]
         response = server.json_response(shape.body(error))
         response.status_code = error.status
         if error.retry_after_s is not None:
@@ -178,6 +210,10 @@ class ErrorAnswers:
         """Adds a failed request to the metrics; one that was sent to the worker does so itself."""
         if response.status_code >= 400 and "generation" not in g:
             self._process.record_failure(response.status_code)
+        if 400 <= response.status_code < 500:
+            why = g.get("refusal", "")
+            fields = {"request_id": g.request_id, "status": response.status_code, "error": why}
+            logger.info("request refused", extra={"fields": fields, "is_limited": True})
         return response
 
     def _of_http(self, error: HTTPException) -> ApiError:

@@ -56,6 +56,7 @@ class Parts:
     grammars: Grammars | None = None  # None where the device samples
     profiler: Profiler | None = None
     web_processes: int = 0  # how many to wait for before logging "Connected"
+    address: str = ""  # of the HTTP server, for the log
     output_thread: Executor | None = None  # None: its own (see Publisher)
 
 
@@ -82,6 +83,7 @@ class Worker:
         self._timer = StepTimer()
         self._progress_at = 0.0  # when the device last finished a step, or was given one after being idle
         self._web_processes = parts.web_processes
+        self._address = parts.address
         self._ready_web_processes: set[int] = set()
         self.metrics.set_limits(model.batch_size, model.max_input_tokens, model.max_total_tokens)
         self.metrics.watch(self.load)
@@ -186,6 +188,7 @@ class Worker:
         """The gauges of /metrics. Called on the socket's thread."""
         busy = self.scheduler.busy
         return {
+            "ready": float(not self.draining),
             "queue_size": len(self.scheduler.waiting),
             "slots_busy": busy,
             "batch_current_size": busy,
@@ -269,6 +272,8 @@ class Worker:
                 self._web_processes = 0
                 (run_dir() / "ready").touch()
                 logger.info("Connected")
+                if self._address:
+                    logger.info("%s answers requests, and is a page for browsers", self._address)
 
 
 class Boot:
@@ -318,6 +323,7 @@ class Boot:
             grammars=grammars,
             profiler=profiler,
             web_processes=config.web_concurrency,
+            address=config.address,
         )
         return Worker(parts)
 

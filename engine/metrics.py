@@ -12,9 +12,10 @@ import itertools
 import operator
 from collections.abc import Callable, Iterable, Mapping
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Summary
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector, Summary
 from prometheus_client.utils import floatToGoString
 
+from config import VERSION
 from engine.scheduler import Step
 from engine.step import StepOutput
 from protocol import RequestStats
@@ -84,6 +85,7 @@ METRICS = (
     (Histogram, "grammar_mask_duration", "Seconds of computing a step's token masks, while the device runs"),
     (Histogram, "grammar_compile_duration", "Seconds of compiling a grammar"),
     (Counter, "prefix_cache_tokens", "Prompt tokens that did not run, because a slot held them"),
+    (Gauge, "ready", "1 while new requests are accepted, else 0"),
     (Gauge, "slots_busy", "Occupied slots"),
     (Gauge, "slots_total", "Slots"),
     (Gauge, "boot_phase_seconds", "Seconds of a phase of the boot", "phase", ()),
@@ -112,6 +114,9 @@ class Metrics:
         self._metrics: dict[str, Counter | Gauge | Histogram | Summary] = {}
         for kind, name, about, *label in METRICS:
             self._add(kind, name, about, *label)
+        self._add(Gauge, "build_info", "1; the version of the server", "version", (VERSION,))
+        self.series("build_info", VERSION).set(1)
+        ProcessCollector(registry=self._registry)  # of the worker
 
     def series(self, name: str, *label: str | int) -> Counter | Gauge | Histogram | Summary:
         """One metric by its name without "tgi_", with the value of its label if it has one."""
@@ -216,7 +221,8 @@ class Metrics:
             for point in metric.samples:
                 if point.name.endswith("_created"):
                     continue
-                name = point.name.removesuffix("_total") if metric.type == "counter" else point.name
+                is_ours = metric.type == "counter" and point.name.startswith("tgi_")
+                name = point.name.removesuffix("_total") if is_ours else point.name
                 labels = ",".join(f'{key}="{value}"' for key, value in point.labels.items())
                 braces = f"{{{labels}}}" if labels else ""
                 lines.append(f"{name}{braces} {floatToGoString(point.value)}")

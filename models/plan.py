@@ -483,7 +483,7 @@ USAGE = """entrypoint.sh plan --model-id X [--instance TYPE] [flags]
 Shows what fits on which AWS Neuron machine. Only the model's config.json is read (without --model-id the
 demonstration model's). The flags are those of `serve` (entrypoint.sh --help lists them); these are used:
 --model-id --revision --max-total-tokens --max-batch-size --prefill-chunk --tp-degree --dtype --quantize
---sampling --neuron-config."""
+--sampling --neuron-config. Exit code 1: the model fits on none of the machines."""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -507,10 +507,18 @@ def main(argv: Sequence[str]) -> int:
         for line in report(config.model_name, shape, machines, config):
             indent = " " * (len(line) - len(line.lstrip()) + 4)
             print(textwrap.fill(line, 100, subsequent_indent=indent, break_on_hyphens=False))
+        return 0 if any(_fits(shape, machine, config) for machine in machines) else 1
     except (argparse.ArgumentError, ConfigError, ModelError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    return 0
+
+
+def _fits(shape: Shape, machine: Machine, config: Config) -> bool:
+    try:
+        choose(shape, machine, config)
+    except ConfigError:
+        return False
+    return True
 
 
 if __name__ == "__main__":

@@ -20,6 +20,8 @@ HUB_MODEL = {"MODEL_ID": "someone/model"}
 
 # For each setting two values as they are written, and what they mean.
 COUNTS, SECONDS, SWITCH = [("7", 7), ("9", 9)], [("7", 7.0), ("0.5", 0.5)], [("true", True), ("false", False)]
+# Any files whose lines could be keys.
+KEY_FILES = (HERE / ".gitignore", HERE / "tests" / "clients" / "requirements-aider.txt")
 VALUES = {
     "model_id": [("someone/model", "someone/model"), ("other/model", "other/model")],
     "revision": [("main", "main"), ("abc123", "abc123")],
@@ -58,6 +60,7 @@ VALUES = {
     "hostname": [("127.0.0.1", "127.0.0.1"), ("::1", "::1")],
     "port": [("7000", 7000), ("9000", 9000)],
     "api_key": [("secret", "secret"), ("Other", "Other")],
+    "api_key_file": [(str(path), str(path)) for path in KEY_FILES],
     "cors_allow_origin": [("https://a.example", "https://a.example"), ("http://b.example:80", "http://b.example:80")],
     "compute_type": [("inf2", "inf2"), ("cpu", "cpu")],
     "log_level": [("debug", "debug"), ("WARNING", "warn")],
@@ -246,6 +249,11 @@ WRONG |= {
     "prefill_chunk": WHOLE_NUMBERS | {"-1": "must be at least 0", "1": "must be 0 (off) or at least 3"},
     "prefill_buckets": {"128,": "must be a whole number", "0,1": "must be at least 1"},
     "tokenizer_config_path": {"/nowhere": "there is no such file"},
+    "api_key_file": {
+        "/nowhere": "cannot be read: No such file or directory",
+        os.devnull: "has no key in it",
+        __file__: "must be printable ASCII characters without blanks",
+    },
     "device": {"tpu": "must be one of auto, cpu, cuda, neuron"},
     "dtype": {"int3": "must be one of auto, float32, bfloat16, float16"},
     "quantize": {"awq": "must be one of none, int8, int4"},

@@ -41,6 +41,12 @@ def test_a_warning_or_error_that_repeats_without_end_is_logged_a_few_times_with_
     assert lines[-1].endswith("worker: request 999 cannot be run (line 1000 of this kind within a minute)")
 
 
+def test_refused_requests_are_logged_at_info_a_few_times_a_minute(log):
+    for n in range(200):
+        logging.getLogger("web").info("request refused", extra={"fields": {"request_id": n}, "is_limited": True})
+    assert len(log()) == logs.REPEATS + 1
+
+
 def test_lines_of_other_kinds_and_those_of_requests_are_all_logged(log):
     for n in range(100):
         logging.getLogger("worker").info("request finished", extra={"fields": {"request_id": n}})

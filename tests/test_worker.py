@@ -169,6 +169,19 @@ def test_connected_is_logged_once_every_web_process_is_ready(tmp_path, monkeypat
     driven.step()
     assert (tmp_path / "ready").exists()
     assert caplog.messages.count("Connected") == 1
+    assert driven.worker.load()["ready"] == 1
+    driven.worker.drain()
+    assert driven.worker.load()["ready"] == 0
+
+
+def test_behind_connected_stands_the_address(monkeypatch, tmp_path, caplog):
+    monkeypatch.setattr("worker.run_dir", lambda: tmp_path)
+    caplog.set_level("INFO")
+    driven = Driven(web_processes=1)
+    driven.worker._address = Config(port=8081).address
+    driven.arrive(Hello(1, True))
+    driven.step()
+    assert caplog.messages[-2:] == ["Connected", "http://localhost:8081/ answers requests, and is a page for browsers"]
 
 
 # Failures

@@ -62,6 +62,43 @@ def test_a_key_beyond_ascii_works_as_curl_sends_it(serve):
     assert served.client.get("/info", headers={"Authorization": sent}).status_code == 200
 
 
+def test_keys_of_a_file_are_taken_beside_the_one_of_the_setting_and_can_be_replaced(serve, tmp_path, caplog):
+    file = tmp_path / "keys"
+    file.write_text("old\nsecond\n")
+    served = serve(api_key="own", api_key_file=str(file)).get_ready()
+
+    def taken():
+        asked = {key: {"Authorization": f"Bearer {key}"} for key in ("own", "old", "second", "new", "")}
+        return {key for key, headers in asked.items() if served.client.get("/info", headers=headers).status_code == 200}
+
+    assert taken() == {"own", "old", "second"}
+    (tmp_path / "next").write_text("second\n\nnew\n")
+    (tmp_path / "next").rename(file)
+    assert taken() == {"own", "second", "new"}
+    for broken in ("", "two words\n"):
+        (tmp_path / "next").write_text(broken)
+        (tmp_path / "next").rename(file)
+        assert taken() == {"own", "second", "new"}, "a server is never open because its file is broken"
+    file.unlink()
+    assert taken() == {"own", "second", "new"}
+    assert "--api-key-file: the keys stay as they are: " in caplog.text
+
+
+def test_a_refused_request_has_one_line_that_says_why_without_what_the_client_wrote(serve, caplog):
+    caplog.set_level("INFO")
+    served = serve(api_key="Secret").get_ready()
+    headers = {"Authorization": "Bearer Secret"}
+    caplog.clear()
+    served.client.get("/info")
+    served.post("/generate", {"inputs": "my words", "parameters": {"temperature": -1}}, headers=headers)
+    served.client.get("/nowhere", headers=headers)
+    served.client.get("/health")
+    refused = [record.fields for record in caplog.records if record.getMessage() == "request refused"]
+    assert [fields["status"] for fields in refused] == [401, 422, 404]
+    assert "Unauthorized" in refused[0]["error"] and "temperature" in refused[1]["error"]
+    assert "my words" not in str(refused) and all(fields["request_id"] for fields in refused)
+
+
 def test_every_request_for_text_is_counted_once(served):
     assert served.counts()["tgi_request_count_total"] == 0
     small = {"max_new_tokens": 3, "temperature": 0.5}

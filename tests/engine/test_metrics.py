@@ -9,7 +9,7 @@ from peer import Peer
 from prometheus_client.parser import text_string_to_metric_families
 
 import worker
-from config import Config
+from config import VERSION, Config
 from engine.link import Link, PeerLost
 from engine.metrics import Metrics
 from engine.requests import Admission
@@ -78,7 +78,14 @@ def test_the_metrics_of_tgi_are_there_by_name_and_type():
     found = types(with_limits())
     expected = {f"tgi_{name}": kind for kind, names in TGI.items() for name in names.split()}
     assert expected.items() <= found.items()
-    assert all(name.startswith("tgi_") for name in found)
+    assert all(name.startswith(("tgi_", "process_")) for name in found)
+
+
+def test_the_version_and_the_process_are_there_under_prometheus_own_names():
+    found = samples(Metrics())
+    assert found["tgi_build_info", f"version={VERSION}"] == 1
+    assert found["process_cpu_seconds_total",] > 0 and found["process_resident_memory_bytes",] > 1e6
+    assert found["tgi_ready",] == 0, "until the worker says so"
 
 
 def test_the_text_is_what_prometheus_reads():

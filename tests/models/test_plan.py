@@ -498,7 +498,7 @@ def test_plan_reads_the_settings_of_serve_from_the_environment(run, folder):
 
 def test_plan_for_a_model_that_does_not_fit_says_what_would(run, folder):
     code, output, _ = run("--model-id", folder("Llama-2-70B"), "--instance", "inf2.xlarge")
-    assert code == 0 and "--tp-degree 12 would fit" in " ".join(output.split())
+    assert code == 1 and "--tp-degree 12 would fit" in " ".join(output.split())
 
 
 @pytest.mark.parametrize(
