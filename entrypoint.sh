@@ -12,14 +12,14 @@ set -u
 set -m # a process group for each child: Ctrl-C reaches only this script, which ends them in order
 
 here=$(cd "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")" && pwd)
+# TGI's images set it; without the package hf_transfer, huggingface_hub would end every download.
+unset HF_HUB_ENABLE_HF_TRANSFER
 python=${PYTHON:-$here/.venv/bin/python} # which `make run` makes
 [ -n "${PYTHON:-}" ] || [ -x "$python" ] || python=python3
 "$python" -c 'import importlib.util as i, sys; sys.exit(not (i.find_spec("msgspec") and i.find_spec("gevent")))' || {
-    echo "error: $python has not what the server needs; \`make run\` in $here installs it" >&2
+    echo "error: $python lacks what the server needs; \`make run\` in $here installs it" >&2
     exit 2
 }
-# TGI's images set it; without the package hf_transfer, huggingface_hub would end every download.
-unset HF_HUB_ENABLE_HF_TRANSFER
 
 # Runs a module of this folder as a program; the caller's folder is not on Python's path.
 run_module() {

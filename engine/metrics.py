@@ -217,12 +217,14 @@ class Metrics:
             self.series(name).set(value)
         lines = []
         for metric in self._registry.collect():
-            lines += [f"# HELP {metric.name} {metric.documentation}", f"# TYPE {metric.name} {metric.type}"]
+            is_ours = metric.name.startswith("tgi_")
+            shown = metric.name if is_ours or metric.type != "counter" else f"{metric.name}_total"
+            lines += [f"# HELP {shown} {metric.documentation}", f"# TYPE {shown} {metric.type}"]
             for point in metric.samples:
                 if point.name.endswith("_created"):
                     continue
-                is_ours = metric.type == "counter" and point.name.startswith("tgi_")
-                name = point.name.removesuffix("_total") if is_ours else point.name
+                is_counter = metric.type == "counter" and is_ours
+                name = point.name.removesuffix("_total") if is_counter else point.name
                 labels = ",".join(f'{key}="{value}"' for key, value in point.labels.items())
                 braces = f"{{{labels}}}" if labels else ""
                 lines.append(f"{name}{braces} {floatToGoString(point.value)}")

@@ -1,13 +1,18 @@
 """The script that starts, supervises and stops: what it reads of the settings, and the lines that it logs itself."""
 
 import json
+import os
 import re
+import shutil
 import signal
+import subprocess
 import sys
 import time
 
 import pytest
 from processes import Server, wait_until
+
+from run import HERE
 
 # In place of Python: the real config.py, and processes of the two other kinds that do what a test asks for.
 PYTHON = """#!/usr/bin/env bash
@@ -58,6 +63,67 @@ def test_a_boot_that_takes_too_long_ends_with_1_after_the_time_that_was_given(st
         assert time.monotonic() - started_at >= float(seconds)
         words = f"error: the model was not ready within --startup-timeout (STARTUP_TIMEOUT) {seconds} s"
         assert server.log.splitlines()[-1] == words
+
+
+@pytest.fixture
+def checkout(tmp_path):
+    """The files of the server in a folder with a blank in its name, without an environment."""
+    folder = tmp_path / "my code"
+    folder.mkdir()
+    for path in HERE.glob("*.*"):
+        if path.is_file():
+            (folder / path.name).symlink_to(path)
+    (folder / "entrypoint.sh").unlink()
+    shutil.copy(HERE / "entrypoint.sh", folder)
+    return folder
+
+
+def test_the_environment_beside_the_script_is_used(checkout):
+    environment = checkout / ".venv" / "bin"
+    environment.mkdir(parents=True)
+    (environment / "python").write_text('#!/bin/sh\necho "here: $*"\n')
+    (environment / "python").chmod(0o755)
+    done = subprocess.run(
+        [checkout / "entrypoint.sh", "--help"], env={"PATH": os.environ["PATH"]}, capture_output=True, text=True
+    )
+    assert done.stdout.splitlines()[-1] == f"here: {checkout}/config.py --help"
+
+
+def test_a_python_without_what_the_server_needs_ends_it_with_one_line_that_says_what_to_run(checkout):
+    bare = checkout / "python"
+    bare.write_text(f'#!/bin/sh\nexec {sys.executable} -I -S "$@"\n')
+    bare.chmod(0o755)
+    environment = {"PATH": os.environ["PATH"], "PYTHON": str(bare)}
+    done = subprocess.run([checkout / "entrypoint.sh"], env=environment, capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == f"error: {bare} lacks what the server needs; `make run` in {checkout} installs it\n"
+
+
+def make(*words, folder=HERE, **environ):
+    command = ["make", "--no-print-directory", *words]
+    return subprocess.run(command, cwd=folder, env=os.environ | environ, capture_output=True, text=True, timeout=60)
+
+
+def test_make_help_lists_every_target_that_is_for_people():
+    shown = make("help").stdout
+    phony = next(line for line in (HERE / "Makefile").read_text().splitlines() if line.startswith(".PHONY: "))
+    assert set(phony.split()[1:]) - {"clients"} == set(re.findall(r"^make ([a-z-]+) ", shown, flags=re.MULTILINE))
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (
+            ["PYTHON=/nowhere/python3.9"],
+            "error: Python 3.10 to 3.13 is needed, and /nowhere/python3.9 is another (make PYTHON=",
+        ),
+        (["PYTHON="], "error: Python 3.10 to 3.13 is needed (make PYTHON="),
+    ],
+)
+def test_make_names_a_python_that_does_not_fit(checkout, words, said):
+    shutil.copy(HERE / "Makefile", checkout)
+    done = make("run", *words, folder=checkout)
+    assert done.returncode == 2 and done.stderr.startswith(said)
 
 
 # As processes that do not see a signal so soon after their start.
