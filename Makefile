@@ -25,7 +25,8 @@ FITS = -c 'import sys; sys.exit(not (3, 10) <= sys.version_info < (3, 14))' 2>/d
 # The python3 of the machine if it is 3.10 to 3.13, else one of those by name.
 PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11 python3.10; do $$p $(FITS) && { echo $$p; break; }; done)
 # In quotes wherever a shell reads it: a checkout may lie in a folder with blanks in its name.
-BIN := $(CURDIR)/$(VENV)/bin
+AT := $(if $(filter /%,$(VENV)),,$(CURDIR)/)$(VENV)
+BIN := $(AT)/bin
 # uv where there is one, which takes seconds where pip takes minutes. It would give up where an index cannot be reached.
 UV := $(shell command -v uv)
 ONLY_PIP := "$(BIN)/python" -m pip --disable-pip-version-check --quiet install
@@ -38,7 +39,7 @@ NNCF := $(shell sed -n 's/^quantize = \["\([^"]*\)".*/\1/p' pyproject.toml)
 TORCH_INDEX := https://download.pytorch.org/whl/cpu
 PYTEST := $(shell sed -nE 's/.*"(pytest(-timeout)?==[^"]*)".*/\1/p' pyproject.toml)
 UI := $(shell sed -nE 's/.*"((gradio|openai|selenium|pytest|pytest-timeout)==[^"]*)".*/\1/p' pyproject.toml)
-UI_BIN := $(CURDIR)/$(VENV)-ui/bin
+UI_BIN := $(AT)-ui/bin
 NPM_FLAGS := --loglevel=error --no-package-lock --no-audit --no-fund --ignore-scripts
 IMAGE := ghcr.io/neuron-textgen/neuron-textgen
 VERSION := $(shell sed -n 's/^version = "\(.*\)"/\1/p' pyproject.toml)
@@ -57,9 +58,9 @@ aider := test_aider.py
 # The package in a checkout of transformers-neuronx or in a folder of installed packages; nothing where there is none.
 NEURON := $(shell for folder in "$(TRANSFORMERS_NEURONX)/src" "$(TRANSFORMERS_NEURONX)"; do \
 	test -f "$$folder/transformers_neuronx/__init__.py" && cd "$$folder/transformers_neuronx" && pwd && break; done)
-NEURON_BIN := $(CURDIR)/$(VENV)-neuron/bin
+NEURON_BIN := $(AT)-neuron/bin
 
-RAY_BIN := $(CURDIR)/$(VENV)-ray/bin
+RAY_BIN := $(AT)-ray/bin
 RAY := $(shell sed -n 's/^ray = \[\(.*\)\].*/\1/p' pyproject.toml | tr -d ',')
 
 help:
@@ -82,14 +83,14 @@ clients: $(VENV)/run.installed
 		$(VENV)-clients/javascript.installed $(VENV)-clients/agents.installed
 
 test-clients: export SERVER_PYTHON := $(BIN)/python
-test-clients: export NODE_PATH := $(CURDIR)/$(VENV)-clients/javascript/node_modules
-test-clients: export AGENTS := $(CURDIR)/$(VENV)-clients/agents/node_modules
+test-clients: export NODE_PATH := $(AT)-clients/javascript/node_modules
+test-clients: export AGENTS := $(AT)-clients/agents/node_modules
 test-clients: clients
 	@$(foreach client,$(CLIENTS),echo "$(client):" && $(VENV)-clients/$(client)/bin/python -m pytest \
 		-c tests/clients/pytest.ini $(addprefix tests/clients/,$($(client))) $(ARGS) &&) true
 
 # What runs in this environment finds the library and the stand-ins for what it imports (tests/neuron_sim/README.md).
-test-neuron: export PUBLISHED := $(CURDIR)/$(VENV)/published
+test-neuron: export PUBLISHED := $(AT)/published
 test-neuron: $(if $(NEURON),$(VENV)-neuron/test.installed $(VENV)/published/installed)
 	@test -n "$(NEURON)" || { echo "error: no transformers_neuronx in TRANSFORMERS_NEURONX='$(TRANSFORMERS_NEURONX)'; it takes" \
 		"a checkout (git clone https://github.com/aws-neuron/transformers-neuronx)" >&2; echo "or the FOLDER of: pip install" \
@@ -105,7 +106,7 @@ test-ui: $(VENV)/run.installed $(VENV)-ui/ui.installed
 	"$(UI_BIN)/python" -m pytest -c tests/clients/pytest.ini tests/clients/test_gradio.py $(ARGS)
 
 test-open-webui: export SERVER_PYTHON := $(BIN)/python
-test-open-webui: export AGENTS := $(CURDIR)/$(VENV)-clients/agents/node_modules
+test-open-webui: export AGENTS := $(AT)-clients/agents/node_modules
 test-open-webui: $(VENV)/run.installed $(VENV)-clients/agents.installed $(VENV)-clients/open-webui.installed
 	$(VENV)-clients/open-webui/bin/python -m pytest -c tests/clients/pytest.ini tests/clients/test_open_webui.py $(ARGS)
 

@@ -115,6 +115,7 @@ def prepare(config: Config) -> Prepared:
         build = Build.decide(config, folder, manifest)
         return Prepared(build.config, device, folder, sha, manifest, build)
     _refuse_neuron_settings(config, device)
+    _refuse_by_config(manifest)
     if manifest.is_compiled:
         raise ModelError(
             f"{config.model_name} is compiled for Neuron, and this server runs on {device}; "
@@ -140,6 +141,17 @@ def _refuse_neuron_settings(config: Config, device: str) -> None:
         given.append(f"--sampling {config.sampling} (SAMPLING)")
     if given:
         raise ModelError(f"{given[0]} is for Neuron, and this server runs on {device}; leave it out")
+
+
+def _refuse_by_config(manifest: Manifest) -> None:
+    """What its config.json says that no engine here serves, before a weight is downloaded or converted."""
+    kind = manifest.config_json.get("model_type")
+    if manifest.config_json.get("is_encoder_decoder"):
+        raise ModelError(f"{kind} models are encoders with decoders; this server runs decoders alone")
+    if manifest.config_json.get("quantization_config"):
+        raise ModelError(
+            f"this {kind} checkpoint is quantized, which cannot be served yet; use its unquantized form"
+        )
 
 
 def choose_device(wanted: str) -> str:

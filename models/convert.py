@@ -16,7 +16,6 @@ the next start goes straight to plain PyTorch.
 from __future__ import annotations
 
 import gc
-import importlib.util
 import itertools
 import logging
 import math
@@ -38,11 +37,19 @@ import models
 from config import Config, parse
 from manifest import Manifest
 from models.base import TOLERANCE, Chunk, ModelError, first_line
-from models.cache import CANNOT_SERVE, CANNOT_WRITE, NNCF, model_key, renamed_when_complete, write_entry
+from models.cache import CANNOT_SERVE, CANNOT_WRITE, model_key, renamed_when_complete, write_entry
 from models.machine import usable_threads
 
 # Before openvino, which it keeps from loading its telemetry.
-from models.openvino_model import PLACEHOLDER, SHIPPED, OpenVinoModel, read_graph, reason, with_dtype
+from models.openvino_model import (
+    PLACEHOLDER,
+    SHIPPED,
+    OpenVinoModel,
+    check_quantizer,
+    read_graph,
+    reason,
+    with_dtype,
+)
 from models.torch_model import length_limit, load_pretrained, reference_logits
 from run import HERE, die_with_parent
 
@@ -144,10 +151,7 @@ def convert(config: Config, folder: Path, target: Path) -> None:
     manifest = Manifest.read(folder)
     config = with_dtype(config, manifest)
     dtype = config.dtype
-    if config.quantize and not importlib.util.find_spec("nncf"):
-        raise ModelError(
-            f'--quantize {config.quantize} (QUANTIZE) needs nncf for the first start: pip install "{NNCF}"'
-        )
+    check_quantizer(config)
     stored = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
     # float32 takes twice the bytes of a 16-bit checkpoint.
     needed = SPARE_BYTES + stored * (2 if dtype == "float32" else 1)

@@ -13,6 +13,7 @@ mix of chunks. This file imports neither torch nor transformers, unless the mode
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
 import logging
 import math
 import os
@@ -33,7 +34,7 @@ from openvino.op import _PagedAttentionExtension as PagedAttention  # noqa: E402
 from config import DEFAULT_BATCH_SIZE, Config  # noqa: E402
 from manifest import Manifest  # noqa: E402
 from models.base import Chunk, ModelError, StaticBatchModel, check_length, progress_logged  # noqa: E402
-from models.cache import ModelCache, model_key, read_entry, run_converter  # noqa: E402
+from models.cache import NNCF, ModelCache, model_key, read_entry, run_converter  # noqa: E402
 from models.machine import usable_threads  # noqa: E402
 from run import HERE, ConfigError  # noqa: E402
 
@@ -276,6 +277,7 @@ def load(
     key = model_key(config, folder, manifest)
 
     def convert(target: Path) -> None:
+        check_quantizer(config)
         announce("converting")
         logger.info("Converting %s for OpenVINO, once", config.model_name)
         with progress_logged(f"converting {config.model_name}"):
@@ -303,6 +305,13 @@ def load(
         if key:
             cache.remove(key)
         return _load_torch(given, manifest, folder, reason(error))
+
+
+def check_quantizer(config: Config) -> None:
+    """Raises ModelError where weights are to be compressed, and what does it is not installed."""
+    if config.quantize and not importlib.util.find_spec("nncf"):
+        needed = f"--quantize {config.quantize} (QUANTIZE) needs nncf for the first start"
+        raise ModelError(f'{needed}: {sys.executable} -m pip install "{NNCF}"')
 
 
 def _find_entry(config: Config, cache: ModelCache, key: str | None) -> Path | None:

@@ -126,10 +126,6 @@ def _refuse_unsupported(hf_config) -> None:
         raise ModelError(
             f"{kind} models do not continue text token by token (no causal language model); nothing to serve"
         )
-    if getattr(hf_config, "quantization_config", None):
-        raise ModelError(
-            f"this {kind} checkpoint is quantized, which cannot be served yet; use its unquantized form"
-        )
     for layer_type in getattr(hf_config.get_text_config(), "layer_types", None) or []:
         if layer_type not in ("full_attention", "sliding_attention"):
             raise ModelError(f"{kind} models with {layer_type} layers cannot be served on a static batch yet")

@@ -68,6 +68,27 @@ def test_the_next_turn_of_a_chat_runs_only_what_is_new_and_says_so(server):
     assert cached[0] < cached[1] < cached[2] < last
 
 
+def test_an_answer_that_the_client_predicts_is_the_same_and_takes_fewer_steps(server):
+    body = {"messages": [{"role": "user", "content": "What is Deep Learning?"}], "temperature": 0, "max_tokens": 60}
+
+    def answer(**more):
+        steps = server.status().steps
+        found = json.loads(server.request("POST", "/v1/chat/completions", body | more).read())
+        accepted = found["usage"]["completion_tokens_details"]["accepted_prediction_tokens"]
+        server.wait_idle()
+        return found["choices"][0]["message"]["content"], accepted, server.status().steps - steps
+
+    text, _, alone = answer()
+    predicted, accepted, steps = answer(prediction={"type": "content", "content": text.replace("neural", "deep")})
+    assert predicted == text and accepted > 20 and steps < alone / 2
+    prediction = {"type": "content", "content": text}
+    streamed = server.request("POST", "/v1/chat/completions", body | {"stream": True, "prediction": prediction})
+    lines = streamed.read().decode().splitlines()
+    chunks = [json.loads(line.removeprefix("data: ")) for line in lines if line.startswith("data: {")]
+    pieces = [choice["delta"].get("content") or "" for chunk in chunks for choice in chunk["choices"]]
+    assert "".join(pieces) == text
+
+
 def test_every_web_process_answers_and_none_carries_torch(server):
     master, *web = server.pids("web.py")
     assert len(web) == 2

@@ -1,5 +1,6 @@
 """Which device serves a model, and the settings that are refused by name where they have no effect."""
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -46,6 +47,19 @@ def test_a_model_is_not_split_elsewhere_and_one_shard_is_no_split():
     assert refusal(device="cpu", **{"tp_degree": config.parse([], {"NUM_SHARD": "2"}).tp_degree}).startswith("--tp-degree")
     one = config.parse(["--num-shard", "1", "--sharded", "false", "--device", "cpu"], {"SM_NUM_GPUS": "1"})
     assert models.prepare(one).device == "cpu"
+
+
+@pytest.mark.parametrize(
+    ("facts", "said"),
+    [
+        ({"model_type": "t5", "is_encoder_decoder": True}, "t5 models are encoders with decoders"),
+        ({"model_type": "llama", "quantization_config": {"quant_method": "awq"}}, "this llama checkpoint is quantized"),
+    ],
+)
+def test_what_config_json_rules_out_is_refused_before_a_weight_is_read(tmp_path, facts, said):
+    (tmp_path / "config.json").write_text(json.dumps(facts))
+    with pytest.raises(ModelError, match=said):
+        models.prepare(Config(model_id=str(tmp_path), device="cpu"))
 
 
 def test_settings_left_open_are_filled_in_from_the_model():

@@ -261,7 +261,7 @@ def test_the_loss_is_that_of_a_text_where_the_folder_has_a_tokenizer(tmp_path, c
 
 def test_without_nncf_one_line_says_what_to_install(zoo, monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(ModelError, match=r'--quantize int8 \(QUANTIZE\) needs .*pip install "nncf==3.4.0"'):
+    with pytest.raises(ModelError, match=r'--quantize int8 \(QUANTIZE\) needs .*python\S* -m pip install "nncf==3.4.0"'):
         serve(zoo.folder("opt"), quantize="int8")
 
 

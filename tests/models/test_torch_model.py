@@ -399,12 +399,6 @@ def test_an_unknown_model_type_is_refused_by_name(tmp_path):
     assert "llama7000" in refusal(tmp_path)
 
 
-def test_a_quantized_checkpoint_is_refused(tmp_path):
-    folder = save_checkpoint(tmp_path, tiny_models.llama())
-    edit_config(folder, quantization_config={"quant_method": "gptq", "bits": 4, "group_size": 128, "desc_act": False})
-    assert "this llama checkpoint is quantized" in refusal(folder)
-
-
 @pytest.mark.parametrize("form", ["new", "old"])
 def test_positions_that_stretch_with_the_longest_text_are_refused_beyond_what_they_were_trained_for(tmp_path, form):
     rope = tiny_models.rope(rope_type="dynamic", factor=2.0)
