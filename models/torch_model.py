@@ -156,11 +156,13 @@ class _SlotCache(Cache):
         assert max(self.ends) < self.rows and max(self.ends.values()) <= self.window
         begins = torch.tensor([chunk.begin for chunk in chunks])
         slots = torch.tensor([chunk.slot for chunk in chunks])
-        length = len(chunks[0].tokens)
+        length = max(len(chunk.tokens) for chunk in chunks)
         rows = slots if is_step else [0]
         ids, positions = torch.zeros(2, self.rows if is_step else 1, length, dtype=torch.int64)
-        ids[rows] = torch.tensor([chunk.tokens for chunk in chunks])
-        positions[rows] = begins[:, None] + torch.arange(length)
+        # Shorter rows, beside ones with guesses, are padded; what the padding gives is not read.
+        padded = [[*chunk.tokens, *[0] * (length - len(chunk.tokens))] for chunk in chunks]
+        ids[rows] = torch.tensor(padded)
+        positions[rows] = (begins[:, None] + torch.arange(length)).clamp(max=self.window - 1)
         self.slots = slots.to(device)
         self._begins = begins.to(device)
         self._positions = positions.to(device)
@@ -178,7 +180,12 @@ class _SlotCache(Cache):
         stores = self._stores[layer_idx]
         if self.is_step:
             for store, new in zip(stores, states):
-                store[self.slots, :, self._begins] = new[self.slots, :, 0]
+                if new.shape[2] == 1:
+                    store[self.slots, :, self._begins] = new[self.slots, :, 0]
+                    continue
+                for slot, begin in zip(self.slots.tolist(), self._begins.tolist()):
+                    end = self.ends[slot]
+                    store[slot, :, begin:end] = new[slot, :, : end - begin]
             return stores
         ((slot, end),) = self.ends.items()
         for store, new in zip(stores, states):
@@ -216,8 +223,9 @@ def _attend(module, query, key, value, attention_mask, scaling=None, sliding_win
     """Attention as transformers' modules call it. query: [rows, heads, q, head size]; key and value: what the
     cache returned. Returns [rows, q, heads, head size].
 
-    In a decode step each row attends to the filled part of its own slot in a call of its own. A batched call
-    would pad all rows to the longest, which changes the last bits of the others.
+    In a decode step each row attends to the filled part of its own slot in a call of its own, with guesses
+    each token up to itself. A batched call would pad all rows to the longest, which changes the last bits of
+    the others.
     """
     cache = module.slot_cache
     if scaling is None:
@@ -226,9 +234,14 @@ def _attend(module, query, key, value, attention_mask, scaling=None, sliding_win
     if not cache.is_step:
         mask = cache.mask(sliding_window, query.dtype)
         return _scaled_dot_product(query, key, value, mask, scaling, softcap).transpose(1, 2), None
-    rows, heads, _one, size = query.shape
-    out = query.new_zeros(rows, 1, heads, value.shape[-1])
+    rows, heads, length, size = query.shape
+    out = query.new_zeros(rows, length, heads, value.shape[-1])
     for slot, end in cache.ends.items():
+        if length > 1:
+            mask = cache.mask(sliding_window, query.dtype)[slot, None, ..., :end]
+            own = (query[slot, None], key[slot, None, :, :end], value[slot, None, :, :end])
+            out[slot] = _scaled_dot_product(*own, mask, scaling, softcap)[0].transpose(0, 1)
+            continue
         seen = slice(max(0, end - (sliding_window or end)), end)
         # Query heads that share a key head are passed as tokens of one head: keys are neither repeated nor
         # masked.
@@ -268,7 +281,7 @@ class TorchModel:
     quantize = None
     mixes = False
     prompt_budget = None
-    verify_budget = verify_length = 0
+    verify_length = 0
     gives_prompt_logits = True
     prefill_chunk = 128  # fixed boundaries: the last bits of a token's logits may depend on its chunk
     prefix_step = prefill_chunk
@@ -287,6 +300,10 @@ class TorchModel:
         # OMP_NUM_THREADS is read by torch itself.
         if device == "cpu" and (config.threads or "OMP_NUM_THREADS" not in os.environ):
             torch.set_num_threads(config.threads or usable_threads())
+        # Off unless it is asked for: a row of several tokens is rounded otherwise than one of one token.
+        if config.speculate:
+            self.verify_length = config.speculate + 1
+        self.verify_budget = self.verify_length * self.batch_size
         self._model = load_pretrained(config, folder, device)
         self._kind = self._model.config.model_type
         self.vocab_size = self._model.config.get_text_config().vocab_size
@@ -305,7 +322,8 @@ class TorchModel:
         """One prompt chunk, or a decode step: one token of each slot with a live sequence. Returns float32
         [rows, vocab]."""
         try:
-            if self._batches_rows and len(chunks[0].tokens) == 1:
+            is_step = len(chunks[0].tokens) == 1 or any(chunk.verify for chunk in chunks)
+            if self._batches_rows and is_step:
                 logits = self._run(chunks, is_step=True)
             else:
                 logits = np.concatenate([self._run([chunk], is_step=False) for chunk in chunks])
@@ -338,7 +356,7 @@ class TorchModel:
     @torch.inference_mode()
     def _run(self, chunks: Sequence[Chunk], is_step: bool) -> np.ndarray:
         cache = self._cache
-        keep_all = chunks[0].keep_all
+        keep_all = any(chunk.keep_all or chunk.verify for chunk in chunks)
         ids, positions = cache.start(chunks, is_step, self.device)
         out = self._model(
             input_ids=ids,
@@ -348,7 +366,10 @@ class TorchModel:
             use_cache=True,
             logits_to_keep=0 if keep_all else 1,
         )
-        logits = out.logits[cache.slots, -1] if is_step else out.logits[0]
+        if is_step and keep_all:
+            logits = torch.cat([out.logits[chunk.slot, : chunk.rows] for chunk in chunks])
+        else:
+            logits = out.logits[cache.slots, -1] if is_step else out.logits[0]
         if not keep_all:
             logits = logits[-len(chunks) :]  # not every family knows logits_to_keep
         return logits.float().cpu().numpy()

@@ -17,6 +17,7 @@ import pytest
 import tiny_models
 import torch
 import transformers
+from loop import Driven, Oracle
 from safetensors.torch import load_file, save_file
 from tiny_models import (
     POSITIONS,
@@ -32,9 +33,11 @@ from tiny_models import (
 )
 
 import models.openvino_model
+import worker
 from config import Config
 from manifest import Manifest
 from models.base import Chunk, DeviceLost, ModelError
+from protocol import Generate
 
 pytestmark = pytest.mark.models
 
@@ -190,6 +193,25 @@ def test_the_logits_after_every_prompt_token_are_those_of_transformers(zoo, serv
 
 
 @pytest.mark.parametrize("family", tiny_models.FAMILIES | tiny_models.WITH_THEIR_OWN_ATTENTION)
+def test_texts_with_guesses_are_those_of_transformers(zoo, family):
+    """Of rows with and without guesses in one step; up to the end of the window."""
+    found = zoo.references(family)
+    model = serve(zoo.folder(family), max_batch_size=3, speculate=4)
+    assert (model.verify_length, model.verify_budget) == (5, 15)
+    chance, driven = random.Random(0), Driven(served=model)
+    texts = [reference.tokens[: POSITIONS - len(reference.prompt)] for reference in found]
+    requests = [Generate(n, each.prompt, len(text), ignore_eos=True) for n, (each, text) in enumerate(zip(found, texts))]
+    with pytest.MonkeyPatch.context() as patch:
+        oracles = iter([Oracle(text, chance) for text in texts])
+        patch.setattr(worker, "Lookup", lambda *_: next(oracles))
+        for request in requests:
+            driven.arrive(request)
+            driven.step(chance.randrange(1, 3))
+        driven.run()
+    assert [driven.tokens[request.id] for request in requests] == texts
+    assert sum(token.is_guessed for _peer, message in driven.wire.sent for token in getattr(message, "tokens", [])) > 10
+
+
 def test_bfloat16_is_near(zoo, served, family):
     prompt = zoo.references(family)[4].prompt
     exact, rounded = served(family), serve(zoo.folder(family), dtype="bfloat16")
