@@ -212,6 +212,7 @@ def test_texts_with_guesses_are_those_of_transformers(zoo, family):
     assert sum(token.is_guessed for _peer, message in driven.wire.sent for token in getattr(message, "tokens", [])) > 10
 
 
+@pytest.mark.parametrize("family", tiny_models.FAMILIES | tiny_models.WITH_THEIR_OWN_ATTENTION)
 def test_bfloat16_is_near(zoo, served, family):
     prompt = zoo.references(family)[4].prompt
     exact, rounded = served(family), serve(zoo.folder(family), dtype="bfloat16")
