@@ -6,6 +6,7 @@ import shutil
 import subprocess
 
 import pytest
+import yaml
 
 from engine.metrics import Metrics
 from run import HERE
@@ -47,6 +48,15 @@ def test_each_alert_has_a_test_in_which_it_fires():
     alerts = re.findall(r"- alert: (\w+)", RULES.read_text())
     fires = re.findall(r"alertname: (\w+)\n +exp_alerts:\n +- exp_labels", RULES_TEST.read_text())
     assert alerts and set(alerts) == set(fires)
+
+
+def test_the_command_of_the_guide_makes_a_rule_for_the_operator_of_the_same_groups():
+    guide = (HERE / "deploy" / "kubernetes" / "README.md").read_text()
+    command = guide[guide.index("{ printf 'apiVersion") : guide.index(" | kubectl -n neuron-textgen apply -f -")]
+    made = subprocess.run(["sh", "-c", command], cwd=HERE, capture_output=True, text=True, check=True).stdout
+    rule = yaml.safe_load(made)
+    assert (rule["apiVersion"], rule["kind"]) == ("monitoring.coreos.com/v1", "PrometheusRule")
+    assert rule["spec"] == yaml.safe_load(RULES.read_text())
 
 
 @needs_promtool
