@@ -51,7 +51,7 @@ def test_each_alert_has_a_test_in_which_it_fires():
 
 
 def test_the_command_of_the_guide_makes_a_rule_for_the_operator_of_the_same_groups():
-    guide = (HERE / "deploy" / "kubernetes" / "README.md").read_text()
+    guide = (HERE / "docs" / "operations.md").read_text()
     command = guide[guide.index("{ printf 'apiVersion") : guide.index(" | kubectl -n neuron-textgen apply -f -")]
     made = subprocess.run(["sh", "-c", command], cwd=HERE, capture_output=True, text=True, check=True).stdout
     rule = yaml.safe_load(made)
