@@ -210,9 +210,8 @@ class ErrorAnswers:
         """Adds a failed request to the metrics; one that was sent to the worker does so itself."""
         if response.status_code >= 400 and "generation" not in g:
             self._process.record_failure(response.status_code)
-        if 400 <= response.status_code < 500:
-            why = g.get("refusal", "")
-            fields = {"request_id": g.request_id, "status": response.status_code, "error": why}
+        if response.status_code < 500 and "refusal" in g:
+            fields = {"request_id": g.request_id, "status": response.status_code, "error": g.refusal}
             logger.info("request refused", extra={"fields": fields, "is_limited": True})
         return response
 

@@ -418,19 +418,14 @@ def limits_of(config: Config, model: StaticBatchModel) -> Limits:
         max_batch_prefill_tokens=config.max_batch_prefill_tokens,
         prompt_budget=model.prompt_budget,
         verify_budget=model.verify_budget,
-        verify_length=_verify_length(config, model),
+        verify_length=model.verify_length
+        if config.speculate is None
+        else min(model.verify_length, config.speculate + 1),
         max_queue_time_s=config.max_queue_time or float("inf"),
         queue_threshold_s=None if config.queue_threshold_ms is None else config.queue_threshold_ms / 1000,
         waiting_served_ratio=config.waiting_served_ratio,
         max_waiting_tokens=config.max_waiting_tokens,
     )
-
-
-def _verify_length(config: Config, model: StaticBatchModel) -> int:
-    if config.speculate and not model.verify_length:
-        logger.warning("--speculate has no effect: this engine verifies no guesses")
-    most = model.verify_length
-    return most if config.speculate is None else min(most, config.speculate + 1)
 
 
 def _check_vocabulary(tokenizer: TokenizerFacts, model: StaticBatchModel) -> None:

@@ -63,7 +63,7 @@ class Mixtral(Family):
         "rope_theta": 1e6,
     }
     computed: ClassVar = Family.computed | {"attention_bias": (False,), "rope_scaling": ("default",)}
-    library_class = "MixtralForSampling"
+    class_of_library = "MixtralForSampling"
     options: ClassVar = {}
 
     def __init__(self, config: Mapping[str, Any]):

@@ -115,7 +115,7 @@ class Family:
             )
 
     @property
-    def library_class(self) -> str | None:
+    def class_of_library(self) -> str | None:
         """The name of the library's class that serves this model as it is; None: neuron_graph.py extends the
         one for Llama."""
         is_llama = (
@@ -129,7 +129,7 @@ class Family:
     @property
     def name(self) -> str:
         """Of what the programs of this model are compiled from."""
-        return self.library_class or f"{self.model_type}, revision {self.revision}"
+        return self.class_of_library or f"{self.model_type}, revision {self.revision}"
 
     @property
     def options(self) -> dict[str, Any]:

@@ -213,7 +213,7 @@ def _verify_length(config: Config, length: int) -> int:
     """Tokens of each slot in the program that verifies guesses: these, and the one before them."""
     if not config.speculate:
         return 0
-    if config.speculate + 2 > length:
+    if config.speculate + 3 > length:  # the check at the start runs two tokens behind two
         given = f"--speculate {config.speculate} (SPECULATE)"
         raise ConfigError(f"{given} needs slots of more tokens than {length}")
     return config.speculate + 1
@@ -293,8 +293,8 @@ def make(build: Build, work_dir: Path) -> Any:
 
 def _class_of(build: Build) -> Any:
     family = build.family
-    if family.library_class and build.programs.sampling != "hybrid":
-        return getattr(library(), family.library_class)
+    if family.class_of_library and build.programs.sampling != "hybrid":
+        return getattr(library(), family.class_of_library)
     # Imported here: it needs the library, and other machines than those with a device do not have it.
     from models.neuron_graph import class_of
 
@@ -303,7 +303,7 @@ def _class_of(build: Build) -> Any:
 
 def _config_json(build: Build) -> dict[str, Any]:
     """Of the folder that the library reads."""
-    return build.legacy if build.family.library_class else build.family.as_llama()
+    return build.legacy if build.family.class_of_library else build.family.as_llama()
 
 
 def _view_of(checkpoint: Path, config_json: dict[str, Any], view: Path) -> Path:

@@ -110,7 +110,7 @@ class FamilyForSampling(llama.LlamaForSampling):
 
     def load_state_dict_dir(self, folder: str) -> None:
         """The library asks each module for its tensors when it needs them, and drops them afterwards."""
-        if self.family.library_class:
+        if self.family.class_of_library:
             return super().load_state_dict_dir(folder)
         checkpoint = Checkpoint(Path(folder))
         family = self.family
@@ -129,7 +129,7 @@ class FamilyForSampling(llama.LlamaForSampling):
     def load_weights(self) -> None:
         program = HybridProgram if self.is_hybrid else decoder.DecoderProgramFullyUnrolled
         with patch.object(decoder, "DecoderProgramFullyUnrolled", program):
-            if self.family.library_class:
+            if self.family.class_of_library:
                 super().load_weights()
             else:
                 self._load_weights_of_family()

@@ -281,7 +281,6 @@ class TorchModel:
     quantize = None
     mixes = False
     prompt_budget = None
-    verify_length = 0
     gives_prompt_logits = True
     prefill_chunk = 128  # fixed boundaries: the last bits of a token's logits may depend on its chunk
     prefix_step = prefill_chunk
@@ -301,8 +300,7 @@ class TorchModel:
         if device == "cpu" and (config.threads or "OMP_NUM_THREADS" not in os.environ):
             torch.set_num_threads(config.threads or usable_threads())
         # Off unless it is asked for: a row of several tokens is rounded otherwise than one of one token.
-        if config.speculate:
-            self.verify_length = config.speculate + 1
+        self.verify_length = config.speculate + 1 if config.speculate else 0
         self.verify_budget = self.verify_length * self.batch_size
         self._model = load_pretrained(config, folder, device)
         self._kind = self._model.config.model_type
