@@ -1,6 +1,7 @@
 # The server as an image. The base decides what is installed into it:
 #   make image              Inferentia2 and Trainium: AWS's image with SDK 2.25.0, the last with transformers-neuronx
 #   make image DEVICE=cpu   CPUs: a slim image of Python
+#   make image DEVICE=cuda  NVIDIA's GPUs: the same, with PyPI's torch, which brings CUDA's libraries
 ARG BASE_IMAGE=public.ecr.aws/neuron/pytorch-inference-neuronx:2.7.0-neuronx-py310-sdk2.25.0-ubuntu22.04
 FROM ${BASE_IMAGE}
 
@@ -16,7 +17,7 @@ RUN { getent passwd 1000 >/dev/null \
 
 # The dependencies by themselves: this layer, the large one, is kept when only our code changes. On AWS's image
 # nothing that the SDK was tested with may move; pip stops where that cannot be. Elsewhere torch comes from
-# TORCH_INDEX (see the Makefile).
+# TORCH_INDEX (see the Makefile), or from PyPI where that is empty.
 COPY pyproject.toml ./
 ARG TORCH_INDEX=""
 # hadolint ignore=DL3013
@@ -65,6 +66,7 @@ ENV HF_HOME=/data \
     NEURON_COMPILE_CACHE_URL=/data/neuron-compile-cache \
     MODEL_CACHE=/data/model-cache \
     PORT=80 \
+    NVIDIA_DRIVER_CAPABILITIES=compute,utility \
     TEMP=/tmp
 EXPOSE 80
 USER 1000
@@ -92,7 +94,7 @@ ARG VERSION=""
 ARG REVISION=""
 LABEL com.amazonaws.sagemaker.capabilities.accept-bind-to-port="true" \
     org.opencontainers.image.title="neuron-textgen" \
-    org.opencontainers.image.description="Serves large language models on AWS Inferentia2 and Trainium and on CPUs" \
+    org.opencontainers.image.description="Serves large language models on AWS Inferentia2 and Trainium, CPUs and CUDA GPUs" \
     org.opencontainers.image.licenses="Apache-2.0" \
     org.opencontainers.image.version="${VERSION}" \
     org.opencontainers.image.revision="${REVISION}"

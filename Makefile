@@ -14,7 +14,7 @@
 # make attack        hostile requests, and a table of what was tried; NAMES="framing keys", URL=http://...
 # make first-run     what a first run on a device measures, in one report: MODEL=... (docs/first-run.md)
 # make image         builds the container image for Inferentia2 and Trainium; make image DEVICE=cpu the one for CPUs, with
-#                    MODEL=smollm2 in it
+#                    MODEL=smollm2 in it; DEVICE=cuda for NVIDIA's GPUs; PLATFORM=linux/arm64 for another processor
 # make lint          ruff, as CI runs it
 # make clean         removes the environments
 # make help          prints this list
@@ -134,13 +134,15 @@ first-run:
 # docker where its daemon answers, else podman, which keeps health checks in Docker's format only.
 image: ENGINE := $(or $(ENGINE),$(shell for e in docker podman; do $$e info >/dev/null 2>&1 && { echo $$e; break; }; done))
 image: DEVICE := $(or $(DEVICE),neuron)
-image: TAGS := $(if $(filter cpu,$(DEVICE)),$(addsuffix $(MODEL:%=-%),$(VERSION)-cpu cpu),$(VERSION) latest)
-image: BASE_IMAGE := $(or $(BASE_IMAGE),$(if $(filter cpu,$(DEVICE)),python:3.11-slim-bookworm))
+image: KIND := $(if $(filter-out neuron,$(DEVICE)),$(DEVICE)$(MODEL:%=-%))
+image: TAGS := $(if $(KIND),$(VERSION)-$(KIND) $(KIND),$(VERSION) latest)
+image: BASE_IMAGE := $(or $(BASE_IMAGE),$(if $(KIND),python:3.11-slim-bookworm))
 image:
-	@case $(DEVICE)-$(MODEL) in neuron-|cpu-|cpu-smollm2) ;; *-?*) echo "error: MODEL is smollm2, with DEVICE=cpu" >&2; exit 2;; *) echo "error: DEVICE is neuron or cpu, not $(DEVICE)" >&2; exit 2;; esac
+	@case $(DEVICE)-$(MODEL) in neuron-|cuda-|cpu-|cpu-smollm2) ;; *-?*) echo "error: MODEL is smollm2, with DEVICE=cpu" >&2; exit 2;; \
+		*) echo "error: DEVICE is neuron, cpu or cuda, not $(DEVICE)" >&2; exit 2;; esac
 	@test -n "$(ENGINE)" || { echo "error: neither docker nor podman answers here; one of them builds the image" >&2; exit 2; }
-	BUILDAH_FORMAT=docker $(ENGINE) build $(BASE_IMAGE:%=--build-arg BASE_IMAGE=%) \
-		--build-arg TORCH_INDEX=$(TORCH_INDEX) --build-arg VERSION=$(VERSION) \
+	BUILDAH_FORMAT=docker $(ENGINE) build $(BASE_IMAGE:%=--build-arg BASE_IMAGE=%) $(PLATFORM:%=--platform %) \
+		$(if $(filter cuda,$(DEVICE)),,--build-arg TORCH_INDEX=$(TORCH_INDEX)) --build-arg VERSION=$(VERSION) \
 		--build-arg REVISION=$(shell git rev-parse HEAD 2>/dev/null) \
 		--build-arg MODEL=$(MODEL) $(foreach tag,$(TAGS),-t $(IMAGE):$(tag)) \
 		$(ARGS) .

@@ -49,10 +49,12 @@ def test_a_tag_that_is_not_the_version_ends_the_release():
     assert run("v9.9.9") != 0
 
 
+BOTH = "linux/amd64,linux/arm64"
 IMAGES = {
     "latest": ({"device": "neuron"}, ["", "latest"]),
-    "cpu": ({"device": "cpu"}, ["-cpu", "cpu"]),
-    "cpu-smollm2": ({"device": "cpu", "model": "smollm2"}, ["-cpu-smollm2", "cpu-smollm2"]),
+    "cpu": ({"device": "cpu", "platform": BOTH}, ["-cpu", "cpu"]),
+    "cpu-smollm2": ({"device": "cpu", "model": "smollm2", "platform": BOTH}, ["-cpu-smollm2", "cpu-smollm2"]),
+    "cuda": ({"device": "cuda"}, ["-cuda", "cuda"]),
 }
 
 
@@ -62,7 +64,7 @@ def test_each_image_is_published_by_make_with_provenance_and_a_list_of_packages(
     assert publish["strategy"]["matrix"]["include"] == [image for image, _tags in IMAGES.values()]
     (step,) = [step for step in publish["steps"] if step.get("id") == "push"]
     command = step["run"].replace("make image", "make --dry-run image").split("jq ")[0]
-    for name in ("device", "model"):
+    for name in ("device", "model", "platform"):
         command = command.replace(f"${{{{ matrix.{name} }}}}", image.get(name, ""))
     environment = {"IMAGE": "ghcr.io/someone/fork", "PATH": "/usr/bin:/bin"}
     done = subprocess.run(["bash", "-e", "-c", command], cwd=HERE, env=environment, capture_output=True, text=True)
@@ -70,6 +72,8 @@ def test_each_image_is_published_by_make_with_provenance_and_a_list_of_packages(
     built = " ".join(done.stdout.replace("\\\n", " ").split())
     assert "docker buildx build" in built
     assert "--push --provenance=mode=max --sbom=true --metadata-file=build.json" in built
+    platform = image.get("platform")
+    assert re.findall(r"--platform (\S+)", built) == ([platform] if platform else [])
     named = [tag if tag in IMAGES else config.VERSION + tag for tag in tags]
     assert re.findall(r"-t (\S+)", built) == [f"ghcr.io/someone/fork:{tag}" for tag in named]
 
