@@ -190,6 +190,13 @@ def _ip(value: str) -> str:
     return str(ipaddress.ip_address("127.0.0.1" if value == "localhost" else value))
 
 
+def _root_path(value: str) -> str | None:
+    path = value.rstrip("/")
+    if path and not re.fullmatch(r"(/[A-Za-z0-9._~-]+)+", path):
+        raise ValueError("must be a path such as /serve, of letters, digits and the characters . _ ~ -")
+    return path or None
+
+
 def _key(value: str) -> str:
     if not re.fullmatch(r"[!-~]+", value):
         raise ValueError("must be printable ASCII characters without blanks")
@@ -571,6 +578,13 @@ class Config:
         "File with such keys, one a line, each of which is taken, beside that of --api-key; it is read again "
         "when it changes, so keys can be replaced without a restart.",
         parse=_key_file,
+    )
+    root_path: str | None = setting(
+        None,
+        "ROOT_PATH",
+        "Path in front of all routes, such as /serve, for a proxy that leaves it there. Requests without it "
+        "are served, too.",
+        parse=_root_path,
     )
     cors_allow_origin: str = setting(
         "*",

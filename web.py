@@ -21,6 +21,7 @@ import secrets
 import signal
 import socket
 import sys
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import gevent
@@ -53,12 +54,14 @@ def create_app(config: Config, engine: EngineClient) -> Flask:
     """The WSGI application. Serves from the first moment; until the model is ready it answers 503."""
     files = None if config.no_web_page else status.PAGE_FILES
     app = Flask("neuron-textgen", static_folder=files, static_url_path="/page")
+    if config.root_path:
+        app.wsgi_app = BelowRootPath(app.wsgi_app, config.root_path)
     # Werkzeug cuts a chunked body here without an error.
     app.config["MAX_CONTENT_LENGTH"] = config.payload_limit + 1
     # The pages at /docs, and a redirect to them without a host, which may be anybody's in the request's own
     # header.
-    app.register_blueprint(get_swaggerui_blueprint(DOCS.rstrip("/"), DOCUMENT))
-    app.add_url_rule(DOCS.rstrip("/"), "docs", lambda: redirect(DOCS))
+    app.register_blueprint(get_swaggerui_blueprint(DOCS.rstrip("/"), f"..{DOCUMENT}"))
+    app.add_url_rule(DOCS.rstrip("/"), "docs", lambda: redirect(request.script_root + DOCS))
     process = server.Server(config, engine)
     for route in routes.ROUTES:
         view = functools.partial(route.view, process)
@@ -74,6 +77,21 @@ def create_app(config: Config, engine: EngineClient) -> Flask:
     app.register_error_handler(Exception, answers.bug)
     app.after_request(answers.record)
     return app
+
+
+class BelowRootPath:
+    """WSGI: a request whose path begins with `--root-path` is the one without it."""
+
+    def __init__(self, app: Callable, root_path: str):
+        self._app = app
+        self._root_path = root_path
+
+    def __call__(self, environ: dict, start_response: Callable) -> Iterable[bytes]:
+        path = environ["PATH_INFO"]
+        if f"{path}/".startswith(f"{self._root_path}/"):
+            environ["SCRIPT_NAME"] = self._root_path
+            environ["PATH_INFO"] = path.removeprefix(self._root_path)
+        return self._app(environ, start_response)
 
 
 class Guard:

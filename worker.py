@@ -401,15 +401,7 @@ def limits_of(config: Config, model: StaticBatchModel) -> Limits:
             "--waiting-served-ratio and --max-waiting-tokens have no effect here: "
             "prompts run beside decode steps"
         )
-    per_step = config.max_batch_prefill_tokens or 0
-    if not model.mixes and model.prefill_chunk and per_step > model.prefill_chunk:
-        logger.info(
-            "--max-batch-prefill-tokens %d: that many tokens of prompts run between two decode steps, "
-            "in chunks of %d",
-            per_step,
-            model.prefill_chunk,
-        )
-    return Limits(
+    limits = Limits(
         slots=model.batch_size,
         mixes=model.mixes,
         prefill_chunk=model.prefill_chunk,
@@ -426,6 +418,16 @@ def limits_of(config: Config, model: StaticBatchModel) -> Limits:
         waiting_served_ratio=config.waiting_served_ratio,
         max_waiting_tokens=config.max_waiting_tokens,
     )
+    if limits.delays_running:
+        logger.warning(
+            "--max-batch-prefill-tokens %d (MAX_BATCH_PREFILL_TOKENS): the running requests may wait for "
+            "that many tokens of prompts before each of their own. Values made for TGI are too large here; "
+            "leave it unset (%d%s) unless the time to first token matters more than the time between tokens",
+            config.max_batch_prefill_tokens,
+            limits.default_budget,
+            " for each of up to four prompts" if model.mixes else "",
+        )
+    return limits
 
 
 def _check_vocabulary(tokenizer: TokenizerFacts, model: StaticBatchModel) -> None:

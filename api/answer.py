@@ -96,6 +96,8 @@ class Answer:
     """The response to one HTTP request. Each dialect has a subclass; this is what they share."""
 
     error_shape: ErrorShape = TGI
+    content_type = "text/event-stream"  # of a stream
+    keep_alive = b":\n\n"  # written where a stream is silent for long; a comment to its readers
     left_out: Collection[str] = ()  # types of tools of the request that this server does not run
 
     def __init__(self, jobs: list[Job], served: Served, streams: bool | None = False):

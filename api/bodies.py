@@ -24,6 +24,7 @@ BODY_PIECE = 16_384  # bytes; in chunks of a byte they take 0.1 s
 YIELD_S = 1e-6  # sleep(0) lets other greenlets run, but does not look for input each time
 HELD_LIMIT = 32_000_000  # bytes of bodies that arrive or are being prepared, in a web process
 DISCARD_S = 1.0
+CHARSETS = ("utf-8", "us-ascii", "iso-8859-1")  # of plain text
 TRAILER_LIMIT = 8190  # bytes behind a chunked body; gunicorn reads through all of them whenever some arrive
 # Tokenizing the text of a body of more bytes leaves up to 100 MB of free memory in small pieces, which go
 # back to the system after TRIM_S.
@@ -44,6 +45,7 @@ class Bodies:
         """The body of the current request, which counts as held until the block is left. Raises ApiError."""
         body = bytearray()
         try:
+            self._check_encoding()
             self._receive(body)
             yield body
         finally:
@@ -51,13 +53,13 @@ class Bodies:
             if len(body) > LONG_BODY and self._trim.ready():
                 self._trim = gevent.spawn_later(TRIM_S, _return_free_memory)
 
-    def _receive(self, body: bytearray) -> None:
-        if not (request.mimetype == "application/json" or request.mimetype.endswith("+json")):
-            raise ApiError(415, "validation", "Expected request with `Content-Type: application/json`")
+    def _check_encoding(self) -> None:
         if request.headers.get("Content-Encoding", "identity").lower() != "identity":
             raise ApiError(415, "validation", "A request body must not be compressed (`Content-Encoding`)")
         if request.headers.get("Transfer-Encoding", "chunked").lower() not in ("chunked", "identity"):
             raise ApiError(501, "validation", "The only `Transfer-Encoding` that is supported is chunked")
+
+    def _receive(self, body: bytearray) -> None:
         reader = getattr(request.environ["wsgi.input"], "reader", None)
         if hasattr(reader, "limit_trailer_section"):
             reader.limit_trailer_section = TRAILER_LIMIT
@@ -81,6 +83,30 @@ class Bodies:
             raise ClientDisconnected from None
         if len(body) > self._config.payload_limit:
             raise errors.too_large(self._config.payload_limit)
+
+
+def check_is_json() -> None:
+    """Raises ApiError (415) for a request whose body is of another type."""
+    if not (request.mimetype == "application/json" or request.mimetype.endswith("+json")):
+        raise wrong_content_type("application/json")
+
+
+def charset_of_text() -> str:
+    """That of the request's plain text; a body without a type is taken as one. Raises ApiError (415)."""
+    if request.mimetype not in ("", "text/plain"):
+        raise wrong_content_type("text/plain")
+    charset = request.mimetype_params.get("charset", CHARSETS[0]).lower()
+    if charset not in CHARSETS:
+        known = " or ".join(f"`{name}`" for name in CHARSETS)
+        what = f"The `charset` of a text must be {known}"
+        raise ApiError(415, "validation", what, quoted=f". Given: {charset[:40]!r}")
+    return charset
+
+
+def wrong_content_type(expected: str) -> ApiError:
+    given = request.headers.get("Content-Type")
+    quoted = f". Given: {given[:80]!r}" if given else ". Given: none"
+    return ApiError(415, "validation", f"Expected request with `Content-Type: {expected}`", quoted=quoted)
 
 
 def discard_rest() -> None:

@@ -1,8 +1,10 @@
-"""The routes of cloud platforms: SageMaker's `/invocations`, Vertex AI's `/vertex`, and `/infer` of the Ray
-Serve blueprint for Inferentia. They wrap requests of the dialects beside this one."""
+"""The routes of cloud platforms: SageMaker's `/invocations`, Vertex AI's `/vertex`, `/infer` of the Ray Serve
+blueprint for Inferentia, and TorchServe's `/predictions`. They wrap requests of the dialects beside this one.
+"""
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Callable
 from typing import Any
 
@@ -16,6 +18,7 @@ from api.errors import OPENAI, TGI, ApiError, in_shape
 from api.fields import Json, require
 from api.job import Job, Served
 from api.tgi import GenerateRequest
+from text.stream import Piece
 
 # The dialects of a body of `/invocations` by the field that it has, and how each answers errors.
 INVOCATIONS = {
@@ -50,6 +53,12 @@ def invocations(data: Json, served: Served) -> Answer:
     read, shape = fields.choose(data, INVOCATIONS)
     with in_shape(shape):
         return read(data, served)
+
+
+def text(data: Json, served: Served) -> Answer:
+    """The continuation of a prompt as a stream of plain text, as TorchServe's handlers for Inferentia2 send
+    it."""
+    return TextAnswer([tgi.check(tgi.read(data), served, streams=True)], served, streams=True)
 
 
 def vertex(data: Json, served: Served) -> Answer:
@@ -116,6 +125,20 @@ class PredictionsAnswer(Answer):
     def whole(self, sequences: list[Sequence]) -> Struct | list:
         texts = (_content(best_of(candidates)) for candidates in self._by_job(sequences))
         return self._form([prefix + text for prefix, text in zip(self._prefixes, texts)])
+
+
+class TextAnswer(Answer):
+    """The text of one job as it is generated, and nothing else."""
+
+    content_type = "text/plain; charset=utf-8"
+    keep_alive = b""
+
+    def events(self, sequence: Sequence, pieces: list[Piece]) -> bytes:
+        return "".join(piece.text for piece in pieces if not piece.special).encode()
+
+    def failure(self, error: ApiError) -> bytes:
+        """Breaks the connection: in a plain text an error would look like a part of it."""
+        raise ConnectionResetError(errno.ECONNRESET, error.message)
 
 
 def _content(sequence: Sequence) -> str:

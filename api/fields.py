@@ -88,6 +88,18 @@ def parse(body: bytes) -> Json:
     return as_object(data)
 
 
+def parse_text(body: bytes, charset: str) -> Json:
+    """A body that is the prompt itself, as a native request. Raises ApiError: 400 when it is not in
+    `charset`, 422 when it is empty."""
+    if not body:
+        raise invalid("inputs", "cannot be empty: the request body is the prompt. Given: no body")
+    try:
+        return {"inputs": body.decode(charset)}
+    except UnicodeDecodeError as error:
+        what = f"Failed to read the request body as text in {charset}: {error.reason} (byte {error.start})"
+        raise ApiError(400, "validation", what) from None
+
+
 def as_object(data: Any) -> Json:
     """Raises ApiError (422) for what is no JSON object."""
     with _typed():

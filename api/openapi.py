@@ -60,7 +60,6 @@ def openapi() -> dict[str, Any]:
             "version": VERSION,
             "license": {"name": "Apache-2.0", "identifier": "Apache-2.0"},
         },
-        "servers": [{"url": "/"}],
         "paths": paths,
         "components": {"schemas": components, "securitySchemes": {"key": key}},
     }
@@ -79,9 +78,13 @@ def _operation(route: Route, content: Callable[[tuple], dict[str, Any]]) -> dict
         "responses": {"200": ok, "4XX": error, "5XX": error},
         "security": [{"key": []}, {}] if route.needs_key else [],
     }
+    bodies: dict[str, Any] = {}
     if route.bodies:
-        body = content(route.bodies) | {"example": EXAMPLES[route.bodies[0]]}
-        operation["requestBody"] = {"required": True, "content": {"application/json": body}}
+        bodies["application/json"] = content(route.bodies) | {"example": EXAMPLES[route.bodies[0]]}
+    if route.takes_text:
+        bodies["text/plain"] = {"schema": {"type": "string", "minLength": 1}, "example": QUESTION}
+    if bodies:
+        operation["requestBody"] = {"required": True, "content": bodies}
     if route.parameter:
         place, name = route.parameter
         schema = {"type": "string", "minLength": 1}
@@ -100,6 +103,6 @@ def _answers(route: Route, content: Callable[[tuple], dict[str, Any]]) -> dict[s
         stream = {"type": "object", "properties": {"data": data}}
         # The object is for validators; generated clients get the stream as text.
         answers["text/event-stream"] = {"schema": {"anyOf": [{"type": "string"}, stream]}}
-    if route.content_type:
-        answers[route.content_type] = {"schema": {"type": "string"}}
+    if content_type := "text/plain" if route.takes_text else route.content_type:
+        answers[content_type] = {"schema": {"type": "string"}}
     return answers

@@ -45,6 +45,7 @@ class Route:
     events: tuple = ()
     parameter: tuple[str, str] | None = None
     content_type: str | None = None  # of a response that is not JSON
+    takes_text: bool = False  # a prompt as plain text, whose continuation is the response, as such
 
     @property
     def name(self) -> str:
@@ -65,7 +66,16 @@ def replies(make: Callable[[Json, Served], Any]) -> Callable[[Server], Response]
 
 
 def invocations(server: Server) -> Response:
-    return server.generate(clouds.invocations, renders=True, deadline_s=SAGEMAKER_DEADLINE_S)
+    if request.mimetype != "text/plain":
+        return server.generate(clouds.invocations, renders=True, deadline_s=SAGEMAKER_DEADLINE_S)
+    best = request.accept_mimetypes.best_match(["text/plain", "application/json"])
+    read = tgi.compat if best == "application/json" else clouds.text
+    return server.generate_from_text(read, deadline_s=SAGEMAKER_DEADLINE_S)
+
+
+def predictions(server: Server, name: str) -> Response:
+    status.card_of(name, server)
+    return server.generate_from_text(clouds.text)
 
 
 def infer(server: Server) -> Response:
@@ -80,7 +90,7 @@ def info(server: Server) -> Response:
 def document(_server: Server) -> Response:
     from api.openapi import openapi  # which describes this table
 
-    return json_response(openapi())
+    return json_response(openapi() | {"servers": [{"url": request.script_root or "/"}]})
 
 
 NATIVE = (tgi.GenerateRequest,)
@@ -212,12 +222,13 @@ ROUTES = (
     Route(
         "POST",
         "/invocations",
-        "SageMaker: a native, chat or completion request, which its required field identifies",
+        "SageMaker: a native, chat or completion request, which its required field identifies, or a prompt",
         invocations,
         errors=(TGI, OPENAI),
         bodies=NATIVE + CHAT + COMPLETION,
         answers=LIST + CHATTED + COMPLETED,
         events=EVENT + CHUNK + COMPLETED,
+        takes_text=True,
     ),
     Route(
         "POST",
@@ -226,6 +237,22 @@ ROUTES = (
         generates(clouds.vertex, renders=True),
         bodies=(clouds.VertexRequest,),
         answers=(clouds.VertexResponse,),
+    ),
+    Route(
+        "POST",
+        "/predictions/{name}",
+        "TorchServe: a prompt as text, whose continuation is streamed as text",
+        predictions,
+        parameter=("path", "name"),
+        takes_text=True,
+    ),
+    Route(
+        "PUT",
+        "/predictions/{name}",
+        "`POST /predictions/{name}` for `curl --upload-file`",
+        predictions,
+        parameter=("path", "name"),
+        takes_text=True,
     ),
     Route(
         "GET",

@@ -17,7 +17,7 @@ from gevent.threadpool import ThreadPool
 
 from api import errors, fields
 from api.answer import Answer
-from api.bodies import Bodies
+from api.bodies import Bodies, charset_of_text, check_is_json
 from api.engine_client import ClientGone, EngineClient
 from api.errors import HANG_UP, in_shape
 from api.fields import Json
@@ -97,6 +97,7 @@ class Server:
     def reply(self, make: Callable[[Json, Served], Any]) -> Response:
         """A response without generated text to a JSON body."""
         served = self.served
+        check_is_json()
         with self._bodies.read() as body:
             return json_response(self._threads.run(lambda: make(fields.parse(body), served)))
 
@@ -107,16 +108,34 @@ class Server:
         streamed, unless configured.
         """
         served = self._begin()
-        with self._bodies.read() as body:
-            prepare = functools.partial(_prepared, lambda: read(fields.parse(body), served), served)
-            is_long = renders or len(body) >= LONG_TEXT
-            answer, prompts = self._threads.run(prepare) if is_long else prepare()
-        return self._answer(answer, prompts, deadline_s)
+        check_is_json()
+        return self._generate(lambda body: read(fields.parse(body), served), served, renders, deadline_s)
+
+    def generate_from_text(self, read: Read, deadline_s: float | None = None) -> Response:
+        """Generates for a body that is the prompt itself, as plain text: `read` gets it as `inputs`."""
+        served = self._begin()
+        charset = charset_of_text()
+        return self._generate(
+            lambda body: read(fields.parse_text(body, charset), served), served, deadline_s=deadline_s
+        )
 
     def generate_from(self, read: Callable[[Served], Answer]) -> Response:
         """Generates for a request without a body."""
         served = self._begin()
         return self._answer(*_prepared(lambda: read(served), served))
+
+    def _generate(
+        self,
+        read: Callable[[bytes], Answer],
+        served: Served,
+        renders: bool = False,
+        deadline_s: float | None = None,
+    ) -> Response:
+        with self._bodies.read() as body:
+            prepare = functools.partial(_prepared, lambda: read(body), served)
+            is_long = renders or len(body) >= LONG_TEXT
+            answer, prompts = self._threads.run(prepare) if is_long else prepare()
+        return self._answer(answer, prompts, deadline_s)
 
     def record_failure(self, status: int) -> None:
         """Adds a request that was not sent to the worker to the metrics and traces."""
@@ -218,7 +237,7 @@ def _whole(answer: Answer, generation: Generation, headers: dict[str, str]) -> R
 def _streamed(answer: Answer, generation: Generation, headers: dict[str, str]) -> Response:
     """The response, as soon as its status is certain."""
     headers |= {
-        "Content-Type": "text/event-stream",
+        "Content-Type": answer.content_type,
         "Cache-Control": "no-cache",
         "X-Accel-Buffering": "no",
     }

@@ -46,13 +46,19 @@ def models(server: Server) -> Response:
 
 
 def model(server: Server, name: str) -> Response:
+    card = card_of(name, server)
+    if "anthropic-version" in request.headers:
+        return json_response(AnthropicModelCard(card.id, card.id))
+    return json_response(card)
+
+
+def card_of(name: str, server: Server) -> ModelCard:
+    """That of the served model. Raises ApiError (404) for another name."""
     card = ModelCard.of(server.served.info)
     if name != card.id:
         what = f"The model {name!r} is not served here, {card.id!r} is"
         raise ApiError(404, "not_found", what, code="model_not_found")
-    if "anthropic-version" in request.headers:
-        return json_response(AnthropicModelCard(card.id, card.id))
-    return json_response(card)
+    return card
 
 
 def root(server: Server) -> Response:

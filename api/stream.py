@@ -320,7 +320,7 @@ class EventStream:
             data = b"".join(self._answer.events(sequence, pieces) for sequence, pieces in batch)
             now = time.monotonic()
             if not data and now - written_at >= KEEP_ALIVE_S:
-                data = b":\n\n"
+                data = self._answer.keep_alive
             if data:
                 written_at = now
                 yield data

@@ -68,6 +68,20 @@ class Limits:
     def longest_chunk(self) -> float:
         return self.prefill_chunk or math.inf
 
+    @property
+    def default_budget(self) -> int:
+        """Prompt tokens for a decode step where `max_batch_prefill_tokens` is not set: of each of up to
+        PROMPTS_BESIDE prompts in a mixed step, else of all."""
+        if self.mixes:
+            return self.prompt_budget or PROMPT_TOKENS_BESIDE
+        return min(PROMPT_TOKENS_BETWEEN, self.prefill_chunk or PROMPT_TOKENS_BETWEEN)
+
+    @property
+    def delays_running(self) -> bool:
+        """Whether the operator gave prompts more tokens of a step than any default does."""
+        most = self.default_budget * (PROMPTS_BESIDE if self.mixes else 1)
+        return (self.max_batch_prefill_tokens or 0) > most
+
 
 class Step(NamedTuple):
     """What `forward` runs next."""
@@ -276,7 +290,7 @@ class MixedSteps:
     def __init__(self, limits: Limits):
         self._limits = limits
         given = limits.max_batch_prefill_tokens
-        self._budget_beside = given or limits.prompt_budget or PROMPT_TOKENS_BESIDE
+        self._budget_beside = given or limits.default_budget
         self._prompts_beside = 1 if given else PROMPTS_BESIDE
         self._budget_alone = max(PROMPT_TOKENS_ALONE, self._budget_beside)
 
@@ -339,8 +353,7 @@ class PromptBetweenSteps:
 
     def __init__(self, limits: Limits):
         self._limits = limits
-        between = min(PROMPT_TOKENS_BETWEEN, limits.longest_chunk)
-        self._budget_beside = limits.max_batch_prefill_tokens or between
+        self._budget_beside = limits.max_batch_prefill_tokens or limits.default_budget
         self._budget_alone = max(PROMPT_TOKENS_BETWEEN_MANY, self._budget_beside)
         self._prompt_tokens = 0  # since the last decode step
         self._steps_since_prompt = 0  # decode steps since the last prompt was finished

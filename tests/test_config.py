@@ -60,6 +60,7 @@ VALUES = {
     "hostname": [("127.0.0.1", "127.0.0.1"), ("::1", "::1")],
     "port": [("7000", 7000), ("9000", 9000)],
     "api_key": [("secret", "secret"), ("Other", "Other")],
+    "root_path": [("/serve", "/serve"), ("/a/b.c/", "/a/b.c")],
     "api_key_file": [(str(path), str(path)) for path in KEY_FILES],
     "cors_allow_origin": [("https://a.example", "https://a.example"), ("http://b.example:80", "http://b.example:80")],
     "compute_type": [("inf2", "inf2"), ("cpu", "cpu")],
@@ -254,6 +255,10 @@ WRONG |= {
         os.devnull: "has no key in it",
         __file__: "must be printable ASCII characters without blanks",
     },
+    "root_path": dict.fromkeys(
+        ("serve", "/a//b", "/a b", "http://host/serve", "/a?b"),
+        "must be a path such as /serve, of letters, digits and the characters . _ ~ -",
+    ),
     "device": {"tpu": "must be one of auto, cpu, cuda, neuron"},
     "dtype": {"int3": "must be one of auto, float32, bfloat16, float16"},
     "quantize": {"awq": "must be one of none, int8, int4"},

@@ -3,6 +3,7 @@
 import json
 import re
 import subprocess
+from pathlib import Path
 
 import jsonschema
 import pytest
@@ -82,10 +83,13 @@ def test_a_chat_is_answered(made_and_run):
     assert choice["finish_reason"] == "stop"
 
 
-def test_the_commands_of_the_migration_stories_are_answered(made_and_run):
+def test_the_commands_of_the_migration_stories_are_answered(made_and_run, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("sample_text.txt").write_text("Today the weather is really nice")
     commands = set(story_commands())
     assert len(commands) > 10
     for command in commands:
+        command = command.replace("/predictions/llama-2-13b", "/predictions/neuron-textgen/demo")
         answer = run(command.replace("curl ", "curl --fail ", 1), made_and_run)
         assert "generated_text" in answer or not re.search("generate|invocations", command), command
 

@@ -7,7 +7,7 @@ import time
 from unittest import mock
 
 import pytest
-from fakes.model import EOS, greedy
+from fakes.model import EOS, FakeModel, greedy
 from hypothesis import given
 from hypothesis import strategies as st
 from loop import ENGINES, Driven, on_every_engine
@@ -19,6 +19,7 @@ from engine.link import PeerLost
 from models.base import DeviceLost
 from protocol import Cancel, End, Generate, Hello, Sampling, Tokens
 from run import HERE
+from worker import limits_of
 
 WAIT_S = 20
 LONG = list(range(1, 31))  # a prompt of several chunks
@@ -364,6 +365,32 @@ def test_a_worker_that_cannot_go_on_ends_with_one_message_and_its_exit_code(fail
     assert ended.returncode == code, ended.stderr
     assert [line for line in ended.stderr.splitlines() if message in line]
     assert sum("CRITICAL" in line or "ERROR" in line for line in ended.stderr.splitlines()) == 1
+
+
+MIXES, CHUNKS, WHOLE = {"mixes": True}, {"prefill_chunk": 64}, {}
+
+
+@pytest.mark.parametrize(
+    ("engine", "most", "default"),
+    [
+        (MIXES, 128, "32 for each of up to four prompts"),
+        (MIXES | {"prompt_budget": 16}, 64, "16 for each of up to four prompts"),
+        (CHUNKS, 64, "64"),
+        (WHOLE, 128, "128"),
+    ],
+    ids=["mixed steps", "mixed steps in float32", "chunks", "whole prompts"],
+)
+def test_a_prefill_budget_above_every_default_is_advised_against(engine, most, default, caplog):
+    model = FakeModel(**{name: value for name, value in engine.items() if name != "prompt_budget"})
+    model.prompt_budget = engine.get("prompt_budget")
+    for fine in (None, 1, most):
+        limits_of(Config(max_batch_prefill_tokens=fine), model)
+    assert not caplog.records
+    assert limits_of(Config(max_batch_prefill_tokens=4096), model).max_batch_prefill_tokens == 4096
+    (record,) = caplog.records
+    assert record.levelname == "WARNING"
+    assert record.getMessage().startswith("--max-batch-prefill-tokens 4096 (MAX_BATCH_PREFILL_TOKENS): the running requests")
+    assert f"leave it unset ({default}) unless" in record.getMessage()
 
 
 def test_eos_ids_that_the_model_does_not_have_are_ignored_with_one_warning(caplog):

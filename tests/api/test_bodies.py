@@ -13,7 +13,13 @@ SMALL = {"inputs": "Hi", "parameters": {"max_new_tokens": 1}}
 
 def test_other_content_types_and_encodings_are_refused_by_name(served):
     refused = [
-        ({"content_type": "application/x-www-form-urlencoded"}, 415, "Expected request with `Content-Type: application/json`"),
+        (
+            {"content_type": "application/x-www-form-urlencoded"},
+            415,
+            "Expected request with `Content-Type: application/json`. Given: 'application/x-www-form-urlencoded'",
+        ),
+        ({"content_type": None}, 415, "Expected request with `Content-Type: application/json`. Given: none"),
+        ({"content_type": "text/plain"}, 415, "Expected request with `Content-Type: application/json`. Given: 'text/plain'"),
         ({"headers": {"Content-Encoding": "gzip"}}, 415, "A request body must not be compressed (`Content-Encoding`)"),
         ({"headers": {"Transfer-Encoding": "gzip, chunked"}}, 501, "The only `Transfer-Encoding` that is supported is chunked"),
     ]

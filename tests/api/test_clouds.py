@@ -55,6 +55,76 @@ def test_an_invocation_without_a_known_field_is_told_which_there_are(served):
     assert error.endswith("did not match any variant: one of `inputs`, `messages`, `prompt` is needed")
 
 
+def streamed_text(served, path="/invocations", body=b"Hi", method="POST", **options):
+    """What a client of TorchServe reads, piece by piece."""
+    options.setdefault("content_type", "text/plain")
+    response = served.client.open(path, method=method, data=body, **options)
+    assert (response.status_code, response.content_type) == (200, "text/plain; charset=utf-8"), response.text
+    return list(response.iter_encoded())
+
+
+def continuation(served, prompt):
+    return whole(served, "/generate", {"inputs": prompt})["generated_text"]
+
+
+@pytest.mark.parametrize("path", ["/invocations", "/predictions/m"])
+def test_a_prompt_as_plain_text_is_answered_with_its_continuation_as_plain_text_while_it_is_generated(served, path):
+    pieces = streamed_text(served, path)
+    assert len(pieces) > 1
+    assert b"".join(pieces).decode() == continuation(served, "Hi")
+
+
+def test_a_prompt_for_torchserve_needs_no_content_type_and_may_be_put(served):
+    expected = continuation(served, "Hi\n").encode()
+    for options in ({"method": "PUT"}, {"content_type": None}, {"headers": {"Accept": "*/*"}}):
+        assert b"".join(streamed_text(served, "/predictions/m", b"Hi\n", **options)) == expected
+
+
+def test_the_model_of_a_prediction_is_the_one_that_is_served(served):
+    response = served.client.post("/predictions/other", data=b"Hi", content_type="text/plain")
+    assert (response.status_code, response.json["error"]) == (404, "The model 'other' is not served here, 'm' is")
+
+
+def test_a_client_that_accepts_json_alone_gets_the_native_answer_to_its_text(served):
+    response = served.client.post("/invocations", data=b"Hi", content_type="text/plain", headers={"Accept": "application/json"})
+    assert response.json == [{"generated_text": "Hi" + continuation(served, "Hi")}]
+
+
+@pytest.mark.parametrize("charset", ["utf-8", "UTF-8", "iso-8859-1"])
+def test_the_charset_of_a_text_is_honoured(served, charset):
+    options = {"content_type": f"text/plain; charset={charset}"}
+    assert b"".join(streamed_text(served, body="Zoë".encode(charset), **options)).decode() == continuation(served, "Zoë")
+
+
+@pytest.mark.parametrize(
+    ("body", "content_type", "status", "error"),
+    [
+        (b"", "text/plain", 422, "`inputs` cannot be empty: the request body is the prompt. Given: no body"),
+        (b"a" * 99, "text/plain", 422, "`inputs` must have at most 59 tokens"),
+        (b"Zo\xeb", "text/plain", 400, "Failed to read the request body as text in utf-8: unexpected end of data (byte 2)"),
+        (b"a", "text/plain; charset=utf-7", 415, "must be `utf-8` or `us-ascii` or `iso-8859-1`. Given: 'utf-7'"),
+        (b"a", "application/x-www-form-urlencoded", 415, "Given: 'application/x-www-form-urlencoded'"),
+    ],
+    ids=["empty", "long", "other characters", "other charset", "form"],
+)
+def test_a_text_that_cannot_be_a_prompt_is_refused_by_what_was_given(served, body, content_type, status, error):
+    for path in ("/invocations", "/predictions/m"):
+        response = served.client.post(path, data=body, content_type=content_type)
+        assert response.status_code == status
+        assert error in response.json["error"]
+
+
+def test_an_error_in_a_text_that_has_begun_breaks_the_connection(served):
+    response = served.client.post("/invocations", data=b"Hi", content_type="text/plain", buffered=False)
+    pieces = response.iter_encoded()
+    assert next(pieces)
+    served.model.fail_next_decode = True
+    with pytest.raises(ConnectionResetError, match="Request failed during generation"):
+        list(pieces)
+    response.close()
+    served.wait_for_count("tgi_request_failure_total,generation", 1)
+
+
 def test_vertex_predicts_a_text_for_each_instance(served):
     full = NATIVE | {"parameters": {"max_new_tokens": 5, "return_full_text": True}}
     text = whole(served, "/generate", NATIVE)["generated_text"]

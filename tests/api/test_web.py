@@ -25,6 +25,7 @@ def test_an_id_that_is_none_is_replaced_by_a_new_one(served, given):
 def test_the_page_of_the_document_needs_no_other_server(served):
     page = served.client.get("/docs/").get_data(as_text=True)
     assert "swagger" in page
+    assert '"../api-doc/openapi.json"' in page, "it is found below a proxy's path, too"
     assert "http://" not in page.replace("http://localhost/", "")
     assert "https://" not in page
 
@@ -32,6 +33,28 @@ def test_the_page_of_the_document_needs_no_other_server(served):
 def test_the_page_for_people_is_reached_on_this_host_whatever_the_request_calls_it(served):
     response = served.client.get("/docs", headers={"Host": "evil.example"})
     assert (response.status_code, response.headers["Location"]) == (302, "/docs/")
+
+
+def test_with_a_root_path_every_route_is_there_below_it_and_without_it(serve):
+    served = serve(root_path="/serve").get_ready()
+    for root in ("/serve", ""):
+        answer = served.client.get(f"{root}/infer?sentence=Hi%20there")
+        assert answer.json == served.client.get("/infer?sentence=Hi there").json
+        assert served.post(f"{root}/v1/chat/completions", {"messages": [{"role": "robot"}]}).json["error"]["code"]
+        assert "<!doctype html>" in served.client.get(f"{root}/", headers={"Accept": "text/html"}).text
+        with served.client.get(f"{root}/page/page.css") as style:
+            assert "color" in style.text
+        assert served.client.get(f"{root}/docs").headers["Location"] == f"{root}/docs/"
+        assert served.client.get(f"{root}/api-doc/openapi.json").json["servers"] == [{"url": root or "/"}]
+    assert served.client.get("/serve").status_code == 308, "the page finds its files below /serve/"
+    for elsewhere in ("/server/info", "/serve/serve/info", "/other/info"):
+        assert served.client.get(elsewhere).status_code == 404
+
+
+def test_below_a_root_path_the_key_is_needed_as_elsewhere(serve):
+    served = serve(root_path="/serve", api_key="Secret").get_ready()
+    assert served.client.get("/serve/infer?sentence=Hi").status_code == 401
+    assert served.client.get("/serve/health").status_code == 200
 
 
 @pytest.mark.parametrize("path", ["/generate", "/v1/chat/completions", "/nowhere"])

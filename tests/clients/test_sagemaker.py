@@ -70,6 +70,23 @@ def test_a_native_stream_is_whole_when_its_parts_are_put_together(runtime):
     assert events[-1]["generated_text"] == ANSWER
 
 
+@pytest.mark.parametrize("operation", ["invoke_endpoint", "invoke_endpoint_with_response_stream"])
+def test_a_prompt_as_plain_text_is_answered_with_plain_text(runtime, operation):
+    response = getattr(runtime, operation)(EndpointName="demo", ContentType="text/plain", Body=QUESTION)
+    assert response["ContentType"] == "text/plain; charset=utf-8"
+    if operation == "invoke_endpoint":
+        parts = [response["Body"].read()]
+    else:
+        parts = [event["PayloadPart"]["Bytes"] for event in response["Body"]]
+        assert len(parts) > 10, "it comes as it is generated"
+    assert b"".join(parts).decode() == ANSWER
+
+
+def test_a_caller_that_accepts_json_alone_gets_the_native_answer_to_its_text(runtime):
+    response = runtime.invoke_endpoint(EndpointName="demo", ContentType="text/plain", Accept="application/json", Body=QUESTION)
+    assert json.load(response["Body"]) == [{"generated_text": QUESTION + ANSWER}]
+
+
 def test_a_chat_stream_is_whole_when_its_parts_are_put_together(runtime):
     *chunks, done = events_in(parts_of(runtime, {"messages": CHAT, "temperature": 0, "stream": True}))
     assert done == b"[DONE]"
