@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 from functools import cache
+from ipaddress import ip_address, ip_network
 from pathlib import Path
 from shutil import copytree
 
@@ -25,7 +26,17 @@ from run import HERE
 
 FOLDER = HERE / "deploy" / "kubernetes"
 OVERLAYS = ("cpu", "inf2", "trn1")
-APPLIED = (*OVERLAYS, "compile", "monitoring", "hpa", "keda", "karpenter", "ray")  # by the commands of the README
+APPLIED = (
+    *OVERLAYS,
+    "compile",
+    "monitoring",
+    "hpa",
+    "keda",
+    "ingress",
+    "gateway",
+    "karpenter",
+    "ray",
+)  # by the commands of the README
 VERSIONS = ("1.30", "1.37")  # of Kubernetes: the oldest with all fields in use, the newest with a schema
 IMAGE = "ghcr.io/neuron-textgen/neuron-textgen"
 CRDS = yaml.safe_load((HERE / "tests" / "kubernetes_crds.yaml").read_text())
@@ -90,6 +101,10 @@ def complaints(document):
             yield "runs as root"
         if context.get("seccompProfile") != {"type": "RuntimeDefault"}:
             yield "has no seccomp profile"
+        if pod.get("automountServiceAccountToken", True) and document["kind"] != "RayService":
+            yield "can ask the cluster"  # Ray's head has to, for its autoscaler
+        if pod.get("serviceAccountName", "default") == "default" and document["kind"] != "RayService":
+            yield "shares the account of other pods"
         if context.get("fsGroup") and context.get("fsGroupChangePolicy") != "OnRootMismatch":
             yield "lets the group write to the model cache"
         if any(pod.get(name) for name in ("hostNetwork", "hostPID", "hostIPC")):
@@ -108,8 +123,11 @@ def container_complaints(container, volumes, kind):
         yield "may gain privileges"
     if not context.get("readOnlyRootFilesystem") and kind != "RayService":  # Ray writes to folders of its own
         yield "may write to its image"
-    if not {"cpu", "memory"} <= requests.keys() & limits.keys():
+    if not {"cpu", "memory", "ephemeral-storage"} <= requests.keys() & limits.keys():
         yield "has no requests and limits"
+    empty = [volume["emptyDir"]["sizeLimit"] for volume in volumes.values() if "emptyDir" in volume]
+    if sum(map(gibibytes, empty)) >= gibibytes(limits.get("ephemeral-storage", "0Gi")):
+        yield "is evicted before its folders are full"
     if any(requests[name] != limit for name, limit in limits.items() if "/" in name):
         yield "does not request its devices"
     if not re.fullmatch(rf"{IMAGE}(-ray)?:\d+\.\d+\.\d+(-cpu)?", container["image"]):
@@ -118,6 +136,10 @@ def container_complaints(container, volumes, kind):
         yield "mounts a volume that is not there"
     if kind == "Deployment" and not {"startupProbe", "readinessProbe", "livenessProbe"} <= container.keys():
         yield "has no probes"
+
+
+def gibibytes(quantity):
+    return int(quantity.removesuffix("Gi"))
 
 
 def metrics_in(text):
@@ -179,6 +201,39 @@ def test_the_network_policy_lets_out_names_downloads_and_traces():
     egress = find(built("cpu"), "NetworkPolicy")["spec"]["egress"]
     otlp = re.search(r"http://localhost:(\d+)", config.SETTINGS["--otlp-endpoint"].metadata["help"])[1]
     assert {port["port"] for rule in egress for port in rule["ports"]} == {53, 443, int(otlp)}
+    assert all(rule["to"] for rule in egress)
+    blocks = {peer["ipBlock"]["cidr"]: peer["ipBlock"] for rule in egress for peer in rule["to"] if "ipBlock" in peer}
+    node = [ip_address("169.254.169.254"), ip_address("fd00:ec2::254")]  # where a node gives out its credentials
+    assert {"0.0.0.0/0", "::/0"} <= blocks.keys()
+    for block, address in zip((blocks["0.0.0.0/0"], blocks["::/0"]), node, strict=True):
+        assert any(address in ip_network(network) for network in block["except"])
+
+
+def test_the_namespace_names_the_version_of_its_rules_for_pods():
+    labels = find(built("cpu"), "Namespace")["metadata"]["labels"]
+    assert labels["pod-security.kubernetes.io/enforce"] == "restricted"
+    assert labels["pod-security.kubernetes.io/enforce-version"] == f"v{VERSIONS[0]}"
+
+
+def test_disks_of_new_nodes_are_encrypted():
+    disks = find(built("karpenter"), "EC2NodeClass")["spec"]["blockDeviceMappings"]
+    assert disks and all(disk["ebs"]["encrypted"] for disk in disks)
+
+
+def test_an_ingress_and_a_gateway_lead_to_the_service_and_end_no_stream():
+    service = find(built("cpu"), "Service")
+    ingress = find(built("ingress"), "Ingress")
+    (path,) = ingress["spec"]["rules"][0]["http"]["paths"]
+    backend = path["backend"]["service"]
+    assert (backend["name"], backend["port"]["name"]) == (service["metadata"]["name"], service["spec"]["ports"][0]["name"])
+    attributes = ingress["metadata"]["annotations"]["alb.ingress.kubernetes.io/load-balancer-attributes"]
+    assert int(attributes.removeprefix("idle_timeout.timeout_seconds=")) > 15  # a stream has a comment every 15 s
+    route = find(built("gateway"), "HTTPRoute")["spec"]
+    assert route["rules"][0]["backendRefs"] == [
+        {"name": service["metadata"]["name"], "port": service["spec"]["ports"][0]["port"]}
+    ]
+    assert route["rules"][0]["timeouts"] == {"request": "0s"}
+    assert route["parentRefs"] == [{"name": find(built("gateway"), "Gateway")["metadata"]["name"]}]
 
 
 @pytest.mark.parametrize("name", OVERLAYS)
