@@ -55,7 +55,7 @@ def create_app(config: Config, engine: EngineClient) -> Flask:
     files = None if config.no_web_page else status.PAGE_FILES
     app = Flask("neuron-textgen", static_folder=files, static_url_path="/page")
     if config.root_path:
-        app.wsgi_app = BelowRootPath(app.wsgi_app, config.root_path)
+        app.wsgi_app = BelowRootPath(app, config.root_path)
     # Werkzeug cuts a chunked body here without an error.
     app.config["MAX_CONTENT_LENGTH"] = config.payload_limit + 1
     # The pages at /docs, and a redirect to them without a host, which may be anybody's in the request's own
@@ -80,15 +80,18 @@ def create_app(config: Config, engine: EngineClient) -> Flask:
 
 
 class BelowRootPath:
-    """WSGI: a request whose path begins with `--root-path` is the one without it."""
+    """WSGI: a request whose path begins with `--root-path` is the one without it, if it is no route as it
+    stands: with /v1 as the root path, /v1/models is there, and below it."""
 
-    def __init__(self, app: Callable, root_path: str):
-        self._app = app
+    def __init__(self, app: Flask, root_path: str):
+        self._app = app.wsgi_app
+        self._is_route = app.url_map.bind("").test
         self._root_path = root_path
 
     def __call__(self, environ: dict, start_response: Callable) -> Iterable[bytes]:
         path = environ["PATH_INFO"]
-        if f"{path}/".startswith(f"{self._root_path}/"):
+        is_below = f"{path}/".startswith(f"{self._root_path}/")
+        if is_below and not self._is_route(path, environ["REQUEST_METHOD"]):
             environ["SCRIPT_NAME"] = self._root_path
             environ["PATH_INFO"] = path.removeprefix(self._root_path)
         return self._app(environ, start_response)

@@ -51,6 +51,13 @@ def test_with_a_root_path_every_route_is_there_below_it_and_without_it(serve):
         assert served.client.get(elsewhere).status_code == 404
 
 
+def test_a_root_path_that_routes_begin_with_hides_none_of_them(serve):
+    served = serve(root_path="/v1").get_ready()
+    for path in ("/v1/models", "/v1/v1/models"):
+        assert served.client.get(path).status_code == 200
+    assert served.client.get("/v1/info").json["version"]
+
+
 def test_below_a_root_path_the_key_is_needed_as_elsewhere(serve):
     served = serve(root_path="/serve", api_key="Secret").get_ready()
     assert served.client.get("/serve/infer?sentence=Hi").status_code == 401
