@@ -1,11 +1,12 @@
-r"""An endpoint on SageMaker: create, wait, invoke, stream, autoscale, delete. Needs boto3 and AWS credentials
-with a region.
+r"""An endpoint on SageMaker: create, wait, update, invoke, stream, autoscale, delete. Needs boto3 and AWS
+credentials with a region.
 
     python3 deploy/sagemaker/deploy.py create NAME --image URI --role ARN --env MODEL_ID=... \
         --instance-type ml.inf2.xlarge
     python3 deploy/sagemaker/deploy.py stream NAME "What is Deep Learning?"
 
-The SageMaker model, its endpoint configuration and its endpoint all have the name NAME.
+The SageMaker model, its endpoint configuration and its endpoint all have the name NAME; `update` makes a new
+model and a new configuration, with a date behind the name.
 """
 
 from __future__ import annotations
@@ -17,19 +18,31 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 
-import boto3
-from botocore.client import BaseClient
-from botocore.config import Config
-from botocore.exceptions import BotoCoreError, ClientError
+try:
+    import boto3
+    from botocore.client import BaseClient
+    from botocore.config import Config
+    from botocore.exceptions import BotoCoreError, ClientError
+except ImportError:
+    boto3 = None  # --help works without it
 
 VARIANT = "AllTraffic"
 PORT = "8080"  # where SageMaker sends requests; the image's own default is 80
-TIMEOUT_S = 3600  # the most that SageMaker allows: a start on Neuron may download and compile
+LEAST_TIMEOUT_S, TIMEOUT_S = 60, 3600  # what SageMaker allows; a start on Neuron may download and compile
 IN_PROGRESS = {"Creating", "Updating", "SystemUpdating", "RollingBack", "Deleting"}
 POLL_S = 10.0
 LATE_MS = 60_000  # how much later than others a line may reach the log
 SCALE_OUT_S, SCALE_IN_S = 300, 600  # a new instance needs minutes until it takes requests
 MAX_TOKENS = 256  # of an answer to a prompt on the command line
+NAME_LENGTH = 63  # of a model or a configuration
+# What the descriptions of models and configurations have, and their creation does not take.
+DESCRIPTIVE = {
+    "ModelArn",
+    "EndpointConfigArn",
+    "CreationTime",
+    "DeploymentRecommendation",
+    "ResponseMetadata",
+}
 
 
 class DeployError(Exception):
@@ -42,47 +55,138 @@ def create(
     *,
     image: str,
     role: str,
-    instance_type: str,
-    instances: int = 1,
-    volume_gib: int | None = None,
-    ami: str | None = None,
+    environment: dict[str, str],
     model_data: str | None = None,
-    environment: dict[str, str] | None = None,
+    **variant: str | int | None,
 ) -> None:
     """Creates the model, the configuration and the endpoint. Raises ClientError; what was created until then
     stays.
 
     `environment`: the server's settings. `model_data`: an S3 folder, or a .tar.gz, that SageMaker puts into
-    /opt/ml/model. `ami`: SageMaker's name for the system and the driver of the instance.
+    /opt/ml/model. `variant`: values for VARIANT_FIELDS, of which `instance_type` is needed;
+    None leaves SageMaker's own.
     """
-    container = {"Image": image, "Environment": {"PORT": PORT} | (environment or {})}
-    if model_data and model_data.endswith(".tar.gz"):
-        source = {"S3Uri": model_data, "S3DataType": "S3Object", "CompressionType": "Gzip"}
-    elif model_data:
-        source = {"S3Uri": model_data.rstrip("/") + "/", "S3DataType": "S3Prefix", "CompressionType": "None"}
+    container = {"Image": image, "Environment": {"PORT": PORT} | environment}
     if model_data:
-        container["ModelDataSource"] = {"S3DataSource": source}
-    variant = {
+        container["ModelDataSource"] = _source(model_data)
+    fields = {
         "VariantName": VARIANT,
         "ModelName": name,
-        "InstanceType": instance_type,
-        "InitialInstanceCount": instances,
+        "InitialInstanceCount": 1,
         "ModelDataDownloadTimeoutInSeconds": TIMEOUT_S,
         "ContainerStartupHealthCheckTimeoutInSeconds": TIMEOUT_S,
         "RoutingConfig": {"RoutingStrategy": "LEAST_OUTSTANDING_REQUESTS"},
     }
-    if volume_gib:
-        variant["VolumeSizeInGB"] = volume_gib
-    if ami:
-        variant["InferenceAmiVersion"] = ami
+    fields |= _given(variant)
     sagemaker.create_model(ModelName=name, ExecutionRoleArn=role, PrimaryContainer=container)
-    sagemaker.create_endpoint_config(EndpointConfigName=name, ProductionVariants=[variant])
+    sagemaker.create_endpoint_config(EndpointConfigName=name, ProductionVariants=[fields])
     sagemaker.create_endpoint(EndpointName=name, EndpointConfigName=name)
 
 
-def wait(sagemaker: BaseClient, logs: BaseClient, name: str) -> None:
-    """Waits until the endpoint takes requests, and prints its status and its containers' log meanwhile.
-    Raises DeployError with SageMaker's reason when it fails."""
+# Options of the command line, and what they are in a variant of an endpoint configuration. `ami` is
+# SageMaker's name for the system and the driver of the instance.
+VARIANT_FIELDS = {
+    "instance_type": "InstanceType",
+    "instances": "InitialInstanceCount",
+    "volume_gib": "VolumeSizeInGB",
+    "ami": "InferenceAmiVersion",
+    "download_timeout": "ModelDataDownloadTimeoutInSeconds",
+    "startup_timeout": "ContainerStartupHealthCheckTimeoutInSeconds",
+}
+
+
+def _given(variant: dict[str, str | int | None]) -> dict[str, str | int]:
+    return {VARIANT_FIELDS[name]: value for name, value in variant.items() if value is not None}
+
+
+def _source(model_data: str) -> dict[str, dict[str, str]]:
+    if model_data.endswith(".tar.gz"):
+        source = {"S3Uri": model_data, "S3DataType": "S3Object", "CompressionType": "Gzip"}
+    else:
+        source = {"S3Uri": model_data.rstrip("/") + "/", "S3DataType": "S3Prefix", "CompressionType": "None"}
+    return {"S3DataSource": source}
+
+
+def update(
+    sagemaker: BaseClient,
+    logs: BaseClient,
+    name: str,
+    *,
+    image: str | None = None,
+    role: str | None = None,
+    environment: dict[str, str],
+    model_data: str | None = None,
+    **variant: str | int | None,
+) -> None:
+    """Gives the endpoint a new model and a new configuration, and waits until they serve; what is not given
+    stays, and an empty setting of `environment` is removed. Until then, and where it fails, the old ones
+    serve. What serves no more is deleted. Raises ClientError and DeployError.
+    """
+    old_name = _configuration_of(sagemaker, name)
+    configuration = _described(sagemaker.describe_endpoint_config(EndpointConfigName=old_name))
+    if len(configuration["ProductionVariants"]) != 1:
+        raise DeployError(f"{name} has several variants; `update` changes what `create` made")
+    (fields,) = configuration["ProductionVariants"]
+    old_model = fields["ModelName"]
+    model = _described(sagemaker.describe_model(ModelName=old_model))
+    container = model["PrimaryContainer"]
+    settings = container.get("Environment", {}) | environment
+    container["Environment"] = {key: value for key, value in settings.items() if value}
+    if image:
+        container["Image"] = image
+    if model_data:
+        container["ModelDataSource"] = _source(model_data)
+        container.pop("ModelDataUrl", None)
+    if role:
+        model["ExecutionRoleArn"] = role
+    new_name = name[: NAME_LENGTH - 16].rstrip("-") + time.strftime("-%Y%m%d-%H%M%S", time.gmtime())
+    fields |= _given(variant) | {"ModelName": new_name}
+    # Autoscaling may have changed the number of instances.
+    excluded = [{"VariantPropertyType": "DesiredInstanceCount"}] if variant.get("instances") else []
+    sagemaker.create_model(**model | {"ModelName": new_name})
+    try:
+        sagemaker.create_endpoint_config(**configuration | {"EndpointConfigName": new_name})
+        sagemaker.update_endpoint(
+            EndpointName=name,
+            EndpointConfigName=new_name,
+            RetainAllVariantProperties=True,
+            ExcludeRetainedVariantProperties=excluded,
+        )
+    except ClientError:
+        _delete_unused(sagemaker, new_name, new_name)
+        raise
+    endpoint = wait(sagemaker, logs, name)
+    if endpoint["EndpointConfigName"] != new_name:
+        _delete_unused(sagemaker, new_name, new_name)
+        reason = endpoint.get("FailureReason", "no reason given")
+        raise DeployError(f"the update was rolled back, and {name} serves as before: {reason}")
+    _delete_unused(sagemaker, old_name, old_model)
+
+
+def _configuration_of(sagemaker: BaseClient, name: str) -> str:
+    endpoint = sagemaker.describe_endpoint(EndpointName=name)
+    if endpoint["EndpointStatus"] != "InService":
+        raise DeployError(f"{name} is {endpoint['EndpointStatus']}; only an endpoint in service is updated")
+    return endpoint["EndpointConfigName"]
+
+
+def _described(description: dict) -> dict:
+    """What a description says, as its creation takes it."""
+    return {key: value for key, value in description.items() if key not in DESCRIPTIVE}
+
+
+def _delete_unused(sagemaker: BaseClient, configuration: str, model: str) -> None:
+    _delete(
+        {
+            "configuration": lambda: sagemaker.delete_endpoint_config(EndpointConfigName=configuration),
+            "model": lambda: sagemaker.delete_model(ModelName=model),
+        }
+    )
+
+
+def wait(sagemaker: BaseClient, logs: BaseClient, name: str) -> dict:
+    """Waits until the endpoint takes requests, and prints its status and its containers' log meanwhile;
+    returns its description. Raises DeployError with SageMaker's reason when it fails."""
     tail, shown = None, None
     while True:
         endpoint = sagemaker.describe_endpoint(EndpointName=name)
@@ -98,6 +202,7 @@ def wait(sagemaker: BaseClient, logs: BaseClient, name: str) -> None:
         time.sleep(POLL_S)
     if status != "InService":
         raise DeployError(f"{name} is {status}: {endpoint.get('FailureReason', 'no reason given')}")
+    return endpoint
 
 
 class LogTail:
@@ -179,25 +284,53 @@ def autoscale(autoscaling: BaseClient, name: str, least: int, most: int, invocat
 
 
 def delete(sagemaker: BaseClient, autoscaling: BaseClient, name: str) -> list[str]:
-    """Removes everything that `create` and `autoscale` made; returns the names of what was there."""
-    steps: dict[str, Callable] = {
-        "scaling target": lambda: autoscaling.deregister_scalable_target(
-            **_scalable(name)
-        ),  # with its policies
-        "endpoint": lambda: sagemaker.delete_endpoint(EndpointName=name),
-        "endpoint configuration": lambda: sagemaker.delete_endpoint_config(EndpointConfigName=name),
-        "model": lambda: sagemaker.delete_model(ModelName=name),
-    }
+    """Removes everything that `create`, `update` and `autoscale` made; returns the names of what was
+    there."""
+    configuration, model = _used_by(sagemaker, name)
+    return _delete(
+        {
+            # With its policies.
+            "scaling target": lambda: autoscaling.deregister_scalable_target(**_scalable(name)),
+            "endpoint": lambda: sagemaker.delete_endpoint(EndpointName=name),
+            "endpoint configuration": lambda: sagemaker.delete_endpoint_config(
+                EndpointConfigName=configuration
+            ),
+            "model": lambda: sagemaker.delete_model(ModelName=model),
+        }
+    )
+
+
+def _used_by(sagemaker: BaseClient, name: str) -> tuple[str, str]:
+    """The configuration and the model of an endpoint; NAME for those that are not found."""
+    configuration = model = name
+    try:
+        configuration = sagemaker.describe_endpoint(EndpointName=name)["EndpointConfigName"]
+        description = sagemaker.describe_endpoint_config(EndpointConfigName=configuration)
+        model = description["ProductionVariants"][0]["ModelName"]
+    except ClientError as error:
+        if not _is_missing(error):
+            raise
+    return configuration, model
+
+
+def _delete(steps: dict[str, Callable]) -> list[str]:
+    """Which of the steps found something to delete."""
     deleted = []
     for what, step in steps.items():
         try:
             step()
             deleted.append(what)
         except ClientError as error:
-            code, message = error.response["Error"]["Code"], error.response["Error"]["Message"]
-            if code != "ObjectNotFoundException" and not message.startswith("Could not find"):
+            if not _is_missing(error):
                 raise
     return deleted
+
+
+def _is_missing(error: ClientError) -> bool:
+    code = error.response["Error"]["Code"]
+    return code == "ObjectNotFoundException" or error.response["Error"]["Message"].startswith(
+        "Could not find"
+    )
 
 
 def _scalable(name: str) -> dict[str, str]:
@@ -213,6 +346,14 @@ def _variable(text: str) -> tuple[str, str]:
     if not is_set or not re.fullmatch(r"[A-Za-z_]\w*", name):
         raise argparse.ArgumentTypeError(f"{text!r} is not NAME=VALUE")
     return name, value
+
+
+def _timeout(text: str) -> int:
+    if not text.isdecimal() or not LEAST_TIMEOUT_S <= int(text) <= TIMEOUT_S:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not a number of seconds from {LEAST_TIMEOUT_S} to {TIMEOUT_S}, SageMaker's limits"
+        )
+    return int(text)
 
 
 def _body(text: str) -> dict:
@@ -237,34 +378,10 @@ def _arguments(argv: list[str]) -> argparse.Namespace:
         return added
 
     added = verb("create", "create an endpoint and wait until it takes requests")
-    added.add_argument("--image", required=True, metavar="URI", help="the image in ECR")
-    added.add_argument(
-        "--role", required=True, metavar="ARN", help="the role that reads the image and the model"
-    )
-    added.add_argument("--instance-type", required=True, metavar="TYPE", help="for example ml.inf2.xlarge")
-    added.add_argument("--instances", type=int, default=1, metavar="N", help="1 if not set")
-    added.add_argument(
-        "--volume-gib", type=int, metavar="N", help="disk, where the instance type has none of its own"
-    )
-    added.add_argument(
-        "--ami",
-        metavar="VERSION",
-        help="another driver: al2-ami-sagemaker-inference-neuron-2 has Neuron's 2.19",
-    )
-    added.add_argument(
-        "--model-data",
-        metavar="S3",
-        help="s3://bucket/folder/ or s3://bucket/model.tar.gz, for /opt/ml/model",
-    )
-    added.add_argument(
-        "--env",
-        type=_variable,
-        action="append",
-        default=[],
-        metavar="NAME=VALUE",
-        help="a setting; repeatable",
-    )
+    _add_deployment(added, is_new=True)
     added.add_argument("--no-wait", action="store_true", help="return at once")
+    added = verb("update", "change a running endpoint, which serves meanwhile; what is not given stays")
+    _add_deployment(added, is_new=False)
     verb("wait", "wait until an endpoint takes requests; prints its log")
     for name, help in (
         ("invoke", "print the whole answer, as JSON"),
@@ -283,6 +400,50 @@ def _arguments(argv: list[str]) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
+def _add_deployment(verb: argparse.ArgumentParser, is_new: bool) -> None:
+    """The options that say what runs, and on what."""
+    verb.add_argument("--image", required=is_new, metavar="URI", help="the image in ECR")
+    verb.add_argument(
+        "--role", required=is_new, metavar="ARN", help="the role that reads the image and the model"
+    )
+    verb.add_argument("--instance-type", required=is_new, metavar="TYPE", help="for example ml.inf2.xlarge")
+    verb.add_argument("--instances", type=int, metavar="N", help="1 if not set" if is_new else None)
+    verb.add_argument(
+        "--volume-gib", type=int, metavar="N", help="disk, where the instance type has none of its own"
+    )
+    verb.add_argument(
+        "--ami",
+        metavar="VERSION",
+        help="another driver: al2-ami-sagemaker-inference-neuron-2 has Neuron's 2.19",
+    )
+    verb.add_argument(
+        "--model-data",
+        metavar="S3",
+        help="s3://bucket/folder/ or s3://bucket/model.tar.gz, for /opt/ml/model",
+    )
+    verb.add_argument(
+        "--env",
+        type=_variable,
+        action="append",
+        default=[],
+        metavar="NAME=VALUE",
+        help="a setting; repeatable" if is_new else "a setting; repeatable; NAME= removes it",
+    )
+    default = f"; {TIMEOUT_S} if not set" if is_new else ""
+    verb.add_argument(
+        "--download-timeout",
+        type=_timeout,
+        metavar="S",
+        help=f"seconds for SageMaker to download the model data{default}",
+    )
+    verb.add_argument(
+        "--startup-timeout",
+        type=_timeout,
+        metavar="S",
+        help=f"seconds until the server must be ready{default}",
+    )
+
+
 def _run(arguments: argparse.Namespace) -> None:
     name, sagemaker, autoscaling = (
         arguments.name,
@@ -293,13 +454,14 @@ def _run(arguments: argparse.Namespace) -> None:
     runtime = boto3.client(
         "sagemaker-runtime", config=Config(read_timeout=75, retries={"total_max_attempts": 1})
     )
+    if arguments.verb in ("create", "update"):
+        given = {key: getattr(arguments, key) for key in ("image", "role", "model_data", *VARIANT_FIELDS)}
+        environment = dict(arguments.env)
     if arguments.verb == "create":
-        given = {
-            key: getattr(arguments, key)
-            for key in ("image", "role", "instance_type", "instances", "volume_gib", "ami")
-        }
-        create(sagemaker, name, **given, model_data=arguments.model_data, environment=dict(arguments.env))
-    if arguments.verb == "wait" or (arguments.verb == "create" and not arguments.no_wait):
+        create(sagemaker, name, **given, environment=environment)
+    if arguments.verb == "update":
+        update(sagemaker, boto3.client("logs"), name, **given, environment=environment)
+    elif arguments.verb == "wait" or (arguments.verb == "create" and not arguments.no_wait):
         wait(sagemaker, boto3.client("logs"), name)
     elif arguments.verb in ("invoke", "stream"):
         chat = {"messages": [{"role": "user", "content": arguments.prompt}], "max_tokens": MAX_TOKENS}
@@ -318,8 +480,12 @@ def _run(arguments: argparse.Namespace) -> None:
 
 
 def main(argv: list[str]) -> int:
+    arguments = _arguments(argv)
+    if boto3 is None:
+        print("error: this needs boto3: pip install boto3", file=sys.stderr)
+        return 1
     try:
-        _run(_arguments(argv))
+        _run(arguments)
     except ClientError as error:
         answer = error.response
         if "OriginalMessage" in answer:  # the server's own

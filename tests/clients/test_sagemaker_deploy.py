@@ -8,6 +8,7 @@ import datetime
 import json
 import os
 import subprocess
+import sys
 import types
 import urllib.request
 from urllib.parse import urlsplit
@@ -65,17 +66,20 @@ def aws(monkeypatch):
         stub.assert_no_pending_responses()
 
 
+VARIANT = {
+    "VariantName": "AllTraffic",
+    "ModelName": "demo",
+    "InstanceType": "ml.inf2.xlarge",
+    "InitialInstanceCount": 1,
+    "ModelDataDownloadTimeoutInSeconds": 3600,
+    "ContainerStartupHealthCheckTimeoutInSeconds": 3600,
+    "RoutingConfig": {"RoutingStrategy": "LEAST_OUTSTANDING_REQUESTS"},
+}
+
+
 def expect_creation(aws, source=None, **variant):
     container = {"Image": IMAGE, "Environment": ENVIRONMENT} | ({"ModelDataSource": {"S3DataSource": source}} if source else {})
-    variant = {
-        "VariantName": "AllTraffic",
-        "ModelName": "demo",
-        "InstanceType": "ml.inf2.xlarge",
-        "InitialInstanceCount": 1,
-        "ModelDataDownloadTimeoutInSeconds": 3600,
-        "ContainerStartupHealthCheckTimeoutInSeconds": 3600,
-        "RoutingConfig": {"RoutingStrategy": "LEAST_OUTSTANDING_REQUESTS"},
-    } | variant
+    variant = VARIANT | variant
     model = {"ModelName": "demo", "ExecutionRoleArn": ROLE, "PrimaryContainer": container}
     aws.sagemaker.add_response("create_model", {"ModelArn": ARN}, model)
     configuration = {"EndpointConfigName": "demo", "ProductionVariants": [variant]}
@@ -86,6 +90,7 @@ def expect_creation(aws, source=None, **variant):
 
 def add_status(aws, status, **more):
     endpoint = {"EndpointName": "demo", "EndpointArn": ARN, "EndpointStatus": status, "CreationTime": BEGAN}
+    endpoint["EndpointConfigName"] = "demo"
     aws.sagemaker.add_response("describe_endpoint", endpoint | {"LastModifiedTime": BEGAN} | more, {"EndpointName": "demo"})
 
 
@@ -113,6 +118,127 @@ def test_an_archive_is_unpacked(aws):
     uri = "s3://bucket/model.tar.gz"
     expect_creation(aws, {"S3Uri": uri, "S3DataType": "S3Object", "CompressionType": "Gzip"}, InitialInstanceCount=2)
     assert deploy.main([*CREATE, "--model-data", uri, "--instances", "2", "--no-wait", *settings()]) == 0
+
+
+def test_the_timeouts_of_a_start_are_sagemakers_most_unless_given(aws):
+    timeouts = {"ModelDataDownloadTimeoutInSeconds": 600, "ContainerStartupHealthCheckTimeoutInSeconds": 60}
+    expect_creation(aws, **timeouts)
+    given = ["--download-timeout", "600", "--startup-timeout", "60"]
+    assert deploy.main([*CREATE, *given, "--no-wait", *settings()]) == 0
+
+
+@pytest.mark.parametrize("seconds", ["59", "3601", "1e3", "-1"])
+def test_a_timeout_that_sagemaker_does_not_allow_is_refused(aws, capsys, seconds):
+    with pytest.raises(SystemExit):
+        deploy.main([*CREATE, f"--startup-timeout={seconds}"])
+    assert f"{seconds!r} is not a number of seconds from 60 to 3600, SageMaker's limits" in capsys.readouterr().err
+
+
+NEW = "demo-20261123-000000"
+
+
+@pytest.fixture
+def old(aws, monkeypatch):
+    """An endpoint in service: its model and its configuration, as AWS describes them, with what `create` does not set."""
+    monkeypatch.setattr(deploy.time, "gmtime", lambda: BEGAN.timetuple())
+    container = {"Image": IMAGE, "Environment": ENVIRONMENT | {"HF_TOKEN": "old"}, "ModelDataSource": {"S3DataSource": SOURCE}}
+    model = {"PrimaryContainer": container, "ExecutionRoleArn": ROLE, "EnableNetworkIsolation": True}
+    capture = {
+        "EnableCapture": True,
+        "InitialSamplingPercentage": 5,
+        "DestinationS3Uri": "s3://bucket/capture",
+        "CaptureOptions": [],
+    }
+    configuration = {"ProductionVariants": [VARIANT | {"InitialInstanceCount": 2}], "DataCaptureConfig": capture}
+    add_status(aws, "InService")
+    described = {"EndpointConfigName": "demo", "EndpointConfigArn": ARN, "CreationTime": BEGAN}
+    asked = {"EndpointConfigName": "demo"}
+    aws.sagemaker.add_response("describe_endpoint_config", configuration | described, asked)
+    described = {"ModelName": "demo", "ModelArn": ARN, "CreationTime": BEGAN}
+    aws.sagemaker.add_response("describe_model", model | described, {"ModelName": "demo"})
+    return types.SimpleNamespace(model=model, configuration=configuration)
+
+
+def expect_update(aws, old, excluded=(), container=None, **variant):
+    model = old.model | {"ModelName": NEW, "PrimaryContainer": old.model["PrimaryContainer"] | (container or {})}
+    aws.sagemaker.add_response("create_model", {"ModelArn": ARN}, model)
+    variants = [old.configuration["ProductionVariants"][0] | {"ModelName": NEW} | variant]
+    configuration = old.configuration | {"EndpointConfigName": NEW, "ProductionVariants": variants}
+    aws.sagemaker.add_response("create_endpoint_config", {"EndpointConfigArn": ARN}, configuration)
+    asked = {"EndpointName": "demo", "EndpointConfigName": NEW, "RetainAllVariantProperties": True}
+    asked["ExcludeRetainedVariantProperties"] = [{"VariantPropertyType": name} for name in excluded]
+    aws.sagemaker.add_response("update_endpoint", {"EndpointArn": ARN}, asked)
+
+
+def expect_deletion(aws, name):
+    aws.sagemaker.add_response("delete_endpoint_config", {}, {"EndpointConfigName": name})
+    aws.sagemaker.add_response("delete_model", {}, {"ModelName": name})
+
+
+def test_update_changes_what_is_given_keeps_the_rest_and_removes_what_served_before(aws, old, capsys):
+    environment = {"PORT": "8080", "MAX_BATCH_SIZE": "8", "MAX_CONCURRENT_REQUESTS": "4"}
+    expect_update(aws, old, container={"Image": f"{IMAGE}-new", "Environment": environment})
+    add_status(aws, "Updating")
+    add_log(aws, (1, "loads"))
+    add_status(aws, "InService", EndpointConfigName=NEW)
+    add_log(aws, (1, "loads"))
+    expect_deletion(aws, "demo")
+    changes = ["--image", f"{IMAGE}-new", "--env", "MAX_BATCH_SIZE=8", "--env", "HF_TOKEN="]
+    assert deploy.main(["update", "demo", *changes]) == 0
+    assert capsys.readouterr().out.splitlines() == ["loads", "demo: Updating", "demo: InService"]
+
+
+def test_update_changes_instances_and_the_model_data(aws, old):
+    expect_update(
+        aws,
+        old,
+        excluded=["DesiredInstanceCount"],
+        container={"ModelDataSource": {"S3DataSource": SOURCE | {"S3Uri": "s3://bucket/other/"}}},
+        InstanceType="ml.inf2.8xlarge",
+        InitialInstanceCount=3,
+        ContainerStartupHealthCheckTimeoutInSeconds=900,
+    )
+    add_status(aws, "InService", EndpointConfigName=NEW)
+    add_log(aws)
+    expect_deletion(aws, "demo")
+    changes = ["--instance-type", "ml.inf2.8xlarge", "--instances", "3", "--startup-timeout", "900"]
+    assert deploy.main(["update", "demo", *changes, "--model-data", "s3://bucket/other"]) == 0
+
+
+def test_an_update_that_fails_leaves_what_served_before_and_removes_what_it_made(aws, old, capsys):
+    expect_update(aws, old)
+    add_status(aws, "RollingBack")
+    add_log(aws)
+    add_status(aws, "InService", FailureReason="The container did not pass the ping health check.")
+    add_log(aws)
+    expect_deletion(aws, NEW)
+    assert deploy.main(["update", "demo"]) == 1
+    error = "the update was rolled back, and demo serves as before: The container did not pass the ping health check."
+    assert capsys.readouterr().err == f"error: {error}\n"
+
+
+def test_an_update_that_aws_refuses_removes_what_it_made(aws, old, capsys):
+    aws.sagemaker.add_response("create_model", {"ModelArn": ARN})
+    aws.sagemaker.add_response("create_endpoint_config", {"EndpointConfigArn": ARN})
+    aws.sagemaker.add_client_error("update_endpoint", "ValidationException", "deregister the scalable target first")
+    expect_deletion(aws, NEW)
+    assert deploy.main(["update", "demo", "--instance-type", "ml.inf2.8xlarge"]) == 1
+    assert capsys.readouterr().err.endswith("deregister the scalable target first\n")
+
+
+def test_an_endpoint_that_is_not_in_service_is_not_updated(aws, capsys):
+    add_status(aws, "Updating")
+    assert deploy.main(["update", "demo", "--image", IMAGE]) == 1
+    assert capsys.readouterr().err == "error: demo is Updating; only an endpoint in service is updated\n"
+
+
+def test_the_help_needs_no_boto3_and_the_rest_names_it():
+    without = ["-S", str(ROOT / "deploy" / "sagemaker" / "deploy.py")]  # no installed package
+    shown = subprocess.run([sys.executable, *without, "update", "--help"], capture_output=True, text=True)
+    assert (shown.returncode, shown.stderr) == (0, "")
+    assert "--startup-timeout" in shown.stdout
+    refused = subprocess.run([sys.executable, *without, "wait", "demo"], capture_output=True, text=True)
+    assert (refused.returncode, refused.stderr) == (1, "error: this needs boto3: pip install boto3\n")
 
 
 def test_wait_prints_each_line_of_the_log_once(aws, capsys):
@@ -164,7 +290,34 @@ def test_autoscale_follows_the_invocations_of_an_instance(aws):
     assert deploy.main(["autoscale", "demo", "--max", "4", "--invocations", "30"]) == 0
 
 
+def add_description(aws, name):
+    """Of an endpoint, and of its configuration."""
+    add_status(aws, "InService", EndpointConfigName=name)
+    described = {"EndpointConfigName": name, "EndpointConfigArn": ARN, "CreationTime": BEGAN}
+    described["ProductionVariants"] = [VARIANT | {"ModelName": name}]
+    aws.sagemaker.add_response("describe_endpoint_config", described, {"EndpointConfigName": name})
+
+
+def test_delete_removes_what_the_last_update_made(aws, capsys):
+    add_description(aws, NEW)
+    aws.autoscaling.add_response("deregister_scalable_target", {}, SCALED)
+    aws.sagemaker.add_response("delete_endpoint", {}, {"EndpointName": "demo"})
+    expect_deletion(aws, NEW)
+    assert deploy.main(["delete", "demo"]) == 0
+    assert capsys.readouterr().out == "deleted: scaling target, endpoint, endpoint configuration, model\n"
+
+
+def test_delete_removes_what_a_creation_that_failed_has_left(aws, capsys):
+    aws.sagemaker.add_client_error("describe_endpoint", "ValidationException", 'Could not find endpoint "demo".')
+    aws.autoscaling.add_client_error("deregister_scalable_target", "ObjectNotFoundException", "No scalable target found")
+    aws.sagemaker.add_client_error("delete_endpoint", "ValidationException", 'Could not find endpoint "demo".')
+    expect_deletion(aws, "demo")
+    assert deploy.main(["delete", "demo"]) == 0
+    assert capsys.readouterr().out == "deleted: endpoint configuration, model\n"
+
+
 def test_delete_removes_what_is_there_and_says_so(aws, capsys):
+    add_description(aws, "demo")
     aws.autoscaling.add_client_error("deregister_scalable_target", "ObjectNotFoundException", "No scalable target found")
     aws.sagemaker.add_response("delete_endpoint", {}, {"EndpointName": "demo"})
     aws.sagemaker.add_client_error("delete_endpoint_config", "ValidationException", "Could not find endpoint configuration")
@@ -174,6 +327,7 @@ def test_delete_removes_what_is_there_and_says_so(aws, capsys):
 
 
 def test_an_error_of_aws_is_one_line_and_stops_what_follows(aws, capsys):
+    add_description(aws, "demo")
     aws.autoscaling.add_response("deregister_scalable_target", {}, SCALED)
     aws.sagemaker.add_client_error("delete_endpoint", "ValidationException", "Cannot update in-progress endpoint")
     assert deploy.main(["delete", "demo"]) == 1
