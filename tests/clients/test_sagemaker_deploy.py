@@ -147,7 +147,7 @@ def old(aws, monkeypatch):
         "EnableCapture": True,
         "InitialSamplingPercentage": 5,
         "DestinationS3Uri": "s3://bucket/capture",
-        "CaptureOptions": [],
+        "CaptureOptions": [{"CaptureMode": "Input"}],
     }
     configuration = {"ProductionVariants": [VARIANT | {"InitialInstanceCount": 2}], "DataCaptureConfig": capture}
     add_status(aws, "InService")
