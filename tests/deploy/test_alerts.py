@@ -35,6 +35,15 @@ def queries():
     return [target["expr"] for panel in dashboard["panels"] for target in panel["targets"]]
 
 
+def test_every_metric_is_on_the_dashboard_or_named_as_left_out():
+    families = set(re.findall(r"^# TYPE (\w+) ", exposed(), flags=re.MULTILINE))
+    suffix = r"(?:_bucket|_sum|_count|_total)?\{"
+    shown = {name for name in families if re.search(rf"\b{name}{suffix}", "".join(queries()))}
+    guide = (HERE / "docs" / "operations.md").read_text()
+    left_out = guide[guide.index("It leaves out") : guide.index("hardly change")]
+    assert set(re.findall(r"`(\w+)`", left_out)) == families - shown
+
+
 def promtool(*arguments):
     return subprocess.run(["promtool", *arguments], capture_output=True, text=True, timeout=60)
 
