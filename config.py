@@ -21,6 +21,7 @@ import math
 import os
 import re
 import shlex
+import socket
 import sys
 import unicodedata
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -958,6 +959,18 @@ def load() -> Config:
     return Config.from_json((run_dir() / "config.json").read_bytes())
 
 
+def listen(config: Config) -> socket.socket:
+    """The socket that takes connections. Raises ConfigError where its address cannot be had."""
+    family = socket.AF_INET6 if ":" in config.hostname else socket.AF_INET
+    try:
+        return socket.create_server((config.hostname, config.port), family=family, backlog=2048)
+    except OSError as error:
+        raise ConfigError(
+            f"port {config.port} of {config.hostname} cannot be used: {os.strerror(error.errno)};"
+            " choose another with --port (PORT)"
+        ) from error
+
+
 def main(argv: Sequence[str]) -> int:
     """Writes the configuration into the folder of the run, or prints it where there is no run."""
     folder = run_dir() if "NEURON_TEXTGEN_RUN_DIR" in os.environ else None
@@ -965,6 +978,8 @@ def main(argv: Sequence[str]) -> int:
         if folder:
             check_limits(folder)
         config = parse(argv, os.environ)
+        if folder:
+            listen(config).close()  # before anything is loaded: then the reason is the only line
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

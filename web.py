@@ -347,21 +347,12 @@ def main() -> int:
     die_with_parent()
     config = configuration.load()
     logs.set_up(config.log_level, config.json_output)
-    family = socket.AF_INET6 if ":" in config.hostname else socket.AF_INET
     try:
         if config.otlp_endpoint:
             tracing.check(os.environ)
-        listener = socket.create_server((config.hostname, config.port), family=family, backlog=2048)
+        listener = configuration.listen(config)
     except ConfigError as error:
         logger.error("%s", error)
-        return 2
-    except OSError as error:
-        logger.error(
-            "port %d of %s cannot be used: %s; choose another with --port (PORT)",
-            config.port,
-            config.hostname,
-            error.strerror,
-        )
         return 2
     Server(config, listener).run()
     return 0

@@ -230,13 +230,13 @@ def test_json_logs_are_json_to_the_last_words_about_a_killed_worker():
 
 
 def refused(*arguments, **environment):
-    """Starts a server that cannot be served. Returns the one line that says so."""
+    """Starts a server that cannot be served. Returns the one line that says so, which is the last one."""
     with Server(*arguments, **environment) as server:
         assert server.wait_exit() == 2, server.log
         log = server.log
     assert "Traceback" not in log
     errors = [line for line in log.splitlines() if "error" in line.lower()]
-    assert len(errors) == 1, log
+    assert errors == log.splitlines()[-1:], log
     return errors[0]
 
 
