@@ -18,7 +18,7 @@ import numpy as np
 
 logger = logging.getLogger("model")
 
-PROGRESS_S = 30.0
+PROGRESS_S = 10.0
 # Largest difference of a logit from that of transformers, as a share of the largest logit (at least 1).
 TOLERANCE = {"float32": 1e-3, "bfloat16": 0.05, "float16": 0.05, "int8": 0.25, "int4": 0.5}
 
@@ -148,19 +148,20 @@ def reported_as(failure: str, explain: Callable[[BaseException], str] = named) -
 
 
 @contextlib.contextmanager
-def progress_logged(what: str) -> Iterator[None]:
-    """Logs every PROGRESS_S seconds that `what` is still running."""
+def progress_logged(what: str, measure: Callable[[], str] = str) -> Iterator[None]:
+    """Logs every PROGRESS_S seconds that `what` is still running, and what `measure` says of it, which runs
+    in a thread."""
     done = threading.Event()
     started_at = time.monotonic()
 
     def log_progress() -> None:
         while not done.wait(PROGRESS_S):
-            logger.info("Still %s after %.0f s", what, time.monotonic() - started_at)
+            progress = measure()
+            if not done.is_set():
+                logger.info("Still %s after %.0f s%s", what, time.monotonic() - started_at, progress)
 
-    thread = threading.Thread(target=log_progress, name="progress", daemon=True)
-    thread.start()
+    threading.Thread(target=log_progress, name="progress", daemon=True).start()
     try:
         yield
     finally:
         done.set()
-        thread.join()

@@ -8,6 +8,8 @@ only config.json. Works with huggingface_hub 0.36 and 2.x, needs no torch, and d
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import functools
 import logging
 import os
 import sys
@@ -104,16 +106,65 @@ def _download(config: Config, model_id: str, revision: str | None, patterns: Seq
     """The folder of a model on the hub with all files that match. Raises ModelError where that fails."""
     from huggingface_hub import snapshot_download
 
-    with _hub_errors(model_id, revision), progress_logged(f"downloading {model_id}"):
+    unwanted = None if all("/" in pattern for pattern in patterns) else OTHER_FORMATS
+    cache = config.huggingface_hub_cache
+    if sys.stderr.isatty():  # where the library draws a bar
+        progress = contextlib.nullcontext()
+    else:
+        state = _DownloadState(model_id, revision, cache, patterns, unwanted)
+        progress = progress_logged(f"downloading {model_id}", state.describe)
+    with _hub_errors(model_id, revision), progress:
         folder = snapshot_download(
             model_id,
             revision=revision,
             token=_token(),
-            cache_dir=config.huggingface_hub_cache,
+            cache_dir=cache,
             allow_patterns=patterns,
-            ignore_patterns=None if all("/" in pattern for pattern in patterns) else OTHER_FORMATS,
+            ignore_patterns=unwanted,
         )
     return Path(folder)
+
+
+@dataclasses.dataclass
+class _DownloadState:
+    """How much of a download is there: the hub says how large its files are, the cache which of them it
+    has."""
+
+    model_id: str
+    revision: str | None
+    cache: str | None
+    patterns: Sequence[str]
+    unwanted: Sequence[str] | None
+
+    @functools.cached_property
+    def sizes(self) -> dict[str, int]:
+        """Bytes of each file."""
+        from huggingface_hub import HfApi
+        from huggingface_hub.hf_api import RepoFile
+        from huggingface_hub.utils import filter_repo_objects
+
+        tree = HfApi(token=_token()).list_repo_tree(self.model_id, recursive=True, revision=self.revision)
+        sizes = {entry.path: entry.size for entry in tree if isinstance(entry, RepoFile)}
+        names = filter_repo_objects(sizes, allow_patterns=self.patterns, ignore_patterns=self.unwanted)
+        return {name: sizes[name] for name in names}
+
+    def describe(self) -> str:
+        """Such as ": 120 of 480 MB (25 %)"; nothing where the hub does not answer."""
+        from huggingface_hub import constants, try_to_load_from_cache
+
+        try:
+            total = sum(self.sizes.values())
+            done = sum(
+                size
+                for name, size in self.sizes.items()
+                if try_to_load_from_cache(self.model_id, name, self.cache, self.revision)
+            )
+            folder = Path(self.cache or constants.HF_HUB_CACHE, "models--" + self.model_id.replace("/", "--"))
+            done += sum(file.stat().st_size for file in folder.glob("blobs/*.incomplete"))
+        except Exception:  # the download itself says what is wrong
+            return ""
+        done = min(done, total)
+        return f": {done / 1e6:,.0f} of {total / 1e6:,.0f} MB ({100 * done // max(total, 1)} %)"
 
 
 def _token() -> str | None:

