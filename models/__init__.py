@@ -75,10 +75,15 @@ class Prepared:
         return used
 
     def fetch_weights(self) -> None:
-        """Downloads the weights of a model on the hub. Raises ModelError."""
+        """Downloads the weights of a model on the hub. Raises ModelError, for what cannot be converted before
+        that."""
         if self.build:
             self.build.checkpoint()
         else:
+            if self.device == "cpu":
+                from models.openvino_model import check_convertible
+
+                check_convertible(self.config, self.folder, self.manifest)
             fetch_weights(self.config, self.folder, SAFETENSORS)
 
     def load(self, announce: Callable[[str], None]) -> StaticBatchModel:
@@ -90,9 +95,6 @@ class Prepared:
 
             return NeuronModel(self.build, run_dir(), announce)
         if self.device == "cpu":
-            if not importlib.util.find_spec("openvino"):
-                needed = "--device cpu (DEVICE) needs the package openvino, which is not installed here"
-                raise ModelError(f"{needed}; the image for CPUs has it")
             from models.openvino_model import load
 
             return load(self.config, self.folder, self.manifest, announce)
@@ -107,6 +109,9 @@ def prepare(config: Config) -> Prepared:
     Raises ConfigError or ModelError, with the reason in one line, for what cannot be served.
     """
     device = choose_device(config.device)
+    if device == "cpu" and not importlib.util.find_spec("openvino"):
+        needed = "--device cpu (DEVICE) needs the package openvino, which is not installed here"
+        raise ModelError(f"{needed}; the image for CPUs has it")
     config, folder, sha = fetch_source(dataclasses.replace(config, device=device))
     manifest = Manifest.read(folder)
     if device == "neuron":

@@ -277,7 +277,7 @@ def load(
     key = model_key(config, folder, manifest)
 
     def convert(target: Path) -> None:
-        check_quantizer(config)
+        check_convertible(config, folder, manifest)
         announce("converting")
         logger.info("Converting %s for OpenVINO, once", config.model_name)
         with progress_logged(f"converting {config.model_name}"):
@@ -305,6 +305,22 @@ def load(
         if key:
             cache.remove(key)
         return _load_torch(given, manifest, folder, reason(error))
+
+
+def check_convertible(config: Config, folder: Path, manifest: Manifest) -> None:
+    """Raises ModelError for a model that has yet to be converted and cannot be, as far as that shows without
+    its weights."""
+    config = with_dtype(config, manifest)
+    if _find_entry(config, ModelCache(config), model_key(config, folder, manifest)):
+        return
+    check_quantizer(config)
+    kind, facts = manifest.config_json.get("model_type"), manifest.config_json
+    if "vision_config" in facts or "audio_config" in facts:
+        # Takes seconds to import, and is needed for such a model alone.
+        from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+        if kind not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES and "auto_map" not in facts:
+            raise ModelError(f"{kind} models read images or sound; this server runs models of text alone")
 
 
 def check_quantizer(config: Config) -> None:

@@ -5,6 +5,7 @@ The hub's library is the real one; the hub is in this process. See fakes/hub.py.
 
 import contextlib
 import errno
+import importlib.util
 import json
 import logging
 import os
@@ -108,6 +109,30 @@ def test_pickled_weights_are_not_downloaded_for_a_cpu_which_does_not_read_them(h
     with pytest.raises(ModelError, match=r"someone/model holds no weights: there is no \*.safetensors$"):
         prepared.fetch_weights()
     assert hub.fetched == FACTS
+
+
+@pytest.mark.parametrize(
+    ("facts", "settings", "why"),
+    [
+        ({"model_type": "qwen2_vl", "vision_config": {}}, {}, "qwen2_vl models read images or sound; .* text alone"),
+        ({"model_type": "llama"}, {"quantize": "int8"}, r"--quantize int8 \(QUANTIZE\) needs nncf .*pip install"),
+    ],
+)
+def test_what_cannot_be_converted_is_refused_before_the_download(hub, config, tmp_path, monkeypatch, facts, settings, why):
+    find = importlib.util.find_spec
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == "nncf" else find(name))
+    hub.push("someone/model", files(FACTS, SHARDS, **{"config.json": json.dumps(facts).encode()}))
+    prepared = models.prepare(replace(config, device="cpu", model_cache=str(tmp_path / "cache"), **settings))
+    with pytest.raises(ModelError, match=why):
+        prepared.fetch_weights()
+    assert not set(SHARDS) & set(hub.fetched)
+
+
+def test_a_model_whose_text_half_is_served_is_not_refused_for_its_other_half(hub, config, tmp_path):
+    facts = {"model_type": "gemma3", "vision_config": {}, "text_config": {}}
+    hub.push("someone/model", files(FACTS, SHARDS, **{"config.json": json.dumps(facts).encode()}))
+    models.prepare(replace(config, device="cpu", model_cache=str(tmp_path / "cache"))).fetch_weights()
+    assert set(SHARDS) <= set(hub.fetched)
 
 
 def test_code_is_fetched_only_where_it_is_trusted(hub):
