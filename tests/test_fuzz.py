@@ -191,14 +191,15 @@ BODIES = {
 }
 
 
-def bodies_of(operation):
-    """Bodies of the types that a route takes by the document."""
-    schema = operation["requestBody"]["content"]["application/json"]["schema"]
+def bodies_of(content):
+    """Bodies of the types that a route takes as JSON by the document."""
+    schema = content["application/json"]["schema"]
     names = [kind["$ref"].rpartition("/")[2] for kind in schema.get("anyOf", [schema])]
     return st.one_of([BODIES[name] if name in BODIES else body_of({}, known_of(name)) for name in names])
 
 
-POSTS = {path: bodies_of(methods["post"]) for path, methods in API["paths"].items() if "post" in methods}
+CONTENTS = {path: methods["post"]["requestBody"]["content"] for path, methods in API["paths"].items() if "post" in methods}
+POSTS = {path: bodies_of(content) for path, content in CONTENTS.items() if "application/json" in content}
 
 
 def encoded(text):

@@ -126,6 +126,7 @@ def played(requests, engine, seed, known=None, cancelled=()):
     return sent, driven
 
 
+@pytest.mark.random_examples
 @pytest.mark.parametrize("engine", ENGINES.values(), ids=ENGINES)
 def test_500_random_schedules_give_the_tokens_log_probabilities_and_ends_of_single_steps(engine):
     accepted = 0
@@ -141,6 +142,7 @@ def test_500_random_schedules_give_the_tokens_log_probabilities_and_ends_of_sing
     assert accepted > 1000
 
 
+@pytest.mark.random_examples
 @pytest.mark.parametrize("engine", ENGINES.values(), ids=ENGINES)
 def test_a_request_that_is_cancelled_leaves_the_texts_of_the_others(engine):
     for seed in range(60):
