@@ -15,10 +15,11 @@
 # make first-run     what a first run on a device measures, in one report: MODEL=... (docs/first-run.md)
 # make image         builds the container image for Inferentia2 and Trainium; make image DEVICE=cpu the one for CPUs, with
 #                    MODEL=smollm2 in it; DEVICE=cuda for NVIDIA's GPUs; PLATFORM=linux/arm64 for another processor
+# make docs          the documents as a site, in site/
 # make lint          ruff, as CI runs it
 # make clean         removes the environments
 # make help          prints this list
-.PHONY: help run test test-fast clients test-clients test-neuron ui test-ui test-open-webui ray test-ray bench soak attack first-run image lint clean
+.PHONY: help run test test-fast clients test-clients test-neuron ui test-ui test-open-webui ray test-ray bench soak attack first-run image docs lint clean
 
 VENV := .venv
 FITS = -c 'import sys; sys.exit(not (3, 10) <= sys.version_info < (3, 14))' 2>/dev/null
@@ -61,6 +62,7 @@ NEURON := $(shell for folder in "$(TRANSFORMERS_NEURONX)/src" "$(TRANSFORMERS_NE
 NEURON_BIN := $(AT)-neuron/bin
 
 RAY_BIN := $(AT)-ray/bin
+DOCS := $(shell sed -n 's/^docs = \[\(.*\)\].*/\1/p' pyproject.toml | tr -d ',')
 RAY := $(shell sed -n 's/^ray = \[\(.*\)\].*/\1/p' pyproject.toml | tr -d ',')
 
 help:
@@ -147,12 +149,16 @@ image:
 		--build-arg MODEL=$(MODEL) $(foreach tag,$(TAGS),-t $(IMAGE):$(tag)) \
 		$(ARGS) .
 
+# NO_MKDOCS_2_WARNING: the theme's makers advertise another program at each start.
+docs: $(VENV)-docs/installed
+	@NO_MKDOCS_2_WARNING=1 "$(AT)-docs/bin/mkdocs" build --strict
+
 lint: $(VENV)/test.installed
 	"$(BIN)/ruff" check .
 	"$(BIN)/ruff" format --check .
 
 clean:
-	rm -rf $(VENV) $(VENV)-clients $(VENV)-neuron $(VENV)-ui $(VENV)-ray
+	rm -rf $(VENV) $(VENV)-clients $(VENV)-neuron $(VENV)-ui $(VENV)-ray $(VENV)-docs site
 
 $(VENV)/bin/python:
 	@test -w . || { echo "error: $$(id -un) may not write into $(CURDIR), where $(VENV) is made; use a checkout of your own" >&2; exit 2; }
@@ -234,4 +240,10 @@ $(VENV)-ray/installed: pyproject.toml | $(VENV)/bin/python
 	@echo "Installing Ray into $(VENV)-ray (once)" >&2
 	@"$(BIN)/python" -m venv --clear $(VENV)-ray
 	@$(subst $(BIN),$(RAY_BIN),$(PIP)) $(NO_COMPILE) $(RAY) $(PYTEST)
+	@touch $@
+
+$(VENV)-docs/installed: pyproject.toml | $(VENV)/bin/python
+	@echo "Installing what the site of the documents needs into $(VENV)-docs (once)" >&2
+	@"$(BIN)/python" -m venv --clear $(VENV)-docs
+	@$(subst $(BIN),$(AT)-docs/bin,$(PIP)) $(NO_COMPILE) $(DOCS)
 	@touch $@
