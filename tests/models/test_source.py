@@ -1,6 +1,7 @@
 """A model in a GGUF file: it becomes the checkpoint that it was made of, once, wherever the file is."""
 
 import dataclasses
+import importlib.util
 import re
 import subprocess
 import zipfile
@@ -214,7 +215,8 @@ def test_the_model_to_try_is_compressed_where_it_can_be_and_nothing_else_was_sai
     hub, checkpoint, monkeypatch, caplog, flags, has_nncf, quantize
 ):
     hub.push(ours.TRIAL_REPOSITORY, checkpoint)
-    monkeypatch.setattr(ours.importlib.util, "find_spec", lambda name: has_nncf or None)
+    found = importlib.util.find_spec
+    monkeypatch.setattr(ours.importlib.util, "find_spec", lambda name: has_nncf or None if name == "nncf" else found(name))
     caplog.set_level("INFO", "model")
     given = parse(["--model-id", "smollm2", "--device", "cpu", *flags], {})
     assert models.prepare(given).config.quantize == quantize
