@@ -26,7 +26,10 @@ def document(url, tmp_path_factory):
 def generated(document):
     """Finds a module of the generated client by its name."""
     tools = sysconfig.get_path("scripts")
+    settings = document.parent / "settings.yaml"
+    settings.write_text('content_type_overrides: {"text/plain": "application/octet-stream"}')  # it knows no bodies of text
     command = ["openapi-python-client", "generate", "--path", document, "--output-path", document.parent / "textgen_client"]
+    command += ["--config", settings]
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PATH", tools, prepend=os.pathsep)  # it formats what it writes with ruff
         done = subprocess.run([*command, "--meta", "none", "--fail-on-warning"], capture_output=True, text=True)
