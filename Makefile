@@ -16,7 +16,7 @@
 # make image         builds the container image for Inferentia2 and Trainium; make image DEVICE=cpu the one for CPUs, with
 #                    MODEL=smollm2 in it; DEVICE=cuda for NVIDIA's GPUs; PLATFORM=linux/arm64 for another processor
 # make docs          the documents as a site, in site/
-# make lint          ruff, as CI runs it
+# make lint          ruff, shellcheck and hadolint
 # make clean         removes the environments
 # make help          prints this list
 .PHONY: help run test test-fast clients test-clients test-neuron ui test-ui test-open-webui ray test-ray bench soak attack first-run image docs lint clean
@@ -156,6 +156,8 @@ docs: $(VENV)-docs/installed
 lint: $(VENV)/test.installed
 	"$(BIN)/ruff" check .
 	"$(BIN)/ruff" format --check .
+	"$(BIN)/shellcheck" --severity=warning entrypoint.sh .ci/run tests/image/*.sh
+	"$(BIN)/hadolint" Dockerfile deploy/kubernetes/ray/Dockerfile
 
 clean:
 	rm -rf $(VENV) $(VENV)-clients $(VENV)-neuron $(VENV)-ui $(VENV)-ray $(VENV)-docs site

@@ -8,6 +8,7 @@
 #
 # Exit code: 0 after SIGTERM, SIGINT or SIGHUP, 1 when a process died, 2 for a configuration or model that cannot be
 # served (one line says why). Nothing survives: no process, no socket file.
+# shellcheck disable=SC2154 # settings.sh sets what seems not to be set
 set -u
 set -m # a process group for each child: Ctrl-C reaches only this script, which ends them in order
 

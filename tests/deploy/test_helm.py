@@ -46,6 +46,7 @@ CASES = {
     "hpa": {"autoscaling": {"by": "hpa", "max": 9}},
     "keda": {"autoscaling": {"by": "keda", "min": 2}},
     "volume": {"persistence": {"size": "10Gi"}},
+    "class": {"persistence": {"storageClass": "efs"}},
     "claim": {"device": "inf2", "modelId": MODEL, "persistence": {"existingClaim": "models"}},
 }
 
@@ -104,7 +105,9 @@ def test_what_a_release_sends_is_valid_and_safe(values):
 
 
 def test_two_releases_in_a_namespace_have_nothing_in_common():
-    both = [rendered({**EVERYTHING, "autoscaling": {"by": "keda"}}, release) for release in ("first", "second")]
+    both = [
+        rendered({**EVERYTHING, "replicas": None, "autoscaling": {"by": "keda"}}, release) for release in ("first", "second")
+    ]
     names = [{(document["kind"], document["metadata"]["name"]) for document in documents} for documents in both]
     assert not names[0] & names[1]
     for documents, release in zip(both, ("first", "second")):
@@ -164,8 +167,9 @@ def test_every_value_reaches_what_it_is_about():
     assert (scaler["minReplicas"], scaler["maxReplicas"]) == (1, 9)
     assert find(rendered(CASES["keda"]), "ScaledObject")["spec"]["minReplicaCount"] == 2
     assert "PersistentVolumeClaim" not in [document["kind"] for document in rendered(CASES["claim"])]
-    claims = [pod(rendered(CASES[name]))["volumes"][1] for name in ("volume", "claim", "cpu")]
+    claims = [pod(rendered(CASES[name]))["volumes"][1] for name in ("volume", "class", "claim", "cpu")]
     assert [next(iter(volume.get("persistentVolumeClaim", {}).values()), None) for volume in claims] == [
+        "neuron-textgen",
         "neuron-textgen",
         "models",
         None,
@@ -183,6 +187,7 @@ def test_every_value_reaches_what_it_is_about():
         ({"settings": {"PORT": 80}}, "PORT"),
         ({"device": "inf1", "modelId": "x"}, "device"),
         ({"device": "inf2"}, "modelId is needed"),
+        ({"replicas": 2, "autoscaling": {"by": "hpa"}}, "replicas is a fixed number"),
         ({"gracefulTerminationTimeout": "long"}, "gracefulTerminationTimeout"),
     ],
 )

@@ -22,6 +22,7 @@ else # a Python of its own: it is copied, and the packages come along that its m
         awk '$2 == "=>" && $3 ~ /^\// && !seen[$3]++ { print $3 }' | grep -v "^$prefix" | xargs realpath |
         while read -r library; do dpkg -S "$library" 2>/dev/null || dpkg -S "${library#/usr}" || true; done | cut -d: -f1 | sort -u |
         paste -sd,)
+    # shellcheck disable=SC2046 # the names of libraries, separated by lines
     tar -C "$prefix" --exclude='site-packages/*' --exclude='*/test' --exclude='*/config-*' --exclude=__pycache__ \
         -cf "$work/python.tar" "bin/$python" "lib/$python" $(cd "$prefix" && ls lib/libpython*.so* 2>/dev/null || true)
     hooks=(--customize-hook="tar -C \"\$1/usr/local\" --no-same-owner -xf $work/python.tar"

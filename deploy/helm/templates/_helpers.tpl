@@ -27,5 +27,7 @@ are called neuron-textgen, the image is not.
 
 {{- /* Not empty where the pods share a volume. */}}
 {{- define "has-volume" -}}
-{{- if or (ne .Values.device "cpu") .Values.persistence.size .Values.persistence.existingClaim }}yes{{ end }}
+{{- with .Values.persistence }}
+{{- if or (ne $.Values.device "cpu") .size .storageClass .existingClaim }}yes{{ end }}
+{{- end }}
 {{- end }}
