@@ -470,7 +470,9 @@ def _report_machine(sizing: Sizing, machine: Machine, config: Config) -> Iterato
 def _lines(row: Figure) -> Iterator[str]:
     length = f", length {row.length}" if row.length else ""
     prompt = f" ({row.prompt} of it prompt)" if row.prompt else ""
-    latency = f", first token {row.ttft_ms:g} ms, then {row.token_ms:g} ms each" if row.ttft_ms else ""
+    latency = f", {row.token_ms:g} ms each" if row.token_ms else ""
+    if row.ttft_ms:
+        latency = f", first token {row.ttft_ms:g} ms, then {row.token_ms:g} ms each"
     replicas = f", {row.replicas} replicas of tp_degree {row.tp_degree}" if row.replicas > 1 else ""
     cost = PRICES[row.instance] / 3600 / row.tokens_per_s * 1e6
     yield f"  measured by others: {row.model}, batch size {row.batch_size}{length}{prompt}{replicas}:"
