@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shlex
 import shutil
 import signal
 import subprocess
@@ -30,7 +31,7 @@ def start(tmp_path):
 
     def run(worker, *flags, **settings):
         python = tmp_path / "python"
-        python.write_text(PYTHON.format(python=sys.executable, worker=worker))
+        python.write_text(PYTHON.format(python=shlex.quote(sys.executable), worker=worker))
         python.chmod(0o755)
         return Server(*flags, PYTHON=str(python), **settings)
 
@@ -91,7 +92,7 @@ def test_the_environment_beside_the_script_is_used(checkout):
 
 def test_a_python_without_what_the_server_needs_ends_it_with_one_line_that_says_what_to_run(checkout):
     bare = checkout / "python"
-    bare.write_text(f'#!/bin/sh\nexec {sys.executable} -I -S "$@"\n')
+    bare.write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} -I -S "$@"\n')
     bare.chmod(0o755)
     environment = {"PATH": os.environ["PATH"], "PYTHON": str(bare)}
     done = subprocess.run([checkout / "entrypoint.sh"], env=environment, capture_output=True, text=True)
