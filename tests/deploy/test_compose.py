@@ -55,6 +55,18 @@ def test_each_file_that_is_mounted_exists_and_each_volume_is_declared():
     assert {source for source in sources if not (DEPLOY / source).is_file()} == set(compose["volumes"])
 
 
+def test_no_service_can_take_all_memory_of_the_machine():
+    assert all(service["mem_limit"] for service in load(COMPOSE)["services"].values())
+
+
+def test_the_server_reads_its_keys_from_the_file_that_is_mounted_if_there_is_one():
+    compose = load(COMPOSE)
+    server = compose["services"]["server"]
+    (secret,) = server["secrets"]
+    assert compose["secrets"][secret]["file"] == "${API_KEY_FILE:-/dev/null}"
+    assert server["environment"]["API_KEY_FILE"] == f"${{API_KEY_FILE:+/run/secrets/{secret}}}"
+
+
 def test_the_proxy_gets_each_variable_of_its_configuration():
     variables = re.findall(r"\$\{(\w+)\}", (DEPLOY / "compose" / "haproxy.cfg").read_text())
     assert set(variables) == set(load(COMPOSE)["services"]["proxy"]["environment"])
