@@ -200,7 +200,7 @@ def test_calls_are_read_as_models_write_them(name, text, content, calls):
         ("hermes", '<tool_call>{"name": "now", "arguments": {"a": 1'),
         ("hermes", '<tool_call>{"name": "now", "arguments": {"a" 1}}</tool_call>'),
         ("hermes", '<tool_call>{"arguments": {"a": 1'),
-        ("hermes", '<tool_call>{"name": "now", "arguments": ' + '{"a":' * 2000 + "1" + "}" * 2001),
+        ("hermes", '<tool_call>{"name": "now", "arguments": ' + '{"a":' * 100_000 + "1" + "}" * 100_001),
         ("llama3_json", '{"name": "Alice", "parameters": {}}'),
         ("llama3_json", '{"answer": 1}'),
         ("llama3_json", "{} is an empty object"),
