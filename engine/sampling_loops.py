@@ -9,8 +9,10 @@ for each parameter of a batch.
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import math
+from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
@@ -19,6 +21,7 @@ import numpy as np
 logging.getLogger("numba").setLevel(logging.WARNING)
 
 import numba  # noqa: E402
+from numba.core.caching import UserProvidedCacheLocator  # noqa: E402
 
 LANES = 32  # a lane: each LANES-th token of a group
 STEPS = 16  # tokens of a lane
@@ -98,6 +101,18 @@ def source_of(logits: np.ndarray, mask: np.ndarray = NO_MASK) -> Source:
         mask=words.reshape(-1),
         words=mask.shape[1],
     )
+
+
+class LoopsCache(UserProvidedCacheLocator):
+    """A folder by the text of this file below NUMBA_CACHE_DIR, where numba's own is by the file's path: all
+    checkouts with the same text share what one of them has compiled."""
+
+    @classmethod
+    def get_suitable_cache_subpath(cls, py_file: str) -> str:
+        return f"loops-{hashlib.sha256(Path(py_file).read_bytes()).hexdigest()[:16]}"
+
+
+numba.config.CACHE_LOCATOR_CLASSES = f"{__name__}.LoopsCache,InTreeCacheLocator"
 
 
 def _compiled(function):

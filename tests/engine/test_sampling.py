@@ -651,6 +651,23 @@ def test_greedy_rows_get_the_highest_logit_with_the_lowest_id_in_every_layout(as
 
 
 @pytest.mark.processes
+def test_another_checkout_loads_the_loops_that_one_has_compiled(tmp_path):
+    code = """
+import numpy as np
+from engine import sampling_loops
+sampling_loops.place_of(np.ones(3), 0.5)
+print(sum(sampling_loops.place_of.stats.cache_hits.values()))
+"""
+    environment = os.environ | {"NUMBA_CACHE_DIR": str(tmp_path / "cache")}
+    hits = []
+    for name in ("one", "another"):
+        shutil.copytree(HERE / "engine", tmp_path / name / "engine")
+        command = [sys.executable, "-c", code]
+        ran = subprocess.run(command, cwd=tmp_path / name, env=environment, capture_output=True, text=True, check=True)
+        hits.append(ran.stdout)
+    assert hits == ["0\n", "1\n"]
+
+
 def test_numba_writes_nothing_into_a_debug_log(tmp_path):
     code = """
 import logging, sys
