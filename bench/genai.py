@@ -1,17 +1,19 @@
 """openvino-genai's continuous batching behind HTTP, to compare with this server.
 
     pip install openvino-genai==2026.4.1 optimum-intel==2.2.0 nncf==3.4.0
-    optimum-cli export openvino --task text-generation-with-past --model FOLDER --weight-format int8 EXPORTED
-    python bench/genai.py EXPORTED PORT
+    python bench/genai.py FOLDER PORT int8|int4
 
-Answers TGI's /info and /generate_stream, greedy and without an end-of-text token, with Python's own HTTP server: as little as
-`make bench URL=http://localhost:PORT` needs. Belongs into an environment of its own.
+Exports the checkpoint in FOLDER, then answers OpenAI's /v1/completions as a stream, greedy and without an end-of-text token,
+with Python's own HTTP server: as little as peers.py needs. Belongs into an environment of its own.
 """
 
 import json
+import subprocess
 import sys
+import tempfile
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from queue import SimpleQueue
 
 import openvino_genai
@@ -61,11 +63,9 @@ class Handler(BaseHTTPRequestHandler):
     engine: Engine
 
     def do_GET(self) -> None:
-        body = json.dumps({"model_id": "openvino-genai"}).encode()
-        self.send_response(200)
-        self.send_header("Content-Length", str(len(body)))
+        self.send_response(200)  # /health
+        self.send_header("Content-Length", "0")
         self.end_headers()
-        self.wfile.write(body)
 
     def do_POST(self) -> None:
         given = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
@@ -74,17 +74,32 @@ class Handler(BaseHTTPRequestHandler):
         self.send_header("Transfer-Encoding", "chunked")
         self.end_headers()
         ids = SimpleQueue()
-        self.engine.arrivals.put((given["inputs"], given["parameters"]["max_new_tokens"], ids))
+        self.engine.arrivals.put((given["prompt"], given["max_tokens"], ids))
+        tokens = 0
         while (found := ids.get()) is not None:
-            text = self.engine.tokenizer.decode(found)
-            event = f"data:{json.dumps({'token': {'id': found[-1], 'text': text}})}\n\n".encode()
-            self.wfile.write(b"%x\r\n%s\r\n" % (len(event), event))
+            tokens += len(found)
+            self.send_event({"choices": [{"index": 0, "text": self.engine.tokenizer.decode(found)}]})
+        self.send_event({"choices": [], "usage": {"completion_tokens": tokens}})
         self.wfile.write(b"0\r\n\r\n")
+
+    def send_event(self, body: dict) -> None:
+        event = f"data: {json.dumps(body)}\n\n".encode()
+        self.wfile.write(b"%x\r\n%s\r\n" % (len(event), event))
 
     def log_message(self, *_) -> None:
         pass
 
 
+def main(model: str, port: str, weight_format: str) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        command = [Path(sys.executable).with_name("optimum-cli"), "export", "openvino", "--task", "text-generation-with-past"]
+        command += ["--model", model, "--weight-format", weight_format]
+        if weight_format == "int4":
+            command += ["--group-size", "64"]  # which divides SmolLM2's 576 columns
+        subprocess.run([*command, folder], check=True)
+        Handler.engine = Engine(folder)
+    ThreadingHTTPServer(("127.0.0.1", int(port)), Handler).serve_forever()
+
+
 if __name__ == "__main__":
-    Handler.engine = Engine(sys.argv[1])
-    ThreadingHTTPServer(("127.0.0.1", int(sys.argv[2])), Handler).serve_forever()
+    main(*sys.argv[1:])

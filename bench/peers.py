@@ -1,13 +1,15 @@
 """Servers side by side over HTTP: the same checkpoint, the same kind of prompts, turn by turn on one machine.
 
+    make peers          this server, and those of `PEERS` whose programs are on the PATH, on SmolLM2-135M-Instruct
+
     .venv/bin/python bench/peers.py --server 'ours=./entrypoint.sh serve --model-id {model} --port {port} --dtype bfloat16' \\
         --server 'vllm=/path/to/vllm serve {model} --port {port} --dtype bfloat16' [--concurrency 1 4 16] [--rounds 3]
 
 Each server is started while the others are stopped (SIGSTOP), is warmed up, and is stopped whenever it is not its turn. A round
 is a turn of each: for each concurrency that many streams at a time over OpenAI's /v1/completions, greedy, prompts of exactly
 128 tokens, none of them twice, completions of exactly 64. Tokens per second are generated tokens over the time from the first
-request to the last token, prompts included. The checkpoint has SmolLM2-135M's shape, random weights, a tokenizer trained here,
-and no end-of-text token; --model names its folder, or another model's.
+request to the last token, prompts included. Without --model and --gguf the checkpoint has SmolLM2-135M's shape, random weights,
+a tokenizer trained here, and no end-of-text token.
 
 Owns the checkpoint, the prompts and the turns, which long_prompt.py and demo.py use as well. Does not know any server's API.
 """
@@ -19,8 +21,10 @@ import asyncio
 import os
 import random
 import shlex
+import shutil
 import signal
 import statistics
+import subprocess
 import sys
 import sysconfig
 import tempfile
@@ -29,13 +33,38 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from launch import Server, free_port
+from figures import Figure
+from launch import HERE, Server, free_port
 from load import Answer, LoadError, Target, closed_loop, find, percentile
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+from bench import write
 
 SMOLLM2_135M = {"vocab_size": 49152, "hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30}
 SMOLLM2_135M |= {"num_attention_heads": 9, "num_key_value_heads": 3, "max_position_embeddings": 8192, "eos_token_id": None}
 SMOLLM2_135M |= {"tie_word_embeddings": True, "rope_parameters": {"rope_type": "default", "rope_theta": 1e5}}
+
+OURS = (
+    "PYTHON={python} {here}/entrypoint.sh serve --model-id {model} --hostname 127.0.0.1 --port {port}"
+    " --max-batch-size 16 --max-total-tokens 1024"
+)
+VLLM = (
+    "VLLM_CPU_KVCACHE_SPACE=2 vllm serve {model} --host 127.0.0.1 --port {port}"
+    " --max-model-len 1024 --max-num-seqs 16 --no-enable-prefix-caching"
+)
+GENAI = "{genai_python} {here}/bench/genai.py {model} {port}"
+LLAMA_CPP = "llama-server --host 127.0.0.1 --port {port} --parallel 16 --ctx-size 16384 --model"
+PEERS = {  # what comes after the comma is compared with its like
+    "this server, bfloat16": f"{OURS} --dtype bfloat16",
+    "this server, int8": f"{OURS} --quantize int8",
+    "this server, int4": f"{OURS} --quantize int4",
+    "vLLM, bfloat16": f"{VLLM} --dtype bfloat16",
+    "openvino-genai, int8": f"{GENAI} int8",
+    "openvino-genai, int4": f"{GENAI} int4",
+    "llama.cpp, int8": f"{LLAMA_CPP} {{q8_0}}",
+    "llama.cpp, int4": f"{LLAMA_CPP} {{gguf}}",
+}
+PROGRAMS = {"vLLM": "vllm", "openvino-genai": "optimum-cli", "llama.cpp": "llama-server"}
 
 
 class Peer(NamedTuple):
@@ -65,6 +94,24 @@ def save_checkpoint(folder: Path) -> Path:
     model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**SMOLLM2_135M))
     model.to(torch.bfloat16).save_pretrained(folder)
     return folder
+
+
+def read_gguf(file: Path, folder: Path) -> dict[str, Path]:
+    """The model of a GGUF file as what servers take: a checkpoint in bfloat16, the file itself, and, where llama.cpp is
+    installed, another one with its matrices in Q8_0."""
+    subprocess.run([sys.executable, "-m", "models.gguf", file.resolve(), "bfloat16", folder / "model"], cwd=HERE, check=True)
+    if shutil.which("llama-quantize"):
+        command = ["llama-quantize", "--allow-requantize", file, folder / "q8_0.gguf", "Q8_0"]
+        subprocess.run(command, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    return {"model": folder / "model", "gguf": file, "q8_0": folder / "q8_0.gguf"}
+
+
+def installed() -> dict[str, str]:
+    """Those of `PEERS` that can be started here; says which cannot."""
+    missing = {name: program for name, program in PROGRAMS.items() if not shutil.which(program)}
+    for name, program in missing.items():
+        print(f"{name} is not measured: no {program} on the PATH", file=sys.stderr)
+    return {name: command for name, command in PEERS.items() if name.partition(",")[0] not in missing}
 
 
 class Prompts:
@@ -118,20 +165,30 @@ class Turns:
             raise LoadError(f"{peer.name}: a completion has {wrong[0]} tokens instead of {self._tokens}")
         return self._tokens * count / took_s, answers
 
+    def figures(self) -> list[Figure]:
+        return [
+            Figure(f"throughput: {name}: {concurrency} at a time", [speed for speed, _answers in rounds], "tokens/s")
+            for (name, concurrency), rounds in self.found.items()
+        ]
+
     def report(self) -> None:
-        """Prints each server's figures, and the first one's over the best of the others, round by round."""
-        print(f"{'server':16} {'at a time':>9} {'tokens/s: min, median, max':>28} {'ttft p50':>9} {'itl p50':>9} {'p99 ms':>9}")
+        """Prints each server's figures, and the first one's of a kind (`server, kind`) over the best of the others of that
+        kind, round by round."""
+        print(f"{'server':24} {'at a time':>9} {'tokens/s: min, median, max':>28} {'ttft p50':>9} {'itl p50':>9} {'p99 ms':>9}")
         for (name, concurrency), rounds in self.found.items():
             ttft = [answer.ttft_s * 1e3 for _speed, answers in rounds for answer in answers]
             gaps = [gap * 1e3 for _speed, answers in rounds for answer in answers for gap in answer.gaps_s]
             speeds = spread([speed for speed, _answers in rounds], 8, 1)
             latencies = f"{statistics.median(ttft):9.1f} {statistics.median(gaps):9.1f} {percentile(gaps, 0.99):9.1f}"
-            print(f"{name:16} {concurrency:9}   {speeds} {latencies}")
-        first, *others = (peer.name for peer in self.peers)
-        for concurrency, _requests in self._counts if others else ():
-            rounds = zip(self.found[first, concurrency], *(self.found[name, concurrency] for name in others))
-            ratios = [ours[0] / max(each[0] for each in theirs) for ours, *theirs in rounds]
-            print(f"{first} over the best of the others, {concurrency} at a time: {spread(ratios, 0, 2)}")
+            print(f"{name:24} {concurrency:9}   {speeds} {latencies}")
+        names_of_kinds: dict[str, list[str]] = {}
+        for peer in self.peers:
+            names_of_kinds.setdefault(peer.name.partition(", ")[2], []).append(peer.name)
+        for first, *others in names_of_kinds.values():
+            for concurrency, _requests in self._counts if others else ():
+                rounds = zip(self.found[first, concurrency], *(self.found[name, concurrency] for name in others))
+                ratios = [ours[0] / max(each[0] for each in theirs) for ours, *theirs in rounds]
+                print(f"{first} over the best of the others, {concurrency} at a time: {spread(ratios, 0, 2)}")
 
 
 def spread(values: Sequence[float], width: int, digits: int) -> str:
@@ -140,33 +197,47 @@ def spread(values: Sequence[float], width: int, digits: int) -> str:
     return " ".join(f"{value:{width}.{digits}f}" for value in numbers)
 
 
-def start(command: str, model: Path, log_path: Path, cache: Path) -> Server:
-    """`command` is a shell's line without a shell: settings (NAME=VALUE), then words; {model} and {port} are filled in."""
+def start(command: str, model: Path, log_path: Path, cache: Path, **values: Path | str) -> Server:
+    """`command` is a shell's line without a shell: settings (NAME=VALUE), then words; {model}, {port} and `values` are
+    filled in."""
     port = free_port()
-    words = [word.format(model=model, port=port) for word in shlex.split(command)]
+    words = [word.format(model=model, port=port, **values) for word in shlex.split(command)]
     settings = dict(word.split("=", 1) for word in words if "=" in word.split("/")[0] and not word.startswith("-"))
     return Server(words[len(settings) :], port, log_path, os.environ | {"MODEL_CACHE": str(cache)} | settings)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--server", action="append", required=True, help="NAME=COMMAND; {model} and {port} are filled in")
-    parser.add_argument("--model", type=Path, help="a model folder with a tokenizer.json")
+    parser.add_argument("--server", action="append", help="NAME=COMMAND; {model} and {port} are filled in")
+    model = parser.add_mutually_exclusive_group()
+    model.add_argument("--model", type=Path, help="a model folder with a tokenizer.json")
+    model.add_argument("--gguf", type=Path, help="a model in a GGUF file, which is served by all servers known here")
     parser.add_argument("--concurrency", type=int, nargs="+", default=[1, 4, 16])
     parser.add_argument("--requests", type=int, nargs="+", default=[4, 12, 32], help="of each concurrency, in a turn")
     parser.add_argument("--prompt", type=int, default=128, help="tokens of a prompt")
     parser.add_argument("--tokens", type=int, default=64, help="tokens of a completion")
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "report", help="of the report, without the endings")
     parser.add_argument("--logs", type=Path, default=Path.cwd(), help="where the servers' logs go, NAME.log")
     args = parser.parse_args()
+    if not args.server and not args.gguf:
+        parser.error("--server or --gguf is needed")
+    commands = dict(each.split("=", 1) for each in args.server) if args.server else installed()
     with tempfile.TemporaryDirectory(prefix="textgen-bench-") as scratch:
-        model = save_checkpoint(args.model or Path(scratch))
+        values = {"here": HERE, "python": sys.executable}
+        if args.gguf:
+            values |= read_gguf(args.gguf, Path(scratch))
+            values["genai_python"] = Path(shutil.which(PROGRAMS["openvino-genai"]) or sys.executable).with_name("python")
+        else:
+            values["model"] = save_checkpoint(args.model or Path(scratch))
+        model = values["model"]
         prompts = Prompts(model, args.prompt)
         turns = Turns(lambda target: target.request(next(prompts), args.tokens), args.tokens, args.concurrency, args.requests)
         servers = []
         try:
-            for name, _, command in (each.partition("=") for each in args.server):
-                servers.append(server := start(command, model, args.logs / f"{name}.log", Path(scratch) / "cache"))
+            for name, command in commands.items():
+                server = start(command, log_path=args.logs / f"{name}.log", cache=Path(scratch) / "cache", **values)
+                servers.append(server)
                 server.wait_ready(log_text=None)
                 print(f"{name}: ready after {server.ready_s:.1f} s", file=sys.stderr)
                 turns.add(Peer(name, server, find(server.url, model=str(model))))
@@ -177,6 +248,7 @@ def main() -> None:
             for server in servers:
                 server.end()
     turns.report()
+    print("\n".join(map(str, write(args.out, "Servers side by side on a CPU", turns.figures()))))
 
 
 if __name__ == "__main__":

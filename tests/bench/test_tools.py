@@ -40,6 +40,21 @@ def test_bench_measures_the_server_on_simulated_devices_and_writes_a_page_that_n
     assert page.count("<tr") == 1 + len(figures)
 
 
+def test_servers_are_measured_side_by_side_into_a_report(tmp_path):
+    ours = f"PYTHON={sys.executable} ./entrypoint.sh serve --model-id {{model}} --hostname 127.0.0.1 --port {{port}}"
+    servers = ["--server", f"ours, one={ours}", "--server", f"another, one={ours} --max-batch-size 2"]
+    sizes = ["--rounds", "1", "--concurrency", "2", "--requests", "2", "--prompt", "8", "--tokens", "5"]
+    paths = ["--model", "demo/model", "--logs", str(tmp_path), "--out", str(tmp_path / "report")]
+    printed = output_of("bench/peers.py", *servers, *sizes, *paths)
+    assert "ours, one over the best of the others, 2 at a time" in printed
+    figures = json.loads((tmp_path / "report.json").read_text())["figures"]
+    assert [figure["name"] for figure in figures] == [
+        "throughput: ours, one: 2 at a time",
+        "throughput: another, one: 2 at a time",
+    ]
+    assert all(figure["value"] > 0 for figure in figures)
+
+
 def test_a_short_soak_passes_and_has_seen_everything(tmp_path):
     path = tmp_path / "report.json"
     output_of("bench/soak.py", "--minutes", "0.07", "--seed", "1", "--json", str(path))
