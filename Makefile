@@ -80,7 +80,7 @@ test: $(VENV)/test.installed $(VENV)/templates/installed $(VENV)/published/insta
 # Files without a fast test are not imported either: torch and transformers take seconds.
 test-fast: $(VENV)/test.installed
 	"$(BIN)/python" -m pytest -m "not (processes or models or hypothesis or random_examples)" --numprocesses 3 --dist worksteal \
-		$(addprefix --ignore=,$(shell grep -lE '^pytestmark = .*mark\.(processes|models)' -r tests --include=test_*.py)) $(ARGS)
+		$(addprefix --ignore=,$(shell grep -lE '^(pytestmark = .*|    pytest\.)mark\.(processes|models)' -r tests --include=test_*.py)) $(ARGS)
 
 clients: $(VENV)/run.installed
 	@$(MAKE) --silent --no-print-directory -j 3 $(CLIENTS:%=$(VENV)-clients/%.installed) \

@@ -222,6 +222,7 @@ def random_schema(random, depth=0):
     }.get(kind, lambda: {"type": kind})()
 
 
+@pytest.mark.random_examples
 def test_hundreds_of_schemas_give_valid_json_whatever_the_model_prefers():
     random, grammars = Random(7), Grammars(tokenizer().to_str(), tokenizer().get_vocab_size(), [EOS])
     driven = Driven(grammars=grammars, vocab_size=tokenizer().get_vocab_size(), max_total_tokens=500, batch_size=8, mixes=True)

@@ -128,6 +128,7 @@ def test_what_cannot_be_converted_is_refused_before_the_download(hub, config, tm
     assert not set(SHARDS) & set(hub.fetched)
 
 
+@pytest.mark.models
 def test_a_model_whose_text_half_is_served_is_not_refused_for_its_other_half(hub, config, tmp_path):
     facts = {"model_type": "gemma3", "vision_config": {}, "text_config": {}}
     hub.push("someone/model", files(FACTS, SHARDS, **{"config.json": json.dumps(facts).encode()}))

@@ -3,9 +3,7 @@
 import math
 
 import pytest
-import torch
 from published_configs import CONFIGS, PARAMETERS
-from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from models import families, rope
 from models.base import ModelError
@@ -85,6 +83,7 @@ def test_layers_without_positions_are_told_apart():
 LONG = {"short_factor": [1 + n / 10 for n in range(8)], "long_factor": [4.0] * 8}
 
 
+@pytest.mark.models
 @pytest.mark.parametrize(
     "scaling",
     [
@@ -99,7 +98,9 @@ LONG = {"short_factor": [1 + n / 10 for n in range(8)], "long_factor": [4.0] * 8
     ids=str,
 )
 def test_scaled_positions_are_those_of_transformers(scaling):
+    import torch
     import transformers
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
     config = transformers.LlamaConfig(
         hidden_size=64,
@@ -141,8 +142,10 @@ def test_parameters_of_published_models_are_counted_exactly(name):
     assert Shape.from_config(CONFIGS[name]).parameters == PARAMETERS[name]
 
 
+@pytest.mark.models
 @pytest.mark.parametrize("name", FAMILIES)
 def test_parameters_are_those_of_the_model_that_transformers_makes(name):
+    import torch
     import transformers
 
     if name in ("code_llama", "internlm2"):

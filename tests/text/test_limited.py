@@ -21,6 +21,8 @@ from bench import hostile
 from run import HERE
 from text.limited import Limited, LimitExceeded, Refused
 
+pytestmark = pytest.mark.processes
+
 USER = {"role": "user", "content": "Is <b>1 < 2</b>?"}
 
 
@@ -158,7 +160,6 @@ def test_a_template_that_writes_too_much_is_refused():
         render([source, {"text": "a" * 1001}])
 
 
-@pytest.mark.processes
 def test_a_server_answers_a_chat_of_an_endless_template_with_400_and_stops_in_the_middle_of_one(tmp_path):
     endless = "{% if messages[0].content == 'a' %}a{% else %}" + ENDLESS + "{% endif %}"
     (tmp_path / "mine.json").write_text(json.dumps({"chat_template": endless}))
