@@ -8,8 +8,12 @@ import pytest
 from hypothesis import settings
 
 os.environ["OMP_NUM_THREADS"] = "1"  # before torch is imported
-# Compiled sampling loops are shared with the servers (processes.py) and with later runs.
-os.environ["NUMBA_CACHE_DIR"] = str(Path(__file__).parent.parent / ".pytest_cache" / "models" / "numba")
+# Compiled sampling loops are shared with the servers (processes.py) and with later runs. The servers take no cache that a
+# group may write to, as any folder is made on many a machine.
+MODEL_CACHE = Path(__file__).parent.parent / ".pytest_cache" / "models"
+MODEL_CACHE.mkdir(parents=True, exist_ok=True)
+MODEL_CACHE.chmod(0o700)
+os.environ["NUMBA_CACHE_DIR"] = str(MODEL_CACHE / "numba")
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a job in the background ignores Ctrl-C, and so would its servers
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
