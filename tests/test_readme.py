@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 import subprocess
 from pathlib import Path
 
@@ -41,6 +42,8 @@ def events(text):
 
 
 def run(command, server):
+    if not shutil.which("curl"):
+        pytest.skip("needs curl")
     command = command.replace("localhost:8080", f"127.0.0.1:{server.port}")
     done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=True, timeout=120)
     return done.stdout

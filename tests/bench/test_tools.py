@@ -42,9 +42,8 @@ def test_bench_measures_the_server_on_simulated_devices_and_writes_a_page_that_n
 
 
 def test_servers_are_measured_side_by_side_into_a_report(tmp_path):
-    ours = (
-        f"PYTHON={shlex.quote(sys.executable)} ./entrypoint.sh serve --model-id {{model}} --hostname 127.0.0.1 --port {{port}}"
-    )
+    serve = "./entrypoint.sh serve --model-id {model} --hostname 127.0.0.1 --port {port}"
+    ours = f"PYTHON={shlex.quote(sys.executable)} {serve}"
     servers = ["--server", f"ours, one={ours}", "--server", f"another, one={ours} --max-batch-size 2"]
     sizes = ["--rounds", "1", "--concurrency", "2", "--requests", "2", "--prompt", "8", "--tokens", "5"]
     paths = ["--model", "demo/model", "--logs", str(tmp_path), "--out", str(tmp_path / "report")]
