@@ -24,9 +24,9 @@
 .PHONY: help run test test-fast clients test-clients test-neuron ui test-ui test-open-webui ray test-ray bench peers plot soak attack first-run image docs lint clean
 
 VENV := .venv
-FITS = -c 'import sys; sys.exit(not (3, 10) <= sys.version_info < (3, 14))' 2>/dev/null
-# The python3 of the machine if it is 3.10 to 3.13, else one of those by name.
-PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11 python3.10; do $$p $(FITS) && { echo $$p; break; }; done)
+FITS = -c 'import sys; sys.exit(not (3, 10) <= sys.version_info < (3, 15))' 2>/dev/null
+# The python3 of the machine if it is 3.10 to 3.14, else one of those by name.
+PYTHON ?= $(shell for p in python3 python3.14 python3.13 python3.12 python3.11 python3.10; do $$p $(FITS) && { echo $$p; break; }; done)
 # In quotes wherever a shell reads it: a checkout may lie in a folder with blanks in its name.
 AT := $(if $(filter /%,$(VENV)),,$(CURDIR)/)$(VENV)
 BIN := $(AT)/bin
@@ -172,7 +172,7 @@ clean:
 
 $(VENV)/bin/python:
 	@test -w . || { echo "error: $$(id -un) may not write into $(CURDIR), where $(VENV) is made; use a checkout of your own" >&2; exit 2; }
-	@test -n "$(PYTHON)" && "$(PYTHON)" $(FITS) || { echo "error: Python 3.10 to 3.13 is needed$(PYTHON:%=, and % is another)" \
+	@test -n "$(PYTHON)" && "$(PYTHON)" $(FITS) || { echo "error: Python 3.10 to 3.14 is needed$(PYTHON:%=, and % is another)" \
 		"(make PYTHON=/path/to/python3)" >&2; exit 2; }
 	@echo "Making $(VENV) with $$("$(PYTHON)" --version)" >&2
 	@"$(PYTHON)" -m venv $(VENV) || { rm -rf $(VENV); \
@@ -181,7 +181,7 @@ $(VENV)/bin/python:
 # Without a GPU torch comes from its CPU index, which saves gigabytes of CUDA; that index serves this one package and no
 # other. Where it cannot be reached pip says so and takes what it finds.
 $(VENV)/run.installed: pyproject.toml | $(VENV)/bin/python
-	@"$(BIN)/python" $(FITS) || { echo "error: $(VENV) was made with another Python than 3.10 to 3.13; make clean removes it" >&2; exit 2; }
+	@"$(BIN)/python" $(FITS) || { echo "error: $(VENV) was made with another Python than 3.10 to 3.14; make clean removes it" >&2; exit 2; }
 	@echo "Installing what the server needs into $(VENV) (once: 1.5 GB; $(if $(UV),by uv,by pip$(COMMA) which takes minutes; with uv it takes seconds))" >&2
 	@nvidia-smi -L >/dev/null 2>&1 || $(ONLY_PIP) --no-deps --retries 1 --timeout 15 \
 		--extra-index-url $(TORCH_INDEX) $(TORCH)

@@ -116,9 +116,9 @@ def test_make_help_lists_every_target_that_is_for_people():
     [
         (
             ["PYTHON=/nowhere/python3.9"],
-            "error: Python 3.10 to 3.13 is needed, and /nowhere/python3.9 is another (make PYTHON=",
+            "error: Python 3.10 to 3.14 is needed, and /nowhere/python3.9 is another (make PYTHON=",
         ),
-        (["PYTHON="], "error: Python 3.10 to 3.13 is needed (make PYTHON="),
+        (["PYTHON="], "error: Python 3.10 to 3.14 is needed (make PYTHON="),
     ],
 )
 def test_make_names_a_python_that_does_not_fit(checkout, words, said):
