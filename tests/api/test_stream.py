@@ -191,7 +191,8 @@ def test_the_time_in_the_queue_is_told_apart_from_the_rest(served):
     for thread in (running, waiting):
         thread.join(WAIT_S)
     assert int(answers[0].headers["x-queue-time"]) >= 50
-    assert int(answers[0].headers["x-inference-time"]) < int(answers[0].headers["x-queue-time"])
+    total, queue, inference = (int(answers[0].headers[f"x-{part}-time"]) for part in ("total", "queue", "inference"))
+    assert queue + inference <= total + 1  # each is rounded
 
 
 def test_a_request_of_several_sequences_tells_their_sums(served):
