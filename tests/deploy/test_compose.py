@@ -79,7 +79,7 @@ def test_each_version_is_exact_and_gradio_that_of_the_extra():
     assert sorted(re.findall(r"\S+==\S+", dockerfile)) == sorted(re.findall(r'"(.*?)"', extra))
     for name, service in services.items():
         if name != "server":
-            assert re.fullmatch(r"[a-z./-]+:v?\d+\.\d+\.\d+(-alpine)?", service["image"]), name
+            assert re.fullmatch(r"[a-z./-]+:v?\d+\.\d+\.\d+(-alpine)?(@sha256:[0-9a-f]{64})?", service["image"]), name
 
 
 def test_what_grafana_provisions_is_where_it_is_mounted():
