@@ -16,6 +16,8 @@ MODEL_CACHE.chmod(0o700)
 os.environ["NUMBA_CACHE_DIR"] = str(MODEL_CACHE / "numba")
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a job in the background ignores Ctrl-C, and so would its servers
     signal.signal(signal.SIGINT, signal.default_int_handler)
+if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:  # so does one below nohup with SIGHUP
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 # An example takes as long as it takes: the first one may wait for a compiler.
 settings.register_profile("brief", settings(), deadline=None, max_examples=50)
