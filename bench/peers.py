@@ -11,7 +11,8 @@ is a turn of each: for each concurrency that many streams at a time over OpenAI'
 request to the last token, prompts included. Without --model and --gguf the checkpoint has SmolLM2-135M's shape, random weights,
 a tokenizer trained here, and no end-of-text token.
 
-Owns the checkpoint, the prompts and the turns, which long_prompt.py and demo.py use as well. Does not know any server's API.
+Owns how each server is started, the checkpoint, the prompts and the turns, which long_prompt.py and demo.py use as well. Does
+not know any server's API.
 """
 
 from __future__ import annotations
@@ -64,7 +65,7 @@ PEERS = {  # what comes after the comma is compared with its like
     "llama.cpp, int8": f"{LLAMA_CPP} {{q8_0}}",
     "llama.cpp, int4": f"{LLAMA_CPP} {{gguf}}",
 }
-PROGRAMS = {"vLLM": "vllm", "openvino-genai": "optimum-cli", "llama.cpp": "llama-server"}
+PROGRAMS = {"vLLM": ["vllm"], "openvino-genai": ["optimum-cli"], "llama.cpp": ["llama-server", "llama-quantize"]}
 
 
 class Peer(NamedTuple):
@@ -99,7 +100,8 @@ def save_checkpoint(folder: Path) -> Path:
 def read_gguf(file: Path, folder: Path) -> dict[str, Path]:
     """The model of a GGUF file as what servers take: a checkpoint in bfloat16, the file itself, and, where llama.cpp is
     installed, another one with its matrices in Q8_0."""
-    subprocess.run([sys.executable, "-m", "models.gguf", file.resolve(), "bfloat16", folder / "model"], cwd=HERE, check=True)
+    command = [sys.executable, "-m", "models.gguf", file.resolve(), "bfloat16", folder / "model"]
+    subprocess.run(command, cwd=HERE, env=os.environ | {"TQDM_DISABLE": "1"}, check=True)
     if shutil.which("llama-quantize"):
         command = ["llama-quantize", "--allow-requantize", file, folder / "q8_0.gguf", "Q8_0"]
         subprocess.run(command, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
@@ -108,9 +110,12 @@ def read_gguf(file: Path, folder: Path) -> dict[str, Path]:
 
 def installed() -> dict[str, str]:
     """Those of `PEERS` that can be started here; says which cannot."""
-    missing = {name: program for name, program in PROGRAMS.items() if not shutil.which(program)}
-    for name, program in missing.items():
-        print(f"{name} is not measured: no {program} on the PATH", file=sys.stderr)
+    missing = set()
+    for name, programs in PROGRAMS.items():
+        for program in programs:
+            if not shutil.which(program):
+                print(f"{name} is not measured: no {program} on the PATH", file=sys.stderr)
+                missing.add(name)
     return {name: command for name, command in PEERS.items() if name.partition(",")[0] not in missing}
 
 
@@ -227,7 +232,7 @@ def main() -> None:
         values = {"here": HERE, "python": sys.executable}
         if args.gguf:
             values |= read_gguf(args.gguf, Path(scratch))
-            values["genai_python"] = Path(shutil.which(PROGRAMS["openvino-genai"]) or sys.executable).with_name("python")
+            values["genai_python"] = Path(shutil.which("optimum-cli") or sys.executable).with_name("python")
         else:
             values["model"] = save_checkpoint(args.model or Path(scratch))
         model = values["model"]

@@ -56,5 +56,13 @@ def plot(report: dict, target: Path) -> None:
     figure.savefig(target, metadata={"Date": None})
 
 
+def main(source: str, target: str) -> None:
+    file = Path(source)
+    report = json.loads(file.read_text()) if file.is_file() else {"figures": []}
+    if not read(report):
+        sys.exit(f"error: {source} has no throughput of servers; make peers writes it")
+    plot(report, Path(target))
+
+
 if __name__ == "__main__":
-    plot(json.loads(Path(sys.argv[1]).read_text()), Path(sys.argv[2]))
+    main(*sys.argv[1:])

@@ -668,6 +668,7 @@ print(sum(sampling_loops.place_of.stats.cache_hits.values()))
     assert hits == ["0\n", "1\n"]
 
 
+@pytest.mark.processes
 def test_numba_writes_nothing_into_a_debug_log(tmp_path):
     code = """
 import logging, sys
