@@ -330,8 +330,8 @@ class Config:
     generation_config: str = setting(
         "auto",
         "GENERATION_CONFIG",
-        "auto: what the model's generation_config.json says of temperature, top_p, top_k, min_p and "
-        "repetition_penalty is the default of requests below /v1. none: OpenAI's defaults are.",
+        "auto: the sampling parameters and stop strings of the model's generation_config.json are the "
+        "defaults of requests below /v1. none: OpenAI's defaults are.",
         parse=_one_of("auto", "none", aliases={"vllm": "none"}),
     )
     chat_template_kwargs: str | None = setting(

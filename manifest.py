@@ -7,7 +7,7 @@ A model folder is trusted. What is checked here is what a broken one needs: one 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -20,13 +20,42 @@ CONTEXT_LENGTHS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq
 STRETCHED = ("dynamic", "longrope")  # kinds of rope whose positions depend on the longest sequence
 
 
-# What generation_config.json may say of sampling, and the values that can be used.
-SAMPLING: dict[str, Callable[[float], bool]] = {
-    "temperature": lambda value: 0 <= value <= 100,
-    "top_k": lambda value: -1 <= value < 2**31 and value == int(value),
-    "top_p": lambda value: 0 < value <= 1,
-    "min_p": lambda value: 0 <= value <= 1,
-    "repetition_penalty": lambda value: 0 < value <= 100,
+# What generation_config.json may say of sampling: the type, and the values that can be used.
+SAMPLING: dict[str, tuple[type[int] | type[float], Callable[[float], bool]]] = {
+    "temperature": (float, lambda value: 0 <= value <= 100),
+    "top_k": (int, lambda value: -1 <= value < 2**31),
+    "top_p": (float, lambda value: 0 < value <= 1),
+    "min_p": (float, lambda value: 0 <= value <= 1),
+    "typical_p": (float, lambda value: 0 < value <= 1),
+    "repetition_penalty": (float, lambda value: 0 < value <= 100),
+    "frequency_penalty": (float, lambda value: -2 <= value <= 2),
+    "presence_penalty": (float, lambda value: -2 <= value <= 2),
+}
+# What transformers would do besides and this server does not, and the values that ask for nothing.
+NOT_SUPPORTED: dict[str, tuple[Any, ...]] = {
+    "bad_words_ids": ([],),
+    "begin_suppress_tokens": ([],),
+    "diversity_penalty": (0,),
+    "dola_layers": (),
+    "encoder_no_repeat_ngram_size": (0,),
+    "encoder_repetition_penalty": (1,),
+    "epsilon_cutoff": (0,),
+    "eta_cutoff": (0,),
+    "exponential_decay_length_penalty": (),
+    "forced_bos_token_id": (),
+    "forced_decoder_ids": ([],),
+    "forced_eos_token_id": (),
+    "guidance_scale": (1,),
+    "length_penalty": (1,),
+    "min_length": (0,),
+    "min_new_tokens": (0,),
+    "no_repeat_ngram_size": (0,),
+    "num_beams": (1,),
+    "penalty_alpha": (0,),
+    "sequence_bias": ({}, []),
+    "suppress_tokens": ([],),
+    "top_h": (),
+    "watermarking_config": (),
 }
 
 
@@ -46,6 +75,19 @@ class Manifest:
         """What generation_config.json says of sampling, as it says it: a value may be anything but null."""
         given = ((name, self.generation_config.get(name)) for name in SAMPLING)
         return {name: value for name, value in given if value is not None}
+
+    @property
+    def stop_strings(self) -> list[str]:
+        """The texts that end a completion, by generation_config.json."""
+        given = self.generation_config.get("stop_strings")
+        texts = given if isinstance(given, list) else [given]
+        return [text for text in texts if text and isinstance(text, str)]
+
+    @property
+    def unused(self) -> list[str]:
+        """The fields of generation_config.json that change transformers' output and not this server's."""
+        given = self.generation_config
+        return [name for name, neutral in NOT_SUPPORTED.items() if given.get(name) not in (None, *neutral)]
 
     @property
     def text_config(self) -> Mapping[str, Any]:
@@ -94,7 +136,7 @@ class Manifest:
         generation_config = read_json(folder / "generation_config.json")
         return cls(
             model_type=config["model_type"],
-            max_positions=next((n for n in lengths if isinstance(n, int) and n > 0), None),
+            max_positions=next((n for n in map(whole, lengths) if n and n > 0), None),
             eos_token_ids=tuple(dict.fromkeys([*_eos_ids(config), *_eos_ids(generation_config)])),
             is_compiled="neuron" in config,
             config_json=config,
@@ -103,8 +145,23 @@ class Manifest:
 
 
 def _eos_ids(config: dict[str, Any]) -> list[int]:
-    ids = config.get("eos_token_id")
-    return [i for i in (ids if isinstance(ids, list) else [ids]) if type(i) is int]
+    return list(_token_ids(config.get("eos_token_id")))
+
+
+def _token_ids(given: Any) -> Iterator[int]:
+    """The ids in a number or a list, which may hold lists."""
+    if isinstance(given, list):
+        for each in given:
+            yield from _token_ids(each)
+    elif (number := whole(given)) is not None:
+        yield number
+
+
+def whole(value: Any) -> int | None:
+    """A whole number of a JSON file, which may write 20 as 20.0; None for anything else."""
+    if isinstance(value, float) and value.is_integer():
+        return int(value)
+    return value if type(value) is int else None
 
 
 def read_json(path: Path, required: bool = False) -> dict[str, Any]:
@@ -122,9 +179,12 @@ def read_json(path: Path, required: bool = False) -> dict[str, Any]:
     return data
 
 
-def is_usable(name: str, value: Any) -> bool:
-    """Whether a value of `Manifest.sampling` can be used."""
-    return isinstance(value, int | float) and not isinstance(value, bool) and SAMPLING[name](value)
+def sampling_value(name: str, value: Any) -> int | float | None:
+    """A value of `Manifest.sampling` in the type of its parameter; None where it cannot be used."""
+    kind, is_valid = SAMPLING[name]
+    if not isinstance(value, int | float) or isinstance(value, bool) or not is_valid(value):
+        return None
+    return whole(value) if kind is int else float(value)
 
 
 def has_gguf(path: Path) -> bool:

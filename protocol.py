@@ -182,7 +182,8 @@ class ModelInfo(msgspec.Struct, tag="model_info", frozen=True):
     prompt_logprobs: bool = True  # whether log-probabilities of prompts are available
     sampling: str = "host"  # or "device": token ids only, no log-probabilities
     quantize: str | None = None  # or "int8", "int4"
-    sampling_defaults: dict[str, float] = {}  # of requests below /v1, by the names of `Sampling`
+    sampling_defaults: dict[str, int | float] = {}  # of requests below /v1, by the names of `Sampling`
+    stop_strings: list[str] = []  # that end the completions of such requests, too
 
 
 class Metrics(msgspec.Struct, tag="metrics", frozen=True):

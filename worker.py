@@ -377,6 +377,7 @@ class Boot:
             sampling=model.sampling,
             quantize=model.quantize,
             sampling_defaults=prepared.sampling_defaults(model.sampling),
+            stop_strings=prepared.stop_strings,
         )
         self._link.announce(info)
         logger.info(

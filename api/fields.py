@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import difflib
 import secrets
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 import msgspec
@@ -226,15 +226,19 @@ def check_device(info: ModelInfo, fields: SamplingFields, sampling: Sampling, **
     require(few, "top_k", f"above {DEVICE_TOP_K} {NEEDS_HOST}. Given: {fields.top_k}")
 
 
-def sampling_of(fields: SamplingFields, samples: bool, **more: Any) -> Sampling:
-    """How tokens are sampled. Without a seed in it, the most likely token is taken at each step."""
+def sampling_of(
+    fields: SamplingFields, samples: bool, defaults: Mapping[str, int | float], **more: Any
+) -> Sampling:
+    """How tokens are sampled, by `defaults` where a field is absent. Without a seed in it, the most likely
+    token is taken at each step."""
     seed = None
     if samples:
         # OpenAI's may be negative.
         seed = secrets.randbits(64) if fields.seed is None else fields.seed & U64_MAX
-    given = {name: getattr(fields, name, None) for name in Sampling.__struct_fields__} | more
-    given["seed"] = seed
-    given["is_seed_given"] = samples and fields.seed is not None
-    given["temperature"] = fields.temperature or None
-    given["top_k"] = max(fields.top_k or 0, 0)  # vLLM's -1 and 0: all tokens
-    return Sampling(**{name: value for name, value in given.items() if value is not None})
+    given = {name: getattr(fields, name, None) for name in Sampling.__struct_fields__}
+    values = {**defaults, **{name: value for name, value in given.items() if value is not None}, **more}
+    values["seed"] = seed
+    values["is_seed_given"] = samples and fields.seed is not None
+    values["temperature"] = values.get("temperature") or Sampling().temperature
+    values["top_k"] = max(values.get("top_k", 0), 0)  # vLLM's -1 and 0: all tokens
+    return Sampling(**values)

@@ -187,7 +187,7 @@ def messages(data: Json, served: Served) -> Answer:
     chat.temperature = request.temperature
     chat.top_p = request.top_p
     chat.top_k = request.top_k
-    return MessagesAnswer(chat_job(chat, served, names), served, request.stream, tools.left_out)
+    return MessagesAnswer(chat_job(chat, served, names), served, request, tools.left_out)
 
 
 def count_tokens(data: Json, served: Served) -> TokenCount:
@@ -350,8 +350,9 @@ class MessagesAnswer(Answer):
 
     error_shape = ANTHROPIC
 
-    def __init__(self, job: Job, served: Served, streams: bool | None, left_out: Collection[str] = ()):
-        super().__init__([job], served, streams)
+    def __init__(self, job: Job, served: Served, request: MessagesRequest, left_out: Collection[str] = ()):
+        super().__init__([job], served, request.stream)
+        self._stop_sequences = request.stop_sequences or []
         self.left_out = left_out
         self._reading = job.reading
         self._reader = self._reading.reader()
@@ -368,7 +369,7 @@ class MessagesAnswer(Answer):
         response = self._response(sequence)
         response.content = self._content
         response.stop_reason = self._stop_reason(sequence)
-        response.stop_sequence = sequence.stream.stop
+        response.stop_sequence = self._stop_sequence(sequence)
         return response
 
     def events(self, sequence: Sequence, pieces: list[Piece]) -> bytes:
@@ -376,7 +377,7 @@ class MessagesAnswer(Answer):
 
     def closing(self, sequences: list[Sequence]) -> bytes:
         (sequence,) = sequences
-        delta = {"stop_reason": self._stop_reason(sequence), "stop_sequence": sequence.stream.stop}
+        delta = {"stop_reason": self._stop_reason(sequence), "stop_sequence": self._stop_sequence(sequence)}
         last = {"type": "message_delta", "delta": delta, "usage": self._usage(sequence)}
         return _event(last) + _event({"type": "message_stop"})
 
@@ -394,8 +395,15 @@ class MessagesAnswer(Answer):
         cached = sequence.ran.cached if sequence.ran else 0
         return MessagesUsage(len(sequence.prompt) - cached, sequence.tokens, cached)
 
+    def _stop_sequence(self, sequence: Sequence) -> str | None:
+        """The stop sequence of the request that ended the text."""
+        stop = sequence.stream.stop
+        return stop if stop in self._stop_sequences else None
+
     def _stop_reason(self, sequence: Sequence) -> str:
         reason = STOP_REASONS[sequence.finish_reason]
+        if reason == "stop_sequence" and not self._stop_sequence(sequence):
+            reason = "end_turn"  # a stop string of the model's own
         if reason == "end_turn" and self._reader.has_calls:
             return "tool_use"
         return reason

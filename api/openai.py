@@ -123,9 +123,6 @@ def check_openai(
     are asked for.
     """
     info = served.info
-    for name, value in info.sampling_defaults.items():
-        if getattr(request, name) is None:
-            setattr(request, name, value)
     most = served.config.max_client_batch_size
     n = 1 if request.n is None else request.n
     detail = f"must be > 0 and <= {most} (--max-client-batch-size raises it). Given: {n}"
@@ -141,7 +138,9 @@ def check_openai(
     detail = f"must be <= the limit of generated tokens. Given: {min_tokens} and {limit}"
     require(limit is None or min_tokens <= limit, "min_tokens", detail)
     logit_bias = _logit_bias(request.logit_bias or {}, info)
-    sampling = sampling_of(request, samples=request.temperature != 0, logit_bias=logit_bias)
+    defaults = info.sampling_defaults
+    temperature = defaults.get("temperature") if request.temperature is None else request.temperature
+    sampling = sampling_of(request, temperature != 0, defaults, logit_bias=logit_bias)
     host_only["logprobs"] = logprobs
     host_only["min_tokens"] = min_tokens
     host_only["logit_bias"] = any(bias for _token, bias in logit_bias)
@@ -153,7 +152,7 @@ def check_openai(
         max_new_tokens=limit,
         min_new_tokens=min_tokens,
         ignore_eos=bool(request.ignore_eos),
-        stop=stop,
+        stop=stop if request.ignore_eos else [*stop, *info.stop_strings],
         keep_stop=False,
         logprobs=logprobs,
         keep_eos=logprobs,

@@ -127,7 +127,8 @@ class Info(Struct):
     eos_token_ids: list[int]
     sampling: str
     quantize: str | None
-    sampling_defaults: dict[str, float]
+    sampling_defaults: dict[str, int | float]
+    stop_strings: list[str]
     tool_parser: str | None
 
     @classmethod
@@ -211,7 +212,7 @@ def check(request: GenerateRequest, served: Served, streams: bool) -> Job:
     require(p.truncate is None or 1 <= p.truncate <= most, "truncate", detail)
     gives_prompt = info.prompt_logprobs or not p.decoder_input_details
     require(gives_prompt, "decoder_input_details", fields.NO_PROMPT_LOGITS)
-    sampling = fields.sampling_of(p, samples)
+    sampling = fields.sampling_of(p, samples, defaults={})
     fields.check_device(info, p, sampling, best_of=best_of > 1, top_n_tokens=p.top_n_tokens)
     job = Job(
         prompt=request.inputs,

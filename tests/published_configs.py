@@ -205,3 +205,44 @@ _MODELS = {
 }
 CONFIGS = {name: {**fields, **numbers, "torch_dtype": "bfloat16"} for name, (_count, numbers, fields) in _MODELS.items()}
 PARAMETERS = {name: count for name, (count, _numbers, _fields) in _MODELS.items()}
+
+# generation_config.json, as published.
+QWEN_EOS = {"bos_token_id": 151643, "pad_token_id": 151643, "eos_token_id": [151645, 151643], "do_sample": True}
+GENERATION_CONFIGS = {
+    "meta-llama/Llama-3.1-8B-Instruct": {
+        **{"bos_token_id": 128000, "eos_token_id": [128001, 128008, 128009]},
+        **{"do_sample": True, "temperature": 0.6, "top_p": 0.9},
+    },
+    "Qwen/Qwen2.5-7B-Instruct": QWEN_EOS | {"repetition_penalty": 1.05, "temperature": 0.7, "top_p": 0.8, "top_k": 20},
+    "Qwen/Qwen3-8B": QWEN_EOS | {"temperature": 0.6, "top_k": 20, "top_p": 0.95},
+    "google/gemma-3-1b-it": {
+        **{"bos_token_id": 2, "eos_token_id": [1, 106], "pad_token_id": 0, "cache_implementation": "hybrid"},
+        **{"do_sample": True, "top_k": 64, "top_p": 0.95},
+    },
+    "mistralai/Mistral-7B-Instruct-v0.3": {"_from_model_config": True, "bos_token_id": 1, "eos_token_id": 2},
+    "microsoft/phi-4": {"_from_model_config": True, "bos_token_id": 100257, "eos_token_id": [100257, 100265]},
+    "deepseek-ai/DeepSeek-R1-Distill-Qwen-7B": {
+        **{"_from_model_config": True, "bos_token_id": 151646, "eos_token_id": 151643},
+        **{"do_sample": True, "temperature": 0.6, "top_p": 0.95},
+    },
+    "LGAI-EXAONE/EXAONE-4.0-1.2B": {
+        **{"bos_token_id": 1, "eos_token_id": 361, "pad_token_id": 0, "do_sample": True},
+        **{"temperature": 0.6, "top_p": 0.95, "presence_penalty": 1.5},
+    },
+    "zai-org/GLM-4-9B-0414": {
+        **{"eos_token_id": [151329, 151336, 151338], "pad_token_id": 151329},
+        **{"do_sample": True, "temperature": 0.8, "max_length": 32768, "top_p": 0.8},
+    },
+    "LiquidAI/LFM2-1.2B": {
+        **{"bos_token_id": 1, "eos_token_id": 7, "pad_token_id": 0, "do_sample": True},
+        **{"temperature": 0.3, "min_p": 0.15, "repetition_penalty": 1.05},
+    },
+    "MiniMaxAI/MiniMax-M2": {
+        **{"bos_token_id": 200019, "eos_token_id": 200020, "do_sample": True},
+        **{"temperature": 1.0, "top_p": 0.95, "top_k": 40},
+    },
+    "openai/gpt-oss-20b": {
+        **{"bos_token_id": 199998, "eos_token_id": [200002, 199999, 200012], "pad_token_id": 199999},
+        **{"do_sample": True},
+    },
+}

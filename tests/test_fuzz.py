@@ -6,6 +6,7 @@ A few seconds of it run with the other tests, always the same cases. FUZZ_CASES=
 import json
 import os
 
+import msgspec
 import pytest
 import tiny_tokenizers
 from hypothesis import HealthCheck, example, given, settings
@@ -13,6 +14,7 @@ from hypothesis import strategies as st
 
 from api.openapi import openapi
 from config import DEMO_MODEL
+from protocol import FromWeb, SubmitRequests, encode
 from text.stream import TextStream, detokenizer_for, prompt_texts
 from text.tokenizer import Tokenizer
 
@@ -269,8 +271,17 @@ def assert_answered(response, route):
 
 @pytest.fixture
 def roomy(serve):
-    served = serve(payload_limit=100_000, max_client_batch_size=2).get_ready()  # 2 x 2 is what the worker takes
-    yield served
+    served = serve(payload_limit=100_000, max_client_batch_size=2)  # 2 x 2 is what the worker takes
+    served.info = msgspec.structs.replace(served.info, sampling_defaults={"top_k": 20, "temperature": 0.7, "typical_p": 0.9})
+    submit = served.seen.submit
+
+    def submit_what_arrives_as_it_is(generates, messages):
+        sent = encode(SubmitRequests(generates))
+        assert encode(msgspec.msgpack.decode(sent, type=FromWeb)) == sent
+        submit(generates, messages)
+
+    served.seen.submit = submit_what_arrives_as_it_is
+    yield served.get_ready()
     served.assert_idle()
 
 

@@ -9,7 +9,7 @@ from openai_api import CHAT, MESSAGES
 from openai_api import whole as asked
 
 from api.errors import ANTHROPIC, ApiError
-from api.messages import MessagesAnswer
+from api.messages import MessagesAnswer, MessagesRequest
 
 ROUTE = "/v1/messages"
 BODY = {"messages": [USER], "max_tokens": 12, "temperature": 0}
@@ -43,7 +43,8 @@ def answered(text, finish_reason="eos_token", thinking="", **fields):
     """The whole message and the events of a text, which a model with Hermes' format writes."""
     (asked_for,) = answer_to("messages", BODY | {"tools": [WEATHER]} | fields).jobs
     asked_for = thinking_of(asked_for, thinking)
-    whole, stream = (written(MessagesAnswer(asked_for, serving(), streams), text, finish_reason) for streams in (False, True))
+    requests = [MessagesRequest(messages=[], max_tokens=9, stream=streams) for streams in (False, True)]
+    whole, stream = (written(MessagesAnswer(asked_for, serving(), request), text, finish_reason) for request in requests)
     return whole, events_of(stream)
 
 

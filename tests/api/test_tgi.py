@@ -327,6 +327,7 @@ def test_info_has_tgis_keys_and_the_limits_in_force(served):
             "sampling": "host",
             "quantize": "int8",
             "sampling_defaults": {},
+            "stop_strings": [],
             "tool_parser": "hermes",
         },
     }
