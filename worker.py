@@ -128,6 +128,8 @@ class Worker:
         if has_nothing_to_run:
             self._report()
             self.outputs.flush()
+        if self._grammars:
+            self._grammars.start_compiling()
         # There may be requests and nothing to run: their grammars are being compiled.
         waits = has_nothing_to_run and not self.stopping and (bool(self.requests) or not self.draining)
         for peer, message in self.link.receive(block=waits):
@@ -245,8 +247,8 @@ class Worker:
             request.lookup = Lookup(generate.prompt, generate.prediction, request.max_new_tokens)
         if not generate.grammar:
             self.scheduler.add(request)
-        elif compiled := self._grammars.compile(request):
-            self._take_grammar(compiled)
+        else:
+            self._grammars.compile(request)
 
     def _take_grammar(self, compiled: Compiled) -> None:
         request = compiled.request

@@ -10,6 +10,7 @@ import logging
 import queue
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import NamedTuple
@@ -23,6 +24,8 @@ logger = logging.getLogger("worker")
 
 # Address space: llguidance recurses 3 kB deep a rule, and the longest grammar (MAX_GRAMMAR) has 50,000 rules.
 STACK_BYTES = 256 << 20
+# Of grammars that are compiled at a time, waiting or running. A character takes about 120 bytes, so 480 MB.
+MAX_COMPILED_CHARACTERS = 4_000_000
 
 
 class Compiled(NamedTuple):
@@ -50,6 +53,8 @@ class GrammarThreads:
         self._grammars = grammars
         self._vocab_size = vocab_size
         self._wake = wake
+        self._waiting: deque[Request] = deque()  # until there is memory for their grammars
+        self._held: list[Request] = []  # those whose grammars take it, until they end
         self._compiled: queue.SimpleQueue[Compiled] = queue.SimpleQueue()
         self._compiler = ThreadPoolExecutor(1, "worker-grammars")
         before = threading.stack_size(STACK_BYTES)
@@ -57,12 +62,23 @@ class GrammarThreads:
         threading.stack_size(before)
         self._filler = ThreadPoolExecutor(1, "worker-masks")
 
-    def compile(self, request: Request) -> Compiled | None:
-        """The matcher of a request whose grammar is known; None for one that `take_compiled` will have."""
-        if self._grammars.knows(request.generate.grammar):
-            return self._compile(request)
-        self._compiler.submit(self._compile_aside, request)
-        return None
+    def compile(self, request: Request) -> None:
+        """`take_compiled` will have its matcher."""
+        self._waiting.append(request)
+        self.start_compiling()
+
+    def start_compiling(self) -> None:
+        """Has as many grammars compiled as there is memory for, in the order of arrival. To be called before
+        the loop waits for messages."""
+        self._held = [request for request in self._held if not request.is_over]
+        characters = sum(len(request.generate.grammar) for request in self._held)
+        while self._waiting:
+            characters += len(self._waiting[0].generate.grammar)
+            if self._held and characters > MAX_COMPILED_CHARACTERS:
+                return
+            request = self._waiting.popleft()
+            self._held.append(request)
+            self._compiler.submit(self._compile, request)
 
     def take_compiled(self) -> list[Compiled]:
         """What has been compiled since the last call."""
@@ -71,13 +87,9 @@ class GrammarThreads:
             compiled.append(self._compiled.get())
         return compiled
 
-    def _compile_aside(self, request: Request) -> None:
-        if request.has_ended:  # others wait for their grammars
+    def _compile(self, request: Request) -> None:
+        if request.is_over:  # others wait for their grammars
             return
-        self._compiled.put(self._compile(request))
-        self._wake()
-
-    def _compile(self, request: Request) -> Compiled:
         started_at = time.monotonic()
         matcher = None
         error = ""
@@ -88,7 +100,8 @@ class GrammarThreads:
         except BaseException:  # panics of llguidance are no Exceptions
             logger.exception("the grammar of request %s cannot be compiled", request.generate.request_id)
             error = "the grammar cannot be compiled"
-        return Compiled(request, matcher, error, time.monotonic() - started_at)
+        self._compiled.put(Compiled(request, matcher, error, time.monotonic() - started_at))
+        self._wake()
 
     def start(self, matchers: Sequence[Matcher | None]) -> Future[Masks] | None:
         """Begins to compute the masks of a step's rows, None where any token may follow; nothing to do

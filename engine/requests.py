@@ -46,6 +46,7 @@ class Request:
     sampler: RowSampler | None = None  # None where the device samples
     matcher: Matcher | None = None  # where the text has a grammar
     lookup: Lookup | None = None  # where steps verify guesses
+    is_over: bool = False  # the loop has forgotten it
     # Kept by the scheduler:
     slot: int | None = None  # None: waiting or ended
     cached: int = 0  # prompt tokens that its slot, or another one, held already
@@ -168,6 +169,7 @@ class Requests:
     def finish(self, request: Request, reason: str) -> None:
         """Forgets a request that has left the scheduler, and logs it."""
         del self._by_id[request.id]
+        request.is_over = True
         self._admission.release()
         now = time.monotonic()
         started_at = request.started_at or now

@@ -12,9 +12,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-import threading
 import time
-from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -31,10 +29,9 @@ CHECK_S = 0.5  # of processor time, for compiling and the masks of the first tok
 CHECK_BYTES = 128 * 2**20  # for the same, beside the tokenizer
 PROBED_TOKENS = 50
 SLOW_MASK_S = 0.02  # a grammar whose masks take longer twice is given up
-CACHED = 64  # compiled grammars,
-CACHED_CHARACTERS = 500_000  # and their length; those of that length take about 60 MB
 ACCEPTED = 1_000  # grammars that a web process does not check again
-# Above these llguidance ends with an error instead of a step that takes long.
+# Above these llguidance ends with an error instead of a step that takes long. 50,000 states of the lexer take
+# up to 50 MB.
 LIMITS = LLParserLimits(
     max_items_in_row=2_000,
     initial_lexer_fuel=400_000,
@@ -241,14 +238,12 @@ def _highest(bits: int) -> int:
 
 
 class Grammars:
-    """The compiled grammars of one model. May be used from any thread.
+    """Compiles grammars for one model. May be used from any thread.
 
     tokenizer_json: the text of its tokenizer.json; vocab_size: the width of the logits, in tokens.
     """
 
     def __init__(self, tokenizer_json: str, vocab_size: int, eos_token_ids: Sequence[int]):
-        self._lock = threading.Lock()
-        self._compiled: OrderedDict[str, LLMatcher] = OrderedDict()  # the last used one is last
         self._error = ""
         try:
             plain = json.loads(tokenizer_json) | {"padding": None, "truncation": None}
@@ -265,22 +260,13 @@ class Grammars:
         text = (Path(tokenizer_dir) / "tokenizer.json").read_text(encoding="utf-8")
         return cls(text, vocab_size, eos_token_ids)
 
-    def knows(self, grammar: str) -> bool:
-        with self._lock:
-            return grammar in self._compiled
-
     def matcher(self, grammar: str) -> Matcher:
-        """A matcher at the beginning of the text; quick where the grammar is known. Raises GrammarError."""
-        with self._lock:
-            if compiled := self._compiled.get(grammar):
-                self._compiled.move_to_end(grammar)
-                return Matcher(compiled.deep_copy())
-        compiled = self.compile(grammar)
-        with self._lock:
-            self._compiled[grammar] = compiled
-            while len(self._compiled) > CACHED or sum(map(len, self._compiled)) > CACHED_CHARACTERS:
-                self._compiled.popitem(last=False)
-        return Matcher(compiled.deep_copy())
+        """A matcher at the beginning of the text. Raises GrammarError.
+
+        Each is compiled anew, in milliseconds: copies share the lexer, its states add up over their texts,
+        and an error in one of them would end all.
+        """
+        return Matcher(self.compile(grammar))
 
     def compile(self, grammar: str) -> LLMatcher:
         """Raises GrammarError."""

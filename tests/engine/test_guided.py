@@ -10,7 +10,7 @@ from random import Random
 import jsonschema
 import pytest
 from fakes.model import EOS, greedy
-from llguidance import LLMatcher
+from llguidance import LLMatcher, LLParserLimits
 from loop import Driven, Oracle, on_every_engine
 from processes import wait_until
 from tiny_tokenizers import byte_level
@@ -33,8 +33,6 @@ def tokenizer():
 def guided(**options):
     """A worker whose tokens are pieces of text, with compiled grammars."""
     grammars = Grammars(tokenizer().to_str(), tokenizer().get_vocab_size(), [EOS])
-    for text in (PHONE, WORDS):
-        grammars.matcher(of_regex(text))
     return Driven(grammars=grammars, vocab_size=tokenizer().get_vocab_size(), max_total_tokens=80, **options)
 
 
@@ -87,6 +85,29 @@ def test_a_guided_text_does_not_depend_on_its_company(engine):
     together.arrive(Generate(2, [5] * 7, 30, grammar=of_regex(PHONE)), request, Generate(3, [6], 30))
     together.run()
     assert alone.tokens[1] == together.tokens[1]
+
+
+@on_every_engine
+@pytest.mark.parametrize("seed", range(5))
+def test_a_request_that_fails_changes_no_other_text_of_its_grammar(engine, seed, monkeypatch):
+    """Lexers with few states: some texts fail, and which ones depends on these texts alone."""
+    monkeypatch.setattr(grammar, "LIMITS", LLParserLimits(max_lexer_states=60))
+    chance = Random(seed)
+    requests = [
+        Generate(
+            n, [10 + n], chance.randint(1, 40), sampling=Sampling(seed=n, temperature=2), grammar=of_regex("[a-zA-Z]{1,200}")
+        )
+        for n in range(8)
+    ]
+    together = guided(**engine)
+    together.arrive(*requests)
+    together.run()
+    for request in requests:
+        alone = guided(**engine)
+        alone.arrive(request)
+        alone.run()
+        assert (alone.tokens[request.id], alone.ends) == (together.tokens[request.id], {request.id: together.ends[request.id]})
+    assert {"failed", "length"} <= set(together.ends.values())
 
 
 @pytest.mark.parametrize("keep_eos, after", [(False, []), (True, [EOS])])
@@ -228,11 +249,9 @@ def test_hundreds_of_schemas_give_valid_json_whatever_the_model_prefers():
     driven = Driven(grammars=grammars, vocab_size=tokenizer().get_vocab_size(), max_total_tokens=500, batch_size=8, mixes=True)
     schemas = {n: random_schema(random) for n in range(SCHEMAS)}
     for n, schema in schemas.items():
-        serialized = of_json_schema(schema)
-        grammars.matcher(serialized)
         warm = Sampling(seed=n, temperature=1.5) if n % 2 else Sampling()
-        driven.arrive(Generate(n, [n % 300 + 1], 480, sampling=warm, grammar=serialized, logprobs=False))
-        if n % 50 == 49:  # of the compiled grammars as many are kept
+        driven.arrive(Generate(n, [n % 300 + 1], 480, sampling=warm, grammar=of_json_schema(schema), logprobs=False))
+        if n % 50 == 49:
             driven.run(at_most=10_000)
     complete = [n for n, reason in driven.ends.items() if reason == "eos_token"]
     for n in complete:

@@ -1,8 +1,11 @@
 """What becomes of schemas, expressions and choices; which texts the masks allow; what a child process with limits refuses."""
 
+import contextlib
+import json
 import threading
 import time
 from functools import cache
+from random import Random
 
 import numpy as np
 import pytest
@@ -292,22 +295,20 @@ def test_matchers_of_one_grammar_do_not_disturb_each_other():
     assert mask_of(second).nonzero()[0].tolist() == [tokenizer.token_to_id("a")]
 
 
-def test_more_grammars_than_are_kept_are_compiled_again(monkeypatch):
-    monkeypatch.setattr(grammar, "CACHED", 2)
-    grammars = Grammars.load(DEMO_MODEL, 2048, [0])
-    texts = [of_regex(f"a{{{n}}}") for n in range(1, 4)]
-    for text in texts:
-        grammars.matcher(text)
-    assert [grammars.knows(text) for text in texts] == [False, True, True]
-    grammars.matcher(texts[0])
-
-
-def test_long_grammars_are_kept_as_long_as_they_are_not_many(monkeypatch):
-    monkeypatch.setattr(grammar, "CACHED_CHARACTERS", 250)
-    grammars, texts = Grammars.load(DEMO_MODEL, 2048, [0]), [of_regex("a" * 100 + c) for c in "abc"]
-    for text in texts:
-        grammars.matcher(text)
-    assert [grammars.knows(text) for text in texts] == [False, True, True]
+@pytest.mark.parametrize("length", [2_000, 10_000])
+def test_a_text_that_exhausts_the_lexer_ends_no_other_text_of_the_same_grammar(length):
+    tokenizer, grammars = demo()
+    serialized = of_json_schema(
+        {"type": "object", "required": ["a"], "properties": {"a": {"type": "string", "maxLength": 2 * length}}}
+    )
+    running = grammars.matcher(serialized)
+    running.consume(tokenizer.token_to_id("{"))
+    for seed in range(4):  # states of the lexer do not add up over texts, either
+        words = Random(seed).choices(["lorem", "ipsum", "dolor", "sit", "amet"], k=length // 3)
+        with contextlib.suppress(GrammarError):
+            accepts(json.dumps({"a": " ".join(words)}), serialized, tokenizer, grammars)
+    assert accepts('{"a": "x"}', serialized, tokenizer, grammars)
+    assert mask_of(running).any()
 
 
 def test_threads_may_compile_and_use_the_same_grammar_at_once():
