@@ -53,6 +53,7 @@ _FORMATS = [
     "guided_json",
     "guided_regex",
     "guided_choice",
+    "guided_whitespace_pattern",
 ]
 _NAMES = (
     "temperature top_k top_p min_p typical_p repetition_penalty frequency_penalty presence_penalty seed "

@@ -1,8 +1,7 @@
 """From the fields of a request that say what the generated text must look like to its grammar.
 
-The fields are those of TGI (`grammar`), OpenAI (`response_format`), vLLM (`structured_outputs`, before 0.12
-`guided_json` and others) and SGLang (`regex`, `json_schema`). text/grammar.py makes the grammar and knows the
-limits.
+The fields are those of TGI (`grammar`), OpenAI (`response_format`), vLLM (`structured_outputs`) and SGLang
+(`regex`, `json_schema`). text/grammar.py makes the grammar and knows the limits.
 """
 
 from __future__ import annotations
@@ -27,12 +26,9 @@ PLACES = {
 # What the other fields hold; those of `structured_outputs` have names of their own.
 KINDS = {
     "json": "json",
-    "guided_json": "json",
     "json_schema": "json",
     "regex": "regex",
-    "guided_regex": "regex",
     "choice": "choice",
-    "guided_choice": "choice",
     "grammar": "unsupported",
     "structural_tag": "unsupported",
     "json_object": "json_object",
@@ -59,10 +55,6 @@ class FormatFields(SamplingFields, kw_only=True):
 
     response_format: dict[str, Any] | None = None
     structured_outputs: StructuredOutputs | None = None
-    guided_json: JsonSchema | None = None
-    guided_regex: str | None = None
-    guided_choice: list[str] | None = None
-    guided_whitespace_pattern: str | None = None
     regex: str | None = None
     json_schema: JsonSchema | None = None
 
@@ -92,16 +84,14 @@ def of_openai(request: FormatFields) -> tuple[str, str]:
         *within,
         *_of_fields("", request),
     ]
-    return _grammar(formats, _whitespace(outputs, request.guided_whitespace_pattern))
+    return _grammar(formats, _whitespace(outputs))
 
 
-def _whitespace(outputs: StructuredOutputs, guided: str | None) -> str | None:
+def _whitespace(outputs: StructuredOutputs) -> str | None:
     """The regular expression for what may stand between JSON tokens; None: nothing."""
     if outputs.disable_any_whitespace:
         return None
-    if outputs.whitespace_pattern is not None:
-        return outputs.whitespace_pattern
-    return WHITESPACE if guided is None else guided
+    return WHITESPACE if outputs.whitespace_pattern is None else outputs.whitespace_pattern
 
 
 def _of_type(name: str, given: dict[str, Any] | None) -> list[Format]:

@@ -34,7 +34,7 @@ class StreamOptions(Struct):
 
 class OpenAIRequest(FormatFields, kw_only=True):
     """Fields that chat and completion requests share. `top_k`, `min_p`, `repetition_penalty`, `ignore_eos`,
-    `min_tokens`, `structured_outputs` and `guided_*` are vLLM's, `regex` and `json_schema` are SGLang's."""
+    `min_tokens` and `structured_outputs` are vLLM's, `regex` and `json_schema` are SGLang's."""
 
     model: str | None = None  # ignored: one model is served
     max_tokens: U32 | None = None

@@ -64,10 +64,6 @@ OPENAI_VALUES = {
     "stream_options": ({"stream": True}, {"include_usage": True}),
     "response_format": ({}, {"type": "json_object"}),
     "structured_outputs": ({}, {"choice": ["ab"]}),
-    "guided_json": ({}, ARRAY),
-    "guided_regex": ({}, "ab"),
-    "guided_choice": ({}, ["ab"]),
-    "guided_whitespace_pattern": ({"guided_json": ARRAY}, "[ ]{9}"),
     "regex": ({}, "ab"),
     "json_schema": ({}, json.dumps(ARRAY)),
 }

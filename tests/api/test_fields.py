@@ -30,7 +30,7 @@ FIELDS = {name for kind in KINDS for name in kind.__struct_fields__}
 SILENT = """inputs parameters messages prompt input instances instructions text conversation model stream stream_options details
 decoder_input_details logprobs top_logprobs suffix user metadata store service_tier background reasoning include truncation
 parallel_tool_calls previous_response_id max_tool_calls prediction
-guided_whitespace_pattern system thinking output_config mcp_servers"""
+system thinking output_config mcp_servers"""
 
 
 def read(kind, **given):
@@ -185,6 +185,7 @@ def test_a_field_of_another_dialect_that_would_change_the_text_is_refused_by_nam
         (GenerateRequest, "temperature", "; use `temperature` in `parameters`"),
         (GenerateRequest, "min_tokens", "is not a field of this request"),
         (GenerateRequest, "guided_json", "; use `grammar` in `parameters`"),
+        (ChatRequest, "guided_json", "; use `response_format`"),
         (Parameters, "stop_sequences", "; use `stop`"),
         (Parameters, "response_format", "; use `grammar`"),
         (ChatRequest, "max_new_tokens", "; use `max_completion_tokens`"),

@@ -43,11 +43,6 @@ OPENAI_SHAPES = [
     ({"structured_outputs": {"json_object": True}}, ANY_OBJECT),
     ({"structured_outputs": {"json": SCHEMA, "disable_any_whitespace": True}}, of_json_schema(SCHEMA, None)),
     ({"structured_outputs": {"json": SCHEMA, "whitespace_pattern": " "}}, of_json_schema(SCHEMA, " ")),
-    ({"guided_json": SCHEMA}, JSON),
-    ({"guided_json": TEXT, "guided_decoding_backend": "outlines"}, JSON),
-    ({"guided_json": SCHEMA, "guided_whitespace_pattern": "[ ]?"}, of_json_schema(SCHEMA, "[ ]?")),
-    ({"guided_regex": "a+"}, REGEX),
-    ({"guided_choice": ["a", "b"]}, CHOICE),
     ({"regex": "a+"}, REGEX),
     ({"json_schema": TEXT}, JSON),
 ]
@@ -80,10 +75,10 @@ OPENAI_REFUSALS = [
     ({"structured_outputs": {"grammar": "start: /a/"}}, "structured_outputs.grammar", "is not supported"),
     ({"structured_outputs": {"structural_tag": "{}"}}, "structured_outputs.structural_tag", "is not supported"),
     ({"structured_outputs": {"json": SCHEMA, "regex": "a"}}, "structured_outputs.regex", f"{ONE} `structured_outputs.json`"),
-    ({"response_format": {"type": "json_object"}, "guided_choice": ["a"]}, "guided_choice", f"{ONE} `response_format`"),
-    ({"guided_json": "no JSON"}, "guided_json", "must be a JSON schema"),
-    ({"guided_choice": ["a", ""]}, "guided_choice", "must be a list of texts"),
-    ({"guided_regex": "a" * 4001}, "guided_regex", "at most 4000 bytes"),
+    ({"response_format": {"type": "json_object"}, "regex": "a"}, "regex", f"{ONE} `response_format`"),
+    ({"json_schema": "no JSON"}, "json_schema", "must be a JSON schema"),
+    ({"structured_outputs": {"choice": ["a", ""]}}, "structured_outputs.choice", "must be a list of texts"),
+    ({"regex": "a" * 4001}, "regex", "at most 4000 bytes"),
     ({"regex": "a", "json_schema": TEXT}, "regex", f"{ONE} `json_schema`"),
     ({"regex": "a", "ignore_eos": True}, "ignore_eos", f"{ONE} `regex`"),
 ]
@@ -153,7 +148,7 @@ def test_a_device_that_samples_refuses_grammars(route, fields):
 NOT = {"not": {"type": "string"}}  # no mask can say this
 NATIVE = {"inputs": "Hi", "parameters": {"grammar": {"type": "json", "value": NOT}}}
 CHAT = {"messages": [{"role": "user", "content": "Hi"}], "response_format": {"type": "json_object", "schema": NOT}}
-COMPLETION = {"prompt": "Hi", "guided_json": NOT}
+COMPLETION = {"prompt": "Hi", "json_schema": NOT}
 RESPONSE = {"input": "Hi", "stream": True, "text": {"format": {"type": "json_schema", "schema": NOT}}}
 
 
@@ -163,7 +158,7 @@ RESPONSE = {"input": "Hi", "stream": True, "text": {"format": {"type": "json_sch
         ("/generate", NATIVE, "grammar.value"),
         ("/", NATIVE | {"stream": True}, "grammar.value"),
         ("/v1/chat/completions", CHAT | {"stream": True}, "response_format.schema"),
-        ("/v1/completions", COMPLETION | {"stream": True}, "guided_json"),
+        ("/v1/completions", COMPLETION | {"stream": True}, "json_schema"),
         ("/v1/responses", RESPONSE, "text.format.schema"),
         ("/vertex", {"instances": [CHAT]}, "response_format.schema"),
     ],
