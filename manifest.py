@@ -7,7 +7,7 @@ A model folder is trusted. What is checked here is what a broken one needs: one 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -20,17 +20,6 @@ CONTEXT_LENGTHS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq
 STRETCHED = ("dynamic", "longrope")  # kinds of rope whose positions depend on the longest sequence
 
 
-# What generation_config.json may say of sampling: the type, and the values that can be used.
-SAMPLING: dict[str, tuple[type[int] | type[float], Callable[[float], bool]]] = {
-    "temperature": (float, lambda value: 0 <= value <= 100),
-    "top_k": (int, lambda value: -1 <= value < 2**31),
-    "top_p": (float, lambda value: 0 < value <= 1),
-    "min_p": (float, lambda value: 0 <= value <= 1),
-    "typical_p": (float, lambda value: 0 < value <= 1),
-    "repetition_penalty": (float, lambda value: 0 < value <= 100),
-    "frequency_penalty": (float, lambda value: -2 <= value <= 2),
-    "presence_penalty": (float, lambda value: -2 <= value <= 2),
-}
 # What transformers would do besides and this server does not, and the values that ask for nothing.
 NOT_SUPPORTED: dict[str, tuple[Any, ...]] = {
     "bad_words_ids": ([],),
@@ -69,12 +58,6 @@ class Manifest:
     is_compiled: bool = False  # for Neuron
     config_json: Mapping[str, Any] = field(default_factory=dict, compare=False, repr=False)  # all of it
     generation_config: Mapping[str, Any] = field(default_factory=dict, compare=False, repr=False)
-
-    @property
-    def sampling(self) -> dict[str, float]:
-        """What generation_config.json says of sampling, as it says it: a value may be anything but null."""
-        given = ((name, self.generation_config.get(name)) for name in SAMPLING)
-        return {name: value for name, value in given if value is not None}
 
     @property
     def stop_strings(self) -> list[str]:
@@ -177,14 +160,6 @@ def read_json(path: Path, required: bool = False) -> dict[str, Any]:
     if not isinstance(data, dict):
         raise ConfigError(f"{path} should hold a JSON object, not {type(data).__name__}")
     return data
-
-
-def sampling_value(name: str, value: Any) -> int | float | None:
-    """A value of `Manifest.sampling` in the type of its parameter; None where it cannot be used."""
-    kind, is_valid = SAMPLING[name]
-    if not isinstance(value, int | float) or isinstance(value, bool) or not is_valid(value):
-        return None
-    return whole(value) if kind is int else float(value)
 
 
 def has_gguf(path: Path) -> bool:

@@ -9,7 +9,10 @@ sockets.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import msgspec
+from msgspec import Meta
 
 HEARTBEAT_S = 0.25
 SILENCE_S = 20 * HEARTBEAT_S  # a worker that is silent for that long is not running
@@ -17,19 +20,47 @@ MAX_LOGIT_BIAS = 1024  # tokens; more would take longer than a decode step
 MAX_GRAMMAR = 500_000  # characters
 
 
-class Sampling(msgspec.Struct, frozen=True):
+class SamplingParameter(NamedTuple):
+    """A number that says how tokens are sampled."""
+
+    neutral: int | float  # without effect; its type is the parameter's
+    limits: Meta
+    on_device: bool = False  # a device can sample with it
+    is_filter: bool = False  # without effect on greedy requests
+
+    def allows(self, value: float) -> bool:
+        limits = self.limits
+        above_least = value > limits.gt if limits.ge is None else value >= limits.ge
+        return above_least and (limits.le is None or value <= limits.le)
+
+
+# Fields of requests, their checks, the defaults of a model, and what a device refuses follow from this table;
+# engine/sampling.py computes them.
+SAMPLING_PARAMETERS = {
+    "temperature": SamplingParameter(1.0, Meta(ge=0), on_device=True),
+    "top_k": SamplingParameter(0, Meta(ge=-1), on_device=True, is_filter=True),  # 0 and vLLM's -1: all tokens
+    "top_p": SamplingParameter(1.0, Meta(gt=0, le=1), on_device=True, is_filter=True),
+    "min_p": SamplingParameter(0.0, Meta(ge=0, le=1), is_filter=True),
+    "typical_p": SamplingParameter(1.0, Meta(gt=0, le=1), is_filter=True),
+    "repetition_penalty": SamplingParameter(1.0, Meta(gt=0)),
+    "frequency_penalty": SamplingParameter(0.0, Meta(ge=-2, le=2)),
+    "presence_penalty": SamplingParameter(0.0, Meta(ge=-2, le=2)),
+}
+
+
+SamplingNumbers = msgspec.defstruct(
+    "SamplingNumbers",
+    [(name, type(each.neutral), each.neutral) for name, each in SAMPLING_PARAMETERS.items()],
+    frozen=True,
+)
+
+
+class Sampling(SamplingNumbers, frozen=True):
     """How the next token is sampled from the logits. `seed` None means greedy: the most likely token."""
 
     seed: int | None = None
-    temperature: float = 1.0
-    top_k: int = 0  # 0: off
-    top_p: float = 1.0
-    min_p: float = 0.0  # 0: off
-    typical_p: float = 1.0
-    repetition_penalty: float = 1.0
-    frequency_penalty: float = 0.0
-    presence_penalty: float = 0.0
-    logit_bias: list[tuple[int, float]] = []  # (token id, value added to its logit)
+    # (token id, value added to its logit)
+    logit_bias: list[tuple[int, float]] = msgspec.field(default_factory=list)
     is_seed_given: bool = False  # by the client; a device draws without it
 
 

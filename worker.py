@@ -24,6 +24,7 @@ import logs
 import models
 from config import Config
 from engine import sampling
+from engine.defaults import sampling_defaults
 from engine.link import ForLoop, Link, PeerLost
 from engine.lookup import Lookup
 from engine.masks import Compiled, GrammarThreads
@@ -363,6 +364,7 @@ class Boot:
         eos_token_ids: list[int],
     ) -> None:
         """Tells the web processes and the log what is served."""
+        has_defaults = self._config.generation_config != "none"
         info = ModelInfo(
             model_name=self._config.model_name,
             model_sha=prepared.sha,
@@ -378,8 +380,8 @@ class Boot:
             prompt_logprobs=model.gives_prompt_logits,
             sampling=model.sampling,
             quantize=model.quantize,
-            sampling_defaults=prepared.sampling_defaults(model.sampling),
-            stop_strings=prepared.stop_strings,
+            sampling_defaults=sampling_defaults(prepared.manifest, model.sampling) if has_defaults else {},
+            stop_strings=prepared.manifest.stop_strings if has_defaults else [],
         )
         self._link.announce(info)
         logger.info(

@@ -19,7 +19,7 @@ from api import errors
 from api.errors import ApiError, invalid
 from api.types import U64_MAX, SamplingFields
 from config import DEVICE_TOP_K, Config
-from protocol import ModelInfo, Sampling
+from protocol import SAMPLING_PARAMETERS, ModelInfo, Sampling, SamplingParameter
 
 T = TypeVar("T", bound=Struct)
 V = TypeVar("V")
@@ -184,12 +184,18 @@ def check_best_of(best_of: int, config: Config) -> None:
 def check_sampling(fields: SamplingFields) -> None:
     """The limits that native and OpenAI requests share. Unlike TGI, `top_p` may be 1.0, which clients send
     for no filter."""
-    penalty = fields.repetition_penalty
-    require(penalty is None or penalty > 0, "repetition_penalty", "must be strictly positive")
-    penalty = fields.frequency_penalty
-    require(penalty is None or -2 <= penalty <= 2, "frequency_penalty", "must be >= -2.0 and <= 2.0")
-    require(fields.top_p is None or 0 < fields.top_p <= 1, "top_p", "must be > 0.0 and <= 1.0")
-    require(fields.min_p is None or 0 <= fields.min_p <= 1, "min_p", "must be >= 0.0 and <= 1.0")
+    for name, parameter in SAMPLING_PARAMETERS.items():
+        value = getattr(fields, name)
+        require(value is None or parameter.allows(value), name, _limits(parameter))
+
+
+def _limits(parameter: SamplingParameter) -> str:
+    limits = parameter.limits
+    kind = type(parameter.neutral)
+    if limits.gt == 0 and limits.le is None:
+        return "must be strictly positive"
+    least = f"> {kind(limits.gt)}" if limits.ge is None else f">= {kind(limits.ge)}"
+    return f"must be {least}" if limits.le is None else f"must be {least} and <= {kind(limits.le)}"
 
 
 def check_stop(stop: list[str], config: Config) -> None:
@@ -211,16 +217,15 @@ def check_ids(ids: list[int], name: str, info: ModelInfo) -> None:
 
 
 def check_device(info: ModelInfo, fields: SamplingFields, sampling: Sampling, **host_only: Any) -> None:
-    """Where the device samples, refuses what only the host can do. A greedy request may have a seed, `min_p`
-    and `top_k`: they do nothing."""
+    """Where the device samples, refuses what only the host can do. A greedy request may have a seed and
+    filters: they do nothing."""
     if info.sampling != "device":
         return
     samples = sampling.seed is not None
-    neutral = Sampling()
     host_only["seed"] = samples and fields.seed is not None
-    host_only["min_p"] = samples and fields.min_p
-    for name in ("typical_p", "repetition_penalty", "frequency_penalty", "presence_penalty"):
-        host_only[name] = getattr(sampling, name) != getattr(neutral, name)
+    for name, parameter in SAMPLING_PARAMETERS.items():
+        if not parameter.on_device and (samples or not parameter.is_filter):
+            host_only[name] = getattr(sampling, name) != parameter.neutral
     for name, asked in host_only.items():
         require(not asked, name, NEEDS_HOST)
     few = not samples or (fields.top_k or 0) <= DEVICE_TOP_K
@@ -240,6 +245,6 @@ def sampling_of(
     values = {**defaults, **{name: value for name, value in given.items() if value is not None}, **more}
     values["seed"] = seed
     values["is_seed_given"] = samples and fields.seed is not None
-    values["temperature"] = values.get("temperature") or Sampling().temperature
-    values["top_k"] = max(values.get("top_k", 0), 0)  # vLLM's -1 and 0: all tokens
+    values["temperature"] = values.get("temperature") or SAMPLING_PARAMETERS["temperature"].neutral
+    values["top_k"] = max(values.get("top_k", 0), 0)
     return Sampling(**values)

@@ -18,7 +18,7 @@ from api.errors import OPENAI, ApiError, event
 from api.fields import check_device, check_ids, check_sampling, check_stop, require, sampling_of
 from api.formats import FormatFields
 from api.job import Job, Served
-from api.types import U32, AtLeastOne, Penalty
+from api.types import U32, AtLeastOne
 from config import VERSION
 from protocol import MAX_LOGIT_BIAS, ModelInfo
 from text.stream import Piece
@@ -40,7 +40,6 @@ class OpenAIRequest(FormatFields, kw_only=True):
     max_tokens: U32 | None = None
     n: AtLeastOne | None = None
     stop: str | list[str] | None = None
-    presence_penalty: Penalty | None = None
     logit_bias: dict[str, float] | None = None
     min_tokens: U32 | None = None
     ignore_eos: bool | None = None
@@ -127,11 +126,7 @@ def check_openai(
     n = 1 if request.n is None else request.n
     detail = f"must be > 0 and <= {most} (--max-client-batch-size raises it). Given: {n}"
     require(1 <= n <= most, "n", detail)
-    require(request.temperature is None or request.temperature >= 0, "temperature", "must be >= 0.0")
     check_sampling(request)
-    require(request.top_k is None or request.top_k >= -1, "top_k", "must be >= -1")
-    detail = "must be >= -2.0 and <= 2.0"
-    require(-2 <= (request.presence_penalty or 0) <= 2, "presence_penalty", detail)
     stop = [request.stop] if isinstance(request.stop, str) else request.stop or []
     check_stop(stop, served.config)
     min_tokens = request.min_tokens or 0

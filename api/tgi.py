@@ -16,7 +16,7 @@ from api.answer import Answer, Sequence, best_of, rounded
 from api.errors import event
 from api.fields import Json, require
 from api.job import Job, Served, with_grammar
-from api.types import I32, U32, U64_MAX, AtLeastOne, Positive, SamplingFields, Share
+from api.types import I32, U32, U64_MAX, AtLeastOne, Positive, SamplingFields
 from config import VERSION
 from text.stream import Piece
 
@@ -27,7 +27,6 @@ class Parameters(SamplingFields, kw_only=True):
     best_of: U32 | None = None
     temperature: Positive | None = None
     top_k: Annotated[I32, Meta(extra_json_schema={"minimum": 1})] | None = None
-    typical_p: Share | None = None
     do_sample: bool | None = None
     max_new_tokens: AtLeastOne | None = None
     return_full_text: bool | None = None
@@ -199,9 +198,8 @@ def check(request: GenerateRequest, served: Served, streams: bool) -> Job:
     detail = f"must be that of the adapter that is served (--lora-adapters): {config.adapter_id}"
     require(p.adapter_id in (None, "", config.adapter_id), "adapter_id", detail, given=p.adapter_id)
     require(p.temperature is None or p.temperature > 0, "temperature", "must be strictly positive")
-    fields.check_sampling(p)
-    require(p.typical_p is None or 0 < p.typical_p <= 1, "typical_p", "must be > 0.0 and <= 1.0")
     require(p.top_k is None or p.top_k > 0, "top_k", "must be strictly positive")
+    fields.check_sampling(p)
     require(p.max_new_tokens != 0, "max_new_tokens", "must be strictly positive")
     fields.check_stop(p.stop or [], config)
     require(best_of == 1 or p.seed is None, "seed", "must not be set when `best_of` > 1")

@@ -9,7 +9,9 @@ from __future__ import annotations
 from typing import Annotated, Any
 
 import msgspec
-from msgspec import Meta, Struct
+from msgspec import Meta
+
+from protocol import SAMPLING_PARAMETERS, SamplingParameter
 
 U32 = Annotated[int, Meta(ge=0, le=2**32 - 1)]
 I32 = Annotated[int, Meta(ge=-(2**31), le=2**31 - 1)]
@@ -18,21 +20,26 @@ AtLeastOne = Annotated[U32, Meta(extra_json_schema={"minimum": 1})]
 Positive = Annotated[float, Meta(extra_json_schema={"exclusiveMinimum": 0})]
 NotNegative = Annotated[float, Meta(extra_json_schema={"minimum": 0})]
 Share = Annotated[float, Meta(extra_json_schema={"exclusiveMinimum": 0, "maximum": 1})]
-MinP = Annotated[float, Meta(extra_json_schema={"minimum": 0, "maximum": 1})]
-Penalty = Annotated[float, Meta(extra_json_schema={"minimum": -2, "maximum": 2})]
 U64_MAX = 2**64 - 1  # msgspec's constraints end at 63 bits
 JsonSchema = dict[str, Any] | str  # a string holds the schema as JSON
 
 encode = msgspec.json.Encoder().encode
 
 
-class SamplingFields(Struct, kw_only=True):
-    """Fields that native, chat and completion requests share."""
+def _field(parameter: SamplingParameter) -> Any:
+    """The type of a sampling parameter in a request, with its limits for the OpenAPI document."""
+    limits = parameter.limits
+    bounds = {"minimum": limits.ge, "exclusiveMinimum": limits.gt, "maximum": limits.le}
+    described = Meta(extra_json_schema={name: bound for name, bound in bounds.items() if bound is not None})
+    kind = I32 if isinstance(parameter.neutral, int) else float
+    return Annotated[kind, described] | None
 
-    temperature: NotNegative | None = None
-    top_k: I32 | None = None
-    top_p: Share | None = None
-    min_p: MinP | None = None
-    repetition_penalty: Positive | None = None
-    frequency_penalty: Penalty | None = None
-    seed: int | None = None
+
+# Fields that native, chat and completion requests share.
+SamplingFields = msgspec.defstruct(
+    "SamplingFields",
+    [(name, _field(parameter), None) for name, parameter in SAMPLING_PARAMETERS.items()]
+    + [("seed", int | None, None)],
+    module=__name__,
+    kw_only=True,
+)

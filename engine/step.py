@@ -22,12 +22,14 @@ from engine.requests import Request
 from engine.sampling import SamplingBatch, SamplingError
 from engine.scheduler import Step
 from models.base import Chunk, DeviceLost, Logits, SampledIds, StaticBatchModel
-from protocol import Sampling
+from protocol import SAMPLING_PARAMETERS
 from text.grammar import GrammarError
 
 logger = logging.getLogger("worker")
 
 Choice = int | Exception  # a token, or why there is none
+# The values that only the host can change.
+NEUTRAL = {name: each.neutral for name, each in SAMPLING_PARAMETERS.items() if not each.on_device}
 
 
 @dataclass(slots=True, eq=False)
@@ -175,9 +177,11 @@ def needs_logits(request: Request) -> bool:
     """Whether only the host can choose its next token, or more is wanted of it than its id."""
     generate = request.generate
     wanted = generate.sampling
-    plain = Sampling(seed=wanted.seed, temperature=wanted.temperature, top_k=wanted.top_k, top_p=wanted.top_p)
-    device_can = wanted == plain and wanted.top_k <= DEVICE_TOP_K and not generate.min_new_tokens
-    return not device_can or generate.logprobs or bool(generate.grammar)
+    device_can = all(getattr(wanted, name) == neutral for name, neutral in NEUTRAL.items())
+    has_more = wanted.top_k > DEVICE_TOP_K or wanted.logit_bias or wanted.is_seed_given
+    return bool(
+        not device_can or has_more or generate.min_new_tokens or generate.logprobs or generate.grammar
+    )
 
 
 def sampled_rows(step: Step) -> list[range]:

@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from config import DEVICE_TOP_K, Config
-from manifest import Manifest, sampling_value
+from config import Config
+from manifest import Manifest
 from models.base import ModelError, StaticBatchModel
 from models.fetch import SAFETENSORS, fetch_weights
 from models.machine import host_memory
@@ -28,8 +28,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("model")
 
-# Kinds of sampling.
-HOST_ONLY = ("min_p", "typical_p", "repetition_penalty", "frequency_penalty", "presence_penalty")
 NEURON_SETTINGS = (
     "tp_degree",
     "prefill_buckets",
@@ -50,35 +48,6 @@ class Prepared:
     sha: str | None  # its commit on the hub; None: a local folder
     manifest: Manifest
     build: Build | None = None  # on Neuron: what to compile or to load
-
-    def sampling_defaults(self, sampled_on: str) -> dict[str, int | float]:
-        """What generation_config.json says of sampling, as far as it can be used; the log says what is.
-
-        sampled_on: "host" or "device", which would refuse requests without what it cannot do.
-        """
-        if self.config.generation_config == "none":
-            return {}
-        given = self.manifest.sampling
-        left_out = HOST_ONLY if sampled_on == "device" else ()
-        values = {name: sampling_value(name, value) for name, value in given.items() if name not in left_out}
-        used = {name: value for name, value in values.items() if value is not None}
-        if sampled_on == "device" and used.get("top_k", 0) > DEVICE_TOP_K:
-            used["top_k"] = DEVICE_TOP_K
-        for name in given.keys() - used.keys():
-            why = "which the device cannot do" if name in left_out else "which cannot be used"
-            logger.warning("generation_config.json has %s %r, %s", name, given[name], why)
-        if unused := self.manifest.unused:
-            logger.warning("generation_config.json has %s, which is not supported", ", ".join(unused))
-        if used:
-            values = ", ".join(f"{name} {value:g}" for name, value in used.items())
-            logger.info(
-                "Defaults of the model below /v1: %s (--generation-config none turns them off)", values
-            )
-        return used
-
-    @property
-    def stop_strings(self) -> list[str]:
-        return [] if self.config.generation_config == "none" else self.manifest.stop_strings
 
     def fetch_weights(self) -> None:
         """Downloads the weights of a model on the hub. Raises ModelError, for what cannot be converted before

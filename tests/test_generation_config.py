@@ -35,10 +35,10 @@ NO_DEFAULTS = (
 def serve(tmp_path):
     """The demonstration model with another generation_config.json."""
 
-    def start(generation_config):
+    def start(generation_config, **settings):
         folder = shutil.copytree(DEMO_MODEL, tmp_path / "demo")
         (folder / "generation_config.json").write_text(json.dumps(generation_config))
-        return Server(MODEL_ID=str(folder))
+        return Server(MODEL_ID=str(folder), **settings)
 
     return start
 
@@ -71,3 +71,10 @@ def test_a_models_own_stop_strings_end_a_chat_and_what_is_not_supported_is_named
         assert goes_on.startswith("Deep learning")
         assert "generation_config.json has no_repeat_ngram_size, suppress_tokens, which is not supported" in server.log
         assert json.loads(server.get("/info")[1])["stop_strings"] == [" learning"]
+
+
+def test_generation_config_none_leaves_the_models_defaults_out(serve):
+    with serve({"top_k": 20, "stop_strings": ["a"]}, GENERATION_CONFIG="none") as server:
+        server.wait_ready()
+        info = json.loads(server.get("/info")[1])
+        assert (info["sampling_defaults"], info["stop_strings"]) == ({}, [])

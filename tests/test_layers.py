@@ -17,7 +17,7 @@ MAY_IMPORT = {
     "config": "manifest run logs",
     "text": "manifest run",
     "models": "config manifest run logs",
-    "engine": "models text.grammar protocol config run",
+    "engine": "models text.grammar protocol config manifest run",
     "api": "text protocol config run logs",
     "web": "api config run logs protocol text",
     "worker": "engine models text.grammar protocol config run logs",

@@ -8,10 +8,9 @@ from asked import INFO, job
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import models
-from config import DEMO_MODEL, Config
-from manifest import SAMPLING, Manifest
-from protocol import FromWeb, FromWorker, Generate, GenerateOptions, SubmitRequests, encode
+from engine.defaults import sampling_defaults
+from manifest import Manifest
+from protocol import SAMPLING_PARAMETERS, FromWeb, FromWorker, Generate, GenerateOptions, SubmitRequests, encode
 
 NUMBERS = st.one_of(st.integers(-2, 100), st.integers(-2, 100).map(float), st.floats(0, 2), st.sampled_from([None, "1", True]))
 
@@ -26,13 +25,12 @@ def received(message, kind):
 def announced(generation_config):
     """ModelInfo of a model with this file, as a web process reads it."""
     manifest = Manifest("llama", 120, (), generation_config=json.loads(json.dumps(generation_config)))
-    defaults = models.Prepared(Config(), "cpu", DEMO_MODEL, None, manifest).sampling_defaults("host")
-    return received(msgspec.structs.replace(INFO, sampling_defaults=defaults), FromWorker)
+    return received(msgspec.structs.replace(INFO, sampling_defaults=sampling_defaults(manifest, "host")), FromWorker)
 
 
 @pytest.mark.parametrize("api", ["chat", "completion", "responses", "messages"])
 @settings(max_examples=50, deadline=None)
-@given(generation_config=st.fixed_dictionaries({}, optional=dict.fromkeys(SAMPLING, NUMBERS)))
+@given(generation_config=st.fixed_dictionaries({}, optional=dict.fromkeys(SAMPLING_PARAMETERS, NUMBERS)))
 def test_the_worker_reads_a_request_with_whatever_generation_config_says(api, generation_config):
     info = announced(generation_config)
     asked = job(api, info)

@@ -30,14 +30,14 @@ CHECK_BYTES = 128 * 2**20  # for the same, beside the tokenizer
 PROBED_TOKENS = 50
 SLOW_MASK_S = 0.02  # a grammar whose masks take longer twice is given up
 ACCEPTED = 1_000  # grammars that a web process does not check again
-# Above these llguidance ends with an error instead of a step that takes long. 50,000 states of the lexer take
-# up to 50 MB.
+# Above these llguidance ends with an error instead of a step that takes long. A string of some 20,000
+# characters whose length is limited needs 100,000 states of the lexer, and 90 MB until its request ends.
 LIMITS = LLParserLimits(
     max_items_in_row=2_000,
     initial_lexer_fuel=400_000,
     step_lexer_fuel=60_000,
     step_max_items=15_000,
-    max_lexer_states=50_000,
+    max_lexer_states=100_000,
     max_grammar_size=100_000,
     verbose_errors=False,
 )

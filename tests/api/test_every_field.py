@@ -51,6 +51,7 @@ OPENAI_VALUES = {
     "top_p": (RANDOM, 0.01),
     "top_k": (RANDOM, 1),
     "min_p": (RANDOM, 1.0),
+    "typical_p": (RANDOM, 0.01),
     "n": ({}, 2),
     "stop": ({}, None),  # replaced by a piece of the text that is generated without it
     "seed": (RANDOM, 2),
@@ -74,6 +75,7 @@ VALUES = {
         "temperature": ({"seed": 1}, 0.3),
         "repetition_penalty": ({}, 0.01),
         "frequency_penalty": ({"max_new_tokens": 50, "top_k": 1}, -2),
+        "presence_penalty": ({"max_new_tokens": 50, "top_k": 1}, -2),
         "top_k": (RANDOM, 1),
         "top_p": (RANDOM, 0.01),
         "min_p": (RANDOM, 1.0),

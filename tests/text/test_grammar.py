@@ -295,7 +295,7 @@ def test_matchers_of_one_grammar_do_not_disturb_each_other():
     assert mask_of(second).nonzero()[0].tolist() == [tokenizer.token_to_id("a")]
 
 
-@pytest.mark.parametrize("length", [2_000, 10_000])
+@pytest.mark.parametrize("length", [10_000, 25_000])
 def test_a_text_that_exhausts_the_lexer_ends_no_other_text_of_the_same_grammar(length):
     tokenizer, grammars = demo()
     serialized = of_json_schema(

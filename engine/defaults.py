@@ -1,0 +1,48 @@
+"""The defaults of sampling for requests below /v1: those of the model's generation_config.json."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+from config import DEVICE_TOP_K
+from manifest import Manifest, whole
+from protocol import SAMPLING_PARAMETERS
+
+logger = logging.getLogger("worker")
+
+
+def sampling_defaults(manifest: Manifest, sampled_on: str) -> dict[str, int | float]:
+    """What generation_config.json says of sampling, as far as it can be used; the log says what is.
+
+    sampled_on: "host", "hybrid" or "device", which would refuse requests without what it cannot do.
+    """
+    used: dict[str, int | float] = {}
+    for name, parameter in SAMPLING_PARAMETERS.items():
+        given = manifest.generation_config.get(name)
+        if given is None:
+            continue
+        value = _value(name, given)
+        if value is None:
+            logger.warning("generation_config.json has %s %r, which cannot be used", name, given)
+        elif sampled_on == "device" and not parameter.on_device:
+            logger.warning("generation_config.json has %s %r, which the device cannot do", name, given)
+        else:
+            used[name] = value
+    if sampled_on == "device" and used.get("top_k", 0) > DEVICE_TOP_K:
+        used["top_k"] = DEVICE_TOP_K
+    if unused := manifest.unused:
+        logger.warning("generation_config.json has %s, which is not supported", ", ".join(unused))
+    if used:
+        values = ", ".join(f"{name} {value:g}" for name, value in used.items())
+        logger.info("Defaults of the model below /v1: %s (--generation-config none turns them off)", values)
+    return used
+
+
+def _value(name: str, given: Any) -> int | float | None:
+    """The value in the type of its parameter; None where it cannot be used."""
+    parameter = SAMPLING_PARAMETERS[name]
+    is_number = isinstance(given, int | float) and not isinstance(given, bool)
+    if not is_number or not parameter.allows(given) or abs(given) >= 2**31:
+        return None
+    return whole(given) if isinstance(parameter.neutral, int) else float(given)

@@ -1,0 +1,37 @@
+"""What is used of a model's generation_config.json, and what the log says of the rest."""
+
+import pytest
+
+from engine.defaults import sampling_defaults
+from manifest import Manifest
+
+
+def defaults(caplog, given, sampled_on="host"):
+    """What is used of a generation_config.json, and what the log says."""
+    caplog.set_level("INFO")
+    used = sampling_defaults(Manifest("llama", 1024, (), generation_config=given), sampled_on)
+    return used, [record.getMessage() for record in caplog.records]
+
+
+def test_sampling_defaults_are_those_of_generation_config(caplog):
+    given = {"do_sample": True, "temperature": 0.6, "top_p": 0.9, "top_k": None, "max_new_tokens": 7, "eos_token_id": 2}
+    used, log = defaults(caplog, given)
+    assert used == {"temperature": 0.6, "top_p": 0.9}
+    assert log == ["Defaults of the model below /v1: temperature 0.6, top_p 0.9 (--generation-config none turns them off)"]
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("temperature", -1), ("temperature", "hot"), ("top_p", 0), ("top_k", 1.5), ("min_p", True), ("repetition_penalty", 0)],
+)
+def test_a_default_that_cannot_be_used_is_left_out_with_a_warning(caplog, name, value):
+    used, log = defaults(caplog, {name: value})
+    assert used == {}
+    assert log == [f"generation_config.json has {name} {value!r}, which cannot be used"]
+
+
+def test_a_device_that_samples_gets_the_defaults_that_it_can_do(caplog):
+    given = {"temperature": 0.6, "top_k": 1000, "min_p": 0.1, "repetition_penalty": 1.05}
+    used, log = defaults(caplog, given, "device")
+    assert used == {"temperature": 0.6, "top_k": 256}
+    assert any("repetition_penalty 1.05, which the device cannot do" in line for line in log)
