@@ -1,11 +1,13 @@
-"""A LoRA adapter is merged into the weights of its base model: W + B A · scale, once.
+"""A LoRA adapter is merged into the weights of its base model, once.
 
 Reads the two files that peft saves, adapter_config.json and adapter_model.safetensors, and the base model's
-files one at a time. What is more than plain LoRA is refused by name.
+files one at a time. An adapter that needs more than the base model's own weights, or another way to merge it,
+is rejected by the name of its setting.
 
     python -m models.lora BASE ADAPTER TARGET     writes the merged checkpoint into the folder TARGET
 
-Source: LoRA (arXiv:2106.09685), rank-stabilized scaling (arXiv:2312.03732), peft's names.
+Source: LoRA (arXiv:2106.09685), rank-stabilized scaling (arXiv:2312.03732), DoRA (arXiv:2402.09353), peft's
+names.
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ import math
 import re
 import shutil
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -29,54 +31,85 @@ from run import ConfigError
 
 PREFIX = "base_model.model."
 A, B = ".lora_A.weight", ".lora_B.weight"
-# Fields of adapter_config.json and the values with which a weight gets W + B A and nothing else changes.
-PLAIN: dict[str, tuple[Any, ...]] = {
+BIAS = ".lora_B.bias"
+MAGNITUDE = ".lora_magnitude_vector"
+# The tensor of the base model that each of them changes.
+CHANGES = {A: ".weight", B: ".weight", MAGNITUDE: ".weight", BIAS: ".bias"}
+# Settings of adapter_config.json that decide how to merge, and their supported values; unset always is.
+SUPPORTED: dict[str, tuple[Any, ...]] = {
     "peft_type": ("LORA",),
-    "bias": ("none",),
-    "fan_in_fan_out": (False,),
-    "use_dora": (False,),
-    "use_qalora": (False,),
-    "modules_to_save": (None, []),
-    "trainable_token_indices": (None,),
-    "target_parameters": (None, []),
-    "layer_replication": (None,),
-    "alora_invocation_tokens": (None,),
+    "init_lora_weights": (True, "gaussian", "orthogonal", "eva", "mica"),  # others also change the base model
+    "fan_in_fan_out": (),
+    "use_qalora": (),
+    "use_bdlora": (),
+    "kasa_config": (),
+    "trainable_token_indices": (),
+    "target_parameters": (),
+    "layer_replication": (),
+    "alora_invocation_tokens": (),
 }
+INSTEAD = "merge it with peft (merge_and_unload) and serve the model that peft saves"
+EMBEDDINGS = ("embed_tokens.weight", "lm_head.weight")
 
 
 class Adapter:
-    """The change of each weight that an adapter trains."""
+    """What an adapter trained. `names` are the tensors of the base model that it changes."""
 
     def __init__(self, folder: Path):
         self._config = read_json(folder / "adapter_config.json", required=True)
-        for name, values in PLAIN.items():
-            given = self._config.get(name, values[0])
-            if given not in values:
-                raise ModelError(f"{folder}: `{name}` is {given!r}, which cannot be merged")
+        for name, values in SUPPORTED.items():
+            given = self._config.get(name)
+            if given and given not in values:
+                raise ModelError(f"{folder}: `{name}` is {given!r}, which cannot be merged; {INSTEAD}")
         with reported_as(f"{folder / 'adapter_model.safetensors'} cannot be read"):
-            self._tensors = load_file(folder / "adapter_model.safetensors")
-        others = [name for name in self._tensors if not name.endswith((A, B))]
+            tensors = load_file(folder / "adapter_model.safetensors")
+        self._tensors = {_base_name(name): tensor for name, tensor in tensors.items()}
+        self.names = {_changed_by(name) for name in self._tensors}
+        others = [name for name in self.names if ".lora_" in name]
         if others:
-            raise ModelError(f"{folder} holds {others[0]}, which is no LoRA of a linear layer")
-        self.modules = {
-            name.removeprefix(PREFIX).removesuffix(A): name for name in self._tensors if name.endswith(A)
-        }
+            raise ModelError(f"{folder} holds {min(others)}, which cannot be merged; {INSTEAD}")
 
-    def merged(self, module: str, weight: torch.Tensor) -> torch.Tensor:
-        """The weight of a module, [out, in], with the adapter's change, in its own dtype."""
-        down = self._tensors[self.modules[module]].float()
-        up = self._tensors[self.modules[module].removesuffix(A) + B].float()
-        change = up @ down * self._scale(module)
-        if change.shape != weight.shape:
-            raise ModelError(
-                f"the adapter changes {module} in the shape {list(change.shape)}, not {list(weight.shape)}"
-            )
-        return (weight.float() + change).to(weight.dtype).contiguous()
+    def merged(self, name: str, base: torch.Tensor) -> torch.Tensor:
+        """The tensor `name` of the base model as the adapter changes it, in its own dtype."""
+        whole = self._tensors.get(name, base)  # of `modules_to_save`, or a trained bias
+        parts = [whole, *self._changes(name)]
+        for part in parts:
+            if part.shape != base.shape:
+                shapes = f"{list(part.shape)}, not {list(base.shape)}"
+                raise ModelError(f"the adapter changes {name} in the shape {shapes}")
+        merged = sum(part.float() for part in parts)
+        if len(parts) > 1 and self._config.get("use_dora"):
+            magnitude = self._tensors[name.removesuffix(".weight") + MAGNITUDE].float()
+            merged *= (magnitude / merged.norm(dim=1))[:, None]
+        return merged.to(base.dtype).contiguous()
+
+    def _changes(self, name: str) -> Iterator[torch.Tensor]:
+        """What is added to a weight, [out, in], or to a bias, [out]."""
+        module, _, kind = name.rpartition(".")
+        if kind == "weight" and module + A in self._tensors:
+            down = self._tensors[module + A].float()
+            up = self._tensors[module + B].float()
+            yield up @ down * self._scale(module)
+        if kind == "bias" and module + BIAS in self._tensors:
+            yield self._tensors[module + BIAS].float() * self._scale(module)
 
     def _scale(self, module: str) -> float:
-        rank = _of_module(self._config.get("rank_pattern"), module, self._config["r"])
+        # Not of `rank_pattern`: peft sorts it when it saves, and the first match may be another one then.
+        rank = len(self._tensors[module + A])
         alpha = _of_module(self._config.get("alpha_pattern"), module, self._config["lora_alpha"])
         return alpha / (math.sqrt(rank) if self._config.get("use_rslora") else rank)
+
+
+def _base_name(name: str) -> str:
+    """As in the base model: an adapted module holds its own weight and bias as those of its `base_layer`."""
+    return name.removeprefix(PREFIX).replace(".base_layer.", ".")
+
+
+def _changed_by(name: str) -> str:
+    for ending, kind in CHANGES.items():
+        if name.endswith(ending):
+            return name.removesuffix(ending) + kind
+    return name
 
 
 def _of_module(pattern: Mapping[str, Any] | None, module: str, default: float) -> float:
@@ -90,7 +123,7 @@ def _of_module(pattern: Mapping[str, Any] | None, module: str, default: float) -
 def merge(base: Path, adapter_folder: Path, target: Path) -> None:
     """Raises ModelError for an adapter that does not fit the base model, or cannot be merged."""
     adapter = Adapter(adapter_folder)
-    missing = set(adapter.modules)
+    names: set[str] = set()
     if (base / TEMPLATES).is_dir():
         shutil.copytree(base / TEMPLATES, target / TEMPLATES)
     for file in sorted(base.iterdir()):
@@ -101,15 +134,27 @@ def merge(base: Path, adapter_folder: Path, target: Path) -> None:
         weights = {}
         with safe_open(file, "pt") as stored:
             for name in stored.keys():  # noqa: SIM118 - it is no dictionary
-                module = name.removesuffix(".weight")
                 weights[name] = stored.get_tensor(name)
-                if module in adapter.modules:
-                    weights[name] = adapter.merged(module, weights[name])
-                    missing.discard(module)
+                if name in adapter.names:
+                    weights[name] = adapter.merged(name, weights[name])
             save_file(weights, target / file.name, stored.metadata())
+        names |= weights.keys()
+    _check_fit(adapter, base, names)
+
+
+def _check_fit(adapter: Adapter, base: Path, names: set[str]) -> None:
+    """Raises ModelError where the base model, whose tensors have these names, lacks what the adapter changes,
+    or uses it twice: peft changes one of two tied embeddings and leaves the other one as it was."""
+    tied = read_json(base / "config.json").get("tie_word_embeddings") or "lm_head.weight" not in names
+    embeddings = [name for name in adapter.names if name.endswith(EMBEDDINGS)]
+    if tied and embeddings:
+        raise ModelError(
+            f"the adapter changes {min(embeddings)}, which {base} ties to its other embeddings; {INSTEAD}"
+        )
+    missing = adapter.names - names
     if missing:
         raise ModelError(
-            f"{base} has no weight {min(missing)}, which the adapter changes: is it its base model?"
+            f"{base} has no tensor {min(missing)}, which the adapter changes: is it its base model?"
         )
 
 

@@ -1,13 +1,14 @@
-"""A LoRA adapter is merged as peft merges it; what is more than that is refused by name."""
+"""A LoRA adapter is merged as peft merges it; what peft does in another way is rejected by name."""
 
 import dataclasses
 import json
+import re
 
 import numpy as np
 import peft
 import pytest
 import torch
-from tiny_models import edit_config, llama, save_checkpoint
+from tiny_models import edit_config, llama, qwen2, save_checkpoint
 from transformers import AutoModelForCausalLM
 
 import models
@@ -25,14 +26,14 @@ def base(tmp_path_factory):
 
 
 def save_adapter(base, folder, **settings):
-    """An adapter with random weights, as peft saves it. Returns the logits of peft's own merged model."""
+    """An adapter with random weights, as peft saves it. Returns the logits of the model that peft merged."""
     settings = {"r": 4, "lora_alpha": 12, "target_modules": ["q_proj", "v_proj", "down_proj"]} | settings
     model = peft.get_peft_model(AutoModelForCausalLM.from_pretrained(base), peft.LoraConfig(**settings))
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if "lora_" in name:
-                parameter.copy_(torch.randn(parameter.shape, generator=generator) / 5)
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.add_(torch.randn(parameter.shape, generator=generator) / 5)
     model.save_pretrained(folder)
     return logits(model.merge_and_unload())
 
@@ -55,14 +56,35 @@ def merged(base, folder, target):
         {"use_rslora": True},
         {"target_modules": "all-linear"},
         {"rank_pattern": {"layers.1.self_attn.q_proj": 2}, "alpha_pattern": {"v_proj": 3}},
+        {"rank_pattern": {"q_proj": 4, "layers.1.self_attn.q_proj": 2}},  # saved in another order
+        {"init_lora_weights": False},
+        {"init_lora_weights": "eva"},
+        {"init_lora_weights": "gaussian"},
+        {"init_lora_weights": "orthogonal"},
+        {"init_lora_weights": "mica"},
+        {"use_dora": True},
+        {"use_dora": True, "use_rslora": True, "rank_pattern": {"q_proj": 2}, "alpha_pattern": {"v_proj": 3}},
+        {"target_modules": ["q_proj", "lm_head"]},
+        {"modules_to_save": ["embed_tokens", "lm_head", "norm"]},
     ],
-    ids=lambda settings: next(iter(settings), "plain"),
+    ids=lambda settings: "-".join(settings) or "plain",
 )
 def test_the_merged_model_is_pefts(base, tmp_path, settings):
     expected = save_adapter(base, tmp_path / "adapter", **settings)
     found = merged(base, tmp_path / "adapter", tmp_path / "merged")
     np.testing.assert_allclose(found, expected, atol=1e-4)
     assert np.abs(found - logits(AutoModelForCausalLM.from_pretrained(base))).max() > 0.1
+
+
+@pytest.mark.parametrize("settings", [{"bias": "all"}, {"bias": "lora_only"}, {"lora_bias": True}], ids=str)
+def test_trained_biases_are_merged(tmp_path, settings):
+    base = save_checkpoint(tmp_path / "base", qwen2())
+    edit = AutoModelForCausalLM.from_pretrained(base)
+    torch.nn.init.normal_(edit.model.layers[0].self_attn.q_proj.bias)  # a bias of zeros looks like none
+    edit.save_pretrained(base)
+    expected = save_adapter(base, tmp_path / "adapter", target_modules=["q_proj", "v_proj"], **settings)
+    found = merged(base, tmp_path / "adapter", tmp_path / "merged")
+    np.testing.assert_allclose(found, expected, atol=1e-4)
 
 
 def test_a_checkpoint_in_several_files_stays_in_several_files(base, tmp_path):
@@ -76,16 +98,53 @@ def test_a_checkpoint_in_several_files_stays_in_several_files(base, tmp_path):
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        ({"use_dora": True}, "`use_dora` is True, which cannot be merged"),
-        ({"modules_to_save": ["lm_head"]}, r"`modules_to_save` is \['lm_head'\]"),
-        ({"bias": "all"}, "`bias` is 'all'"),
-        ({"target_modules": ["embed_tokens"]}, "embed_tokens.*, which is no LoRA of a linear layer"),
+        ({"init_lora_weights": "pissa"}, "`init_lora_weights` is 'pissa', which cannot be merged; merge it with peft"),
+        ({"init_lora_weights": "pissa_niter_4"}, "`init_lora_weights` is 'pissa_niter_4'"),
+        ({"init_lora_weights": "olora"}, "`init_lora_weights` is 'olora'"),
+        ({"trainable_token_indices": [1]}, r"`trainable_token_indices` is \[1\]"),
+        ({"target_modules": ["embed_tokens"]}, r"holds model\.embed_tokens\.lora_embedding_A, which cannot be merged"),
     ],
-    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+    ids=str,
 )
-def test_what_is_more_than_lora_is_refused_by_name(base, tmp_path, settings, words):
+def test_what_peft_merges_in_another_way_is_rejected_by_name(base, tmp_path, settings, words):
     save_adapter(base, tmp_path / "adapter", **settings)
     with pytest.raises(ModelError, match=words):
+        merged(base, tmp_path / "adapter", tmp_path / "merged")
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("init_lora_weights", "loftq"),
+        ("init_lora_weights", "corda"),
+        ("init_lora_weights", "lora_ga"),
+        ("peft_type", "IA3"),
+        ("fan_in_fan_out", True),
+        ("use_qalora", True),
+        ("use_bdlora", {"nblocks": 2}),
+        ("kasa_config", {"beta": 0.1}),
+        ("target_parameters", ["experts.down_proj"]),
+        ("layer_replication", [[0, 2]]),
+        ("alora_invocation_tokens", [1]),
+    ],
+)
+def test_a_setting_that_is_not_supported_is_rejected_by_name(base, tmp_path, name, value):
+    save_adapter(base, tmp_path / "adapter")
+    edit_adapter(tmp_path / "adapter", **{name: value})
+    with pytest.raises(ModelError, match=f"`{name}` is {re.escape(repr(value))}, which cannot be merged"):
+        merged(base, tmp_path / "adapter", tmp_path / "merged")
+
+
+def edit_adapter(folder, **changes):
+    path = folder / "adapter_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+@pytest.mark.parametrize("name", ["embed_tokens", "lm_head"])
+def test_one_of_two_tied_embeddings_is_not_changed_alone(tmp_path, name):
+    base = save_checkpoint(tmp_path / "tied", llama(tie_word_embeddings=True))
+    save_adapter(base, tmp_path / "adapter", modules_to_save=[name])
+    with pytest.raises(ModelError, match=rf"changes \S*{name}\.weight, which \S+tied ties to its other embeddings"):
         merged(base, tmp_path / "adapter", tmp_path / "merged")
 
 
@@ -95,7 +154,7 @@ def test_an_adapter_of_another_model_is_refused(base, tmp_path):
     with pytest.raises(ModelError, match=r"the adapter changes model\.layers\.\d\.\S+ in the shape"):
         merged(narrow, tmp_path / "adapter", tmp_path / "merged")
     flat = save_checkpoint(tmp_path / "flat", llama(num_hidden_layers=1))
-    with pytest.raises(ModelError, match=r"has no weight model\.layers\.1\.\S+, which the adapter changes"):
+    with pytest.raises(ModelError, match=r"has no tensor model\.layers\.1\.\S+, which the adapter changes"):
         merged(flat, tmp_path / "adapter", tmp_path / "merged again")
 
 
@@ -112,8 +171,7 @@ def test_it_is_merged_once_and_again_when_the_adapter_changes(base, tmp_path, mo
     with monkeypatch.context() as without_merging:
         without_merging.setattr(source, "_run", None)
         assert models.prepare(config).folder == first.folder
-    edit = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text()) | {"lora_alpha": 1}
-    (tmp_path / "adapter" / "adapter_config.json").write_text(json.dumps(edit))
+    edit_adapter(tmp_path / "adapter", lora_alpha=1)
     assert models.prepare(config).folder != first.folder
 
 
@@ -147,10 +205,10 @@ def test_files_of_one_repository_are_different_bases(hub, base, tmp_path, monkey
 
 
 def test_a_failure_is_one_line_that_says_what_was_done(base, tmp_path):
-    save_adapter(base, tmp_path / "adapter", use_dora=True)
+    save_adapter(base, tmp_path / "adapter", init_lora_weights="pissa")
     with pytest.raises(ModelError) as refused:
         models.prepare(config_of(base, tmp_path, f"mine={tmp_path / 'adapter'}"))
-    assert "merging mine=" in str(refused.value) and "`use_dora` is True" in str(refused.value)
+    assert "merging mine=" in str(refused.value) and "`init_lora_weights` is 'pissa'" in str(refused.value)
     assert "\n" not in str(refused.value)
 
 
