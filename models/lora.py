@@ -48,8 +48,8 @@ SUPPORTED: dict[str, tuple[Any, ...]] = {
     "layer_replication": (),
     "alora_invocation_tokens": (),
 }
-INSTEAD = "merge it with peft (merge_and_unload) and serve the model that peft saves"
-EMBEDDINGS = ("embed_tokens.weight", "lm_head.weight")
+INSTEAD = "merge the trained model with peft (merge_and_unload) and serve what peft saves"
+EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "word_embeddings.weight", "lm_head.weight")
 
 
 class Adapter:

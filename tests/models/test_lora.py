@@ -98,7 +98,7 @@ def test_a_checkpoint_in_several_files_stays_in_several_files(base, tmp_path):
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        ({"init_lora_weights": "pissa"}, "`init_lora_weights` is 'pissa', which cannot be merged; merge it with peft"),
+        ({"init_lora_weights": "pissa"}, "`init_lora_weights` is 'pissa', which cannot be merged; merge the trained model"),
         ({"init_lora_weights": "pissa_niter_4"}, "`init_lora_weights` is 'pissa_niter_4'"),
         ({"init_lora_weights": "olora"}, "`init_lora_weights` is 'olora'"),
         ({"trainable_token_indices": [1]}, r"`trainable_token_indices` is \[1\]"),
