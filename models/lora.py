@@ -43,6 +43,7 @@ SUPPORTED: dict[str, tuple[Any, ...]] = {
     "use_qalora": (),
     "use_bdlora": (),
     "kasa_config": (),
+    "arrow_config": (),
     "trainable_token_indices": (),
     "target_parameters": (),
     "layer_replication": (),

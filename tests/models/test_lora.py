@@ -123,6 +123,7 @@ def test_what_peft_merges_in_another_way_is_rejected_by_name(base, tmp_path, set
         ("use_qalora", True),
         ("use_bdlora", {"nblocks": 2}),
         ("kasa_config", {"beta": 0.1}),
+        ("arrow_config", {"top_k": 3}),
         ("target_parameters", ["experts.down_proj"]),
         ("layer_replication", [[0, 2]]),
         ("alora_invocation_tokens", [1]),
