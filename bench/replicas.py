@@ -1,6 +1,6 @@
 """Replicas behind a load balancer: throughput and waiting times, simulated and measured; dollars per million tokens.
 
-    .venv/bin/python bench/replicas.py              simulates replicas with the published step times of models/plan.json
+    .venv/bin/python bench/replicas.py              simulates replicas with the published step times of bench/published.json
     .venv/bin/python bench/replicas.py --measure    starts 1 and 2 servers on this machine, and a load on each
 
 The simulated replica is a server on a Neuron device: it runs one prompt, or a step that gives every running request a token,
@@ -18,12 +18,13 @@ import asyncio
 import contextlib
 import heapq
 import itertools
+import json
 import random
 import shutil
 import sys
 import tempfile
 import time
-from collections import deque
+from collections import deque, namedtuple
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -33,10 +34,11 @@ import devices
 from launch import HERE, Server, clean_environment, cpu_s, free_port, machine_busy_s
 from load import LoadError, Target, closed_loop, percentile
 
-sys.path.insert(0, str(HERE))
-
-from models.plan import PRICES, PUBLISHED, Figure
-
+_DATA = json.loads((HERE / "bench" / "published.json").read_text(encoding="utf-8"))
+PRICES: dict[str, float] = _DATA["dollars_per_hour"]
+# A published speed of another server: quoted, never scaled.
+Figure = namedtuple("Figure", _DATA["figure_columns"])
+PUBLISHED = [Figure(*row) for row in _DATA["figures"]]
 MODEL, INSTANCE, LENGTH, PROMPT = ("Llama-3-8B", "inf2.48xlarge", 4096, 128)  # the figures that are simulated by default
 TOKENS = 250  # mean length of an answer
 WARM_UP_S = 60.0  # of simulated time
@@ -141,7 +143,7 @@ def published(model: str, instance: str) -> tuple[Times, Figure]:
     alone = min(rows, key=lambda row: row.batch_size, default=None)
     full = max(rows, key=lambda row: row.batch_size, default=None)
     if alone is None or alone.batch_size == full.batch_size:
-        raise LoadError(f"models/plan.json has no figures of {model} on {instance} for one slot and for several")
+        raise LoadError(f"bench/published.json has no figures of {model} on {instance} for one slot and for several")
     return Times(full.batch_size, alone.ttft_ms / 1e3, full.token_ms / 1e3), full
 
 

@@ -1,10 +1,8 @@
-"""The verb `plan`: which model fits on which Inferentia2 or Trainium machine, at what price, and at which
-published speed.
+"""The subcommand `plan`: which model fits on which Inferentia2 or Trainium machine.
 
 Arithmetic over a model's config.json: how heads and weights are split across NeuronCores, the device memory
 of weights and KV cache, and the tp_degree, batch size and length to use. `main` prints it; neuron_build.py
-calls `choose` for the machine it runs on. Instance types, prices and published figures are data, in
-plan.json. Knows no torch, no requests, and reads no weights.
+calls `choose` for the machine it runs on. Instance types are data, in plan.json. Reads no weights.
 
 Source references: "T/" is the code of transformers-neuronx 0.13.322, "SDK@" is the public repository
 aws-neuron-sdk at a tag."""
@@ -17,9 +15,8 @@ import math
 import os
 import sys
 import textwrap
-from collections import namedtuple
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -55,11 +52,6 @@ _ROWS: list[dict[str, Any]] = _DATA["instances"]
 INSTANCES = {
     row["name"]: Machine(row["cores"], row["family"], row["name"], row["host_gib"] * GIB) for row in _ROWS
 }
-PRICES = {row["name"]: row["dollars_per_hour"] for row in _ROWS}
-PUBLISHED_SHAPES: dict[str, dict[str, int]] = _DATA["shapes"]  # by model: the fields of its Shape
-# A published speed of another server: quoted, never scaled.
-Figure = namedtuple("Figure", _DATA["figure_columns"])
-PUBLISHED = [Figure(*row) for row in _DATA["figures"]]
 
 
 @dataclass(frozen=True)
@@ -395,21 +387,6 @@ def _prefill_chunk(shape: Shape, config: Config) -> int:
     return PREFILL_CHUNK if is_like_llama and not whole else 0
 
 
-def published(sizing: Sizing, config: Config, instance: str) -> list[Figure]:
-    """The published figures for models of exactly this size on an instance; there are none in float32."""
-    shape = sizing.shape
-    if shape.experts or shape.served_in(config.dtype) == "float32":
-        return []
-    models = [model for model, sizes in PUBLISHED_SHAPES.items() if sizes.items() <= asdict(shape).items()]
-    return [
-        row
-        for row in PUBLISHED
-        if row.model in models
-        and (row.quantize, row.instance) == (config.quantize, instance)
-        and (row.tp_degree in (None, sizing.tp_degree) or (row.replicas > 1 and not config.tp_degree))
-    ]
-
-
 def report(name: str, shape: Shape, machines: Sequence[Machine], config: Config) -> Iterator[str]:
     """The lines that `plan` prints, of any length."""
     served = shape.served_in(config.dtype)
@@ -420,11 +397,10 @@ def report(name: str, shape: Shape, machines: Sequence[Machine], config: Config)
     memory = f"host memory to load it: {shape.host_bytes / GIB:.1f} GiB"
     yield f"served in {served}; window: {shape.window}; {memory}"
     useful = min(USEFUL_LENGTH, shape.window, config.max_total_tokens or USEFUL_LENGTH)
-    recommended: list[tuple[int, float, str]] = []  # longest first, then cheapest
+    recommended: list[tuple[int, int, int, str]] = []  # longest first, then smallest
     for machine in machines:
-        price = PRICES[machine.instance]
         yield ""
-        yield f"{machine.instance}, ${price:.2f} an hour"
+        yield machine.instance
         try:
             sizing = choose(shape, machine, config)
         except ConfigError as error:
@@ -432,13 +408,13 @@ def report(name: str, shape: Shape, machines: Sequence[Machine], config: Config)
             continue
         yield from _report_machine(sizing, machine, config)
         if sizing.length >= useful and shape.host_bytes <= machine.host_bytes:
-            recommended.append((-sizing.length, price, machine.instance))
+            recommended.append((-sizing.length, machine.cores, machine.host_bytes, machine.instance))
     yield ""
     if len(machines) > 1:
         answer = f"none, as no machine has room for a length of {useful}"
         if recommended:
-            longest, _price, instance = min(recommended)
-            answer = f"{instance}, the cheapest for length {-longest}"
+            longest, _cores, _host_bytes, instance = min(recommended)
+            answer = f"{instance}, the smallest for length {-longest}"
         yield f"Recommended: {answer}."
         yield ""
     yield from _DATA["notes"]
@@ -456,28 +432,6 @@ def _report_machine(sizing: Sizing, machine: Machine, config: Config) -> Iterato
         fitting = [n for n in slots if replace(sizing, batch_size=n, length=length).fits]
         largest.append(f"{max(fitting, default='none')} for {length}")
     yield f"  largest batch size (up to {slots[-1]}) by length: {', '.join(largest)}"
-    figures = sorted(published(sizing, config, machine.instance), key=lambda row: row.tokens_per_s)
-    for row in figures:
-        yield from _lines(row)
-    if not figures or figures[-1].replicas == 1:
-        return
-    best = figures[-1]
-    each = replace(sizing, tp_degree=best.tp_degree)
-    if each.fits:  # more tokens for the same dollars
-        yield f"  recommended here, by these figures: {best.replicas} replicas, each with {each}"
-
-
-def _lines(row: Figure) -> Iterator[str]:
-    length = f", length {row.length}" if row.length else ""
-    prompt = f" ({row.prompt} of it prompt)" if row.prompt else ""
-    latency = f", {row.token_ms:g} ms each" if row.token_ms else ""
-    if row.ttft_ms:
-        latency = f", first token {row.ttft_ms:g} ms, then {row.token_ms:g} ms each"
-    replicas = f", {row.replicas} replicas of tp_degree {row.tp_degree}" if row.replicas > 1 else ""
-    cost = PRICES[row.instance] / 3600 / row.tokens_per_s * 1e6
-    yield f"  measured by others: {row.model}, batch size {row.batch_size}{length}{prompt}{replicas}:"
-    yield f"    {row.tokens_per_s:.1f} tokens/s{latency}, ${cost:.2f} per million tokens"
-    yield f"    [{row.source}]"
 
 
 USAGE = """entrypoint.sh plan --model-id X [--instance TYPE] [flags]

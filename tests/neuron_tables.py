@@ -1,6 +1,6 @@
 """python tests/neuron_tables.py: the table of docs/neuron.md that says which published models run on Neuron, and where.
 
-A row is a model of published_configs.py; `plan` gives its machine: the cheapest of Inferentia2 with room for slots of 2,048
+A row is a model of published_configs.py; `plan` gives its machine: the smallest of Inferentia2 with room for slots of 2,048
 tokens."""
 
 import contextlib
@@ -15,15 +15,14 @@ from config import Config
 from models import plan
 from run import ConfigError
 
-HEAD = """| model | family | parameters | cheapest Inferentia2 instance | tp_degree | slots of tokens |
+HEAD = """| model | family | parameters | smallest Inferentia2 instance | tp_degree | slots of tokens |
 |---|---|---|---|---|---|"""
 
 
-def cheapest(name):
+def smallest(name):
     """(instance, sizing) for a published model."""
     shape = plan.Shape.from_config(CONFIGS[name])
-    for instance in sorted(plan.INSTANCES, key=plan.PRICES.get):
-        machine = plan.INSTANCES[instance]
+    for instance, machine in plan.INSTANCES.items():
         with contextlib.suppress(ConfigError):
             sizing = plan.choose(shape, machine, Config(model_id=name))
             is_enough = shape.memory_warning(machine) is None and sizing.length >= plan.USEFUL_LENGTH
@@ -33,7 +32,7 @@ def cheapest(name):
 
 
 def row(name):
-    instance, sizing = cheapest(name)
+    instance, sizing = smallest(name)
     size = f"{sizing.shape.parameters / 1e9:.1f} billion"
     slots = f"{sizing.batch_size} of {sizing.length:,}"
     return f"| {name} | {sizing.shape.model_type} | {size} | {instance} | {sizing.tp_degree} | {slots} |"

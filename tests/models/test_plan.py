@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from config import Config
 from models import plan
 from models.machine import GIB, Machine
-from models.plan import INSTANCES, PUBLISHED, PUBLISHED_SHAPES, Shape, Sizing, padded_heads, published
+from models.plan import INSTANCES, Shape, Sizing, padded_heads
 from run import HERE, ConfigError
 
 
@@ -376,23 +376,6 @@ def test_a_sharded_sequence_decides_the_tp_degree():
             choose(SHAPES["Llama-3-8B"], INSTANCES[name], neuron_config=("shard_over_sequence=true",))
 
 
-def test_published_figures_are_for_that_size_and_that_quantization():
-    def figures(name, **settings):
-        return published(Sizing(SHAPES[name], 24, 1, 4096), Config(model_id="x", **settings), "inf2.48xlarge")
-
-    assert {row.model for row in figures("Llama-3-8B", quantize="int8")} == {"Llama-3-8B"}
-    assert {row.tokens_per_s for row in figures("Llama-3-8B")} == {734.6, 1226.1, 1226.8}
-    assert figures("Llama-3-8B", tp_degree=24) == []  # published for 3 servers of 8 cores
-    assert figures("Llama-3-8B", dtype="float32") == figures("Mixtral-8x7B") == []
-    assert all(figures(name) for name in PUBLISHED_SHAPES)
-    (small,) = published(Sizing(SHAPES["Llama-2-7B"], 2, 1, 4096), Config(model_id="x"), "inf2.xlarge")
-    assert small.token_ms == 30.1
-
-
-def test_every_published_figure_has_its_source_and_its_machine():
-    assert all(row.source and row.instance in INSTANCES and row.model in PUBLISHED_SHAPES for row in PUBLISHED)
-
-
 @pytest.fixture
 def folder(tmp_path):
     """Makes a model folder that holds a config.json and nothing else."""
@@ -427,7 +410,7 @@ def test_plan_prints_every_instance(run, folder, name):
     assert (code, errors) == (0, "")
     assert all(instance in output for instance in INSTANCES)
     assert max(map(len, output.splitlines())) <= 100
-    assert "Recommended: " in output and "Prices as of" in output
+    assert "Recommended: " in output
 
 
 @pytest.mark.parametrize(
@@ -438,7 +421,7 @@ def test_plan_prints_every_instance(run, folder, name):
         ("Llama-2-70B", "inf2.48xlarge"),  # an inf2.24xlarge has room for a length of 1024
     ],
 )
-def test_plan_recommends_the_cheapest_machine_for_the_whole_length(run, folder, name, instance):
+def test_plan_recommends_the_smallest_machine_for_the_whole_length(run, folder, name, instance):
     assert f"Recommended: {instance}, " in run("--model-id", folder(name))[1]
 
 
@@ -456,45 +439,26 @@ def test_plan_recommends_nothing_below_a_useful_length():
         return next(line for line in lines if line.startswith("Recommended: "))
 
     assert recommendation() == "Recommended: none, as no machine has room for a length of 2048."
-    assert recommendation(max_total_tokens=512) == "Recommended: inf2.24xlarge, the cheapest for length 512."
-
-
-def test_plan_recommends_replicas_where_they_were_published_to_give_more_tokens(run, folder):
-    argv = "--model-id", folder("Llama-3-8B"), "--instance", "ml.inf2.48xlarge"
-    output = " ".join(run(*argv)[1].split())
-    assert "Llama-3-8B, batch size 32, length 4096, 3 replicas of tp_degree 8: 734.6 tokens/s, $4.91 per million" in output
-    assert "recommended here, by these figures: 3 replicas, each with tp_degree 8, batch size 32, length 4096" in output
-    for other in (["--tp-degree", "24"], ["--quantize", "int8"]):  # int8: 859.1 tokens/s with all cores
-        assert "recommended here" not in run(*argv, *other)[1]
-    assert "recommended here" not in run(*argv, "--max-batch-size", "180")[1]  # which fits on 24 cores and not on 8
+    assert recommendation(max_total_tokens=512) == "Recommended: inf2.24xlarge, the smallest for length 512."
 
 
 @pytest.mark.parametrize("name", ["trn1n.32xlarge", "ml.trn1n.32xlarge"])
 def test_plan_knows_the_machines_by_the_names_of_ec2_and_of_sagemaker(run, folder, name):
-    assert "\ntrn1n.32xlarge, $24.78 an hour\n" in run("--model-id", folder("TinyLlama"), "--instance", name)[1]
+    assert "\ntrn1n.32xlarge\n" in run("--model-id", folder("TinyLlama"), "--instance", name)[1]
 
 
-def test_plan_prints_choice_speed_and_price(run, folder):
+def test_plan_for_one_instance_prints_what_is_chosen_there(run, folder):
     argv = ("--instance", "inf2.48xlarge", "--quantize", "int8", "--max-batch-size", "8")
     code, output, errors = run("--model-id", folder("Llama-3-8B"), *argv)
     assert (code, errors) == (0, "")
     assert "inf2.24xlarge" not in output
     assert "tp_degree 24, batch size 8, length 4096" in output
-    assert "859.1 tokens/s, first token 66 ms, then 10.45 ms each, $4.20 per million tokens" in output
-    assert "[SDK 2.25 docs, inf2/throughput_data_decoder.csv:4]" in output
-
-
-def test_plan_quotes_figures_with_their_own_batch_sizes_and_none_for_another_tp_degree(run, folder):
-    argv = "--model-id", folder("Llama-2-7B"), "--instance", "inf2.48xlarge"
-    output = run(*argv)[1]
-    assert all(f"Llama-2-7B, batch size {size}, " in output for size in (1, 8))
-    assert "tokens/s" not in run(*argv, "--tp-degree", "8")[1]
 
 
 def test_plan_reads_the_settings_of_serve_from_the_environment(run, folder):
     model = folder("Llama-3-8B")
     _, output, _ = run("--instance", "trn1.2xlarge", MODEL_ID=str(model), MAX_TOTAL_TOKENS="3000", HF_BATCH_SIZE="3")
-    assert "trn1.2xlarge, $1.34 an hour\n  tp_degree 2, batch size 3, length 3000" in output
+    assert "trn1.2xlarge\n  tp_degree 2, batch size 3, length 3000" in output
 
 
 def test_plan_for_a_model_that_does_not_fit_says_what_would(run, folder):
