@@ -174,8 +174,6 @@ class Worker:
         if step.rows and not output.failure:
             self.steps += 1
         output.done_at = self._progress_at = time.monotonic()
-        if any(output.finish_reasons):
-            self._report()  # first: a client may send its next request as soon as it has its answer
 
     def drain(self) -> None:
         """Refuses new requests; the loop ends with the last running one. Signal handlers may call it."""
@@ -207,7 +205,6 @@ class Worker:
             running=self.scheduler.busy,
             queued=len(self.scheduler.waiting),
             due_at=0.0 if limit_s is None else time.monotonic() + limit_s,
-            full=self.admission.is_full,
         )
         self.link.report(status)
 

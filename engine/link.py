@@ -69,7 +69,8 @@ class Link:
     thread."""
 
     def __init__(self, address: str, metrics: Metrics, admission: Admission):
-        self.status = Status("starting")
+        self._status = Status("starting")  # as last reported; without `full`, which `_admission` knows
+        self._told: tuple[str, bool] | None = None  # the phase, and `full`, that web processes know
         self._metrics = metrics
         self._admission = admission
         self._model_info: ModelInfo | None = None
@@ -104,11 +105,12 @@ class Link:
         self._inbox.put(None)
 
     def report(self, status: Status) -> None:
-        """The status that heartbeats carry from now on; a change of `phase` or `full` is sent at once."""
-        is_news = (status.phase, status.full) != (self.status.phase, self.status.full)
-        self.status = status
+        """The status that heartbeats carry from now on; a new phase is sent at once. `full` is added when it
+        is sent."""
+        is_news = status.phase != self._status.phase
+        self._status = status
         if is_news:
-            self._post(None, status)
+            os.eventfd_write(self._wake_fd, 1)
 
     def send(self, peer: bytes, message: FromWorker) -> None:
         self._post(peer, message)
@@ -151,7 +153,9 @@ class Link:
             poller.poll(max(0.0, next_turn - time.monotonic()) * 1000)
             closing = self._closing.is_set()
             for peer, message in self._drain_outbox():
+                self._send_news()  # first: a client may send its next request as soon as it has its answer
                 self._send(peer, message)
+            self._send_news()
             if closing:
                 break
             while self._socket.getsockopt(zmq.EVENTS) & zmq.POLLIN:
@@ -161,7 +165,7 @@ class Link:
                 next_metrics = time.monotonic() + METRICS_S
             if time.monotonic() >= next_beat:
                 next_beat = time.monotonic() + HEARTBEAT_S
-                self._send(None, self.status)
+                self._send(None, self._status_now())
 
     def _read(self) -> None:
         peer, body = self._socket.recv_multipart(zmq.NOBLOCK)
@@ -185,7 +189,7 @@ class Link:
                 self._send(peer, End(generate.id, "failed", "the worker cannot read the request"))
 
     def _welcome(self, peer: bytes) -> None:
-        self._send(peer, self.status)
+        self._send(peer, self._status_now())
         if self._model_info is not None:
             self._send(peer, self._model_info)
 
@@ -206,8 +210,18 @@ class Link:
                 self._send(peer, End(generate.id, reason))
             return
         self._inbox.put((peer, message))
-        if self._admission.is_full:
-            self.report(msgspec.structs.replace(self.status, full=True))
+        self._send_news()
+
+    def _status_now(self) -> Status:
+        return msgspec.structs.replace(self._status, full=self._admission.is_full)
+
+    def _send_news(self) -> None:
+        """Sends the status if its phase or `full` is not what was sent last."""
+        status = self._status_now()
+        news = (status.phase, status.full)
+        if news != self._told:
+            self._told = news
+            self._send(None, status)
 
     def _answer_metrics(self) -> None:
         """All requests that wait get the same metrics: rendering them for each would keep this thread from

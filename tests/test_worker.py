@@ -243,6 +243,8 @@ def test_the_status_says_when_the_running_step_is_due_and_that_none_is_when_ther
     driven.step()
     assert due_at[0] > time.monotonic() + 50
     driven.run()
+    driven.wire.interrupt()
+    driven.worker.receive()
     status = driven.wire.status
     assert (status.due_at, status.running, status.queued, status.phase) == (0, 0, 0, "ready")
 

@@ -262,6 +262,34 @@ def test_web_processes_learn_at_once_that_there_is_no_more_room(worker, connect,
         pass
 
 
+def test_a_status_that_was_made_before_the_last_place_was_taken_does_not_offer_it_again(worker, connect, admission):
+    admission.limit = 1
+    web = connect()
+    web.send(SubmitRequests([Generate(3, [1], 1)]))
+    while not web.next(Status).full:
+        pass
+    worker.report(Status("ready"))  # the loop counted its requests before this one came
+    worker.report(Status("draining"))
+    statuses = [web.next(Status)]
+    while statuses[-1].phase != "draining":
+        statuses.append(web.next(Status))
+    assert all(status.full for status in statuses)
+
+
+def test_web_processes_learn_that_there_is_room_before_they_get_the_answer_that_made_it(worker, connect, admission):
+    admission.limit = 1
+    web = connect()
+    web.send(SubmitRequests([Generate(3, [1], 1)]))
+    (peer, _hello), _submit = receive(worker, 2)
+    admission.release()
+    worker.send(peer, End(3, "cancelled"))
+    known = [web.next()]
+    while not isinstance(known[-1], End):
+        known.append(web.next())
+    statuses = [message for message in known if isinstance(message, Status)]
+    assert [status.full for status in statuses[-2:]] == [True, False]
+
+
 def test_an_unexpected_error_of_the_sockets_thread_ends_the_thread(worker, monkeypatch):
     failures = queue.SimpleQueue()
     monkeypatch.setattr(threading, "excepthook", lambda failure: failures.put(failure.exc_type))

@@ -12,10 +12,10 @@ from protocol import Cancel, Generate, Sampling, SubmitRequests
 LONG = list(range(1, 31))  # a prompt of several chunks
 
 
-def test_the_status_has_room_for_a_new_request_before_the_answer_of_the_last_one_is_sent():
+def test_there_is_room_for_a_new_request_before_the_answer_of_the_last_one_is_sent():
     driven, full = Driven(max_concurrent_requests=1), []
     send = driven.wire.send
-    driven.wire.send = lambda *message: (full.append(driven.wire.status.full), send(*message))
+    driven.wire.send = lambda *message: (full.append(driven.admission.is_full), send(*message))
     driven.arrive(Generate(1, [1], 3, ignore_eos=True))
     driven.run()
     assert full == [True, True, False] and driven.ends == {1: "length"}
