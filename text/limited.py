@@ -1,5 +1,5 @@
-"""Functions that run in child processes with limits on processor time and memory, for what clients can make
-expensive.
+"""Functions that run in child processes with limits on processor time, time and memory, for what clients can
+make expensive.
 
 `Limited` is the parent's side: a request goes to an idle child, and a child that exceeded a limit is
 replaced. It names the function as `module:maker`; `maker(*setup)` runs once in each child and returns the
@@ -30,6 +30,7 @@ from run import HERE
 
 CHILD = "import sys; sys.path[0] = sys.argv[1]; from text.limited import main; main(*sys.argv[2:])"
 PIPE_BYTES = 2**16  # what a pipe holds
+WALL_S = 60.0  # many times what a request takes beside others on a busy machine
 # What Python needs to start, and what shows to which run a process belongs: no keys.
 ENVIRONMENT = ("PATH", "LD_LIBRARY_PATH", "PYTHONHOME", "PYTHONPATH", "TZ", "NEURON_TEXTGEN_RUN_DIR")
 # One heap and one thread: each takes a part of the address space, however little of it is used.
@@ -48,13 +49,23 @@ class LimitExceeded(Exception):
 class Limited:
     """A function that runs in child processes. Threads may share it: meanwhile each has a child for itself.
 
-    `cpu_s` and `memory_bytes` are for one request, beyond what a child needs before the first.
+    `cpu_s` and `memory_bytes` are for one request, beyond what a child needs before the first. `wall_s` is
+    also for what it needs before: a child that waits for something takes no processor time.
     """
 
-    def __init__(self, maker: str, setup: Sequence[Any] = (), *, cpu_s: float, memory_bytes: int):
-        self._arguments = [maker, json.dumps(setup), json.dumps([cpu_s, memory_bytes])]
+    def __init__(
+        self,
+        maker: str,
+        setup: Sequence[Any] = (),
+        *,
+        cpu_s: float,
+        memory_bytes: int,
+        wall_s: float = WALL_S,
+    ):
+        self._arguments = [maker, json.dumps(setup), json.dumps([cpu_s, memory_bytes, wall_s])]
         self._reasons = {
             -signal.SIGPROF: f"takes longer than {cpu_s:g} s of processor time",
+            -signal.SIGALRM: f"takes longer than {wall_s:g} s",
             errno.ENOMEM: f"needs more than {memory_bytes // 2**20} MiB of memory",
         }
         self._reasons[-signal.SIGABRT] = self._reasons[errno.ENOMEM]  # so does Rust end where it gets none
@@ -162,11 +173,14 @@ def _address_space() -> int:
 def serve(requests: BinaryIO, answers: BinaryIO, maker: str, setup: str, limits: str) -> None:
     """Makes the function, and answers requests until they end."""
     module, name = maker.split(":")
+    cpu_s, memory_bytes, wall_s = json.loads(limits)
+    signal.setitimer(signal.ITIMER_REAL, wall_s)  # SIGALRM ends it
     function = getattr(importlib.import_module(module), name)(*json.loads(setup))
-    cpu_s, memory_bytes = json.loads(limits)
+    signal.setitimer(signal.ITIMER_REAL, 0)  # waiting for a request is not part of it
     _limit(resource.RLIMIT_AS, _address_space() + memory_bytes)
     while header := requests.read(4):
         request = json.loads(requests.read(int.from_bytes(header, "big")))
+        signal.setitimer(signal.ITIMER_REAL, wall_s)
         signal.setitimer(signal.ITIMER_PROF, cpu_s)  # SIGPROF ends it; RLIMIT_CPU counts whole seconds
         is_refused = False
         try:
@@ -175,6 +189,7 @@ def serve(requests: BinaryIO, answers: BinaryIO, maker: str, setup: str, limits:
             is_refused = True
             text = str(error)
         signal.setitimer(signal.ITIMER_PROF, 0)  # reading the next request is not part of it
+        signal.setitimer(signal.ITIMER_REAL, 0)
         data = text.encode("utf-8", "surrogatepass")
         answers.write(struct.pack(">?I", is_refused, len(data)) + data)
         answers.flush()

@@ -80,6 +80,23 @@ def test_requests_without_an_end_leave_a_plain_one_its_answer():
     assert all("longer than 0.5 s" in str(request.exception()) for request in endless)
 
 
+def test_what_waits_without_taking_processor_time_ends_and_the_next_request_is_answered():
+    run = Limited("pkgutil:resolve_name", ["subprocess:getoutput"], cpu_s=0.5, memory_bytes=2**28, wall_s=3)
+    before = children()
+    assert run("echo 1") == "1"
+    (blocked,) = children() - before
+    with pytest.raises(LimitExceeded, match=r"^takes longer than 3 s$"):
+        run("read line")  # which nobody writes
+    assert run("echo 2") == "2"
+    assert blocked not in children()
+
+
+def test_a_process_that_waits_for_something_at_its_start_ends_too():
+    run = Limited("time:sleep", [99], cpu_s=0.5, memory_bytes=2**28, wall_s=1)
+    with pytest.raises(LimitExceeded, match=r"^takes longer than 1 s$"):
+        run(None)
+
+
 def test_the_limits_are_for_each_request_alone():
     render, half = (
         limited(cpu_s=0.4),
