@@ -8,6 +8,7 @@ messages (outputs.py), the socket (link.py).
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import logging
 import os
@@ -453,10 +454,15 @@ def known_eos_ids(ids: Iterable[int], vocab_size: int) -> list[int]:
     return known
 
 
-def end_process(failure: threading.ExceptHookArgs) -> None:
-    """After an error that ends a thread, without which nothing works."""
-    logger.critical("a thread of the worker failed: %r", failure.exc_value, exc_info=failure.exc_value)
-    os._exit(1)  # the main thread may be waiting for the device
+def log_thread_failure(link: Link, failure: threading.ExceptHookArgs) -> None:
+    """After an error that ends a thread: ends the process if it was the socket's. Without another, such as a
+    library's, requests are still served."""
+    is_needed = failure.thread is link.thread
+    name = failure.thread.name if failure.thread else "unknown"
+    level = logging.CRITICAL if is_needed else logging.ERROR
+    logger.log(level, "the thread %s failed: %r", name, failure.exc_value, exc_info=failure.exc_value)
+    if is_needed:
+        os._exit(1)  # the main thread may be waiting for the device
 
 
 def main() -> int:
@@ -471,7 +477,7 @@ def main() -> int:
     metrics = Metrics()
     admission = Admission(config.max_concurrent_requests)
     link = Link(socket_address(), metrics, admission)
-    threading.excepthook = end_process
+    threading.excepthook = functools.partial(log_thread_failure, link)
     try:
         worker = Boot(config, link, admission, metrics).run()
         # A full collection over what was imported takes up to 150 ms, in which no token is generated.

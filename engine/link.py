@@ -39,7 +39,7 @@ from protocol import Metrics as MetricsText
 
 logger = logging.getLogger("protocol")
 
-METRICS_S = 0.1  # between two times that the metrics are rendered, which takes about 20 ms
+METRICS_SHARE = 0.05  # of a processor, for rendering the metrics: it holds the interpreter's lock
 
 
 class PeerLost(msgspec.Struct, frozen=True):
@@ -89,8 +89,8 @@ class Link:
         self._socket.router_mandatory = True
         self._socket.linger = 1000
         self._socket.bind(address)
-        self._thread = threading.Thread(target=self._run, name="worker-socket", daemon=True)
-        self._thread.start()
+        self.thread = threading.Thread(target=self._run, name="worker-socket", daemon=True)
+        self.thread.start()
 
     def receive(self, block: bool) -> list[tuple[bytes, ForLoop]]:
         """What arrived, as (peer, message) in order; with `block`, waits until there is something, or for
@@ -124,7 +124,7 @@ class Link:
         """Sends what is still in the outbox, then ends the thread. Idempotent."""
         self._closing.set()
         os.eventfd_write(self._wake_fd, 1)
-        self._thread.join(timeout=5)
+        self.thread.join(timeout=5)
 
     def _post(self, peer: bytes | None, message: FromWorker) -> None:
         """Lets the socket's thread send a message to one web process, or to all of them (None)."""
@@ -161,8 +161,9 @@ class Link:
             while self._socket.getsockopt(zmq.EVENTS) & zmq.POLLIN:
                 self._read()
             if self._metrics_requests and time.monotonic() >= next_metrics:
+                began_s = time.thread_time()
                 self._answer_metrics()
-                next_metrics = time.monotonic() + METRICS_S
+                next_metrics = time.monotonic() + (time.thread_time() - began_s) / METRICS_SHARE
             if time.monotonic() >= next_beat:
                 next_beat = time.monotonic() + HEARTBEAT_S
                 self._send(None, self._status_now())

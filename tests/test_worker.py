@@ -333,8 +333,10 @@ def run(boot):
         boot._link.send(b"", object())  # cannot be encoded
         threading.Event().wait()
     if sys.argv[1] == "thread":
-        threading.Thread(target=lambda: 1 / 0).start()
-        threading.Event().wait()
+        aside = threading.Thread(target=lambda: 1 / 0, name="aside")
+        aside.start()
+        aside.join()
+        raise ConfigError("the boot went on")
     if sys.argv[1] == "disk":
         raise OSError(errno.ENOSPC, "on purpose", "/a/file")
     if sys.argv[1] == "memory":
@@ -346,12 +348,18 @@ sys.exit(worker.main())
 """
 
 
+def ended_by(failure, folder, monkeypatch):
+    (folder / "config.json").write_text(Config().to_json())
+    monkeypatch.setenv("NEURON_TEXTGEN_RUN_DIR", str(folder))
+    command = [sys.executable, "-c", PROCESS, failure]
+    return subprocess.run(command, cwd=HERE, capture_output=True, text=True, timeout=WAIT_S * 3)
+
+
 @pytest.mark.processes
 @pytest.mark.parametrize(
     ("failure", "code", "message"),
     [
-        ("socket", 1, "CRITICAL worker: a thread of the worker failed: TypeError"),
-        ("thread", 1, "CRITICAL worker: a thread of the worker failed: ZeroDivisionError"),
+        ("socket", 1, "CRITICAL worker: the thread worker-socket failed: TypeError"),
         ("disk", 1, "ERROR worker: /a/file: No space left on device; free space, or name another folder with TMPDIR"),
         ("memory", 1, "ERROR worker: Cannot allocate memory; use a machine or container with more memory"),
         ("device", 1, "ERROR worker: unrecoverable device error; restart the process: on purpose"),
@@ -360,13 +368,18 @@ sys.exit(worker.main())
     ],
 )
 def test_a_worker_that_cannot_go_on_ends_with_one_message_and_its_exit_code(failure, code, message, tmp_path, monkeypatch):
-    (tmp_path / "config.json").write_text(Config().to_json())
-    monkeypatch.setenv("NEURON_TEXTGEN_RUN_DIR", str(tmp_path))
-    command = [sys.executable, "-c", PROCESS, failure]
-    ended = subprocess.run(command, cwd=HERE, capture_output=True, text=True, timeout=WAIT_S * 3)
+    ended = ended_by(failure, tmp_path, monkeypatch)
     assert ended.returncode == code, ended.stderr
     assert [line for line in ended.stderr.splitlines() if message in line]
     assert sum("CRITICAL" in line or "ERROR" in line for line in ended.stderr.splitlines()) == 1
+
+
+@pytest.mark.processes
+def test_an_error_in_a_thread_of_a_library_is_logged_and_the_worker_goes_on(tmp_path, monkeypatch):
+    ended = ended_by("thread", tmp_path, monkeypatch)
+    assert ended.returncode == 2, ended.stderr
+    assert "ERROR worker: the thread aside failed: ZeroDivisionError" in ended.stderr
+    assert "ERROR worker: the boot went on" in ended.stderr
 
 
 MIXES, CHUNKS, WHOLE = {"mixes": True}, {"prefill_chunk": 64}, {}

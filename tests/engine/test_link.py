@@ -2,6 +2,7 @@
 
 import queue
 import threading
+import time
 
 import msgspec
 import pytest
@@ -243,6 +244,26 @@ def test_metrics_are_rendered_once_for_all_who_ask_at_a_time(worker, connect, me
     other.send(MetricsRequest(5000))
     assert other.next(MetricsText) == MetricsText(5000, b"text")
     assert metrics.rendered < 10
+
+
+def test_a_client_that_asks_for_metrics_again_and_again_takes_little_of_the_workers_time(worker, connect, metrics):
+    cost_s, times = 0.01, 3
+
+    def render():
+        began_s = time.thread_time()
+        while time.thread_time() - began_s < cost_s:
+            pass
+        return b"text"
+
+    metrics.render = render
+    web = connect()
+    web.send(MetricsRequest(0))
+    web.next(MetricsText)
+    first_at = time.monotonic()
+    for i in range(times):
+        web.send(MetricsRequest(i))
+        web.next(MetricsText)
+    assert times * cost_s < 0.06 * (time.monotonic() - first_at)
 
 
 def test_a_refusal_is_sent_at_once_while_the_loop_reads_nothing(worker, connect, admission):
