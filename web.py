@@ -338,7 +338,7 @@ class Server(gunicorn.app.base.BaseApplication):
 
     def _load_text(self, info: ModelInfo) -> ModelText:
         text = ModelText.load(info, self._config)
-        if info.sampling == "host":  # a device that samples refuses grammars
+        if info.sampling != "device":  # which takes no grammars
             text.grammars.start()
         return text
 

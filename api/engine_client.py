@@ -8,9 +8,11 @@ This layer knows no HTTP, no text and no torch.
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 import secrets
+import sys
 import time
 from collections.abc import Callable
 from typing import Any
@@ -20,6 +22,7 @@ import msgspec
 import zmq.green as zmq
 from gevent.event import Event
 from gevent.queue import Empty, SimpleQueue
+from gunicorn.arbiter import Arbiter
 
 import protocol
 from protocol import HEARTBEAT_S, SILENCE_S, End, Generate, Metrics, ModelInfo, Prompt, Status, Token
@@ -45,12 +48,21 @@ class ClientGone(Exception):
     """The client has disconnected; the response would not be read."""
 
 
+def attempt(function: Callable[[], Any]) -> Any:
+    """What `function()` returns or raises; gevent would print the traceback of an error that leaves its
+    thread."""
+    try:
+        return function()
+    except BaseException as error:  # a panic of the tokenizers library is no Exception
+        return error
+
+
 class EngineClient:
     """The worker's state, and the requests that this web process has sent to it. To be made after the fork.
 
     `load_text` is called with the worker's ModelInfo in a thread, because it reads a large file; its result
-    is `text`, and requests are accepted from then on. `on_stuck` is called once, when the worker has been
-    stuck for `stuck_timeout_s`.
+    is `text`, and requests are accepted from then on. An error of it ends the process. `on_stuck` is called
+    once, when the worker has been stuck for `stuck_timeout_s`.
     """
 
     def __init__(
@@ -248,7 +260,15 @@ class EngineClient:
             queue.put(its_messages)
 
     def _load(self) -> None:
-        self.text = gevent.get_hub().threadpool.apply(self._load_text, (self.info,))
+        """Where the text cannot be loaded, this process ends, and gunicorn with it: another process could not
+        load it either."""
+        load = functools.partial(self._load_text, self.info)
+        text = gevent.get_hub().threadpool.apply(attempt, (load,))
+        if isinstance(text, BaseException):
+            why = str(text) or repr(text)
+            logger.critical("the tokenizer in %s cannot be loaded: %s", self.info.tokenizer_dir, why)
+            sys.exit(Arbiter.WORKER_BOOT_ERROR)
+        self.text = text
         self._has_text.set()
         self._report_ready()
 

@@ -18,7 +18,7 @@ from gevent.threadpool import ThreadPool
 from api import errors, fields
 from api.answer import Answer
 from api.bodies import Bodies, charset_of_text, check_is_json
-from api.engine_client import ClientGone, EngineClient
+from api.engine_client import ClientGone, EngineClient, attempt
 from api.errors import HANG_UP, in_shape
 from api.fields import Json
 from api.job import Prompt, Served, prompts_of
@@ -56,21 +56,12 @@ class TextThreads:
             raise errors.overloaded()
         self._pending += 1
         try:
-            result = self._threads.apply(_attempt, (function,))
+            result = self._threads.apply(attempt, (function,))
         finally:
             self._pending -= 1
-        if isinstance(result, Exception):
+        if isinstance(result, BaseException):
             raise result
         return result
-
-
-def _attempt(function: Callable):
-    """What `function()` returns or raises; gevent would print the traceback of an error that leaves its
-    thread."""
-    try:
-        return function()
-    except Exception as error:
-        return error
 
 
 class Server:

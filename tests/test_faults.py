@@ -632,6 +632,29 @@ def test_a_killed_web_process_takes_nobody_elses_requests_with_it(shared):
     assert well(shared)
 
 
+def test_a_process_that_checks_grammars_is_there_before_the_first_one_of_them(shared):
+    web = shared.pids("web.py")[1:]
+    checking = [int(parent_of(pid)) for pid in shared.pids("text.grammar:probe")]
+    assert sorted(checking) == web  # with hybrid sampling, the default on Neuron devices
+
+
+def parent_of(pid):
+    return Path(f"/proc/{pid}/stat").read_text().rsplit(") ", 1)[1].split()[1]
+
+
+def test_a_web_process_that_cannot_load_the_tokenizer_says_why_and_ends_the_server(tmp_path):
+    named = tmp_path / "mine.json"
+    named.write_text("{}")
+    with Server("--tokenizer-config-path", str(named)) as server:
+        server.wait_ready()
+        named.unlink()
+        os.kill(server.pids("web.py")[1], signal.SIGKILL)
+        assert server.wait_exit(SOON_S * 6) == 1
+        (line,) = [line for line in server.log.splitlines() if "the tokenizer in" in line]
+        assert f"{named}: there is no such file" in line
+        assert "Traceback" not in server.log
+
+
 @pytest.mark.parametrize("fault", [hang_step, stop_worker])
 def test_a_stuck_device_is_told_and_then_ended(start, fault):
     with start("--stuck-timeout", "2") as server:

@@ -79,6 +79,17 @@ def test_a_request_to_a_web_process_that_still_loads_the_tokenizer_waits_for_it(
         newcomer.close()
 
 
+def test_a_text_that_cannot_be_loaded_ends_the_process_with_one_line(served, caplog):
+    def load(info):
+        raise OSError("the file is gone")
+
+    newcomer = EngineClient(served.address, load)
+    with pytest.raises(SystemExit):
+        newcomer.wait_for_text()
+    newcomer.close()
+    assert f"the tokenizer in {served.folder} cannot be loaded: the file is gone" in caplog.text
+
+
 def test_a_web_process_waits_neither_for_a_worker_that_boots_nor_for_one_that_is_not_there(serve, tmp_path, monkeypatch):
     served = serve()
     monkeypatch.setattr(engine_client, "FIRST_MESSAGE_S", WAIT_S)
