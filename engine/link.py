@@ -40,6 +40,7 @@ from protocol import Metrics as MetricsText
 logger = logging.getLogger("protocol")
 
 METRICS_SHARE = 0.05  # of a processor, for rendering the metrics: it holds the interpreter's lock
+MAX_METRICS_PAUSE_S = 1.0  # between two times; a web process waits for 2 s (METRICS_TIMEOUT_S)
 
 
 class PeerLost(msgspec.Struct, frozen=True):
@@ -163,7 +164,8 @@ class Link:
             if self._metrics_requests and time.monotonic() >= next_metrics:
                 began_s = time.thread_time()
                 self._answer_metrics()
-                next_metrics = time.monotonic() + (time.thread_time() - began_s) / METRICS_SHARE
+                pause_s = (time.thread_time() - began_s) / METRICS_SHARE
+                next_metrics = time.monotonic() + min(pause_s, MAX_METRICS_PAUSE_S)
             if time.monotonic() >= next_beat:
                 next_beat = time.monotonic() + HEARTBEAT_S
                 self._send(None, self._status_now())

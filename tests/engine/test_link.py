@@ -246,16 +246,16 @@ def test_metrics_are_rendered_once_for_all_who_ask_at_a_time(worker, connect, me
     assert metrics.rendered < 10
 
 
+def work(cost_s):
+    began_s = time.thread_time()
+    while time.thread_time() - began_s < cost_s:
+        pass
+    return b"text"
+
+
 def test_a_client_that_asks_for_metrics_again_and_again_takes_little_of_the_workers_time(worker, connect, metrics):
     cost_s, times = 0.01, 3
-
-    def render():
-        began_s = time.thread_time()
-        while time.thread_time() - began_s < cost_s:
-            pass
-        return b"text"
-
-    metrics.render = render
+    metrics.render = lambda: work(cost_s)
     web = connect()
     web.send(MetricsRequest(0))
     web.next(MetricsText)
@@ -264,6 +264,14 @@ def test_a_client_that_asks_for_metrics_again_and_again_takes_little_of_the_work
         web.send(MetricsRequest(i))
         web.next(MetricsText)
     assert times * cost_s < 0.06 * (time.monotonic() - first_at)
+
+
+def test_metrics_that_took_long_once_are_answered_the_next_time(worker, connect, metrics):
+    metrics.render = lambda: work(0.3)  # as in a full collection of the interpreter's memory
+    web = connect()
+    for i in range(2):
+        web.send(MetricsRequest(i))
+        web.next(MetricsText, wait_s=5)
 
 
 def test_a_refusal_is_sent_at_once_while_the_loop_reads_nothing(worker, connect, admission):
