@@ -107,6 +107,7 @@ class Worker:
             while not self.stopping and (self.requests or not self.draining):
                 self.step()
             self.admission.drain()
+            self._report()
             while self.admission.count > len(self.requests):  # what arrived meanwhile is refused
                 self.receive()
             for request in self.requests:

@@ -99,9 +99,12 @@ class Publisher:
             logger.exception("the outputs of a step could not be published")
             for request in output.step.requests:
                 self._fail(request)
-        self._metrics.count_step(output)
-        if self._profiler and not output.failure:
-            self._profiler.record(output, begin, time.monotonic())
+        try:
+            self._metrics.count_step(output)
+            if self._profiler and not output.failure:
+                self._profiler.record(output, begin, time.monotonic())
+        except Exception:
+            logger.exception("a step could not be counted")
 
     def _send(self, output: StepOutput) -> None:
         """One message a web process: the tokens of its requests, with log-probabilities where they were

@@ -50,6 +50,14 @@ def test_the_device_runs_no_more_than_max_unpublished_steps_ahead():
     assert len(driven.tokens[1]) == 8
 
 
+def test_a_step_that_cannot_be_counted_is_published_nevertheless(monkeypatch, caplog):
+    driven = Driven()
+    monkeypatch.setattr(driven.worker.metrics, "count_step", lambda _output: 1 / 0)
+    driven.arrive(Generate(1, [1, 2], 8, ignore_eos=True))
+    driven.run()
+    assert len(driven.tokens[1]) == 8 and "a step could not be counted" in caplog.text
+
+
 def test_a_token_has_the_log_probability_and_the_most_likely_tokens_of_its_logits():
     driven = Driven()
     driven.arrive(Generate(1, [1, 2, 3], 1, top_n_tokens=3))
