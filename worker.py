@@ -25,6 +25,7 @@ import logs
 import models
 from config import Config
 from engine import sampling
+from engine.admission import Admission
 from engine.defaults import sampling_defaults
 from engine.link import ForLoop, Link, PeerLost
 from engine.lookup import Lookup
@@ -32,7 +33,8 @@ from engine.masks import Compiled, GrammarThreads
 from engine.metrics import Metrics
 from engine.outputs import Publisher
 from engine.profiling import Profiler
-from engine.requests import Admission, Group, Request, Requests
+from engine.request import Group, Request
+from engine.requests import Requests
 from engine.sampling import RowSampler
 from engine.scheduler import Limits, Scheduler, Step
 from engine.step import StepOutput, StepRunner, StepTimer

@@ -19,8 +19,8 @@ from collections.abc import Iterable
 import msgspec
 import zmq
 
+from engine.admission import Admission
 from engine.metrics import Metrics
-from engine.requests import Admission
 from protocol import (
     HEARTBEAT_S,
     Cancel,

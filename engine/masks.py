@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from engine.requests import Request
+from engine.request import Request
 from text.grammar import GrammarError, Grammars, Matcher
 
 logger = logging.getLogger("worker")

@@ -19,7 +19,7 @@ from engine import sampling
 from engine.link import Link
 from engine.metrics import Metrics
 from engine.profiling import Profiler
-from engine.requests import Request
+from engine.request import Request
 from engine.sampling import RowLogprobs
 from engine.step import StepOutput, rows_of, sampled_rows
 from protocol import End, Prompt, Token, Tokens

@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from itertools import zip_longest
 from typing import NamedTuple
 
-from engine.requests import Request
+from engine.request import Request
 from engine.slots import Placement, Slots
 from models.base import Chunk
 

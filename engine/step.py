@@ -18,7 +18,7 @@ import numpy as np
 from config import DEVICE_TOP_K
 from engine import sampling
 from engine.masks import GrammarThreads, Masks
-from engine.requests import Request
+from engine.request import Request
 from engine.sampling import SamplingBatch, SamplingError
 from engine.scheduler import Step
 from models.base import Chunk, DeviceLost, Logits, SampledIds, StaticBatchModel

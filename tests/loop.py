@@ -6,8 +6,8 @@ from collections import defaultdict
 import pytest
 from fakes.model import EOS, FakeModel
 
+from engine.admission import Admission
 from engine.metrics import Metrics
-from engine.requests import Admission
 from engine.scheduler import Limits
 from protocol import End, Generate, Status, SubmitRequests, Tokens
 from worker import Parts, Worker

@@ -15,9 +15,9 @@ from api.engine_client import EngineClient
 from api.job import ModelText
 from config import Config
 from engine import sampling
+from engine.admission import Admission
 from engine.link import Link
 from engine.metrics import Metrics
-from engine.requests import Admission
 from engine.scheduler import Limits
 from protocol import ModelInfo
 from text.grammar import Grammars

@@ -21,7 +21,7 @@ import torch
 import transformers
 
 from config import Config
-from engine.requests import Request
+from engine.request import Request
 from engine.scheduler import Limits, Scheduler
 from manifest import Manifest
 from protocol import Generate

@@ -9,9 +9,9 @@ import pytest
 import zmq
 from peer import Peer
 
+from engine.admission import Admission
 from engine.link import Link, PeerLost
 from engine.metrics import Metrics
-from engine.requests import Admission
 from protocol import (
     Cancel,
     End,

@@ -5,7 +5,7 @@ import threading
 
 from engine import masks
 from engine.masks import GrammarThreads
-from engine.requests import Request
+from engine.request import Request
 from protocol import Generate
 
 WAIT_S = 20

@@ -10,9 +10,9 @@ from prometheus_client.parser import text_string_to_metric_families
 
 import worker
 from config import VERSION, Config
+from engine.admission import Admission
 from engine.link import Link, PeerLost
 from engine.metrics import Metrics
-from engine.requests import Admission
 from protocol import Cancel, Generate, MetricsRequest, RequestStats, Status, SubmitRequests
 from protocol import Metrics as MetricsText
 

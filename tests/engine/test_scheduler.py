@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine import scheduler as scheduling
-from engine.requests import Group, Request
+from engine.request import Group, Request
 from engine.scheduler import Limits
 from models.base import Chunk
 from protocol import Generate

@@ -7,7 +7,7 @@ from loop import Driven
 from msgspec.structs import replace
 
 from engine import sampling
-from engine.requests import Request
+from engine.request import Request
 from engine.sampling import RowSampler
 from engine.scheduler import Limits, Scheduler
 from engine.step import StepRunner, StepTimer, needs_logits

@@ -1,0 +1,68 @@
+"""A request in the worker: what it asks for, and how far it has come."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
+
+from engine.lookup import Lookup
+from engine.sampling import RowSampler
+from protocol import Generate
+from text.grammar import Matcher
+
+logger = logging.getLogger("worker")
+
+
+@dataclass(slots=True, eq=False)
+class Group:
+    """The sequences of one HTTP request: they are served whole, or refused together."""
+
+    has_started: bool = False  # one of them has had a slot
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class Request:
+    """One sequence to generate, waiting or running. Times are CLOCK_MONOTONIC, in seconds."""
+
+    generate: Generate
+    max_new_tokens: int  # within the context length
+    arrived_at: float
+    peer: bytes = b""  # the web process that it came from
+    group: Group = field(default_factory=Group)
+    eos_token_ids: Collection[int] = ()
+    sampler: RowSampler | None = None  # None where the device samples
+    matcher: Matcher | None = None  # where the text has a grammar
+    lookup: Lookup | None = None  # where steps verify guesses
+    is_over: bool = False  # the loop has forgotten it
+    # Kept by the scheduler:
+    slot: int | None = None  # None: waiting or ended
+    cached: int = 0  # prompt tokens that its slot, or another one, held already
+    prefilled: int = 0  # prompt tokens that have been run, or were held
+    generated: int = 0
+    last_token: int = 0
+    started_at: float = 0.0  # when its first prompt chunk was scheduled
+    exceeded_wait: bool = False  # it started because of `max_waiting_tokens`, while too few requests waited
+    # Kept by the step:
+    is_complete: bool = False  # its grammar allows nothing but the end
+    first_token_at: float = 0.0
+    # Kept by the output thread:
+    prompt_logprobs: list[float] = field(default_factory=list)
+    prompt_top: list[list[tuple[int, float]]] = field(default_factory=list)
+    has_ended: bool = False  # its terminal message has been sent
+
+    @property
+    def id(self) -> int:
+        return self.generate.id
+
+    @property
+    def prompt(self) -> Sequence[int]:
+        return self.generate.prompt
+
+    @property
+    def keep_all(self) -> bool:
+        """The logits after every prompt token are wanted."""
+        return self.generate.prompt_logprobs
+
+    def log(self, event: str, **fields) -> None:
+        logger.debug(event, extra={"fields": {"request_id": self.generate.request_id, **fields}})
