@@ -313,6 +313,7 @@ class Config:
         None,
         "HUGGINGFACE_HUB_CACHE HF_HUB_CACHE",
         "Folder for downloaded models.",
+        parse=_folder,
         shown="that of huggingface_hub",
     )
     trust_remote_code: bool = setting(
@@ -947,11 +948,20 @@ def parse(argv: Sequence[str], environ: Mapping[str, str]) -> Config:
     if "model_id" not in values and (SAGEMAKER_MODEL / "config.json").is_file():
         values["model_id"] = str(SAGEMAKER_MODEL)
     if values.get("model_id") == TRIAL_MODEL:
-        values.setdefault("quantize", AUTO_QUANTIZE)
-    config = Config(**values)
-    if config.is_local and not has_gguf(Path(config.model_id).expanduser()):
+        return Config(**{"quantize": AUTO_QUANTIZE} | values)
+    config = _with_absolute_path(Config(**values))
+    if config.is_local and not has_gguf(Path(config.model_id)):
         Manifest.read(config.model_id)
     return config
+
+
+def _with_absolute_path(config: Config) -> Config:
+    """A local model by a path that holds in every working folder, as child processes have others; clients see
+    the name that was given."""
+    path = _folder(config.model_id)
+    if not config.is_local or path == config.model_id:
+        return config
+    return dataclasses.replace(config, model_id=path, served_model_name=config.model_name)
 
 
 def load() -> Config:
