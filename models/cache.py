@@ -28,7 +28,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from config import VERSION, Config
+from config import Config
 from manifest import Manifest
 from run import HERE, ConfigError, check_private
 
@@ -44,8 +44,9 @@ CANNOT_WRITE = 3
 # What compresses weights; needed by a conversion alone.
 NNCF = "nncf==3.4.0"
 # To be raised with any change of what a conversion writes, or of how it is read: entries of another one are
-# not used.
-CONVERTER = 2
+# not used. CONVERTER is of models and tokenizers, READERS of the checkpoints that gguf.py and lora.py write.
+CONVERTER = 3
+READERS = {"gguf": 2, "lora": 2}
 
 
 class ModelCache:
@@ -197,7 +198,7 @@ def model_key(config: Config, folder: Path, manifest: Manifest) -> str | None:
 def tokenizer_key(folder: Path) -> str:
     """Names the entry of the tokenizer that was converted from the model's in `folder`."""
     files = identify(folder, ("*.json", "*.model", "*.txt"))
-    return f"tokenizer-{digest([files, VERSION, installed('transformers')])}"
+    return f"tokenizer-{digest([files, CONVERTER, installed('transformers')])}"
 
 
 def run_converter(arguments: list[str], config: Config) -> None:

@@ -83,7 +83,9 @@ FIELDS = {
     "layer_norm_epsilon": "attention.layer_norm_epsilon",
     "n_inner": "feed_forward_length",
     "ffn_hidden_size": "feed_forward_length",
+    "original_max_position_embeddings": "rope.scaling.original_context_length",
 }
+BIASES = {"attention_bias": "blk.0.attn_output.bias", "mlp_bias": "blk.0.ffn_down.bias"}
 LAYERS_OF_27B = {"gemma2": 46, "gemma3": 62}  # whose attention is scaled by another size than its heads have
 LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 # Names of pre-tokenizers in llama.cpp. Where nothing else is said, the first begin each text with BOS; their
@@ -182,6 +184,10 @@ def _complete(config: Any, file: File) -> Any:
     for name, key in FIELDS.items():
         if hasattr(config, name) and file[key] is not None:
             setattr(config, name, file[key] or None)  # 0 is Phi-4's word for no window
+    for name, tensor in BIASES.items():
+        if hasattr(config, name):
+            setattr(config, name, tensor in file.tensors)
+    config.pad_token_id = file.tokenizer("padding_token_id")  # else it is that of one model of the family
     if file.architecture == "starcoder2":
         config.sliding_window = 4096  # of all of them; no key says so
     if file.architecture in LAYERS_OF_27B:
@@ -270,7 +276,10 @@ def _tokenizer(file: File) -> tuple[Tokenizer, dict[str, Any]]:
     architecture, contents, special = get_gguf_tokenizer(str(file.path))
     tokenizer, _ = convert_gguf_tokenizer(architecture, contents)
     adds_bos = True  # of sentencepiece
-    if contents["tokenizer_type"] == "gpt2":
+    if contents["tokenizer_type"] == "llama" and not architecture.startswith("gemma"):
+        tokenizer.normalizer = _blanks(file)
+        tokenizer.pre_tokenizer = None
+    elif contents["tokenizer_type"] == "gpt2":
         pre = contents.get("pre_tokenizer_type", "default")
         tokenizer.pre_tokenizer = _pre_tokenizer(pre, tokenizer, file)
         tokenizer.normalizer = normalizers.NFC() if pre in NORMALIZED else None
@@ -285,6 +294,12 @@ def _tokenizer(file: File) -> tuple[Tokenizer, dict[str, Any]]:
         special_tokens=[*before.items(), *after.items()],
     )
     return _of_the_vocabulary(tokenizer, len(contents["tokens"])), special
+
+
+def _blanks(file: File) -> normalizers.Normalizer:
+    """Sentencepiece's sign for a blank, which also begins a text, and what follows a special token."""
+    prefix = [] if file.tokenizer("add_space_prefix") is False else [normalizers.Prepend("▁")]
+    return normalizers.Sequence([*prefix, normalizers.Replace(" ", "▁")])
 
 
 def _added(token: str | None, token_id: int | None, is_added: bool | None) -> dict[str, int]:

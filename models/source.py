@@ -23,7 +23,7 @@ from typing import Any
 
 from config import AUTO_QUANTIZE, TRIAL_MODEL, Config
 from models.base import ModelError, progress_logged, reported_as
-from models.cache import NNCF, ModelCache, digest, identify, installed, write_entry
+from models.cache import NNCF, READERS, ModelCache, digest, identify, installed, write_entry
 from models.fetch import SAFETENSORS, fetch, fetch_adapter, fetch_weights, list_files
 from run import HERE, ConfigError
 
@@ -164,7 +164,7 @@ def _made(config: Config, module: str, identity: Any, arguments: list[str], doin
         write_entry(target, {"from": arguments[0]})
 
     cache = ModelCache(config)
-    key = f"{module}-{digest(identity)}"
+    key = f"{module}-{digest([identity, READERS[module]])}"
     folder = cache.find_or_add(key, make, _scratch())
     cache.hold(key)
     return folder

@@ -18,7 +18,14 @@ from config import Config
 from manifest import Manifest
 from models import openvino_model
 from models.base import ModelError
-from models.cache import ModelCache, model_key, read_entry, renamed_when_complete, write_entry
+from models.cache import (
+    ModelCache,
+    model_key,
+    read_entry,
+    renamed_when_complete,
+    tokenizer_key,
+    write_entry,
+)
 from run import HERE, ConfigError
 
 pytestmark = [pytest.mark.models, pytest.mark.filterwarnings("ignore")]  # of torch and openvino, while converting
@@ -114,6 +121,13 @@ def test_the_key_depends_on_all_that_a_conversion_reads(config, checkpoint, tmp_
     monkeypatch.setattr("models.cache.CONVERTER", -1)
     keys.append(key(config, checkpoint))
     assert len(set(keys)) == len(keys)
+
+
+def test_a_tokenizer_that_an_older_version_converted_is_converted_anew(tmp_path, monkeypatch):
+    (tmp_path / "tokenizer.model").write_bytes(b"1")
+    current = tokenizer_key(tmp_path)
+    monkeypatch.setattr("models.cache.CONVERTER", models.cache.CONVERTER - 1)
+    assert tokenizer_key(tmp_path) != current
 
 
 def test_a_compressed_model_in_the_cache_is_found_without_nncf(config, checkpoint, monkeypatch):
