@@ -43,7 +43,7 @@ def wait_until(holds, what, seconds=WAIT_S):
 class Server:
     """`entrypoint.sh` (or another command) with a port and a temporary folder of its own."""
 
-    def __init__(self, *arguments, command=("./entrypoint.sh", "serve"), **environment):
+    def __init__(self, *arguments, command=("./entrypoint.sh", "serve"), cwd=HERE, **environment):
         self.port = int(environment.setdefault("PORT", str(free_port())))
         self.tmp = Path(tempfile.mkdtemp(prefix="textgen-test-", dir="/tmp"))
         self.log_path = self.tmp / "log"
@@ -53,7 +53,7 @@ class Server:
         self.environment |= {"MODEL_CACHE": str(MODEL_CACHE), "WEB_CONCURRENCY": "1"} | environment
         with self.log_path.open("wb") as log:
             self.process = subprocess.Popen(
-                [*command, *arguments], cwd=HERE, env=self.environment, stdout=log, stderr=log, start_new_session=True
+                [*command, *arguments], cwd=cwd, env=self.environment, stdout=log, stderr=log, start_new_session=True
             )
 
     def __enter__(self):

@@ -25,7 +25,7 @@ KEY_FILES = (HERE / ".gitignore", HERE / "tests" / "clients" / "requirements-aid
 VALUES = {
     "model_id": [("someone/model", "someone/model"), ("other/model", "other/model")],
     "revision": [("main", "main"), ("abc123", "abc123")],
-    "huggingface_hub_cache": [("/data", "/data"), ("cache", "cache")],
+    "huggingface_hub_cache": [("/data", "/data"), ("cache", os.path.abspath("cache"))],
     "tokenizer_config_path": [(str(HERE / "README.md"), str(HERE / "README.md")), (__file__, __file__)],
     "chat_template_kwargs": [('{"a": 1}', '{"a": 1}'), ("{}", "{}")],
     "tool_parser": [("hermes", "hermes"), ("qwen3_xml", "qwen3_coder")],
@@ -158,6 +158,27 @@ def test_the_model_that_sagemaker_unpacks_is_served_when_none_is_named(model, mo
     assert parse([], {"HF_MODEL_ID": "someone/model"}).model_id == "someone/model"
     (model / "config.json").unlink()
     assert parse([], {}).is_demo
+
+
+@pytest.mark.parametrize("given", [".", "./", "{name}", "./{name}", "../{parent}/{name}", "~/{name}", "tiny model.gguf"])
+def test_a_local_model_is_found_from_every_working_folder_and_named_as_it_was_given(model, monkeypatch, given):
+    (model.parent / "tiny model.gguf").touch()
+    monkeypatch.setenv("HOME", str(model.parent))
+    monkeypatch.chdir(model if given in (".", "./") else model.parent)
+    given = given.format(name=model.name, parent=model.parent.name)
+    found = of("--model-id", given)
+    assert os.path.isabs(found.model_id)
+    monkeypatch.chdir("/")
+    assert os.path.samefile(found.model_id, model.parent / given if given.endswith("gguf") else model)
+    assert found.model_name == given
+
+
+def test_a_local_model_is_read_where_a_name_of_the_hub_would_do_too(model, monkeypatch):
+    monkeypatch.chdir(model.parent.parent)
+    name = f"{model.parent.name}/{model.name}"
+    assert of("--model-id", name).model_id == str(model)
+    monkeypatch.chdir("/")
+    assert of("--model-id", name).model_id == name
 
 
 @pytest.mark.parametrize("empty", ["", "  ", "\n"])

@@ -6,7 +6,6 @@ import tokenizers
 import torch
 import transformers
 from ggufs import write_gguf
-from processes import Server
 from tiny_models import save_checkpoint
 
 from manifest import Manifest, read_json
@@ -290,13 +289,3 @@ def test_a_word_of_sentencepiece_begins_with_a_blank_where_the_file_has_no_other
 def test_numbers_are_split_as_the_pre_tokenizer_of_the_file_does(checkpoint, tmp_path, pre, words):
     _folder, tokenizer = read_tokenizer(checkpoint, tmp_path, pre=pre)
     assert [word for word, _ in tokenizer.pre_tokenizer.pre_tokenize_str(" 123")] == words
-
-
-@pytest.mark.processes
-def test_a_raw_prompt_to_the_server_begins_with_the_bos_of_the_file(checkpoint, tmp_path):
-    file = write_gguf(tmp_path / "tiny.gguf", checkpoint, keys={"tokenizer.ggml.add_bos_token": True})
-    with Server(MODEL_ID=str(file), MODEL_CACHE=str(tmp_path / "cache"), DTYPE="float32") as server:
-        server.wait_ready()
-        asked = {"max_new_tokens": 1, "details": True, "decoder_input_details": True}
-        details = server.generate("AB", **asked)[1]["details"]
-        assert [token["id"] for token in details["prefill"]] == [0, 32, 33]

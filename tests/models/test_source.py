@@ -3,6 +3,7 @@
 import dataclasses
 import http.server
 import importlib.util
+import json
 import logging
 import os
 import re
@@ -15,6 +16,8 @@ import pytest
 import tokenizers
 import torch
 from ggufs import write_gguf
+from processes import Server
+from safetensors.torch import save_file
 from tiny_models import llama, save_checkpoint
 from transformers import AutoModelForCausalLM
 
@@ -110,6 +113,33 @@ def test_what_is_no_gguf_file_is_one_line(config, tmp_path):
     with pytest.raises(ModelError, match=rf"{NAME} cannot be read as a model: .*(Error|Exception)") as refused:
         models.prepare(config(path))
     assert "\n" not in str(refused.value)
+
+
+def save_adapter(folder):
+    folder.mkdir()
+    name = "base_model.model.model.layers.0.self_attn.o_proj.lora_{}.weight"
+    weights = {name.format("A"): torch.ones(4, 64), name.format("B"): torch.ones(64, 4)}
+    save_file(weights, folder / "adapter_model.safetensors")
+    (folder / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "r": 4, "lora_alpha": 4}))
+
+
+@pytest.mark.processes
+def test_a_file_and_an_adapter_below_the_working_folder_are_served_with_the_bos_of_the_file(checkpoint, tmp_path):
+    """From another folder than the server's, with blanks in their names, and nothing is written there."""
+    here = tmp_path / "my models"
+    here.mkdir()
+    write_gguf(here / "tiny model.gguf", checkpoint, keys={"tokenizer.ggml.add_bos_token": True})
+    save_adapter(here / "my adapter")
+    here.chmod(0o555)
+    flags = ["--model-id", "tiny model.gguf", "--lora-adapters", "mine=my adapter", "--dtype", "float32"]
+    start = (str(HERE / "entrypoint.sh"), "serve")
+    with Server(*flags, command=start, cwd=here, MODEL_CACHE=str(tmp_path / "cache")) as server:
+        server.wait_ready()
+        asked = {"max_new_tokens": 1, "details": True, "decoder_input_details": True}
+        details = server.generate("AB", **asked)[1]["details"]
+        assert [token["id"] for token in details["prefill"]] == [0, 32, 33]
+        assert json.loads(server.get("/info")[1])["model_id"] == "tiny model.gguf"
+    assert {path.name for path in here.iterdir()} == {"tiny model.gguf", "my adapter"}
 
 
 def test_without_the_packages_the_line_says_what_to_install(file, config, monkeypatch):
