@@ -53,6 +53,7 @@ KEYS = {
     "use_parallel_residual",
     "vocab_size",
 }
+OF_IMAGES = ("mm.", "vision.")  # keys about another file
 WINDOW = {"attention.sliding_window"}
 CAPS = {"attn_logit_softcapping", "final_logit_softcapping"}
 EXPERTS = {"expert_count", "expert_used_count", "expert_feed_forward_length"}
@@ -137,7 +138,7 @@ class File:
         prefix = f"{self.architecture}."
         known = KEYS | ARCHITECTURES[self.architecture]
         given = [key.removeprefix(prefix) for key in self._reader.fields if key.startswith(prefix)]
-        return [key for key in given if key not in known and self[key]]
+        return [key for key in given if key not in known and not key.startswith(OF_IMAGES) and self[key]]
 
     def _value(self, key: str) -> Any:
         field = self._reader.fields.get(key)

@@ -27,7 +27,7 @@ ONLY_IN = {
     "gunicorn": "web api",
     "gevent": "web api",
     "zmq": "api.engine_client engine.link",
-    "tokenizers": "text",
+    "tokenizers": "text models.gguf",
     "llguidance": "text.grammar",
     "jinja2": "text",
     "prometheus_client": "engine.metrics",
