@@ -153,10 +153,10 @@ def write_checkpoint(path: Path, dtype: str, target: Path) -> None:
         _refuse_unknown(file)
         where = {"pretrained_model_name_or_path": path.parent, "gguf_file": path.name}
         config = _complete(transformers.AutoConfig.from_pretrained(**where), file)
+        tokenizer, special = _tokenizer(file)
         model, loading = transformers.AutoModelForCausalLM.from_pretrained(
             **where, config=config, dtype=getattr(torch, dtype), output_loading_info=True
         )
-        tokenizer, special = _tokenizer(file)
     _check_weights(model, sorted(loading["missing_keys"]), file)
     # It has been dequantized: save_pretrained of transformers 5 would refuse it, and a reader would believe
     # the config.
