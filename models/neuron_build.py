@@ -171,6 +171,7 @@ def _configured_for(programs: Programs, family: Family, shape: plan.Shape, confi
     if programs.model_class not in (None, family.name):
         reason = f"{config.model_name} was compiled for {programs.model_class}, not {family.name}"
         raise ModelError(f"{reason}; compile it again")
+    _check_position_buckets(programs, f"compile {config.model_name} again")
     shape.check_length(config.max_total_tokens)
     _machine(config)
     return config
@@ -184,6 +185,9 @@ def _sized(shape: plan.Shape, family: Family, config: Config) -> tuple[Config, P
     if warning := shape.memory_warning(machine):
         logger.warning(warning)
     dtype = shape.served_in(config.dtype)
+    position_buckets = config.position_buckets
+    if plan.SHARD_OVER_SEQUENCE in (config.neuron_config or ()) and position_buckets is None:
+        position_buckets = ()  # see _check_position_buckets
     config = dataclasses.replace(
         config,
         tp_degree=sizing.tp_degree,
@@ -196,7 +200,7 @@ def _sized(shape: plan.Shape, family: Family, config: Config) -> tuple[Config, P
         tp_degree=sizing.tp_degree,
         dtype=dtype,
         prefill_buckets=buckets(sizing.length, config.prefill_buckets, "--prefill-buckets"),
-        position_buckets=buckets(sizing.length, config.position_buckets, "--position-buckets"),
+        position_buckets=buckets(sizing.length, position_buckets, "--position-buckets"),
         quantize=config.quantize,
         sampling=config.sampling or ("host" if shape.experts else "hybrid"),
         prefill_chunk=sizing.chunk,
@@ -206,7 +210,18 @@ def _sized(shape: plan.Shape, family: Family, config: Config) -> tuple[Config, P
         neuron_config=config.neuron_config or (),
         verify_length=_verify_length(config, sizing.length),
     )
+    _check_position_buckets(programs, "leave --position-buckets (POSITION_BUCKETS) out")
     return config, programs
+
+
+def _check_position_buckets(programs: Programs, remedy: str) -> None:
+    """Raises ConfigError for several position buckets with shard_over_sequence: the library lays a slot over
+    the cores by the length of the program, so a longer program does not find what a shorter one wrote."""
+    if plan.SHARD_OVER_SEQUENCE in programs.neuron_config and len(programs.position_buckets) > 1:
+        raise ConfigError(
+            f"--neuron-config {plan.SHARD_OVER_SEQUENCE} (NEURON_CONFIG) works with one position bucket, "
+            f"not {', '.join(map(str, programs.position_buckets))}; {remedy}"
+        )
 
 
 def _verify_length(config: Config, length: int) -> int:

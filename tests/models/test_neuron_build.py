@@ -123,6 +123,12 @@ def test_a_library_that_reads_another_rotary_base_is_refused(tmp_path, monkeypat
             {"neuron_config": ("shard_over_sequence=true",), "tp_degree": 2},
             "needs more heads than its 2 key-value heads, and a tp_degree of two or more times 2; not 4 and 2",
         ),
+        (
+            {"num_key_value_heads": 1},
+            {"neuron_config": ("shard_over_sequence=true",), "tp_degree": 2, "position_buckets": (8, 16)},
+            "--neuron-config shard_over_sequence=true (NEURON_CONFIG) works with one position bucket, "
+            "not 8, 16, 24; leave --position-buckets (POSITION_BUCKETS) out",
+        ),
         ({"rope_parameters": "x"}, {}, "config.json: rope_parameters is 'x' and should be an object"),
         ({"rope_scaling": ["x"]}, {}, "config.json: rope_scaling is ['x'] and should be an object"),
         ({"quantization_config": "gptq"}, {}, "config.json: quantization_config is 'gptq' and should be an object"),
@@ -298,6 +304,18 @@ def test_options_of_the_library_reach_it_and_come_from_the_manifest(tmp_path, bu
     assert len(built) == 3
     with pytest.raises(ConfigError, match=r"--neuron-config shard_over_sequence=true \(NEURON_CONFIG\) contradicts"):
         serve(output, neuron_config=("shard_over_sequence=true",))
+
+
+def test_a_cache_that_is_sharded_by_positions_has_one_position_bucket_and_a_folder_with_several_is_refused(tmp_path):
+    options = ("--neuron-config", "shard_over_sequence=true", "--prefill-buckets", "8", "--sampling", "host")
+    output = compiled(tmp_path, *options, config=LLAMA | {"num_key_value_heads": 1})
+    manifest = json.loads((output / "config.json").read_text())
+    assert (manifest["neuron"]["position_buckets"], manifest["neuron"]["prefill_buckets"]) == ([WINDOW], [8, WINDOW])
+    serve(output)
+    manifest["neuron"]["position_buckets"] = [16, WINDOW]  # as an older version compiled it
+    (output / "config.json").write_text(json.dumps(manifest))
+    with pytest.raises(ConfigError, match=r"one position bucket, not 16, 24; compile .*/compiled again$"):
+        serve(output)
 
 
 def test_sampling_on_the_device_comes_from_the_manifest(tmp_path):

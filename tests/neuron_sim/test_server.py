@@ -137,6 +137,20 @@ def test_options_of_the_library_change_no_text(reference, tmp_path, options):  #
         assert np.abs(row - made.logits(text).numpy()).max() < 1e-3 and row.argmax() == made.logits(text).argmax()
 
 
+def test_a_cache_that_is_sharded_by_positions_changes_no_text_beyond_the_first_position_bucket(reference, tmp_path):  # noqa: F811
+    """The library lays a slot over the cores by the length of the program: one of 160 does not find what one of 128 wrote."""
+    made, prompts = reference("llama, grouped"), {0: [3, 100, 7], 1: [(7 * n) % 255 + 1 for n in range(120)]}
+    lengths = {"max_total_tokens": 160, "max_input_tokens": 159}  # by default position buckets of 128 and 160
+    model = serve(made, tmp_path, max_batch_size=2, tp_degree=4, neuron_config=("shard_over_sequence=true",), **lengths)
+    batch = Batch(model)
+    for slot, prompt in prompts.items():
+        batch.join(slot, prompt)
+    while len(batch.texts[1]) < 160:
+        batch.step()
+    for slot, prompt in prompts.items():
+        assert_like(made, prompt, batch.leave(slot))
+
+
 @pytest.mark.parametrize("quantize", [None, "int8"])
 def test_tiled_weights_change_no_logit(tmp_path, quantize):
     made = Reference(transformers.LlamaConfig(**SMALL | {"hidden_size": 128, "intermediate_size": 256}), tmp_path / "model")
