@@ -76,6 +76,8 @@ class NeuronModel:
             logger.warning("Tokens are sampled on the host (--sampling): %s", problem)
             self.take(ids=False)
             self.sampling = "host"
+        if self.sampling != "device":  # which gives ids alone
+            self._check_logits(config.model_name)
         if config.prefill_chunk != 0 and 0 < programs.prefill_chunk < self.max_input_tokens:
             self.prefill_chunk = programs.prefill_chunk
             if problem := self._chunk_problem():
@@ -103,9 +105,18 @@ class NeuronModel:
             if is_device_error(error):
                 raise ModelError(f"hybrid sampling fails ({error}); give --sampling host") from None
             return str(error)
-        if not 0 <= token < self.vocab_size or logits[token] != logits.max():
+        if not 0 <= token < self.vocab_size or logits[token] < logits.max():  # not of NaN: see _check_logits
             return f"the device chose token {token}, which is not the likeliest, {logits.argmax()}"
         return None
+
+    def _check_logits(self, model_name: str) -> None:
+        """Runs a prompt whole. Raises ModelError where a logit after it is NaN or infinite."""
+        output = self.forward([Chunk(self.batch_size - 1, [7, 11][: self.max_input_tokens], 0)])
+        if not np.isfinite(_comparable(output)).all():
+            raise ModelError(
+                f"{model_name} computes logits that are NaN or infinite in {self.dtype}, so it cannot "
+                "generate text: its weights are damaged, or need another --dtype (DTYPE)"
+            )
 
     def _chunk_problem(self) -> str | None:
         """Runs a prompt in chunks and whole, each time with a decode step after it: how the results differ,

@@ -311,6 +311,21 @@ def test_a_device_that_fails_during_an_update_is_lost(tmp_path, monkeypatch):
         model.set_sampling(0, 5, 1.0, 1.0)
 
 
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize("settings", [{}, {"sampling": "host"}, {"prefill_chunk": 0}], ids=str)
+def test_a_model_whose_logits_are_no_numbers_is_refused_at_the_start(tmp_path, monkeypatch, caplog, settings, value):
+    output = device.LlamaForSampling._output
+
+    def spoilt(model, places):
+        found = output(model, places)
+        return found.fill_(value) if model._takes_logits else found.zero_()  # as the device samples from NaN
+
+    monkeypatch.setattr(device.LlamaForSampling, "_output", spoilt)
+    message = refusal(tmp_path, max_batch_size=4, **{"prefill_chunk": CHUNK, "speculate": 3} | settings)
+    assert "/model computes logits that are NaN or infinite in bfloat16" in message and "--dtype (DTYPE)" in message
+    assert not caplog.records  # no part is turned off first
+
+
 # When chunks are turned off
 
 

@@ -167,6 +167,16 @@ def test_weights_that_make_no_whole_tiles_are_refused_in_one_line(reference, tmp
     assert len(str(refused.value).splitlines()) == 1
 
 
+@pytest.mark.parametrize("sampling", ["host", "hybrid"])
+def test_a_model_with_damaged_weights_is_refused_at_the_start(tmp_path, caplog, sampling):
+    made = Reference(ARCHITECTURES["llama"](), tmp_path / "model")
+    made.model.model.layers[1].input_layernorm.weight.data[3] = float("nan")
+    made.model.save_pretrained(made.folder)
+    with pytest.raises(ModelError, match="computes logits that are NaN or infinite in float32"):
+        serve(made, tmp_path, max_batch_size=2, prefill_chunk=8, speculate=3, sampling=sampling)
+    assert "Prompts are not run in chunks" not in caplog.text and "sampled on the host" not in caplog.text
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_logits_are_views_in_the_librarys_order_and_stay_as_they_are(reference, tmp_path, dtype):  # noqa: F811
     """The layout that sampling.py and bench/simulated are made for, and a fresh buffer for each call."""
