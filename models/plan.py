@@ -237,6 +237,11 @@ class Sizing:
         kv_heads = self.shape.kv_heads
         experts = self.shape.experts
         columns = self.shape.intermediate
+        if experts and self.quantize:  # the library shares out the scales otherwise than the experts
+            return (
+                f"--quantize {self.quantize} (QUANTIZE) is not supported for {self.shape.model_type} models "
+                "on Neuron; give none"
+            )
         shards = SHARD_OVER_SEQUENCE in self.neuron_config
         if shards and (kv_heads in (heads, tp_degree) or tp_degree % kv_heads):
             return (

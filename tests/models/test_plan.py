@@ -205,6 +205,7 @@ def test_a_config_that_cannot_be_served_is_refused_in_one_line(changes, words):
     [
         ("Llama-3-8B", 2, 32, None, ["weights 6.99 + KV cache 8.00 GiB", "80%", "size 23", "tokens 2944", "degree 4", "int8"]),
         ("Llama-2-70B", 8, 1, None, ["weights 16.00", "--tp-degree 16", "int8"]),
+        ("Mixtral-8x7B", 8, 1, "int8", ["--quantize int8 (QUANTIZE) is not supported for mixtral models on Neuron; give none"]),
         ("Mixtral-8x7B", 12, 1, None, ["12", "8 experts", "8 would work"]),
         ("Mixtral-8x7B", 24, 1, None, ["3 cores", "14336"]),
     ],
@@ -215,6 +216,11 @@ def test_what_does_not_fit_says_why_and_what_would(name, tp_degree, batch_size, 
     reason = sizing.reason(plan.allowed_tp_degrees(None, 32))
     assert [word for word in words if word not in reason] == []
     assert len(reason.splitlines()) == 1
+
+
+def test_int8_is_not_advised_for_a_mixtral_which_cannot_be_built_with_it():
+    reason = Sizing(SHAPES["Mixtral-8x7B"], 4, 1, 4096).reason([4, 8])
+    assert reason.endswith("; --tp-degree 8 would fit")
 
 
 def test_a_model_that_is_too_large_for_everything_says_so():
@@ -316,6 +322,7 @@ def test_a_length_is_halved_until_it_fits():
         ),
         ("Llama-3-8B", Machine(2), {"max_batch_size": 32, "max_total_tokens": 8192}, ["size 11", "tokens 2944"]),
         ("Llama-2-70B", Machine(24, "inf2"), {"tp_degree": 8}, ["24 cores", "; --tp-degree 12, or"]),
+        ("Mixtral-8x7B", Machine(24), {"quantize": "int8"}, ["--quantize int8 (QUANTIZE)", "mixtral models", "give none"]),
         ("Mixtral-8x7B", Machine(24), {"sampling": "device"}, ["--sampling device (SAMPLING)", "mixtral models", "give host"]),
         (
             "Mixtral-8x7B",
