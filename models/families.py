@@ -38,6 +38,9 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 NOT_ANY_MORE = ("gpt2", "opt", "bloom", "gpt_neox")
+# Where layers with a window have rotary positions of their own, all are computed here: the library's llama3
+# is not.
+TWO_ROPES = {"rope_scaling": ("default", *rope.SCALED)}
 
 
 class Llama(Family):
@@ -271,6 +274,7 @@ class Gemma3(Gemma2):
         "final_logit_softcapping": None,
         "attn_logit_softcapping": None,
     }
+    computed: ClassVar = Gemma2.computed | TWO_ROPES
     pattern = 6
 
     def __init__(self, config: Mapping[str, Any]):
@@ -312,13 +316,16 @@ class Olmo3(Olmo2):
     """Three of four layers have a window, and positions that are not scaled."""
 
     defaults: ClassVar = Olmo2.defaults | {"sliding_window": 4096}
+    computed: ClassVar = Olmo2.computed | TWO_ROPES
 
     def windows(self) -> list[int | None]:
         return _patterned(self, 4)
 
     def graph(self) -> Graph:
-        near = rope.plain(self.config["rope_theta"], self.head_dim)
-        everywhere = rope.scaled(self.config, self.head_dim) or near
+        c = self.config
+        everywhere = rope.scaled(c, self.head_dim) or rope.plain(c["rope_theta"], self.head_dim)
+        # Files of transformers 5 name a base for each kind of layer, those of 4 one for all.
+        near = rope.plain(c.get("rope_local_base_freq", c["rope_theta"]), self.head_dim)
         kinds = tuple(LayerKind(1 if window else 0, window) for window in self.windows())
         return replace(super().graph(), ropes=(everywhere, near), kinds=kinds)
 

@@ -80,6 +80,18 @@ def test_layers_without_positions_are_told_apart():
     assert of("smollm3", no_rope_layers=[0, 1, 1, 1]).graph().kinds[0] == LayerKind(rope=None)
 
 
+LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+
+
+@pytest.mark.parametrize("name", ["gemma3_text", "olmo3"])
+def test_a_llama3_rope_is_refused_where_layers_with_a_window_have_positions_of_their_own(name):
+    positions = {"rope_theta": 5e5, **LLAMA3}
+    new = {"full_attention": positions, "sliding_attention": {"rope_type": "default", "rope_theta": 1e4}}
+    for fields in ({"rope_scaling": LLAMA3}, {"rope_parameters": positions}, {"rope_parameters": new}):
+        with pytest.raises(ModelError, match="rope_scaling is llama3 and this server computes default or linear or dynamic"):
+            of(name, **fields)
+
+
 LONG = {"short_factor": [1 + n / 10 for n in range(8)], "long_factor": [4.0] * 8}
 
 
@@ -130,6 +142,13 @@ def test_config_files_of_transformers_5_name_positions_by_the_kind_of_layer():
     new["sliding_attention"] = {"rope_type": "yarn", "factor": 2.0}
     with pytest.raises(ModelError, match="rope_type 'yarn' of layers with a sliding window cannot be served"):
         of("gemma3_text", rope_parameters=new)
+
+
+def test_windows_of_olmo_3_have_the_base_that_config_files_of_transformers_5_name():
+    far = {"rope_type": "default", "rope_theta": 5e5}
+    positions = {"full_attention": far, "sliding_attention": {"rope_type": "default", "rope_theta": 1e4}}
+    assert of("olmo3", rope_parameters=positions).graph().ropes == (rope.plain(5e5, 16), rope.plain(1e4, 16))
+    assert of("olmo3", rope_theta=5e5).graph().ropes == (rope.plain(5e5, 16), rope.plain(5e5, 16))
 
 
 def test_phi_4_mini_of_transformers_5_turns_three_quarters_of_a_head():

@@ -228,7 +228,8 @@ def test_random_arrivals_get_transformers_text(made, tmp_path, name, tp_degree, 
 TYPES = ["llama, head_dim", "mistral, window", "qwen2, windows", "qwen3", "phi3", "granite", "smollm3"]
 TYPES += ["gemma", "gemma2", "gemma3", "olmo2", "olmo3"]
 ROPES = [{"rope_type": "linear", "factor": 4.0}, {"rope_type": "dynamic", "factor": 4.0}, YARN]
-ROPES += [{"rope_type": "longrope", "factor": 4.0, "short_factor": [1.5] * 16, "long_factor": [4.0] * 16}]
+LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+ROPES += [LLAMA3 | {"original_max_position_embeddings": 32}]
 OTHERS = {
     bool: lambda value: [not value],
     int: lambda value: [value + 1, 2 * value],
@@ -240,7 +241,9 @@ OTHERS = {
 
 def changed_fields(config):
     """Every field of a config with every other value of its kind."""
-    yield from (("rope_scaling", other) for other in ROPES)
+    pairs = (getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads) // 2
+    longrope = {"rope_type": "longrope", "factor": 4.0, "short_factor": [1.5] * pairs, "long_factor": [4.0] * pairs}
+    yield from (("rope_scaling", other) for other in [*ROPES, longrope])
     for field, value in config.to_dict().items():
         if field not in ("rope_scaling", "model_type", "architectures", "dtype", "torch_dtype", "initializer_range"):
             yield from ((field, other) for other in OTHERS.get(type(value), lambda value: [True])(value))
