@@ -57,6 +57,7 @@ trap 'stops=$((stops + 1))' TERM INT HUP
 # The lock has its final name only when it is locked.
 exec 7>"$run_dir/lock.new" && flock 7 && mv "$run_dir/lock.new" "$run_dir/lock"
 export NEURON_TEXTGEN_RUN_DIR=$run_dir
+export NEURON_TEXTGEN_PARENT=$$ # see run.py
 # Writes config.json, which the processes read, and settings.sh, which this script reads.
 "$python" "$here/config.py" "$@" || exit $?
 source "$run_dir/settings.sh"

@@ -16,6 +16,7 @@ from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 
+PARENT = "NEURON_TEXTGEN_PARENT"  # a variable: the process that starts another one here sets it to its id
 SOCKET = "worker.sock"  # in the folder of a run
 MAX_SOCKET_NAME = 107  # bytes; of the kernel
 MIN_FILES = 256  # open files of a process that serves a few connections
@@ -46,8 +47,16 @@ def socket_address() -> str:
 
 
 def die_with_parent() -> None:
-    """Makes the kernel end this process when its parent dies: no process may survive and hold the device."""
+    """Makes the kernel end this process when its parent dies: no process may survive and hold the device.
+
+    Raises SystemExit where the parent that PARENT names has died already: the kernel looks at the present
+    one, which may be process 1 of a container.
+    """
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # 1: PR_SET_PDEATHSIG
+    parent = str(os.getppid())
+    if os.environ.get(PARENT, parent) != parent:
+        raise SystemExit(f"error: process {os.environ[PARENT]}, which started this one, has ended")
+    os.environ[PARENT] = str(os.getpid())  # for the processes that this one starts
 
 
 def check_private(folder: Path, name: str) -> None:

@@ -127,6 +127,24 @@ def test_make_names_a_python_that_does_not_fit(checkout, words, said):
     assert done.returncode == 2 and done.stderr.startswith(said)
 
 
+# Becomes the real worker when it may.
+LATE = f"""
+    touch "$TMPDIR/is_there"
+    while [ ! -e "$TMPDIR/may_start" ]; do sleep 0.05; done
+    exec {shlex.quote(sys.executable)} "$@"
+"""
+
+
+@pytest.mark.processes
+def test_a_worker_that_starts_after_the_script_was_killed_ends_too(start):
+    with start(LATE) as server:
+        wait_until((server.tmp / "is_there").exists, "the worker")
+        server.process.kill()
+        server.process.wait()
+        (server.tmp / "may_start").touch()
+        wait_until(lambda: not server.pids("worker.py"), "the end of the worker", 30)
+
+
 # As processes that do not see a signal so soon after their start.
 DEAF = """
     trap '' TERM

@@ -50,6 +50,26 @@ def one_error(code_and_output):
     return line
 
 
+ORPHAN = """
+import os, sys
+from run import die_with_parent
+die_with_parent()
+if os.fork():
+    os._exit(0)  # the parent of what follows
+sys.stdin.read()  # until the test has seen the parent's end
+die_with_parent()
+print("survives")
+"""
+
+
+def test_a_process_ends_whose_parent_died_before_it_could_ask_for_that():
+    command = [sys.executable, "-c", ORPHAN]
+    with subprocess.Popen(command, cwd=HERE, stdin=-1, stdout=-1, stderr=-1, text=True) as parent:
+        parent.wait(SOON_S)
+        output, errors = parent.communicate("", timeout=SOON_S)
+    assert output == "" and errors == f"error: process {parent.pid}, which started this one, has ended\n"
+
+
 START = "./entrypoint.sh serve --port 1"
 LONGEST = run.MAX_SOCKET_NAME - len("/neuron-textgen.12345678/worker.sock")
 
