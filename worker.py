@@ -291,23 +291,25 @@ class Boot:
 
     def run(self) -> Worker:
         """Fetches and loads the model. Raises ConfigError or ModelError for what cannot be served."""
-        with ThreadPoolExecutor(2) as aside:
-            with self.phase("checking" if self._config.is_local else "downloading", self._config.model_name):
-                prepared = models.prepare(self._config)
-                config = self._config = prepared.config
-                self._metrics.set_limits(
-                    config.max_batch_size or 0, config.max_input_tokens, config.max_total_tokens
-                )
-            profiler = Profiler.of(config, prepared.device)
-            compiling = None
-            if config.sampling != "device":
-                dtypes = ["float32", "bfloat16"] if prepared.device == "neuron" else ["float32"]
-                compiling = aside.submit(sampling.compile_loops, dtypes)
-            tokenizer_check = aside.submit(check_tokenizer, config, prepared.folder, run_dir())
-            model = self._load(prepared)
-            if compiling:
-                self._wait_for_loops(compiling)
-            tokenizer = tokenizer_check.result()
+        with self.phase("checking" if self._config.is_local else "downloading", self._config.model_name):
+            prepared = models.prepare(self._config)
+            config = self._config = prepared.config
+            self._metrics.set_limits(
+                config.max_batch_size or 0, config.max_input_tokens, config.max_total_tokens
+            )
+        profiler = Profiler.of(config, prepared.device)
+        # Without `with`, which would wait for what runs aside where the model cannot be loaded.
+        aside = ThreadPoolExecutor(2)
+        compiling = None
+        if config.sampling != "device":
+            dtypes = ["float32", "bfloat16"] if prepared.device == "neuron" else ["float32"]
+            compiling = aside.submit(sampling.compile_loops, dtypes)
+        tokenizer_check = aside.submit(check_tokenizer, config, prepared.folder, run_dir())
+        model = self._load(prepared)
+        if compiling:
+            self._wait_for_loops(compiling)
+        tokenizer = tokenizer_check.result()
+        aside.shutdown()
         _check_vocabulary(tokenizer, model)
         named = [*prepared.manifest.eos_token_ids, *tokenizer.eos_token_ids]
         eos_token_ids = known_eos_ids(named, model.vocab_size)
@@ -487,22 +489,28 @@ def main() -> int:
         gc.freeze()
         signal.signal(signal.SIGTERM, lambda *_: worker.stop() if worker.draining else worker.drain())
         worker.run()
-    except (ConfigError, ModelError) as error:
-        logger.error("%s", error)
-        return 2
-    except DeviceLost as error:
-        logger.error("unrecoverable device error; restart the process: %s", error)
-        return 1
-    except (OSError, MemoryError) as error:
-        reason = explained(error)
-        if reason is None:
-            raise
-        logger.error("%s", reason)
-        return 1
+        return 0
+    except Exception as error:
+        code = log_failure(error)
     finally:
         link.close()
         gc.freeze()  # saves the interpreter most of a second at its end
-    return 0
+    # The interpreter's own end would wait for what a failed start has left running aside.
+    os._exit(code)
+
+
+def log_failure(error: Exception) -> int:
+    """Logs why the worker ends, in one line where the reason is known. Returns the exit code."""
+    if isinstance(error, (ConfigError, ModelError)):
+        logger.error("%s", error)
+        return 2
+    if isinstance(error, DeviceLost):
+        logger.error("unrecoverable device error; restart the process: %s", error)
+    elif isinstance(error, (OSError, MemoryError)) and (reason := explained(error)):
+        logger.error("%s", reason)
+    else:
+        logger.critical("the worker failed: %r", error, exc_info=error)
+    return 1
 
 
 if __name__ == "__main__":

@@ -341,7 +341,8 @@ def run(boot):
         raise OSError(errno.ENOSPC, "on purpose", "/a/file")
     if sys.argv[1] == "memory":
         raise MemoryError
-    raise {"device": DeviceLost, "model": ModelError, "configuration": ConfigError}[sys.argv[1]]("on purpose")
+    errors = {"device": DeviceLost, "model": ModelError, "configuration": ConfigError, "bug": KeyError}
+    raise errors[sys.argv[1]]("on purpose")
 
 worker.Boot.run = run
 sys.exit(worker.main())
@@ -365,6 +366,7 @@ def ended_by(failure, folder, monkeypatch):
         ("device", 1, "ERROR worker: unrecoverable device error; restart the process: on purpose"),
         ("model", 2, "ERROR worker: on purpose"),
         ("configuration", 2, "ERROR worker: on purpose"),
+        ("bug", 1, "CRITICAL worker: the worker failed: KeyError('on purpose')"),
     ],
 )
 def test_a_worker_that_cannot_go_on_ends_with_one_message_and_its_exit_code(failure, code, message, tmp_path, monkeypatch):
@@ -380,6 +382,42 @@ def test_an_error_in_a_thread_of_a_library_is_logged_and_the_worker_goes_on(tmp_
     assert ended.returncode == 2, ended.stderr
     assert "ERROR worker: the thread aside failed: ZeroDivisionError" in ended.stderr
     assert "ERROR worker: the boot went on" in ended.stderr
+
+
+FAILED_LOAD = """
+import sys, threading, worker
+from models.base import ModelError
+
+begun = threading.Barrier(3)
+
+def run_for_ever(*_):
+    begun.wait()
+    threading.Event().wait()
+
+class Prepared:
+    folder = None
+    device = "cpu"
+
+    def __init__(self, config):
+        self.config = config
+
+    def load(self, announce):
+        begun.wait()  # both run beside it
+        raise ModelError("on purpose")
+
+worker.models.prepare = Prepared
+worker.sampling.compile_loops = worker.check_tokenizer = run_for_ever
+sys.exit(worker.main())
+"""
+
+
+@pytest.mark.processes
+def test_a_failed_load_ends_the_start_at_once_whatever_runs_beside_it(tmp_path, monkeypatch):
+    (tmp_path / "config.json").write_text(Config(max_input_tokens=1, max_total_tokens=2).to_json())
+    monkeypatch.setenv("NEURON_TEXTGEN_RUN_DIR", str(tmp_path))
+    command = [sys.executable, "-c", FAILED_LOAD]
+    ended = subprocess.run(command, cwd=HERE, capture_output=True, text=True, timeout=WAIT_S * 3)
+    assert (ended.returncode, ended.stderr.splitlines()[-1][25:]) == (2, "ERROR worker: on purpose")
 
 
 MIXES, CHUNKS, WHOLE = {"mixes": True}, {"prefill_chunk": 64}, {}
