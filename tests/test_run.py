@@ -5,6 +5,7 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from subprocess import PIPE
 
 import pytest
 from processes import Server
@@ -64,7 +65,7 @@ print("survives")
 
 def test_a_process_ends_whose_parent_died_before_it_could_ask_for_that():
     command = [sys.executable, "-c", ORPHAN]
-    with subprocess.Popen(command, cwd=HERE, stdin=-1, stdout=-1, stderr=-1, text=True) as parent:
+    with subprocess.Popen(command, cwd=HERE, stdin=PIPE, stdout=PIPE, stderr=PIPE, text=True) as parent:
         parent.wait(SOON_S)
         output, errors = parent.communicate("", timeout=SOON_S)
     assert output == "" and errors == f"error: process {parent.pid}, which started this one, has ended\n"
