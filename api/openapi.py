@@ -1,22 +1,22 @@
-"""The OpenAPI document, made of the table of routes and of the types that requests are read into and
-responses made of."""
+"""What a route is, and the OpenAPI document that is made of routes and of the types that their requests are
+read into and their responses made of."""
 
 from __future__ import annotations
 
-import functools
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
+from flask import Response
 
 from api.clouds import VertexRequest
 from api.completions import CompletionRequest
 from api.conversation import ChatRequest
-from api.errors import ANTHROPIC, OPENAI, TGI
+from api.errors import ANTHROPIC, OPENAI, TGI, ErrorShape
 from api.messages import CountRequest, MessagesRequest
 from api.responses import ResponsesRequest
-from api.routes import CHAT, NATIVE, ROUTES, Route
 from api.tgi import GenerateRequest
 from config import VERSION
 
@@ -32,10 +32,40 @@ EXAMPLES = {
 }
 
 
-@functools.cache
-def openapi() -> dict[str, Any]:
+@dataclass(frozen=True)
+class Route:
+    """A route, and what the OpenAPI document says of it.
+
+    bodies: the types of the JSON bodies that it takes; answers: those of its JSON responses with status 200;
+    events: those of the events of its streams; parameter: the place and the name of its one parameter.
+    """
+
+    method: str
+    path: str  # as OpenAPI writes it
+    summary: str
+    view: Callable[..., Response]  # called with the Server, and a parameter of the path
+    errors: tuple[ErrorShape, ...] = (TGI,)  # the first one, unless the view says otherwise
+    needs_key: bool = True
+    bodies: tuple = ()
+    answers: tuple = ()
+    events: tuple = ()
+    parameter: tuple[str, str] | None = None
+    content_type: str | None = None  # of a response that is not JSON
+    takes_text: bool = False  # a prompt as plain text, whose continuation is the response, as such
+
+    @property
+    def name(self) -> str:
+        return f"{self.method} {self.path}"
+
+    @property
+    def rule(self) -> str:
+        """The path as Flask writes it."""
+        return self.path.replace("{name}", "<path:name>")
+
+
+def openapi(routes: Sequence[Route]) -> dict[str, Any]:
     """The OpenAPI 3.1 document."""
-    used = [kind for route in ROUTES for kind in (*route.bodies, *route.answers, *route.events)]
+    used = [kind for route in routes for kind in (*route.bodies, *route.answers, *route.events)]
     used += [shape.body_type for shape in (TGI, OPENAI, ANTHROPIC)]
     refs, components = msgspec.json.schema_components(used, ref_template="#/components/schemas/{name}")
     schema_of = dict(zip(used, refs))
@@ -44,13 +74,14 @@ def openapi() -> dict[str, Any]:
         schemas = [schema_of[kind] for kind in kinds]
         return {"schema": schemas[0] if len(schemas) == 1 else {"anyOf": schemas}}
 
-    components["VertexRequest"]["properties"]["instances"]["items"] = content(NATIVE + CHAT)["schema"]
+    instance = content((GenerateRequest, ChatRequest))["schema"]
+    components["VertexRequest"]["properties"]["instances"]["items"] = instance
     for component in components.values():
         for field in component.get("properties", {}).values():
             if field.get("default", ...) is None:
                 del field["default"]  # client generators take a field with a default for a required one
     paths: dict[str, Any] = {}
-    for route in ROUTES:
+    for route in routes:
         paths.setdefault(route.path, {})[route.method.lower()] = _operation(route, content)
     key = {"type": "http", "scheme": "bearer"}
     return {

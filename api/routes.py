@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -20,41 +19,11 @@ from api.errors import ANTHROPIC, OPENAI, TGI, ErrorShape
 from api.fields import Json
 from api.job import Served
 from api.openai import ModelCard, ModelList
+from api.openapi import Route, openapi
 from api.responses import ResponsesRequest
 from api.server import Read, Server, json_response
 
 SAGEMAKER_DEADLINE_S = 55.0  # SageMaker gives up on an answer after 60
-
-
-@dataclass(frozen=True)
-class Route:
-    """A route, and what the OpenAPI document says of it.
-
-    bodies: the types of the JSON bodies that it takes; answers: those of its JSON responses with status 200;
-    events: those of the events of its streams; parameter: the place and the name of its one parameter.
-    """
-
-    method: str
-    path: str  # as OpenAPI writes it
-    summary: str
-    view: Callable[..., Response]  # called with the Server, and a parameter of the path
-    errors: tuple[ErrorShape, ...] = (TGI,)  # the first one, unless the view says otherwise
-    needs_key: bool = True
-    bodies: tuple = ()
-    answers: tuple = ()
-    events: tuple = ()
-    parameter: tuple[str, str] | None = None
-    content_type: str | None = None  # of a response that is not JSON
-    takes_text: bool = False  # a prompt as plain text, whose continuation is the response, as such
-
-    @property
-    def name(self) -> str:
-        return f"{self.method} {self.path}"
-
-    @property
-    def rule(self) -> str:
-        """The path as Flask writes it."""
-        return self.path.replace("{name}", "<path:name>")
 
 
 def generates(read: Read, renders: bool = False) -> Callable[[Server], Response]:
@@ -87,10 +56,14 @@ def info(server: Server) -> Response:
     return json_response(tgi.Info.of(server.served))
 
 
-def document(_server: Server) -> Response:
-    from api.openapi import openapi  # which describes this table
+@functools.cache
+def openapi_document() -> dict[str, Any]:
+    """The OpenAPI document of the table."""
+    return openapi(ROUTES)
 
-    return json_response(openapi() | {"servers": [{"url": request.script_root or "/"}]})
+
+def serve_document(_server: Server) -> Response:
+    return json_response(openapi_document() | {"servers": [{"url": request.script_root or "/"}]})
 
 
 NATIVE = (tgi.GenerateRequest,)
@@ -309,7 +282,7 @@ ROUTES = (
         "GET",
         "/api-doc/openapi.json",
         "This document",
-        document,
+        serve_document,
         needs_key=False,
         answers=(dict[str, Any],),
     ),

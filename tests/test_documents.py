@@ -12,7 +12,7 @@ import pytest
 import settings_tables
 
 import config
-from api.openapi import openapi
+from api.routes import openapi_document
 from engine.metrics import Metrics
 from run import HERE
 
@@ -29,7 +29,7 @@ OTHER_NAMES = {
     for name in names.split()
 }
 SOURCES = [path for folder in (".", "api", "text", "engine", "models") for path in HERE.glob(f"{folder}/*.py")]
-API = openapi()
+API = openapi_document()
 TYPES = {name: set(kind.get("properties", ())) for name, kind in API["components"]["schemas"].items()}
 FIELDS = set().union(*TYPES.values())
 REQUEST_FIELDS = set().union(*(fields for name, fields in TYPES.items() if name.endswith(("Request", "Parameters"))))

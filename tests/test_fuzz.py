@@ -12,7 +12,7 @@ import tiny_tokenizers
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from api.openapi import openapi
+from api.routes import openapi_document
 from config import DEMO_MODEL
 from protocol import FromWeb, SubmitRequests, encode
 from text.stream import TextStream, detokenizer_for, prompt_texts
@@ -118,7 +118,7 @@ MESSAGE = body_of(
 )
 NOTHING = st.sampled_from(["null", "[]", "{}", '"none"', '["text"]', '{"type":"text"}'])
 LIKELY = {"boolean": SWITCH, "integer": COUNT, "number": SHARE, "string": SHORT}
-API = openapi()
+API = openapi_document()
 TYPES = API["components"]["schemas"]
 
 

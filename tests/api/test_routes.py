@@ -7,8 +7,8 @@ import sys
 import openapi_spec_validator
 import pytest
 
-from api.openapi import EXAMPLES, openapi
-from api.routes import ROUTES
+from api.openapi import EXAMPLES
+from api.routes import ROUTES, openapi_document
 from run import HERE
 
 OPEN = {f"GET {path}" for path in ("/", "/health", "/ping", "/live", "/metrics", "/api-doc/openapi.json")}
@@ -41,7 +41,7 @@ def test_every_route_answers_in_the_type_that_it_promises(served, route):
 
 
 def test_the_openapi_document_is_valid_and_serves_client_generators():
-    document = json.loads(json.dumps(openapi()))
+    document = json.loads(json.dumps(openapi_document()))
     openapi_spec_validator.validate(document)
     operations = [operation for path in document["paths"].values() for operation in path.values()]
     assert len({operation["operationId"] for operation in operations}) == len(operations)
@@ -53,7 +53,7 @@ def test_the_openapi_document_is_valid_and_serves_client_generators():
 
 
 def test_the_document_says_that_log_probabilities_and_seeds_may_be_null():
-    schemas = openapi()["components"]["schemas"]
+    schemas = openapi_document()["components"]["schemas"]
     for kind, field in [("TokenOut", "logprob"), ("Details", "seed"), ("StreamDetails", "seed"), ("BestOfSequence", "seed")]:
         assert {"type": "null"} in schemas[kind]["properties"][field]["anyOf"]
 
@@ -131,4 +131,4 @@ for thread in threads: thread.join()
 
 def test_every_type_of_the_document_has_a_name_of_its_own():
     """msgspec puts the module before names that two types have, and generators of clients cut it off again."""
-    assert [name for name in openapi()["components"]["schemas"] if "." in name or "_" in name] == []
+    assert [name for name in openapi_document()["components"]["schemas"] if "." in name or "_" in name] == []

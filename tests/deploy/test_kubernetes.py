@@ -23,7 +23,7 @@ from manifests import (
 )
 
 import config
-from api.openapi import openapi
+from api.routes import openapi_document
 from config import Config
 from engine.metrics import METRICS
 from models.plan import INSTANCES
@@ -41,7 +41,7 @@ APPLIED = (
     "ray",
 )  # by the commands of the README
 GIB = 1 << 30
-API = openapi()
+API = openapi_document()
 NAMES = {name for setting in config.SETTINGS.values() for name in setting.metadata["names"]}
 
 
