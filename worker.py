@@ -29,9 +29,9 @@ from engine.admission import Admission
 from engine.defaults import sampling_defaults
 from engine.link import ForLoop, Link, PeerLost
 from engine.lookup import Lookup
-from engine.masks import Compiled, GrammarThreads
 from engine.metrics import Metrics
 from engine.outputs import Publisher
+from engine.preparation import Preparation, Prepared
 from engine.profiling import Profiler
 from engine.request import Group, Request
 from engine.requests import Requests
@@ -80,10 +80,10 @@ class Worker:
         self._eos_token_ids = parts.eos_token_ids
         self._samples_on_host = model.sampling != "device"
         self._verifies = parts.limits.verify_length > 1
-        self._grammars: GrammarThreads | None = None
+        self._preparation: Preparation | None = None
         if parts.grammars:
-            self._grammars = GrammarThreads(parts.grammars, model.vocab_size, wake=parts.link.interrupt)
-        self._runner = StepRunner(model, self._grammars)
+            self._preparation = Preparation(parts.grammars, wake=parts.link.interrupt)
+        self._runner = StepRunner(model)
         self._timer = StepTimer()
         self._progress_at = 0.0  # when the device last finished a step, or was given one after being idle
         self._web_processes = parts.web_processes
@@ -96,6 +96,11 @@ class Worker:
     def draining(self) -> bool:
         """Whether new requests are refused."""
         return self.admission.is_draining
+
+    @property
+    def queued(self) -> int:
+        """Requests without a slot: waiting, or in preparation."""
+        return max(0, len(self.requests) - self.scheduler.busy)
 
     @property
     def is_idle(self) -> bool:
@@ -133,15 +138,14 @@ class Worker:
         if has_nothing_to_run:
             self._report()
             self.outputs.flush()
-        if self._grammars:
-            self._grammars.start_compiling()
-        # There may be requests and nothing to run: their grammars are being compiled.
+        if self._preparation:
+            self._preparation.start()
+        # There may be requests and nothing to run: they are being prepared.
         waits = has_nothing_to_run and not self.stopping and (bool(self.requests) or not self.draining)
         for peer, message in self.link.receive(block=waits):
             self._handle(peer, message)
-        for compiled in self._grammars.take_compiled() if self._grammars else ():
-            if self.requests.get(compiled.request.id) is compiled.request:  # else it was cancelled meanwhile
-                self._take_grammar(compiled)
+        for prepared in self._preparation.drain() if self._preparation else ():
+            self._take_prepared(prepared)
         for request in self.outputs.take_failed():
             self.requests.end(request, "failed")
 
@@ -149,7 +153,9 @@ class Worker:
         """Before requests that have waited too long are refused: one that gets a slot now has not."""
         now = time.monotonic()
         step = self.scheduler.next(now)
-        for request in self.scheduler.expired(now):
+        preparing = self._preparation.requests if self._preparation else ()
+        overdue = [request for request in preparing if self.scheduler.is_overdue(request, now)]
+        for request in (*self.scheduler.expired(now), *overdue):
             self.requests.end(request, "overloaded", log_reason="waited too long")
         return step
 
@@ -194,7 +200,7 @@ class Worker:
         busy = self.scheduler.busy
         return {
             "ready": float(not self.draining),
-            "queue_size": len(self.scheduler.waiting),
+            "queue_size": self.queued,
             "slots_busy": busy,
             "batch_current_size": busy,
             "batch_current_max_tokens": self.scheduler.max_tokens,
@@ -207,7 +213,7 @@ class Worker:
             phase="draining" if self.draining else "ready",
             steps=self.steps,
             running=self.scheduler.busy,
-            queued=len(self.scheduler.waiting),
+            queued=self.queued,
             due_at=0.0 if limit_s is None else time.monotonic() + limit_s,
         )
         self.link.report(status)
@@ -239,7 +245,7 @@ class Worker:
                 self.requests.end(request, "failed", "the request cannot be run")
 
     def _queue(self, request: Request) -> None:
-        """Adds the request to the scheduler; one with a grammar when that is compiled."""
+        """Adds the request to the scheduler; one with a grammar when it is prepared."""
         generate = request.generate
         if self._samples_on_host:
             request.sampler = RowSampler(
@@ -250,16 +256,14 @@ class Worker:
         if not generate.grammar:
             self.scheduler.add(request)
         else:
-            self._grammars.compile(request)
+            self._preparation.add(request)
 
-    def _take_grammar(self, compiled: Compiled) -> None:
-        request = compiled.request
-        self.metrics.series("grammar_compile_duration").observe(compiled.seconds)
-        if compiled.matcher is None:
-            self.requests.end(request, "failed", compiled.error)
+    def _take_prepared(self, prepared: Prepared) -> None:
+        self.metrics.series("grammar_compile_duration").observe(prepared.seconds)
+        if prepared.error:
+            self.requests.end(prepared.request, "failed", prepared.error)
         else:
-            request.matcher = compiled.matcher
-            self.scheduler.add(request)
+            self.scheduler.add(prepared.request)
 
     def _cancel_all_of(self, peer: bytes) -> None:
         """Cancels the requests of a web process that is gone, and counts them, since it no longer can."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 import logging
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
@@ -12,6 +13,17 @@ from protocol import Generate
 from text.grammar import Matcher
 
 logger = logging.getLogger("worker")
+
+
+class State(enum.Enum):
+    """How far a request has come; each state follows the one before it, or is left for the end."""
+
+    RECEIVED = enum.auto()
+    PREPARING = enum.auto()  # only with a grammar: preparation.py compiles it
+    WAITING = enum.auto()  # for a slot
+    PREFILLING = enum.auto()  # it has a slot, and parts of its prompt have to run
+    RUNNING = enum.auto()  # each step generates its next token
+    ENDED = enum.auto()
 
 
 @dataclass(slots=True, eq=False)
@@ -34,9 +46,9 @@ class Request:
     sampler: RowSampler | None = None  # None where the device samples
     matcher: Matcher | None = None  # where the text has a grammar
     lookup: Lookup | None = None  # where steps verify guesses
-    is_over: bool = False  # the loop has forgotten it
+    state: State = State.RECEIVED
     # Kept by the scheduler:
-    slot: int | None = None  # None: waiting or ended
+    slot: int | None = None  # None: it has none
     cached: int = 0  # prompt tokens that its slot, or another one, held already
     prefilled: int = 0  # prompt tokens that have been run, or were held
     generated: int = 0
@@ -50,6 +62,10 @@ class Request:
     prompt_logprobs: list[float] = field(default_factory=list)
     prompt_top: list[list[tuple[int, float]]] = field(default_factory=list)
     has_ended: bool = False  # its terminal message has been sent
+
+    @property
+    def has_slot(self) -> bool:
+        return self.state in (State.PREFILLING, State.RUNNING)
 
     @property
     def id(self) -> int:

@@ -10,7 +10,7 @@ import time
 
 from engine.admission import Admission
 from engine.outputs import Publisher
-from engine.request import Group, Request
+from engine.request import Group, Request, State
 from engine.scheduler import Scheduler
 from models.base import StaticBatchModel
 from protocol import Generate
@@ -73,7 +73,7 @@ class Requests:
     def finish(self, request: Request, reason: str) -> None:
         """Forgets a request that has left the scheduler, and logs it."""
         del self._by_id[request.id]
-        request.is_over = True
+        request.state = State.ENDED
         self._admission.release()
         now = time.monotonic()
         started_at = request.started_at or now

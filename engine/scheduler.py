@@ -15,7 +15,6 @@ with a free slot gets prompt tokens within this many steps:
 
 from __future__ import annotations
 
-import contextlib
 import math
 from bisect import insort
 from collections import deque
@@ -24,7 +23,7 @@ from dataclasses import dataclass
 from itertools import zip_longest
 from typing import NamedTuple
 
-from engine.request import Request
+from engine.request import Request, State
 from engine.slots import Placement, Slots
 from models.base import Chunk
 
@@ -126,29 +125,28 @@ class Scheduler:
 
     def add(self, request: Request) -> None:
         assert len(request.prompt) > 0 and request.max_new_tokens > 0
+        request.state = State.WAITING
         self.waiting.append(request)
 
     def remove(self, request: Request) -> None:
-        """Takes a cancelled or failed request out of its slot or of the queue. Does nothing if it has ended
-        already."""
-        if request.slot is not None:
+        """Takes a cancelled or failed request out of its slot or of the queue, if it is there."""
+        if request.has_slot:
             self._release(request)
-        else:
-            with contextlib.suppress(ValueError):
-                self.waiting.remove(request)
+        elif request.state is State.WAITING:
+            self.waiting.remove(request)
 
     def expired(self, now: float) -> list[Request]:
         """Takes the requests that have waited longer than `max_queue_time_s` out of the queue and returns
-        them. A request stays if another one of its group has started."""
-        limit_s = self._limits.max_queue_time_s
-        overdue = [
-            request
-            for request in self.waiting
-            if now - request.arrived_at > limit_s and not request.group.has_started
-        ]
+        them."""
+        overdue = [request for request in self.waiting if self.is_overdue(request, now)]
         for request in overdue:
             self.waiting.remove(request)
+            request.state = State.ENDED
         return overdue
+
+    def is_overdue(self, request: Request, now: float) -> bool:
+        """Whether a request has waited too long. It may stay if another one of its group has started."""
+        return now - request.arrived_at > self._limits.max_queue_time_s and not request.group.has_started
 
     def next(self, now: float) -> Step | None:
         """The next step, or None if there is nothing to run. `update` follows with the step's tokens."""
@@ -198,7 +196,7 @@ class Scheduler:
         """
         reasons: list[str | None] = [None] * len(step.chunks)
         for index, (chunk, request) in enumerate(zip(step.chunks, step.requests)):
-            if request.slot is None:
+            if not request.has_slot:
                 continue
             if index >= step.rows:
                 self._update_prompt(request, chunk, is_done=bool(tokens[index]))
@@ -218,6 +216,7 @@ class Scheduler:
         elif is_done:
             request.prefilled = end
             self.prefilling.remove(request)
+            request.state = State.RUNNING
             insort(self.running, request, key=lambda row: row.slot)
             self._policy.prompt_done()
 
@@ -253,6 +252,7 @@ class Scheduler:
             if placement.source != placement.slot:
                 self._copies.append(placement)
             self.max_tokens += len(request.prompt) + request.max_new_tokens
+            request.state = State.PREFILLING
             self.prefilling.append(request)
 
     def _next_waiting(self, now: float) -> Request:
@@ -270,7 +270,8 @@ class Scheduler:
         self._slots.release(request.slot)
         request.slot = None
         self.max_tokens -= len(request.prompt) + request.max_new_tokens
-        (self.running if request.generated else self.prefilling).remove(request)
+        (self.running if request.state is State.RUNNING else self.prefilling).remove(request)
+        request.state = State.ENDED
 
 
 def _row(request: Request, guesses: Sequence[int]) -> Chunk:

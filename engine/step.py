@@ -17,7 +17,7 @@ import numpy as np
 
 from config import DEVICE_TOP_K
 from engine import sampling
-from engine.masks import GrammarThreads, Masks
+from engine.masks import Masks, MaskThread
 from engine.request import Request
 from engine.sampling import SamplingBatch, SamplingError
 from engine.scheduler import Step
@@ -58,11 +58,11 @@ class StepOutput:
 
 
 class StepRunner:
-    """Runs steps on a model. `grammars` is None where the device samples."""
+    """Runs steps on a model."""
 
-    def __init__(self, model: StaticBatchModel, grammars: GrammarThreads | None = None):
+    def __init__(self, model: StaticBatchModel):
         self._model = model
-        self._grammars = grammars
+        self._masks = MaskThread(model.vocab_size)
         self._sampled: list[Request] = []  # the requests that `_batch` was made for
         self._batch = SamplingBatch([])
 
@@ -91,9 +91,7 @@ class StepRunner:
 
     def _start_masks(self, requests: Sequence[Request]) -> Future[Masks] | None:
         """Begins to compute the masks, which takes milliseconds, while the device runs."""
-        if self._grammars is None:
-            return None
-        return self._grammars.start([request.matcher for request in requests])
+        return self._masks.start([request.matcher for request in requests])
 
     def _copy_prefixes(self, step: Step) -> None:
         try:

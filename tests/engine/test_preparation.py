@@ -1,0 +1,118 @@
+"""What a request needs before it may wait for a slot is made in a thread; what fails there ends one request."""
+
+import queue
+import threading
+
+from fakes.model import EOS
+from loop import Driven
+from processes import wait_until
+from tiny_tokenizers import byte_level
+
+from engine import preparation
+from engine.preparation import Preparation
+from engine.request import Request, State
+from protocol import Cancel, Generate
+from text.grammar import Grammars, of_regex
+
+WAIT_S = 20
+
+
+def request(number, grammar):
+    return Request(generate=Generate(number, [1], 1, grammar=grammar), max_new_tokens=1, arrived_at=0.0)
+
+
+class Panic(BaseException):
+    """As Rust's libraries raise it."""
+
+
+class Panicking:
+    def matcher(self, grammar):
+        raise Panic
+
+
+def test_a_panic_while_a_grammar_is_compiled_ends_the_request_that_waits_for_it():
+    woken = threading.Event()
+    panicking = Preparation(Panicking(), woken.set)
+    waiting = request(7, grammar="{}")
+    panicking.add(waiting)
+    assert woken.wait(WAIT_S)
+    (prepared,) = panicking.drain()
+    assert (prepared.request, waiting.matcher, prepared.error) == (waiting, None, "the grammar cannot be compiled")
+    assert panicking.drain() == []
+
+
+class Compiling:
+    """Each grammar is compiled at once."""
+
+    def matcher(self, grammar):
+        return grammar
+
+
+def test_grammars_that_take_too_much_memory_together_are_compiled_when_others_have_ended(monkeypatch):
+    monkeypatch.setattr(preparation, "MAX_COMPILED_CHARACTERS", 25)
+    woken = queue.SimpleQueue()
+    bounded = Preparation(Compiling(), lambda: woken.put(True))
+    requests = [request(n, grammar="x" * length) for n, length in enumerate((20, 20, 5, 30))]
+    for each in requests:
+        bounded.add(each)
+    order = []
+    for each in requests:
+        assert woken.get(timeout=WAIT_S)
+        order += [prepared.request for prepared in bounded.drain()]
+        if each is requests[0]:
+            assert order == requests[:1]
+        each.state = State.ENDED
+        bounded.start()
+    assert order == requests
+
+
+class Held(Grammars):
+    """Compiles nothing before it may."""
+
+    def __init__(self):
+        tokenizer = byte_level()
+        super().__init__(tokenizer.to_str(), tokenizer.get_vocab_size(), [EOS])
+        self.vocab_size = tokenizer.get_vocab_size()
+        self.may_compile = threading.Event()
+
+    def matcher(self, grammar):
+        assert self.may_compile.wait(WAIT_S)
+        return super().matcher(grammar)
+
+
+def test_a_request_in_preparation_counts_as_waiting():
+    grammars = Held()
+    driven = Driven(grammars=grammars, vocab_size=grammars.vocab_size, batch_size=1)
+    driven.arrive(Generate(1, [3], 9, grammar=of_regex("a{3}")), Generate(2, [4], 9), Generate(3, [5], 9))
+    driven.step()
+    assert driven.wire.status.queued == driven.worker.load()["queue_size"] == 2
+    grammars.may_compile.set()
+    wait_until(lambda: driven.wire.arrivals, "the compiled grammar")
+    driven.run()
+    assert driven.wire.status.queued == driven.worker.load()["queue_size"] == 0
+
+
+def test_a_request_that_waits_too_long_for_its_preparation_is_refused_and_takes_no_slot():
+    grammars = Held()
+    driven = Driven(grammars=grammars, vocab_size=grammars.vocab_size, max_queue_time_s=0.0)
+    driven.arrive(Generate(1, [3], 9, grammar=of_regex("a{3}")), Generate(2, [4], 9))
+    driven.step()
+    grammars.may_compile.set()
+    driven.run()
+    assert driven.ends == {1: "overloaded", 2: driven.ends[2]}
+
+
+def test_the_states_of_a_request_follow_each_other():
+    grammars = Held()
+    driven = Driven(grammars=grammars, vocab_size=grammars.vocab_size, batch_size=1, prefill_chunk=4)
+    seen = []
+    driven.each_call(lambda _chunks: seen.append([each.state.name for each in driven.worker.requests]))
+    driven.arrive(Generate(1, list(range(1, 9)), 2, ignore_eos=True), Generate(2, [4], 9, grammar=of_regex("a{3}")))
+    driven.step(3)
+    grammars.may_compile.set()
+    wait_until(lambda: driven.wire.arrivals, "the compiled grammar")
+    driven.arrive(Cancel(9, "unknown"))
+    driven.run()
+    of_first, of_second = [states[0] for states in seen[:3]], [states[-1] for states in seen]
+    assert of_first == ["PREFILLING", "PREFILLING", "RUNNING"]
+    assert list(dict.fromkeys(of_second)) == ["PREPARING", "PREFILLING", "RUNNING"]
