@@ -19,8 +19,6 @@ import numpy as np
 logger = logging.getLogger("model")
 
 PROGRESS_S = 10.0
-# Largest difference of a logit from that of transformers, as a share of the largest logit (at least 1).
-TOLERANCE = {"float32": 1e-3, "bfloat16": 0.05, "float16": 0.05, "int8": 0.25, "int4": 0.5}
 
 
 class ModelError(Exception):
@@ -120,6 +118,12 @@ def check_length(model: str, limit: int | None, length: int) -> None:
         raise ModelError(
             f"{model} stretches its positions beyond {limit} tokens; give --max-total-tokens {limit} or less"
         )
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether memory could not be allocated: torch and OpenVINO raise a RuntimeError for it, too."""
+    text = str(error)
+    return isinstance(error, MemoryError) or "bad_alloc" in text or "allocate memory" in text
 
 
 def first_line(error: BaseException) -> str:

@@ -20,6 +20,7 @@ import json
 import logging
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -41,12 +42,18 @@ HASHED_BYTES = 64_000_000
 # Exit codes of the child process, its reason in the last line of its output.
 CANNOT_SERVE = 2
 CANNOT_WRITE = 3
+OUT_OF_MEMORY = 4
+CRASHES = (signal.SIGSEGV, signal.SIGFPE, signal.SIGILL)  # which the next conversion would meet again
 # What compresses weights; needed by a conversion alone.
 NNCF = "nncf==3.4.0"
 # To be raised with any change of what a conversion writes, or of how it is read: entries of another one are
 # not used. CONVERTER is of models and tokenizers, READERS of the checkpoints that gguf.py and lora.py write.
-CONVERTER = 3
+CONVERTER = 4
 READERS = {"gguf": 2, "lora": 2}
+
+
+class NotConverted(Exception):
+    """OpenVINO cannot serve a model; the message says why, as a part of a log line."""
 
 
 class ModelCache:
@@ -204,8 +211,8 @@ def tokenizer_key(folder: Path) -> str:
 def run_converter(arguments: list[str], config: Config) -> None:
     """Runs `models.convert` in a child process, so that what it imports and loads is gone when it is done.
 
-    Raises ConfigError for what cannot be served at all, OSError where the child cannot write, RuntimeError
-    where it dies.
+    Raises ConfigError for what cannot be served at all, or converted in this memory, OSError where the child
+    cannot write, NotConverted where it crashes, RuntimeError where it ends otherwise.
     """
     command = [sys.executable, "-m", "models.convert", *arguments]
     done = subprocess.run(command, input=config.to_json(), stdout=subprocess.PIPE, text=True, cwd=HERE)
@@ -214,12 +221,29 @@ def run_converter(arguments: list[str], config: Config) -> None:
         raise ConfigError(reason)
     if done.returncode == CANNOT_WRITE:
         raise OSError(reason)
+    if done.returncode in (OUT_OF_MEMORY, -signal.SIGKILL):
+        how = "ran out of memory" if done.returncode == OUT_OF_MEMORY else "was killed (SIGKILL)"
+        raise ConfigError(
+            f"the conversion of {config.model_name} {how}: it needs 4 to 6 times the checkpoint's size; add "
+            "memory, or convert it on a larger machine (python -m models.convert --ahead) into the same "
+            "--model-cache (MODEL_CACHE)"
+        )
+    if -done.returncode in CRASHES:
+        raise NotConverted(f"the conversion crashed ({signal.Signals(-done.returncode).name})")
     if done.returncode:
         raise RuntimeError(f"the conversion ended with code {done.returncode}")
 
 
 def write_entry(folder: Path, facts: dict[str, Any]) -> None:
     (folder / ENTRY).write_text(json.dumps(facts))
+
+
+def write_refusal(folder: Path, why: str) -> None:
+    """Makes an entry one of a model that does not convert. Its key holds the versions of OpenVINO and of the
+    converter, so others try again."""
+    for path in folder.glob("model.*"):
+        path.unlink()
+    write_entry(folder, {"refused": why})
 
 
 def read_entry(folder: Path) -> dict[str, Any]:

@@ -4,9 +4,9 @@ own logits.
 Runs in a child process, so that the worker never imports torch or transformers. `convert` loads the
 checkpoint (`torch_model.load_pretrained`), traces it with a placeholder in the place of each attention layer,
 saves the graph, and compares what `openvino_model.py` computes from the saved files with what transformers
-computes in float32: logit by logit where the graph runs in float32, too, and by the loss on a text where
-bfloat16 or compressed weights round it. For a model that cannot be converted the entry holds the reason, and
-the next start goes straight to plain PyTorch.
+computes in float32 (`accuracy.py`): where the graph runs in float32, too, and on a text where bfloat16 or
+compressed weights round it. For a model that cannot be converted the entry holds the reason, and the next
+start goes straight to plain PyTorch.
 
     python -m models.convert FOLDER TARGET < CONFIG.json     a model; CONFIG as `Config.to_json` writes it
     python -m models.convert --demo                          the demonstration model, into demo/converted
@@ -18,7 +18,6 @@ from __future__ import annotations
 import gc
 import itertools
 import logging
-import math
 import os
 import shutil
 import sys
@@ -36,8 +35,17 @@ import logs
 import models
 from config import Config, parse
 from manifest import Manifest
-from models.base import TOLERANCE, Chunk, ModelError, first_line
-from models.cache import CANNOT_SERVE, CANNOT_WRITE, model_key, renamed_when_complete, write_entry
+from models.accuracy import find_fault
+from models.base import Chunk, ModelError, first_line, is_out_of_memory
+from models.cache import (
+    CANNOT_SERVE,
+    CANNOT_WRITE,
+    OUT_OF_MEMORY,
+    model_key,
+    renamed_when_complete,
+    write_entry,
+    write_refusal,
+)
 from models.machine import usable_threads
 
 # Before openvino, which it keeps from loading its telemetry.
@@ -50,7 +58,7 @@ from models.openvino_model import (
     reason,
     with_dtype,
 )
-from models.torch_model import length_limit, load_pretrained, reference_logits
+from models.torch_model import has_experts, length_limit, load_pretrained, reference_logits
 from run import HERE, die_with_parent
 
 import openvino as ov  # isort: skip
@@ -67,11 +75,6 @@ CHECK_TOKENS = CHUNK + 16
 SHORT_CHECK_TOKENS = 80  # crosses the edges of two blocks
 SHORT_CHECK_BEGINS = (0, 1, 3, 34, 67, 68, 70), (0, 35, 36, 37, 54, 55)  # of the chunks of two slots
 CHECK_WINDOW = 40  # longer sliding windows are shortened to this for the check, so that they slide in it
-REFERENCE_COLUMNS = 4  # of the logits, stored for the comparison at every start
-# Most mean Kullback-Leibler divergence from the model in float32 on CHECK_TEXT, in nats a token. That of
-# SmolLM2-135M, which is small and knows the text by heart, is 0.004 in bfloat16, 0.02 in int8, 0.7 in int4
-# (1.20 times the perplexity on 1,000 tokens of other texts). A broken model has several nats.
-MOST_LOSS = {"bfloat16": 0.1, "int8": 0.1, "int4": 1.0}
 INT4_GROUP = 32  # int4 weights that share a scale
 # The share of the linear layers that gets int4; the others get int8. The first that keeps the loss is taken:
 # models of a few hundred million parameters do not bear it everywhere.
@@ -167,6 +170,7 @@ def convert(config: Config, folder: Path, target: Path) -> None:
         "quantize": config.quantize,
         "vocab_size": text_config.vocab_size,
         "max_total_tokens": length_limit(text_config),
+        "has_experts": has_experts(model),
         "arithmetic": None,  # None: what the CPU has for the dtype
         "refused": None,
     }
@@ -176,35 +180,31 @@ def convert(config: Config, folder: Path, target: Path) -> None:
         check = Check(model.float(), positions, folder)
         for parameter in model.parameters():
             parameter.data = parameter.data.to(getattr(torch, dtype))
-        facts["reference"] = {**check.stored, "tolerance": TOLERANCE[config.quantize or dtype] * check.scale}
+        facts["reference"] = check.stored
         steps.begin("tracing")
         graph = trace(model)
         _save(graph, target)
         del model
         gc.collect()
         steps.begin("comparing logits")
-        check.logits_of(target, facts)
+        check.refuse_faults(target, facts)
         if config.quantize:
             steps.begin(f"compressing to {config.quantize}, and comparing again")
             _compress(graph, config, check, target, facts)
-        elif dtype == "bfloat16" and check.loss_of(target, facts) > MOST_LOSS[dtype]:
+        elif dtype == "bfloat16" and (fault := check.fault_on_text(target, facts)):
             logger.warning(
-                "%s does not bear arithmetic in bfloat16: it is computed in float32", facts["model"]
+                "%s does not tolerate arithmetic in bfloat16, and is computed in float32: %s",
+                facts["model"],
+                fault,
             )
             facts["arithmetic"] = "float32"
-    except (ModelError, OSError, MemoryError):
-        raise
     except Exception as error:
+        if isinstance(error, (ModelError, OSError)) or is_out_of_memory(error):
+            raise
         logger.debug("not converted", exc_info=True)
-        for path in target.glob("model.*"):
-            path.unlink()
-        facts["refused"] = str(error) if type(error) is UnsupportedModel else reason(error)
-        if config.quantize:
-            raise ModelError(
-                f"--quantize {config.quantize} (QUANTIZE): only plain PyTorch serves {config.model_name}, "
-                f"where weights stay as they are: {facts['refused']}; leave it out"
-            ) from None
-    write_entry(target, facts)
+        write_refusal(target, str(error) if type(error) is UnsupportedModel else reason(error))
+    else:
+        write_entry(target, facts)
 
 
 class Steps:
@@ -274,25 +274,34 @@ class Check:
         self.text = _ids_of_text(folder, vocab_size)[: len(self.ids)] or self.ids
         self.text_logits = reference_logits(model, self.text)
         stored = self.text[:SHORT_CHECK_TOKENS]
-        columns = np.linspace(0, vocab_size - 1, REFERENCE_COLUMNS, dtype=int)
+        columns = sorted(set(stored))  # likely tokens: what differs there matters
         logits = self.text_logits[: len(stored), columns]
-        self.stored = {"ids": stored, "columns": columns.tolist(), "logits": logits.tolist()}
+        self.stored = {"ids": stored, "columns": columns, "logits": logits.tolist()}
         window = getattr(text_config, "sliding_window", None)
         if window:
             text_config.sliding_window = min(window, CHECK_WINDOW)
         self.logits = reference_logits(model, self.ids)
-        self.scale = max(1.0, float(np.abs(self.logits).max()))
         self.at_end = reference_logits(model, self.short, begin=self.shift)
         if window:
             text_config.sliding_window = window
 
-    def logits_of(self, target: Path, facts: dict[str, Any]) -> None:
+    def refuse_faults(self, target: Path, facts: dict[str, Any]) -> None:
         """Runs the saved graph in float32: long and short chunks, one and two slots a call, at the first and
-        at the last positions. Raises UnsupportedModel where a logit differs by more than the tolerance."""
+        at the last positions. Raises UnsupportedModel where one of these differs."""
         model = self._model(target, facts | {"arithmetic": "float32"}, CHECK_WINDOW)
-        found = [model.forward([Chunk(0, self.short, 0, keep_all=True)], self.shift)]
-        wanted = [self.at_end, self.logits]
-        found.append(_prompt_logits(model, self.ids))
+        at_end = model.forward([Chunk(0, self.short, 0, keep_all=True)], self.shift)
+        for found, expected in (
+            (at_end, self.at_end),
+            (_prompt_logits(model, self.ids), self.logits),
+            self._short_chunks(model),
+        ):
+            if fault := find_fault(found, expected, "float32", facts["has_experts"]):
+                raise UnsupportedModel(fault)
+
+    def _short_chunks(self, model: OpenVinoModel) -> tuple[np.ndarray, np.ndarray]:
+        """The logits after each chunk of two slots, and the expected ones."""
+        found = []
+        expected = []
         n = len(self.short)
         begins_of = [[begin for begin in begins if begin < n] for begins in SHORT_CHECK_BEGINS]
         ranges = [itertools.pairwise([*begins, n]) for begins in begins_of]
@@ -300,20 +309,14 @@ class Check:
             running = [(slot, part) for slot, part in enumerate(step) if part]
             chunks = [Chunk(slot, self.short[begin:end], begin) for slot, (begin, end) in running]
             found.append(model.forward(chunks))
-            wanted.append(self.logits[[end - 1 for _slot, (_begin, end) in running]])
-        error = float(np.abs(np.concatenate(found) - np.concatenate(wanted)).max())
-        if not error <= TOLERANCE["float32"] * self.scale:  # not: NaN
-            raise UnsupportedModel(
-                f"its logits differ from those of transformers by {error:.2g} (of {self.scale:.2g})"
-            )
+            expected.append(self.logits[[end - 1 for _slot, (_begin, end) in running]])
+        return np.concatenate(found), np.concatenate(expected)
 
-    def loss_of(self, target: Path, facts: dict[str, Any]) -> float:
-        """Runs the saved graph as it will be served. Returns the mean Kullback-Leibler divergence of its
-        tokens from those of transformers in float32, in nats; infinity for logits that are no numbers."""
-        found = _log_probabilities(_prompt_logits(self._model(target, facts), self.text))
-        wanted = _log_probabilities(self.text_logits)
-        loss = float((np.exp(wanted) * (wanted - found)).sum(-1).mean())
-        return math.inf if math.isnan(loss) else loss
+    def fault_on_text(self, target: Path, facts: dict[str, Any]) -> str | None:
+        """Runs the saved graph as it will be served, over a text. Returns how it differs, or None."""
+        model = self._model(target, facts)
+        found = _prompt_logits(model, self.text)
+        return find_fault(found, self.text_logits, model.precision, facts["has_experts"])
 
     def _model(self, target: Path, facts: dict[str, Any], longest_window: int | None = None) -> OpenVinoModel:
         graph = read_graph(target / "model.xml", longest_window)
@@ -337,12 +340,6 @@ def _prompt_logits(model: OpenVinoModel, ids: Sequence[int]) -> np.ndarray:
     return np.concatenate([model.forward([chunk]) for chunk in chunks])
 
 
-def _log_probabilities(logits: np.ndarray) -> np.ndarray:
-    """Of logits [tokens, vocab], in float32."""
-    shifted = logits - logits.max(-1, keepdims=True)
-    return shifted - np.log(np.exp(shifted).sum(-1, keepdims=True))
-
-
 def _compress(graph: ov.Model, config: Config, check: Check, target: Path, facts: dict[str, Any]) -> None:
     """Saves the graph with compressed weights: those of linear layers and embeddings. Raises ModelError where
     that changes the model too much."""
@@ -356,16 +353,15 @@ def _compress(graph: ov.Model, config: Config, check: Check, target: Path, facts
     for way in ways:
         # A copy: what is compressed once stays so.
         _save(nncf.compress_weights(graph.clone(), **way), target)
-        loss = check.loss_of(target, facts)
-        if loss <= MOST_LOSS[config.quantize]:
+        fault = check.fault_on_text(target, facts)
+        if fault is None:
             if way.get("ratio", 1.0) < 1:
                 logger.info("int4 in %.0f %% of the layers, int8 in the others", 100 * way["ratio"])
             return
     other = ", or use int8" if config.quantize == "int4" else ""
     raise ModelError(
-        f"--quantize {config.quantize} (QUANTIZE) changes {config.model_name} too much: its tokens diverge "
-        f"by {loss:.2f} nats from those in float32, at most {MOST_LOSS[config.quantize]} are taken; leave it "
-        f"out{other}"
+        f"--quantize {config.quantize} (QUANTIZE) changes {config.model_name} too much: {fault}; "
+        f"leave it out{other}"
     )
 
 
@@ -393,7 +389,11 @@ def main(arguments: list[str]) -> int:
             config = Config.from_json(sys.stdin.read())
             logs.set_up(config.log_level, config.json_output)
             convert(config, Path(arguments[0]), Path(arguments[1]))
-    except (ModelError, OSError) as error:
+    except Exception as error:
+        if is_out_of_memory(error):
+            return OUT_OF_MEMORY
+        if not isinstance(error, (ModelError, OSError)):
+            raise
         print(error)
         return CANNOT_SERVE if isinstance(error, ModelError) else CANNOT_WRITE
     return 0

@@ -12,6 +12,7 @@ mix of chunks. This file imports neither torch nor transformers, unless the mode
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import importlib.util
 import logging
@@ -33,8 +34,24 @@ from openvino.op import _PagedAttentionExtension as PagedAttention  # noqa: E402
 
 from config import DEFAULT_BATCH_SIZE, Config  # noqa: E402
 from manifest import Manifest  # noqa: E402
-from models.base import Chunk, ModelError, StaticBatchModel, check_length, progress_logged  # noqa: E402
-from models.cache import NNCF, ModelCache, model_key, read_entry, run_converter  # noqa: E402
+from models.accuracy import find_fault  # noqa: E402
+from models.base import (  # noqa: E402
+    Chunk,
+    ModelError,
+    StaticBatchModel,
+    check_length,
+    is_out_of_memory,
+    progress_logged,
+)
+from models.cache import (  # noqa: E402
+    NNCF,
+    ModelCache,
+    NotConverted,
+    model_key,
+    read_entry,
+    run_converter,
+    write_refusal,
+)
 from models.machine import usable_threads  # noqa: E402
 from run import HERE, ConfigError  # noqa: E402
 
@@ -52,10 +69,6 @@ SHIPPED = HERE / "demo" / "converted"
 PLACEHOLDER = "paged_attention|"
 WORTH_COMPRESSING = 100_000_000  # bytes of weights
 BATCH_INPUTS = ("past_lens", "subsequence_begins", "block_indices", "block_indices_begins", "max_context_len")
-
-
-class NotConverted(Exception):
-    """OpenVINO cannot serve a model; the message says why, as a part of a log line."""
 
 
 class OpenVinoModel:
@@ -95,6 +108,7 @@ class OpenVinoModel:
             and "BF16" in core.get_property("CPU", "OPTIMIZATION_CAPABILITIES")
         )
         self.computed_in = "bfloat16" if is_bfloat16 else "float32"
+        self.precision = self.quantize or self.computed_in
         self.prompt_budget = None if is_bfloat16 else FLOAT32_BUDGET
         self._max_call_tokens = math.inf if is_bfloat16 else FLOAT32_TOKENS
         precision = "bf16" if is_bfloat16 else "f32"
@@ -281,7 +295,10 @@ def load(
         announce("converting")
         logger.info("Converting %s for OpenVINO, once", config.model_name)
         with progress_logged(f"converting {config.model_name}"):
-            run_converter([str(folder), str(target)], config)
+            try:
+                run_converter([str(folder), str(target)], config)
+            except NotConverted as crash:
+                write_refusal(target, str(crash))
 
     try:
         if entry := _find_entry(config, cache, key):
@@ -296,14 +313,20 @@ def load(
                 cache.remove(key)
         # The folder of this run is removed even if this process is killed.
         with tempfile.TemporaryDirectory(dir=os.environ.get("NEURON_TEXTGEN_RUN_DIR")) as scratch:
-            return _load_entry(config, cache.find_or_add(key, convert, Path(scratch)))
+            entry = cache.find_or_add(key, convert, Path(scratch))
+            try:
+                return _load_entry(config, entry)
+            except (ConfigError, ModelError, NotConverted, OSError):
+                raise
+            except Exception as error:
+                with contextlib.suppress(OSError):  # a read-only cache
+                    write_refusal(entry, reason(error))
+                raise NotConverted(reason(error)) from error
     except (ConfigError, ModelError):
         raise
     except NotConverted as why:
         return _load_torch(given, manifest, folder, str(why))
-    except Exception as error:
-        if key:
-            cache.remove(key)
+    except Exception as error:  # of the conversion; the next start tries again
         return _load_torch(given, manifest, folder, reason(error))
 
 
@@ -356,13 +379,15 @@ def _load_entry(config: Config, entry: Path) -> StaticBatchModel:
     threads = config.threads or usable_threads()
     try:
         model = OpenVinoModel(read_graph(entry / "model.xml"), facts, slots, config.max_total_tokens, threads)
-    except MemoryError as error:  # of the KV cache
+        model.max_input_tokens = config.max_input_tokens
+        _compare(model, facts)
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
         raise ModelError(
             f"{slots} slots of {config.max_total_tokens} tokens need more memory than there is ({error}); "
             "lower --max-batch-size (MAX_BATCH_SIZE) or --max-total-tokens (MAX_TOTAL_TOKENS)"
         ) from None
-    model.max_input_tokens = config.max_input_tokens
-    _compare(model, facts["reference"])
     logger.info(
         "OpenVINO: weights in %s, computed in %s, threads: %d",
         model.quantize or model.dtype,
@@ -374,26 +399,30 @@ def _load_entry(config: Config, entry: Path) -> StaticBatchModel:
     return model
 
 
-def _compare(model: OpenVinoModel, reference: dict[str, Any]) -> None:
-    """Runs a prompt and a decode step. Raises ValueError where they differ from `reference`: what
-    transformers computed, logits [positions, columns]."""
+def _compare(model: OpenVinoModel, facts: dict[str, Any]) -> None:
+    """Runs a prompt and decode steps. Raises ValueError where one of these differs from what transformers
+    computed."""
+    reference = facts["reference"]
+    ids = reference["ids"][: model.max_total_tokens]
+    expected = np.array(reference["logits"], np.float32)[: len(ids)]
+    begin = max(1, len(ids) - VERIFY_TOKENS)  # of the decode steps, which run in one call
     slot = model.batch_size - 1
-    n = min(len(reference["ids"]), model.max_total_tokens)
-    prompt = reference["ids"][: n - 1]
-    last = reference["ids"][n - 1]
-    logits = [
-        model.forward([Chunk(slot, prompt, 0, keep_all=True)]),
-        model.forward([Chunk(slot, [last], n - 1)]),
-    ]
-    found = np.concatenate(logits)[:, reference["columns"]]
-    error = float(np.abs(found - np.array(reference["logits"][:n])).max())
-    if not error <= reference["tolerance"]:  # not: NaN
-        raise ValueError(f"its logits differ by {error:.2g} from those of transformers")
+    prompt = model.forward([Chunk(slot, ids[:begin], 0, keep_all=True)])
+    steps = model.forward([Chunk(slot, ids[begin:], begin, verify=True)])
+    for found, wanted in ((prompt, expected[:begin]), (steps, expected[begin:])):
+        columns = found[:, reference["columns"]]
+        if fault := find_fault(columns, wanted, model.precision, facts["has_experts"]):
+            raise ValueError(fault)
 
 
 def _load_torch(config: Config, manifest: Manifest, folder: Path, why: str) -> StaticBatchModel:
     from models.torch_model import TorchModel
 
+    if config.quantize:
+        raise ModelError(
+            f"--quantize {config.quantize} (QUANTIZE): only plain PyTorch serves {config.model_name}, where "
+            f"weights stay as they are: {why}; leave it out"
+        )
     if config.dtype == "auto" and not cpu_multiplies_bfloat16():
         config = dataclasses.replace(config, dtype="float32")  # PyTorch's bfloat16 is slower there
     logger.warning("%s runs in plain PyTorch, slower: %s", config.model_name, why)

@@ -27,7 +27,8 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from config import DEFAULT_BATCH_SIZE, Config
 from manifest import check_weights, read_json
-from models.base import TOLERANCE, Chunk, DeviceLost, ModelError, check_length, first_line, reported_as
+from models.accuracy import find_fault
+from models.base import Chunk, DeviceLost, ModelError, check_length, first_line, reported_as
 from models.machine import usable_threads
 from run import ConfigError
 
@@ -37,6 +38,7 @@ STATIC_BATCH = "static_batch"  # the name of an attention function of transforme
 # Of the comparison with transformers at the start.
 SAMPLE_TOKENS = 12
 SAMPLE_CHUNK = 5
+SAMPLE_STEPS = 4
 
 
 def load_pretrained(config: Config, folder: Path, device: str) -> torch.nn.Module:
@@ -84,13 +86,27 @@ def load_pretrained(config: Config, folder: Path, device: str) -> torch.nn.Modul
 def reference_logits(model: torch.nn.Module, ids: Sequence[int], begin: int = 0) -> np.ndarray:
     """The logits after each token from transformers' own forward, without a cache: float32 [tokens, vocab].
 
-    `model` as `load_pretrained` returns it; `begin`: the position of the first token.
+    `model` as `load_pretrained` returns it; `begin`: the position of the first token. Raises ModelError for
+    logits that are NaN or infinite, with which no engine can serve.
     """
     positions = torch.arange(begin, begin + len(ids), device=model.device)[None] if begin else None
     with torch.inference_mode():
         tokens = torch.tensor([list(ids)], device=model.device)
         out = model(input_ids=tokens, position_ids=positions, use_cache=False)
-        return out.logits[0].float().cpu().numpy()
+        logits = out.logits[0].float().cpu().numpy()
+    if not np.isfinite(logits).all():
+        dtype = str(model.dtype).removeprefix("torch.")
+        raise ModelError(
+            f"{model.name_or_path} produced NaN or infinite logits in {dtype}: its weights are damaged, or "
+            "need another --dtype (DTYPE)"
+        )
+    return logits
+
+
+def has_experts(model: torch.nn.Module) -> bool:
+    """Whether the model is a mixture of experts, by the names that all families give their modules."""
+    names = (f"{name} {type(module).__name__}" for name, module in model.named_modules())
+    return any("experts" in name.lower() for name in names)
 
 
 def length_limit(text_config) -> int | None:
@@ -394,28 +410,31 @@ class TorchModel:
         windows = [getattr(text_config, name, None) for name in ("sliding_window", "window_size")]
         if self._mask_is_given and any(windows):
             raise ModelError(f"{refusal}: their own attention code has a sliding window")
-        error = self._error(ids, expected)
-        highest = float(np.abs(expected).max())
-        if not error <= TOLERANCE[self.dtype] * max(1.0, highest):  # not: NaN
-            raise ModelError(
-                f"{refusal}: their logits differ from those of transformers by {error:.2g} (of {highest:.2g})"
-            )
+        for found, wanted in self._sample(ids, expected):
+            if fault := find_fault(found, wanted, self.dtype, has_experts(self._model)):
+                raise ModelError(f"{refusal}: {fault}")
         self._check_sliding_windows(text_config)
 
-    def _error(self, ids: list[int], expected: np.ndarray) -> float:
-        """Runs the first half of `ids` and all but the last as prompts of two slots, in chunks, then a decode
-        step of both. Returns the largest difference to the `expected` logits."""
-        ends = {self.batch_size - 1: max(1, len(ids) // 2), 0: len(ids) - 1}  # of the prompt in the slot
-        found = []
-        wanted = []
-        for slot, end in ends.items():
-            for begin in range(0, end, SAMPLE_CHUNK):
-                tokens = ids[begin : min(begin + SAMPLE_CHUNK, end)]
-                found.append(self.forward([Chunk(slot, tokens, begin, keep_all=True)]))
-            wanted.append(expected[:end])
-        found.append(self.forward([Chunk(slot, [ids[end]], end) for slot, end in ends.items()]))
-        wanted.append(expected[list(ends.values())])
-        return float(np.abs(np.concatenate(found) - np.concatenate(wanted)).max())
+    def _sample(self, ids: list[int], expected: np.ndarray) -> list[tuple[np.ndarray, np.ndarray]]:
+        """Runs parts of `ids` as prompts of two slots, in chunks, then decode steps of both. Returns the
+        logits of the prompts and of the steps, each with the expected ones."""
+        half = max(1, len(ids) // 2)
+        ends = {self.batch_size - 1: half, 0: max(half, len(ids) - SAMPLE_STEPS)}  # of each slot's prompt
+        prompts = [
+            self.forward([Chunk(slot, ids[begin : min(begin + SAMPLE_CHUNK, end)], begin, keep_all=True)])
+            for slot, end in ends.items()
+            for begin in range(0, end, SAMPLE_CHUNK)
+        ]
+        steps = []
+        positions = []
+        for step in range(len(ids) - ends[0]):
+            at = {slot: end + step for slot, end in ends.items()}
+            steps.append(self.forward([Chunk(slot, [ids[n]], n) for slot, n in at.items()]))
+            positions += at.values()
+        return [
+            (np.concatenate(prompts), np.concatenate([expected[:end] for end in ends.values()])),
+            (np.concatenate(steps), expected[positions]),
+        ]
 
     def _choose_rows(self, ids: list[int]) -> None:
         """The fewest rows of a decode step in which a token's logits are the same to the last bit in every

@@ -209,24 +209,24 @@ def wide(tmp_path):
     return save_checkpoint(tmp_path / "llama", config, spread=0.1)
 
 
-def losses(converter, monkeypatch, *found):
+def faults(converter, monkeypatch, *found):
     """What the check of each attempt finds, in the place of its own."""
     left = list(found)
-    monkeypatch.setattr(converter.Check, "loss_of", lambda *_: left.pop(0))
+    monkeypatch.setattr(converter.Check, "fault_on_text", lambda *_: left.pop(0))
 
 
 def test_int4_goes_into_fewer_layers_where_the_model_does_not_bear_it_in_all(wide, converter, monkeypatch, caplog):
     caplog.set_level(logging.INFO)
-    losses(converter, monkeypatch, 2.0, 1.01, 0.99)
+    faults(converter, monkeypatch, "too much", "too much", None)
     assert serve(wide, quantize="int4").quantize == "int4"
     assert "int4 in 50 % of the layers, int8 in the others" in caplog.text
 
 
 def test_a_model_that_compression_changes_too_much_is_refused_with_the_figures_in_one_line(wide, converter, monkeypatch):
-    losses(converter, monkeypatch, 3.0, 2.0, 1.1)
+    faults(converter, monkeypatch, "3 nats", "2 nats", "its tokens diverge by 1.1 nats")
     with pytest.raises(ModelError) as refused:
         serve(wide, quantize="int4")
-    rule = f"changes {wide} too much: its tokens diverge by 1.10 nats from those in float32, at most 1.0 are taken"
+    rule = f"changes {wide} too much: its tokens diverge by 1.1 nats"
     assert str(refused.value) == f"--quantize int4 (QUANTIZE) {rule}; leave it out, or use int8"
 
 
@@ -247,10 +247,10 @@ def test_weights_that_are_broken_by_compression_are_found_by_the_loss(wide, conv
 
 
 def test_a_model_that_does_not_bear_bfloat16_is_computed_in_float32(even, converter, tmp_path, monkeypatch, caplog):
-    losses(converter, monkeypatch, 0.2)
+    faults(converter, monkeypatch, "its tokens diverge by 0.2 nats")
     model = serve(even, dtype="bfloat16", threads=2, model_cache=str(tmp_path / "cache"))
     assert (model.engine, model.dtype, model.computed_in) == ("openvino", "bfloat16", "float32")
-    assert "does not bear arithmetic in bfloat16: it is computed in float32" in caplog.text
+    assert "does not tolerate arithmetic in bfloat16, and is computed in float32: its tokens diverge by 0.2" in caplog.text
 
 
 def test_the_loss_is_that_of_a_text_where_the_folder_has_a_tokenizer(tmp_path, converter):

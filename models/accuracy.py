@@ -1,0 +1,66 @@
+"""How near the logits of an engine have to be to those of transformers: one rule for conversions, for every
+start, and for plain PyTorch.
+
+A dense model is judged by its worst token. In a mixture of experts any rounding swaps experts whose scores
+nearly tie, and changes a few tokens as much as a fault would: it is judged by the median token, and by the
+mean, which is large where more than a few are wrong.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+# Largest difference of a token's logit in float32, as a share of the largest logit (at least 1).
+TOLERANCE = 1e-3
+# Largest Kullback-Leibler divergence of the tokens of a text, in nats: their mean, and the worst of a dense
+# model. Those of SmolLM2-135M, which is small and knows models/check_text.txt by heart, are 0.004 and 0.04 in
+# bfloat16, 0.04 and 0.3 in int8, 1.6 and 8 where all layers have int4. A broken model has several nats.
+MAX_KL_DIVERGENCE = {
+    "float32": (0.02, 0.02),
+    "bfloat16": (0.1, 0.3),
+    "float16": (0.1, 0.3),
+    "int8": (0.1, 1.0),
+    "int4": (1.0, 10.0),
+}
+# A mixture of experts has the limit of the mean for its median token, and this many times that for its mean.
+SWAPPED_EXPERTS = 2
+
+
+def find_fault(found: np.ndarray, expected: np.ndarray, precision: str, has_experts: bool) -> str | None:
+    """How logits differ from the `expected` ones by more than is allowed, as a part of a log line, or None.
+
+    found, expected: float32 [tokens, columns], of all tokens of the vocabulary or of the same few. The tokens
+    are those of one way to run a model: in a mixture of experts a fault of one of several ways may not reach
+    the median. precision: the type of the arithmetic, or of compressed weights.
+    """
+    if not np.isfinite(found).all():
+        return "the model produced NaN or infinite logits"
+    judge = np.median if has_experts else np.max
+    if precision == "float32":
+        error = judge(np.abs(found - expected).max(-1)) / max(1.0, np.abs(expected).max())
+        if error > TOLERANCE:
+            return f"its logits differ from those of transformers by {error:.2g} of the largest"
+    divergence = kl_divergence(found, expected)
+    token = judge(divergence)
+    mean = divergence.mean()
+    mean_limit, token_limit = MAX_KL_DIVERGENCE[precision]
+    if has_experts:
+        mean_limit, token_limit = SWAPPED_EXPERTS * mean_limit, mean_limit
+    if token <= token_limit and mean <= mean_limit:
+        return None
+    which = "median" if has_experts else "worst"
+    return (
+        f"its tokens diverge from those of transformers by {mean:.2g} nats on average, the {which} one by "
+        f"{token:.2g} (limits {mean_limit:g}, {token_limit:g})"
+    )
+
+
+def kl_divergence(found: np.ndarray, expected: np.ndarray) -> np.ndarray:
+    """Of each token's distribution from the expected one, in nats [tokens]."""
+    expected = _log_probabilities(expected)
+    return (np.exp(expected) * (expected - _log_probabilities(found))).sum(-1)
+
+
+def _log_probabilities(logits: np.ndarray) -> np.ndarray:
+    shifted = logits - logits.max(-1, keepdims=True)
+    return shifted - np.log(np.exp(shifted).sum(-1, keepdims=True))
