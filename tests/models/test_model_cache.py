@@ -2,6 +2,7 @@
 
 import dataclasses
 import fcntl
+import io
 import os
 import shutil
 import subprocess
@@ -174,14 +175,103 @@ def test_a_model_that_does_not_convert_is_not_tried_again(config, converter, con
     assert caplog.text.count("plain PyTorch, slower: RuntimeError: No conversion rule for aten::frobnicate") == 2
 
 
-def test_a_conversion_that_dies_leaves_plain_pytorch_and_no_entry(config, monkeypatch, caplog):
-    def die(arguments, config):
-        raise RuntimeError("the conversion ended with code -9")
+# Says which engine serves, without loading it. Its child, the conversion, counts itself and ends in the given way.
+START = """
+import sys
+from pathlib import Path
+import models.cache
+from config import Config
+from manifest import Manifest
+from models import openvino_model
+models.cache.CONVERTER = int(sys.argv[1])
+openvino_model._load_torch = lambda config, manifest, folder, why: f"plain PyTorch: {why}"
+config = Config.from_json(sys.stdin.read())
+try:
+    print(openvino_model.load(config, Path(config.model_id), Manifest.read(config.model_id), lambda phase: None))
+except Exception as error:
+    print(f"{type(error).__name__}: {error}")
+"""
+CONVERSION = """
+import os, sys
+if "models.convert" in sys.orig_argv:
+    open(os.environ["COUNT"], "a").write("1")
+    {}
+"""
 
-    monkeypatch.setattr(openvino_model, "run_converter", die)
-    assert load(config).engine == "torch"
-    assert "the conversion ended with code -9" in caplog.text
+
+@pytest.fixture
+def start(config, tmp_path, monkeypatch):
+    """Starts a process that loads the model, whose conversion does `what`; returns its line, and how many were converted."""
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setenv("COUNT", str(tmp_path / "count"))
+    (tmp_path / "count").touch()
+
+    def run(what: str, converter: int = models.cache.CONVERTER) -> tuple[str, int]:
+        (tmp_path / "sitecustomize.py").write_text(CONVERSION.format(what))
+        command = [sys.executable, "-c", START, str(converter)]
+        done = subprocess.run(command, input=config.to_json(), capture_output=True, text=True, cwd=HERE, check=True)
+        return done.stdout.strip(), len((tmp_path / "count").read_text())
+
+    return run
+
+
+def test_a_conversion_that_crashes_is_not_tried_again_by_later_starts_of_the_same_version(start):
+    crash = "os.kill(os.getpid(), 11)"
+    line = "plain PyTorch: the conversion crashed (SIGSEGV)"
+    assert [start(crash), start(crash)] == [(line, 1), (line, 1)]
+    assert start(crash, converter=-1) == (line, 2)
+
+
+@pytest.mark.parametrize(
+    ("what", "how"), [("os.kill(os.getpid(), 9)", "was killed (SIGKILL)"), ("os._exit(4)", "ran out of memory")]
+)
+def test_a_conversion_without_the_memory_ends_each_start_in_one_line_and_the_next_tries_again(start, what, how):
+    for conversions in (1, 2):
+        line, count = start(what)
+        assert line.startswith("ConfigError: the conversion of ") and f" {how}: it needs 4 to 6 times" in line
+        assert count == conversions and "\n" not in line
+
+
+def test_a_conversion_that_ends_otherwise_leaves_plain_pytorch_and_no_entry(start, config):
+    assert start("os._exit(1)") == ("plain PyTorch: RuntimeError: the conversion ended with code 1", 1)
     assert [path.name for path in Path(config.model_cache).iterdir()] == ["lock"]
+
+
+OUT_OF_MEMORY = [MemoryError(), RuntimeError("DefaultCPUAllocator: can't allocate memory"), RuntimeError("std::bad_alloc")]
+
+
+@pytest.mark.parametrize("error", OUT_OF_MEMORY, ids=repr)
+def test_a_converter_that_runs_out_of_memory_says_so_by_its_exit_code(checkpoint, converter, tmp_path, monkeypatch, error):
+    def fill_memory(model):
+        raise error
+
+    monkeypatch.setattr(converter, "trace", fill_memory)
+    monkeypatch.setattr("sys.stdin", io.StringIO(settings(checkpoint).to_json()))
+    assert converter.main([str(checkpoint), str(tmp_path)]) == models.cache.OUT_OF_MEMORY
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_model_that_fails_at_its_first_start_is_not_converted_again(config, copies, monkeypatch, caplog):
+    def fail(*arguments):
+        raise RuntimeError("no kernel")
+
+    monkeypatch.setattr(openvino_model, "OpenVinoModel", fail)
+    assert [load(config).engine for _start in range(2)] == ["torch", "torch"]
+    assert len(copies) == 1
+    assert caplog.text.count("plain PyTorch, slower: RuntimeError: no kernel") == 2
+
+
+def test_quantized_weights_that_do_not_convert_are_refused_without_another_conversion(
+    config, converter, conversions, monkeypatch
+):
+    def fail(model):
+        raise RuntimeError("no rule")
+
+    monkeypatch.setattr(converter, "trace", fail)
+    for _start in range(2):
+        with pytest.raises(ModelError, match=r"--quantize int8 .* only plain PyTorch serves .*: RuntimeError: no rule; leave"):
+            load(dataclasses.replace(config, quantize="int8"))
+    assert len(conversions) == 1
 
 
 @pytest.mark.parametrize("full", [False, True], ids=["read-only", "full"])

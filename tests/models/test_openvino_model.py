@@ -11,10 +11,13 @@ from math import inf
 import numpy as np
 import pytest
 import tiny_models
+import torch
+import transformers
 from fakes.tokenizer import byte_tokenizer
 from hypothesis import given
 from hypothesis import strategies as st
-from tiny_models import POSITIONS, VOCABULARY, run, save_checkpoint, settings
+from safetensors.torch import load_file, save_file
+from tiny_models import POSITIONS, VOCABULARY, edit_config, run, save_checkpoint, settings
 
 import models
 from config import Config
@@ -169,6 +172,71 @@ def test_a_sliding_window_longer_than_the_check_is_checked_too(tmp_path, convert
     converter.convert(config, folder, tmp_path)
     refused.append(read_entry(tmp_path)["refused"])
     assert refused[0] is None and refused[1].startswith("its logits differ from those of transformers by")
+
+
+WIDE = tiny_models.GROUPED | {"hidden_size": 128, "num_hidden_layers": 4, "max_position_embeddings": 300}
+MIXTURES = {
+    "mixtral": lambda: transformers.MixtralConfig(**WIDE, num_local_experts=8, num_experts_per_tok=2),
+    "qwen3-moe": lambda: transformers.Qwen3MoeConfig(
+        **WIDE, head_dim=32, moe_intermediate_size=64, num_experts=32, num_experts_per_tok=4
+    ),
+}
+
+
+@pytest.mark.parametrize(("family", "spread"), [("mixtral", 0.1), ("qwen3-moe", 0.15)])
+def test_a_mixture_whose_experts_swap_with_a_rounding_is_served_in_bfloat16(tmp_path, conversions, caplog, family, spread):
+    """No expert's sum of 32 or 64 products: OpenVINO's kernel for AMX crashes where these are shared by all tokens."""
+    folder = save_checkpoint(tmp_path / family, MIXTURES[family](), spread=spread)
+    for _start in range(2):
+        assert serve(folder, 300, max_batch_size=4, dtype="bfloat16", threads=2).engine == "openvino"
+    assert len(conversions) == 1 and not [record for record in caplog.records if record.levelno == logging.WARNING]
+
+
+@pytest.mark.parametrize("last_right", [4095, 8191], ids=["wrong", "right"])
+@pytest.mark.parametrize("family", ["llama", "mixtral"])
+def test_a_rope_that_is_wrong_from_a_position_on_is_found(tmp_path, converter, monkeypatch, family, last_right):
+    folder = save_checkpoint(tmp_path / family, tiny_models.ALL[family]())
+    config = settings(edit_config(folder, max_position_embeddings=8192))
+    trace = converter.trace
+
+    def trace_wrong(model):
+        rope = model.model.rotary_emb
+        rotate = rope.forward
+        rope.forward = lambda states, position_ids: rotate(states, position_ids.clamp(max=last_right))
+        return trace(model)
+
+    monkeypatch.setattr(converter, "trace", trace_wrong)
+    converter.convert(config, folder, tmp_path)
+    refused = read_entry(tmp_path)["refused"]
+    assert refused is None if last_right == 8191 else refused.startswith("its logits differ from those of transformers by")
+
+
+@pytest.mark.parametrize("way", ["decode steps", "prompt"])
+@pytest.mark.parametrize("family", ["llama", "mixtral"])
+def test_a_start_finds_a_fault_of_decode_steps_alone_and_of_prompts_alone(zoo, tmp_path, converter, monkeypatch, family, way):
+    folder = zoo.folder(family)
+    config = settings(folder, max_batch_size=4)
+    converter.convert(config, folder, tmp_path)
+    forward = openvino_model.OpenVinoModel.forward
+
+    def wrong(model, chunks):
+        logits = forward(model, chunks)
+        return logits[:, ::-1] if chunks[0].verify == (way == "decode steps") else logits
+
+    monkeypatch.setattr(openvino_model.OpenVinoModel, "forward", wrong)
+    with pytest.raises(ValueError, match="its logits differ from those of transformers by"):
+        openvino_model._load_entry(config, tmp_path)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_weights_that_are_no_numbers_are_refused_in_one_line_that_names_them(tmp_path, dtype):
+    folder = save_checkpoint(tmp_path / "llama", tiny_models.llama(), dtype=getattr(torch, dtype))
+    weights = load_file(folder / "model.safetensors")
+    weights["model.layers.1.mlp.up_proj.weight"][0, 0] = np.nan
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ModelError) as refused:
+        serve(folder, dtype="auto")
+    assert str(refused.value).startswith(f"{folder} produced NaN or infinite logits in float32: its weights are damaged")
 
 
 def test_positions_that_stretch_with_the_text_are_served_up_to_the_trained_length_only(zoo):

@@ -8,6 +8,7 @@ of the window.
 import json
 import os
 import random
+import re
 import resource
 from functools import cache
 from pathlib import Path
@@ -220,6 +221,35 @@ def test_bfloat16_is_near(zoo, served, family):
     for chunk in (Chunk(0, prompt, 0), Chunk(0, [3], 16)):
         expected, found = exact.forward([chunk]), rounded.forward([chunk])
         assert 0 < np.abs(found - expected).max() < 0.15 * np.abs(expected).max()
+
+
+def test_a_mixture_whose_experts_swap_with_a_rounding_is_served_in_bfloat16(tmp_path):
+    wide = tiny_models.GROUPED | {"hidden_size": 128, "num_hidden_layers": 4}
+    config = transformers.MixtralConfig(**wide, num_local_experts=8, num_experts_per_tok=2)
+    assert serve(save_checkpoint(tmp_path, config, spread=0.15), dtype="bfloat16").dtype == "bfloat16"
+
+
+@pytest.mark.parametrize("family", ["llama", "mixtral"])
+@pytest.mark.parametrize("is_step", [True, False], ids=["decode steps", "prompts"])
+def test_a_fault_of_decode_steps_alone_or_of_prompts_alone_is_found(zoo, monkeypatch, family, is_step):
+    run = models.torch_model.TorchModel._run
+
+    def wrong(model, chunks, **kind):
+        logits = run(model, chunks, **kind)
+        return logits[:, ::-1] if kind["is_step"] == is_step else logits
+
+    monkeypatch.setattr(models.torch_model.TorchModel, "_run", wrong)
+    assert re.search("static batch: its (logits differ|tokens diverge) from those of transformers", refusal(zoo.folder(family)))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+def test_logits_that_are_no_numbers_are_refused_in_one_line_that_names_the_model_and_the_type(tmp_path, dtype):
+    """In float16 because they are too large for it."""
+    folder = save_checkpoint(tmp_path, tiny_models.llama())
+    weights = load_file(folder / "model.safetensors")
+    weights["lm_head.weight"] *= np.nan if dtype == "float32" else 1e5
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    assert refusal(folder, dtype=dtype).startswith(f"{folder} produced NaN or infinite logits in {dtype}: ")
 
 
 @pytest.mark.parametrize("can_multiply", [True, False])
