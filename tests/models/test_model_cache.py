@@ -237,6 +237,17 @@ def test_a_conversion_that_ends_otherwise_leaves_plain_pytorch_and_no_entry(star
     assert [path.name for path in Path(config.model_cache).iterdir()] == ["lock"]
 
 
+def test_a_full_disk_leaves_plain_pytorch_and_a_line_that_says_so_and_the_next_start_converts(
+    config, converter, conversions, monkeypatch, caplog
+):
+    free = SimpleNamespace(free=0)
+    monkeypatch.setattr(converter.shutil, "disk_usage", lambda path: free)
+    assert load(config).engine == "torch"
+    assert "runs in plain PyTorch, slower: OSError: " in caplog.text and " has no room for 0.1 GB" in caplog.text
+    free.free = 10**12
+    assert load(config).engine == "openvino"
+
+
 OUT_OF_MEMORY = [MemoryError(), RuntimeError("DefaultCPUAllocator: can't allocate memory"), RuntimeError("std::bad_alloc")]
 
 
