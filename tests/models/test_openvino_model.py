@@ -183,10 +183,10 @@ MIXTURES = {
 }
 
 
-@pytest.mark.parametrize(("family", "spread"), [("mixtral", 0.1), ("qwen3-moe", 0.15)])
-def test_a_mixture_whose_experts_swap_with_a_rounding_is_served_in_bfloat16(tmp_path, conversions, caplog, family, spread):
-    """No expert's sum of 32 or 64 products: OpenVINO's kernel for AMX crashes where these are shared by all tokens."""
-    folder = save_checkpoint(tmp_path / family, MIXTURES[family](), spread=spread)
+@pytest.mark.parametrize("family", MIXTURES)
+def test_a_mixture_whose_experts_swap_with_a_rounding_is_served_in_bfloat16(tmp_path, conversions, caplog, family):
+    """No experts that all tokens share: OpenVINO's kernel for AMX crashes where those are as narrow as tests' models."""
+    folder = save_checkpoint(tmp_path / family, MIXTURES[family](), spread=0.15)
     for _start in range(2):
         assert serve(folder, 300, max_batch_size=4, dtype="bfloat16", threads=2).engine == "openvino"
     assert len(conversions) == 1 and not [record for record in caplog.records if record.levelno == logging.WARNING]
