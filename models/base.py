@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import re
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -19,6 +20,7 @@ import numpy as np
 logger = logging.getLogger("model")
 
 PROGRESS_S = 10.0
+OUT_OF_MEMORY = re.compile("bad_alloc|out of memory|allocate .*memory", re.IGNORECASE)
 
 
 class ModelError(Exception):
@@ -122,8 +124,7 @@ def check_length(model: str, limit: int | None, length: int) -> None:
 
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether memory could not be allocated: torch and OpenVINO raise a RuntimeError for it, too."""
-    text = str(error)
-    return isinstance(error, MemoryError) or "bad_alloc" in text or "allocate memory" in text
+    return isinstance(error, MemoryError) or bool(OUT_OF_MEMORY.search(str(error)))
 
 
 def first_line(error: BaseException) -> str:

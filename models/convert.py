@@ -59,7 +59,7 @@ from models.openvino_model import (
     with_dtype,
 )
 from models.torch_model import has_experts, length_limit, load_pretrained, reference_logits
-from run import HERE, die_with_parent
+from run import HERE, ConfigError, die_with_parent
 
 import openvino as ov  # isort: skip
 from openvino import opset13 as ops  # isort: skip
@@ -392,10 +392,10 @@ def main(arguments: list[str]) -> int:
     except Exception as error:
         if is_out_of_memory(error):
             return OUT_OF_MEMORY
-        if not isinstance(error, (ModelError, OSError)):
+        if not isinstance(error, (ConfigError, ModelError, OSError)):
             raise
         print(error)
-        return CANNOT_SERVE if isinstance(error, ModelError) else CANNOT_WRITE
+        return CANNOT_WRITE if isinstance(error, OSError) else CANNOT_SERVE
     return 0
 
 

@@ -248,10 +248,15 @@ def test_a_full_disk_leaves_plain_pytorch_and_a_line_that_says_so_and_the_next_s
     assert load(config).engine == "openvino"
 
 
-OUT_OF_MEMORY = [MemoryError(), RuntimeError("DefaultCPUAllocator: can't allocate memory"), RuntimeError("std::bad_alloc")]
+OUT_OF_MEMORY = [
+    MemoryError(),
+    RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 8 bytes"),
+    RuntimeError("Exception from somewhere:\nFailed to allocate 221184 bytes of memory\n"),
+    RuntimeError("std::bad_alloc"),
+]
 
 
-@pytest.mark.parametrize("error", OUT_OF_MEMORY, ids=repr)
+@pytest.mark.parametrize("error", OUT_OF_MEMORY, ids=str)
 def test_a_converter_that_runs_out_of_memory_says_so_by_its_exit_code(checkpoint, converter, tmp_path, monkeypatch, error):
     def fill_memory(model):
         raise error
