@@ -15,7 +15,7 @@ from api.chat import ChatAnswer
 from api.conversation import ChatRequest
 from api.errors import ApiError
 from api.job import Job, Prompt
-from api.messages import MessagesAnswer
+from api.messages import MessagesAnswer, MessagesRequest
 from api.responses import ResponsesAnswer, ResponsesRequest
 from api.responses import Tools as ResponsesTools
 from api.tools import tool_use
@@ -272,7 +272,10 @@ def test_a_cut_call_is_an_incomplete_item_of_a_response(name, tmp_path):
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_a_cut_call_has_in_a_message_the_arguments_that_are_complete(name, tmp_path):
-    whole, events = dialect_answer(MessagesAnswer, tmp_path, name, ONE_OF_TWO[name])
+    def make(job, model, streams):
+        return MessagesAnswer(job, model, MessagesRequest(messages=[], max_tokens=9, stream=streams))
+
+    whole, events = dialect_answer(make, tmp_path, name, ONE_OF_TWO[name])
     (block,) = whole["content"]
     assert whole["stop_reason"] == "max_tokens"
     assert (block["type"], block["name"], block["input"]) == ("tool_use", "weather", {"city": "Bern"})
