@@ -126,7 +126,7 @@ class RequestStats(msgspec.Struct, tag="request_stats", frozen=True):
     first_token_s: float | None = None
     input_tokens: int = 0
     generated_tokens: int = 0
-    guessed_tokens: int = 0  # those of them that took no step of their own
+    accepted_draft_tokens: int = 0  # those of them that took no step of their own
     max_new_tokens: int = 0
 
 
@@ -145,7 +145,7 @@ class Token(msgspec.Struct, array_like=True, frozen=True, gc=False):
     logprob: float | None
     top: list[tuple[int, float]] = []
     finish_reason: str | None = None  # "length" or "eos_token" on the last token
-    is_guessed: bool = False  # it took no step of its own
+    from_draft: bool = False  # it took no step of its own
 
 
 class Prompt(msgspec.Struct, array_like=True, frozen=True, gc=False):

@@ -28,14 +28,14 @@ from engine import sampling
 from engine.admission import Admission
 from engine.defaults import sampling_defaults
 from engine.link import ForLoop, Link, PeerLost
-from engine.lookup import Lookup
+from engine.lookup import NgramProposer
 from engine.metrics import Metrics
 from engine.outputs import Publisher
 from engine.preparation import Preparation, Prepared
 from engine.profiling import Profiler
-from engine.request import Group, Request
+from engine.request import Request, RequestGroup
 from engine.requests import Requests
-from engine.sampling import RowSampler
+from engine.sampling import SamplerState
 from engine.scheduler import Limits, Scheduler, Step
 from engine.step import StepOutput, StepRunner, StepTimer
 from models.base import DeviceLost, ModelError, StaticBatchModel
@@ -48,7 +48,7 @@ logger = logging.getLogger("worker")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Parts:
+class WorkerDeps:
     """What a worker works with."""
 
     model: StaticBatchModel
@@ -67,7 +67,7 @@ class Parts:
 class Worker:
     """The loop around one model."""
 
-    def __init__(self, parts: Parts):
+    def __init__(self, parts: WorkerDeps):
         model = parts.model
         self.link = parts.link
         self.admission = parts.admission
@@ -146,7 +146,7 @@ class Worker:
             self._handle(peer, message)
         for prepared in self._preparation.drain() if self._preparation else ():
             self._take_prepared(prepared)
-        for request in self.outputs.take_failed():
+        for request in self.outputs.drain_failed():
             self.requests.end(request, "failed")
 
     def next(self) -> Step | None:
@@ -181,7 +181,7 @@ class Worker:
                 request.log("first token")
             if reason:
                 self.requests.finish(request, reason)
-        if step.rows and not output.failure:
+        if step.num_decodes and not output.failure:
             self.steps += 1
         output.done_at = self._progress_at = time.monotonic()
 
@@ -232,7 +232,7 @@ class Worker:
     def _add(self, peer: bytes, message: SubmitRequests) -> None:
         if not self.requests:
             self._progress_at = time.monotonic()
-        group = Group()
+        group = RequestGroup()
         for generate in message.generates:
             request = self.requests.add(peer, generate, group)
             if self.draining:
@@ -248,11 +248,11 @@ class Worker:
         """Adds the request to the scheduler; one with a grammar when it is prepared."""
         generate = request.generate
         if self._samples_on_host:
-            request.sampler = RowSampler(
+            request.sampler = SamplerState(
                 generate.sampling, generate.prompt, self._eos_token_ids, generate.min_new_tokens
             )
         if self._verifies:
-            request.lookup = Lookup(generate.prompt, generate.prediction, request.max_new_tokens)
+            request.lookup = NgramProposer(generate.prompt, generate.prediction, request.max_new_tokens)
         if not generate.grammar:
             self.scheduler.add(request)
         else:
@@ -323,7 +323,7 @@ class Boot:
             grammars = Grammars.load(tokenizer.folder, model.vocab_size, eos_token_ids)
         if profiler:
             profiler.start(model)
-        parts = Parts(
+        parts = WorkerDeps(
             model=model,
             limits=limits_of(config, model),
             eos_token_ids=frozenset(eos_token_ids),
@@ -384,7 +384,7 @@ class Boot:
             device=model.device,
             dtype=model.dtype,
             model_dir=str(prepared.folder),
-            prompt_logprobs=model.gives_prompt_logits,
+            prompt_logprobs=model.supports_prompt_logits,
             sampling=model.sampling,
             quantize=model.quantize,
             sampling_defaults=sampling_defaults(prepared.manifest, model.sampling) if has_defaults else {},
@@ -408,20 +408,20 @@ def limits_of(config: Config, model: StaticBatchModel) -> Limits:
     """The scheduler's limits; logs which settings have no effect, or another one than might be thought, on
     this model."""
     is_paced = config.waiting_served_ratio or config.max_waiting_tokens != Config.max_waiting_tokens
-    if model.mixes and is_paced:
+    if model.supports_chunked_prefill and is_paced:
         logger.info(
             "--waiting-served-ratio and --max-waiting-tokens have no effect here: "
             "prompts run beside decode steps"
         )
     limits = Limits(
         slots=model.batch_size,
-        mixes=model.mixes,
+        supports_chunked_prefill=model.supports_chunked_prefill,
         prefill_chunk=model.prefill_chunk,
-        prefix_step=model.prefix_step if config.prefix_reuse else None,
-        copies_prefixes=model.copies_prefixes,
+        prefix_granularity=model.prefix_granularity if config.prefix_reuse else None,
+        supports_prefix_copy=model.supports_prefix_copy,
         max_batch_prefill_tokens=config.max_batch_prefill_tokens,
         prompt_budget=model.prompt_budget,
-        verify_budget=model.verify_budget,
+        max_draft_rows=model.max_draft_rows,
         verify_length=model.verify_length
         if config.speculate is None
         else min(model.verify_length, config.speculate + 1),
@@ -437,7 +437,7 @@ def limits_of(config: Config, model: StaticBatchModel) -> Limits:
             "leave it unset (%d%s) unless the time to first token matters more than the time between tokens",
             config.max_batch_prefill_tokens,
             limits.default_budget,
-            " for each of up to four prompts" if model.mixes else "",
+            " for each of up to four prompts" if model.supports_chunked_prefill else "",
         )
     return limits
 

@@ -38,7 +38,7 @@ class Sequence:
         self.finish_reason: str | None = None
         self.first_token_at: float | None = None
         self.finished_at = 0.0
-        self.guessed_tokens = 0  # that took no step of their own
+        self.accepted_draft_tokens = 0  # that took no step of their own
         self._logprobs = 0.0
 
     @property
@@ -69,7 +69,7 @@ class Sequence:
         if self.job.max_new_tokens == 0:  # only the prompt was asked about
             self._finish("length")
             return []
-        self.guessed_tokens += token.is_guessed
+        self.accepted_draft_tokens += token.from_draft
         self._logprobs += token.logprob or 0.0  # None where the device samples, and nothing is ranked there
         pieces = self.stream.push(token.token, token.logprob, token.top, token.finish_reason is not None)
         if self.stream.stopped:

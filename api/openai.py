@@ -180,7 +180,7 @@ class OpenAIAnswer(Answer):
         prompt_tokens = sum(len(sequence.prompt) for sequence in first)
         completion_tokens = sum(sequence.tokens for sequence in sequences)
         cached = PromptTokensDetails(sum(sequence.ran.cached for sequence in first if sequence.ran))
-        guessed = CompletionTokensDetails(sum(sequence.guessed_tokens for sequence in sequences))
+        guessed = CompletionTokensDetails(sum(sequence.accepted_draft_tokens for sequence in sequences))
         return Usage(prompt_tokens, completion_tokens, prompt_tokens + completion_tokens, cached, guessed)
 
     def _token_logprob(self, piece: Piece) -> TokenLogprob:

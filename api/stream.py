@@ -219,7 +219,7 @@ class Generation:
             first_token_s=first_token_s,
             input_tokens=sum(len(sequence.prompt) for sequence in first_of_prompts(self.sequences)),
             generated_tokens=sum(sequence.tokens for sequence in self.sequences),
-            guessed_tokens=sum(sequence.guessed_tokens for sequence in self.sequences),
+            accepted_draft_tokens=sum(sequence.accepted_draft_tokens for sequence in self.sequences),
             max_new_tokens=sum(sequence.max_new_tokens for sequence in self.sequences),
         )
 

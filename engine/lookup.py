@@ -13,13 +13,13 @@ from collections.abc import Sequence
 
 import numpy as np
 
-MATCH = 2  # tokens; shorter copies are chance
-LONGEST = 16  # tokens of a copy that are compared
-FIRST_GUESSES = 4
-LONGEST_PAUSE = 64  # tokens
+MIN_NGRAM = 2  # tokens; shorter copies are chance
+MAX_NGRAM = 16  # tokens of a copy that are compared
+INITIAL_DRAFT_TOKENS = 4
+MAX_PAUSE = 64  # tokens
 
 
-class Lookup:
+class NgramProposer:
     """The tokens of one request, and how well guesses did. `prediction` is a text that the client expects; it
     is guessed from its beginning."""
 
@@ -30,7 +30,7 @@ class Lookup:
         self._tokens = np.empty(self._begin + max_new_tokens, np.int32)
         self._tokens[: len(prediction)] = prediction
         self._tokens[len(prediction) : self._begin] = prompt
-        self._length = FIRST_GUESSES
+        self._length = INITIAL_DRAFT_TOKENS
         self._pause = 0
         self._next_pause = 1
 
@@ -40,35 +40,35 @@ class Lookup:
         self._end += len(tokens)
         self._pause = max(0, self._pause - len(tokens))
 
-    def guess(self, most: int) -> list[int]:
+    def propose(self, most: int) -> list[int]:
         """At most `most` tokens; none where nothing is found, or while it pauses."""
         if most <= 0 or self._pause:
             return []
         begin = self._find()
         return self._tokens[begin : min(begin + most, begin + self._length, self._end)].tolist()
 
-    def judge(self, guesses: int, accepted: int) -> None:
+    def record_acceptance(self, draft_tokens: int, accepted: int) -> None:
         """How many of the last guesses were right."""
-        self._length = 2 * guesses if accepted == guesses else accepted + 2
+        self._length = 2 * draft_tokens if accepted == draft_tokens else accepted + 2
         if accepted:
             self._next_pause = 1
         else:
             self._pause = self._next_pause
-            self._next_pause = min(2 * self._next_pause, LONGEST_PAUSE)
+            self._next_pause = min(2 * self._next_pause, MAX_PAUSE)
 
     def _find(self) -> int:
         """Where what may follow begins; the end of the text where nothing does."""
         tokens = self._tokens[: self._end]
         generated = self._end - self._begin
-        if generated < MATCH and tokens[self._begin :].tolist() == self._prediction[:generated]:
+        if generated < MIN_NGRAM and tokens[self._begin :].tolist() == self._prediction[:generated]:
             return generated
         found = np.flatnonzero(tokens[:-1] == tokens[-1])
         length = 1
-        while length < LONGEST:
+        while length < MAX_NGRAM:
             longer = found[found >= length]
             longer = longer[tokens[longer - length] == tokens[-1 - length]]
             if not len(longer):
                 break
             found = longer
             length += 1
-        return int(found[-1]) + 1 if length >= MATCH and len(found) else self._end
+        return int(found[-1]) + 1 if length >= MIN_NGRAM and len(found) else self._end

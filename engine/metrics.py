@@ -54,7 +54,7 @@ METRICS = (
         "Seconds between a decode step's tokens and the previous step's",
     ),
     (Summary, "request_skipped_tokens", "Tokens of a request that took no step of their own, on success"),
-    (Counter, "speculation_guesses", "Guesses of tokens that were verified"),
+    (Counter, "speculation_draft_tokens", "Guesses of tokens that were verified"),
     (Counter, "speculation_accepted", "Guesses of tokens that were right"),
     (Gauge, "queue_size", "Requests waiting for a slot"),
     (Histogram, "batch_next_size", "Prompts that started in the same step"),
@@ -164,7 +164,7 @@ class Metrics:
     def count_step(self, output: StepOutput) -> None:
         step = output.step
         # TGI's label; a step with rows of running requests is a decode step, whatever else it runs.
-        method = "decode" if step.rows else "prefill"
+        method = "decode" if step.num_decodes else "prefill"
         self.series("batch_inference_count", method).inc()
         if output.failure:
             self.series("batch_inference_failure", method).inc()
@@ -175,16 +175,16 @@ class Metrics:
         self.series("batch_decode_duration", method).observe(output.sampled_at - output.ran_at)
         self.series("batch_filter_duration", method).observe(output.done_at - output.sampled_at)
         self.series("generated_tokens").inc(sum(map(len, output.tokens)))
-        self.series("speculation_guesses").inc(output.guesses)
+        self.series("speculation_draft_tokens").inc(output.draft_tokens)
         self.series("speculation_accepted").inc(output.accepted)
         if output.mask_s is not None:
             self.series("grammar_mask_duration").observe(output.mask_s)
-        if step.rows:
+        if step.num_decodes:
             self.series("steps").inc()
             self.series("inter_token_latency_duration").observe(output.done_at - self._tokens_at)
         elif step.running:
             self.series("batch_concat_duration", "decode").observe(output.ran_at - output.started_at)
-        if step.rows or not step.running:  # the first tokens follow none
+        if step.num_decodes or not step.running:  # the first tokens follow none
             self._tokens_at = output.done_at
         self._count_prompts(step)
 
@@ -206,7 +206,7 @@ class Metrics:
         self.series("request_queue_duration").observe(stats.queue_s)
         self.series("request_inference_duration").observe(stats.inference_s)
         self.series("request_generated_tokens").observe(stats.generated_tokens)
-        self.series("request_skipped_tokens").observe(stats.guessed_tokens)
+        self.series("request_skipped_tokens").observe(stats.accepted_draft_tokens)
         if stats.generated_tokens:
             seconds = stats.inference_s / stats.generated_tokens
             self.series("request_mean_time_per_token_duration").observe(seconds)

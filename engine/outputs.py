@@ -70,7 +70,7 @@ class Publisher:
         self.flush()
         self._executor.submit(self._end, request, reason, message)
 
-    def take_failed(self) -> list[Request]:
+    def drain_failed(self) -> list[Request]:
         """The requests that ended since the last call because their tokens could not be published."""
         failed = []
         while not self._failed.empty():
@@ -119,12 +119,12 @@ class Publisher:
             if request.has_ended or not tokens:
                 continue
             message = messages[request.peer]
-            if i >= output.step.rows:
+            if i >= output.step.num_decodes:
                 message.prompts.append(_prompt_of(request))
             rows = logprobs.get(i) or [(None, [])] * len(tokens)
             reasons = [None] * (len(tokens) - 1) + [output.finish_reasons[i]]
             for number, (token, row, reason) in enumerate(zip(tokens, rows, reasons)):
-                message.tokens.append(Token(request.id, token, *row, reason, is_guessed=number > 0))
+                message.tokens.append(Token(request.id, token, *row, reason, from_draft=number > 0))
             request.has_ended = output.finish_reasons[i] is not None
         for peer, message in messages.items():
             self._link.send(peer, message)
@@ -163,7 +163,7 @@ def logprobs_of(output: StepOutput) -> dict[int, list[RowLogprobs]]:
         rows_of(output.logits, [rows[i][number] for i, number in places]),
         [output.tokens[i][number] for i, number in places],
         [requests[i].generate.top_n_tokens for i, _number in places],
-        output.maxima if wanted == output.step.samples and not output.guesses else None,
+        output.maxima if wanted == output.step.sample_indices and not output.draft_tokens else None,
     )
     found: defaultdict[int, list[RowLogprobs]] = defaultdict(list)
     for (i, _number), row in zip(places, scored):
@@ -178,7 +178,7 @@ def score_prompts(output: StepOutput) -> dict[int, list[RowLogprobs]]:
         return found
     rows = sampled_rows(output.step)
     for i, (chunk, request) in enumerate(zip(output.step.chunks, output.step.requests)):
-        if not chunk.keep_all:
+        if not chunk.all_logits:
             continue
         followers = request.prompt[chunk.begin + 1 : chunk.begin + 1 + len(chunk.tokens)]
         first = rows[i].stop - len(chunk.tokens)

@@ -86,7 +86,7 @@ class Profiler:
         arguments = {
             "step": self._seen,
             "slots": [chunk.slot for chunk in step.chunks],
-            "rows": step.rows,  # of running requests
+            "rows": step.num_decodes,  # of running requests
             "prompt_tokens": step.prompt_tokens,
         }
         received_at = self._done_at or output.started_at

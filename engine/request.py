@@ -7,8 +7,8 @@ import logging
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
-from engine.lookup import Lookup
-from engine.sampling import RowSampler
+from engine.lookup import NgramProposer
+from engine.sampling import SamplerState
 from protocol import Generate
 from text.grammar import Matcher
 
@@ -27,7 +27,7 @@ class State(enum.Enum):
 
 
 @dataclass(slots=True, eq=False)
-class Group:
+class RequestGroup:
     """The sequences of one HTTP request: they are served whole, or refused together."""
 
     has_started: bool = False  # one of them has had a slot
@@ -41,11 +41,11 @@ class Request:
     max_new_tokens: int  # within the context length
     arrived_at: float
     peer: bytes = b""  # the web process that it came from
-    group: Group = field(default_factory=Group)
+    group: RequestGroup = field(default_factory=RequestGroup)
     eos_token_ids: Collection[int] = ()
-    sampler: RowSampler | None = None  # None where the device samples
+    sampler: SamplerState | None = None  # None where the device samples
     matcher: Matcher | None = None  # where the text has a grammar
-    lookup: Lookup | None = None  # where steps verify guesses
+    lookup: NgramProposer | None = None  # where steps verify guesses
     state: State = State.RECEIVED
     # Kept by the scheduler:
     slot: int | None = None  # None: it has none
@@ -76,7 +76,7 @@ class Request:
         return self.generate.prompt
 
     @property
-    def keep_all(self) -> bool:
+    def all_logits(self) -> bool:
         """The logits after every prompt token are wanted."""
         return self.generate.prompt_logprobs
 

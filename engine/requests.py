@@ -10,7 +10,7 @@ import time
 
 from engine.admission import Admission
 from engine.outputs import Publisher
-from engine.request import Group, Request, State
+from engine.request import Request, RequestGroup, State
 from engine.scheduler import Scheduler
 from models.base import StaticBatchModel
 from protocol import Generate
@@ -47,7 +47,7 @@ class Requests:
     def of_peer(self, peer: bytes) -> list[Request]:
         return [request for request in self if request.peer == peer]
 
-    def add(self, peer: bytes, generate: Generate, group: Group) -> Request:
+    def add(self, peer: bytes, generate: Generate, group: RequestGroup) -> Request:
         """A new request, which the caller adds to the scheduler."""
         now = time.monotonic()
         request = Request(

@@ -16,10 +16,10 @@ from collections.abc import Collection, Sequence
 import numpy as np
 
 from engine import sampling_loops as loops
-from engine.sampling_loops import FAILED, NO_MASK, WHOLE_ROW, Parameters, Source
+from engine.sampling_loops import FAILED, NEEDS_FULL_SORT, NO_MASK, Parameters, Source
 from protocol import Sampling
 
-MAX_LISTED = 256  # largest top-k that is listed; the whole row is sorted for a larger one
+MAX_FAST_TOP_K = 256  # largest top-k that is listed; the whole row is sorted for a larger one
 NOT_A_NUMBER = "the model's output is not a number"
 IMPOSSIBLE = "no token is possible: the model, min_new_tokens or the token mask excludes all"
 LOG2_E = math.log2(math.e)
@@ -31,7 +31,7 @@ class SamplingError(Exception):
     """No token can be sampled from a row; the message may be read by the client."""
 
 
-class RowSampler:
+class SamplerState:
     """The parameters, random stream and token counts of one request.
 
     `prompt` counts for the repetition penalty, as in transformers, not for OpenAI's frequency and presence
@@ -56,7 +56,7 @@ class RowSampler:
             self._seen is not None or self._counts or self.parameters.logit_bias or self._banned_for > 0
         )
 
-    def lift_ban(self) -> None:
+    def allow_eos(self) -> None:
         """Lets the banned tokens be sampled from now on."""
         self._banned_for = 0
 
@@ -68,7 +68,7 @@ class RowSampler:
         if self._seen is not None and token not in self._seen:
             self._seen = np.append(self._seen, token)
 
-    def change(self, scores: np.ndarray) -> None:
+    def apply_penalties(self, scores: np.ndarray) -> None:
         """Applies penalties, biases and bans in place to float32 [vocab], rounded to float32 as in
         transformers."""
         with np.errstate(over="ignore", invalid="ignore"):
@@ -96,7 +96,7 @@ class SamplingBatch:
     `maxima`: of the last logits, where the loops have read them all; they spare `logprobs` a pass.
     """
 
-    def __init__(self, rows: Sequence[RowSampler]):
+    def __init__(self, rows: Sequence[SamplerState]):
         def array(name: str, dtype: type = np.float64) -> np.ndarray:
             return np.array([getattr(row.parameters, name) for row in rows], dtype)
 
@@ -107,7 +107,7 @@ class SamplingBatch:
         top_k = np.where(greedy, 1, array("top_k", np.int64))
         top_p = array("top_p")
         min_p = array("min_p")
-        whole_row = ~greedy & ((array("typical_p") < 1.0) | (top_k > MAX_LISTED))
+        whole_row = ~greedy & ((array("typical_p") < 1.0) | (top_k > MAX_FAST_TOP_K))
         streams = np.array([row.stream[0] for row in rows], np.uint64)
         for index, row in enumerate(rows):
             row.stream = streams[index : index + 1]
@@ -183,7 +183,7 @@ def _sample_in_loops(logits: np.ndarray, batch: SamplingBatch, mask: np.ndarray)
         scores = loops.copied(source, indices)
         for place, row in enumerate(changed):
             try:
-                batch.rows[row].change(scores[place])
+                batch.rows[row].apply_penalties(scores[place])
             except Exception as error:
                 chosen[row] = error
                 indices[place] = -1
@@ -204,7 +204,7 @@ def _choose(
             continue
         if token == FAILED:
             chosen[row] = _failure(peaks[place])
-        elif token == WHOLE_ROW:
+        elif token == NEEDS_FULL_SORT:
             (scores,) = loops.copied(source, np.array([place]))
             chosen[row] = sample_whole_row(scores, batch.rows[row].parameters, batch.parameters.draws[row])
         else:
@@ -274,8 +274,8 @@ def logprobs(
 def compile_loops(dtypes: Sequence[str]) -> None:
     """Compiles the loops for logits of these types, "float32" or "bfloat16", or loads them from numba's
     cache."""
-    read_in_place = RowSampler(Sampling(), [0])
-    changed = RowSampler(Sampling(), [0], banned=[1], banned_for=1 << 40)
+    read_in_place = SamplerState(Sampling(), [0])
+    changed = SamplerState(Sampling(), [0], banned=[1], banned_for=1 << 40)
     batch = SamplingBatch([read_in_place, changed])
     for dtype in {"float32", *dtypes}:  # logits that are changed are copied as float32
         logits = np.zeros((2, 1), np.float32 if dtype == "float32" else np.uint16)

@@ -27,7 +27,7 @@ LANES = 32  # a lane: each LANES-th token of a group
 STEPS = 16  # tokens of a lane
 GROUP = LANES * STEPS
 LISTED = 64  # top tokens listed first for top-p and min-p without top-k
-WHOLE_ROW = -1  # in the place of a token: `sampling.sample_whole_row` has to choose it
+NEEDS_FULL_SORT = -1  # in the place of a token: `sampling.sample_whole_row` has to choose it
 FAILED = -2
 NO_MASK = np.empty((0, 0), np.uint32)
 # The highest signed integer of a float's size, and how far negative NaNs are from the lowest one in the order
@@ -156,7 +156,7 @@ def copied(source, rows):
 
 
 @_compiled
-def allowed(source, row, start, part, masked):
+def masked_scores(source, row, start, part, masked):
     """`part`, the LANES tokens from `start` on, with -inf for those that the mask excludes; empty if it
     excludes all."""
     integer = type(source.highest)
@@ -180,7 +180,7 @@ def allowed(source, row, start, part, masked):
 
 
 @_compiled
-def flipped(bits, highest):
+def sortable_bits(bits, highest):
     """An integer ordered as the float with these bits is; the same again makes the bits of it. highest: of
     the integers."""
     integer = type(highest)
@@ -204,13 +204,15 @@ def maxima_of(source):
             for start in range(begin, min(begin + STEPS * width, size), width):
                 part = source.flat[row * source.vocab + start : row * source.vocab + min(start + width, size)]
                 # One expression: with an `if` the compiler leaves the loop below a third slower or more.
-                part = part if source.words == 0 else allowed(source, row, start, part, masked)
+                part = part if source.words == 0 else masked_scores(source, row, start, part, masked)
                 for i in range(len(part)):
-                    best[i] = max(best[i], integer(flipped(part[i], source.highest) - source.nan_offset))
+                    best[i] = max(
+                        best[i], integer(sortable_bits(part[i], source.highest) - source.nan_offset)
+                    )
             for i in range(source.adjacent):
                 for lane in range(LANES):
                     bits = integer(best[lane * source.adjacent + i] + source.nan_offset)
-                    maxima[row + i, group * LANES + lane] = float32_of(flipped(bits, source.highest))
+                    maxima[row + i, group * LANES + lane] = float32_of(sortable_bits(bits, source.highest))
     return maxima
 
 
@@ -248,7 +250,7 @@ def sums_of(source, peaks, scales):
             for start in range(begin, min(begin + STEPS * width, size), width):
                 part = source.flat[row * source.vocab + start : row * source.vocab + min(start + width, size)]
                 # One expression: with an `if` the compiler leaves the loop below a third slower or more.
-                part = part if source.words == 0 else allowed(source, row, start, part, masked)
+                part = part if source.words == 0 else masked_scores(source, row, start, part, masked)
                 for i in range(len(part)):
                     lanes[i] += weight_of(float32_of(part[i]), peak[i], scale[i])
             for i in range(source.adjacent):
@@ -279,7 +281,7 @@ def threshold_of(scores, k):
     low, high = ~FINITE_BITS, FINITE_BITS
     while low < high:
         middle = (low + high + 1) >> 1
-        score = float32_of(flipped(np.int32(middle), INT32_MAX))
+        score = float32_of(sortable_bits(np.int32(middle), INT32_MAX))
         count = np.uint32(0)  # as small as the scores: fast
         for i in range(len(scores)):
             count = np.uint32(count + np.uint32(scores[i] >= score))
@@ -289,7 +291,7 @@ def threshold_of(scores, k):
             low = middle
             if count == k:
                 high = middle
-    return float32_of(flipped(np.int32(low), INT32_MAX))
+    return float32_of(sortable_bits(np.int32(low), INT32_MAX))
 
 
 @_compiled
@@ -315,7 +317,7 @@ def list_top(source, row, maxima, peak, k, ids, scores):
 
 
 @_compiled
-def place_of(weights, draw):
+def sample_index(weights, draw):
     """The index at the share `draw` of all weights, never one without weight, and the share of that weight
     below it."""
     wanted = draw * weights.sum()
@@ -345,18 +347,18 @@ def draw_listed(ids, scores, is_complete, sums, peak, temperature, top_p, min_p,
             break
         cumulative += weights[i]
     if is_complete or (top_p < 1.0 and cumulative >= limit):
-        return ids[place_of(weights, draw)[0]]
-    return WHOLE_ROW
+        return ids[sample_index(weights, draw)[0]]
+    return NEEDS_FULL_SORT
 
 
 @_compiled
 def draw_any(source, place, sums, peak, scale, draw):
     """A token from all of them, in the order of their ids."""
-    group, share = place_of(sums, draw)
+    group, share = sample_index(sums, draw)
     weights = np.zeros(GROUP)
     for i in range(min(GROUP, source.vocab - group * GROUP)):
         weights[i] = weight_of(score_of(source, place, group * GROUP + i), peak, scale)
-    return group * GROUP + place_of(weights, share)[0]
+    return group * GROUP + sample_index(weights, share)[0]
 
 
 @_compiled
@@ -390,7 +392,7 @@ def choose(source, maxima, peaks, indices, parameters):
         top_k = parameters.top_k[row]
         top_p = parameters.top_p[row]
         min_p = parameters.min_p[row]
-        tokens[place] = WHOLE_ROW
+        tokens[place] = NEEDS_FULL_SORT
         if not math.isfinite(peak):
             tokens[place] = FAILED
         elif parameters.whole_row[row]:
@@ -398,7 +400,7 @@ def choose(source, maxima, peaks, indices, parameters):
         elif top_k == 0 and top_p >= 1.0 and min_p == 0.0:
             tokens[place] = draw_any(source, place, sums[place], peak, scales[place], draw)
         wanted = top_k if top_k > 0 else LISTED
-        while tokens[place] == WHOLE_ROW and wanted <= 8 * max(LISTED, top_k):
+        while tokens[place] == NEEDS_FULL_SORT and wanted <= 8 * max(LISTED, top_k):
             count = list_top(source, place, maxima[place], peak, wanted, ids, scores)
             is_complete = top_k > 0 or count < wanted
             temperature = parameters.temperature[row]

@@ -6,10 +6,10 @@ for is in slots.py.
 
 Waiting requests take free slots first in, first out, unless `queue_threshold_s` lets shorter prompts go
 first. Several prompts are in progress at a time, so a short prompt does not wait for a long one to finish.
-Which of them run next, and beside whom, is a policy: `MixedSteps` or `PromptBetweenSteps`. A waiting request
-with a free slot gets prompt tokens within this many steps:
+Which of them run next, and beside whom, is a policy: `ChunkedPrefill` or `AlternatingPrefill`. A waiting
+request with a free slot gets prompt tokens within this many steps:
 - mixed steps: ceil(slots / pairs of tokens for prompts beside running requests); `slots` for a request with
-  `keep_all`;
+  `all_logits`;
 - else 2 * slots, counted from the step at which `waiting_served_ratio` and `max_waiting_tokens` let it start.
 """
 
@@ -24,19 +24,19 @@ from itertools import zip_longest
 from typing import NamedTuple
 
 from engine.request import Request, State
-from engine.slots import Placement, Slots
+from engine.slots import SlotAssignment, Slots
 from models.base import Chunk
 
 # Prompt tokens of a mixed step. A larger budget lowers the prompt's time to first token and raises the
 # inter-token latency of the running requests.
-PROMPT_TOKENS_BESIDE = 32  # while requests run; for each of up to PROMPTS_BESIDE prompts
-PROMPTS_BESIDE = 4  # the sooner many prompts are done, the more rows the steps have
-PROMPT_TOKENS_ALONE = 256
+PREFILL_TOKENS_WITH_DECODE = 32  # while requests run; for each of up to PROMPTS_BESIDE prompts
+MAX_PARALLEL_PREFILLS = 4  # the sooner many prompts are done, the more rows the steps have
+PREFILL_TOKENS_ALONE = 256
 # Prompt tokens between two decode steps, where the model cannot mix them.
-PROMPT_TOKENS_BETWEEN = 128  # while requests run
+PREFILL_TOKENS_PER_DECODE = 128  # while requests run
 # Of whole prompts, while more of them have or can have a slot than requests run.
-PROMPT_TOKENS_BETWEEN_MANY = 2048
-KEEP_ALL_TOKENS = 64  # of a mixed step: the logits after each of them are held in memory
+MAX_PREFILL_TOKENS_PER_DECODE = 2048
+ALL_LOGITS_TOKENS = 64  # of a mixed step: the logits after each of them are held in memory
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,13 +44,13 @@ class Limits:
     """What the model can run (see StaticBatchModel), and how the operator shares it out."""
 
     slots: int
-    mixes: bool = False
+    supports_chunked_prefill: bool = False
     prefill_chunk: int | None = None
-    prefix_step: int | None = None
-    copies_prefixes: bool = False
+    prefix_granularity: int | None = None
+    supports_prefix_copy: bool = False
     max_batch_prefill_tokens: int | None = None  # None: the constants above
     prompt_budget: int | None = None  # of the engine, in place of PROMPT_TOKENS_BESIDE
-    verify_budget: int = 0  # tokens of all rows of a step with guesses
+    max_draft_rows: int = 0  # tokens of all rows of a step with guesses
     verify_length: int = 0  # of one of them
     max_queue_time_s: float = math.inf
     queue_threshold_s: float | None = None
@@ -71,14 +71,14 @@ class Limits:
     def default_budget(self) -> int:
         """Prompt tokens for a decode step where `max_batch_prefill_tokens` is not set: of each of up to
         PROMPTS_BESIDE prompts in a mixed step, else of all."""
-        if self.mixes:
-            return self.prompt_budget or PROMPT_TOKENS_BESIDE
-        return min(PROMPT_TOKENS_BETWEEN, self.prefill_chunk or PROMPT_TOKENS_BETWEEN)
+        if self.supports_chunked_prefill:
+            return self.prompt_budget or PREFILL_TOKENS_WITH_DECODE
+        return min(PREFILL_TOKENS_PER_DECODE, self.prefill_chunk or PREFILL_TOKENS_PER_DECODE)
 
     @property
     def delays_running(self) -> bool:
         """Whether the operator gave prompts more tokens of a step than any default does."""
-        most = self.default_budget * (PROMPTS_BESIDE if self.mixes else 1)
+        most = self.default_budget * (MAX_PARALLEL_PREFILLS if self.supports_chunked_prefill else 1)
         return (self.max_batch_prefill_tokens or 0) > most
 
 
@@ -87,19 +87,19 @@ class Step(NamedTuple):
 
     chunks: list[Chunk]  # rows of running requests first, slots ascending; then prompt chunks
     requests: list[Request]  # one a chunk
-    samples: list[int]  # indices of the chunks whose last token's logits give a new token
-    rows: int  # how many chunks, from the first on, are rows of running requests
-    copies: list[Placement]  # held prompt tokens to copy to another slot first, in this order
+    sample_indices: list[int]  # of the chunks whose last token's logits give a new token
+    num_decodes: int  # how many chunks, from the first on, are decodes of running requests
+    copies: list[SlotAssignment]  # held prompt tokens to copy to another slot first, in this order
     running: int  # requests that generate, in this step or waiting for it
 
     @property
     def prompt_tokens(self) -> int:
-        return sum(len(chunk.tokens) for chunk in self.chunks[self.rows :])
+        return sum(len(chunk.tokens) for chunk in self.chunks[self.num_decodes :])
 
     @property
     def started(self) -> list[Request]:
         """The requests whose prompts begin."""
-        prompts = zip(self.chunks[self.rows :], self.requests[self.rows :])
+        prompts = zip(self.chunks[self.num_decodes :], self.requests[self.num_decodes :])
         return [request for chunk, request in prompts if chunk.begin == request.cached]
 
 
@@ -114,9 +114,11 @@ class Scheduler:
         self.running: list[Request] = []  # requests that generate, slots ascending
         self.max_tokens = 0  # of the requests in slots: prompts and max_new_tokens
         self._limits = limits
-        self._policy = MixedSteps(limits) if limits.mixes else PromptBetweenSteps(limits)
-        self._slots = Slots(limits.slots, limits.prefix_step, limits.copies_prefixes)
-        self._copies: list[Placement] = []  # of the next step
+        self._policy = (
+            ChunkedPrefill(limits) if limits.supports_chunked_prefill else AlternatingPrefill(limits)
+        )
+        self._slots = Slots(limits.slots, limits.prefix_granularity, limits.supports_prefix_copy)
+        self._copies: list[SlotAssignment] = []  # of the next step
 
     @property
     def busy(self) -> int:
@@ -155,8 +157,8 @@ class Scheduler:
         rows, prompts = self._policy.next(self.running, self.prefilling, startable)
         if not rows and not prompts:
             return None
-        guesses = [] if prompts else self._guesses(rows)
-        chunks = [_row(row, guessed) for row, guessed in zip_longest(rows, guesses, fillvalue=())]
+        draft_tokens = [] if prompts else self._propose_drafts(rows)
+        chunks = [_row(row, draft) for row, draft in zip_longest(rows, draft_tokens, fillvalue=())]
         copies, self._copies = self._copies, []
         step = Step(chunks, list(rows), list(range(len(rows))), len(rows), copies, len(self.running))
         for request, tokens in prompts:
@@ -165,21 +167,21 @@ class Scheduler:
             if begin == request.cached:
                 request.started_at = now
             if end == len(request.prompt):
-                step.samples.append(len(chunks))
-            chunks.append(Chunk(request.slot, request.prompt[begin:end], begin, request.keep_all))
+                step.sample_indices.append(len(chunks))
+            chunks.append(Chunk(request.slot, request.prompt[begin:end], begin, request.all_logits))
             step.requests.append(request)
         return step
 
-    def _guesses(self, rows: list[Request]) -> list[list[int]]:
+    def _propose_drafts(self, rows: list[Request]) -> list[list[int]]:
         """What may follow the last token of each row. Nothing where half of them or more have no guess: they
         would wait for those of the others. Nor beside prompts, which take their share of the step."""
-        most = min(self._limits.verify_budget // max(1, len(rows)), self._limits.verify_length) - 1
+        most = min(self._limits.max_draft_rows // max(1, len(rows)), self._limits.verify_length) - 1
         if most < 1:
             return []
         found = []
         missing = 0
         for row in rows:
-            found.append(row.lookup.guess(min(most, row.max_new_tokens - row.generated - 1)))
+            found.append(row.lookup.propose(min(most, row.max_new_tokens - row.generated - 1)))
             missing += not found[-1]
             if 2 * missing >= len(rows):
                 return []
@@ -198,10 +200,10 @@ class Scheduler:
         for index, (chunk, request) in enumerate(zip(step.chunks, step.requests)):
             if not request.has_slot:
                 continue
-            if index >= step.rows:
+            if index >= step.num_decodes:
                 self._update_prompt(request, chunk, is_done=bool(tokens[index]))
             if chunk.verify and tokens[index]:
-                request.lookup.judge(len(chunk.tokens) - 1, len(tokens[index]) - 1)
+                request.lookup.record_acceptance(len(chunk.tokens) - 1, len(tokens[index]) - 1)
             reasons[index] = self._record(request, tokens[index])
             if reasons[index]:
                 self._release(request)
@@ -209,8 +211,8 @@ class Scheduler:
 
     def _update_prompt(self, request: Request, chunk: Chunk, is_done: bool) -> None:
         end = chunk.begin + len(chunk.tokens)
-        if not chunk.keep_all:  # such chunks may be cut elsewhere
-            self._slots.extend(request.slot, chunk.tokens, chunk.begin)
+        if not chunk.all_logits:  # such chunks may be cut elsewhere
+            self._slots.mark_cached(request.slot, chunk.tokens, chunk.begin)
         if end < len(request.prompt):
             request.prefilled = end
         elif is_done:
@@ -246,7 +248,7 @@ class Scheduler:
             request = self._next_waiting(now)
             request.exceeded_wait = too_few_wait
             request.group.has_started = True
-            placement = self._slots.take(request.prompt, reuse=not request.keep_all)
+            placement = self._slots.allocate(request.prompt, reuse=not request.all_logits)
             request.slot = placement.slot
             request.cached = request.prefilled = placement.cached
             if placement.source != placement.slot:
@@ -274,8 +276,8 @@ class Scheduler:
         request.state = State.ENDED
 
 
-def _row(request: Request, guesses: Sequence[int]) -> Chunk:
-    tokens = (request.last_token, *guesses)
+def _row(request: Request, draft_tokens: Sequence[int]) -> Chunk:
+    tokens = (request.last_token, *draft_tokens)
     begin = len(request.prompt) + request.generated - 1
     return Chunk(request.slot, tokens, begin, verify=len(tokens) > 1)
 
@@ -283,7 +285,7 @@ def _row(request: Request, guesses: Sequence[int]) -> Chunk:
 Prompts = list[tuple[Request, int]]  # and how many tokens of each run
 
 
-class MixedSteps:
+class ChunkedPrefill:
     """Each step runs the rows of all running requests and shares a budget of tokens among the prompts."""
 
     has_waited = True
@@ -292,8 +294,8 @@ class MixedSteps:
         self._limits = limits
         given = limits.max_batch_prefill_tokens
         self._budget_beside = given or limits.default_budget
-        self._prompts_beside = 1 if given else PROMPTS_BESIDE
-        self._budget_alone = max(PROMPT_TOKENS_ALONE, self._budget_beside)
+        self._prompts_beside = 1 if given else MAX_PARALLEL_PREFILLS
+        self._budget_alone = max(PREFILL_TOKENS_ALONE, self._budget_beside)
 
     def too_few_wait(self, waiting: int, running: int) -> bool:
         """Never: a prompt that starts holds nobody up."""
@@ -320,7 +322,7 @@ class MixedSteps:
         limits = []
         for request in chosen:
             left = len(request.prompt) - request.prefilled
-            limit = min(left, self._limits.longest_chunk, KEEP_ALL_TOKENS if request.keep_all else left)
+            limit = min(left, self._limits.longest_chunk, ALL_LOGITS_TOKENS if request.all_logits else left)
             limits.append((limit, left, request))
         limits.sort(key=lambda entry: entry[:2])
         if len(chosen) == budget // 2:
@@ -335,27 +337,27 @@ class MixedSteps:
         return shares
 
     def _choose(self, most: int, prefilling: list[Request]) -> list[Request]:
-        """The prompts that get tokens now, at most one with `keep_all`. They go behind the others."""
+        """The prompts that get tokens now, at most one with `all_logits`. They go behind the others."""
         chosen: list[Request] = []
         skipped: list[Request] = []
         one_keeps_all = False
         for request in prefilling:
-            if len(chosen) == most or (request.keep_all and one_keeps_all):
+            if len(chosen) == most or (request.all_logits and one_keeps_all):
                 skipped.append(request)
             else:
                 chosen.append(request)
-                one_keeps_all |= request.keep_all
+                one_keeps_all |= request.all_logits
         prefilling[:] = skipped + chosen
         return chosen
 
 
-class PromptBetweenSteps:
+class AlternatingPrefill:
     """One prompt, or a chunk of it, runs alone; between two decode steps as many as the budget allows."""
 
     def __init__(self, limits: Limits):
         self._limits = limits
         self._budget_beside = limits.max_batch_prefill_tokens or limits.default_budget
-        self._budget_alone = max(PROMPT_TOKENS_BETWEEN_MANY, self._budget_beside)
+        self._budget_alone = max(MAX_PREFILL_TOKENS_PER_DECODE, self._budget_beside)
         self._prompt_tokens = 0  # since the last decode step
         self._steps_since_prompt = 0  # decode steps since the last prompt was finished
 

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 
-class Placement(NamedTuple):
+class SlotAssignment(NamedTuple):
     """The slot of a request, how many of its prompt tokens are held already, and in which slot (else its own:
     to be copied)."""
 
@@ -25,14 +25,14 @@ class Placement(NamedTuple):
 class Slots:
     """Owns the free slots and their contents. Knows no requests, only prompts."""
 
-    def __init__(self, count: int, prefix_step: int | None = None, copies_prefixes: bool = False):
-        """`prefix_step`, `copies_prefixes`: see StaticBatchModel."""
+    def __init__(self, count: int, prefix_granularity: int | None = None, supports_prefix_copy: bool = False):
+        """`prefix_granularity`, `supports_prefix_copy`: see StaticBatchModel."""
         self.free = list(range(count))  # the least recently used first
-        self._prefix_step = prefix_step
-        self._copies_prefixes = copies_prefixes
+        self._prefix_step = prefix_granularity
+        self._copies_prefixes = supports_prefix_copy
         self._held: list[list[int]] = [[] for _ in range(count)]
 
-    def take(self, prompt: Sequence[int], reuse: bool = True) -> Placement:
+    def allocate(self, prompt: Sequence[int], reuse: bool = True) -> SlotAssignment:
         """The free slot with the longest common prefix, else the least recently used one.
 
         A slot of which less than half would be used keeps its contents, for the conversation that they belong
@@ -57,9 +57,9 @@ class Slots:
             source = max(range(len(common)), key=lambda other: (common[other], other == slot))
         self.free.remove(slot)
         self._held[slot] = list(prompt[: common[source]])
-        return Placement(slot, common[source], source)
+        return SlotAssignment(slot, common[source], source)
 
-    def extend(self, slot: int, tokens: Sequence[int], begin: int) -> None:
+    def mark_cached(self, slot: int, tokens: Sequence[int], begin: int) -> None:
         """A prompt chunk has run."""
         held = self._held[slot]
         step = self._prefix_step

@@ -27,7 +27,7 @@ from text.grammar import GrammarError
 
 logger = logging.getLogger("worker")
 
-Choice = int | Exception  # a token, or why there is none
+TokenOrError = int | Exception  # a token, or why there is none
 # The values that only the host can change.
 NEUTRAL = {name: each.neutral for name, each in SAMPLING_PARAMETERS.items() if not each.on_device}
 
@@ -45,7 +45,7 @@ class StepOutput:
     errors: dict[int, str] = field(default_factory=dict)  # by chunk, for the client
     failure: Exception | None = None  # of the whole step; all requests have errors
     finish_reasons: list[str | None] = field(default_factory=list)  # what `Scheduler.update` returned
-    guesses: int = 0  # that were verified, and how many of them were right
+    draft_tokens: int = 0  # that were verified, and how many of them were right
     accepted: int = 0
     # [rows, vocab]; None where the device samples or nobody wants log-probabilities.
     logits: np.ndarray | None = None
@@ -67,7 +67,7 @@ class StepRunner:
         self._batch = SamplingBatch([])
 
     def run(self, step: Step) -> StepOutput:
-        requests = [step.requests[i] for i in step.samples]
+        requests = [step.requests[i] for i in step.sample_indices]
         masks = self._start_masks(requests)
         output = StepOutput.begin(step)
         try:
@@ -84,7 +84,7 @@ class StepRunner:
             self._sample(output, result, masks)
         except Exception as error:
             output.tokens = [[] for _ in step.chunks]
-            output.errors = {i: _message_of(error, step.requests[i]) for i in step.samples}
+            output.errors = {i: _message_of(error, step.requests[i]) for i in step.sample_indices}
             output.logits = None
         output.sampled_at = time.monotonic()
         return output
@@ -104,8 +104,8 @@ class StepRunner:
         if self._model.sampling == "host":
             return
         if self._model.sampling == "hybrid":
-            sampled = [step.requests[i] for i in step.samples]
-            is_scored = any(chunk.keep_all for chunk in step.chunks)
+            sampled = [step.requests[i] for i in step.sample_indices]
+            is_scored = any(chunk.all_logits for chunk in step.chunks)
             self._model.take(ids=not (is_scored or any(map(needs_logits, sampled))))
         for request in step.started:
             wanted = request.generate.sampling
@@ -117,11 +117,11 @@ class StepRunner:
     def _sample(self, output: StepOutput, result: Logits | SampledIds, masks: Future[Masks] | None) -> None:
         """The next tokens of each request that samples: one, and one more behind each guess that is right."""
         step = output.step
-        wants_logits = any(request.generate.logprobs or request.keep_all for request in step.requests)
+        wants_logits = any(request.generate.logprobs or request.all_logits for request in step.requests)
         if wants_logits and not isinstance(result, SampledIds):
             output.logits = result
         rows_by_chunk = sampled_rows(step)
-        samples = step.samples
+        samples = step.sample_indices
         depth = 0
         while samples:
             requests = [step.requests[i] for i in samples]
@@ -133,7 +133,7 @@ class StepRunner:
             for i, request, choice in zip(samples, requests, choices):
                 if not isinstance(choice, Exception):
                     output.tokens[i].append(choice)
-                    if _is_guessed(step.chunks[i], depth, choice) and not request.is_complete:
+                    if _is_accepted(step.chunks[i], depth, choice) and not request.is_complete:
                         going.append(i)
                 elif not depth:  # else the next step finds the same
                     output.errors[i] = _message_of(choice, request)
@@ -141,7 +141,7 @@ class StepRunner:
             depth += 1
         for chunk, tokens in zip(step.chunks, output.tokens):
             if chunk.verify:
-                output.guesses += len(chunk.tokens) - 1
+                output.draft_tokens += len(chunk.tokens) - 1
                 output.accepted += max(0, len(tokens) - 1)
 
     def _choices(
@@ -151,7 +151,7 @@ class StepRunner:
         rows: list[int],
         result: Logits | SampledIds,
         masks: Future[Masks] | None,
-    ) -> list[Choice]:
+    ) -> list[TokenOrError]:
         """A token for each request, of its row of the result."""
         if isinstance(result, SampledIds):
             unknown = SamplingError("the device chose a token that does not exist")
@@ -198,12 +198,12 @@ def rows_of(logits: np.ndarray, rows: list[int]) -> np.ndarray:
     return logits[: len(rows)] if rows == list(range(len(rows))) else logits[rows]
 
 
-def _is_guessed(chunk: Chunk, depth: int, token: int) -> bool:
+def _is_accepted(chunk: Chunk, depth: int, token: int) -> bool:
     """Whether the guess behind so many others is the token."""
     return chunk.verify and depth + 1 < len(chunk.tokens) and chunk.tokens[depth + 1] == token
 
 
-def _follow_grammar(request: Request, choice: Choice) -> Choice:
+def _follow_grammar(request: Request, choice: TokenOrError) -> TokenOrError:
     """Moves the request's matcher on behind the token."""
     if request.matcher is None or isinstance(choice, Exception):
         return choice
@@ -212,7 +212,7 @@ def _follow_grammar(request: Request, choice: Choice) -> Choice:
     except Exception as error:
         return error
     if request.matcher.is_complete:
-        request.sampler.lift_ban()  # the tokens that end the text are all that is left
+        request.sampler.allow_eos()  # the tokens that end the text are all that is left
         request.is_complete = not request.generate.keep_eos
     return choice
 

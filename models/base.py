@@ -38,13 +38,13 @@ class Chunk(NamedTuple):
     slot: int
     tokens: Sequence[int]
     begin: int  # position of tokens[0]; 0 starts a new sequence in the slot
-    keep_all: bool = False  # return the logits after every token, for log-probabilities of prompts
+    all_logits: bool = False  # return the logits after every token, for log-probabilities of prompts
     verify: bool = False  # the same, as decode steps would give them
 
     @property
     def rows(self) -> int:
         """Of logits."""
-        return len(self.tokens) if self.keep_all or self.verify else 1
+        return len(self.tokens) if self.all_logits or self.verify else 1
 
 
 class SampledIds(NamedTuple):
@@ -70,37 +70,36 @@ class StaticBatchModel(Protocol):
     max_total_tokens: int  # positions of a slot
     max_input_tokens: int  # longest prompt
     vocab_size: int
-    gives_prompt_logits: bool  # whether `Chunk.keep_all` is supported
+    supports_prompt_logits: bool  # whether `Chunk.all_logits` is supported
     # "host"; "device": `forward` returns SampledIds, and `set_sampling` comes before each prompt; "hybrid":
     # either, as `take` says.
     sampling: str
     # One call may hold any mix of chunks; else either rows of one token each, or a single prompt chunk.
-    mixes: bool
+    supports_chunked_prefill: bool
     prefill_chunk: int | None  # longest prompt chunk in tokens; None: a prompt runs whole
     # A prompt may continue what its slot holds at multiples of this position; None: nowhere.
-    prefix_step: int | None
-    copies_prefixes: bool  # whether `copy_prefix` is supported
+    prefix_granularity: int | None
+    supports_prefix_copy: bool  # whether `copy_prefix` is supported
     # Tokens of a prompt beside running requests, unless configured; None: the scheduler's constant.
     prompt_budget: int | None
     # Tokens of all rows of a call with `verify`, and of one of them; 0: it has none. More would cost more
     # than they bring.
-    verify_budget: int
+    max_draft_rows: int
     verify_length: int
 
     def forward(self, chunks: Sequence[Chunk]) -> Logits | SampledIds:
         """Runs the chunks, at most one a slot, and extends the KV cache of their slots; no other slot
         changes.
 
-        Where `prefix_step` is set, a slot holds what ran in it until other tokens run at these positions: a
-        prompt may begin behind what it has in common with the slot's last one. (On Neuron up to rounding, see
-        NeuronModel.) Returns one row of logits a chunk, after its last token, in the order of `chunks`; a
-        chunk with `keep_all` or `verify` has one row a token. The result stays as it is when `forward` is
-        called again. A row depends on its own slot alone, to the last bit: not on the other chunks, and not
-        on how a prompt was cut into chunks where the scheduler follows `mixes` and `prefill_chunk`. Every
-        slot with a live sequence must be in each call of one-token rows, or of chunks with `verify`, where
-        `mixes` is false. Raises DeviceLost when the process must be restarted; any other exception leaves the
-        model usable.
-        """
+        Where `prefix_granularity` is set, a slot holds what ran in it until other tokens run at these
+        positions: a prompt may begin behind what it has in common with the slot's last one. (On Neuron up to
+        rounding, see NeuronModel.) Returns one row of logits a chunk, after its last token, in the order of
+        `chunks`; a chunk with `all_logits` or `verify` has one row a token. The result stays as it is when
+        `forward` is called again. A row depends on its own slot alone, to the last bit: not on the other
+        chunks, and not on how a prompt was cut into chunks where the scheduler follows
+        `supports_chunked_prefill` and `prefill_chunk`. Every slot with a live sequence must be in each call
+        of one-token rows, or of chunks with `verify`, where `supports_chunked_prefill` is false. Raises
+        DeviceLost when the process must be restarted; any other exception leaves the model usable."""
 
     def copy_prefix(self, source: int, target: int, tokens: int) -> None:
         """Copies what slot `source` holds of its first `tokens` positions to slot `target`."""

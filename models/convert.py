@@ -289,7 +289,7 @@ class Check:
         """Runs the saved graph in float32: long and short chunks, one and two slots a call, at the first and
         at the last positions. Raises UnsupportedModel where one of these differs."""
         model = self._model(target, facts | {"arithmetic": "float32"}, CHECK_WINDOW)
-        at_end = model.forward([Chunk(0, self.short, 0, keep_all=True)], self.shift)
+        at_end = model.forward([Chunk(0, self.short, 0, all_logits=True)], self.shift)
         for found, expected in (
             (at_end, self.at_end),
             (_prompt_logits(model, self.ids), self.logits),
@@ -336,7 +336,7 @@ def _ids_of_text(folder: Path, vocab_size: int) -> list[int]:
 def _prompt_logits(model: OpenVinoModel, ids: Sequence[int]) -> np.ndarray:
     """The logits after each token of a prompt, which runs in chunks: float32 [tokens, vocab]."""
     begins = range(0, len(ids), CHUNK)
-    chunks = [Chunk(0, ids[begin : begin + CHUNK], begin, keep_all=True) for begin in begins]
+    chunks = [Chunk(0, ids[begin : begin + CHUNK], begin, all_logits=True) for begin in begins]
     return np.concatenate([model.forward([chunk]) for chunk in chunks])
 
 

@@ -45,8 +45,8 @@ class NeuronModel:
 
     engine = "neuron"
     device = "neuron"
-    mixes = False
-    copies_prefixes = False
+    supports_chunked_prefill = False
+    supports_prefix_copy = False
     prompt_budget = None
 
     def __init__(self, build: Build, work_dir: Path, announce: Callable[[str], None] = lambda phase: None):
@@ -69,8 +69,8 @@ class NeuronModel:
         self._slot_sampling = [GREEDY] * programs.batch_size
         self._takes_ids = self.sampling == "device"
         self._held: dict[int, list[int]] = {}  # slot → the tokens in its KV cache
-        self._guessed: dict[int, Sequence[int]] = {}  # slot → what ran behind them, and may be wrong
-        self.verify_budget = self.verify_length = 0
+        self._drafts: dict[int, Sequence[int]] = {}  # slot → what ran behind them, and may be wrong
+        self.max_draft_rows = self.verify_length = 0
         self.prefill_chunk: int | None = None
         if self.sampling == "hybrid" and (problem := self._hybrid_problem()):
             logger.warning("Tokens are sampled on the host (--sampling): %s", problem)
@@ -85,13 +85,13 @@ class NeuronModel:
                 self.prefill_chunk = None
         if programs.verify_length:
             self.verify_length = programs.verify_length
-            self.verify_budget = self.verify_length * self.batch_size
+            self.max_draft_rows = self.verify_length * self.batch_size
             if problem := self._verify_problem():
                 logger.warning("No guesses are verified (--speculate): %s", problem)
-                self.verify_budget = self.verify_length = 0
+                self.max_draft_rows = self.verify_length = 0
         self._held.clear()
-        self.prefix_step = self.prefill_chunk
-        self.gives_prompt_logits = self.prefill_chunk is not None and self.sampling != "device"
+        self.prefix_granularity = self.prefill_chunk
+        self.supports_prompt_logits = self.prefill_chunk is not None and self.sampling != "device"
 
     def _hybrid_problem(self) -> str | None:
         """Takes the logits and the id after the same prompt: what is wrong with the id, if anything."""
@@ -236,9 +236,9 @@ class NeuronModel:
     def _settle(self, chunk: Chunk) -> None:
         """Of the guesses that ran last in a slot, those before `chunk` were right."""
         held = self._held.get(chunk.slot)
-        guessed = self._guessed.pop(chunk.slot, ())
+        draft = self._drafts.pop(chunk.slot, ())
         if held is not None:
-            held += guessed[: max(0, chunk.begin - len(held))]
+            held += draft[: max(0, chunk.begin - len(held))]
 
     def _verify(self, chunks: Sequence[Chunk]) -> torch.Tensor:
         """Up to `verify_length` tokens of every live slot: logits [tokens of all chunks, vocab], or ids
@@ -268,7 +268,7 @@ class NeuronModel:
         for slot, tokens, begin, _keep_all, _verify in chunks:
             place = begin - begins[slot]
             columns += [(place + n) * self.batch_size + slot for n in range(len(tokens))]
-            self._guessed[slot] = tokens[1:]
+            self._drafts[slot] = tokens[1:]
             del self._held[slot][begin + 1 :]
         if self._takes_ids:
             return output.T.reshape(-1)[columns][:, None]
@@ -327,9 +327,9 @@ class NeuronModel:
         return every_slot | rows
 
     def _run_prompt(self, chunk: Chunk) -> torch.Tensor:
-        """Logits [1, vocab] after the last token, with `keep_all` [len(tokens), vocab] after each; or ids [1,
-        1]."""
-        slot, tokens, begin, keep_all, _verify = chunk
+        """Logits [1, vocab] after the last token, with `all_logits` [len(tokens), vocab] after each; or ids
+        [1, 1]."""
+        slot, tokens, begin, all_logits, _verify = chunk
         held = self._held.get(slot, [])
         length = self.prefill_chunk or 0
         end = begin + len(tokens)
@@ -340,8 +340,8 @@ class NeuronModel:
         assert begin <= len(held), f"slot {slot} holds {len(held)} positions, not {begin}"
         held = self._held[slot] = [*held[:begin], *tokens]
         if begin:
-            return self._continue(slot, held, begin if keep_all else end - 1, begin)
-        first = held[:1] if keep_all else held
+            return self._continue(slot, held, begin if all_logits else end - 1, begin)
+        first = held[:1] if all_logits else held
         ids = first
         positions = range(len(first))
         if len(first) == 1:  # would run as a decode step, which damages every other slot

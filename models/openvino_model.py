@@ -77,12 +77,12 @@ class OpenVinoModel:
     engine = "openvino"
     device = "cpu"
     sampling = "host"
-    mixes = True
+    supports_chunked_prefill = True
     prefill_chunk = 256
-    gives_prompt_logits = True
-    prefix_step = 1
-    copies_prefixes = True
-    verify_budget = verify_length = VERIFY_TOKENS
+    supports_prompt_logits = True
+    prefix_granularity = 1
+    supports_prefix_copy = True
+    max_draft_rows = verify_length = VERIFY_TOKENS
 
     def __init__(
         self, graph: ov.Model, facts: dict[str, Any], slots: int, max_total_tokens: int, threads: int
@@ -194,7 +194,7 @@ def split(chunks: Sequence[Chunk], max_tokens: float) -> Iterator[list[tuple[int
     a decode step is."""
     call = []
     room = max_tokens
-    for slot, tokens, begin, keep_all, verify in chunks:
+    for slot, tokens, begin, all_logits, verify in chunks:
         if verify:  # a row each: the tokens before it in the call are in the cache when it is computed
             call += [(slot, (token,), begin + n, 1) for n, token in enumerate(tokens)]
             room -= len(tokens)
@@ -210,7 +210,7 @@ def split(chunks: Sequence[Chunk], max_tokens: float) -> Iterator[list[tuple[int
                 continue
             done += take
             room -= take
-            wanted = take if keep_all else int(done == len(tokens))
+            wanted = take if all_logits else int(done == len(tokens))
             call.append((slot, tokens[done - take : done], begin + done - take, wanted))
     yield call
 
@@ -407,7 +407,7 @@ def _compare(model: OpenVinoModel, facts: dict[str, Any]) -> None:
     expected = np.array(reference["logits"], np.float32)[: len(ids)]
     begin = max(1, len(ids) - VERIFY_TOKENS)  # of the decode steps, which run in one call
     slot = model.batch_size - 1
-    prompt = model.forward([Chunk(slot, ids[:begin], 0, keep_all=True)])
+    prompt = model.forward([Chunk(slot, ids[:begin], 0, all_logits=True)])
     steps = model.forward([Chunk(slot, ids[begin:], begin, verify=True)])
     for found, wanted in ((prompt, expected[:begin]), (steps, expected[begin:])):
         columns = found[:, reference["columns"]]

@@ -295,12 +295,12 @@ class TorchModel:
     engine = "torch"
     sampling = "host"
     quantize = None
-    mixes = False
+    supports_chunked_prefill = False
     prompt_budget = None
-    gives_prompt_logits = True
+    supports_prompt_logits = True
     prefill_chunk = 128  # fixed boundaries: the last bits of a token's logits may depend on its chunk
-    prefix_step = prefill_chunk
-    copies_prefixes = True
+    prefix_granularity = prefill_chunk
+    supports_prefix_copy = True
 
     def __init__(self, config: Config, folder: Path, device: str):
         if config.quantize:
@@ -317,7 +317,7 @@ class TorchModel:
             torch.set_num_threads(config.threads or usable_threads())
         # Off unless it is asked for: a row of several tokens is rounded otherwise than one of one token.
         self.verify_length = config.speculate + 1 if config.speculate else 0
-        self.verify_budget = self.verify_length * self.batch_size
+        self.max_draft_rows = self.verify_length * self.batch_size
         self._model = load_pretrained(config, folder, device)
         self._kind = self._model.config.model_type
         self.vocab_size = self._model.config.get_text_config().vocab_size
@@ -370,7 +370,7 @@ class TorchModel:
     @torch.inference_mode()
     def _run(self, chunks: Sequence[Chunk], is_step: bool) -> np.ndarray:
         cache = self._cache
-        keep_all = any(chunk.keep_all or chunk.verify for chunk in chunks)
+        all_logits = any(chunk.all_logits or chunk.verify for chunk in chunks)
         ids, positions = cache.start(chunks, is_step, self.device)
         out = self._model(
             input_ids=ids,
@@ -378,13 +378,13 @@ class TorchModel:
             past_key_values=cache,
             attention_mask=cache.mask(None, self._model.dtype) if self._mask_is_given else None,
             use_cache=True,
-            logits_to_keep=0 if keep_all else 1,
+            logits_to_keep=0 if all_logits else 1,
         )
-        if is_step and keep_all:
+        if is_step and all_logits:
             logits = torch.cat([out.logits[chunk.slot, : chunk.rows] for chunk in chunks])
         else:
             logits = out.logits[cache.slots, -1] if is_step else out.logits[0]
-        if not keep_all:
+        if not all_logits:
             logits = logits[-len(chunks) :]  # not every family knows logits_to_keep
         return logits.float().cpu().numpy()
 
@@ -421,7 +421,7 @@ class TorchModel:
         half = max(1, len(ids) // 2)
         ends = {self.batch_size - 1: half, 0: max(half, len(ids) - SAMPLE_STEPS)}  # of each slot's prompt
         prompts = [
-            self.forward([Chunk(slot, ids[begin : min(begin + SAMPLE_CHUNK, end)], begin, keep_all=True)])
+            self.forward([Chunk(slot, ids[begin : min(begin + SAMPLE_CHUNK, end)], begin, all_logits=True)])
             for slot, end in ends.items()
             for begin in range(0, end, SAMPLE_CHUNK)
         ]

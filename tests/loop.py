@@ -10,10 +10,10 @@ from engine.admission import Admission
 from engine.metrics import Metrics
 from engine.scheduler import Limits
 from protocol import End, Generate, Status, SubmitRequests, Tokens
-from worker import Parts, Worker
+from worker import Worker, WorkerDeps
 
 WAIT_S = 20
-ENGINES = {"mixes": {"mixes": True}, "chunks": {"prefill_chunk": 4}, "whole": {}}
+ENGINES = {"supports_chunked_prefill": {"supports_chunked_prefill": True}, "chunks": {"prefill_chunk": 4}, "whole": {}}
 OPERATORS_LIMITS = ("max_batch_prefill_tokens", "max_queue_time_s", "waiting_served_ratio", "max_waiting_tokens")
 on_every_engine = pytest.mark.parametrize("engine", ENGINES.values(), ids=ENGINES)
 
@@ -73,12 +73,12 @@ class Oracle:
     def add(self, tokens):
         self.done += len(tokens)
 
-    def guess(self, most):
-        guesses = self.text[self.done : self.done + self.chance.randint(0, max(0, most))]
-        return [token if self.chance.random() < 0.8 else 1 + token % 2 for token in guesses]
+    def propose(self, most):
+        draft_tokens = self.text[self.done : self.done + self.chance.randint(0, max(0, most))]
+        return [token if self.chance.random() < 0.8 else 1 + token % 2 for token in draft_tokens]
 
-    def judge(self, guesses, accepted):
-        self.judged.append((guesses, accepted))
+    def record_acceptance(self, draft_tokens, accepted):
+        self.judged.append((draft_tokens, accepted))
 
 
 class Driven:
@@ -89,10 +89,17 @@ class Driven:
         shared_out = {name: model.pop(name) for name in OPERATORS_LIMITS if name in model}
         self.model = served or FakeModel(**model)
         self.admission = Admission(max_concurrent_requests)
-        of_model = ("mixes", "prefill_chunk", "prefix_step", "copies_prefixes", "verify_budget", "verify_length")
+        of_model = (
+            "supports_chunked_prefill",
+            "prefill_chunk",
+            "prefix_granularity",
+            "supports_prefix_copy",
+            "max_draft_rows",
+            "verify_length",
+        )
         facts = {name: getattr(self.model, name) for name in of_model}
         self.worker = Worker(
-            Parts(
+            WorkerDeps(
                 model=self.model,
                 limits=Limits(slots=self.model.batch_size, **facts, **shared_out),
                 eos_token_ids=frozenset([EOS]),

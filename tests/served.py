@@ -21,7 +21,7 @@ from engine.metrics import Metrics
 from engine.scheduler import Limits
 from protocol import ModelInfo
 from text.grammar import Grammars
-from worker import Parts, Worker
+from worker import Worker, WorkerDeps
 
 WAIT_S = 20
 WINDOW = 60
@@ -67,7 +67,7 @@ class Served:
         self.metrics = Metrics()
         self.admission = Admission(LIMITS["max_concurrent_requests"])
         self.link = Link(address, self.metrics, self.admission)
-        parts = Parts(
+        parts = WorkerDeps(
             model=self.model,
             limits=Limits(slots=slots, prefill_chunk=prefill_chunk),
             eos_token_ids=frozenset([EOS]),
@@ -82,7 +82,7 @@ class Served:
         self.client = web.create_app(self.config, self.seen).test_client()
         limits = (VOCABULARY, [EOS], 2, WINDOW - 1, WINDOW)
         info = ModelInfo("m", None, str(folder), *limits, "fake", "float32", model_dir=str(folder), sampling=sampled_by)
-        self.info = msgspec.structs.replace(info, prompt_logprobs=self.model.gives_prompt_logits)
+        self.info = msgspec.structs.replace(info, prompt_logprobs=self.model.supports_prompt_logits)
         self.thread = threading.Thread(target=self.worker.run, daemon=True)
 
     def get_ready(self):

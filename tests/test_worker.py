@@ -106,7 +106,7 @@ def test_sampled_tokens_do_not_depend_on_other_requests(engine):
     assert alone.tokens[1] == crowded.tokens[1] != greedy([9] * 6, 12)
 
 
-@pytest.mark.parametrize("engine", ["mixes", "chunks"])
+@pytest.mark.parametrize("engine", ["supports_chunked_prefill", "chunks"])
 def test_a_short_prompt_has_its_first_token_while_a_long_one_is_in_progress_and_others_generate(engine):
     driven = Driven(max_batch_prefill_tokens=4, **ENGINES[engine])
     driven.arrive(Generate(1, [1], 30, ignore_eos=True))
@@ -121,8 +121,11 @@ def test_a_short_prompt_has_its_first_token_while_a_long_one_is_in_progress_and_
         assert driven.tokens[i] == greedy(prompt, most)
 
 
-REUSES = {"in place": {"mixes": True, "prefix_step": 1}, "chunks": {"prefill_chunk": 4, "prefix_step": 4}}
-REUSES["copied"] = REUSES["in place"] | {"copies_prefixes": True}
+REUSES = {
+    "in place": {"supports_chunked_prefill": True, "prefix_granularity": 1},
+    "chunks": {"prefill_chunk": 4, "prefix_granularity": 4},
+}
+REUSES["copied"] = REUSES["in place"] | {"supports_prefix_copy": True}
 
 
 @pytest.mark.parametrize("engine", REUSES.values(), ids=REUSES)
@@ -141,7 +144,7 @@ def test_what_a_slot_still_holds_of_a_prompt_does_not_run_again_and_the_text_is_
 
 
 def test_a_prefix_of_a_running_request_is_copied():
-    driven = Driven(batch_size=3, mixes=True, prefix_step=1, copies_prefixes=True)
+    driven = Driven(batch_size=3, supports_chunked_prefill=True, prefix_granularity=1, supports_prefix_copy=True)
     prompt = list(range(1, 20))
     driven.arrive(Generate(1, prompt, 15, ignore_eos=True))
     driven.step()
@@ -188,7 +191,7 @@ def test_behind_connected_stands_the_address(monkeypatch, tmp_path, caplog):
 # Failures
 
 
-@pytest.mark.parametrize(("engine", "failed"), [("mixes", {1, 2}), ("chunks", {2}), ("whole", {2})])
+@pytest.mark.parametrize(("engine", "failed"), [("supports_chunked_prefill", {1, 2}), ("chunks", {2}), ("whole", {2})])
 def test_a_failed_step_ends_the_requests_of_that_step_and_no_others(engine, failed):
     driven = Driven(batch_size=2, max_batch_prefill_tokens=4, **ENGINES[engine])
     driven.arrive(Generate(1, [1, 2], 8, ignore_eos=True))
@@ -420,7 +423,7 @@ def test_a_failed_load_ends_the_start_at_once_whatever_runs_beside_it(tmp_path, 
     assert (ended.returncode, ended.stderr.splitlines()[-1][25:]) == (2, "ERROR worker: on purpose")
 
 
-MIXES, CHUNKS, WHOLE = {"mixes": True}, {"prefill_chunk": 64}, {}
+MIXES, CHUNKS, WHOLE = {"supports_chunked_prefill": True}, {"prefill_chunk": 64}, {}
 
 
 @pytest.mark.parametrize(

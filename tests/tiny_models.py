@@ -213,26 +213,26 @@ def generate(model, ids: torch.Tensor) -> tuple[list[list[int]], list[float]]:
     return out.sequences[:, ids.shape[1] :].tolist(), (best - second).min(0).values.tolist()
 
 
-def run(model, prompts: list[list[int]], seed=0, prefill_chunk=None, budget=None, keep_all=False) -> list[Sequence]:
+def run(model, prompts: list[list[int]], seed=0, prefill_chunk=None, budget=None, all_logits=False) -> list[Sequence]:
     """Runs all prompts to the end of the window as the worker does, arriving at random times; some are cancelled on the way.
 
     Prompts are repeated, so many continue what a slot holds.
-    A sequence's logits are those that its tokens were chosen from; with `keep_all` those after every prompt token as well.
+    A sequence's logits are those that its tokens were chosen from; with `all_logits` those after every prompt token as well.
     """
     chance, chunk = random.Random(seed), prefill_chunk or model.prefill_chunk
     limits = Limits(
         slots=min(6, model.batch_size),
-        mixes=model.mixes,
+        supports_chunked_prefill=model.supports_chunked_prefill,
         prefill_chunk=chunk,
         max_batch_prefill_tokens=budget,
-        prefix_step=model.prefix_step and min(model.prefix_step, chunk),
-        copies_prefixes=model.copies_prefixes,
+        prefix_granularity=model.prefix_granularity and min(model.prefix_granularity, chunk),
+        supports_prefix_copy=model.supports_prefix_copy,
     )
     scheduler = Scheduler(limits)
     sequences = []
     for prompt in prompts:
         most = model.max_total_tokens - len(prompt)
-        generate = Generate(0, prompt, most, prompt_logprobs=keep_all)
+        generate = Generate(0, prompt, most, prompt_logprobs=all_logits)
         sequences.append(Sequence(generate=generate, max_new_tokens=most, arrived_at=0.0))
     arriving = list(sequences)
     while arriving or scheduler.waiting or scheduler.busy:
@@ -245,12 +245,12 @@ def run(model, prompts: list[list[int]], seed=0, prefill_chunk=None, budget=None
             for copy in step.copies:
                 model.copy_prefix(copy.source, copy.slot, copy.cached)
             logits = model.forward(step.chunks)
-            ends = np.cumsum([len(chunk.tokens) if chunk.keep_all else 1 for chunk in step.chunks])
+            ends = np.cumsum([len(chunk.tokens) if chunk.all_logits else 1 for chunk in step.chunks])
             sampled: list[list[int]] = [[] for _ in ends]
             for i, (request, begin, end) in enumerate(zip(step.requests, [0, *ends], ends)):
-                if keep_all or i in step.samples:
+                if all_logits or i in step.sample_indices:
                     request.logits += list(logits[begin:end])
-            for i in step.samples:
+            for i in step.sample_indices:
                 sampled[i] = [int(logits[ends[i] - 1].argmax())]
                 step.requests[i].tokens += sampled[i]
             scheduler.update(step, sampled)

@@ -69,11 +69,11 @@ def test_a_guided_text_is_the_same_with_guesses_and_ends_where_it_is_complete(en
     texts = dict(plain.tokens)
     waiting = iter(requests)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(worker, "Lookup", lambda *_: Oracle(texts[next(waiting).id], chance))
+        patch.setattr(worker, "NgramProposer", lambda *_: Oracle(texts[next(waiting).id], chance))
         guessed.arrive(*requests)
         guessed.run()
     assert (guessed.tokens, guessed.ends) == (texts, plain.ends)
-    assert guessed.worker.metrics.series("speculation_guesses")._value.get() > 0
+    assert guessed.worker.metrics.series("speculation_draft_tokens")._value.get() > 0
 
 
 @on_every_engine
@@ -246,7 +246,13 @@ def random_schema(random, depth=0):
 @pytest.mark.random_examples
 def test_hundreds_of_schemas_give_valid_json_whatever_the_model_prefers():
     random, grammars = Random(7), Grammars(tokenizer().to_str(), tokenizer().get_vocab_size(), [EOS])
-    driven = Driven(grammars=grammars, vocab_size=tokenizer().get_vocab_size(), max_total_tokens=500, batch_size=8, mixes=True)
+    driven = Driven(
+        grammars=grammars,
+        vocab_size=tokenizer().get_vocab_size(),
+        max_total_tokens=500,
+        batch_size=8,
+        supports_chunked_prefill=True,
+    )
     schemas = {n: random_schema(random) for n in range(SCHEMAS)}
     for n, schema in schemas.items():
         warm = Sampling(seed=n, temperature=1.5) if n % 2 else Sampling()

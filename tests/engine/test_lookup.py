@@ -8,71 +8,71 @@ from fakes.model import EOS, VOCABULARY, greedy
 from loop import ENGINES, Driven, Oracle
 
 import worker
-from engine.lookup import FIRST_GUESSES, LONGEST_PAUSE, Lookup
+from engine.lookup import INITIAL_DRAFT_TOKENS, MAX_PAUSE, NgramProposer
 from protocol import Cancel, Generate, Sampling
 
 
 def lookup(prompt, generated, prediction=()):
-    made = Lookup(prompt, prediction, 1000)
+    made = NgramProposer(prompt, prediction, 1000)
     made.add(generated)
     return made
 
 
 def test_what_followed_the_last_tokens_before_is_guessed():
-    assert lookup([1, 2, 3, 4, 5, 6, 9], [1, 2]).guess(3) == [3, 4, 5]
+    assert lookup([1, 2, 3, 4, 5, 6, 9], [1, 2]).propose(3) == [3, 4, 5]
 
 
 def test_the_longest_earlier_copy_counts_and_of_equal_ones_the_latest():
-    assert lookup([7, 1, 2, 3, 8, 1, 2, 4], [7, 1, 2]).guess(1) == [3]
-    assert lookup([1, 2, 3, 1, 2, 4, 9], [1, 2]).guess(1) == [4]
+    assert lookup([7, 1, 2, 3, 8, 1, 2, 4], [7, 1, 2]).propose(1) == [3]
+    assert lookup([1, 2, 3, 1, 2, 4, 9], [1, 2]).propose(1) == [4]
 
 
 def test_a_text_that_repeats_itself_is_guessed_as_far_as_it_goes():
-    assert lookup([1, 2, 3], [1, 2]).guess(10) == [3, 1, 2]
+    assert lookup([1, 2, 3], [1, 2]).propose(10) == [3, 1, 2]
 
 
 @pytest.mark.parametrize("generated", [[5], [9, 8], [2]])
 def test_one_equal_token_is_chance(generated):
-    assert lookup([1, 2, 3, 4], generated).guess(4) == []
+    assert lookup([1, 2, 3, 4], generated).propose(4) == []
 
 
 def test_a_prediction_is_guessed_from_its_beginning_and_found_again_after_a_change():
     prediction = [11, 12, 13, 14, 15, 16, 17, 18]
-    assert lookup([1, 2, 3], [11], prediction).guess(2) == [12, 13]
-    assert lookup([1, 2, 3], [11, 12, 99, 14], prediction).guess(2) == []
-    assert lookup([1, 2, 3], [11, 12, 99, 14, 15], prediction).guess(2) == [16, 17]
-    assert lookup([1, 2, 3], [4], prediction).guess(2) == []
+    assert lookup([1, 2, 3], [11], prediction).propose(2) == [12, 13]
+    assert lookup([1, 2, 3], [11, 12, 99, 14], prediction).propose(2) == []
+    assert lookup([1, 2, 3], [11, 12, 99, 14, 15], prediction).propose(2) == [16, 17]
+    assert lookup([1, 2, 3], [4], prediction).propose(2) == []
 
 
 def test_guesses_become_more_while_they_are_right_and_fewer_when_they_are_not():
     text = list(range(1, 100))
     made = lookup(text, [1, 2])
-    assert len(made.guess(50)) == FIRST_GUESSES
-    made.judge(FIRST_GUESSES, FIRST_GUESSES)
-    assert len(made.guess(50)) == 2 * FIRST_GUESSES
-    made.judge(8, 2)
-    assert len(made.guess(50)) == 4
+    assert len(made.propose(50)) == INITIAL_DRAFT_TOKENS
+    made.record_acceptance(INITIAL_DRAFT_TOKENS, INITIAL_DRAFT_TOKENS)
+    assert len(made.propose(50)) == 2 * INITIAL_DRAFT_TOKENS
+    made.record_acceptance(8, 2)
+    assert len(made.propose(50)) == 4
 
 
 def test_a_request_whose_guesses_are_wrong_pauses_longer_and_longer_and_tries_again():
     made, text = lookup([1, 2] * 20, [1, 2]), itertools.cycle([1, 2])
 
     def pause_after_a_miss():
-        assert made.guess(5)
-        made.judge(1, 0)
+        assert made.propose(5)
+        made.record_acceptance(1, 0)
         for tokens in itertools.count():
-            if made.guess(5):
+            if made.propose(5):
                 return tokens
             made.add([next(text)])
 
-    assert [pause_after_a_miss() for _ in range(9)] == [1, 2, 4, 8, 16, 32, 64, 64, LONGEST_PAUSE]
-    made.judge(1, 1)
+    assert [pause_after_a_miss() for _ in range(9)] == [1, 2, 4, 8, 16, 32, 64, 64, MAX_PAUSE]
+    made.record_acceptance(1, 1)
     assert pause_after_a_miss() == 1
 
 
 def test_no_guess_goes_beyond_what_is_asked_for():
-    assert lookup([1, 2, 3, 4, 5], [1, 2]).guess(0) == []
-    assert lookup([1, 2, 3, 4, 5], [1, 2]).guess(1) == [3]
+    assert lookup([1, 2, 3, 4, 5], [1, 2]).propose(0) == []
+    assert lookup([1, 2, 3, 4, 5], [1, 2]).propose(1) == [3]
 
 
 # Steps with guesses
@@ -105,10 +105,10 @@ def played(requests, engine, seed, known=None, cancelled=()):
     oracles = {request.id: Oracle(known[request.id], chance) for request in requests} if known else {}
     waiting = iter(requests)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(worker, "Lookup", lambda *_: oracles[next(waiting).id])
+        patch.setattr(worker, "NgramProposer", lambda *_: oracles[next(waiting).id])
         driven.worker._verifies = bool(known)
         if not known:
-            driven.worker.scheduler._guesses = lambda rows: []
+            driven.worker.scheduler._propose_drafts = lambda rows: []
         for request in requests:
             driven.arrive(request)
             driven.step()
@@ -157,12 +157,14 @@ def test_a_request_that_is_cancelled_leaves_the_texts_of_the_others(engine):
 
 
 def test_a_step_has_no_guesses_where_half_of_the_requests_have_none_or_a_prompt_runs():
-    driven = Driven(batch_size=3, mixes=True, verify_length=4, max_total_tokens=40, max_batch_prefill_tokens=2)
+    driven = Driven(
+        batch_size=3, supports_chunked_prefill=True, verify_length=4, max_total_tokens=40, max_batch_prefill_tokens=2
+    )
     driven.each_call(lambda chunks: calls.append(chunks))
     calls = []
     with pytest.MonkeyPatch.context() as patch:
         texts = iter([greedy([5], 30), []])  # the second has no guesses
-        patch.setattr(worker, "Lookup", lambda *_: Sure(next(texts)))
+        patch.setattr(worker, "NgramProposer", lambda *_: Sure(next(texts)))
         driven.arrive(Generate(1, [5], 20, ignore_eos=True))
         driven.step(2)
         assert calls[-1][0].verify
@@ -179,21 +181,21 @@ class Sure(Oracle):
     def __init__(self, text):
         super().__init__(text, None)
 
-    def guess(self, most):
+    def propose(self, most):
         return self.text[self.done : self.done + most]
 
 
 def test_rows_share_the_budget_of_a_step_and_no_guess_is_made_for_more_tokens_than_a_request_may_have():
-    driven = Driven(batch_size=3, mixes=True, verify_length=6)
+    driven = Driven(batch_size=3, supports_chunked_prefill=True, verify_length=6)
     driven.worker.scheduler._limits = type(driven.worker.scheduler._limits)(
-        slots=3, mixes=True, verify_budget=8, verify_length=6
+        slots=3, supports_chunked_prefill=True, max_draft_rows=8, verify_length=6
     )
     calls = []
     driven.each_call(lambda chunks: calls.append(chunks))
     with pytest.MonkeyPatch.context() as patch:
         texts = {n: greedy([n], 30) for n in (3, 7)}
         waiting = iter(texts.values())
-        patch.setattr(worker, "Lookup", lambda *_: Sure(next(waiting)))
+        patch.setattr(worker, "NgramProposer", lambda *_: Sure(next(waiting)))
         driven.arrive(*(Generate(n, [n], 12, ignore_eos=True) for n in texts))
         driven.run()
     together = [[len(chunk.tokens) for chunk in chunks] for chunks in calls if len(chunks) == 2]

@@ -142,7 +142,7 @@ SUCCESS = RequestStats(
     first_token_s=1.0,
     input_tokens=10,
     generated_tokens=6,
-    guessed_tokens=2,
+    accepted_draft_tokens=2,
     max_new_tokens=20,
 )
 
@@ -264,7 +264,7 @@ def test_steps_and_their_failures_are_counted_and_timed_by_what_they_do():
 
 
 def test_a_step_with_prompts_and_running_requests_is_a_decode_step():
-    driven = Driven(mixes=True)
+    driven = Driven(supports_chunked_prefill=True)
     driven.arrive(Generate(1, LASTING, 9))
     driven.step()
     driven.arrive(Generate(2, LASTING, 9), Generate(3, LASTING, 9))
@@ -377,7 +377,7 @@ def test_metrics_are_sent_while_the_device_hangs_in_a_step(tmp_path):
 
 
 def test_prompt_tokens_that_a_slot_held_are_counted():
-    driven = Driven(mixes=True, prefix_step=1, max_total_tokens=100)
+    driven = Driven(supports_chunked_prefill=True, prefix_granularity=1, max_total_tokens=100)
     for i in (1, 2):
         driven.arrive(Generate(i, list(range(20)), 3))
         driven.run()

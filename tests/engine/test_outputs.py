@@ -17,7 +17,7 @@ LONG = list(range(1, 31))  # a prompt of several chunks
 
 
 def test_a_step_has_one_message_for_each_web_process():
-    driven = Driven(batch_size=4, mixes=True)
+    driven = Driven(batch_size=4, supports_chunked_prefill=True)
     for i, peer in enumerate([b"a", b"b", b"a", b"b"]):
         driven.arrive(Generate(i, [30, i], 30, ignore_eos=True), peer=peer)
     driven.step(2)
@@ -73,7 +73,7 @@ def test_a_token_has_the_log_probability_and_the_most_likely_tokens_of_its_logit
 
 def test_log_probabilities_that_nobody_wants_are_not_sent_and_those_of_others_stay_the_same():
     def logprobs(*generates):
-        driven, found = Driven(mixes=True), {}
+        driven, found = Driven(supports_chunked_prefill=True), {}
         driven.arrive(*generates)
         driven.run()
         for _peer, message in driven.wire.sent:

@@ -33,7 +33,7 @@ def test_the_requests_of_an_http_request_are_accepted_together_up_to_the_limit_o
 
 @pytest.mark.parametrize(
     ("engine", "prompt", "turns"),
-    [("whole", [1], 0), ("whole", [1], 1), ("whole", [1], 3), ("chunks", LONG, 2), ("mixes", LONG, 2)],
+    [("whole", [1], 0), ("whole", [1], 1), ("whole", [1], 3), ("chunks", LONG, 2), ("supports_chunked_prefill", LONG, 2)],
     ids=["waiting", "after its prompt", "generating", "in its prompt", "in its prompt, mixed"],
 )
 @pytest.mark.parametrize("how", ["cancel", "web process gone"])

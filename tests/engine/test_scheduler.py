@@ -13,24 +13,24 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine import scheduler as scheduling
-from engine.request import Group, Request
+from engine.request import Request, RequestGroup
 from engine.scheduler import Limits
 from models.base import Chunk
 from protocol import Generate
 
 EOS, OTHER = 0, 7
 BESIDE, ALONE, BETWEEN, BETWEEN_MANY, KEEP_ALL = 32, 256, 128, 2048, 64
-MIXED = {"mixes": True, "prefill_chunk": None}
-WHOLE = {"mixes": False, "prefill_chunk": None}
-CHUNKED = {"mixes": False, "prefill_chunk": 128}
+MIXED = {"supports_chunked_prefill": True, "prefill_chunk": None}
+WHOLE = {"supports_chunked_prefill": False, "prefill_chunk": None}
+CHUNKED = {"supports_chunked_prefill": False, "prefill_chunk": 128}
 
 
 def Scheduler(**limits):
     return scheduling.Scheduler(Limits(**limits))
 
 
-def of_prompt(prompt, most, arrived_at=0.0, keep_all=False, **fields):
-    generate = Generate(0, prompt, most, prompt_logprobs=keep_all)
+def of_prompt(prompt, most, arrived_at=0.0, all_logits=False, **fields):
+    generate = Generate(0, prompt, most, prompt_logprobs=all_logits)
     return Request(generate=generate, max_new_tokens=most, arrived_at=arrived_at, **fields)
 
 
@@ -48,7 +48,7 @@ def added(scheduler, *requests):
 
 def run_step(scheduler, now=0.0, token=OTHER):
     step = scheduler.next(now)
-    return step, scheduler.update(step, [[token] if i in step.samples else [] for i in range(len(step.chunks))])
+    return step, scheduler.update(step, [[token] if i in step.sample_indices else [] for i in range(len(step.chunks))])
 
 
 def running(scheduler, count):
@@ -140,7 +140,7 @@ def test_nothing_to_run_is_no_step():
 
 
 def test_requests_expire_in_the_queue_while_a_prompt_runs_unless_their_http_request_has_a_slot():
-    scheduler, group = Scheduler(slots=1, max_queue_time_s=10.0, **MIXED), Group()
+    scheduler, group = Scheduler(slots=1, max_queue_time_s=10.0, **MIXED), RequestGroup()
     _, same_group, late, in_time = added(
         scheduler, request(10**4, group=group), request(3, group=group), request(3), request(3, arrived_at=2.0)
     )
@@ -152,7 +152,7 @@ def test_requests_expire_in_the_queue_while_a_prompt_runs_unless_their_http_requ
 
 
 def test_a_request_does_not_expire_when_another_one_of_its_http_request_has_finished():
-    scheduler, group = Scheduler(slots=3, max_queue_time_s=10.0, waiting_served_ratio=2.0, **WHOLE), Group()
+    scheduler, group = Scheduler(slots=3, max_queue_time_s=10.0, waiting_served_ratio=2.0, **WHOLE), RequestGroup()
     running(scheduler, 2)
     _, second, *others = added(scheduler, request(1, 1, group=group), request(1, group=group), request(1), request(1))
     run_step(scheduler)
@@ -184,7 +184,7 @@ def test_a_mixed_step_has_a_row_for_every_running_request_and_shares_the_budget_
     rows, prompts = shape(step)[:2], shape(step)[2:]
     assert [(slot, tokens) for slot, _, tokens in rows] == [(0, 1), (1, 1)]
     assert sorted(prompts) == [(2, 0, 4), (3, 0, 14), (4, 0, 14)]
-    assert step.samples == [0, 1, 2], "two rows, and the prompt of 4 tokens"
+    assert step.sample_indices == [0, 1, 2], "two rows, and the prompt of 4 tokens"
 
 
 def test_a_prompt_gets_more_tokens_a_step_while_nobody_runs():
@@ -232,7 +232,7 @@ def test_of_prompts_alike_the_one_that_came_first_gets_what_cannot_be_shared_eve
 
 
 def test_a_later_prompt_of_the_same_length_does_not_overtake_because_its_turn_came_next():
-    scheduler = Scheduler(slots=8, max_batch_prefill_tokens=5, mixes=True, prefill_chunk=16)
+    scheduler = Scheduler(slots=8, max_batch_prefill_tokens=5, supports_chunked_prefill=True, prefill_chunk=16)
     running(scheduler, 1)
     first, *between, last = added(scheduler, *(request(50) for _ in range(6)))
     run_step(scheduler)
@@ -290,13 +290,13 @@ def test_a_long_prompt_gets_half_of_the_budget_while_short_ones_come_one_after_t
 
 def test_all_logits_of_prompts_are_kept_for_64_tokens_a_step_and_its_last_chunk_samples():
     scheduler = Scheduler(slots=4, **MIXED)
-    scored, also_scored, _ = added(scheduler, request(100, keep_all=True), request(100, keep_all=True), request(500))
+    scored, also_scored, _ = added(scheduler, request(100, all_logits=True), request(100, all_logits=True), request(500))
 
     step, _ = run_step(scheduler)
-    assert {(len(chunk.tokens), chunk.keep_all) for chunk in step.chunks} == {(64, True), (192, False)}
+    assert {(len(chunk.tokens), chunk.all_logits) for chunk in step.chunks} == {(64, True), (192, False)}
     while not (scored.generated and also_scored.generated):
         step, _ = run_step(scheduler)
-        assert sum(len(chunk.tokens) for chunk in step.chunks if chunk.keep_all) <= KEEP_ALL
+        assert sum(len(chunk.tokens) for chunk in step.chunks if chunk.all_logits) <= KEEP_ALL
 
 
 def test_how_many_requests_wait_changes_nothing_where_steps_are_mixed():
@@ -381,7 +381,7 @@ def finished(scheduler, prompt):
 
 
 def test_the_next_turn_of_a_chat_gets_the_slot_of_the_one_before_and_runs_only_the_rest():
-    scheduler = Scheduler(slots=3, prefix_step=1, **MIXED)
+    scheduler = Scheduler(slots=3, prefix_granularity=1, **MIXED)
     first_turn, other = list(range(100, 140)), list(range(500, 600))
     _, slot = finished(scheduler, first_turn)
     assert finished(scheduler, other)[1] != slot
@@ -392,19 +392,19 @@ def test_the_next_turn_of_a_chat_gets_the_slot_of_the_one_before_and_runs_only_t
 
 
 def test_a_prompt_that_is_held_whole_runs_its_last_two_tokens_again():
-    scheduler = Scheduler(slots=1, prefix_step=1, **MIXED)
+    scheduler = Scheduler(slots=1, prefix_granularity=1, **MIXED)
     prompt = list(range(100, 140))
     assert [finished(scheduler, prompt)[0].cached for _ in range(3)] == [0, 38, 38]
 
 
 def test_without_chunks_of_fixed_length_only_whole_ones_are_reused():
-    scheduler = Scheduler(slots=1, prefix_step=128, **CHUNKED)
+    scheduler = Scheduler(slots=1, prefix_granularity=128, **CHUNKED)
     prompt = list(range(300))
     assert [finished(scheduler, prompt[:end])[0].cached for end in (300, 290, 257, 130, 129, 300)] == [0, 256, 128, 128, 0, 0]
 
 
 def test_generated_tokens_are_not_reused_because_decode_steps_round_differently():
-    scheduler = Scheduler(slots=1, prefix_step=1, **MIXED)
+    scheduler = Scheduler(slots=1, prefix_granularity=1, **MIXED)
     each = of_prompt([1, 2, 3, 4], 5, 0.0)
     scheduler.add(each)
     while each.generated < 5:
@@ -413,9 +413,9 @@ def test_generated_tokens_are_not_reused_because_decode_steps_round_differently(
 
 
 def test_a_prompt_with_log_probabilities_runs_whole():
-    scheduler = Scheduler(slots=1, prefix_step=1, **MIXED)
+    scheduler = Scheduler(slots=1, prefix_granularity=1, **MIXED)
     finished(scheduler, list(range(40)))
-    (each,) = added(scheduler, of_prompt(list(range(40)), 1, 0.0, keep_all=True))
+    (each,) = added(scheduler, of_prompt(list(range(40)), 1, 0.0, all_logits=True))
     run_step(scheduler)
     assert each.cached == 0
 
@@ -423,7 +423,7 @@ def test_a_prompt_with_log_probabilities_runs_whole():
 def test_a_common_system_prompt_is_copied_from_a_running_slot_where_the_model_can():
     system = list(range(100, 200))
     for copies, cached in ((True, 100), (False, 0)):
-        scheduler = Scheduler(slots=2, prefix_step=1, copies_prefixes=copies, **MIXED)
+        scheduler = Scheduler(slots=2, prefix_granularity=1, supports_prefix_copy=copies, **MIXED)
         (runs,) = added(scheduler, of_prompt([*system, 1, 2, 3], 1000, 0.0))
         while not runs.generated:
             run_step(scheduler)
@@ -434,7 +434,7 @@ def test_a_common_system_prompt_is_copied_from_a_running_slot_where_the_model_ca
 
 
 def test_a_conversation_keeps_its_slot_from_a_prompt_that_shares_little_with_it():
-    scheduler = Scheduler(slots=2, prefix_step=1, **MIXED)
+    scheduler = Scheduler(slots=2, prefix_granularity=1, **MIXED)
     long = list(range(1000, 1200))
     _, slot = finished(scheduler, long)
     other, at = finished(scheduler, [*long[:3], 1, 2, 3])
@@ -443,22 +443,22 @@ def test_a_conversation_keeps_its_slot_from_a_prompt_that_shares_little_with_it(
 
 
 def test_a_chunk_shorter_than_the_budget_is_followed_by_a_decode_step_too():
-    scheduler = Scheduler(slots=3, mixes=False, prefill_chunk=32)
+    scheduler = Scheduler(slots=3, supports_chunked_prefill=False, prefill_chunk=32)
     running(scheduler, 2)
     added(scheduler, request(100))
     assert [prompts_until_decode(scheduler) for _ in range(3)] == [1, 1, 1]
 
 
 def test_a_prompt_whose_logits_are_all_kept_leaves_no_prefix_because_it_may_be_cut_elsewhere():
-    scheduler = Scheduler(slots=1, prefix_step=1, **MIXED)
-    (kept,) = added(scheduler, of_prompt(list(range(40)), 1, 0.0, keep_all=True))
+    scheduler = Scheduler(slots=1, prefix_granularity=1, **MIXED)
+    (kept,) = added(scheduler, of_prompt(list(range(40)), 1, 0.0, all_logits=True))
     while not kept.generated:
         run_step(scheduler)
     assert finished(scheduler, list(range(40)))[0].cached == 0
 
 
 def test_where_nothing_can_be_copied_and_every_slot_holds_something_any_common_prefix_decides():
-    scheduler = Scheduler(slots=2, prefix_step=1, **MIXED)
+    scheduler = Scheduler(slots=2, prefix_granularity=1, **MIXED)
     long = list(range(1000, 1200))
     _, slot = finished(scheduler, long)
     assert finished(scheduler, list(range(50)))[1] != slot
@@ -510,7 +510,7 @@ requests = st.fixed_dictionaries(
         "own": st.sampled_from([0, 0, 1, 2, 5, 20, 200]),
         "most": st.integers(1, 12),
         "eos_after": st.one_of(st.none(), st.integers(1, 12)),
-        "keep_all": st.sampled_from([False, False, True]),
+        "all_logits": st.sampled_from([False, False, True]),
         "group": st.integers(0, 4),
         "removed": st.one_of(st.none(), st.tuples(st.integers(0, 40), st.sampled_from(["before", "during", "failed"]))),
     }
@@ -531,17 +531,17 @@ class Simulation:
 
     def __init__(self, schedule, facts, engine):
         self.scheduler = Scheduler(**facts, **engine)
-        self.schedule, self.engine, self.mixes = schedule, engine, engine["mixes"]
+        self.schedule, self.engine, self.supports_chunked_prefill = schedule, engine, engine["supports_chunked_prefill"]
         self.slots, self.max_queue_time_s = facts["slots"], facts["max_queue_time_s"]
-        self.gate_is_open = self.mixes or facts["waiting_served_ratio"] == 0
+        self.gate_is_open = self.supports_chunked_prefill or facts["waiting_served_ratio"] == 0
         self.max_waiting_tokens = facts["max_waiting_tokens"]
-        self.beside = facts["max_batch_prefill_tokens"] or (BESIDE if self.mixes else BETWEEN)
-        self.most_beside = 4 if self.mixes and not facts["max_batch_prefill_tokens"] else 1
-        self.alone = max(ALONE if self.mixes else BETWEEN_MANY, self.beside)
+        self.beside = facts["max_batch_prefill_tokens"] or (BESIDE if self.supports_chunked_prefill else BETWEEN)
+        self.most_beside = 4 if self.supports_chunked_prefill and not facts["max_batch_prefill_tokens"] else 1
+        self.alone = max(ALONE if self.supports_chunked_prefill else BETWEEN_MANY, self.beside)
         self.held = [[] for _ in range(self.slots)]  # the KV cache of each slot, as tokens
         self.accounts: list[Account] = []
         self.by_request: dict[Request, Account] = {}
-        self.groups = defaultdict(Group)
+        self.groups = defaultdict(RequestGroup)
         self.tokens_since_decode = self.decodes_since_prompt = 0
 
     def run(self):
@@ -570,7 +570,7 @@ class Simulation:
                     arrived_at=float(now),
                     group=self.groups[each["group"]],
                     eos_token_ids={EOS},
-                    keep_all=each["keep_all"],
+                    all_logits=each["all_logits"],
                 )
                 account = Account(made, each["eos_after"], each["removed"])
                 self.accounts.append(account)
@@ -609,7 +609,7 @@ class Simulation:
             if account.request.slot is not None and account.prompt is None:
                 account.prompt = account.request.cached
                 assert account.prompt <= max(0, len(account.request.prompt) - 2)
-                assert account.prompt == 0 or (self.engine.get("prefix_step") and not account.request.keep_all)
+                assert account.prompt == 0 or (self.engine.get("prefix_granularity") and not account.request.all_logits)
         self.check_slots(live, rows)
         self.check_chunks(step, rows)
         self.check_budget(step, live, rows)
@@ -626,7 +626,7 @@ class Simulation:
 
     def token(self, index, step, now):
         account = self.by_request[step.requests[index]]
-        if index not in step.samples or account.removed == (now, "failed"):
+        if index not in step.sample_indices or account.removed == (now, "failed"):
             return None
         return EOS if account.tokens + 1 == account.eos_after else OTHER
 
@@ -643,7 +643,7 @@ class Simulation:
         assert len({chunk.slot for chunk in step.chunks}) == len(step.chunks) == len(step.requests)
         in_rows = []
         for slot, cached, source in step.copies:
-            assert self.engine["copies_prefixes"] and slot != source
+            assert self.engine["supports_prefix_copy"] and slot != source
             self.held[slot] = self.held[source][:cached]
         for index, (chunk, each) in enumerate(zip(step.chunks, step.requests)):
             account = self.by_request[each]
@@ -651,21 +651,21 @@ class Simulation:
             if account.tokens:
                 in_rows.append(account)
                 assert chunk == Chunk(each.slot, (OTHER,), len(each.prompt) + account.tokens - 1)
-                assert index in step.samples
+                assert index in step.sample_indices
             else:
                 end = chunk.begin + len(chunk.tokens)
                 assert self.held[chunk.slot][: chunk.begin] == each.prompt[: chunk.begin], "what a slot holds is the prompt's"
-                assert chunk.begin == account.prompt and chunk.keep_all == each.keep_all
+                assert chunk.begin == account.prompt and chunk.all_logits == each.all_logits
                 assert len(chunk.tokens) > 1 or len(chunk.tokens) == len(each.prompt)
                 assert chunk.tokens == each.prompt[chunk.begin : end]
-                assert (index in step.samples) == (end == len(each.prompt))
+                assert (index in step.sample_indices) == (end == len(each.prompt))
                 if self.engine["prefill_chunk"]:
                     assert len(chunk.tokens) <= self.engine["prefill_chunk"]
-                if not self.mixes:
+                if not self.supports_chunked_prefill:
                     assert end in self.cuts(len(each.prompt))
         assert in_rows == [] or {id(account) for account in in_rows} == {id(account) for account in rows}
         assert [account.request.slot for account in in_rows] == sorted(account.request.slot for account in in_rows)
-        if self.mixes:
+        if self.supports_chunked_prefill:
             assert len(in_rows) == len(rows)
         else:
             assert len(in_rows) == len(step.chunks) or len(step.chunks) == 1
@@ -679,12 +679,12 @@ class Simulation:
     def check_budget(self, step, live, rows):
         tokens = sum(prompt_tokens(step))
         in_slots = [account for account in live if account.request.slot is not None and not account.tokens]
-        if self.mixes:
+        if self.supports_chunked_prefill:
             budget = max(2, self.beside * min(self.most_beside, len(in_slots)) if rows else self.alone)
             given = [account for account in in_slots if account.request in step.requests]
             assert tokens <= budget + len(given)
-            assert sum(len(chunk.tokens) for chunk in step.chunks if chunk.keep_all) <= KEEP_ALL
-            if not self.engine["prefill_chunk"] and not any(account.request.keep_all for account in in_slots):
+            assert sum(len(chunk.tokens) for chunk in step.chunks if chunk.all_logits) <= KEEP_ALL
+            if not self.engine["prefill_chunk"] and not any(account.request.all_logits for account in in_slots):
                 left = [len(account.request.prompt) - account.prompt for account in given]
                 assert len(given) == min(budget // 2, len(in_slots))
                 pairs = sum(min(2, each) for each in left)
@@ -704,8 +704,8 @@ class Simulation:
         for account in live:
             if account.request.slot is not None and account.prompt == account.request.cached and not account.tokens:
                 account.steps_with_slot += 1
-                few = math.ceil(self.slots / max(1, self.beside // 2)) if not account.request.keep_all else self.slots
-                most = few if self.mixes else 2 * self.slots
+                few = math.ceil(self.slots / max(1, self.beside // 2)) if not account.request.all_logits else self.slots
+                most = few if self.supports_chunked_prefill else 2 * self.slots
                 if account.removed is None or account.removed[1] != "failed":
                     given = account.request in step.requests
                     assert account.steps_with_slot < most or (given and account.steps_with_slot == most)
@@ -715,7 +715,7 @@ class Simulation:
         if account.ended:
             assert reason is None
             return
-        if not account.tokens and (token is not None or index not in step.samples):
+        if not account.tokens and (token is not None or index not in step.sample_indices):
             account.prompt += len(step.chunks[index].tokens)
         expected = None
         if token is not None:
@@ -735,14 +735,14 @@ class Simulation:
 engines = st.sampled_from(
     [
         MIXED,
-        {"mixes": True, "prefill_chunk": 16},
-        {"mixes": True, "prefill_chunk": 16, "prefix_step": 1, "copies_prefixes": True},
-        {"mixes": True, "prefill_chunk": None, "prefix_step": 1, "copies_prefixes": False},
+        {"supports_chunked_prefill": True, "prefill_chunk": 16},
+        {"supports_chunked_prefill": True, "prefill_chunk": 16, "prefix_granularity": 1, "supports_prefix_copy": True},
+        {"supports_chunked_prefill": True, "prefill_chunk": None, "prefix_granularity": 1, "supports_prefix_copy": False},
         WHOLE,
         CHUNKED,
-        {"mixes": False, "prefill_chunk": 3},
-        {"mixes": False, "prefill_chunk": 3, "prefix_step": 3, "copies_prefixes": True},
-        {"mixes": False, "prefill_chunk": 3, "prefix_step": 3, "copies_prefixes": False},
+        {"supports_chunked_prefill": False, "prefill_chunk": 3},
+        {"supports_chunked_prefill": False, "prefill_chunk": 3, "prefix_granularity": 3, "supports_prefix_copy": True},
+        {"supports_chunked_prefill": False, "prefill_chunk": 3, "prefix_granularity": 3, "supports_prefix_copy": False},
     ]
 )
 
@@ -760,7 +760,7 @@ alike = st.fixed_dictionaries(
         "most": st.sampled_from([1, 30]),
         "own": st.just(60),  # nothing in common: what is held is not run again
         "eos_after": st.none(),
-        "keep_all": st.just(False),
+        "all_logits": st.just(False),
         "group": st.just(0),
         "removed": st.none(),
     }

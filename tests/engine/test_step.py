@@ -8,7 +8,7 @@ from msgspec.structs import replace
 
 from engine import sampling
 from engine.request import Request
-from engine.sampling import RowSampler
+from engine.sampling import SamplerState
 from engine.scheduler import Limits, Scheduler
 from engine.step import StepRunner, StepTimer, needs_logits
 from models.base import DeviceLost
@@ -17,16 +17,16 @@ from protocol import End, Generate, Sampling
 
 def scheduled(*prompts):
     """The next step of requests with these prompts, on a model that mixes."""
-    scheduler = Scheduler(Limits(slots=3, mixes=True))
+    scheduler = Scheduler(Limits(slots=3, supports_chunked_prefill=True))
     for number, prompt in enumerate(prompts):
         generate = Generate(number, prompt, 5)
-        sampler = RowSampler(Sampling(), prompt)
+        sampler = SamplerState(Sampling(), prompt)
         scheduler.add(Request(generate=generate, max_new_tokens=5, arrived_at=0.0, sampler=sampler))
     return scheduler.next(0.0)
 
 
 def test_a_step_gives_a_list_of_tokens_for_each_request():
-    output = StepRunner(FakeModel(mixes=True)).run(scheduled([1, 2], [3, 9]))
+    output = StepRunner(FakeModel(supports_chunked_prefill=True)).run(scheduled([1, 2], [3, 9]))
     assert output.tokens == [[int(next_logits(prompt).argmax())] for prompt in ([1, 2], [3, 9])]
     assert output.started_at <= output.ran_at <= output.sampled_at
     assert (output.errors, output.failure) == ({}, None)
@@ -34,7 +34,7 @@ def test_a_step_gives_a_list_of_tokens_for_each_request():
 
 @pytest.mark.parametrize("error", [RuntimeError("on purpose"), DeviceLost("gone")])
 def test_a_step_that_fails_has_a_message_for_every_request(error):
-    model = FakeModel(mixes=True)
+    model = FakeModel(supports_chunked_prefill=True)
     model.failures.append(error)
     output = StepRunner(model).run(scheduled([1, 2], [3, 9]))
     assert output.failure is error and output.tokens == [[], []]
@@ -43,15 +43,15 @@ def test_a_step_that_fails_has_a_message_for_every_request(error):
 
 def test_logits_are_kept_only_while_somebody_wants_log_probabilities():
     step = scheduled([1, 2], [3, 9])
-    assert np.array_equal(StepRunner(FakeModel(mixes=True)).run(step).logits[1], next_logits([3, 9]))
+    assert np.array_equal(StepRunner(FakeModel(supports_chunked_prefill=True)).run(step).logits[1], next_logits([3, 9]))
     spared = [Request(generate=Generate(i, [1], 1, logprobs=False), max_new_tokens=1, arrived_at=0.0) for i in (1, 2)]
     for request, like in zip(spared, step.requests):
         request.sampler = like.sampler
-    assert StepRunner(FakeModel(mixes=True)).run(step._replace(requests=spared)).logits is None
+    assert StepRunner(FakeModel(supports_chunked_prefill=True)).run(step._replace(requests=spared)).logits is None
 
 
 def test_a_prefix_that_cannot_be_copied_ends_the_worker_instead_of_giving_wrong_text(monkeypatch):
-    driven = Driven(batch_size=3, mixes=True, prefix_step=1, copies_prefixes=True)
+    driven = Driven(batch_size=3, supports_chunked_prefill=True, prefix_granularity=1, supports_prefix_copy=True)
     driven.arrive(Generate(1, list(range(1, 20)), 15, ignore_eos=True))
     driven.step()
     monkeypatch.setattr(driven.model, "copy_prefix", lambda *_: 1 / 0)

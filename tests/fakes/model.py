@@ -57,18 +57,18 @@ class FakeModel:
         max_total_tokens: int = 40,
         vocab_size: int = VOCABULARY,
         sampling: str = "host",
-        mixes: bool = False,
+        supports_chunked_prefill: bool = False,
         prefill_chunk: int | None = None,
-        prefix_step: int | None = None,
-        copies_prefixes: bool = False,
+        prefix_granularity: int | None = None,
+        supports_prefix_copy: bool = False,
         verify_length: int = 0,
     ):
         self.batch_size, self.vocab_size, self.sampling = batch_size, vocab_size, sampling
-        self.mixes, self.prefill_chunk = mixes, prefill_chunk
-        self.prefix_step, self.copies_prefixes = prefix_step, copies_prefixes
-        self.verify_length, self.verify_budget = verify_length, verify_length * batch_size
+        self.supports_chunked_prefill, self.prefill_chunk = supports_chunked_prefill, prefill_chunk
+        self.prefix_granularity, self.supports_prefix_copy = prefix_granularity, supports_prefix_copy
+        self.verify_length, self.max_draft_rows = verify_length, verify_length * batch_size
         self.max_total_tokens, self.max_input_tokens = max_total_tokens, max_total_tokens - 1
-        self.gives_prompt_logits = sampling != "device"
+        self.supports_prompt_logits = sampling != "device"
         self.takes_ids = sampling == "device"
         self.device_sampling: dict[int, tuple[int, float, float]] = {}  # slot → top_k, top_p, temperature
         self.ready_slots: set[int] = set()  # `set_sampling` was called and no prompt has followed yet
@@ -89,14 +89,14 @@ class FakeModel:
         self.takes_ids = ids
 
     def copy_prefix(self, source: int, target: int, tokens: int) -> None:
-        assert self.copies_prefixes and tokens <= len(self.cache[source])
+        assert self.supports_prefix_copy and tokens <= len(self.cache[source])
         self.cache[target] = self.cache[source][:tokens]
 
     def forward(self, chunks: Sequence[Chunk]) -> np.ndarray | SampledIds:
         slots = [chunk.slot for chunk in chunks]
         assert chunks and len(set(slots)) == len(slots), "a slot is named once"
         is_mix = len(chunks) > 1 and any((len(chunk.tokens) > 1 and not chunk.verify) or chunk.begin == 0 for chunk in chunks)
-        assert self.mixes or not is_mix, "this model runs either rows of one token or one prompt chunk"
+        assert self.supports_chunked_prefill or not is_mix, "this model runs either rows of one token or one prompt chunk"
         self.calls.append(list(chunks))
         assert self.may_run.wait(60)
         if self.failures:

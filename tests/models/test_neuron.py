@@ -52,7 +52,7 @@ ARRIVALS = st.lists(st.tuples(st.integers(1, WINDOW - 1), st.integers(1, WINDOW)
 @settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_every_schedule_gives_each_request_the_text_that_it_gets_alone(tmp_path, sampling, chunk, arrivals):
     model = load_chunks(tmp_path, sampling=sampling, prefill_chunk=chunk)
-    assert model.prefill_chunk == model.prefix_step == (chunk or None)
+    assert model.prefill_chunk == model.prefix_granularity == (chunk or None)
     driven = Driven(served=model)
     requests = []
     for n, (length, count, steps) in enumerate(arrivals):
@@ -83,7 +83,7 @@ def test_every_schedule_with_guesses_gives_each_request_the_same_text(tmp_path, 
     texts = [alone(each.prompt, len(each.prompt) + each.max_new_tokens)[len(each.prompt) :] for each in requests]
     with pytest.MonkeyPatch.context() as patch:
         oracles = iter([Oracle(text, chance) for text in texts])
-        patch.setattr(worker, "Lookup", lambda *_: next(oracles))
+        patch.setattr(worker, "NgramProposer", lambda *_: next(oracles))
         for request, (_length, _count, steps) in zip(requests, arrivals):
             driven.arrive(request)
             for _ in range(steps):
@@ -102,7 +102,7 @@ def test_guesses_that_the_device_verifies_wrongly_are_left_out_with_a_warning(tm
 
     monkeypatch.setattr(device.LlamaForSampling, "speculative_forward", wrong)
     model = load_chunks(tmp_path, sampling=sampling, speculate=3)
-    assert (model.verify_length, model.verify_budget) == (0, 0) and model.prefill_chunk
+    assert (model.verify_length, model.max_draft_rows) == (0, 0) and model.prefill_chunk
     assert "No guesses are verified (--speculate): " in caplog.text
 
 
@@ -215,9 +215,9 @@ def test_a_prompt_cannot_continue_behind_what_its_slot_holds(tmp_path):
 def test_logits_after_every_token_of_a_prompt(tmp_path, length):
     model = load_chunks(tmp_path)
     prompt = list(range(1, length + 1))
-    assert model.gives_prompt_logits and not load_chunks(tmp_path, prefill_chunk=0).gives_prompt_logits
+    assert model.supports_prompt_logits and not load_chunks(tmp_path, prefill_chunk=0).supports_prompt_logits
     for begin in range(0, length, CHUNK):
-        chunk = Chunk(2, prompt[begin : begin + CHUNK], begin, keep_all=True)
+        chunk = Chunk(2, prompt[begin : begin + CHUNK], begin, all_logits=True)
         expected = [device.expected_logits(prompt[: n + 1], VOCABULARY) for n in range(begin, begin + len(chunk.tokens))]
         assert np.array_equal(as_float32(model.forward([chunk])), np.stack(expected))
 
@@ -330,7 +330,7 @@ def test_a_model_whose_logits_are_no_numbers_is_refused_at_the_start(tmp_path, m
 
 
 def assert_serves_whole(model, caplog, warnings=1):
-    assert model.prefill_chunk is None and model.prefix_step is None and not model.gives_prompt_logits
+    assert model.prefill_chunk is None and model.prefix_granularity is None and not model.supports_prompt_logits
     assert caplog.text.count("Prompts are not run in chunks") == warnings
     batch = Batch(model)
     batch.join(0, [5] * 10)

@@ -94,7 +94,7 @@ def test_chunks_of_any_length_but_one_change_no_bit(even, dtype):
     model = serve(even, 300, threads=2, dtype=dtype, max_batch_size=4)
     assert model.engine == "openvino"
     prompt = np.random.default_rng(0).integers(0, VOCABULARY, 290).tolist()
-    whole = model.forward([Chunk(0, prompt[:256], 0, keep_all=True)])
+    whole = model.forward([Chunk(0, prompt[:256], 0, all_logits=True)])
     for sizes in ((2, 5, 3), (31, 33, 2), (64, 7, 100), (128,)):
         for others in (0, 3):
             found, begin, turn = [], 0, 0
@@ -102,7 +102,7 @@ def test_chunks_of_any_length_but_one_change_no_bit(even, dtype):
                 end = min(begin + sizes[turn % len(sizes)], 256)
                 end -= 256 - end == 1
                 rows = [Chunk(1 + slot, [slot], turn) for slot in range(others)]
-                found.append(model.forward([*rows, Chunk(0, prompt[begin:end], begin, keep_all=True)])[others:])
+                found.append(model.forward([*rows, Chunk(0, prompt[begin:end], begin, all_logits=True)])[others:])
                 begin, turn = end, turn + 1
             assert np.array_equal(np.concatenate(found), whole)
 
@@ -138,7 +138,7 @@ def test_bfloat16_on_one_thread_is_computed_in_float32(even):
 
 def test_prompt_logits_are_those_of_transformers_and_of_a_prompt_without_them(zoo, converter):
     model, reference = serve(zoo.folder("llama")), zoo.references("llama")[-1]
-    (scored,) = run(model, [reference.prompt], keep_all=True)
+    (scored,) = run(model, [reference.prompt], all_logits=True)
     loaded = converter.load_pretrained(Config(max_total_tokens=POSITIONS), zoo.folder("llama"), "cpu")
     expected = converter.reference_logits(loaded, reference.prompt)
     assert np.abs(np.array(scored.logits) - expected).max() < 1e-3
@@ -346,17 +346,17 @@ keeping = st.tuples(st.integers(1, 200), st.booleans())
 
 @given(lengths=st.lists(keeping, min_size=1, max_size=12), most=st.sampled_from([4, 5, 64, inf]))
 def test_a_long_call_is_split_into_shorter_ones_that_leave_no_token_of_a_chunk_alone(lengths, most):
-    chunks = [Chunk(slot, list(range(n)), 7, keep_all) for slot, (n, keep_all) in enumerate(lengths)]
+    chunks = [Chunk(slot, list(range(n)), 7, all_logits) for slot, (n, all_logits) in enumerate(lengths)]
     found = {chunk.slot: [] for chunk in chunks}
     for call in openvino_model.split(chunks, most):
         assert 0 < sum(len(piece[1]) for piece in call) <= most
         for piece in call:
             found[piece[0]].append(piece)
-    for slot, tokens, begin, keep_all, _verify in chunks:
+    for slot, tokens, begin, all_logits, _verify in chunks:
         assert [token for piece in found[slot] for token in piece[1]] == tokens
         assert [piece[2] for piece in found[slot]] == [begin + piece[1][0] for piece in found[slot]]
         assert min(len(piece[1]) for piece in found[slot]) >= min(2, len(tokens))
-        assert sum(piece[3] for piece in found[slot]) == (len(tokens) if keep_all else 1)
+        assert sum(piece[3] for piece in found[slot]) == (len(tokens) if all_logits else 1)
         assert found[slot][-1][3] >= 1
 
 

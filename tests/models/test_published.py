@@ -81,7 +81,7 @@ def perplexity(smollm2, quantize):
     for begin in range(0, len(ids), 256):
         window, rows = ids[begin : begin + 256], []
         for at in range(0, len(window), served.prefill_chunk):
-            rows.append(served.forward([Chunk(0, window[at : at + served.prefill_chunk], at, keep_all=True)]))
+            rows.append(served.forward([Chunk(0, window[at : at + served.prefill_chunk], at, all_logits=True)]))
         logprobs = torch.log_softmax(torch.from_numpy(np.concatenate(rows)[:-1]).double(), -1)
         losses.append(-logprobs[range(len(window) - 1), list(window[1:])])
     return float(torch.cat(losses).mean().exp())

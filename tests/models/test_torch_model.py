@@ -163,7 +163,12 @@ def test_a_model_states_what_it_is(zoo):
     model = serve(zoo.folder("llama"), max_batch_size=3, max_total_tokens=None)
     assert (model.batch_size, model.max_total_tokens, model.max_input_tokens) == (3, POSITIONS, POSITIONS - 1)
     assert (model.engine, model.device, model.dtype, model.quantize) == ("torch", "cpu", "float32", None)
-    assert (model.vocab_size, model.sampling, model.mixes, model.prefill_chunk) == (VOCABULARY, "host", False, 128)
+    assert (model.vocab_size, model.sampling, model.supports_chunked_prefill, model.prefill_chunk) == (
+        VOCABULARY,
+        "host",
+        False,
+        128,
+    )
 
 
 def test_logits_are_float32_rows_in_the_order_of_the_chunks_and_later_calls_leave_them_alone(zoo, served):
@@ -182,12 +187,12 @@ def test_logits_are_float32_rows_in_the_order_of_the_chunks_and_later_calls_leav
 @pytest.mark.parametrize("family", tiny_models.ALL)
 def test_the_logits_after_every_prompt_token_are_those_of_transformers(zoo, served, family):
     model, expected, chosen = served(family), reference_model(zoo.folder(family)), zoo.references(family)
-    assert model.gives_prompt_logits
-    sequences = run(model, [reference.prompt for reference in chosen], 3, prefill_chunk=3, keep_all=True)
+    assert model.supports_prompt_logits
+    sequences = run(model, [reference.prompt for reference in chosen], 3, prefill_chunk=3, all_logits=True)
     for sequence, reference in zip(sequences, chosen):
         with torch.inference_mode():
             wanted = expected(torch.tensor([reference.prompt])).logits[0]
-        whole = model.forward([Chunk(1, reference.prompt, 0, keep_all=True)])
+        whole = model.forward([Chunk(1, reference.prompt, 0, all_logits=True)])
         for found in (whole, sequence.logits[: len(wanted)]):
             np.testing.assert_allclose(found, wanted, rtol=1e-4, atol=1e-4)
         assert sequence.tokens == reference.tokens[: len(sequence.tokens)]
@@ -198,19 +203,19 @@ def test_texts_with_guesses_are_those_of_transformers(zoo, family):
     """Of rows with and without guesses in one step; up to the end of the window."""
     found = zoo.references(family)
     model = serve(zoo.folder(family), max_batch_size=3, speculate=4)
-    assert (model.verify_length, model.verify_budget) == (5, 15)
+    assert (model.verify_length, model.max_draft_rows) == (5, 15)
     chance, driven = random.Random(0), Driven(served=model)
     texts = [reference.tokens[: POSITIONS - len(reference.prompt)] for reference in found]
     requests = [Generate(n, each.prompt, len(text), ignore_eos=True) for n, (each, text) in enumerate(zip(found, texts))]
     with pytest.MonkeyPatch.context() as patch:
         oracles = iter([Oracle(text, chance) for text in texts])
-        patch.setattr(worker, "Lookup", lambda *_: next(oracles))
+        patch.setattr(worker, "NgramProposer", lambda *_: next(oracles))
         for request in requests:
             driven.arrive(request)
             driven.step(chance.randrange(1, 3))
         driven.run()
     assert [driven.tokens[request.id] for request in requests] == texts
-    assert sum(token.is_guessed for _peer, message in driven.wire.sent for token in getattr(message, "tokens", [])) > 10
+    assert sum(token.from_draft for _peer, message in driven.wire.sent for token in getattr(message, "tokens", [])) > 10
 
 
 @pytest.mark.parametrize("family", tiny_models.FAMILIES | tiny_models.WITH_THEIR_OWN_ATTENTION)

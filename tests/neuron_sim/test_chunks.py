@@ -55,7 +55,7 @@ def test_random_arrivals_through_the_scheduler_get_transformers_text_with_chunks
         requests.append(Generate(n, prompt, chance.randrange(1, WINDOW - length + 1), ignore_eos=True))
     for chunk in (CHUNK, 0):
         model = serve(made, tmp_path, max_batch_size=4, tp_degree=tp_degree, prefill_chunk=chunk, position_buckets=(16,))
-        assert model.prefill_chunk == model.prefix_step == (chunk or None)
+        assert model.prefill_chunk == model.prefix_granularity == (chunk or None)
         driven = Driven(served=model)
         for request in requests:
             driven.arrive(request)
@@ -119,7 +119,7 @@ def test_decode_steps_of_other_slots_change_no_bit_of_a_prompt(made, tmp_path):
 @pytest.mark.parametrize("made", ["llama, grouped"], indirect=True)
 def test_logits_after_every_token_of_a_prompt_are_those_of_transformers(made, tmp_path):
     model = serve(made, tmp_path, max_batch_size=2, prefill_chunk=CHUNK, position_buckets=(16,))
-    assert model.gives_prompt_logits
+    assert model.supports_prompt_logits
     prompt = [5 * n + 2 for n in range(2 * CHUNK + 3)]
     for length in (1, 2, CHUNK, CHUNK + 1, len(prompt)):
         chunks = [Chunk(1, prompt[begin : begin + CHUNK][: length - begin], begin, True) for begin in range(0, length, CHUNK)]
@@ -131,7 +131,7 @@ def test_logits_after_every_token_of_a_prompt_are_those_of_transformers(made, tm
 @pytest.mark.parametrize("made", ["llama, grouped"], indirect=True)
 def test_the_device_samples_the_token_after_a_chunk_with_the_parameters_of_its_slot(made, tmp_path):
     model = serve(made, tmp_path, max_batch_size=3, prefill_chunk=CHUNK, position_buckets=(16,), sampling="device", tp_degree=2)
-    assert model.prefill_chunk and not model.gives_prompt_logits
+    assert model.prefill_chunk and not model.supports_prompt_logits
     prompt = [7 * n + 3 for n in range(CHUNK + 3)]
     logits, ids = made.logits(prompt).topk(4)
     for slot in range(3):

@@ -38,7 +38,7 @@ def texts_of(model, requests, known=None, schedule=0, at_most=2000):
     driven = Driven(served=model)
     oracles = iter(Oracle(known[request.id], chance) if known else None for request in requests)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(worker, "Lookup", lambda *_: next(oracles))
+        patch.setattr(worker, "NgramProposer", lambda *_: next(oracles))
         driven.worker._verifies = known is not None
         for request in requests:
             driven.arrive(request)
@@ -46,7 +46,7 @@ def texts_of(model, requests, known=None, schedule=0, at_most=2000):
                 if not driven.worker.is_idle or driven.wire.arrivals:
                     driven.step()
         driven.run(at_most)
-    guessed = sum(token.is_guessed for _peer, message in driven.wire.sent for token in getattr(message, "tokens", []))
+    guessed = sum(token.from_draft for _peer, message in driven.wire.sent for token in getattr(message, "tokens", []))
     return dict(driven.tokens), guessed
 
 
@@ -55,9 +55,9 @@ def without():
     """Runs requests on a model that could verify guesses, without any."""
 
     def run(model, requests):
-        budget, model.verify_budget = model.verify_budget, 0
+        budget, model.max_draft_rows = model.max_draft_rows, 0
         texts, _ = texts_of(model, requests)
-        model.verify_budget = budget
+        model.max_draft_rows = budget
         return texts
 
     return run
