@@ -801,7 +801,7 @@ IN_SHELL = (
 )
 SETTINGS = {"--" + entry.name.replace("_", "-"): entry for entry in dataclasses.fields(Config)}
 REPEATABLE = ("--cors-allow-origin", "--neuron-config")  # flags whose values make a list
-NOTHING = ("0", "false", "none", "off")  # values that ask for nothing
+DISABLED_VALUES = ("0", "false", "none", "off")  # values that ask for nothing
 
 
 class OtherName(NamedTuple):
@@ -848,7 +848,7 @@ def _of_other_servers(given: Mapping[str, str]) -> list[str]:
         if other.effect == "no_effect":
             lines.append(f"{name} has no effect: {other.text}")
         elif other.effect == "not_supported":
-            if value.lower() not in (other.neutral, *NOTHING):
+            if value.lower() not in (other.neutral, *DISABLED_VALUES):
                 raise ConfigError(f"{name} is not supported: {other.text}")
         elif value != other.neutral:
             first = _names_given(other.text.split()[0], given)[0]

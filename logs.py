@@ -14,7 +14,7 @@ from typing import Any
 
 # The names of our own loggers. Libraries log warnings and errors only: at `debug`, numba alone writes 24,000
 # lines at a first start, and HTTP clients write signed addresses, with which anyone may download.
-OURS = ("compile", "config", "engine_client", "model", "protocol", "web", "worker")
+APP_LOGGERS = ("compile", "config", "engine_client", "model", "protocol", "web", "worker")
 REPEATS = 10  # lines a minute of one kind of warning or error
 
 
@@ -59,7 +59,7 @@ class _JsonFormatter(_PlainFormatter):
         return json.dumps(line)
 
 
-class _FewRepeats(logging.Filter):
+class RateLimitFilter(logging.Filter):
     """Leaves out warnings, errors and lines with `is_limited` that repeat: behind REPEATS lines of a kind in
     a minute, all but the 100th, 1,000th and so on, which say so."""
 
@@ -88,10 +88,10 @@ def set_up(level: str, as_json: bool) -> None:
     """Logs to stderr, one line per event; `logger.info(message, extra={"fields": {...}})` adds named
     values."""
     handler = logging.StreamHandler(sys.stderr)
-    handler.addFilter(_FewRepeats())
+    handler.addFilter(RateLimitFilter())
     handler.setFormatter(_JsonFormatter() if as_json else _PlainFormatter())
     root = logging.getLogger()
     root.handlers[:] = [handler]
     root.setLevel("ERROR" if level == "error" else "WARNING")
-    for name in OURS:
+    for name in APP_LOGGERS:
         logging.getLogger(name).setLevel(level.upper())

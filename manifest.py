@@ -14,14 +14,17 @@ from typing import Any
 
 from run import ConfigError
 
-WEIGHTS = ("*.safetensors", "*.bin", "*.bin/*")
+WEIGHT_FILES = ("*.safetensors", "*.bin", "*.bin/*")
 COMPUTED = 100_000_000  # parameters that need no file, such as tables of positions
 CONTEXT_LENGTHS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length")
-STRETCHED = ("dynamic", "longrope")  # kinds of rope whose positions depend on the longest sequence
+LENGTH_DEPENDENT_ROPE = (
+    "dynamic",
+    "longrope",
+)  # kinds of rope whose positions depend on the longest sequence
 
 
 # What transformers would do besides and this server does not, and the values that ask for nothing.
-NOT_SUPPORTED: dict[str, tuple[Any, ...]] = {
+UNSUPPORTED_GENERATION: dict[str, tuple[Any, ...]] = {
     "bad_words_ids": ([],),
     "begin_suppress_tokens": ([],),
     "diversity_penalty": (0,),
@@ -70,7 +73,11 @@ class Manifest:
     def unused(self) -> list[str]:
         """The fields of generation_config.json that change transformers' output and not this server's."""
         given = self.generation_config
-        return [name for name, neutral in NOT_SUPPORTED.items() if given.get(name) not in (None, *neutral)]
+        return [
+            name
+            for name, neutral in UNSUPPORTED_GENERATION.items()
+            if given.get(name) not in (None, *neutral)
+        ]
 
     @property
     def text_config(self) -> Mapping[str, Any]:
@@ -81,7 +88,10 @@ class Manifest:
     def steady_positions(self) -> int | None:
         """The context length, or the length up to which positions do not depend on the longest sequence."""
         rope = self.text_config.get("rope_parameters") or self.text_config.get("rope_scaling")
-        if not isinstance(rope, dict) or (rope.get("rope_type") or rope.get("type")) not in STRETCHED:
+        if (
+            not isinstance(rope, dict)
+            or (rope.get("rope_type") or rope.get("type")) not in LENGTH_DEPENDENT_ROPE
+        ):
             return self.max_positions
         original = "original_max_position_embeddings"
         return rope.get(original) or self.text_config.get(original) or self.max_positions
@@ -172,7 +182,7 @@ def has_gguf(path: Path) -> bool:
 def check_weights(parameters: int, folder: Path) -> None:
     """Raises ConfigError for a model of more parameters than the weight files in `folder` hold, such as where
     one of the files is missing: memory for all of them would be taken before the first is missed."""
-    files = {path for pattern in WEIGHTS for path in folder.glob(pattern)}
+    files = {path for pattern in WEIGHT_FILES for path in folder.glob(pattern)}
     try:
         stored = sum(path.stat().st_size for path in files)
     except OSError as error:  # a link to a file that is gone

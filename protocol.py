@@ -1,10 +1,10 @@
 """The messages between web processes and the worker: msgspec structs in msgpack, never pickle.
 
-A request on the wire: `Generate` (in a `SubmitRequests`), then a `Prompt` and `Token`s inside the `Tokens` of
-each step, until exactly one terminal message: a `Token` with a `finish_reason`, or an `End`. `Cancel` asks
-for an early end, with the same rule. Both ends are processes of one server and trust each other: ranges are
-checked once, where a request comes in (api/). engine/link.py and api/engine_client.py own the
-sockets.
+A request on the wire: `Generate` (in a `SubmitRequests`), then a `PromptDone` and `Token`s inside the
+`Tokens` of each step, until exactly one terminal message: a `Token` with a `finish_reason`, or an `End`.
+`Cancel` asks for an early end, with the same rule. Both ends are processes of one server and trust each
+other: ranges are checked once, where a request comes in (api/). engine/link.py and api/engine_client.py own
+the sockets.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class Sampling(SamplingNumbers, frozen=True):
 
 
 class GenerateOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """What a request's `Job` (api/job.py) and its `Generate` share."""
+    """What a request's `PreparedRequest` (api/job.py) and its `Generate` share."""
 
     sampling: Sampling = Sampling()
     top_n_tokens: int = 0
@@ -131,7 +131,7 @@ class RequestStats(msgspec.Struct, tag="request_stats", frozen=True):
 
 
 class MetricsRequest(msgspec.Struct, tag="metrics_request", frozen=True):
-    """Web → worker: asks for `Metrics` with the same `id`."""
+    """Web → worker: asks for `MetricsText` with the same `id`."""
 
     id: int
 
@@ -148,7 +148,7 @@ class Token(msgspec.Struct, array_like=True, frozen=True, gc=False):
     from_draft: bool = False  # it took no step of its own
 
 
-class Prompt(msgspec.Struct, array_like=True, frozen=True, gc=False):
+class PromptDone(msgspec.Struct, array_like=True, frozen=True, gc=False):
     """The prompt of a request has been run, but for the `cached` tokens that a slot held. `logprobs` are of
     its tokens from the second on, if requested; `top` holds the `top_n_tokens` most likely (token id,
     logprob) at each of these positions."""
@@ -162,10 +162,10 @@ class Prompt(msgspec.Struct, array_like=True, frozen=True, gc=False):
 
 class Tokens(msgspec.Struct, tag="tokens", frozen=True):
     """Worker → web: the outputs of one step for one web process; no token comes before its request's
-    `Prompt`."""
+    `PromptDone`."""
 
     tokens: list[Token]
-    prompts: list[Prompt] = []
+    prompts: list[PromptDone] = []
 
 
 class End(msgspec.Struct, tag="end", frozen=True):
@@ -217,7 +217,7 @@ class ModelInfo(msgspec.Struct, tag="model_info", frozen=True):
     stop_strings: list[str] = []  # that end the completions of such requests, too
 
 
-class Metrics(msgspec.Struct, tag="metrics", frozen=True):
+class MetricsText(msgspec.Struct, tag="metrics", frozen=True):
     """Worker → web: all metrics, in Prometheus' text format."""
 
     id: int
@@ -225,6 +225,6 @@ class Metrics(msgspec.Struct, tag="metrics", frozen=True):
 
 
 FromWeb = SubmitRequests | Cancel | Hello | RequestStats | MetricsRequest
-FromWorker = Tokens | End | Status | ModelInfo | Metrics
+FromWorker = Tokens | End | Status | ModelInfo | MetricsText
 
 encode = msgspec.msgpack.Encoder().encode

@@ -34,9 +34,9 @@ from werkzeug.exceptions import ClientDisconnected, HTTPException
 import config as configuration
 import logs
 from api import errors, routes, server, status, tracing
-from api.bodies import discard_rest
+from api.bodies import drain_body
 from api.engine_client import EngineClient, EngineError
-from api.errors import HANG_UP, ApiError
+from api.errors import CLIENT_CLOSED_REQUEST, ApiError
 from api.job import ModelText
 from config import Config, keys_of
 from protocol import ModelInfo
@@ -55,7 +55,7 @@ def create_app(config: Config, engine: EngineClient) -> Flask:
     files = None if config.no_web_page else status.PAGE_FILES
     app = Flask("neuron-textgen", static_folder=files, static_url_path="/page")
     if config.root_path:
-        app.wsgi_app = BelowRootPath(app, config.root_path)
+        app.wsgi_app = RootPathMiddleware(app, config.root_path)
     # Werkzeug cuts a chunked body here without an error.
     app.config["MAX_CONTENT_LENGTH"] = config.payload_limit + 1
     # The pages at /docs, and a redirect to them without a host, which may be anybody's in the request's own
@@ -66,10 +66,10 @@ def create_app(config: Config, engine: EngineClient) -> Flask:
     for route in routes.ROUTES:
         view = functools.partial(route.view, process)
         app.add_url_rule(route.rule, route.name, view, methods=[route.method])
-    guard = Guard(config)
+    guard = AuthAndCors(config)
     app.before_request(guard.admit)
     app.after_request(guard.add_headers)
-    answers = ErrorAnswers(process)
+    answers = ErrorHandlers(process)
     app.register_error_handler(ApiError, answers.api_error)
     app.register_error_handler(EngineError, answers.engine_error)
     app.register_error_handler(RecursionError, answers.too_deep)
@@ -79,7 +79,7 @@ def create_app(config: Config, engine: EngineClient) -> Flask:
     return app
 
 
-class BelowRootPath:
+class RootPathMiddleware:
     """WSGI: a request whose path begins with `--root-path` is the one without it, if it is no route as it
     stands: with /v1 as the root path, /v1/models is there, and below it."""
 
@@ -97,7 +97,7 @@ class BelowRootPath:
         return self._app(environ, start_response)
 
 
-class Guard:
+class AuthAndCors:
     """The API key and CORS, before and after every route."""
 
     def __init__(self, config: Config):
@@ -119,7 +119,7 @@ class Guard:
         return None
 
     def add_headers(self, response: Response) -> Response:
-        discard_rest()
+        drain_body()
         response.headers["x-request-id"] = g.request_id
         fields = {"request_id": g.request_id, "status": response.status_code}
         logger.debug("response begins", extra={"fields": fields})
@@ -186,14 +186,14 @@ class ApiKeys:
             logger.warning("--api-key-file: the keys stay as they are: %s", error)
 
 
-class ErrorAnswers:
+class ErrorHandlers:
     """Every error is answered in JSON, in the shape of the route's own dialect, and counted."""
 
-    def __init__(self, process: server.Server):
+    def __init__(self, process: server.GunicornServer):
         self._process = process
 
     def api_error(self, error: ApiError) -> Response:
-        of_route = routes.error_shape(request.endpoint, request.path, request.headers)
+        of_route = routes.error_format(request.endpoint, request.path, request.headers)
         shape = error.shaped(g.get("error_shape") or of_route)
         error.request_id = g.request_id
         g.refusal = error.text[:200]
@@ -216,7 +216,7 @@ class ErrorAnswers:
     def http_error(self, error: HTTPException) -> Response:
         if isinstance(error, ClientDisconnected):
             g.outcome = "dropped" if "generates" in g else None
-            return Response(status=HANG_UP)  # for the metrics; the client is gone
+            return Response(status=CLIENT_CLOSED_REQUEST)  # for the metrics; the client is gone
         response = self.api_error(self._of_http(error))
         if allowed := getattr(error, "valid_methods", None):
             response.headers["Allow"] = ", ".join(allowed)
@@ -259,7 +259,7 @@ class _GunicornLog(gunicorn.glogging.Logger):
             super().exception(msg, *args, **kwargs)
 
 
-class Server(gunicorn.app.base.BaseApplication):
+class GunicornServer(gunicorn.app.base.BaseApplication):
     """Gunicorn with its gevent worker: a connection costs a greenlet, so slow and silent clients delay no
     others."""
 
@@ -354,7 +354,7 @@ def main() -> int:
     except ConfigError as error:
         logger.error("%s", error)
         return 2
-    Server(config, listener).run()
+    GunicornServer(config, listener).run()
     return 0
 
 

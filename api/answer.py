@@ -1,7 +1,8 @@
-"""Answers while they grow: a `Sequence` is one completion of one prompt, an `Answer` the response to one HTTP
-request.
+"""Answers while they grow: a `GeneratedSequence` is one completion of one prompt, a `ResponseWriter` the
+response to one HTTP request.
 
-Each dialect has a subclass of `Answer`, which writes the sequences of its jobs, whole or event by event.
+Each dialect has a subclass of `ResponseWriter`, which writes the sequences of its jobs, whole or event by
+event.
 """
 
 from __future__ import annotations
@@ -13,18 +14,17 @@ from itertools import islice, zip_longest
 
 from msgspec import Struct
 
-from api.errors import TGI, ApiError, ErrorShape, event
-from api.job import Job, Prompt, Served
-from protocol import Prompt as PromptRan
-from protocol import Token
+from api.errors import TGI, ApiError, ErrorFormat, event
+from api.job import PreparedRequest, Served, TokenizedPrompt
+from protocol import PromptDone, Token
 from text.stream import Piece, TextStream, prompt_texts
 from text.tokenizer import Tokenizer
 
 
-class Sequence:
+class GeneratedSequence:
     """One completion of a prompt. Times are CLOCK_MONOTONIC, in seconds."""
 
-    def __init__(self, tokenizer: Tokenizer, prompt: Prompt, number: int, index: int):
+    def __init__(self, tokenizer: Tokenizer, prompt: TokenizedPrompt, number: int, index: int):
         job = prompt.job
         self.job = job
         self.prompt = prompt.ids
@@ -34,7 +34,7 @@ class Sequence:
         self.sampling = job.sampling_of(number)
         self.stream = TextStream(tokenizer, prompt.ids, job.stop, job.keep_stop, job.min_new_tokens)
         self.pieces: list[Piece] = []  # all of them, for an answer that is not streamed
-        self.ran: PromptRan | None = None  # None: the prompt has not been run
+        self.ran: PromptDone | None = None  # None: the prompt has not been run
         self.finish_reason: str | None = None
         self.first_token_at: float | None = None
         self.finished_at = 0.0
@@ -47,7 +47,7 @@ class Sequence:
         return self.stream.tokens
 
     @property
-    def is_cut(self) -> bool:
+    def is_truncated(self) -> bool:
         """Whether it ended because it may have no more tokens, or no more time."""
         return self.finish_reason == "length"
 
@@ -59,7 +59,7 @@ class Sequence:
     def queue_s(self) -> float:
         return self.ran.queued_s if self.ran else 0.0
 
-    def start(self, ran: PromptRan) -> None:
+    def start(self, ran: PromptDone) -> None:
         """Its prompt has been run."""
         self.ran = ran
 
@@ -92,44 +92,44 @@ class Sequence:
         self.finished_at = time.monotonic()
 
 
-class Answer:
+class ResponseWriter:
     """The response to one HTTP request. Each dialect has a subclass; this is what they share."""
 
-    error_shape: ErrorShape = TGI
+    error_format: ErrorFormat = TGI
     content_type = "text/event-stream"  # of a stream
     keep_alive = b":\n\n"  # written where a stream is silent for long; a comment to its readers
     left_out: Collection[str] = ()  # types of tools of the request that this server does not run
 
-    def __init__(self, jobs: list[Job], served: Served, streams: bool | None = False):
+    def __init__(self, jobs: list[PreparedRequest], served: Served, streams: bool | None = False):
         self.jobs = jobs
         self.info = served.info
         self.tokenizer = served.text.tokenizer
         self.streams = bool(streams)
         self.request_id = ""  # of the HTTP request; set before anything is written
 
-    def whole(self, sequences: list[Sequence]) -> Struct | list:
+    def whole(self, sequences: list[GeneratedSequence]) -> Struct | list:
         """The body, when all is generated. `sequences`: those of the first job, then those of the second, and
         so on."""
         raise NotImplementedError
 
-    def events(self, sequence: Sequence, pieces: list[Piece]) -> bytes:
+    def events(self, sequence: GeneratedSequence, pieces: list[Piece]) -> bytes:
         """What `pieces` add to a stream; the last of them when `sequence` has finished. May be nothing."""
         raise NotImplementedError
 
-    def closing(self, sequences: list[Sequence]) -> bytes:
+    def stream_end(self, sequences: list[GeneratedSequence]) -> bytes:
         """What ends a stream in which nothing went wrong."""
         return b""
 
     def failure(self, error: ApiError) -> bytes:
         """What ends a stream in which something did."""
         error.request_id = self.request_id
-        return event(error.shaped(self.error_shape).body(error))
+        return event(error.shaped(self.error_format).body(error))
 
-    def _by_job(self, sequences: list[Sequence]) -> list[list[Sequence]]:
+    def _by_job(self, sequences: list[GeneratedSequence]) -> list[list[GeneratedSequence]]:
         rest = iter(sequences)
         return [list(islice(rest, job.sequences)) for job in self.jobs]
 
-    def _prompt_pieces(self, sequence: Sequence) -> list[Piece]:
+    def _prompt_pieces(self, sequence: GeneratedSequence) -> list[Piece]:
         """The tokens of the prompt. The first has no log-probability, nor has any of a prompt that never
         ran."""
         ids = sequence.prompt
@@ -143,12 +143,12 @@ class Answer:
         ]
 
 
-def first_of_prompts(sequences: list[Sequence]) -> list[Sequence]:
+def first_of_prompts(sequences: list[GeneratedSequence]) -> list[GeneratedSequence]:
     """One sequence of each prompt, which counts once, however many are made from it."""
     return [sequence for sequence in sequences if sequence.number == 0]
 
 
-def best_of(sequences: Iterable[Sequence]) -> Sequence:
+def best_of(sequences: Iterable[GeneratedSequence]) -> GeneratedSequence:
     return max(sequences, key=lambda sequence: sequence.mean_logprob)
 
 

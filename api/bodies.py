@@ -109,7 +109,7 @@ def wrong_content_type(expected: str) -> ApiError:
     return ApiError(415, "validation", f"Expected request with `Content-Type: {expected}`", quoted=quoted)
 
 
-def discard_rest() -> None:
+def drain_body() -> None:
     """Reads what is left of a request's body, for DISCARD_S at most: of one that is refused, or of `GET
     /live` with a body.
 

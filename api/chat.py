@@ -8,12 +8,12 @@ from collections.abc import Iterator
 from msgspec import UNSET, Struct, UnsetType
 
 from api import fields
-from api.answer import Answer, Sequence
-from api.conversation import ChatRequest, chat_job, readable, text_of
+from api.answer import GeneratedSequence, ResponseWriter
+from api.conversation import ChatRequest, chat_job, text_of, visible_text
 from api.fields import Json
-from api.job import Job, Served
+from api.job import PreparedRequest, Served
 from api.openai import FINISH_REASONS, ChunkedAnswer, OpenAIResponse, TokenLogprob, Usage
-from text.reader import CallBegin, Content, Part, Reader, Reasoning
+from text.reader import CallBegin, Content, OutputParser, OutputPart, Reasoning
 from text.stream import Piece
 
 
@@ -90,7 +90,7 @@ class ChatChunk(OpenAIResponse):
     usage: Usage | None = None
 
 
-def chat(data: Json, served: Served) -> Answer:
+def chat(data: Json, served: Served) -> ResponseWriter:
     request = fields.read(data, ChatRequest)
     return ChatAnswer(chat_job(request, served), served, request)
 
@@ -102,20 +102,20 @@ class ChatAnswer(ChunkedAnswer):
     id_prefix = "chatcmpl"
     chunk_type = ChatChunk
 
-    def __init__(self, job: Job, served: Served, request: ChatRequest):
+    def __init__(self, job: PreparedRequest, served: Served, request: ChatRequest):
         super().__init__([job], served, request)
         self._reading = job.reading
-        self._readers: dict[Sequence, Reader] = {}  # of those with events in the stream
+        self._readers: dict[GeneratedSequence, OutputParser] = {}  # of those with events in the stream
         self._wants_logprobs = bool(request.logprobs)
         if self.streams:
             self.kind = "chat.completion.chunk"
 
-    def whole(self, sequences: list[Sequence]) -> Struct:
+    def whole(self, sequences: list[GeneratedSequence]) -> Struct:
         choices = [self._choice(index, sequence) for index, sequence in enumerate(sequences)]
         return ChatCompletion(**self._envelope, choices=choices, usage=self._usage(sequences))
 
-    def _choice(self, index: int, sequence: Sequence) -> ChatChoice:
-        read = self._reading.whole(text_of(sequence.pieces, self._reading), sequence.is_cut)
+    def _choice(self, index: int, sequence: GeneratedSequence) -> ChatChoice:
+        read = self._reading.whole(text_of(sequence.pieces, self._reading), sequence.is_truncated)
         message = ChatMessage("assistant", read.content)
         if read.reasoning:
             message.reasoning = read.reasoning
@@ -127,28 +127,28 @@ class ChatAnswer(ChunkedAnswer):
                 ToolCall(call.id, "function", CalledFunction(call.name, call.arguments))
                 for call in read.calls
             ]
-        reason = self._finish_reason(sequence, bool(read.calls) and not read.is_cut)
+        reason = self._finish_reason(sequence, bool(read.calls) and not read.is_truncated)
         return ChatChoice(index, message, self._logprobs(sequence.pieces), reason)
 
-    def _choices(self, sequence: Sequence, pieces: list[Piece]) -> Iterator[ChunkChoice]:
+    def _choices(self, sequence: GeneratedSequence, pieces: list[Piece]) -> Iterator[ChunkChoice]:
         choice = functools.partial(ChunkChoice, sequence.index)
         if sequence not in self._readers:
             self._readers[sequence] = self._reading.reader()
             yield choice(Delta(role="assistant", content=""))
         reader = self._readers[sequence]
         for piece in pieces:
-            deltas = [_delta(part) for part in reader.push(readable(piece, self._reading))]
+            deltas = [_delta(part) for part in reader.push(visible_text(piece, self._reading))]
             if self._wants_logprobs and not deltas:
                 deltas = [Delta(content="")]
             for n, delta in enumerate(deltas):
                 yield choice(delta, None if n else self._logprobs([piece]))
         if sequence.finish_reason is not None:
-            yield from (choice(_delta(part)) for part in reader.finish(sequence.is_cut))
+            yield from (choice(_delta(part)) for part in reader.finish(sequence.is_truncated))
             # Loops that print `delta.content` expect a text in the last event, too.
             last = Delta() if reader.has_calls else Delta(content="")
             yield choice(last, None, self._finish_reason(sequence, reader.has_calls))
 
-    def _finish_reason(self, sequence: Sequence, has_calls: bool) -> str:
+    def _finish_reason(self, sequence: GeneratedSequence, has_calls: bool) -> str:
         reason = FINISH_REASONS[sequence.finish_reason]
         if reason == "stop" and has_calls and not self._reading.calls.is_named:
             return "tool_calls"
@@ -160,7 +160,7 @@ class ChatAnswer(ChunkedAnswer):
         return ChatLogprobs([self._token_logprob(piece) for piece in pieces])
 
 
-def _delta(part: Part) -> Delta:
+def _delta(part: OutputPart) -> Delta:
     if isinstance(part, Content):
         return Delta(content=part.text)
     if isinstance(part, Reasoning):

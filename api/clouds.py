@@ -12,11 +12,11 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from api import chat, completions, errors, fields, tgi
-from api.answer import Answer, Sequence, best_of
+from api.answer import GeneratedSequence, ResponseWriter, best_of
 from api.conversation import ChatRequest, chat_job, text_of
 from api.errors import OPENAI, TGI, ApiError, in_shape
 from api.fields import Json, require
-from api.job import Job, Served
+from api.job import PreparedRequest, Served
 from api.tgi import GenerateRequest
 from text.stream import Piece
 
@@ -48,21 +48,21 @@ class VertexResponse(Struct):
     predictions: list[str]
 
 
-def invocations(data: Json, served: Served) -> Answer:
+def invocations(data: Json, served: Served) -> ResponseWriter:
     """A native, chat or completion request, in whose dialect it is answered."""
     read, shape = fields.choose(data, INVOCATIONS)
     with in_shape(shape):
         return read(data, served)
 
 
-def text(data: Json, served: Served) -> Answer:
+def text(data: Json, served: Served) -> ResponseWriter:
     """The continuation of a prompt as a stream of plain text, as TorchServe's handlers for Inferentia2 send
     it."""
     return TextAnswer([tgi.check(tgi.read(data), served, streams=True)], served, streams=True)
 
 
-def vertex(data: Json, served: Served) -> Answer:
-    jobs: list[Job] = []
+def vertex(data: Json, served: Served) -> ResponseWriter:
+    jobs: list[PreparedRequest] = []
     prefixes: list[str] = []
     for instance in _instances(fields.read(data, VertexRequest), served):
         if isinstance(instance, ChatRequest):
@@ -75,7 +75,7 @@ def vertex(data: Json, served: Served) -> Answer:
     return PredictionsAnswer(jobs, served, prefixes, VertexResponse)
 
 
-def infer(sentence: str, served: Served) -> Answer:
+def infer(sentence: str, served: Served) -> ResponseWriter:
     """The sentence and its continuation, in a list."""
     if not sentence:
         raise errors.invalid("sentence", "cannot be empty")
@@ -108,12 +108,12 @@ def _read_chat(data: Json) -> ChatRequest:
     return fields.read(data, ChatRequest)
 
 
-class PredictionsAnswer(Answer):
+class PredictionsAnswer(ResponseWriter):
     """The best text of each job behind its prefix. `form` makes the body of these texts."""
 
     def __init__(
         self,
-        jobs: list[Job],
+        jobs: list[PreparedRequest],
         served: Served,
         prefixes: list[str],
         form: Callable[[list[str]], Struct | list],
@@ -122,18 +122,18 @@ class PredictionsAnswer(Answer):
         self._prefixes = prefixes
         self._form = form
 
-    def whole(self, sequences: list[Sequence]) -> Struct | list:
+    def whole(self, sequences: list[GeneratedSequence]) -> Struct | list:
         texts = (_content(best_of(candidates)) for candidates in self._by_job(sequences))
         return self._form([prefix + text for prefix, text in zip(self._prefixes, texts)])
 
 
-class TextAnswer(Answer):
+class TextAnswer(ResponseWriter):
     """The text of one job as it is generated, and nothing else."""
 
     content_type = "text/plain; charset=utf-8"
     keep_alive = b""
 
-    def events(self, sequence: Sequence, pieces: list[Piece]) -> bytes:
+    def events(self, sequence: GeneratedSequence, pieces: list[Piece]) -> bytes:
         return "".join(piece.text for piece in pieces if not piece.special).encode()
 
     def failure(self, error: ApiError) -> bytes:
@@ -141,7 +141,7 @@ class TextAnswer(Answer):
         raise ConnectionResetError(errno.ECONNRESET, error.message)
 
 
-def _content(sequence: Sequence) -> str:
+def _content(sequence: GeneratedSequence) -> str:
     """The text without what a chat's model thought."""
     reading = sequence.job.reading
-    return reading.whole(text_of(sequence.pieces, reading), sequence.is_cut).content
+    return reading.whole(text_of(sequence.pieces, reading), sequence.is_truncated).content

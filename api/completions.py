@@ -11,10 +11,10 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from api import errors, fields, formats
-from api.answer import Answer, Sequence, rounded
+from api.answer import GeneratedSequence, ResponseWriter, rounded
 from api.errors import ApiError
 from api.fields import Json, require
-from api.job import Job, Served, with_grammar
+from api.job import PreparedRequest, Served, with_grammar
 from api.openai import FINISH_REASONS, ChunkedAnswer, OpenAIRequest, OpenAIResponse, Usage, check_openai
 from api.types import U32
 from text.stream import Piece
@@ -51,12 +51,12 @@ class Completion(OpenAIResponse):
     usage: Usage | None = None
 
 
-def completion(data: Json, served: Served) -> Answer:
+def completion(data: Json, served: Served) -> ResponseWriter:
     request = fields.read(data, CompletionRequest)
     return CompletionAnswer(_jobs(request, served), served, request)
 
 
-def _jobs(request: CompletionRequest, served: Served) -> list[Job]:
+def _jobs(request: CompletionRequest, served: Served) -> list[PreparedRequest]:
     """Checks a completion request. Returns a job for each of its prompts; raises ApiError."""
     prompts = _prompts(request.prompt)
     fields.check_batch(len(prompts), "prompts", "prompt", served.config)
@@ -84,7 +84,9 @@ def _jobs(request: CompletionRequest, served: Served) -> list[Job]:
     return jobs
 
 
-def _job(request: CompletionRequest, prompt: str | list[int], best_of: int, served: Served) -> Job:
+def _job(
+    request: CompletionRequest, prompt: str | list[int], best_of: int, served: Served
+) -> PreparedRequest:
     require(len(prompt) > 0, "prompt", "cannot be empty")
     if isinstance(prompt, list):
         fields.check_ids(prompt, "prompt", served.info)
@@ -120,15 +122,15 @@ class CompletionAnswer(ChunkedAnswer):
     id_prefix = "cmpl"
     chunk_type = Completion
 
-    def __init__(self, jobs: list[Job], served: Served, request: CompletionRequest):
+    def __init__(self, jobs: list[PreparedRequest], served: Served, request: CompletionRequest):
         super().__init__(jobs, served, request)
         self._n = request.n or 1
         self._echoes = bool(request.echo)
         self._top_n = request.logprobs
         # Characters of each stream that are out, for the offsets of log-probabilities.
-        self._sent: dict[Sequence, int] = {}
+        self._sent: dict[GeneratedSequence, int] = {}
 
-    def whole(self, sequences: list[Sequence]) -> Struct:
+    def whole(self, sequences: list[GeneratedSequence]) -> Struct:
         choices: list[CompletionChoice] = []
         for candidates in self._by_job(sequences):
             if len(candidates) > self._n:
@@ -140,7 +142,7 @@ class CompletionAnswer(ChunkedAnswer):
                 choices.append(CompletionChoice(len(choices), text, logprobs, reason))
         return Completion(**self._envelope, choices=choices, usage=self._usage(sequences))
 
-    def _choices(self, sequence: Sequence, pieces: list[Piece]) -> Iterator[CompletionChoice]:
+    def _choices(self, sequence: GeneratedSequence, pieces: list[Piece]) -> Iterator[CompletionChoice]:
         choice = functools.partial(CompletionChoice, sequence.index)
         if self._echoes and sequence not in self._sent:
             self._sent[sequence] = 0
@@ -152,13 +154,13 @@ class CompletionAnswer(ChunkedAnswer):
         if sequence.finish_reason is not None:
             yield choice("", None, FINISH_REASONS[sequence.finish_reason])
 
-    def _echoed(self, sequence: Sequence) -> str:
+    def _echoed(self, sequence: GeneratedSequence) -> str:
         if not self._echoes:
             return ""
         prompt = sequence.job.prompt
         return prompt if isinstance(prompt, str) else self.tokenizer.decode(prompt)
 
-    def _echoed_pieces(self, sequence: Sequence) -> list[Piece]:
+    def _echoed_pieces(self, sequence: GeneratedSequence) -> list[Piece]:
         """The prompt's tokens where they are listed; `special` are those that the echo does not show."""
         if self._top_n is None or not self._echoes:
             return []
@@ -170,7 +172,7 @@ class CompletionAnswer(ChunkedAnswer):
             at += 0 if piece.special else len(piece.text)
         return pieces
 
-    def _logprobs(self, sequence: Sequence, pieces: list[Piece]) -> CompletionLogprobs | None:
+    def _logprobs(self, sequence: GeneratedSequence, pieces: list[Piece]) -> CompletionLogprobs | None:
         if self._top_n is None:
             return None
         lengths = (0 if piece.special else len(piece.text) for piece in pieces)

@@ -19,26 +19,26 @@ from msgspec.structs import replace
 from api import formats
 from api.errors import ApiError, invalid
 from api.fields import check_ids, check_top_n, require
-from api.job import Job, Served, with_grammar
-from api.normalise import ALIASES, normalised
+from api.job import PreparedRequest, Served, with_grammar
+from api.normalise import ALIASES, adapt_to_template
 from api.openai import OpenAIRequest, check_openai
 from api.tools import ToolUse, tool_use
 from api.types import U32
 from text.grammar import GrammarError
-from text.reader import Reading
+from text.reader import OutputFormat
 from text.stream import Piece
 from text.template import RESERVED, TemplateError
 from text.tool_formats import THINK, after_thinking
 
 # In the place of what the model cannot read: a session that shows it a picture goes on.
-NO_SIGHT = "[{kind} omitted: this model reads text only]"
+IMAGE_OMITTED = "[{kind} omitted: this model reads text only]"
 OPENAI_TOP_LOGPROBS = 20  # OpenAI's own limit
 PLAIN_ROLES = ("system", "user", "assistant", "tool")  # which traits.py has tried
 ROLES = (*PLAIN_ROLES, *ALIASES)
 
 
 @dataclass(frozen=True)
-class Names:
+class FieldNames:
     """What a dialect calls the fields of a chat, for the errors that its clients read.
 
     messages, tools: the paths of the chat's messages and tools; patterns: from regular expressions over
@@ -101,7 +101,7 @@ class ChatRequest(OpenAIRequest, kw_only=True):
     prediction: Prediction | None = None
 
 
-def chat_job(chat: ChatRequest, served: Served, names: Names = Names()) -> Job:
+def chat_job(chat: ChatRequest, served: Served, names: FieldNames = FieldNames()) -> PreparedRequest:
     """The job of a chat. Raises ApiErrors with the dialect's own names, which the job's later errors have,
     too."""
     try:
@@ -118,7 +118,7 @@ def chat_job(chat: ChatRequest, served: Served, names: Names = Names()) -> Job:
     )
 
 
-def _job(chat: ChatRequest, served: Served, names: Names) -> Job:
+def _job(chat: ChatRequest, served: Served, names: FieldNames) -> PreparedRequest:
     """The job with the grammar of its format, its tools and its thinking together."""
     text = served.text
     job = _check(chat, served)
@@ -137,7 +137,7 @@ def _job(chat: ChatRequest, served: Served, names: Names) -> Job:
     if name == "tool_choice":
         job = replace(job, grammar_name="tools")  # whose schemas may fail to compile
     prediction = _prediction(chat.prediction, served) if chat.prediction else []
-    return replace(job, prompt=prompt, reading=Reading(use, thinking), prediction=prediction)
+    return replace(job, prompt=prompt, reading=OutputFormat(use, thinking), prediction=prediction)
 
 
 def _prediction(given: Prediction, served: Served) -> list[int]:
@@ -153,7 +153,7 @@ def _prediction(given: Prediction, served: Served) -> list[int]:
     return tokens
 
 
-def _grammar(job: Job, use: ToolUse | None) -> tuple[str, str]:
+def _grammar(job: PreparedRequest, use: ToolUse | None) -> tuple[str, str]:
     """The grammar of a job's format and its tools together, and the name of the field that asks for it."""
     if use is None:
         return job.grammar_name, job.grammar
@@ -162,18 +162,18 @@ def _grammar(job: Job, use: ToolUse | None) -> tuple[str, str]:
     return "tool_choice" if use.is_forced else "tools", use.grammar
 
 
-def readable(piece: Piece, reading: Reading) -> str:
+def visible_text(piece: Piece, reading: OutputFormat) -> str:
     """What a piece adds to the text that a reader of the answer reads."""
     is_hidden = piece.special and piece.text not in reading.markers
     return "" if is_hidden else piece.text
 
 
-def text_of(pieces: list[Piece], reading: Reading) -> str:
+def text_of(pieces: list[Piece], reading: OutputFormat) -> str:
     """What a reader of a whole answer reads."""
-    return "".join(readable(piece, reading) for piece in pieces)
+    return "".join(visible_text(piece, reading) for piece in pieces)
 
 
-def _check(chat: ChatRequest, served: Served) -> Job:
+def _check(chat: ChatRequest, served: Served) -> PreparedRequest:
     """Checks all fields but the messages and tools. The job's prompt is empty: the chat template writes
     it."""
     require(bool(chat.logprobs or not chat.top_logprobs), "top_logprobs", "needs `logprobs` to be true")
@@ -197,7 +197,7 @@ def _check(chat: ChatRequest, served: Served) -> Job:
     return with_grammar(job, *formats.of_openai(chat), served.info)
 
 
-def _prompt(chat: ChatRequest, served: Served, names: Names) -> str:
+def _prompt(chat: ChatRequest, served: Served, names: FieldNames) -> str:
     """The text that the model's chat template makes of the messages and tools."""
     template = served.text.template
     escape = served.text.tokenizer.escape
@@ -209,7 +209,7 @@ def _prompt(chat: ChatRequest, served: Served, names: Names) -> str:
         template = template.for_tools
     messages = _messages(chat.messages, template.words, names)
     tools = chat.tools if chat.tool_choice != "none" or traits.tools else None
-    messages = normalised(messages, tools, traits)
+    messages = adapt_to_template(messages, tools, traits)
     # A role is a word that the template expects.
     escaped = [escape(message) | {"role": message["role"]} for message in messages]
     try:
@@ -237,7 +237,9 @@ def _template_options(given: dict[str, Any] | None, served: Served) -> dict[str,
     return options
 
 
-def _messages(messages: list[Message], template_words: Collection[str], names: Names) -> list[dict[str, Any]]:
+def _messages(
+    messages: list[Message], template_words: Collection[str], names: FieldNames
+) -> list[dict[str, Any]]:
     """Messages as a chat template reads them, the content of each as one text. Raises ApiError.
 
     A role is one of ROLES, or a word that the template has in quotes: templates may write any other next to

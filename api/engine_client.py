@@ -25,7 +25,7 @@ from gevent.queue import Empty, SimpleQueue
 from gunicorn.arbiter import Arbiter
 
 import protocol
-from protocol import HEARTBEAT_S, SILENCE_S, End, Generate, Metrics, ModelInfo, Prompt, Status, Token
+from protocol import HEARTBEAT_S, SILENCE_S, End, Generate, MetricsText, ModelInfo, PromptDone, Status, Token
 
 logger = logging.getLogger("engine_client")
 
@@ -181,7 +181,7 @@ class EngineClient:
             if not self._lost:
                 self._send(protocol.MetricsRequest(request_id))
                 (reply,) = replies.get(timeout=METRICS_TIMEOUT_S)
-                if isinstance(reply, Metrics):
+                if isinstance(reply, MetricsText):
                     return reply.text
         except Empty:
             pass
@@ -236,7 +236,7 @@ class EngineClient:
     def _handle(self, message: protocol.FromWorker) -> None:
         if isinstance(message, protocol.Tokens):
             self._deliver([*message.prompts, *message.tokens])
-        elif isinstance(message, (End, Metrics)):
+        elif isinstance(message, (End, MetricsText)):
             self._deliver([message])
         elif isinstance(message, Status):
             self._status = message
@@ -246,11 +246,11 @@ class EngineClient:
             self.info = message
             gevent.spawn(self._load)
 
-    def _deliver(self, messages: list[Prompt | Token | End | Metrics]) -> None:
+    def _deliver(self, messages: list[PromptDone | Token | End | MetricsText]) -> None:
         """Each queue gets its messages of a step as one list."""
         by_queue: dict[SimpleQueue, list] = {}
         for message in messages:
-            is_last = isinstance(message, (End, Metrics)) or (
+            is_last = isinstance(message, (End, MetricsText)) or (
                 isinstance(message, Token) and message.finish_reason is not None
             )
             queue = self._queues.pop(message.id, None) if is_last else self._queues.get(message.id)
@@ -312,11 +312,11 @@ class InFlightRequest:
         self._messages = SimpleQueue()
         engine.submit(generates, self._messages)
 
-    def receive(self) -> list[Prompt | Token | End]:
+    def receive(self) -> list[PromptDone | Token | End]:
         """The messages that have arrived since the last call; waits for the first one. None of them after
         `wake`.
 
-        Raises ClientGone after `hang_up`.
+        Raises ClientGone after `client_closed`.
         """
         arrived = [self._messages.get()]
         while not self._messages.empty():
@@ -329,7 +329,7 @@ class InFlightRequest:
         """Makes `receive` return."""
         self._messages.put([])
 
-    def hang_up(self) -> None:
+    def client_closed(self) -> None:
         """Called by whoever sees that the client has disconnected."""
         self._messages.put(None)
 

@@ -16,7 +16,7 @@ from msgspec import Struct
 from api.types import encode
 
 CONTEXT_LENGTH_EXCEEDED = "context_length_exceeded"
-HANG_UP = 499  # the status of a response to a client that has disconnected, in the metrics
+CLIENT_CLOSED_REQUEST = 499  # the status of a response to a client that has disconnected, in the metrics
 
 
 class ErrorBody(Struct, omit_defaults=True):
@@ -66,7 +66,7 @@ class ApiError(Exception):
     phase: str | None = None  # of the worker, when it is not ready
     param: str | None = None
     quoted: str = ""
-    shape: ErrorShape | None = None  # None: that of the request's route
+    shape: ErrorFormat | None = None  # None: that of the request's route
     request_id: str | None = None
 
     def __str__(self) -> str:
@@ -87,7 +87,7 @@ class ApiError(Exception):
         }
         return labels.get(self.error_type, "validation" if self.status < 424 else "generation")
 
-    def shaped(self, shape: ErrorShape) -> ErrorShape:
+    def shaped(self, shape: ErrorFormat) -> ErrorFormat:
         """Gives the error a shape, and that shape's status, unless it has one already."""
         if self.shape is None:
             self.shape = shape
@@ -128,7 +128,7 @@ def _anthropic_body(error: ApiError) -> AnthropicErrorBody:
 
 
 @dataclass(frozen=True)
-class ErrorShape:
+class ErrorFormat:
     """How a dialect answers errors. statuses: its own instead of those of TGI."""
 
     body_type: type[Struct]
@@ -136,9 +136,9 @@ class ErrorShape:
     statuses: Mapping[int, int] = field(default_factory=dict)
 
 
-TGI = ErrorShape(ErrorBody, _tgi_body)
-OPENAI = ErrorShape(OpenAIErrorBody, _openai_body, {422: 400})
-ANTHROPIC = ErrorShape(
+TGI = ErrorFormat(ErrorBody, _tgi_body)
+OPENAI = ErrorFormat(OpenAIErrorBody, _openai_body, {422: 400})
+ANTHROPIC = ErrorFormat(
     AnthropicErrorBody,
     _anthropic_body,
     {405: 404, 408: 400, 415: 400, 422: 400, 424: 500, 429: 529, 501: 400, 503: 529},
@@ -146,7 +146,7 @@ ANTHROPIC = ErrorShape(
 
 
 @contextlib.contextmanager
-def in_shape(shape: ErrorShape) -> Iterator[None]:
+def in_shape(shape: ErrorFormat) -> Iterator[None]:
     """Errors of the block have this shape, unless they have one already, and not that of the request's
     route."""
     try:

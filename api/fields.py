@@ -71,7 +71,7 @@ SAME_MEANING = {
     # Responses have `text.format`, Anthropic's messages `output_config.format`.
     **{name: [*_FORMATS, "text", "output_config"] for name in (*_FORMATS, "output_format")},
 }
-NOT_MISSPELT = {"mode", "models"}  # harmless fields of other servers that look like misspelt ones
+HARMLESS_LOOKALIKES = {"mode", "models"}  # harmless fields of other servers that look like misspelt ones
 NEEDS_HOST = "needs SAMPLING=host: this server samples on the device"
 NO_PROMPT_LOGITS = "is not supported: this device gives no logits of the prompt"
 
@@ -151,7 +151,7 @@ def _check_names(given: Json, kind: type[Struct], usable: type[Struct]) -> None:
         if name in NOT_SUPPORTED and name not in known:
             changes_nothing = given[name] is None or given[name] in NOT_SUPPORTED[name]
             require(changes_nothing, name, "is not supported")
-        elif name in known or name in NOT_MISSPELT:
+        elif name in known or name in HARMLESS_LOOKALIKES:
             continue
         elif name in CHANGES_TEXT:
             place = "" if usable is kind else " in `parameters`"

@@ -1,7 +1,7 @@
 """A checked prompt and what to generate from it, for the model that is served.
 
-Every dialect turns a request into `Job`s. Here a job's prompt becomes token ids, and is checked against the
-context length.
+Every dialect turns a request into `PreparedRequest`s. Here a job's prompt becomes token ids, and is checked
+against the context length.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from api.types import U64_MAX
 from config import Config
 from protocol import MAX_GRAMMAR, GenerateOptions, ModelInfo, Sampling
 from text.grammar import GrammarChecker
-from text.reader import Reading
+from text.reader import OutputFormat
 from text.template import ChatTemplate
 from text.tokenizer import Tokenizer
 from text.tool_formats import AS_TEXT, ModelTools
-from text.traits import Traits
+from text.traits import TemplateCapabilities
 
 
 class ModelText(NamedTuple):
@@ -32,7 +32,7 @@ class ModelText(NamedTuple):
     template: ChatTemplate | None
     grammars: GrammarChecker
     tools: ModelTools
-    traits: Traits
+    traits: TemplateCapabilities
 
     @property
     def tools_note(self) -> str:
@@ -47,7 +47,7 @@ class ModelText(NamedTuple):
     @classmethod
     def load(cls, info: ModelInfo, config: Config) -> ModelText:
         template = ChatTemplate.load(info.model_dir, config.tokenizer_config_path)
-        traits = Traits.of(template) if template else Traits()
+        traits = TemplateCapabilities.of(template) if template else TemplateCapabilities()
         grammars = GrammarChecker(info.tokenizer_dir, info.vocab_size, info.eos_token_ids)
         tokenizer = Tokenizer(info.tokenizer_dir, info.eos_token_ids, config.escape_special_tokens)
         tools = ModelTools.of(template, traits.tools, tokenizer, config.tool_parser)
@@ -63,7 +63,7 @@ class Served:
     text: ModelText
 
 
-class Job(GenerateOptions, frozen=True):
+class PreparedRequest(GenerateOptions, frozen=True):
     """A checked prompt and what to generate from it."""
 
     prompt: str | list[int]
@@ -76,8 +76,9 @@ class Job(GenerateOptions, frozen=True):
     grammar_name: str = "grammar"  # what the request calls it, for error messages
     prompt_name: str = "inputs"
     limit_name: str = "max_new_tokens"
-    is_openai: bool = False  # also Anthropic's: what is left of the context length cuts `max_new_tokens`
-    reading: Reading = Reading()  # which parts the text of a chat has
+    # OpenAI's and Anthropic's: what is left of the context length cuts `max_new_tokens`.
+    clamps_max_tokens: bool = False
+    reading: OutputFormat = OutputFormat()  # which parts the text of a chat has
 
     @property
     def characters(self) -> int:
@@ -90,15 +91,15 @@ class Job(GenerateOptions, frozen=True):
         return replace(self.sampling, seed=(self.sampling.seed + sequence) & U64_MAX)
 
 
-class Prompt(NamedTuple):
+class TokenizedPrompt(NamedTuple):
     """The prompt of a job as it runs."""
 
-    job: Job
+    job: PreparedRequest
     ids: list[int]
     max_new_tokens: int
 
 
-def with_grammar(job: Job, name: str, grammar: str, info: ModelInfo) -> Job:
+def with_grammar(job: PreparedRequest, name: str, grammar: str, info: ModelInfo) -> PreparedRequest:
     """The job with the grammar that the field `name` asks for; an empty one changes nothing. Raises
     ApiError."""
     if not grammar:
@@ -109,7 +110,7 @@ def with_grammar(job: Job, name: str, grammar: str, info: ModelInfo) -> Job:
     return replace(job, grammar=grammar, grammar_name=name)
 
 
-def prompts_of(jobs: list[Job], served: Served) -> list[Prompt]:
+def prompts_of(jobs: list[PreparedRequest], served: Served) -> list[TokenizedPrompt]:
     """The prompts of a request in token ids. Raises ApiError for what cannot run."""
     asked = sum(job.sequences for job in jobs)
     most = served.config.max_concurrent_requests
@@ -119,7 +120,7 @@ def prompts_of(jobs: list[Job], served: Served) -> list[Prompt]:
     return [_fit(job, ids_of(job, served), served.info) for job in jobs]
 
 
-def ids_of(job: Job, served: Served) -> list[int]:
+def ids_of(job: PreparedRequest, served: Served) -> list[int]:
     """The tokens of a prompt. Raises ApiError for a text that cannot be tokenized, or is far too long."""
     if not isinstance(job.prompt, str):
         return job.prompt
@@ -135,7 +136,7 @@ def ids_of(job: Job, served: Served) -> list[int]:
         raise invalid(None, f"tokenizer error: {error}") from None
 
 
-def _fit(job: Job, ids: list[int], info: ModelInfo) -> Prompt:
+def _fit(job: PreparedRequest, ids: list[int], info: ModelInfo) -> TokenizedPrompt:
     """The prompt to run (its last `truncate` tokens if asked for) and how many tokens may follow it.
 
     Raises ApiError with the numbers when the two exceed the context length.
@@ -145,7 +146,7 @@ def _fit(job: Job, ids: list[int], info: ModelInfo) -> Prompt:
     length = len(ids)
     window = info.max_total_tokens
     most = window - length if job.max_new_tokens is None else job.max_new_tokens
-    if job.is_openai:
+    if job.clamps_max_tokens:
         most = min(most, window - length)
     elif length + most > window and job.max_new_tokens is not None:
         tokens = f"{length} `{job.prompt_name}` tokens and {most} `{job.limit_name}`"
@@ -158,12 +159,12 @@ def _fit(job: Job, ids: list[int], info: ModelInfo) -> Prompt:
     require(length > 0, job.prompt_name, "cannot be empty")
     check_ids([max(ids)], job.prompt_name, info)
     # A prompt that is only scored runs with one token, which is dropped.
-    return Prompt(job, ids, max(most, 1))
+    return TokenizedPrompt(job, ids, max(most, 1))
 
 
-def _too_many_tokens(job: Job, given: str, info: ModelInfo) -> ApiError:
+def _too_many_tokens(job: PreparedRequest, given: str, info: ModelInfo) -> ApiError:
     limit = f"must have at most {info.max_input_tokens} tokens"
-    if not job.is_openai:
+    if not job.clamps_max_tokens:
         detail = f"{limit} (--max-input-tokens raises it). Given: {given}"
         return invalid(job.prompt_name, detail, CONTEXT_LENGTH_EXCEEDED)
     # OpenAI's status and code, and the words that clients such as LangChain look for.

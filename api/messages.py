@@ -14,11 +14,11 @@ from typing import Any
 from msgspec import Struct
 
 from api import fields
-from api.answer import Answer, Sequence
-from api.conversation import NO_SIGHT, ChatRequest, Message, Names, chat_job, readable, text_of
+from api.answer import GeneratedSequence, ResponseWriter
+from api.conversation import IMAGE_OMITTED, ChatRequest, FieldNames, Message, chat_job, text_of, visible_text
 from api.errors import ANTHROPIC, ApiError, invalid, named_event
 from api.fields import Json
-from api.job import Job, Served, ids_of
+from api.job import PreparedRequest, Served, ids_of
 from api.types import U32, AtLeastOne, NotNegative, Share
 from text import reader
 from text.reader import Arguments, CallBegin, Content, Reasoning
@@ -178,9 +178,9 @@ class AnthropicModelList(Struct):
     has_more: bool = False
 
 
-def messages(data: Json, served: Served) -> Answer:
+def messages(data: Json, served: Served) -> ResponseWriter:
     request = fields.read(data, MessagesRequest)
-    tools = Tools(request)
+    tools = MessagesTools(request)
     chat, names = _chat_of(request, tools)
     chat.max_completion_tokens = request.max_tokens
     chat.stop = request.stop_sequences
@@ -192,11 +192,11 @@ def messages(data: Json, served: Served) -> Answer:
 
 def count_tokens(data: Json, served: Served) -> TokenCount:
     request = fields.read(data, CountRequest)
-    chat, names = _chat_of(request, Tools(request))
+    chat, names = _chat_of(request, MessagesTools(request))
     return TokenCount(len(ids_of(chat_job(chat, served, names), served)))
 
 
-def _chat_of(request: CountRequest, tools: Tools) -> tuple[ChatRequest, Names]:
+def _chat_of(request: CountRequest, tools: MessagesTools) -> tuple[ChatRequest, FieldNames]:
     """The chat that a request asks for, without the limits and sampling of an answer. Raises ApiError."""
     paths: list[str] = []
     messages: list[Message] = []
@@ -212,10 +212,10 @@ def _chat_of(request: CountRequest, tools: Tools) -> tuple[ChatRequest, Names]:
         response_format=_response_format(request.output_config),
         chat_template_kwargs=_template_options(request),
     )
-    return chat, Names(paths, tools.paths, PATTERNS)
+    return chat, FieldNames(paths, tools.paths, PATTERNS)
 
 
-class Tools:
+class MessagesTools:
     """The client's functions in a chat's form. Tools that run on Anthropic's side are left out."""
 
     def __init__(self, request: CountRequest):
@@ -298,7 +298,7 @@ def _block_text(path: str, block: AnthropicPart) -> str:
         source = block.source or {}
         if source.get("type") == "text" and isinstance(source.get("data"), str):
             return source["data"]
-        return NO_SIGHT.format(kind=block.type)
+        return IMAGE_OMITTED.format(kind=block.type)
     if block.type != "text":
         raise invalid(f"{path}.type", "is not supported", given=block.type[:40])
     if block.text is None:
@@ -345,12 +345,14 @@ def _template_options(request: CountRequest) -> dict[str, Any]:
     return options
 
 
-class MessagesAnswer(Answer):
+class MessagesAnswer(ResponseWriter):
     """The content is built block by block as the text grows, the same way whole and streamed."""
 
-    error_shape = ANTHROPIC
+    error_format = ANTHROPIC
 
-    def __init__(self, job: Job, served: Served, request: MessagesRequest, left_out: Collection[str] = ()):
+    def __init__(
+        self, job: PreparedRequest, served: Served, request: MessagesRequest, left_out: Collection[str] = ()
+    ):
         super().__init__([job], served, request.stream)
         self._stop_sequences = request.stop_sequences or []
         self.left_out = left_out
@@ -360,10 +362,10 @@ class MessagesAnswer(Answer):
         self._content: list[TextBlock | ThinkingBlock | ToolUseBlock] = []
         self._arguments = ""  # of the newest call
 
-    def whole(self, sequences: list[Sequence]) -> MessagesResponse:
+    def whole(self, sequences: list[GeneratedSequence]) -> MessagesResponse:
         (sequence,) = sequences
         text = text_of(sequence.pieces, self._reading)
-        self._reader = self._reading.of_text(text, sequence.is_cut).reader()
+        self._reader = self._reading.of_text(text, sequence.is_truncated).reader()
         for _event in self._read(sequence, sequence.pieces):
             pass
         response = self._response(sequence)
@@ -372,10 +374,10 @@ class MessagesAnswer(Answer):
         response.stop_sequence = self._stop_sequence(sequence)
         return response
 
-    def events(self, sequence: Sequence, pieces: list[Piece]) -> bytes:
+    def events(self, sequence: GeneratedSequence, pieces: list[Piece]) -> bytes:
         return b"".join(_event(event) for event in self._read(sequence, pieces))
 
-    def closing(self, sequences: list[Sequence]) -> bytes:
+    def stream_end(self, sequences: list[GeneratedSequence]) -> bytes:
         (sequence,) = sequences
         delta = {"stop_reason": self._stop_reason(sequence), "stop_sequence": self._stop_sequence(sequence)}
         last = {"type": "message_delta", "delta": delta, "usage": self._usage(sequence)}
@@ -384,23 +386,23 @@ class MessagesAnswer(Answer):
     def failure(self, error: ApiError) -> bytes:
         return b"event: error\n" + super().failure(error)
 
-    def _response(self, sequence: Sequence) -> MessagesResponse:
+    def _response(self, sequence: GeneratedSequence) -> MessagesResponse:
         return MessagesResponse(
             id=f"msg_{self.request_id}",
             model=self.info.model_name,
             usage=self._usage(sequence),
         )
 
-    def _usage(self, sequence: Sequence) -> MessagesUsage:
+    def _usage(self, sequence: GeneratedSequence) -> MessagesUsage:
         cached = sequence.ran.cached if sequence.ran else 0
         return MessagesUsage(len(sequence.prompt) - cached, sequence.tokens, cached)
 
-    def _stop_sequence(self, sequence: Sequence) -> str | None:
+    def _stop_sequence(self, sequence: GeneratedSequence) -> str | None:
         """The stop sequence of the request that ended the text."""
         stop = sequence.stream.stop
         return stop if stop in self._stop_sequences else None
 
-    def _stop_reason(self, sequence: Sequence) -> str:
+    def _stop_reason(self, sequence: GeneratedSequence) -> str:
         reason = STOP_REASONS[sequence.finish_reason]
         if reason == "stop_sequence" and not self._stop_sequence(sequence):
             reason = "end_turn"  # a stop string of the model's own
@@ -408,21 +410,21 @@ class MessagesAnswer(Answer):
             return "tool_use"
         return reason
 
-    def _read(self, sequence: Sequence, pieces: list[Piece]) -> Iterator[dict[str, Any]]:
+    def _read(self, sequence: GeneratedSequence, pieces: list[Piece]) -> Iterator[dict[str, Any]]:
         """The events that `pieces` add; each has to be used before the next one is made."""
         if not self._has_begun:
             self._has_begun = True
             yield {"type": "message_start", "message": self._response(sequence)}
             yield {"type": "ping"}
         for piece in pieces:
-            for part in self._reader.push(readable(piece, self._reading)):
+            for part in self._reader.push(visible_text(piece, self._reading)):
                 yield from self._take(part)
         if sequence.finish_reason is not None:
-            for part in self._reader.finish(sequence.is_cut):
+            for part in self._reader.finish(sequence.is_truncated):
                 yield from self._take(part)
             yield from self._end_block()
 
-    def _take(self, part: reader.Part) -> Iterator[dict[str, Any]]:
+    def _take(self, part: reader.OutputPart) -> Iterator[dict[str, Any]]:
         newest = self._content[-1] if self._content else None
         if isinstance(part, CallBegin):
             yield from self._begin_block(ToolUseBlock(part.id, part.name))

@@ -11,9 +11,9 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from text.traits import Traits
+from text.traits import TemplateCapabilities
 
-Message = dict[str, Any]
+TemplateMessage = dict[str, Any]
 
 # Roles that clients use for messages of their own, and older names.
 ALIASES = {"developer": "system", "function": "tool", "ctx": "user", "msg": "user"}
@@ -30,7 +30,9 @@ To call a function, write its name and its arguments as JSON between these tags,
 The result of a call follows between <tool_response> and </tool_response>."""
 
 
-def normalised(messages: list[Message], tools: list[dict[str, Any]] | None, traits: Traits) -> list[Message]:
+def adapt_to_template(
+    messages: list[TemplateMessage], tools: list[dict[str, Any]] | None, traits: TemplateCapabilities
+) -> list[TemplateMessage]:
     """The messages as a template with these traits takes them. `tools` are written where it has no place for
     them."""
     messages = [_with_known_role(message, traits) for message in messages]
@@ -47,14 +49,14 @@ def normalised(messages: list[Message], tools: list[dict[str, Any]] | None, trai
     return messages
 
 
-def _with_known_role(message: Message, traits: Traits) -> Message:
+def _with_known_role(message: TemplateMessage, traits: TemplateCapabilities) -> TemplateMessage:
     role = message["role"]
     if role == "developer" and traits.developer:
         return message
     return message | {"role": ALIASES.get(role, role)}
 
 
-def _in_text(message: Message) -> Message:
+def _in_text(message: TemplateMessage) -> TemplateMessage:
     """Calls and results of tools as text, in the form that TOOLS_PROMPT asks for."""
     if message["role"] == "tool":
         return {"role": "user", "content": f"<tool_response>\n{message['content']}\n</tool_response>"}
@@ -70,7 +72,7 @@ def _in_text(message: Message) -> Message:
     return kept | {"content": "\n".join(texts)}
 
 
-def _with_system(messages: list[Message], traits: Traits) -> list[Message]:
+def _with_system(messages: list[TemplateMessage], traits: TemplateCapabilities) -> list[TemplateMessage]:
     """System messages where the template takes them: all in the first one, or in the first user message."""
     takes_system = traits.system
     if messages[-1]["role"] != "user":
@@ -95,10 +97,10 @@ def _with_system(messages: list[Message], traits: Traits) -> list[Message]:
     return [{"role": "user", "content": text}, *others]
 
 
-def _merged(messages: list[Message], traits: Traits) -> list[Message]:
+def _merged(messages: list[TemplateMessage], traits: TemplateCapabilities) -> list[TemplateMessage]:
     """Neighbours of one role as one message, where the template does not take them."""
     apart = {"user": traits.users, "assistant": traits.assistants}
-    merged: list[Message] = []
+    merged: list[TemplateMessage] = []
     for message in messages:
         role = message["role"]
         if merged and merged[-1]["role"] == role and not apart.get(role, True):
@@ -108,12 +110,12 @@ def _merged(messages: list[Message], traits: Traits) -> list[Message]:
     return merged
 
 
-def _with_text_apart(messages: list[Message], traits: Traits) -> list[Message]:
+def _with_text_apart(messages: list[TemplateMessage], traits: TemplateCapabilities) -> list[TemplateMessage]:
     """What an assistant said beside its calls as messages in front of them; where the template does not take
     two messages of an assistant, all that it said to a user as one."""
     if not traits.assistants:
         return [message for turn in _turns(messages) for message in _with_one_text(turn)]
-    apart: list[Message] = []
+    apart: list[TemplateMessage] = []
     for message in messages:
         if _calls(message) and message["content"]:
             apart.append({"role": "assistant", "content": message["content"]})
@@ -122,9 +124,9 @@ def _with_text_apart(messages: list[Message], traits: Traits) -> list[Message]:
     return apart
 
 
-def _turns(messages: list[Message]) -> list[list[Message]]:
+def _turns(messages: list[TemplateMessage]) -> list[list[TemplateMessage]]:
     """The messages in groups, each of which a user's message begins."""
-    turns: list[list[Message]] = [[]]
+    turns: list[list[TemplateMessage]] = [[]]
     for message in messages:
         if message["role"] == "user":
             turns.append([])
@@ -132,7 +134,7 @@ def _turns(messages: list[Message]) -> list[list[Message]]:
     return turns
 
 
-def _with_one_text(turn: list[Message]) -> list[Message]:
+def _with_one_text(turn: list[TemplateMessage]) -> list[TemplateMessage]:
     """All that an assistant said in its last message without calls, or else in one before its calls."""
     said = [message for message in turn if message["role"] == "assistant" and message["content"]]
     first_call = next((n for n, message in enumerate(turn) if _calls(message)), None)
@@ -142,7 +144,7 @@ def _with_one_text(turn: list[Message]) -> list[Message]:
     place = plain[-1] if plain else first_call
     answer = turn[place] if plain else {"role": "assistant"}
     text = APART.join(message["content"] for message in said)
-    written: list[Message] = []
+    written: list[TemplateMessage] = []
     for n, message in enumerate(turn):
         if n == place:
             written.append(answer | {"content": text})
@@ -153,14 +155,14 @@ def _with_one_text(turn: list[Message]) -> list[Message]:
     return written
 
 
-def _calls(message: Message) -> bool:
+def _calls(message: TemplateMessage) -> bool:
     return message["role"] == "assistant" and bool(message.get("tool_calls"))
 
 
-def _with_answers(messages: list[Message]) -> list[Message]:
+def _with_answers(messages: list[TemplateMessage]) -> list[TemplateMessage]:
     """An empty answer between the result of a call and a user, where the assistant said nothing since the
     last one."""
-    answered: list[Message] = []
+    answered: list[TemplateMessage] = []
     has_spoken = True
     for message in messages:
         role = message["role"]
@@ -174,7 +176,7 @@ def _with_answers(messages: list[Message]) -> list[Message]:
     return answered
 
 
-def _joined(one: Message, other: Message) -> Message:
+def _joined(one: TemplateMessage, other: TemplateMessage) -> TemplateMessage:
     joined = one | other
     for name in ("content", "reasoning_content"):
         texts = [message[name] for message in (one, other) if message.get(name)]

@@ -13,11 +13,11 @@ from typing import Any
 
 from msgspec import Struct
 
-from api.answer import Answer, Sequence, first_of_prompts, rounded
+from api.answer import GeneratedSequence, ResponseWriter, first_of_prompts, rounded
 from api.errors import OPENAI, ApiError, event
 from api.fields import check_device, check_ids, check_sampling, check_stop, require, sampling_of
 from api.formats import FormatFields
-from api.job import Job, Served
+from api.job import PreparedRequest, Served
 from api.types import U32, AtLeastOne
 from config import VERSION
 from protocol import MAX_LOGIT_BIAS, ModelInfo
@@ -114,7 +114,7 @@ def check_openai(
     logprobs: bool,
     served: Served,
     **host_only: Any,
-) -> Job:
+) -> PreparedRequest:
     """Checks the fields that chat and completion requests share. They sample unless the temperature is 0, as
     OpenAI's do. Fields of sampling that the request leaves out get the model's defaults.
 
@@ -140,7 +140,7 @@ def check_openai(
     host_only["min_tokens"] = min_tokens
     host_only["logit_bias"] = any(bias for _token, bias in logit_bias)
     check_device(info, request, sampling, **host_only)
-    return Job(
+    return PreparedRequest(
         prompt=prompt,
         sampling=sampling,
         sequences=n,
@@ -153,7 +153,7 @@ def check_openai(
         keep_eos=logprobs,
         prompt_name="prompt",
         limit_name="max_tokens",
-        is_openai=True,
+        clamps_max_tokens=True,
     )
 
 
@@ -169,12 +169,12 @@ def _logit_bias(given: dict[str, float], info: ModelInfo) -> list[tuple[int, flo
     return list(biases.items())
 
 
-class OpenAIAnswer(Answer):
+class OpenAIAnswer(ResponseWriter):
     """What all answers of OpenAI's dialects share: the shape of errors, usage, log-probabilities."""
 
-    error_shape = OPENAI
+    error_format = OPENAI
 
-    def _usage(self, sequences: list[Sequence]) -> Usage:
+    def _usage(self, sequences: list[GeneratedSequence]) -> Usage:
         """Tokens fed and produced. A prompt counts once, however many choices were made from it."""
         first = first_of_prompts(sequences) or sequences[:1]  # the usage of one choice has its prompt, too
         prompt_tokens = sum(len(sequence.prompt) for sequence in first)
@@ -208,7 +208,7 @@ class ChunkedAnswer(OpenAIAnswer):
     id_prefix = ""
     chunk_type: type[OpenAIResponse]
 
-    def __init__(self, jobs: list[Job], served: Served, request: OpenAIRequest):
+    def __init__(self, jobs: list[PreparedRequest], served: Served, request: OpenAIRequest):
         super().__init__(jobs, served, request.stream)
         options = request.stream_options or StreamOptions()
         self._usage_at_end = bool(options.include_usage)
@@ -225,15 +225,15 @@ class ChunkedAnswer(OpenAIAnswer):
             "system_fingerprint": f"{VERSION}-native",
         }
 
-    def events(self, sequence: Sequence, pieces: list[Piece]) -> bytes:
+    def events(self, sequence: GeneratedSequence, pieces: list[Piece]) -> bytes:
         usage = self._usage([sequence]) if self._usage_always else None
         return b"".join(self._chunk([choice], usage) for choice in self._choices(sequence, pieces))
 
-    def _choices(self, sequence: Sequence, pieces: list[Piece]) -> Iterator[Struct]:
+    def _choices(self, sequence: GeneratedSequence, pieces: list[Piece]) -> Iterator[Struct]:
         """The choices of the events of `pieces`."""
         raise NotImplementedError
 
-    def closing(self, sequences: list[Sequence]) -> bytes:
+    def stream_end(self, sequences: list[GeneratedSequence]) -> bytes:
         usage = self._chunk([], self._usage(sequences)) if self._usage_at_end else b""
         return usage + DONE
 

@@ -14,7 +14,7 @@ from flask import Response
 from api.clouds import VertexRequest
 from api.completions import CompletionRequest
 from api.conversation import ChatRequest
-from api.errors import ANTHROPIC, OPENAI, TGI, ErrorShape
+from api.errors import ANTHROPIC, OPENAI, TGI, ErrorFormat
 from api.messages import CountRequest, MessagesRequest
 from api.responses import ResponsesRequest
 from api.tgi import GenerateRequest
@@ -44,7 +44,7 @@ class Route:
     path: str  # as OpenAPI writes it
     summary: str
     view: Callable[..., Response]  # called with the Server, and a parameter of the path
-    errors: tuple[ErrorShape, ...] = (TGI,)  # the first one, unless the view says otherwise
+    errors: tuple[ErrorFormat, ...] = (TGI,)  # the first one, unless the view says otherwise
     needs_key: bool = True
     bodies: tuple = ()
     answers: tuple = ()

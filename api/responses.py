@@ -19,11 +19,20 @@ import msgspec
 from msgspec import UNSET, Struct, UnsetType
 
 from api import fields
-from api.answer import Answer, Sequence
-from api.conversation import NO_SIGHT, ChatRequest, Message, Names, Part, chat_job, readable, text_of
+from api.answer import GeneratedSequence, ResponseWriter
+from api.conversation import (
+    IMAGE_OMITTED,
+    ChatRequest,
+    FieldNames,
+    Message,
+    Part,
+    chat_job,
+    text_of,
+    visible_text,
+)
 from api.errors import OPENAI, ApiError, invalid, named_event
 from api.fields import Json
-from api.job import Job, Served
+from api.job import PreparedRequest, Served
 from api.openai import OpenAIAnswer, TokenLogprob
 from api.types import U32, AtLeastOne, NotNegative, Share
 from text import reader
@@ -31,7 +40,7 @@ from text.reader import Arguments, CallBegin, Content, Reasoning
 from text.stream import Piece
 
 NO_STATE = "is not supported: this server stores no responses"
-NOT_SUPPORTED = {
+REJECTED_FIELDS = {
     "previous_response_id": NO_STATE,
     "conversation": NO_STATE,
     "background": "is not supported",
@@ -244,14 +253,14 @@ class ClientTool(NamedTuple):
     is_custom: bool = False
 
 
-def responses(data: Json, served: Served) -> Answer:
+def responses(data: Json, served: Served) -> ResponseWriter:
     request = fields.read(data, ResponsesRequest)
-    for name, why in NOT_SUPPORTED.items():
+    for name, why in REJECTED_FIELDS.items():
         if getattr(request, name):
             raise invalid(name, why)
     if request.truncation not in (None, "disabled", "auto"):
         raise invalid("truncation", "must be auto or disabled", given=request.truncation[:40])
-    tools = Tools(request)
+    tools = ResponsesTools(request)
     paths, messages = _messages(request, tools)
     chat = ChatRequest(
         messages=messages,
@@ -267,12 +276,12 @@ def responses(data: Json, served: Served) -> Answer:
         stream=request.stream,
         chat_template_kwargs=request.chat_template_kwargs,
     )
-    job = chat_job(chat, served, Names(paths, tools.paths, PATTERNS))
+    job = chat_job(chat, served, FieldNames(paths, tools.paths, PATTERNS))
     request.store = False  # whatever was asked for
     return ResponsesAnswer(job, served, request, tools)
 
 
-class Tools:
+class ResponsesTools:
     """The tools of a request in a chat's form. Those that OpenAI runs are left out."""
 
     def __init__(self, request: ResponsesRequest):
@@ -350,7 +359,7 @@ def _custom(tool: dict[str, Any]) -> dict[str, Any]:
     return described
 
 
-def _messages(request: ResponsesRequest, tools: Tools) -> tuple[list[str], list[Message]]:
+def _messages(request: ResponsesRequest, tools: ResponsesTools) -> tuple[list[str], list[Message]]:
     """The messages of the chat and the path of each in the request."""
     items = request.input
     if isinstance(items, str):
@@ -390,7 +399,7 @@ def _joined(one: Message, other: Message) -> Message:
     )
 
 
-def _message(path: str, item: InputItem, tools: Tools) -> Message | None:
+def _message(path: str, item: InputItem, tools: ResponsesTools) -> Message | None:
     """None for what only OpenAI's own tools mean."""
     kind = item.type or "message"
     if kind in FOREIGN:
@@ -429,7 +438,7 @@ def _text(path: str, content: str | list[InputPart]) -> str:
 
 def _part(path: str, part: InputPart) -> str:
     if part.type in ("input_image", "input_file", "input_audio"):
-        return NO_SIGHT.format(kind=part.type.removeprefix("input_"))
+        return IMAGE_OMITTED.format(kind=part.type.removeprefix("input_"))
     text = part.refusal if part.type == "refusal" else part.text
     if text is None:
         raise invalid(path, "needs `text`", given=part.type[:40])
@@ -448,7 +457,9 @@ def _response_format(given: dict[str, Any] | None) -> dict[str, Any] | None:
 class ResponsesAnswer(OpenAIAnswer):
     """The response is built item by item as the text grows, the same way for a stream and for a whole one."""
 
-    def __init__(self, job: Job, served: Served, request: ResponsesRequest, tools: Tools):
+    def __init__(
+        self, job: PreparedRequest, served: Served, request: ResponsesRequest, tools: ResponsesTools
+    ):
         super().__init__([job], served, request.stream)
         self.left_out = tools.left_out
         self._tools = tools
@@ -470,19 +481,19 @@ class ResponsesAnswer(OpenAIAnswer):
             model=self.info.model_name,
         )
 
-    def whole(self, sequences: list[Sequence]) -> ResponsesResponse:
+    def whole(self, sequences: list[GeneratedSequence]) -> ResponsesResponse:
         (sequence,) = sequences
         text = text_of(sequence.pieces, self._reading)
-        self._reader = self._reading.of_text(text, sequence.is_cut).reader()
+        self._reader = self._reading.of_text(text, sequence.is_truncated).reader()
         for _ in self._read(sequence, sequence.pieces):
             pass
         return self._complete(sequences)
 
-    def events(self, sequence: Sequence, pieces: list[Piece]) -> bytes:
+    def events(self, sequence: GeneratedSequence, pieces: list[Piece]) -> bytes:
         # One at a time: the next one changes what it holds.
         return b"".join(map(_encode, self._read(sequence, pieces)))
 
-    def closing(self, sequences: list[Sequence]) -> bytes:
+    def stream_end(self, sequences: list[GeneratedSequence]) -> bytes:
         response = self._complete(sequences)
         return _encode(self._event(f"response.{response.status}", response=response))
 
@@ -491,12 +502,12 @@ class ResponsesAnswer(OpenAIAnswer):
         detail = msgspec.to_builtins(error.shaped(OPENAI).body(error).error)
         return _encode(self._event("error", **detail | {"type": "error"}, error=detail))
 
-    def _complete(self, sequences: list[Sequence]) -> ResponsesResponse:
+    def _complete(self, sequences: list[GeneratedSequence]) -> ResponsesResponse:
         response = self._response
         usage = self._usage(sequences)
-        is_cut = sequences[0].is_cut
-        response.status = "incomplete" if is_cut else "completed"
-        response.incomplete_details = {"reason": "max_output_tokens"} if is_cut else None
+        is_truncated = sequences[0].is_truncated
+        response.status = "incomplete" if is_truncated else "completed"
+        response.incomplete_details = {"reason": "max_output_tokens"} if is_truncated else None
         response.usage = ResponsesUsage(
             usage.prompt_tokens,
             {"cached_tokens": usage.prompt_tokens_details.cached_tokens, "cache_write_tokens": 0},
@@ -506,7 +517,7 @@ class ResponsesAnswer(OpenAIAnswer):
         )
         return response
 
-    def _read(self, sequence: Sequence, pieces: list[Piece]) -> Iterator[dict[str, Any]]:
+    def _read(self, sequence: GeneratedSequence, pieces: list[Piece]) -> Iterator[dict[str, Any]]:
         """The events that `pieces` add; each has to be used before the next one is made."""
         if not self._events:
             self._response.id = f"resp_{self.request_id}"
@@ -515,15 +526,15 @@ class ResponsesAnswer(OpenAIAnswer):
         for piece in pieces:
             if self._wants_logprobs and not piece.special:
                 self._logprobs_read.append(self._token_logprob(piece))
-            for part in self._reader.push(readable(piece, self._reading)):
+            for part in self._reader.push(visible_text(piece, self._reading)):
                 yield from self._take(part)
             self._reasoning_tokens += isinstance(self._newest, OutputReasoning)
         if sequence.finish_reason is not None:
-            for part in self._reader.finish(sequence.is_cut):
+            for part in self._reader.finish(sequence.is_truncated):
                 yield from self._take(part)
             if self._newest is None:
                 yield from self._take(Content(""))  # clients expect a message
-            yield from self._end_item(is_cut=sequence.is_cut or self._reader.is_cut)
+            yield from self._end_item(is_truncated=sequence.is_truncated or self._reader.is_truncated)
 
     def _bytes(self, token_id: int, text: str, cut: int = 0) -> list[int]:
         return super()._bytes(token_id, text, cut) or []  # the interface has no null here
@@ -532,7 +543,7 @@ class ResponsesAnswer(OpenAIAnswer):
     def _newest(self) -> OutputMessage | OutputReasoning | FunctionCall | CustomToolCall | None:
         return self._response.output[-1] if self._response.output else None
 
-    def _take(self, part: reader.Part) -> Iterator[dict[str, Any]]:
+    def _take(self, part: reader.OutputPart) -> Iterator[dict[str, Any]]:
         logprobs = self._logprobs_read
         self._logprobs_read = []
         if isinstance(part, CallBegin):
@@ -573,10 +584,10 @@ class ResponsesAnswer(OpenAIAnswer):
         self._response.output.append(item)
         yield self._item_event("response.output_item.added", item=item)
 
-    def _end_item(self, is_cut: bool = False) -> Iterator[dict[str, Any]]:
+    def _end_item(self, is_truncated: bool = False) -> Iterator[dict[str, Any]]:
         item = self._newest
         is_broken = isinstance(item, (FunctionCall, CustomToolCall)) and self._reader.failed
-        item.status = "incomplete" if is_cut or is_broken else "completed"
+        item.status = "incomplete" if is_truncated or is_broken else "completed"
         if isinstance(item, CustomToolCall):
             item.input = _input_of(self._arguments)
             yield self._item_event("response.custom_tool_call_input.delta", delta=item.input)

@@ -15,7 +15,7 @@ from flask import Response, request
 
 from api import chat, clouds, completions, messages, responses, status, tgi, tokenize
 from api.conversation import ChatRequest
-from api.errors import ANTHROPIC, OPENAI, TGI, ErrorShape
+from api.errors import ANTHROPIC, OPENAI, TGI, ErrorFormat
 from api.fields import Json
 from api.job import Served
 from api.openai import ModelCard, ModelList
@@ -294,7 +294,7 @@ for _body in {body for route in ROUTES for body in route.bodies}:
     msgspec.json.Decoder(_body)
 
 
-def error_shape(endpoint: str | None, path: str, headers: Mapping[str, str]) -> ErrorShape:
+def error_format(endpoint: str | None, path: str, headers: Mapping[str, str]) -> ErrorFormat:
     """The shape of errors of a route by its name; without one, that of the dialect in whose paths the client
     looked."""
     if route := BY_NAME.get(endpoint):

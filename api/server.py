@@ -16,13 +16,13 @@ from flask import Response, g, request
 from gevent.threadpool import ThreadPool
 
 from api import errors, fields
-from api.answer import Answer
+from api.answer import ResponseWriter
 from api.bodies import Bodies, charset_of_text, check_is_json
 from api.engine_client import ClientGone, EngineClient, attempt
-from api.errors import HANG_UP, in_shape
+from api.errors import CLIENT_CLOSED_REQUEST, in_shape
 from api.fields import Json
-from api.job import Prompt, Served, prompts_of
-from api.stream import Arrival, Connection, EventStream, Generation, Watch, timing_headers
+from api.job import Served, TokenizedPrompt, prompts_of
+from api.stream import ActiveRequest, Arrival, Connection, ConnectionMonitor, EventStream, timing_headers
 from api.tracing import RequestTrace, Tracer
 from api.types import encode
 from config import Config
@@ -34,9 +34,9 @@ logger = logging.getLogger("web")
 LONG_TEXT = 20_000  # bytes; shorter ones are tokenized in less than a millisecond
 TEXT_THREADS = 2
 # Before a refusal: a client may know that a request has ended before the worker's report of it arrives here.
-ROOM_S = 0.1
+OVERLOAD_RECHECK_S = 0.1
 
-Read = Callable[[Json, Served], Answer]  # a dialect: from a body to the answer that it asks for
+Read = Callable[[Json, Served], ResponseWriter]  # a dialect: from a body to the answer that it asks for
 
 
 class TextThreads:
@@ -72,7 +72,7 @@ class Server:
         self.engine = engine
         self._bodies = Bodies(config)
         self._threads = TextThreads(config.max_concurrent_requests)
-        self._watch = Watch()
+        self._watch = ConnectionMonitor()
         self._tracer: Tracer | None = None
         if config.otlp_endpoint:
             self._tracer = Tracer(config.otlp_endpoint, config.otlp_service_name)
@@ -110,14 +110,14 @@ class Server:
             lambda body: read(fields.parse_text(body, charset), served), served, deadline_s=deadline_s
         )
 
-    def generate_from(self, read: Callable[[Served], Answer]) -> Response:
+    def generate_from(self, read: Callable[[Served], ResponseWriter]) -> Response:
         """Generates for a request without a body."""
         served = self._begin()
         return self._answer(*_prepared(lambda: read(served), served))
 
     def _generate(
         self,
-        read: Callable[[bytes], Answer],
+        read: Callable[[bytes], ResponseWriter],
         served: Served,
         renders: bool = False,
         deadline_s: float | None = None,
@@ -144,15 +144,17 @@ class Server:
             g.trace = RequestTrace(self._tracer, route, request.headers, g.request_id, g.started_at)
         served = self.served
         if self.engine.is_full:
-            gevent.sleep(ROOM_S)
+            gevent.sleep(OVERLOAD_RECHECK_S)
             if self.engine.is_full:
                 raise errors.overloaded()
         return served
 
-    def _answer(self, answer: Answer, prompts: list[Prompt], deadline_s: float | None = None) -> Response:
-        g.error_shape = answer.error_shape
+    def _answer(
+        self, answer: ResponseWriter, prompts: list[TokenizedPrompt], deadline_s: float | None = None
+    ) -> Response:
+        g.error_format = answer.error_format
         _log_changes(answer, prompts)
-        with in_shape(answer.error_shape):
+        with in_shape(answer.error_format):
             self._check_grammars(prompts)
             generation = self._start(answer, prompts, self.config.response_deadline or deadline_s)
             headers = {
@@ -164,9 +166,9 @@ class Server:
                     return _streamed(answer, generation, headers)
                 return _whole(answer, generation, headers)
             except ClientGone:
-                return Response(status=HANG_UP)  # for the metrics
+                return Response(status=CLIENT_CLOSED_REQUEST)  # for the metrics
 
-    def _check_grammars(self, prompts: list[Prompt]) -> None:
+    def _check_grammars(self, prompts: list[TokenizedPrompt]) -> None:
         grammars = self.engine.text.grammars
         names = {prompt.job.grammar: prompt.job.grammar_name for prompt in prompts if prompt.job.grammar}
         for grammar, name in names.items():
@@ -177,14 +179,16 @@ class Server:
             except GrammarError as error:
                 raise errors.invalid(name, str(error)) from None
 
-    def _start(self, answer: Answer, prompts: list[Prompt], deadline_s: float | None) -> Generation:
+    def _start(
+        self, answer: ResponseWriter, prompts: list[TokenizedPrompt], deadline_s: float | None
+    ) -> ActiveRequest:
         asks_to_close = "close" in request.headers.get("Connection", "").lower()
         is_last = request.environ["SERVER_PROTOCOL"] == "HTTP/1.0" or asks_to_close
         connection = Connection(request.environ.get("gunicorn.socket"), input_may_end=is_last)
         arrival = Arrival(g.request_id, g.started_at, connection, g.get("trace"))
         deadline_at = g.started_at + deadline_s if deadline_s and not answer.streams else float("inf")
         answer.request_id = g.request_id
-        g.generation = Generation(self.engine, prompts, arrival, self._watch, deadline_at)
+        g.generation = ActiveRequest(self.engine, prompts, arrival, self._watch, deadline_at)
         return g.generation
 
 
@@ -198,26 +202,28 @@ def empty_response() -> Response:
     return response
 
 
-def _prepared(read: Callable[[], Answer], served: Served) -> tuple[Answer, list[Prompt]]:
+def _prepared(
+    read: Callable[[], ResponseWriter], served: Served
+) -> tuple[ResponseWriter, list[TokenizedPrompt]]:
     """The answer to make, and the prompts that it needs."""
     answer = read()
-    with in_shape(answer.error_shape):
+    with in_shape(answer.error_format):
         return answer, prompts_of(answer.jobs, served)
 
 
-def _log_changes(answer: Answer, prompts: list[Prompt]) -> None:
+def _log_changes(answer: ResponseWriter, prompts: list[TokenizedPrompt]) -> None:
     """What is not done as the request asked for it, although it is not refused."""
     fields = {"request_id": g.request_id}
     if answer.left_out:
         names = ", ".join(sorted(answer.left_out))
         logger.debug("left out tools that this server does not run: %s", names, extra={"fields": fields})
     for job, _ids, most in prompts:
-        if job.is_openai and job.max_new_tokens and most < job.max_new_tokens:
+        if job.clamps_max_tokens and job.max_new_tokens and most < job.max_new_tokens:
             words = "cut `%s` of %d to the %d tokens that are left of the context length"
             logger.debug(words, job.limit_name, job.max_new_tokens, most, extra={"fields": fields})
 
 
-def _whole(answer: Answer, generation: Generation, headers: dict[str, str]) -> Response:
+def _whole(answer: ResponseWriter, generation: ActiveRequest, headers: dict[str, str]) -> Response:
     with generation:
         generation.run()
         response = json_response(answer.whole(generation.sequences))
@@ -225,7 +231,7 @@ def _whole(answer: Answer, generation: Generation, headers: dict[str, str]) -> R
         return response
 
 
-def _streamed(answer: Answer, generation: Generation, headers: dict[str, str]) -> Response:
+def _streamed(answer: ResponseWriter, generation: ActiveRequest, headers: dict[str, str]) -> Response:
     """The response, as soon as its status is certain."""
     headers |= {
         "Content-Type": answer.content_type,

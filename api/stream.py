@@ -1,9 +1,9 @@
 """A request while it is generated: from the worker's tokens to text, and to the body of its response, whole
 or as events.
 
-A `Generation` sends the prompts of a request to the worker, turns the tokens that come back into text, and
-ends sequences early: after a stop string, at a deadline, when the client disconnects. `Generation.close` is
-the one place where a request ends.
+An `ActiveRequest` sends the prompts of a request to the worker, turns the tokens that come back into text,
+and ends sequences early: after a stop string, at a deadline, when the client disconnects.
+`ActiveRequest.close` is the one place where a request ends.
 """
 
 from __future__ import annotations
@@ -21,20 +21,19 @@ import gevent
 from gevent.monkey import get_original
 
 from api import errors
-from api.answer import Answer, Sequence, first_of_prompts
+from api.answer import GeneratedSequence, ResponseWriter, first_of_prompts
 from api.engine_client import ClientGone, EngineClient, InFlightRequest, TooLarge
-from api.errors import HANG_UP, ApiError
-from api.job import Prompt
+from api.errors import CLIENT_CLOSED_REQUEST, ApiError
+from api.job import TokenizedPrompt
 from api.tracing import Generated, RequestTrace
-from protocol import End, Generate, GenerateOptions, RequestStats, Token
-from protocol import Prompt as PromptRan
+from protocol import End, Generate, GenerateOptions, PromptDone, RequestStats, Token
 from text.stream import Piece
 
 logger = logging.getLogger("web")
 
 WATCH_S = 0.1  # how often all requests are looked after
 KEEP_ALIVE_S = 15.0  # a stream without an event for this long carries a comment, so that proxies keep it open
-Batch = list[tuple[Sequence, list[Piece]]]  # what became certain together
+Batch = list[tuple[GeneratedSequence, list[Piece]]]  # what became certain together
 
 
 class Connection:
@@ -65,27 +64,27 @@ class Arrival:
     trace: RequestTrace | None = None
 
 
-class Watch:
+class ConnectionMonitor:
     """Looks after all requests of this process: disconnects, deadlines, keep-alives."""
 
     def __init__(self):
-        self._generations: set[Generation] = set()
+        self._generations: set[ActiveRequest] = set()
         gevent.spawn(self._run)
 
-    def add(self, generation: Generation) -> None:
+    def add(self, generation: ActiveRequest) -> None:
         self._generations.add(generation)
 
-    def discard(self, generation: Generation) -> None:
+    def discard(self, generation: ActiveRequest) -> None:
         self._generations.discard(generation)
 
     def _run(self) -> None:
         while True:
             gevent.sleep(WATCH_S)
             for generation in list(self._generations):
-                generation.look()
+                generation.poll()
 
 
-class Generation:
+class ActiveRequest:
     """The sequences that are generated for one HTTP request, as text. Times are CLOCK_MONOTONIC, in seconds.
 
     Iterating yields a Batch whenever text has become certain, each sequence once, until all have finished; an
@@ -98,24 +97,24 @@ class Generation:
     def __init__(
         self,
         engine: EngineClient,
-        prompts: list[Prompt],
+        prompts: list[TokenizedPrompt],
         arrival: Arrival,
-        watch: Watch,
+        watch: ConnectionMonitor,
         deadline_at: float = float("inf"),
     ):
         self.arrival = arrival
         self._model_name = engine.info.model_name
         self.sent_at = time.monotonic()
         self.streams_at: float | None = None  # when its stream began
-        self.sequences: list[Sequence] = []
+        self.sequences: list[GeneratedSequence] = []
         self._engine = engine
         self._watch = watch
         self._deadline_at = deadline_at
         self._received_at = self.sent_at
         self._is_closed = False
         self._outcome = "dropped"  # unless it comes to its end
-        self._status = HANG_UP
-        self._unfinished: dict[int, Sequence] = {}
+        self._status = CLIENT_CLOSED_REQUEST
+        self._unfinished: dict[int, GeneratedSequence] = {}
         generates = [generate for prompt in prompts for generate in self._generates(prompt)]
         try:
             self._request = InFlightRequest(engine, generates)
@@ -128,7 +127,7 @@ class Generation:
         self._log("sent to the worker", sequences=len(generates), prompt_tokens=tokens)
         watch.add(self)
 
-    def __enter__(self) -> Generation:
+    def __enter__(self) -> ActiveRequest:
         return self
 
     def __exit__(self, _kind, error: BaseException | None, _trace) -> None:
@@ -142,7 +141,7 @@ class Generation:
         while self._unfinished:
             messages = self._request.receive()
             self._received_at = time.monotonic()
-            batch: dict[Sequence, list[Piece]] = defaultdict(list)
+            batch: dict[GeneratedSequence, list[Piece]] = defaultdict(list)
             ends: list[End] = []
             for message in messages:
                 if isinstance(message, End):
@@ -168,11 +167,11 @@ class Generation:
             for sequence, pieces in batch:
                 sequence.keep(pieces)
 
-    def look(self) -> None:
+    def poll(self) -> None:
         """Wakes the request when its client has disconnected, at its deadline, and when it is time for a sign
         of life."""
         if self.arrival.connection.is_lost:
-            self._request.hang_up()
+            self._request.client_closed()
         elif time.monotonic() >= min(self._received_at + KEEP_ALIVE_S, self._deadline_at):
             self._request.wake()
 
@@ -223,12 +222,12 @@ class Generation:
             max_new_tokens=sum(sequence.max_new_tokens for sequence in self.sequences),
         )
 
-    def _generates(self, prompt: Prompt) -> Iterator[Generate]:
+    def _generates(self, prompt: TokenizedPrompt) -> Iterator[Generate]:
         """The messages to the worker for one job, each with a sequence that waits for its tokens."""
         job = prompt.job
         options = {name: getattr(job, name) for name in GenerateOptions.__struct_fields__}
         for number in range(job.sequences):
-            sequence = Sequence(self._engine.text.tokenizer, prompt, number, len(self.sequences))
+            sequence = GeneratedSequence(self._engine.text.tokenizer, prompt, number, len(self.sequences))
             options["sampling"] = sequence.sampling
             generate = Generate(
                 secrets.randbits(63),
@@ -243,9 +242,12 @@ class Generation:
             yield generate
 
     def _take(
-        self, message: PromptRan | Token, sequence: Sequence, batch: dict[Sequence, list[Piece]]
+        self,
+        message: PromptDone | Token,
+        sequence: GeneratedSequence,
+        batch: dict[GeneratedSequence, list[Piece]],
     ) -> None:
-        if isinstance(message, PromptRan):
+        if isinstance(message, PromptDone):
             sequence.start(message)
             return
         batch[sequence] += sequence.take(message)
@@ -254,7 +256,7 @@ class Generation:
             if message.finish_reason is None:
                 self._engine.cancel(message.id, "stop sequence")
 
-    def _cut(self, batch: dict[Sequence, list[Piece]]) -> None:
+    def _cut(self, batch: dict[GeneratedSequence, list[Piece]]) -> None:
         if self.first_token_at is None:
             raise errors.overloaded()  # it has only waited; a later attempt may be served
         for sequence in self._unfinished.values():
@@ -273,7 +275,7 @@ class EventStream:
     written.
     """
 
-    def __init__(self, answer: Answer, generation: Generation):
+    def __init__(self, answer: ResponseWriter, generation: ActiveRequest):
         """Waits for the first text, or for KEEP_ALIVE_S: then the status is certain. Raises ApiError and
         ClientGone."""
         self._answer = answer
@@ -300,7 +302,7 @@ class EventStream:
         try:
             yield from self._data()
             generation.succeed()
-            if closing := self._answer.closing(generation.sequences):
+            if closing := self._answer.stream_end(generation.sequences):
                 yield closing
         except ClientGone:
             pass
@@ -327,7 +329,7 @@ class EventStream:
             batch = next(self._batches, None)
 
 
-def timing_headers(generation: Generation) -> dict[str, str]:
+def timing_headers(generation: ActiveRequest) -> dict[str, str]:
     """TGI's, in whole milliseconds; the sums over all sequences."""
     sequences = generation.sequences
     arrived_at = generation.arrival.at

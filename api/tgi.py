@@ -12,10 +12,10 @@ import msgspec
 from msgspec import UNSET, Meta, Struct, UnsetType
 
 from api import errors, fields, formats
-from api.answer import Answer, Sequence, best_of, rounded
+from api.answer import GeneratedSequence, ResponseWriter, best_of, rounded
 from api.errors import event
 from api.fields import Json, require
-from api.job import Job, Served, with_grammar
+from api.job import PreparedRequest, Served, with_grammar
 from api.types import I32, U32, U64_MAX, AtLeastOne, Positive, SamplingFields
 from config import VERSION
 from text.stream import Piece
@@ -149,18 +149,18 @@ class Info(Struct):
         return cls(**{name: values[name] for name in cls.__struct_fields__})
 
 
-def generate(data: Json, served: Served) -> Answer:
+def generate(data: Json, served: Served) -> ResponseWriter:
     request = read(data)
     return NativeAnswer([check(request, served, streams=False)], served, parameters=_parameters(request))
 
 
-def generate_stream(data: Json, served: Served) -> Answer:
+def generate_stream(data: Json, served: Served) -> ResponseWriter:
     request = read(data)
     job = check(request, served, streams=True)
     return NativeAnswer([job], served, streams=True, parameters=_parameters(request))
 
 
-def compat(data: Json, served: Served) -> Answer:
+def compat(data: Json, served: Served) -> ResponseWriter:
     """`POST /`: streams when the body says so, and gives the prompt back unless it says not to."""
     request = read(data)
     parameters = _parameters(request)
@@ -178,7 +178,7 @@ def _parameters(request: GenerateRequest) -> Parameters:
     return request.parameters or Parameters()
 
 
-def check(request: GenerateRequest, served: Served, streams: bool) -> Job:
+def check(request: GenerateRequest, served: Served, streams: bool) -> PreparedRequest:
     """Checks every field of a native request in TGI's order; raises ApiError for the first that is wrong."""
     config = served.config
     info = served.info
@@ -212,7 +212,7 @@ def check(request: GenerateRequest, served: Served, streams: bool) -> Job:
     require(gives_prompt, "decoder_input_details", fields.NO_PROMPT_LOGITS)
     sampling = fields.sampling_of(p, samples, defaults={})
     fields.check_device(info, p, sampling, best_of=best_of > 1, top_n_tokens=p.top_n_tokens)
-    job = Job(
+    job = PreparedRequest(
         prompt=request.inputs,
         sampling=sampling,
         sequences=best_of,
@@ -236,12 +236,12 @@ def _samples(p: Parameters) -> bool:
     return (p.top_p or 1.0) < 1.0 or bool(p.min_p) or (p.typical_p or 1.0) < 1.0
 
 
-class NativeAnswer(Answer):
+class NativeAnswer(ResponseWriter):
     """TGI's own shapes. `in_list`: `POST /` puts the answer into a list."""
 
     def __init__(
         self,
-        jobs: list[Job],
+        jobs: list[PreparedRequest],
         served: Served,
         streams: bool | None = False,
         *,
@@ -254,7 +254,7 @@ class NativeAnswer(Answer):
         self._wants_details = bool(parameters.details or parameters.decoder_input_details)
         self._index = 0
 
-    def whole(self, sequences: list[Sequence]) -> Struct | list:
+    def whole(self, sequences: list[GeneratedSequence]) -> Struct | list:
         best = best_of(sequences)
         response = GenerateResponse(self._prefix + best.stream.text)
         if self._wants_details:
@@ -267,7 +267,7 @@ class NativeAnswer(Answer):
                 ]
         return [response] if self._in_list else response
 
-    def events(self, sequence: Sequence, pieces: list[Piece]) -> bytes:
+    def events(self, sequence: GeneratedSequence, pieces: list[Piece]) -> bytes:
         events = []
         for piece in pieces:
             self._index += 1
@@ -282,7 +282,7 @@ class NativeAnswer(Answer):
             events.append(event(response))
         return b"".join(events)
 
-    def _finish(self, sequence: Sequence) -> dict[str, Any]:
+    def _finish(self, sequence: GeneratedSequence) -> dict[str, Any]:
         return {
             "finish_reason": sequence.finish_reason,
             "generated_tokens": sequence.tokens,
@@ -290,7 +290,7 @@ class NativeAnswer(Answer):
             "seed": sequence.sampling.seed if self.info.sampling != "device" else None,
         }
 
-    def _details(self, sequence: Sequence) -> dict[str, Any]:
+    def _details(self, sequence: GeneratedSequence) -> dict[str, Any]:
         details = self._finish(sequence)
         prompt = self._prompt_pieces(sequence) if sequence.job.prompt_logprobs else []
         details["prefill"] = [PrefillToken(piece.id, piece.text, rounded(piece.logprob)) for piece in prompt]

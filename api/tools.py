@@ -83,8 +83,8 @@ def tool_use(
         if any(function.is_strict for function in functions.values()):
             raise invalid("tools", NO_PARSER)
         return None
-    several = model.several and mode != "named" and parallel_tool_calls is not False
-    return ToolUse(model, [functions[name] for name in names], mode, several, paths)
+    parallel = model.parallel and mode != "named" and parallel_tool_calls is not False
+    return ToolUse(model, [functions[name] for name in names], mode, parallel, paths)
 
 
 def _function(path: str, tool: dict[str, Any]) -> tuple[str, Function]:

@@ -19,7 +19,7 @@ from typing import Any
 
 import gevent
 
-from api.answer import Sequence
+from api.answer import GeneratedSequence
 from config import VERSION
 from protocol import RequestStats
 from run import ConfigError
@@ -82,7 +82,7 @@ class Generated:
     seconds."""
 
     model_name: str
-    sequences: list[Sequence]
+    sequences: list[GeneratedSequence]
     sent_at: float
     streams_at: float | None  # when its stream began
 

@@ -29,13 +29,13 @@ from protocol import (
     FromWorker,
     Hello,
     MetricsRequest,
+    MetricsText,
     ModelInfo,
     RequestStats,
     Status,
     SubmitRequests,
     encode,
 )
-from protocol import Metrics as MetricsText
 
 logger = logging.getLogger("protocol")
 

@@ -99,7 +99,7 @@ METRICS = (
         "status",
         HTTP_ERRORS,
     ),
-    (Counter, "client_hang_ups", "Requests whose client disconnected before the end"),
+    (Counter, "client_disconnects", "Requests whose client disconnected before the end"),
 )
 DURATION_BUCKETS = list(itertools.accumulate([0.0001] + [1.5] * 35, operator.mul))[1:]
 
@@ -145,7 +145,7 @@ class Metrics:
     def record(self, stats: RequestStats) -> None:
         """Counts an HTTP request that is over."""
         if stats.status == 499:
-            self.series("client_hang_ups").inc()
+            self.series("client_disconnects").inc()
         elif stats.status >= 400:
             self.series("http_errors", stats.status).inc()
         if stats.outcome is None:

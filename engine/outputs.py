@@ -22,7 +22,7 @@ from engine.profiling import Profiler
 from engine.request import Request
 from engine.sampling import RowLogprobs
 from engine.step import StepOutput, rows_of, sampled_rows
-from protocol import End, Prompt, Token, Tokens
+from protocol import End, PromptDone, Token, Tokens
 
 logger = logging.getLogger("worker")
 
@@ -139,8 +139,8 @@ class Publisher:
             self._link.send(request.peer, End(request.id, reason, message))
 
 
-def _prompt_of(request: Request) -> Prompt:
-    return Prompt(
+def _prompt_of(request: Request) -> PromptDone:
+    return PromptDone(
         request.id,
         queued_s=request.started_at - request.arrived_at,
         cached=request.cached,

@@ -106,7 +106,7 @@ class StepRunner:
         if self._model.sampling == "hybrid":
             sampled = [step.requests[i] for i in step.sample_indices]
             is_scored = any(chunk.all_logits for chunk in step.chunks)
-            self._model.take(ids=not (is_scored or any(map(needs_logits, sampled))))
+            self._model.return_token_ids(ids=not (is_scored or any(map(needs_logits, sampled))))
         for request in step.started:
             wanted = request.generate.sampling
             if wanted.seed is None:

@@ -24,7 +24,7 @@ from models.source import fetch_source
 from run import run_dir
 
 if TYPE_CHECKING:
-    from models.neuron_build import Build
+    from models.neuron_build import BuildPlan
 
 logger = logging.getLogger("model")
 
@@ -47,7 +47,7 @@ class Prepared:
     folder: Path  # of the model, with everything but its weights
     sha: str | None  # its commit on the hub; None: a local folder
     manifest: Manifest
-    build: Build | None = None  # on Neuron: what to compile or to load
+    build: BuildPlan | None = None  # on Neuron: what to compile or to load
 
     def fetch_weights(self) -> None:
         """Downloads the weights of a model on the hub. Raises ModelError, for what cannot be converted before
@@ -90,9 +90,9 @@ def prepare(config: Config) -> Prepared:
     config, folder, sha = fetch_source(dataclasses.replace(config, device=device))
     manifest = Manifest.read(folder)
     if device == "neuron":
-        from models.neuron_build import Build
+        from models.neuron_build import BuildPlan
 
-        build = Build.decide(config, folder, manifest)
+        build = BuildPlan.decide(config, folder, manifest)
         return Prepared(build.config, device, folder, sha, manifest, build)
     _refuse_neuron_settings(config, device)
     _refuse_by_config(manifest)

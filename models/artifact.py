@@ -64,7 +64,7 @@ Counts = Annotated[tuple[Count, ...], msgspec.Meta(min_length=1)]
 
 
 @dataclass(frozen=True)
-class Programs:
+class CompiledConfig:
     """The values that a set of programs was compiled for, and runs with. `compile` writes them as a `neuron`
     section."""
 
@@ -120,7 +120,7 @@ class Files:
 class Artifact(NamedTuple):
     """What the `config.json` of a compiled model says."""
 
-    programs: Programs | None
+    programs: CompiledConfig | None
     optimum: Optimum | None  # instead of `programs`
     checkpoint_id: str | None
     checkpoint_revision: str | None
@@ -140,8 +140,8 @@ class Artifact(NamedTuple):
             named = dataclasses.astuple(msgspec.convert(section, Files))
             if "exporter" not in section:
                 return cls(None, msgspec.convert(section, Optimum), *named)
-            programs = msgspec.convert(section, Programs)
-            known = {field.name for table in (Programs, Files) for field in dataclasses.fields(table)}
+            programs = msgspec.convert(section, CompiledConfig)
+            known = {field.name for table in (CompiledConfig, Files) for field in dataclasses.fields(table)}
             if unknown := sorted(section.keys() - known):
                 raise msgspec.ValidationError(f"Object contains unknown field `{unknown[0]}`")
         except msgspec.ValidationError as error:
@@ -169,7 +169,7 @@ def with_optimum(config: Config, optimum: Optimum) -> Config:
     return dataclasses.replace(config, **values)
 
 
-def with_programs(config: Config, programs: Programs, name: str) -> Config:
+def with_programs(config: Config, programs: CompiledConfig, name: str) -> Config:
     """`config` with every value that was left open taken from `programs`, of the model `name`.
 
     Raises ConfigError, naming both values, for a setting that the programs do not support. Smaller limits are
@@ -217,7 +217,7 @@ def _shown(value: Any) -> str:
     return "none" if value is None else str(value)
 
 
-def check_compiler(programs: Programs, installed: str, name: str) -> None:
+def check_compiler(programs: CompiledConfig, installed: str, name: str) -> None:
     """Raises ConfigError, with both versions, for programs of a newer compiler: they do not run on an older
     runtime."""
     compiler = programs.compiler_version
@@ -252,7 +252,7 @@ class Cache:
         return cls(folder, size_gb)
 
     @contextlib.contextmanager
-    def locked(self, model: str, programs: Programs, is_shared: bool) -> Iterator[None]:
+    def locked(self, model: str, programs: CompiledConfig, is_shared: bool) -> Iterator[None]:
         """Holds the lock of an entry, shared to load it, or alone to make it; none where the cache cannot be
         written."""
         with contextlib.ExitStack() as stack:
@@ -261,14 +261,14 @@ class Cache:
                 stack.enter_context(locked(lock, "compiling these programs into", is_shared))
             yield
 
-    def find(self, model: str, programs: Programs) -> Path | None:
+    def find(self, model: str, programs: CompiledConfig) -> Path | None:
         """The folder with the programs for a model (`model_key`). A damaged one is removed."""
         entry = self._entry(model, programs)
         record = entry / RECORD
         if not record.is_file():
             return None
         try:
-            damage = find_damage(entry, read_json(record)["files"])
+            damage = verify_checksums(entry, read_json(record)["files"])
             self.built(entry)
         except (ConfigError, KeyError, TypeError, ValueError, AttributeError, OSError, msgspec.MsgspecError):
             damage = f"{record} is damaged"
@@ -279,7 +279,7 @@ class Cache:
         shutil.rmtree(entry, ignore_errors=True)
         return None
 
-    def missing(self, model: str, programs: Programs) -> str:
+    def missing(self, model: str, programs: CompiledConfig) -> str:
         """Why `find` found nothing: the values in which the nearest entry differs."""
         differences = []
         for path in self.folder.glob(f"*/{RECORD}"):
@@ -301,7 +301,11 @@ class Cache:
         return f"{self.folder} has programs for other values: {', '.join(min(differences, key=len))}"
 
     def add(
-        self, model: str, programs: Programs, save: Callable[[str], None], built: Programs | None = None
+        self,
+        model: str,
+        programs: CompiledConfig,
+        save: Callable[[str], None],
+        built: CompiledConfig | None = None,
     ) -> Path:
         """Keeps what `save` writes into a folder. `built`: what these are, where not everything that
         `programs` names could be compiled. Raises OSError on failure; an incomplete entry is never found."""
@@ -311,7 +315,7 @@ class Cache:
             record = {
                 "model": model,
                 "programs": _values(programs),
-                "files": described(new),
+                "files": checksums(new),
                 "built": dataclasses.asdict(built or programs),
             }
             (new / RECORD).write_text(json.dumps(record, indent=1))
@@ -319,14 +323,14 @@ class Cache:
         return entry
 
     @staticmethod
-    def built(entry: Path) -> Programs:
-        return msgspec.convert(read_json(entry / RECORD)["built"], Programs)
+    def built(entry: Path) -> CompiledConfig:
+        return msgspec.convert(read_json(entry / RECORD)["built"], CompiledConfig)
 
-    def _entry(self, model: str, programs: Programs) -> Path:
+    def _entry(self, model: str, programs: CompiledConfig) -> Path:
         return self.folder / digest([model, _values(programs)])
 
 
-def _values(programs: Programs) -> dict[str, Any]:
+def _values(programs: CompiledConfig) -> dict[str, Any]:
     """Everything that the programs of a checkpoint depend on, as JSON keeps it."""
     values = dataclasses.asdict(programs)
     if not programs.verify_length:
@@ -337,7 +341,7 @@ def _values(programs: Programs) -> dict[str, Any]:
     return json.loads(json.dumps(values))
 
 
-def described(folder: Path) -> dict[str, tuple[int, str]]:
+def checksums(folder: Path) -> dict[str, tuple[int, str]]:
     """The files of a folder: their size in bytes and SHA-256, by name."""
     return {str(path.relative_to(folder)): _facts(path) for path in folder.rglob("*") if path.is_file()}
 
@@ -347,8 +351,8 @@ def _facts(path: Path) -> tuple[int, str]:
     return len(content), hashlib.sha256(content).hexdigest()
 
 
-def find_damage(folder: Path, files: Mapping[str, tuple[int, str]]) -> str | None:
-    """The first file that is not as `described` saw it, and how it differs; None: there is none."""
+def verify_checksums(folder: Path, files: Mapping[str, tuple[int, str]]) -> str | None:
+    """The first file that is not as `checksums` saw it, and how it differs; None: there is none."""
     for name, (size, sha256) in files.items():
         path = folder / name
         if not path.is_file():

@@ -72,7 +72,7 @@ class StaticBatchModel(Protocol):
     vocab_size: int
     supports_prompt_logits: bool  # whether `Chunk.all_logits` is supported
     # "host"; "device": `forward` returns SampledIds, and `set_sampling` comes before each prompt; "hybrid":
-    # either, as `take` says.
+    # either, as `return_token_ids` says.
     sampling: str
     # One call may hold any mix of chunks; else either rows of one token each, or a single prompt chunk.
     supports_chunked_prefill: bool
@@ -108,7 +108,7 @@ class StaticBatchModel(Protocol):
         """How the device samples for `slot` from its next prompt on. Not where `sampling` is "host". top_k 1
         is greedy, 0 is off."""
 
-    def take(self, ids: bool) -> None:
+    def return_token_ids(self, ids: bool) -> None:
         """Whether the next `forward` returns SampledIds or logits. Only where `sampling` is "hybrid"."""
 
 

@@ -48,7 +48,7 @@ CRASHES = (signal.SIGSEGV, signal.SIGFPE, signal.SIGILL)  # which the next conve
 NNCF = "nncf==3.4.0"
 # To be raised with any change of what a conversion writes, or of how it is read: entries of another one are
 # not used. CONVERTER is of models and tokenizers, READERS of the checkpoints that gguf.py and lora.py write.
-CONVERTER = 4
+CONVERTER_VERSION = 4
 READERS = {"gguf": 2, "lora": 2}
 
 
@@ -198,14 +198,14 @@ def model_key(config: Config, folder: Path, manifest: Manifest) -> str | None:
         checkpoint = identify(folder, ("config.json", "*.safetensors*", "*.py"))
     versions = [installed(package) for package in ("openvino", "transformers", "torch")]
     compressed = [config.quantize, NNCF] if config.quantize else None
-    depends_on = [checkpoint, config.dtype, compressed, code is not None, versions, CONVERTER]
+    depends_on = [checkpoint, config.dtype, compressed, code is not None, versions, CONVERTER_VERSION]
     return f"model-{digest(depends_on)}"
 
 
 def tokenizer_key(folder: Path) -> str:
     """Names the entry of the tokenizer that was converted from the model's in `folder`."""
     files = identify(folder, ("*.json", "*.model", "*.txt"))
-    return f"tokenizer-{digest([files, CONVERTER, installed('transformers')])}"
+    return f"tokenizer-{digest([files, CONVERTER_VERSION, installed('transformers')])}"
 
 
 def run_converter(arguments: list[str], config: Config) -> None:

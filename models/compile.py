@@ -2,8 +2,8 @@
 compiles.
 
 Owns what such a folder holds apart from the programs: the manifest, the tokenizer, and the weights of a local
-model. The settings go to `neuron_build.Build`, which decides what is compiled. Knows nothing of requests, and
-needs no device.
+model. The settings go to `neuron_build.BuildPlan`, which decides what is compiled. Knows nothing of requests,
+and needs no device.
 
     python3 -m models.compile --model-id X --output DIR [flags]
 """
@@ -29,7 +29,7 @@ from models import artifact
 from models.base import ModelError
 from models.fetch import OTHER_FORMAT, SPLIT_WEIGHTS, TEMPLATES
 from models.machine import detect
-from models.neuron_build import Build, make_compiled
+from models.neuron_build import BuildPlan, make_compiled
 from models.source import fetch_source
 from run import ConfigError
 
@@ -55,7 +55,7 @@ def compile_model(config: Config, output: Path) -> None:
         raise ConfigError(
             "this machine has no Neuron device whose cores could be counted; give --tp-degree (TP_DEGREE)"
         )
-    build = Build.decide(config, folder, manifest)
+    build = BuildPlan.decide(config, folder, manifest)
     try:
         with tempfile.TemporaryDirectory() as work_dir, artifact.renamed_when_complete(output) as staging:
             failure = f"{config.model_name} cannot be compiled"
@@ -67,7 +67,7 @@ def compile_model(config: Config, output: Path) -> None:
     logger.info("Compiled %s into %s; serve it with --model-id %s", config.model_name, output, output)
 
 
-def _write_model(build: Build, manifest: Manifest, target: Path, commit: str | None) -> None:
+def _write_model(build: BuildPlan, manifest: Manifest, target: Path, commit: str | None) -> None:
     """Everything but the programs: tokenizer files, the weights of a local model, and what was compiled."""
     checkpoint = build.checkpoint()
     weights = target / artifact.CHECKPOINT
@@ -91,7 +91,7 @@ def _write_model(build: Build, manifest: Manifest, target: Path, commit: str | N
     section = dataclasses.asdict(build.programs)
     section["checkpoint_id"] = build.config.model_id if commit else None
     section["checkpoint_revision"] = commit
-    section["files"] = artifact.described(target / artifact.COMPILED)
+    section["files"] = artifact.checksums(target / artifact.COMPILED)
     (target / "config.json").write_text(json.dumps({**manifest.config_json, "neuron": section}, indent=2))
 
 

@@ -24,8 +24,8 @@ from models.family import (
     NORM_BEFORE_ATTENTION,
     NORM_BEFORE_MLP,
     UP,
+    ArchSpec,
     Family,
-    Graph,
     K,
     LayerKind,
     O,
@@ -50,7 +50,7 @@ class Llama(Family):
 class Mistral(Family):
     is_llama = True
     defaults: ClassVar = {"num_key_value_heads": 8, "sliding_window": 4096, "max_position_embeddings": 131072}
-    computed: ClassVar = Family.computed | {"attention_bias": (False,)}
+    supported_values: ClassVar = Family.supported_values | {"attention_bias": (False,)}
 
     def windows(self) -> list[int | None]:
         return [self.config.get("sliding_window")] * self.layers
@@ -65,7 +65,10 @@ class Mixtral(Family):
         "max_position_embeddings": 131072,
         "rope_theta": 1e6,
     }
-    computed: ClassVar = Family.computed | {"attention_bias": (False,), "rope_scaling": ("default",)}
+    supported_values: ClassVar = Family.supported_values | {
+        "attention_bias": (False,),
+        "rope_scaling": ("default",),
+    }
     class_of_library = "MixtralForSampling"
     options: ClassVar = {}
 
@@ -114,11 +117,11 @@ class Qwen3(Qwen2):
     defaults: ClassVar = Qwen2.defaults | {"head_dim": 128}
     biases = Family.biases
 
-    def graph(self) -> Graph:
+    def graph(self) -> ArchSpec:
         return replace(super().graph(), head_norms="each")
 
-    def beside(self, get: Callable[[str], Tensor]) -> dict[str, Tensor]:
-        return super().beside(get) | _head_norms(self, get)
+    def extra_tensors(self, get: Callable[[str], Tensor]) -> dict[str, Tensor]:
+        return super().extra_tensors(get) | _head_norms(self, get)
 
 
 def _head_norms(family: Family, get: Callable[[str], Tensor]) -> dict[str, Tensor]:
@@ -133,7 +136,7 @@ class Phi3(Family):
         "original_max_position_embeddings": 4096,
         "rms_norm_eps": 1e-5,
     }
-    computed: ClassVar = Family.computed | {"rope_scaling": ("default", "longrope")}
+    supported_values: ClassVar = Family.supported_values | {"rope_scaling": ("default", "longrope")}
     biases = ()
 
     def windows(self) -> list[int | None]:
@@ -196,13 +199,13 @@ class Gemma(Family):
         "max_position_embeddings": 8192,
         "tie_word_embeddings": True,
     }
-    computed: ClassVar = Family.computed | {"hidden_act": ("gelu_pytorch_tanh",)}
+    supported_values: ClassVar = Family.supported_values | {"hidden_act": ("gelu_pytorch_tanh",)}
 
     def __init__(self, config: Mapping[str, Any]):
         super().__init__(config)
         self.embedding_scale = math.sqrt(self.hidden)
 
-    def graph(self) -> Graph:
+    def graph(self) -> ArchSpec:
         return replace(super().graph(), activation="gelu_new")
 
     def norm(self, weight: Tensor) -> Tensor:
@@ -223,7 +226,7 @@ class Gemma2(Gemma):
         "attn_logit_softcapping": 50.0,
     }
     # `hidden_act` stands in published files as well, and is not read.
-    computed: ClassVar = Family.computed | {
+    supported_values: ClassVar = Family.supported_values | {
         "hidden_act": ("gelu_pytorch_tanh", "gelu", "silu"),
         "hidden_activation": ("gelu_pytorch_tanh",),
         "use_bidirectional_attention": (False,),
@@ -235,7 +238,7 @@ class Gemma2(Gemma):
         super().__init__(config)
         self.query_scale = math.sqrt(self.head_dim / self.config["query_pre_attn_scalar"])
 
-    def graph(self) -> Graph:
+    def graph(self) -> ArchSpec:
         return replace(
             super().graph(),
             norms="both",
@@ -253,8 +256,8 @@ class Gemma2(Gemma):
             NORM_BEFORE_MLP: self.norm(get("pre_feedforward_layernorm.weight")),
         }
 
-    def beside(self, get: Callable[[str], Tensor]) -> dict[str, Tensor]:
-        return super().beside(get) | _norms_after(self, get)
+    def extra_tensors(self, get: Callable[[str], Tensor]) -> dict[str, Tensor]:
+        return super().extra_tensors(get) | _norms_after(self, get)
 
 
 def _norms_after(family: Family, get: Callable[[str], Tensor]) -> dict[str, Tensor]:
@@ -274,7 +277,7 @@ class Gemma3(Gemma2):
         "final_logit_softcapping": None,
         "attn_logit_softcapping": None,
     }
-    computed: ClassVar = Gemma2.computed | TWO_ROPES
+    supported_values: ClassVar = Gemma2.supported_values | TWO_ROPES
     pattern = 6
 
     def __init__(self, config: Mapping[str, Any]):
@@ -282,17 +285,17 @@ class Gemma3(Gemma2):
         self.query_norm_scale = self.query_scale  # the norm would undo it in the matrix
         self.query_scale = 1.0
 
-    def graph(self) -> Graph:
+    def graph(self) -> ArchSpec:
         c = self.config
         everywhere = rope.scaled(c, self.head_dim) or rope.plain(c["rope_theta"], self.head_dim)
         near = rope.plain(c["rope_local_base_freq"], self.head_dim)
         kinds = tuple(LayerKind(1 if window else 0, window) for window in self.windows())
         return replace(super().graph(), ropes=(everywhere, near), kinds=kinds, head_norms="each")
 
-    def beside(self, get: Callable[[str], Tensor]) -> dict[str, Tensor]:
+    def extra_tensors(self, get: Callable[[str], Tensor]) -> dict[str, Tensor]:
         norms = _head_norms(self, get)
         norms["q_norm"] = norms["q_norm"] * self.query_norm_scale
-        return super().beside(get) | norms
+        return super().extra_tensors(get) | norms
 
 
 class Olmo2(Family):
@@ -300,7 +303,7 @@ class Olmo2(Family):
 
     defaults: ClassVar = {"rms_norm_eps": 1e-5}
 
-    def graph(self) -> Graph:
+    def graph(self) -> ArchSpec:
         return replace(super().graph(), head_norms="all", norms="after")
 
     def norms_before(self, get: Callable[[str], Tensor]) -> dict[str, Tensor]:
@@ -308,20 +311,20 @@ class Olmo2(Family):
         unused = get("post_attention_layernorm.weight")
         return {NORM_BEFORE_ATTENTION: unused, NORM_BEFORE_MLP: unused}
 
-    def beside(self, get: Callable[[str], Tensor]) -> dict[str, Tensor]:
-        return super().beside(get) | _head_norms(self, get) | _norms_after(self, get)
+    def extra_tensors(self, get: Callable[[str], Tensor]) -> dict[str, Tensor]:
+        return super().extra_tensors(get) | _head_norms(self, get) | _norms_after(self, get)
 
 
 class Olmo3(Olmo2):
     """Three of four layers have a window, and positions that are not scaled."""
 
     defaults: ClassVar = Olmo2.defaults | {"sliding_window": 4096}
-    computed: ClassVar = Olmo2.computed | TWO_ROPES
+    supported_values: ClassVar = Olmo2.supported_values | TWO_ROPES
 
     def windows(self) -> list[int | None]:
         return _patterned(self, 4)
 
-    def graph(self) -> Graph:
+    def graph(self) -> ArchSpec:
         c = self.config
         everywhere = rope.scaled(c, self.head_dim) or rope.plain(c["rope_theta"], self.head_dim)
         # Files of transformers 5 name a base for each kind of layer, those of 4 one for all.
@@ -333,7 +336,7 @@ class Olmo3(Olmo2):
 class InternLM2(Family):
     """InternLM2 and 2.5: a matrix holds the queries, the key and the value of each key-value head."""
 
-    computed: ClassVar = Family.computed | {"bias": (False,)}
+    supported_values: ClassVar = Family.supported_values | {"bias": (False,)}
     names: ClassVar = {
         O: "attention.wo",
         GATE: "feed_forward.w1",

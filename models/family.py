@@ -1,7 +1,7 @@
 """What a family of models is on Neuron: Llama's, from which the others differ.
 
 `Family` reads a config.json, gives the tensors of a layer under Llama's names, and says what its layers
-compute beyond Llama's (`Graph`), which `neuron_graph.py` builds. Weights are rewritten as they are read;
+compute beyond Llama's (`ArchSpec`), which `neuron_graph.py` builds. Weights are rewritten as they are read;
 nothing on disk is. Imports neither torch nor the library.
 
 Source: transformers 4.57, models/llama.
@@ -35,7 +35,7 @@ class LayerKind:
 
 
 @dataclass(frozen=True)
-class Graph:
+class ArchSpec:
     """What layers compute beyond Llama's."""
 
     ropes: tuple[Rope, ...] = ()  # empty: the library's
@@ -49,7 +49,7 @@ class Graph:
     @property
     def has_own_layers(self) -> bool:
         """The library's layer does not do."""
-        return self != Graph(ropes=self.ropes)
+        return self != ArchSpec(ropes=self.ropes)
 
 
 class Family:
@@ -58,7 +58,7 @@ class Family:
     defaults: ClassVar[dict[str, Any]] = {}  # transformers', of fields that a config.json may leave out
     # Fields of config.json and the values that are computed, whatever config.json says. A field that is
     # missing or null has transformers' default, which is among them.
-    computed: ClassVar[dict[str, tuple[Any, ...]]] = {
+    supported_values: ClassVar[dict[str, tuple[Any, ...]]] = {
         "hidden_act": ("silu", "swish"),
         "mlp_bias": (False,),
         "rope_scaling": (*rope.OF_THE_LIBRARY, *rope.SCALED),
@@ -104,10 +104,10 @@ class Family:
         found = dict(self.config, rope_scaling=rope.kind(self.config))
         if quantization := self.config.get("quantization_config"):
             found["quantization_config"] = quantization.get("quant_method", "unknown")
-        for name, computed in self.computed.items():
-            if found.get(name) in (None, {}, *computed):
+        for name, supported_values in self.supported_values.items():
+            if found.get(name) in (None, {}, *supported_values):
                 continue
-            values = " or ".join(map(str, computed))
+            values = " or ".join(map(str, supported_values))
             raise ModelError(
                 f"config.json: {name} is {found[name]} and this server computes {values} for "
                 f"{self.model_type} models on Neuron, so the text would be wrong; "
@@ -120,7 +120,7 @@ class Family:
         one for Llama."""
         is_llama = (
             self.is_llama
-            and self.graph() == Graph()
+            and self.graph() == ArchSpec()
             and not self.biases
             and self.head_dim * self.heads == self.hidden
         )
@@ -157,9 +157,9 @@ class Family:
             "eos_token_id": c.get("eos_token_id"),
         }
 
-    def graph(self) -> Graph:
+    def graph(self) -> ArchSpec:
         own = rope.scaled(self.config, self._rotated)
-        return Graph(ropes=(own,) if own else (), kinds=self.kinds())
+        return ArchSpec(ropes=(own,) if own else (), kinds=self.kinds())
 
     @property
     def _rotated(self) -> int:
@@ -217,7 +217,7 @@ class Family:
     def norms_before(self, get: Callable[[str], Tensor]) -> dict[str, Tensor]:
         return {name: self.norm(get(name)) for name in (NORM_BEFORE_ATTENTION, NORM_BEFORE_MLP)}
 
-    def beside(self, get: Callable[[str], Tensor]) -> dict[str, Tensor]:
+    def extra_tensors(self, get: Callable[[str], Tensor]) -> dict[str, Tensor]:
         """What a layer has and Llama's has not: biases by the names of the checkpoint, q_norm, k_norm,
         after_attention and after_mlp."""
         return self._scaled({f"{name}.bias": get(f"{name}.bias") for name in self.biases})

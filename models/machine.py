@@ -14,7 +14,7 @@ from pathlib import Path
 from run import ConfigError
 
 GIB = 1 << 30
-FAMILIES = ("inf2", "trn1")  # trn1n, a trn1 with a faster network, counts as trn1
+INSTANCE_FAMILIES = ("inf2", "trn1")  # trn1n, a trn1 with a faster network, counts as trn1
 
 
 @dataclass(frozen=True)
@@ -41,9 +41,11 @@ def detect(root: str | Path = "/", environ: Mapping[str, str] = os.environ) -> M
     # The instance type on EC2's Nitro machines.
     product = _read(root / "sys/devices/virtual/dmi/id/product_name")
     architecture = _read(sysfs / f"neuron{min(devices)}/info/architecture/instance_type").lower()
-    is_named = product.startswith(tuple(f"{family}." for family in FAMILIES))
+    is_named = product.startswith(tuple(f"{family}." for family in INSTANCE_FAMILIES))
     families = [
-        family for family in FAMILIES if product.startswith(family) or architecture.startswith(family)
+        family
+        for family in INSTANCE_FAMILIES
+        if product.startswith(family) or architecture.startswith(family)
     ]
     return Machine(
         cores=usable_cores(cores, environ),

@@ -19,7 +19,7 @@ from config import DEVICE_TOP_K
 from models.base import Chunk, DeviceLost, Logits, ModelError, SampledIds
 from models.neuron_build import (
     GREEDY,
-    Build,
+    BuildPlan,
     explain,
     generation_config,
     is_device_error,
@@ -49,7 +49,9 @@ class NeuronModel:
     supports_prefix_copy = False
     prompt_budget = None
 
-    def __init__(self, build: Build, work_dir: Path, announce: Callable[[str], None] = lambda phase: None):
+    def __init__(
+        self, build: BuildPlan, work_dir: Path, announce: Callable[[str], None] = lambda phase: None
+    ):
         """`work_dir` is a folder of this run. `announce` is called with "compiling" before anything is
         compiled.
 
@@ -67,14 +69,14 @@ class NeuronModel:
         self.sampling = programs.sampling
         self._position_buckets = programs.position_buckets
         self._slot_sampling = [GREEDY] * programs.batch_size
-        self._takes_ids = self.sampling == "device"
+        self._returns_ids = self.sampling == "device"
         self._held: dict[int, list[int]] = {}  # slot → the tokens in its KV cache
         self._drafts: dict[int, Sequence[int]] = {}  # slot → what ran behind them, and may be wrong
         self.max_draft_rows = self.verify_length = 0
         self.prefill_chunk: int | None = None
         if self.sampling == "hybrid" and (problem := self._hybrid_problem()):
             logger.warning("Tokens are sampled on the host (--sampling): %s", problem)
-            self.take(ids=False)
+            self.return_token_ids(False)
             self.sampling = "host"
         if self.sampling != "device":  # which gives ids alone
             self._check_logits(config.model_name)
@@ -97,9 +99,9 @@ class NeuronModel:
         """Takes the logits and the id after the same prompt: what is wrong with the id, if anything."""
         chunk = Chunk(self.batch_size - 1, [1], 0)
         try:
-            self.take(ids=True)
+            self.return_token_ids(True)
             (token,) = _comparable(self.forward([chunk]))
-            self.take(ids=False)
+            self.return_token_ids(False)
             logits = _comparable(self.forward([chunk]))
         except DeviceLost as error:
             if is_device_error(error):
@@ -137,7 +139,7 @@ class NeuronModel:
             return str(error)
         whole = self._run_at_start(prompt, [0])
         for found, expected in zip(chunked, whole):
-            if self._takes_ids:
+            if self._returns_ids:
                 if found != expected:
                     return f"another token, {found} instead of {expected}, than for the same prompt run whole"
                 continue
@@ -162,7 +164,7 @@ class NeuronModel:
             if is_device_error(error):
                 raise ModelError(f"the program of guesses fails ({error}); give --speculate 0") from None
             return str(error)
-        if self._takes_ids:
+        if self._returns_ids:
             found = output.ids.tolist()
             expected = [token for (token,) in steps]
             if found != expected:
@@ -205,17 +207,17 @@ class NeuronModel:
         except Exception as error:
             raise DeviceLost(explain(error)) from error
 
-    def take(self, ids: bool) -> None:
+    def return_token_ids(self, ids: bool) -> None:
         """See StaticBatchModel."""
         assert self.sampling == "hybrid"
-        self._takes_ids = ids
-        self._model.take(ids)
+        self._returns_ids = ids
+        self._model.return_token_ids(ids)
 
     def forward(self, chunks: Sequence[Chunk]) -> Logits | SampledIds:
         """See StaticBatchModel. A prompt, or a chunk of one, comes alone; otherwise the chunks are one token
         of every live slot, in ascending order of the slots."""
         for chunk in chunks:
-            self._settle(chunk)
+            self._commit_accepted(chunk)
         first = chunks[0]
         goes_back = first.begin < max(1, len(self._held.get(first.slot, ())))
         if any(chunk.verify for chunk in chunks):
@@ -225,7 +227,7 @@ class NeuronModel:
             output = self._run_prompt(chunk)
         else:
             output = self._run_step(chunks)
-        if self._takes_ids:
+        if self._returns_ids:
             return SampledIds(output[:, 0].long().numpy())
         if output.dtype == torch.bfloat16:
             logits = output.view(torch.int16).numpy().view(np.uint16)
@@ -233,7 +235,7 @@ class NeuronModel:
             logits = output.numpy()
         return logits[:, : self.vocab_size]
 
-    def _settle(self, chunk: Chunk) -> None:
+    def _commit_accepted(self, chunk: Chunk) -> None:
         """Of the guesses that ran last in a slot, those before `chunk` were right."""
         held = self._held.get(chunk.slot)
         draft = self._drafts.pop(chunk.slot, ())
@@ -270,7 +272,7 @@ class NeuronModel:
             columns += [(place + n) * self.batch_size + slot for n in range(len(tokens))]
             self._drafts[slot] = tokens[1:]
             del self._held[slot][begin + 1 :]
-        if self._takes_ids:
+        if self._returns_ids:
             return output.T.reshape(-1)[columns][:, None]
         return output.transpose(0, 1).reshape(output.shape[1], -1)[:, columns].T
 
@@ -302,7 +304,7 @@ class NeuronModel:
             # on.
             self._held = {slot: self._held[slot] for slot in slots}
         elif len(self._held) > len(slots):
-            rows = self._rows_with_fillers(rows)
+            rows = self._pad_idle_slots(rows)
         for chunk in chunks:
             self._held[chunk.slot] += chunk.tokens
         ids, positions = zip(*rows.values())
@@ -313,7 +315,7 @@ class NeuronModel:
             return output[: len(slots)]
         return output[slots]
 
-    def _rows_with_fillers(self, rows: dict[int, tuple[int, int]]) -> dict[int, tuple[int, int]]:
+    def _pad_idle_slots(self, rows: dict[int, tuple[int, int]]) -> dict[int, tuple[int, int]]:
         """slot → (token, position) of every slot, so that the ones that only hold their tokens keep them.
 
         Such a slot gets a filler behind its tokens. One that is longer than the program of this step gets its
@@ -340,7 +342,7 @@ class NeuronModel:
         assert begin <= len(held), f"slot {slot} holds {len(held)} positions, not {begin}"
         held = self._held[slot] = [*held[:begin], *tokens]
         if begin:
-            return self._continue(slot, held, begin if all_logits else end - 1, begin)
+            return self._extend_prefill(slot, held, begin if all_logits else end - 1, begin)
         first = held[:1] if all_logits else held
         ids = first
         positions = range(len(first))
@@ -350,9 +352,9 @@ class NeuronModel:
         output = self._call(self._model, [ids], [positions], [slot])
         if len(first) == len(held):
             return output
-        return torch.cat([output, self._continue(slot, held, 1, 1)])
+        return torch.cat([output, self._extend_prefill(slot, held, 1, 1)])
 
-    def _continue(self, slot: int, held: list[int], first: int, begin: int) -> torch.Tensor:
+    def _extend_prefill(self, slot: int, held: list[int], first: int, begin: int) -> torch.Tensor:
         """Runs the tokens from position `begin` > 0 on: logits [len(held) - first, vocab] after those from
         `first` on; or ids.
 
@@ -365,7 +367,7 @@ class NeuronModel:
         ids = (held + [0] * chunk)[start : start + chunk]
         positions = range(start, start + chunk)
         output = self._run_several([ids], [positions], [slot])
-        output = output.T if self._takes_ids else output[:, :, 0]
+        output = output.T if self._returns_ids else output[:, :, 0]
         # A copy: a view would keep the logits of all tokens.
         return output[first - start : len(held) - start].contiguous()
 

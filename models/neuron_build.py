@@ -1,10 +1,11 @@
 """What runs on NeuronCores: decided before a weight is read, then compiled or loaded through
 transformers-neuronx 0.13.
 
-All shapes are fixed when a model is compiled: slots, prompt buckets, position buckets. `Build` decides them,
-from the manifest of a compiled model, else from the settings and what fits on this machine. `load_model` puts
-the library's model on the device, with the programs that came with the model, those of the cache, or newly
-compiled ones; `models/neuron.py` runs it. Imports the library when it builds, and torch only through it.
+All shapes are fixed when a model is compiled: slots, prompt buckets, position buckets. `BuildPlan` decides
+them, from the manifest of a compiled model, else from the settings and what fits on this machine.
+`load_model` puts the library's model on the device, with the programs that came with the model, those of the
+cache, or newly compiled ones; `models/neuron.py` runs it. Imports the library when it builds, and torch only
+through it.
 
 Source: the library's public code at 0.13.322.
 """
@@ -28,7 +29,7 @@ from typing import Any
 from config import DEVICE_TOP_K, Config
 from manifest import Manifest, check_weights
 from models import artifact, families, plan
-from models.artifact import Artifact, Cache, Programs, buckets
+from models.artifact import Artifact, Cache, CompiledConfig, buckets
 from models.base import ModelError, first_line, named, progress_logged, reported_as
 from models.checkpoint import legacy_config
 from models.family import Family
@@ -79,11 +80,11 @@ def is_device_error(error: BaseException) -> bool:
 
 
 @dataclass(frozen=True)
-class Build:
+class BuildPlan:
     """Everything that is decided before a weight is read."""
 
     config: Config  # with everything that was left open filled in
-    programs: Programs
+    programs: CompiledConfig
     family: Family
     legacy: dict[str, Any]  # the checkpoint's config.json under the names of transformers 4
     folder: Path
@@ -91,7 +92,7 @@ class Build:
     compile_workers: int
 
     @classmethod
-    def decide(cls, config: Config, folder: Path, manifest: Manifest) -> Build:
+    def decide(cls, config: Config, folder: Path, manifest: Manifest) -> BuildPlan:
         """For the model in `folder`; its weights may still have to be downloaded.
 
         Raises ConfigError or ModelError with the reason for what cannot be served.
@@ -129,21 +130,21 @@ class Build:
             )
         return fetch_checkpoint(self.config, self.artifact.checkpoint_id, self.artifact.checkpoint_revision)
 
-    def plainer(self) -> Iterator[Build]:
+    def fallbacks(self) -> Iterator[BuildPlan]:
         """This, and what is built instead where the library or the compiler refuses a part of it."""
         yield self
         if self.programs.verify_length:
-            yield from self._with(verify_length=0).plainer()
+            yield from self._with(verify_length=0).fallbacks()
             return
         if self.programs.prefill_chunk:
             yield self._with(prefill_chunk=0)
         if self.programs.sampling == "hybrid" and not self.config.sampling:
-            yield from self._with(sampling="host").plainer()
+            yield from self._with(sampling="host").fallbacks()
 
-    def _with(self, **changes: Any) -> Build:
+    def _with(self, **changes: Any) -> BuildPlan:
         return dataclasses.replace(self, programs=dataclasses.replace(self.programs, **changes))
 
-    def warn_of(self, built: Programs, reason: str) -> None:
+    def warn_of(self, built: CompiledConfig, reason: str) -> None:
         """Logs what `built` lacks of these programs."""
         if self.programs.prefill_chunk != built.prefill_chunk:
             logger.warning("Prompts are not run in chunks (--prefill-chunk), %s", reason)
@@ -158,12 +159,12 @@ class Build:
         if self.artifact is None or self.artifact.programs is None:
             return None
         folder = self.folder / artifact.COMPILED
-        if damage := artifact.find_damage(folder, self.artifact.files or {}):
+        if damage := artifact.verify_checksums(folder, self.artifact.files or {}):
             raise ModelError(f"{damage}; copy {self.folder} again, or compile the model again")
         return folder
 
 
-def _configured_for(programs: Programs, family: Family, shape: plan.Shape, config: Config) -> Config:
+def _configured_for(programs: CompiledConfig, family: Family, shape: plan.Shape, config: Config) -> Config:
     """`config` with the values of a compiled model. Raises ConfigError or ModelError for one that does not
     run here."""
     artifact.check_compiler(programs, compiler_version(), config.model_name)
@@ -177,7 +178,7 @@ def _configured_for(programs: Programs, family: Family, shape: plan.Shape, confi
     return config
 
 
-def _sized(shape: plan.Shape, family: Family, config: Config) -> tuple[Config, Programs]:
+def _sized(shape: plan.Shape, family: Family, config: Config) -> tuple[Config, CompiledConfig]:
     """`config` with the sizes for this machine, and the programs that have to be compiled for it."""
     machine = _machine(config)
     sizing = plan.choose(shape, machine, config)
@@ -195,7 +196,7 @@ def _sized(shape: plan.Shape, family: Family, config: Config) -> tuple[Config, P
         max_total_tokens=sizing.length,
         dtype=dtype,
     )
-    programs = Programs(
+    programs = CompiledConfig(
         batch_size=sizing.batch_size,
         tp_degree=sizing.tp_degree,
         dtype=dtype,
@@ -214,7 +215,7 @@ def _sized(shape: plan.Shape, family: Family, config: Config) -> tuple[Config, P
     return config, programs
 
 
-def _check_position_buckets(programs: Programs, remedy: str) -> None:
+def _check_position_buckets(programs: CompiledConfig, remedy: str) -> None:
     """Raises ConfigError for several position buckets with shard_over_sequence: the library lays a slot over
     the cores by the length of the program, so a longer program does not find what a shorter one wrote."""
     if plan.SHARD_OVER_SEQUENCE in programs.neuron_config and len(programs.position_buckets) > 1:
@@ -263,7 +264,7 @@ def compiler_version() -> str:
 # The library's model: built, compiled, loaded
 
 
-def load_model(build: Build, work_dir: Path, announce: Callable[[str], None]) -> tuple[Any, Build]:
+def load_model(build: BuildPlan, work_dir: Path, announce: Callable[[str], None]) -> tuple[Any, BuildPlan]:
     """The library's model on the device, and what was built: without chunks where they cannot be had.
 
     `work_dir` is a folder of this run, for the checkpoint as the library can read it. Calls `announce` with
@@ -279,7 +280,7 @@ def load_model(build: Build, work_dir: Path, announce: Callable[[str], None]) ->
     return make_compiled(build, work_dir, _to_device, f"the model {NOT_ON_DEVICE}")
 
 
-def make(build: Build, work_dir: Path) -> Any:
+def make(build: BuildPlan, work_dir: Path) -> Any:
     """The library's model with its weights in host memory, not compiled and not on the device."""
     # The library calls torch.load without weights_only, and pickles may run code.
     os.environ["TORCH_FORCE_WEIGHTS_ONLY_LOAD"] = "1"
@@ -306,7 +307,7 @@ def make(build: Build, work_dir: Path) -> Any:
     return model
 
 
-def _class_of(build: Build) -> Any:
+def _class_of(build: BuildPlan) -> Any:
     family = build.family
     if family.class_of_library and build.programs.sampling != "hybrid":
         return getattr(library(), family.class_of_library)
@@ -316,7 +317,7 @@ def _class_of(build: Build) -> Any:
     return class_of(family, build.programs.sampling)
 
 
-def _config_json(build: Build) -> dict[str, Any]:
+def _config_json(build: BuildPlan) -> dict[str, Any]:
     """Of the folder that the library reads."""
     return build.legacy if build.family.class_of_library else build.family.as_llama()
 
@@ -332,7 +333,7 @@ def _view_of(checkpoint: Path, config_json: dict[str, Any], view: Path) -> Path:
     return view
 
 
-def _neuron_config(build: Build) -> Any:
+def _neuron_config(build: BuildPlan) -> Any:
     """The library's NeuronConfig."""
     programs = build.programs
     options = dict(build.family.options)
@@ -373,7 +374,7 @@ def generation_config(slots: Sequence[tuple[int, float, float]], vocab_size: int
     )
 
 
-def _enable_several(model: Any, programs: Programs) -> None:
+def _enable_several(model: Any, programs: CompiledConfig) -> None:
     """Adds the programs of several tokens: one continues one slot by a chunk of a prompt, one verifies the
     guesses of every slot. For the position buckets that are longer than that."""
     wanted = {(programs.prefill_chunk, 1), (programs.verify_length, programs.batch_size)}
@@ -392,12 +393,12 @@ def _enable_several(model: Any, programs: Programs) -> None:
 
 
 def make_compiled(
-    build: Build, work_dir: Path, compile_: Callable[[Any], None], failure: str
-) -> tuple[Any, Build]:
-    """The library's model, compiled by `compile_`, and what was built: the first of `Build.plainer` that the
-    library and the compiler take. Raises ModelError, `failure` with the reason of the last."""
+    build: BuildPlan, work_dir: Path, compile_: Callable[[Any], None], failure: str
+) -> tuple[Any, BuildPlan]:
+    """The library's model, compiled by `compile_`, and what was built: the first of `BuildPlan.fallbacks`
+    that the library and the compiler take. Raises ModelError, `failure` with the reason of the last."""
     first_error: ModelError | None = None
-    *_, last = ways = list(build.plainer())
+    *_, last = ways = list(build.fallbacks())
     for way in ways:
         model = make(way, work_dir)
         try:
@@ -417,7 +418,7 @@ def make_compiled(
 
 
 @contextlib.contextmanager
-def _compiling(build: Build, failure: str) -> Iterator[None]:
+def _compiling(build: BuildPlan, failure: str) -> Iterator[None]:
     """Logs what is compiled and how long it takes; reports errors as `failure`."""
     programs = build.programs
     started_at = time.monotonic()
@@ -432,7 +433,9 @@ def _compiling(build: Build, failure: str) -> Iterator[None]:
     logger.info("Compiled in %.0f s", time.monotonic() - started_at)
 
 
-def _cached(cache: Cache, build: Build, work_dir: Path, announce: Callable[[str], None]) -> tuple[Any, Build]:
+def _cached(
+    cache: Cache, build: BuildPlan, work_dir: Path, announce: Callable[[str], None]
+) -> tuple[Any, BuildPlan]:
     """As `make_compiled`, on the device; the programs are those of the cache, which keeps them if they have
     to be compiled."""
     key = artifact.model_key(build.legacy)
@@ -459,7 +462,7 @@ def _cached(cache: Cache, build: Build, work_dir: Path, announce: Callable[[str]
     return model, build
 
 
-def _kept(cache: Cache, key: str, build: Build, work_dir: Path) -> tuple[Any, Build] | None:
+def _kept(cache: Cache, key: str, build: BuildPlan, work_dir: Path) -> tuple[Any, BuildPlan] | None:
     """The model with the programs of the cache. Another version of this server or of the library may have
     named them in another way: such ones are removed."""
     entry = cache.find(key, build.programs)
@@ -479,7 +482,7 @@ def _kept(cache: Cache, key: str, build: Build, work_dir: Path) -> tuple[Any, Bu
     return None
 
 
-def _loaded(build: Build, work_dir: Path, compiled: Path) -> Any:
+def _loaded(build: BuildPlan, work_dir: Path, compiled: Path) -> Any:
     """The library's model with the programs of a folder, on the device."""
     logger.info("Loading the compiled programs of %s", compiled)
     model = make(build, work_dir)

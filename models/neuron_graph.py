@@ -33,7 +33,7 @@ LlamaConfig = llama.LlamaConfig
 interleave_qkv = decoder.interleave_qkv
 
 # The weights that the library hands to a layer, in its order.
-WEIGHTS = [
+LAYER_WEIGHTS = [
     *("pre_attn_ln_weight", "pre_attn_ln_bias"),
     *(f"attn_{name}_{part}" for name in ("q", "k", "v", "out") for part in ("weight", "scales", "bias")),
     *("post_attn_ln_weight", "post_attn_ln_bias", "pre_mlp_ln_weight", "pre_mlp_ln_bias"),
@@ -42,7 +42,7 @@ WEIGHTS = [
     *(f"{name}_{part}" for name in ("in0", "in1", "out") for part in ("weight", "scales")),
     *("q_norm", "k_norm"),  # ours
 ]
-OF_ATTENTION = [name for name in WEIGHTS if name.startswith("attn_")]
+OF_ATTENTION = [name for name in LAYER_WEIGHTS if name.startswith("attn_")]
 # Where a layer of the library keeps what `Family.beside` gives.
 PLACES = {
     **{f"{name}.bias": f"attn_{place}_bias" for name, place in zip((Q, K, V, O), ("q", "k", "v", "out"))},
@@ -58,7 +58,7 @@ def class_of(family: Family, sampling: str) -> type[FamilyForSampling]:
 
 
 class FamilyForSampling(llama.LlamaForSampling):
-    """`is_hybrid`: each run gives ids or logits, as `take` says; the device computes both."""
+    """`is_hybrid`: each run gives ids or logits, as `return_token_ids` says; the device computes both."""
 
     family: Family
     is_hybrid: bool
@@ -68,7 +68,7 @@ class FamilyForSampling(llama.LlamaForSampling):
             "LlamaConfig": functools.partial(_config, self.family),
             "LlamaForSamplingNoEmbeddingHlo": functools.partial(Hlo, self.family),
         }
-        self._takes_ids = False
+        self._returns_ids = False
         kind = HybridDecoder if self.is_hybrid else decoder.DecoderLmHeadForSamplingNoEmbedding
         with (
             patch.multiple(llama, **changed),
@@ -76,14 +76,14 @@ class FamilyForSampling(llama.LlamaForSampling):
         ):
             super().__init__(config, **options)
 
-    def take(self, ids: bool) -> None:
+    def return_token_ids(self, ids: bool) -> None:
         """Says whether ids or logits are copied to the host, of every program from now on."""
-        if ids == self._takes_ids:
+        if ids == self._returns_ids:
             return
-        self._takes_ids = ids
+        self._returns_ids = ids
         others = (self.decoder_lm_head_for_context, self.decoder_lm_head_for_speculation)
         for each in (self.decoder_lm_head, *(each for some in others for each in some.values())):
-            each.program.takes_ids = ids
+            each.program.returns_ids = ids
 
     def to_neuron(self) -> None:
         super().to_neuron()
@@ -102,7 +102,7 @@ class FamilyForSampling(llama.LlamaForSampling):
     @property
     def _gives_logits(self) -> bool:
         """Where the library takes what a program gives for ids."""
-        return self.is_hybrid and not self._takes_ids
+        return self.is_hybrid and not self._returns_ids
 
     def _logits(self, output: torch.Tensor) -> torch.Tensor:
         """[padded vocabulary, tokens, slots] → [slots, tokens, vocabulary]."""
@@ -177,7 +177,7 @@ class HybridDecoder(decoder.DecoderLmHeadForSamplingNoEmbedding):
 class HybridProgram(decoder.DecoderProgramFullyUnrolled):
     """Copies to the host either the ids, of one core, or the logits, of all."""
 
-    takes_ids = False
+    returns_ids = False
 
     def enable_executor(self) -> None:
         for place, batch_size in enumerate(self.batch_sizes):
@@ -191,12 +191,12 @@ class HybridProgram(decoder.DecoderProgramFullyUnrolled):
                 )
 
     def execute(self, bucket_id: int, batch_size: int, *inputs: Any, return_ranks: int = -1) -> Any:
-        executor = self.executors[self.n_positions_list[bucket_id], batch_size][self.takes_ids]
-        return executor(inputs, 1 if self.takes_ids else -1)
+        executor = self.executors[self.n_positions_list[bucket_id], batch_size][self.returns_ids]
+        return executor(inputs, 1 if self.returns_ids else -1)
 
     def maybe_logits_device_to_host(self, batch_size: int, return_ranks: int) -> torch.Tensor:
         ids, logits = self.logits_buffer[self.batch_sizes.index(batch_size)]
-        if not self.takes_ids:
+        if not self.returns_ids:
             return self.manipulator.unshard_along(logits, dim=0)
         of_all_cores = self.manipulator.unshard_along(ids, dim=0)
         return of_all_cores[: len(of_all_cores) // self.tp_degree]
@@ -281,7 +281,7 @@ class Hlo(llama.LlamaForSamplingNoEmbeddingHlo):
         last_token_id, _rope, cache_ids, start_ids, block_to_seq = arguments[:5]
         others = arguments[7:12]
         keys, values, *rest = arguments[12:]
-        weights = dict(zip(WEIGHTS, rest))
+        weights = dict(zip(LAYER_WEIGHTS, rest))
         kind = next(self._next)
         before = self.graph.norms in ("before", "both")
         after = self.graph.norms in ("after", "both")

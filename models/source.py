@@ -142,7 +142,9 @@ def _dequantized(config: Config, file: Path, commit: str | None) -> Path:
     status = file.stat()
     versions = [installed(package) for package in ("transformers", *GGUF_PACKAGES)]
     identity = [file.name, status.st_size, commit or int(status.st_mtime), dtype, versions]
-    return _made(config, "gguf", identity, [str(file), dtype], f"dequantizing {file.name} into {dtype}")
+    return _build_cached(
+        config, "gguf", identity, [str(file), dtype], f"dequantizing {file.name} into {dtype}"
+    )
 
 
 def _merged(config: Config, base: Path) -> Path:
@@ -151,10 +153,10 @@ def _merged(config: Config, base: Path) -> Path:
     base = fetch_weights(config, base, SAFETENSORS)
     identity = [identify(base, CHECKPOINT), identify(adapter, ("adapter_*",)), installed("safetensors")]
     doing = f"merging {config.lora_adapters} into {config.model_name}"
-    return _made(config, "lora", identity, [str(base), str(adapter)], doing)
+    return _build_cached(config, "lora", identity, [str(base), str(adapter)], doing)
 
 
-def _made(config: Config, module: str, identity: Any, arguments: list[str], doing: str) -> Path:
+def _build_cached(config: Config, module: str, identity: Any, arguments: list[str], doing: str) -> Path:
     """The folder that `python -m models.<module> … FOLDER` fills, of the cache where that can be written."""
 
     def make(target: Path) -> None:

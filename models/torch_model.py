@@ -329,8 +329,8 @@ class TorchModel:
         count = min(SAMPLE_TOKENS, self.max_input_tokens + 1)
         ids = torch.randint(0, self.vocab_size, (count,), generator=random).tolist()
         with reported_as(f"{self._kind} models cannot be served on a static batch"):
-            self._adopt(ids)
-            self._choose_rows(ids)
+            self._select_attention(ids)
+            self._batch_invariant_rows(ids)
 
     def forward(self, chunks: Sequence[Chunk]) -> np.ndarray:
         """One prompt chunk, or a decode step: one token of each slot with a live sequence. Returns float32
@@ -393,7 +393,7 @@ class TorchModel:
         for module in self._model.modules():
             module.slot_cache = self._cache  # for `_attend`: transformers does not pass the cache on to it
 
-    def _adopt(self, ids: list[int]) -> None:
+    def _select_attention(self, ids: list[int]) -> None:
         """Finds out how this family runs on a static batch, or raises ModelError.
 
         Most families use the registered attention function. Those with attention code of their own get a mask
@@ -436,7 +436,7 @@ class TorchModel:
             (np.concatenate(steps), expected[positions]),
         ]
 
-    def _choose_rows(self, ids: list[int]) -> None:
+    def _batch_invariant_rows(self, ids: list[int]) -> None:
         """The fewest rows of a decode step in which a token's logits are the same to the last bit in every
         slot, alone or not.
 

@@ -13,17 +13,17 @@ from fakes.model import EOS
 from fakes.tokenizer import VOCABULARY, byte_tokenizer
 
 from api import chat, clouds, completions, fields, messages, responses, tgi
-from api.answer import Sequence
+from api.answer import GeneratedSequence
 from api.errors import OPENAI, TGI, ApiError
-from api.job import ModelText, Prompt, Served
+from api.job import ModelText, Served, TokenizedPrompt
 from api.types import encode
 from config import Config
 from protocol import ModelInfo, Token
-from text.reader import Reading
+from text.reader import OutputFormat
 from text.template import ChatTemplate
 from text.tokenizer import Tokenizer
 from text.tool_formats import FORMATS, ModelTools
-from text.traits import Traits
+from text.traits import TemplateCapabilities
 
 CONFIG = Config(max_stop_sequences=4, max_top_n_tokens=5, max_best_of=3, max_client_batch_size=4)
 INFO = ModelInfo("someone/model", "abc123", "/somewhere", VOCABULARY, [EOS], 8, 100, 120, "cpu", "float32")
@@ -58,7 +58,7 @@ def text() -> ModelText:
         byte_tokenizer(Path(folder))
         tokenizer = Tokenizer(folder)
     template = ChatTemplate(TEMPLATE, {})
-    return ModelText(tokenizer, template, None, ModelTools(FORMATS[0]), Traits.of(template))
+    return ModelText(tokenizer, template, None, ModelTools(FORMATS[0]), TemplateCapabilities.of(template))
 
 
 def serving(info=INFO, config=CONFIG) -> Served:
@@ -130,7 +130,7 @@ def assert_invalid(error: ApiError, detail: str) -> None:
 
 def thinking_of(job, thinking):
     """The job of a model whose thinking begins so."""
-    return msgspec.structs.replace(job, reading=Reading(job.reading.calls, thinking))
+    return msgspec.structs.replace(job, reading=OutputFormat(job.reading.calls, thinking))
 
 
 def written(answer, text, finish_reason):
@@ -138,7 +138,7 @@ def written(answer, text, finish_reason):
     (asked_for,) = answer.jobs
     answer.request_id = "r"
     ids = answer.tokenizer.encode(text) + [EOS] * (finish_reason == "eos_token")
-    sequence = Sequence(answer.tokenizer, Prompt(asked_for, [1], 999), 0, 0)
+    sequence = GeneratedSequence(answer.tokenizer, TokenizedPrompt(asked_for, [1], 999), 0, 0)
     stream = b""
     for n, token in enumerate(ids, 1):
         pieces = sequence.take(Token(1, token, 0.0, [], finish_reason if n == len(ids) else None))
@@ -146,5 +146,5 @@ def written(answer, text, finish_reason):
         if answer.streams:
             stream += answer.events(sequence, pieces)
     if answer.streams:
-        return (stream + answer.closing([sequence])).decode()
+        return (stream + answer.stream_end([sequence])).decode()
     return json.loads(encode(answer.whole([sequence])))

@@ -156,7 +156,7 @@ class Driven:
 
     @property
     def prompts(self):
-        """Request id → its `Prompt`, in the order of the first tokens; fails for a second one, or a token before it."""
+        """Request id → its `PromptDone`, in the order of the first tokens; fails for a second one, or a token before it."""
         prompts, started = {}, set()
         for _peer, message in self.wire.sent:
             for prompt in getattr(message, "prompts", []):

@@ -115,7 +115,7 @@ def server(shared):
     wait_until(lambda: not connections(shared), "no connection is left")
     before = held(shared)
     yield shared
-    hang_up()
+    client_closed()
     shared.wait_idle()
 
     def now():
@@ -137,7 +137,7 @@ def head_of(path, body, *more):
 opened = []
 
 
-def hang_up():
+def client_closed():
     while opened:
         opened.pop().close()
 
@@ -145,7 +145,7 @@ def hang_up():
 @pytest.fixture(autouse=True)
 def nobody_stays():
     yield
-    hang_up()
+    client_closed()
 
 
 def connect(server, receive_bytes=None):

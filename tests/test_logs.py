@@ -29,7 +29,7 @@ def log(monkeypatch, request):
     yield lines
     root.handlers[:] = handlers
     root.setLevel(level)
-    for name in logs.OURS:
+    for name in logs.APP_LOGGERS:
         logging.getLogger(name).setLevel(logging.NOTSET)
 
 
@@ -67,18 +67,18 @@ def test_a_minute_later_the_lines_are_logged_again(log):
 
 @pytest.mark.parametrize("log", [("debug", False)], indirect=True)
 def test_at_debug_libraries_log_warnings_and_no_more(log):
-    for name in (*logs.OURS, "numba.core.ssa"):
+    for name in (*logs.APP_LOGGERS, "numba.core.ssa"):
         logging.getLogger(name).debug("step")
         logging.getLogger(name).warning("careful")
     lines = log()
-    assert [line.split()[2] for line in lines if line.endswith("step")] == [f"{name}:" for name in logs.OURS]
+    assert [line.split()[2] for line in lines if line.endswith("step")] == [f"{name}:" for name in logs.APP_LOGGERS]
     assert sum(line.endswith("numba.core.ssa: careful") for line in lines) == 1
 
 
 def test_every_logger_of_the_product_counts_as_ours():
     sources = [path for folder in (".", "api", "text", "engine", "models") for path in (HERE / folder).glob("*.py")]
     named = {name for path in sources for name in re.findall(r'^logger = .*getLogger\("(.*)"\)', path.read_text(), re.M)}
-    assert named and named <= set(logs.OURS)
+    assert named and named <= set(logs.APP_LOGGERS)
 
 
 def log_of_all_kinds():

@@ -21,8 +21,8 @@ import tokenizers
 
 
 class Escaping:
-    """For one model's tokenizer. `tokenizer` encodes texts that `prepare` returned; `ids` are those of the
-    model."""
+    """For one model's tokenizer. `tokenizer` encodes texts that `to_encodable` returned; `ids` are those of
+    the model."""
 
     def __init__(self, tokenizer: tokenizers.Tokenizer, special_ids: frozenset[int]):
         added = tokenizer.get_added_tokens_decoder()
@@ -70,7 +70,7 @@ class Escaping:
     def unescape(self, text: str) -> str:
         return text.translate(self._characters)
 
-    def prepare(self, text: str) -> str:
+    def to_encodable(self, text: str) -> str:
         """The text as `tokenizer` is to read it."""
         return self.unescape(self._added.sub(lambda found: self._aliases.get(found[0], found[0]), text))
 

@@ -19,7 +19,7 @@ from typing import Any
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
-from text.limited import Limited, LimitExceeded, Refused
+from text.limited import LimitExceeded, Refused, SandboxedFunction
 
 WHITESPACE = r"\n? {0,16}"  # between JSON tokens: the ways in which models write it, without endless blanks
 MAX_BYTES = 120_000
@@ -41,7 +41,7 @@ LIMITS = LLParserLimits(
     max_grammar_size=100_000,
     verbose_errors=False,
 )
-FORMATS = {"date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri"}
+STRING_FORMATS = {"date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri"}
 # JSON Schema's keywords by what they hold. llguidance refuses others that hold schemas: `not`, `if`,
 # `contains` and the like.
 ONE_SCHEMA = ("additionalProperties", "items")
@@ -73,7 +73,7 @@ def json_rule(schema: Any, whitespace: str | None = WHITESPACE) -> str:
     except RecursionError:
         raise GrammarError("is nested too deeply") from None
     for each in schemas:  # unknown formats describe, and need not be enforced
-        if isinstance(each.get("format"), str) and each["format"] not in FORMATS:
+        if isinstance(each.get("format"), str) and each["format"] not in STRING_FORMATS:
             del each["format"]
     _close(schemas)
     schema["x-guidance"] = {"coerce_one_of": True, "whitespace_flexible": whitespace is not None}
@@ -163,7 +163,7 @@ class GrammarChecker:
 
     def __init__(self, tokenizer_dir: str | Path, vocab_size: int, eos_token_ids: Sequence[int]):
         setup = (str(tokenizer_dir), vocab_size, list(eos_token_ids))
-        self._probe = Limited("text.grammar:probe", setup, cpu_s=CHECK_S, memory_bytes=CHECK_BYTES)
+        self._probe = SandboxedFunction("text.grammar:probe", setup, cpu_s=CHECK_S, memory_bytes=CHECK_BYTES)
         self._accepted: set[bytes] = set()
 
     def start(self) -> None:

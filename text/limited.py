@@ -1,8 +1,8 @@
 """Functions that run in child processes with limits on processor time, time and memory, for what clients can
 make expensive.
 
-`Limited` is the parent's side: a request goes to an idle child, and a child that exceeded a limit is
-replaced. It names the function as `module:maker`; `maker(*setup)` runs once in each child and returns the
+`SandboxedFunction` is the parent's side: a request goes to an idle child, and a child that exceeded a limit
+is replaced. It names the function as `module:maker`; `maker(*setup)` runs once in each child and returns the
 function, which takes a JSON value and returns a text, or raises `Refused`.
 
 A child reads requests from its standard input until that ends, each as four bytes of length and JSON. It
@@ -46,7 +46,7 @@ class LimitExceeded(Exception):
     time"."""
 
 
-class Limited:
+class SandboxedFunction:
     """A function that runs in child processes. Threads may share it: meanwhile each has a child for itself.
 
     `cpu_s` and `memory_bytes` are for one request, beyond what a child needs before the first. `wall_s` is
@@ -204,4 +204,4 @@ def main(*arguments: str) -> None:
     try:
         serve(sys.stdin.buffer, sys.stdout.buffer, *arguments)
     except MemoryError:
-        os._exit(errno.ENOMEM)  # `Limited` has the words for it
+        os._exit(errno.ENOMEM)  # `SandboxedFunction` has the words for it

@@ -1,7 +1,7 @@
 """From the text of an answer to its parts, while the text grows: content, reasoning and calls of tools.
 
-A `Reader` reads one sequence. It holds back only what may be the beginning of a marker or of a call. What the
-formats of calls look like is in tool_formats.py.
+An `OutputParser` reads one sequence. It holds back only what may be the beginning of a marker or of a call.
+What the formats of calls look like is in tool_formats.py.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class Arguments:
     text: str
 
 
-Part = Content | Reasoning | CallBegin | Arguments
+OutputPart = Content | Reasoning | CallBegin | Arguments
 
 
 class Call(NamedTuple):
@@ -73,17 +73,17 @@ class Call(NamedTuple):
     arguments: str
 
 
-class Whole(NamedTuple):
+class ParsedOutput(NamedTuple):
     """A complete answer."""
 
     content: str
     reasoning: str
     calls: list[Call]
-    is_cut: bool = False  # in the last call
+    is_truncated: bool = False  # in the last call
 
 
 @dataclass(frozen=True)
-class Reading:
+class OutputFormat:
     """How the answers of a request are read.
 
     `thinking`: "" (none), "before" (`<think>` may begin the answer) or "inside" (the prompt ends with it).
@@ -92,8 +92,8 @@ class Reading:
     calls: Calls | None = None
     thinking: str = ""
 
-    def reader(self) -> Reader:
-        return Reader(self)
+    def reader(self) -> OutputParser:
+        return OutputParser(self)
 
     @functools.cached_property
     def markers(self) -> frozenset[str]:
@@ -102,20 +102,20 @@ class Reading:
         calls = self.calls.format.markers if self.calls else ()
         return frozenset((*calls, *thinks))
 
-    def of_text(self, text: str, is_cut: bool = False) -> Reading:
+    def of_text(self, text: str, is_truncated: bool = False) -> OutputFormat:
         """How a complete text is read: when one of its calls cannot be read, all of it is content, but for
         the reasoning."""
         reader = self.reader()
         reader.push(text)
-        reader.finish(is_cut)
-        return Reading(None, self.thinking) if reader.failed else self
+        reader.finish(is_truncated)
+        return OutputFormat(None, self.thinking) if reader.failed else self
 
-    def whole(self, text: str, is_cut: bool = False) -> Whole:
+    def whole(self, text: str, is_truncated: bool = False) -> ParsedOutput:
         """The parts of a complete text. is_cut: it ends because it may have no more tokens."""
-        reader = self.of_text(text, is_cut).reader()
-        parts = [*reader.push(text), *reader.finish(is_cut)]
+        reader = self.of_text(text, is_truncated).reader()
+        parts = [*reader.push(text), *reader.finish(is_truncated)]
 
-        def text_of(kind: type[Part], index: int | None = None) -> str:
+        def text_of(kind: type[OutputPart], index: int | None = None) -> str:
             return "".join(
                 part.text
                 for part in parts
@@ -127,18 +127,18 @@ class Reading:
             for part in parts
             if isinstance(part, CallBegin)
         ]
-        return Whole(text_of(Content), text_of(Reasoning), calls, reader.is_cut)
+        return ParsedOutput(text_of(Content), text_of(Reasoning), calls, reader.is_truncated)
 
 
-class Reader:
+class OutputParser:
     """Reads one sequence. How its text is split over calls of `push` makes no difference to its parts."""
 
-    def __init__(self, reading: Reading):
+    def __init__(self, reading: OutputFormat):
         self._calls = reading.calls
         self._thinking = reading.thinking
         self._buffer = ""  # text that is not read yet
-        self._unsent = ""  # text that is read and in no part yet
-        self._parts: list[Part] = []
+        self._undecided = ""  # text that is read and in no part yet
+        self._parts: list[OutputPart] = []
         self._ended = False
         self._begun = 0  # calls
         self._complete = 0  # calls
@@ -152,25 +152,25 @@ class Reader:
         return 0 < self._begun == self._complete
 
     @property
-    def is_cut(self) -> bool:
+    def is_truncated(self) -> bool:
         """Whether the last call has only some of its arguments."""
         return self._complete < self._begun
 
-    def push(self, text: str) -> list[Part]:
+    def push(self, text: str) -> list[OutputPart]:
         self._buffer += text
         next(self._steps, None)
         parts = self._parts
         self._parts = []
         return parts
 
-    def finish(self, is_cut: bool = False) -> list[Part]:
+    def finish(self, is_truncated: bool = False) -> list[OutputPart]:
         """What was held back, when no text comes any more.
 
         is_cut: because of the limit of tokens. A call that this cuts stays one, without the rest of its
         arguments; so does a forced call, whatever the reason.
         """
         self._ended = True
-        self._keeps_cut = is_cut or (self._calls is not None and self._calls.is_forced)
+        self._keeps_cut = is_truncated or (self._calls is not None and self._calls.is_forced)
         return self.push("")
 
     # Generators that read from the buffer, and yield when they need more text.
@@ -182,7 +182,7 @@ class Reader:
             try:
                 yield from self._read_calls()
                 if self._complete and not self._buffer:
-                    self._unsent = ""  # blanks behind the last call
+                    self._undecided = ""  # blanks behind the last call
             except _Cut:
                 self._end_cut()
             except _NotACall:
@@ -196,10 +196,10 @@ class Reader:
     def _think(self) -> Generator[None, None, None]:
         if self._thinking == "before" and not (yield from self._skip(THINK)):
             return
-        self._unsent = ""
+        self._undecided = ""
         yield from self._until(THINK_END, Reasoning)
         yield from self._blanks()
-        self._unsent = ""
+        self._undecided = ""
 
     def _end_cut(self) -> None:
         """The text ended within a call."""
@@ -207,7 +207,7 @@ class Reader:
         if is_forced and not self._begun and len(self._calls.names) == 1:
             self._begin(self._calls.names[0])
         if self._keeps_cut and (self._begun or is_forced):
-            self._unsent = ""
+            self._undecided = ""
             self._buffer = ""
         else:
             self.failed = True
@@ -227,16 +227,16 @@ class Reader:
                 yield from self._call(marked)
             for end in form.ends:
                 yield from self._skip(end)
-            self._unsent = ""
+            self._undecided = ""
             yield from self._blanks()
             follows = self._begins_bare() and not form.next
-            if form.bare and not follows:
+            if form.implicit_start and not follows:
                 return
 
     def _begins_bare(self) -> bool:
         """Whether a call without a marker may begin here."""
-        bare = self._calls.format.bare
-        return bool(bare) and self._buffer.startswith(bare)
+        implicit_start = self._calls.format.implicit_start
+        return bool(implicit_start) and self._buffer.startswith(implicit_start)
 
     def _call(self, marked: bool) -> Generator[None, None, None]:
         syntax = self._calls.format.syntax
@@ -249,12 +249,12 @@ class Reader:
         else:
             yield from self._xml_call()
         self._complete += 1
-        while not self._calls.several:  # the rest is dropped
+        while not self._calls.parallel:  # the rest is dropped
             self._buffer = ""
             if self._ended:
                 break
             yield
-        self._unsent = ""
+        self._undecided = ""
 
     def _json_call(self, marked: bool) -> Generator[None, None, None]:
         """A call as a JSON object. Its arguments are sent while they grow, unless their name comes before
@@ -288,12 +288,12 @@ class Reader:
 
     def _python_call(self) -> Generator[None, None, None]:
         found = yield from self._expect(*(f"{name}(" for name in self._calls.names))
-        begins = len(self._unsent)
+        begins = len(self._undecided)
         try:
             arguments = yield from self._brackets(depth=1, quotes="\"'")
         except _Cut:
             if self._keeps_cut:
-                self._begin(found[:-1], _cut_json(self._unsent[begins:]))
+                self._begin(found[:-1], _cut_json(self._undecided[begins:]))
             raise
         self._begin(found[:-1], _as_json(arguments))
 
@@ -379,7 +379,7 @@ class Reader:
         if arguments:
             self._parts.append(Arguments(self._begun, arguments))
         self._begun += 1
-        self._unsent = ""
+        self._undecided = ""
 
     def _brackets(self, depth: int = 0, sends: bool = False, quotes: str = '"') -> Generator[None, None, str]:
         """Reads up to the bracket that closes all; `depth` are open before."""
@@ -471,21 +471,21 @@ class Reader:
 
     def _send_arguments(self, text: str) -> None:
         self._parts.append(Arguments(self._begun - 1, text))
-        self._unsent = ""
+        self._undecided = ""
 
     def _take(self, length: int) -> str:
         taken = self._buffer[:length]
         self._buffer = self._buffer[length:]
-        self._unsent += taken
+        self._undecided += taken
         return taken
 
     def _send(self, kind: type[Content] | type[Reasoning], length: int | None = None) -> None:
         """Sends the next text, and before it what is unsent."""
         if length is None or length > 0:
             self._take(len(self._buffer) if length is None else length)
-            if self._unsent:
-                self._parts.append(kind(self._unsent))
-            self._unsent = ""
+            if self._undecided:
+                self._parts.append(kind(self._undecided))
+            self._undecided = ""
 
 
 class _NotACall(Exception):

@@ -23,7 +23,7 @@ import jinja2.sandbox
 
 from manifest import read_json
 from run import ConfigError
-from text.limited import Limited, LimitExceeded, Refused
+from text.limited import LimitExceeded, Refused, SandboxedFunction
 
 ERROR_CHARACTERS = 2000  # of a message for clients, which a template may choose
 WORD = re.compile(r"""(?<=['"])[A-Za-z][A-Za-z0-9_-]*(?=['"])""")
@@ -215,7 +215,7 @@ def renderer(most_characters: int) -> Callable[[list], str]:
 
 
 # Of a template, which is a program that does as much as the messages make it do.
-rendered = Limited("text.template:renderer", [4_000_000], cpu_s=1.0, memory_bytes=256 * 2**20)
+rendered = SandboxedFunction("text.template:renderer", [4_000_000], cpu_s=1.0, memory_bytes=256 * 2**20)
 
 
 def _with_short_ids(message: dict[str, Any]) -> dict[str, Any]:

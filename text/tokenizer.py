@@ -118,7 +118,7 @@ class Tokenizer:
         """What is encoded for a text, and by which tokenizer."""
         if self._escaping is None:
             return text, self._tokenizer
-        return self._escaping.prepare(text), self._escaping.tokenizer
+        return self._escaping.to_encodable(text), self._escaping.tokenizer
 
     def escape(self, value: T) -> T:
         """A text of a client, or JSON of several, for `encode` to read as text only; `unescape` shows it to

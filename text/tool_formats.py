@@ -1,8 +1,8 @@
 """How models write calls of tools: one row a format, and the grammars that make a model write its format.
 
 `FORMATS` has everything that tells one format from another: how a chat template shows it, the markers, what
-`Reader` (reader.py) looks for, and the grammar. Sources: the chat templates of Hermes, Qwen, Llama 3, Llama 4
-and DeepSeek, and those that mistral-common and vLLM publish for Mistral and DeepSeek.
+`OutputParser` (reader.py) looks for, and the grammar. Sources: the chat templates of Hermes, Qwen, Llama 3,
+Llama 4 and DeepSeek, and those that mistral-common and vLLM publish for Mistral and DeepSeek.
 """
 
 from __future__ import annotations
@@ -94,12 +94,12 @@ class ToolFormat:
     """
 
     name: str
-    is_shown_by: Callable[[str], bool]  # the source of a chat template
+    detect: Callable[[str], bool]  # the source of a chat template
     open: str  # the marker in front of calls,
     close: str = ""  # and the one behind them
     first: str = ""  # stands in front of the first of several calls,
     next: str = ""  # and in front of each other one
-    bare: str = ""  # what calls begin with where they may be the whole text, without a marker
+    implicit_start: str = ""  # what calls begin with where they may be the whole text, without a marker
     ends: tuple[str, ...] = ()  # what may follow calls
     syntax: Syntax = Syntax.JSON
     arguments_key: str = "arguments"  # of a call in JSON
@@ -121,7 +121,7 @@ class ToolFormat:
 FORMATS = (
     ToolFormat(
         name="hermes",
-        is_shown_by=lambda source: "<tool_call>" in source and "<function=" not in source,
+        detect=lambda source: "<tool_call>" in source and "<function=" not in source,
         open="<tool_call>",
         close="</tool_call>",
         ends=("</tool_call>",),
@@ -132,7 +132,7 @@ FORMATS = (
     ),
     ToolFormat(
         name="mistral",
-        is_shown_by=lambda source: "[TOOL_CALLS]" in source and "[ARGS]" not in source,
+        detect=lambda source: "[TOOL_CALLS]" in source and "[ARGS]" not in source,
         open="[TOOL_CALLS]",
         first="[",
         next=",",
@@ -144,24 +144,24 @@ FORMATS = (
     ),
     ToolFormat(
         name="llama3_json",
-        is_shown_by=lambda source: (
+        detect=lambda source: (
             "[func_name" not in source
             and ("<|python_tag|>" in source or ("<|start_header_id|>" in source and '"parameters' in source))
         ),
         open="<|python_tag|>",
-        bare="{",
+        implicit_start="{",
         ends=(";",),
         arguments_key="parameters",
         between='";" ws',
     ),
     ToolFormat(
         name="pythonic",
-        is_shown_by=lambda source: "[func_name" in source or "<|python_start|>" in source,
+        detect=lambda source: "[func_name" in source or "<|python_start|>" in source,
         open="<|python_start|>",
         close="<|python_end|>",
         first="[",
         next=",",
-        bare="[",
+        implicit_start="[",
         ends=("]", "<|python_end|>"),
         syntax=Syntax.PYTHON,
         before='"["',
@@ -170,7 +170,7 @@ FORMATS = (
     ),
     ToolFormat(
         name="qwen3_coder",
-        is_shown_by=lambda source: "<tool_call>" in source and "<function=" in source,
+        detect=lambda source: "<tool_call>" in source and "<function=" in source,
         open="<tool_call>",
         close="</tool_call>",
         ends=("</tool_call>",),
@@ -182,7 +182,7 @@ FORMATS = (
     ),
     ToolFormat(
         name="mistral_v11",
-        is_shown_by=lambda source: "[TOOL_CALLS]" in source and "[ARGS]" in source,
+        detect=lambda source: "[TOOL_CALLS]" in source and "[ARGS]" in source,
         open="[TOOL_CALLS]",
         syntax=Syntax.NAMED,
         separator="[ARGS]",
@@ -194,7 +194,7 @@ FORMATS = (
     ),
     ToolFormat(
         name="deepseek_v3",
-        is_shown_by=lambda source: DEEPSEEK_CALLS in source and "```json" in source,
+        detect=lambda source: DEEPSEEK_CALLS in source and "```json" in source,
         open=DEEPSEEK_CALLS,
         close=DEEPSEEK_CALLS_END,
         first=DEEPSEEK_CALL,
@@ -212,7 +212,7 @@ FORMATS = (
     ),
     ToolFormat(
         name="deepseek_v31",
-        is_shown_by=lambda source: DEEPSEEK_CALLS in source and "```json" not in source,
+        detect=lambda source: DEEPSEEK_CALLS in source and "```json" not in source,
         open=DEEPSEEK_CALLS,
         close=DEEPSEEK_CALLS_END,
         first=DEEPSEEK_CALL,
@@ -229,7 +229,7 @@ FORMATS = (
     ),
 )
 HERMES = FORMATS[0]  # which TOOLS_PROMPT (api/normalise.py) asks for
-AS_TEXT = ToolFormat("none", is_shown_by=lambda _source: False, open="")  # calls are not read: they stay text
+AS_TEXT = ToolFormat("none", detect=lambda _source: False, open="")  # calls are not read: they stay text
 
 
 @dataclass(frozen=True)
@@ -238,7 +238,7 @@ class ModelTools:
 
     format: ToolFormat | None  # None: unknown
     token_id: Callable[[str], int | None] = lambda _text: None  # of a text that is one token
-    several: bool = True  # calls in one message
+    parallel: bool = True  # calls in one message
     short_ids: bool = False  # of 9 letters and digits
     in_prompt: bool = False  # the template has no place for tools, so the system message describes them
 
@@ -251,13 +251,13 @@ class ModelTools:
             form = AS_TEXT if parser == AS_TEXT.name else HERMES
             return cls(form, tokenizer.token_to_id, in_prompt=True)
         source = template.for_tools.source
-        found = [form for form in FORMATS if form.is_shown_by(source)]
+        found = [form for form in FORMATS if form.detect(source)]
         if parser and not (found and found[0].name.startswith(f"{parser}_v")):  # vLLM's `mistral` is both
             found = [form for form in (*FORMATS, AS_TEXT) if form.name == parser]
         return cls(
             format=found[0] if found else None,
             token_id=tokenizer.token_to_id,
-            several="single tool-call" not in source,  # Llama 3's refuses messages with several
+            parallel="single tool-call" not in source,  # Llama 3's refuses messages with several
             short_ids=template.for_tools.needs_short_ids,
         )
 
@@ -273,12 +273,12 @@ class Function:
 
 @dataclass(frozen=True)
 class Calls:
-    """The calls that an answer may have: of `functions`, more than one if `several`."""
+    """The calls that an answer may have: of `functions`, more than one if `parallel`."""
 
     model: ModelTools
     functions: Sequence[Function]
     mode: str  # auto, required or named
-    several: bool
+    parallel: bool
 
     @property
     def format(self) -> ToolFormat:
@@ -320,17 +320,17 @@ def calls_grammar(calls: Calls, start: str, body: str = "") -> str:
     rules = [
         f"start: {start}",
         f"calls: {form.before} listed {form.after}",
-        f"listed: call ({form.between} call){{0,{MOST_CALLS - 1}}}" if calls.several else "listed: call",
+        f"listed: call ({form.between} call){{0,{MOST_CALLS - 1}}}" if calls.parallel else "listed: call",
         "call: " + " | ".join(f"call{n}" for n in range(len(calls.functions))),
         r"ws: /\n? ?/",
     ]
     for name, marker in (("open", form.open), ("close", form.close), ("next", form.next)):
         if marker:
             rules.append(f"{name}: {_terminal(marker, token_id)}")
-    if form.bare:  # what a text begins with decides
-        rules += ["auto: TEXT? | calls", rf"TEXT: /\s*[^\{form.bare}\s](.|\n)*/"]
+    if form.implicit_start:  # what a text begins with decides
+        rules += ["auto: TEXT? | calls", rf"TEXT: /\s*[^\{form.implicit_start}\s](.|\n)*/"]
     else:
-        repeat = "*" if calls.several else "?"
+        repeat = "*" if calls.parallel else "?"
         rules.append(f"auto: (head {form.marked}){repeat} TEXT")
         rules += _up_to(form.open, token_id)
     for n, function in enumerate(calls.functions):
@@ -485,7 +485,7 @@ def _choice(texts: Iterable[str]) -> str:
 
 
 def after_thinking(grammar: str, thinking: str, token_id: Callable[[str], int | None]) -> str:
-    """The grammar of thoughts and of what follows them; `thinking` as in `Reading` (reader.py). Raises
+    """The grammar of thoughts and of what follows them; `thinking` as in `OutputFormat` (reader.py). Raises
     GrammarError."""
     if not thinking:
         return grammar

@@ -17,7 +17,7 @@ USER = {"role": "user", "content": FIRST}
 
 
 @dataclass(frozen=True)
-class Traits:
+class TemplateCapabilities:
     """What a template writes of a chat, beside users and assistants in turn."""
 
     system: bool = True  # a system message at the beginning
@@ -33,7 +33,7 @@ class Traits:
     user_after_result: bool = True  # a user message right behind the result of a call
 
     @classmethod
-    def of(cls, template: ChatTemplate) -> Traits:
+    def of(cls, template: ChatTemplate) -> TemplateCapabilities:
         """Raises nothing: a template that cannot write the simplest chat is found out by a request."""
         if not _writes(template, [USER]):
             return cls()

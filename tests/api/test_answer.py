@@ -5,14 +5,14 @@ import math
 import pytest
 from asked import encode, job, serving
 
-from api.answer import Sequence, rounded
-from api.job import Prompt
+from api.answer import GeneratedSequence, rounded
+from api.job import TokenizedPrompt
 from protocol import Token
 
 
 def sequence(number=0, **fields):
     asked = job("completion", **fields)
-    return Sequence(serving().text.tokenizer, Prompt(asked, [72, 105], 9), number, number)
+    return GeneratedSequence(serving().text.tokenizer, TokenizedPrompt(asked, [72, 105], 9), number, number)
 
 
 @pytest.mark.parametrize(

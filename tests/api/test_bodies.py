@@ -60,7 +60,7 @@ class BrokenBody(io.BytesIO):
 
 @pytest.mark.parametrize(
     ("error", "status", "counts"),
-    [(InvalidChunkSize(b"zz"), 400, "tgi_http_errors_total,400"), (ClientDisconnected(), 499, "tgi_client_hang_ups_total")],
+    [(InvalidChunkSize(b"zz"), 400, "tgi_http_errors_total,400"), (ClientDisconnected(), 499, "tgi_client_disconnects_total")],
 )
 def test_a_body_that_does_not_come_to_its_end_is_told_or_counted_as_what_it_is(served, error, status, counts):
     response = chunked(served, BrokenBody(error))

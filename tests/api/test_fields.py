@@ -10,7 +10,7 @@ from api.clouds import VertexRequest
 from api.completions import CompletionRequest
 from api.conversation import ChatRequest
 from api.errors import ApiError
-from api.fields import CHANGES_TEXT, NOT_MISSPELT, NOT_SUPPORTED
+from api.fields import CHANGES_TEXT, HARMLESS_LOOKALIKES, NOT_SUPPORTED
 from api.messages import MessagesRequest
 from api.responses import ResponsesRequest
 from api.tgi import GenerateRequest, Parameters
@@ -155,7 +155,7 @@ def test_in_every_dialect_a_body_is_an_object_with_the_fields_that_it_needs(dial
 def test_a_misspelt_field_is_refused_with_the_right_name(kind):
     for name in set(kind.__struct_fields__) - {"n"}:
         for misspelt in (name + "x", name[:-1], name.replace("_", "", 1) if "_" in name else name + "s"):
-            if misspelt in {*kind.__struct_fields__, *NOT_SUPPORTED, *CHANGES_TEXT, *NOT_MISSPELT}:
+            if misspelt in {*kind.__struct_fields__, *NOT_SUPPORTED, *CHANGES_TEXT, *HARMLESS_LOOKALIKES}:
                 continue
             with pytest.raises(ApiError, match=f"`{misspelt}` .*did you mean"):
                 read(kind, **{misspelt: 1})

@@ -6,8 +6,8 @@ import random
 import pytest
 import templates
 
-from api.normalise import normalised
-from text.traits import Traits
+from api.normalise import adapt_to_template
+from text.traits import TemplateCapabilities
 
 TEMPLATES = templates.with_rules() | templates.published()
 CHATS = 60  # of each template
@@ -62,12 +62,12 @@ class Words:
 @pytest.mark.parametrize("name", TEMPLATES)
 def test_every_word_of_every_role_and_part_is_in_the_prompt(name):
     template = TEMPLATES[name]
-    traits = Traits.of(template)
+    traits = TemplateCapabilities.of(template)
     for seed in range(CHATS):
         words = Words(seed)
         messages = words.chat()
         tools = words.tools() if seed % 2 else None
-        written = normalised(messages, tools, traits)
+        written = adapt_to_template(messages, tools, traits)
         used = template.for_tools if tools else template
         prompt = used.render(written, tools if traits.tools else None)
         lost = [word for word in words.said if word not in prompt]
@@ -93,8 +93,8 @@ def said(*pairs):
     ],
 )
 def test_texts_that_a_template_takes_in_one_message_have_a_blank_line_between_them(lacking, chat, written):
-    assert normalised(chat, None, Traits(**dict.fromkeys(lacking, False))) == written
-    assert normalised(chat, None, Traits()) == chat
+    assert adapt_to_template(chat, None, TemplateCapabilities(**dict.fromkeys(lacking, False))) == written
+    assert adapt_to_template(chat, None, TemplateCapabilities()) == chat
 
 
 def test_neighbours_that_become_one_keep_what_was_thought_and_called():
@@ -102,17 +102,17 @@ def test_neighbours_that_become_one_keep_what_was_thought_and_called():
     one = {"role": "assistant", "content": "A", "reasoning_content": "Hm.", "tool_calls": calls[:1]}
     other = {"role": "assistant", "content": "", "reasoning_content": "So.", "tool_calls": calls[1:]}
     joined = {"role": "assistant", "content": "A", "reasoning_content": "Hm.\n\nSo.", "tool_calls": calls}
-    assert normalised([one, other], None, Traits(assistants=False)) == [joined]
+    assert adapt_to_template([one, other], None, TemplateCapabilities(assistants=False)) == [joined]
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
 def test_a_chat_that_every_template_takes_is_left_as_it_is(name):
     messages = [{"role": role, "content": f"text {n}"} for n, role in enumerate(["user", "assistant", "user"])]
-    assert normalised(messages, None, Traits.of(TEMPLATES[name])) == messages
+    assert adapt_to_template(messages, None, TemplateCapabilities.of(TEMPLATES[name])) == messages
 
 
 def test_published_templates_take_what_their_models_were_trained_on():
-    found = {name: Traits.of(template) for name, template in templates.published().items()}
+    found = {name: TemplateCapabilities.of(template) for name, template in templates.published().items()}
     if not found:
         pytest.skip("no published templates: npm could not install them")
     assert not found["gemma3"].several_system and not found["gemma3"].users

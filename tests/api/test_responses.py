@@ -10,7 +10,7 @@ from openai_api import CHAT, MESSAGES, RESPONSES
 from openai_api import whole as asked
 
 from api import fields as api_fields
-from api.responses import CUSTOM_INPUT, ResponsesAnswer, ResponsesRequest, Tools
+from api.responses import CUSTOM_INPUT, ResponsesAnswer, ResponsesRequest, ResponsesTools
 
 BODY = {"input": "Hi", "max_output_tokens": 12, "temperature": 0}
 WEATHER = {"type": "function", "name": "weather", "parameters": {"type": "object"}, "strict": True}
@@ -46,7 +46,7 @@ def answered(text, finish_reason="eos_token", thinking="", **fields):
         body = {"input": "Hi", "tools": [WEATHER], "stream": streams} | fields
         (asked_for,) = answer_to("responses", body).jobs
         request = api_fields.read(body, ResponsesRequest)
-        return ResponsesAnswer(thinking_of(asked_for, thinking), serving(), request, Tools(request))
+        return ResponsesAnswer(thinking_of(asked_for, thinking), serving(), request, ResponsesTools(request))
 
     whole, stream = (written(answer(streams), text, finish_reason) for streams in (False, True))
     return whole, events_of(stream)
@@ -276,9 +276,9 @@ def test_a_response_says_what_a_chat_says(served):
         {"type": "output_text", "text": choice["message"]["content"], "annotations": [], "logprobs": []}
     ]
     assert (message["type"], message["role"]) == ("message", "assistant")
-    is_cut = choice["finish_reason"] == "length"
-    assert answer["status"] == message["status"] == ("incomplete" if is_cut else "completed")
-    assert answer["incomplete_details"] == ({"reason": "max_output_tokens"} if is_cut else None)
+    is_truncated = choice["finish_reason"] == "length"
+    assert answer["status"] == message["status"] == ("incomplete" if is_truncated else "completed")
+    assert answer["incomplete_details"] == ({"reason": "max_output_tokens"} if is_truncated else None)
     counts = (answer["usage"][name] for name in ("input_tokens", "output_tokens", "total_tokens"))
     assert list(counts) == [usage["prompt_tokens"], usage["completion_tokens"], usage["total_tokens"]]
     defaults = {"tools": [], "tool_choice": "auto", "parallel_tool_calls": True, "error": None, "store": False}

@@ -30,7 +30,7 @@ def test_a_full_house_is_told_before_anyone_asks_and_so_is_a_free_place(served):
 
 
 def test_a_client_that_asks_before_the_report_of_a_free_place_arrives_is_served(served, monkeypatch):
-    monkeypatch.setattr("api.server.ROOM_S", 1.0)
+    monkeypatch.setattr("api.server.OVERLOAD_RECHECK_S", 1.0)
     full(served)
     answer = gevent.spawn(served.post, "/generate", SMALL)
     gevent.idle()  # the request has been found too much

@@ -12,10 +12,10 @@ from openai_api import CHAT, COMPLETION, MESSAGES, PROMPT, RESPONSES
 from served import WAIT_S, events, wait_until
 
 from api import stream as generation
-from api.errors import HANG_UP, ApiError
-from api.job import Prompt as PromptToRun
+from api.errors import CLIENT_CLOSED_REQUEST, ApiError
+from api.job import TokenizedPrompt
 from api.tgi import NativeAnswer
-from protocol import End, Prompt, Token
+from protocol import End, PromptDone, Token
 
 NATIVE = {"inputs": "Hello", "parameters": {"max_new_tokens": 12}}
 DEADLINE_S = 1.5  # long enough for the first token, also on a busy machine
@@ -65,13 +65,13 @@ def started(served, monkeypatch):
     sent = []
     monkeypatch.setattr(served.seen, "submit", lambda generates, queue: sent.append((generates[0].id, queue)))
     arrival = generation.Arrival("an-id", time.monotonic(), generation.Connection(None, input_may_end=False))
-    prompt = PromptToRun(job("stream"), [97], 5)
-    return generation.Generation(served.seen, [prompt], arrival, generation.Watch()), *sent[0]
+    prompt = TokenizedPrompt(job("stream"), [97], 5)
+    return generation.ActiveRequest(served.seen, [prompt], arrival, generation.ConnectionMonitor()), *sent[0]
 
 
 def test_a_prompt_that_has_been_run_does_not_begin_an_answer_that_then_fails(started):
     generating, request_id, queue = started
-    queue.put([Prompt(request_id, 0.0)])
+    queue.put([PromptDone(request_id, 0.0)])
     gevent.spawn_later(0.01, queue.put, [End(request_id, "failed", "no number")])
     with pytest.raises(ApiError) as error:
         next(iter(generating))
@@ -80,7 +80,7 @@ def test_a_prompt_that_has_been_run_does_not_begin_an_answer_that_then_fails(sta
 
 def test_tokens_that_arrive_together_with_the_end_of_their_request_are_not_lost(started):
     generating, request_id, queue = started
-    queue.put([Prompt(request_id, 0.0), Token(request_id, 97, None), End(request_id, "failed", "no number")])
+    queue.put([PromptDone(request_id, 0.0), Token(request_id, 97, None), End(request_id, "failed", "no number")])
     batches = iter(generating)
     ((_sequence, pieces),) = next(batches)
     assert [piece.id for piece in pieces] == [97]
@@ -127,7 +127,7 @@ def test_what_a_client_sent_ahead_does_not_hide_that_it_hung_up(serve, route):
         asking.join(3 * generation.WATCH_S)
         assert not asking.ready()
         theirs.close()
-        assert asking.get(timeout=WAIT_S).status_code == HANG_UP
+        assert asking.get(timeout=WAIT_S).status_code == CLIENT_CLOSED_REQUEST
 
 
 def test_a_client_that_announced_its_last_request_may_close_its_sending_side(served):
@@ -147,7 +147,7 @@ def test_a_disconnect_is_counted_as_dropped_and_ends_the_request_also_before_the
     if first_event:
         next(iter(response.response))
     response.close()
-    served.wait_for_count("tgi_client_hang_ups_total", 1)
+    served.wait_for_count("tgi_client_disconnects_total", 1)
     seen = served.counts()
     assert (seen["tgi_request_failure_total,dropped"], seen["tgi_request_count_total"]) == (1, 1)
     served.model.may_decode.set()

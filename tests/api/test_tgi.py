@@ -22,7 +22,7 @@ from fakes.model import next_logprobs
 from fakes.tokenizer import VOCABULARY
 from served import LIMITS, WINDOW, events
 
-from api.job import Job
+from api.job import PreparedRequest
 from api.tgi import Info
 from api.types import encode
 from config import VERSION
@@ -61,14 +61,14 @@ LIMITS_OF = [  # field, what is just right, what is just wrong, the detail
 
 def test_the_served_adapter_may_be_named():
     adapted = replace(CONFIG, lora_adapters="mine=/adapter")
-    assert isinstance(job(config=adapted, adapter_id="mine"), Job)
+    assert isinstance(job(config=adapted, adapter_id="mine"), PreparedRequest)
     assert_invalid(refusal("native", INFO, adapted, adapter_id="other"), ADAPTER + "mine. Given: 'other'")
 
 
 @pytest.mark.parametrize(("field", "right", "wrong", "detail"), LIMITS_OF)
 def test_a_value_just_inside_a_limit_is_accepted_and_one_just_outside_is_refused_in_tgis_words(field, right, wrong, detail):
     for value in right:
-        assert isinstance(job(**{field: value}), Job)
+        assert isinstance(job(**{field: value}), PreparedRequest)
     for value in wrong:
         assert_invalid(refusal("native", **{field: value}), detail)
 
@@ -113,7 +113,7 @@ def test_empty_inputs_are_refused():
 )
 def test_a_stream_refuses_what_tgi_refuses_in_a_stream(field, right, wrong, detail):
     for value in right:
-        assert isinstance(job("stream", **{field: value}), Job)
+        assert isinstance(job("stream", **{field: value}), PreparedRequest)
     for value in wrong:
         assert_invalid(refusal("stream", **{field: value}), detail)
 
@@ -122,9 +122,9 @@ def test_a_stream_refuses_what_tgi_refuses_in_a_stream(field, right, wrong, deta
 
 
 def test_what_is_asked_for_arrives_and_nothing_else():
-    assert job() == job("native", details=None) == Job("Hello", stop=[])
+    assert job() == job("native", details=None) == PreparedRequest("Hello", stop=[])
     asked = job(max_new_tokens=7, stop=["a", "b"], truncate=9, top_n_tokens=3, details=True)
-    assert asked == Job("Hello", max_new_tokens=7, stop=["a", "b"], truncate=9, top_n_tokens=3, keep_eos=True)
+    assert asked == PreparedRequest("Hello", max_new_tokens=7, stop=["a", "b"], truncate=9, top_n_tokens=3, keep_eos=True)
     for body in ({"inputs": "Hello"}, {"inputs": "Hello", "parameters": None}):
         assert answer_to("native", body).jobs == [job()]
 

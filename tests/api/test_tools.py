@@ -10,18 +10,17 @@ import tiny_tokenizers
 from asked import serving
 from tool_calls import BOTH, CALLS, FORMATS, KINDS, NOW, TOOLS, WRITTEN, tokenizer_of, tool, use
 
-from api.answer import Sequence
+from api.answer import GeneratedSequence
 from api.chat import ChatAnswer
 from api.conversation import ChatRequest
 from api.errors import ApiError
-from api.job import Job, Prompt
+from api.job import PreparedRequest, TokenizedPrompt
 from api.messages import MessagesAnswer, MessagesRequest
-from api.responses import ResponsesAnswer, ResponsesRequest
-from api.responses import Tools as ResponsesTools
+from api.responses import ResponsesAnswer, ResponsesRequest, ResponsesTools
 from api.tools import tool_use
 from api.types import encode
 from protocol import Token
-from text.reader import Reading, complete_members
+from text.reader import OutputFormat, complete_members
 from text.tokenizer import Tokenizer
 from text.tool_formats import ModelTools
 
@@ -123,7 +122,7 @@ def sequences_of(folder, written, kind, reading, finish="eos_token", **options):
     """A model with a tokenizer of this kind, a job, and its sequences before they have the texts `written`, each with the ids
     and the finish reasons of its tokens."""
     tokenizer = Tokenizer(tiny_tokenizers.save(tokenizer_of(kind), folder))
-    job = Job("", reading=reading, sequences=len(written), **options)
+    job = PreparedRequest("", reading=reading, sequences=len(written), **options)
     model = serving()
     model = replace(model, text=model.text._replace(tokenizer=tokenizer))
     tokens = []
@@ -131,7 +130,7 @@ def sequences_of(folder, written, kind, reading, finish="eos_token", **options):
         ids = tokenizer.encode(text, add_special_tokens=False)
         ends = [None] * (len(ids) - 1) + [finish]
         taken = [Token(0, token, -1.0, [], end) for token, end in zip(ids, ends)]
-        tokens.append((Sequence(tokenizer, Prompt(job, [5], 99), n, n), taken))
+        tokens.append((GeneratedSequence(tokenizer, TokenizedPrompt(job, [5], 99), n, n), taken))
     return model, job, tokens
 
 
@@ -153,7 +152,7 @@ def chat_answer(folder, written, kind="special", streams=False, reading=None, lo
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", FORMATS)
 def test_calls_are_written_whole_as_openai_writes_them(name, kind, tmp_path):
-    (choice,) = chat_answer(tmp_path, [WRITTEN[name]], kind, reading=Reading(use(name)))
+    (choice,) = chat_answer(tmp_path, [WRITTEN[name]], kind, reading=OutputFormat(use(name)))
     assert choice["finish_reason"] == "tool_calls"
     assert list(choice["message"]) == ["role", "content", "tool_calls"]
     assert choice["message"]["content"] is None
@@ -164,7 +163,7 @@ def test_calls_are_written_whole_as_openai_writes_them(name, kind, tmp_path):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_calls_are_streamed_in_openais_sequence(kind, tmp_path):
-    choices = chat_answer(tmp_path, ["Hm\n" + WRITTEN["hermes"]], kind, streams=True, reading=Reading(use()))
+    choices = chat_answer(tmp_path, ["Hm\n" + WRITTEN["hermes"]], kind, streams=True, reading=OutputFormat(use()))
     deltas = [choice["delta"] for choice in choices]
     assert deltas[0] == {"role": "assistant", "content": ""}
     assert "".join(delta["content"] for delta in deltas[1:] if "content" in delta) == "Hm\n"
@@ -195,7 +194,7 @@ def test_calls_are_streamed_in_openais_sequence(kind, tmp_path):
     ],
 )
 def test_the_finish_reason_says_whether_tools_are_to_be_called(choice, finish, text, reason, streams, tmp_path):
-    answer = chat_answer(tmp_path, [text], streams=streams, reading=Reading(use(choice=choice)), finish=finish)
+    answer = chat_answer(tmp_path, [text], streams=streams, reading=OutputFormat(use(choice=choice)), finish=finish)
     assert answer[-1]["finish_reason"] == reason
     if not streams and choice in ("required", "weather"):
         assert answer[0]["message"]["content"] == ""
@@ -209,7 +208,7 @@ def test_the_finish_reason_says_whether_tools_are_to_be_called(choice, finish, t
 def test_a_call_that_the_limit_of_tokens_cuts_is_given_as_far_as_it_goes(name, choice, kind, tmp_path):
     written = CALLS[name][0]
     text = written[: written.index("ern")]
-    reading = Reading(use(name, choice=choice))
+    reading = OutputFormat(use(name, choice=choice))
     (choice,) = chat_answer(tmp_path, [text], kind, reading=reading, finish="length")
     stream = chat_answer(tmp_path, [text], kind, streams=True, reading=reading, finish="length")
     assert choice["finish_reason"] == stream[-1]["finish_reason"] == "length"
@@ -224,7 +223,7 @@ def test_a_call_that_the_limit_of_tokens_cuts_is_given_as_far_as_it_goes(name, c
 
 def dialect_answer(make, folder, name, text):
     """The whole answer and the events of the stream of a call that the limit of tokens cuts."""
-    reading = Reading(use(name, choice="required"))
+    reading = OutputFormat(use(name, choice="required"))
     model, job, [(sequence, tokens)] = sequences_of(folder, [text], "special", reading, "length")
     streamed = make(job, model, True)
     events = b""
@@ -232,7 +231,7 @@ def dialect_answer(make, folder, name, text):
         pieces = sequence.take(token)
         sequence.pieces += pieces
         events += streamed.events(sequence, pieces)
-    events += streamed.closing([sequence])
+    events += streamed.stream_end([sequence])
     data = [line.removeprefix("data: ") for line in events.decode().split("\n") if line.startswith("data: ")]
     return json.loads(encode(make(job, model, False).whole([sequence]))), [json.loads(event) for event in data]
 
@@ -288,7 +287,7 @@ def test_a_cut_call_has_in_a_message_the_arguments_that_are_complete(name, tmp_p
 
 @pytest.mark.parametrize("streams", [False, True])
 def test_each_choice_is_read_by_itself(streams, tmp_path):
-    choices = chat_answer(tmp_path, [CALLS["hermes"][0], "Hello"], streams=streams, reading=Reading(use()))
+    choices = chat_answer(tmp_path, [CALLS["hermes"][0], "Hello"], streams=streams, reading=OutputFormat(use()))
     first, second = ([choice for choice in choices if choice["index"] == index] for index in range(2))
     assert (first[-1]["finish_reason"], second[-1]["finish_reason"]) == ("tool_calls", "stop")
     texts = [choice.get("delta", choice.get("message")).get("content") or "" for choice in second]
@@ -297,7 +296,7 @@ def test_each_choice_is_read_by_itself(streams, tmp_path):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_reasoning_is_written_under_both_of_its_names(kind, tmp_path):
-    reading = Reading(None, "before")
+    reading = OutputFormat(None, "before")
     (choice,) = chat_answer(tmp_path, ["<think>Hm</think>Yes"], kind, reading=reading)
     assert choice["message"] == {"role": "assistant", "content": "Yes", "reasoning": "Hm", "reasoning_content": "Hm"}
     deltas = [c["delta"] for c in chat_answer(tmp_path, ["<think>Hm</think>Yes"], kind, streams=True, reading=reading)]
@@ -305,7 +304,7 @@ def test_reasoning_is_written_under_both_of_its_names(kind, tmp_path):
         assert "".join(delta.get(name, "") for delta in deltas) == written
 
 
-@pytest.mark.parametrize("reading", [Reading(use()), Reading(use(), "before")])
+@pytest.mark.parametrize("reading", [OutputFormat(use()), OutputFormat(use(), "before")])
 def test_every_token_has_its_log_probability_whatever_is_held_back(reading, tmp_path):
     written = "<think>Hm</think>Hello" + CALLS["hermes"][0]
     (choice,) = chat_answer(tmp_path, [written], "text", reading=reading, logprobs=True)

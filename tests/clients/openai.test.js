@@ -94,7 +94,7 @@ for (const stream of [false, true]) {
 test("a stream that is aborted midway gives its place to the next request", { timeout: 60_000 }, async () => {
     const hangUps = async () => {
         const metrics = await (await fetch(`${SERVER}/metrics`)).text();
-        return Number(/^tgi_client_hang_ups (\S+)$/m.exec(metrics)[1]);
+        return Number(/^tgi_client_disconnects (\S+)$/m.exec(metrics)[1]);
     };
     const before = await hangUps();
     const stream = await client.chat.completions.create(ENDLESS);

@@ -126,7 +126,7 @@ class Names(threading.Thread):
                 self.socket.sendto(answer, client)
 
 
-def hang_up(response):
+def client_closed(response):
     response.connection.close()
     response.close()
 
@@ -247,12 +247,12 @@ def test_streams_come_token_by_token_from_the_server_with_the_fewest(replicas):
     assert replicas.running() == [2, 2]
     for stream, server in streams:
         if server == 0:
-            hang_up(stream)
+            client_closed(stream)
     wait_until(lambda: replicas.running() == [0, 2], "disconnects reach their server", 10)
     streams += [begin(), begin()]
     assert replicas.running() == [2, 2]
     for stream, _ in streams:
-        hang_up(stream)
+        client_closed(stream)
 
 
 @needs_haproxy
@@ -279,7 +279,7 @@ def test_a_refusal_is_passed_on_unchanged(replicas):
     assert answers[0] == answers[1]
     assert answers[0][:2] == (429, "1")
     for stream in streams:
-        hang_up(stream)
+        client_closed(stream)
 
 
 @needs_haproxy

@@ -18,8 +18,9 @@ from protocol import (
     Generate,
     Hello,
     MetricsRequest,
+    MetricsText,
     ModelInfo,
-    Prompt,
+    PromptDone,
     RequestStats,
     Sampling,
     Status,
@@ -27,7 +28,6 @@ from protocol import (
     Token,
     Tokens,
 )
-from protocol import Metrics as MetricsText
 
 WAIT_S = 20
 INFO = ModelInfo("m", None, "/t", 50, [0], 4, 39, 40, "cpu", "float32")
@@ -100,7 +100,7 @@ def test_messages_arrive_as_they_were_sent(worker, connect):
     web.send(Cancel(7, "client hung up"))
     (peer, hello), (_, got), (_, cancel) = receive(worker, 3)
     assert (hello, got, cancel) == (Hello(1, False), request, Cancel(7, "client hung up"))
-    prompts = [Prompt(1, 0.5, 3, [-0.25], [[(5, -0.25), (6, -3.0)]]), Prompt(2, 0.0)]
+    prompts = [PromptDone(1, 0.5, 3, [-0.25], [[(5, -0.25), (6, -3.0)]]), PromptDone(2, 0.0)]
     step = Tokens([Token(1, 5, -0.25, [(5, -0.25), (6, -3.0)], "eos_token"), Token(2, 6, -1.0), Token(3, 7, None)], prompts)
     worker.send(peer, step)
     assert web.next(Tokens) == step

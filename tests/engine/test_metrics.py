@@ -13,8 +13,7 @@ from config import VERSION, Config
 from engine.admission import Admission
 from engine.link import Link, PeerLost
 from engine.metrics import Metrics
-from protocol import Cancel, Generate, MetricsRequest, RequestStats, Status, SubmitRequests
-from protocol import Metrics as MetricsText
+from protocol import Cancel, Generate, MetricsRequest, MetricsText, RequestStats, Status, SubmitRequests
 
 WAIT_S = 20
 LASTING = next([a, 9] for a in range(50) if EOS not in greedy([a, 9], 30))  # a prompt whose text has no EOS token
@@ -198,7 +197,7 @@ def test_a_success_without_a_token_divides_by_nothing():
             {"request_count": 1, "request_failure err=validation": 1, "http_errors status=422": 1},
         ),
         (RequestStats(500, "template"), {"request_count": 1, "request_failure err=template": 1, "http_errors status=500": 1}),
-        (RequestStats(499, "dropped"), {"request_count": 1, "request_failure err=dropped": 1, "client_hang_ups": 1}),
+        (RequestStats(499, "dropped"), {"request_count": 1, "request_failure err=dropped": 1, "client_disconnects": 1}),
         (RequestStats(0, "dropped"), {"request_count": 1, "request_failure err=dropped": 1}),
         (RequestStats(404), {"http_errors status=404": 1}),
         (RequestStats(418), {"http_errors status=418": 1}),
@@ -225,7 +224,7 @@ def test_a_request_whose_web_process_is_gone_counts_as_dropped_once():
     driven.run()
     found = samples(driven.worker.metrics)
     assert found["tgi_request_count",] == found["tgi_request_failure", "err=dropped"] == 1
-    assert found["tgi_client_hang_ups",] == 0, "no client disconnected"
+    assert found["tgi_client_disconnects",] == 0, "no client disconnected"
 
 
 def test_steps_and_their_failures_are_counted_and_timed_by_what_they_do():

@@ -101,7 +101,7 @@ PLAIN = Sampling(seed=7, top_k=5, top_p=0.5, temperature=2.0)
 
 
 @pytest.mark.parametrize(
-    ("options", "takes_ids"),
+    ("options", "returns_ids"),
     [
         ({"logprobs": False}, True),
         ({"logprobs": False, "sampling": PLAIN}, True),
@@ -116,12 +116,12 @@ PLAIN = Sampling(seed=7, top_k=5, top_p=0.5, temperature=2.0)
         ({"logprobs": False, "prompt_logprobs": True}, True),  # after the prompt
     ],
 )
-def test_a_hybrid_step_takes_ids_where_the_device_can_choose_every_token(options, takes_ids):
+def test_a_hybrid_step_returns_ids_where_the_device_can_choose_every_token(options, returns_ids):
     driven = Driven(batch_size=2, sampling="hybrid")
     driven.arrive(Generate(1, [1, 2], 8, **options), Generate(2, [3, 9], 8, logprobs=False))
     driven.step(2)
     driven.step()
-    assert driven.model.takes_ids == takes_ids
+    assert driven.model.returns_ids == returns_ids
     driven.run()
     assert driven.tokens[2] == greedy([3, 9], 8)
     tokens = [token for _peer, message in driven.wire.sent for token in message.tokens if token.id == 1]
@@ -139,7 +139,7 @@ def test_a_hybrid_step_takes_logits_for_the_log_probabilities_of_a_prompt():
     driven = Driven(batch_size=1, sampling="hybrid")
     driven.arrive(Generate(1, [1, 2, 5], 2, logprobs=False, prompt_logprobs=True))
     driven.step()
-    assert not driven.model.takes_ids
+    assert not driven.model.returns_ids
     driven.run()
     (prompt,) = [prompt for _peer, message in driven.wire.sent for prompt in message.prompts]
     assert len(prompt.logprobs) == 2

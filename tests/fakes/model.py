@@ -69,7 +69,7 @@ class FakeModel:
         self.verify_length, self.max_draft_rows = verify_length, verify_length * batch_size
         self.max_total_tokens, self.max_input_tokens = max_total_tokens, max_total_tokens - 1
         self.supports_prompt_logits = sampling != "device"
-        self.takes_ids = sampling == "device"
+        self.returns_ids = sampling == "device"
         self.device_sampling: dict[int, tuple[int, float, float]] = {}  # slot → top_k, top_p, temperature
         self.ready_slots: set[int] = set()  # `set_sampling` was called and no prompt has followed yet
         self.cache: list[list[int]] = [[] for _ in range(batch_size)]
@@ -84,9 +84,9 @@ class FakeModel:
         self.device_sampling[slot] = (top_k, top_p, temperature)
         self.ready_slots.add(slot)
 
-    def take(self, ids: bool) -> None:
+    def return_token_ids(self, ids: bool) -> None:
         assert self.sampling == "hybrid"
-        self.takes_ids = ids
+        self.returns_ids = ids
 
     def copy_prefix(self, source: int, target: int, tokens: int) -> None:
         assert self.supports_prefix_copy and tokens <= len(self.cache[source])
@@ -116,7 +116,7 @@ class FakeModel:
             for end in ends:
                 logits = next_logits(self.cache[slot][:end], self.vocab_size)
                 rows.append(np.full_like(logits, np.nan) if slot in self.nan_slots else logits)
-        if not self.takes_ids:
+        if not self.returns_ids:
             return np.stack(rows)
         slots = [chunk.slot for chunk in chunks for _ in range(chunk.rows)]
         return SampledIds(np.array([self._draw(row, slot) for row, slot in zip(rows, slots)]))

@@ -30,7 +30,7 @@ del sys.path[: len(DEVICE)]
 from models import compile as verb  # noqa: E402
 from models import neuron_build  # noqa: E402
 from models.neuron import NeuronModel  # noqa: E402
-from models.neuron_build import Build  # noqa: E402
+from models.neuron_build import BuildPlan  # noqa: E402
 
 LLAMA = {
     "model_type": "llama",
@@ -98,7 +98,7 @@ def load_chunks(tmp_path, **given):
 
 
 def decide(folder, **settings):
-    return Build.decide(Config(model_id=str(folder), device="neuron", **settings), folder, Manifest.read(folder))
+    return BuildPlan.decide(Config(model_id=str(folder), device="neuron", **settings), folder, Manifest.read(folder))
 
 
 def serve(folder, announce=lambda phase: None, **settings):

@@ -12,11 +12,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from config import Config
-from models.artifact import Artifact, Cache, Programs, check_compiler, model_key, with_optimum, with_programs
+from models.artifact import Artifact, Cache, CompiledConfig, check_compiler, model_key, with_optimum, with_programs
 from models.cache import evict
 from run import ConfigError
 
-PROGRAMS = Programs(
+PROGRAMS = CompiledConfig(
     batch_size=4,
     tp_degree=2,
     dtype="bfloat16",
@@ -60,7 +60,7 @@ def refusal(call, *arguments):
 
 @given(
     st.builds(
-        Programs,
+        CompiledConfig,
         batch_size=st.integers(1, 64),
         tp_degree=st.integers(1, 32),
         dtype=st.sampled_from(["float32", "float16", "bfloat16"]),

@@ -21,7 +21,7 @@ LLAMA = {
     "vocab_size": 320,
     "max_position_embeddings": 64,
 }
-FIELDS = [(name, field) for name, family in FAMILIES.items() for field in family.computed]
+FIELDS = [(name, field) for name, family in FAMILIES.items() for field in family.supported_values]
 OTHER = {bool: lambda value: not value, float: lambda value: 10 * value, str: lambda value: "something else"}
 
 
@@ -37,19 +37,19 @@ def of(model_type="llama", **changes):
 
 @pytest.mark.parametrize(("name", "field"), FIELDS)
 def test_a_value_that_is_not_computed_is_refused_by_its_name(name, field):
-    computed = FAMILIES[name].computed[field]
-    other = OTHER[type(computed[0])](computed[0])
+    supported_values = FAMILIES[name].supported_values[field]
+    other = OTHER[type(supported_values[0])](supported_values[0])
     with pytest.raises(ModelError) as refused:
         of(name, **{field: value_of(field, other)})
     message = str(refused.value)
-    assert message.startswith(f"config.json: {field} is {other} and this server computes {computed[0]}")
+    assert message.startswith(f"config.json: {field} is {other} and this server computes {supported_values[0]}")
     assert f" for {name} models on Neuron, so the text would be wrong" in message and len(message.splitlines()) == 1
 
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_a_config_that_says_nothing_of_them_is_accepted(name):
     family = of(name)
-    nothing = dict.fromkeys(set(family.computed))
+    nothing = dict.fromkeys(set(family.supported_values))
     assert of(name, **nothing).graph() == family.graph()
 
 

@@ -119,7 +119,7 @@ def test_the_key_depends_on_all_that_a_conversion_reads(config, checkpoint, tmp_
     keys.append(key(dataclasses.replace(config, model_id=str(code), trust_remote_code=True), code))
     monkeypatch.setattr("models.cache.version", lambda package: "another")
     keys.append(key(config, checkpoint))
-    monkeypatch.setattr("models.cache.CONVERTER", -1)
+    monkeypatch.setattr("models.cache.CONVERTER_VERSION", -1)
     keys.append(key(config, checkpoint))
     assert len(set(keys)) == len(keys)
 
@@ -127,7 +127,7 @@ def test_the_key_depends_on_all_that_a_conversion_reads(config, checkpoint, tmp_
 def test_a_tokenizer_that_an_older_version_converted_is_converted_anew(tmp_path, monkeypatch):
     (tmp_path / "tokenizer.model").write_bytes(b"1")
     current = tokenizer_key(tmp_path)
-    monkeypatch.setattr("models.cache.CONVERTER", models.cache.CONVERTER - 1)
+    monkeypatch.setattr("models.cache.CONVERTER_VERSION", models.cache.CONVERTER_VERSION - 1)
     assert tokenizer_key(tmp_path) != current
 
 
@@ -183,7 +183,7 @@ import models.cache
 from config import Config
 from manifest import Manifest
 from models import openvino_model
-models.cache.CONVERTER = int(sys.argv[1])
+models.cache.CONVERTER_VERSION = int(sys.argv[1])
 openvino_model._load_torch = lambda config, manifest, folder, why: f"plain PyTorch: {why}"
 config = Config.from_json(sys.stdin.read())
 try:
@@ -206,7 +206,7 @@ def start(config, tmp_path, monkeypatch):
     monkeypatch.setenv("COUNT", str(tmp_path / "count"))
     (tmp_path / "count").touch()
 
-    def run(what: str, converter: int = models.cache.CONVERTER) -> tuple[str, int]:
+    def run(what: str, converter: int = models.cache.CONVERTER_VERSION) -> tuple[str, int]:
         (tmp_path / "sitecustomize.py").write_text(CONVERSION.format(what))
         command = [sys.executable, "-c", START, str(converter)]
         done = subprocess.run(command, input=config.to_json(), capture_output=True, text=True, cwd=HERE, check=True)

@@ -480,7 +480,7 @@ def test_of_two_servers_that_need_the_same_programs_one_compiles_them(tmp_path, 
 def test_programs_are_not_removed_while_a_server_loads_them(tmp_path, monkeypatch):
     load(tmp_path, max_batch_size=2)
     device.compiled.clear()
-    find_damage, calls = neuron_build.artifact.find_damage, []
+    verify_checksums, calls = neuron_build.artifact.verify_checksums, []
 
     def another_server_fills_the_cache(entry, files):
         if not calls:
@@ -490,9 +490,9 @@ def test_programs_are_not_removed_while_a_server_loads_them(tmp_path, monkeypatc
             (newest / "programs.json").touch()
             os.utime(newest / "programs.json", (1e10, 1e10))
             evict([newest / "programs.json", entry / "programs.json"], 0.0, "--compile-cache-size")
-        return find_damage(entry, files)
+        return verify_checksums(entry, files)
 
-    monkeypatch.setattr(neuron_build.artifact, "find_damage", another_server_fills_the_cache)
+    monkeypatch.setattr(neuron_build.artifact, "verify_checksums", another_server_fills_the_cache)
     load(tmp_path, max_batch_size=2)
     assert calls and not device.compiled
     evict([calls[0].with_name("newest") / "programs.json", calls[0] / "programs.json"], 0.0, "--compile-cache-size")

@@ -18,7 +18,7 @@ from manifest import Manifest
 from models import compile as verb
 from models.base import Chunk, ModelError
 from models.neuron import NeuronModel
-from models.neuron_build import Build
+from models.neuron_build import BuildPlan
 from run import ConfigError
 
 PROMPT = [3, 100, 7, *[(5 * n) % 250 + 2 for n in range(30)]]
@@ -94,7 +94,7 @@ def test_checkpoints_of_older_forms_are_served_and_compiled(tmp_path, form, fami
     output = tmp_path / "compiled"
     words = ["--model-id", str(expected.folder), "--output", str(output), "--tp-degree", "1", "--dtype", "float32"]
     assert verb.main([*words, "--max-total-tokens", str(WINDOW), "--max-batch-size", "1"]) == 0
-    build = Build.decide(Config(model_id=str(output), device="neuron"), output, Manifest.read(output))
+    build = BuildPlan.decide(Config(model_id=str(output), device="neuron"), output, Manifest.read(output))
     assert error(NeuronModel(build, Path(tempfile.mkdtemp(dir=tmp_path))), expected) < 0.01
 
 
@@ -121,7 +121,7 @@ def test_a_folder_of_optimum_neuron_is_compiled_with_its_values(reference, tmp_p
     shutil.copytree(made.folder, folder / "checkpoint")
     config = json.loads((Path(made.folder) / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"neuron": section}))
-    build = Build.decide(Config(model_id=str(folder), device="neuron"), folder, Manifest.read(folder))
+    build = BuildPlan.decide(Config(model_id=str(folder), device="neuron"), folder, Manifest.read(folder))
     batch = Batch(NeuronModel(build, Path(tempfile.mkdtemp(dir=tmp_path))))
     assert (batch.model.batch_size, build.programs.tp_degree, batch.model.max_total_tokens) == (3, 2, WINDOW)
     batch.join(1, [3, 100, 7])

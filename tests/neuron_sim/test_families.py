@@ -24,7 +24,7 @@ from manifest import Manifest
 from models import compile as verb
 from models.base import Chunk, ModelError
 from models.neuron import NeuronModel
-from models.neuron_build import Build
+from models.neuron_build import BuildPlan
 from protocol import Generate
 from run import ConfigError
 
@@ -292,7 +292,7 @@ def test_a_family_is_compiled_and_served_from_the_artifact_in_int8(made, tmp_pat
     words += ["--max-total-tokens", WINDOW, "--max-batch-size", "4", "--prefill-chunk", "8", "--quantize", "int8"]
     assert verb.main(list(map(str, words))) == 0
     monkeypatch.setattr(compiler, "compile_hlo_module", refuse_to_compile)
-    build = Build.decide(Config(model_id=str(output), device="neuron"), output, Manifest.read(output))
+    build = BuildPlan.decide(Config(model_id=str(output), device="neuron"), output, Manifest.read(output))
     assert build.programs.model_class == f"{build.family.model_type}, revision 1"
     model = NeuronModel(build, Path(tempfile.mkdtemp(dir=tmp_path)))
     assert mean_error(served_logits(model), logits_of(reference)) < 0.01
@@ -333,7 +333,7 @@ def test_a_published_model_is_compiled_and_served_from_the_artifact(tmp_path, mo
     words += ["--max-total-tokens", WINDOW, "--max-batch-size", 4]
     assert verb.main([*map(str, words), *([] if sizing.shape.experts else ["--prefill-chunk", "8"])]) == 0
     monkeypatch.setattr(compiler, "compile_hlo_module", refuse_to_compile)
-    build = Build.decide(Config(model_id=str(output), device="neuron"), output, Manifest.read(output))
+    build = BuildPlan.decide(Config(model_id=str(output), device="neuron"), output, Manifest.read(output))
     model = NeuronModel(build, Path(tempfile.mkdtemp(dir=tmp_path)))
     assert errors(served_logits(model), logits_of(reference)).max() < LARGEST
 

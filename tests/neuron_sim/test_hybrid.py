@@ -15,7 +15,7 @@ from config import Config
 from manifest import Manifest
 from models import compile as verb
 from models.neuron import NeuronModel
-from models.neuron_build import Build
+from models.neuron_build import BuildPlan
 from protocol import Generate, Sampling
 
 HOST_ONLY = [
@@ -96,7 +96,7 @@ def test_a_hybrid_model_is_compiled_once_for_both_and_served_from_its_folder(ref
     assert programs["hybrid"] == programs["device"]
     monkeypatch.setattr(compiler, "compile_hlo_module", refuse_to_compile)
     output = tmp_path / "hybrid"
-    build = Build.decide(Config(model_id=str(output), device="neuron"), output, Manifest.read(output))
+    build = BuildPlan.decide(Config(model_id=str(output), device="neuron"), output, Manifest.read(output))
     requests = [replace(request, logprobs=request.id % 2 == 0) for request in mixed_requests() if request.id % 3 == 1]
     tokens, taken = answers(NeuronModel(build, Path(tempfile.mkdtemp(dir=tmp_path))), requests)
     assert all(taken.values())

@@ -25,7 +25,7 @@ from manifest import Manifest
 from models import neuron_build
 from models.base import Chunk, ModelError
 from models.neuron import NeuronModel
-from models.neuron_build import Build
+from models.neuron_build import BuildPlan
 from protocol import Generate, Sampling
 from run import HERE
 from text.grammar import Grammars, of_json_schema
@@ -43,7 +43,7 @@ def serve(made, tmp_path, folder=None, **settings):
     settings = {"max_total_tokens": WINDOW, "max_input_tokens": WINDOW - 1, "dtype": "float32", "tp_degree": 1} | settings
     folder = Path(folder or made.folder)
     manifest = Manifest.read(folder)
-    build = Build.decide(Config(model_id=str(folder), device="neuron", **settings), folder, manifest)
+    build = BuildPlan.decide(Config(model_id=str(folder), device="neuron", **settings), folder, manifest)
     return NeuronModel(build, Path(tempfile.mkdtemp(dir=tmp_path)))
 
 
@@ -396,7 +396,7 @@ def test_programs_that_another_process_compiled_without_a_device_are_loaded(
     words += ["--max-batch-size", "3", "--max-total-tokens", str(WINDOW), "--prefill-buckets", "8", "--position-buckets", "16"]
     subprocess.run([sys.executable, "-m", "models.compile", *words], cwd=HERE, check=True)
     monkeypatch.setattr(compiler, "compile_hlo_module", refuse_to_compile)
-    build = Build.decide(Config(model_id=str(output), device="neuron", max_batch_size=2), output, Manifest.read(output))
+    build = BuildPlan.decide(Config(model_id=str(output), device="neuron", max_batch_size=2), output, Manifest.read(output))
     batch = Batch(NeuronModel(build, Path(tempfile.mkdtemp(dir=tmp_path))))
     prompts = {0: [3, 100, 7], 1: list(range(1, 20))}
     for slot, prompt in prompts.items():

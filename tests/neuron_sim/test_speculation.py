@@ -16,7 +16,7 @@ from config import Config
 from manifest import Manifest
 from models import compile as verb
 from models.neuron import NeuronModel
-from models.neuron_build import Build
+from models.neuron_build import BuildPlan
 from protocol import Generate, Sampling
 
 K = 6
@@ -99,7 +99,7 @@ def test_the_program_of_guesses_is_compiled_once_and_served_from_its_folder(refe
     words += ["--max-total-tokens", WINDOW, "--max-batch-size", 3]
     assert verb.main(list(map(str, words))) == 0
     monkeypatch.setattr(compiler, "compile_hlo_module", refuse_to_compile)
-    build = Build.decide(Config(model_id=str(output), device="neuron"), output, Manifest.read(output))
+    build = BuildPlan.decide(Config(model_id=str(output), device="neuron"), output, Manifest.read(output))
     model = NeuronModel(build, Path(tempfile.mkdtemp(dir=tmp_path)))
     assert model.verify_length == K
 

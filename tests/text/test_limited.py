@@ -19,7 +19,7 @@ from processes import Server, wait_until
 
 from bench import hostile
 from run import HERE
-from text.limited import Limited, LimitExceeded, Refused
+from text.limited import LimitExceeded, Refused, SandboxedFunction
 
 pytestmark = pytest.mark.processes
 
@@ -28,7 +28,7 @@ USER = {"role": "user", "content": "Is <b>1 < 2</b>?"}
 
 def limited(characters=4_000_000, cpu_s=0.5, megabytes=256):
     """Renders templates: programs that do as much as a test wants."""
-    return Limited("text.template:renderer", [characters], cpu_s=cpu_s, memory_bytes=megabytes * 2**20)
+    return SandboxedFunction("text.template:renderer", [characters], cpu_s=cpu_s, memory_bytes=megabytes * 2**20)
 
 
 ENDLESS = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
@@ -81,7 +81,7 @@ def test_requests_without_an_end_leave_a_plain_one_its_answer():
 
 
 def test_what_waits_without_taking_processor_time_ends_and_the_next_request_is_answered():
-    run = Limited("pkgutil:resolve_name", ["subprocess:getoutput"], cpu_s=0.5, memory_bytes=2**28, wall_s=3)
+    run = SandboxedFunction("pkgutil:resolve_name", ["subprocess:getoutput"], cpu_s=0.5, memory_bytes=2**28, wall_s=3)
     before = children()
     assert run("echo 1") == "1"
     (blocked,) = children() - before
@@ -92,7 +92,7 @@ def test_what_waits_without_taking_processor_time_ends_and_the_next_request_is_a
 
 
 def test_a_process_that_waits_for_something_at_its_start_ends_too():
-    run = Limited("time:sleep", [99], cpu_s=0.5, memory_bytes=2**28, wall_s=1)
+    run = SandboxedFunction("time:sleep", [99], cpu_s=0.5, memory_bytes=2**28, wall_s=1)
     with pytest.raises(LimitExceeded, match=r"^takes longer than 1 s$"):
         run(None)
 

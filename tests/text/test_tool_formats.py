@@ -12,22 +12,22 @@ from api.errors import ApiError
 from config import TOOL_PARSERS
 from text import tool_formats
 from text.grammar import of_json_schema, of_regex
-from text.reader import Reading
+from text.reader import OutputFormat
 from text.template import ChatTemplate
 from text.tokenizer import Tokenizer
 from text.tool_formats import MOST_CALLS, ModelTools, after_thinking
-from text.traits import Traits
+from text.traits import TemplateCapabilities
 
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_the_format_of_calls_is_detected_in_the_chat_template(name, tmp_path):
     tokenizer = Tokenizer(tiny_tokenizers.save(tiny_tokenizers.byte_level(), tmp_path))
     template = ChatTemplate(TEMPLATES[name], {})
-    assert Traits.of(template).tools
+    assert TemplateCapabilities.of(template).tools
     found = ModelTools.of(template, True, tokenizer, None)
     assert found.format.name == name and not found.in_prompt
     assert found.short_ids == name.startswith("mistral")
-    assert found.several == (name != "llama3_json"), "its template refuses messages with several calls"
+    assert found.parallel == (name != "llama3_json"), "its template refuses messages with several calls"
     for parser in ("none", "hermes"):
         assert ModelTools.of(template, True, tokenizer, parser).format.name == parser
     named = ModelTools.of(template, True, tokenizer, "mistral").format.name
@@ -65,7 +65,7 @@ def test_a_published_template_shows_one_format(model, name):
     if model not in (published := templates.published()):
         pytest.skip("the published templates are not installed")
     source = published[model].for_tools.source
-    assert [form.name for form in tool_formats.FORMATS if form.is_shown_by(source)] == [name]
+    assert [form.name for form in tool_formats.FORMATS if form.detect(source)] == [name]
 
 
 @pytest.mark.parametrize("template", ["{{ messages }}", "{{ messages }}[TOOL_CALLS]f[ARGS]{}", None])
@@ -171,7 +171,7 @@ def test_strict_allows_any_text_and_constrains_the_calls_in_it(name, tokenizer):
         assert judge.allows(answer), answer
     assert judge.allows(written.replace("city", "town")) is False
     assert judge.allows(written.replace("weather", "other")) is False
-    if not FORMS[name].bare:
+    if not FORMS[name].implicit_start:
         assert judge.allows("Let me see.\n" + written)
         assert judge.allows("Let me see.\n" + written.replace("weather", "other")) is False
     if name == "hermes":
@@ -232,7 +232,7 @@ def test_arguments_of_python_calls_have_the_types_of_the_schema(arguments, is_al
     written = f"[weather({arguments})]"
     assert bool(judge.allows(written)) == is_allowed
     if is_allowed:
-        assert Reading(use("pythonic")).whole(written).calls
+        assert OutputFormat(use("pythonic")).whole(written).calls
 
 
 @pytest.mark.parametrize("value", ['"a"', "-1.5e3", "True", "None", "[1, [2], 'x']", '{"a": {"b": False}, "c": []}', "{}"])
@@ -240,7 +240,7 @@ def test_arguments_of_python_calls_without_a_type_are_any_literal(value):
     found = use("pythonic", [tool("f", {"properties": {"x": {}}})], "required")
     judge = Judge(tokenizer_of("text"), found.grammar)
     assert judge.allows(f"[f(x={value})]") and judge.allows("[f()]")
-    (call,) = Reading(found).whole(f"[f(x={value})]").calls
+    (call,) = OutputFormat(found).whole(f"[f(x={value})]").calls
     assert json.loads(call.arguments) == {"x": eval(value)}
 
 
@@ -282,7 +282,7 @@ def test_values_in_tags_have_the_types_of_the_schema(values, arguments):
     written = f"<tool_call>\n<function=f>\n{parameters}</function>\n</tool_call>"
     assert bool(Judge(tokenizer_of("text"), found.grammar).allows(written)) == (arguments is not None)
     if arguments is not None:
-        (call,) = Reading(found).whole(written).calls
+        (call,) = OutputFormat(found).whole(written).calls
         assert json.loads(call.arguments) == arguments
 
 
@@ -305,7 +305,7 @@ def test_a_tool_whose_name_begins_with_that_of_another_is_called_by_its_own(name
         called = each["function"]["name"]
         written = (CALLS[name][0] + ENDS.get(name, "")).replace("weather", called)
         assert Judge(tokenizer, found.grammar).allows(written)
-        assert [call.name for call in Reading(found).whole(written).calls] == [called]
+        assert [call.name for call in OutputFormat(found).whole(written).calls] == [called]
 
 
 @pytest.mark.parametrize("thinking", ["inside", "before"])

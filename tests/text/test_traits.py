@@ -5,7 +5,7 @@ from dataclasses import fields
 import pytest
 
 from text.template import ChatTemplate
-from text.traits import Traits
+from text.traits import TemplateCapabilities
 
 EACH = "{% for m in messages %}"
 END = "{% endfor %}"
@@ -18,7 +18,7 @@ OF_CALLS = {"calls", "text_of_calls", "user_after_result"}
 
 def missing(source):
     """The traits that a template has not."""
-    found = Traits.of(ChatTemplate(source, {}))
+    found = TemplateCapabilities.of(ChatTemplate(source, {}))
     return {field.name for field in fields(found) if not getattr(found, field.name)}
 
 
@@ -71,4 +71,4 @@ def test_what_a_template_loses_or_refuses_is_found(source, expected):
 
 @pytest.mark.parametrize("source", ["", "{{ raise_exception('no') }}", "{{ 1 / 0 }}"])
 def test_of_a_template_that_writes_no_chat_nothing_is_known(source):
-    assert Traits.of(ChatTemplate(source, {})) == Traits()
+    assert TemplateCapabilities.of(ChatTemplate(source, {})) == TemplateCapabilities()

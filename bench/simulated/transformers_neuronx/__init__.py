@@ -53,7 +53,7 @@ class GenerationConfig(_Settings):
 
 
 def _decoder() -> SimpleNamespace:
-    return SimpleNamespace(program=SimpleNamespace(takes_ids=False))
+    return SimpleNamespace(program=SimpleNamespace(returns_ids=False))
 
 
 class LlamaForSampling:
@@ -118,7 +118,7 @@ class LlamaForSampling:
     @property
     def _gives_ids(self) -> bool:
         is_hybrid = hasattr(self.neuron_config, "log_softmax_scores")
-        return self._samples and (not is_hybrid or self.decoder_lm_head.program.takes_ids)
+        return self._samples and (not is_hybrid or self.decoder_lm_head.program.returns_ids)
 
     def update_generation_config(self, config: GenerationConfig) -> None:
         pass

@@ -55,7 +55,7 @@ class LlamaForSampling(simulated.LlamaForSampling):
 
     @property
     def _takes_logits(self):
-        return self._generation is None or (self._gives_both and not self.decoder_lm_head.program.takes_ids)
+        return self._generation is None or (self._gives_both and not self.decoder_lm_head.program.returns_ids)
 
     def _files(self):
         return [hashlib.sha256(f"{self._shape} {name}".encode()).hexdigest()[:20] + ".neff" for name in self._programs]
