@@ -265,7 +265,7 @@ def _attend(module, query, key, value, attention_mask, scaling=None, sliding_win
         attended = _scaled_dot_product(
             grouped, key[slot, None, :, seen], value[slot, None, :, seen], None, scaling, softcap
         )
-        out[slot, 0] = attended.view(heads, -1)
+        out[slot, 0] = attended.reshape(heads, -1)  # CUDA kernels return it in another memory order
     return out, None
 
 

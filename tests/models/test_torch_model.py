@@ -184,6 +184,18 @@ def test_logits_are_float32_rows_in_the_order_of_the_chunks_and_later_calls_leav
         np.testing.assert_allclose(row, expected[5], rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("family", ["llama", "phi"])
+def test_attention_may_come_back_in_another_memory_order_as_from_cuda_kernels(zoo, monkeypatch, family):
+    attend = torch.nn.functional.scaled_dot_product_attention
+
+    def attend_token_by_token(*arguments, **options):
+        return attend(*arguments, **options).transpose(1, 2).contiguous().transpose(1, 2)
+
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", attend_token_by_token)
+    reference = zoo.references(family)[2]
+    assert continued(serve(zoo.folder(family)), reference) == reference.tokens
+
+
 @pytest.mark.parametrize("family", tiny_models.ALL)
 def test_the_logits_after_every_prompt_token_are_those_of_transformers(zoo, served, family):
     model, expected, chosen = served(family), reference_model(zoo.folder(family)), zoo.references(family)
