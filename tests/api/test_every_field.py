@@ -159,7 +159,7 @@ VALUES = {
         "metadata": ({}, {"user_id": "x"}),
     },
 }
-UNTYPED = ({}, "something")  # of fields that the documents name and no type has: they are refused, or ignored
+UNTYPED = ({}, "something")  # of fields that the documents name and no type has: they are rejected, or ignored
 # The tables of docs/api.md, and the routes that differ from them: Vertex returns only texts.
 TABLES = {Parameters: "TGI's parameters", ChatRequest: "OpenAI's chat completions", CompletionRequest: "OpenAI's completions"}
 TABLES |= {ResponsesRequest: "OpenAI's responses", MessagesRequest: "Anthropic's messages"}
@@ -167,9 +167,9 @@ TEXT_ALONE = ("details", "decoder_input_details", "top_n_tokens", "logprobs", "t
 SPEED_ALONE = ("prediction",)
 EXCEPTIONS = {
     **{("/generate", "stream"): "ignored", ("/generate_stream", "stream"): "ignored"},
-    **{("/generate_stream", "best_of"): "refused", ("/generate_stream", "decoder_input_details"): "refused"},
-    **{("/vertex", name): "refused" for name in TEXT_ALONE},
-    **{("/vertex", "tools"): "refused", ("/vertex", "tool_choice"): "refused", ("/vertex", "parallel_tool_calls"): "ignored"},
+    **{("/generate_stream", "best_of"): "rejected", ("/generate_stream", "decoder_input_details"): "rejected"},
+    **{("/vertex", name): "rejected" for name in TEXT_ALONE},
+    **{("/vertex", "tools"): "rejected", ("/vertex", "tool_choice"): "rejected", ("/vertex", "parallel_tool_calls"): "ignored"},
 }
 # The shortest request of each type.
 BODIES = {
@@ -204,7 +204,7 @@ CASES = [
     for body in (*route.bodies, *((GenerateRequest, ChatRequest) if route.path == "/vertex" else ()))
     for kind in ((GenerateRequest, Parameters) if body is GenerateRequest else (body,))
     for name in names_of(kind)
-    if (route.path, name) != ("/vertex", "stream_options")  # `stream` is refused there
+    if (route.path, name) != ("/vertex", "stream_options")  # `stream` is rejected there
 ]
 
 
@@ -250,13 +250,13 @@ def test_every_field_and_every_row_of_the_tables_has_a_value_here():
         assert set(VALUES[kind]) == set(kind.__struct_fields__)
     for kind, documented in DOCUMENTED.items():
         assert set(kind.__struct_fields__) <= set(documented)
-        assert set(documented.values()) == {"honoured", "refused", "ignored"} - ({"ignored"} if kind is Parameters else set())
+        assert set(documented.values()) == {"supported", "rejected", "ignored"} - ({"ignored"} if kind is Parameters else set())
 
 
 @pytest.mark.parametrize(("path", "body", "kind", "name"), CASES)
 def test_a_field_does_what_the_documents_say(served, path, body, kind, name):
     fields, value = VALUES[kind].get(name, UNTYPED)
-    said = DOCUMENTED.get(kind, {}).get(name, "honoured")
+    said = DOCUMENTED.get(kind, {}).get(name, "supported")
     if (path, name) in EXCEPTIONS:
         fields, said = {}, EXCEPTIONS[path, name]
     without = request_of(body, kind, fields)
@@ -270,7 +270,7 @@ def test_a_field_does_what_the_documents_say(served, path, body, kind, name):
         return
     assert ask(served, path, without)[1] == before, "else a difference would show nothing"
     status, after = ask(served, path, request_of(body, kind, fields | {name: value}))
-    if said == "refused":
+    if said == "rejected":
         is_native = body in (GenerateRequest, VertexRequest) or path == "/vertex"
         assert status == (422 if is_native else 400), after
         assert re.search(rf'`([\w.\[\]]+\.)?{name}`|"param":"{name}"', after[1])
@@ -287,14 +287,14 @@ def test_what_the_documents_say_of_sampling_on_the_device_is_so(serve, body, sam
     served.get_ready()
     kind = Parameters if body is GenerateRequest else body
     sampled = {"do_sample": True} if kind is Parameters else {"temperature": 1, "logprobs": None}
-    honoured = {name for name, said in DOCUMENTED[kind].items() if said == "honoured"} - {"decoder_input_details"}
-    refused = set()
-    for name in honoured:
+    supported = {name for name, said in DOCUMENTED[kind].items() if said == "supported"} - {"decoder_input_details"}
+    rejected = set()
+    for name in supported:
         value = {"top_k": 257, "stop": ["a"]}.get(name, VALUES[kind][name][1])
         needed = {"logprobs": True} if name == "top_logprobs" else {"tools": TOOLS} if name == "tool_choice" else {}
         status, (_, answer) = ask(served, WHOLE[body], request_of(body, kind, sampled | needed | {name: value}))
         assert status == 200 or NEEDS_HOST in answer, (name, answer)
-        refused |= {name} if status != 200 else set()
-    assert refused == (set(DEVICE_TABLE) & honoured if sampling == "device" else set())
-    assert set(DEVICE_TABLE.values()) == {"refused"}
+        rejected |= {name} if status != 200 else set()
+    assert rejected == (set(DEVICE_TABLE) & supported if sampling == "device" else set())
+    assert set(DEVICE_TABLE.values()) == {"rejected"}
     served.assert_idle()
