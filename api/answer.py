@@ -1,8 +1,7 @@
-"""Answers while they grow: a `GeneratedSequence` is one completion of one prompt, a `ResponseWriter` the
+"""Responses while they grow: a `GeneratedSequence` is one completion of one prompt, a `ResponseWriter` the
 response to one HTTP request.
 
-Each dialect has a subclass of `ResponseWriter`, which writes the sequences of its jobs, whole or event by
-event.
+Each API has a subclass of `ResponseWriter`, which writes the sequences of its jobs, whole or event by event.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ class GeneratedSequence:
         self.index = index  # among all of its request
         self.sampling = job.sampling_of(number)
         self.stream = TextStream(tokenizer, prompt.ids, job.stop, job.keep_stop, job.min_new_tokens)
-        self.pieces: list[Piece] = []  # all of them, for an answer that is not streamed
+        self.pieces: list[Piece] = []  # all of them, for a response that is not streamed
         self.ran: PromptDone | None = None  # None: the prompt has not been run
         self.finish_reason: str | None = None
         self.first_token_at: float | None = None
@@ -48,7 +47,7 @@ class GeneratedSequence:
 
     @property
     def is_truncated(self) -> bool:
-        """Whether it ended because it may have no more tokens, or no more time."""
+        """Whether it ended at `max_tokens` or at the deadline."""
         return self.finish_reason == "length"
 
     @property
@@ -66,11 +65,11 @@ class GeneratedSequence:
     def take(self, token: Token) -> list[Piece]:
         """The pieces whose text has become certain with `token`."""
         self.first_token_at = self.first_token_at or time.monotonic()
-        if self.job.max_new_tokens == 0:  # only the prompt was asked about
+        if self.job.max_new_tokens == 0:  # only the prompt is scored
             self._finish("length")
             return []
         self.accepted_draft_tokens += token.from_draft
-        self._logprobs += token.logprob or 0.0  # None where the device samples, and nothing is ranked there
+        self._logprobs += token.logprob or 0.0  # None with on-device sampling, which ranks nothing
         pieces = self.stream.push(token.token, token.logprob, token.top, token.finish_reason is not None)
         if self.stream.stopped:
             self._finish("stop_sequence")
@@ -79,7 +78,7 @@ class GeneratedSequence:
         return pieces
 
     def cut(self) -> list[Piece]:
-        """Ends it here, because there is no more time; what was held back comes out."""
+        """Ends it at the deadline. Returns the text that was held back."""
         pieces = self.stream.finish()
         self._finish("stop_sequence" if self.stream.stopped else "length")
         return pieces
@@ -93,12 +92,12 @@ class GeneratedSequence:
 
 
 class ResponseWriter:
-    """The response to one HTTP request. Each dialect has a subclass; this is what they share."""
+    """The response to one HTTP request. Each API has a subclass."""
 
     error_format: ErrorFormat = TGI
     content_type = "text/event-stream"  # of a stream
-    keep_alive = b":\n\n"  # written where a stream is silent for long; a comment to its readers
-    left_out: Collection[str] = ()  # types of tools of the request that this server does not run
+    keep_alive = b":\n\n"  # sent while a stream is silent for long; an SSE comment
+    left_out: Collection[str] = ()  # the request's tool types that this server does not run
 
     def __init__(self, jobs: list[PreparedRequest], served: Served, streams: bool | None = False):
         self.jobs = jobs
@@ -117,11 +116,11 @@ class ResponseWriter:
         raise NotImplementedError
 
     def stream_end(self, sequences: list[GeneratedSequence]) -> bytes:
-        """What ends a stream in which nothing went wrong."""
+        """The end of a stream without an error."""
         return b""
 
     def failure(self, error: ApiError) -> bytes:
-        """What ends a stream in which something did."""
+        """The end of a stream with an error."""
         error.request_id = self.request_id
         return event(error.shaped(self.error_format).body(error))
 
@@ -144,7 +143,7 @@ class ResponseWriter:
 
 
 def first_of_prompts(sequences: list[GeneratedSequence]) -> list[GeneratedSequence]:
-    """One sequence of each prompt, which counts once, however many are made from it."""
+    """One sequence of each prompt: a prompt counts once, however many sequences it has."""
     return [sequence for sequence in sequences if sequence.number == 0]
 
 

@@ -1,7 +1,7 @@
-"""The bodies of requests: read within limits of size, time and memory; what is left is read and dropped.
+"""Request bodies, read within limits of size, time and memory; the rest of a body is read and dropped.
 
-Hands bodies to server.py, and raises the ApiErrors that they answer. Knows Flask's current request and
-gunicorn's socket, not what a body means.
+Hands bodies to server.py, and raises ApiErrors. Uses Flask's current request and gunicorn's socket; does not
+parse bodies.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ YIELD_S = 1e-6  # sleep(0) lets other greenlets run, but does not look for input
 HELD_LIMIT = 32_000_000  # bytes of bodies that arrive or are being prepared, in a web process
 DISCARD_S = 1.0
 CHARSETS = ("utf-8", "us-ascii", "iso-8859-1")  # of plain text
-TRAILER_LIMIT = 8190  # bytes behind a chunked body; gunicorn reads through all of them whenever some arrive
+TRAILER_LIMIT = 8190  # bytes after a chunked body; gunicorn scans all of them whenever some arrive
 # Tokenizing the text of a body of more bytes leaves up to 100 MB of free memory in small pieces, which go
 # back to the system after TRIM_S.
 LONG_BODY = 20_000
@@ -33,7 +33,7 @@ TRIM_S = 1.0
 
 
 class Bodies:
-    """Reads the bodies of requests, within limits of size, time and memory."""
+    """Reads request bodies."""
 
     def __init__(self, config: Config):
         self._config = config
@@ -92,7 +92,7 @@ def check_is_json() -> None:
 
 
 def charset_of_text() -> str:
-    """That of the request's plain text; a body without a type is taken as one. Raises ApiError (415)."""
+    """The charset of a plain-text request; a body without a type counts as one. Raises ApiError (415)."""
     if request.mimetype not in ("", "text/plain"):
         raise wrong_content_type("text/plain")
     charset = request.mimetype_params.get("charset", CHARSETS[0]).lower()
@@ -110,8 +110,8 @@ def wrong_content_type(expected: str) -> ApiError:
 
 
 def drain_body() -> None:
-    """Reads what is left of a request's body, for DISCARD_S at most: of one that is refused, or of `GET
-    /live` with a body.
+    """Reads the rest of a request's body, for DISCARD_S at most: of a rejected one, or of `GET /live` with a
+    body.
 
     gunicorn would read it in pieces of a kilobyte, each of which copies all that has arrived: a second for 2
     MB, during which the process serves no other request.

@@ -1,4 +1,4 @@
-"""`/v1/chat/completions`: the answers to chats. What a chat asks for is in conversation.py."""
+"""`/v1/chat/completions`: the responses to chats. The requests are in conversation.py."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 """The routes of cloud platforms: SageMaker's `/invocations`, Vertex AI's `/vertex`, `/infer` of the Ray Serve
-blueprint for Inferentia, and TorchServe's `/predictions`. They wrap requests of the dialects beside this one.
+blueprint for Inferentia, and TorchServe's `/predictions`. They wrap requests of the other APIs.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from api.job import PreparedRequest, Served
 from api.tgi import GenerateRequest
 from text.stream import Piece
 
-# The dialects of a body of `/invocations` by the field that it has, and how each answers errors.
+# The APIs of `/invocations` by a body's required field, and their error formats.
 INVOCATIONS = {
     "inputs": (tgi.compat, TGI),
     "messages": (chat.chat, OPENAI),
@@ -49,7 +49,7 @@ class VertexResponse(Struct):
 
 
 def invocations(data: Json, served: Served) -> ResponseWriter:
-    """A native, chat or completion request, in whose dialect it is answered."""
+    """A native, chat or completion request, answered in that API's format."""
     read, shape = fields.choose(data, INVOCATIONS)
     with in_shape(shape):
         return read(data, served)
@@ -109,7 +109,7 @@ def _read_chat(data: Json) -> ChatRequest:
 
 
 class PredictionsAnswer(ResponseWriter):
-    """The best text of each job behind its prefix. `form` makes the body of these texts."""
+    """The best text of each job, after its prefix. `form` makes the body of these texts."""
 
     def __init__(
         self,
@@ -142,6 +142,6 @@ class TextAnswer(ResponseWriter):
 
 
 def _content(sequence: GeneratedSequence) -> str:
-    """The text without what a chat's model thought."""
+    """The text without the model's reasoning."""
     reading = sequence.job.reading
     return reading.whole(text_of(sequence.pieces, reading), sequence.is_truncated).content

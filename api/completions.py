@@ -161,7 +161,7 @@ class CompletionAnswer(ChunkedAnswer):
         return prompt if isinstance(prompt, str) else self.tokenizer.decode(prompt)
 
     def _echoed_pieces(self, sequence: GeneratedSequence) -> list[Piece]:
-        """The prompt's tokens where they are listed; `special` are those that the echo does not show."""
+        """The prompt's tokens where they are listed; `special` tokens are not in the echo."""
         if self._top_n is None or not self._echoes:
             return []
         pieces = self._prompt_pieces(sequence)

@@ -1,5 +1,4 @@
-"""One form of a chat for all dialects: its messages, how a chat template reads them, and the job that they
-make.
+"""One form of a chat for all APIs: its messages, their form for a chat template, and the job that they make.
 
 Chat completions, Responses, Anthropic's Messages, Vertex AI, SageMaker and `/chat_tokenize` bring their
 chats here as a `ChatRequest`.
@@ -30,7 +29,7 @@ from text.stream import Piece
 from text.template import RESERVED, TemplateError
 from text.tool_formats import THINK, after_thinking
 
-# In the place of what the model cannot read: a session that shows it a picture goes on.
+# In the place of what the model cannot read, so that a session with an image goes on.
 IMAGE_OMITTED = "[{kind} omitted: this model reads text only]"
 OPENAI_TOP_LOGPROBS = 20  # OpenAI's own limit
 PLAIN_ROLES = ("system", "user", "assistant", "tool")  # which traits.py has tried
@@ -39,7 +38,7 @@ ROLES = (*PLAIN_ROLES, *ALIASES)
 
 @dataclass(frozen=True)
 class FieldNames:
-    """What a dialect calls the fields of a chat, for the errors that its clients read.
+    """An API's names for the fields of a chat, for its error messages.
 
     messages, tools: the paths of the chat's messages and tools; patterns: from regular expressions over
     `param`s and names in backticks to what is in their place.
@@ -80,8 +79,7 @@ class Message(Struct, omit_defaults=True):
 
 
 class Prediction(Struct):
-    """What the client expects as the answer, such as the file that it wants edited. It changes the speed,
-    never the text."""
+    """The expected output, such as the file to edit. It changes the speed, never the text."""
 
     type: str
     content: str | list[Part]
@@ -102,8 +100,7 @@ class ChatRequest(OpenAIRequest, kw_only=True):
 
 
 def chat_job(chat: ChatRequest, served: Served, names: FieldNames = FieldNames()) -> PreparedRequest:
-    """The job of a chat. Raises ApiErrors with the dialect's own names, which the job's later errors have,
-    too."""
+    """The job of a chat. Its ApiErrors, later ones included, have the API's own field names."""
     try:
         job = _job(chat, served, names)
     except ApiError as error:
@@ -141,7 +138,7 @@ def _job(chat: ChatRequest, served: Served, names: FieldNames) -> PreparedReques
 
 
 def _prediction(given: Prediction, served: Served) -> list[int]:
-    """Its tokens, no more than a text can have."""
+    """Its tokens, at most the context length."""
     require(given.type == "content", "prediction.type", "must be `content`", given=given.type)
     text = given.content
     if isinstance(text, list):
@@ -163,13 +160,13 @@ def _grammar(job: PreparedRequest, use: ToolUse | None) -> tuple[str, str]:
 
 
 def visible_text(piece: Piece, reading: OutputFormat) -> str:
-    """What a piece adds to the text that a reader of the answer reads."""
+    """What a piece adds to the text that an `OutputParser` reads."""
     is_hidden = piece.special and piece.text not in reading.markers
     return "" if is_hidden else piece.text
 
 
 def text_of(pieces: list[Piece], reading: OutputFormat) -> str:
-    """What a reader of a whole answer reads."""
+    """The text of a complete output for an `OutputParser`."""
     return "".join(visible_text(piece, reading) for piece in pieces)
 
 

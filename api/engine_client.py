@@ -3,7 +3,7 @@
 An `EngineClient` owns the web process' end of the socket. Its greenlets receive messages and put them into
 the queue of the request that they belong to; the request's own greenlet takes them out with
 `InFlightRequest.receive`. Everything runs on the one thread of the event loop, so nothing here takes a lock.
-This layer knows no HTTP, no text and no torch.
+This layer is independent of HTTP, text and torch.
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ class EngineClient:
 
     @property
     def is_full(self) -> bool:
-        """Whether the worker would refuse any request now."""
+        """Whether the worker would reject any request now."""
         return self.phase == "ready" and self._status.full
 
     @property
@@ -125,7 +125,7 @@ class EngineClient:
     def _is_stuck(self) -> bool:
         """Whether a step takes many times longer than usual, or the worker sends nothing at all."""
         if self._status is None or self._status.phase not in ("ready", "draining"):
-            return False  # a boot may take long, and be silent
+            return False  # a startup may take long, and be silent
         now = time.monotonic()
         return 0 < self._status.due_at < now or now - self._heard_at > SILENCE_S
 
@@ -137,8 +137,8 @@ class EngineClient:
     def wait_until_known(self) -> None:
         """Waits for the worker's first status and, if it is ready, for the tokenizer.
 
-        A web process that replaces another one would otherwise refuse requests that the processes beside it
-        accept. It does not wait for a worker that is still booting, or silent.
+        A web process that replaces another one would otherwise reject requests that the others accept. It
+        does not wait for a worker that is still starting, or silent.
         """
         self._has_status.wait(FIRST_MESSAGE_S)
         self.wait_while_loading()
@@ -221,7 +221,7 @@ class EngineClient:
             logger.exception("%s could not be handled", type(message).__name__)
 
     def _fail_all(self) -> None:
-        """Whose tokens a message had that cannot be decoded is not known: no request may wait for ever."""
+        """Ends all requests: a message that cannot be decoded may have been for any of them."""
         for request_id in self._queues:
             self._send(protocol.Cancel(request_id, "unreadable"))
         self._end_all("failed", UNREADABLE)
@@ -313,8 +313,7 @@ class InFlightRequest:
         engine.submit(generates, self._messages)
 
     def receive(self) -> list[PromptDone | Token | End]:
-        """The messages that have arrived since the last call; waits for the first one. None of them after
-        `wake`.
+        """The messages that have arrived since the last call; waits for the first one. Empty after `wake`.
 
         Raises ClientGone after `client_closed`.
         """
@@ -330,7 +329,7 @@ class InFlightRequest:
         self._messages.put([])
 
     def client_closed(self) -> None:
-        """Called by whoever sees that the client has disconnected."""
+        """Called when the client has disconnected."""
         self._messages.put(None)
 
     def close(self, reason: str) -> None:

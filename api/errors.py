@@ -1,6 +1,6 @@
-"""The errors that clients read: status, `error_type`, message, and the shape that each dialect gives them.
+"""The errors that clients get: status, `error_type`, message, and their format in each API.
 
-A message is written where its error is raised; those that several places raise are here.
+A message is where its error is raised, or here if several places raise it.
 """
 
 from __future__ import annotations
@@ -129,7 +129,7 @@ def _anthropic_body(error: ApiError) -> AnthropicErrorBody:
 
 @dataclass(frozen=True)
 class ErrorFormat:
-    """How a dialect answers errors. statuses: its own instead of those of TGI."""
+    """An API's error format. statuses: its own instead of TGI's."""
 
     body_type: type[Struct]
     body: Callable[[ApiError], Struct]
@@ -169,7 +169,7 @@ def named_event(name: str, body: Struct | dict[str, Any]) -> bytes:
 def invalid(param: str | None, detail: str, code: str | None = None, given: str | None = None) -> ApiError:
     """The field `param` has an invalid value; without `param` the request as a whole is invalid.
 
-    given: the client's own words, which no dialect may take for names of fields.
+    given: the client's own words, in which field names are not replaced.
     """
     sentence = f"`{param}` {detail}" if param else detail
     quoted = "" if given is None else f". Given: {given!r}"

@@ -1,7 +1,7 @@
-"""From the body of a request to its dialect's type, and the rules of fields that several dialects have.
+"""From the body of a request to its API's type, and the rules of fields that several APIs share.
 
-A body is read once as JSON, then its types are checked, then its names: a field that is misspelt, not
-supported or of another dialect is refused by name.
+A body is read once as JSON, then its types are checked, then its names: a field that is misspelled, not
+supported or of another API is rejected by name.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ T = TypeVar("T", bound=Struct)
 V = TypeVar("V")
 Json = dict[str, Any]
 
-MAX_FIELDS = 256  # each unknown one is compared with all known ones, to find misspelt ones
+MAX_FIELDS = 256  # each unknown one is compared with all known ones, to find misspelled ones
 # Fields of TGI, OpenAI and other servers that would change the output and are not supported: the values that
 # they may have, which change nothing, and their names.
 _NOT_SUPPORTED: list[tuple[Sequence[Any], str]] = [
@@ -45,7 +45,7 @@ _NOT_SUPPORTED: list[tuple[Sequence[Any], str]] = [
     (["none", "auto"], "function_call"),
 ]
 NOT_SUPPORTED = {name: neutral for neutral, names in _NOT_SUPPORTED for name in names.split()}
-# Where a request has no such field, one of another dialect or of another place in the body is meant.
+# Where a request has no such field, one of another API or of another place in the body is meant.
 _FORMATS = [
     "grammar",
     "response_format",
@@ -71,7 +71,7 @@ SAME_MEANING = {
     # Responses have `text.format`, Anthropic's messages `output_config.format`.
     **{name: [*_FORMATS, "text", "output_config"] for name in (*_FORMATS, "output_format")},
 }
-HARMLESS_LOOKALIKES = {"mode", "models"}  # harmless fields of other servers that look like misspelt ones
+HARMLESS_LOOKALIKES = {"mode", "models"}  # harmless fields of other servers that look misspelled
 NEEDS_HOST = "needs SAMPLING=host: this server samples on the device"
 NO_PROMPT_LOGITS = "is not supported: this device gives no logits of the prompt"
 
@@ -140,7 +140,7 @@ def _typed() -> Iterator[None]:
 
 
 def _check_names(given: Json, kind: type[Struct], usable: type[Struct]) -> None:
-    """Refuses fields that are not supported, and misspelt ones; other unknown fields are ignored.
+    """Rejects fields that are not supported, and misspelled ones; other unknown fields are ignored.
 
     kind: has the fields that may be in `given`; usable: those that may be there or in its `parameters`.
     """
@@ -157,9 +157,9 @@ def _check_names(given: Json, kind: type[Struct], usable: type[Struct]) -> None:
             place = "" if usable is kind else " in `parameters`"
             meant = [other for other in SAME_MEANING.get(name, [name]) if other in usable.__struct_fields__]
             hint = f"; use `{meant[0]}`{place}" if meant else ""
-            require(given[name] is None, name, f"is not a field of this request{hint}")
+            require(given[name] is None, name, f"is an unknown field{hint}")
         elif similar := difflib.get_close_matches(name[:40], known, n=1, cutoff=0.85):
-            raise invalid(name[:40], f"is not a field of this request; did you mean `{similar[0]}`?")
+            raise invalid(name[:40], f"is an unknown field; did you mean `{similar[0]}`?")
 
 
 def require(holds: bool, param: str, detail: str, given: str | None = None) -> None:
@@ -217,7 +217,7 @@ def check_ids(ids: list[int], name: str, info: ModelInfo) -> None:
 
 
 def check_device(info: ModelInfo, fields: SamplingFields, sampling: Sampling, **host_only: Any) -> None:
-    """Where the device samples, refuses what only the host can do. A greedy request may have a seed and
+    """With on-device sampling, rejects what needs host sampling. A greedy request may have a seed and
     filters: they do nothing."""
     if info.sampling != "device":
         return

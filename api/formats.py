@@ -1,7 +1,7 @@
-"""From the fields of a request that say what the generated text must look like to its grammar.
+"""Structured output: from the fields of a request that constrain its output to a grammar.
 
 The fields are those of TGI (`grammar`), OpenAI (`response_format`), vLLM (`structured_outputs`) and SGLang
-(`regex`, `json_schema`). text/grammar.py makes the grammar and knows the limits.
+(`regex`, `json_schema`). text/grammar.py makes the grammar and has the limits.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class StructuredOutputs(Struct):
 
 
 class FormatFields(SamplingFields, kw_only=True):
-    """Fields of sampling, and those of OpenAI, vLLM and SGLang that ask for a format, of which a request may
+    """Sampling fields, and those for structured output of OpenAI, vLLM and SGLang, of which a request may
     have one."""
 
     response_format: dict[str, Any] | None = None
@@ -122,7 +122,7 @@ def _grammar(formats: list[Format], whitespace: str | None) -> tuple[str, str]:
         return "", ""
     path, kind, value = formats[0]
     if len(formats) > 1:
-        raise invalid(formats[1].path, f"cannot be combined with `{path}`: a text has one format")
+        raise invalid(formats[1].path, f"cannot be combined with `{path}`: a request has one output format")
     if kind == "unsupported":
         raise invalid(path, "is not supported")
     if kind == "json_object" and not value:

@@ -1,6 +1,6 @@
 """A checked prompt and what to generate from it, for the model that is served.
 
-Every dialect turns a request into `PreparedRequest`s. Here a job's prompt becomes token ids, and is checked
+Every API turns a request into `PreparedRequest`s. Here a job's prompt becomes token ids, and is checked
 against the context length.
 """
 
@@ -36,12 +36,12 @@ class ModelText(NamedTuple):
 
     @property
     def tools_note(self) -> str:
-        """What an operator should know of tools; "": nothing."""
+        """A note about tools for the startup log; "": none."""
         if self.template is None or not self.tools.in_prompt or self.tools.format is AS_TEXT:
             return ""
         return (
             "the chat template has no place for tools: the system message describes them, and calls are read "
-            f"as {self.tools.format.name} (--tool-parser none refuses tools)"
+            f"as {self.tools.format.name} (--tool-parser none rejects tools)"
         )
 
     @classmethod
@@ -56,7 +56,7 @@ class ModelText(NamedTuple):
 
 @dataclass(frozen=True)
 class Served:
-    """What requests are checked against: the settings, the model that is served, and its text."""
+    """What requests are checked against: the settings, the served model and its text."""
 
     config: Config
     info: ModelInfo
@@ -76,7 +76,7 @@ class PreparedRequest(GenerateOptions, frozen=True):
     grammar_name: str = "grammar"  # what the request calls it, for error messages
     prompt_name: str = "inputs"
     limit_name: str = "max_new_tokens"
-    # OpenAI's and Anthropic's: what is left of the context length cuts `max_new_tokens`.
+    # OpenAI's and Anthropic's: `max_new_tokens` is clamped to the rest of the context.
     clamps_max_tokens: bool = False
     reading: OutputFormat = OutputFormat()  # which parts the text of a chat has
 
@@ -125,7 +125,7 @@ def ids_of(job: PreparedRequest, served: Served) -> list[int]:
     if not isinstance(job.prompt, str):
         return job.prompt
     tokenizer = served.text.tokenizer
-    # Tokenizing a text takes a hundred times its memory, so one that cannot fit is refused before.
+    # Tokenizing a text takes a hundred times its memory, so one that cannot fit is rejected before.
     if job.truncate is None and len(job.prompt) > served.info.max_total_tokens * tokenizer.longest_token:
         raise _too_many_tokens(job, f"at least {len(job.prompt) // tokenizer.longest_token}", served.info)
     is_written_by_template = not job.add_special_tokens

@@ -25,7 +25,7 @@ from text.reader import Arguments, CallBegin, Content, Reasoning
 from text.stream import Piece
 
 STOP_REASONS = {"length": "max_tokens", "eos_token": "end_turn", "stop_sequence": "stop_sequence"}
-# Blocks that only tools of Anthropic's servers mean, or that nobody else can read.
+# Blocks of tools that Anthropic runs, or that only Anthropic can read.
 FOREIGN = {
     "redacted_thinking",
     "server_tool_use",
@@ -50,7 +50,7 @@ PATTERNS = {
 
 
 class AnthropicPart(Struct):
-    """A part of the system text or of the result of a tool; what is no text the model cannot read."""
+    """A part of the system text or of a tool result; the model reads text only."""
 
     type: str
     text: str | None = None
@@ -75,7 +75,7 @@ class InputMessage(Struct):
 
 
 class Tool(Struct):
-    """A function of the client's; tools of other types are Anthropic's own."""
+    """A client's function; tools of other types are Anthropic's own."""
 
     name: str = ""  # which every function needs
     input_schema: dict[str, Any] | None = None
@@ -139,7 +139,7 @@ class ToolUseBlock(Struct, tag="tool_use"):
 
 
 class MessagesUsage(Struct):
-    """`input_tokens` are those that ran, `cache_read_input_tokens` those that a slot still held."""
+    """`input_tokens` were prefilled, `cache_read_input_tokens` are from prefix caching."""
 
     input_tokens: int
     output_tokens: int
@@ -148,7 +148,7 @@ class MessagesUsage(Struct):
 
 
 class MessagesResponse(Struct, kw_only=True):
-    """The body of a whole answer; in a stream, its state at the beginning."""
+    """The body of a whole response; in a stream, its state at the beginning."""
 
     id: str
     type: str = "message"
@@ -197,7 +197,7 @@ def count_tokens(data: Json, served: Served) -> TokenCount:
 
 
 def _chat_of(request: CountRequest, tools: MessagesTools) -> tuple[ChatRequest, FieldNames]:
-    """The chat that a request asks for, without the limits and sampling of an answer. Raises ApiError."""
+    """The chat of a request, without limits and sampling. Raises ApiError."""
     paths: list[str] = []
     messages: list[Message] = []
     for path, message in _messages(request):
@@ -228,7 +228,8 @@ class MessagesTools:
                 self.functions.append(_function(f"tools[{i}]", tool))
                 self.paths.append(f"tools[{i}]")
             elif tool.name == chosen:
-                raise invalid("tool_choice.name", "names a tool that this server has not", given=chosen[:40])
+                detail = "names a tool that this server does not run"
+                raise invalid("tool_choice.name", detail, given=chosen[:40])
             else:
                 self.left_out.add(tool.type[:40])
 
@@ -249,7 +250,7 @@ def _messages(request: CountRequest) -> Iterator[tuple[str, Message]]:
 
 
 def _parts(path: str, role: str, blocks: list[Block]) -> Iterator[Message]:
-    """The texts and the results of tools of one message, in their order."""
+    """The texts and tool results of one message, in their order."""
     texts: list[str] = []
     for i, block in enumerate(blocks):
         if block.type in FOREIGN:
@@ -337,7 +338,7 @@ def _response_format(config: OutputConfig | None) -> dict[str, Any] | None:
 
 
 def _template_options(request: CountRequest) -> dict[str, Any]:
-    """`thinking` as the variable that templates of models which can think read."""
+    """`thinking` as a variable for the chat template."""
     options = dict(request.chat_template_kwargs or {})
     kind = (request.thinking or {}).get("type")
     if kind in ("enabled", "disabled"):
@@ -346,7 +347,7 @@ def _template_options(request: CountRequest) -> dict[str, Any]:
 
 
 class MessagesAnswer(ResponseWriter):
-    """The content is built block by block as the text grows, the same way whole and streamed."""
+    """The content is built block by block as the text grows, streamed or not."""
 
     error_format = ANTHROPIC
 

@@ -1,8 +1,8 @@
-"""A chat as the model's template takes it: roles that it does not know, neighbours that it does not take,
-tools and calls that it has no place for. Nothing that a client said disappears: it is written in another
-place, or refused by name.
+"""Adapts a chat to the model's template: roles that it does not support, consecutive messages of one role,
+tools and calls that it has no place for. Nothing that a client sent is dropped: it is written in another
+place, or rejected by name.
 
-Messages here are those that a template reads: `role`, `content` as one text, `name`, `tool_calls` with
+Messages here have the form that a template reads: `role`, `content` as one text, `name`, `tool_calls` with
 arguments as objects, `tool_call_id`, `reasoning_content`.
 """
 
@@ -15,7 +15,7 @@ from text.traits import TemplateCapabilities
 
 TemplateMessage = dict[str, Any]
 
-# Roles that clients use for messages of their own, and older names.
+# Clients' own roles, and older names.
 ALIASES = {"developer": "system", "function": "tool", "ctx": "user", "msg": "user"}
 APART = "\n\n"  # between texts that become one message
 TOOLS_PROMPT = """You may call these functions. Each line describes one as JSON:
@@ -33,7 +33,7 @@ The result of a call follows between <tool_response> and </tool_response>."""
 def adapt_to_template(
     messages: list[TemplateMessage], tools: list[dict[str, Any]] | None, traits: TemplateCapabilities
 ) -> list[TemplateMessage]:
-    """The messages as a template with these traits takes them. `tools` are written where it has no place for
+    """The messages for a template with these capabilities. `tools` are written as text if it has no place for
     them."""
     messages = [_with_known_role(message, traits) for message in messages]
     if not traits.calls:
@@ -98,7 +98,7 @@ def _with_system(messages: list[TemplateMessage], traits: TemplateCapabilities) 
 
 
 def _merged(messages: list[TemplateMessage], traits: TemplateCapabilities) -> list[TemplateMessage]:
-    """Neighbours of one role as one message, where the template does not take them."""
+    """Consecutive messages of one role as one message, unless the template supports them."""
     apart = {"user": traits.users, "assistant": traits.assistants}
     merged: list[TemplateMessage] = []
     for message in messages:
@@ -111,8 +111,8 @@ def _merged(messages: list[TemplateMessage], traits: TemplateCapabilities) -> li
 
 
 def _with_text_apart(messages: list[TemplateMessage], traits: TemplateCapabilities) -> list[TemplateMessage]:
-    """What an assistant said beside its calls as messages in front of them; where the template does not take
-    two messages of an assistant, all that it said to a user as one."""
+    """The text of an assistant's messages with calls as messages in front of them; if the template does not
+    support two assistant messages in a row, all of a turn's text as one."""
     if not traits.assistants:
         return [message for turn in _turns(messages) for message in _with_one_text(turn)]
     apart: list[TemplateMessage] = []
@@ -125,7 +125,7 @@ def _with_text_apart(messages: list[TemplateMessage], traits: TemplateCapabiliti
 
 
 def _turns(messages: list[TemplateMessage]) -> list[list[TemplateMessage]]:
-    """The messages in groups, each of which a user's message begins."""
+    """The messages in groups that each begin with a user's message."""
     turns: list[list[TemplateMessage]] = [[]]
     for message in messages:
         if message["role"] == "user":
@@ -135,7 +135,7 @@ def _turns(messages: list[TemplateMessage]) -> list[list[TemplateMessage]]:
 
 
 def _with_one_text(turn: list[TemplateMessage]) -> list[TemplateMessage]:
-    """All that an assistant said in its last message without calls, or else in one before its calls."""
+    """All text of the assistant in its last message without calls, or else in one before its calls."""
     said = [message for message in turn if message["role"] == "assistant" and message["content"]]
     first_call = next((n for n, message in enumerate(turn) if _calls(message)), None)
     if first_call is None or not said:
@@ -160,8 +160,7 @@ def _calls(message: TemplateMessage) -> bool:
 
 
 def _with_answers(messages: list[TemplateMessage]) -> list[TemplateMessage]:
-    """An empty answer between the result of a call and a user, where the assistant said nothing since the
-    last one."""
+    """An empty assistant message between a tool result and a user's message, if the turn has no other."""
     answered: list[TemplateMessage] = []
     has_spoken = True
     for message in messages:

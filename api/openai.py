@@ -1,4 +1,4 @@
-"""What OpenAI's dialects share: fields of requests and their rules, usage, log-probabilities, streams of
+"""What OpenAI's APIs share: fields of requests and their rules, usage, log-probabilities, streams of
 chunks, models.
 
 Source of the shapes: OpenAI's API reference (chat completions, completions, models).
@@ -48,14 +48,13 @@ class OpenAIRequest(FormatFields, kw_only=True):
 
 
 class PromptTokensDetails(Struct):
-    """`cached_tokens` did not run, because a slot still held them."""
+    """`cached_tokens` are from prefix caching."""
 
     cached_tokens: int
 
 
 class CompletionTokensDetails(Struct):
-    """`accepted_prediction_tokens` were guessed, from `prediction` or another part of the text, and took no
-    step of their own."""
+    """`accepted_prediction_tokens` are accepted draft tokens, from `prediction` or from the context."""
 
     accepted_prediction_tokens: int
 
@@ -118,8 +117,8 @@ def check_openai(
     """Checks the fields that chat and completion requests share. They sample unless the temperature is 0, as
     OpenAI's do. Fields of sampling that the request leaves out get the model's defaults.
 
-    limit: of the generated tokens; host_only: further fields that only the host can honour, and whether they
-    are asked for.
+    limit: of the generated tokens; host_only: further fields that need host sampling, and whether they are
+    asked for.
     """
     info = served.info
     most = served.config.max_client_batch_size
@@ -130,7 +129,7 @@ def check_openai(
     stop = [request.stop] if isinstance(request.stop, str) else request.stop or []
     check_stop(stop, served.config)
     min_tokens = request.min_tokens or 0
-    detail = f"must be <= the limit of generated tokens. Given: {min_tokens} and {limit}"
+    detail = f"must be <= the maximum of generated tokens. Given: {min_tokens} and {limit}"
     require(limit is None or min_tokens <= limit, "min_tokens", detail)
     logit_bias = _logit_bias(request.logit_bias or {}, info)
     defaults = info.sampling_defaults
@@ -170,18 +169,18 @@ def _logit_bias(given: dict[str, float], info: ModelInfo) -> list[tuple[int, flo
 
 
 class OpenAIAnswer(ResponseWriter):
-    """What all answers of OpenAI's dialects share: the shape of errors, usage, log-probabilities."""
+    """What all responses of OpenAI's APIs share: error format, usage, log-probabilities."""
 
     error_format = OPENAI
 
     def _usage(self, sequences: list[GeneratedSequence]) -> Usage:
-        """Tokens fed and produced. A prompt counts once, however many choices were made from it."""
+        """Prompt and completion tokens. A prompt counts once, however many choices it has."""
         first = first_of_prompts(sequences) or sequences[:1]  # the usage of one choice has its prompt, too
         prompt_tokens = sum(len(sequence.prompt) for sequence in first)
         completion_tokens = sum(sequence.tokens for sequence in sequences)
         cached = PromptTokensDetails(sum(sequence.ran.cached for sequence in first if sequence.ran))
-        guessed = CompletionTokensDetails(sum(sequence.accepted_draft_tokens for sequence in sequences))
-        return Usage(prompt_tokens, completion_tokens, prompt_tokens + completion_tokens, cached, guessed)
+        accepted = CompletionTokensDetails(sum(sequence.accepted_draft_tokens for sequence in sequences))
+        return Usage(prompt_tokens, completion_tokens, prompt_tokens + completion_tokens, cached, accepted)
 
     def _token_logprob(self, piece: Piece) -> TokenLogprob:
         top_logprobs = [self._top_logprob(token_id, logprob) for token_id, logprob in piece.top]
@@ -193,8 +192,7 @@ class OpenAIAnswer(ResponseWriter):
         return TopLogprob(text, rounded(logprob), self._bytes(token_id, text))
 
     def _bytes(self, token_id: int, text: str, cut: int = 0) -> list[int] | None:
-        """The token's own bytes without those that a stop string took, or where it has none the bytes of its
-        text."""
+        """The token's own bytes without those that a stop string took; without any, its text's bytes."""
         if token_id in self.tokenizer.special_ids:
             return None
         exact = self.tokenizer.piece_bytes(token_id)

@@ -1,5 +1,4 @@
-"""What a route is, and the OpenAPI document that is made of routes and of the types that their requests are
-read into and their responses made of."""
+"""The type of a route, and the OpenAPI document made of routes and of their request and response types."""
 
 from __future__ import annotations
 
@@ -34,7 +33,7 @@ EXAMPLES = {
 
 @dataclass(frozen=True)
 class Route:
-    """A route, and what the OpenAPI document says of it.
+    """A route and its description in the OpenAPI document.
 
     bodies: the types of the JSON bodies that it takes; answers: those of its JSON responses with status 200;
     events: those of the events of its streams; parameter: the place and the name of its one parameter.

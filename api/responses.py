@@ -47,7 +47,7 @@ REJECTED_FIELDS = {
     "prompt": "is not supported",
     "max_tool_calls": "is not supported",
 }
-# What each type of item needs that the model reads.
+# The required fields of each item type that the model reads.
 NEEDED = {
     "message": ("role", "content"),
     "function_call": ("call_id", "name", "arguments"),
@@ -74,7 +74,7 @@ FOREIGN = {
     "mcp_call",
     "compaction",
 }
-# What a cut can leave of a character that is escaped, such as \ud83d\ude4.
+# Characters that truncation can leave of an escaped one, such as \ud83d\ude4.
 CUT_ESCAPE = 12
 CUSTOM_INPUT = {"type": "object", "properties": {"input": {"type": "string"}}, "required": ["input"]}
 LOGPROBS = "message.output_text.logprobs"
@@ -106,7 +106,7 @@ class ToolChoice(Struct, omit_defaults=True):
 
 
 class ResponsesFields(Struct, kw_only=True):
-    """What a request may set and its response repeats; NOT_SUPPORTED names those that are refused."""
+    """What a request may set and its response repeats; REJECTED_FIELDS has those that are not supported."""
 
     instructions: str | None = None
     max_output_tokens: AtLeastOne | None = None
@@ -137,7 +137,7 @@ class InputPart(Part):
 
 
 class InputItem(Struct):
-    """A message (its type may be left out), a call of a tool or its output, or reasoning."""
+    """A message (its type may be left out), a tool call or its output, or reasoning."""
 
     type: str | None = None
     role: str | None = None
@@ -224,7 +224,7 @@ class ResponsesResponse(ResponsesFields, kw_only=True):
     usage: ResponsesUsage | None = None
 
 
-# What a response says of fields that the request leaves out.
+# The response's values of fields that the request leaves out.
 DEFAULTS: dict[str, Any] = {
     "store": False,
     "background": False,
@@ -326,7 +326,8 @@ class ResponsesTools:
         if not isinstance(given, ToolChoice):
             return given
         if given.type in self.left_out:
-            raise invalid("tool_choice.type", "names a tool that this server has not", given=given.type[:40])
+            detail = "names a tool that this server does not run"
+            raise invalid("tool_choice.type", detail, given=given.type[:40])
         if given.type == "allowed_tools":
             known = [tool for tool in given.tools or [] if tool.get("type") not in self.left_out]
             named = [{"function": {"name": tool.get("name")}} for tool in known]
@@ -350,7 +351,7 @@ def _flat(tools: list[dict[str, Any]]) -> Iterator[tuple[str, str | None, dict[s
 
 
 def _custom(tool: dict[str, Any]) -> dict[str, Any]:
-    """What describes a custom tool as a function of one text, whose grammar is told, not enforced."""
+    """A custom tool as a function of one text; its grammar is in the description, not enforced."""
     described = {"parameters": CUSTOM_INPUT}
     grammar = tool.get("format")
     if isinstance(grammar, dict) and grammar.get("definition"):
@@ -400,7 +401,7 @@ def _joined(one: Message, other: Message) -> Message:
 
 
 def _message(path: str, item: InputItem, tools: ResponsesTools) -> Message | None:
-    """None for what only OpenAI's own tools mean."""
+    """None for an item of OpenAI's own tools."""
     kind = item.type or "message"
     if kind in FOREIGN:
         return None
@@ -455,7 +456,7 @@ def _response_format(given: dict[str, Any] | None) -> dict[str, Any] | None:
 
 
 class ResponsesAnswer(OpenAIAnswer):
-    """The response is built item by item as the text grows, the same way for a stream and for a whole one."""
+    """The response is built item by item as the text grows, streamed or not."""
 
     def __init__(
         self, job: PreparedRequest, served: Served, request: ResponsesRequest, tools: ResponsesTools
@@ -498,7 +499,7 @@ class ResponsesAnswer(OpenAIAnswer):
         return _encode(self._event(f"response.{response.status}", response=response))
 
     def failure(self, error: ApiError) -> bytes:
-        """OpenAI's clients look for `error`, the documented fields are beside it."""
+        """OpenAI's clients look for `error`; the documented fields are there, too."""
         detail = msgspec.to_builtins(error.shaped(OPENAI).body(error).error)
         return _encode(self._event("error", **detail | {"type": "error"}, error=detail))
 
@@ -623,12 +624,12 @@ def _encode(event: dict[str, Any]) -> bytes:
 
 
 def _input_of(arguments: str) -> str:
-    """The input of a custom tool in the arguments of its function, as far as it goes where the limit of
-    tokens cut them."""
+    """The input of a custom tool in the arguments of its function, which `max_output_tokens` may have
+    truncated."""
     ends = [arguments, *(arguments[: len(arguments) - n] + '"}' for n in range(CUT_ESCAPE))]
     for complete in ends:
         with contextlib.suppress(ValueError, KeyError, TypeError):
             text = str(json.loads(complete)["input"])
             text.encode()  # raises for half of a surrogate pair
             return text
-    return ""  # cut before the input began
+    return ""  # truncated before the input began

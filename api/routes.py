@@ -1,7 +1,6 @@
-"""The one table of routes: Flask's rules, the OpenAPI document, which routes need the key, and the shape of
-errors.
+"""The one table of routes: Flask's rules, the OpenAPI document, which routes need the key, and error formats.
 
-A dialect is a file beside this one, and its rows here.
+An API is a file in this folder, and its rows here.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from api.openapi import Route, openapi
 from api.responses import ResponsesRequest
 from api.server import Read, Server, json_response
 
-SAGEMAKER_DEADLINE_S = 55.0  # SageMaker gives up on an answer after 60
+SAGEMAKER_DEADLINE_S = 55.0  # SageMaker times out after 60
 
 
 def generates(read: Read, renders: bool = False) -> Callable[[Server], Response]:
@@ -295,8 +294,7 @@ for _body in {body for route in ROUTES for body in route.bodies}:
 
 
 def error_format(endpoint: str | None, path: str, headers: Mapping[str, str]) -> ErrorFormat:
-    """The shape of errors of a route by its name; without one, that of the dialect in whose paths the client
-    looked."""
+    """The error format of a route by its name; of an unknown path, that of the API with this prefix."""
     if route := BY_NAME.get(endpoint):
         if ANTHROPIC in route.errors and "anthropic-version" in headers:
             return ANTHROPIC

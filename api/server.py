@@ -36,7 +36,7 @@ TEXT_THREADS = 2
 # Before a refusal: a client may know that a request has ended before the worker's report of it arrives here.
 OVERLOAD_RECHECK_S = 0.1
 
-Read = Callable[[Json, Served], ResponseWriter]  # a dialect: from a body to the answer that it asks for
+Read = Callable[[Json, Served], ResponseWriter]  # of an API: from a body to the writer of its response
 
 
 class TextThreads:
@@ -95,7 +95,7 @@ class Server:
     def generate(self, read: Read, renders: bool = False, deadline_s: float | None = None) -> Response:
         """Generates what the JSON body of the request asks for.
 
-        renders: it may render a chat template, which takes long; deadline_s: of an answer that is not
+        renders: it may render a chat template, which takes long; deadline_s: of a response that is not
         streamed, unless configured.
         """
         served = self._begin()
@@ -136,7 +136,7 @@ class Server:
             g.trace.end(stats)
 
     def _begin(self) -> Served:
-        """What the request is checked against. Refuses what need not be read."""
+        """What the request is checked against. Rejects it before its body is read."""
         g.generates = True
         g.started_at = time.monotonic()
         if self._tracer:
@@ -205,21 +205,21 @@ def empty_response() -> Response:
 def _prepared(
     read: Callable[[], ResponseWriter], served: Served
 ) -> tuple[ResponseWriter, list[TokenizedPrompt]]:
-    """The answer to make, and the prompts that it needs."""
+    """The response writer and its prompts."""
     answer = read()
     with in_shape(answer.error_format):
         return answer, prompts_of(answer.jobs, served)
 
 
 def _log_changes(answer: ResponseWriter, prompts: list[TokenizedPrompt]) -> None:
-    """What is not done as the request asked for it, although it is not refused."""
+    """Logs what differs from the request without an error."""
     fields = {"request_id": g.request_id}
     if answer.left_out:
         names = ", ".join(sorted(answer.left_out))
         logger.debug("left out tools that this server does not run: %s", names, extra={"fields": fields})
     for job, _ids, most in prompts:
         if job.clamps_max_tokens and job.max_new_tokens and most < job.max_new_tokens:
-            words = "cut `%s` of %d to the %d tokens that are left of the context length"
+            words = "clamped `%s` from %d to the %d tokens that are left of the context length"
             logger.debug(words, job.limit_name, job.max_new_tokens, most, extra={"fields": fields})
 
 
@@ -232,7 +232,7 @@ def _whole(answer: ResponseWriter, generation: ActiveRequest, headers: dict[str,
 
 
 def _streamed(answer: ResponseWriter, generation: ActiveRequest, headers: dict[str, str]) -> Response:
-    """The response, as soon as its status is certain."""
+    """The response, once its status is certain."""
     headers |= {
         "Content-Type": answer.content_type,
         "Cache-Control": "no-cache",

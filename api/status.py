@@ -53,7 +53,7 @@ def model(server: Server, name: str) -> Response:
 
 
 def card_of(name: str, server: Server) -> ModelCard:
-    """That of the served model. Raises ApiError (404) for another name."""
+    """The entry of the served model. Raises ApiError (404) for another name."""
     card = ModelCard.of(server.served.info)
     if name != card.id:
         what = f"The model {name!r} is not served here, {card.id!r} is"

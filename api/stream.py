@@ -31,7 +31,7 @@ from text.stream import Piece
 
 logger = logging.getLogger("web")
 
-WATCH_S = 0.1  # how often all requests are looked after
+WATCH_S = 0.1  # how often all requests are polled
 KEEP_ALIVE_S = 15.0  # a stream without an event for this long carries a comment, so that proxies keep it open
 Batch = list[tuple[GeneratedSequence, list[Piece]]]  # what became certain together
 
@@ -65,7 +65,7 @@ class Arrival:
 
 
 class ConnectionMonitor:
-    """Looks after all requests of this process: disconnects, deadlines, keep-alives."""
+    """Polls all requests of this process: disconnects, deadlines, keep-alives."""
 
     def __init__(self):
         self._generations: set[ActiveRequest] = set()
@@ -88,8 +88,8 @@ class ActiveRequest:
     """The sequences that are generated for one HTTP request, as text. Times are CLOCK_MONOTONIC, in seconds.
 
     Iterating yields a Batch whenever text has become certain, each sequence once, until all have finished; an
-    empty Batch means that KEEP_ALIVE_S passed without a token. Raises ApiError when the worker refuses or
-    fails, and ClientGone when the client has disconnected. What is unfinished at `deadline_at` ends there.
+    empty Batch means that KEEP_ALIVE_S passed without a token. Raises ApiError when the worker rejects or
+    fails it, and ClientGone when the client has disconnected. What is unfinished at `deadline_at` ends there.
 
     As a context manager it is closed at the end of the block, with the outcome of the block.
     """
@@ -150,7 +150,7 @@ class ActiveRequest:
                     self._take(message, sequence, batch)
             if self._unfinished and not ends and self._received_at >= self._deadline_at:
                 self._cut(batch)
-            if batch or not messages:  # a prompt that has been run is no reason yet to begin an answer
+            if batch or not messages:  # a prefilled prompt does not yet begin the response
                 yield list(batch.items())
             for end in ends:
                 if end.id in self._unfinished:
@@ -162,14 +162,13 @@ class ActiveRequest:
         return min(times, default=None)
 
     def run(self) -> None:
-        """Generates all, for an answer that is not streamed."""
+        """Generates all, for a response that is not streamed."""
         for batch in self:
             for sequence, pieces in batch:
                 sequence.keep(pieces)
 
     def poll(self) -> None:
-        """Wakes the request when its client has disconnected, at its deadline, and when it is time for a sign
-        of life."""
+        """Wakes the request when its client has disconnected, at its deadline, and for keep-alives."""
         if self.arrival.connection.is_lost:
             self._request.client_closed()
         elif time.monotonic() >= min(self._received_at + KEEP_ALIVE_S, self._deadline_at):
@@ -189,8 +188,7 @@ class ActiveRequest:
             self._status = status or 500
 
     def close(self) -> None:
-        """Ends the request, however it ended: cancels what still runs, and adds it to the metrics and traces.
-        Idempotent."""
+        """Cancels what still runs, and adds the request to the metrics and traces. Idempotent."""
         if self._is_closed:
             return
         self._is_closed = True
@@ -258,7 +256,7 @@ class ActiveRequest:
 
     def _cut(self, batch: dict[GeneratedSequence, list[Piece]]) -> None:
         if self.first_token_at is None:
-            raise errors.overloaded()  # it has only waited; a later attempt may be served
+            raise errors.overloaded()  # it has only waited in the queue; a retry may be served
         for sequence in self._unfinished.values():
             batch[sequence] += sequence.cut()
         self._unfinished.clear()

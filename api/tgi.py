@@ -1,4 +1,4 @@
-"""TGI's own dialect: `/generate`, `/generate_stream`, `POST /` and `/info`.
+"""TGI's own API: `/generate`, `/generate_stream`, `POST /` and `/info`.
 
 Source of the shapes: the HTTP API of Text Generation Inference 3.3.
 """
@@ -57,7 +57,7 @@ class PrefillToken(Struct):
 
 
 class TokenOut(PrefillToken):
-    """A generated token; without log-probability where the device samples."""
+    """A generated token; on-device sampling gives no log-probability."""
 
     special: bool
 
@@ -220,24 +220,24 @@ def check(request: GenerateRequest, served: Served, streams: bool) -> PreparedRe
         stop=p.stop or [],
         truncate=p.truncate,
         top_n_tokens=p.top_n_tokens or 0,
-        # Unasked, as TGI gives them, but not where the device can choose without them.
+        # With host sampling always, as in TGI.
         logprobs=bool(info.sampling == "host" or p.details or best_of > 1 or p.top_n_tokens),
         prompt_logprobs=bool(p.decoder_input_details),
-        # The client gets single tokens, so a text that its grammar completes still gets its end.
+        # The client gets single tokens, so an output that its grammar completes still gets its end.
         keep_eos=bool(p.details or p.decoder_input_details or p.top_n_tokens),
     )
     return with_grammar(job, *formats.of_native(p.grammar), info)
 
 
 def _samples(p: Parameters) -> bool:
-    """Sampling is on when asked for, or when a parameter is given that has no effect without it."""
+    """Sampling is on when requested, or when a parameter has no effect without it."""
     if p.do_sample or p.temperature is not None or p.top_k is not None:
         return True
     return (p.top_p or 1.0) < 1.0 or bool(p.min_p) or (p.typical_p or 1.0) < 1.0
 
 
 class NativeAnswer(ResponseWriter):
-    """TGI's own shapes. `in_list`: `POST /` puts the answer into a list."""
+    """TGI's own formats. `in_list`: `POST /` returns a list."""
 
     def __init__(
         self,
@@ -286,7 +286,7 @@ class NativeAnswer(ResponseWriter):
         return {
             "finish_reason": sequence.finish_reason,
             "generated_tokens": sequence.tokens,
-            # A device draws without it.
+            # On-device sampling does not use it.
             "seed": sequence.sampling.seed if self.info.sampling != "device" else None,
         }
 

@@ -1,4 +1,4 @@
-"""What a chat may call: its `tools` and `tool_choice`, checked. text/tool_formats.py knows how models write
+"""What a chat may call: its `tools` and `tool_choice`, checked. text/tool_formats.py has the formats of tool
 calls."""
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ NO_PLACE = (
     "(--tokenizer-config-path sets another one)"
 )
 UNKNOWN = (
-    "is not supported: this model's chat template does not say in which known format it writes calls; "
+    "is not supported: the tool call format of this model's chat template is unknown; "
     f"set --tool-parser (TOOL_PARSER) to {', '.join(form.name for form in FORMATS)}, "
     "or to none to get calls as text"
 )
@@ -33,16 +33,16 @@ class ToolUse(Calls):
 
     @property
     def grammar(self) -> str:
-        """Of a text without other constraints; "": any text. Raises ApiError."""
+        """The grammar of an output without other constraints; "": any text. Raises ApiError."""
         if self.is_forced:
             return self._grammar("calls")
         return self._grammar("auto") if any(function.is_strict for function in self.functions) else ""
 
     def grammar_beside(self, name: str, grammar: str) -> str:
-        """Of calls, or else of a text that `grammar` allows, which the field `name` asks for. Raises
+        """The grammar of calls, or else of an output that `grammar` allows (of the field `name`). Raises
         ApiError."""
         if self.is_forced:
-            raise invalid("tool_choice", f"cannot force a call together with `{name}`")
+            raise invalid("tool_choice", f"cannot require a call together with `{name}`")
         return self._grammar("calls | body", grammar)
 
     def _grammar(self, start: str, body: str = "") -> str:

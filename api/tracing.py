@@ -1,10 +1,10 @@
-"""OpenTelemetry traces of the requests for text, sent to a collector by OTLP over HTTP, in JSON
+"""OpenTelemetry traces of generation requests, sent to a collector by OTLP over HTTP, in JSON
 (`--otlp-endpoint`).
 
 A request is a span of kind SERVER, the child of the span that its `traceparent` header names. The spans of
 its stages are made when it ends, from the times that its web process knows: validate; queue, prefill and
 decode of each sequence; stream. The packages of the extra `otel` are imported nowhere else, and only when a
-`Tracer` is made. Knows no Flask.
+`Tracer` is made. Independent of Flask.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from protocol import RequestStats
 from run import ConfigError
 
 BATCH = 64  # spans that are encoded at a time, which holds up the event loop for 3 ms
-FLUSH_S = 2.0  # a server that stops does not wait longer for its collector
+FLUSH_S = 2.0  # a stopping server waits no longer for its collector
 FAULTS = ("generation", "incomplete")  # outcomes that are errors of the server
 
-# Whole numbers that OpenTelemetry's library cannot do without, and the lowest; so are all `OTEL_*_LIMIT`,
-# from 0 on.
+# Variables that OpenTelemetry's library needs as whole numbers, with their minimum; that of every
+# `OTEL_*_LIMIT` is 0.
 LOWEST = {"OTEL_BSP_SCHEDULE_DELAY": 1, "OTEL_BSP_MAX_QUEUE_SIZE": BATCH, "OTEL_BSP_EXPORT_TIMEOUT": 0}
 
 

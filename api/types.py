@@ -1,6 +1,6 @@
-"""Types that several dialects share: numbers with limits, the fields of sampling, and how JSON is written.
+"""Types that several APIs share: numbers with limits, the fields of sampling, and how JSON is written.
 
-A dialect's own types are in its own file. msgspec parses the bodies of requests into such types, and
+An API's own types are in its own file. msgspec parses the bodies of requests into such types, and
 openapi.py describes them. In requests `null` means absent.
 """
 
@@ -15,7 +15,7 @@ from protocol import SAMPLING_PARAMETERS, SamplingParameter
 
 U32 = Annotated[int, Meta(ge=0, le=2**32 - 1)]
 I32 = Annotated[int, Meta(ge=-(2**31), le=2**31 - 1)]
-# `extra_json_schema` is for the OpenAPI document: the dialects check these limits, with TGI's error messages.
+# `extra_json_schema` is for the OpenAPI document: the APIs check these limits, with TGI's error messages.
 AtLeastOne = Annotated[U32, Meta(extra_json_schema={"minimum": 1})]
 Positive = Annotated[float, Meta(extra_json_schema={"exclusiveMinimum": 0})]
 NotNegative = Annotated[float, Meta(extra_json_schema={"minimum": 0})]

@@ -4,7 +4,7 @@ A special token never begins in an escaped text: the character that would begin 
 surrogate, which no client can send and which templates take for any other character. What then still looks
 like a special token is the chat template's own: a random alias takes its place, and the surrogates become
 their characters again. A second tokenizer, which takes the aliases for added tokens and encodes special
-tokens as text, reads the result. This layer knows no HTTP and no templates.
+tokens as text, reads the result. This layer is independent of HTTP and templates.
 """
 
 from __future__ import annotations

@@ -1,5 +1,4 @@
-"""Grammars: what a generated text must look like, as JSON schemas, regular expressions and choices; and their
-token masks.
+"""Structured output: grammars for JSON schemas, regular expressions and choices, and their token masks.
 
 A grammar is text in llguidance's dialect of Lark whose first rule is `start`. A web process makes it of what
 a client sent, and has a `GrammarChecker` compile it in a child process with limits, before anything is
@@ -21,7 +20,7 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
 from text.limited import LimitExceeded, Refused, SandboxedFunction
 
-WHITESPACE = r"\n? {0,16}"  # between JSON tokens: the ways in which models write it, without endless blanks
+WHITESPACE = r"\n? {0,16}"  # between JSON tokens: the ways in which models write it, without endless spaces
 MAX_BYTES = 120_000
 MAX_REGEX_BYTES = 4_000
 COMPILE_S = 0.25  # of processor time, in the worker, too
@@ -42,7 +41,7 @@ LIMITS = LLParserLimits(
     verbose_errors=False,
 )
 STRING_FORMATS = {"date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri"}
-# JSON Schema's keywords by what they hold. llguidance refuses others that hold schemas: `not`, `if`,
+# JSON Schema's keywords by what they hold. llguidance rejects others that hold schemas: `not`, `if`,
 # `contains` and the like.
 ONE_SCHEMA = ("additionalProperties", "items")
 SCHEMA_LISTS = ("allOf", "anyOf", "oneOf", "prefixItems", "items")
@@ -94,7 +93,7 @@ def of_regex(text: str) -> str:
 def of_choice(choices: Sequence[str]) -> str:
     """One of these texts."""
     if not choices or not all(isinstance(choice, str) and choice for choice in choices):
-        raise GrammarError("must be a list of texts that are not empty")
+        raise GrammarError("must be a list of non-empty strings")
     return of_rules(["start: " + " | ".join(lark_string(choice) for choice in choices)])
 
 
@@ -155,10 +154,9 @@ def _close(schemas: list[dict[str, Any]]) -> None:
 
 
 class GrammarChecker:
-    """Finds out for a web process whether grammars can be used with a model's tokenizer. Threads may share
-    it.
+    """Checks whether grammars can be used with a model's tokenizer, in a web process. Threads may share it.
 
-    A child process compiles them, so that one that takes all time or memory harms nothing.
+    A child process compiles them, so that one that exhausts time or memory harms nothing.
     """
 
     def __init__(self, tokenizer_dir: str | Path, vocab_size: int, eos_token_ids: Sequence[int]):
@@ -174,7 +172,7 @@ class GrammarChecker:
         return _digest(grammar) in self._accepted
 
     def check(self, grammar: str) -> None:
-        """Raises GrammarError for a grammar that does not compile, and for one that takes too much for it."""
+        """Raises GrammarError for a grammar that does not compile or exceeds the limits."""
         try:
             self._probe(grammar)
         except Refused as error:
@@ -276,8 +274,7 @@ class Grammars:
 
 
 class Matcher:
-    """How far the text of one request has come in its grammar. One thread at a time. Its methods raise
-    GrammarError."""
+    """The state of one request's output in its grammar. For one thread. Its methods raise GrammarError."""
 
     def __init__(self, matcher: LLMatcher):
         self._matcher = matcher

@@ -1,12 +1,12 @@
-"""Functions that run in child processes with limits on processor time, time and memory, for what clients can
-make expensive.
+"""Functions that run in child processes with limits on processor time, time and memory, for work that clients
+can make expensive.
 
 `SandboxedFunction` is the parent's side: a request goes to an idle child, and a child that exceeded a limit
 is replaced. It names the function as `module:maker`; `maker(*setup)` runs once in each child and returns the
 function, which takes a JSON value and returns a text, or raises `Refused`.
 
 A child reads requests from its standard input until that ends, each as four bytes of length and JSON. It
-writes for each whether it was refused (a byte), four bytes of length, and the text or the reason in UTF-8.
+writes for each whether it was rejected (a byte), four bytes of length, and the text or the reason in UTF-8.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ ONE_THREAD = {"MALLOC_ARENA_MAX": "1", "RAYON_NUM_THREADS": "1"}
 
 
 class Refused(Exception):
-    """What the function says is wrong with a request; the message is for the client."""
+    """The function rejects a request; the message is for the client."""
 
 
 class LimitExceeded(Exception):
-    """A request took more than it may; the message says what, as in "takes longer than 1 s of processor
+    """A request exceeded a limit; the message says which, as in "takes longer than 1 s of processor
     time"."""
 
 
@@ -130,7 +130,7 @@ class _Child:
         return False
 
     def ask(self, request: bytes) -> tuple[bool, str] | None:
-        """Whether the request is refused, and the text or the reason; None: the child has ended."""
+        """Whether the request is rejected, and the text or the reason; None: the child has ended."""
         unsent = memoryview(len(request).to_bytes(4, "big") + request)
         try:
             while unsent:

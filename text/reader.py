@@ -1,7 +1,7 @@
-"""From the text of an answer to its parts, while the text grows: content, reasoning and calls of tools.
+"""Parses a model's output while it grows, into content, reasoning and tool calls.
 
 An `OutputParser` reads one sequence. It holds back only what may be the beginning of a marker or of a call.
-What the formats of calls look like is in tool_formats.py.
+The formats of tool calls are in tool_formats.py.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Reasoning:
 
 @dataclass(frozen=True)
 class CallBegin:
-    """The call number `index` of the answer begins; its arguments follow."""
+    """The call number `index` of the output begins; its arguments follow."""
 
     index: int
     id: str
@@ -74,7 +74,7 @@ class Call(NamedTuple):
 
 
 class ParsedOutput(NamedTuple):
-    """A complete answer."""
+    """A complete output."""
 
     content: str
     reasoning: str
@@ -84,9 +84,9 @@ class ParsedOutput(NamedTuple):
 
 @dataclass(frozen=True)
 class OutputFormat:
-    """How the answers of a request are read.
+    """How the outputs of a request are parsed.
 
-    `thinking`: "" (none), "before" (`<think>` may begin the answer) or "inside" (the prompt ends with it).
+    `thinking`: "" (none), "before" (`<think>` may begin the output) or "inside" (the prompt ends with it).
     """
 
     calls: Calls | None = None
@@ -97,7 +97,7 @@ class OutputFormat:
 
     @functools.cached_property
     def markers(self) -> frozenset[str]:
-        """Texts that a reader must get even where they are special tokens."""
+        """Texts that a parser must get even if they are special tokens."""
         thinks = (THINK, THINK_END) if self.thinking else ()
         calls = self.calls.format.markers if self.calls else ()
         return frozenset((*calls, *thinks))
@@ -111,7 +111,7 @@ class OutputFormat:
         return OutputFormat(None, self.thinking) if reader.failed else self
 
     def whole(self, text: str, is_truncated: bool = False) -> ParsedOutput:
-        """The parts of a complete text. is_cut: it ends because it may have no more tokens."""
+        """The parts of a complete text. is_truncated: it ended at `max_tokens`."""
         reader = self.of_text(text, is_truncated).reader()
         parts = [*reader.push(text), *reader.finish(is_truncated)]
 
@@ -142,8 +142,8 @@ class OutputParser:
         self._ended = False
         self._begun = 0  # calls
         self._complete = 0  # calls
-        self._keeps_cut = False  # a call that the end of the text cuts is one, and no content
-        self.failed = False  # where a call should be is something else, which is content
+        self._keeps_cut = False  # a truncated call is a call, not content
+        self.failed = False  # something other than a call, which is content
         self._steps = self._read()
 
     @property
@@ -164,10 +164,10 @@ class OutputParser:
         return parts
 
     def finish(self, is_truncated: bool = False) -> list[OutputPart]:
-        """What was held back, when no text comes any more.
+        """The text that was held back, at the end of the output.
 
-        is_cut: because of the limit of tokens. A call that this cuts stays one, without the rest of its
-        arguments; so does a forced call, whatever the reason.
+        is_truncated: it ended at `max_tokens`. A call that this truncates stays a call, without the rest of
+        its arguments; so does a forced call, whatever the reason.
         """
         self._ended = True
         self._keeps_cut = is_truncated or (self._calls is not None and self._calls.is_forced)
@@ -182,7 +182,7 @@ class OutputParser:
             try:
                 yield from self._read_calls()
                 if self._complete and not self._buffer:
-                    self._undecided = ""  # blanks behind the last call
+                    self._undecided = ""  # spaces after the last call
             except _Cut:
                 self._end_cut()
             except _NotACall:
@@ -416,7 +416,7 @@ class OutputParser:
     ) -> Generator[None, None, bool]:
         """Sends the text up to the marker, and reads that; False when it never comes.
 
-        may_be_cut: a beginning of the marker at the end of the text is none of the text.
+        may_be_cut: a beginning of the marker at the end of the text is not part of the text.
         """
         while True:
             before, found, _rest = self._buffer.partition(marker)
@@ -433,7 +433,7 @@ class OutputParser:
             yield
 
     def _skip(self, *markers: str) -> Generator[None, None, str]:
-        """Reads blanks and the marker behind them, which it returns; "" if none is there."""
+        """Reads spaces and the marker after them, which it returns; "" if there is none."""
         yield from self._blanks()
         while True:
             for marker in filter(self._buffer.startswith, markers):
@@ -454,7 +454,7 @@ class OutputParser:
         return found
 
     def _blanks(self) -> Generator[None, None, bool]:
-        """Reads blanks; returns whether anything follows."""
+        """Reads spaces; returns whether anything follows."""
         return (yield from self._strip(None))
 
     def _strip(self, characters: str | None) -> Generator[None, None, bool]:
@@ -535,7 +535,7 @@ def _cut_json(text: str) -> str:
 
 
 def complete_members(arguments: str) -> dict[str, Any]:
-    """The arguments of a call as far as they can be read, where the limit of tokens may have cut them."""
+    """The arguments of a call as far as they can be read: `max_tokens` may have truncated them."""
     closing = ""  # the brackets that are open, from the inside
     in_string = False
     is_escaped = False
@@ -570,8 +570,8 @@ def _check_object(text: str) -> None:
 
 
 def _value_as_json(text: str, types: set[str]) -> str:
-    """The value of a parameter of these types (none: of any), in JSON. A text that has none of them stays
-    text, and what calls the function says so."""
+    """The value of a parameter of these types (none: of any), in JSON. Text of none of these types stays a
+    string, for the client's function to reject."""
     written = WORDS.get(text.strip(), text.strip())
     try:
         value = msgspec.json.decode(written)

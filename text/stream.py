@@ -1,7 +1,7 @@
 """Text from token ids while they arrive, and the stop strings that end it.
 
 A `TextStream` reads the tokens of one request and returns them as pieces of text, each as soon as no later
-token and no stop string can change it. What single tokens stand for is in tokenizer.py.
+token and no stop string can change it. The text of single tokens is in tokenizer.py.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class WindowDetokenizer:
         self._new: list[int] = []
         self._context_text = tokenizer.decode(self._context)
         if self._context_text.endswith(REPLACEMENT):
-            # Inside a character, which the answer may complete: it is not out yet.
+            # Inside a character, which the completion may end: it is not out yet.
             shorter = [tokenizer.decode(self._context[: len(self._context) - n]) for n in range(4)]
             self._context_text = max((text.rstrip(REPLACEMENT) for text in shorter), key=len)
 
@@ -217,7 +217,7 @@ class TextStream:
         return self._release(everything=self.stopped)
 
     def finish(self) -> list[Piece]:
-        """What was held back, when no token comes any more."""
+        """The text that was held back, after the last token."""
         self._add(self._detokenizer.finish())
         if not self.stopped:
             self._certain = self._length  # nothing comes that could complete a stop string

@@ -98,7 +98,7 @@ class ChatTemplate:
         tools: list[dict] | None = None,
         options: Mapping[str, Any] | None = None,
     ) -> str:
-        """The chat as the model reads it, up to where its answer begins. `options` are further variables.
+        """The chat as the model reads it, up to where its response begins. `options` are further variables.
 
         A last message of the assistant's is continued: the text ends right behind its content. Raises
         TemplateError, and RecursionError for messages that are nested too deeply.
@@ -109,7 +109,7 @@ class ChatTemplate:
         if last.get("role") != "assistant":
             return self._write(messages, tools, options, True)
         content = last.get("content") or ""
-        if not content.strip():  # nothing to continue; a call of a tool stays part of the chat
+        if not content.strip():  # nothing to continue; a tool call stays part of the chat
             kept = messages if last.get("tool_calls") else messages[:-1]
             return self._write(kept, tools, options, True)
         # The content itself may occur anywhere in the chat, or be trimmed; this occurs nowhere else and is no
@@ -214,7 +214,7 @@ def renderer(most_characters: int) -> Callable[[list], str]:
     return render
 
 
-# Of a template, which is a program that does as much as the messages make it do.
+# The template is a program; its work depends on the messages.
 rendered = SandboxedFunction("text.template:renderer", [4_000_000], cpu_s=1.0, memory_bytes=256 * 2**20)
 
 
@@ -237,7 +237,7 @@ def _short_id(given: Any) -> str:
 
 
 def _template_in(config: dict[str, Any], name: str = "default") -> str | None:
-    """Of several with names the one called `name`; the only one is the default."""
+    """The template called `name` of several with names; the only one is the default."""
     template = config.get("chat_template")
     if isinstance(template, list):
         entries = [entry for entry in template if isinstance(entry, dict)]

@@ -6,7 +6,7 @@ loading.
 
     python -m text.tokenizer MODEL_FOLDER TOKENIZER_FOLDER [TOKENIZER_CONFIG]
 
-runs at boot, in a process of its own, and prints what the worker has to know of a tokenizer that it does not
+runs at startup, in a process of its own, and prints what the worker needs of a tokenizer that it does not
 load: the EOS ids that the model's files name, and the largest id of ordinary text. A file that cannot be read
 ends it with one line.
 """
@@ -32,7 +32,7 @@ from run import ConfigError
 from text.escaping import Escaping, utf8_bytes
 from text.template import ChatTemplate
 
-# End-of-turn tokens that some chat checkpoints leave out of their list of EOS ids, so that their answers
+# End-of-turn tokens that some chat checkpoints leave out of their list of EOS ids, so that their outputs
 # never end.
 END_OF_TURN = ("<|eot_id|>", "<|eom_id|>", "<|eot|>", "<|im_end|>", "<end_of_turn>")
 TOKEN_TEXTS = 16_384  # how many are kept for log-probabilities

@@ -1,7 +1,7 @@
-"""How models write calls of tools: one row a format, and the grammars that make a model write its format.
+"""How models write tool calls: one row a format, and the grammars that enforce it.
 
 `FORMATS` has everything that tells one format from another: how a chat template shows it, the markers, what
-`OutputParser` (reader.py) looks for, and the grammar. Sources: the chat templates of Hermes, Qwen, Llama 3,
+`OutputParser` (reader.py) reads, and the grammar. Sources: the chat templates of Hermes, Qwen, Llama 3,
 Llama 4 and DeepSeek, and those that mistral-common and vLLM publish for Mistral and DeepSeek.
 """
 
@@ -88,7 +88,7 @@ class Syntax(enum.Enum):
 class ToolFormat:
     """A way to write calls, for the reader and for the grammar.
 
-    `before`, `between` and `after` are Lark for what stands around the calls of an answer; `marked` is Lark
+    `before`, `between` and `after` are Lark for what stands around the calls of an output; `marked` is Lark
     for calls behind the opening marker within a text. They may use the rules `open`, `close`, `next` (the
     markers), `call`, `listed` (all of them) and `ws`.
     """
@@ -234,7 +234,7 @@ AS_TEXT = ToolFormat("none", detect=lambda _source: False, open="")  # calls are
 
 @dataclass(frozen=True)
 class ModelTools:
-    """What the served model's chat template says about tools. Found once, when the template is loaded."""
+    """The tool support of the served model's chat template, detected when it is loaded."""
 
     format: ToolFormat | None  # None: unknown
     token_id: Callable[[str], int | None] = lambda _text: None  # of a text that is one token
@@ -257,7 +257,7 @@ class ModelTools:
         return cls(
             format=found[0] if found else None,
             token_id=tokenizer.token_to_id,
-            parallel="single tool-call" not in source,  # Llama 3's refuses messages with several
+            parallel="single tool-call" not in source,  # Llama 3's rejects messages with several
             short_ids=template.for_tools.needs_short_ids,
         )
 
@@ -273,7 +273,7 @@ class Function:
 
 @dataclass(frozen=True)
 class Calls:
-    """The calls that an answer may have: of `functions`, more than one if `parallel`."""
+    """The calls that an output may have: of `functions`, more than one if `parallel`."""
 
     model: ModelTools
     functions: Sequence[Function]
@@ -282,7 +282,7 @@ class Calls:
 
     @property
     def format(self) -> ToolFormat:
-        assert self.model.format is not None, "calls in an unknown format are refused"
+        assert self.model.format is not None, "calls in an unknown format are rejected"
         return self.model.format
 
     @property
@@ -354,7 +354,7 @@ def _call(
     token_id: Callable[[str], int | None],
 ) -> list[str]:
     """The rules of a call; the arguments of one that `is_free` are any JSON object."""
-    # Templates write calls in one line, so models do, too. A schema that cannot be enforced is refused in
+    # Templates write calls in one line, so models do, too. A schema that cannot be enforced is rejected in
     # every syntax.
     schema = json_rule({"type": "object"} | ({} if is_free else function.parameters), " ?")
     takes_any = is_free or _takes_any(function.parameters)
@@ -485,7 +485,7 @@ def _choice(texts: Iterable[str]) -> str:
 
 
 def after_thinking(grammar: str, thinking: str, token_id: Callable[[str], int | None]) -> str:
-    """The grammar of thoughts and of what follows them; `thinking` as in `OutputFormat` (reader.py). Raises
+    """The grammar of reasoning and of what follows it; `thinking` as in `OutputFormat` (reader.py). Raises
     GrammarError."""
     if not thinking:
         return grammar

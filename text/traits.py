@@ -1,7 +1,7 @@
-"""What a chat template takes: system messages, neighbours of one role, calls and results of tools.
+"""What a chat template supports: system messages, consecutive messages of one role, tool calls and results.
 
-Templates differ, and most leave out in silence what they do not know. So each is tried with short chats,
-once, when it is loaded: what such a chat says has to be in the prompt, in its order.
+Templates differ, and most silently leave out what they do not support. So each is tried with short chats,
+once, when it is loaded: the chat's words have to be in the prompt, in their order.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ USER = {"role": "user", "content": FIRST}
 
 @dataclass(frozen=True)
 class TemplateCapabilities:
-    """What a template writes of a chat, beside users and assistants in turn."""
+    """What a template supports apart from alternating users and assistants."""
 
     system: bool = True  # a system message at the beginning
     several_system: bool = True  # two of them there
@@ -34,7 +34,7 @@ class TemplateCapabilities:
 
     @classmethod
     def of(cls, template: ChatTemplate) -> TemplateCapabilities:
-        """Raises nothing: a template that cannot write the simplest chat is found out by a request."""
+        """Raises nothing: a template that cannot write the simplest chat fails the first request."""
         if not _writes(template, [USER]):
             return cls()
         system = {"role": "system", "content": FIRST}

@@ -75,7 +75,7 @@ function figures({ startedAt, firstAt, tokens, finish }) {
   if (tokens > 1) parts.unshift(`${((tokens - 1) / secondsSince(firstAt)).toFixed(1)} tokens/s`);
   if (tokens) parts.push(`${tokens} tokens`);
   if (finish === "stopped") parts.push("stopped");
-  if (finish === "length") parts.push("cut at the limit of tokens");
+  if (finish === "length") parts.push("stopped: max tokens");
   return parts.join(", ");
 }
 

@@ -140,7 +140,7 @@ def test_vertex_predicts_a_text_for_each_instance(served):
         ([NATIVE, NATIVE | {"inputs": ""}], "validation", "`inputs` cannot be empty"),
         ([NATIVE, 5], "validation", "Expected `object`, got `int`"),
         ([PROMPT], "validation", "one of `inputs`, `messages` is needed"),
-        ([NATIVE | {"max_tokens": 5}], "validation", "`max_tokens` is not a field of this request; use `max_new_tokens`"),
+        ([NATIVE | {"max_tokens": 5}], "validation", "`max_tokens` is an unknown field; use `max_new_tokens`"),
         ([MESSAGES | {"n": 2}], "validation", "`n` != 1 is not supported in `instances`"),
         *[
             ([MESSAGES | {name: value}], "validation", f"`{name}` is not supported in `instances`: a prediction is a text")

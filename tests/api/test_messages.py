@@ -323,7 +323,7 @@ def test_a_limit_beyond_the_window_is_cut_and_the_log_says_so_and_which_tools_ar
     caplog.set_level(logging.DEBUG, "web")
     message = whole(served, max_tokens=32_000, tools=[SEARCH], mcp_servers=[{"name": "x"}], stop_sequences=[])
     assert message["stop_reason"] in ("max_tokens", "end_turn")
-    assert "cut `max_tokens` of 32000 to the 53 tokens that are left of the context length" in caplog.text
+    assert "clamped `max_tokens` from 32000 to the 53 tokens that are left of the context length" in caplog.text
     assert "left out tools that this server does not run: mcp_servers, web_search_20250305" in caplog.text
     caplog.clear()
     whole(served)

@@ -26,7 +26,7 @@ LIMITS = [  # field, what is just right, what is just wrong, the detail
     ("repetition_penalty", [0.1, 2], [0, -1], "must be strictly positive"),
     ("n", [1, 4], [0, 5], "must be > 0 and <= 4 (--max-client-batch-size raises it). Given: "),
     ("stop", ["a", ["a"] * 4], [["a"] * 5], "supports up to 4 stop sequences (--max-stop-sequences raises it). Given: 5"),
-    ("min_tokens", [0, 9], [10], "must be <= the limit of generated tokens. Given: 10 and 9"),
+    ("min_tokens", [0, 9], [10], "must be <= the maximum of generated tokens. Given: 10 and 9"),
     ("logit_bias", [{}, {"0": -100, "256": 100}], [{"1": 101}], "must be >= -100 and <= 100. Given: 101"),
     ("logit_bias", [{}], [{str(n): 1 for n in range(MAX_LOGIT_BIAS + 1)}], f"takes up to {MAX_LOGIT_BIAS} tokens. Given: "),
     ("logit_bias", [{"07": 1}], [{str(VOCABULARY): 1}], f"holds token {VOCABULARY}, but the model's vocabulary has"),

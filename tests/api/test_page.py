@@ -61,7 +61,7 @@ def test_a_chat_streams_its_answer_and_tells_its_speed(page, server):
     assert page.texts(SOME) == [expected.strip()]
     (figures,) = page.texts(".figures")
     assert "tokens/s, first token after" in figures
-    assert "12 tokens, cut at the limit of tokens" in figures
+    assert "12 tokens, stopped: max tokens" in figures
     assert page.texts("h1") == ["neuron-textgen/demo"]
 
 
