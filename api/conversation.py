@@ -212,7 +212,7 @@ def _prompt(chat: ChatRequest, served: Served, names: FieldNames) -> str:
     try:
         prompt = template.render(escaped, escape(tools) if traits.tools else None, options)
     except TemplateError as error:
-        # What a template says may repeat the client's own words.
+        # A template's error may repeat the client's own words.
         raise ApiError(422, "template_error", "Template error: ", quoted=str(error)) from None
     for message in escaped:
         is_written = message["role"] in PLAIN_ROLES or message["content"].strip() in prompt

@@ -118,7 +118,7 @@ class EngineClient:
 
     @property
     def is_idle(self) -> bool:
-        """Whether no request of this process is known to the worker."""
+        """Whether the worker has no request of this process."""
         return not self._queues
 
     @property
@@ -130,7 +130,7 @@ class EngineClient:
         return 0 < self._status.due_at < now or now - self._heard_at > SILENCE_S
 
     def wait_while_loading(self) -> None:
-        """Waits for the tokenizer where the worker is ready: another web process may have said so already."""
+        """Waits for the tokenizer if the worker is ready: another web process may have said so."""
         if self._status and self._status.phase == "ready":
             self._has_text.wait(LOADING_S)
 
@@ -227,7 +227,7 @@ class EngineClient:
         self._end_all("failed", UNREADABLE)
 
     def _wait_for_disconnect(self) -> None:
-        """The worker is never started twice in a run: once disconnected, it is gone for good."""
+        """A worker is never restarted in a run: after a disconnect nothing more comes."""
         self._monitor.recv_multipart()
         while self._dealer.get(zmq.EVENTS) & zmq.POLLIN:  # what it sent before
             self._read(zmq.NOBLOCK)
@@ -260,7 +260,7 @@ class EngineClient:
             queue.put(its_messages)
 
     def _load(self) -> None:
-        """Where the text cannot be loaded, this process ends, and gunicorn with it: another process could not
+        """If the text cannot be loaded, this process ends, and gunicorn with it: another process could not
         load it either."""
         load = functools.partial(self._load_text, self.info)
         text = gevent.get_hub().threadpool.apply(attempt, (load,))

@@ -56,7 +56,7 @@ class AnthropicErrorBody(Struct):
 
 @dataclass(eq=False)
 class ApiError(Exception):
-    """A response that is not 200. Its message is `text`, and behind that `quoted`: what the client wrote."""
+    """A response that is not 200. Its message is `text`, then `quoted`, the client's words."""
 
     status: int
     error_type: str

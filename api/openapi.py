@@ -43,7 +43,7 @@ class Route:
     path: str  # as OpenAPI writes it
     summary: str
     view: Callable[..., Response]  # called with the Server, and a parameter of the path
-    errors: tuple[ErrorFormat, ...] = (TGI,)  # the first one, unless the view says otherwise
+    errors: tuple[ErrorFormat, ...] = (TGI,)  # the first one, unless the view chooses another
     needs_key: bool = True
     bodies: tuple = ()
     answers: tuple = ()

@@ -33,7 +33,7 @@ logger = logging.getLogger("web")
 
 LONG_TEXT = 20_000  # bytes; shorter ones are tokenized in less than a millisecond
 TEXT_THREADS = 2
-# Before a refusal: a client may know that a request has ended before the worker's report of it arrives here.
+# Before a 429: a client may know that a request has ended before the worker's report of it arrives here.
 OVERLOAD_RECHECK_S = 0.1
 
 Read = Callable[[Json, Served], ResponseWriter]  # of an API: from a body to the writer of its response

@@ -161,7 +161,7 @@ def generate_stream(data: Json, served: Served) -> ResponseWriter:
 
 
 def compat(data: Json, served: Served) -> ResponseWriter:
-    """`POST /`: streams when the body says so, and gives the prompt back unless it says not to."""
+    """`POST /`: streams with `stream`, and returns the prompt unless `return_full_text` is false."""
     request = read(data)
     parameters = _parameters(request)
     if parameters.return_full_text is None:

@@ -2,8 +2,8 @@
 
 A grammar is text in llguidance's dialect of Lark whose first rule is `start`. A web process makes it of what
 a client sent, and has a `GrammarChecker` compile it in a child process with limits, before anything is
-generated. The worker compiles what was accepted (`Grammars`) and keeps a `Matcher` beside each request: it is
-given every sampled token and fills in which tokens may follow.
+generated. The worker compiles what was accepted (`Grammars`) and keeps a `Matcher` for each request, which
+gets every sampled token and fills in the mask of the next one.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ MAX_BYTES = 120_000
 MAX_REGEX_BYTES = 4_000
 COMPILE_S = 0.25  # of processor time, in the worker, too
 CHECK_S = 0.5  # of processor time, for compiling and the masks of the first tokens
-CHECK_BYTES = 128 * 2**20  # for the same, beside the tokenizer
+CHECK_BYTES = 128 * 2**20  # for the same, beyond the tokenizer
 PROBED_TOKENS = 50
 SLOW_MASK_S = 0.02  # a grammar whose masks take longer twice is given up
 ACCEPTED = 1_000  # grammars that a web process does not check again
@@ -137,8 +137,7 @@ def _schemas(schema: Any) -> Iterator[dict[str, Any]]:
 
 
 def _close(schemas: list[dict[str, Any]]) -> None:
-    """Allows no properties but those that are named, unless a schema says more about it: models go on
-    inventing some."""
+    """Allows only the named properties, unless a schema says more about it: models go on inventing some."""
     for each in schemas:
         if "allOf" in each or (
             not COMBINING.isdisjoint(each) and ("properties" in each or "required" in each)

@@ -30,7 +30,7 @@ from run import HERE
 
 CHILD = "import sys; sys.path[0] = sys.argv[1]; from text.limited import main; main(*sys.argv[2:])"
 PIPE_BYTES = 2**16  # what a pipe holds
-WALL_S = 30.0  # many times what a request takes beside others on a busy machine
+WALL_S = 30.0  # many times what a request takes on a busy machine
 # What Python needs to start, and what shows to which run a process belongs: no keys.
 ENVIRONMENT = ("PATH", "LD_LIBRARY_PATH", "PYTHONHOME", "PYTHONPATH", "TZ", "NEURON_TEXTGEN_RUN_DIR")
 # One heap and one thread: each takes a part of the address space, however little of it is used.

@@ -33,7 +33,7 @@ from text.tool_formats import (
 
 MAX_HEAD = 1_000  # characters of a call before its arguments, or of a parameter's name
 ALPHANUMERIC = string.ascii_letters + string.digits
-MAX_CUTS = 20  # commas behind which the complete arguments of a Python call may end
+MAX_CUTS = 20  # commas after which the complete arguments of a Python call may end
 WORDS = {"True": "true", "False": "false", "None": "null"}  # as templates in Python write JSON's
 
 
@@ -213,7 +213,7 @@ class OutputParser:
             self.failed = True
 
     def _read_calls(self) -> Generator[None, None, None]:
-        """Calls behind a marker or, where the format allows that, at the beginning of the text; other text is
+        """Calls after a marker or, if the format allows that, at the beginning of the text; other text is
         content."""
         form = self._calls.format
         yield from self._blanks()
@@ -298,7 +298,7 @@ class OutputParser:
         self._begin(found[:-1], _as_json(arguments))
 
     def _named_call(self) -> Generator[None, None, None]:
-        """A name, and behind a separator the arguments as JSON. The id that a model may write is not used."""
+        """A name, a separator and the arguments as JSON. The id that a model may write is not used."""
         form = self._calls.format
         heads = {
             form.head + name + end: name

@@ -116,7 +116,7 @@ class WindowDetokenizer:
 
 
 def find_stop(text: str, stops: Sequence[str], scanned: int) -> int | None:
-    """Where `text` is to end: just behind the stop string that is complete first; None if there is none.
+    """Where `text` is to end: right after the stop string that is complete first; None if there is none.
 
     The first `scanned` characters are known to hold no complete stop string.
     """
@@ -156,7 +156,7 @@ class TextStream:
     piece is held back too, so that the texts of the pieces that are not special add up to `text` whatever the
     last token is.
 
-    The text ends behind the stop string that is complete first, or, without `keep_stop`, before it: then the
+    The text ends after the stop string that is complete first, or, without `keep_stop`, before it: then the
     end of a text that may yet become a stop string is held back until it is certain which. If several are
     complete at once, the text ends before the longest of them. Stop strings that are complete before the
     token number `min_tokens` are ordinary text; one that ends with that token's text or later counts,
@@ -255,7 +255,7 @@ class TextStream:
         in."""
         self._length -= excess
         self._certain = self._length
-        # Whether the text of the piece behind is gone, and with it a character that began before that piece.
+        # Whether the text of the next piece is gone, and with it a character that began before that piece.
         is_gone = False
         for piece in reversed(self._pending):
             if piece.special or not (excess or (is_gone and not piece.text)):
@@ -275,7 +275,7 @@ class TextStream:
         while self._pending:
             piece = self._pending[0]
             end = self._released + (0 if piece.special else len(piece.text))
-            # A piece without text may hold the first bytes of the character behind it, which is not certain
+            # A piece without text may hold the first bytes of the character after it, which is not certain
             # yet.
             opens_uncertain = not piece.special and not piece.text and end == self._certain < self._length
             if not everything and (end > self._certain or opens_uncertain or piece is held):

@@ -100,7 +100,7 @@ class ChatTemplate:
     ) -> str:
         """The chat as the model reads it, up to where its response begins. `options` are further variables.
 
-        A last message of the assistant's is continued: the text ends right behind its content. Raises
+        A last message of the assistant is continued: the text ends right after its content. Raises
         TemplateError, and RecursionError for messages that are nested too deeply.
         """
         if self.needs_short_ids:
@@ -144,7 +144,7 @@ class ChatTemplate:
 
 
 class Generation(jinja2.ext.Extension):
-    """`{% generation %}` marks for training what the assistant says; here it prints it."""
+    """`{% generation %}` marks the assistant's text for training; here it only prints it."""
 
     tags = frozenset({"generation"})
 

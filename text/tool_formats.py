@@ -89,14 +89,14 @@ class ToolFormat:
     """A way to write calls, for the reader and for the grammar.
 
     `before`, `between` and `after` are Lark for what stands around the calls of an output; `marked` is Lark
-    for calls behind the opening marker within a text. They may use the rules `open`, `close`, `next` (the
+    for calls after the opening marker within a text. They may use the rules `open`, `close`, `next` (the
     markers), `call`, `listed` (all of them) and `ws`.
     """
 
     name: str
     detect: Callable[[str], bool]  # the source of a chat template
     open: str  # the marker in front of calls,
-    close: str = ""  # and the one behind them
+    close: str = ""  # and the one after them
     first: str = ""  # stands in front of the first of several calls,
     next: str = ""  # and in front of each other one
     implicit_start: str = ""  # what calls begin with where they may be the whole text, without a marker
@@ -105,8 +105,8 @@ class ToolFormat:
     arguments_key: str = "arguments"  # of a call in JSON
     head: str = ""  # what is in front of the name of a NAMED call,
     separator: str = ""  # between it and the arguments,
-    tail: str = ""  # and behind them
-    id_marker: str = ""  # an id may follow the name of a NAMED call, behind this marker
+    tail: str = ""  # and after them
+    id_marker: str = ""  # an id may follow the name of a NAMED call, after this marker
     inner: tuple[str, ...] = ()  # further markers
     before: str = ""
     between: str = ""
@@ -400,7 +400,7 @@ def _xml_call(rule: str, function: Function, takes_any: bool) -> list[str]:
 
 
 def _xml_value(rule: str, schema: Any, parameters: dict[str, Any]) -> list[str]:
-    """A value and the tag behind it: text as it is where the schema allows text, otherwise JSON."""
+    """A value and the tag after it: raw text if the schema allows text, otherwise JSON."""
     types = types_of(schema, parameters)
     values = _values(schema)
     end = f'ws "{PARAMETER_END}"'

@@ -22,15 +22,15 @@ class TemplateCapabilities:
 
     system: bool = True  # a system message at the beginning
     several_system: bool = True  # two of them there
-    later_system: bool = True  # one behind other messages
+    later_system: bool = True  # one after other messages
     system_always: bool = True  # also where the chat does not end with a user's message
-    developer: bool = False  # the role of this name, as another one than those that it does not know
+    developer: bool = False  # the role of this name, unlike unknown roles
     users: bool = True  # two in a row
     assistants: bool = True
     tools: bool = True  # which may be called
     calls: bool = True  # earlier ones, and their results
     text_of_calls: bool = True  # the content of a message that has calls
-    user_after_result: bool = True  # a user message right behind the result of a call
+    user_after_result: bool = True  # a user message right after a tool result
 
     @classmethod
     def of(cls, template: ChatTemplate) -> TemplateCapabilities:

@@ -1,4 +1,4 @@
-// The form: sends messages, receives answers, and gives the text back where there is none.
+// The form: sends messages, receives responses, and restores the text when there is none.
 
 import { add, addProblem, chats, cut, messages, paint, scrollToEnd } from "./conversation.js";
 import { at } from "./dom.js";
@@ -13,7 +13,7 @@ let edited = null; // the index of the message that the text in the field replac
 let draft = ""; // what was in the field before it
 let isLeaving = false; // for another page, or to load this one again
 
-/** Asks for an answer to `text` as the message at `index`. Without one, all that was there comes back. */
+/** Requests a response to `text` as the message at `index`. Without one, restores what was there. */
 async function ask(text, index) {
   const before = messages.slice(index);
   cut(index);
@@ -37,7 +37,7 @@ async function ask(text, index) {
   keep();
 }
 
-/** Fills the answer in; adds it with its first text. Returns what went wrong, in words for the user. */
+/** Fills the answer in; adds it with its first text. Returns the error message for the user. */
 async function receive(answer, [path, body], signal) {
   const startedAt = performance.now();
   let firstAt = 0;
@@ -85,7 +85,7 @@ function showRunning(isRunning) {
   const hadFocus = [document.body, at("send"), at("stop")].includes(document.activeElement);
   at("send").hidden = isRunning;
   at("stop").hidden = !isRunning;
-  at("chat").setAttribute("aria-busy", isRunning); // a screen reader reads the answer when it is whole
+  at("chat").setAttribute("aria-busy", isRunning); // a screen reader reads the complete response
   showStatus(isRunning ? "Waiting" : "");
   if (hadFocus) at(isRunning ? "stop" : "send").focus();
 }
@@ -165,7 +165,7 @@ function release() {
 function setEdited(index) {
   edited = index;
   at("cancel").hidden = index === null;
-  at("prompt-label").textContent = index === null ? LABEL : "Edit the message (what follows it goes)";
+  at("prompt-label").textContent = index === null ? LABEL : "Edit the message (removes what follows)";
   [...at("chat").children].forEach((article, place) => article.classList.toggle("edited", place === index));
 }
 
@@ -179,7 +179,7 @@ async function startAnew() {
 }
 
 function keep() {
-  if (isLeaving) return; // the browser ends the request, and its part of an answer is kept already
+  if (isLeaving) return; // the browser ends the request, and its partial response is kept already
   save(at("keep").checked ? { system: at("system").value, messages } : { keep: false });
 }
 
@@ -189,7 +189,7 @@ function restore() {
   at("system").value = kept.system ?? "";
   kept.messages?.forEach(add);
   const last = messages.at(-1);
-  if (last?.role === "user") { // the page was left before its answer began
+  if (last?.role === "user") { // the page was left before its response began
     cut(messages.length - 1);
     hold(last.content, messages.length);
   }

@@ -10,7 +10,7 @@ const TITLES = chats
   : { user: "Text", assistant: "Continuation", error: "Error" };
 let follows = true; // the view is at the end, and stays there
 
-/** All that the articles show: {role, content}, of an answer {reasoning, thought, plain, figures}, too. */
+/** All that the articles show: {role, content}, of a response also {reasoning, thought, plain, figures}. */
 export const messages = [];
 
 /** Returns the message's article, for `paint`. */

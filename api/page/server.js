@@ -1,4 +1,4 @@
-// Sends a request to the server and reads the events of its answer.
+// Sends a request to the server and reads the events of its response.
 
 /**
  * Yields {reasoning, content, tokens, finish} for each event, each of them only where the event has it.
@@ -31,7 +31,7 @@ async function problem(response) {
   try {
     return (await response.json()).error.message;
   } catch {
-    return "The request failed"; // the answer is a proxy's own
+    return "The request failed"; // the response is a proxy's own
   }
 }
 

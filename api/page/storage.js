@@ -1,4 +1,4 @@
-// What the browser keeps of the page across reloads. It may refuse to, or be full: then nothing is kept.
+// What the browser keeps across reloads: nothing where storage is disabled or full.
 
 const NAME = "neuron-textgen";
 
@@ -14,6 +14,6 @@ export function save(value) {
   try {
     localStorage.setItem(NAME, JSON.stringify(value));
   } catch {
-    // The conversation goes on all the same.
+    // The conversation goes on without it.
   }
 }

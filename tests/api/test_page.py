@@ -289,7 +289,7 @@ def test_a_message_can_be_edited_and_what_followed_it_goes(chat):
     chat.exchange("Two", "2")
     chat.type("prompt", "a draft")
     chat.find(".edit")[0].click()
-    assert chat.field == "One" and chat.texts("#prompt-label") == ["Edit the message (what follows it goes)"]
+    assert chat.field == "One" and chat.texts("#prompt-label") == ["Edit the message (removes what follows)"]
     chat.click("Cancel")
     assert chat.field == "a draft" and chat.texts(SOME) == ["1", "2"]
     chat.find(".edit")[0].click()
