@@ -36,7 +36,7 @@ TEMPLATE = (
 USER = {"role": "user", "content": "Hi"}
 # Two calls of `weather`, as a model with Hermes' format writes them.
 CALLS = [f'<tool_call>\n{{"name": "weather", "arguments": {{"city":"{city}"}}}}\n</tool_call>' for city in ("Oslo", "Rome")]
-# The dialects, each with a body that a request's fields are added to; native ones have theirs in `parameters`.
+# The APIs, each with a body that a request's fields are added to; native ones have theirs in `parameters`.
 DIALECTS = {
     "native": (tgi.generate, {"inputs": "Hello"}),
     "sampled": (tgi.generate, {"inputs": "Hello"}),
@@ -101,7 +101,7 @@ def job(dialect="native", info=INFO, config=CONFIG, **given):
 
 
 def nameless(job):
-    """The job without the names that its dialect has for fields, which its errors speak of."""
+    """The job without the names of fields in its API, which its errors have."""
     return msgspec.structs.replace(job, prompt_name="", limit_name="", grammar_name="")
 
 

@@ -1,4 +1,4 @@
-"""What answers of all dialects share: how log-probabilities are written, sequences that end early, the best of several."""
+"""What responses of all APIs share: how log-probabilities are written, sequences that end early, the best of several."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""The routes of cloud platforms: they wrap requests of the other dialects, in whose shapes they answer."""
+"""The routes of cloud platforms: they wrap requests of the other APIs, in whose formats they answer."""
 
 import re
 
@@ -91,7 +91,7 @@ def test_a_client_that_accepts_json_alone_gets_the_native_answer_to_its_text(ser
 
 
 @pytest.mark.parametrize("charset", ["utf-8", "UTF-8", "iso-8859-1"])
-def test_the_charset_of_a_text_is_honoured(served, charset):
+def test_the_charset_of_a_text_is_used(served, charset):
     options = {"content_type": f"text/plain; charset={charset}"}
     assert b"".join(streamed_text(served, body="Zoë".encode(charset), **options)).decode() == continuation(served, "Zoë")
 

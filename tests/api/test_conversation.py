@@ -1,4 +1,4 @@
-"""Chats of every dialect: messages as the model's template reads them, and the job that a chat makes."""
+"""Chats of every API: messages as the model's template reads them, and the job that a chat makes."""
 
 import re
 from dataclasses import replace
@@ -27,7 +27,7 @@ def prompt_of(*messages):
         ([{"role": "developer", "content": "a"}, {"role": "ctx", "content": "b"}], "s:a;u:b;a:"),
         ([{"role": "tool", "content": "a", "tool_call_id": "1"}], "t:a1;a:"),
         ([{"role": "ipython", "content": "a"}], "i:a;a:"),  # the template has the word in quotes
-        ([USER, ASSISTANT], "u:Hi;a:Well "),  # which is continued, with its blanks
+        ([USER, ASSISTANT], "u:Hi;a:Well "),  # which is continued, with its spaces
     ],
 )
 def test_a_chat_is_what_its_template_makes_of_its_messages(messages, prompt):
@@ -158,7 +158,7 @@ def test_a_model_without_a_template_says_so(monkeypatch):
         ({"max_tokens": 9, "max_completion_tokens": 0}, "max_completion_tokens"),
     ],
 )
-def test_what_a_chat_cannot_honour_is_refused_by_name(fields, param):
+def test_what_a_chat_does_not_support_is_rejected_by_name(fields, param):
     error = refusal("chat", **fields)
     assert (error.status, error.param) == (422, param)
     assert f"`{param}`" in str(error)

@@ -1,4 +1,4 @@
-"""The errors that clients read: statuses, words, and the shape that each dialect gives them."""
+"""The errors that clients get: statuses, words, and their format in each API."""
 
 import pytest
 from asked import as_openai, as_tgi

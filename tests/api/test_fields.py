@@ -26,7 +26,7 @@ KINDS = {
     VertexRequest: {"instances": []},
 }
 FIELDS = {name for kind in KINDS for name in kind.__struct_fields__}
-# Fields that may be ignored where another dialect than theirs is spoken: they name the request, or do nothing by themselves.
+# Fields that may be ignored by other APIs than theirs: they name the request, or do nothing by themselves.
 SILENT = """inputs parameters messages prompt input instances instructions text conversation model stream stream_options details
 decoder_input_details logprobs top_logprobs suffix user metadata store service_tier background reasoning include truncation
 parallel_tool_calls previous_response_id max_tool_calls prediction
@@ -152,7 +152,7 @@ def test_in_every_dialect_a_body_is_an_object_with_the_fields_that_it_needs(dial
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_misspelt_field_is_refused_with_the_right_name(kind):
+def test_a_misspelled_field_is_rejected_with_the_right_name(kind):
     for name in set(kind.__struct_fields__) - {"n"}:
         for misspelt in (name + "x", name[:-1], name.replace("_", "", 1) if "_" in name else name + "s"):
             if misspelt in {*kind.__struct_fields__, *NOT_SUPPORTED, *CHANGES_TEXT, *HARMLESS_LOOKALIKES}:
@@ -242,7 +242,7 @@ def test_a_wrong_type_is_refused_before_a_wrong_value_and_an_unknown_name():
 
 # A device that samples
 
-NEEDS_HOST = [  # dialect, field, what does nothing and so is taken, what is refused
+NEEDS_HOST = [  # API, field, what does nothing and so is taken, what is rejected
     ("native", "seed", [None, 5], []),  # a greedy text needs no seed
     ("native", "repetition_penalty", [None, 1, 1.0], [0.9, 1.2]),
     ("native", "typical_p", [None, 1, 1.0], [0.95]),

@@ -1,4 +1,4 @@
-"""TGI's own dialect: the limits of its parameters in TGI's words, what sampling they ask for, whole answers and streams."""
+"""TGI's own API: the limits of its parameters in TGI's words, what sampling they ask for, whole responses and streams."""
 
 from __future__ import annotations
 
