@@ -2,7 +2,7 @@
 process reads.
 
 In this order: how a value is read and checked, the settings (one `setting(...)` is the flag, its variables,
-the default, the line of `--help` and the row in docs/settings.md), the names of other servers, the parser.
+the default, the line of `--help` and the row in docs/settings.md), the compatibility aliases, the parser.
 
     python3 config.py [flags]   checks everything and prints the resolved configuration as JSON
 """
@@ -36,15 +36,15 @@ from run import HERE, ConfigError, check_limits, explained, run_dir
 
 VERSION = "0.2.0"  # the same as in pyproject.toml (tested)
 DEMO_MODEL = HERE / "demo" / "model"
-TRIAL_MODEL = "smollm2"  # a name of this server's own for SmolLM2-135M-Instruct
-AUTO_QUANTIZE = "auto"  # of that model where --quantize is not given: its source decides
+TRIAL_MODEL = "smollm2"  # this server's alias of SmolLM2-135M-Instruct
+AUTO_QUANTIZE = "auto"  # that model's default --quantize: its source decides
 SAGEMAKER_MODEL = Path("/opt/ml/model")  # where SageMaker unpacks an endpoint's model
-# Of the context length, where it is not given: at least so many tokens, or what the model has, and more where
-# the keys and values of all slots take at most this share of the memory.
+# The default context length: at least this many tokens, if the model has them, and more where the KV cache of
+# all slots takes at most this share of the memory.
 DEFAULT_MAX_TOTAL_TOKENS = 2048
 MEMORY_SHARE = 1 / 4
 DEFAULT_BATCH_SIZE = 4
-DEVICE_TOP_K = 256  # most tokens that a device samples from, with SAMPLING=device
+DEVICE_TOP_K = 256  # largest top-k of on-device sampling
 # The names in FORMATS of text/tool_formats.py (tested).
 TOOL_PARSERS = (
     "hermes",
@@ -60,8 +60,7 @@ MAX_COUNT = 10**9  # of a setting that is a whole number
 MAX_NUMBER = 10**6  # of any other
 MAX_TOP_TOKENS = 10_000  # of `max_top_n_tokens`
 
-# Options of transformers-neuronx's NeuronConfig that change no text and may change the speed, with their
-# values.
+# Options of transformers-neuronx's NeuronConfig that change the speed and not the output, with their values.
 NEURON_CONFIG = {
     "collectives_layout": "BSH",
     "on_device_embedding": "true",
@@ -176,9 +175,7 @@ def _folder(value: str) -> str:
 def _adapter(value: str) -> str:
     adapters = [adapter.strip() for adapter in value.split(",") if adapter.strip()]
     if len(adapters) != 1:
-        raise ValueError(
-            f"{len(adapters)} adapters are given; one can be merged, for others start more servers"
-        )
+        raise ValueError(f"{len(adapters)} adapters are given, and one can be merged; run a server for each")
     name, _, path = adapters[0].partition("=")
     if not path and (name.startswith(("/", ".", "~")) or Path(name).is_dir()):
         path = name
@@ -200,7 +197,7 @@ def _root_path(value: str) -> str | None:
 
 def _key(value: str) -> str:
     if not re.fullmatch(r"[!-~]+", value):
-        raise ValueError("must be printable ASCII characters without blanks")
+        raise ValueError("must be printable ASCII characters without spaces")
     return value
 
 
@@ -214,8 +211,8 @@ def _key_file(value: str) -> str:
 
 
 def keys_of(path: str) -> list[str]:
-    """The API keys in a file, one a line. Raises OSError, and ValueError where there is none or one cannot be
-    a key: a server without a key would be open to everybody."""
+    """The API keys in a file, one per line. Raises OSError, and ValueError if the file has an invalid key or
+    none: without a key the server would be open to everybody."""
     keys = [_key(line.strip()) for line in Path(path).read_text().splitlines() if line.strip()]
     if not keys:
         raise ValueError("has no key in it")
@@ -229,13 +226,13 @@ def _header(value: str) -> str:
 
 
 def _collector(value: str) -> str:
-    """The URL for traces, as OTLP over HTTP has it."""
+    """The URL that receives traces by OTLP over HTTP."""
     url = urlsplit(value)
     if url.scheme not in ("http", "https") or not url.hostname:
         raise ValueError("must be the URL of a collector, such as http://localhost:4318")
     if url.port == 4317:
         raise ValueError(
-            "port 4317 takes OTLP over gRPC; traces are sent over HTTP, which collectors take on port 4318"
+            "port 4317 is for OTLP over gRPC; traces are sent over HTTP, for which collectors use port 4318"
         )
     return value.rstrip("/").removesuffix("/v1/traces") + "/v1/traces"
 
@@ -294,14 +291,14 @@ class Config:
     served_model_name: str | None = setting(
         None,
         "SERVED_MODEL_NAME",
-        "The model's name in answers and in /v1/models. Requests may name any.",
+        "The model's name in responses and in /v1/models. Requests may use any name.",
         shown="model_id",
     )
     lora_adapters: str | None = setting(
         None,
         "LORA_ADAPTERS",
-        "LoRA adapter to merge into the model's weights, once: a hub id, also with a revision (id@revision), "
-        "a folder, or name=folder.",
+        "LoRA adapter to merge into the model's weights, once: a hub id, also id@revision, a folder, or "
+        "name=folder.",
         parse=_adapter,
     )
     revision: str | None = setting(
@@ -331,15 +328,15 @@ class Config:
     generation_config: str = setting(
         "auto",
         "GENERATION_CONFIG",
-        "auto: the sampling parameters and stop strings of the model's generation_config.json are the "
-        "defaults of requests below /v1. none: OpenAI's defaults are.",
+        "Defaults of requests below /v1. auto: the sampling parameters and stop strings of the model's "
+        "generation_config.json; none: OpenAI's.",
         parse=_one_of("auto", "none", aliases={"vllm": "none"}),
     )
     chat_template_kwargs: str | None = setting(
         None,
         "CHAT_TEMPLATE_KWARGS",
         'Variables for the chat template, as a JSON object, such as {"enable_thinking": false}. Those of a '
-        "request go before them.",
+        "request take precedence.",
         parse=_template_options,
     )
     escape_special_tokens: bool = setting(
@@ -352,21 +349,21 @@ class Config:
         None,
         "TOOL_PARSER --tool-call-parser",
         f"Format in which the model writes tool calls: {', '.join(TOOL_PARSERS)}; none leaves calls in the "
-        "text. vLLM's qwen3_xml is qwen3_coder.",
+        "text. vLLM's qwen3_xml means qwen3_coder.",
         shown="detected in the chat template",
         parse=_one_of(*TOOL_PARSERS, "none", aliases={"qwen3_xml": "qwen3_coder"}),
     )
     reasoning_parser: str | None = setting(
         None,
         "REASONING_PARSER",
-        "think separates `<think>...</think>` from the content of chats, as their `reasoning`. vLLM's "
+        "think moves `<think>...</think>` from the content of chats to their `reasoning`. vLLM's "
         "deepseek_r1 and qwen3 mean the same.",
         parse=_one_of("think", aliases={"deepseek_r1": "think", "qwen3": "think"}),
     )
     device: str = setting(
         "auto",
         "DEVICE",
-        "auto, cpu, cuda or neuron; auto takes what the machine has.",
+        "auto, cpu, cuda or neuron; auto uses what the machine has.",
         parse=_one_of("auto", "cpu", "cuda", "neuron"),
     )
     dtype: str = setting(
@@ -379,10 +376,10 @@ class Config:
     quantize: str | None = setting(
         None,
         "QUANTIZE HF_MODEL_QUANTIZE",
-        "Weight compression: none, int8, or int4 (CPUs only). On a CPU the first start needs the package "
-        "nncf.",
+        "Weight compression: none, int8, or int4 (CPUs only). On a CPU the first startup needs the "
+        "package nncf.",
         parse=_quantize,
-        shown=f"none; of {TRIAL_MODEL} on a CPU int8, where nncf is installed",
+        shown=f"none; int8 for {TRIAL_MODEL} on a CPU where nncf is installed",
     )
     model_cache: str = setting(
         os.path.expanduser("~/.cache/neuron-textgen"),
@@ -400,13 +397,13 @@ class Config:
     threads: int | None = setting(
         None,
         "THREADS",
-        "Threads of the model on a CPU.",
+        "CPU threads for the model.",
         shown="the processors that the process may use",
     )
     tp_degree: int | None = setting(
         None,
         "TP_DEGREE HF_NUM_CORES",
-        "NeuronCores to split the model over.",
+        "Tensor parallel degree: NeuronCores to split the model over.",
         shown="the one with the least memory per core, among the cores present or in NEURON_RT_VISIBLE_CORES",
     )
     max_batch_size: int | None = setting(
@@ -426,14 +423,14 @@ class Config:
         "MAX_TOTAL_TOKENS HF_SEQUENCE_LENGTH",
         "Longest prompt plus completion, in tokens: the context length of a slot.",
         parse=_from_2,
-        shown="the model's context length, or the largest power of two for which the keys and values of "
-        f"all slots fit into a quarter of the memory, at least {DEFAULT_MAX_TOTAL_TOKENS}; on Neuron what "
+        shown="the model's context length, or the largest power of two for which the KV cache of all "
+        f"slots fits into a quarter of the memory, at least {DEFAULT_MAX_TOTAL_TOKENS}; on Neuron what "
         "fits, up to 4096",
     )
     max_batch_total_tokens: int | None = setting(
         None,
         "MAX_BATCH_TOTAL_TOKENS",
-        "Limit of the tokens of all slots together: lowers the slots to this divided by max_total_tokens.",
+        "Limit of the tokens of all slots together; reduces the slots to this divided by max_total_tokens.",
         parse=_from_2,
         shown="no limit",
     )
@@ -454,48 +451,47 @@ class Config:
     neuron_config: tuple[str, ...] | None = setting(
         None,
         "NEURON_CONFIG",
-        "Options of the library to compile with (not Mixtral), as NAME=VALUE: "
-        f"{', '.join(NEURON_CONFIG)}. They change no text; the flag may be repeated, the variable has "
-        "commas.",
+        "transformers-neuronx options to compile with (not for Mixtral), as NAME=VALUE, separated by commas: "
+        f"{', '.join(NEURON_CONFIG)}. They do not change the output. The flag may be repeated.",
         parse=_neuron_config,
     )
     prefill_chunk: int | None = setting(
         None,
         "PREFILL_CHUNK",
-        "Tokens of a long prompt that Neuron runs between two decode steps of the running requests; 0 runs "
-        "prompts whole. Part of what is compiled.",
+        "Chunked prefill on Neuron: prompt tokens between two decode steps of running requests (0 = off). "
+        "Part of what is compiled.",
         parse=_chunk,
         shown="128; for Mixtral 0",
     )
     compile_workers: int | None = setting(
         None,
         "COMPILE_WORKERS",
-        "Programs to compile for Neuron at the same time; each needs gigabytes of memory.",
+        "Neuron graphs to compile in parallel; each needs gigabytes of memory.",
         shown="one per processor and 8 GiB of memory",
     )
     compile_cache_size: float = setting(
         20.0,
         "COMPILE_CACHE_SIZE",
-        "Gigabytes of compiled Neuron programs that the server keeps in NEURON_COMPILE_CACHE_URL; the least "
+        "Gigabytes of compiled graphs (NEFFs) that the server keeps in NEURON_COMPILE_CACHE_URL; the least "
         "recently used are removed first. The compiler's own files there do not count.",
     )
     sampling: str | None = setting(
         None,
         "SAMPLING",
-        "Where tokens are sampled: host, or on Neuron device, which refuses the request parameters that only "
-        "host supports, or hybrid: on the device in each step whose requests all allow it.",
+        "Host or on-device sampling: host; on Neuron also device, which rejects request parameters that only "
+        "host supports, or hybrid, which uses the device in each step whose requests all allow it.",
         parse=_one_of("host", "device", "hybrid"),
         shown="hybrid on Neuron (Mixtral: host), else host",
     )
     max_concurrent_requests: int = setting(
         128,
         "MAX_CONCURRENT_REQUESTS",
-        "Limit of running and waiting requests; one more is answered with 429.",
+        "Limit of running and waiting requests; more are rejected with 429.",
     )
     max_queue_time: float | None = setting(
         None,
         "MAX_QUEUE_TIME",
-        "Seconds that a request may wait for a slot; then it is answered with 429.",
+        "Seconds that a request may wait for a slot before it is rejected with 429.",
         shown="no limit",
     )
     queue_threshold_ms: int | None = setting(
@@ -529,14 +525,14 @@ class Config:
     prefix_reuse: bool = setting(
         True,
         "PREFIX_REUSE PREFIX_CACHING USE_PREFIX_CACHING",
-        "A prompt continues what a slot still holds of its first tokens (a chat's next turn, a common "
-        "system prompt). Its time to first token may show that others used the same prefix.",
+        "Prefix caching across requests (a chat's next turn, a common system prompt). The time to first "
+        "token may show that others used the same prefix.",
     )
     speculate: int | None = setting(
         None,
         "SPECULATE",
-        "Tokens of a request's next ones that are guessed, by looking its last ones up in its own text, and "
-        "verified in one step; 0: none. Texts stay the same.",
+        "Maximum draft tokens per request and step for n-gram speculative decoding (0 = off). The output "
+        "stays the same.",
         parse=_from_0,
         shown="with OpenVINO up to 15, else 0",
     )
@@ -564,27 +560,27 @@ class Config:
     port: int = setting(
         8080,
         "SAGEMAKER_BIND_TO_PORT PORT -p",
-        "Port to listen on. SAGEMAKER_BIND_TO_PORT comes before PORT.",
+        "Port to listen on. SAGEMAKER_BIND_TO_PORT overrides PORT.",
         parse=functools.partial(_whole, high=65535),
     )
     api_key: str | None = setting(
         None,
         "API_KEY",
-        "Key that requests must carry as `Authorization: Bearer` or `x-api-key`, except those for health and "
+        "Key that requests must send as `Authorization: Bearer` or `x-api-key`, except those for health and "
         "metrics and the pages / and /docs.",
         parse=_key,
     )
     api_key_file: str | None = setting(
         None,
         "API_KEY_FILE",
-        "File with such keys, one a line, each of which is taken, beside that of --api-key; it is read again "
+        "File of API keys, one per line, which are accepted in addition to --api-key. The server rereads it "
         "when it changes, so keys can be replaced without a restart.",
         parse=_key_file,
     )
     root_path: str | None = setting(
         None,
         "ROOT_PATH",
-        "Path in front of all routes, such as /serve, for a proxy that leaves it there. Requests without it "
+        "Path prefix of all routes, such as /serve, for a proxy that does not strip it. Requests without it "
         "are served, too.",
         parse=_root_path,
     )
@@ -594,18 +590,20 @@ class Config:
         "Origins of web pages that may call the server, separated by commas; the flag may be repeated.",
         parse=_origins,
     )
-    no_web_page: bool = setting(False, "NO_WEB_PAGE", "Do not serve the page for browsers at `/`.")
-    web_concurrency: int = setting(2, "WEB_CONCURRENCY", "Web processes (HTTP, tokenizing, streaming).")
+    no_web_page: bool = setting(False, "NO_WEB_PAGE", "Do not serve the web UI at `/`.")
+    web_concurrency: int = setting(
+        2, "WEB_CONCURRENCY", "API server processes (HTTP, tokenizing, streaming)."
+    )
     payload_limit: int = setting(
         2_000_000,
         "PAYLOAD_LIMIT",
-        "Largest request body, in bytes; a larger one is answered with 413.",
+        "Largest request body, in bytes; a larger one is rejected with 413.",
     )
     client_timeout: float = setting(
         75.0,
         "CLIENT_TIMEOUT",
-        "Seconds that a client may take to send a request's headers (or stay idle before), its body, or to "
-        "read on.",
+        "Seconds that a client may take to send a request's headers (or stay idle before) or body, or to "
+        "read more of a response.",
     )
     response_deadline: float | None = setting(
         None,
@@ -639,8 +637,8 @@ class Config:
     otlp_endpoint: str | None = setting(
         None,
         "OTLP_ENDPOINT",
-        "URL of an OpenTelemetry collector that takes OTLP over HTTP, such as http://localhost:4318, to "
-        "export traces of requests to. Needs the packages of the extra `otel`.",
+        "URL of an OpenTelemetry collector for OTLP over HTTP, such as http://localhost:4318, that receives "
+        "traces of requests. Needs the packages of the extra `otel`.",
         parse=_collector,
         shown="no traces",
     )
@@ -673,7 +671,7 @@ class Config:
     log_level: str = setting(
         "info",
         "LOG_LEVEL",
-        "Lowest level to log: error, warn, info or debug. Of libraries warnings and errors only.",
+        "Lowest level to log: error, warn, info or debug. Libraries log warnings and errors only.",
         parse=_one_of(
             "error",
             "warn",
@@ -712,12 +710,12 @@ class Config:
 
     @property
     def model_name(self) -> str:
-        """The model's name for clients; of the built-in model not its path."""
+        """The model's name for clients; the built-in model's is not its path."""
         return self.served_model_name or ("neuron-textgen/demo" if self.is_demo else self.model_id)
 
     @property
     def address(self) -> str:
-        """Of the server, as a browser on this machine opens it."""
+        """The server's URL for a browser on this machine."""
         host = "localhost" if self.hostname in ("0.0.0.0", "::", "127.0.0.1") else self.hostname
         return f"http://{f'[{host}]' if ':' in host else host}:{self.port}/"
 
@@ -734,14 +732,14 @@ class Config:
         return self.model_id.endswith(".gguf")
 
     def with_manifest(self, manifest: Manifest, memory_bytes: int | None = None) -> Config:
-        """With the limits that are not set taken from the model and from `memory_bytes`, what the device has.
-        Raises ConfigError for a limit that the model cannot meet."""
+        """A copy whose unset limits come from the model and from `memory_bytes`, the device's memory. Raises
+        ConfigError for a limit that the model cannot meet."""
         window = manifest.max_positions
         total = self.max_total_tokens or self._default_length(manifest, memory_bytes)
         if window and total > window:
             raise ConfigError(
-                f"--max-total-tokens {total} (MAX_TOTAL_TOKENS) is more than the {window} positions that "
-                f"{self.model_name} was trained for; give at most {window}"
+                f"--max-total-tokens {total} (MAX_TOTAL_TOKENS) exceeds the context length of "
+                f"{self.model_name}; give at most {window}"
             )
         return dataclasses.replace(
             self,
@@ -801,7 +799,7 @@ IN_SHELL = (
 )
 SETTINGS = {"--" + entry.name.replace("_", "-"): entry for entry in dataclasses.fields(Config)}
 REPEATABLE = ("--cors-allow-origin", "--neuron-config")  # flags whose values make a list
-DISABLED_VALUES = ("0", "false", "none", "off")  # values that ask for nothing
+DISABLED_VALUES = ("0", "false", "none", "off")  # values that disable a setting
 
 
 class OtherName(NamedTuple):
@@ -809,7 +807,7 @@ class OtherName(NamedTuple):
     a setting here."""
 
     effect: str  # same_as, no_effect or not_supported
-    neutral: str | None  # another value that asks for nothing
+    neutral: str | None  # another value without effect
     text: str  # what it sets, beginning with the flag (same_as), or why it has no effect
 
 
@@ -826,8 +824,8 @@ OTHER_NAMES = dict(_other_names())
 
 
 def _names_given(flag: str, given: Mapping[str, str]) -> list[str]:
-    """The names of a setting that are given, flags first, its own before those of other servers. The first
-    one counts."""
+    """The names of a setting that are given, flags first, its own before compatibility aliases. The first one
+    counts."""
     others = [
         name
         for name, other in OTHER_NAMES.items()
@@ -864,7 +862,7 @@ USAGE = """entrypoint.sh [serve] [flags]
        entrypoint.sh plan [flags]     (what fits on Neuron: plan --help)
 
 Serves a large language model over TGI's, OpenAI's and Anthropic's HTTP APIs.
-A flag beats its environment variables, which are listed in brackets."""
+A flag overrides its environment variables, which are listed in brackets."""
 
 
 class _Parser(argparse.ArgumentParser):
@@ -895,7 +893,7 @@ def _given(argv: Sequence[str], environ: Mapping[str, str]) -> dict[str, str]:
     unset."""
     given = {name: value.strip() for name, value in environ.items() if value.strip()}
     if environ.get("API_KEY") and "API_KEY" not in given:
-        raise ConfigError("API_KEY is blank: give a key, or leave it empty for a server that asks for none")
+        raise ConfigError("API_KEY is only spaces: give a key, or leave it empty for a server without one")
     try:
         ipaddress.ip_address(given.get("HOSTNAME", ""))
     except ValueError:
@@ -930,7 +928,7 @@ def _read(name: str, value: str, entry: dataclasses.Field) -> Any:
 
 
 def parse(argv: Sequence[str], environ: Mapping[str, str]) -> Config:
-    """Flags beat environment variables, which beat defaults.
+    """Flags override environment variables, which override defaults.
 
     Raises ConfigError: for a wrong value with the setting, the value and what it must be, for an unknown flag
     with the nearest known one, and for a local folder without a model.
@@ -956,7 +954,7 @@ def parse(argv: Sequence[str], environ: Mapping[str, str]) -> Config:
 
 
 def _with_absolute_path(config: Config) -> Config:
-    """A local model by a path that holds in every working folder, as child processes have others; clients see
+    """Makes a local model's path absolute, because child processes have other working folders. Clients see
     the name that was given."""
     path = _folder(config.model_id)
     if not config.is_local or path == config.model_id:
@@ -970,7 +968,7 @@ def load() -> Config:
 
 
 def listen(config: Config) -> socket.socket:
-    """The socket that takes connections. Raises ConfigError where its address cannot be had."""
+    """The listening socket. Raises ConfigError if its address cannot be used."""
     family = socket.AF_INET6 if ":" in config.hostname else socket.AF_INET
     try:
         return socket.create_server((config.hostname, config.port), family=family, backlog=2048)
@@ -982,14 +980,14 @@ def listen(config: Config) -> socket.socket:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Writes the configuration into the folder of the run, or prints it where there is no run."""
+    """Writes the configuration into the run's folder, or prints it without a run."""
     folder = run_dir() if "NEURON_TEXTGEN_RUN_DIR" in os.environ else None
     try:
         if folder:
             check_limits(folder)
         config = parse(argv, os.environ)
         if folder:
-            listen(config).close()  # before anything is loaded: then the reason is the only line
+            listen(config).close()  # before anything is loaded, so the reason is the only line
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
@@ -997,7 +995,7 @@ def main(argv: Sequence[str]) -> int:
     logger = logging.getLogger("config")
     is_open = not (config.api_key or config.api_key_file)
     key = "requests need no API key (--api-key)" if is_open else "requests need the API key"
-    logger.info("neuron-textgen %s starts; model: %s; %s", VERSION, config.model_name, key)
+    logger.info("Starting neuron-textgen %s; model: %s; %s", VERSION, config.model_name, key)
     for line in _of_other_servers(_given(argv, os.environ)):
         logger.warning("%s", line)
     if not folder:

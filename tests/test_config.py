@@ -274,7 +274,7 @@ WRONG |= {
     "api_key_file": {
         "/nowhere": "cannot be read: No such file or directory",
         os.devnull: "has no key in it",
-        __file__: "must be printable ASCII characters without blanks",
+        __file__: "must be printable ASCII characters without spaces",
     },
     "root_path": dict.fromkeys(
         ("serve", "/a//b", "/a b", "http://host/serve", "/a?b"),
@@ -299,7 +299,7 @@ WRONG |= {
     "otlp_endpoint": {
         "localhost:4318": "must be the URL of a collector, such as http://localhost:4318",
         "http://": "must be the URL of a collector, such as http://localhost:4318",
-        "http://host:4317": "port 4317 takes OTLP over gRPC; traces are sent over HTTP, which collectors take on port 4318",
+        "http://host:4317": "port 4317 is for OTLP over gRPC; traces are sent over HTTP, for which collectors use port 4318",
     },
     "log_level": {"loud": "must be one of error, warn, info, debug"},
 }
@@ -327,9 +327,9 @@ def test_no_setting_takes_control_characters(flag):
 def test_an_api_key_is_stripped_and_checked_and_never_shown():
     assert of(API_KEY=" s3cret\n").api_key == "s3cret"
     for wrong in ("two words", "schlüssel", "\udcff\udcfe"):
-        assert refusal(API_KEY=wrong) == "API_KEY: must be printable ASCII characters without blanks"
+        assert refusal(API_KEY=wrong) == "API_KEY: must be printable ASCII characters without spaces"
     for blank in (" ", "\n"):
-        assert refusal(API_KEY=blank) == "API_KEY is blank: give a key, or leave it empty for a server that asks for none"
+        assert refusal(API_KEY=blank) == "API_KEY is only spaces: give a key, or leave it empty for a server without one"
 
 
 @pytest.mark.parametrize("longest_input", ["100", "101", "5000"])
@@ -526,7 +526,7 @@ def test_an_adapter_has_the_name_that_requests_use(given, adapter_id):
 
 
 def test_more_than_one_adapter_and_a_missing_folder_are_refused():
-    assert "2 adapters are given; one can be merged" in refusal("--lora-adapters", "a/b,c/d")
+    assert "2 adapters are given, and one can be merged" in refusal("--lora-adapters", "a/b,c/d")
     assert "there is no folder /nowhere" in refusal("--lora-adapters", "a=/nowhere")
     assert "there is no folder /nowhere" in refusal("--lora-adapters", "/nowhere")
     assert of("--lora-adapters", "/tmp").lora_adapters == "/tmp=/tmp"
@@ -585,7 +585,7 @@ def test_max_batch_total_tokens_without_room_for_one_slot_is_refused_with_both_n
 def test_a_window_that_the_model_does_not_have_is_refused_with_both_numbers():
     with pytest.raises(ConfigError) as refused:
         of("--max-total-tokens", "4097").with_manifest(Manifest("llama", 4096, ()))
-    rule = "is more than the 4096 positions that someone/model was trained for; give at most 4096"
+    rule = "exceeds the context length of someone/model; give at most 4096"
     assert str(refused.value) == f"--max-total-tokens 4097 (MAX_TOTAL_TOKENS) {rule}"
 
 

@@ -120,5 +120,5 @@ def test_health_and_info_answer_as_written(made_and_run):
 
 
 def test_the_second_run_is_quick_to_its_first_line(made_and_run):
-    wait_until(lambda: "starts; model" in made_and_run.log, "the first line")
+    wait_until(lambda: "Starting neuron-textgen" in made_and_run.log, "the first line")
     assert "Installing" not in made_and_run.log, "what is installed is installed again"
