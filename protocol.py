@@ -1,4 +1,4 @@
-"""The messages between web processes and the worker: msgspec structs in msgpack, never pickle.
+"""The messages between API server processes and the worker: msgspec structs in msgpack, never pickle.
 
 A request on the wire: `Generate` (in a `SubmitRequests`), then a `PromptDone` and `Token`s inside the
 `Tokens` of each step, until exactly one terminal message: a `Token` with a `finish_reason`, or an `End`.
@@ -25,7 +25,7 @@ class SamplingParameter(NamedTuple):
 
     neutral: int | float  # without effect; its type is the parameter's
     limits: Meta
-    on_device: bool = False  # a device can sample with it
+    on_device: bool = False  # supported by on-device sampling
     is_filter: bool = False  # without effect on greedy requests
 
     def allows(self, value: float) -> bool:
@@ -34,8 +34,8 @@ class SamplingParameter(NamedTuple):
         return above_least and (limits.le is None or value <= limits.le)
 
 
-# Fields of requests, their checks, the defaults of a model, and what a device refuses follow from this table;
-# engine/sampling.py computes them.
+# Request fields, their checks, a model's defaults, and what on-device sampling rejects follow from this
+# table; engine/sampling.py applies them.
 SAMPLING_PARAMETERS = {
     "temperature": SamplingParameter(1.0, Meta(ge=0), on_device=True),
     "top_k": SamplingParameter(0, Meta(ge=-1), on_device=True, is_filter=True),  # 0 and vLLM's -1: all tokens
@@ -61,7 +61,7 @@ class Sampling(SamplingNumbers, frozen=True):
     seed: int | None = None
     # (token id, value added to its logit)
     logit_bias: list[tuple[int, float]] = msgspec.field(default_factory=list)
-    is_seed_given: bool = False  # by the client; a device draws without it
+    is_seed_given: bool = False  # by the client; on-device sampling has no seeds
 
 
 class GenerateOptions(msgspec.Struct, frozen=True, kw_only=True):
@@ -71,15 +71,15 @@ class GenerateOptions(msgspec.Struct, frozen=True, kw_only=True):
     top_n_tokens: int = 0
     min_new_tokens: int = 0  # no end-of-sequence token before that many tokens
     ignore_eos: bool = False  # an end-of-sequence token does not end the completion
-    logprobs: bool = True  # of generated tokens; never available where the device samples
+    logprobs: bool = True  # of generated tokens; not available with on-device sampling
     prompt_logprobs: bool = False
-    grammar: str = ""  # of the text (text/grammar.py); "": any text
-    keep_eos: bool = False  # a text that its grammar completes still gets its end-of-sequence token
-    prediction: list[int] = []  # what the client expects as the text: guesses of its tokens
+    grammar: str = ""  # that constrains the output (text/grammar.py); "": none
+    keep_eos: bool = False  # a completed grammar still gets an end-of-sequence token
+    prediction: list[int] = []  # the output that the client expects, as draft tokens
 
 
 class Generate(GenerateOptions, frozen=True):
-    """Continue `prompt`. `id` is random, 63 bits, unique among all web processes."""
+    """Continue `prompt`. `id` is random, 63 bits, unique among all API server processes."""
 
     id: int
     prompt: list[int]
@@ -89,8 +89,8 @@ class Generate(GenerateOptions, frozen=True):
 
 
 class SubmitRequests(msgspec.Struct, tag="submit", frozen=True):
-    """Web → worker: everything that one HTTP request asks for. All of it is accepted, or all of it is
-    refused."""
+    """Web → worker: everything that one HTTP request asks for. All of it is admitted, or all of it is
+    rejected."""
 
     generates: list[Generate]
 
@@ -103,7 +103,7 @@ class Cancel(msgspec.Struct, tag="cancel", frozen=True):
 
 
 class Hello(msgspec.Struct, tag="hello", frozen=True):
-    """Web → worker: a web process has started; `ready` once it accepts requests."""
+    """Web → worker: an API server process has started; `ready` once it accepts requests."""
 
     pid: int
     ready: bool
@@ -117,7 +117,7 @@ class RequestStats(msgspec.Struct, tag="request_stats", frozen=True):
     of the HTTP request.
     """
 
-    status: int  # HTTP; 499: client disconnect; 0: the web process is gone
+    status: int  # HTTP; 499: client disconnect; 0: the API server process has ended
     outcome: str | None = None
     duration_s: float = 0.0
     validation_s: float = 0.0
@@ -126,7 +126,7 @@ class RequestStats(msgspec.Struct, tag="request_stats", frozen=True):
     first_token_s: float | None = None
     input_tokens: int = 0
     generated_tokens: int = 0
-    accepted_draft_tokens: int = 0  # those of them that took no step of their own
+    accepted_draft_tokens: int = 0  # how many of the generated ones
     max_new_tokens: int = 0
 
 
@@ -137,20 +137,20 @@ class MetricsRequest(msgspec.Struct, tag="metrics_request", frozen=True):
 
 
 class Token(msgspec.Struct, array_like=True, frozen=True, gc=False):
-    """One generated token. `logprob` is of the model's own distribution, None where it was not requested or
-    the device samples; `top` holds (token id, logprob), most likely first."""
+    """One generated token. `logprob` is of the model's own distribution, None if it was not requested or
+    with on-device sampling; `top` holds (token id, logprob), most likely first."""
 
     id: int
     token: int
     logprob: float | None
     top: list[tuple[int, float]] = []
     finish_reason: str | None = None  # "length" or "eos_token" on the last token
-    from_draft: bool = False  # it took no step of its own
+    from_draft: bool = False  # an accepted draft token
 
 
 class PromptDone(msgspec.Struct, array_like=True, frozen=True, gc=False):
-    """The prompt of a request has been run, but for the `cached` tokens that a slot held. `logprobs` are of
-    its tokens from the second on, if requested; `top` holds the `top_n_tokens` most likely (token id,
+    """The prompt of a request has been run, except for the `cached` tokens. `logprobs` are of its tokens from
+    the second on, if requested; `top` holds the `top_n_tokens` most likely (token id,
     logprob) at each of these positions."""
 
     id: int
@@ -161,7 +161,7 @@ class PromptDone(msgspec.Struct, array_like=True, frozen=True, gc=False):
 
 
 class Tokens(msgspec.Struct, tag="tokens", frozen=True):
-    """Worker → web: the outputs of one step for one web process; no token comes before its request's
+    """Worker → web: the outputs of one step for one API server process; no token comes before its request's
     `PromptDone`."""
 
     tokens: list[Token]
@@ -171,7 +171,7 @@ class Tokens(msgspec.Struct, tag="tokens", frozen=True):
 class End(msgspec.Struct, tag="end", frozen=True):
     """Worker → web: the request `id` ends without a (further) token.
 
-    `reason`: "cancelled", "overloaded" or "draining" (refused at once), or "failed" with a `message` that a
+    `reason`: "cancelled", "overloaded" or "draining" (rejected at once), or "failed" with a `message` that a
     client may read.
     """
 
@@ -183,9 +183,9 @@ class End(msgspec.Struct, tag="end", frozen=True):
 class Status(msgspec.Struct, tag="status", frozen=True):
     """Worker → web, every HEARTBEAT_S: the worker's state.
 
-    `phase` is "ready" when requests are accepted, before that the phase of the boot. `due_at` is when the
+    `phase` is "ready" when requests are accepted, before that the startup phase. `due_at` is when the
     running step counts as stuck, in seconds of CLOCK_MONOTONIC (which on Linux stands still while the machine
-    is suspended), or 0 when the device is idle. `full`: new requests are refused as overload.
+    is suspended), or 0 when the device is idle. `full`: new requests are rejected as overload.
     """
 
     phase: str
@@ -214,7 +214,7 @@ class ModelInfo(msgspec.Struct, tag="model_info", frozen=True):
     sampling: str = "host"  # or "device": token ids only, no log-probabilities
     quantize: str | None = None  # or "int8", "int4"
     sampling_defaults: dict[str, int | float] = {}  # of requests below /v1, by the names of `Sampling`
-    stop_strings: list[str] = []  # that end the completions of such requests, too
+    stop_strings: list[str] = []  # that also end the completions of such requests
 
 
 class MetricsText(msgspec.Struct, tag="metrics", frozen=True):

@@ -1,7 +1,7 @@
-"""A run of the server: its private folder and its socket, and what its processes ask of the machine.
+"""A run of the server: its private folder and its socket, and what its processes need of the machine.
 
 Owns `ConfigError`, the limits of this process that are too low for any model, and the lines that explain a
-full disk or used-up memory.
+full disk or exhausted memory.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 
-PARENT = "NEURON_TEXTGEN_PARENT"  # a variable: the process that starts another one here sets it to its id
+PARENT = "NEURON_TEXTGEN_PARENT"  # environment variable: the id of the process that started this one
 SOCKET = "worker.sock"  # in the folder of a run
-MAX_SOCKET_NAME = 107  # bytes; of the kernel
+MAX_SOCKET_NAME = 107  # bytes; the kernel's limit
 MIN_FILES = 256  # open files of a process that serves a few connections
 MIN_ADDRESS_SPACE = 2_000_000_000  # bytes; the demonstration model takes 1.4 GB
 OTHER_FOLDERS = "name another folder with TMPDIR, --model-cache (MODEL_CACHE) or NUMBA_CACHE_DIR"
@@ -80,7 +80,7 @@ def check_limits(run_dir: Path) -> None:
     excess = len(os.fsencode(run_dir / SOCKET)) - MAX_SOCKET_NAME
     if excess > 0:
         raise ConfigError(
-            f"{run_dir.parent}: the name is {excess} bytes too long for a folder with a socket; "
+            f"{run_dir.parent}: the path is {excess} bytes too long for a folder with a socket; "
             "name another with TMPDIR"
         )
     for kind, least, what in (
@@ -96,8 +96,8 @@ def check_limits(run_dir: Path) -> None:
 
 
 def explained(error: OSError | MemoryError, where: str | None = None) -> str | None:
-    """One line: which resource of the machine is used up, and what to do. None: no such error. `where`: the
-    file, where the error does not name it."""
+    """One line with the exhausted resource of the machine and the remedy; None for other errors. `where`: the
+    file, if the error does not name it."""
     number = errno.ENOMEM if isinstance(error, MemoryError) else error.errno
     if number not in REMEDIES:
         return None

@@ -1,9 +1,9 @@
 """HTTP: the Flask app with its API key, CORS and errors, and the gunicorn server around it.
 
-A web process reads and validates requests, turns text into token ids, sends them to the worker
-(api/engine_client.py) and turns the generated tokens back into text. Whatever a client can get wrong is
-answered here, before the worker is asked. Each request runs in a greenlet of gunicorn's gevent worker. The
-routes are in api/routes.py.
+An API server process reads and validates requests, turns text into token ids, sends them to the worker
+(api/engine_client.py) and turns the generated tokens back into text. Client errors are answered here, before
+anything is sent to the worker. Each request runs in a greenlet of gunicorn's gevent worker. The routes are in
+api/routes.py.
 
     python3 web.py      serves, with the configuration that `entrypoint.sh` resolved for this run
 """
@@ -51,15 +51,14 @@ SPARE_FDS = 200  # for everything but connections
 
 
 def create_app(config: Config, engine: EngineClient) -> Flask:
-    """The WSGI application. Serves from the first moment; until the model is ready it answers 503."""
+    """The WSGI application. Until the model is ready it answers 503."""
     files = None if config.no_web_page else status.PAGE_FILES
     app = Flask("neuron-textgen", static_folder=files, static_url_path="/page")
     if config.root_path:
         app.wsgi_app = RootPathMiddleware(app, config.root_path)
-    # Werkzeug cuts a chunked body here without an error.
+    # Werkzeug truncates a chunked body here without an error.
     app.config["MAX_CONTENT_LENGTH"] = config.payload_limit + 1
-    # The pages at /docs, and a redirect to them without a host, which may be anybody's in the request's own
-    # header.
+    # The pages at /docs, and a redirect to them without a host, because a request's Host header may name any.
     app.register_blueprint(get_swaggerui_blueprint(DOCS.rstrip("/"), f"..{DOCUMENT}"))
     app.add_url_rule(DOCS.rstrip("/"), "docs", lambda: redirect(request.script_root + DOCS))
     process = server.Server(config, engine)
@@ -80,8 +79,8 @@ def create_app(config: Config, engine: EngineClient) -> Flask:
 
 
 class RootPathMiddleware:
-    """WSGI: a request whose path begins with `--root-path` is the one without it, if it is no route as it
-    stands: with /v1 as the root path, /v1/models is there, and below it."""
+    """WSGI: strips `--root-path` from a path that is no route by itself: with the root path /v1, /v1/models
+    and /v1/v1/models are the same route."""
 
     def __init__(self, app: Flask, root_path: str):
         self._app = app.wsgi_app
@@ -105,7 +104,7 @@ class AuthAndCors:
         self._keys = ApiKeys(config)
 
     def admit(self) -> Response | None:
-        gevent.sleep(0)  # a client that sends requests ahead must not keep the event loop to itself
+        gevent.sleep(0)  # a client that pipelines requests must not keep the event loop to itself
         given = request.headers.get("X-Request-Id", "")
         g.request_id = given if REQUEST_ID.fullmatch(given) else secrets.token_hex(12)
         fields = {"request_id": g.request_id}
@@ -148,7 +147,7 @@ class AuthAndCors:
         if self._keys.are_none:
             return True
         scheme, _, given = request.headers.get("Authorization", "").partition(" ")
-        keys = [request.headers.get("x-api-key", "")]  # where Anthropic's clients have it
+        keys = [request.headers.get("x-api-key", "")]  # used by Anthropic's clients
         if scheme.lower() == "bearer":
             keys.append(given)
         # WSGI hands the bytes of a header over as Latin-1.
@@ -156,8 +155,7 @@ class AuthAndCors:
 
 
 class ApiKeys:
-    """The keys that are taken: that of `--api-key`, and those of a file, which may change while the server
-    runs."""
+    """The accepted keys: that of `--api-key`, and those of a file, which may change while the server runs."""
 
     def __init__(self, config: Config):
         self._own = [config.api_key.encode()] if config.api_key else []
@@ -174,7 +172,7 @@ class ApiKeys:
         return any(hmac.compare_digest(given, key) for key in (*self._own, *self._of_file))
 
     def _refresh(self) -> None:
-        """A file that is gone or has no key leaves the keys as they are."""
+        """Keeps the current keys if the file is missing or has none."""
         if not self._file:
             return
         try:
@@ -183,11 +181,11 @@ class ApiKeys:
                 self._of_file = [key.encode() for key in keys_of(self._file)]
                 self._read_at = (found.st_mtime_ns, found.st_ino)
         except (OSError, ValueError) as error:
-            logger.warning("--api-key-file: the keys stay as they are: %s", error)
+            logger.warning("--api-key-file: reload failed, keeping the current keys: %s", error)
 
 
 class ErrorHandlers:
-    """Every error is answered in JSON, in the shape of the route's own dialect, and counted."""
+    """Answers every error in JSON, in the error format of the route's API, and counts it."""
 
     def __init__(self, process: server.GunicornServer):
         self._process = process
@@ -216,7 +214,7 @@ class ErrorHandlers:
     def http_error(self, error: HTTPException) -> Response:
         if isinstance(error, ClientDisconnected):
             g.outcome = "dropped" if "generates" in g else None
-            return Response(status=CLIENT_CLOSED_REQUEST)  # for the metrics; the client is gone
+            return Response(status=CLIENT_CLOSED_REQUEST)  # for the metrics; the client has disconnected
         response = self.api_error(self._of_http(error))
         if allowed := getattr(error, "valid_methods", None):
             response.headers["Allow"] = ", ".join(allowed)
@@ -233,7 +231,7 @@ class ErrorHandlers:
             self._process.record_failure(response.status_code)
         if response.status_code < 500 and "refusal" in g:
             fields = {"request_id": g.request_id, "status": response.status_code, "error": g.refusal}
-            logger.info("request refused", extra={"fields": fields, "is_limited": True})
+            logger.info("request rejected", extra={"fields": fields, "is_limited": True})
         return response
 
     def _of_http(self, error: HTTPException) -> ApiError:
@@ -248,7 +246,7 @@ class ErrorHandlers:
 
 
 class _GunicornLog(gunicorn.glogging.Logger):
-    """Gunicorn's warnings go where this server's log goes, in its format."""
+    """Sends gunicorn's warnings to this server's log, in its format."""
 
     def setup(self, cfg) -> None:
         self.error_log.propagate = True
@@ -284,7 +282,7 @@ class GunicornServer(gunicorn.app.base.BaseApplication):
             "worker_connections": self._max_connections,
             "keepalive": math.ceil(self._config.client_timeout),  # for the headers, and between requests
             "forwarder_headers": "",  # no client may set the path under which this server is mounted
-            # The most that gunicorn allows: GET /infer carries its sentence there.
+            # The most that gunicorn allows: GET /infer has its text there.
             "limit_request_line": 8190,
             "limit_request_fields": 100,
             "limit_request_field_size": 8190,
@@ -316,14 +314,14 @@ class GunicornServer(gunicorn.app.base.BaseApplication):
         self._in_progress += change
 
     def _quit_when_done(self, worker) -> None:
-        """On SIGTERM gunicorn waits for connections, and idle ones stay; this waits for requests in progress
+        """On SIGTERM gunicorn waits for all connections, idle ones too; this waits for requests in progress
         only."""
         while worker.alive or self._in_progress:
             gevent.sleep(0.1)
         os.kill(os.getpid(), signal.SIGQUIT)
 
     def load(self) -> Flask:
-        """Runs in each web process, after the fork."""
+        """Runs in each API server process, after the fork."""
         die_with_parent()
         engine = EngineClient(
             socket_address(),
@@ -338,7 +336,7 @@ class GunicornServer(gunicorn.app.base.BaseApplication):
 
     def _load_text(self, info: ModelInfo) -> ModelText:
         text = ModelText.load(info, self._config)
-        if info.sampling != "device":  # which takes no grammars
+        if info.sampling != "device":  # which supports no grammars
             text.grammars.start()
         return text
 

@@ -1,7 +1,7 @@
-"""The process that owns the device: boot, and the loop receive → next step → run → update → publish.
+"""The engine worker, which owns the device: boot, and the loop receive → next step → run → update → publish.
 
-Requests arrive as token ids and leave as token ids; text and HTTP never reach this process. engine/ has the
-parts: what runs next (scheduler.py), one step of the device (step.py), a request's life (requests.py),
+Requests arrive as token ids and leave as token ids; text and HTTP never reach this process. The parts are in
+engine/: what runs next (scheduler.py), one step of the device (step.py), a request's life (requests.py),
 messages (outputs.py), the socket (link.py).
 """
 
@@ -57,7 +57,7 @@ class WorkerDeps:
     link: Link
     admission: Admission
     metrics: Metrics
-    grammars: Grammars | None = None  # None where the device samples
+    grammars: Grammars | None = None  # None with on-device sampling
     profiler: Profiler | None = None
     web_processes: int = 0  # how many to wait for before logging "Connected"
     address: str = ""  # of the HTTP server, for the log
@@ -94,7 +94,7 @@ class Worker:
 
     @property
     def draining(self) -> bool:
-        """Whether new requests are refused."""
+        """Whether new requests are rejected."""
         return self.admission.is_draining
 
     @property
@@ -104,7 +104,7 @@ class Worker:
 
     @property
     def is_idle(self) -> bool:
-        """Nothing is known of any request: all slots are free, and the queue is empty."""
+        """There are no requests: all slots are free, and the queue is empty."""
         return not (self.requests or self.admission.count or self.scheduler.busy or self.scheduler.waiting)
 
     def run(self) -> None:
@@ -115,7 +115,7 @@ class Worker:
                 self.step()
             self.admission.drain()
             self._report()
-            while self.admission.count > len(self.requests):  # what arrived meanwhile is refused
+            while self.admission.count > len(self.requests):  # what arrived meanwhile is rejected
                 self.receive()
             for request in self.requests:
                 self.requests.end(request, "draining")
@@ -150,7 +150,7 @@ class Worker:
             self.requests.end(request, "failed")
 
     def next(self) -> Step | None:
-        """Before requests that have waited too long are refused: one that gets a slot now has not."""
+        """Schedules before it rejects overdue requests: one that gets a slot now is not overdue."""
         now = time.monotonic()
         step = self.scheduler.next(now)
         preparing = self._preparation.requests if self._preparation else ()
@@ -163,14 +163,14 @@ class Worker:
         for request in step.started:
             request.log("prompt begins", slot=request.slot, cached=request.cached)
         self._report(self._timer.limit_s(step.prompt_tokens))
-        self.outputs.flush()  # of the step before, while this one runs
+        self.outputs.flush()  # outputs of the last step, while this one runs
         output = self._runner.run(step)
         if not output.failure:
             self._timer.record(step.prompt_tokens, output.ran_at - output.started_at)
         return output
 
     def update(self, output: StepOutput) -> None:
-        """Frees the slots of requests that are over, and forgets these."""
+        """Frees the slots of finished requests, and forgets these."""
         step = output.step
         for i, message in output.errors.items():
             self.requests.end(step.requests[i], "failed", message)
@@ -186,7 +186,7 @@ class Worker:
         output.done_at = self._progress_at = time.monotonic()
 
     def drain(self) -> None:
-        """Refuses new requests; the loop ends with the last running one. Signal handlers may call it."""
+        """Rejects new requests; the loop ends with the last running one. Signal handlers may call it."""
         self.admission.drain()
         self.link.interrupt()
 
@@ -208,7 +208,7 @@ class Worker:
         }
 
     def _report(self, limit_s: float | None = None) -> None:
-        """The status for the web processes; `limit_s`: how long the step that starts now may take."""
+        """The status for the API server processes; `limit_s`: how long the step that starts now may take."""
         status = Status(
             phase="draining" if self.draining else "ready",
             steps=self.steps,
@@ -240,7 +240,7 @@ class Worker:
                 continue
             try:
                 self._queue(request)
-            except Exception:  # web processes check everything; what they overlook must not end the loop
+            except Exception:  # API server processes check everything; what they miss must not end the loop
                 logger.exception("request %s cannot be run", generate.request_id)
                 self.requests.end(request, "failed", "the request cannot be run")
 
@@ -266,7 +266,7 @@ class Worker:
             self.scheduler.add(prepared.request)
 
     def _cancel_all_of(self, peer: bytes) -> None:
-        """Cancels the requests of a web process that is gone, and counts them, since it no longer can."""
+        """Cancels and counts the requests of an API server process that has ended."""
         lost = self.requests.of_peer(peer)
         for _ in {request.group for request in lost}:
             self.metrics.record(RequestStats(0, "dropped"))
@@ -281,11 +281,11 @@ class Worker:
                 (run_dir() / "ready").touch()
                 logger.info("Connected")
                 if self._address:
-                    logger.info("%s answers requests, and is a page for browsers", self._address)
+                    logger.info("Listening on %s (API and web UI)", self._address)
 
 
 class Boot:
-    """Makes a worker, reporting each phase to the web processes."""
+    """Makes a worker, reporting each phase to the API server processes."""
 
     def __init__(self, config: Config, link: Link, admission: Admission, metrics: Metrics):
         self._config = config
@@ -302,7 +302,7 @@ class Boot:
                 config.max_batch_size or 0, config.max_input_tokens, config.max_total_tokens
             )
         profiler = Profiler.of(config, prepared.device)
-        # Without `with`, which would wait for what runs aside where the model cannot be loaded.
+        # Without `with`, which would wait for these threads if the model cannot be loaded.
         aside = ThreadPoolExecutor(2)
         compiling = None
         if config.sampling != "device":
@@ -339,7 +339,7 @@ class Boot:
 
     @contextlib.contextmanager
     def phase(self, name: str, what: str) -> Iterator[None]:
-        """Reports a phase to the web processes, and logs it with its duration."""
+        """Reports a phase to the API server processes, and logs it with its duration."""
         started_at = time.monotonic()
         self._link.report(Status(name))
         logger.info("%s %s", name.capitalize(), what)
@@ -360,8 +360,8 @@ class Boot:
             try:
                 compiling.result()
             except OSError as error:
-                what = f"no room for compiled loops in {os.environ.get('NUMBA_CACHE_DIR')} ({error})"
-                raise ConfigError(f"{what}; NUMBA_CACHE_DIR names another folder") from error
+                what = f"no space for compiled loops in {os.environ.get('NUMBA_CACHE_DIR')} ({error})"
+                raise ConfigError(f"{what}; set NUMBA_CACHE_DIR to another folder") from error
 
     def _announce(
         self,
@@ -370,7 +370,7 @@ class Boot:
         model: StaticBatchModel,
         eos_token_ids: list[int],
     ) -> None:
-        """Tells the web processes and the log what is served."""
+        """Tells the API server processes and the log what is served."""
         has_defaults = self._config.generation_config != "none"
         info = ModelInfo(
             model_name=self._config.model_name,
@@ -405,13 +405,12 @@ class Boot:
 
 
 def limits_of(config: Config, model: StaticBatchModel) -> Limits:
-    """The scheduler's limits; logs which settings have no effect, or another one than might be thought, on
-    this model."""
+    """The scheduler's limits; logs settings that have no effect, or an unexpected one, on this model."""
     is_paced = config.waiting_served_ratio or config.max_waiting_tokens != Config.max_waiting_tokens
     if model.supports_chunked_prefill and is_paced:
         logger.info(
             "--waiting-served-ratio and --max-waiting-tokens have no effect here: "
-            "prompts run beside decode steps"
+            "prompts run in the same steps as decodes (chunked prefill)"
         )
     limits = Limits(
         slots=model.batch_size,
@@ -432,9 +431,9 @@ def limits_of(config: Config, model: StaticBatchModel) -> Limits:
     )
     if limits.delays_running:
         logger.warning(
-            "--max-batch-prefill-tokens %d (MAX_BATCH_PREFILL_TOKENS): the running requests may wait for "
-            "that many tokens of prompts before each of their own. Values made for TGI are too large here; "
-            "leave it unset (%d%s) unless the time to first token matters more than the time between tokens",
+            "--max-batch-prefill-tokens %d (MAX_BATCH_PREFILL_TOKENS): running requests may wait for "
+            "that many prompt tokens before each of their own. Values made for TGI are too large here; leave "
+            "it unset (%d%s) unless time to first token matters more than inter-token latency",
             config.max_batch_prefill_tokens,
             limits.default_budget,
             " for each of up to four prompts" if model.supports_chunked_prefill else "",
@@ -445,18 +444,18 @@ def limits_of(config: Config, model: StaticBatchModel) -> Limits:
 def _check_vocabulary(tokenizer: TokenizerFacts, model: StaticBatchModel) -> None:
     if tokenizer.largest_id >= model.vocab_size:
         raise ConfigError(
-            f"the tokenizer in {tokenizer.folder} makes the token {tokenizer.largest_id} of ordinary text, "
-            f"and the vocabulary of the model has the tokens 0 to {model.vocab_size - 1}"
+            f"the tokenizer in {tokenizer.folder} encodes ordinary text as token {tokenizer.largest_id}, "
+            f"but the model's vocabulary has the tokens 0 to {model.vocab_size - 1}"
         )
 
 
 def known_eos_ids(ids: Iterable[int], vocab_size: int) -> list[int]:
-    """Without those that the model does not have: some checkpoints name them."""
+    """The ids in the vocabulary: some checkpoints name others."""
     named = list(dict.fromkeys(ids))
     known = [i for i in named if 0 <= i < vocab_size]
     if known != named:
         logger.warning(
-            "EOS ids that are ignored, as the vocabulary has the tokens 0 to %d: %.200s",
+            "Ignoring EOS ids outside of the vocabulary (0 to %d): %.200s",
             vocab_size - 1,
             ", ".join(str(i) for i in named if i not in known),
         )
@@ -464,8 +463,8 @@ def known_eos_ids(ids: Iterable[int], vocab_size: int) -> list[int]:
 
 
 def log_thread_failure(link: Link, failure: threading.ExceptHookArgs) -> None:
-    """After an error that ends a thread: ends the process if it was the socket's. Without another, such as a
-    library's, requests are still served."""
+    """Logs an error that ended a thread, and ends the process if it was the socket's thread. Without another
+    one, such as a library's, requests are still served."""
     is_needed = failure.thread is link.thread
     name = failure.thread.name if failure.thread else "unknown"
     level = logging.CRITICAL if is_needed else logging.ERROR
@@ -498,8 +497,8 @@ def main() -> int:
         code = log_failure(error)
     finally:
         link.close()
-        gc.freeze()  # saves the interpreter most of a second at its end
-    # The interpreter's own end would wait for what a failed start has left running aside.
+        gc.freeze()  # saves most of a second at exit
+    # A normal exit would wait for threads that a failed startup has left running.
     os._exit(code)
 
 

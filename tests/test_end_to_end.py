@@ -253,7 +253,7 @@ def test_a_port_in_use_is_refused():
 
 def test_no_room_for_what_is_compiled_is_refused(tmp_path):
     little = ("bash", "-c", "ulimit -f 16; PYTHONDONTWRITEBYTECODE=1 exec ./entrypoint.sh serve")  # 16 KB a file
-    assert "NUMBA_CACHE_DIR names another folder" in refused(command=little, NUMBA_CACHE_DIR=str(tmp_path))
+    assert "set NUMBA_CACHE_DIR to another folder" in refused(command=little, NUMBA_CACHE_DIR=str(tmp_path))
 
 
 def test_corrupt_weights_are_refused(tmp_path):

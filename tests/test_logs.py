@@ -44,7 +44,7 @@ def test_a_warning_or_error_that_repeats_without_end_is_logged_a_few_times_with_
 
 def test_refused_requests_are_logged_at_info_a_few_times_a_minute(log):
     for n in range(200):
-        logging.getLogger("web").info("request refused", extra={"fields": {"request_id": n}, "is_limited": True})
+        logging.getLogger("web").info("request rejected", extra={"fields": {"request_id": n}, "is_limited": True})
     assert len(log()) == logs.REPEATS + 1
 
 

@@ -180,7 +180,7 @@ def test_ids_beyond_the_vocabulary_do_not_keep_a_model_from_being_served(tmp_pat
     with Server("--model-id", str(folder)) as server:
         server.wait_ready()
         assert server.generate("A fox", max_new_tokens=2)[0] == 200
-        assert server.log.count("EOS ids that are ignored") == 1
+        assert server.log.count("Ignoring EOS ids") == 1
         assert server.stop() == 0
 
 

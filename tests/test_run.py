@@ -78,7 +78,7 @@ LONGEST = run.MAX_SOCKET_NAME - len("/neuron-textgen.12345678/worker.sock")
 def test_a_folder_for_temporary_files_with_too_long_a_name_is_refused_with_the_variable(with_name_of):
     folder = with_name_of(LONGEST + 1)
     line = one_error(run_in(folder, "sh", "-c", START))
-    assert line == f"error: {folder}: the name is 1 bytes too long for a folder with a socket; name another with TMPDIR"
+    assert line == f"error: {folder}: the path is 1 bytes too long for a folder with a socket; name another with TMPDIR"
     assert not [*folder.iterdir()]
 
 

@@ -185,7 +185,7 @@ def test_behind_connected_stands_the_address(monkeypatch, tmp_path, caplog):
     driven.worker._address = Config(port=8081).address
     driven.arrive(Hello(1, True))
     driven.step()
-    assert caplog.messages[-2:] == ["Connected", "http://localhost:8081/ answers requests, and is a page for browsers"]
+    assert caplog.messages[-2:] == ["Connected", "Listening on http://localhost:8081/ (API and web UI)"]
 
 
 # Failures
@@ -445,14 +445,14 @@ def test_a_prefill_budget_above_every_default_is_advised_against(engine, most, d
     assert limits_of(Config(max_batch_prefill_tokens=4096), model).max_batch_prefill_tokens == 4096
     (record,) = caplog.records
     assert record.levelname == "WARNING"
-    assert record.getMessage().startswith("--max-batch-prefill-tokens 4096 (MAX_BATCH_PREFILL_TOKENS): the running requests")
+    assert record.getMessage().startswith("--max-batch-prefill-tokens 4096 (MAX_BATCH_PREFILL_TOKENS): running requests")
     assert f"leave it unset ({default}) unless" in record.getMessage()
 
 
 def test_eos_ids_that_the_model_does_not_have_are_ignored_with_one_warning(caplog):
     assert worker.known_eos_ids([2, 10**30, -1, 2, 99, 100], 100) == [2, 99]
     (record,) = caplog.records
-    assert "0 to 99: 1000000000" in record.getMessage()
+    assert "(0 to 99): 1000000000" in record.getMessage()
     assert record.getMessage().endswith(", -1, 100")
     caplog.clear()
     assert worker.known_eos_ids([0, 99], 100) == [0, 99]

@@ -111,7 +111,7 @@ def test_keys_of_a_file_are_taken_beside_the_one_of_the_setting_and_can_be_repla
         assert taken() == {"own", "second", "new"}, "a server is never open because its file is broken"
     file.unlink()
     assert taken() == {"own", "second", "new"}
-    assert "--api-key-file: the keys stay as they are: " in caplog.text
+    assert "--api-key-file: reload failed, keeping the current keys: " in caplog.text
 
 
 def test_a_refused_request_has_one_line_that_says_why_without_what_the_client_wrote(serve, caplog):
@@ -123,7 +123,7 @@ def test_a_refused_request_has_one_line_that_says_why_without_what_the_client_wr
     served.post("/generate", {"inputs": "my words", "parameters": {"temperature": -1}}, headers=headers)
     served.client.get("/nowhere", headers=headers)
     served.client.get("/health")
-    refused = [record.fields for record in caplog.records if record.getMessage() == "request refused"]
+    refused = [record.fields for record in caplog.records if record.getMessage() == "request rejected"]
     assert [fields["status"] for fields in refused] == [401, 422, 404]
     assert "Unauthorized" in refused[0]["error"] and "temperature" in refused[1]["error"]
     assert "my words" not in str(refused) and all(fields["request_id"] for fields in refused)

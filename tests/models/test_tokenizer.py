@@ -152,5 +152,5 @@ def test_a_tokenizer_whose_tokens_the_model_does_not_have_is_refused(tmp_path, m
     (folder / "tokenizer.json").write_text(json.dumps(written))
     with Server("--model-id", str(folder)) as server:
         assert server.wait_exit() == 2
-        assert f"the tokenizer in {folder} makes the token 100" in server.log
-        assert "of ordinary text, and the vocabulary of the model has the tokens 0 to " in server.log
+        assert f"the tokenizer in {folder} encodes ordinary text as token 100" in server.log
+        assert "but the model's vocabulary has the tokens 0 to " in server.log
