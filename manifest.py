@@ -181,7 +181,7 @@ def check_weights(parameters: int, folder: Path) -> None:
     files = {path for pattern in WEIGHT_FILES for path in folder.glob(pattern)}
     try:
         stored = sum(path.stat().st_size for path in files)
-    except OSError as error:  # a link to a file that is gone
+    except OSError as error:  # a link to a missing file
         raise ConfigError(f"{error.filename} cannot be read: {error.strerror}") from None
     if parameters > stored + COMPUTED:  # a parameter takes at least a byte
         raise ConfigError(

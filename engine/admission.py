@@ -1,4 +1,4 @@
-"""How many requests the worker admits: the limit of those that run and wait, and draining."""
+"""Admission control: the limit of running and waiting requests, and draining."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import threading
 
 
 class Admission:
-    """How many requests are admitted and not over. The socket's thread admits, the loop releases."""
+    """Counts the admitted requests that have not ended. The socket's thread admits, the loop releases."""
 
     def __init__(self, limit: int):
         self.limit = limit
@@ -33,5 +33,5 @@ class Admission:
             self.count -= 1
 
     def drain(self) -> None:
-        """Admits nothing any more. May be called from a signal handler."""
+        """Stops admitting. May be called from a signal handler."""
         self.is_draining = True

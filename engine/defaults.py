@@ -1,4 +1,4 @@
-"""The defaults of sampling for requests below /v1: those of the model's generation_config.json."""
+"""Sampling defaults of requests below /v1, from the model's generation_config.json."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ logger = logging.getLogger("worker")
 
 
 def sampling_defaults(manifest: Manifest, sampled_on: str) -> dict[str, int | float]:
-    """What generation_config.json says of sampling, as far as it can be used; the log says what is.
+    """The sampling parameters of generation_config.json that can be used; the log lists them.
 
-    sampled_on: "host", "hybrid" or "device", which would refuse requests without what it cannot do.
+    sampled_on: "host", "hybrid" or "device", which would reject requests with unsupported defaults.
     """
     used: dict[str, int | float] = {}
     for name, parameter in SAMPLING_PARAMETERS.items():
@@ -26,7 +26,9 @@ def sampling_defaults(manifest: Manifest, sampled_on: str) -> dict[str, int | fl
         if value is None:
             logger.warning("generation_config.json has %s %r, which cannot be used", name, given)
         elif sampled_on == "device" and not parameter.on_device:
-            logger.warning("generation_config.json has %s %r, which the device cannot do", name, given)
+            logger.warning(
+                "generation_config.json has %s %r, which on-device sampling does not support", name, given
+            )
         else:
             used[name] = value
     if sampled_on == "device" and used.get("top_k", 0) > DEVICE_TOP_K:
@@ -40,7 +42,7 @@ def sampling_defaults(manifest: Manifest, sampled_on: str) -> dict[str, int | fl
 
 
 def _value(name: str, given: Any) -> int | float | None:
-    """The value in the type of its parameter; None where it cannot be used."""
+    """The value in the type of its parameter; None if it cannot be used."""
     parameter = SAMPLING_PARAMETERS[name]
     is_number = isinstance(given, int | float) and not isinstance(given, bool)
     if not is_number or not parameter.allows(given) or abs(given) >= 2**31:

@@ -1,9 +1,9 @@
-"""The worker's end of the socket to the web processes.
+"""The worker's end of the socket to the API server processes.
 
-The worker binds one ROUTER in the private folder of this run; each web process connects one DEALER
+The worker binds one ROUTER in the private folder of this run; each API server process connects one DEALER
 (api/engine_client.py). The socket is owned by a thread, because ZeroMQ sockets must not be shared between
-threads. What must not wait for a step is handled on that thread: metrics, and the admission of requests.
-Everything else goes to the loop's inbox.
+threads. That thread handles what must not wait for a step: metrics, and the admission of requests. Everything
+else goes to the loop's inbox.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ from protocol import (
 logger = logging.getLogger("protocol")
 
 METRICS_SHARE = 0.05  # of a processor, for rendering the metrics: it holds the interpreter's lock
-MAX_METRICS_PAUSE_S = 1.0  # between two times; a web process waits for 2 s (METRICS_TIMEOUT_S)
+MAX_METRICS_PAUSE_S = 1.0  # between two times; an API server process waits for 2 s (METRICS_TIMEOUT_S)
 
 
 class PeerLost(msgspec.Struct, frozen=True):
-    """Put into the inbox when a web process is gone. Never sent."""
+    """Put into the inbox when an API server process has ended. Never sent."""
 
 
 ForLoop = SubmitRequests | Cancel | Hello | PeerLost
@@ -55,7 +55,7 @@ class _Id(msgspec.Struct):
 
 
 class _Ids(msgspec.Struct, tag="submit"):
-    """As little of a SubmitRequests as an answer to it needs."""
+    """The part of a SubmitRequests that a reply needs."""
 
     generates: list[_Id]
 
@@ -71,7 +71,7 @@ class Link:
 
     def __init__(self, address: str, metrics: Metrics, admission: Admission):
         self._status = Status("starting")  # as last reported; without `full`, which `_admission` knows
-        self._told: tuple[str, bool] | None = None  # the phase, and `full`, that web processes know
+        self._told: tuple[str, bool] | None = None  # the phase and `full` that were sent last
         self._metrics = metrics
         self._admission = admission
         self._model_info: ModelInfo | None = None
@@ -83,10 +83,10 @@ class Link:
         self._closing = threading.Event()
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.ROUTER)
-        # Unlimited: a web process that is stopped for a while misses nothing. What waits for it is bounded by
+        # Unlimited: an API server process that is stopped for a while misses nothing. Its queue is bounded by
         # what its requests may generate, and gunicorn ends a process that stays stopped.
         self._socket.sndhwm = 0
-        # Else a message to a peer that is gone is dropped without an error.
+        # Else a message to a disconnected peer is dropped without an error.
         self._socket.router_mandatory = True
         self._socket.linger = 1000
         self._socket.bind(address)
@@ -117,7 +117,7 @@ class Link:
         self._post(peer, message)
 
     def announce(self, info: ModelInfo) -> None:
-        """Sends `info` to every connected web process, and to each that connects later."""
+        """Sends `info` to every connected API server process, and to each that connects later."""
         self._model_info = info
         self._post(None, info)
 
@@ -128,7 +128,7 @@ class Link:
         self.thread.join(timeout=5)
 
     def _post(self, peer: bytes | None, message: FromWorker) -> None:
-        """Lets the socket's thread send a message to one web process, or to all of them (None)."""
+        """Lets the socket's thread send a message to one API server process, or to all of them (None)."""
         self._outbox.put((peer, message))
         os.eventfd_write(self._wake_fd, 1)
 
@@ -154,7 +154,7 @@ class Link:
             poller.poll(max(0.0, next_turn - time.monotonic()) * 1000)
             closing = self._closing.is_set()
             for peer, message in self._drain_outbox():
-                self._send_news()  # first: a client may send its next request as soon as it has its answer
+                self._send_news()  # first: a client may send its next request as soon as it has its response
                 self._send(peer, message)
             self._send_news()
             if closing:
@@ -177,16 +177,16 @@ class Link:
         try:
             message = _decode(body)
         except ValueError as error:
-            logger.error("a message of a web process cannot be decoded: %s", error)
+            logger.error("a message from an API server process cannot be decoded: %s", error)
             self._refuse_unreadable(peer, body)
         else:
             self._handle(peer, message)
-        if is_new:  # behind the message: of a process that is gone, `PeerLost` has to follow its last one
+        if is_new:  # after the message: `PeerLost` has to follow a process's last one
             self._welcome(peer)
 
     def _refuse_unreadable(self, peer: bytes, body: bytes) -> None:
-        """Ends the requests of a message that says too little or something wrong: no client waits for what
-        never runs."""
+        """Ends the requests of a message that cannot be decoded: no client waits for a request that never
+        runs."""
         with contextlib.suppress(ValueError):
             for generate in _decode_ids(body).generates:
                 self._send(peer, End(generate.id, "failed", "the worker cannot read the request"))
@@ -207,7 +207,7 @@ class Link:
             self._inbox.put((peer, message))
 
     def _admit(self, peer: bytes, message: SubmitRequests) -> None:
-        """Refuses at once what there is no room for."""
+        """Rejects at once what exceeds the limit."""
         if reason := self._admission.admit(len(message.generates)):
             for generate in message.generates:
                 self._send(peer, End(generate.id, reason))
@@ -227,15 +227,15 @@ class Link:
             self._send(None, status)
 
     def _answer_metrics(self) -> None:
-        """All requests that wait get the same metrics: rendering them for each would keep this thread from
-        its work."""
+        """All waiting requests get the same text: rendering it for each would keep this thread from its
+        work."""
         requests, self._metrics_requests = self._metrics_requests, []
         text = self._metrics.render()
         for peer, request in requests:
             self._send(peer, MetricsText(request.id, text))
 
     def _send(self, peer: bytes | None, message: FromWorker) -> None:
-        """To one web process, or to all of them (None)."""
+        """To one API server process, or to all of them (None)."""
         body = encode(message)
         for receiver in list(self._peers) if peer is None else [peer]:
             if receiver not in self._peers:

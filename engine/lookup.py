@@ -1,10 +1,10 @@
-"""Guesses of a request's next tokens, looked up in its own text: what followed the last tokens where they
-stood before. Code that is edited, quotations and long keys repeat; a step verifies several guesses for little
-more than one token costs.
+"""Speculative decoding by prompt lookup (n-grams): proposes the tokens that followed an earlier copy of a
+request's last tokens. Edited code, quotations and long keys repeat; a step verifies several draft tokens for
+little more than one token costs.
 
-The longest earlier copy of the last tokens counts, of equal ones the latest, from MATCH tokens on. There are
-twice as many guesses after a step in which all were right, else two more than were right. Where none was,
-they pause for 1 token, then 2, 4, up to 64, so a text that does not repeat itself costs next to nothing.
+The longest copy counts, the latest of equal ones, from MIN_NGRAM tokens on. A step doubles the number of
+draft tokens if all were accepted, else sets it to two more than were accepted. If none was, proposals pause
+for 1 token, then 2, 4, up to 64, so a text that does not repeat itself costs next to nothing.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from collections.abc import Sequence
 import numpy as np
 
 MIN_NGRAM = 2  # tokens; shorter copies are chance
-MAX_NGRAM = 16  # tokens of a copy that are compared
+MAX_NGRAM = 16  # most tokens of a copy that are compared
 INITIAL_DRAFT_TOKENS = 4
 MAX_PAUSE = 64  # tokens
 
 
 class NgramProposer:
-    """The tokens of one request, and how well guesses did. `prediction` is a text that the client expects; it
-    is guessed from its beginning."""
+    """The tokens of one request, and the acceptance of its draft tokens. `prediction` is the output that the
+    client expects, proposed from its beginning."""
 
     def __init__(self, prompt: Sequence[int], prediction: Sequence[int], max_new_tokens: int):
         self._prediction = list(prediction)
@@ -35,20 +35,20 @@ class NgramProposer:
         self._next_pause = 1
 
     def add(self, tokens: Sequence[int]) -> None:
-        """Generated tokens."""
+        """Adds generated tokens."""
         self._tokens[self._end : self._end + len(tokens)] = tokens
         self._end += len(tokens)
         self._pause = max(0, self._pause - len(tokens))
 
     def propose(self, most: int) -> list[int]:
-        """At most `most` tokens; none where nothing is found, or while it pauses."""
+        """At most `most` draft tokens; none without a copy, or during a pause."""
         if most <= 0 or self._pause:
             return []
         begin = self._find()
         return self._tokens[begin : min(begin + most, begin + self._length, self._end)].tolist()
 
     def record_acceptance(self, draft_tokens: int, accepted: int) -> None:
-        """How many of the last guesses were right."""
+        """Records how many of the last draft tokens were accepted."""
         self._length = 2 * draft_tokens if accepted == draft_tokens else accepted + 2
         if accepted:
             self._next_pause = 1
@@ -57,7 +57,7 @@ class NgramProposer:
             self._next_pause = min(2 * self._next_pause, MAX_PAUSE)
 
     def _find(self) -> int:
-        """Where what may follow begins; the end of the text where nothing does."""
+        """Where the draft tokens begin; the end of the text if there are none."""
         tokens = self._tokens[: self._end]
         generated = self._end - self._begin
         if generated < MIN_NGRAM and tokens[self._begin :].tolist() == self._prediction[:generated]:

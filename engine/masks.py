@@ -1,5 +1,5 @@
-"""Token masks of requests with a grammar, computed in a thread while the device runs the step that they are
-for."""
+"""Token masks for constrained decoding, computed in a thread while the device runs the step that needs
+them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Masks(NamedTuple):
     """Which tokens may follow in the rows of a step."""
 
     mask: np.ndarray  # uint32 [rows, ceil(vocab / 32)] as in sampling.py: sample
-    errors: dict[int, Exception]  # by row, where there is none
+    errors: dict[int, Exception]  # of rows without a mask
     seconds: float | None
 
 
@@ -29,8 +29,8 @@ class MaskThread:
         self._thread = ThreadPoolExecutor(1, "worker-masks")
 
     def start(self, matchers: Sequence[Matcher | None]) -> Future[Masks] | None:
-        """Begins to compute the masks of a step's rows, None where any token may follow; nothing to do
-        without matchers."""
+        """Begins to compute the masks of a step's rows; a row without a matcher allows all tokens. None if
+        no row has one."""
         return self._thread.submit(self._masks, matchers) if any(matchers) else None
 
     def _masks(self, matchers: Sequence[Matcher | None]) -> Masks:

@@ -1,9 +1,9 @@
-"""The Prometheus registry of the whole server: TGI's metric names, types, labels and buckets, and some of its
-own.
+"""The Prometheus registry of the whole server: TGI's metric names, types, labels and buckets, and further
+metrics.
 
-It lives in the worker. The output thread counts steps from `StepOutput`s; web processes send `RequestStats`
-for HTTP requests, and request the text when one of them is scraped. Those are handled on the socket's thread,
-so also during boot and while the device is busy. Gauges of the present are read from the worker at that time.
+It lives in the worker. The output thread counts steps from `StepOutput`s. API server processes send
+`RequestStats` for HTTP requests, and request the text when one of them is scraped. The socket's thread
+handles both, so also during startup and while the device is busy; gauges are read from the worker then.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ REASONS = ("backpressure", "wait_exceeded")
 
 # (class, name without "tgi_", help, label name, the label's values that are there from the start)
 METRICS = (
-    (Counter, "request_count", "Finished requests for text"),
-    (Counter, "request_success", "Requests for text that succeeded"),
-    (Counter, "request_failure", "Requests for text that failed, by reason", "err", FAILURES),
+    (Counter, "request_count", "Finished generation requests"),
+    (Counter, "request_success", "Generation requests that succeeded"),
+    (Counter, "request_failure", "Generation requests that failed, by reason", "err", FAILURES),
     (Histogram, "request_duration", "Seconds from a request's arrival to its last token, on success"),
     (Histogram, "request_validation_duration", "Seconds of validation and tokenization, on success"),
     (Histogram, "request_queue_duration", "Seconds that a request waited for a slot, on success"),
@@ -53,9 +53,9 @@ METRICS = (
         "inter_token_latency_duration",
         "Seconds between a decode step's tokens and the previous step's",
     ),
-    (Summary, "request_skipped_tokens", "Tokens of a request that took no step of their own, on success"),
-    (Counter, "speculation_draft_tokens", "Guesses of tokens that were verified"),
-    (Counter, "speculation_accepted", "Guesses of tokens that were right"),
+    (Summary, "request_skipped_tokens", "Accepted draft tokens of a request, on success"),
+    (Counter, "speculation_draft_tokens", "Verified draft tokens"),
+    (Counter, "speculation_accepted", "Accepted draft tokens"),
     (Gauge, "queue_size", "Requests waiting for a slot"),
     (Histogram, "batch_next_size", "Prompts that started in the same step"),
     (Gauge, "batch_current_size", "Requests in the running batch"),
@@ -84,11 +84,11 @@ METRICS = (
     (Counter, "batch_concat", "Prompts that joined a running batch", "reason", REASONS),
     (Histogram, "grammar_mask_duration", "Seconds of computing a step's token masks, while the device runs"),
     (Histogram, "grammar_compile_duration", "Seconds of compiling a grammar"),
-    (Counter, "prefix_cache_tokens", "Prompt tokens that did not run, because a slot held them"),
+    (Counter, "prefix_cache_tokens", "Prompt tokens found in the prefix cache"),
     (Gauge, "ready", "1 while new requests are accepted, else 0"),
     (Gauge, "slots_busy", "Occupied slots"),
     (Gauge, "slots_total", "Slots"),
-    (Gauge, "boot_phase_seconds", "Seconds of a phase of the boot", "phase", ()),
+    (Gauge, "boot_phase_seconds", "Seconds of a startup phase", "phase", ()),
     (Gauge, "last_step_age_seconds", "Seconds since the device finished a step; 0 while idle"),
     (Counter, "steps", "Decode steps"),
     (Counter, "generated_tokens", "Generated tokens"),
@@ -143,7 +143,7 @@ class Metrics:
         self._load = load
 
     def record(self, stats: RequestStats) -> None:
-        """Counts an HTTP request that is over."""
+        """Counts an HTTP request that has ended."""
         if stats.status == 499:
             self.series("client_disconnects").inc()
         elif stats.status >= 400:
@@ -184,7 +184,7 @@ class Metrics:
             self.series("inter_token_latency_duration").observe(output.done_at - self._tokens_at)
         elif step.running:
             self.series("batch_concat_duration", "decode").observe(output.ran_at - output.started_at)
-        if step.num_decodes or not step.running:  # the first tokens follow none
+        if step.num_decodes or not step.running:  # no tokens come before the first ones
             self._tokens_at = output.done_at
         self._count_prompts(step)
 
@@ -212,7 +212,7 @@ class Metrics:
             self.series("request_mean_time_per_token_duration").observe(seconds)
 
     def render(self) -> bytes:
-        """Prometheus' text format. Not the library's own, because TGI's counters do not end in `_total`."""
+        """Prometheus' text format. Not prometheus_client's, because TGI's counters do not end in `_total`."""
         for name, value in self._load().items():
             self.series(name).set(value)
         lines = []

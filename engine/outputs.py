@@ -1,4 +1,4 @@
-"""The outputs of steps as messages for the web processes.
+"""The outputs of steps as messages for the API server processes.
 
 A `Publisher` makes and sends them on a thread of its own, in order, while the next step runs:
 log-probabilities over a vocabulary of 128,256 tokens take a quarter of a millisecond a row, which the device
@@ -30,8 +30,8 @@ MAX_UNPUBLISHED = 2  # steps whose outputs wait for the output thread; each hold
 
 
 class Publisher:
-    """Sends what steps gave to the web processes, and counts it. `executor` runs one call at a time, in
-    order."""
+    """Sends step outputs to the API server processes, and counts them. `executor` runs one call at a time,
+    in order."""
 
     def __init__(
         self, link: Link, metrics: Metrics, profiler: Profiler | None = None, executor: Executor | None = None
@@ -50,7 +50,7 @@ class Publisher:
         self._held.append(output)
 
     def log_finished(self, fields: dict[str, Any]) -> None:
-        """Logs a request that is over, behind its last tokens."""
+        """Logs a request that has ended, after its last tokens."""
         self._finished.append(fields)
 
     def flush(self) -> None:
@@ -66,7 +66,7 @@ class Publisher:
             self._finished = []
 
     def end(self, request: Request, reason: str, message: str = "") -> None:
-        """Ends a request after the tokens that it has gained; does nothing if it has its terminal message."""
+        """Ends a request after its tokens; does nothing if it has its terminal message."""
         self.flush()
         self._executor.submit(self._end, request, reason, message)
 
@@ -107,7 +107,7 @@ class Publisher:
             logger.exception("a step could not be counted")
 
     def _send(self, output: StepOutput) -> None:
-        """One message a web process: the tokens of its requests, with log-probabilities where they were
+        """One message per API server process: the tokens of its requests, with log-probabilities if
         requested."""
         logprobs = logprobs_of(output)
         for i, error in failed_rows(logprobs, score_prompts(output)).items():
@@ -191,7 +191,7 @@ def score_prompts(output: StepOutput) -> dict[int, list[RowLogprobs]]:
 
 
 def failed_rows(*found: dict[int, list[RowLogprobs]]) -> dict[int, Exception]:
-    """The chunks with a row that has no log-probabilities, such as logits that are not a number, and why."""
+    """The chunks with a row that has no log-probabilities, such as NaN logits, and why."""
     return {
         i: row
         for by_chunk in found

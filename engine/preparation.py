@@ -19,10 +19,10 @@ from text.grammar import GrammarError, Grammars
 
 logger = logging.getLogger("worker")
 
-# Address space: llguidance recurses 3 kB deep a rule, and the longest grammar (MAX_GRAMMAR) has 50,000 rules.
+# Address space: llguidance uses 3 kB of stack per rule, and the longest (MAX_GRAMMAR) has 50,000 rules.
 STACK_BYTES = 256 << 20
-# Of grammars that are compiled at a time, of waiting and running requests. A character takes about 120 bytes,
-# so 480 MB.
+# Limit of the grammars of all waiting and running requests. A compiled character takes about 120 bytes, so
+# 480 MB.
 MAX_COMPILED_CHARACTERS = 4_000_000
 
 
@@ -41,8 +41,8 @@ class Preparation:
     def __init__(self, grammars: Grammars, wake: Callable[[], None]):
         self._grammars = grammars
         self._wake = wake
-        self._waiting: deque[Request] = deque()  # until there is memory for their grammars
-        self._held: list[Request] = []  # those whose grammars take it, until they end
+        self._waiting: deque[Request] = deque()  # for memory for their grammars
+        self._held: list[Request] = []  # requests whose grammars take memory, until they end
         self._prepared: queue.SimpleQueue[Prepared] = queue.SimpleQueue()
         self._thread = ThreadPoolExecutor(1, "worker-preparation")
         before = threading.stack_size(STACK_BYTES)
@@ -51,7 +51,7 @@ class Preparation:
 
     @property
     def requests(self) -> list[Request]:
-        """Those that are not ready yet."""
+        """The requests that are not ready yet."""
         return [request for request in (*self._held, *self._waiting) if request.state is State.PREPARING]
 
     def add(self, request: Request) -> None:
@@ -80,7 +80,7 @@ class Preparation:
         return [each for each in prepared if each.request.state is State.PREPARING]
 
     def _prepare(self, request: Request) -> None:
-        if request.state is State.ENDED:  # others wait for theirs
+        if request.state is State.ENDED:  # do not delay the others
             return
         started_at = time.monotonic()
         error = ""

@@ -2,8 +2,8 @@
 every engine.
 
 The times are those of `StepOutput`. After `PROF_WAITSTEP` and `PROF_WARMUPSTEP` steps, `PROF_STEP` steps are
-recorded and written; at the end of the process, what there is. The engine's own profile is switched on here
-too: torch's by the model, the Neuron runtime's through its environment.
+recorded and written, or fewer if the process ends before. The engine's own profile is switched on here too:
+torch's by the model, the Neuron runtime's through its environment.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Profiler:
     def __init__(self, config: Config, device: str):
         """Before the model is made: the Neuron runtime reads its environment once, and records the whole run.
 
-        Raises ConfigError where the folder cannot be written, or where the default folder is another user's.
+        Raises ConfigError if the folder cannot be written, or the default folder is another user's.
         """
         self._skipped = config.prof_waitstep, config.prof_warmupstep
         self._steps = DEFAULT_STEPS if config.prof_step is None else config.prof_step
@@ -58,7 +58,7 @@ class Profiler:
 
     @classmethod
     def of(cls, config: Config, device: str) -> Profiler | None:
-        """None where no trace is wanted."""
+        """None if no trace is wanted."""
         is_wanted = config.profile if config.prof_step is None else config.prof_step
         if not is_wanted and config.prof_step is None and (config.prof_waitstep or config.prof_warmupstep):
             logger.warning(

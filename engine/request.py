@@ -28,7 +28,7 @@ class State(enum.Enum):
 
 @dataclass(slots=True, eq=False)
 class RequestGroup:
-    """The sequences of one HTTP request: they are served whole, or refused together."""
+    """The sequences of one HTTP request: all are served, or all are rejected."""
 
     has_started: bool = False  # one of them has had a slot
 
@@ -43,14 +43,14 @@ class Request:
     peer: bytes = b""  # the web process that it came from
     group: RequestGroup = field(default_factory=RequestGroup)
     eos_token_ids: Collection[int] = ()
-    sampler: SamplerState | None = None  # None where the device samples
-    matcher: Matcher | None = None  # where the text has a grammar
-    lookup: NgramProposer | None = None  # where steps verify guesses
+    sampler: SamplerState | None = None  # None with on-device sampling
+    matcher: Matcher | None = None  # with constrained decoding
+    lookup: NgramProposer | None = None  # with speculative decoding
     state: State = State.RECEIVED
     # Kept by the scheduler:
     slot: int | None = None  # None: it has none
-    cached: int = 0  # prompt tokens that its slot, or another one, held already
-    prefilled: int = 0  # prompt tokens that have been run, or were held
+    cached: int = 0  # prompt tokens found in the prefix cache
+    prefilled: int = 0  # prompt tokens that have been run, or were cached
     generated: int = 0
     last_token: int = 0
     started_at: float = 0.0  # when its first prompt chunk was scheduled

@@ -17,7 +17,7 @@ from protocol import Generate
 
 
 class Requests:
-    """The requests that are admitted and not over."""
+    """The admitted requests that have not ended."""
 
     def __init__(
         self,
@@ -41,7 +41,7 @@ class Requests:
         return iter(list(self._by_id.values()))
 
     def get(self, request_id: int) -> Request | None:
-        """None for a request that is over."""
+        """None for a request that has ended."""
         return self._by_id.get(request_id)
 
     def of_peer(self, peer: bytes) -> list[Request]:
@@ -63,7 +63,7 @@ class Requests:
         return request
 
     def end(self, request: Request, reason: str, message: str = "", log_reason: str | None = None) -> None:
-        """Ends a request with a message instead of a token. Does nothing if it is over."""
+        """Ends a request with a message instead of a token. Does nothing if it has ended."""
         if request.id not in self._by_id:
             return
         self._outputs.end(request, reason, message)

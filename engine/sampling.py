@@ -1,8 +1,8 @@
 """Logits to token ids and log-probabilities.
 
 Owns each request's random stream and token counts. The order is transformers': penalties, logit biases, bans
-and the token mask; temperature; top-k (with ties of the k-th), top-p, min-p, typical-p. A row's result
-depends on its own logits, parameters and seed alone, to the bit.
+and the token mask; temperature; top-k (with ties of the k-th), top-p, min-p, typical-p. Sampling is
+batch-invariant: a row's result depends on its own logits, parameters and seed alone, to the bit.
 
 `sample_whole_row` is the readable reference. sampling_loops.py has the compiled loops that do the same for
 almost all rows, and numpy's argmax chooses greedy tokens where it is faster.
@@ -19,8 +19,8 @@ from engine import sampling_loops as loops
 from engine.sampling_loops import FAILED, NEEDS_FULL_SORT, NO_MASK, Parameters, Source
 from protocol import Sampling
 
-MAX_FAST_TOP_K = 256  # largest top-k that is listed; the whole row is sorted for a larger one
-NOT_A_NUMBER = "the model's output is not a number"
+MAX_FAST_TOP_K = 256  # for a larger top-k the whole row is sorted
+NOT_A_NUMBER = "the model produced NaN logits"
 IMPOSSIBLE = "no token is possible: the model, min_new_tokens or the token mask excludes all"
 LOG2_E = math.log2(math.e)
 TopTokens = list[tuple[int, float]]  # (token id, log-probability)

@@ -1,7 +1,7 @@
 """The loops of sampling.py, compiled by numba: over logits as they lie in memory, float32 or bfloat16, by row
 or by token.
 
-A row's result does not depend on its neighbours, to the bit: sums have one fixed order. The logits are read
+The loops are batch-invariant, bit for bit: sums have one fixed order. The logits are read
 once for the maxima of lanes of tokens. The k-th highest of these is at most the k-th highest logit, so only
 lanes that reach it are searched for the top k. Weights are float32 powers of 2. `Parameters` has one array
 for each parameter of a batch.
@@ -104,8 +104,8 @@ def source_of(logits: np.ndarray, mask: np.ndarray = NO_MASK) -> Source:
 
 
 class LoopsCache(UserProvidedCacheLocator):
-    """A folder by the text of this file below NUMBA_CACHE_DIR, where numba's own is by the file's path: all
-    checkouts with the same text share what one of them has compiled."""
+    """Names the cache folder below NUMBA_CACHE_DIR by the text of this file, not by its path as numba does:
+    checkouts with the same text share their compiled loops."""
 
     @classmethod
     def get_suitable_cache_subpath(cls, py_file: str) -> str:
@@ -336,7 +336,7 @@ def sample_index(weights, draw):
 
 @_compiled
 def draw_listed(ids, scores, is_complete, sums, peak, temperature, top_p, min_p, draw):
-    """A token from the listed ones, most likely first; WHOLE_ROW where top-p and min-p may keep others."""
+    """A token from the listed ones, most likely first; NEEDS_FULL_SORT if top-p and min-p may keep others."""
     weights = np.exp((scores.astype(np.float64) - peak) / temperature)
     limit = top_p * (weights if is_complete else sums).sum()
     cumulative = 0.0
@@ -372,8 +372,8 @@ def next_draw(streams, row):
 
 @_compiled
 def choose(source, maxima, peaks, indices, parameters):
-    """The token of each row, WHOLE_ROW or FAILED. indices: each row's place in `parameters`; -1 leaves it
-    out."""
+    """The token of each row, NEEDS_FULL_SORT or FAILED. indices: each row's place in `parameters`; -1 leaves
+    it out."""
     scales = parameters.scale[indices]
     weighted = parameters.weighted[indices] & (indices >= 0)
     sums = sums_of(source, peaks, scales) if weighted.any() else np.empty((source.rows, 0))

@@ -6,9 +6,9 @@ for is in slots.py.
 
 Waiting requests take free slots first in, first out, unless `queue_threshold_s` lets shorter prompts go
 first. Several prompts are in progress at a time, so a short prompt does not wait for a long one to finish.
-Which of them run next, and beside whom, is a policy: `ChunkedPrefill` or `AlternatingPrefill`. A waiting
-request with a free slot gets prompt tokens within this many steps:
-- mixed steps: ceil(slots / pairs of tokens for prompts beside running requests); `slots` for a request with
+Which of them run next, and with which decodes, is a policy: `ChunkedPrefill` or `AlternatingPrefill`. A
+waiting request with a free slot gets prompt tokens within this many steps:
+- chunked prefill: ceil(slots / pairs of prompt tokens in a step with decodes); `slots` for a request with
   `all_logits`;
 - else 2 * slots, counted from the step at which `waiting_served_ratio` and `max_waiting_tokens` let it start.
 """
@@ -27,16 +27,16 @@ from engine.request import Request, State
 from engine.slots import SlotAssignment, Slots
 from models.base import Chunk
 
-# Prompt tokens of a mixed step. A larger budget lowers the prompt's time to first token and raises the
-# inter-token latency of the running requests.
-PREFILL_TOKENS_WITH_DECODE = 32  # while requests run; for each of up to PROMPTS_BESIDE prompts
+# Prompt tokens of a step with chunked prefill. A larger budget lowers the prompt's time to first token and
+# raises the inter-token latency of the running requests.
+PREFILL_TOKENS_WITH_DECODE = 32  # while requests run; for each of up to MAX_PARALLEL_PREFILLS prompts
 MAX_PARALLEL_PREFILLS = 4  # the sooner many prompts are done, the more rows the steps have
 PREFILL_TOKENS_ALONE = 256
-# Prompt tokens between two decode steps, where the model cannot mix them.
+# Prompt tokens between two decode steps, without chunked prefill.
 PREFILL_TOKENS_PER_DECODE = 128  # while requests run
 # Of whole prompts, while more of them have or can have a slot than requests run.
 MAX_PREFILL_TOKENS_PER_DECODE = 2048
-ALL_LOGITS_TOKENS = 64  # of a mixed step: the logits after each of them are held in memory
+ALL_LOGITS_TOKENS = 64  # in one step: the logits after each of them are held in memory
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,13 +49,12 @@ class Limits:
     prefix_granularity: int | None = None
     supports_prefix_copy: bool = False
     max_batch_prefill_tokens: int | None = None  # None: the constants above
-    prompt_budget: int | None = None  # of the engine, in place of PROMPT_TOKENS_BESIDE
-    max_draft_rows: int = 0  # tokens of all rows of a step with guesses
-    verify_length: int = 0  # of one of them
+    prompt_budget: int | None = None  # of the engine, in place of PREFILL_TOKENS_WITH_DECODE
+    max_draft_rows: int = 0  # tokens of all rows of a step with draft tokens
+    verify_length: int = 0  # of one of these rows
     max_queue_time_s: float = math.inf
     queue_threshold_s: float | None = None
-    # Where steps do not mix: prompts start beside running requests once there are enough of them, or after
-    # enough steps.
+    # Without chunked prefill: prompts interrupt decoding once enough of them wait, or after enough steps.
     waiting_served_ratio: float = 0.0  # waiting requests for each running one
     max_waiting_tokens: int = 20  # decode steps
 
@@ -69,8 +68,8 @@ class Limits:
 
     @property
     def default_budget(self) -> int:
-        """Prompt tokens for a decode step where `max_batch_prefill_tokens` is not set: of each of up to
-        PROMPTS_BESIDE prompts in a mixed step, else of all."""
+        """Prompt tokens for a decode step if `max_batch_prefill_tokens` is not set: with chunked prefill of
+        each of up to MAX_PARALLEL_PREFILLS prompts, else of all."""
         if self.supports_chunked_prefill:
             return self.prompt_budget or PREFILL_TOKENS_WITH_DECODE
         return min(PREFILL_TOKENS_PER_DECODE, self.prefill_chunk or PREFILL_TOKENS_PER_DECODE)
@@ -89,7 +88,7 @@ class Step(NamedTuple):
     requests: list[Request]  # one a chunk
     sample_indices: list[int]  # of the chunks whose last token's logits give a new token
     num_decodes: int  # how many chunks, from the first on, are decodes of running requests
-    copies: list[SlotAssignment]  # held prompt tokens to copy to another slot first, in this order
+    copies: list[SlotAssignment]  # cached prompt tokens to copy to another slot first, in this order
     running: int  # requests that generate, in this step or waiting for it
 
     @property
@@ -173,8 +172,8 @@ class Scheduler:
         return step
 
     def _propose_drafts(self, rows: list[Request]) -> list[list[int]]:
-        """What may follow the last token of each row. Nothing where half of them or more have no guess: they
-        would wait for those of the others. Nor beside prompts, which take their share of the step."""
+        """The draft tokens of each row. No row gets any if half of them or more have none, since these would
+        wait for the others. Steps with prompts have no draft tokens: prompts take their share."""
         most = min(self._limits.max_draft_rows // max(1, len(rows)), self._limits.verify_length) - 1
         if most < 1:
             return []
@@ -192,7 +191,7 @@ class Scheduler:
         row failed. Returns one finish reason a chunk: "eos_token", "length", or None. The slot of a finished
         request is free for the next step.
 
-        Takes the tokens behind the one that ends a request out of its list. Tokens of a request that was
+        Removes the tokens after the one that ends a request from its list. Tokens of a request that was
         removed meanwhile are ignored. The caller must remove a request whose row failed: until then the same
         chunk is scheduled again.
         """
@@ -211,7 +210,7 @@ class Scheduler:
 
     def _update_prompt(self, request: Request, chunk: Chunk, is_done: bool) -> None:
         end = chunk.begin + len(chunk.tokens)
-        if not chunk.all_logits:  # such chunks may be cut elsewhere
+        if not chunk.all_logits:  # such chunks may have other boundaries
             self._slots.mark_cached(request.slot, chunk.tokens, chunk.begin)
         if end < len(request.prompt):
             request.prefilled = end
@@ -298,7 +297,7 @@ class ChunkedPrefill:
         self._budget_alone = max(PREFILL_TOKENS_ALONE, self._budget_beside)
 
     def too_few_wait(self, waiting: int, running: int) -> bool:
-        """Never: a prompt that starts holds nobody up."""
+        """Never: a prompt does not interrupt decoding."""
         return False
 
     def prompt_done(self) -> None:
@@ -337,7 +336,7 @@ class ChunkedPrefill:
         return shares
 
     def _choose(self, most: int, prefilling: list[Request]) -> list[Request]:
-        """The prompts that get tokens now, at most one with `all_logits`. They go behind the others."""
+        """The prompts that get tokens now, at most one with `all_logits`. They move behind the others."""
         chosen: list[Request] = []
         skipped: list[Request] = []
         one_keeps_all = False
@@ -402,7 +401,7 @@ class AlternatingPrefill:
     def _has_room(self, tokens: int, more_could_run: bool) -> bool:
         """Whether running requests wait for so many tokens more. One chunk always runs between two decode
         steps."""
-        # Of prompts that run whole, idle slots cost more than the pause.
+        # If prompts run whole, idle slots cost more than the pause.
         fills_slots = more_could_run and self._limits.prefill_chunk is None
         budget = self._budget_alone if fills_slots else self._budget_beside
         return not self._prompt_tokens or self._prompt_tokens + tokens <= budget

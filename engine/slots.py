@@ -1,10 +1,9 @@
 """The slots of a static batch: which are free, and which prompt tokens each one holds in its KV cache.
 
-A slot keeps its contents when its request ends, so a request whose prompt begins with the same tokens (the
-next turn of a chat, a common system prompt) runs only the rest. Only tokens that ran as prompt chunks, cut
-where chunks of any prompt are cut, count as held: what a request generates must not depend, to the last bit,
-on which slot it got. Generated tokens do not count, because a decode step rounds differently than a prompt
-chunk.
+Prefix caching: a slot keeps its contents when its request ends, so a request whose prompt begins with the
+same tokens (the next turn of a chat, a common system prompt) runs only the rest. Only tokens that ran as
+prompt chunks, with the boundaries of any prompt's chunks, count as cached: outputs must be bitwise the same
+in any slot. Generated tokens do not count, because a decode step rounds differently than a prompt chunk.
 """
 
 from __future__ import annotations
@@ -14,8 +13,8 @@ from typing import NamedTuple
 
 
 class SlotAssignment(NamedTuple):
-    """The slot of a request, how many of its prompt tokens are held already, and in which slot (else its own:
-    to be copied)."""
+    """The slot of a request, how many of its prompt tokens are cached, and in which slot; they have to be
+    copied from another slot than its own."""
 
     slot: int
     cached: int
@@ -23,7 +22,7 @@ class SlotAssignment(NamedTuple):
 
 
 class Slots:
-    """Owns the free slots and their contents. Knows no requests, only prompts."""
+    """Owns the free slots and their contents. Independent of requests: it sees only prompts."""
 
     def __init__(self, count: int, prefix_granularity: int | None = None, supports_prefix_copy: bool = False):
         """`prefix_granularity`, `supports_prefix_copy`: see StaticBatchModel."""

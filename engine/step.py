@@ -1,7 +1,7 @@
 """One step of the device: copies, masks, forward, sampling. `StepRunner.run` reads from top to bottom.
 
-What goes wrong is part of the result: a `StepOutput` has tokens or an error message for each request, and one
-bad row does not end the others. Only a lost device is more than that: the process has to be restarted.
+Failures are part of the result: a `StepOutput` has tokens or an error message for each request, and one bad
+row does not end the others. Only a lost device requires a restart of the process.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ from text.grammar import GrammarError
 logger = logging.getLogger("worker")
 
 TokenOrError = int | Exception  # a token, or why there is none
-# The values that only the host can change.
+# Parameters that on-device sampling does not support, and their values without effect.
 NEUTRAL = {name: each.neutral for name, each in SAMPLING_PARAMETERS.items() if not each.on_device}
 
 
 @dataclass(slots=True, eq=False)
 class StepOutput:
-    """What a step gave, one entry a chunk of `step`. Times are CLOCK_MONOTONIC, in seconds."""
+    """The output of a step, one entry per chunk of `step`. Times are CLOCK_MONOTONIC, in seconds."""
 
     step: Step
-    tokens: list[list[int]]  # what each request gained; [] for a part of a prompt, or where there is an error
+    tokens: list[list[int]]  # new ones of each request; [] for a part of a prompt, or after an error
     started_at: float
     ran_at: float = 0.0
     sampled_at: float = 0.0
@@ -45,9 +45,9 @@ class StepOutput:
     errors: dict[int, str] = field(default_factory=dict)  # by chunk, for the client
     failure: Exception | None = None  # of the whole step; all requests have errors
     finish_reasons: list[str | None] = field(default_factory=list)  # what `Scheduler.update` returned
-    draft_tokens: int = 0  # that were verified, and how many of them were right
-    accepted: int = 0
-    # [rows, vocab]; None where the device samples or nobody wants log-probabilities.
+    draft_tokens: int = 0  # that were verified
+    accepted: int = 0  # draft tokens
+    # [rows, vocab]; None with on-device sampling, or if no request wants log-probabilities.
     logits: np.ndarray | None = None
     maxima: np.ndarray | None = None  # of the sampled rows (sampling.py: SamplingBatch)
     mask_s: float | None = None  # that the masks took; None without grammars
@@ -115,7 +115,7 @@ class StepRunner:
                 self._model.set_sampling(request.slot, wanted.top_k, wanted.top_p, wanted.temperature)
 
     def _sample(self, output: StepOutput, result: Logits | SampledIds, masks: Future[Masks] | None) -> None:
-        """The next tokens of each request that samples: one, and one more behind each guess that is right."""
+        """The next tokens of each request that samples: one, and one more after each accepted draft token."""
         step = output.step
         wants_logits = any(request.generate.logprobs or request.all_logits for request in step.requests)
         if wants_logits and not isinstance(result, SampledIds):
@@ -135,7 +135,7 @@ class StepRunner:
                     output.tokens[i].append(choice)
                     if _is_accepted(step.chunks[i], depth, choice) and not request.is_complete:
                         going.append(i)
-                elif not depth:  # else the next step finds the same
+                elif not depth:  # otherwise the next step finds the same error
                     output.errors[i] = _message_of(choice, request)
             samples = going
             depth += 1
@@ -172,7 +172,7 @@ class StepRunner:
 
 
 def needs_logits(request: Request) -> bool:
-    """Whether only the host can choose its next token, or more is wanted of it than its id."""
+    """Whether its next token needs host sampling, or more than the token's id is wanted."""
     generate = request.generate
     wanted = generate.sampling
     device_can = all(getattr(wanted, name) == neutral for name, neutral in NEUTRAL.items())
@@ -184,7 +184,7 @@ def needs_logits(request: Request) -> bool:
 
 def sampled_rows(step: Step) -> list[range]:
     """For each chunk, the rows of the step's logits that new tokens may come from: that of its last token,
-    with guesses those of all."""
+    with draft tokens those of all."""
     found = []
     end = 0
     for chunk in step.chunks:
@@ -199,12 +199,12 @@ def rows_of(logits: np.ndarray, rows: list[int]) -> np.ndarray:
 
 
 def _is_accepted(chunk: Chunk, depth: int, token: int) -> bool:
-    """Whether the guess behind so many others is the token."""
+    """Whether the draft token after `depth` others is `token`."""
     return chunk.verify and depth + 1 < len(chunk.tokens) and chunk.tokens[depth + 1] == token
 
 
 def _follow_grammar(request: Request, choice: TokenOrError) -> TokenOrError:
-    """Moves the request's matcher on behind the token."""
+    """Advances the request's matcher past the token."""
     if request.matcher is None or isinstance(choice, Exception):
         return choice
     try:
@@ -212,7 +212,7 @@ def _follow_grammar(request: Request, choice: TokenOrError) -> TokenOrError:
     except Exception as error:
         return error
     if request.matcher.is_complete:
-        request.sampler.allow_eos()  # the tokens that end the text are all that is left
+        request.sampler.allow_eos()  # only tokens that end the output are left
         request.is_complete = not request.generate.keep_eos
     return choice
 
@@ -231,7 +231,7 @@ class StepTimer:
     """How long a step may take before the device counts as stuck, learned from the steps so far."""
 
     FACTOR = 20  # times the typical duration
-    MINIMUM_S = 5.0  # a busy machine delays any step by that much now and then
+    MINIMUM_S = 5.0  # a busy machine sometimes delays a step by that much
     FIRST_S = 100.0  # for the first step of a kind, plus a second for each of its tokens
     WINDOW = 9  # durations that the typical one, their median, is taken from
 

@@ -34,4 +34,4 @@ def test_a_device_that_samples_gets_the_defaults_that_it_can_do(caplog):
     given = {"temperature": 0.6, "top_k": 1000, "min_p": 0.1, "repetition_penalty": 1.05}
     used, log = defaults(caplog, given, "device")
     assert used == {"temperature": 0.6, "top_k": 256}
-    assert any("repetition_penalty 1.05, which the device cannot do" in line for line in log)
+    assert any("repetition_penalty 1.05, which on-device sampling does not support" in line for line in log)
