@@ -439,14 +439,14 @@ class Config:
         "PREFILL_BUCKETS",
         "Prompt lengths to compile for Neuron, separated by commas; max_total_tokens is always included.",
         parse=_lengths,
-        shown="powers of two from 128, from 2048 on also halfway",
+        shown="powers of two from 128, with halfway steps from 2048",
     )
     position_buckets: tuple[int, ...] | None = setting(
         None,
         "POSITION_BUCKETS",
         "Lengths of prompt plus completion to compile for Neuron; max_total_tokens is always included.",
         parse=_lengths,
-        shown="powers of two from 128, from 2048 on also halfway",
+        shown="powers of two from 128, with halfway steps from 2048",
     )
     neuron_config: tuple[str, ...] | None = setting(
         None,

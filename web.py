@@ -238,7 +238,7 @@ class ErrorHandlers:
         if error.code == 404:
             return ApiError(404, "not_found", f"There is no route {request.path}")
         if error.code == 405:
-            what = f"{request.path} does not take {request.method}"
+            what = f"{request.path} does not support {request.method}"
             return ApiError(405, "method_not_allowed", what)
         if error.code == 413:
             return errors.too_large(self._process.config.payload_limit)

@@ -271,7 +271,7 @@ class Worker:
         for _ in {request.group for request in lost}:
             self.metrics.record(RequestStats(0, "dropped"))
         for request in lost:
-            self.requests.end(request, "cancelled", log_reason="web process gone")
+            self.requests.end(request, "cancelled", log_reason="server process lost")
 
     def _greet(self, hello: Hello) -> None:
         if hello.ready and self._web_processes:
