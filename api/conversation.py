@@ -7,9 +7,7 @@ chats here as a `ChatRequest`.
 from __future__ import annotations
 
 import json
-import re
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection
 from typing import Any
 
 from msgspec import Struct
@@ -17,7 +15,7 @@ from msgspec.structs import replace
 
 from api import formats
 from api.errors import ApiError, invalid
-from api.fields import check_ids, check_top_n, require
+from api.fields import CHAT_FIELDS, FieldNames, check_ids, check_top_n, require
 from api.job import PreparedRequest, Served, with_grammar
 from api.normalise import ALIASES, adapt_to_template
 from api.openai import OpenAIRequest, check_openai
@@ -34,29 +32,6 @@ IMAGE_OMITTED = "[{kind} omitted: this model reads text only]"
 OPENAI_TOP_LOGPROBS = 20  # OpenAI's own limit
 PLAIN_ROLES = ("system", "user", "assistant", "tool")  # which traits.py has tried
 ROLES = (*PLAIN_ROLES, *ALIASES)
-
-
-@dataclass(frozen=True)
-class FieldNames:
-    """An API's names for the fields of a chat, for its error messages.
-
-    messages, tools: the paths of the chat's messages and tools; patterns: from regular expressions over
-    `param`s and names in backticks to what is in their place.
-    """
-
-    messages: Sequence[str] = ()
-    tools: Sequence[str] = ()
-    patterns: Mapping[str, str] = field(default_factory=dict)
-
-    def message(self, n: int) -> str:
-        return self.messages[n] if self.messages else f"messages[{n}]"
-
-    def own(self, text: str) -> str:
-        if self.tools:
-            text = re.sub(r"(^|`)tools\[(\d+)\]", lambda found: found[1] + self.tools[int(found[2])], text)
-        for pattern, own in self.patterns.items():
-            text = re.sub(pattern, own, text)
-        return text
 
 
 class Part(Struct):
@@ -99,27 +74,11 @@ class ChatRequest(OpenAIRequest, kw_only=True):
     prediction: Prediction | None = None
 
 
-def chat_job(chat: ChatRequest, served: Served, names: FieldNames = FieldNames()) -> PreparedRequest:
-    """The job of a chat. Its ApiErrors, later ones included, have the API's own field names."""
-    try:
-        job = _job(chat, served, names)
-    except ApiError as error:
-        error.text = names.own(error.text)
-        error.param = error.param and names.own(error.param)
-        raise
-    return replace(
-        job,
-        prompt_name=names.own(job.prompt_name),
-        limit_name=names.own(job.limit_name),
-        grammar_name=names.own(job.grammar_name),
-    )
-
-
-def _job(chat: ChatRequest, served: Served, names: FieldNames) -> PreparedRequest:
+def chat_job(chat: ChatRequest, served: Served, names: FieldNames = CHAT_FIELDS) -> PreparedRequest:
     """The job with the grammar of its format, its tools and its thinking together."""
     text = served.text
-    job = _check(chat, served)
-    use = tool_use(chat.tools, chat.tool_choice, chat.parallel_tool_calls, text.tools)
+    job = _check(chat, served, names)
+    use = tool_use(chat.tools, chat.tool_choice, chat.parallel_tool_calls, text.tools, names)
     prompt = _prompt(chat, served, names)
     thinking = ""
     if served.config.reasoning_parser:
@@ -170,28 +129,29 @@ def text_of(pieces: list[Piece], reading: OutputFormat) -> str:
     return "".join(visible_text(piece, reading) for piece in pieces)
 
 
-def _check(chat: ChatRequest, served: Served) -> PreparedRequest:
+def _check(chat: ChatRequest, served: Served, names: FieldNames) -> PreparedRequest:
     """Checks all fields but the messages and tools. The job's prompt is empty: the chat template writes
     it."""
     require(bool(chat.logprobs or not chat.top_logprobs), "top_logprobs", "needs `logprobs` to be true")
-    limit_name = "max_tokens" if chat.max_completion_tokens is None else "max_completion_tokens"
-    limit = getattr(chat, limit_name)
+    limit_field = "max_tokens" if chat.max_completion_tokens is None else "max_completion_tokens"
+    limit = getattr(chat, limit_field)
+    limit_name = names.limit or limit_field
     require(limit != 0, limit_name, "must be strictly positive")
     count = len(chat.messages)
     most = served.info.max_input_tokens
     limits = f"each takes a token at least, and a prompt may have {most} (--max-input-tokens raises it)"
-    require(count <= most, "messages", f"holds {count}: {limits}")
-    job = check_openai(chat, "", limit, bool(chat.logprobs), served)
+    require(count <= most, names.prompt, f"holds {count}: {limits}")
+    job = check_openai(chat, "", limit, bool(chat.logprobs), served, names)
     most = max(OPENAI_TOP_LOGPROBS, served.config.max_top_n_tokens)
     check_top_n(chat.top_logprobs, "top_logprobs", most)
     job = replace(
         job,
         top_n_tokens=chat.top_logprobs or 0,
         add_special_tokens=False,  # the template writes them
-        prompt_name="messages",
+        prompt_name=names.prompt,
         limit_name=limit_name,
     )
-    return with_grammar(job, *formats.of_openai(chat), served.info)
+    return with_grammar(job, *formats.of_openai(chat, names), served.info)
 
 
 def _prompt(chat: ChatRequest, served: Served, names: FieldNames) -> str:
@@ -217,7 +177,7 @@ def _prompt(chat: ChatRequest, served: Served, names: FieldNames) -> str:
     for message in escaped:
         is_written = message["role"] in PLAIN_ROLES or message["content"].strip() in prompt
         detail = "has a role that the model's chat template leaves out"
-        require(is_written, "messages", detail, given=message["role"])
+        require(is_written, names.prompt, detail, given=message["role"])
     return prompt
 
 
@@ -242,7 +202,7 @@ def _messages(
     A role is one of ROLES, or a word that the template has in quotes: templates may write any other next to
     control tokens.
     """
-    require(len(messages) > 0, "messages", "cannot be empty")
+    require(len(messages) > 0, names.prompt, "cannot be empty")
     for n, message in enumerate(messages):
         is_known = message.role in ROLES or message.role in template_words
         detail = f"must be one of {', '.join(ROLES)}, or another role that the model's chat template names"

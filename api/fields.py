@@ -10,6 +10,7 @@ import contextlib
 import difflib
 import secrets
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import msgspec
@@ -74,6 +75,35 @@ SAME_MEANING = {
 HARMLESS_LOOKALIKES = {"mode", "models"}  # harmless fields of other servers that look misspelled
 NEEDS_HOST = "needs SAMPLING=host: this server samples on the device"
 NO_PROMPT_LOGITS = "is not supported: this device gives no logits of the prompt"
+
+
+@dataclass(frozen=True)
+class FieldNames:
+    """An API's names for the fields of a chat, for its error messages; by default those of chat completions.
+
+    messages, tools: the paths of the chat's messages and tools in the request.
+    """
+
+    messages: Sequence[str] = ()
+    tools: Sequence[str] = ()
+    prompt: str = "messages"
+    limit: str = ""  # max_tokens or max_completion_tokens
+    stop: str = "stop"
+    logprobs: str = "logprobs"
+    format: str = "response_format"
+    schema: str = "json_schema."  # where the schema of the format is
+    function: str = ".function"  # of a tool
+    parameters: str = ".parameters"
+    allowed_tools: str = ".allowed_tools"  # of `tool_choice`
+
+    def message(self, n: int) -> str:
+        return self.messages[n] if self.messages else f"messages[{n}]"
+
+    def tool(self, n: int) -> str:
+        return self.tools[n] if self.tools else f"tools[{n}]"
+
+
+CHAT_FIELDS = FieldNames()
 
 
 def parse(body: bytes) -> Json:
@@ -198,10 +228,10 @@ def _limits(parameter: SamplingParameter) -> str:
     return f"must be {least}" if limits.le is None else f"must be {least} and <= {kind(limits.le)}"
 
 
-def check_stop(stop: list[str], config: Config) -> None:
+def check_stop(stop: list[str], config: Config, name: str = "stop") -> None:
     most = config.max_stop_sequences
     detail = f"supports up to {most} stop sequences (--max-stop-sequences raises it). Given: {len(stop)}"
-    require(len(stop) <= most, "stop", detail)
+    require(len(stop) <= most, name, detail)
 
 
 def check_top_n(n: int | None, name: str, most: int) -> None:

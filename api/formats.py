@@ -12,6 +12,7 @@ import msgspec
 from msgspec import Struct
 
 from api.errors import invalid
+from api.fields import CHAT_FIELDS, FieldNames
 from api.types import JsonSchema, SamplingFields
 from text.grammar import WHITESPACE, GrammarError, of_choice, of_json_schema, of_regex
 
@@ -73,14 +74,14 @@ def of_native(grammar: dict[str, Any] | None) -> tuple[str, str]:
     return _grammar(_of_type("grammar", grammar), WHITESPACE)
 
 
-def of_openai(request: FormatFields) -> tuple[str, str]:
+def of_openai(request: FormatFields, names: FieldNames = CHAT_FIELDS) -> tuple[str, str]:
     """As `of_native`, for the fields of chat and completion requests."""
     outputs = request.structured_outputs or StructuredOutputs()
     within = _of_fields("structured_outputs.", outputs)
     if request.structured_outputs is not None and not within:
         raise invalid("structured_outputs", "needs one of `json`, `regex`, `choice` and `json_object`")
     formats = [
-        *_of_type("response_format", request.response_format),
+        *_of_type(names.format, request.response_format, names.schema),
         *within,
         *_of_fields("", request),
     ]
@@ -94,8 +95,9 @@ def _whitespace(outputs: StructuredOutputs) -> str | None:
     return WHITESPACE if outputs.whitespace_pattern is None else outputs.whitespace_pattern
 
 
-def _of_type(name: str, given: dict[str, Any] | None) -> list[Format]:
-    """What a field with a `type` asks for: a list of one, or of none."""
+def _of_type(name: str, given: dict[str, Any] | None, schema: str = "json_schema.") -> list[Format]:
+    """What the field `name`, which has a `type`, asks for: a list of one, or of none. schema: what stands for
+    `json_schema.` in the API's paths."""
     kind = (given or {}).get("type")
     if not given or kind == "text":
         return []
@@ -106,7 +108,8 @@ def _of_type(name: str, given: dict[str, Any] | None) -> list[Format]:
         for key in place.split("."):
             value = value.get(key) if isinstance(value, dict) else None
         if value is not None:
-            return [Format(f"{name}.{place}", "regex" if kind == "regex" else "json", value)]
+            path = place.replace("json_schema.", schema)
+            return [Format(f"{name}.{path}", "regex" if kind == "regex" else "json", value)]
     if kind == "json_object":
         return [Format(name, "json_object", True)]
     raise invalid(name, f"of the type {kind} needs `{'` or `'.join(PLACES[kind])}`")

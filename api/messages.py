@@ -15,9 +15,9 @@ from msgspec import Struct
 
 from api import fields
 from api.answer import GeneratedSequence, ResponseWriter
-from api.conversation import IMAGE_OMITTED, ChatRequest, FieldNames, Message, chat_job, text_of, visible_text
+from api.conversation import IMAGE_OMITTED, ChatRequest, Message, chat_job, text_of, visible_text
 from api.errors import ANTHROPIC, ApiError, invalid, named_event
-from api.fields import Json
+from api.fields import FieldNames, Json
 from api.job import PreparedRequest, Served, ids_of
 from api.types import U32, AtLeastOne, NotNegative, Share
 from text import reader
@@ -38,14 +38,6 @@ FOREIGN = {
     "mcp_tool_use",
     "mcp_tool_result",
     "container_upload",
-}
-# From the names of a chat's fields to those of this API.
-PATTERNS = {
-    r"(^|`)max_completion_tokens\b": r"\1max_tokens",
-    r"(^|`)stop\b": r"\1stop_sequences",
-    r"(^|`)response_format(\.json_schema)?\b": r"\1output_config.format",
-    r"(^|`)(tools\[\d+\])\.function\.parameters\b": r"\1\2.input_schema",
-    r"(^|`)(tools\[\d+\]|tool_choice)\.function\b": r"\1\2",
 }
 
 
@@ -212,7 +204,17 @@ def _chat_of(request: CountRequest, tools: MessagesTools) -> tuple[ChatRequest, 
         response_format=_response_format(request.output_config),
         chat_template_kwargs=_template_options(request),
     )
-    return chat, FieldNames(paths, tools.paths, PATTERNS)
+    names = FieldNames(
+        messages=paths,
+        tools=tools.paths,
+        limit="max_tokens",
+        stop="stop_sequences",
+        format="output_config.format",
+        schema="",
+        function="",
+        parameters=".input_schema",
+    )
+    return chat, names
 
 
 class MessagesTools:

@@ -15,7 +15,16 @@ from msgspec import Struct
 
 from api.answer import GeneratedSequence, ResponseWriter, first_of_prompts, rounded
 from api.errors import OPENAI, ApiError, event
-from api.fields import check_device, check_ids, check_sampling, check_stop, require, sampling_of
+from api.fields import (
+    CHAT_FIELDS,
+    FieldNames,
+    check_device,
+    check_ids,
+    check_sampling,
+    check_stop,
+    require,
+    sampling_of,
+)
 from api.formats import FormatFields
 from api.job import PreparedRequest, Served
 from api.types import U32, AtLeastOne
@@ -112,6 +121,7 @@ def check_openai(
     limit: int | None,
     logprobs: bool,
     served: Served,
+    names: FieldNames = CHAT_FIELDS,
     **host_only: Any,
 ) -> PreparedRequest:
     """Checks the fields that chat and completion requests share. They sample unless the temperature is 0, as
@@ -127,7 +137,7 @@ def check_openai(
     require(1 <= n <= most, "n", detail)
     check_sampling(request)
     stop = [request.stop] if isinstance(request.stop, str) else request.stop or []
-    check_stop(stop, served.config)
+    check_stop(stop, served.config, names.stop)
     min_tokens = request.min_tokens or 0
     detail = f"must be <= the maximum of generated tokens. Given: {min_tokens} and {limit}"
     require(limit is None or min_tokens <= limit, "min_tokens", detail)
@@ -135,7 +145,7 @@ def check_openai(
     defaults = info.sampling_defaults
     temperature = defaults.get("temperature") if request.temperature is None else request.temperature
     sampling = sampling_of(request, temperature != 0, defaults, logit_bias=logit_bias)
-    host_only["logprobs"] = logprobs
+    host_only[names.logprobs] = logprobs
     host_only["min_tokens"] = min_tokens
     host_only["logit_bias"] = any(bias for _token, bias in logit_bias)
     check_device(info, request, sampling, **host_only)

@@ -23,7 +23,6 @@ from api.answer import GeneratedSequence, ResponseWriter
 from api.conversation import (
     IMAGE_OMITTED,
     ChatRequest,
-    FieldNames,
     Message,
     Part,
     chat_job,
@@ -31,7 +30,7 @@ from api.conversation import (
     visible_text,
 )
 from api.errors import OPENAI, ApiError, invalid, named_event
-from api.fields import Json
+from api.fields import FieldNames, Json
 from api.job import PreparedRequest, Served
 from api.openai import OpenAIAnswer, TokenLogprob
 from api.types import U32, AtLeastOne, NotNegative, Share
@@ -78,14 +77,6 @@ FOREIGN = {
 CUT_ESCAPE = 12
 CUSTOM_INPUT = {"type": "object", "properties": {"input": {"type": "string"}}, "required": ["input"]}
 LOGPROBS = "message.output_text.logprobs"
-# From the names of a chat's fields to those of this API, in a `param` or in backticks.
-PATTERNS = {
-    r"(^|`)messages\b": r"\1input",
-    r"(^|`)(max_completion_tokens|max_tokens)\b": r"\1max_output_tokens",
-    r"(^|`)logprobs\b": r"\1top_logprobs",
-    r"(^|`)response_format(\.json_schema)?\b": r"\1text.format",
-    r"(^|`)(tools\[\d+\](?:\.tools\[\d+\])?|tool_choice)\.(function|allowed_tools)\b": r"\1\2",
-}
 
 
 class TextConfig(Struct, omit_defaults=True):
@@ -276,7 +267,18 @@ def responses(data: Json, served: Served) -> ResponseWriter:
         stream=request.stream,
         chat_template_kwargs=request.chat_template_kwargs,
     )
-    job = chat_job(chat, served, FieldNames(paths, tools.paths, PATTERNS))
+    names = FieldNames(
+        messages=paths,
+        tools=tools.paths,
+        prompt="input",
+        limit="max_output_tokens",
+        logprobs="top_logprobs",
+        format="text.format",
+        schema="",
+        function="",
+        allowed_tools="",
+    )
+    job = chat_job(chat, served, names)
     request.store = False  # whatever was asked for
     return ResponsesAnswer(job, served, request, tools)
 

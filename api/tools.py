@@ -4,10 +4,11 @@ calls."""
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from api.errors import invalid
+from api.fields import CHAT_FIELDS, FieldNames
 from text.grammar import GrammarError
 from text.tool_formats import AS_TEXT, FORMATS, Calls, Function, ModelTools, ParametersError, calls_grammar
 
@@ -27,9 +28,9 @@ NO_PARSER = "cannot constrain calls with --tool-parser none (TOOL_PARSER)"
 
 @dataclass(frozen=True)
 class ToolUse(Calls):
-    """What a chat may call; `paths` has the place of each function in the request, by name."""
+    """What a chat may call; `paths` has the place of each function's parameters in the request, by name."""
 
-    paths: dict[str, str]
+    paths: dict[str, str] = field(compare=False)
 
     @property
     def grammar(self) -> str:
@@ -49,7 +50,7 @@ class ToolUse(Calls):
         try:
             return calls_grammar(self, start, body)
         except ParametersError as error:
-            raise invalid(f"{self.paths[error.function]}.parameters", str(error)) from None
+            raise invalid(self.paths[error.function], str(error)) from None
         except GrammarError as error:
             raise invalid("tools", str(error)) from None
 
@@ -59,18 +60,19 @@ def tool_use(
     tool_choice: str | dict[str, Any] | None,
     parallel_tool_calls: bool | None,
     model: ModelTools,
+    names: FieldNames = CHAT_FIELDS,
 ) -> ToolUse | None:
     """What a chat may call; None: nothing, or calls stay text. Raises ApiError."""
     functions: dict[str, Function] = {}
     paths: dict[str, str] = {}
     for n, tool in enumerate(tools or []):
-        path, function = _function(f"tools[{n}]", tool)
+        path, function = _function(names.tool(n), tool, names)
         name = function.name
         if name in functions:
             raise invalid(f"{path}.name", "is the name of two tools", given=name)
         functions[name] = function
-        paths[name] = path
-    mode, names = _choice(tool_choice, list(functions))
+        paths[name] = path + names.parameters
+    mode, chosen = _choice(tool_choice, list(functions), names)
     if mode == "none":
         return None
     if model.in_prompt and model.format is AS_TEXT:
@@ -84,15 +86,15 @@ def tool_use(
             raise invalid("tools", NO_PARSER)
         return None
     parallel = model.parallel and mode != "named" and parallel_tool_calls is not False
-    return ToolUse(model, [functions[name] for name in names], mode, parallel, paths)
+    return ToolUse(model, [functions[name] for name in chosen], mode, parallel, paths)
 
 
-def _function(path: str, tool: dict[str, Any]) -> tuple[str, Function]:
+def _function(path: str, tool: dict[str, Any], names: FieldNames) -> tuple[str, Function]:
     """A tool of a request, checked, and the path of what describes it."""
     kind = tool.get("type", "function")
     if kind != "function":
         raise invalid(f"{path}.type", "must be function", given=str(kind)[:40])
-    name, path, function = _named(tool, path)
+    name, path, function = _named(tool, path, names)
     if not NAME.fullmatch(name):
         rule = "must have 1 to 128 letters, digits, dots, dashes or underscores"
         raise invalid(f"{path}.name", rule, given=name[:140])
@@ -101,14 +103,14 @@ def _function(path: str, tool: dict[str, Any]) -> tuple[str, Function]:
         parameters = {"properties": {}, "additionalProperties": False}
     is_object = isinstance(parameters, dict) and parameters.get("type", "object") == "object"
     if not is_object or not isinstance(parameters.get("properties", {}), dict):
-        raise invalid(f"{path}.parameters", "must be the JSON schema of an object")
+        raise invalid(path + names.parameters, "must be the JSON schema of an object")
     return path, Function(name, parameters, function.get("strict") is True)
 
 
-def _named(tool: Any, path: str) -> tuple[str, str, dict[str, Any]]:
+def _named(tool: Any, path: str, names: FieldNames) -> tuple[str, str, dict[str, Any]]:
     """The name in `{"function": {"name": …}}`, the path of the function, and the function."""
     function = tool.get("function") if isinstance(tool, dict) else None
-    path = f"{path}.function"
+    path += names.function
     if not isinstance(function, dict):
         raise invalid(path, "is missing, or is not an object")
     if not isinstance(function.get("name"), str):
@@ -116,7 +118,9 @@ def _named(tool: Any, path: str) -> tuple[str, str, dict[str, Any]]:
     return function["name"], path, function
 
 
-def _choice(choice: str | dict[str, Any] | None, known: list[str]) -> tuple[str, list[str]]:
+def _choice(
+    choice: str | dict[str, Any] | None, known: list[str], field_names: FieldNames
+) -> tuple[str, list[str]]:
     """The mode that a `tool_choice` asks for (none, auto, required or named), and the names that may be
     called."""
     if choice is None or isinstance(choice, str):
@@ -127,18 +131,20 @@ def _choice(choice: str | dict[str, Any] | None, known: list[str]) -> tuple[str,
             names = [mode]
             mode = "named"
     elif choice.get("type") == "allowed_tools":
-        path = "tool_choice.allowed_tools"
+        path = "tool_choice" + field_names.allowed_tools
         allowed = choice.get("allowed_tools")
         is_complete = isinstance(allowed, dict) and isinstance(allowed.get("tools"), list)
         if not is_complete or allowed.get("mode") not in MODES[1:]:
             raise invalid(path, "needs `mode`, which is auto or required, and the list `tools`")
         mode = allowed["mode"]
-        names = [_named(tool, f"{path}.tools[{n}]")[0] for n, tool in enumerate(allowed["tools"])]
+        names = [
+            _named(tool, f"{path}.tools[{n}]", field_names)[0] for n, tool in enumerate(allowed["tools"])
+        ]
     else:
         kind = choice.get("type", "function")
         if kind != "function":
             raise invalid("tool_choice.type", "must be function or allowed_tools", given=str(kind)[:40])
-        name, path, _ = _named(choice, "tool_choice")
+        name, path, _ = _named(choice, "tool_choice", field_names)
         mode = "named"
         names = [name]
     if not known:
@@ -147,6 +153,6 @@ def _choice(choice: str | dict[str, Any] | None, known: list[str]) -> tuple[str,
         return "none", []
     for name in names or ["no tool"]:
         if name not in known:
-            words = ", or none, auto or required" if path == "tool_choice" else ""
+            words = ", or none, auto or required" if isinstance(choice, str) else ""
             raise invalid(path, f"must name one of `tools`{words}", given=name[:140])
     return mode, list(dict.fromkeys(names))
