@@ -50,8 +50,8 @@ class Prepared:
     build: BuildPlan | None = None  # on Neuron: what to compile or to load
 
     def fetch_weights(self) -> None:
-        """Downloads the weights of a model on the hub. Raises ModelError, for what cannot be converted before
-        that."""
+        """Downloads the weights of a model on the hub. Before that, raises ModelError for a model that cannot
+        be converted."""
         if self.build:
             self.build.checkpoint()
         else:
@@ -64,7 +64,7 @@ class Prepared:
     def load(self, announce: Callable[[str], None]) -> StaticBatchModel:
         """The model, ready to run. Calls `announce` with the name of a long phase, such as "compiling".
         Raises ConfigError or ModelError."""
-        # One engine alone is imported: Neuron's needs another version of transformers than torch's.
+        # Only one engine is imported: Neuron's needs another version of transformers than torch's.
         if self.build:
             from models.neuron import NeuronModel
 
@@ -124,10 +124,10 @@ def _refuse_neuron_settings(config: Config, device: str) -> None:
 
 
 def _refuse_by_config(manifest: Manifest) -> None:
-    """What its config.json says that no engine here serves, before a weight is downloaded or converted."""
+    """Raises ModelError for a model that no engine supports, before its weights are downloaded."""
     kind = manifest.config_json.get("model_type")
     if manifest.config_json.get("is_encoder_decoder"):
-        raise ModelError(f"{kind} models are encoders with decoders; this server runs decoders alone")
+        raise ModelError(f"{kind} models are encoder-decoder models; only decoder-only models are supported")
     if manifest.config_json.get("quantization_config"):
         raise ModelError(
             f"this {kind} checkpoint is quantized, which cannot be served yet; use its unquantized form"
@@ -135,7 +135,7 @@ def _refuse_by_config(manifest: Manifest) -> None:
 
 
 def choose_device(wanted: str) -> str:
-    """cpu, cuda or neuron for a value of --device. Raises ModelError for a device that is not there."""
+    """cpu, cuda or neuron for a value of --device. Raises ModelError for a missing device."""
     if wanted == "cuda" and not _has_cuda():
         raise ModelError("--device cuda: torch finds no CUDA GPU on this machine; use --device cpu or auto")
     if wanted != "auto":
@@ -143,7 +143,7 @@ def choose_device(wanted: str) -> str:
     if list(Path("/dev").glob("neuron[0-9]*")):
         return "neuron"
     if importlib.util.find_spec("transformers_neuronx"):
-        # An image for Neuron: nobody means to serve on its host's CPU.
+        # In the image for Neuron, do not fall back to the host's CPU.
         raise ModelError(
             "transformers-neuronx is installed but there is no Neuron device: pass it to the container with "
             "--device=/dev/neuron0, or serve with the image for CPUs"

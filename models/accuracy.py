@@ -1,5 +1,5 @@
 """How near the logits of an engine have to be to those of transformers: one rule for conversions, for every
-start, and for plain PyTorch.
+startup, and for plain PyTorch.
 
 A dense model is judged by its worst token. In a mixture of experts any rounding swaps experts whose scores
 nearly tie, and changes a few tokens as much as a fault would: it is judged by the median token, and by the
@@ -13,8 +13,8 @@ import numpy as np
 # Largest difference of a token's logit in float32, as a share of the largest logit (at least 1).
 TOLERANCE = 1e-3
 # Largest Kullback-Leibler divergence of the tokens of a text, in nats: their mean, and the worst of a dense
-# model. Those of SmolLM2-135M, which is small and knows models/check_text.txt by heart, are 0.004 and 0.04 in
-# bfloat16, 0.04 and 0.3 in int8, 1.6 and 8 where all layers have int4. A broken model has several nats.
+# model. SmolLM2-135M, a small model that has memorized models/check_text.txt, has 0.004 and 0.04 in bfloat16,
+# 0.04 and 0.3 in int8, 1.6 and 8 where all layers have int4. A broken model has several nats.
 MAX_KL_DIVERGENCE = {
     "float32": (0.02, 0.02),
     "bfloat16": (0.1, 0.3),
@@ -27,7 +27,7 @@ SWAPPED_EXPERTS = 2
 
 
 def find_fault(found: np.ndarray, expected: np.ndarray, precision: str, has_experts: bool) -> str | None:
-    """How logits differ from the `expected` ones by more than is allowed, as a part of a log line, or None.
+    """How logits exceed the allowed difference from the `expected` ones, as a part of a log line, or None.
 
     found, expected: float32 [tokens, columns], of all tokens of the vocabulary or of the same few. The tokens
     are those of one way to run a model: in a mixture of experts a fault of one of several ways may not reach
@@ -50,13 +50,13 @@ def find_fault(found: np.ndarray, expected: np.ndarray, precision: str, has_expe
         return None
     which = "median" if has_experts else "worst"
     return (
-        f"its tokens diverge from those of transformers by {mean:.2g} nats on average, the {which} one by "
-        f"{token:.2g} (limits {mean_limit:g}, {token_limit:g})"
+        f"its KL divergence from transformers is {mean:.2g} nats per token on average and {token:.2g} for "
+        f"the {which} token (limits {mean_limit:g}, {token_limit:g})"
     )
 
 
 def kl_divergence(found: np.ndarray, expected: np.ndarray) -> np.ndarray:
-    """Of each token's distribution from the expected one, in nats [tokens]."""
+    """The divergence of each token's distribution from the expected one, in nats [tokens]."""
     expected = _log_probabilities(expected)
     return (np.exp(expected) * (expected - _log_probabilities(found))).sum(-1)
 

@@ -1,11 +1,11 @@
-"""Compiled programs on disk: what they were compiled for, where they are kept, and whether they match the
-settings.
+"""Compiled graphs (NEFFs) on disk: what they were compiled for, where they are kept, and whether they match
+the settings.
 
 A compiled model is a folder: `config.json` with a `neuron` section, tokenizer files, `compiled/` with the
-programs, and `checkpoint/` with the weights, or the hub id to download them by. `compile` writes such
-folders; `with_programs` refuses settings that contradict one. optimum-neuron wrote such folders, too: only
-their values and weights are used. The programs that `serve` compiles itself are kept in a `Cache`, which
-names the values that differ where it holds none that fit. Imports neither torch nor transformers-neuronx."""
+graphs, and `checkpoint/` with the weights, or the hub id to download them by. `compile` writes such folders;
+`with_programs` rejects settings that contradict one. optimum-neuron writes such folders, too: only their
+values and weights are used. A `Cache` keeps the graphs that `serve` compiles itself. Imports neither torch
+nor transformers-neuronx."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ import hashlib
 import json
 import logging
 import os
-import re
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -24,6 +23,7 @@ from typing import Annotated, Any, Literal, NamedTuple
 from urllib.parse import urlsplit
 
 import msgspec
+from packaging.version import Version
 
 from config import DTYPES, NEURON_CONFIG, Config
 from manifest import read_json
@@ -37,14 +37,14 @@ COMPILED = "compiled"
 CHECKPOINT = "checkpoint"
 EXPORTER = "neuron-textgen"
 RECORD = "programs.json"  # in each entry of the cache
-RUNTIME = ("torch-neuronx", "libneuronxla")  # packages that load programs; the SDK's version decides theirs
-CACHE = "/var/tmp/neuron-compile-cache"  # the library's default
+RUNTIME = ("torch-neuronx", "libneuronxla")  # packages that load graphs; the SDK's version decides theirs
+CACHE = "/var/tmp/neuron-compile-cache"  # transformers-neuronx's default
 # Fields of a checkpoint's config.json that do not change what is computed.
 VOLATILE = ("_name_or_path", "architectures", "transformers_version", "torch_dtype", "neuron", "use_cache")
 
 
 def buckets(limit: int, given: Sequence[int] | None = None, flag: str = "") -> tuple[int, ...]:
-    """The lengths that programs are compiled for: `given`, or powers of two from 128, from 2,048 on also
+    """The lengths that graphs are compiled for: `given`, or powers of two from 128, from 2,048 on also
     halfway to the next; always with `limit` itself. A prompt or sequence runs in the smallest that holds it.
     Raises ConfigError for buckets above the limit."""
     if given is None:
@@ -65,7 +65,7 @@ Counts = Annotated[tuple[Count, ...], msgspec.Meta(min_length=1)]
 
 @dataclass(frozen=True)
 class CompiledConfig:
-    """The values that a set of programs was compiled for, and runs with. `compile` writes them as a `neuron`
+    """The values that a set of graphs was compiled for, and runs with. `compile` writes them as a `neuron`
     section."""
 
     batch_size: Count  # slots
@@ -79,11 +79,11 @@ class CompiledConfig:
     transformers_neuronx_version: str
     exporter: Literal["neuron-textgen"] = EXPORTER
     continuous_batching: bool = True  # of every family; a part of older manifests and keys
-    neuron_config: tuple[Option, ...] = ()  # further options of the library, NAME=VALUE
-    # Tokens of a prompt that one program adds to a slot; 0: prompts run whole, as in older manifests.
+    neuron_config: tuple[Option, ...] = ()  # further options of transformers-neuronx, NAME=VALUE
+    # Tokens of a prompt chunk; 0: prompts run whole, as in older manifests.
     prefill_chunk: Annotated[int, msgspec.Meta(ge=0)] = 0
     model_class: str | None = None  # None: an older manifest
-    # Tokens of each slot that one program verifies guesses with; 0: there is none, as in older manifests.
+    # Tokens of each slot in the graph that verifies draft tokens; 0: there is none, as in older manifests.
     verify_length: Annotated[int, msgspec.Meta(ge=0)] = 0
 
     @property
@@ -97,8 +97,8 @@ class CompiledConfig:
 
 @dataclass(frozen=True)
 class Optimum:
-    """What optimum-neuron compiled a model for. The library does not find its programs: their names are
-    hashes of graphs that another version of the library built, with other options."""
+    """What optimum-neuron compiled a model for. transformers-neuronx does not find these graphs: they are
+    named by hashes, and another version built them with other options."""
 
     batch_size: Count
     sequence_length: Count
@@ -109,7 +109,7 @@ class Optimum:
 
 @dataclass(frozen=True)
 class Files:
-    """What else the `neuron` section names: the weights, and the programs as they were saved."""
+    """What else the `neuron` section names: the weights, and the compiled graphs as they were saved."""
 
     checkpoint_id: str | None = None  # on the hub, with its commit; None: the weights are in the folder
     checkpoint_revision: str | None = None
@@ -130,8 +130,8 @@ class Artifact(NamedTuple):
     def of(cls, config_json: Mapping[str, Any], source: Path) -> Artifact | None:
         """What the object in `source`, a config.json, says; None where it is not that of a compiled model.
 
-        Raises ConfigError for a section that is incomplete, or holds a value or a field that is not known
-        here: it may change what the programs compute.
+        Raises ConfigError for a section that is incomplete, or holds an unknown value or field: it may change
+        what the graphs compute.
         """
         section = config_json.get("neuron")
         if section is None:
@@ -162,7 +162,7 @@ def with_optimum(config: Config, optimum: Optimum) -> Config:
     values = {name: value for name, value in values.items() if getattr(config, name) in (None, "auto")}
     named = ", ".join(_named(name, value) for name, value in values.items())
     logger.info(
-        "The programs of optimum-neuron cannot be loaded; %s is compiled with its values: %s",
+        "The compiled graphs of optimum-neuron cannot be loaded; %s is compiled with its values: %s",
         config.model_name,
         named,
     )
@@ -172,7 +172,7 @@ def with_optimum(config: Config, optimum: Optimum) -> Config:
 def with_programs(config: Config, programs: CompiledConfig, name: str) -> Config:
     """`config` with every value that was left open taken from `programs`, of the model `name`.
 
-    Raises ConfigError, naming both values, for a setting that the programs do not support. Smaller limits are
+    Raises ConfigError, naming both values, for a setting that they do not support. Smaller limits are
     supported.
     """
     remedy = "leave it out, or compile it again"
@@ -218,24 +218,19 @@ def _shown(value: Any) -> str:
 
 
 def check_compiler(programs: CompiledConfig, installed: str, name: str) -> None:
-    """Raises ConfigError, with both versions, for programs of a newer compiler: they do not run on an older
+    """Raises ConfigError, with both versions, for graphs of a newer compiler: they do not run on an older
     runtime."""
     compiler = programs.compiler_version
-    if _numbers(compiler) > _numbers(installed):
+    if Version(compiler).release > Version(installed).release:
         raise ConfigError(
             f"{name} was compiled by neuronx-cc {compiler}, newer than the installed {installed}; "
             "compile again"
         )
 
 
-def _numbers(version: str) -> list[int]:
-    """Without the part behind a plus sign."""
-    return [int(number) for number in re.findall(r"\d+", version.partition("+")[0])]
-
-
 @dataclass(frozen=True)
 class Cache:
-    """The programs that `serve` compiled, one folder for each set, inside the compiler's own cache folder."""
+    """The graphs that `serve` compiled, one folder for each set, inside the compiler's own cache folder."""
 
     folder: Path
     size_gb: float
@@ -253,16 +248,16 @@ class Cache:
 
     @contextlib.contextmanager
     def locked(self, model: str, programs: CompiledConfig, is_shared: bool) -> Iterator[None]:
-        """Holds the lock of an entry, shared to load it, or alone to make it; none where the cache cannot be
-        written."""
+        """Holds the lock of an entry, shared to load it, or exclusive to make it; none where the cache cannot
+        be written."""
         with contextlib.ExitStack() as stack:
             with contextlib.suppress(OSError):
                 lock = self._entry(model, programs).with_suffix(".lock")
-                stack.enter_context(locked(lock, "compiling these programs into", is_shared))
+                stack.enter_context(locked(lock, "compiling these graphs into", is_shared))
             yield
 
     def find(self, model: str, programs: CompiledConfig) -> Path | None:
-        """The folder with the programs for a model (`model_key`). A damaged one is removed."""
+        """The folder with the graphs of a model (`model_key`). A damaged one is removed."""
         entry = self._entry(model, programs)
         record = entry / RECORD
         if not record.is_file():
@@ -275,30 +270,9 @@ class Cache:
         if damage is None:
             mark_used(record)
             return entry
-        logger.warning("%s: removing these programs from the cache, to compile them again", damage)
+        logger.warning("%s: removing these compiled graphs from the cache, to compile again", damage)
         shutil.rmtree(entry, ignore_errors=True)
         return None
-
-    def missing(self, model: str, programs: CompiledConfig) -> str:
-        """Why `find` found nothing: the values in which the nearest entry differs."""
-        differences = []
-        for path in self.folder.glob(f"*/{RECORD}"):
-            # Suppressed: a record of another version.
-            with contextlib.suppress(ConfigError, KeyError, TypeError):
-                record = read_json(path)
-                if record["model"] != model:
-                    continue
-                kept = record["programs"]
-                differences.append(
-                    [
-                        f"{name} {_shown(value)} instead of {_shown(kept[name])}"
-                        for name, value in _values(programs).items()
-                        if value != kept[name]
-                    ]
-                )
-        if not differences:
-            return f"{self.folder} holds none of this model"
-        return f"{self.folder} has programs for other values: {', '.join(min(differences, key=len))}"
 
     def add(
         self,
@@ -307,8 +281,8 @@ class Cache:
         save: Callable[[str], None],
         built: CompiledConfig | None = None,
     ) -> Path:
-        """Keeps what `save` writes into a folder. `built`: what these are, where not everything that
-        `programs` names could be compiled. Raises OSError on failure; an incomplete entry is never found."""
+        """Keeps what `save` writes into a folder. `built`: what was compiled, where not everything in
+        `programs` could be. Raises OSError on failure; an incomplete entry is never found."""
         entry = self._entry(model, programs)
         with renamed_when_complete(entry) as new:
             save(str(new))
@@ -331,7 +305,7 @@ class Cache:
 
 
 def _values(programs: CompiledConfig) -> dict[str, Any]:
-    """Everything that the programs of a checkpoint depend on, as JSON keeps it."""
+    """Everything that the compiled graphs of a checkpoint depend on, as JSON keeps it."""
     values = dataclasses.asdict(programs)
     if not programs.verify_length:
         del values["verify_length"]  # as in older keys
@@ -366,5 +340,5 @@ def verify_checksums(folder: Path, files: Mapping[str, tuple[int, str]]) -> str 
 
 
 def model_key(checkpoint_config: Mapping[str, Any]) -> str:
-    """A digest of the fields of a checkpoint's config.json that its programs depend on."""
+    """A digest of the fields of a checkpoint's config.json that its compiled graphs depend on."""
     return digest({name: value for name, value in checkpoint_config.items() if name not in VOLATILE})

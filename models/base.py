@@ -2,8 +2,8 @@
 KV cache.
 
 `models.prepare` picks the implementation; each one raises `ModelError` with the reason in one line for what
-it cannot serve. A model knows slots, tokens and positions. It knows no requests, and of sampling only what a
-device does itself."""
+it cannot serve. A model has slots, tokens and positions; it is independent of requests, and samples only
+where the device does."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class DeviceLost(Exception):
 
 class Chunk(NamedTuple):
     """The next tokens of one slot: a prompt, a part of one, or the last generated token (a decode step's
-    row), with guesses of those that follow it where `verify` is set."""
+    row), followed by draft tokens where `verify` is set."""
 
     slot: int
     tokens: Sequence[int]
@@ -43,7 +43,7 @@ class Chunk(NamedTuple):
 
     @property
     def rows(self) -> int:
-        """Of logits."""
+        """How many rows of logits it has."""
         return len(self.tokens) if self.all_logits or self.verify else 1
 
 
@@ -80,10 +80,10 @@ class StaticBatchModel(Protocol):
     # A prompt may continue what its slot holds at multiples of this position; None: nowhere.
     prefix_granularity: int | None
     supports_prefix_copy: bool  # whether `copy_prefix` is supported
-    # Tokens of a prompt beside running requests, unless configured; None: the scheduler's constant.
+    # Prompt tokens per step with running requests, unless configured; None: the scheduler's constant.
     prompt_budget: int | None
-    # Tokens of all rows of a call with `verify`, and of one of them; 0: it has none. More would cost more
-    # than they bring.
+    # Tokens of all rows of a call with `verify`, and of one row; 0: not supported. More draft tokens would
+    # cost more than they save.
     max_draft_rows: int
     verify_length: int
 
@@ -92,11 +92,11 @@ class StaticBatchModel(Protocol):
         changes.
 
         Where `prefix_granularity` is set, a slot holds what ran in it until other tokens run at these
-        positions: a prompt may begin behind what it has in common with the slot's last one. (On Neuron up to
-        rounding, see NeuronModel.) Returns one row of logits a chunk, after its last token, in the order of
-        `chunks`; a chunk with `all_logits` or `verify` has one row a token. The result stays as it is when
-        `forward` is called again. A row depends on its own slot alone, to the last bit: not on the other
-        chunks, and not on how a prompt was cut into chunks where the scheduler follows
+        positions: a prompt may begin after the prefix that it shares with the slot's last one. (On Neuron up
+        to rounding, see NeuronModel.) Returns one row of logits a chunk, after its last token, in the order
+        of `chunks`; a chunk with `all_logits` or `verify` has one row a token. The result stays as it is when
+        `forward` is called again. Rows are bitwise reproducible: they depend neither on the other chunks nor
+        on how a prompt was split into chunks where the scheduler follows
         `supports_chunked_prefill` and `prefill_chunk`. Every slot with a live sequence must be in each call
         of one-token rows, or of chunks with `verify`, where `supports_chunked_prefill` is false. Raises
         DeviceLost when the process must be restarted; any other exception leaves the model usable."""
@@ -117,7 +117,7 @@ def check_length(model: str, limit: int | None, length: int) -> None:
     sequence."""
     if limit and length > limit:
         raise ModelError(
-            f"{model} stretches its positions beyond {limit} tokens; give --max-total-tokens {limit} or less"
+            f"{model} scales its positions beyond {limit} tokens; give --max-total-tokens {limit} or less"
         )
 
 

@@ -1,9 +1,8 @@
 """The cache of converted models and tokenizers (`--model-cache`), and the child process that converts them.
 
-An entry is a folder named by a key: a hash of everything its contents depend on. It is written beside its
-final place and renamed, so an entry that can be seen is complete. `openvino_model.py` and `tokenizer.py` look
-for an entry before they convert. This file does not know what is in an entry but its `entry.json`, and
-imports neither numpy nor torch.
+An entry is a folder named by a key: a hash of everything its contents depend on. It is written to a temporary
+folder and renamed, so a visible entry is complete. `openvino_model.py` and `tokenizer.py` look for an entry
+before they convert. This file reads only the `entry.json` of an entry, and imports neither numpy nor torch.
 
     FOLDER/model-<key>/        entry.json, and model.xml and model.bin of OpenVINO where the model converts
     FOLDER/tokenizer-<key>/    entry.json, tokenizer.json
@@ -44,10 +43,10 @@ CANNOT_SERVE = 2
 CANNOT_WRITE = 3
 OUT_OF_MEMORY = 4
 CRASHES = (signal.SIGSEGV, signal.SIGFPE, signal.SIGILL)  # which the next conversion would meet again
-# What compresses weights; needed by a conversion alone.
+# Compresses weights; needed only by a conversion.
 NNCF = "nncf==3.4.0"
-# To be raised with any change of what a conversion writes, or of how it is read: entries of another one are
-# not used. CONVERTER is of models and tokenizers, READERS of the checkpoints that gguf.py and lora.py write.
+# Raise these with any change of what a conversion writes, or of how it is read: entries of other versions are
+# not used. CONVERTER_VERSION is for models and tokenizers, READERS for checkpoints of gguf.py and lora.py.
 CONVERTER_VERSION = 4
 READERS = {"gguf": 2, "lora": 2}
 
@@ -84,7 +83,7 @@ class ModelCache:
 
     def find_or_add(self, key: str | None, convert: Callable[[Path], None], scratch: Path) -> Path:
         """The folder of an entry, which `convert` fills where there is none; `scratch` where the cache cannot
-        be written, or where `key` is None. Of several processes one converts, and the others wait. Raises
+        be written, or where `key` is None. One of several processes converts, and the others wait. Raises
         whatever `convert` raises."""
         reason: object = "its code comes from another repository, which may change at any time"
         try:
@@ -93,7 +92,7 @@ class ModelCache:
         except OSError as error:
             reason = error
         logger.warning(
-            "The converted files cannot be kept, so the next start converts them again: %s", reason
+            "The converted files cannot be kept, so the next startup converts them again: %s", reason
         )
         convert(scratch)
         return scratch
@@ -188,7 +187,7 @@ def model_key(config: Config, folder: Path, manifest: Manifest) -> str | None:
     any time.
 
     The CPU is not part of the key: an entry holds a portable graph, which OpenVINO compiles at every
-    start.
+    startup.
     """
     code = manifest.config_json.get("auto_map") if config.trust_remote_code else None
     if "--" in json.dumps(code):  # "owner/name--module.Class"

@@ -1,7 +1,7 @@
 """A checkpoint's config.json under the names of transformers 4, which transformers-neuronx reads.
 
-It would silently take its defaults where it finds others, and write wrong text. Imports neither torch nor the
-library."""
+It would silently use its defaults where names differ, and produce wrong output. Imports neither torch nor
+transformers-neuronx."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def legacy_config(config: Mapping[str, Any]) -> dict[str, Any]:
 
     Raises ModelError for a value that is not an object and should be one.
     """
-    # Without the section about compiled programs.
+    # Without the section about compiled graphs.
     legacy = {name: value for name, value in config.items() if name != "neuron"}
     for name in ("rope_parameters", "rope_scaling", "quantization_config"):
         if not isinstance(legacy.get(name), (dict, type(None))):
@@ -31,17 +31,17 @@ def legacy_config(config: Mapping[str, Any]) -> dict[str, Any]:
 
 def _legacy_rope(rope: Mapping[str, Any], legacy: Mapping[str, Any]) -> dict[str, Any]:
     fields = {}
-    if isinstance(rope.get("full_attention"), dict):  # Gemma 3: layers with a window have their own
+    if isinstance(rope.get("full_attention"), dict):  # Gemma 3: sliding-window layers have their own
         near = rope.get("sliding_attention") or {}
         if near.get("rope_type", "default") != "default":
             raise ModelError(
-                f"config.json: rope_type {near['rope_type']!r} of layers with a sliding window cannot be "
-                "served on Neuron"
+                f"config.json: rope_type {near['rope_type']!r} of layers with a sliding window is not "
+                "supported on Neuron"
             )
         fields["rope_local_base_freq"] = near.get("rope_theta", 10000.0)
         rope = rope["full_attention"]
     if any(isinstance(value, dict) for value in rope.values()):
-        raise ModelError("a model whose layers differ in their rotary positions cannot be served on Neuron")
+        raise ModelError("a model whose layers differ in their rotary positions is not supported on Neuron")
     rope = dict(rope)
     fields["rope_theta"] = rope.pop("rope_theta", legacy.get("rope_theta", 10000.0))
     if "partial_rotary_factor" in rope:

@@ -1,9 +1,8 @@
-"""The verb `compile`: writes a folder with a compiled model, which `serve` loads in seconds and never
+"""The subcommand `compile`: writes a folder with a compiled model, which `serve` loads in seconds and never
 compiles.
 
-Owns what such a folder holds apart from the programs: the manifest, the tokenizer, and the weights of a local
-model. The settings go to `neuron_build.BuildPlan`, which decides what is compiled. Knows nothing of requests,
-and needs no device.
+Owns what such a folder holds apart from the graphs: the manifest, the tokenizer, and the weights of a local
+model. The settings go to `neuron_build.BuildPlan`, which decides what is compiled. Needs no device.
 
     python3 -m models.compile --model-id X --output DIR [flags]
 """
@@ -68,7 +67,7 @@ def compile_model(config: Config, output: Path) -> None:
 
 
 def _write_model(build: BuildPlan, manifest: Manifest, target: Path, commit: str | None) -> None:
-    """Everything but the programs: tokenizer files, the weights of a local model, and what was compiled."""
+    """Everything but the graphs: tokenizer files, the weights of a local model, and what was compiled."""
     checkpoint = build.checkpoint()
     weights = target / artifact.CHECKPOINT
     for path in checkpoint.iterdir():

@@ -6,7 +6,7 @@ checkpoint (`torch_model.load_pretrained`), traces it with a placeholder in the 
 saves the graph, and compares what `openvino_model.py` computes from the saved files with what transformers
 computes in float32 (`accuracy.py`): where the graph runs in float32, too, and on a text where bfloat16 or
 compressed weights round it. For a model that cannot be converted the entry holds the reason, and the next
-start goes straight to plain PyTorch.
+startup uses plain PyTorch directly.
 
     python -m models.convert FOLDER TARGET < CONFIG.json     a model; CONFIG as `Config.to_json` writes it
     python -m models.convert --demo                          the demonstration model, into demo/converted
@@ -68,7 +68,7 @@ from openvino.frontend.pytorch.ts_decoder import TorchScriptPythonDecoder  # iso
 
 logger = logging.getLogger("model")
 
-CHECK_TEXT = HERE / "models" / "check_text.txt"  # the beginning of a text of 1776 that every model has read
+CHECK_TEXT = HERE / "models" / "check_text.txt"  # begins a text of 1776 that every model was trained on
 PLACEHOLDERS = "openvino_placeholder"  # the name of an attention function of transformers
 CHUNK = OpenVinoModel.prefill_chunk
 CHECK_TOKENS = CHUNK + 16
@@ -76,8 +76,8 @@ SHORT_CHECK_TOKENS = 80  # crosses the edges of two blocks
 SHORT_CHECK_BEGINS = (0, 1, 3, 34, 67, 68, 70), (0, 35, 36, 37, 54, 55)  # of the chunks of two slots
 CHECK_WINDOW = 40  # longer sliding windows are shortened to this for the check, so that they slide in it
 INT4_GROUP = 32  # int4 weights that share a scale
-# The share of the linear layers that gets int4; the others get int8. The first that keeps the loss is taken:
-# models of a few hundred million parameters do not bear it everywhere.
+# The share of the linear layers that gets int4; the others get int8. The first that passes the check is used:
+# models of a few hundred million parameters do not tolerate int4 everywhere.
 INT4_SHARES = (1.0, 0.8, 0.5)
 SPARE_BYTES = 50_000_000  # of the disk, for the graph without its weights
 
@@ -208,7 +208,7 @@ def convert(config: Config, folder: Path, target: Path) -> None:
 
 
 class Steps:
-    """Logs what a conversion does, and how much of it there is."""
+    """Logs the steps of a conversion, and how many there are."""
 
     def __init__(self, config: Config):
         self._name = config.model_name
@@ -260,7 +260,7 @@ class Check:
     """Token ids and the logits of transformers for them in float32, computed before `trace` changes the
     model.
 
-    `positions`: how many the model has. `stored` goes into the entry, for the comparison at every start.
+    `positions`: how many the model has. `stored` goes into the entry, for the comparison at every startup.
     """
 
     def __init__(self, model: torch.nn.Module, positions: int, folder: Path):
@@ -328,7 +328,7 @@ def _ids_of_text(folder: Path, vocab_size: int) -> list[int]:
     text = CHECK_TEXT.read_text()
     try:
         ids = PreTrainedTokenizerFast(tokenizer_file=str(folder / "tokenizer.json")).encode(text)
-    except Exception:  # the library raises nothing more special
+    except Exception:  # tokenizers raises nothing more specific
         return []
     return ids if max(ids, default=vocab_size) < vocab_size else []
 
@@ -342,7 +342,7 @@ def _prompt_logits(model: OpenVinoModel, ids: Sequence[int]) -> np.ndarray:
 
 def _compress(graph: ov.Model, config: Config, check: Check, target: Path, facts: dict[str, Any]) -> None:
     """Saves the graph with compressed weights: those of linear layers and embeddings. Raises ModelError where
-    that changes the model too much."""
+    the model loses too much accuracy."""
     import nncf
 
     logging.getLogger("nncf").setLevel(logging.ERROR)  # nncf.set_log_level would change our handlers as well
@@ -351,7 +351,7 @@ def _compress(graph: ov.Model, config: Config, check: Check, target: Path, facts
     if config.quantize == "int4":
         ways = [{"mode": modes.INT4_SYM, "group_size": INT4_GROUP, "ratio": share} for share in INT4_SHARES]
     for way in ways:
-        # A copy: what is compressed once stays so.
+        # A copy: compression cannot be undone.
         _save(nncf.compress_weights(graph.clone(), **way), target)
         fault = check.fault_on_text(target, facts)
         if fault is None:
@@ -360,7 +360,7 @@ def _compress(graph: ov.Model, config: Config, check: Check, target: Path, facts
             return
     other = ", or use int8" if config.quantize == "int4" else ""
     raise ModelError(
-        f"--quantize {config.quantize} (QUANTIZE) changes {config.model_name} too much: {fault}; "
+        f"--quantize {config.quantize} (QUANTIZE): {config.model_name} loses too much accuracy: {fault}; "
         f"leave it out{other}"
     )
 
@@ -374,7 +374,7 @@ def _save(graph: ov.Model, target: Path) -> None:
 
 def main(arguments: list[str]) -> int:
     die_with_parent()
-    warnings.simplefilter("ignore")  # of the libraries, about how they call each other
+    warnings.simplefilter("ignore")  # between libraries, about how they call each other
     try:
         if arguments == ["--demo"]:
             config = Config()

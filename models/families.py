@@ -1,11 +1,11 @@
-"""The families of models that are served on Neuron: a class for each.
+"""The families of models that are supported on Neuron: a class for each.
 
 transformers-neuronx has classes for Llama and Mixtral only; the others are read as a Llama that differs
 (`family.py`). A new one is a class and a row of FAMILIES here, and a row of
 tests/neuron_sim/test_families.py.
 
-Source: transformers 4.57, models/*/configuration_*.py and modeling_*.py. Imports neither torch nor the
-library.
+Source: transformers 4.57, models/*/configuration_*.py and modeling_*.py. Imports neither torch nor
+transformers-neuronx.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 NOT_ANY_MORE = ("gpt2", "opt", "bloom", "gpt_neox")
-# Where layers with a window have rotary positions of their own, all are computed here: the library's llama3
-# is not.
+# Where sliding-window layers have rotary positions of their own, all are computed here; only
+# transformers-neuronx computes llama3.
 TWO_ROPES = {"rope_scaling": ("default", *rope.SCALED)}
 
 
@@ -57,7 +57,7 @@ class Mistral(Family):
 
 
 class Mixtral(Family):
-    """By the library's own class, which scales no positions and whose sliding attention is wrong."""
+    """By the class of transformers-neuronx, which scales no positions; its sliding attention is wrong."""
 
     defaults: ClassVar = {
         "num_key_value_heads": 8,
@@ -78,7 +78,7 @@ class Mixtral(Family):
         self.length = min(self.length, self._number("sliding_window", self.length))
         if self.head_dim * self.heads != self.hidden:
             raise ConfigError(
-                f"head_dim {self.head_dim} is not served on Neuron: transformers-neuronx takes "
+                f"head_dim {self.head_dim} is not supported on Neuron: transformers-neuronx takes "
                 f"hidden_size / num_attention_heads, which is {self.hidden // self.heads} here"
             )
 
@@ -107,7 +107,7 @@ def _windows(layer_types: list[str], window: int | None) -> list[int | None]:
 
 
 def _patterned(family: Family, pattern: int) -> list[int | None]:
-    """Where config.json does not name the types: of `pattern` layers the last attends to all."""
+    """Where config.json does not name the types, the last of every `pattern` layers has full attention."""
     every = range(1, family.layers + 1)
     types = ["sliding_attention" if n % pattern else "full_attention" for n in every]
     return _windows(family.config.get("layer_types") or types, family.config["sliding_window"])
@@ -129,7 +129,7 @@ def _head_norms(family: Family, get: Callable[[str], Tensor]) -> dict[str, Tenso
 
 
 class Phi3(Family):
-    """Phi-3, Phi-3.5-mini, Phi-4, Phi-4-mini: projections that lie in one matrix are cut."""
+    """Phi-3, Phi-3.5-mini, Phi-4, Phi-4-mini: fused projections are split."""
 
     defaults: ClassVar = {
         "max_position_embeddings": 4096,
@@ -213,7 +213,7 @@ class Gemma(Family):
 
 
 class Gemma2(Gemma):
-    """Norms before and after; every second layer has a window; scores and logits are capped."""
+    """Norms before and after; every second layer has a sliding window; scores and logits are capped."""
 
     defaults: ClassVar = {
         "num_key_value_heads": 4,
@@ -225,7 +225,7 @@ class Gemma2(Gemma):
         "final_logit_softcapping": 30.0,
         "attn_logit_softcapping": 50.0,
     }
-    # `hidden_act` stands in published files as well, and is not read.
+    # Published files also have `hidden_act`, which is not read.
     supported_values: ClassVar = Family.supported_values | {
         "hidden_act": ("gelu_pytorch_tanh", "gelu", "silu"),
         "hidden_activation": ("gelu_pytorch_tanh",),
@@ -268,7 +268,7 @@ def _norms_after(family: Family, get: Callable[[str], Tensor]) -> dict[str, Tens
 
 
 class Gemma3(Gemma2):
-    """Queries and keys have norms; layers with a window have rotary positions of their own."""
+    """Queries and keys have norms; sliding-window layers have rotary positions of their own."""
 
     defaults: ClassVar = Gemma2.defaults | {
         "max_position_embeddings": 131072,
@@ -307,7 +307,7 @@ class Olmo2(Family):
         return replace(super().graph(), head_norms="all", norms="after")
 
     def norms_before(self, get: Callable[[str], Tensor]) -> dict[str, Tensor]:
-        # The library's layer wants them; they are not computed.
+        # The layer of transformers-neuronx needs them; they are not computed.
         unused = get("post_attention_layernorm.weight")
         return {NORM_BEFORE_ATTENTION: unused, NORM_BEFORE_MLP: unused}
 
@@ -316,7 +316,7 @@ class Olmo2(Family):
 
 
 class Olmo3(Olmo2):
-    """Three of four layers have a window, and positions that are not scaled."""
+    """Three of four layers have a sliding window, and positions that are not scaled."""
 
     defaults: ClassVar = Olmo2.defaults | {"sliding_window": 4096}
     supported_values: ClassVar = Olmo2.supported_values | TWO_ROPES
@@ -384,18 +384,18 @@ FAMILIES: dict[str, type[Family]] = {
 def of(config_json: Mapping[str, Any]) -> Family:
     """The family of a model by its config.json, which transformers 4 or 5 wrote.
 
-    Raises ConfigError for a family that is not served on Neuron and for what cannot be understood, ModelError
-    for a value that is not computed.
+    Raises ConfigError for an unsupported family or an invalid config.json, ModelError for an unsupported
+    value.
     """
     model_type = config_json.get("model_type")
     if model_type in NOT_ANY_MORE:
         raise ConfigError(
-            f"{model_type} models are not served on Neuron any more; "
+            f"{model_type} models are no longer supported on Neuron; "
             "give a model of Llama's architecture, or try --device cpu"
         )
     if model_type not in FAMILIES:
         known = ", ".join(FAMILIES)
-        raise ConfigError(f"model_type {model_type!r} is not served on Neuron; these are: {known}")
+        raise ConfigError(f"model_type {model_type!r} is not supported on Neuron; these are: {known}")
     try:
         family = FAMILIES[model_type](legacy_config(config_json))
         family.check()

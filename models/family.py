@@ -1,8 +1,8 @@
 """What a family of models is on Neuron: Llama's, from which the others differ.
 
 `Family` reads a config.json, gives the tensors of a layer under Llama's names, and says what its layers
-compute beyond Llama's (`ArchSpec`), which `neuron_graph.py` builds. Weights are rewritten as they are read;
-nothing on disk is. Imports neither torch nor the library.
+compute beyond Llama's (`ArchSpec`), which `neuron_graph.py` builds. Weights are converted as they are read;
+files stay as they are. Imports neither torch nor transformers-neuronx.
 
 Source: transformers 4.57, models/llama.
 """
@@ -31,24 +31,24 @@ NORM_BEFORE_MLP = "post_attention_layernorm.weight"  # Llama's name: it follows 
 @dataclass(frozen=True)
 class LayerKind:
     rope: int | None = 0  # which of the rotary positions; None: the layer has none
-    window: int | None = None  # a token attends to so many, itself included; None: to all before it
+    window: int | None = None  # sliding window in tokens, itself included; None: full attention
 
 
 @dataclass(frozen=True)
 class ArchSpec:
     """What layers compute beyond Llama's."""
 
-    ropes: tuple[Rope, ...] = ()  # empty: the library's
+    ropes: tuple[Rope, ...] = ()  # empty: those of transformers-neuronx
     kinds: tuple[LayerKind, ...] = ()  # of the layers; empty: all have the first rope and no window
     head_norms: str | None = None  # of queries and keys: "each" over each head, "all" over all heads together
     norms: str = "before"  # attention and MLP, "after" them, or "both"
-    activation: str = "silu"  # by the library's name
+    activation: str = "silu"  # its name in transformers-neuronx
     attention_cap: float | None = None  # scores become cap * tanh(score / cap)
     logit_cap: float | None = None
 
     @property
     def has_own_layers(self) -> bool:
-        """The library's layer does not do."""
+        """Whether neuron_graph.py builds the layers, not transformers-neuronx."""
         return self != ArchSpec(ropes=self.ropes)
 
 
@@ -56,24 +56,24 @@ class Family:
     """What Llama is, unless a subclass says otherwise."""
 
     defaults: ClassVar[dict[str, Any]] = {}  # transformers', of fields that a config.json may leave out
-    # Fields of config.json and the values that are computed, whatever config.json says. A field that is
-    # missing or null has transformers' default, which is among them.
+    # Fields of config.json and the values that are supported. A field that is missing or null has
+    # transformers' default, which is among them.
     supported_values: ClassVar[dict[str, tuple[Any, ...]]] = {
         "hidden_act": ("silu", "swish"),
         "mlp_bias": (False,),
         "rope_scaling": (*rope.OF_THE_LIBRARY, *rope.SCALED),
         "quantization_config": ("none",),
     }
-    # Programs of another revision are not loaded: counts up when a change here changes what is computed.
+    # Compiled graphs of another revision are not loaded: raise it with any change of what is computed.
     revision = 1
-    is_llama = False  # as far as it has no graph, biases or head_dim of its own
+    is_llama = False  # true where it only differs in a graph, biases or head_dim of its own
     experts = 0
     norms_per_layer = 2  # vectors of hidden_size
     query_scale = residual_scale = embedding_scale = head_scale = 1.0
 
     def __init__(self, config: Mapping[str, Any]):
         """`config` has the names of transformers 4. Raises ConfigError for numbers that are missing or
-        contradict, ModelError for a value that is not computed."""
+        contradict each other, ModelError for an unsupported value."""
         self.config = c = {"rope_theta": 10000.0, "rms_norm_eps": 1e-6, **self.defaults, **config}
         self.model_type = c["model_type"]
         self.layers = self._number("num_hidden_layers")
@@ -99,8 +99,8 @@ class Family:
         return value
 
     def check(self) -> None:
-        """Raises ModelError for a value of config.json that would not be computed, with the field and what
-        is."""
+        """Raises ModelError for an unsupported value of config.json, with the field and the supported
+        values."""
         found = dict(self.config, rope_scaling=rope.kind(self.config))
         if quantization := self.config.get("quantization_config"):
             found["quantization_config"] = quantization.get("quant_method", "unknown")
@@ -109,15 +109,15 @@ class Family:
                 continue
             values = " or ".join(map(str, supported_values))
             raise ModelError(
-                f"config.json: {name} is {found[name]} and this server computes {values} for "
-                f"{self.model_type} models on Neuron, so the text would be wrong; "
+                f"config.json: {name} is {found[name]} and this server supports {values} for "
+                f"{self.model_type} models on Neuron, so the output would be wrong; "
                 "serve this model on another device"
             )
 
     @property
     def class_of_library(self) -> str | None:
-        """The name of the library's class that serves this model as it is; None: neuron_graph.py extends the
-        one for Llama."""
+        """The name of the class of transformers-neuronx that runs this model as it is; None: neuron_graph.py
+        extends the one for Llama."""
         is_llama = (
             self.is_llama
             and self.graph() == ArchSpec()
@@ -128,16 +128,16 @@ class Family:
 
     @property
     def name(self) -> str:
-        """Of what the programs of this model are compiled from."""
+        """The class that the graphs of this model are compiled from, with its revision."""
         return self.class_of_library or f"{self.model_type}, revision {self.revision}"
 
     @property
     def options(self) -> dict[str, Any]:
-        """Of the library's NeuronConfig."""
+        """Options of transformers-neuronx's NeuronConfig."""
         return {"attention_layout": "BSH", "fuse_qkv": True}
 
     def as_llama(self) -> dict[str, Any]:
-        """The config.json of a Llama of these sizes, for the library."""
+        """The config.json of a Llama of these sizes, for transformers-neuronx."""
         c = self.config
         return {
             "model_type": "llama",
@@ -163,26 +163,26 @@ class Family:
 
     @property
     def _rotated(self) -> int:
-        """Values of a head that positions turn."""
+        """How many values of a head are rotated."""
         return int(self.head_dim * (self.config.get("partial_rotary_factor") or 1.0))
 
     def kinds(self) -> tuple[LayerKind, ...]:
-        """Of the layers, where they have windows or differ; else empty."""
+        """The kind of each layer, where layers have sliding windows or differ; else empty."""
         windows = self.windows()
         return tuple(LayerKind(0, window) for window in windows) if any(windows) else ()
 
     def windows(self) -> list[int | None]:
-        """Of each layer."""
+        """The sliding window of each layer."""
         return [None] * self.layers
 
     @property
     def biases(self) -> list[str]:
-        """The projections of the attention that have one."""
+        """The projections of the attention that have a bias."""
         return ATTENTION if self.config.get("attention_bias") else []
 
     @property
     def vectors(self) -> int:
-        """Values of a layer that are no matrix: norms and biases."""
+        """How many values of a layer are in norms and biases."""
         of_heads = self.heads * self.head_dim
         of_kv_heads = self.kv_heads * self.head_dim
         sizes = {Q: of_heads, K: of_kv_heads, V: of_kv_heads, O: self.hidden}
@@ -190,7 +190,7 @@ class Family:
         heads = {None: 0, "each": 2 * self.head_dim, "all": of_heads + of_kv_heads}
         return norms + sum(sizes[name] for name in self.biases) + heads[self.graph().head_norms]
 
-    # Tensors. `get` returns that of a name in the checkpoint, in a layer without the layer's prefix.
+    # Tensors. `get` returns a tensor of the checkpoint by its name, in a layer without the layer's prefix.
 
     def embedding(self, get: Callable[[str], Tensor]) -> Tensor:
         return times(get("model.embed_tokens.weight"), self.embedding_scale)
@@ -218,7 +218,7 @@ class Family:
         return {name: self.norm(get(name)) for name in (NORM_BEFORE_ATTENTION, NORM_BEFORE_MLP)}
 
     def extra_tensors(self, get: Callable[[str], Tensor]) -> dict[str, Tensor]:
-        """What a layer has and Llama's has not: biases by the names of the checkpoint, q_norm, k_norm,
+        """The tensors of a layer that Llama's lacks: biases by the names of the checkpoint, q_norm, k_norm,
         after_attention and after_mlp."""
         return self._scaled({f"{name}.bias": get(f"{name}.bias") for name in self.biases})
 

@@ -20,7 +20,7 @@ from config import Config
 from models.base import ModelError, first_line, named, progress_logged, reported_as
 
 METADATA = ["*.json", "*.model", "*.jinja", "*.txt"]
-TEMPLATES = "additional_chat_templates"  # a folder: chat templates for tools, say, beside the one for chats
+TEMPLATES = "additional_chat_templates"  # a folder: further chat templates, such as one for tools
 ADAPTER = ["adapter_config.json", "adapter_model.safetensors"]
 SAFETENSORS = ("*.safetensors",)
 # A folder with a file for each tensor: save_pretrained_split of transformers-neuronx.
@@ -30,7 +30,7 @@ WEIGHTS = (*SAFETENSORS, f"{SPLIT_WEIGHTS}/*", "pytorch_model*.bin")
 OTHER_FORMAT = "consolidated"  # begins the names of Mistral's own files, which hold the same weights
 OTHER_FORMATS = ["*/*", f"{OTHER_FORMAT}*"]  # as subfolders do
 STATUSES = {
-    401: "the hub does not know the token: give a valid one in HF_TOKEN, or none for a public model",
+    401: "the hub rejects the token: give a valid one in HF_TOKEN, or none for a public model",
     403: "the hub denies access: give a token with read access in HF_TOKEN",
     429: "the hub's rate limit is reached: wait, or give a token in HF_TOKEN, which has a higher limit",
 }
@@ -74,7 +74,7 @@ def fetch_weights(config: Config, folder: Path, formats: Sequence[str] = WEIGHTS
 
 
 def fetch_checkpoint(config: Config, model_id: str, revision: str | None) -> Path:
-    """The folder of another model on the hub: the checkpoint that compiled programs were made from."""
+    """The folder of another model on the hub: the checkpoint that graphs were compiled from."""
     return _with_weights(config, model_id, _download(config, model_id, revision, METADATA), WEIGHTS)
 
 
@@ -108,7 +108,7 @@ def _download(config: Config, model_id: str, revision: str | None, patterns: Seq
 
     unwanted = None if all("/" in pattern for pattern in patterns) else OTHER_FORMATS
     cache = config.huggingface_hub_cache
-    if sys.stderr.isatty():  # where the library draws a bar
+    if sys.stderr.isatty():  # where huggingface_hub draws a bar
         progress = contextlib.nullcontext()
     else:
         state = _DownloadState(model_id, revision, cache, patterns, unwanted)
@@ -168,7 +168,7 @@ class _DownloadState:
 
 
 def _token() -> str | None:
-    """Of TGI's older name; None: the library reads the other names itself."""
+    """The token under TGI's older name; None: huggingface_hub reads the other names itself."""
     if os.environ.get("HF_TOKEN") or os.environ.get("HUGGING_FACE_HUB_TOKEN"):
         return None
     return os.environ.get("HF_API_TOKEN") or None
@@ -176,15 +176,14 @@ def _token() -> str | None:
 
 @contextlib.contextmanager
 def _hub_errors(model_id: str, revision: str | None) -> Iterator[None]:
-    """Turns what the hub's library raises into a ModelError of one line."""
+    """Turns what huggingface_hub raises into a ModelError of one line."""
     _quiet_hub_library()
     with reported_as(f"{model_id} cannot be downloaded", lambda error: _explain(error, revision)):
         yield
 
 
 def _quiet_hub_library() -> None:
-    """No progress bars in a log, and no lines of the hub library but errors: `_explain` says what went
-    wrong."""
+    """Only errors of huggingface_hub are logged, without progress bars: `_explain` says what went wrong."""
     from huggingface_hub.utils import disable_progress_bars
 
     if not sys.stderr.isatty():
@@ -211,7 +210,7 @@ def _explain(error: BaseException, revision: str | None) -> str:
 
     cause = error
     if isinstance(error, errors.LocalEntryNotFoundError) and isinstance(error.__cause__, Exception):
-        cause = error.__cause__  # what kept the library from asking the hub, so that it looked into its cache
+        cause = error.__cause__  # why the hub was not reached, and the cache was read
     status = getattr(getattr(cause, "response", None), "status_code", None)
     not_cached = "it is not in the cache"
     if hasattr(error, "snapshot_path"):

@@ -1,8 +1,8 @@
 """A model in one GGUF file becomes an ordinary checkpoint, with its tokenizer and chat template.
 
-transformers reads and dequantizes the file; of the file's own quantization nothing is left. It reads a part
-of the metadata only, so the configuration and the tokenizer are completed here from the file. What would
-still be read wrong is refused by name: an architecture, a key, weights that are missing or left over.
+transformers reads and dequantizes the file; the file's own quantization is dropped. It reads only a part of
+the metadata, so the configuration and the tokenizer are completed here from the file. What would still be
+read wrong is rejected by name: an architecture, a key, weights that are missing or left over.
 
     python -m models.gguf FILE DTYPE TARGET     writes the checkpoint into the folder TARGET
 
@@ -26,7 +26,7 @@ from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKEN
 
 from models.base import ModelError, reported_as
 
-# The keys that are read, of every architecture and of one; another could change what the model computes.
+# The keys that are read, for every architecture; any other could change what the model computes.
 KEYS = {
     "attention.head_count",
     "attention.head_count_kv",
@@ -72,7 +72,7 @@ ARCHITECTURES: dict[str, set[str]] = {
     "nemotron": set(),
     "gpt2": set(),
 }
-# Fields of the configuration, where the model has them, beyond those that transformers reads.
+# Fields of the configuration that transformers does not read from the file.
 FIELDS = {
     "head_dim": "attention.key_length",
     "moe_intermediate_size": "expert_feed_forward_length",
@@ -87,15 +87,15 @@ FIELDS = {
     "original_max_position_embeddings": "rope.scaling.original_context_length",
 }
 BIASES = {"attention_bias": "blk.0.attn_output.bias", "mlp_bias": "blk.0.ffn_down.bias"}
-LAYERS_OF_27B = {"gemma2": 46, "gemma3": 62}  # whose attention is scaled by another size than its heads have
+LAYERS_OF_27B = {"gemma2": 46, "gemma3": 62}  # their attention is not scaled by the size of a head
 LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
-# Names of pre-tokenizers in llama.cpp. Where nothing else is said, the first begin each text with BOS; their
+# Names of pre-tokenizers in llama.cpp. Those like Llama 3's begin each text with BOS by default; their
 # vocabularies have words that no merges lead to.
 LIKE_LLAMA3 = {"llama3", "llama-v3", "llama-bpe", "falcon3", "pixtral", "midm-2.0", "lfm2", "tekken"}
 LIKE_GPT2 = {"gpt-2", "phi-2", "default", "mpt", "olmo", "jais", "trillion", "exaone4"}
 NORMALIZED = {"qwen2", "stablelm2"}
 LIKE_SMOLLM = {"smollm", "starcoder", "refact", "command-r", "codeshell", "exaone"}
-# Special tokens at which llama.cpp ends a text, whatever the file names as EOS.
+# Special tokens at which llama.cpp stops generation, whatever the file names as EOS.
 ENDS = {
     "</s>",
     "<EOT>",
@@ -134,7 +134,7 @@ class File:
         return self.tensors[name].data.tolist() if name in self.tensors else None
 
     def unknown_keys(self) -> list[str]:
-        """Keys that say something and are not read."""
+        """Keys that have a value and are not read."""
         prefix = f"{self.architecture}."
         known = KEYS | ARCHITECTURES[self.architecture]
         given = [key.removeprefix(prefix) for key in self._reader.fields if key.startswith(prefix)]
@@ -158,8 +158,7 @@ def write_checkpoint(path: Path, dtype: str, target: Path) -> None:
             **where, config=config, dtype=getattr(torch, dtype), output_loading_info=True
         )
     _check_weights(model, sorted(loading["missing_keys"]), file)
-    # It has been dequantized: save_pretrained of transformers 5 would refuse it, and a reader would believe
-    # the config.
+    # It has been dequantized: otherwise save_pretrained of transformers 5 fails, and config.json is wrong.
     model.hf_quantizer = None
     vars(model.config).pop("quantization_config", None)
     model.generation_config.eos_token_id = _eos_ids(tokenizer, file)
@@ -184,13 +183,13 @@ def _complete(config: Any, file: File) -> Any:
     """The configuration as transformers reads it, with the rest of what the file says."""
     for name, key in FIELDS.items():
         if hasattr(config, name) and file[key] is not None:
-            setattr(config, name, file[key] or None)  # 0 is Phi-4's word for no window
+            setattr(config, name, file[key] or None)  # Phi-4 has 0 for no window
     for name, tensor in BIASES.items():
         if hasattr(config, name):
             setattr(config, name, tensor in file.tensors)
-    config.pad_token_id = file.tokenizer("padding_token_id")  # else it is that of one model of the family
+    config.pad_token_id = file.tokenizer("padding_token_id")  # the default is that of one model of the family
     if file.architecture == "starcoder2":
-        config.sliding_window = 4096  # of all of them; no key says so
+        config.sliding_window = 4096  # in all of them; there is no key for it
     if file.architecture in LAYERS_OF_27B:
         is_27b = config.num_hidden_layers == LAYERS_OF_27B[file.architecture]
         own_size = config.hidden_size // config.num_attention_heads
@@ -208,7 +207,7 @@ def _rope(config: Any, file: File) -> dict[str, Any]:
     theta = file["rope.freq_base"] or 10000.0
     rope = {"rope_theta": theta}
     if "partial_rotary_factor" in config.rope_parameters:
-        # Of Nemotron the file counts them for another size of a head; half of it is rotated in all that are.
+        # For Nemotron the file counts them for another head size; all published models rotate half of a head.
         rotated = size / 2 if file.architecture == "nemotron" else file["rope.dimension_count"]
         rope["partial_rotary_factor"] = rotated / size
     if factors := file.numbers("rope_freqs.weight"):
@@ -276,7 +275,7 @@ def _tokenizer(file: File) -> tuple[Tokenizer, dict[str, Any]]:
     tokens and chat template, as transformers names them."""
     architecture, contents, special = get_gguf_tokenizer(str(file.path))
     tokenizer, _ = convert_gguf_tokenizer(architecture, contents)
-    adds_bos = True  # of sentencepiece
+    adds_bos = True  # the default of sentencepiece
     if contents["tokenizer_type"] == "llama" and not architecture.startswith("gemma"):
         tokenizer.normalizer = _blanks(file)
         tokenizer.pre_tokenizer = None
@@ -298,7 +297,7 @@ def _tokenizer(file: File) -> tuple[Tokenizer, dict[str, Any]]:
 
 
 def _blanks(file: File) -> normalizers.Normalizer:
-    """Sentencepiece's sign for a blank, which also begins a text, and what follows a special token."""
+    """Sentencepiece's mark for a space, which also begins a text, and what follows a special token."""
     prefix = [] if file.tokenizer("add_space_prefix") is False else [normalizers.Prepend("▁")]
     return normalizers.Sequence([*prefix, normalizers.Replace(" ", "▁")])
 

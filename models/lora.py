@@ -95,7 +95,7 @@ class Adapter:
             yield self._tensors[module + BIAS].float() * self._scale(module)
 
     def _scale(self, module: str) -> float:
-        # Not of `rank_pattern`: peft sorts it when it saves, and the first match may be another one then.
+        # Not from `rank_pattern`: peft sorts it when it saves, which may change the first match.
         rank = len(self._tensors[module + A])
         alpha = _of_module(self._config.get("alpha_pattern"), module, self._config["lora_alpha"])
         return alpha / (math.sqrt(rank) if self._config.get("use_rslora") else rank)
@@ -134,7 +134,7 @@ def merge(base: Path, adapter_folder: Path, target: Path) -> None:
             continue
         weights = {}
         with safe_open(file, "pt") as stored:
-            for name in stored.keys():  # noqa: SIM118 - it is no dictionary
+            for name in stored.keys():  # noqa: SIM118 - not a dictionary
                 weights[name] = stored.get_tensor(name)
                 if name in adapter.names:
                     weights[name] = adapter.merged(name, weights[name])

@@ -1,7 +1,7 @@
 """The machine that this process runs on: CPU cores; NeuronCores, instance family, host memory.
 
-Reads /dev, sysfs, procfs and the Neuron runtime's environment variables into a `Machine`. Knows no model, no
-prices, no torch; plan.py decides what fits on one."""
+Reads /dev, sysfs, procfs and the Neuron runtime's environment variables into a `Machine`; plan.py decides
+what fits on one. Imports no torch."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def usable_cores(cores: int | None, environ: Mapping[str, str]) -> int | None:
     """How many of `cores` (None: unknown) the runtime takes: NEURON_RT_VISIBLE_CORES, or else
     NEURON_RT_NUM_CORES, limits them.
 
-    Raises ConfigError for a value that the runtime refuses.
+    Raises ConfigError for a value that the runtime rejects.
     """
     name = "NEURON_RT_VISIBLE_CORES"
     value = environ.get(name, "").strip()

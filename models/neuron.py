@@ -1,9 +1,8 @@
 """Static-batch models on Inferentia2 and Trainium: `NeuronModel` runs what `neuron_build.py` compiled or
 loaded.
 
-The library does not check several of its own rules (every live slot in every step, prompts of one token,
-positions, dtypes); `NeuronModel.forward` keeps them (source: the library's public code at 0.13.322). Knows no
-requests."""
+transformers-neuronx does not check several of its own rules (every live slot in every step, prompts of one
+token, positions, dtypes); `NeuronModel.forward` keeps them (source: its public code at 0.13.322)."""
 
 from __future__ import annotations
 
@@ -28,7 +27,7 @@ from models.neuron_build import (
 
 logger = logging.getLogger("model")
 
-# Of the temperature on the device: below is greedy, above makes no difference.
+# Limits of the temperature on the device: below is greedy, above makes no difference.
 MIN_TEMPERATURE = 0.01
 MAX_TEMPERATURE = 10000.0
 # Largest difference between the logits of a prompt run in chunks and run whole, as a share of their range.
@@ -38,9 +37,9 @@ CHUNK_TOLERANCE = {"float32": 0.01, "bfloat16": 0.05, "float16": 0.05}
 class NeuronModel:
     """A model on NeuronCores. Implements StaticBatchModel. One call at a time, from the thread that made it.
 
-    Where `prefill_chunk` is set, a chunk at position 0 runs in the program of a whole prompt, and later ones
-    in a program for one slot and `prefill_chunk` tokens, which the library has for speculation. Such a
-    prompt, and what a free slot holds, survive the decode steps of other slots.
+    Where `prefill_chunk` is set, a chunk at position 0 runs in the graph for whole prompts, and later ones in
+    a graph for one slot and `prefill_chunk` tokens, which transformers-neuronx has for speculation. Decode
+    steps of other slots then leave such a prompt, and the tokens in free slots, as they are.
     """
 
     engine = "neuron"
@@ -71,32 +70,32 @@ class NeuronModel:
         self._slot_sampling = [GREEDY] * programs.batch_size
         self._returns_ids = self.sampling == "device"
         self._held: dict[int, list[int]] = {}  # slot → the tokens in its KV cache
-        self._drafts: dict[int, Sequence[int]] = {}  # slot → what ran behind them, and may be wrong
+        self._drafts: dict[int, Sequence[int]] = {}  # slot → draft tokens after them, not yet accepted
         self.max_draft_rows = self.verify_length = 0
         self.prefill_chunk: int | None = None
         if self.sampling == "hybrid" and (problem := self._hybrid_problem()):
             logger.warning("Tokens are sampled on the host (--sampling): %s", problem)
             self.return_token_ids(False)
             self.sampling = "host"
-        if self.sampling != "device":  # which gives ids alone
+        if self.sampling != "device":  # which returns only ids
             self._check_logits(config.model_name)
         if config.prefill_chunk != 0 and 0 < programs.prefill_chunk < self.max_input_tokens:
             self.prefill_chunk = programs.prefill_chunk
             if problem := self._chunk_problem():
-                logger.warning("Prompts are not run in chunks (--prefill-chunk): %s", problem)
+                logger.warning("Chunked prefill is off (--prefill-chunk): %s", problem)
                 self.prefill_chunk = None
         if programs.verify_length:
             self.verify_length = programs.verify_length
             self.max_draft_rows = self.verify_length * self.batch_size
             if problem := self._verify_problem():
-                logger.warning("No guesses are verified (--speculate): %s", problem)
+                logger.warning("Speculative decoding is off (--speculate): %s", problem)
                 self.max_draft_rows = self.verify_length = 0
         self._held.clear()
         self.prefix_granularity = self.prefill_chunk
         self.supports_prompt_logits = self.prefill_chunk is not None and self.sampling != "device"
 
     def _hybrid_problem(self) -> str | None:
-        """Takes the logits and the id after the same prompt: what is wrong with the id, if anything."""
+        """Compares the id with the logits after the same prompt: what is wrong with the id, if anything."""
         chunk = Chunk(self.batch_size - 1, [1], 0)
         try:
             self.return_token_ids(True)
@@ -124,8 +123,8 @@ class NeuronModel:
         """Runs a prompt in chunks and whole, each time with a decode step after it: how the results differ,
         if they do.
 
-        In the highest slot, beside a decode step of slot 0. The tokens repeat, so that a language model is
-        sure of the next one. Chunks come first, so that they find nothing that the whole prompt has left.
+        It runs in the highest slot, with a decode step of slot 0. The tokens repeat, so that the next one is
+        predictable. Chunks come first, so that they cannot use the KV cache of the whole prompt.
         """
         length = min(self.prefill_chunk * 3 // 2 + 1, self.max_input_tokens)
         prompt = [(37 * (n % 50) + 5) % self.vocab_size for n in range(length)]
@@ -134,7 +133,7 @@ class NeuronModel:
         except DeviceLost as error:
             if is_device_error(error):
                 raise ModelError(
-                    f"the program of prompt chunks fails ({error}); give --prefill-chunk 0"
+                    f"the compiled graph of prompt chunks fails ({error}); give --prefill-chunk 0"
                 ) from None
             return str(error)
         whole = self._run_at_start(prompt, [0])
@@ -150,7 +149,7 @@ class NeuronModel:
         return None
 
     def _verify_problem(self) -> str | None:
-        """Verifies a guess in the highest slot: how the results differ from two steps, if they do."""
+        """Verifies a draft token in the highest slot: how the results differ from two steps, if they do."""
         slot = self.batch_size - 1
         tokens = [5, 42]
         steps = []
@@ -162,7 +161,9 @@ class NeuronModel:
             output = self.forward([Chunk(slot, tokens, 2, verify=True)])
         except DeviceLost as error:
             if is_device_error(error):
-                raise ModelError(f"the program of guesses fails ({error}); give --speculate 0") from None
+                raise ModelError(
+                    f"the compiled graph of draft tokens fails ({error}); give --speculate 0"
+                ) from None
             return str(error)
         if self._returns_ids:
             found = output.ids.tolist()
@@ -190,9 +191,9 @@ class NeuronModel:
     def set_sampling(self, slot: int, top_k: int, top_p: float, temperature: float) -> None:
         """See StaticBatchModel. Raises DeviceLost.
 
-        The device samples in the model's own dtype, among DEVICE_TOP_K tokens at most. A filtered token gets
-        a logit of -30000 there, after the temperature: that bounds the temperature from below, and float16
-        from above.
+        The device samples in the model's own dtype, among DEVICE_TOP_K tokens at most. It gives a filtered
+        token a logit of -30000 after the temperature, which bounds the temperature from below; float16 bounds
+        it from above.
         """
         assert self.sampling != "host" and 0 <= slot < self.batch_size
         most = min(DEVICE_TOP_K, self.vocab_size)
@@ -214,8 +215,8 @@ class NeuronModel:
         self._model.return_token_ids(ids)
 
     def forward(self, chunks: Sequence[Chunk]) -> Logits | SampledIds:
-        """See StaticBatchModel. A prompt, or a chunk of one, comes alone; otherwise the chunks are one token
-        of every live slot, in ascending order of the slots."""
+        """See StaticBatchModel. A call has one prompt or prompt chunk, or one token of every live slot, in
+        ascending order of the slots."""
         for chunk in chunks:
             self._commit_accepted(chunk)
         first = chunks[0]
@@ -236,7 +237,7 @@ class NeuronModel:
         return logits[:, : self.vocab_size]
 
     def _commit_accepted(self, chunk: Chunk) -> None:
-        """Of the guesses that ran last in a slot, those before `chunk` were right."""
+        """Draft tokens that ran last in the slot of `chunk` are accepted up to its begin."""
         held = self._held.get(chunk.slot)
         draft = self._drafts.pop(chunk.slot, ())
         if held is not None:
@@ -246,16 +247,16 @@ class NeuronModel:
         """Up to `verify_length` tokens of every live slot: logits [tokens of all chunks, vocab], or ids
         [tokens, 1].
 
-        The program runs as many tokens of every slot. Fillers behind a chunk write positions that are written
-        again before anything attends to them. Near the end of a slot a row begins earlier, with tokens that
-        the slot holds. A free slot gets fillers behind its tokens, or where that would take a longer program
-        some of its tokens again. Slot 0 may not begin at 0: the library would take the call for a prompt.
+        The graph runs `verify_length` tokens of every slot. Fillers after a chunk write positions that are
+        written again before anything attends to them. Near the end of a slot a row begins earlier, with
+        tokens that the slot holds. A free slot gets fillers after its tokens, or some of its tokens
+        again where fillers would need a longer graph. Slot 0 may not begin at 0: that would run a prompt.
         """
         length = self.verify_length
         last = max(chunk.begin for chunk in chunks)
         ends = {slot: len(held) for slot, held in self._held.items() if 0 < len(held) <= last}
         begins = {slot: ends.get(slot, 1) for slot in range(self.batch_size)}
-        for slot, tokens, begin, _keep_all, _verify in chunks:
+        for slot, tokens, begin, _all_logits, _verify in chunks:
             assert begin == len(self._held[slot]) > 0 and len(tokens) <= length
             self._held[slot] += tokens
             begins[slot] = begin
@@ -267,7 +268,7 @@ class NeuronModel:
             rows.append(range(start, start + length))
         output = self._run_several(ids, rows, range(self.batch_size))
         columns = []  # of [tokens, slots]
-        for slot, tokens, begin, _keep_all, _verify in chunks:
+        for slot, tokens, begin, _all_logits, _verify in chunks:
             place = begin - begins[slot]
             columns += [(place + n) * self.batch_size + slot for n in range(len(tokens))]
             self._drafts[slot] = tokens[1:]
@@ -277,8 +278,8 @@ class NeuronModel:
         return output.transpose(0, 1).reshape(output.shape[1], -1)[:, columns].T
 
     def _run_several(self, ids: Any, positions: Any, slots: Any) -> torch.Tensor:
-        """Runs a program of several tokens of some slots: logits [tokens, vocab, slots], or ids [slots,
-        tokens]. The library looks programs up by their tokens alone, so it gets to see the right one only."""
+        """Runs a graph for several tokens of some slots: logits [tokens, vocab, slots], or ids [slots,
+        tokens]. transformers-neuronx finds graphs by their tokens alone, so it only sees the right one."""
         model = self._model
         every = model.decoder_lm_head_for_speculation
         key = (len(ids[0]), len(ids))
@@ -289,8 +290,8 @@ class NeuronModel:
             model.decoder_lm_head_for_speculation = every
 
     def _run_step(self, chunks: Sequence[Chunk]) -> torch.Tensor:
-        """A decode step: logits [len(chunks), vocab], or ids [len(chunks), 1]. The library allocates the
-        logits of each call, as [vocab, rows]; what is returned is a view of them where it can be."""
+        """A decode step: logits [len(chunks), vocab], or ids [len(chunks), 1]. transformers-neuronx allocates
+        the logits of each call, as [vocab, rows]; the result is a view of them where possible."""
         slots = [chunk.slot for chunk in chunks]
         begins = [chunk.begin for chunk in chunks]
         lengths = [len(self._held[slot]) if slot in self._held else None for slot in slots]
@@ -300,8 +301,7 @@ class NeuronModel:
         assert all(len(chunk.tokens) == 1 for chunk in chunks), "a decode step has one token a slot"
         rows = {chunk.slot: (chunk.tokens[0], chunk.begin) for chunk in chunks}
         if not self.prefill_chunk:
-            # The library overwrites position 0 of each slot that is not named: it holds no sequence from here
-            # on.
+            # transformers-neuronx overwrites position 0 of each slot that is not named: its sequence is lost.
             self._held = {slot: self._held[slot] for slot in slots}
         elif len(self._held) > len(slots):
             rows = self._pad_idle_slots(rows)
@@ -316,10 +316,10 @@ class NeuronModel:
         return output[slots]
 
     def _pad_idle_slots(self, rows: dict[int, tuple[int, int]]) -> dict[int, tuple[int, int]]:
-        """slot → (token, position) of every slot, so that the ones that only hold their tokens keep them.
+        """slot → (token, position) of every slot, so that idle slots keep their tokens.
 
-        Such a slot gets a filler behind its tokens. One that is longer than the program of this step gets its
-        first token again at its own position: the same keys and values but for rounding, and a short program.
+        An idle slot gets a filler after its tokens. One that is longer than the graph of this step gets its
+        first token again at position 0: the same keys and values up to rounding, and a short graph.
         """
         last = max(position for _token, position in rows.values())
         bucket = next(size for size in self._position_buckets if size > last)
@@ -358,9 +358,9 @@ class NeuronModel:
         """Runs the tokens from position `begin` > 0 on: logits [len(held) - first, vocab] after those from
         `first` on; or ids.
 
-        The program has a fixed number of tokens and gives logits after each. Fillers behind the last token
+        The graph has a fixed number of tokens and returns logits after each. Fillers after the last token
         write positions that are written again before anything attends to them. Near the end of the slot the
-        program begins earlier, with tokens that the slot holds.
+        chunk begins earlier, with tokens that the slot holds.
         """
         chunk = self.prefill_chunk
         start = min(begin, self._position_buckets[-1] - chunk)
@@ -372,8 +372,8 @@ class NeuronModel:
         return output[first - start : len(held) - start].contiguous()
 
     def _call(self, program: Callable, ids: Any, positions: Any, slots: Any, **options: int) -> torch.Tensor:
-        """int64 [n, q], [n, q], [n] → what the library returns. After an error of the runtime nothing works
-        until a restart."""
+        """int64 [n, q], [n, q], [n] → what transformers-neuronx returns. After an error of the runtime the
+        process must be restarted."""
         # Through numpy, which is much faster than torch.tensor.
         arrays = [torch.from_numpy(np.array(rows)) for rows in (ids, positions, slots)]
         try:

@@ -3,11 +3,11 @@ transformers-neuronx 0.13.
 
 All shapes are fixed when a model is compiled: slots, prompt buckets, position buckets. `BuildPlan` decides
 them, from the manifest of a compiled model, else from the settings and what fits on this machine.
-`load_model` puts the library's model on the device, with the programs that came with the model, those of the
-cache, or newly compiled ones; `models/neuron.py` runs it. Imports the library when it builds, and torch only
-through it.
+`load_model` puts transformers-neuronx's model on the device, with compiled graphs (NEFFs) that came with the
+model, cached ones, or newly compiled ones; `models/neuron.py` runs it. Imports transformers-neuronx when it
+builds, and torch only through it.
 
-Source: the library's public code at 0.13.322.
+Source: the public code of transformers-neuronx 0.13.322.
 """
 
 from __future__ import annotations
@@ -39,23 +39,23 @@ from run import ConfigError
 
 logger = logging.getLogger("model")
 
-# For cores that another process holds: a container that is being replaced needs some time.
+# How long to wait for cores that another process holds: replacing a container takes some time.
 CORES_WAIT_S = 60.0
 CORES_RETRY_S = 2.0
-LOGITS_DTYPES = ("float32", "bfloat16")  # that the host samples from; others are cast to float32
+LOGITS_DTYPES = ("float32", "bfloat16")  # the host samples from these; others are cast to float32
 GREEDY = (1, 1.0, 1.0)  # top_k, top_p, temperature of a slot where the device samples
 AMP = {"float32": "f32", "bfloat16": "bf16", "float16": "f16"}
 
 
 DEVICE_ERROR = "nrt_|neuron runtime|neuron device|cores are held"  # an error that the compiler does not cause
 NOT_ON_DEVICE = "cannot be loaded onto the device"
-MISSING = "a program of this model is missing; remove the folder and compile it again"
-# What errors of the runtime, the compiler and the library mean, by a pattern in lower case; the first match
-# is used.
+MISSING = "a compiled graph of this model is missing; remove the folder and compile it again"
+# What errors of the runtime, the compiler and transformers-neuronx mean, by a pattern in lower case; the
+# first match is used.
 MEANINGS = {
     "allocation fail|status=4": "the device has too little memory for this model; "
     "lower --max-batch-size or --max-total-tokens",
-    "status=2": "a program is damaged (compile again), "
+    "status=2": "a compiled graph is damaged (compile again), "
     "or this machine lacks this tp_degree (--tp-degree, TP_DEGREE)",
     "driver version": "there is no Neuron driver on this machine (aws-neuronx-dkms on the host)",
     "could not be initialized|no neuron device": "no Neuron device can be used here; in a container pass "
@@ -67,7 +67,7 @@ MEANINGS = {
 
 
 def explain(error: BaseException) -> str:
-    """One line: what the library's error means, where that is known, and the error."""
+    """One line: the error, and what it means where that is known."""
     text = f"{type(error).__name__}: {error}".lower()
     for pattern, meaning in MEANINGS.items():
         if re.search(pattern, text):
@@ -131,7 +131,7 @@ class BuildPlan:
         return fetch_checkpoint(self.config, self.artifact.checkpoint_id, self.artifact.checkpoint_revision)
 
     def fallbacks(self) -> Iterator[BuildPlan]:
-        """This, and what is built instead where the library or the compiler refuses a part of it."""
+        """This plan, and those to try where transformers-neuronx or the compiler fails on a part of it."""
         yield self
         if self.programs.verify_length:
             yield from self._with(verify_length=0).fallbacks()
@@ -145,17 +145,16 @@ class BuildPlan:
         return dataclasses.replace(self, programs=dataclasses.replace(self.programs, **changes))
 
     def warn_of(self, built: CompiledConfig, reason: str) -> None:
-        """Logs what `built` lacks of these programs."""
+        """Logs what `built` lacks of this plan."""
         if self.programs.prefill_chunk != built.prefill_chunk:
-            logger.warning("Prompts are not run in chunks (--prefill-chunk), %s", reason)
+            logger.warning("Chunked prefill is off (--prefill-chunk), %s", reason)
         if self.programs.verify_length != built.verify_length:
-            logger.warning("No guesses are verified (--speculate), %s", reason)
+            logger.warning("Speculative decoding is off (--speculate), %s", reason)
         if self.programs.sampling != built.sampling:
             logger.warning("Tokens are sampled on the %s (--sampling), %s", built.sampling, reason)
 
     def compiled(self) -> Path | None:
-        """The folder of the programs that came with the model. Raises ModelError for one that is not as it
-        was saved."""
+        """The folder of the compiled graphs that came with the model. Raises ModelError for a damaged one."""
         if self.artifact is None or self.artifact.programs is None:
             return None
         folder = self.folder / artifact.COMPILED
@@ -165,7 +164,7 @@ class BuildPlan:
 
 
 def _configured_for(programs: CompiledConfig, family: Family, shape: plan.Shape, config: Config) -> Config:
-    """`config` with the values of a compiled model. Raises ConfigError or ModelError for one that does not
+    """`config` with the values of a compiled model. Raises ConfigError or ModelError for a model that cannot
     run here."""
     artifact.check_compiler(programs, compiler_version(), config.model_name)
     config = artifact.with_programs(config, programs, config.model_name)
@@ -179,7 +178,7 @@ def _configured_for(programs: CompiledConfig, family: Family, shape: plan.Shape,
 
 
 def _sized(shape: plan.Shape, family: Family, config: Config) -> tuple[Config, CompiledConfig]:
-    """`config` with the sizes for this machine, and the programs that have to be compiled for it."""
+    """`config` with the sizes for this machine, and what has to be compiled for it."""
     machine = _machine(config)
     sizing = plan.choose(shape, machine, config)
     logger.info("On %s with %d cores: %s", machine.instance or "this machine", machine.cores, sizing)
@@ -216,8 +215,8 @@ def _sized(shape: plan.Shape, family: Family, config: Config) -> tuple[Config, C
 
 
 def _check_position_buckets(programs: CompiledConfig, remedy: str) -> None:
-    """Raises ConfigError for several position buckets with shard_over_sequence: the library lays a slot over
-    the cores by the length of the program, so a longer program does not find what a shorter one wrote."""
+    """Raises ConfigError for several position buckets with shard_over_sequence: each graph splits a slot over
+    the cores by its own length, so a longer graph does not find what a shorter one wrote."""
     if plan.SHARD_OVER_SEQUENCE in programs.neuron_config and len(programs.position_buckets) > 1:
         raise ConfigError(
             f"--neuron-config {plan.SHARD_OVER_SEQUENCE} (NEURON_CONFIG) works with one position bucket, "
@@ -226,10 +225,10 @@ def _check_position_buckets(programs: CompiledConfig, remedy: str) -> None:
 
 
 def _verify_length(config: Config, length: int) -> int:
-    """Tokens of each slot in the program that verifies guesses: these, and the one before them."""
+    """Tokens of each slot in the graph that verifies draft tokens: these, and the one before them."""
     if not config.speculate:
         return 0
-    if config.speculate + 3 > length:  # the check at the start runs two tokens behind two
+    if config.speculate + 3 > length:  # the check at startup runs two tokens after two
         given = f"--speculate {config.speculate} (SPECULATE)"
         raise ConfigError(f"{given} needs slots of more tokens than {length}")
     return config.speculate + 1
@@ -261,14 +260,14 @@ def compiler_version() -> str:
     return str(neuronxcc.__version__)
 
 
-# The library's model: built, compiled, loaded
+# The model of transformers-neuronx: built, compiled, loaded
 
 
 def load_model(build: BuildPlan, work_dir: Path, announce: Callable[[str], None]) -> tuple[Any, BuildPlan]:
-    """The library's model on the device, and what was built: without chunks where they cannot be had.
+    """The model on the device, and what was built, which may be one of `BuildPlan.fallbacks`.
 
-    `work_dir` is a folder of this run, for the checkpoint as the library can read it. Calls `announce` with
-    "compiling" before anything is compiled. Raises ModelError with the reason for what cannot be served.
+    `work_dir` is a folder of this run, for the checkpoint as transformers-neuronx reads it. Calls `announce`
+    with "compiling" before anything is compiled. Raises ModelError with the reason for what cannot be served.
     """
     if not os.environ.get("NEURON_RT_VISIBLE_CORES"):  # without either variable the runtime takes all cores
         os.environ.setdefault("NEURON_RT_NUM_CORES", str(build.programs.tp_degree))
@@ -276,13 +275,13 @@ def load_model(build: BuildPlan, work_dir: Path, announce: Callable[[str], None]
         return _loaded(build, work_dir, compiled), build
     if cache := Cache.here(build.config.compile_cache_size):
         return _cached(cache, build, work_dir, announce)
-    announce("compiling")  # only the compiler can look into its cache, at NEURON_COMPILE_CACHE_URL
+    announce("compiling")  # only the compiler can read its cache, at NEURON_COMPILE_CACHE_URL
     return make_compiled(build, work_dir, _to_device, f"the model {NOT_ON_DEVICE}")
 
 
 def make(build: BuildPlan, work_dir: Path) -> Any:
-    """The library's model with its weights in host memory, not compiled and not on the device."""
-    # The library calls torch.load without weights_only, and pickles may run code.
+    """The model of transformers-neuronx with its weights in host memory, not compiled, not on the device."""
+    # It calls torch.load without weights_only, and pickles may run code.
     os.environ["TORCH_FORCE_WEIGHTS_ONLY_LOAD"] = "1"
     checkpoint = build.checkpoint()
     check_weights(plan.Shape.of(build.family).parameters, checkpoint)
@@ -301,7 +300,7 @@ def make(build: BuildPlan, work_dir: Path) -> Any:
         found = getattr(model.config, "rope_theta", None)
         if expected not in (None, found):
             raise ModelError(
-                f"the library reads rope_theta {found} where config.json has {expected}; "
+                f"transformers-neuronx reads rope_theta {found} where config.json has {expected}; "
                 "it needs transformers 4"
             )
     return model
@@ -311,14 +310,14 @@ def _class_of(build: BuildPlan) -> Any:
     family = build.family
     if family.class_of_library and build.programs.sampling != "hybrid":
         return getattr(library(), family.class_of_library)
-    # Imported here: it needs the library, and other machines than those with a device do not have it.
+    # Imported here: it needs transformers-neuronx, which only machines with a device have.
     from models.neuron_graph import class_of
 
     return class_of(family, build.programs.sampling)
 
 
 def _config_json(build: BuildPlan) -> dict[str, Any]:
-    """Of the folder that the library reads."""
+    """The config.json of the folder that transformers-neuronx reads."""
     return build.legacy if build.family.class_of_library else build.family.as_llama()
 
 
@@ -334,7 +333,7 @@ def _view_of(checkpoint: Path, config_json: dict[str, Any], view: Path) -> Path:
 
 
 def _neuron_config(build: BuildPlan) -> Any:
-    """The library's NeuronConfig."""
+    """The NeuronConfig of transformers-neuronx."""
     programs = build.programs
     options = dict(build.family.options)
     options["compilation_worker_count"] = build.compile_workers
@@ -360,8 +359,8 @@ def _neuron_config(build: BuildPlan) -> Any:
 
 
 def generation_config(slots: Sequence[tuple[int, float, float]], vocab_size: int) -> Any:
-    """What the device samples with: top_k, top_p and temperature of each slot. A new object each time,
-    because the library writes into the one that it is given."""
+    """The device's sampling parameters: top_k, top_p and temperature of each slot. A new object each time,
+    because transformers-neuronx changes it."""
     top_k, top_p, temperature = map(list, zip(*slots))
     return library().GenerationConfig(
         do_sample=True,
@@ -375,8 +374,8 @@ def generation_config(slots: Sequence[tuple[int, float, float]], vocab_size: int
 
 
 def _enable_several(model: Any, programs: CompiledConfig) -> None:
-    """Adds the programs of several tokens: one continues one slot by a chunk of a prompt, one verifies the
-    guesses of every slot. For the position buckets that are longer than that."""
+    """Adds the graphs for several tokens, in position buckets that are longer: one extends a slot by a prompt
+    chunk, one verifies the draft tokens of every slot."""
     wanted = {(programs.prefill_chunk, 1), (programs.verify_length, programs.batch_size)}
     for tokens, slots in sorted(wanted):
         if tokens:
@@ -395,8 +394,8 @@ def _enable_several(model: Any, programs: CompiledConfig) -> None:
 def make_compiled(
     build: BuildPlan, work_dir: Path, compile_: Callable[[Any], None], failure: str
 ) -> tuple[Any, BuildPlan]:
-    """The library's model, compiled by `compile_`, and what was built: the first of `BuildPlan.fallbacks`
-    that the library and the compiler take. Raises ModelError, `failure` with the reason of the last."""
+    """The model, compiled by `compile_`, and what was built: the first of `BuildPlan.fallbacks` to succeed.
+    Raises ModelError, `failure` with the reason of the last."""
     first_error: ModelError | None = None
     *_, last = ways = list(build.fallbacks())
     for way in ways:
@@ -423,7 +422,7 @@ def _compiling(build: BuildPlan, failure: str) -> Iterator[None]:
     programs = build.programs
     started_at = time.monotonic()
     logger.info(
-        "Compiling programs for prompts up to %d tokens and positions up to %d, %d at a time",
+        "Compiling graphs for prompts up to %d tokens and positions up to %d, %d at a time",
         max(programs.prefill_buckets),
         max(programs.position_buckets),
         build.compile_workers,
@@ -436,25 +435,24 @@ def _compiling(build: BuildPlan, failure: str) -> Iterator[None]:
 def _cached(
     cache: Cache, build: BuildPlan, work_dir: Path, announce: Callable[[str], None]
 ) -> tuple[Any, BuildPlan]:
-    """As `make_compiled`, on the device; the programs are those of the cache, which keeps them if they have
-    to be compiled."""
+    """As `make_compiled`, on the device, with graphs of the cache; newly compiled ones are added to it."""
     key = artifact.model_key(build.legacy)
     wanted = build.programs
-    with cache.locked(key, wanted, is_shared=True):  # several servers may load the same programs
+    with cache.locked(key, wanted, is_shared=True):  # several servers may load the same graphs
         if kept := _kept(cache, key, build, work_dir):
             return kept
     with cache.locked(key, wanted, is_shared=False):  # one compiles them, and the others wait
         if kept := _kept(cache, key, build, work_dir):
             return kept
-        logger.info("Compiling, because %s", cache.missing(key, wanted))
+        logger.info("%s has no compiled graphs for this model, these settings and versions", cache.folder)
         announce("compiling")
         model, build = make_compiled(build, work_dir, _to_device, f"the model {NOT_ON_DEVICE}")
         try:
             entry = cache.add(key, wanted, model.save, built=build.programs)
-            logger.info("Kept the compiled programs in %s for the next start", entry)
+            logger.info("Kept the compiled graphs in %s for the next startup", entry)
         except OSError as error:
             logger.warning(
-                "The compiled programs cannot be kept, so each start compiles them again: %s; "
+                "The compiled graphs cannot be kept, so each startup compiles them again: %s; "
                 "give that folder to user %d (chown), or another one with NEURON_COMPILE_CACHE_URL",
                 error,
                 os.getuid(),
@@ -463,8 +461,8 @@ def _cached(
 
 
 def _kept(cache: Cache, key: str, build: BuildPlan, work_dir: Path) -> tuple[Any, BuildPlan] | None:
-    """The model with the programs of the cache. Another version of this server or of the library may have
-    named them in another way: such ones are removed."""
+    """The model with the graphs of the cache. Graphs are removed where another version of this server or of
+    transformers-neuronx named them differently."""
     entry = cache.find(key, build.programs)
     if not entry:
         return None
@@ -476,17 +474,17 @@ def _kept(cache: Cache, key: str, build: BuildPlan, work_dir: Path) -> tuple[Any
     except ModelError as error:
         if f"{NOT_ON_DEVICE}: {MISSING}" not in str(error):
             raise
-        logger.warning("%s: removing these programs from the cache, to compile them again", error)
+        logger.warning("%s: removing these compiled graphs from the cache, to compile again", error)
     shutil.rmtree(entry, ignore_errors=True)
     gc.collect()  # the weights that were loaded
     return None
 
 
 def _loaded(build: BuildPlan, work_dir: Path, compiled: Path) -> Any:
-    """The library's model with the programs of a folder, on the device."""
-    logger.info("Loading the compiled programs of %s", compiled)
+    """The model with the compiled graphs of a folder, on the device."""
+    logger.info("Loading the compiled graphs of %s", compiled)
     model = make(build, work_dir)
-    with progress_logged("loading programs"), reported_as(f"{compiled} {NOT_ON_DEVICE}", explain):
+    with progress_logged("loading compiled graphs"), reported_as(f"{compiled} {NOT_ON_DEVICE}", explain):
         _enable_several(model, build.programs)
         model.load(str(compiled))
         _to_device(model)
@@ -494,7 +492,7 @@ def _loaded(build: BuildPlan, work_dir: Path, compiled: Path) -> Any:
 
 
 def _to_device(model: Any) -> None:
-    """Compiles or loads the programs; waits up to CORES_WAIT_S for cores that another process holds."""
+    """Compiles or loads the graphs; waits up to CORES_WAIT_S for cores that another process holds."""
     deadline = time.monotonic() + CORES_WAIT_S
     while True:
         try:

@@ -1,10 +1,9 @@
-"""The library's class for Llama, extended: to other families (`families.py`), and to programs that give ids
-and logits.
+"""transformers-neuronx's class for Llama, extended: to other families (`families.py`), and to graphs that
+return ids and logits.
 
 Parts of the library are replaced while it builds or loads: its config (a head_dim of its own), its graph
 (`Hlo`), a layer's list of weights (biases and norms, for which the library has places that its class for
-Llama leaves empty), and what a program returns. Its files stay as they are. Knows no requests; needs
-transformers-neuronx.
+Llama leaves empty), and what a compiled graph returns. Its files stay as they are.
 
 Source: transformers-neuronx 0.13.322, llama/model.py, llama/hlo.py, decoder.py, module.py.
 """
@@ -13,10 +12,9 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch  # puts back what it replaced
 
 import torch
 from safetensors import safe_open
@@ -40,10 +38,10 @@ LAYER_WEIGHTS = [
     *(f"mlp_{name}_{part}" for name in ("in", "out") for part in ("weight", "scales", "bias")),
     *("post_mlp_ln_weight", "post_mlp_ln_bias"),
     *(f"{name}_{part}" for name in ("in0", "in1", "out") for part in ("weight", "scales")),
-    *("q_norm", "k_norm"),  # ours
+    *("q_norm", "k_norm"),  # added here
 ]
 OF_ATTENTION = [name for name in LAYER_WEIGHTS if name.startswith("attn_")]
-# Where a layer of the library keeps what `Family.beside` gives.
+# Where a layer of the library keeps the tensors of `Family.extra_tensors`.
 PLACES = {
     **{f"{name}.bias": f"attn_{place}_bias" for name, place in zip((Q, K, V, O), ("q", "k", "v", "out"))},
     "after_attention": "post_attn_ln_weight",
@@ -51,14 +49,25 @@ PLACES = {
 }
 
 
+@contextlib.contextmanager
+def _replaced(owner: Any, **attributes: Any) -> Iterator[None]:
+    """Gives a module or an object these attributes, and its own ones back at the end."""
+    own = {name: getattr(owner, name) for name in attributes}
+    vars(owner).update(attributes)
+    try:
+        yield
+    finally:
+        vars(owner).update(own)
+
+
 def class_of(family: Family, sampling: str) -> type[FamilyForSampling]:
-    """What `from_pretrained` of the library's classes is called on."""
+    """The class whose `from_pretrained` builds the model."""
     is_hybrid = sampling == "hybrid"
     return type("FamilyForSampling", (FamilyForSampling,), {"family": family, "is_hybrid": is_hybrid})
 
 
 class FamilyForSampling(llama.LlamaForSampling):
-    """`is_hybrid`: each run gives ids or logits, as `return_token_ids` says; the device computes both."""
+    """`is_hybrid`: each run returns ids or logits, as `return_token_ids` says; the device computes both."""
 
     family: Family
     is_hybrid: bool
@@ -70,14 +79,11 @@ class FamilyForSampling(llama.LlamaForSampling):
         }
         self._returns_ids = False
         kind = HybridDecoder if self.is_hybrid else decoder.DecoderLmHeadForSamplingNoEmbedding
-        with (
-            patch.multiple(llama, **changed),
-            patch.object(decoder, "DecoderLmHeadForSamplingNoEmbedding", kind),
-        ):
+        with _replaced(llama, **changed), _replaced(decoder, DecoderLmHeadForSamplingNoEmbedding=kind):
             super().__init__(config, **options)
 
     def return_token_ids(self, ids: bool) -> None:
-        """Says whether ids or logits are copied to the host, of every program from now on."""
+        """Whether every graph copies ids or logits to the host from now on."""
         if ids == self._returns_ids:
             return
         self._returns_ids = ids
@@ -87,7 +93,7 @@ class FamilyForSampling(llama.LlamaForSampling):
 
     def to_neuron(self) -> None:
         super().to_neuron()
-        # From here on, a run gives one output.
+        # From here on, a run returns one output.
         self.neuron_config.log_softmax_scores = False
 
     def _forward(self, *arguments: Any) -> torch.Tensor:
@@ -96,12 +102,12 @@ class FamilyForSampling(llama.LlamaForSampling):
 
     def speculative_forward(self, *arguments: Any, **options: Any) -> torch.Tensor:
         output = super().speculative_forward(*arguments, **options)
-        # As the library gives them: [tokens, vocabulary, slots].
+        # As the library returns them: [tokens, vocabulary, slots].
         return self._logits(output).permute(1, 2, 0) if self._gives_logits else output
 
     @property
     def _gives_logits(self) -> bool:
-        """Where the library takes what a program gives for ids."""
+        """Whether a run returns logits, which the library takes for ids."""
         return self.is_hybrid and not self._returns_ids
 
     def _logits(self, output: torch.Tensor) -> torch.Tensor:
@@ -128,7 +134,7 @@ class FamilyForSampling(llama.LlamaForSampling):
 
     def load_weights(self) -> None:
         program = HybridProgram if self.is_hybrid else decoder.DecoderProgramFullyUnrolled
-        with patch.object(decoder, "DecoderProgramFullyUnrolled", program):
+        with _replaced(decoder, DecoderProgramFullyUnrolled=program):
             if self.family.class_of_library:
                 super().load_weights()
             else:
@@ -139,32 +145,32 @@ class FamilyForSampling(llama.LlamaForSampling):
 
         def extended(**options: Any) -> Any:
             layer = new_layer(**options)
-            layer.to_neuron = functools.partial(self._add_beside, layer, layer.to_neuron)
+            layer.to_neuron = functools.partial(self._add_extra_tensors, layer, layer.to_neuron)
             return layer
 
         with (
-            patch.object(self.decoder_lm_head, "new_layer", extended),
-            patch.object(decoder, "interleave_qkv", _interleave_qkv),
+            _replaced(self.decoder_lm_head, new_layer=extended),
+            _replaced(decoder, interleave_qkv=_interleave_qkv),
         ):
             super().load_weights()
 
-    def _add_beside(self, layer: Any, to_neuron: Callable[[], None]) -> None:
-        beside = self.family.beside(self._checkpoint.in_layer(self.family, layer.layer_num))
+    def _add_extra_tensors(self, layer: Any, to_neuron: Callable[[], None]) -> None:
+        extra = self.family.extra_tensors(self._checkpoint.in_layer(self.family, layer.layer_num))
         dtype = self.chkpt_model.lm_head.weight.dtype
         over_all_heads = self.family.graph().head_norms == "all"
-        for name, tensor in beside.items():
+        for name, tensor in extra.items():
             if name in PLACES:
                 setattr(layer, PLACES[name], tensor.to(dtype) if name.endswith("bias") else tensor.float())
         for name in ("q_norm", "k_norm"):
-            if name in beside:
-                layer.add_parameter(beside[name].float(), sharding=0 if over_all_heads else None)
+            if name in extra:
+                layer.add_parameter(extra[name].float(), sharding=0 if over_all_heads else None)
         to_neuron()
 
 
 class HybridDecoder(decoder.DecoderLmHeadForSamplingNoEmbedding):
-    """Its programs return ids and logits: in the place of the two that `log_softmax_scores` is for."""
+    """Its graphs return ids and logits, in place of the two outputs that `log_softmax_scores` is for."""
 
-    post_layer_builder = None  # the library hands it on
+    post_layer_builder = None  # the library passes it on
 
     def _hlo_generation(self, logits: Any, *arguments: Any, **options: Any) -> Any:
         self._ids = super()._hlo_generation(logits, *arguments, **options)
@@ -175,7 +181,7 @@ class HybridDecoder(decoder.DecoderLmHeadForSamplingNoEmbedding):
 
 
 class HybridProgram(decoder.DecoderProgramFullyUnrolled):
-    """Copies to the host either the ids, of one core, or the logits, of all."""
+    """Copies to the host either the ids of one core, or the logits of all cores."""
 
     returns_ids = False
 
@@ -220,7 +226,7 @@ def _fill(module: torch.nn.Module, tensors: dict[str, torch.Tensor]) -> None:
 def _interleave_qkv(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, tp_degree: int, dim: int
 ) -> torch.Tensor:
-    """The library's fails for biases, [n], where queries and keys differ in number."""
+    """The library's own fails for biases, [n], where queries and keys differ in number."""
     if q.dim() > 1:
         return interleave_qkv(q, k, v, tp_degree, dim=dim)
     return interleave_qkv(q[None], k[None], v[None], tp_degree, dim=1)[0]
@@ -272,7 +278,7 @@ class Hlo(llama.LlamaForSamplingNoEmbeddingHlo):
         return tuple(values)
 
     def _shown(self, window: int | None) -> int | None:
-        """None for a window that hides none of the positions of this program."""
+        """None for a sliding window that hides none of the positions of this graph."""
         return window if window and window < self.n_positions else None
 
     def layer(self, hidden: Any, *arguments: Any, **options: Any) -> tuple[Any, Any, Any]:
@@ -319,9 +325,10 @@ class Hlo(llama.LlamaForSamplingNoEmbeddingHlo):
             tp_degree=self.config.tp_degree,
         )
 
-    def _attention_of(self, kind: LayerKind, weights: dict[str, Any]) -> Any:
-        """While it is entered, the library's attention has what this layer has: norms of queries and keys,
-        no positions, capped scores. Its kernel for long prompts knows neither caps nor windows."""
+    @contextlib.contextmanager
+    def _attention_of(self, kind: LayerKind, weights: dict[str, Any]) -> Iterator[None]:
+        """Gives the library's attention what this layer has: norms of queries and keys, no positions, capped
+        scores. Its kernel for long prompts supports neither caps nor sliding windows."""
         turn = rotary.rotate_half
         score = attention.score
         cap = self.graph.attention_cap
@@ -335,10 +342,8 @@ class Hlo(llama.LlamaForSamplingNoEmbeddingHlo):
         changed = {"score": lambda *arguments, **options: _capped(score(*arguments, **options), cap)}
         if cap or self._shown(kind.window):
             changed["flash_attention"] = lambda query, key, value: None
-        stack = contextlib.ExitStack()
-        stack.enter_context(patch.object(rotary, "rotate_half", rotate_half))
-        stack.enter_context(patch.multiple(attention, **changed))
-        return stack
+        with _replaced(rotary, rotate_half=rotate_half), _replaced(attention, **changed):
+            yield
 
     def _norm_of_heads(self, tensor: Any, weight: Any) -> Any:
         tokens, slots, heads, size = sizes = tensor.sizes
@@ -349,7 +354,7 @@ class Hlo(llama.LlamaForSamplingNoEmbeddingHlo):
         f32 = tensor.scribe.f32
         rows = hlo.cast(hlo.reshape(tensor, (tokens * slots, heads * size)), f32)
         squares = hlo.reduce_sum(hlo.multiply(rows, rows), 1)
-        total = hlo.all_reduce_sum(squares, self.config.tp_degree)  # of the heads on all cores
+        total = hlo.all_reduce_sum(squares, self.config.tp_degree)  # over the heads on all cores
         mean = hlo.divide(total, float(heads * size * self.config.tp_degree))
         rows = hlo.multiply(rows, hlo.broadcast(hlo.rsqrt(hlo.add(mean, eps)), rows.sizes, [0]))
         rows = hlo.multiply(rows, hlo.broadcast(hlo.cast(weight, f32), rows.sizes, [1]))
@@ -383,7 +388,7 @@ def _sin_cos(positions: Any, dtype: Any, rope: Rope) -> tuple[Any, Any]:
 
 
 def _within(mask: Any, positions: Any, window: int | None) -> Any:
-    """`mask` [slots, tokens, positions] without what is `window` or more positions behind its token."""
+    """`mask` [slots, tokens, positions] without positions that are `window` or more before their token."""
     if not window:
         return mask
     first = hlo.broadcast(hlo.subtract(positions, window), mask.sizes, [0, 1])

@@ -3,8 +3,8 @@ the engine.
 
 A model is converted once (`convert.py`, in a child process) and kept in the cache (`cache.py`) as an OpenVINO
 graph whose attention layers are placeholders. Here the graph is read, the placeholders become PagedAttention,
-and the graph is compiled; a few logits are compared with those of `transformers` at every start. What does
-not convert is served by `torch_model.py`.
+and the graph is compiled; a few logits are compared with those of `transformers` at every startup. Models
+that do not convert are served by `torch_model.py`.
 
 Each slot owns a fixed range of the KV cache's blocks, so there is no block allocator, and one call runs any
 mix of chunks. This file imports neither torch nor transformers, unless the model is served by plain PyTorch.
@@ -24,7 +24,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-# openvino takes its own stub instead: no usage data leaves the machine.
+# openvino then uses its own stub: no usage data leaves the machine.
 sys.modules.setdefault("openvino_telemetry", None)
 
 import numpy as np  # noqa: E402
@@ -58,10 +58,10 @@ from run import HERE, ConfigError  # noqa: E402
 logger = logging.getLogger("model")
 
 BLOCK = 32  # tokens of a KV cache block; PagedAttention on a CPU has no other size
-# Prompt tokens beside running requests: a token takes twice the share of a step that it takes in bfloat16.
+# Prompt tokens per step with running requests: a token takes twice as much of a step as in bfloat16.
 FLOAT32_BUDGET = 16
 FLOAT32_TOKENS = 64  # per call: from 65 or 81 rows on, oneDNN's AVX2 kernels sum in another order
-# Of a call with guesses: 16 rows take about twice the time of one.
+# Rows of a call with draft tokens: 16 rows take about twice the time of one.
 VERIFY_TOKENS = 16
 # The demonstration model in the image, converted when the image is built.
 SHIPPED = HERE / "demo" / "converted"
@@ -119,7 +119,7 @@ class OpenVinoModel:
         compiled = core.compile_model(graph, "CPU", settings)
         self._request = compiled.create_infer_request()
         blocks = math.ceil(max_total_tokens / BLOCK)
-        # Of each slot, and of the padding row.
+        # The blocks of each slot, and of the padding row.
         self._blocks = np.arange((slots + 1) * blocks, dtype=np.int32).reshape(slots + 1, blocks)
         self._kv_cache = [  # openvino holds no reference to the arrays
             self._add_cache(port) for port in compiled.inputs if "_cache." in port.get_any_name()
@@ -139,7 +139,7 @@ class OpenVinoModel:
         return logits[0] if len(logits) == 1 else np.concatenate(logits)
 
     def copy_prefix(self, source: int, target: int, tokens: int) -> None:
-        """Whole blocks: what lies behind `tokens` in the last one is overwritten before it is read."""
+        """Copies whole blocks: what follows `tokens` in the last one is overwritten before it is read."""
         blocks = math.ceil(tokens / BLOCK)
         for cache in self._kv_cache:
             cache[self._blocks[target, :blocks]] = cache[self._blocks[source, :blocks]]
@@ -326,30 +326,30 @@ def load(
         raise
     except NotConverted as why:
         return _load_torch(given, manifest, folder, str(why))
-    except Exception as error:  # of the conversion; the next start tries again
+    except Exception as error:  # of the conversion; the next startup tries again
         return _load_torch(given, manifest, folder, reason(error))
 
 
 def check_convertible(config: Config, folder: Path, manifest: Manifest) -> None:
-    """Raises ModelError for a model that has yet to be converted and cannot be, as far as that shows without
-    its weights."""
+    """Raises ModelError for a model that is not converted and cannot be, as far as that is known without its
+    weights."""
     config = with_dtype(config, manifest)
     if _find_entry(config, ModelCache(config), model_key(config, folder, manifest)):
         return
     check_quantizer(config)
     kind, facts = manifest.config_json.get("model_type"), manifest.config_json
     if "vision_config" in facts or "audio_config" in facts:
-        # Takes seconds to import, and is needed for such a model alone.
+        # Takes seconds to import, and is needed only for such a model.
         from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
         if kind not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES and "auto_map" not in facts:
-            raise ModelError(f"{kind} models read images or sound; this server runs models of text alone")
+            raise ModelError(f"{kind} models read images or audio; only text models are supported")
 
 
 def check_quantizer(config: Config) -> None:
-    """Raises ModelError where weights are to be compressed, and what does it is not installed."""
+    """Raises ModelError where --quantize needs nncf and it is not installed."""
     if config.quantize and not importlib.util.find_spec("nncf"):
-        needed = f"--quantize {config.quantize} (QUANTIZE) needs nncf for the first start"
+        needed = f"--quantize {config.quantize} (QUANTIZE) needs nncf for the first startup"
         raise ModelError(f'{needed}: {sys.executable} -m pip install "{NNCF}"')
 
 
@@ -369,8 +369,8 @@ def reason(error: BaseException) -> str:
 
 
 def _load_entry(config: Config, entry: Path) -> StaticBatchModel:
-    """Raises NotConverted for a model that OpenVINO cannot serve, ModelError for settings that it cannot be
-    served with, another exception for a damaged entry."""
+    """Raises NotConverted for a model that OpenVINO cannot serve, ModelError for unsupported settings,
+    another exception for a damaged entry."""
     facts = read_entry(entry)
     if facts["refused"]:
         raise NotConverted(facts["refused"])
@@ -395,7 +395,7 @@ def _load_entry(config: Config, entry: Path) -> StaticBatchModel:
         model.threads,
     )
     if not model.quantize and (entry / "model.bin").stat().st_size > WORTH_COMPRESSING:
-        logger.info("--quantize int8 takes half the memory, and is faster")
+        logger.info("--quantize int8 halves memory use and is faster")
     return model
 
 

@@ -1,8 +1,9 @@
 """The subcommand `plan`: which model fits on which Inferentia2 or Trainium machine.
 
 Arithmetic over a model's config.json: how heads and weights are split across NeuronCores, the device memory
-of weights and KV cache, and the tp_degree, batch size and length to use. `main` prints it; neuron_build.py
-calls `choose` for the machine it runs on. Instance types are data, in plan.json. Reads no weights.
+of weights and KV cache, and the tp_degree, batch size and context length to use. `main` prints it;
+neuron_build.py calls `choose` for the machine it runs on. Instance types are data, in plan.json. Reads no
+weights.
 
 Source references: "T/" is the code of transformers-neuronx 0.13.322, "SDK@" is the public repository
 aws-neuron-sdk at a tag."""
@@ -37,12 +38,12 @@ HEADROOM = 0.8
 MAX_BATCH_SIZE = 32
 MAX_LENGTH = 4096
 PREFILL_CHUNK = 128  # tokens of a prompt between two decode steps, by default
-USEFUL_LENGTH = 2048  # of a slot: no machine with room for less is recommended
+USEFUL_LENGTH = 2048  # context length of a slot: no machine with room for less is recommended
 COMPILER_BYTES = 8 * GIB  # host memory for each compiler process: an estimate, a large model takes several GB
 # Values of --neuron-config that change the arithmetic here.
 ON_DEVICE_EMBEDDING = "on_device_embedding=true"
 SHARD_OVER_SEQUENCE = "shard_over_sequence=true"
-# The library's program of prompt chunks is wrong with these.
+# The graphs of transformers-neuronx for prompt chunks are wrong with these.
 WHOLE_PROMPTS = (SHARD_OVER_SEQUENCE, "sequence_parallel_norm=true")
 WIDTHS = {"float32": 4, "bfloat16": 2, "float16": 2}  # bytes
 
@@ -66,13 +67,13 @@ class Shape:
     intermediate: int  # of one expert
     vocab: int
     experts: int  # 0 for a dense model
-    window: int  # positions that it may have
+    window: int  # the context length
     is_tied: bool  # the output matrix is the embedding table; Neuron keeps both
     dtype: str  # of the checkpoint
     head_dim: int
     vectors: int  # norms and biases of a layer
-    has_own_layers: bool = False  # whose graph is ours, not the library's
-    norms_all_heads: bool = False  # of queries and keys, together
+    has_own_layers: bool = False  # neuron_graph.py builds its layers, not transformers-neuronx
+    norms_all_heads: bool = False  # norms of queries and keys go over all heads
 
     @classmethod
     def from_config(cls, data: Mapping[str, Any]) -> Shape:
@@ -100,11 +101,11 @@ class Shape:
         )
 
     def check_length(self, length: int | None) -> None:
-        """Raises ConfigError for a length of a slot that the model cannot attend over."""
+        """Raises ConfigError for slots longer than the model's context length."""
         if length and length > self.window:
             setting = f"--max-total-tokens {length} (MAX_TOTAL_TOKENS)"
             raise ConfigError(
-                f"{setting} is more than the {self.window} positions over which this model attends on Neuron"
+                f"{setting} is more than the context length of this model on Neuron, {self.window}"
             )
 
     def served_in(self, dtype: str) -> str:
@@ -134,7 +135,7 @@ class Shape:
         )
 
     def matrix_parameters(self, tp_degree: int) -> int:
-        """Of one layer's attention and MLP matrices on all cores together, padded for `tp_degree`."""
+        """Parameters of a layer's attention and MLP matrices on all cores, padded for `tp_degree`."""
         attention = 2 * self.head_dim * sum(padded_heads(self.heads, self.kv_heads, tp_degree))
         mlp = 3 * _round_up(self.intermediate * max(1, self.experts), tp_degree)
         return self.hidden * (attention + mlp)
@@ -146,11 +147,11 @@ class Shape:
 
 
 def padded_heads(heads: int, kv_heads: int, tp_degree: int) -> tuple[int, int]:
-    """Query heads and cached key-value heads of all cores together, after the library's padding and
-    replication.
+    """Query heads and cached key-value heads of all cores together, after padding and replication by
+    transformers-neuronx.
 
     Both are multiples of `tp_degree`; `kv_heads` divides `heads`. Follows T/utils.py:325-391 and
-    T/decoder.py:100-176,1762-1768 with `group_query_attention=None`, the library's default.
+    T/decoder.py:100-176,1762-1768 with `group_query_attention=None`, its default.
     """
     padded = _round_up(heads, tp_degree)
     if heads == kv_heads:
@@ -192,13 +193,13 @@ class Sizing:
 
     @property
     def _vocab(self) -> int:
-        """The part of the vocabulary that one core has, of the output matrix as of the logits."""
+        """The part of the vocabulary on one core, in the output matrix and in the logits."""
         return _round_up(self.shape.vocab, self.tp_degree) // self.tp_degree
 
     @property
     def weights_bytes(self) -> int:
-        """Matrices / tp_degree with padded heads, plus what every core repeats. The embedding table is
-        usually on the host."""
+        """Matrices / tp_degree with padded heads, plus what is replicated on every core. The embedding table
+        is usually on the host."""
         shape = self.shape
         width = self._width
         matrices = shape.matrix_parameters(self.tp_degree) // self.tp_degree
@@ -231,13 +232,13 @@ class Sizing:
 
     @property
     def unsupported(self) -> str | None:
-        """Why the library cannot run this, whatever the memory, and what would work; None: it can."""
+        """Why transformers-neuronx cannot run this with any memory, and what would work; None: it can."""
         tp_degree = self.tp_degree
         heads = self.shape.heads
         kv_heads = self.shape.kv_heads
         experts = self.shape.experts
         columns = self.shape.intermediate
-        if experts and self.quantize:  # the library shares out the scales otherwise than the experts
+        if experts and self.quantize:  # transformers-neuronx splits the scales differently from the experts
             return (
                 f"--quantize {self.quantize} (QUANTIZE) is not supported for {self.shape.model_type} models "
                 "on Neuron; give none"
@@ -259,8 +260,8 @@ class Sizing:
                 f"tp_degree {tp_degree} and {experts} experts: one has to divide the other; "
                 f"{experts} would work"
             )
-        # The library pads the columns of all experts as one matrix: a remainder would shift them to the next
-        # expert's cores.
+        # transformers-neuronx pads the columns of all experts as one matrix: a remainder would shift them to
+        # the next expert's cores.
         if experts and tp_degree > experts and columns % (tp_degree // experts):
             return (
                 f"tp_degree {tp_degree} spreads each expert over {tp_degree // experts} cores, "
@@ -288,13 +289,13 @@ class Sizing:
         options += (here or elsewhere)[:1]
         if not self.quantize and replace(self, quantize="int8").fits:
             options.append("--quantize int8")
-        advice = "no machine that is known here is large enough"
+        advice = "no known machine is large enough"
         if options:
             advice = f"{', or '.join(options)} would fit"
         return f"{self}, and at most {HEADROOM:.0%} can be filled; {advice}"
 
     def __str__(self) -> str:
-        sizes = f"tp_degree {self.tp_degree}, batch size {self.batch_size}, length {self.length}"
+        sizes = f"tp_degree {self.tp_degree}, batch size {self.batch_size}, context length {self.length}"
         memory = f"weights {self.weights_bytes / GIB:.2f} + KV cache {self.kv_bytes / GIB:.2f} GiB"
         return f"{sizes}: {memory}, {self.total_bytes / CORE_BYTES:.0%} of a core's {CORE_BYTES // GIB}"
 
@@ -306,11 +307,11 @@ def allowed_tp_degrees(family: str | None, cores: int) -> list[int]:
 
 
 def choose(shape: Shape, machine: Machine, config: Config) -> Sizing:
-    """The tp_degree, batch size and length for a machine; those that are set in `config` are kept.
+    """The tp_degree, batch size and context length for a machine; those that are set in `config` are kept.
 
-    The longest length up to the model's window and 4096 that fits (else halves of it), then the largest batch
-    size of 1, 2, 4 … 32, then the tp_degree with the fewest bytes per core, as a decode step reads all of
-    them. Raises ConfigError with the numbers and what would fit where nothing does.
+    The longest slots up to the model's context length and 4096 that fit (else halves of it), then the largest
+    batch size of 1, 2, 4 … 32, then the tp_degree with the fewest bytes per core, as a decode step reads all
+    of them. Raises ConfigError with the numbers and what would fit where nothing does.
     """
     chunk = _prefill_chunk(shape, config)
     shape.check_length(config.max_total_tokens)
@@ -341,7 +342,7 @@ def choose(shape: Shape, machine: Machine, config: Config) -> Sizing:
 
 
 def _tp_degrees(machine: Machine, config: Config) -> list[int]:
-    """Those that a machine has. Raises ConfigError for a configured one that it does not have."""
+    """The tp_degrees of a machine. Raises ConfigError for a configured one that it does not support."""
     degrees = allowed_tp_degrees(machine.family, machine.cores)
     degree = config.tp_degree
     if not degree or degree in degrees:
@@ -358,8 +359,8 @@ def _tp_degrees(machine: Machine, config: Config) -> list[int]:
 
 
 def _prefill_chunk(shape: Shape, config: Config) -> int:
-    """The tokens of a chunk, 0 for whole prompts. Raises ConfigError for what the library does not support in
-    this family."""
+    """The tokens of a chunk, 0 for whole prompts. Raises ConfigError for what transformers-neuronx does not
+    support in this family."""
     if config.quantize not in (None, "int8"):
         raise ConfigError(
             f"--quantize {config.quantize} (QUANTIZE) is not supported on Neuron; give int8 or none"
@@ -400,7 +401,7 @@ def report(name: str, shape: Shape, machines: Sequence[Machine], config: Config)
     size = f"{shape.parameters:,} parameters in {shape.dtype}, {shape.layers} layers"
     yield f"{name} ({shape.model_type}): {size}"
     memory = f"host memory to load it: {shape.host_bytes / GIB:.1f} GiB"
-    yield f"served in {served}; window: {shape.window}; {memory}"
+    yield f"served in {served}; context length: {shape.window}; {memory}"
     useful = min(USEFUL_LENGTH, shape.window, config.max_total_tokens or USEFUL_LENGTH)
     recommended: list[tuple[int, int, int, str]] = []  # longest first, then smallest
     for machine in machines:
@@ -416,10 +417,10 @@ def report(name: str, shape: Shape, machines: Sequence[Machine], config: Config)
             recommended.append((-sizing.length, machine.cores, machine.host_bytes, machine.instance))
     yield ""
     if len(machines) > 1:
-        answer = f"none, as no machine has room for a length of {useful}"
+        answer = f"none, as no machine has room for a context length of {useful}"
         if recommended:
             longest, _cores, _host_bytes, instance = min(recommended)
-            answer = f"{instance}, the smallest for length {-longest}"
+            answer = f"{instance}, the smallest for context length {-longest}"
         yield f"Recommended: {answer}."
         yield ""
     yield from _DATA["notes"]
@@ -436,7 +437,7 @@ def _report_machine(sizing: Sizing, machine: Machine, config: Config) -> Iterato
     for length in lengths or [shape.window]:
         fitting = [n for n in slots if replace(sizing, batch_size=n, length=length).fits]
         largest.append(f"{max(fitting, default='none')} for {length}")
-    yield f"  largest batch size (up to {slots[-1]}) by length: {', '.join(largest)}"
+    yield f"  largest batch size (up to {slots[-1]}) by context length: {', '.join(largest)}"
 
 
 USAGE = """entrypoint.sh plan --model-id X [--instance TYPE] [flags]

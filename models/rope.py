@@ -9,8 +9,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-OF_THE_LIBRARY = ("default", "llama3")  # what it computes
-SCALED = ("linear", "dynamic", "yarn", "longrope")  # what is computed here
+OF_THE_LIBRARY = ("default", "llama3")  # computed by transformers-neuronx
+SCALED = ("linear", "dynamic", "yarn", "longrope")  # computed here
 
 
 @dataclass(frozen=True)
@@ -29,8 +29,8 @@ def kind(config: Mapping[str, Any]) -> str:
 
 
 def scaled(config: Mapping[str, Any], size: int) -> Rope | None:
-    """The rotary positions of a config.json for the first `size` values of a head; None for what the library
-    computes. A longrope is that of prompts within the original length."""
+    """The rotary positions of a config.json for the first `size` values of a head; None for those that
+    transformers-neuronx computes. A longrope has the factors for prompts within the original length."""
     make = {"linear": _linear, "dynamic": _dynamic, "yarn": _yarn, "longrope": _longrope}.get(kind(config))
     return make(config, size) if make else None
 
@@ -52,7 +52,7 @@ def _linear(config: Mapping[str, Any], size: int) -> Rope:
 
 
 def _dynamic(config: Mapping[str, Any], size: int) -> Rope:
-    """Differs from the plain one beyond the model's own length, which no slot has."""
+    """Differs from the plain one only beyond the model's own context length, which no slot has."""
     return plain(config["rope_theta"], size)
 
 

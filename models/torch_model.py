@@ -1,9 +1,8 @@
 """Decoder-only models of `transformers` in plain PyTorch, on a CPU or a CUDA GPU, as static batches.
 
-Owns the loading of checkpoints (`load_pretrained` refuses what no engine can serve; `convert.py` uses it
-too), transformers' own logits (`reference_logits`), and `TorchModel`: the library's forward with an attention
-function over a slot cache. Serves what OpenVINO cannot convert. Knows no requests and no sampling. Written
-for transformers 5."""
+Owns the loading of checkpoints (`load_pretrained` rejects what no engine can serve; `convert.py` uses it
+too), transformers' own logits (`reference_logits`), and `TorchModel`: transformers' forward with an attention
+function over a slot cache. Serves what OpenVINO cannot convert. Written for transformers 5."""
 
 from __future__ import annotations
 
@@ -35,7 +34,7 @@ from run import ConfigError
 logger = logging.getLogger("model")
 
 STATIC_BATCH = "static_batch"  # the name of an attention function of transformers
-# Of the comparison with transformers at the start.
+# Sizes of the comparison with transformers at startup.
 SAMPLE_TOKENS = 12
 SAMPLE_CHUNK = 5
 SAMPLE_STEPS = 4
@@ -104,14 +103,14 @@ def reference_logits(model: torch.nn.Module, ids: Sequence[int], begin: int = 0)
 
 
 def has_experts(model: torch.nn.Module) -> bool:
-    """Whether the model is a mixture of experts, by the names that all families give their modules."""
+    """Whether the model is a mixture of experts, by the names of its modules, which all families share."""
     names = (f"{name} {type(module).__name__}" for name, module in model.named_modules())
     return any("experts" in name.lower() for name in names)
 
 
 def length_limit(text_config) -> int | None:
-    """The length up to which rope does not change with the length of the sequence; None where it never
-    does."""
+    """The context length up to which rope is independent of the sequence's length; None where it always
+    is."""
     rope = getattr(text_config, "rope_parameters", None) or {}
     kinds = [rope, *(parameters for parameters in rope.values() if isinstance(parameters, dict))]
     if not any(parameters.get("rope_type") in ("dynamic", "longrope") for parameters in kinds):
@@ -121,9 +120,9 @@ def length_limit(text_config) -> int | None:
 
 
 def _check_weights(hf_config, folder: Path, trust_remote_code: bool) -> None:
-    """Raises ModelError for more weights than the files hold, before memory is taken for them."""
+    """Raises ModelError for more weights than the files hold, before memory is allocated for them."""
     with torch.device("meta"):  # takes no memory
-        # Else transformers would load the attention that config.json names, which may be code on the hub.
+        # Otherwise transformers loads the attention that config.json names, which may be code on the hub.
         model = AutoModelForCausalLM.from_config(
             hf_config, attn_implementation="eager", trust_remote_code=trust_remote_code
         )
@@ -144,7 +143,7 @@ def _refuse_unsupported(hf_config) -> None:
         )
     for layer_type in getattr(hf_config.get_text_config(), "layer_types", None) or []:
         if layer_type not in ("full_attention", "sliding_attention"):
-            raise ModelError(f"{kind} models with {layer_type} layers cannot be served on a static batch yet")
+            raise ModelError(f"{kind} models with {layer_type} layers are not supported on a static batch")
 
 
 class _SlotCache(Cache):
@@ -167,7 +166,7 @@ class _SlotCache(Cache):
         """Begins a pass. Returns its token ids and positions, int64 [rows, q]."""
         self.is_step = is_step
         self._masks: dict[int | None, torch.Tensor] = {}  # by sliding window
-        # Of each slot, this pass included.
+        # The end of each slot after this pass.
         self.ends = {chunk.slot: chunk.begin + len(chunk.tokens) for chunk in chunks}
         assert max(self.ends) < self.rows and max(self.ends.values()) <= self.window
         begins = torch.tensor([chunk.begin for chunk in chunks])
@@ -175,7 +174,7 @@ class _SlotCache(Cache):
         length = max(len(chunk.tokens) for chunk in chunks)
         rows = slots if is_step else [0]
         ids, positions = torch.zeros(2, self.rows if is_step else 1, length, dtype=torch.int64)
-        # Shorter rows, beside ones with guesses, are padded; what the padding gives is not read.
+        # Rows shorter than those with draft tokens are padded; the output of the padding is not read.
         padded = [[*chunk.tokens, *[0] * (length - len(chunk.tokens))] for chunk in chunks]
         ids[rows] = torch.tensor(padded)
         positions[rows] = (begins[:, None] + torch.arange(length)).clamp(max=self.window - 1)
@@ -185,9 +184,9 @@ class _SlotCache(Cache):
         return ids.to(device), self._positions
 
     def update(self, key_states, value_states, layer_idx, *args, **kwargs):
-        """Part of transformers' cache protocol: takes the keys and values of this pass, [rows, kv heads, q,
-        size]. Returns those that may be attended to: the filled part of the one slot, or of a decode step
-        all."""
+        """Part of transformers' cache protocol: stores the keys and values of this pass, [rows, kv heads, q,
+        size]. Returns those that may be attended to: the filled part of the one slot, or all in a decode
+        step."""
         states = (key_states, value_states)
         if layer_idx not in self._stores:
             self._stores[layer_idx] = tuple(
@@ -230,7 +229,7 @@ class _SlotCache(Cache):
 
 
 def _zeros(shape: Sequence[int], like: torch.Tensor) -> torch.Tensor:
-    """Through numpy: on a CPU its zeros take memory only where something is written."""
+    """Through numpy: on a CPU its zeros use memory only where something is written."""
     zeros = torch.from_numpy(np.zeros(math.prod(shape) * like.itemsize, np.uint8))
     return zeros.to(like.device).view(like.dtype).view(shape)
 
@@ -239,9 +238,9 @@ def _attend(module, query, key, value, attention_mask, scaling=None, sliding_win
     """Attention as transformers' modules call it. query: [rows, heads, q, head size]; key and value: what the
     cache returned. Returns [rows, q, heads, head size].
 
-    In a decode step each row attends to the filled part of its own slot in a call of its own, with guesses
-    each token up to itself. A batched call would pad all rows to the longest, which changes the last bits of
-    the others.
+    In a decode step each row attends to the filled part of its own slot in a call of its own; with draft
+    tokens each token attends up to itself. A batched call would pad all rows to the longest, which changes
+    the last bits of the others.
     """
     cache = module.slot_cache
     if scaling is None:
@@ -289,7 +288,7 @@ ALL_ATTENTION_FUNCTIONS.register(STATIC_BATCH, _attend)
 class TorchModel:
     """A decoder-only model of `transformers` on a CPU or a CUDA GPU. Implements StaticBatchModel.
 
-    Raises ModelError for what cannot be served; at boot the logits are compared with transformers' own.
+    Raises ModelError for what cannot be served; at startup the logits are compared with transformers' own.
     """
 
     engine = "torch"
@@ -315,7 +314,7 @@ class TorchModel:
         # OMP_NUM_THREADS is read by torch itself.
         if device == "cpu" and (config.threads or "OMP_NUM_THREADS" not in os.environ):
             torch.set_num_threads(config.threads or usable_threads())
-        # Off unless it is asked for: a row of several tokens is rounded otherwise than one of one token.
+        # Off unless configured: a row of several tokens is rounded differently from a row of one.
         self.verify_length = config.speculate + 1 if config.speculate else 0
         self.max_draft_rows = self.verify_length * self.batch_size
         self._model = load_pretrained(config, folder, device)
@@ -328,7 +327,7 @@ class TorchModel:
         random = torch.Generator().manual_seed(0)
         count = min(SAMPLE_TOKENS, self.max_input_tokens + 1)
         ids = torch.randint(0, self.vocab_size, (count,), generator=random).tolist()
-        with reported_as(f"{self._kind} models cannot be served on a static batch"):
+        with reported_as(f"{self._kind} models are not supported on a static batch"):
             self._select_attention(ids)
             self._batch_invariant_rows(ids)
 
@@ -349,7 +348,7 @@ class TorchModel:
 
     def start_profile(self, path: str, wait: int, warmup: int, active: int) -> None:
         """Writes torch.profiler's Chrome trace of `active` calls of `forward` to `path`, after `wait` +
-        `warmup` others; at the end of the process what there is."""
+        `warmup` others; at exit, what there is."""
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "Profiler won't be using warmup")  # as the setting says
             schedule = torch.profiler.schedule(wait=wait, warmup=warmup, active=active, repeat=1)
@@ -385,7 +384,7 @@ class TorchModel:
         else:
             logits = out.logits[cache.slots, -1] if is_step else out.logits[0]
         if not all_logits:
-            logits = logits[-len(chunks) :]  # not every family knows logits_to_keep
+            logits = logits[-len(chunks) :]  # not every family supports logits_to_keep
         return logits.float().cpu().numpy()
 
     def _make_cache(self, rows: int) -> None:
@@ -397,8 +396,8 @@ class TorchModel:
         """Finds out how this family runs on a static batch, or raises ModelError.
 
         Most families use the registered attention function. Those with attention code of their own get a mask
-        over the whole window instead, which is right for them as long as their scores depend on the mask
-        alone: no sliding window, no bias by distance.
+        over all positions instead, which is correct if their scores depend only on the mask: no sliding
+        window, no bias by distance.
         """
         text_config = self._model.config.get_text_config()
         expected = reference_logits(self._model, ids)
@@ -406,7 +405,7 @@ class TorchModel:
         self._make_cache(self.batch_size)
         self.forward([Chunk(0, ids[:1], 0)])  # fills `sliding_windows`
         self._mask_is_given = not self._cache.sliding_windows
-        refusal = f"{self._kind} models cannot be served on a static batch"
+        refusal = f"{self._kind} models are not supported on a static batch"
         windows = [getattr(text_config, name, None) for name in ("sliding_window", "window_size")]
         if self._mask_is_given and any(windows):
             raise ModelError(f"{refusal}: their own attention code has a sliding window")
@@ -437,8 +436,8 @@ class TorchModel:
         ]
 
     def _batch_invariant_rows(self, ids: list[int]) -> None:
-        """The fewest rows of a decode step in which a token's logits are the same to the last bit in every
-        slot, alone or not.
+        """Finds the fewest rows of a decode step that are batch-invariant: a token's logits are bitwise equal
+        in every slot, alone or not.
 
         A matrix library may use another kernel for the last rows of an odd number. In a mixture of experts
         the number of tokens of an expert varies: there each row is a pass of its own, which reads few weights
@@ -462,8 +461,8 @@ class TorchModel:
         return bool((logits == logits[0]).all())
 
     def _check_sliding_windows(self, text_config) -> None:
-        """Refuses a sliding window that a family does not pass to its attention function: it would silently
-        not slide."""
+        """Rejects a sliding window that a family does not pass to its attention function, which would ignore
+        it."""
         size = getattr(text_config, "sliding_window", None)
         if not size or not getattr(text_config, "use_sliding_window", True) or self.max_total_tokens <= size:
             return
@@ -472,6 +471,6 @@ class TorchModel:
             slides = kinds[layer] == "sliding_attention" if kinds else True
             if slides and seen != size:
                 raise ModelError(
-                    f"the sliding attention of this {self._kind} model cannot be served; "
+                    f"the sliding attention of this {self._kind} model is not supported; "
                     f"give --max-total-tokens {size} or less"
                 )

@@ -1,6 +1,6 @@
 """What the tests of Neuron share: a machine without a device, a tiny Llama, and batches as the worker runs them.
 
-The library is the simulated device of fakes/neuron; `make test-neuron` runs the real one (neuron_sim).
+transformers-neuronx is the simulated device of fakes/neuron; `make test-neuron` runs the real one (neuron_sim).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ device = importlib.import_module("transformers_neuronx")
 neuronxcc = importlib.import_module("neuronxcc")
 del sys.path[: len(DEVICE)]
 
-from models import compile as verb  # noqa: E402
+from models import compile as subcommand  # noqa: E402
 from models import neuron_build  # noqa: E402
 from models.neuron import NeuronModel  # noqa: E402
 from models.neuron_build import BuildPlan  # noqa: E402
@@ -119,7 +119,7 @@ def compiled(tmp_path, *flags, config=LLAMA):
     byte_tokenizer(folder)
     output = tmp_path / "compiled"
     words = ["--model-id", str(folder), "--output", str(output), "--tp-degree", "2", "--max-total-tokens", str(WINDOW), *flags]
-    assert verb.main(words) == 0
+    assert subcommand.main(words) == 0
     device.compiled.clear()
     return output
 

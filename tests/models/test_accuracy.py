@@ -55,4 +55,4 @@ def test_logits_that_are_no_numbers_are_a_fault_also_of_one_token(value):
 
 def test_the_line_has_the_figures_and_their_limits():
     line = find_fault(EXPECTED[:, ::-1], EXPECTED, "bfloat16", has_experts=True)
-    assert "nats on average, the median one by" in line and line.endswith("(limits 0.2, 0.1)")
+    assert "nats per token on average and " in line and line.endswith("(limits 0.2, 0.1)")

@@ -1,4 +1,4 @@
-"""The verb `compile`: what it writes, what it refuses, and what it leaves behind when it does not come to an end."""
+"""The subcommand `compile`: what it writes, what it rejects, and what it leaves behind when it does not come to an end."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from on_neuron import DEVICE, checkpoint, compiled, device, fail, machine, verb  # noqa: F401
+from on_neuron import DEVICE, checkpoint, compiled, device, fail, machine, subcommand  # noqa: F401
 from processes import wait_until
 
 from run import HERE
@@ -38,7 +38,7 @@ def test_a_compiled_model_takes_along_weights_of_older_forms(tmp_path, form):
     if form == "split":
         (weights.parent / "key_to_filename.json").write_text("{}")
     output = tmp_path / "compiled"
-    assert verb.main(words(folder, output)) == 0
+    assert subcommand.main(words(folder, output)) == 0
     assert (output / "checkpoint" / weights.relative_to(folder)).samefile(weights)
     assert not list(output.rglob("other"))
 
@@ -49,23 +49,23 @@ def test_mistrals_own_copy_of_the_weights_and_what_is_no_part_of_a_chat_stay_beh
     (folder / "additional_chat_templates").mkdir()
     (folder / "additional_chat_templates" / "tool_use.jinja").write_text("t")
     output = tmp_path / "compiled"
-    assert verb.main(words(folder, output)) == 0
+    assert subcommand.main(words(folder, output)) == 0
     assert not list(output.rglob("consolidated*"))
     assert (output / "additional_chat_templates" / "tool_use.jinja").read_text() == "t"
 
 
 def test_a_checkpoint_that_was_made_of_a_hub_model_is_taken_along(tmp_path, monkeypatch):
     folder = checkpoint(tmp_path / "model")
-    monkeypatch.setattr(verb, "fetch_source", lambda config: (config, folder, "the commit of its source"))
+    monkeypatch.setattr(subcommand, "fetch_source", lambda config: (config, folder, "the commit of its source"))
     output = tmp_path / "compiled"
-    assert verb.main(words("someone/model:file.gguf", output)) == 0
+    assert subcommand.main(words("someone/model:file.gguf", output)) == 0
     assert (output / "checkpoint" / "model.safetensors").samefile(folder / "model.safetensors")
     assert json.loads((output / "config.json").read_text())["neuron"]["checkpoint_id"] is None
 
 
 def test_help_names_the_flags_that_decide_what_is_compiled(capsys):
     with pytest.raises(SystemExit) as ended:
-        verb.main(["--help"])
+        subcommand.main(["--help"])
     assert ended.value.code == 0
     printed = capsys.readouterr().out
     assert all(flag in printed for flag in ("--output", "--tp-degree", "--position-buckets"))
@@ -91,7 +91,7 @@ def test_what_compile_cannot_do_is_one_line_and_exit_code_2(tmp_path, capsys, mo
     if "{compiled}" in line:
         compiled(tmp_path)
         capsys.readouterr()
-    assert verb.main(line.format(**places).split()) == 2
+    assert subcommand.main(line.format(**places).split()) == 2
     (printed,) = capsys.readouterr().err.splitlines()
     assert reason in printed
     assert not places["output"].exists()
@@ -102,14 +102,14 @@ def test_an_output_that_cannot_be_replaced_is_refused_before_anything_is_compile
     (tmp_path / "link").symlink_to(tmp_path / "empty")
     monkeypatch.setattr(Path, "is_mount", lambda path: path.name == "empty")
     for name in ("link", "empty"):
-        assert verb.main(words(checkpoint(tmp_path / "model"), tmp_path / name)) == 2
+        assert subcommand.main(words(checkpoint(tmp_path / "model"), tmp_path / name)) == 2
         assert f"{name} is a symbolic link or a mount point; name a folder in it" in capsys.readouterr().err
     assert not device.compiled
 
 
 def test_a_compilation_that_fails_leaves_nothing_behind(tmp_path, monkeypatch, capsys):
     fail(monkeypatch, "cpu_compile", RuntimeError("A process in the process pool was terminated abruptly"))
-    assert verb.main(words(checkpoint(tmp_path / "model"), tmp_path / "deep" / "output")) == 2
+    assert subcommand.main(words(checkpoint(tmp_path / "model"), tmp_path / "deep" / "output")) == 2
     assert "the compiler ran out of host memory" in capsys.readouterr().err.splitlines()[-1]
     assert list((tmp_path / "deep").iterdir()) == []
 
@@ -129,5 +129,5 @@ def test_what_a_killed_compile_left_is_removed_by_the_next(tmp_path):
     wait_until(lambda: list((tmp_path / "deep").glob(".neuron-textgen-*.new")), "the compile to start")
     process.kill()
     process.wait()
-    assert verb.main(line) == 0
+    assert subcommand.main(line) == 0
     assert [path.name for path in (tmp_path / "deep").iterdir()] == ["output"]

@@ -114,7 +114,7 @@ def test_pickled_weights_are_not_downloaded_for_a_cpu_which_does_not_read_them(h
 @pytest.mark.parametrize(
     ("facts", "settings", "why"),
     [
-        ({"model_type": "qwen2_vl", "vision_config": {}}, {}, "qwen2_vl models read images or sound; .* text alone"),
+        ({"model_type": "qwen2_vl", "vision_config": {}}, {}, "qwen2_vl models read images or audio; only text"),
         ({"model_type": "llama"}, {"quantize": "int8"}, r"--quantize int8 \(QUANTIZE\) needs nncf .*pip install"),
     ],
 )
@@ -222,7 +222,7 @@ HIDDEN = (
     "access in HF_TOKEN"
 )
 GATED = "it is gated: request access on its page, and give a token of that account in HF_TOKEN"
-BAD_TOKEN = "the hub does not know the token: give a valid one in HF_TOKEN, or none for a public model"
+BAD_TOKEN = "the hub rejects the token: give a valid one in HF_TOKEN, or none for a public model"
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""How each family's config.json is read; `neuron_sim/test_families.py` shows on the library itself what is computed."""
+"""How each family's config.json is read; `neuron_sim/test_families.py` shows what transformers-neuronx computes."""
 
 import math
 
@@ -42,8 +42,8 @@ def test_a_value_that_is_not_computed_is_refused_by_its_name(name, field):
     with pytest.raises(ModelError) as refused:
         of(name, **{field: value_of(field, other)})
     message = str(refused.value)
-    assert message.startswith(f"config.json: {field} is {other} and this server computes {supported_values[0]}")
-    assert f" for {name} models on Neuron, so the text would be wrong" in message and len(message.splitlines()) == 1
+    assert message.startswith(f"config.json: {field} is {other} and this server supports {supported_values[0]}")
+    assert f" for {name} models on Neuron, so the output would be wrong" in message and len(message.splitlines()) == 1
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -88,7 +88,7 @@ def test_a_llama3_rope_is_refused_where_layers_with_a_window_have_positions_of_t
     positions = {"rope_theta": 5e5, **LLAMA3}
     new = {"full_attention": positions, "sliding_attention": {"rope_type": "default", "rope_theta": 1e4}}
     for fields in ({"rope_scaling": LLAMA3}, {"rope_parameters": positions}, {"rope_parameters": new}):
-        with pytest.raises(ModelError, match="rope_scaling is llama3 and this server computes default or linear or dynamic"):
+        with pytest.raises(ModelError, match="rope_scaling is llama3 and this server supports default or linear or dynamic"):
             of(name, **fields)
 
 
@@ -140,7 +140,7 @@ def test_config_files_of_transformers_5_name_positions_by_the_kind_of_layer():
     old = {"rope_theta": 1e6, "rope_local_base_freq": 1e4, "rope_scaling": {"rope_type": "linear", "factor": 8.0}}
     assert of("gemma3_text", rope_parameters=new).graph() == of("gemma3_text", **old).graph()
     new["sliding_attention"] = {"rope_type": "yarn", "factor": 2.0}
-    with pytest.raises(ModelError, match="rope_type 'yarn' of layers with a sliding window cannot be served"):
+    with pytest.raises(ModelError, match="rope_type 'yarn' of layers with a sliding window is not supported"):
         of("gemma3_text", rope_parameters=new)
 
 

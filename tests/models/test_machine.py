@@ -1,4 +1,4 @@
-"""A Neuron machine is recognised by its files, and cores that the runtime would refuse are refused first."""
+"""A Neuron machine is recognised by its files, and cores that the runtime would reject are rejected first."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""The cache of converted models: what a later start needs, what makes an entry anew, and who may write to it."""
+"""The cache of converted models: what a later startup needs, what makes an entry anew, and who may write to it."""
 
 import dataclasses
 import fcntl
@@ -146,7 +146,7 @@ def test_a_model_whose_code_comes_from_another_repository_is_not_kept(tmp_path, 
     config = settings(folder, trust_remote_code=True)
     assert load(config).engine == "openvino"
     assert not list(Path(config.model_cache).glob("model-*"))
-    assert "the next start converts them again: its code comes from another repository" in caplog.text
+    assert "the next startup converts them again: its code comes from another repository" in caplog.text
 
 
 @pytest.mark.parametrize("damage", ["model.bin", "model.xml", "entry.json", "logits"])

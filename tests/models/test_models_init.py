@@ -1,4 +1,4 @@
-"""Which device serves a model, and the settings that are refused by name where they have no effect."""
+"""Which device serves a model, and the settings that are rejected by name where they have no effect."""
 
 import json
 import subprocess
@@ -51,7 +51,7 @@ def test_a_model_is_not_split_elsewhere_and_one_shard_is_no_split():
 @pytest.mark.parametrize(
     ("facts", "said"),
     [
-        ({"model_type": "t5", "is_encoder_decoder": True}, "t5 models are encoders with decoders"),
+        ({"model_type": "t5", "is_encoder_decoder": True}, "t5 models are encoder-decoder models"),
         ({"model_type": "llama", "quantization_config": {"quant_method": "awq"}}, "this llama checkpoint is quantized"),
     ],
 )

@@ -1,4 +1,4 @@
-"""NeuronModel: each request's text is the one that it gets alone, and calls that the library would run wrongly are not made."""
+"""NeuronModel: a request's output is the one that it gets alone; calls that the device would run wrongly are not made."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_every_schedule_gives_each_request_the_text_that_it_gets_alone(tmp_path,
 @pytest.mark.parametrize("sampling", ["host", "device", "hybrid"])
 @given(arrivals=ARRIVALS, chance=st.randoms(use_true_random=False))
 @settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
-def test_every_schedule_with_guesses_gives_each_request_the_same_text(tmp_path, sampling, chunk, arrivals, chance):
+def test_every_schedule_with_draft_tokens_gives_each_request_the_same_text(tmp_path, sampling, chunk, arrivals, chance):
     model = load_chunks(tmp_path, sampling=sampling, prefill_chunk=chunk, speculate=3)
     assert model.verify_length == 4
     driven, requests = Driven(served=model), []
@@ -94,7 +94,7 @@ def test_every_schedule_with_guesses_gives_each_request_the_same_text(tmp_path, 
 
 
 @pytest.mark.parametrize("sampling", ["host", "device", "hybrid"])
-def test_guesses_that_the_device_verifies_wrongly_are_left_out_with_a_warning(tmp_path, monkeypatch, caplog, sampling):
+def test_draft_tokens_that_the_device_verifies_wrongly_are_left_out_with_a_warning(tmp_path, monkeypatch, caplog, sampling):
     real = device.LlamaForSampling.speculative_forward
 
     def wrong(model, ids, positions, slots, speculation_length):
@@ -103,7 +103,7 @@ def test_guesses_that_the_device_verifies_wrongly_are_left_out_with_a_warning(tm
     monkeypatch.setattr(device.LlamaForSampling, "speculative_forward", wrong)
     model = load_chunks(tmp_path, sampling=sampling, speculate=3)
     assert (model.verify_length, model.max_draft_rows) == (0, 0) and model.prefill_chunk
-    assert "No guesses are verified (--speculate): " in caplog.text
+    assert "Speculative decoding is off (--speculate): " in caplog.text
 
 
 @pytest.mark.parametrize("family", ["mistral", "mixtral"])
@@ -331,7 +331,7 @@ def test_a_model_whose_logits_are_no_numbers_is_refused_at_the_start(tmp_path, m
 
 def assert_serves_whole(model, caplog, warnings=1):
     assert model.prefill_chunk is None and model.prefix_granularity is None and not model.supports_prompt_logits
-    assert caplog.text.count("Prompts are not run in chunks") == warnings
+    assert caplog.text.count("Chunked prefill is off") == warnings
     batch = Batch(model)
     batch.join(0, [5] * 10)
     batch.step()
@@ -377,7 +377,7 @@ def test_the_program_of_chunks_runs_at_the_start_also_where_the_longest_prompt_h
 def test_a_device_that_fails_in_a_chunk_at_the_start_ends_it_with_the_setting_to_change(tmp_path, monkeypatch):
     fail(monkeypatch, "speculative_forward", EXECUTION_ERROR)
     message = refusal(tmp_path, max_batch_size=4, prefill_chunk=CHUNK)
-    assert message.startswith("the program of prompt chunks fails") and message.endswith("give --prefill-chunk 0")
+    assert message.startswith("the compiled graph of prompt chunks fails") and message.endswith("give --prefill-chunk 0")
 
 
 # The whole server

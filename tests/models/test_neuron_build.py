@@ -87,17 +87,17 @@ def test_a_library_that_reads_another_rotary_base_is_refused(tmp_path, monkeypat
 
     monkeypatch.setattr(device.LlamaForSampling, "from_pretrained", with_the_default)
     reason = refusal(tmp_path, LLAMA | {"rope_theta": 5e5})
-    assert reason == "the library reads rope_theta 10000.0 where config.json has 500000.0; it needs transformers 4"
+    assert reason == "transformers-neuronx reads rope_theta 10000.0 where config.json has 500000.0; it needs transformers 4"
 
 
 @pytest.mark.parametrize(
     ("config", "settings", "reason"),
     [
-        ({"model_type": "falcon"}, {}, "model_type 'falcon' is not served on Neuron; these are: llama, code_llama, mistral"),
-        ({"model_type": "gpt2"}, {}, "gpt2 models are not served on Neuron any more"),
-        ({"model_type": "mixtral", "head_dim": 16}, {}, "head_dim 16 is not served on Neuron"),
-        ({"mlp_bias": True}, {}, "mlp_bias is True and this server computes False for llama models on Neuron"),
-        ({"model_type": "mixtral", "sliding_window": 20}, {}, "24 (MAX_TOTAL_TOKENS) is more than the 20 positions"),
+        ({"model_type": "falcon"}, {}, "model_type 'falcon' is not supported on Neuron; these are: llama, code_llama, mistral"),
+        ({"model_type": "gpt2"}, {}, "gpt2 models are no longer supported on Neuron"),
+        ({"model_type": "mixtral", "head_dim": 16}, {}, "head_dim 16 is not supported on Neuron"),
+        ({"mlp_bias": True}, {}, "mlp_bias is True and this server supports False for llama models on Neuron"),
+        ({"model_type": "mixtral", "sliding_window": 20}, {}, "24 (MAX_TOTAL_TOKENS) is more than the context length"),
         (
             {"model_type": "qwen3"},
             {"neuron_config": ("shard_over_sequence=true",)},
@@ -132,7 +132,7 @@ def test_a_library_that_reads_another_rotary_base_is_refused(tmp_path, monkeypat
         ({"rope_parameters": "x"}, {}, "config.json: rope_parameters is 'x' and should be an object"),
         ({"rope_scaling": ["x"]}, {}, "config.json: rope_scaling is ['x'] and should be an object"),
         ({"quantization_config": "gptq"}, {}, "config.json: quantization_config is 'gptq' and should be an object"),
-        ({"model_type": "mistral3", "text_config": LLAMA}, {}, "model_type 'mistral3' is not served on Neuron"),
+        ({"model_type": "mistral3", "text_config": LLAMA}, {}, "model_type 'mistral3' is not supported on Neuron"),
         ({}, {"tp_degree": 4}, "--tp-degree 4 (TP_DEGREE) needs more cores than the 2 that this process may use"),
     ],
 )
@@ -146,7 +146,7 @@ def test_sizes_that_are_left_open_are_chosen_for_the_machine(tmp_path, monkeypat
     model = load(tmp_path, LLAMA | {"max_position_embeddings": 512}, max_total_tokens=None, max_input_tokens=None)
     assert (model.batch_size, model.max_total_tokens, model.max_input_tokens) == (32, 512, 511)
     assert model.prefill_chunk == 128
-    assert "On inf2.xlarge with 2 cores: tp_degree 2, batch size 32, length 512: weights" in caplog.text
+    assert "On inf2.xlarge with 2 cores: tp_degree 2, batch size 32, context length 512: weights" in caplog.text
 
 
 def test_a_model_that_does_not_fit_is_refused_before_a_weight_is_read(tmp_path, monkeypatch):
@@ -376,7 +376,7 @@ def test_a_folder_of_optimum_neuron_is_compiled_with_its_values_once(tmp_path, c
         model = serve(folder)
         assert bool(device.compiled) == compiles
         assert (model.batch_size, model.max_total_tokens, model.max_input_tokens) == (4, WINDOW, WINDOW - 1)
-    assert caplog.text.count("The programs of optimum-neuron cannot be loaded") == 2
+    assert caplog.text.count("The compiled graphs of optimum-neuron cannot be loaded") == 2
 
 
 def test_a_folder_without_weights_names_what_it_lacks(tmp_path):
@@ -404,22 +404,18 @@ def test_a_plain_checkpoint_is_compiled_once(tmp_path, caplog):
     load(tmp_path, max_batch_size=2, announce=phases.append)
     programs = len(device.compiled)
     assert programs and phases == ["compiling"]
-    assert "holds none of this model" in caplog.text and "Compiling programs for prompts up to 24" in caplog.text
+    assert "has no compiled graphs for" in caplog.text and "Compiling graphs for prompts up to 24" in caplog.text
     load(tmp_path, max_batch_size=2, announce=phases.append)
     assert len(device.compiled) == programs and phases == ["compiling"]
-    caplog.clear()
     load(tmp_path, max_batch_size=3)
     assert len(device.compiled) == 2 * programs
-    assert "other values: batch_size 3 instead of 2" in caplog.text
 
 
 def test_programs_with_other_options_or_chunks_are_compiled_anew_and_kept_beside(tmp_path, caplog):
     caplog.set_level("INFO")
     for settings in ({}, {"neuron_config": OPTIONS}, {"prefill_chunk": 6}) * 2:
         load_chunks(tmp_path, **settings)
-    assert caplog.text.count("Compiling, because") == 3
-    assert "neuron_config collectives_layout=BSH,on_device_embedding=true" in caplog.text
-    assert "other values: prefill_chunk 6 instead of 4" in caplog.text
+    assert caplog.text.count("has no compiled graphs for") == 3
 
 
 def test_another_limit_of_prompts_compiles_nothing(tmp_path):
@@ -433,7 +429,7 @@ def test_a_model_whose_programs_cannot_be_kept_is_served(tmp_path, monkeypatch, 
     (tmp_path / "file").touch()
     monkeypatch.setenv("NEURON_COMPILE_CACHE_URL", str(tmp_path / "file"))
     assert load(tmp_path).batch_size
-    assert "cannot be kept, so each start compiles them again" in caplog.text
+    assert "cannot be kept, so each startup compiles them again" in caplog.text
 
 
 def test_a_damaged_program_that_was_kept_is_named_and_compiled_again(tmp_path, caplog):
@@ -457,7 +453,7 @@ def test_kept_programs_that_lack_one_are_named_and_compiled_again(tmp_path, capl
         device.compiled.clear()
         load(tmp_path)
         assert bool(device.compiled) == compiles
-    assert caplog.text.count("a program of this model is missing") == 1
+    assert caplog.text.count("a compiled graph of this model is missing") == 1
 
 
 def test_of_two_servers_that_need_the_same_programs_one_compiles_them(tmp_path, monkeypatch):
@@ -512,7 +508,7 @@ def test_the_cache_of_programs_is_bounded(tmp_path, size_gb):
     assert len(list((tmp_path / "cache" / "neuron-textgen").glob("*/programs.json"))) == (3 if size_gb == 1.0 else 1)
 
 
-# A compiler that refuses the program of chunks
+# A compiler that fails on the graph of chunks
 
 
 @pytest.fixture
@@ -523,7 +519,7 @@ def refuses_chunks(monkeypatch):
 def test_chunks_that_no_prompt_is_longer_than_are_not_compiled(tmp_path, refuses_chunks, caplog):
     for given in ({}, {"prefill_chunk": WINDOW - 1}, {"prefill_chunk": 0}):
         assert load(tmp_path, max_input_tokens=WINDOW - 1, **given).prefill_chunk is None
-    assert "Prompts are not run in chunks" not in caplog.text
+    assert "Chunked prefill is off" not in caplog.text
 
 
 def test_a_compiler_that_refuses_the_program_turns_chunks_off_with_one_warning_at_each_start(tmp_path, refuses_chunks, caplog):
@@ -543,7 +539,7 @@ def test_a_folder_is_compiled_without_the_program_that_the_compiler_refuses(tmp_
 
 @pytest.fixture
 def refuses_both(monkeypatch):
-    """A compiler that refuses programs with ids and logits."""
+    """A compiler that fails on graphs with ids and logits."""
 
     def is_hybrid(model):
         return model._gives_both
@@ -557,7 +553,7 @@ def test_a_compiler_that_refuses_hybrid_sampling_leaves_it_to_the_host_with_one_
         model = load_chunks(tmp_path)
         assert (model.sampling, model.prefill_chunk) == ("host", CHUNK)
         assert caplog.text.count("Tokens are sampled on the host (--sampling), " + reason) == 1
-        assert "Prompts are not run in chunks" not in caplog.text
+        assert "Chunked prefill is off" not in caplog.text
         caplog.clear()
         device.compiled.clear()
     output = compiled(tmp_path)
@@ -573,4 +569,4 @@ def test_a_device_that_fails_is_no_reason_to_compile_again(tmp_path, monkeypatch
     fail(monkeypatch, "to_neuron", OUT_OF_MEMORY)
     with pytest.raises(ModelError, match="too little memory"):
         load_chunks(tmp_path)
-    assert "Prompts are not run in chunks" not in caplog.text
+    assert "Chunked prefill is off" not in caplog.text

@@ -109,8 +109,8 @@ def test_chunks_of_any_length_but_one_change_no_bit(even, dtype):
 
 @pytest.mark.parametrize("quantize", [None, "int8"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_guesses_are_verified_as_in_single_steps_beside_other_rows(even, dtype, quantize):
-    """Also at the edges of the KV cache's blocks, and whatever wrong guesses a slot has seen before."""
+def test_draft_tokens_are_verified_as_in_single_steps_beside_other_rows(even, dtype, quantize):
+    """Also at the edges of the KV cache's blocks, and whatever wrong draft tokens a slot has seen before."""
     model = serve(even, 128, dtype=dtype, quantize=quantize, threads=2)
     chance = random.Random(0)
     for length in (1, 2, 30, 31, 32, 33, 62):
@@ -243,7 +243,7 @@ def test_positions_that_stretch_with_the_text_are_served_up_to_the_trained_lengt
     folder = zoo.folder("llama-dynamic")
     assert serve(folder).engine == "openvino"
     longer = Config(model_id=str(folder), model_cache=str(zoo.root / "cache"), max_total_tokens=25, max_input_tokens=24)
-    with pytest.raises(ModelError, match=f"stretches its positions.*give --max-total-tokens {POSITIONS} or less"):
+    with pytest.raises(ModelError, match=f"scales its positions.*give --max-total-tokens {POSITIONS} or less"):
         load(longer, folder)
 
 
@@ -283,7 +283,7 @@ def faults(converter, monkeypatch, *found):
     monkeypatch.setattr(converter.Check, "fault_on_text", lambda *_: left.pop(0))
 
 
-def test_int4_goes_into_fewer_layers_where_the_model_does_not_bear_it_in_all(wide, converter, monkeypatch, caplog):
+def test_int4_goes_into_fewer_layers_where_the_model_does_not_tolerate_it_in_all(wide, converter, monkeypatch, caplog):
     caplog.set_level(logging.INFO)
     faults(converter, monkeypatch, "too much", "too much", None)
     assert serve(wide, quantize="int4").quantize == "int4"
@@ -291,11 +291,11 @@ def test_int4_goes_into_fewer_layers_where_the_model_does_not_bear_it_in_all(wid
 
 
 def test_a_model_that_compression_changes_too_much_is_refused_with_the_figures_in_one_line(wide, converter, monkeypatch):
-    faults(converter, monkeypatch, "3 nats", "2 nats", "its tokens diverge by 1.1 nats")
+    faults(converter, monkeypatch, "3 nats", "2 nats", "its KL divergence is 1.1 nats")
     with pytest.raises(ModelError) as refused:
         serve(wide, quantize="int4")
-    rule = f"changes {wide} too much: its tokens diverge by 1.1 nats"
-    assert str(refused.value) == f"--quantize int4 (QUANTIZE) {rule}; leave it out, or use int8"
+    rule = f"{wide} loses too much accuracy: its KL divergence is 1.1 nats"
+    assert str(refused.value) == f"--quantize int4 (QUANTIZE): {rule}; leave it out, or use int8"
 
 
 def test_weights_that_are_broken_by_compression_are_found_by_the_loss(wide, converter, monkeypatch):
@@ -310,15 +310,15 @@ def test_weights_that_are_broken_by_compression_are_found_by_the_loss(wide, conv
         return graph
 
     monkeypatch.setattr(nncf, "compress_weights", shuffled)
-    with pytest.raises(ModelError, match=r"--quantize int8 .* changes .* too much"):
+    with pytest.raises(ModelError, match=r"--quantize int8 .* loses too much accuracy"):
         serve(wide, quantize="int8")
 
 
-def test_a_model_that_does_not_bear_bfloat16_is_computed_in_float32(even, converter, tmp_path, monkeypatch, caplog):
-    faults(converter, monkeypatch, "its tokens diverge by 0.2 nats")
+def test_a_model_that_does_not_tolerate_bfloat16_is_computed_in_float32(even, converter, tmp_path, monkeypatch, caplog):
+    faults(converter, monkeypatch, "its KL divergence is 0.2 nats")
     model = serve(even, dtype="bfloat16", threads=2, model_cache=str(tmp_path / "cache"))
     assert (model.engine, model.dtype, model.computed_in) == ("openvino", "bfloat16", "float32")
-    assert "does not tolerate arithmetic in bfloat16, and is computed in float32: its tokens diverge by 0.2" in caplog.text
+    assert "does not tolerate arithmetic in bfloat16, and is computed in float32: its KL divergence is 0.2" in caplog.text
 
 
 def test_the_loss_is_that_of_a_text_where_the_folder_has_a_tokenizer(tmp_path, converter):

@@ -1,4 +1,4 @@
-"""`plan` and `serve` size a model by the library's arithmetic; a refusal holds the numbers and what would fit."""
+"""`plan` and `serve` size a model by the arithmetic of transformers-neuronx; a refusal holds the numbers and what would fit."""
 
 import json
 import subprocess
@@ -162,7 +162,7 @@ def test_config_files_of_transformers_4_and_5_give_the_same_shape(name):
     new = {key: value for key, value in CONFIGS[name].items() if key != "torch_dtype"}
     new |= {"dtype": "bfloat16", "rope_parameters": {"rope_theta": 500000.0, "rope_type": "default"}}
     assert Shape.from_config(new) == Shape.from_config(old) == SHAPES[name]
-    with pytest.raises(ConfigError, match="model_type 'mistral3' is not served on Neuron"):  # nor are its weights' names
+    with pytest.raises(ConfigError, match="model_type 'mistral3' is not supported on Neuron"):  # nor are its weights' names
         Shape.from_config({"model_type": "mistral3", "text_config": new})
 
 
@@ -178,10 +178,10 @@ def test_missing_numbers_default_to_those_of_transformers():
     "changes, words",
     [
         ({"model_type": "falcon"}, ["'falcon'", "llama, code_llama, mistral, mixtral, qwen2"]),
-        ({"model_type": None}, ["None", "not served"]),
+        ({"model_type": None}, ["None", "not supported"]),
         (
             {"model_type": "gpt2"},
-            ["gpt2 models are not served on Neuron any more", "Llama's architecture, or try --device cpu"],
+            ["gpt2 models are no longer supported on Neuron", "Llama's architecture, or try --device cpu"],
         ),
         ({"hidden_size": None}, ["hidden_size", "None"]),
         ({"num_hidden_layers": 0}, ["num_hidden_layers", "0"]),
@@ -225,7 +225,7 @@ def test_int8_is_not_advised_for_a_mixtral_which_cannot_be_built_with_it():
 
 def test_a_model_that_is_too_large_for_everything_says_so():
     giant = Shape.from_config(CONFIGS["Llama-3-70B"] | {"num_hidden_layers": 800})
-    assert Sizing(giant, 32, 1, 4096).reason([32]).endswith("no machine that is known here is large enough")
+    assert Sizing(giant, 32, 1, 4096).reason([32]).endswith("no known machine is large enough")
 
 
 def test_int4_is_refused_by_name():
@@ -249,7 +249,7 @@ def test_int4_is_refused_by_name():
 def test_the_chosen_sizes_for_a_machine(name, instance, chosen):
     sizing = choose(SHAPES[name], INSTANCES[instance])
     assert (sizing.tp_degree, sizing.batch_size, sizing.length) == chosen and sizing.fits
-    assert str(sizing).startswith("tp_degree {}, batch size {}, length {}: weights".format(*chosen))
+    assert str(sizing).startswith("tp_degree {}, batch size {}, context length {}: weights".format(*chosen))
 
 
 @given(
@@ -347,7 +347,7 @@ def test_the_window_of_a_mixtral_ends_where_its_attention_would_slide():
     """`serve` applies the same limit: both read it here."""
     sliding = CONFIGS["Mixtral-8x7B"] | {"sliding_window": 3000}
     assert choose(Shape.from_config(sliding), INSTANCES["inf2.48xlarge"]).length == 3000
-    with pytest.raises(ConfigError, match=r"--max-total-tokens 3001 .* more than the 3000 positions"):
+    with pytest.raises(ConfigError, match=r"--max-total-tokens 3001 .* more than the context length .*, 3000"):
         choose(Shape.from_config(sliding), INSTANCES["inf2.48xlarge"], max_total_tokens=3001)
     assert SHAPES["Mixtral-8x7B"].window == 32768
 
@@ -445,8 +445,8 @@ def test_plan_recommends_nothing_below_a_useful_length():
         lines = list(plan.report("x", SHAPES["Llama-2-70B"], machines, Config(model_id="x", **settings)))
         return next(line for line in lines if line.startswith("Recommended: "))
 
-    assert recommendation() == "Recommended: none, as no machine has room for a length of 2048."
-    assert recommendation(max_total_tokens=512) == "Recommended: inf2.24xlarge, the smallest for length 512."
+    assert recommendation() == "Recommended: none, as no machine has room for a context length of 2048."
+    assert recommendation(max_total_tokens=512) == "Recommended: inf2.24xlarge, the smallest for context length 512."
 
 
 @pytest.mark.parametrize("name", ["trn1n.32xlarge", "ml.trn1n.32xlarge"])
@@ -459,13 +459,13 @@ def test_plan_for_one_instance_prints_what_is_chosen_there(run, folder):
     code, output, errors = run("--model-id", folder("Llama-3-8B"), *argv)
     assert (code, errors) == (0, "")
     assert "inf2.24xlarge" not in output
-    assert "tp_degree 24, batch size 8, length 4096" in output
+    assert "tp_degree 24, batch size 8, context length 4096" in output
 
 
 def test_plan_reads_the_settings_of_serve_from_the_environment(run, folder):
     model = folder("Llama-3-8B")
     _, output, _ = run("--instance", "trn1.2xlarge", MODEL_ID=str(model), MAX_TOTAL_TOKENS="3000", HF_BATCH_SIZE="3")
-    assert "trn1.2xlarge\n  tp_degree 2, batch size 3, length 3000" in output
+    assert "trn1.2xlarge\n  tp_degree 2, batch size 3, context length 3000" in output
 
 
 def test_plan_for_a_model_that_does_not_fit_says_what_would(run, folder):
@@ -482,7 +482,7 @@ def test_plan_for_a_model_that_does_not_fit_says_what_would(run, folder):
         (["--model-id", "{model}", "--instance", "p5.48xlarge"], "p5.48xlarge"),
         (["--model-id", "{model}", "--max-batch-size", "0"], "'0'"),
         (["--model-id", "{model}", "--dtype", "int4"], "int4"),
-        (["--model-id", "{biased}"], "config.json: mlp_bias is True and this server computes False"),
+        (["--model-id", "{biased}"], "config.json: mlp_bias is True and this server supports False"),
         (["--model-id", "{listed}"], "config.json: rope_scaling is ['x'] and should be an object"),
         (["--model-id", "{model}", "--colour"], "unknown argument '--colour'"),
     ],
@@ -503,9 +503,9 @@ def test_plan_refuses_in_one_line_with_code_2(run, folder, tmp_path, argv, words
 
 def test_the_verb_exits_with_its_code_and_needs_no_torch(folder):
     blocked = "import sys; sys.modules['torch'] = sys.modules['transformers'] = None; import runpy; "
-    verb = [sys.executable, "-c", blocked + "runpy.run_module('models.plan', run_name='__main__')"]
+    command = [sys.executable, "-c", blocked + "runpy.run_module('models.plan', run_name='__main__')"]
     runs = [
-        subprocess.run([*verb, *argv], cwd=HERE, capture_output=True, text=True, timeout=60)
+        subprocess.run([*command, *argv], cwd=HERE, capture_output=True, text=True, timeout=60)
         for argv in (["--model-id", str(folder("TinyLlama"))], ["--help"], ["--colour"])
     ]
     assert [done.returncode for done in runs] == [0, 0, 2]

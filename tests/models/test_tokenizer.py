@@ -1,4 +1,4 @@
-"""A model's tokenizer.json: its own, or one converted once and kept; and which ones are refused at a start."""
+"""A model's tokenizer.json: its own, or one converted once and kept; and which ones are rejected at startup."""
 
 import json
 import shutil

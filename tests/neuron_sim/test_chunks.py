@@ -149,7 +149,7 @@ def test_the_device_samples_the_token_after_a_chunk_with_the_parameters_of_its_s
 def test_rounding_in_16_bits_is_no_difference_at_the_start(made, tmp_path, dtype, quantize, caplog):
     settings = {"dtype": dtype, "quantize": quantize, "max_batch_size": 4}
     model = serve(made, tmp_path, prefill_chunk=CHUNK, position_buckets=(16,), **settings)
-    assert model.prefill_chunk == CHUNK and "Prompts are not run in chunks" not in caplog.text
+    assert model.prefill_chunk == CHUNK and "Chunked prefill is off" not in caplog.text
 
 
 @pytest.mark.parametrize("wrong", ["slot", "position"])
@@ -165,7 +165,7 @@ def test_a_chunk_that_goes_to_the_wrong_place_is_noticed_at_the_start(made, tmp_
     monkeypatch.setattr(LlamaForSampling, "speculative_forward", forward)
     batch = Batch(serve(made, tmp_path, max_batch_size=4, prefill_chunk=CHUNK, position_buckets=(16,)))
     assert batch.model.prefill_chunk is None
-    assert caplog.text.count("Prompts are not run in chunks") == 1
+    assert caplog.text.count("Chunked prefill is off") == 1
     prompt = [5 * n + 2 for n in range(20)]
     batch.join(3, prompt)
     batch.step()

@@ -11,7 +11,7 @@ import pytest
 import torch
 import transformers
 from loop import Driven
-from neuron_tables import cheapest
+from neuron_tables import smallest
 from published_configs import CONFIGS
 from safetensors.torch import load_file, save_file
 from test_server import WINDOW, as_float32, assert_like, cores, refuse_to_compile, serve  # noqa: F401
@@ -325,7 +325,7 @@ def test_a_published_model_is_compiled_and_served_from_the_artifact(tmp_path, mo
     """With the tp_degree that docs/neuron.md gives for it."""
     monkeypatch.setenv("NEURON_RT_VISIBLE_CORES", "0-31")
     config = small(name)
-    _instance, sizing = cheapest(name)
+    _instance, sizing = smallest(name)
     known = transformers.AutoConfig.for_model(**config | ({"model_type": "llama"} if "internlm2" in name else {}))
     reference = Made(known, tmp_path / "model", is_internlm2="internlm2" in name)
     output = tmp_path / "compiled"

@@ -1,4 +1,4 @@
-"""Hybrid sampling on the real library: one set of programs gives ids or logits, as each step asks."""
+"""Hybrid sampling on the real library: one set of graphs gives ids or logits, as each step asks."""
 
 import random
 import tempfile
@@ -43,7 +43,7 @@ def answers(model, requests):
     forward = model.forward
 
     def counted(chunks):
-        taken[model._takes_ids] += 1
+        taken[model._returns_ids] += 1
         return forward(chunks)
 
     model.forward = counted

@@ -138,7 +138,7 @@ def test_options_of_the_library_change_no_text(reference, tmp_path, options):  #
 
 
 def test_a_cache_that_is_sharded_by_positions_changes_no_text_beyond_the_first_position_bucket(reference, tmp_path):  # noqa: F811
-    """The library lays a slot over the cores by the length of the program: one of 160 does not find what one of 128 wrote."""
+    """The library lays a slot over the cores by the length of the graph: one of 160 does not find what one of 128 wrote."""
     made, prompts = reference("llama, grouped"), {0: [3, 100, 7], 1: [(7 * n) % 255 + 1 for n in range(120)]}
     lengths = {"max_total_tokens": 160, "max_input_tokens": 159}  # by default position buckets of 128 and 160
     model = serve(made, tmp_path, max_batch_size=2, tp_degree=4, neuron_config=("shard_over_sequence=true",), **lengths)
@@ -174,7 +174,7 @@ def test_a_model_with_damaged_weights_is_refused_at_the_start(tmp_path, caplog, 
     made.model.save_pretrained(made.folder)
     with pytest.raises(ModelError, match="computes logits that are NaN or infinite in float32"):
         serve(made, tmp_path, max_batch_size=2, prefill_chunk=8, speculate=3, sampling=sampling)
-    assert "Prompts are not run in chunks" not in caplog.text and "sampled on the host" not in caplog.text
+    assert "Chunked prefill is off" not in caplog.text and "sampled on the host" not in caplog.text
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -192,7 +192,7 @@ def test_logits_are_views_in_the_librarys_order_and_stay_as_they_are(reference, 
 
 @pytest.mark.parametrize(("name", "quantize"), [("llama", None), ("llama", "int8"), ("mistral", "int8"), ("mixtral", None)])
 def test_bfloat16_logits_equal_the_librarys_float32_ones(reference, tmp_path, monkeypatch, name, quantize):  # noqa: F811
-    """Nothing is lost where they are taken as they come; and the programs are the same."""
+    """Nothing is lost where they are taken as they come; and the graphs are the same."""
     made, logits = reference(name), []
     for dtypes in ("bfloat16",), ():
         monkeypatch.setattr(neuron_build, "LOGITS_DTYPES", dtypes)
@@ -274,7 +274,7 @@ def test_sampled_slots_do_not_change_the_text_of_greedy_ones(reference, tmp_path
 @pytest.mark.parametrize("slot", [0, 2])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_prompts_and_steps_are_sampled_with_what_is_set_for_their_slot(reference, tmp_path, dtype, slot):  # noqa: F811
-    """The first token too, although the program of a prompt has one row only."""
+    """The first token too, although the graph of a prompt has one row only."""
     made, prompt = reference("llama"), [3, 100, 7]
     model = serve(made, tmp_path, max_batch_size=3, sampling="device", dtype=dtype)
     others = [other for other in range(3) if other != slot]

@@ -1,4 +1,4 @@
-"""Guesses on the real library: the texts are those without, whatever is guessed, and one program verifies all slots."""
+"""Draft tokens on the real library: outputs are those without, whatever is proposed; one graph verifies all slots."""
 
 import random
 import tempfile
@@ -33,7 +33,7 @@ def requests_of(made):
 
 
 def texts_of(model, requests, known=None, schedule=0, at_most=2000):
-    """Their tokens, and how many of them took no step of their own. known: the texts to guess from."""
+    """Their tokens, and how many of them took no step of their own. known: the texts to propose from."""
     chance = random.Random(schedule)
     driven = Driven(served=model)
     oracles = iter(Oracle(known[request.id], chance) if known else None for request in requests)
@@ -46,13 +46,13 @@ def texts_of(model, requests, known=None, schedule=0, at_most=2000):
                 if not driven.worker.is_idle or driven.wire.arrivals:
                     driven.step()
         driven.run(at_most)
-    guessed = sum(token.from_draft for _peer, message in driven.wire.sent for token in getattr(message, "tokens", []))
-    return dict(driven.tokens), guessed
+    accepted = sum(token.from_draft for _peer, message in driven.wire.sent for token in getattr(message, "tokens", []))
+    return dict(driven.tokens), accepted
 
 
 @pytest.fixture
 def without():
-    """Runs requests on a model that could verify guesses, without any."""
+    """Runs requests on a model that could verify draft tokens, without any."""
 
     def run(model, requests):
         budget, model.max_draft_rows = model.max_draft_rows, 0
@@ -66,7 +66,7 @@ def without():
 @pytest.mark.parametrize("sampling", ["host", "hybrid", "device"])
 @pytest.mark.parametrize("prefill_chunk", [8, 4, 0], ids=["chunks", "short chunks", "whole"])
 @pytest.mark.parametrize("tp_degree", [1, 2])
-def test_texts_are_those_without_guesses(reference, without, tmp_path, tp_degree, prefill_chunk, sampling):  # noqa: F811
+def test_texts_are_those_without_draft_tokens(reference, without, tmp_path, tp_degree, prefill_chunk, sampling):  # noqa: F811
     made = reference("llama, grouped")
     settings = {"tp_degree": tp_degree, "prefill_chunk": prefill_chunk, "sampling": sampling, "position_buckets": (16,)}
     model = serve(made, tmp_path, max_batch_size=4, speculate=K - 1, **settings)
@@ -76,12 +76,12 @@ def test_texts_are_those_without_guesses(reference, without, tmp_path, tp_degree
     for request in requests:
         if request.sampling.seed is None:
             assert_like(made, request.prompt, [*request.prompt, *known[request.id]])
-    guessed = 0
+    accepted = 0
     for schedule in range(4):
         texts, more = texts_of(model, requests, known, schedule)
         assert texts == known
-        guessed += more
-    assert guessed > 40
+        accepted += more
+    assert accepted > 40
 
 
 def test_rows_that_the_device_cannot_sample_are_verified_beside_others(reference, without, tmp_path):  # noqa: F811
@@ -89,11 +89,11 @@ def test_rows_that_the_device_cannot_sample_are_verified_beside_others(reference
     model = serve(made, tmp_path, max_batch_size=3, speculate=K - 1, sampling="hybrid", tp_degree=2)
     requests = [each for each in mixed_requests() if each.sampling.seed is None or each.sampling.is_seed_given]
     known = without(model, requests)
-    texts, guessed = texts_of(model, requests, known)
-    assert texts == known and guessed
+    texts, accepted = texts_of(model, requests, known)
+    assert texts == known and accepted
 
 
-def test_the_program_of_guesses_is_compiled_once_and_served_from_its_folder(reference, tmp_path, monkeypatch):  # noqa: F811
+def test_the_graph_of_draft_tokens_is_compiled_once_and_served_from_its_folder(reference, tmp_path, monkeypatch):  # noqa: F811
     made, output = reference("llama, grouped"), tmp_path / "compiled"
     words = ["--model-id", made.folder, "--output", output, "--tp-degree", "2", "--dtype", "float32", "--speculate", K - 1]
     words += ["--max-total-tokens", WINDOW, "--max-batch-size", 3]
@@ -104,7 +104,7 @@ def test_the_program_of_guesses_is_compiled_once_and_served_from_its_folder(refe
     assert model.verify_length == K
 
 
-def test_a_model_whose_guesses_the_compiler_refuses_is_served_without(reference, tmp_path, monkeypatch, caplog):  # noqa: F811
+def test_a_model_whose_draft_tokens_do_not_compile_is_served_without(reference, tmp_path, monkeypatch, caplog):  # noqa: F811
     real = compiler.compile_hlo_module
 
     def refuse(hlo_module, *arguments, **options):
@@ -115,4 +115,4 @@ def test_a_model_whose_guesses_the_compiler_refuses_is_served_without(reference,
     monkeypatch.setattr(compiler, "compile_hlo_module", refuse)
     model = serve(reference("llama, grouped"), tmp_path, max_batch_size=3, speculate=K - 1, prefill_chunk=8)
     assert (model.verify_length, model.prefill_chunk) == (0, 8)
-    assert "No guesses are verified (--speculate), as compiling for it failed" in caplog.text
+    assert "Speculative decoding is off (--speculate), as compiling for it failed" in caplog.text
