@@ -1,9 +1,9 @@
-"""Attacks a server in every way that is known, and prints a table of what was tried.
+"""Attacks a server in every known way, and prints a table of what was tried.
 
     python bench/attack.py [NAME ...] [--url http://HOST:PORT]        (or: make attack)
 
 An attack is a generator: each item is one try, "" when it ended as it should, else what went wrong. Before and after each of
-them a plain request must get the same text. Without --url the servers are started here: entrypoint.sh with the demonstration
+them a plain request must get the same output. Without --url the servers are started here: entrypoint.sh with the demonstration
 model, an API key and few slots; with it, only the attacks on HTTP are tried. Exit code 1 when anything went wrong.
 """
 
@@ -32,7 +32,7 @@ from hostile import HIDDEN
 DEMO = launch.HERE / "demo" / "model"
 KEY = "correct-key"
 CLIENT_TIMEOUT_S = 5
-WEB_MB = 250  # of a web process after floods
+WEB_MB = 250  # of an API server process after floods
 PATIENCE_S = 60
 SETTINGS = {
     "API_KEY": KEY,
@@ -48,7 +48,7 @@ Tries = Iterator[str]
 
 
 class Target(NamedTuple):
-    """A server under attack. `server` is None where its processes are not ours."""
+    """A server under attack. `server` is None where it was not started here."""
 
     host: str
     port: int
@@ -119,7 +119,7 @@ def framing(target: Target) -> Tries:
 
 
 def lines(target: Target) -> Tries:
-    """Request lines, headers and paths that are none: an error or a page, never a file."""
+    """Invalid request lines, headers and paths: an error or a page, never a file."""
     raws = [head(f"GET {path} HTTP/1.1", "Connection: close") for path in hostile.PATHS]
     raws += [head(line, "Connection: close") for line in hostile.REQUEST_LINES]
     raws += [head("GET /live HTTP/1.1", *(f"X-{n}: y" for n in range(10_000)))]
@@ -162,7 +162,7 @@ def keys(target: Target) -> Tries:
 
 
 def bodies(target: Target) -> Tries:
-    """Bodies that are no JSON, or JSON of the wrong kind, to every route that takes one."""
+    """Bodies that are not JSON, or JSON of the wrong kind, to every route that takes one."""
 
     def one(path: str, raw: bytes) -> str:
         status, body = target.ask(path, raw)
@@ -174,7 +174,7 @@ def bodies(target: Target) -> Tries:
 
 
 def texts(target: Target) -> Tries:
-    """Texts that are hard for tokenizers, templates and logs: an answer or a refusal."""
+    """Texts that are hard for tokenizers, templates and logs: a response or an error."""
     chat = '{"messages":[{"role":"user","content":%s}],"max_tokens":2}'
     forms = [("/generate", '{"inputs":%s,"parameters":{"max_new_tokens":2}}'), ("/tokenize", '{"inputs":%s}')]
     forms += [("/generate", '{"inputs":"a","parameters":{"max_new_tokens":2,"stop":[%s]}}'), ("/chat_tokenize", chat)]
@@ -191,7 +191,7 @@ def texts(target: Target) -> Tries:
 
 
 def grammars(target: Target) -> Tries:
-    """Grammars that take long, or are none: an answer or a refusal."""
+    """Grammars that take long, or are invalid: a response or an error."""
 
     def one(kind: str, value: object) -> str:
         parameters = {"max_new_tokens": 4, "grammar": {"type": kind, "value": value}}
@@ -223,7 +223,7 @@ def slow_clients(target: Target) -> Tries:
             with contextlib.suppress(OSError):
                 client.sendall(piece)
         began_at = time.monotonic()
-        yield "" if target.ask("/health")[0] == 200 else "/health is not answered"
+        yield "" if target.ask("/health")[0] == 200 else "/health does not respond"
         slowest_s = max(slowest_s, time.monotonic() - began_at)
         time.sleep(0.05)
     yield f"/health took {slowest_s:.1f} s" if slowest_s > 2 else ""
@@ -235,7 +235,7 @@ def slow_clients(target: Target) -> Tries:
 
 
 def floods(target: Target) -> Tries:
-    """Bodies of nearly the largest size, 500 connections, 200 streams that are left: memory and slots come back."""
+    """Bodies of nearly the largest size, 500 connections, 200 abandoned streams: memory and slots are released."""
     text = "ab " * 600_000
     large = [json.dumps({name: text}).encode() for name in ("inputs", "prompt", "input")]
     large += [json.dumps({"messages": [{"role": "user", "content": text}]}).encode()]
@@ -258,7 +258,7 @@ def floods(target: Target) -> Tries:
 
 
 def idle(target: Target) -> Tries:
-    """No slot is taken, and no web process has kept the memory of a flood."""
+    """No slot is busy, and every API server process has released the memory of a flood."""
     until = time.monotonic() + PATIENCE_S
     while not target.is_idle():
         if time.monotonic() > until:
@@ -267,11 +267,11 @@ def idle(target: Target) -> Tries:
         time.sleep(0.1)
     for pid in target.server.pids("web.py") if target.server else ():
         size = launch.rss_mb(pid)
-        yield f"a web process has {size:.0f} MB" if size > WEB_MB else ""
+        yield f"an API server process has {size:.0f} MB" if size > WEB_MB else ""
 
 
 def templates(target: Target) -> Tries:
-    """A chat template in which a client's text takes all time or memory: 400, and other chats are answered."""
+    """A chat template in which a client's text takes all time or memory: 400, and other chats get a response."""
     cases = "".join(f"{{% elif messages[0].content == '{name}' %}}{source}" for name, source in hostile.TEMPLATES.items())
 
     def status(content: str) -> int:

@@ -1,10 +1,10 @@
-"""Measures, and writes a report: bench/report.html for people, bench/report.json for programs.
+"""Runs the benchmarks and writes a report: bench/report.html to read, bench/report.json to process.
 
     .venv/bin/python bench/bench.py                 the server on simulated devices (about two minutes)
-    .venv/bin/python bench/bench.py --url URL       any server that speaks TGI's or OpenAI's API, as it is
+    .venv/bin/python bench/bench.py --url URL       any running server that has TGI's or OpenAI's API
 
 `make bench` and `make bench URL=...` are the same; bench/README.md says how each figure is measured. Owns the command line
-and the report. Does not measure.
+and the report; figures.py measures.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""The demonstration model: tokens per second at 1, 4 and 8 clients, how long a start takes, and the worker's memory.
+"""The demonstration model: tokens per second at 1, 4 and 8 clients, the time of a startup, and the worker's memory.
 
     .venv/bin/python bench/demo.py [--other /path/to/another/tree] [--rounds 5] [--starts 3]
 
 Two source trees are compared in turns: each is started by its own entrypoint.sh with default settings, and is stopped (SIGSTOP)
-while the other one is measured. A start is the time from running entrypoint.sh to `Connected` in its log: the first with an
+while the other one is measured. A startup is the time from running entrypoint.sh to `Connected` in its log: the first with an
 empty home folder (nothing converted, nothing compiled), the later ones with what the first has left there. A completion is 64
 greedy tokens for a short question, 8 completions for each client. Both trees run on the Python that runs this file.
 
@@ -38,7 +38,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--other", type=Path, help="another source tree to compare with")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--starts", type=int, default=3, help="later starts")
+    parser.add_argument("--starts", type=int, default=3, help="how many later startups")
     args = parser.parse_args()
     trees = {"this tree": HERE} | ({"the other": args.other.resolve()} if args.other else {})
     turns = Turns(lambda target: target.request(QUESTION, TOKENS), TOKENS, CLIENTS, [8 * clients for clients in CLIENTS])
@@ -58,7 +58,7 @@ def main() -> None:
             turns.run(args.rounds)
             turns.report()
             for (tree, (first, *later)), server in zip(starts.items(), servers):
-                print(f"{tree}: first start {first:.1f} s, later {spread(later or [first], 0, 2)} s; ", end="")
+                print(f"{tree}: first startup {first:.1f} s, later {spread(later or [first], 0, 2)} s; ", end="")
                 print(f"worker {rss_mb(server.pids('worker.py')[0]):.0f} MB RSS")
         except RuntimeError as error:
             sys.exit(f"error: {error}")

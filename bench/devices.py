@@ -1,7 +1,7 @@
 """The server on a simulated device: which devices there are, and the model folder and settings that serve on one.
 
 A `Device` is a published combination of model and hardware. `serve` makes a model folder for it (a tokenizer of that size, the
-model's own numbers, no weights) and starts `entrypoint.sh` with bench/simulated on PYTHONPATH. Does not measure.
+model's own numbers, no weights) and starts `entrypoint.sh` with bench/simulated on PYTHONPATH.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pathlib import Path
 
 from launch import HERE, Server, clean_environment, free_port
 
-# Of the two models, as their config.json has it.
+# Sizes of the two models, from their config.json.
 SHAPES = {
     32000: {"hidden_size": 4096, "intermediate_size": 11008, "num_attention_heads": 32, "num_key_value_heads": 32},
     128256: {"hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads": 32, "num_key_value_heads": 8},
@@ -25,7 +25,7 @@ SHAPES = {
 
 @dataclass(frozen=True)
 class Device:
-    """Slots, time of a step, vocabulary, and what the server is configured with."""
+    """Slots, duration of a step, vocabulary, and the settings of the server."""
 
     slots: int
     step_ms: float
@@ -35,7 +35,7 @@ class Device:
     window: int = 4096
     token_ms: float = 0.0  # of a prompt, in addition to prefill_ms
     copy_mb_s: float = 0.0  # of logits to the host, after each step; 0: takes no time
-    verify_ms: float = 0.0  # of a call that verifies the guesses of all slots; 0: there is none
+    verify_ms: float = 0.0  # of a call that verifies the draft tokens of all slots; 0: none
 
     @property
     def name(self) -> str:
@@ -43,7 +43,7 @@ class Device:
 
     @property
     def tokens_per_s(self) -> float:
-        """What it would make if it never waited."""
+        """Throughput of a device that never waits."""
         return self.slots / self.step_ms * 1e3
 
 
@@ -62,7 +62,7 @@ COPYING = replace(LLAMA_31_8B, copy_mb_s=346.0)
 
 @contextlib.contextmanager
 def serve(device: Device, *more_flags: str) -> Iterator[Server]:
-    """The server on that device, ready, with one web process. It ends when the block is left."""
+    """The server on that device, ready, with one API server process, until the block is left."""
     with tempfile.TemporaryDirectory(prefix="textgen-bench-") as name:
         folder, port = Path(name), free_port()
         flags = ["--model-id", str(write_model(folder / "model", device)), "--device", "neuron", "--dtype", "bfloat16"]

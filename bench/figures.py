@@ -1,7 +1,7 @@
 """The figures of `make bench`: what is measured on which device, and the targets.
 
 `measure` yields `Figure`s of the server on simulated devices, `measure_url` of any server. Every figure is the median of the
-rounds of one run, with the least and the most. Hands them to bench.py. Does not know how they are shown.
+rounds of one run, with the least and the most. bench.py shows them.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ PETS = {
     },
 }
 JSON = {"grammar": {"type": "json", "value": PETS}}
-GUESSES = 7  # of a slot in a call
-PLAIN = {name: value for name, value in SAMPLED.items() if name != "seed"}  # what a device can do
+GUESSES = 7  # draft tokens of a slot in a call
+PLAIN = {name: value for name, value in SAMPLED.items() if name != "seed"}  # sampling that a device supports
 KINDS = {"greedy": None, "sampled": SAMPLED, "sampled, JSON": SAMPLED | JSON}
 
 
@@ -68,11 +68,11 @@ class Plan:
     """What is measured: each device with its targets for the first KINDS; for JSON 0.95 of the target for sampled."""
 
     devices: tuple[tuple[Device | float, ...], ...]
-    copying: Device | None = None  # whose logits take time to copy, for the places where tokens are sampled
-    guessing: Device | None = None  # that verifies guesses
+    copying: Device | None = None  # logits take time to copy: compares on-device, host and hybrid sampling
+    guessing: Device | None = None  # verifies draft tokens
     rounds: int = 5
     seconds: float = 2.0  # of a round
-    requests: int = 60  # of a round, for the added latency
+    requests: int = 60  # of a round, for the serving overhead
 
 
 FULL = Plan(((LLAMA_2_7B, 0.96, 0.95), (LLAMA_31_8B, 0.92, 0.89, 0.845), (FAST, 0.90, 0.82)), COPYING, GUESSING)
@@ -114,14 +114,15 @@ def _rates(device: Device, plan: Plan, flags: Sequence[str], *kinds: list[dict |
 
 
 def _guessed(device: Device, plan: Plan) -> Iterator[Figure]:
-    """Tokens per second with guesses over those without: of texts that repeat themselves, and of texts that do not."""
-    plan = replace(plan, rounds=min(plan.rounds, 3), seconds=2.0)  # longer, and the streams would come to their end
+    """Tokens per second with speculative decoding over those without: for output that repeats, and that does not."""
+    plan = replace(plan, rounds=min(plan.rounds, 3), seconds=2.0)  # any longer, and the streams would end
     random = PLAIN | {"min_p": 0.001, "temperature": 1.5}  # which only the host samples
     without = _rates(device, plan, ("--speculate", "0"), [None], [random])
     guessed = _rates(device, plan, ("--speculate", str(GUESSES)), [None], [random])
-    for what, goal, base, values in zip(("repeat", "do not repeat"), (1.5, 0.97), without, guessed):
+    for what, goal, base, values in zip(("repeats", "does not repeat"), (1.5, 0.97), without, guessed):
         of_base = [value / statistics.median(base) for value in values]
-        yield Figure(f"guesses over none, texts that {what}: {device.name}", of_base, "ratio", goal, True)
+        name = f"draft tokens over none, output that {what}: {device.name}"
+        yield Figure(name, of_base, "ratio", goal, True)
 
 
 def _where_sampled(device: Device, plan: Plan) -> Iterator[Figure]:
@@ -145,7 +146,7 @@ def _where_sampled(device: Device, plan: Plan) -> Iterator[Figure]:
 
 
 def _clocks(server: Server) -> Callable[[], list[float]]:
-    """CPU seconds of the worker, of the web processes, of this process, and of the machine."""
+    """CPU seconds of the worker, of the API server processes, of this process, and of the machine."""
     processes = [server.pids("worker.py"), server.pids("web.py"), [os.getpid()]]
     return lambda: [*(cpu_s(pids) for pids in processes), machine_busy_s()]
 
@@ -156,7 +157,7 @@ def _of_windows(windows: Sequence[Window], device: Device, kind: str, target: fl
     jitter = [percentile(window.gaps_s, 0.99) * 1e3 / device.step_ms for window in windows]
     yield Figure(f"serving efficiency: {name}", [rate / device.tokens_per_s for rate in rates], "of the device", target, True)
     yield Figure(f"inter-token latency p99: {name}", jitter, "steps")
-    for number, process in enumerate(("worker", "web processes")):
+    for number, process in enumerate(("worker", "API server processes")):
         costs = [window.spent[number] / (rate * window.seconds) * 1e6 for window, rate in zip(windows, rates)]
         yield Figure(f"CPU of the {process}: {name}", costs, "us a token")
     others = [max(0.0, window.spent[3] - sum(window.spent[:3])) / window.seconds for window in windows]
@@ -168,7 +169,7 @@ def _added_latency(target: Target, device: Device, plan: Plan) -> Iterator[Figur
     request = target.request(prompt_of(20), 1)
     rounds = [asyncio.run(closed_loop(target, [request] * plan.requests, 1)) for _ in range(plan.rounds)]
     added = [[answer.ttft_s * 1e3 - device.prefill_ms for answer in answers] for answers in rounds]
-    name = "added latency: time to first token less the prefill, a slot free"
+    name = "serving overhead: time to first token less the prefill, a slot free"
     for share in (0.5, 0.99):
         yield Figure(f"{name}, p{share * 100:.0f}", [percentile(each, share) for each in added], "ms")
 

@@ -1,13 +1,14 @@
-"""A first run on a device: what no simulator can tell, in one JSON report without names, addresses or keys.
+"""A first run on a device: what a simulator cannot show, in one JSON report without names, addresses or keys.
 
     python3 bench/first_run.py --model-id Qwen/Qwen2.5-7B-Instruct [--image IMAGE] [--out report.json]
 
-Starts the server of the image on the device once for each way to sample, each with programs of its own, and on the CPU for the
-texts. Measures how long compiling and starting take, whether prompts run in chunks, the steps of 1 stream and of a stream in
-every slot (from the server's own /metrics), and the texts of ten prompts against those of the CPU. docs/first-run.md says what
-to do with the report. `--server COMMAND --device cpu` rehearses it on any machine, with the server of a checkout.
+Starts the server of the image on the device once for each value of --sampling, each with its own compiled graphs, and on the
+CPU as a reference. Measures how long compiling and startup take, whether chunked prefill works, the steps of 1 stream and of a
+stream in every slot (from the server's own /metrics), and the outputs of ten prompts against those of the CPU.
+docs/first-run.md says what to do with the report. `--server COMMAND --device cpu` rehearses it on any machine, with the server
+of a checkout.
 
-Owns the report. Needs Python alone. Does not know what the server runs on.
+Owns the report. Needs only Python.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from launch import Server, free_port
 from load import Target, closed_loop, prompt_of
 
 IMAGE = "ghcr.io/neuron-textgen/neuron-textgen"
-# By device. The image for Neuron devices serves no CPU.
+# By device. The image for Neuron devices does not support CPUs.
 IN_IMAGE = {
     "neuron": "docker run --rm --device=/dev/neuron0 -e HF_TOKEN -p {port}:80 -v {data}:/data {image}",
     "cpu": "docker run --rm -e HF_TOKEN -p {port}:80 -v {data}:/data {cpu_image}",
@@ -44,7 +45,7 @@ for each in distributions():
 """
 START_LIMIT_S = 3 * 3600.0
 TOKENS = 64
-CLOSE = 0.1  # a lead of log-probability by which two ways to round may still choose otherwise
+CLOSE = 0.1  # lead in log-probability within which rounding may change the token
 PROMPTS = [
     "The capital of France is",
     "def fibonacci(n):\n",
@@ -77,7 +78,7 @@ def machine() -> dict:
 
 
 def packages(given: argparse.Namespace) -> dict[str, str]:
-    """Versions in the image, or beside this Python."""
+    """Versions in the image, or in this Python's environment."""
     command = [given.python, "-c", LIST_PACKAGES]
     if not given.server:
         command = ["docker", "run", "--rm", "--entrypoint", "python3", given.image, *command[1:]]
@@ -112,7 +113,7 @@ def texts(server: Server) -> list[list[tuple[int, float]]]:
 
 
 def compared(ours: list[list[tuple[int, float]]], cpu: list[list[tuple[int, float]]]) -> dict[str, int]:
-    """How many texts are equal, and of the others how many part where the CPU was nearly undecided."""
+    """How many outputs are equal, and how many of the others diverge where the CPU's best tokens were close."""
     counts = {"equal": 0, "part at a close choice": 0, "part at a clear choice": 0}
     for here, there in zip(ours, cpu):
         parts = next((n for n, (a, b) in enumerate(zip(here, there)) if a[0] != b[0]), None)
@@ -151,14 +152,14 @@ def without_paths(text: str) -> str:
 
 
 def measured(given: argparse.Namespace, folder: Path, *flags: str) -> tuple[dict, list[list[tuple[int, float]]]]:
-    """One way to sample: two starts, the second with what the first has compiled."""
+    """One value of --sampling: two startups, the second with what the first has compiled."""
     with started(given, folder, given.device, *flags) as server:
         first_s, log = server.ready_s, server.log
     with started(given, folder, given.device, *flags) as server:
         with urllib.request.urlopen(server.url + "/info", timeout=60) as response:
             info = json.load(response)
         slots = info["max_batch_size"]
-        refused = re.search(r"Prompts are not run in chunks.*?: (.*)", log)
+        refused = re.search(r"Chunked prefill is off.*?: (.*)", log)
         found = {
             "flags": list(flags),
             "first_start_s": round(first_s, 1),
@@ -177,7 +178,7 @@ def failure(error: Exception) -> str:
 
 
 def report_of(given: argparse.Namespace) -> dict:
-    """What one way cannot do is part of the report."""
+    """The failure of one value of --sampling is part of the report."""
     is_local = Path(given.model_id).exists()
     report = {"model": "a local folder" if is_local else given.model_id, "machine": machine()}
     report["packages"] = packages(given)
@@ -211,18 +212,18 @@ def main(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model-id", required=True)
     parser.add_argument("--image", default=IMAGE)
-    parser.add_argument("--cpu-image", default=f"{IMAGE}:cpu", help="for the texts of a CPU")
+    parser.add_argument("--cpu-image", default=f"{IMAGE}:cpu", help="for the outputs of a CPU")
     parser.add_argument("--data", type=Path, default=Path("data").absolute(), help="the folder that is mounted on /data")
-    parser.add_argument("--server", help="a command in the place of docker's, which listens on {port} or PORT")
+    parser.add_argument("--server", help="a command instead of docker's, which listens on {port} or PORT")
     parser.add_argument("--device", choices=("neuron", "cpu"), default="neuron")
     parser.add_argument("--max-total-tokens", type=int, default=2048)
-    parser.add_argument("--without-cpu", action="store_true", help="compares no texts")
+    parser.add_argument("--without-cpu", action="store_true", help="compares no outputs")
     parser.add_argument("--out", type=Path, default=Path("first-run.json"))
     parser.set_defaults(python=sys.executable)
     given = parser.parse_args(argv)
     report = report_of(given)
     given.out.write_text(json.dumps(report, indent=1) + "\n")
-    print(f"The report is {given.out}; docs/first-run.md says where it is welcome")
+    print(f"The report is {given.out}; docs/first-run.md says where to send it")
     return 1 if any("failed" in run for run in report["runs"]) else 0
 
 

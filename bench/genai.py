@@ -3,8 +3,8 @@
     pip install openvino-genai==2026.4.1 optimum-intel==2.2.0 nncf==3.4.0
     python bench/genai.py FOLDER PORT int8|int4
 
-Exports the checkpoint in FOLDER, then answers OpenAI's /v1/completions as a stream, greedy and without an end-of-text token,
-with Python's own HTTP server: as little as peers.py needs. Belongs into an environment of its own.
+Exports the checkpoint in FOLDER, then serves OpenAI's /v1/completions as a stream, greedy and without an end-of-text token,
+with Python's own HTTP server: only what peers.py needs. Install it into an environment of its own.
 """
 
 import json
@@ -95,7 +95,7 @@ def main(model: str, port: str, weight_format: str) -> None:
         command = [Path(sys.executable).with_name("optimum-cli"), "export", "openvino", "--task", "text-generation-with-past"]
         command += ["--model", model, "--weight-format", weight_format]
         if weight_format == "int4":
-            command += ["--group-size", "64"]  # which divides SmolLM2's 576 columns
+            command += ["--group-size", "64"]  # divides SmolLM2's 576 columns
         subprocess.run([*command, folder], check=True)
         Handler.engine = Engine(folder)
     ThreadingHTTPServer(("127.0.0.1", int(port)), Handler).serve_forever()

@@ -1,6 +1,6 @@
-"""What attack.py sends: requests, keys, texts and grammars that no good client sends, and chat templates that cost too much.
+"""What attack.py sends: requests, keys, texts and hostile grammars, and chat templates that cost too much.
 
-Data only. Each name says what it is; nothing here knows how it is sent, or what a server should do with it.
+Data only: attack.py decides how it is sent, and what a server should do with it.
 """
 # fmt: off
 
@@ -98,7 +98,7 @@ SCHEMAS = [
     {"type": "array", "minItems": 10**9}, {"multipleOf": 1e-300}, {"$defs": {"a": {"$ref": "#/$defs/a"}}, "$ref": "#/$defs/a"},
 ]
 
-# Chat templates that compute without end or take all memory. `n` is 1: what has no variable in it would be computed when the
+# Chat templates that compute forever or take all memory. `n` is 1: an expression without a variable would be computed when the
 # template is compiled, and with it every other one.
 TEMPLATES = {
     "range": "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",

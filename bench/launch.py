@@ -1,7 +1,7 @@
 """Starts servers for the benchmarks, watches their processes in /proc, and ends them with everything that they started.
 
-A `Server` is a command in a session of its own with its log in a file. Hands it to devices.py, peers.py, long_prompt.py,
-demo.py, soak.py and first_run.py. Does not know what the servers are asked, nor what is measured.
+A `Server` is a command in a session of its own with its log in a file. devices.py, peers.py, long_prompt.py, demo.py, soak.py
+and first_run.py use it.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ READY_S = 900
 
 
 def clean_environment(temporary: Path, port: int, **settings: str) -> dict[str, str]:
-    """Without the caller's settings but for its caches: the run folder in `temporary`, this Python, one local port."""
+    """An environment with only the caller's caches, the run folder in `temporary`, this Python, and one local port."""
     kept = ("PATH", "HOME", "LANG", "MODEL_CACHE", "NUMBA_CACHE_DIR")
     inherited = {name: os.environ[name] for name in kept if name in os.environ}
     own = {"PYTHON": sys.executable, "TMPDIR": str(temporary), "HOSTNAME": "127.0.0.1", "PORT": str(port)}
@@ -55,7 +55,7 @@ class Server:
         return self.log_path.read_text(errors="replace")
 
     def wait_ready(self, log_text: str | None = "Connected", limit_s: float = READY_S) -> Server:
-        """Until the log holds that text or, with None, until GET /health is answered. Raises RuntimeError."""
+        """Waits until the log holds that text or, with None, until GET /health responds. Raises RuntimeError."""
         while not self._is_ready(log_text):
             if self.process.poll() is not None or time.monotonic() > self.started_at + limit_s:
                 raise RuntimeError(f"the server did not start; the end of its log:\n{self.log[-2000:]}")
@@ -101,13 +101,13 @@ class Server:
 
 
 def cpu_s(pids: Sequence[int]) -> float:
-    """CPU time that the processes have taken so far, from the scheduler's own count."""
+    """CPU time of the processes so far, from the scheduler's own count."""
     tasks = (task for pid in pids for task in Path(f"/proc/{pid}/task").iterdir())
     return sum(int((task / "schedstat").read_text().split()[0]) for task in tasks) / 1e9
 
 
 def machine_busy_s() -> float:
-    """CPU time that all processes of the machine have taken."""
+    """CPU time of all processes of the machine so far."""
     user, nice, system, _idle, _iowait, irq, softirq, *_ = map(int, Path("/proc/stat").read_text().split()[1:11])
     return (user + nice + system + irq + softirq) / os.sysconf("SC_CLK_TCK")
 

@@ -1,7 +1,7 @@
-"""A load generator for servers that speak TGI's HTTP API or OpenAI's: streams, and when each of their tokens arrived.
+"""A load generator for servers with TGI's HTTP API or OpenAI's: streams, and when each of their tokens arrived.
 
 A stream notes the time of every read and keeps its bytes; they are parsed when the load is over, so that a server on the same
-cores is disturbed little. Hands `Answer`s and `Window`s to figures.py, peers.py and long_prompt.py. Does not start servers.
+cores is disturbed little. figures.py, peers.py and long_prompt.py use its `Answer`s and `Window`s. Does not start servers.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ class Answer:
         answer = cls(stream.started_at)
         whole = b"".join(data for _at, data in stream.reads)
         if b" 200 " not in whole[:15]:
-            answer.error = whole[:2000].decode(errors="replace").replace("\r\n", " ") or "the connection was closed unanswered"
+            answer.error = whole[:2000].decode(errors="replace").replace("\r\n", " ") or "closed without a response"
             return answer
         for at, event in events(stream.reads):
             if b'"error"' in event and "error" in (body := json.loads(event)):
@@ -160,7 +160,7 @@ async def open_stream(target: Target, request: bytes) -> Stream:
 
 
 async def ask(target: Target, request: bytes) -> Answer:
-    """One stream from its beginning to its end; what went wrong is in the answer's `error`."""
+    """One whole stream; what went wrong is in the `error` of what it returns."""
     started_at = time.perf_counter()
     try:
         stream = await open_stream(target, request)
@@ -253,7 +253,7 @@ def percentile(values: Sequence[float], share: float) -> float:
 
 
 def find(url: str, api_key: str | None = None, model: str | None = None) -> Target:
-    """Which API a server speaks; with a model's name, how it speaks OpenAI's. Raises LoadError where it speaks neither."""
+    """The API of a server; with a model's name, the form of OpenAI's. Raises LoadError where it has neither."""
     target = Target(urlsplit(url.rstrip("/") if "://" in url else f"http://{url.rstrip('/')}"), api_key=api_key)
     if model is None:
         if _get(target, "/info").get("model_id"):
@@ -267,7 +267,7 @@ def find(url: str, api_key: str | None = None, model: str | None = None) -> Targ
         answer = asyncio.run(ask(target, target.request("Hello", 2)))
         if answer.error is None:
             return target
-    raise LoadError(f"{url} answers a request for a completion with: {answer.error}")
+    raise LoadError(f"{url} responds to a completion request with: {answer.error}")
 
 
 def _get(target: Target, path: str) -> dict:
@@ -283,5 +283,5 @@ def _get(target: Target, path: str) -> dict:
 
 
 def prompt_of(words: int, number: int = 0) -> str:
-    """Another text for each number, so that no server can have its beginning in a cache."""
+    """Another text for each number, so that no server has its prefix in a cache."""
     return f"Text number {number}: " + "What is deep learning, and what is it not? " * (words // 9 + 1)

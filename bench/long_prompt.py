@@ -1,4 +1,4 @@
-"""What a long prompt costs the streams that run beside it on a CPU, itself, and a short prompt that arrives meanwhile.
+"""What a long prompt costs running streams on a CPU, itself, and a short prompt that arrives meanwhile.
 
     .venv/bin/python bench/long_prompt.py [--prompt 4000] [--streams 4] [--rounds 3] [--budgets default 16 32 64 128 256]
 
@@ -6,11 +6,9 @@ The server is started on a checkpoint of SmolLM2-135M's shape with random weight
 --max-batch-prefill-tokens. Each round: the long prompt alone; then the streams run, the long prompt arrives, and a while
 later a prompt of 20 tokens, for which a slot is free. Reported, each as least, median and most of the rounds:
 
-- the streams' median gap between two tokens before the long prompt arrived, and their 99th percentile over it meanwhile
-- the long prompt's time to first token, alone, beside the streams, and the second over the first
-- the short prompt's first token, counted in the tokens that a stream received until then (steps)
-
-Owns this measurement. Does not know how the server schedules.
+- the streams' median inter-token latency (ITL) before the long prompt arrived, and its 99th percentile meanwhile over that
+- the long prompt's time to first token, alone, with the streams, and the second over the first
+- the short prompt's time to first token, in tokens that a stream received until then (steps)
 """
 
 from __future__ import annotations
@@ -53,17 +51,17 @@ async def one_round(target: Target, streams: int, prompts: dict[str, Prompts], p
     during = [later - earlier for earlier, later in gaps if long.started_at < later and earlier < long.times[0]]
     gap_s = statistics.median(before)
     return {
-        "gap before, ms": gap_s * 1e3,
-        "p99 gap over it": percentile(during, 0.99) / gap_s,
+        "itl before, ms": gap_s * 1e3,
+        "p99 itl over it": percentile(during, 0.99) / gap_s,
         "alone, s": alone.ttft_s,
-        "beside, s": long.ttft_s,
-        "beside over alone": long.ttft_s / alone.ttft_s,
+        "with streams, s": long.ttft_s,
+        "with over alone": long.ttft_s / alone.ttft_s,
         "short prompt, steps": max(sum(short.started_at < at <= short.times[0] for at in times) for times in all_times),
     }
 
 
 def _stream_tokens(prompt_tokens: int) -> int:
-    """Enough for a prompt that runs in chunks of 8 tokens, and for the time before it."""
+    """Enough for a prompt in chunks of 8 tokens, and for the time before it."""
     return prompt_tokens // 8 + 600
 
 
@@ -82,7 +80,7 @@ def measure(budget: str, model: Path, scratch: Path, args: argparse.Namespace) -
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--prompt", type=int, default=4000, help="its tokens")
+    parser.add_argument("--prompt", type=int, default=4000, help="tokens of the long prompt")
     parser.add_argument("--streams", type=int, default=4)
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--rounds", type=int, default=3)

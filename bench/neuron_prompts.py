@@ -1,10 +1,10 @@
-"""What long prompts cost the streams beside them on a simulated device, in chunks (--prefill-chunk) and whole.
+"""What long prompts cost running streams on a simulated device, with chunked prefill (--prefill-chunk) and whole.
 
     .venv/bin/python bench/neuron_prompts.py [--chunks 128 0] [--seconds 20] [--rounds 3]
 
 The device has 32 slots of 26.7 ms; a prompt of 3,000 tokens takes 0.7 s, and a chunk its share of that. 31 streams run, and
 every 2 s a prompt of 3,000 tokens arrives, for one token. Reported, as least, median and most of the rounds: the 99th
-percentile of the streams' gaps, the longest gap, their tokens per second, and the prompts' time to first token.
+percentile and the maximum of the streams' inter-token latency, their tokens per second, and the prompts' time to first token.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ async def one_round(target: Target, seconds: float) -> dict[str, float]:
     asked, started_at, loop = [], asyncio.get_running_loop().time(), asyncio.get_running_loop()
     for number in range(int(seconds / EVERY_S)):
         await asyncio.sleep(max(0.0, started_at + number * EVERY_S - loop.time()))
-        text = " ".join(str(random.random()) for _ in range(PROMPT // 4))  # more tokens than are left of them
+        text = " ".join(str(random.random()) for _ in range(PROMPT // 4))  # truncated to PROMPT tokens
         asked.append(asyncio.create_task(ask(target, target.request(text, 1, sampling))))
     prompts = await asyncio.gather(*asked)
     assert not [prompt.error for prompt in prompts if prompt.error], prompts[0].error
@@ -43,10 +43,10 @@ async def one_round(target: Target, seconds: float) -> dict[str, float]:
     times = [[at for at in Answer.of(stream).times if begin <= at <= end] for stream in streams]
     gaps = [after - before for each in times for before, after in pairwise(each)]
     return {
-        "p99 gap, ms": percentile(gaps, 0.99) * 1e3,
-        "longest gap, ms": max(gaps) * 1e3,
+        "itl p99, ms": percentile(gaps, 0.99) * 1e3,
+        "itl max, ms": max(gaps) * 1e3,
         "tokens/s": sum(map(len, times)) / (end - begin),
-        "first token, s": statistics.median(prompt.ttft_s for prompt in prompts),
+        "ttft, s": statistics.median(prompt.ttft_s for prompt in prompts),
     }
 
 

@@ -1,6 +1,6 @@
 """Servers side by side over HTTP: the same checkpoint, the same kind of prompts, turn by turn on one machine.
 
-    make peers          this server, and those of `PEERS` whose programs are on the PATH, on SmolLM2-135M-Instruct
+    make peers          this server, and those of `PEERS` that are on the PATH, on SmolLM2-135M-Instruct
 
     .venv/bin/python bench/peers.py --server 'ours=./entrypoint.sh serve --model-id {model} --port {port} --dtype bfloat16' \\
         --server 'vllm=/path/to/vllm serve {model} --port {port} --dtype bfloat16' [--concurrency 1 4 16] [--rounds 3]
@@ -11,8 +11,7 @@ is a turn of each: for each concurrency that many streams at a time over OpenAI'
 request to the last token, prompts included. Without --model and --gguf the checkpoint has SmolLM2-135M's shape, random weights,
 a tokenizer trained here, and no end-of-text token.
 
-Owns how each server is started, the checkpoint, the prompts and the turns, which long_prompt.py and demo.py use as well. Does
-not know any server's API.
+Owns how each server is started, the checkpoint, the prompts and the turns, which long_prompt.py and demo.py use as well.
 """
 
 from __future__ import annotations
@@ -55,7 +54,7 @@ VLLM = (
 )
 GENAI = "{genai_python} {here}/bench/genai.py {model} {port}"
 LLAMA_CPP = "llama-server --host 127.0.0.1 --port {port} --parallel 16 --ctx-size 16384 --model"
-PEERS = {  # what comes after the comma is compared with its like
+PEERS = {  # servers with the same words after the comma are compared
     "this server, bfloat16": f"{OURS} --dtype bfloat16",
     "this server, int8": f"{OURS} --quantize int8",
     "this server, int4": f"{OURS} --quantize int4",
@@ -109,7 +108,7 @@ def read_gguf(file: Path, folder: Path) -> dict[str, Path]:
 
 
 def installed() -> dict[str, str]:
-    """Those of `PEERS` that can be started here; says which cannot."""
+    """The `PEERS` that can be started here; prints which cannot."""
     missing = set()
     for name, programs in PROGRAMS.items():
         for program in programs:
@@ -177,8 +176,8 @@ class Turns:
         ]
 
     def report(self) -> None:
-        """Prints each server's figures, and the first one's of a kind (`server, kind`) over the best of the others of that
-        kind, round by round."""
+        """Prints each server's figures, and for each kind (`server, kind`) the first server's over the best of the others,
+        round by round."""
         print(f"{'server':24} {'at a time':>9} {'tokens/s: min, median, max':>28} {'ttft p50':>9} {'itl p50':>9} {'p99 ms':>9}")
         for (name, concurrency), rounds in self.found.items():
             ttft = [answer.ttft_s * 1e3 for _speed, answers in rounds for answer in answers]

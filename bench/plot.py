@@ -1,4 +1,4 @@
-"""The throughput of a report as a picture: a group of bars for each number of streams, a bar for each server.
+"""The throughput of a report as a bar chart: a group of bars for each number of streams, a bar for each server.
 
     make plot        docs/throughput.svg, made of bench/report.json, which `make peers` writes
 

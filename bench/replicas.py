@@ -5,8 +5,8 @@
 
 The simulated replica is a server on a Neuron device: it runs one prompt, or a step that gives every running request a token,
 whichever is due, first come first served; a prompt and a step take their published times. Requests arrive at random times
-(Poisson) and have answers of random lengths (geometric). The balancer sends each to the replica with the fewest requests, or to
-any. Measured are the demonstration model and a simulated device, without a proxy and, where `haproxy` is installed, behind it.
+(Poisson) and have completions of random lengths (geometric). The balancer sends each to the replica with the fewest requests,
+or to any. Measured are the demonstration model and a simulated device, without a proxy and, where installed, behind `haproxy`.
 
 Owns the simulation and the measurement; devices.py and launch.py start the servers, load.py is the load.
 """
@@ -40,20 +40,20 @@ PRICES: dict[str, float] = _DATA["dollars_per_hour"]
 Figure = namedtuple("Figure", _DATA["figure_columns"])
 PUBLISHED = [Figure(*row) for row in _DATA["figures"]]
 MODEL, INSTANCE, LENGTH, PROMPT = ("Llama-3-8B", "inf2.48xlarge", 4096, 128)  # the figures that are simulated by default
-TOKENS = 250  # mean length of an answer
+TOKENS = 250  # mean length of a completion
 WARM_UP_S = 60.0  # of simulated time
 
 
 @dataclass(frozen=True)
 class Times:
-    """What a replica takes: seconds of one prompt, and of one step of all slots."""
+    """Seconds that a replica needs for one prompt, and for one step of all slots."""
 
     slots: int
     prompt_s: float
     step_s: float
 
     def requests_per_s(self, tokens: float) -> float:
-        """The most that one replica can serve with answers of `tokens` on average; the prompt gives the first of them."""
+        """The most that one replica can serve with completions of `tokens` on average; prefill gives the first token."""
         return 1 / (self.prompt_s + (tokens - 1) * self.step_s / self.slots)
 
 
@@ -98,7 +98,7 @@ class Replica:
 
 @dataclass
 class Outcome:
-    """Of the requests that got their first token after the warm-up."""
+    """Figures of the requests that got their first token after the warm-up."""
 
     tokens_per_s: float
     ttft_s: list[float]
@@ -152,10 +152,10 @@ def report_simulation(model: str, instance: str, counts: Sequence[int], load: fl
     most = times.requests_per_s(TOKENS)
     name = f"{model} {figure.quantize}" if figure.quantize else model
     yield f"{name} on {instance}, tp_degree {figure.tp_degree}, {times.slots} slots: prompts of {PROMPT} tokens"
-    yield f"{times.prompt_s * 1e3:g} ms, steps {times.step_s * 1e3:g} ms; answers of {TOKENS} tokens on average"
+    yield f"{times.prompt_s * 1e3:g} ms, steps {times.step_s * 1e3:g} ms; completions of {TOKENS} tokens on average"
     yield f"one replica serves at most {most:.2f} requests/s, {most * TOKENS:.0f} tokens/s; load: {load:.0%} of that"
     yield ""
-    yield "| replicas | requests/s | tokens/s | dollars an hour | first token p50 / p99, ms: fewest requests | random |"
+    yield "| replicas | requests/s | tokens/s | dollars an hour | ttft p50 / p99, ms: fewest requests | random |"
     yield "|---|---|---|---|---|---|"
     for count in counts:
         rate = count * most * load
@@ -222,7 +222,7 @@ def measure(
 ) -> Iterator[str]:
     """One row: `clients` on each server, or on the proxy for each server."""
     urls = [proxy.url if proxy else server.url for server in servers]
-    load_of(urls, clients, args.tokens, args.rounds)  # warms up: the first start compiles loops meanwhile
+    load_of(urls, clients, args.tokens, args.rounds)  # warms up: meanwhile the first startup compiles loops
     groups = [list(itertools.chain(*(server.pids(script) for server in servers))) for script in ("worker.py", "web.py")]
     groups.append(proxy.pids("haproxy") if proxy else [])
 
@@ -260,8 +260,8 @@ def main() -> None:
     parser.add_argument("--replicas", nargs="+", type=int, default=[1, 2, 4, 10, 30, 100], help="how many to simulate")
     parser.add_argument("--load", type=float, default=0.8, help="requests per second, over the most that can be served (0.8)")
     parser.add_argument("--measure", action="store_true", help="start servers instead of simulating them")
-    parser.add_argument("--tokens", type=int, default=128, help="of each answer that is measured (128)")
-    parser.add_argument("--rounds", type=int, default=8, help="answers of each client (8)")
+    parser.add_argument("--tokens", type=int, default=128, help="of each measured completion (128)")
+    parser.add_argument("--rounds", type=int, default=8, help="completions of each client (8)")
     args = parser.parse_args()
     try:
         if args.measure:

@@ -3,7 +3,7 @@ one thread.
 
     .venv/bin/python bench/sampler.py [--rows 32] [--vocab 128256] [--rounds 15]
 
-Logits come as the models leave them: float32 row-major (CPU), bfloat16 column-major (Neuron). "model":
+Logits have the layouts of the models: float32 row-major (CPU), bfloat16 column-major (Neuron). "model":
 probabilities fall with their rank to the power of -1.5, as a language model's do; "flat": normal with a
 deviation of 2.5. Greedy float32 rows should take one pass: numpy's argmax.
 """

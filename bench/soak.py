@@ -1,14 +1,15 @@
-"""Keeps a server busy with everything that clients do, kills its web processes meanwhile, and accounts for every request.
+"""Keeps a server busy with everything that clients do, kills its API server processes, and accounts for every request.
 
     python bench/soak.py [--minutes 10] [--url http://HOST:PORT] [--json FILE] [--seed N]        (or: make soak MINUTES=10)
 
-Without --url it starts the server itself: entrypoint.sh with the demonstration model, a few slots and three web processes, of
-which it kills one now and then; the first is spared, to be watched from beginning to end. Streams, whole completions and chats
-are mixed with clients that disconnect at any moment, write or read slowly, send invalid requests, or arrive in crowds.
+Without --url it starts the server itself: entrypoint.sh with the demonstration model, a few slots and three API server
+processes, of which it kills one now and then; the first is spared, to be watched from beginning to end. Streams, whole
+completions and chats are mixed with clients that disconnect at any moment, write or read slowly, send invalid requests, or
+arrive in crowds.
 
-At the end each request that was sent has been completed with the text that the same request got at the start, alone; or was
-refused as it should be, was cancelled by its client, or was open on a process at the moment that it was killed. Nothing is left
-behind: no request, no descriptor, no memory. Exit code 1 when that does not hold. Does not measure speed.
+At the end each request that was sent has been completed with the output that the same request got at first, alone; or was
+rejected as it should be, was cancelled by its client, or was open on a process when that was killed. Nothing is left behind: no
+request, no descriptor, no memory. Exit code 1 when that does not hold. Does not measure speed.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ IDLE_S = 20  # for everything to be released after the last request
 WARM_UP = 1 / 2  # of a process' life, which does not count for its growth
 JUDGED_S = 120  # growth is judged when it was watched for that long after it
 GROWTH_MB = 10
-LEAVING = ("hangs up", "does not read")  # clients that cancel
+LEAVING = ("disconnects", "does not read")  # clients that cancel
 PROBES = ("/health", "/metrics", "/live", "/info", "/v1/models", "/ping")
 PROMPTS = ["What is Deep Learning?", "What is continuous batching?", "Who are you?"]
 SCHEMA = {
@@ -65,7 +66,7 @@ SETTINGS = [
 
 
 class Ask(NamedTuple):
-    """A request whose text is known: `family` names those that get the same, `read` finds the texts in a body."""
+    """A request whose output is known: `family` names those that get the same, `read` finds the outputs in a body."""
 
     kind: str
     family: str
@@ -172,7 +173,7 @@ def bad_requests() -> list[tuple[bytes, int]]:
 
 @dataclass
 class Ledger:
-    """Every request is entered when it is sent, and once more when it is over."""
+    """Every request is recorded when it is sent, and when it has ended."""
 
     sent: Counter = field(default_factory=Counter)  # by kind
     right: Counter = field(default_factory=Counter)
@@ -188,7 +189,7 @@ class Ledger:
 
     def problems(self) -> list[str]:
         found = [f"{len(self.wrong)} requests went wrong; the first: {self.wrong[0]}"] if self.wrong else []
-        return found + ([f"{self.open} requests were never over"] if self.open else [])
+        return found + ([f"{self.open} requests never ended"] if self.open else [])
 
 
 class Connection(Stream):
@@ -224,8 +225,8 @@ class Traffic:
         self.connections: set[Connection] = set()
         self._texts: dict[str, tuple[str, ...]] = {}
         self._asks, self._bad = asks(), bad_requests()
-        self._acts = {"plain": 10.0, "hangs up": 4.0, "no request": 3.0, "slow to write": 1.0, "slow to read": 1.0}
-        # The timeout of other servers for a request that never ends is not known.
+        self._acts = {"plain": 10.0, "disconnects": 4.0, "no request": 3.0, "slow to write": 1.0, "slow to read": 1.0}
+        # Other servers' timeouts for a request that never ends are unknown.
         self._acts |= {"probe": 4.0, "does not read": 1.0, "never done writing": 0.5 if is_ours else 0.0}
 
     async def count(self, kind: str, wanted: set[int], ask: Ask | None, exchange) -> None:
@@ -285,7 +286,7 @@ class Traffic:
             raw, wanted, check = raw[: -self.random.randint(1, 20)], {408}, None
         elif kind == "does not read":  # half a megabyte of response stays in the server
             raw = post("/tokenize", json.dumps({"inputs": "ab " * 10_000}).encode())
-        elif kind == "hangs up" and self.random.random() < 0.5:  # before the request is whole
+        elif kind == "disconnects" and self.random.random() < 0.5:  # before the request is whole
             raw = raw[: self.random.randint(0, len(raw))]
 
         async def exchange(connection: Connection) -> tuple[int, bytes]:
@@ -301,7 +302,7 @@ class Traffic:
         await self.count(ask.kind if kind == "plain" else kind, wanted, check, exchange)
 
     async def learn_the_texts(self) -> None:
-        """Each text, requested alone."""
+        """Each output, requested alone."""
         for ask in {ask.family: ask for ask in reversed(self._asks)}.values():
             while ask.family not in self._texts and not self.ledger.wrong:
                 await self.ask(ask)
@@ -313,7 +314,7 @@ class Traffic:
 
     async def crowds(self) -> None:
         while time.monotonic() < self.until:
-            await asyncio.gather(*(self.act("plain" if number % 5 else "hangs up") for number in range(CROWD)))
+            await asyncio.gather(*(self.act("plain" if number % 5 else "disconnects") for number in range(CROWD)))
             await asyncio.sleep(CROWD_EVERY_S * self.random.uniform(0.3, 1.7))
 
     async def gauges(self) -> dict[str, float]:
@@ -325,7 +326,7 @@ class Traffic:
 
 
 class Server:
-    """The server that is started here, its processes, and what is known of them."""
+    """The server that is started here, its processes and their memory."""
 
     def __init__(self, folder: Path):
         port = launch.free_port()
@@ -353,7 +354,7 @@ class Server:
                 self.rss[pid].append((now / 60, launch.rss_mb(pid)))
 
     async def kill_one(self, traffic: Traffic) -> None:
-        """Stops a web process, marks the connections that it holds, and kills it."""
+        """Stops an API server process, marks the connections that it holds, and kills it."""
         others = [pid for pid in self.web if pid != self.spared]
         if not others:
             return
@@ -373,7 +374,7 @@ class Server:
         self.kills += 1
 
     def descriptors(self) -> dict[int, int]:
-        """How many each process has open, but for pipes: web processes start others for chat templates when they need them.
+        """How many each process has open, except pipes: API server processes start others for chat templates on demand.
         Raises OSError when one ends meanwhile."""
         found = {}
         for pid in (self.worker, self.master, *self.web):
@@ -474,7 +475,7 @@ def main() -> int:
         traffic = Traffic(at.hostname, at.port or 80, server is not None, seed)
         report = asyncio.run(run(traffic, server, arguments.minutes)) | {"seed": seed}
     print(json.dumps(report, indent=1))
-    print("FAILED" if report["problems"] else "Every request is accounted for, every text is right, nothing is left behind.")
+    print("FAILED" if report["problems"] else "Every request is accounted for, every output is right, nothing is left behind.")
     if arguments.json:
         arguments.json.write_text(json.dumps(report, indent=1))
     return 1 if report["problems"] else 0

@@ -1,11 +1,11 @@
-"""What the turns of a chat cost on a CPU: the time to first token of each, with the history in a slot and without.
+"""What the turns of a chat cost on a CPU: the time to first token of each, with prefix caching and without.
 
     .venv/bin/python bench/turns.py [--turns 8] [--user 200] [--answer 100] [--rounds 3]
 
 The server is started on a checkpoint of SmolLM2-135M's shape with random weights (peers.py makes it), once with
---prefix-reuse true and once with false. A turn's prompt is the whole conversation so far and `--user` new tokens; its answer
-has `--answer` tokens. Reported, as medians of the rounds: each turn's time to first token and how many of its prompt tokens
-were held, then the last turn's time over the second's.
+--prefix-reuse true and once with false. A turn's prompt is the whole conversation so far and `--user` new tokens; its
+completion has `--answer` tokens. Reported, as medians of the rounds: each turn's time to first token and how many of its prompt
+tokens were cached, then the last turn's time over the second's.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from peers import Prompts, save_checkpoint, start
 
 
 def one_turn(url: str, model: str, prompt: str, tokens: int) -> tuple[float, str, dict]:
-    """The time to first token in seconds, the answer and the usage."""
+    """The time to first token in seconds, the completion and the usage."""
     body = {"model": model, "prompt": prompt, "max_tokens": tokens, "temperature": 0, "ignore_eos": True, "stream": True}
     written = json.dumps(body | {"stream_options": {"include_usage": True}}).encode()
     request = urllib.request.Request(f"{url}/v1/completions", written, {"Content-Type": "application/json"})
@@ -45,7 +45,7 @@ def main() -> None:
     for name, default in {"turns": 8, "user": 200, "answer": 100, "rounds": 3}.items():
         parser.add_argument(f"--{name}", type=int, default=default)
     args = parser.parse_args()
-    window = args.turns * (args.user + args.answer) + 1000  # an answer's text may be more tokens when it comes back
+    window = args.turns * (args.user + args.answer) + 1000  # a completion may be more tokens as a part of a prompt
     with tempfile.TemporaryDirectory(prefix="textgen-bench-") as name:
         scratch = Path(name)
         model = save_checkpoint(scratch / "model")
@@ -64,7 +64,7 @@ def main() -> None:
                         history += text
                         turns.append((ttft_s, usage["prompt_tokens"], usage["prompt_tokens_details"]["cached_tokens"]))
                     rounds.append(turns)
-            print(f"--prefix-reuse {reuse}: turn, time to first token in ms, prompt tokens, of which held")
+            print(f"--prefix-reuse {reuse}: turn, time to first token in ms, prompt tokens, of which cached")
             medians = [[statistics.median(column) for column in zip(*turn)] for turn in zip(*rounds)]
             for number, (ttft_s, prompt, cached) in enumerate(medians, 1):
                 print(f"    {number}  {ttft_s * 1e3:8.0f} {prompt:8.0f} {cached:8.0f}")

@@ -1,4 +1,4 @@
-"""Nothing is lost: crowds, clients that hang up or dawdle, processes that die or stop, and a device that hangs.
+"""Nothing is lost: crowds, clients that disconnect or dawdle, processes that die or stop, and a device that hangs.
 
 Real processes, real signals, real connections; the device is a simulated one whose steps take 20 ms and fail when they are told
 to. Where no step matters it is the CPU, whose server starts in half of the CPU time.
@@ -214,19 +214,19 @@ def counts(server):
 
 
 def take_every_slot(server):
-    """The clients whose completions run; they end by hanging up."""
+    """The clients whose completions run; they end by disconnecting."""
     clients = [send(server, COMPLETIONS, endless()) for _ in range(4)]
     wait_until(lambda: server.status().running == len(clients), "every slot is taken")
     return clients
 
 
-def test_of_500_clients_at_once_exactly_the_surplus_is_refused(server):
+def test_of_500_clients_at_once_exactly_the_surplus_is_rejected(server):
     first = take_every_slot(server)
     clients = [send(server, COMPLETIONS, some(5)) for _ in range(500 - len(first))]
     for path in ("/health", "/metrics", "/info", "/live"):
         assert server.get(path)[0] == 200
     surplus = 500 - MOST
-    wait_until(lambda: len(select.select(clients, [], [], 0)[0]) == surplus, "they are refused while the others wait")
+    wait_until(lambda: len(select.select(clients, [], [], 0)[0]) == surplus, "they are rejected while the others wait")
     for client in first:
         client.close()
     with concurrent.futures.ThreadPoolExecutor(500) as pool:
@@ -238,13 +238,13 @@ def test_of_500_clients_at_once_exactly_the_surplus_is_refused(server):
         tuple((name, value) for name, value in headers.items() if name not in ("Date", "x-request-id"))
         for headers, _ in refused
     }
-    (body,) = {body for _, body in refused}  # whoever refuses: the worker, a web process before it asks, or one in a crowd
+    (body,) = {body for _, body in refused}  # from the worker, or from an API server process
     assert int(dict(headers)["Retry-After"]) > 0 and dict(headers)["Access-Control-Allow-Origin"] == "*"
     assert json.loads(body)["error"]["code"] == "rate_limit_exceeded"
     assert all(body.endswith(b"data: [DONE]\n\n") for body in served)
 
 
-def test_what_is_refused_is_counted_whoever_refuses_it(server):
+def test_what_is_rejected_is_counted_whichever_process_rejects_it(server):
     raw = {
         400: b"POST /tokenize HTTP/1.1\r\nContent-Type: application/json\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n",
         408: head_of("/tokenize", b"xx") + b"x",
@@ -288,7 +288,7 @@ def test_who_waits_longer_than_allowed_is_told_to_come_back(start):
 
 @pytest.mark.parametrize("stream", [True, False], ids=["streaming", "whole"])
 @pytest.mark.parametrize("queued", [True, False], ids=["queued", "decoding"])
-def test_a_hang_up_frees_what_the_request_had(server, stream, queued):
+def test_a_client_disconnect_frees_what_the_request_had(server, stream, queued):
     others = [send(server, COMPLETIONS, endless()) for _ in range(4 if queued else 0)]
     wait_until(lambda: server.status().running == len(others), "the others run")
     client = send(server, COMPLETIONS, endless(stream))
@@ -300,7 +300,7 @@ def test_a_hang_up_frees_what_the_request_had(server, stream, queued):
         other.close()
 
 
-def test_a_storm_of_1000_hang_ups_leaves_nothing_behind(server):
+def test_a_storm_of_1000_disconnects_leaves_nothing_behind(server):
     steady = send(server, COMPLETIONS, some(200))
     for _ in range(20):
         clients = [send(server, COMPLETIONS, endless(stream=bool(n % 2))) for n in range(50)]
@@ -411,7 +411,7 @@ def test_bodies_that_never_end_are_held_up_to_a_bound():
         wait_until(lambda: counts(server)['http_errors{status="503"}'] == endings[503] + endings[None], "they are counted")
 
 
-def test_long_bodies_that_are_refused_keep_nobody_waiting(server):
+def test_long_bodies_that_are_rejected_delay_no_other_request(server):
     """gunicorn takes a second to skip two megabytes, and serves nobody meanwhile."""
     with contextlib.ExitStack() as stack:
         clients = [stack.enter_context(connect(server)) for _ in range(20)]
@@ -468,7 +468,7 @@ BAD = {
 }
 
 
-def test_bad_bodies_are_refused_and_harm_nobody(server):
+def test_bad_bodies_are_rejected_and_harm_no_other_request(server):
     steady = send(server, COMPLETIONS, some(100))
     clients = [(connect(server), *BAD[kind]) for kind in BAD for _ in range(4)]
     with concurrent.futures.ThreadPoolExecutor(len(clients)) as pool:

@@ -7,14 +7,14 @@ its time is over, polls for the rest without the interpreter's lock, and returns
     SIMULATED_PREFILL_MS   duration of a prompt (10)
     SIMULATED_TOKEN_MS     and of each of its tokens, also in chunks (0)
     SIMULATED_COPY_MB_S    megabytes of logits that are copied to the host in a second, after a decode step (0: at once)
-    SIMULATED_VERIFY_MS    duration of a call that verifies the guesses of all slots (0: there is no such call)
+    SIMULATED_VERIFY_MS    duration of a call that verifies the draft tokens of all slots (0: there is no such call)
 
 Probabilities fall with a token's rank as a language model's do, and the end-of-text token never comes. A slot gets other
 logits at each position, of a few that take turns; after prompts they are always the same. The threads of the Neuron Runtime
 poll during a whole call and yield to other threads (Neuron documentation, "Best Practices: Neuron Runtime Performance"); on a
 small machine that would take the clients' processor time, so only the last moment is polled: a thread that sleeps to the end
 is woken too late. There is no KV cache, no weight, and no check of the calls: those are in tests/fakes. Where the device
-samples it gives ids, and copies nothing that takes time: each slot's text then repeats 40 tokens, with another one in every
+samples it gives ids, and copies nothing that takes time: each slot's output then repeats 40 tokens, with another one in every
 twentieth place, as code does that is written again with a name changed.
 """
 
@@ -30,7 +30,7 @@ import torch
 
 __version__ = "0.0.0+simulated"
 TURNS = 8  # steps after which a slot gets the same logits again
-REPEATED, CHANGED = 40, 20  # tokens of a text that the device samples: how many repeat, and which one of them does not
+REPEATED, CHANGED = 40, 20  # tokens of an output that the device samples: how many repeat, and which one of them does not
 POLLED_S = 0.0003
 _libc = ctypes.CDLL(None)
 
@@ -64,7 +64,7 @@ class LlamaForSampling:
     def __init__(self, model_config: dict, batch_size: int, neuron_config: NeuronConfig, **_shapes):
         self.neuron_config = neuron_config
         self._samples = hasattr(neuron_config, "on_device_generation")
-        # As where a program gives both, the model says here which is taken.
+        # As where a graph returns both, the model says here which is copied.
         self.decoder_lm_head = _decoder()
         self.decoder_lm_head_for_context = {}
         self.config = SimpleNamespace(**model_config)
@@ -81,7 +81,7 @@ class LlamaForSampling:
     def to_neuron(self) -> None:
         self._pool = _logits(self._slots, self.config.vocab_size, self.config.eos_token_id).to(self._dtype)
         self._by_slot = self._pool.t().contiguous()
-        self._prompt_logits = self._pool[:, :1].clone()  # a prompt's program has one row
+        self._prompt_logits = self._pool[:, :1].clone()  # a prompt's graph has one row
         self._id = self._prompt_logits[: self.config.vocab_size].argmax(0)[None].int()  # after prompts, [1, 1]
 
     def save(self, directory) -> None:
@@ -124,14 +124,14 @@ class LlamaForSampling:
         pass
 
     def speculative_forward(self, ids, positions, slots, speculation_length: int) -> torch.Tensor:
-        """int64 [n, q], [n, q], [n] → [q, vocab, n], or ids [n, q]: a chunk of a prompt, or the guesses of all slots."""
+        """int64 [n, q], [n, q], [n] → [q, vocab, n], or ids [n, q]: a prompt chunk, or the draft tokens of all slots."""
         if len(slots) > 1:
             return self._verified(positions, slots)
         over_at = time.perf_counter() + speculation_length * self._token_s
         output = self._prompt_logits[: self.config.vocab_size, None].expand(-1, speculation_length, -1)
         if self._gives_ids:
             output = self._id.expand(1, speculation_length)
-        elif not self._samples:  # where a program gives both, models/neuron_graph.py does it
+        elif not self._samples:  # where a graph returns both, models/neuron_graph.py does it
             output = output.transpose(0, 1)
         _wait_until(over_at)
         return output
@@ -147,7 +147,7 @@ class LlamaForSampling:
         return output
 
     def _own_logits(self, positions: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
-        """[n, q] → [vocab, q, n]: of each slot those that follow its own position, as guesses need them. Takes a copy."""
+        """[n, q] → [vocab, q, n]: of each slot those that follow its own position, as draft tokens need them. A copy."""
         turns, vocab = (positions % TURNS).t().tolist(), self.config.vocab_size
         rows = [self._by_slot[slot, turn : turn + vocab] for row in turns for slot, turn in zip(slots.tolist(), row)]
         return torch.stack(rows).t().view(vocab, len(turns), -1)
