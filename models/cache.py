@@ -208,10 +208,10 @@ def tokenizer_key(folder: Path) -> str:
 
 
 def run_converter(arguments: list[str], config: Config) -> None:
-    """Runs `models.convert` in a child process, so that what it imports and loads is gone when it is done.
+    """Runs `models.convert` in a child process, so that its imports and memory are released at the end.
 
-    Raises ConfigError for what cannot be served at all, or converted in this memory, OSError where the child
-    cannot write, NotConverted where it crashes, RuntimeError where it ends otherwise.
+    Raises ConfigError for a model that no engine can serve or that needs more memory, OSError where the child
+    cannot write, NotConverted where it crashes, RuntimeError for any other failure.
     """
     command = [sys.executable, "-m", "models.convert", *arguments]
     done = subprocess.run(command, input=config.to_json(), stdout=subprocess.PIPE, text=True, cwd=HERE)
@@ -238,8 +238,8 @@ def write_entry(folder: Path, facts: dict[str, Any]) -> None:
 
 
 def write_refusal(folder: Path, why: str) -> None:
-    """Makes an entry one of a model that does not convert. Its key holds the versions of OpenVINO and of the
-    converter, so others try again."""
+    """Marks an entry as a model that does not convert. Its key holds the versions of OpenVINO and of the
+    converter, so other versions try again."""
     for path in folder.glob("model.*"):
         path.unlink()
     write_entry(folder, {"refused": why})
@@ -250,8 +250,8 @@ def read_entry(folder: Path) -> dict[str, Any]:
 
 
 def identify(folder: Path, patterns: tuple[str, ...]) -> list[tuple]:
-    """Names, sizes and contents of the files that match; of large ones the time of the last change instead of
-    the contents, in seconds, as the layers of an image keep it."""
+    """Names, sizes and contents of the files that match; for large ones the modification time instead of the
+    contents, in seconds, as image layers keep it."""
     found = []
     try:
         for path in sorted({path for pattern in patterns for path in folder.glob(pattern)}):

@@ -180,7 +180,7 @@ def _scratch() -> Path:
 
 
 def _run(arguments: list[str], **environ: str) -> None:
-    """Runs a module in a child process, so that what it imports and loads is gone when it is done. Raises
+    """Runs a module in a child process, so that its imports and memory are released at the end. Raises
     RuntimeError with its last line."""
     command = [sys.executable, "-m", *arguments]
     quiet = os.environ | {"TQDM_DISABLE": "1", "PIP_DISABLE_PIP_VERSION_CHECK": "1"}
