@@ -87,7 +87,7 @@ def test_the_first_start_converts_in_a_child_and_a_later_one_imports_neither_tor
     for _start in range(2):
         command = [sys.executable, "-c", LATER_START]
         done = subprocess.run(command, input=config.to_json(), capture_output=True, text=True, cwd=HERE, check=True)
-        assert done.stdout == "openvino False False\n"
+        assert done.stdout == "openvino False False\n", done.stderr
     assert len(list(Path(config.model_cache).glob("model-*"))) == 1
     assert Path(config.model_cache).stat().st_mode & 0o777 == 0o700
 
