@@ -56,7 +56,7 @@ FAST = Device(64, 10.0, 32000, 24)
 # the time in which that host samples, a copy may be faster.
 # Llama 3 8B in int8 on an inf2.48xlarge, 8 slots: a step as AWS published it, and interpolated between its figures a call of 8
 # tokens of each slot.
-GUESSING = Device(8, 10.45, 128256, 24, verify_ms=13.5)
+SPECULATING = Device(8, 10.45, 128256, 24, verify_ms=13.5)
 COPYING = replace(LLAMA_31_8B, copy_mb_s=346.0)
 
 

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from devices import COPYING, FAST, GUESSING, LLAMA_2_7B, LLAMA_31_8B, Device, serve
+from devices import COPYING, FAST, LLAMA_2_7B, LLAMA_31_8B, SPECULATING, Device, serve
 from launch import Server, cpu_s, machine_busy_s
 from load import SAMPLED, Target, Window, closed_loop, find, percentile, prompt_of, saturate
 
@@ -32,7 +32,7 @@ PETS = {
     },
 }
 JSON = {"grammar": {"type": "json", "value": PETS}}
-GUESSES = 7  # draft tokens of a slot in a call
+DRAFT_TOKENS = 7  # draft tokens of a slot in a call
 PLAIN = {name: value for name, value in SAMPLED.items() if name != "seed"}  # sampling that a device supports
 KINDS = {"greedy": None, "sampled": SAMPLED, "sampled, JSON": SAMPLED | JSON}
 
@@ -69,16 +69,16 @@ class Plan:
 
     devices: tuple[tuple[Device | float, ...], ...]
     copying: Device | None = None  # logits take time to copy: compares on-device, host and hybrid sampling
-    guessing: Device | None = None  # verifies draft tokens
+    speculating: Device | None = None  # verifies draft tokens
     rounds: int = 5
     seconds: float = 2.0  # of a round
     requests: int = 60  # of a round, for the serving overhead
 
 
-FULL = Plan(((LLAMA_2_7B, 0.96, 0.95), (LLAMA_31_8B, 0.92, 0.89, 0.845), (FAST, 0.90, 0.82)), COPYING, GUESSING)
+FULL = Plan(((LLAMA_2_7B, 0.96, 0.95), (LLAMA_31_8B, 0.92, 0.89, 0.845), (FAST, 0.90, 0.82)), COPYING, SPECULATING)
 SMALL = Device(2, 5.0, 32000, 2, 2.0, copy_mb_s=20.0)
-SMALL_GUESSING = Device(2, 5.0, 32000, 2, 2.0, verify_ms=6.5)
-SMOKE = Plan(((Device(2, 5.0, 32000, 2, 2.0), 0.9, 0.9),), SMALL, SMALL_GUESSING, rounds=1, seconds=3.0, requests=3)
+SMALL_SPECULATING = Device(2, 5.0, 32000, 2, 2.0, verify_ms=6.5)
+SMOKE = Plan(((Device(2, 5.0, 32000, 2, 2.0), 0.9, 0.9),), SMALL, SMALL_SPECULATING, rounds=1, seconds=3.0, requests=3)
 
 
 def measure(plan: Plan) -> Iterator[Figure]:
@@ -95,8 +95,8 @@ def measure(plan: Plan) -> Iterator[Figure]:
                 yield from _of_windows(windows, device, kind, goal)
     if plan.copying:
         yield from _where_sampled(plan.copying, plan)
-    if plan.guessing:
-        yield from _guessed(plan.guessing, plan)
+    if plan.speculating:
+        yield from _speculated(plan.speculating, plan)
 
 
 def _rates(device: Device, plan: Plan, flags: Sequence[str], *kinds: list[dict | None]) -> list[list[float]]:
@@ -113,13 +113,13 @@ def _rates(device: Device, plan: Plan, flags: Sequence[str], *kinds: list[dict |
         return found
 
 
-def _guessed(device: Device, plan: Plan) -> Iterator[Figure]:
+def _speculated(device: Device, plan: Plan) -> Iterator[Figure]:
     """Tokens per second with speculative decoding over those without: for output that repeats, and that does not."""
     plan = replace(plan, rounds=min(plan.rounds, 3), seconds=2.0)  # any longer, and the streams would end
     random = PLAIN | {"min_p": 0.001, "temperature": 1.5}  # which only the host samples
     without = _rates(device, plan, ("--speculate", "0"), [None], [random])
-    guessed = _rates(device, plan, ("--speculate", str(GUESSES)), [None], [random])
-    for what, goal, base, values in zip(("repeats", "does not repeat"), (1.5, 0.97), without, guessed):
+    speculated = _rates(device, plan, ("--speculate", str(DRAFT_TOKENS)), [None], [random])
+    for what, goal, base, values in zip(("repeats", "does not repeat"), (1.5, 0.97), without, speculated):
         of_base = [value / statistics.median(base) for value in values]
         name = f"draft tokens over none, output that {what}: {device.name}"
         yield Figure(name, of_base, "ratio", goal, True)
