@@ -373,7 +373,6 @@ def _save(graph: ov.Model, target: Path) -> None:
 
 
 def main(arguments: list[str]) -> int:
-    die_with_parent()
     warnings.simplefilter("ignore")  # between libraries, about how they call each other
     try:
         if arguments == ["--demo"]:
@@ -400,4 +399,5 @@ def main(arguments: list[str]) -> int:
 
 
 if __name__ == "__main__":
+    die_with_parent()
     sys.exit(main(sys.argv[1:]))

@@ -262,7 +262,7 @@ def test_a_converter_that_runs_out_of_memory_says_so_by_its_exit_code(checkpoint
         raise error
 
     monkeypatch.setattr(converter, "trace", fill_memory)
-    monkeypatch.setattr(converter, "die_with_parent", lambda: None)  # of pytest's process
+    monkeypatch.setattr(converter.logs, "set_up", lambda *_: None)  # of pytest's process
     monkeypatch.setattr("sys.stdin", io.StringIO(settings(checkpoint).to_json()))
     assert converter.main([str(checkpoint), str(tmp_path)]) == models.cache.OUT_OF_MEMORY
     assert list(tmp_path.iterdir()) == []
