@@ -14,9 +14,14 @@ from typing import Any
 
 from run import ConfigError
 
-WEIGHT_FILES = ("*.safetensors", "*.bin", "*.bin/*")
+SAFETENSORS = ("*.safetensors",)
+# A folder with a file for each tensor: save_pretrained_split of transformers-neuronx.
+SPLIT_WEIGHTS = "pytorch_model.bin"
+# In this order; the latter two are pickled.
+WEIGHTS = (*SAFETENSORS, f"{SPLIT_WEIGHTS}/*", "pytorch_model*.bin")
 COMPUTED = 100_000_000  # parameters that need no file, such as tables of positions
 CONTEXT_LENGTHS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length")
+ORIGINAL_LENGTH = "original_max_position_embeddings"  # before rope was scaled
 LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")  # rope types whose positions depend on the longest sequence
 
 # Parameters of transformers' generation that this server does not support, and their values without effect.
@@ -81,16 +86,19 @@ class Manifest:
         return self.config_json.get("text_config") or self.config_json
 
     @property
-    def steady_positions(self) -> int | None:
-        """The context length, or the length up to which positions do not depend on the longest sequence."""
-        rope = self.text_config.get("rope_parameters") or self.text_config.get("rope_scaling")
-        if (
-            not isinstance(rope, dict)
-            or (rope.get("rope_type") or rope.get("type")) not in LENGTH_DEPENDENT_ROPE
-        ):
-            return self.max_positions
-        original = "original_max_position_embeddings"
-        return rope.get(original) or self.text_config.get(original) or self.max_positions
+    def rope_limit(self) -> int | None:
+        """The length beyond which positions depend on the longest sequence; None where they never do."""
+        facts = self.text_config
+        rope = facts.get("rope_parameters") or facts.get("rope_scaling")
+        if not isinstance(rope, dict):
+            return None
+        by_layer_type = [each for each in rope.values() if isinstance(each, dict)]
+        limits = [
+            each.get(ORIGINAL_LENGTH) or facts.get(ORIGINAL_LENGTH) or self.max_positions
+            for each in (rope, *by_layer_type)
+            if (each.get("rope_type") or each.get("type")) in LENGTH_DEPENDENT_ROPE
+        ]
+        return min(filter(None, limits), default=None)
 
     @property
     def kv_bytes(self) -> int | None:
@@ -178,7 +186,7 @@ def has_gguf(path: Path) -> bool:
 def check_weights(parameters: int, folder: Path) -> None:
     """Raises ConfigError for a model of more parameters than the weight files in `folder` hold, such as when
     a file is missing: loading would allocate memory for all of them before it fails."""
-    files = {path for pattern in WEIGHT_FILES for path in folder.glob(pattern)}
+    files = {path for pattern in WEIGHTS for path in folder.glob(pattern)}
     try:
         stored = sum(path.stat().st_size for path in files)
     except OSError as error:  # a link to a missing file

@@ -347,7 +347,7 @@ def main() -> int:
     logs.set_up(config.log_level, config.json_output)
     try:
         if config.otlp_endpoint:
-            tracing.check(os.environ)
+            tracing.check_installed()
         listener = configuration.listen(config)
     except ConfigError as error:
         logger.error("%s", error)

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import atexit
 import importlib.util
-import re
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -28,23 +27,13 @@ BATCH = 64  # spans that are encoded at a time, which holds up the event loop fo
 FLUSH_S = 2.0  # a stopping server waits no longer for its collector
 FAULTS = ("generation", "incomplete")  # outcomes that are errors of the server
 
-# Variables that OpenTelemetry's library needs as whole numbers, with their minimum; that of every
-# `OTEL_*_LIMIT` is 0.
-LOWEST = {"OTEL_BSP_SCHEDULE_DELAY": 1, "OTEL_BSP_MAX_QUEUE_SIZE": BATCH, "OTEL_BSP_EXPORT_TIMEOUT": 0}
 
-
-def check(environ: Mapping[str, str]) -> None:
-    """Raises ConfigError where a `Tracer` cannot be made: without the packages, or with a wrong variable of
-    theirs."""
+def check_installed() -> None:
+    """Raises ConfigError without the packages that a `Tracer` needs."""
     if not importlib.util.find_spec("opentelemetry"):
         raise ConfigError(
             '--otlp-endpoint (OTLP_ENDPOINT) needs the packages of OpenTelemetry: pip install ".[otel]"'
         )
-    for name, value in environ.items():
-        lowest = 0 if re.fullmatch("OTEL_.*_LIMIT", name) else LOWEST.get(name)
-        is_number = re.fullmatch("[0-9]{1,9}", value.strip())
-        if lowest is not None and value.strip() and not (is_number and int(value) >= lowest):
-            raise ConfigError(f"{name} {value!r:.100}: must be a whole number from {lowest} to 999999999")
 
 
 class Tracer:

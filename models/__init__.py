@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from config import Config
-from manifest import Manifest
+from manifest import SAFETENSORS, Manifest
 from models.base import ModelError, StaticBatchModel
-from models.fetch import SAFETENSORS, fetch_weights
+from models.fetch import fetch_weights
 from models.machine import host_memory
 from models.source import fetch_source
 from run import run_dir

@@ -20,6 +20,8 @@ import numpy as np
 logger = logging.getLogger("model")
 
 PROGRESS_S = 10.0
+# OpenVINO's messages begin with lines of its source code, and end with the reason.
+OPENVINO_PLACES = ("Exception from ", "Check '")
 OUT_OF_MEMORY = re.compile("bad_alloc|out of memory|allocate .*memory", re.IGNORECASE)
 
 
@@ -112,9 +114,8 @@ class StaticBatchModel(Protocol):
         """Whether the next `forward` returns SampledIds or logits. Only where `sampling` is "hybrid"."""
 
 
-def check_length(model: str, limit: int | None, length: int) -> None:
-    """Raises ModelError for slots longer than the length from which a model's positions depend on the longest
-    sequence."""
+def check_rope_limit(model: str, limit: int | None, length: int) -> None:
+    """Raises ModelError for slots longer than `limit`, the `rope_limit` of a model's manifest."""
     if limit and length > limit:
         raise ModelError(
             f"{model} scales its positions beyond {limit} tokens; give --max-total-tokens {limit} or less"
@@ -127,10 +128,13 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def first_line(error: BaseException) -> str:
-    lines = str(error).strip().splitlines() or [type(error).__name__]
+    """The first line that says what went wrong."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
+    if lines[0].startswith(OPENVINO_PLACES):
+        return lines[-1]
     if lines[0].endswith(":"):  # the reason is in the next one
-        return " ".join(line.strip() for line in lines[:2])
-    return lines[0].strip()
+        return " ".join(lines[:2])
+    return lines[0]
 
 
 def named(error: BaseException) -> str:

@@ -20,8 +20,6 @@ import logging
 import os
 import shutil
 import signal
-import subprocess
-import sys
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from importlib.metadata import PackageNotFoundError, version
@@ -30,7 +28,8 @@ from typing import Any
 
 from config import Config
 from manifest import Manifest
-from run import HERE, ConfigError, check_private
+from models.child import ChildError, run_module
+from run import ConfigError, check_private
 
 logger = logging.getLogger("model")
 
@@ -213,24 +212,24 @@ def run_converter(arguments: list[str], config: Config) -> None:
     Raises ConfigError for a model that no engine can serve or that needs more memory, OSError where the child
     cannot write, NotConverted where it crashes, RuntimeError for any other failure.
     """
-    command = [sys.executable, "-m", "models.convert", *arguments]
-    done = subprocess.run(command, input=config.to_json(), stdout=subprocess.PIPE, text=True, cwd=HERE)
-    reason = (done.stdout.strip().splitlines() or ["no reason given"])[-1]
-    if done.returncode == CANNOT_SERVE:
-        raise ConfigError(reason)
-    if done.returncode == CANNOT_WRITE:
-        raise OSError(reason)
-    if done.returncode in (OUT_OF_MEMORY, -signal.SIGKILL):
-        how = "ran out of memory" if done.returncode == OUT_OF_MEMORY else "was killed (SIGKILL)"
-        raise ConfigError(
-            f"the conversion of {config.model_name} {how}: it needs 4 to 6 times the checkpoint's size; add "
-            "memory, or convert it on a larger machine (python -m models.convert --ahead) into the same "
-            "--model-cache (MODEL_CACHE)"
-        )
-    if -done.returncode in CRASHES:
-        raise NotConverted(f"the conversion crashed ({signal.Signals(-done.returncode).name})")
-    if done.returncode:
-        raise RuntimeError(f"the conversion ended with code {done.returncode}")
+    try:
+        run_module(["models.convert", *arguments], stdin=config.to_json(), logs_to_stderr=True)
+    except ChildError as error:
+        if error.code == CANNOT_SERVE:
+            raise ConfigError(str(error)) from None
+        if error.code == CANNOT_WRITE:
+            raise OSError(str(error)) from None
+        if error.code in (OUT_OF_MEMORY, -signal.SIGKILL):
+            how = "ran out of memory" if error.code == OUT_OF_MEMORY else "was killed (SIGKILL)"
+            raise ConfigError(
+                f"the conversion of {config.model_name} {how}: it needs 4 to 6 times the checkpoint's size; "
+                "add memory, or convert it on a larger machine (python -m models.convert --ahead) into the "
+                "same --model-cache (MODEL_CACHE)"
+            ) from None
+        if -error.code in CRASHES:
+            crash = signal.Signals(-error.code).name
+            raise NotConverted(f"the conversion crashed ({crash})") from None
+        raise RuntimeError(f"the conversion ended with code {error.code}") from None
 
 
 def write_entry(folder: Path, facts: dict[str, Any]) -> None:

@@ -23,10 +23,10 @@ from pathlib import Path
 import config as configuration
 import logs
 from config import Config
-from manifest import Manifest
+from manifest import SPLIT_WEIGHTS, Manifest
 from models import artifact
 from models.base import ModelError
-from models.fetch import OTHER_FORMAT, SPLIT_WEIGHTS, TEMPLATES
+from models.fetch import OTHER_FORMAT, TEMPLATES
 from models.machine import detect
 from models.neuron_build import BuildPlan, make_compiled
 from models.source import fetch_source

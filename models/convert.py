@@ -36,7 +36,7 @@ import models
 from config import Config, parse
 from manifest import Manifest
 from models.accuracy import find_fault
-from models.base import Chunk, ModelError, first_line, is_out_of_memory
+from models.base import Chunk, ModelError, first_line, is_out_of_memory, named
 from models.cache import (
     CANNOT_SERVE,
     CANNOT_WRITE,
@@ -55,10 +55,9 @@ from models.openvino_model import (
     OpenVinoModel,
     check_quantizer,
     read_graph,
-    reason,
     with_dtype,
 )
-from models.torch_model import has_experts, length_limit, load_pretrained, reference_logits
+from models.torch_model import has_experts, load_pretrained, reference_logits
 from run import HERE, ConfigError, die_with_parent
 
 import openvino as ov  # isort: skip
@@ -169,7 +168,7 @@ def convert(config: Config, folder: Path, target: Path) -> None:
         "dtype": dtype,
         "quantize": config.quantize,
         "vocab_size": text_config.vocab_size,
-        "max_total_tokens": length_limit(text_config),
+        "max_total_tokens": Manifest.read(folder).rope_limit,
         "has_experts": has_experts(model),
         "arithmetic": None,  # None: what the CPU has for the dtype
         "refused": None,
@@ -202,7 +201,8 @@ def convert(config: Config, folder: Path, target: Path) -> None:
         if isinstance(error, (ModelError, OSError)) or is_out_of_memory(error):
             raise
         logger.debug("not converted", exc_info=True)
-        write_refusal(target, str(error) if type(error) is UnsupportedModel else reason(error))
+        cause = error.__cause__ or error  # OpenVINO wraps what a model raises
+        write_refusal(target, str(error) if type(error) is UnsupportedModel else named(cause))
     else:
         write_entry(target, facts)
 

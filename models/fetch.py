@@ -17,16 +17,12 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from config import Config
+from manifest import WEIGHTS
 from models.base import ModelError, first_line, named, progress_logged, reported_as
 
 METADATA = ["*.json", "*.model", "*.jinja", "*.txt"]
 TEMPLATES = "additional_chat_templates"  # a folder: further chat templates, such as one for tools
 ADAPTER = ["adapter_config.json", "adapter_model.safetensors"]
-SAFETENSORS = ("*.safetensors",)
-# A folder with a file for each tensor: save_pretrained_split of transformers-neuronx.
-SPLIT_WEIGHTS = "pytorch_model.bin"
-# In this order; the latter two are pickled.
-WEIGHTS = (*SAFETENSORS, f"{SPLIT_WEIGHTS}/*", "pytorch_model*.bin")
 OTHER_FORMAT = "consolidated"  # begins the names of Mistral's own files, which hold the same weights
 OTHER_FORMATS = ["*/*", f"{OTHER_FORMAT}*"]  # as subfolders do
 STATUSES = {

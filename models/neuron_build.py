@@ -172,7 +172,7 @@ def _configured_for(programs: CompiledConfig, family: Family, shape: plan.Shape,
         reason = f"{config.model_name} was compiled for {programs.model_class}, not {family.name}"
         raise ModelError(f"{reason}; compile it again")
     _check_position_buckets(programs, f"compile {config.model_name} again")
-    shape.check_length(config.max_total_tokens)
+    shape.check_context_length(config.max_total_tokens)
     _machine(config)
     return config
 

@@ -39,8 +39,9 @@ from models.base import (  # noqa: E402
     Chunk,
     ModelError,
     StaticBatchModel,
-    check_length,
+    check_rope_limit,
     is_out_of_memory,
+    named,
     progress_logged,
 )
 from models.cache import (  # noqa: E402
@@ -308,7 +309,7 @@ def load(
                 raise
             except Exception as error:
                 logger.warning(
-                    "The converted model in %s is damaged (%s): converting again", entry, reason(error)
+                    "The converted model in %s is damaged (%s): converting again", entry, named(error)
                 )
                 cache.remove(key)
         # The folder of this run is removed even if this process is killed.
@@ -320,14 +321,14 @@ def load(
                 raise
             except Exception as error:
                 with contextlib.suppress(OSError):  # a read-only cache
-                    write_refusal(entry, reason(error))
-                raise NotConverted(reason(error)) from error
+                    write_refusal(entry, named(error))
+                raise NotConverted(named(error)) from error
     except (ConfigError, ModelError):
         raise
     except NotConverted as why:
         return _load_torch(given, manifest, folder, str(why))
     except Exception as error:  # of the conversion; the next startup tries again
-        return _load_torch(given, manifest, folder, reason(error))
+        return _load_torch(given, manifest, folder, named(error))
 
 
 def check_convertible(config: Config, folder: Path, manifest: Manifest) -> None:
@@ -361,20 +362,13 @@ def _find_entry(config: Config, cache: ModelCache, key: str | None) -> Path | No
     return cache.find(key)
 
 
-def reason(error: BaseException) -> str:
-    """One line; in a message of openvino the last one names the failure, the others where it was found."""
-    error = error.__cause__ or error
-    lines = [line for line in str(error).splitlines() if line.strip()]
-    return f"{type(error).__name__}: {lines[-1].strip()}" if lines else type(error).__name__
-
-
 def _load_entry(config: Config, entry: Path) -> StaticBatchModel:
     """Raises NotConverted for a model that OpenVINO cannot serve, ModelError for unsupported settings,
     another exception for a damaged entry."""
     facts = read_entry(entry)
     if facts["refused"]:
         raise NotConverted(facts["refused"])
-    check_length(config.model_name, facts["max_total_tokens"], config.max_total_tokens)
+    check_rope_limit(config.model_name, facts["max_total_tokens"], config.max_total_tokens)
     slots = config.max_batch_size or DEFAULT_BATCH_SIZE
     threads = config.threads or usable_threads()
     try:

@@ -100,7 +100,7 @@ class Shape:
             norms_all_heads=family.graph().head_norms == "all",
         )
 
-    def check_length(self, length: int | None) -> None:
+    def check_context_length(self, length: int | None) -> None:
         """Raises ConfigError for slots longer than the model's context length."""
         if length and length > self.window:
             setting = f"--max-total-tokens {length} (MAX_TOTAL_TOKENS)"
@@ -314,7 +314,7 @@ def choose(shape: Shape, machine: Machine, config: Config) -> Sizing:
     of them. Raises ConfigError with the numbers and what would fit where nothing does.
     """
     chunk = _prefill_chunk(shape, config)
-    shape.check_length(config.max_total_tokens)
+    shape.check_context_length(config.max_total_tokens)
     degrees = _tp_degrees(machine, config)
     longest = min(shape.window, MAX_LENGTH, config.max_batch_total_tokens or MAX_LENGTH)
     lengths = [longest >> n for n in range(16) if n == 0 or longest >> n >= 128]

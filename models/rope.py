@@ -9,6 +9,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from manifest import ORIGINAL_LENGTH
+
 OF_THE_LIBRARY = ("default", "llama3")  # computed by transformers-neuronx
 SCALED = ("linear", "dynamic", "yarn", "longrope")  # computed here
 
@@ -42,8 +44,7 @@ def plain(base: float, size: int) -> Rope:
 def original_length(config: Mapping[str, Any]) -> int:
     """Positions before the scaling."""
     scaling = config.get("rope_scaling") or {}
-    name = "original_max_position_embeddings"
-    return config.get(name) or scaling.get(name) or config["max_position_embeddings"]
+    return config.get(ORIGINAL_LENGTH) or scaling.get(ORIGINAL_LENGTH) or config["max_position_embeddings"]
 
 
 def _linear(config: Mapping[str, Any], size: int) -> Rope:
@@ -62,7 +63,7 @@ def _yarn(config: Mapping[str, Any], size: int) -> Rope:
     scaling = config["rope_scaling"]
     base = config["rope_theta"]
     factor = scaling["factor"]
-    length = scaling.get("original_max_position_embeddings") or config["max_position_embeddings"]
+    length = original_length(config)
 
     def pair_with(turns: float) -> float:
         return size * math.log(length / (turns * 2 * math.pi)) / (2 * math.log(base))

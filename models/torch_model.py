@@ -25,9 +25,9 @@ from transformers.cache_utils import Cache
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from config import DEFAULT_BATCH_SIZE, Config
-from manifest import check_weights, read_json
+from manifest import Manifest, check_weights
 from models.accuracy import find_fault
-from models.base import Chunk, DeviceLost, ModelError, check_length, first_line, reported_as
+from models.base import Chunk, DeviceLost, ModelError, check_rope_limit, first_line, reported_as
 from models.machine import usable_threads
 from run import ConfigError
 
@@ -46,16 +46,17 @@ def load_pretrained(config: Config, folder: Path, device: str) -> torch.nn.Modul
     Raises ModelError, in one line, for what no engine can serve: unknown families, quantized checkpoints,
     missing weights.
     """
-    written = read_json(folder / "config.json", required=True)
-    kind = written["model_type"]
-    if kind not in transformers.CONFIG_MAPPING and "auto_map" in written and not config.trust_remote_code:
+    manifest = Manifest.read(folder)
+    kind = manifest.model_type
+    has_code = "auto_map" in manifest.config_json
+    if kind not in transformers.CONFIG_MAPPING and has_code and not config.trust_remote_code:
         raise ModelError(
             f"{kind} models come with Python code; --trust-remote-code (TRUST_REMOTE_CODE) runs it"
         )
     with reported_as(f"{folder} cannot be read as a model"):
         hf_config = AutoConfig.from_pretrained(folder, trust_remote_code=config.trust_remote_code)
     _refuse_unsupported(hf_config)
-    check_length(config.model_name, length_limit(hf_config.get_text_config()), config.max_total_tokens)
+    check_rope_limit(config.model_name, manifest.rope_limit, config.max_total_tokens)
     if not any(folder.glob("*.safetensors")):
         raise ModelError(f"{folder} holds no weights (*.safetensors)")
     transformers.utils.logging.disable_progress_bar()
@@ -106,17 +107,6 @@ def has_experts(model: torch.nn.Module) -> bool:
     """Whether the model is a mixture of experts, by the names of its modules, which all families share."""
     names = (f"{name} {type(module).__name__}" for name, module in model.named_modules())
     return any("experts" in name.lower() for name in names)
-
-
-def length_limit(text_config) -> int | None:
-    """The context length up to which rope is independent of the sequence's length; None where it always
-    is."""
-    rope = getattr(text_config, "rope_parameters", None) or {}
-    kinds = [rope, *(parameters for parameters in rope.values() if isinstance(parameters, dict))]
-    if not any(parameters.get("rope_type") in ("dynamic", "longrope") for parameters in kinds):
-        return None
-    trained = (parameters.get("original_max_position_embeddings") for parameters in kinds)
-    return min(filter(None, trained), default=text_config.max_position_embeddings)
 
 
 def _check_weights(hf_config, folder: Path, trust_remote_code: bool) -> None:

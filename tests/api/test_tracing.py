@@ -199,23 +199,6 @@ def test_without_the_packages_the_server_ends_with_one_line(main, monkeypatch):
     assert code == 2 and "--otlp-endpoint (OTLP_ENDPOINT)" in line and 'pip install ".[otel]"' in line
 
 
-@pytest.mark.parametrize(
-    ("variable", "value", "lowest"),
-    [
-        ("OTEL_BSP_SCHEDULE_DELAY", "0", 1),
-        ("OTEL_BSP_MAX_QUEUE_SIZE", "10", 64),
-        ("OTEL_BSP_MAX_QUEUE_SIZE", "9" * 5000, 64),
-        ("OTEL_SPAN_ATTRIBUTE_COUNT_LIMIT", "-1", 0),
-    ],
-)
-def test_a_variable_that_the_library_cannot_read_ends_the_server_with_one_line_that_names_it(
-    main, monkeypatch, variable, value, lowest
-):
-    monkeypatch.setenv(variable, value)
-    code, line = main()
-    assert code == 2 and line.startswith(f"{variable} '{value[:50]}") and f"from {lowest} to" in line and len(line) < 200
-
-
 @pytest.mark.processes
 def test_a_collector_that_hangs_delays_no_request_and_gets_all_spans_when_the_server_stops(collector):
     collector.may_answer.clear()

@@ -170,7 +170,7 @@ def test_it_is_merged_once_and_again_when_the_adapter_changes(base, tmp_path, mo
     np.testing.assert_allclose(logits(AutoModelForCausalLM.from_pretrained(first.folder)), expected, atol=1e-4)
     assert first.config.model_name == str(base)
     with monkeypatch.context() as without_merging:
-        without_merging.setattr(source, "_run", None)
+        without_merging.setattr(source, "run_module", None)
         assert models.prepare(config).folder == first.folder
     edit_adapter(tmp_path / "adapter", lora_alpha=1)
     assert models.prepare(config).folder != first.folder

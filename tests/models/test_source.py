@@ -72,7 +72,7 @@ def test_weights_become_bfloat16_and_the_name_for_clients_is_the_given_one(file,
 
 def test_a_folder_with_one_file_is_enough_and_the_next_start_has_it(file, config, monkeypatch):
     first = models.prepare(config(file.parent))
-    monkeypatch.setattr(ours, "_run", None)
+    monkeypatch.setattr(ours, "run_module", None)
     second = models.prepare(config(file.parent))
     assert first.folder == second.folder
     assert second.config.model_name == str(file.parent)
@@ -80,13 +80,13 @@ def test_a_folder_with_one_file_is_enough_and_the_next_start_has_it(file, config
 
 @pytest.mark.parametrize("kind", ["gguf", "lora"])
 def test_an_entry_that_an_older_version_of_our_reader_wrote_is_not_used(file, checkpoint, config, tmp_path, monkeypatch, kind):
-    monkeypatch.setattr(ours, "_run", lambda arguments: None)
+    monkeypatch.setattr(ours, "run_module", lambda *_, **_environ: None)
     (tmp_path / "adapter_config.json").touch()
     given = config(file) if kind == "gguf" else config(checkpoint, lora_adapters=f"mine={tmp_path}")
     monkeypatch.setitem(READERS, kind, READERS[kind] - 1)
     _config, older, _commit = ours.fetch_source(given)
     monkeypatch.undo()
-    monkeypatch.setattr(ours, "_run", lambda arguments: None)
+    monkeypatch.setattr(ours, "run_module", lambda *_, **_environ: None)
     _config, current, _commit = ours.fetch_source(given)
     assert (older / "entry.json").is_file() and (current / "entry.json").is_file()
     assert older != current
