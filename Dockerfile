@@ -36,7 +36,7 @@ RUN install() { python3 -m pip --disable-pip-version-check install --no-cache-di
 
 # Whatever the umask of the checkout was, the server can read its files; it cannot write the bytecode, so that is
 # done here.
-COPY LICENSE entrypoint.sh *.py other_servers.json ./
+COPY LICENSE entrypoint.sh *.py compatibility_aliases.json ./
 COPY api api
 COPY text text
 COPY engine engine

@@ -114,7 +114,7 @@ def _neuron_config(value: str) -> tuple[str, ...]:
     for option in value.split(","):
         name, _, written = option.strip().partition("=")
         if name not in NEURON_CONFIG:
-            raise ValueError(f"{name!r} is not an option; these are: {', '.join(NEURON_CONFIG)}")
+            raise ValueError(f"{name!r} is not an option; supported: {', '.join(NEURON_CONFIG)}")
         if not re.fullmatch(NEURON_CONFIG[name], written):
             allowed = f"{NEURON_CONFIG[name]}, or left out"
             if name == "sequence_parallel_norm_threshold":
@@ -328,7 +328,7 @@ class Config:
     generation_config: str = setting(
         "auto",
         "GENERATION_CONFIG",
-        "Defaults of requests below /v1. auto: the sampling parameters and stop strings of the model's "
+        "Defaults of requests on /v1 routes. auto: the sampling parameters and stop strings of the model's "
         "generation_config.json; none: OpenAI's.",
         parse=_one_of("auto", "none", aliases={"vllm": "none"}),
     )
@@ -430,7 +430,7 @@ class Config:
     max_batch_total_tokens: int | None = setting(
         None,
         "MAX_BATCH_TOTAL_TOKENS",
-        "Limit of the tokens of all slots together; reduces the slots to this divided by max_total_tokens.",
+        "Maximum tokens of all slots together; caps the slots at this value divided by max_total_tokens.",
         parse=_from_2,
         shown="no limit",
     )
@@ -459,7 +459,7 @@ class Config:
         None,
         "PREFILL_CHUNK",
         "Chunked prefill on Neuron: prompt tokens between two decode steps of running requests (0 = off). "
-        "Part of what is compiled.",
+        "Fixed at compile time.",
         parse=_chunk,
         shown="128; for Mixtral 0",
     )
@@ -486,7 +486,7 @@ class Config:
     max_concurrent_requests: int = setting(
         128,
         "MAX_CONCURRENT_REQUESTS",
-        "Limit of running and waiting requests; more are rejected with 429.",
+        "Maximum running and waiting requests; more are rejected with 429.",
     )
     max_queue_time: float | None = setting(
         None,
@@ -519,7 +519,7 @@ class Config:
     max_waiting_tokens: int = setting(
         20,
         "MAX_WAITING_TOKENS",
-        "Decode steps after which a waiting prompt runs whatever waiting_served_ratio is.",
+        "Decode steps after which a waiting prompt runs regardless of waiting_served_ratio.",
         parse=_from_0,
     )
     prefix_reuse: bool = setting(
@@ -539,15 +539,14 @@ class Config:
     max_client_batch_size: int = setting(
         32,
         "MAX_CLIENT_BATCH_SIZE",
-        "Limit of the prompts of a request (`/v1/completions`, `/vertex`), and of the choices (`n`) for "
-        "each.",
+        "Maximum prompts per request (`/v1/completions`, `/vertex`), and maximum `n` of each.",
     )
-    max_best_of: int = setting(2, "MAX_BEST_OF", "Limit of `best_of`.")
-    max_stop_sequences: int = setting(4, "MAX_STOP_SEQUENCES", "Limit of the stop sequences of a request.")
+    max_best_of: int = setting(2, "MAX_BEST_OF", "Maximum `best_of`.")
+    max_stop_sequences: int = setting(4, "MAX_STOP_SEQUENCES", "Maximum stop sequences of a request.")
     max_top_n_tokens: int = setting(
         5,
         "MAX_TOP_N_TOKENS",
-        "Limit of `top_n_tokens`, and of `logprobs` in `/v1/completions`.",
+        "Maximum `top_n_tokens`, and `logprobs` in `/v1/completions`.",
         parse=functools.partial(_whole, high=MAX_TOP_TOKENS),
     )
     hostname: str = setting(
@@ -602,8 +601,8 @@ class Config:
     client_timeout: float = setting(
         75.0,
         "CLIENT_TIMEOUT",
-        "Seconds that a client may take to send a request's headers (or stay idle before) or body, or to "
-        "read more of a response.",
+        "Timeout in seconds for each of: an idle connection, sending the headers, sending the body, reading "
+        "the next part of a response.",
     )
     response_deadline: float | None = setting(
         None,
@@ -802,7 +801,7 @@ REPEATABLE = ("--cors-allow-origin", "--neuron-config")  # flags whose values ma
 DISABLED_VALUES = ("0", "false", "none", "off")  # values that disable a setting
 
 
-class OtherName(NamedTuple):
+class CompatibilityAlias(NamedTuple):
     """A flag or variable of TGI's launcher, TGI-Gaudi, TorchServe, vLLM or an older Neuron image that is not
     a setting here."""
 
@@ -811,16 +810,18 @@ class OtherName(NamedTuple):
     text: str  # what it sets, beginning with the flag (same_as), or why it has no effect
 
 
-def _other_names() -> Iterator[tuple[str, OtherName]]:
+def _read_aliases() -> Iterator[tuple[str, CompatibilityAlias]]:
     """`NAME=1` in the file names the neutral value 1."""
-    for effect, table in json.loads((HERE / "other_servers.json").read_text(encoding="utf-8")).items():
+    for effect, table in json.loads(
+        (HERE / "compatibility_aliases.json").read_text(encoding="utf-8")
+    ).items():
         for names, text in table.items():
             for name in names.split():
                 name, _, neutral = name.partition("=")
-                yield name, OtherName(effect, neutral or None, text)
+                yield name, CompatibilityAlias(effect, neutral or None, text)
 
 
-OTHER_NAMES = dict(_other_names())
+COMPATIBILITY_ALIASES = dict(_read_aliases())
 
 
 def _names_given(flag: str, given: Mapping[str, str]) -> list[str]:
@@ -828,19 +829,20 @@ def _names_given(flag: str, given: Mapping[str, str]) -> list[str]:
     counts."""
     others = [
         name
-        for name, other in OTHER_NAMES.items()
+        for name, other in COMPATIBILITY_ALIASES.items()
         if other.effect == "same_as" and other.text.split()[0] == flag and given.get(name) != other.neutral
     ]
     names = (flag, *SETTINGS[flag].metadata["names"], *others)
     return sorted((name for name in names if name in given), key=lambda name: not name.startswith("-"))
 
 
-def _of_other_servers(given: Mapping[str, str]) -> list[str]:
+def _log_lines_of_aliases(given: Mapping[str, str]) -> list[str]:
     """A line for each setting of another server: what it sets, or why it has no effect. Raises ConfigError
     for one that is not supported."""
     lines = []
     for name, value in given.items():
-        other = OTHER_NAMES.get(name) or OTHER_NAMES.get(name.split("_")[0] + "_*")  # TS_*: any with TS_
+        family = name.split("_")[0] + "_*"  # TS_*: any with TS_
+        other = COMPATIBILITY_ALIASES.get(name) or COMPATIBILITY_ALIASES.get(family)
         if other is None:
             continue
         if other.effect == "no_effect":
@@ -880,7 +882,7 @@ class _Parser(argparse.ArgumentParser):
                 value = {"nargs": "?", "const": "true", "metavar": "true|false"}
             text = f"{about['help']} Default: {about['shown']}. [{', '.join(about['names'])}]"
             self.add_argument(flag, *about["flags"], dest=flag, action="append", help=text, **value)
-        for name in OTHER_NAMES:
+        for name in COMPATIBILITY_ALIASES:
             if name.startswith("-"):
                 self.add_argument(name, dest=name, action="extend", nargs="*", help=argparse.SUPPRESS)
 
@@ -934,7 +936,7 @@ def parse(argv: Sequence[str], environ: Mapping[str, str]) -> Config:
     with the nearest known one, and for a local folder without a model.
     """
     given = _given(argv, environ)
-    _of_other_servers(given)
+    _log_lines_of_aliases(given)
     if "MAX_INPUT_TOKENS" in given and "MAX_INPUT_LENGTH" in given:
         raise ConfigError(
             "MAX_INPUT_TOKENS and its older name MAX_INPUT_LENGTH are both set; leave out MAX_INPUT_LENGTH"
@@ -996,7 +998,7 @@ def main(argv: Sequence[str]) -> int:
     is_open = not (config.api_key or config.api_key_file)
     key = "requests need no API key (--api-key)" if is_open else "requests need the API key"
     logger.info("Starting neuron-textgen %s; model: %s; %s", VERSION, config.model_name, key)
-    for line in _of_other_servers(_given(argv, os.environ)):
+    for line in _log_lines_of_aliases(_given(argv, os.environ)):
         logger.warning("%s", line)
     if not folder:
         print(config.to_json())

@@ -55,7 +55,7 @@ SamplingNumbers = msgspec.defstruct(
 )
 
 
-class Sampling(SamplingNumbers, frozen=True):
+class SamplingParams(SamplingNumbers, frozen=True):
     """How the next token is sampled from the logits. `seed` None means greedy: the most likely token."""
 
     seed: int | None = None
@@ -65,9 +65,9 @@ class Sampling(SamplingNumbers, frozen=True):
 
 
 class GenerateOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """What a request's `PreparedRequest` (api/job.py) and its `Generate` share."""
+    """What a request's `PreparedRequest` (api/prepared_request.py) and its `Generate` share."""
 
-    sampling: Sampling = Sampling()
+    sampling: SamplingParams = SamplingParams()
     top_n_tokens: int = 0
     min_new_tokens: int = 0  # no end-of-sequence token before that many tokens
     ignore_eos: bool = False  # an end-of-sequence token does not end the completion
@@ -213,7 +213,8 @@ class ModelInfo(msgspec.Struct, tag="model_info", frozen=True):
     prompt_logprobs: bool = True  # whether log-probabilities of prompts are available
     sampling: str = "host"  # or "device": token ids only, no log-probabilities
     quantize: str | None = None  # or "int8", "int4"
-    sampling_defaults: dict[str, int | float] = {}  # of requests below /v1, by the names of `Sampling`
+    # Of requests on /v1 routes, by the names of `SamplingParams`.
+    sampling_defaults: dict[str, int | float] = {}
     stop_strings: list[str] = []  # that also end the completions of such requests
 
 

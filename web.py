@@ -37,7 +37,7 @@ from api import errors, routes, server, status, tracing
 from api.bodies import drain_body
 from api.engine_client import EngineClient, EngineError
 from api.errors import CLIENT_CLOSED_REQUEST, ApiError
-from api.job import ModelText
+from api.prepared_request import ModelText
 from config import Config, keys_of
 from protocol import ModelInfo
 from run import ConfigError, die_with_parent, run_dir, socket_address
@@ -68,13 +68,13 @@ def create_app(config: Config, engine: EngineClient) -> Flask:
     guard = AuthAndCors(config)
     app.before_request(guard.admit)
     app.after_request(guard.add_headers)
-    answers = ErrorHandlers(process)
-    app.register_error_handler(ApiError, answers.api_error)
-    app.register_error_handler(EngineError, answers.engine_error)
-    app.register_error_handler(RecursionError, answers.too_deep)
-    app.register_error_handler(HTTPException, answers.http_error)
-    app.register_error_handler(Exception, answers.bug)
-    app.after_request(answers.record)
+    handlers = ErrorHandlers(process)
+    app.register_error_handler(ApiError, handlers.api_error)
+    app.register_error_handler(EngineError, handlers.engine_error)
+    app.register_error_handler(RecursionError, handlers.too_deep)
+    app.register_error_handler(HTTPException, handlers.http_error)
+    app.register_error_handler(Exception, handlers.bug)
+    app.after_request(handlers.record)
     return app
 
 
@@ -185,14 +185,14 @@ class ApiKeys:
 
 
 class ErrorHandlers:
-    """Answers every error in JSON, in the error format of the route's API, and counts it."""
+    """Returns every error as JSON, in the error format of the route's API, and counts it."""
 
-    def __init__(self, process: server.GunicornServer):
+    def __init__(self, process: server.Server):
         self._process = process
 
     def api_error(self, error: ApiError) -> Response:
         of_route = routes.error_format(request.endpoint, request.path, request.headers)
-        shape = error.shaped(g.get("error_shape") or of_route)
+        shape = error.shaped(g.get("error_format") or of_route)
         error.request_id = g.request_id
         g.refusal = error.text[:200]
         response = server.json_response(shape.body(error))

@@ -1,4 +1,4 @@
-"""The engine worker, which owns the device: boot, and the loop receive → next step → run → update → publish.
+"""The engine worker, owner of the device: startup, and the loop receive → next step → run → update → publish.
 
 Requests arrive as token ids and leave as token ids; text and HTTP never reach this process. The parts are in
 engine/: what runs next (scheduler.py), one step of the device (step.py), a request's life (requests.py),
@@ -28,15 +28,15 @@ from engine import sampling
 from engine.admission import Admission
 from engine.defaults import sampling_defaults
 from engine.link import ForLoop, Link, PeerLost
-from engine.lookup import NgramProposer
 from engine.metrics import Metrics
+from engine.ngram_proposer import NgramProposer
 from engine.outputs import Publisher
 from engine.preparation import Preparation, Prepared
 from engine.profiling import Profiler
 from engine.request import Request, RequestGroup
 from engine.requests import Requests
 from engine.sampling import SamplerState
-from engine.scheduler import Limits, Scheduler, Step
+from engine.scheduler import Scheduler, SchedulerConfig, Step
 from engine.step import StepOutput, StepRunner, StepTimer
 from models.base import DeviceLost, ModelError, StaticBatchModel
 from models.tokenizer import TokenizerFacts, check_tokenizer
@@ -52,7 +52,7 @@ class WorkerDeps:
     """What a worker works with."""
 
     model: StaticBatchModel
-    limits: Limits
+    limits: SchedulerConfig
     eos_token_ids: frozenset[int]
     link: Link
     admission: Admission
@@ -67,27 +67,27 @@ class WorkerDeps:
 class Worker:
     """The loop around one model."""
 
-    def __init__(self, parts: WorkerDeps):
-        model = parts.model
-        self.link = parts.link
-        self.admission = parts.admission
-        self.metrics = parts.metrics
-        self.scheduler = Scheduler(parts.limits)
-        self.outputs = Publisher(parts.link, parts.metrics, parts.profiler, parts.output_thread)
-        self.requests = Requests(model, parts.eos_token_ids, self.scheduler, self.outputs, parts.admission)
+    def __init__(self, deps: WorkerDeps):
+        model = deps.model
+        self.link = deps.link
+        self.admission = deps.admission
+        self.metrics = deps.metrics
+        self.scheduler = Scheduler(deps.limits)
+        self.outputs = Publisher(deps.link, deps.metrics, deps.profiler, deps.output_thread)
+        self.requests = Requests(model, deps.eos_token_ids, self.scheduler, self.outputs, deps.admission)
         self.steps = 0  # decode steps
         self.stopping = False  # running requests are ended, too
-        self._eos_token_ids = parts.eos_token_ids
+        self._eos_token_ids = deps.eos_token_ids
         self._samples_on_host = model.sampling != "device"
-        self._verifies = parts.limits.verify_length > 1
+        self._verifies = deps.limits.verify_length > 1
         self._preparation: Preparation | None = None
-        if parts.grammars:
-            self._preparation = Preparation(parts.grammars, wake=parts.link.interrupt)
+        if deps.grammars:
+            self._preparation = Preparation(deps.grammars, wake=deps.link.interrupt)
         self._runner = StepRunner(model)
         self._timer = StepTimer()
         self._progress_at = 0.0  # when the device last finished a step, or was given one after being idle
-        self._web_processes = parts.web_processes
-        self._address = parts.address
+        self._web_processes = deps.web_processes
+        self._address = deps.address
         self._ready_web_processes: set[int] = set()
         self.metrics.set_limits(model.batch_size, model.max_input_tokens, model.max_total_tokens)
         self.metrics.watch(self.load)
@@ -252,7 +252,7 @@ class Worker:
                 generate.sampling, generate.prompt, self._eos_token_ids, generate.min_new_tokens
             )
         if self._verifies:
-            request.lookup = NgramProposer(generate.prompt, generate.prediction, request.max_new_tokens)
+            request.proposer = NgramProposer(generate.prompt, generate.prediction, request.max_new_tokens)
         if not generate.grammar:
             self.scheduler.add(request)
         else:
@@ -284,7 +284,7 @@ class Worker:
                     logger.info("Listening on %s (API and web UI)", self._address)
 
 
-class Boot:
+class Startup:
     """Makes a worker, reporting each phase to the API server processes."""
 
     def __init__(self, config: Config, link: Link, admission: Admission, metrics: Metrics):
@@ -325,7 +325,7 @@ class Boot:
             profiler.start(model)
         parts = WorkerDeps(
             model=model,
-            limits=limits_of(config, model),
+            limits=scheduler_config(config, model),
             eos_token_ids=frozenset(eos_token_ids),
             link=self._link,
             admission=self._admission,
@@ -345,7 +345,7 @@ class Boot:
         logger.info("%s %s", name.capitalize(), what)
         yield
         seconds = time.monotonic() - started_at
-        self._metrics.series("boot_phase_seconds", name).inc(seconds)  # a phase may come twice
+        self._metrics.series("startup_phase_seconds", name).inc(seconds)  # a phase may come twice
         logger.info("Done %s %s in %.1f s", name, what, seconds)
 
     def _load(self, prepared: models.Prepared) -> StaticBatchModel:
@@ -404,15 +404,15 @@ class Boot:
         )
 
 
-def limits_of(config: Config, model: StaticBatchModel) -> Limits:
-    """The scheduler's limits; logs settings that have no effect, or an unexpected one, on this model."""
+def scheduler_config(config: Config, model: StaticBatchModel) -> SchedulerConfig:
+    """Settings of the scheduler; logs those that have no effect, or an unexpected one, on this model."""
     is_paced = config.waiting_served_ratio or config.max_waiting_tokens != Config.max_waiting_tokens
     if model.supports_chunked_prefill and is_paced:
         logger.info(
             "--waiting-served-ratio and --max-waiting-tokens have no effect here: "
             "prompts run in the same steps as decodes (chunked prefill)"
         )
-    limits = Limits(
+    limits = SchedulerConfig(
         slots=model.batch_size,
         supports_chunked_prefill=model.supports_chunked_prefill,
         prefill_chunk=model.prefill_chunk,
@@ -487,7 +487,7 @@ def main() -> int:
     link = Link(socket_address(), metrics, admission)
     threading.excepthook = functools.partial(log_thread_failure, link)
     try:
-        worker = Boot(config, link, admission, metrics).run()
+        worker = Startup(config, link, admission, metrics).run()
         # A full collection over what was imported takes up to 150 ms, in which no token is generated.
         gc.freeze()
         signal.signal(signal.SIGTERM, lambda *_: worker.stop() if worker.draining else worker.drain())

@@ -8,12 +8,12 @@ from collections.abc import Iterator
 from msgspec import UNSET, Struct, UnsetType
 
 from api import fields
-from api.answer import GeneratedSequence, ResponseWriter
-from api.conversation import ChatRequest, chat_job, text_of, visible_text
+from api.conversation import ChatRequest, prepare_chat, text_of, visible_text
 from api.fields import Json
-from api.job import PreparedRequest, Served
-from api.openai import FINISH_REASONS, ChunkedAnswer, OpenAIResponse, TokenLogprob, Usage
-from text.reader import CallBegin, Content, OutputParser, OutputPart, Reasoning
+from api.openai import FINISH_REASONS, ChunkedResponseWriter, OpenAIResponse, TokenLogprob, Usage
+from api.prepared_request import PreparedRequest, Served
+from api.response_writer import GeneratedSequence, ResponseWriter
+from text.output_parser import CallBegin, Content, OutputParser, OutputPart, Reasoning
 from text.stream import Piece
 
 
@@ -92,20 +92,20 @@ class ChatChunk(OpenAIResponse):
 
 def chat(data: Json, served: Served) -> ResponseWriter:
     request = fields.read(data, ChatRequest)
-    return ChatAnswer(chat_job(request, served), served, request)
+    return ChatResponseWriter(prepare_chat(request, served), served, request)
 
 
-class ChatAnswer(ChunkedAnswer):
-    """The choices are the sequences of one job."""
+class ChatResponseWriter(ChunkedResponseWriter):
+    """The choices are the sequences of one prepared request."""
 
     kind = "chat.completion"
     id_prefix = "chatcmpl"
     chunk_type = ChatChunk
 
-    def __init__(self, job: PreparedRequest, served: Served, request: ChatRequest):
-        super().__init__([job], served, request)
-        self._reading = job.reading
-        self._readers: dict[GeneratedSequence, OutputParser] = {}  # of those with events in the stream
+    def __init__(self, prepared: PreparedRequest, served: Served, request: ChatRequest):
+        super().__init__([prepared], served, request)
+        self._parser_config = prepared.parser_config
+        self._parsers: dict[GeneratedSequence, OutputParser] = {}  # of those with events in the stream
         self._wants_logprobs = bool(request.logprobs)
         if self.streams:
             self.kind = "chat.completion.chunk"
@@ -115,13 +115,13 @@ class ChatAnswer(ChunkedAnswer):
         return ChatCompletion(**self._envelope, choices=choices, usage=self._usage(sequences))
 
     def _choice(self, index: int, sequence: GeneratedSequence) -> ChatChoice:
-        read = self._reading.whole(text_of(sequence.pieces, self._reading), sequence.is_truncated)
+        read = self._parser_config.whole(text_of(sequence.pieces, self._parser_config), sequence.is_truncated)
         message = ChatMessage("assistant", read.content)
         if read.reasoning:
             message.reasoning = read.reasoning
             message.reasoning_content = read.reasoning
         if read.calls:
-            if not read.content and not self._reading.calls.is_forced:
+            if not read.content and not self._parser_config.calls.requires_call:
                 message.content = None
             message.tool_calls = [
                 ToolCall(call.id, "function", CalledFunction(call.name, call.arguments))
@@ -132,25 +132,25 @@ class ChatAnswer(ChunkedAnswer):
 
     def _choices(self, sequence: GeneratedSequence, pieces: list[Piece]) -> Iterator[ChunkChoice]:
         choice = functools.partial(ChunkChoice, sequence.index)
-        if sequence not in self._readers:
-            self._readers[sequence] = self._reading.reader()
+        if sequence not in self._parsers:
+            self._parsers[sequence] = self._parser_config.parser()
             yield choice(Delta(role="assistant", content=""))
-        reader = self._readers[sequence]
+        parser = self._parsers[sequence]
         for piece in pieces:
-            deltas = [_delta(part) for part in reader.push(visible_text(piece, self._reading))]
+            deltas = [_delta(part) for part in parser.push(visible_text(piece, self._parser_config))]
             if self._wants_logprobs and not deltas:
                 deltas = [Delta(content="")]
             for n, delta in enumerate(deltas):
                 yield choice(delta, None if n else self._logprobs([piece]))
         if sequence.finish_reason is not None:
-            yield from (choice(_delta(part)) for part in reader.finish(sequence.is_truncated))
+            yield from (choice(_delta(part)) for part in parser.finish(sequence.is_truncated))
             # Loops that print `delta.content` expect a text in the last event, too.
-            last = Delta() if reader.has_calls else Delta(content="")
-            yield choice(last, None, self._finish_reason(sequence, reader.has_calls))
+            last = Delta() if parser.has_calls else Delta(content="")
+            yield choice(last, None, self._finish_reason(sequence, parser.has_calls))
 
     def _finish_reason(self, sequence: GeneratedSequence, has_calls: bool) -> str:
         reason = FINISH_REASONS[sequence.finish_reason]
-        if reason == "stop" and has_calls and not self._reading.calls.is_named:
+        if reason == "stop" and has_calls and not self._parser_config.calls.is_named:
             return "tool_calls"
         return reason
 

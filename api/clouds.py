@@ -12,11 +12,11 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from api import chat, completions, errors, fields, tgi
-from api.answer import GeneratedSequence, ResponseWriter, best_of
-from api.conversation import ChatRequest, chat_job, text_of
+from api.conversation import ChatRequest, prepare_chat, text_of
 from api.errors import OPENAI, TGI, ApiError, in_shape
 from api.fields import Json, require
-from api.job import PreparedRequest, Served
+from api.prepared_request import PreparedRequest, Served
+from api.response_writer import GeneratedSequence, ResponseWriter, best_of
 from api.tgi import GenerateRequest
 from text.stream import Piece
 
@@ -58,29 +58,29 @@ def invocations(data: Json, served: Served) -> ResponseWriter:
 def text(data: Json, served: Served) -> ResponseWriter:
     """The continuation of a prompt as a stream of plain text, as TorchServe's handlers for Inferentia2 send
     it."""
-    return TextAnswer([tgi.check(tgi.read(data), served, streams=True)], served, streams=True)
+    return TextResponseWriter([tgi.check(tgi.read(data), served, streams=True)], served, streams=True)
 
 
 def vertex(data: Json, served: Served) -> ResponseWriter:
-    jobs: list[PreparedRequest] = []
+    requests: list[PreparedRequest] = []
     prefixes: list[str] = []
     for instance in _instances(fields.read(data, VertexRequest), served):
         if isinstance(instance, ChatRequest):
-            jobs.append(chat_job(instance, served))
+            requests.append(prepare_chat(instance, served))
             prefixes.append("")
         else:
-            jobs.append(tgi.check(instance, served, streams=False))
+            requests.append(tgi.check(instance, served, streams=False))
             wants_prompt = instance.parameters and instance.parameters.return_full_text
             prefixes.append(instance.inputs if wants_prompt else "")
-    return PredictionsAnswer(jobs, served, prefixes, VertexResponse)
+    return PredictionsResponseWriter(requests, served, prefixes, VertexResponse)
 
 
 def infer(sentence: str, served: Served) -> ResponseWriter:
     """The sentence and its continuation, in a list."""
     if not sentence:
         raise errors.invalid("sentence", "cannot be empty")
-    job = tgi.check(GenerateRequest(sentence), served, streams=False)
-    return PredictionsAnswer([replace(job, prompt_name="sentence")], served, [sentence], list)
+    prepared = tgi.check(GenerateRequest(sentence), served, streams=False)
+    return PredictionsResponseWriter([replace(prepared, prompt_name="sentence")], served, [sentence], list)
 
 
 def _instances(request: VertexRequest, served: Served) -> list[GenerateRequest | ChatRequest]:
@@ -108,27 +108,27 @@ def _read_chat(data: Json) -> ChatRequest:
     return fields.read(data, ChatRequest)
 
 
-class PredictionsAnswer(ResponseWriter):
-    """The best text of each job, after its prefix. `form` makes the body of these texts."""
+class PredictionsResponseWriter(ResponseWriter):
+    """The best text of each request, after its prefix. `form` makes the body of these texts."""
 
     def __init__(
         self,
-        jobs: list[PreparedRequest],
+        requests: list[PreparedRequest],
         served: Served,
         prefixes: list[str],
         form: Callable[[list[str]], Struct | list],
     ):
-        super().__init__(jobs, served)
+        super().__init__(requests, served)
         self._prefixes = prefixes
         self._form = form
 
     def whole(self, sequences: list[GeneratedSequence]) -> Struct | list:
-        texts = (_content(best_of(candidates)) for candidates in self._by_job(sequences))
+        texts = (_content(best_of(candidates)) for candidates in self._by_request(sequences))
         return self._form([prefix + text for prefix, text in zip(self._prefixes, texts)])
 
 
-class TextAnswer(ResponseWriter):
-    """The text of one job as it is generated, and nothing else."""
+class TextResponseWriter(ResponseWriter):
+    """The text of one request as it is generated, and nothing else."""
 
     content_type = "text/plain; charset=utf-8"
     keep_alive = b""
@@ -143,5 +143,5 @@ class TextAnswer(ResponseWriter):
 
 def _content(sequence: GeneratedSequence) -> str:
     """The text without the model's reasoning."""
-    reading = sequence.job.reading
-    return reading.whole(text_of(sequence.pieces, reading), sequence.is_truncated).content
+    parser_config = sequence.prepared.parser_config
+    return parser_config.whole(text_of(sequence.pieces, parser_config), sequence.is_truncated).content

@@ -11,11 +11,18 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from api import errors, fields, formats
-from api.answer import GeneratedSequence, ResponseWriter, rounded
 from api.errors import ApiError
 from api.fields import Json, require
-from api.job import PreparedRequest, Served, with_grammar
-from api.openai import FINISH_REASONS, ChunkedAnswer, OpenAIRequest, OpenAIResponse, Usage, check_openai
+from api.openai import (
+    FINISH_REASONS,
+    ChunkedResponseWriter,
+    OpenAIRequest,
+    OpenAIResponse,
+    Usage,
+    check_openai,
+)
+from api.prepared_request import PreparedRequest, Served, with_grammar
+from api.response_writer import GeneratedSequence, ResponseWriter, rounded
 from api.types import U32
 from text.stream import Piece
 
@@ -53,11 +60,11 @@ class Completion(OpenAIResponse):
 
 def completion(data: Json, served: Served) -> ResponseWriter:
     request = fields.read(data, CompletionRequest)
-    return CompletionAnswer(_jobs(request, served), served, request)
+    return CompletionResponseWriter(_jobs(request, served), served, request)
 
 
 def _jobs(request: CompletionRequest, served: Served) -> list[PreparedRequest]:
-    """Checks a completion request. Returns a job for each of its prompts; raises ApiError."""
+    """Checks a completion request. Returns a prepared request for each of its prompts; raises ApiError."""
     prompts = _prompts(request.prompt)
     fields.check_batch(len(prompts), "prompts", "prompt", served.config)
     if request.suffix:
@@ -76,15 +83,15 @@ def _jobs(request: CompletionRequest, served: Served) -> list[PreparedRequest]:
     gives_prompt = served.info.prompt_logprobs or not prompt_logprobs
     require(gives_prompt, "logprobs", f"with `echo` {fields.NO_PROMPT_LOGITS}")
     format_name, grammar = formats.of_openai(request)
-    jobs = []
+    requests = []
     for prompt in prompts:
-        job = _job(request, prompt, best_of, served)
-        job = replace(job, prompt_logprobs=prompt_logprobs)
-        jobs.append(with_grammar(job, format_name, grammar, served.info))
-    return jobs
+        prepared = _prepare(request, prompt, best_of, served)
+        prepared = replace(prepared, prompt_logprobs=prompt_logprobs)
+        requests.append(with_grammar(prepared, format_name, grammar, served.info))
+    return requests
 
 
-def _job(
+def _prepare(
     request: CompletionRequest, prompt: str | list[int], best_of: int, served: Served
 ) -> PreparedRequest:
     require(len(prompt) > 0, "prompt", "cannot be empty")
@@ -92,9 +99,9 @@ def _job(
         fields.check_ids(prompt, "prompt", served.info)
     ranks = best_of > (request.n or 1)
     wants_logprobs = request.logprobs is not None
-    job = check_openai(request, prompt, request.max_tokens, wants_logprobs, served, best_of=ranks)
+    prepared = check_openai(request, prompt, request.max_tokens, wants_logprobs, served, best_of=ranks)
     return replace(
-        job,
+        prepared,
         sequences=best_of,
         logprobs=wants_logprobs or ranks,
         top_n_tokens=request.logprobs or 0,
@@ -115,15 +122,15 @@ def _prompts(prompt: str | list[str | int | list[int]]) -> list[str] | list[list
     return [prompt] if kinds == {int} else prompt
 
 
-class CompletionAnswer(ChunkedAnswer):
+class CompletionResponseWriter(ChunkedResponseWriter):
     """The choices of the first prompt come first; of `best_of` sequences the best `n` are returned."""
 
     kind = "text_completion"
     id_prefix = "cmpl"
     chunk_type = Completion
 
-    def __init__(self, jobs: list[PreparedRequest], served: Served, request: CompletionRequest):
-        super().__init__(jobs, served, request)
+    def __init__(self, requests: list[PreparedRequest], served: Served, request: CompletionRequest):
+        super().__init__(requests, served, request)
         self._n = request.n or 1
         self._echoes = bool(request.echo)
         self._top_n = request.logprobs
@@ -132,7 +139,7 @@ class CompletionAnswer(ChunkedAnswer):
 
     def whole(self, sequences: list[GeneratedSequence]) -> Struct:
         choices: list[CompletionChoice] = []
-        for candidates in self._by_job(sequences):
+        for candidates in self._by_request(sequences):
             if len(candidates) > self._n:
                 candidates = sorted(candidates, key=lambda sequence: -sequence.mean_logprob)[: self._n]
             for sequence in candidates:
@@ -157,7 +164,7 @@ class CompletionAnswer(ChunkedAnswer):
     def _echoed(self, sequence: GeneratedSequence) -> str:
         if not self._echoes:
             return ""
-        prompt = sequence.job.prompt
+        prompt = sequence.prepared.prompt
         return prompt if isinstance(prompt, str) else self.tokenizer.decode(prompt)
 
     def _echoed_pieces(self, sequence: GeneratedSequence) -> list[Piece]:

@@ -1,4 +1,4 @@
-"""One form of a chat for all APIs: its messages, their form for a chat template, and the job that they make.
+"""A chat of any API: its messages, their form for a chat template, and how it becomes a PreparedRequest.
 
 Chat completions, Responses, Anthropic's Messages, Vertex AI, SageMaker and `/chat_tokenize` bring their
 chats here as a `ChatRequest`.
@@ -16,13 +16,13 @@ from msgspec.structs import replace
 from api import formats
 from api.errors import ApiError, invalid
 from api.fields import CHAT_FIELDS, FieldNames, check_ids, check_top_n, require
-from api.job import PreparedRequest, Served, with_grammar
 from api.normalise import ALIASES, adapt_to_template
 from api.openai import OpenAIRequest, check_openai
-from api.tools import ToolUse, tool_use
+from api.prepared_request import PreparedRequest, Served, with_grammar
+from api.tools import ToolPolicy, tool_policy
 from api.types import U32
 from text.grammar import GrammarError
-from text.reader import OutputFormat
+from text.output_parser import ParserConfig
 from text.stream import Piece
 from text.template import RESERVED, TemplateError
 from text.tool_formats import THINK, after_thinking
@@ -30,7 +30,7 @@ from text.tool_formats import THINK, after_thinking
 # In the place of what the model cannot read, so that a session with an image goes on.
 IMAGE_OMITTED = "[{kind} omitted: this model reads text only]"
 OPENAI_TOP_LOGPROBS = 20  # OpenAI's own limit
-PLAIN_ROLES = ("system", "user", "assistant", "tool")  # which traits.py has tried
+PLAIN_ROLES = ("system", "user", "assistant", "tool")  # which template_capabilities.py has tried
 ROLES = (*PLAIN_ROLES, *ALIASES)
 
 
@@ -74,26 +74,27 @@ class ChatRequest(OpenAIRequest, kw_only=True):
     prediction: Prediction | None = None
 
 
-def chat_job(chat: ChatRequest, served: Served, names: FieldNames = CHAT_FIELDS) -> PreparedRequest:
-    """The job with the grammar of its format, its tools and its thinking together."""
+def prepare_chat(chat: ChatRequest, served: Served, names: FieldNames = CHAT_FIELDS) -> PreparedRequest:
+    """The prepared request with the grammar of its format, its tools and its thinking together."""
     text = served.text
-    job = _check(chat, served, names)
-    use = tool_use(chat.tools, chat.tool_choice, chat.parallel_tool_calls, text.tools, names)
+    prepared = _check(chat, served, names)
+    policy = tool_policy(chat.tools, chat.tool_choice, chat.parallel_tool_calls, text.tools, names)
     prompt = _prompt(chat, served, names)
     thinking = ""
     if served.config.reasoning_parser:
         thinking = "inside" if prompt.rstrip().endswith(THINK) else "before"
-    name, grammar = _grammar(job, use)
+    name, grammar = _grammar(prepared, policy)
     if grammar:
         try:
             grammar = after_thinking(grammar, thinking, text.tokenizer.token_to_id)
         except GrammarError as error:
             raise invalid(name, str(error)) from None
-    job = with_grammar(job, name, grammar, served.info)
+    prepared = with_grammar(prepared, name, grammar, served.info)
     if name == "tool_choice":
-        job = replace(job, grammar_name="tools")  # whose schemas may fail to compile
+        prepared = replace(prepared, grammar_name="tools")  # whose schemas may fail to compile
     prediction = _prediction(chat.prediction, served) if chat.prediction else []
-    return replace(job, prompt=prompt, reading=OutputFormat(use, thinking), prediction=prediction)
+    parser_config = ParserConfig(policy, thinking)
+    return replace(prepared, prompt=prompt, parser_config=parser_config, prediction=prediction)
 
 
 def _prediction(given: Prediction, served: Served) -> list[int]:
@@ -109,28 +110,29 @@ def _prediction(given: Prediction, served: Served) -> list[int]:
     return tokens
 
 
-def _grammar(job: PreparedRequest, use: ToolUse | None) -> tuple[str, str]:
-    """The grammar of a job's format and its tools together, and the name of the field that asks for it."""
-    if use is None:
-        return job.grammar_name, job.grammar
-    if job.grammar:
-        return job.grammar_name, use.grammar_beside(job.grammar_name, job.grammar)
-    return "tool_choice" if use.is_forced else "tools", use.grammar
+def _grammar(prepared: PreparedRequest, policy: ToolPolicy | None) -> tuple[str, str]:
+    """The grammar of a request's format and its tools together, and the name of the field that asks for
+    it."""
+    if policy is None:
+        return prepared.grammar_name, prepared.grammar
+    if prepared.grammar:
+        return prepared.grammar_name, policy.grammar_beside(prepared.grammar_name, prepared.grammar)
+    return "tool_choice" if policy.requires_call else "tools", policy.grammar
 
 
-def visible_text(piece: Piece, reading: OutputFormat) -> str:
+def visible_text(piece: Piece, parser_config: ParserConfig) -> str:
     """What a piece adds to the text that an `OutputParser` reads."""
-    is_hidden = piece.special and piece.text not in reading.markers
+    is_hidden = piece.special and piece.text not in parser_config.markers
     return "" if is_hidden else piece.text
 
 
-def text_of(pieces: list[Piece], reading: OutputFormat) -> str:
+def text_of(pieces: list[Piece], parser_config: ParserConfig) -> str:
     """The text of a complete output for an `OutputParser`."""
-    return "".join(visible_text(piece, reading) for piece in pieces)
+    return "".join(visible_text(piece, parser_config) for piece in pieces)
 
 
 def _check(chat: ChatRequest, served: Served, names: FieldNames) -> PreparedRequest:
-    """Checks all fields but the messages and tools. The job's prompt is empty: the chat template writes
+    """Checks all fields but the messages and tools. The prompt is empty: the chat template writes
     it."""
     require(bool(chat.logprobs or not chat.top_logprobs), "top_logprobs", "needs `logprobs` to be true")
     limit_field = "max_tokens" if chat.max_completion_tokens is None else "max_completion_tokens"
@@ -139,19 +141,19 @@ def _check(chat: ChatRequest, served: Served, names: FieldNames) -> PreparedRequ
     require(limit != 0, limit_name, "must be strictly positive")
     count = len(chat.messages)
     most = served.info.max_input_tokens
-    limits = f"each takes a token at least, and a prompt may have {most} (--max-input-tokens raises it)"
-    require(count <= most, names.prompt, f"holds {count}: {limits}")
-    job = check_openai(chat, "", limit, bool(chat.logprobs), served, names)
+    limit_text = f"more than the {most} tokens of the longest prompt (--max-input-tokens raises it)"
+    require(count <= most, names.prompt, f"has {count} messages, {limit_text}")
+    prepared = check_openai(chat, "", limit, bool(chat.logprobs), served, names)
     most = max(OPENAI_TOP_LOGPROBS, served.config.max_top_n_tokens)
     check_top_n(chat.top_logprobs, "top_logprobs", most)
-    job = replace(
-        job,
+    prepared = replace(
+        prepared,
         top_n_tokens=chat.top_logprobs or 0,
         add_special_tokens=False,  # the template writes them
         prompt_name=names.prompt,
         limit_name=limit_name,
     )
-    return with_grammar(job, *formats.of_openai(chat, names), served.info)
+    return with_grammar(prepared, *formats.of_openai(chat, names), served.info)
 
 
 def _prompt(chat: ChatRequest, served: Served, names: FieldNames) -> str:
@@ -160,17 +162,17 @@ def _prompt(chat: ChatRequest, served: Served, names: FieldNames) -> str:
     escape = served.text.tokenizer.escape
     if template is None:
         raise ApiError(422, "template_error", "Template error: template not found")
-    traits = served.text.traits
+    capabilities = served.text.capabilities
     options = _template_options(chat.chat_template_kwargs, served)
     if chat.tools or any(message.tool_calls or message.role == "tool" for message in chat.messages):
         template = template.for_tools
     messages = _messages(chat.messages, template.words, names)
-    tools = chat.tools if chat.tool_choice != "none" or traits.tools else None
-    messages = adapt_to_template(messages, tools, traits)
+    tools = chat.tools if chat.tool_choice != "none" or capabilities.tools else None
+    messages = adapt_to_template(messages, tools, capabilities)
     # A role is a word that the template expects.
     escaped = [escape(message) | {"role": message["role"]} for message in messages]
     try:
-        prompt = template.render(escaped, escape(tools) if traits.tools else None, options)
+        prompt = template.render(escaped, escape(tools) if capabilities.tools else None, options)
     except TemplateError as error:
         # A template's error may repeat the client's own words.
         raise ApiError(422, "template_error", "Template error: ", quoted=str(error)) from None

@@ -191,7 +191,7 @@ def too_deep() -> ApiError:
 
 
 def not_ready(phase: str) -> ApiError:
-    what = f"The model cannot take requests now: {phase}"
+    what = f"The server is not ready: {phase}"
     return ApiError(503, "unavailable", what, retry_after_s=5, phase=phase)
 
 

@@ -20,7 +20,7 @@ from api import errors
 from api.errors import ApiError, invalid
 from api.types import U64_MAX, SamplingFields
 from config import DEVICE_TOP_K, Config
-from protocol import SAMPLING_PARAMETERS, ModelInfo, Sampling, SamplingParameter
+from protocol import SAMPLING_PARAMETERS, ModelInfo, SamplingParameter, SamplingParams
 
 T = TypeVar("T", bound=Struct)
 V = TypeVar("V")
@@ -47,7 +47,7 @@ _NOT_SUPPORTED: list[tuple[Sequence[Any], str]] = [
 ]
 NOT_SUPPORTED = {name: neutral for neutral, names in _NOT_SUPPORTED for name in names.split()}
 # Where a request has no such field, one of another API or of another place in the body is meant.
-_FORMATS = [
+_STRUCTURED_OUTPUT_FIELDS = [
     "grammar",
     "response_format",
     "structured_outputs",
@@ -63,18 +63,21 @@ _NAMES = (
     "chat_template_kwargs regex json_schema output_format system instructions parameters enable_thinking "
     "add_special_tokens"
 )
-CHANGES_TEXT = {*_NAMES.split(), *_FORMATS}
+CHANGES_TEXT = {*_NAMES.split(), *_STRUCTURED_OUTPUT_FIELDS}
 _LIMITS = ["max_new_tokens", "max_output_tokens", "max_completion_tokens", "max_tokens"]
 SAME_MEANING = {
     **dict.fromkeys(_LIMITS, _LIMITS),
     "stop_sequences": ["stop"],
     "stop": ["stop_sequences"],
     # Responses have `text.format`, Anthropic's messages `output_config.format`.
-    **{name: [*_FORMATS, "text", "output_config"] for name in (*_FORMATS, "output_format")},
+    **{
+        name: [*_STRUCTURED_OUTPUT_FIELDS, "text", "output_config"]
+        for name in (*_STRUCTURED_OUTPUT_FIELDS, "output_format")
+    },
 }
 HARMLESS_LOOKALIKES = {"mode", "models"}  # harmless fields of other servers that look misspelled
-NEEDS_HOST = "needs SAMPLING=host: this server samples on the device"
-NO_PROMPT_LOGITS = "is not supported: this device gives no logits of the prompt"
+NEEDS_HOST = "needs --sampling host or hybrid (SAMPLING): this server samples on the device"
+NO_PROMPT_LOGITS = "is not supported here: it needs chunked prefill, and --sampling host or hybrid (SAMPLING)"
 
 
 @dataclass(frozen=True)
@@ -246,7 +249,7 @@ def check_ids(ids: list[int], name: str, info: ModelInfo) -> None:
     require(unknown is None, name, detail)
 
 
-def check_device(info: ModelInfo, fields: SamplingFields, sampling: Sampling, **host_only: Any) -> None:
+def check_device(info: ModelInfo, fields: SamplingFields, sampling: SamplingParams, **host_only: Any) -> None:
     """With on-device sampling, rejects what needs host sampling. A greedy request may have a seed and
     filters: they do nothing."""
     if info.sampling != "device":
@@ -264,17 +267,17 @@ def check_device(info: ModelInfo, fields: SamplingFields, sampling: Sampling, **
 
 def sampling_of(
     fields: SamplingFields, samples: bool, defaults: Mapping[str, int | float], **more: Any
-) -> Sampling:
+) -> SamplingParams:
     """How tokens are sampled, by `defaults` where a field is absent. Without a seed in it, the most likely
     token is taken at each step."""
     seed = None
     if samples:
         # OpenAI's may be negative.
         seed = secrets.randbits(64) if fields.seed is None else fields.seed & U64_MAX
-    given = {name: getattr(fields, name, None) for name in Sampling.__struct_fields__}
+    given = {name: getattr(fields, name, None) for name in SamplingParams.__struct_fields__}
     values = {**defaults, **{name: value for name, value in given.items() if value is not None}, **more}
     values["seed"] = seed
     values["is_seed_given"] = samples and fields.seed is not None
     values["temperature"] = values.get("temperature") or SAMPLING_PARAMETERS["temperature"].neutral
     values["top_k"] = max(values.get("top_k", 0), 0)
-    return Sampling(**values)
+    return SamplingParams(**values)

@@ -18,7 +18,7 @@ from text.grammar import WHITESPACE, GrammarError, of_choice, of_json_schema, of
 
 # Where `response_format` and `grammar` have the schema or the regular expression, by their `type`: OpenAI's
 # place and others.
-PLACES = {
+SCHEMA_PATHS = {
     "json_object": ["schema", "value"],
     "json_schema": ["json_schema.schema", "value.schema"],
     "json": ["value"],
@@ -101,9 +101,9 @@ def _of_type(name: str, given: dict[str, Any] | None, schema: str = "json_schema
     kind = (given or {}).get("type")
     if not given or kind == "text":
         return []
-    if not isinstance(kind, str) or kind not in PLACES:
-        raise invalid(f"{name}.type", f"must be one of text, {', '.join(PLACES)}", given=str(kind)[:40])
-    for place in PLACES[kind]:
+    if not isinstance(kind, str) or kind not in SCHEMA_PATHS:
+        raise invalid(f"{name}.type", f"must be one of text, {', '.join(SCHEMA_PATHS)}", given=str(kind)[:40])
+    for place in SCHEMA_PATHS[kind]:
         value = given
         for key in place.split("."):
             value = value.get(key) if isinstance(value, dict) else None
@@ -112,7 +112,7 @@ def _of_type(name: str, given: dict[str, Any] | None, schema: str = "json_schema
             return [Format(f"{name}.{path}", "regex" if kind == "regex" else "json", value)]
     if kind == "json_object":
         return [Format(name, "json_object", True)]
-    raise invalid(name, f"of the type {kind} needs `{'` or `'.join(PLACES[kind])}`")
+    raise invalid(name, f"of the type {kind} needs `{'` or `'.join(SCHEMA_PATHS[kind])}`")
 
 
 def _of_fields(prefix: str, fields: FormatFields | StructuredOutputs) -> list[Format]:

@@ -14,19 +14,19 @@ from typing import Any
 from msgspec import Struct
 
 from api import fields
-from api.answer import GeneratedSequence, ResponseWriter
-from api.conversation import IMAGE_OMITTED, ChatRequest, Message, chat_job, text_of, visible_text
+from api.conversation import IMAGE_OMITTED, ChatRequest, Message, prepare_chat, text_of, visible_text
 from api.errors import ANTHROPIC, ApiError, invalid, named_event
 from api.fields import FieldNames, Json
-from api.job import PreparedRequest, Served, ids_of
+from api.prepared_request import PreparedRequest, Served, ids_of
+from api.response_writer import GeneratedSequence, ResponseWriter
 from api.types import U32, AtLeastOne, NotNegative, Share
-from text import reader
-from text.reader import Arguments, CallBegin, Content, Reasoning
+from text import output_parser
+from text.output_parser import Arguments, CallBegin, Content, Reasoning
 from text.stream import Piece
 
 STOP_REASONS = {"length": "max_tokens", "eos_token": "end_turn", "stop_sequence": "stop_sequence"}
 # Blocks of tools that Anthropic runs, or that only Anthropic can read.
-FOREIGN = {
+ANTHROPIC_ONLY_BLOCKS = {
     "redacted_thinking",
     "server_tool_use",
     "web_search_tool_result",
@@ -179,13 +179,13 @@ def messages(data: Json, served: Served) -> ResponseWriter:
     chat.temperature = request.temperature
     chat.top_p = request.top_p
     chat.top_k = request.top_k
-    return MessagesAnswer(chat_job(chat, served, names), served, request, tools.left_out)
+    return MessagesResponseWriter(prepare_chat(chat, served, names), served, request, tools.left_out)
 
 
 def count_tokens(data: Json, served: Served) -> TokenCount:
     request = fields.read(data, CountRequest)
     chat, names = _chat_of(request, MessagesTools(request))
-    return TokenCount(len(ids_of(chat_job(chat, served, names), served)))
+    return TokenCount(len(ids_of(prepare_chat(chat, served, names), served)))
 
 
 def _chat_of(request: CountRequest, tools: MessagesTools) -> tuple[ChatRequest, FieldNames]:
@@ -255,7 +255,7 @@ def _parts(path: str, role: str, blocks: list[Block]) -> Iterator[Message]:
     """The texts and tool results of one message, in their order."""
     texts: list[str] = []
     for i, block in enumerate(blocks):
-        if block.type in FOREIGN:
+        if block.type in ANTHROPIC_ONLY_BLOCKS:
             continue
         if block.type != "tool_result":
             texts.append(_block_text(f"{path}[{i}]", block))
@@ -283,7 +283,7 @@ def _assistant(path: str, blocks: list[Block]) -> Message:
                 raise invalid(f"{path}[{i}]", "needs `name`")
             function = {"name": block.name, "arguments": json.dumps(block.input or {})}
             calls.append({"id": block.id or "", "type": "function", "function": function})
-        elif block.type not in FOREIGN:
+        elif block.type not in ANTHROPIC_ONLY_BLOCKS:
             texts.append(_block_text(f"{path}[{i}]", block))
     message.content = "".join(texts)
     message.tool_calls = calls or None
@@ -348,27 +348,31 @@ def _template_options(request: CountRequest) -> dict[str, Any]:
     return options
 
 
-class MessagesAnswer(ResponseWriter):
+class MessagesResponseWriter(ResponseWriter):
     """The content is built block by block as the text grows, streamed or not."""
 
     error_format = ANTHROPIC
 
     def __init__(
-        self, job: PreparedRequest, served: Served, request: MessagesRequest, left_out: Collection[str] = ()
+        self,
+        prepared: PreparedRequest,
+        served: Served,
+        request: MessagesRequest,
+        left_out: Collection[str] = (),
     ):
-        super().__init__([job], served, request.stream)
+        super().__init__([prepared], served, request.stream)
         self._stop_sequences = request.stop_sequences or []
         self.left_out = left_out
-        self._reading = job.reading
-        self._reader = self._reading.reader()
+        self._parser_config = prepared.parser_config
+        self._parser = self._parser_config.parser()
         self._has_begun = False
         self._content: list[TextBlock | ThinkingBlock | ToolUseBlock] = []
         self._arguments = ""  # of the newest call
 
     def whole(self, sequences: list[GeneratedSequence]) -> MessagesResponse:
         (sequence,) = sequences
-        text = text_of(sequence.pieces, self._reading)
-        self._reader = self._reading.of_text(text, sequence.is_truncated).reader()
+        text = text_of(sequence.pieces, self._parser_config)
+        self._parser = self._parser_config.of_text(text, sequence.is_truncated).parser()
         for _event in self._read(sequence, sequence.pieces):
             pass
         response = self._response(sequence)
@@ -409,7 +413,7 @@ class MessagesAnswer(ResponseWriter):
         reason = STOP_REASONS[sequence.finish_reason]
         if reason == "stop_sequence" and not self._stop_sequence(sequence):
             reason = "end_turn"  # a stop string of the model's own
-        if reason == "end_turn" and self._reader.has_calls:
+        if reason == "end_turn" and self._parser.has_calls:
             return "tool_use"
         return reason
 
@@ -420,14 +424,14 @@ class MessagesAnswer(ResponseWriter):
             yield {"type": "message_start", "message": self._response(sequence)}
             yield {"type": "ping"}
         for piece in pieces:
-            for part in self._reader.push(visible_text(piece, self._reading)):
+            for part in self._parser.push(visible_text(piece, self._parser_config)):
                 yield from self._take(part)
         if sequence.finish_reason is not None:
-            for part in self._reader.finish(sequence.is_truncated):
+            for part in self._parser.finish(sequence.is_truncated):
                 yield from self._take(part)
             yield from self._end_block()
 
-    def _take(self, part: reader.OutputPart) -> Iterator[dict[str, Any]]:
+    def _take(self, part: output_parser.OutputPart) -> Iterator[dict[str, Any]]:
         newest = self._content[-1] if self._content else None
         if isinstance(part, CallBegin):
             yield from self._begin_block(ToolUseBlock(part.id, part.name))
@@ -459,7 +463,7 @@ class MessagesAnswer(ResponseWriter):
             return
         newest = self._content[-1]
         if isinstance(newest, ToolUseBlock):
-            newest.input = reader.complete_members(self._arguments)
+            newest.input = output_parser.complete_members(self._arguments)
             self._arguments = ""
         yield {"type": "content_block_stop", "index": len(self._content) - 1}
 

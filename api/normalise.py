@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from text.traits import TemplateCapabilities
+from text.template_capabilities import TemplateCapabilities
 
 TemplateMessage = dict[str, Any]
 
@@ -31,27 +31,27 @@ The result of a call follows between <tool_response> and </tool_response>."""
 
 
 def adapt_to_template(
-    messages: list[TemplateMessage], tools: list[dict[str, Any]] | None, traits: TemplateCapabilities
+    messages: list[TemplateMessage], tools: list[dict[str, Any]] | None, capabilities: TemplateCapabilities
 ) -> list[TemplateMessage]:
     """The messages for a template with these capabilities. `tools` are written as text if it has no place for
     them."""
-    messages = [_with_known_role(message, traits) for message in messages]
-    if not traits.calls:
+    messages = [_with_known_role(message, capabilities) for message in messages]
+    if not capabilities.calls:
         messages = [_in_text(message) for message in messages]
-    if tools and not traits.tools:
+    if tools and not capabilities.tools:
         functions = "\n".join(json.dumps(tool["function"], ensure_ascii=False) for tool in tools)
         messages = [{"role": "system", "content": TOOLS_PROMPT.format(tools=functions)}, *messages]
-    messages = _merged(_with_system(messages, traits), traits)
-    if traits.calls and not traits.text_of_calls:
-        messages = _with_text_apart(messages, traits)
-    if traits.calls and not traits.user_after_result:
+    messages = _merged(_with_system(messages, capabilities), capabilities)
+    if capabilities.calls and not capabilities.text_of_calls:
+        messages = _with_text_apart(messages, capabilities)
+    if capabilities.calls and not capabilities.user_after_result:
         messages = _with_answers(messages)
     return messages
 
 
-def _with_known_role(message: TemplateMessage, traits: TemplateCapabilities) -> TemplateMessage:
+def _with_known_role(message: TemplateMessage, capabilities: TemplateCapabilities) -> TemplateMessage:
     role = message["role"]
-    if role == "developer" and traits.developer:
+    if role == "developer" and capabilities.developer:
         return message
     return message | {"role": ALIASES.get(role, role)}
 
@@ -72,20 +72,22 @@ def _in_text(message: TemplateMessage) -> TemplateMessage:
     return kept | {"content": "\n".join(texts)}
 
 
-def _with_system(messages: list[TemplateMessage], traits: TemplateCapabilities) -> list[TemplateMessage]:
+def _with_system(
+    messages: list[TemplateMessage], capabilities: TemplateCapabilities
+) -> list[TemplateMessage]:
     """System messages where the template takes them: all in the first one, or in the first user message."""
-    takes_system = traits.system
+    takes_system = capabilities.system
     if messages[-1]["role"] != "user":
-        takes_system = takes_system and traits.system_always
+        takes_system = takes_system and capabilities.system_always
     begins = 0
     while begins < len(messages) and messages[begins]["role"] == "system":
         begins += 1
     first = messages[:begins]
     others = messages[begins:]
-    if not (traits.later_system and takes_system):
+    if not (capabilities.later_system and takes_system):
         first += [message for message in others if message["role"] == "system"]
         others = [message for message in others if message["role"] != "system"]
-    if not first or (takes_system and (len(first) == 1 or traits.several_system)):
+    if not first or (takes_system and (len(first) == 1 or capabilities.several_system)):
         return [*first, *others]
     text = APART.join(message["content"] for message in first)
     if takes_system:
@@ -97,9 +99,9 @@ def _with_system(messages: list[TemplateMessage], traits: TemplateCapabilities) 
     return [{"role": "user", "content": text}, *others]
 
 
-def _merged(messages: list[TemplateMessage], traits: TemplateCapabilities) -> list[TemplateMessage]:
+def _merged(messages: list[TemplateMessage], capabilities: TemplateCapabilities) -> list[TemplateMessage]:
     """Consecutive messages of one role as one message, unless the template supports them."""
-    apart = {"user": traits.users, "assistant": traits.assistants}
+    apart = {"user": capabilities.users, "assistant": capabilities.assistants}
     merged: list[TemplateMessage] = []
     for message in messages:
         role = message["role"]
@@ -110,10 +112,12 @@ def _merged(messages: list[TemplateMessage], traits: TemplateCapabilities) -> li
     return merged
 
 
-def _with_text_apart(messages: list[TemplateMessage], traits: TemplateCapabilities) -> list[TemplateMessage]:
+def _with_text_apart(
+    messages: list[TemplateMessage], capabilities: TemplateCapabilities
+) -> list[TemplateMessage]:
     """The text of an assistant's messages with calls as messages in front of them; if the template does not
     support two assistant messages in a row, all of a turn's text as one."""
-    if not traits.assistants:
+    if not capabilities.assistants:
         return [message for turn in _turns(messages) for message in _with_one_text(turn)]
     apart: list[TemplateMessage] = []
     for message in messages:

@@ -13,7 +13,6 @@ from typing import Any
 
 from msgspec import Struct
 
-from api.answer import GeneratedSequence, ResponseWriter, first_of_prompts, rounded
 from api.errors import OPENAI, ApiError, event
 from api.fields import (
     CHAT_FIELDS,
@@ -26,7 +25,8 @@ from api.fields import (
     sampling_of,
 )
 from api.formats import FormatFields
-from api.job import PreparedRequest, Served
+from api.prepared_request import PreparedRequest, Served
+from api.response_writer import GeneratedSequence, ResponseWriter, first_of_prompts, rounded
 from api.types import U32, AtLeastOne
 from config import VERSION
 from protocol import MAX_LOGIT_BIAS, ModelInfo
@@ -139,7 +139,7 @@ def check_openai(
     stop = [request.stop] if isinstance(request.stop, str) else request.stop or []
     check_stop(stop, served.config, names.stop)
     min_tokens = request.min_tokens or 0
-    detail = f"must be <= the maximum of generated tokens. Given: {min_tokens} and {limit}"
+    detail = f"must be <= the maximum of tokens to generate. Given: {min_tokens} and {limit}"
     require(limit is None or min_tokens <= limit, "min_tokens", detail)
     logit_bias = _logit_bias(request.logit_bias or {}, info)
     defaults = info.sampling_defaults
@@ -178,7 +178,7 @@ def _logit_bias(given: dict[str, float], info: ModelInfo) -> list[tuple[int, flo
     return list(biases.items())
 
 
-class OpenAIAnswer(ResponseWriter):
+class OpenAIResponseWriter(ResponseWriter):
     """What all responses of OpenAI's APIs share: error format, usage, log-probabilities."""
 
     error_format = OPENAI
@@ -209,15 +209,15 @@ class OpenAIAnswer(ResponseWriter):
         return list(text.encode() if exact is None else exact[: max(0, len(exact) - cut)])
 
 
-class ChunkedAnswer(OpenAIAnswer):
+class ChunkedResponseWriter(OpenAIResponseWriter):
     """What chat and completions share: ids, and streams whose events are of the type `chunk_type`."""
 
     kind = ""  # the response's `object`
     id_prefix = ""
     chunk_type: type[OpenAIResponse]
 
-    def __init__(self, jobs: list[PreparedRequest], served: Served, request: OpenAIRequest):
-        super().__init__(jobs, served, request.stream)
+    def __init__(self, requests: list[PreparedRequest], served: Served, request: OpenAIRequest):
+        super().__init__(requests, served, request.stream)
         options = request.stream_options or StreamOptions()
         self._usage_at_end = bool(options.include_usage)
         self._usage_always = bool(options.continuous_usage_stats) and self._usage_at_end

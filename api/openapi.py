@@ -35,8 +35,8 @@ EXAMPLES = {
 class Route:
     """A route and its description in the OpenAPI document.
 
-    bodies: the types of the JSON bodies that it takes; answers: those of its JSON responses with status 200;
-    events: those of the events of its streams; parameter: the place and the name of its one parameter.
+    bodies: the types of the JSON bodies that it takes; responses: those of its JSON responses with status
+    200; events: those of the events of its streams; parameter: the place and the name of its one parameter.
     """
 
     method: str
@@ -46,7 +46,7 @@ class Route:
     errors: tuple[ErrorFormat, ...] = (TGI,)  # the first one, unless the view chooses another
     needs_key: bool = True
     bodies: tuple = ()
-    answers: tuple = ()
+    responses: tuple = ()
     events: tuple = ()
     parameter: tuple[str, str] | None = None
     content_type: str | None = None  # of a response that is not JSON
@@ -64,7 +64,7 @@ class Route:
 
 def openapi(routes: Sequence[Route]) -> dict[str, Any]:
     """The OpenAPI 3.1 document."""
-    used = [kind for route in routes for kind in (*route.bodies, *route.answers, *route.events)]
+    used = [kind for route in routes for kind in (*route.bodies, *route.responses, *route.events)]
     used += [shape.body_type for shape in (TGI, OPENAI, ANTHROPIC)]
     refs, components = msgspec.json.schema_components(used, ref_template="#/components/schemas/{name}")
     schema_of = dict(zip(used, refs))
@@ -98,8 +98,8 @@ def openapi(routes: Sequence[Route]) -> dict[str, Any]:
 def _operation(route: Route, content: Callable[[tuple], dict[str, Any]]) -> dict[str, Any]:
     """`content` makes the description of a body that has one of several types."""
     ok = {"description": "OK"}
-    if answers := _answers(route, content):
-        ok["content"] = answers
+    if responses := _responses(route, content):
+        ok["content"] = responses
     shapes = tuple(shape.body_type for shape in route.errors)
     error = {"description": "The error", "content": {"application/json": content(shapes)}}
     operation: dict[str, Any] = {
@@ -122,17 +122,17 @@ def _operation(route: Route, content: Callable[[tuple], dict[str, Any]]) -> dict
     return operation
 
 
-def _answers(route: Route, content: Callable[[tuple], dict[str, Any]]) -> dict[str, Any]:
+def _responses(route: Route, content: Callable[[tuple], dict[str, Any]]) -> dict[str, Any]:
     """The descriptions of a route's responses by their content type."""
-    answers: dict[str, Any] = {}
-    if route.answers:
-        answers["application/json"] = content(route.answers)
+    responses: dict[str, Any] = {}
+    if route.responses:
+        responses["application/json"] = content(route.responses)
     if route.events:
         event = {"contentMediaType": "application/json", "contentSchema": content(route.events)["schema"]}
         data = {"type": "string", "anyOf": [event, {"const": "[DONE]"}]}  # the last one of OpenAI's streams
         stream = {"type": "object", "properties": {"data": data}}
         # The object is for validators; generated clients get the stream as text.
-        answers["text/event-stream"] = {"schema": {"anyOf": [{"type": "string"}, stream]}}
+        responses["text/event-stream"] = {"schema": {"anyOf": [{"type": "string"}, stream]}}
     if content_type := "text/plain" if route.takes_text else route.content_type:
-        answers[content_type] = {"schema": {"type": "string"}}
-    return answers
+        responses[content_type] = {"schema": {"type": "string"}}
+    return responses

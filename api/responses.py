@@ -1,7 +1,7 @@
 """`/v1/responses`, without stored state: a request becomes a chat, and the chat's text becomes output items.
 
 `responses` makes the chat, whose errors get the names that its fields have in a Responses request.
-`ResponsesAnswer` writes the response, whole or as events.
+`ResponsesWriter` writes the response, whole or as events.
 
 Source of the shapes and of the order of events: OpenAI's API reference (responses, streaming events).
 """
@@ -19,23 +19,23 @@ import msgspec
 from msgspec import UNSET, Struct, UnsetType
 
 from api import fields
-from api.answer import GeneratedSequence, ResponseWriter
 from api.conversation import (
     IMAGE_OMITTED,
     ChatRequest,
     Message,
     Part,
-    chat_job,
+    prepare_chat,
     text_of,
     visible_text,
 )
 from api.errors import OPENAI, ApiError, invalid, named_event
 from api.fields import FieldNames, Json
-from api.job import PreparedRequest, Served
-from api.openai import OpenAIAnswer, TokenLogprob
+from api.openai import OpenAIResponseWriter, TokenLogprob
+from api.prepared_request import PreparedRequest, Served
+from api.response_writer import GeneratedSequence, ResponseWriter
 from api.types import U32, AtLeastOne, NotNegative, Share
-from text import reader
-from text.reader import Arguments, CallBegin, Content, Reasoning
+from text import output_parser
+from text.output_parser import Arguments, CallBegin, Content, Reasoning
 from text.stream import Piece
 
 NO_STATE = "is not supported: this server stores no responses"
@@ -58,7 +58,7 @@ NEEDED = {
     "reasoning": (),
 }
 # Items of tools that OpenAI runs, or that only OpenAI can read.
-FOREIGN = {
+OPENAI_ONLY_ITEMS = {
     "web_search_call",
     "file_search_call",
     "code_interpreter_call",
@@ -74,7 +74,7 @@ FOREIGN = {
     "compaction",
 }
 # Characters that truncation can leave of an escaped one, such as \ud83d\ude4.
-CUT_ESCAPE = 12
+MAX_PARTIAL_ESCAPE = 12
 CUSTOM_INPUT = {"type": "object", "properties": {"input": {"type": "string"}}, "required": ["input"]}
 LOGPROBS = "message.output_text.logprobs"
 
@@ -87,7 +87,7 @@ class TextConfig(Struct, omit_defaults=True):
     verbosity: str | None = None
 
 
-class ToolChoice(Struct, omit_defaults=True):
+class ResponsesToolChoice(Struct, omit_defaults=True):
     """One function of `tools`, or with the type allowed_tools some of them and a `mode`."""
 
     type: str
@@ -106,7 +106,7 @@ class ResponsesFields(Struct, kw_only=True):
     top_logprobs: U32 | None = None
     text: TextConfig | None = None
     tools: list[dict[str, Any]] | None = None
-    tool_choice: str | ToolChoice | None = None
+    tool_choice: str | ResponsesToolChoice | None = None
     parallel_tool_calls: bool | None = None
     metadata: dict[str, str] | None = None
     reasoning: dict[str, Any] | None = None
@@ -278,9 +278,9 @@ def responses(data: Json, served: Served) -> ResponseWriter:
         function="",
         allowed_tools="",
     )
-    job = chat_job(chat, served, names)
+    prepared = prepare_chat(chat, served, names)
     request.store = False  # whatever was asked for
-    return ResponsesAnswer(job, served, request, tools)
+    return ResponsesWriter(prepared, served, request, tools)
 
 
 class ResponsesTools:
@@ -323,9 +323,9 @@ class ResponsesTools:
                 return own
         return name
 
-    def choice(self, given: str | ToolChoice | None) -> str | dict[str, Any] | None:
+    def choice(self, given: str | ResponsesToolChoice | None) -> str | dict[str, Any] | None:
         """`tool_choice` in a chat's form."""
-        if not isinstance(given, ToolChoice):
+        if not isinstance(given, ResponsesToolChoice):
             return given
         if given.type in self.left_out:
             detail = "names a tool that this server does not run"
@@ -405,7 +405,7 @@ def _joined(one: Message, other: Message) -> Message:
 def _message(path: str, item: InputItem, tools: ResponsesTools) -> Message | None:
     """None for an item of OpenAI's own tools."""
     kind = item.type or "message"
-    if kind in FOREIGN:
+    if kind in OPENAI_ONLY_ITEMS:
         return None
     if kind == "item_reference":
         raise invalid(f"{path}.type", "item_reference is not supported: no items are stored")
@@ -457,18 +457,18 @@ def _response_format(given: dict[str, Any] | None) -> dict[str, Any] | None:
     return {"type": "json_schema", "json_schema": given}
 
 
-class ResponsesAnswer(OpenAIAnswer):
+class ResponsesWriter(OpenAIResponseWriter):
     """The response is built item by item as the text grows, streamed or not."""
 
     def __init__(
-        self, job: PreparedRequest, served: Served, request: ResponsesRequest, tools: ResponsesTools
+        self, prepared: PreparedRequest, served: Served, request: ResponsesRequest, tools: ResponsesTools
     ):
-        super().__init__([job], served, request.stream)
+        super().__init__([prepared], served, request.stream)
         self.left_out = tools.left_out
         self._tools = tools
-        self._reading = job.reading
-        self._wants_logprobs = job.logprobs
-        self._reader = self._reading.reader()
+        self._parser_config = prepared.parser_config
+        self._wants_logprobs = prepared.logprobs
+        self._parser = self._parser_config.parser()
         self._events = 0
         self._arguments = ""  # of the newest call of a custom tool
         self._reasoning_tokens = 0
@@ -486,8 +486,8 @@ class ResponsesAnswer(OpenAIAnswer):
 
     def whole(self, sequences: list[GeneratedSequence]) -> ResponsesResponse:
         (sequence,) = sequences
-        text = text_of(sequence.pieces, self._reading)
-        self._reader = self._reading.of_text(text, sequence.is_truncated).reader()
+        text = text_of(sequence.pieces, self._parser_config)
+        self._parser = self._parser_config.of_text(text, sequence.is_truncated).parser()
         for _ in self._read(sequence, sequence.pieces):
             pass
         return self._complete(sequences)
@@ -529,15 +529,15 @@ class ResponsesAnswer(OpenAIAnswer):
         for piece in pieces:
             if self._wants_logprobs and not piece.special:
                 self._logprobs_read.append(self._token_logprob(piece))
-            for part in self._reader.push(visible_text(piece, self._reading)):
+            for part in self._parser.push(visible_text(piece, self._parser_config)):
                 yield from self._take(part)
             self._reasoning_tokens += isinstance(self._newest, OutputReasoning)
         if sequence.finish_reason is not None:
-            for part in self._reader.finish(sequence.is_truncated):
+            for part in self._parser.finish(sequence.is_truncated):
                 yield from self._take(part)
             if self._newest is None:
                 yield from self._take(Content(""))  # clients expect a message
-            yield from self._end_item(is_truncated=sequence.is_truncated or self._reader.is_truncated)
+            yield from self._end_item(is_truncated=sequence.is_truncated or self._parser.is_truncated)
 
     def _bytes(self, token_id: int, text: str, cut: int = 0) -> list[int]:
         return super()._bytes(token_id, text, cut) or []  # the interface has no null here
@@ -546,7 +546,7 @@ class ResponsesAnswer(OpenAIAnswer):
     def _newest(self) -> OutputMessage | OutputReasoning | FunctionCall | CustomToolCall | None:
         return self._response.output[-1] if self._response.output else None
 
-    def _take(self, part: reader.OutputPart) -> Iterator[dict[str, Any]]:
+    def _take(self, part: output_parser.OutputPart) -> Iterator[dict[str, Any]]:
         logprobs = self._logprobs_read
         self._logprobs_read = []
         if isinstance(part, CallBegin):
@@ -589,7 +589,7 @@ class ResponsesAnswer(OpenAIAnswer):
 
     def _end_item(self, is_truncated: bool = False) -> Iterator[dict[str, Any]]:
         item = self._newest
-        is_broken = isinstance(item, (FunctionCall, CustomToolCall)) and self._reader.failed
+        is_broken = isinstance(item, (FunctionCall, CustomToolCall)) and self._parser.failed
         item.status = "incomplete" if is_truncated or is_broken else "completed"
         if isinstance(item, CustomToolCall):
             item.input = _input_of(self._arguments)
@@ -628,7 +628,7 @@ def _encode(event: dict[str, Any]) -> bytes:
 def _input_of(arguments: str) -> str:
     """The input of a custom tool in the arguments of its function, which `max_output_tokens` may have
     truncated."""
-    ends = [arguments, *(arguments[: len(arguments) - n] + '"}' for n in range(CUT_ESCAPE))]
+    ends = [arguments, *(arguments[: len(arguments) - n] + '"}' for n in range(MAX_PARTIAL_ESCAPE))]
     for complete in ends:
         with contextlib.suppress(ValueError, KeyError, TypeError):
             text = str(json.loads(complete)["input"])

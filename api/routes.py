@@ -16,9 +16,9 @@ from api import chat, clouds, completions, messages, responses, status, tgi, tok
 from api.conversation import ChatRequest
 from api.errors import ANTHROPIC, OPENAI, TGI, ErrorFormat
 from api.fields import Json
-from api.job import Served
 from api.openai import ModelCard, ModelList
 from api.openapi import Route, openapi
+from api.prepared_request import Served
 from api.responses import ResponsesRequest
 from api.server import Read, Server, json_response
 
@@ -81,7 +81,7 @@ ROUTES = (
         "Generate text, as one response",
         generates(tgi.generate),
         bodies=NATIVE,
-        answers=(tgi.GenerateResponse,),
+        responses=(tgi.GenerateResponse,),
     ),
     Route(
         "POST",
@@ -97,7 +97,7 @@ ROUTES = (
         "Generate text, streamed if `stream` is true",
         generates(tgi.compat),
         bodies=NATIVE,
-        answers=LIST,
+        responses=LIST,
         events=EVENT,
     ),
     Route(
@@ -106,7 +106,7 @@ ROUTES = (
         "`POST /` for base URLs that end in /v1",
         generates(tgi.compat),
         bodies=NATIVE,
-        answers=LIST,
+        responses=LIST,
         events=EVENT,
     ),
     Route(
@@ -115,7 +115,7 @@ ROUTES = (
         "The tokens of `inputs`",
         replies(tokenize.tokenize),
         bodies=NATIVE,
-        answers=(list[tokenize.SimpleToken],),
+        responses=(list[tokenize.SimpleToken],),
     ),
     Route(
         "POST",
@@ -123,7 +123,7 @@ ROUTES = (
         "The text and the tokens of a chat",
         replies(tokenize.chat_tokenize),
         bodies=CHAT,
-        answers=(tokenize.ChatTokenizeResponse,),
+        responses=(tokenize.ChatTokenizeResponse,),
     ),
     Route(
         "POST",
@@ -132,7 +132,7 @@ ROUTES = (
         generates(chat.chat, renders=True),
         errors=(OPENAI,),
         bodies=CHAT,
-        answers=CHATTED,
+        responses=CHATTED,
         events=CHUNK,
     ),
     Route(
@@ -142,7 +142,7 @@ ROUTES = (
         generates(completions.completion),
         errors=(OPENAI,),
         bodies=COMPLETION,
-        answers=COMPLETED,
+        responses=COMPLETED,
         events=COMPLETED,
     ),
     Route(
@@ -152,7 +152,7 @@ ROUTES = (
         generates(responses.responses, renders=True),
         errors=(OPENAI,),
         bodies=(ResponsesRequest,),
-        answers=(responses.ResponsesResponse,),
+        responses=(responses.ResponsesResponse,),
         events=(dict[str, Any],),
     ),
     Route(
@@ -162,7 +162,7 @@ ROUTES = (
         generates(messages.messages, renders=True),
         errors=(ANTHROPIC,),
         bodies=(messages.MessagesRequest,),
-        answers=(messages.MessagesResponse,),
+        responses=(messages.MessagesResponse,),
         events=(dict[str, Any],),
     ),
     Route(
@@ -172,7 +172,7 @@ ROUTES = (
         replies(messages.count_tokens),
         errors=(ANTHROPIC,),
         bodies=(messages.CountRequest,),
-        answers=(messages.TokenCount,),
+        responses=(messages.TokenCount,),
     ),
     Route(
         "GET",
@@ -180,7 +180,7 @@ ROUTES = (
         "The served model, in a list",
         status.models,
         errors=(OPENAI, ANTHROPIC),
-        answers=(ModelList, messages.AnthropicModelList),
+        responses=(ModelList, messages.AnthropicModelList),
     ),
     Route(
         "GET",
@@ -188,7 +188,7 @@ ROUTES = (
         "The served model",
         status.model,
         errors=(OPENAI, ANTHROPIC),
-        answers=(ModelCard, messages.AnthropicModelCard),
+        responses=(ModelCard, messages.AnthropicModelCard),
         parameter=("path", "name"),
     ),
     Route(
@@ -198,7 +198,7 @@ ROUTES = (
         invocations,
         errors=(TGI, OPENAI),
         bodies=NATIVE + CHAT + COMPLETION,
-        answers=LIST + CHATTED + COMPLETED,
+        responses=LIST + CHATTED + COMPLETED,
         events=EVENT + CHUNK + COMPLETED,
         takes_text=True,
     ),
@@ -208,7 +208,7 @@ ROUTES = (
         "Vertex AI: several requests at once",
         generates(clouds.vertex, renders=True),
         bodies=(clouds.VertexRequest,),
-        answers=(clouds.VertexResponse,),
+        responses=(clouds.VertexResponse,),
     ),
     Route(
         "POST",
@@ -231,7 +231,7 @@ ROUTES = (
         "/infer",
         "The Ray Serve blueprint for Inferentia: the sentence and its continuation",
         infer,
-        answers=(list[str],),
+        responses=(list[str],),
         parameter=("query", "sentence"),
     ),
     Route(
@@ -239,7 +239,7 @@ ROUTES = (
         "/info",
         "The model, and the limits in force",
         info,
-        answers=(tgi.Info,),
+        responses=(tgi.Info,),
     ),
     Route(
         "GET",
@@ -283,7 +283,7 @@ ROUTES = (
         "This document",
         serve_document,
         needs_key=False,
-        answers=(dict[str, Any],),
+        responses=(dict[str, Any],),
     ),
 )
 BY_NAME = {route.name: route for route in ROUTES}

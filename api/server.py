@@ -16,12 +16,12 @@ from flask import Response, g, request
 from gevent.threadpool import ThreadPool
 
 from api import errors, fields
-from api.answer import ResponseWriter
 from api.bodies import Bodies, charset_of_text, check_is_json
 from api.engine_client import ClientGone, EngineClient, attempt
 from api.errors import CLIENT_CLOSED_REQUEST, in_shape
 from api.fields import Json
-from api.job import Served, TokenizedPrompt, prompts_of
+from api.prepared_request import Served, TokenizedPrompt, prompts_of
+from api.response_writer import ResponseWriter
 from api.stream import ActiveRequest, Arrival, Connection, ConnectionMonitor, EventStream, timing_headers
 from api.tracing import RequestTrace, Tracer
 from api.types import encode
@@ -113,7 +113,7 @@ class Server:
     def generate_from(self, read: Callable[[Served], ResponseWriter]) -> Response:
         """Generates for a request without a body."""
         served = self._begin()
-        return self._answer(*_prepared(lambda: read(served), served))
+        return self._respond(*_prepared(lambda: read(served), served))
 
     def _generate(
         self,
@@ -125,8 +125,8 @@ class Server:
         with self._bodies.read() as body:
             prepare = functools.partial(_prepared, lambda: read(body), served)
             is_long = renders or len(body) >= LONG_TEXT
-            answer, prompts = self._threads.run(prepare) if is_long else prepare()
-        return self._answer(answer, prompts, deadline_s)
+            writer, prompts = self._threads.run(prepare) if is_long else prepare()
+        return self._respond(writer, prompts, deadline_s)
 
     def record_failure(self, status: int) -> None:
         """Adds a request that was not sent to the worker to the metrics and traces."""
@@ -149,28 +149,31 @@ class Server:
                 raise errors.overloaded()
         return served
 
-    def _answer(
-        self, answer: ResponseWriter, prompts: list[TokenizedPrompt], deadline_s: float | None = None
+    def _respond(
+        self, writer: ResponseWriter, prompts: list[TokenizedPrompt], deadline_s: float | None = None
     ) -> Response:
-        g.error_format = answer.error_format
-        _log_changes(answer, prompts)
-        with in_shape(answer.error_format):
-            self._check_grammars(prompts)
-            generation = self._start(answer, prompts, self.config.response_deadline or deadline_s)
-            headers = {
-                "x-compute-type": self.config.compute_type or self.engine.info.device,
-                "x-compute-characters": str(sum(prompt.job.characters for prompt in prompts)),
-            }
-            try:
-                if answer.streams:
-                    return _streamed(answer, generation, headers)
-                return _whole(answer, generation, headers)
-            except ClientGone:
-                return Response(status=CLIENT_CLOSED_REQUEST)  # for the metrics
+        g.error_format = writer.error_format
+        _log_changes(writer, prompts)
+        self._check_grammars(prompts)
+        generation = self._start(writer, prompts, self.config.response_deadline or deadline_s)
+        headers = {
+            "x-compute-type": self.config.compute_type or self.engine.info.device,
+            "x-compute-characters": str(sum(prompt.prepared.characters for prompt in prompts)),
+        }
+        try:
+            if writer.streams:
+                return _streamed(writer, generation, headers)
+            return _whole(writer, generation, headers)
+        except ClientGone:
+            return Response(status=CLIENT_CLOSED_REQUEST)  # for the metrics
 
     def _check_grammars(self, prompts: list[TokenizedPrompt]) -> None:
         grammars = self.engine.text.grammars
-        names = {prompt.job.grammar: prompt.job.grammar_name for prompt in prompts if prompt.job.grammar}
+        names = {
+            prompt.prepared.grammar: prompt.prepared.grammar_name
+            for prompt in prompts
+            if prompt.prepared.grammar
+        }
         for grammar, name in names.items():
             if grammars.knows(grammar):
                 continue
@@ -180,14 +183,14 @@ class Server:
                 raise errors.invalid(name, str(error)) from None
 
     def _start(
-        self, answer: ResponseWriter, prompts: list[TokenizedPrompt], deadline_s: float | None
+        self, writer: ResponseWriter, prompts: list[TokenizedPrompt], deadline_s: float | None
     ) -> ActiveRequest:
         asks_to_close = "close" in request.headers.get("Connection", "").lower()
         is_last = request.environ["SERVER_PROTOCOL"] == "HTTP/1.0" or asks_to_close
         connection = Connection(request.environ.get("gunicorn.socket"), input_may_end=is_last)
         arrival = Arrival(g.request_id, g.started_at, connection, g.get("trace"))
-        deadline_at = g.started_at + deadline_s if deadline_s and not answer.streams else float("inf")
-        answer.request_id = g.request_id
+        deadline_at = g.started_at + deadline_s if deadline_s and not writer.streams else float("inf")
+        writer.request_id = g.request_id
         g.generation = ActiveRequest(self.engine, prompts, arrival, self._watch, deadline_at)
         return g.generation
 
@@ -206,36 +209,36 @@ def _prepared(
     read: Callable[[], ResponseWriter], served: Served
 ) -> tuple[ResponseWriter, list[TokenizedPrompt]]:
     """The response writer and its prompts."""
-    answer = read()
-    with in_shape(answer.error_format):
-        return answer, prompts_of(answer.jobs, served)
+    writer = read()
+    with in_shape(writer.error_format):
+        return writer, prompts_of(writer.requests, served)
 
 
-def _log_changes(answer: ResponseWriter, prompts: list[TokenizedPrompt]) -> None:
+def _log_changes(writer: ResponseWriter, prompts: list[TokenizedPrompt]) -> None:
     """Logs what differs from the request without an error."""
     fields = {"request_id": g.request_id}
-    if answer.left_out:
-        names = ", ".join(sorted(answer.left_out))
+    if writer.left_out:
+        names = ", ".join(sorted(writer.left_out))
         logger.debug("left out tools that this server does not run: %s", names, extra={"fields": fields})
-    for job, _ids, most in prompts:
-        if job.clamps_max_tokens and job.max_new_tokens and most < job.max_new_tokens:
+    for prepared, _ids, most in prompts:
+        if prepared.clamps_max_tokens and prepared.max_new_tokens and most < prepared.max_new_tokens:
             words = "clamped `%s` from %d to the %d tokens that are left of the context length"
-            logger.debug(words, job.limit_name, job.max_new_tokens, most, extra={"fields": fields})
+            logger.debug(words, prepared.limit_name, prepared.max_new_tokens, most, extra={"fields": fields})
 
 
-def _whole(answer: ResponseWriter, generation: ActiveRequest, headers: dict[str, str]) -> Response:
+def _whole(writer: ResponseWriter, generation: ActiveRequest, headers: dict[str, str]) -> Response:
     with generation:
         generation.run()
-        response = json_response(answer.whole(generation.sequences))
+        response = json_response(writer.whole(generation.sequences))
         response.headers.extend(headers | timing_headers(generation))
         return response
 
 
-def _streamed(answer: ResponseWriter, generation: ActiveRequest, headers: dict[str, str]) -> Response:
+def _streamed(writer: ResponseWriter, generation: ActiveRequest, headers: dict[str, str]) -> Response:
     """The response, once its status is certain."""
     headers |= {
-        "Content-Type": answer.content_type,
+        "Content-Type": writer.content_type,
         "Cache-Control": "no-cache",
         "X-Accel-Buffering": "no",
     }
-    return Response(EventStream(answer, generation), headers=headers)
+    return Response(EventStream(writer, generation), headers=headers)

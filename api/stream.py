@@ -21,10 +21,10 @@ import gevent
 from gevent.monkey import get_original
 
 from api import errors
-from api.answer import GeneratedSequence, ResponseWriter, first_of_prompts
 from api.engine_client import ClientGone, EngineClient, InFlightRequest, TooLarge
 from api.errors import CLIENT_CLOSED_REQUEST, ApiError
-from api.job import TokenizedPrompt
+from api.prepared_request import TokenizedPrompt
+from api.response_writer import GeneratedSequence, ResponseWriter, first_of_prompts
 from api.tracing import Generated, RequestTrace
 from protocol import End, Generate, GenerateOptions, PromptDone, RequestStats, Token
 from text.stream import Piece
@@ -221,10 +221,10 @@ class ActiveRequest:
         )
 
     def _generates(self, prompt: TokenizedPrompt) -> Iterator[Generate]:
-        """The messages to the worker for one job, each with a sequence that waits for its tokens."""
-        job = prompt.job
-        options = {name: getattr(job, name) for name in GenerateOptions.__struct_fields__}
-        for number in range(job.sequences):
+        """The messages to the worker for one request, each with a sequence that waits for its tokens."""
+        prepared = prompt.prepared
+        options = {name: getattr(prepared, name) for name in GenerateOptions.__struct_fields__}
+        for number in range(prepared.sequences):
             sequence = GeneratedSequence(self._engine.text.tokenizer, prompt, number, len(self.sequences))
             options["sampling"] = sequence.sampling
             generate = Generate(
@@ -273,10 +273,10 @@ class EventStream:
     written.
     """
 
-    def __init__(self, answer: ResponseWriter, generation: ActiveRequest):
+    def __init__(self, writer: ResponseWriter, generation: ActiveRequest):
         """Waits for the first text, or for KEEP_ALIVE_S: then the status is certain. Raises ApiError and
         ClientGone."""
-        self._answer = answer
+        self._writer = writer
         self._generation = generation
         self._batches = iter(generation)
         try:
@@ -300,27 +300,27 @@ class EventStream:
         try:
             yield from self._data()
             generation.succeed()
-            if closing := self._answer.stream_end(generation.sequences):
+            if closing := self._writer.stream_end(generation.sequences):
                 yield closing
         except ClientGone:
             pass
         except ApiError as error:
             generation.fail(error, status=200)
-            yield self._answer.failure(error)
+            yield self._writer.failure(error)
         except Exception as error:
             request_id = generation.arrival.request_id
             logger.exception("a stream failed", extra={"fields": {"request_id": request_id}})
             generation.fail(error, status=200)
-            yield self._answer.failure(errors.internal())
+            yield self._writer.failure(errors.internal())
 
     def _data(self) -> Iterator[bytes]:
         written_at = self._generation.arrival.at
         batch: Batch | None = self._first
         while batch is not None:
-            data = b"".join(self._answer.events(sequence, pieces) for sequence, pieces in batch)
+            data = b"".join(self._writer.events(sequence, pieces) for sequence, pieces in batch)
             now = time.monotonic()
             if not data and now - written_at >= KEEP_ALIVE_S:
-                data = self._answer.keep_alive
+                data = self._writer.keep_alive
             if data:
                 written_at = now
                 yield data

@@ -12,10 +12,10 @@ import msgspec
 from msgspec import UNSET, Meta, Struct, UnsetType
 
 from api import errors, fields, formats
-from api.answer import GeneratedSequence, ResponseWriter, best_of, rounded
 from api.errors import event
 from api.fields import Json, require
-from api.job import PreparedRequest, Served, with_grammar
+from api.prepared_request import PreparedRequest, Served, with_grammar
+from api.response_writer import GeneratedSequence, ResponseWriter, best_of, rounded
 from api.types import I32, U32, U64_MAX, AtLeastOne, Positive, SamplingFields
 from config import VERSION
 from text.stream import Piece
@@ -151,13 +151,15 @@ class Info(Struct):
 
 def generate(data: Json, served: Served) -> ResponseWriter:
     request = read(data)
-    return NativeAnswer([check(request, served, streams=False)], served, parameters=_parameters(request))
+    return NativeResponseWriter(
+        [check(request, served, streams=False)], served, parameters=_parameters(request)
+    )
 
 
 def generate_stream(data: Json, served: Served) -> ResponseWriter:
     request = read(data)
-    job = check(request, served, streams=True)
-    return NativeAnswer([job], served, streams=True, parameters=_parameters(request))
+    prepared = check(request, served, streams=True)
+    return NativeResponseWriter([prepared], served, streams=True, parameters=_parameters(request))
 
 
 def compat(data: Json, served: Served) -> ResponseWriter:
@@ -166,8 +168,10 @@ def compat(data: Json, served: Served) -> ResponseWriter:
     parameters = _parameters(request)
     if parameters.return_full_text is None:
         parameters.return_full_text = True
-    job = check(request, served, streams=bool(request.stream))
-    return NativeAnswer([job], served, streams=request.stream, parameters=parameters, in_list=True)
+    prepared = check(request, served, streams=bool(request.stream))
+    return NativeResponseWriter(
+        [prepared], served, streams=request.stream, parameters=parameters, in_list=True
+    )
 
 
 def read(data: Json) -> GenerateRequest:
@@ -195,7 +199,9 @@ def check(request: GenerateRequest, served: Served, streams: bool) -> PreparedRe
         require(config.max_best_of > 1, "best_of", "!= 1 is not allowed for this endpoint")
         fields.check_best_of(best_of, config)
         require(samples, "best_of", "> 1 needs sampling: set `do_sample` or `temperature`")
-    detail = f"must be that of the adapter that is served (--lora-adapters): {config.adapter_id}"
+    detail = "is not supported: no adapter is served (--lora-adapters)"
+    if config.adapter_id:
+        detail = f"must be the served adapter {config.adapter_id!r} (--lora-adapters)"
     require(p.adapter_id in (None, "", config.adapter_id), "adapter_id", detail, given=p.adapter_id)
     require(p.temperature is None or p.temperature > 0, "temperature", "must be strictly positive")
     require(p.top_k is None or p.top_k > 0, "top_k", "must be strictly positive")
@@ -212,7 +218,7 @@ def check(request: GenerateRequest, served: Served, streams: bool) -> PreparedRe
     require(gives_prompt, "decoder_input_details", fields.NO_PROMPT_LOGITS)
     sampling = fields.sampling_of(p, samples, defaults={})
     fields.check_device(info, p, sampling, best_of=best_of > 1, top_n_tokens=p.top_n_tokens)
-    job = PreparedRequest(
+    prepared = PreparedRequest(
         prompt=request.inputs,
         sampling=sampling,
         sequences=best_of,
@@ -226,7 +232,7 @@ def check(request: GenerateRequest, served: Served, streams: bool) -> PreparedRe
         # The client gets single tokens, so an output that its grammar completes still gets its end.
         keep_eos=bool(p.details or p.decoder_input_details or p.top_n_tokens),
     )
-    return with_grammar(job, *formats.of_native(p.grammar), info)
+    return with_grammar(prepared, *formats.of_native(p.grammar), info)
 
 
 def _samples(p: Parameters) -> bool:
@@ -236,21 +242,21 @@ def _samples(p: Parameters) -> bool:
     return (p.top_p or 1.0) < 1.0 or bool(p.min_p) or (p.typical_p or 1.0) < 1.0
 
 
-class NativeAnswer(ResponseWriter):
+class NativeResponseWriter(ResponseWriter):
     """TGI's own formats. `in_list`: `POST /` returns a list."""
 
     def __init__(
         self,
-        jobs: list[PreparedRequest],
+        requests: list[PreparedRequest],
         served: Served,
         streams: bool | None = False,
         *,
         parameters: Parameters,
         in_list: bool = False,
     ):
-        super().__init__(jobs, served, streams)
+        super().__init__(requests, served, streams)
         self._in_list = in_list
-        self._prefix = jobs[0].prompt if parameters.return_full_text else ""
+        self._prefix = requests[0].prompt if parameters.return_full_text else ""
         self._wants_details = bool(parameters.details or parameters.decoder_input_details)
         self._index = 0
 
@@ -292,10 +298,10 @@ class NativeAnswer(ResponseWriter):
 
     def _details(self, sequence: GeneratedSequence) -> dict[str, Any]:
         details = self._finish(sequence)
-        prompt = self._prompt_pieces(sequence) if sequence.job.prompt_logprobs else []
+        prompt = self._prompt_pieces(sequence) if sequence.prepared.prompt_logprobs else []
         details["prefill"] = [PrefillToken(piece.id, piece.text, rounded(piece.logprob)) for piece in prompt]
         details["tokens"] = [_token(piece) for piece in sequence.pieces]
-        if sequence.job.top_n_tokens:
+        if sequence.prepared.top_n_tokens:
             details["top_tokens"] = [self._top_tokens(piece) for piece in sequence.pieces]
         return details
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from msgspec import Struct
 
 from api import fields, tgi
-from api.conversation import ChatRequest, chat_job
+from api.conversation import ChatRequest, prepare_chat
 from api.errors import invalid
 from api.fields import Json
-from api.job import Served
+from api.prepared_request import Served
 from text.tokenizer import Tokenizer, TooManyTokens
 
 MAX_TOKENIZED = 500_000  # bytes of a text, each of which may be a token that takes 250 bytes
@@ -36,7 +36,7 @@ def tokenize(data: Json, served: Served) -> list[SimpleToken]:
 
 def chat_tokenize(data: Json, served: Served) -> ChatTokenizeResponse:
     tokenizer = served.text.tokenizer
-    text = chat_job(fields.read(data, ChatRequest), served).prompt
+    text = prepare_chat(fields.read(data, ChatRequest), served).prompt
     tokens = _tokens(text, tokenizer, add_special_tokens=False)
     return ChatTokenizeResponse(tokens, tokenizer.unescape(text))
 

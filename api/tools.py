@@ -10,7 +10,15 @@ from typing import Any
 from api.errors import invalid
 from api.fields import CHAT_FIELDS, FieldNames
 from text.grammar import GrammarError
-from text.tool_formats import AS_TEXT, FORMATS, Calls, Function, ModelTools, ParametersError, calls_grammar
+from text.tool_formats import (
+    AS_TEXT,
+    FORMATS,
+    AllowedCalls,
+    Function,
+    ModelTools,
+    ParametersError,
+    calls_grammar,
+)
 
 NAME = re.compile(r"[A-Za-z0-9_.-]{1,128}")
 MODES = ("none", "auto", "required")
@@ -27,7 +35,7 @@ NO_PARSER = "cannot constrain calls with --tool-parser none (TOOL_PARSER)"
 
 
 @dataclass(frozen=True)
-class ToolUse(Calls):
+class ToolPolicy(AllowedCalls):
     """What a chat may call; `paths` has the place of each function's parameters in the request, by name."""
 
     paths: dict[str, str] = field(compare=False)
@@ -35,14 +43,14 @@ class ToolUse(Calls):
     @property
     def grammar(self) -> str:
         """The grammar of an output without other constraints; "": any text. Raises ApiError."""
-        if self.is_forced:
+        if self.requires_call:
             return self._grammar("calls")
         return self._grammar("auto") if any(function.is_strict for function in self.functions) else ""
 
     def grammar_beside(self, name: str, grammar: str) -> str:
         """The grammar of calls, or else of an output that `grammar` allows (of the field `name`). Raises
         ApiError."""
-        if self.is_forced:
+        if self.requires_call:
             raise invalid("tool_choice", f"cannot require a call together with `{name}`")
         return self._grammar("calls | body", grammar)
 
@@ -55,13 +63,13 @@ class ToolUse(Calls):
             raise invalid("tools", str(error)) from None
 
 
-def tool_use(
+def tool_policy(
     tools: list[dict[str, Any]] | None,
     tool_choice: str | dict[str, Any] | None,
     parallel_tool_calls: bool | None,
     model: ModelTools,
     names: FieldNames = CHAT_FIELDS,
-) -> ToolUse | None:
+) -> ToolPolicy | None:
     """What a chat may call; None: nothing, or calls stay text. Raises ApiError."""
     functions: dict[str, Function] = {}
     paths: dict[str, str] = {}
@@ -86,7 +94,7 @@ def tool_use(
             raise invalid("tools", NO_PARSER)
         return None
     parallel = model.parallel and mode != "named" and parallel_tool_calls is not False
-    return ToolUse(model, [functions[name] for name in chosen], mode, parallel, paths)
+    return ToolPolicy(model, [functions[name] for name in chosen], mode, parallel, paths)
 
 
 def _function(path: str, tool: dict[str, Any], names: FieldNames) -> tuple[str, Function]:

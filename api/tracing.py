@@ -18,7 +18,7 @@ from typing import Any
 
 import gevent
 
-from api.answer import GeneratedSequence
+from api.response_writer import GeneratedSequence
 from config import VERSION
 from protocol import RequestStats
 from run import ConfigError

@@ -167,7 +167,7 @@ def report_simulation(model: str, instance: str, counts: Sequence[int], load: fl
 
 def report_costs() -> Iterator[str]:
     """The most tokens per second that is published for each model and instance, and its price."""
-    yield "| model | instance | slots | prompt of length | tokens/s | dollars per million tokens |"
+    yield "| model | instance | slots | prompt / context length | tokens/s | dollars per million tokens |"
     yield "|---|---|---|---|---|---|"
     kinds = {(row.model, row.quantize, row.instance) for row in PUBLISHED}
     for model, quantize, instance in sorted(kinds, key=str):

@@ -19,7 +19,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import numpy as np
 
 from engine.sampling import SamplerState, SamplingBatch, compile_loops, logprobs, sample
-from protocol import Sampling
+from protocol import SamplingParams
 
 WARM = {"temperature": 0.8}
 CASES = {
@@ -59,7 +59,9 @@ def measure(rows: int, vocab: int, rounds: int) -> None:
             one_pass = median_ms(logits.ravel(order="K").max, rounds)
             print(f"{kind}, {layout}, {rows} x {vocab}: one pass {one_pass:.2f} ms")
             for name, parameters in CASES.items():
-                own = [Sampling() if parameters is None else Sampling(seed=row, **parameters) for row in range(rows)]
+                own = [
+                    SamplingParams() if parameters is None else SamplingParams(seed=row, **parameters) for row in range(rows)
+                ]
                 batch = SamplingBatch([SamplerState(each, list(range(1000))) for each in own])
                 taken = median_ms(lambda logits=logits, batch=batch: sample(logits, batch), rounds)
                 print(f"  {name:40} {taken:8.2f} ms {taken / one_pass:6.2f} passes")

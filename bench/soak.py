@@ -227,7 +227,7 @@ class Traffic:
         self._asks, self._bad = asks(), bad_requests()
         self._acts = {"plain": 10.0, "disconnects": 4.0, "no request": 3.0, "slow to write": 1.0, "slow to read": 1.0}
         # Other servers' timeouts for a request that never ends are unknown.
-        self._acts |= {"probe": 4.0, "does not read": 1.0, "never done writing": 0.5 if is_ours else 0.0}
+        self._acts |= {"dry_run": 4.0, "does not read": 1.0, "never done writing": 0.5 if is_ours else 0.0}
 
     async def count(self, kind: str, wanted: set[int], ask: Ask | None, exchange) -> None:
         """Enters one request. `exchange` is called with a new connection and returns (status, body)."""
@@ -280,7 +280,7 @@ class Traffic:
         if kind == "no request":
             raw, status = self.random.choice(self._bad)
             wanted, check = {status}, None
-        elif kind == "probe":
+        elif kind == "dry_run":
             raw, check = get(self.random.choice(PROBES)), None
         elif kind == "never done writing":
             raw, wanted, check = raw[: -self.random.randint(1, 20)], {408}, None
@@ -441,7 +441,7 @@ async def run(traffic: Traffic, server: Server | None, minutes: float) -> dict:
     await asyncio.gather(watch(), traffic.crowds(), *(traffic.client() for _ in range(CLIENTS)))
     problems = await leftovers(traffic, server, before)
     ledger = traffic.ledger
-    report = vars(ledger) | {"texts_compared": ledger.right_texts, "health_probes": ledger.right["probe"]}
+    report = vars(ledger) | {"texts_compared": ledger.right_texts, "health_probes": ledger.right["dry_run"]}
     report |= {"kills": server.kills, "processes": server.growth()} if server else {"kills": 0, "processes": []}
     for process in report["processes"]:
         grown = process["mb_per_minute"] * process["minutes"]

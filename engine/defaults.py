@@ -1,4 +1,4 @@
-"""Sampling defaults of requests below /v1, from the model's generation_config.json."""
+"""Sampling defaults of requests on /v1 routes, from the model's generation_config.json."""
 
 from __future__ import annotations
 
@@ -37,7 +37,11 @@ def sampling_defaults(manifest: Manifest, sampled_on: str) -> dict[str, int | fl
         logger.warning("generation_config.json has %s, which is not supported", ", ".join(unused))
     if used:
         values = ", ".join(f"{name} {value:g}" for name, value in used.items())
-        logger.info("Defaults of the model below /v1: %s (--generation-config none turns them off)", values)
+        logger.info(
+            "Sampling defaults on /v1 routes, from generation_config.json: %s "
+            "(--generation-config none disables them)",
+            values,
+        )
     return used
 
 

@@ -55,7 +55,7 @@ METRICS = (
     ),
     (Summary, "request_skipped_tokens", "Accepted draft tokens of a request, on success"),
     (Counter, "speculation_draft_tokens", "Verified draft tokens"),
-    (Counter, "speculation_accepted", "Accepted draft tokens"),
+    (Counter, "speculation_accepted_tokens", "Accepted draft tokens"),
     (Gauge, "queue_size", "Requests waiting for a slot"),
     (Histogram, "batch_next_size", "Prompts that started in the same step"),
     (Gauge, "batch_current_size", "Requests in the running batch"),
@@ -88,7 +88,7 @@ METRICS = (
     (Gauge, "ready", "1 while new requests are accepted, else 0"),
     (Gauge, "slots_busy", "Occupied slots"),
     (Gauge, "slots_total", "Slots"),
-    (Gauge, "boot_phase_seconds", "Seconds of a startup phase", "phase", ()),
+    (Gauge, "startup_phase_seconds", "Seconds of a startup phase", "phase", ()),
     (Gauge, "last_step_age_seconds", "Seconds since the device finished a step; 0 while idle"),
     (Counter, "steps", "Decode steps"),
     (Counter, "generated_tokens", "Generated tokens"),
@@ -176,7 +176,7 @@ class Metrics:
         self.series("batch_filter_duration", method).observe(output.done_at - output.sampled_at)
         self.series("generated_tokens").inc(sum(map(len, output.tokens)))
         self.series("speculation_draft_tokens").inc(output.draft_tokens)
-        self.series("speculation_accepted").inc(output.accepted)
+        self.series("speculation_accepted_tokens").inc(output.accepted)
         if output.mask_s is not None:
             self.series("grammar_mask_duration").observe(output.mask_s)
         if step.num_decodes:

@@ -130,7 +130,7 @@ class Publisher:
             self._link.send(peer, message)
 
     def _fail(self, request: Request) -> None:
-        self._end(request, "failed", "the next token could not be published")
+        self._end(request, "failed", "internal error while sending the next token")
         self._failed.put(request)
 
     def _end(self, request: Request, reason: str, message: str) -> None:

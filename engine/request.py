@@ -7,7 +7,7 @@ import logging
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
-from engine.lookup import NgramProposer
+from engine.ngram_proposer import NgramProposer
 from engine.sampling import SamplerState
 from protocol import Generate
 from text.grammar import Matcher
@@ -45,7 +45,7 @@ class Request:
     eos_token_ids: Collection[int] = ()
     sampler: SamplerState | None = None  # None with on-device sampling
     matcher: Matcher | None = None  # with constrained decoding
-    lookup: NgramProposer | None = None  # with speculative decoding
+    proposer: NgramProposer | None = None  # with speculative decoding
     state: State = State.RECEIVED
     # Kept by the scheduler:
     slot: int | None = None  # None: it has none

@@ -16,8 +16,8 @@ from collections.abc import Collection, Sequence
 import numpy as np
 
 from engine import sampling_loops as loops
-from engine.sampling_loops import FAILED, NEEDS_FULL_SORT, NO_MASK, Parameters, Source
-from protocol import Sampling
+from engine.sampling_loops import FAILED, NEEDS_FULL_SORT, NO_MASK, BatchSamplingParams, Source
+from protocol import SamplingParams
 
 MAX_FAST_TOP_K = 256  # for a larger top-k the whole row is sorted
 NOT_A_NUMBER = "the model produced NaN logits"
@@ -40,7 +40,11 @@ class SamplerState:
     """
 
     def __init__(
-        self, parameters: Sampling, prompt: Sequence[int], banned: Collection[int] = (), banned_for: int = 0
+        self,
+        parameters: SamplingParams,
+        prompt: Sequence[int],
+        banned: Collection[int] = (),
+        banned_for: int = 0,
     ):
         self.parameters = parameters
         self.stream = np.array([parameters.seed or 0], np.uint64)  # state of SplitMix64: one number a token
@@ -111,7 +115,7 @@ class SamplingBatch:
         streams = np.array([row.stream[0] for row in rows], np.uint64)
         for index, row in enumerate(rows):
             row.stream = streams[index : index + 1]
-        self.parameters = Parameters(
+        self.parameters = BatchSamplingParams(
             greedy=greedy,
             temperature=temperature,
             scale=(LOG2_E / np.maximum(temperature, 1e-37)).astype(np.float32),
@@ -211,7 +215,7 @@ def _choose(
             chosen[row] = token
 
 
-def sample_whole_row(scores: np.ndarray, parameters: Sampling, draw: float) -> int:
+def sample_whole_row(scores: np.ndarray, parameters: SamplingParams, draw: float) -> int:
     """The reference: the token at the share `draw` of the kept weights, most likely first, ties by id.
     scores: [vocab]."""
     ordered = -np.sort(-scores[scores > -np.inf])
@@ -223,7 +227,7 @@ def sample_whole_row(scores: np.ndarray, parameters: Sampling, draw: float) -> i
     return int(equal[place - np.searchsorted(-ordered, -ordered[place])])
 
 
-def filtered_weights(ordered: np.ndarray, parameters: Sampling) -> np.ndarray:
+def filtered_weights(ordered: np.ndarray, parameters: SamplingParams) -> np.ndarray:
     """exp((score - highest) / temperature), 0 for tokens that the filters remove. ordered: possible scores,
     highest first."""
     with np.errstate(over="ignore", divide="ignore", invalid="ignore"):
@@ -274,8 +278,8 @@ def logprobs(
 def compile_loops(dtypes: Sequence[str]) -> None:
     """Compiles the loops for logits of these types, "float32" or "bfloat16", or loads them from numba's
     cache."""
-    read_in_place = SamplerState(Sampling(), [0])
-    changed = SamplerState(Sampling(), [0], banned=[1], banned_for=1 << 40)
+    read_in_place = SamplerState(SamplingParams(), [0])
+    changed = SamplerState(SamplingParams(), [0], banned=[1], banned_for=1 << 40)
     batch = SamplingBatch([read_in_place, changed])
     for dtype in {"float32", *dtypes}:  # logits that are changed are copied as float32
         logits = np.zeros((2, 1), np.float32 if dtype == "float32" else np.uint16)

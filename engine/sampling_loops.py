@@ -3,8 +3,8 @@ or by token.
 
 The loops are batch-invariant, bit for bit: sums have one fixed order. The logits are read
 once for the maxima of lanes of tokens. The k-th highest of these is at most the k-th highest logit, so only
-lanes that reach it are searched for the top k. Weights are float32 powers of 2. `Parameters` has one array
-for each parameter of a batch.
+lanes that reach it are searched for the top k. Weights are float32 powers of 2. `BatchSamplingParams` has
+one array for each parameter of a batch.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ MIX_1 = np.uint64(0xBF58476D1CE4E5B9)
 MIX_2 = np.uint64(0x94D049BB133111EB)
 
 
-class Parameters(NamedTuple):
+class BatchSamplingParams(NamedTuple):
     """The sampling parameters of a batch, [rows] each."""
 
     greedy: np.ndarray  # bool: top_k is 1

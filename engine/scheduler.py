@@ -40,7 +40,7 @@ ALL_LOGITS_TOKENS = 64  # in one step: the logits after each of them are held in
 
 
 @dataclass(frozen=True, kw_only=True)
-class Limits:
+class SchedulerConfig:
     """What the model can run (see StaticBatchModel), and how the operator shares it out."""
 
     slots: int
@@ -106,7 +106,7 @@ class Scheduler:
     """Owns the queue and the slots. Callers may read `waiting`, `prefilling`, `running`, `busy` and
     `max_tokens`."""
 
-    def __init__(self, limits: Limits):
+    def __init__(self, limits: SchedulerConfig):
         self.waiting: deque[Request] = deque()
         # Prompts in progress; the one that has waited longest for tokens comes first.
         self.prefilling: list[Request] = []
@@ -180,7 +180,7 @@ class Scheduler:
         found = []
         missing = 0
         for row in rows:
-            found.append(row.lookup.propose(min(most, row.max_new_tokens - row.generated - 1)))
+            found.append(row.proposer.propose(min(most, row.max_new_tokens - row.generated - 1)))
             missing += not found[-1]
             if 2 * missing >= len(rows):
                 return []
@@ -202,7 +202,7 @@ class Scheduler:
             if index >= step.num_decodes:
                 self._update_prompt(request, chunk, is_done=bool(tokens[index]))
             if chunk.verify and tokens[index]:
-                request.lookup.record_acceptance(len(chunk.tokens) - 1, len(tokens[index]) - 1)
+                request.proposer.record_acceptance(len(chunk.tokens) - 1, len(tokens[index]) - 1)
             reasons[index] = self._record(request, tokens[index])
             if reasons[index]:
                 self._release(request)
@@ -223,8 +223,8 @@ class Scheduler:
 
     def _record(self, request: Request, tokens: list[int]) -> str | None:
         """Adds tokens to a request. Returns why it ends, if it does."""
-        if request.lookup:
-            request.lookup.add(tokens)
+        if request.proposer:
+            request.proposer.add(tokens)
         for number, token in enumerate(tokens, 1):
             request.generated += 1
             request.last_token = token
@@ -289,12 +289,12 @@ class ChunkedPrefill:
 
     has_waited = True
 
-    def __init__(self, limits: Limits):
+    def __init__(self, limits: SchedulerConfig):
         self._limits = limits
         given = limits.max_batch_prefill_tokens
-        self._budget_beside = given or limits.default_budget
-        self._prompts_beside = 1 if given else MAX_PARALLEL_PREFILLS
-        self._budget_alone = max(PREFILL_TOKENS_ALONE, self._budget_beside)
+        self._budget_with_decode = given or limits.default_budget
+        self._max_parallel_prefills = 1 if given else MAX_PARALLEL_PREFILLS
+        self._budget_alone = max(PREFILL_TOKENS_ALONE, self._budget_with_decode)
 
     def too_few_wait(self, waiting: int, running: int) -> bool:
         """Never: a prompt does not interrupt decoding."""
@@ -306,7 +306,7 @@ class ChunkedPrefill:
     def next(
         self, running: list[Request], prefilling: list[Request], startable: int
     ) -> tuple[list[Request], Prompts]:
-        beside = self._budget_beside * min(len(prefilling), self._prompts_beside)
+        beside = self._budget_with_decode * min(len(prefilling), self._max_parallel_prefills)
         return running, self._share(max(2, beside if running else self._budget_alone), prefilling)
 
     def _share(self, budget: int, prefilling: list[Request]) -> Prompts:
@@ -339,13 +339,13 @@ class ChunkedPrefill:
         """The prompts that get tokens now, at most one with `all_logits`. They move behind the others."""
         chosen: list[Request] = []
         skipped: list[Request] = []
-        one_keeps_all = False
+        has_all_logits = False
         for request in prefilling:
-            if len(chosen) == most or (request.all_logits and one_keeps_all):
+            if len(chosen) == most or (request.all_logits and has_all_logits):
                 skipped.append(request)
             else:
                 chosen.append(request)
-                one_keeps_all |= request.all_logits
+                has_all_logits |= request.all_logits
         prefilling[:] = skipped + chosen
         return chosen
 
@@ -353,10 +353,10 @@ class ChunkedPrefill:
 class AlternatingPrefill:
     """One prompt, or a chunk of it, runs alone; between two decode steps as many as the budget allows."""
 
-    def __init__(self, limits: Limits):
+    def __init__(self, limits: SchedulerConfig):
         self._limits = limits
-        self._budget_beside = limits.max_batch_prefill_tokens or limits.default_budget
-        self._budget_alone = max(MAX_PREFILL_TOKENS_PER_DECODE, self._budget_beside)
+        self._budget_with_decode = limits.max_batch_prefill_tokens or limits.default_budget
+        self._budget_alone = max(MAX_PREFILL_TOKENS_PER_DECODE, self._budget_with_decode)
         self._prompt_tokens = 0  # since the last decode step
         self._steps_since_prompt = 0  # decode steps since the last prompt was finished
 
@@ -403,5 +403,5 @@ class AlternatingPrefill:
         steps."""
         # If prompts run whole, idle slots cost more than the pause.
         fills_slots = more_could_run and self._limits.prefill_chunk is None
-        budget = self._budget_alone if fills_slots else self._budget_beside
+        budget = self._budget_alone if fills_slots else self._budget_with_decode
         return not self._prompt_tokens or self._prompt_tokens + tokens <= budget

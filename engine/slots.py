@@ -27,8 +27,8 @@ class Slots:
     def __init__(self, count: int, prefix_granularity: int | None = None, supports_prefix_copy: bool = False):
         """`prefix_granularity`, `supports_prefix_copy`: see StaticBatchModel."""
         self.free = list(range(count))  # the least recently used first
-        self._prefix_step = prefix_granularity
-        self._copies_prefixes = supports_prefix_copy
+        self._prefix_granularity = prefix_granularity
+        self._supports_copy = supports_prefix_copy
         self._held: list[list[int]] = [[] for _ in range(count)]
 
     def allocate(self, prompt: Sequence[int], reuse: bool = True) -> SlotAssignment:
@@ -38,12 +38,12 @@ class Slots:
         to, if the prefix can be copied or another free slot holds nothing. At least two tokens are left to
         run: a chunk of one would be rounded as a decode step is.
         """
-        step = self._prefix_step
+        step = self._prefix_granularity
         common = [0] * len(self._held)
         if step and reuse:
             head = prompt[: (len(prompt) - 2) // step * step]
             common = [common_prefix(head, held) // step * step for held in self._held]
-        spares = self._copies_prefixes or not all(self._held[slot] for slot in self.free)
+        spares = self._supports_copy or not all(self._held[slot] for slot in self.free)
 
         def reused(slot: int) -> int:
             if spares and 2 * common[slot] < len(self._held[slot]):
@@ -52,7 +52,7 @@ class Slots:
 
         slot = max(self.free, key=reused)
         source = slot
-        if self._copies_prefixes:
+        if self._supports_copy:
             source = max(range(len(common)), key=lambda other: (common[other], other == slot))
         self.free.remove(slot)
         self._held[slot] = list(prompt[: common[source]])
@@ -61,7 +61,7 @@ class Slots:
     def mark_cached(self, slot: int, tokens: Sequence[int], begin: int) -> None:
         """A prompt chunk has run."""
         held = self._held[slot]
-        step = self._prefix_step
+        step = self._prefix_granularity
         if step and begin == len(held) and len(tokens) > 1 and len(tokens) % step == 0:
             held += tokens
 

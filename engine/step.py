@@ -233,11 +233,11 @@ class StepTimer:
     FACTOR = 20  # times the typical duration
     MINIMUM_S = 5.0  # a busy machine sometimes delays a step by that much
     FIRST_S = 100.0  # for the first step of a kind, plus a second for each of its tokens
-    WINDOW = 9  # durations that the typical one, their median, is taken from
+    RECENT_STEPS = 9  # durations that the typical one, their median, is taken from
 
     def __init__(self):
-        self._decode_s: deque[float] = deque(maxlen=self.WINDOW)
-        self._prompt_token_s: deque[float] = deque(maxlen=self.WINDOW)
+        self._decode_s: deque[float] = deque(maxlen=self.RECENT_STEPS)
+        self._prompt_token_s: deque[float] = deque(maxlen=self.RECENT_STEPS)
 
     def limit_s(self, prompt_tokens: int) -> float:
         """The limit of a step with so many prompt tokens; 0: a decode step."""

@@ -39,7 +39,7 @@ def find_fault(found: np.ndarray, expected: np.ndarray, precision: str, has_expe
     if precision == "float32":
         error = judge(np.abs(found - expected).max(-1)) / max(1.0, np.abs(expected).max())
         if error > TOLERANCE:
-            return f"its logits differ from those of transformers by {error:.2g} of the largest"
+            return f"its logits differ from those of transformers by {error:.2g} times the largest"
     divergence = kl_divergence(found, expected)
     token = judge(divergence)
     mean = divergence.mean()

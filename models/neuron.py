@@ -74,7 +74,7 @@ class NeuronModel:
         self.max_draft_rows = self.verify_length = 0
         self.prefill_chunk: int | None = None
         if self.sampling == "hybrid" and (problem := self._hybrid_problem()):
-            logger.warning("Tokens are sampled on the host (--sampling): %s", problem)
+            logger.warning("On-device sampling is off (--sampling): %s", problem)
             self.return_token_ids(False)
             self.sampling = "host"
         if self.sampling != "device":  # which returns only ids
@@ -107,7 +107,7 @@ class NeuronModel:
                 raise ModelError(f"hybrid sampling fails ({error}); give --sampling host") from None
             return str(error)
         if not 0 <= token < self.vocab_size or logits[token] < logits.max():  # not of NaN: see _check_logits
-            return f"the device chose token {token}, which is not the likeliest, {logits.argmax()}"
+            return f"the device chose token {token}, not the most likely one, {logits.argmax()}"
         return None
 
     def _check_logits(self, model_name: str) -> None:
@@ -140,12 +140,12 @@ class NeuronModel:
         for found, expected in zip(chunked, whole):
             if self._returns_ids:
                 if found != expected:
-                    return f"another token, {found} instead of {expected}, than for the same prompt run whole"
+                    return f"chunked prefill gives token {found}, prefill of the whole prompt {expected}"
                 continue
             difference = np.abs(found - expected).max() / np.ptp(expected)
             if not difference <= CHUNK_TOLERANCE[self.dtype]:  # not: NaN
                 share = f"{difference:.1%} of their range"
-                return f"the logits differ from those of the same prompt run whole by {share}"
+                return f"the logits of chunked and whole prefill differ by {share}"
         return None
 
     def _verify_problem(self) -> str | None:
@@ -169,7 +169,7 @@ class NeuronModel:
             found = output.ids.tolist()
             expected = [token for (token,) in steps]
             if found != expected:
-                return f"other tokens, {found} instead of {expected}, than in single steps"
+                return f"verification gives tokens {found}, decode steps {expected}"
             return None
         for n, expected in enumerate(steps):
             difference = np.abs(_comparable(output[n : n + 1]) - expected).max() / np.ptp(expected)

@@ -1,4 +1,4 @@
-"""What a request becomes without a server around it: its jobs, or the error that it is refused with."""
+"""What a request becomes without a server around it: its requests, or the error that it is refused with."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from fakes.model import EOS
 from fakes.tokenizer import VOCABULARY, byte_tokenizer
 
 from api import chat, clouds, completions, fields, messages, responses, tgi
-from api.answer import GeneratedSequence
 from api.errors import OPENAI, TGI, ApiError
-from api.job import ModelText, Served, TokenizedPrompt
+from api.prepared_request import ModelText, Served, TokenizedPrompt
+from api.response_writer import GeneratedSequence
 from api.types import encode
 from config import Config
 from protocol import ModelInfo, Token
-from text.reader import OutputFormat
+from text.output_parser import ParserConfig
 from text.template import ChatTemplate
+from text.template_capabilities import TemplateCapabilities
 from text.tokenizer import Tokenizer
 from text.tool_formats import FORMATS, ModelTools
-from text.traits import TemplateCapabilities
 
 CONFIG = Config(max_stop_sequences=4, max_top_n_tokens=5, max_best_of=3, max_client_batch_size=4)
 INFO = ModelInfo("someone/model", "abc123", "/somewhere", VOCABULARY, [EOS], 8, 100, 120, "cpu", "float32")
@@ -91,18 +91,18 @@ def answer_to(dialect, body, info=INFO, config=CONFIG):
     return DIALECTS[dialect][0](data, serving(info, config))
 
 
-def jobs(dialect, info=INFO, config=CONFIG, **given):
-    return answer_to(dialect, body_of(dialect, **given), info, config).jobs
+def all_prepared(dialect, info=INFO, config=CONFIG, **given):
+    return answer_to(dialect, body_of(dialect, **given), info, config).requests
 
 
-def job(dialect="native", info=INFO, config=CONFIG, **given):
-    (only,) = jobs(dialect, info, config, **given)
+def prepared(dialect="native", info=INFO, config=CONFIG, **given):
+    (only,) = all_prepared(dialect, info, config, **given)
     return only
 
 
-def nameless(job):
-    """The job without the names of fields in its API, which its errors have."""
-    return msgspec.structs.replace(job, prompt_name="", limit_name="", grammar_name="")
+def nameless(prepared):
+    """The prepared without the names of fields in its API, which its errors have."""
+    return msgspec.structs.replace(prepared, prompt_name="", limit_name="", grammar_name="")
 
 
 def refusal_of(dialect, body, info=INFO, config=CONFIG) -> ApiError:
@@ -128,14 +128,14 @@ def assert_invalid(error: ApiError, detail: str) -> None:
     assert str(error) == f"Input validation error: {detail}"
 
 
-def thinking_of(job, thinking):
-    """The job of a model whose thinking begins so."""
-    return msgspec.structs.replace(job, reading=OutputFormat(job.reading.calls, thinking))
+def thinking_of(prepared, thinking):
+    """The prepared of a model whose thinking begins so."""
+    return msgspec.structs.replace(prepared, parser_config=ParserConfig(prepared.parser_config.calls, thinking))
 
 
 def written(answer, text, finish_reason):
-    """The answer to one job whose model writes `text`, a byte a token: the stream as text, or the object."""
-    (asked_for,) = answer.jobs
+    """The answer to one prepared whose model writes `text`, a byte a token: the stream as text, or the object."""
+    (asked_for,) = answer.requests
     answer.request_id = "r"
     ids = answer.tokenizer.encode(text) + [EOS] * (finish_reason == "eos_token")
     sequence = GeneratedSequence(answer.tokenizer, TokenizedPrompt(asked_for, [1], 999), 0, 0)

@@ -8,7 +8,7 @@ from fakes.model import EOS, FakeModel
 
 from engine.admission import Admission
 from engine.metrics import Metrics
-from engine.scheduler import Limits
+from engine.scheduler import SchedulerConfig
 from protocol import End, Generate, Status, SubmitRequests, Tokens
 from worker import Worker, WorkerDeps
 
@@ -101,7 +101,7 @@ class Driven:
         self.worker = Worker(
             WorkerDeps(
                 model=self.model,
-                limits=Limits(slots=self.model.batch_size, **facts, **shared_out),
+                limits=SchedulerConfig(slots=self.model.batch_size, **facts, **shared_out),
                 eos_token_ids=frozenset([EOS]),
                 link=self.wire,
                 admission=self.admission,

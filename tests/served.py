@@ -12,13 +12,13 @@ from prometheus_client.parser import text_string_to_metric_families
 
 import web
 from api.engine_client import EngineClient
-from api.job import ModelText
+from api.prepared_request import ModelText
 from config import Config
 from engine import sampling
 from engine.admission import Admission
 from engine.link import Link
 from engine.metrics import Metrics
-from engine.scheduler import Limits
+from engine.scheduler import SchedulerConfig
 from protocol import ModelInfo
 from text.grammar import Grammars
 from worker import Worker, WorkerDeps
@@ -69,7 +69,7 @@ class Served:
         self.link = Link(address, self.metrics, self.admission)
         parts = WorkerDeps(
             model=self.model,
-            limits=Limits(slots=slots, prefill_chunk=prefill_chunk),
+            limits=SchedulerConfig(slots=slots, prefill_chunk=prefill_chunk),
             eos_token_ids=frozenset([EOS]),
             link=self.link,
             admission=self.admission,

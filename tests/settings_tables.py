@@ -19,7 +19,7 @@ def settings() -> str:
 
 def other_names() -> str:
     rows = ["| flags and variables | here |", "|---|---|"]
-    for effect, table in json.loads((HERE / "other_servers.json").read_text()).items():
+    for effect, table in json.loads((HERE / "compatibility_aliases.json").read_text()).items():
         for names, text in table.items():
             shown = ", ".join(f"`{name}`".replace("=", "` other than `") for name in names.split())
             rows.append(f"| {shown} | {effect.replace('_', ' ')}: {text} |")

@@ -68,7 +68,7 @@ VALUES = {
 }
 KINDS = {"int": COUNTS, "int | None": COUNTS, "float": SECONDS, "float | None": SECONDS, "bool": SWITCH}
 VALUES |= {entry.name: KINDS[entry.type] for entry in SETTINGS.values() if entry.name not in VALUES}
-OTHER_SERVERS = json.loads((HERE / "other_servers.json").read_text())
+OTHER_SERVERS = json.loads((HERE / "compatibility_aliases.json").read_text())
 SAME_AS = {flag: [] for flag in SETTINGS}  # names of other servers
 for names, flag_and_variable in OTHER_SERVERS["same_as"].items():
     SAME_AS[flag_and_variable.split()[0]] += [name.partition("=")[0] for name in names.split()]
@@ -288,7 +288,7 @@ WRONG |= {
         WHOLE_NUMBERS | {"-1": "must be at least 0"},
     ),
     "neuron_config": {
-        "fuse_mlp=true": "'fuse_mlp' is not an option; these are: collectives_layout, on_device_embedding, "
+        "fuse_mlp=true": "'fuse_mlp' is not an option; supported: collectives_layout, on_device_embedding, "
         "sequence_parallel_norm, sequence_parallel_norm_threshold, shard_over_sequence, weight_tiling",
         "collectives_layout=SBH": "collectives_layout must be BSH, or left out",
         "on_device_embedding": "on_device_embedding must be true, or left out",

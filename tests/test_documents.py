@@ -23,9 +23,9 @@ MIGRATING = (HERE / "docs" / "migrating.md").read_text()
 SETTINGS = {
     name for flag, entry in config.SETTINGS.items() for name in (flag, *entry.metadata["names"], *entry.metadata["flags"])
 }
-OTHER_NAMES = {
+COMPATIBILITY_ALIASES = {
     name.partition("=")[0]: effect.replace("_", " ")
-    for effect, table in json.loads((HERE / "other_servers.json").read_text()).items()
+    for effect, table in json.loads((HERE / "compatibility_aliases.json").read_text()).items()
     for names in table
     for name in names.split()
 }
@@ -51,8 +51,8 @@ COMMANDS = [(names[0], here) for section, names, here in rows(MIGRATING) if sect
 def test_the_guide_describes_each_name_as_the_code_treats_it():
     assert len(ROWS) > 100
     for section, name, here in [(section, name, here) for section, names, here in ROWS for name in names]:
-        if name in OTHER_NAMES:
-            assert here.startswith(OTHER_NAMES[name]), name
+        if name in COMPATIBILITY_ALIASES:
+            assert here.startswith(COMPATIBILITY_ALIASES[name]), name
         elif name in SETTINGS:
             assert not here.startswith(("no effect", "not supported", "none")), name
         elif re.fullmatch(r"--[a-z-]+|[A-Z][A-Z_]+", name):
@@ -88,7 +88,7 @@ def test_a_start_command_of_another_server_means_what_the_guide_says(there, here
         assert (done.returncode, done.stderr) == (2, f"error: {flags}\n")
         return
     given = {word for word in (*variables, *words) if re.fullmatch(r"--[a-z-]+|[A-Z]\w+", word)}
-    silent = {name for name, effect in OTHER_NAMES.items() if effect != "no effect"}  # read, or asks for nothing
+    silent = {name for name, effect in COMPATIBILITY_ALIASES.items() if effect != "no effect"}  # read, or asks for nothing
     assert given <= SETTINGS | silent | set(without_effect)
     assert config.Config.from_json(done.stdout) == config.parse(shlex.split(flags), {})
     assert set(re.findall(r"(\S+) has no effect", done.stderr)) == set(without_effect)

@@ -4,7 +4,7 @@ import json
 
 import msgspec
 import pytest
-from asked import INFO, job
+from asked import INFO, prepared
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -33,7 +33,7 @@ def announced(generation_config):
 @given(generation_config=st.fixed_dictionaries({}, optional=dict.fromkeys(SAMPLING_PARAMETERS, NUMBERS)))
 def test_the_worker_reads_a_request_with_whatever_generation_config_says(api, generation_config):
     info = announced(generation_config)
-    asked = job(api, info)
+    asked = prepared(api, info)
     options = {name: getattr(asked, name) for name in GenerateOptions.__struct_fields__}
     request = received(SubmitRequests([Generate(1, [2], 3, **options)]), FromWeb).generates[0]
     arrived = {name: getattr(request.sampling, name) for name in info.sampling_defaults}

@@ -17,9 +17,9 @@ from config import Config
 from engine import sampling
 from engine.link import PeerLost
 from models.base import DeviceLost
-from protocol import Cancel, End, Generate, Hello, Sampling, Tokens
+from protocol import Cancel, End, Generate, Hello, SamplingParams, Tokens
 from run import HERE
-from worker import limits_of
+from worker import scheduler_config
 
 WAIT_S = 20
 LONG = list(range(1, 31))  # a prompt of several chunks
@@ -95,11 +95,11 @@ def test_requests_join_while_others_run_and_change_none_of_their_tokens(engine):
 
 @on_every_engine
 def test_sampled_tokens_do_not_depend_on_other_requests(engine):
-    seeded = Generate(1, [9] * 6, 12, sampling=Sampling(seed=11, temperature=1.3, top_k=20))
+    seeded = Generate(1, [9] * 6, 12, sampling=SamplingParams(seed=11, temperature=1.3, top_k=20))
     alone, crowded = Driven(), Driven(**engine)
     alone.arrive(seeded)
     alone.run()
-    crowded.arrive(*(Generate(i, [i], 30, sampling=Sampling(seed=i)) for i in (2, 3)))
+    crowded.arrive(*(Generate(i, [i], 30, sampling=SamplingParams(seed=i)) for i in (2, 3)))
     crowded.step(2)
     crowded.arrive(seeded)
     crowded.run()
@@ -347,7 +347,7 @@ def run(boot):
     errors = {"device": DeviceLost, "model": ModelError, "configuration": ConfigError, "bug": KeyError}
     raise errors[sys.argv[1]]("on purpose")
 
-worker.Boot.run = run
+worker.Startup.run = run
 sys.exit(worker.main())
 """
 
@@ -440,9 +440,9 @@ def test_a_prefill_budget_above_every_default_is_advised_against(engine, most, d
     model = FakeModel(**{name: value for name, value in engine.items() if name != "prompt_budget"})
     model.prompt_budget = engine.get("prompt_budget")
     for fine in (None, 1, most):
-        limits_of(Config(max_batch_prefill_tokens=fine), model)
+        scheduler_config(Config(max_batch_prefill_tokens=fine), model)
     assert not caplog.records
-    assert limits_of(Config(max_batch_prefill_tokens=4096), model).max_batch_prefill_tokens == 4096
+    assert scheduler_config(Config(max_batch_prefill_tokens=4096), model).max_batch_prefill_tokens == 4096
     (record,) = caplog.records
     assert record.levelname == "WARNING"
     assert record.getMessage().startswith("--max-batch-prefill-tokens 4096 (MAX_BATCH_PREFILL_TOKENS): running requests")

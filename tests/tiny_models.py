@@ -22,7 +22,7 @@ import transformers
 
 from config import Config
 from engine.request import Request
-from engine.scheduler import Limits, Scheduler
+from engine.scheduler import Scheduler, SchedulerConfig
 from manifest import Manifest
 from protocol import Generate
 
@@ -220,7 +220,7 @@ def run(model, prompts: list[list[int]], seed=0, prefill_chunk=None, budget=None
     A sequence's logits are those that its tokens were chosen from; with `all_logits` those after every prompt token as well.
     """
     chance, chunk = random.Random(seed), prefill_chunk or model.prefill_chunk
-    limits = Limits(
+    limits = SchedulerConfig(
         slots=min(6, model.batch_size),
         supports_chunked_prefill=model.supports_chunked_prefill,
         prefill_chunk=chunk,

@@ -3,7 +3,7 @@
 import tiny_tokenizers
 from tokenizers import AddedToken
 
-from api.tools import tool_use
+from api.tools import tool_policy
 from text import tool_formats
 from text.tool_formats import ModelTools
 
@@ -115,7 +115,7 @@ TOOLS = [tool(), NOW]
 
 def use(name="hermes", tools=TOOLS, choice=None, parallel=None, **known):
     """What a chat with these tools may call, of a model that writes calls in the format of this name."""
-    return tool_use(tools, choice, parallel, ModelTools(FORMS.get(name), **known))
+    return tool_policy(tools, choice, parallel, ModelTools(FORMS.get(name), **known))
 
 
 THINKING = ("<think>", "</think>")

@@ -26,7 +26,7 @@ MAX_REGEX_BYTES = 4_000
 COMPILE_S = 0.25  # of processor time, in the worker, too
 CHECK_S = 0.5  # of processor time, for compiling and the masks of the first tokens
 CHECK_BYTES = 128 * 2**20  # for the same, beyond the tokenizer
-PROBED_TOKENS = 50
+DRY_RUN_TOKENS = 50
 SLOW_MASK_S = 0.02  # a grammar whose masks take longer twice is given up
 ACCEPTED = 1_000  # grammars that a web process does not check again
 # Above these llguidance ends with an error instead of a step that takes long. A string of some 20,000
@@ -160,7 +160,9 @@ class GrammarChecker:
 
     def __init__(self, tokenizer_dir: str | Path, vocab_size: int, eos_token_ids: Sequence[int]):
         setup = (str(tokenizer_dir), vocab_size, list(eos_token_ids))
-        self._probe = SandboxedFunction("text.grammar:probe", setup, cpu_s=CHECK_S, memory_bytes=CHECK_BYTES)
+        self._probe = SandboxedFunction(
+            "text.grammar:dry_run", setup, cpu_s=CHECK_S, memory_bytes=CHECK_BYTES
+        )
         self._accepted: set[bytes] = set()
 
     def start(self) -> None:
@@ -187,7 +189,7 @@ def _digest(grammar: str) -> bytes:
     return hashlib.sha256(grammar.encode("utf-8", "surrogatepass")).digest()
 
 
-def probe(tokenizer_dir: str, vocab_size: int, eos_token_ids: list[int]) -> Callable[[str], str]:
+def dry_run(tokenizer_dir: str, vocab_size: int, eos_token_ids: list[int]) -> Callable[[str], str]:
     """What the child of a `GrammarChecker` does: compiles a grammar and computes its masks for the first
     tokens."""
     grammars = Grammars.load(tokenizer_dir, vocab_size, eos_token_ids)
@@ -214,7 +216,7 @@ def _try_tokens(matcher: LLMatcher, choose: Callable[[int], int], ends: int) -> 
     `choose` picks one of the tokens that may follow, whose bits are set; `ends` has those of EOS tokens.
     """
     slow = 0
-    for _ in range(PROBED_TOKENS):
+    for _ in range(DRY_RUN_TOKENS):
         started_at = time.process_time()
         mask = int.from_bytes(matcher.compute_bitmask(), "little")
         slow += time.process_time() - started_at > SLOW_MASK_S

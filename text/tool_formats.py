@@ -1,7 +1,7 @@
 """How models write tool calls: one row a format, and the grammars that enforce it.
 
 `FORMATS` has everything that tells one format from another: how a chat template shows it, the markers, what
-`OutputParser` (reader.py) reads, and the grammar. Sources: the chat templates of Hermes, Qwen, Llama 3,
+`OutputParser` (parser.py) reads, and the grammar. Sources: the chat templates of Hermes, Qwen, Llama 3,
 Llama 4 and DeepSeek, and those that mistral-common and vLLM publish for Mistral and DeepSeek.
 """
 
@@ -86,7 +86,7 @@ class Syntax(enum.Enum):
 
 @dataclass(frozen=True)
 class ToolFormat:
-    """A way to write calls, for the reader and for the grammar.
+    """A way to write calls, for the parser and for the grammar.
 
     `before`, `between` and `after` are Lark for what stands around the calls of an output; `marked` is Lark
     for calls after the opening marker within a text. They may use the rules `open`, `close`, `next` (the
@@ -272,7 +272,7 @@ class Function:
 
 
 @dataclass(frozen=True)
-class Calls:
+class AllowedCalls:
     """The calls that an output may have: of `functions`, more than one if `parallel`."""
 
     model: ModelTools
@@ -297,7 +297,7 @@ class Calls:
         return self.mode == "named"
 
     @property
-    def is_forced(self) -> bool:
+    def requires_call(self) -> bool:
         return self.mode != "auto"
 
 
@@ -309,7 +309,7 @@ class ParametersError(GrammarError):
         self.function = function
 
 
-def calls_grammar(calls: Calls, start: str, body: str = "") -> str:
+def calls_grammar(calls: AllowedCalls, start: str, body: str = "") -> str:
     """The grammar `start`, made of the rules `calls`, `auto` (text with calls or without) and `body`, another
     grammar.
 
@@ -485,7 +485,7 @@ def _choice(texts: Iterable[str]) -> str:
 
 
 def after_thinking(grammar: str, thinking: str, token_id: Callable[[str], int | None]) -> str:
-    """The grammar of reasoning and of what follows it; `thinking` as in `OutputFormat` (reader.py). Raises
+    """The grammar of reasoning and of what follows it; `thinking` as in `ParserConfig` (parser.py). Raises
     GrammarError."""
     if not thinking:
         return grammar

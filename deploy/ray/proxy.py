@@ -165,7 +165,7 @@ async def _send_error(send: Callable, path: str, status: int, kind: str, message
 
 
 def error_json(path: str, kind: str, message: str) -> bytes:
-    """The error in the shape of the route's API: Anthropic's, OpenAI's below /v1/, else TGI's."""
+    """The error in the shape of the route's API: Anthropic's, OpenAI's on /v1 routes, else TGI's."""
     if path.startswith("/v1/messages"):
         error = {"type": "error", "error": {"type": "api_error", "message": message}, "request_id": None}
     elif path.startswith("/v1/"):

@@ -370,58 +370,60 @@ def _arguments(argv: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    verbs = parser.add_subparsers(dest="verb", required=True)
+    subcommands = parser.add_subparsers(dest="subcommand", required=True)
 
-    def verb(name: str, help: str) -> argparse.ArgumentParser:
-        added = verbs.add_parser(name, help=help, description=help)
+    def subcommand(name: str, help: str) -> argparse.ArgumentParser:
+        added = subcommands.add_parser(name, help=help, description=help)
         added.add_argument("name", metavar="NAME", help="the endpoint")
         return added
 
-    added = verb("create", "create an endpoint and wait until it takes requests")
+    added = subcommand("create", "create an endpoint and wait until it takes requests")
     _add_deployment(added, is_new=True)
     added.add_argument("--no-wait", action="store_true", help="return at once")
-    added = verb("update", "change a running endpoint, which serves meanwhile; what is not given stays")
+    added = subcommand("update", "change a running endpoint, which serves meanwhile; what is not given stays")
     _add_deployment(added, is_new=False)
-    verb("wait", "wait until an endpoint takes requests; prints its log")
+    subcommand("wait", "wait until an endpoint takes requests; prints its log")
     for name, help in (
-        ("invoke", "print the whole answer, as JSON"),
+        ("invoke", "print the complete response as JSON"),
         ("stream", "print the text as it is generated"),
     ):
-        body = verb(name, help).add_mutually_exclusive_group(required=True)
+        body = subcommand(name, help).add_mutually_exclusive_group(required=True)
         body.add_argument("prompt", nargs="?", metavar="PROMPT", help="a message to the model, as a chat")
         body.add_argument("--body", type=_body, metavar="JSON", help="any body that /invocations takes")
-    added = verb("autoscale", "change the number of instances with the load")
+    added = subcommand("autoscale", "change the number of instances with the load")
     added.add_argument("--min", type=int, default=1, metavar="N", help="1 if not set")
     added.add_argument("--max", type=int, required=True, metavar="N")
     added.add_argument(
         "--invocations", type=float, required=True, metavar="N", help="per instance and minute"
     )
-    verb("delete", "remove the endpoint, its configuration, its model and its scaling")
+    subcommand("delete", "remove the endpoint, its configuration, its model and its scaling")
     return parser.parse_args(argv)
 
 
-def _add_deployment(verb: argparse.ArgumentParser, is_new: bool) -> None:
+def _add_deployment(subcommand: argparse.ArgumentParser, is_new: bool) -> None:
     """The options that say what runs, and on what."""
-    verb.add_argument("--image", required=is_new, metavar="URI", help="the image in ECR")
-    verb.add_argument(
+    subcommand.add_argument("--image", required=is_new, metavar="URI", help="the image in ECR")
+    subcommand.add_argument(
         "--role", required=is_new, metavar="ARN", help="the role that reads the image and the model"
     )
-    verb.add_argument("--instance-type", required=is_new, metavar="TYPE", help="for example ml.inf2.xlarge")
-    verb.add_argument("--instances", type=int, metavar="N", help="1 if not set" if is_new else None)
-    verb.add_argument(
+    subcommand.add_argument(
+        "--instance-type", required=is_new, metavar="TYPE", help="for example ml.inf2.xlarge"
+    )
+    subcommand.add_argument("--instances", type=int, metavar="N", help="1 if not set" if is_new else None)
+    subcommand.add_argument(
         "--volume-gib", type=int, metavar="N", help="disk, where the instance type has none of its own"
     )
-    verb.add_argument(
+    subcommand.add_argument(
         "--ami",
         metavar="VERSION",
         help="another driver: al2-ami-sagemaker-inference-neuron-2 has Neuron's 2.19",
     )
-    verb.add_argument(
+    subcommand.add_argument(
         "--model-data",
         metavar="S3",
         help="s3://bucket/folder/ or s3://bucket/model.tar.gz, for /opt/ml/model",
     )
-    verb.add_argument(
+    subcommand.add_argument(
         "--env",
         type=_variable,
         action="append",
@@ -430,13 +432,13 @@ def _add_deployment(verb: argparse.ArgumentParser, is_new: bool) -> None:
         help="a setting; repeatable" if is_new else "a setting; repeatable; NAME= removes it",
     )
     default = f"; {TIMEOUT_S} if not set" if is_new else ""
-    verb.add_argument(
+    subcommand.add_argument(
         "--download-timeout",
         type=_timeout,
         metavar="S",
         help=f"seconds for SageMaker to download the model data{default}",
     )
-    verb.add_argument(
+    subcommand.add_argument(
         "--startup-timeout",
         type=_timeout,
         metavar="S",
@@ -454,27 +456,27 @@ def _run(arguments: argparse.Namespace) -> None:
     runtime = boto3.client(
         "sagemaker-runtime", config=Config(read_timeout=75, retries={"total_max_attempts": 1})
     )
-    if arguments.verb in ("create", "update"):
+    if arguments.subcommand in ("create", "update"):
         given = {key: getattr(arguments, key) for key in ("image", "role", "model_data", *VARIANT_FIELDS)}
         environment = dict(arguments.env)
-    if arguments.verb == "create":
+    if arguments.subcommand == "create":
         create(sagemaker, name, **given, environment=environment)
-    if arguments.verb == "update":
+    if arguments.subcommand == "update":
         update(sagemaker, boto3.client("logs"), name, **given, environment=environment)
-    elif arguments.verb == "wait" or (arguments.verb == "create" and not arguments.no_wait):
+    elif arguments.subcommand == "wait" or (arguments.subcommand == "create" and not arguments.no_wait):
         wait(sagemaker, boto3.client("logs"), name)
-    elif arguments.verb in ("invoke", "stream"):
+    elif arguments.subcommand in ("invoke", "stream"):
         chat = {"messages": [{"role": "user", "content": arguments.prompt}], "max_tokens": MAX_TOKENS}
         body = chat if arguments.body is None else arguments.body
-        if arguments.verb == "invoke":
+        if arguments.subcommand == "invoke":
             print(json.dumps(invoke(runtime, name, body), indent=1, ensure_ascii=False))
         else:
             for event in stream(runtime, name, body):
                 print(text_of(event), end="", flush=True)
             print()
-    elif arguments.verb == "autoscale":
+    elif arguments.subcommand == "autoscale":
         autoscale(autoscaling, name, arguments.min, arguments.max, arguments.invocations)
-    elif arguments.verb == "delete":
+    elif arguments.subcommand == "delete":
         deleted = ", ".join(delete(sagemaker, autoscaling, name))
         print(f"deleted: {deleted or 'nothing; there was nothing of that name'}")
 

@@ -1,7 +1,7 @@
 """`/v1/completions`: the forms of a prompt, `echo`, `best_of`, log-probabilities in the older form."""
 
 import pytest
-from asked import jobs, refusal
+from asked import all_prepared, refusal
 from fakes.model import next_logprobs
 from fakes.tokenizer import VOCABULARY
 from openai_api import COMPLETION, PROMPT, SAMPLED, UNCACHED, chunks, streamed_text, whole
@@ -43,7 +43,7 @@ def test_a_suffix_is_refused_in_openais_words():
 
 def test_log_probabilities_are_computed_where_they_are_returned_or_rank_sequences():
     wanted = [{}, {"logprobs": 0}, {"best_of": 2}, {"n": 2}]
-    assert [jobs("completion", **fields)[0].logprobs for fields in wanted] == [False, True, True, False]
+    assert [all_prepared("completion", **fields)[0].logprobs for fields in wanted] == [False, True, True, False]
 
 
 # Answers

@@ -1,10 +1,10 @@
-"""Chats of every API: messages as the model's template reads them, and the job that a chat makes."""
+"""Chats of every API: messages as the model's template reads them, and the prepared that a chat makes."""
 
 import re
 from dataclasses import replace
 
 import pytest
-from asked import CONFIG, USER, answer_to, job, nameless, record_renders, refusal, serving
+from asked import CONFIG, USER, answer_to, nameless, prepared, record_renders, refusal, serving
 
 from api.conversation import ROLES
 from text.template import RESERVED, ChatTemplate
@@ -13,7 +13,7 @@ ASSISTANT = {"role": "assistant", "content": "Well "}
 
 
 def prompt_of(*messages):
-    return job("chat", messages=messages).prompt
+    return prepared("chat", messages=messages).prompt
 
 
 @pytest.mark.parametrize(
@@ -32,7 +32,7 @@ def prompt_of(*messages):
 )
 def test_a_chat_is_what_its_template_makes_of_its_messages(messages, prompt):
     assert prompt_of(*messages) == prompt
-    assert not job("chat", messages=messages).add_special_tokens, "the template has put them"
+    assert not prepared("chat", messages=messages).add_special_tokens, "the template has put them"
 
 
 @pytest.mark.parametrize(
@@ -97,7 +97,7 @@ CONVERSATIONS = {  # with what the assistant thought before its call
 @pytest.mark.parametrize("dialect", CONVERSATIONS)
 def test_earlier_thinking_is_given_to_the_template(dialect, monkeypatch):
     rendered = record_renders(monkeypatch)
-    job(dialect.partition(",")[0], **CONVERSATIONS[dialect])
+    prepared(dialect.partition(",")[0], **CONVERSATIONS[dialect])
     assert [messages for messages, _ in rendered] == [[USER, ASSISTANT | {"reasoning_content": "Hm."}, USER]]
 
 
@@ -105,8 +105,8 @@ def test_earlier_thinking_is_given_to_the_template(dialect, monkeypatch):
 def test_variables_for_the_template_are_the_requests_before_the_servers(dialect, monkeypatch):
     rendered = record_renders(monkeypatch)
     config = replace(CONFIG, chat_template_kwargs='{"enable_thinking": false, "style": "brief"}')
-    job(dialect, config=config)
-    job(dialect, config=config, chat_template_kwargs={"enable_thinking": True, "names": ["a", 1, None]})
+    prepared(dialect, config=config)
+    prepared(dialect, config=config, chat_template_kwargs={"enable_thinking": True, "names": ["a", 1, None]})
     assert [options for _, options in rendered] == [
         {"enable_thinking": False, "style": "brief"},
         {"enable_thinking": True, "style": "brief", "names": ["a", 1, None]},
@@ -136,7 +136,7 @@ def test_a_role_that_the_template_names_and_leaves_out_is_refused_by_name(monkey
 
 
 def test_more_messages_than_a_prompt_has_tokens_are_refused():
-    assert job("chat", messages=[USER] * 100)
+    assert prepared("chat", messages=[USER] * 100)
     error = refusal("chat", messages=[USER] * 101)
     assert re.search(r"`messages` holds 101: .* may have 100 \(--max-input-tokens", str(error))
 
@@ -165,9 +165,9 @@ def test_what_a_chat_does_not_support_is_rejected_by_name(fields, param):
 
 
 def test_a_chat_asks_for_what_its_fields_say():
-    asked = job("chat", logprobs=True, top_logprobs=20, max_tokens=50, max_completion_tokens=12)
+    asked = prepared("chat", logprobs=True, top_logprobs=20, max_tokens=50, max_completion_tokens=12)
     assert (asked.logprobs, asked.top_n_tokens, asked.max_new_tokens) == (True, 20, 12)
-    assert [job("chat", logprobs=wanted).logprobs for wanted in (None, False, True)] == [False, False, True]
+    assert [prepared("chat", logprobs=wanted).logprobs for wanted in (None, False, True)] == [False, False, True]
 
 
 CHAT = {"messages": [USER, ASSISTANT, USER], "temperature": 0, "max_tokens": 7}
@@ -180,6 +180,6 @@ FORMS = {
 
 @pytest.mark.parametrize("dialect", FORMS)
 def test_every_dialect_with_chats_makes_the_same_job_of_one(dialect):
-    (made,) = answer_to(dialect, FORMS[dialect]).jobs
-    (expected,) = answer_to("chat", CHAT).jobs
+    (made,) = answer_to(dialect, FORMS[dialect]).requests
+    (expected,) = answer_to("chat", CHAT).requests
     assert nameless(made) == nameless(expected)

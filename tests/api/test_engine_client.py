@@ -12,7 +12,7 @@ from served import WAIT_S, wait_until
 import web
 from api import engine_client
 from api.engine_client import EngineClient
-from api.job import ModelText
+from api.prepared_request import ModelText
 from protocol import Cancel, End, FromWeb, Generate, SubmitRequests, Token, Tokens
 
 

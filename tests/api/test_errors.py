@@ -8,7 +8,7 @@ from api.errors import OPENAI, TGI, ApiError, in_shape
 from api.stream import end_error
 
 TOO_LARGE = "Failed to buffer the request body: length limit exceeded (at most 2000 bytes; --payload-limit raises it)"
-LOADING = "The model cannot take requests now: loading"
+LOADING = "The server is not ready: loading"
 FAILED = "Request failed during generation: oh"
 ERRORS = [  # the error, its status, when to come again, TGI's body, OpenAI's type and code, the outcome in the metrics
     (errors.invalid("a", "b"), 422, None, "Input validation error: `a` b", "validation", "invalid_request_error", "validation"),
@@ -19,7 +19,7 @@ ERRORS = [  # the error, its status, when to come again, TGI's body, OpenAI's ty
     (end_error("failed", "oh"), 424, None, FAILED, "generation", "server_error", "generation"),
     (end_error("cancelled"), 500, None, "Incomplete generation", "incomplete_generation", "server_error", "incomplete"),
     (end_error("overloaded"), 429, 1, "Model is overloaded", "overloaded", "rate_limit_error", "overloaded"),
-    (end_error("dead"), 503, 5, "The model cannot take requests now: dead", "unavailable", "server_error", "generation"),
+    (end_error("dead"), 503, 5, "The server is not ready: dead", "unavailable", "server_error", "generation"),
     (ApiError(408, "timeout", "late"), 408, None, "late", "timeout", "invalid_request_error", "validation"),
     (ApiError(501, "validation", "no"), 501, None, "no", "validation", "server_error", "validation"),
     (ApiError(422, "template_error", "no"), 422, None, "no", "template_error", "invalid_request_error", "template"),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from asked import DIALECTS, INFO, ON_DEVICE, assert_invalid, job, jobs, refusal, refusal_of
+from asked import DIALECTS, INFO, ON_DEVICE, all_prepared, assert_invalid, prepared, refusal, refusal_of
 
 from api import fields
 from api.clouds import VertexRequest
@@ -122,7 +122,7 @@ def test_a_wrong_type_is_refused_with_the_path_of_its_field(kind):
 )
 def test_a_number_is_neither_a_text_nor_a_switch_and_has_its_width(field, right, wrong, words):
     for value in right:
-        assert job(**{field: value})
+        assert prepared(**{field: value})
     for value in wrong:
         assert f": parameters.{field}: {words}" in str(refusal("native", **{field: value}))
 
@@ -209,7 +209,7 @@ def test_other_fields_are_ignored():
         for name in set(names) - set(kind.__struct_fields__):
             read(kind, **{name: {"nested": [1, None, {}]}})
     for dialect in ("native", "greedy chat"):
-        assert job(dialect, request_id="x", quantile=-5) == job(dialect)
+        assert prepared(dialect, request_id="x", quantile=-5) == prepared(dialect)
 
 
 def test_a_request_with_more_fields_than_any_client_sends_is_refused():
@@ -230,9 +230,9 @@ def test_null_means_absent(dialect):
     }
     kind = kinds.get(dialect, Parameters)
     greedy = {} if kind is Parameters else {"temperature": 0}
-    without = job(dialect, **greedy)
+    without = prepared(dialect, **greedy)
     for name in set(kind.__struct_fields__) - {*greedy, *DIALECTS[dialect][1]}:
-        assert job(dialect, **greedy | {name: None}) == without, name
+        assert prepared(dialect, **greedy | {name: None}) == without, name
 
 
 def test_a_wrong_type_is_refused_before_a_wrong_value_and_an_unknown_name():
@@ -267,20 +267,22 @@ NEEDS_HOST = [  # API, field, what does nothing and so is taken, what is rejecte
 @pytest.mark.parametrize(("dialect", "field", "right", "wrong"), NEEDS_HOST)
 def test_a_device_that_samples_refuses_what_it_cannot_do_and_takes_what_does_nothing(dialect, field, right, wrong):
     for value in right:
-        assert jobs(dialect, ON_DEVICE, **{field: value})
+        assert all_prepared(dialect, ON_DEVICE, **{field: value})
     for value in wrong:
-        assert jobs(dialect, INFO, **{field: value})
+        assert all_prepared(dialect, INFO, **{field: value})
         error = refusal(dialect, ON_DEVICE, **{field: value})
-        assert_invalid(error, f"`{field}` needs SAMPLING=host: this server samples on the device")
+        assert_invalid(error, f"`{field}` needs --sampling host or hybrid (SAMPLING): this server samples on the device")
         assert error.param == field
 
 
 def test_a_device_draws_from_256_tokens_at_most():
     for dialect in ("native", "chat"):
-        assert job(dialect, ON_DEVICE, top_k=256).sampling.top_k == 256
-        assert job(dialect, INFO, top_k=257).sampling.top_k == 257
+        assert prepared(dialect, ON_DEVICE, top_k=256).sampling.top_k == 256
+        assert prepared(dialect, INFO, top_k=257).sampling.top_k == 257
         error = refusal(dialect, ON_DEVICE, top_k=257)
-        assert_invalid(error, "`top_k` above 256 needs SAMPLING=host: this server samples on the device. Given: 257")
-    assert job("greedy chat", ON_DEVICE, top_k=5000).sampling.seed is None
+        assert_invalid(
+            error, "`top_k` above 256 needs --sampling host or hybrid (SAMPLING): this server samples on the device. Given: 257"
+        )
+    assert prepared("greedy chat", ON_DEVICE, top_k=5000).sampling.seed is None
     for everything in (0, -1):
-        assert job("chat", ON_DEVICE, top_k=everything).sampling.top_k == 0
+        assert prepared("chat", ON_DEVICE, top_k=everything).sampling.top_k == 0

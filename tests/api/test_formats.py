@@ -6,7 +6,7 @@ import json
 import re
 
 import pytest
-from asked import ON_DEVICE, as_openai, job, jobs, refusal
+from asked import ON_DEVICE, all_prepared, as_openai, prepared, refusal
 
 from api.errors import ApiError
 from api.fields import NEEDS_HOST
@@ -92,13 +92,13 @@ def assert_names(error: ApiError, param: str, words: str) -> None:
 
 @pytest.mark.parametrize(("grammar", "expected"), NATIVE_SHAPES)
 def test_every_shape_of_tgis_grammar_is_taken(grammar, expected):
-    assert job(grammar=grammar).grammar == expected
+    assert prepared(grammar=grammar).grammar == expected
 
 
 @pytest.mark.parametrize("route", OPENAI)
 @pytest.mark.parametrize(("fields", "expected"), OPENAI_SHAPES)
 def test_every_shape_of_openais_vllms_and_sglangs_clients_is_taken(route, fields, expected):
-    assert job(route, **fields).grammar == expected
+    assert prepared(route, **fields).grammar == expected
 
 
 @pytest.mark.parametrize(("grammar", "param", "words"), NATIVE_REFUSALS)
@@ -113,7 +113,7 @@ def test_a_format_that_cannot_be_used_is_refused_by_name(route, fields, param, w
 
 
 def test_every_prompt_of_a_request_gets_the_grammar():
-    assert [job.grammar for job in jobs("completion", prompt=["a", "b"], regex="a+")] == [REGEX] * 2
+    assert [prepared.grammar for prepared in all_prepared("completion", prompt=["a", "b"], regex="a+")] == [REGEX] * 2
 
 
 @pytest.mark.parametrize(
@@ -127,8 +127,8 @@ def test_every_prompt_of_a_request_gets_the_grammar():
     ],
 )
 def test_the_end_token_is_generated_where_the_client_gets_single_tokens(route, wanted):
-    assert not job(route).keep_eos
-    assert job(route, **wanted).keep_eos
+    assert not prepared(route).keep_eos
+    assert prepared(route, **wanted).keep_eos
 
 
 @pytest.mark.parametrize(
@@ -141,7 +141,7 @@ def test_the_end_token_is_generated_where_the_client_gets_single_tokens(route, w
     ],
 )
 def test_a_device_that_samples_refuses_grammars(route, fields):
-    assert job(route, **fields).grammar
+    assert prepared(route, **fields).grammar
     assert NEEDS_HOST in str(refusal(route, ON_DEVICE, **fields))
 
 
@@ -183,7 +183,7 @@ def test_a_keyword_that_holds_anything_gives_a_grammar_or_a_refusal(keyword):
 
 def grammar_or_refusal(route, **fields):
     try:
-        asked = job(route, **fields)
+        asked = prepared(route, **fields)
     except ApiError as error:
         assert error.status == 422
         assert next(iter(fields)) in error.param

@@ -4,12 +4,12 @@ import json
 import logging
 
 import pytest
-from asked import CALLS, USER, answer_to, job, nameless, record_renders, refusal, serving, thinking_of, written
+from asked import CALLS, USER, answer_to, nameless, prepared, record_renders, refusal, serving, thinking_of, written
 from openai_api import CHAT, MESSAGES
 from openai_api import whole as asked
 
 from api.errors import ANTHROPIC, ApiError
-from api.messages import MessagesAnswer, MessagesRequest
+from api.messages import MessagesRequest, MessagesResponseWriter
 
 ROUTE = "/v1/messages"
 BODY = {"messages": [USER], "max_tokens": 12, "temperature": 0}
@@ -41,10 +41,12 @@ def stream(served, **fields):
 
 def answered(text, finish_reason="eos_token", thinking="", **fields):
     """The whole message and the events of a text, which a model with Hermes' format writes."""
-    (asked_for,) = answer_to("messages", BODY | {"tools": [WEATHER]} | fields).jobs
+    (asked_for,) = answer_to("messages", BODY | {"tools": [WEATHER]} | fields).requests
     asked_for = thinking_of(asked_for, thinking)
     requests = [MessagesRequest(messages=[], max_tokens=9, stream=streams) for streams in (False, True)]
-    whole, stream = (written(MessagesAnswer(asked_for, serving(), request), text, finish_reason) for request in requests)
+    whole, stream = (
+        written(MessagesResponseWriter(asked_for, serving(), request), text, finish_reason) for request in requests
+    )
     return whole, events_of(stream)
 
 
@@ -203,7 +205,7 @@ CHATS = [  # a request, and the chat that it is
 
 @pytest.mark.parametrize(("fields", "chat"), CHATS)
 def test_a_request_asks_for_what_a_chat_asks_for(fields, chat):
-    made = [job("messages", temperature=0, **fields), job("greedy chat", max_tokens=9, **chat)]
+    made = [prepared("messages", temperature=0, **fields), prepared("greedy chat", max_tokens=9, **chat)]
     assert nameless(made[0]) == nameless(made[1])
 
 
@@ -212,7 +214,7 @@ def test_a_block_that_only_anthropics_servers_mean_is_left_out_of_every_message(
     block = {"type": kind, "id": "x", "name": "x", "input": {}, "tool_use_id": "x", "content": "unseen", "data": "x"}
     given = [user(block, *PARTS), says(*PARTS, block), user(*PARTS)]
     left = [user(*PARTS), says(*PARTS), user(*PARTS)]
-    assert job("messages", messages=given, temperature=0) == job("messages", messages=left, temperature=0)
+    assert prepared("messages", messages=given, temperature=0) == prepared("messages", messages=left, temperature=0)
 
 
 @pytest.mark.parametrize(
@@ -221,8 +223,8 @@ def test_a_block_that_only_anthropics_servers_mean_is_left_out_of_every_message(
 )
 def test_thinking_is_a_variable_of_the_template(thinking, options, monkeypatch):
     rendered = record_renders(monkeypatch)
-    job("messages", thinking={"type": thinking, "budget_tokens": 99})
-    job("messages", thinking={"type": thinking}, chat_template_kwargs={"enable_thinking": None, "a": [1, "b"]})
+    prepared("messages", thinking={"type": thinking, "budget_tokens": 99})
+    prepared("messages", thinking={"type": thinking}, chat_template_kwargs={"enable_thinking": None, "a": [1, "b"]})
     assert [seen for _, seen in rendered] == [options, {"enable_thinking": None, "a": [1, "b"]}]
 
 

@@ -7,7 +7,7 @@ import pytest
 import templates
 
 from api.normalise import adapt_to_template
-from text.traits import TemplateCapabilities
+from text.template_capabilities import TemplateCapabilities
 
 TEMPLATES = templates.with_rules() | templates.published()
 CHATS = 60  # of each template
@@ -62,14 +62,14 @@ class Words:
 @pytest.mark.parametrize("name", TEMPLATES)
 def test_every_word_of_every_role_and_part_is_in_the_prompt(name):
     template = TEMPLATES[name]
-    traits = TemplateCapabilities.of(template)
+    capabilities = TemplateCapabilities.of(template)
     for seed in range(CHATS):
         words = Words(seed)
         messages = words.chat()
         tools = words.tools() if seed % 2 else None
-        written = adapt_to_template(messages, tools, traits)
+        written = adapt_to_template(messages, tools, capabilities)
         used = template.for_tools if tools else template
-        prompt = used.render(written, tools if traits.tools else None)
+        prompt = used.render(written, tools if capabilities.tools else None)
         lost = [word for word in words.said if word not in prompt]
         assert not lost, json.dumps(messages, indent=1)
 

@@ -1,7 +1,7 @@
 """What chats and completions share: the limits of OpenAI's fields, what sampling they ask for, usage, choices, stop strings."""
 
 import pytest
-from asked import INFO, job, refusal
+from asked import INFO, prepared, refusal
 from fakes.model import EOS
 from fakes.tokenizer import VOCABULARY
 from hypothesis import HealthCheck, given, settings
@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 from openai_api import CHAT, COMPLETION, MESSAGES, PROMPT, SAMPLED, chunks, streamed_text, text_of, whole
 
-from protocol import MAX_LOGIT_BIAS, Sampling
+from protocol import MAX_LOGIT_BIAS, SamplingParams
 
 BOTH = pytest.mark.parametrize("dialect", ["chat", "completion"])
 ROUTES = pytest.mark.parametrize(("route", "body"), [(CHAT, MESSAGES), (COMPLETION, PROMPT)])
@@ -26,7 +26,7 @@ LIMITS = [  # field, what is just right, what is just wrong, the detail
     ("repetition_penalty", [0.1, 2], [0, -1], "must be strictly positive"),
     ("n", [1, 4], [0, 5], "must be > 0 and <= 4 (--max-client-batch-size raises it). Given: "),
     ("stop", ["a", ["a"] * 4], [["a"] * 5], "supports up to 4 stop sequences (--max-stop-sequences raises it). Given: 5"),
-    ("min_tokens", [0, 9], [10], "must be <= the maximum of generated tokens. Given: 10 and 9"),
+    ("min_tokens", [0, 9], [10], "must be <= the maximum of tokens to generate. Given: 10 and 9"),
     ("logit_bias", [{}, {"0": -100, "256": 100}], [{"1": 101}], "must be >= -100 and <= 100. Given: 101"),
     ("logit_bias", [{}], [{str(n): 1 for n in range(MAX_LOGIT_BIAS + 1)}], f"takes up to {MAX_LOGIT_BIAS} tokens. Given: "),
     ("logit_bias", [{"07": 1}], [{str(VOCABULARY): 1}], f"holds token {VOCABULARY}, but the model's vocabulary has"),
@@ -41,7 +41,7 @@ LIMITS = [  # field, what is just right, what is just wrong, the detail
 @pytest.mark.parametrize(("field", "right", "wrong", "detail"), LIMITS)
 def test_a_value_just_inside_a_limit_is_accepted_and_one_just_outside_is_refused_by_name(dialect, field, right, wrong, detail):
     for value in right:
-        assert job(dialect, max_tokens=9, **{field: value})
+        assert prepared(dialect, max_tokens=9, **{field: value})
     for value in wrong:
         error = refusal(dialect, max_tokens=9, **{field: value})
         assert (error.status, error.param) == (422, field)
@@ -54,18 +54,18 @@ WITH_DEFAULTS = replace(INFO, sampling_defaults=DEFAULTS)
 
 @pytest.mark.parametrize("dialect", ["chat", "completion", "responses", "messages"])
 def test_what_a_request_leaves_out_is_the_models_default(dialect):
-    sampling = job(dialect, WITH_DEFAULTS).sampling
+    sampling = prepared(dialect, WITH_DEFAULTS).sampling
     assert {name: getattr(sampling, name) for name in DEFAULTS} == DEFAULTS
     assert sampling.seed is not None
-    asked = job(dialect, WITH_DEFAULTS, temperature=0.1, top_p=None).sampling
+    asked = prepared(dialect, WITH_DEFAULTS, temperature=0.1, top_p=None).sampling
     assert (asked.temperature, asked.top_p, asked.top_k) == (0.1, 0.95, 20)
-    assert job(dialect, WITH_DEFAULTS, temperature=0).sampling.seed is None  # greedy
-    assert job(dialect, replace(INFO, sampling_defaults={"temperature": 0})).sampling.seed is None
+    assert prepared(dialect, WITH_DEFAULTS, temperature=0).sampling.seed is None  # greedy
+    assert prepared(dialect, replace(INFO, sampling_defaults={"temperature": 0})).sampling.seed is None
 
 
 @pytest.mark.parametrize("dialect", ["native", "sampled", "stream", "vertex"])
 def test_native_requests_have_tgis_defaults(dialect):
-    sampling, expected = job(dialect, WITH_DEFAULTS).sampling, job(dialect).sampling
+    sampling, expected = prepared(dialect, WITH_DEFAULTS).sampling, prepared(dialect).sampling
     assert replace(sampling, seed=None) == replace(expected, seed=None)
     assert (sampling.seed is None) == (expected.seed is None)
 
@@ -83,21 +83,21 @@ def test_what_openais_clients_ask_for_arrives(dialect):
         "repetition_penalty": 1.5,
         "logit_bias": {"7": 1.5, "07": 2, "0": -100},
     }
-    sampling = Sampling(**asked | {"logit_bias": [(7, 2.0), (0, -100.0)], "is_seed_given": True})
-    assert job(dialect, **asked).sampling == sampling
-    made = job(dialect, max_tokens=9, min_tokens=4, ignore_eos=True, stop="x", n=2)
+    sampling = SamplingParams(**asked | {"logit_bias": [(7, 2.0), (0, -100.0)], "is_seed_given": True})
+    assert prepared(dialect, **asked).sampling == sampling
+    made = prepared(dialect, max_tokens=9, min_tokens=4, ignore_eos=True, stop="x", n=2)
     assert (made.max_new_tokens, made.min_new_tokens, made.ignore_eos, made.sequences) == (9, 4, True, 2)
     assert (made.stop, made.keep_stop) == (["x"], False)
 
 
 @BOTH
 def test_a_request_is_greedy_at_temperature_0_and_samples_otherwise(dialect):
-    assert job(dialect, temperature=0, top_p=0.5, top_k=4, seed=1).sampling.seed is None
-    assert job(dialect, temperature=0.0).sampling.seed is None
+    assert prepared(dialect, temperature=0, top_p=0.5, top_k=4, seed=1).sampling.seed is None
+    assert prepared(dialect, temperature=0.0).sampling.seed is None
     for fields in ({}, {"temperature": 1}, {"top_p": 0.5}):
-        assert 0 <= job(dialect, **fields).sampling.seed < 2**64
-    assert job(dialect, seed=-1).sampling.seed == 2**64 - 1
-    assert job(dialect, top_k=-1).sampling.top_k == job(dialect, top_k=0).sampling.top_k == 0
+        assert 0 <= prepared(dialect, **fields).sampling.seed < 2**64
+    assert prepared(dialect, seed=-1).sampling.seed == 2**64 - 1
+    assert prepared(dialect, top_k=-1).sampling.top_k == prepared(dialect, top_k=0).sampling.top_k == 0
 
 
 # Answers

@@ -5,12 +5,12 @@ import logging
 import re
 
 import pytest
-from asked import CALLS, USER, answer_to, as_openai, job, nameless, refusal, serving, thinking_of, written
+from asked import CALLS, USER, answer_to, as_openai, nameless, prepared, refusal, serving, thinking_of, written
 from openai_api import CHAT, MESSAGES, RESPONSES
 from openai_api import whole as asked
 
 from api import fields as api_fields
-from api.responses import CUSTOM_INPUT, ResponsesAnswer, ResponsesRequest, ResponsesTools
+from api.responses import CUSTOM_INPUT, ResponsesRequest, ResponsesTools, ResponsesWriter
 
 BODY = {"input": "Hi", "max_output_tokens": 12, "temperature": 0}
 WEATHER = {"type": "function", "name": "weather", "parameters": {"type": "object"}, "strict": True}
@@ -44,9 +44,9 @@ def answered(text, finish_reason="eos_token", thinking="", **fields):
 
     def answer(streams):
         body = {"input": "Hi", "tools": [WEATHER], "stream": streams} | fields
-        (asked_for,) = answer_to("responses", body).jobs
+        (asked_for,) = answer_to("responses", body).requests
         request = api_fields.read(body, ResponsesRequest)
-        return ResponsesAnswer(thinking_of(asked_for, thinking), serving(), request, ResponsesTools(request))
+        return ResponsesWriter(thinking_of(asked_for, thinking), serving(), request, ResponsesTools(request))
 
     whole, stream = (written(answer(streams), text, finish_reason) for streams in (False, True))
     return whole, events_of(stream)
@@ -205,7 +205,7 @@ CHATS = [  # a request, and the chat that it is
 
 @pytest.mark.parametrize(("fields", "chat"), CHATS)
 def test_a_request_asks_for_what_a_chat_asks_for(fields, chat):
-    made = [job("responses", temperature=0, **fields), job("greedy chat", **chat)]
+    made = [prepared("responses", temperature=0, **fields), prepared("greedy chat", **chat)]
     assert nameless(made[0]) == nameless(made[1])
 
 

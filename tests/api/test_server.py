@@ -71,6 +71,14 @@ def test_a_bug_of_ours_is_an_answer_too(served, monkeypatch, caplog):
     assert "ZeroDivisionError" in caplog.text
 
 
+def test_a_bug_is_reported_in_the_error_format_of_the_body_where_a_route_has_several(served, monkeypatch):
+    monkeypatch.setattr("api.server.Server._start", lambda *_: 1 // 0)
+    chat = served.post("/invocations", MESSAGES)
+    native = served.post("/invocations", {"inputs": "a"})
+    assert chat.status_code == native.status_code == 500
+    assert chat.json["error"]["code"] == native.json["error_type"] == "internal"
+
+
 def test_a_long_text_is_tokenized_while_others_are_answered(serve):
     served = serve(payload_limit=2_000_000).get_ready()
     text, gaps = "a" * 1_000_000, []

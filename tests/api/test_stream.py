@@ -7,14 +7,14 @@ import time
 
 import gevent
 import pytest
-from asked import job
+from asked import prepared
 from openai_api import CHAT, COMPLETION, MESSAGES, PROMPT, RESPONSES
 from served import WAIT_S, events, wait_until
 
 from api import stream as generation
 from api.errors import CLIENT_CLOSED_REQUEST, ApiError
-from api.job import TokenizedPrompt
-from api.tgi import NativeAnswer
+from api.prepared_request import TokenizedPrompt
+from api.tgi import NativeResponseWriter
 from protocol import End, PromptDone, Token
 
 NATIVE = {"inputs": "Hello", "parameters": {"max_new_tokens": 12}}
@@ -50,7 +50,7 @@ def test_a_failure_in_the_middle_of_a_stream_is_its_last_event(served, route, bo
 
 def test_a_bug_in_the_middle_of_a_stream_is_an_event_and_ends_that_stream_alone(served, monkeypatch, caplog):
     with monkeypatch.context() as patched:
-        patched.setattr(NativeAnswer, "events", lambda *_: 1 / 0)
+        patched.setattr(NativeResponseWriter, "events", lambda *_: 1 / 0)
         with served.post("/generate_stream", NATIVE) as response:
             *_, last = events(response)
     assert last["error_type"] == "internal"
@@ -65,7 +65,7 @@ def started(served, monkeypatch):
     sent = []
     monkeypatch.setattr(served.seen, "submit", lambda generates, queue: sent.append((generates[0].id, queue)))
     arrival = generation.Arrival("an-id", time.monotonic(), generation.Connection(None, input_may_end=False))
-    prompt = TokenizedPrompt(job("stream"), [97], 5)
+    prompt = TokenizedPrompt(prepared("stream"), [97], 5)
     return generation.ActiveRequest(served.seen, [prompt], arrival, generation.ConnectionMonitor()), *sent[0]
 
 

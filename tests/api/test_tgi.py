@@ -13,7 +13,7 @@ from asked import (
     INFO,
     answer_to,
     assert_invalid,
-    job,
+    prepared,
     refusal,
     refusal_of,
     serving,
@@ -22,17 +22,16 @@ from fakes.model import next_logprobs
 from fakes.tokenizer import VOCABULARY
 from served import LIMITS, WINDOW, events
 
-from api.job import PreparedRequest
+from api.prepared_request import PreparedRequest
 from api.tgi import Info
 from api.types import encode
 from config import VERSION
-from protocol import Sampling
+from protocol import SamplingParams
 
 STOPS = "`stop` supports up to 4 stop sequences (--max-stop-sequences raises it). Given: "
 TOP_N = "`top_n_tokens` must be >= 0 and <= 5 (--max-top-n-tokens raises it). Given: "
 TRUNCATE = "`truncate` must be strictly positive and at most 100. Given: "
 PENALTY = "`frequency_penalty` must be >= -2.0 and <= 2.0"
-ADAPTER = "`adapter_id` must be that of the adapter that is served (--lora-adapters): "
 LIMITS_OF = [  # field, what is just right, what is just wrong, the detail
     ("temperature", [1e-30, 0.01, 1, 1.0, 1000], [0, 0.0, -0.0, 1e-999, -1e-30, -1], "`temperature` must be strictly positive"),
     ("repetition_penalty", [1e-30, 1, 1.3], [0, 0.0, -1e-30, -1.3], "`repetition_penalty` must be strictly positive"),
@@ -53,7 +52,7 @@ LIMITS_OF = [  # field, what is just right, what is just wrong, the detail
         "adapter_id",
         [""],
         ["other"],
-        "`adapter_id` must be that of the adapter that is served (--lora-adapters): None. Given: 'other'",
+        "`adapter_id` is not supported: no adapter is served (--lora-adapters). Given: 'other'",
     ),
     ("grammar", [None, {}, {"type": "regex", "value": "a"}], [{"type": "json"}], "`grammar` of the type json needs `value`"),
 ]
@@ -61,14 +60,15 @@ LIMITS_OF = [  # field, what is just right, what is just wrong, the detail
 
 def test_the_served_adapter_may_be_named():
     adapted = replace(CONFIG, lora_adapters="mine=/adapter")
-    assert isinstance(job(config=adapted, adapter_id="mine"), PreparedRequest)
-    assert_invalid(refusal("native", INFO, adapted, adapter_id="other"), ADAPTER + "mine. Given: 'other'")
+    assert isinstance(prepared(config=adapted, adapter_id="mine"), PreparedRequest)
+    error = refusal("native", INFO, adapted, adapter_id="other")
+    assert_invalid(error, "`adapter_id` must be the served adapter 'mine' (--lora-adapters). Given: 'other'")
 
 
 @pytest.mark.parametrize(("field", "right", "wrong", "detail"), LIMITS_OF)
 def test_a_value_just_inside_a_limit_is_accepted_and_one_just_outside_is_refused_in_tgis_words(field, right, wrong, detail):
     for value in right:
-        assert isinstance(job(**{field: value}), PreparedRequest)
+        assert isinstance(prepared(**{field: value}), PreparedRequest)
     for value in wrong:
         assert_invalid(refusal("native", **{field: value}), detail)
 
@@ -77,7 +77,7 @@ def test_the_limits_are_those_of_the_configuration_and_the_model():
     asked = {"stop": ["a"] * 9, "top_n_tokens": 9, "truncate": 900}
     larger = replace(CONFIG, max_stop_sequences=9, max_top_n_tokens=9)
     long = msgspec.structs.replace(INFO, max_input_tokens=900)
-    assert job(info=long, config=larger, **asked).top_n_tokens == 9
+    assert prepared(info=long, config=larger, **asked).top_n_tokens == 9
     for config, info, words in [
         (
             replace(larger, max_stop_sequences=8),
@@ -95,13 +95,13 @@ def test_the_limits_are_those_of_the_configuration_and_the_model():
     one = replace(CONFIG, max_best_of=1)
     assert_invalid(refusal("sampled", config=one, best_of=2), "`best_of` != 1 is not allowed for this endpoint")
     blind = msgspec.structs.replace(INFO, prompt_logprobs=False)
-    assert job(decoder_input_details=True).prompt_logprobs
+    assert prepared(decoder_input_details=True).prompt_logprobs
     assert refusal("native", blind, decoder_input_details=True).param == "decoder_input_details"
 
 
 def test_empty_inputs_are_refused():
     assert_invalid(refusal_of("native", {"inputs": ""}), "`inputs` cannot be empty")
-    assert answer_to("native", {"inputs": " "}).jobs[0].prompt == " "
+    assert answer_to("native", {"inputs": " "}).requests[0].prompt == " "
 
 
 @pytest.mark.parametrize(
@@ -113,7 +113,7 @@ def test_empty_inputs_are_refused():
 )
 def test_a_stream_refuses_what_tgi_refuses_in_a_stream(field, right, wrong, detail):
     for value in right:
-        assert isinstance(job("stream", **{field: value}), PreparedRequest)
+        assert isinstance(prepared("stream", **{field: value}), PreparedRequest)
     for value in wrong:
         assert_invalid(refusal("stream", **{field: value}), detail)
 
@@ -122,11 +122,11 @@ def test_a_stream_refuses_what_tgi_refuses_in_a_stream(field, right, wrong, deta
 
 
 def test_what_is_asked_for_arrives_and_nothing_else():
-    assert job() == job("native", details=None) == PreparedRequest("Hello", stop=[])
-    asked = job(max_new_tokens=7, stop=["a", "b"], truncate=9, top_n_tokens=3, details=True)
+    assert prepared() == prepared("native", details=None) == PreparedRequest("Hello", stop=[])
+    asked = prepared(max_new_tokens=7, stop=["a", "b"], truncate=9, top_n_tokens=3, details=True)
     assert asked == PreparedRequest("Hello", max_new_tokens=7, stop=["a", "b"], truncate=9, top_n_tokens=3, keep_eos=True)
     for body in ({"inputs": "Hello"}, {"inputs": "Hello", "parameters": None}):
-        assert answer_to("native", body).jobs == [job()]
+        assert answer_to("native", body).requests == [prepared()]
 
 
 def test_sampling_is_on_exactly_when_something_asks_for_it():
@@ -143,23 +143,23 @@ def test_sampling_is_on_exactly_when_something_asks_for_it():
     for values in itertools.product(*choices.values()):
         parameters = {field: value for field, value in zip(choices, values) if value is not ...}
         asks = any(pair in asking for pair in parameters.items())
-        assert (job(**parameters).sampling.seed is not None) == asks, parameters
+        assert (prepared(**parameters).sampling.seed is not None) == asks, parameters
     for silent in ({"seed": 5}, {"repetition_penalty": 1.2}, {"frequency_penalty": 1}, {"top_n_tokens": 2}):
-        assert job(**silent).sampling.seed is None
+        assert prepared(**silent).sampling.seed is None
 
 
 def test_sampling_takes_the_values_that_are_given_and_draws_a_seed_of_64_bits_where_none_is():
     values = {"temperature": 0.7, "top_k": 40, "top_p": 0.9, "min_p": 0.05, "typical_p": 0.95}
     values |= {"repetition_penalty": 1.1, "frequency_penalty": -0.5}
-    assert job(**values, seed=9).sampling == Sampling(seed=9, is_seed_given=True, **values)
+    assert prepared(**values, seed=9).sampling == SamplingParams(seed=9, is_seed_given=True, **values)
     for seed in (0, 9, 2**64 - 1):
-        assert job("sampled", seed=seed).sampling == Sampling(seed=seed, is_seed_given=True)
-    seeds = {job("sampled").sampling.seed for _ in range(50)}
+        assert prepared("sampled", seed=seed).sampling == SamplingParams(seed=seed, is_seed_given=True)
+    seeds = {prepared("sampled").sampling.seed for _ in range(50)}
     assert len(seeds) == 50 and 2**56 <= max(seeds) < 2**64
 
 
 def test_best_of_draws_several_sequences_with_a_random_stream_each():
-    asked = job(best_of=3, temperature=0.5)
+    asked = prepared(best_of=3, temperature=0.5)
     assert asked.sequences == len({asked.sampling_of(n).seed for n in range(3)}) == 3
     error = refusal("native", best_of=2, temperature=0.5, seed=1)
     assert_invalid(error, "`seed` must not be set when `best_of` > 1")

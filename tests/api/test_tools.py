@@ -10,17 +10,17 @@ import tiny_tokenizers
 from asked import serving
 from tool_calls import BOTH, CALLS, FORMATS, KINDS, NOW, TOOLS, WRITTEN, tokenizer_of, tool, use
 
-from api.answer import GeneratedSequence
-from api.chat import ChatAnswer
+from api.chat import ChatResponseWriter
 from api.conversation import ChatRequest
 from api.errors import ApiError
-from api.job import PreparedRequest, TokenizedPrompt
-from api.messages import MessagesAnswer, MessagesRequest
-from api.responses import ResponsesAnswer, ResponsesRequest, ResponsesTools
-from api.tools import tool_use
+from api.messages import MessagesRequest, MessagesResponseWriter
+from api.prepared_request import PreparedRequest, TokenizedPrompt
+from api.response_writer import GeneratedSequence
+from api.responses import ResponsesRequest, ResponsesTools, ResponsesWriter
+from api.tools import tool_policy
 from api.types import encode
 from protocol import Token
-from text.reader import OutputFormat, complete_members
+from text.output_parser import ParserConfig, complete_members
 from text.tokenizer import Tokenizer
 from text.tool_formats import ModelTools
 
@@ -43,14 +43,14 @@ from text.tool_formats import ModelTools
 def test_a_tool_choice_says_whether_and_what_is_called(tools, choice, mode, names):
     found = use(tools=tools, choice=choice)
     assert (found.mode, found.names) == (mode, names)
-    assert found.is_forced == (mode != "auto") == bool(found.grammar)
+    assert found.requires_call == (mode != "auto") == bool(found.grammar)
     assert found.is_named == (mode == "named")
 
 
 @pytest.mark.parametrize(("tools", "choice"), [([], None), (None, None), ([], "auto"), (None, "none"), (TOOLS, "none")])
 @pytest.mark.parametrize("model", [None, ModelTools(None)])
 def test_nothing_is_called_without_tools_and_with_the_choice_none(tools, choice, model):
-    assert tool_use(tools, choice, None, model) is None
+    assert tool_policy(tools, choice, None, model) is None
     assert use("hermes", tools, choice) is None
 
 
@@ -118,11 +118,11 @@ def test_a_forced_call_and_a_format_of_the_text_are_refused_together():
 # Answers
 
 
-def sequences_of(folder, written, kind, reading, finish="eos_token", **options):
-    """A model with a tokenizer of this kind, a job, and its sequences before they have the texts `written`, each with the ids
-    and the finish reasons of its tokens."""
+def sequences_of(folder, written, kind, parser_config, finish="eos_token", **options):
+    """A model with a tokenizer of this kind, a request, and its sequences before they have the texts `written`, each with the
+    ids and the finish reasons of its tokens."""
     tokenizer = Tokenizer(tiny_tokenizers.save(tokenizer_of(kind), folder))
-    job = PreparedRequest("", reading=reading, sequences=len(written), **options)
+    prepared = PreparedRequest("", parser_config=parser_config, sequences=len(written), **options)
     model = serving()
     model = replace(model, text=model.text._replace(tokenizer=tokenizer))
     tokens = []
@@ -130,14 +130,14 @@ def sequences_of(folder, written, kind, reading, finish="eos_token", **options):
         ids = tokenizer.encode(text, add_special_tokens=False)
         ends = [None] * (len(ids) - 1) + [finish]
         taken = [Token(0, token, -1.0, [], end) for token, end in zip(ids, ends)]
-        tokens.append((GeneratedSequence(tokenizer, TokenizedPrompt(job, [5], 99), n, n), taken))
-    return model, job, tokens
+        tokens.append((GeneratedSequence(tokenizer, TokenizedPrompt(prepared, [5], 99), n, n), taken))
+    return model, prepared, tokens
 
 
-def chat_answer(folder, written, kind="special", streams=False, reading=None, logprobs=False, finish="eos_token"):
+def chat_answer(folder, written, kind="special", streams=False, parser_config=None, logprobs=False, finish="eos_token"):
     """An answer whose sequences have the texts `written`, token by token: whole, or as the choices of its stream."""
-    model, job, sequences = sequences_of(folder, written, kind, reading, finish, logprobs=logprobs)
-    answer = ChatAnswer(job, model, ChatRequest(messages=[], logprobs=logprobs, stream=streams))
+    model, prepared, sequences = sequences_of(folder, written, kind, parser_config, finish, logprobs=logprobs)
+    answer = ChatResponseWriter(prepared, model, ChatRequest(messages=[], logprobs=logprobs, stream=streams))
     events = b""
     for sequence, tokens in sequences:
         for token in tokens:
@@ -152,7 +152,7 @@ def chat_answer(folder, written, kind="special", streams=False, reading=None, lo
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", FORMATS)
 def test_calls_are_written_whole_as_openai_writes_them(name, kind, tmp_path):
-    (choice,) = chat_answer(tmp_path, [WRITTEN[name]], kind, reading=OutputFormat(use(name)))
+    (choice,) = chat_answer(tmp_path, [WRITTEN[name]], kind, parser_config=ParserConfig(use(name)))
     assert choice["finish_reason"] == "tool_calls"
     assert list(choice["message"]) == ["role", "content", "tool_calls"]
     assert choice["message"]["content"] is None
@@ -163,7 +163,7 @@ def test_calls_are_written_whole_as_openai_writes_them(name, kind, tmp_path):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_calls_are_streamed_in_openais_sequence(kind, tmp_path):
-    choices = chat_answer(tmp_path, ["Hm\n" + WRITTEN["hermes"]], kind, streams=True, reading=OutputFormat(use()))
+    choices = chat_answer(tmp_path, ["Hm\n" + WRITTEN["hermes"]], kind, streams=True, parser_config=ParserConfig(use()))
     deltas = [choice["delta"] for choice in choices]
     assert deltas[0] == {"role": "assistant", "content": ""}
     assert "".join(delta["content"] for delta in deltas[1:] if "content" in delta) == "Hm\n"
@@ -194,7 +194,7 @@ def test_calls_are_streamed_in_openais_sequence(kind, tmp_path):
     ],
 )
 def test_the_finish_reason_says_whether_tools_are_to_be_called(choice, finish, text, reason, streams, tmp_path):
-    answer = chat_answer(tmp_path, [text], streams=streams, reading=OutputFormat(use(choice=choice)), finish=finish)
+    answer = chat_answer(tmp_path, [text], streams=streams, parser_config=ParserConfig(use(choice=choice)), finish=finish)
     assert answer[-1]["finish_reason"] == reason
     if not streams and choice in ("required", "weather"):
         assert answer[0]["message"]["content"] == ""
@@ -208,9 +208,9 @@ def test_the_finish_reason_says_whether_tools_are_to_be_called(choice, finish, t
 def test_a_call_that_the_limit_of_tokens_cuts_is_given_as_far_as_it_goes(name, choice, kind, tmp_path):
     written = CALLS[name][0]
     text = written[: written.index("ern")]
-    reading = OutputFormat(use(name, choice=choice))
-    (choice,) = chat_answer(tmp_path, [text], kind, reading=reading, finish="length")
-    stream = chat_answer(tmp_path, [text], kind, streams=True, reading=reading, finish="length")
+    parser_config = ParserConfig(use(name, choice=choice))
+    (choice,) = chat_answer(tmp_path, [text], kind, parser_config=parser_config, finish="length")
+    stream = chat_answer(tmp_path, [text], kind, streams=True, parser_config=parser_config, finish="length")
     assert choice["finish_reason"] == stream[-1]["finish_reason"] == "length"
     assert not choice["message"]["content"] and not any(each["delta"].get("content") for each in stream)
     (call,) = choice["message"]["tool_calls"]
@@ -223,9 +223,9 @@ def test_a_call_that_the_limit_of_tokens_cuts_is_given_as_far_as_it_goes(name, c
 
 def dialect_answer(make, folder, name, text):
     """The whole answer and the events of the stream of a call that the limit of tokens cuts."""
-    reading = OutputFormat(use(name, choice="required"))
-    model, job, [(sequence, tokens)] = sequences_of(folder, [text], "special", reading, "length")
-    streamed = make(job, model, True)
+    parser_config = ParserConfig(use(name, choice="required"))
+    model, prepared, [(sequence, tokens)] = sequences_of(folder, [text], "special", parser_config, "length")
+    streamed = make(prepared, model, True)
     events = b""
     for token in tokens:
         pieces = sequence.take(token)
@@ -233,7 +233,7 @@ def dialect_answer(make, folder, name, text):
         events += streamed.events(sequence, pieces)
     events += streamed.stream_end([sequence])
     data = [line.removeprefix("data: ") for line in events.decode().split("\n") if line.startswith("data: ")]
-    return json.loads(encode(make(job, model, False).whole([sequence]))), [json.loads(event) for event in data]
+    return json.loads(encode(make(prepared, model, False).whole([sequence]))), [json.loads(event) for event in data]
 
 
 ONE_OF_TWO = {
@@ -250,9 +250,9 @@ ONE_OF_TWO = {
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_a_cut_call_is_an_incomplete_item_of_a_response(name, tmp_path):
-    def make(job, model, streams):
+    def make(prepared, model, streams):
         request = ResponsesRequest(input="", stream=streams)
-        return ResponsesAnswer(job, model, request, ResponsesTools(request))
+        return ResponsesWriter(prepared, model, request, ResponsesTools(request))
 
     whole, events = dialect_answer(make, tmp_path, name, ONE_OF_TWO[name])
     (item,) = whole["output"]
@@ -271,8 +271,8 @@ def test_a_cut_call_is_an_incomplete_item_of_a_response(name, tmp_path):
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_a_cut_call_has_in_a_message_the_arguments_that_are_complete(name, tmp_path):
-    def make(job, model, streams):
-        return MessagesAnswer(job, model, MessagesRequest(messages=[], max_tokens=9, stream=streams))
+    def make(prepared, model, streams):
+        return MessagesResponseWriter(prepared, model, MessagesRequest(messages=[], max_tokens=9, stream=streams))
 
     whole, events = dialect_answer(make, tmp_path, name, ONE_OF_TWO[name])
     (block,) = whole["content"]
@@ -287,7 +287,7 @@ def test_a_cut_call_has_in_a_message_the_arguments_that_are_complete(name, tmp_p
 
 @pytest.mark.parametrize("streams", [False, True])
 def test_each_choice_is_read_by_itself(streams, tmp_path):
-    choices = chat_answer(tmp_path, [CALLS["hermes"][0], "Hello"], streams=streams, reading=OutputFormat(use()))
+    choices = chat_answer(tmp_path, [CALLS["hermes"][0], "Hello"], streams=streams, parser_config=ParserConfig(use()))
     first, second = ([choice for choice in choices if choice["index"] == index] for index in range(2))
     assert (first[-1]["finish_reason"], second[-1]["finish_reason"]) == ("tool_calls", "stop")
     texts = [choice.get("delta", choice.get("message")).get("content") or "" for choice in second]
@@ -296,19 +296,21 @@ def test_each_choice_is_read_by_itself(streams, tmp_path):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_reasoning_is_written_under_both_of_its_names(kind, tmp_path):
-    reading = OutputFormat(None, "before")
-    (choice,) = chat_answer(tmp_path, ["<think>Hm</think>Yes"], kind, reading=reading)
+    parser_config = ParserConfig(None, "before")
+    (choice,) = chat_answer(tmp_path, ["<think>Hm</think>Yes"], kind, parser_config=parser_config)
     assert choice["message"] == {"role": "assistant", "content": "Yes", "reasoning": "Hm", "reasoning_content": "Hm"}
-    deltas = [c["delta"] for c in chat_answer(tmp_path, ["<think>Hm</think>Yes"], kind, streams=True, reading=reading)]
+    deltas = [
+        c["delta"] for c in chat_answer(tmp_path, ["<think>Hm</think>Yes"], kind, streams=True, parser_config=parser_config)
+    ]
     for name, written in (("content", "Yes"), ("reasoning", "Hm"), ("reasoning_content", "Hm")):
         assert "".join(delta.get(name, "") for delta in deltas) == written
 
 
-@pytest.mark.parametrize("reading", [OutputFormat(use()), OutputFormat(use(), "before")])
-def test_every_token_has_its_log_probability_whatever_is_held_back(reading, tmp_path):
+@pytest.mark.parametrize("parser_config", [ParserConfig(use()), ParserConfig(use(), "before")])
+def test_every_token_has_its_log_probability_whatever_is_held_back(parser_config, tmp_path):
     written = "<think>Hm</think>Hello" + CALLS["hermes"][0]
-    (choice,) = chat_answer(tmp_path, [written], "text", reading=reading, logprobs=True)
-    stream = chat_answer(tmp_path, [written], "text", streams=True, reading=reading, logprobs=True)
+    (choice,) = chat_answer(tmp_path, [written], "text", parser_config=parser_config, logprobs=True)
+    stream = chat_answer(tmp_path, [written], "text", streams=True, parser_config=parser_config, logprobs=True)
     streamed = [token for each in stream for token in (each["logprobs"] or {"content": []})["content"]]
     assert streamed == choice["logprobs"]["content"]
     assert "".join(token["token"] for token in streamed) == written
@@ -375,7 +377,7 @@ def test_a_device_that_samples_cannot_constrain_calls(serve, monkeypatch, body, 
     served = served_with(serve, monkeypatch, LLAMA, sampling="device")
     body = {"messages": [USER], "tools": [SHORT], "max_tokens": 3} | body
     error = served.post("/v1/chat/completions", body).json["error"]
-    assert error["param"] == param and "SAMPLING=host" in error["message"]
+    assert error["param"] == param and "--sampling host" in error["message"]
     assert served.post("/v1/chat/completions", {"messages": [USER], "tools": [SHORT], "max_tokens": 3}).status_code == 200
 
 

@@ -17,7 +17,9 @@ def test_sampling_defaults_are_those_of_generation_config(caplog):
     given = {"do_sample": True, "temperature": 0.6, "top_p": 0.9, "top_k": None, "max_new_tokens": 7, "eos_token_id": 2}
     used, log = defaults(caplog, given)
     assert used == {"temperature": 0.6, "top_p": 0.9}
-    assert log == ["Defaults of the model below /v1: temperature 0.6, top_p 0.9 (--generation-config none turns them off)"]
+    values = "temperature 0.6, top_p 0.9"
+    (line,) = log
+    assert line.startswith(f"Sampling defaults on /v1 routes, from generation_config.json: {values} (--generation-config none")
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from processes import wait_until
 from tiny_tokenizers import byte_level
 
 import worker
-from protocol import MAX_GRAMMAR, Cancel, Generate, Sampling
+from protocol import MAX_GRAMMAR, Cancel, Generate, SamplingParams
 from text import grammar
 from text.grammar import Grammars, Matcher, of_json_schema, of_regex
 
@@ -43,7 +43,7 @@ def text_of(driven, request_id):
 @on_every_engine
 def test_guided_rows_follow_their_grammar_and_free_ones_beside_them_generate_what_they_do_alone(engine):
     driven = guided(**engine)
-    warm = [Sampling(seed=seed, temperature=1.5, top_k=5 * (seed % 3)) for seed in range(4)]
+    warm = [SamplingParams(seed=seed, temperature=1.5, top_k=5 * (seed % 3)) for seed in range(4)]
     driven.arrive(*(Generate(n, [10 + n], 40, sampling=each, grammar=of_regex(PHONE)) for n, each in enumerate(warm)))
     driven.arrive(Generate(10, [20, 21], 30), Generate(11, [22] * 9, 30))
     driven.run()
@@ -60,7 +60,7 @@ def test_a_guided_text_is_the_same_with_guesses_and_ends_where_it_is_complete(en
     chance = Random(seed)
     grammars = [of_regex(PHONE), of_regex(WORDS), ""]
     requests = [
-        Generate(n, [10 + n, seed + 1], 30, sampling=Sampling(seed=n, temperature=1.5), grammar=chance.choice(grammars))
+        Generate(n, [10 + n, seed + 1], 30, sampling=SamplingParams(seed=n, temperature=1.5), grammar=chance.choice(grammars))
         for n in range(5)
     ]
     plain, guessed = guided(**engine), guided(verify_length=6, **engine)
@@ -78,7 +78,7 @@ def test_a_guided_text_is_the_same_with_guesses_and_ends_where_it_is_complete(en
 
 @on_every_engine
 def test_a_guided_text_does_not_depend_on_its_company(engine):
-    request = Generate(1, [7, 8, 9], 40, sampling=Sampling(seed=3, top_p=0.9), grammar=of_regex(WORDS))
+    request = Generate(1, [7, 8, 9], 40, sampling=SamplingParams(seed=3, top_p=0.9), grammar=of_regex(WORDS))
     alone, together = guided(**engine), guided(**engine)
     alone.arrive(request)
     alone.run()
@@ -95,7 +95,11 @@ def test_a_request_that_fails_changes_no_other_text_of_its_grammar(engine, seed,
     chance = Random(seed)
     requests = [
         Generate(
-            n, [10 + n], chance.randint(1, 40), sampling=Sampling(seed=n, temperature=2), grammar=of_regex("[a-zA-Z]{1,200}")
+            n,
+            [10 + n],
+            chance.randint(1, 40),
+            sampling=SamplingParams(seed=n, temperature=2),
+            grammar=of_regex("[a-zA-Z]{1,200}"),
         )
         for n in range(8)
     ]
@@ -255,7 +259,7 @@ def test_hundreds_of_schemas_give_valid_json_whatever_the_model_prefers():
     )
     schemas = {n: random_schema(random) for n in range(SCHEMAS)}
     for n, schema in schemas.items():
-        warm = Sampling(seed=n, temperature=1.5) if n % 2 else Sampling()
+        warm = SamplingParams(seed=n, temperature=1.5) if n % 2 else SamplingParams()
         driven.arrive(Generate(n, [n % 300 + 1], 480, sampling=warm, grammar=of_json_schema(schema), logprobs=False))
         if n % 50 == 49:
             driven.run(at_most=10_000)

@@ -22,7 +22,7 @@ from protocol import (
     ModelInfo,
     PromptDone,
     RequestStats,
-    Sampling,
+    SamplingParams,
     Status,
     SubmitRequests,
     Token,
@@ -93,7 +93,9 @@ def receive(worker, count=1):
 
 def test_messages_arrive_as_they_were_sent(worker, connect):
     web = connect()
-    sampling = Sampling(seed=2**64 - 1, temperature=0.5, top_k=3, presence_penalty=-0.5, logit_bias=[(7, -100.0), (8, 0.25)])
+    sampling = SamplingParams(
+        seed=2**64 - 1, temperature=0.5, top_k=3, presence_penalty=-0.5, logit_bias=[(7, -100.0), (8, 0.25)]
+    )
     generate = Generate(2**63 - 1, [1, 2, 3], 9, sampling=sampling, top_n_tokens=5, min_new_tokens=2, prompt_logprobs=True)
     request = SubmitRequests([generate, Generate(1, [4], 1)])
     web.send(request)

@@ -349,10 +349,10 @@ def test_the_age_of_the_last_step_grows_while_the_first_prompt_hangs(clock):
 
 def test_a_phase_of_the_boot_counts_its_seconds(clock):
     metrics, wire = Metrics(), Wire()
-    with worker.Boot(Config(), wire, Admission(1), metrics).phase("loading", "weights"):
+    with worker.Startup(Config(), wire, Admission(1), metrics).phase("loading", "weights"):
         clock.pass_s(12.5)
     assert wire.status == Status("loading")
-    assert samples(metrics)["tgi_boot_phase_seconds", "phase=loading"] == 12.5
+    assert samples(metrics)["tgi_startup_phase_seconds", "phase=loading"] == 12.5
 
 
 def test_metrics_are_sent_while_the_device_hangs_in_a_step(tmp_path):

@@ -7,7 +7,7 @@ from fakes.model import greedy
 from loop import ENGINES, Driven, on_every_engine
 
 from engine.link import PeerLost
-from protocol import Cancel, Generate, Sampling, SubmitRequests
+from protocol import Cancel, Generate, SamplingParams, SubmitRequests
 
 LONG = list(range(1, 31))  # a prompt of several chunks
 
@@ -91,7 +91,7 @@ def test_a_request_that_waited_longer_than_max_queue_time_is_refused_while_a_pro
 
 def test_a_request_that_cannot_be_run_ends_alone():
     driven = Driven()
-    impossible = Generate(1, [1], 8, sampling=Sampling(seed=2**64))
+    impossible = Generate(1, [1], 8, sampling=SamplingParams(seed=2**64))
     driven.arrive(SubmitRequests([impossible, Generate(2, [2], 8)]))
     driven.run()
     assert driven.ends[1] == "failed" and not driven.tokens[1]

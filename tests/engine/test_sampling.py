@@ -28,7 +28,7 @@ from engine.sampling import (
     sample,
     sample_whole_row,
 )
-from protocol import Sampling
+from protocol import SamplingParams
 from run import HERE
 
 INF, NAN = math.inf, math.nan
@@ -42,7 +42,7 @@ def rows_of(*rows) -> np.ndarray:
     return np.array(rows, np.float32)
 
 
-def sampler_after(parameters: Sampling, prompt=(0,), generated=()) -> SamplerState:
+def sampler_after(parameters: SamplingParams, prompt=(0,), generated=()) -> SamplerState:
     sampler = SamplerState(parameters, prompt)
     for token in generated:
         sampler.record(token)
@@ -75,7 +75,7 @@ def rounded(logits: np.ndarray) -> np.ndarray:
     return (bfloat16(logits).astype(np.uint32) << 16).view(np.float32)
 
 
-def warped(logits: np.ndarray, parameters: Sampling, prompt=(), generated=()) -> np.ndarray:
+def warped(logits: np.ndarray, parameters: SamplingParams, prompt=(), generated=()) -> np.ndarray:
     """The distribution that transformers samples from, float64 [vocab]; OpenAI's penalties and biases added."""
     import torch  # here, because these imports take seconds
     import transformers as hf
@@ -118,7 +118,7 @@ def chi_square_excess(counts: Counter, expected: np.ndarray) -> float:
 
 def first_draws(prompt=(), generated=(), **parameters) -> Counter:
     """The tokens of the seeds 0, 1, 2, ... after `prompt` and `generated`."""
-    samplers = [sampler_after(Sampling(seed=seed, **parameters), prompt, generated) for seed in range(DRAWS)]
+    samplers = [sampler_after(SamplingParams(seed=seed, **parameters), prompt, generated) for seed in range(DRAWS)]
     return Counter(tokens_of(np.repeat(LOGITS[None], DRAWS, axis=0), samplers))
 
 
@@ -153,16 +153,16 @@ PARAMETERS = [
 @with_transformers
 @pytest.mark.parametrize("parameters", PARAMETERS, ids=str)
 def test_tokens_are_drawn_from_exactly_the_distribution_of_the_parameters(parameters):
-    expected = warped(LOGITS, Sampling(**parameters), PROMPT, GENERATED)
+    expected = warped(LOGITS, SamplingParams(**parameters), PROMPT, GENERATED)
     assert chi_square_excess(first_draws(PROMPT, GENERATED, **parameters), expected) < 1
 
 
 @with_transformers
 @pytest.mark.parametrize("parameters", [{}, {"temperature": 0.6, "top_k": 6}, {"temperature": 2.0, "top_p": 0.9}], ids=str)
 def test_the_tokens_of_one_seed_follow_the_distribution_too(parameters):
-    batch = SamplingBatch([SamplerState(Sampling(seed=7, **parameters), PROMPT)])
+    batch = SamplingBatch([SamplerState(SamplingParams(seed=7, **parameters), PROMPT)])
     counts = Counter(sample(LOGITS[None], batch)[0] for _ in range(DRAWS))
-    assert chi_square_excess(counts, warped(LOGITS, Sampling(**parameters))) < 1
+    assert chi_square_excess(counts, warped(LOGITS, SamplingParams(**parameters))) < 1
 
 
 @with_transformers
@@ -181,7 +181,7 @@ def test_the_tokens_of_one_seed_follow_the_distribution_too(parameters):
     ids=str,
 )
 def test_the_chi_square_test_distinguishes_similar_distributions(drawn, claimed):
-    expected = warped(LOGITS, Sampling(**claimed), PROMPT, GENERATED)
+    expected = warped(LOGITS, SamplingParams(**claimed), PROMPT, GENERATED)
     assert chi_square_excess(first_draws(PROMPT, GENERATED, **drawn), expected) > 1
 
 
@@ -196,7 +196,7 @@ FILTERS = st.fixed_dictionaries(
 @settings(max_examples=100)
 def test_the_reference_keeps_the_tokens_that_transformers_keeps(seed, temperature, filters):
     row = np.random.default_rng(seed).standard_normal(50).astype(np.float32) * 2
-    parameters = Sampling(temperature=temperature, **filters)
+    parameters = SamplingParams(temperature=temperature, **filters)
     weights = filtered_weights(-np.sort(-row), parameters)
     kept = np.argsort(-row)[weights > 0]
     assert set(kept.tolist()) == set(np.flatnonzero(warped(row, parameters)).tolist())
@@ -224,34 +224,36 @@ def test_min_p_commutes_with_top_k_and_after_top_p_keeps_at_least_what_it_keeps_
 
 def test_min_p_and_top_p_in_either_order_may_differ_and_transformers_order_is_used():
     logits = np.log(rows_of([0.5, 0.3, 0.1, 0.05, 0.05]))
-    samplers = [SamplerState(Sampling(seed=seed, top_p=0.85, min_p=0.15), []) for seed in range(200)]
+    samplers = [SamplerState(SamplingParams(seed=seed, top_p=0.85, min_p=0.15), []) for seed in range(200)]
     assert set(tokens_of(np.repeat(logits, 200, axis=0), samplers)) == {0, 1, 2}  # vLLM: 0 and 1
 
 
 def test_greedy_penalties_count_the_prompt_or_the_generated_tokens_as_their_apis_do():
     logits = [2.0, 1.9, -1.0]
-    assert steps(logits, SamplerState(Sampling(repetition_penalty=1.5), [0]), 1) == [1]
-    assert steps(logits, SamplerState(Sampling(repetition_penalty=1.5), [2]), 1) == [0]
-    assert steps(logits, SamplerState(Sampling(frequency_penalty=2.0), [0, 0, 0]), 1) == [0]
-    assert steps([-1.0, -1.2], SamplerState(Sampling(repetition_penalty=1.5), [0]), 1) == [1]  # negative logits, too
-    assert steps(logits, SamplerState(Sampling(repetition_penalty=0.5), [1]), 1) == [1]
-    assert steps([3.0, 2.5, 2.2, -1.0], SamplerState(Sampling(repetition_penalty=1.5), [3]), 4) == [0, 1, 2, 0]
+    assert steps(logits, SamplerState(SamplingParams(repetition_penalty=1.5), [0]), 1) == [1]
+    assert steps(logits, SamplerState(SamplingParams(repetition_penalty=1.5), [2]), 1) == [0]
+    assert steps(logits, SamplerState(SamplingParams(frequency_penalty=2.0), [0, 0, 0]), 1) == [0]
+    assert steps([-1.0, -1.2], SamplerState(SamplingParams(repetition_penalty=1.5), [0]), 1) == [1]  # negative logits, too
+    assert steps(logits, SamplerState(SamplingParams(repetition_penalty=0.5), [1]), 1) == [1]
+    assert steps([3.0, 2.5, 2.2, -1.0], SamplerState(SamplingParams(repetition_penalty=1.5), [3]), 4) == [0, 1, 2, 0]
     # 3.0 | 2.5 | 2.0 2.2 | 2.0 1.7 | 1.5 1.7 1.9 | 1.5 1.7 1.4
-    assert steps([3.0, 2.2, 1.9, -1.0], SamplerState(Sampling(frequency_penalty=0.5), [0]), 6) == [0, 0, 1, 0, 2, 1]
+    assert steps([3.0, 2.2, 1.9, -1.0], SamplerState(SamplingParams(frequency_penalty=0.5), [0]), 6) == [0, 0, 1, 0, 2, 1]
     # 3.0 | 2.5 2.7 | 2.5 2.2 2.4, unchanged until 2 is generated: never
-    assert steps([3.0, 2.7, 2.4, -1.0], SamplerState(Sampling(presence_penalty=0.5), [0]), 5) == [0, 1, 0, 0, 0]
-    both = Sampling(presence_penalty=0.5, frequency_penalty=0.5)  # 3.0 | 2.0 2.2 | 2.0 1.2 1.9 | 1.5 1.2 1.9
+    assert steps([3.0, 2.7, 2.4, -1.0], SamplerState(SamplingParams(presence_penalty=0.5), [0]), 5) == [0, 1, 0, 0, 0]
+    both = SamplingParams(presence_penalty=0.5, frequency_penalty=0.5)  # 3.0 | 2.0 2.2 | 2.0 1.2 1.9 | 1.5 1.2 1.9
     assert steps([3.0, 2.2, 1.9, -1.0], SamplerState(both, [0]), 4) == [0, 1, 0, 2]
 
 
 def test_a_bias_is_added_after_the_repetition_penalty_and_leaves_impossible_tokens_impossible():
-    assert steps([3.0, 2.0, -1.0], SamplerState(Sampling(logit_bias=[(2, 4.5)]), [0]), 1) == [2]
-    assert steps([3.0, -INF], SamplerState(Sampling(logit_bias=[(1, 100.0)]), [0]), 1) == [0]
+    assert steps([3.0, 2.0, -1.0], SamplerState(SamplingParams(logit_bias=[(2, 4.5)]), [0]), 1) == [2]
+    assert steps([3.0, -INF], SamplerState(SamplingParams(logit_bias=[(1, 100.0)]), [0]), 1) == [0]
     # 2 / 2 + 4 = 5 beats 4; (2 + 4) / 2 = 3 would not
-    assert steps([2.0, 4.0], SamplerState(Sampling(repetition_penalty=2.0, logit_bias=[(0, 4.0)]), [0]), 1) == [0]
+    assert steps([2.0, 4.0], SamplerState(SamplingParams(repetition_penalty=2.0, logit_bias=[(0, 4.0)]), [0]), 1) == [0]
 
 
-@pytest.mark.parametrize("parameters", [Sampling(), Sampling(seed=5), Sampling(repetition_penalty=1.1)], ids=str)
+@pytest.mark.parametrize(
+    "parameters", [SamplingParams(), SamplingParams(seed=5), SamplingParams(repetition_penalty=1.1)], ids=str
+)
 def test_banned_tokens_come_only_after_the_first_tokens_and_may_be_outside_of_the_vocabulary(parameters):
     sampler = SamplerState(parameters, [3], banned=frozenset([0, 1, 50]), banned_for=3)
     tokens = steps([9.0, 8.0, 1.0, 0.5], sampler, 9)
@@ -262,7 +264,7 @@ def test_banned_tokens_come_only_after_the_first_tokens_and_may_be_outside_of_th
 @pytest.mark.parametrize("seed", [None, 4])
 def test_a_row_without_a_possible_token_fails_alone(seed):
     def row(**ban):
-        return SamplerState(Sampling(seed=seed), [0], **ban)
+        return SamplerState(SamplingParams(seed=seed), [0], **ban)
 
     logits = rows_of([1.0, 2.0, -INF], [1.0, 2.0, -INF], [-INF] * 3)
     banned, other, impossible = sample(logits, SamplingBatch([row(banned=[0, 1], banned_for=1), row(), row()]))
@@ -278,7 +280,7 @@ def test_a_row_without_a_possible_token_fails_alone(seed):
 def test_a_row_that_is_not_a_number_fails_alone(parameters, value, as_laid_out):
     logits = np.repeat(LOGITS[None], 3, axis=0)
     logits[1, 4] = value
-    batch = SamplingBatch([SamplerState(Sampling(**parameters), [0])] * 3)
+    batch = SamplingBatch([SamplerState(SamplingParams(**parameters), [0])] * 3)
     first, failed, last = sample(as_laid_out(logits), batch)
     assert isinstance(failed, SamplingError) and "NaN logits" in str(failed)
     assert isinstance(first, int) and isinstance(last, int)
@@ -288,8 +290,8 @@ def test_a_row_that_is_not_a_number_fails_alone(parameters, value, as_laid_out):
 
 
 def test_an_exception_in_one_row_is_that_rows_result():
-    outside = SamplerState(Sampling(logit_bias=[(99, 1.0)]), [0])
-    first, failed = sample(rows_of([1.0, 2.0], [1.0, 2.0]), SamplingBatch([SamplerState(Sampling(), [0]), outside]))
+    outside = SamplerState(SamplingParams(logit_bias=[(99, 1.0)]), [0])
+    first, failed = sample(rows_of([1.0, 2.0], [1.0, 2.0]), SamplingBatch([SamplerState(SamplingParams(), [0]), outside]))
     assert first == 1 and isinstance(failed, IndexError)
 
 
@@ -306,17 +308,22 @@ def test_a_mask_restricts_a_row_before_temperature_and_filters(parameters):
     allowed = [1, 4, 5, 7, 8]
     masked = np.full_like(LOGITS, -INF)
     masked[allowed] = LOGITS[allowed]
-    samplers = [SamplerState(Sampling(seed=seed, **parameters), [0]) for seed in range(DRAWS)]
+    samplers = [SamplerState(SamplingParams(seed=seed, **parameters), [0]) for seed in range(DRAWS)]
     mask = mask_of(DRAWS, VOCAB, [allowed] * DRAWS)
     counts = Counter(tokens_of(np.repeat(LOGITS[None], DRAWS, axis=0), samplers, mask))
-    assert chi_square_excess(counts, warped(masked, Sampling(**parameters))) < 1
+    assert chi_square_excess(counts, warped(masked, SamplingParams(**parameters))) < 1
 
 
 @pytest.mark.parametrize("vocab", [31, 32, 1000, 5001])
 def test_a_mask_of_ones_changes_nothing_and_each_row_has_its_own(vocab):
     logits = large_rows("normal", 4, vocab)
     ones = np.full((4, -(-vocab // 32)), 0xFFFFFFFF, np.uint32)
-    kinds = [Sampling(), Sampling(seed=1, top_p=0.9), Sampling(seed=2), Sampling(repetition_penalty=1.2)]
+    kinds = [
+        SamplingParams(),
+        SamplingParams(seed=1, top_p=0.9),
+        SamplingParams(seed=2),
+        SamplingParams(repetition_penalty=1.2),
+    ]
 
     def chosen(mask):
         return tokens_of(column_major(logits), [SamplerState(kind, [1]) for kind in kinds], mask)
@@ -365,7 +372,7 @@ TEMPERATURES = st.sampled_from([1e-300, 0.01, 0.3, 0.8, 1.0, 1.5, 5.0, 1e300]) |
 @settings(max_examples=100)
 def test_the_loops_choose_the_token_that_the_readable_computation_chooses(logits, temperature, filters, seed):
     """Up to the precision of float32 sums: a share that is wrong by 1e-5 moves the limit of top-p or the place of a draw."""
-    parameters = Sampling(seed=seed, temperature=temperature, **filters)
+    parameters = SamplingParams(seed=seed, temperature=temperature, **filters)
     batch = SamplingBatch([SamplerState(parameters, [0])])
     for _ in range(3):
         (token,) = sample(logits, batch)
@@ -375,7 +382,7 @@ def test_the_loops_choose_the_token_that_the_readable_computation_chooses(logits
         if filters:
             limits = [parameters.top_p] if parameters.top_p == 1.0 else [parameters.top_p * (1 + x) for x in (-2e-5, 0, 2e-5)]
             for limit in limits:
-                of_limit = Sampling(seed=0, temperature=temperature, **{**filters, "top_p": min(limit, 1.0)})
+                of_limit = SamplingParams(seed=0, temperature=temperature, **{**filters, "top_p": min(limit, 1.0)})
                 ranks = [rank_of(logits[0], sample_whole_row(logits[0], of_limit, share)) for share in near]
                 possible |= set(range(min(ranks), max(ranks) + 1))
             assert rank_of(logits[0], token) in possible
@@ -393,7 +400,7 @@ def rank_of(row: np.ndarray, token: int) -> int:
 @pytest.mark.parametrize(("shape", "scale"), [("normal", 0.7), ("plateaus", 0.2), ("ranks", 0.5), ("impossible", 0.3)])
 def test_every_kept_token_of_a_large_row_is_drawn_as_often_as_it_should_be(shape, scale, filters):
     (row,) = large_rows(shape, 1, 3000, 5, scale)
-    parameters = Sampling(temperature=0.9, **filters)
+    parameters = SamplingParams(temperature=0.9, **filters)
     weights = filtered_weights(-np.sort(-row[row > -INF]), parameters)
     batch = SamplingBatch([SamplerState(replace(parameters, seed=seed), [0]) for seed in range(600)])
     tokens = sample(np.repeat(row[None], 600, axis=0), batch)
@@ -417,7 +424,7 @@ MIXED = [
 
 def generated(logits: np.ndarray, rows, as_laid_out=np.ascontiguousarray, count: int = 3) -> list:
     """What rows of the logits yield in one batch: tokens, log-probabilities and top tokens of some steps."""
-    batch = SamplingBatch([SamplerState(Sampling(**MIXED[row % len(MIXED)]), [0]) for row in rows])
+    batch = SamplingBatch([SamplerState(SamplingParams(**MIXED[row % len(MIXED)]), [0]) for row in rows])
     found = []
     for step in range(count):
         laid_out = as_laid_out(np.roll(logits, step, axis=1)[list(rows)])
@@ -442,7 +449,7 @@ def test_not_a_bit_of_a_row_depends_on_its_neighbours_their_number_memory_order_
 
 def test_a_seed_decides_and_another_seed_decides_otherwise():
     def text(seed):
-        return tuple(steps(np.zeros(1000), SamplerState(Sampling(seed=seed), [0]), 10))
+        return tuple(steps(np.zeros(1000), SamplerState(SamplingParams(seed=seed), [0]), 10))
 
     seeds = [0, 1, 2, 2**32, 2**63, 2**64 - 1]
     assert len({text(seed) for seed in seeds}) == len(seeds)
@@ -455,16 +462,16 @@ def test_the_numbers_are_those_of_splitmix64_one_a_token():
         state = (state ^ (state >> 27)) * 0x94D049BB133111EB % 2**64
         return (state ^ (state >> 31)) >> 11
 
-    tokens = steps(np.zeros(1000), SamplerState(Sampling(seed=7), [0]), 5)
+    tokens = steps(np.zeros(1000), SamplerState(SamplingParams(seed=7), [0]), 5)
     assert tokens == [mixed((7 + n * 0x9E3779B97F4A7C15) % 2**64) * 1000 // 2**53 for n in range(1, 6)]
 
 
 def test_a_random_stream_continues_whichever_rows_are_in_the_batch():
     (row,) = large_rows("normal", 1, 1000)
-    one, other, late = (SamplerState(Sampling(seed=seed), [0]) for seed in (7, 8, 9))
+    one, other, late = (SamplerState(SamplingParams(seed=seed), [0]) for seed in (7, 8, 9))
     batches = [other, one], [one], [one, other, late], [late, one], [one], [other, one]
     drawn = [tokens_of(np.repeat(row[None], len(batch), axis=0), batch)[batch.index(one)] for batch in batches]
-    assert drawn == steps(row, SamplerState(Sampling(seed=7), [0]), len(batches))
+    assert drawn == steps(row, SamplerState(SamplingParams(seed=7), [0]), len(batches))
 
 
 EXTREMES = [
@@ -498,7 +505,9 @@ def test_extreme_parameters_always_choose_a_possible_token(parameters, row, seed
     scores = EXTREME_ROWS[row]
     bias = [each for each in parameters.get("logit_bias", []) if each[0] < len(scores)]
     ids = range(len(scores))
-    sampler = sampler_after(Sampling(seed=seed, **{**parameters, "logit_bias": bias}), ids, [t for t in GENERATED if t in ids])
+    sampler = sampler_after(
+        SamplingParams(seed=seed, **{**parameters, "logit_bias": bias}), ids, [t for t in GENERATED if t in ids]
+    )
     assert all(scores[token] > -INF for token in steps(scores, sampler, 10))
 
 
@@ -515,7 +524,7 @@ def test_the_smallest_and_the_largest_draw_fall_on_a_possible_token(filters, bit
     state = unshifted(unshifted(state, 27) * pow(0xBF58476D1CE4E5B9, -1, 2**64) % 2**64, 30)
     (row,) = large_rows("normal", 1, 3000)
     row[:1100] = row[2900:] = -INF
-    batch = SamplingBatch([SamplerState(Sampling(seed=(state - 0x9E3779B97F4A7C15) % 2**64, **filters), [0])])
+    batch = SamplingBatch([SamplerState(SamplingParams(seed=(state - 0x9E3779B97F4A7C15) % 2**64, **filters), [0])])
     assert row[sample(row[None], batch)[0]] > -INF
     assert batch.parameters.draws[0] == bits / 2**53
 
@@ -524,8 +533,8 @@ def test_greedy_and_top_k_resolve_ties_by_the_lowest_id_and_keep_those_of_the_k_
     logits = np.zeros((1, 5000), np.float32)
     logits[0, [4100, 33, 1057]] = 2.0
     logits[0, [4999, 70]] = 1.0
-    assert tokens_of(logits, [SamplerState(Sampling(), [0])]) == [33]
-    batch = SamplingBatch([SamplerState(Sampling(seed=1, top_k=4, temperature=5.0), [0])])
+    assert tokens_of(logits, [SamplerState(SamplingParams(), [0])]) == [33]
+    batch = SamplingBatch([SamplerState(SamplingParams(seed=1, top_k=4, temperature=5.0), [0])])
     assert {sample(logits, batch)[0] for _ in range(200)} == {33, 1057, 4100, 70, 4999}
     assert [token for token, _ in logprobs(logits, [0], [6])[0][1]] == [33, 1057, 4100, 70, 4999, 0]
 
@@ -533,7 +542,7 @@ def test_greedy_and_top_k_resolve_ties_by_the_lowest_id_and_keep_those_of_the_k_
 def test_top_k_takes_the_highest_even_where_a_temperature_makes_all_equally_likely():
     logits = np.arange(20000, dtype=np.float32)[None] * np.float32(1e-30)
     logits[0, 5] = 1.0
-    batch = SamplingBatch([SamplerState(Sampling(seed=2, top_k=2, temperature=1e20), [0])])
+    batch = SamplingBatch([SamplerState(SamplingParams(seed=2, top_k=2, temperature=1e20), [0])])
     assert {sample(logits, batch)[0] for _ in range(30)} == {5, 19999}
 
 
@@ -542,7 +551,7 @@ def test_top_k_takes_the_highest_even_where_a_temperature_makes_all_equally_like
 def test_usual_parameters_do_not_need_the_slow_computation_over_the_whole_row(filters, vocab, monkeypatch):
     logits = np.repeat(large_rows("ranks", 1, vocab, scale=1.5, offset=18.0), 20, axis=0)
     monkeypatch.setattr(sampling, "sample_whole_row", lambda *_: pytest.fail("slow"))
-    tokens_of(logits, [SamplerState(Sampling(seed=seed, temperature=0.8, **filters), [0]) for seed in range(20)])
+    tokens_of(logits, [SamplerState(SamplingParams(seed=seed, temperature=0.8, **filters), [0]) for seed in range(20)])
 
 
 @given(logits=ANY_ROW, n=st.integers(0, 40), data=st.data())
@@ -559,7 +568,9 @@ def test_log_probabilities_are_log_softmax_and_top_tokens_the_likeliest_in_order
 
 def test_log_probabilities_are_the_models_own_whatever_the_parameters_and_the_mask():
     plain = logprobs(LOGITS[None], [9], [VOCAB])
-    sampler = SamplerState(Sampling(logit_bias=[(9, 10.0)], temperature=2.0, seed=1, top_k=1), [0], banned=(2,), banned_for=1)
+    sampler = SamplerState(
+        SamplingParams(logit_bias=[(9, 10.0)], temperature=2.0, seed=1, top_k=1), [0], banned=(2,), banned_for=1
+    )
     assert tokens_of(LOGITS[None].copy(), [sampler], mask_of(1, VOCAB, [[9, 3]])) == [9]
     assert logprobs(LOGITS[None], [9], [VOCAB]) == plain
 
@@ -578,7 +589,7 @@ def test_log_probabilities_of_a_prompt_do_not_depend_on_its_chunks(as_laid_out):
 
 def test_other_dtypes_are_not_read_as_if_they_were_logits():
     with pytest.raises(AssertionError, match="logits are float32"):
-        sample(np.zeros((1, 8), np.float64), SamplingBatch([SamplerState(Sampling(), [0])]))
+        sample(np.zeros((1, 8), np.float64), SamplingBatch([SamplerState(SamplingParams(), [0])]))
 
 
 @pytest.mark.processes
@@ -588,7 +599,7 @@ def test_the_first_steps_wait_for_no_compiler():
 import numpy as np
 from engine import sampling, sampling_loops
 from engine.sampling import *
-from protocol import Sampling
+from protocol import SamplingParams
 
 def compiled():
     return {name: len(loop.signatures) for name, loop in vars(sampling_loops).items() if hasattr(loop, "signatures")}
@@ -603,7 +614,7 @@ for vocab in 40, 4096:
     read_only = flat.copy()
     read_only.flags.writeable = False
     for logits in flat, flat * 0, np.ascontiguousarray(flat.T).T, flat.view(np.uint32).astype(np.uint16) >> 8, read_only:
-        kinds = [Sampling(), *(Sampling(seed=1, **each) for each in filters)]
+        kinds = [SamplingParams(), *(SamplingParams(seed=1, **each) for each in filters)]
         for mask in NO_MASK, np.full((rows, -(-vocab // 32)), 0x7FFFFFFF, np.uint32):
             tokens = sampling.sample(logits, SamplingBatch([SamplerState(kind, [0]) for kind in kinds]), mask)
         sampling.logprobs(logits, [0] * rows, range(rows))
@@ -634,7 +645,7 @@ def test_loops_are_compiled_also_where_they_cannot_be_cached(tmp_path):
 
 def test_log_probabilities_need_no_second_look_at_logits_that_were_sampled_from():
     logits = np.random.default_rng(1).normal(size=(3, 5000)).astype(np.float32)
-    plain, penalized = Sampling(seed=1), Sampling(seed=2, repetition_penalty=2.0)
+    plain, penalized = SamplingParams(seed=1), SamplingParams(seed=2, repetition_penalty=2.0)
     for kinds in ([plain, plain, plain], [plain, penalized, plain], [penalized, penalized, penalized]):
         batch = SamplingBatch([SamplerState(kind, [0, 1]) for kind in kinds])
         tokens = sampling.sample(logits, batch)
@@ -646,7 +657,7 @@ def test_log_probabilities_need_no_second_look_at_logits_that_were_sampled_from(
 @settings(max_examples=20)
 def test_greedy_rows_get_the_highest_logit_with_the_lowest_id_in_every_layout(as_laid_out, logits):
     rows = rounded(np.concatenate([logits, np.roll(logits, 1, axis=1), np.flip(logits, axis=1)]))
-    tokens = sample(as_laid_out(rows), SamplingBatch([SamplerState(Sampling(), [0]) for _ in rows]))
+    tokens = sample(as_laid_out(rows), SamplingBatch([SamplerState(SamplingParams(), [0]) for _ in rows]))
     assert tokens == rows.argmax(axis=1).tolist()
 
 

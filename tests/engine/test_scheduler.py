@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from engine import scheduler as scheduling
 from engine.request import Request, RequestGroup
-from engine.scheduler import Limits
+from engine.scheduler import SchedulerConfig
 from models.base import Chunk
 from protocol import Generate
 
@@ -26,7 +26,7 @@ CHUNKED = {"supports_chunked_prefill": False, "prefill_chunk": 128}
 
 
 def Scheduler(**limits):
-    return scheduling.Scheduler(Limits(**limits))
+    return scheduling.Scheduler(SchedulerConfig(**limits))
 
 
 def of_prompt(prompt, most, arrived_at=0.0, all_logits=False, **fields):

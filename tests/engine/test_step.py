@@ -9,18 +9,18 @@ from msgspec.structs import replace
 from engine import sampling
 from engine.request import Request
 from engine.sampling import SamplerState
-from engine.scheduler import Limits, Scheduler
+from engine.scheduler import Scheduler, SchedulerConfig
 from engine.step import StepRunner, StepTimer, needs_logits
 from models.base import DeviceLost
-from protocol import End, Generate, Sampling
+from protocol import End, Generate, SamplingParams
 
 
 def scheduled(*prompts):
     """The next step of requests with these prompts, on a model that mixes."""
-    scheduler = Scheduler(Limits(slots=3, supports_chunked_prefill=True))
+    scheduler = Scheduler(SchedulerConfig(slots=3, supports_chunked_prefill=True))
     for number, prompt in enumerate(prompts):
         generate = Generate(number, prompt, 5)
-        sampler = SamplerState(Sampling(), prompt)
+        sampler = SamplerState(SamplingParams(), prompt)
         scheduler.add(Request(generate=generate, max_new_tokens=5, arrived_at=0.0, sampler=sampler))
     return scheduler.next(0.0)
 
@@ -88,7 +88,7 @@ def test_a_row_that_cannot_be_sampled_ends_that_request_alone_and_internal_error
 
 def test_a_device_that_samples_gets_the_parameters_before_each_prompt_and_gives_no_log_probabilities():
     driven = Driven(batch_size=2, sampling="device")
-    sampled = Sampling(seed=7, top_k=5, top_p=0.5, temperature=2.0)
+    sampled = SamplingParams(seed=7, top_k=5, top_p=0.5, temperature=2.0)
     driven.arrive(Generate(1, [1, 2], 8), Generate(2, [3], 8, sampling=sampled), Generate(3, [4, 5], 8))
     driven.step(2)
     assert driven.model.device_sampling == {0: (1, 1.0, 1.0), 1: (5, 0.5, 2.0)}
@@ -97,7 +97,7 @@ def test_a_device_that_samples_gets_the_parameters_before_each_prompt_and_gives_
     assert {token.logprob for _peer, message in driven.wire.sent for token in message.tokens} == {None}
 
 
-PLAIN = Sampling(seed=7, top_k=5, top_p=0.5, temperature=2.0)
+PLAIN = SamplingParams(seed=7, top_k=5, top_p=0.5, temperature=2.0)
 
 
 @pytest.mark.parametrize(
@@ -111,8 +111,8 @@ PLAIN = Sampling(seed=7, top_k=5, top_p=0.5, temperature=2.0)
         ({"logprobs": False, "sampling": replace(PLAIN, is_seed_given=True)}, False),
         ({"logprobs": False, "sampling": replace(PLAIN, min_p=0.1)}, False),
         ({"logprobs": False, "sampling": replace(PLAIN, top_k=257)}, False),
-        ({"logprobs": False, "sampling": Sampling(repetition_penalty=1.1)}, False),
-        ({"logprobs": False, "sampling": Sampling(logit_bias=[(3, 1.0)])}, False),
+        ({"logprobs": False, "sampling": SamplingParams(repetition_penalty=1.1)}, False),
+        ({"logprobs": False, "sampling": SamplingParams(logit_bias=[(3, 1.0)])}, False),
         ({"logprobs": False, "prompt_logprobs": True}, True),  # after the prompt
     ],
 )
@@ -128,7 +128,7 @@ def test_a_hybrid_step_returns_ids_where_the_device_can_choose_every_token(optio
     assert all((token.logprob is None) != options.get("logprobs", True) for token in tokens)
 
 
-@pytest.mark.parametrize("more", [{"grammar": "a*"}, {"sampling": Sampling(presence_penalty=0.5)}], ids=str)
+@pytest.mark.parametrize("more", [{"grammar": "a*"}, {"sampling": SamplingParams(presence_penalty=0.5)}], ids=str)
 def test_a_request_with_a_grammar_or_a_penalty_needs_logits(more):
     for wanted, needs in ({"logprobs": False}, False), ({"logprobs": False} | more, True):
         request = Request(generate=Generate(1, [1, 2], 8, **wanted), max_new_tokens=8, arrived_at=0.0)

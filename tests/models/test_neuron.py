@@ -298,7 +298,7 @@ def test_a_device_whose_ids_are_not_the_likeliest_leaves_the_choice_to_the_host(
     monkeypatch.setattr(device.LlamaForSampling, "_sample", lambda model, logits, slot: sample(model, -logits, slot))
     batch = Batch(load(tmp_path, max_batch_size=2))
     assert batch.model.sampling == "host"
-    assert "Tokens are sampled on the host (--sampling): the device chose token" in caplog.text
+    assert "On-device sampling is off (--sampling): the device chose token" in caplog.text
     batch.join(1, [5, 6])
     batch.step()
     assert_text_alone(batch, 1, [5, 6])

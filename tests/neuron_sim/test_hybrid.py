@@ -16,17 +16,17 @@ from manifest import Manifest
 from models import compile as verb
 from models.neuron import NeuronModel
 from models.neuron_build import BuildPlan
-from protocol import Generate, Sampling
+from protocol import Generate, SamplingParams
 
 HOST_ONLY = [
-    {"sampling": Sampling(seed=5, temperature=1.5, is_seed_given=True)},
-    {"sampling": Sampling(repetition_penalty=1.3)},
-    {"sampling": Sampling(logit_bias=[(7, 100.0)])},
-    {"sampling": Sampling(seed=6, min_p=0.2, temperature=2.0)},
+    {"sampling": SamplingParams(seed=5, temperature=1.5, is_seed_given=True)},
+    {"sampling": SamplingParams(repetition_penalty=1.3)},
+    {"sampling": SamplingParams(logit_bias=[(7, 100.0)])},
+    {"sampling": SamplingParams(seed=6, min_p=0.2, temperature=2.0)},
     {"logprobs": True, "top_n_tokens": 3},
     {"min_new_tokens": 4},
 ]
-DEVICE = [{}, {}, {"sampling": Sampling(seed=8, temperature=1.2, top_k=20)}]
+DEVICE = [{}, {}, {"sampling": SamplingParams(seed=8, temperature=1.2, top_k=20)}]
 
 
 def mixed_requests():
@@ -66,7 +66,7 @@ def test_every_request_gets_what_it_asks_for_beside_any_other(reference, tmp_pat
     assert taken[True] > 10 and taken[False] > 10
     drawn = 0
     for request in requests:
-        if request.sampling == Sampling() and not request.min_new_tokens:
+        if request.sampling == SamplingParams() and not request.min_new_tokens:
             assert_like(made, request.prompt, [*request.prompt, *hybrid[request.id]])
         if request.sampling.seed is None or request.sampling.is_seed_given:
             assert hybrid[request.id] == host[request.id]

@@ -26,7 +26,7 @@ from models import neuron_build
 from models.base import Chunk, ModelError
 from models.neuron import NeuronModel
 from models.neuron_build import BuildPlan
-from protocol import Generate, Sampling
+from protocol import Generate, SamplingParams
 from run import HERE
 from text.grammar import Grammars, of_json_schema
 
@@ -233,7 +233,7 @@ def test_rows_with_a_grammar_follow_it_and_free_rows_get_transformers_text(refer
     grammars.matcher(serialized)
     driven = Driven(grammars=grammars, served=serve(made, tmp_path, max_batch_size=4, dtype="float32"))
     free = {n: Generate(n, [n + 1, 7, 30 * n + 9], 20, ignore_eos=True) for n in range(4)}
-    warm = [Sampling(), Sampling(seed=5, temperature=1.5), Sampling(seed=6, top_k=40)]
+    warm = [SamplingParams(), SamplingParams(seed=5, temperature=1.5), SamplingParams(seed=6, top_k=40)]
     guided = [Generate(10 + n, [n + 2, 60], 40, sampling=each, grammar=serialized) for n, each in enumerate(warm)]
     driven.arrive(free[0], guided[0], free[1], guided[1], free[2], guided[2], free[3])
     driven.run()

@@ -17,7 +17,7 @@ from manifest import Manifest
 from models import compile as verb
 from models.neuron import NeuronModel
 from models.neuron_build import BuildPlan
-from protocol import Generate, Sampling
+from protocol import Generate, SamplingParams
 
 K = 6
 
@@ -28,7 +28,7 @@ def requests_of(made):
     for n in range(14):
         prompt = [chance.randrange(3, VOCABULARY) for _ in range(chance.choice([1, 2, 5, 9, 17, 30, 40]))]
         most = WINDOW - len(prompt) if n % 3 == 0 else chance.randrange(1, WINDOW - len(prompt))
-        sampling = Sampling(seed=n, temperature=0.7, is_seed_given=True) if n % 2 else Sampling()
+        sampling = SamplingParams(seed=n, temperature=0.7, is_seed_given=True) if n % 2 else SamplingParams()
         yield Generate(n, prompt, most, ignore_eos=True, logprobs=False, sampling=sampling)
 
 

@@ -12,11 +12,11 @@ from api.errors import ApiError
 from config import TOOL_PARSERS
 from text import tool_formats
 from text.grammar import of_json_schema, of_regex
-from text.reader import OutputFormat
+from text.output_parser import ParserConfig
 from text.template import ChatTemplate
+from text.template_capabilities import TemplateCapabilities
 from text.tokenizer import Tokenizer
 from text.tool_formats import MOST_CALLS, ModelTools, after_thinking
-from text.traits import TemplateCapabilities
 
 
 @pytest.mark.parametrize("name", FORMATS)
@@ -232,7 +232,7 @@ def test_arguments_of_python_calls_have_the_types_of_the_schema(arguments, is_al
     written = f"[weather({arguments})]"
     assert bool(judge.allows(written)) == is_allowed
     if is_allowed:
-        assert OutputFormat(use("pythonic")).whole(written).calls
+        assert ParserConfig(use("pythonic")).whole(written).calls
 
 
 @pytest.mark.parametrize("value", ['"a"', "-1.5e3", "True", "None", "[1, [2], 'x']", '{"a": {"b": False}, "c": []}', "{}"])
@@ -240,7 +240,7 @@ def test_arguments_of_python_calls_without_a_type_are_any_literal(value):
     found = use("pythonic", [tool("f", {"properties": {"x": {}}})], "required")
     judge = Judge(tokenizer_of("text"), found.grammar)
     assert judge.allows(f"[f(x={value})]") and judge.allows("[f()]")
-    (call,) = OutputFormat(found).whole(f"[f(x={value})]").calls
+    (call,) = ParserConfig(found).whole(f"[f(x={value})]").calls
     assert json.loads(call.arguments) == {"x": eval(value)}
 
 
@@ -282,7 +282,7 @@ def test_values_in_tags_have_the_types_of_the_schema(values, arguments):
     written = f"<tool_call>\n<function=f>\n{parameters}</function>\n</tool_call>"
     assert bool(Judge(tokenizer_of("text"), found.grammar).allows(written)) == (arguments is not None)
     if arguments is not None:
-        (call,) = OutputFormat(found).whole(written).calls
+        (call,) = ParserConfig(found).whole(written).calls
         assert json.loads(call.arguments) == arguments
 
 
@@ -305,7 +305,7 @@ def test_a_tool_whose_name_begins_with_that_of_another_is_called_by_its_own(name
         called = each["function"]["name"]
         written = (CALLS[name][0] + ENDS.get(name, "")).replace("weather", called)
         assert Judge(tokenizer, found.grammar).allows(written)
-        assert [call.name for call in OutputFormat(found).whole(written).calls] == [called]
+        assert [call.name for call in ParserConfig(found).whole(written).calls] == [called]
 
 
 @pytest.mark.parametrize("thinking", ["inside", "before"])

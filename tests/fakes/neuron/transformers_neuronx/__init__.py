@@ -1,4 +1,4 @@
-"""The simulated device of bench/simulated with texts, compiled programs and faults.
+"""The simulated device of bench/simulated with texts, compiled graphs and faults.
 
 A slot's KV cache is the tokens in it, and logits are a function of the tokens up to a position: a call that damages a slot
 shows in its text, as on a device. It does what neuron_contract.py asks of the library, and checks nothing.

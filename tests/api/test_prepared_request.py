@@ -1,18 +1,18 @@
-"""The prompts of jobs: what fits into the context length, in the names of the request's fields."""
+"""The prompts of requests: what fits into the context length, in the names of the request's fields."""
 
 import msgspec
 import pytest
-from asked import CONFIG, INFO, assert_invalid, job, jobs, serving
+from asked import CONFIG, INFO, all_prepared, assert_invalid, prepared, serving
 from fakes.tokenizer import VOCABULARY
 
 from api.errors import ApiError
-from api.job import prompts_of
-from protocol import Sampling
+from api.prepared_request import prompts_of
+from protocol import SamplingParams
 
 
 def fit(ids, **limits):
     """The ids and the limit of what runs."""
-    asked = msgspec.structs.replace(job(), prompt=ids, **limits)
+    asked = msgspec.structs.replace(prepared(), prompt=ids, **limits)
     (prompt,) = prompts_of([asked], serving())
     return prompt.ids, prompt.max_new_tokens
 
@@ -73,9 +73,9 @@ LIMITS = {"responses": "max_output_tokens"}
 def test_the_other_dialects_cut_a_limit_to_what_is_left_of_the_window(dialect):
     limit = LIMITS.get(dialect, "max_tokens")
     for asked in (32_000, 120, 5):
-        (prompt,) = prompts_of(jobs(dialect, **{limit: asked}), serving())
+        (prompt,) = prompts_of(all_prepared(dialect, **{limit: asked}), serving())
         assert prompt.max_new_tokens == min(asked, 120 - len(prompt.ids))
-        assert prompt.job.limit_name == limit
+        assert prompt.prepared.limit_name == limit
 
 
 @pytest.mark.parametrize(("dialect", "name"), DIALECTS)
@@ -83,7 +83,7 @@ def test_a_prompt_that_does_not_fit_is_told_as_openai_does_in_the_names_of_the_d
     said = "a" * 101
     said = [{"role": "user", "content": said}] if name == "messages" else said
     with pytest.raises(ApiError) as refused:
-        prompts_of(jobs(dialect, **{name: said}), serving())
+        prompts_of(all_prepared(dialect, **{name: said}), serving())
     error = refused.value
     assert (error.status, error.code, error.param) == (400, "context_length_exceeded", name)
     words = "This model's maximum context length is 120 tokens (--max-total-tokens raises it): "
@@ -93,13 +93,13 @@ def test_a_prompt_that_does_not_fit_is_told_as_openai_does_in_the_names_of_the_d
 
 def test_more_sequences_than_may_ever_run_and_wait_are_refused():
     most = CONFIG.max_concurrent_requests
-    many = msgspec.structs.replace(job(), sequences=most)
+    many = msgspec.structs.replace(prepared(), sequences=most)
     assert prompts_of([many], serving(INFO))
     with pytest.raises(ApiError, match=f"asks for {most + 1} sequences, and at most {most} may run and wait"):
-        prompts_of([many, job()], serving())
+        prompts_of([many, prepared()], serving())
 
 
 def test_the_seeds_of_several_sequences_follow_from_the_first_and_stay_64_bits_wide():
-    asked = msgspec.structs.replace(job(), sampling=Sampling(seed=2**64 - 1))
+    asked = msgspec.structs.replace(prepared(), sampling=SamplingParams(seed=2**64 - 1))
     assert [asked.sampling_of(n).seed for n in range(3)] == [2**64 - 1, 0, 1]
-    assert job().sampling_of(1).seed is None
+    assert prepared().sampling_of(1).seed is None

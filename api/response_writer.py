@@ -1,7 +1,8 @@
 """Responses while they grow: a `GeneratedSequence` is one completion of one prompt, a `ResponseWriter` the
 response to one HTTP request.
 
-Each API has a subclass of `ResponseWriter`, which writes the sequences of its jobs, whole or event by event.
+Each API has a subclass of `ResponseWriter`, which writes the sequences of its requests, whole or
+event by event.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from itertools import islice, zip_longest
 from msgspec import Struct
 
 from api.errors import TGI, ApiError, ErrorFormat, event
-from api.job import PreparedRequest, Served, TokenizedPrompt
+from api.prepared_request import PreparedRequest, Served, TokenizedPrompt
 from protocol import PromptDone, Token
 from text.stream import Piece, TextStream, prompt_texts
 from text.tokenizer import Tokenizer
@@ -24,14 +25,16 @@ class GeneratedSequence:
     """One completion of a prompt. Times are CLOCK_MONOTONIC, in seconds."""
 
     def __init__(self, tokenizer: Tokenizer, prompt: TokenizedPrompt, number: int, index: int):
-        job = prompt.job
-        self.job = job
+        prepared = prompt.prepared
+        self.prepared = prepared
         self.prompt = prompt.ids
         self.max_new_tokens = prompt.max_new_tokens
-        self.number = number  # among the sequences of its job
+        self.number = number  # among the sequences of its request
         self.index = index  # among all of its request
-        self.sampling = job.sampling_of(number)
-        self.stream = TextStream(tokenizer, prompt.ids, job.stop, job.keep_stop, job.min_new_tokens)
+        self.sampling = prepared.sampling_of(number)
+        self.stream = TextStream(
+            tokenizer, prompt.ids, prepared.stop, prepared.keep_stop, prepared.min_new_tokens
+        )
         self.pieces: list[Piece] = []  # all of them, for a response that is not streamed
         self.ran: PromptDone | None = None  # None: the prompt has not been run
         self.finish_reason: str | None = None
@@ -65,7 +68,7 @@ class GeneratedSequence:
     def take(self, token: Token) -> list[Piece]:
         """The pieces whose text has become certain with `token`."""
         self.first_token_at = self.first_token_at or time.monotonic()
-        if self.job.max_new_tokens == 0:  # only the prompt is scored
+        if self.prepared.max_new_tokens == 0:  # only the prompt is scored
             self._finish("length")
             return []
         self.accepted_draft_tokens += token.from_draft
@@ -99,15 +102,15 @@ class ResponseWriter:
     keep_alive = b":\n\n"  # sent while a stream is silent for long; an SSE comment
     left_out: Collection[str] = ()  # the request's tool types that this server does not run
 
-    def __init__(self, jobs: list[PreparedRequest], served: Served, streams: bool | None = False):
-        self.jobs = jobs
+    def __init__(self, requests: list[PreparedRequest], served: Served, streams: bool | None = False):
+        self.requests = requests
         self.info = served.info
         self.tokenizer = served.text.tokenizer
         self.streams = bool(streams)
         self.request_id = ""  # of the HTTP request; set before anything is written
 
     def whole(self, sequences: list[GeneratedSequence]) -> Struct | list:
-        """The body, when all is generated. `sequences`: those of the first job, then those of the second, and
+        """The body, when all is generated. `sequences`: those of the first request, then of the second, and
         so on."""
         raise NotImplementedError
 
@@ -124,9 +127,9 @@ class ResponseWriter:
         error.request_id = self.request_id
         return event(error.shaped(self.error_format).body(error))
 
-    def _by_job(self, sequences: list[GeneratedSequence]) -> list[list[GeneratedSequence]]:
+    def _by_request(self, sequences: list[GeneratedSequence]) -> list[list[GeneratedSequence]]:
         rest = iter(sequences)
-        return [list(islice(rest, job.sequences)) for job in self.jobs]
+        return [list(islice(rest, prepared.sequences)) for prepared in self.requests]
 
     def _prompt_pieces(self, sequence: GeneratedSequence) -> list[Piece]:
         """The tokens of the prompt. The first has no log-probability, nor has any of a prompt that never

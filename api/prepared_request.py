@@ -1,6 +1,6 @@
 """A checked prompt and what to generate from it, for the model that is served.
 
-Every API turns a request into `PreparedRequest`s. Here a job's prompt becomes token ids, and is checked
+Every API turns a request into `PreparedRequest`s. Here a prompt becomes token ids, and is checked
 against the context length.
 """
 
@@ -16,13 +16,13 @@ from api.errors import CONTEXT_LENGTH_EXCEEDED, ApiError, invalid
 from api.fields import NEEDS_HOST, check_ids, require
 from api.types import U64_MAX
 from config import Config
-from protocol import MAX_GRAMMAR, GenerateOptions, ModelInfo, Sampling
+from protocol import MAX_GRAMMAR, GenerateOptions, ModelInfo, SamplingParams
 from text.grammar import GrammarChecker
-from text.reader import OutputFormat
+from text.output_parser import ParserConfig
 from text.template import ChatTemplate
+from text.template_capabilities import TemplateCapabilities
 from text.tokenizer import Tokenizer
 from text.tool_formats import AS_TEXT, ModelTools
-from text.traits import TemplateCapabilities
 
 
 class ModelText(NamedTuple):
@@ -32,7 +32,7 @@ class ModelText(NamedTuple):
     template: ChatTemplate | None
     grammars: GrammarChecker
     tools: ModelTools
-    traits: TemplateCapabilities
+    capabilities: TemplateCapabilities
 
     @property
     def tools_note(self) -> str:
@@ -47,11 +47,11 @@ class ModelText(NamedTuple):
     @classmethod
     def load(cls, info: ModelInfo, config: Config) -> ModelText:
         template = ChatTemplate.load(info.model_dir, config.tokenizer_config_path)
-        traits = TemplateCapabilities.of(template) if template else TemplateCapabilities()
+        capabilities = TemplateCapabilities.of(template) if template else TemplateCapabilities()
         grammars = GrammarChecker(info.tokenizer_dir, info.vocab_size, info.eos_token_ids)
         tokenizer = Tokenizer(info.tokenizer_dir, info.eos_token_ids, config.escape_special_tokens)
-        tools = ModelTools.of(template, traits.tools, tokenizer, config.tool_parser)
-        return cls(tokenizer, template, grammars, tools, traits)
+        tools = ModelTools.of(template, capabilities.tools, tokenizer, config.tool_parser)
+        return cls(tokenizer, template, grammars, tools, capabilities)
 
 
 @dataclass(frozen=True)
@@ -78,13 +78,13 @@ class PreparedRequest(GenerateOptions, frozen=True):
     limit_name: str = "max_new_tokens"
     # OpenAI's and Anthropic's: `max_new_tokens` is clamped to the rest of the context.
     clamps_max_tokens: bool = False
-    reading: OutputFormat = OutputFormat()  # which parts the text of a chat has
+    parser_config: ParserConfig = ParserConfig()  # which parts the text of a chat has
 
     @property
     def characters(self) -> int:
         return len(self.prompt) if isinstance(self.prompt, str) else 0
 
-    def sampling_of(self, sequence: int) -> Sampling:
+    def sampling_of(self, sequence: int) -> SamplingParams:
         """Each sequence has a random stream of its own, which follows from the request's seed."""
         if sequence == 0 or self.sampling.seed is None:
             return self.sampling
@@ -92,82 +92,88 @@ class PreparedRequest(GenerateOptions, frozen=True):
 
 
 class TokenizedPrompt(NamedTuple):
-    """The prompt of a job as it runs."""
+    """A prompt as it runs."""
 
-    job: PreparedRequest
+    prepared: PreparedRequest
     ids: list[int]
     max_new_tokens: int
 
 
-def with_grammar(job: PreparedRequest, name: str, grammar: str, info: ModelInfo) -> PreparedRequest:
-    """The job with the grammar that the field `name` asks for; an empty one changes nothing. Raises
+def with_grammar(prepared: PreparedRequest, name: str, grammar: str, info: ModelInfo) -> PreparedRequest:
+    """The request with the grammar that the field `name` asks for; an empty one changes nothing. Raises
     ApiError."""
     if not grammar:
-        return job
+        return prepared
     require(info.sampling != "device", name, NEEDS_HOST)
     require(len(grammar) <= MAX_GRAMMAR, name, f"makes a grammar of more than {MAX_GRAMMAR} characters")
-    require(not job.ignore_eos, "ignore_eos", f"cannot be combined with `{name}`, which ends the text")
-    return replace(job, grammar=grammar, grammar_name=name)
+    require(not prepared.ignore_eos, "ignore_eos", f"cannot be combined with `{name}`, which ends the text")
+    return replace(prepared, grammar=grammar, grammar_name=name)
 
 
-def prompts_of(jobs: list[PreparedRequest], served: Served) -> list[TokenizedPrompt]:
+def prompts_of(requests: list[PreparedRequest], served: Served) -> list[TokenizedPrompt]:
     """The prompts of a request in token ids. Raises ApiError for what cannot run."""
-    asked = sum(job.sequences for job in jobs)
+    asked = sum(prepared.sequences for prepared in requests)
     most = served.config.max_concurrent_requests
     if asked > most:  # it could never be accepted
         limit = f"at most {most} may run and wait (--max-concurrent-requests)"
         raise invalid(None, f"the request asks for {asked} sequences, and {limit}")
-    return [_fit(job, ids_of(job, served), served.info) for job in jobs]
+    return [_fit(prepared, ids_of(prepared, served), served.info) for prepared in requests]
 
 
-def ids_of(job: PreparedRequest, served: Served) -> list[int]:
+def ids_of(prepared: PreparedRequest, served: Served) -> list[int]:
     """The tokens of a prompt. Raises ApiError for a text that cannot be tokenized, or is far too long."""
-    if not isinstance(job.prompt, str):
-        return job.prompt
+    if not isinstance(prepared.prompt, str):
+        return prepared.prompt
     tokenizer = served.text.tokenizer
     # Tokenizing a text takes a hundred times its memory, so one that cannot fit is rejected before.
-    if job.truncate is None and len(job.prompt) > served.info.max_total_tokens * tokenizer.longest_token:
-        raise _too_many_tokens(job, f"at least {len(job.prompt) // tokenizer.longest_token}", served.info)
-    is_written_by_template = not job.add_special_tokens
-    text = job.prompt if is_written_by_template else tokenizer.escape(job.prompt)
+    if (
+        prepared.truncate is None
+        and len(prepared.prompt) > served.info.max_total_tokens * tokenizer.longest_token
+    ):
+        raise _too_many_tokens(
+            prepared, f"at least {len(prepared.prompt) // tokenizer.longest_token}", served.info
+        )
+    is_written_by_template = not prepared.add_special_tokens
+    text = prepared.prompt if is_written_by_template else tokenizer.escape(prepared.prompt)
     try:
-        return tokenizer.encode(text, job.add_special_tokens)
+        return tokenizer.encode(text, prepared.add_special_tokens)
     except Exception as error:
         raise invalid(None, f"tokenizer error: {error}") from None
 
 
-def _fit(job: PreparedRequest, ids: list[int], info: ModelInfo) -> TokenizedPrompt:
+def _fit(prepared: PreparedRequest, ids: list[int], info: ModelInfo) -> TokenizedPrompt:
     """The prompt to run (its last `truncate` tokens if asked for) and how many tokens may follow it.
 
     Raises ApiError with the numbers when the two exceed the context length.
     """
-    if job.truncate is not None:
-        ids = ids[-job.truncate :]
+    if prepared.truncate is not None:
+        ids = ids[-prepared.truncate :]
     length = len(ids)
     window = info.max_total_tokens
-    most = window - length if job.max_new_tokens is None else job.max_new_tokens
-    if job.clamps_max_tokens:
+    most = window - length if prepared.max_new_tokens is None else prepared.max_new_tokens
+    if prepared.clamps_max_tokens:
         most = min(most, window - length)
-    elif length + most > window and job.max_new_tokens is not None:
-        tokens = f"{length} `{job.prompt_name}` tokens and {most} `{job.limit_name}`"
-        detail = (
-            f"tokens + `{job.limit_name}` must be <= {window} (--max-total-tokens raises it). Given: {tokens}"
-        )
-        raise invalid(job.prompt_name, detail, CONTEXT_LENGTH_EXCEEDED)
+    elif length + most > window and prepared.max_new_tokens is not None:
+        tokens = f"{length} `{prepared.prompt_name}` tokens and {most} `{prepared.limit_name}`"
+        limit = f"tokens + `{prepared.limit_name}` must be <= {window} (--max-total-tokens raises it)"
+        detail = f"{limit}. Given: {tokens}"
+        raise invalid(prepared.prompt_name, detail, CONTEXT_LENGTH_EXCEEDED)
     if length > info.max_input_tokens:
-        raise _too_many_tokens(job, f"{length}", info)
-    require(length > 0, job.prompt_name, "cannot be empty")
-    check_ids([max(ids)], job.prompt_name, info)
+        raise _too_many_tokens(prepared, f"{length}", info)
+    require(length > 0, prepared.prompt_name, "cannot be empty")
+    check_ids([max(ids)], prepared.prompt_name, info)
     # A prompt that is only scored runs with one token, which is dropped.
-    return TokenizedPrompt(job, ids, max(most, 1))
+    return TokenizedPrompt(prepared, ids, max(most, 1))
 
 
-def _too_many_tokens(job: PreparedRequest, given: str, info: ModelInfo) -> ApiError:
+def _too_many_tokens(prepared: PreparedRequest, given: str, info: ModelInfo) -> ApiError:
     limit = f"must have at most {info.max_input_tokens} tokens"
-    if not job.clamps_max_tokens:
+    if not prepared.clamps_max_tokens:
         detail = f"{limit} (--max-input-tokens raises it). Given: {given}"
-        return invalid(job.prompt_name, detail, CONTEXT_LENGTH_EXCEEDED)
+        return invalid(prepared.prompt_name, detail, CONTEXT_LENGTH_EXCEEDED)
     # OpenAI's status and code, and the words that clients such as LangChain look for.
     window = f"This model's maximum context length is {info.max_total_tokens} tokens"
-    what = f"{window} (--max-total-tokens raises it): `{job.prompt_name}` {limit}. Given: {given}"
-    return ApiError(400, CONTEXT_LENGTH_EXCEEDED, what, code=CONTEXT_LENGTH_EXCEEDED, param=job.prompt_name)
+    what = f"{window} (--max-total-tokens raises it): `{prepared.prompt_name}` {limit}. Given: {given}"
+    return ApiError(
+        400, CONTEXT_LENGTH_EXCEEDED, what, code=CONTEXT_LENGTH_EXCEEDED, param=prepared.prompt_name
+    )

@@ -8,8 +8,8 @@ from fakes.model import EOS, VOCABULARY, greedy
 from loop import ENGINES, Driven, Oracle
 
 import worker
-from engine.lookup import INITIAL_DRAFT_TOKENS, MAX_PAUSE, NgramProposer
-from protocol import Cancel, Generate, Sampling
+from engine.ngram_proposer import INITIAL_DRAFT_TOKENS, MAX_PAUSE, NgramProposer
+from protocol import Cancel, Generate, SamplingParams
 
 
 def lookup(prompt, generated, prediction=()):
@@ -79,13 +79,13 @@ def test_no_guess_goes_beyond_what_is_asked_for():
 
 
 KINDS = [
-    Sampling(),
-    Sampling(seed=3, temperature=1.5),
-    Sampling(seed=4, top_k=5, temperature=2.0),
-    Sampling(seed=5, top_p=0.8),
-    Sampling(seed=6, min_p=0.1, typical_p=0.9),
-    Sampling(repetition_penalty=1.3, frequency_penalty=0.5),
-    Sampling(seed=7, presence_penalty=1.0, logit_bias=[(4, 5.0), (EOS, 2.0)]),
+    SamplingParams(),
+    SamplingParams(seed=3, temperature=1.5),
+    SamplingParams(seed=4, top_k=5, temperature=2.0),
+    SamplingParams(seed=5, top_p=0.8),
+    SamplingParams(seed=6, min_p=0.1, typical_p=0.9),
+    SamplingParams(repetition_penalty=1.3, frequency_penalty=0.5),
+    SamplingParams(seed=7, presence_penalty=1.0, logit_bias=[(4, 5.0), (EOS, 2.0)]),
 ]
 
 
@@ -138,7 +138,7 @@ def test_500_random_schedules_give_the_tokens_log_probabilities_and_ends_of_sing
         guessed, driven = played(requests, engine, seed, known)
         assert guessed == plain
         assert driven.worker.scheduler.busy == 0 and set(driven.ends) == set(known)
-        accepted += driven.worker.metrics.series("speculation_accepted")._value.get()
+        accepted += driven.worker.metrics.series("speculation_accepted_tokens")._value.get()
     assert accepted > 1000
 
 

@@ -8,15 +8,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tool_calls import BOTH, CALLS, ENDS, FORMATS, FORMS, THINKING, WRITTEN, tool, use
 
-from text.reader import Arguments, CallBegin, Content, OutputFormat, ParsedOutput, Reasoning, complete_members
+from text.output_parser import Arguments, CallBegin, Content, ParsedOutput, ParserConfig, Reasoning, complete_members
 
 
-def read(reader, text, size=None, is_truncated=False):
+def read(parser, text, size=None, is_truncated=False):
     """The parts of `text`, which arrives in pieces of `size` characters, as (kind, index, text); texts that follow each other
     are joined, and the ids of calls left out."""
     pieces = [text[at : at + size] for at in range(0, len(text), size)] if size else [text]
     parts = []
-    for part in [part for piece in pieces for part in reader.push(piece)] + reader.finish(is_truncated):
+    for part in [part for piece in pieces for part in parser.push(piece)] + parser.finish(is_truncated):
         kind, index = type(part), getattr(part, "index", None)
         if parts and kind is not CallBegin and parts[-1][:2] == (kind, index):
             parts[-1] = (kind, index, parts[-1][2] + part.text)
@@ -41,7 +41,7 @@ def calls_of(whole):
 @pytest.mark.parametrize("name", FORMATS)
 @pytest.mark.parametrize("size", [None, 1, 2, 3, 7])
 def test_calls_are_read_however_the_text_is_split(name, size):
-    parts = read(OutputFormat(use(name)).reader(), WRITTEN[name], size)
+    parts = read(ParserConfig(use(name)).parser(), WRITTEN[name], size)
     assert parts == [(CallBegin, 0, "weather"), (Arguments, 0, '{"city": "Bern"}'), (CallBegin, 1, "now"), (Arguments, 1, "{}")]
 
 
@@ -76,13 +76,13 @@ SNIPPETS += [marker for form in FORMS.values() for marker in form.markers]
     choice=st.sampled_from(["auto", "required", "now"]),
 )
 def test_any_text_gives_the_same_parts_however_it_is_split(name, snippets, thinking, parallel, size, is_truncated, choice):
-    reading, text = OutputFormat(use(name, parallel=parallel, choice=choice), thinking), "".join(snippets)
-    reader = reading.reader()
-    parts = read(reader, text, size, is_truncated)
-    other = reading.reader()
+    parser_config, text = ParserConfig(use(name, parallel=parallel, choice=choice), thinking), "".join(snippets)
+    parser = parser_config.parser()
+    parts = read(parser, text, size, is_truncated)
+    other = parser_config.parser()
     assert parts == read(other, text, None, is_truncated)
-    assert (reader.failed, reader.has_calls, reader.is_truncated) == (other.failed, other.has_calls, other.is_truncated)
-    whole = reading.whole(text, is_truncated)
+    assert (parser.failed, parser.has_calls, parser.is_truncated) == (other.failed, other.has_calls, other.is_truncated)
+    whole = parser_config.whole(text, is_truncated)
     complete = whole.calls[:-1] if whole.is_truncated else whole.calls
     assert all(isinstance(json.loads(call.arguments), dict) for call in complete)
     assert other.failed or [call.name for call in whole.calls] == [name for kind, _, name in parts if kind is CallBegin]
@@ -93,15 +93,15 @@ def test_any_text_gives_the_same_parts_however_it_is_split(name, snippets, think
 @pytest.mark.parametrize("choice", ["auto", "required", "weather"])
 @pytest.mark.parametrize("name", FORMATS)
 def test_a_call_that_is_cut_anywhere_is_the_same_in_a_stream_and_in_a_whole_answer(name, choice):
-    reading = OutputFormat(use(name, choice=choice))
+    parser_config = ParserConfig(use(name, choice=choice))
     written = CALLS[name][0] + ENDS.get(name, "")
     lengths = []
     for end in range(1, len(written) + 1):
-        reader = reading.reader()
-        parts = read(reader, written[:end], 3, is_truncated=True)
-        whole = reading.whole(written[:end], is_truncated=True)
+        parser = parser_config.parser()
+        parts = read(parser, written[:end], 3, is_truncated=True)
+        whole = parser_config.whole(written[:end], is_truncated=True)
         assert whole.content == "".join(text for kind, _, text in parts if kind is Content)
-        assert whole.is_truncated == reader.is_truncated
+        assert whole.is_truncated == parser.is_truncated
         assert [call.arguments for call in whole.calls] == (
             ["".join(text for kind, _, text in parts if kind is Arguments)] if whole.calls else []
         )
@@ -114,8 +114,8 @@ def test_a_call_that_is_cut_anywhere_is_the_same_in_a_stream_and_in_a_whole_answ
 
 def test_a_stop_string_cuts_a_forced_call_too():
     text = CALLS["hermes"][0][:-20]
-    assert [call.arguments for call in OutputFormat(use(choice="required")).whole(text).calls] == ['{"city": "']
-    assert OutputFormat(use()).whole(text) == ParsedOutput(text, "", [])
+    assert [call.arguments for call in ParserConfig(use(choice="required")).whole(text).calls] == ['{"city": "']
+    assert ParserConfig(use()).whole(text) == ParsedOutput(text, "", [])
 
 
 @pytest.mark.parametrize(
@@ -141,8 +141,8 @@ def test_what_is_complete_of_cut_arguments_can_be_read(cut, read):
 @given(name=st.sampled_from(FORMATS), snippets=st.lists(st.sampled_from(SNIPPETS), max_size=9))
 def test_no_text_is_lost_or_made_up_in_a_text_without_calls(name, snippets):
     text = "".join(snippets)
-    reader = OutputFormat(use(name)).reader()
-    parts = read(reader, text, 1)
+    parser = ParserConfig(use(name)).parser()
+    parts = read(parser, text, 1)
     if not any(kind is CallBegin for kind, *_ in parts):
         assert "".join(written for *_, written in parts) == text
 
@@ -182,7 +182,7 @@ def test_no_text_is_lost_or_made_up_in_a_text_without_calls(name, snippets):
     ],
 )
 def test_calls_are_read_as_models_write_them(name, text, content, calls):
-    whole = OutputFormat(use(name)).whole(text)
+    whole = ParserConfig(use(name)).whole(text)
     assert (whole.content, calls_of(whole)) == (content, calls)
 
 
@@ -231,48 +231,48 @@ def test_calls_are_read_as_models_write_them(name, text, content, calls):
     ],
 )
 def test_what_is_not_a_call_stays_content(name, text):
-    assert OutputFormat(use(name)).whole(text) == ParsedOutput(text, "", [])
+    assert ParserConfig(use(name)).whole(text) == ParsedOutput(text, "", [])
 
 
 def test_a_stream_gives_as_content_what_it_has_not_sent_as_a_call():
-    reader = OutputFormat(use()).reader()
+    parser = ParserConfig(use()).parser()
     text = CALLS["hermes"][0] + "\n<tool_call>nonsense"
-    assert read(reader, text, 1) == [
+    assert read(parser, text, 1) == [
         (CallBegin, 0, "weather"),
         (Arguments, 0, '{"city": "Bern"}'),
         (Content, None, "\n<tool_call>nonsense"),
     ]
-    assert reader.failed and reader.has_calls
+    assert parser.failed and parser.has_calls
 
 
 def test_nothing_is_held_back_that_cannot_belong_to_a_call():
-    reader = OutputFormat(use()).reader()
-    assert reader.push("Hello <") == [Content("Hello ")]
-    assert reader.push("b> <tool") == [Content("<b> ")]
-    assert reader.push("_call>") == []
-    assert reader.push('{"name": "weather", "arguments": {"ci')[1:] == [Arguments(0, '{"ci')]
-    assert reader.push('ty": "B') == [Arguments(0, 'ty": "B')]
-    json_answer = OutputFormat(use("llama3_json")).reader()
+    parser = ParserConfig(use()).parser()
+    assert parser.push("Hello <") == [Content("Hello ")]
+    assert parser.push("b> <tool") == [Content("<b> ")]
+    assert parser.push("_call>") == []
+    assert parser.push('{"name": "weather", "arguments": {"ci')[1:] == [Arguments(0, '{"ci')]
+    assert parser.push('ty": "B') == [Arguments(0, 'ty": "B')]
+    json_answer = ParserConfig(use("llama3_json")).parser()
     assert json_answer.push('{"na') == []
     assert json_answer.push("il") == [Content('{"nail')]
 
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_one_call_is_read_where_only_one_may_be_made(name):
-    whole = OutputFormat(use(name, parallel=False)).whole(WRITTEN[name] + " and more")
+    whole = ParserConfig(use(name, parallel=False)).whole(WRITTEN[name] + " and more")
     assert calls_of(whole) == BOTH[:1]
 
 
 def test_only_allowed_tools_are_called():
     found = use(choice="now")
-    assert calls_of(OutputFormat(found).whole(CALLS["hermes"][1])) == BOTH[1:]
-    assert OutputFormat(found).whole(CALLS["hermes"][0]).calls == []
+    assert calls_of(ParserConfig(found).whole(CALLS["hermes"][1])) == BOTH[1:]
+    assert ParserConfig(found).whole(CALLS["hermes"][0]).calls == []
 
 
 def test_ids_have_the_form_that_templates_require():
     for short, form in ((False, r"call_[0-9a-f]{24}"), (True, r"[0-9a-zA-Z]{9}")):
         found = use(short_ids=short)
-        first, second = OutputFormat(found).whole(CALLS["hermes"][0] * 2).calls
+        first, second = ParserConfig(found).whole(CALLS["hermes"][0] * 2).calls
         assert re.fullmatch(form, first.id) and first.id != second.id
 
 
@@ -289,28 +289,28 @@ def test_ids_have_the_form_that_templates_require():
     ],
 )
 def test_thinking_is_separated_from_the_answer(thinking, text, reasoning, content):
-    assert OutputFormat(None, thinking).whole(text) == ParsedOutput(content, reasoning, [])
-    parts = read(OutputFormat(None, thinking).reader(), text, 1)
+    assert ParserConfig(None, thinking).whole(text) == ParsedOutput(content, reasoning, [])
+    parts = read(ParserConfig(None, thinking).parser(), text, 1)
     assert parts == [part for part in ((Reasoning, None, reasoning), (Content, None, content)) if part[2]]
 
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_calls_follow_thinking(name):
-    whole = OutputFormat(use(name), "inside").whole("Bern?</think>\n\n" + WRITTEN[name])
+    whole = ParserConfig(use(name), "inside").whole("Bern?</think>\n\n" + WRITTEN[name])
     assert (whole.reasoning, whole.content, calls_of(whole)) == ("Bern?", "", BOTH)
 
 
 def test_what_follows_thinking_and_is_no_call_is_content():
-    failed = OutputFormat(use(), "inside").whole("Bern?</think>\n\n<tool_call>")
+    failed = ParserConfig(use(), "inside").whole("Bern?</think>\n\n<tool_call>")
     assert failed == ParsedOutput("<tool_call>", "Bern?", [])
 
 
 @pytest.mark.parametrize("name", ["hermes", "llama3_json", "mistral", "mistral_v11"])
 def test_an_answer_whose_last_call_is_sent_and_does_not_end_is_not_one_of_calls(name):
     text = WRITTEN[name]
-    reader = OutputFormat(use(name)).reader()
-    read(reader, text[: text.rindex("}")])
-    assert reader.failed and not reader.has_calls
+    parser = ParserConfig(use(name)).parser()
+    read(parser, text[: text.rindex("}")])
+    assert parser.failed and not parser.has_calls
 
 
 @pytest.mark.parametrize(
@@ -343,5 +343,5 @@ def test_an_answer_whose_last_call_is_sent_and_does_not_end_is_not_one_of_calls(
 def test_values_in_tags_have_the_type_that_the_schema_says(schema, text, value):
     definitions = {"Point": {"type": "object"}, "Text": {"const": "1"}, "Self": {"$ref": "#/$defs/Self"}}
     found = use("qwen3_coder", [tool("f", {"properties": {"x": schema}, "$defs": definitions})])
-    (call,) = OutputFormat(found).whole(xml("f", x=text)).calls
+    (call,) = ParserConfig(found).whole(xml("f", x=text)).calls
     assert json.loads(call.arguments) == {"x": value}

@@ -3,15 +3,15 @@
 import math
 
 import pytest
-from asked import encode, job, serving
+from asked import encode, prepared, serving
 
-from api.answer import GeneratedSequence, rounded
-from api.job import TokenizedPrompt
+from api.prepared_request import TokenizedPrompt
+from api.response_writer import GeneratedSequence, rounded
 from protocol import Token
 
 
 def sequence(number=0, **fields):
-    asked = job("completion", **fields)
+    asked = prepared("completion", **fields)
     return GeneratedSequence(serving().text.tokenizer, TokenizedPrompt(asked, [72, 105], 9), number, number)
 
 

@@ -26,14 +26,14 @@ from text.tool_formats import (
     THINK,
     THINK_END,
     TYPES,
-    Calls,
+    AllowedCalls,
     Syntax,
     types_of,
 )
 
 MAX_HEAD = 1_000  # characters of a call before its arguments, or of a parameter's name
 ALPHANUMERIC = string.ascii_letters + string.digits
-MAX_CUTS = 20  # commas after which the complete arguments of a Python call may end
+MAX_COMMAS = 20  # commas after which the complete arguments of a Python call may end
 WORDS = {"True": "true", "False": "false", "None": "null"}  # as templates in Python write JSON's
 
 
@@ -83,16 +83,16 @@ class ParsedOutput(NamedTuple):
 
 
 @dataclass(frozen=True)
-class OutputFormat:
+class ParserConfig:
     """How the outputs of a request are parsed.
 
     `thinking`: "" (none), "before" (`<think>` may begin the output) or "inside" (the prompt ends with it).
     """
 
-    calls: Calls | None = None
+    calls: AllowedCalls | None = None
     thinking: str = ""
 
-    def reader(self) -> OutputParser:
+    def parser(self) -> OutputParser:
         return OutputParser(self)
 
     @functools.cached_property
@@ -102,18 +102,18 @@ class OutputFormat:
         calls = self.calls.format.markers if self.calls else ()
         return frozenset((*calls, *thinks))
 
-    def of_text(self, text: str, is_truncated: bool = False) -> OutputFormat:
+    def of_text(self, text: str, is_truncated: bool = False) -> ParserConfig:
         """How a complete text is read: when one of its calls cannot be read, all of it is content, but for
         the reasoning."""
-        reader = self.reader()
-        reader.push(text)
-        reader.finish(is_truncated)
-        return OutputFormat(None, self.thinking) if reader.failed else self
+        parser = self.parser()
+        parser.push(text)
+        parser.finish(is_truncated)
+        return ParserConfig(None, self.thinking) if parser.failed else self
 
     def whole(self, text: str, is_truncated: bool = False) -> ParsedOutput:
         """The parts of a complete text. is_truncated: it ended at `max_tokens`."""
-        reader = self.of_text(text, is_truncated).reader()
-        parts = [*reader.push(text), *reader.finish(is_truncated)]
+        parser = self.of_text(text, is_truncated).parser()
+        parts = [*parser.push(text), *parser.finish(is_truncated)]
 
         def text_of(kind: type[OutputPart], index: int | None = None) -> str:
             return "".join(
@@ -127,22 +127,22 @@ class OutputFormat:
             for part in parts
             if isinstance(part, CallBegin)
         ]
-        return ParsedOutput(text_of(Content), text_of(Reasoning), calls, reader.is_truncated)
+        return ParsedOutput(text_of(Content), text_of(Reasoning), calls, parser.is_truncated)
 
 
 class OutputParser:
     """Reads one sequence. How its text is split over calls of `push` makes no difference to its parts."""
 
-    def __init__(self, reading: OutputFormat):
-        self._calls = reading.calls
-        self._thinking = reading.thinking
+    def __init__(self, parser_config: ParserConfig):
+        self._calls = parser_config.calls
+        self._thinking = parser_config.thinking
         self._buffer = ""  # text that is not read yet
         self._undecided = ""  # text that is read and in no part yet
         self._parts: list[OutputPart] = []
         self._ended = False
         self._begun = 0  # calls
         self._complete = 0  # calls
-        self._keeps_cut = False  # a truncated call is a call, not content
+        self._keeps_truncated = False  # a truncated call is a call, not content
         self.failed = False  # something other than a call, which is content
         self._steps = self._read()
 
@@ -170,7 +170,7 @@ class OutputParser:
         its arguments; so does a forced call, whatever the reason.
         """
         self._ended = True
-        self._keeps_cut = is_truncated or (self._calls is not None and self._calls.is_forced)
+        self._keeps_truncated = is_truncated or (self._calls is not None and self._calls.requires_call)
         return self.push("")
 
     # Generators that read from the buffer, and yield when they need more text.
@@ -183,8 +183,8 @@ class OutputParser:
                 yield from self._read_calls()
                 if self._complete and not self._buffer:
                     self._undecided = ""  # spaces after the last call
-            except _Cut:
-                self._end_cut()
+            except _Truncated:
+                self._end_truncated()
             except _NotACall:
                 self.failed = True
         while True:
@@ -198,15 +198,15 @@ class OutputParser:
             return
         self._undecided = ""
         yield from self._until(THINK_END, Reasoning)
-        yield from self._blanks()
+        yield from self._skip_spaces()
         self._undecided = ""
 
-    def _end_cut(self) -> None:
+    def _end_truncated(self) -> None:
         """The text ended within a call."""
-        is_forced = self._calls.is_forced
-        if is_forced and not self._begun and len(self._calls.names) == 1:
+        requires_call = self._calls.requires_call
+        if requires_call and not self._begun and len(self._calls.names) == 1:
             self._begin(self._calls.names[0])
-        if self._keeps_cut and (self._begun or is_forced):
+        if self._keeps_truncated and (self._begun or requires_call):
             self._undecided = ""
             self._buffer = ""
         else:
@@ -216,10 +216,10 @@ class OutputParser:
         """Calls after a marker or, if the format allows that, at the beginning of the text; other text is
         content."""
         form = self._calls.format
-        yield from self._blanks()
-        follows = self._begins_bare()
+        yield from self._skip_spaces()
+        follows = self._begins_implicitly()
         marked = not follows
-        while follows or (yield from self._until(form.open, may_be_cut=self._calls.is_forced)):
+        while follows or (yield from self._until(form.open, may_be_truncated=self._calls.requires_call)):
             if form.first:
                 yield from self._expect(form.first)
             yield from self._call(marked)
@@ -228,12 +228,12 @@ class OutputParser:
             for end in form.ends:
                 yield from self._skip(end)
             self._undecided = ""
-            yield from self._blanks()
-            follows = self._begins_bare() and not form.next
+            yield from self._skip_spaces()
+            follows = self._begins_implicitly() and not form.next
             if form.implicit_start and not follows:
                 return
 
-    def _begins_bare(self) -> bool:
+    def _begins_implicitly(self) -> bool:
         """Whether a call without a marker may begin here."""
         implicit_start = self._calls.format.implicit_start
         return bool(implicit_start) and self._buffer.startswith(implicit_start)
@@ -265,7 +265,7 @@ class OutputParser:
             for name in self._calls.names
             for key in ("arguments", "parameters")
         }
-        yield from self._blanks()
+        yield from self._skip_spaces()
         while True:
             head = self._buffer[: self._buffer.find("{", 1) + 1 or None]
             compact = "".join(head.split())
@@ -291,9 +291,9 @@ class OutputParser:
         begins = len(self._undecided)
         try:
             arguments = yield from self._brackets(depth=1, quotes="\"'")
-        except _Cut:
-            if self._keeps_cut:
-                self._begin(found[:-1], _cut_json(self._undecided[begins:]))
+        except _Truncated:
+            if self._keeps_truncated:
+                self._begin(found[:-1], _truncated_json(self._undecided[begins:]))
             raise
         self._begin(found[:-1], _as_json(arguments))
 
@@ -412,17 +412,17 @@ class OutputParser:
         self,
         marker: str,
         kind: type[Content] | type[Reasoning] = Content,
-        may_be_cut: bool = False,
+        may_be_truncated: bool = False,
     ) -> Generator[None, None, bool]:
         """Sends the text up to the marker, and reads that; False when it never comes.
 
-        may_be_cut: a beginning of the marker at the end of the text is not part of the text.
+        may_be_truncated: a beginning of the marker at the end of the text is not part of the text.
         """
         while True:
             before, found, _rest = self._buffer.partition(marker)
             held = "" if found else stop_begun(before, [marker])
-            if self._ended and held and may_be_cut:
-                raise _Cut
+            if self._ended and held and may_be_truncated:
+                raise _Truncated
             if self._ended:
                 held = ""
             self._send(kind, len(before) - len(held))
@@ -434,12 +434,12 @@ class OutputParser:
 
     def _skip(self, *markers: str) -> Generator[None, None, str]:
         """Reads spaces and the marker after them, which it returns; "" if there is none."""
-        yield from self._blanks()
+        yield from self._skip_spaces()
         while True:
             for marker in filter(self._buffer.startswith, markers):
                 return self._take(len(marker))
             is_begun = any(marker.startswith(self._buffer) for marker in markers)
-            if is_begun and self._ended and self._keeps_cut:
+            if is_begun and self._ended and self._keeps_truncated:
                 self._take(len(self._buffer))
             if self._ended or not is_begun:
                 return ""
@@ -450,10 +450,10 @@ class OutputParser:
         found = yield from self._skip(*markers)
         if not found:
             is_begun = any(marker.startswith(self._buffer) for marker in markers)
-            raise _Cut if is_begun else _NotACall
+            raise _Truncated if is_begun else _NotACall
         return found
 
-    def _blanks(self) -> Generator[None, None, bool]:
+    def _skip_spaces(self) -> Generator[None, None, bool]:
         """Reads spaces; returns whether anything follows."""
         return (yield from self._strip(None))
 
@@ -466,7 +466,7 @@ class OutputParser:
 
     def _more(self) -> Generator[None, None, None]:
         if self._ended:
-            raise _Cut
+            raise _Truncated
         yield
 
     def _send_arguments(self, text: str) -> None:
@@ -492,7 +492,7 @@ class _NotACall(Exception):
     pass
 
 
-class _Cut(_NotACall):
+class _Truncated(_NotACall):
     """The text ends, and what there is of it could be the beginning of a call."""
 
 
@@ -525,10 +525,10 @@ def _as_json(text: str) -> str:
         raise _NotACall from None
 
 
-def _cut_json(text: str) -> str:
+def _truncated_json(text: str) -> str:
     """The complete ones of the keyword arguments of a Python call, as a JSON object that does not end."""
     commas = [at for at, character in enumerate(text) if character == ","]
-    for at in reversed(commas[-MAX_CUTS:]):
+    for at in reversed(commas[-MAX_COMMAS:]):
         with contextlib.suppress(_NotACall):
             return _as_json(text[:at] + ")").removesuffix("}") + ", "
     return "{"

@@ -5,7 +5,7 @@ from dataclasses import fields
 import pytest
 
 from text.template import ChatTemplate
-from text.traits import TemplateCapabilities
+from text.template_capabilities import TemplateCapabilities
 
 EACH = "{% for m in messages %}"
 END = "{% endfor %}"
@@ -17,7 +17,7 @@ OF_CALLS = {"calls", "text_of_calls", "user_after_result"}
 
 
 def missing(source):
-    """The traits that a template has not."""
+    """The capabilities that a template has not."""
     found = TemplateCapabilities.of(ChatTemplate(source, {}))
     return {field.name for field in fields(found) if not getattr(found, field.name)}
 
