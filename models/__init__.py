@@ -128,10 +128,6 @@ def _refuse_by_config(manifest: Manifest) -> None:
     kind = manifest.config_json.get("model_type")
     if manifest.config_json.get("is_encoder_decoder"):
         raise ModelError(f"{kind} models are encoder-decoder models; only decoder-only models are supported")
-    if manifest.config_json.get("quantization_config"):
-        raise ModelError(
-            f"this {kind} checkpoint is quantized, which cannot be served yet; use its unquantized form"
-        )
 
 
 def choose_device(wanted: str) -> str:

@@ -45,9 +45,10 @@ CRASHES = (signal.SIGSEGV, signal.SIGFPE, signal.SIGILL)  # which the next conve
 # Compresses weights; needed only by a conversion.
 NNCF = "nncf==3.4.0"
 # Raise these with any change of what a conversion writes, or of how it is read: entries of other versions are
-# not used. CONVERTER_VERSION is for models and tokenizers, READERS for checkpoints of gguf.py and lora.py.
+# not used. CONVERTER_VERSION is for models and tokenizers, READERS for checkpoints of gguf.py, lora.py and
+# dequantize.py.
 CONVERTER_VERSION = 4
-READERS = {"gguf": 2, "lora": 2}
+READERS = {"gguf": 2, "lora": 2, "dequantize": 1}
 
 
 class NotConverted(Exception):

@@ -18,7 +18,7 @@ def legacy_config(config: Mapping[str, Any]) -> dict[str, Any]:
     """
     # Without the section about compiled graphs.
     legacy = {name: value for name, value in config.items() if name != "neuron"}
-    for name in ("rope_parameters", "rope_scaling", "quantization_config"):
+    for name in ("rope_parameters", "rope_scaling"):
         if not isinstance(legacy.get(name), (dict, type(None))):
             raise ModelError(f"config.json: {name} is {legacy[name]!r:.100} and should be an object")
     rope = legacy.pop("rope_parameters", None)

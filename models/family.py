@@ -62,7 +62,6 @@ class Family:
         "hidden_act": ("silu", "swish"),
         "mlp_bias": (False,),
         "rope_scaling": (*rope.OF_THE_LIBRARY, *rope.SCALED),
-        "quantization_config": ("none",),
     }
     # Compiled graphs of another revision are not loaded: raise it with any change of what is computed.
     revision = 1
@@ -102,8 +101,6 @@ class Family:
         """Raises ModelError for an unsupported value of config.json, with the field and the supported
         values."""
         found = dict(self.config, rope_scaling=rope.kind(self.config))
-        if quantization := self.config.get("quantization_config"):
-            found["quantization_config"] = quantization.get("quant_method", "unknown")
         for name, supported_values in self.supported_values.items():
             if found.get(name) in (None, {}, *supported_values):
                 continue

@@ -12,6 +12,7 @@ import dataclasses
 import functools
 import logging
 import os
+import shutil
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -81,6 +82,15 @@ def fetch_adapter(config: Config) -> Path:
         return Path(path).expanduser()
     repository, _, revision = config.lora_adapters.partition("@")
     return _download(config, repository, revision or None, ADAPTER)
+
+
+def copy_metadata(folder: Path, target: Path) -> None:
+    """Copies everything that a checkpoint's folder holds beside its weights."""
+    if (folder / TEMPLATES).is_dir():
+        shutil.copytree(folder / TEMPLATES, target / TEMPLATES)
+    for path in folder.iterdir():
+        if path.is_file() and path.suffix not in (".safetensors", ".bin"):
+            shutil.copyfile(path, target / path.name)
 
 
 def fetch_artifact(config: Config, folder: Path, subfolders: Sequence[str]) -> None:

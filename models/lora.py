@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import math
 import re
-import shutil
 import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -26,7 +25,7 @@ from safetensors.torch import load_file, save_file
 
 from manifest import read_json
 from models.base import ModelError, reported_as
-from models.fetch import TEMPLATES
+from models.fetch import copy_metadata
 from run import ConfigError
 
 PREFIX = "base_model.model."
@@ -125,13 +124,8 @@ def merge(base: Path, adapter_folder: Path, target: Path) -> None:
     """Raises ModelError for an adapter that does not fit the base model, or cannot be merged."""
     adapter = Adapter(adapter_folder)
     names: set[str] = set()
-    if (base / TEMPLATES).is_dir():
-        shutil.copytree(base / TEMPLATES, target / TEMPLATES)
-    for file in sorted(base.iterdir()):
-        if file.suffix != ".safetensors":
-            if file.is_file() and file.suffix != ".bin":
-                shutil.copyfile(file, target / file.name)
-            continue
+    copy_metadata(base, target)
+    for file in sorted(base.glob("*.safetensors")):
         weights = {}
         with safe_open(file, "pt") as stored:
             for name in stored.keys():  # noqa: SIM118 - not a dictionary

@@ -29,6 +29,7 @@ from models.base import ModelError
 from models.family import Family
 from models.fetch import fetch
 from models.machine import GIB, Machine
+from models.quantization import Quantization, dequantized_config, written_dtype
 from run import ConfigError
 
 CORE_BYTES = 16 * GIB  # HBM of a NeuronCore-v2 (SDK@v2.25.0:general/arch/neuron-hardware/inf2-arch.rst:32-70)
@@ -464,7 +465,10 @@ def main(argv: Sequence[str]) -> int:
                 "plan reads a config.json; give the checkpoint that the GGUF file was made from"
             )
         folder, _commit = fetch(config, ["config.json"])
-        shape = Shape.from_config(read_json(folder / "config.json", required=True))
+        data = read_json(folder / "config.json", required=True)
+        if Quantization.read(folder):
+            data = dequantized_config(data, written_dtype(config))
+        shape = Shape.from_config(data)
         machines = [machine for name, machine in INSTANCES.items() if options.instance in (None, name)]
         for line in report(config.model_name, shape, machines, config):
             indent = " " * (len(line) - len(line.lstrip()) + 4)

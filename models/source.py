@@ -1,7 +1,7 @@
 """The checkpoint to serve, as a folder: from the hub, this machine or a GGUF file, with an adapter merged.
 
 What is not an ordinary checkpoint is converted into one, once, in the cache of converted models: a child
-process of `gguf.py` or `lora.py` writes it, and every engine serves it as any other.
+process of `gguf.py`, `dequantize.py` or `lora.py` writes it, and every engine serves it as any other.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from models.base import ModelError, progress_logged, reported_as
 from models.cache import NNCF, READERS, ModelCache, digest, identify, installed, write_entry
 from models.child import run_module
 from models.fetch import fetch, fetch_adapter, fetch_weights, list_files
+from models.quantization import Quantization, written_dtype
 from run import ConfigError
 
 logger = logging.getLogger("model")
@@ -51,6 +52,9 @@ def fetch_source(config: Config) -> tuple[Config, Path, str | None]:
             folder, commit = fetch(config)
         folder = _dequantized(config, folder, commit)
         commit = None
+    elif quantization := Quantization.read(folder):
+        folder = _unquantized(config, folder, quantization)
+        config = _with_source(config, str(folder))
     if config.lora_adapters:
         folder = _merged(config, folder)
         config = _with_source(config, str(folder))
@@ -139,12 +143,32 @@ def _dequantized(config: Config, file: Path, commit: str | None) -> Path:
     missing = [package for package in GGUF_PACKAGES if not importlib.util.find_spec(package)]
     if missing:
         raise ModelError(f"a GGUF file needs the package {missing[0]}: pip install {' '.join(GGUF_PACKAGES)}")
-    dtype = "bfloat16" if config.dtype == "auto" else config.dtype
+    dtype = written_dtype(config)
     status = file.stat()
     versions = [installed(package) for package in ("transformers", *GGUF_PACKAGES)]
     identity = [file.name, status.st_size, commit or int(status.st_mtime), dtype, versions]
     return _build_cached(
         config, "gguf", identity, [str(file), dtype], f"dequantizing {file.name} into {dtype}"
+    )
+
+
+def _unquantized(config: Config, folder: Path, quantization: Quantization) -> Path:
+    """The checkpoint in `folder` with its weights dequantized: in bfloat16, or in what `dtype` says."""
+    dtype = written_dtype(config)
+    hint = ""
+    if not config.quantize and config.device != "cuda":
+        hint = "; --quantize int8 (QUANTIZE) takes 1 byte a weight"
+    logger.info(
+        "%s is quantized with %s and is served dequantized, with the memory of %s%s",
+        config.model_name,
+        quantization.method,
+        dtype,
+        hint,
+    )
+    folder = fetch_weights(config, folder, SAFETENSORS)
+    doing = f"dequantizing {config.model_name} into {dtype}"
+    return _build_cached(
+        config, "dequantize", [identify(folder, CHECKPOINT), dtype], [str(folder), dtype], doing
     )
 
 
