@@ -6,7 +6,7 @@ downloaded. `dequantize.py` does the arithmetic; this file does not import torch
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -65,9 +65,10 @@ class Quantization:
             return None
         if not isinstance(given, dict):
             raise ModelError(f"config.json: {KEYS[0]} is {given!r:.100} and should be an object")
-        method = given.get("quant_method")
-        if method is None and (given.get("load_in_4bit") or given.get("load_in_8bit")):
-            method = "bitsandbytes"
+        unnamed = "an unnamed method"
+        if given.get("load_in_4bit") or given.get("load_in_8bit"):
+            unnamed = "bitsandbytes"
+        method = given.get("quant_method") or unnamed
         quantization = cls(str(method), given | {"model_type": config.get("model_type")})
         quantization._check()
         return quantization
@@ -95,7 +96,7 @@ def _values(settings: Mapping[str, Any], name: str) -> Iterator[Any]:
             yield from _values(value, name)
 
 
-def _refusal(kind: str, supported: Iterator[Any]) -> ModelError:
+def _refusal(kind: str, supported: Iterable[Any]) -> ModelError:
     return ModelError(
         f"this model is quantized with {kind}, which is not supported; supported: "
         f"{', '.join(map(str, supported))}; or use the unquantized form"

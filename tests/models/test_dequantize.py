@@ -1,16 +1,25 @@
 """A quantized checkpoint becomes the ordinary one that its integers and scales stand for, or is rejected by name."""
 
+import json
+
 import numpy as np
 import pytest
 import torch
 import transformers
+from processes import Server
 from quantized import LAYOUTS, ct_packed, mxfp4, quantize, write
 from safetensors.torch import load_file, save_file
-from tiny_models import GROUPED, edit_config, llama, save_checkpoint
+from tiny_models import GROUPED, POSITIONS, VOCABULARY, edit_config, llama, references, run, save_checkpoint
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import WhitespaceSplit
 
+import models
+from config import Config
 from manifest import read_json
-from models import dequantize
+from models import dequantize, source
 from models.base import ModelError
+from models.cache import READERS
 from models.dequantize import FORMATS, write_checkpoint
 from models.quantization import Quantization
 
@@ -197,3 +206,110 @@ def test_the_disk_must_have_room_for_two_bytes_a_weight(plain, tmp_path, monkeyp
     ):
         dequantized(folder, tmp_path / "little", "bfloat16")
     assert not list((tmp_path / "little").iterdir())
+
+
+# The whole path, from what is named to tokens.
+
+
+@pytest.fixture
+def config(tmp_path):
+    where = {"device": "cpu", "model_cache": str(tmp_path / "cache"), "max_total_tokens": POSITIONS, "threads": 1}
+    return lambda model_id, **more: Config(model_id=str(model_id), **{"dtype": "float32"} | where | more)
+
+
+@pytest.mark.usefixtures("conversions")
+@pytest.mark.parametrize(
+    ("layout", "family"),
+    [("fp8 in blocks", "qwen3-moe"), ("gptq with g_idx", "qwen3"), ("awq", "llama"), ("ct 4 bits with zeros", "llama")],
+)
+def test_the_tokens_are_those_of_transformers_with_the_dequantized_weights(plain, tmp_path, config, layout, family):
+    folder = quantize(plain[family], tmp_path / "quantized", layout)
+    model = models.prepare(config(folder)).load(lambda phase: None)
+    assert model.engine == "openvino"
+    for reference in references(tmp_path / "reference", lengths=(2, 11)):
+        (sequence,) = run(model, [reference.prompt])
+        assert sequence.tokens == reference.tokens
+
+
+@pytest.mark.usefixtures("conversions")
+def test_compressed_to_int8_again_it_is_what_its_dequantized_form_is_compressed_to(plain, tmp_path, config):
+    folder = quantize(plain["llama"], tmp_path / "quantized", "awq")
+    model = models.prepare(config(folder, quantize="int8")).load(lambda phase: None)
+    assert model.quantize == "int8"
+    expected = models.prepare(config(tmp_path / "reference", quantize="int8")).load(lambda phase: None)
+    prompts = [[5, 6, 7], [80, 2]]
+    assert [each.tokens for each in run(model, prompts)] == [each.tokens for each in run(expected, prompts)]
+
+
+def test_a_model_on_the_hub_is_fetched_dequantized_once_and_keeps_its_name(hub, plain, tmp_path, config, monkeypatch, caplog):
+    folder = quantize(plain["llama"], tmp_path / "quantized", "ct fp8", key="compression_config")
+    hub.push("someone/model", folder)
+    caplog.set_level("INFO", "model")
+    prepared = models.prepare(config("someone/model", dtype="auto"))
+    assert "model-00001-of-00002.safetensors" in hub.fetched
+    assert prepared.config.model_name == "someone/model" and prepared.manifest.config_json["torch_dtype"] == "bfloat16"
+    prepared.fetch_weights()  # there is nothing to fetch
+    found = {name for path in prepared.folder.glob("*.safetensors") for name in load_file(path)}
+    assert found == set(load_file(tmp_path / "reference" / "model.safetensors"))
+    said = "someone/model is quantized with compressed-tensors and is served dequantized, with the memory of bfloat16"
+    assert f"{said}; --quantize int8 (QUANTIZE) takes 1 byte a weight" in caplog.messages
+    monkeypatch.setattr(source, "run_module", None)
+    caplog.clear()
+    assert models.prepare(config("someone/model", dtype="auto", quantize="int8")).folder == prepared.folder
+    assert said in caplog.messages
+
+
+def test_other_weights_another_dtype_and_another_version_of_this_reader_are_dequantized_again(
+    plain, tmp_path, config, monkeypatch
+):
+    monkeypatch.setattr(source, "run_module", lambda arguments, **environ: None)
+    folder = quantize(plain["llama"], tmp_path / "quantized", "awq")
+
+    def entry(**settings):
+        return source.fetch_source(config(folder, **settings))[1]
+
+    entries = [entry(), entry(dtype="bfloat16")]
+    assert entry() == entries[0] and entry(dtype="auto") == entries[1]
+    monkeypatch.setitem(READERS, "dequantize", READERS["dequantize"] + 1)
+    entries.append(entry())
+    change(folder, lambda name, tensor: (name, tensor * 2 if name.endswith("scales") else tensor))
+    assert len({*entries, entry()}) == 4
+
+
+def test_an_adapter_is_merged_into_the_dequantized_weights(plain, tmp_path, config):
+    folder = quantize(plain["llama"], tmp_path / "quantized", "awq")
+    adapter = tmp_path / "adapter"
+    adapter.mkdir()
+    name = "base_model.model.model.layers.0.self_attn.q_proj.lora_{}.weight"
+    save_file({name.format("A"): torch.ones(4, 64), name.format("B"): torch.ones(64, 4)}, adapter / "adapter_model.safetensors")
+    (adapter / "adapter_config.json").write_text('{"peft_type": "LORA", "r": 4, "lora_alpha": 4}')
+    prepared = models.prepare(config(folder, lora_adapters=f"mine={adapter}"))
+    (path,) = prepared.folder.glob("*.safetensors")
+    expected = load_file(tmp_path / "reference" / "model.safetensors")[f"{Q_PROJ}weight"] + 4
+    np.testing.assert_allclose(load_file(path)[f"{Q_PROJ}weight"], expected, rtol=1e-6)
+
+
+def test_weights_that_cannot_be_dequantized_are_one_line(plain, tmp_path, config):
+    folder = quantize(plain["llama"], tmp_path / "quantized", "awq")
+    change(folder, lambda name, tensor: (None if name.endswith("scales") else name, tensor))
+    with pytest.raises(ModelError) as refused:
+        models.prepare(config(folder))
+    failure = f"dequantizing {folder} into float32 failed: {FIRST} cannot be dequantized: KeyError: 'scales'"
+    assert str(refused.value) == failure
+
+
+@pytest.mark.processes
+def test_a_quantized_model_is_served_by_the_script(plain, tmp_path):
+    folder = quantize(plain["qwen3"], tmp_path / "quantized", "bitsandbytes nf4")
+    words = Tokenizer(WordLevel({f"t{i}": i for i in range(VOCABULARY)}, unk_token="t0"))
+    words.pre_tokenizer = WhitespaceSplit()
+    words.save(str(folder / "tokenizer.json"))
+    flags = ("--model-id", str(folder), "--dtype", "float32", "--max-total-tokens", str(POSITIONS))
+    expected = references(tmp_path / "reference", lengths=(3,))[0]
+    with Server(*flags, MODEL_CACHE=str(tmp_path / "cache")) as server:
+        server.wait_ready()
+        text = " ".join(f"t{token}" for token in expected.prompt)
+        details = server.generate(text, max_new_tokens=len(expected.tokens), details=True)[1]["details"]
+        assert [token["id"] for token in details["tokens"]] == expected.tokens
+        assert json.loads(server.get("/info")[1])["model_id"] == str(folder)
+        assert server.stop() == 0

@@ -27,8 +27,7 @@ OTHER = {bool: lambda value: not value, float: lambda value: 10 * value, str: la
 
 def value_of(field, value):
     """As config.json has it."""
-    objects = {"rope_scaling": "rope_type", "quantization_config": "quant_method"}
-    return {objects[field]: value} if field in objects else value
+    return {"rope_type": value} if field == "rope_scaling" else value
 
 
 def of(model_type="llama", **changes):

@@ -52,7 +52,6 @@ def test_a_model_is_not_split_elsewhere_and_one_shard_is_no_split():
     ("facts", "said"),
     [
         ({"model_type": "t5", "is_encoder_decoder": True}, "t5 models are encoder-decoder models"),
-        ({"model_type": "llama", "quantization_config": {"quant_method": "awq"}}, "this llama checkpoint is quantized"),
     ],
 )
 def test_what_config_json_rules_out_is_refused_before_a_weight_is_read(tmp_path, facts, said):

@@ -131,7 +131,6 @@ def test_a_library_that_reads_another_rotary_base_is_refused(tmp_path, monkeypat
         ),
         ({"rope_parameters": "x"}, {}, "config.json: rope_parameters is 'x' and should be an object"),
         ({"rope_scaling": ["x"]}, {}, "config.json: rope_scaling is ['x'] and should be an object"),
-        ({"quantization_config": "gptq"}, {}, "config.json: quantization_config is 'gptq' and should be an object"),
         ({"model_type": "mistral3", "text_config": LLAMA}, {}, "model_type 'mistral3' is not supported on Neuron"),
         ({}, {"tp_degree": 4}, "--tp-degree 4 (TP_DEGREE) needs more cores than the 2 that this process may use"),
     ],

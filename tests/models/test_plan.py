@@ -462,6 +462,15 @@ def test_plan_for_one_instance_prints_what_is_chosen_there(run, folder):
     assert "tp_degree 24, batch size 8, context length 4096" in output
 
 
+def test_plan_counts_two_bytes_for_each_weight_that_serve_dequantizes(run, folder):
+    argv = ("--model-id", folder("Llama-3-8B"), "--instance", "inf2.xlarge")
+    plain = run(*argv)
+    quantization = {"quantization_config": {"quant_method": "gptq", "bits": 4}, "torch_dtype": "float16"}
+    (argv[1] / "config.json").write_text(json.dumps(CONFIGS["Llama-3-8B"] | quantization))
+    assert run(*argv) == plain and "8,030,261,248 parameters in bfloat16" in " ".join(plain[1].split())
+    assert "parameters in float32" in " ".join(run(*argv, "--dtype", "float32")[1].split())
+
+
 def test_plan_reads_the_settings_of_serve_from_the_environment(run, folder):
     model = folder("Llama-3-8B")
     _, output, _ = run("--instance", "trn1.2xlarge", MODEL_ID=str(model), MAX_TOTAL_TOKENS="3000", HF_BATCH_SIZE="3")
@@ -483,6 +492,7 @@ def test_plan_for_a_model_that_does_not_fit_says_what_would(run, folder):
         (["--model-id", "{model}", "--max-batch-size", "0"], "'0'"),
         (["--model-id", "{model}", "--dtype", "int4"], "int4"),
         (["--model-id", "{biased}"], "config.json: mlp_bias is True and this server supports False"),
+        (["--model-id", "{quantized}"], "this model is quantized with hqq, which is not supported; supported: awq, "),
         (["--model-id", "{listed}"], "config.json: rope_scaling is ['x'] and should be an object"),
         (["--model-id", "{model}", "--colour"], "unknown argument '--colour'"),
     ],
@@ -494,6 +504,9 @@ def test_plan_refuses_in_one_line_with_code_2(run, folder, tmp_path, argv, words
     paths = {"empty": tmp_path / "empty", "broken": tmp_path / "broken", "model": folder("TinyLlama")}
     paths["biased"] = folder("Llama-3-8B")  # refused by `serve` in the same words
     (paths["biased"] / "config.json").write_text(json.dumps(CONFIGS["Llama-3-8B"] | {"mlp_bias": True}))
+    paths["quantized"] = folder("Llama-2-7B")
+    quantization = {"quantization_config": {"quant_method": "hqq"}}
+    (paths["quantized"] / "config.json").write_text(json.dumps(CONFIGS["Llama-2-7B"] | quantization))
     paths["listed"] = folder("Mistral-7B")
     (paths["listed"] / "config.json").write_text(json.dumps(CONFIGS["Mistral-7B"] | {"rope_scaling": ["x"]}))
     code, output, errors = run(*(word.format(**paths) for word in argv))
