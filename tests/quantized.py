@@ -7,7 +7,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from tiny_models import edit_config
 
-LINEAR = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+LINEAR = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "w1", "w2", "w3")  # the latter Mixtral's
 BLOCK = 32  # rows and columns of a block of fp8, which need not divide those of a weight
 GROUP = 16  # columns that share a scale
 GEMM = [0, 2, 4, 6, 1, 3, 5, 7]  # AWQ: the columns of eight in a word, from its lowest bits on

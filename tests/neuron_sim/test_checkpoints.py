@@ -8,11 +8,13 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
+from quantized import quantize
 from test_server import Batch, as_float32, assert_like, cores, serve  # noqa: F401
 from test_simulator import ARCHITECTURES, SMALL, VOCABULARY, Reference, reference  # noqa: F401
 from transformers_neuronx.layers import attention
 from transformers_neuronx.module import save_pretrained_split
 
+import models
 from config import Config
 from manifest import Manifest
 from models import compile as verb
@@ -96,6 +98,25 @@ def test_checkpoints_of_older_forms_are_served_and_compiled(tmp_path, form, fami
     assert verb.main([*words, "--max-total-tokens", str(WINDOW), "--max-batch-size", "1"]) == 0
     build = BuildPlan.decide(Config(model_id=str(output), device="neuron"), output, Manifest.read(output))
     assert error(NeuronModel(build, Path(tempfile.mkdtemp(dir=tmp_path))), expected) < 0.01
+
+
+@pytest.mark.parametrize(("family", "layout"), [("llama", "gptq with g_idx"), ("llama", "fp8 in blocks"), ("mixtral", "awq")])
+def test_a_quantized_checkpoint_is_served_and_compiled_dequantized(tmp_path, monkeypatch, family, layout):
+    def load(prepared):
+        monkeypatch.setenv("NEURON_TEXTGEN_RUN_DIR", tempfile.mkdtemp(dir=tmp_path))
+        return prepared.load(lambda phase: None)
+
+    expected = made(family, tmp_path / "model")
+    folder = quantize(Path(expected.folder), tmp_path / "quantized", layout)
+    expected.model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "reference").eval()
+    settings = {"dtype": "float32", "tp_degree": 1, "max_total_tokens": WINDOW, "model_cache": str(tmp_path / "models")}
+    prepared = models.prepare(Config(model_id=str(folder), device="neuron", **settings))
+    assert error(load(prepared), expected) < 0.01
+    output = tmp_path / "compiled"
+    words = ["--model-id", str(folder), "--output", str(output), "--tp-degree", "1", "--dtype", "float32"]
+    words += ["--model-cache", settings["model_cache"], "--max-total-tokens", str(WINDOW), "--max-batch-size", "1"]
+    assert verb.main(words) == 0
+    assert error(load(models.prepare(Config(model_id=str(output), device="neuron"))), expected) < 0.01
 
 
 class Evil:
