@@ -15,6 +15,7 @@ import settings_tables
 import config
 from api.routes import openapi_document
 from engine.metrics import Metrics
+from models.quantization import SUPPORTED
 from run import HERE
 
 DOCUMENTS = [path for folder in (".", "bench", "demo", "docs", "deploy/*") for path in HERE.glob(f"{folder}/*.md")]
@@ -92,6 +93,18 @@ def test_a_start_command_of_another_server_means_what_the_guide_says(there, here
     assert given <= SETTINGS | silent | set(without_effect)
     assert config.Config.from_json(done.stdout) == config.parse(shlex.split(flags), {})
     assert set(re.findall(r"(\S+) has no effect", done.stderr)) == set(without_effect)
+
+
+def test_the_table_of_quantized_checkpoints_has_what_is_supported():
+    section = (HERE / "docs" / "cpu.md").read_text().split("\n## A quantized checkpoint\n")[1].split("\n## ")[0]
+    table = {cells[1].strip(" `"): cells[2:4] for cells in (line.split("|") for line in section.splitlines()) if len(cells) > 4}
+    assert set(table) == {"quant_method", "---", *SUPPORTED}
+    for method, settings in SUPPORTED.items():
+        supported = {value for values in settings.values() for value in values if isinstance(value, str)}
+        supported |= {f"{value} bits" for value in settings.get("bits", settings.get("num_bits", ()))}
+        there, rejected = table[method]
+        assert all(re.search(rf"\b{value.replace(' ', '.*')}\b", there) for value in supported), method
+        assert not supported & set(re.findall(r"(?<=`)[^`, ]+(?=`)|\d bits", rejected)), method
 
 
 def test_each_story_starts_with_flags_of_this_server():
