@@ -33,12 +33,13 @@ SUPPORTED: dict[str, dict[str, tuple[Any, ...]]] = {
         "num_bits": (4, 8),
         "transform_config": ({}, {"config_groups": {}}),
     },
-    "fp8": {},
+    "fp8": {"weight_scale_semantics": ()},  # GPTQModel divides by the scales
     "gptq": {
         "checkpoint_format": ("gptq", "gptq_v2"),
         "format": ("gptq", "gptq_v2"),
         "is_marlin_format": (False,),
         "bits": (2, 4, 8),
+        "pack_dtype": ("int32",),
     },
     "mxfp4": {"model_type": ("gpt_oss",)},
 }
@@ -99,7 +100,7 @@ def _values(settings: Mapping[str, Any], name: str) -> Iterator[Any]:
 def _refusal(kind: str, supported: Iterable[Any]) -> ModelError:
     return ModelError(
         f"this model is quantized with {kind}, which is not supported; supported: "
-        f"{', '.join(map(str, supported))}; or use the unquantized form"
+        f"{', '.join(map(str, supported)) or 'none'}; or use the unquantized form"
     )
 
 

@@ -49,6 +49,8 @@ REJECTED = [
     ({"quant_method": "gptq", "bits": 4, "checkpoint_format": "marlin"}, "gptq, checkpoint_format marlin", "gptq, gptq_v2"),
     ({"quant_method": "gptq", "bits": 4, "is_marlin_format": True}, "gptq, is_marlin_format True", "False"),
     ({"quant_method": "gptq", "bits": 4, "dynamic": {"+:.*down.*": {"bits": 3}}}, "gptq, bits 3", "2, 4, 8"),
+    ({"quant_method": "gptq", "bits": 4, "pack_dtype": "int16"}, "gptq, pack_dtype int16", "int32"),
+    ({"quant_method": "fp8", "weight_scale_semantics": "inverse"}, "fp8, weight_scale_semantics inverse", "none"),
     ({"quant_method": "mxfp4"}, "mxfp4, model_type llama", "gpt_oss"),
     *(
         (CT | {"format": kind}, f"compressed-tensors, format {kind}", "float-quantized, int-quantized, .*")
