@@ -57,47 +57,37 @@ class Quantization:
         """None where weights are not quantized. Raises ModelError for an unsupported format, ConfigError for
         an unreadable config.json."""
         config = read_json(folder / "config.json")
-        sections = (config, config.get("text_config"))
-        objects = [section for section in sections if isinstance(section, dict)]
-        given = next((part[key] for part in objects for key in KEYS if part.get(key)), None)
-        if given is None and (folder / MODELOPT).exists():
-            given = {"quant_method": "modelopt"} | read_json(folder / MODELOPT).get("quantization", {})
+        parts = [part for part in (config, config.get("text_config")) if isinstance(part, dict)]
+        objects = [part.get(key) for part in parts for key in KEYS]
+        given = next(filter(None, [*objects, read_json(folder / MODELOPT).get("quantization")]), None)
         if given is None:
             return None
         if not isinstance(given, dict):
             raise ModelError(f"config.json: {KEYS[0]} is {given!r:.100} and should be an object")
-        unnamed = "an unnamed method"
+        method = given.get("quant_method") or "modelopt"
         if given.get("load_in_4bit") or given.get("load_in_8bit"):
-            unnamed = "bitsandbytes"
-        method = given.get("quant_method") or unnamed
-        quantization = cls(str(method), given | {"model_type": config.get("model_type")})
-        quantization._check()
-        return quantization
-
-    def values(self, name: str) -> Iterator[Any]:
-        """Every value of a setting: compressed-tensors has one for each group of layers."""
-        yield from _values(self.settings, name)
-
-    def _check(self) -> None:
-        if self.method not in SUPPORTED:
-            kinds = [self.method, *self.values("quant_algo")]
-            raise _refusal(" ".join(map(str, kinds)), SUPPORTED)
-        for name, supported in SUPPORTED[self.method].items():
-            for value in self.values(name):
+            method = "bitsandbytes"
+        settings = {**given, "model_type": config.get("model_type")}
+        if method not in SUPPORTED:
+            raise _rejection(" ".join([method, *values_of(settings, "quant_algo")]), SUPPORTED)
+        for name, supported in SUPPORTED[method].items():
+            for value in values_of(settings, name):
                 plain = value.lower() if isinstance(value, str) else value
                 if plain not in (None, *supported):
-                    raise _refusal(f"{self.method}, {name} {value!s:.60}", supported)
+                    raise _rejection(f"{method}, {name} {value!s:.60}", supported)
+        return cls(method, settings)
 
 
-def _values(settings: Mapping[str, Any], name: str) -> Iterator[Any]:
-    for key, value in settings.items():
-        if key == name:
+def values_of(settings: Mapping[str, Any], *names: str) -> Iterator[Any]:
+    """All values of these settings: compressed-tensors has one for each group of layers."""
+    for name, value in settings.items():
+        if name in names:
             yield value
         if isinstance(value, dict):
-            yield from _values(value, name)
+            yield from values_of(value, *names)
 
 
-def _refusal(kind: str, supported: Iterable[Any]) -> ModelError:
+def _rejection(kind: str, supported: Iterable[Any]) -> ModelError:
     return ModelError(
         f"this model is quantized with {kind}, which is not supported; supported: "
         f"{', '.join(map(str, supported)) or 'none'}; or use the unquantized form"
@@ -111,12 +101,7 @@ def written_dtype(config: Config) -> str:
 
 def dequantized_config(config: Mapping[str, Any], dtype: str) -> dict[str, Any]:
     """The config.json of the dequantized checkpoint, whose weights are in `dtype`."""
-    return _without_quantization(config) | {"torch_dtype": dtype}
-
-
-def _without_quantization(section: Mapping[str, Any]) -> dict[str, Any]:
-    """The parts of a config.json that name no dtype have that of the whole."""
-    plain = {name: value for name, value in section.items() if name not in (*KEYS, "dtype", "torch_dtype")}
-    if isinstance(plain.get("text_config"), dict):
-        plain["text_config"] = _without_quantization(plain["text_config"])
-    return plain
+    others = {name: value for name, value in config.items() if name not in (*KEYS, "dtype")}
+    if isinstance(others.get("text_config"), dict):
+        others["text_config"] = dequantized_config(others["text_config"], dtype)
+    return others | {"torch_dtype": dtype}

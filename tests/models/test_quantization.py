@@ -40,7 +40,6 @@ REJECTED = [
         )
     ),
     ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, "modelopt NVFP4", METHODS),
-    ({"bits": 4}, "an unnamed method", METHODS),
     ({"quant_method": "awq", "bits": 4, "version": "gemv"}, "awq, version gemv", "gemm"),
     ({"quant_method": "awq", "bits": 4, "version": "Marlin"}, "awq, version Marlin", "gemm"),
     ({"quant_method": "awq", "bits": 4, "format": "llm-awq"}, "awq, format llm-awq", "gemm"),
@@ -131,5 +130,5 @@ def test_an_ordinary_checkpoint_has_no_quantization(tmp_path, config):
 def test_the_parts_of_a_dequantized_model_have_one_dtype():
     given = {"model_type": "mistral3", "dtype": "bfloat16", "quantization_config": {"quant_method": "fp8"}}
     given["text_config"] = {"torch_dtype": "float16", "hidden_size": 4, "compression_config": {"quant_method": "fp8"}}
-    expected = {"model_type": "mistral3", "torch_dtype": "float32", "text_config": {"hidden_size": 4}}
+    expected = {"model_type": "mistral3", "torch_dtype": "float32", "text_config": {"hidden_size": 4, "torch_dtype": "float32"}}
     assert dequantized_config(given, "float32") == expected
