@@ -7,7 +7,7 @@ import pytest
 import torch
 import transformers
 from processes import Server
-from quantized import LAYOUTS, ct_packed, mxfp4, quantize, write
+from quantized import LAYOUTS, bnb_4bit, ct_packed, mxfp4, quantize, write
 from safetensors.torch import load_file, save_file
 from tiny_models import GROUPED, POSITIONS, VOCABULARY, edit_config, llama, references, run, save_checkpoint
 from tokenizers import Tokenizer
@@ -128,6 +128,15 @@ def test_packed_rows_and_columns_that_fill_no_word(bits, groups):
     parts, values = ct_packed(weight, bits, symmetric=False, **groups)
     found = FORMATS["compressed-tensors"][0](parts, LAYOUTS["ct 4 bits"][0])
     np.testing.assert_array_equal(found, values)
+
+
+def test_a_block_of_bitsandbytes_that_is_not_full():
+    parts, values = bnb_4bit(np.random.default_rng(0).normal(size=(2, 64)).astype(np.float32), double=False)
+    parts["weight"] = parts["weight"][:39]
+    state = {"blocksize": 64, "shape": [6, 13]}
+    parts["weight.quant_state"] = torch.tensor(list(json.dumps(state).encode()), dtype=torch.uint8)
+    found = FORMATS["bitsandbytes"][0](parts, {})
+    np.testing.assert_array_equal(found, values.flatten()[:78].reshape(6, 13))
 
 
 def test_a_g_idx_that_is_not_set_means_groups_in_order():
