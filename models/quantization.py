@@ -64,12 +64,13 @@ class Quantization:
             return None
         if not isinstance(given, dict):
             raise ModelError(f"config.json: {KEYS[0]} is {given!r:.100} and should be an object")
-        method = given.get("quant_method") or "modelopt"
+        unnamed = "modelopt" if "quant_algo" in given else "an unnamed method"
+        method = str(given.get("quant_method") or unnamed)
         if given.get("load_in_4bit") or given.get("load_in_8bit"):
             method = "bitsandbytes"
         settings = {**given, "model_type": config.get("model_type")}
         if method not in SUPPORTED:
-            raise _rejection(" ".join([method, *values_of(settings, "quant_algo")]), SUPPORTED)
+            raise _rejection(" ".join([method, *map(str, values_of(settings, "quant_algo"))]), SUPPORTED)
         for name, supported in SUPPORTED[method].items():
             for value in values_of(settings, name):
                 plain = value.lower() if isinstance(value, str) else value

@@ -269,8 +269,9 @@ def test_a_model_on_the_hub_is_fetched_dequantized_once_and_keeps_its_name(hub, 
 
 
 def test_other_weights_another_dtype_and_another_version_of_this_reader_are_dequantized_again(
-    plain, tmp_path, config, monkeypatch
+    plain, tmp_path, config, monkeypatch, caplog
 ):
+    caplog.set_level("INFO", "model")
     monkeypatch.setattr(source, "run_module", lambda arguments, **environ: None)
     folder = quantize(plain["llama"], tmp_path / "quantized", "awq")
 
@@ -283,6 +284,9 @@ def test_other_weights_another_dtype_and_another_version_of_this_reader_are_dequ
     entries.append(entry())
     change(folder, lambda name, tensor: (name, tensor * 2 if name.endswith("scales") else tensor))
     assert len({*entries, entry()}) == 4
+    caplog.clear()
+    entry(device="cuda")  # where weights are not compressed
+    assert f"{folder} is quantized with awq and is served dequantized, with the memory of float32" in caplog.messages
 
 
 def test_an_adapter_is_merged_into_the_dequantized_weights(plain, tmp_path, config):

@@ -40,6 +40,7 @@ REJECTED = [
         )
     ),
     ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, "modelopt NVFP4", METHODS),
+    ({"bits": 4}, "an unnamed method", METHODS),
     ({"quant_method": "awq", "bits": 4, "version": "gemv"}, "awq, version gemv", "gemm"),
     ({"quant_method": "awq", "bits": 4, "version": "Marlin"}, "awq, version Marlin", "gemm"),
     ({"quant_method": "awq", "bits": 4, "format": "llm-awq"}, "awq, format llm-awq", "gemm"),
