@@ -68,7 +68,8 @@ class Quantization:
         method = str(given.get("quant_method") or unnamed)
         if given.get("load_in_4bit") or given.get("load_in_8bit"):
             method = "bitsandbytes"
-        settings = {**given, "model_type": config.get("model_type")}
+        # The latter has a `version`, too: of kernels.
+        settings = {**given, "model_type": config.get("model_type"), "exllama_config": None}
         if method not in SUPPORTED:
             raise _rejection(" ".join([method, *map(str, values_of(settings, "quant_algo"))]), SUPPORTED)
         for name, supported in SUPPORTED[method].items():

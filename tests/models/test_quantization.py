@@ -111,6 +111,7 @@ def test_what_is_no_object_is_named(tmp_path, given):
         (CT | {"sparsity_config": {"format": "dense"}, "transform_config": {}, "kv_cache_scheme": None}, "compressed-tensors"),
         (CT | groups(num_bits=8) | {"transform_config": {"config_groups": {}}}, "compressed-tensors"),
         ({"quant_method": "gptq", "bits": 4, "is_marlin_format": False, "checkpoint_format": None}, "gptq"),
+        ({"quant_method": "awq", "bits": 4, "version": "GEMM", "exllama_config": {"version": 2}}, "awq"),
         ({"load_in_8bit": True, "llm_int8_threshold": 6.0}, "bitsandbytes"),
     ],
     ids=str,
