@@ -749,7 +749,7 @@ class Config:
 
     def _default_length(self, manifest: Manifest, memory_bytes: int | None) -> int:
         """`max_total_tokens` where it is not set."""
-        longest = manifest.rope_limit or manifest.max_positions or DEFAULT_MAX_TOTAL_TOKENS
+        longest = manifest.length_limit or manifest.max_positions or DEFAULT_MAX_TOTAL_TOKENS
         slots = self.max_batch_size or DEFAULT_BATCH_SIZE
         fitting = DEFAULT_MAX_TOTAL_TOKENS
         if memory_bytes and manifest.kv_bytes:

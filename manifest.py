@@ -86,9 +86,11 @@ class Manifest:
         return self.config_json.get("text_config") or self.config_json
 
     @property
-    def rope_limit(self) -> int | None:
-        """The length beyond which positions depend on the longest sequence; None where they never do."""
+    def length_limit(self) -> int | None:
+        """The length beyond which positions or attention depend on the longest sequence, or None."""
         facts = self.text_config
+        if chunk := facts.get("attention_chunk_size"):
+            return chunk
         rope = facts.get("rope_parameters") or facts.get("rope_scaling")
         if not isinstance(rope, dict):
             return None

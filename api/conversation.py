@@ -28,7 +28,7 @@ from text.template import RESERVED, TemplateError
 from text.tool_formats import THINK, after_thinking
 
 # In the place of what the model cannot read, so that a session with an image goes on.
-IMAGE_OMITTED = "[{kind} omitted: this model reads text only]"
+IMAGE_OMITTED = "[{kind} omitted: this server serves the text part of the model only]"
 OPENAI_TOP_LOGPROBS = 20  # OpenAI's own limit
 PLAIN_ROLES = ("system", "user", "assistant", "tool")  # which template_capabilities.py has tried
 ROLES = (*PLAIN_ROLES, *ALIASES)
@@ -231,7 +231,11 @@ def _message(path: str, message: Message) -> dict[str, Any]:
 
 
 def _part(path: str, part: Part) -> str:
-    require(part.type == "text", f"{path}.type", f"{part.type[:40]} is not supported, only text is")
+    require(
+        part.type == "text",
+        f"{path}.type",
+        f"{part.type[:40]} is not supported: this server serves the text part of the model only",
+    )
     if part.text is None:
         raise invalid(path, "needs `text`")
     return part.text

@@ -20,7 +20,7 @@ from manifest import SAFETENSORS, Manifest
 from models.base import ModelError, StaticBatchModel
 from models.fetch import fetch_weights
 from models.machine import host_memory
-from models.source import fetch_source
+from models.source import check_architecture, fetch_source
 from run import run_dir
 
 if TYPE_CHECKING:
@@ -50,8 +50,8 @@ class Prepared:
     build: BuildPlan | None = None  # on Neuron: what to compile or to load
 
     def fetch_weights(self) -> None:
-        """Downloads the weights of a model on the hub. Before that, raises ModelError for a model that cannot
-        be converted."""
+        """Downloads the weights of a model on the hub. Before that, raises ConfigError or ModelError for a
+        model that cannot be served."""
         if self.build:
             self.build.checkpoint()
         else:
@@ -59,6 +59,7 @@ class Prepared:
                 from models.openvino_model import check_convertible
 
                 check_convertible(self.config, self.folder, self.manifest)
+            check_architecture(self.config, self.folder)
             fetch_weights(self.config, self.folder, SAFETENSORS)
 
     def load(self, announce: Callable[[str], None]) -> StaticBatchModel:
@@ -89,6 +90,8 @@ def prepare(config: Config) -> Prepared:
         raise ModelError(f"{needed}; the image for CPUs has it")
     config, folder, sha = fetch_source(dataclasses.replace(config, device=device))
     manifest = Manifest.read(folder)
+    if manifest.config_json.keys() & {"vision_config", "audio_config"}:
+        logger.info("%s: only the text part of this model is served", config.model_name)
     if device == "neuron":
         from models.neuron_build import BuildPlan
 

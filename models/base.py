@@ -114,11 +114,12 @@ class StaticBatchModel(Protocol):
         """Whether the next `forward` returns SampledIds or logits. Only where `sampling` is "hybrid"."""
 
 
-def check_rope_limit(model: str, limit: int | None, length: int) -> None:
-    """Raises ModelError for slots longer than `limit`, the `rope_limit` of a model's manifest."""
+def check_length_limit(model: str, limit: int | None, length: int) -> None:
+    """Raises ModelError for slots longer than `limit`, the `length_limit` of a model's manifest."""
     if limit and length > limit:
         raise ModelError(
-            f"{model} scales its positions beyond {limit} tokens; give --max-total-tokens {limit} or less"
+            f"{model} changes its positions or its attention beyond {limit} tokens; give --max-total-tokens "
+            f"{limit} or less"
         )
 
 

@@ -47,7 +47,7 @@ NNCF = "nncf==3.4.0"
 # Raise these with any change of what a conversion writes, or of how it is read: entries of other versions are
 # not used. CONVERTER_VERSION is for models and tokenizers, READERS for checkpoints of gguf.py, lora.py and
 # dequantize.py.
-CONVERTER_VERSION = 4
+CONVERTER_VERSION = 5
 READERS = {"gguf": 2, "lora": 2, "dequantize": 1}
 
 

@@ -9,6 +9,7 @@ compressed weights round it. For a model that cannot be converted the entry hold
 startup uses plain PyTorch directly.
 
     python -m models.convert FOLDER TARGET < CONFIG.json     a model; CONFIG as `Config.to_json` writes it
+    python -m models.convert --check FOLDER < CONFIG.json    whether its config.json can be served
     python -m models.convert --demo                          the demonstration model, into demo/converted
     python -m models.convert --ahead                         the model of the settings, into the cache
 """
@@ -17,6 +18,7 @@ from __future__ import annotations
 
 import gc
 import itertools
+import json
 import logging
 import os
 import shutil
@@ -36,6 +38,7 @@ import models
 from config import Config, parse
 from manifest import Manifest
 from models.accuracy import find_fault
+from models.architecture import read_architecture
 from models.base import Chunk, ModelError, first_line, is_out_of_memory, named
 from models.cache import (
     CANNOT_SERVE,
@@ -89,9 +92,9 @@ class Placeholder(torch.nn.Module):
     """Stands for one layer's attention while the model is traced; returns any [tokens, width]. `facts`: what
     its name holds for `read_graph`. width: heads * value size."""
 
-    def __init__(self, facts: tuple, width: int):
+    def __init__(self, facts: dict[str, Any], width: int):
         super().__init__()
-        self.name = PLACEHOLDER + "|".join(map(repr, facts))
+        self.name = PLACEHOLDER + json.dumps(facts)
         self.width = width
 
     def forward(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
@@ -118,13 +121,20 @@ def _attend(
 ):
     """The attention function of transformers: query [1, heads, tokens, head size] -> [1, tokens, heads, value
     size]."""
-    if softcap is not None or s_aux is not None:
-        raise UnsupportedModel("its attention caps scores or has sinks")
+    if softcap is not None:
+        raise UnsupportedModel("its attention caps scores")
     _, heads, _, size = query.shape
     _, kv_heads, _, value_size = value.shape
     if not hasattr(module, "placeholder"):
-        scaling = float(size**-0.5 if scaling is None else scaling)
-        facts = (module.layer_idx, scaling, int(sliding_window or 0), kv_heads, size, value_size)
+        facts = {
+            "index": module.layer_idx,
+            "scaling": float(size**-0.5 if scaling is None else scaling),
+            "window": int(sliding_window or 0),
+            "kv_heads": kv_heads,
+            "key_size": size,
+            "value_size": value_size,
+            "sinks": [] if s_aux is None else s_aux.tolist(),
+        }
         module.placeholder = Placeholder(facts, heads * value_size)
     flat = (states.transpose(1, 2).flatten(2)[0] for states in (query, key, value))
     return module.placeholder(*flat).reshape(1, -1, heads, value_size), None
@@ -168,7 +178,7 @@ def convert(config: Config, folder: Path, target: Path) -> None:
         "dtype": dtype,
         "quantize": config.quantize,
         "vocab_size": text_config.vocab_size,
-        "max_total_tokens": Manifest.read(folder).rope_limit,
+        "max_total_tokens": manifest.length_limit,
         "has_experts": has_experts(model),
         "arithmetic": None,  # None: what the CPU has for the dtype
         "refused": None,
@@ -231,6 +241,9 @@ def trace(model: torch.nn.Module) -> ov.Model:
         placeholders = [module.placeholder for module in model.modules() if hasattr(module, "placeholder")]
         if len(placeholders) != model.config.get_text_config().num_hidden_layers:
             raise UnsupportedModel("its layers do not use the attention interface of transformers")
+        for module in model.modules():
+            if hasattr(module, "original_inv_freq"):  # longrope: one buffer of two names cannot be traced
+                module.inv_freq = torch.nn.Buffer(module.inv_freq.clone(), persistent=False)
         # 16-bit constants in a float32 graph; else the angles are computed in 16 bits, too.
         if model.dtype != torch.float32:
             getattr(patch_model, "__make_16bit_traceable")(model)
@@ -383,7 +396,11 @@ def main(arguments: list[str]) -> int:
             with renamed_when_complete(SHIPPED / model_key(config, folder, manifest)) as target:
                 convert(config, folder, target)
         elif arguments == ["--ahead"]:
-            models.prepare(parse([], os.environ)).load(lambda phase: None)
+            prepared = models.prepare(parse([], os.environ))
+            prepared.fetch_weights()
+            prepared.load(lambda phase: None)
+        elif arguments[0] == "--check":
+            read_architecture(Config.from_json(sys.stdin.read()), Path(arguments[1]))
         else:
             config = Config.from_json(sys.stdin.read())
             logs.set_up(config.log_level, config.json_output)

@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import importlib.util
+import json
 import logging
 import math
 import os
@@ -39,7 +40,7 @@ from models.base import (  # noqa: E402
     Chunk,
     ModelError,
     StaticBatchModel,
-    check_rope_limit,
+    check_length_limit,
     is_out_of_memory,
     named,
     progress_logged,
@@ -66,8 +67,7 @@ FLOAT32_TOKENS = 64  # per call: from 65 or 81 rows on, oneDNN's AVX2 kernels su
 VERIFY_TOKENS = 16
 # The demonstration model in the image, converted when the image is built.
 SHIPPED = HERE / "demo" / "converted"
-# Then layer, scaling, sliding window, KV heads, key head size, value head size.
-PLACEHOLDER = "paged_attention|"
+PLACEHOLDER = "paged_attention "  # then a JSON object, which `convert.py` writes
 WORTH_COMPRESSING = 100_000_000  # bytes of weights
 BATCH_INPUTS = ("past_lens", "subsequence_begins", "block_indices", "block_indices_begins", "max_context_len")
 
@@ -228,10 +228,12 @@ def read_graph(path: Path, longest_window: int | None = None) -> ov.Model:
     for node in graph.get_ordered_ops():
         if not node.get_friendly_name().startswith(PLACEHOLDER):
             continue
-        layer, scaling, *sizes = node.get_friendly_name()[len(PLACEHOLDER) :].split("|")
-        window, kv_heads, key_size, value_size = map(int, sizes)
-        window = min(window, longest_window or window)
-        caches = [_parameter(f"{kind}_cache.{layer}", [-1] * 4, ov.Type.dynamic) for kind in ("key", "value")]
+        layer = json.loads(node.get_friendly_name()[len(PLACEHOLDER) :])
+        window = min(layer["window"], longest_window or layer["window"])
+        caches = [
+            _parameter(f"{kind}_cache.{layer['index']}", [-1] * 4, ov.Type.dynamic)
+            for kind in ("key", "value")
+        ]
         none = _constant([])
         no_floats = _constant([], np.float32)
         zero = _constant(0)
@@ -240,23 +242,23 @@ def read_graph(path: Path, longest_window: int | None = None) -> ov.Model:
                 *node.input_values(),  # query, key, value: [tokens, heads * head size]
                 *(cache.output(0) for cache in caches),
                 *(batch[name].output(0) for name in BATCH_INPUTS[:4]),
-                _constant(float(scaling), np.float32),
+                _constant(layer["scaling"], np.float32),
                 _constant(window),  # 0: no window
                 no_floats,  # ALiBi slopes
                 batch["max_context_len"].output(0),
                 none,  # score aggregation window
                 *(none, none, no_floats),  # rotation of cached blocks
                 *(no_floats, zero, zero),  # sparse attention: threshold, block size, stride
-                _constant(np.zeros((0, 0, 0, 0)), np.float32),  # sinks
+                _constant(np.reshape(layer["sinks"], (1, -1, 1, 1)), np.float32),
                 *(zero, none, none, none, none),  # adaptive eviction
                 *(_constant([], np.uint8), none),  # token types
             ]
         )
         facts = attention.get_rt_info()
-        facts["k_head_size"] = key_size
-        facts["v_head_size"] = value_size
-        facts["num_k_heads"] = kv_heads
-        facts["num_v_heads"] = kv_heads
+        facts["k_head_size"] = layer["key_size"]
+        facts["v_head_size"] = layer["value_size"]
+        facts["num_k_heads"] = layer["kv_heads"]
+        facts["num_v_heads"] = layer["kv_heads"]
         (cut,) = node.output(0).get_target_inputs()  # the Slice that stands for attention's result
         cut.get_node().output(0).replace(attention.output(0))
         parameters += caches
@@ -292,7 +294,7 @@ def load(
     key = model_key(config, folder, manifest)
 
     def convert(target: Path) -> None:
-        check_convertible(config, folder, manifest)
+        check_quantizer(config)
         announce("converting")
         logger.info("Converting %s for OpenVINO, once", config.model_name)
         with progress_logged(f"converting {config.model_name}"):
@@ -332,19 +334,10 @@ def load(
 
 
 def check_convertible(config: Config, folder: Path, manifest: Manifest) -> None:
-    """Raises ModelError for a model that is not converted and cannot be, as far as that is known without its
-    weights."""
+    """Raises ModelError for a model that is not converted yet where a package is missing that converts it."""
     config = with_dtype(config, manifest)
-    if _find_entry(config, ModelCache(config), model_key(config, folder, manifest)):
-        return
-    check_quantizer(config)
-    kind, facts = manifest.config_json.get("model_type"), manifest.config_json
-    if "vision_config" in facts or "audio_config" in facts:
-        # Takes seconds to import, and is needed only for such a model.
-        from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-
-        if kind not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES and "auto_map" not in facts:
-            raise ModelError(f"{kind} models read images or audio; only text models are supported")
+    if not _find_entry(config, ModelCache(config), model_key(config, folder, manifest)):
+        check_quantizer(config)
 
 
 def check_quantizer(config: Config) -> None:
@@ -368,7 +361,7 @@ def _load_entry(config: Config, entry: Path) -> StaticBatchModel:
     facts = read_entry(entry)
     if facts["refused"]:
         raise NotConverted(facts["refused"])
-    check_rope_limit(config.model_name, facts["max_total_tokens"], config.max_total_tokens)
+    check_length_limit(config.model_name, facts["max_total_tokens"], config.max_total_tokens)
     slots = config.max_batch_size or DEFAULT_BATCH_SIZE
     threads = config.threads or usable_threads()
     try:

@@ -22,7 +22,16 @@ from typing import Any
 from config import AUTO_QUANTIZE, TRIAL_MODEL, Config
 from manifest import SAFETENSORS
 from models.base import ModelError, progress_logged, reported_as
-from models.cache import NNCF, READERS, ModelCache, digest, identify, installed, write_entry
+from models.cache import (
+    NNCF,
+    READERS,
+    ModelCache,
+    digest,
+    identify,
+    installed,
+    run_converter,
+    write_entry,
+)
 from models.child import run_module
 from models.fetch import fetch, fetch_adapter, fetch_weights, list_files
 from models.quantization import Quantization, written_dtype
@@ -59,6 +68,13 @@ def fetch_source(config: Config) -> tuple[Config, Path, str | None]:
         folder = _merged(config, folder)
         config = _with_source(config, str(folder))
     return config, folder, commit
+
+
+def check_architecture(config: Config, folder: Path) -> None:
+    """Raises ConfigError for a model that no engine serves by its config.json, where weights would have to be
+    downloaded: where they are there, loading them says so. Runs in a child process, which imports torch."""
+    if not any(folder.glob(*SAFETENSORS)):
+        run_converter(["--check", str(folder)], config)
 
 
 def _with_source(config: Config, model_id: str) -> Config:
@@ -175,6 +191,8 @@ def _unquantized(config: Config, folder: Path, quantization: Quantization) -> Pa
 def _merged(config: Config, base: Path) -> Path:
     """The checkpoint in `base` with the adapter merged into its weights."""
     adapter = fetch_adapter(config)
+    if config.device != "neuron":
+        check_architecture(config, base)
     base = fetch_weights(config, base, SAFETENSORS)
     identity = [identify(base, CHECKPOINT), identify(adapter, ("adapter_*",)), installed("safetensors")]
     doing = f"merging {config.lora_adapters} into {config.model_name}"

@@ -20,16 +20,15 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 import transformers
-from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.cache_utils import Cache
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from config import DEFAULT_BATCH_SIZE, Config
-from manifest import Manifest, check_weights
+from manifest import check_weights
 from models.accuracy import find_fault
-from models.base import Chunk, DeviceLost, ModelError, check_rope_limit, first_line, reported_as
+from models.architecture import read_architecture, with_version_of_code
+from models.base import Chunk, DeviceLost, ModelError, first_line, reported_as
 from models.machine import usable_threads
-from run import ConfigError
 
 logger = logging.getLogger("model")
 
@@ -41,31 +40,20 @@ SAMPLE_STEPS = 4
 
 
 def load_pretrained(config: Config, folder: Path, device: str) -> torch.nn.Module:
-    """The model of a folder in evaluation mode on `device`, with transformers' eager attention.
+    """The model of a folder in evaluation mode on `device`, with transformers' eager attention. Of a model
+    that reads images it is the whole model.
 
-    Raises ModelError, in one line, for what no engine can serve: unknown families, quantized checkpoints,
-    missing weights.
+    Raises ModelError, in one line, for what no engine can serve: what `read_architecture` rejects, missing
+    weights.
     """
-    manifest = Manifest.read(folder)
-    kind = manifest.model_type
-    has_code = "auto_map" in manifest.config_json
-    if kind not in transformers.CONFIG_MAPPING and has_code and not config.trust_remote_code:
-        raise ModelError(
-            f"{kind} models come with Python code; --trust-remote-code (TRUST_REMOTE_CODE) runs it"
-        )
-    with reported_as(f"{folder} cannot be read as a model"):
-        hf_config = AutoConfig.from_pretrained(folder, trust_remote_code=config.trust_remote_code)
-    _refuse_unsupported(hf_config)
-    check_rope_limit(config.model_name, manifest.rope_limit, config.max_total_tokens)
-    if not any(folder.glob("*.safetensors")):
-        raise ModelError(f"{folder} holds no weights (*.safetensors)")
+    architecture = read_architecture(config, folder)
+    check_weights(architecture.parameters, folder)
     transformers.utils.logging.disable_progress_bar()
     transformers.utils.logging.set_verbosity_error()
-    with reported_as(f"{folder} cannot be loaded"):
-        _check_weights(hf_config, folder, config.trust_remote_code)
-        model, report = AutoModelForCausalLM.from_pretrained(
+    with reported_as(with_version_of_code(f"{folder} cannot be loaded", config, folder)):
+        model, report = architecture.auto_class.from_pretrained(
             folder,
-            config=hf_config,
+            config=architecture.config,
             dtype=config.dtype,
             attn_implementation="eager",
             trust_remote_code=config.trust_remote_code,
@@ -107,33 +95,6 @@ def has_experts(model: torch.nn.Module) -> bool:
     """Whether the model is a mixture of experts, by the names of its modules, which all families share."""
     names = (f"{name} {type(module).__name__}" for name, module in model.named_modules())
     return any("experts" in name.lower() for name in names)
-
-
-def _check_weights(hf_config, folder: Path, trust_remote_code: bool) -> None:
-    """Raises ModelError for more weights than the files hold, before memory is allocated for them."""
-    with torch.device("meta"):  # takes no memory
-        # Otherwise transformers loads the attention that config.json names, which may be code on the hub.
-        model = AutoModelForCausalLM.from_config(
-            hf_config, attn_implementation="eager", trust_remote_code=trust_remote_code
-        )
-    tensors = [*model.parameters(), *model.buffers()]
-    try:
-        check_weights(sum(tensor.numel() for tensor in tensors), folder)
-    except ConfigError as error:
-        raise ModelError(str(error)) from None
-
-
-def _refuse_unsupported(hf_config) -> None:
-    kind = hf_config.model_type
-    code = getattr(hf_config, "auto_map", {})
-    is_causal = type(hf_config) in transformers.MODEL_FOR_CAUSAL_LM_MAPPING or "AutoModelForCausalLM" in code
-    if hf_config.is_encoder_decoder or not is_causal:
-        raise ModelError(
-            f"{kind} models do not continue text token by token (no causal language model); nothing to serve"
-        )
-    for layer_type in getattr(hf_config.get_text_config(), "layer_types", None) or []:
-        if layer_type not in ("full_attention", "sliding_attention"):
-            raise ModelError(f"{kind} models with {layer_type} layers are not supported on a static batch")
 
 
 class _SlotCache(Cache):
@@ -224,9 +185,20 @@ def _zeros(shape: Sequence[int], like: torch.Tensor) -> torch.Tensor:
     return zeros.to(like.device).view(like.dtype).view(shape)
 
 
-def _attend(module, query, key, value, attention_mask, scaling=None, sliding_window=None, softcap=None, **_):
+def _attend(
+    module,
+    query,
+    key,
+    value,
+    attention_mask,
+    scaling=None,
+    sliding_window=None,
+    softcap=None,
+    s_aux=None,
+    **_,
+):
     """Attention as transformers' modules call it. query: [rows, heads, q, head size]; key and value: what the
-    cache returned. Returns [rows, q, heads, head size].
+    cache returned; s_aux: sinks [heads]. Returns [rows, q, heads, head size].
 
     In a decode step each row attends to the filled part of its own slot in a call of its own; with draft
     tokens each token attends up to itself. A batched call would pad all rows to the longest, which changes
@@ -236,40 +208,49 @@ def _attend(module, query, key, value, attention_mask, scaling=None, sliding_win
     if scaling is None:
         scaling = query.shape[-1] ** -0.5
     cache.sliding_windows[module.layer_idx] = sliding_window
+    rows, heads, length, size = query.shape
+    sinks = None if s_aux is None else s_aux.view(1, heads, 1, 1)
     if not cache.is_step:
         mask = cache.mask(sliding_window, query.dtype)
-        return _scaled_dot_product(query, key, value, mask, scaling, softcap).transpose(1, 2), None
-    rows, heads, length, size = query.shape
+        return _scaled_dot_product(query, key, value, mask, scaling, softcap, sinks).transpose(1, 2), None
     out = query.new_zeros(rows, length, heads, value.shape[-1])
     for slot, end in cache.ends.items():
         if length > 1:
             mask = cache.mask(sliding_window, query.dtype)[slot, None, ..., :end]
             own = (query[slot, None], key[slot, None, :, :end], value[slot, None, :, :end])
-            out[slot] = _scaled_dot_product(*own, mask, scaling, softcap)[0].transpose(0, 1)
+            out[slot] = _scaled_dot_product(*own, mask, scaling, softcap, sinks)[0].transpose(0, 1)
             continue
         seen = slice(max(0, end - (sliding_window or end)), end)
         # Query heads that share a key head are passed as tokens of one head: keys are neither repeated nor
         # masked.
         grouped = query[slot].reshape(1, key.shape[1], -1, size)
-        attended = _scaled_dot_product(
-            grouped, key[slot, None, :, seen], value[slot, None, :, seen], None, scaling, softcap
-        )
+        own = (grouped, key[slot, None, :, seen], value[slot, None, :, seen])
+        if sinks is not None:
+            sinks = sinks.view(1, key.shape[1], -1, 1)
+        attended = _scaled_dot_product(*own, None, scaling, softcap, sinks)
         out[slot, 0] = attended.reshape(heads, -1)  # CUDA kernels return it in another memory order
     return out, None
 
 
-def _scaled_dot_product(query, key, value, mask, scaling: float, softcap: float | None) -> torch.Tensor:
-    """query: [1, heads, q, head size]; key, value: [1, kv heads, keys, head size]. Returns [1, heads, q, head
-    size]."""
+def _scaled_dot_product(
+    query, key, value, mask, scaling: float, softcap: float | None, sinks: torch.Tensor | None
+) -> torch.Tensor:
+    """query: [1, heads, q, head size]; key, value: [1, kv heads, keys, head size]; sinks: the score of one
+    more key without a value, [1, heads, 1 or q, 1]. Returns [1, heads, q, head size]."""
     repeats = query.shape[1] // key.shape[1]
-    if softcap is None:
+    if softcap is None and sinks is None:
         return F.scaled_dot_product_attention(query, key, value, mask, scale=scaling, enable_gqa=repeats > 1)
     key = key.repeat_interleave(repeats, 1)
     value = value.repeat_interleave(repeats, 1)
-    scores = torch.tanh(query @ key.transpose(-1, -2) * (scaling / softcap)) * softcap
+    scores = query @ key.transpose(-1, -2) * scaling
+    if softcap is not None:
+        scores = torch.tanh(scores / softcap) * softcap
     if mask is not None:
         scores = scores + mask
-    return torch.softmax(scores, dim=-1, dtype=torch.float32).to(value.dtype) @ value
+    if sinks is not None:
+        scores = torch.cat([scores, sinks.to(scores.dtype).expand(*scores.shape[:-1], 1)], dim=-1)
+    weights = torch.softmax(scores, dim=-1, dtype=torch.float32)[..., : key.shape[2]]
+    return weights.to(value.dtype) @ value
 
 
 ALL_ATTENTION_FUNCTIONS.register(STATIC_BATCH, _attend)
@@ -317,7 +298,8 @@ class TorchModel:
         random = torch.Generator().manual_seed(0)
         count = min(SAMPLE_TOKENS, self.max_input_tokens + 1)
         ids = torch.randint(0, self.vocab_size, (count,), generator=random).tolist()
-        with reported_as(f"{self._kind} models are not supported on a static batch"):
+        refusal = f"{self._kind} models are not supported on a static batch"
+        with reported_as(with_version_of_code(refusal, config, folder)):
             self._select_attention(ids)
             self._batch_invariant_rows(ids)
 

@@ -69,6 +69,15 @@ def converter():
     """`models.convert`. Its import takes seconds, which an import at a module's top costs each of pytest's workers."""
     import models.convert
 
+    trace = models.convert.trace
+
+    def trace_and_restore(model):
+        try:
+            return trace(model)
+        finally:  # a 16-bit model's trace leaves a torch.bmm that computes nothing
+            models.convert.patch_model._unpatch_torch_functions()
+
+    models.convert.trace = trace_and_restore
     return models.convert
 
 

@@ -549,6 +549,7 @@ LONGROPE = {"rope_scaling": {"type": "longrope"}, "original_max_position_embeddi
         (["--max-batch-total-tokens", "40000"], SHAPE, 64 * GIB, 8192),
         (["--max-total-tokens", "3000"], SHAPE, 64 * GIB, 3000),
         ([], SHAPE | LONGROPE, 64 * GIB, 4096),
+        ([], SHAPE | {"attention_chunk_size": 8192}, 64 * GIB, 8192),
         ([], {"text_config": SHAPE}, 64 * GIB, 65_536),
         ([], {}, 64 * GIB, DEFAULT_MAX_TOTAL_TOKENS),
         ([], SHAPE, None, DEFAULT_MAX_TOTAL_TOKENS),

@@ -40,6 +40,7 @@ SMALL = NO_SPECIAL_TOKENS | {
     "tie_word_embeddings": False,
 }
 GROUPED = SMALL | {"num_key_value_heads": 2, "intermediate_size": 64}
+VISION = {"hidden_size": 32, "intermediate_size": 64, "patch_size": 16}
 NARROW = NO_SPECIAL_TOKENS | {"n_embd": 48, "n_head": 4, "n_layer": 2, "n_positions": POSITIONS}
 
 
@@ -120,23 +121,67 @@ OTHERS: dict[str, Callable[..., transformers.PretrainedConfig]] = {
         rope_parameters=rope(rope_type="yarn", factor=2.0, original_max_position_embeddings=POSITIONS // 2)
     ),
     "llama-dynamic": lambda: llama(rope_parameters=rope(rope_type="dynamic", factor=2.0)),
+    "phi3-longrope": lambda: phi3(
+        max_position_embeddings=2 * POSITIONS,
+        original_max_position_embeddings=POSITIONS,
+        rope_parameters=rope(rope_type="longrope", short_factor=[1.0, 1.5, 2.0, 2.5, 3.0, 3.5], long_factor=[9.0] * 6),
+    ),
+    "gpt-oss": lambda: transformers.GptOssConfig(
+        **GROUPED,
+        head_dim=12,
+        sliding_window=SLIDING,
+        layer_types=["sliding_attention", "full_attention"],
+        num_local_experts=4,
+        num_experts_per_tok=2,
+        rope_parameters=rope(),
+    ),
+    "llama-4": lambda: transformers.Llama4TextConfig(
+        **GROUPED,
+        head_dim=12,
+        intermediate_size_mlp=64,
+        attention_chunk_size=POSITIONS,
+        num_local_experts=2,
+        rope_parameters=rope(),
+    ),
 }
 
-ALL = FAMILIES | WITH_THEIR_OWN_ATTENTION | OTHERS
+# Saved with a vision tower.
+WITH_VISION: dict[str, Callable[..., transformers.PretrainedConfig]] = {
+    "mistral3": lambda: transformers.Mistral3Config(
+        text_config=transformers.MistralConfig(**GROUPED, sliding_window=None),
+        vision_config=VISION | {"model_type": "pixtral", "image_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2},
+        image_token_index=VOCABULARY - 1,
+    ),
+    "qwen2.5-vl": lambda: transformers.Qwen2_5_VLConfig(
+        text_config=GROUPED | {"rope_parameters": rope(mrope_section=[2, 2, 2])},
+        vision_config=VISION | {"depth": 1, "num_heads": 2, "out_hidden_size": 48, "fullatt_block_indexes": [0]},
+    ),
+    "qwen3-vl": lambda: transformers.Qwen3VLConfig(
+        text_config=GROUPED | {"head_dim": 12, "rope_parameters": rope(mrope_section=[2, 2, 2], mrope_interleaved=True)},
+        vision_config=VISION | {"depth": 1, "num_heads": 2, "out_hidden_size": 48, "deepstack_visual_indexes": [0]},
+    ),
+}
+
+ALL = FAMILIES | WITH_THEIR_OWN_ATTENTION | OTHERS | WITH_VISION
 
 
 def save_checkpoint(folder: Path, config, model_class=None, dtype=torch.float32, spread=0.3) -> Path:
-    """Saves a model of `config` with random weights; of `model_class` where it is no causal language model."""
+    """Saves a model of `config` with random weights; of `model_class` where it does not generate text."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        model = model_class(config) if model_class else transformers.AutoModelForCausalLM.from_config(config)
+        model = model_class(config) if model_class else auto_class(config).from_config(config)
         with torch.no_grad():
-            for parameter in model.parameters():
-                if parameter.dim() > 1:
+            for name, parameter in model.named_parameters():
+                if parameter.dim() > 1 or name.endswith("sinks"):
                     parameter.normal_(0, spread)
     model.generation_config = transformers.GenerationConfig()
     model.to(dtype).save_pretrained(folder)
     return folder
+
+
+def auto_class(config):
+    is_causal = type(config) in transformers.MODEL_FOR_CAUSAL_LM_MAPPING
+    return transformers.AutoModelForCausalLM if is_causal else transformers.AutoModelForImageTextToText
 
 
 def edit_config(folder: Path, remove: tuple[str, ...] = (), **changes) -> Path:
@@ -181,7 +226,7 @@ def reference_model(folder, **changes):
     config = transformers.AutoConfig.from_pretrained(folder)
     for name, value in changes.items():
         setattr(config, name, value)
-    return transformers.AutoModelForCausalLM.from_pretrained(folder, config=config, attn_implementation="eager").eval()
+    return auto_class(config).from_pretrained(folder, config=config, attn_implementation="eager").eval()
 
 
 def references(folder, lengths=LENGTHS) -> list[Reference]:

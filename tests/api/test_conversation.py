@@ -40,7 +40,11 @@ def test_a_chat_is_what_its_template_makes_of_its_messages(messages, prompt):
     [
         ([], "messages", "`messages` cannot be empty"),
         ([{"role": "user"}], "messages[0]", "`messages[0]` needs `content`"),
-        ([USER, {"role": "user", "content": [{"type": "image_url"}]}], "messages[1].content[0].type", "only text is"),
+        (
+            [USER, {"role": "user", "content": [{"type": "image_url"}]}],
+            "messages[1].content[0].type",
+            "image_url is not supported: this server serves the text part of the model only",
+        ),
         ([{"role": "user", "content": [{"type": "text"}]}], "messages[0].content[0]", "needs `text`"),
         ([{"content": "x"}], "messages[0].role", "missing required field `role`"),
         ([USER, {"role": "<|end|>", "content": "x"}], "messages[1].role", rf"{', '.join(ROLES)}, .* Given: '<\|end\|>'"),

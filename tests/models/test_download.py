@@ -28,6 +28,7 @@ from models import plan
 from models.artifact import Artifact
 from models.base import ModelError
 from models.fetch import fetch, fetch_artifact, fetch_checkpoint, fetch_weights
+from run import ConfigError
 
 FACTS = ["chat_template.jinja", "config.json", "model.safetensors.index.json", "tokenizer.json", "tokenizer.model", "vocab.txt"]
 SHARDS = ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"]
@@ -111,29 +112,61 @@ def test_pickled_weights_are_not_downloaded_for_a_cpu_which_does_not_read_them(h
     assert hub.fetched == FACTS
 
 
+LENGTH = {"max_total_tokens": 8193, "max_input_tokens": 1}
+LLAMA_4 = {"model_type": "llama4", "text_config": {"attention_chunk_size": 8192}, "vision_config": {}}
+
+
+@pytest.mark.models
 @pytest.mark.parametrize(
-    ("facts", "settings", "why"),
+    ("device", "facts", "settings", "why"),
     [
-        ({"model_type": "qwen2_vl", "vision_config": {}}, {}, "qwen2_vl models read images or audio; only text"),
-        ({"model_type": "llama"}, {"quantize": "int8"}, r"--quantize int8 \(QUANTIZE\) needs nncf .*pip install"),
+        ("cpu", {"model_type": "qwen3_next"}, {}, "qwen3_next models with linear_attention layers are not supported"),
+        ("cuda", {"model_type": "qwen3_next"}, {}, "qwen3_next models with linear_attention layers are not supported"),
+        ("cpu", {"model_type": "own", "auto_map": {}}, {}, r"own models come with Python code; --trust-remote-code"),
+        ("cpu", LLAMA_4, LENGTH, r"beyond 8192 tokens; give --max-total-tokens 8192 or less"),
     ],
 )
-def test_what_cannot_be_converted_is_refused_before_the_download(hub, config, tmp_path, monkeypatch, facts, settings, why):
-    find = importlib.util.find_spec
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == "nncf" else find(name))
+def test_what_config_json_rules_out_is_refused_before_the_download(hub, config, tmp_path, device, facts, settings, why):
     hub.push("someone/model", files(FACTS, SHARDS, **{"config.json": json.dumps(facts).encode()}))
     prepared = models.prepare(replace(config, device="cpu", model_cache=str(tmp_path / "cache"), **settings))
-    with pytest.raises(ModelError, match=why):
+    with pytest.raises(ConfigError, match=why):
+        replace(prepared, device=device).fetch_weights()
+    assert not set(SHARDS) & set(hub.fetched)
+
+
+def test_the_base_of_an_adapter_is_refused_before_its_download(hub, config, tmp_path):
+    hub.push("someone/adapter", {"adapter_config.json": b"{}", "adapter_model.safetensors": b""})
+    hub.push("someone/model", files(FACTS, SHARDS, **{"config.json": b'{"model_type": "bloom"}'}))
+    given = replace(config, device="cpu", model_cache=str(tmp_path / "cache"), lora_adapters="someone/adapter")
+    with pytest.raises(ConfigError, match="bloom models with ALiBi"):
+        models.prepare(given)
+    assert not set(SHARDS) & set(hub.fetched)
+
+
+def test_what_needs_a_missing_package_is_refused_before_the_download(hub, config, tmp_path, monkeypatch):
+    find = importlib.util.find_spec
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == "nncf" else find(name))
+    hub.push("someone/model", files(FACTS, SHARDS, **{"config.json": b'{"model_type": "llama"}'}))
+    prepared = models.prepare(replace(config, device="cpu", model_cache=str(tmp_path / "cache"), quantize="int8"))
+    with pytest.raises(ModelError, match=r"--quantize int8 \(QUANTIZE\) needs nncf .*pip install"):
         prepared.fetch_weights()
     assert not set(SHARDS) & set(hub.fetched)
 
 
 @pytest.mark.models
-def test_a_model_whose_text_half_is_served_is_not_refused_for_its_other_half(hub, config, tmp_path):
-    facts = {"model_type": "gemma3", "vision_config": {}, "text_config": {}}
+@pytest.mark.parametrize("kind", ["gemma3", "qwen2_5_vl"])
+def test_a_model_whose_text_part_is_served_is_not_refused_for_its_other_part(hub, config, tmp_path, kind):
+    facts = {"model_type": kind, "vision_config": {}, "text_config": {}}
     hub.push("someone/model", files(FACTS, SHARDS, **{"config.json": json.dumps(facts).encode()}))
     models.prepare(replace(config, device="cpu", model_cache=str(tmp_path / "cache"))).fetch_weights()
     assert set(SHARDS) <= set(hub.fetched)
+
+
+@pytest.mark.models
+def test_a_model_whose_weights_are_there_is_not_checked_again(hub, config, tmp_path, monkeypatch):
+    hub.push("someone/model", files(FACTS, SHARDS, **{"config.json": b'{"model_type": "bloom"}'}))
+    fetch_weights(config, fetch(config)[0])
+    models.prepare(replace(config, device="cpu", model_cache=str(tmp_path / "cache"))).fetch_weights()
 
 
 def test_code_is_fetched_only_where_it_is_trusted(hub):

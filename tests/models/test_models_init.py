@@ -60,6 +60,15 @@ def test_what_config_json_rules_out_is_refused_before_a_weight_is_read(tmp_path,
         models.prepare(Config(model_id=str(tmp_path), device="cpu"))
 
 
+@pytest.mark.parametrize(("facts", "lines"), [({}, 0), ({"vision_config": {}}, 1), ({"audio_config": {}}, 1)], ids=str)
+def test_one_line_says_that_only_the_text_part_of_a_model_is_served(tmp_path, caplog, facts, lines):
+    caplog.set_level("INFO")
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen3_vl"} | facts))
+    models.prepare(Config(model_id=str(tmp_path), device="cpu"))
+    said = [record.getMessage() for record in caplog.records if "text part" in record.getMessage()]
+    assert said == lines * [f"{tmp_path}: only the text part of this model is served"]
+
+
 def test_settings_left_open_are_filled_in_from_the_model():
     served = models.prepare(Config(model_id=str(DEMO_MODEL), device="cpu", sampling="host")).config
     assert served.max_total_tokens and served.max_input_tokens == served.max_total_tokens - 1

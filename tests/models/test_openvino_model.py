@@ -243,7 +243,7 @@ def test_positions_that_stretch_with_the_text_are_served_up_to_the_trained_lengt
     folder = zoo.folder("llama-dynamic")
     assert serve(folder).engine == "openvino"
     longer = Config(model_id=str(folder), model_cache=str(zoo.root / "cache"), max_total_tokens=25, max_input_tokens=24)
-    with pytest.raises(ModelError, match=f"scales its positions.*give --max-total-tokens {POSITIONS} or less"):
+    with pytest.raises(ModelError, match=f"beyond {POSITIONS} tokens; give --max-total-tokens {POSITIONS} or less"):
         load(longer, folder)
 
 
@@ -254,10 +254,35 @@ def test_float16_runs_in_plain_pytorch_and_the_log_says_why(zoo, caplog):
 
 
 def test_what_no_engine_can_serve_is_refused_with_its_reason(tmp_path):
-    folder = save_checkpoint(tmp_path / "llama", tiny_models.llama())
-    (folder / "model.safetensors").unlink()
-    with pytest.raises(ModelError, match="holds no weights"):
+    folder = edit_config(save_checkpoint(tmp_path / "llama", tiny_models.llama()), model_type="bloom")
+    with pytest.raises(ModelError, match="bloom models with ALiBi"):
         serve(folder)
+
+
+@pytest.mark.parametrize("family", ["phi3-longrope", "gpt-oss", "llama-4", *tiny_models.WITH_VISION])
+def test_a_family_is_served_in_the_type_of_its_checkpoint(tmp_path, conversions, family):
+    folder = save_checkpoint(tmp_path / family, tiny_models.ALL[family](), dtype=torch.bfloat16, spread=0.15)
+    for _start in range(2):
+        model = serve(folder, dtype="auto", threads=2)
+        assert (model.engine, model.dtype) == ("openvino", "bfloat16")
+    assert len(conversions) == 1
+
+
+@pytest.mark.parametrize("family", tiny_models.WITH_VISION)
+def test_a_vision_tower_is_not_in_the_graph(zoo, tmp_path, converter, family):
+    folder = zoo.folder(family)
+    converter.convert(settings(folder), folder, tmp_path)
+    weights = load_file(folder / "model.safetensors")
+    text = [tensor.nbytes for name, tensor in weights.items() if "vis" not in name and "projector" not in name]
+    assert abs((tmp_path / "model.bin").stat().st_size - sum(text)) < 2000  # norms of ones are left out
+
+
+def test_a_model_that_was_converted_for_one_chunk_of_attention_is_not_served_beyond_it(zoo):
+    folder = zoo.folder("llama-4")
+    assert serve(folder).engine == "openvino"
+    longer = Config(model_id=str(folder), model_cache=str(zoo.root / "cache"), max_total_tokens=25, max_input_tokens=24)
+    with pytest.raises(ModelError, match=f"beyond {POSITIONS} tokens; give --max-total-tokens {POSITIONS} or less"):
+        load(longer, folder)
 
 
 @pytest.mark.parametrize("kind", ["int8", "int4"])

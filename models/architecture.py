@@ -1,0 +1,100 @@
+"""What transformers makes of a checkpoint's config.json: the classes that load it, its number of parameters,
+and why no engine can serve it.
+
+Reads no weights. So it runs before a download, in a child process (`source.check_architecture`), and again
+when the model is loaded (`torch_model.load_pretrained`)."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+import transformers
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
+
+from config import Config
+from manifest import Manifest
+from models.base import ModelError, check_length_limit, reported_as
+
+# By the names of layers in config classes; "global" is GPT-Neo's.
+LAYERS = ("full_attention", "sliding_attention", "global")
+# What families have whose config does not name its layers.
+UNSUPPORTED = {
+    "bloom": "ALiBi (attention biased by distance)",
+    "recurrent_gemma": "recurrent layers",
+    "rwkv": "recurrent layers",
+    "xlstm": "recurrent layers",
+}
+
+
+class Architecture(NamedTuple):
+    """A model that can be served, as far as its config.json tells."""
+
+    config: transformers.PretrainedConfig
+    auto_class: type
+    parameters: int  # with the numbers in buffers
+
+
+def read_architecture(config: Config, folder: Path) -> Architecture:
+    """Raises ModelError for what no engine serves: other models than causal language models, unknown families
+    and layers, code that is not trusted or does not run, a `max_total_tokens` beyond the model's limit."""
+    manifest = Manifest.read(folder)
+    kind = manifest.model_type
+    has_code = "auto_map" in manifest.config_json
+    if kind not in transformers.CONFIG_MAPPING and has_code and not config.trust_remote_code:
+        raise ModelError(
+            f"{kind} models come with Python code; --trust-remote-code (TRUST_REMOTE_CODE) runs it"
+        )
+    with reported_as(with_version_of_code(f"{folder} cannot be read as a model", config, folder)):
+        hf_config = AutoConfig.from_pretrained(folder, trust_remote_code=config.trust_remote_code)
+        auto_class = _auto_class(hf_config)
+        _refuse_layers(manifest, hf_config.get_text_config())
+        if config.max_total_tokens:
+            check_length_limit(config.model_name, manifest.length_limit, config.max_total_tokens)
+        with torch.device("meta"):  # takes no memory
+            # Otherwise transformers loads the attention that config.json names, which may be code on the hub.
+            model = auto_class.from_config(
+                hf_config, attn_implementation="eager", trust_remote_code=config.trust_remote_code
+            )
+    parameters = sum(tensor.numel() for tensor in (*model.parameters(), *model.buffers()))
+    return Architecture(hf_config, auto_class, parameters)
+
+
+def with_version_of_code(failure: str, config: Config, folder: Path) -> str:
+    """Adds to a `failure` which transformers a model's own Python code was written for."""
+    written = Manifest.read(folder).config_json
+    version = written.get("transformers_version")
+    if not (config.trust_remote_code and written.get("auto_map")) or str(version).startswith("5."):
+        return failure
+    here = transformers.__version__
+    return f"{failure}: its Python code is for transformers {version or 4}, and this server has {here}"
+
+
+def _auto_class(hf_config) -> type:
+    """The class of transformers that loads a model; of one that reads images, with its vision tower."""
+    if not hf_config.is_encoder_decoder:
+        has_code = "AutoModelForCausalLM" in getattr(hf_config, "auto_map", {})
+        if has_code or type(hf_config) in transformers.MODEL_FOR_CAUSAL_LM_MAPPING:
+            return AutoModelForCausalLM
+        if type(hf_config) in transformers.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING:
+            return AutoModelForImageTextToText
+    raise ModelError(
+        f"{hf_config.model_type} models do not continue text token by token (no causal language model); "
+        "nothing to serve"
+    )
+
+
+def _refuse_layers(manifest: Manifest, text_config) -> None:
+    kind = manifest.model_type
+    served = LAYERS
+    if manifest.text_config.get("attention_chunk_size"):  # which `length_limit` keeps to one chunk
+        served += ("chunked_attention",)
+    layers = getattr(text_config, "layer_types", None) or getattr(text_config, "attention_layers", [])
+    unknown = [f"{layer} layers" for layer in layers if layer not in served]
+    if getattr(text_config, "alibi", False):  # Falcon's
+        unknown.append(UNSUPPORTED["bloom"])
+    if kind in UNSUPPORTED:
+        unknown.append(UNSUPPORTED[kind])
+    if unknown:
+        raise ModelError(f"{kind} models with {unknown[0]} are not supported on a static batch")

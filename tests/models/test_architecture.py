@@ -1,0 +1,152 @@
+"""What config.json alone decides: which class loads a model, and the one line for what no engine serves."""
+
+import json
+from pathlib import Path
+
+import pytest
+import tiny_models
+import transformers
+from safetensors.torch import load_file
+from tiny_models import POSITIONS, VOCABULARY, save_checkpoint
+
+from config import Config
+from models.base import ModelError
+
+pytestmark = [pytest.mark.models, pytest.mark.filterwarnings("ignore")]  # of torch and transformers
+
+STATIC_BATCH = "are not supported on a static batch"
+LAYERS = 2 * ["full_attention"]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def architecture():
+    """That takes seconds, which an import at this module's top costs each of pytest's workers."""
+    import models.architecture
+
+    return models.architecture
+
+
+def read(folder, architecture, **changes):
+    config = Config(model_id=str(folder), **{"max_total_tokens": POSITIONS, "max_input_tokens": 1} | changes)
+    return architecture.read_architecture(config, Path(folder))
+
+
+def refusal(folder, architecture, **changes) -> str:
+    with pytest.raises(ModelError) as refused:
+        read(folder, architecture, **changes)
+    (line,) = str(refused.value).splitlines()
+    return line
+
+
+def write_config(folder, **facts):
+    (folder / "config.json").write_text(json.dumps(facts))
+    return folder
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt-oss", *tiny_models.WITH_VISION])
+def test_the_parameters_of_a_model_are_counted_without_its_weights(zoo, architecture, family):
+    (file,) = zoo.folder(family).glob("*.safetensors")
+    stored = sum(tensor.numel() for tensor in load_file(file).values())
+    assert stored <= read(zoo.folder(family), architecture).parameters < stored + 1000  # buffers are not stored
+
+
+@pytest.mark.parametrize(
+    ("kind", "facts", "why"),
+    [
+        ("bloom", {}, "ALiBi (attention biased by distance)"),
+        ("falcon", {"alibi": True}, "ALiBi (attention biased by distance)"),
+        ("gpt_neo", {"num_layers": 2, "attention_types": [[["global", "local"], 1]]}, "local layers"),
+        ("mamba", {}, "linear_attention layers"),
+        ("mamba2", {}, "linear_attention layers"),
+        ("falcon_mamba", {}, "linear_attention layers"),
+        ("bamba", {"attn_layer_indices": [1]}, "linear_attention layers"),
+        ("jamba", {}, "linear_attention layers"),
+        ("granitemoehybrid", {"layer_types": ["mamba", "attention"], "num_hidden_layers": 2}, "linear_attention layers"),
+        ("nemotron_h", {"hybrid_override_pattern": "M-M*"}, "linear_attention layers"),
+        ("zamba2", {}, "linear_attention layers"),
+        ("falcon_h1", {}, "hybrid layers"),
+        ("lfm2", {"layer_types": ["conv", "full_attention"], "num_hidden_layers": 2}, "conv layers"),
+        ("qwen3_next", {}, "linear_attention layers"),
+        ("qwen3_5", {"text_config": {}, "vision_config": {}}, "linear_attention layers"),
+        ("llama4_text", {"num_hidden_layers": 2}, "chunked_attention layers"),  # of which length?
+        ("recurrent_gemma", {}, "recurrent layers"),
+        ("rwkv", {}, "recurrent layers"),
+    ],
+)
+def test_a_family_whose_state_or_attention_slots_cannot_share_is_refused_by_name(tmp_path, architecture, kind, facts, why):
+    folder = write_config(tmp_path, model_type=kind, **facts)
+    assert refusal(folder, architecture) == f"{kind} models with {why} {STATIC_BATCH}"
+
+
+@pytest.mark.parametrize("kind", ["t5", "vit"])
+def test_what_is_no_causal_language_model_is_refused(tmp_path, architecture, kind):
+    line = refusal(write_config(tmp_path, model_type=kind), architecture)
+    assert line == f"{kind} models do not continue text token by token (no causal language model); nothing to serve"
+
+
+def test_an_unknown_model_type_is_refused_by_name(tmp_path, architecture):
+    assert "llama7000" in refusal(write_config(tmp_path, model_type="llama7000"), architecture)
+
+
+def test_attention_in_chunks_is_served_within_one_chunk(zoo, architecture):
+    folder = zoo.folder("llama-4")
+    assert read(folder, architecture, max_total_tokens=POSITIONS).parameters
+    longer = refusal(folder, architecture, max_total_tokens=POSITIONS + 1)
+    assert longer.endswith(f"beyond {POSITIONS} tokens; give --max-total-tokens {POSITIONS} or less")
+
+
+OWN = {"AutoConfig": "configuration_own.OwnConfig", "AutoModelForCausalLM": "modeling_own.OwnModel"}
+OWN_CONFIG = """
+from transformers import LlamaConfig
+class OwnConfig(LlamaConfig):
+    model_type = "own"
+"""
+OWN_MODEL = """
+from transformers import LlamaForCausalLM
+from .configuration_own import OwnConfig
+class OwnModel(LlamaForCausalLM):
+    config_class = OwnConfig
+"""
+
+
+def with_code(folder, config=OWN_CONFIG, model=OWN_MODEL, version="4.37.0"):
+    save_checkpoint(folder, tiny_models.llama())
+    tiny_models.edit_config(folder, model_type="own", auto_map=OWN, transformers_version=version)
+    (folder / "configuration_own.py").write_text(config)
+    (folder / "modeling_own.py").write_text(model)
+    return folder
+
+
+def test_code_that_comes_with_a_model_is_not_run_by_default(tmp_path, architecture):
+    ran = tmp_path / "ran"
+    folder = with_code(tmp_path, config=f"open({str(ran)!r}, 'w').close()")
+    line = refusal(folder, architecture)
+    assert line == "own models come with Python code; --trust-remote-code (TRUST_REMOTE_CODE) runs it"
+    assert not ran.exists()
+
+
+GONE = "from transformers.utils import is_gone_since_version_5\n"
+
+
+@pytest.mark.parametrize("broken", [{"config": GONE + OWN_CONFIG}, {"model": GONE + OWN_MODEL}], ids=str)
+def test_code_that_was_written_for_an_older_transformers_is_called_that(tmp_path, architecture, broken):
+    line = refusal(with_code(tmp_path, **broken), architecture, trust_remote_code=True)
+    assert f"its Python code is for transformers 4.37.0, and this server has {transformers.__version__}: " in line
+    assert "is_gone_since_version_5" in line
+
+
+@pytest.mark.parametrize(("version", "is_named"), [("4.37.0", True), (None, True), ("5.1.0", False)])
+def test_code_that_fails_when_it_runs_is_called_that_too(tmp_path, version, is_named):
+    from models.torch_model import TorchModel
+
+    forward = "    def forward(self, input_ids, position_ids, use_cache, past_key_values=None, attention_mask=None):\n"
+    forward += "        return super().forward(input_ids=input_ids, position_ids=position_ids, use_cache=use_cache)\n"
+    folder = with_code(tmp_path, model=OWN_MODEL + forward, version=version)
+    with pytest.raises(ModelError, match="unexpected keyword argument 'logits_to_keep'") as refused:
+        TorchModel(tiny_models.settings(folder, trust_remote_code=True), folder, "cpu")
+    assert (f"is for transformers {version or 4}, and" in str(refused.value)) == is_named
+
+
+def test_code_that_runs_is_served(tmp_path, architecture):
+    folder = with_code(tmp_path)
+    assert read(folder, architecture, trust_remote_code=True).config.vocab_size == VOCABULARY
