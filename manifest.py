@@ -6,6 +6,7 @@ A model folder is trusted. The checks here give a broken one a one-line error.
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -20,6 +21,7 @@ SPLIT_WEIGHTS = "pytorch_model.bin"
 # In this order; the latter two are pickled.
 WEIGHTS = (*SAFETENSORS, f"{SPLIT_WEIGHTS}/*", "pytorch_model*.bin")
 COMPUTED = 100_000_000  # parameters that need no file, such as tables of positions
+LFS_POINTER = b"version https://git-lfs"
 CONTEXT_LENGTHS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length")
 ORIGINAL_LENGTH = "original_max_position_embeddings"  # before rope was scaled
 LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")  # rope types whose positions depend on the longest sequence
@@ -120,6 +122,10 @@ class Manifest:
         if not folder.is_dir():
             kind = "file" if folder.suffix == ".gguf" else "folder"
             raise ConfigError(f"--model-id {folder}: there is no such {kind}")
+        if not (folder / "config.json").exists() and (inside := sorted(folder.glob("*/config.json"))):
+            raise ConfigError(
+                f"{folder} has its models in subfolders: give one, --model-id {inside[-1].parent}"
+            )
         config = read_json(folder / "config.json", required=True)
         if not isinstance(config.get("model_type"), str):
             raise ConfigError(f"{folder / 'config.json'} has no `model_type`, so the model cannot be loaded")
@@ -131,6 +137,10 @@ class Manifest:
                 f"{folder / 'config.json'}: text_config should be a JSON object, "
                 f"not {type(text_config).__name__}"
             )
+        for facts, name in itertools.product((config, text_config), ("dtype", "torch_dtype")):
+            if str(facts.get(name)).startswith("torch."):
+                dtype = facts[name].removeprefix("torch.")
+                raise ConfigError(f"{folder / 'config.json'}: {name} is {facts[name]!r}; write {dtype!r}")
         lengths = [text_config.get(name) for name in CONTEXT_LENGTHS]
         generation_config = read_json(folder / "generation_config.json")
         return cls(
@@ -166,7 +176,9 @@ def whole(value: Any) -> int | None:
 def read_json(path: Path, required: bool = False) -> dict[str, Any]:
     """A JSON object from a model folder, or `{}` without the file. Raises ConfigError for anything else."""
     try:
-        data = json.loads(path.read_text(encoding="utf-8"))
+        text = path.read_text(encoding="utf-8")
+        refuse_lfs_pointer(path)
+        data = json.loads(text)
     except FileNotFoundError:
         if required:
             raise ConfigError(f"{path.parent} is not a model folder: it has no {path.name}") from None
@@ -183,6 +195,38 @@ def has_gguf(path: Path) -> bool:
     if path.is_file():
         return path.suffix == ".gguf"
     return not (path / "config.json").exists() and any(path.glob("*.gguf"))
+
+
+def refuse_lfs_pointer(path: Path) -> None:
+    """Raises ConfigError for the text that git-lfs replaces by the file, and where `path` cannot be read."""
+    try:
+        with path.open("rb") as file:
+            begin = file.read(len(LFS_POINTER))
+    except OSError as error:  # a link to a missing file
+        raise ConfigError(f"{path} cannot be read: {error.strerror}") from None
+    if begin == LFS_POINTER:
+        raise ConfigError(f"{path} is a git-lfs pointer, not the file: run `git lfs pull` in its repository")
+
+
+def check_weight_files(folder: Path) -> None:
+    """Raises ConfigError where `folder` has no weights under the names that transformers reads, or git-lfs
+    pointers to them."""
+    found = sorted(folder.glob(*SAFETENSORS))
+    for path in found:
+        refuse_lfs_pointer(path)
+    if any((folder / name).exists() for name in ("model.safetensors", "model.safetensors.index.json")):
+        return
+    other = next((path.name for path in [*found, *folder.glob("*.bin")]), None)
+    if other is None:
+        raise ConfigError(f"{folder} holds no weights (model.safetensors)")
+    remedy = "rename it"
+    if "-of-" in other:
+        remedy = "model.safetensors.index.json is missing"
+    elif other.startswith("consolidated"):
+        remedy = "it has Mistral's own format; download the files of transformers' format, too"
+    elif other.endswith(".bin"):
+        remedy = "it is pickled, which is not read; save the model with transformers' save_pretrained"
+    raise ConfigError(f"{folder} holds no model.safetensors, but {other}: {remedy}")
 
 
 def check_weights(parameters: int, folder: Path) -> None:

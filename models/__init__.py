@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from config import Config
-from manifest import SAFETENSORS, Manifest
+from manifest import SAFETENSORS, Manifest, check_weight_files
 from models.base import ModelError, StaticBatchModel
 from models.fetch import fetch_weights
 from models.machine import host_memory
@@ -70,6 +70,7 @@ class Prepared:
             from models.neuron import NeuronModel
 
             return NeuronModel(self.build, run_dir(), announce)
+        check_weight_files(self.folder)
         if self.device == "cpu":
             from models.openvino_model import load
 

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from config import Config
+from manifest import refuse_lfs_pointer
 from models.base import ModelError, reported_as
 from models.cache import ModelCache, tokenizer_key, write_entry
 from models.child import ChildError, run_module
@@ -37,8 +38,14 @@ class TokenizerFacts(NamedTuple):
 def tokenizer_folder(config: Config, folder: Path, scratch: Path) -> Path:
     """The converted tokenizer goes into `scratch` where the cache cannot be written. Raises ConfigError."""
     if (folder / "tokenizer.json").exists():
+        refuse_lfs_pointer(folder / "tokenizer.json")
         return folder
     slow = next((name for name in SLOW if (folder / name).exists()), None)
+    if slow is None and (folder / "tekken.json").exists():
+        raise ConfigError(
+            f"{folder} holds its tokenizer in Mistral's own format, tekken.json, which is not read; "
+            "add the tokenizer.json that the same model has in transformers' format"
+        )
     if slow is None:
         raise ConfigError(
             f"{folder} holds no tokenizer (tokenizer.json, or one to convert: tokenizer.model, vocab.json)"

@@ -7,7 +7,7 @@ import pytest
 from processes import Server
 
 from config import DEMO_MODEL
-from manifest import Manifest, check_weights
+from manifest import Manifest, check_weight_files, check_weights
 from run import ConfigError
 
 
@@ -125,6 +125,62 @@ def test_more_parameters_than_the_weights_can_hold_are_refused_with_both_numbers
         check_weights(15_000_000_000, tmp_path)
 
 
+POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 100\n"
+IS_POINTER = "is a git-lfs pointer, not the file: run `git lfs pull` in its repository"
+
+
+@pytest.mark.parametrize(
+    ("files", "why"),
+    [
+        ([], "holds no weights (model.safetensors)"),
+        (["model.fp16.safetensors"], "holds no model.safetensors, but model.fp16.safetensors: rename it"),
+        (["llama3.safetensors"], "holds no model.safetensors, but llama3.safetensors: rename it"),
+        (
+            ["consolidated.safetensors"],
+            "holds no model.safetensors, but consolidated.safetensors: it has Mistral's own format; ",
+        ),
+        (
+            ["model-1-of-2.safetensors"],
+            "holds no model.safetensors, but model-1-of-2.safetensors: model.safetensors.index.json is",
+        ),
+        (["pytorch_model.bin"], "holds no model.safetensors, but pytorch_model.bin: it is pickled, which is not read; "),
+        (["model.safetensors", "consolidated.safetensors"], None),
+        (["model-00001-of-00001.safetensors", "model.safetensors.index.json"], None),
+    ],
+)
+def test_a_folder_without_weights_that_are_read_is_refused_with_what_it_has(tmp_path, files, why):
+    for name in files:
+        (tmp_path / name).write_text("weights")
+    if why is None:
+        check_weight_files(tmp_path)
+        return
+    with pytest.raises(ConfigError) as refused:
+        check_weight_files(tmp_path)
+    assert str(refused.value).startswith(f"{tmp_path} {why}")
+
+
+def test_a_pointer_of_git_lfs_in_the_place_of_weights_or_of_config_json_is_called_that(tmp_path):
+    (tmp_path / "model.safetensors").write_text(POINTER)
+    with pytest.raises(ConfigError) as refused:
+        check_weight_files(tmp_path)
+    assert str(refused.value) == f"{tmp_path}/model.safetensors {IS_POINTER}"
+    (tmp_path / "config.json").write_text(POINTER)
+    assert refusal(tmp_path) == f"{tmp_path}/config.json {IS_POINTER}"
+
+
+def test_a_folder_with_its_models_in_subfolders_names_the_last_one(tmp_path):
+    for name in ("checkpoint-100", "checkpoint-200"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text("{}")
+    assert refusal(tmp_path).endswith(f" has its models in subfolders: give one, --model-id {tmp_path}/checkpoint-200")
+
+
+@pytest.mark.parametrize("facts", [{"dtype": "torch.bfloat16"}, {"text_config": {"dtype": "torch.bfloat16"}}], ids=str)
+def test_a_dtype_that_is_written_as_in_python_is_refused_with_what_to_write(model, facts):
+    folder = model(facts)
+    assert refusal(folder) == f"{folder}/config.json: dtype is 'torch.bfloat16'; write 'bfloat16'"
+
+
 def in_config(**fields):
     def change(folder):
         path = folder / "config.json"
@@ -156,7 +212,7 @@ def leads_nowhere(name):
         (in_config(vocab_size="2048"), "vocab_size': TypeError: Field 'vocab_size' expected int, got str"),
         (is_folder("model.safetensors"), "model.safetensors cannot be read: Is a directory"),
         (leads_nowhere("model.safetensors"), "model.safetensors cannot be read: No such file or directory"),
-        (is_folder("tokenizer.json"), "tokenizer.json cannot be read as a tokenizer: Is a directory"),
+        (is_folder("tokenizer.json"), "tokenizer.json cannot be read: Is a directory"),
         (is_folder("tokenizer_config.json"), "tokenizer_config.json cannot be read as JSON: [Errno 21] Is a directory"),
         (leads_nowhere("tokenizer.json"), "holds no tokenizer"),
     ],

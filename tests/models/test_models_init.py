@@ -1,5 +1,6 @@
 """Which device serves a model, and the settings that are rejected by name where they have no effect."""
 
+import dataclasses
 import json
 import subprocess
 import sys
@@ -11,7 +12,7 @@ import config
 import models
 from config import DEMO_MODEL, Config
 from models.base import ModelError
-from run import HERE
+from run import HERE, ConfigError
 
 
 def refusal(**settings) -> str:
@@ -58,6 +59,15 @@ def test_what_config_json_rules_out_is_refused_before_a_weight_is_read(tmp_path,
     (tmp_path / "config.json").write_text(json.dumps(facts))
     with pytest.raises(ModelError, match=said):
         models.prepare(Config(model_id=str(tmp_path), device="cpu"))
+
+
+def test_weights_that_are_not_read_are_refused_before_a_library_is_imported(tmp_path):
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    (tmp_path / "pytorch_model.bin").write_bytes(b"pickle is never read")
+    prepared = models.prepare(Config(model_id=str(tmp_path), device="cpu"))
+    prepared = dataclasses.replace(prepared, device="a device whose engine cannot be imported")
+    with pytest.raises(ConfigError, match=r"pytorch_model\.bin: it is pickled"):
+        prepared.load(lambda phase: None)
 
 
 @pytest.mark.parametrize(("facts", "lines"), [({}, 0), ({"vision_config": {}}, 1), ({"audio_config": {}}, 1)], ids=str)

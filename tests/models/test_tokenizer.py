@@ -117,6 +117,15 @@ def test_a_folder_without_any_tokenizer_is_refused_with_what_is_missing(tmp_path
         tokenizer_folder(config, tmp_path, tmp_path)
 
 
+def test_a_tokenizer_in_mistrals_own_format_and_a_pointer_of_git_lfs_are_called_that(tmp_path, config):
+    (tmp_path / "tekken.json").write_text("{}")
+    with pytest.raises(ConfigError, match=r"tekken\.json, which is not read; add the tokenizer\.json"):
+        tokenizer_folder(config, tmp_path, tmp_path)
+    (tmp_path / "tokenizer.json").write_text("version https://git-lfs.github.com/spec/v1\n")
+    with pytest.raises(ConfigError, match=r"tokenizer\.json is a git-lfs pointer, not the file: run `git lfs pull`"):
+        tokenizer_folder(config, tmp_path, tmp_path)
+
+
 def test_a_tokenizer_that_cannot_be_converted_is_refused_in_one_line(tmp_path, config):
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama"}))
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "LlamaTokenizer"}))
