@@ -291,17 +291,19 @@ class Check:
         logits = self.text_logits[: len(stored), columns]
         self.stored = {"ids": stored, "columns": columns, "logits": logits.tolist()}
         window = getattr(text_config, "sliding_window", None)
-        if window:
-            text_config.sliding_window = min(window, CHECK_WINDOW)
+        # A window of all positions never slides, and families may not pass it to their attention function.
+        self.window = min(window, CHECK_WINDOW) if window and window < positions else None
+        if self.window:
+            text_config.sliding_window = self.window
         self.logits = reference_logits(model, self.ids)
         self.at_end = reference_logits(model, self.short, begin=self.shift)
-        if window:
+        if self.window:
             text_config.sliding_window = window
 
     def refuse_faults(self, target: Path, facts: dict[str, Any]) -> None:
         """Runs the saved graph in float32: long and short chunks, one and two slots a call, at the first and
         at the last positions. Raises UnsupportedModel where one of these differs."""
-        model = self._model(target, facts | {"arithmetic": "float32"}, CHECK_WINDOW)
+        model = self._model(target, facts | {"arithmetic": "float32"}, self.window)
         at_end = model.forward([Chunk(0, self.short, 0, all_logits=True)], self.shift)
         for found, expected in (
             (at_end, self.at_end),

@@ -259,7 +259,7 @@ def test_what_no_engine_can_serve_is_refused_with_its_reason(tmp_path):
         serve(folder)
 
 
-@pytest.mark.parametrize("family", ["phi3-longrope", "gpt-oss", "llama-4", *tiny_models.WITH_VISION])
+@pytest.mark.parametrize("family", ["phi3-longrope", "phimoe", "gpt-oss", "llama-4", *tiny_models.WITH_VISION])
 def test_a_family_is_served_in_the_type_of_its_checkpoint(tmp_path, conversions, family):
     folder = save_checkpoint(tmp_path / family, tiny_models.ALL[family](), dtype=torch.bfloat16, spread=0.15)
     for _start in range(2):
