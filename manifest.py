@@ -214,7 +214,13 @@ def check_weight_files(folder: Path) -> None:
     found = sorted(folder.glob(*SAFETENSORS))
     for path in found:
         refuse_lfs_pointer(path)
-    if any((folder / name).exists() for name in ("model.safetensors", "model.safetensors.index.json")):
+    if (folder / "model.safetensors").exists():
+        return
+    index = read_json(folder / "model.safetensors.index.json").get("weight_map")
+    if index:
+        missing = sorted(name for name in set(index.values()) if not (folder / name).exists())
+        if missing:
+            raise ConfigError(f"{folder} lacks {len(missing)} of its weight files, {missing[0]} among them")
         return
     other = next((path.name for path in [*found, *folder.glob("*.bin")]), None)
     if other is None:

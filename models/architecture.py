@@ -46,6 +46,7 @@ def read_architecture(config: Config, folder: Path) -> Architecture:
         raise ModelError(
             f"{kind} models come with Python code; --trust-remote-code (TRUST_REMOTE_CODE) runs it"
         )
+    transformers.utils.logging.set_verbosity_error()
     with reported_as(with_version_of_code(f"{folder} cannot be read as a model", config, folder)):
         hf_config = AutoConfig.from_pretrained(folder, trust_remote_code=config.trust_remote_code)
         auto_class = _auto_class(hf_config)

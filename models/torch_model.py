@@ -49,7 +49,6 @@ def load_pretrained(config: Config, folder: Path, device: str) -> torch.nn.Modul
     architecture = read_architecture(config, folder)
     check_weights(architecture.parameters, folder)
     transformers.utils.logging.disable_progress_bar()
-    transformers.utils.logging.set_verbosity_error()
     with reported_as(with_version_of_code(f"{folder} cannot be loaded", config, folder)):
         model, report = architecture.auto_class.from_pretrained(
             folder,

@@ -145,12 +145,13 @@ IS_POINTER = "is a git-lfs pointer, not the file: run `git lfs pull` in its repo
         ),
         (["pytorch_model.bin"], "holds no model.safetensors, but pytorch_model.bin: it is pickled, which is not read; "),
         (["model.safetensors", "consolidated.safetensors"], None),
-        (["model-00001-of-00001.safetensors", "model.safetensors.index.json"], None),
+        (["1.safetensors", "2.safetensors", "model.safetensors.index.json"], None),
+        (["2.safetensors", "model.safetensors.index.json"], "lacks 1 of its weight files, 1.safetensors among them"),
     ],
 )
 def test_a_folder_without_weights_that_are_read_is_refused_with_what_it_has(tmp_path, files, why):
     for name in files:
-        (tmp_path / name).write_text("weights")
+        (tmp_path / name).write_text('{"weight_map": {"a": "1.safetensors", "b": "2.safetensors", "c": "2.safetensors"}}')
     if why is None:
         check_weight_files(tmp_path)
         return
