@@ -82,6 +82,24 @@ def phi3(**changes) -> transformers.PretrainedConfig:
     return transformers.Phi3Config(**GROUPED | {"sliding_window": SLIDING} | changes)
 
 
+def phimoe(length: int = POSITIONS) -> transformers.PretrainedConfig:
+    """Its sliding window, of all positions, does not reach its attention function. `length`: before the rope is scaled."""
+    return transformers.PhimoeConfig(
+        **GROUPED | {"max_position_embeddings": 2 * length},
+        original_max_position_embeddings=length,
+        num_local_experts=4,
+        rope_parameters=rope(
+            rope_type="longrope",
+            short_factor=[1.0, 1.5, 2.0, 2.5, 3.0, 3.5],
+            long_factor=[9.0] * 6,
+            short_mscale=1.2,
+            long_mscale=1.3,
+            original_max_position_embeddings=length,
+        ),
+        sliding_window=2 * length,
+    )
+
+
 def gpt2(**changes) -> transformers.PretrainedConfig:
     return transformers.GPT2Config(**NARROW | changes)
 
@@ -126,20 +144,7 @@ OTHERS: dict[str, Callable[..., transformers.PretrainedConfig]] = {
         original_max_position_embeddings=POSITIONS,
         rope_parameters=rope(rope_type="longrope", short_factor=[1.0, 1.5, 2.0, 2.5, 3.0, 3.5], long_factor=[9.0] * 6),
     ),
-    "phimoe": lambda: transformers.PhimoeConfig(  # does not pass its sliding window to its attention function
-        **GROUPED | {"max_position_embeddings": 2 * POSITIONS},
-        original_max_position_embeddings=POSITIONS,
-        num_local_experts=4,
-        rope_parameters=rope(
-            rope_type="longrope",
-            short_factor=[1.0, 1.5, 2.0, 2.5, 3.0, 3.5],
-            long_factor=[9.0] * 6,
-            short_mscale=1.2,
-            long_mscale=1.3,
-            original_max_position_embeddings=POSITIONS,
-        ),
-        sliding_window=2 * POSITIONS,
-    ),
+    "phimoe": phimoe,
     "gpt-oss": lambda: transformers.GptOssConfig(
         **GROUPED,
         head_dim=12,

@@ -174,6 +174,12 @@ def test_a_sliding_window_longer_than_the_check_is_checked_too(tmp_path, convert
     assert refused[0] is None and refused[1].startswith("its logits differ from those of transformers by")
 
 
+def test_a_window_of_all_positions_does_not_slide_in_the_check(tmp_path, converter):
+    folder = save_checkpoint(tmp_path / "phimoe", tiny_models.phimoe(2 * converter.CHECK_WINDOW))
+    converter.convert(settings(folder), folder, tmp_path)
+    assert read_entry(tmp_path)["refused"] is None
+
+
 WIDE = tiny_models.GROUPED | {"hidden_size": 128, "num_hidden_layers": 4, "max_position_embeddings": 300}
 MIXTURES = {
     "mixtral": lambda: transformers.MixtralConfig(**WIDE, num_local_experts=8, num_experts_per_tok=2),
