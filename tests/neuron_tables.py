@@ -1,6 +1,6 @@
 """python tests/neuron_tables.py: the table of docs/neuron.md that says which published models run on Neuron, and where.
 
-A row is a model of published_configs.py; `plan` gives its machine: the smallest of Inferentia2 with room for slots of 2,048
+A row is a model of published/configs.py; `plan` gives its machine: the smallest of Inferentia2 with room for slots of 2,048
 tokens."""
 
 import contextlib
@@ -9,7 +9,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from published_configs import CONFIGS
+from published.configs import CONFIGS
 
 from config import Config
 from models import plan

@@ -6,7 +6,7 @@ import shutil
 
 import pytest
 from processes import Server
-from published_configs import GENERATION_CONFIGS
+from published.configs import GENERATION_CONFIGS
 
 from config import DEMO_MODEL
 

@@ -3,7 +3,7 @@
 import math
 
 import pytest
-from published_configs import CONFIGS, PARAMETERS
+from published.configs import CONFIGS, PARAMETERS
 
 from models import families, rope
 from models.base import ModelError

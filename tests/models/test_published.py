@@ -4,11 +4,11 @@ import json
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
-import published
+from published import weights
 import pytest
 import torch
 from processes import Server
-from published import PROMPTS, TOKENS, Published
+from published.weights import PROMPTS, TOKENS, Published
 from tiny_models import run
 
 import models
@@ -23,7 +23,7 @@ pytestmark = [
     pytest.mark.processes,
     pytest.mark.timeout(600),
     pytest.mark.filterwarnings("ignore"),
-    pytest.mark.skipif(not published.is_installed("smollm2"), reason=published.WHY),
+    pytest.mark.skipif(not weights.is_installed("smollm2"), reason=weights.WHY),
 ]
 
 LIKELY = -20.0  # log-probability; those below are rounded more
@@ -63,7 +63,7 @@ def test_every_prompt_is_continued_as_transformers_does_it(name, prompts):
 
 @pytest.mark.parametrize("quantize", [None, "int8"])
 def test_a_published_model_bears_bfloat16_and_int8(smollm2, quantize):
-    where = {"model_id": str(smollm2.file), "model_cache": str(published.CACHE), "device": "cpu", "threads": 2}
+    where = {"model_id": str(smollm2.file), "model_cache": str(weights.CACHE), "device": "cpu", "threads": 2}
     prepared = models.prepare(Config(**where, quantize=quantize, max_total_tokens=100))
     served = prepared.load(lambda phase: None)
     assert (served.engine, served.dtype, served.quantize) == ("openvino", "bfloat16", quantize)
@@ -74,7 +74,7 @@ def test_a_published_model_bears_bfloat16_and_int8(smollm2, quantize):
 
 def perplexity(smollm2, quantize):
     """Of prose that the converter's check does not read, in windows of 256 tokens."""
-    where = {"model_id": str(smollm2.file), "model_cache": str(published.CACHE), "device": "cpu", "threads": 2}
+    where = {"model_id": str(smollm2.file), "model_cache": str(weights.CACHE), "device": "cpu", "threads": 2}
     served = models.prepare(Config(**where, quantize=quantize, max_total_tokens=257)).load(lambda phase: None)
     assert (served.engine, served.quantize) == ("openvino", quantize)
     losses, ids = [], smollm2.ids((HERE / "demo" / "corpus" / "prose.md").read_text())[:1024]
@@ -98,7 +98,7 @@ def test_int8_and_int4_lose_little(smollm2):
 def server(smollm2):
     settings = {
         "MODEL_ID": str(smollm2.file),
-        "MODEL_CACHE": str(published.CACHE),
+        "MODEL_CACHE": str(weights.CACHE),
         "DTYPE": "float32",
         "MAX_TOTAL_TOKENS": "512",
     }

@@ -12,7 +12,7 @@ import torch
 import transformers
 from loop import Driven
 from neuron_tables import smallest
-from published_configs import CONFIGS
+from published.configs import CONFIGS
 from safetensors.torch import load_file, save_file
 from test_server import WINDOW, as_float32, assert_like, cores, refuse_to_compile, serve  # noqa: F401
 from test_simulator import Reference

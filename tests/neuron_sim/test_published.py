@@ -2,7 +2,7 @@
 
 import pytest
 from loop import Driven
-from published import PROMPTS, TOKENS, Published
+from published.weights import PROMPTS, TOKENS, Published
 from test_server import cores, serve  # noqa: F401
 
 from protocol import Generate

@@ -14,6 +14,7 @@ import pytest
 
 import models
 from config import Config
+from published.reference import Reference
 
 FOLDER = Path(os.environ.get("PUBLISHED") or Path(sys.prefix) / "published")
 CACHE = FOLDER / "cache"  # of what they are converted into: minutes, once
@@ -60,12 +61,10 @@ PROMPTS = [
     "A",
     "\n\n\n",
 ]
-TOKENS = 16
-CLEAR = 1e-3  # a smaller lead of the best token may turn with the order of additions
 
 
-class Published:
-    """One of the models, as a checkpoint that is made once, and what transformers makes of it in float32."""
+class Published(Reference):
+    """One of the models, as a checkpoint that is made once."""
 
     @classmethod
     @functools.cache
@@ -75,40 +74,10 @@ class Published:
         return cls(file(name))
 
     def __init__(self, file):
-        import transformers
-        from tiny_models import reference_model
-
         self.file = file
         self.prepared = models.prepare(self.config(max_total_tokens=512))
-        self.folder = self.prepared.folder
-        self.tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_file=str(self.folder / "tokenizer.json"))
-        template = self.folder / "chat_template.jinja"  # Gemma 3 270M is a base model
-        self.tokenizer.chat_template = template.read_text() if template.is_file() else None
-        self.model = reference_model(self.folder)
-        self.continued = functools.cache(self._continued)
+        super().__init__(self.prepared.folder)
 
     def config(self, **settings):
         where = {"model_id": str(self.file), "model_cache": str(CACHE), "device": "cpu"}
         return Config(**where, dtype="float32", **settings)
-
-    def ids(self, prompt):
-        return tuple(self.tokenizer(prompt)["input_ids"])
-
-    def _continued(self, ids, tokens=TOKENS):
-        """What transformers continues a prompt with, up to the first token that does not lead clearly, and the
-        log-probabilities of every token there: float32 [tokens, vocabulary]."""
-        import torch
-
-        out = self.model.generate(
-            torch.tensor([ids]),
-            do_sample=False,
-            max_new_tokens=tokens,
-            eos_token_id=None,
-            return_dict_in_generate=True,
-            output_logits=True,
-        )
-        logits = torch.cat(out.logits)
-        best, second = logits.topk(2).values.T
-        unclear = (best - second < CLEAR).nonzero()
-        clear = int(unclear[0]) if len(unclear) else tokens
-        return out.sequences[0, len(ids) :][:clear].tolist(), torch.log_softmax(logits[:clear], -1).numpy()

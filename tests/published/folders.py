@@ -1,0 +1,239 @@
+"""Model folders with the layout of published ones, small and with random weights, and what transformers generates from them.
+
+`small` reduces sizes, layers, experts, windows and the vocabulary of a published config.json; what they are in kind stays:
+whether query heads share key heads, a head_dim of its own, rope scaling, the order of layers, experts and their groups.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from templates import FOLDER as TOKENIZERS
+from tokenizers import Tokenizer
+
+from config import DEMO_MODEL
+
+# The largest values of fields; multi-head attention has four heads of 16.
+LARGEST = {
+    "hidden_size n_embd n_embed d_model embed_dim out_hidden_size lru_width": 64,
+    "num_attention_heads n_head n_heads num_heads attention_heads": 4,
+    "intermediate_size intermediate_size_mlp ffn_hidden_size ffn_dim n_inner": 160,
+    # OpenVINO's fused kernel for AMX crashes at 32.
+    "moe_intermediate_size shared_expert_intermediate_size shared_intermediate_size": 64,
+    "num_experts num_local_experts n_routed_experts moe_num_experts": 8,
+    "num_experts_per_tok experts_per_token moe_topk moe_top_k moe_k topk_group": 2,
+    "n_group": 4,
+    "first_k_dense_replace moe_layer_start_index num_dense_layers": 1,
+    "sliding_window window_size": 64,
+    "kv_lora_rank": 32,
+    "q_lora_rank": 24,
+    "qk_nope_head_dim v_head_dim kv_channels hidden_size_per_layer_input mamba_d_head": 16,
+    "qk_rope_head_dim laurel_rank mamba_n_heads": 8,
+    "mm_tokens_per_image": 4,
+    "num_position_embeddings": 16,
+    "depth": 2,
+}
+LARGEST = {name: largest for names, largest in LARGEST.items() for name in names.split()}
+HEADS = "num_attention_heads n_head n_heads num_heads attention_heads".split()
+KV_HEADS = "num_key_value_heads num_kv_heads kv_n_heads".split()
+LAYERS = "num_hidden_layers n_layer n_layers num_layers".split()
+SCALED_BY_HEAD = ("rotary_dim", "query_pre_attn_scalar")
+# Of a tokenizer that other models lend: its ids of BOS, EOS and padding, and rows of the vocabulary without a token.
+END = 0
+SPARE_ROWS = 16
+
+TOKENIZER_OF = {
+    "meta-llama/Llama-3.1-8B-Instruct": "llama3_1",
+    "meta-llama/Llama-3.2-1B-Instruct": "llama3_2",
+    "mistralai/Mistral-Nemo-Instruct-2407": "mistral_nemo",
+    "Qwen/Qwen2.5-7B-Instruct": "qwen2_5",
+    "Qwen/Qwen3-8B": "qwen3",
+    "Qwen/Qwen3-30B-A3B": "qwen3",
+    "google/gemma-3-1b-it": "gemma3",
+    "google/gemma-3-4b-it": "gemma3",
+    "unsloth/DeepSeek-V3-bf16": "deepseek_v3",
+}
+
+
+def tokenizer_folder(model: str) -> Path:
+    """That of the model's own tokenizer, if `make test` could install it, else the demonstration model's."""
+    own = TOKENIZERS / f"tokenizer-{TOKENIZER_OF.get(model)}" / "models"
+    return own if own.is_dir() else Path(DEMO_MODEL)
+
+
+def small(config: dict[str, Any], vocabulary: int | None) -> dict[str, Any]:
+    """A published config.json with small sizes; `vocabulary`: of a lent tokenizer, None where the model has its own."""
+    text = config.get("text_config", config)
+    layers = _few_layers(config)
+    reduced = {name: _small(part, layers, 2) if name == "vision_config" else part for name, part in config.items()}
+    if text is config:
+        reduced = _small(reduced, layers)
+    else:
+        reduced["text_config"] = _small(text, layers)
+        reduced |= {name: LARGEST[name] for name in reduced.keys() & LARGEST.keys()}
+    return reduced if vocabulary is None else with_ids(reduced, vocabulary)
+
+
+def _few_layers(config: dict[str, Any]) -> int:
+    """Four, or as many as show each kind of layer, twice where some share keys with others."""
+    text = transformers.CONFIG_MAPPING[config["model_type"]].from_dict(dict(config)).get_text_config()
+    kinds = getattr(text, "layer_types", None) or []
+    seen = max(map(kinds.index, set(kinds)), default=0) + 1
+    return max(4, 2 * seen if getattr(text, "num_kv_shared_layers", 0) else seen)
+
+
+def _small(config: dict[str, Any], layers: int, vision_layers: int | None = None) -> dict[str, Any]:
+    was = next((config[name] for name in LAYERS if name in config), None)
+    heads = next((config[name] for name in HEADS if name in config), None)
+    hidden = next((config[name] for name in ("hidden_size", "n_embd", "d_model") if name in config), 0)
+    head_dim = config.get("head_dim") or (heads and hidden // heads)
+    new_head_dim = 16
+    if heads and config.get("head_dim"):
+        new_head_dim = 16 if head_dim == hidden // heads else 32 if head_dim > hidden // heads else 8
+    reduced = dict(config)
+    for name, value in config.items():
+        if name in LARGEST and isinstance(value, int) and not isinstance(value, bool):
+            reduced[name] = min(value, LARGEST[name])
+        elif name in LARGEST and isinstance(value, list):
+            reduced[name] = [min(each, LARGEST[name]) for each in value]
+        elif name in ("attn_config", "ffn_config"):
+            reduced[name] = _small({**value, "n_heads": heads}, layers)
+            del reduced[name]["n_heads"]
+        elif name in LAYERS:
+            reduced[name] = vision_layers or layers
+        elif name == "word_embed_proj_dim":
+            reduced[name] = 64 * value // hidden
+        elif name in ("num_kv_shared_layers", "max_window_layers"):
+            reduced[name] = math.ceil(min(value / was, 1) * layers)
+        elif name in ("fullatt_block_indexes", "deepstack_visual_indexes"):
+            reduced[name] = value and [1]
+        elif name == "image_size":
+            reduced[name] = 4 * config["patch_size"]
+        elif name == "attention_types":
+            reduced[name] = [[value[0][0], layers // 2]]
+        if isinstance(value, list) and len(value) == was:  # a value for each layer
+            reduced[name] = reduced[name][:layers]
+    for name in KV_HEADS:
+        if name in config:
+            reduced[name] = 4 if config[name] == heads else min(config[name], 2)
+    if config.get("head_dim"):
+        reduced["head_dim"] = new_head_dim
+    if heads:
+        for name in SCALED_BY_HEAD:
+            if name in config:
+                reduced[name] = config[name] * new_head_dim // head_dim
+        if "attention_multiplier" in config:
+            reduced["attention_multiplier"] = config["attention_multiplier"] * head_dim / new_head_dim
+        for name in ("rope_scaling", "rope_parameters"):
+            if config.get(name):
+                rotary = config.get("qk_rope_head_dim", head_dim)
+                reduced[name] = _small_rope(config[name], reduced.get("qk_rope_head_dim", new_head_dim) / rotary)
+    return reduced
+
+
+def _small_rope(rope: dict[str, Any], factor: float) -> dict[str, Any]:
+    reduced = dict(rope)
+    for name in ("short_factor", "long_factor"):
+        if name in rope:
+            count = int(len(rope[name]) * factor)
+            reduced[name] = [rope[name][n * len(rope[name]) // count] for n in range(count)]
+    if "mrope_section" in rope:
+        first, *others = rope["mrope_section"]
+        rest = [int(each * factor) for each in others]
+        reduced["mrope_section"] = [int((first + sum(others)) * factor) - sum(rest), *rest]
+    return reduced
+
+
+def with_ids(config: dict[str, Any], vocabulary: int) -> dict[str, Any]:
+    """The same with the ids of a lent tokenizer: EOS is its own, further ids have no token."""
+    changed = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"), END) | config
+    spare = iter(range(vocabulary, vocabulary + SPARE_ROWS))
+    for name, value in config.items():
+        if name == "text_config":
+            changed[name] = with_ids(value, vocabulary)
+        elif name in ("vocab_size", "vocab_size_per_layer_input"):
+            changed[name] = vocabulary + SPARE_ROWS
+        elif name == "eos_token_id" and isinstance(value, list):
+            changed[name] = [END, *(next(spare) for _ in value[1:])]
+        elif name in ("bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id"):
+            changed[name] = END
+        elif name.endswith(("_token_id", "_token_index")):
+            changed[name] = next(spare)
+    return changed
+
+
+def architecture(config: dict[str, Any]) -> str | None:
+    """The class that config.json names; None for a family that transformers does not have."""
+    names = transformers.models.auto.modeling_auto
+    if config["model_type"] in names.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES:
+        return names.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES[config["model_type"]]
+    return names.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(config["model_type"])
+
+
+def write(folder: Path, model: str, config: dict[str, Any], generation_config: dict[str, Any] | None) -> Path:
+    """The files of a model as it is published, smaller, with random weights."""
+    tokenizer = _write_tokenizer(folder, model)
+    lent = tokenizer.get_vocab_size() if model not in TOKENIZER_OF or tokenizer_folder(model) == DEMO_MODEL else None
+    config = {"architectures": [architecture(config)]} | small(config, lent)
+    _write(folder / "config.json", config)
+    known = transformers.AutoConfig.from_pretrained(folder)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        network = getattr(transformers, config["architectures"][0])(known).float()
+        _randomize(network)
+    # An EOS of the library's default would be written beside the model, and warnings about sampling.
+    network.generation_config = transformers.GenerationConfig()
+    dtype = config.get("torch_dtype") or config.get("dtype") or "float32"
+    network.to(getattr(torch, dtype)).save_pretrained(folder)  # under the names of version 4
+    _write(folder / "config.json", config)
+    (folder / "generation_config.json").unlink()
+    if generation_config:
+        _write(folder / "generation_config.json", generation_config if lent is None else with_ids(generation_config, lent))
+    return folder
+
+
+def write_unreadable(folder: Path, model: str, config: dict[str, Any]) -> Path:
+    """config.json as published and a file of weights that cannot be read: for what is refused before that."""
+    _write_tokenizer(folder, model)
+    _write(folder / "config.json", {"architectures": [architecture(config)]} | config)
+    (folder / "model.safetensors").write_text("no weights")
+    return folder
+
+
+def _write(path: Path, fields: dict[str, Any]) -> None:
+    path.write_text(json.dumps(fields, indent=2))
+
+
+def _write_tokenizer(folder: Path, model: str) -> Tokenizer:
+    folder.mkdir(parents=True, exist_ok=True)
+    source = tokenizer_folder(model)
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        if (source / name).is_file():
+            shutil.copyfile(source / name, folder / name)
+    return Tokenizer.from_file(str(folder / "tokenizer.json"))
+
+
+def _randomize(network: torch.nn.Module) -> None:
+    """Weights that spread the logits; norms, biases and routers off the values at which leaving them out changes nothing."""
+    text = network.config.get_text_config()
+    embedded = max(1.0, getattr(text, "embedding_multiplier", 1.0), 4.0 * ("gemma" in text.model_type))
+    with torch.no_grad():
+        for name, tensor in [*network.named_parameters(), *network.named_buffers()]:
+            if not tensor.is_floating_point() or "inv_freq" in name:
+                continue
+            is_parameter = isinstance(tensor, torch.nn.Parameter)
+            if not is_parameter and "bias" not in name:
+                continue
+            noise = torch.randn(tensor.shape)
+            if tensor.dim() < 2:
+                tensor.add_(noise, alpha=0.2)
+            elif "emb" in name or "wte" in name or "wpe" in name or "lm_head" in name:
+                tensor.copy_(noise * 0.15 / embedded)
+            else:
+                tensor.copy_(noise * 1.2 / math.sqrt(tensor.shape[-1]))

@@ -1,0 +1,63 @@
+"""What transformers makes of a checkpoint: prompts, chats and greedy continuations, with eager attention in float32."""
+
+from __future__ import annotations
+
+import functools
+import json
+from pathlib import Path
+
+import torch
+import transformers
+
+TOKENS = 16
+CLEAR = 1e-3  # a smaller lead of the best token may turn with the order of additions
+
+
+class Reference:
+    """The tokenizer, the chat template and the model of a folder."""
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+        # AutoTokenizer would put a family's own pre-tokenizer in the place of the file's.
+        self.tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_file=str(folder / "tokenizer.json"))
+        path = folder / "tokenizer_config.json"
+        written = json.loads(path.read_text()) if path.is_file() else {}
+        for name in ("bos_token", "eos_token"):
+            if token := written.get(name):
+                setattr(self.tokenizer, name, token if isinstance(token, str) else token["content"])
+        template = folder / "chat_template.jinja"  # a base model has none
+        self.tokenizer.chat_template = template.read_text() if template.is_file() else written.get("chat_template")
+        config = transformers.AutoConfig.from_pretrained(folder)
+        is_text = type(config) in transformers.MODEL_FOR_CAUSAL_LM_MAPPING
+        auto = transformers.AutoModelForCausalLM if is_text else transformers.AutoModelForImageTextToText
+        # Eager, because the faster attention leaves Gemma 2's softcaps out.
+        self.model = auto.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
+        self.model.generation_config = transformers.GenerationConfig()
+        self.continued = functools.cache(self._continued)
+
+    def ids(self, prompt: str) -> tuple[int, ...]:
+        return tuple(self.tokenizer(prompt)["input_ids"])
+
+    def chat_ids(self, messages: list[dict]) -> tuple[int, ...]:
+        return tuple(self.tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)["input_ids"])
+
+    def _continued(self, ids, tokens=TOKENS, repetition_penalty=1.0):
+        """What transformers continues a prompt with, up to the first token that does not lead clearly, and the
+        log-probabilities of every token there: float32 [tokens, vocabulary]."""
+        ids = torch.tensor([ids])
+        out = self.model.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            do_sample=False,
+            max_new_tokens=tokens,
+            repetition_penalty=repetition_penalty,
+            eos_token_id=None,
+            pad_token_id=0,
+            return_dict_in_generate=True,
+            output_logits=True,
+            output_scores=True,
+        )
+        best, second = torch.cat(out.scores).topk(2).values.T
+        unclear = (best - second < CLEAR).nonzero()
+        clear = int(unclear[0]) if len(unclear) else tokens
+        return out.sequences[0, ids.shape[1] :][:clear].tolist(), torch.log_softmax(torch.cat(out.logits)[:clear], -1).numpy()
