@@ -2,6 +2,7 @@
 #                    settings come as variables: PORT=8081 ARGS="--max-batch-size 8"
 # make test          runs the tests
 # make test-fast     runs those that start no server, load no model and try no random examples
+# make test-families  serves every published family of docs/models.md through every API, which takes an hour
 # make test-clients  runs the real clients against the real server: huggingface_hub, openai, boto3 and others
 # make test-neuron   runs transformers-neuronx on a simulator of its accelerator: TRANSFORMERS_NEURONX=/path/to/a/checkout
 # make ui            serves a Gradio page on port 7860 for a running server; URL=http://host:port
@@ -21,7 +22,7 @@
 # make lint          runs ruff, shellcheck and hadolint
 # make clean         removes the environments
 # make help          prints this list
-.PHONY: help run test test-fast clients test-clients test-neuron ui test-ui test-open-webui ray test-ray bench peers plot soak attack first-run image docs lint clean
+.PHONY: help run test test-fast test-families clients test-clients test-neuron ui test-ui test-open-webui ray test-ray bench peers plot soak attack first-run image docs lint clean
 
 VENV := .venv
 FITS = -c 'import sys; sys.exit(not (3, 10) <= sys.version_info < (3, 15))' 2>/dev/null
@@ -81,6 +82,10 @@ test: $(VENV)/test.installed $(VENV)/templates/installed $(VENV)/published/insta
 test-fast: $(VENV)/test.installed
 	"$(BIN)/python" -m pytest -m "not (processes or models or hypothesis or random_examples)" --numprocesses 3 --dist worksteal \
 		$(addprefix --ignore=,$(shell grep -lE '^(pytestmark = .*|    pytest\.)mark\.(processes|models)' -r tests --include=test_*.py)) $(ARGS)
+
+# The marker `families` keeps all but one of each mechanism out of `make test`.
+test-families: $(VENV)/test.installed $(VENV)/templates/installed
+	"$(BIN)/python" -m pytest -m processes --numprocesses 2 --dist worksteal tests/published $(ARGS)
 
 clients: $(VENV)/run.installed
 	@$(MAKE) --silent --no-print-directory -j 3 $(CLIENTS:%=$(VENV)-clients/%.installed) \

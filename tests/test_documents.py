@@ -8,6 +8,7 @@ import subprocess
 import sys
 
 import architecture_table
+import families_table
 import neuron_tables
 import pytest
 import settings_tables
@@ -142,6 +143,13 @@ def test_the_table_of_settings_is_that_of_the_code():
 def test_the_table_of_models_on_neuron_is_that_of_plan():
     how = "python tests/neuron_tables.py prints the table for docs/neuron.md"
     assert neuron_tables.table() in (HERE / "docs" / "neuron.md").read_text(), how
+
+
+def test_the_table_of_families_is_that_of_their_suite():
+    table = families_table.table()
+    how = "python tests/families_table.py --write puts the table into docs/models.md"
+    assert f"\n{table}\n" in (HERE / "docs" / "models.md").read_text(), how
+    assert all(row.count("|") == 6 for row in table.splitlines())
 
 
 def test_the_readme_names_every_route_and_the_guide_no_other():

@@ -4,10 +4,10 @@ import json
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
-from published import weights
 import pytest
 import torch
 from processes import Server
+from published import weights
 from published.weights import PROMPTS, TOKENS, Published
 from tiny_models import run
 

@@ -6,6 +6,16 @@ of their parameters as it is counted there, so a wrong size is found; `OTHERS` a
 
 from typing import Any
 
+
+def code(module, prefix, model="ForCausalLM"):
+    """The Python code that a repository brings, as its config.json names it."""
+    names = {
+        "AutoConfig": f"configuration_{module}.{prefix}Config",
+        "AutoModelForCausalLM": f"modeling_{module}.{prefix}{model}",
+    }
+    return {"auto_map": names}
+
+
 LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192, "rope_type": "llama3"}
 QWEN = {"vocab_size": 152064, "max_position_embeddings": 32768, "rope_theta": 1e6, "use_sliding_window": False}
 SMALL_QWEN = QWEN | {"vocab_size": 151936, "tie_word_embeddings": True}
@@ -21,7 +31,7 @@ GEMMA3 |= {"hidden_activation": "gelu_pytorch_tanh", "query_pre_attn_scalar": 25
 GEMMA3 |= {"rope_theta": 1e6, "sliding_window_pattern": 6}
 OLMO2 = {"vocab_size": 100352, "max_position_embeddings": 4096, "rope_theta": 500000, "rms_norm_eps": 1e-6}
 INTERNLM2 = {"vocab_size": 92544, "max_position_embeddings": 32768, "rope_theta": 1e6, "rms_norm_eps": 1e-5, "bias": False}
-INTERNLM2 |= {"rope_scaling": {"type": "dynamic", "factor": 2.0}}
+INTERNLM2 |= {"rope_scaling": {"type": "dynamic", "factor": 2.0}, **code("internlm2", "InternLM2")}
 
 
 def longrope(pairs):
@@ -199,8 +209,16 @@ _MODELS = {
             rope_scaling={"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 8192},
         ),
     ),
-    "internlm/internlm2_5-7b-chat": (7_737_708_544, sizes(4096, 14336, 32, 32, 8), of("internlm2", INTERNLM2)),
-    "internlm/internlm2_5-20b-chat": (19_861_149_696, sizes(6144, 16384, 48, 48, 8), of("internlm2", INTERNLM2)),
+    "internlm/internlm2_5-7b-chat": (
+        7_737_708_544,
+        sizes(4096, 14336, 32, 32, 8),
+        of("internlm2", INTERNLM2) | code("internlm2", "InternLM2"),
+    ),
+    "internlm/internlm2_5-20b-chat": (
+        19_861_149_696,
+        sizes(6144, 16384, 48, 48, 8),
+        of("internlm2", INTERNLM2) | code("internlm2", "InternLM2"),
+    ),
     "mistralai/Mixtral-8x7B-Instruct-v0.1": (
         46_702_792_704,
         sizes(4096, 14336, 32, 32, 8),
@@ -209,12 +227,6 @@ _MODELS = {
 }
 CONFIGS = {name: {**fields, **numbers, "torch_dtype": "bfloat16"} for name, (_count, numbers, fields) in _MODELS.items()}
 PARAMETERS = {name: count for name, (count, _numbers, _fields) in _MODELS.items()}
-
-# Code that a repository brings for a family, as config.json names it.
-def code(module, prefix, model="ForCausalLM"):
-    names = {"AutoConfig": f"configuration_{module}.{prefix}Config", "AutoModelForCausalLM": f"modeling_{module}.{prefix}{model}"}
-    return {"auto_map": names}
-
 
 LINEAR = {"linear_conv_kernel_dim": 4, "linear_key_head_dim": 128, "linear_num_key_heads": 16, "linear_value_head_dim": 128}
 QWEN_MOE = {"decoder_sparse_step": 1, "mlp_only_layers": [], "output_router_logits": False, "router_aux_loss_coef": 0.001}
@@ -479,7 +491,13 @@ _OTHERS = {
     | of("seed_oss", {"vocab_size": 155136, "head_dim": 128, "max_position_embeddings": 524288, "rope_theta": 1e7})
     | {"attention_bias": True, "attention_out_bias": False, "rope_scaling": {"rope_type": "default"}, "rms_norm_eps": 1e-6},
     "LiquidAI/LFM2-1.2B": of("lfm2", {"hidden_size": 2048, "num_hidden_layers": 16, "num_attention_heads": 32})
-    | {"num_key_value_heads": 8, "vocab_size": 65536, "max_position_embeddings": 128000, "conv_L_cache": 3, "block_ff_dim": 12288}
+    | {
+        "num_key_value_heads": 8,
+        "vocab_size": 65536,
+        "max_position_embeddings": 128000,
+        "conv_L_cache": 3,
+        "block_ff_dim": 12288,
+    }
     | {"full_attn_idxs": [2, 5, 8, 10, 12, 14]},
     "LiquidAI/LFM2-8B-A1B": sizes(2048, 7168, 24, 32, 8)
     | of("lfm2_moe", {"vocab_size": 65536, "max_position_embeddings": 128000, "conv_L_cache": 3, "num_experts": 32})
@@ -510,7 +528,9 @@ _OTHERS = {
         **{"activation_function": "gelu_new", "bos_token_id": 50256, "eos_token_id": 50256, "torch_dtype": None},
     },
     "openai-community/openai-gpt": {
-        **of("openai-gpt", {"n_embd": 768, "n_head": 12, "n_layer": 12, "n_positions": 512, "vocab_size": 40478, "afn": "gelu"}),
+        **of(
+            "openai-gpt", {"n_embd": 768, "n_head": 12, "n_layer": 12, "n_positions": 512, "vocab_size": 40478, "afn": "gelu"}
+        ),
         "torch_dtype": None,
     },
     "facebook/opt-125m": OPT
@@ -533,9 +553,16 @@ _OTHERS = {
     | {"n_positions": 8192, "vocab_size": 49152, "multi_query": True, "activation_function": "gelu_pytorch_tanh"}
     | {"bos_token_id": 0, "eos_token_id": 0, "torch_dtype": None},
     "bigscience/bloom-560m": of("bloom", {"n_embed": 1024, "hidden_size": 1024, "n_layer": 24, "num_attention_heads": 16})
-    | {"vocab_size": 250880, "seq_length": 2048, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 3, "torch_dtype": None},
-    "mosaicml/mpt-7b-chat": of("mpt", {"d_model": 4096, "n_heads": 32, "n_layers": 32, "max_seq_len": 2048, "expansion_ratio": 4})
-    | {"vocab_size": 50432, "no_bias": True, "attn_config": {"alibi": True, "alibi_bias_max": 8, "attn_type": "multihead_attention"}}
+    | {"vocab_size": 250880, "seq_length": 2048, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 3}
+    | {"torch_dtype": None},
+    "mosaicml/mpt-7b-chat": of(
+        "mpt", {"d_model": 4096, "n_heads": 32, "n_layers": 32, "max_seq_len": 2048, "expansion_ratio": 4}
+    )
+    | {
+        "vocab_size": 50432,
+        "no_bias": True,
+        "attn_config": {"alibi": True, "alibi_bias_max": 8, "attn_type": "multihead_attention"},
+    }
     | code("mpt", "MPT"),
     "state-spaces/mamba-130m-hf": of("mamba", MAMBA, hidden_size=768, intermediate_size=1536, num_hidden_layers=24)
     | {"n_layer": 24, "state_size": 16, "time_step_rank": 48, "vocab_size": 50280, "torch_dtype": "float32"},
@@ -586,7 +613,15 @@ _OTHERS = {
     | {"rope_scaling": LLAMA3 | {"factor": 16.0}},
     "databricks/dbrx-instruct": of("dbrx", {"d_model": 6144, "n_heads": 48, "n_layers": 40, "max_seq_len": 32768})
     | {"attn_config": {"clip_qkv": 8, "kv_n_heads": 8, "rope_theta": 500000}, "vocab_size": 100352}
-    | {"ffn_config": {"ffn_hidden_size": 10752, "moe_jitter_eps": 0, "moe_loss_weight": 0.05, "moe_num_experts": 16, "moe_top_k": 4}},
+    | {
+        "ffn_config": {
+            "ffn_hidden_size": 10752,
+            "moe_jitter_eps": 0,
+            "moe_loss_weight": 0.05,
+            "moe_num_experts": 16,
+            "moe_top_k": 4,
+        }
+    },
     "jetmoe/jetmoe-8b": of("jetmoe", {"hidden_size": 2048, "intermediate_size": 5632, "num_hidden_layers": 24})
     | {"num_key_value_heads": 16, "kv_channels": 128, "num_local_experts": 8, "num_experts_per_tok": 2, "vocab_size": 32000}
     | {"max_position_embeddings": 4096, "rope_theta": 10000.0, "rms_norm_eps": 1e-5, "tie_word_embeddings": True},
@@ -608,48 +643,80 @@ OTHERS = {
     for name, fields in _OTHERS.items()
 }
 
+
 def of_hub(name) -> tuple[dict[str, Any], dict[str, Any] | None]:
     """config.json and generation_config.json (None: there is none) of a model on the hub."""
     return {**CONFIGS, **OTHERS}[name], GENERATION_CONFIGS.get(name)
 
 
 # generation_config.json, as published.
-QWEN_EOS = {"bos_token_id": 151643, "pad_token_id": 151643, "eos_token_id": [151645, 151643], "do_sample": True}
+def sampled(bos, eos, pad=None, **more):
+    return (
+        {"bos_token_id": bos, "eos_token_id": eos, "do_sample": True}
+        | ({"pad_token_id": pad} if pad is not None else {})
+        | more
+    )
+
+
+def greedy(bos, eos, **more):
+    """As transformers makes it of config.json."""
+    return {"_from_model_config": True, "bos_token_id": bos, "eos_token_id": eos} | more
+
+
+QWEN_IDS = (151643, [151645, 151643], 151643)
+QWEN25_SAMPLING = {"repetition_penalty": 1.05, "temperature": 0.7, "top_p": 0.8, "top_k": 20}
+QWEN3_SAMPLING = {"temperature": 0.6, "top_k": 20, "top_p": 0.95}
+LLAMA31_IDS = (128000, [128001, 128008, 128009])
+GEMMA3_SAMPLING = {"cache_implementation": "hybrid", "top_k": 64, "top_p": 0.95}
+GLM_IDS = (None, [151329, 151336, 151338], 151329)
+HUNYUAN = sampled(127958, 127960, 127961, top_k=20, top_p=0.8, repetition_penalty=1.05, temperature=0.7)
+_GENERATION_CONFIGS = {
+    "meta-llama/Llama-2-7b-chat-hf": sampled(1, 2, 0, temperature=0.6, top_p=0.9, max_length=4096),
+    "meta-llama/Meta-Llama-3-8B-Instruct": sampled(128000, [128001, 128009], temperature=0.6, top_p=0.9, max_length=4096),
+    "meta-llama/Llama-3.1-8B-Instruct": sampled(*LLAMA31_IDS, temperature=0.6, top_p=0.9),
+    "meta-llama/Llama-3.2-1B-Instruct": sampled(*LLAMA31_IDS, temperature=0.6, top_p=0.9),
+    "mistralai/Mistral-7B-Instruct-v0.1": greedy(1, 2),
+    "mistralai/Mistral-7B-Instruct-v0.3": greedy(1, 2),
+    "mistralai/Mistral-Nemo-Instruct-2407": greedy(1, 2),
+    "mistralai/Mistral-Small-24B-Instruct-2501": sampled(1, 2, temperature=0.15),
+    "mistralai/Mixtral-8x7B-Instruct-v0.1": greedy(1, 2),
+    "Qwen/Qwen2-7B-Instruct": sampled(*QWEN_IDS, **QWEN25_SAMPLING),
+    "Qwen/Qwen2.5-7B-Instruct": sampled(*QWEN_IDS, **QWEN25_SAMPLING),
+    "Qwen/Qwen2.5-14B-Instruct": sampled(*QWEN_IDS, **QWEN25_SAMPLING),
+    "Qwen/Qwen1.5-MoE-A2.7B-Chat": sampled(*QWEN_IDS, **QWEN25_SAMPLING),
+    "Qwen/Qwen3-8B": sampled(*QWEN_IDS, **QWEN3_SAMPLING),
+    "Qwen/Qwen3-0.6B": sampled(*QWEN_IDS, **QWEN3_SAMPLING),
+    "Qwen/Qwen3-30B-A3B": sampled(*QWEN_IDS, **QWEN3_SAMPLING),
+    "Qwen/Qwen2.5-VL-7B-Instruct": sampled(*QWEN_IDS, repetition_penalty=1.05, temperature=1e-6),
+    "Qwen/Qwen3-VL-8B-Instruct": sampled(*QWEN_IDS, top_p=0.8, top_k=20, temperature=0.7, repetition_penalty=1.0),
+    "google/gemma-3-1b-it": sampled(2, [1, 106], 0, **GEMMA3_SAMPLING),
+    "google/gemma-3-4b-it": sampled(2, [1, 106], 0, **GEMMA3_SAMPLING),
+    "google/gemma-3n-E2B-it": sampled(2, [1, 106], 0, **GEMMA3_SAMPLING),
+    "microsoft/phi-4": greedy(100257, [100257, 100265]),
+    "microsoft/Phi-4-mini-instruct": greedy(199999, [200020, 199999], pad_token_id=199999),
+    "ibm-granite/granite-3.3-2b-instruct": greedy(0, 0, pad_token_id=0),
+    "HuggingFaceTB/SmolLM3-3B": sampled(128000, 128012, 128004, temperature=0.6, top_p=0.95),
+    "allenai/Olmo-3-7B-Instruct": sampled(100257, 100257, temperature=0.6, top_p=0.95, max_new_tokens=32768),
+    "CohereForAI/c4ai-command-r7b-12-2024": greedy(5, 255001, pad_token_id=0, cache_implementation="hybrid"),
+    "deepseek-ai/DeepSeek-R1-Distill-Qwen-7B": sampled(151646, 151643, temperature=0.6, top_p=0.95, _from_model_config=True),
+    "deepseek-ai/DeepSeek-V2-Chat": sampled(100000, 100001, temperature=0.3, top_p=0.95),
+    "unsloth/DeepSeek-V3-bf16": sampled(0, 1, temperature=0.6, top_p=0.95),
+    "THUDM/glm-4-9b-chat-hf": sampled(*GLM_IDS, temperature=0.8, max_length=128000, top_p=0.8),
+    "zai-org/GLM-4-9B-0414": sampled(*GLM_IDS, temperature=0.8, max_length=32768, top_p=0.8),
+    "zai-org/GLM-4.5-Air": sampled(*GLM_IDS, temperature=0.6, top_p=0.95),
+    "LGAI-EXAONE/EXAONE-4.0-1.2B": sampled(1, 361, 0, temperature=0.6, top_p=0.95, presence_penalty=1.5),
+    "LGAI-EXAONE/EXAONE-4.0-32B": sampled(1, 361, 0, temperature=0.6, top_p=0.95),
+    "unsloth/gpt-oss-20b-BF16": sampled(199998, [200002, 199999, 200012], 199999),
+    "baidu/ERNIE-4.5-0.3B-PT": sampled(1, 2, 0, temperature=0.8, top_p=0.8, repetition_penalty=1.0, presence_penalty=0.0),
+    "tencent/Hunyuan-7B-Instruct": HUNYUAN,
+    "tencent/Hunyuan-A13B-Instruct": HUNYUAN,
+    "ByteDance-Seed/Seed-OSS-36B-Instruct": sampled(0, 2, 1, temperature=1.1, top_p=0.95),
+    "LiquidAI/LFM2-1.2B": sampled(1, 7, 0, temperature=0.3, min_p=0.15, repetition_penalty=1.05),
+    "MiniMaxAI/MiniMax-M2": sampled(200019, 200020, temperature=1.0, top_p=0.95, top_k=40),
+    "unsloth/Llama-4-Scout-17B-16E-Instruct": sampled(200000, [200001, 200007, 200008], 200018, temperature=0.6, top_p=0.9),
+    "openai-community/gpt2": greedy(50256, 50256),
+    "bigcode/starcoder2-3b": greedy(0, 0),
+}
 GENERATION_CONFIGS = {
-    "meta-llama/Llama-3.1-8B-Instruct": {
-        **{"bos_token_id": 128000, "eos_token_id": [128001, 128008, 128009]},
-        **{"do_sample": True, "temperature": 0.6, "top_p": 0.9},
-    },
-    "Qwen/Qwen2.5-7B-Instruct": QWEN_EOS | {"repetition_penalty": 1.05, "temperature": 0.7, "top_p": 0.8, "top_k": 20},
-    "Qwen/Qwen3-8B": QWEN_EOS | {"temperature": 0.6, "top_k": 20, "top_p": 0.95},
-    "google/gemma-3-1b-it": {
-        **{"bos_token_id": 2, "eos_token_id": [1, 106], "pad_token_id": 0, "cache_implementation": "hybrid"},
-        **{"do_sample": True, "top_k": 64, "top_p": 0.95},
-    },
-    "mistralai/Mistral-7B-Instruct-v0.3": {"_from_model_config": True, "bos_token_id": 1, "eos_token_id": 2},
-    "microsoft/phi-4": {"_from_model_config": True, "bos_token_id": 100257, "eos_token_id": [100257, 100265]},
-    "deepseek-ai/DeepSeek-R1-Distill-Qwen-7B": {
-        **{"_from_model_config": True, "bos_token_id": 151646, "eos_token_id": 151643},
-        **{"do_sample": True, "temperature": 0.6, "top_p": 0.95},
-    },
-    "LGAI-EXAONE/EXAONE-4.0-1.2B": {
-        **{"bos_token_id": 1, "eos_token_id": 361, "pad_token_id": 0, "do_sample": True},
-        **{"temperature": 0.6, "top_p": 0.95, "presence_penalty": 1.5},
-    },
-    "zai-org/GLM-4-9B-0414": {
-        **{"eos_token_id": [151329, 151336, 151338], "pad_token_id": 151329},
-        **{"do_sample": True, "temperature": 0.8, "max_length": 32768, "top_p": 0.8},
-    },
-    "LiquidAI/LFM2-1.2B": {
-        **{"bos_token_id": 1, "eos_token_id": 7, "pad_token_id": 0, "do_sample": True},
-        **{"temperature": 0.3, "min_p": 0.15, "repetition_penalty": 1.05},
-    },
-    "MiniMaxAI/MiniMax-M2": {
-        **{"bos_token_id": 200019, "eos_token_id": 200020, "do_sample": True},
-        **{"temperature": 1.0, "top_p": 0.95, "top_k": 40},
-    },
-    "openai/gpt-oss-20b": {
-        **{"bos_token_id": 199998, "eos_token_id": [200002, 199999, 200012], "pad_token_id": 199999},
-        **{"do_sample": True},
-    },
+    name: {field: value for field, value in fields.items() if value is not None} for name, fields in _GENERATION_CONFIGS.items()
 }

@@ -40,9 +40,9 @@ LARGEST = {
     "depth": 2,
 }
 LARGEST = {name: largest for names, largest in LARGEST.items() for name in names.split()}
-HEADS = "num_attention_heads n_head n_heads num_heads attention_heads".split()
-KV_HEADS = "num_key_value_heads num_kv_heads kv_n_heads".split()
-LAYERS = "num_hidden_layers n_layer n_layers num_layers".split()
+HEADS = ["num_attention_heads", "n_head", "n_heads", "num_heads", "attention_heads"]
+KV_HEADS = ["num_key_value_heads", "num_kv_heads", "kv_n_heads"]
+LAYERS = ["num_hidden_layers", "n_layer", "n_layers", "num_layers"]
 SCALED_BY_HEAD = ("rotary_dim", "query_pre_attn_scalar")
 # Of a tokenizer that other models lend: its ids of BOS, EOS and padding, and rows of the vocabulary without a token.
 END = 0
@@ -54,9 +54,7 @@ TOKENIZER_OF = {
     "mistralai/Mistral-Nemo-Instruct-2407": "mistral_nemo",
     "Qwen/Qwen2.5-7B-Instruct": "qwen2_5",
     "Qwen/Qwen3-8B": "qwen3",
-    "Qwen/Qwen3-30B-A3B": "qwen3",
     "google/gemma-3-1b-it": "gemma3",
-    "google/gemma-3-4b-it": "gemma3",
     "unsloth/DeepSeek-V3-bf16": "deepseek_v3",
 }
 
@@ -153,11 +151,13 @@ def _small_rope(rope: dict[str, Any], factor: float) -> dict[str, Any]:
 def with_ids(config: dict[str, Any], vocabulary: int) -> dict[str, Any]:
     """The same with the ids of a lent tokenizer: EOS is its own, further ids have no token."""
     changed = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"), END) | config
+    if "model_type" in config and "text_config" not in config:
+        changed["vocab_size"] = vocabulary + SPARE_ROWS
     spare = iter(range(vocabulary, vocabulary + SPARE_ROWS))
     for name, value in config.items():
         if name == "text_config":
             changed[name] = with_ids(value, vocabulary)
-        elif name in ("vocab_size", "vocab_size_per_layer_input"):
+        elif name == "vocab_size_per_layer_input":
             changed[name] = vocabulary + SPARE_ROWS
         elif name == "eos_token_id" and isinstance(value, list):
             changed[name] = [END, *(next(spare) for _ in value[1:])]

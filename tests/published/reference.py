@@ -13,6 +13,19 @@ TOKENS = 16
 CLEAR = 1e-3  # a smaller lead of the best token may turn with the order of additions
 
 
+class PresencePenalty(transformers.LogitsProcessor):
+    """OpenAI's, which transformers does not have: of tokens that were generated before."""
+
+    def __init__(self, penalty: float, prompt_tokens: int):
+        self.penalty = penalty
+        self.prompt_tokens = prompt_tokens
+
+    def __call__(self, input_ids, scores):
+        scores = scores.clone()
+        scores[0, input_ids[0, self.prompt_tokens :].unique()] -= self.penalty
+        return scores
+
+
 class Reference:
     """The tokenizer, the chat template and the model of a folder."""
 
@@ -41,7 +54,7 @@ class Reference:
     def chat_ids(self, messages: list[dict]) -> tuple[int, ...]:
         return tuple(self.tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)["input_ids"])
 
-    def _continued(self, ids, tokens=TOKENS, repetition_penalty=1.0):
+    def _continued(self, ids, tokens=TOKENS, repetition_penalty=1.0, presence_penalty=0.0):
         """What transformers continues a prompt with, up to the first token that does not lead clearly, and the
         log-probabilities of every token there: float32 [tokens, vocabulary]."""
         ids = torch.tensor([ids])
@@ -51,6 +64,7 @@ class Reference:
             do_sample=False,
             max_new_tokens=tokens,
             repetition_penalty=repetition_penalty,
+            logits_processor=[PresencePenalty(presence_penalty, ids.shape[1])],
             eos_token_id=None,
             pad_token_id=0,
             return_dict_in_generate=True,

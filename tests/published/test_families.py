@@ -1,17 +1,19 @@
 """Families in folders as they are published, served by the real entrypoint and asked through every API."""
 
+import contextlib
 import json
 import os
+import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from processes import Server
-from published import folders
-from published.families import FAMILIES, MECHANISMS, OPENVINO, TORCH
-from published.reference import TOKENS, Reference
 from tiny_models import run, settings
 
 from models.torch_model import TorchModel
+from published import folders
+from published.families import FAMILIES, MECHANISMS, OPENVINO, TORCH
+from published.reference import TOKENS, Reference
 
 pytestmark = [
     pytest.mark.models,
@@ -73,14 +75,21 @@ TEXTS = {
 GENERATE = {"do_sample": False, "max_new_tokens": TOKENS, "details": True}
 
 
-def serve(folder, **environment):
-    """With a model cache of its own: each run converts."""
+@contextlib.contextmanager
+def serve(folder, record, **environment):
+    """A server that is ready, with a model cache of its own: each run converts. Records its engine and its seconds."""
+    started_at = time.monotonic()
+    with start(folder, **environment) as server:
+        server.wait_ready()
+        engine = OPENVINO if "OpenVINO: weights in" in server.log else TORCH if "runs in plain PyTorch" in server.log else None
+        record(environment.get("DTYPE", "default"), f"{engine} {time.monotonic() - started_at:.1f}")
+        yield server, engine
+        assert server.stop() == 0
+
+
+def start(folder, **environment):
     where = {"MODEL_ID": str(folder), "MODEL_CACHE": str(folder.parent / "cache"), "MAX_TOTAL_TOKENS": str(TOTAL_TOKENS)}
     return Server(**where, NUMBA_CACHE_DIR=os.environ["NUMBA_CACHE_DIR"], **environment)
-
-
-def engine_of(server):
-    return OPENVINO if "OpenVINO: weights in" in server.log else TORCH if "runs in plain PyTorch" in server.log else None
 
 
 def streamed(server, path, body):
@@ -132,20 +141,17 @@ def ask(server, api, is_streamed):
 
 
 @pytest.mark.parametrize("family", SERVED)
-def test_a_family_is_served_and_its_texts_are_those_of_transformers(tmp_path, family):
+def test_a_family_is_served_and_its_texts_are_those_of_transformers(tmp_path, record_property, family):
     folder = folders.write(tmp_path / "model", family.model, family.config, family.generation_config)
     reference = Reference(folder)
     requests = [(api, is_streamed) for api in ("generate", *TEXTS) for is_streamed in (False, True)]
-    with serve(folder, DTYPE="float32") as server:
-        server.wait_ready()
-        assert engine_of(server) == family.engine, server.log
+    with serve(folder, record_property, DTYPE="float32") as (server, engine):
+        assert engine == family.engine, server.log
         with ThreadPoolExecutor(2) as pool:
             found = list(pool.map(lambda request: ask(server, *request), requests))
         info = json.loads(server.get("/info")[1])
-        assert server.stop() == 0
     eos = info["eos_token_ids"]
-    defaults = info["sampling_defaults"]
-    penalties = {name: value for name, value in defaults.items() if name == "repetition_penalty"}
+    penalties = {name: value for name, value in info["sampling_defaults"].items() if name.endswith("_penalty")}
     expected = {"generate": Expected(reference, reference.ids(SHORT), eos)}
     expected["completions"] = Expected(reference, reference.ids(LONG), eos, **penalties)
     for api in ("chat", "responses", "messages"):
@@ -160,17 +166,15 @@ def test_a_family_is_served_and_its_texts_are_those_of_transformers(tmp_path, fa
         (sequence,) = run(TorchModel(config, folder, "cpu"), [list(reference.ids(LONG))])
         tokens, _logprobs = reference.continued(reference.ids(LONG))
         assert sequence.tokens[: len(tokens)] == tokens
-    with serve(folder) as server:
-        server.wait_ready()
-        assert engine_of(server) == family.default_engine, server.log
+    with serve(folder, record_property) as (server, engine):
+        assert engine == family.default_engine, server.log
         assert server.generate(SHORT, **GENERATE)[0] == 200
-        assert server.stop() == 0
 
 
 @pytest.mark.parametrize("family", REFUSED)
 def test_a_family_is_refused_in_one_line_before_its_weights_are_read(tmp_path, family):
     folder = folders.write_unreadable(tmp_path / "model", family.model, family.config)
-    with serve(folder) as server:
+    with start(folder) as server:
         assert server.wait_exit() == 2
         errors = [line for line in server.log.splitlines() if "ERROR" in line or line.startswith("error")]
         assert len(errors) == 1 and family.refused in errors[0], server.log
