@@ -8,7 +8,8 @@ import pytest
 import torch
 from processes import Server
 from published import weights
-from published.weights import PROMPTS, TOKENS, Published
+from published.reference import TOKENS
+from published.weights import PROMPTS, Published
 from tiny_models import run
 
 import models

@@ -2,7 +2,8 @@
 
 import pytest
 from loop import Driven
-from published.weights import PROMPTS, TOKENS, Published
+from published.reference import TOKENS
+from published.weights import PROMPTS, Published
 from test_server import cores, serve  # noqa: F401
 
 from protocol import Generate
