@@ -9,6 +9,8 @@ from __future__ import annotations
 import json
 import math
 import shutil
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +23,7 @@ from config import DEMO_MODEL
 
 # The largest values of fields; multi-head attention has four heads of 16.
 LARGEST = {
-    "hidden_size n_embd n_embed d_model embed_dim out_hidden_size lru_width": 64,
+    "hidden_size n_embd n_embed d_model embed_dim out_hidden_size": 64,
     "num_attention_heads n_head n_heads num_heads attention_heads": 4,
     "intermediate_size intermediate_size_mlp ffn_hidden_size ffn_dim n_inner": 160,
     # OpenVINO's fused kernel for AMX crashes at 32.
@@ -33,8 +35,8 @@ LARGEST = {
     "sliding_window window_size": 64,
     "kv_lora_rank": 32,
     "q_lora_rank": 24,
-    "qk_nope_head_dim v_head_dim kv_channels hidden_size_per_layer_input mamba_d_head": 16,
-    "qk_rope_head_dim laurel_rank mamba_n_heads": 8,
+    "qk_nope_head_dim v_head_dim kv_channels hidden_size_per_layer_input": 16,
+    "qk_rope_head_dim laurel_rank": 8,
     "mm_tokens_per_image": 4,
     "num_position_embeddings": 16,
     "depth": 2,
@@ -43,7 +45,6 @@ LARGEST = {name: largest for names, largest in LARGEST.items() for name in names
 HEADS = ["num_attention_heads", "n_head", "n_heads", "num_heads", "attention_heads"]
 KV_HEADS = ["num_key_value_heads", "num_kv_heads", "kv_n_heads"]
 LAYERS = ["num_hidden_layers", "n_layer", "n_layers", "num_layers"]
-SCALED_BY_HEAD = ("rotary_dim", "query_pre_attn_scalar")
 # Of a tokenizer that other models lend: its ids of BOS, EOS and padding, and rows of the vocabulary without a token.
 END = 0
 SPARE_ROWS = 16
@@ -67,14 +68,14 @@ def tokenizer_folder(model: str) -> Path:
 
 def small(config: dict[str, Any], vocabulary: int | None) -> dict[str, Any]:
     """A published config.json with small sizes; `vocabulary`: of a lent tokenizer, None where the model has its own."""
-    text = config.get("text_config", config)
     layers = _few_layers(config)
-    reduced = {name: _small(part, layers, 2) if name == "vision_config" else part for name, part in config.items()}
-    if text is config:
-        reduced = _small(reduced, layers)
+    if "text_config" in config:
+        reduced = {name: min(value, LARGEST[name]) if name in LARGEST else value for name, value in config.items()}
+        reduced |= {"text_config": _small(config["text_config"], layers), "vision_config": _small(config["vision_config"], 2)}
     else:
-        reduced["text_config"] = _small(text, layers)
-        reduced |= {name: LARGEST[name] for name in reduced.keys() & LARGEST.keys()}
+        reduced = _small(config, layers)
+        if "vision_config" in config:
+            reduced["vision_config"] = _small(config["vision_config"], 2)
     return reduced if vocabulary is None else with_ids(reduced, vocabulary)
 
 
@@ -86,53 +87,71 @@ def _few_layers(config: dict[str, Any]) -> int:
     return max(4, 2 * seen if getattr(text, "num_kv_shared_layers", 0) else seen)
 
 
-def _small(config: dict[str, Any], layers: int, vision_layers: int | None = None) -> dict[str, Any]:
-    was = next((config[name] for name in LAYERS if name in config), None)
-    heads = next((config[name] for name in HEADS if name in config), None)
-    hidden = next((config[name] for name in ("hidden_size", "n_embd", "d_model") if name in config), 0)
-    head_dim = config.get("head_dim") or (heads and hidden // heads)
-    new_head_dim = 16
-    if heads and config.get("head_dim"):
-        new_head_dim = 16 if head_dim == hidden // heads else 32 if head_dim > hidden // heads else 8
-    reduced = dict(config)
-    for name, value in config.items():
-        if name in LARGEST and isinstance(value, int) and not isinstance(value, bool):
-            reduced[name] = min(value, LARGEST[name])
-        elif name in LARGEST and isinstance(value, list):
-            reduced[name] = [min(each, LARGEST[name]) for each in value]
-        elif name in ("attn_config", "ffn_config"):
-            reduced[name] = _small({**value, "n_heads": heads}, layers)
-            del reduced[name]["n_heads"]
-        elif name in LAYERS:
-            reduced[name] = vision_layers or layers
-        elif name == "word_embed_proj_dim":
-            reduced[name] = 64 * value // hidden
-        elif name in ("num_kv_shared_layers", "max_window_layers"):
-            reduced[name] = math.ceil(min(value / was, 1) * layers)
-        elif name in ("fullatt_block_indexes", "deepstack_visual_indexes"):
-            reduced[name] = value and [1]
-        elif name == "image_size":
-            reduced[name] = 4 * config["patch_size"]
-        elif name == "attention_types":
-            reduced[name] = [[value[0][0], layers // 2]]
-        if isinstance(value, list) and len(value) == was:  # a value for each layer
-            reduced[name] = reduced[name][:layers]
-    for name in KV_HEADS:
-        if name in config:
-            reduced[name] = 4 if config[name] == heads else min(config[name], 2)
-    if config.get("head_dim"):
-        reduced["head_dim"] = new_head_dim
-    if heads:
-        for name in SCALED_BY_HEAD:
-            if name in config:
-                reduced[name] = config[name] * new_head_dim // head_dim
-        if "attention_multiplier" in config:
-            reduced["attention_multiplier"] = config["attention_multiplier"] * head_dim / new_head_dim
-        for name in ("rope_scaling", "rope_parameters"):
-            if config.get(name):
-                rotary = config.get("qk_rope_head_dim", head_dim)
-                reduced[name] = _small_rope(config[name], reduced.get("qk_rope_head_dim", new_head_dim) / rotary)
-    return reduced
+@dataclass(frozen=True)
+class Shape:
+    """What other sizes of a config.json are measured by, as published and here."""
+
+    layers: tuple[int | None, int]
+    heads: int | None
+    head_dim: tuple[int | None, int]
+
+    @classmethod
+    def of(cls, config: dict[str, Any], layers: int) -> Shape:
+        heads = _first(config, HEADS)
+        plain = _first(config, ("hidden_size", "n_embd", "d_model")) // heads if heads else None
+        own = config.get("head_dim") or plain
+        head_dim = 16 if own == plain else 32 if own > plain else 8
+        return cls((_first(config, LAYERS), layers), heads, (own, head_dim))
+
+    def scaled(self, size: float) -> float:
+        """A size in proportion to the size of a head."""
+        before, here = self.head_dim
+        return size * here / before if before else size
+
+
+def _first(config: dict[str, Any], names: Sequence[str]) -> int | None:
+    return next((config[name] for name in names if name in config), None)
+
+
+def _small(config: dict[str, Any], layers: int) -> dict[str, Any]:
+    shape = Shape.of(config, layers)
+    reduced = {name: _small_value(name, value, shape, config) for name, value in config.items()}
+    return {
+        name: value[:layers] if isinstance(value, list) and len(value) == shape.layers[0] else value
+        for name, value in reduced.items()
+    }
+
+
+def _small_value(name: str, value: Any, shape: Shape, config: dict[str, Any]) -> Any:
+    if not value or isinstance(value, bool):
+        return value
+    if name in LARGEST:
+        return [min(each, LARGEST[name]) for each in value] if isinstance(value, list) else min(value, LARGEST[name])
+    if name in LAYERS:
+        return shape.layers[1]
+    if name in KV_HEADS:
+        return 4 if value == shape.heads else min(value, 2)
+    if name == "head_dim":
+        return shape.head_dim[1]
+    if name in ("rotary_dim", "query_pre_attn_scalar"):
+        return int(shape.scaled(value))
+    if name == "attention_multiplier":
+        return value * value / shape.scaled(value)
+    if name in ("rope_scaling", "rope_parameters"):
+        of_rope = "qk_rope_head_dim"
+        return _small_rope(value, LARGEST[of_rope] / config[of_rope] if of_rope in config else shape.scaled(1))
+    if name in ("attn_config", "ffn_config"):  # DBRX's and MPT's
+        return {inner: _small_value(inner, each, shape, value) for inner, each in value.items()}
+    if name in ("num_kv_shared_layers", "max_window_layers"):
+        before, here = shape.layers
+        return math.ceil(min(value / before, 1) * here)
+    if name == "word_embed_proj_dim":
+        return LARGEST["hidden_size"] * value // config["hidden_size"]
+    if name == "image_size":
+        return 4 * config["patch_size"]
+    if name in ("fullatt_block_indexes", "deepstack_visual_indexes"):
+        return [1]
+    return value
 
 
 def _small_rope(rope: dict[str, Any], factor: float) -> dict[str, Any]:
