@@ -6,33 +6,13 @@ import shutil
 
 import pytest
 from processes import Server
-from published.configs import GENERATION_CONFIGS
+from published.configs import GENERATION_CONFIGS, REQUESTS, sampling_defaults
 
 from config import DEMO_MODEL
 
 pytestmark = pytest.mark.processes
 
-MESSAGES = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 8}
-REQUESTS = {
-    "/generate": {"inputs": "Hello", "parameters": {"max_new_tokens": 8}},
-    "/v1/completions": {"prompt": "Hello", "max_tokens": 8},
-    "/v1/chat/completions": MESSAGES,
-    "/v1/responses": {"input": "Hello", "max_output_tokens": 8},
-    "/v1/messages": MESSAGES,
-}
-NO_DEFAULTS = (
-    "bos_token_id",
-    "eos_token_id",
-    "pad_token_id",
-    "do_sample",
-    "max_length",
-    "max_new_tokens",
-    "cache_implementation",
-    "_from_model_config",
-)
-ONE_FOR_EACH_SET_OF_DEFAULTS = {
-    frozenset(fields.keys() - set(NO_DEFAULTS)): name for name, fields in GENERATION_CONFIGS.items()
-}
+ONE_FOR_EACH_SET_OF_DEFAULTS = {frozenset(sampling_defaults(fields)): name for name, fields in GENERATION_CONFIGS.items()}
 
 
 @pytest.fixture
@@ -56,8 +36,7 @@ def test_every_api_answers_with_the_defaults_of_a_published_model(serve, name):
             assert server.post(path, body)
             response = server.request("POST", path, body | {"stream": True})
             assert response.status == 200 and not re.search(rb'"error": ?["{]', response.read())
-        given = {name: value for name, value in published.items() if name not in NO_DEFAULTS}
-        assert json.loads(server.get("/info")[1])["sampling_defaults"] == given
+        assert json.loads(server.get("/info")[1])["sampling_defaults"] == sampling_defaults(published)
 
 
 def test_a_models_own_stop_strings_end_a_chat_and_what_is_not_supported_is_named_in_one_line(serve):

@@ -720,3 +720,28 @@ _GENERATION_CONFIGS = {
 GENERATION_CONFIGS = {
     name: {field: value for field, value in fields.items() if value is not None} for name, fields in _GENERATION_CONFIGS.items()
 }
+NO_DEFAULTS = (
+    "bos_token_id",
+    "eos_token_id",
+    "pad_token_id",
+    "do_sample",
+    "max_length",
+    "max_new_tokens",
+    "cache_implementation",
+    "_from_model_config",
+)
+
+
+def sampling_defaults(generation_config):
+    return {name: value for name, value in generation_config.items() if name not in NO_DEFAULTS}
+
+
+# A request of each API that leaves the sampling to the model's defaults.
+MESSAGES = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 8}
+REQUESTS = {
+    "/generate": {"inputs": "Hello", "parameters": {"max_new_tokens": 8}},
+    "/v1/completions": {"prompt": "Hello", "max_tokens": 8},
+    "/v1/chat/completions": MESSAGES,
+    "/v1/responses": {"input": "Hello", "max_output_tokens": 8},
+    "/v1/messages": MESSAGES,
+}
