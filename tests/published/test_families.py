@@ -13,7 +13,7 @@ import models
 from config import Config
 from models.torch_model import TorchModel
 from published import folders
-from published.families import FAMILIES, MECHANISMS
+from published.families import FAMILIES, MECHANISMS, OPENVINO
 from published.reference import TOKENS, Reference
 
 pytestmark = [
@@ -153,6 +153,7 @@ def test_a_family_is_served_and_its_texts_are_those_of_transformers(tmp_path, re
         with ThreadPoolExecutor(2) as pool:
             answers = list(pool.map(lambda request: ask(server, *request), requests))
         info = json.loads(server.get("/info")[1])
+        assert ("OpenVINO: weights in float32" in server.log) == (family.engine == OPENVINO)
         assert server.stop() == 0
     eos = info["eos_token_ids"]
     penalties = {name: value for name, value in info["sampling_defaults"].items() if name.endswith("_penalty")}
