@@ -28,7 +28,7 @@ from text.template import RESERVED, TemplateError
 from text.tool_formats import THINK, after_thinking
 
 # In the place of what the model cannot read, so that a session with an image goes on.
-IMAGE_OMITTED = "[{kind} omitted: this server serves the text part of the model only]"
+IMAGE_OMITTED = "[{kind} omitted: this server reads text only]"
 OPENAI_TOP_LOGPROBS = 20  # OpenAI's own limit
 PLAIN_ROLES = ("system", "user", "assistant", "tool")  # which template_capabilities.py has tried
 ROLES = (*PLAIN_ROLES, *ALIASES)
@@ -234,7 +234,7 @@ def _part(path: str, part: Part) -> str:
     require(
         part.type == "text",
         f"{path}.type",
-        f"{part.type[:40]} is not supported: this server serves the text part of the model only",
+        f"{part.type[:40]} is not supported: this server reads text only",
     )
     if part.text is None:
         raise invalid(path, "needs `text`")

@@ -43,7 +43,7 @@ def test_a_chat_is_what_its_template_makes_of_its_messages(messages, prompt):
         (
             [USER, {"role": "user", "content": [{"type": "image_url"}]}],
             "messages[1].content[0].type",
-            "image_url is not supported: this server serves the text part of the model only",
+            "image_url is not supported: this server reads text only",
         ),
         ([{"role": "user", "content": [{"type": "text"}]}], "messages[0].content[0]", "needs `text`"),
         ([{"content": "x"}], "messages[0].role", "missing required field `role`"),

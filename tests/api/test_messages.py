@@ -148,7 +148,7 @@ CHATS = [  # a request, and the chat that it is
                 USER,
                 {"role": "assistant", "content": "", "tool_calls": [CALLED]},
                 {"role": "user", "content": "H"},
-                TOLD | {"content": "Error: H\ni\n[image omitted: this server serves the text part of the model only]"},
+                TOLD | {"content": "Error: H\ni\n[image omitted: this server reads text only]"},
             ]
         },
     ),
@@ -162,8 +162,8 @@ CHATS = [  # a request, and the chat that it is
             "messages": [
                 {
                     "role": "user",
-                    "content": "[image omitted: this server serves the text part of the model only]\n"
-                    "[document omitted: this server serves the text part of the model only]\nRead me",
+                    "content": "[image omitted: this server reads text only]\n"
+                    "[document omitted: this server reads text only]\nRead me",
                 }
             ]
         },

@@ -106,7 +106,7 @@ NAMED = {"type": "function", "function": {"name": "weather"}}
 ALLOWED = {"mode": "required", "tools": [WEATHER]}
 NESTED_ALLOWED = {"type": "allowed_tools", "allowed_tools": {"mode": "required", "tools": [NAMED]}}
 IMAGE = {"type": "input_image", "image_url": "data:image/png;base64,AAAA"}
-UNSEEN = "[image omitted: this server serves the text part of the model only]"
+UNSEEN = "[image omitted: this server reads text only]"
 HOSTED = [
     {"type": kind} for kind in ("web_search", "image_generation", "file_search", "code_interpreter", "mcp", "local_shell")
 ]
