@@ -142,7 +142,7 @@ def test_a_role_that_the_template_names_and_leaves_out_is_refused_by_name(monkey
 def test_more_messages_than_a_prompt_has_tokens_are_refused():
     assert prepared("chat", messages=[USER] * 100)
     error = refusal("chat", messages=[USER] * 101)
-    assert re.search(r"`messages` holds 101: .* may have 100 \(--max-input-tokens", str(error))
+    assert re.search(r"`messages` has 101 messages, more than the 100 tokens .*\(--max-input-tokens", str(error))
 
 
 def test_a_model_without_a_template_says_so(monkeypatch):
