@@ -181,6 +181,8 @@ def _unquantized(config: Config, folder: Path, quantization: Quantization) -> Pa
         dtype,
         hint,
     )
+    if config.device != "neuron":
+        check_architecture(config, folder)
     folder = fetch_weights(config, folder, SAFETENSORS)
     doing = f"dequantizing {config.model_name} into {dtype}"
     return _build_cached(

@@ -21,6 +21,7 @@ from models import dequantize, source
 from models.base import ModelError
 from models.cache import READERS
 from models.dequantize import FORMATS, write_checkpoint
+from run import ConfigError
 
 pytestmark = [pytest.mark.models, pytest.mark.filterwarnings("ignore")]
 
@@ -266,6 +267,14 @@ def test_a_model_on_the_hub_is_fetched_dequantized_once_and_keeps_its_name(hub, 
     caplog.clear()
     assert models.prepare(config("someone/model", dtype="auto", quantize="int8")).folder == prepared.folder
     assert said in caplog.messages
+
+
+def test_a_quantized_model_that_no_engine_serves_is_rejected_before_its_weights_are_fetched(hub, config):
+    facts = {"model_type": "mamba2", "quantization_config": LAYOUTS["fp8"][0]}
+    hub.push("someone/model", {"config.json": json.dumps(facts).encode(), "model.safetensors": b"weights"})
+    with pytest.raises(ConfigError, match="mamba2"):
+        models.prepare(config("someone/model"))
+    assert hub.fetched == ["config.json"]
 
 
 def test_other_weights_another_dtype_and_another_version_of_this_reader_are_dequantized_again(
