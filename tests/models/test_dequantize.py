@@ -102,21 +102,29 @@ def test_large_weights_go_into_several_files(plain, tmp_path, monkeypatch):
     assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
 
 
-def test_the_experts_of_gpt_oss_are_those_that_codes_and_exponents_stand_for(tmp_path):
+@pytest.fixture(scope="module")
+def gpt_oss(tmp_path_factory):
+    """The folder of a checkpoint whose experts are in mxfp4, and the weights that these stand for."""
+    root = tmp_path_factory.mktemp("gpt-oss")
     config = transformers.GptOssConfig(**GROUPED | SIZES | {"intermediate_size": 32}, num_local_experts=4)
-    plain = save_checkpoint(tmp_path / "plain", config, dtype=torch.bfloat16)
+    plain = save_checkpoint(root / "plain", config, dtype=torch.bfloat16)
     stored = reference = load_file(plain / "model.safetensors")
     for name in [name for name in reference if name.endswith(("gate_up_proj", "down_proj"))]:
         parts, values = mxfp4(reference[name].shape)
         stored = {other: tensor for other, tensor in stored.items() if other != name}
         stored |= {name + ending: tensor for ending, tensor in parts.items()}
         reference = reference | {name: torch.from_numpy(values)}
-    write(plain, tmp_path / "quantized", stored, reference, quantization_config={"quant_method": "mxfp4"})
-    found = dequantized(tmp_path / "quantized", tmp_path / "found", "bfloat16")
+    write(plain, root / "quantized", stored, reference, quantization_config={"quant_method": "mxfp4"})
+    return root / "quantized", reference
+
+
+def test_the_experts_of_gpt_oss_are_those_that_codes_and_exponents_stand_for(gpt_oss, tmp_path):
+    folder, reference = gpt_oss
+    found = dequantized(folder, tmp_path / "found", "bfloat16")
     assert set(found) == set(reference)
     assert all(torch.equal(tensor.float(), reference[name].float()) for name, tensor in found.items())
     wanted = transformers.Mxfp4Config(dequantize=True)
-    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "quantized", quantization_config=wanted)
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(folder, quantization_config=wanted)
     ours = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "found")
     ids = torch.arange(12)[None]
     assert torch.equal(ours(ids).logits, theirs(ids).logits)
@@ -239,6 +247,16 @@ def test_the_tokens_are_those_of_transformers_with_the_dequantized_weights(plain
     for reference in references(tmp_path / "reference", lengths=(2, 11)):
         (sequence,) = run(model, [reference.prompt])
         assert sequence.tokens == reference.tokens
+
+
+@pytest.mark.usefixtures("conversions")
+def test_the_tokens_of_gpt_oss_are_those_of_transformers(gpt_oss, config):
+    folder, _reference = gpt_oss
+    edit_config(folder.with_name("reference"), dtype="float32")
+    model = models.prepare(config(folder)).load(lambda phase: None)
+    assert model.engine == "openvino"
+    for reference in references(folder.with_name("reference"), lengths=(2, 11)):
+        assert run(model, [reference.prompt])[0].tokens == reference.tokens
 
 
 @pytest.mark.usefixtures("conversions")
