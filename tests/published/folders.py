@@ -125,6 +125,8 @@ def _small(config: dict[str, Any], layers: int) -> dict[str, Any]:
 def _small_value(name: str, value: Any, shape: Shape, config: dict[str, Any]) -> Any:
     if not value or isinstance(value, bool):
         return value
+    if name == "sliding_window" and value >= config.get("max_position_embeddings", math.inf):
+        return value  # it never slides
     if name in LARGEST:
         return [min(each, LARGEST[name]) for each in value] if isinstance(value, list) else min(value, LARGEST[name])
     if name in LAYERS:

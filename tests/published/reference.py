@@ -10,7 +10,7 @@ import torch
 import transformers
 
 TOKENS = 16
-CLEAR = 1e-3  # a smaller lead of the best token may turn with the order of additions
+CLEAR = 5e-5  # a smaller lead of the best token, as a share of the largest logit, may turn with the order of additions
 
 
 class PresencePenalty(transformers.LogitsProcessor):
@@ -71,7 +71,8 @@ class Reference:
             output_logits=True,
             output_scores=True,
         )
-        best, second = torch.cat(out.scores).topk(2).values.T
-        unclear = (best - second < CLEAR).nonzero()
+        scores = torch.cat(out.scores)
+        best, second = scores.topk(2).values.T
+        unclear = (best - second < CLEAR * scores.abs().amax(-1)).nonzero()
         clear = int(unclear[0]) if len(unclear) else tokens
         return out.sequences[0, ids.shape[1] :][:clear].tolist(), torch.log_softmax(torch.cat(out.logits)[:clear], -1).numpy()
