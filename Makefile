@@ -2,7 +2,7 @@
 #                    settings come as variables: PORT=8081 ARGS="--max-batch-size 8"
 # make test          runs the tests
 # make test-fast     runs those that start no server, load no model and try no random examples
-# make test-families  serves every published family of docs/models.md through every API, which takes an hour
+# make test-families  serves every published family of docs/models.md through every API
 # make test-clients  runs the real clients against the real server: huggingface_hub, openai, boto3 and others
 # make test-neuron   runs transformers-neuronx on a simulator of its accelerator: TRANSFORMERS_NEURONX=/path/to/a/checkout
 # make ui            serves a Gradio page on port 7860 for a running server; URL=http://host:port

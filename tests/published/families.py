@@ -6,6 +6,7 @@ of docs/models.md is made of these rows (`tests/families_table.py`).
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -29,7 +30,7 @@ class Family:
 
     @property
     def id(self) -> str:
-        return self.name.lower().replace(" ", "-")
+        return re.sub(r"[ ,]+", "-", self.name.lower())
 
     @property
     def config(self) -> dict[str, Any]:
@@ -211,7 +212,7 @@ FAMILIES = [
 MECHANISMS = {
     "grouped query heads, llama3 rope": "Llama 3.1",
     "norms of heads": "Qwen3, tied",
-    "sliding windows, norms after": "Gemma 3 1B",
+    "sliding windows, norms after, text of an image model": "Gemma 3 4B",
     "capped scores: plain PyTorch": "Gemma 2",
     "fused projections, longrope": "Phi-4 mini",
     "parallel blocks, layer norm": "Command R7B",
@@ -220,6 +221,7 @@ MECHANISMS = {
     "learned positions": "GPT-2",
     "multipliers": "Granite 3",
     "sinks": "gpt-oss",
-    "text of an image model": "Qwen2.5-VL",
+    "mrope": "Qwen2.5-VL",
+    "state-space layers: refused": "Jamba",
 }
 assert len({family.id for family in FAMILIES}) == len(FAMILIES) and {*MECHANISMS.values()} <= {f.name for f in FAMILIES}
