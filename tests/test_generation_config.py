@@ -6,13 +6,11 @@ import shutil
 
 import pytest
 from processes import Server
-from published.configs import GENERATION_CONFIGS, REQUESTS, sampling_defaults
+from published.configs import BY_DEFAULTS, GENERATION_CONFIGS, REQUESTS, sampling_defaults
 
 from config import DEMO_MODEL
 
 pytestmark = pytest.mark.processes
-
-ONE_FOR_EACH_SET_OF_DEFAULTS = {frozenset(sampling_defaults(fields)): name for name, fields in GENERATION_CONFIGS.items()}
 
 
 @pytest.fixture
@@ -27,7 +25,7 @@ def serve(tmp_path):
     return start
 
 
-@pytest.mark.parametrize("name", ONE_FOR_EACH_SET_OF_DEFAULTS.values())
+@pytest.mark.parametrize("name", BY_DEFAULTS.values())
 def test_every_api_answers_with_the_defaults_of_a_published_model(serve, name):
     published = GENERATION_CONFIGS[name]
     with serve(published) as server:

@@ -736,6 +736,9 @@ def sampling_defaults(generation_config):
     return {name: value for name, value in generation_config.items() if name not in NO_DEFAULTS}
 
 
+# The name of a model for each set of defaults.
+BY_DEFAULTS = {frozenset(sampling_defaults(fields)): name for name, fields in GENERATION_CONFIGS.items()}
+
 # A request of each API that leaves the sampling to the model's defaults.
 MESSAGES = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 8}
 REQUESTS = {
