@@ -138,9 +138,11 @@ class Manifest:
                 f"not {type(text_config).__name__}"
             )
         for facts, name in itertools.product((config, text_config), ("dtype", "torch_dtype")):
-            if str(facts.get(name)).startswith("torch."):
-                dtype = facts[name].removeprefix("torch.")
-                raise ConfigError(f"{folder / 'config.json'}: {name} is {facts[name]!r}; write {dtype!r}")
+            if str(facts.get(name)).startswith(("torch.", "auto")):
+                dtype = f"{name} is {facts[name]!r}"
+                raise ConfigError(
+                    f"{folder / 'config.json'}: {dtype}; write a type's name, such as 'bfloat16'"
+                )
         lengths = [text_config.get(name) for name in CONTEXT_LENGTHS]
         generation_config = read_json(folder / "generation_config.json")
         return cls(

@@ -176,10 +176,11 @@ def test_a_folder_with_its_models_in_subfolders_names_the_last_one(tmp_path):
     assert refusal(tmp_path).endswith(f" has its models in subfolders: give one, --model-id {tmp_path}/checkpoint-200")
 
 
-@pytest.mark.parametrize("facts", [{"dtype": "torch.bfloat16"}, {"text_config": {"dtype": "torch.bfloat16"}}], ids=str)
-def test_a_dtype_that_is_written_as_in_python_is_refused_with_what_to_write(model, facts):
-    folder = model(facts)
-    assert refusal(folder) == f"{folder}/config.json: dtype is 'torch.bfloat16'; write 'bfloat16'"
+@pytest.mark.parametrize("dtype", ["torch.bfloat16", "auto"])
+def test_a_dtype_that_names_no_type_is_refused_with_what_to_write(model, dtype):
+    for facts in ({"dtype": dtype}, {"dtype": None, "text_config": {"dtype": dtype}}):
+        folder = model(facts)
+        assert refusal(folder) == f"{folder}/config.json: dtype is {dtype!r}; write a type's name, such as 'bfloat16'"
 
 
 def in_config(**fields):
