@@ -18,6 +18,7 @@ def sampling_defaults(manifest: Manifest, sampled_on: str) -> dict[str, int | fl
     sampled_on: "host", "hybrid" or "device", which would reject requests with unsupported defaults.
     """
     used: dict[str, int | float] = {}
+    host_only: list[str] = []
     for name, parameter in SAMPLING_PARAMETERS.items():
         given = manifest.generation_config.get(name)
         if given is None:
@@ -25,14 +26,16 @@ def sampling_defaults(manifest: Manifest, sampled_on: str) -> dict[str, int | fl
         value = _value(name, given)
         if value is None:
             logger.warning("generation_config.json has %s %r, which cannot be used", name, given)
-        elif sampled_on == "device" and not parameter.on_device:
-            logger.warning(
-                "generation_config.json has %s %r, which on-device sampling does not support", name, given
-            )
+        elif sampled_on == "device" and not parameter.on_device and value != parameter.neutral:
+            host_only.append(f"{name} {value:g}")
         else:
             used[name] = value
     if sampled_on == "device" and used.get("top_k", 0) > DEVICE_TOP_K:
+        host_only.append(f"top_k above {DEVICE_TOP_K}")
         used["top_k"] = DEVICE_TOP_K
+    if host_only:
+        unsupported = ", ".join(host_only)
+        logger.warning("generation_config.json has %s, which needs --sampling hybrid", unsupported)
     if unused := manifest.unused:
         logger.warning("generation_config.json has %s, which is not supported", ", ".join(unused))
     if used:

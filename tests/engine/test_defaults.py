@@ -33,7 +33,11 @@ def test_a_default_that_cannot_be_used_is_left_out_with_a_warning(caplog, name, 
 
 
 def test_a_device_that_samples_gets_the_defaults_that_it_can_do(caplog):
-    given = {"temperature": 0.6, "top_k": 1000, "min_p": 0.1, "repetition_penalty": 1.05}
+    given = {"temperature": 0.6, "top_k": 1000, "min_p": 0.1, "repetition_penalty": 1.05, "typical_p": 1}
     used, log = defaults(caplog, given, "device")
-    assert used == {"temperature": 0.6, "top_k": 256}
-    assert any("repetition_penalty 1.05, which on-device sampling does not support" in line for line in log)
+    assert used == {"temperature": 0.6, "top_k": 256, "typical_p": 1.0}
+    assert log == [
+        "generation_config.json has min_p 0.1, repetition_penalty 1.05, top_k above 256, which needs --sampling hybrid",
+        "Sampling defaults on /v1 routes, from generation_config.json: temperature 0.6, top_k 256, typical_p 1 "
+        "(--generation-config none disables them)",
+    ]
