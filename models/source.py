@@ -19,6 +19,8 @@ import zipfile
 from pathlib import Path
 from typing import Any
 
+from packaging.version import Version
+
 from config import AUTO_QUANTIZE, TRIAL_MODEL, Config
 from manifest import SAFETENSORS
 from models.base import ModelError, progress_logged, reported_as
@@ -53,10 +55,13 @@ def fetch_source(config: Config) -> tuple[Config, Path, str | None]:
     Raises ConfigError and ModelError."""
     if config.model_id == TRIAL_MODEL:
         config = _trial_model(_with_quantize(config))
+    if config.is_gguf:
+        _check_gguf_packages(config.model_id)  # before a download
     folder, commit = fetch(config)
     name = _name_of_file(config, folder)
     if name:
         if not folder.is_file():
+            _check_gguf_packages(name)
             config = _with_source(config, _join(config, name))
             folder, commit = fetch(config)
         folder = _dequantized(config, folder, commit)
@@ -146,6 +151,19 @@ def _name_of_file(config: Config, folder: Path) -> str | None:
     return names[0] if names else None
 
 
+def _check_gguf_packages(name: str) -> None:
+    """Raises ModelError where a GGUF file cannot be read with what is installed."""
+    version = installed("transformers")
+    if version and Version(version).major < 5:
+        raise ModelError(
+            f"{name}: transformers 5 reads GGUF files, and the Neuron SDK has {version}; "
+            "serve the checkpoint that the file was made of"
+        )
+    missing = [package for package in GGUF_PACKAGES if not importlib.util.find_spec(package)]
+    if missing:
+        raise ModelError(f"a GGUF file needs the package {missing[0]}: pip install {' '.join(GGUF_PACKAGES)}")
+
+
 def _join(config: Config, name: str) -> str:
     return str(Path(config.model_id, name)) if config.is_local else f"{config.model_id}:{name}"
 
@@ -156,9 +174,6 @@ def _dequantized(config: Config, file: Path, commit: str | None) -> Path:
         raise ModelError(
             f"{file.name} is one of several files of a model; merge them with llama.cpp's gguf-split"
         )
-    missing = [package for package in GGUF_PACKAGES if not importlib.util.find_spec(package)]
-    if missing:
-        raise ModelError(f"a GGUF file needs the package {missing[0]}: pip install {' '.join(GGUF_PACKAGES)}")
     dtype = written_dtype(config)
     status = file.stat()
     versions = [installed(package) for package in ("transformers", *GGUF_PACKAGES)]

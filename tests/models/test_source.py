@@ -149,6 +149,19 @@ def test_without_the_packages_the_line_says_what_to_install(file, config, monkey
 
 
 @pytest.mark.parametrize("model_id", [f"someone/model:{NAME}", "someone/model"])
+def test_with_the_transformers_of_the_neuron_sdk_a_file_is_refused_before_it_is_fetched(hub, config, monkeypatch, model_id):
+    hub.push("someone/model", {NAME: b"GGUF"})
+    monkeypatch.setattr(ours, "installed", {"transformers": "4.48.3"}.get)
+    with pytest.raises(ModelError) as refused:
+        models.prepare(config(model_id))
+    assert str(refused.value) == (
+        f"{model_id if ':' in model_id else NAME}: transformers 5 reads GGUF files, and the Neuron SDK has 4.48.3; "
+        "serve the checkpoint that the file was made of"
+    )
+    assert hub.fetched == []
+
+
+@pytest.mark.parametrize("model_id", [f"someone/model:{NAME}", "someone/model"])
 def test_on_the_hub_one_file_is_fetched(hub, file, config, model_id):
     files = {NAME: file.read_bytes(), "README.md": b"#", "other.bin": b"1"}
     hub.push("someone/model", files)
