@@ -16,14 +16,17 @@ import sys
 from pathlib import Path
 from typing import NamedTuple
 
+from packaging.version import Version
+
 from config import Config
-from manifest import refuse_lfs_pointer
+from manifest import read_json, refuse_lfs_pointer
 from models.base import ModelError, reported_as
 from models.cache import ModelCache, tokenizer_key, write_entry
 from models.child import ChildError, run_module
 from run import ConfigError
 
 TIMEOUT_S = 900
+CONFIG = "tokenizer_config.json"
 SLOW = ("tokenizer.model", "vocab.json", "spiece.model")
 
 
@@ -86,13 +89,24 @@ def _output(arguments: list[str], failure: str) -> str:
 def main(folder: Path, target: Path) -> None:
     import transformers
 
+    if _is_written_by_5(folder) and Version(transformers.__version__).major < 5:
+        raise ModelError(
+            f"{folder / CONFIG} was written by transformers 5; without tokenizer.json the "
+            f"{transformers.__version__} of the Neuron SDK cannot read it; add the model's tokenizer.json"
+        )
     with reported_as(f"{folder} cannot be read for its tokenizer"):
         tokenizer = transformers.AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
         tokenizer.backend_tokenizer.save(str(target / "tokenizer.json"))
 
 
+def _is_written_by_5(folder: Path) -> bool:
+    """Whether a tokenizer_config.json has what transformers 4 fails on, or would silently read otherwise."""
+    given = read_json(folder / CONFIG)
+    return "backend" in given or isinstance(given.get("extra_special_tokens"), list)
+
+
 if __name__ == "__main__":
     try:
         main(Path(sys.argv[1]), Path(sys.argv[2]))
-    except ModelError as error:
+    except (ConfigError, ModelError) as error:
         sys.exit(str(error))

@@ -135,6 +135,17 @@ def test_a_tokenizer_that_cannot_be_converted_is_refused_in_one_line(tmp_path, c
     assert "\n" not in str(refused.value)
 
 
+@pytest.mark.parametrize("written", [{"backend": "tokenizers", "add_prefix_space": None}, {"extra_special_tokens": ["<a>"]}])
+def test_transformers_4_does_not_convert_what_transformers_5_wrote(tmp_path, monkeypatch, written):
+    """It would fail, or take `add_prefix_space: null` for no: other ids."""
+    given = tiny_models.save_sentencepiece(tmp_path) / "tokenizer_config.json"
+    given.write_text(json.dumps(json.loads(given.read_text()) | written))
+    models.tokenizer.main(tmp_path, tmp_path)
+    monkeypatch.setattr(transformers, "__version__", "4.48.3")
+    with pytest.raises(ModelError, match=r"was written by transformers 5; without tokenizer\.json the 4\.48\.3 of"):
+        models.tokenizer.main(tmp_path, tmp_path)
+
+
 def test_the_check_finds_the_largest_id_of_ordinary_text(tmp_path, config):
     tokenizer = tiny_tokenizers.byte_level()
     tokenizer.add_special_tokens(["<never in text>"])
