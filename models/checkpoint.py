@@ -13,6 +13,7 @@ from models.base import ModelError
 
 def legacy_config(config: Mapping[str, Any]) -> dict[str, Any]:
     """A `config.json` as transformers 4 writes it; 5 renamed the dtype and what is said of rotary positions.
+    What it leaves out stays out: each family has defaults of its own.
 
     Raises ModelError for a value that is not an object and should be one.
     """
@@ -23,13 +24,16 @@ def legacy_config(config: Mapping[str, Any]) -> dict[str, Any]:
             raise ModelError(f"config.json: {name} is {legacy[name]!r:.100} and should be an object")
     rope = legacy.pop("rope_parameters", None)
     if rope is not None:
-        legacy |= _legacy_rope(rope, legacy)
-    if "dtype" in legacy:
-        legacy["torch_dtype"] = legacy.pop("dtype")
+        legacy |= _legacy_rope(rope)
+    dtype = legacy.pop("dtype", None) or legacy.get("torch_dtype")
+    if isinstance(dtype, str):
+        legacy["torch_dtype"] = dtype.removeprefix("torch.")
+    if not legacy.get("quantization_config"):  # transformers 4.48 fails on null
+        legacy.pop("quantization_config", None)
     return legacy
 
 
-def _legacy_rope(rope: Mapping[str, Any], legacy: Mapping[str, Any]) -> dict[str, Any]:
+def _legacy_rope(rope: Mapping[str, Any]) -> dict[str, Any]:
     fields = {}
     if isinstance(rope.get("full_attention"), dict):  # Gemma 3: sliding-window layers have their own
         near = rope.get("sliding_attention") or {}
@@ -38,14 +42,15 @@ def _legacy_rope(rope: Mapping[str, Any], legacy: Mapping[str, Any]) -> dict[str
                 f"config.json: rope_type {near['rope_type']!r} of layers with a sliding window is not "
                 "supported on Neuron"
             )
-        fields["rope_local_base_freq"] = near.get("rope_theta", 10000.0)
+        if "rope_theta" in near:
+            fields["rope_local_base_freq"] = near["rope_theta"]
         rope = rope["full_attention"]
     if any(isinstance(value, dict) for value in rope.values()):
         raise ModelError("a model whose layers differ in their rotary positions is not supported on Neuron")
     rope = dict(rope)
-    fields["rope_theta"] = rope.pop("rope_theta", legacy.get("rope_theta", 10000.0))
-    if "partial_rotary_factor" in rope:
-        fields["partial_rotary_factor"] = rope.pop("partial_rotary_factor")
+    for name in ("rope_theta", "partial_rotary_factor"):
+        if name in rope:
+            fields[name] = rope.pop(name)
     is_scaled = rope.get("rope_type", "default") != "default"
     fields["rope_scaling"] = rope | {"type": rope["rope_type"]} if is_scaled else None
     return fields

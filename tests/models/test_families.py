@@ -143,6 +143,17 @@ def test_config_files_of_transformers_5_name_positions_by_the_kind_of_layer():
         of("gemma3_text", rope_parameters=new)
 
 
+@pytest.mark.parametrize("field", ["dtype", "torch_dtype"])
+def test_a_dtype_may_have_the_name_of_its_module(field):
+    assert of("llama", **{field: "torch.float16", "quantization_config": None}).dtype == "float16"
+
+
+@pytest.mark.parametrize(("name", "base"), [("llama", 1e4), ("mixtral", 1e6), ("smollm3", 2e6), ("gemma3_text", 1e6)])
+def test_a_base_that_config_files_of_transformers_5_leave_out_is_the_default_of_the_family(name, base):
+    family = of(name, rope_parameters={"rope_type": "default"})
+    assert (family.config["rope_theta"], family.config.get("rope_local_base_freq", 1e4)) == (base, 1e4)
+
+
 def test_windows_of_olmo_3_have_the_base_that_config_files_of_transformers_5_name():
     far = {"rope_type": "default", "rope_theta": 5e5}
     positions = {"full_attention": far, "sliding_attention": {"rope_type": "default", "rope_theta": 1e4}}
