@@ -63,6 +63,8 @@ aider := test_aider.py
 NEURON := $(shell for folder in "$(TRANSFORMERS_NEURONX)/src" "$(TRANSFORMERS_NEURONX)"; do \
 	test -f "$$folder/transformers_neuronx/__init__.py" && cd "$$folder/transformers_neuronx" && pwd && break; done)
 NEURON_BIN := $(AT)-neuron/bin
+# What the Neuron SDK has.
+SDK := $(shell sed -nE '/^neuron = /,/^]/s/.*"((transformers|tokenizers)==[^"]*)".*/\1/p' pyproject.toml)
 
 RAY_BIN := $(AT)-ray/bin
 DOCS := $(shell sed -n 's/^docs = \[\(.*\)\].*/\1/p' pyproject.toml | tr -d ',')
@@ -99,13 +101,17 @@ test-clients: clients
 		-c tests/clients/pytest.ini $(addprefix tests/clients/,$($(client))) $(ARGS) &&) true
 
 # This environment has transformers-neuronx and stand-ins for what it imports (tests/neuron_sim/README.md).
+# Models that transformers 5 saves, in the environment of `make test`, are served with two versions of 4 (the README there).
 test-neuron: export PUBLISHED := $(AT)/published
-test-neuron: $(if $(NEURON),$(VENV)-neuron/test.installed $(VENV)/published/installed)
+test-neuron: export SERVER_PYTHON := $(BIN)/python
+test-neuron: $(if $(NEURON),$(VENV)-neuron/test.installed $(VENV)-neuron/sdk/installed $(VENV)/test.installed $(VENV)/published/installed)
 	@test -n "$(NEURON)" || { echo "error: no transformers_neuronx in TRANSFORMERS_NEURONX='$(TRANSFORMERS_NEURONX)'; it takes" \
 		"a checkout (git clone https://github.com/aws-neuron/transformers-neuronx)" >&2; echo "or the FOLDER of: pip install" \
 		"--no-deps --target FOLDER --extra-index-url https://pip.repos.neuron.amazonaws.com transformers-neuronx" >&2; exit 2; }
 	@ln -sfn "$(NEURON)" "$(CURDIR)"/tests/neuron_sim/shim/* "$$($(call PURELIB,$(NEURON_BIN)))"
 	"$(NEURON_BIN)/python" -m pytest -c tests/neuron_sim/pytest.ini tests/neuron_sim tests/neuron_contract.py $(ARGS)
+	PYTHONPATH="$(AT)-neuron/sdk" "$(NEURON_BIN)/python" -m pytest -c tests/neuron_sim/pytest.ini \
+		$(addprefix tests/neuron_sim/test_,transformers5.py published.py model_defaults.py) $(ARGS) || test $$? = 5 # ARGS name no such test
 
 ui: $(VENV)-ui/ui.installed
 	@"$(UI_BIN)/python" deploy/gradio_app.py $(URL) $(ARGS)
@@ -249,6 +255,12 @@ $(VENV)-neuron/test.installed: tests/neuron_sim/requirements.txt pyproject.toml 
 	@$(subst $(BIN),$(NEURON_BIN),$(ONLY_PIP)) --no-compile --no-deps --retries 1 --timeout 15 \
 		--extra-index-url $(TORCH_INDEX) $(TORCH)
 	@$(subst $(BIN),$(NEURON_BIN),$(PIP)) $(NO_COMPILE) . $(TORCH) $(PYTEST) -r $<
+	@touch $@
+
+$(VENV)-neuron/sdk/installed: pyproject.toml | $(VENV)-neuron/test.installed
+	@echo "Installing $(SDK) into $(VENV)-neuron/sdk (once)" >&2
+	@rm -rf $(VENV)-neuron/sdk
+	@$(subst $(BIN),$(NEURON_BIN),$(ONLY_PIP)) --no-compile --no-deps --target $(VENV)-neuron/sdk $(SDK)
 	@touch $@
 
 $(VENV)-ray/installed: pyproject.toml | $(VENV)/bin/python

@@ -1,6 +1,5 @@
 """Every family on the real library: transformers' logits and texts, whatever else is in the batch."""
 
-import json
 import random
 import tempfile
 from copy import copy, deepcopy
@@ -10,12 +9,11 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from family_models import LLAMA3, MODELS, PROMPTS, VOCABULARY, YARN, Made, logits_of
 from loop import Driven
 from neuron_tables import smallest
 from published.configs import CONFIGS
-from safetensors.torch import load_file, save_file
 from test_server import WINDOW, as_float32, assert_like, cores, refuse_to_compile, serve  # noqa: F401
-from test_simulator import Reference
 from transformers_neuronx import compiler
 from transformers_neuronx.layers import attention
 
@@ -27,121 +25,6 @@ from models.neuron import NeuronModel
 from models.neuron_build import BuildPlan
 from protocol import Generate
 from run import ConfigError
-
-VOCABULARY = 320
-SMALL = {
-    "vocab_size": VOCABULARY,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 256,
-    "initializer_range": 0.2,  # wide, so that greedy text varies
-    "bos_token_id": 0,
-    "eos_token_id": 1,
-    "pad_token_id": 2,
-}
-YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
-LONG = {"type": "longrope", "short_factor": [1.0 + 0.1 * n for n in range(6)], "long_factor": [4.0] * 6}
-SLIDING = {"sliding_window": 16, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}
-GEMMA = {"head_dim": 32, "query_pre_attn_scalar": 48, **SLIDING}
-
-T = transformers
-MODELS = {
-    "llama, biases": (T.LlamaConfig, {"attention_bias": True}),
-    "llama, head_dim": (T.LlamaConfig, {"head_dim": 32}),
-    "llama, linear": (T.LlamaConfig, {"rope_scaling": {"rope_type": "linear", "factor": 4.0}}),
-    "llama, dynamic": (T.LlamaConfig, {"rope_scaling": {"rope_type": "dynamic", "factor": 4.0}}),
-    "mistral, head_dim": (T.MistralConfig, {"head_dim": 32, "sliding_window": None}),
-    "mistral, window": (T.MistralConfig, {"sliding_window": 16}),
-    "qwen2": (T.Qwen2Config, {"rope_theta": 1e6}),
-    "qwen2, tied": (T.Qwen2Config, {"tie_word_embeddings": True}),
-    "qwen2, yarn": (T.Qwen2Config, {"rope_scaling": YARN}),
-    "qwen2, windows": (T.Qwen2Config, {"use_sliding_window": True, "sliding_window": 16, "max_window_layers": 1}),
-    "qwen3": (T.Qwen3Config, {"head_dim": 32, "rope_theta": 1e6, "tie_word_embeddings": True}),
-    "qwen3, yarn and biases": (T.Qwen3Config, {"head_dim": 32, "rope_scaling": YARN, "attention_bias": True}),
-    "phi3": (T.Phi3Config, {"rope_theta": 250000.0, "sliding_window": 16}),
-    "phi4 mini": (
-        T.Phi3Config,
-        {
-            "max_position_embeddings": 4096,
-            "original_max_position_embeddings": 256,
-            "partial_rotary_factor": 0.75,
-            "tie_word_embeddings": True,
-            "rope_scaling": LONG,
-        },
-    ),
-    "granite": (
-        T.GraniteConfig,
-        {
-            "embedding_multiplier": 12.0,
-            "attention_multiplier": 0.09,
-            "residual_multiplier": 0.22,
-            "logits_scaling": 8.0,
-            "attention_bias": True,
-        },
-    ),
-    "smollm3": (T.SmolLM3Config, {"no_rope_layer_interval": 2, "rope_theta": 5e6}),
-    "gemma": (T.GemmaConfig, {"head_dim": 32}),
-    "gemma2": (T.Gemma2Config, GEMMA),
-    "gemma3": (T.Gemma3TextConfig, GEMMA),
-    "olmo2": (T.Olmo2Config, {}),
-    "olmo3": (T.Olmo3Config, {"rope_scaling": YARN, **SLIDING}),
-    "internlm2": (T.LlamaConfig, {}),
-}
-
-
-class Made(Reference):
-    """A random model whose norms and biases are not those of a new one."""
-
-    @classmethod
-    def named(cls, name, folder, **changes):
-        config_class, values = MODELS[name]
-        return cls(config_class(**SMALL | values | changes), folder, name == "internlm2")
-
-    def __init__(self, config, folder, is_internlm2=False):
-        config._attn_implementation = "eager"  # its faster attention leaves Gemma-2's caps out
-        super().__init__(config, folder)
-        with torch.no_grad():
-            for key, parameter in self.model.named_parameters():
-                if key.endswith("bias"):
-                    parameter.normal_(0, 0.3)
-                if "norm" in key:
-                    parameter.add_(torch.randn_like(parameter) * 0.2)
-        self.model.save_pretrained(folder)
-        if is_internlm2:
-            as_internlm2(Path(folder))
-
-
-def as_internlm2(folder):
-    """A Llama under the names of InternLM2, whose code is not in transformers."""
-    config = json.loads((folder / "config.json").read_text())
-    heads, kv_heads, head_dim = (config[name] for name in ("num_attention_heads", "num_key_value_heads", "head_dim"))
-    names = {
-        "model.embed_tokens": "model.tok_embeddings",
-        "lm_head": "output",
-        "self_attn.o_proj": "attention.wo",
-        "mlp.gate_proj": "feed_forward.w1",
-        "mlp.up_proj": "feed_forward.w3",
-        "mlp.down_proj": "feed_forward.w2",
-        "input_layernorm": "attention_norm",
-        "post_attention_layernorm": "ffn_norm",
-    }
-    old, new = load_file(folder / "model.safetensors"), {}
-    for key, tensor in old.items():
-        if ".q_proj." in key:
-            others = [old[key.replace("q_proj", name)] for name in ("k_proj", "v_proj")]
-            parts = [part.view(kv_heads, -1, head_dim, part.shape[1]) for part in (tensor, *others)]
-            assert parts[0].shape[1] == heads // kv_heads
-            fused = torch.cat(parts, 1).reshape(-1, tensor.shape[1])
-            new[key.replace("self_attn.q_proj", "attention.wqkv")] = fused.contiguous()
-        elif ".k_proj." not in key and ".v_proj." not in key:
-            for ours, theirs in names.items():
-                key = key.replace(ours, theirs)
-            new[key] = tensor.contiguous()
-    save_file(new, folder / "model.safetensors")
-    (folder / "config.json").write_text(json.dumps(config | {"model_type": "internlm2"}))
 
 
 @pytest.fixture(scope="session")
@@ -157,7 +40,6 @@ def made(tmp_path_factory):
 
 
 LARGEST = 1e-4  # error of a logit, as a share of their range
-PROMPTS = [[(31 * slot + 7 * n) % 300 + 3 for n in range(length)] for slot, length in enumerate((5, 11, 37))]
 
 
 def served_logits(model):
@@ -170,11 +52,6 @@ def served_logits(model):
         found.append(as_float32(output)[0].copy())
         found.append(as_float32(model.forward([Chunk(slot, [9], len(prompt))]))[0].copy())
     return torch.from_numpy(np.stack(found))
-
-
-def logits_of(reference):
-    """What transformers makes of the same."""
-    return torch.stack([reference.logits(text).float() for prompt in PROMPTS for text in (prompt, [*prompt, 9])])
 
 
 def errors(found, expected):
@@ -228,8 +105,7 @@ def test_random_arrivals_get_transformers_text(made, tmp_path, name, tp_degree, 
 TYPES = ["llama, head_dim", "mistral, window", "qwen2, windows", "qwen3", "phi3", "granite", "smollm3"]
 TYPES += ["gemma", "gemma2", "gemma3", "olmo2", "olmo3"]
 ROPES = [{"rope_type": "linear", "factor": 4.0}, {"rope_type": "dynamic", "factor": 4.0}, YARN]
-LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
-ROPES += [LLAMA3 | {"original_max_position_embeddings": 32}]
+ROPES += [LLAMA3]
 OTHERS = {
     bool: lambda value: [not value],
     int: lambda value: [value + 1, 2 * value],

