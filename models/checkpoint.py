@@ -25,9 +25,8 @@ def legacy_config(config: Mapping[str, Any]) -> dict[str, Any]:
     rope = legacy.pop("rope_parameters", None)
     if rope is not None:
         legacy |= _legacy_rope(rope)
-    dtype = legacy.pop("dtype", None) or legacy.get("torch_dtype")
-    if isinstance(dtype, str):
-        legacy["torch_dtype"] = dtype.removeprefix("torch.")
+    if "dtype" in legacy:
+        legacy["torch_dtype"] = legacy.pop("dtype")
     if not legacy.get("quantization_config"):  # transformers 4.48 fails on null
         legacy.pop("quantization_config", None)
     return legacy

@@ -143,9 +143,8 @@ def test_config_files_of_transformers_5_name_positions_by_the_kind_of_layer():
         of("gemma3_text", rope_parameters=new)
 
 
-@pytest.mark.parametrize("field", ["dtype", "torch_dtype"])
-def test_a_dtype_may_have_the_name_of_its_module(field):
-    assert of("llama", **{field: "torch.float16", "quantization_config": None}).dtype == "float16"
+def test_a_quantization_config_of_null_is_left_out_for_the_transformers_of_the_sdk():
+    assert "quantization_config" not in of("llama", quantization_config=None).config
 
 
 @pytest.mark.parametrize(("name", "base"), [("llama", 1e4), ("mixtral", 1e6), ("smollm3", 2e6), ("gemma3_text", 1e6)])
