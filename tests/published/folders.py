@@ -35,8 +35,8 @@ LARGEST = {
     "sliding_window window_size": 64,
     "kv_lora_rank": 32,
     "q_lora_rank": 24,
-    "qk_nope_head_dim v_head_dim kv_channels hidden_size_per_layer_input": 16,
-    "qk_rope_head_dim laurel_rank": 8,
+    "qk_nope_head_dim v_head_dim kv_channels hidden_size_per_layer_input mamba_d_head": 16,
+    "qk_rope_head_dim laurel_rank mamba_n_heads": 8,
     "mm_tokens_per_image": 4,
     "num_position_embeddings": 16,
     "depth": 2,
@@ -200,7 +200,7 @@ def architecture(config: dict[str, Any]) -> str | None:
 def write(folder: Path, model: str, config: dict[str, Any], generation_config: dict[str, Any] | None) -> Path:
     """The files of a model as it is published, smaller, with random weights."""
     tokenizer = _write_tokenizer(folder, model)
-    lent = tokenizer.get_vocab_size() if model not in TOKENIZER_OF or tokenizer_folder(model) == DEMO_MODEL else None
+    lent = tokenizer.get_vocab_size() if tokenizer_folder(model) == Path(DEMO_MODEL) else None
     config = {"architectures": [architecture(config)]} | small(config, lent)
     _write(folder / "config.json", config)
     known = transformers.AutoConfig.from_pretrained(folder)
