@@ -733,12 +733,12 @@ class Config:
     def with_manifest(self, manifest: Manifest, memory_bytes: int | None = None) -> Config:
         """A copy whose unset limits come from the model and from `memory_bytes`, the device's memory. Raises
         ConfigError for a limit that the model cannot meet."""
-        window = manifest.max_positions
+        longest = manifest.max_positions
         total = self.max_total_tokens or self._default_length(manifest, memory_bytes)
-        if window and total > window:
+        if longest and total > longest:
             raise ConfigError(
                 f"--max-total-tokens {total} (MAX_TOTAL_TOKENS) exceeds the context length of "
-                f"{self.model_name}; give at most {window}"
+                f"{self.model_name}; give at most {longest}"
             )
         return dataclasses.replace(
             self,

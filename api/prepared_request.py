@@ -149,13 +149,13 @@ def _fit(prepared: PreparedRequest, ids: list[int], info: ModelInfo) -> Tokenize
     if prepared.truncate is not None:
         ids = ids[-prepared.truncate :]
     length = len(ids)
-    window = info.max_total_tokens
-    most = window - length if prepared.max_new_tokens is None else prepared.max_new_tokens
+    context_length = info.max_total_tokens
+    most = context_length - length if prepared.max_new_tokens is None else prepared.max_new_tokens
     if prepared.clamps_max_tokens:
-        most = min(most, window - length)
-    elif length + most > window and prepared.max_new_tokens is not None:
+        most = min(most, context_length - length)
+    elif length + most > context_length and prepared.max_new_tokens is not None:
         tokens = f"{length} `{prepared.prompt_name}` tokens and {most} `{prepared.limit_name}`"
-        limit = f"tokens + `{prepared.limit_name}` must be <= {window} (--max-total-tokens raises it)"
+        limit = f"tokens + `{prepared.limit_name}` must be <= {context_length} (--max-total-tokens raises it)"
         detail = f"{limit}. Given: {tokens}"
         raise invalid(prepared.prompt_name, detail, CONTEXT_LENGTH_EXCEEDED)
     if length > info.max_input_tokens:
@@ -172,8 +172,8 @@ def _too_many_tokens(prepared: PreparedRequest, given: str, info: ModelInfo) -> 
         detail = f"{limit} (--max-input-tokens raises it). Given: {given}"
         return invalid(prepared.prompt_name, detail, CONTEXT_LENGTH_EXCEEDED)
     # OpenAI's status and code, and the words that clients such as LangChain look for.
-    window = f"This model's maximum context length is {info.max_total_tokens} tokens"
-    what = f"{window} (--max-total-tokens raises it): `{prepared.prompt_name}` {limit}. Given: {given}"
+    limit_text = f"This model's maximum context length is {info.max_total_tokens} tokens"
+    what = f"{limit_text} (--max-total-tokens raises it): `{prepared.prompt_name}` {limit}. Given: {given}"
     return ApiError(
         400, CONTEXT_LENGTH_EXCEEDED, what, code=CONTEXT_LENGTH_EXCEEDED, param=prepared.prompt_name
     )

@@ -3,9 +3,9 @@ the settings.
 
 A compiled model is a folder: `config.json` with a `neuron` section, tokenizer files, `compiled/` with the
 graphs, and `checkpoint/` with the weights, or the hub id to download them by. `compile` writes such folders;
-`with_programs` rejects settings that contradict one. optimum-neuron writes such folders, too: only their
-values and weights are used. A `Cache` keeps the graphs that `serve` compiles itself. Imports neither torch
-nor transformers-neuronx."""
+`with_compiled_config` rejects settings that contradict one. optimum-neuron writes such folders, too: only
+their values and weights are used. A `Cache` keeps the graphs that `serve` compiles itself. Imports neither
+torch nor transformers-neuronx."""
 
 from __future__ import annotations
 
@@ -120,8 +120,8 @@ class Files:
 class Artifact(NamedTuple):
     """What the `config.json` of a compiled model says."""
 
-    programs: CompiledConfig | None
-    optimum: Optimum | None  # instead of `programs`
+    compiled_config: CompiledConfig | None
+    optimum: Optimum | None  # instead of `compiled_config`
     checkpoint_id: str | None
     checkpoint_revision: str | None
     files: dict[str, tuple[int, str]] | None
@@ -140,7 +140,7 @@ class Artifact(NamedTuple):
             named = dataclasses.astuple(msgspec.convert(section, Files))
             if "exporter" not in section:
                 return cls(None, msgspec.convert(section, Optimum), *named)
-            programs = msgspec.convert(section, CompiledConfig)
+            compiled_config = msgspec.convert(section, CompiledConfig)
             known = {field.name for table in (CompiledConfig, Files) for field in dataclasses.fields(table)}
             if unknown := sorted(section.keys() - known):
                 raise msgspec.ValidationError(f"Object contains unknown field `{unknown[0]}`")
@@ -148,7 +148,7 @@ class Artifact(NamedTuple):
             raise ConfigError(
                 f"{source}: `neuron` cannot be served ({error}); compile the model again"
             ) from None
-        return cls(programs, None, *named)
+        return cls(compiled_config, None, *named)
 
 
 def with_optimum(config: Config, optimum: Optimum) -> Config:
@@ -169,18 +169,18 @@ def with_optimum(config: Config, optimum: Optimum) -> Config:
     return dataclasses.replace(config, **values)
 
 
-def with_programs(config: Config, programs: CompiledConfig, name: str) -> Config:
-    """`config` with every value that was left open taken from `programs`, of the model `name`.
+def with_compiled_config(config: Config, compiled_config: CompiledConfig, name: str) -> Config:
+    """`config` with every value that was left open taken from `compiled_config`, of the model `name`.
 
     Raises ConfigError, naming both values, for a setting that they do not support. Smaller limits are
     supported.
     """
     remedy = "leave it out, or compile it again"
     limits = {
-        "max_batch_size": programs.batch_size,
-        "max_total_tokens": programs.max_total_tokens,
-        "max_input_tokens": programs.max_input_tokens,
-        "speculate": max(0, programs.verify_length - 1),
+        "max_batch_size": compiled_config.batch_size,
+        "max_total_tokens": compiled_config.max_total_tokens,
+        "max_input_tokens": compiled_config.max_input_tokens,
+        "speculate": max(0, compiled_config.verify_length - 1),
     }
     for setting, limit in limits.items():
         given = getattr(config, setting) or 0
@@ -191,19 +191,19 @@ def with_programs(config: Config, programs: CompiledConfig, name: str) -> Config
     binding = ("tp_degree", "dtype", "quantize", "sampling", "prefill_buckets", "position_buckets")
     for setting in (*binding, "prefill_chunk", "neuron_config"):
         given = getattr(config, setting)
-        compiled = getattr(programs, setting)
+        compiled = getattr(compiled_config, setting)
         is_subset = isinstance(given, tuple) and set(given) <= set(compiled)  # the limits are always buckets
         if given not in (None, "auto", 0, compiled) and not is_subset:
             raise ConfigError(
                 f"{_named(setting, given)} contradicts {name}, compiled for {_shown(compiled)}; {remedy}"
             )
-    total = config.max_total_tokens or programs.max_total_tokens
+    total = config.max_total_tokens or compiled_config.max_total_tokens
     return dataclasses.replace(
         config,
-        max_batch_size=config.max_batch_size or programs.batch_size,
+        max_batch_size=config.max_batch_size or compiled_config.batch_size,
         max_total_tokens=total,
-        max_input_tokens=config.max_input_tokens or min(total - 1, programs.max_input_tokens),
-        **{name: getattr(programs, name) for name in ("tp_degree", "dtype", "quantize", "sampling")},
+        max_input_tokens=config.max_input_tokens or min(total - 1, compiled_config.max_input_tokens),
+        **{name: getattr(compiled_config, name) for name in ("tp_degree", "dtype", "quantize", "sampling")},
     )
 
 
@@ -217,10 +217,10 @@ def _shown(value: Any) -> str:
     return "none" if value is None else str(value)
 
 
-def check_compiler(programs: CompiledConfig, installed: str, name: str) -> None:
+def check_compiler(compiled_config: CompiledConfig, installed: str, name: str) -> None:
     """Raises ConfigError, with both versions, for graphs of a newer compiler: they do not run on an older
     runtime."""
-    compiler = programs.compiler_version
+    compiler = compiled_config.compiler_version
     if Version(compiler).release > Version(installed).release:
         raise ConfigError(
             f"{name} was compiled by neuronx-cc {compiler}, newer than the installed {installed}; "
@@ -247,18 +247,18 @@ class Cache:
         return cls(folder, size_gb)
 
     @contextlib.contextmanager
-    def locked(self, model: str, programs: CompiledConfig, is_shared: bool) -> Iterator[None]:
+    def locked(self, model: str, compiled_config: CompiledConfig, is_shared: bool) -> Iterator[None]:
         """Holds the lock of an entry, shared to load it, or exclusive to make it; none where the cache cannot
         be written."""
         with contextlib.ExitStack() as stack:
             with contextlib.suppress(OSError):
-                lock = self._entry(model, programs).with_suffix(".lock")
+                lock = self._entry(model, compiled_config).with_suffix(".lock")
                 stack.enter_context(locked(lock, "compiling these graphs into", is_shared))
             yield
 
-    def find(self, model: str, programs: CompiledConfig) -> Path | None:
+    def find(self, model: str, compiled_config: CompiledConfig) -> Path | None:
         """The folder with the graphs of a model (`model_key`). A damaged one is removed."""
-        entry = self._entry(model, programs)
+        entry = self._entry(model, compiled_config)
         record = entry / RECORD
         if not record.is_file():
             return None
@@ -277,20 +277,20 @@ class Cache:
     def add(
         self,
         model: str,
-        programs: CompiledConfig,
+        compiled_config: CompiledConfig,
         save: Callable[[str], None],
         built: CompiledConfig | None = None,
     ) -> Path:
         """Keeps what `save` writes into a folder. `built`: what was compiled, where not everything in
-        `programs` could be. Raises OSError on failure; an incomplete entry is never found."""
-        entry = self._entry(model, programs)
+        `compiled_config` could be. Raises OSError on failure; an incomplete entry is never found."""
+        entry = self._entry(model, compiled_config)
         with renamed_when_complete(entry) as new:
             save(str(new))
             record = {
                 "model": model,
-                "programs": _values(programs),
+                "programs": _values(compiled_config),
                 "files": checksums(new),
-                "built": dataclasses.asdict(built or programs),
+                "built": dataclasses.asdict(built or compiled_config),
             }
             (new / RECORD).write_text(json.dumps(record, indent=1))
         evict(self.folder.glob(f"*/{RECORD}"), self.size_gb, "--compile-cache-size (COMPILE_CACHE_SIZE)")
@@ -300,14 +300,14 @@ class Cache:
     def built(entry: Path) -> CompiledConfig:
         return msgspec.convert(read_json(entry / RECORD)["built"], CompiledConfig)
 
-    def _entry(self, model: str, programs: CompiledConfig) -> Path:
-        return self.folder / digest([model, _values(programs)])
+    def _entry(self, model: str, compiled_config: CompiledConfig) -> Path:
+        return self.folder / digest([model, _values(compiled_config)])
 
 
-def _values(programs: CompiledConfig) -> dict[str, Any]:
+def _values(compiled_config: CompiledConfig) -> dict[str, Any]:
     """Everything that the compiled graphs of a checkpoint depend on, as JSON keeps it."""
-    values = dataclasses.asdict(programs)
-    if not programs.verify_length:
+    values = dataclasses.asdict(compiled_config)
+    if not compiled_config.verify_length:
         del values["verify_length"]  # as in older keys
     values["NEURON_CC_FLAGS"] = os.environ.get("NEURON_CC_FLAGS", "")
     for package in RUNTIME:

@@ -87,7 +87,7 @@ def _write_model(build: BuildPlan, manifest: Manifest, target: Path, commit: str
                 _link(path, weights / path.name)
     if commit is None:
         shutil.copyfile(checkpoint / "config.json", weights / "config.json")
-    section = dataclasses.asdict(build.programs)
+    section = dataclasses.asdict(build.compiled_config)
     section["checkpoint_id"] = build.config.model_id if commit else None
     section["checkpoint_revision"] = commit
     section["files"] = artifact.checksums(target / artifact.COMPILED)

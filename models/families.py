@@ -69,7 +69,7 @@ class Mixtral(Family):
         "attention_bias": (False,),
         "rope_scaling": ("default",),
     }
-    class_of_library = "MixtralForSampling"
+    neuronx_class = "MixtralForSampling"
     options: ClassVar = {}
 
     def __init__(self, config: Mapping[str, Any]):

@@ -61,7 +61,7 @@ class Family:
     supported_values: ClassVar[dict[str, tuple[Any, ...]]] = {
         "hidden_act": ("silu", "swish"),
         "mlp_bias": (False,),
-        "rope_scaling": (*rope.OF_THE_LIBRARY, *rope.SCALED),
+        "rope_scaling": (*rope.NEURONX_ROPE_TYPES, *rope.SCALED),
     }
     # Compiled graphs of another revision are not loaded: raise it with any change of what is computed.
     revision = 1
@@ -112,7 +112,7 @@ class Family:
             )
 
     @property
-    def class_of_library(self) -> str | None:
+    def neuronx_class(self) -> str | None:
         """The name of the class of transformers-neuronx that runs this model as it is; None: neuron_graph.py
         extends the one for Llama."""
         is_llama = (
@@ -126,7 +126,7 @@ class Family:
     @property
     def name(self) -> str:
         """The class that the graphs of this model are compiled from, with its revision."""
-        return self.class_of_library or f"{self.model_type}, revision {self.revision}"
+        return self.neuronx_class or f"{self.model_type}, revision {self.revision}"
 
     @property
     def options(self) -> dict[str, Any]:

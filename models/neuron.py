@@ -58,16 +58,16 @@ class NeuronModel:
         """
         self._model, build = load_model(build, work_dir, announce)
         config = build.config
-        programs = build.programs
+        compiled_config = build.compiled_config
         self.batch_size = config.max_batch_size
         self.max_input_tokens = config.max_input_tokens
         self.max_total_tokens = config.max_total_tokens
         self.vocab_size = build.legacy["vocab_size"]
-        self.dtype = programs.dtype
-        self.quantize = programs.quantize
-        self.sampling = programs.sampling
-        self._position_buckets = programs.position_buckets
-        self._slot_sampling = [GREEDY] * programs.batch_size
+        self.dtype = compiled_config.dtype
+        self.quantize = compiled_config.quantize
+        self.sampling = compiled_config.sampling
+        self._position_buckets = compiled_config.position_buckets
+        self._slot_sampling = [GREEDY] * compiled_config.batch_size
         self._returns_ids = self.sampling == "device"
         self._held: dict[int, list[int]] = {}  # slot → the tokens in its KV cache
         self._drafts: dict[int, Sequence[int]] = {}  # slot → draft tokens after them, not yet accepted
@@ -79,13 +79,13 @@ class NeuronModel:
             self.sampling = "host"
         if self.sampling != "device":  # which returns only ids
             self._check_logits(config.model_name)
-        if config.prefill_chunk != 0 and 0 < programs.prefill_chunk < self.max_input_tokens:
-            self.prefill_chunk = programs.prefill_chunk
+        if config.prefill_chunk != 0 and 0 < compiled_config.prefill_chunk < self.max_input_tokens:
+            self.prefill_chunk = compiled_config.prefill_chunk
             if problem := self._chunk_problem():
                 logger.warning("Chunked prefill is off (--prefill-chunk): %s", problem)
                 self.prefill_chunk = None
-        if programs.verify_length:
-            self.verify_length = programs.verify_length
+        if compiled_config.verify_length:
+            self.verify_length = compiled_config.verify_length
             self.max_draft_rows = self.verify_length * self.batch_size
             if problem := self._verify_problem():
                 logger.warning("Speculative decoding is off (--speculate): %s", problem)

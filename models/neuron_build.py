@@ -84,7 +84,7 @@ class BuildPlan:
     """Everything that is decided before a weight is read."""
 
     config: Config  # with everything that was left open filled in
-    programs: CompiledConfig
+    compiled_config: CompiledConfig
     family: Family
     legacy: dict[str, Any]  # the checkpoint's config.json under the names of transformers 4
     folder: Path
@@ -101,25 +101,25 @@ class BuildPlan:
         family = families.of(manifest.config_json)
         shape = plan.Shape.of(family)
         found = Artifact.of(manifest.config_json, folder / "config.json")
-        if found and found.programs:
-            programs = found.programs
-            config = _configured_for(programs, family, shape, config).with_manifest(manifest)
+        if found and found.compiled_config:
+            compiled_config = found.compiled_config
+            config = _configured_for(compiled_config, family, shape, config).with_manifest(manifest)
         else:
             if found:
                 config = artifact.with_optimum(config, found.optimum)
-            config, programs = _sized(shape, family, config)
+            config, compiled_config = _sized(shape, family, config)
             config = config.with_manifest(manifest)
         memory_workers = (host_memory() or 0) // plan.COMPILER_BYTES
         workers = config.compile_workers or max(1, min(os.cpu_count() or 1, memory_workers))
         legacy = legacy_config(manifest.config_json)
-        return cls(config, programs, family, legacy, folder, found, workers)
+        return cls(config, compiled_config, family, legacy, folder, found, workers)
 
     def checkpoint(self) -> Path:
         """The folder with the weights, downloaded if necessary."""
         if self.artifact is None:
             return fetch_weights(self.config, self.folder)
         subfolders = [artifact.CHECKPOINT]
-        if self.artifact.programs:
+        if self.artifact.compiled_config:
             subfolders.append(artifact.COMPILED)
         fetch_artifact(self.config, self.folder, subfolders)
         if (self.folder / artifact.CHECKPOINT).is_dir():
@@ -133,29 +133,29 @@ class BuildPlan:
     def fallbacks(self) -> Iterator[BuildPlan]:
         """This plan, and those to try where transformers-neuronx or the compiler fails on a part of it."""
         yield self
-        if self.programs.verify_length:
+        if self.compiled_config.verify_length:
             yield from self._with(verify_length=0).fallbacks()
             return
-        if self.programs.prefill_chunk:
+        if self.compiled_config.prefill_chunk:
             yield self._with(prefill_chunk=0)
-        if self.programs.sampling == "hybrid" and not self.config.sampling:
+        if self.compiled_config.sampling == "hybrid" and not self.config.sampling:
             yield from self._with(sampling="host").fallbacks()
 
     def _with(self, **changes: Any) -> BuildPlan:
-        return dataclasses.replace(self, programs=dataclasses.replace(self.programs, **changes))
+        return dataclasses.replace(self, compiled_config=dataclasses.replace(self.compiled_config, **changes))
 
     def warn_of(self, built: CompiledConfig, reason: str) -> None:
         """Logs what `built` lacks of this plan."""
-        if self.programs.prefill_chunk != built.prefill_chunk:
+        if self.compiled_config.prefill_chunk != built.prefill_chunk:
             logger.warning("Chunked prefill is off (--prefill-chunk), %s", reason)
-        if self.programs.verify_length != built.verify_length:
+        if self.compiled_config.verify_length != built.verify_length:
             logger.warning("Speculative decoding is off (--speculate), %s", reason)
-        if self.programs.sampling != built.sampling:
+        if self.compiled_config.sampling != built.sampling:
             logger.warning("Tokens are sampled on the %s (--sampling), %s", built.sampling, reason)
 
     def compiled(self) -> Path | None:
         """The folder of the compiled graphs that came with the model. Raises ModelError for a damaged one."""
-        if self.artifact is None or self.artifact.programs is None:
+        if self.artifact is None or self.artifact.compiled_config is None:
             return None
         folder = self.folder / artifact.COMPILED
         if damage := artifact.verify_checksums(folder, self.artifact.files or {}):
@@ -163,15 +163,17 @@ class BuildPlan:
         return folder
 
 
-def _configured_for(programs: CompiledConfig, family: Family, shape: plan.Shape, config: Config) -> Config:
+def _configured_for(
+    compiled_config: CompiledConfig, family: Family, shape: plan.Shape, config: Config
+) -> Config:
     """`config` with the values of a compiled model. Raises ConfigError or ModelError for a model that cannot
     run here."""
-    artifact.check_compiler(programs, compiler_version(), config.model_name)
-    config = artifact.with_programs(config, programs, config.model_name)
-    if programs.model_class not in (None, family.name):
-        reason = f"{config.model_name} was compiled for {programs.model_class}, not {family.name}"
+    artifact.check_compiler(compiled_config, compiler_version(), config.model_name)
+    config = artifact.with_compiled_config(config, compiled_config, config.model_name)
+    if compiled_config.model_class not in (None, family.name):
+        reason = f"{config.model_name} was compiled for {compiled_config.model_class}, not {family.name}"
         raise ModelError(f"{reason}; compile it again")
-    _check_position_buckets(programs, f"compile {config.model_name} again")
+    _check_position_buckets(compiled_config, f"compile {config.model_name} again")
     shape.check_context_length(config.max_total_tokens)
     _machine(config)
     return config
@@ -195,7 +197,7 @@ def _sized(shape: plan.Shape, family: Family, config: Config) -> tuple[Config, C
         max_total_tokens=sizing.length,
         dtype=dtype,
     )
-    programs = CompiledConfig(
+    compiled_config = CompiledConfig(
         batch_size=sizing.batch_size,
         tp_degree=sizing.tp_degree,
         dtype=dtype,
@@ -210,17 +212,20 @@ def _sized(shape: plan.Shape, family: Family, config: Config) -> tuple[Config, C
         neuron_config=config.neuron_config or (),
         verify_length=_verify_length(config, sizing.length),
     )
-    _check_position_buckets(programs, "leave --position-buckets (POSITION_BUCKETS) out")
-    return config, programs
+    _check_position_buckets(compiled_config, "leave --position-buckets (POSITION_BUCKETS) out")
+    return config, compiled_config
 
 
-def _check_position_buckets(programs: CompiledConfig, remedy: str) -> None:
+def _check_position_buckets(compiled_config: CompiledConfig, remedy: str) -> None:
     """Raises ConfigError for several position buckets with shard_over_sequence: each graph splits a slot over
     the cores by its own length, so a longer graph does not find what a shorter one wrote."""
-    if plan.SHARD_OVER_SEQUENCE in programs.neuron_config and len(programs.position_buckets) > 1:
+    if (
+        plan.SHARD_OVER_SEQUENCE in compiled_config.neuron_config
+        and len(compiled_config.position_buckets) > 1
+    ):
         raise ConfigError(
             f"--neuron-config {plan.SHARD_OVER_SEQUENCE} (NEURON_CONFIG) works with one position bucket, "
-            f"not {', '.join(map(str, programs.position_buckets))}; {remedy}"
+            f"not {', '.join(map(str, compiled_config.position_buckets))}; {remedy}"
         )
 
 
@@ -270,7 +275,7 @@ def load_model(build: BuildPlan, work_dir: Path, announce: Callable[[str], None]
     with "compiling" before anything is compiled. Raises ModelError with the reason for what cannot be served.
     """
     if not os.environ.get("NEURON_RT_VISIBLE_CORES"):  # without either variable the runtime takes all cores
-        os.environ.setdefault("NEURON_RT_NUM_CORES", str(build.programs.tp_degree))
+        os.environ.setdefault("NEURON_RT_NUM_CORES", str(build.compiled_config.tp_degree))
     if compiled := build.compiled():
         return _loaded(build, work_dir, compiled), build
     if cache := Cache.here(build.config.compile_cache_size):
@@ -285,15 +290,15 @@ def make(build: BuildPlan, work_dir: Path) -> Any:
     os.environ["TORCH_FORCE_WEIGHTS_ONLY_LOAD"] = "1"
     checkpoint = build.checkpoint()
     check_weights(plan.Shape.of(build.family).parameters, checkpoint)
-    programs = build.programs
+    compiled_config = build.compiled_config
     with reported_as(f"{build.config.model_name} cannot be built for Neuron", explain):
         model = _class_of(build).from_pretrained(
             str(_view_of(checkpoint, _config_json(build), work_dir / "checkpoint")),
-            batch_size=programs.batch_size,
-            tp_degree=programs.tp_degree,
-            amp=AMP[programs.dtype],
-            n_positions=list(programs.position_buckets),
-            context_length_estimate=list(programs.prefill_buckets),
+            batch_size=compiled_config.batch_size,
+            tp_degree=compiled_config.tp_degree,
+            amp=AMP[compiled_config.dtype],
+            n_positions=list(compiled_config.position_buckets),
+            context_length_estimate=list(compiled_config.prefill_buckets),
             neuron_config=_neuron_config(build),
         )
         expected = build.legacy.get("rope_theta")
@@ -308,17 +313,17 @@ def make(build: BuildPlan, work_dir: Path) -> Any:
 
 def _class_of(build: BuildPlan) -> Any:
     family = build.family
-    if family.class_of_library and build.programs.sampling != "hybrid":
-        return getattr(library(), family.class_of_library)
+    if family.neuronx_class and build.compiled_config.sampling != "hybrid":
+        return getattr(library(), family.neuronx_class)
     # Imported here: it needs transformers-neuronx, which only machines with a device have.
     from models.neuron_graph import class_of
 
-    return class_of(family, build.programs.sampling)
+    return class_of(family, build.compiled_config.sampling)
 
 
 def _config_json(build: BuildPlan) -> dict[str, Any]:
     """The config.json of the folder that transformers-neuronx reads."""
-    return build.legacy if build.family.class_of_library else build.family.as_llama()
+    return build.legacy if build.family.neuronx_class else build.family.as_llama()
 
 
 def _view_of(checkpoint: Path, config_json: dict[str, Any], view: Path) -> Path:
@@ -334,22 +339,26 @@ def _view_of(checkpoint: Path, config_json: dict[str, Any], view: Path) -> Path:
 
 def _neuron_config(build: BuildPlan) -> Any:
     """The NeuronConfig of transformers-neuronx."""
-    programs = build.programs
+    compiled_config = build.compiled_config
     options = dict(build.family.options)
     options["compilation_worker_count"] = build.compile_workers
     options["continuous_batching"] = library().ContinuousBatchingConfig(
-        batch_size_for_shared_caches=programs.batch_size
+        batch_size_for_shared_caches=compiled_config.batch_size
     )
     # A cast of bfloat16 logits to float32 would take the host longer than sampling from them.
-    options["cast_logits_dtype"] = programs.dtype if programs.dtype in LOGITS_DTYPES else "float32"
-    if programs.sampling == "hybrid":
+    options["cast_logits_dtype"] = (
+        compiled_config.dtype if compiled_config.dtype in LOGITS_DTYPES else "float32"
+    )
+    if compiled_config.sampling == "hybrid":
         options["log_softmax_scores"] = True  # see HybridDecoder
-    if programs.sampling != "host":
-        slots = [GREEDY] * programs.batch_size
+    if compiled_config.sampling != "host":
+        slots = [GREEDY] * compiled_config.batch_size
         options["on_device_generation"] = generation_config(slots, build.legacy["vocab_size"])
-    if programs.quantize == "int8":
-        options["quant"] = library().QuantizationConfig(quant_dtype="s8", dequant_dtype=AMP[programs.dtype])
-    for option in programs.neuron_config:
+    if compiled_config.quantize == "int8":
+        options["quant"] = library().QuantizationConfig(
+            quant_dtype="s8", dequant_dtype=AMP[compiled_config.dtype]
+        )
+    for option in compiled_config.neuron_config:
         name, value = option.split("=")
         if value == "true":
             options[name] = True
@@ -373,10 +382,10 @@ def generation_config(slots: Sequence[tuple[int, float, float]], vocab_size: int
     )
 
 
-def _enable_several(model: Any, programs: CompiledConfig) -> None:
+def _enable_several(model: Any, compiled_config: CompiledConfig) -> None:
     """Adds the graphs for several tokens, in position buckets that are longer: one extends a slot by a prompt
     chunk, one verifies the draft tokens of every slot."""
-    wanted = {(programs.prefill_chunk, 1), (programs.verify_length, programs.batch_size)}
+    wanted = {(compiled_config.prefill_chunk, 1), (compiled_config.verify_length, compiled_config.batch_size)}
     for tokens, slots in sorted(wanted):
         if tokens:
             lengths = [size for size in model.token_buckets if size > tokens]
@@ -402,7 +411,7 @@ def make_compiled(
         model = make(way, work_dir)
         try:
             with _compiling(way, failure):
-                _enable_several(model, way.programs)
+                _enable_several(model, way.compiled_config)
                 compile_(model)
         except ModelError as error:
             if way is last or is_device_error(error):
@@ -411,7 +420,7 @@ def make_compiled(
             model = None
             gc.collect()  # its weights are on the device
             continue
-        build.warn_of(way.programs, f"as compiling for it failed: {first_error}")
+        build.warn_of(way.compiled_config, f"as compiling for it failed: {first_error}")
         return model, way
     raise AssertionError("the last way returns or raises")
 
@@ -419,12 +428,12 @@ def make_compiled(
 @contextlib.contextmanager
 def _compiling(build: BuildPlan, failure: str) -> Iterator[None]:
     """Logs what is compiled and how long it takes; reports errors as `failure`."""
-    programs = build.programs
+    compiled_config = build.compiled_config
     started_at = time.monotonic()
     logger.info(
         "Compiling graphs for prompts up to %d tokens and positions up to %d, %d at a time",
-        max(programs.prefill_buckets),
-        max(programs.position_buckets),
+        max(compiled_config.prefill_buckets),
+        max(compiled_config.position_buckets),
         build.compile_workers,
     )
     with progress_logged("compiling"), reported_as(failure, explain):
@@ -437,7 +446,7 @@ def _cached(
 ) -> tuple[Any, BuildPlan]:
     """As `make_compiled`, on the device, with graphs of the cache; newly compiled ones are added to it."""
     key = artifact.model_key(build.legacy)
-    wanted = build.programs
+    wanted = build.compiled_config
     with cache.locked(key, wanted, is_shared=True):  # several servers may load the same graphs
         if kept := _kept(cache, key, build, work_dir):
             return kept
@@ -448,7 +457,7 @@ def _cached(
         announce("compiling")
         model, build = make_compiled(build, work_dir, _to_device, f"the model {NOT_ON_DEVICE}")
         try:
-            entry = cache.add(key, wanted, model.save, built=build.programs)
+            entry = cache.add(key, wanted, model.save, built=build.compiled_config)
             logger.info("Kept the compiled graphs in %s for the next startup", entry)
         except OSError as error:
             logger.warning(
@@ -463,12 +472,12 @@ def _cached(
 def _kept(cache: Cache, key: str, build: BuildPlan, work_dir: Path) -> tuple[Any, BuildPlan] | None:
     """The model with the graphs of the cache. Graphs are removed where another version of this server or of
     transformers-neuronx named them differently."""
-    entry = cache.find(key, build.programs)
+    entry = cache.find(key, build.compiled_config)
     if not entry:
         return None
     built = cache.built(entry)
     build.warn_of(built, f"as compiling for it has failed; remove {entry} to try again")
-    build = dataclasses.replace(build, programs=built)
+    build = dataclasses.replace(build, compiled_config=built)
     try:
         return _loaded(build, work_dir, entry), build
     except ModelError as error:
@@ -485,7 +494,7 @@ def _loaded(build: BuildPlan, work_dir: Path, compiled: Path) -> Any:
     logger.info("Loading the compiled graphs of %s", compiled)
     model = make(build, work_dir)
     with progress_logged("loading compiled graphs"), reported_as(f"{compiled} {NOT_ON_DEVICE}", explain):
-        _enable_several(model, build.programs)
+        _enable_several(model, build.compiled_config)
         model.load(str(compiled))
         _to_device(model)
     return model

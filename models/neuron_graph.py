@@ -1,9 +1,9 @@
 """transformers-neuronx's class for Llama, extended: to other families (`families.py`), and to graphs that
 return ids and logits.
 
-Parts of the library are replaced while it builds or loads: its config (a head_dim of its own), its graph
-(`Hlo`), a layer's list of weights (biases and norms, for which the library has places that its class for
-Llama leaves empty), and what a compiled graph returns. Its files stay as they are.
+Parts of transformers-neuronx are replaced while it builds or loads: its config (a head_dim of its own), its
+graph (`Hlo`), a layer's list of weights (biases and norms, for which it has places that its class for Llama
+leaves empty), and what a compiled graph returns. Its files stay as they are.
 
 Source: transformers-neuronx 0.13.322, llama/model.py, llama/hlo.py, decoder.py, module.py.
 """
@@ -30,7 +30,7 @@ from models.rope import Rope
 LlamaConfig = llama.LlamaConfig
 interleave_qkv = decoder.interleave_qkv
 
-# The weights that the library hands to a layer, in its order.
+# The weights that transformers-neuronx hands to a layer, in its order.
 LAYER_WEIGHTS = [
     *("pre_attn_ln_weight", "pre_attn_ln_bias"),
     *(f"attn_{name}_{part}" for name in ("q", "k", "v", "out") for part in ("weight", "scales", "bias")),
@@ -41,7 +41,7 @@ LAYER_WEIGHTS = [
     *("q_norm", "k_norm"),  # added here
 ]
 OF_ATTENTION = [name for name in LAYER_WEIGHTS if name.startswith("attn_")]
-# Where a layer of the library keeps the tensors of `Family.extra_tensors`.
+# Where a layer of transformers-neuronx keeps the tensors of `Family.extra_tensors`.
 PLACES = {
     **{f"{name}.bias": f"attn_{place}_bias" for name, place in zip((Q, K, V, O), ("q", "k", "v", "out"))},
     "after_attention": "post_attn_ln_weight",
@@ -102,12 +102,12 @@ class FamilyForSampling(llama.LlamaForSampling):
 
     def speculative_forward(self, *arguments: Any, **options: Any) -> torch.Tensor:
         output = super().speculative_forward(*arguments, **options)
-        # As the library returns them: [tokens, vocabulary, slots].
+        # As transformers-neuronx returns them: [tokens, vocabulary, slots].
         return self._logits(output).permute(1, 2, 0) if self._gives_logits else output
 
     @property
     def _gives_logits(self) -> bool:
-        """Whether a run returns logits, which the library takes for ids."""
+        """Whether a run returns logits, which transformers-neuronx takes for ids."""
         return self.is_hybrid and not self._returns_ids
 
     def _logits(self, output: torch.Tensor) -> torch.Tensor:
@@ -116,7 +116,7 @@ class FamilyForSampling(llama.LlamaForSampling):
 
     def load_state_dict_dir(self, folder: str) -> None:
         """The library asks each module for its tensors when it needs them, and drops them afterwards."""
-        if self.family.class_of_library:
+        if self.family.neuronx_class:
             return super().load_state_dict_dir(folder)
         checkpoint = Checkpoint(Path(folder))
         family = self.family
@@ -135,7 +135,7 @@ class FamilyForSampling(llama.LlamaForSampling):
     def load_weights(self) -> None:
         program = HybridProgram if self.is_hybrid else decoder.DecoderProgramFullyUnrolled
         with _replaced(decoder, DecoderProgramFullyUnrolled=program):
-            if self.family.class_of_library:
+            if self.family.neuronx_class:
                 super().load_weights()
             else:
                 self._load_weights_of_family()
@@ -170,7 +170,7 @@ class FamilyForSampling(llama.LlamaForSampling):
 class HybridDecoder(decoder.DecoderLmHeadForSamplingNoEmbedding):
     """Its graphs return ids and logits, in place of the two outputs that `log_softmax_scores` is for."""
 
-    post_layer_builder = None  # the library passes it on
+    post_layer_builder = None  # transformers-neuronx passes it on
 
     def _hlo_generation(self, logits: Any, *arguments: Any, **options: Any) -> Any:
         self._ids = super()._hlo_generation(logits, *arguments, **options)
@@ -215,7 +215,8 @@ def _config(family: Family, *arguments: Any, **options: Any) -> Any:
 
 
 def _fill(module: torch.nn.Module, tensors: dict[str, torch.Tensor]) -> None:
-    """Sets the parameters of a module; matrices get the dtype that the library gave them, norms float32."""
+    """Sets the parameters of a module; matrices get the dtype that transformers-neuronx gave them, norms
+    float32."""
     for name, tensor in tensors.items():
         owner, _, attribute = name.rpartition(".")
         submodule = module.get_submodule(owner)
@@ -226,7 +227,7 @@ def _fill(module: torch.nn.Module, tensors: dict[str, torch.Tensor]) -> None:
 def _interleave_qkv(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, tp_degree: int, dim: int
 ) -> torch.Tensor:
-    """The library's own fails for biases, [n], where queries and keys differ in number."""
+    """transformers-neuronx's own fails for biases, [n], where queries and keys differ in number."""
     if q.dim() > 1:
         return interleave_qkv(q, k, v, tp_degree, dim=dim)
     return interleave_qkv(q[None], k[None], v[None], tp_degree, dim=1)[0]
@@ -327,8 +328,8 @@ class Hlo(llama.LlamaForSamplingNoEmbeddingHlo):
 
     @contextlib.contextmanager
     def _attention_of(self, kind: LayerKind, weights: dict[str, Any]) -> Iterator[None]:
-        """Gives the library's attention what this layer has: norms of queries and keys, no positions, capped
-        scores. Its kernel for long prompts supports neither caps nor sliding windows."""
+        """Gives transformers-neuronx's attention what this layer has: norms of queries and keys, no
+        positions, capped scores. Its kernel for long prompts supports neither caps nor sliding windows."""
         turn = rotary.rotate_half
         score = attention.score
         cap = self.graph.attention_cap

@@ -68,7 +68,7 @@ class Shape:
     intermediate: int  # of one expert
     vocab: int
     experts: int  # 0 for a dense model
-    window: int  # the context length
+    context_length: int
     is_tied: bool  # the output matrix is the embedding table; Neuron keeps both
     dtype: str  # of the checkpoint
     head_dim: int
@@ -92,7 +92,7 @@ class Shape:
             intermediate=family.intermediate,
             vocab=family.vocab,
             experts=family.experts,
-            window=family.length,
+            context_length=family.length,
             is_tied=family.is_tied,
             dtype=family.dtype,
             head_dim=family.head_dim,
@@ -103,10 +103,10 @@ class Shape:
 
     def check_context_length(self, length: int | None) -> None:
         """Raises ConfigError for slots longer than the model's context length."""
-        if length and length > self.window:
+        if length and length > self.context_length:
             setting = f"--max-total-tokens {length} (MAX_TOTAL_TOKENS)"
             raise ConfigError(
-                f"{setting} is more than the context length of this model on Neuron, {self.window}"
+                f"{setting} is more than the context length of this model on Neuron, {self.context_length}"
             )
 
     def served_in(self, dtype: str) -> str:
@@ -317,7 +317,7 @@ def choose(shape: Shape, machine: Machine, config: Config) -> Sizing:
     chunk = _prefill_chunk(shape, config)
     shape.check_context_length(config.max_total_tokens)
     degrees = _tp_degrees(machine, config)
-    longest = min(shape.window, MAX_LENGTH, config.max_batch_total_tokens or MAX_LENGTH)
+    longest = min(shape.context_length, MAX_LENGTH, config.max_batch_total_tokens or MAX_LENGTH)
     lengths = [longest >> n for n in range(16) if n == 0 or longest >> n >= 128]
     batch_sizes = [1 << n for n in range(MAX_BATCH_SIZE.bit_length())]
     options = {
@@ -402,8 +402,8 @@ def report(name: str, shape: Shape, machines: Sequence[Machine], config: Config)
     size = f"{shape.parameters:,} parameters in {shape.dtype}, {shape.layers} layers"
     yield f"{name} ({shape.model_type}): {size}"
     memory = f"host memory to load it: {shape.host_bytes / GIB:.1f} GiB"
-    yield f"served in {served}; context length: {shape.window}; {memory}"
-    useful = min(USEFUL_LENGTH, shape.window, config.max_total_tokens or USEFUL_LENGTH)
+    yield f"served in {served}; context length: {shape.context_length}; {memory}"
+    useful = min(USEFUL_LENGTH, shape.context_length, config.max_total_tokens or USEFUL_LENGTH)
     recommended: list[tuple[int, int, int, str]] = []  # longest first, then smallest
     for machine in machines:
         yield ""
@@ -433,9 +433,9 @@ def _report_machine(sizing: Sizing, machine: Machine, config: Config) -> Iterato
     if warning := shape.memory_warning(machine):
         yield f"  {warning}"
     slots = range(1, (config.max_batch_size or MAX_BATCH_SIZE) + 1)
-    lengths = [length for length in (1024, 2048, 4096, 8192, 16384) if length <= shape.window]
+    lengths = [length for length in (1024, 2048, 4096, 8192, 16384) if length <= shape.context_length]
     largest = []
-    for length in lengths or [shape.window]:
+    for length in lengths or [shape.context_length]:
         fitting = [n for n in slots if replace(sizing, batch_size=n, length=length).fits]
         largest.append(f"{max(fitting, default='none')} for {length}")
     yield f"  largest batch size (up to {slots[-1]}) by context length: {', '.join(largest)}"

@@ -11,7 +11,7 @@ from typing import Any
 
 from manifest import ORIGINAL_LENGTH
 
-OF_THE_LIBRARY = ("default", "llama3")  # computed by transformers-neuronx
+NEURONX_ROPE_TYPES = ("default", "llama3")  # computed by transformers-neuronx
 SCALED = ("linear", "dynamic", "yarn", "longrope")  # computed here
 
 

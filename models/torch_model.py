@@ -97,18 +97,18 @@ def has_experts(model: torch.nn.Module) -> bool:
 
 
 class _SlotCache(Cache):
-    """Keys and values of all slots, [rows, kv heads, window, head size] a layer, and the masks of the current
-    forward pass.
+    """Keys and values of all slots, [rows, kv heads, slot length, head size] a layer, and the masks of the
+    current forward pass.
 
     A pass runs the next tokens of one slot, or a decode step. A decode step always has the same number of
     rows, row i for slot i, because the last bits of a matrix product depend on the number of its rows. Rows
     without a chunk write nothing.
     """
 
-    def __init__(self, rows: int, window: int):
+    def __init__(self, rows: int, slot_length: int):
         super().__init__(layers=[])
         self.rows = rows
-        self.window = window
+        self.slot_length = slot_length
         self.sliding_windows: dict[int, int | None] = {}  # by layer
         self._stores: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # by layer, made at the first pass
 
@@ -118,7 +118,7 @@ class _SlotCache(Cache):
         self._masks: dict[int | None, torch.Tensor] = {}  # by sliding window
         # The end of each slot after this pass.
         self.ends = {chunk.slot: chunk.begin + len(chunk.tokens) for chunk in chunks}
-        assert max(self.ends) < self.rows and max(self.ends.values()) <= self.window
+        assert max(self.ends) < self.rows and max(self.ends.values()) <= self.slot_length
         begins = torch.tensor([chunk.begin for chunk in chunks])
         slots = torch.tensor([chunk.slot for chunk in chunks])
         length = max(len(chunk.tokens) for chunk in chunks)
@@ -127,7 +127,7 @@ class _SlotCache(Cache):
         # Rows shorter than those with draft tokens are padded; the output of the padding is not read.
         padded = [[*chunk.tokens, *[0] * (length - len(chunk.tokens))] for chunk in chunks]
         ids[rows] = torch.tensor(padded)
-        positions[rows] = (begins[:, None] + torch.arange(length)).clamp(max=self.window - 1)
+        positions[rows] = (begins[:, None] + torch.arange(length)).clamp(max=self.slot_length - 1)
         self.slots = slots.to(device)
         self._begins = begins.to(device)
         self._positions = positions.to(device)
@@ -140,7 +140,7 @@ class _SlotCache(Cache):
         states = (key_states, value_states)
         if layer_idx not in self._stores:
             self._stores[layer_idx] = tuple(
-                _zeros((self.rows, s.shape[1], self.window, s.shape[3]), s) for s in states
+                _zeros((self.rows, s.shape[1], self.slot_length, s.shape[3]), s) for s in states
             )
         stores = self._stores[layer_idx]
         if self.is_step:
@@ -170,9 +170,9 @@ class _SlotCache(Cache):
         if sliding_window not in self._masks:
             position = self._positions[:, None, :, None]
             key = torch.arange(
-                self.window if self.is_step else max(self.ends.values()), device=position.device
+                self.slot_length if self.is_step else max(self.ends.values()), device=position.device
             )
-            allowed = (key <= position) & (key > position - (sliding_window or self.window))
+            allowed = (key <= position) & (key > position - (sliding_window or self.slot_length))
             zero = torch.zeros((), dtype=dtype, device=position.device)
             self._masks[sliding_window] = zero.where(allowed, torch.finfo(dtype).min)
         return self._masks[sliding_window]

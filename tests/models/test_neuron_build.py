@@ -166,7 +166,7 @@ def test_a_sliding_window_limits_the_length_that_is_chosen(tmp_path):
 def test_the_largest_prompt_bucket_is_the_window_and_the_longest_prompt_one_token_less(tmp_path, window, largest):
     """The library's kernel for long prompts begins at a bucket of 4096."""
     build = decide(checkpoint(tmp_path / "model", LLAMA | {"max_position_embeddings": window}))
-    assert max(build.programs.prefill_buckets) == max(build.programs.position_buckets) == largest
+    assert max(build.compiled_config.prefill_buckets) == max(build.compiled_config.position_buckets) == largest
     assert build.config.max_input_tokens == window - 1
 
 
@@ -532,7 +532,7 @@ def test_a_compiler_that_refuses_the_program_turns_chunks_off_with_one_warning_a
 
 def test_a_folder_is_compiled_without_the_program_that_the_compiler_refuses(tmp_path, refuses_chunks, caplog):
     output = compiled(tmp_path, "--prefill-chunk", str(CHUNK), "--max-batch-size", "2")
-    assert decide(output).programs.prefill_chunk == 0
+    assert decide(output).compiled_config.prefill_chunk == 0
     assert_serves_whole(serve(output), caplog)
 
 
@@ -556,7 +556,7 @@ def test_a_compiler_that_refuses_hybrid_sampling_leaves_it_to_the_host_with_one_
         caplog.clear()
         device.compiled.clear()
     output = compiled(tmp_path)
-    assert decide(output).programs.sampling == serve(output).sampling == "host"
+    assert decide(output).compiled_config.sampling == serve(output).sampling == "host"
 
 
 def test_hybrid_sampling_that_was_asked_for_is_not_replaced(tmp_path, refuses_both):

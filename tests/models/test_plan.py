@@ -349,7 +349,7 @@ def test_the_window_of_a_mixtral_ends_where_its_attention_would_slide():
     assert choose(Shape.from_config(sliding), INSTANCES["inf2.48xlarge"]).length == 3000
     with pytest.raises(ConfigError, match=r"--max-total-tokens 3001 .* more than the context length .*, 3000"):
         choose(Shape.from_config(sliding), INSTANCES["inf2.48xlarge"], max_total_tokens=3001)
-    assert SHAPES["Mixtral-8x7B"].window == 32768
+    assert SHAPES["Mixtral-8x7B"].context_length == 32768
 
 
 def test_any_even_tp_degree_may_be_set_on_inferentia2():

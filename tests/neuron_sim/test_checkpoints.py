@@ -144,7 +144,7 @@ def test_a_folder_of_optimum_neuron_is_compiled_with_its_values(reference, tmp_p
     (folder / "config.json").write_text(json.dumps(config | {"neuron": section}))
     build = BuildPlan.decide(Config(model_id=str(folder), device="neuron"), folder, Manifest.read(folder))
     batch = Batch(NeuronModel(build, Path(tempfile.mkdtemp(dir=tmp_path))))
-    assert (batch.model.batch_size, build.programs.tp_degree, batch.model.max_total_tokens) == (3, 2, WINDOW)
+    assert (batch.model.batch_size, build.compiled_config.tp_degree, batch.model.max_total_tokens) == (3, 2, WINDOW)
     batch.join(1, [3, 100, 7])
     for _ in range(8):
         batch.step()
