@@ -39,7 +39,7 @@ from engine.sampling import SamplerState
 from engine.scheduler import Scheduler, SchedulerConfig, Step
 from engine.step import StepOutput, StepRunner, StepTimer
 from models.base import DeviceLost, ModelError, StaticBatchModel
-from models.tokenizer import TokenizerFacts, check_tokenizer
+from models.tokenizer import TokenizerFacts, check_tokenizer, find_tokenizer
 from protocol import Cancel, Hello, ModelInfo, RequestStats, Status, SubmitRequests
 from run import ConfigError, die_with_parent, explained, run_dir, socket_address
 from text.grammar import Grammars
@@ -298,6 +298,7 @@ class Startup:
         with self.phase("checking" if self._config.is_local else "downloading", self._config.model_name):
             prepared = models.prepare(self._config)
             config = self._config = prepared.config
+            find_tokenizer(prepared.folder)  # before weights are downloaded or converted
             self._metrics.set_limits(
                 config.max_batch_size or 0, config.max_input_tokens, config.max_total_tokens
             )

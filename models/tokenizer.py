@@ -27,6 +27,7 @@ from run import ConfigError
 
 TIMEOUT_S = 900
 CONFIG = "tokenizer_config.json"
+FAST = "tokenizer.json"
 SLOW = ("tokenizer.model", "vocab.json", "spiece.model")
 
 
@@ -38,25 +39,31 @@ class TokenizerFacts(NamedTuple):
     largest_id: int  # of the tokens of ordinary text
 
 
-def tokenizer_folder(config: Config, folder: Path, scratch: Path) -> Path:
-    """The converted tokenizer goes into `scratch` where the cache cannot be written. Raises ConfigError."""
-    if (folder / "tokenizer.json").exists():
-        refuse_lfs_pointer(folder / "tokenizer.json")
-        return folder
-    slow = next((name for name in SLOW if (folder / name).exists()), None)
-    if slow is None and (folder / "tekken.json").exists():
+def find_tokenizer(folder: Path) -> str:
+    """The name of the tokenizer's file, FAST or one of SLOW. Raises ConfigError where there is none."""
+    for name in (FAST, *SLOW):
+        if (folder / name).exists():
+            refuse_lfs_pointer(folder / name)
+            return name
+    if (folder / "tekken.json").exists():
         raise ConfigError(
             f"{folder} holds its tokenizer in Mistral's own format, tekken.json, which is not read; "
             "add the tokenizer.json that the same model has in transformers' format"
         )
-    if slow is None:
-        raise ConfigError(
-            f"{folder} holds no tokenizer (tokenizer.json, or one to convert: tokenizer.model, vocab.json)"
-        )
+    raise ConfigError(
+        f"{folder} holds no tokenizer (tokenizer.json, or one to convert: tokenizer.model, vocab.json)"
+    )
+
+
+def tokenizer_folder(config: Config, folder: Path, scratch: Path) -> Path:
+    """The converted tokenizer goes into `scratch` where the cache cannot be written. Raises ConfigError."""
+    found = find_tokenizer(folder)
+    if found == FAST:
+        return folder
 
     def convert(target: Path) -> None:
         arguments = ["models.tokenizer", str(folder.absolute()), str(target)]
-        _output(arguments, f"the tokenizer of {folder} ({slow}) cannot be converted: ")
+        _output(arguments, f"the tokenizer of {folder} ({found}) cannot be converted: ")
         write_entry(target, {"from": folder.name})
 
     cache = ModelCache(config)
