@@ -22,8 +22,10 @@ LAYERS = ("full_attention", "sliding_attention", "global")
 # What families have whose config does not name its layers.
 UNSUPPORTED = {
     "bloom": "ALiBi (attention biased by distance)",
+    "openai-gpt": "layers without a KV cache",
     "recurrent_gemma": "recurrent layers",
     "rwkv": "recurrent layers",
+    "xglm": "attention code of its own",
     "xlstm": "recurrent layers",
 }
 

@@ -71,6 +71,8 @@ def test_the_parameters_of_a_model_are_counted_without_its_weights(zoo, architec
         ("llama4_text", {"num_hidden_layers": 2}, "chunked_attention layers"),  # of which length?
         ("recurrent_gemma", {}, "recurrent layers"),
         ("rwkv", {}, "recurrent layers"),
+        ("openai-gpt", {}, "layers without a KV cache"),
+        ("xglm", {}, "attention code of its own"),
     ],
 )
 def test_a_family_whose_state_or_attention_slots_cannot_share_is_refused_by_name(tmp_path, architecture, kind, facts, why):
