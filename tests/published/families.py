@@ -27,6 +27,7 @@ class Family:
     refused: str = ""
     changes: dict[str, Any] = field(default_factory=dict)
     on_torch: bool = True  # plain PyTorch, which serves on CUDA, serves it, too
+    seed: int = 0  # of the random weights; another one where tokens do not lead clearly
 
     @property
     def id(self) -> str:
@@ -200,7 +201,7 @@ FAMILIES = [
     served("BioGPT", "microsoft/biogpt"),
     refused("GPT", "openai-community/openai-gpt", "layers without a KV cache"),
     served("CWM", "facebook/cwm"),
-    served("DBRX", "databricks/dbrx-instruct", TORCH),
+    Family("DBRX", "databricks/dbrx-instruct", TORCH, TORCH, seed=1),
     served("JetMoE", "jetmoe/jetmoe-8b", TORCH),
     served("nanochat", "karpathy/nanochat-d32"),
     served("Trinity", "arcee-ai/Trinity-Mini"),

@@ -20,6 +20,7 @@ from templates import FOLDER as TOKENIZERS
 from tokenizers import Tokenizer
 
 from config import DEMO_MODEL
+from published.families import Family
 
 # The largest values of fields; multi-head attention has four heads of 16.
 LARGEST = {
@@ -197,15 +198,16 @@ def architecture(config: dict[str, Any]) -> str | None:
     return names.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(config["model_type"])
 
 
-def write(folder: Path, model: str, config: dict[str, Any], generation_config: dict[str, Any] | None) -> Path:
+def write(folder: Path, family: Family) -> Path:
     """The files of a model as it is published, smaller, with random weights."""
+    model, config, generation_config = family.model, family.config, family.generation_config
     tokenizer = _write_tokenizer(folder, model)
     lent = tokenizer.get_vocab_size() if tokenizer_folder(model) == Path(DEMO_MODEL) else None
     config = {"architectures": [architecture(config)]} | small(config, lent)
     _write(folder / "config.json", config)
     known = transformers.AutoConfig.from_pretrained(folder)
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
+        torch.manual_seed(family.seed)
         network = getattr(transformers, config["architectures"][0])(known).float()
         _randomize(network)
     # An EOS of the library's default would be written beside the model, and warnings about sampling.
@@ -219,10 +221,10 @@ def write(folder: Path, model: str, config: dict[str, Any], generation_config: d
     return folder
 
 
-def write_unreadable(folder: Path, model: str, config: dict[str, Any]) -> Path:
+def write_unreadable(folder: Path, family: Family) -> Path:
     """config.json as published and a file of weights that cannot be read: for what is refused before that."""
-    _write_tokenizer(folder, model)
-    _write(folder / "config.json", {"architectures": [architecture(config)]} | config)
+    _write_tokenizer(folder, family.model)
+    _write(folder / "config.json", {"architectures": [architecture(family.config)]} | family.config)
     (folder / "model.safetensors").write_text("no weights")
     return folder
 

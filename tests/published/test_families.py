@@ -142,7 +142,7 @@ def ask(server, api, is_streamed):
 @pytest.mark.parametrize("family", SERVED)
 @pytest.mark.usefixtures("conversions")
 def test_a_family_is_served_and_its_texts_are_those_of_transformers(tmp_path, record_property, family):
-    folder = folders.write(tmp_path / "model", family.model, family.config, family.generation_config)
+    folder = folders.write(tmp_path / "model", family)
     reference = Reference(folder)
     short, long, chat = reference.ids(SHORT), reference.ids(LONG), reference.chat_ids(CHAT)
     assert load(folder, record_property, "auto").engine == family.default_engine
@@ -171,7 +171,7 @@ def test_a_family_is_served_and_its_texts_are_those_of_transformers(tmp_path, re
 
 @pytest.mark.parametrize("family", REFUSED)
 def test_a_family_is_refused_in_one_line_before_its_weights_are_read(tmp_path, family):
-    folder = folders.write_unreadable(tmp_path / "model", family.model, family.config)
+    folder = folders.write_unreadable(tmp_path / "model", family)
     with start(folder) as server:
         assert server.wait_exit() == 2
         errors = [line for line in server.log.splitlines() if "ERROR" in line or line.startswith("error")]
