@@ -1,1 +1,1 @@
-"""The HTTP APIs, one file each, and what they share. Runs in the web processes."""
+"""The HTTP APIs, one file each, and what they share. Runs in the API server processes."""

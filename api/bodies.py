@@ -22,7 +22,7 @@ from config import Config
 
 BODY_PIECE = 16_384  # bytes; in chunks of a byte they take 0.1 s
 YIELD_S = 1e-6  # sleep(0) lets other greenlets run, but does not look for input each time
-HELD_LIMIT = 32_000_000  # bytes of bodies that arrive or are being prepared, in a web process
+HELD_LIMIT = 32_000_000  # bytes of bodies that arrive or are being prepared, in an API server process
 DISCARD_S = 1.0
 CHARSETS = ("utf-8", "us-ascii", "iso-8859-1")  # of plain text
 TRAILER_LIMIT = 8190  # bytes after a chunked body; gunicorn scans all of them whenever some arrive

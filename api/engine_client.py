@@ -1,6 +1,6 @@
-"""The worker as a web process sees it: submit, stream, cancel, metrics, health.
+"""The worker as an API server process sees it: submit, stream, cancel, metrics, health.
 
-An `EngineClient` owns the web process' end of the socket. Its greenlets receive messages and put them into
+An `EngineClient` owns the API server's end of the socket. Its greenlets receive messages and put them into
 the queue of the request that they belong to; the request's own greenlet takes them out with
 `InFlightRequest.receive`. Everything runs on the one thread of the event loop, so nothing here takes a lock.
 This layer is independent of HTTP, text and torch.
@@ -30,7 +30,7 @@ from protocol import HEARTBEAT_S, SILENCE_S, End, Generate, MetricsText, ModelIn
 logger = logging.getLogger("engine_client")
 
 METRICS_TIMEOUT_S = 2.0
-FIRST_MESSAGE_S = 1.0  # a running worker answers a new web process within milliseconds
+FIRST_MESSAGE_S = 1.0  # a running worker answers a new process within milliseconds
 LOADING_S = 30.0  # the largest tokenizers load in about two seconds
 MAX_MESSAGE_BYTES = 64_000_000  # of one HTTP request: both processes hold it in memory
 UNREADABLE = "the worker's message cannot be read"
@@ -58,7 +58,7 @@ def attempt(function: Callable[[], Any]) -> Any:
 
 
 class EngineClient:
-    """The worker's state, and the requests that this web process has sent to it. To be made after the fork.
+    """The worker's state, and the requests that this process has sent to it. To be made after the fork.
 
     `load_text` is called with the worker's ModelInfo in a thread, because it reads a large file; its result
     is `text`, and requests are accepted from then on. An error of it ends the process. `on_stuck` is called
@@ -130,14 +130,14 @@ class EngineClient:
         return 0 < self._status.due_at < now or now - self._heard_at > SILENCE_S
 
     def wait_while_loading(self) -> None:
-        """Waits for the tokenizer if the worker is ready: another web process may have said so."""
+        """Waits for the tokenizer if the worker is ready: another process may have said so."""
         if self._status and self._status.phase == "ready":
             self._has_text.wait(LOADING_S)
 
     def wait_until_known(self) -> None:
         """Waits for the worker's first status and, if it is ready, for the tokenizer.
 
-        A web process that replaces another one would otherwise reject requests that the others accept. It
+        A process that replaces another one would otherwise reject requests that the others accept. It
         does not wait for a worker that is still starting, or silent.
         """
         self._has_status.wait(FIRST_MESSAGE_S)
@@ -167,7 +167,7 @@ class EngineClient:
             self._send(protocol.Cancel(request_id, reason))
 
     def record(self, stats: protocol.RequestStats) -> None:
-        """Adds an HTTP request to the metrics, which the worker keeps for all web processes."""
+        """Adds an HTTP request to the metrics, which the worker keeps for all API server processes."""
         if not self._lost:
             self._send(stats)
 

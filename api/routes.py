@@ -265,7 +265,7 @@ ROUTES = (
     Route(
         "GET",
         "/live",
-        "200 when this web process responds",
+        "200 when this API server process responds",
         status.live,
         needs_key=False,
     ),

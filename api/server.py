@@ -1,4 +1,4 @@
-"""What the routes of one web process share: reading and preparing requests, generating, and JSON responses.
+"""What the routes of an API server process share: reading and preparing requests, generating, JSON responses.
 
 Work that would hold up the event loop (chat templates, long texts, grammars) runs in a few threads.
 """
@@ -65,7 +65,7 @@ class TextThreads:
 
 
 class Server:
-    """One web process. To be made after the fork."""
+    """One API server process. To be made after the fork."""
 
     def __init__(self, config: Config, engine: EngineClient):
         self.config = config

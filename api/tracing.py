@@ -2,7 +2,7 @@
 (`--otlp-endpoint`).
 
 A request is a span of kind SERVER, the child of the span that its `traceparent` header names. The spans of
-its stages are made when it ends, from times that its web process measured: validate; queue, prefill and
+its stages are made when it ends, from times that the API server measured: validate; queue, prefill and
 decode of each sequence; stream. The packages of the extra `otel` are imported nowhere else, and only when a
 `Tracer` is made. Independent of Flask.
 """

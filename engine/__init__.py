@@ -1,1 +1,1 @@
-"""Requests on the device: what each step runs, sampling, and messages to the web processes."""
+"""Requests on the device: what each step runs, sampling, and messages to the API server processes."""

@@ -40,7 +40,7 @@ class Request:
     generate: Generate
     max_new_tokens: int  # within the context length
     arrived_at: float
-    peer: bytes = b""  # the web process that it came from
+    peer: bytes = b""  # the API server process that it came from
     group: RequestGroup = field(default_factory=RequestGroup)
     eos_token_ids: Collection[int] = ()
     sampler: SamplerState | None = None  # None with on-device sampling

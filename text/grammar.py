@@ -1,6 +1,6 @@
 """Structured output: grammars for JSON schemas, regular expressions and choices, and their token masks.
 
-A grammar is text in llguidance's dialect of Lark whose first rule is `start`. A web process makes it of what
+A grammar is text in llguidance's dialect of Lark whose first rule is `start`. An API server makes it of what
 a client sent, and has a `GrammarChecker` compile it in a child process with limits, before anything is
 generated. The worker compiles what was accepted (`Grammars`) and keeps a `Matcher` for each request, which
 gets every sampled token and fills in the mask of the next one.
@@ -28,7 +28,7 @@ CHECK_S = 0.5  # of processor time, for compiling and the masks of the first tok
 CHECK_BYTES = 128 * 2**20  # for the same, beyond the tokenizer
 DRY_RUN_TOKENS = 50
 SLOW_MASK_S = 0.02  # a grammar whose masks take longer twice is given up
-ACCEPTED = 1_000  # grammars that a web process does not check again
+ACCEPTED = 1_000  # grammars that an API server process does not check again
 # Above these llguidance ends with an error instead of a step that takes long. A string of some 20,000
 # characters whose length is limited needs 100,000 states of the lexer, and 90 MB until its request ends.
 LIMITS = LLParserLimits(
@@ -153,7 +153,7 @@ def _close(schemas: list[dict[str, Any]]) -> None:
 
 
 class GrammarChecker:
-    """Checks whether grammars can be used with a model's tokenizer, in a web process. Threads may share it.
+    """Checks whether grammars can be used with a model's tokenizer. Threads may share it.
 
     A child process compiles them, so that one that exhausts time or memory harms nothing.
     """
