@@ -634,7 +634,7 @@ def test_a_killed_web_process_takes_nobody_elses_requests_with_it(shared):
 
 def test_a_process_that_checks_grammars_is_there_before_the_first_one_of_them(shared):
     web = shared.pids("web.py")[1:]
-    checking = [int(parent_of(pid)) for pid in shared.pids("text.grammar:probe")]
+    checking = [int(parent_of(pid)) for pid in shared.pids("text.grammar:dry_run")]
     assert sorted(checking) == web  # with hybrid sampling, the default on Neuron devices
 
 

@@ -189,7 +189,7 @@ def table(title):
 
 DOCUMENTED = {kind: table(title) for kind, title in TABLES.items()}
 WHOLE = {GenerateRequest: "/generate", ChatRequest: "/v1/chat/completions", CompletionRequest: "/v1/completions"}
-DEVICE_TABLE = table("Sampling on the device")
+DEVICE_TABLE = table("On-device sampling")
 
 
 def names_of(kind):
