@@ -14,6 +14,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from api import formats
+from api.content import ContentReader, needed, omitted
 from api.errors import ApiError, invalid
 from api.fields import CHAT_FIELDS, FieldNames, check_ids, check_top_n, require
 from api.normalise import ALIASES, adapt_to_template
@@ -27,26 +28,26 @@ from text.stream import Piece
 from text.template import RESERVED, TemplateError
 from text.tool_formats import THINK, after_thinking
 
-# In the place of what the model cannot read, so that a session with an image goes on.
-IMAGE_OMITTED = "[{kind} omitted: this server reads text only]"
 OPENAI_TOP_LOGPROBS = 20  # OpenAI's own limit
 PLAIN_ROLES = ("system", "user", "assistant", "tool")  # which template_capabilities.py has tried
 ROLES = (*PLAIN_ROLES, *ALIASES)
-
-
-class Part(Struct):
-    """A part of a message; only text is supported."""
-
-    type: str
-    text: str | None = None
+PARTS = {
+    "text": "text",
+    "refusal": "refusal",
+    "image_url": omitted("image"),
+    "input_audio": omitted("audio"),
+    "file": omitted("file"),
+}
 
 
 class Message(Struct, omit_defaults=True):
-    """One message of a chat. The text parts of `content` are joined."""
+    """One message of a chat. The parts of `content` (PARTS has their types) are joined."""
 
     role: str
-    content: str | list[Part] | None = None
+    content: str | list[dict[str, Any]] | None = None
+    refusal: str | None = None
     name: str | None = None
+    function_call: dict[str, Any] | None = None  # the older name of one call
     tool_calls: list[dict[str, Any]] | None = None
     tool_call_id: str | None = None
     reasoning_content: str | None = None  # of an earlier answer, for templates that write it
@@ -57,7 +58,7 @@ class Prediction(Struct):
     """The expected output, such as the file to edit. It changes the speed, never the text."""
 
     type: str
-    content: str | list[Part]
+    content: str | list[dict[str, Any]]
 
 
 class ChatRequest(OpenAIRequest, kw_only=True):
@@ -100,9 +101,7 @@ def prepare_chat(chat: ChatRequest, served: Served, names: FieldNames = CHAT_FIE
 def _prediction(given: Prediction, served: Served) -> list[int]:
     """Its tokens, at most the context length."""
     require(given.type == "content", "prediction.type", "must be `content`", given=given.type)
-    text = given.content
-    if isinstance(text, list):
-        text = "".join(_part(f"prediction.content[{i}]", part) for i, part in enumerate(text))
+    text = ContentReader(PARTS).text("prediction.content", given.content, "")
     tokenizer = served.text.tokenizer
     most = served.info.max_total_tokens
     tokens = tokenizer.encode(tokenizer.escape(text[: most * tokenizer.longest_token]), False)[:most]
@@ -209,36 +208,51 @@ def _messages(
         is_known = message.role in ROLES or message.role in template_words
         detail = f"must be one of {', '.join(ROLES)}, or another role that the model's chat template names"
         require(is_known, f"{names.message(n)}.role", detail, given=message.role[:40])
-    return [_message(names.message(n), message) for n, message in enumerate(messages)]
-
-
-def _message(path: str, message: Message) -> dict[str, Any]:
-    content = message.content
-    if isinstance(content, list):
-        content = "".join(_part(f"{path}.content[{i}]", part) for i, part in enumerate(content))
-    require(content is not None or bool(message.tool_calls), path, "needs `content`")
-    written: dict[str, Any] = {"role": message.role, "content": content or ""}
-    optional = {
-        "name": message.name,
-        "tool_call_id": message.tool_call_id,
-        "reasoning_content": message.reasoning_content or message.reasoning,
-    }
-    written |= {name: value for name, value in optional.items() if value is not None}
-    if message.tool_calls:
-        calls = enumerate(message.tool_calls)
-        written["tool_calls"] = [_with_arguments(f"{path}.tool_calls[{i}]", call) for i, call in calls]
+    reader = ContentReader(PARTS)
+    written = [_message(reader, names.message(n), message) for n, message in enumerate(messages)]
+    reader.log_skipped()
     return written
 
 
-def _part(path: str, part: Part) -> str:
-    require(
-        part.type == "text",
-        f"{path}.type",
-        f"{part.type[:40]} is not supported: this server reads text only",
-    )
-    if part.text is None:
-        raise invalid(path, "needs `text`")
-    return part.text
+def _message(reader: ContentReader, path: str, message: Message) -> dict[str, Any]:
+    content = message.refusal if message.content is None else message.content
+    calls = _calls(path, message)
+    thoughts = message.reasoning_content or message.reasoning
+    call_id = message.tool_call_id
+    if message.role == "function" and call_id is None:
+        call_id = message.name  # `function_call` has no other
+    require(content is not None or bool(calls) or bool(thoughts), path, "needs `content`")
+    written: dict[str, Any] = {
+        "role": message.role,
+        "content": reader.text(f"{path}.content", content or "", ""),
+    }
+    optional = {
+        "name": message.name,
+        "tool_call_id": call_id,
+        "reasoning_content": thoughts,
+    }
+    written |= {name: value for name, value in optional.items() if value is not None}
+    if calls:
+        written["tool_calls"] = [_with_arguments(path, call) for path, call in calls]
+    return written
+
+
+def _calls(path: str, message: Message) -> list[tuple[str, dict[str, Any]]]:
+    """The calls of a message, each with its path. A custom tool is a function of one text."""
+    if message.function_call is not None:
+        path += ".function_call"
+        name = needed(path, message.function_call, "name", str)
+        return [(path, {"id": name, "type": "function", "function": message.function_call})]
+    calls: list[tuple[str, dict[str, Any]]] = []
+    for i, call in enumerate(message.tool_calls or []):
+        call_path = f"{path}.tool_calls[{i}]"
+        if call.get("type") == "custom":
+            custom = needed(call_path, call, "custom", dict)
+            arguments = {"input": needed(f"{call_path}.custom", custom, "input", str)}
+            function = {"name": needed(f"{call_path}.custom", custom, "name", str), "arguments": arguments}
+            call = {"id": call.get("id"), "type": "function", "function": function}
+        calls.append((call_path, call))
+    return calls
 
 
 def _with_arguments(path: str, call: dict[str, Any]) -> dict[str, Any]:

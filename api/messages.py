@@ -14,7 +14,8 @@ from typing import Any
 from msgspec import Struct
 
 from api import fields
-from api.conversation import IMAGE_OMITTED, ChatRequest, Message, prepare_chat, text_of, visible_text
+from api.content import IMAGE_OMITTED, ContentReader, needed, omitted
+from api.conversation import ChatRequest, Message, prepare_chat, text_of, visible_text
 from api.errors import ANTHROPIC, ApiError, invalid, named_event
 from api.fields import FieldNames, Json
 from api.prepared_request import PreparedRequest, Served, ids_of
@@ -25,45 +26,13 @@ from text.output_parser import Arguments, CallBegin, Content, Reasoning
 from text.stream import Piece
 
 STOP_REASONS = {"length": "max_tokens", "eos_token": "end_turn", "stop_sequence": "stop_sequence"}
-# Blocks of tools that Anthropic runs, or that only Anthropic can read.
-ANTHROPIC_ONLY_BLOCKS = {
-    "redacted_thinking",
-    "server_tool_use",
-    "web_search_tool_result",
-    "web_fetch_tool_result",
-    "code_execution_tool_result",
-    "bash_code_execution_tool_result",
-    "text_editor_code_execution_tool_result",
-    "tool_search_tool_result",
-    "mcp_tool_use",
-    "mcp_tool_result",
-    "container_upload",
-}
-
-
-class AnthropicPart(Struct):
-    """A part of the system text or of a tool result; the model reads text only."""
-
-    type: str
-    text: str | None = None
-    source: dict[str, Any] | None = None  # of an image or a document
-
-
-class Block(AnthropicPart):
-    """A part of a message. Which fields it has depends on its type."""
-
-    thinking: str | None = None
-    id: str | None = None
-    name: str | None = None
-    input: dict[str, Any] | None = None
-    tool_use_id: str | None = None
-    content: str | list[AnthropicPart] | None = None
-    is_error: bool | None = None
 
 
 class InputMessage(Struct):
+    """One message. The blocks of `content` are of the types in BLOCKS; others are skipped."""
+
     role: str
-    content: str | list[Block]
+    content: str | list[dict[str, Any]]
 
 
 class Tool(Struct):
@@ -94,7 +63,7 @@ class CountRequest(Struct, kw_only=True):
 
     messages: list[InputMessage]
     model: str | None = None  # ignored: one model is served
-    system: str | list[AnthropicPart] | None = None
+    system: str | list[dict[str, Any]] | None = None
     tools: list[Tool] | None = None
     tool_choice: AnthropicToolChoice | None = None
     thinking: dict[str, Any] | None = None
@@ -190,11 +159,17 @@ def count_tokens(data: Json, served: Served) -> TokenCount:
 
 def _chat_of(request: CountRequest, tools: MessagesTools) -> tuple[ChatRequest, FieldNames]:
     """The chat of a request, without limits and sampling. Raises ApiError."""
+    reader = BlockReader(tools)
     paths: list[str] = []
     messages: list[Message] = []
-    for path, message in _messages(request):
-        paths.append(path)
-        messages.append(message)
+    if request.system:
+        paths.append("system")
+        messages.append(Message("system", reader.text("system", request.system)))
+    for n, given in enumerate(request.messages):
+        for message in reader.messages(f"messages[{n}]", given.role, given.content):
+            paths.append(f"messages[{n}]")
+            messages.append(message)
+    reader.log_skipped()
     choice = request.tool_choice or AnthropicToolChoice("auto")
     chat = ChatRequest(
         messages=messages,
@@ -236,77 +211,120 @@ class MessagesTools:
                 self.left_out.add(tool.type[:40])
 
 
-def _messages(request: CountRequest) -> Iterator[tuple[str, Message]]:
-    """The messages of the chat, each with its path in the request."""
-    if request.system:
-        yield "system", Message("system", _text("system", request.system))
-    for n, message in enumerate(request.messages):
-        path = f"messages[{n}]"
-        if isinstance(message.content, str):
-            yield path, Message(message.role, message.content)
-        elif message.role == "assistant":
-            yield path, _assistant(f"{path}.content", message.content)
-        else:
-            for part in _parts(f"{path}.content", message.role, message.content):
-                yield path, part
+class BlockReader(ContentReader[Message]):
+    """Reads the blocks of a request: texts, and messages with thoughts, a call or its result."""
+
+    def __init__(self, tools: MessagesTools):
+        super().__init__(BLOCKS)
+        self._tools = tools
+
+    def messages(self, path: str, role: str, content: str | list[dict[str, Any]]) -> Iterator[Message]:
+        """What one message of the request becomes: blocks that belong to another role stand apart."""
+        begun = Message(role)
+        is_alone = True
+        for kind, part in self.parts(f"{path}.content", content):
+            if isinstance(part, str):
+                begun.content = _appended(begun, kind, part)
+            elif part.role == role:
+                begun.reasoning_content = (begun.reasoning_content or "") + (part.reasoning_content or "")
+                begun.tool_calls = [*(begun.tool_calls or []), *(part.tool_calls or [])]
+            else:
+                if begun != Message(role):
+                    yield begun
+                yield part
+                begun = Message(role)
+                is_alone = False
+        if is_alone or begun != Message(role):
+            begun.content = begun.content or ""
+            yield begun
+
+    def definition(self, name: str) -> str:
+        """The tool of that name as JSON; the name alone if the request has no such function."""
+        for tool in self._tools.functions:
+            if tool["function"]["name"] == name:
+                return json.dumps(tool["function"], ensure_ascii=False)
+        return name
 
 
-def _parts(path: str, role: str, blocks: list[Block]) -> Iterator[Message]:
-    """The texts and tool results of one message, in their order."""
-    texts: list[str] = []
-    for i, block in enumerate(blocks):
-        if block.type in ANTHROPIC_ONLY_BLOCKS:
-            continue
-        if block.type != "tool_result":
-            texts.append(_block_text(f"{path}[{i}]", block))
-            continue
-        if texts:
-            yield Message(role, "\n".join(texts))
-            texts = []
-        text = _text(f"{path}[{i}].content", block.content or "")
-        if block.is_error:
-            text = f"Error: {text}"
-        yield Message("tool", text, tool_call_id=block.tool_use_id)
-    if texts or not blocks:
-        yield Message(role, "\n".join(texts))
+def _appended(message: Message, kind: str, text: str) -> str:
+    """An assistant's text may come in several blocks, without a line break between them."""
+    is_text = kind in ("", "text")
+    if message.role == "assistant":
+        return (message.content or "") + (text if is_text else f"\n{text}\n")
+    return text if message.content is None else f"{message.content}\n{text}"
 
 
-def _assistant(path: str, blocks: list[Block]) -> Message:
-    message = Message("assistant", "")
-    texts: list[str] = []
-    calls: list[dict[str, Any]] = []
-    for i, block in enumerate(blocks):
-        if block.type == "thinking":
-            message.reasoning_content = (message.reasoning_content or "") + (block.thinking or "")
-        elif block.type == "tool_use":
-            if block.name is None:
-                raise invalid(f"{path}[{i}]", "needs `name`")
-            function = {"name": block.name, "arguments": json.dumps(block.input or {})}
-            calls.append({"id": block.id or "", "type": "function", "function": function})
-        elif block.type not in ANTHROPIC_ONLY_BLOCKS:
-            texts.append(_block_text(f"{path}[{i}]", block))
-    message.content = "".join(texts)
-    message.tool_calls = calls or None
-    return message
+def _thoughts(reader: BlockReader, path: str, block: Json) -> Message:
+    return Message("assistant", reasoning_content=reader.fields(path, block, "thinking?"))
 
 
-def _text(path: str, content: str | list[AnthropicPart]) -> str:
-    if isinstance(content, str):
-        return content
-    return "\n".join(_block_text(f"{path}[{i}]", block) for i, block in enumerate(content))
+def _call(_reader: BlockReader, path: str, block: Json) -> Message:
+    given = needed(path, block, "input", dict) if block.get("input") is not None else {}
+    function = {"name": needed(path, block, "name", str), "arguments": json.dumps(given)}
+    call = {"id": needed(path, block, "id", str), "type": "function", "function": function}
+    return Message("assistant", tool_calls=[call])
 
 
-def _block_text(path: str, block: AnthropicPart) -> str:
-    if block.type in ("image", "document"):
-        source = block.source or {}
-        if source.get("type") == "text" and isinstance(source.get("data"), str):
-            return source["data"]
-        return IMAGE_OMITTED.format(kind=block.type)
-    if block.type != "text":
-        raise invalid(f"{path}.type", "is not supported", given=block.type[:40])
-    if block.text is None:
-        raise invalid(path, "needs `text`")
-    return block.text
+def _result(reader: BlockReader, path: str, block: Json) -> Message:
+    text = reader.fields(path, block, "content?")
+    if block.get("is_error"):
+        text = f"Error: {text}"
+    return Message("tool", text, tool_call_id=needed(path, block, "tool_use_id", str))
+
+
+def _document(reader: BlockReader, path: str, block: Json) -> str:
+    source = needed(path, block, "source", dict)
+    readable = {"text": "data", "content": "content"}.get(needed(f"{path}.source", source, "type", str))
+    if readable is None:
+        return IMAGE_OMITTED.format(kind="document")
+    head = reader.fields(path, block, "title? context?")
+    return "\n".join(filter(None, [head, reader.fields(f"{path}.source", source, readable)]))
+
+
+def _tool_reference(reader: BlockReader, path: str, block: Json) -> str:
+    name = "name" if "name" in block else "tool_name"  # in a tool_addition, in a result
+    return reader.definition(needed(path, block, name, str))
+
+
+def _browser_state(reader: BlockReader, path: str, block: Json) -> str:
+    lines: list[str] = []
+    for i, tab in enumerate(needed(path, block, "tabs", list)):
+        line = reader.fields(f"{path}.tabs[{i}]", tab, "title? url?").replace("\n", " ")
+        lines.append(f"{line} (active)" if tab.get("active") else line)
+    return "\n".join(["Browser tabs:", *lines])
+
+
+# The readable types of blocks, and of what is in them.
+BLOCKS = {
+    "text": "text",
+    "thinking": _thoughts,
+    "tool_use": _call,
+    "tool_result": _result,
+    "image": omitted("image"),
+    "document": _document,
+    "search_result": "title? source? content",
+    "compaction": "content?",
+    "tool_reference": _tool_reference,
+    "tool_addition": "tool",
+    "browser_state": _browser_state,
+    # The results of tools that Anthropic ran.
+    "web_search_tool_result": "content?",
+    "web_search_result": "title? url?",
+    "web_fetch_tool_result": "content?",
+    "web_fetch_result": "url? content?",
+    "code_execution_tool_result": "content?",
+    "code_execution_result": "stdout? stderr?",
+    "bash_code_execution_tool_result": "content?",
+    "bash_code_execution_result": "stdout? stderr?",
+    "text_editor_code_execution_tool_result": "content?",
+    "text_editor_code_execution_view_result": "content?",
+    "text_editor_code_execution_str_replace_result": "lines?",
+    "tool_search_tool_result": "content?",
+    "tool_search_tool_search_result": "tool_references?",
+    "advisor_tool_result": "content?",
+    "advisor_result": "text?",
+    "mcp_tool_result": "content?",
+}
 
 
 def _function(path: str, tool: Tool) -> dict[str, Any]:

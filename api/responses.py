@@ -12,22 +12,15 @@ import contextlib
 import json
 import time
 from collections import Counter
-from collections.abc import Iterator
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple, NoReturn
 
 import msgspec
 from msgspec import UNSET, Struct, UnsetType
 
 from api import fields
-from api.conversation import (
-    IMAGE_OMITTED,
-    ChatRequest,
-    Message,
-    Part,
-    prepare_chat,
-    text_of,
-    visible_text,
-)
+from api.content import ContentReader, needed, omitted
+from api.conversation import ChatRequest, Message, prepare_chat, text_of, visible_text
 from api.errors import OPENAI, ApiError, invalid, named_event
 from api.fields import FieldNames, Json
 from api.openai import OpenAIResponseWriter, TokenLogprob
@@ -45,33 +38,6 @@ REJECTED_FIELDS = {
     "background": "is not supported",
     "prompt": "is not supported",
     "max_tool_calls": "is not supported",
-}
-# The required fields of each item type that the model reads.
-NEEDED = {
-    "message": ("role", "content"),
-    "function_call": ("call_id", "name", "arguments"),
-    "function_call_output": ("call_id", "output"),
-    "custom_tool_call": ("call_id", "name", "input"),
-    "custom_tool_call_output": ("call_id", "output"),
-    "local_shell_call": ("call_id", "action"),
-    "local_shell_call_output": ("output",),
-    "reasoning": (),
-}
-# Items of tools that OpenAI runs, or that only OpenAI can read.
-OPENAI_ONLY_ITEMS = {
-    "web_search_call",
-    "file_search_call",
-    "code_interpreter_call",
-    "image_generation_call",
-    "computer_call",
-    "computer_call_output",
-    "tool_search_call",
-    "tool_search_output",
-    "mcp_list_tools",
-    "mcp_approval_request",
-    "mcp_approval_response",
-    "mcp_call",
-    "compaction",
 }
 # Characters that truncation can leave of an escaped one, such as \ud83d\ude4.
 MAX_PARTIAL_ESCAPE = 12
@@ -121,32 +87,10 @@ class ResponsesFields(Struct, kw_only=True):
     max_tool_calls: U32 | None = None
 
 
-class InputPart(Part):
-    """A part of an item's text, or an image or a file, which the model cannot read."""
-
-    refusal: str | None = None
-
-
-class InputItem(Struct):
-    """A message (its type may be left out), a tool call or its output, or reasoning."""
-
-    type: str | None = None
-    role: str | None = None
-    content: str | list[InputPart] | None = None
-    call_id: str | None = None
-    name: str | None = None
-    arguments: str | None = None
-    output: str | list[InputPart] | None = None
-    input: str | None = None  # of a custom tool
-    action: dict[str, Any] | None = None  # of the local shell
-    namespace: str | None = None
-    summary: list[InputPart] | None = None  # of reasoning
-
-
 class ResponsesRequest(ResponsesFields, kw_only=True):
-    """Body of `POST /v1/responses`."""
+    """Body of `POST /v1/responses`. The items of `input` are of the types in ITEMS; others are skipped."""
 
-    input: str | list[InputItem]
+    input: str | list[dict[str, Any]]
     model: str | None = None  # ignored: one model is served
     stream: bool | None = None
     include: list[str] | None = None
@@ -291,7 +235,7 @@ class ResponsesTools:
         self.paths: list[str] = []  # of each function in the request
         self._of_names: dict[str, ClientTool] = {}
         self.left_out: set[str] = set()  # types
-        flat = list(_flat(request.tools or []))
+        flat = _offered(request)
         names = Counter(str(tool.get("name")) for _path, _namespace, tool in flat)
         for path, namespace, tool in flat:
             kind = tool.get("type")
@@ -340,16 +284,32 @@ class ResponsesTools:
         return {"type": "function", "function": {"name": given.name}}
 
 
-def _flat(tools: list[dict[str, Any]]) -> Iterator[tuple[str, str | None, dict[str, Any]]]:
-    """Each tool with its path and its namespace."""
-    for i, tool in enumerate(tools):
-        if tool.get("type") != "namespace":
-            yield f"tools[{i}]", None, tool
+def _offered(request: ResponsesRequest) -> list[tuple[str, str | None, Json]]:
+    """Each tool of the request with its path and its namespace, then those that its items add."""
+    offered = list(_flat("", request.tools))
+    known = {(namespace, str(tool.get("name"))) for _path, namespace, tool in offered}
+    for i, item in enumerate(request.input if isinstance(request.input, list) else ()):
+        if item.get("type") not in ("additional_tools", "tool_search_output"):
             continue
-        inner = tool.get("tools")
-        for k, one in enumerate(inner if isinstance(inner, list) else ()):
-            if isinstance(one, dict):
-                yield f"tools[{i}].tools[{k}]", str(tool.get("name")), one
+        for path, namespace, tool in _flat(f"input[{i}]", item.get("tools")):
+            key = (namespace, str(tool.get("name")))
+            if key not in known:
+                known.add(key)
+                offered.append((path, namespace, tool))
+    return offered
+
+
+def _flat(path: str, tools: Any) -> Iterator[tuple[str, str | None, Json]]:
+    """Each of an object's `tools` with its path and its namespace."""
+    path = f"{path}.tools".lstrip(".")
+    for i, tool in enumerate(tools if isinstance(tools, list) else ()):
+        if not isinstance(tool, dict):
+            continue
+        if tool.get("type") != "namespace":
+            yield f"{path}[{i}]", None, tool
+            continue
+        for where, _namespace, inner in _flat(f"{path}[{i}]", tool.get("tools")):
+            yield where, str(tool.get("name")), inner
 
 
 def _custom(tool: dict[str, Any]) -> dict[str, Any]:
@@ -366,7 +326,8 @@ def _messages(request: ResponsesRequest, tools: ResponsesTools) -> tuple[list[st
     """The messages of the chat and the path of each in the request."""
     items = request.input
     if isinstance(items, str):
-        items = [InputItem(role="user", content=items)]
+        items = [{"role": "user", "content": items}]
+    reader = ItemReader(tools)
     paths: list[str] = []
     messages: list[Message] = []
     if request.instructions:
@@ -374,7 +335,11 @@ def _messages(request: ResponsesRequest, tools: ResponsesTools) -> tuple[list[st
         messages.append(Message("system", request.instructions))
     for i, item in enumerate(items):
         path = f"input[{i}]"
-        message = _message(path, item, tools)
+        kind = _kind(path, item)
+        message = reader.part(path, kind, item)
+        if isinstance(message, str):  # text of a tool that OpenAI ran, or a part without its message
+            role = "user" if kind.startswith("input_") else "assistant"
+            message = Message(role, message) if message else None
         if message is None:
             continue
         if _continues(messages, message):
@@ -382,7 +347,17 @@ def _messages(request: ResponsesRequest, tools: ResponsesTools) -> tuple[list[st
         else:
             paths.append(path)
             messages.append(message)
+    reader.log_skipped()
+    if items and not messages:
+        raise invalid("input", "needs an item that the model can read, such as a message")
     return paths, messages
+
+
+def _kind(path: str, item: Json) -> str:
+    """The type of an item; messages and references may have none."""
+    if item.get("type") is not None:
+        return needed(path, item, "type", str)
+    return "item_reference" if "id" in item and not item.keys() & {"role", "content"} else "message"
 
 
 def _continues(messages: list[Message], message: Message) -> bool:
@@ -402,50 +377,135 @@ def _joined(one: Message, other: Message) -> Message:
     )
 
 
-def _message(path: str, item: InputItem, tools: ResponsesTools) -> Message | None:
-    """None for an item of OpenAI's own tools."""
-    kind = item.type or "message"
-    if kind in OPENAI_ONLY_ITEMS:
-        return None
-    if kind == "item_reference":
-        raise invalid(f"{path}.type", "item_reference is not supported: no items are stored")
-    if kind not in NEEDED:
-        raise invalid(f"{path}.type", f"must be one of {', '.join(NEEDED)}", given=kind[:40])
-    for field in NEEDED[kind]:
-        if getattr(item, field) is None:
-            raise invalid(path, f"needs `{field}`")
-    if kind == "message":
-        return Message(item.role, _text(f"{path}.content", item.content))
-    if kind == "reasoning":
-        thoughts = _text(f"{path}.content", item.content or item.summary or "")
-        return Message("assistant", reasoning_content=thoughts) if thoughts else None
-    if kind.endswith("_output"):
-        return Message("tool", _text(f"{path}.output", item.output), tool_call_id=item.call_id or "")
-    if kind == "function_call":
-        return _call(item, tools.name_of(item.name, item.namespace), item.arguments)
-    if kind == "custom_tool_call":
-        return _call(item, tools.name_of(item.name, item.namespace), json.dumps({"input": item.input}))
-    return _call(item, "local_shell", json.dumps(item.action))
+class ItemReader(ContentReader[Message]):
+    """Reads the items of a request and their parts: messages, and texts."""
+
+    def __init__(self, tools: ResponsesTools):
+        super().__init__(ITEMS)
+        self.tools = tools
 
 
-def _call(item: InputItem, name: str, arguments: str) -> Message:
+def _message(reader: ItemReader, path: str, item: Json) -> Message:
+    role = needed(path, item, "role", str)
+    return Message(role, reader.text(f"{path}.content", needed(path, item, "content"), ""))
+
+
+def _reasoning(reader: ItemReader, path: str, item: Json) -> Message | None:
+    name = "content" if item.get("content") else "summary"
+    thoughts = reader.text(f"{path}.{name}", item.get(name) or "", "")
+    return Message("assistant", reasoning_content=thoughts) if thoughts else None
+
+
+def _reference(_reader: ItemReader, path: str, _item: Json) -> NoReturn:
+    detail = "item_reference is not supported: no items are stored; send the item itself (`store: false`)"
+    raise invalid(f"{path}.type", detail)
+
+
+def _function_call(reader: ItemReader, path: str, item: Json) -> Message:
+    return _call(reader, path, item, needed(path, item, "arguments", str))
+
+
+def _custom_call(reader: ItemReader, path: str, item: Json) -> Message:
+    return _call(reader, path, item, json.dumps({"input": needed(path, item, "input", str)}))
+
+
+def _built_in_call(name: str, field: str) -> Callable[[ItemReader, str, Json], Message | None]:
+    """Reads the call of a tool that OpenAI defines and the client runs."""
+
+    def read(reader: ItemReader, path: str, item: Json) -> Message | None:
+        if name == "tool_search" and item.get("call_id") is None:
+            return None  # OpenAI ran it
+        arguments = json.dumps(needed(path, item, field, dict))
+        return _call(reader, path, item | {"name": name}, arguments)
+
+    return read
+
+
+def _call(reader: ItemReader, path: str, item: Json, arguments: str) -> Message:
+    name = reader.tools.name_of(needed(path, item, "name", str), item.get("namespace"))
     function = {"name": name, "arguments": arguments}
-    return Message("assistant", tool_calls=[{"id": item.call_id, "type": "function", "function": function}])
+    call = {"id": needed(path, item, "call_id", str), "type": "function", "function": function}
+    return Message("assistant", tool_calls=[call])
 
 
-def _text(path: str, content: str | list[InputPart]) -> str:
-    if isinstance(content, str):
-        return content
-    return "".join(_part(f"{path}[{i}]", part) for i, part in enumerate(content))
+def _output(reader: ItemReader, path: str, item: Json) -> Message:
+    return _result(path, item, reader.text(f"{path}.output", needed(path, item, "output"), ""))
 
 
-def _part(path: str, part: InputPart) -> str:
-    if part.type in ("input_image", "input_file", "input_audio"):
-        return IMAGE_OMITTED.format(kind=part.type.removeprefix("input_"))
-    text = part.refusal if part.type == "refusal" else part.text
-    if text is None:
-        raise invalid(path, "needs `text`", given=part.type[:40])
-    return text
+def _result(path: str, item: Json, text: str) -> Message:
+    return Message("tool", text, tool_call_id=needed(path, item, "call_id", str))
+
+
+def _local_shell_output(reader: ItemReader, path: str, item: Json) -> Message:
+    return _output(reader, path, {"call_id": item.get("id")} | item)
+
+
+def _shell_output(reader: ItemReader, path: str, item: Json) -> Message:
+    texts: list[str] = []
+    for i, chunk in enumerate(needed(path, item, "output", list)):
+        where = f"{path}.output[{i}]"
+        texts.append(reader.fields(where, chunk, "stdout? stderr?"))
+        outcome = needed(where, chunk, "outcome", dict)
+        if outcome.get("type") == "timeout":
+            texts.append("timed out")
+        elif outcome.get("exit_code"):
+            texts.append(f"exit code {outcome['exit_code']}")
+    return _result(path, item, "\n".join(filter(None, texts)))
+
+
+def _patch_output(reader: ItemReader, path: str, item: Json) -> Message:
+    return _result(path, item, reader.fields(path, item, "status? output?"))
+
+
+def _found_tools(reader: ItemReader, path: str, item: Json) -> Message | None:
+    """The definitions of the tools that a search of the client found."""
+    if item.get("call_id") is None:
+        return None  # OpenAI ran it
+    lines: list[str] = []
+    for _path, namespace, tool in _flat(path, item.get("tools")):
+        definition = {key: tool[key] for key in ("name", "description", "parameters") if key in tool}
+        definition["name"] = reader.tools.name_of(tool.get("name"), namespace)
+        lines.append(json.dumps(definition, ensure_ascii=False))
+    return _result(path, item, "\n".join(lines))
+
+
+def _file_search(reader: ItemReader, path: str, item: Json) -> str:
+    results = needed(path, item, "results", list) if item.get("results") is not None else []
+    found = enumerate(results)
+    return "\n".join(reader.fields(f"{path}.results[{i}]", one, "filename? text?") for i, one in found)
+
+
+# The readable types of items, and of what is in them.
+ITEMS = {
+    "message": _message,
+    "reasoning": _reasoning,
+    "item_reference": _reference,
+    "function_call": _function_call,
+    "function_call_output": _output,
+    "custom_tool_call": _custom_call,
+    "custom_tool_call_output": _output,
+    "local_shell_call": _built_in_call("local_shell", "action"),
+    "local_shell_call_output": _local_shell_output,
+    "shell_call": _built_in_call("shell", "action"),
+    "shell_call_output": _shell_output,
+    "apply_patch_call": _built_in_call("apply_patch", "operation"),
+    "apply_patch_call_output": _patch_output,
+    "tool_search_call": _built_in_call("tool_search", "arguments"),
+    "tool_search_output": _found_tools,
+    "additional_tools": "",  # which ResponsesTools reads
+    **dict.fromkeys(["input_text", "output_text", "text", "summary_text", "reasoning_text"], "text"),
+    "refusal": "refusal",
+    **dict.fromkeys(["input_image", "computer_screenshot", "image"], omitted("image")),
+    "input_file": omitted("file"),
+    "input_audio": omitted("audio"),
+    # The results of tools that OpenAI ran.
+    "file_search_call": _file_search,
+    "code_interpreter_call": "code? outputs?",
+    "logs": "logs?",
+    "mcp_call": "output?",
+    "program": "code?",
+    "program_output": "result?",
+}
 
 
 def _response_format(given: dict[str, Any] | None) -> dict[str, Any] | None:

@@ -10,6 +10,7 @@ from api.conversation import ROLES
 from text.template import RESERVED, ChatTemplate
 
 ASSISTANT = {"role": "assistant", "content": "Well "}
+UNSEEN = "[image omitted: this server reads text only]"
 
 
 def prompt_of(*messages):
@@ -26,6 +27,11 @@ def prompt_of(*messages):
         ([{"role": "function", "content": "a", "name": "n", "tool_call_id": "1", "refusal": None}], "t:an1;a:"),
         ([{"role": "developer", "content": "a"}, {"role": "ctx", "content": "b"}], "s:a;u:b;a:"),
         ([{"role": "tool", "content": "a", "tool_call_id": "1"}], "t:a1;a:"),
+        ([{"role": "user", "content": [{"type": "image_url"}, {"type": "x"}]}], f"u:{UNSEEN};a:"),
+        ([{"role": "assistant", "content": [{"type": "refusal", "refusal": "No"}]}, USER], "a:No;u:Hi;a:"),
+        ([{"role": "assistant", "content": None, "refusal": "No"}, USER], "a:No;u:Hi;a:"),
+        ([{"role": "assistant", "reasoning_content": "Hm."}, USER], "a:;u:Hi;a:"),  # truncated before its text
+        ([{"role": "function", "content": "a", "name": "n"}], "t:ann;a:"),  # the result of a `function_call`
         ([{"role": "ipython", "content": "a"}], "i:a;a:"),  # the template has the word in quotes
         ([USER, ASSISTANT], "u:Hi;a:Well "),  # which is continued, with its spaces
     ],
@@ -40,12 +46,17 @@ def test_a_chat_is_what_its_template_makes_of_its_messages(messages, prompt):
     [
         ([], "messages", "`messages` cannot be empty"),
         ([{"role": "user"}], "messages[0]", "`messages[0]` needs `content`"),
-        (
-            [USER, {"role": "user", "content": [{"type": "image_url"}]}],
-            "messages[1].content[0].type",
-            "image_url is not supported: this server reads text only",
-        ),
         ([{"role": "user", "content": [{"type": "text"}]}], "messages[0].content[0]", "needs `text`"),
+        ([{"role": "user", "content": [{"text": "x"}]}], "messages[0].content[0]", "needs `type`"),
+        ([{"role": "user", "content": [{"type": ["text"]}]}], "messages[0].content[0].type", "must be a string"),
+        ([{"role": "user", "content": [{"type": "text", "text": 5}]}], "messages[0].content[0].text", "must be a string"),
+        ([{"role": "assistant", "function_call": {}}], "messages[0].function_call", "needs `name`"),
+        ([{"role": "assistant", "tool_calls": [{"type": "custom"}]}], "messages[0].tool_calls[0]", "needs `custom`"),
+        (
+            [{"role": "assistant", "tool_calls": [{"type": "custom", "custom": {"name": "f"}}]}],
+            "messages[0].tool_calls[0].custom",
+            "needs `input`",
+        ),
         ([{"content": "x"}], "messages[0].role", "missing required field `role`"),
         ([USER, {"role": "<|end|>", "content": "x"}], "messages[1].role", rf"{', '.join(ROLES)}, .* Given: '<\|end\|>'"),
         ("Hi", "messages", "messages: Expected `array`, got `str`"),
@@ -69,6 +80,23 @@ def test_a_template_gets_the_arguments_of_a_call_as_an_object_where_they_can_be_
     (((message,), _),) = rendered
     assert message["content"] == ""
     assert message["tool_calls"][0]["function"] == {"name": "f", "arguments": read}
+
+
+@pytest.mark.parametrize(
+    ("call", "read"),
+    [
+        ({"function_call": {"name": "f", "arguments": '{"a": 1}'}}, {"name": "f", "arguments": {"a": 1}}),
+        (
+            {"tool_calls": [{"id": "1", "type": "custom", "custom": {"name": "f", "input": "ls"}}]},
+            {"name": "f", "arguments": {"input": "ls"}},
+        ),
+    ],
+)
+def test_calls_in_an_older_and_in_a_custom_form_are_calls_of_functions(call, read, monkeypatch):
+    rendered = record_renders(monkeypatch)
+    prompt_of({"role": "assistant", "content": None} | call)
+    (((message,), _),) = rendered
+    assert [each["function"] for each in message["tool_calls"]] == [read]
 
 
 CONVERSATIONS = {  # with what the assistant thought before its call

@@ -100,19 +100,37 @@ SEARCHED = [
 ]
 
 
-FOREIGN = [
-    "redacted_thinking",
-    "server_tool_use",
-    "web_search_tool_result",
-    "web_fetch_tool_result",
-    "code_execution_tool_result",
-    "bash_code_execution_tool_result",
-    "text_editor_code_execution_tool_result",
-    "tool_search_tool_result",
-    "mcp_tool_use",
-    "mcp_tool_result",
-    "container_upload",
-]
+SKIPPED = ["redacted_thinking", "server_tool_use", "mcp_tool_use", "container_upload", "fallback", "a type of next year"]
+PAGE = {"type": "document", "title": "A page", "source": {"type": "text", "media_type": "text/plain", "data": "Read me"}}
+DEFINITION = json.dumps({"name": "weather", "parameters": {"type": "object"}, "description": "Rain or sun", "strict": True})
+READ = [  # a block, and its text
+    ({"type": "search_result", "source": "a.md", "title": "Hours", "content": PARTS}, "Hours\na.md\nH\ni"),
+    (PAGE | {"source": {"type": "content", "content": PARTS}, "context": "Old"}, "A page\nOld\nH\ni"),
+    ({"type": "tool_reference", "tool_name": "weather"}, DEFINITION),
+    ({"type": "tool_reference", "tool_name": "unknown"}, "unknown"),
+    ({"type": "tool_addition", "tool": {"type": "tool_reference", "name": "weather"}}, DEFINITION),
+    (
+        {"type": "browser_state", "tabs": [{"tab_id": "1", "title": "A", "url": "u", "active": True}, {"url": "v"}]},
+        "Browser tabs:\nA u (active)\nv",
+    ),
+    ({"type": "compaction", "content": "They greeted", "encrypted_content": "x"}, "They greeted"),
+    ({"type": "web_search_tool_result", "content": [{"type": "web_search_result", "title": "A", "url": "u"}]}, "A\nu"),
+    (
+        {"type": "web_fetch_tool_result", "content": {"type": "web_fetch_result", "url": "u", "content": PAGE}},
+        "u\nA page\nRead me",
+    ),
+    (
+        {"type": "code_execution_tool_result", "content": {"type": "code_execution_result", "stdout": "3", "stderr": "no"}},
+        "3\nno",
+    ),
+    (
+        {"type": "tool_search_tool_result", "content": {"type": "tool_search_tool_search_result", "tool_references": [
+            {"type": "tool_reference", "tool_name": "weather"}
+        ]}},
+        DEFINITION,
+    ),
+    ({"type": "mcp_tool_result", "tool_use_id": "x", "content": "sun"}, "sun"),
+]  # fmt: skip
 
 
 def user(*content):
@@ -170,7 +188,7 @@ CHATS = [  # a request, and the chat that it is
     ),
     (
         {"messages": [USER, says(*SEARCHED, {"type": "redacted_thinking", "data": "x"}, PARTS[0]), USER]},
-        {"messages": [USER, {"role": "assistant", "content": "H"}, USER]},
+        {"messages": [USER, {"role": "assistant", "content": "\nx\nH"}, USER]},
     ),
     (TOOLS, NESTED_TOOLS),
     ({"tools": [SEARCH, WEATHER | {"type": "custom"}]}, NESTED_TOOLS),
@@ -209,12 +227,31 @@ def test_a_request_asks_for_what_a_chat_asks_for(fields, chat):
     assert nameless(made[0]) == nameless(made[1])
 
 
-@pytest.mark.parametrize("kind", FOREIGN)
-def test_a_block_that_only_anthropics_servers_mean_is_left_out_of_every_message(kind):
-    block = {"type": kind, "id": "x", "name": "x", "input": {}, "tool_use_id": "x", "content": "unseen", "data": "x"}
-    given = [user(block, *PARTS), says(*PARTS, block), user(*PARTS)]
-    left = [user(*PARTS), says(*PARTS), user(*PARTS)]
-    assert prepared("messages", messages=given, temperature=0) == prepared("messages", messages=left, temperature=0)
+@pytest.mark.parametrize("kind", SKIPPED)
+def test_a_block_of_another_type_is_skipped_in_every_message_whatever_it_holds(kind, caplog):
+    caplog.set_level(logging.DEBUG, "web")
+    block = {"type": kind, "id": 5, "name": [], "input": "x", "content": {"type": "x"}, "text": {}, "data": "x"}
+    given = [user(block, *PARTS), says(*PARTS, block), user(RESULT | {"content": [block, *PARTS]})]
+    left = [user(*PARTS), says(*PARTS), user(RESULT | {"content": PARTS})]
+    made = [prepared("messages", system=system, messages=messages) for system, messages in (([block], given), ("", left))]
+    assert made[0].prompt.removeprefix("s:;") == made[1].prompt
+    assert f"skipped parts of the conversation that this server does not read: {kind}" in caplog.messages
+    assert len(caplog.messages) == 1
+
+
+@pytest.mark.parametrize(("block", "text"), READ)
+def test_the_text_of_a_block_is_in_the_prompt(block, text):
+    def prompt(*messages):
+        return prepared("messages", tools=[WEATHER], messages=messages).prompt
+
+    result = RESULT | {"content": [block]}
+    assert prompt(user(block)) == prompt({"role": "user", "content": text})
+    assert prompt(USER, says(CALL), user(result)) == prompt(USER, says(CALL), user(RESULT | {"content": text}))
+    assert prompt(USER, says(*PARTS, block)) == prompt(USER, {"role": "assistant", "content": f"Hi\n{text}\n"})
+
+
+def test_a_message_of_skipped_blocks_only_is_empty():
+    assert prepared("messages", messages=[user({"type": "x"}), says({"type": "x"}), USER]).prompt == "u:;a:;u:Hi;a:"
 
 
 @pytest.mark.parametrize(
@@ -234,10 +271,16 @@ REFUSED = {
     "stop_sequences": {"stop_sequences": list("abcde")},
     "messages": {"messages": []},
     "messages[0].content[1]": {"messages": [user(PARTS[0], {"type": "text"})]},
-    "messages[0].content[0].type": {"messages": [user({"type": "video"})]},
+    "messages[0].content[0]": {"messages": [user({"text": "no type"})]},
+    "messages[0].content[0].source": {"messages": [user({"type": "document", "source": {"data": "x"}})]},
+    "messages[0].content[0].source.type": {"messages": [user({"type": "document", "source": {"type": []}})]},
+    "messages[0].content[0].tabs[0]": {"messages": [user({"type": "browser_state", "tabs": [5]})]},
+    "messages[0].content[0].content[0]": {"messages": [user(RESULT | {"content": [{"type": "text"}]})]},
+    "messages[0].content[0].content": {"messages": [user(RESULT | {"content": 5})]},
+    "messages[1].content[0].input": {"messages": [USER, says(CALL | {"input": "x"})]},
     "messages[1].content[0]": {"messages": [USER, says({"type": "tool_use", "id": "x"})]},
     "messages[1].role": {"messages": [USER, {"role": "<|x|>", "content": "a"}]},
-    "system[0].type": {"system": [{"type": "video"}]},
+    "system[0]": {"system": [{"type": "text"}]},
     "tools[1]": {"tools": [SEARCH, {"name": "f"}]},
     "tools[1].name": {"tools": [SEARCH, WEATHER | {"name": "no name"}]},
     "tools[0].input_schema": {"tools": [WEATHER | {"input_schema": {"type": "array"}}]},

@@ -84,22 +84,19 @@ OUTPUT = {"type": "function_call_output", "output": "sun"}
 FUNCTION = {"name": "weather", "arguments": '{"city":"Oslo"}'}
 CALLS_OF = {name: {"id": name, "type": "function", "function": FUNCTION} for name in ("call_1", "call_2")}
 SYSTEM = {"role": "system", "content": "Be brief"}
-FOREIGN = [
-    "web_search_call",
+SKIPPED = ["web_search_call", "image_generation_call", "computer_call", "computer_call_output", "mcp_list_tools"]
+SKIPPED += ["mcp_approval_request", "mcp_approval_response", "compaction", "compaction_trigger", "a type of next year"]
+# Items of tools that OpenAI ran, as far as they have no text.
+SILENT = [
     "file_search_call",
     "code_interpreter_call",
-    "image_generation_call",
-    "computer_call",
-    "computer_call_output",
+    "mcp_call",
+    "program",
     "tool_search_call",
     "tool_search_output",
-    "mcp_list_tools",
-    "mcp_approval_request",
-    "mcp_approval_response",
-    "mcp_call",
-    "compaction",
     "reasoning",
 ]
+SILENT.append("additional_tools")
 TOOLS = {"tools": [WEATHER]}
 NESTED_TOOLS = {"tools": [NESTED]}
 NAMED = {"type": "function", "function": {"name": "weather"}}
@@ -113,6 +110,9 @@ HOSTED = [
 PATCH = {"type": "custom", "name": "patch", "description": "Changes files", "format": {"type": "grammar", "syntax": "lark"}}
 PATCH["format"]["definition"] = "start: /.*/"
 TOLD = "Changes files\nThe input has to match this grammar (lark):\nstart: /.*/"
+
+
+FOUND = json.dumps({"name": "weather", "parameters": {"type": "object"}})
 
 
 def called(call_id, name, arguments):
@@ -169,7 +169,11 @@ CHATS = [  # a request, and the chat that it is
         {"store": True, "truncation": "auto", "prompt_cache_key": "x", "client_metadata": {"a": "b"}, "safety_identifier": "x"},
         {},
     ),
-    ({"input": [USER, *({"type": kind} for kind in FOREIGN)]}, {}),
+    ({"input": [USER, *({"type": kind} for kind in SILENT)]}, {}),
+    (
+        {"input": [USER, {"type": "reasoning", "id": "rs_1", "summary": [], "content": SAID}, USER]},
+        {"messages": [USER, {"role": "assistant", "content": "", "reasoning_content": "Yes?"}, USER]},
+    ),
     ({"input": [{"role": "user", "content": [PARTS[0], IMAGE]}]}, {"messages": [{"role": "user", "content": "H" + UNSEEN}]}),
     (
         {
@@ -188,6 +192,67 @@ CHATS = [  # a request, and the chat that it is
                 {"role": "tool", "content": "a.txt", "tool_call_id": "call_2"},
             ]
         },
+    ),
+    (
+        {
+            "input": [
+                {"type": "shell_call", "call_id": "call_1", "action": {"commands": ["ls"]}},
+                {
+                    "type": "shell_call_output",
+                    "call_id": "call_1",
+                    "output": [
+                        {"stdout": "a.txt", "stderr": "no b", "outcome": {"type": "exit", "exit_code": 2}},
+                        {"stdout": "", "stderr": "", "outcome": {"type": "timeout"}},
+                    ],
+                },
+                {"type": "apply_patch_call", "call_id": "call_2", "operation": {"type": "delete_file", "path": "a"}},
+                {"type": "apply_patch_call_output", "call_id": "call_2", "status": "failed", "output": "No a"},
+                {"type": "local_shell_call_output", "id": "call_3", "output": "b.txt"},
+            ]
+        },
+        {
+            "messages": [
+                {"role": "assistant", "tool_calls": [called("call_1", "shell", {"commands": ["ls"]})]},
+                {"role": "tool", "content": "a.txt\nno b\nexit code 2\ntimed out", "tool_call_id": "call_1"},
+                {
+                    "role": "assistant",
+                    "tool_calls": [called("call_2", "apply_patch", {"type": "delete_file", "path": "a"})],
+                },
+                {"role": "tool", "content": "failed\nNo a", "tool_call_id": "call_2"},
+                {"role": "tool", "content": "b.txt", "tool_call_id": "call_3"},
+            ]
+        },
+    ),
+    (
+        {
+            "input": [
+                {"type": "tool_search_call", "call_id": "call_1", "arguments": {"query": "rain"}},
+                *[{"type": "tool_search_output", "call_id": "call_1", "tools": [WEATHER]}] * 2,
+            ]
+        },
+        NESTED_TOOLS
+        | {
+            "messages": [
+                {"role": "assistant", "tool_calls": [called("call_1", "tool_search", {"query": "rain"})]},
+                *[{"role": "tool", "content": FOUND, "tool_call_id": "call_1"}] * 2,
+            ]
+        },
+    ),
+    ({"input": [USER, {"type": "additional_tools", "role": "developer", "tools": [WEATHER]}]}, NESTED_TOOLS),
+    (
+        {"input": [{"type": "additional_tools", "tools": [{"type": "namespace", "name": "x", "tools": [WEATHER]}]}, USER]},
+        NESTED_TOOLS,
+    ),
+    (
+        {
+            "input": [
+                {"type": "file_search_call", "results": [{"filename": "a.md", "text": "Nine", "score": 1}]},
+                {"type": "code_interpreter_call", "code": "1", "outputs": [{"type": "logs", "logs": "2"}, {"type": "image"}]},
+                {"type": "mcp_call", "name": "f", "arguments": "{}", "output": "3"},
+                {"type": "program_output", "result": "4"},
+            ]
+        },
+        {"messages": [{"role": "assistant", "content": text} for text in ("a.md\nNine", f"1\n2\n{UNSEEN}", "3", "4")]},
     ),
     ({"tools": HOSTED}, {}),
     ({"tools": [*HOSTED, WEATHER]}, NESTED_TOOLS),
@@ -209,6 +274,20 @@ def test_a_request_asks_for_what_a_chat_asks_for(fields, chat):
     assert nameless(made[0]) == nameless(made[1])
 
 
+@pytest.mark.parametrize("kind", SKIPPED)
+def test_an_item_of_another_type_is_skipped_whatever_it_holds(kind, caplog):
+    caplog.set_level(logging.DEBUG, "web")
+    item = {"type": kind, "role": 5, "output": {"type": []}, "call_id": 5, "arguments": {}, "content": {"text": []}}
+    given = prepared("responses", input=[item, {"role": "user", "content": [item, *PARTS]}, item])
+    assert given.prompt == prepared("responses", input="Hi").prompt
+    assert caplog.messages == [f"skipped parts of the conversation that this server does not read: {kind}"]
+
+
+def test_a_request_of_skipped_items_only_says_what_it_needs():
+    error = refusal("responses", input=[{"type": "compaction"}])
+    assert str(error).endswith("`input` needs an item that the model can read, such as a message")
+
+
 REFUSED = {
     "truncation": "middle",
     "top_logprobs": 99,
@@ -223,7 +302,11 @@ REFUSED = {
     "text.format.schema": {"text": {"format": {"type": "json_schema", "schema": 5}}},
     "input[0].content[1]": {"input": [{"role": "user", "content": [PARTS[0], {"type": "input_text"}]}]},
     "input[0].type": {"input": [{"type": "item_reference", "id": "msg_1"}]},
-    "input[1].type": {"input": [CALL, {"type": "shell_call", "call_id": "x"}]},
+    "input[0]": {"input": [{"type": "shell_call", "call_id": "x"}]},
+    "input[0].action": {"input": [{"type": "shell_call", "call_id": "x", "action": "ls"}]},
+    "input[0].output[0]": {"input": [{"type": "shell_call_output", "call_id": "x", "output": [{"stdout": "x"}]}]},
+    "input[0].tools[0].name": {"input": [{"type": "additional_tools", "tools": [{"type": "function"}]}, USER]},
+    "input[1].type": {"input": [CALL, {"id": "msg_1"}]},
     "input[1]": {"input": [CALL, {"type": "function_call_output", "call_id": "call_1"}]},
 }
 
