@@ -110,7 +110,8 @@ class ChatTemplate:
             return self._write(messages, tools, options, True)
         content = last.get("content") or ""
         if not content.strip():  # nothing to continue; a tool call stays part of the chat
-            kept = messages if last.get("tool_calls") else messages[:-1]
+            is_kept = last.get("tool_calls") or len(messages) == 1  # templates fail without messages
+            kept = messages if is_kept else messages[:-1]
             return self._write(kept, tools, options, True)
         # The content itself may occur anywhere in the chat, or be trimmed; this occurs nowhere else and is no
         # space.

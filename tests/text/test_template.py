@@ -173,6 +173,12 @@ def test_the_demo_model_reads_tools_their_calls_and_results_as_hermes_models_do(
     assert template.render(chat) == f"<|system|>Be brief.{turns}"
 
 
+def test_an_empty_answer_alone_is_what_the_template_gets():
+    chat = ChatTemplate("{{ messages[-1].role }}", {})
+    assert chat.render([{"role": "assistant", "content": ""}]) == "assistant"
+    assert chat.render([USER, {"role": "assistant", "content": ""}]) == "user"
+
+
 def test_an_answer_that_is_printed_twice_is_continued_at_the_second_place():
     chat = ChatTemplate("{{ messages[-1].content }} {{ add_generation_prompt }} {{ messages[-1].content }}!", {})
     assert chat.render([USER, {"role": "assistant", "content": "No"}]) == "No False No"
