@@ -17,6 +17,8 @@ TemplateMessage = dict[str, Any]
 
 # Clients' own roles, and older names.
 ALIASES = {"developer": "system", "function": "tool", "ctx": "user", "msg": "user"}
+SYSTEM_ROLES = ("system", "developer")
+HEARD_ROLES = ("user", "tool")  # of what the assistant answers
 APART = "\n\n"  # between texts that become one message
 TOOLS_PROMPT = """You may call these functions. Each line describes one as JSON:
 <tools>
@@ -75,28 +77,47 @@ def _in_text(message: TemplateMessage) -> TemplateMessage:
 def _with_system(
     messages: list[TemplateMessage], capabilities: TemplateCapabilities
 ) -> list[TemplateMessage]:
-    """System messages where the template takes them: all in the first one, or in the first user message."""
-    takes_system = capabilities.system
-    if messages[-1]["role"] != "user":
-        takes_system = takes_system and capabilities.system_always
+    """Leading system messages as the template takes them, or in the first user message; later ones where
+    they are, or next to it: a chat that grows keeps its prefix, which may be cached."""
     begins = 0
-    while begins < len(messages) and messages[begins]["role"] == "system":
+    while begins < len(messages) and messages[begins]["role"] in SYSTEM_ROLES:
         begins += 1
-    first = messages[:begins]
+    head = messages[:begins]
     others = messages[begins:]
-    if not (capabilities.later_system and takes_system):
-        first += [message for message in others if message["role"] == "system"]
-        others = [message for message in others if message["role"] != "system"]
-    if not first or (takes_system and (len(first) == 1 or capabilities.several_system)):
-        return [*first, *others]
-    text = APART.join(message["content"] for message in first)
+    if not capabilities.later_system:
+        others = _with_folded_system(others)
+    # Some templates write a system message only with the one that follows it.
+    takes_system = capabilities.system and (bool(others) or capabilities.later_system)
+    if not head or (takes_system and (len(head) == 1 or capabilities.several_system)):
+        return [*head, *others]
+    text = APART.join(message["content"] for message in head)
     if takes_system:
-        return [first[0] | {"content": text}, *others]
-    for n, message in enumerate(others):
-        if message["role"] == "user":
-            merged = message | {"content": APART.join([text, message["content"]])}
-            return [*others[:n], merged, *others[n + 1 :]]
+        return [head[0] | {"content": text}, *others]
+    if others and others[0]["role"] == "user":
+        return [_joined({"content": text}, others[0]), *others[1:]]
     return [{"role": "user", "content": text}, *others]
+
+
+def _with_folded_system(messages: list[TemplateMessage]) -> list[TemplateMessage]:
+    """System messages as part of the user message or tool result before them, else of the one after them,
+    else as user messages."""
+    folded: list[TemplateMessage] = []
+    is_apart = False  # the last one has only the text of system messages
+    for message in messages:
+        role = message["role"]
+        is_system = role in SYSTEM_ROLES
+        if is_system and folded and folded[-1]["role"] in HEARD_ROLES:
+            folded[-1] = _joined(folded[-1], {"content": message["content"]})
+        elif is_system:
+            folded.append({"role": "user", "content": message["content"]})
+            is_apart = True
+        elif is_apart and role in HEARD_ROLES:
+            folded[-1] = _joined({"content": folded[-1]["content"]}, message)
+            is_apart = False
+        else:
+            folded.append(message)
+            is_apart = False
+    return folded
 
 
 def _merged(messages: list[TemplateMessage], capabilities: TemplateCapabilities) -> list[TemplateMessage]:

@@ -50,6 +50,10 @@ RULES = {
     "<Assistant>{{ m.content.split('</think>')[-1] }}<end>{% endif %}{% endfor %}" + END,
     "granite": "{% for m in messages %}{% if m.role in ['system', 'user', 'assistant', 'tool'] %}"
     "<|start_of_role|>{{ m.role }}<|end_of_role|>{{ m.content }}<|end_of_text|>\n{% endif %}{% endfor %}" + END,
+    # One message with instructions, of either role, in front of all; later ones are left out.
+    "gpt-oss": "{% if messages[0].role in ['system', 'developer'] %}<|start|>developer<|message|>{{ messages[0].content }}"
+    "<|end|>{% endif %}{% for m in messages %}{% if m.role in ['user', 'assistant'] %}"
+    "<|start|>{{ m.role }}<|message|>{{ m.content }}<|end|>{% endif %}{% endfor %}" + END,
     # Qwen 3.5 refuses a system message that is not the first.
     "system first": "{% for m in messages %}{% if m.role == 'system' and not loop.first %}"
     "{{ raise_exception('System message must be at the beginning') }}{% endif %}<{{ m.role }}>{{ m.content }}{% endfor %}",

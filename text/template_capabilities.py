@@ -20,10 +20,9 @@ USER = {"role": "user", "content": FIRST}
 class TemplateCapabilities:
     """What a template supports apart from alternating users and assistants."""
 
-    system: bool = True  # a system message at the beginning
+    system: bool = True  # a system message at the beginning, which stays there while the chat grows
     several_system: bool = True  # two of them there
     later_system: bool = True  # one after other messages
-    system_always: bool = True  # also where the chat does not end with a user's message
     developer: bool = False  # the role of this name, unlike unknown roles
     users: bool = True  # two in a row
     assistants: bool = True
@@ -52,18 +51,21 @@ class TemplateCapabilities:
         end = {"role": "user", "content": FOURTH}
         for_tools = template.for_tools
         calls = _writes(for_tools, [USER, calling, result], tools)
-        system_before_answer = _writes(template, [system, user, answer | {"content": THIRD}])
-        system_before_result = _writes(for_tools, [system | {"content": FIFTH}, USER, calling, result], tools)
+        with_system = [[system, user], [system, user, answer | {"content": THIRD}]]
+        with_system.append([*with_system[-1], end])
+        takes_system = all(_writes(template, chat) for chat in with_system)
+        if takes_system and calls:
+            takes_system = _writes(for_tools, [system | {"content": FIFTH}, USER, calling, result], tools)
+        later_system = _writes(template, [USER, answer, system | {"content": THIRD}, end])
         return cls(
-            system=_writes(template, [system, user]),
+            system=takes_system,
             several_system=_writes(template, [system, system | {"content": SECOND}, end]),
-            later_system=_writes(template, [USER, answer, system | {"content": THIRD}, end]),
+            later_system=takes_system and later_system,
             developer=_writes_role(template, "developer") and not _writes_role(template, "bandicoot"),
             users=_writes(template, [USER, user]),
             assistants=_writes(template, [USER, answer, answer | {"content": THIRD}, end]),
             tools=_writes(for_tools, [USER], tools, words=(SECOND, THIRD)),
             calls=calls,
-            system_always=system_before_answer and (not calls or system_before_result),
             text_of_calls=_writes(for_tools, [USER, calling | {"content": FIFTH}, result], tools),
             user_after_result=_writes(for_tools, [USER, calling, result, end | {"content": FIFTH}], tools),
         )

@@ -1,7 +1,9 @@
 """Nothing that a client said disappears, whatever the chat template takes."""
 
+import itertools
 import json
 import random
+import re
 
 import pytest
 import templates
@@ -11,6 +13,7 @@ from text.template_capabilities import TemplateCapabilities
 
 TEMPLATES = templates.with_rules() | templates.published()
 CHATS = 60  # of each template
+CLOSING = 32  # tokens after what was said last, which the next turn may write in another way
 
 
 class Words:
@@ -33,26 +36,34 @@ class Words:
         content = self.say() if speaks else ""
         return {"role": "assistant", "content": content, "tool_calls": [call]}
 
-    def chat(self):
-        """Every role and part that a client may send, in every order that makes sense."""
+    def chat(self, speaks=True):
+        """Every role and part that a client may send, in every order that makes sense. speaks: also in messages with
+        calls."""
         draw = self.random
         messages = [self.message(draw.choice(["system", "developer"])) for _ in range(draw.randrange(3))]
         turns = draw.randrange(1, 5)
         for turn in range(turns):
             for _ in range(draw.choice([1, 1, 2])):
                 messages.append(self.message(draw.choice(["user", "user", "ctx"])))
-            if draw.random() < 0.2:
-                messages.append(self.message("system"))
+            messages += self.later_system()
             if draw.random() < 0.3:
                 for _ in range(draw.choice([1, 1, 2, 3])):
-                    messages.append(self.call(speaks=draw.random() < 0.5))
+                    messages.append(self.call(speaks and draw.random() < 0.5))
+                    messages += self.later_system()
                     messages.append(self.message(draw.choice(["tool", "function"]), tool_call_id="abcdefgh1", name="f"))
+                    messages += self.later_system()
                 if draw.random() < 0.7:
                     messages.append(self.message("assistant"))
             elif turn < turns - 1:
                 for _ in range(draw.choice([1, 1, 2])):
                     messages.append(self.message("assistant"))
+            messages += self.later_system()
         return messages
+
+    def later_system(self):
+        draw = self.random
+        count = draw.choice([0, 0, 0, 0, 1, 2])
+        return [self.message(draw.choice(["system", "developer"])) for _ in range(count)]
 
     def tools(self):
         function = {"name": self.say(), "description": self.say(), "parameters": {"type": "object", "properties": {}}}
@@ -67,15 +78,43 @@ def test_every_word_of_every_role_and_part_is_in_the_prompt(name):
         words = Words(seed)
         messages = words.chat()
         tools = words.tools() if seed % 2 else None
-        written = adapt_to_template(messages, tools, capabilities)
-        used = template.for_tools if tools else template
-        prompt = used.render(written, tools if capabilities.tools else None)
+        prompt = prompt_of(messages, tools, template, capabilities)
         lost = [word for word in words.said if word not in prompt]
         assert not lost, json.dumps(messages, indent=1)
 
 
+def prompt_of(messages, tools, template, capabilities):
+    written = adapt_to_template(messages, tools, capabilities)
+    used = template.for_tools if tools else template
+    return used.render(written, tools if capabilities.tools else None)
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_a_chat_that_grows_keeps_its_prompt_which_may_be_cached(name):
+    template = TEMPLATES[name]
+    capabilities = TemplateCapabilities.of(template)
+    for seed in range(CHATS):
+        words = Words(seed)
+        # Where a turn has one text, it moves behind the turn's calls.
+        messages = words.chat(speaks=capabilities.assistants or capabilities.text_of_calls)
+        # Mistral Nemo's template writes the tools before the newest user message.
+        tools = words.tools() if seed % 2 and name != "mistral_nemo" else None
+        before = None
+        for n, message in enumerate([*messages[1:], {"role": "assistant"}], 1):
+            if message["role"] != "assistant" or messages[n - 1]["role"] == "assistant":
+                continue
+            prompt = prompt_of(messages[:n], tools, template, capabilities)
+            if before is not None:
+                same = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(before, prompt))
+                kept = "".join(character for character, _ in same)
+                lost = re.findall(r"\w+|\W", before[len(kept) :])
+                is_said = [word for word in words.said if word in before and word not in kept]
+                assert len(lost) <= CLOSING and not is_said, json.dumps(messages[:n], indent=1)
+            before = prompt
+
+
 def said(*pairs):
-    roles = {"s": "system", "u": "user", "a": "assistant"}
+    roles = {"s": "system", "d": "developer", "u": "user", "a": "assistant", "t": "tool"}
     return [{"role": roles[role], "content": content} for role, content in pairs]
 
 
@@ -85,16 +124,29 @@ def said(*pairs):
         (["users"], said("uA", "uB", "aC", "uD"), said(("u", "A\n\nB"), "aC", "uD")),
         (["assistants"], said("uA", "aB", "aC", "uD"), said("uA", ("a", "B\n\nC"), "uD")),
         (["several_system"], said("sA", "sB", "uC"), said(("s", "A\n\nB"), "uC")),
-        (["later_system"], said("uA", "aB", "sC", "uD"), said("sC", "uA", "aB", "uD")),
-        (["later_system", "several_system"], said("sA", "uB", "sC", "uD"), said(("s", "A\n\nC"), "uB", "uD")),
+        (["later_system"], said("uA", "sB", "uC"), said(("u", "A\n\nB"), "uC")),
+        (["later_system"], said("uA", "aB", "sC", "uD"), said("uA", "aB", ("u", "C\n\nD"))),
+        (["later_system"], said("uA", "aB", "sC", "aD"), said("uA", "aB", "uC", "aD")),
+        (["later_system"], said("uA", "aB", "sC", "sD"), said("uA", "aB", ("u", "C\n\nD"))),
+        (["later_system"], said("uA", "aB", "tC", "sD", "uE"), said("uA", "aB", ("t", "C\n\nD"), "uE")),
+        (["later_system"], said("uA", "aB", "sC", "tD"), said("uA", "aB", ("t", "C\n\nD"))),
+        (["later_system"], said("sA"), said("uA")),
+        (["later_system", "several_system"], said("sA", "sB", "uC", "sD"), said(("s", "A\n\nB"), ("u", "C\n\nD"))),
+        (["later_system", "several_system"], said("dA", "sB", "uC", "dD"), said(("s", "A\n\nB"), ("u", "C\n\nD"))),
         (["system"], said("sA", "sB", "uC", "aD", "uE"), said(("u", "A\n\nB\n\nC"), "aD", "uE")),
         (["system"], said("sA"), said("uA")),
-        (["system_always"], said("sA", "uB", "aC"), said(("u", "A\n\nB"), "aC")),
+        (["system"], said("sA", "aB", "uC"), said("uA", "aB", "uC")),
     ],
 )
 def test_texts_that_a_template_takes_in_one_message_have_a_blank_line_between_them(lacking, chat, written):
     assert adapt_to_template(chat, None, TemplateCapabilities(**dict.fromkeys(lacking, False))) == written
-    assert adapt_to_template(chat, None, TemplateCapabilities()) == chat
+    assert adapt_to_template(chat, None, TemplateCapabilities(developer=True)) == chat
+
+
+def test_developers_are_in_the_head_of_a_template_that_names_them():
+    capabilities = TemplateCapabilities(developer=True, several_system=False, later_system=False)
+    written = adapt_to_template(said("dA", "sB", "uC", "aD", "dE", "uF"), None, capabilities)
+    assert written == said(("d", "A\n\nB"), "uC", "aD", ("u", "E\n\nF"))
 
 
 def test_neighbours_that_become_one_keep_what_was_thought_and_called():

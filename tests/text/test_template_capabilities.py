@@ -38,10 +38,10 @@ def without(condition, source=FULL):
         (without("m.role not in ['user', 'assistant', 'system', 'tool']"), {"developer"}),
         (
             PLAIN.replace("<{{ m.role }}>", "{% if m.role in ['user', 'developer'] %}").replace(END, "{% endif %}" + END),
-            {"system", "several_system", "later_system", "system_always", "assistants", "tools"} | OF_CALLS,
+            {"system", "several_system", "later_system", "assistants", "tools"} | OF_CALLS,
         ),
         (without("m.role == 'system' and not loop.first"), {"developer", "several_system", "later_system"}),
-        (without("m.role == 'system'"), {"developer", "system", "several_system", "later_system", "system_always"}),
+        (without("m.role == 'system'"), {"developer", "system", "several_system", "later_system"}),
         (without("not loop.first and m.role == 'user' and loop.previtem.role == 'user'"), {"developer", "users"}),
         (
             without("not loop.first and m.role == 'assistant' and loop.previtem.role == 'assistant'"),
@@ -56,12 +56,19 @@ def without(condition, source=FULL):
             + "{{ ns.s }}" + EACH + "{% if m.role != 'system' %}{{ m.content }}{% endif %}" + END,
             {"developer", "several_system", "later_system", "tools"} | OF_CALLS,
         ),
+        # The system text moves with the user's newest message.
+        (
+            "{% set users = messages | selectattr('role', 'equalto', 'user') | list %}" + EACH
+            + "{% if m.role != 'system' %}{% if m == users[-1] and messages[0].role == 'system' %}"
+            "{{ messages[0].content }}{% endif %}{{ m.content }}{% endif %}" + END,
+            {"developer", "system", "several_system", "later_system", "tools"} | OF_CALLS,
+        ),
         # As Mistral's: the system text goes to the last message, if it is a user's.
         (
             EACH + "{% if loop.last and m.role == 'user' and messages[0].role == 'system' %}"
             "{{ messages[0].content }}{% endif %}"
             "{% if m.role != 'system' %}{{ m.content }}{% endif %}" + END,
-            {"developer", "several_system", "later_system", "system_always", "tools"} | OF_CALLS,
+            {"developer", "system", "several_system", "later_system", "tools"} | OF_CALLS,
         ),
     ],
 )  # fmt: skip
