@@ -23,7 +23,7 @@ from api.prepared_request import PreparedRequest, Served, with_grammar
 from api.tools import ToolPolicy, tool_policy
 from api.types import U32
 from text.grammar import GrammarError
-from text.output_parser import ParserConfig
+from text.output_parser import ParserConfig, complete_members
 from text.stream import Piece
 from text.template import RESERVED, TemplateError
 from text.tool_formats import THINK, after_thinking
@@ -215,7 +215,7 @@ def _messages(
 
 
 def _message(reader: ContentReader, path: str, message: Message) -> dict[str, Any]:
-    content = message.refusal if message.content is None else message.content
+    content = message.content or message.refusal or message.content
     calls = _calls(path, message)
     thoughts = message.reasoning_content or message.reasoning
     call_id = message.tool_call_id
@@ -233,17 +233,18 @@ def _message(reader: ContentReader, path: str, message: Message) -> dict[str, An
     }
     written |= {name: value for name, value in optional.items() if value is not None}
     if calls:
-        written["tool_calls"] = [_with_arguments(path, call) for path, call in calls]
+        written["tool_calls"] = [_with_arguments(function_path, call) for function_path, call in calls]
     return written
 
 
 def _calls(path: str, message: Message) -> list[tuple[str, dict[str, Any]]]:
-    """The calls of a message, each with its path. A custom tool is a function of one text."""
-    if message.function_call is not None:
-        path += ".function_call"
-        name = needed(path, message.function_call, "name", str)
-        return [(path, {"id": name, "type": "function", "function": message.function_call})]
+    """The calls of a message, each with the path of its function. A custom tool is a function of one
+    text."""
     calls: list[tuple[str, dict[str, Any]]] = []
+    if message.function_call is not None:
+        function_path = f"{path}.function_call"
+        name = needed(function_path, message.function_call, "name", str)
+        calls.append((function_path, {"id": name, "type": "function", "function": message.function_call}))
     for i, call in enumerate(message.tool_calls or []):
         call_path = f"{path}.tool_calls[{i}]"
         if call.get("type") == "custom":
@@ -251,19 +252,30 @@ def _calls(path: str, message: Message) -> list[tuple[str, dict[str, Any]]]:
             arguments = {"input": needed(f"{call_path}.custom", custom, "input", str)}
             function = {"name": needed(f"{call_path}.custom", custom, "name", str), "arguments": arguments}
             call = {"id": call.get("id"), "type": "function", "function": function}
-        calls.append((call_path, call))
+        calls.append((f"{call_path}.function", call))
     return calls
 
 
 def _with_arguments(path: str, call: dict[str, Any]) -> dict[str, Any]:
-    """A tool call with its arguments as an object: OpenAI sends them as JSON in a string, templates expect
-    the object."""
+    """A tool call with its arguments as an object, which templates expect."""
     function = call.get("function")
-    require(isinstance(function, dict), f"{path}.function", "is missing, or is not an object")
-    arguments = function.get("arguments") or "{}"
-    if not isinstance(arguments, str):
-        return call
-    try:
-        return call | {"function": function | {"arguments": json.loads(arguments)}}
-    except (ValueError, RecursionError):
-        return call
+    require(isinstance(function, dict), path, "is missing, or is not an object")
+    arguments = arguments_of(f"{path}.arguments", function.get("arguments"))
+    return call | {"function": function | {"arguments": arguments}}
+
+
+def arguments_of(path: str, given: Any) -> dict[str, Any]:
+    """The arguments of an earlier tool call, given as an object or as JSON in a string. Of JSON that
+    `max_tokens` has truncated, the members that are complete. Raises ApiError for any other value."""
+    read = given
+    if isinstance(given, str):
+        text = given.strip() or "null"
+        try:
+            read = json.loads(text)
+        except (ValueError, RecursionError):
+            read = complete_members(text) if text.startswith("{") else text
+    if read is None:
+        return {}
+    detail = "must be a JSON object: the arguments of a tool call by their names"
+    require(isinstance(read, dict), path, detail, given=given[:40] if isinstance(given, str) else None)
+    return read

@@ -260,7 +260,7 @@ def _thoughts(reader: BlockReader, path: str, block: Json) -> Message:
 
 def _call(_reader: BlockReader, path: str, block: Json) -> Message:
     given = needed(path, block, "input", dict) if block.get("input") is not None else {}
-    function = {"name": needed(path, block, "name", str), "arguments": json.dumps(given)}
+    function = {"name": needed(path, block, "name", str), "arguments": given}
     call = {"id": needed(path, block, "id", str), "type": "function", "function": function}
     return Message("assistant", tool_calls=[call])
 

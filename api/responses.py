@@ -20,7 +20,7 @@ from msgspec import UNSET, Struct, UnsetType
 
 from api import fields
 from api.content import ContentReader, needed, omitted
-from api.conversation import ChatRequest, Message, prepare_chat, text_of, visible_text
+from api.conversation import ChatRequest, Message, arguments_of, prepare_chat, text_of, visible_text
 from api.errors import OPENAI, ApiError, invalid, named_event
 from api.fields import FieldNames, Json
 from api.openai import OpenAIResponseWriter, TokenLogprob
@@ -402,11 +402,11 @@ def _reference(_reader: ItemReader, path: str, _item: Json) -> NoReturn:
 
 
 def _function_call(reader: ItemReader, path: str, item: Json) -> Message:
-    return _call(reader, path, item, needed(path, item, "arguments", str))
+    return _call(reader, path, item, arguments_of(f"{path}.arguments", item.get("arguments")))
 
 
 def _custom_call(reader: ItemReader, path: str, item: Json) -> Message:
-    return _call(reader, path, item, json.dumps({"input": needed(path, item, "input", str)}))
+    return _call(reader, path, item, {"input": needed(path, item, "input", str)})
 
 
 def _built_in_call(name: str, field: str) -> Callable[[ItemReader, str, Json], Message | None]:
@@ -415,13 +415,12 @@ def _built_in_call(name: str, field: str) -> Callable[[ItemReader, str, Json], M
     def read(reader: ItemReader, path: str, item: Json) -> Message | None:
         if name == "tool_search" and item.get("call_id") is None:
             return None  # OpenAI ran it
-        arguments = json.dumps(needed(path, item, field, dict))
-        return _call(reader, path, item | {"name": name}, arguments)
+        return _call(reader, path, item | {"name": name}, needed(path, item, field, dict))
 
     return read
 
 
-def _call(reader: ItemReader, path: str, item: Json, arguments: str) -> Message:
+def _call(reader: ItemReader, path: str, item: Json, arguments: Json) -> Message:
     name = reader.tools.name_of(needed(path, item, "name", str), item.get("namespace"))
     function = {"name": name, "arguments": arguments}
     call = {"id": needed(path, item, "call_id", str), "type": "function", "function": function}

@@ -12,6 +12,7 @@ import functools
 import json
 import secrets
 import string
+from collections import deque
 from collections.abc import Generator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -33,6 +34,7 @@ from text.tool_formats import (
 
 MAX_HEAD = 1_000  # characters of a call before its arguments, or of a parameter's name
 ALPHANUMERIC = string.ascii_letters + string.digits
+MAX_NESTING = 100  # of truncated arguments, which a client may send back
 MAX_COMMAS = 20  # commas after which the complete arguments of a Python call may end
 WORDS = {"True": "true", "False": "false", "None": "null"}  # as templates in Python write JSON's
 
@@ -535,11 +537,14 @@ def _truncated_json(text: str) -> str:
 
 
 def complete_members(arguments: str) -> dict[str, Any]:
-    """The arguments of a call as far as they can be read: `max_tokens` may have truncated them."""
+    """The arguments of a call as far as they can be read: `max_tokens` may have truncated them. What is
+    nested more deeply than MAX_NESTING is not read."""
     closing = ""  # the brackets that are open, from the inside
     in_string = False
     is_escaped = False
-    ends: list[tuple[int, str]] = []  # of values or keys, and the brackets that are open there
+    # Of values or keys, and the brackets that are open there. The last may be a key's, the one before it a
+    # comma's.
+    ends: deque[tuple[int, str]] = deque(maxlen=3)
     for at, character in enumerate(arguments):
         if in_string:
             in_string = is_escaped or character != '"'
@@ -549,13 +554,15 @@ def complete_members(arguments: str) -> dict[str, Any]:
         elif character == '"':
             in_string = True
         elif character in "{[":
+            if len(closing) == MAX_NESTING:
+                break
             closing = {"{": "}", "[": "]"}[character] + closing
         elif character in "}]":
             closing = closing[1:]
             ends.append((at + 1, closing))
         elif character == ",":
             ends.append((at, closing))
-    for end, brackets in ends[:-4:-1]:  # the last may be a key's, the one before it a comma's
+    for end, brackets in reversed(ends):
         with contextlib.suppress(ValueError, RecursionError):
             return json.loads(arguments[:end] + brackets)
     return {}

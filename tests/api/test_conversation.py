@@ -1,13 +1,17 @@
 """Chats of every API: messages as the model's template reads them, and the prepared that a chat makes."""
 
+import functools
+import json
 import re
 from dataclasses import replace
 
 import pytest
-from asked import CONFIG, USER, answer_to, nameless, prepared, record_renders, refusal, serving
+from asked import CONFIG, DIALECTS, USER, answer_to, nameless, prepared, record_renders, refusal, serving, written
+from tool_calls import FORMATS, TOOLS, WRITTEN, use
 
 from api.conversation import ROLES
-from text.template import RESERVED, ChatTemplate
+from text.template import RESERVED, ChatTemplate, renderer
+from text.template_capabilities import TemplateCapabilities
 
 ASSISTANT = {"role": "assistant", "content": "Well "}
 UNSEEN = "[image omitted: this server reads text only]"
@@ -69,15 +73,42 @@ def test_messages_that_cannot_be_read_are_refused_with_the_reason(messages, para
     assert re.search(words if "Given" in words else re.escape(words), str(error))
 
 
+def of_call(dialect, arguments):
+    """A body whose history has a call with these arguments."""
+    if dialect == "chat":
+        call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": arguments}}
+        return {"messages": [USER, {"role": "assistant", "content": None, "tool_calls": [call]}]}
+    if dialect == "responses":
+        return {"input": [USER, {"type": "function_call", "call_id": "1", "name": "f", "arguments": arguments}]}
+    block = {"type": "tool_use", "id": "1", "name": "f", "input": arguments}
+    return {"messages": [USER, {"role": "assistant", "content": [block]}]}
+
+
 @pytest.mark.parametrize(
-    ("arguments", "read"),
-    [('{"a": 1}', {"a": 1}), ({"a": 1}, {"a": 1}), ("", {}), (None, {}), ("nonsense", "nonsense"), ("[" * 9999, "[" * 9999)],
+    ("dialect", "arguments", "read"),
+    [
+        *(
+            (dialect, arguments, read)
+            for dialect in ("chat", "responses")
+            for arguments, read in [
+                ('{"a": 1}', {"a": 1}),
+                (None, {}),
+                ("", {}),
+                (" null ", {}),
+                ('{"a": {"b": [1, 2', {"a": {"b": [1]}}),
+                ('{"a": "x", "b": "y', {"a": "x"}),
+                ('{"a": ' * 99_999, {}),
+            ]
+        ),
+        ("chat", {"a": 1}, {"a": 1}),
+        ("messages", None, {}),
+        ("messages", {"a": 1}, {"a": 1}),
+    ],
 )
-def test_a_template_gets_the_arguments_of_a_call_as_an_object_where_they_can_be_read(arguments, read, monkeypatch):
+def test_a_template_gets_the_arguments_of_a_call_as_an_object(dialect, arguments, read, monkeypatch):
     rendered = record_renders(monkeypatch)
-    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": arguments}}
-    prompt_of({"role": "assistant", "content": None, "tool_calls": [call]})
-    (((message,), _),) = rendered
+    prepared(dialect, **of_call(dialect, arguments))
+    (((_, message), _),) = rendered
     assert message["content"] == ""
     assert message["tool_calls"][0]["function"] == {"name": "f", "arguments": read}
 
@@ -97,6 +128,92 @@ def test_calls_in_an_older_and_in_a_custom_form_are_calls_of_functions(call, rea
     prompt_of({"role": "assistant", "content": None} | call)
     (((message,), _),) = rendered
     assert [each["function"] for each in message["tool_calls"]] == [read]
+
+
+@pytest.mark.parametrize(
+    ("dialect", "arguments", "param"),
+    [
+        *(
+            (dialect, arguments, param)
+            for dialect, param in [
+                ("chat", "messages[1].tool_calls[0].function.arguments"),
+                ("responses", "input[1].arguments"),
+            ]
+            for arguments in ("nonsense", '"text"', "[1]", "7", "[" * 9999, [1], 7)
+        ),
+        ("messages", "text", "messages[1].content[0].input"),
+        ("messages", [1], "messages[1].content[0].input"),
+    ],
+)
+def test_arguments_that_are_no_object_are_refused_by_the_name_of_the_field(dialect, arguments, param):
+    error = refusal(dialect, **of_call(dialect, arguments))
+    assert error.status == 422
+    # msgspec leaves out the numbers.
+    assert error.param in (param, re.sub(r"\d+", "...", param))
+
+
+# Needs the arguments of calls as an object, and leaves out nothing.
+STRICT = (
+    "{{ tools | tojson }}{% for m in messages %}<{{ m.role }}>{{ m.reasoning_content }}{{ m.content }}"
+    "{% for c in m.tool_calls or [] %}<call>{{ c.function.name }}{% for key, value in c.function.arguments.items() %}"
+    "<{{ key }}>{{ value }}{% endfor %}{% endfor %}</{{ m.role }}>{% endfor %}<assistant>"
+)
+
+
+@functools.cache
+def calling(name, thinking):
+    """A model that writes calls in this format."""
+    template = ChatTemplate(STRICT, {})
+    served = serving(config=replace(CONFIG, reasoning_parser="think" if thinking else None))
+    tools = use(name).model
+    text = served.text._replace(template=template, tools=tools, capabilities=TemplateCapabilities.of(template))
+    return replace(served, text=text)
+
+
+def sent_back(dialect, answer):
+    """What a client puts into its history of an answer: items; texts; names and arguments of calls."""
+    if dialect == "chat":
+        message = answer["choices"][0]["message"]
+        calls = [call["function"] for call in message.get("tool_calls", ())]
+        texts = [message["content"] or "", message.get("reasoning_content", "")]
+        return [message], texts, [(call["name"], call["arguments"]) for call in calls]
+    if dialect == "messages":
+        calls = [(block["name"], json.dumps(block["input"])) for block in answer["content"] if block["type"] == "tool_use"]
+        texts = [block.get("text", block.get("thinking", "")) for block in answer["content"]]
+        return [{"role": "assistant", "content": answer["content"]}], texts, calls
+    items = answer["output"]
+    calls = [(item["name"], item["arguments"]) for item in items if item["type"] == "function_call"]
+    texts = [part["text"] for item in items for part in item.get("content", ())]
+    return items, texts, calls
+
+
+TOOLS_OF = {
+    "chat": TOOLS,
+    "responses": [{"type": "function"} | tool["function"] for tool in TOOLS],
+    "messages": [
+        {"name": tool["function"]["name"], "input_schema": tool["function"].get("parameters", {"type": "object"})}
+        for tool in TOOLS
+    ],
+}
+
+
+@pytest.mark.parametrize("before", ["", "Text. ", "<think>Thought.</think>"])
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("dialect", TOOLS_OF)
+def test_an_answer_that_max_tokens_has_truncated_anywhere_is_taken_back(dialect, name, before, monkeypatch):
+    monkeypatch.setattr("text.template.rendered", renderer(99_999))  # without its process
+    make, body = DIALECTS[dialect]
+    history = "input" if dialect == "responses" else "messages"
+    served = calling(name, thinking="<think>" in before)
+    whole = before + WRITTEN[name]
+    for end in range(1, len(whole) + 1):
+        asked_for = body | {history: [USER], "tools": TOOLS_OF[dialect]}
+        answer = written(make(asked_for, served), whole[:end], "length")
+        items, texts, calls = sent_back(dialect, answer)
+        prompt = make(asked_for | {history: [USER, *items, USER]}, served).requests[0].prompt
+        values = ["Bern" for _, arguments in calls if '"Bern"' in arguments]
+        missing = [text for text in [*texts, *values, *(f"<call>{called}" for called, _ in calls)] if text not in prompt]
+        assert not missing, (whole[:end], prompt)
 
 
 CONVERSATIONS = {  # with what the assistant thought before its call

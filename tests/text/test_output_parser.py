@@ -8,7 +8,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tool_calls import BOTH, CALLS, ENDS, FORMATS, FORMS, THINKING, WRITTEN, tool, use
 
-from text.output_parser import Arguments, CallBegin, Content, ParsedOutput, ParserConfig, Reasoning, complete_members
+from text.output_parser import (
+    MAX_NESTING,
+    Arguments,
+    CallBegin,
+    Content,
+    ParsedOutput,
+    ParserConfig,
+    Reasoning,
+    complete_members,
+)
 
 
 def read(parser, text, size=None, is_truncated=False):
@@ -131,6 +140,7 @@ def test_a_stop_string_cuts_a_forced_call_too():
         ('{"a": [1, {"b": "}"}, "c', {"a": [1, {"b": "}"}]}),
         ('{"a": "\\"}", "b": {"c": [], "d', {"a": '"}', "b": {"c": []}}),
         ('{"a": 1}', {"a": 1}),
+        ('{"a": 1, "b": ' + "[" * MAX_NESTING + "2, 3", {"a": 1}),
         ("nonsense", {}),
     ],
 )
