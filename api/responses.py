@@ -369,11 +369,12 @@ def _continues(messages: list[Message], message: Message) -> bool:
 
 
 def _joined(one: Message, other: Message) -> Message:
+    thoughts = [each.reasoning_content for each in (one, other) if each.reasoning_content]
     return Message(
         "assistant",
         content=other.content if one.content is None else one.content,
         tool_calls=[*(one.tool_calls or []), *(other.tool_calls or [])] or None,
-        reasoning_content=one.reasoning_content or other.reasoning_content,
+        reasoning_content="\n".join(thoughts) or None,
     )
 
 

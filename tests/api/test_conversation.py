@@ -230,6 +230,15 @@ CONVERSATIONS = {  # with what the assistant thought before its call
     "responses, summary": {
         "input": [USER, {"type": "reasoning", "summary": [{"type": "summary_text", "text": "Hm."}]}, ASSISTANT, USER]
     },
+    "responses, in two items": {
+        "input": [
+            USER,
+            {"type": "reasoning", "summary": [{"type": "summary_text", "text": "H"}]},
+            {"type": "reasoning", "summary": [{"type": "summary_text", "text": "m."}]},
+            ASSISTANT,
+            USER,
+        ]
+    },
     "messages": {
         "messages": [
             USER,
@@ -247,7 +256,11 @@ CONVERSATIONS = {  # with what the assistant thought before its call
 def test_earlier_thinking_is_given_to_the_template(dialect, monkeypatch):
     rendered = record_renders(monkeypatch)
     prepared(dialect.partition(",")[0], **CONVERSATIONS[dialect])
-    assert [messages for messages, _ in rendered] == [[USER, ASSISTANT | {"reasoning_content": "Hm."}, USER]]
+    (((first, answer, last), _options),) = rendered
+    assert [first, last] == [USER, USER]
+    assert answer | {"reasoning_content": answer["reasoning_content"].replace("\n", "")} == ASSISTANT | {
+        "reasoning_content": "Hm."
+    }
 
 
 @pytest.mark.parametrize("dialect", ["chat", "responses", "messages"])
