@@ -211,7 +211,8 @@ def _attend(
     sinks = None if s_aux is None else s_aux.view(1, heads, 1, 1)
     if not cache.is_step:
         mask = cache.mask(sliding_window, query.dtype)
-        return _scaled_dot_product(query, key, value, mask, scaling, softcap, sinks).transpose(1, 2), None
+        attended = _scaled_dot_product(query, key, value, mask, scaling, softcap, sinks)
+        return attended.transpose(1, 2).contiguous(), None  # families view it
     out = query.new_zeros(rows, length, heads, value.shape[-1])
     for slot, end in cache.ends.items():
         if length > 1:

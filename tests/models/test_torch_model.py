@@ -19,6 +19,8 @@ import tiny_models
 import torch
 import transformers
 from loop import Driven, Oracle
+from published import folders
+from published.families import FAMILIES
 from safetensors.torch import load_file, save_file
 from tiny_models import (
     POSITIONS,
@@ -38,6 +40,7 @@ import worker
 from config import Config
 from manifest import Manifest
 from models.base import Chunk, DeviceLost, ModelError
+from models.torch_model import TorchModel
 from protocol import Generate
 from run import ConfigError
 
@@ -195,6 +198,18 @@ def test_attention_may_come_back_in_another_memory_order_as_from_cuda_kernels(zo
     monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", attend_token_by_token)
     reference = zoo.references(family)[2]
     assert continued(serve(zoo.folder(family)), reference) == reference.tokens
+
+
+def test_a_module_may_view_what_attention_returns_in_any_memory_order(tmp_path, monkeypatch):
+    attend = torch.nn.functional.scaled_dot_product_attention
+    monkeypatch.setattr(
+        torch.nn.functional,
+        "scaled_dot_product_attention",
+        lambda *arguments, **options: attend(*arguments, **options).contiguous(),
+    )
+    (trinity,) = (family for family in FAMILIES if family.name == "Trinity")  # whose attention views it
+    folder = folders.write(tmp_path / "model", trinity)
+    assert TorchModel(settings(folder), folder, "cpu").engine == "torch"
 
 
 @pytest.mark.parametrize("family", tiny_models.ALL)
