@@ -388,7 +388,7 @@ def test_an_error_in_a_thread_of_a_library_is_logged_and_the_worker_goes_on(tmp_
 
 
 FAILED_LOAD = """
-import sys, threading, worker
+import config, sys, threading, worker
 from models.base import ModelError
 
 begun = threading.Barrier(3)
@@ -398,7 +398,7 @@ def run_for_ever(*_):
     threading.Event().wait()
 
 class Prepared:
-    folder = None
+    folder = config.DEMO_MODEL
     device = "cpu"
 
     def __init__(self, config):
