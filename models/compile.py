@@ -43,7 +43,7 @@ def compile_model(config: Config, output: Path) -> None:
     if output.is_symlink() or output.is_mount():  # cannot be replaced by the finished folder
         raise ConfigError(f"--output {output} is a symbolic link or a mount point; name a folder in it")
     config, folder, commit = fetch_source(config)
-    if folder.name != commit:  # not as the hub has it: made of a GGUF file, or with an adapter
+    if folder.name != commit:  # not as the hub has it: from a GGUF file, dequantized, or with an adapter
         commit = None
     manifest = Manifest.read(folder)
     if manifest.is_compiled:

@@ -1,4 +1,4 @@
-"""The checkpoint to serve, as a folder: from the hub, this machine or a GGUF file, with an adapter merged.
+"""The checkpoint to serve, as a folder: from the hub or this machine, in GGUF, quantized, or with an adapter.
 
 What is not an ordinary checkpoint is converted into one, once, in the cache of converted models: a child
 process of `gguf.py`, `dequantize.py` or `lora.py` writes it, and every engine serves it as any other.
@@ -51,7 +51,7 @@ CHECKPOINT = ("*.json", "*.safetensors", "*.model")  # files that tell one base 
 
 def fetch_source(config: Config) -> tuple[Config, Path, str | None]:
     """The settings with the resolved model, the checkpoint's folder (without the weights of a hub model), and
-    its commit on the hub: None for a local one and for one that is made here. `config` names the device.
+    its commit on the hub: None for a local one, and for a GGUF file. `config` names the device.
     Raises ConfigError and ModelError."""
     if config.model_id == TRIAL_MODEL:
         config = _trial_model(_with_quantize(config))
@@ -64,10 +64,10 @@ def fetch_source(config: Config) -> tuple[Config, Path, str | None]:
             _check_gguf_packages(name)
             config = _with_source(config, _join(config, name))
             folder, commit = fetch(config)
-        folder = _dequantized(config, folder, commit)
+        folder = _from_gguf(config, folder, commit)
         commit = None
     elif quantization := Quantization.read(folder):
-        folder = _unquantized(config, folder, quantization)
+        folder = _dequantized(config, folder, quantization)
         config = _with_source(config, str(folder))
     if config.lora_adapters:
         folder = _merged(config, folder)
@@ -168,7 +168,7 @@ def _join(config: Config, name: str) -> str:
     return str(Path(config.model_id, name)) if config.is_local else f"{config.model_id}:{name}"
 
 
-def _dequantized(config: Config, file: Path, commit: str | None) -> Path:
+def _from_gguf(config: Config, file: Path, commit: str | None) -> Path:
     """The checkpoint that is made of a GGUF file: in bfloat16, or in what `dtype` says."""
     if SPLIT.search(file.name):
         raise ModelError(
@@ -183,7 +183,7 @@ def _dequantized(config: Config, file: Path, commit: str | None) -> Path:
     )
 
 
-def _unquantized(config: Config, folder: Path, quantization: Quantization) -> Path:
+def _dequantized(config: Config, folder: Path, quantization: Quantization) -> Path:
     """The checkpoint in `folder` with its weights dequantized: in bfloat16, or in what `dtype` says."""
     dtype = written_dtype(config)
     hint = ""

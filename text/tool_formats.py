@@ -1,7 +1,7 @@
 """How models write tool calls: one row a format, and the grammars that enforce it.
 
-`FORMATS` has everything that tells one format from another: how a chat template shows it, the markers, what
-`OutputParser` (parser.py) reads, and the grammar. Sources: the chat templates of Hermes, Qwen, Llama 3,
+`FORMATS` has all that tells one format from another: how a chat template shows it, the markers, what
+`OutputParser` (output_parser.py) reads, and the grammar. Sources: the chat templates of Hermes, Qwen, Llama 3,
 Llama 4 and DeepSeek, and those that mistral-common and vLLM publish for Mistral and DeepSeek.
 """
 
@@ -485,8 +485,8 @@ def _choice(texts: Iterable[str]) -> str:
 
 
 def after_thinking(grammar: str, thinking: str, token_id: Callable[[str], int | None]) -> str:
-    """The grammar of reasoning and of what follows it; `thinking` as in `ParserConfig` (parser.py). Raises
-    GrammarError."""
+    """The grammar of reasoning and of what follows it; `thinking` as in output_parser.py's
+    `ParserConfig`. Raises GrammarError."""
     if not thinking:
         return grammar
     thought = r"thoughts /\s{0,2}/"
