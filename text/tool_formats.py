@@ -1,8 +1,8 @@
 """How models write tool calls: one row a format, and the grammars that enforce it.
 
 `FORMATS` has all that tells one format from another: how a chat template shows it, the markers, what
-`OutputParser` (output_parser.py) reads, and the grammar. Sources: the chat templates of Hermes, Qwen, Llama 3,
-Llama 4 and DeepSeek, and those that mistral-common and vLLM publish for Mistral and DeepSeek.
+`OutputParser` (output_parser.py) reads, and the grammar. Sources: the chat templates of Hermes, Qwen, Llama
+3, Llama 4 and DeepSeek, and those that mistral-common and vLLM publish for Mistral and DeepSeek.
 """
 
 from __future__ import annotations
